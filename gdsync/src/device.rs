@@ -1,4 +1,4 @@
-//! The devices that can be opened: those of the machine, and the software HCA.
+//! The devices that can be opened: RDMA devices of the machine, and the software HCA.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::verbs::Context;
 /// Name of the software HCA.
 const SOFT: &str = "soft0";
 
-/// An RDMA device that can be opened: one of the machine, or the software HCA, which is always there.
+/// A device that can be opened: an RDMA device of the machine, or the software HCA, which always exists.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device(Kind);
 
@@ -27,18 +27,18 @@ enum Kind {
 }
 
 impl Device {
-    /// All devices of this machine, the software HCA `soft0` last. Quick, and nothing else where there is no libibverbs.
+    /// All devices of this machine, the software HCA `soft0` last. Cheap; without libibverbs only `soft0`.
     pub fn list() -> Vec<Device> {
         let rdma = gdsync_rdma::survey().into_iter().map(|survey| Device(Kind::Rdma(Box::new(survey))));
         rdma.chain([Device(Kind::Soft)]).collect()
     }
 
-    /// The device called `name`, or the one `GDSYNC_DEVICE` names, or the first usable one among those nearest to a GPU. Where
-    /// no device of the machine can be used, that is `soft0`; a log line says why.
+    /// The device called `name`, else the one that `GDSYNC_DEVICE` names, else the usable one nearest to a GPU, else
+    /// `soft0`; a log line says why.
     ///
     /// # Errors
-    /// [`Error::NoDevice`] lists the devices there are; [`Error::Library`] where `GDSYNC_LIBIBVERBS` or `GDSYNC_LIBMLX5` names what
-    /// cannot be loaded, unless it is `soft0` that is asked for.
+    /// [`Error::NoDevice`] lists the existing devices; [`Error::Library`] if the library that `GDSYNC_LIBIBVERBS` or
+    /// `GDSYNC_LIBMLX5` names cannot be loaded, except for `soft0`.
     pub fn find(name: Option<&str>) -> Result<Device> {
         let wanted = name.map(str::to_owned).or_else(|| variable("GDSYNC_DEVICE"));
         match wanted {
@@ -58,7 +58,7 @@ impl Device {
     /// The usable device nearest to this GPU, unless `GDSYNC_DEVICE` names one: see [`Device::find`].
     ///
     /// # Errors
-    /// As [`Device::find`].
+    /// [`Error::NoDevice`] and [`Error::Library`], see [`Device::find`].
     pub fn near(gpu: &Gpu) -> Result<Device> {
         let is_chosen =
             variable("GDSYNC_DEVICE").is_some() || variable("GDSYNC_PATH").as_deref() == Some("soft");
@@ -73,9 +73,9 @@ impl Device {
         }
         for device in &devices {
             let why = device.refusal().unwrap_or_default();
-            tracing::info!(device = %device.name, why, "an RDMA device that cannot be used");
+            tracing::info!(device = %device.name, why, "RDMA device not usable");
         }
-        tracing::info!("the software HCA is used: no RDMA device of this machine can be");
+        tracing::info!("using the software HCA: no usable RDMA device");
         Ok(Device(Kind::Soft))
     }
 
@@ -96,8 +96,8 @@ impl Device {
         if let Kind::Rdma(survey) = &self.0 { Some(survey) } else { None }
     }
 
-    /// The PCI address of its card, `domain:bus:device.function` in lower-case hexadecimal; that of the network card below a
-    /// software RDMA device. `None` where there is none.
+    /// The PCI address of its card, `domain:bus:device.function` in lower-case hexadecimal; for a software RDMA device,
+    /// of its network card. `None` without one.
     pub fn pci_address(&self) -> Option<&str> {
         Some(&self.survey()?.place.as_ref()?.address)
     }
@@ -107,26 +107,27 @@ impl Device {
         self.survey()?.place.as_ref()?.numa
     }
 
-    /// Its ports; none of the software HCA.
+    /// Its ports; empty for the software HCA.
     pub fn ports(&self) -> &[Port] {
         self.survey().map_or(&[], |survey| &survey.ports)
     }
 
-    /// The machine's GPUs, the nearest to its card first; none where it has no card.
+    /// The machine's GPUs, nearest to its card first; empty without a card.
     pub fn gpus(&self) -> &[NearGpu] {
         self.survey().map_or(&[], |survey| &survey.gpus)
     }
 
-    /// Why it cannot be used, if so, with the fix.
+    /// Why it cannot be used, with the fix; `None` if it can.
     pub fn refusal(&self) -> Option<String> {
         self.survey()?.refusal()
     }
 
-    /// Opens the device as the environment says: see [`DeviceConfig`]. On the software HCA, faults in `GDSYNC_FAULTS` are
-    /// injected from the start: see [`FaultPlan`].
+    /// Opens the device as configured by the environment: see [`DeviceConfig`]. On the software HCA, the faults in
+    /// `GDSYNC_FAULTS` are injected from the start: see [`FaultPlan`].
     ///
     /// # Errors
-    /// As [`Device::open_with`].
+    /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device; [`Error::Sys`] when the system
+    /// refuses memory, sockets or a thread; [`Error::InvalidArgument`] for a bad variable.
     pub fn open(&self) -> Result<Context> {
         self.open_with(&DeviceConfig::from_env()?)
     }
@@ -139,7 +140,7 @@ impl Device {
     pub fn open_with(&self, config: &DeviceConfig) -> Result<Context> {
         match (&self.0, config.route) {
             (Kind::Soft, Some(route @ (Route::Direct | Route::Proxy))) => {
-                let expected = "soft, which is the only one of soft0: name another device in GDSYNC_DEVICE, or no route in GDSYNC_PATH";
+                let expected = "soft, the only route of soft0: name another device in GDSYNC_DEVICE, or no route in GDSYNC_PATH";
                 Err(Error::invalid("route", route, expected))
             }
             (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
@@ -148,8 +149,8 @@ impl Device {
     }
 }
 
-/// Opens an RDMA device: the card reads the rings itself if a test request shows that it does, all who are to ring can, and it reaches the
-/// memory of GPUs. Otherwise a thread does, which also stages what the card does not reach.
+/// Opens an RDMA device. The card reads the rings itself if a self-test passes, each GPU that will ring can, and it
+/// reaches the memory of the GPUs. Otherwise a CPU thread reads them, which also stages what the card does not reach.
 fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
     let open = gdsync_rdma::Open::device(&survey.name, config)?;
     let SoftHcaConfig { strict, faults, .. } = SoftHcaConfig::from_env()?;
@@ -176,13 +177,17 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
     };
     let not_direct = match config.route {
         Some(Route::Direct) => return direct(),
-        Some(_) => "another route was asked for (GDSYNC_PATH)".into(),
+        Some(_) => "another route was requested (GDSYNC_PATH)".into(),
         None => match direct() {
             Ok(context) => return Ok(context),
             Err::<_, Error>(why) => why.to_string(),
         },
     };
-    tracing::info!(device = open.name(), why = not_direct, "a thread reads the rings in place of the card");
+    tracing::info!(
+        device = open.name(),
+        why = not_direct,
+        "a CPU thread reads the rings instead of the card"
+    );
     let proxy = Proxy::start(open, strict)?;
     proxy.inject(faults)?;
     Context::with(Arc::new(proxy), Some(not_direct.into()), |_, _| Ok(()))

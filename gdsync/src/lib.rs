@@ -1,16 +1,16 @@
-//! Verbs queues whose sends are triggered, and whose completions are awaited, by a stream.
+//! Verbs queues whose sends a stream triggers and whose completions a stream waits for.
 //!
-//! GPUDirect Async lets the CPU prepare sends and waits ahead of time, and a stream of memory operations trigger them
-//! in order. This crate has
+//! GPUDirect Async lets the CPU prepare sends and waits ahead of time; a stream of memory operations triggers them in
+//! order. This crate has
 //!
 //! - [`verbs`]: devices, memory regions, completion queues and reliable connected queue pairs, on mlx5 rings;
-//! - [`stream`]: sends and waits on streams, in batches with word waits and writes, or prepared first and posted
-//!   later; here is the table of what libgdsync's functions are called now;
-//! - [`hca`]: the software HCA that consumes the rings where there is no card, with faults on demand;
-//! - [`memory`]: memory that a device may touch, and the only code that touches it;
-//! - [`cuda`]: GPUs, their memory and what they can do;
-//! - [`recorder`]: the flight recorder, which keeps when every request reached which stage;
-//! - [`nvtx`]: ranges for profilers, with the feature of this name;
+//! - [`stream`]: sends and waits on streams, in batches with word waits and writes, or prepared first and posted later,
+//!   with a table of libgdsync's functions and their equivalents here;
+//! - [`hca`]: the software HCA, which consumes the rings where there is no card, with fault injection;
+//! - [`memory`]: memory that a device may access, and the only code that accesses it;
+//! - [`cuda`]: GPUs, their memory and capabilities;
+//! - [`recorder`]: the flight recorder, which timestamps the stages of each request;
+//! - [`nvtx`]: profiler ranges, with the feature `nvtx`;
 //! - [`mlx5`]: the ring formats, byte for byte.
 //!
 //! # A send on a stream
@@ -42,18 +42,19 @@
 //!
 //! # Rules
 //!
-//! - **Order.** One stream at a time rings the doorbell of a queue pair, and sends leave in the order they were
-//!   prepared. What would break this is refused when it is enqueued.
-//! - **Completions.** Every work request has one. It is taken once, by `poll` or by a stream's wait; a
-//!   [`verbs::Completion`] can be asked at any time without taking it.
-//! - **Failure.** An error completes, and so releases the stream; a stream's wait limit ends what never completes.
-//!   A released stream does not mean that data arrived: [`stream::Stream::synchronize`] and the completion tell.
-//! - **Room.** Queues and streams are bounded. A full one is an error at enqueue, never a stall later.
+//! - **Order.** One stream at a time rings the doorbell of a queue pair. Sends leave in prepare order. Violations are
+//!   refused at submission.
+//! - **Completions.** Every work request has one. It is taken once, by `poll` or by a stream wait. A
+//!   [`verbs::Completion`] can be queried at any time without taking it.
+//! - **Failure.** An error completes the request, and so releases the stream. A stream's wait limit ends what never
+//!   completes. A released stream does not imply that data arrived: [`stream::Stream::synchronize`] and the completion
+//!   report errors.
+//! - **Room.** Queues and streams are bounded. A full one returns an error at submission and never stalls later.
 //! - **Threads.** Everything may be used from any thread.
-//! - **Forks.** What was made belongs to the process that made it. In a child forked since, calls are refused with
-//!   [`Error::OtherProcess`], dropping does nothing, and [`memory::Memory::alloc`]'s bytes are zeros. GPU memory is not there. The
-//!   child may open a device of its own. What it drops, and completions that it polls or asks for, wait for nobody; other calls may
-//!   wait for ever for a thread that was within the library when the process forked: fork while none is.
+//! - **Forks.** Objects belong to the process that created them. In a forked child, calls on them return
+//!   [`Error::OtherProcess`], dropping does nothing, the bytes of [`memory::Memory::alloc`] are zeros, and GPU memory
+//!   is not mapped. The child may open its own device. Dropping, polling and querying completions never block in a
+//!   child. Other calls may block forever if a thread was inside the library during the fork: fork while none is.
 
 mod device;
 pub mod nvtx;

@@ -1,8 +1,9 @@
-//! Ranges for NVIDIA's profilers (Nsight Systems, CUPTI), with the cargo feature `nvtx`; nothing otherwise.
+//! Ranges for NVIDIA's profilers (Nsight Systems, CUPTI), with the cargo feature `nvtx`; no-ops otherwise.
 //!
-//! Calls that submit, post, launch and wait are ranges of their thread in the domain `gdsync`; those of messages in `mp`. NVTX 3
-//! has no library, only headers. This does what they do: the first range loads the library that `NVTX_INJECTION64_PATH` names,
-//! which writes its functions into tables. (cudarc's `nvtx` needs libnvToolsExt, which CUDA 13 lacks, and panics without it.)
+//! Calls that submit, post, launch and wait are ranges of their thread in the domain `gdsync`; calls of `mp` have their
+//! own domain. NVTX 3 has no library, only headers, which this module reimplements: the first range loads the library
+//! named by `NVTX_INJECTION64_PATH`, which writes its functions into tables. (cudarc's `nvtx` needs libnvToolsExt,
+//! which CUDA 13 lacks, and panics without it.)
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::transmute;
@@ -14,7 +15,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 /// The domain of this crate.
 pub(crate) static DOMAIN: Domain = Domain::new(c"gdsync");
 
-/// Slots of each module (`NVTX_CBID_*_SIZE`). The first is not used; behind the last is a null.
+/// Slots of each module (`NVTX_CBID_*_SIZE`). The first is unused; the entry after the last is null.
 const SIZES: [u8; 7] = [0, 16, 9, 15, 7, 16, 7];
 type Slot = AtomicPtr<c_void>;
 type Table = [Option<&'static Slot>; 17];
@@ -50,9 +51,9 @@ extern "C" fn ignore_version(_version: u32) {}
 
 extern "C" fn module_table(module: u32, table: *mut *const Table, size: *mut u32) -> i32 {
     let Some(module @ 1..7) = usize::try_from(module).ok() else { return 0 };
-    // SAFETY: the profiler passes a place for the answer, or null.
+    // SAFETY: the profiler passes null or a valid place for the answer.
     unsafe { table.as_mut() }.into_iter().for_each(|table| *table = &raw const TABLES[module]);
-    // SAFETY: the profiler passes a place for the answer, or null.
+    // SAFETY: the profiler passes null or a valid place for the answer.
     unsafe { size.as_mut() }.into_iter().for_each(|size| *size = SIZES[module].into());
     1
 }
@@ -65,13 +66,13 @@ extern "C" fn export_table(id: u32) -> *const c_void {
     }
 }
 
-/// Loads the library that the environment names, and never lets it go. Returns whether it takes ranges.
+/// Loads the library that the environment names, and never unloads it. Returns whether it accepts ranges.
 fn load() -> bool {
     let path = std::env::var_os("NVTX_INJECTION64_PATH").filter(|path| !path.is_empty());
     let Some(path) = path.and_then(|path| CString::new(path.into_vec()).ok()) else { return false };
-    // SAFETY: a terminated path; whoever sets the variable wants the library's initialisers to run.
+    // SAFETY: the path is NUL-terminated. Setting the variable asks for the library's initialisers to run.
     let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY) };
-    // SAFETY: a terminated name. A null library is refused below.
+    // SAFETY: the name is NUL-terminated. A null library makes the result unused.
     let initialize = unsafe { libc::dlsym(library, c"InitializeInjectionNvtx2".as_ptr()) };
     if library.is_null() || initialize.is_null() {
         tracing::warn!(?path, "NVTX_INJECTION64_PATH does not name a profiler's library: no ranges");
@@ -79,11 +80,12 @@ fn load() -> bool {
     }
     // SAFETY: the type `NvtxInitializeInjectionNvtxFunc_t` of nvtxTypes.h.
     let initialize = unsafe { transmute::<*mut c_void, Initialize>(initialize) };
-    // SAFETY: called once. What it stores in the tables stays valid, because the library stays.
+    // SAFETY: called once. The functions that it stores in the tables stay valid, because the library is never
+    // unloaded.
     unsafe { initialize(export_table) != 0 }
 }
 
-/// A domain that the profiler knows: its handle, and the functions that begin and end a range.
+/// A registered domain: its handle, and the functions that begin and end a range.
 #[derive(Clone, Copy, Debug)]
 struct Made(*mut c_void, Push, Pop);
 
@@ -97,24 +99,24 @@ pub struct Domain {
 // SAFETY: NVTX allows any thread to use the handle of a domain.
 unsafe impl Sync for Domain {}
 
-/// Ends when it is dropped. It belongs to its thread.
+/// A range of this thread, ended on drop.
 #[derive(Debug)]
 #[must_use]
 pub struct Range(Option<Made>);
 
 impl Domain {
-    /// A domain of this name. Profilers hear of it with its first range.
+    /// Creates a domain. It is registered with the profiler at its first range.
     pub const fn new(name: &'static CStr) -> Self {
         Self { name, made: OnceLock::new() }
     }
 
-    /// Begins a range within those that the thread has begun and not ended.
+    /// Begins a range, nested in the open ranges of the thread.
     #[inline]
     pub fn range(&self, message: &'static CStr) -> Range {
         let made = if cfg!(feature = "nvtx") { *self.made.get_or_init(|| self.make()) } else { None };
         if let Some(Made(handle, push, _)) = made {
             let event = Event(3, 48, [0; 7], 1, message.as_ptr());
-            // SAFETY: the profiler's handle, and attributes that it reads before it returns.
+            // SAFETY: the handle is the profiler's. It reads the attributes before it returns.
             unsafe { push(handle, &event) };
         }
         Range(made)
@@ -126,13 +128,13 @@ impl Domain {
         let functions = || [12, 4, 5].map(|id| FUNCTIONS[5][id].load(Ordering::Acquire));
         let functions = IS_LOADED.get_or_init(load).then(functions);
         let [create, push, pop] = functions.filter(|all| all.iter().all(|one| !one.is_null()))?;
-        // SAFETY: the type of this slot in nvtxTypes.h, where the profiler has put a function.
+        // SAFETY: the profiler has stored a function of this type, given in nvtxTypes.h, in this slot.
         let create: unsafe extern "C" fn(*const c_char) -> *mut c_void = unsafe { transmute(create) };
-        // SAFETY: the type of this slot in nvtxTypes.h, where the profiler has put a function.
+        // SAFETY: the profiler has stored a function of this type, given in nvtxTypes.h, in this slot.
         let push = unsafe { transmute::<*mut c_void, Push>(push) };
-        // SAFETY: the type of this slot in nvtxTypes.h, where the profiler has put a function.
+        // SAFETY: the profiler has stored a function of this type, given in nvtxTypes.h, in this slot.
         let pop = unsafe { transmute::<*mut c_void, Pop>(pop) };
-        // SAFETY: a terminated name, which stays.
+        // SAFETY: the name is NUL-terminated and static.
         Some(Made(unsafe { create(self.name.as_ptr()) }, push, pop))
     }
 }
@@ -141,7 +143,7 @@ impl Drop for Range {
     #[inline]
     fn drop(&mut self) {
         if let Some(Made(handle, _, pop)) = self.0 {
-            // SAFETY: the profiler's handle; this thread began the range last.
+            // SAFETY: the handle is the profiler's, and this is the innermost open range of the thread.
             unsafe { pop(handle) };
         }
     }

@@ -1,10 +1,10 @@
-//! Whether a card works as gdsync expects: the CPU writes a request, its record and its doorbell, and the card has to complete it.
-//! Whether a GPU can ring the doorbells of the card: it rings one, likewise. And whether the card can be given memory of the GPU.
+//! Self-tests of cards. The card must complete a request that the CPU rings for, and one that a GPU rings for. It must
+//! accept GPU memory.
 //!
-//! The driver may refuse the GPU the registers. Or it lets it have them, and its writes get lost on the bus: where an IOMMU
-//! or the access control of PCIe switches sends them elsewhere, nobody says so.
+//! The driver may refuse to map the registers for the GPU. Or it maps them and the GPU's writes get lost on the bus: an
+//! IOMMU or the access control of PCIe switches may misroute them silently.
 //!
-//! Asked of each GPU that is open when the device is opened, and of each other that a queue pair is built for.
+//! Run for each GPU that is open when the device is opened, and for each further GPU that a queue pair is built for.
 
 use std::time::Duration;
 
@@ -14,10 +14,10 @@ use gdsync_device::Access;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 
-/// How long a card may take for a request that does nothing, and the GPU to ring for it.
+/// Time limit for the card to execute a NOP and for the GPU to ring.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// What the CPU's own doorbell told of a card.
+/// The result of the CPU's doorbell.
 enum Heard {
     /// The request completed.
     Yes,
@@ -25,27 +25,28 @@ enum Heard {
     Unknown,
 }
 
-/// Has a queue pair that is connected to itself do nothing, at the request of the CPU. Takes a millisecond. `Ok` also where the queue
-/// pair cannot be connected: that tells nothing about the rings.
+/// Executes a NOP on a queue pair connected to itself, rung by the CPU. Takes a millisecond. Also `Ok` if the queue
+/// pair cannot be connected, which shows nothing about the rings.
 ///
 /// # Errors
-/// From making the queues; [`Error::Device`] when the request was rung for and never completed: rings, records, doorbells or completions
-/// of this card are not where, or not what, they were taken for.
+/// Errors of creating the queues; [`Error::Device`] when the request does not complete: rings, records, doorbells or
+/// completions of this card differ from what the library expects.
 pub(crate) fn self_test(pd: &Pd) -> Result<()> {
     let qp = pd.build_qp().max_send_wr(2).max_recv_wr(1).build()?;
     ring_by_cpu(&qp, pd).map(drop)
 }
 
-/// Has a queue pair made for it do nothing: first at the request of the CPU, then of the GPU.
+/// Executes two NOPs on its own queue pair: rung by the CPU, then by the GPU.
 ///
 /// # Errors
-/// As [`self_test`]; [`Error::Cuda`] when the GPU may not write to the registers; [`Error::Device`] when what it writes does not arrive.
+/// Those of [`self_test`]; [`Error::Cuda`] when the GPU may not write the registers; [`Error::Device`] when its writes
+/// do not arrive.
 pub(crate) fn probe(pd: &Pd, gpu: &Gpu) -> Result<()> {
     let qp = pd.build_qp().max_send_wr(2).max_recv_wr(1).build()?;
     let (_, _, doorbell) = qp.send.places();
     doorbell.gpu_addr(gpu)?;
     if let Heard::Unknown = ring_by_cpu(&qp, pd)? {
-        // The GPU may have the registers, and more cannot be known now.
+        // The registers are mapped; more cannot be tested now.
         return Ok(());
     }
     let config =
@@ -58,8 +59,8 @@ pub(crate) fn probe(pd: &Pd, gpu: &Gpu) -> Result<()> {
         Err(_) => Err(Error::Device {
             device: pd.provider().description().to_owned(),
             why: format!(
-                "GPU {} rang a doorbell of the card and nothing came of it, so the machine loses what they write to each \
-                 other: put them below one PCIe switch, and switch off its access control (ACS) and the IOMMU; \
+                "GPU {} rang a doorbell of the card, and no completion came: the machine loses writes between them; \
+                 put both below one PCIe switch, and disable its access control (ACS) and the IOMMU; \
                  GDSYNC_PATH=proxy works without",
                 gpu.ordinal()
             ),
@@ -70,12 +71,12 @@ pub(crate) fn probe(pd: &Pd, gpu: &Gpu) -> Result<()> {
 /// Registers a page of the GPU with the card.
 ///
 /// # Errors
-/// Why the card does not take it.
+/// The card's reason for refusing the memory.
 pub(crate) fn reach(pd: &Pd, gpu: &Gpu) -> Result<()> {
     let page = match gpu.alloc(4096) {
         Ok(page) => page,
         Err(error) => {
-            tracing::debug!(%error, "it is not known whether the card reaches memory of the GPU");
+            tracing::debug!(%error, "cannot test whether the card reaches GPU memory");
             return Ok(());
         }
     };
@@ -85,10 +86,10 @@ pub(crate) fn reach(pd: &Pd, gpu: &Gpu) -> Result<()> {
     })
 }
 
-/// The card executes a request without a link too, once the queue pair is connected.
+/// A connected queue pair executes a NOP even without a link.
 fn ring_by_cpu(qp: &Qp, pd: &Pd) -> Result<Heard> {
     if let Err(error) = qp.connect(qp.address()) {
-        tracing::debug!(%error, "it is not known whether the card works: a queue pair cannot be connected to itself");
+        tracing::debug!(%error, "cannot test the card: a queue pair cannot be connected to itself");
         return Ok(Heard::Unknown);
     }
     qp.post_send(&[SendWr::nop()])?;
@@ -97,8 +98,8 @@ fn ring_by_cpu(qp: &Qp, pd: &Pd) -> Result<Heard> {
         Err(_) => Err(Error::Device {
             device: pd.provider().description().to_owned(),
             why: format!(
-                "the CPU rang its doorbell for a request that does nothing, and no completion came within {LIMIT:?}: its rings are \
-                 not read as gdsync expects of an mlx5 card; update firmware and rdma-core, and please report the card; \
+                "the CPU rang its doorbell for a NOP, and no completion came within {LIMIT:?}: the card does not read its rings as \
+                 gdsync expects of an mlx5 card; update firmware and rdma-core, and please report the card; \
                  GDSYNC_PATH=proxy works without"
             ),
         }),

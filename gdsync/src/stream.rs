@@ -23,8 +23,8 @@
 //!
 //! # Graphs
 //!
-//! What is submitted within [`Stream::capture`] is recorded, not run; each [`Graph::launch`] runs all of it with one
-//! submission, with fresh work requests. Eager work on the same queue pair may stand between launches.
+//! Submissions within [`Stream::capture`] are recorded, not run. Each [`Graph::launch`] runs them all as one submission
+//! with new work requests. Eager work on the same queue pair may run between launches.
 //!
 //! ```
 //! # use std::time::Duration;
@@ -39,19 +39,7 @@
 //! # b.connect(a.address())?;
 //! # let ours = pd.register(&Memory::alloc(64)?, Access::all())?;
 //! # let theirs = pd.register(&Memory::alloc(64)?, Access::all())?;
-//! let stream = Stream::host(HostStreamConfig::default())?;
-//! let graph = stream.capture(|stream| {
-//!     // On a CUDA stream, launch kernels and copies on `stream.raw()` here: they are captured, too.
-//!     stream.send(&a, &SendWr::write(theirs.remote(0)?, &[ours.sge(0, 8)?]).id(7))?;
-//!     stream.wait_send(&a).map(drop)
-//! })?;
-//! for round in 0..100u64 {
-//!     stream.write_value64(&ours.memory().word64(0)?, round)?;
-//!     let launch = graph.launch(&stream)?;
-//!     stream.synchronize(Duration::from_secs(10))?;
-//!     assert_eq!(theirs.memory().word64(0)?.load(), round);
-//!     assert_eq!(launch.completions()[0].status()?.expect("it was waited for").wr_id, 7);
-//! }
+//! On a CUDA stream, kernels and copies launched on `stream.raw()` here are captured too.
 //! # Ok(())
 //! # }
 //! ```
@@ -115,7 +103,7 @@ use host::HostEngine;
 use prepared::Asked;
 use record::Recording;
 
-/// A stream. Clones share it. When the last one is dropped, pending work is aborted.
+/// A stream. Clones share it. Dropping the last one aborts pending work.
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
@@ -123,7 +111,7 @@ struct Inner {
     id: u64,
     name: String,
     engine: Arc<dyn Engine>,
-    /// What it says of itself.
+    /// Cached from the engine.
     signals: bool,
     nudger: Option<Arc<dyn GpuNudge>>,
     submit_lock: Arc<SubmitLock>,
@@ -133,18 +121,18 @@ type Used = Vec<(Arc<QpCore>, u64)>;
 
 #[derive(Default)]
 struct State {
-    /// Queue pairs used since they were last reported on, and by which submission last.
+    /// Queue pairs used since their last check, with the last submission that used each.
     used: Used,
-    /// What is submitted goes here while the stream is being captured.
+    /// Set while the stream is being captured: submissions go here.
     recording: Option<Recording>,
-    /// What the engine of a GPU keeps.
+    /// State of a CUDA engine.
     guard: SubmitGuard,
 }
 
-/// The turn of a stream, until it is dropped.
+/// The submit lock of a stream, until it is dropped.
 struct StateGuard<'a> {
     inner: &'a Inner,
-    /// Always there until the drop.
+    /// `Some` until the drop.
     state: Option<MutexGuard<'a, State>>,
 }
 
@@ -163,17 +151,17 @@ impl DerefMut for StateGuard<'_> {
 }
 
 impl StateGuard<'_> {
-    /// As to drop it, where it is called.
-    #[inline(always)]
+    /// Drops it, inlined.
+    #[inline]
     fn end(mut self) {
         self.unlock();
         mem::forget(self);
     }
 
-    #[inline(always)]
+    #[inline]
     fn unlock(&mut self) {
         if let Some(state) = self.state.take() {
-            self.inner.submit_lock.end(state, |state| self.inner.engine.mark(&mut state.guard));
+            self.inner.submit_lock.unlock(state, |state| self.inner.engine.mark(&mut state.guard));
         }
     }
 }
@@ -185,9 +173,9 @@ impl Drop for StateGuard<'_> {
 }
 
 impl Inner {
-    #[inline(always)]
+    #[inline]
     fn lock(&self) -> StateGuard<'_> {
-        StateGuard { inner: self, state: Some(self.submit_lock.take()) }
+        StateGuard { inner: self, state: Some(self.submit_lock.lock()) }
     }
 }
 
@@ -197,73 +185,65 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// Takes note that a submission uses a queue pair: mostly the one that was used last.
+/// Records that a submission uses a queue pair, mostly the one used last.
 #[inline]
 fn note_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
-    match used.last_mut() {
-        Some((known, last)) if Arc::ptr_eq(known, core) => *last = seq,
-        _ => note_other_use(used, core, seq),
-    }
-}
-
-#[inline(never)]
-fn note_other_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
     match used.iter_mut().rfind(|(known, _)| Arc::ptr_eq(known, core)) {
         Some((_, last)) => *last = seq,
         None => used.push((core.clone(), seq)),
     }
 }
 
-/// When `timeout` is over. One that the clock cannot tell is for ever.
+/// The end of `timeout`. A timeout beyond the clock's range never ends.
 fn deadline(timeout: Duration) -> Instant {
     const AGES: Duration = Duration::from_secs(1 << 32);
     let now = Instant::now();
     now.checked_add(timeout.min(AGES)).unwrap_or(now)
 }
 
-/// What a stream is doing.
+/// The state of a stream.
 #[derive(Clone, Debug)]
 pub struct StreamStatus {
-    /// Submissions that have not run yet.
+    /// Number of submissions not yet completed.
     pub pending: u64,
-    /// Why the stream does no more work, if it failed.
+    /// The error that failed the stream.
     pub error: Option<Error>,
 }
 
 impl Stream {
-    /// A stream run by a host thread.
+    /// A stream that a host thread runs.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Sys`] when no thread can be had.
+    /// [`Error::InvalidArgument`] for a configuration out of range; [`Error::Sys`] when the thread cannot be created.
     pub fn host(config: HostStreamConfig) -> Result<Self> {
         let name = config.name.clone();
         Ok(Self::with(name, HostEngine::start(config)?, Arc::default()))
     }
 
-    /// A stream of our own on a GPU.
+    /// A new CUDA stream.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a configuration out of range, [`Error::Cuda`], [`Error::Sys`] when no thread can be had
-    /// for its watchdog.
+    /// [`Error::InvalidArgument`] for a configuration out of range; [`Error::Cuda`]; [`Error::Sys`] when the watchdog
+    /// thread cannot be created.
     pub fn cuda(gpu: &Gpu, config: CudaStreamConfig) -> Result<Self> {
         let name = config.name.clone();
         let submit_lock = Arc::<SubmitLock>::default();
         Ok(Self::with(name, CudaEngine::start(gpu, config, submit_lock.clone())?, submit_lock))
     }
 
-    /// A stream of the application: what it queues there itself, as kernels and copies, and what is queued here run in the
-    /// order they are queued in. The legacy default stream may be lent, too.
+    /// A CUDA stream of the application. Its own work, such as kernels and copies, and submissions here run in the
+    /// order in which they are queued. The legacy default stream is allowed.
     ///
     /// # Errors
-    /// As [`Stream::cuda`]; [`Error::Unsupported`] for the default stream of a thread.
+    /// [`Error::InvalidArgument`], [`Error::Cuda`], [`Error::Sys`], see [`Stream::cuda`]; [`Error::Unsupported`] for
+    /// the per-thread default stream.
     ///
     /// # Safety
-    /// `stream` must be a stream of the context of `gpu` that lives as long as the result and its clones. It is not
-    /// destroyed here.
-    pub unsafe fn cuda_lent(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Self> {
+    /// `stream` must belong to the context of `gpu` and outlive the result and its clones. It is not destroyed here.
+    pub unsafe fn cuda_from_raw(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Self> {
         let name = config.name.clone();
         let submit_lock = Arc::<SubmitLock>::default();
-        Ok(Self::with(name, CudaEngine::lent(gpu, stream, config, submit_lock.clone())?, submit_lock))
+        Ok(Self::with(name, CudaEngine::from_raw(gpu, stream, config, submit_lock.clone())?, submit_lock))
     }
 
     fn with(name: String, engine: Arc<dyn Engine>, submit_lock: Arc<SubmitLock>) -> Self {
@@ -273,9 +253,9 @@ impl Stream {
         Self(Arc::new(Inner { id, name, engine, signals, nudger, submit_lock }))
     }
 
-    /// The `CUstream`, to launch kernels on; `None` for a host stream. To capture it, use
-    /// [`Stream::capture`]: while the application captures it by itself, submissions are refused, unless it has promised
-    /// ([`CudaStreamConfig::captured_by_others`]) that it never will.
+    /// The `CUstream`, to launch kernels on; `None` for a host stream. Capture it with [`Stream::capture`]. While the
+    /// application captures it by other means, submissions are refused, unless [`CudaStreamConfig::captured_by_others`]
+    /// is `false`.
     pub fn raw(&self) -> Option<RawStream> {
         self.0.engine.raw()
     }
@@ -285,11 +265,11 @@ impl Stream {
         self.0.engine.kind()
     }
 
-    /// Queues a batch, all or nothing, and empties it. The caller goes on at once.
+    /// Submits a batch, all or nothing, and empties it. Does not block.
     ///
     /// # Errors
-    /// Leaves the batch as it was, and returns [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`], the error
-    /// that broke a queue pair of the batch, or the one that failed the stream.
+    /// The batch is left unchanged. [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`]; the error that broke
+    /// a queue pair of the batch or failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
         let mut state = self.state()?;
         let State { used, recording, guard } = &mut *state;
@@ -320,7 +300,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Refuses `what`, which no graph can repeat, while the stream is being captured: see [`Batch::only_once`].
+    /// Refuses `what`, which a graph cannot repeat, while the stream is being captured: see [`Batch::only_once`].
     ///
     /// # Errors
     /// [`Error::Unsupported`].
@@ -329,8 +309,8 @@ impl Stream {
         if self.state()?.recording.is_some() { Err(record::once(what, fix)) } else { Ok(()) }
     }
 
-    /// The state, unless the calling thread holds it already.
-    #[inline(always)]
+    /// Takes the submit lock. Refused in a call from which streams must not be used.
+    #[inline]
     fn state(&self) -> Result<StateGuard<'_>> {
         if ReentrancyCheck::any() {
             self.refuse_here()?;
@@ -338,14 +318,15 @@ impl Stream {
         Ok(self.0.lock())
     }
 
-    /// Refuses a thread that must not use the stream where it is.
+    /// Refuses a call within a kernel launch function or a host function.
     #[cold]
     fn refuse_here(&self) -> Result<()> {
         steps::refuse()?;
         self.0.engine.refuse_here()
     }
 
-    /// Marks a batch, has the engine take it, and takes note of its queue pairs. Returns the number of the submission.
+    /// Claims the batch's queues for this stream, passes the batch to the engine, and records its queue pairs. Returns
+    /// the submission's number.
     fn put(
         &self,
         (used, guard): (&mut Used, &mut SubmitGuard),
@@ -353,7 +334,7 @@ impl Stream {
         submit: impl FnOnce(&mut Batch, &mut SubmitGuard) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.0.id, !self.0.signals)?;
-        // Before the engine has it: it may run at once.
+        // Recorded first, because the engine may run it at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
         let seq = match submit(batch, guard) {
             Ok(seq) => seq,
@@ -366,34 +347,34 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Lets go of a batch that the engine has, now that the turn was let go: the device is told of it.
+    /// Notifies the device of a submitted batch and clears the batch. The submit lock has been released.
     #[inline]
     fn hand_over(&self, batch: &mut Batch) {
         if !self.0.signals {
-            batch.tell(self.0.nudger.as_ref());
+            batch.notify(self.0.nudger.as_ref());
         }
         batch.hand_over();
     }
 
-    /// As [`Stream::submit`], but waits for room in a full stream.
+    /// Like [`Stream::submit`], but waits for room in a full stream.
     ///
     /// # Errors
-    /// As [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.
+    /// Those of [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.
     pub fn submit_within(&self, batch: &mut Batch, timeout: Duration) -> Result<()> {
         self.while_full(deadline(timeout), || self.submit(batch))
     }
 
-    /// Waits for room for a batch of `ops` operations, `host_fns` of them host functions: for who must know before it posts what
-    /// the batch needs. Another thread may take the room.
+    /// Waits for room for a batch of `ops` operations, `host_fns` of them host functions. Another thread may take the
+    /// room afterwards.
     ///
     /// # Errors
-    /// [`Error::StreamFull`] after `timeout`, and the error that failed the stream.
+    /// [`Error::StreamFull`] after `timeout`; the error that failed the stream.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn wait_room(&self, ops: usize, host_fns: usize, timeout: Duration) -> Result<()> {
         self.while_full(deadline(timeout), || self.0.engine.ask_room(&mut self.state()?.guard, ops, host_fns))
     }
 
-    /// Tries again when there is room, until the deadline.
+    /// Retries `attempt` while the stream is full, until the deadline.
     fn while_full<T>(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         loop {
             match attempt() {
@@ -404,9 +385,9 @@ impl Stream {
         }
     }
 
-    /// Submits what `add` puts into a batch.
+    /// Submits a batch that `add` fills.
     fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
-        // Dropped after the turn: to drop a host function is to run foreign code.
+        // Dropped after the submit lock: dropping a host function runs foreign code.
         let mut batch = Batch::new();
         let mut state = self.state()?;
         let State { used, recording, guard } = &mut *state;
@@ -417,7 +398,7 @@ impl Stream {
         Ok(added)
     }
 
-    /// As [`Stream::one`], of what cannot be refused before it is submitted.
+    /// Like [`Stream::one`], for an `add` that cannot fail.
     fn only(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
         self.one(|batch| {
             add(batch);
@@ -425,11 +406,13 @@ impl Stream {
         })
     }
 
-    /// Holds the stream until a work request has completed: see [`Batch::wait`]. One that was prepared may be posted later, by whatever
-    /// stream; if it is dropped instead, the wait is for whichever send takes its number, and else runs into its limit.
+    /// Holds the stream until a work request has completed: see [`Batch::wait`]. A prepared request may be posted
+    /// later, on any stream. If it is dropped instead, the wait is for the request that reuses its number, or runs into
+    /// the wait limit.
     ///
     /// # Errors
-    /// As [`Batch::wait`] and [`Stream::submit`].
+    /// [`Error::NothingToWaitFor`], [`Error::Unsupported`], [`Error::Reset`], [`Error::StreamFull`],
+    /// [`Error::OutOfOrder`], [`Error::Busy`]; the error that broke the queue pair or failed the stream.
     pub fn wait(&self, completion: &Completion) -> Result<()> {
         self.one(|batch| batch.wait(completion))
     }
@@ -437,7 +420,8 @@ impl Stream {
     /// Holds the stream until a word satisfies a condition.
     ///
     /// # Errors
-    /// As [`Stream::submit`].
+    /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
+    /// refuses; the error that failed the stream.
     pub fn wait_value32(&self, word: &Word32, value: u32, cond: Cond) -> Result<()> {
         self.only(|batch| batch.wait_value32(word, value, cond))
     }
@@ -445,7 +429,8 @@ impl Stream {
     /// Holds the stream until a word satisfies a condition.
     ///
     /// # Errors
-    /// As [`Stream::submit`].
+    /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
+    /// refuses; the error that failed the stream.
     pub fn wait_value64(&self, word: &Word64, value: u64, cond: Cond) -> Result<()> {
         self.only(|batch| batch.wait_value64(word, value, cond))
     }
@@ -453,7 +438,8 @@ impl Stream {
     /// Writes a word in stream order.
     ///
     /// # Errors
-    /// As [`Stream::submit`].
+    /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
+    /// refuses; the error that failed the stream.
     pub fn write_value32(&self, word: &Word32, value: u32) -> Result<()> {
         self.only(|batch| batch.write_value32(word, value))
     }
@@ -461,7 +447,8 @@ impl Stream {
     /// Writes a word in stream order.
     ///
     /// # Errors
-    /// As [`Stream::submit`].
+    /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
+    /// refuses; the error that failed the stream.
     pub fn write_value64(&self, word: &Word64, value: u64) -> Result<()> {
         self.only(|batch| batch.write_value64(word, value))
     }
@@ -469,17 +456,18 @@ impl Stream {
     /// Runs a function on the CPU in stream order: see [`Batch::host_fn`].
     ///
     /// # Errors
-    /// As [`Stream::submit`].
+    /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
+    /// refuses; the error that failed the stream.
     pub fn host_fn(&self, f: impl FnOnce() + Send + 'static) -> Result<()> {
         self.only(|batch| batch.host_fn(f))
     }
 
-    /// Blocks until everything submitted before has run, then reports the first failure of the stream or of a queue
-    /// pair it used since the last call.
+    /// Blocks until all earlier submissions have run. Then reports the first failure of the stream, or of a queue pair
+    /// used since the last call.
     ///
     /// # Errors
-    /// [`Error::Deadline`] after `timeout` (the work goes on), the stream's error, or the root cause of the first
-    /// broken queue pair. A stream that ran to its end after such an error has *not* received what it waited for.
+    /// [`Error::Deadline`] after `timeout` (the work continues); the stream's error; the root cause of the first broken
+    /// queue pair. After such an error the stream has run to its end *without* receiving what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse()?;
@@ -488,12 +476,12 @@ impl Stream {
         if !self.0.engine.wait_completed(seq, deadline) {
             return Err(late());
         }
-        // Who has the turn may have to wait in the driver.
+        // The holder of the submit lock may be blocked in the driver.
         let patience = Instant::now() + Duration::from_millis(1);
-        let state = self.0.submit_lock.take_until(deadline.max(patience)).ok_or_else(late)?;
+        let state = self.0.submit_lock.try_lock_until(deadline.max(patience)).ok_or_else(late)?;
         let mut state = StateGuard { inner: &self.0, state: Some(state) };
         let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
-        // What was submitted meanwhile, perhaps by another thread, is looked at again by the call that waits for it.
+        // Later submissions, perhaps of another thread, are checked by the next call.
         state.used.retain(|(_, last)| *last > seq);
         drop(state);
         if let Some(error) = self.0.engine.error() {
@@ -502,15 +490,15 @@ impl Stream {
         cores.iter().try_for_each(|core| core.check())
     }
 
-    /// What the stream is doing, without waiting.
+    /// Returns the stream's state. Does not block.
     pub fn query(&self) -> StreamStatus {
         let engine = &self.0.engine;
-        // In this order: others may submit meanwhile.
+        // `completed` first: others may submit meanwhile.
         let completed = engine.completed();
         StreamStatus { pending: engine.submitted() - completed, error: engine.error() }
     }
 
-    /// Gives up everything pending: the queue pairs it uses are stopped, waits are released, nothing more runs.
+    /// Aborts all pending work: stops the queue pairs it uses and releases the waits. Nothing more runs.
     pub fn abort(&self) {
         self.0.engine.fail(Error::StreamAborted { stream: self.0.name.clone() });
     }
@@ -520,15 +508,16 @@ impl Stream {
     /// Sends in stream order.
     ///
     /// # Errors
-    /// As [`Batch::send`] and [`Stream::submit`].
+    /// [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`], [`Error::OutOfOrder`], [`Error::Busy`],
+    /// [`Error::StreamFull`]; the error that broke the queue pair or failed the stream.
     pub fn send<'q>(&self, qp: &'q Qp, wr: &SendWr<'_>) -> Result<Submitted<'q>> {
-        // Each way by itself: what was sent stays in registers where it is short.
+        // Separate paths, so that a short send stays in registers.
         let send = |state: &mut State| match qp.send.send_short(wr, self.0.id, !self.0.signals) {
             Some(sent) => self.trigger(state, &qp.send, sent),
             None => self.send_any(state, &qp.send, wr),
         };
-        let tell = |end| qp.send.ensure_watched(end);
-        self.single(&qp.send.end, send, tell, |batch| batch.send(qp, wr))
+        let notify = |end| qp.send.ensure_watched(end);
+        self.single(&qp.send.end, send, notify, |batch| batch.send(qp, wr))
     }
 
     #[cold]
@@ -543,7 +532,7 @@ impl Stream {
         self.trigger(state, queue, sent)
     }
 
-    /// Returns what was submitted, and up to where it will be rung.
+    /// Returns the submitted request, and the end of the doorbell watch.
     #[inline(always)]
     fn trigger<'q>(
         &self,
@@ -585,7 +574,8 @@ impl Stream {
     /// Holds the stream until the next send completion of `qp`.
     ///
     /// # Errors
-    /// As [`Batch::wait_send`] and [`Stream::submit`].
+    /// [`Error::NothingToWaitFor`], [`Error::Unsupported`] on a shared completion queue, [`Error::OutOfOrder`],
+    /// [`Error::Busy`], [`Error::StreamFull`]; the error that broke the queue pair or failed the stream.
     pub fn wait_send<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
         self.wait_single(&qp.send.end, |batch| batch.wait_send(qp))
     }
@@ -593,22 +583,23 @@ impl Stream {
     /// Holds the stream until the next receive completion of `qp`.
     ///
     /// # Errors
-    /// As [`Batch::wait_recv`] and [`Stream::submit`].
+    /// Those of [`Stream::wait_send`]; [`Error::Unsupported`] also where the GPU may not see payload that a card
+    /// writes.
     pub fn wait_recv<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
         self.wait_single(&qp.recv.end, |batch| batch.wait_recv(qp))
     }
 
-    #[inline(always)]
+    #[inline]
     fn wait_single<'q>(
         &self,
         end: &'q Arc<QueueEnd>,
         add: impl FnOnce(&mut Batch) -> Result<Completion>,
     ) -> Result<Submitted<'q>> {
-        let tell = |n| end.cq.ensure_attended(n, self.0.nudger.as_ref());
-        self.single(end, |state| self.wait_next(state, end), tell, add)
+        let notify = |n| end.cq.ensure_attended(n, self.0.nudger.as_ref());
+        self.single(end, |state| self.wait_next(state, end), notify, add)
     }
 
-    /// Returns what was submitted, and the completion that is waited for.
+    /// Returns the submitted request, and the number of its completion.
     #[inline(always)]
     fn wait_next<'q>(&self, state: &mut State, end: &'q Arc<QueueEnd>) -> Result<(Submitted<'q>, u64)> {
         let n = PreparedWait::claim_next(end, self.0.id, !self.0.signals)?;
@@ -620,14 +611,14 @@ impl Stream {
         Ok((Submitted::new(end, n), n))
     }
 
-    /// Does it by `put`, which says what the device foresees, and tells it by `tell` where a GPU does it; while the stream is being
-    /// captured, in a batch.
+    /// Submits one operation by `put`, which returns the watch limit. Notifies the device by `notify` where a GPU runs
+    /// it. In a capture, adds it to a batch by `add` instead.
     #[inline(always)]
     fn single<'q>(
         &self,
         end: &'q Arc<QueueEnd>,
         put: impl FnOnce(&mut State) -> Result<(Submitted<'q>, u64)>,
-        tell: impl FnOnce(u64),
+        notify: impl FnOnce(u64),
         add: impl FnOnce(&mut Batch) -> Result<Completion>,
     ) -> Result<Submitted<'q>> {
         let mut state = self.state()?;
@@ -637,10 +628,10 @@ impl Stream {
         let _range = DOMAIN.range(c"submit");
         let done = reset::hand_over(end.hold(), || put(&mut state));
         state.end();
-        let (submitted, foreseen) = done?;
-        // The turn was let go.
+        let (submitted, limit) = done?;
+        // The submit lock has been released.
         if !self.0.signals {
-            tell(foreseen);
+            notify(limit);
         }
         Ok(submitted)
     }
@@ -657,40 +648,42 @@ impl Stream {
     }
 }
 
-/// Whose turn it is. One for each stream, which its engine shares.
+/// The submit lock of a stream, shared with its engine. Held from the check of a batch until the engine has queued it,
+/// because a concurrent submission in between would ring doorbells out of order. Requested work, such as a mark, that
+/// finds the lock taken is left to its holder.
 #[derive(Default)]
 struct SubmitLock {
     state: Mutex<State>,
-    /// Something is due that somebody wanted who did not have the turn.
-    wanted: AtomicU32,
+    /// Work was requested while the lock was taken.
+    requested: AtomicU32,
 }
 
 impl SubmitLock {
-    /// Waits for the turn. It must be ended by [`SubmitLock::end`].
-    #[inline(always)]
-    fn take(&self) -> MutexGuard<'_, State> {
+    /// Takes the lock. Release it by [`SubmitLock::unlock`].
+    #[inline]
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock()
     }
 
-    /// As [`SubmitLock::take`], if nobody has it.
-    fn try_take(&self) -> Option<MutexGuard<'_, State>> {
+    /// Takes the lock if it is free.
+    fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
         self.state.try_lock()
     }
 
-    /// As [`SubmitLock::take`], until the deadline.
-    fn take_until(&self, deadline: Instant) -> Option<MutexGuard<'_, State>> {
+    /// Takes the lock, waiting until the deadline.
+    fn try_lock_until(&self, deadline: Instant) -> Option<MutexGuard<'_, State>> {
         self.state.try_lock_until(deadline)
     }
 
-    /// Ends a turn, and does what others wanted meanwhile.
-    #[inline(always)]
-    fn end<'a>(&'a self, guard: MutexGuard<'a, State>, wanted: impl Fn(&mut State)) {
-        submit_lock::end(&self.wanted, guard, || self.try_take(), |state| wanted(state));
+    /// Releases the lock, and runs `requested` if others requested it meanwhile.
+    #[inline]
+    fn unlock<'a>(&'a self, guard: MutexGuard<'a, State>, requested: impl Fn(&mut State)) {
+        submit_lock::end(&self.requested, guard, || self.try_lock(), |state| requested(state));
     }
 
-    /// Wants something done, by this thread or by whoever has the turn.
-    fn want(&self, wanted: impl Fn(&mut State)) {
-        submit_lock::want(&self.wanted, || self.try_take(), |state| wanted(state));
+    /// Has `requested` run, by this thread or by the lock's holder.
+    fn request(&self, requested: impl Fn(&mut State)) {
+        submit_lock::want(&self.requested, || self.try_lock(), |state| requested(state));
     }
 }
 
@@ -698,24 +691,24 @@ thread_local! {
     static WITHIN: Cell<u8> = const { Cell::new(0) };
 }
 
-/// A call out of the library.
+/// A call from the library into the application, during which streams must not be used.
 #[derive(Clone, Copy, Debug)]
 #[repr(u8)]
 enum ReentrancyCheck {
-    /// Of the function that launches a kernel with steps.
+    /// The function that launches a kernel with steps.
     Launch = 1,
-    /// Of a host function, by CUDA.
+    /// A host function, called by CUDA.
     HostFn = 2,
 }
 
 impl ReentrancyCheck {
-    /// Whether the thread is within any.
-    #[inline(always)]
+    /// Whether the thread is in any such call.
+    #[inline]
     fn any() -> bool {
         WITHIN.get() != 0
     }
 
-    /// Whether it is within this one.
+    /// Whether the thread is in this call.
     #[inline]
     fn is_here(self) -> bool {
         WITHIN.get() & self as u8 != 0

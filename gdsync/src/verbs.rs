@@ -1,4 +1,4 @@
-//! Devices, protection domains, memory regions, completion queues and queue pairs: RC verbs on mlx5 rings.
+//! RC verbs on mlx5 rings: devices, protection domains, memory regions, completion queues and queue pairs.
 
 mod completion;
 mod context;

@@ -19,51 +19,52 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word32, Word64};
 use gdsync_device::recorder::{By, Log, Stage};
 
-/// Sends, or waits, that need no memory of their own.
-const FEW: usize = 2;
+/// Sends, or waits, that a batch stores inline.
+const INLINE_OPS: usize = 2;
 
 /// Operations collected for one [`submit`](super::Stream::submit).
 ///
-/// Sends are written to their queues as they are added; a batch dropped before it was submitted takes them back.
+/// Sends are written to their queues when added. Dropping an unsubmitted batch cancels them.
 #[derive(Debug, Default)]
 #[must_use = "a batch does nothing until it is submitted"]
 pub struct Batch {
-    /// Its operations, once there is more than a send, a wait, or one and the other: until then none is made, as the engine needs none.
+    /// The operations. Empty while there is at most one send followed by at most one wait: the engine takes those
+    /// directly.
     placed: Ops,
-    pub(super) sends: SmallVec<[PreparedSend; FEW]>,
-    pub(super) waits: SmallVec<[PreparedWait; FEW]>,
-    /// What of it can be done only once, and what can take its place in a graph.
+    pub(super) sends: SmallVec<[PreparedSend; INLINE_OPS]>,
+    pub(super) waits: SmallVec<[PreparedWait; INLINE_OPS]>,
+    /// What cannot be repeated in a graph, and what to use instead.
     pub(super) only_once: Option<(&'static str, &'static str)>,
-    /// One pointer, so that most batches are made and dropped in no time.
+    /// Boxed, so that most batches are cheap to make and drop.
     pub(super) rare: Option<Box<RareState>>,
-    /// The stream that it will be submitted to, where that is known: what is added is marked at once.
+    /// The stream that the batch is for, if known: its parts are submitted to it as they are added.
     pub(super) stream: Option<u64>,
-    /// The operations before this place are another part, whose doorbells ring for nothing behind it.
+    /// Operations before this index belong to an earlier part, whose doorbells must not cover later sends.
     pub(super) part: usize,
 }
 
-/// What few batches have.
+/// Rarely used state, boxed to keep [`Batch`] small.
 #[derive(Debug, Default)]
 pub(super) struct RareState {
-    /// Completions that a wait before this place should cover: checked when the stream is known.
+    /// Completions that a wait before this index must cover; checked once the stream is known.
     pub(super) covered: Vec<(usize, Completion)>,
-    /// The host functions at these places can be called more than once.
+    /// The repeatable host functions, by index.
     pub(super) repeatable: Vec<(usize, Repeatable)>,
-    /// Who comes before each launch of a graph that has this batch.
+    /// Hooks to call before each launch of a graph that contains this batch.
     pub(super) before: Vec<Arc<dyn Replenish>>,
 }
 
-/// Who has something to do before each launch of a graph: a layer above, whose receives the launch waits for.
+/// A hook that runs before each launch of a graph, for example to post the receives that the launch waits for.
 #[doc(hidden)] // for messaging layers of this workspace
 pub trait Replenish: fmt::Debug + Send + Sync {
-    /// Called before each launch, also before one that is refused then.
+    /// Called before each launch, even one that is then refused.
     ///
     /// # Errors
-    /// Nothing is launched.
+    /// On an error nothing is launched.
     fn replenish(&self) -> Result<()>;
 }
 
-/// A host function that can be called more than once.
+/// A host function that can be called repeatedly.
 #[derive(Clone)]
 pub(super) struct Repeatable(Arc<dyn Fn() + Send + Sync>);
 
@@ -74,7 +75,7 @@ impl fmt::Debug for Repeatable {
 }
 
 impl Batch {
-    /// Marks sends and waits as submitted to `stream`, of a GPU or not, all or none.
+    /// Submits the sends and waits to `stream` in their queues, all or none. `by_gpu`: the stream is a GPU's.
     pub(super) fn mark(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
         let marked = self
             .sends
@@ -87,13 +88,13 @@ impl Batch {
         marked.inspect_err(|_| self.unmark())
     }
 
-    /// Undoes [`Batch::mark`], also a half done one.
+    /// Undoes [`Batch::mark`], including a partial one.
     pub(super) fn unmark(&mut self) {
         self.waits.iter_mut().rev().for_each(PreparedWait::unsubmit);
         self.sends.iter_mut().rev().for_each(PreparedSend::unsubmit);
     }
 
-    /// Records a stage of its sends, and one of its waits.
+    /// Records one stage for its sends and one for its waits.
     pub(super) fn note(&self, of_sends: Stage, of_waits: Stage, stream: u64) {
         for coalesced in self.sends.chunk_by(PreparedSend::is_before) {
             if let [first, ..] = coalesced {
@@ -103,11 +104,11 @@ impl Batch {
         self.waits.iter().for_each(|wait| wait.note(of_waits, stream));
     }
 
-    /// Tells the device that a stream of a GPU rings and waits, when the caller has let a lock go since it was marked.
+    /// Notifies the device of the doorbells and waits of a GPU stream, after the submit lock has been released.
     #[inline]
-    pub(super) fn tell(&self, nudger: Option<&Arc<dyn GpuNudge>>) {
+    pub(super) fn notify(&self, nudger: Option<&Arc<dyn GpuNudge>>) {
         for (at, send) in self.sends.iter().enumerate() {
-            // The last doorbell of a queue stands for those before.
+            // The last doorbell of a queue covers the earlier ones.
             if self.sends.get(at + 1).is_none_or(|next| !send.is_with(next)) {
                 send.watch();
             }
@@ -115,7 +116,7 @@ impl Batch {
         self.waits.iter().for_each(|wait| wait.attend(nudger));
     }
 
-    /// What was marked is not submitted after all.
+    /// Undoes the marks after the engine has refused the batch.
     pub(super) fn refuse(&mut self, stream: u64) {
         self.note(Stage::Refused, Stage::Refused, stream);
         self.unmark();
@@ -129,7 +130,7 @@ impl Batch {
         self.rare.get_or_insert_default()
     }
 
-    /// The queue pairs it uses.
+    /// The queue pairs that the batch uses.
     #[inline]
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
         let sends = self.sends.iter().map(|send| &send.queue.end.qp);
@@ -138,7 +139,7 @@ impl Batch {
             .chain(self.covered().iter().map(|(_, c)| &c.end.qp))
     }
 
-    /// Lets go of what was marked, once its operations are with their engine.
+    /// Clears the batch after the engine has taken its operations.
     #[inline]
     pub(super) fn hand_over(&mut self) {
         self.sends.clear();
@@ -147,7 +148,7 @@ impl Batch {
         self.only_once = None;
     }
 
-    /// An empty batch that will be submitted to this stream.
+    /// An empty batch for `stream`.
     pub(super) fn for_stream(stream: u64) -> Self {
         Self { stream: Some(stream), ..Self::default() }
     }
@@ -157,7 +158,7 @@ impl Batch {
         Self::default()
     }
 
-    /// The number of stream operations collected.
+    /// The number of collected operations.
     pub fn len(&self) -> usize {
         match self.placed.len() {
             0 => self.sends.len() + self.waits.len(),
@@ -165,12 +166,12 @@ impl Batch {
         }
     }
 
-    /// Whether nothing was collected.
+    /// Whether the batch is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Its operations.
+    /// The operations.
     pub(super) fn ops(&mut self) -> &mut Ops {
         if self.placed.is_empty() {
             self.sends.iter_mut().for_each(|send| send.trigger_op(&mut self.placed, self.part));
@@ -179,7 +180,7 @@ impl Batch {
         &mut self.placed
     }
 
-    /// Has the engine take it. On refusal it is left as it was.
+    /// Passes the batch to the engine. Unchanged on refusal.
     #[inline]
     pub(super) fn put(&mut self, engine: &dyn Engine, guard: &mut SubmitGuard) -> Result<u64> {
         if self.placed.is_empty() {
@@ -194,7 +195,7 @@ impl Batch {
                 }
                 ([send], [wait]) => {
                     let (source, arrival, n) = wait.wait();
-                    return engine.hop(guard, send.trigger(), (source, &arrival, n));
+                    return engine.trigger_and_wait(guard, send.trigger(), (source, &arrival, n));
                 }
                 _ => {}
             }
@@ -202,13 +203,14 @@ impl Batch {
         engine.submit(guard, self.ops())
     }
 
-    /// Adds a send. Of sends of a queue pair in a row the last one's doorbell starts all.
+    /// Adds a send. One doorbell starts consecutive sends of a queue pair.
     ///
     /// # Errors
-    /// As [`Qp::prepare_send`].
+    /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
+    /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn send(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
         let end = self.len();
-        // Where the doorbell of sends is the last operation, it may ring for one more.
+        // A doorbell that is the last operation can cover one more send.
         if self.stream.is_none()
             && end > self.part
             && let Some(last) = self.sends.last_mut().filter(|last| last.place + 1 == end)
@@ -220,10 +222,11 @@ impl Batch {
         self.sends(qp, std::slice::from_ref(wr))
     }
 
-    /// Adds several sends that one doorbell starts. The completion is the last one's.
+    /// Adds several sends that one doorbell starts. Returns the completion of the last one.
     ///
     /// # Errors
-    /// As [`Qp::prepare_send`].
+    /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
+    /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Completion> {
         PreparedSend::new(qp, wrs, self.stream).map(|prepared| self.post(prepared))
     }
@@ -264,15 +267,17 @@ impl Batch {
     /// Waits for the next send completion of `qp`.
     ///
     /// # Errors
-    /// As [`Qp::prepare_wait_send`].
+    /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
+    /// pair.
     pub fn wait_send(&mut self, qp: &Qp) -> Result<Completion> {
         PreparedWait::next(&qp.send.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }
 
-    /// Waits for all sends of `qp` posted or prepared so far; the completion is the last one's.
+    /// Waits for all sends of `qp` posted or prepared so far. Returns the completion of the last one.
     ///
     /// # Errors
-    /// As [`Qp::prepare_wait_send`].
+    /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
+    /// pair.
     pub fn wait_all_sends(&mut self, qp: &Qp) -> Result<Completion> {
         qp.prepare_wait_all_sends().map(|wait| self.post_wait(wait))
     }
@@ -280,17 +285,19 @@ impl Batch {
     /// Waits for the next receive completion of `qp`.
     ///
     /// # Errors
-    /// As [`Qp::prepare_wait_recv`]; at submission [`Error::Unsupported`] where a card writes payload to GPU memory and the GPU may
-    /// not see it: see [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush).
+    /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue, and at submission where the
+    /// GPU may not see payload that a card writes to its memory: see
+    /// [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush); the error that broke the queue pair.
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
         PreparedWait::next(&qp.recv.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }
 
-    /// Waits for one work request, and with it for all earlier ones of its queue. Nothing is added when it was polled,
-    /// or when an earlier wait of the same stream covers it.
+    /// Waits for one work request, and thereby for all earlier ones of its queue. Adds nothing if it was polled, or if
+    /// an earlier wait of the same stream covers it.
     ///
     /// # Errors
-    /// As [`Qp::prepare_wait_send`]; at submission [`Error::Busy`] when another stream waits for it.
+    /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; [`Error::Reset`]; at
+    /// submission [`Error::Busy`] when another stream waits for it; the error that broke the queue pair.
     pub fn wait(&mut self, completion: &Completion) -> Result<()> {
         match PreparedWait::through(completion, None)? {
             Some(wait) => drop(self.post_wait(wait)),
@@ -299,7 +306,7 @@ impl Batch {
         Ok(())
     }
 
-    /// An earlier wait of the stream must cover this.
+    /// Requires an earlier wait of the stream to cover `completion`.
     pub(super) fn cover(&mut self, completion: &Completion) {
         let place = self.len();
         self.rare().covered.push((place, completion.clone()));
@@ -325,7 +332,7 @@ impl Batch {
         self.ops().push(Op::Write64 { at: word.clone(), value });
     }
 
-    /// Writes a few bytes, taken now, as one word write per 4 bytes. Meant for control structures, not payload.
+    /// Writes a few bytes, copied now, as one word write per 4 bytes. For control structures, not payload.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::InvalidArgument`] unless address and length are multiples of 4.
@@ -344,27 +351,27 @@ impl Batch {
         Ok(())
     }
 
-    /// Orders everything before it, of the whole system, before everything after it.
+    /// A system-scope memory barrier: orders everything before it before everything after it.
     pub fn barrier(&mut self) {
         self.ops().push(Op::Barrier);
     }
 
-    /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to what follows. Waits for
-    /// completions do this by themselves where [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush) says that a stream
-    /// must; this is for waits on plain words. Where a stream cannot, the submission is refused.
+    /// Makes inbound writes to GPU memory visible to later operations, once the stream has waited for their completion.
+    /// Waits for completions do this where [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush) requires
+    /// it; use this after waits on plain words. The submission is refused where a stream cannot flush.
     pub fn flush(&mut self) {
         self.ops().push(Op::Flush);
     }
 
-    /// Runs a function on the CPU, in stream order: it starts when all before it is done, and holds the stream.
+    /// Runs a function on the CPU in stream order, after all earlier operations. The stream continues when it returns.
     ///
-    /// It must not wait for its own stream. A stream of a GPU takes 24 that are not known to have run.
+    /// It must not wait for its own stream. A CUDA stream holds at most 24 pending ones.
     pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
         self.ops().push(Op::HostFn(Box::new(f)));
     }
 
-    /// As [`Batch::host_fn`], of a function that a graph may have: each launch calls it. Only on host streams, as kernels do the
-    /// same in graphs of CUDA.
+    /// Like [`Batch::host_fn`], for a function that a graph calls in each launch. Host streams only: in CUDA graphs,
+    /// use a kernel.
     pub fn repeatable_host_fn(&mut self, f: impl Fn() + Send + Sync + 'static) {
         self.repeat(Repeatable(Arc::new(f)));
     }
@@ -375,41 +382,40 @@ impl Batch {
         self.host_fn(move || f.0());
     }
 
-    /// Has a graph that the batch is recorded for call this before each launch, once for all its batches.
+    /// Has graphs that contain this batch call `hook` before each launch, once for all batches.
     #[doc(hidden)] // for messaging layers of this workspace
-    pub fn before_launches(&mut self, who: &Arc<dyn Replenish>) {
+    pub fn before_launches(&mut self, hook: &Arc<dyn Replenish>) {
         let before = &mut self.rare().before;
-        if !before.iter().any(|other| Arc::ptr_eq(other, who)) {
-            before.push(who.clone());
+        if !before.iter().any(|other| Arc::ptr_eq(other, hook)) {
+            before.push(hook.clone());
         }
     }
 
-    /// No graph can have the batch: `what` would be wrong when repeated. `fix` is what to do instead.
+    /// Refuses the batch in graphs: `what` would be wrong when repeated. `fix` says what to do instead.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn only_once(&mut self, what: &'static str, fix: &'static str) {
         self.only_once = Some((what, fix));
     }
 }
 
-/// The stream that the CPU counts as while it runs a batch. Streams are numbered from 1.
+/// The stream id of the CPU while it runs a batch. Streams are numbered from 1.
 const CPU: u64 = 0;
 
-/// How long a wait spins before it sleeps, as the default of host streams.
+/// Spin time of a wait before it sleeps; equals the default of host streams.
 const SPIN: Duration = Duration::from_micros(50);
 
 impl Batch {
-    /// Runs the batch on the calling thread, in order, and empties it. Waits help the HCA, then sleep.
+    /// Runs the batch on the calling thread, in order, and empties it. Waits run device work, then sleep.
     ///
-    /// The queues it sends or waits on must not be in use by a stream, nor by another thread's `run` at the same time.
+    /// No stream and no other thread's `run` may be using its queues.
     ///
     /// # Errors
-    /// Leaves the batch as it was when a queue refuses it, with the errors of [`submit`](super::Stream::submit).
-    /// [`Error::Deadline`] when not all is done after `timeout`: the queue pairs of the batch are stopped, and the rest
-    /// is dropped. When all has run, the root cause of the first broken queue pair of the batch: what it waited for
-    /// has *not* arrived then.
+    /// The batch is left unchanged when a queue refuses it, with the errors of [`submit`](super::Stream::submit).
+    /// [`Error::Deadline`] after `timeout`: the queue pairs of the batch are stopped, and the rest is dropped. After a
+    /// complete run, the root cause of the first broken queue pair: what the batch waited for has *not* arrived then.
     ///
     /// # Panics
-    /// As a host function of the batch does, after the queue pairs of the batch are stopped.
+    /// Resumes the panic of a host function, after stopping the queue pairs of the batch.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
         self.ops().iter().try_for_each(Op::check)?;
         self.mark(CPU, false)?;

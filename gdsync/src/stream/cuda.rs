@@ -1,15 +1,13 @@
-//! The CUDA engine: a stream of a GPU that runs the operations.
+//! The CUDA engine: a CUDA stream that runs the operations.
 //!
-//! [`CudaEngine`] is the handle; `shared` is what handle and watchdog have in common (the queue, the counters, the
-//! failure); `row` has sends and waits that come one by one, or one of each; `callers` has those who wait; `retire` gives back what
-//! is over; `plan` turns operations into calls of the driver, `lane` is the kernel that can run them in place of the GPU's front
-//! end; `reserve` makes room for streams; `graph` has captures and their launches, `steps` what kernels of the application run, `instance` what
-//! is launched; `watch` is the watchdog, `crowd` what it knows of other streams.
+//! [`CudaEngine`] is the handle. `shared` has the state of handle and watchdog: queue, counters, failure, waiting
+//! callers, host functions. `plan` turns operations into driver calls. `coalesced` submits single sends and waits.
+//! `graph` has captures, launches and kernel steps; `instance` has what is launched. `nudger` wakes the GPU's front
+//! end. `watchdog` keeps deadlines and releases failed streams.
 //!
-//! What differs from a host stream: the driver takes nothing back. When a stream fails, its queue pairs are stopped first,
-//! so that no doorbell behind the failed wait sends anything, then the waits are released one after the other; writes
-//! to words of the application that are queued behind them still happen ([`Via::MemOp`]), and so do kernels of the
-//! application.
+//! Unlike a host stream, the driver cannot take work back. When a stream fails, its queue pairs are stopped first, so
+//! that no later doorbell sends anything; then the waits are released one by one. Queued writes to application words
+//! still happen ([`Via::MemOp`]), and so do application kernels.
 
 mod coalesced;
 mod graph;
@@ -44,19 +42,19 @@ use gdsync_device::memory::Memory;
 /// `CU_STREAM_PER_THREAD`.
 const PER_THREAD: RawStream = 2;
 
-/// A stream on a GPU.
+/// The engine of one CUDA stream.
 ///
-/// Dropping the last handle fails what is pending with [`Error::StreamAborted`], and waits until the GPU has let go of
-/// it: a fraction of a second unless kernels of the application hold the stream.
+/// Dropping the last handle fails pending work with [`Error::StreamAborted`], and waits until the GPU has released it:
+/// a fraction of a second unless application kernels hold the stream.
 pub(super) struct CudaEngine {
     fork_guard: ForkGuard,
     shared: Arc<Shared>,
-    /// Always there until the drop.
+    /// `Some` until the drop.
     watchdog: Option<JoinHandle<()>>,
 }
 
 impl CudaEngine {
-    /// Makes a stream.
+    /// Creates a stream.
     pub(super) fn start(
         gpu: &Gpu,
         config: CudaStreamConfig,
@@ -72,8 +70,8 @@ impl CudaEngine {
         Self::with(gpu, (stream, true), config, submit_lock)
     }
 
-    /// Takes a stream of the application into use, which must outlive the engine.
-    pub(super) fn lent(
+    /// Uses a stream of the application, which must outlive the engine.
+    pub(super) fn from_raw(
         gpu: &Gpu,
         stream: RawStream,
         config: CudaStreamConfig,
@@ -83,8 +81,8 @@ impl CudaEngine {
         if stream == PER_THREAD {
             return Err(Error::Unsupported {
                 what: "the default stream of a thread",
-                by: "streams, which several threads serve: in each of them it is another one",
-                fix: "make a stream, or lend the legacy default stream",
+                by: "this library, whose threads each have a different one",
+                fix: "use Stream::cuda, or pass the legacy default stream",
             });
         }
         Self::with(gpu, (stream, false), config, submit_lock)
@@ -137,7 +135,7 @@ impl Engine for CudaEngine {
         self.shared.submit(guard, ops)
     }
 
-    // Of the next three none is asked for in a child: its queue pairs have refused.
+    // The next three are not reached in a forked child: its queue pairs refuse first.
 
     fn trigger(
         &self,
@@ -159,19 +157,19 @@ impl Engine for CudaEngine {
         self.shared.wait(guard, source, arrival, n)
     }
 
-    fn hop(
+    fn trigger_and_wait(
         &self,
         guard: &mut SubmitGuard,
         trigger: (&Arc<dyn Source>, &SendDoorbell, DoorbellValue),
         wait: (&Arc<dyn Source>, &Arrival<'_>, u64),
     ) -> Result<u64> {
-        self.shared.hop(guard, trigger, wait)
+        self.shared.trigger_and_wait(guard, trigger, wait)
     }
 
     fn mark(&self, guard: &mut SubmitGuard) {
-        // Not within a host function, where CUDA must not be called: then the watchdog sees to it.
+        // CUDA must not be called within a host function: the watchdog marks the stream then.
         if self.fork_guard.is_here() && !shared::in_host_fn() {
-            self.shared.mark_in_turn(guard);
+            self.shared.mark_locked(guard);
         }
     }
 
@@ -254,11 +252,11 @@ impl Engine for CudaEngine {
 
 impl Drop for CudaEngine {
     fn drop(&mut self) {
-        // The watchdog is not in a forked child, where CUDA does not work either.
+        // A forked child has no watchdog thread, and CUDA does not work there.
         let Some(watchdog) = self.fork_guard.take_thread(&mut self.watchdog) else { return };
         self.shared.close();
         if watchdog.thread().id() != thread::current().id() && !shared::in_host_fn() {
-            // It catches nothing, and there is nobody to tell.
+            // The watchdog reports its own panics.
             let _ = watchdog.join();
         }
     }
@@ -275,10 +273,10 @@ impl fmt::Debug for CudaEngine {
     }
 }
 
-/// Whether the CPU, after it has written a completion that a GPU waits for, prods the GPU to look at it.
+/// Whether the CPU nudges the GPU after writing a completion that the GPU waits for.
 ///
-/// It does so with a memory operation on a stream of its own: 0.7 us of CPU time. Only the software HCA can; a card
-/// writes its completions alone.
+/// The nudge is a memory operation on a separate stream: 0.7 us of CPU time. Only the software HCA can nudge; a card
+/// writes its completions without the CPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Nudge {
     /// For streams of [`Via::MemOp`], whose waits it shortens.
@@ -312,28 +310,28 @@ impl FromStr for Nudge {
         }
     }
 }
-/// How a stream on a GPU behaves.
+/// Configuration of a CUDA stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaStreamConfig {
     /// The stream's name in errors. Not empty.
     pub name: String,
-    /// How many calls into the driver may be pending, 1 to 512: about one for each submission. From 1,020 on the driver blocks
-    /// the caller, and whoever else calls it, until the stream moves; what the application has queued on the stream counts, too,
-    /// and what is queued on other streams that share its channel of the GPU.
+    /// Maximum number of pending driver calls, 1 to 512: about one per submission. From 1,020 on the driver blocks the
+    /// caller, and all other callers, until the stream moves. Work that the application queues on the stream, and work
+    /// of other streams on the same hardware channel, count too.
     pub depth: usize,
-    /// How long a single wait may hold the stream before the stream fails. Not zero.
+    /// Time limit of a single wait, after which the stream fails. Not zero.
     ///
-    /// It counts from when all that this library queued before the wait is done, but for host functions: these, and kernels
-    /// that the application queued in between, count too.
+    /// It starts when all work that this library queued before the wait is done, except host functions: their time, and
+    /// that of application kernels in between, counts.
     pub wait_limit: Duration,
-    /// What runs the operations.
+    /// What executes the operations.
     pub via: Via,
-    /// Whether the CPU prods the GPU after completions.
+    /// Whether the CPU nudges the GPU after completions.
     pub nudge: Nudge,
-    /// Whether the application, which knows the stream, may capture it by other means than [`Stream::capture`]: with
-    /// `cuStreamBeginCapture`, or by an event of a stream that is being captured. Then CUDA is asked before each submission, which takes
-    /// some 40 ns, and within such a capture none is taken. `false` is a promise: were it broken, sends and waits would go into
-    /// that graph, and not run.
+    /// Whether the application may capture the stream by means other than [`Stream::capture`]: `cuStreamBeginCapture`,
+    /// or an event of a captured stream. If so, each submission asks CUDA first (some 40 ns) and is refused in such a
+    /// capture. With `false`, the application promises not to: otherwise sends and waits would become part of that
+    /// graph and not run.
     ///
     /// [`Stream::capture`]: crate::stream::Stream::capture
     pub captured_by_others: bool,
@@ -367,16 +365,16 @@ impl CudaStreamConfig {
     }
 }
 
-/// Wake-ups measured for each way.
+/// Wake-ups measured per method.
 const ROUNDS: u64 = 400;
-/// A wake-up takes a few microseconds.
+/// Time limit of a wake-up, which normally takes microseconds.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Measures how quickly streams notice what they wait for; takes a fraction of a second. Measured once for each
-/// GPU of the process; what else runs on the GPU meanwhile, in this or other processes, counts.
+/// Measures how quickly streams notice a satisfied wait. Takes a fraction of a second; done once for each GPU of the
+/// process. Other work on the GPU, of this or other processes, affects the result.
 ///
 /// # Errors
-/// [`Error::Cuda`]; [`Error::Deadline`] when the GPU is kept from running anything.
+/// [`Error::Cuda`]; [`Error::Deadline`] when the GPU runs nothing in time.
 pub fn calibrate(gpu: &Gpu) -> Result<Calibration> {
     gpu.calibrated(|| {
         let (memop, kernel) = (measure(gpu, Via::MemOp)?, measure(gpu, Via::Kernel)?);
@@ -400,7 +398,7 @@ fn measure(gpu: &Gpu, via: Via) -> Result<(Duration, Duration)> {
         batch.wait_value32(&flag, number, Cond::Geq);
         batch.write_value64(&answer, round);
         stream.submit(&mut batch)?;
-        // The stream is waiting by then, for a time that has nothing to do with the period of its looks.
+        // Lets the stream wait for a time unrelated to its polling period.
         let pause = Instant::now() + Duration::from_micros(20 + round * 7919 % 31);
         while Instant::now() < pause {
             std::hint::spin_loop();
@@ -416,7 +414,7 @@ fn measure(gpu: &Gpu, via: Via) -> Result<(Duration, Duration)> {
         times.push(start.elapsed());
     }
     stream.synchronize(PATIENCE)?;
-    // The first ones find cold caches.
+    // Drops the first tenth: cold caches.
     let mut times = times.split_off(times.len() / 10);
     times.sort();
     Ok((times[times.len() / 2], times[times.len() * 99 / 100]))
@@ -427,7 +425,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_read_back() {
+    fn via_and_nudge_parse_their_display() {
         for via in [Via::MemOp, Via::Kernel, Via::Auto] {
             assert_eq!(via.to_string().parse::<Via>().unwrap(), via);
         }

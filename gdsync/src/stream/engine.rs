@@ -1,4 +1,4 @@
-//! What every stream engine offers: the host thread of [`super::host`], or a stream of a GPU.
+//! The interface of stream engines: the host thread of [`super::host`], or a CUDA stream.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,14 +13,14 @@ use gdsync_device::GpuNudge;
 use gdsync_device::cuda::RawStream;
 use gdsync_device::error::{Error, Result};
 
-/// Runs operations in order. The contract that [`super::Stream`] builds on:
+/// Runs operations in order. [`super::Stream`] relies on:
 ///
-/// - Submissions run in the order of `submit`, the operations of one in their order.
-/// - A wait that is not satisfied within the engine's wait limit *fails the engine*: see [`Engine::fail`].
-/// - A failed engine runs nothing more: what is pending is dropped, not executed, later submissions are refused
-///   with the first error.
+/// - Submissions run in the order of `submit`, and the operations of each in their order.
+/// - A wait not satisfied within the engine's wait limit *fails the engine*: see [`Engine::fail`].
+/// - A failed engine runs nothing more: pending operations are dropped, later submissions are refused with the first
+///   error.
 pub trait Engine: Send + Sync + fmt::Debug {
-    /// The engine in one word: "host", "cuda".
+    /// The engine's name: "host" or "cuda".
     fn kind(&self) -> &'static str;
 
     /// The `CUstream` behind it, if there is one.
@@ -28,34 +28,33 @@ pub trait Engine: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Whether the engine tells the device of each [`Op::Trigger`]. Where it does not, the HCA is told to watch doorbells instead, and that streams
-    /// wait which cannot run it.
+    /// Whether the engine notifies the device of each [`Op::Trigger`]. If not, the HCA is told to watch doorbells, and
+    /// that waiting streams cannot run its work.
     fn signals(&self) -> bool;
 
-    /// What makes such a stream look at the words that it waits for.
+    /// Makes a CUDA stream re-check the words that it waits for.
     fn nudger(&self) -> Option<&Arc<dyn GpuNudge>> {
         None
     }
 
-    /// Refuses the calling thread, before it waits for anything, where the engine must not be called.
+    /// Refuses a call, before it blocks, from a thread that must not call the engine.
     ///
     /// # Errors
-    /// Why not.
+    /// [`Error::Unsupported`] within a host function.
     fn refuse_here(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Queues operations; the caller has the turn of the stream. On refusal `ops` is left as it was.
+    /// Queues operations. The caller holds the submit lock. On refusal `ops` is unchanged.
     ///
     /// # Errors
-    /// [`Error::StreamFull`] at the depth limit (the operations can be submitted again later), or the error the
-    /// engine failed with.
+    /// [`Error::StreamFull`] at the depth limit (retry later), or the error that failed the engine.
     fn submit(&self, guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64>;
 
-    /// Queues one [`Op::Trigger`] of a source that has this send_doorbell.
+    /// Queues one [`Op::Trigger`] of a source with this doorbell.
     ///
     /// # Errors
-    /// As [`Engine::submit`].
+    /// [`Error::StreamFull`], or the error that failed the engine.
     fn trigger(
         &self,
         guard: &mut SubmitGuard,
@@ -66,10 +65,10 @@ pub trait Engine: Send + Sync + fmt::Debug {
         self.submit(guard, &mut smallvec![Op::Trigger(source.clone(), value)])
     }
 
-    /// Queues one [`Op::Await`] of completion `n` of a source, which arrives there.
+    /// Queues one [`Op::Await`] of completion `n` of a source.
     ///
     /// # Errors
-    /// As [`Engine::submit`].
+    /// [`Error::StreamFull`], or the error that failed the engine.
     fn wait(
         &self,
         guard: &mut SubmitGuard,
@@ -80,11 +79,11 @@ pub trait Engine: Send + Sync + fmt::Debug {
         self.submit(guard, &mut smallvec![Op::Await(source.clone(), n)])
     }
 
-    /// Queues both as one submission: the trigger, then the wait.
+    /// Queues a trigger and then a wait as one submission.
     ///
     /// # Errors
-    /// As [`Engine::submit`].
-    fn hop(
+    /// [`Error::StreamFull`], or the error that failed the engine.
+    fn trigger_and_wait(
         &self,
         guard: &mut SubmitGuard,
         (source, _, value): (&Arc<dyn Source>, &SendDoorbell, DoorbellValue),
@@ -93,14 +92,14 @@ pub trait Engine: Send + Sync + fmt::Debug {
         self.submit(guard, &mut smallvec![Op::Trigger(source.clone(), value), Op::Await(end.clone(), n)])
     }
 
-    /// Does what another thread wanted that did not have the turn.
+    /// Marks the stream on behalf of a thread that found the submit lock taken.
     fn mark(&self, _guard: &mut SubmitGuard) {}
 
-    /// From now on until [`Engine::end_capture`], batches come to [`Engine::record`], and nothing to the others. An engine
-    /// that takes a graph as any submission has nothing to do here.
+    /// Until [`Engine::end_capture`], batches go to [`Engine::record`] and to nothing else. No-op for an engine that
+    /// launches a graph like any submission.
     ///
     /// # Errors
-    /// What makes a capture impossible, or the error that the engine failed with.
+    /// What prevents a capture, or the error that failed the engine.
     fn begin_capture(&self, _guard: &mut SubmitGuard) -> Result<()> {
         Ok(())
     }
@@ -108,48 +107,51 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// Records a batch.
     ///
     /// # Errors
-    /// As [`Engine::submit`].
+    /// [`Error::StreamFull`], or the error that failed the engine.
     fn record(&self, _guard: &mut SubmitGuard, _ops: &[Op]) -> Result<()> {
         Ok(())
     }
 
-    /// Ends the capture, also when it fails to make anything of it.
+    /// Ends the capture, even when it returns an error.
     ///
     /// # Errors
-    /// Why there is nothing to launch.
+    /// What makes the capture useless.
     fn end_capture(&self, _guard: &mut SubmitGuard) -> Result<Made> {
         Ok(Arc::new(()))
     }
 
-    /// Queues what was captured, once more, as one submission: the operations of all its batches, which end at `ends`.
+    /// Queues one launch of a capture as one submission. `ops` has the operations of all its batches, which end at
+    /// `ends`.
     ///
     /// # Errors
-    /// As [`Engine::submit`]; what was made by another engine may be refused.
+    /// [`Error::StreamFull`]; [`Error::Unsupported`] for a capture of an incompatible engine; the error that failed the
+    /// engine.
     fn launch(&self, guard: &mut SubmitGuard, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
         self.submit(guard, ops)
     }
 
-    /// How many operations a batch has as a step of a kernel of the application.
+    /// The number of operations of a batch as a step of an application kernel.
     ///
     /// # Errors
-    /// What makes it impossible.
+    /// [`Error::Unsupported`] where kernels cannot run the batch.
     fn size_of_step(&self, _ops: &[Op]) -> Result<usize> {
         Err(no_kernels())
     }
 
-    /// Makes room for steps of so many operations each.
+    /// Allocates steps of the given sizes.
     ///
     /// # Errors
-    /// When there is none.
+    /// [`Error::Unsupported`] without kernels; [`Error::Cuda`] when out of memory.
     fn make_steps(&self, _sizes: Vec<usize>) -> Result<Made> {
         Err(no_kernels())
     }
 
-    /// Queues steps as one submission: their operations end at `ends`. `kernel` gets their address, and launches what runs
-    /// them; if it says that it has not, nothing is queued, and the error means nothing.
+    /// Queues steps as one submission; their operations end at `ends`. `kernel` gets their address and launches the
+    /// kernel that runs them. If it returns `false`, nothing is queued, and the returned error has no meaning.
     ///
     /// # Errors
-    /// As [`Engine::launch`].
+    /// [`Error::StreamFull`]; [`Error::Unsupported`] for steps of an incompatible engine; the error that failed the
+    /// engine.
     fn launch_steps(
         &self,
         _guard: &mut SubmitGuard,
@@ -161,30 +163,29 @@ pub trait Engine: Send + Sync + fmt::Debug {
         Err(no_kernels())
     }
 
-    /// The number of submissions that have fully run, or were dropped by a failure. Submission `s`, counted from
-    /// 1 as `submit` returns it, is over when this is at least `s`.
+    /// The number of submissions that have completed, or were dropped by a failure. Submissions are numbered from 1.
     fn completed(&self) -> u64;
 
-    /// The number of submissions accepted so far.
+    /// The number of accepted submissions.
     fn submitted(&self) -> u64;
 
-    /// Blocks until `completed() >= seq` or the deadline; returns whether it is.
+    /// Blocks until `completed() >= seq` or the deadline. Returns whether it completed.
     fn wait_completed(&self, seq: u64, deadline: Instant) -> bool;
 
-    /// Whether a batch of so many operations, some of them host functions, would find room.
+    /// Checks that a batch of `ops` operations, `host_fns` of them host functions, has room.
     ///
     /// # Errors
-    /// As [`Engine::submit`].
+    /// [`Error::StreamFull`], or the error that failed the engine.
     fn ask_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()>;
 
-    /// Blocks until what was refused last would find room, or the deadline; returns whether it would.
+    /// Blocks until the last refused submission has room, or the deadline. Returns whether it has.
     fn wait_room(&self, deadline: Instant) -> bool;
 
-    /// Fails the engine with `error`, unless it failed before: first every [`super::Source`] of pending operations
-    /// is told to [`super::Source::fail`], then the wait in progress is released and the rest is dropped.
+    /// Fails the engine with `error`, unless it failed before: calls [`super::Source::fail`] for each source of pending
+    /// operations, releases the current wait, and drops the rest.
     fn fail(&self, error: Error);
 
-    /// What the engine failed with.
+    /// The error that failed the engine.
     fn error(&self) -> Option<Error>;
 }
 

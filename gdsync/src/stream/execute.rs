@@ -1,4 +1,4 @@
-//! Runs one operation on a CPU thread, with the meanings of CUDA's stream memory operations.
+//! Runs operations on a CPU thread, with the semantics of CUDA's stream memory operations.
 
 use std::any::Any;
 use std::ops::RangeInclusive;
@@ -11,36 +11,35 @@ use gdsync_device::memory::Memory;
 use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
 use gdsync_shm::{Backoff, nap};
 
-/// The shortest and the longest sleep of a wait without a source, between which it grows: see [`nap`].
+/// Bounds of the growing sleep of a wait without a source: see [`nap`].
 ///
-/// The word of such a wait may be stored to by anyone, and a plain store wakes no thread. So a store is noticed late by an
-/// eighth of the time it took to come, by 20 ms at most, but by up to 20 us if it comes before 160 us; and to this the kernel
-/// adds its own delay (timer slack, usually 50 us).
+/// A plain store wakes no thread. So a store is noticed late by an eighth of the time waited, at least 20 us and at
+/// most 20 ms, plus the kernel's timer slack (usually 50 us).
 ///
-/// The upper bound pays for long waits. A look costs 4 to 8 us of CPU time (a timer, two context switches, cold
-/// caches), so 50 looks a second are 0.02 to 0.04 % of a core, and the 65 looks of the first 160 ms another
-/// 0.3 to 0.5 ms. Eight streams that wait for a second use 0.3 to 0.7 % of a core; with 5 ms it was 1.3 %.
+/// The upper bound limits the cost of long waits. A check costs 4 to 8 us of CPU time (a timer, two context switches,
+/// cold caches): 50 checks a second are 0.02 to 0.04 % of a core, and the 65 checks of the first 160 ms another 0.3 to
+/// 0.5 ms. Eight streams that wait for a second use 0.3 to 0.7 % of a core; with 5 ms it was 1.3 %.
 const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
 
-/// The longest sleep in a source. A failure makes sources wake their sleepers; this is for those that do not.
+/// Maximum sleep in a source, for sources that do not wake their sleepers on failure.
 const PARK_MAX: Duration = Duration::from_millis(10);
 
-/// Orders all accesses before a store to memory of this kind. A fence for CPUs alone does not order stores before those to registers of a
-/// card, or to a GPU: on Arm these are outside of what `dmb ish` orders.
-fn settle(memory: &Memory) {
+/// Orders all accesses before a store to this kind of memory. A CPU fence alone does not order stores before stores to
+/// card registers or GPU memory: on Arm these are outside of what `dmb ish` orders.
+fn full_fence(memory: &Memory) {
     fence(Ordering::SeqCst);
     memory.fence();
 }
 
 impl SendDoorbell {
-    /// Writes record and doorbell as a stream of a GPU would.
+    /// Writes record and doorbell as a CUDA stream would.
     fn ring(&self, value: DoorbellValue) {
         let record = || self.record.store(value.record);
-        let settle = || settle(self.doorbell.memory());
-        settle();
+        let full_fence = || full_fence(self.doorbell.memory());
+        full_fence();
         if !self.record_may_lag {
             record();
-            settle();
+            full_fence();
         }
         self.doorbell.store(value.doorbell);
         if self.record_may_lag {
@@ -50,21 +49,21 @@ impl SendDoorbell {
     }
 }
 
-/// The thread that runs operations: how long it may wait, and how.
+/// Wait policy of the thread that runs operations.
 pub(super) trait Runner {
-    /// Whether nothing more is to be run.
+    /// Whether the stream has failed: nothing more runs.
     fn failed(&self) -> bool;
 
-    /// Whether waits are to be left unsatisfied.
+    /// Whether waits must end unsatisfied.
     fn released(&self) -> bool;
 
-    /// How long a wait may go on that has taken `waited` so far.
+    /// Remaining time of a wait that has taken `waited` so far.
     fn left(&self, waited: Duration) -> Duration;
 
-    /// Where waits are recorded, and as whose.
+    /// The log for waits, and the actor to record.
     fn log(&self) -> (&Log, By);
 
-    /// How long a wait spins before it sleeps.
+    /// Spin time of a wait before it sleeps.
     fn spin(&self) -> Duration;
 
     /// Sleeps for `nap`, or until released.
@@ -74,14 +73,14 @@ pub(super) trait Runner {
 /// Why a wait was not satisfied.
 #[derive(Debug)]
 pub(super) enum Unsatisfied {
-    /// What it waited for did not come in time.
+    /// The wait limit expired. Describes the wait.
     Late(String),
-    /// It will not come.
+    /// The completion can no longer arrive.
     Lost(Error),
 }
 
 impl Unsatisfied {
-    /// The error of the stream that waited, of this name and limit of waits.
+    /// The error of a stream with this name and wait limit.
     pub(super) fn error(self, stream: &str, limit: Duration) -> Error {
         match self {
             Self::Late(what) => Error::StreamWait { stream: stream.to_owned(), what, after: limit },
@@ -90,16 +89,16 @@ impl Unsatisfied {
     }
 }
 
-/// Runs one operation. A wait that is released ends as if it were satisfied.
+/// Runs one operation. A released wait ends as if satisfied.
 pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
     match op {
         Op::Write32 { at, value } => {
             // The default of stream writes (no CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER).
-            settle(at.memory());
+            full_fence(at.memory());
             at.store(value);
         }
         Op::Write64 { at, value } => {
-            settle(at.memory());
+            full_fence(at.memory());
             at.store(value);
         }
         Op::Wait32 { ref at, value, cond } => {
@@ -121,7 +120,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
         }
         Op::Await(ref source, n) => {
             let arrival = source.arrival(n);
-            wait(&op, Some(&**source), runner, || arrival.look().map_err(u64::from))?;
+            wait(&op, Some(&**source), runner, || arrival.check().map_err(u64::from))?;
             if !runner.failed() {
                 fence(Ordering::SeqCst);
                 arrival.index.store(arrival.passed);
@@ -133,14 +132,14 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
     Ok(())
 }
 
-/// Waits until `look` is satisfied, which else returns the value of the word.
+/// Waits until `check` succeeds. Its error is the current value of the word.
 fn wait(
     op: &Op,
     source: Option<&dyn Source>,
     runner: &impl Runner,
-    look: impl Fn() -> Result<(), u64>,
+    check: impl Fn() -> Result<(), u64>,
 ) -> Result<(), Unsatisfied> {
-    if look().is_ok() {
+    if check().is_ok() {
         return Ok(());
     }
     let backoff = Backoff::new(runner.spin());
@@ -149,7 +148,7 @@ fn wait(
     let mut held = None;
     while !runner.released() {
         let helped = source.is_some_and(|source| source.progress());
-        let Err(word) = look() else {
+        let Err(word) = check() else {
             return Ok(());
         };
         let waited = backoff.waited();
@@ -164,7 +163,7 @@ fn wait(
                 None => format!("{op:?} (the word is {word:#x})"),
             }));
         }
-        // While the device has work, more of it is better than any pause.
+        // While the device has work, running it beats pausing.
         if helped || backoff.spin_after(waited) {
             continue;
         }
@@ -173,7 +172,7 @@ fn wait(
             return Err(Unsatisfied::Lost(error));
         }
         match source {
-            Some(source) => source.park(&|| runner.released() || look().is_ok(), PARK_MAX.min(left)),
+            Some(source) => source.park(&|| runner.released() || check().is_ok(), PARK_MAX.min(left)),
             None => runner.nap(nap(waited, NAPS).min(left)),
         }
     }
@@ -181,7 +180,7 @@ fn wait(
     Ok(())
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub(super) fn message_of(panic: &(dyn Any + Send)) -> String {
     match (panic.downcast_ref::<&str>(), panic.downcast_ref::<String>()) {
         (Some(text), _) => (*text).to_owned(),
@@ -198,7 +197,7 @@ mod tests {
     use gdsync_device::memory::fences;
 
     #[test]
-    fn record_and_doorbell_of_a_card_are_behind_fences_for_devices() {
+    fn device_fences_precede_record_and_doorbell_of_a_card() {
         let record = Memory::alloc(8).unwrap().word32(4).unwrap();
         let page = Memory::alloc(4096).unwrap();
         let at = page.atomic64(0).unwrap().as_ptr().cast();
@@ -207,7 +206,7 @@ mod tests {
         let doorbell = page.word64(0x800).unwrap();
         let send_doorbell =
             SendDoorbell { record, doorbell, record_may_lag: false, found: Default::default() };
-        // One before each of them, and one that sends the doorbell off.
+        // One before each store, and one that flushes the doorbell.
         assert_eq!(fences::during(|| send_doorbell.ring(DoorbellValue { record: 1, doorbell: 2 })), 3);
         assert_eq!((send_doorbell.record.load(), send_doorbell.doorbell.load()), (1, 2));
     }

@@ -15,37 +15,37 @@ use crate::verbs::Completion;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 
-/// Sends, waits and word operations that were captured, to be launched as often as one likes. On a GPU it is a CUDA graph
-/// with whatever else was captured on the stream.
+/// Captured sends, waits and word operations, which can be launched any number of times. On a GPU it is a CUDA graph,
+/// with all other work captured on the stream.
 ///
-/// Each launch does what the same calls would do at that moment: its sends are new work requests of the same contents
-/// behind all that was prepared before, with the data that their buffers hold when the HCA executes them (inline data and
-/// immediates are those of the capture). A wait takes the next completions of its queue, as many as
-/// in the capture; [`Batch::wait_all_sends`] all, and [`Batch::wait`] for a send of the graph those through that send of the
-/// same launch. So eager work may stand
-/// between launches, and one graph may be launched on several streams, one after the other.
+/// Each launch does what the same calls would do at that time. Its sends are new work requests with the captured
+/// contents, after everything prepared before; payload is read when the HCA executes them, inline data and immediates
+/// are those of the capture. A wait takes as many of the next completions of its queue as in the capture;
+/// [`Batch::wait_all_sends`] takes all; [`Batch::wait`] for a send of the graph takes those through that send of the
+/// same launch. So eager work may run between launches, and one graph may be launched on several streams, one after the
+/// other.
 pub struct Graph {
     kind: &'static str,
     batches: Vec<Vec<Part>>,
-    /// What the engine made of it.
+    /// The engine's part of the graph.
     made: Made,
 }
 
-/// What an engine made of a capture.
+/// An engine's part of a captured graph.
 pub type Made = Arc<dyn Any + Send + Sync>;
 
 /// A launch of a [`Graph`], or of [`KernelSteps`](super::KernelSteps).
 #[derive(Clone, Debug)]
 pub struct Launch {
     completions: Vec<Completion>,
-    /// The stream, and the number of the submission there.
+    /// The stream's id, and the number of the submission there.
     stream: u64,
     seq: u64,
 }
 
-/// A capture under way: until it ends, what is submitted to the stream is recorded, not run.
+/// A capture in progress: until it ends, submissions to the stream are recorded, not run.
 ///
-/// Dropped before its end, it forgets what was recorded.
+/// Dropping it discards the recording.
 #[derive(Debug)]
 #[must_use = "dropping it ends the capture"]
 pub struct Capture {
@@ -61,19 +61,19 @@ impl fmt::Debug for Graph {
 }
 
 impl Stream {
-    /// Captures what `record` submits to the stream: it is recorded, not run. On a CUDA stream this is a capture of CUDA
-    /// (in relaxed mode), in which the application may launch kernels and copies on [`Stream::raw`].
+    /// Captures what `record` submits to the stream, without running it. On a CUDA stream this is a CUDA capture (in
+    /// relaxed mode), in which the application may launch kernels and copies on [`Stream::raw`].
     ///
-    /// What is recorded is checked as if it were run: a wait needs a work request that is posted, also when that
-    /// is a receive. At the end everything prepared for the capture is taken back, and receives are left for the first
-    /// launch. Until then its queues are as if it were prepared: others cannot post behind it. The completions handed out
-    /// meanwhile mean nothing; those of a launch are [`Launch::completions`].
+    /// Everything is checked as if it were run: a wait needs a posted work request, also for a receive. During the
+    /// capture the queues hold what was prepared: others cannot post after it. At the end the prepared sends and waits
+    /// are dropped; receives stay for the first launch. Completions returned in the capture are not usable; those of a
+    /// launch are [`Launch::completions`].
     ///
-    /// Waits for receives, words and sends keep the wait limit of the stream that a launch runs on.
+    /// A launch uses the wait limit of its stream.
     ///
     /// # Errors
-    /// What `record` returns; [`Error::Cuda`]; [`Error::Unsupported`] within a capture; the error that failed the stream.
-    /// Host functions are refused by [`Stream::submit`] with [`Error::Unsupported`].
+    /// The error of `record`; [`Error::Cuda`]; [`Error::Unsupported`] within a capture; the error that failed the
+    /// stream. [`Stream::submit`] refuses host functions with [`Error::Unsupported`].
     pub fn capture(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<Graph> {
         let capture = self.begin_capture()?;
         record(self)?;
@@ -83,7 +83,7 @@ impl Stream {
     /// Begins a capture: see [`Stream::capture`].
     ///
     /// # Errors
-    /// As [`Stream::capture`].
+    /// [`Error::Cuda`]; [`Error::Unsupported`] within a capture; the error that failed the stream.
     pub fn begin_capture(&self) -> Result<Capture> {
         let mut state = self.state()?;
         if state.recording.is_some() {
@@ -95,7 +95,7 @@ impl Stream {
         Ok(Capture { fork_guard: ForkGuard::default(), stream: self.clone(), open: true })
     }
 
-    /// Makes recorded batches again, and has the engine take them as one submission, waiting for room until the deadline.
+    /// Makes recorded batches again and submits them as one submission, waiting for room until the deadline.
     pub(super) fn launch_again(
         &self,
         batches: &[Vec<Part>],
@@ -111,7 +111,7 @@ impl Stream {
             if state.recording.is_some() {
                 return Err(within_capture("a launch"));
             }
-            // Once, also where the stream is full at first.
+            // Each batch is made once, even if the stream is full at first.
             for parts in &batches[ends.len()..] {
                 let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
                 again.inspect_err(|_| batch.refuse(stream))?;
@@ -129,10 +129,10 @@ impl Stream {
 }
 
 impl Capture {
-    /// Ends the capture and makes a graph of it.
+    /// Ends the capture and returns the graph.
     ///
     /// # Errors
-    /// [`Error::Cuda`], also for what the application did in the capture; the error that failed the stream.
+    /// [`Error::Cuda`], also for errors of the application in the capture; the error that failed the stream.
     pub fn end(mut self) -> Result<Graph> {
         self.fork_guard.check()?;
         self.open = false;
@@ -142,7 +142,7 @@ impl Capture {
 
     fn close(&self) -> (Result<Made>, Recording) {
         let inner = &self.stream.0;
-        // Under the lock: nothing is run before the engine has left the capture.
+        // Under the submit lock: nothing runs before the engine has left the capture.
         let mut state = inner.lock();
         let made = inner.engine.end_capture(&mut state.guard);
         let made = inner.engine.error().map_or(made, Err);
@@ -156,30 +156,31 @@ impl Drop for Capture {
             && self.fork_guard.is_here()
             && let (Err(error), _) = self.close()
         {
-            tracing::debug!(stream = self.stream.0.name, %error, "capture given up");
+            tracing::debug!(stream = self.stream.0.name, %error, "capture discarded");
         }
     }
 }
 
 impl Graph {
-    /// Queues a launch behind everything submitted to the stream, all or nothing. The caller goes on at once.
+    /// Queues a launch after everything submitted to the stream, all or nothing. Does not block.
     ///
-    /// It counts as one submission. Receives that it waits for must have been posted. Of a CUDA graph with four kernels of
-    /// this library or more, three launches are pending at most, on all streams together: a fourth finds the stream full.
+    /// It counts as one submission. Receives that it waits for must be posted. A CUDA graph with four or more kernels
+    /// of this library has at most three pending launches, on all streams together; a fourth returns
+    /// [`Error::StreamFull`].
     ///
     /// # Errors
-    /// Nothing is launched on any error. Those of [`Qp::prepare_send`](crate::verbs::Qp::prepare_send),
-    /// [`Qp::prepare_wait_recv`](crate::verbs::Qp::prepare_wait_recv) and [`Stream::submit`];
-    /// [`Error::GraphWaits`]; [`Error::InvalidArgument`] for a stream of another kind than the captured one, [`Error::Unsupported`]
-    /// for one on another GPU, of another [`Via`](super::Via), or in a capture.
+    /// Nothing is launched on an error. Those of [`Qp::prepare_send`](crate::verbs::Qp::prepare_send),
+    /// [`Qp::prepare_wait_recv`](crate::verbs::Qp::prepare_wait_recv) and [`Stream::submit`]; [`Error::GraphWaits`];
+    /// [`Error::InvalidArgument`] for a stream of another kind; [`Error::Unsupported`] for a stream on another GPU, of
+    /// another [`Via`](super::Via), or in a capture.
     pub fn launch(&self, stream: &Stream) -> Result<Launch> {
         self.launch_within(stream, Duration::ZERO)
     }
 
-    /// As [`Graph::launch`], but waits for room in a full stream.
+    /// Like [`Graph::launch`], but waits for room in a full stream.
     ///
     /// # Errors
-    /// As [`Graph::launch`]; [`Error::StreamFull`] only after `timeout`.
+    /// Those of [`Graph::launch`]; [`Error::StreamFull`] only after `timeout`.
     pub fn launch_within(&self, stream: &Stream, timeout: Duration) -> Result<Launch> {
         let _range = DOMAIN.range(c"launch");
         if self.kind != stream.kind() {
@@ -193,20 +194,20 @@ impl Graph {
 }
 
 impl Launch {
-    /// The completions of the sends and waits of this launch, in the order of the recording: one for each call that returned
-    /// one in the capture.
+    /// The completions of this launch's sends and waits, in recording order: one for each call of the capture that
+    /// returned one.
     pub fn completions(&self) -> &[Completion] {
         &self.completions
     }
 
-    /// Blocks until the stream has run this launch, while those behind it go on; the CPU sleeps meanwhile. On a GPU, where
-    /// small graphs and those behind them may be told over together, it may wait for launches behind this one, too.
+    /// Blocks, asleep, until the stream has run this launch. On a GPU it may also wait for later launches, because the
+    /// completion of several small graphs may be reported at once.
     ///
-    /// A queue pair that broke lets the stream go on: [`Stream::synchronize`] and the next launch tell.
+    /// A broken queue pair does not stop the stream: [`Stream::synchronize`] and the next launch report it.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for another stream than it was launched on; [`Error::Deadline`] after `timeout` (the work
-    /// goes on); the stream's error.
+    /// [`Error::InvalidArgument`] for a stream other than the launch's; [`Error::Deadline`] after `timeout` (the work
+    /// continues); the stream's error.
     pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<()> {
         super::steps::refuse()?;
         if self.stream != stream.0.id {

@@ -1,7 +1,13 @@
-//! The host engine: a thread that runs stream operations in order, where there is no GPU to do it.
+//! The host engine: a thread that runs stream operations in order, without a GPU.
 //!
-//! [`HostEngine`] is the handle; `shared` is what handle and thread have in common (the queue, the counters,
-//! the failure); `worker` is the thread. The thread owns no handle, so dropping the last one ends it.
+//! [`HostEngine`] is the handle. [`Shared`] holds the queue, the counters and the failure. The thread owns no handle,
+//! so dropping the last one ends it.
+//!
+//! No foreign code (sources, host functions, drops of what operations own) runs under the state lock, so all of it may
+//! call back into the engine.
+//!
+//! A failure has two steps. Once `error` is set, nothing is accepted and no operation starts. Once all sources are
+//! stopped, `released` is set: then the thread leaves its wait and drops the rest.
 
 #[cfg(test)]
 mod tests;
@@ -25,20 +31,20 @@ use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::recorder::{By, Log};
 use gdsync_shm::Backoff;
 
-/// How a stream that runs on a host thread behaves.
+/// Configuration of a host stream.
 ///
-/// A wait first spins. One for a completion of our queues then sleeps until the queue wakes it. One for any other
-/// word, to which a plain store wakes nobody, sleeps and looks in turns: it notices a store late by an eighth of the
-/// time the store took to come (at least 20 us, at most 20 ms). An idle stream uses no CPU.
+/// A wait first spins. A wait for a completion of our queues then sleeps until the queue wakes it. A wait for any other
+/// word, to which a plain store wakes nobody, alternates sleeps and checks: it notices a store late by an eighth of the
+/// time waited (at least 20 us, at most 20 ms). An idle stream uses no CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostStreamConfig {
-    /// The stream's name in errors, and the end of its thread's name. Not empty, no NUL.
+    /// The stream's name in errors, and the suffix of its thread's name. Not empty, no NUL.
     pub name: String,
-    /// How many submissions may be pending, the one that runs included. At least 1.
+    /// Maximum number of pending submissions, including the running one. At least 1.
     pub depth: usize,
-    /// How long a single wait may hold the stream before the stream fails. Not zero.
+    /// Time limit of a single wait, after which the stream fails. Not zero.
     pub wait_limit: Duration,
-    /// How long the thread spins, for a word or for the next submission, before it sleeps.
+    /// Spin time of the thread, for a word or for the next submission, before it sleeps.
     pub spin: Duration,
 }
 
@@ -72,14 +78,14 @@ impl HostStreamConfig {
     }
 }
 
-/// A stream of operations on a thread of its own.
+/// Runs the operations of one stream on its own thread.
 ///
-/// Dropping the last handle fails what is pending with [`Error::StreamAborted`] and joins the thread, which
-/// ends after the host function it may be running. Dropped by that very host function, it is left to end.
+/// Dropping the last handle fails pending work with [`Error::StreamAborted`] and joins the thread, which first finishes
+/// a running host function. Dropped by that host function, the handle does not join.
 pub(crate) struct HostEngine {
     fork_guard: ForkGuard,
     shared: Arc<Shared>,
-    /// Always there until the drop.
+    /// `Some` until the drop.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -87,11 +93,10 @@ impl HostEngine {
     /// Starts the thread.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a config that its fields forbid, [`Error::Sys`] when the system has no
-    /// thread to give.
+    /// [`Error::InvalidArgument`] for a bad configuration; [`Error::Sys`] when the thread cannot be created.
     pub(crate) fn start(config: HostStreamConfig) -> Result<Arc<Self>> {
         config.check()?;
-        // The kernel shows the first 15 bytes of it; Rust cuts them.
+        // The kernel keeps the first 15 bytes; Rust truncates.
         let name = format!("gdsync-stream-{}", config.name);
         let shared = Arc::new(Shared::new(config, Log::open()?));
         let worker = shared.clone();
@@ -140,7 +145,7 @@ impl Engine for HostEngine {
         self.shared.ask_room()
     }
 
-    /// A failed engine, or that of another process, has room: the submission that tries it learns the error.
+    /// A failed engine, or one of another process, has room: the next submission returns the error.
     fn wait_room(&self, deadline: Instant) -> bool {
         let shared = &self.shared;
         !self.fork_guard.is_here()
@@ -164,11 +169,11 @@ impl Engine for HostEngine {
 
 impl Drop for HostEngine {
     fn drop(&mut self) {
-        // The thread is not in a forked child, where its hold on what is pending stays.
+        // A forked child has no such thread. Pending work stays allocated there.
         let Some(thread) = self.fork_guard.take_thread(&mut self.thread) else { return };
         self.shared.fail(Error::StreamAborted { stream: self.shared.config.name.clone() });
         if thread.thread().id() != thread::current().id() {
-            // The thread catches panics; should one escape, there is nobody to tell.
+            // The thread catches panics. One that escapes cannot be reported here.
             let _ = thread.join();
         }
     }
@@ -185,7 +190,7 @@ impl fmt::Debug for HostEngine {
     }
 }
 
-/// How long a caller spins for a completion or for room before it sleeps: a short submission takes less.
+/// Spin time of a caller, for a completion or for room, before it sleeps: longer than a short submission.
 const CALLER_SPIN: Duration = Duration::from_micros(10);
 
 struct Submission {
@@ -196,9 +201,9 @@ struct Submission {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Submission>,
-    /// The smallest count of completed submissions that a sleeping caller waits for: those before wake nobody.
+    /// The smallest completion count that a sleeping caller waits for. Lower counts wake nobody.
     awaited: Option<u64>,
-    /// The sources of the submission that the thread took: a failure must reach them too.
+    /// The sources of the running submission: a failure must stop them too.
     running: Vec<Use>,
 }
 
@@ -206,18 +211,18 @@ struct Shared {
     config: HostStreamConfig,
     log: Log,
     state: Mutex<State>,
-    /// Wakes the thread when it ran dry.
+    /// Wakes the idle thread.
     work: Condvar,
-    /// Wakes the thread out of the sleep of a wait.
+    /// Wakes the thread from a sleep in a wait.
     release: Condvar,
     /// Wakes callers that wait for completions or room.
     done: Condvar,
-    // All of these change under the lock only, but for `position`.
+    // All of these change only under the lock, except `position`.
     submitted: AtomicU64,
     completed: AtomicU64,
     error: OnceLock<Error>,
     released: AtomicBool,
-    /// Index of the operation that runs.
+    /// Index of the running operation.
     position: AtomicUsize,
 }
 
@@ -259,12 +264,12 @@ impl Shared {
     }
 
     fn has_room(&self) -> bool {
-        // In this order: a submission that completes in between must not look like room for minus one.
+        // `completed` first: a submission that completes in between must not make the difference negative.
         let completed = self.completed();
         self.submitted() - completed < self.config.depth as u64
     }
 
-    /// Refuses what a submission would be refused for.
+    /// Checks that a submission would be accepted.
     fn ask_room(&self) -> Result<()> {
         match self.error() {
             Some(error) => Err(error),
@@ -285,7 +290,7 @@ impl Shared {
         Ok(seq)
     }
 
-    /// Blocks a caller until `done`, which must depend on counters and error only, or until the deadline.
+    /// Blocks a caller until `done`, which must depend only on the counters and the error, or until the deadline.
     fn block_until(&self, deadline: Instant, done: impl Fn() -> bool, count: impl Fn() -> u64) -> bool {
         let start = Instant::now();
         let backoff = Backoff::since(start, CALLER_SPIN.min(deadline.saturating_duration_since(start)));
@@ -297,7 +302,7 @@ impl Shared {
         true
     }
 
-    /// The second half of [`Shared::block_until`].
+    /// The sleeping half of [`Shared::block_until`].
     fn sleep_until(&self, deadline: Instant, done: impl Fn() -> bool, count: impl Fn() -> u64) -> bool {
         let mut state = self.state.lock();
         while !done() {
@@ -309,7 +314,8 @@ impl Shared {
         true
     }
 
-    /// For the thread: the next submission, run or dropped with [`Shared::retire`] to follow. `None`: it is over.
+    /// The next submission, for the thread. Call [`Shared::retire`] after running or dropping it. `None`: the engine is
+    /// finished.
     fn next(&self) -> Option<Ops> {
         let backoff = Backoff::new(self.config.spin);
         while self.submitted() == self.completed() && !self.failed() && backoff.spin() {}
@@ -327,19 +333,19 @@ impl Shared {
         }
     }
 
-    /// For the thread: which operation of the submission it starts.
+    /// Records which operation the thread starts.
     fn advance(&self, position: usize) {
-        // Read under the lock that `next` reset it under. A failure that reads an older position tells a source
-        // whose operation was pending just before: as if it had come earlier.
+        // `fail` reads it under the lock. An older value only makes a source whose operation has just ended count as
+        // pending.
         self.position.store(position, Ordering::Relaxed);
     }
 
-    /// For the thread: the sources of the submission that it ran. A later failure does not concern them.
+    /// Takes the sources of the submission that has run. A later failure does not affect them.
     fn take_running(&self) -> Vec<Use> {
         mem::take(&mut self.state.lock().running)
     }
 
-    /// For the thread: the submission is over.
+    /// Counts the submission as completed.
     fn retire(&self) {
         let mut state = self.state.lock();
         let completed = self.completed() + 1;
@@ -351,7 +357,7 @@ impl Shared {
         }
     }
 
-    /// For the thread: sleeps for `nap`, or until released.
+    /// Sleeps for `nap`, or until released.
     fn nap(&self, nap: Duration) {
         let mut state = self.state.lock();
         if !self.released() {
@@ -359,7 +365,7 @@ impl Shared {
         }
     }
 
-    /// For the thread, once the engine failed: sleeps until all sources are told.
+    /// Sleeps until all sources are stopped, after a failure.
     fn await_release(&self) {
         let mut state = self.state.lock();
         while !self.released() {
@@ -384,7 +390,7 @@ impl Shared {
         drop(state);
         tracing::debug!(stream = self.config.name, %error, "stream failed");
         for source in &sources {
-            // Whatever happens here, the others must be told and the thread released.
+            // A panic must not prevent the other sources from being stopped, nor the release.
             if catch_unwind(AssertUnwindSafe(|| source.fail(&error))).is_err() {
                 tracing::error!(stream = self.config.name, ?source, "a source panicked while it was stopped");
             }
@@ -399,7 +405,7 @@ impl Shared {
 }
 
 impl Shared {
-    /// The life of the thread: until the engine failed and all that was pending is dropped.
+    /// The main loop of the thread: until the engine has failed and all pending work is dropped.
     fn work(&self) {
         let mut helped = None;
         while let Some(ops) = self.next() {
@@ -411,14 +417,14 @@ impl Shared {
         }
     }
 
-    /// A doorbell after a wait does what the device put off; where none comes soon, this does.
+    /// Runs device work that a wait deferred, unless a doorbell follows and does it.
     fn finish(&self, helped: &mut Option<Arc<dyn Source>>) {
         if let Some(source) = helped.take() {
             self.guarded(|| source.finish());
         }
     }
 
-    /// Runs a submission, and drops what is left of it when the engine fails.
+    /// Runs a submission, and drops the rest of it when the engine fails.
     fn run(&self, ops: Ops, helped: &mut Option<Arc<dyn Source>>) {
         let mut ops = ops.into_iter().enumerate();
         while !self.failed()
@@ -440,7 +446,8 @@ impl Shared {
             self.guarded(|| self.step(op));
             *helped = source.or(helped.take());
         }
-        // In this order: a failure that found these sources is seen, and one that comes later finds none.
+        // Taken before the check: an earlier failure that stops these sources is seen here, a later one does not find
+        // them.
         let sources = self.take_running();
         if self.failed() {
             self.await_release();
@@ -449,7 +456,7 @@ impl Shared {
         self.guarded(|| drop(sources));
     }
 
-    /// Calls foreign code. A panic in it fails the engine, but does not end the thread, which others wait for.
+    /// Calls foreign code. A panic in it fails the engine, but does not end the thread.
     fn guarded(&self, f: impl FnOnce()) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(f)) {
             let message = message_of(panic.as_ref());

@@ -1,5 +1,5 @@
-//! The operations a stream runs, with the meanings of CUDA's stream memory operations
-//! (`cuda.h`: `CUstreamBatchMemOpType`, `CUstreamWaitValue_flags`).
+//! Stream operations, with the semantics of CUDA's stream memory operations (`cuda.h`: `CUstreamBatchMemOpType`,
+//! `CUstreamWaitValue_flags`).
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Awaited;
 
-/// The operations of a submission: mostly one or two.
+/// The operations of a submission, mostly one or two.
 pub type Ops = SmallVec<[Op; 2]>;
 
 /// One operation of a stream.
@@ -50,21 +50,20 @@ pub enum Op {
         /// The condition.
         cond: Cond,
     },
-    /// Rings the doorbell of a queue, and tells the device where the engine runs on the CPU and can.
+    /// Rings the doorbell of a queue. The host engine also notifies the device.
     Trigger(Arc<dyn Source>, DoorbellValue),
-    /// Holds the stream until this completion of a queue has arrived, then moves the consumer index past it.
+    /// Holds the stream until completion `n` of a queue has arrived, then moves the consumer index past it.
     Await(Arc<dyn Source>, u64),
-    /// Orders all memory accesses before it, of the whole system, before all after it.
+    /// A system-scope memory barrier.
     Barrier,
-    /// Makes writes that reached a GPU from outside, and whose completion a wait before this has seen, visible to what
-    /// follows.
+    /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to later operations.
     Flush,
     /// Runs a function on the CPU, in stream order.
     HostFn(Box<dyn FnOnce() + Send>),
 }
 
 impl Op {
-    /// Whether GPUs know the words of it.
+    /// Whether its words are mapped for GPUs.
     pub(super) fn is_found(&self) -> bool {
         match self {
             Self::Trigger(source, _) => source.send_doorbell().is_none_or(SendDoorbell::is_found),
@@ -75,7 +74,7 @@ impl Op {
         }
     }
 
-    /// What it waits for, to the flight recorder.
+    /// What it waits for, for the flight recorder.
     pub(super) fn awaited(&self) -> Option<Awaited> {
         match self {
             Op::Await(source, n) => source.awaited(*n),
@@ -85,7 +84,7 @@ impl Op {
         }
     }
 
-    /// Refuses a wait that no word satisfies.
+    /// Refuses a wait that no word can satisfy.
     pub(super) fn check(&self) -> Result<()> {
         let is_endless = match *self {
             Op::Wait32 { value, cond, .. } => cond.satisfy32(0, value).is_none(),
@@ -98,7 +97,7 @@ impl Op {
         }
     }
 
-    /// The same operation once more; none of a host function, which can be called only once.
+    /// Copies the operation; `None` for a host function, which can be called only once.
     pub(super) fn again(&self) -> Option<Self> {
         Some(match self {
             Op::Write32 { at, value } => Op::Write32 { at: at.clone(), value: *value },
@@ -156,12 +155,12 @@ mod tests {
     const MAX: u32 = u32::MAX;
 
     #[test]
-    fn conditions_mean_what_cuda_says() {
+    fn conditions_match_cuda() {
         for (cond, word, value, holds) in [
             (Geq, 5, 5, true),
             (Geq, 6, 5, true),
             (Geq, 4, 5, false),
-            // Cyclic: up to half the circle ahead counts as reached.
+            // Cyclic: up to half the range ahead counts as reached.
             (Geq, 0, MAX, true),
             (Geq, MAX, 0, false),
             (Geq, 3, MAX - 3, true),
@@ -190,7 +189,7 @@ mod tests {
         ] {
             assert_eq!(cond.holds32(word, value), holds, "32: {word:#x} {cond:?} {value:#x}");
             if cond != Geq {
-                // The same bits twice: what is true of the halves is true of the whole.
+                // Duplicated halves: the 64-bit result equals the 32-bit result.
                 let [word, value] = [word, value].map(|half| u64::from(half) << 32 | u64::from(half));
                 assert_eq!(cond.holds64(word, value), holds, "64: {word:#x} {cond:?} {value:#x}");
             }
@@ -220,7 +219,7 @@ mod tests {
         }
     }
 
-    /// The formulas of `cuda.h`, in whole numbers: `bits` wide words, no wrapping arithmetic.
+    /// The formulas of `cuda.h` in unbounded integers, for words of `bits` bits.
     fn formula(cond: Cond, word: u64, value: u64, bits: u32) -> bool {
         let (word, value, circle) = (i128::from(word), i128::from(value), 1_i128 << bits);
         match cond {
@@ -231,7 +230,7 @@ mod tests {
         }
     }
 
-    /// Anything, with the interesting places (the ends, the middle, few bits clear or set) often.
+    /// Any value, with the edges (ends, middle, few bits clear or set) frequent.
     fn operand() -> impl Strategy<Value = u64> {
         let edge = prop::sample::select(vec![0, 1 << 31, 1 << 32, 1 << 63, u64::MAX, u64::from(u32::MAX)]);
         prop_oneof![
@@ -244,7 +243,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn words_can_be_made_to_satisfy_a_condition(word in operand(), value in operand()) {
+        fn satisfy_returns_a_word_that_holds(word in operand(), value in operand()) {
             for cond in [Geq, Eq, And, Nor] {
                 let possible = match cond {
                     And => value != 0,
@@ -264,7 +263,7 @@ mod tests {
         }
 
         #[test]
-        fn conditions_follow_the_formulas(word in operand(), value in operand(), near in any::<bool>(), off in -2..=2_i64) {
+        fn conditions_match_the_formulas(word in operand(), value in operand(), near in any::<bool>(), off in -2..=2_i64) {
             let value = if near { word.wrapping_add_signed(off) } else { value };
             for cond in [Geq, Eq, And, Nor] {
                 prop_assert_eq!(cond.holds64(word, value), formula(cond, word, value, 64), "{:?}", cond);

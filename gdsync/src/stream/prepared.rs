@@ -1,4 +1,4 @@
-//! Sends and waits that are ready, but in no stream yet. Dropping one does no harm.
+//! Prepared sends and waits that are not in a stream yet. Dropping one undoes it.
 
 use std::mem;
 use std::sync::Arc;
@@ -7,39 +7,39 @@ use super::op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::{QueueEnd, ResetHold};
 use crate::verbs::qp::QpCore;
-use crate::verbs::sq::{Before, Prepared, SendQueue, Template, Written};
+use crate::verbs::sq::{Prepared, QueueState, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
 use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::Stage;
 
-/// Sends whose WQEs are written, waiting for their doorbell.
+/// Sends whose WQEs are written but not exposed.
 ///
-/// Must be posted in prepare order per queue pair. Dropped before that, it is taken back, or turned into a NOP if
-/// later sends were prepared behind it.
+/// Post them in prepare order per queue pair. Dropping one cancels its sends, or turns them into NOPs if later sends
+/// were prepared after them.
 #[derive(Debug)]
 #[must_use = "dropping it takes the sends back"]
 pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
-    /// Until the stream that it is handed to has one of its own.
+    /// Prevents a reset until the stream holds a reference.
     _hold: ResetHold,
     pub(super) sends: Written,
-    submitted: Option<Before>,
-    /// The flight recorder knows of the submission.
+    submitted: Option<QueueState>,
+    /// Whether the flight recorder has the submission.
     is_recorded: bool,
-    /// The device foresees them.
+    /// Whether the watch limit covers them.
     has_watch_limit: bool,
-    /// Each of them has a completion of its own.
+    /// Whether each send has its own completion.
     is_each: bool,
-    /// The place of its operation in the batch that it was posted in.
+    /// Index of its operation in its batch.
     pub(super) place: usize,
 }
 
 impl PreparedSend {
-    /// Prepares sends; with a `stream`, for it alone.
+    /// Prepares sends. With a `stream`, also submits them to it.
     #[inline]
     pub(super) fn new(qp: &Qp, wrs: &[SendWr<'_>], stream: Option<u64>) -> Result<Self> {
-        // Mostly a short one that nothing stands in the way of.
+        // Fast path: one short send.
         if let ([wr], None) = (wrs, stream)
             && let Some(sends) = qp.send.prepare_short(wr, |_| true)
         {
@@ -53,7 +53,7 @@ impl PreparedSend {
         qp.send.prepare(wrs, stream).map(|prepared| Self::of(&qp.send, prepared, hold))
     }
 
-    /// With a `hold` from before they were handed to a stream, if they were.
+    /// Wraps prepared sends. `hold` was taken before they were submitted to a stream.
     pub(super) fn of(
         queue: &Arc<SendQueue>,
         Prepared { sends, before, is_recorded }: Prepared,
@@ -72,20 +72,19 @@ impl PreparedSend {
         }
     }
 
-    /// Prepares one more send behind these, with a completion of its own. `None` where that cannot be: it is of another queue pair,
-    /// say.
+    /// Appends a send with its own completion. `None` where that is impossible, for example for another queue pair.
     pub(super) fn add(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Option<Completion>> {
         let may_grow = self.is_each && self.submitted.is_none() && Arc::ptr_eq(&self.queue, &qp.send);
         let grows = may_grow && self.queue.prepare_behind(&mut self.sends, wr)?;
         Ok(grows.then(|| self.completion()))
     }
 
-    /// Those that have completions of their own, each by itself.
+    /// Splits sends that have their own completions.
     pub(super) fn apart(mut self) -> Vec<Self> {
         if !self.is_each || self.sends.range.end - self.sends.range.start == 1 {
             return vec![self];
         }
-        // What is taken out is not taken back.
+        // Emptied, so that the drop cancels nothing.
         let numbers = mem::take(&mut self.sends.range);
         let one = |sends| {
             let prepared = Prepared { sends, before: self.submitted, is_recorded: self.is_recorded };
@@ -96,13 +95,13 @@ impl PreparedSend {
         self.queue.each(numbers).into_iter().map(one).collect()
     }
 
-    /// Prepares sends once more.
+    /// Prepares recorded sends again.
     pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template], stream: Option<u64>) -> Result<Self> {
         let hold = queue.end.hold();
         queue.prepare_again(sends, stream).map(|prepared| Self::of(queue, prepared, hold))
     }
 
-    /// Hands it to a stream, of a GPU or not, unless it was handed over before.
+    /// Submits it to a stream, unless it was submitted before. `by_gpu`: the stream is a GPU's.
     #[inline]
     pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
         if self.submitted.is_none() {
@@ -112,12 +111,12 @@ impl PreparedSend {
         Ok(())
     }
 
-    /// It is of the same queue as `next`.
+    /// Whether `next` is of the same queue.
     pub(super) fn is_with(&self, next: &Self) -> bool {
         Arc::ptr_eq(&self.queue, &next.queue)
     }
 
-    /// What was handed to a stream is not submitted after all.
+    /// Undoes the submission after the engine has refused it.
     pub(super) fn refuse(mut self, stream: u64) {
         self.note_through(&self, Stage::Refused, stream);
         self.unsubmit();
@@ -130,13 +129,14 @@ impl PreparedSend {
         }
     }
 
-    /// What its operation is made of.
+    /// The parts of its operation.
     #[inline]
     pub(super) fn trigger(&self) -> (&Arc<dyn Source>, &SendDoorbell, DoorbellValue) {
         (self.queue.end.source(), self.queue.send_doorbell(), self.sends.doorbell_value())
     }
 
-    /// Adds its operation: where one of its queue comes last in the part that begins at this place, that one rings for both.
+    /// Adds its operation to `ops`. A doorbell of the same queue that is the last operation, at or after index `part`,
+    /// is extended instead.
     #[inline]
     pub(super) fn trigger_op(&mut self, ops: &mut Ops, part: usize) {
         let end = ops.len();
@@ -150,7 +150,7 @@ impl PreparedSend {
         }
     }
 
-    /// Has its operation ring for all of them.
+    /// Updates its operation to expose all of its sends.
     #[inline]
     pub(super) fn extend_doorbell(&self, ops: &mut Ops) {
         if let Some(Op::Trigger(_, value)) = ops.get_mut(self.place) {
@@ -163,13 +163,13 @@ impl PreparedSend {
         self.queue.end.completion(self.sends.range.end - 1)
     }
 
-    /// Whether `next` goes on where this ends, and one record may stand for both.
+    /// Whether `next` follows directly, so that one record covers both.
     pub(super) fn is_before(&self, next: &Self) -> bool {
         let is_next = self.is_with(next) && self.sends.range.end == next.sends.range.start;
         is_next && self.is_recorded == next.is_recorded
     }
 
-    /// Records a stage of this and those in a row with it, of which the last one is given.
+    /// Records a stage of the consecutive sends from this through `last`.
     pub(super) fn note_through(&self, last: &Self, stage: Stage, stream: u64) {
         if stage == Stage::Submitted && self.is_recorded {
             return;
@@ -177,7 +177,7 @@ impl PreparedSend {
         self.queue.note(stage, self.sends.range.start..last.sends.range.end, stream);
     }
 
-    /// Tells the device that a stream of a GPU will ring for it.
+    /// Notifies the device that a GPU stream will ring for it.
     pub(super) fn watch(&self) {
         match self.has_watch_limit {
             true => self.queue.ensure_watched(self.sends.end),
@@ -194,47 +194,46 @@ impl Drop for PreparedSend {
     }
 }
 
-/// What a wait was asked for.
+/// What a wait was created for.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Asked {
-    /// The next completions, so many of them.
+    /// The next completions.
     Next,
-    /// Those of all sends.
+    /// The completions of all sends.
     All,
-    /// Those through a certain one.
+    /// The completions through a given one.
     Through,
 }
 
-/// A claim on the next completion of a queue, for a stream to wait for.
+/// A claim on completions of a queue, for a stream to wait for.
 ///
-/// Must be posted in claim order per queue. Dropped before that, it gives the completion back to
-/// [`poll`](crate::verbs::Cq::poll).
+/// Post it in claim order per queue. Dropping it returns the completions to [`poll`](crate::verbs::Cq::poll).
 #[derive(Debug)]
 #[must_use = "dropping it gives the completion back"]
 pub struct PreparedWait {
     pub(super) claim: Completion,
-    /// Until the stream that it is handed to has one of its own.
+    /// Prevents a reset until the stream holds a reference.
     _hold: ResetHold,
-    /// The first completion the claim covers.
+    /// The first completion of the claim.
     pub(super) first: u64,
     pub(super) asked: Asked,
     submitted: bool,
-    /// The device foresees it.
+    /// Whether the watch limit covers it.
     has_watch_limit: bool,
-    /// The place of its operation in the batch that it was posted in.
+    /// Index of its operation in its batch.
     pub(super) place: usize,
 }
 
 impl PreparedWait {
-    /// Claims completions of a queue: the numbers of the first and the last one.
+    /// Claims completions of a queue. Returns the first and last number.
     #[inline]
     fn claim(end: &QueueEnd, claim_range: ClaimRange, stream: Option<u64>) -> Result<(u64, u64)> {
         let nothing = || Error::NothingToWaitFor { queue: end.tracker.name(), qpn: end.qp.qpn };
         Self::claim_of(end, claim_range, stream)?.ok_or_else(nothing)
     }
 
-    /// Claims the next completion of a queue for a wait that is submitted to a stream, of a GPU or not: its number.
-    #[inline(always)]
+    /// Claims the next completion of a queue and submits the claim to a stream. Returns its number.
+    #[inline]
     pub(super) fn claim_next(end: &QueueEnd, stream: u64, by_gpu: bool) -> Result<u64> {
         match end.cq.claim_short(&end.tracker, stream, by_gpu) {
             Some(n) if !end.qp.is_broken() => Ok(n),
@@ -248,7 +247,7 @@ impl PreparedWait {
         let Some(n) = claimed else {
             let (_, n) = Self::claim(end, ClaimRange::Next(1), Some(stream))?;
             if by_gpu {
-                end.cq.foresee(n);
+                end.cq.set_attend_limit(n);
             }
             return Ok(n);
         };
@@ -259,7 +258,7 @@ impl PreparedWait {
         Ok(n)
     }
 
-    /// The numbers of the first and the last completion claimed; `None` when the last one was claimed or taken before.
+    /// Claims completions. Returns the first and last number; `None` when the last one was claimed or taken before.
     fn claim_of(end: &QueueEnd, claim_range: ClaimRange, stream: Option<u64>) -> Result<Option<(u64, u64)>> {
         let claimed = end.cq.claim(claim_range, &end.tracker, stream);
         if let Err(error) = end.qp.check_known() {
@@ -271,7 +270,7 @@ impl PreparedWait {
         claimed
     }
 
-    /// With a `stream`, the claim was submitted to it.
+    /// Wraps a claim. With a `stream`, it was submitted to it.
     pub(super) fn of(
         (first, claim): (u64, Completion),
         hold: ResetHold,
@@ -289,7 +288,7 @@ impl PreparedWait {
         }
     }
 
-    /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, for it alone.
+    /// A wait through `completion`; `None` when it was claimed or taken before. With a `stream`, also submitted to it.
     pub(super) fn through(completion: &Completion, stream: Option<u64>) -> Result<Option<Self>> {
         completion.check_life()?;
         let hold = completion.end.hold();
@@ -297,21 +296,21 @@ impl PreparedWait {
         Ok(claim.map(|(first, _)| Self::of((first, completion.clone()), hold, Asked::Through, stream)))
     }
 
-    /// A wait for the next `count` completions of a queue; with a `stream`, for it alone.
+    /// A wait for the next `count` completions of a queue. With a `stream`, also submitted to it.
     pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<u64>) -> Result<Self> {
         let hold = end.hold();
         let (first, n) = Self::claim(end, ClaimRange::Next(count), stream)?;
         Ok(Self::of((first, end.completion(n)), hold, Asked::Next, stream))
     }
 
-    /// A wait for all completions of a queue; with a `stream`, for it alone.
+    /// A wait for all completions of a queue. With a `stream`, also submitted to it.
     pub(super) fn all(end: &Arc<QueueEnd>, stream: Option<u64>) -> Result<Self> {
         let hold = end.hold();
         let (first, n) = Self::claim(end, ClaimRange::All, stream)?;
         Ok(Self::of((first, end.completion(n)), hold, Asked::All, stream))
     }
 
-    /// The completion this wait is for.
+    /// The last completion of this wait.
     pub fn completion(&self) -> Completion {
         self.claim.clone()
     }
@@ -320,7 +319,7 @@ impl PreparedWait {
         &self.claim.end.qp
     }
 
-    /// Hands it to a stream, of a GPU or not, unless it was handed over before.
+    /// Submits it to a stream, unless it was submitted before. `by_gpu`: the stream is a GPU's.
     pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
         if !self.submitted {
             self.claim.end.cq.submit(self.claim.n, (stream, by_gpu), &self.claim.end.tracker)?;
@@ -340,13 +339,13 @@ impl PreparedWait {
         self.claim.end.note_wait(stage, self.claim.n, stream);
     }
 
-    /// What was handed to a stream is not submitted after all.
+    /// Undoes the submission after the engine has refused it.
     pub(super) fn refuse(mut self, stream: u64) {
         self.note(Stage::Refused, stream);
         self.unsubmit();
     }
 
-    /// Tells the device that a stream of a GPU waits for it.
+    /// Notifies the device that a GPU stream waits for it.
     pub(super) fn attend(&self, nudger: Option<&Arc<dyn GpuNudge>>) {
         match self.has_watch_limit {
             true => self.claim.end.cq.ensure_attended(self.claim.n, nudger),
@@ -354,7 +353,7 @@ impl PreparedWait {
         }
     }
 
-    /// What its operation is made of.
+    /// The parts of its operation.
     #[inline]
     pub(super) fn wait(&self) -> (&Arc<dyn Source>, Arrival<'_>, u64) {
         let Completion { end, n, .. } = &self.claim;
@@ -376,10 +375,11 @@ impl Drop for PreparedWait {
 }
 
 impl Qp {
-    /// Writes sends into the queue without ringing the doorbell: a stream will.
+    /// Writes sends into the queue without ringing the doorbell. A stream rings it later.
     ///
     /// # Errors
-    /// As [`Qp::post_send`], and [`Error::InvalidArgument`] for an empty list.
+    /// [`Error::InvalidArgument`] for an empty list; [`Error::WrongState`]; [`Error::QueueFull`];
+    /// [`Error::WorkRequest`]; the error that broke the queue pair.
     pub fn prepare_send(&self, wrs: &[SendWr<'_>]) -> Result<PreparedSend> {
         PreparedSend::new(self, wrs, None)
     }
@@ -387,7 +387,7 @@ impl Qp {
     /// Claims the next send completion for a stream.
     ///
     /// # Errors
-    /// [`Error::NothingToWaitFor`] when every posted or prepared send is claimed or polled already;
+    /// [`Error::NothingToWaitFor`] when every posted or prepared send is already claimed or polled;
     /// [`Error::Unsupported`] on a shared completion queue; the error that broke the queue pair.
     pub fn prepare_wait_send(&self) -> Result<PreparedWait> {
         PreparedWait::next(&self.send.end, 1, None)
@@ -396,7 +396,8 @@ impl Qp {
     /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.
     ///
     /// # Errors
-    /// As [`Qp::prepare_wait_send`].
+    /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
+    /// pair.
     pub fn prepare_wait_all_sends(&self) -> Result<PreparedWait> {
         PreparedWait::all(&self.send.end, None)
     }
@@ -404,7 +405,8 @@ impl Qp {
     /// Claims the next receive completion for a stream.
     ///
     /// # Errors
-    /// As [`Qp::prepare_wait_send`], for receives.
+    /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
+    /// pair.
     pub fn prepare_wait_recv(&self) -> Result<PreparedWait> {
         PreparedWait::next(&self.recv.end, 1, None)
     }

@@ -1,7 +1,7 @@
-//! What a capture remembers of batches, so that they can be made again.
+//! The recording of captured batches, from which each launch makes them again.
 //!
-//! A send is kept as the bytes of its WQEs, without their places in the ring. A wait is kept by what it was asked for:
-//! the next completions of its queue, or all through a send of the same graph.
+//! A send is kept as its WQE bytes, without its ring position. A wait is kept as what it was created for: the next
+//! completions of its queue, or all through a send of the same graph.
 
 use std::mem;
 use std::sync::Arc;
@@ -14,52 +14,52 @@ use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Template};
 use gdsync_device::error::{Error, Result};
 
-/// A part of a batch. Places are those among the completions of the graph.
+/// A part of a batch. Indices are those among the completions of the graph.
 #[derive(Debug)]
 pub(super) enum Part {
-    /// The same at each launch.
+    /// Identical in each launch.
     Op(Op),
     HostFn(Repeatable),
-    /// Before everything else.
+    /// A hook, called before everything else.
     Before(Arc<dyn Replenish>),
     Sends(Arc<SendQueue>, Vec<Template>),
     Wait {
-        awaited: For,
-        /// Its completion was handed out.
-        told: bool,
+        awaited: WaitTarget,
+        /// Whether its completion was returned to the caller.
+        has_completion: bool,
     },
-    /// An earlier wait of the graph covered the send at this place.
+    /// An earlier wait of the graph covered the send at this index.
     Covered(usize),
-    /// A wait outside of the graph covered this.
+    /// A wait outside the graph covered this completion.
     CoveredBefore(Completion),
 }
 
-/// What a wait is for.
+/// The target of a recorded wait.
 #[derive(Debug)]
-pub(super) enum For {
-    /// The next so many completions.
+pub(super) enum WaitTarget {
+    /// The next `n` completions.
     Next(Arc<QueueEnd>, u64),
     /// The completions of all sends.
     All(Arc<QueueEnd>),
-    /// All through that of the send at this place.
+    /// The completions through the send at this index.
     Through(usize),
 }
 
-/// A capture under way.
+/// A capture in progress.
 #[derive(Debug, Default)]
 pub(super) struct Recording {
     batches: Vec<Vec<Part>>,
-    /// Everything prepared stays so until the end, because later batches wait for it; then it is taken back.
+    /// Prepared sends and waits are kept until the end, because later batches refer to them, then dropped.
     sends: Vec<(usize, PreparedSend)>,
     waits: Vec<PreparedWait>,
     completions: usize,
-    /// Who comes before each launch.
+    /// Hooks to call before each launch.
     before: Vec<Arc<dyn Replenish>>,
-    /// Operations of each batch, where batches are steps of a kernel.
+    /// The size of each batch, where batches are steps of a kernel.
     pub(super) sizes: Option<Vec<usize>>,
 }
 
-/// Refuses what cannot be done more than once.
+/// Refuses a batch that cannot be repeated.
 pub(super) fn check(batch: &mut Batch) -> Result<()> {
     if let Some((what, fix)) = batch.only_once {
         return Err(once(what, fix));
@@ -75,25 +75,25 @@ pub(super) fn check(batch: &mut Batch) -> Result<()> {
     }
 }
 
-/// For what a graph would repeat wrongly.
+/// The error for an operation that cannot be repeated.
 pub(super) fn once(what: &'static str, fix: &'static str) -> Error {
     Error::Unsupported { what, by: "graphs and steps of kernels, which repeat what was recorded", fix }
 }
 
 impl Recording {
-    /// Of steps of a kernel.
+    /// A recording of kernel steps.
     pub(super) fn of_steps() -> Self {
         Self { sizes: Some(Vec::new()), ..Self::default() }
     }
 
-    /// Adds a batch, and empties it.
+    /// Adds a batch and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let ops = mem::take(batch.ops());
         let Batch { sends, waits, rare, .. } = mem::take(batch);
         let RareState { covered, repeatable, before } = *rare.unwrap_or_default();
-        for who in before {
-            if !self.before.iter().any(|other| Arc::ptr_eq(other, &who)) {
-                self.before.push(who);
+        for hook in before {
+            if !self.before.iter().any(|other| Arc::ptr_eq(other, &hook)) {
+                self.before.push(hook);
             }
         }
         let mut sends = sends.into_iter().flat_map(PreparedSend::apart).peekable();
@@ -112,9 +112,9 @@ impl Recording {
                     self.completions += 1;
                 }
             } else if let Some(wait) = waits.next_if(|wait| wait.place == at) {
-                let told = wait.asked != Asked::Through;
-                parts.push(Part::Wait { awaited: self.awaited(&wait), told });
-                self.completions += usize::from(told);
+                let has_completion = wait.asked != Asked::Through;
+                parts.push(Part::Wait { awaited: self.awaited(&wait), has_completion });
+                self.completions += usize::from(has_completion);
                 self.waits.push(wait);
             } else if let Some((_, f)) = repeatable.next_if(|(place, _)| *place == at) {
                 parts.push(Part::HostFn(f));
@@ -128,9 +128,9 @@ impl Recording {
         self.batches.push(parts);
     }
 
-    /// What was recorded. The sends are taken back, the completions given back.
+    /// Returns the recording. Cancels its sends and releases its waits.
     pub(super) fn finish(mut self) -> Vec<Vec<Part>> {
-        // The newest first, so that none leaves a gap.
+        // Newest first, so that no gap remains.
         while self.sends.pop().is_some() {}
         if let Some(first) = self.batches.first_mut() {
             first.splice(0..0, mem::take(&mut self.before).into_iter().map(Part::Before));
@@ -138,13 +138,13 @@ impl Recording {
         self.batches
     }
 
-    fn awaited(&self, wait: &PreparedWait) -> For {
+    fn awaited(&self, wait: &PreparedWait) -> WaitTarget {
         let end = &wait.claim.end;
-        let next = || For::Next(end.clone(), wait.claim.n + 1 - wait.first);
+        let next = || WaitTarget::Next(end.clone(), wait.claim.n + 1 - wait.first);
         match wait.asked {
             Asked::Next => next(),
-            Asked::All => For::All(end.clone()),
-            Asked::Through => self.sent(&wait.claim).map_or_else(next, For::Through),
+            Asked::All => WaitTarget::All(end.clone()),
+            Asked::Through => self.sent(&wait.claim).map_or_else(next, WaitTarget::Through),
         }
     }
 
@@ -156,11 +156,11 @@ impl Recording {
             Arc::ptr_eq(&wait.claim.end, &completion.end)
                 && (wait.first..=wait.claim.n).contains(&completion.n)
         };
-        // Of a receive that the graph waits for: so does the next launch, for another one.
+        // A receive that this graph waits for: each launch waits for its own.
         (!self.waits.iter().any(covers)).then_some(Part::CoveredBefore(completion))
     }
 
-    /// The place of the send of this graph that the completion is for.
+    /// The index of the send of this graph that `completion` belongs to.
     fn sent(&self, completion: &Completion) -> Option<usize> {
         let is_it = |(_, send): &&(usize, PreparedSend)| {
             Arc::ptr_eq(&send.queue.end, &completion.end) && send.sends.range.end - 1 == completion.n
@@ -170,27 +170,27 @@ impl Recording {
 }
 
 impl Part {
-    /// Makes it again, as the next part of `batch`.
+    /// Adds it to `batch` again.
     pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {
             Part::Op(op) => batch.ops().extend(op.again()),
             Part::HostFn(f) => batch.repeat(f.clone()),
-            Part::Before(who) => who.replenish()?,
+            Part::Before(hook) => hook.replenish()?,
             Part::Sends(queue, sends) => {
                 let send = PreparedSend::again(queue, sends, batch.stream)?;
                 completions.push(batch.post(send));
             }
-            Part::Wait { awaited, told } => {
+            Part::Wait { awaited, has_completion } => {
                 let wait = match awaited {
-                    For::Next(end, count) => PreparedWait::next(end, *count, batch.stream)?,
-                    For::All(end) => PreparedWait::all(end, batch.stream)?,
-                    For::Through(place) => {
+                    WaitTarget::Next(end, count) => PreparedWait::next(end, *count, batch.stream)?,
+                    WaitTarget::All(end) => PreparedWait::all(end, batch.stream)?,
+                    WaitTarget::Through(place) => {
                         let sent = &completions[*place];
                         PreparedWait::through(sent, batch.stream)?.ok_or_else(|| differs(sent))?
                     }
                 };
                 let completion = batch.post_wait(wait);
-                completions.extend(told.then_some(completion));
+                completions.extend(has_completion.then_some(completion));
             }
             Part::Covered(place) => {
                 let sent = &completions[*place];

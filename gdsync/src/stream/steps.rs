@@ -1,4 +1,4 @@
-//! Steps: sends and waits that a kernel of the application runs by itself.
+//! Kernel steps: sends and waits that an application kernel runs by itself.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
@@ -10,13 +10,13 @@ use super::{ReentrancyCheck, Stream, deadline};
 use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
 
-/// `gdsync.cuh`, the device code with which kernels run [`KernelSteps`]: for compilers like NVRTC that take headers as text.
-/// As a file it is in the folder `include` of this crate.
+/// `gdsync.cuh`, the device code for [`KernelSteps`], for compilers like NVRTC that take headers as text. The file is
+/// in the folder `include` of this crate.
 pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 
-/// Sends, waits and word operations that a kernel of the application runs by itself, step by step, between its own work:
-/// no gap between kernels, no launch for each message. They are recorded once; each launch of the kernel has fresh work
-/// requests, as a launch of a [`Graph`](super::Graph) has, and eager work may stand between launches.
+/// Sends, waits and word operations that an application kernel runs step by step between its own work: no gaps between
+/// kernels, no launch per message. They are recorded once. Each launch has new work requests, like a launch of a
+/// [`Graph`](super::Graph), and eager work may run between launches.
 ///
 /// The kernel includes `gdsync.cuh` ([`DEVICE_HEADER`]) and gets the address of the steps:
 ///
@@ -61,18 +61,18 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 /// # }
 /// ```
 ///
-/// # What a kernel does otherwise
+/// # Deviations by the kernel
 ///
-/// - A step that it leaves, because it ends early or is never launched, is run behind it by the stream, so that no other
-///   waits for it: its sends carry what their buffers hold then.
-/// - A step that it runs again, or too early, does nothing, and the kernel is told (`gds::OUT_OF_ORDER`).
-/// - A wait that takes longer than the stream's limit fails the stream: nothing is written from there on, the step and those
-///   behind it return `gds::FAILED`, and every call on the stream tells the wait. A completion with an error ends the wait
-///   (`gds::COMPLETION_ERROR`), the stream goes on, and [`Stream::synchronize`] tells, as ever.
-/// - A kernel that does not end holds its stream, as any kernel does.
-/// - The CPU, too, watches the waits, in case the kernel does not get to them: from when all before the launch is done it gives
-///   the first that is not satisfied the stream's limit. So a kernel must come to a wait within that time, and a word that a step waits
-///   for must satisfy it until the launch is over (completions do).
+/// - A step that the kernel skips, because it ends early or was not launched, is run afterwards by the stream, so that
+///   nobody waits for it forever. Its sends carry the contents of their buffers at that time.
+/// - A step that it runs twice or too early does nothing and returns `gds::OUT_OF_ORDER`.
+/// - A wait that exceeds the stream's limit fails the stream: nothing is written from there on, this and later steps
+///   return `gds::FAILED`, and every call on the stream returns the error. A completion with an error ends the wait
+///   (`gds::COMPLETION_ERROR`), the stream continues, and [`Stream::synchronize`] reports it as usual.
+/// - A kernel that does not end holds its stream, like any kernel.
+/// - The CPU watches the waits too. Once all work before the launch is done, the first unsatisfied wait has the
+///   stream's limit. So the kernel must reach each wait within that time, and a word that a step waits for must stay
+///   satisfied until the launch is over (completions do).
 pub struct KernelSteps {
     batches: Vec<Vec<Part>>,
     made: Made,
@@ -84,20 +84,20 @@ impl fmt::Debug for KernelSteps {
     }
 }
 
-/// Refuses a call within the launch of a kernel, which has the stream.
+/// Refuses a call within a kernel launch function, which holds the submit lock.
 #[inline]
 pub(super) fn refuse() -> Result<()> {
     match ReentrancyCheck::Launch.is_here() {
         false => Ok(()),
         true => Err(Error::Unsupported {
             what: "the use of a stream within the function that launches a kernel with steps",
-            by: "its stream, which is taken meanwhile",
+            by: "the stream, which is locked during the call",
             fix: "only launch the kernel there",
         }),
     }
 }
 
-/// Ends the recording, also where what is recorded fails or panics.
+/// Ends the recording, even if it fails or panics.
 struct Recorder<'a>(&'a Stream);
 
 impl Recorder<'_> {
@@ -113,13 +113,13 @@ impl Drop for Recorder<'_> {
 }
 
 impl Stream {
-    /// Records what `record` submits to the stream as steps of a kernel, a step for each submission. Nothing runs. It is
-    /// checked as in [`Stream::capture`], and taken back at the end.
+    /// Records what `record` submits to the stream as steps of a kernel, one per submission. Nothing runs. Checked like
+    /// [`Stream::capture`], and dropped at the end.
     ///
     /// # Errors
-    /// What `record` returns; [`Error::Unsupported`] within a capture; of [`Stream::submit`] in it, for streams without
-    /// [`Via::Kernel`](super::Via::Kernel), for host functions, and for waits whose flush only the stream can do; the error that failed the
-    /// stream; [`Error::Cuda`] when there is no memory left.
+    /// The error of `record`; [`Error::Unsupported`] within a capture, for streams without
+    /// [`Via::Kernel`](super::Via::Kernel), and, from [`Stream::submit`], for host functions and for waits whose flush
+    /// only the stream can do; the error that failed the stream; [`Error::Cuda`] when out of memory.
     pub fn record_steps(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<KernelSteps> {
         let mut state = self.state()?;
         if state.recording.is_some() {
@@ -131,7 +131,7 @@ impl Stream {
         let recorder = Recorder(self);
         record(self)?;
         let mut recording = recorder.end().unwrap_or_default();
-        // It has ended; what is recorded from here on is another's.
+        // Already ended; a later recording belongs to another caller.
         std::mem::forget(recorder);
         let made = self.0.engine.make_steps(recording.sizes.take().unwrap_or_default())?;
         Ok(KernelSteps { batches: recording.finish(), made })
@@ -139,25 +139,25 @@ impl Stream {
 }
 
 impl KernelSteps {
-    /// How many steps there are.
+    /// The number of steps.
     pub fn len(&self) -> usize {
         self.batches.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no steps.
     pub fn is_empty(&self) -> bool {
         self.batches.is_empty()
     }
 
-    /// Arms the steps behind everything submitted to the stream, and has `kernel` launch the kernel that runs them, once, on
-    /// [`Stream::raw`]. It gets their address on the GPU, a `const gds::Program *`, and returns an error only if it has
-    /// launched nothing; the GPU's context is current. The caller goes on at once.
+    /// Queues the steps after everything submitted to the stream. Calls `kernel` once, to launch the kernel that runs
+    /// them on [`Stream::raw`], with the GPU's context current. `kernel` gets the steps' GPU address, a `const
+    /// gds::Program *`, and must return an error only if it launched nothing. Does not block.
     ///
-    /// It counts as one submission. Receives that it waits for must have been posted. Three launches are pending at most, on
-    /// all streams together: a fourth finds the stream full.
+    /// It counts as one submission. Receives that it waits for must be posted. At most three launches are pending, on
+    /// all streams together; a fourth returns [`Error::StreamFull`].
     ///
     /// # Errors
-    /// As [`Graph::launch`](super::Graph::launch), and what `kernel` returns. Nothing is launched on any error.
+    /// Those of [`Graph::launch`](super::Graph::launch), and the error of `kernel`. Nothing is launched on an error.
     pub fn launch<E: From<Error>>(
         &self,
         stream: &Stream,
@@ -166,10 +166,10 @@ impl KernelSteps {
         self.launch_within(stream, Duration::ZERO, kernel)
     }
 
-    /// As [`KernelSteps::launch`], but waits for room in a full stream.
+    /// Like [`KernelSteps::launch`], but waits for room in a full stream.
     ///
     /// # Errors
-    /// As [`KernelSteps::launch`]; [`Error::StreamFull`] only after `timeout`.
+    /// Those of [`KernelSteps::launch`]; [`Error::StreamFull`] only after `timeout`.
     pub fn launch_within<E: From<Error>>(
         &self,
         stream: &Stream,

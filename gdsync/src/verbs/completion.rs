@@ -1,4 +1,4 @@
-//! What came of one work request.
+//! Handles to the completion of one work request.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,20 +9,20 @@ use super::wr::Wc;
 use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
 
-/// The completion of one work request: there or not yet. Looking at it takes nothing away from
-/// [`poll`](super::Cq::poll) or from a stream that waits.
+/// The completion of one work request, arrived or not. Queries do not consume it: [`poll`](super::Cq::poll) and stream
+/// waits still get it.
 ///
-/// It can be asked for until the queue has gone once round; a later question about a success is answered with
-/// [`Error::Forgotten`].
+/// The result is kept until the queue has wrapped once. Later queries return [`Error::Forgotten`].
 #[derive(Clone)]
 pub struct Completion {
     pub(crate) end: Arc<QueueEnd>,
     pub(crate) n: u64,
-    /// Resets of the queue before the request was made.
+    /// The queue's reset count when the request was made.
     pub(crate) life: usize,
 }
 
-/// A work request that was handed to a stream: what it is known by, for nothing. To keep it takes a [`Submitted::completion`].
+/// Borrowed handle of a work request that was submitted to a stream; free to create. [`Submitted::completion`] makes an
+/// owned one.
 #[derive(Clone)]
 pub struct Submitted<'q> {
     end: &'q Arc<QueueEnd>,
@@ -31,18 +31,18 @@ pub struct Submitted<'q> {
 }
 
 impl<'q> Submitted<'q> {
-    #[inline(always)]
+    #[inline]
     pub(crate) fn new(end: &'q Arc<QueueEnd>, n: u64) -> Self {
         Self { end, n, life: end.tracker.life() }
     }
 
-    /// As [`Completion::index`].
+    /// The number of the work request in its queue, from 0.
     #[inline]
     pub fn index(&self) -> u64 {
         self.n
     }
 
-    /// Its completion, which holds on to the queue pair.
+    /// The owned completion. It keeps the queue pair alive.
     #[inline]
     pub fn completion(&self) -> Completion {
         Completion { end: self.end.clone(), n: self.n, life: self.life }
@@ -62,20 +62,20 @@ impl fmt::Debug for Completion {
 }
 
 impl Completion {
-    /// The number of the work request in its queue, from 0. One that is taken back gives it to the next.
+    /// The number of the work request in its queue, from 0. A cancelled request's number is reused by the next one.
     #[inline]
     pub fn index(&self) -> u64 {
         self.n
     }
 
-    /// Becomes that of another request of the queue, which was just made: the hold on the queue pair need not be counted again.
+    /// Retargets the handle to another request of the same queue, reusing its `Arc`.
     #[doc(hidden)] // for messaging layers of this workspace
     #[inline]
     pub fn renew(&mut self, index: u64) {
         (self.n, self.life) = (index, self.end.tracker.life());
     }
 
-    /// Bytes of a success that was seen before, as it is mostly when somebody asks: what [`Completion::status`] says, in fewer words.
+    /// Byte count of a success that is already decoded: a shortcut for [`Completion::status`].
     #[doc(hidden)] // for messaging layers of this workspace
     #[inline]
     pub fn known_len(&self) -> Option<u32> {
@@ -85,7 +85,7 @@ impl Completion {
     /// The completion, or `None` while it has not arrived.
     ///
     /// # Errors
-    /// The failure of this work request; what broke the queue pair before it could complete; [`Error::Forgotten`];
+    /// The failure of this work request; the error that broke the queue pair before it completed; [`Error::Forgotten`];
     /// [`Error::Reset`].
     pub fn status(&self) -> Result<Option<Wc>> {
         self.end.qp.check_process()?;
@@ -102,12 +102,13 @@ impl Completion {
         }
     }
 
-    /// Whether the request was taken back, as by dropping its batch, and none took its place: it will never complete.
+    /// Whether the request was cancelled, for example by dropping its batch, and its number is not in use. It never
+    /// completes.
     pub fn is_taken_back(&self) -> bool {
         self.n >= self.end.tracker.posted()
     }
 
-    /// Refuses a request that a reset has swept away: its number was given again.
+    /// Refuses a request that a reset has discarded. Its number may be in use again.
     pub(crate) fn check_life(&self) -> Result<()> {
         match self.end.tracker.is_lost(self.n, self.life) {
             true => Err(Error::Reset { qpn: self.end.qp.qpn }),
@@ -115,11 +116,12 @@ impl Completion {
         }
     }
 
-    /// Blocks until it has arrived. Takes nothing: see [`Cq::drain`](super::Cq::drain).
+    /// Blocks until the completion arrives. Does not consume it: see [`Cq::drain`](super::Cq::drain).
     ///
     /// # Errors
-    /// As [`Completion::status`]; [`Error::TakenBack`] as soon as it [is](Completion::is_taken_back); [`Error::Deadline`] after
-    /// `timeout`.
+    /// Those of [`Completion::status`]: the request's failure, the queue pair's error, [`Error::Forgotten`],
+    /// [`Error::Reset`]. [`Error::TakenBack`] for a request that [was cancelled](Completion::is_taken_back);
+    /// [`Error::Deadline`] after `timeout`.
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
         let _range = DOMAIN.range(c"wait");
         let mut found = None;
@@ -130,7 +132,7 @@ impl Completion {
                 found = self.status().transpose();
             }
             if found.is_none() && self.is_taken_back() {
-                // Once more: a reset between the two questions takes its requests back, too.
+                // Checked again: a reset between the two queries also cancels requests.
                 let taken_back = || Error::TakenBack { qpn: self.end.qp.qpn };
                 found = Some(self.status().and_then(|wc| wc.ok_or_else(taken_back)));
             }

@@ -19,9 +19,9 @@ use gdsync_soft::{SoftHca, SoftHcaConfig};
 pub struct Context {
     pub(crate) provider: Arc<dyn Provider>,
     fork_guard: ForkGuard,
-    /// Why an RDMA device does not read the rings itself.
+    /// Why a card does not read the rings itself.
     not_direct: Option<Arc<str>>,
-    /// While it is open, the process has a recording.
+    /// Keeps the flight recorder open.
     log: Log,
     probe: GpuProbe,
 }
@@ -29,14 +29,14 @@ pub struct Context {
 /// Tests whether a GPU can ring the doorbells of a device.
 pub(crate) type GpuProbe = fn(&Pd, &Gpu) -> Result<()>;
 
-/// Of a device whose doorbells are memory of the host.
+/// The probe of devices whose doorbells are host memory.
 fn needs_no_probe(_: &Pd, _: &Gpu) -> Result<()> {
     Ok(())
 }
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // Nothing of its own: it is the provider that a child must not end.
+        // Leaks the provider in a forked child, which must not close it.
         self.fork_guard.may_end(&self.provider);
     }
 }
@@ -48,7 +48,7 @@ impl fmt::Debug for Context {
 }
 
 impl Context {
-    /// A context over a device of the application's own.
+    /// A context over an application-defined device.
     pub fn over(provider: Arc<dyn Provider>) -> Self {
         Self {
             provider,
@@ -67,26 +67,27 @@ impl Context {
         Ok(Self { provider, fork_guard: ForkGuard::default(), not_direct, log: Log::open()?, probe })
     }
 
-    /// Opens a software HCA with a configuration of its own.
+    /// Opens a software HCA with its own configuration.
     ///
     /// # Errors
-    /// As [`Device::open`].
+    /// [`Error::InvalidArgument`] for a bad configuration; [`Error::Sys`] when the system lacks memory, files or
+    /// threads.
     pub fn soft(config: &SoftHcaConfig) -> Result<Self> {
         Self::with(Arc::new(SoftHca::start(config)?), None, needs_no_probe)
     }
 
-    /// A description of the device for reports: what consumes the rings.
+    /// Describes for reports which device consumes the rings.
     pub fn description(&self) -> &str {
         self.provider.description()
     }
 
-    /// Why a thread reads the rings of an RDMA device in place of the card, with the fix where there is one; `None` where the
-    /// card reads them, and for the software HCA.
+    /// Why a CPU thread reads the rings instead of the card, and the fix where there is one. `None` where the card
+    /// reads them, and for the software HCA.
     pub fn not_direct(&self) -> Option<&str> {
         self.not_direct.as_deref()
     }
 
-    /// How bytes travel to a peer, for reports.
+    /// Describes the transport to peers, for reports.
     pub fn wire(&self) -> &str {
         self.provider.wire()
     }
@@ -104,7 +105,7 @@ impl Context {
     /// Allocates a protection domain.
     ///
     /// # Errors
-    /// From the device.
+    /// Errors of the device: [`Error::Verbs`] or [`Error::Sys`].
     pub fn alloc_pd(&self) -> Result<Pd> {
         self.fork_guard.check()?;
         let (provider, fork_guard, pdn) = (self.provider.clone(), self.fork_guard, self.provider.alloc_pd()?);
@@ -112,9 +113,10 @@ impl Context {
         Ok(Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, probe: self.probe, _log: log })))
     }
 
-    /// Creates a completion queue for sharing between queue pairs, polled by the CPU.
+    /// Creates a completion queue that queue pairs can share and the CPU polls.
     ///
-    /// `entries`, 1 to 4194304, is rounded up to a power of two. It bounds the work requests outstanding on all its queues.
+    /// `entries`, 1 to 4194304, is rounded up to a power of two. It limits the outstanding work requests of all its
+    /// queues together.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Sys`].
@@ -129,7 +131,7 @@ impl Context {
         )
     }
 
-    /// Injects faults into the software HCA until the next call; the default plan has none.
+    /// Sets the fault plan of the software HCA. The default plan injects none.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a probability outside 0 to 1.
@@ -137,21 +139,21 @@ impl Context {
         self.provider.inject(plan)
     }
 
-    /// What the software HCA has counted; on the CPU proxy doorbells, WQEs and violations, on a card nothing.
+    /// Statistics: all counters on the software HCA; doorbells, WQEs and violations on the CPU proxy; zeros on a card.
     pub fn stats(&self) -> HcaStats {
         self.provider.stats()
     }
 
-    /// Has the software HCA leave payload in GPU memory of so many bytes and more to copy engines of receivers from now on: see
-    /// [`SoftHcaConfig::by_reference`]. Returns from how many it was; `None` from other devices, which have no choice.
+    /// Sets the size from which the software HCA leaves GPU payload to the receiver's copy engine: see
+    /// [`SoftHcaConfig::by_reference`]. Returns the previous value; `None` on other devices.
     pub fn leave_by_reference(&self, bytes: usize) -> Option<usize> {
         self.provider.leave_by_reference(bytes)
     }
 
-    /// Has GPU memory that is registered from now on staged, or not, where a thread posts to an RDMA device: a copy engine brings
-    /// payload to pinned host memory of the same size before the device gets a request, and from there before a completion tells of
-    /// what came. Peers cannot name such memory: see [`Mr::remote`]. Returns which it was, [`Staging::Refused`] in the beginning;
-    /// `None` from other devices, which have no choice.
+    /// Sets whether GPU memory registered from now on is staged on the CPU proxy. A copy engine then copies payload to
+    /// pinned host memory before the device gets a request, and from there before a completion announces it. Peers
+    /// cannot access staged memory: see [`Mr::remote`]. Returns the previous value, initially [`Staging::Refused`];
+    /// `None` on other devices.
     pub fn stage(&self, which: Staging) -> Option<Staging> {
         self.provider.stage(which)
     }
@@ -162,7 +164,7 @@ impl Context {
     }
 }
 
-/// A protection domain: memory regions and queue pairs of one domain work together. Clones share it.
+/// A protection domain. Its memory regions and queue pairs work together. Clones share it.
 #[derive(Clone)]
 pub struct Pd(Arc<PdInner>);
 
@@ -203,7 +205,7 @@ impl Pd {
         self.0.pdn
     }
 
-    /// Where its queue pairs may write GPU memory.
+    /// The GPUs whose memory its queue pairs may write.
     pub(super) fn writable_gpus(&self) -> &WritableGpus {
         &self.0.writable_gpus
     }
@@ -217,10 +219,11 @@ impl Pd {
         self.0.fork_guard.check()
     }
 
-    /// Registers memory, so that work requests can name it.
+    /// Registers memory for use in work requests.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, as `ibv_reg_mr` refuses it.
+    /// [`Error::InvalidArgument`] for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, as in `ibv_reg_mr`; errors of
+    /// the device.
     pub fn register(&self, memory: &Memory, access: Access) -> Result<Mr> {
         Mr::register(self.clone(), memory, access)
     }

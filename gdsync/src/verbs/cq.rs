@@ -1,8 +1,8 @@
-//! Completion queues: the ring of CQEs, and who takes which completion.
+//! Completion queues: the ring of CQEs, polled by the CPU or claimed by stream waits.
 //!
-//! Completion number `n` is taken once: by [`Cq::poll`] on the CPU, or by a wait on a stream. Its slot is reused
-//! only when it was taken, decoded by the CPU (so that the root cause of an error is never lost), and, if a stream
-//! waits on it, passed by that stream.
+//! Completion `n` is taken once: by [`Cq::poll`] on the CPU, or by a stream wait. Its slot is reused after it was
+//! taken, decoded by the CPU (so that the root cause of an error is kept), and, if a stream waits for it, passed by
+//! that stream.
 
 mod flushed;
 
@@ -26,7 +26,7 @@ use gdsync_device::{CqParts, GpuNudge, OnGpu, Places, Provider};
 use gdsync_shm::{Backoff, SpinLock, completion};
 use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe};
 
-/// A completion queue. Clones share it; it is destroyed when the last clone and the last queue pair on it are gone.
+/// A completion queue. Clones share it. It is destroyed when the last clone and its last queue pair are gone.
 #[derive(Clone, Debug)]
 pub struct Cq(pub(crate) Arc<CqInner>);
 
@@ -36,61 +36,61 @@ pub(crate) struct CqInner {
     parts: CqParts,
     /// The consumer index in the doorbell record.
     consumed: Word32,
-    /// Where a GPU finds ring and consumer index.
+    /// GPU addresses of ring and consumer index.
     found: [Found; 2],
     log: u32,
     room: Room,
     recorder: Log,
-    /// Completions that the library wrote in place of the device, until the device's come. Locked behind the state.
-    lost: SpinLock<Vec<FlushCqe>>,
-    /// Whether there are any.
-    has_lost: AtomicBool,
-    /// Not a brief lock: several threads may poll all the time, and it must not be left to chance who is next.
+    /// Flush CQEs written by the library, until the device writes its own. Lock order: after `state`.
+    flushed: SpinLock<Vec<FlushCqe>>,
+    /// Whether `flushed` has any.
+    has_flushed: AtomicBool,
+    /// `parking_lot`, not the spin lock: pollers contend and need fairness.
     state: Mutex<CqState>,
 }
 
 struct CqState {
-    /// Completions decoded.
+    /// Number of completions decoded.
     reaped: u64,
-    /// The next one `poll` looks at.
+    /// The next completion for `poll`.
     poll_next: u64,
-    /// The next one a stream wait may claim.
+    /// The next completion that a stream wait may claim.
     claim_next: u64,
-    /// All before are free for reuse.
+    /// Slots of completions before this one are free.
     freed: u64,
-    /// The consumer index last read from the doorbell record.
+    /// The consumer index as last read from the doorbell record.
     passed: u64,
     slots: Box<[Slot]>,
-    /// Claims given back after `poll` had gone past them.
+    /// Claims released after `poll` had skipped them.
     released: VecDeque<u64>,
-    /// Claims not yet in a stream, oldest first: the first and the last completion of each.
+    /// Claims not yet submitted, oldest first: the first and last completion of each.
     unsubmitted: VecDeque<(u64, u64)>,
-    /// Claims submitted and not yet passed.
+    /// Number of claims, prepared or submitted, that no stream has passed.
     in_stream: u64,
-    /// The stream that waits on this queue.
+    /// The stream that last waited on this queue.
     stream: u64,
     queues: Vec<Arc<Tracker>>,
-    /// Queues that ever completed here. With one, request `n` of the queue is completion `n`.
+    /// Number of queues ever attached. With one, request `n` of the queue is completion `n`.
     attached: usize,
-    /// Its queue is being reset: nothing can be claimed.
+    /// Set while its queue is being reset: claims are refused.
     is_closed: bool,
 }
 
-/// A completion queue whose claims stay as they are while this lives: it has the lock.
+/// The locked claims of a completion queue.
 pub(crate) struct Claims<'a>(MutexGuard<'a, CqState>);
 
 impl Claims<'_> {
-    /// Whether there is a claim that is in no stream.
+    /// Whether there is a prepared, unsubmitted claim.
     pub(crate) fn has_prepared(&self) -> bool {
         !self.0.unsubmitted.is_empty()
     }
 
-    /// Whether claims of a stream have not been passed.
+    /// Whether there are claims that no stream has passed.
     pub(crate) fn has_submitted(&self) -> bool {
         self.0.in_stream > 0
     }
 
-    /// Refuses claims from now on, or again takes them.
+    /// Refuses claims, or accepts them again.
     pub(crate) fn close(&mut self, is_closed: bool) {
         self.0.is_closed = is_closed;
     }
@@ -98,7 +98,7 @@ impl Claims<'_> {
 
 #[derive(Clone, Copy)]
 struct Slot {
-    /// The completion, and the number of its request.
+    /// The decoded completion and its request number.
     wc: Option<(u64, Wc)>,
     taken: SlotOwner,
 }
@@ -106,9 +106,9 @@ struct Slot {
 #[derive(Clone, Copy, PartialEq)]
 enum SlotOwner {
     No,
-    /// By a stream that waits for it.
+    /// Claimed by a stream wait for this completion.
     ByStream,
-    /// By a stream that waits for a later one.
+    /// Claimed by a stream wait for a later completion.
     Covered,
     Done,
 }
@@ -127,17 +127,17 @@ impl Drop for CqInner {
     }
 }
 
-/// Claims between two looks at what has arrived.
-const LOT: u64 = 16;
+/// Claims between two reaps.
+const CLAIM_BATCH: u64 = 16;
 
-/// Which completions a claim takes.
+/// The completions that a claim takes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum ClaimRange {
-    /// The next so many, at least one.
+    /// The next `n`, at least one.
     Next(u64),
-    /// All through this one.
+    /// All through number `n`.
     Through(u64),
-    /// All of requests posted so far.
+    /// The completions of all requests posted so far.
     All,
 }
 
@@ -154,7 +154,7 @@ impl Cq {
         }
         let log = entries.next_power_of_two().trailing_zeros();
         let parts = provider.create_cq(log, ring, places)?;
-        // A device may give more.
+        // The device may round up.
         let log = (parts.ring.len() / CQE_SIZE).trailing_zeros();
         let slot = Slot { wc: None, taken: SlotOwner::No };
         let state = CqState {
@@ -181,8 +181,8 @@ impl Cq {
             log,
             room: Room::new(1 << log),
             recorder,
-            lost: SpinLock::default(),
-            has_lost: AtomicBool::new(false),
+            flushed: SpinLock::default(),
+            has_flushed: AtomicBool::new(false),
             state: Mutex::new(state),
         })))
     }
@@ -192,25 +192,25 @@ impl Cq {
         self.0.parts.cqn
     }
 
-    /// Entries of the ring.
+    /// The number of CQEs that the ring holds.
     pub fn entries(&self) -> usize {
         1 << self.0.log
     }
 
-    /// Takes the next completion that no stream wait has claimed, if it is there.
+    /// Takes the next arrived completion that no stream wait has claimed.
     ///
-    /// An error is a completion too: see [`Wc::ok`].
+    /// Errors are completions too: see [`Wc::ok`].
     pub fn poll(&self) -> Option<Wc> {
         self.0.poll()
     }
 
-    /// Takes all completions that are there and that no stream wait has claimed, for those who ask each
-    /// [`Completion`](super::Completion) what came of it.
+    /// Takes all arrived completions that no stream wait has claimed, for callers that query each
+    /// [`Completion`](super::Completion).
     pub fn drain(&self) {
         self.0.drain();
     }
 
-    /// Waits for the next completion that no stream wait has claimed.
+    /// Blocks until it can take the next completion that no stream wait has claimed.
     ///
     /// # Errors
     /// [`Error::Deadline`] after `timeout`.
@@ -230,7 +230,7 @@ impl Cq {
 }
 
 impl CqState {
-    /// Whether no other stream than this one waits on the queue.
+    /// Whether no stream other than `stream` waits on the queue.
     #[inline]
     fn is_free_for(&self, stream: u64) -> bool {
         self.stream == stream || self.in_stream == self.unsubmitted.len() as u64
@@ -238,7 +238,7 @@ impl CqState {
 }
 
 impl CqInner {
-    /// The queue as the device made it.
+    /// The device's description of the queue.
     pub(crate) fn parts(&self) -> &CqParts {
         &self.parts
     }
@@ -247,10 +247,10 @@ impl CqInner {
         let mut state = self.state.lock();
         if state.attached > 0 {
             self.room.share();
-            // Who has not seen that yet is done when its queue can be locked.
+            // A thread that has not seen the change holds its queue's lock: lock each once.
             state.queues.iter().for_each(|known| drop(known.lock()));
-            // From here on the completions of one queue are not in a row.
-            state.queues.iter().for_each(|known| known.look_at_all(|n| self.cqe(n)));
+            // From now on, CQE numbers are not request numbers: decode skipped CQEs.
+            state.queues.iter().for_each(|known| known.decode_all_skipped(|n| self.cqe(n)));
         }
         state.queues.push(tracker.clone());
         state.attached += 1;
@@ -260,7 +260,7 @@ impl CqInner {
         self.reap();
         let mut state = self.state.lock();
         for queue in state.queues.extract_if(.., |q| q.qpn == qpn) {
-            // What was outstanding will never complete.
+            // Outstanding requests will never complete.
             self.room.free(queue.outstanding());
         }
         if state.queues.is_empty() {
@@ -273,7 +273,7 @@ impl CqInner {
         self.parts.cqn
     }
 
-    /// Entries of the ring.
+    /// The number of CQEs that the ring holds.
     pub(crate) fn capacity(&self) -> u64 {
         1 << self.log
     }
@@ -307,18 +307,18 @@ impl CqInner {
         }
     }
 
-    /// Sets room aside for the completion of one more work request, of a queue that the caller has locked.
-    #[inline(always)]
+    /// Reserves room for one completion of a queue that the caller has locked.
+    #[inline]
     pub(crate) fn reserve(&self) -> bool {
         self.room.reserve()
     }
 
-    /// Takes it back for requests that will not be made. As [`CqInner::reserve`].
+    /// Returns the reservations of `count` requests that are not posted; same condition as [`CqInner::reserve`].
     pub(crate) fn take_back(&self, count: u64) {
         self.room.take_back(count);
     }
 
-    /// Decodes what has arrived and frees what can be reused. Nothing in a child, where a ring on a GPU is not mapped.
+    /// Decodes arrived completions and frees slots. No-op in a forked child, where a ring in GPU memory is not mapped.
     pub(crate) fn reap(&self) {
         if !self.fork_guard.is_here() {
             return;
@@ -328,7 +328,7 @@ impl CqInner {
         self.free(&mut state);
     }
 
-    /// The word of completion `n` with the owner bit.
+    /// The word of completion `n` that holds the owner bit.
     fn last_word(&self, n: u64) -> &AtomicU32 {
         let offset = self.index(n) * CQE_SIZE + mlx5::CQE_OP_OWN_OFFSET;
         self.parts.ring.atomic32(offset).expect("CQE words lie in the ring, aligned")
@@ -339,7 +339,7 @@ impl CqInner {
     }
 
     fn reap_locked(&self, state: &mut CqState) {
-        // A completion not reserved cannot arrive: `free` runs before its slot is used again.
+        // A completion without a reservation cannot arrive: `free` runs before its slot is reused.
         if self.has_arrived(state.reaped) {
             self.skip_passed(state);
         }
@@ -351,7 +351,7 @@ impl CqInner {
             slot.wc = None;
             match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
                 Some((number, wc, false)) => slot.wc = Some((number, wc)),
-                // Of a request that was given up after it was prepared, or of a queue that is gone.
+                // Of a cancelled request, or of a queue that is gone.
                 Some((_, _, true)) | None if slot.taken == SlotOwner::No => slot.taken = SlotOwner::Done,
                 _ => {}
             }
@@ -382,11 +382,11 @@ impl CqInner {
         }
         let freed = state.freed - before;
         if freed > 0 {
-            // A freed slot belongs to the next lap: what a stream took is not polled again.
+            // A freed slot belongs to the next lap: completions taken by a stream are not polled.
             state.poll_next = state.poll_next.max(state.freed);
             state.claim_next = state.claim_next.max(state.freed);
             self.room.free(freed);
-            // While a stream waits here the consumer index is the stream's to write.
+            // While a stream waits here, only the stream writes the consumer index.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
                 completion::pass(record, state.freed);
@@ -430,9 +430,8 @@ impl CqInner {
         Some(wc)
     }
 
-    /// Claims the next completion for a wait that is submitted to the stream whose waits are the last ones here: what most claims are.
-    /// `None` if there is anything else to be done, and then nothing is. Where a GPU will wait, the device is to be told: by
-    /// [`CqInner::ensure_attended`].
+    /// Fast path: claims the next completion for a wait of the stream that waited here last. Returns `None`, with
+    /// nothing done, if any other case applies. With `by_gpu`, call [`CqInner::ensure_attended`] afterwards.
     #[inline(always)]
     pub(crate) fn claim_short(&self, tracker: &Tracker, stream: u64, by_gpu: bool) -> Option<u64> {
         let mut state = self.state.lock();
@@ -451,16 +450,16 @@ impl CqInner {
         Some(n)
     }
 
-    /// Whether a claim takes what has arrived. Not where each look takes a microsecond: what has arrived there is taken when it must
-    /// be, all at once. Elsewhere in lots, too: the lines come from other cores, and several at a time are as quick as one.
-    #[inline(always)]
+    /// Whether a claim reaps first. Reaping in batches costs less: CQEs come from another core's cache. A ring in GPU
+    /// memory, with about a microsecond per read, is reaped only when necessary.
+    #[inline]
     fn is_due(&self, state: &CqState) -> bool {
         let unseen = state.claim_next.saturating_sub(state.reaped);
-        (state.in_stream == 0 || unseen >= LOT.min(self.capacity() / 2)) && self.parts.ring.is_host()
+        (state.in_stream == 0 || unseen >= CLAIM_BATCH.min(self.capacity() / 2)) && self.parts.ring.is_host()
     }
 
-    /// Claims completions of the queue for a stream wait: `None` when the last of them was taken before. Returns the
-    /// first and the last completion claimed. With a `stream`, they are submitted to it, as by [`CqInner::submit`].
+    /// Claims completions for a stream wait. Returns the first and last number; `None` if the last was taken before.
+    /// With a `stream`, also submits the claim, like [`CqInner::submit`].
     pub(crate) fn claim(
         &self,
         claim_range: ClaimRange,
@@ -516,8 +515,8 @@ impl CqInner {
         Ok(Some((first, n)))
     }
 
-    /// Gives a claim back that never reached a stream: `poll` may take the completions, or a later claim those that
-    /// nothing behind them is claimed of. In a child it is left.
+    /// Releases an unsubmitted claim: its completions can be polled or, if no later one is claimed, claimed again.
+    /// No-op in a forked child.
     pub(crate) fn release(&self, first: u64, n: u64) {
         if !self.fork_guard.is_here() {
             return;
@@ -527,11 +526,11 @@ impl CqInner {
         state.in_stream -= 1;
         for m in first..=n {
             let at = self.index(m);
-            // Decoded, and nothing came of it: a request that was given up.
+            // Decoded without a result: its request was cancelled.
             let silent = m < state.reaped && state.slots[at].wc.is_none();
             state.slots[at].taken = if silent { SlotOwner::Done } else { SlotOwner::No };
             if m < state.poll_next && !silent {
-                // Keep the slot until poll has handed it out.
+                // Keep the slot until poll returns it.
                 let order = state.released.partition_point(|&other| other < m);
                 state.released.insert(order, m);
             }
@@ -545,8 +544,8 @@ impl CqInner {
         self.reap();
     }
 
-    /// Marks claim `n` as submitted to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. Where a GPU will wait, the device is to
-    /// be told: by [`CqInner::ensure_attended`].
+    /// Submits claim `n` to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. With `by_gpu`, call
+    /// [`CqInner::ensure_attended`] afterwards.
     #[inline]
     pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
         self.fork_guard.check()?;
@@ -566,7 +565,7 @@ impl CqInner {
             return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
         }
         if !state.is_free_for(stream) {
-            // Unless the other one is past that by now.
+            // The other stream may have passed its claims by now.
             self.reap_locked(state);
             self.free(state);
         }
@@ -579,8 +578,8 @@ impl CqInner {
         Ok(())
     }
 
-    /// Whether `stream`, when it gets here, is past completion `n`, which it need not wait for: it is here, or an earlier
-    /// wait of the same stream covers it.
+    /// Checks that `stream` need not wait for completion `n`: it has arrived, or an earlier wait of the same stream
+    /// covers it.
     pub(crate) fn covers(&self, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         self.fork_guard.check()?;
         self.reap();
@@ -597,14 +596,14 @@ impl CqInner {
         Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner })
     }
 
-    /// Undoes [`CqInner::submit`], also of what was foreseen.
+    /// Undoes [`CqInner::submit`], including the watch limit.
     pub(crate) fn unsubmit(&self, first: u64, n: u64) {
         let mut state = self.state.lock();
         state.unsubmitted.push_front((first, n));
         self.parts.event.withdraw(n + 1, first);
     }
 
-    /// Where completion `n` arrives, and how it is passed.
+    /// The CQE of completion `n` and the consumer index after it.
     #[inline]
     pub(crate) fn arrival(&self, n: u64) -> Arrival<'_> {
         let (cond, value) = mlx5::wait_condition(n, self.log);
@@ -614,7 +613,7 @@ impl CqInner {
         Arrival { memory, offset, found, cond, value, index, passed }
     }
 
-    /// Its claims, all that has arrived being noted.
+    /// Reaps, then returns the locked claims.
     pub(crate) fn claims(&self) -> Claims<'_> {
         let mut state = self.state.lock();
         self.reap_locked(&mut state);
@@ -622,46 +621,48 @@ impl CqInner {
         Claims(state)
     }
 
-    /// Whether claims of a stream have not been passed.
+    /// Whether there are claims that no stream has passed.
     pub(crate) fn is_awaited(&self) -> bool {
         self.reap();
         self.state.lock().in_stream > 0
     }
 }
 
-/// The slots of a completion queue that may still be written or are not freed yet: never more than it has.
+/// Counts the slots that are reserved or not yet freed: never more than the ring has. A request is posted only with a
+/// slot reserved for its completion.
 #[derive(Debug)]
-pub(super) struct Room {
+struct Room {
     slots: u64,
-    /// One queue completes here, which is locked by who sets room aside: then that needs no locked instruction.
+    /// Set while only one queue completes here. The reserving thread has locked that queue, so plain stores suffice.
     is_own: AtomicBool,
-    /// Set aside so far.
+    /// Number reserved so far.
     reserved: AtomicU64,
-    /// Given back since; changes under the lock of the completion queue.
+    /// Number freed so far; written under the completion queue's lock.
     freed: AtomicU64,
 }
 
 impl Room {
-    pub(super) fn new(slots: u64) -> Self {
+    fn new(slots: u64) -> Self {
         let (reserved, freed) = Default::default();
         Self { slots, is_own: AtomicBool::new(true), reserved, freed }
     }
 
-    /// Several queues complete here. Who has not seen that when this returns holds the lock of the first one.
-    pub(super) fn share(&self) {
+    /// Switches to atomic updates, for several queues. Afterwards, a thread that has not seen the change holds the
+    /// first queue's lock.
+    fn share(&self) {
         self.is_own.store(false, Ordering::Relaxed);
     }
 
-    /// Slots set aside and not freed.
-    pub(super) fn in_use(&self) -> u64 {
+    /// Slots reserved and not freed.
+    fn in_use(&self) -> u64 {
         let freed = self.freed.load(Ordering::Acquire);
         self.reserved.load(Ordering::Relaxed).saturating_sub(freed)
     }
 
-    /// Sets a slot aside for a request of a queue that the caller has locked.
-    #[inline(always)]
-    pub(super) fn reserve(&self) -> bool {
-        // Acquire: what was freed had been set aside before.
+    /// Reserves a slot for a request of a queue that the caller has locked.
+    #[inline]
+    fn reserve(&self) -> bool {
+        // Acquire: each freed slot was reserved before.
         let freed = self.freed.load(Ordering::Acquire);
         if !self.is_own.load(Ordering::Relaxed) {
             return self.reserve_shared(freed);
@@ -680,8 +681,8 @@ impl Room {
         self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
     }
 
-    /// Takes back what was set aside for requests that will not be made, of a queue that the caller has locked.
-    pub(super) fn take_back(&self, count: u64) {
+    /// Returns reservations of requests that are not posted. The caller has locked their queue.
+    fn take_back(&self, count: u64) {
         if self.is_own.load(Ordering::Relaxed) {
             self.reserved.store(self.reserved.load(Ordering::Relaxed) - count, Ordering::Relaxed);
         } else {
@@ -689,15 +690,15 @@ impl Room {
         }
     }
 
-    /// Frees slots, under the lock of the completion queue.
-    pub(super) fn free(&self, count: u64) {
+    /// Frees slots. The caller has locked the completion queue.
+    fn free(&self, count: u64) {
         self.freed.store(self.freed.load(Ordering::Relaxed) + count, Ordering::Release);
     }
 }
 
 impl CqInner {
-    /// A stream of a GPU waits for completion `n`. It cannot help the device, and where the device can do that, `kicker` wakes
-    /// it when the completion was written.
+    /// Notifies the device that a GPU stream, which cannot run device work, waits for completion `n`. `nudger`, where
+    /// used, wakes the GPU after the CQE is written.
     #[inline(never)]
     pub(crate) fn attend(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
         if self.parts.event.attend(n + 1, nudger) {
@@ -705,13 +706,14 @@ impl CqInner {
         }
     }
 
-    /// Foresees a claim that was made by [`CqInner::claim`].
-    pub(crate) fn foresee(&self, n: u64) {
+    /// Publishes the watch limit of a claim that [`CqInner::claim`] made.
+    pub(crate) fn set_attend_limit(&self, n: u64) {
         self.parts.event.foresee_late(n + 1);
     }
 
-    /// As [`CqInner::attend`], of a claim that was foreseen, when the caller has let a lock go since.
-    #[inline(always)]
+    /// Notifies the device of a claim below the watch limit, unless it is attending already. Call after an unlock that
+    /// is an atomic read-modify-write.
+    #[inline]
     pub(crate) fn ensure_attended(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
         if !self.parts.event.is_attended(nudger.is_some()) {
             self.attend(n, nudger);
@@ -720,9 +722,9 @@ impl CqInner {
 }
 
 impl CqInner {
-    /// Reads completion `n`, which has arrived and whose slot cannot be used again now.
+    /// Reads the CQE of completion `n`, which has arrived and whose slot is not reusable yet.
     pub(crate) fn cqe(&self, n: u64) -> Cqe {
-        if self.has_lost.load(Ordering::Acquire)
+        if self.has_flushed.load(Ordering::Acquire)
             && let Some(cqe) = self.lost(n)
         {
             return cqe;
@@ -732,8 +734,9 @@ impl CqInner {
         Cqe::decode(&bytes)
     }
 
-    /// Takes note of completions that a stream has passed, if the last of them is a success. What they say is read when
-    /// somebody asks.
+    /// Retires completions that a stream has passed, if the last one is a success. After a failure all CQEs of a queue
+    /// pair are errors, so a success implies that those before it succeeded. They are decoded on demand: reading a CQE
+    /// takes a microsecond in GPU memory, and a cache miss elsewhere.
     fn skip_passed(&self, state: &mut CqState) {
         let [queue] = &*state.queues else { return };
         if state.in_stream == 0 || state.attached != 1 || !queue.may_skip(self.capacity()) {
@@ -755,12 +758,12 @@ impl CqInner {
     }
 }
 
-/// The longest rest between two looks at the queue; what is waited for wakes the sleeper long before.
+/// Maximum sleep between two checks of the queue; a completion wakes the sleeper earlier.
 const PARK: Duration = Duration::from_millis(5);
 
 impl CqInner {
-    /// A wait for the next completion to be polled.
-    pub(super) fn awaits_next(&self) -> Awaited {
+    /// A wait for the next completion that `poll` takes, for the flight recorder.
+    fn awaits_next(&self) -> Awaited {
         let state = self.state.lock();
         match &*state.queues {
             [queue] if state.attached == 1 => queue.awaits(state.poll_next),
@@ -776,8 +779,8 @@ impl CqInner {
         }
     }
 
-    /// Waits unless `ready`, until something completes or for `timeout`: asleep, or awake where large messages come and go. May
-    /// return for no reason.
+    /// Waits until `ready`, a completion, or `timeout`: busy while bulk copies run, else asleep. Spurious returns are
+    /// allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let start = Instant::now();
         while self.provider.has_copied_lately() && start.elapsed() < timeout {
@@ -791,8 +794,8 @@ impl CqInner {
         self.parts.event.park(ready, timeout);
     }
 
-    /// Calls `done` until it is true: busy at first, then asleep between completions of this queue. `awaited` says what it waits
-    /// for, to the flight recorder.
+    /// Calls `done` until it is true: spins first, then sleeps between completions of this queue. `awaited` describes
+    /// the wait for the flight recorder.
     pub(crate) fn wait_until(
         &self,
         timeout: Duration,
@@ -839,7 +842,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn there_is_as_much_room_as_slots() {
+    fn reservations_are_limited_to_the_slots() {
         let room = Room::new(2);
         for is_shared in [false, true] {
             if is_shared {
@@ -853,9 +856,9 @@ mod tests {
         }
     }
 
-    /// Nothing is lost when a second queue comes along while the first one reserves.
+    /// No reservation is lost when a second queue attaches while the first reserves.
     #[test]
-    fn a_queue_that_is_shared_later_counts_on() {
+    fn no_reservation_is_lost_when_a_queue_becomes_shared() {
         const EACH: u64 = 20_000;
         let room = Room::new(u64::MAX);
         let first = Mutex::new(());

@@ -1,4 +1,4 @@
-//! Queue pairs as kernels of a GPU see them.
+//! Queue pairs for GPU kernels that post and poll by themselves.
 
 use super::cq::CqInner;
 use super::qp::Qp;
@@ -7,21 +7,22 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use mlx5_ring::BB;
 
-/// A queue pair for a kernel that posts and polls by itself: addresses of the GPU, sizes, numbers. C has the same layout.
+/// Addresses, sizes and numbers of a queue pair, for a kernel that posts and polls by itself. C has the same layout.
 ///
-/// Formats are those of [`mlx5`](crate::mlx5), all fields of the rings and records are big-endian:
+/// Formats are those of [`mlx5`](crate::mlx5). All fields of rings and records are big-endian:
 ///
-/// - *Send.* Block `i` of the send queue lies at `sq + (i % sq_blocks) * 64`. After the requests are written: a fence of the
-///   system, the low 16 bits of the next block's index to `send_record` (32 bits), a fence of the system, and the first
-///   eight bytes of the last request, as they lie in the ring, to `doorbell` in one store.
-/// - *Receive.* Entry `i` lies at `rq + (i % rq_entries) * rq_stride`; then a fence, and the low 16 bits of the next index to
-///   `recv_record` (32 bits).
-/// - *Completions.* Entry `n` lies at `ring + (n % entries) * 64`. It is written when the lowest bit of its last byte is
-///   `(n / entries) % 2`; the high half of that byte is 13 or 14 for a failure. What is taken is told by the low 24 bits of the
-///   next index in `record` (32 bits).
-/// - *Keys.* [`Mr::lkey`](super::Mr::lkey) and [`Mr::rkey`](super::Mr::rkey) are numbers of the CPU: requests have them big-endian.
+/// - *Send.* Block `i` of the send queue lies at `sq + (i % sq_blocks) * 64`. After writing the requests: a
+///   system-scope fence; the low 16 bits of the next block's index to `send_record` (32 bits); a system-scope fence;
+///   the first eight bytes of the last request, in ring byte order, to `doorbell` in one store.
+/// - *Receive.* Entry `i` lies at `rq + (i % rq_entries) * rq_stride`. After writing it: a fence, then the low 16 bits
+///   of the next index to `recv_record` (32 bits).
+/// - *Completions.* Entry `n` lies at `ring + (n % entries) * 64`. It is valid when the lowest bit of its last byte is
+///   `(n / entries) % 2`. The high half of that byte is 13 or 14 for an error. The consumer writes the low 24 bits of
+///   the next index to `record` (32 bits).
+/// - *Keys.* [`Mr::lkey`](super::Mr::lkey) and [`Mr::rkey`](super::Mr::rkey) are in host byte order; requests hold them
+///   big-endian.
 ///
-/// All indices begin at 0, so the queue pair is one that is connected for the first time, with completion queues of its own.
+/// All indices start at 0: the queue pair must be fresh, with completion queues of its own.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceQp {
@@ -33,13 +34,13 @@ pub struct DeviceQp {
     pub send_record: u64,
     /// The receive word of the doorbell record.
     pub recv_record: u64,
-    /// The doorbell register of the card: eight bytes, only to be written.
+    /// The doorbell register of the card: eight bytes, write-only.
     pub doorbell: u64,
-    /// Where sends complete.
+    /// The completion queue of sends.
     pub send_cq: DeviceCq,
-    /// Where receives complete; the same as `send_cq` where it is shared.
+    /// The completion queue of receives; equal to `send_cq` if shared.
     pub recv_cq: DeviceCq,
-    /// The number of the queue pair, 24 bits, not swapped.
+    /// The queue pair number, 24 bits, host byte order.
     pub qpn: u32,
     /// Blocks of the send queue, 64 bytes each: a power of two.
     pub sq_blocks: u32,
@@ -57,9 +58,9 @@ pub struct DeviceCq {
     pub ring: u64,
     /// The consumer index.
     pub record: u64,
-    /// The number of the queue, 24 bits, not swapped.
+    /// The completion queue number, 24 bits, host byte order.
     pub cqn: u32,
-    /// Entries, 64 bytes each: a power of two.
+    /// Number of entries, 64 bytes each: a power of two.
     pub entries: u32,
 }
 
@@ -78,15 +79,15 @@ fn cq(inner: &CqInner, gpu: &Gpu) -> Result<DeviceCq> {
 }
 
 impl Qp {
-    /// What kernels of `gpu` need to post to this queue pair and to poll its completions by themselves. Queues in host memory are
-    /// registered with CUDA; queues in GPU memory (see [`OnGpu`](super::OnGpu)) are reached fastest.
+    /// Returns what kernels of `gpu` need to post to this queue pair and poll its completions. Queues in host memory
+    /// are registered with CUDA; queues in GPU memory (see [`OnGpu`](super::OnGpu)) are fastest.
     ///
-    /// From then on the queue pair is the kernels' alone: this library counts neither what they post nor what they take, so
-    /// nothing may be posted, polled or put on a stream here. It stays in place until the last clone of the `Qp` is gone.
+    /// From then on only the kernels may use the queue pair: this library does not track what they post and poll, so do
+    /// not post, poll or submit to streams here. It stays valid until the last clone of the `Qp` is dropped.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where no card reads the rings by itself; [`Error::InvalidArgument`] when something was
-    /// posted before; [`Error::Cuda`] when the GPU does not reach a queue, or may not write the doorbell.
+    /// [`Error::Unsupported`] where no card reads the rings; [`Error::InvalidArgument`] if something was posted before;
+    /// [`Error::Cuda`] if the GPU cannot access a queue or write the doorbell.
     pub fn for_kernels(&self, gpu: &Gpu) -> Result<DeviceQp> {
         let core = self.core();
         if !core.provider.reads_by_itself() {
@@ -128,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_layout_is_that_of_c() {
+    fn the_layout_matches_c() {
         assert_eq!((size_of::<DeviceCq>(), size_of::<DeviceQp>(), align_of::<DeviceQp>()), (24, 104, 8));
         assert_eq!(
             (offset_of!(DeviceQp, doorbell), offset_of!(DeviceQp, send_cq), offset_of!(DeviceQp, qpn)),

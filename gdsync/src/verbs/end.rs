@@ -1,4 +1,4 @@
-//! One end of a queue pair, send or receive: what completions and stream waits hold on to.
+//! The send or receive side of a queue pair, as completions and stream waits reference it.
 
 use std::fmt;
 use std::ops::Deref;
@@ -15,28 +15,28 @@ use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::{Awaited, By, Stage};
 
-/// How long a card has to flush a queue pair that went to ERR.
+/// Time limit for a card to flush a queue pair in ERR.
 const CARD_FLUSH_TIME: Duration = Duration::from_millis(100);
 
-/// While it is alive, so are the queue pair and its completion queue.
+/// Keeps the queue pair and its completion queue alive.
 pub(crate) struct QueueEnd {
     parts: Arc<Parts>,
-    /// The same, as operations of streams name it.
+    /// The same value, as stream operations reference it.
     source: Arc<dyn Source>,
 }
 
-/// The parts of an end, which the operations of streams hold too: as long as one does, a stream may ring or wait here.
+/// The parts of an end. Stream operations hold references too: while one exists, a stream may ring or wait here.
 pub(crate) struct Parts {
     pub(crate) qp: Arc<QpCore>,
     pub(crate) cq: Arc<CqInner>,
     pub(crate) tracker: Arc<Tracker>,
-    /// Of a send queue.
+    /// Set for send queues.
     send_doorbell: Option<Arc<SendDoorbell>>,
-    /// A request was written whose completion tells of payload that came: a READ or an atomic.
+    /// Whether a READ or an atomic was written: its completion announces payload.
     fetches: AtomicBool,
 }
 
-/// What a thread has that hands requests of a queue to a stream.
+/// Held while requests of a queue are being submitted to a stream. Prevents a reset.
 #[must_use = "it holds until it is dropped"]
 pub(crate) struct ResetHold {
     _parts: Arc<Parts>,
@@ -57,17 +57,17 @@ impl Deref for QueueEnd {
 }
 
 impl Parts {
-    /// A wait for the completion of request `n`.
+    /// A wait for the completion of request `n`, for the flight recorder.
     pub(crate) fn awaits(&self, n: u64) -> Awaited {
         self.tracker.awaits(n)
     }
 
-    /// A READ or an atomic is about to be written.
+    /// Records that a READ or an atomic is about to be written.
     pub(crate) fn fetches(&self) {
         self.fetches.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a completion may tell of payload that came.
+    /// Whether a completion may announce payload.
     fn brings_payload(&self) -> bool {
         !self.tracker.is_send || self.fetches.load(Ordering::Relaxed)
     }
@@ -89,29 +89,29 @@ impl QueueEnd {
         Submitted::new(self, n).completion()
     }
 
-    /// Records a stage of a wait of a stream for the completion of request `n`.
+    /// Records a stage of a stream's wait for request `n`.
     pub(crate) fn note_wait(&self, stage: Stage, n: u64, stream: u64) {
         self.qp.log.note_in(stage, self.tracker.queue(), stream, n..n + 1);
     }
 
-    /// Keeps the queue from being reset where it has requests: see [`gdsync_shm::reset`].
-    #[inline(always)]
+    /// Prevents a reset while the queue has requests: see [`gdsync_shm::reset`].
+    #[inline]
     pub(crate) fn hold(&self) -> ResetHold {
         ResetHold { _parts: self.parts.clone() }
     }
 
-    /// The source that operations of a stream name.
+    /// The source for stream operations.
     #[inline]
     pub(crate) fn source(&self) -> &Arc<dyn Source> {
         &self.source
     }
 
-    /// Whether that is this one.
+    /// Whether `source` is this queue.
     pub(crate) fn is_source(&self, source: &Arc<dyn Source>) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(source), Arc::as_ptr(&self.parts))
     }
 
-    /// There is no room for one more completion, of so many requests that are outstanding.
+    /// The error for a full completion queue, given the outstanding requests of this queue.
     pub(crate) fn cq_full(&self, outstanding: u64) -> Error {
         let queue = if self.tracker.is_send { "send completion queue" } else { "receive completion queue" };
         let depth = self.cq.capacity();
@@ -124,13 +124,13 @@ impl QueueEnd {
         }
     }
 
-    /// Whether a stream holds it, or a thread that hands it something: see [`gdsync_shm::reset`].
+    /// Whether a stream references it, or a thread is submitting from it: see [`gdsync_shm::reset`].
     fn is_in_stream(&self) -> bool {
-        // Two are of this value itself.
+        // This value holds two references itself.
         Arc::strong_count(&self.parts) > 2
     }
 
-    /// Why the queue cannot be reset now. The caller has locked it and its completion queue.
+    /// What prevents a reset of the queue. The caller has locked it and its completion queue.
     pub(crate) fn owner(&self, claims: &Claims<'_>, track: &Track) -> Option<&'static str> {
         if self.tracker.is_send && track.posted > track.exposed {
             return Some("a prepared send that was neither posted nor dropped");
@@ -207,7 +207,7 @@ impl Source for Parts {
     }
 
     fn flush_time(&self) -> Duration {
-        // A card with thousands of requests, or whose command interface is busy, takes its time.
+        // A card may be slow with thousands of requests or a busy command interface.
         if self.qp.provider.reads_by_itself() { CARD_FLUSH_TIME } else { Duration::ZERO }
     }
 

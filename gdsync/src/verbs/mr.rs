@@ -13,17 +13,17 @@ use gdsync_device::memory::Memory;
 use gdsync_device::{Access, MrKeys, Provider};
 use mlx5_ring::RemoteAddr;
 
-/// A registered memory region. Clones share it; the keys die with the last clone.
+/// A registered memory region. Clones share it; dropping the last one invalidates the keys.
 ///
-/// A work request that still names a dead key fails with a protection error; it cannot touch freed memory.
+/// A work request with an invalid key fails with a protection error. It cannot touch freed memory.
 #[derive(Clone, Debug)]
 pub struct Mr {
     region: Arc<Region>,
-    /// What of its memory this is, if not all.
+    /// The slice of the region's memory, if not all of it.
     part: Option<Memory>,
 }
 
-/// Keeps a region registered, and no more: smaller than an [`Mr`].
+/// Keeps a region registered. Smaller than an [`Mr`].
 #[derive(Clone, Debug)]
 pub struct MrGuard {
     region: Arc<Region>,
@@ -38,7 +38,7 @@ struct Region {
 }
 
 impl MrGuard {
-    /// Whether it keeps the region of this.
+    /// Whether it keeps the region of `mr` registered.
     #[inline]
     pub fn keeps(&self, mr: &Mr) -> bool {
         Arc::ptr_eq(&self.region, &mr.region)
@@ -71,22 +71,23 @@ impl Mr {
         Ok(Self { region: Arc::new(Region { pd, memory: memory.clone(), access, keys }), part: None })
     }
 
-    /// A part of this region, which shares its keys: offsets count from the start of the part, and end with it. What a peer
-    /// may touch stays the whole region.
+    /// A slice of this region with the same keys. Offsets start at the slice and are bounds-checked against it. Peers
+    /// can still access the whole region.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] when the part does not lie inside.
+    /// [`Error::OutOfBounds`] when the slice exceeds the region.
     pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
         Ok(Self { region: self.region.clone(), part: Some(self.memory().slice(offset, len)?) })
     }
 
-    /// What keeps the region registered after this is dropped.
+    /// A guard that keeps the region registered after this `Mr` is dropped.
     #[inline]
     pub fn guard(&self) -> MrGuard {
         MrGuard { region: self.region.clone() }
     }
 
-    /// Whether this is the only clone or part of its region, and it has no [`MrGuard`]: dropping it ends the registration.
+    /// Whether this is the last handle of the region: no other clone, slice or [`MrGuard`]. Dropping it deregisters the
+    /// memory.
     pub fn is_only(&self) -> bool {
         Arc::strong_count(&self.region) == 1
     }
@@ -101,7 +102,7 @@ impl Mr {
         Arc::ptr_eq(self.region.pd.provider(), provider)
     }
 
-    /// What it was registered for.
+    /// The access rights of the registration.
     pub fn access(&self) -> Access {
         self.region.access
     }
@@ -121,14 +122,14 @@ impl Mr {
     ///
     /// # Errors
     /// [`Error::OutOfBounds`], or [`Error::InvalidArgument`] for 4 GiB and more.
-    #[inline(always)]
+    #[inline]
     pub fn sge(&self, offset: usize, len: usize) -> Result<Sge> {
         let addr = self.at(offset, len)?;
         let len = u32::try_from(len).map_err(|_| Error::invalid("SGE length", len, "less than 4 GiB"))?;
         Ok(Sge { addr, len, lkey: self.lkey() })
     }
 
-    /// How a peer names the byte at `offset`.
+    /// The remote address of the byte at `offset`.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::Unsupported`] for GPU memory that is [staged](super::Context::stage).
@@ -144,7 +145,7 @@ impl Mr {
         Ok(RemoteAddr { addr: self.at(offset, 0)?, rkey: self.rkey() })
     }
 
-    #[inline(always)]
+    #[inline]
     fn at(&self, offset: usize, len: usize) -> Result<u64> {
         let memory = self.memory();
         let size = memory.len();
@@ -155,20 +156,23 @@ impl Mr {
     }
 }
 
-/// The GPUs whose memory queue pairs of a protection domain may write to, with the number of regions there.
+/// The GPUs whose memory the queue pairs of a protection domain may write, with their region counts.
+///
+/// A card writes payload to GPU memory by itself, so the library cannot flush it before the completion arrives, as the
+/// software HCA and the CPU proxy do. A stream flushes writes to the memory of its own GPU only.
 #[derive(Debug, Default)]
 pub(crate) struct WritableGpus {
     regions: AtomicUsize,
     gpus: Mutex<Vec<(Gpu, usize)>>,
 }
 
-/// The GPU that a device can write to by a region of this memory.
+/// The GPU that a device can write through this region.
 fn written(memory: &Memory, access: Access) -> Option<&Gpu> {
     memory.gpu().filter(|_| access.contains(Access::LOCAL_WRITE))
 }
 
 impl WritableGpus {
-    /// A region was registered.
+    /// Counts a registered region.
     pub(super) fn add(&self, memory: &Memory, access: Access) {
         let Some(gpu) = written(memory, access) else { return };
         let mut gpus = self.gpus.lock();
@@ -179,7 +183,7 @@ impl WritableGpus {
         self.regions.fetch_add(1, Ordering::Release);
     }
 
-    /// A region is no longer registered.
+    /// Removes a deregistered region.
     pub(super) fn remove(&self, memory: &Memory, access: Access) {
         let Some(gpu) = written(memory, access) else { return };
         let mut gpus = self.gpus.lock();
@@ -192,7 +196,7 @@ impl WritableGpus {
         }
     }
 
-    /// Refuses a wait of a stream of `gpu` for payload which that GPU may not see behind it.
+    /// Refuses a wait on a stream of `gpu` for payload that this GPU may not see after the wait.
     ///
     /// # Errors
     /// [`Error::Unsupported`].

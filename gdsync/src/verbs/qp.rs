@@ -1,4 +1,4 @@
-//! Queue pairs: what they are, and whether they work.
+//! Queue pairs: state, health, posting and polling.
 
 mod build;
 mod connect;
@@ -26,19 +26,19 @@ use gdsync_device::{Health, Provider, QpAddress, QpState, TransferPath};
 
 /// A reliable connected queue pair. Clones share it.
 ///
-/// It is destroyed when the last clone is gone *and* no stream has work of it left.
+/// It is destroyed when the last clone is dropped *and* no stream has work of it left.
 #[derive(Clone)]
 pub struct Qp {
     pub(crate) send: Arc<SendQueue>,
     pub(crate) recv: Arc<RecvQueue>,
 }
 
-/// What both queues need to know of their queue pair.
+/// The part of a queue pair that both queues share.
 pub(crate) struct QpCore {
     pub(crate) provider: Arc<dyn Provider>,
     pub(crate) qpn: u32,
     psn: AtomicU32,
-    /// The state, for a quick look; only changed under `modifying`.
+    /// The state, readable without a lock; written only under `modifying`.
     state: AtomicU8,
     modifying: Mutex<()>,
     health: Arc<Health>,
@@ -72,29 +72,29 @@ impl Drop for QpCore {
 }
 
 impl QpCore {
-    #[inline(always)]
+    #[inline]
     fn state(&self) -> QpState {
         QpState(self.state.load(Ordering::Acquire))
     }
 
-    /// Whether this is the process that made it, and not a child.
+    /// Whether this is the process that created it, not a forked child.
     pub(crate) fn is_here(&self) -> bool {
         self.health.fork_guard.is_here()
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn is_broken(&self) -> bool {
         self.health.is_broken()
     }
 
     /// Whether requests can be posted to the send queue.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn is_ready_to_send(&self) -> bool {
         !self.health.is_broken() && self.state() == QpState::RTS
     }
 
-    /// Refuses sends where they cannot work: broken, or in a state without that queue.
-    #[inline(always)]
+    /// Refuses sends on a broken queue pair or in a state other than RTS.
+    #[inline]
     pub(crate) fn check_send(&self) -> Result<()> {
         match self.is_ready_to_send() {
             true => Ok(()),
@@ -102,7 +102,7 @@ impl QpCore {
         }
     }
 
-    /// The same for receives.
+    /// Refuses receives on a broken queue pair or in a state without a receive queue.
     pub(crate) fn check_recv(&self) -> Result<()> {
         self.check_state("post_recv", &[QpState::INIT, QpState::RTR, QpState::RTS], "INIT, RTR or RTS")
     }
@@ -117,12 +117,12 @@ impl QpCore {
         }
     }
 
-    /// Refuses a child.
+    /// Refuses a forked child.
     pub(crate) fn check_process(&self) -> Result<()> {
         self.health.fork_guard.check()
     }
 
-    /// The root cause of the first failure, if there was one.
+    /// Returns the root cause of the first failure, if there was one.
     pub(crate) fn check(&self) -> Result<()> {
         self.check_process()?;
         self.send_cq.reap();
@@ -130,7 +130,7 @@ impl QpCore {
         self.health.check()
     }
 
-    /// As [`QpCore::check`], of what is known without a look at the completion queues.
+    /// Like [`QpCore::check`], without reaping the completion queues first.
     #[inline]
     pub(crate) fn check_known(&self) -> Result<()> {
         if self.health.is_broken() { self.check() } else { Ok(()) }
@@ -143,14 +143,14 @@ impl Qp {
         self.core().qpn
     }
 
-    /// What the other side needs to connect to this queue pair. A reset changes it: late packets of the former
-    /// connection must not be taken for those of the next.
+    /// The address that a peer needs to connect. A reset changes it, so that late packets of the old connection are not
+    /// accepted by the next.
     pub fn address(&self) -> QpAddress {
         let core = self.core();
         core.provider.address(core.qpn, core.psn.load(Ordering::Acquire))
     }
 
-    /// The state: ERR also when the HCA has gone there by itself and a completion told so.
+    /// The state. ERR also when a completion shows that the HCA moved there by itself.
     pub fn state(&self) -> QpState {
         let state = self.core().state();
         if state != QpState::RESET && self.check().is_err() { QpState::ERR } else { state }
@@ -170,29 +170,29 @@ impl Qp {
         &self.send.end.qp
     }
 
-    /// Whether the queue pair still works: the root cause of the first failure otherwise.
+    /// Checks that the queue pair works. Returns the root cause of the first failure otherwise.
     ///
     /// # Errors
-    /// That failure.
+    /// The error that broke the queue pair.
     pub fn check(&self) -> Result<()> {
         self.core().check()
     }
 
-    /// Whether it is known to be broken, without a look at the completion queues: [`Qp::check`] says why.
+    /// Whether the queue pair is known to be broken, without reaping the completion queues. [`Qp::check`] returns the
+    /// reason.
     pub fn is_broken(&self) -> bool {
         self.core().is_broken()
     }
 
-    /// Whether messages and RDMA WRITEs that it receives are written in order of their addresses, as the CPU sees it
-    /// (`ibv_query_qp_data_in_order`). Only then can payload be polled in place of its completion. `None` where the
-    /// device does not tell.
+    /// Whether received messages and RDMA WRITEs are written in address order, as the CPU sees it
+    /// (`ibv_query_qp_data_in_order`). Only then can payload be polled instead of its completion. `None` if unknown.
     pub fn writes_in_order(&self) -> Option<bool> {
         self.core().provider.writes_in_order(self.qpn())
     }
 
-    /// How a message or RDMA WRITE of `len` bytes in one piece of this region would leave by this queue pair now, and why. A peer
-    /// that cannot fetch says so at the first message, which is staged then. What is read from here by a peer leaves as it would,
-    /// but for peer to peer: that is staged.
+    /// The path that a message or RDMA WRITE of `len` contiguous bytes of this region would take now, and why. Whether
+    /// the peer can fetch is known only after the first message, which is staged then. READ responses take the same
+    /// path, except that peer-to-peer ones are staged.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a region of another device.
@@ -208,19 +208,19 @@ impl Qp {
         Ok(core.provider.transfer_path(core.qpn, mr.lkey(), mr.memory(), len))
     }
 
-    /// Whether a stream waits for completions of it, as far as is known.
+    /// Whether a stream is known to wait for completions of this queue pair.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn is_awaited(&self) -> bool {
         [&self.send.end, &self.recv.end].into_iter().any(|end| end.cq.is_awaited())
     }
 
-    /// Sends that were taken back and that a doorbell has passed over since: they have places in the queue, and do nothing.
+    /// Number of cancelled sends that a doorbell has exposed since. They occupy queue entries and do nothing.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn send_gaps(&self) -> u64 {
         self.send.end.tracker.lock().gaps
     }
 
-    /// Has the flight recorder name the ranks of this process and of the one at the other end.
+    /// Sets the ranks of this process and of the peer for the flight recorder.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn name_ranks(&self, own: usize, peer: usize) {
         if let (Ok(own), Ok(peer)) = (own.try_into(), peer.try_into()) {
@@ -230,26 +230,27 @@ impl Qp {
 }
 
 impl Qp {
-    /// Posts sends and rings the doorbell. All or none are posted. Returns the completion of the last one.
+    /// Posts sends, all or none, and rings the doorbell. Returns the completion of the last one.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an empty list;
-    /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`];
-    /// [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are outstanding.
+    /// [`Error::InvalidArgument`] for an empty list; [`Error::WrongState`]; [`Error::QueueFull`];
+    /// [`Error::WorkRequest`]; [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are
+    /// outstanding; the error that broke the queue pair.
     pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<Completion> {
         Ok(self.send.end.completion(self.send_all(wrs)?))
     }
 
-    /// As [`Qp::post_send`], for who has a [`Completion`] to renew with its index.
+    /// Like [`Qp::post_send`], for callers that reuse a [`Completion`] by its index.
     ///
     /// # Errors
-    /// As [`Qp::post_send`].
+    /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
+    /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn post_send_index(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
         self.send_all(wrs)
     }
 
-    #[inline(always)]
+    #[inline]
     fn send_all(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_send");
         let range = self.send.post(wrs)?;
@@ -260,29 +261,30 @@ impl Qp {
     /// Posts receives. Those before the first error stay posted. Returns the completion of the last one.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an empty list;
-    /// The error that broke the queue pair; [`Error::WrongState`]; [`Error::QueueFull`]; [`Error::WorkRequest`].
+    /// [`Error::InvalidArgument`] for an empty list; [`Error::WrongState`]; [`Error::QueueFull`];
+    /// [`Error::WorkRequest`]; the error that broke the queue pair.
     pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<Completion> {
         Ok(self.recv.end.completion(self.receive_all(wrs)?))
     }
 
-    /// As [`Qp::post_recv`], for who has a [`Completion`] to renew with its index.
+    /// Like [`Qp::post_recv`], for callers that reuse a [`Completion`] by its index.
     ///
     /// # Errors
-    /// As [`Qp::post_recv`].
+    /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`]; the error that
+    /// broke the queue pair.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn post_recv_index(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
         self.receive_all(wrs)
     }
 
-    #[inline(always)]
+    #[inline]
     fn receive_all(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_recv");
         let last = self.recv.post(wrs)?;
         last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))
     }
 
-    /// The completion of a send that was just made.
+    /// The completion of a send that was just posted.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn send_completion(&self, index: u64) -> Completion {
         self.send.end.completion(index)
@@ -294,18 +296,18 @@ impl Qp {
         self.recv.end.completion(index)
     }
 
-    /// Takes the next send completion, if it is there: see [`Cq::poll`](crate::verbs::Cq::poll).
+    /// Takes the next send completion, if it has arrived: see [`Cq::poll`](crate::verbs::Cq::poll).
     pub fn poll_send(&self) -> Option<Wc> {
         self.send.end.cq.poll()
     }
 
-    /// Takes the next receive completion, if it is there: see [`Cq::poll`](crate::verbs::Cq::poll).
+    /// Takes the next receive completion, if it has arrived: see [`Cq::poll`](crate::verbs::Cq::poll).
     pub fn poll_recv(&self) -> Option<Wc> {
         self.recv.end.cq.poll()
     }
 
-    /// Blocks until all sends are complete that were posted, or that a stream was handed. Those that are only prepared, by
-    /// [`Qp::prepare_send`] or in a batch, are not waited for.
+    /// Blocks until all sends that were posted or submitted to a stream have completed. Does not wait for prepared ones
+    /// ([`Qp::prepare_send`] or in a batch).
     ///
     /// # Errors
     /// The root cause of the first failure of the queue pair; [`Error::Deadline`] after `timeout`.

@@ -1,4 +1,4 @@
-//! The receive queue: buffers posted by the CPU, early; their completions awaited by the CPU or a stream.
+//! The receive queue. The CPU posts buffers; the CPU or a stream waits for their completions.
 
 use std::fmt;
 use std::ops::Range;
@@ -35,21 +35,20 @@ impl RecvQueue {
         Ok(Arc::new(Self { end, ring, stride, entries, record }))
     }
 
-    /// The ring, the record's word, and the bytes of an entry.
+    /// The ring, the doorbell record, and the entry size in bytes.
     pub(crate) fn places(&self) -> (&Memory, &Memory, usize) {
         (&self.ring, self.record.memory(), self.stride)
     }
 
-    // Always: as large as it is, it has two callers.
-    #[inline(always)]
+    #[inline]
     pub(crate) fn post(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let result = self.post_all(wrs);
-        // A device that has already given up on the queue pair has to flush them.
+        // Lets a device whose queue pair is in error flush the new receives.
         self.end.qp.provider.ring(self.end.qp.qpn);
         result
     }
 
-    #[inline(always)]
+    #[inline]
     fn post_all(&self, wrs: &[RecvWr<'_>]) -> Result<Option<u64>> {
         let (mut last, mut rest, mut reaped) = (None, wrs, false);
         while !rest.is_empty() {
@@ -57,7 +56,7 @@ impl RecvQueue {
             last = posted.clone().last().or(last);
             rest = &rest[posted.clone().count()..];
             match result {
-                // Once more for each that did not fit.
+                // Retries once per receive that did not fit.
                 Err(Error::QueueFull { .. }) if !reaped || !posted.is_empty() => {
                     self.end.qp.provider.progress();
                     self.end.cq.reap();
@@ -69,14 +68,15 @@ impl RecvQueue {
         Ok(last)
     }
 
-    /// Posts until one does not fit. Returns the requests posted, and what was wrong with the next.
+    /// Posts until one fails. Returns the posted range, and the error of the next request.
     fn post_some(&self, wrs: &[RecvWr<'_>]) -> (Range<u64>, Result<()>) {
         let mut track = self.end.tracker.lock();
         let (first, begin) = (track.posted, track.head);
-        // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
+        // Checked under the lock. A reset changes the state before it takes this lock, so nothing is posted after a
+        // reset.
         let written = self.end.qp.check_recv();
         let written = written.and_then(|()| wrs.iter().try_for_each(|wr| self.write(&mut track, wr)));
-        // The record may lie elsewhere, and must not be seen first.
+        // The record may lie in other memory: the ring must be visible to the card first.
         if track.posted > first
             && self.end.qp.provider.reads_by_itself()
             && let Err(error) = self.ring.flush()
@@ -88,7 +88,7 @@ impl RecvQueue {
         let posted = first..track.posted;
         if !posted.is_empty() {
             track.exposed = track.posted;
-            self.end.tracker.tell(&track);
+            self.end.tracker.publish(&track);
             for n in posted.clone() {
                 let len = track.entry(n).len;
                 self.end.qp.log.note(Stage::Prepared, Queue::Receive, By::Cpu, n, len);
@@ -99,7 +99,7 @@ impl RecvQueue {
         (posted, written)
     }
 
-    /// Writes one receive, which nobody sees yet.
+    /// Writes one receive, not yet visible to the device.
     fn write(&self, track: &mut Track, wr: &RecvWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
         let begin = track.head;
@@ -126,9 +126,9 @@ impl RecvQueue {
         Ok(())
     }
 
-    /// Forgets everything posted, after the queue pair was reset.
+    /// Discards everything posted, after the device has reset the queue pair.
     pub(crate) fn reset(&self) {
-        // What completed before the reset still counts; after this nothing more arrives.
+        // Completions from before the reset still count. None arrive after it.
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
         self.record.store(0);
@@ -143,7 +143,7 @@ mod tests {
     use gdsync_soft::SoftHcaConfig;
 
     #[test]
-    fn the_record_is_behind_a_fence_for_devices() {
+    fn a_device_fence_precedes_the_record() {
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let qp = pd.build_qp().build().unwrap();
         qp.init().unwrap();

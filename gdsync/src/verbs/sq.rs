@@ -1,4 +1,4 @@
-//! The send queue: WQEs are written now and made visible by a doorbell later, from the CPU or from a stream.
+//! The send queue: writes WQEs, which a doorbell of the CPU or of a stream exposes later.
 
 use std::fmt;
 use std::ops::Range;
@@ -24,25 +24,25 @@ pub(crate) struct SendQueue {
     pub(crate) end: Arc<QueueEnd>,
     ring: Memory,
     blocks: u64,
-    most: Most,
+    limits: Limits,
     send_doorbell: Arc<SendDoorbell>,
     doorbell_watch: Option<DoorbellWatch>,
-    /// Parts of the end: who sends need not look for them.
+    /// Copies from `end`, for shorter access paths on each send.
     tracker: Arc<Tracker>,
     cq: Arc<CqInner>,
     qp: Arc<QpCore>,
     qpn: u32,
 }
 
-/// What one request may have, as the QP was built.
+/// Limits of one request, as the QP was built.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Most {
+pub(crate) struct Limits {
     pub(crate) sges: usize,
     pub(crate) inline: usize,
 }
 
-impl Most {
-    #[inline(always)]
+impl Limits {
+    #[inline]
     fn check(self, op: &mlx5::SendOp<'_>) -> Result<()> {
         use mlx5::{Payload, SendOp};
         match *op {
@@ -66,7 +66,7 @@ impl Most {
 
     #[cold]
     fn check_buffers(self, sges: &[mlx5::DataSeg]) -> Result<()> {
-        // Empty ones take no room.
+        // Empty SGEs are not written to the WQE.
         let buffers = sges.iter().filter(|sge| sge.len > 0).count();
         if buffers > self.sges {
             let value = format!("{buffers}, where {} fit", self.sges);
@@ -76,58 +76,58 @@ impl Most {
     }
 }
 
-/// Blocks between the one that is written and the one that the CPU is told it will write.
+/// Distance in blocks between the block being written and the block being prefetched.
 const AHEAD: u64 = 8;
 
-/// Requests that were written, and what makes the last of them visible.
+/// Written requests, and the doorbell that exposes the last of them.
 #[derive(Clone, Debug)]
 pub(crate) struct Written {
     pub(crate) range: Range<u64>,
-    /// The index of the block after the last one.
+    /// Index of the block after the last one.
     pub(crate) end: u64,
     doorbell: u64,
 }
 
 impl Written {
-    /// One more behind them.
+    /// Appends one request.
     fn grow(&mut self, entry: &Entry) {
         self.range.end += 1;
         (self.end, self.doorbell) = (entry.end(), entry.doorbell);
     }
 
-    /// What makes the HCA start everything up to the end of them.
+    /// The doorbell that starts everything through the last of these requests.
     #[inline]
     pub(crate) fn doorbell_value(&self) -> DoorbellValue {
         DoorbellValue { record: mlx5::send_record(self.end), doorbell: self.doorbell }
     }
 }
 
-/// Requests that were prepared.
+/// Prepared requests.
 pub(crate) struct Prepared {
     pub(crate) sends: Written,
-    /// They were handed to a stream.
-    pub(crate) before: Option<Before>,
-    /// The flight recorder knows that.
+    /// Set if they were submitted to a stream.
+    pub(crate) before: Option<QueueState>,
+    /// Whether the flight recorder has the submission.
     pub(crate) is_recorded: bool,
 }
 
-/// A request that was prepared and handed to a stream.
+/// A request that was prepared and submitted to a stream.
 pub(crate) struct Sent {
     pub(crate) sends: Written,
-    before: Before,
-    /// The flight recorder knows of it.
+    before: QueueState,
+    /// Whether the flight recorder has the submission.
     pub(crate) is_recorded: bool,
 }
 
 impl Sent {
-    /// The same as one of several.
+    /// Converts to the form for several requests.
     pub(crate) fn prepared(self) -> Prepared {
         let Self { sends, before, is_recorded } = self;
         Prepared { sends, before: Some(before), is_recorded }
     }
 }
 
-/// A send as it was written, to be written again at other places of the ring.
+/// A written send, to be written again at another ring position.
 pub(crate) struct Template {
     wr_id: u64,
     len: u32,
@@ -151,29 +151,28 @@ impl SendQueue {
         end: Arc<QueueEnd>,
         ring: Memory,
         send_doorbell: Arc<SendDoorbell>,
-        most: Most,
+        limits: Limits,
         doorbell_watch: Option<DoorbellWatch>,
     ) -> Arc<Self> {
         let blocks = (ring.len() / BB) as u64;
         let (tracker, cq, qp) = (end.tracker.clone(), end.cq.clone(), end.qp.clone());
         let qpn = qp.qpn;
-        Arc::new(Self { end, ring, blocks, most, send_doorbell, doorbell_watch, tracker, cq, qp, qpn })
+        Arc::new(Self { end, ring, blocks, limits, send_doorbell, doorbell_watch, tracker, cq, qp, qpn })
     }
 
-    /// What a stream rings.
+    /// The doorbell that streams write.
     #[inline]
     pub(crate) fn send_doorbell(&self) -> &SendDoorbell {
         &self.send_doorbell
     }
 
-    /// The ring, the record's word, and the doorbell.
+    /// The ring, the doorbell record, and the doorbell.
     pub(crate) fn places(&self) -> (&Memory, &Memory, &Memory) {
         (&self.ring, self.send_doorbell.record.memory(), self.send_doorbell.doorbell.memory())
     }
 
-    /// Posts requests and rings the doorbell, from the CPU.
-    // Always: as large as it is, it has two callers.
-    #[inline(always)]
+    /// Posts requests and rings the doorbell from the CPU.
+    #[inline]
     pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         let range = self.with_room(|track| {
             if matches!(track.owner, Owner::Stream(_)) && !track.is_idle() {
@@ -190,27 +189,27 @@ impl SendQueue {
             }
             track.owner = Owner::Cpu;
             let last = *track.entry(range.end - 1);
-            // Under the lock: a later producer index must not be overtaken by an earlier one.
-            // Nothing for a doorbell in memory; one of a card is in memory that the CPU writes when it likes.
-            let settle = || self.send_doorbell.doorbell.memory().fence();
-            settle();
+            // Under the lock: an earlier producer index must not overwrite a later one. The fences are no-ops for
+            // doorbells in host memory. A card's doorbell is memory that the CPU may write late.
+            let fence = || self.send_doorbell.doorbell.memory().fence();
+            fence();
             protocol::ring_doorbell(
                 self.send_doorbell.record.atomic(),
                 mlx5::send_record(last.end()),
                 || {
                     self.send_doorbell.record.memory().fence();
-                    settle();
+                    fence();
                     if self.provider().reads_by_itself() {
-                        // A load takes what was stored there before along, also to a GPU.
+                        // A load flushes earlier stores to the same device, also to a GPU.
                         self.send_doorbell.record.atomic().load(Ordering::Acquire);
-                        // The software HCA says so itself, at once.
+                        // The software HCA records this event itself.
                         self.end.qp.log.note(Stage::DoorbellSet, Queue::Send, By::Cpu, range.end - 1, 0);
                     }
                 },
                 self.send_doorbell.doorbell.atomic(),
                 last.doorbell,
             );
-            settle();
+            fence();
             Ok(range)
         })?;
         if !range.is_empty() {
@@ -219,12 +218,12 @@ impl SendQueue {
         Ok(range)
     }
 
-    /// Returns when requests that were written are where a card reads them. Nothing for a ring in host memory.
+    /// Flushes the ring for a card that reads it. No-op for rings in host memory.
     fn arrive(&self) -> Result<()> {
         if self.provider().reads_by_itself() { self.ring.flush() } else { Ok(()) }
     }
 
-    /// Writes requests, at least one, that nobody sees yet. With a `stream`, they are handed to it at once, as by
+    /// Writes one or more requests without exposing them. With a `stream`, also submits them to it, like
     /// [`SendQueue::submit`].
     pub(crate) fn prepare(&self, wrs: &[SendWr<'_>], stream: Option<u64>) -> Result<Prepared> {
         self.with_room(|track| {
@@ -233,14 +232,14 @@ impl SendQueue {
         })
     }
 
-    /// What was prepared, one by one.
+    /// The prepared requests, one by one.
     pub(crate) fn each(&self, range: Range<u64>) -> Vec<Written> {
         let track = self.end.tracker.lock();
         range.map(|n| written(&track, n..n + 1)).collect()
     }
 
-    /// Hands requests that were written to their stream, if there is one.
-    #[inline(always)]
+    /// Submits written requests to `stream`, if there is one.
+    #[inline]
     fn prepared(&self, track: &mut Track, range: Range<u64>, stream: Option<u64>) -> Result<Prepared> {
         let handed = stream.map(|stream| self.hand_over(track, &range, stream)).transpose();
         let before = handed.inspect_err(|_| self.undo(track, &range))?;
@@ -248,8 +247,8 @@ impl SendQueue {
         Ok(Prepared { sends: written(track, range), before, is_recorded })
     }
 
-    /// Records that requests were written, and that they were handed to a stream. Returns whether the latter is told.
-    #[inline(always)]
+    /// Records that requests were written and, with a `stream`, submitted. Returns whether the submission is recorded.
+    #[inline]
     fn note_prepared(&self, track: &Track, range: &Range<u64>, stream: Option<u64>) -> bool {
         let log = &self.end.qp.log;
         let mut is_recorded = true;
@@ -259,7 +258,7 @@ impl SendQueue {
         is_recorded
     }
 
-    /// Writes sends again, as [`SendQueue::prepare`].
+    /// Writes recorded sends again, like [`SendQueue::prepare`].
     pub(crate) fn prepare_again(&self, sends: &[Template], stream: Option<u64>) -> Result<Prepared> {
         let again = |track: &mut Track, send: &Template| {
             self.put(track, send.wr_id, send.len, |out, index| {
@@ -274,7 +273,7 @@ impl SendQueue {
         })
     }
 
-    /// What was prepared, to be written again.
+    /// Templates of prepared sends.
     pub(crate) fn templates(&self, range: &Range<u64>) -> Vec<Template> {
         let track = self.end.tracker.lock();
         let template = |n| {
@@ -286,8 +285,8 @@ impl SendQueue {
         range.clone().map(template).collect()
     }
 
-    /// Runs `f`, and once more after taking completions if there was no room or the queue was busy.
-    #[inline(always)]
+    /// Runs `f`. Retries once, after reaping completions, if the queue was full or busy.
+    #[inline]
     fn with_room<T>(&self, mut f: impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
         match self.locked(&mut f) {
             Err(Error::QueueFull { .. } | Error::Busy { .. }) => self.again(&mut f),
@@ -295,13 +294,14 @@ impl SendQueue {
         }
     }
 
-    #[inline(always)]
+    #[inline]
     fn locked<T>(&self, f: &mut impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
         let mut track = self.end.tracker.lock();
-        // Under the lock, which a reset takes after it has changed the state: nothing slips in behind it.
+        // Checked under the lock. A reset changes the state before it takes this lock, so nothing is posted after a
+        // reset.
         self.end.qp.check_send()?;
         let done = f(&mut track);
-        self.end.tracker.tell(&track);
+        self.end.tracker.publish(&track);
         done
     }
 
@@ -313,13 +313,13 @@ impl SendQueue {
         self.locked(&mut f)
     }
 
-    #[inline(always)]
+    #[inline]
     fn write(&self, track: &mut Track, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         self.write_all(track, wrs, |track, wr| self.write_one(track, wr))
     }
 
-    /// Writes all or none.
-    #[inline(always)]
+    /// Writes all sends or none.
+    #[inline]
     fn write_all<T>(
         &self,
         track: &mut Track,
@@ -337,18 +337,18 @@ impl SendQueue {
         Ok(first..track.posted)
     }
 
-    /// Has the lines come that are written next.
-    #[inline(always)]
+    /// Prefetches the next ring lines for writing.
+    #[inline]
     fn prefetch_behind(&self, begin: u64, end: u64) {
-        // The HCA has read there in the lap before.
+        // The HCA's core has read these lines in the previous lap.
         for block in begin..end {
-            self.ring.prefetch_to_write(self.place(block + AHEAD));
+            self.ring.prefetch_to_write(self.offset(block + AHEAD));
         }
-        // Its core may have taken the next one along since, reading what came before.
-        self.ring.prefetch_to_write(self.place(end));
+        // The HCA's core may have fetched the next line again while it read earlier requests.
+        self.ring.prefetch_to_write(self.offset(end));
     }
 
-    #[inline(always)]
+    #[inline]
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         match self.write_short(track, wr) {
             Some(_) => Ok(()),
@@ -359,7 +359,7 @@ impl SendQueue {
     #[inline(never)]
     fn write_any(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
         let qpn = self.end.qp.qpn;
-        self.most.check(&wr.op)?;
+        self.limits.check(&wr.op)?;
         if wr.op.fetches() {
             self.end.fetches();
         }
@@ -369,8 +369,8 @@ impl SendQueue {
         })
     }
 
-    /// Writes one WQE of `len` bytes of payload, which `encode` puts into a buffer, for the index that it is given; it returns its `ds`.
-    #[inline(always)]
+    /// Writes one WQE with `len` payload bytes. `encode` gets a buffer and the WQE index, and returns `ds`.
+    #[inline]
     fn put(
         &self,
         track: &mut Track,
@@ -412,17 +412,17 @@ impl SendQueue {
         Ok(())
     }
 
-    /// Where block `index` is in the ring, in bytes.
-    #[inline(always)]
-    fn place(&self, index: u64) -> usize {
+    /// The byte offset of block `index` in the ring.
+    #[inline]
+    fn offset(&self, index: u64) -> usize {
         usize::try_from(index & (self.blocks - 1)).expect("a ring index fits in memory") * BB
     }
 
-    /// Copies a WQE to block `index`, round the end of the ring if need be.
-    #[inline(always)]
+    /// Copies a WQE to block `index`, wrapping at the end of the ring.
+    #[inline]
     fn store(&self, index: u64, bytes: &[u8]) {
-        let at = self.place(index);
-        // WQEs are made of 16 bytes, rings of 64.
+        let at = self.offset(index);
+        // WQE sizes are multiples of 16 bytes, ring sizes of 64.
         let words = bytes.as_chunks::<8>().0;
         let (head, wrapped) = words.split_at(words.len().min((self.ring.len() - at) / 8));
         self.ring.write_words(at, head).expect("split at the end of the ring");
@@ -431,15 +431,15 @@ impl SendQueue {
         }
     }
 
-    /// Reads back what [`SendQueue::store`] wrote.
+    /// Reads a WQE that [`SendQueue::store`] wrote.
     fn load(&self, index: u64, bytes: &mut [u8]) {
-        let at = self.place(index);
+        let at = self.offset(index);
         let (head, wrapped) = bytes.split_at_mut(bytes.len().min(self.ring.len() - at));
         self.ring.read(at, head).expect("split at the end of the ring");
         self.ring.read(0, wrapped).expect("a WQE is shorter than the ring");
     }
 
-    /// Checks that `range` is next in prepare order, and counts it as exposed by a doorbell.
+    /// Checks that `range` is next in prepare order, and counts it as exposed.
     fn expose(&self, track: &mut Track, range: &Range<u64>) -> Result<()> {
         let mut next = track.exposed;
         while next < range.start && track.entry(next).cancelled {
@@ -453,11 +453,11 @@ impl SendQueue {
         Ok(())
     }
 
-    /// Takes back requests that no doorbell has exposed.
+    /// Cancels requests that no doorbell has exposed.
     fn undo(&self, track: &mut Track, range: &Range<u64>) {
         for n in range.clone() {
             let entry = *track.entry(n);
-            // In the ring a later doorbell may pass over it: it must do nothing and complete once.
+            // A later doorbell may expose it: it must do nothing and complete once.
             let nop = mlx5::nop_like(self.end.qp.qpn, low16(entry.begin), entry.ds);
             self.store(entry.begin, &nop);
             let first8 = *nop.first_chunk().expect("a control segment has 16 bytes");
@@ -472,14 +472,14 @@ impl SendQueue {
             taken_back += 1;
         }
         if taken_back < range.end - range.start {
-            self.end.tracker.tell_gaps(track);
+            self.end.tracker.publish_gaps(track);
         } else {
-            self.end.tracker.tell(track);
+            self.end.tracker.publish(track);
         }
         self.end.cq.take_back(taken_back);
     }
 
-    /// A prepared range was dropped. In a child it is left.
+    /// Cancels a dropped prepared range. No-op in a forked child.
     pub(crate) fn cancel(&self, range: &Range<u64>) {
         if self.qp.is_here() {
             self.undo(&mut self.end.tracker.lock(), range);
@@ -494,7 +494,7 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
     }
 
-    /// Records a stage of requests in a row.
+    /// Records a stage of consecutive requests.
     pub(crate) fn note(&self, stage: Stage, numbers: Range<u64>, stream: u64) {
         self.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
     }
@@ -503,34 +503,34 @@ impl SendQueue {
         &*self.end.qp.provider
     }
 
-    /// Whether there are requests that a stream was to expose, and gave up.
-    pub(crate) fn has_hidden(&self) -> bool {
+    /// Whether a failed stream left requests unexposed.
+    pub(crate) fn has_unexposed(&self) -> bool {
         self.send_doorbell.record.load() != mlx5::send_record(self.end.tracker.lock().head)
     }
 
-    /// Exposes them to the device, in the error state, before it is reset: their waits may have been released by completions
-    /// in place of the device's, and the next one belongs behind those. By the doorbell too: it is not known that every card flushes what only the
-    /// record tells.
-    pub(crate) fn show_hidden(&self) {
+    /// Exposes those requests to the device, which is in the error state, before a reset. Their waits may have been
+    /// released by flush CQEs of the library, and the next CQE must follow those. Rings the doorbell too: a card may
+    /// not flush requests that only the record announces.
+    pub(crate) fn expose_abandoned(&self) {
         let track = self.end.tracker.lock();
         let Some(last) = track.posted.checked_sub(1) else { return };
         let value = written(&track, last..track.posted).doorbell_value();
-        let settle = || {
+        let fence = || {
             self.send_doorbell.record.memory().fence();
             self.send_doorbell.doorbell.memory().fence();
         };
-        settle();
+        fence();
         self.send_doorbell.record.store(value.record);
-        settle();
+        fence();
         self.send_doorbell.doorbell.store(value.doorbell);
-        settle();
+        fence();
         drop(track);
         self.provider().ring(self.end.qp.qpn);
     }
 
-    /// Forgets everything posted, after the queue pair was reset.
+    /// Discards everything posted, after the device has reset the queue pair.
     pub(crate) fn reset(&self) {
-        // What completed before the reset still counts; after this nothing more arrives.
+        // Completions from before the reset still count. None arrive after it.
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
         self.send_doorbell.record.store(0);
@@ -543,49 +543,49 @@ fn written(track: &Track, range: Range<u64>) -> Written {
     Written { range, end: last.end(), doorbell: last.doorbell }
 }
 
-/// Who owned a queue, and up to where it was exposed, before a range was submitted.
+/// The state of a queue before a submission, to undo it.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Before {
+pub(crate) struct QueueState {
     pub(super) owner: Owner,
     pub(super) exposed: u64,
     pub(super) gaps: u64,
 }
 
 impl SendQueue {
-    /// Hands prepared requests to a stream: after this the stream's doorbell will expose them. Where a GPU will ring, the device is to
-    /// be told: by [`SendQueue::ensure_watched`]. Returns what [`SendQueue::unsubmit`] needs.
+    /// Submits prepared requests to a stream, whose doorbell will expose them. With `by_gpu`, call
+    /// [`SendQueue::ensure_watched`] afterwards. Returns what [`SendQueue::unsubmit`] needs.
     #[inline]
-    pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
+    pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<QueueState> {
         let mut track = self.tracker.lock();
-        // One behind those of the same stream, as most are.
+        // Fast path: the next range of the same stream.
         let is_next = track.owner == Owner::Stream(stream) && track.exposed == sends.range.start;
         if !(is_next && self.qp.is_ready_to_send()) {
             drop(track);
             return self.submit_any(sends, stream, by_gpu);
         }
-        let before = Before { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
+        let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
         track.exposed = sends.range.end;
         if by_gpu {
-            self.foresee(sends.end);
+            self.set_watch_limit(sends.end);
         }
         Ok(before)
     }
 
     #[cold]
     #[inline(never)]
-    fn submit_any(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<Before> {
+    fn submit_any(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<QueueState> {
         self.with_room(|track| {
             let before = self.hand_over(track, &sends.range, stream)?;
             if by_gpu {
-                self.foresee(sends.end);
+                self.set_watch_limit(sends.end);
             }
             Ok(before)
         })
     }
 
-    #[inline(always)]
-    pub(super) fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<Before> {
-        let before = Before { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
+    #[inline]
+    pub(super) fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<QueueState> {
+        let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
         let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
         if theirs && !track.is_idle() {
             return Err(self.busy(track.owner));
@@ -595,8 +595,8 @@ impl SendQueue {
         Ok(before)
     }
 
-    /// Undoes [`SendQueue::submit`], also of what was foreseen.
-    pub(crate) fn unsubmit(&self, sends: &Written, before: Before) {
+    /// Undoes [`SendQueue::submit`], including the watch limit.
+    pub(crate) fn unsubmit(&self, sends: &Written, before: QueueState) {
         let mut track = self.end.tracker.lock();
         if let Some(doorbell_watch) = &self.doorbell_watch {
             doorbell_watch.withdraw(sends.end, track.entry(before.exposed).begin);
@@ -606,20 +606,22 @@ impl SendQueue {
         track.owner = before.owner;
     }
 
-    /// Tells the device that a stream which cannot signal will ring up to the end of `sends`.
+    /// Notifies the device that a GPU stream will ring up to the end of `sends`.
     pub(crate) fn watch(&self, sends: &Written) {
         self.qp.provider.watch(self.qpn, sends.end);
     }
 
-    /// The same of sends up to block `end`, first under the lock of the queue.
-    #[inline(always)]
-    pub(super) fn foresee(&self, end: u64) {
+    /// Step 1, with the queue locked: publishes the watch limit, so that the device expects doorbells up to block
+    /// `end`.
+    #[inline]
+    pub(super) fn set_watch_limit(&self, end: u64) {
         if let Some(doorbell_watch) = &self.doorbell_watch {
             doorbell_watch.foresee(end);
         }
     }
 
-    /// And then, when the caller has let a lock go since.
+    /// Step 2, after an unlock that is an atomic read-modify-write: notifies the device if it is not watching the
+    /// doorbell.
     #[inline]
     pub(crate) fn ensure_watched(&self, end: u64) {
         if self.doorbell_watch.as_ref().is_some_and(|doorbell_watch| !doorbell_watch.is_watched()) {
@@ -629,9 +631,8 @@ impl SendQueue {
 }
 
 impl SendQueue {
-    /// Writes a request and hands it to a stream: one more short one behind those of the same stream, the most frequent kind, in a
-    /// straight line. `None` if there is anything else about it, and then nothing is done. Where a GPU will ring, the device is to
-    /// be told: by [`SendQueue::ensure_watched`].
+    /// Fast path: writes a short request and submits it to the stream that owns the queue. Returns `None`, with nothing
+    /// done, if any other case applies. With `by_gpu`, call [`SendQueue::ensure_watched`] afterwards.
     #[inline(always)]
     pub(crate) fn send_short(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Option<Sent> {
         let mut track = self.tracker.lock();
@@ -639,24 +640,24 @@ impl SendQueue {
         if track.owner != Owner::Stream(stream) || track.exposed != n || !self.qp.is_ready_to_send() {
             return None;
         }
-        let before = Before { owner: track.owner, exposed: n, gaps: track.gaps };
+        let before = QueueState { owner: track.owner, exposed: n, gaps: track.gaps };
         let (end, doorbell, len) = self.write_short(&mut track, wr)?;
         track.exposed = n + 1;
-        self.tracker.tell(&track);
+        self.tracker.publish(&track);
         if by_gpu {
-            self.foresee(end);
+            self.set_watch_limit(end);
         }
         drop(track);
         let is_recorded = self.qp.log.note_prepared(n, len, Some(stream));
         Some(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_recorded })
     }
 
-    /// As [`SendQueue::send_short`] of any.
+    /// Slow path of [`SendQueue::send_short`]: any request, any state.
     pub(crate) fn send_any(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Result<Sent> {
         self.with_room(|track| {
             let sent = self.send_one(track, wr, stream)?;
             if by_gpu {
-                self.foresee(sent.sends.end);
+                self.set_watch_limit(sent.sends.end);
             }
             Ok(sent)
         })
@@ -676,9 +677,9 @@ impl SendQueue {
         Ok(Sent { sends: written(track, n..n + 1), before, is_recorded })
     }
 
-    /// Writes a short request that is for no stream yet. `None` if there is anything else about it, or if it `may_be` none of this
-    /// number, and then nothing is done.
-    #[inline(always)]
+    /// Fast path: writes a short request for no stream yet, if `may_be` accepts its number. Returns `None`, with
+    /// nothing done, if any other case applies.
+    #[inline]
     pub(crate) fn prepare_short(&self, wr: &SendWr<'_>, may_be: impl FnOnce(u64) -> bool) -> Option<Written> {
         let mut track = self.tracker.lock();
         let n = track.posted;
@@ -686,15 +687,15 @@ impl SendQueue {
             return None;
         }
         let (end, doorbell, len) = self.write_short(&mut track, wr)?;
-        self.tracker.tell(&track);
+        self.tracker.publish(&track);
         drop(track);
         self.qp.log.note_prepared(n, len, None);
         Some(Written { range: n..n + 1, end, doorbell })
     }
 
-    /// Writes one more request behind `sends`, which were prepared for no stream yet. Returns whether it could: there may be another
-    /// one behind them.
-    #[inline(always)]
+    /// Appends a request to `sends`, which belong to no stream yet. Returns `false` if other requests were written
+    /// after them.
+    #[inline]
     pub(crate) fn prepare_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
         let Some(next) = self.prepare_short(wr, |n| n == sends.range.end) else {
             return self.prepare_any_behind(sends, wr);
@@ -719,15 +720,15 @@ impl SendQueue {
         })
     }
 
-    /// Writes a request of one block, and returns the index behind it, its doorbell, and its payload in bytes. `None` if it is of
-    /// another kind, or if there is no room; then nothing is done.
+    /// Writes a one-block request. Returns the index after it, its doorbell, and its payload bytes; `None`, with
+    /// nothing done, if it needs more blocks or there is no room.
     #[inline(always)]
     pub(super) fn write_short(&self, track: &mut Track, wr: &SendWr<'_>) -> Option<(u64, u64, u32)> {
         let begin = track.head;
         let mlx5::Short { block, ds, len } = mlx5::encode_short(&wr.op, self.qpn, low16(begin), wr.flags)?;
         let has_room = begin - track.tail < self.blocks && track.has_entry();
-        // Of the slot behind the last one nobody reads before it is posted, so it may also be written for nothing.
-        if !has_room || !self.ring.write_block(self.place(begin), &block) || !self.cq.reserve() {
+        // Nobody reads the slot after the last request before it is posted, so writing it in vain is harmless.
+        if !has_room || !self.ring.write_block(self.offset(begin), &block) || !self.cq.reserve() {
             return None;
         }
         let (end, doorbell) = (begin + 1, mlx5::doorbell_word(block[0]));
@@ -743,7 +744,7 @@ mod tests {
     use gdsync_soft::SoftHcaConfig;
 
     #[test]
-    fn what_is_taken_back_is_foreseen_no_more() {
+    fn cancelled_requests_leave_the_doorbell_watch() {
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
         a.connect(b.address()).unwrap();
@@ -752,7 +753,7 @@ mod tests {
         let foreseen = || queue.doorbell_watch.as_ref().unwrap().foreseen();
         let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().sends;
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
-        // On a stream of the host nobody need foresee it.
+        // A host stream needs no watch.
         let before = queue.submit(&first, 1, false).unwrap();
         assert_eq!(foreseen(), 0);
         queue.unsubmit(&first, before);

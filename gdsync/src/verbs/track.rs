@@ -1,4 +1,4 @@
-//! What a queue remembers of its work requests between posting and completion.
+//! The bookkeeping of a queue's work requests between posting and completion.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use gdsync_device::recorder::{Awaited, By, Event, Log, Queue, Stage};
 use gdsync_shm::{SpinLock, SpinLockGuard, producer_index};
 use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode, low16};
 
-/// Who rings the doorbell of a send queue.
+/// The owner of a send queue: it rings the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Owner {
     Nobody,
@@ -24,74 +24,74 @@ pub(crate) struct Tracker {
     pub(crate) qpn: u32,
     pub(crate) is_send: bool,
     health: Arc<Health>,
-    /// Resets so far.
+    /// Number of resets.
     life: AtomicUsize,
-    /// What the state says of requests posted and retired, to be read without its lock.
+    /// Copies of `posted` and `retired` from the state, readable without its lock.
     posted: AtomicU64,
     retired: AtomicU64,
-    /// Requests were taken back, and stay where they are as others come behind them.
+    /// Whether cancelled requests remain in the queue, because others follow them.
     has_gaps: AtomicU32,
     log: Log,
-    /// It is a card's, which does not record completions itself.
+    /// Whether a card completes the requests: it does not record completions itself.
     is_card: bool,
     state: SpinLock<Track>,
 }
 
-/// The state behind a [`Tracker`]. Counters are of the whole life of the queue; only masks go on the wire.
+/// The locked state of a [`Tracker`]. Counters never wrap; rings and records hold their low bits.
 #[derive(Debug)]
 pub(crate) struct Track {
     entries: Box<[Entry]>,
-    /// Where a WQE is built before it goes to the ring; kept, because clearing it costs more than building.
+    /// Buffer for building a WQE; kept, because clearing it costs more than building.
     pub(crate) scratch: Box<[u8; MAX_WQE_BYTES]>,
-    /// Requests written to the ring. For a queue with its own CQ, request `n` completes as CQE `n`.
+    /// Requests written to the ring. In a queue with its own CQ, request `n` completes as CQE `n`.
     pub(crate) posted: u64,
     /// Requests completed.
     pub(crate) retired: u64,
-    /// Requests before this one were made visible by a doorbell, on the CPU or in a stream.
+    /// Requests before this number are exposed by a doorbell, on the CPU or in a stream.
     pub(crate) exposed: u64,
-    /// Requests before that one that were taken back.
+    /// Cancelled requests among them.
     pub(crate) gaps: u64,
     /// Producer index: basic blocks of a send queue, entries of a receive queue.
     pub(crate) head: u64,
-    /// Where the oldest request not yet completed begins.
+    /// First block of the oldest outstanding request.
     pub(crate) tail: u64,
     pub(crate) owner: Owner,
-    /// Requests completed at each reset: later numbers of that life were given again.
+    /// Requests completed at each reset. Higher numbers were reused after it.
     lives: Vec<u64>,
 }
 
-/// In a cache line of its own.
+/// One request, in a cache line of its own.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(align(64))]
 pub(crate) struct Entry {
     pub(crate) wr_id: u64,
-    /// Index of the request's first block, and how many it has.
+    /// Index of the request's first block, and its block count.
     pub(crate) begin: u64,
     pub(crate) blocks: u8,
-    /// The doorbell that makes this request the last one visible.
+    /// The doorbell that exposes everything through this request.
     pub(crate) doorbell: u64,
     pub(crate) ds: u8,
     pub(crate) cancelled: bool,
     /// Bytes of payload.
     pub(crate) len: u32,
-    /// What came of it, once it has completed.
+    /// The result, once completed.
     pub(crate) wc: Option<Wc>,
-    /// It has completed, and nobody has looked at its CQE.
+    /// Whether it has completed with its CQE not yet decoded.
     pub(crate) skipped: bool,
 }
 
 const _: () = assert!(size_of::<Entry>() == 64);
 
 impl Entry {
-    /// The index of the block after the last one of the request.
-    #[inline(always)]
+    /// Index of the block after the request.
+    #[inline]
     pub(crate) fn end(&self) -> u64 {
         self.begin + u64::from(self.blocks)
     }
 }
 
 impl Tracker {
-    /// For a queue of at most so many requests, a power of two.
+    /// For a queue of at most `entries` requests, a power of two.
     pub(crate) fn new(
         qpn: u32,
         is_send: bool,
@@ -131,23 +131,23 @@ impl Tracker {
         if self.is_send { "send" } else { "receive" }
     }
 
-    /// The queue, as the flight recorder calls it.
+    /// The queue, for the flight recorder.
     pub(crate) fn queue(&self) -> Queue {
         if self.is_send { Queue::Send } else { Queue::Receive }
     }
 
-    /// Notes how many requests are posted, for those who do not take the lock.
+    /// Publishes the number of posted requests for readers without the lock.
     #[inline]
-    pub(crate) fn tell(&self, track: &Track) {
+    pub(crate) fn publish(&self, track: &Track) {
         producer_index::tell(&self.posted, &self.has_gaps, track.posted, false);
     }
 
-    /// As [`Tracker::tell`], and that requests were taken back which others are behind.
-    pub(crate) fn tell_gaps(&self, track: &Track) {
+    /// Like [`Tracker::publish`], and marks that cancelled requests remain in the queue.
+    pub(crate) fn publish_gaps(&self, track: &Track) {
         producer_index::tell(&self.posted, &self.has_gaps, track.posted, true);
     }
 
-    /// Requests posted, and the first from `n` on that was not taken back.
+    /// The number of posted requests, and the first request from `n` on that is not cancelled.
     #[inline]
     pub(crate) fn next_from(&self, n: u64) -> (u64, u64) {
         match producer_index::look(&self.posted, &self.has_gaps) {
@@ -156,8 +156,8 @@ impl Tracker {
         }
     }
 
-    /// Requests posted, unless any was taken back that others are behind.
-    #[inline(always)]
+    /// The number of posted requests; `None` if cancelled requests remain in the queue.
+    #[inline]
     pub(crate) fn posted_without_gaps(&self) -> Option<u64> {
         let (posted, has_gaps) = producer_index::look(&self.posted, &self.has_gaps);
         (!has_gaps).then_some(posted)
@@ -170,14 +170,14 @@ impl Tracker {
         (track.posted, next.unwrap_or(n.max(track.posted)))
     }
 
-    /// A wait for the completion of request `n`.
+    /// A wait for the completion of request `n`, for the flight recorder.
     pub(crate) fn awaits(&self, n: u64) -> Awaited {
         let [posted, completed] = [&self.posted, &self.retired].map(|count| count.load(Ordering::Relaxed));
         let device = self.log.device();
         Awaited { queue: self.queue(), device, qpn: self.qpn, number: n, value: 0, posted, completed }
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn lock(&self) -> SpinLockGuard<'_, Track> {
         self.state.lock()
     }
@@ -188,35 +188,35 @@ impl Tracker {
         producer_index::look(&self.posted, &self.has_gaps).0
     }
 
-    /// Requests whose completion has not arrived, by number.
+    /// Numbers of the outstanding requests.
     pub(crate) fn awaited(&self) -> Range<u64> {
         let track = self.lock();
         track.retired..track.posted
     }
 
-    /// The index of a request's first block, as a CQE names it.
+    /// The low 16 bits of the request's first block index, as its CQE holds them.
     pub(crate) fn wqe_counter(&self, n: u64) -> u16 {
         low16(self.lock().entry(n).begin)
     }
 
-    /// Requests whose completion has not arrived.
+    /// Number of outstanding requests.
     pub(crate) fn outstanding(&self) -> u64 {
         let track = self.lock();
         track.posted - track.retired
     }
 
-    /// Resets so far.
-    #[inline(always)]
+    /// Number of resets.
+    #[inline]
     pub(crate) fn life(&self) -> usize {
         self.life.load(Ordering::Acquire)
     }
 
-    /// Whether request `n` of a former life was lost in a reset.
+    /// Whether a reset discarded request `n`, made after `life` resets.
     pub(crate) fn is_lost(&self, n: u64, life: usize) -> bool {
         life != self.life() && self.lock().lives.get(life).is_some_and(|&retired| n >= retired)
     }
 
-    /// After a reset: the ring starts at 0 again, what was outstanding is forgotten. Returns how many that were.
+    /// Resets the state: the ring starts at 0, outstanding requests are discarded. Returns their number.
     pub(crate) fn reset(&self) -> u64 {
         let mut track = self.lock();
         let retired = track.retired;
@@ -224,25 +224,25 @@ impl Tracker {
         self.life.store(track.lives.len(), Ordering::Release);
         let lost = track.reset();
         self.has_gaps.store(0, Ordering::Relaxed);
-        self.tell(&track);
+        self.publish(&track);
         lost
     }
 
-    /// What came of request `n`: `None` while it is outstanding, `Some(None)` when that is forgotten. `look` reads its CQE,
-    /// which is in its slot, for one that was skipped.
-    pub(crate) fn outcome(&self, n: u64, look: impl FnOnce() -> Cqe) -> Option<Option<Wc>> {
+    /// The result of request `n`: `None` while outstanding, `Some(None)` when no longer known. `read_cqe` reads its
+    /// CQE, which is still in its slot, if it was skipped.
+    pub(crate) fn outcome(&self, n: u64, read_cqe: impl FnOnce() -> Cqe) -> Option<Option<Wc>> {
         let mut track = self.lock();
         if n >= track.retired {
             return None;
         }
         let is_known = track.posted - n <= track.entries.len() as u64;
-        // Under the lock: what would take the slot cannot be posted.
-        Some(is_known.then(|| self.look_at(&mut track, n, look)).flatten())
+        // Under the lock, so that no new request takes the slot.
+        Some(is_known.then(|| self.decode_skipped(&mut track, n, read_cqe)).flatten())
     }
 
-    /// Bytes of request `n` of a life, if it was seen to succeed.
+    /// Byte count of request `n`, made after `life` resets, if it is decoded and succeeded.
     pub(crate) fn known_len(&self, n: u64, life: usize) -> Option<u32> {
-        // Who waits asks often before it has.
+        // Waiters call this often before the completion arrives.
         if n >= self.retired.load(Ordering::Relaxed) {
             return None;
         }
@@ -256,32 +256,33 @@ impl Tracker {
         }
     }
 
-    /// What came of a request that has completed and is known.
-    fn look_at(&self, track: &mut Track, n: u64, look: impl FnOnce() -> Cqe) -> Option<Wc> {
+    /// The result of a completed request. Decodes its CQE if it was skipped.
+    fn decode_skipped(&self, track: &mut Track, n: u64, read_cqe: impl FnOnce() -> Cqe) -> Option<Wc> {
         if track.entry(n).skipped {
             let entry = *track.entry(n);
-            let wc = Some(self.wc(&entry, &look()));
+            let wc = Some(self.wc(&entry, &read_cqe()));
             *track.entry_mut(n) = Entry { skipped: false, wc, ..entry };
         }
         track.entry(n).wc
     }
 
-    /// Looks at all that was skipped, while the CQEs are there.
-    pub(crate) fn look_at_all(&self, look: impl Fn(u64) -> Cqe) {
+    /// Decodes all skipped CQEs while they are in the ring.
+    pub(crate) fn decode_all_skipped(&self, read_cqe: impl Fn(u64) -> Cqe) {
         let mut track = self.lock();
         for n in track.posted.saturating_sub(track.entries.len() as u64)..track.retired {
-            self.look_at(&mut track, n, || look(n));
+            self.decode_skipped(&mut track, n, || read_cqe(n));
         }
     }
 
-    /// Whether requests can be skipped on a completion queue of so many slots: CQEs stay as long as anybody may ask, and
-    /// nobody has to be told of each.
+    /// Whether CQEs can be skipped in a completion queue of `slots` slots: they stay readable as long as a result may
+    /// be queried, and the recorder needs no event for each.
     pub(crate) fn may_skip(&self, slots: u64) -> bool {
         let is_recorded = self.is_card && self.log.is_on();
         !is_recorded && self.lock().entries.len() as u64 <= slots
     }
 
-    /// Retires requests whose completions nobody has looked at but for the last one's, unless that is an error or another's.
+    /// Retires requests without decoding their CQEs, given the last CQE. Returns `false`, with nothing done, if that is
+    /// an error or belongs to another request.
     pub(crate) fn skip(&self, requests: Range<u64>, last: &Cqe) -> bool {
         let mut track = self.lock();
         let entry = *track.entry(requests.end - 1);
@@ -297,7 +298,7 @@ impl Tracker {
         true
     }
 
-    /// What a CQE says of a request.
+    /// Decodes the CQE of a request.
     fn wc(&self, entry: &Entry, cqe: &Cqe) -> Wc {
         let failed = cqe.opcode.is_error();
         Wc {
@@ -312,12 +313,12 @@ impl Tracker {
         }
     }
 
-    /// The queue that a CQE belongs to.
+    /// Finds the queue of a CQE.
     pub(crate) fn find<'a>(queues: &'a [Arc<Tracker>], cqe: &Cqe) -> Option<&'a Arc<Tracker>> {
         queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_of_send(cqe))
     }
 
-    /// Retires the oldest request. Returns its number, its completion, and whether the request had been given up.
+    /// Retires the oldest request. Returns its number, its completion, and whether it was cancelled.
     pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(u64, Wc, bool)> {
         let mut track = self.state.lock();
         let n = track.retired;
@@ -339,13 +340,13 @@ impl Tracker {
             self.health.record(error.into());
         }
         if cqe.opcode.is_error() && cqe.format == 0 && cqe.wqe_counter != low16(entry.begin) {
-            // Nothing vouches for the counters of old firmware in flushed completions, and their order says which they are of.
+            // Old firmware may write wrong counters into flush CQEs. Their order identifies the request.
             let (counter, expected) = (cqe.wqe_counter, low16(entry.begin));
             tracing::debug!(
                 qpn = self.qpn,
                 counter,
                 expected,
-                "a failed completion has another counter than its request"
+                "the counter of a failed completion is not its request's"
             );
         } else if !is_as_expected(&entry, cqe) {
             let (queue, expected) = (self.name(), low16(entry.begin));
@@ -371,36 +372,37 @@ fn is_of_send(cqe: &Cqe) -> bool {
     matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR)
 }
 
-/// Not so with payload in the CQE, compression, or a CQE of another request: then what was counted on does not hold.
+/// Whether a CQE has no inline payload, no compression, and the counter of this request. The bookkeeping relies on all
+/// three.
 fn is_as_expected(entry: &Entry, cqe: &Cqe) -> bool {
     cqe.format == 0 && cqe.wqe_counter == low16(entry.begin)
 }
 
 impl Track {
-    #[inline(always)]
+    #[inline]
     fn at(&self, n: u64) -> usize {
         usize::try_from(n).expect("64-bit hosts only") & (self.entries.len() - 1)
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn entry(&self, n: u64) -> &Entry {
         &self.entries[self.at(n)]
     }
 
-    #[inline(always)]
+    #[inline]
     pub(crate) fn entry_mut(&mut self, n: u64) -> &mut Entry {
         let at = self.at(n);
         &mut self.entries[at]
     }
 
-    /// Room for one more request in the table.
-    #[inline(always)]
+    /// Whether the table has room for one more request.
+    #[inline]
     pub(crate) fn has_entry(&self) -> bool {
         self.posted - self.retired < self.entries.len() as u64
     }
 
-    /// Adds a request.
-    #[inline(always)]
+    /// Appends a request.
+    #[inline]
     pub(crate) fn push(&mut self, entry: Entry) {
         self.head = entry.end();
         *self.entry_mut(self.posted) = entry;
@@ -427,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_completion_of_another_request_or_format_breaks_the_queue() {
+    fn a_cqe_of_another_request_or_format_breaks_the_queue() {
         let good = Cqe { qpn: 5, wqe_counter: 0, ..Cqe::default() };
         let bad = [Cqe { wqe_counter: 1, ..good }, Cqe { format: 1, ..good }];
         for (cqe, fine) in [(good, true), (bad[0], false), (bad[1], false)] {
@@ -440,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn the_length_is_only_taken_where_cards_tell_it() {
+    fn byte_len_is_read_only_where_cards_define_it() {
         let req = |send_opcode| Cqe { opcode: CqeOpcode::REQ, send_opcode, byte_cnt: 77, ..Cqe::default() };
         for (opcode, len) in [
             (Opcode::NOP, 0),
@@ -462,7 +464,7 @@ mod tests {
         assert_eq!(tracker.complete(&written).map(|(_, wc, _)| wc.byte_len), Some(0));
     }
 
-    /// Four requests, and what the CQE of each says.
+    /// Four requests and their CQEs.
     fn four() -> (Arc<Health>, Arc<Tracker>, impl Fn(u64) -> Cqe) {
         let health = Arc::new(Health::default());
         let tracker = Tracker::new(5, true, 4, health.clone(), (Log::default(), false));
@@ -475,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_skipped_is_looked_at_once_when_asked() {
+    fn a_skipped_cqe_is_decoded_once_on_demand() {
         let (health, tracker, cqe) = four();
         assert!(tracker.may_skip(4) && !tracker.may_skip(2), "its CQE may be gone");
         assert!(tracker.skip(0..2, &cqe(1)));
@@ -488,10 +490,10 @@ mod tests {
             assert_eq!((looks.get(), wc.wr_id, wc.byte_len), (look, 10, 7));
         }
         assert!(tracker.outcome(2, || unreachable!("it has not arrived")).is_none());
-        tracker.look_at_all(&cqe);
+        tracker.decode_all_skipped(&cqe);
         let known = tracker.outcome(1, || unreachable!("it was looked at"));
         assert_eq!(known.flatten().map(|wc| wc.wr_id), Some(11));
-        // A request in its place: nothing may be read there any more.
+        // A new request takes its slot: its CQE must not be read any more.
         tracker.skip(2..4, &cqe(3));
         tracker.lock().push(Entry { blocks: 5, ..Entry::default() });
         assert!(matches!(tracker.outcome(0, || unreachable!("overwritten")), Some(None)));
@@ -505,7 +507,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_skipped_before_an_error_or_what_was_not_expected() {
+    fn errors_and_unexpected_cqes_are_not_skipped() {
         let (_, tracker, cqe) = four();
         let good = cqe(1);
         for bad in [

@@ -6,14 +6,14 @@ use mlx5_ring::{CqeOpcode, Opcode, Payload, RemoteAddr, SendOp, Syndrome, WqeFla
 
 pub use mlx5_ring::DataSeg as Sge;
 
-/// A send work request. Make one with the constructors, refine it with the methods.
+/// A send work request. Built by the constructors, refined by the methods.
 #[derive(Clone, Copy, Debug)]
 pub struct SendWr<'a> {
-    /// Handed back in the completion.
+    /// Returned in the completion.
     pub wr_id: u64,
-    /// What to do.
+    /// The operation.
     pub op: SendOp<'a>,
-    /// Order against earlier work, and solicited event.
+    /// Fence against earlier work, and solicited event.
     pub flags: WqeFlags,
 }
 
@@ -23,12 +23,12 @@ impl<'a> SendWr<'a> {
         Self { wr_id: 0, op, flags: WqeFlags::default() }
     }
 
-    /// SEND of the bytes the SGEs name.
+    /// SEND of the SGEs' bytes.
     pub fn send(sges: &'a [Sge]) -> Self {
         Self::new(SendOp::Send { payload: Payload::Sges(sges), imm: None })
     }
 
-    /// SEND of bytes that are copied into the queue now.
+    /// SEND of bytes that are copied into the queue now (inline data).
     pub fn send_inline(bytes: &'a [u8]) -> Self {
         Self::new(SendOp::Send { payload: Payload::Inline(bytes), imm: None })
     }
@@ -38,7 +38,7 @@ impl<'a> SendWr<'a> {
         Self::new(SendOp::Write { remote, payload: Payload::Sges(sges), imm: None })
     }
 
-    /// RDMA WRITE of bytes that are copied into the queue now.
+    /// RDMA WRITE of bytes that are copied into the queue now (inline data).
     pub fn write_inline(remote: RemoteAddr, bytes: &'a [u8]) -> Self {
         Self::new(SendOp::Write { remote, payload: Payload::Inline(bytes), imm: None })
     }
@@ -58,19 +58,19 @@ impl<'a> SendWr<'a> {
         Self::new(SendOp::FetchAdd { remote, add, result })
     }
 
-    /// Nothing but a completion.
+    /// NOP: a completion and nothing else.
     pub fn nop() -> Self {
         Self::new(SendOp::Nop)
     }
 
-    /// Sets the id handed back in the completion.
+    /// Sets the id returned in the completion.
     #[must_use]
     pub fn id(mut self, wr_id: u64) -> Self {
         self.wr_id = wr_id;
         self
     }
 
-    /// Adds immediate data to a SEND or WRITE; other operations have none and stay as they are.
+    /// Adds immediate data to a SEND or WRITE. Has no effect on other operations.
     #[must_use]
     pub fn imm(mut self, value: u32) -> Self {
         if let SendOp::Send { imm, .. } | SendOp::Write { imm, .. } = &mut self.op {
@@ -79,7 +79,7 @@ impl<'a> SendWr<'a> {
         self
     }
 
-    /// Holds the request until earlier READs and atomics of the queue are complete.
+    /// Starts the request only after earlier READs and atomics of the queue have completed.
     #[must_use]
     pub fn fence(mut self) -> Self {
         self.flags.fence = true;
@@ -90,9 +90,9 @@ impl<'a> SendWr<'a> {
 /// A receive work request.
 #[derive(Clone, Copy, Debug)]
 pub struct RecvWr<'a> {
-    /// Handed back in the completion.
+    /// Returned in the completion.
     pub wr_id: u64,
-    /// Where the message goes, in order.
+    /// The buffers of the message, filled in order.
     pub sges: &'a [Sge],
 }
 
@@ -103,7 +103,7 @@ pub struct Wc {
     pub wr_id: u64,
     /// The queue pair.
     pub qpn: u32,
-    /// Which queue: requester (send) or responder (receive), and what kind of message.
+    /// The CQE opcode: send queue (requester) or receive queue (responder), and the kind of message.
     pub opcode: CqeOpcode,
     /// The send operation of a requester completion.
     pub send_opcode: Opcode,
@@ -113,20 +113,20 @@ pub struct Wc {
     pub imm: Option<u32>,
     /// `None` on success.
     pub syndrome: Option<Syndrome>,
-    /// The vendor's own code of an error.
+    /// The vendor syndrome of an error.
     pub vendor: u8,
 }
 
 impl Wc {
-    /// Whether this completes a work request of the send queue.
+    /// Whether this completes a send.
     pub fn is_send(&self) -> bool {
         matches!(self.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR)
     }
 
-    /// The completion on success, the typed error otherwise.
+    /// Converts a failed completion to its error.
     ///
     /// # Errors
-    /// The [`CompletionError`] this completion carries.
+    /// The [`CompletionError`] of a failed completion.
     pub fn ok(self) -> Result<Self, CompletionError> {
         match self.syndrome {
             None => Ok(self),

@@ -1,11 +1,11 @@
-//! Sends and waits that come one by one, or a send and a wait in one call, and rows of them: sends on one queue, and waits for one
-//! completion after the other, mixed.
+//! Submission of single sends, single waits, and send-wait pairs, and of coalesced runs of them: sends on one queue
+//! mixed with waits for consecutive completions of one queue.
 //!
-//! The first of a row is in the queue of submissions and stands for all: the GPU is not seen to complete any before the next mark. The
-//! others take no lock until the row ends: with the next mark or any other submission. Whoever fails the stream finds their sources: that
-//! of the waits in the first one, that of the sends there or in one that came before it and after the last mark. Of sends nobody else has
-//! to know. Waits are what the watchdog keeps deadlines for, so it is told how many there are, before the driver takes them: by a word
-//! that only who has the turn writes.
+//! The first submission of a run is in the queue and stands for the whole run, as the GPU is not seen to complete any
+//! part before the next mark. Later ones take no lock until the next mark, or any other submission, ends the run. A
+//! failure finds their sources: that of the waits in the first submission, that of the sends there or in an earlier
+//! unmarked one. The watchdog keeps deadlines of waits, so their count is published in `Shared::behind`, written under
+//! the submit lock, before the driver gets them.
 
 use std::collections::VecDeque;
 use std::mem;
@@ -22,37 +22,37 @@ use gdsync_device::cuda::kernel_exec::KernelOp;
 use gdsync_device::cuda::{Flush, gate};
 use gdsync_device::error::Result;
 
-/// What who has the turn knows of a row.
+/// A coalesced run, guarded by the submit lock.
 #[derive(Debug, Default)]
 pub(super) struct CoalescedRun {
-    /// The address of what its sends ring, which a submission since the last mark names; 0 where nothing does.
+    /// The address of the sends' source, which a submission since the last mark names; 0 without one.
     triggered: usize,
-    /// The address of what its waits wait for, and the completion that the next one must be for; 0 where the first is no wait.
+    /// The address of the waits' source, and the number of the next completion; 0 if the run does not begin with a
+    /// wait.
     awaited: usize,
     next: u64,
-    /// Calls behind the first one, and waits among them.
+    /// Calls after the first one, and waits among them.
     uncounted: usize,
     waits: u64,
-    /// Calls that there is room for.
+    /// Maximum number of calls, by the stream's depth.
     room: usize,
 }
 
 impl CoalescedRun {
-    /// None yet, with room for so many calls.
+    /// An empty run with room for `room` calls.
     pub(super) fn of(room: usize) -> Self {
         Self { room, ..Self::default() }
     }
 }
 
-/// What tells one source from others.
-#[inline(always)]
+/// The identity of a source.
+#[inline]
 fn address_of(source: &Arc<dyn Source>) -> usize {
     Arc::as_ptr(source).addr()
 }
 
 impl Shared {
-    /// Submits one trigger. Of those in a row for the same queue, one submission stands for all up to the next mark: nothing tells of
-    /// them one by one.
+    /// Submits one trigger. Consecutive triggers of one queue share one submission until the next mark.
     pub(super) fn trigger(
         &self,
         guard: &mut SubmitGuard,
@@ -61,11 +61,11 @@ impl Shared {
         value: DoorbellValue,
     ) -> Result<u64> {
         if !send_doorbell.is_found() {
-            self.mark_in_turn(guard);
+            self.mark_locked(guard);
         }
         let ops = plan::doorbell_ops(&self.gpu, send_doorbell, value)?;
-        if guard.coalesced.triggered == address_of(source) && self.goes_on(guard) {
-            return self.submit_in_row(guard, 0, ops);
+        if guard.coalesced.triggered == address_of(source) && self.continues_run(guard) {
+            return self.submit_coalesced(guard, 0, ops);
         }
         self.trigger_alone(guard, source, (value, InlineOps::of(ops)))
     }
@@ -85,14 +85,14 @@ impl Shared {
             }
             _ => queue.push_back(Submission::new(entry, smallvec![Op::Trigger(source.clone(), value)], None)),
         };
-        let seq = self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut inline, put))?;
+        let seq = self.accept(guard, |guard, done| self.submit_locked((guard, done), &mut inline, put))?;
         if guard.unmarked > 0 {
             guard.coalesced.triggered = address_of(source);
         }
         Ok(seq)
     }
 
-    /// Submits one wait. Of those in a row for one completion after the other, one submission stands for all, as of triggers.
+    /// Submits one wait. Waits for consecutive completions share one submission until the next mark.
     pub(super) fn wait(
         &self,
         guard: &mut SubmitGuard,
@@ -101,14 +101,17 @@ impl Shared {
         n: u64,
     ) -> Result<u64> {
         if !arrival.is_found() {
-            self.mark_in_turn(guard);
+            self.mark_locked(guard);
         }
         let [wait, index] = plan::awaited(&self.gpu, &**source, arrival)?;
         let flushes = self.gpu.capabilities().flush == Flush::OnStream;
-        if guard.coalesced.awaited == address_of(source) && guard.coalesced.next == n && self.goes_on(guard) {
+        if guard.coalesced.awaited == address_of(source)
+            && guard.coalesced.next == n
+            && self.continues_run(guard)
+        {
             return match flushes {
-                false => self.submit_in_row(guard, 1, [wait, index]),
-                true => self.submit_in_row(guard, 1, [wait, KernelOp::FLUSH, index]),
+                false => self.submit_coalesced(guard, 1, [wait, index]),
+                true => self.submit_coalesced(guard, 1, [wait, KernelOp::FLUSH, index]),
             };
         }
         let inline = if flushes {
@@ -116,11 +119,11 @@ impl Shared {
         } else {
             InlineOps::of([wait, index])
         };
-        self.wait_by_itself(guard, source, (n, inline))
+        self.wait_alone(guard, source, (n, inline))
     }
 
     #[inline(never)]
-    fn wait_by_itself(
+    fn wait_alone(
         &self,
         guard: &mut SubmitGuard,
         source: &Arc<dyn Source>,
@@ -130,7 +133,7 @@ impl Shared {
             queue.push_back(Submission::new(entry, smallvec![Op::Await(source.clone(), n)], None));
         };
         let triggered = guard.coalesced.triggered;
-        let seq = self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut inline, put))?;
+        let seq = self.accept(guard, |guard, done| self.submit_locked((guard, done), &mut inline, put))?;
         if guard.unmarked > 0 {
             (guard.coalesced.triggered, guard.coalesced.awaited, guard.coalesced.next) =
                 (triggered, address_of(source), n + 1);
@@ -138,25 +141,25 @@ impl Shared {
         Ok(seq)
     }
 
-    /// Submits a trigger and a wait by one call. They go on with a row that has both, and begin one.
-    pub(super) fn hop(
+    /// Submits a trigger and a wait by one call. It continues a run that has both, or begins one.
+    pub(super) fn trigger_and_wait(
         &self,
         guard: &mut SubmitGuard,
         (source, send_doorbell, value): (&Arc<dyn Source>, &SendDoorbell, DoorbellValue),
         (end, arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
     ) -> Result<u64> {
         if !(send_doorbell.is_found() && arrival.is_found()) {
-            self.mark_in_turn(guard);
+            self.mark_locked(guard);
         }
         let [record, doorbell] = plan::doorbell_ops(&self.gpu, send_doorbell, value)?;
         let [wait, index] = plan::awaited(&self.gpu, &**end, arrival)?;
         let flushes = self.gpu.capabilities().flush == Flush::OnStream;
         let coalesced = &guard.coalesced;
         let is_next = coalesced.awaited == address_of(end) && coalesced.next == n;
-        if is_next && coalesced.triggered == address_of(source) && self.goes_on(guard) {
+        if is_next && coalesced.triggered == address_of(source) && self.continues_run(guard) {
             return match flushes {
-                false => self.submit_in_row(guard, 1, [record, doorbell, wait, index]),
-                true => self.submit_in_row(guard, 1, [record, doorbell, wait, KernelOp::FLUSH, index]),
+                false => self.submit_coalesced(guard, 1, [record, doorbell, wait, index]),
+                true => self.submit_coalesced(guard, 1, [record, doorbell, wait, KernelOp::FLUSH, index]),
             };
         }
         let inline = match flushes {
@@ -178,7 +181,7 @@ impl Shared {
             let ops = smallvec![Op::Trigger(source.clone(), value), Op::Await(end.clone(), n)];
             queue.push_back(Submission::new(entry, ops, None));
         };
-        let seq = self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut inline, put))?;
+        let seq = self.accept(guard, |guard, done| self.submit_locked((guard, done), &mut inline, put))?;
         if guard.unmarked > 0 {
             (guard.coalesced.triggered, guard.coalesced.awaited, guard.coalesced.next) =
                 (address_of(source), address_of(end), n + 1);
@@ -186,20 +189,24 @@ impl Shared {
         Ok(seq)
     }
 
-    /// Whether one more call that the row is for goes on with it, without a mark behind it. While the gate is closed none does.
-    #[inline(always)]
-    fn goes_on(&self, guard: &SubmitGuard) -> bool {
-        let goes_on = guard.coalesced.uncounted < guard.coalesced.room
+    /// Whether one more call continues the run without a mark. Never while the gate is closed.
+    #[inline]
+    fn continues_run(&self, guard: &SubmitGuard) -> bool {
+        let continues_run = guard.coalesced.uncounted < guard.coalesced.room
             && guard.unmarked + 1 < MARK_EVERY
             && !gate::is_closed();
-        // The gate is looked at without its lock: for that a submission must be under way, which keeps the reaper from its work.
-        debug_assert!(!goes_on || self.failed() || self.completed() < self.submitted(), "a row without work");
-        goes_on
+        // Reading the gate without its lock is safe only while a submission is pending, which keeps the reaper from
+        // running.
+        debug_assert!(
+            !continues_run || self.failed() || self.completed() < self.submitted(),
+            "a row without work"
+        );
+        continues_run
     }
 
-    /// Submits one more call of the row, with so many waits.
+    /// Submits one more call of the run, with `waits` waits.
     #[inline(always)]
-    fn submit_in_row<const N: usize>(
+    fn submit_coalesced<const N: usize>(
         &self,
         guard: &mut SubmitGuard,
         waits: u64,
@@ -221,29 +228,30 @@ impl Shared {
             guard.coalesced.waits += waits;
             self.behind.store(guard.coalesced.waits, Ordering::Release);
         }
-        Ok(self.issued(seq, self.run_few(seq, ops)))
+        Ok(self.issued(seq, self.run_inline(seq, ops)))
     }
 
-    /// As [`Shared::run`], of a few operations that are known where it is called.
-    #[inline(always)]
-    fn run_few<const N: usize>(&self, seq: u64, ops: [KernelOp; N]) -> gdrcopy::Result<()> {
+    /// Like [`Shared::run`], for a number of operations known at compile time.
+    #[inline]
+    fn run_inline<const N: usize>(&self, seq: u64, ops: [KernelOp; N]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
         if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| plan::fits_kernel(&ops)) {
             return kernel_exec.launch_few(api, self.stream, self.head(seq), ops);
         }
-        // Not `map`, which is a function of its own.
+        // Not `map`, which is not inlined.
         let mut memops = [const { KernelOp::BARRIER.memop() }; N];
         for (to, op) in memops.iter_mut().zip(&ops) {
             *to = op.memop();
         }
         #[expect(clippy::cast_possible_truncation, reason = "a few")]
         let count = const { N as u32 };
-        // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+        // SAFETY: `memops` has `count` operations. Their words are mapped for the GPU, and the submission keeps them
+        // alive.
         unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
     }
 
-    /// Ends the row: counts its calls where all see it.
-    pub(super) fn end_row(&self, guard: &mut SubmitGuard, state: &mut State) {
+    /// Ends the run: adds its calls to the queue.
+    pub(super) fn end_run(&self, guard: &mut SubmitGuard, state: &mut State) {
         let CoalescedRun { uncounted, waits, .. } = mem::take(&mut guard.coalesced);
         if uncounted == 0 {
             return;
@@ -276,9 +284,10 @@ mod tests {
     const LIMIT: Duration = Duration::from_millis(100);
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// Who submits keeps the turn, as where the driver holds it up: no mark ends the row, and only what the row itself tells is known.
+    /// The submitter keeps the lock, as if blocked in the driver: no mark ends the run, and only the run's own count is
+    /// visible.
     #[test]
-    fn the_deadline_of_a_later_wait_of_an_open_row_is_kept() {
+    fn the_deadline_of_a_later_wait_of_an_open_run_is_kept() {
         let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
@@ -290,7 +299,7 @@ mod tests {
         let submit_lock = std::sync::Arc::<SubmitLock>::default();
         let config = CudaStreamConfig { wait_limit: LIMIT, via: Via::MemOp, ..CudaStreamConfig::default() };
         let engine = CudaEngine::start(&gpu, config, submit_lock.clone()).unwrap();
-        let mut held = submit_lock.take();
+        let mut held = submit_lock.lock();
         let end = &a.recv.end;
         let start = Instant::now();
         for n in 0..4 {
@@ -307,13 +316,13 @@ mod tests {
         let (name, qp) = (end.source().describe(), format!("QP {:#x}", a.qpn()));
         assert!(matches!(&error, Error::StreamWait { what, after: LIMIT, .. } if *what == name), "{error}");
         assert!(name.contains("receive completion") && name.contains(&qp), "{name}");
-        // The waits are released, too: the third and the one behind it.
-        submit_lock.end(held, |state| engine.mark(&mut state.guard));
+        // The waits are released too: the third and the next.
+        submit_lock.unlock(held, |state| engine.mark(&mut state.guard));
         assert!(engine.wait_completed(4, Instant::now() + PATIENCE));
     }
 
     #[test]
-    fn what_a_stream_refuses_the_device_does_not_attend_to() {
+    fn the_device_does_not_attend_to_a_refused_wait() {
         let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());

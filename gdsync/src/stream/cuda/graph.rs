@@ -1,6 +1,8 @@
-//! Graphs of CUDA: a batch that is captured becomes nodes, and each launch gives the nodes operations of its own first.
+//! CUDA graphs and kernel steps. A captured batch becomes graph nodes; each launch first writes its own operations into
+//! them. Kernel steps are run by application kernels with `gdsync.cuh`.
 //!
-//! A launch is one submission of its stream.
+//! A launch is one submission of its stream. A launch of steps has two calls: the application's kernel, and one after
+//! it that runs the steps it has skipped and writes the mark.
 
 use std::ptr;
 use std::sync::Arc;
@@ -20,27 +22,27 @@ use gdsync_device::error::{Error, Result};
 /// `CU_STREAM_CAPTURE_STATUS_NONE`.
 const NO_CAPTURE: u32 = 0;
 
-/// What a capture has recorded so far.
+/// A capture in progress.
 #[derive(Debug, Default)]
 pub(super) struct Captured {
     nodes: Vec<Node>,
-    /// A batch is in the capture in parts: nothing can be made of it.
+    /// Set after a partially captured batch: the capture is unusable.
     spoiled: Option<Error>,
 }
 
-/// A call of a captured batch.
+/// A graph node: one call of a captured batch.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) handle: Handle,
     shape: Shape,
 }
 
-/// What cannot change in a node.
+/// The fixed part of a node.
 #[derive(Debug, PartialEq, Eq)]
 enum Shape {
-    /// These kinds of operations.
+    /// Memory operations of these kinds.
     MemOps(SmallVec<[u32; 8]>),
-    /// So many.
+    /// A kernel of this many operations.
     Kernel {
         ops: usize,
     },
@@ -51,15 +53,15 @@ enum Shape {
 #[derive(Debug)]
 pub(super) struct Exec {
     gpu: Gpu,
-    /// Kernels run the operations.
+    /// Whether kernels run the operations.
     by_kernel: bool,
-    /// The nodes are those of this graph.
+    /// The graph that owns the nodes.
     _graph: Captive,
     nodes: Vec<Node>,
     pool: Arc<Pool>,
 }
 
-/// A graph that is destroyed when it is dropped.
+/// A graph, destroyed on drop.
 #[derive(Debug)]
 struct Captive {
     gpu: Gpu,
@@ -76,16 +78,16 @@ impl Shape {
     }
 }
 
-/// For a graph that the stream cannot launch.
+/// The error for a graph that the stream cannot launch.
 pub(super) fn other_gpu() -> Error {
     Error::Unsupported {
-        what: "launching a graph on a stream of another GPU, or one that runs operations by other means",
+        what: "launching a graph on a stream of another GPU or another `Via`",
         by: "CUDA graphs",
         fix: "capture it on a stream of the same GPU and the same `Via`",
     }
 }
 
-/// For a stream that the application is capturing.
+/// The error for a stream that the application is capturing.
 #[cold]
 pub(super) fn within_another() -> Error {
     Error::Unsupported {
@@ -96,7 +98,7 @@ pub(super) fn within_another() -> Error {
 }
 
 impl Shared {
-    /// Whether somebody is capturing the stream. The context must be current, if the driver needs that.
+    /// Whether the stream is being captured. The context must be current, if the driver requires it.
     pub(super) fn is_captured(&self) -> gdrcopy::Result<bool> {
         capture_of(self.gpu.api(), self.stream).map(|(status, _)| status != NO_CAPTURE)
     }
@@ -105,10 +107,10 @@ impl Shared {
         if self.gpu.within(|_| self.is_captured()).map_err(Error::cuda("asking for a capture"))? {
             return Err(within_another());
         }
-        // What is queued during a capture is captured, marks too: now all is marked, and none is wanted until the end.
-        self.mark_in_turn(guard);
+        // Marks queued during a capture would be captured: mark now, so that none is needed until its end.
+        self.mark_locked(guard);
         self.error().or(self.lock().refused.clone()).map_or(Ok(()), Err)?;
-        // SAFETY: a stream of this context.
+        // SAFETY: the stream is of this context and outlives this value.
         let begun = self.gpu.within(|api| unsafe { api.stream_begin_capture(self.stream, CAPTURE_RELAXED) });
         begun.map_err(Error::cuda("beginning a capture"))?;
         guard.capture = Some(Captured::default());
@@ -120,7 +122,7 @@ impl Shared {
         if ops.iter().any(|op| matches!(op, Op::HostFn(_))) {
             return Err(Error::Unsupported {
                 what: "a host function in a graph of CUDA",
-                by: "this library, whose launches give nodes other operations, but no other functions",
+                by: "this library, whose launches update the operations of nodes, but not functions",
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
@@ -144,7 +146,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Captures a call, and finds its node.
+    /// Captures a call and returns its node.
     fn node(&self, api: &Api, call: &Call) -> gdrcopy::Result<Node> {
         let shape = Shape::of(call, self.by_kernel());
         if let Call::Ops(ops) = call {
@@ -157,9 +159,9 @@ impl Shared {
     pub(super) fn end_capture(&self, guard: &mut SubmitGuard) -> Result<Arc<Exec>> {
         let captured = guard.capture.take().unwrap_or_default();
         let mut graph = 0;
-        // SAFETY: a stream that is being captured, and a place for the graph.
+        // SAFETY: the stream is being captured; `graph` is a place for the answer.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
-        // Destroyed whatever happens.
+        // Destroyed on all paths.
         let captive = Captive { gpu: self.gpu.clone(), graph };
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
@@ -180,10 +182,10 @@ impl Shared {
         }
         self.mark_before_registering(guard, ops);
         let calls = exec.plan(ops, ends)?;
-        self.accept(guard, |guard, done| self.launch_in_turn((guard, done), exec, ops, &calls))
+        self.accept(guard, |guard, done| self.launch_locked((guard, done), exec, ops, &calls))
     }
 
-    fn launch_in_turn<'s>(
+    fn launch_locked<'s>(
         &'s self,
         (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
         exec: &Arc<Exec>,
@@ -200,20 +202,20 @@ impl Shared {
         let head = self.head(seq);
         instance.arm(head, &exec.nodes, calls)?;
         self.enqueue_launch(guard, done, ops, count, &instance)?;
-        // SAFETY: the submission keeps the instance alive, and all that its nodes touch.
+        // SAFETY: the queued submission keeps the instance, and all memory that its nodes access, alive.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
         guard.unmarked += count;
-        // Who waits for an instance to be free must not wait for what was launched after it.
+        // A caller that waits for a free instance must not wait for later launches.
         if answer.is_ok() && (guard.unmarked >= MARK_EVERY || instance.is_in_memory()) {
-            self.mark_in_turn(guard);
+            self.mark_locked(guard);
         }
         Ok(self.issued(seq, answer))
     }
 }
 
 impl Node {
-    /// The operations of a kernel.
+    /// The number of operations, for a kernel node.
     pub(super) fn kernel_ops(&self) -> Option<usize> {
         match self.shape {
             Shape::Kernel { ops } => Some(ops),
@@ -223,7 +225,7 @@ impl Node {
 }
 
 impl Exec {
-    /// The calls of a launch whose batches end at `ends`: one for each node, of the same shape.
+    /// The calls of a launch whose batches end at `ends`: one per node, of the same shape.
     fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Call>> {
         let mut calls = Vec::new();
         let mut start = 0;
@@ -246,7 +248,7 @@ impl Drop for Captive {
         if self.graph == 0 || !self.gpu.is_here() {
             return;
         }
-        // SAFETY: made for this value; what was instantiated of it does not need it.
+        // SAFETY: created for this value and destroyed once. Instances do not need it.
         let done = self.gpu.within(|api| unsafe { api.graph_destroy(self.graph) });
         if let Err(error) = done {
             tracing::debug!(%error, "a graph was not destroyed");
@@ -254,39 +256,39 @@ impl Drop for Captive {
     }
 }
 
-/// Whether a stream is being captured, and the node that what comes next there would depend on; 0 for none or several.
+/// The capture status of a stream, and the node that the next one would depend on; 0 for none or several.
 fn capture_of(api: &Api, stream: Handle) -> gdrcopy::Result<(u32, Handle)> {
     let (mut status, mut id, mut graph, mut nodes, mut count) = (NO_CAPTURE, 0, 0, ptr::null(), 0);
-    // SAFETY: places for the answers.
+    // SAFETY: all pointers are to local places for the answers.
     unsafe { api.stream_get_capture_info(stream, &mut status, &mut id, &mut graph, &mut nodes, &mut count) }?;
     let node = match count {
-        // SAFETY: so many nodes, until the next call for this stream.
+        // SAFETY: `nodes` has `count` entries, valid until the next call for this stream.
         1 => unsafe { *nodes },
         _ => 0,
     };
     Ok((status, node))
 }
 
-/// Steps that can be launched.
+/// Recorded steps and their memory.
 #[derive(Debug)]
 pub(super) struct StepPool {
     gpu: Gpu,
-    /// Operations of each step.
+    /// The size of each step.
     sizes: Vec<usize>,
     pool: Arc<Pool>,
 }
 
-/// For a stream that cannot run them.
+/// The error for a stream that cannot run the steps.
 pub(super) fn other_executor() -> Error {
     Error::Unsupported {
-        what: "steps of a kernel on a stream of another GPU, or one that does not run operations by a kernel",
-        by: "kernels, which keep the deadlines of their waits by the means of `Via::Kernel`",
+        what: "steps of a kernel on a stream of another GPU, or without `Via::Kernel`",
+        by: "kernel steps, which need `Via::Kernel` to keep the deadlines of their waits",
         fix: "record and launch them on streams of the same GPU with `Via::Kernel`",
     }
 }
 
 impl Shared {
-    /// How many operations a batch has as a step.
+    /// The number of operations of a batch as a step.
     pub(super) fn size_of_step(&self, ops: &[Op]) -> Result<usize> {
         if !self.by_kernel() {
             return Err(other_executor());
@@ -294,13 +296,13 @@ impl Shared {
         plan::program(&self.gpu, ops).map(|program| program.len())
     }
 
-    /// Makes room for steps of so many operations each.
+    /// Allocates steps of the given sizes.
     pub(super) fn make_steps(&self, sizes: Vec<usize>) -> Result<Arc<StepPool>> {
         let pool = Arc::new(Pool::of_steps(&self.gpu, &sizes)?);
         Ok(Arc::new(StepPool { gpu: self.gpu.clone(), sizes, pool }))
     }
 
-    /// Arms the steps that end at `ends`, and has `kernel` launch what runs them; what it says is passed on.
+    /// Queues steps that end at `ends`. `kernel` launches the kernel that runs them and returns whether it did.
     pub(super) fn launch_steps(
         &self,
         guard: &mut SubmitGuard,
@@ -315,11 +317,11 @@ impl Shared {
         self.mark_before_registering(guard, ops);
         let steps = step_pool.plan(ops, ends)?;
         self.accept(guard, |guard, done| {
-            self.launch_steps_in_turn((guard, done), step_pool, ops, &steps, kernel)
+            self.launch_steps_locked((guard, done), step_pool, ops, &steps, kernel)
         })
     }
 
-    fn launch_steps_in_turn<'s>(
+    fn launch_steps_locked<'s>(
         &'s self,
         (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
         step_pool: &StepPool,
@@ -338,12 +340,12 @@ impl Shared {
         let addr = instance.arm_steps(self.head(seq), steps, self.mark_of(seq))?;
         self.enqueue_launch(guard, done, ops, CALLS, &instance)?;
         drop(launching);
-        // Who waits for submissions that are over does not wait for the application.
+        // Dropped now: waiters for completed submissions must not wait for the application.
         *done = CompletedSubmissions::nothing();
         if !kernel(addr) {
-            // Nothing runs: the submission is over as soon as the stream gets there.
+            // Nothing was launched: the submission is over when the stream reaches the mark.
             self.take_back(seq, ops);
-            self.mark_in_turn(guard);
+            self.mark_locked(guard);
             return Err(Error::StreamAborted { stream: self.config.name.clone() });
         }
         let answer = kernel_exec.finish(self.gpu.api(), self.stream, addr);
@@ -353,7 +355,7 @@ impl Shared {
         Ok(self.issued(seq, answer))
     }
 
-    /// Gives the operations of the last submission back.
+    /// Returns the operations of the last submission.
     fn take_back(&self, seq: u64, ops: &mut Ops) {
         let mut state = self.lock();
         if let Some(submission) = state.queue.back_mut().filter(|last| last.seq == seq) {
@@ -363,7 +365,7 @@ impl Shared {
 }
 
 impl StepPool {
-    /// What the steps of a launch do whose batches end at `ends`: not more than there is room for.
+    /// The programs of a launch whose batches end at `ends`, checked against the allocated sizes.
     fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Program>> {
         let starts = std::iter::once(0).chain(ends.iter().copied());
         let steps = starts.zip(ends).map(|(start, &end)| plan::program(&self.gpu, &ops[start..end]));

@@ -1,9 +1,9 @@
-//! What is launched of a graph, and how its nodes get their operations.
+//! Instances of graphs, and how their nodes get their operations.
 //!
-//! What the driver lets change in an instantiated graph is just what changes from launch to launch: words, values and
-//! conditions of memory operations, and parameters of kernels. That is a call for each node, and more work for the driver
-//! at the launch. So the kernels of a graph of several find their operations in memory, where each launch writes them all at
-//! once; such a graph is instantiated several times, because launches under way still read theirs.
+//! The driver lets an instantiated graph change what differs between launches: words, values and conditions of memory
+//! operations, and kernel parameters. That is one call per node, plus more driver work at launch. So a graph with
+//! several kernels reads their operations from memory, which each launch writes at once. Such a graph has several
+//! instances, because pending launches still read theirs.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -20,36 +20,36 @@ use gdsync_device::cuda::kernel_exec::{self, Head, KernelExecutor, KernelOp, Pro
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 
-/// Kernels from which on a graph has their operations in memory, and the instances that it has then.
+/// From this many kernels on, a graph keeps operations in memory, and has `INSTANCES` instances.
 const IN_MEMORY: usize = 4;
 const INSTANCES: usize = 3;
 
-/// Instances that launches take by turns.
+/// The instances of a graph, used in rotation.
 #[derive(Debug)]
 pub(super) struct Pool {
     instances: Vec<Arc<Instance>>,
-    /// Held while a launch takes one and gives it its operations, until it is queued.
+    /// Locked while a launch takes an instance and writes its operations, until it is queued.
     launching: Mutex<()>,
 }
 
-/// An instantiated graph; or the programs of steps, which need none.
+/// An instantiated graph; or the programs of steps, without a graph.
 #[derive(Debug)]
 pub(super) struct Instance {
     gpu: Gpu,
-    /// Where its kernels are from.
+    /// The executor of its kernels.
     kernel_exec: Option<Arc<KernelExecutor>>,
     /// 0 without a graph.
     exec: Handle,
     programs: Option<Programs>,
 }
 
-/// The operations of all kernels of an instance, where the GPU finds them.
+/// The operations of all kernels of an instance, in memory that the GPU reads.
 #[derive(Debug)]
 struct Programs {
     memory: Memory,
-    /// The GPU's address of them.
+    /// Their GPU address.
     addr: u64,
-    /// Where each node has its own.
+    /// The offset of each node's program.
     places: Vec<usize>,
 }
 
@@ -58,7 +58,7 @@ impl Pool {
         Ok(Self { instances: instances?.into_iter().map(Arc::new).collect(), launching: Mutex::default() })
     }
 
-    /// Instantiates a graph of these nodes, as often as it takes.
+    /// Creates the instances of a graph with these nodes.
     pub(super) fn of_graph(
         gpu: &Gpu,
         kernel_exec: Option<&Arc<KernelExecutor>>,
@@ -71,7 +71,7 @@ impl Pool {
         let one = || {
             let mut instance =
                 Instance { gpu: gpu.clone(), kernel_exec: kernel_exec.cloned(), exec: 0, programs: None };
-            // SAFETY: a place for the answer, a graph, no flags.
+            // SAFETY: `exec` is a place for the answer; `graph` is valid; no flags.
             gpu.within(|api| unsafe { api.graph_instantiate(&mut instance.exec, graph, 0) })
                 .map_err(Error::cuda("instantiating a graph"))?;
             if in_memory {
@@ -83,7 +83,7 @@ impl Pool {
         Self::new((0..if in_memory { INSTANCES } else { 1 }).map(|_| one()).collect())
     }
 
-    /// Room for the programs of steps, of so many operations each.
+    /// Allocates programs for steps of the given sizes.
     pub(super) fn of_steps(gpu: &Gpu, steps: &[usize]) -> Result<Self> {
         let one = |_| {
             let programs = Programs::new(gpu, kernel_exec::room_of_steps(steps), Vec::new())?;
@@ -92,17 +92,17 @@ impl Pool {
         Self::new((0..INSTANCES).map(one).collect())
     }
 
-    /// To be held by a launch while it takes an instance and queues it.
+    /// Locks the pool. Hold the lock from [`Pool::free`] until the launch is queued.
     pub(super) fn lock(&self) -> MutexGuard<'_, ()> {
         self.launching.lock()
     }
 
-    /// An instance that can be given other operations. Launches take one at a time.
+    /// A free instance. The caller holds the pool's lock.
     pub(super) fn free(&self) -> Option<Arc<Instance>> {
         self.instances.iter().find(|instance| instance.is_free()).cloned()
     }
 
-    /// Whether there is one.
+    /// Whether there is a free instance.
     pub(super) fn is_free(&self) -> bool {
         self.instances.iter().any(|instance| instance.is_free())
     }
@@ -113,23 +113,23 @@ impl Instance {
         self.exec
     }
 
-    /// Whether it can be given other operations: a launch under way reads those in memory. Every clone counts as a launch, so
-    /// this makes none: the watchdog asks while others launch.
+    /// Whether no pending launch reads its operations. Each clone of the `Arc` counts as a launch, so this makes none:
+    /// the watchdog asks while others launch.
     pub(super) fn is_free(self: &Arc<Self>) -> bool {
         if self.programs.is_some() && Arc::strong_count(self) > 1 {
             return false;
         }
-        // What is written to its programs next comes after all that its last holder has seen.
+        // Later writes to its programs must follow all accesses of its last holder.
         fence(Ordering::Acquire);
         true
     }
 
-    /// Whether its operations lie in memory: one of several instances, of which each has one launch under way at most.
+    /// Whether its operations are in memory. Then it has at most one pending launch.
     pub(super) fn is_in_memory(&self) -> bool {
         self.programs.is_some()
     }
 
-    /// Tells the kernels where their programs are.
+    /// Sets the program addresses of its kernels.
     fn point(&self, nodes: &[Node]) -> Result<()> {
         let (Some(kernel_exec), Some(programs)) = (&self.kernel_exec, &self.programs) else { return Ok(()) };
         let each = || nodes.iter().zip(&programs.places);
@@ -140,7 +140,7 @@ impl Instance {
         pointed.map_err(Error::cuda("preparing a graph"))
     }
 
-    /// Gives the nodes their operations.
+    /// Writes the operations of a launch.
     pub(super) fn arm(&self, head: Head, nodes: &[Node], calls: &[Call]) -> Result<()> {
         if let Some(programs) = &self.programs {
             return programs.put(head, calls);
@@ -150,7 +150,7 @@ impl Instance {
             .map_err(Error::cuda("preparing a graph"))
     }
 
-    /// Puts the steps of a launch into its memory. Returns where the GPU finds them.
+    /// Writes the steps of a launch into its memory. Returns their GPU address.
     pub(super) fn arm_steps(&self, head: Head, steps: &[Program], mark: KernelOp) -> Result<u64> {
         let Some(programs) = &self.programs else { return Ok(0) };
         let mut image = vec![0; programs.memory.len()];
@@ -167,7 +167,7 @@ impl Instance {
                 (Call::Ops(ops), _) => {
                     plan::with_memops(ops, |count, memops| self.arm_memops(api, node.handle, count, memops))?
                 }
-                // Not in graphs.
+                // Graphs have none.
                 (Call::HostFn(_), _) => {}
             }
         }
@@ -177,7 +177,8 @@ impl Instance {
     fn arm_memops(&self, api: &Api, node: Handle, count: u32, ops: *mut MemOp) -> gdrcopy::Result<()> {
         let context = self.gpu.raw_context();
         let params = MemOpNodeParams { context, count, ops, flags: 0 };
-        // SAFETY: a node of this graph with so many operations of these kinds, on words that the submission keeps alive.
+        // SAFETY: the node is of this instance and has `count` operations of these kinds. The submission keeps their
+        // words alive.
         unsafe { api.graph_exec_mem_op_node_set_params(self.exec, node, &params) }
     }
 }
@@ -187,7 +188,7 @@ impl Drop for Instance {
         if self.exec == 0 || !self.gpu.is_here() {
             return;
         }
-        // SAFETY: made for this value; a launch under way would keep the value.
+        // SAFETY: created for this value and destroyed once. A pending launch would keep this value alive.
         let done = self.gpu.within(|api| unsafe { api.graph_exec_destroy(self.exec) });
         if let Err(error) = done {
             tracing::debug!(%error, "an instantiated graph was not destroyed");
@@ -196,7 +197,7 @@ impl Drop for Instance {
 }
 
 impl Programs {
-    /// On the GPU, where kernels read them quickly; in host memory where GPU memory cannot be mapped, or is not seen at once.
+    /// In GPU memory, which kernels read fastest; in host memory if GPU memory cannot be mapped, or needs a flush.
     fn new(gpu: &Gpu, len: usize, places: Vec<usize>) -> Result<Self> {
         let memory = match gpu.piece(len) {
             Ok(memory) if !memory.needs_flush() => memory,

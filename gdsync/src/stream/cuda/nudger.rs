@@ -1,8 +1,8 @@
-//! Kicks: memory operations that do nothing but make a GPU's front end look at its streams again.
+//! GPU nudges: memory operations whose only effect is that the GPU's front end re-checks its streams.
 //!
-//! A wait that is not satisfied is looked at again only every 8 us on an idle H200. A write on any other stream of the
-//! process makes the GPU look at once: then the median wake-up takes 3.1 us instead of 5.0, and the 99th percentile
-//! 3.9 instead of 9.9. Copies and memsets do the same but cost the CPU more than the 0.8 us of the write; events do not.
+//! An H200 re-checks an unsatisfied wait only every 8 us when idle. A write on any other stream of the process makes it
+//! re-check at once: the median wake-up takes 3.1 us instead of 5.0, and the 99th percentile 3.9 instead of 9.9. Copies
+//! and memsets work too but cost the CPU more than the 0.8 us of the write; events do not work.
 
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -18,28 +18,28 @@ use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Word64;
 
-/// Kicks that the GPU has not run: with more it does not move, and would only block the caller in the end.
-const MOST_PENDING: u64 = 4;
-/// How long the last of them may take.
+/// Maximum number of unexecuted nudges. If the GPU does not run them, more would only block the caller.
+const MAX_PENDING: u64 = 4;
+/// Time limit for the last nudge when dropped.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A stream to kick with. One for each GPU is enough.
+/// The stream for nudges, one per GPU.
 pub(crate) struct Nudger {
     gpu: Gpu,
     stream: RawStream,
     word: Word64,
-    /// Kicks so far; held by the thread that kicks.
+    /// Number of nudges; locked by the nudging thread.
     count: Mutex<u64>,
 }
 
 impl fmt::Debug for Nudger {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Kicker({:?})", self.gpu)
+        write!(f, "Nudger({:?})", self.gpu)
     }
 }
 
 impl Nudger {
-    /// The kicker of a GPU.
+    /// The shared nudger of a GPU.
     pub(super) fn of(gpu: &Gpu) -> Result<Arc<dyn GpuNudge>> {
         let mut slot = gpu.nudger().lock();
         if let Some(nudger) = slot.as_ref().and_then(Weak::upgrade) {
@@ -63,24 +63,24 @@ impl GpuNudge for Nudger {
         if in_host_fn() {
             return;
         }
-        // Who finds another thread at it has been kicked for.
+        // Another thread's nudge, in progress, suffices.
         let Some(mut count) = self.count.try_lock() else { return };
-        if *count - self.word.load() >= MOST_PENDING {
+        if *count - self.word.load() >= MAX_PENDING {
             return;
         }
         let Ok(addr) = self.word.memory().gpu_addr(&self.gpu) else { return };
         let mut op = MemOp::word(MemOp::WRITE_64, addr, *count + 1, 0);
         // SAFETY: one operation on a word that this value keeps.
-        let kicked = self.gpu.within(|api| unsafe { api.stream_batch_mem_op(self.stream, 1, &mut op, 0) });
-        match kicked {
+        let nudged = self.gpu.within(|api| unsafe { api.stream_batch_mem_op(self.stream, 1, &mut op, 0) });
+        match nudged {
             Ok(()) => *count += 1,
-            Err(error) => tracing::debug!(%error, "GPU not kicked"),
+            Err(error) => tracing::debug!(%error, "GPU not nudged"),
         }
     }
 }
 
 impl Nudger {
-    /// Whether the GPU has run all kicks, or never will.
+    /// Whether the GPU has run all nudges, or never will.
     fn is_idle(&self) -> bool {
         // SAFETY: a stream of this value.
         let query = self.gpu.within(|api| unsafe { api.stream_query(self.stream) });
@@ -93,11 +93,11 @@ impl Drop for Nudger {
         if !self.gpu.is_here() {
             return;
         }
-        // The word's next user must not find a kick in it. Nothing holds this stream, so it takes some microseconds.
+        // The word must not be written after its reuse. Nothing blocks this stream, so this takes microseconds.
         let start = Instant::now();
         while !self.is_idle() {
             if start.elapsed() > PATIENCE {
-                tracing::error!("the GPU does not run kicks: their word stays allocated");
+                tracing::error!("the GPU does not run nudges: their word stays allocated");
                 std::mem::forget(self.word.clone());
                 break;
             }
@@ -108,7 +108,7 @@ impl Drop for Nudger {
             unsafe { self.gpu.api().stream_destroy(self.stream) }.map_err(Error::cuda("destroying a stream"))
         });
         if let Err(error) = done {
-            tracing::debug!(%error, "stream for kicks not destroyed");
+            tracing::debug!(%error, "nudge stream not destroyed");
         }
     }
 }

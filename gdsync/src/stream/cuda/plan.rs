@@ -1,6 +1,6 @@
-//! What a submission becomes on a GPU: calls into the driver.
+//! The plan of a submission: the driver calls that run its operations.
 //!
-//! Consumer indices tell the CPU what a stream has passed, and nobody waits for them: they are put off behind the
+//! Consumer indices tell the CPU what a stream has passed, and nobody waits for them. They are deferred past the
 //! doorbells that follow a wait, until the next wait or the end of the submission.
 
 use std::mem::{self, MaybeUninit};
@@ -14,29 +14,29 @@ use gdsync_device::cuda::{Flush, Gpu};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Place};
 
-/// The most operations of one call. `cuStreamBatchMemOp` takes 255, and a channel of the GPU some 92,000 before the driver blocks the
-/// caller: with these, as many calls as may be pending are fewer.
+/// Maximum operations of one call. `cuStreamBatchMemOp` takes 255. A hardware channel takes some 92,000 before the
+/// driver blocks the caller: the pending calls, with this maximum, stay below.
 const MAX_MEMOPS: usize = 128;
 
-/// A call into the driver.
+/// A driver call.
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "host functions are rare")]
 pub(super) enum Call {
-    /// A kernel or `cuStreamBatchMemOp` that runs these.
+    /// A kernel or a `cuStreamBatchMemOp` with these operations.
     Ops(Program),
-    /// `cuLaunchHostFunc` of the host function at this place of the submission.
+    /// `cuLaunchHostFunc` of the host function at this index of the submission.
     HostFn(usize),
 }
 
-/// What a submission becomes, and the mark behind it.
+/// The driver calls of a submission, with the mark after it.
 pub(super) trait Runs {
-    /// Adds the mark.
+    /// Appends the mark.
     fn mark(&mut self, mark: KernelOp);
 
-    /// How many calls there are, and how many of them are for host functions.
+    /// The number of calls, and of host functions among them.
     fn count(&self) -> (usize, usize);
 
-    /// Makes the calls, by one function or the other, until one fails.
+    /// Makes the calls with `ops` and `host_fn`, until one fails.
     fn make(
         &mut self,
         ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
@@ -44,39 +44,39 @@ pub(super) trait Runs {
     ) -> gdrcopy::Result<()>;
 }
 
-/// The most of a few: a send, a wait, and the mark.
-const FEW: usize = 6;
+/// Maximum size of [`InlineOps`]: a send, a wait with flush, and the mark.
+const INLINE: usize = 6;
 
-/// One call of a few operations that are known beforehand: nothing is put off, and it never has to grow.
+/// One call with a few operations, stored inline.
 pub(super) struct InlineOps {
-    ops: [KernelOp; FEW],
+    ops: [KernelOp; INLINE],
     len: usize,
 }
 
 impl InlineOps {
-    /// Of these, which leave room for the mark.
-    #[inline(always)]
+    /// Stores `ops`, with room left for the mark.
+    #[inline]
     pub(super) fn of<const N: usize>(ops: [KernelOp; N]) -> Self {
-        const { assert!(N < FEW) };
-        let mut inline = Self { ops: [KernelOp::BARRIER; FEW], len: N };
+        const { assert!(N < INLINE) };
+        let mut inline = Self { ops: [KernelOp::BARRIER; INLINE], len: N };
         inline.ops[..N].copy_from_slice(&ops);
         inline
     }
 }
 
 impl Runs for InlineOps {
-    #[inline(always)]
+    #[inline]
     fn mark(&mut self, mark: KernelOp) {
         self.ops[self.len] = mark;
         self.len += 1;
     }
 
-    #[inline(always)]
+    #[inline]
     fn count(&self) -> (usize, usize) {
         (1, 0)
     }
 
-    #[inline(always)]
+    #[inline]
     fn make(
         &mut self,
         ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
@@ -86,40 +86,40 @@ impl Runs for InlineOps {
     }
 }
 
-/// The calls that operations become, as few as the limits allow. The last one, mostly the only one, grows where it is issued from:
-/// calls are large.
+/// The calls of a list of operations, as few as the limits allow. The last call, mostly the only one, is built in
+/// place, because calls are large.
 pub(super) struct Calls {
-    /// The most operations of a call.
-    most: usize,
+    /// Maximum operations of a call.
+    max: usize,
     before: Vec<Call>,
     last: Program,
-    /// A barrier comes next, unless what follows has one.
+    /// A deferred barrier, dropped if the next operation is fenced.
     barrier: bool,
     host_fns: usize,
 }
 
-/// The most operations of a call.
-fn most_ops(by_kernel: bool) -> usize {
+/// Maximum operations of a call.
+fn max_ops(by_kernel: bool) -> usize {
     if by_kernel { kernel_exec::LARGE } else { MAX_MEMOPS }
 }
 
-/// At most so many calls become of so many operations and host functions, with the mark behind them, whatever they are.
-pub(super) fn most_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize {
-    // A barrier, a wait, a flush and an index. Two that belong together may leave a call one or two short.
+/// Upper bound for the calls of any submission of `ops` operations and `host_fns` host functions, including the mark.
+pub(super) fn max_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize {
+    // Per operation: barrier, wait, flush, index. Pairs that must share a call may leave a call up to two short.
     const STEPS: usize = 4;
-    // A host function is a call, and ends the one before it.
-    (ops * STEPS + 1).div_ceil(most_ops(by_kernel) - 2) + 2 * host_fns
+    // A host function is a call of its own and ends the previous one.
+    (ops * STEPS + 1).div_ceil(max_ops(by_kernel) - 2) + 2 * host_fns
 }
 
-/// Consumer indices that are put off.
+/// Deferred consumer indices.
 type Indices = SmallVec<[KernelOp; 2]>;
 
 impl Calls {
-    /// None so far.
-    #[inline(always)]
+    /// An empty plan.
+    #[inline]
     pub(super) fn new(by_kernel: bool) -> Self {
         Self {
-            most: most_ops(by_kernel),
+            max: max_ops(by_kernel),
             before: Vec::new(),
             last: Program::new(),
             barrier: false,
@@ -127,19 +127,19 @@ impl Calls {
         }
     }
 
-    /// Adds steps that belong into one call.
-    #[inline(always)]
+    /// Adds operations that must share a call.
+    #[inline]
     fn put<const N: usize>(&mut self, steps: [KernelOp; N]) {
-        if self.last.len() + N + usize::from(self.barrier) > self.most {
+        if self.last.len() + N + usize::from(self.barrier) > self.max {
             self.end();
         }
         for step in steps {
-            // A barrier is too much where every write of the front end, and of the lane, has a fence before it (cuda.h,
-            // CU_STREAM_WRITE_VALUE_DEFAULT): one of its own takes 0.6 us on an H200.
+            // Every write of the front end and of the kernels has a fence before it (cuda.h,
+            // CU_STREAM_WRITE_VALUE_DEFAULT). An explicit barrier takes 0.6 us on an H200.
             if step.is_fenced() {
                 self.barrier = false;
             } else {
-                self.settle();
+                self.flush_barrier();
             }
             if step == KernelOp::BARRIER {
                 self.barrier = true;
@@ -149,19 +149,19 @@ impl Calls {
         }
     }
 
-    /// Writes the barrier that was put off.
-    #[inline(always)]
-    fn settle(&mut self) {
+    /// Writes the deferred barrier.
+    #[inline]
+    fn flush_barrier(&mut self) {
         if self.barrier {
             self.barrier = false;
             self.last.push(KernelOp::BARRIER);
         }
     }
 
-    /// Ends the last call: what comes next is in another one.
+    /// Ends the last call.
     #[cold]
     fn end(&mut self) {
-        self.settle();
+        self.flush_barrier();
         if !self.last.is_empty() {
             self.before.push(Call::Ops(mem::take(&mut self.last)));
         }
@@ -174,10 +174,10 @@ impl Calls {
         self.host_fns += 1;
     }
 
-    /// Adds what operations become: makes their words known to the GPU, and refuses waits that could never be released. Not under
-    /// a lock that the watchdog takes: to register memory, CUDA may take as long as streams wait, and the watchdog must release
-    /// them.
-    #[inline(always)]
+    /// Adds operations. Maps their words for the GPU, and refuses waits that could never be released. Must not hold a
+    /// lock that the watchdog takes: registering memory with CUDA may block as long as streams wait, and the watchdog
+    /// must release them.
+    #[inline]
     pub(super) fn add(&mut self, gpu: &Gpu, ops: &[Op]) -> Result<()> {
         let mut indices = Indices::new();
         for (place, op) in ops.iter().enumerate() {
@@ -194,7 +194,7 @@ impl Calls {
                     if gpu.capabilities().flush == Flush::OnStream {
                         self.put([KernelOp::FLUSH]);
                     }
-                    // Of several for the same queue the last one says it all.
+                    // The last index of a queue supersedes earlier ones.
                     indices.retain(|other| other.addr != index.addr);
                     indices.push(index);
                 }
@@ -228,8 +228,8 @@ impl Calls {
         Ok(())
     }
 
-    /// Writes the consumer indices that were put off.
-    #[inline(always)]
+    /// Writes the deferred consumer indices.
+    #[inline]
     fn pass(&mut self, indices: &mut Indices) {
         for &index in indices.iter() {
             self.put([index]);
@@ -248,13 +248,13 @@ impl Runs for Calls {
         (self.before.len() + usize::from(!self.last.is_empty() || self.barrier), self.host_fns)
     }
 
-    #[inline(always)]
+    #[inline]
     fn make(
         &mut self,
         ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
         host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
     ) -> gdrcopy::Result<()> {
-        self.settle();
+        self.flush_barrier();
         for call in &self.before {
             match call {
                 Call::Ops(part) => ops(part),
@@ -265,8 +265,8 @@ impl Runs for Calls {
     }
 }
 
-/// The record and then the doorbell, which has a fence before it; where the record may lag, the doorbell comes first.
-#[inline(always)]
+/// The record, then the doorbell, which has a fence before it. Reversed where the record may lag.
+#[inline]
 pub(super) fn doorbell_ops(
     gpu: &Gpu,
     send_doorbell: &SendDoorbell,
@@ -282,42 +282,42 @@ pub(super) fn doorbell_ops(
     })
 }
 
-/// The wait, and the consumer index behind it.
-#[inline(always)]
+/// The wait, and the consumer index after it.
+#[inline]
 pub(super) fn awaited(gpu: &Gpu, source: &dyn Source, arrival: &Arrival<'_>) -> Result<[KernelOp; 2]> {
     source.check_visible(gpu)?;
     let (word, index) = (arrival.word_on(gpu)?, arrival.index_on(gpu)?);
     Ok([KernelOp::wait_cqe(word, arrival.value, arrival.cond), KernelOp::index(index, arrival.passed)])
 }
 
-/// Whether a kernel can run these, or only the front end.
+/// Whether a kernel can run these operations. A flush needs the front end.
 #[inline]
 pub(super) fn fits_kernel(ops: &[KernelOp]) -> bool {
     !ops.iter().any(KernelOp::is_flush)
 }
 
-/// Calls `call` with the same for the front end: how many, and where.
-#[inline(always)]
+/// Converts operations to memory operations and calls `call` with their number and address.
+#[inline]
 pub(super) fn with_memops<T>(ops: &[KernelOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
     let count = u32::try_from(ops.len()).expect("fewer than 256");
-    if ops.len() > FEW {
+    if ops.len() > INLINE {
         let mut memops: Vec<_> = ops.iter().map(KernelOp::memop).collect();
         return call(count, memops.as_mut_ptr());
     }
-    let mut memops = [const { MaybeUninit::uninit() }; FEW];
+    let mut memops = [const { MaybeUninit::uninit() }; INLINE];
     for (to, op) in memops.iter_mut().zip(ops) {
         to.write(op.memop());
     }
     call(count, memops.as_mut_ptr().cast())
 }
 
-/// Where the GPU finds the word of a wait of the application.
+/// The GPU address of the word of an application wait.
 fn word(gpu: &Gpu, op: &Op, word: &Memory) -> Result<Place> {
     op.check()?;
     word.place(gpu)
 }
 
-/// The calls of a batch, to be kept; not under a lock, as [`Calls::add`].
+/// The calls of a batch, for a graph. Lock rules as in [`Calls::add`].
 pub(super) fn list(gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<Vec<Call>> {
     let mut calls = Calls::new(by_kernel);
     calls.add(gpu, ops)?;
@@ -325,15 +325,15 @@ pub(super) fn list(gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<Vec<Call>> 
     Ok(calls.before)
 }
 
-/// What operations become as a step of a kernel of the application; not under a lock, as [`Calls::add`].
+/// The program of a kernel step. Lock rules as in [`Calls::add`].
 pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
-    let mut calls = Calls { most: usize::MAX, ..Calls::new(true) };
+    let mut calls = Calls { max: usize::MAX, ..Calls::new(true) };
     calls.add(gpu, ops)?;
-    calls.settle();
+    calls.flush_barrier();
     if calls.host_fns > 0 || !fits_kernel(&calls.last) {
         return Err(Error::Unsupported {
-            what: "a host function, or a flush that this GPU leaves to its front end, in a step of a kernel",
-            by: "kernels, which cannot do either",
+            what: "a host function, or a flush that only the front end of this GPU can do, in a step of a kernel",
+            by: "kernels, which can do neither",
             fix: "submit it to the stream before or after the kernel",
         });
     }
@@ -344,7 +344,7 @@ fn no_flush() -> Error {
     Error::Unsupported {
         what: "a flush of inbound writes on a stream",
         by: "this GPU or driver",
-        fix: "let the CPU see the completion, then call Memory::flush",
+        fix: "wait for the completion on the CPU, then call Memory::flush",
     }
 }
 
@@ -357,7 +357,7 @@ mod tests {
 
     /// `INDEX` of `kernel_exec.cu` has no fence before it, unlike `WRITE_32`.
     #[test]
-    fn writes_of_the_application_are_ordered_also_before_a_barrier() {
+    fn application_writes_before_a_barrier_are_ordered() {
         let _control = driver::Control::take();
         let gpu = Gpu::open_with(driver::api(), 0, None).unwrap();
         let words = Memory::alloc(64).unwrap();
@@ -370,7 +370,7 @@ mod tests {
     }
 
     #[test]
-    fn no_batch_becomes_more_calls_than_are_asked_for() {
+    fn max_calls_bounds_every_plan() {
         let _control = driver::Control::take();
         let gpu = Gpu::open_with(driver::api(), 0, None).unwrap();
         let word = Memory::alloc(64).unwrap().word32(0).unwrap();
@@ -388,9 +388,9 @@ mod tests {
                 calls.add(&gpu, &ops).unwrap();
                 calls.mark(KernelOp::mark(0, 1));
                 let (count, host_fns) = calls.count();
-                let most = most_calls(len, host_fns, by_kernel);
+                let max = max_calls(len, host_fns, by_kernel);
                 assert_eq!(host_fns, len / every);
-                assert!((count..=5 * count).contains(&most), "{len}, {every}: {count}, not {most}");
+                assert!((count..=5 * count).contains(&max), "{len}, {every}: {count}, not {max}");
             }
         }
     }

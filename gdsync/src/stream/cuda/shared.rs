@@ -1,14 +1,15 @@
-//! What the handle and the watchdog of a CUDA engine share: the queue, the counters and the failure.
+//! The state of a CUDA engine, shared by handle and watchdog: queue, counters, failure, waiting callers, host
+//! functions.
 //!
-//! How far the GPU is, the CPU learns from a word that the stream writes now and then: a *mark* with the number of the
-//! submission. Marks are written every few submissions, when somebody waits, and when the stream falls idle; so most
+//! The CPU learns the GPU's progress from a word that the stream writes now and then: a *mark* with the submission's
+//! number. Marks are written every few submissions, when a caller waits, and when the stream falls idle, so most
 //! submissions do not pay for one.
 //!
-//! There are two locks. Who calls the driver for the stream has its *turn* ([`SubmitLock`]), and may have to wait there: in the driver, one
-//! thread that frees memory, say, holds up all others until every stream of the process is done. So nothing that keeps
-//! deadlines ever waits for the turn: what it needs is in the *state*, whose lock is held for moments only, and in
-//! [`Shared::behind`]. No foreign code (the driver, host functions, drops of what operations hold) runs under that one;
-//! sources are looked at there, released and woken, which waits for nobody.
+//! There are two locks. The *submit lock* ([`SubmitLock`]) is held while calling the driver for the stream, and may be
+//! held for long: a thread that frees memory, for example, can block all others in the driver until every stream of the
+//! process is done. So deadline keeping never takes the submit lock; its data is in the *state*, whose lock is held
+//! only briefly, and in [`Shared::behind`]. No foreign code (the driver, host functions, drops of what operations own)
+//! runs under the state lock. Non-blocking calls to sources (query, release, wake) do.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -26,7 +27,7 @@ use super::graph::{self, Captured};
 use super::instance::{Instance, Pool};
 use super::nudger::Nudger;
 use super::plan::{self, Calls, Runs};
-use super::watchdog::tells_nothing;
+use super::watchdog::is_inconclusive;
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::execute::message_of;
 use crate::stream::op::{Op, Ops, Source, sources_of};
@@ -41,15 +42,15 @@ use gdsync_shm::{Backoff, nap};
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
-/// Host functions that may be pending. A channel of the GPU takes 55 that have other work between them, then the driver blocks
-/// the caller and whoever else calls it; two streams may share a channel.
+/// Maximum number of pending host functions. A hardware channel takes 55 with other work between them, then the driver
+/// blocks all callers; two streams may share a channel.
 const MAX_HOST_FNS: usize = 24;
-/// Calls of one submission: of 1,020 that a channel takes.
+/// Maximum calls of one submission, out of 1,020 that a channel takes.
 const MAX_CALLS: usize = 512;
-/// Both, in words.
-const MOST: &str = "at most 512 calls, and 24 host functions";
-/// From this version of CUDA on, memory operations, launches and questions on a stream that was made are taken from any thread,
-/// whatever context it has, and mean the stream's: seen with 13.0, with none, another one of the GPU, and another GPU's.
+/// Both limits, as error text.
+const LIMITS: &str = "at most 512 calls, and 24 host functions";
+/// From this CUDA version on, the driver takes memory operations, launches and queries for a created stream from a
+/// thread with any or no current context. Verified with 13.0.
 const ANYWHERE: i32 = 13_000;
 
 pub(super) struct Shared {
@@ -58,45 +59,45 @@ pub(super) struct Shared {
     pub(super) gpu: Gpu,
     pub(super) stream: RawStream,
     owned: bool,
-    /// Whether the driver takes calls on the stream only from a thread that has its context.
+    /// Whether calls on the stream need its context to be current.
     pub(super) needs_context: bool,
-    /// The application knows the stream, and may be capturing it.
+    /// Whether the application has the stream's handle, and may be capturing it.
     shown: AtomicBool,
     pub(super) kernel_exec: Option<Arc<KernelExecutor>>,
     pub(super) nudger: Option<Arc<dyn GpuNudge>>,
     pub(super) status: StatusBlock,
-    /// What all programs of kernels begin with.
+    /// The header of all kernel programs.
     head: Head,
-    /// The mark, and the one of kernels that ran after the stream failed.
+    /// The mark, and the mark written by kernels after the stream failed.
     mark: Word64,
     mark_after: Word64,
-    /// The GPU's address of the mark.
+    /// The GPU address of `mark`.
     mark_addr: u64,
-    /// Waits of a row that are behind the last submission and not counted there yet. Only who has the turn writes it.
+    /// Waits of a coalesced run not yet counted in the last submission. Written under the submit lock.
     pub(super) behind: AtomicU64,
     pub(super) submit_lock: Arc<SubmitLock>,
     state: Mutex<State>,
-    /// For the watchdog: there is something to watch, where it sleeps for long, or an end to come to.
+    /// Wakes the watchdog: work, a failure, or the end.
     pub(super) work: Condvar,
     pub(super) submitted: AtomicU64,
-    /// Submissions up to here are over, as CUDA says: no mark tells.
+    /// Submissions up to this one are over according to CUDA, without a mark.
     pub(super) ended: AtomicU64,
     error: OnceLock<Error>,
-    /// All sources were told of the error: waits may be released by force.
+    /// All sources are stopped: waits may be released by force.
     pub(super) released: AtomicBool,
     pub(super) closing: AtomicBool,
-    /// Lots of retired submissions that are being dropped.
-    pub(super) retiring: AtomicUsize,
+    /// Number of [`CompletedSubmissions`] being dropped.
+    pub(super) dropping: AtomicUsize,
     pub(super) own: Weak<Shared>,
 }
 
-/// What only those need who call the driver, and therefore have the turn of the stream.
+/// State guarded by the submit lock.
 #[derive(Debug, Default)]
 pub struct SubmitGuard {
-    /// Calls since the last mark, and the submission that it names.
+    /// Calls since the last mark, and the last marked submission.
     pub(super) unmarked: usize,
     pub(super) marked: u64,
-    /// What has been captured so far, while the stream is.
+    /// Set while the stream is being captured.
     pub(super) capture: Option<Captured>,
     pub(super) coalesced: CoalescedRun,
 }
@@ -104,40 +105,40 @@ pub struct SubmitGuard {
 #[derive(Default)]
 pub(super) struct State {
     pub(super) queue: VecDeque<Submission>,
-    /// The last submission that found nothing queued before it, and when, until the watchdog looks: what it waits for first holds
+    /// The last submission that found the queue empty, and when, until the watchdog reads it: its first wait has held
     /// the stream since then.
     pub(super) begun: Option<(u64, Instant)>,
-    /// Calls and host functions pending.
+    /// Pending calls and host functions.
     pub(super) calls: usize,
     pub(super) host_fns: usize,
-    /// Calls and host functions that there was no room for.
+    /// Calls and host functions of the last submission refused for lack of room.
     pub(super) wanted: (usize, usize),
-    /// Of a graph or steps that had no instance free.
+    /// The pool of the last launch refused for lack of a free instance.
     pub(super) wanted_pool: Option<Weak<Pool>>,
-    /// Why the driver took no mark, or runs the stream no more: it is asked for no more marks.
+    /// Set if the driver refused a mark or the stream died: no more marks are attempted.
     pub(super) refused: Option<Error>,
-    /// The driver is to be asked how the stream is, and somebody is about to.
+    /// Whether a driver task should query the stream, and whether one is scheduled.
     pub(super) query: bool,
     pub(super) asking: bool,
-    /// The watchdog sleeps until there is work.
+    /// Whether the watchdog sleeps until there is work.
     pub(super) asleep: bool,
 }
 
-/// What the GPU has not been seen to complete. It keeps everything alive that the GPU may touch.
+/// A submission that the GPU is not known to have completed. It keeps alive everything that the GPU may access.
 pub(super) struct Submission {
-    /// Its number; of several that it stands for, the first one's and the last one's.
+    /// The numbers of the first and last submission that it stands for.
     pub(super) first: u64,
     pub(super) seq: u64,
     pub(super) ops: Ops,
-    /// Waits behind its last operation, which is one, for the completions that follow its own.
+    /// Additional waits after its last operation, for the next completions of the same source.
     pub(super) more: u64,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
-    /// What it is a launch of.
+    /// The instance that it launches.
     pub(super) instance: Option<Arc<Instance>>,
 }
 
-/// What a submission is in the queue.
+/// The queue entry of a submission.
 #[derive(Clone, Copy)]
 pub(super) struct Entry {
     pub(super) seq: u64,
@@ -146,7 +147,7 @@ pub(super) struct Entry {
 }
 
 impl Submission {
-    #[inline(always)]
+    #[inline]
     pub(super) fn new(
         Entry { seq, calls, host_fns }: Entry,
         ops: Ops,
@@ -155,7 +156,7 @@ impl Submission {
         Self { first: seq, seq, ops, more: 0, calls, host_fns, instance }
     }
 
-    /// Whether all that it does is to ring for this source.
+    /// Whether it only rings for this source.
     #[inline]
     pub(super) fn triggers_only(&self, source: &Arc<dyn Source>) -> bool {
         match &self.ops[..] {
@@ -212,20 +213,20 @@ impl Shared {
             error: OnceLock::new(),
             released: AtomicBool::new(false),
             closing: AtomicBool::new(false),
-            retiring: AtomicUsize::new(0),
+            dropping: AtomicUsize::new(0),
             own: own.clone(),
         }))
     }
 
-    #[inline(always)]
+    #[inline]
     pub(super) fn submitted(&self) -> u64 {
         self.submitted.load(Ordering::Acquire)
     }
 
-    /// As far as the last mark tells, or CUDA.
+    /// The number of completed submissions, by the last mark or CUDA.
     pub(super) fn completed(&self) -> u64 {
         let mark = self.mark.load().max(self.ended.load(Ordering::Acquire));
-        // Before that it may not be known yet why kernels stopped short.
+        // Until `released`, the reason why kernels stopped early may be unknown.
         if self.released.load(Ordering::Acquire) { mark.max(self.mark_after.load()) } else { mark }
     }
 
@@ -238,7 +239,7 @@ impl Shared {
         self.error.get().is_some()
     }
 
-    /// The error of a stream that has failed.
+    /// The error of a failed stream.
     #[cold]
     #[inline(never)]
     pub(super) fn why_failed(&self) -> Error {
@@ -250,7 +251,7 @@ impl Shared {
     }
 
     pub(super) fn full(&self, state: &State, calls: usize, host_fns: usize) -> bool {
-        let fits = |pending, more, most| pending == 0 || pending + more <= most;
+        let fits = |pending, more, limit| pending == 0 || pending + more <= limit;
         !(fits(state.calls, calls, self.config.depth) && fits(state.host_fns, host_fns, MAX_HOST_FNS))
     }
 
@@ -260,20 +261,21 @@ impl Shared {
         calls.add(&self.gpu, ops)?;
         let put =
             |queue: &mut VecDeque<_>, entry| queue.push_back(Submission::new(entry, mem::take(ops), None));
-        self.accept(guard, |guard, done| self.submit_in_turn((guard, done), &mut calls, put))
+        self.accept(guard, |guard, done| self.submit_locked((guard, done), &mut calls, put))
     }
 
-    /// Memory that CUDA does not know yet may have to wait until all streams are seen to be dry: marks this one, as nobody else can
-    /// as long as this thread has the turn.
+    /// Registering memory with CUDA may have to wait until all streams are known to be idle. Marks this stream first:
+    /// nobody else can while this thread holds the submit lock.
     #[inline]
     pub(super) fn mark_before_registering(&self, guard: &mut SubmitGuard, ops: &[Op]) {
         if !ops.iter().all(Op::is_found) {
-            self.mark_in_turn(guard);
+            self.mark_locked(guard);
         }
     }
 
-    /// Accepts a submission unless the stream has failed. `put` queues it and returns its number; the context is current then.
-    #[inline(always)]
+    /// Accepts a submission unless the stream has failed. `put` queues it and returns its number, with the context
+    /// current.
+    #[inline]
     pub(super) fn accept<'s>(
         &'s self,
         guard: &mut SubmitGuard,
@@ -287,8 +289,8 @@ impl Shared {
         put(guard, &mut done)
     }
 
-    /// Submission `seq` was issued: what the driver said to it.
-    #[inline(always)]
+    /// Handles the driver's answer to submission `seq`.
+    #[inline]
     pub(super) fn issued(&self, seq: u64, answer: gdrcopy::Result<()>) -> u64 {
         if let Err(error) = answer {
             self.not_issued(error);
@@ -296,27 +298,27 @@ impl Shared {
         seq
     }
 
-    /// Some of it may be on its way, so it counts as submitted; it is not known what of it will happen.
+    /// It may have been queued partially, so it counts as submitted.
     #[cold]
     fn not_issued(&self, error: gdrcopy::Error) {
         self.fail(Error::cuda("submitting to the stream")(error));
     }
 
-    /// The application gets to know the stream.
+    /// Records that the application gets the stream's handle.
     pub(super) fn show(&self) {
         self.shown.fetch_or(self.config.captured_by_others, Ordering::Relaxed);
     }
 
-    /// Whether the application captures the stream, so that what is queued now would not run. The context must be current, if the driver
-    /// needs that.
-    #[inline(always)]
+    /// Whether the application is capturing the stream, so that new work would not run. The context must be current, if
+    /// the driver requires it.
+    #[inline]
     pub(super) fn is_captured_by_others(&self, guard: &SubmitGuard) -> bool {
         let may_be = self.shown.load(Ordering::Relaxed) && guard.capture.is_none();
-        may_be && self.is_captured().unwrap_or_else(|error| tells_nothing(&error))
+        may_be && self.is_captured().unwrap_or_else(|error| is_inconclusive(&error))
     }
 
     #[inline(always)]
-    pub(super) fn submit_in_turn<'s>(
+    pub(super) fn submit_locked<'s>(
         &'s self,
         (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
         calls: &mut impl Runs,
@@ -333,7 +335,7 @@ impl Shared {
         let (count, host_fns) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
-            return Err(Error::invalid("batch", value, MOST));
+            return Err(Error::invalid("batch", value, LIMITS));
         }
         self.enqueue(guard, done, (count, host_fns), put)?;
         guard.unmarked = if marks { 0 } else { guard.unmarked + count };
@@ -342,9 +344,9 @@ impl Shared {
         Ok(self.issued(seq, answer))
     }
 
-    /// Queues a submission that is about to be issued, unless there is no room for it: the watchdog must know of it while
-    /// the driver takes it. Its number is the next one. `put` adds it to the queue, which is locked, with its operations.
-    #[inline(always)]
+    /// Queues a submission before it is issued, unless there is no room: the watchdog must see it while the driver
+    /// takes it. Its number is the next one. `put` adds it to the locked queue.
+    #[inline]
     pub(super) fn enqueue<'s>(
         &'s self,
         guard: &mut SubmitGuard,
@@ -353,21 +355,22 @@ impl Shared {
         put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<()> {
         let mut state = self.lock();
-        // Under the lock, which the reaper takes after it has closed the gate: it sees the submission, or is seen here. And before
-        // the watchdog sees it: the time at the gate is none of its waits'.
+        // Checked under the lock, which the reaper takes after closing the gate: either the reaper sees the submission,
+        // or the gate is seen closed here. Waiting at the gate must precede the queueing, because the watchdog would
+        // count it as wait time.
         let mut _held_up = None;
         if gate::is_closed() {
             drop(state);
             _held_up = Some(gate::wait());
             state = self.lock();
         }
-        // Who fails the stream says so first, and then sees under this lock what is queued: nothing is queued unseen.
+        // `fail` sets the error first and then reads the queue under this lock: nothing is queued unseen.
         if let Some(error) = self.error.get() {
             return Err(error.clone());
         }
-        self.end_row(guard, &mut state);
+        self.end_run(guard, &mut state);
         let is_full = self.full(&state, calls, host_fns);
-        // Now and then by this thread, which has the counts of references; else the watchdog does it.
+        // Sometimes on this thread, which has the reference counts cached; otherwise the watchdog does it.
         if is_full || guard.unmarked == 0 {
             *done = self.retire(&mut state);
         }
@@ -391,7 +394,7 @@ impl Shared {
         Ok(())
     }
 
-    /// As [`Shared::enqueue`], of a launch.
+    /// Like [`Shared::enqueue`], for a launch.
     pub(super) fn enqueue_launch<'s>(
         &'s self,
         guard: &mut SubmitGuard,
@@ -405,7 +408,7 @@ impl Shared {
         })
     }
 
-    /// There is no room for so many calls and host functions: somebody may wait for it.
+    /// Records the refused calls and host functions for [`Shared::has_room`]. Returns the error.
     #[cold]
     pub(super) fn no_room(
         &self,
@@ -418,13 +421,13 @@ impl Shared {
         self.is_full(guard)
     }
 
-    /// Sees to it that the room that comes is seen.
+    /// Marks the stream, so that new room is noticed. Returns the error.
     fn is_full(&self, guard: &mut SubmitGuard) -> Error {
-        self.mark_in_turn(guard);
+        self.mark_locked(guard);
         Error::StreamFull { stream: self.config.name.clone(), depth: self.config.depth }
     }
 
-    /// An instance whose former launches are over.
+    /// A free instance of the pool.
     pub(super) fn instance(&self, guard: &mut SubmitGuard, pool: &Arc<Pool>) -> Result<Arc<Instance>> {
         if let Some(free) = pool.free() {
             return Ok(free);
@@ -437,30 +440,31 @@ impl Shared {
         pool.free().ok_or_else(|| self.is_full(guard))
     }
 
-    /// The mark behind a submission.
+    /// The mark of a submission.
     pub(super) fn mark_of(&self, seq: u64) -> KernelOp {
         KernelOp::mark(self.mark_addr, seq)
     }
 
     /// Makes the calls of a submission. The context must be current.
-    #[inline(always)]
+    #[inline]
     fn issue(&self, seq: u64, calls: &mut impl Runs) -> gdrcopy::Result<()> {
         calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
-    /// What tells a kernel about its submission.
+    /// The kernel header of a submission.
     pub(super) fn head(&self, submission: u64) -> Head {
         Head { submission, ..self.head }
     }
 
-    /// Has the GPU run operations by one call. The context must be current.
+    /// Queues operations by one call. The context must be current.
     pub(super) fn run(&self, seq: u64, ops: &[KernelOp]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
         if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| plan::fits_kernel(ops)) {
             return kernel_exec.launch(api, self.stream, self.head(seq), ops);
         }
         plan::with_memops(ops, |count, memops| {
-            // SAFETY: so many operations on words that the submission keeps alive, known to the GPU.
+            // SAFETY: `memops` has `count` operations. Their words are mapped for the GPU, and the submission keeps
+            // them alive.
             unsafe { api.stream_batch_mem_op(self.stream, count, memops, 0) }
         })
     }
@@ -471,7 +475,7 @@ impl Shared {
         f.map_or(Ok(()), |f| queue_host_fn(self.gpu.api(), self.stream, f, self.own.clone()))
     }
 
-    /// Takes a host function out of a submission in the queue.
+    /// Takes a host function out of the queued submission.
     fn take_host_fn(&self, seq: u64, place: usize) -> Option<Box<dyn FnOnce() + Send>> {
         let mut state = self.lock();
         let submission = state.queue.back_mut().filter(|last| last.seq == seq)?;
@@ -484,29 +488,29 @@ impl Shared {
         }
     }
 
-    /// Puts a mark behind all that was submitted, if there is none; leaves it to whoever has the turn.
+    /// Marks all that was submitted, unless marked; if the submit lock is taken, its holder does.
     pub(super) fn put_mark(&self) {
         if in_host_fn() {
             return;
         }
-        self.submit_lock.want(|state| self.mark_in_turn(&mut state.guard));
+        self.submit_lock.request(|state| self.mark_locked(&mut state.guard));
     }
 
-    /// Puts the mark. It is one more call of the last submission.
-    pub(super) fn mark_in_turn(&self, guard: &mut SubmitGuard) {
+    /// Writes the mark, as one more call of the last submission.
+    pub(super) fn mark_locked(&self, guard: &mut SubmitGuard) {
         let seq = self.submitted();
         if guard.marked == seq {
             return;
         }
         {
             let mut state = self.lock();
-            self.end_row(guard, &mut state);
+            self.end_run(guard, &mut state);
             if state.refused.is_some() {
                 return;
             }
         }
         if let Err(error) = self.gpu.within(|_| self.mark_now(guard, seq)) {
-            // The watchdog fails the stream.
+            // The watchdog then fails the stream.
             self.lock().refused = Some(Error::cuda("marking the stream")(error));
             self.work.notify_one();
         }
@@ -527,7 +531,7 @@ impl Shared {
         self.run(seq, &[self.mark_of(seq)])
     }
 
-    /// Fails the stream: stops every queue that pending operations use, then lets the watchdog release the waits.
+    /// Fails the stream: stops every queue with pending operations, then lets the watchdog release the waits.
     pub(super) fn fail(&self, error: Error) {
         if self.error.set(error.clone()).is_err() {
             return;
@@ -544,7 +548,7 @@ impl Shared {
             }
         }
         for source in &sources {
-            // Whatever happens here, the others must be told and the stream released.
+            // A panic must not prevent the other sources from being stopped, nor the release.
             if catch_unwind(AssertUnwindSafe(|| source.fail(&error))).is_err() {
                 tracing::error!(stream = self.config.name, ?source, "a source panicked while it was stopped");
             }
@@ -553,12 +557,12 @@ impl Shared {
         self.work.notify_one();
     }
 
-    /// Whether kernels run the operations, which keep deadlines by themselves.
+    /// Whether kernels run the operations. Kernels keep deadlines themselves.
     pub(super) fn by_kernel(&self) -> bool {
         self.kernel_exec.is_some()
     }
 
-    /// Gives the stream back, to CUDA if it is ours. What it still runs, CUDA lets end.
+    /// Destroys the stream, if it is ours. CUDA finishes what it still runs.
     pub(super) fn destroy(&self) {
         let driver_task: Weak<dyn DriverTask> = self.own.clone();
         self.gpu.end_driver_task(&driver_task);
@@ -566,7 +570,7 @@ impl Shared {
             return;
         }
         let done = self.gpu.enter().and_then(|_current| {
-            // SAFETY: made for this engine, destroyed once.
+            // SAFETY: created for this engine and destroyed once.
             unsafe { self.gpu.api().stream_destroy(self.stream) }.map_err(Error::cuda("destroying a stream"))
         });
         if let Err(error) = done {
@@ -583,22 +587,22 @@ pub(super) fn not_joined(error: gdrcopy::Error) -> Error {
 
 impl Activity for Shared {
     fn idle_since(&self) -> Option<u64> {
-        // See `Shared::enqueue`.
+        // Locked: see `Shared::enqueue`.
         let _state = self.lock();
         let submitted = self.submitted();
         (self.completed() >= submitted).then_some(submitted)
     }
 }
 
-/// Submissions that are over, on their way to be dropped.
+/// Completed submissions, to be dropped without the state lock.
 #[must_use = "to be dropped without the lock"]
 pub(super) struct CompletedSubmissions<'s> {
     submissions: Vec<Submission>,
-    /// Unless it is empty; dropped last.
+    /// `None` if empty. Dropped last.
     _counted: Option<Counted<'s>>,
 }
 
-/// It counts until it is dropped.
+/// Increments a counter until dropped.
 struct Counted<'s>(&'s AtomicUsize);
 
 impl<'s> Counted<'s> {
@@ -637,7 +641,7 @@ fn note_passed(submission: &Submission) {
 }
 
 impl Shared {
-    /// Takes out of the queue what the GPU has completed; to be dropped without the lock.
+    /// Takes completed submissions out of the queue. Drop them without the lock.
     pub(super) fn retire(&self, state: &mut State) -> CompletedSubmissions<'_> {
         let completed = self.completed();
         if state.queue.front().is_none_or(|first| first.seq > completed) {
@@ -650,47 +654,47 @@ impl Shared {
             state.calls -= submission.calls;
             state.host_fns -= submission.host_fns;
         }
-        CompletedSubmissions { submissions, _counted: Some(Counted::new(&self.retiring)) }
+        CompletedSubmissions { submissions, _counted: Some(Counted::new(&self.dropping)) }
     }
 
-    /// Whether nothing is held any more for what the GPU has completed.
-    pub(super) fn has_let_go(&self) -> bool {
+    /// Whether all completed submissions have been dropped.
+    pub(super) fn all_dropped(&self) -> bool {
         let mut state = self.lock();
         let done = self.retire(&mut state);
         drop(state);
         drop(done);
-        self.retiring.load(Ordering::Acquire) == 0
+        self.dropping.load(Ordering::Acquire) == 0
     }
 }
 
-/// How long a caller spins for a completion before it sleeps.
+/// Spin time of a caller for a completion, before it sleeps.
 const CALLER_SPIN: Duration = Duration::from_micros(20);
-/// The shortest sleep of a caller for whom a late look costs nothing.
+/// Minimum sleep of a caller that loses nothing by a late check.
 const IDLE_NAP: Duration = Duration::from_micros(50);
-/// The longest sleep of a caller between two looks.
+/// Maximum sleep of a caller between two checks.
 const CALLER_NAP: Duration = Duration::from_millis(1);
 
 impl Shared {
-    /// Blocks a caller until a submission is over, or the deadline. What made it end early is known by then.
+    /// Blocks until a submission is over, or the deadline. Its failure, if any, is known by then.
     pub(super) fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
-        // With work behind it nothing is lost by a late look.
+        // With later work queued, a late check costs nothing.
         let spin = if seq < self.submitted() { Duration::ZERO } else { CALLER_SPIN };
         if !self.block(deadline, spin, || self.completed() >= seq) {
             return false;
         }
-        // Another thread may still be telling the sources, or be about to let go what was held: memory and queue pairs.
+        // Another thread may still be stopping sources, or dropping memory and queue pairs.
         let is_recorded = || !self.failed() || self.released.load(Ordering::Acquire);
-        self.block_until(deadline, || is_recorded() && self.has_let_go())
+        self.block_until(deadline, || is_recorded() && self.all_dropped())
     }
 
-    /// Blocks a caller until `done`, or the deadline.
+    /// Blocks until `done`, or the deadline.
     pub(super) fn block_until(&self, deadline: Instant, done: impl Fn() -> bool) -> bool {
         self.block(deadline, CALLER_SPIN, done)
     }
 
-    /// As [`Shared::block_until`]; it spins for `spin` before it sleeps, and sleeps shorter if it does.
+    /// Like [`Shared::block_until`], with a given spin time. A zero spin time also means longer sleeps.
     fn block(&self, deadline: Instant, spin: Duration, done: impl Fn() -> bool) -> bool {
-        let least = if spin.is_zero() { IDLE_NAP } else { CALLER_SPIN };
+        let shortest = if spin.is_zero() { IDLE_NAP } else { CALLER_SPIN };
         if done() {
             return true;
         }
@@ -707,22 +711,22 @@ impl Shared {
             }
             let waited = now - start;
             if !backoff.spin_after(waited) {
-                // The end of a stream that has failed is near, however long it was held.
-                let most = if self.failed() { IDLE_NAP } else { CALLER_NAP };
-                std::thread::sleep(nap(waited, least..=most).min(deadline - now));
+                // A failed stream ends soon, however long it was held.
+                let longest = if self.failed() { IDLE_NAP } else { CALLER_NAP };
+                std::thread::sleep(nap(waited, shortest..=longest).min(deadline - now));
             }
         }
     }
 
-    /// Refuses what a submission of so many operations and host functions would be refused for.
+    /// Checks that a submission of `ops` operations and `host_fns` host functions would be accepted.
     pub(super) fn ask_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()> {
         if self.failed() {
             return Err(self.why_failed());
         }
-        // More than it takes in all, by this count: then it must be dry, and need not be dryer.
-        let calls = plan::most_calls(ops, host_fns, self.by_kernel()).min(self.config.depth);
+        // Capped at the depth: then the stream must be empty, which suffices.
+        let calls = plan::max_calls(ops, host_fns, self.by_kernel()).min(self.config.depth);
         let mut state = self.lock();
-        self.end_row(guard, &mut state);
+        self.end_run(guard, &mut state);
         let done = self.retire(&mut state);
         if self.full(&state, calls, host_fns) {
             return Err(self.no_room(guard, state, (calls, host_fns)));
@@ -743,11 +747,11 @@ impl Shared {
         room && pool.and_then(|pool| pool.upgrade()).is_none_or(|pool| pool.is_free())
     }
 
-    /// The last handle is gone.
+    /// Ends the stream, after the last handle is dropped.
     pub(super) fn close(&self) {
         if self.completed() < self.submitted() {
             self.put_mark();
-            // Most streams are synchronized before they are dropped; then this finds them done.
+            // Most streams are synchronized before they are dropped, so this returns at once.
             if !self.block_until(Instant::now() + CALLER_NAP, || self.completed() >= self.submitted()) {
                 self.fail(Error::StreamAborted { stream: self.config.name.clone() });
             }
@@ -758,13 +762,13 @@ impl Shared {
     }
 }
 
-/// A host function on its way through the driver.
+/// A host function queued in the driver.
 struct HostFn {
     f: Box<dyn FnOnce() + Send>,
     shared: Weak<Shared>,
 }
 
-/// Whether the calling thread runs a host function, where CUDA may not be called and nothing may be waited for.
+/// Whether the calling thread runs a host function, in which CUDA and blocking calls are forbidden.
 pub(super) fn in_host_fn() -> bool {
     ReentrancyCheck::HostFn.is_here()
 }
@@ -775,13 +779,13 @@ pub(super) fn refuse_in_host_fn() -> Result<()> {
         false => Ok(()),
         true => Err(Error::Unsupported {
             what: "the use of a stream of a GPU within a host function",
-            by: "CUDA, which must not be called there",
-            fix: "leave it to another thread",
+            by: "CUDA, which forbids calls from host functions",
+            fix: "make the call on another thread",
         }),
     }
 }
 
-/// Queues a function on a stream of the current context.
+/// Queues a host function on a stream of the current context.
 fn queue_host_fn(
     api: &Api,
     stream: RawStream,
@@ -789,10 +793,10 @@ fn queue_host_fn(
     shared: Weak<Shared>,
 ) -> gdrcopy::Result<()> {
     let data = Box::into_raw(Box::new(HostFn { f, shared }));
-    // SAFETY: the function takes the box over, once.
+    // SAFETY: `run_host_fn` takes ownership of the box and is called once.
     let launched = unsafe { api.launch_host_func(stream, run_host_fn, data.cast()) };
     if launched.is_err() {
-        // SAFETY: the driver did not take it.
+        // SAFETY: the call failed, so the driver does not run the function.
         drop(unsafe { Box::from_raw(data) });
     }
     launched
@@ -800,12 +804,12 @@ fn queue_host_fn(
 
 /// Runs a host function in stream order, unless the stream has failed.
 extern "C" fn run_host_fn(data: *mut c_void) {
-    // SAFETY: made by `launch` from a box, and handed to the driver once.
+    // SAFETY: `queue_host_fn` made it from a box and passed it to the driver once.
     let HostFn { f, shared } = *unsafe { Box::from_raw(data.cast::<HostFn>()) };
     let shared = shared.upgrade();
     ReentrancyCheck::HostFn.begin();
     let run = shared.as_ref().is_some_and(|shared| !shared.failed());
-    // Also the drop of a function that is not run is foreign code.
+    // Dropping a function also runs foreign code.
     let outcome = catch_unwind(AssertUnwindSafe(|| if run { f() } else { drop(f) }));
     if let (Err(panic), Some(shared)) = (outcome, &shared) {
         let message = message_of(panic.as_ref());
@@ -820,7 +824,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_words_for_the_limits_are_the_limits() {
-        assert_eq!(MOST, format!("at most {MAX_CALLS} calls, and {MAX_HOST_FNS} host functions"));
+    fn the_limit_text_matches_the_constants() {
+        assert_eq!(LIMITS, format!("at most {MAX_CALLS} calls, and {MAX_HOST_FNS} host functions"));
     }
 }

@@ -1,8 +1,8 @@
-//! The watchdog of a CUDA engine: keeps the deadlines of waits, releases a stream that has failed, and takes back what
-//! the GPU has finished with.
+//! The watchdog of a CUDA engine: keeps the deadlines of waits, releases failed streams, and drops completed
+//! submissions.
 //!
-//! It looks at the words that waits look at. The first wait that is neither satisfied nor known to be passed is the one
-//! that holds the stream. It never calls the driver itself until all is over: an [`DriverTask`] does.
+//! It reads the words of the waits. The first wait that is neither satisfied nor known to be passed holds the stream.
+//! It makes no driver calls until the end: a [`DriverTask`] does.
 
 use std::ops::RangeInclusive;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -21,36 +21,37 @@ use gdsync_device::error::Error;
 use gdsync_device::recorder::{Awaited, By, Hold};
 use mlx5_ring as mlx5;
 
-/// Between two looks at a stream that is held; more while a wait is young, so that it is not seen late.
-const LOOK_MIN: Duration = Duration::from_millis(1);
-const LOOK_MAX: Duration = Duration::from_millis(5);
-/// How long it looks at a stream that has nothing to do before it must be woken, which costs the caller microseconds.
+/// Interval between checks of a held stream: short for a young wait.
+const CHECK_MIN: Duration = Duration::from_millis(1);
+const CHECK_MAX: Duration = Duration::from_millis(5);
+/// Time that it keeps polling an idle stream before it sleeps. Waking it costs the caller microseconds.
 const LINGER: Duration = Duration::from_secs(1);
-/// Between two looks at a stream that has failed and is being released.
-const RELEASE_LOOK: Duration = Duration::from_micros(200);
-/// How long a stopped queue has at least to complete a wait by itself.
+/// Interval between checks of a failed stream that is being released.
+const RELEASE_CHECK: Duration = Duration::from_micros(200);
+/// Minimum time for a stopped queue to complete a wait by itself.
 const FLUSH_TIME: Duration = Duration::from_millis(2);
-/// How long a dropped stream has to let go.
+/// Time limit for the GPU to release a dropped stream.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// `CUDA_ERROR_STREAM_CAPTURE_*`.
 const CAPTURES: RangeInclusive<u32> = 900..=908;
 
-/// A wait, by the first number of its submission and its place there; those that only count there are behind its last operation.
+/// A wait: the first number of its submission, and its index there. Waits of a coalesced run have the indices after the
+/// last operation.
 type Place = (u64, usize);
 
 impl Shared {
-    /// The life of the watchdog: until the engine is dropped and the GPU has let go of what was queued.
+    /// The main loop: until the engine is dropped and the GPU has released what was queued.
     pub(super) fn watch(&self) {
-        // The wait that holds the stream, and since when it was seen to.
+        // The wait that holds the stream, and since when.
         let mut held: Option<(Place, Instant)> = None;
-        // The same, to the flight recorder.
-        let mut noted: Option<(Place, Hold)> = None;
+        // The same, for the flight recorder.
+        let mut recorded: Option<(Place, Hold)> = None;
         let mut closed: Option<Instant> = None;
         let mut released: Option<Instant> = None;
-        // While it has been held for a while: others may be why.
-        let mut standing: Option<Standing<'_>> = None;
-        // Since when there has been nothing to do.
+        // Channel pressure, measured while the stream is held: other streams may be the cause.
+        let mut pressure: Option<Standing<'_>> = None;
+        // Since when the stream has been idle.
         let mut dry: Option<Instant> = None;
         loop {
             let mut state = self.lock();
@@ -65,11 +66,11 @@ impl Shared {
                 if closing {
                     break;
                 }
-                (held, noted, standing) = (None, None, None);
+                (held, recorded, pressure) = (None, None, None);
                 let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
                 state.asleep = !lingers;
                 match lingers {
-                    true => _ = self.work.wait_for(&mut state, self.longest_look()),
+                    true => _ = self.work.wait_for(&mut state, self.max_check_interval()),
                     false => self.work.wait(&mut state),
                 }
                 state.asleep = false;
@@ -81,9 +82,9 @@ impl Shared {
                 drop(state);
                 tracing::error!(
                     stream = self.config.name,
-                    "the GPU did not let go of a dropped stream: its memory stays allocated"
+                    "the GPU did not release a dropped stream: its memory stays allocated"
                 );
-                // With the queue and the words that the GPU may still write.
+                // Leaks the queue and the words that the GPU may still access.
                 std::mem::forget(self.own.upgrade());
                 break;
             }
@@ -91,16 +92,17 @@ impl Shared {
             let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
             let holder = seen.holder();
             let since = |place| {
-                // Not earlier than it should have looked: where it could not, the deadline is not over at first sight.
+                // Not earlier than the last due check: a watchdog that was delayed must not see an expired deadline at
+                // once.
                 let begun = begun.filter(|(first, _)| seen.is_first(place, *first));
-                begun.map_or(now, |(_, begun)| begun.max(now - LOOK_MAX.min(self.config.wait_limit / 2)))
+                begun.map_or(now, |(_, begun)| begun.max(now - CHECK_MAX.min(self.config.wait_limit / 2)))
             };
             held = holder.map(|place| {
                 held.filter(|(known, _)| *known == place).unwrap_or_else(|| (place, since(place)))
             });
-            noted = holder.and_then(|place| match noted.take() {
+            recorded = holder.and_then(|place| match recorded.take() {
                 Some(known) if known.0 == place => Some(known),
-                // The one before ends first.
+                // The previous one ends first.
                 before => {
                     drop(before);
                     let awaited = seen.wait_at(place)?.awaited()?;
@@ -114,33 +116,33 @@ impl Shared {
             };
             let broken = state.refused.clone().or_else(lost).filter(|_| !failed);
             let pause = match held {
-                _ if failed => RELEASE_LOOK,
+                _ if failed => RELEASE_CHECK,
                 Some((_, since)) => {
                     let waited = now - since;
                     let left = self.config.wait_limit.saturating_sub(waited);
-                    (waited / 8).clamp(LOOK_MIN, LOOK_MAX).min(left.max(RELEASE_LOOK))
+                    (waited / 8).clamp(CHECK_MIN, CHECK_MAX).min(left.max(RELEASE_CHECK))
                 }
-                None => self.longest_look(),
+                None => self.max_check_interval(),
             };
-            // Kernels that wait hold no channel.
-            standing = match held {
-                Some((_, since)) if !failed && !self.by_kernel() && now - since >= LOOK_MAX => {
-                    Some(standing.unwrap_or_else(|| self.gpu.channel_pressure().join()))
+            // Waiting kernels do not hold a channel.
+            pressure = match held {
+                Some((_, since)) if !failed && !self.by_kernel() && now - since >= CHECK_MAX => {
+                    Some(pressure.unwrap_or_else(|| self.gpu.channel_pressure().join()))
                 }
                 _ => None,
             };
-            standing.iter_mut().for_each(Standing::look);
+            pressure.iter_mut().for_each(Standing::look);
             let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
-            let what = late.map(|(place, _)| seen.describe(place, standing.as_ref()));
+            let what = late.map(|(place, _)| seen.describe(place, pressure.as_ref()));
             if failed && self.released.load(Ordering::Acquire) {
                 let released = *released.get_or_insert(now);
                 if let Some((place, since)) = held {
                     seen.force(place, now - released, now - since.max(released));
                 }
             }
-            // Where nothing holds it that we know of, or what seems to was passed and the word has changed since, a mark tells
-            // when it is through.
-            if failed || held.is_none_or(|(_, since)| now - since >= self.longest_look()) {
+            // With no known holder, or with one whose word may have changed since it was passed, only a mark shows the
+            // progress.
+            if failed || held.is_none_or(|(_, since)| now - since >= self.max_check_interval()) {
                 self.ask(&mut state, failed || held.is_none());
             }
             if !failed && what.is_none() && broken.is_none() {
@@ -160,12 +162,13 @@ impl Shared {
         self.destroy();
     }
 
-    /// Between two looks at a stream that no wait is seen to hold: the next is seen, and a mark asked for, before its deadline.
-    fn longest_look(&self) -> Duration {
-        (self.config.wait_limit / 2).clamp(LOOK_MIN, LOOK_MAX)
+    /// Interval between checks of a stream without a known holder: short enough to find one, and request a mark, before
+    /// its deadline.
+    fn max_check_interval(&self) -> Duration {
+        (self.config.wait_limit / 2).clamp(CHECK_MIN, CHECK_MAX)
     }
 
-    /// Has the driver take a mark, and asked how the stream is, unless it is being asked.
+    /// Schedules a driver task that marks the stream and, with `query`, queries it.
     fn ask(&self, state: &mut State, query: bool) {
         state.query = query;
         if !std::mem::replace(&mut state.asking, true) {
@@ -174,27 +177,27 @@ impl Shared {
         }
     }
 
-    /// Asks CUDA whether all is over, which no mark may tell: the driver refused it, or the GPU is lost. Returns what it
-    /// died of.
-    fn find_out(&self, guard: &SubmitGuard) -> Option<Error> {
-        // To ask would spoil a capture.
+    /// Queries CUDA whether the stream is done, in case no mark can show it: the driver refused it, or the GPU is lost.
+    /// Returns the error that the stream died of.
+    fn query_stream(&self, guard: &SubmitGuard) -> Option<Error> {
+        // A query would invalidate a capture.
         let answer = match self.gpu.within(|_| self.is_captured()) {
             Ok(captured) if captured || guard.capture.is_some() => return None,
             // SAFETY: a stream of this context.
             Ok(_) => self.gpu.within(|api| unsafe { api.stream_query(self.stream) }),
             Err(error) => Err(error),
         };
-        if answer.as_ref().is_err_and(tells_nothing) {
+        if answer.as_ref().is_err_and(is_inconclusive) {
             return None;
         }
-        // What it died of is told first.
+        // An error must be reported before the end.
         if answer.is_ok() || self.failed() {
             self.ended.store(self.submitted(), Ordering::Release);
         }
         answer.err().map(Error::cuda("running the stream"))
     }
 
-    /// What a kernel waited for in vain, unless that is known already.
+    /// The wait that a kernel gave up on, unless the stream has failed already.
     fn given_up(&self) -> Option<String> {
         if self.failed() || !self.by_kernel() {
             return None;
@@ -202,13 +205,13 @@ impl Shared {
         let GivenUp { submission, word } = self.status.given_up()?;
         let state = self.lock();
         let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
-        // What is behind the last one belongs to it.
+        // Later numbers belong to the last one's coalesced run.
         let found = seen.submissions().take_while(|(known, _)| known.first <= submission).last();
         let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(*wait, word)));
-        Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| what_of(wait.op)))
+        Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| describe_wait(wait.op)))
     }
 
-    /// Whether a wait looks at the word at this address of the GPU.
+    /// Whether a wait polls the word at this GPU address.
     fn is_at(&self, wait: Wait<'_>, word: u64) -> bool {
         let addr = match wait.op {
             Op::Wait32 { at, .. } => at.memory().gpu_addr(&self.gpu),
@@ -222,15 +225,15 @@ impl Shared {
 
 impl DriverTask for Shared {
     fn run(&self) {
-        // Who has the turn may wait for what other errands bring about: the watchdog asks again.
-        let Some(mut held) = self.submit_lock.try_take() else {
+        // The lock's holder may be waiting for another driver task: the watchdog retries.
+        let Some(mut held) = self.submit_lock.try_lock() else {
             self.lock().asking = false;
             return;
         };
-        self.mark_in_turn(&mut held.guard);
+        self.mark_locked(&mut held.guard);
         let query = self.lock().query;
-        let died = query.then(|| self.find_out(&held.guard)).flatten();
-        self.submit_lock.end(held, |state| self.mark_in_turn(&mut state.guard));
+        let died = query.then(|| self.query_stream(&held.guard)).flatten();
+        self.submit_lock.unlock(held, |state| self.mark_locked(&mut state.guard));
         let mut state = self.lock();
         state.asking = false;
         if died.is_some() {
@@ -253,20 +256,20 @@ impl Shared {
             if catch_unwind(AssertUnwindSafe(|| self.watch())).is_err() {
                 tracing::error!(
                     stream = self.config.name,
-                    "the watchdog panicked twice: waits of this stream may stay"
+                    "the watchdog panicked twice: waits of this stream may never be released"
                 );
             }
         }
     }
 }
 
-/// Whether CUDA cannot tell now: work is pending, or somebody captures.
-pub(super) fn tells_nothing(error: &gdrcopy::Error) -> bool {
+/// Whether the error means only that CUDA cannot answer now: work is pending, or a capture is in progress.
+pub(super) fn is_inconclusive(error: &gdrcopy::Error) -> bool {
     let gdrcopy::Error::Cuda { status, .. } = error else { return false };
     *status == CudaStatus::NOT_READY || CAPTURES.contains(&status.0)
 }
 
-/// A wait: an operation, or of one for a completion the same for one so many further on.
+/// A wait: an operation, or the same one for the completion `on` further.
 #[derive(Clone, Copy)]
 struct Wait<'a> {
     op: &'a Op,
@@ -274,7 +277,7 @@ struct Wait<'a> {
 }
 
 impl Wait<'_> {
-    /// What it waits for, to the flight recorder.
+    /// What it waits for, for the flight recorder.
     fn awaited(self) -> Option<Awaited> {
         match self.op {
             Op::Await(source, n) => source.awaited(n + self.on),
@@ -283,7 +286,7 @@ impl Wait<'_> {
     }
 }
 
-/// The waits of a submission, which has so many behind its last operation, and their places.
+/// The waits of a submission, `more` of them after its last operation, with their indices.
 fn waits_of((submission, more): (&Submission, u64)) -> impl Iterator<Item = (usize, Wait<'_>)> {
     let is_wait = |op: &Op| matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. } | Op::Await(..));
     let ops = submission.ops.iter().enumerate().filter(move |(_, op)| is_wait(op));
@@ -292,7 +295,7 @@ fn waits_of((submission, more): (&Submission, u64)) -> impl Iterator<Item = (usi
     ops.map(|(place, op)| (place, Wait { op, on: 0 })).chain((submission.ops.len()..).zip(behind))
 }
 
-/// Consumer indices by address, as they were found last: in GPU memory each look takes a microsecond.
+/// Consumer indices read in this pass, by address: a read takes a microsecond in GPU memory.
 type Indices = SmallVec<[(u64, u32); 4]>;
 
 fn is_satisfied(wait: Wait<'_>, indices: &mut Indices) -> bool {
@@ -301,13 +304,13 @@ fn is_satisfied(wait: Wait<'_>, indices: &mut Indices) -> bool {
         Op::Wait64 { at, value, cond, .. } => cond.holds64(at.load(), *value),
         Op::Await(source, n) => {
             let arrival = source.arrival(n + wait.on);
-            is_known_passed(&arrival, indices) || arrival.look().is_ok() || is_passed(&arrival, indices)
+            is_known_passed(&arrival, indices) || arrival.check().is_ok() || is_passed(&arrival, indices)
         }
         _ => true,
     }
 }
 
-/// Whether the stream has moved the consumer index beyond a completion, as far as is known.
+/// Whether the stream has passed a completion, by the index read before.
 fn is_known_passed(arrival: &Arrival<'_>, indices: &mut Indices) -> bool {
     let addr = arrival.index.addr();
     match indices.iter().find(|(known, _)| *known == addr) {
@@ -316,7 +319,7 @@ fn is_known_passed(arrival: &Arrival<'_>, indices: &mut Indices) -> bool {
     }
 }
 
-/// Looks whether it has by now: the slot may have been used again since.
+/// Reads the index again: the slot may have been reused since.
 fn is_passed(arrival: &Arrival<'_>, indices: &mut Indices) -> bool {
     let (addr, index) = (arrival.index.addr(), arrival.index.load());
     indices.retain(|(known, _)| *known != addr);
@@ -329,14 +332,14 @@ fn is_beyond(index: u32, passed: u32) -> bool {
     index.wrapping_sub(passed) & 0xff_ffff < 1 << 23
 }
 
-/// What is queued, with the waits that are behind the last submission and not counted there.
+/// The locked queue, and the waits of the open coalesced run.
 struct Seen<'a> {
     state: &'a State,
     behind: u64,
 }
 
 impl<'a> Seen<'a> {
-    /// Each with the waits that are behind its last operation.
+    /// The submissions, each with its number of waits after the last operation.
     fn submissions(&self) -> impl Iterator<Item = (&'a Submission, u64)> {
         let (last, behind) = (self.state.queue.len().wrapping_sub(1), self.behind);
         let more = move |(at, known): (usize, &'a Submission)| {
@@ -345,7 +348,7 @@ impl<'a> Seen<'a> {
         self.state.queue.iter().enumerate().map(more)
     }
 
-    /// The wait that holds the stream, as far as can be seen.
+    /// The wait that holds the stream, as far as known.
     fn holder(&self) -> Option<Place> {
         let mut indices = Indices::new();
         self.submissions().find_map(|known| {
@@ -354,7 +357,7 @@ impl<'a> Seen<'a> {
         })
     }
 
-    /// Whether this is the first wait of submission `seq`, and that is the oldest.
+    /// Whether `place` is the first wait of submission `seq`, and `seq` is the oldest.
     fn is_first(&self, (first, place): Place, seq: u64) -> bool {
         let oldest = self.submissions().next().filter(|(known, _)| first == seq && known.first == seq);
         oldest.and_then(|known| waits_of(known).next()).is_some_and(|(at, _)| at == place)
@@ -365,23 +368,23 @@ impl<'a> Seen<'a> {
         waits_of(known).find(|(at, _)| *at == place).map(|(_, wait)| wait)
     }
 
-    fn describe(&self, place: Place, standing: Option<&Standing<'_>>) -> String {
-        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| what_of(wait.op));
-        match standing.and_then(Standing::advice) {
+    fn describe(&self, place: Place, pressure: Option<&Standing<'_>>) -> String {
+        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| describe_wait(wait.op));
+        match pressure.and_then(Standing::advice) {
             Some(advice) => format!("{what} ({advice})"),
             None => what,
         }
     }
 
-    /// Satisfies a wait that has held a failed stream for so long, whose queues were stopped so long ago. A stopped queue completes
-    /// everything by itself, unless it is late.
+    /// Satisfies a wait that has held a failed stream for `held`, and whose queues were stopped `stopped` ago. A
+    /// stopped queue completes by itself unless it is late.
     fn force(&self, place: Place, stopped: Duration, held: Duration) {
         let Some(Wait { op, on }) = self.wait_at(place) else { return };
         match op {
             Op::Await(source, n) if held >= FLUSH_TIME && stopped >= source.flush_time() => {
                 source.release(n + on);
             }
-            // The device may be asleep, as nobody could tell it what the stream has rung since.
+            // The device may be asleep: the stream cannot notify it of doorbells.
             Op::Await(source, _) => source.wake(),
             Op::Wait32 { at, value, cond } => {
                 if let Some(word) = cond.satisfy32(at.load(), *value) {
@@ -398,7 +401,7 @@ impl<'a> Seen<'a> {
     }
 }
 
-fn what_of(op: &Op) -> String {
+fn describe_wait(op: &Op) -> String {
     match op {
         Op::Await(source, _) => source.describe(),
         Op::Wait32 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
@@ -417,7 +420,7 @@ mod tests {
     use gdsync_soft::SoftHcaConfig;
 
     #[test]
-    fn waits_behind_the_last_submission_are_seen() {
+    fn waits_of_an_open_run_are_seen() {
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
         a.connect(b.address()).unwrap();
@@ -433,7 +436,7 @@ mod tests {
         let seen = Seen { state: &state, behind: 2 };
         assert_eq!([1, 2].map(|place| seen.wait_at((5, place)).unwrap().on), [1, 2]);
         assert!(seen.wait_at((5, 3)).is_none());
-        // Only the first wait of all can have begun to hold the stream when it was queued.
+        // Only the first wait can have held the stream since it was queued.
         assert!(seen.is_first((5, 0), 5) && !seen.is_first((5, 0), 6));
         assert!(!seen.is_first((5, 1), 5) && !seen.is_first((6, 0), 6));
     }

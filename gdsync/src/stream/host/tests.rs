@@ -1,4 +1,4 @@
-//! Tests of the host engine. Here: the tools they share, the order of things, bounds and blocking calls.
+//! Tests of the host engine: shared fixtures, order, bounds and blocking calls.
 
 mod failing;
 mod lifetime;
@@ -19,7 +19,7 @@ use crate::stream::op::{Arrival, Cond, DoorbellValue, Op, Ops, Source};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Found, Memory, Word32, Word64};
 
-/// No test gets near it unless something hangs.
+/// Deadline that only a hang exceeds.
 const LONG: Duration = Duration::from_secs(60);
 
 fn deadline() -> Instant {
@@ -41,7 +41,7 @@ fn submit(engine: &HostEngine, ops: impl IntoIterator<Item = Op>) -> u64 {
     seq
 }
 
-/// Waits until everything submitted so far is over.
+/// Waits until everything submitted so far has completed.
 fn drain(engine: &HostEngine) {
     assert!(engine.wait_completed(engine.submitted(), deadline()), "{engine:?} hangs");
     assert_eq!(engine.completed(), engine.submitted());
@@ -64,18 +64,18 @@ fn wait_for(at: &Word32, value: u32) -> Op {
     Op::Wait32 { at: at.clone(), value, cond: Cond::Eq }
 }
 
-/// A wait for the word of a source, which is the first one that it is called with.
+/// A wait for the word of a source: that of its first call.
 fn wait_on(at: &Word32, value: u32, source: &Arc<Fake>) -> Op {
     assert_eq!(source.at.get_or_init(|| at.clone()).addr(), at.addr(), "one word for each source");
     Op::Await(source.clone(), value.into())
 }
 
-/// Rings a source without a send_doorbell, which is told.
-fn tell(source: &Arc<Fake>) -> Op {
+/// Triggers a source that has no doorbell.
+fn trigger(source: &Arc<Fake>) -> Op {
     Op::Trigger(source.clone(), DoorbellValue::default())
 }
 
-/// Spins the calling thread until something happened.
+/// Spins until `happened` returns true.
 fn until(what: &str, happened: impl Fn() -> bool) {
     let deadline = deadline();
     while !happened() {
@@ -84,7 +84,7 @@ fn until(what: &str, happened: impl Fn() -> bool) {
     }
 }
 
-/// A value that counts its drops: stands for what closures hold.
+/// A value that counts its drops, for use in closures.
 struct Dropped(Arc<AtomicU64>);
 
 impl Drop for Dropped {
@@ -93,7 +93,7 @@ impl Drop for Dropped {
     }
 }
 
-/// What an engine asks of a source.
+/// The calls of an engine to a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Ask {
     Progress,
@@ -104,11 +104,11 @@ enum Ask {
 
 type Act = Box<dyn Fn(Ask, u64) -> bool + Send + Sync>;
 
-/// A source that counts what it is asked, and acts as the test says, given the request and its number from 1.
-/// What the act returns is the result of `progress`.
+/// A source that counts the calls to it and runs `act` with the call and its number from 1. The result of `act` is that
+/// of `progress`.
 struct Fake {
     counts: [AtomicU64; 4],
-    /// Where it completes, and the consumer index: what is waited for is the number of the completion itself.
+    /// Its completion word and consumer index: a wait for completion `n` waits for the value `n`.
     at: OnceLock<Word32>,
     index: Word32,
     found: [Found; 2],
@@ -190,7 +190,7 @@ impl Source for Fake {
 }
 
 #[test]
-fn a_config_that_makes_no_sense_is_refused() {
+fn an_invalid_config_is_refused() {
     let good = HostStreamConfig::default();
     assert_eq!((good.depth, good.wait_limit), (512, Duration::from_secs(30)));
     assert_eq!(good.spin, Duration::from_micros(50));
@@ -218,7 +218,7 @@ fn a_config_that_makes_no_sense_is_refused() {
 }
 
 #[test]
-fn the_thread_carries_the_name_of_the_stream() {
+fn the_thread_has_the_stream_name() {
     let engine = start(HostStreamConfig { name: "x".into(), ..HostStreamConfig::default() });
     let name = Arc::new(Mutex::new(String::new()));
     let out = name.clone();
@@ -242,11 +242,11 @@ fn writes_and_signals_happen_in_order() {
     });
     let ops = [
         Op::Write32 { at: word.clone(), value: 1 },
-        tell(&doorbell),
+        trigger(&doorbell),
         Op::Barrier,
         Op::Write32 { at: word.clone(), value: u32::MAX },
         Op::Write64 { at: wide.clone(), value: u64::MAX - 1 },
-        tell(&doorbell),
+        trigger(&doorbell),
     ];
     assert_eq!(submit(&engine, ops), 1);
     drain(&engine);
@@ -268,9 +268,9 @@ fn an_empty_submission_counts() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// A random program, cut into submissions at random, does what the same steps do one after the other.
+    /// A random program, split randomly into submissions, has the effects of the same steps in sequence.
     #[test]
-    fn programs_run_as_if_in_a_loop(program in prop::collection::vec((0..5_u8, 0..4_usize, any::<u32>()), 0..120),
+    fn programs_match_a_sequential_model(program in prop::collection::vec((0..5_u8, 0..4_usize, any::<u32>()), 0..120),
                                     cut in 1..20_usize) {
         let engine = engine();
         let words: [Word32; 4] = words32();
@@ -352,7 +352,7 @@ fn waiting_for_a_completion_ends_at_the_deadline() {
 }
 
 #[test]
-fn submitters_keep_their_own_order() {
+fn each_thread_keeps_its_submission_order() {
     const THREADS: usize = 4;
     const EACH: usize = 500;
     let engine = start(HostStreamConfig { depth: 8, ..HostStreamConfig::default() });

@@ -1,9 +1,7 @@
-//! Completions that will never come: of queue pairs that were stopped or reset.
-
+//! Flush CQEs that the library writes for requests of stopped or reset queue pairs that the device never completes.
 //!
-//! The library writes one in their place, or streams would wait for ever. The device's own may still come, at any moment, and is never
-//! overwritten: only the word with the owner bit is exchanged, and only while the device has not written it. The rest of such a completion is
-//! kept beside the ring.
+//! Without them, streams would wait forever. The device's CQE may still arrive and is never overwritten: only the owner
+//! word is exchanged, and only while the device has not written it. The rest of the flush CQE is kept outside the ring.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -13,23 +11,24 @@ use crate::verbs::track::Tracker;
 use gdsync_device::error::{Error, Result};
 use mlx5_ring::{self as mlx5, Cqe, CqeOpcode, Syndrome};
 
-/// Vendor syndrome of completions that the library wrote in place of the device.
+/// Vendor syndrome of flush CQEs written by the library.
 const POISON: u8 = 0x67;
-/// How long nothing may come, of a queue pair in ERR whose doorbell was rung, before the device is taken to owe nothing more.
+/// A device in ERR whose doorbell was rung owes no more CQEs after this time without one.
 const QUIET: Duration = Duration::from_secs(2);
 
-/// A completion in place of the device's.
+/// A flush CQE in place of the device's.
 #[derive(Debug)]
 pub(super) struct FlushCqe {
     n: u64,
-    /// What its last word is as long as the device has not written there: with a counter that the device does not give this request.
+    /// Its owner word while the device has not written the slot. The counter differs from any that the device gives
+    /// this request.
     word: u32,
     cqe: Cqe,
 }
 
 impl CqInner {
-    /// The queue pair is stopped, and still completion `n` did not come, for which a stream waits: puts one there that says
-    /// "flushed", as the device should have. Should it come after all, it replaces this one.
+    /// Writes a flush CQE for completion `n` of a stopped queue pair, for which a stream waits. A late CQE of the
+    /// device replaces it.
     pub(crate) fn poison(&self, n: u64, tracker: &Tracker) {
         self.reap();
         let _state = self.state.lock();
@@ -48,9 +47,9 @@ impl CqInner {
         let marked = Cqe { wqe_counter: !cqe.wqe_counter, ..cqe };
         let word = mlx5::op_own_word(&marked.encode());
         let place = self.last_word(n);
-        let mut lost = self.lost.lock();
+        let mut lost = self.flushed.lock();
         lost.push(FlushCqe { n, word, cqe });
-        self.has_lost.store(true, Ordering::Release);
+        self.has_flushed.store(true, Ordering::Release);
         let unless_here = |found| (!mlx5::owned_by_software(found, n, self.log)).then_some(word);
         if place.fetch_update(Ordering::AcqRel, Ordering::Acquire, unless_here).is_err() {
             lost.pop();
@@ -59,31 +58,31 @@ impl CqInner {
         self.parts.ring.fence();
     }
 
-    /// Completion `n`, if it is one in place of the device's, which has not come.
+    /// The flush CQE of completion `n`, if the device has not replaced it.
     pub(super) fn lost(&self, n: u64) -> Option<Cqe> {
-        let lost = self.lost.lock();
+        let lost = self.flushed.lock();
         let found = lost.iter().find(|lost| lost.n == n)?;
         (self.last_word(n).load(Ordering::Acquire) == found.word).then_some(found.cqe)
     }
 
-    /// Completions that the device still owes.
+    /// Number of flush CQEs that the device has not replaced.
     fn owed(&self) -> usize {
-        let mut lost = self.lost.lock();
+        let mut lost = self.flushed.lock();
         lost.retain(|lost| self.last_word(lost.n).load(Ordering::Acquire) == lost.word);
-        self.has_lost.store(!lost.is_empty(), Ordering::Release);
+        self.has_flushed.store(!lost.is_empty(), Ordering::Release);
         lost.len()
     }
 
-    /// The queue pair is in ERR and is to be reset: waits until the device has completed all in whose place the library did. The next
-    /// completion belongs behind those.
+    /// Waits until the device has replaced all flush CQEs. Called in ERR before a reset: the device writes its next CQE
+    /// after those.
     ///
     /// # Errors
-    /// [`Error::Deadline`] when nothing comes for a while: the device completes the next request where nobody looks for it.
-    pub(crate) fn settle(&self) -> Result<()> {
+    /// [`Error::Deadline`] when the device stops completing: its next CQE would then be in the wrong slot.
+    pub(crate) fn wait_flushed(&self) -> Result<()> {
         let mut owed = (self.owed(), Instant::now());
         while owed.0 > 0 {
             if owed.1.elapsed() >= QUIET {
-                let what = "the card's completion of what was posted before the reset; destroy the queue pair instead: it";
+                let what = "flushing the requests from before the reset (destroy the queue pair instead)";
                 return Err(Error::Deadline { what, after: QUIET });
             }
             std::thread::sleep(Duration::from_micros(50));
@@ -95,26 +94,24 @@ impl CqInner {
         Ok(())
     }
 
-    /// Whether another queue pair may complete here.
+    /// Checks that another queue pair may use this completion queue.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the device owes completions: it would write the next one where nobody looks for it.
-    pub(crate) fn check_settled(&self) -> Result<()> {
+    /// [`Error::InvalidArgument`] when the device owes CQEs: it would write the next one to the wrong slot.
+    pub(crate) fn check_flushed(&self) -> Result<()> {
         if self.owed() == 0 {
             return Ok(());
         }
-        let value = format!(
-            "CQ {:#x}, to which the device owes completions of a queue pair that was stopped",
-            self.cqn()
-        );
+        let value =
+            format!("CQ {:#x}, to which the device owes completions of a stopped queue pair", self.cqn());
         Err(Error::invalid(
             "completion queue",
             value,
-            "another one, or this one once that queue pair was reset",
+            "another one, or this one after a reset of that queue pair",
         ))
     }
 
-    /// Takes back the claims of streams that gave up: none is there any more to pass them.
+    /// Releases the claims of failed streams, which will not pass them.
     pub(super) fn abandon(&self, state: &mut CqState) {
         for n in state.freed..state.reaped {
             let slot = &mut state.slots[self.index(n)];
@@ -129,7 +126,7 @@ impl CqInner {
         state.in_stream = 0;
     }
 
-    /// After a queue was reset: forgets its completions, those nobody polled and the `lost` ones that will never come.
+    /// Discards, after a reset, the queue's unpolled completions and the `lost` ones that never arrive.
     pub(crate) fn forget(&self, tracker: &Tracker, lost: u64) {
         let mut state = self.state.lock();
         self.reap_locked(&mut state);
@@ -138,8 +135,8 @@ impl CqInner {
         }
         state.is_closed = false;
         self.room.free(lost);
-        // The device has begun anew.
-        self.lost.lock().retain(|lost| lost.cqe.qpn != tracker.qpn);
+        // The device owes nothing after a reset.
+        self.flushed.lock().retain(|lost| lost.cqe.qpn != tracker.qpn);
         let CqState { slots, released, freed, reaped, .. } = &mut *state;
         for n in *freed..*reaped {
             let slot = &mut slots[self.index(n)];

@@ -1,4 +1,4 @@
-//! How a queue pair is made: what the caller may choose, and the queues that come of it.
+//! The builder of queue pairs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32};
@@ -12,7 +12,7 @@ use crate::verbs::cq::Cq;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::source::SendDoorbell;
-use crate::verbs::sq::{Most, SendQueue};
+use crate::verbs::sq::{Limits, SendQueue};
 use crate::verbs::track::Tracker;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
@@ -20,7 +20,7 @@ use gdsync_device::recorder::{Log, QpLog};
 use gdsync_device::{Access, OnGpu, Places, QpParts, QpRequest, QpState};
 use mlx5_ring as mlx5;
 
-/// Builds a [`Qp`]. Nothing the caller passes is changed.
+/// Builds a [`Qp`].
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct QpBuilder {
@@ -67,13 +67,14 @@ impl QpBuilder {
         max_send_wr: usize => max_send_wr,
         /// Receives that can be outstanding, 1 to 32768 (default 128).
         max_recv_wr: usize => max_recv_wr,
-        /// SGEs of a send, 1 to 30 (default 1). More fit if the queue is not full.
+        /// SGEs of a send, 1 to 30 (default 1). More fit while the queue has room.
         max_send_sge: usize => max_send_sge,
         /// SGEs of a receive, 1 to 32 (default 1).
         max_recv_sge: u32 => max_recv_sge,
         /// Bytes of inline data, 0 to 512 (default 64).
         max_inline: usize => max_inline,
-        /// Path MTU in bytes for [`Qp::connect`], at most (default 4096): see [`QpAttr::path_mtu`](gdsync_device::QpAttr::path_mtu).
+        /// Maximum path MTU in bytes for [`Qp::connect`] (default 4096): see
+        /// [`QpAttr::path_mtu`](gdsync_device::QpAttr::path_mtu).
         path_mtu: u32 => connect.path_mtu,
         /// RNR timer code (default 12: 0.64 ms).
         min_rnr_timer: u8 => connect.min_rnr_timer,
@@ -81,36 +82,37 @@ impl QpBuilder {
         timeout: u8 => connect.timeout,
         /// Retries after a timeout (default 7).
         retry_cnt: u8 => connect.retry_cnt,
-        /// Retries after "receiver not ready", 7 for ever (default 6).
+        /// Retries after "receiver not ready"; 7 means unlimited (default 6).
         rnr_retry: u8 => connect.rnr_retry,
     }
 
-    /// What peers may do (default everything a region allows and the device offers: some functions of cards have no atomics).
+    /// Remote access rights (default: all that a region allows and the device supports; some virtual functions have no
+    /// atomics).
     pub fn access(mut self, value: Access) -> Self {
         self.connect.access = Some(value);
         self
     }
 
-    /// READs and atomics outstanding each way, 0 to 16 (default 16, or what the device allows).
+    /// Outstanding READs and atomics in each direction, 0 to 16 (default 16, or the device limit).
     pub fn rd_atomic(mut self, value: u8) -> Self {
         self.connect.rd_atomic = Some(value);
         self
     }
 
-    /// Completes sends on a queue shared with others. Streams cannot wait on a shared queue.
+    /// Uses a shared completion queue for sends. Streams cannot wait on a shared queue.
     pub fn send_cq(mut self, cq: &Cq) -> Self {
         self.send_cq = Some(cq.clone());
         self
     }
 
-    /// Completes receives on a queue shared with others. Streams cannot wait on a shared queue.
+    /// Uses a shared completion queue for receives. Streams cannot wait on a shared queue.
     pub fn recv_cq(mut self, cq: &Cq) -> Self {
         self.recv_cq = Some(cq.clone());
         self
     }
 
-    /// Drives the queue pair from streams of this GPU, with `what` in its memory. Without this it can be driven too, but then
-    /// its host memory is registered with CUDA by the first submission instead of here.
+    /// Prepares the queue pair for streams of this GPU, with `what` in GPU memory. Without this, the first submission
+    /// registers its host memory with CUDA instead.
     pub fn on_gpu(mut self, gpu: &Gpu, what: OnGpu) -> Self {
         self.places = Places { gpu: Some(gpu.clone()), on_gpu: what };
         self
@@ -119,8 +121,8 @@ impl QpBuilder {
     /// Creates the queue pair, in RESET.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] names the value out of range; [`Error::Sys`] when memory is short; [`Error::Verbs`] and
-    /// [`Error::Device`] where a card refuses, as it may queues in GPU memory: see [`OnGpu`].
+    /// [`Error::InvalidArgument`] for a value out of range; [`Error::Sys`] when out of memory; [`Error::Verbs`] and
+    /// [`Error::Device`] when a card refuses, for example queues in GPU memory: see [`OnGpu`].
     pub fn build(self) -> Result<Qp> {
         self.pd.check_here()?;
         let check = |what, value: usize, range: std::ops::RangeInclusive<usize>, expected| {
@@ -133,7 +135,7 @@ impl QpBuilder {
         check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
         self.connect.check()?;
 
-        // The largest request of each kind: control, remote address, then SGEs or inline data.
+        // The largest request: control segment, remote address, then SGEs or inline data.
         let wqe = 32 + (16 * self.max_send_sge).max((4 + self.max_inline).next_multiple_of(16));
         let blocks = self.max_send_wr * wqe.div_ceil(mlx5::BB);
         let log_sq = blocks.next_power_of_two().trailing_zeros();
@@ -158,8 +160,8 @@ impl QpBuilder {
         };
         let send_cq = own(self.send_cq, log_sq, OnGpu::SEND_CQ)?.0;
         let recv_cq = own(self.recv_cq, log_rq, OnGpu::RECV_CQ)?.0;
-        send_cq.check_settled()?;
-        recv_cq.check_settled()?;
+        send_cq.check_flushed()?;
+        recv_cq.check_flushed()?;
         let request = QpRequest {
             pdn: self.pd.pdn(),
             send_cqn: send_cq.cqn(),
@@ -195,8 +197,8 @@ impl QpBuilder {
         let (record_word, found) = (record.word32(mlx5::QP_DBREC_SEND)?, Default::default());
         let send_doorbell = Arc::new(SendDoorbell { record: record_word, doorbell, record_may_lag, found });
         let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(send_doorbell.clone()));
-        let most = Most { sges: self.max_send_sge, inline: self.max_inline };
-        let send = SendQueue::new(end, sq, send_doorbell, most, doorbell_watch);
+        let limits = Limits { sges: self.max_send_sge, inline: self.max_inline };
+        let send = SendQueue::new(end, sq, send_doorbell, limits, doorbell_watch);
         let end = QueueEnd::new(core, recv_cq, recv_tracker, None);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
         Ok(Qp { send, recv })

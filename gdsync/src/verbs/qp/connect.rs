@@ -1,4 +1,4 @@
-//! How a queue pair gets from state to state.
+//! State transitions of queue pairs.
 
 use std::cmp::Ordering::{Equal, Greater, Less};
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use gdsync_device::recorder::{By, Queue, Stage};
 use gdsync_device::{Access, QpAddress, QpAttr, QpState};
 use gdsync_shm::reset;
 
-/// How long a transition may take to reach the peer.
+/// Time limit for a transition that contacts the peer.
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// The attributes [`Qp::connect`] uses.
+/// The attributes for [`Qp::connect`].
 #[derive(Clone, Debug)]
 pub(super) struct Connect {
-    /// Everything that the device offers, where nothing is asked for.
+    /// `None`: all that the device supports.
     pub(super) access: Option<Access>,
     pub(super) path_mtu: u32,
-    /// As many as the device allows, where none are asked for.
+    /// `None`: the device limit.
     pub(super) rd_atomic: Option<u8>,
     pub(super) min_rnr_timer: u8,
     pub(super) timeout: u8,
@@ -46,7 +46,7 @@ impl Default for Connect {
 }
 
 impl Connect {
-    /// The step to RTR, but for the other side.
+    /// The attributes for RTR, without the peer's address.
     fn rtr(&self, rd_atomic: u8) -> QpAttr {
         let rtr = QpAttr::to(QpState::RTR).path_mtu(self.path_mtu);
         rtr.max_dest_rd_atomic(rd_atomic).min_rnr_timer(self.min_rnr_timer)
@@ -57,7 +57,7 @@ impl Connect {
         rts.rnr_retry(self.rnr_retry).max_rd_atomic(rd_atomic)
     }
 
-    /// Refuses what [`Qp::connect`] would be refused for with any peer.
+    /// Refuses values that [`Qp::connect`] would fail with for any peer.
     pub(super) fn check(&self) -> Result<()> {
         let rd_atomic = self.rd_atomic.unwrap_or(0);
         self.rtr(rd_atomic).check_values()?;
@@ -66,19 +66,19 @@ impl Connect {
 }
 
 impl QpCore {
-    /// Has the device change the queue pair.
+    /// Changes the device's queue pair.
     fn modify(&self, attr: &QpAttr) -> Result<()> {
         let psn = self.provider.modify_qp(self.qpn, attr, CONNECT)?;
         self.psn.store(psn, Ordering::Release);
         Ok(())
     }
 
-    /// Puts the queue pair into the error state for a reason of ours.
+    /// Moves the queue pair to ERR because of `reason`.
     pub(crate) fn stop(&self, reason: &Error) {
         if !self.health.fork_guard.is_here() {
             return;
         }
-        // A failure that arrived before, but that nobody has looked at, is the root cause.
+        // An earlier failure that is not yet reaped is the root cause.
         self.send_cq.reap();
         self.recv_cq.reap();
         self.health.record(Error::QpStopped { qpn: self.qpn, reason: Arc::new(reason.clone()) });
@@ -98,13 +98,13 @@ impl Qp {
     /// Changes state and attributes.
     ///
     /// # Errors
-    /// [`Error::Transition`] explains a step that is not allowed; [`Error::Peer`] when the other side cannot be reached;
+    /// [`Error::Transition`] for a forbidden transition; [`Error::Peer`] when the peer cannot be reached;
     /// [`Error::Busy`] for RESET while a stream sends on this queue pair or waits for its completions, or a prepared
     /// send or wait is held.
     pub fn modify(&self, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         core.health.fork_guard.check()?;
-        // Until all is forgotten, too: what is posted after a step that comes next must not be.
+        // Held until the reset is complete, so that a later transition cannot enable posting in between.
         let modifying = core.modifying.lock();
         let from = if core.health.check().is_err() { QpState::ERR } else { core.state() };
         let to = attr.check(core.qpn, from)?;
@@ -119,20 +119,20 @@ impl Qp {
         Ok(())
     }
 
-    /// Resets the device's queue pair and forgets what was posted, behind closed doors.
+    /// Resets the device's queue pair and discards what was posted, with posting and claiming refused meanwhile.
     fn reset(&self, from: QpState, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         let before = core.state();
         self.close()?;
         let reset = || {
-            if from == QpState::ERR && self.send.has_hidden() {
-                // The device need not have found the failure by itself.
+            if from == QpState::ERR && self.send.has_unexposed() {
+                // The device may not have noticed the failure.
                 core.modify(&QpAttr::to(QpState::ERR))?;
-                self.send.show_hidden();
+                self.send.expose_abandoned();
             }
             if from == QpState::ERR && core.provider.reads_by_itself() {
-                core.send_cq.settle()?;
-                core.recv_cq.settle()?;
+                core.send_cq.wait_flushed()?;
+                core.recv_cq.wait_flushed()?;
             }
             core.modify(attr)
         };
@@ -149,10 +149,11 @@ impl Qp {
         Ok(())
     }
 
-    /// Goes to RESET for those who post or claim, unless a stream or something prepared has requests: see [`gdsync_shm::reset`].
+    /// Moves to RESET for posting and claiming threads, unless a stream or a prepared send or wait holds requests: see
+    /// [`gdsync_shm::reset`].
     fn close(&self) -> Result<()> {
         let (core, send, recv) = (self.core(), &self.send.end, &self.recv.end);
-        // In the order of their addresses: another queue pair may have the two the other way round.
+        // In address order: another queue pair may use the two in swapped roles.
         let claims = match Arc::as_ptr(&send.cq).cmp(&Arc::as_ptr(&recv.cq)) {
             Less => (send.cq.claims(), Some(recv.cq.claims())),
             Equal => (send.cq.claims(), None),
@@ -179,10 +180,10 @@ impl Qp {
         )
     }
 
-    /// Takes a fresh queue pair through INIT and RTR to RTS with the builder's attributes. Waits for nothing that the peer does.
+    /// Moves a fresh queue pair through INIT and RTR to RTS with the builder's attributes. Does not wait for the peer.
     ///
     /// # Errors
-    /// As [`Qp::modify`].
+    /// [`Error::Transition`], [`Error::Peer`] or [`Error::Busy`], see [`Qp::modify`].
     pub fn connect(&self, remote: QpAddress) -> Result<()> {
         if self.state() == QpState::RESET {
             self.init()?;
@@ -193,10 +194,10 @@ impl Qp {
         self.modify(&with.rts(rd_atomic))
     }
 
-    /// Takes a fresh queue pair to INIT, where receives can be posted before the peer may send.
+    /// Moves a fresh queue pair to INIT, where receives can be posted before the peer sends.
     ///
     /// # Errors
-    /// As [`Qp::modify`].
+    /// [`Error::Transition`], [`Error::Peer`] or [`Error::Busy`], see [`Qp::modify`].
     pub fn init(&self) -> Result<()> {
         let access = self.core().defaults.access.unwrap_or_else(|| self.core().provider.rights());
         self.modify(&QpAttr::to(QpState::INIT).access(access))
@@ -210,9 +211,8 @@ impl Qp {
         self.modify(&QpAttr::to(QpState::ERR))
     }
 
-    /// As [`Qp::abort`], for a reason that the queue pair cannot know, such as a peer that was lost: what is outstanding,
-    /// the streams that wait for it and all later calls end with [`Error::QpStopped`], which has the reason, unless the queue
-    /// pair failed before.
+    /// Like [`Qp::abort`], for an external reason such as a lost peer. Outstanding requests, streams that wait for them
+    /// and all later calls fail with [`Error::QpStopped`], which holds the reason, unless the queue pair failed before.
     pub fn stop(&self, reason: &Error) {
         self.core().stop(reason);
     }

@@ -183,7 +183,7 @@ fn lent(raw: usize, place: &Place, wait_limit: Duration) -> Stream {
     let config =
         CudaStreamConfig { name: "lent".into(), via: place.via, wait_limit, ..CudaStreamConfig::default() };
     // SAFETY: a stream of the GPU's context that outlives all of this.
-    unsafe { Stream::cuda_lent(&place.gpu, raw, config) }.unwrap()
+    unsafe { Stream::cuda_from_raw(&place.gpu, raw, config) }.unwrap()
 }
 
 fn lend(bed: &Bed, app: &Application, raw: usize, place: &Place) {
@@ -242,7 +242,7 @@ fn default_stream_of_a_thread_is_refused() {
         for via in [Via::MemOp, Via::Kernel] {
             let config = CudaStreamConfig { via, ..CudaStreamConfig::default() };
             // SAFETY: the thread's default stream of the current context.
-            let error = unsafe { Stream::cuda_lent(&gpu, 2, config) }.unwrap_err();
+            let error = unsafe { Stream::cuda_from_raw(&gpu, 2, config) }.unwrap_err();
             assert!(matches!(error, Error::Unsupported { .. }), "{error}");
         }
         // One of its own does.

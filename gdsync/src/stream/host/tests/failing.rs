@@ -1,4 +1,4 @@
-//! Failures: who is told, in which order, and what is left undone.
+//! Failures: which sources are stopped, in which order, and what does not run.
 
 use std::sync::Weak;
 use std::sync::atomic::AtomicBool;
@@ -13,7 +13,7 @@ fn is_aborted(error: Option<&Error>, name: &str) -> bool {
     matches!(error, Some(Error::StreamAborted { stream }) if stream == name)
 }
 
-/// A host function that must not run, but be dropped.
+/// A host function that must be dropped without running.
 fn never(dropped: &Arc<AtomicU64>) -> Op {
     let mark = Dropped(dropped.clone());
     host_fn(move || {
@@ -23,7 +23,7 @@ fn never(dropped: &Arc<AtomicU64>) -> Op {
 }
 
 #[test]
-fn sources_are_told_once_and_before_the_wait_is_released() {
+fn sources_are_stopped_once_and_before_the_wait_is_released() {
     let engine = engine();
     let [word, after] = words32();
     let watched: Weak<HostEngine> = Arc::downgrade(&engine);
@@ -31,38 +31,38 @@ fn sources_are_told_once_and_before_the_wait_is_released() {
     let flag = early.clone();
     let dropped = Arc::new(AtomicU64::new(0));
     let drops = dropped.clone();
-    let told = Fake::new(move |ask, _| {
+    let stopped = Fake::new(move |ask, _| {
         if ask == Ask::Fail {
             let engine = watched.upgrade().expect("the test holds it");
             assert!(is_aborted(engine.error().as_ref(), "user"));
-            // Time for a wait that was released too early to show.
+            // Time for a wait released too early to be noticed.
             thread::sleep(Duration::from_millis(30));
             flag.store(engine.completed() > 1 || drops.load(Ordering::SeqCst) > 0, Ordering::SeqCst);
         }
         false
     });
     let (passed, signalled, queued) = (Fake::idle(), Fake::idle(), Fake::idle());
-    submit(&engine, [tell(&passed)]);
+    submit(&engine, [trigger(&passed)]);
     submit(
         &engine,
         [
             wait_on(&word, 0, &passed),
-            wait_on(&word, 1, &told),
+            wait_on(&word, 1, &stopped),
             Op::Write32 { at: after.clone(), value: 1 },
-            tell(&signalled),
-            tell(&told),
+            trigger(&signalled),
+            trigger(&stopped),
             never(&dropped),
         ],
     );
-    submit(&engine, [wait_on(&word, 1, &told), tell(&queued), never(&dropped)]);
-    until("the second wait", || told.parks() > 0);
+    submit(&engine, [wait_on(&word, 1, &stopped), trigger(&queued), never(&dropped)]);
+    until("the second wait", || stopped.parks() > 0);
     engine.fail(aborted("user"));
     engine.fail(aborted("too late"));
     drain(&engine);
-    assert!(!early.load(Ordering::SeqCst), "released before all sources were told");
-    assert_eq!([&told, &signalled, &queued].map(|s| s.asked(Ask::Fail)), [1, 1, 1]);
+    assert!(!early.load(Ordering::SeqCst), "released before all sources were stopped");
+    assert_eq!([&stopped, &signalled, &queued].map(|s| s.asked(Ask::Fail)), [1, 1, 1]);
     assert_eq!(passed.asked(Ask::Fail), 0, "its operations were over");
-    for source in [&told, &signalled, &queued] {
+    for source in [&stopped, &signalled, &queued] {
         assert!(is_aborted(source.reason.lock().as_ref(), "user"));
         assert_eq!((source.asked(Ask::Signal), Arc::strong_count(source)), (0, 1));
     }
@@ -72,8 +72,8 @@ fn sources_are_told_once_and_before_the_wait_is_released() {
 }
 
 #[test]
-fn what_a_failing_source_stores_releases_nothing_else() {
-    // A stopped queue delivers its completions as errors: the wait is satisfied, yet nothing after it may run.
+fn completions_of_a_stopped_source_run_nothing_more() {
+    // A stopped queue completes with errors: the wait is satisfied, yet nothing after it may run.
     let engine = engine();
     let [word] = words32();
     let (at, watched) = (word.clone(), Arc::downgrade(&engine));
@@ -94,7 +94,7 @@ fn what_a_failing_source_stores_releases_nothing_else() {
     until("the wait", || source.parks() > 0);
     engine.fail(aborted("user"));
     drain(&engine);
-    assert!(!early.load(Ordering::SeqCst), "dropped or counted before the source was told");
+    assert!(!early.load(Ordering::SeqCst), "dropped or counted before the source was stopped");
     assert_eq!(dropped.load(Ordering::SeqCst), 2);
 }
 
@@ -120,7 +120,7 @@ fn a_failed_engine_refuses_submissions() {
 }
 
 #[test]
-fn a_failure_wakes_those_who_wait_for_room_or_completion() {
+fn a_failure_wakes_callers_that_wait_for_room_or_completion() {
     let engine = start(HostStreamConfig { depth: 1, wait_limit: LONG, ..HostStreamConfig::default() });
     let [word] = words32();
     submit(&engine, [wait_for(&word, 1)]);
@@ -146,7 +146,7 @@ fn a_host_function_may_fail_its_engine() {
     submit(
         &engine,
         [
-            tell(&before),
+            trigger(&before),
             host_fn(move || {
                 own.fail(aborted("self"));
                 flag.store(true, Ordering::SeqCst);
@@ -172,7 +172,7 @@ fn sources_may_call_back_into_a_failing_engine() {
             return false;
         };
         match ask {
-            // Fails from within the engine's own thread, inside a source.
+            // Fails on the engine's own thread, in a source.
             Ask::Park(_) if number == 2 => engine.fail(aborted("park")),
             Ask::Fail => {
                 engine.fail(aborted("nested"));
@@ -204,7 +204,7 @@ fn a_panic_of_a_host_function_fails_the_engine() {
         let engine = engine();
         let dropped = Arc::new(AtomicU64::new(0));
         let source = Fake::idle();
-        submit(&engine, [Op::Barrier, op, never(&dropped), tell(&source)]);
+        submit(&engine, [Op::Barrier, op, never(&dropped), trigger(&source)]);
         drain(&engine);
         let Some(Error::HostFnPanicked { stream, message }) = engine.error() else {
             panic!("{:?}", engine.error())
@@ -215,7 +215,7 @@ fn a_panic_of_a_host_function_fails_the_engine() {
 }
 
 #[test]
-fn a_panic_of_anything_else_does_not_hang_the_stream() {
+fn a_panic_in_a_source_or_drop_does_not_hang_the_stream() {
     struct Bomb;
     impl Drop for Bomb {
         fn drop(&mut self) {
@@ -226,8 +226,8 @@ fn a_panic_of_anything_else_does_not_hang_the_stream() {
     let (dropped, bomb) = (Arc::new(AtomicU64::new(0)), Bomb);
     let engine = engine();
     let (bad, good) = (Fake::new(|ask, _| ask == Ask::Signal || panic!("source: {ask:?}")), Fake::idle());
-    submit(&engine, [tell(&bad), wait_on(&word, 1, &bad), host_fn(move || drop(bomb))]);
-    submit(&engine, [tell(&good), never(&dropped)]);
+    submit(&engine, [trigger(&bad), wait_on(&word, 1, &bad), host_fn(move || drop(bomb))]);
+    submit(&engine, [trigger(&good), never(&dropped)]);
     drain(&engine);
     assert!(
         matches!(engine.error(), Some(Error::HostFnPanicked { message, .. }) if message == "source: Progress")
@@ -243,7 +243,7 @@ fn failures_race_with_submitters_and_each_other() {
         let [word] = words32();
         let (over, made) = (Arc::new(AtomicU64::new(0)), AtomicU64::new(0));
         let source = Fake::idle();
-        let told_late = AtomicBool::new(false);
+        let stopped_late = AtomicBool::new(false);
         thread::scope(|scope| {
             for _ in 0..2 {
                 scope.spawn(|| {
@@ -263,20 +263,23 @@ fn failures_race_with_submitters_and_each_other() {
                 });
             }
             for name in ["one", "two"] {
-                let (engine, source, told_late) = (&engine, &source, &told_late);
+                let (engine, source, stopped_late) = (&engine, &source, &stopped_late);
                 scope.spawn(move || {
                     thread::sleep(Duration::from_micros(round * 2));
                     engine.fail(aborted(name));
                     let seq = engine.submitted();
                     assert!(engine.wait_completed(seq, deadline()));
-                    let told = source.asked(Ask::Fail);
+                    let stopped = source.asked(Ask::Fail);
                     thread::sleep(Duration::from_micros(100));
-                    told_late.fetch_or(source.asked(Ask::Fail) != told, Ordering::SeqCst);
+                    stopped_late.fetch_or(source.asked(Ask::Fail) != stopped, Ordering::SeqCst);
                 });
             }
         });
         drain(&engine);
-        assert!(!told_late.load(Ordering::SeqCst), "completions were announced before the sources were told");
+        assert!(
+            !stopped_late.load(Ordering::SeqCst),
+            "completions were announced before the sources were stopped"
+        );
         assert!(source.asked(Ask::Fail) <= 1);
         assert_eq!(over.load(Ordering::SeqCst), made.load(Ordering::SeqCst), "run or dropped, each once");
         assert_eq!(Arc::strong_count(&source), 1);

@@ -1,11 +1,11 @@
-//! The end of an engine: dropping the last handle, from wherever.
+//! The end of an engine: dropping the last handle, from any thread.
 
 use std::sync::mpsc;
 
 use super::*;
 
 #[test]
-fn a_drop_aborts_what_is_pending() {
+fn a_drop_aborts_pending_work() {
     let engine = engine();
     let [word, after] = words32();
     let source = Fake::idle();
@@ -17,7 +17,7 @@ fn a_drop_aborts_what_is_pending() {
     let begin = Instant::now();
     drop(engine);
     assert!(begin.elapsed() < LONG / 2, "it did not wait for the word");
-    // All of this is certain as soon as the drop returns, because it joins the thread.
+    // Certain once the drop returns, because it joins the thread.
     assert_eq!(source.asked(Ask::Fail), 1);
     assert!(matches!(&*source.reason.lock(), Some(Error::StreamAborted { stream }) if stream == "stream"));
     assert_eq!((after.load(), dropped.load(Ordering::SeqCst), Arc::strong_count(&source)), (0, 1, 1));

@@ -1,4 +1,4 @@
-//! Waits: what ends them, and what they cost.
+//! Waits: conditions, limits and CPU cost.
 
 use super::*;
 
@@ -29,8 +29,8 @@ fn a_store_releases_a_wait() {
 }
 
 #[test]
-fn the_engine_applies_the_condition_to_word_and_value_in_that_order() {
-    // Each pair satisfies the condition one way round only, or not at all.
+fn conditions_compare_word_to_value_in_that_order() {
+    // Each pair satisfies the condition in one order only, or not at all.
     let engine = engine();
     let ([word], wide) = (words32(), word64());
     for (cond, holds, fails, value) in
@@ -92,7 +92,7 @@ fn two_streams_play_ping_pong() {
 }
 
 #[test]
-fn a_satisfied_wait_asks_nothing_of_its_source() {
+fn a_satisfied_wait_does_not_call_its_source() {
     let engine = engine();
     let [word] = words32();
     let source = Fake::idle();
@@ -102,7 +102,7 @@ fn a_satisfied_wait_asks_nothing_of_its_source() {
 }
 
 #[test]
-fn a_spinning_wait_helps_its_source() {
+fn a_spinning_wait_runs_its_source() {
     let engine = start(HostStreamConfig { spin: LONG, ..HostStreamConfig::default() });
     let [word] = words32();
     let at = word.clone();
@@ -165,7 +165,7 @@ fn a_source_that_is_always_busy_does_not_outlive_the_wait_limit() {
 }
 
 #[test]
-fn the_wait_limit_says_what_was_waited_for() {
+fn the_wait_limit_error_names_the_wait() {
     let wait_limit = Duration::from_millis(30);
     let config = HostStreamConfig { name: "tired".into(), wait_limit, ..HostStreamConfig::default() };
     let [word] = words32();
@@ -197,7 +197,7 @@ fn the_wait_limit_says_what_was_waited_for() {
 }
 
 #[test]
-fn every_wait_has_the_whole_limit() {
+fn each_wait_has_the_full_limit() {
     let wait_limit = Duration::from_secs(1);
     let engine = start(HostStreamConfig { wait_limit, ..HostStreamConfig::default() });
     let [word] = words32();
@@ -222,7 +222,7 @@ fn cpu_time() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).expect("below a billion"))
 }
 
-/// A host function that notes the CPU time its thread used so far.
+/// A host function that records the CPU time of its thread.
 fn note(times: &Arc<Mutex<Vec<Duration>>>) -> Op {
     let times = times.clone();
     host_fn(move || times.lock().push(cpu_time()))
