@@ -1,4 +1,4 @@
-//! The copies: no lock, no system call, no message unless they refuse.
+//! The copies: no lock, no system call, and no message unless the copy is refused.
 
 use std::ffi::{c_int, c_void};
 
@@ -17,7 +17,7 @@ struct Plan {
     mixed: bool,
 }
 
-/// Looks the mapping up; `None` if the copy must be refused, for what [`reason`] finds.
+/// Looks the mapping up; `None` if the copy must be refused, see [`reason`].
 #[inline]
 fn plan(handle: Handle, device: usize, host: usize, size: usize) -> Option<Plan> {
     let table = Table::current()?;

@@ -27,7 +27,7 @@ pub(crate) fn non_null<T>(what: &'static str, pointer: *mut T) -> Result<NonNull
     NonNull::new(pointer).ok_or_else(|| invalid(what, "NULL", "a pointer"))
 }
 
-/// Runs a call; its failure is logged under the call's name and comes back as an error number.
+/// Runs a call, logs its error under the call's name, and returns the error number.
 pub(crate) fn run<T>(name: &'static str, call: impl FnOnce() -> Result<T>) -> std::result::Result<T, c_int> {
     no_panic(|| {
         with_messages(|| {
@@ -53,11 +53,11 @@ pub(crate) fn status(name: &'static str, call: impl FnOnce() -> Result<()>) -> c
 /// A panic becomes an error; its message has been printed by the panic hook.
 #[inline]
 pub(crate) fn no_panic<T>(call: impl FnOnce() -> T) -> std::result::Result<T, ()> {
-    // Whatever a call was doing is behind locks, which are released; nothing else of it is seen again.
+    // The state of a call is behind locks, which the unwinding releases.
     catch_unwind(AssertUnwindSafe(call)).map_err(std::mem::forget)
 }
 
-/// Runs a call of the library with its messages going where the environment says.
+/// Runs a call with its messages printed as the environment says.
 fn with_messages<T>(call: impl FnOnce() -> T) -> T {
     // Read once, as in GDRCopy.
     static PRINTER: OnceLock<Option<Dispatch>> = OnceLock::new();

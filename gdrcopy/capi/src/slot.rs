@@ -1,4 +1,6 @@
 //! Handles of pins, and the slots that keep a pin with its mapping.
+//!
+//! No number is used twice in a process and its children, so a stale, doubled or foreign handle is recognised.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -13,13 +15,13 @@ use crate::window::{View, Window};
 const INDEX_BITS: u32 = 22;
 /// Pins at a time.
 pub(crate) const MAX_PINS: u32 = 1 << INDEX_BITS;
-/// What is left of a handle for counting pins: enough for one each microsecond for 50 days.
+/// The bits of a handle that count pins: enough for one pin per microsecond for 50 days.
 const MAX_SERIAL: u64 = u64::MAX >> INDEX_BITS;
 
-/// The next number. A forked child goes on from its parent's.
+/// The next number. A forked child continues from its parent's.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// A number that nothing had before.
+/// A new number.
 pub(crate) fn new_serial() -> Option<u64> {
     let serial = NEXT.fetch_add(1, Ordering::Relaxed);
     // Far below the wrap of the counter: it stays used up.
@@ -31,7 +33,7 @@ pub(crate) fn next_serial() -> u64 {
     NEXT.load(Ordering::Relaxed)
 }
 
-/// A pin's handle: its slot below, its serial number above.
+/// A pin's handle: its slot in the low bits, its serial number above.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Handle(u64);
 
@@ -64,21 +66,21 @@ impl Handle {
     }
 }
 
-/// A place for one pin at a time.
+/// A slot for one pin at a time.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Slot {
     pub(crate) window: Window,
-    held: Mutex<Option<Held>>,
+    entry: Mutex<Option<PinEntry>>,
 }
 
-/// A pin under its handle.
+/// A pin with its handle and mapping.
 #[derive(Debug)]
-pub(crate) struct Held {
+pub(crate) struct PinEntry {
     pub(crate) handle: Handle,
     /// The library that pinned.
     pub(crate) library: u64,
-    // Declared before the pin: unmapped first.
+    // Before the pin: unmapped first.
     mapped: Option<Mapped>,
     pub(crate) pin: Pin,
 }
@@ -86,7 +88,7 @@ pub(crate) struct Held {
 #[derive(Debug)]
 struct Mapped {
     mapping: Mapping,
-    /// What the caller of `gdr_map` gave.
+    /// The size that the caller passed to `gdr_map`.
     size: usize,
     _counted: Counted,
 }
@@ -106,7 +108,7 @@ impl Kinds {
         Counted(count)
     }
 
-    /// Whether mappings of several types live, which may show the same memory: then only a full fence keeps the order.
+    /// Whether mappings of several types live. They may show the same memory, and then only a full fence orders accesses.
     #[inline]
     pub(crate) fn are_mixed(&self) -> bool {
         let live = |count: &AtomicUsize| usize::from(count.load(Ordering::Relaxed) != 0);
@@ -122,38 +124,38 @@ impl Drop for Counted {
 
 impl Slot {
     pub(crate) fn new() -> Self {
-        Self { window: Window::new(), held: Mutex::new(None) }
+        Self { window: Window::new(), entry: Mutex::new(None) }
     }
 
     /// Puts a pin into a free slot.
     pub(crate) fn fill(&self, handle: Handle, library: u64, pin: Pin) {
-        *self.held.lock() = Some(Held { handle, library, mapped: None, pin });
+        *self.entry.lock() = Some(PinEntry { handle, library, mapped: None, pin });
     }
 
-    /// The pin of this handle, held against other calls with the same handle.
-    pub(crate) fn pin(&self, handle: Handle, library: u64) -> Option<MappedMutexGuard<'_, Held>> {
-        MutexGuard::try_map(self.held.lock(), |held| {
-            held.as_mut().filter(|h| h.handle == handle && h.library == library)
+    /// The pin of this handle, locked against other calls with the same handle.
+    pub(crate) fn pin(&self, handle: Handle, library: u64) -> Option<MappedMutexGuard<'_, PinEntry>> {
+        MutexGuard::try_map(self.entry.lock(), |entry| {
+            entry.as_mut().filter(|h| h.handle == handle && h.library == library)
         })
         .ok()
     }
 
     /// Whether a pin has this handle.
     pub(crate) fn has(&self, handle: Handle) -> bool {
-        self.held.lock().as_ref().is_some_and(|h| h.handle == handle)
+        self.entry.lock().as_ref().is_some_and(|h| h.handle == handle)
     }
 
     /// Takes the pin out: of several callers with the same handle, one gets it.
-    pub(crate) fn take(&self, handle: Handle, library: u64) -> Option<Held> {
-        let mut held = self.held.lock();
-        let taken = held.take_if(|h| h.handle == handle && h.library == library)?;
+    pub(crate) fn take(&self, handle: Handle, library: u64) -> Option<PinEntry> {
+        let mut entry = self.entry.lock();
+        let taken = entry.take_if(|h| h.handle == handle && h.library == library)?;
         self.window.close();
         Some(taken)
     }
 }
 
-impl Held {
-    /// Maps from `gdr_info_t::va` on, and gives the address.
+impl PinEntry {
+    /// Maps from `gdr_info_t::va` on, and returns the address.
     ///
     /// `size` counts from the address that was pinned, so that all of it can be reached also where `va` is lower.
     pub(crate) fn map(
@@ -164,7 +166,7 @@ impl Held {
         request: Option<MappingType>,
     ) -> Result<*mut u8> {
         let info = self.pin.info();
-        // Refused as by the driver, before anything is added to it.
+        // An invalid size is passed on unchanged, and `map_pages` refuses it.
         let wanted = if size == 0 || size > info.mapped_size { size } else { self.reach(size) };
         let mapping = self.pin.map_pages(wanted, request)?;
         let view = View { base: mapping.as_ptr().addr(), len: mapping.len(), kind: mapping.kind() as usize };
@@ -183,7 +185,7 @@ impl Held {
             .map_or(info.mapped_size, |wanted| wanted.min(info.mapped_size))
     }
 
-    /// Unmaps what `gdr_map` gave for `size` at `address`.
+    /// Unmaps the mapping that `gdr_map` returned at `address` for `size`.
     pub(crate) fn unmap(&mut self, window: &Window, address: usize, size: usize) -> Result<()> {
         let Some(mapped) = &self.mapped else { return Err(not_mapped()) };
         if address != mapped.mapping.as_ptr().addr() {
@@ -193,7 +195,7 @@ impl Held {
                 "what gdr_map gave for this handle",
             ));
         }
-        // Programs pass it rounded up in one call and as it is in the other.
+        // Programs pass a rounded size in one call and the exact one in the other.
         if size.div_ceil(GPU_PAGE_SIZE) != mapped.size.div_ceil(GPU_PAGE_SIZE) {
             return Err(invalid("size", size, "the size that was given to gdr_map"));
         }
@@ -201,8 +203,8 @@ impl Held {
         self.mapped.take().map_or(Ok(()), |mapped| mapped.mapping.unmap())
     }
 
-    /// Unpins, all of it even if a part fails; the first error. A program that has not unmapped may touch the
-    /// mapping again, and other memory must not lie there then.
+    /// Revokes the mapping and unpins, and returns the first error. A program that has not unmapped may access the mapping again, and
+    /// no other memory may be there then.
     pub(crate) fn release(self) -> Result<()> {
         let revoked = self.mapped.map_or(Ok(()), |mapped| mapped.mapping.revoke());
         let unpinned = self.pin.unpin();

@@ -12,18 +12,18 @@ use gdrcopy::{GpuBuffer, MappingType, PinFlags, Survey};
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 use crate::guard::{Error, Result, invalid};
-use crate::slot::{Handle, Held, Kinds, MAX_PINS, Slot, new_serial, next_serial};
+use crate::slot::{Handle, Kinds, MAX_PINS, PinEntry, Slot, new_serial, next_serial};
 
 /// The table of this process, once it has one.
 static TABLE: AtomicPtr<Table> = AtomicPtr::new(std::ptr::null_mut());
-/// The process that last made a table: in a child without one, its parent or an earlier one.
+/// The process that last made a table: in a child without a table, its parent or an earlier ancestor.
 static LAST_OWNER: AtomicU32 = AtomicU32::new(0);
 
-/// What one process has open. Never freed: copies look into it without a lock.
+/// The table of one process. Never freed: copies read it without a lock.
 #[derive(Debug)]
 pub(crate) struct Table {
     owner: u32,
-    /// Smaller numbers were given out by `ancestor`.
+    /// Smaller numbers are from `ancestor`.
     first_serial: u64,
     ancestor: u32,
     slots: boxcar::Vec<Slot>,
@@ -51,19 +51,19 @@ impl Table {
         }
     }
 
-    /// The table, if there is one. For copies: does not look which process calls.
+    /// The table, if there is one. Does not check the calling process, for copies.
     #[inline]
     pub(crate) fn current() -> Option<&'static Self> {
         // SAFETY: null, or what `or_new` leaked.
         unsafe { TABLE.load(Ordering::Acquire).as_ref() }
     }
 
-    /// The table, if it is of the process that calls: a `clone` of a process runs no handlers of `fork`.
+    /// The table, if it belongs to the calling process: `clone` runs no handlers of `fork`.
     fn own() -> Option<&'static Self> {
         Self::current().filter(|table| table.owner == std::process::id())
     }
 
-    /// The table of this process, made if need be.
+    /// The table of this process; the first call makes it.
     pub(crate) fn or_new() -> Result<&'static Self> {
         static HANDLER: Once = Once::new();
         let mut result = 0;
@@ -84,7 +84,7 @@ impl Table {
         if TABLE.compare_exchange(seen, new, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             LAST_OWNER.store(std::process::id(), Ordering::Relaxed);
         } else {
-            // SAFETY: it has not been shown to anybody.
+            // SAFETY: nothing else knows it.
             drop(unsafe { Box::from_raw(new) });
         }
         Self::own().ok_or_else(|| invalid("table", "replaced", "no fork while the library is opened"))
@@ -95,14 +95,14 @@ impl Table {
         self.slots.get(index as usize)
     }
 
-    /// Opens: keeps the library under a new number.
+    /// Adds a library under a new number.
     pub(crate) fn add_library(&'static self, survey: gdrcopy::Survey) -> Result<u64> {
         let id = new_serial().ok_or_else(|| used_up("numbers for handles", 0))?;
         self.libraries.lock().insert(id, Arc::new(Library::new(id, survey, self)));
         Ok(id)
     }
 
-    /// Closes: of several callers one gets the library.
+    /// Removes a library: one of several callers gets it.
     pub(crate) fn remove_library(id: u64) -> Result<Arc<Library>> {
         let table = Self::own();
         table.and_then(|table| table.libraries.lock().remove(&id)).ok_or_else(|| no_library(table, id))
@@ -113,7 +113,7 @@ impl Table {
         table.and_then(|table| table.libraries.lock().get(&id).cloned()).ok_or_else(|| no_library(table, id))
     }
 
-    /// Keeps a pin under a new handle.
+    /// Adds a pin under a new handle.
     fn add_pin(&self, library: u64, pin: gdrcopy::Pin) -> Result<Handle> {
         let index = self.free_slot().ok_or_else(|| used_up("room for pins", pin.len()))?;
         let Some((slot, serial)) = self.slot(index).zip(new_serial()) else {
@@ -137,7 +137,7 @@ impl Table {
         u32::try_from(self.slots.push(Slot::new())).ok()
     }
 
-    /// Gives an emptied slot back.
+    /// Returns an empty slot to the free list.
     fn return_slot(&self, index: u32) {
         self.free.lock().push(index);
     }
@@ -147,14 +147,14 @@ fn used_up(what: &'static str, len: usize) -> Error {
     Error::Exhausted { what, len, fix: "unpin what is no longer used, or restart the process" }
 }
 
-/// Why a number names no library here.
+/// The error of a number that names no library.
 fn no_library(table: Option<&Table>, id: u64) -> Error {
     inherited(table, id).unwrap_or_else(|| {
         invalid("gdr_t", format_args!("{id:#x}"), "what gdr_open returned and gdr_close has not closed")
     })
 }
 
-/// Why a handle names no pin here.
+/// The error of a handle that names no pin.
 pub(crate) fn no_pin(handle: Handle) -> Error {
     inherited(Table::own(), handle.serial()).unwrap_or_else(|| {
         let value = format_args!("{:#x}", handle.number());
@@ -162,7 +162,7 @@ pub(crate) fn no_pin(handle: Handle) -> Error {
     })
 }
 
-/// The refusal of what this process has from the one that forked it.
+/// The error of a number that comes from an ancestor of this process.
 fn inherited(own: Option<&Table>, serial: u64) -> Option<Error> {
     let (first, owner) = match own {
         Some(table) => (table.first_serial, table.ancestor),
@@ -171,14 +171,14 @@ fn inherited(own: Option<&Table>, serial: u64) -> Option<Error> {
     (1..first).contains(&serial).then(|| Error::OtherProcess { owner, caller: std::process::id() })
 }
 
-/// An opened library and what belongs to it.
+/// An opened library with its pins and buffers.
 #[derive(Debug)]
 pub(crate) struct Library {
     id: u64,
-    /// Opened by the first call that pins or allocates: programs open early, and then fork or never pin.
+    /// Opened by the first call that pins or allocates, since programs open early and then fork or never pin.
     pub(crate) survey: Survey,
     table: &'static Table,
-    /// `None` once closed: what a late call makes is given back at once.
+    /// `None` after the close: a late call releases what it made.
     owned: Mutex<Option<Owned>>,
 }
 
@@ -226,12 +226,12 @@ impl Library {
         self.table.slot(handle.index()).ok_or_else(|| no_pin(handle))
     }
 
-    /// The pin of a handle, for calls that only look.
-    pub(crate) fn held(&self, handle: Handle) -> Result<impl Deref<Target = Held>> {
+    /// The pin of a handle.
+    pub(crate) fn held(&self, handle: Handle) -> Result<impl Deref<Target = PinEntry>> {
         self.slot(handle)?.pin(handle, self.id).ok_or_else(|| no_pin(handle))
     }
 
-    /// Maps and gives the address of `gdr_info_t::va`; `request` is looked at only if the pin is not mapped yet.
+    /// Maps and returns the address of `gdr_info_t::va`; `request` is evaluated only if the pin is not mapped yet.
     pub(crate) fn map(
         &self,
         handle: Handle,
@@ -252,12 +252,12 @@ impl Library {
         held.unmap(&slot.window, address, size)
     }
 
-    /// Gives everything back, even if a part fails; the first error.
+    /// Releases everything, even if a part fails, and returns the first error.
     pub(crate) fn close(&self) -> Result<()> {
         let Some(owned) = self.owned.lock().take() else { return Ok(()) };
         let mut result = Ok(());
         for handle in owned.pins {
-            // A call that runs meanwhile may have unpinned it.
+            // A concurrent call may have unpinned it.
             if let Ok(Some(held)) = self.slot(handle).map(|slot| slot.take(handle, self.id)) {
                 self.table.return_slot(handle.index());
                 result = result.and(held.release());

@@ -1,4 +1,4 @@
-//! What a copy needs to know of a mapping, readable without a lock.
+//! The place of a mapping, which copies read without a lock.
 //!
 //! A sequence lock (H.-J. Boehm, "Can seqlocks get along with programming language memory models?", 2012). The one
 //! writer at a time holds the lock of the slot around it. `tests/it/loom.rs` explores the code of this file.

@@ -1,8 +1,10 @@
-//! What every backend must do.
+//! What every backend must do: ranges, frees, forked children, and revoked mappings.
 
-use gdrcopy::{Attribute, BackendKind, Error, MappingType, PinFlags};
+use std::ptr::NonNull;
 
-use crate::rig::{each, pattern, peek, poke};
+use gdrcopy::{Attribute, BackendKind, Error, MappingType, PinFlags, Result, host_page};
+
+use crate::rig::{Backend, End, Rig, address, each, in_child, pattern, peek, poke};
 
 const NONE: PinFlags = PinFlags::empty();
 
@@ -219,4 +221,148 @@ fn attributes_are_those_of_gdrcopy() {
         let forced = backend.pin(memory.addr(), 64, PinFlags::FORCE_PCIE);
         assert_eq!(forced.is_ok(), told[1] == 1, "{forced:?}");
     });
+}
+
+fn is_foreign<T>(result: Result<T>) -> bool {
+    matches!(result, Err(Error::OtherProcess { .. }))
+}
+
+#[test]
+fn a_child_can_do_nothing_with_its_parents_values() {
+    each(|rig, backend| {
+        let memory = backend.allocate(0, 65_536).unwrap();
+        let pin = backend.pin(memory.addr(), 65_536, NONE).unwrap();
+        let end = in_child(|| {
+            is_foreign(backend.pin(memory.addr(), 1, NONE))
+                && is_foreign(backend.allocate(0, 1))
+                && is_foreign(memory.write(0, b"x"))
+                && is_foreign(memory.read(0, &mut [0]))
+                && is_foreign(pin.map(1, None))
+        });
+        assert_eq!(end, End::Said(true), "{}", backend.kind());
+        assert_eq!(peek(&pin.map(1, None).unwrap(), 0, 1), [0]);
+        drop(pin);
+        assert_eq!(rig.device.live_pins(), 0);
+    });
+}
+
+#[test]
+fn a_childs_drops_leave_the_parents_values_alone() {
+    each(|rig, backend| {
+        let memory = backend.allocate(0, 65_536).unwrap();
+        let pin = backend.pin(memory.addr(), 65_536, NONE).unwrap();
+        let range = pin.map(65_536, None).unwrap();
+        let (addr, is_host) = (memory.addr(), backend.kind() == BackendKind::Host);
+        // Moved into the child's copy of the closure, which it drops; the parent's copy stays with the parent.
+        let values = std::cell::Cell::new(Some((range, pin, memory, backend)));
+        let end = in_child(|| {
+            let before = rig.device.requests();
+            drop(values.take());
+            // The driver was asked for nothing, and CUDA neither.
+            let there = rig.machine.memory.lock().find(addr).is_some();
+            rig.device.requests() == before && there != is_host
+        });
+        assert_eq!(end, End::Said(true));
+        let (range, pin, memory, backend) = values.take().unwrap();
+        poke(&range, 9, b"parent");
+        let mut seen = [0; 6];
+        memory.read(9, &mut seen).unwrap();
+        assert_eq!(&seen, b"parent", "{}", backend.kind());
+        drop(range);
+        drop(memory);
+        pin.unpin().unwrap();
+        assert_eq!(rig.device.live_pins(), 0);
+    });
+}
+
+#[test]
+fn a_child_cannot_unpin() {
+    each(|_, backend| {
+        let memory = backend.allocate(0, 65_536).unwrap();
+        let pin = std::cell::Cell::new(Some(backend.pin(memory.addr(), 65_536, NONE).unwrap()));
+        assert_eq!(in_child(|| pin.take().is_some_and(|pin| is_foreign(pin.unpin()))), End::Said(true));
+        assert!(pin.take().unwrap().map(1, None).is_ok(), "{}", backend.kind());
+    });
+}
+
+#[test]
+fn a_child_has_a_hole_where_its_parent_has_a_mapping() {
+    each(|_, backend| {
+        let memory = backend.allocate(0, 65_536).unwrap();
+        let pin = backend.pin(memory.addr(), 65_536, NONE).unwrap();
+        let range = pin.map(65_536, None).unwrap();
+        let end = in_child(|| peek(&range, 0, 1) == [0]);
+        assert_eq!(end, End::Killed(libc::SIGSEGV), "{}", backend.kind());
+        assert_eq!(peek(&range, 0, 1), [0]);
+    });
+}
+
+const SIZE: usize = 200_000;
+
+/// Whether something is mapped in each page of the range.
+fn is_taken(ptr: NonNull<u8>, len: usize) -> bool {
+    let mut resident = vec![0; len.div_ceil(host_page())];
+    // SAFETY: a byte for each page; the range itself is only asked about.
+    unsafe { libc::mincore(ptr.as_ptr().cast(), len, resident.as_mut_ptr()) == 0 }
+}
+
+#[test]
+fn the_addresses_stay_taken_and_the_memory_is_given_back() {
+    each(|rig, backend| {
+        let memory = backend.allocate(0, SIZE).unwrap();
+        let pin = backend.pin(memory.addr(), SIZE, NONE).unwrap();
+        let range = pin.map(SIZE, None).unwrap();
+        let (ptr, len) = (address(&range), range.len());
+        poke(&range, 5, b"kept");
+        range.revoke().unwrap();
+        assert!(is_taken(ptr, len), "{}", backend.kind());
+        // SAFETY: what is there belongs to nobody; that the access ends the child is what is expected.
+        let touch = || unsafe { ptr.as_ptr().read_volatile() == 0 };
+        assert_eq!(in_child(touch), End::Killed(libc::SIGSEGV), "no hole in a child of {}", backend.kind());
+
+        // Only the mapping is gone.
+        let range = pin.map(SIZE, None).unwrap();
+        assert_ne!(address(&range), ptr);
+        assert_eq!(peek(&range, 5, 4), b"kept");
+        drop(range);
+        pin.unpin().unwrap();
+        assert_eq!(rig.device.live_pins(), 0);
+        assert!(is_taken(ptr, len), "{}", backend.kind());
+    });
+}
+
+#[test]
+fn a_child_revokes_nothing_of_its_parents() {
+    each(|_, backend| {
+        let memory = backend.allocate(0, SIZE).unwrap();
+        let pin = backend.pin(memory.addr(), SIZE, NONE).unwrap();
+        let range = std::cell::Cell::new(Some(pin.map(SIZE, None).unwrap()));
+        let end = in_child(|| {
+            let Some(range) = range.take() else { return false };
+            let (ptr, len) = (address(&range), range.len());
+            range.revoke().is_ok() && !is_taken(ptr, len)
+        });
+        assert_eq!(end, End::Said(true), "{}", backend.kind());
+        assert_eq!(peek(&range.take().unwrap(), 0, 1), [0]);
+    });
+}
+
+#[test]
+fn addresses_that_cannot_be_kept_are_unmapped() {
+    let end = in_child(|| {
+        // An earlier revocation may have opened the file that this one wants. The parent keeps its own.
+        // SAFETY: numbers; the child drops nothing that the parent opened.
+        unsafe { libc::close_range(3, u32::MAX, 0) };
+        let rig = Rig::new(Default::default());
+        let Ok(host) = Backend::open(&rig.without_cuda(), BackendKind::Host) else { return false };
+        let Ok(memory) = host.allocate(0, SIZE) else { return false };
+        let Ok(pin) = host.pin(memory.addr(), SIZE, NONE) else { return false };
+        let Ok(range) = pin.map(SIZE, None) else { return false };
+        let (ptr, len) = (address(&range), range.len());
+        let no_files = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+        // SAFETY: a valid structure.
+        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const no_files) };
+        is_taken(ptr, len) && range.revoke().is_ok() && !is_taken(ptr, len)
+    });
+    assert_eq!(end, End::Said(true));
 }

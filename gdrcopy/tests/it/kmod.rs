@@ -1,15 +1,8 @@
-//! The module of `kmod/` in a real kernel, over the emulated GPU of its tests (`tests/vm/run kmod`). Skipped where they are
-//! not loaded. One test at a time (`--test-threads=1`): faults and counters are the machine's.
+//! The module of `kmod/` in a real kernel, on the emulated GPU of its tests (`tests/vm/run kmod`). Skipped if they are not loaded.
+//! Run one test at a time (`--test-threads=1`): faults and counters are the machine's.
 
-mod abi;
-mod both_ways;
 mod dmabuf;
-mod driverless;
-mod fuzz;
 mod maps;
-mod nth;
-mod owners;
 mod pins;
 mod rig;
 mod stress;
-mod volatile;

@@ -1,18 +1,13 @@
 //! The backends on simulated machines, on our kernel module and on a real GPU, and the copy routines.
 
-mod children;
 mod contract;
-mod copy_exact;
-mod copy_fences;
-mod copy_guarded;
-mod copy_whole_words;
+mod copies;
 mod cuda_gpu;
 mod dmabuf;
 mod gdrdrv;
 mod kmod;
 mod located;
 mod pin_stress;
-mod revoked;
 mod rig;
 mod rm;
 mod survey;

@@ -1,18 +1,16 @@
-//! The backend on a simulated driver.
+//! The resource manager's backend on a simulated driver: refusals, mappings, and every call failing.
 
 mod abi;
-mod failures;
-mod mappings;
-mod refusals;
 
 use std::sync::Arc;
 
 use gdrcopy::cuda::{Cuda, MemoryKind};
 use gdrcopy::system::System;
-use gdrcopy::{Error, Mapping, PinFlags, Result};
+use gdrcopy::{Attribute, BackendKind, Error, Mapping, MappingType, PinFlags, Result};
 use gdsync_testkit::{Live, Machine, Object, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm};
 
-use crate::rig::{Backend, GPU_PAGE as PAGE, Pinned};
+use crate::rig::{Backend, GPU_PAGE as PAGE, Pinned, no_cuda};
+use crate::rm_status::NvStatus;
 
 /// Addresses where no simulated allocation lies.
 const RESERVED: u64 = 0x7e00_0000_0000;
@@ -125,4 +123,639 @@ fn check_bytes(pin: &Pinned, range: &Mapping, addr: u64, len: usize) {
         let wanted = pattern(addr + at as u64);
         assert_eq!(load(range, first + at), wanted, "byte {at} of {len} at {addr:#x}");
     }
+}
+
+fn text<T>(result: Result<T>) -> String {
+    refusal(result).to_string()
+}
+
+#[test]
+fn a_machine_without_driver_or_gpu_says_what_to_do() {
+    let machine = Machine::new(1);
+    let cuda = SimulatedCuda::new(&machine);
+    let bare = Arc::new(SimulatedKernel::new(machine.clone()));
+    let open = |system: System| Backend::rm(&system).map(drop);
+    let error = text(open(System::new(bare.clone(), Some(cuda as Arc<dyn Cuda>))));
+    assert!(error.contains("/dev/nvidiactl") && error.contains("nvidia-modprobe"), "{error}");
+    assert!(text(open(System::new(bare, no_cuda()))).contains("CUDA"));
+
+    let none = Bench::new(0);
+    assert!(text(open(none.system.clone())).contains("CUDA_VISIBLE_DEVICES"));
+    none.check_clean();
+
+    let bench = Bench::new(1);
+    for (node, fix) in [("/dev/nvidiactl", "permission"), ("/dev/nvidia0", "permission")] {
+        bench.machine.fail(&format!("open {node}"), libc::EACCES);
+        let error = text(open(bench.system.clone()));
+        assert!(error.contains(node) && error.contains(fix), "{error}");
+        bench.machine.fail(&format!("open {node}"), 0);
+    }
+    bench.check_clean();
+}
+
+#[test]
+fn partitioned_gpus_are_refused() {
+    for knows_partitioned in [true, false] {
+        let settings = RmSettings { partitioned: true, knows_partitioned, ..RmSettings::default() };
+        let bench = Bench::with(1, settings);
+        match Backend::rm(&bench.system) {
+            Err(error) => assert!(knows_partitioned && error.to_string().contains("MIG"), "{error}"),
+            // The simulated CUDA does not name the instance; a real one does, see below.
+            Ok(_) => assert!(!knows_partitioned),
+        }
+        bench.check_clean();
+    }
+}
+
+#[test]
+fn coherent_and_confidential_gpus_are_refused() {
+    let bench = Bench::new(1);
+    bench.machine.cuda.lock().attributes.insert(100, 1);
+    assert!(text(Backend::rm(&bench.system)).contains("coherent"));
+    bench.check_clean();
+
+    let bench = Bench::with(1, RmSettings { confidential: true, ..RmSettings::default() });
+    let error = refusal(Backend::rm(&bench.system));
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    assert!(error.to_string().contains("confidential"), "{error}");
+    bench.check_clean();
+}
+
+#[test]
+fn a_gpu_that_the_driver_does_not_list_is_refused() {
+    let bench = Bench::new(1);
+    for (pci, words) in
+        [("0000:ff:00.0", "does not list"), ("0001:0f:00.0", "does not list"), ("15", "hexadecimal")]
+    {
+        bench.machine.cuda.lock().pci = Some(pci.into());
+        let error = text(Backend::rm(&bench.system));
+        assert!(error.contains(words), "{error}");
+    }
+    bench.check_clean();
+}
+
+#[test]
+fn the_name_tells_a_partition_where_the_driver_does_not() {
+    let settings = RmSettings { knows_partitioned: false, ..RmSettings::default() };
+    let bench = Bench::with(1, settings);
+    bench.open();
+    bench.machine.cuda.lock().name = "NVIDIA H200 MIG 1g.18gb".into();
+    assert!(text(Backend::rm(&bench.system)).contains("MIG"));
+    bench.check_clean();
+}
+
+#[test]
+fn memory_without_a_handle_is_refused_by_kind() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let words = [
+        (MemoryKind::Pool, "stream-ordered pool"),
+        (MemoryKind::Managed, "managed"),
+        (MemoryKind::Host, "host memory"),
+    ];
+    for (kind, words) in words {
+        let addr = bench.machine.memory.lock().alloc(0, 4096, kind).unwrap();
+        let error = text(pin(&rm, addr, 16));
+        assert!(error.contains(words), "{error}");
+    }
+    assert!(text(pin(&rm, RESERVED - 4096, 16)).contains("no CUDA memory"));
+
+    let vmm = bench.alloc(0, 2 << 20, MemoryKind::Vmm);
+    bench.machine.memory.lock().set_exportable(vmm, false);
+    let error = text(pin(&rm, vmm, 16));
+    assert!(error.contains("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"), "{error}");
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn ranges_beyond_their_memory_are_refused() {
+    let bench = Bench::new(2);
+    let rm = bench.open();
+    let malloc = bench.alloc(0, 1000, MemoryKind::Malloc);
+    assert!(matches!(pin(&rm, malloc, 0), Err(Error::InvalidArgument { .. })));
+    for (addr, len) in [(malloc, 1001), (malloc + 999, 2), (malloc, isize::MAX.unsigned_abs())] {
+        assert!(matches!(pin(&rm, addr, len), Err(Error::BeyondAllocation { .. })), "{len}");
+    }
+    assert!(matches!(pin(&rm, malloc, usize::MAX), Err(Error::InvalidArgument { .. })));
+    let vmm = bench.vmm(0, &[2 << 20, 2 << 20]);
+    for len in [(4 << 20) + 1, isize::MAX.unsigned_abs()] {
+        assert!(matches!(pin(&rm, vmm, len), Err(Error::BeyondAllocation { .. })), "{len}");
+    }
+    // What goes on behind is memory of another GPU.
+    let other = Object::new(1, 2 << 20).unwrap();
+    bench.machine.memory.lock().insert(vmm + (4 << 20), 2 << 20, other, 0, MemoryKind::Vmm);
+    assert!(matches!(pin(&rm, vmm, 5 << 20), Err(Error::BeyondAllocation { .. })));
+    drop(rm);
+    bench.check_clean();
+}
+
+/// Calls whose fault is an `NV_STATUS`.
+const CALLS: [&str; 10] = [
+    "rm alloc",
+    "rm id info",
+    "rm alloc device",
+    "rm alloc subdevice",
+    "rm gpu info",
+    "rm dup",
+    "rm import",
+    "rm map",
+    "rm unmap",
+    "rm free",
+];
+
+const STATUSES: [NvStatus; 7] = [
+    NvStatus::INSUFFICIENT_RESOURCES,
+    NvStatus::INSUFFICIENT_PERMISSIONS,
+    NvStatus::INVALID_CLIENT,
+    NvStatus::INVALID_OBJECT_HANDLE,
+    NvStatus::NOT_SUPPORTED,
+    NvStatus::GPU_IS_LOST,
+    NvStatus(0xabcd),
+];
+
+/// Calls whose fault is an `errno`.
+const ERRNO_CALLS: [&str; 11] = [
+    "open /dev/nvidiactl",
+    "open /dev/nvidia0",
+    "ioctl rm alloc",
+    "ioctl rm control",
+    "ioctl rm dup",
+    "ioctl rm map",
+    "ioctl rm unmap",
+    "ioctl rm free",
+    "ioctl rm card info",
+    "ioctl rm register fd",
+    "rm mmap",
+];
+
+const CUDA_CALLS: [&str; 9] = [
+    "cuDeviceGetCount",
+    "cuDeviceGetAttribute",
+    "cuPointerGetAttributes",
+    "cuIpcGetMemHandle",
+    "cuMemRetainAllocationHandle",
+    "cuMemAlloc",
+    "cuMemCreate",
+    "cuMemcpyHtoDAsync",
+    "cuMemcpyDtoHAsync",
+];
+
+/// Every fault with its codes.
+fn faults() -> Vec<(&'static str, i32)> {
+    let statuses = STATUSES.map(|status| status.0.cast_signed());
+    let rm = CALLS.iter().flat_map(|name| statuses.map(|code| (*name, code)));
+    let errno =
+        ERRNO_CALLS.iter().flat_map(|name| [libc::EINVAL, libc::EACCES, libc::EMFILE].map(|e| (*name, e)));
+    let cuda = CUDA_CALLS.iter().flat_map(|name| [1, 2, 719].map(|code| (*name, code)));
+    rm.chain(errno).chain(cuda).collect()
+}
+
+/// Calls that only drops make: their failure is logged.
+fn is_of_drop(name: &str) -> bool {
+    name.ends_with("unmap") || name.ends_with("free")
+}
+
+#[test]
+fn opening_fails_cleanly_at_every_call() {
+    for (name, code) in faults() {
+        let bench = Bench::new(1);
+        bench.machine.fail(name, code);
+        let opened = Backend::rm(&bench.system).map(drop);
+        bench.machine.fail(name, 0);
+        match opened {
+            // Not needed for the proof, or answered otherwise.
+            Ok(()) => assert!(
+                is_of_drop(name)
+                    || ["rm import", "rm gpu info", "cuMemRetainAllocationHandle", "cuMemCreate"]
+                        .contains(&name),
+                "{name} {code:#x}"
+            ),
+            Err(error) => check_error(&error, name, code),
+        }
+        assert_eq!(bench.machine.memory.lock().allocations(), 0, "{name} {code:#x}");
+        if is_of_drop(name) {
+            continue;
+        }
+        bench.check_clean();
+        bench.open();
+        bench.check_clean();
+    }
+}
+
+#[test]
+fn pinning_and_mapping_fail_cleanly_at_every_call() {
+    for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
+        for (name, code) in faults() {
+            let bench = Bench::new(1);
+            let rm = bench.open();
+            let len = 5 << 16;
+            let addr = bench.alloc(0, len, kind);
+            // The route is proved before anything fails.
+            map(&rm, addr, len).unwrap();
+            bench.machine.fail(name, code);
+            let mapped = map(&rm, addr + 99_999, 4 << 15);
+            if let Err(error) = &mapped {
+                check_error(error, name, code);
+            }
+            drop(mapped);
+            bench.machine.fail(name, 0);
+            if !is_of_drop(name) {
+                assert_eq!(bench.driver.live(), AT_REST, "{name} {code:#x}");
+                let (pin, range) = map(&rm, addr, len).unwrap();
+                check_bytes(&pin, &range, addr, 1000);
+            }
+            drop(rm);
+            if is_of_drop(name) {
+                assert_eq!(bench.driver.live(), Live::default(), "{name} {code:#x}");
+            } else {
+                bench.check_clean();
+            }
+        }
+    }
+}
+
+/// The error names the cause.
+fn check_error(error: &Error, name: &str, code: i32) {
+    let text = error.to_string();
+    match error {
+        Error::Rm { call, status, fix, .. } => {
+            assert_eq!((*call, *status), (name, code.cast_unsigned()), "{text}");
+            assert!(!fix.is_empty());
+        }
+        Error::Exhausted { what, .. } => assert!(
+            (*what, name, code) == ("BAR1 space", "rm map", 0x1a)
+                || (*what, code) == ("GPU memory", 2) && name.starts_with("cuMem"),
+            "{text}"
+        ),
+        Error::Sys { error, .. } => assert_eq!(error.raw_os_error(), Some(code), "{text}"),
+        Error::Cuda { call, status, .. } => {
+            assert_eq!((*call, status.0), (name, code.cast_unsigned()), "{text}");
+        }
+        other => panic!("{name} {code:#x}: {other}"),
+    }
+}
+
+#[test]
+fn the_second_object_of_a_range_fails_cleanly() {
+    let settings = RmSettings { bar1: 5 << 20, ..RmSettings::default() };
+    let bench = Bench::with(1, settings);
+    let rm = bench.open();
+    let base = bench.vmm(0, &[4 << 20, 2 << 20]);
+    let pin = pin(&rm, base, 6 << 20).unwrap();
+    let error = refusal(pin.map(6 << 20, None));
+    assert!(matches!(error, Error::Exhausted { what: "BAR1 space", len: 0x20_0000, .. }), "{error}");
+    assert_eq!(bench.driver.live(), Live { objects: 3, ..AT_REST });
+    let range = pin.map(5 << 20, None).unwrap();
+    check_bytes(&pin, &range, base, 5 << 20);
+    drop((range, pin, rm));
+    bench.check_clean();
+}
+
+#[test]
+fn what_unpin_could_not_do_it_says() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let addr = bench.alloc(0, 4096, MemoryKind::Malloc);
+    let pin = pin(&rm, addr, 4096).unwrap();
+    bench.machine.fail("rm free", 0x0f);
+    let error = refusal(pin.unpin());
+    assert!(matches!(error, Error::Rm { call: "rm free", status: 0x0f, .. }), "{error}");
+}
+
+#[test]
+fn a_driver_that_maps_wrong_pages_is_found_out_at_the_start() {
+    for fault in ["rm shift", "rm at start", "rm swap"] {
+        let bench = Bench::new(1);
+        bench.machine.fail(fault, 16);
+        let error = refusal(Backend::rm(&bench.system));
+        assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
+        bench.check_clean();
+        assert_eq!(bench.machine.memory.lock().allocations(), 0);
+    }
+}
+
+#[test]
+fn an_attempt_that_failed_for_now_leaves_its_scratch_memory_to_the_next() {
+    const INSUFFICIENT_RESOURCES: i32 = 0x1a;
+    let bench = Bench::new(2);
+    let rm = bench.open();
+    let addr = bench.alloc(1, 4096, MemoryKind::Malloc);
+    let allocations = || bench.machine.memory.lock().allocations();
+    let before = allocations();
+    bench.machine.fail("rm map", INSUFFICIENT_RESOURCES);
+    for _ in 0..3 {
+        assert!(matches!(refusal(map(&rm, addr, 4096)), Error::Exhausted { .. }));
+        assert_eq!(allocations(), before + 1);
+    }
+    bench.machine.fail("rm map", 0);
+    map(&rm, addr, 4096).unwrap();
+    drop(rm);
+    assert_eq!(allocations(), 1, "the user's");
+    bench.check_clean();
+}
+
+#[test]
+fn a_driver_that_maps_wrong_pages_later_is_found_out_by_the_bytes() {
+    for fault in ["rm shift", "rm swap"] {
+        for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
+            let bench = Bench::new(1);
+            let rm = bench.open();
+            let addr = bench.alloc(0, 4 << 20, kind);
+            let before = bench.read(0, addr, 4 << 20);
+            map(&rm, addr, 4 << 20).unwrap();
+            bench.machine.fail(fault, 16);
+            let error = refusal(map(&rm, addr, 2 << 20));
+            assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
+            assert_eq!(bench.driver.live(), AT_REST);
+            assert_eq!(bench.read(0, addr, 4 << 20), before, "the user's memory is never written");
+            drop(rm);
+            bench.check_clean();
+        }
+    }
+}
+
+#[test]
+fn a_vmm_mapping_that_begins_inside_its_object_is_found_out_by_the_bytes() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let object = Object::new(0, 4 << 20).unwrap();
+    bench.machine.memory.lock().insert(RESERVED, 2 << 20, object, 2 << 20, MemoryKind::Vmm);
+    bench.fill(0, RESERVED, 2 << 20);
+    assert!(matches!(map(&rm, RESERVED, 2 << 20), Err(Error::ProofFailed { .. })));
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn a_route_that_failed_stays_refused_unless_asking_again_may_help() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let addr = bench.alloc(0, 2 << 20, MemoryKind::Vmm);
+    bench.machine.fail("rm map", NvStatus::INSUFFICIENT_RESOURCES.0.cast_signed());
+    assert!(matches!(pin(&rm, addr, 1), Err(Error::Exhausted { .. })));
+    bench.machine.fail("rm map", NvStatus::BUSY_RETRY.0.cast_signed());
+    assert!(matches!(pin(&rm, addr, 1), Err(Error::Rm { status: 3, .. })));
+    bench.machine.fail("rm map", NvStatus::NOT_SUPPORTED.0.cast_signed());
+    assert!(matches!(pin(&rm, addr, 1), Err(Error::Rm { status: 0x56, .. })));
+    bench.machine.fail("rm map", 0);
+    let error = refusal(pin(&rm, addr, 1));
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    assert!(error.to_string().contains("NOT_SUPPORTED"), "{error}");
+    // The other route is another matter.
+    let malloc = bench.alloc(0, 4096, MemoryKind::Malloc);
+    map(&rm, malloc, 4096).unwrap();
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn an_open_backend_holds_one_device_and_gives_everything_back() {
+    let bench = Bench::new(2);
+    let rm = bench.open();
+    assert_eq!(rm.kind(), BackendKind::Rm);
+    assert_eq!(bench.driver.live(), AT_REST);
+    let scratch = bench.machine.memory.lock().allocations();
+    assert!((1..=4).contains(&scratch), "{scratch} pieces of scratch memory are kept");
+    let attributes =
+        [Attribute::UsePersistentMapping, Attribute::SupportPinFlagForcePcie, Attribute::UsingDmaBufMmap];
+    assert_eq!(attributes.map(|attribute| rm.attribute(attribute).unwrap()), [1, 1, 0]);
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn parts_of_malloc_memory_are_shown_in_both_directions() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    for size in [1, 256, 700, 64 << 10, (64 << 10) + 512, 1 << 20, 3 << 20, (4 << 20) + 4096] {
+        let base = bench.alloc(0, size, MemoryKind::Malloc);
+        for (skip, len) in
+            [(0, size), (size / 3, size - size / 3), (size - 1, 1), (size / 2, (size / 3).max(1))]
+        {
+            let addr = base + skip as u64;
+            let (pin, range) = map(&rm, addr, len).unwrap();
+            let end = pin.va() + pin.pinned_len() as u64;
+            assert!(pin.va().is_multiple_of(PAGE) && end.is_multiple_of(PAGE));
+            assert!(pin.va() <= addr && addr + len as u64 <= end);
+            assert!(addr - pin.va() < PAGE && end - (addr + len as u64) < PAGE);
+            assert_eq!((range.kind(), range.len()), (MappingType::WriteCombining, pin.pinned_len()));
+            check_bytes(&pin, &range, addr, len);
+
+            let first = usize::try_from(addr - pin.va()).unwrap();
+            for at in [0, len / 2, len - 1] {
+                store(&range, first + at, !pattern(addr + at as u64));
+                assert_eq!(bench.read(0, addr + at as u64, 1), [!pattern(addr + at as u64)]);
+            }
+            range.unmap().unwrap();
+            assert_eq!(bench.driver.live(), Live { objects: 2, ..AT_REST });
+            pin.unpin().unwrap();
+            assert_eq!(bench.driver.live(), AT_REST);
+            bench.fill(0, base, size);
+        }
+    }
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn a_revoked_range_gives_its_bar1_space_back() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let sizes = [2 << 20, 4 << 20];
+    let base = bench.vmm(0, &sizes);
+    let (pin, range) = map(&rm, base, sizes.iter().sum()).unwrap();
+    assert_eq!(bench.driver.live().mappings, 2);
+    range.revoke().unwrap();
+    assert_eq!(bench.driver.live(), Live { objects: AT_REST.objects + 2, ..AT_REST });
+    pin.unpin().unwrap();
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn vmm_ranges_over_several_objects_are_one_range() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let (a, b, c) = (2 << 20, 4 << 20, 1 << 20);
+    let base = bench.vmm(0, &[a, b, c]);
+    for (skip, len, objects) in [
+        (0, a + b + c, 3),
+        (0, a, 1),
+        (a, b, 1),
+        (a - 1, 2, 2),
+        (a - 70_000, b + 140_000, 3),
+        (a + b, c, 1),
+        (5, 1, 1),
+    ] {
+        let addr = base + skip as u64;
+        let (pin, range) = map(&rm, addr, len).unwrap();
+        assert_eq!(bench.driver.live().mappings, objects);
+        check_bytes(&pin, &range, addr, len);
+        let last = usize::try_from(addr - pin.va()).unwrap() + len - 1;
+        store(&range, last, 7);
+        assert_eq!(bench.read(0, addr + len as u64 - 1, 1), [7]);
+        drop((range, pin));
+        assert_eq!(bench.driver.live(), AT_REST);
+        bench.fill(0, addr, len);
+    }
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn a_part_of_a_pin_may_be_mapped_again_and_again() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let page = usize::try_from(PAGE).unwrap();
+    let base = bench.vmm(0, &[2 * page, 4 * page]);
+    let pin = pin(&rm, base, 6 * page).unwrap();
+    for (len, objects) in [(1, 1), (2 * page, 1), (2 * page + 1, 2)] {
+        let range = pin.map(len, Some(MappingType::WriteCombining)).unwrap();
+        assert_eq!(range.len(), len);
+        assert_eq!(bench.driver.live().mappings, objects);
+        check_bytes(&pin, &range, base, len);
+    }
+    for len in [0, 6 * page + 1, usize::MAX] {
+        assert!(matches!(pin.map(len, None), Err(Error::InvalidArgument { .. })), "{len}");
+    }
+    for kind in [MappingType::Cached, MappingType::Device] {
+        assert!(matches!(pin.map(page, Some(kind)), Err(Error::Unsupported { .. })));
+    }
+    drop((pin, rm));
+    bench.check_clean();
+}
+
+#[test]
+fn a_mapping_survives_the_freeing_of_its_memory() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let base = bench.alloc(0, 3 << 20, MemoryKind::Malloc);
+    let (pin, range) = map(&rm, base, 3 << 20).unwrap();
+    bench.machine.memory.lock().free(base).unwrap();
+    let other = bench.alloc(0, 3 << 20, MemoryKind::Malloc);
+    check_bytes(&pin, &range, base, 3 << 20);
+    store(&range, 0, !pattern(base));
+    assert_eq!(bench.read(0, other, 1), [pattern(other)], "new memory is not touched");
+    assert!(!pin.invalidated().unwrap());
+    // Without CUDA's view there is nothing to compare with.
+    drop(range);
+    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
+    // The address has other memory now: not this pin's.
+    let object = Object::new(0, 4 << 20).unwrap();
+    bench.machine.memory.lock().insert(base, 4 << 20, object, 0, MemoryKind::Malloc);
+    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
+    drop((pin, rm));
+    bench.check_clean();
+}
+
+#[test]
+fn each_gpu_is_found_by_its_address() {
+    let bench = Bench::new(3);
+    let rm = bench.open();
+    for gpu in [2, 0, 1] {
+        for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
+            let addr = bench.alloc(gpu, 3 << 16, kind);
+            let (pin, range) = map(&rm, addr + 5, 100_000).unwrap();
+            check_bytes(&pin, &range, addr + 5, 100_000);
+        }
+    }
+    assert_eq!(bench.driver.live(), Live { files: 4, clients: 1, objects: 3, mappings: 0 });
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn memory_that_changes_during_the_comparison_is_looked_at_again() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let base = bench.alloc(0, 4096, MemoryKind::Malloc);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut byte = 0;
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                byte ^= 1;
+                // SAFETY: one byte.
+                unsafe { bench.cuda.copy_to_device(0, base, &raw const byte, 1) }.unwrap();
+            }
+        });
+        for _ in 0..200 {
+            // Memory in motion may be refused as such, never as wrong.
+            match map(&rm, base, 4096) {
+                Ok(_) => {}
+                Err(Error::ProofFailed { found, .. }) => assert!(found.contains("changed"), "{found}"),
+                Err(other) => panic!("{other}"),
+            }
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn threads_pin_map_and_unmap_at_once() {
+    let bench = Bench::new(2);
+    let rm = bench.open();
+    let own: Vec<(i32, u64, usize)> = (0..8)
+        .map(|thread| {
+            let kind = if thread % 2 == 0 { MemoryKind::Malloc } else { MemoryKind::Vmm };
+            let (gpu, len) = (thread / 2 % 2, 2 << 20);
+            (gpu, bench.alloc(gpu, len, kind), len)
+        })
+        .collect();
+    let barrier = std::sync::Barrier::new(own.len());
+    std::thread::scope(|scope| {
+        for &(gpu, base, len) in &own {
+            let (rm, bench, barrier) = (&rm, &bench, &barrier);
+            scope.spawn(move || {
+                barrier.wait();
+                for round in 0..40 {
+                    let skip = round * 5000;
+                    let addr = base + skip as u64;
+                    let (pin, range) = map(rm, addr, 9000).unwrap();
+                    check_bytes(&pin, &range, addr, 9000);
+                    let first = usize::try_from(addr - pin.va()).unwrap();
+                    store(&range, first, 1);
+                    assert_eq!(bench.read(gpu, addr, 1), [1]);
+                    bench.fill(gpu, addr, 1);
+                    assert!(skip + 9000 < len);
+                }
+            });
+        }
+    });
+    drop(rm);
+    bench.check_clean();
+}
+
+#[test]
+fn a_forked_child_frees_nothing_of_its_parent() {
+    let bench = Bench::new(1);
+    let rm = bench.open();
+    let base = bench.alloc(0, 1 << 20, MemoryKind::Malloc);
+    let (pin, range) = map(&rm, base, 1 << 20).unwrap();
+    let before = bench.driver.live();
+    let (pin, range, rm) = (Box::new(pin), Box::new(range), Box::new(rm));
+    // SAFETY: the child only drops, counts and leaves; it takes no lock that another thread can hold.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // The driver's tables were copied with the process, so a call of the child would show in them.
+        let held = |live: Live| (live.clients, live.objects, live.mappings);
+        let refused = pin.map(4096, None).is_err() && self::pin(&rm, base, 1).is_err();
+        drop((range, pin));
+        let untouched = held(bench.driver.live()) == held(before) && bench.driver.violations().is_empty();
+        drop(rm);
+        let left = bench.driver.violations();
+        let only_closed = matches!(&left[..], [only] if only.contains("closing of its file"));
+        // SAFETY: leaves without running anything else.
+        unsafe { libc::_exit(i32::from(!(refused && untouched && only_closed))) };
+    }
+    let mut status = 0;
+    // SAFETY: a child of this process and a place for its status.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    check_bytes(&pin, &range, base, 1 << 20);
+    drop((range, pin, rm));
+    bench.check_clean();
 }

@@ -21,7 +21,7 @@ struct Primary {
     context: Handle,
 }
 
-/// A context of the application's, as of `cuCtxCreate`; current for nobody.
+/// Makes a context like `cuCtxCreate`, but does not make it current.
 ///
 /// # Panics
 /// For a device other than 0 and 1.
@@ -29,7 +29,7 @@ pub fn application_context(device: i32) -> Handle {
     Context::make(check(device).expect("0 or 1"))
 }
 
-/// Destroys a context as `cuCtxDestroy` and `cudaDeviceReset` do, with all that is in it.
+/// Destroys a context and its objects as `cuCtxDestroy` and `cudaDeviceReset` do.
 pub fn destroy_context(handle: Handle) {
     let Ok(context) = CONTEXTS.remove(handle) else { return };
     // Ends the waits of its streams.
@@ -80,7 +80,7 @@ pub(super) fn pci_bus_id(text: *mut c_char, len: i32, device: i32) -> Outcome {
     write_text(text, len, ids[index(device)?])
 }
 
-/// Writes as much of a text as fits, terminated.
+/// Writes a terminated text, cut to fit.
 fn write_text(place: *mut c_char, len: i32, text: &CStr) -> Outcome {
     let len = usize::try_from(len).map_err(|_| CudaStatus::INVALID_VALUE)?;
     require(!place.is_null() && len > 0, CudaStatus::INVALID_VALUE)?;

@@ -10,9 +10,8 @@ use parking_lot::{Mutex, MutexGuard};
 use super::settings::{BLOCKED, Fault, HELD, LET_GO, MEMOPS, MISPLACED, SETTINGS, STALLED, STRAY, Settings};
 use super::{context, handles, kernel, objects, queue, region, stream, table};
 
-/// The driver in the hands of one test. Others of the process that take it wait until this is dropped; then calls fail no
-/// more, settings are the usual ones, and contexts that failed work again,
-/// and captures that were not ended are.
+/// Exclusive control of the driver by one test; another test that takes it waits. The drop ends all faults and captures, resets the
+/// settings, and clears the sticky errors of contexts.
 #[derive(Debug)]
 #[must_use]
 pub struct Control {
@@ -22,10 +21,10 @@ pub struct Control {
     retained: usize,
 }
 
-/// What was made since [`Control::take`] and is still there.
+/// Objects made since [`Control::take`] that are alive.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Alive {
-    /// Streams, without default ones.
+    /// Streams, except default ones.
     pub streams: usize,
     /// Events.
     pub events: usize,
@@ -46,7 +45,7 @@ pub struct Alive {
 }
 
 impl Control {
-    /// Waits for the driver, and puts all settings and counters to what they were at first.
+    /// Waits for the driver, and resets all settings and counters.
     pub fn take() -> Self {
         static ALONE: Mutex<()> = Mutex::new(());
         let alone = ALONE.lock();
@@ -57,12 +56,12 @@ impl Control {
     /// From now on the entry point of this name (`cuMemAlloc`, without a version) fails with this status.
     ///
     /// # Panics
-    /// For a name that the table lacks.
+    /// If the table has no such name.
     pub fn fail(&self, name: &str, status: u32) {
         self.fault(name, Fault { status: CudaStatus(status), passes: 0, once: false });
     }
 
-    /// The call of this entry point after `passes` more fails, and only that one.
+    /// Makes one call of this entry point fail, after `passes` calls that succeed.
     ///
     /// # Panics
     /// As [`fail`](Self::fail).
@@ -70,7 +69,7 @@ impl Control {
         self.fault(name, Fault { status: CudaStatus(status), passes, once: true });
     }
 
-    /// The entry point fails no more.
+    /// Ends the fault of an entry point.
     pub fn mend(&self, name: &str) {
         SETTINGS.lock().faults.remove(name);
     }
@@ -85,17 +84,17 @@ impl Control {
         SETTINGS.lock().attributes.insert((device, number), value);
     }
 
-    /// The driver's version, `1000 * major + 10 * minor`. Those before 13.0 take calls on streams from threads with a context only.
+    /// The driver's version, `1000 * major + 10 * minor`. Before 13.0, calls on streams need a current context.
     pub fn version(&self, version: i32) {
         SETTINGS.lock().version = version;
     }
 
-    /// So many submissions may be pending on a stream (1,024).
+    /// Sets how many submissions may be pending on a stream (default 1,024).
     pub fn depth(&self, submissions: usize) {
         SETTINGS.lock().depth = submissions;
     }
 
-    /// Calls that block fail with 702 after so long (60 s). A test of what must not block makes this short.
+    /// Sets how long a call may block before it fails with 702 (default 60 s).
     pub fn patience(&self, limit: Duration) {
         SETTINGS.lock().patience = limit;
     }
@@ -106,13 +105,12 @@ impl Control {
         SETTINGS.lock().frees_wait = wait;
     }
 
-    /// Whether what memory operations write to registers of devices gets lost, as where the bus lets nothing through from one
-    /// device to another.
+    /// Whether writes of memory operations to device registers are lost, as on a bus without peer-to-peer.
     pub fn loses_io(&self, lost: bool) {
         SETTINGS.lock().loses_io = lost;
     }
 
-    /// Whether streams of a device stop at copies, which have begun then and do not end.
+    /// Whether copies on streams of a device begin but do not end.
     pub fn hold_copies(&self, device: i32, held: bool) {
         let devices = &mut HELD.lock().devices;
         devices.retain(|known| *known != device);
@@ -125,50 +123,50 @@ impl Control {
         HELD.lock().count
     }
 
-    /// Fails a context as if work in it had failed: with 719, for example.
+    /// Sets the sticky error of a context, for example 719.
     ///
     /// # Panics
-    /// Where there is no such context.
+    /// If there is no such context.
     pub fn break_context(&self, handle: Handle, status: u32) {
         handles::CONTEXTS.get(handle).expect("a live context").fail(CudaStatus(status));
     }
 
-    /// Calls of the entry point of this name, also failed ones.
+    /// The number of calls of an entry point, including failed ones.
     pub fn calls(&self, name: &str) -> u64 {
         SETTINGS.lock().calls.get(name).copied().unwrap_or(0)
     }
 
-    /// Stream memory operations executed; a wait when it is over.
+    /// Executed stream memory operations; a wait counts at its end.
     pub fn memops(&self) -> u64 {
         MEMOPS.load(Ordering::Relaxed)
     }
 
-    /// Calls that found no room on their stream.
+    /// Calls that blocked because their stream was full.
     pub fn blocked(&self) -> u64 {
         BLOCKED.load(Ordering::Relaxed)
     }
 
-    /// Calls of memory and modules that had to wait for work.
+    /// Memory and module calls that waited for work.
     pub fn stalled(&self) -> u64 {
         STALLED.load(Ordering::Relaxed)
     }
 
-    /// Calls in kernels and host functions.
+    /// Calls by kernels and host functions.
     pub fn misplaced(&self) -> u64 {
         MISPLACED.load(Ordering::Relaxed)
     }
 
-    /// Calls with handles that were no streams, or no more: with the real driver they may crash.
+    /// Calls with an invalid or destroyed stream, which may crash in the real driver.
     pub fn stray(&self) -> u64 {
         STRAY.load(Ordering::Relaxed)
     }
 
-    /// Threads of streams that run.
+    /// Running threads of streams.
     pub fn threads(&self) -> usize {
         queue::threads()
     }
 
-    /// What is left.
+    /// Objects that are alive.
     pub fn alive(&self) -> Alive {
         let [device_memory, host_memory, registrations] = region::since(self.first);
         Alive {

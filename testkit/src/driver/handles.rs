@@ -22,13 +22,13 @@ thread_local! {
     pub(super) static STACK: RefCell<Vec<Handle>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A number that nothing had before: larger than all given so far.
+/// A new number, larger than all earlier ones.
 pub(super) fn number() -> Handle {
     static NEXT: AtomicUsize = AtomicUsize::new(0x1000);
     NEXT.fetch_add(0x10, Ordering::Relaxed)
 }
 
-/// What is alive of one kind.
+/// Live objects of one kind.
 pub(super) struct Table<T>(Mutex<BTreeMap<Handle, T>>);
 
 impl<T: Clone> Table<T> {
@@ -36,7 +36,7 @@ impl<T: Clone> Table<T> {
         Self(Mutex::new(BTreeMap::new()))
     }
 
-    /// Adds what `make` gives for the new handle.
+    /// Adds the object that `make` returns for the new handle.
     pub(super) fn insert(&self, make: impl FnOnce(Handle) -> T) -> Handle {
         let handle = number();
         let value = make(handle);
@@ -53,11 +53,11 @@ impl<T: Clone> Table<T> {
         removed.ok_or(CudaStatus::INVALID_HANDLE)
     }
 
-    /// Removes what is so.
+    /// Removes the objects for which `is_so` holds.
     pub(super) fn forget(&self, is_so: impl Fn(&T) -> bool) {
         let forgotten: Vec<T> =
             self.0.lock().extract_if(.., |_, value| is_so(value)).map(|(_, v)| v).collect();
-        // Not under the lock.
+        // Dropped outside of the lock.
         drop(forgotten);
     }
 
@@ -88,7 +88,7 @@ impl Context {
         })
     }
 
-    /// The error that sticks to it.
+    /// Returns the sticky error.
     pub(super) fn check(&self) -> Outcome {
         match self.error.load(Ordering::Acquire) {
             0 => Ok(()),
@@ -96,9 +96,9 @@ impl Context {
         }
     }
 
-    /// Its work failed; the first error stays.
+    /// Sets the sticky error; the first one stays.
     pub(super) fn fail(&self, status: CudaStatus) {
-        // What was there already is the answer, too.
+        // An earlier error stays.
         _ = self.error.compare_exchange(0, status.0, Ordering::AcqRel, Ordering::Relaxed);
     }
 

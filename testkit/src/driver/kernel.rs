@@ -32,7 +32,7 @@ pub(super) static KERNELS: Mutex<BTreeMap<&'static str, Kernel>> = Mutex::new(BT
 pub(super) static MODULES: Table<Handle> = Table::new();
 pub(super) static FUNCTIONS: Table<Function> = Table::new();
 
-/// Makes a function the kernel of this name in all modules; a kernel's later name-sake takes its place.
+/// Makes a function the kernel of this name in all modules; a later one of the same name replaces it.
 ///
 /// It runs once for a launch, whatever the grid, on the stream's thread, and gets the addresses of its parameters: copies,
 /// as long as `params` says, aligned to 16 bytes. It may wait. It fails its context with 719 by a panic.

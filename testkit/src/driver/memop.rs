@@ -12,7 +12,7 @@ use super::handles::Context;
 use super::region::{Region, reachable};
 use super::{Outcome, address, get, get_all, require, settings};
 
-/// Operations of a batch at most.
+/// The largest batch.
 const BATCH: u32 = 255;
 /// `CU_STREAM_WAIT_VALUE_EQ`, `_AND`, `_NOR`; 0 is `_GEQ`.
 const EQUAL: u32 = 1;
@@ -24,14 +24,14 @@ const CONDITION: u32 = 3;
 const WAIT_FLUSH: u32 = 1 << 30;
 /// `CU_STREAM_MEMORY_BARRIER_TYPE_GPU`.
 const GPU_BARRIER: u32 = 1;
-/// A wait looks all the time for so long.
+/// A wait spins for this long.
 const SPIN: Duration = Duration::from_micros(50);
 /// Device attributes.
 const CAN_FLUSH: u32 = 98;
 const CAN_64: u32 = 122;
 const CAN_NOR: u32 = 123;
 
-/// An operation that was accepted.
+/// A checked operation.
 #[derive(Clone)]
 pub(super) struct Op {
     raw: MemOp,
@@ -39,7 +39,7 @@ pub(super) struct Op {
     region: Option<Arc<Region>>,
 }
 
-/// Writes that do not show yet, in order.
+/// Writes that are not visible yet, in order.
 #[derive(Default)]
 pub(super) struct Deferred(Mutex<Vec<Op>>);
 
@@ -151,7 +151,7 @@ impl Op {
                 deferred.flush()?;
                 self.store()?;
             }
-            // One of the GPU only says nothing about what the CPU sees.
+            // A barrier of GPU scope does not affect the CPU.
             MemOp::BARRIER if self.raw.barrier == GPU_BARRIER => {}
             _ => {
                 deferred.flush()?;
@@ -170,7 +170,7 @@ impl Op {
             if waited < SPIN {
                 std::thread::yield_now();
             } else {
-                // A quarter longer than need be, without burning a core.
+                // Longer and longer sleeps: at most a quarter more than the wait takes.
                 std::thread::sleep((waited / 4).clamp(SPIN, Duration::from_millis(1)));
             }
         }
@@ -214,7 +214,7 @@ impl Op {
             AND => found & value != 0,
             NOR if self.is_wide() => !(found | value) != 0,
             NOR => !(low(found) | low(value)) != 0,
-            // Cyclic comparison.
+            // A cyclic comparison.
             _ if self.is_wide() => found.wrapping_sub(value).cast_signed() >= 0,
             _ => low(found).wrapping_sub(low(value)).cast_signed() >= 0,
         })

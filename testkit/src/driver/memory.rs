@@ -24,10 +24,10 @@ const GPU_MEMORY: usize = 141 << 30;
 /// `CU_MEMHOSTREGISTER_IOMEMORY`.
 const IO_MEMORY: u32 = 4;
 
-/// Held while host memory is unregistered, which others of the kind, and registrations, wait for.
+/// Held while host memory is unregistered; registrations wait for it.
 static REGISTERING: Mutex<()> = Mutex::new(());
 
-/// Bytes of the current context's GPU that are free, and all of them.
+/// Free and total bytes of the current context's GPU.
 pub(super) fn info(free: *mut usize, total: *mut usize) -> Outcome {
     let device = current()?.device;
     let is_there = |region: &&Arc<Region>| region.kind == Kind::Device && region.context.device == device;
@@ -55,7 +55,7 @@ pub(super) fn dma_buf(handle: *mut c_void, addr: u64, len: usize, kind: u32) -> 
     put(handle.cast::<i32>(), fd.into_raw_fd())
 }
 
-/// Frees or unregisters what begins at an address. CUDA waits for the GPU, and for host memory this waits for both.
+/// Frees or unregisters the region at an address. Waits for the GPU, for host memory for both GPUs.
 fn give_back(addr: usize, kind: Kind, otherwise: CudaStatus) -> Outcome {
     current()?;
     unsafe_call()?;
@@ -122,7 +122,7 @@ pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
     Ok(())
 }
 
-/// Whether there is something at all these addresses.
+/// Whether all these addresses are mapped.
 fn is_mapped(start: usize, end: usize) -> bool {
     let page = host_page();
     let first = start - start % page;
@@ -154,7 +154,7 @@ const NO_DEVICE: i32 = -2;
 /// The first bytes of this driver's IPC handles; the process, and the address of the memory follow.
 const IPC: [u8; 8] = *b"sim-cuda";
 
-/// An answer in the width that it has.
+/// An answer of 32 or 64 bits.
 enum Answer {
     Narrow(u32),
     Wide(u64),
@@ -207,7 +207,7 @@ pub(super) fn attributes(count: u32, asked: *const u32, places: *const *mut c_vo
     places.iter().zip(&answers).try_for_each(|(&place, answer)| write(place, answer))
 }
 
-/// Copies here are always synchronous enough, so the one attribute that can be set changes nothing.
+/// `SYNC_MEMOPS` has no effect: copies are synchronous enough.
 pub(super) fn set_attribute(value: *const c_void, asked: u32, addr: u64) -> Outcome {
     let known = find(address(addr)?, 1).is_some_and(|region| region.kind == Kind::Device);
     require(known && asked == asked_for::SYNC_MEMOPS, CudaStatus::INVALID_VALUE)?;

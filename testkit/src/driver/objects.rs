@@ -23,7 +23,7 @@ pub(super) static EVENTS: Table<Arc<Event>> = Table::new();
 
 pub(super) struct Event {
     pub(super) context: Handle,
-    /// What it stands for; nothing before it is recorded.
+    /// The recorded work; none before the first record.
     recorded: Mutex<Option<Ticket>>,
 }
 
@@ -128,14 +128,14 @@ pub(super) static EXECS: Table<Arc<Exec>> = Table::new();
 /// A graph that can be launched.
 pub(super) struct Exec {
     pub(super) context: Handle,
-    /// Where the nodes come from.
+    /// The graph that it was instantiated from.
     graph: Handle,
     nodes: Mutex<Vec<Node>>,
     last: Mutex<Option<Ticket>>,
 }
 
 impl Exec {
-    /// Changes the work of a node, for launches to come.
+    /// Changes a node for later launches.
     fn change(&self, node: Handle, change: impl FnOnce(&mut Command) -> Outcome) -> Outcome {
         // A node's handle lives as long as its graph.
         GRAPHS.get(self.graph).map_err(|_| CudaStatus::INVALID_VALUE)?;

@@ -1,4 +1,4 @@
-//! What can be enqueued on a stream, and the stream's queue with the thread that works it off.
+//! Commands of a stream, and the stream's queue with its worker thread.
 
 use std::cell::Cell;
 use std::collections::VecDeque;
@@ -19,11 +19,11 @@ use super::status::LAUNCH_TIMEOUT;
 use super::{Outcome, require, settings};
 
 thread_local! {
-    /// This thread runs work of a stream.
+    /// Whether this thread is a worker of a stream.
     static WORKING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// From now on this thread may not call the driver.
+/// Marks this thread as a worker, which may not call the driver.
 fn begin_working() {
     WORKING.set(true);
 }
@@ -45,7 +45,7 @@ pub(super) enum Command {
     Host(extern "C" fn(*mut c_void), usize),
     Copy(Copy),
     Fill(Fill),
-    /// Nothing, to be waited for.
+    /// No work; something to wait for.
     Mark,
     /// Waits until other work is done.
     After(Ticket),
@@ -56,7 +56,7 @@ pub(super) enum Command {
 impl Command {
     /// Runs it on a stream of a context.
     pub(super) fn run(&self, context: &Context, deferred: &Deferred) -> Outcome {
-        // What follows shows the writes before it, unless it waits.
+        // Everything but a wait makes earlier writes visible.
         if !matches!(self, Self::MemOps(_) | Self::After(_) | Self::Graph(_)) {
             deferred.flush()?;
         }
@@ -102,10 +102,10 @@ pub(super) struct Side {
 }
 
 impl Side {
-    /// Memory of the driver, or whatever else it is.
+    /// Memory of the driver, or pageable memory.
     pub(super) fn any(addr: usize, len: usize) -> Outcome<Self> {
         let region = find(addr, len);
-        // A range that leaves its memory is not pageable.
+        // A range that goes beyond its region is not pageable.
         let whole = region.is_some() || find(addr, 1).is_none();
         require(addr != 0 && whole, CudaStatus::INVALID_VALUE)?;
         Ok(Self { region, addr })
@@ -118,7 +118,7 @@ impl Side {
         Ok(Self { region, addr })
     }
 
-    /// Uses the memory, if it is still there.
+    /// Runs `act` unless the memory was freed.
     fn touch<T>(&self, act: impl FnOnce() -> T) -> Outcome<T> {
         match &self.region {
             Some(region) => region.touch(act),
@@ -145,14 +145,14 @@ enum Source {
 impl Copy {
     pub(super) fn new(to: Side, from: Side, len: usize) -> Self {
         let pageable = from.region.is_none().then(|| {
-            // SAFETY: memory of the application, which the caller of the entry point vouches for.
+            // SAFETY: memory of the application, which the caller of the entry point guarantees.
             let bytes = unsafe { std::slice::from_raw_parts(with_exposed_provenance::<u8>(from.addr), len) };
             Source::Bytes(bytes.into())
         });
         Self { to, from: pageable.unwrap_or(Source::Side(from)), len }
     }
 
-    /// Whether the call returns only when the bytes are there.
+    /// Whether the call returns only when the bytes are in place.
     pub(super) fn is_synchronous(&self) -> bool {
         self.to.region.is_none()
     }
@@ -164,7 +164,7 @@ impl Copy {
     fn run(&self) -> Outcome {
         let to = with_exposed_provenance_mut::<u8>(self.to.addr);
         let copy = |from: *const u8| {
-            // SAFETY: inside memory that stays for now, or that the caller of the entry point vouches for.
+            // SAFETY: inside memory that stays for now, or that the caller of the entry point guarantees.
             self.to.touch(|| unsafe { to.copy_from(from, self.len) })
         };
         match &self.from {
@@ -196,26 +196,26 @@ impl Fill {
     }
 }
 
-/// All queues whose threads live.
+/// Queues of running threads.
 static QUEUES: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
 
-/// Threads that have not ended.
+/// The number of running threads.
 pub(super) fn threads() -> usize {
     QUEUES.lock().iter().filter(|queue| queue.strong_count() > 0).count()
 }
 
-/// What a stream and its thread share. The thread ends when the stream is closed and its work done.
+/// The queue that a stream shares with its thread. The thread ends when the stream is closed and its work is done.
 pub(super) struct Shared {
     context: Arc<Context>,
     queue: Mutex<Queue>,
-    /// Work came, or was done.
+    /// Signalled when work is added or done.
     changed: Condvar,
     deferred: Deferred,
 }
 
 #[derive(Default)]
 struct Queue {
-    /// What has not begun.
+    /// Work that has not begun.
     work: VecDeque<Command>,
     submitted: u64,
     finished: u64,
@@ -232,7 +232,7 @@ impl Queue {
     }
 }
 
-/// The moment when what was submitted is done.
+/// A submission to wait for.
 #[derive(Clone)]
 pub(super) struct Ticket {
     shared: Arc<Shared>,
@@ -244,7 +244,7 @@ impl Ticket {
         self.shared.queue.lock().finished >= self.number
     }
 
-    /// Whether it is done within a time.
+    /// Waits up to a limit; returns whether the submission is done.
     fn wait(&self, limit: Duration) -> bool {
         let mut queue = self.shared.queue.lock();
         let not_done = |queue: &mut Queue| queue.finished < self.number;
@@ -252,7 +252,7 @@ impl Ticket {
         queue.finished >= self.number
     }
 
-    /// Waits as long as a call may, and for the success of the work.
+    /// Waits as long as a call may, and returns the error of the context.
     pub(super) fn synchronize(&self) -> Outcome {
         let done = self.wait(settings::patience());
         self.shared.context.check()?;
@@ -268,10 +268,10 @@ impl Ticket {
     }
 }
 
-/// Held for writing by a call that waits for work: nothing but memory operations is submitted meanwhile.
+/// Write-locked by a call that waits for the GPU: only memory operations are submitted meanwhile.
 static HELD_UP: RwLock<()> = RwLock::new(());
 
-/// Waits for all work on a device, or on all of them, as long as a call may, where CUDA does. Whether the work succeeds does
+/// Waits for all work on a device, or on all of them, as CUDA does, as long as a call may. Whether the work succeeds does
 /// not matter.
 pub(super) fn wait_for_idle(device: Option<i32>) -> Outcome {
     if !settings::frees_wait() {
@@ -306,7 +306,7 @@ impl Shared {
         Ok(shared)
     }
 
-    /// Puts work at the end, when there is room.
+    /// Appends work when there is room.
     pub(super) fn submit(self: &Arc<Self>, command: Command) -> Outcome<Ticket> {
         let _free = match command {
             Command::MemOps(_) => None,
@@ -329,18 +329,18 @@ impl Shared {
         Ok(Ticket { shared: self.clone(), number })
     }
 
-    /// When all that was submitted so far is done.
+    /// The last submission.
     pub(super) fn last(self: &Arc<Self>) -> Ticket {
         Ticket { shared: self.clone(), number: self.queue.lock().submitted }
     }
 
-    /// Waits for all that was submitted, which then shows.
+    /// Waits for all submissions, and makes their writes visible.
     pub(super) fn synchronize(self: &Arc<Self>) -> Outcome {
         self.last().synchronize()?;
         self.deferred.flush()
     }
 
-    /// No more work comes.
+    /// Closes the queue: no more work is submitted.
     pub(super) fn close(&self) {
         self.queue.lock().closed = true;
         self.changed.notify_all();

@@ -29,17 +29,17 @@ pub(super) struct Region {
     pub(super) len: usize,
     pub(super) kind: Kind,
     pub(super) context: Arc<Context>,
-    /// Given to no other.
+    /// Unique.
     pub(super) id: Handle,
     /// Registers of a device.
     pub(super) is_io: bool,
-    /// Until it is freed or unregistered. Locked while work uses the memory.
+    /// False after a free or unregistration. Read-locked while work uses the memory.
     pub(super) alive: RecursiveRwLock<bool>,
-    /// What is not the application's.
+    /// The backing file; none for registered memory.
     pub(super) bytes: Option<Bytes>,
 }
 
-/// A memory file, mapped until it is freed: the address may be used again though a mapping still holds the bytes.
+/// A memory file, mapped until the free. A mapping by the library keeps the bytes after that.
 pub(super) struct Bytes {
     pub(super) file: File,
     mapped: Mutex<Option<Mapped>>,
@@ -60,7 +60,7 @@ impl Region {
         (self.start..end).contains(&addr) && len <= end - addr
     }
 
-    /// Uses the memory, if it is still there. It stays meanwhile.
+    /// Runs `act` unless the memory was freed; the free waits for it.
     pub(super) fn touch<T>(&self, act: impl FnOnce() -> T) -> Outcome<T> {
         // A copy may have both ends in one region, so the lock is recursive.
         let alive = self.alive.read();
@@ -76,14 +76,14 @@ impl Region {
     }
 }
 
-/// The memory at an address, with all of the bytes.
+/// The region that contains a range.
 pub(super) fn find(addr: usize, len: usize) -> Option<Arc<Region>> {
     let regions = REGIONS.lock();
     let (_, region) = regions.range(..=addr).next_back()?;
     region.contains(addr, len).then(|| region.clone())
 }
 
-/// Memory that work of a context can use.
+/// The region of a range that work of a context can access.
 pub(super) fn reachable(context: &Context, addr: usize, len: usize) -> Outcome<Arc<Region>> {
     let region = find(addr, len).ok_or(CudaStatus::INVALID_VALUE)?;
     let reached = region.kind != Kind::Device || context.reaches(&region.context);
@@ -91,21 +91,21 @@ pub(super) fn reachable(context: &Context, addr: usize, len: usize) -> Outcome<A
     Ok(region)
 }
 
-/// Allocations of GPU memory, of host memory, and registrations that are younger than a handle.
+/// Allocations of GPU memory, of host memory, and registrations made after a handle.
 pub(super) fn since(first: Handle) -> [usize; 3] {
     let regions = REGIONS.lock();
     [Kind::Device, Kind::HostAllocated, Kind::HostRegistered]
         .map(|kind| regions.values().filter(|region| region.kind == kind && region.id > first).count())
 }
 
-/// A context is gone, and its memory with it.
+/// Frees the memory of a destroyed context.
 pub(super) fn forget(context: Handle) {
     let of_it = |_: &usize, region: &mut Arc<Region>| region.context.handle == context;
     let gone: Vec<_> = REGIONS.lock().extract_if(.., of_it).collect();
     gone.iter().for_each(|(_, region)| region.end());
 }
 
-/// Takes a region that begins at an address out of the table.
+/// Removes the region that begins at an address.
 pub(super) fn remove(addr: usize, kind: Kind) -> Option<Arc<Region>> {
     let mut regions = REGIONS.lock();
     regions.get(&addr).filter(|region| region.kind == kind)?;

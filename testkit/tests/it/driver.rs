@@ -1,12 +1,6 @@
 //! The simulated driver by itself.
 
-mod captures;
-mod contexts;
-mod depth;
 mod graphs;
-mod kernels;
-mod mapped;
-mod memops;
 mod memory;
 mod streams;
 

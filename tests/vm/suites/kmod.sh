@@ -41,7 +41,7 @@ of() {
 # another version, out of BAR1, lying, without dma-bufs), and tests of other backends.
 crate_tests() {
     load gdr_provider
-    of contract:: children:: revoked:: located:: gdrdrv::{errors,open,requests}:: \
+    of contract:: located:: gdrdrv::{errors,requests}:: \
         --skip of_bar1_that_is_full --skip errors::of_a_pin --skip that_pins_something_else --skip where_the_memory_ends --skip that_comes_after_the_pin
     of pin_stress::
     load gdr_provider use_persistent_mapping=0
@@ -66,7 +66,7 @@ other_drivers() {
     for driver in none nv-p2p-dummy gdr_provider_nongpl; do
         load $driver
         grep -qx 'NVIDIA driver: none' /proc/driver/gdrdrv/params
-        GDRCOPY_TEST_KMOD_DRIVER=none of kmod::driverless
+        GDRCOPY_TEST_KMOD_DRIVER=none of pins_of_addresses_are_enodev
         # Nothing holds it.
         [ $driver = none ] || rmmod "${driver//-/_}"
     done
@@ -106,7 +106,7 @@ guest_run() {
     vm_step "persistent pins" raw_tests kmod:: gdr_provider
     vm_step "volatile pins" raw_tests kmod:: gdr_provider use_persistent_mapping=0
     vm_step "large handles" raw_tests kmod:: gdr_provider first_handle=$((0x123456789))
-    vm_step "without dma-bufs" raw_tests kmod::abi gdr_provider dmabuf=0
+    vm_step "without dma-bufs" raw_tests kmod::pins gdr_provider dmabuf=0
     vm_step "other drivers" other_drivers
     vm_step "loading and unloading" life
     local each=${KMOD_ROUNDS:-50000}

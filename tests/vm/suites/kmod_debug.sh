@@ -25,9 +25,9 @@ failing_allocations() {
     echo Y >/sys/kernel/debug/failslab/cache-filter
     echo N >/sys/kernel/debug/failslab/ignore-gfp-wait
     load gdr_provider
-    of kmod::nth --nocapture
+    of no_failure_in --nocapture
     load gdr_provider use_persistent_mapping=0
-    of kmod::nth --nocapture
+    of no_failure_in --nocapture
     unload
 }
 

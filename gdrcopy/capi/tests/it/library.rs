@@ -1,12 +1,12 @@
-//! The C functions, as Rust tests like them, and a machine to run them on.
+//! The C functions on simulated machines, the first use, and callers that round to GPU pages.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 
-use gdrapi::{gdr_info_v2_t, gdr_mh_t, gdr_t};
+use gdrapi::{GPU_PAGE_SIZE, gdr_info_v2_t, gdr_mh_t, gdr_t};
 use gdrcopy::Gdr;
-use gdrcopy::cuda::Cuda;
+use gdrcopy::cuda::{Cuda, MemoryKind};
 use gdrcopy::system::System;
 use gdsync_testkit::{
     Device, Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda,
@@ -250,4 +250,163 @@ fn libraries_do_not_share_handles() {
     one.info(mh).unwrap();
     one.close().unwrap();
     computers.iter().for_each(Computer::check_clean);
+}
+
+/// Memory that the application allocated.
+fn memory(computer: &Computer) -> u64 {
+    computer.machine.memory.lock().alloc(0, SIZE, MemoryKind::Malloc).unwrap()
+}
+
+#[test]
+fn cuda_waits_for_the_first_pin() {
+    let drivers = [
+        (Driver::Gdrdrv(Module::default()), "gdrdrv", [1, 1, 0]),
+        (Driver::DmaBuf, "dmabuf", [1, 1, 1]),
+        (Driver::Rm(RmSettings::default()), "rm", [1, 1, 0]),
+    ];
+    for (driver, name, attributes) in drivers {
+        let computer = Computer::new(driver);
+        let library = computer.open().unwrap();
+        let addr = memory(&computer);
+        assert_eq!(library.version(), Ok((2, 6)));
+        assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), attributes.map(Ok));
+        let line = library.describe();
+        assert!(line.starts_with(name), "{line}");
+        assert_eq!(line.contains("(to be opened at first use)"), name != "gdrdrv", "{line}");
+        computer.open().unwrap().close().unwrap();
+        assert_eq!(computer.cuda.initialised(), 0, "{name}");
+
+        let mh = library.pin(addr, SIZE).unwrap();
+        assert_eq!(computer.cuda.initialised(), 1, "{name}");
+        library.map(mh, SIZE).unwrap();
+        let line = library.describe();
+        assert!(line.starts_with(name) && !line.contains("first use"), "{line}");
+        library.pin(addr, SIZE).unwrap();
+        assert_eq!(computer.cuda.initialised(), 1, "{name}");
+        library.close().unwrap();
+        computer.check_clean();
+    }
+}
+
+#[test]
+fn what_fails_at_the_first_use_is_told_there_and_tried_again() {
+    let computer = Computer::new(Driver::Rm(RmSettings::default()));
+    let library = computer.open().unwrap();
+    let addr = memory(&computer);
+    for operation in
+        ["cuInit", "open /dev/nvidiactl", "open /dev/nvidia1", "rm alloc device", "rm card info", "rm swap"]
+    {
+        let pinned = computer.failing(operation, libc::EACCES, || library.pin(addr, SIZE));
+        assert_eq!(pinned.unwrap_err(), libc::ENODEV, "{operation}");
+        let allocated = computer.failing(operation, libc::EACCES, || library.alloc(SIZE));
+        assert_eq!(allocated, Err(libc::ENODEV), "{operation}");
+        assert_eq!(library.attribute(1), Ok(1));
+    }
+    computer.check_clean();
+    library.works_at(library.alloc(SIZE).unwrap(), SIZE);
+    library.close().unwrap();
+    computer.check_clean();
+}
+
+#[test]
+fn threads_may_all_be_the_first() {
+    let computer = Computer::new(Driver::Rm(RmSettings::default()));
+    let library = computer.open().unwrap();
+    let addr = memory(&computer);
+    let (start, number) = (Barrier::new(8), library.0.addr());
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                let library = Library(std::ptr::without_provenance_mut(number));
+                start.wait();
+                library.unpin(library.pin(addr, SIZE).unwrap()).unwrap();
+            });
+        }
+    });
+    assert_eq!(computer.cuda.initialised(), 1);
+    assert_eq!(computer.rm.as_ref().unwrap().live().clients, 1);
+    library.close().unwrap();
+    computer.check_clean();
+}
+
+const PAGE: u64 = GPU_PAGE_SIZE as u64;
+/// What small allocations share, bytes.
+const BLOCK: usize = 2 << 20;
+
+/// How a caller pins the pages around `len` bytes at `addr`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Caller {
+    /// UCX, `gdr_copy_md.c`.
+    Ucx,
+    /// libfabric, `hmem_cuda_gdrcopy.c`: one page more behind an end that is aligned already.
+    Libfabric,
+    /// aws-ofi-nccl, `nccl_ofi_gdrcopy.cpp`: through PCIe, or else without flags.
+    AwsOfi,
+}
+
+impl Caller {
+    fn pin(self, library: Library, addr: u64, len: usize) -> Answer<(gdr_mh_t, usize)> {
+        let (start, end) = (addr - addr % PAGE, addr + len as u64);
+        let end = match self {
+            Self::Libfabric => end - end % PAGE + PAGE,
+            _ => end.next_multiple_of(PAGE),
+        };
+        let size = usize::try_from(end - start).unwrap();
+        let pinned = match self {
+            Self::Ucx => library.pin_v2(start, size, 0),
+            Self::Libfabric => library.pin(start, size),
+            Self::AwsOfi => library.pin_v2(start, size, 1).or_else(|_| library.pin_v2(start, size, 0)),
+        };
+        pinned.map(|mh| (mh, size))
+    }
+}
+
+fn works(computer: &Computer, library: Library, caller: Caller, len: usize) {
+    let addr = computer.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
+    let range = computer.machine.memory.lock().find(addr).unwrap().clone();
+    let pinned = caller.pin(library, addr, len);
+    // Behind the last page of a block is nothing: the module refuses, the resource manager's mappings have a hole there.
+    let beyond = caller == Caller::Libfabric && len.is_multiple_of(BLOCK);
+    if !(beyond && matches!(pinned, Err(libc::EINVAL))) {
+        let (mh, size) =
+            pinned.unwrap_or_else(|errno| panic!("{caller:?}, {len} bytes at {addr:#x}: {errno}"));
+        let base = library.map(mh, size).unwrap();
+        let info = library.info(mh).unwrap().v1;
+        assert_eq!((info.va, info.mapped_size), (addr - addr % PAGE, size as u64));
+        let user = base.wrapping_byte_add(usize::try_from(addr - info.va).unwrap());
+        let mut seen = [0; 4];
+        for at in [0, len / 2, len - 4] {
+            store(mh, user.wrapping_byte_add(at), b"user").unwrap();
+            range.object.read(range.offset + at, &mut seen).unwrap();
+            assert_eq!(&seen, b"user", "{caller:?}, {len} bytes");
+            range.object.write(range.offset + at, b"CUDA").unwrap();
+            assert_eq!(load(mh, user.wrapping_byte_add(at), 4).unwrap(), b"CUDA");
+        }
+        library.unmap(mh, base, size).unwrap();
+        library.unpin(mh).unwrap();
+    }
+    computer.machine.memory.lock().free(addr).unwrap();
+}
+
+#[test]
+fn they_pin_and_find_their_bytes() {
+    let sizes = [8, 1000, 4096, 65536, 65537, 100_000, 1 << 20, (1 << 20) + 8, BLOCK, 3 << 20, 5_000_000];
+    let drivers = [
+        Driver::Gdrdrv(Module::default()),
+        Driver::Gdrdrv(Module { force_pcie: false, ..Module::default() }),
+        Driver::Rm(RmSettings::default()),
+    ];
+    for driver in drivers {
+        for caller in [Caller::Ucx, Caller::Libfabric, Caller::AwsOfi] {
+            let computer = Computer::new(driver);
+            let library = computer.open().unwrap();
+            // So that small allocations do not begin at a page.
+            computer.machine.memory.lock().alloc(0, 700, MemoryKind::Malloc).unwrap();
+            for len in sizes {
+                works(&computer, library, caller, len);
+            }
+            library.close().unwrap();
+            computer.check_clean();
+        }
+    }
 }

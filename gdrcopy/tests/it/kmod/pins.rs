@@ -1,8 +1,18 @@
-//! Pins: what they take, what they refuse, and their handles.
+//! Requests of the module: numbers, pins, handles, owners, and the module without a GPU driver.
 
-use super::rig::{Failing, Machine, Memory, Raw, counter, is_persistent};
-use crate::gdrdrv_abi::{GetCallbackFlag, GetInfo, GetInfoV2, PinBuffer, PinBufferV2, ReqMappingType};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::ptr;
+use std::time::{Duration, Instant};
+
 use gdsync_testkit::kmod::{self, CHUNK, Fault, Object};
+
+use super::rig::{Failing, Machine, Map, Memory, Raw, counter, is_persistent};
+use crate::gdrdrv_abi::{
+    self as abi, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PinBuffer, PinBufferV2, PinDmaBuf,
+    ReqMappingType, Request, UnpinBuffer,
+};
+use crate::rig::{End, in_child};
 
 const SIZE: u64 = 5 * CHUNK;
 
@@ -221,4 +231,297 @@ fn what_the_gpu_driver_refuses_is_passed_on_and_leaves_nothing() {
     let _failing = Failing::new(Fault::Put, libc::EIO);
     raw.unpin(handle).unwrap();
     memory.free();
+}
+
+const REQUESTS: [u32; 10] = [
+    PinBuffer::CODE,
+    UnpinBuffer::CODE,
+    GetCallbackFlag::CODE,
+    GetInfo::CODE,
+    GetInfoV2::CODE,
+    GetAttr::CODE,
+    PinBufferV2::CODE,
+    ReqMappingType::CODE,
+    PinDmaBuf::CODE,
+    GetVersion::CODE,
+];
+
+#[test]
+fn version_and_attributes_are_those_of_gdrcopy_2_6() {
+    let Some(_machine) = Machine::new() else { return };
+    let raw = Raw::open();
+    let mut version = GetVersion::default();
+    raw.call(&mut version).unwrap();
+    assert_eq!((version.driver, version.minimum_library), (0x0002_0006, 0x0002_0000));
+    for attribute in [abi::ATTR_PERSISTENT, abi::ATTR_FORCE_PCIE] {
+        assert!(raw.attribute(attribute).unwrap() <= 1);
+    }
+    for unknown in [0, 3, 4, 0xfff, u32::MAX] {
+        assert_eq!(raw.attribute(unknown), Err(libc::EINVAL), "{unknown}");
+    }
+    assert!(raw.attribute(abi::ATTR_EXTENSIONS).unwrap() <= 1);
+}
+
+#[test]
+fn what_old_scripts_look_for_is_there() {
+    let Some(_machine) = Machine::new() else { return };
+    let devices = std::fs::read_to_string("/proc/devices").unwrap();
+    assert!(devices.lines().any(|line| line.trim().ends_with(" gdrdrv")), "{devices}");
+    let params = std::fs::read_to_string("/proc/driver/gdrdrv/params").unwrap();
+    for line in ["Version: 2.6", "Use persistent mapping: ", "dbg_enabled: 0", "info_enabled: 0"] {
+        assert!(params.lines().any(|found| found.starts_with(line)), "{line}: {params}");
+    }
+    assert_eq!(std::fs::read_to_string("/proc/driver/gdrdrv/nv_get_pages_refcount").unwrap(), "0\n");
+}
+
+#[test]
+fn unknown_numbers_are_enotty_and_other_types_einval() {
+    let Some(_machine) = Machine::new() else { return };
+    let raw = Raw::open();
+    let mut room = [0_u64; 64];
+    for (magic, expected) in
+        [(0xDA, libc::ENOTTY), (0xD9, libc::EINVAL), (0xDB, libc::EINVAL), (0x47, libc::EINVAL)]
+    {
+        for nr in 0..=0xff {
+            for high in [0xC008_0000, 0, 0xC001_0000, 0x8028_0000, 0xFFFF_0000_u32] {
+                let code = high | magic << 8 | nr;
+                if !REQUESTS.contains(&code) {
+                    assert_eq!(raw.ioctl(code, room.as_mut_ptr().cast()), Err(expected), "{code:#x}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn addresses_that_are_no_memory_are_efault() {
+    let Some(_machine) = Machine::new() else { return };
+    let raw = Raw::open();
+    for code in REQUESTS {
+        for bad in [
+            ptr::null_mut(),
+            ptr::without_provenance_mut(0xFFFF_8000_0000_0000),
+            ptr::without_provenance_mut(8),
+        ] {
+            assert_eq!(raw.ioctl(code, bad), Err(libc::EFAULT), "{code:#x}");
+        }
+    }
+}
+
+/// A page that can be read only, with a request in it.
+fn read_only<R: Request>(request: R) -> *mut R {
+    let len = 4096;
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: a new mapping; it stays until the process ends.
+    let page = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, -1, 0) };
+    assert_ne!(page, libc::MAP_FAILED);
+    // SAFETY: room for it, aligned.
+    unsafe { page.cast::<R>().write(request) };
+    // SAFETY: this test's own page.
+    assert_eq!(unsafe { libc::mprotect(page, len, libc::PROT_READ) }, 0);
+    page.cast()
+}
+
+#[test]
+fn an_answer_that_cannot_be_delivered_undoes_the_pin() {
+    let Some(_machine) = Machine::new() else { return };
+    let raw = Raw::open();
+    let memory = Memory::new(1 << 20);
+    let (addr, size) = (memory.va, memory.len);
+    let old = read_only(PinBuffer { addr, size, ..Default::default() });
+    assert_eq!(raw.ioctl(PinBuffer::CODE, old.cast()), Err(libc::EFAULT));
+    let new = read_only(PinBufferV2 { addr, size, ..Default::default() });
+    assert_eq!(raw.ioctl(PinBufferV2::CODE, new.cast()), Err(libc::EFAULT));
+    assert_eq!(super::rig::counter("pins"), 0);
+    // What needs no answer works from there.
+    let handle = raw.pin(addr, size).unwrap();
+    raw.ioctl(UnpinBuffer::CODE, read_only(UnpinBuffer { handle }).cast()).unwrap();
+}
+
+#[test]
+fn pins_of_addresses_are_enodev_and_all_else_works() {
+    if std::env::var("GDRCOPY_TEST_KMOD_DRIVER").as_deref() != Ok("none") {
+        println!("skipped: GDRCOPY_TEST_KMOD_DRIVER does not say that there is none");
+        return;
+    }
+    let raw = Raw::open();
+    for _ in 0..100 {
+        assert_eq!(raw.pin(1 << 40, 65536), Err(libc::ENODEV));
+        assert_eq!(raw.pin_v1(1 << 40, 65536), Err(libc::ENODEV));
+    }
+    // What is wrong with the request is told first.
+    assert_eq!(raw.pin(0, 65536), Err(libc::EINVAL));
+    assert_eq!(raw.unpin(0), Err(libc::EINVAL));
+    assert_eq!(raw.attribute(abi::ATTR_PERSISTENT), Ok(1));
+}
+
+const OWNED: u64 = 3 * CHUNK;
+
+/// Every request, and a mapping.
+fn everything_is_refused(raw: &Raw, handle: u64, va: u64) -> bool {
+    let no = Err(libc::EACCES);
+    raw.pin(va, CHUNK) == Err(libc::EACCES)
+        && raw.pin_v1(va, CHUNK) == Err(libc::EACCES)
+        && raw.unpin(handle) == no
+        && raw.info(handle).map(drop) == no
+        && raw.flag(handle).map(drop) == no
+        && raw.attribute(1).map(drop) == no
+        && raw.map(handle, CHUNK).map(drop) == no
+}
+
+#[test]
+fn a_child_has_neither_mapping_nor_access() {
+    let Some(_machine) = Machine::new() else { return };
+    let (raw, memory) = (Raw::open(), Memory::new(OWNED));
+    let handle = raw.pin(memory.va, OWNED).unwrap();
+    let map = raw.map(handle, OWNED).unwrap();
+    map.store(0, 1);
+    assert_eq!(in_child(|| everything_is_refused(&raw, handle, memory.va)), End::Said(true));
+    assert_eq!(in_child(|| map.load(0) == 1), End::Killed(libc::SIGSEGV));
+    // What the child opens itself is its own.
+    let end = in_child(|| {
+        let (raw, memory) = (Raw::open(), Memory::new(OWNED));
+        let Ok(handle) = raw.pin(memory.va, OWNED) else { return false };
+        let Ok(map) = raw.map(handle, OWNED) else { return false };
+        map.store(0, 2);
+        memory.read(0, 1) == [2] && raw.unpin(handle).is_ok()
+    });
+    assert_eq!(end, End::Said(true));
+    assert_eq!((map.load(0), memory.read(0, 1)), (1, vec![1]));
+    raw.unpin(handle).unwrap();
+}
+
+#[test]
+fn another_processs_memory_is_not_pinned() {
+    let Some(_machine) = Machine::new() else { return };
+    let memory = Memory::new(OWNED);
+    assert_eq!(in_child(|| Raw::open().pin(memory.va, OWNED) == Err(libc::EINVAL)), End::Said(true));
+}
+
+/// Passes a descriptor as programs do that share them.
+fn send(socket: &UnixStream, fd: i32) -> bool {
+    let (mut byte, mut control) = ([0_u8], [0_u64; 8]);
+    let mut part = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: 1 };
+    // SAFETY: plain integers and pointers, for which zero is a value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+    // SAFETY: a pure function.
+    let (space, length) = (unsafe { libc::CMSG_SPACE(4) }, unsafe { libc::CMSG_LEN(4) });
+    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), space as usize);
+    // SAFETY: there is room for one header.
+    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: as above, and nobody else knows of it.
+    let header = unsafe { &mut *header };
+    (header.cmsg_level, header.cmsg_type, header.cmsg_len) =
+        (libc::SOL_SOCKET, libc::SCM_RIGHTS, length as usize);
+    // SAFETY: and behind it for a descriptor.
+    let data = unsafe { libc::CMSG_DATA(header) };
+    // SAFETY: as above.
+    unsafe { data.cast::<i32>().write_unaligned(fd) };
+    // SAFETY: a message whose parts live.
+    unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, 0) == 1 }
+}
+
+fn receive(socket: &UnixStream) -> OwnedFd {
+    let (mut byte, mut control) = ([0_u8], [0_u64; 8]);
+    let mut part = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: 1 };
+    // SAFETY: plain integers and pointers, for which zero is a value.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
+    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control));
+    // SAFETY: a message whose parts live.
+    assert_eq!(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, 0) }, 1);
+    // SAFETY: the kernel filled it in.
+    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    assert!(!header.is_null());
+    // SAFETY: a header of this message.
+    let data = unsafe { libc::CMSG_DATA(header) };
+    // SAFETY: the descriptor lies behind it.
+    let fd = unsafe { data.cast::<i32>().read_unaligned() };
+    // SAFETY: a new descriptor of this process.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+#[test]
+fn a_descriptor_that_is_passed_on_serves_nobody_else() {
+    let Some(_machine) = Machine::new() else { return };
+    let memory = Memory::new(OWNED);
+    let (here, there) = UnixStream::pair().unwrap();
+    // From a child that opened it, with a pin in it, to this process.
+    let end = in_child(|| {
+        let (raw, memory) = (Raw::open(), Memory::new(OWNED));
+        raw.pin(memory.va, OWNED).is_ok() && send(&there, raw.0.as_raw_fd())
+    });
+    assert_eq!(end, End::Said(true));
+    let fd = receive(&here);
+    let raw = Raw(fd);
+    // The child has ended, its number may be given to others: they are not it.
+    assert!(everything_is_refused(&raw, 0, memory.va));
+    for _ in 0..20 {
+        assert_eq!(in_child(|| everything_is_refused(&raw, 0, memory.va)), End::Said(true));
+    }
+    // Persistent pins of the dead live on until the last descriptor is closed, by whomever.
+    assert_eq!(counter("pins"), 1);
+    drop(raw);
+    assert_eq!(counter("pins"), 0);
+    assert_eq!(kmod::state().unwrap().pins, 0);
+}
+
+#[test]
+fn the_last_to_close_may_be_a_child() {
+    let Some(_machine) = Machine::new() else { return };
+    let memory = Memory::new(OWNED);
+    let (here, there) = UnixStream::pair().unwrap();
+    let raw = Raw::open();
+    raw.pin(memory.va, OWNED).unwrap();
+    let child = Raw::borrowed(raw.0.as_fd());
+    // SAFETY: the child waits for a byte and leaves.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        drop(here);
+        std::io::Read::read_exact(&mut &there, &mut [0]).ok();
+        // SAFETY: ends this process.
+        unsafe { libc::_exit(0) };
+    }
+    drop((raw, child));
+    assert_eq!(counter("pins"), 1);
+    std::io::Write::write_all(&mut &here, &[1]).unwrap();
+    let mut status = 0;
+    // SAFETY: a place for the status of the child above.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while counter("pins") != 0 {
+        assert!(Instant::now() < deadline);
+        std::thread::yield_now();
+    }
+}
+
+/// Processes that die with everything open, in either order of closing.
+#[test]
+fn a_process_that_dies_leaves_nothing() {
+    let Some(_machine) = Machine::new() else { return };
+    for device_first in [true, false] {
+        let end = in_child(|| {
+            let open = || (Raw::open(), Memory::new(OWNED));
+            let (raw, memory) = if device_first {
+                open()
+            } else {
+                let memory = Memory::new(OWNED);
+                (Raw::open(), memory)
+            };
+            let mut maps: Vec<Map> = Vec::new();
+            for _ in 0..10 {
+                let Ok(handle) = raw.pin(memory.va, OWNED) else { return false };
+                let Ok(map) = raw.map(handle, OWNED) else { return false };
+                map.store(0, 1);
+                maps.push(map);
+            }
+            // SAFETY: ends this process.
+            unsafe { libc::raise(libc::SIGKILL) };
+            false
+        });
+        assert_eq!(end, End::Killed(libc::SIGKILL));
+        assert_eq!(kmod::state().unwrap().pins, 0);
+        assert_eq!(counter("mappings"), 0);
+    }
 }

@@ -1,4 +1,4 @@
-//! The kernel module, of every version and mode.
+//! Each driver under the C functions, and the error numbers of its failures.
 
 use std::ffi::c_void;
 use std::io;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdrapi::{GPU_PAGE_SIZE, INFO_MAPPED, INFO_WC_MAPPING};
 use gdrcopy::MappingType;
-use gdsync_testkit::{Device, Gdrdrv, Module};
+use gdsync_testkit::{Device, Gdrdrv, Module, RmSettings};
 
 use crate::library::{Computer, Driver, SIZE, load, store};
 
@@ -327,4 +327,129 @@ fn what_cannot_be_pinned_is_refused() {
     library.works_at(addr, SIZE);
     library.close().unwrap();
     computer.check_clean();
+}
+
+fn rm_computer() -> Computer {
+    Computer::new(Driver::Rm(RmSettings::default()))
+}
+
+#[test]
+fn the_resource_manager_maps_without_a_module() {
+    let rm_computer = rm_computer();
+    let library = rm_computer.open().unwrap();
+    // The interface that the library stands for.
+    assert_eq!(library.version(), Ok((2, 6)));
+    assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), [Ok(1), Ok(1), Ok(0)]);
+    assert_eq!(library.attribute(4), Err(libc::EINVAL));
+    let addr = library.alloc(SIZE).unwrap();
+    for (at, size) in [(0, SIZE), (100, 5000), (65535, 20), (1, SIZE - 1)] {
+        library.works_at(addr + at, size);
+    }
+    let mh = library.pin(addr, SIZE).unwrap();
+    assert_eq!(library.callback_flag(mh), Ok(0));
+    // All its mappings go through PCIe.
+    library.unpin(library.pin_v2(addr, SIZE, 1).unwrap()).unwrap();
+    assert_eq!(library.map_as(mh, SIZE, 2), Err(libc::EOPNOTSUPP));
+    assert_eq!(library.map_as(mh, SIZE, 3), Err(libc::EOPNOTSUPP));
+    library.map_as(mh, SIZE, 1).unwrap();
+    assert_eq!(library.info(mh).unwrap().mapping_type, 1);
+    library.close().unwrap();
+    rm_computer.check_clean();
+}
+
+/// The driver's statuses are no error numbers of C.
+#[test]
+fn failures_have_error_numbers_of_c_and_leave_nothing() {
+    let rm_computer = rm_computer();
+    let library = rm_computer.open().unwrap();
+    let addr = library.alloc(SIZE).unwrap();
+    library.works_at(addr, SIZE);
+    let mh = library.pin(addr, SIZE).unwrap();
+    const NO_MEMORY: i32 = 0x51;
+    const INVALID_STATE: i32 = 0x40;
+    for status in [NO_MEMORY, INVALID_STATE] {
+        let pinned = rm_computer.failing("rm dup", status, || library.pin(addr, SIZE));
+        assert_eq!(pinned, Err(libc::EIO), "{status:#x}");
+    }
+    assert_eq!(rm_computer.failing("rm map", INVALID_STATE, || library.map(mh, SIZE)), Err(libc::EIO));
+    assert_eq!(rm_computer.failing("rm mmap", libc::EAGAIN, || library.map(mh, SIZE)), Err(libc::EAGAIN));
+    // A mapping that shows other memory is not returned.
+    assert_eq!(rm_computer.failing("rm shift", 1, || library.map(mh, SIZE)), Err(libc::EIO));
+    assert_eq!(rm_computer.failing("cuMemcpyDtoHAsync", 2, || library.map(mh, SIZE)), Err(libc::ENOMEM));
+    let base = library.map(mh, SIZE).unwrap();
+    library.unmap(mh, base, SIZE).unwrap();
+    library.unpin(mh).unwrap();
+    library.works_at(addr, SIZE);
+    library.close().unwrap();
+    rm_computer.check_clean();
+}
+
+#[test]
+fn a_full_bar1_is_enomem() {
+    let rm_computer = Computer::new(Driver::Rm(RmSettings { bar1: 16 << 20, ..RmSettings::default() }));
+    let library = rm_computer.open().unwrap();
+    let addr = library.alloc(32 << 20).unwrap();
+    let mh = library.pin(addr, 32 << 20).unwrap();
+    assert_eq!(library.map(mh, 32 << 20), Err(libc::ENOMEM));
+    let base = library.map(mh, 4 << 20).unwrap();
+    library.unmap(mh, base, 4 << 20).unwrap();
+    library.close().unwrap();
+    rm_computer.check_clean();
+}
+
+#[test]
+fn a_driver_that_refuses_does_not_open() {
+    let rm_computer = rm_computer();
+    for operation in ["open /dev/nvidiactl", "rm alloc", "cuDriverGetVersion"] {
+        let opened = rm_computer.failing(operation, libc::EACCES, || rm_computer.open());
+        assert_eq!(opened.unwrap_err(), libc::ENODEV, "{operation}");
+    }
+    rm_computer.check_clean();
+}
+
+#[test]
+fn dma_bufs_map_without_a_module() {
+    let computer = Computer::new(Driver::DmaBuf);
+    let library = computer.open().unwrap();
+    assert_eq!(library.version(), Ok((2, 6)));
+    assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), [Ok(1); 3]);
+    let addr = library.alloc(SIZE).unwrap();
+    for (at, size) in [(0, SIZE), (100, 5000), (65535, 20), (1, SIZE - 1)] {
+        library.works_at(addr + at, size);
+    }
+    let mh = library.pin_v2(addr, SIZE, 1).unwrap();
+    assert_eq!(library.callback_flag(mh), Ok(0));
+    assert_eq!(library.map_as(mh, SIZE, 2), Err(libc::EOPNOTSUPP));
+    library.close().unwrap();
+}
+
+/// A `CUresult` is no error number of C.
+#[test]
+fn failures_have_error_numbers_of_c() {
+    let computer = Computer::new(Driver::DmaBuf);
+    let library = computer.open().unwrap();
+    let addr = library.alloc(SIZE).unwrap();
+    library.works_at(addr, SIZE);
+    let statuses = [
+        (1, libc::EINVAL),
+        (2, libc::ENOMEM),
+        (101, libc::EINVAL),
+        (719, libc::EIO),
+        (801, libc::EOPNOTSUPP),
+        (999, libc::EIO),
+    ];
+    for (status, errno) in statuses {
+        let pinned = computer.failing("cuMemGetHandleForAddressRange", status, || library.pin(addr, SIZE));
+        assert_eq!(pinned, Err(errno), "{status}");
+        assert_eq!(computer.failing("cuMemAlloc", status, || library.alloc(SIZE)), Err(errno), "{status}");
+    }
+    let mh = library.pin(addr, SIZE).unwrap();
+    for errno in [libc::ENOMEM, libc::EAGAIN, libc::EPERM] {
+        let mapped = computer.failing("mmap of a dma-buf", errno, || library.map(mh, SIZE));
+        assert_eq!(mapped, Err(errno));
+    }
+    let mapped = computer.failing("wrong page of a dma-buf", 1, || library.map(mh, SIZE));
+    assert_eq!(mapped, Err(libc::EIO), "a mapping that shows other memory is not handed out");
+    library.map(mh, SIZE).unwrap();
+    library.close().unwrap();
 }

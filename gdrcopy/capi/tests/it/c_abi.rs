@@ -1,0 +1,434 @@
+//! The C interface: layouts, symbols, installation, and C programs that run on plain memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs;
+use std::mem::offset_of;
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use gdrapi::{
+    GDR_MAPPING_TYPE_NONE, GPU_PAGE_SIZE, INFO_MAPPED, INFO_WC_MAPPING, VERSION, gdr_info_v1_t,
+    gdr_info_v2_t, gdr_mh_t, gdr_t,
+};
+use gdrcopy::{Attribute, MappingType, PinFlags};
+
+/// The longest that a program may run; it is ended then and the test fails.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+pub(crate) fn package(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// The `libgdrapi.so` that Cargo built along with this test.
+pub(crate) fn library() -> PathBuf {
+    let test = std::env::current_exe().expect("this test has a file");
+    let library = test.parent().expect("in a directory").join("libgdrapi.so");
+    assert!(library.is_file(), "{} is not there; Cargo builds it beside its tests", library.display());
+    library
+}
+
+/// An empty directory of one test alone.
+pub(crate) fn fresh_directory(name: &str) -> PathBuf {
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    // It is there if the test ran before.
+    let _ = std::fs::remove_dir_all(&directory);
+    std::fs::create_dir_all(&directory).expect("a directory for a test");
+    directory
+}
+
+/// A compiled program of `tests/c`, in a directory with links to the library.
+#[derive(Debug)]
+pub(crate) struct Program(PathBuf);
+
+/// Runs a command to its end.
+pub(crate) fn finish(command: &mut Command) -> Output {
+    let child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let pid = i32::try_from(child.id()).expect("a process id");
+    let output = std::thread::spawn(move || child.wait_with_output());
+    let start = Instant::now();
+    while !output.is_finished() {
+        if start.elapsed() > DEADLINE {
+            // SAFETY: the child is not waited for yet, so the number is still its own.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+            panic!("{command:?} did not end");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    output.join().expect("waiting does not panic").expect("the output can be read")
+}
+
+fn said(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+impl Program {
+    /// Compiles with every warning an error. A test uses a program that no other uses.
+    pub(crate) fn compile(name: &str) -> Self {
+        Self::compile_with(name, "gcc", &["-std=gnu99", "-pedantic"])
+    }
+
+    pub(crate) fn compile_with(name: &str, compiler: &str, flags: &[&str]) -> Self {
+        let directory = fresh_directory(&format!("{name}-{compiler}"));
+        for link in ["libgdrapi.so", "libgdrapi.so.2"] {
+            std::os::unix::fs::symlink(library(), directory.join(link)).expect("a link to the library");
+        }
+        let output = finish(
+            Command::new(compiler)
+                .args(flags)
+                .args(["-Wall", "-Wextra", "-Werror", "-g", "-pthread", "-I"])
+                .arg(package("include"))
+                .arg(package(&format!("tests/c/{name}.c")))
+                .arg("-o")
+                .arg(directory.join("program"))
+                .arg("-L")
+                .arg(&directory)
+                .args(["-Wl,--as-needed", "-lgdrapi", "-ldl"]),
+        );
+        assert!(output.status.success(), "{name}.c: {}", said(&output));
+        Self(directory)
+    }
+
+    /// Runs on the host backend, with nothing of GDRCopy's in the environment besides `environment`.
+    pub(crate) fn run<A: AsRef<OsStr>>(&self, arguments: &[A], environment: &[(&str, &str)]) -> Output {
+        let mut command = Command::new(self.0.join("program"));
+        for variable in
+            ["GDRCOPY_ENABLE_LOGGING", "GDRCOPY_LOG_LEVEL", "GDRCOPY_USE_DMABUF_MMAP", "GDRCOPY_BACKEND"]
+        {
+            command.env_remove(variable);
+        }
+        command.env("LD_LIBRARY_PATH", &self.0).args(arguments);
+        finish(command.envs(environment.iter().copied()))
+    }
+
+    /// Runs a program that checks itself.
+    pub(crate) fn passes(&self) {
+        let output = self.run::<&str>(&[], &[("GDRCOPY_BACKEND", "host"), ("GDRCOPY_ENABLE_LOGGING", "")]);
+        assert!(output.status.success(), "{}: {}", output.status, said(&output));
+    }
+}
+
+#[test]
+fn layouts_and_numbers_agree() {
+    let output = Program::compile("layout").run::<&str>(&[], &[]);
+    assert!(output.status.success(), "{output:?}");
+    let text = String::from_utf8(output.stdout).unwrap();
+    let mut in_c: BTreeMap<&str, usize> = text
+        .lines()
+        .map(|line| line.rsplit_once(' ').expect("a name and a number"))
+        .map(|(name, number)| (name, number.parse().expect("a number")))
+        .collect();
+    let in_v1 = |offset: usize| offset_of!(gdr_info_v2_t, v1) + offset;
+    let here = [
+        ("sizeof gdr_t", size_of::<gdr_t>()),
+        ("sizeof gdr_mh_t", size_of::<gdr_mh_t>()),
+        ("sizeof gdr_info_v2_t", size_of::<gdr_info_v2_t>()),
+        ("sizeof gdr_mapping_type_t", 4),
+        ("sizeof gdr_attr_t", 4),
+        ("offsetof gdr_mh_t h", offset_of!(gdr_mh_t, h)),
+        ("offsetof gdr_info_v2_t va", in_v1(offset_of!(gdr_info_v1_t, va))),
+        ("offsetof gdr_info_v2_t mapped_size", in_v1(offset_of!(gdr_info_v1_t, mapped_size))),
+        ("offsetof gdr_info_v2_t page_size", in_v1(offset_of!(gdr_info_v1_t, page_size))),
+        ("offsetof gdr_info_v2_t tm_cycles", in_v1(offset_of!(gdr_info_v1_t, tm_cycles))),
+        ("offsetof gdr_info_v2_t cycles_per_ms", in_v1(offset_of!(gdr_info_v1_t, cycles_per_ms))),
+        ("offsetof gdr_info_v2_t mapping_type", offset_of!(gdr_info_v2_t, mapping_type)),
+        ("GDR_API_MAJOR_VERSION", VERSION.0.into()),
+        ("GDR_API_MINOR_VERSION", VERSION.1.into()),
+        ("GPU_PAGE_SIZE", GPU_PAGE_SIZE),
+        ("GDR_MAPPING_TYPE_NONE", GDR_MAPPING_TYPE_NONE as usize),
+        ("GDR_MAPPING_TYPE_WC", MappingType::WriteCombining as usize),
+        ("GDR_MAPPING_TYPE_CACHING", MappingType::Cached as usize),
+        ("GDR_MAPPING_TYPE_DEVICE", MappingType::Device as usize),
+        ("GDR_PIN_FLAG_FORCE_PCIE", PinFlags::FORCE_PCIE.bits() as usize),
+        ("GDR_ATTR_USE_PERSISTENT_MAPPING", Attribute::UsePersistentMapping as usize),
+        ("GDR_ATTR_SUPPORT_PIN_FLAG_FORCE_PCIE", Attribute::SupportPinFlagForcePcie as usize),
+        ("GDR_ATTR_USING_DMA_BUF_MMAP", Attribute::UsingDmaBufMmap as usize),
+        ("mapped", INFO_MAPPED as usize),
+        ("wc_mapping", INFO_WC_MAPPING as usize),
+    ];
+    for (name, number) in here {
+        assert_eq!(in_c.remove(name), Some(number), "{name}");
+    }
+    assert!(in_c.is_empty(), "printed by layout.c only: {in_c:?}");
+    // As in GDRCopy 2.6 on 64-bit platforms.
+    assert_eq!((size_of::<gdr_info_v1_t>(), size_of::<gdr_info_v2_t>()), (40, 48));
+    assert_eq!(offset_of!(gdr_info_v1_t, bits), 36);
+}
+
+/// The parts of a 64-bit ELF file that a dynamic linker looks at (System V ABI, chapters 4 and 5).
+struct Elf(Vec<u8>);
+
+const SHT_DYNAMIC: u32 = 6;
+const SHT_DYNSYM: u32 = 11;
+const DT_NULL: u64 = 0;
+const DT_SONAME: u64 = 14;
+
+impl Elf {
+    fn number(&self, at: usize, bytes: usize) -> u64 {
+        let mut word = [0; 8];
+        word[..bytes].copy_from_slice(&self.0[at..at + bytes]);
+        u64::from_le_bytes(word)
+    }
+
+    fn size(&self, at: usize, bytes: usize) -> usize {
+        usize::try_from(self.number(at, bytes)).unwrap()
+    }
+
+    fn text(&self, at: usize) -> &str {
+        let end = at + self.0[at..].iter().position(|&byte| byte == 0).unwrap();
+        std::str::from_utf8(&self.0[at..end]).unwrap()
+    }
+
+    /// Where the section header of this number is.
+    fn header(&self, section: usize) -> usize {
+        self.size(0x28, 8) + section * self.size(0x3a, 2)
+    }
+
+    /// The entries of the one section of a type, and where its strings are.
+    fn section(&self, wanted: u32) -> (impl Iterator<Item = usize>, usize) {
+        let header = (0..self.size(0x3c, 2))
+            .map(|section| self.header(section))
+            .find(|header| self.number(header + 4, 4) == wanted.into())
+            .unwrap();
+        let (start, size) = (self.size(header + 0x18, 8), self.size(header + 0x20, 8));
+        let strings = self.header(self.size(header + 0x28, 4));
+        ((start..start + size).step_by(self.size(header + 0x38, 8)), self.size(strings + 0x18, 8))
+    }
+}
+
+#[test]
+fn only_the_functions_of_the_header_are_exported() {
+    let elf = Elf(std::fs::read(library()).unwrap());
+    assert_eq!(&elf.0[..6], b"\x7fELF\x02\x01", "64-bit, little endian");
+
+    let (symbols, strings) = elf.section(SHT_DYNSYM);
+    let exported: BTreeSet<&str> = symbols
+        .filter(|at| elf.number(at + 6, 2) != 0)
+        .map(|at| elf.text(strings + elf.size(at, 4)))
+        .collect();
+    let functions = [
+        "gdr_close",
+        "gdr_copy_from_mapping",
+        "gdr_copy_to_mapping",
+        "gdr_driver_get_version",
+        "gdr_get_attribute",
+        "gdr_get_callback_flag",
+        "gdr_get_info",
+        "gdr_get_info_v2",
+        "gdr_get_mapping_type_string",
+        "gdr_map",
+        "gdr_map_v2",
+        "gdr_open",
+        "gdr_pin_buffer",
+        "gdr_pin_buffer_v2",
+        "gdr_runtime_get_version",
+        "gdr_unmap",
+        "gdr_unpin_buffer",
+        "gdrx_alloc",
+        "gdrx_backend",
+        "gdrx_copy_in",
+        "gdrx_copy_out",
+        "gdrx_describe",
+        "gdrx_free",
+    ];
+    assert_eq!(exported, BTreeSet::from(functions));
+
+    // All of them are in the header, `gdr_get_info` in the macro.
+    let header = std::fs::read_to_string(package("include/gdrapi.h")).unwrap();
+    for function in functions.into_iter().filter(|&name| name != "gdr_get_info") {
+        assert!(header.contains(&format!("{function}(")), "{function}");
+    }
+
+    let (entries, strings) = elf.section(SHT_DYNAMIC);
+    let soname = entries
+        .map(|at| (elf.number(at, 8), elf.size(at + 8, 8)))
+        .take_while(|&(tag, _)| tag != DT_NULL)
+        .find_map(|(tag, value)| (tag == DT_SONAME).then(|| elf.text(strings + value)));
+    assert_eq!(soname, Some("libgdrapi.so.2"));
+}
+
+fn install(arguments: &[&str]) -> Output {
+    finish(Command::new("sh").arg(package("install")).args(arguments))
+}
+
+fn refused(arguments: &[&str]) -> String {
+    let output = install(arguments);
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    let text = String::from_utf8(output.stderr).unwrap();
+    // Other commands may have complained before.
+    let last = text.lines().last().unwrap();
+    assert!(last.starts_with("install: "), "{text}");
+    last.to_owned()
+}
+
+fn link(path: &Path) -> String {
+    fs::read_link(path).unwrap().into_os_string().into_string().unwrap()
+}
+
+#[test]
+fn a_staged_installation_has_all_parts_and_can_be_repeated() {
+    let stage = fresh_directory("stage");
+    let (library, stage_arg) = (library(), stage.to_str().unwrap());
+    let arguments = [
+        "--destdir",
+        stage_arg,
+        "--prefix=/opt/gdr",
+        "--libdir",
+        "/opt/gdr/lib64",
+        "--library",
+        library.to_str().unwrap(),
+    ];
+    for _ in 0..2 {
+        let output = install(&arguments);
+        assert!(output.status.success(), "{output:?}");
+        let lib = stage.join("opt/gdr/lib64");
+        assert_eq!(fs::read(lib.join("libgdrapi.so.2.6")).unwrap(), fs::read(&library).unwrap());
+        assert_eq!(link(&lib.join("libgdrapi.so.2")), "libgdrapi.so.2.6");
+        assert_eq!(link(&lib.join("libgdrapi.so")), "libgdrapi.so.2");
+        let header = fs::read(stage.join("opt/gdr/include/gdrapi.h")).unwrap();
+        assert_eq!(header, fs::read(package("include/gdrapi.h")).unwrap());
+        let pc = fs::read_to_string(lib.join("pkgconfig/gdrapi.pc")).unwrap();
+        assert!(pc.contains("\nlibdir=/opt/gdr/lib64\n") && !pc.contains('@'), "{pc}");
+        assert!(!pc.contains(stage_arg), "the stage is not where it will be: {pc}");
+        let entries = fs::read_dir(&lib).unwrap().count();
+        assert_eq!(entries, 4, "nothing is left over");
+    }
+}
+
+#[test]
+fn help_and_mistakes_change_nothing() {
+    let output = install(&["--help"]);
+    assert!(output.status.success() && output.stdout.starts_with(b"usage: "), "{output:?}");
+    assert!(refused(&["--destination", "/tmp"]).contains("--destination"));
+    assert!(refused(&["--prefix"]).contains("needs a value"));
+    assert!(refused(&["--prefix="]).contains("is empty"));
+    assert!(refused(&["--prefix", "here"]).contains("not an absolute path"));
+    assert!(refused(&["--library", "/nonexistent/libgdrapi.so"]).contains("no such file"));
+    let file = fresh_directory("file").join("file");
+    fs::write(&file, "").unwrap();
+    let library = library();
+    let arguments = ["--destdir", file.to_str().unwrap(), "--library", library.to_str().unwrap()];
+    assert!(refused(&arguments).contains("cannot make"));
+}
+
+#[test]
+fn a_mapping_lives() {
+    Program::compile("life").passes();
+}
+
+#[test]
+fn mistakes_have_their_error_numbers() {
+    Program::compile("errors").passes();
+}
+
+#[test]
+fn a_mapping_that_is_gone_faults() {
+    let program = Program::compile("fault");
+    // What the program unmapped is a hole; what was taken from it raises the signal of GDRCopy.
+    for (way, signal) in [("unmap", libc::SIGSEGV), ("unpin", libc::SIGBUS), ("close", libc::SIGBUS)] {
+        let output = program.run(&[way], &[("GDRCOPY_BACKEND", "host")]);
+        assert_eq!(output.status.signal(), Some(signal), "{way}: {output:?}");
+    }
+}
+
+#[test]
+fn mappings_that_are_left_are_few_for_the_kernel() {
+    let program = Program::compile("left");
+    for way in ["unpin", "close"] {
+        let output = program.run(&[way], &[("GDRCOPY_BACKEND", "host")]);
+        assert!(output.status.success(), "{way}: {output:?}");
+    }
+}
+
+#[test]
+fn a_child_has_nothing_of_its_parents() {
+    Program::compile("fork").passes();
+}
+
+#[test]
+fn threads_share_everything() {
+    Program::compile("threads").passes();
+}
+
+#[test]
+fn the_library_can_be_loaded_and_stays() {
+    let program = Program::compile("loaded");
+    program.passes();
+    // Without messages too.
+    let output = program.run::<&str>(&[], &[("GDRCOPY_BACKEND", "host")]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+}
+
+#[test]
+fn an_opened_library_needs_a_gpu_unless_told_otherwise() {
+    let program = Program::compile("refused");
+    let refuse = |errno: i32, environment: &[(&str, &str)]| {
+        let environment = [environment, &[("GDRCOPY_ENABLE_LOGGING", "1")]].concat();
+        let output = program.run(&[errno.to_string()], &environment);
+        assert!(output.status.success(), "{output:?}");
+        if output.stdout == b"skip\n" {
+            println!("skipped for {environment:?}: it works on this machine");
+            return None;
+        }
+        Some(String::from_utf8(output.stderr).unwrap())
+    };
+    if let Some(log) = refuse(libc::ENODEV, &[]) {
+        assert!(log.starts_with("ERR:  gdr_open: GPU memory cannot be mapped here: gdrdrv: "), "{log}");
+        assert!(log.contains(" | dmabuf: ") && log.contains(" | rm: ") && !log.contains("host: "), "{log}");
+    }
+    if let Some(log) = refuse(libc::ENODEV, &[("GDRCOPY_USE_DMABUF_MMAP", "1")]) {
+        assert!(log.contains("dmabuf: ") && !log.contains("gdrdrv: "), "{log}");
+    }
+    let log = refuse(libc::EINVAL, &[("GDRCOPY_BACKEND", "gpu")]).expect("there is no such backend");
+    assert!(log.starts_with("ERR:  gdr_open: backend (GDRCOPY_BACKEND) is gpu: "), "{log}");
+}
+
+#[test]
+fn messages_are_those_of_the_level_and_tell_the_reason() {
+    let program = Program::compile("messages");
+    let lines = |environment: &[(&str, &str)]| {
+        let environment = [environment, &[("GDRCOPY_BACKEND", "host")]].concat();
+        let output = program.run::<&str>(&[], &environment);
+        assert!(output.status.success(), "{output:?}");
+        let log = String::from_utf8(output.stderr).unwrap();
+        log.lines().map(|line| line[..6].to_owned()).collect::<Vec<_>>()
+    };
+    let error = || ["ERR:  "; 3].map(String::from).to_vec();
+    assert_eq!(lines(&[]), Vec::<String>::new());
+    assert_eq!(lines(&[("GDRCOPY_LOG_LEVEL", "1")]), Vec::<String>::new());
+    assert_eq!(lines(&[("GDRCOPY_ENABLE_LOGGING", "0")]), error());
+    assert_eq!(lines(&[("GDRCOPY_ENABLE_LOGGING", "1"), ("GDRCOPY_LOG_LEVEL", "4")]), error());
+    assert_eq!(lines(&[("GDRCOPY_ENABLE_LOGGING", "1"), ("GDRCOPY_LOG_LEVEL", "5")]), Vec::<String>::new());
+    // The host backend warns that it maps no GPU; what is likely to serve, and tokens, are worth a word.
+    for (level, word) in [("3", None), ("2", Some("INFO: ")), ("1", Some("INFO: ")), ("0", Some("INFO: "))] {
+        let all = lines(&[("GDRCOPY_ENABLE_LOGGING", "1"), ("GDRCOPY_LOG_LEVEL", level)]);
+        let expected = word.into_iter().chain(["WARN: ", "ERR:  "]).chain(word).chain(["ERR:  "; 2]);
+        assert_eq!(all, expected.collect::<Vec<_>>(), "{level}");
+    }
+    // They tell the reason.
+    let output = program.run::<&str>(&[], &[("GDRCOPY_BACKEND", "host"), ("GDRCOPY_ENABLE_LOGGING", "1")]);
+    let log = String::from_utf8(output.stderr).unwrap();
+    let [pin, copy, unpin] = log.lines().collect::<Vec<_>>()[..] else { panic!("{log}") };
+    assert!(pin.starts_with("ERR:  gdr_pin_buffer_v2: ") && pin.contains("pin flags is 8: "), "{log}");
+    assert!(copy.starts_with("ERR:  gdr_copy_to_mapping: mapping is none: "), "{log}");
+    assert!(unpin.starts_with("ERR:  gdr_unpin_buffer: handle is 0x"), "{log}");
+}
+
+#[test]
+fn the_header_is_cplusplus_too() {
+    if std::process::Command::new("g++").arg("--version").output().is_err() {
+        println!("skipped: no g++ here");
+        return;
+    }
+    // The programs are C; what matters is that they link by the same names.
+    Program::compile_with("refused", "g++", &["-x", "c++", "-std=c++11"]);
+    Program::compile_with("fault", "g++", &["-x", "c++", "-std=c++11"]);
+}
