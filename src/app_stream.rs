@@ -423,7 +423,7 @@ impl Kernels {
     /// Of the stream.
     pub fn lend(&self, gpu: &Gpu, config: CudaStreamConfig) -> Result<Stream> {
         // SAFETY: the stream stays as long as the process.
-        Ok(unsafe { Stream::cuda_lent(gpu, self.stream.cu_stream().addr(), config) }?)
+        Ok(unsafe { Stream::cuda_from_raw(gpu, self.stream.cu_stream().addr(), config) }?)
     }
 
     /// Blocks until everything on the stream is done, which its wait limit bounds.

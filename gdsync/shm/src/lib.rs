@@ -17,7 +17,7 @@ pub mod shm_fifo;
 pub mod spin_lock;
 pub mod submit_lock;
 
-pub use backoff::{Backoff, nap};
+pub use backoff::{Backoff, cores_are_busy, nap, yield_core};
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
 pub use mutex::{RawSpinLock, SpinLock, SpinLockGuard};
 

@@ -783,12 +783,12 @@ impl CqInner {
     /// allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let start = Instant::now();
-        while self.provider.has_copied_lately() && start.elapsed() < timeout {
+        while self.provider.has_copied_lately() && !gdsync_shm::cores_are_busy() && start.elapsed() < timeout {
             if ready() {
                 return;
             }
             self.provider.progress();
-            std::thread::yield_now();
+            gdsync_shm::yield_core();
         }
         self.provider.leave();
         self.parts.event.park(ready, timeout);

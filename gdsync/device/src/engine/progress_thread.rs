@@ -147,14 +147,14 @@ impl<S: ProgressEngine> Worker<S> {
         }
         let timer = core.next_timer();
         let active = core.is_active();
-        let is_awake = idle < if hot { WATCH_SPIN } else { SPIN };
+        let is_awake = idle < if hot { WATCH_SPIN } else { SPIN } && !gdsync_shm::cores_are_busy();
         if !is_awake {
             core.doze(self.shared.rung());
         }
         self.shared.settle(core);
         if is_awake {
             if idle > SPIN / 2 {
-                std::thread::yield_now();
+                gdsync_shm::yield_core();
             }
             return hot && !copying;
         }
