@@ -283,15 +283,17 @@ impl Event {
                     ibv_event_type::IBV_EVENT_QP_REQ_ERR => {
                         "a peer sent a request that is not valid (IBV_EVENT_QP_REQ_ERR)"
                     }
-                    _ => "the card gave it up (IBV_EVENT_QP_FATAL): look at `dmesg`",
+                    _ => "the card stopped it (IBV_EVENT_QP_FATAL): check `dmesg`",
                 };
                 format!("QP {qpn:#x}: {what}")
             }
             Self::CompletionQueue(_) => {
-                "a completion queue failed (IBV_EVENT_CQ_ERR): look at `dmesg`, and build the queue pair again".into()
+                "a completion queue failed (IBV_EVENT_CQ_ERR): check `dmesg`, and build the queue pair again"
+                    .into()
             }
             Self::Device => {
-                "it is in a fatal state or gone (IBV_EVENT_DEVICE_FATAL): look at `dmesg`, and open it again".into()
+                "it is in a fatal state or gone (IBV_EVENT_DEVICE_FATAL): check `dmesg`, and open it again"
+                    .into()
             }
             Self::Port { .. } => return None,
         };

@@ -1,23 +1,25 @@
-//! Memory regions: host memory, and GPU memory by dma-buf or nvidia-peermem.
+//! Protection domains and memory regions: host memory, and GPU memory by dma-buf or nvidia-peermem.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use gdrcopy::cuda::raw::layout::{RANGE_HANDLE_DMA_BUF, pointer_attribute};
-use rdma_core_sys::verbs::{ibv_access_flags, ibv_mr};
+use parking_lot::Mutex;
+use rdma_core_sys::verbs::{ibv_access_flags, ibv_mr, ibv_pd};
 
-use super::domain::Domain;
 use super::explain::{Call, Memlock, failed_last, no_gpu_path};
 use super::open::Open;
 use super::sysfs::SYSFS;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
-use gdsync_device::{Access, TransferPath, Transport};
+use gdsync_device::{Access, MrKeys, TransferPath, Transport};
 
 /// How the device accesses the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -249,6 +251,105 @@ fn order_copies(gpu: &Gpu, memory: &Memory) {
     if let Err(error) = done {
         // Pool and `cuMemCreate` memory lacks this attribute.
         tracing::debug!(%error, ?memory, "copies by CUDA are not ordered with traffic of the device");
+    }
+}
+
+/// A protection domain, freed on drop. Objects created in it keep it alive.
+pub(crate) struct Domain {
+    open: Arc<Open>,
+    pd: NonNull<ibv_pd>,
+}
+
+// SAFETY: libibverbs is thread-safe.
+unsafe impl Send for Domain {}
+// SAFETY: libibverbs is thread-safe.
+unsafe impl Sync for Domain {}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "protection domain of {:?}", self.open)
+    }
+}
+
+impl Open {
+    /// Allocates a protection domain.
+    pub(crate) fn alloc_pd(self: &Arc<Self>) -> Result<Domain> {
+        // SAFETY: the device is open while `self` lives.
+        let pd = unsafe { self.verbs().ibv_alloc_pd(self.context().as_ptr()) };
+        let pd = NonNull::new(pd).ok_or_else(|| failed_last("ibv_alloc_pd", self.name(), &Call::Other))?;
+        Ok(Domain { open: self.clone(), pd })
+    }
+}
+
+impl Domain {
+    pub(crate) fn open(&self) -> &Arc<Open> {
+        &self.open
+    }
+
+    pub(crate) fn raw(&self) -> NonNull<ibv_pd> {
+        self.pd
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `alloc_pd`, freed only here.
+        let errno = unsafe { self.open.verbs().ibv_dealloc_pd(self.pd.as_ptr()) };
+        if errno != 0 {
+            tracing::debug!(device = self.open.name(), errno, "a protection domain was not freed");
+        }
+    }
+}
+
+/// Domains and regions of an open device. They are freed without locks held, because that may block in the kernel.
+#[derive(Debug)]
+pub(crate) struct Objects {
+    open: Arc<Open>,
+    domains: Mutex<HashMap<u32, Arc<Domain>>>,
+    next_domain: AtomicU32,
+    regions: Mutex<HashMap<u32, Region>>,
+}
+
+impl Objects {
+    pub(crate) fn new(open: &Arc<Open>) -> Self {
+        let (domains, regions) = Default::default();
+        Self { open: open.clone(), domains, next_domain: AtomicU32::new(1), regions }
+    }
+
+    pub(crate) fn alloc_pd(&self) -> Result<u32> {
+        let domain = Arc::new(self.open.alloc_pd()?);
+        let pdn = self.next_domain.fetch_add(1, Ordering::Relaxed);
+        self.domains.lock().insert(pdn, domain);
+        Ok(pdn)
+    }
+
+    pub(crate) fn dealloc_pd(&self, pdn: u32) {
+        let domain = self.domains.lock().remove(&pdn);
+        drop(domain);
+    }
+
+    pub(crate) fn domain(&self, pdn: u32) -> Result<Arc<Domain>> {
+        let found = self.domains.lock().get(&pdn).cloned();
+        found.ok_or_else(|| Error::invalid("protection domain", pdn, "one of this device"))
+    }
+
+    pub(crate) fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
+        let region = Region::register(&self.domain(pdn)?, memory, access)?;
+        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey(), is_staged: false };
+        tracing::debug!(?region, "registered");
+        self.regions.lock().insert(keys.lkey, region);
+        Ok(keys)
+    }
+
+    /// How the device accesses the region of this key.
+    pub(crate) fn transfer_path(&self, lkey: u32) -> TransferPath {
+        let way = self.regions.lock().get(&lkey).map_or(Way::Host, Region::way);
+        way.transfer_path()
+    }
+
+    pub(crate) fn dereg_mr(&self, keys: MrKeys) {
+        let region = self.regions.lock().remove(&keys.lkey);
+        drop(region);
     }
 }
 
