@@ -23,13 +23,13 @@ use gdsync_device::{Access, MrKeys, TransferPath, Transport};
 
 /// How the device accesses the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Registration {
     Host,
     DmaBuf,
     Peermem,
 }
 
-impl Way {
+impl Registration {
     pub(super) fn transfer_path(self) -> TransferPath {
         match self {
             Self::Host => TransferPath::new(Transport::Card, "it is host memory"),
@@ -48,7 +48,7 @@ pub(crate) struct Region {
     mr: NonNull<ibv_mr>,
     lkey: u32,
     rkey: u32,
-    way: Way,
+    registration: Registration,
 }
 
 // SAFETY: libibverbs is thread-safe.
@@ -58,7 +58,7 @@ unsafe impl Sync for Region {}
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "region {:#x} of {:?} ({:?})", self.lkey, self.domain.open(), self.way)
+        write!(f, "region {:#x} of {:?} ({:?})", self.lkey, self.domain.open(), self.registration)
     }
 }
 
@@ -106,25 +106,25 @@ impl Region {
         self.lkey
     }
 
-    pub(super) fn way(&self) -> Way {
-        self.way
+    pub(super) fn registration(&self) -> Registration {
+        self.registration
     }
 
     pub(crate) fn rkey(&self) -> u32 {
         self.rkey
     }
 
-    fn new(domain: &Arc<Domain>, mr: NonNull<ibv_mr>, way: Way) -> Self {
+    fn new(domain: &Arc<Domain>, mr: NonNull<ibv_mr>, registration: Registration) -> Self {
         // SAFETY: `mr` was just created.
         let lkey = unsafe { (*mr.as_ptr()).lkey };
         // SAFETY: `mr` was just created.
         let rkey = unsafe { (*mr.as_ptr()).rkey };
-        Self { domain: domain.clone(), mr, lkey, rkey, way }
+        Self { domain: domain.clone(), mr, lkey, rkey, registration }
     }
 
     fn register_host(domain: &Arc<Domain>, memory: &Memory, access: Access) -> Result<Self> {
         let call = Call::Register { len: memory.len(), memlock: Memlock::here() };
-        Self::by_address(domain, memory, access, &call, Way::Host)
+        Self::by_address(domain, memory, access, &call, Registration::Host)
     }
 
     fn by_address(
@@ -132,7 +132,7 @@ impl Region {
         memory: &Memory,
         access: Access,
         call: &Call,
-        way: Way,
+        registration: Registration,
     ) -> Result<Self> {
         let open = domain.open();
         let addr = usize::try_from(memory.addr()).expect("64-bit hosts only");
@@ -140,7 +140,7 @@ impl Region {
         // SAFETY: `memory` stays mapped while the region lives; the device gets only the rights in `access`.
         let mr = unsafe { open.verbs().reg_mr(domain.raw().as_ptr(), addr, memory.len(), rights(access)) };
         match NonNull::new(mr) {
-            Some(mr) => Ok(Self::new(domain, mr, way)),
+            Some(mr) => Ok(Self::new(domain, mr, registration)),
             None => Err(failed_last("ibv_reg_mr", describe(open, memory), call)),
         }
     }
@@ -155,7 +155,7 @@ impl Region {
         tracing::debug!(?memory, why = %dma_buf, "no registration by dma-buf");
         let peermem = if has_peermem() {
             let call = Call::RegisterGpu { len: memory.len() };
-            match Self::by_address(domain, memory, access, &call, Way::Peermem) {
+            match Self::by_address(domain, memory, access, &call, Registration::Peermem) {
                 Ok(region) => return Ok(region),
                 Err(error) if error.is_exhausted() => return Err(error),
                 Err(error) => error.to_string(),
@@ -182,7 +182,7 @@ impl Region {
         // SAFETY: the range lies in the dma-buf; the region keeps `memory` alive.
         let mr = unsafe { register(domain.raw().as_ptr(), offset, len, addr, fd.as_raw_fd(), rights) };
         match NonNull::new(mr) {
-            Some(mr) => Ok(Self::new(domain, mr, Way::DmaBuf)),
+            Some(mr) => Ok(Self::new(domain, mr, Registration::DmaBuf)),
             None => {
                 Err(failed_last("ibv_reg_dmabuf_mr", describe(open, memory), &Call::RegisterDmaBuf { len }))
             }
@@ -343,8 +343,8 @@ impl Objects {
 
     /// How the device accesses the region of this key.
     pub(crate) fn transfer_path(&self, lkey: u32) -> TransferPath {
-        let way = self.regions.lock().get(&lkey).map_or(Way::Host, Region::way);
-        way.transfer_path()
+        let registration = self.regions.lock().get(&lkey).map_or(Registration::Host, Region::registration);
+        registration.transfer_path()
     }
 
     pub(crate) fn dereg_mr(&self, keys: MrKeys) {

@@ -16,7 +16,7 @@ use rdma_core_sys::verbs::{
     ibv_create_cq_ex, ibv_qp, ibv_qp_init_attr_ex, ibv_qp_init_attr_mask, ibv_qp_type,
 };
 
-use super::registers::{KernelExecutor, Registers};
+use super::registers::{Registers, ThreadDomain};
 use super::rings::RingDomain;
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::{Domain, FailedCq, Open};
@@ -150,7 +150,7 @@ pub(super) struct DirectQp {
     /// State and first PSN.
     state: Mutex<(QpState, u32)>,
     domain: Option<RingDomain>,
-    kernel_exec: Option<KernelExecutor>,
+    thread_domain: Option<ThreadDomain>,
     registers: Arc<Registers>,
     base: Arc<Domain>,
 }
@@ -174,11 +174,11 @@ impl Drop for DirectQp {
         if errno != 0 {
             tracing::error!(qp = ?self, errno, "a queue pair was not destroyed");
             // A register whose queue pair may live is not reused.
-            std::mem::forget((self.domain.take(), self.kernel_exec.take()));
+            std::mem::forget((self.domain.take(), self.thread_domain.take()));
         }
         drop(self.domain.take());
-        if let Some(kernel_exec) = self.kernel_exec.take() {
-            self.registers.release(kernel_exec);
+        if let Some(thread_domain) = self.thread_domain.take() {
+            self.registers.release(thread_domain);
         }
     }
 }
@@ -229,8 +229,8 @@ impl DirectQp {
         psn: u32,
     ) -> Result<(Self, Parts)> {
         let open = base.open();
-        let kernel_exec = registers.acquire();
-        let domain = RingDomain::new(base, kernel_exec.as_ref().map(KernelExecutor::td), places)?;
+        let thread_domain = registers.acquire();
+        let domain = RingDomain::new(base, thread_domain.as_ref().map(ThreadDomain::td), places)?;
         let receives = 1u32 << request.log_rq;
         let recv_sges = u32::try_from(request.rq_stride / mlx5::SEGMENT).unwrap_or(u32::MAX);
         let mut attr = ibv_qp_init_attr_ex::zeroed();
@@ -269,7 +269,7 @@ impl DirectQp {
             recv_cq: recv_cq.clone(),
             state: Mutex::new((QpState::RESET, psn)),
             domain: Some(domain),
-            kernel_exec,
+            thread_domain,
             registers: registers.clone(),
             base: base.clone(),
         };

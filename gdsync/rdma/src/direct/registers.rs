@@ -17,17 +17,17 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64, host_page};
 
 /// A thread domain: owns a doorbell register.
-pub(super) struct KernelExecutor {
+pub(super) struct ThreadDomain {
     open: Arc<Open>,
     td: NonNull<ibv_td>,
 }
 
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Send for KernelExecutor {}
+unsafe impl Send for ThreadDomain {}
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for KernelExecutor {}
+unsafe impl Sync for ThreadDomain {}
 
-impl Drop for KernelExecutor {
+impl Drop for ThreadDomain {
     fn drop(&mut self) {
         // SAFETY: created here, freed only here, after the domains over it.
         let errno = unsafe { ibv_dealloc_td(self.td.as_ptr()) };
@@ -37,7 +37,7 @@ impl Drop for KernelExecutor {
     }
 }
 
-impl KernelExecutor {
+impl ThreadDomain {
     pub(super) fn td(&self) -> NonNull<ibv_td> {
         self.td
     }
@@ -46,7 +46,7 @@ impl KernelExecutor {
 /// Doorbell registers of a device, for reuse.
 pub(super) struct Registers {
     open: Arc<Open>,
-    idle: Mutex<Vec<KernelExecutor>>,
+    idle: Mutex<Vec<ThreadDomain>>,
     /// Host pages with registers, by address.
     pages: Mutex<HashMap<usize, Page>>,
 }
@@ -77,9 +77,9 @@ impl Registers {
 
     /// A free register; `None` if the card has none left. libmlx5 then uses one shared by several queue pairs, which is
     /// safe: each doorbell is one 8-byte write.
-    pub(super) fn acquire(&self) -> Option<KernelExecutor> {
-        if let Some(kernel_exec) = self.idle.lock().pop() {
-            return Some(kernel_exec);
+    pub(super) fn acquire(&self) -> Option<ThreadDomain> {
+        if let Some(thread_domain) = self.idle.lock().pop() {
+            return Some(thread_domain);
         }
         let mut attr = ibv_td_init_attr::zeroed();
         // SAFETY: the device is open.
@@ -89,12 +89,12 @@ impl Registers {
             tracing::debug!(%error, "a queue pair shares a doorbell register");
             return None;
         };
-        Some(KernelExecutor { open: self.open.clone(), td })
+        Some(ThreadDomain { open: self.open.clone(), td })
     }
 
     /// Returns the register of a destroyed queue pair.
-    pub(super) fn release(&self, kernel_exec: KernelExecutor) {
-        self.idle.lock().push(kernel_exec);
+    pub(super) fn release(&self, thread_domain: ThreadDomain) {
+        self.idle.lock().push(thread_domain);
     }
 
     /// The register at this address, which libmlx5 reported for a queue pair.

@@ -11,7 +11,7 @@ use parking_lot::{Mutex, RwLock};
 use rdma_core_sys::verbs::ibv_event_type;
 
 use super::core::Core;
-use super::device::{Channel, DeviceQp, Granted, Most};
+use super::device::{Capacity, Channel, DeviceLimits, DeviceQp};
 use super::qp::{DRAIN, ProxyQp};
 use super::staging::Shadow;
 use crate::{Domain, Event, Events, Objects, Open, Region};
@@ -38,7 +38,7 @@ pub struct Proxy {
     /// Reserved completion queue entries by QPN: queue and number.
     rooms: Mutex<HashMap<u32, (usize, u32)>>,
     strict: bool,
-    most: Most,
+    limits: DeviceLimits,
     /// Which GPU memory is staged.
     staging: Mutex<Staging>,
     /// Whether staging was logged.
@@ -54,21 +54,21 @@ impl Proxy {
     /// # Errors
     /// [`Error::Verbs`] or [`Error::Sys`] when a queue, descriptor or thread cannot be created.
     pub fn start(open: Arc<Open>, strict: bool) -> Result<Self> {
-        Self::start_within(open, strict, Most::ALL)
+        Self::start_within(open, strict, DeviceLimits::ALL)
     }
 
     /// As [`Proxy::start`], with upper limits for requests to the device.
-    pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
+    pub(super) fn start_within(open: Arc<Open>, strict: bool, limits: DeviceLimits) -> Result<Self> {
         let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
         let shared = Arc::new(Shared::new(open.clone(), strict)?);
         let listener = shared.clone();
         Ok(Self {
-            _events: Events::read(&open, None, move |event| listener.tell(event))?,
+            _events: Events::read(&open, None, move |event| listener.handle_event(event))?,
             _service: ProgressThread::start(shared.clone())?,
             objects: Objects::new(&open),
             rooms: Mutex::default(),
             strict,
-            most,
+            limits,
             staging: Mutex::default(),
             logged_staging: Once::new(),
             shared,
@@ -234,12 +234,12 @@ impl Provider for Proxy {
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
         let domain = self.objects.domain(request.pdn)?;
-        let wish = Granted::wish(self.open(), request, self.most);
-        let room = wish.sends + wish.receives;
+        let wanted = Capacity::wanted(self.open(), request, self.limits);
+        let room = wanted.sends + wanted.receives;
         // Under the lock: the queue must not move while it is registered.
         let (queue, device) = self.shared.with(|core| {
             let queue = core.reserve(room)?;
-            let device = DeviceQp::create(&domain, core.queue(queue), wish);
+            let device = DeviceQp::create(&domain, core.queue(queue), wanted);
             if device.is_err() {
                 core.release(queue, room);
             }
@@ -415,7 +415,7 @@ impl Shared {
     }
 
     /// Handles an asynchronous event of the device.
-    pub(super) fn tell(&self, event: Event) {
+    pub(super) fn handle_event(&self, event: Event) {
         let place = match event {
             Event::QueuePair { qpn, .. } => match self.place(qpn) {
                 Some(place) => Some(place),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
 use super::device::DeviceQp;
-use super::staging::{Arrival, Brought, ReceiveStaging, Shadows, Staged};
+use super::staging::{Arrival, Brought, ResponseCopy, Shadows, Staged};
 use super::translate::{
     Buffers, Failure, Inline, Request, Tag, in_ring, inline_bytes, is_unnamed, outcome, received, sge,
 };
@@ -72,14 +72,13 @@ pub(super) struct Sent {
     /// Error with more detail than the syndrome.
     pub(super) cause: Option<Error>,
     /// Data still to be copied from staging.
-    pub(super) receive_staging: Option<Box<ReceiveStaging>>,
+    pub(super) response_copy: Option<Box<ResponseCopy>>,
 }
 
 impl Sent {
     /// Result, once nothing is left to do.
     fn ended(&self) -> Option<std::result::Result<(), Failure>> {
-        self.outcome
-            .filter(|_| self.receive_staging.as_ref().is_none_or(|receive_staging| receive_staging.is_over()))
+        self.outcome.filter(|_| self.response_copy.as_ref().is_none_or(|copy| copy.is_over()))
     }
 }
 
@@ -178,8 +177,8 @@ impl ProxyQp {
         if let Some(sent) = self.sends.get_mut(at) {
             sent.outcome = Some(outcome(wc));
             sent.cause = error_detail(wc, self.state, &self.device);
-            if let (Some(Ok(())), Some(receive_staging)) = (sent.outcome, &mut sent.receive_staging) {
-                receive_staging.begin(sent.bytes, env.shadows);
+            if let (Some(Ok(())), Some(copy)) = (sent.outcome, &mut sent.response_copy) {
+                copy.begin(sent.bytes, env.shadows);
             }
         }
         self.complete_finished(env);
@@ -193,11 +192,11 @@ impl ProxyQp {
         if let Some(cause) = error_detail(wc, self.state, &self.device) {
             self.record_error(cause);
         }
-        let receive_staging = self.staged.copy_for(counter, &cqe, env.shadows);
-        if receive_staging.is_none() && self.staged.is_in_place() {
+        let copy = self.staged.copy_for(counter, &cqe, env.shadows);
+        if copy.is_none() && self.staged.is_in_place() {
             self.arrived(cqe, counter, env);
         } else {
-            self.staged.arrivals.push_back(Arrival { cqe, counter, receive_staging });
+            self.staged.arrivals.push_back(Arrival { cqe, counter, copy });
         }
     }
 
@@ -226,8 +225,7 @@ impl ProxyQp {
         while let Some(mut outcome) = self.sends.front().and_then(Sent::ended) {
             let sent = self.sends.pop_front().expect("it was just looked at");
             self.first = self.first.wrapping_add(1);
-            if let Some(copy) =
-                sent.receive_staging.as_ref().and_then(|receive_staging| receive_staging.copy())
+            if let Some(copy) = sent.response_copy.as_ref().and_then(|copy| copy.copy())
                 && let Some(error) = self.staged.failure(copy, self.device.open().name())
             {
                 self.record_error(error);
@@ -477,7 +475,7 @@ fn error_detail(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error>
 /// Result of posting a WQE.
 enum Posted {
     /// Posted; it returns this many bytes, which may then be copied from staging.
-    InDevice(u32, Option<Box<ReceiveStaging>>),
+    InDevice(u32, Option<Box<ResponseCopy>>),
     /// Done: there was nothing to post.
     Done,
     /// The device is full, or the payload is not staged yet.
@@ -513,14 +511,14 @@ impl ProxyQp {
                 completes: wqe.ctrl.always_completes(),
                 outcome: None,
                 cause: None,
-                receive_staging: None,
+                response_copy: None,
             };
             match self.post(&wqe, env) {
-                Posted::InDevice(bytes, receive_staging) => {
+                Posted::InDevice(bytes, copy) => {
                     self.in_device += 1;
                     env.given(1);
                     sent.bytes = bytes;
-                    sent.receive_staging = receive_staging;
+                    sent.response_copy = copy;
                 }
                 Posted::Done => sent.outcome = Some(Ok(())),
                 Posted::NotNow => break,
@@ -575,9 +573,9 @@ impl ProxyQp {
             Ok(pieces) => pieces,
             Err(cause) => return refused(cause),
         };
-        let mut receive_staging = None;
+        let mut copy = None;
         if bytes > 0 {
-            receive_staging = ReceiveStaging::of(pieces);
+            copy = ResponseCopy::of(pieces);
         } else if !pieces.is_empty() {
             match self.staged.staged_state(self.head, self.device.open().name()) {
                 Brought::InPlace => {}
@@ -586,7 +584,7 @@ impl ProxyQp {
             }
         }
         match self.device.send(&mut request, self.tag(false, number)) {
-            Ok(()) => Posted::InDevice(bytes, receive_staging),
+            Ok(()) => Posted::InDevice(bytes, copy),
             Err(errno) if self.in_device > 0 && is_full(errno) => Posted::NotNow,
             Err(errno) => refused(self.refusal(wqe.ctrl.opcode, errno)),
         }

@@ -196,29 +196,29 @@ pub(super) struct Staged {
 pub(super) struct Arrival {
     pub(super) cqe: Cqe,
     pub(super) counter: u16,
-    pub(super) receive_staging: Option<Copy>,
+    pub(super) copy: Option<Copy>,
 }
 
 impl Arrival {
     /// One that the device returned empty.
     pub(super) fn flushed(counter: u16) -> Self {
         let cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
-        Self { cqe, counter, receive_staging: None }
+        Self { cqe, counter, copy: None }
     }
 
     fn is_in_place(&self) -> bool {
-        self.receive_staging.as_ref().is_none_or(Copy::is_over)
+        self.copy.as_ref().is_none_or(Copy::is_over)
     }
 }
 
 /// Response data of a READ or atomic in a shadow.
 #[derive(Debug)]
-pub(super) enum ReceiveStaging {
+pub(super) enum ResponseCopy {
     Expected(Pieces),
     Begun(Copy),
 }
 
-impl ReceiveStaging {
+impl ResponseCopy {
     pub(super) fn of(pieces: Pieces) -> Option<Box<Self>> {
         (!pieces.is_empty()).then(|| Box::new(Self::Expected(pieces)))
     }
@@ -355,11 +355,10 @@ impl ProxyQp {
 
     /// Continues what waited for finished copies.
     pub(super) fn copied(&mut self, env: &mut Env<'_>) {
-        while let Some(Arrival { mut cqe, counter, receive_staging }) =
+        while let Some(Arrival { mut cqe, counter, copy }) =
             self.staged.arrivals.pop_front_if(|arrival| arrival.is_in_place())
         {
-            let failure =
-                receive_staging.and_then(|copy| self.staged.failure(&copy, self.device.open().name()));
+            let failure = copy.and_then(|copy| self.staged.failure(&copy, self.device.open().name()));
             if let Some(failure) = failure {
                 self.record_error(failure);
                 let syndrome = Syndrome::LOC_QP_OP_ERR;

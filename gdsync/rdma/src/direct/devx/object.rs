@@ -13,7 +13,7 @@ use rdma_core_sys::verbs::ibv_event_type;
 
 use super::mailbox::{Command, Opcode, Status};
 use crate::explain::last_errno;
-use crate::{Event, FailedCq, More, Open};
+use crate::{Event, EventSource, FailedCq, Open};
 use gdsync_device::error::{Error, Result};
 
 /// Advice for devices without DevX.
@@ -282,7 +282,7 @@ impl EventChannel {
     }
 }
 
-impl More for EventChannel {
+impl EventSource for EventChannel {
     fn fd(&self) -> i32 {
         // SAFETY: the channel lives until `self` is dropped.
         unsafe { (*self.raw.as_ptr()).fd }
