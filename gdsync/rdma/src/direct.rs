@@ -1,7 +1,7 @@
 //! mlx5 cards that read the rings directly, through verbs objects in our memory.
 //!
 //! libibverbs and libmlx5 create the queues and change their states; sends and waits do not call them. Queues in GPU
-//! memory are created by firmware commands; see [`devx`]. Other queues lie in host memory, mapped for GPUs too. The
+//! memory are created by firmware commands; see `devx`. Other queues lie in host memory, mapped for GPUs too. The
 //! doorbell is a register of the card, which a GPU may write if the NVIDIA driver permits. So CPU threads and GPU
 //! streams trigger and wait in the same way.
 //!

@@ -29,7 +29,6 @@ pub struct SoftHcaConfig {
     /// Maximum number of memory regions, at most 2^24 - 1024 (the default).
     pub max_regions: usize,
     /// Replaces CUDA's copy engines, for tests.
-    #[doc(hidden)]
     pub copy_engine: Option<Arc<dyn CopyEngine>>,
 }
 

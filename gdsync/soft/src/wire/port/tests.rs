@@ -1,3 +1,5 @@
+//! Links between ports: handshake, hostile connections, death of a peer.
+
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
