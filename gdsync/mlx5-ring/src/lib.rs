@@ -15,8 +15,7 @@
 //! | `ctrl` | the control segment, first in every send WQE |
 //! | `wqe` | send operations and encoded send WQEs |
 //! | `encode` | encoding of send WQEs |
-//! | `decode` | decoding of send WQEs, with the errors a card reports |
-//! | `strict` | violations that a card may tolerate |
+//! | `decode` | decoding of send WQEs, with the errors a card reports and violations it may tolerate |
 //! | `rq` | receive WQEs |
 //! | `cqe` | CQEs and their owner bit |
 //! | `doorbell` | doorbell records and the doorbell register |
@@ -38,7 +37,6 @@ mod rq;
 mod segment;
 #[cfg(test)]
 mod strategies;
-mod strict;
 #[cfg(test)]
 mod tests;
 mod wqe;
@@ -51,7 +49,7 @@ pub use ctrl::{
     CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL, FM_MASK,
     FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like, set_index,
 };
-pub use decode::{DecodeError, DecodedOp, DecodedPayload, SgeList, decode_body};
+pub use decode::{DecodeError, DecodedOp, DecodedPayload, SgeList, decode_body, strict_violations};
 pub use doorbell::{
     BF_OFFSET, CQ_DBREC_CI, CQ_DBREC_SIZE, Doorbell, EMPTY, QP_DBREC_RECV, QP_DBREC_SEND, QP_DBREC_SIZE,
     cq_ci_record, doorbell_word, extend16, extend24, low16, next_pi_doorbell, record_to_u16, record_to_u24,
@@ -62,5 +60,4 @@ pub use error::WqeError;
 pub use opcode::{CqeOpcode, Opcode, Syndrome};
 pub use rq::{decode_recv, encode_recv, recv_stride};
 pub use segment::{DataSeg, INLINE, INVALID_LKEY, MAX_MESSAGE, RemoteAddr, SEGMENT};
-pub use strict::strict_violations;
 pub use wqe::{BB, MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};

@@ -74,7 +74,6 @@ impl DeviceConfig {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a value that does not parse.
-    #[doc(hidden)]
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let config = Self {
             route: variable("GDSYNC_PATH").map(|text| text.parse()).transpose()?,

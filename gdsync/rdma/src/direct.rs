@@ -1,7 +1,7 @@
 //! mlx5 cards that read the rings directly, through verbs objects in our memory.
 //!
 //! libibverbs and libmlx5 create the queues and change their states; sends and waits do not call them. Queues in GPU
-//! memory are created by firmware commands; see [`devx`]. Other queues lie in host memory, mapped for GPUs too. The
+//! memory are created by firmware commands; see `devx`. Other queues lie in host memory, mapped for GPUs too. The
 //! doorbell is a register of the card, which a GPU may write if the NVIDIA driver permits. So CPU threads and GPU
 //! streams trigger and wait in the same way.
 //!
@@ -31,7 +31,7 @@ use rdma_core_sys::Mlx5;
 use self::devx::{Devx, DevxCq, DevxQp, EventChannel};
 use self::queues::{DirectCq, DirectQp, Parts};
 use self::registers::Registers;
-use crate::{Domain, Event, Events, FailedCq, Healths, More, Objects, Open};
+use crate::{Domain, Event, EventSource, Events, FailedCq, HealthMap, Objects, Open};
 use gdsync_device::CqEvent;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
@@ -66,7 +66,7 @@ pub struct Direct {
 /// State of the event thread.
 #[derive(Debug, Default)]
 struct Shared {
-    healths: Healths,
+    healths: HealthMap,
     qps: Mutex<HashMap<u32, Qp>>,
 }
 
@@ -179,13 +179,13 @@ impl Direct {
         let channel = EventChannel::open(open, mlx5);
         let events = {
             let (open, shared) = (open.clone(), shared.clone());
-            let more = channel.clone().map(|channel| channel as Arc<dyn More>);
+            let more = channel.clone().map(|channel| channel as Arc<dyn EventSource>);
             Events::read(&open.clone(), more, move |event| {
                 let uses = |qpn: u32, cq| shared.qps.lock().get(&qpn).is_some_and(|qp| qp.uses(cq));
-                let tell = || shared.healths.tell(&open, event, uses);
+                let record = || shared.healths.record(&open, event, uses);
                 match shared.qp_of(event) {
-                    Some(qp) => qp.if_failed(tell),
-                    None => tell(),
+                    Some(qp) => qp.if_failed(record),
+                    None => record(),
                 }
             })?
         };

@@ -39,7 +39,7 @@ pub(crate) enum FailedCq {
 }
 
 /// Another file descriptor with events.
-pub(crate) trait More: Send + Sync {
+pub(crate) trait EventSource: Send + Sync {
     /// The descriptor, open while this lives.
     fn fd(&self) -> i32;
 
@@ -67,21 +67,21 @@ impl Drop for Events {
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
-            // Panics only if `tell` does; the hook has reported it.
+            // Panics only if `handle` does; the hook has reported it.
             let _ = thread.join();
         }
     }
 }
 
 impl Events {
-    /// Starts a thread that calls `tell` with each event of the device and of `more`.
+    /// Starts a thread that calls `handle` with each event of the device and of `more`.
     ///
     /// # Errors
     /// [`Error::Sys`] when a descriptor or thread cannot be created.
     pub(crate) fn read(
         open: &Arc<Open>,
-        more: Option<Arc<dyn More>>,
-        tell: impl Fn(Event) + Send + 'static,
+        more: Option<Arc<dyn EventSource>>,
+        handle: impl Fn(Event) + Send + 'static,
     ) -> Result<Self> {
         // SAFETY: no pointers are passed.
         let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
@@ -100,10 +100,10 @@ impl Events {
         let thread = std::thread::Builder::new()
             .name("gdsync-events".into())
             .spawn(move || {
-                let read = || read_until_stopped(&open, fd, more, &until, &tell);
+                let read = || read_until_stopped(&open, fd, more, &until, &handle);
                 if catch_unwind(AssertUnwindSafe(read)).is_err() {
                     // Without events, later failures would go unnoticed: report the device as failed.
-                    let _ = catch_unwind(AssertUnwindSafe(|| tell(Event::Device)));
+                    let _ = catch_unwind(AssertUnwindSafe(|| handle(Event::Device)));
                 }
             })
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
@@ -114,14 +114,14 @@ impl Events {
 fn read_until_stopped(
     open: &Open,
     fd: i32,
-    more: Option<Arc<dyn More>>,
+    more: Option<Arc<dyn EventSource>>,
     stop: &OwnedFd,
-    tell: &impl Fn(Event),
+    handle: &impl Fn(Event),
 ) {
     let mut more = more;
     while wait(fd, more.as_ref().map(|more| more.fd()), stop.as_raw_fd()) {
         match more.as_ref().map(|more| more.take()) {
-            Some(Ok(Some(event))) => tell(event),
+            Some(Ok(Some(event))) => handle(event),
             Some(Err(error)) if error.kind() != io::ErrorKind::WouldBlock => {
                 tracing::debug!(device = open.name(), %error, "events of DevX are not read any more");
                 more = None;
@@ -129,12 +129,12 @@ fn read_until_stopped(
             _ => {}
         }
         match take(open) {
-            Ok(Some(event)) => tell(event),
+            Ok(Some(event)) => handle(event),
             Ok(None) => {}
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => {
                 tracing::error!(device = open.name(), %error, "events are not read any more");
-                return tell(Event::Device);
+                return handle(Event::Device);
             }
         }
     }
@@ -234,9 +234,9 @@ impl Open {
 
 /// Sticky errors of a device's queue pairs, by QPN.
 #[derive(Debug, Default)]
-pub(crate) struct Healths(Mutex<HashMap<u32, Weak<Health>>>);
+pub(crate) struct HealthMap(Mutex<HashMap<u32, Weak<Health>>>);
 
-impl Healths {
+impl HealthMap {
     /// Records failures of queue pair `qpn` in `health`.
     pub(crate) fn add(&self, qpn: u32, health: &Arc<Health>) {
         self.0.lock().insert(qpn, Arc::downgrade(health));
@@ -248,7 +248,7 @@ impl Healths {
     }
 
     /// Records an event for the queue pairs it concerns; `of_cq` tells whether one uses a completion queue.
-    pub(crate) fn tell(&self, open: &Open, event: Event, of_cq: impl Fn(u32, FailedCq) -> bool) {
+    pub(crate) fn record(&self, open: &Open, event: Event, of_cq: impl Fn(u32, FailedCq) -> bool) {
         let Some(error) = event.cause(open) else {
             if let Event::Port { number, kind } = event {
                 tracing::warn!(device = open.name(), port = number, event = kind.name(), "a port changed");
@@ -283,15 +283,17 @@ impl Event {
                     ibv_event_type::IBV_EVENT_QP_REQ_ERR => {
                         "a peer sent a request that is not valid (IBV_EVENT_QP_REQ_ERR)"
                     }
-                    _ => "the card gave it up (IBV_EVENT_QP_FATAL): look at `dmesg`",
+                    _ => "the card stopped it (IBV_EVENT_QP_FATAL): check `dmesg`",
                 };
                 format!("QP {qpn:#x}: {what}")
             }
             Self::CompletionQueue(_) => {
-                "a completion queue failed (IBV_EVENT_CQ_ERR): look at `dmesg`, and build the queue pair again".into()
+                "a completion queue failed (IBV_EVENT_CQ_ERR): check `dmesg`, and build the queue pair again"
+                    .into()
             }
             Self::Device => {
-                "it is in a fatal state or gone (IBV_EVENT_DEVICE_FATAL): look at `dmesg`, and open it again".into()
+                "it is in a fatal state or gone (IBV_EVENT_DEVICE_FATAL): check `dmesg`, and open it again"
+                    .into()
             }
             Self::Port { .. } => return None,
         };

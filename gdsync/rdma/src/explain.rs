@@ -263,6 +263,11 @@ fn modify(step: &Step, errno: i32) -> String {
     }
 }
 
+/// The current `errno`.
+pub(crate) fn last_errno() -> i32 {
+    std::io::Error::last_os_error().raw_os_error().filter(|&errno| errno != 0).unwrap_or(libc::EIO)
+}
+
 /// Error of a call on `subject` that failed with `errno`.
 pub(crate) fn failed(name: &'static str, subject: impl Display, call: &Call, errno: i32) -> Error {
     // Some drivers return negative numbers.

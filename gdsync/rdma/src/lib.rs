@@ -16,15 +16,11 @@
 //!   error says what both need. Regions that the device writes keep PCIe ordering, so data is in place when its
 //!   completion is.
 
-#![allow(missing_docs, missing_debug_implementations, unreachable_pub)]
-
 mod config;
 pub mod direct;
-mod domain;
 mod events;
 mod explain;
 mod list;
-mod objects;
 mod open;
 mod port;
 pub mod proxy;
@@ -32,31 +28,26 @@ mod region;
 mod step;
 mod survey;
 mod sysfs;
-mod topology;
+
+pub use config::{DeviceConfig, Route};
+pub use open::Open;
+pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
+pub use survey::{NearGpu, Survey, preferred};
+pub use sysfs::{Class as SysfsDevice, Distance, Place, gpus};
+
+pub(crate) use events::{Event, EventSource, Events, FailedCq, HealthMap};
+pub(crate) use region::{Domain, Objects, Pages, Region, has_peermem};
 
 use std::path::Path;
 
-pub use config::{DeviceConfig, Route};
-pub(crate) use domain::Domain;
-pub(crate) use events::{Event, Events, FailedCq, Healths, More};
-pub(crate) use objects::Objects;
-pub use open::Open;
-pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
-use rdma_core_sys::{Mlx5, Verbs};
-pub(crate) use region::{Pages, Region, has_peermem};
-pub use survey::{NearGpu, Survey, preferred};
-#[doc(hidden)]
-pub use sysfs::Class as SysfsDevice;
-#[doc(hidden)]
-pub use topology::{Distance, Place, gpus};
-
 use gdsync_device::env::variable;
 use gdsync_device::error::Result;
+use rdma_core_sys::{Mlx5, Verbs};
 
 /// Checks that libraries named by the environment load.
 ///
 /// # Errors
-/// [`Error::Library`] if one does not: whoever names a library needs it.
+/// [`Error::Library`](gdsync_device::Error::Library) if one does not: whoever names a library needs it.
 pub fn check_named() -> Result<()> {
     if variable("GDSYNC_LIBIBVERBS").is_some() {
         Verbs::load()?;
@@ -78,6 +69,6 @@ pub fn survey() -> Vec<Survey> {
     };
     let sysfs = Path::new(sysfs::SYSFS);
     let mut listed = list.devices().peekable();
-    let gpus = listed.peek().map(|_| topology::gpus(sysfs)).unwrap_or_default();
+    let gpus = listed.peek().map(|_| sysfs::gpus(sysfs)).unwrap_or_default();
     listed.map(|one| Survey::of(sysfs, &one.name(), one.is_mlx5(), &gpus, || one.ask_ports())).collect()
 }

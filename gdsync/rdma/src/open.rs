@@ -56,20 +56,21 @@ impl Open {
         Ok(Arc::new(open))
     }
 
-    pub fn verbs(&self) -> &'static Verbs {
+    pub(crate) fn verbs(&self) -> &'static Verbs {
         self.handle.verbs
     }
 
-    pub fn context(&self) -> NonNull<ibv_context> {
+    pub(crate) fn context(&self) -> NonNull<ibv_context> {
         self.handle.raw
     }
 
+    /// Name of the device.
     pub fn name(&self) -> &str {
         &self.handle.name
     }
 
     /// Whether libmlx5 is its driver.
-    pub fn is_mlx5(&self, mlx5: &Mlx5) -> bool {
+    pub(crate) fn is_mlx5(&self, mlx5: &Mlx5) -> bool {
         // SAFETY: the device is open while `self` lives.
         let device = unsafe { (*self.context().as_ptr()).device };
         // SAFETY: the open context holds a valid device.
@@ -77,19 +78,19 @@ impl Open {
     }
 
     /// Limits of the device.
-    pub fn attr(&self) -> &ibv_device_attr {
+    pub(crate) fn attr(&self) -> &ibv_device_attr {
         &self.attr
     }
 
     /// Maximum outstanding READs and atomics per queue pair and direction, at most [`MAX_RD_ATOMIC`].
-    pub fn rd_atomic(&self) -> u8 {
+    pub(crate) fn rd_atomic(&self) -> u8 {
         let most = self.attr.max_qp_rd_atom.min(self.attr.max_qp_init_rd_atom);
         u8::try_from(most.clamp(0, MAX_RD_ATOMIC.into())).expect("at most 16")
     }
 
     /// Access flags that queue pairs may grant. Drivers refuse atomics if the device has none, as some virtual
     /// functions.
-    pub fn rights(&self) -> Access {
+    pub(crate) fn rights(&self) -> Access {
         let has_atomics = self.attr.atomic_cap != ibv_atomic_cap::IBV_ATOMIC_NONE;
         if has_atomics {
             return Access::all();
@@ -102,37 +103,37 @@ impl Open {
     }
 
     /// The port in use.
-    pub fn port(&self) -> &Port {
+    pub(crate) fn port(&self) -> &Port {
         &self.port
     }
 
     /// The GID in use.
-    pub fn gid(&self) -> GidEntry {
+    pub(crate) fn gid(&self) -> GidEntry {
         self.gid
     }
 
     /// Index of the GID, for queue pairs.
-    pub fn gid_index(&self) -> u8 {
+    pub(crate) fn gid_index(&self) -> u8 {
         u8::try_from(self.gid.index).expect("only such entries are chosen")
     }
 
-    pub fn needs_grh(&self) -> bool {
+    pub(crate) fn needs_grh(&self) -> bool {
         self.needs_grh
     }
 
-    pub fn config(&self) -> &DeviceConfig {
+    pub(crate) fn config(&self) -> &DeviceConfig {
         &self.config
     }
 
     /// Address of a queue pair on this port.
-    pub fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+    pub(crate) fn address(&self, qpn: u32, psn: u32) -> QpAddress {
         let lid = if self.port.link == LinkLayer::InfiniBand { self.port.lid } else { 0 };
         let address = QpAddress::new(self.gid.gid, qpn, psn).with_lid(lid);
         self.port.mtu.map_or(address, |mtu| address.with_mtu(mtu))
     }
 
     /// What packets travel over, for reports.
-    pub fn link(&self) -> String {
+    pub(crate) fn link(&self) -> String {
         match (self.port.link, self.gid.kind) {
             (LinkLayer::Ethernet, GidKind::RoceV2) => "RoCE v2".into(),
             (LinkLayer::Ethernet, GidKind::IbOrRoceV1) => "RoCE v1".into(),

@@ -27,18 +27,11 @@
 //! | `staging` | GPU memory that the device cannot register |
 //! | `device` | queues of the device |
 
-mod bell;
-mod copy;
 mod core;
 mod device;
-mod outcome;
-mod post;
 mod provider;
 mod qp;
-mod shadow;
-mod shared;
-mod staged;
-mod tag;
+mod staging;
 #[cfg(test)]
 mod tests;
 mod translate;

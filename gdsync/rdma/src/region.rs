@@ -1,33 +1,35 @@
-//! Memory regions: host memory, and GPU memory by dma-buf or nvidia-peermem.
+//! Protection domains and memory regions: host memory, and GPU memory by dma-buf or nvidia-peermem.
 
+use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use gdrcopy::cuda::raw::layout::{RANGE_HANDLE_DMA_BUF, pointer_attribute};
-use rdma_core_sys::verbs::{ibv_access_flags, ibv_mr};
+use parking_lot::Mutex;
+use rdma_core_sys::verbs::{ibv_access_flags, ibv_mr, ibv_pd};
 
-use super::domain::Domain;
 use super::explain::{Call, Memlock, failed_last, no_gpu_path};
 use super::open::Open;
 use super::sysfs::SYSFS;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
-use gdsync_device::{Access, TransferPath, Transport};
+use gdsync_device::{Access, MrKeys, TransferPath, Transport};
 
 /// How the device accesses the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Registration {
     Host,
     DmaBuf,
     Peermem,
 }
 
-impl Way {
+impl Registration {
     pub(super) fn transfer_path(self) -> TransferPath {
         match self {
             Self::Host => TransferPath::new(Transport::Card, "it is host memory"),
@@ -46,7 +48,7 @@ pub(crate) struct Region {
     mr: NonNull<ibv_mr>,
     lkey: u32,
     rkey: u32,
-    way: Way,
+    registration: Registration,
 }
 
 // SAFETY: libibverbs is thread-safe.
@@ -56,7 +58,7 @@ unsafe impl Sync for Region {}
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "region {:#x} of {:?} ({:?})", self.lkey, self.domain.open(), self.way)
+        write!(f, "region {:#x} of {:?} ({:?})", self.lkey, self.domain.open(), self.registration)
     }
 }
 
@@ -104,25 +106,25 @@ impl Region {
         self.lkey
     }
 
-    pub(super) fn way(&self) -> Way {
-        self.way
+    pub(super) fn registration(&self) -> Registration {
+        self.registration
     }
 
     pub(crate) fn rkey(&self) -> u32 {
         self.rkey
     }
 
-    fn new(domain: &Arc<Domain>, mr: NonNull<ibv_mr>, way: Way) -> Self {
+    fn new(domain: &Arc<Domain>, mr: NonNull<ibv_mr>, registration: Registration) -> Self {
         // SAFETY: `mr` was just created.
         let lkey = unsafe { (*mr.as_ptr()).lkey };
         // SAFETY: `mr` was just created.
         let rkey = unsafe { (*mr.as_ptr()).rkey };
-        Self { domain: domain.clone(), mr, lkey, rkey, way }
+        Self { domain: domain.clone(), mr, lkey, rkey, registration }
     }
 
     fn register_host(domain: &Arc<Domain>, memory: &Memory, access: Access) -> Result<Self> {
         let call = Call::Register { len: memory.len(), memlock: Memlock::here() };
-        Self::by_address(domain, memory, access, &call, Way::Host)
+        Self::by_address(domain, memory, access, &call, Registration::Host)
     }
 
     fn by_address(
@@ -130,7 +132,7 @@ impl Region {
         memory: &Memory,
         access: Access,
         call: &Call,
-        way: Way,
+        registration: Registration,
     ) -> Result<Self> {
         let open = domain.open();
         let addr = usize::try_from(memory.addr()).expect("64-bit hosts only");
@@ -138,7 +140,7 @@ impl Region {
         // SAFETY: `memory` stays mapped while the region lives; the device gets only the rights in `access`.
         let mr = unsafe { open.verbs().reg_mr(domain.raw().as_ptr(), addr, memory.len(), rights(access)) };
         match NonNull::new(mr) {
-            Some(mr) => Ok(Self::new(domain, mr, way)),
+            Some(mr) => Ok(Self::new(domain, mr, registration)),
             None => Err(failed_last("ibv_reg_mr", describe(open, memory), call)),
         }
     }
@@ -153,7 +155,7 @@ impl Region {
         tracing::debug!(?memory, why = %dma_buf, "no registration by dma-buf");
         let peermem = if has_peermem() {
             let call = Call::RegisterGpu { len: memory.len() };
-            match Self::by_address(domain, memory, access, &call, Way::Peermem) {
+            match Self::by_address(domain, memory, access, &call, Registration::Peermem) {
                 Ok(region) => return Ok(region),
                 Err(error) if error.is_exhausted() => return Err(error),
                 Err(error) => error.to_string(),
@@ -180,7 +182,7 @@ impl Region {
         // SAFETY: the range lies in the dma-buf; the region keeps `memory` alive.
         let mr = unsafe { register(domain.raw().as_ptr(), offset, len, addr, fd.as_raw_fd(), rights) };
         match NonNull::new(mr) {
-            Some(mr) => Ok(Self::new(domain, mr, Way::DmaBuf)),
+            Some(mr) => Ok(Self::new(domain, mr, Registration::DmaBuf)),
             None => {
                 Err(failed_last("ibv_reg_dmabuf_mr", describe(open, memory), &Call::RegisterDmaBuf { len }))
             }
@@ -249,6 +251,105 @@ fn order_copies(gpu: &Gpu, memory: &Memory) {
     if let Err(error) = done {
         // Pool and `cuMemCreate` memory lacks this attribute.
         tracing::debug!(%error, ?memory, "copies by CUDA are not ordered with traffic of the device");
+    }
+}
+
+/// A protection domain, freed on drop. Objects created in it keep it alive.
+pub(crate) struct Domain {
+    open: Arc<Open>,
+    pd: NonNull<ibv_pd>,
+}
+
+// SAFETY: libibverbs is thread-safe.
+unsafe impl Send for Domain {}
+// SAFETY: libibverbs is thread-safe.
+unsafe impl Sync for Domain {}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "protection domain of {:?}", self.open)
+    }
+}
+
+impl Open {
+    /// Allocates a protection domain.
+    pub(crate) fn alloc_pd(self: &Arc<Self>) -> Result<Domain> {
+        // SAFETY: the device is open while `self` lives.
+        let pd = unsafe { self.verbs().ibv_alloc_pd(self.context().as_ptr()) };
+        let pd = NonNull::new(pd).ok_or_else(|| failed_last("ibv_alloc_pd", self.name(), &Call::Other))?;
+        Ok(Domain { open: self.clone(), pd })
+    }
+}
+
+impl Domain {
+    pub(crate) fn open(&self) -> &Arc<Open> {
+        &self.open
+    }
+
+    pub(crate) fn raw(&self) -> NonNull<ibv_pd> {
+        self.pd
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `alloc_pd`, freed only here.
+        let errno = unsafe { self.open.verbs().ibv_dealloc_pd(self.pd.as_ptr()) };
+        if errno != 0 {
+            tracing::debug!(device = self.open.name(), errno, "a protection domain was not freed");
+        }
+    }
+}
+
+/// Domains and regions of an open device. They are freed without locks held, because that may block in the kernel.
+#[derive(Debug)]
+pub(crate) struct Objects {
+    open: Arc<Open>,
+    domains: Mutex<HashMap<u32, Arc<Domain>>>,
+    next_domain: AtomicU32,
+    regions: Mutex<HashMap<u32, Region>>,
+}
+
+impl Objects {
+    pub(crate) fn new(open: &Arc<Open>) -> Self {
+        let (domains, regions) = Default::default();
+        Self { open: open.clone(), domains, next_domain: AtomicU32::new(1), regions }
+    }
+
+    pub(crate) fn alloc_pd(&self) -> Result<u32> {
+        let domain = Arc::new(self.open.alloc_pd()?);
+        let pdn = self.next_domain.fetch_add(1, Ordering::Relaxed);
+        self.domains.lock().insert(pdn, domain);
+        Ok(pdn)
+    }
+
+    pub(crate) fn dealloc_pd(&self, pdn: u32) {
+        let domain = self.domains.lock().remove(&pdn);
+        drop(domain);
+    }
+
+    pub(crate) fn domain(&self, pdn: u32) -> Result<Arc<Domain>> {
+        let found = self.domains.lock().get(&pdn).cloned();
+        found.ok_or_else(|| Error::invalid("protection domain", pdn, "one of this device"))
+    }
+
+    pub(crate) fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
+        let region = Region::register(&self.domain(pdn)?, memory, access)?;
+        let keys = MrKeys { lkey: region.lkey(), rkey: region.rkey(), is_staged: false };
+        tracing::debug!(?region, "registered");
+        self.regions.lock().insert(keys.lkey, region);
+        Ok(keys)
+    }
+
+    /// How the device accesses the region of this key.
+    pub(crate) fn transfer_path(&self, lkey: u32) -> TransferPath {
+        let registration = self.regions.lock().get(&lkey).map_or(Registration::Host, Region::registration);
+        registration.transfer_path()
+    }
+
+    pub(crate) fn dereg_mr(&self, keys: MrKeys) {
+        let region = self.regions.lock().remove(&keys.lkey);
+        drop(region);
     }
 }
 

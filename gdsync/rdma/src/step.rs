@@ -40,7 +40,7 @@ impl From {
         route.sl = self.service_level;
         let has_gid = peer.gid.0 != [0; 16];
         let is_global = match self.link {
-            LinkLayer::Ethernet if !has_gid => return refuse("it told no GID, which RoCE needs"),
+            LinkLayer::Ethernet if !has_gid => return refuse("its address has no GID, which RoCE needs"),
             LinkLayer::Ethernet
                 if self.gid_kind == GidKind::RoceV2 && self.gid.is_ipv4() != peer.gid.is_ipv4() =>
             {
@@ -54,7 +54,9 @@ impl From {
                 // The first half is the subnet prefix.
                 let is_elsewhere = has_gid && peer.gid.0[..8] != self.gid.0[..8];
                 if peer.lid == 0 && !(is_elsewhere || self.needs_grh) {
-                    return refuse("it told no LID, which InfiniBand needs: is it on another link or route?");
+                    return refuse(
+                        "its address has no LID, which InfiniBand needs: is it on another link or route?",
+                    );
                 }
                 route.dlid = peer.lid;
                 has_gid && (is_elsewhere || self.needs_grh)

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::port::Port;
 use super::sysfs::Class;
-use super::topology::{Distance, Place};
+use super::sysfs::{Distance, Place};
 
 /// A GPU and its PCIe distance from a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +19,7 @@ pub struct NearGpu {
 /// An RDMA device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Survey {
+    /// Name of the device.
     pub name: String,
     /// PCI location of its card, if any.
     pub place: Option<Place>,
@@ -26,6 +27,7 @@ pub struct Survey {
     pub is_iwarp: bool,
     /// Driven by libmlx5.
     pub is_mlx5: bool,
+    /// Its ports.
     pub ports: Vec<Port>,
     /// GPUs, nearest first; empty without a card.
     pub gpus: Vec<NearGpu>,
@@ -93,7 +95,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::super::port::{GidKind, LinkLayer};
-    use super::super::topology;
+    use super::super::sysfs;
     use super::*;
 
     /// A temporary tree like `/sys`.
@@ -154,7 +156,7 @@ mod tests {
         }
 
         fn survey(&self, name: &str) -> Survey {
-            Survey::of(&self.0, name, true, &topology::gpus(&self.0), Vec::new)
+            Survey::of(&self.0, name, true, &sysfs::gpus(&self.0), Vec::new)
         }
     }
 
@@ -192,7 +194,7 @@ mod tests {
         let tree = Tree::new("nodes");
         tree.gpu("pci0000:40/0000:40:01.0/0000:41:00.0", "-1");
         tree.gpu("pci0000:80/0000:80:01.0/0000:81:00.0", "-1");
-        let gpus = topology::gpus(&tree.0);
+        let gpus = sysfs::gpus(&tree.0);
         assert_eq!(gpus[0].numa, None);
         assert_eq!(gpus[0].distance(&gpus[1]), Distance::AcrossSockets);
     }
@@ -277,7 +279,7 @@ mod tests {
             mtu: Some(4096),
             gids: Vec::new(),
         };
-        let device = Survey::of(&tree.0, "mlx5_9", true, &topology::gpus(&tree.0), || vec![port.clone()]);
+        let device = Survey::of(&tree.0, "mlx5_9", true, &sysfs::gpus(&tree.0), || vec![port.clone()]);
         assert_eq!((device.ports, device.gpus, device.place), (vec![port], Vec::new(), None));
     }
 }

@@ -7,7 +7,6 @@ pub mod completion;
 mod doorbell;
 pub mod doorbell_watch;
 pub mod event_count;
-mod mutex;
 pub mod packet_ring;
 pub mod pending_flag;
 pub mod producer_index;
@@ -19,7 +18,7 @@ pub mod submit_lock;
 
 pub use backoff::{Backoff, cores_are_busy, nap, yield_core};
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
-pub use mutex::{RawSpinLock, SpinLock, SpinLockGuard};
+pub use spin_lock::{RawSpinLock, SpinLock, SpinLockGuard};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 

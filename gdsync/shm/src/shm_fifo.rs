@@ -215,7 +215,7 @@ pub fn peek<S: Slots>(slots: &S, number: u64) -> Next {
 pub struct Receiver {
     next: u64,
     /// Value of `taken` that the sender can see.
-    told: u64,
+    published: u64,
     phase: u64,
     /// Number of the first message without a slot, once it is known that the FIFO is closed.
     end: Option<u64>,
@@ -223,7 +223,7 @@ pub struct Receiver {
 
 impl Default for Receiver {
     fn default() -> Self {
-        Self { next: 0, told: 0, phase: 0, end: Some(0) }
+        Self { next: 0, published: 0, phase: 0, end: Some(0) }
     }
 }
 
@@ -250,8 +250,8 @@ impl Receiver {
     #[inline]
     pub fn take<S: Slots>(&mut self, slots: &S) {
         self.next += 1;
-        if self.next - self.told >= (slots.count() / 16).max(1) {
-            self.told = self.next;
+        if self.next - self.published >= (slots.count() / 16).max(1) {
+            self.published = self.next;
             slots.taken().store(self.next, Release);
         }
     }

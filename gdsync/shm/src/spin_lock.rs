@@ -1,6 +1,11 @@
 //! Spin lock for short, mostly uncontended sections: unlock is a release store, waiters poll and are never woken.
 
+use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::thread;
+use std::time::Duration;
+
+use parking_lot::lock_api::{self, GuardNoSend, RawMutex};
 
 use super::Atom32;
 
@@ -33,4 +38,52 @@ fn wait(taken: &impl Atom32, mut rest: impl FnMut(u32)) {
 #[inline]
 pub fn give(taken: &impl Atom32) {
     taken.store(0, Release);
+}
+
+/// Polls before yielding; polls before sleeping.
+const SPINS: u32 = 64;
+const AWAKE: u32 = SPINS + 16;
+/// Sleep between polls after that.
+const NAP: Duration = Duration::from_micros(50);
+
+/// A mutex over [`RawSpinLock`].
+pub type SpinLock<T> = lock_api::Mutex<RawSpinLock, T>;
+/// Guard of a [`SpinLock`].
+pub type SpinLockGuard<'a, T> = lock_api::MutexGuard<'a, RawSpinLock, T>;
+
+/// Raw spin lock.
+#[derive(Debug)]
+pub struct RawSpinLock(AtomicU32);
+
+// SAFETY: `take` returns only in the thread whose exchange changed 0 to 1, and only `unlock` stores 0, so
+// one thread holds the lock at a time.
+unsafe impl RawMutex for RawSpinLock {
+    const INIT: Self = Self(AtomicU32::new(0));
+
+    type Guard = GuardNoSend;
+
+    #[inline]
+    fn lock(&self) -> GuardNoSend {
+        take(&self.0, |rests| match rests {
+            ..SPINS => std::hint::spin_loop(),
+            SPINS..AWAKE => thread::yield_now(),
+            _ => thread::sleep(NAP),
+        });
+        GuardNoSend::new()
+    }
+
+    #[inline]
+    fn try_lock(&self) -> Option<GuardNoSend> {
+        try_take(&self.0).then(GuardNoSend::new)
+    }
+
+    #[inline]
+    unsafe fn unlock(&self, _taken: GuardNoSend) {
+        give(&self.0);
+    }
+
+    #[inline]
+    fn is_locked(&self) -> bool {
+        self.0.load(Relaxed) != 0
+    }
 }

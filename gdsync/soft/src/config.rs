@@ -1,13 +1,12 @@
 //! Configuration of a software HCA.
 
+use std::str::FromStr;
 use std::sync::Arc;
 
 use gdsync_device::FaultPlan;
 use gdsync_device::copy_engine::CopyEngine;
 use gdsync_device::env::variable;
 use gdsync_device::error::{Error, Result};
-
-use super::cma::CmaPolicy;
 
 /// Default of [`SoftHcaConfig::by_reference`]. On an H200, the CPU reads 32 KiB of GPU memory in 44 us and writes them
 /// in 1.3 us; a copy engine takes 10 us, mostly startup.
@@ -30,7 +29,6 @@ pub struct SoftHcaConfig {
     /// Maximum number of memory regions, at most 2^24 - 1024 (the default).
     pub max_regions: usize,
     /// Replaces CUDA's copy engines, for tests.
-    #[doc(hidden)]
     pub copy_engine: Option<Arc<dyn CopyEngine>>,
 }
 
@@ -69,5 +67,48 @@ impl SoftHcaConfig {
         };
         let cma = variable("GDSYNC_CMA").map_or(Ok(CmaPolicy::default()), |text| text.parse())?;
         Ok(Self { strict, faults, by_reference, cma, ..Self::default() })
+    }
+}
+
+/// From this length on, one kernel copy is faster than two copies through shared memory.
+const THRESHOLD: usize = 64 << 10;
+
+/// Which single-buffer host payloads the receiver reads with `process_vm_readv` (one copy); others go through shared
+/// memory (two copies, pipelined). Where the kernel denies the read, all payloads are sent.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum CmaPolicy {
+    /// 64 KiB and more.
+    #[default]
+    Auto,
+    /// This many bytes and more.
+    From(usize),
+    /// None.
+    Never,
+}
+
+impl CmaPolicy {
+    /// Minimum length in bytes.
+    pub(crate) fn threshold(self) -> Option<usize> {
+        match self {
+            Self::Auto => Some(THRESHOLD),
+            Self::From(bytes) => Some(bytes),
+            Self::Never => None,
+        }
+    }
+}
+
+/// `auto`, `never`, or a number of bytes.
+impl FromStr for CmaPolicy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "never" => Ok(Self::Never),
+            _ => text.parse().map(Self::From).map_err(|_| {
+                Error::invalid("GDSYNC_CMA", format!("'{text}'"), "auto, never, or a number of bytes")
+            }),
+        }
     }
 }

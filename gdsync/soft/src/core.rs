@@ -3,16 +3,16 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::async_event::{AsyncEventQueue, AsyncEvents};
-use super::cma::CmaPolicy;
 use super::config::SoftHcaConfig;
 use super::keys::Keys;
 use super::links::{Body, Links};
 use super::packet::Header;
-use super::pending_flush::PendingFlush;
 use super::qp::{Env, SoftQp};
-use super::rx_hints::RxHints;
 use super::wire::{LinkEnds, RxRing};
+use crate::card::{AsyncEventQueue, AsyncEvents};
+use crate::config::CmaPolicy;
+use crate::keys::PendingFlush;
+use crate::wire::RxHints;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Progress, WatchedDoorbells};
 use gdsync_device::error::{Error, Result};
@@ -66,7 +66,7 @@ pub(crate) struct Core {
     strict: bool,
     steps: u32,
     ticked: Instant,
-    held_back: bool,
+    has_delayed: bool,
 }
 
 #[derive(Debug, Default)]
@@ -140,7 +140,7 @@ impl Core {
             strict: config.strict,
             steps: 0,
             ticked: Instant::now(),
-            held_back: false,
+            has_delayed: false,
         })
     }
 
@@ -208,9 +208,9 @@ impl Core {
     }
 
     /// Removes a queue pair. The caller drops it outside of locks.
-    pub(crate) fn remove_qp(&mut self, qpn: u32, rung: &DoorbellSet) -> Option<Box<SoftQp>> {
+    pub(crate) fn remove_qp(&mut self, qpn: u32, doorbells: &DoorbellSet) -> Option<Box<SoftQp>> {
         let i = self.find(qpn)?;
-        self.watched.forget(i, rung);
+        self.watched.forget(i, doorbells);
         self.active.retain(|&a| a != i);
         let qp = self.qps[i].qp.take();
         self.drop_dead_links();
@@ -234,23 +234,23 @@ impl Core {
         });
     }
 
-    /// Starts to poll this doorbell if it was announced to be rung.
-    fn watch(&mut self, i: usize, rung: &DoorbellSet) {
-        if self.is_to_watch(i, rung) {
+    /// Starts to poll this doorbell if it was announced to be doorbells.
+    fn watch(&mut self, i: usize, doorbells: &DoorbellSet) {
+        if self.is_to_watch(i, doorbells) {
             self.watched.add(i);
         }
     }
 
-    /// Whether an announced doorbell has not been rung yet.
-    fn is_to_watch(&self, i: usize, rung: &DoorbellSet) -> bool {
+    /// Whether an announced doorbell has not been doorbells yet.
+    fn is_to_watch(&self, i: usize, doorbells: &DoorbellSet) -> bool {
         let qp = self.qps.get(i).and_then(|slot| slot.qp.as_ref());
-        qp.is_some_and(|qp| rung.is_to_watch(i, qp.req.head()))
+        qp.is_some_and(|qp| doorbells.is_to_watch(i, qp.req.head()))
     }
 
-    /// Stops polling a doorbell: after a reset, announced sends will not be rung.
-    pub(crate) fn unwatch(&mut self, qpn: u32, rung: &DoorbellSet) {
+    /// Stops polling a doorbell: after a reset, announced sends will not be doorbells.
+    pub(crate) fn unwatch(&mut self, qpn: u32, doorbells: &DoorbellSet) {
         if let Some(i) = self.find(qpn) {
-            self.watched.forget(i, rung);
+            self.watched.forget(i, doorbells);
         }
     }
 
@@ -280,8 +280,8 @@ impl Core {
     /// Adds a link and its hint for threads that do not hold the lock.
     pub(crate) fn add_link(&mut self, ends: LinkEnds, rx_hints: &RxHints) -> usize {
         let (link, ring) = self.links.add(ends);
-        if let Some((number, peek)) = ring.peeker() {
-            rx_hints.add(number, peek);
+        if let Some((number, hint)) = ring.hint() {
+            rx_hints.add(number, hint);
         }
         self.rings.resize_with(self.rings.len().max(link + 1), || None);
         self.rings[link] = Some(ring);
@@ -312,7 +312,7 @@ impl Core {
         rings.any(|(l, ring)| links.peer(l) == peer && !links.is_down(l) && ring.has_record())
     }
 
-    fn look_at_watched(&mut self) -> bool {
+    fn poll_watched(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.watched.len() {
             let before = self.stats.doorbells;
@@ -332,17 +332,17 @@ impl Core {
             let record = match ring.peek() {
                 Ok(Some(record)) => record,
                 Ok(None) => {
-                    self.links.note_taken(link, false);
+                    self.links.count_received(link, false);
                     break;
                 }
                 Err(error) => {
                     tracing::error!(%error, "software HCA: link taken down");
-                    self.bury(link);
+                    self.handle_peer_death(link);
                     break;
                 }
             };
             any = true;
-            self.links.note_taken(link, true);
+            self.links.count_received(link, true);
             self.stats.packets_received += 1;
             let header = Header::from_bytes(&record.header);
             // Taken out, because the queue pair borrows the rest of `self`.
@@ -351,7 +351,7 @@ impl Core {
                 self.dispatch(link, &header, &Body { ring: &ring, record: &record, link });
             }
             if ring.pop(record) {
-                self.links.ring_one(link);
+                self.links.notify_one(link);
             }
             self.rings[link] = Some(ring);
         }
@@ -365,10 +365,10 @@ impl Core {
                 // Drop packets of any but the connected queue pair.
                 let from = qp.remote.is_some_and(|r| r.qpn == header.src && Some(r.gid) == peer);
                 if from && header.is_response() {
-                    qp.answered(header, body, env);
+                    qp.handle_response(header, body, env);
                     qp.advance(env);
                 } else if from {
-                    qp.requested(header, body, env);
+                    qp.handle_request(header, body, env);
                 }
                 from
             })
@@ -379,7 +379,7 @@ impl Core {
     }
 
     /// Fails the queue pairs connected to the dead peer of a link.
-    fn bury(&mut self, link: usize) {
+    fn handle_peer_death(&mut self, link: usize) {
         let peer = self.links.peer(link);
         self.links.take_down(link);
         if let Some(process) = self.links.process(link) {
@@ -401,24 +401,25 @@ impl Core {
 }
 
 impl Progress for Core {
-    fn step(&mut self, rung: &DoorbellSet) -> bool {
+    fn step(&mut self, doorbells: &DoorbellSet) -> bool {
         #[cfg(test)]
         assert!(!self.panics, "a test asked for it");
         let mut worked = false;
-        let attended = rung.drain(|i| {
+        let attended = doorbells.drain(|i| {
             self.ring_index(i);
-            self.watch(i, rung);
+            self.watch(i, doorbells);
             worked = true;
         });
         attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
         if !self.watched.is_empty() {
-            worked |= self.look_at_watched();
+            worked |= self.poll_watched();
         }
         // Backwards, because of `swap_remove`.
         for at in (0..self.active.len()).rev() {
             let i = self.active[at];
             let state = self.with(i, |qp, env| {
-                let any = qp.look_at_copies(env) | qp.advance(env) | qp.answer(env) | qp.leave(env);
+                let any =
+                    qp.poll_copies(env) | qp.advance(env) | qp.send_responses(env) | qp.resume_flush(env);
                 qp.active = qp.is_active();
                 (any, qp.active)
             });
@@ -434,7 +435,7 @@ impl Progress for Core {
         for at in 0..self.active.len() {
             let i = self.active[at];
             if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.is_copying()) {
-                worked |= self.with(i, |qp, env| qp.conclude(env)).unwrap_or(false);
+                worked |= self.with(i, |qp, env| qp.complete_copies(env)).unwrap_or(false);
             }
         }
         self.steps = self.steps.wrapping_add(1);
@@ -449,11 +450,11 @@ impl Progress for Core {
     }
 
     // Run to completion, in case the peer is on this HCA: its state is in this core's cache.
-    fn ring(&mut self, index: usize, rung: &DoorbellSet) {
+    fn ring(&mut self, index: usize, doorbells: &DoorbellSet) {
         self.ring_index(index);
         self.links.ring();
         for _ in 0..ROUNDS {
-            if !self.step(rung) {
+            if !self.step(doorbells) {
                 break;
             }
         }
@@ -467,32 +468,32 @@ impl Progress for Core {
 
     fn tick(&mut self, now: Instant) {
         self.ticked = now;
-        self.held_back = self.links.tick(now);
+        self.has_delayed = self.links.tick(now);
         for at in 0..self.active.len() {
             let i = self.active[at];
             self.with(i, |qp, env| qp.tick(now, env));
         }
         for link in 0..self.rings.len() {
             if self.links.is_newly_dead(link) && !self.has_packet_of(self.links.peer(link)) {
-                self.bury(link);
+                self.handle_peer_death(link);
             }
         }
         self.links.ring();
     }
 
-    fn rest(&mut self, rung: &DoorbellSet) {
+    fn rest(&mut self, doorbells: &DoorbellSet) {
         let mut watched = std::mem::take(&mut self.watched);
-        watched.retain(|i| self.is_to_watch(i, rung));
+        watched.retain(|i| self.is_to_watch(i, doorbells));
         self.watched = watched;
         self.cqs.rest();
     }
 
-    fn doze(&self, rung: &DoorbellSet) {
-        self.watched.doze(rung);
+    fn doze(&self, doorbells: &DoorbellSet) {
+        self.watched.doze(doorbells);
     }
 
     fn is_active(&self) -> bool {
-        !self.active.is_empty() || self.held_back
+        !self.active.is_empty() || self.has_delayed
     }
 
     fn has_arrivals(&mut self) -> bool {

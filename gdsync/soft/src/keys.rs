@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use super::reference::Export;
+use smallvec::SmallVec;
+
+use crate::packet::Export;
 use gdsync_device::memory::Memory;
 use gdsync_device::{Access, Shuffle};
 use mlx5_ring::Syndrome;
@@ -132,6 +134,26 @@ impl Keys {
         access: Access,
     ) -> Result<(&Memory, usize), Syndrome> {
         self.find(key, pdn, addr, len, access).ok_or(Syndrome::REM_ACCESS_ERR)
+    }
+}
+
+/// Keys of regions written since the last completion that need a flush.
+#[derive(Debug, Default)]
+pub(crate) struct PendingFlush(SmallVec<[u32; 4]>);
+
+impl PendingFlush {
+    /// Records a CPU write to a region.
+    #[inline]
+    pub(super) fn written(&mut self, key: u32, memory: &Memory) {
+        if memory.needs_flush() && !self.0.contains(&key) {
+            self.0.push(key);
+        }
+    }
+
+    /// Flushes all recorded regions.
+    pub(super) fn flush(&mut self, keys: &Keys) -> gdsync_device::error::Result<()> {
+        let memories = self.0.drain(..).filter_map(|key| keys.memory(key));
+        memories.map(Memory::flush).fold(Ok(()), Result::and)
     }
 }
 

@@ -4,8 +4,8 @@ use std::collections::VecDeque;
 use std::time::Instant;
 
 use super::packet::{self, Header};
-use super::reference::Reference;
-use super::wire::{Bell, Line, LinkEnds, MOST_RECORDS, Piece, Record, RxRing, TxRing};
+use super::wire::{EventCount, LinkEnds, MAX_RECORDS, PeerSocket, Piece, Record, RxRing, TxRing};
+use crate::packet::Reference;
 use gdsync_device::copy_engine::ProcessId;
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Fate, Faults, Gid, HcaStats};
@@ -18,16 +18,16 @@ pub(crate) struct Links(Vec<Option<Link>>);
 struct Link {
     peer: Gid,
     tx: TxRing,
-    bell: Bell,
-    line: Line,
+    event: EventCount,
+    socket: PeerSocket,
     /// The ring is corrupt; nothing more is sent.
     broken: bool,
     /// The corruption or the peer's death has been handled.
     down: bool,
     /// Packets were pushed since the peer was last notified.
-    unrung: bool,
+    needs_notify: bool,
     /// How often the receive ring was seen empty, or turned over once.
-    quiet: u64,
+    drained: u64,
     /// Packets received since.
     taken: usize,
     /// Process of the peer, once it has sent references.
@@ -37,11 +37,11 @@ struct Link {
     /// A test read of the peer's memory succeeded.
     readable: bool,
     /// Packets delayed by the fault plan.
-    held: VecDeque<Held>,
+    delayed: VecDeque<Delayed>,
 }
 
 #[derive(Debug)]
-struct Held {
+struct Delayed {
     header: Header,
     body: Vec<u8>,
     /// `None`: until another packet has passed it.
@@ -93,22 +93,22 @@ impl Links {
 
     /// Adds a link. Returns its index and receiving end.
     pub(crate) fn add(&mut self, ends: LinkEnds) -> (usize, RxRing) {
-        let LinkEnds { peer, tx, rx, bell, line } = ends;
-        let pid = line.pid();
+        let LinkEnds { peer, tx, rx, event, socket } = ends;
+        let pid = socket.pid();
         let link = Some(Link {
             peer,
             tx,
-            bell,
-            line,
+            event,
+            socket,
             broken: false,
             down: false,
-            unrung: false,
-            quiet: 0,
+            needs_notify: false,
+            drained: 0,
             taken: 0,
             process: None,
             pid,
             readable: false,
-            held: VecDeque::new(),
+            delayed: VecDeque::new(),
         });
         let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
         match self.0.get_mut(index) {
@@ -154,7 +154,7 @@ impl Links {
     pub(crate) fn take_down(&mut self, index: usize) {
         if let Some(link) = self.get_mut(index) {
             link.down = true;
-            link.held.clear();
+            link.delayed.clear();
         }
     }
 
@@ -180,7 +180,7 @@ impl Links {
     ) -> bool {
         let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
         let fate = faults.fate(header.src, number);
-        if fate == Fate::Pass && link.held.is_empty() {
+        if fate == Fate::Pass && link.delayed.is_empty() {
             let sent = link.push(header, ext, pieces);
             if sent {
                 stats.packets_sent += 1;
@@ -198,12 +198,12 @@ impl Links {
                 body.resize(at + piece.len, 0);
                 piece.memory.read(piece.offset, &mut body[at..]).expect("pieces lie in their memory");
             }
-            Held { header: *header, body, until }
+            Delayed { header: *header, body, until }
         };
         match fate {
             Fate::Drop => {}
-            Fate::Reorder => link.held.push_back(hold(None)),
-            Fate::Delay(by) => link.held.push_back(hold(Some(Instant::now() + by))),
+            Fate::Reorder => link.delayed.push_back(hold(None)),
+            Fate::Delay(by) => link.delayed.push_back(hold(Some(Instant::now() + by))),
             Fate::Pass | Fate::Duplicate => {
                 if !link.push(header, ext, pieces) {
                     return false;
@@ -211,7 +211,7 @@ impl Links {
                 if fate == Fate::Duplicate {
                     link.push(header, ext, pieces);
                 }
-                link.release(|held| held.until.is_none());
+                link.release(|delayed| delayed.until.is_none());
             }
         }
         stats.packets_sent += 1;
@@ -223,7 +223,7 @@ impl Links {
     /// is full.
     pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
         let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
-        link.held.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
+        link.delayed.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
         link.push(header, &[], &[])
     }
 
@@ -254,35 +254,35 @@ impl Links {
     }
 
     /// Records whether a receive attempt found a packet.
-    pub(crate) fn note_taken(&mut self, index: usize, any: bool) {
+    pub(crate) fn count_received(&mut self, index: usize, any: bool) {
         if let Some(link) = self.get_mut(index) {
             link.taken += usize::from(any);
             // After a full ring of packets, everything sent before has been received.
-            if !any || link.taken > MOST_RECORDS {
-                link.quiet += 1;
+            if !any || link.taken > MAX_RECORDS {
+                link.drained += 1;
                 link.taken = 0;
             }
         }
     }
 
     /// Grows after everything that the peer had sent has been received.
-    pub(crate) fn quiet(&self, index: usize) -> u64 {
-        self.get(index).map_or(0, |l| l.quiet)
+    pub(crate) fn drained(&self, index: usize) -> u64 {
+        self.get(index).map_or(0, |l| l.drained)
     }
 
     /// Notifies peers of pushed packets.
     pub(crate) fn ring(&mut self) {
         for link in self.0.iter_mut().flatten() {
-            if std::mem::take(&mut link.unrung) {
-                link.bell.ring();
+            if std::mem::take(&mut link.needs_notify) {
+                link.event.notify();
             }
         }
     }
 
     /// Notifies the peer of a link that its ring has room.
-    pub(crate) fn ring_one(&self, index: usize) {
+    pub(crate) fn notify_one(&self, index: usize) {
         if let Some(link) = self.get(index) {
-            link.bell.ring();
+            link.event.notify();
         }
     }
 
@@ -290,8 +290,8 @@ impl Links {
     pub(crate) fn tick(&mut self, now: Instant) -> bool {
         let mut left = false;
         for link in self.0.iter_mut().flatten() {
-            link.release(|held| held.until.is_none_or(|until| now >= until));
-            left |= !link.held.is_empty();
+            link.release(|delayed| delayed.until.is_none_or(|until| now >= until));
+            left |= !link.delayed.is_empty();
         }
         left
     }
@@ -299,13 +299,13 @@ impl Links {
 
 impl Link {
     fn is_lost(&self) -> bool {
-        self.broken || !self.line.is_alive()
+        self.broken || !self.socket.is_alive()
     }
 
     fn push(&mut self, header: &Header, ext: &[u8], pieces: &[Piece<'_>]) -> bool {
         match self.tx.try_push(&header.to_bytes(), ext, pieces) {
             Ok(sent) => {
-                self.unrung |= sent;
+                self.needs_notify |= sent;
                 sent
             }
             Err(error) => {
@@ -316,10 +316,10 @@ impl Link {
         }
     }
 
-    fn release(&mut self, due: impl Fn(&Held) -> bool) {
-        for held in std::mem::take(&mut self.held) {
-            if !(due(&held) && self.push(&held.header, &held.body, &[])) {
-                self.held.push_back(held);
+    fn release(&mut self, due: impl Fn(&Delayed) -> bool) {
+        for delayed in std::mem::take(&mut self.delayed) {
+            if !(due(&delayed) && self.push(&delayed.header, &delayed.body, &[])) {
+                self.delayed.push_back(delayed);
             }
         }
     }

@@ -1,6 +1,15 @@
 //! Packet format between software HCAs: InfiniBand RC transport with larger packets.
 
-use super::wire::HEADER;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use crate::wire::HEADER;
+use gdsync_device::Gid;
+use gdsync_device::copy_engine::{Handle, ProcessId, Source};
+use gdsync_device::memory::{MARK, Memory, Process, WeakMemory};
 
 /// Payload bytes per packet, in place of a card's path MTU.
 pub(crate) const SEGMENT: usize = 16 * 1024;
@@ -110,6 +119,122 @@ pub(crate) fn ahead(psn: u32, from: u32) -> i32 {
     psn.wrapping_sub(from).cast_signed()
 }
 
+/// Bytes of an encoded reference.
+pub(super) const REFERENCE_BYTES: usize = 112;
+
+/// Exported memory of this process, by token. Process-wide, because HCAs of one process reference each other's memory.
+static EXPORTS: Mutex<BTreeMap<u64, WeakMemory>> = Mutex::new(BTreeMap::new());
+
+/// Token of references to host memory.
+const HOST: u64 = 0;
+
+/// Random identifier of this process, which peers read to verify the PID.
+fn nonce() -> &'static [u8; 16] {
+    static NONCE: OnceLock<[u8; 16]> = OnceLock::new();
+    // All zero without random numbers; then no HCA opens, so the value is never used.
+    NONCE.get_or_init(|| Gid::random().map_or([0; 16], |gid| gid.0))
+}
+
+/// Identifier of this process. It includes the PID, so a forked child differs.
+fn this_process() -> ProcessId {
+    let mut id = *nonce();
+    id[..4].copy_from_slice(&std::process::id().to_le_bytes());
+    id
+}
+
+/// Keeps a memory region in the export table until dropped.
+#[derive(Debug)]
+pub(crate) struct Export {
+    token: u64,
+    handle: Handle,
+}
+
+impl Export {
+    pub(crate) fn new(memory: &Memory, handle: Handle) -> Arc<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let token = NEXT.fetch_add(1, Ordering::Relaxed);
+        EXPORTS.lock().insert(token, memory.downgrade());
+        Arc::new(Self { token, handle })
+    }
+
+    /// Reference to the bytes from `at` on.
+    pub(super) fn reference(&self, at: usize) -> Reference {
+        Reference { process: this_process(), token: self.token, at: at as u64, handle: self.handle }
+    }
+}
+
+impl Drop for Export {
+    fn drop(&mut self) {
+        EXPORTS.lock().remove(&self.token);
+    }
+}
+
+/// Reference to bytes of a region, as encoded in a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Reference {
+    process: ProcessId,
+    token: u64,
+    /// Offset in the region.
+    at: u64,
+    handle: Handle,
+}
+
+impl Reference {
+    /// References host memory of this process. Peers that do not know this token fail to open it and send a NAK.
+    pub(super) fn to_host(addr: u64) -> Self {
+        let handle = Handle { ipc: [0; 64], buffer: nonce().as_ptr().addr() as u64, offset: 0 };
+        Self { process: this_process(), token: HOST, at: addr, handle }
+    }
+
+    pub(super) fn is_to_host(&self) -> bool {
+        self.token == HOST
+    }
+
+    /// The process, known here as `pid`, and the address in it. `None` unless it references host memory.
+    pub(super) fn in_process(&self, pid: libc::pid_t) -> Option<(Process, u64)> {
+        let [_, _, _, _, mark @ ..] = self.process;
+        let mark_at = self.handle.buffer.checked_add((16 - MARK) as u64)?;
+        self.is_to_host().then_some((Process { pid, mark, mark_at }, self.at))
+    }
+
+    pub(super) fn process(&self) -> ProcessId {
+        self.process
+    }
+
+    pub(super) fn to_bytes(self) -> [u8; REFERENCE_BYTES] {
+        let mut out = [0; REFERENCE_BYTES];
+        out[..16].copy_from_slice(&self.process);
+        let words = [self.token, self.at, self.handle.buffer, self.handle.offset];
+        for (slot, word) in out[16..48].as_chunks_mut::<8>().0.iter_mut().zip(words) {
+            *slot = word.to_le_bytes();
+        }
+        out[48..].copy_from_slice(&self.handle.ipc);
+        out
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8; REFERENCE_BYTES]) -> Self {
+        let word = |i: usize| u64::from_le_bytes(bytes[16..48].as_chunks::<8>().0[i]);
+        let mut process = [0; 16];
+        process.copy_from_slice(&bytes[..16]);
+        let mut ipc = [0; 64];
+        ipc.copy_from_slice(&bytes[48..]);
+        let handle = Handle { ipc, buffer: word(2), offset: word(3) };
+        Self { process, token: word(0), at: word(1), handle }
+    }
+
+    /// Source of `len` bytes after skipping `skip`. `None` if the memory is gone or cannot be opened.
+    pub(super) fn source(&self, skip: usize, len: usize) -> Option<Source> {
+        let at = self.at.checked_add(skip as u64)?;
+        if self.process == this_process() {
+            let memory = EXPORTS.lock().get(&self.token)?.upgrade()?;
+            let at = usize::try_from(at).ok()?;
+            return memory.slice(at, len).ok().map(|memory| Source::Here(memory, 0));
+        }
+        let can_open = self.handle.ipc != [0; 64];
+        can_open.then_some(Source::Peer { process: self.process, handle: self.handle, at })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,5 +260,52 @@ mod tests {
         assert_eq!(ahead(1, u32::MAX), 2);
         assert_eq!(ahead(u32::MAX, 1), -2);
         assert_eq!([0, 1, SEGMENT, SEGMENT + 1].map(segments), [1, 1, 1, 2]);
+    }
+
+    const HANDLE: Handle = Handle { ipc: [7; 64], buffer: 8, offset: 9 };
+
+    #[test]
+    fn reference_round_trip() {
+        let reference = Reference { process: [3; 16], token: 4, at: 5, handle: HANDLE };
+        assert_eq!(Reference::from_bytes(&reference.to_bytes()), reference);
+        assert!(matches!(
+            reference.source(10, 1),
+            Some(Source::Peer { process: [3, ..], handle: HANDLE, at: 15 })
+        ));
+        let closed = Handle { ipc: [0; 64], ..HANDLE };
+        assert!(Reference { handle: closed, ..reference }.source(0, 1).is_none());
+        assert!(Reference { at: u64::MAX, ..reference }.source(1, 1).is_none());
+    }
+
+    #[test]
+    fn host_reference_is_readable_by_cma() {
+        let memory = Memory::alloc(100).unwrap();
+        memory.write(0, &[7; 100]).unwrap();
+        let reference = Reference::to_host(memory.host_addr(10).unwrap());
+        let reference = Reference::from_bytes(&reference.to_bytes());
+        let pid = libc::pid_t::try_from(std::process::id()).unwrap();
+        let (process, at) = reference.in_process(pid).unwrap();
+        let copy = Memory::alloc(90).unwrap();
+        copy.read_from_process(0, 90, &process, at).unwrap();
+        assert_eq!(copy.to_vec(), [7; 90]);
+        assert!(reference.source(0, 1).is_none(), "copy engines do not take host references");
+        assert!(Reference { token: 1, ..reference }.in_process(pid).is_none());
+    }
+
+    #[test]
+    fn local_reference_is_valid_while_exported_and_alive() {
+        let memory = Memory::alloc(100).unwrap();
+        let export = Export::new(&memory, HANDLE);
+        let reference = export.reference(10);
+        let Some(Source::Here(found, 0)) = reference.source(20, 70) else { panic!("not found") };
+        assert_eq!((found.addr(), found.len()), (memory.addr() + 30, 70));
+        assert!(reference.source(20, 71).is_none(), "past the end");
+        drop((memory, found));
+        assert!(reference.source(0, 1).is_none(), "freed");
+        let memory = Memory::alloc(100).unwrap();
+        let export = Export::new(&memory, HANDLE);
+        let reference = export.reference(0);
+        drop(export);
+        assert!(reference.source(0, 1).is_none(), "no longer exported");
     }
 }

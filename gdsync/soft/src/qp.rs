@@ -1,6 +1,5 @@
 //! A queue pair of the software HCA: rings, state and doorbell.
 
-pub(crate) mod receive_staging;
 pub(crate) mod requester;
 pub(crate) mod responder;
 pub(crate) mod staging;
@@ -8,20 +7,20 @@ pub(crate) mod staging;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::async_event::{AsyncEvent, AsyncEventQueue};
-use super::cma::CmaPolicy;
 use super::keys::Keys;
 use super::links::Links;
-use super::pending_flush::PendingFlush;
+use crate::card::{AsyncEvent, AsyncEventQueue};
+use crate::config::CmaPolicy;
+use crate::keys::PendingFlush;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Rings};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Access, Faults, HcaStats, Health, QpAddress, QpAttr, QpState, random_psn};
 use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome};
-use receive_staging::ReceiveStaging;
+
 use requester::Requester;
 use responder::Responder;
-use staging::Stage;
+use staging::{ReceiveStaging, Stage};
 
 /// State shared by all queue pairs, borrowed while one of them works.
 #[derive(Debug)]
@@ -59,7 +58,7 @@ pub(crate) struct SoftQp {
     /// Payload of sends, staged out of GPU memory.
     pub(super) sends: Stage,
     /// READ responses, staged out of GPU memory.
-    pub(super) answers: Stage,
+    pub(super) responses: Stage,
     /// Payload staged into memory that is not mapped.
     pub(super) receive_staging: ReceiveStaging,
     /// Packets sent, for the fault plan.
@@ -88,7 +87,7 @@ impl SoftQp {
     /// Sets the error of the oldest outstanding send, completes what is due, and goes to ERR.
     pub(crate) fn fail(&mut self, syndrome: Syndrome, env: &mut Env<'_>) {
         self.req.fail_front(syndrome);
-        self.retire(env);
+        self.complete_finished(env);
         if self.state != QpState::ERR {
             self.go_error(env);
         }
@@ -123,7 +122,7 @@ impl SoftQp {
     }
 
     /// Resumes a delayed flush in ERR. Returns whether it ended.
-    pub(crate) fn leave(&mut self, env: &mut Env<'_>) -> bool {
+    pub(crate) fn resume_flush(&mut self, env: &mut Env<'_>) -> bool {
         if self.state != QpState::ERR || !self.req.has_pending() {
             return false;
         }
@@ -140,7 +139,7 @@ impl SoftQp {
     pub(crate) fn awaits_engines(&self) -> bool {
         self.resp.awaits_engines()
             || self.sends.is_waiting()
-            || self.answers.is_waiting()
+            || self.responses.is_waiting()
             || self.receive_staging.is_busy()
     }
 
@@ -157,7 +156,7 @@ impl SoftQp {
     /// Prepares a reset: sends due responses, withdraws references and stops receiving. Returns the copies in progress,
     /// or `None` while the link has no room.
     pub(crate) fn quiesce(&mut self, env: &mut Env<'_>) -> Option<Vec<Ticket>> {
-        self.answer(env);
+        self.send_responses(env);
         let mut copies = self.resp.close();
         copies.extend(self.receive_staging.copies(None));
         self.withdraw(env).then_some(copies)
@@ -296,7 +295,7 @@ impl SoftQp {
         self.req = Requester::new(self.psn);
         self.resp = Responder::default();
         self.sends.forget();
-        self.answers.forget();
+        self.responses.forget();
         self.remote = None;
         self.rings.clear();
         Ok(())

@@ -6,19 +6,15 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::async_event::AsyncEvents;
-use super::config::{MAX_REGIONS, SoftHcaConfig};
-use super::core::{Core, QpNumbers};
-
-use super::qp::SoftQp;
-use super::reference::Export;
-use super::rx_hints::RxHints;
-use super::stuck_copies::StuckCopies;
-use super::wire::{Bell, Port};
-use crate::qp::receive_staging::ReceiveStaging;
+use crate::card::AsyncEvents;
+use crate::config::{MAX_REGIONS, SoftHcaConfig};
+use crate::core::{Core, QpNumbers};
+use crate::packet::Export;
+use crate::qp::SoftQp;
 use crate::qp::requester::Requester;
 use crate::qp::responder::Responder;
-use crate::qp::staging::Stage;
+use crate::qp::staging::{ReceiveStaging, Stage};
+use crate::wire::{EventCount, Port, RxHints};
 use gdsync_device::DoorbellSet;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::cuda::GpuCopyEngines;
@@ -31,7 +27,7 @@ use gdsync_device::{
 };
 
 /// How long destroying a queue pair or region waits for copies into it, per hung GPU. Longer than a copy's own limit.
-const PATIENCE: Duration = Duration::from_secs(12);
+const TIMEOUT: Duration = Duration::from_secs(12);
 
 /// A software HCA. Dropping it ends its threads and links.
 #[derive(Debug)]
@@ -47,11 +43,11 @@ pub(super) struct Shared {
     qpns: QpNumbers,
     strict: bool,
     pub(super) core: Mutex<Core>,
-    pub(super) rung: DoorbellSet,
+    pub(super) doorbells: DoorbellSet,
     pub(super) rx_hints: RxHints,
     pub(super) port: Port,
-    pub(super) bell: Bell,
-    duties: ProgressState,
+    pub(super) event: EventCount,
+    progress: ProgressState,
     next_pd: AtomicU64,
     max_regions: usize,
     copy_engine: Arc<dyn CopyEngine>,
@@ -67,11 +63,11 @@ impl ProgressEngine for Shared {
     }
 
     fn rung(&self) -> &DoorbellSet {
-        &self.rung
+        &self.doorbells
     }
 
     fn duties(&self) -> &ProgressState {
-        &self.duties
+        &self.progress
     }
 
     fn accept(&self, core: &mut Core) {
@@ -87,15 +83,20 @@ impl ProgressEngine for Shared {
     }
 
     fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
-        self.bell.sleep(ready, timeout);
+        self.event.sleep(ready, timeout);
     }
 
     fn wake(&self) {
-        self.bell.ring();
+        self.event.notify();
     }
 }
 
 impl SoftHca {
+    /// Starts a software HCA.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] when a thread, socket or shared memory cannot be created; [`Error::InvalidArgument`] for an invalid
+    /// fault plan.
     pub fn start(config: &SoftHcaConfig) -> Result<Self> {
         Self::start_with(config, None)
     }
@@ -107,8 +108,8 @@ impl SoftHca {
     ) -> Result<Self> {
         config.faults.check()?;
         let gid = Gid::random()?;
-        let bell = Bell::create()?;
-        let port = Port::open(gid, bell.clone())?;
+        let event = EventCount::create()?;
+        let port = Port::open(gid, event.clone())?;
         let copy_engine = config.copy_engine.clone().unwrap_or_else(|| Arc::new(GpuCopyEngines::default()));
         let qpns = QpNumbers::random()?;
         let core = Core::new(port.loopback()?, config, copy_engine.clone(), async_events, qpns)?;
@@ -117,11 +118,11 @@ impl SoftHca {
             qpns,
             strict: config.strict,
             core: Mutex::new(core),
-            rung: DoorbellSet::default(),
+            doorbells: DoorbellSet::default(),
             rx_hints: RxHints::default(),
             port,
-            bell,
-            duties: ProgressState::default(),
+            event,
+            progress: ProgressState::default(),
             next_pd: AtomicU64::new(0x21),
             max_regions: config.max_regions.min(MAX_REGIONS),
             copy_engine,
@@ -133,7 +134,7 @@ impl SoftHca {
 
     /// Adds a queue pair over `rings`. Returns its QPN and first PSN.
     pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>) -> Result<(u32, u32)> {
-        self.shared.duties.watch_health(Shared::THREAD, &health)?;
+        self.shared.progress.watch_health(Shared::THREAD, &health)?;
         let psn = gdsync_device::random_psn()?;
         let mut qpn = 0;
         let make = |number| {
@@ -149,7 +150,7 @@ impl SoftHca {
                 req: Requester::new(psn),
                 resp: Responder::default(),
                 sends: Stage::default(),
-                answers: Stage::default(),
+                responses: Stage::default(),
                 receive_staging: ReceiveStaging::default(),
                 packets: 0,
                 active: false,
@@ -174,7 +175,7 @@ impl SoftHca {
     pub fn is_watching(&self) -> bool {
         use gdsync_device::engine::Progress as _;
         self.shared.with(|core| {
-            core.step(&self.shared.rung);
+            core.step(&self.shared.doorbells);
             core.is_watching()
         })
     }
@@ -242,7 +243,7 @@ impl Provider for SoftHca {
     fn dereg_mr(&self, keys: MrKeys) {
         let (region, copies) =
             self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
-        if !self.shared.stuck_copies.wait(&copies, Instant::now() + PATIENCE) {
+        if !self.shared.stuck_copies.wait(&copies, Instant::now() + TIMEOUT) {
             tracing::error!(
                 "a copy into a deregistered memory region has not ended and may still write to it"
             );
@@ -277,7 +278,7 @@ impl Provider for SoftHca {
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
         let health = Arc::default();
         let (qpn, psn) = self.add_qp(rings, Arc::clone(&health))?;
-        let doorbell_watch = Some(self.shared.rung.doorbell_watch(self.shared.qpns.index(qpn)));
+        let doorbell_watch = Some(self.shared.doorbells.doorbell_watch(self.shared.qpns.index(qpn)));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
     }
 
@@ -292,7 +293,7 @@ impl Provider for SoftHca {
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
         let result = self.shared.with(|core| {
             if attr.state == Some(QpState::RESET) {
-                core.unwatch(qpn, &self.shared.rung);
+                core.unwatch(qpn, &self.shared.doorbells);
             }
             let result = core.with_qp(qpn, |qp, env| qp.modify(attr, link, env));
             if attr.state == Some(QpState::RESET) {
@@ -304,13 +305,13 @@ impl Provider for SoftHca {
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        if !self.shared.stuck_copies.wait(&self.quiesce(qpn), Instant::now() + PATIENCE) {
+        if !self.shared.stuck_copies.wait(&self.quiesce(qpn), Instant::now() + TIMEOUT) {
             tracing::error!(
                 qpn,
                 "a copy into memory of a destroyed queue pair has not ended and may still write to it"
             );
         }
-        let qp = self.shared.with(|core| core.remove_qp(qpn, &self.shared.rung));
+        let qp = self.shared.with(|core| core.remove_qp(qpn, &self.shared.doorbells));
         drop(qp);
     }
 
@@ -335,7 +336,7 @@ impl Provider for SoftHca {
     }
 
     fn has_copied_lately(&self) -> bool {
-        self.shared.duties.copied.is_recent()
+        self.shared.progress.copied.is_recent()
     }
 
     fn leave(&self) {
@@ -350,6 +351,46 @@ impl Provider for SoftHca {
 
     fn stats(&self) -> HcaStats {
         self.shared.with(|core| core.stats.clone())
+    }
+}
+
+/// Interval at which a wait checks again whether the copy is queued behind a stuck one.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Copies that did not end by their deadline.
+#[derive(Debug, Default)]
+pub(super) struct StuckCopies(Mutex<Vec<Ticket>>);
+
+impl StuckCopies {
+    /// Waits for `copies` until `deadline`. Skips copies that are stuck, or queued behind a stuck one. Returns whether
+    /// all are over.
+    pub(super) fn wait(&self, copies: &[Ticket], deadline: Instant) -> bool {
+        // No short circuit: copies on other GPUs may still end.
+        copies.iter().filter(|copy| !self.wait_for(copy, deadline)).count() == 0
+    }
+
+    fn wait_for(&self, copy: &Ticket, deadline: Instant) -> bool {
+        loop {
+            if self.is_stuck(copy) {
+                return false;
+            }
+            // The queue position is known only after the copy starts, and other threads may find stuck copies
+            // meanwhile.
+            if copy.wait(deadline.min(Instant::now() + LOOK)) {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                self.0.lock().push(copy.clone());
+                return false;
+            }
+        }
+    }
+
+    /// Whether `copy` is stuck or queued behind a stuck copy.
+    fn is_stuck(&self, copy: &Ticket) -> bool {
+        let mut stuck = self.0.lock();
+        stuck.retain(|copy| !copy.is_over());
+        !copy.is_over() && stuck.iter().any(|stuck| copy.is_behind(stuck))
     }
 }
 

@@ -1,11 +1,9 @@
 //! Shared-memory links between the software HCAs of one host: two packet rings, set up over a Unix socket.
 
-mod bell;
-mod fds;
+mod event_count;
 mod port;
 mod ring;
-mod span;
 
-pub(crate) use bell::Bell;
-pub(crate) use port::{Line, LinkEnds, Port};
-pub(crate) use ring::{HEADER, MOST_RECORDS, Peek, Piece, Record, RxRing, TxRing};
+pub(crate) use event_count::EventCount;
+pub(crate) use port::{LinkEnds, PeerSocket, Port};
+pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, Record, RxHints, RxRing, TxRing};

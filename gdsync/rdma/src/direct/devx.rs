@@ -7,16 +7,13 @@
 //! It is used only when a queue pair requests GPU memory (`OnGpu`). Then its completion queues and itself are created
 //! by commands, including parts in host memory. Shared completion queues may be verbs objects.
 //!
-//! Asynchronous events of these objects come through a channel of their own ([`events`]). Without it, a queue pair that
+//! Asynchronous events of these objects come through a channel of their own ([`EventChannel`]). Without it, a queue pair that
 //! fails without a CQE is noticed by its flushes.
 
-mod events;
 mod mailbox;
 mod object;
-mod path;
 mod queues;
 mod steps;
-mod uar;
 mod umem;
 
 use std::fmt;
@@ -26,13 +23,11 @@ use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 use rdma_core_sys::mlx5::{mlx5dv_context, mlx5dv_context_flags, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_pd};
 
-pub(super) use self::events::EventChannel;
 use self::mailbox::Limits;
+pub(super) use self::object::EventChannel;
 use self::object::ask;
 pub(super) use self::queues::{DevxCq, DevxQp};
-pub(super) use self::uar::Uar;
-use self::uar::Uars;
-use super::registers::Registers;
+use super::registers::{Registers, Uar, Uars};
 use crate::explain::{Call, failed};
 use crate::{Domain, Open};
 use gdsync_device::error::{Error, Result};
@@ -69,13 +64,13 @@ impl Devx {
         channel: Option<Arc<EventChannel>>,
     ) -> Result<Self> {
         let limits = Limits::of(&ask(open, mlx5, &mailbox::query_hca_cap())?);
-        let mut told = mlx5dv_context::zeroed();
+        let mut result = mlx5dv_context::zeroed();
         // SAFETY: the device is open and `eqn` is writable.
-        let errno = unsafe { mlx5.mlx5dv_query_device(open.context().as_ptr(), &raw mut told) };
+        let errno = unsafe { mlx5.mlx5dv_query_device(open.context().as_ptr(), &raw mut result) };
         if errno != 0 {
             return Err(failed("mlx5dv_query_device", open.name(), &Call::Other, errno));
         }
-        if !told.flags.contains(mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1) {
+        if !result.flags.contains(mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1) {
             let why = "its completions have an old format (cqe_version 0): update the firmware, or leave the queues in host \
                        memory (OnGpu::empty())";
             return Err(Error::Device { device: open.name().to_owned(), why: why.into() });
@@ -110,14 +105,14 @@ impl Devx {
 
     /// Firmware number of a protection domain.
     fn pdn(&self, domain: &Domain) -> Result<u32> {
-        let mut told = mlx5dv_pd::zeroed();
+        let mut result = mlx5dv_pd::zeroed();
         let mut object = mlx5dv_obj::zeroed();
         object.pd.r#in = domain.raw().as_ptr();
-        object.pd.out = &raw mut told;
+        object.pd.out = &raw mut result;
         // SAFETY: the object and the output match the object type.
         let errno = unsafe { self.mlx5.mlx5dv_init_obj(&raw mut object, mlx5dv_obj_type::MLX5DV_OBJ_PD) };
         if errno == 0 {
-            Ok(told.pdn)
+            Ok(result.pdn)
         } else {
             Err(failed("mlx5dv_init_obj", self.open.name(), &Call::Other, errno))
         }

@@ -16,7 +16,7 @@ use rdma_core_sys::verbs::{
     ibv_create_cq_ex, ibv_qp, ibv_qp_init_attr_ex, ibv_qp_init_attr_mask, ibv_qp_type,
 };
 
-use super::registers::{KernelExecutor, Registers};
+use super::registers::{Registers, ThreadDomain};
 use super::rings::RingDomain;
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::{Domain, FailedCq, Open};
@@ -110,13 +110,13 @@ impl DirectCq {
 impl CqObject {
     /// Finds its ring and initializes the CQEs for waits.
     fn read(self, mlx5: &Mlx5, log: u32) -> Result<DirectCq> {
-        let mut told = mlx5dv_cq::zeroed();
+        let mut out = mlx5dv_cq::zeroed();
         let mut object = mlx5dv_obj::zeroed();
         object.cq.r#in = self.raw.as_ptr();
-        object.cq.out = &raw mut told;
+        object.cq.out = &raw mut out;
         init(mlx5, &self.open, &mut object, mlx5dv_obj_type::MLX5DV_OBJ_CQ)?;
         let refuse = |why: String| Err(Error::Device { device: self.open.name().to_owned(), why });
-        let (size, count) = (told.cqe_size as usize, told.cqe_cnt as usize);
+        let (size, count) = (out.cqe_size as usize, out.cqe_cnt as usize);
         if size != CQE_SIZE {
             return refuse(format!("its completions have {size} bytes, 64 are needed: unset MLX5_CQE_SIZE"));
         }
@@ -126,12 +126,12 @@ impl CqObject {
                 1 << log
             ));
         }
-        let ring = self.domain.find(told.buf, count * CQE_SIZE, "completion queue")?;
-        let record = self.domain.find(told.dbrec.cast(), mlx5::CQ_DBREC_SIZE, "doorbell record")?;
+        let ring = self.domain.find(out.buf, count * CQE_SIZE, "completion queue")?;
+        let record = self.domain.find(out.dbrec.cast(), mlx5::CQ_DBREC_SIZE, "doorbell record")?;
         // rdma-core leaves owner 0, which would satisfy waits of the first lap. The card writes nothing before a queue
         // pair leaves INIT.
         first_lap(&ring)?;
-        Ok(DirectCq { object: self, cqn: told.cqn, ring, record })
+        Ok(DirectCq { object: self, cqn: out.cqn, ring, record })
     }
 }
 
@@ -150,7 +150,7 @@ pub(super) struct DirectQp {
     /// State and first PSN.
     state: Mutex<(QpState, u32)>,
     domain: Option<RingDomain>,
-    kernel_exec: Option<KernelExecutor>,
+    thread_domain: Option<ThreadDomain>,
     registers: Arc<Registers>,
     base: Arc<Domain>,
 }
@@ -174,11 +174,11 @@ impl Drop for DirectQp {
         if errno != 0 {
             tracing::error!(qp = ?self, errno, "a queue pair was not destroyed");
             // A register whose queue pair may live is not reused.
-            std::mem::forget((self.domain.take(), self.kernel_exec.take()));
+            std::mem::forget((self.domain.take(), self.thread_domain.take()));
         }
         drop(self.domain.take());
-        if let Some(kernel_exec) = self.kernel_exec.take() {
-            self.registers.release(kernel_exec);
+        if let Some(thread_domain) = self.thread_domain.take() {
+            self.registers.release(thread_domain);
         }
     }
 }
@@ -229,8 +229,8 @@ impl DirectQp {
         psn: u32,
     ) -> Result<(Self, Parts)> {
         let open = base.open();
-        let kernel_exec = registers.acquire();
-        let domain = RingDomain::new(base, kernel_exec.as_ref().map(KernelExecutor::td), places)?;
+        let thread_domain = registers.acquire();
+        let domain = RingDomain::new(base, thread_domain.as_ref().map(ThreadDomain::td), places)?;
         let receives = 1u32 << request.log_rq;
         let recv_sges = u32::try_from(request.rq_stride / mlx5::SEGMENT).unwrap_or(u32::MAX);
         let mut attr = ibv_qp_init_attr_ex::zeroed();
@@ -269,7 +269,7 @@ impl DirectQp {
             recv_cq: recv_cq.clone(),
             state: Mutex::new((QpState::RESET, psn)),
             domain: Some(domain),
-            kernel_exec,
+            thread_domain,
             registers: registers.clone(),
             base: base.clone(),
         };
@@ -280,13 +280,13 @@ impl DirectQp {
     /// Finds its rings and doorbell register.
     fn read(&self, mlx5: &Mlx5, request: &QpRequest) -> Result<Parts> {
         let open = self.base.open();
-        let mut told = mlx5dv_qp::zeroed();
+        let mut out = mlx5dv_qp::zeroed();
         let mut object = mlx5dv_obj::zeroed();
         object.qp.r#in = self.raw.as_ptr();
-        object.qp.out = &raw mut told;
+        object.qp.out = &raw mut out;
         init(mlx5, open, &mut object, mlx5dv_obj_type::MLX5DV_OBJ_QP)?;
         let domain = self.domain.as_ref().expect("only taken when it is dropped");
-        let strides = (told.sq.stride as usize, told.rq.stride as usize);
+        let strides = (out.sq.stride as usize, out.rq.stride as usize);
         if strides != (BB, request.rq_stride) {
             let why = format!(
                 "its queues have strides of {} and {} bytes where {BB} and {} are needed",
@@ -302,10 +302,10 @@ impl DirectQp {
             domain.find(at, count as usize * stride, what)
         };
         Ok(Parts {
-            sq: ring(told.sq.buf, told.sq.wqe_cnt, BB, "send queue")?,
-            rq: ring(told.rq.buf, told.rq.wqe_cnt, strides.1, "receive queue")?,
-            record: domain.find(told.dbrec.cast(), mlx5::QP_DBREC_SIZE, "doorbell record")?,
-            doorbell: self.registers.doorbell(told.bf.reg)?,
+            sq: ring(out.sq.buf, out.sq.wqe_cnt, BB, "send queue")?,
+            rq: ring(out.rq.buf, out.rq.wqe_cnt, strides.1, "receive queue")?,
+            record: domain.find(out.dbrec.cast(), mlx5::QP_DBREC_SIZE, "doorbell record")?,
+            doorbell: self.registers.doorbell(out.bf.reg)?,
         })
     }
 

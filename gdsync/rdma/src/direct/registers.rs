@@ -1,4 +1,4 @@
-//! Doorbell registers of a card, one per queue pair.
+//! Doorbell registers of a card, one per queue pair: thread domains, and UARs of DevX queue pairs.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -7,26 +7,27 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use rdma_core_sys::Mlx5;
+use rdma_core_sys::mlx5::{mlx5dv_devx_uar, mlx5dv_uar_alloc_type as kind};
 use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_attr};
 
-use super::devx::Uar;
 use crate::Open;
-use crate::explain::{Call, failed_last};
+use crate::explain::{Call, failed, failed_last, last_errno};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64, host_page};
 
 /// A thread domain: owns a doorbell register.
-pub(super) struct KernelExecutor {
+pub(super) struct ThreadDomain {
     open: Arc<Open>,
     td: NonNull<ibv_td>,
 }
 
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Send for KernelExecutor {}
+unsafe impl Send for ThreadDomain {}
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for KernelExecutor {}
+unsafe impl Sync for ThreadDomain {}
 
-impl Drop for KernelExecutor {
+impl Drop for ThreadDomain {
     fn drop(&mut self) {
         // SAFETY: created here, freed only here, after the domains over it.
         let errno = unsafe { ibv_dealloc_td(self.td.as_ptr()) };
@@ -36,7 +37,7 @@ impl Drop for KernelExecutor {
     }
 }
 
-impl KernelExecutor {
+impl ThreadDomain {
     pub(super) fn td(&self) -> NonNull<ibv_td> {
         self.td
     }
@@ -45,7 +46,7 @@ impl KernelExecutor {
 /// Doorbell registers of a device, for reuse.
 pub(super) struct Registers {
     open: Arc<Open>,
-    idle: Mutex<Vec<KernelExecutor>>,
+    idle: Mutex<Vec<ThreadDomain>>,
     /// Host pages with registers, by address.
     pages: Mutex<HashMap<usize, Page>>,
 }
@@ -76,9 +77,9 @@ impl Registers {
 
     /// A free register; `None` if the card has none left. libmlx5 then uses one shared by several queue pairs, which is
     /// safe: each doorbell is one 8-byte write.
-    pub(super) fn acquire(&self) -> Option<KernelExecutor> {
-        if let Some(kernel_exec) = self.idle.lock().pop() {
-            return Some(kernel_exec);
+    pub(super) fn acquire(&self) -> Option<ThreadDomain> {
+        if let Some(thread_domain) = self.idle.lock().pop() {
+            return Some(thread_domain);
         }
         let mut attr = ibv_td_init_attr::zeroed();
         // SAFETY: the device is open.
@@ -88,12 +89,12 @@ impl Registers {
             tracing::debug!(%error, "a queue pair shares a doorbell register");
             return None;
         };
-        Some(KernelExecutor { open: self.open.clone(), td })
+        Some(ThreadDomain { open: self.open.clone(), td })
     }
 
     /// Returns the register of a destroyed queue pair.
-    pub(super) fn release(&self, kernel_exec: KernelExecutor) {
-        self.idle.lock().push(kernel_exec);
+    pub(super) fn release(&self, thread_domain: ThreadDomain) {
+        self.idle.lock().push(thread_domain);
     }
 
     /// The register at this address, which libmlx5 reported for a queue pair.
@@ -109,8 +110,9 @@ impl Registers {
     fn find(&self, at: *mut c_void, uar: Option<&Arc<Uar>>) -> Result<Word64> {
         let (addr, size) = (at.addr(), host_page());
         if addr < size || !addr.is_multiple_of(8) {
-            let why =
-                format!("libmlx5 told {addr:#x} for a doorbell register: install rdma-core 36 or newer");
+            let why = format!(
+                "libmlx5 returned the invalid doorbell register address {addr:#x}: install rdma-core 36 or newer"
+            );
             return Err(Error::Device { device: self.open.name().to_owned(), why });
         }
         let offset = addr % size;
@@ -130,5 +132,94 @@ impl Registers {
             }
         }
         page.memory.word64(offset)
+    }
+}
+
+/// A doorbell register, freed when nobody can write to it any more.
+pub(in crate::direct) struct Uar {
+    open: Arc<Open>,
+    mlx5: &'static Mlx5,
+    raw: NonNull<mlx5dv_devx_uar>,
+}
+
+// SAFETY: libmlx5 is thread-safe.
+unsafe impl Send for Uar {}
+// SAFETY: libmlx5 is thread-safe.
+unsafe impl Sync for Uar {}
+
+impl fmt::Debug for Uar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "doorbell page {:#x} of {}", self.page(), self.open.name())
+    }
+}
+
+impl Drop for Uar {
+    fn drop(&mut self) {
+        // SAFETY: allocated here, freed only here.
+        unsafe { self.mlx5.mlx5dv_devx_free_uar(self.raw.as_ptr()) };
+    }
+}
+
+impl Uar {
+    /// Allocates an exclusive page (rdma-core 45), else a shared one, which is safe: each doorbell is one 8-byte write.
+    fn alloc(open: &Arc<Open>, mlx5: &'static Mlx5) -> Result<Self> {
+        let kinds = [
+            kind::MLX5DV_UAR_ALLOC_TYPE_NC_DEDICATED,
+            kind::MLX5DV_UAR_ALLOC_TYPE_NC,
+            kind::MLX5DV_UAR_ALLOC_TYPE_BF,
+        ];
+        let mut errno = libc::EIO;
+        for asked in kinds {
+            // SAFETY: the device is open.
+            let raw = unsafe { mlx5.mlx5dv_devx_alloc_uar(open.context().as_ptr(), asked) };
+            if let Some(raw) = NonNull::new(raw) {
+                tracing::debug!(device = open.name(), kind = asked.name(), "a doorbell page");
+                return Ok(Self { open: open.clone(), mlx5, raw });
+            }
+            errno = last_errno();
+        }
+        Err(failed("mlx5dv_devx_alloc_uar", open.name(), &Call::Other, errno))
+    }
+
+    /// Number in commands.
+    pub(super) fn page(&self) -> u32 {
+        // SAFETY: the page lives until `self` is dropped.
+        unsafe { (*self.raw.as_ptr()).page_id }
+    }
+
+    /// Address of the register.
+    pub(in crate::direct) fn register(&self) -> *mut c_void {
+        // SAFETY: the page lives until `self` is dropped.
+        unsafe { (*self.raw.as_ptr()).reg_addr }
+    }
+}
+
+/// UARs of a device, for reuse.
+pub(super) struct Uars {
+    open: Arc<Open>,
+    mlx5: &'static Mlx5,
+    idle: Mutex<Vec<Arc<Uar>>>,
+}
+
+impl fmt::Debug for Uars {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} idle doorbell pages of {}", self.idle.lock().len(), self.open.name())
+    }
+}
+
+impl Uars {
+    pub(super) fn new(open: &Arc<Open>, mlx5: &'static Mlx5) -> Self {
+        Self { open: open.clone(), mlx5, idle: Mutex::default() }
+    }
+
+    /// Takes a free one or allocates one.
+    pub(super) fn acquire(&self) -> Result<Arc<Uar>> {
+        let idle = self.idle.lock().pop();
+        idle.map_or_else(|| Uar::alloc(&self.open, self.mlx5).map(Arc::new), Ok)
+    }
+
+    /// Returns the UAR of a destroyed queue pair.
+    pub(super) fn release(&self, uar: Arc<Uar>) {
+        self.idle.lock().push(uar);
     }
 }

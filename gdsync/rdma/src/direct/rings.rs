@@ -106,7 +106,7 @@ impl RingDomain {
         given.iter().find_map(inside).ok_or_else(|| Error::Device {
             device: self.base.open().name().to_owned(),
             why: format!(
-                "libmlx5 put the {what} elsewhere than it was told: install rdma-core 36 or newer, and unset \
+                "libmlx5 did not put the {what} where it was allocated: install rdma-core 36 or newer, and unset \
                  MLX_QP_ALLOC_TYPE and MLX_CQ_ALLOC_TYPE"
             ),
         })

@@ -1,3 +1,5 @@
+//! Advice for each error number.
+
 use super::*;
 
 const LOW: Memlock = Memlock(Some(64 << 10));

@@ -8,8 +8,8 @@ use rdma_core_sys::verbs::ibv_wc;
 
 use super::device::{Channel, DeviceCq, limit};
 use super::qp::{Env, ProxyQp};
-use super::shadow::Shadows;
-use super::tag::Tag;
+use super::staging::Shadows;
+use super::translate::Tag;
 use crate::Open;
 use gdsync_device::engine::{Cqs, Progress, WatchedDoorbells};
 use gdsync_device::error::{Error, Result};
@@ -101,7 +101,7 @@ impl Core {
             qp.is_draining = true;
             self.draining.push(index);
         }
-        let may_copy = !self.shadows.is_empty() || !qp.staged.has_landed() || !qp.staged.has_left();
+        let may_copy = !self.shadows.is_empty() || !qp.staged.is_in_place() || !qp.staged.has_left();
         if may_copy && qp.waits_for_copies() && !self.copying.contains(&index) {
             self.copying.push(index);
         }
@@ -146,9 +146,9 @@ impl Core {
     }
 
     /// Removes a queue pair. The caller drops it outside of locks.
-    pub(super) fn remove_qp(&mut self, index: usize, rung: &DoorbellSet) -> Option<Box<ProxyQp>> {
+    pub(super) fn remove_qp(&mut self, index: usize, doorbells: &DoorbellSet) -> Option<Box<ProxyQp>> {
         self.with(index, |qp, env| qp.end(env))?;
-        self.watched.forget(index, rung);
+        self.watched.forget(index, doorbells);
         self.draining.retain(|&other| other != index);
         self.copying.retain(|&other| other != index);
         let slot = &mut self.slots[index];
@@ -157,28 +157,28 @@ impl Core {
         Some(qp)
     }
 
-    /// Stops polling a doorbell: announced sends will not be rung.
-    pub(super) fn unwatch(&mut self, index: usize, rung: &DoorbellSet) {
-        self.watched.forget(index, rung);
+    /// Stops polling a doorbell: announced sends will not be doorbells.
+    pub(super) fn unwatch(&mut self, index: usize, doorbells: &DoorbellSet) {
+        self.watched.forget(index, doorbells);
     }
 
-    fn look(&mut self, index: usize) {
-        self.with(index, |qp, env| qp.look(env));
+    fn read_doorbell(&mut self, index: usize) {
+        self.with(index, |qp, env| qp.take_doorbell(env));
     }
 
-    /// Whether an announced doorbell has not been rung yet.
-    fn is_to_watch(&self, index: usize, rung: &DoorbellSet) -> bool {
+    /// Whether an announced doorbell has not been doorbells yet.
+    fn is_to_watch(&self, index: usize, doorbells: &DoorbellSet) -> bool {
         let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
-        qp.is_some_and(|qp| rung.is_to_watch(index, qp.head))
+        qp.is_some_and(|qp| doorbells.is_to_watch(index, qp.head))
     }
 
-    fn look_at_watched(&mut self) -> bool {
+    fn poll_watched(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.watched.len() {
             let index = self.watched.get(at);
             let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
             if qp.is_some_and(|qp| protocol::is_rung(qp.rings.doorbell.atomic())) {
-                self.look(index);
+                self.read_doorbell(index);
                 worked = true;
             }
         }
@@ -186,7 +186,7 @@ impl Core {
     }
 
     /// Continues after finished copies. Returns whether there were any.
-    fn look_at_copies(&mut self) -> bool {
+    fn poll_copies(&mut self) -> bool {
         let before = self.copying.len();
         for at in (0..before).rev() {
             let waits = self.with(self.copying[at], |qp, env| {
@@ -240,7 +240,7 @@ impl Core {
     }
 
     /// Breaks queue pair `only`, if it failed and was not reset since, or all connected ones.
-    pub(super) fn break_off(&mut self, only: Option<usize>, cause: &Error) {
+    pub(super) fn break_qps(&mut self, only: Option<usize>, cause: &Error) {
         let all = 0..self.slots.len();
         for index in all.filter(|&other| only.is_none_or(|only| only == other)) {
             self.with(index, |qp, env| {
@@ -265,31 +265,31 @@ impl Core {
 }
 
 impl Progress for Core {
-    fn step(&mut self, rung: &DoorbellSet) -> bool {
+    fn step(&mut self, doorbells: &DoorbellSet) -> bool {
         let mut worked = false;
-        let attended = rung.drain(|index| {
-            self.look(index);
-            if self.is_to_watch(index, rung) {
+        let attended = doorbells.drain(|index| {
+            self.read_doorbell(index);
+            if self.is_to_watch(index, doorbells) {
                 self.watched.add(index);
             }
             worked = true;
         });
         attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
         if !self.watched.is_empty() {
-            worked |= self.look_at_watched();
+            worked |= self.poll_watched();
         }
         if !self.copying.is_empty() {
-            worked |= self.look_at_copies();
+            worked |= self.poll_copies();
         }
         self.poll() || worked
     }
 
     fn ring(&mut self, index: usize, _rung: &DoorbellSet) {
-        self.look(index);
+        self.read_doorbell(index);
     }
 
     fn look_at_all(&mut self) {
-        (0..self.slots.len()).for_each(|index| self.look(index));
+        (0..self.slots.len()).for_each(|index| self.read_doorbell(index));
     }
 
     fn tick(&mut self, now: Instant) {
@@ -306,15 +306,15 @@ impl Progress for Core {
         }
     }
 
-    fn rest(&mut self, rung: &DoorbellSet) {
+    fn rest(&mut self, doorbells: &DoorbellSet) {
         let mut watched = std::mem::take(&mut self.watched);
-        watched.retain(|index| self.is_to_watch(index, rung));
+        watched.retain(|index| self.is_to_watch(index, doorbells));
         self.watched = watched;
         self.cqs.rest();
     }
 
-    fn doze(&self, rung: &DoorbellSet) {
-        self.watched.doze(rung);
+    fn doze(&self, doorbells: &DoorbellSet) {
+        self.watched.doze(doorbells);
     }
 
     /// Requests at the device need no steps: the completion channel reports them.

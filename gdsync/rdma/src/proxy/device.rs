@@ -198,7 +198,7 @@ impl DeviceCq {
 
 /// Capacity of a device queue pair.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Granted {
+pub(super) struct Capacity {
     /// Outstanding requests.
     pub(super) sends: u32,
     pub(super) receives: u32,
@@ -211,25 +211,25 @@ pub(super) struct Granted {
 
 /// Upper limits for requests to the device, for tests.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Most {
+pub(super) struct DeviceLimits {
     /// Outstanding sends, and receives.
     pub(super) requests: u32,
     /// Inline bytes.
     pub(super) inline: usize,
 }
 
-impl Most {
+impl DeviceLimits {
     pub(super) const ALL: Self = Self { requests: u32::MAX, inline: usize::MAX };
 }
 
-impl Granted {
+impl Capacity {
     /// Initial request: everything within the device's limits. Requests beyond them wait in the rings.
-    pub(super) fn wish(open: &Open, request: &QpRequest, most: Most) -> Self {
+    pub(super) fn wanted(open: &Open, request: &QpRequest, limits: DeviceLimits) -> Self {
         let attr = open.attr();
         let sge = usize::try_from(limit(attr.max_sge)).unwrap_or(usize::MAX);
         // Sends and receives share one completion queue.
         let requests = limit(attr.max_qp_wr).min(limit(attr.max_cqe) / 2);
-        let requests = requests.min(most.requests);
+        let requests = requests.min(limits.requests);
         Self {
             sends: (1 << request.log_sq).min(requests),
             receives: (1 << request.log_rq).min(requests),
@@ -237,7 +237,7 @@ impl Granted {
             // requested.
             send_sge: request.max_send_sge.max(sge.min(2)),
             recv_sge: (request.rq_stride / SEGMENT).min(sge),
-            inline: request.max_inline.min(most.inline),
+            inline: request.max_inline.min(limits.inline),
         }
     }
 
@@ -260,7 +260,7 @@ pub(super) struct DeviceQp {
     domain: Arc<Domain>,
     qp: NonNull<ibv_qp>,
     qpn: u32,
-    pub(super) granted: Granted,
+    pub(super) granted: Capacity,
 }
 
 // SAFETY: libibverbs is thread-safe.
@@ -291,9 +291,9 @@ impl DeviceQp {
         unsafe { self.domain.open().has_failed(self.qp.as_ptr()) }
     }
 
-    /// Creates an RC queue pair that completes on `cq`. Retries with less than `wish` if refused.
-    pub(super) fn create(domain: &Arc<Domain>, cq: &DeviceCq, wish: Granted) -> Result<Self> {
-        let mut granted = wish;
+    /// Creates an RC queue pair that completes on `cq`. Retries with less than `wanted` if refused.
+    pub(super) fn create(domain: &Arc<Domain>, cq: &DeviceCq, wanted: Capacity) -> Result<Self> {
+        let mut granted = wanted;
         loop {
             match Self::try_create(domain, cq, granted) {
                 Ok(qp) => return Ok(qp),
@@ -305,35 +305,35 @@ impl DeviceQp {
         }
     }
 
-    fn try_create(domain: &Arc<Domain>, cq: &DeviceCq, wish: Granted) -> Result<Self> {
+    fn try_create(domain: &Arc<Domain>, cq: &DeviceCq, wanted: Capacity) -> Result<Self> {
         let open = domain.open();
         let mut attr = ibv_qp_init_attr::zeroed();
         (attr.send_cq, attr.recv_cq) = (cq.cq.as_ptr(), cq.cq.as_ptr());
         attr.qp_type = ibv_qp_type::IBV_QPT_RC;
         let small = |value| u32::try_from(value).unwrap_or(u32::MAX);
-        (attr.cap.max_send_wr, attr.cap.max_recv_wr) = (wish.sends, wish.receives);
-        (attr.cap.max_send_sge, attr.cap.max_recv_sge) = (small(wish.send_sge), small(wish.recv_sge));
-        attr.cap.max_inline_data = small(wish.inline);
+        (attr.cap.max_send_wr, attr.cap.max_recv_wr) = (wanted.sends, wanted.receives);
+        (attr.cap.max_send_sge, attr.cap.max_recv_sge) = (small(wanted.send_sge), small(wanted.recv_sge));
+        attr.cap.max_inline_data = small(wanted.inline);
         // SAFETY: domain and completion queue are live.
         let qp = unsafe { open.verbs().ibv_create_qp(domain.raw().as_ptr(), &raw mut attr) };
         let qp = NonNull::new(qp).ok_or_else(|| {
             let device = open.attr();
             let asked = [
-                ("max_send_wr", u64::from(wish.sends), limit(device.max_qp_wr)),
-                ("max_recv_wr", u64::from(wish.receives), limit(device.max_qp_wr)),
-                ("max_send_sge", wish.send_sge as u64, limit(device.max_sge)),
-                ("max_recv_sge", wish.recv_sge as u64, limit(device.max_sge)),
+                ("max_send_wr", u64::from(wanted.sends), limit(device.max_qp_wr)),
+                ("max_recv_wr", u64::from(wanted.receives), limit(device.max_qp_wr)),
+                ("max_send_sge", wanted.send_sge as u64, limit(device.max_sge)),
+                ("max_recv_sge", wanted.recv_sge as u64, limit(device.max_sge)),
             ];
             let asked = asked.map(|(what, value, most)| Asked { what, value, most: most.into() }).into();
             failed_last("ibv_create_qp", open.name(), &Call::CreateQp { asked, memlock: Memlock::here() })
         })?;
         // SAFETY: `qp` was just created.
         let qpn = unsafe { (*qp.as_ptr()).qp_num };
-        let granted = Granted {
-            send_sge: wish.send_sge.max(attr.cap.max_send_sge as usize),
-            recv_sge: wish.recv_sge.max(attr.cap.max_recv_sge as usize),
-            inline: (attr.cap.max_inline_data as usize).min(wish.inline),
-            ..wish
+        let granted = Capacity {
+            send_sge: wanted.send_sge.max(attr.cap.max_send_sge as usize),
+            recv_sge: wanted.recv_sge.max(attr.cap.max_recv_sge as usize),
+            inline: (attr.cap.max_inline_data as usize).min(wanted.inline),
+            ..wanted
         };
         Ok(Self { domain: domain.clone(), qp, qpn, granted })
     }
@@ -387,14 +387,16 @@ mod tests {
 
     #[test]
     fn requests_shrink_until_none_is_left() {
-        let mut wish = Granted { sends: 32768, receives: 100, send_sge: 30, recv_sge: 1, inline: 512 };
+        let mut wanted = Capacity { sends: 32768, receives: 100, send_sge: 30, recv_sge: 1, inline: 512 };
         let mut steps = 0;
-        while let Some(less) = wish.less() {
-            assert!(less.inline < wish.inline || less.sends < wish.sends || less.receives < wish.receives);
+        while let Some(less) = wanted.less() {
+            assert!(
+                less.inline < wanted.inline || less.sends < wanted.sends || less.receives < wanted.receives
+            );
             assert_eq!((less.send_sge, less.recv_sge), (30, 1), "what requests need stays");
-            (wish, steps) = (less, steps + 1);
+            (wanted, steps) = (less, steps + 1);
         }
-        assert_eq!((wish.inline, wish.sends, wish.receives, steps), (0, 16, 16, 12));
+        assert_eq!((wanted.inline, wanted.sends, wanted.receives, steps), (0, 16, 16, 12));
     }
 
     #[test]

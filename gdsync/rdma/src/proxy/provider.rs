@@ -1,24 +1,32 @@
 //! The proxy as a [`Provider`]: control path, shared state, events and sleeping.
 
 use std::collections::HashMap;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::ptr;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
+use rdma_core_sys::verbs::ibv_event_type;
 
-use super::device::{DeviceQp, Granted, Most};
+use super::core::Core;
+use super::device::{Capacity, Channel, DeviceLimits, DeviceQp};
 use super::qp::{DRAIN, ProxyQp};
-use super::shadow::Shadow;
-use super::shared::Shared;
-use crate::{Domain, Events, Objects, Open, Region};
+use super::staging::Shadow;
+use crate::{Domain, Event, Events, Objects, Open, Region};
+use gdsync_device::DoorbellSet;
 use gdsync_device::cuda::Gpu;
-use gdsync_device::engine::{Progress, ProgressEngine, ProgressThread, QpTrace, Rings, cq_parts};
+use gdsync_device::engine::{
+    Progress, ProgressEngine, ProgressState, ProgressThread, QpTrace, Rings, cq_parts,
+};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{
     Access, CqParts, FaultPlan, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr,
     QpParts, QpRequest, QpState, Staging, TransferPath, Transport, random_psn,
 };
+use gdsync_shm::event_count;
 
 /// A proxy over an open device. Dropping it ends its threads.
 #[derive(Debug)]
@@ -30,11 +38,11 @@ pub struct Proxy {
     /// Reserved completion queue entries by QPN: queue and number.
     rooms: Mutex<HashMap<u32, (usize, u32)>>,
     strict: bool,
-    most: Most,
+    limits: DeviceLimits,
     /// Which GPU memory is staged.
     staging: Mutex<Staging>,
     /// Whether staging was logged.
-    told: Once,
+    logged_staging: Once,
     shared: Arc<Shared>,
     description: String,
     wire: String,
@@ -46,23 +54,23 @@ impl Proxy {
     /// # Errors
     /// [`Error::Verbs`] or [`Error::Sys`] when a queue, descriptor or thread cannot be created.
     pub fn start(open: Arc<Open>, strict: bool) -> Result<Self> {
-        Self::start_within(open, strict, Most::ALL)
+        Self::start_within(open, strict, DeviceLimits::ALL)
     }
 
     /// As [`Proxy::start`], with upper limits for requests to the device.
-    pub(super) fn start_within(open: Arc<Open>, strict: bool, most: Most) -> Result<Self> {
+    pub(super) fn start_within(open: Arc<Open>, strict: bool, limits: DeviceLimits) -> Result<Self> {
         let (description, wire) = (format!("CPU proxy of {}", open.name()), open.link());
         let shared = Arc::new(Shared::new(open.clone(), strict)?);
         let listener = shared.clone();
         Ok(Self {
-            _events: Events::read(&open, None, move |event| listener.tell(event))?,
+            _events: Events::read(&open, None, move |event| listener.handle_event(event))?,
             _service: ProgressThread::start(shared.clone())?,
             objects: Objects::new(&open),
             rooms: Mutex::default(),
             strict,
-            most,
+            limits,
             staging: Mutex::default(),
-            told: Once::new(),
+            logged_staging: Once::new(),
             shared,
             description,
             wire,
@@ -100,7 +108,7 @@ impl Proxy {
         host.gpu_addr(gpu)?;
         let engine = gpu.engine()?;
         let keys = self.objects.reg_mr(pdn, &host, access & Access::LOCAL_WRITE)?;
-        self.told.call_once(|| {
+        self.logged_staging.call_once(|| {
             tracing::warn!(
                 device = self.open().name(),
                 %why,
@@ -128,7 +136,7 @@ impl Proxy {
                     if had_its_time && qp.state == QpState::ERR {
                         qp.force(env);
                     }
-                    qp.state != QpState::ERR || qp.is_quiet()
+                    qp.state != QpState::ERR || qp.is_idle()
                 })
             });
             if is_over != Some(false) {
@@ -201,7 +209,8 @@ impl Provider for Proxy {
         });
         self.objects.dereg_mr(keys);
         // The application may free its memory when this returns.
-        if let Some(error) = memory.1.and_then(|shadow| shadow.settle()?.failure(self.open().name())) {
+        if let Some(error) = memory.1.and_then(|shadow| shadow.wait_for_copies()?.failure(self.open().name()))
+        {
             tracing::error!(%error, "a region ends while a copy may write its memory");
         }
     }
@@ -225,12 +234,12 @@ impl Provider for Proxy {
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
         let domain = self.objects.domain(request.pdn)?;
-        let wish = Granted::wish(self.open(), request, self.most);
-        let room = wish.sends + wish.receives;
+        let wanted = Capacity::wanted(self.open(), request, self.limits);
+        let room = wanted.sends + wanted.receives;
         // Under the lock: the queue must not move while it is registered.
         let (queue, device) = self.shared.with(|core| {
             let queue = core.reserve(room)?;
-            let device = DeviceQp::create(&domain, core.queue(queue), wish);
+            let device = DeviceQp::create(&domain, core.queue(queue), wanted);
             if device.is_err() {
                 core.release(queue, room);
             }
@@ -248,7 +257,7 @@ impl Provider for Proxy {
         };
         let (rings, region, psn) = make().map_err(release)?;
         let health: Arc<Health> = Arc::default();
-        self.shared.duties.watch_health(Shared::THREAD, &health)?;
+        self.shared.progress_state.watch_health(Shared::THREAD, &health)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
         let free_list = Arc::clone(&health);
@@ -358,5 +367,228 @@ impl Provider for Proxy {
 
     fn stats(&self) -> HcaStats {
         self.shared.with(|core| core.stats.clone())
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) core: Mutex<Core>,
+    pub(super) open: Arc<Open>,
+    doorbells: DoorbellSet,
+    pub(super) progress_state: ProgressState,
+    event: EventCount,
+    channel: Arc<Channel>,
+    /// Requests at the device.
+    outstanding: Arc<AtomicUsize>,
+    /// Slots of queue pairs, by QPN.
+    places: RwLock<HashMap<u32, usize>>,
+}
+
+impl Shared {
+    pub(super) fn new(open: Arc<Open>, strict: bool) -> Result<Self> {
+        let channel = Arc::new(Channel::create(&open)?);
+        let outstanding = Arc::<AtomicUsize>::default();
+        let core = Core::new(channel.clone(), open.clone(), outstanding.clone(), strict);
+        Ok(Self {
+            core: Mutex::new(core),
+            open,
+            doorbells: DoorbellSet::default(),
+            progress_state: ProgressState::default(),
+            event: EventCount::create()?,
+            channel,
+            outstanding,
+            places: RwLock::default(),
+        })
+    }
+
+    /// Slot of a queue pair.
+    pub(super) fn place(&self, qpn: u32) -> Option<usize> {
+        self.places.read().get(&qpn).copied()
+    }
+
+    pub(super) fn insert(&self, qpn: u32, place: usize) {
+        self.places.write().insert(qpn, place);
+    }
+
+    pub(super) fn forget(&self, qpn: u32) -> Option<usize> {
+        self.places.write().remove(&qpn)
+    }
+
+    /// Handles an asynchronous event of the device.
+    pub(super) fn handle_event(&self, event: Event) {
+        let place = match event {
+            Event::QueuePair { qpn, .. } => match self.place(qpn) {
+                Some(place) => Some(place),
+                // Destroyed meanwhile.
+                None => return,
+            },
+            Event::CompletionQueue(_) | Event::Device | Event::Port { .. } => None,
+        };
+        if let Some(cause) = event.cause(&self.open).or_else(|| self.is_unplugged(event)) {
+            self.with(|core| {
+                core.break_qps(place, &cause);
+                if event == Event::Device {
+                    core.force();
+                }
+            });
+            self.wake();
+        }
+    }
+
+    /// Error for the loss of the port in use.
+    fn is_unplugged(&self, event: Event) -> Option<Error> {
+        let Event::Port { number, kind: ibv_event_type::IBV_EVENT_PORT_ERR } = event else { return None };
+        let why = format!(
+            "port {number} went down (IBV_EVENT_PORT_ERR): check the cable and the peer's port, then reset and connect again"
+        );
+        let device = self.open.name().to_owned();
+        (number == self.open.port().number).then_some(Error::Device { device, why })
+    }
+}
+
+impl ProgressEngine for Shared {
+    type Core = Core;
+    const THREAD: &str = "gdsync-proxy";
+
+    fn core(&self) -> &Mutex<Core> {
+        &self.core
+    }
+
+    fn rung(&self) -> &DoorbellSet {
+        &self.doorbells
+    }
+
+    fn duties(&self) -> &ProgressState {
+        &self.progress_state
+    }
+
+    fn has_arrivals(&self) -> bool {
+        false
+    }
+
+    /// The device's queues are polled under the lock.
+    fn may_have_arrivals(&self) -> bool {
+        self.outstanding.load(Ordering::Relaxed) > 0
+    }
+
+    fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        let ready = || {
+            let Some(mut core) = self.core.try_lock() else { return true };
+            core.arm();
+            let worked = core.poll();
+            self.settle(core);
+            worked || ready()
+        };
+        if self.event.sleep(self.channel.fd(), &ready, timeout) {
+            self.with(Core::take_events);
+        }
+    }
+
+    fn wake(&self) {
+        self.event.notify();
+    }
+}
+
+/// One thread sleeps; any thread notifies.
+#[derive(Debug)]
+pub(super) struct EventCount {
+    sleepers: AtomicU32,
+    sequence: AtomicU32,
+    /// Eventfd, readable when notified since the sleeper announced itself.
+    fd: OwnedFd,
+}
+
+impl EventCount {
+    pub(super) fn create() -> Result<Self> {
+        // SAFETY: no pointers are passed.
+        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if raw < 0 {
+            return Err(Error::last_os("eventfd", "raise the limit of open files (ulimit -n)"));
+        }
+        // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
+        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        Ok(Self { sleepers: AtomicU32::new(0), sequence: AtomicU32::new(0), fd })
+    }
+
+    /// Wakes the sleeper. Without one this costs a fence and a load.
+    pub(super) fn notify(&self) {
+        if event_count::ring(&self.sleepers, &self.sequence) {
+            let one = 1u64;
+            // SAFETY: `one` has eight bytes. The write fails only when the counter is full, and then the eventfd is
+            // readable.
+            unsafe { libc::write(self.fd.as_raw_fd(), (&raw const one).cast(), 8) };
+        }
+    }
+
+    /// Sleeps unless `ready`, until notified, until `other` is readable, or for `timeout`. May wake spuriously. Returns
+    /// whether `other` is readable.
+    pub(super) fn sleep(&self, other: RawFd, ready: &dyn Fn() -> bool, timeout: Duration) -> bool {
+        event_count::announce(&self.sleepers, &self.sequence);
+        if ready() {
+            return false;
+        }
+        let entry = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+        let mut fds = [entry(self.fd.as_raw_fd()), entry(other)];
+        let time = libc::timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        // SAFETY: the array has two entries, and the timeout is on the stack; no signal mask is set.
+        let woken = unsafe { libc::ppoll(fds.as_mut_ptr(), 2, &raw const time, ptr::null()) };
+        if woken > 0 && fds[0].revents != 0 {
+            let mut count = 0u64;
+            // SAFETY: the buffer has eight bytes, and the eventfd does not block.
+            unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut count).cast(), 8) };
+        }
+        woken > 0 && fds[1].revents != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+    use std::time::Instant;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(30);
+
+    #[test]
+    fn no_notification_is_lost() {
+        let event = Arc::new(EventCount::create().unwrap());
+        let work = Arc::new(AtomicU64::new(0));
+        let (ringer, published) = (event.clone(), work.clone());
+        let thread = std::thread::spawn(move || {
+            for n in 1..=2000 {
+                published.store(n, Ordering::Release);
+                ringer.notify();
+                if n % 200 == 0 {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            }
+        });
+        let quiet = EventCount::create().unwrap();
+        let start = Instant::now();
+        let mut seen = 0;
+        while seen < 2000 {
+            event.sleep(quiet.fd.as_raw_fd(), &|| work.load(Ordering::Acquire) > seen, PATIENCE);
+            seen = work.load(Ordering::Acquire);
+            assert!(start.elapsed() < PATIENCE, "a ring was lost");
+        }
+        thread.join().unwrap();
+    }
+
+    #[test]
+    fn other_descriptor_and_timeout_wake_the_sleeper() {
+        let (event, other) = (EventCount::create().unwrap(), EventCount::create().unwrap());
+        let fd = other.fd.as_raw_fd();
+        let start = Instant::now();
+        assert!(!event.sleep(fd, &|| false, Duration::from_millis(20)));
+        assert!(start.elapsed() >= Duration::from_millis(19));
+        other.sleepers.store(1, Ordering::Release);
+        other.notify();
+        assert!(event.sleep(fd, &|| false, PATIENCE));
+        assert!(start.elapsed() < PATIENCE);
     }
 }

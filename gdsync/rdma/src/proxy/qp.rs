@@ -14,16 +14,16 @@ use std::time::{Duration, Instant};
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
 use super::device::DeviceQp;
-use super::outcome::{Failure, is_unnamed, outcome, received};
-use super::shadow::Shadows;
-use super::staged::{Arrival, ReceiveStaging, Staged};
-use super::tag::Tag;
+use super::staging::{Arrival, Brought, ResponseCopy, Shadows, Staged};
+use super::translate::{
+    Buffers, Failure, Inline, Request, Tag, in_ring, inline_bytes, is_unnamed, outcome, received, sge,
+};
 use crate::Region;
-use gdsync_device::engine::{Cqs, Rings};
+use gdsync_device::engine::{Cqs, Rings, Wqe};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{HcaStats, Health, QpAttr, QpState, random_psn};
-use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome, low16};
+use mlx5_ring::{Cqe, CqeOpcode, DecodedOp, Opcode, Syndrome, low16};
 
 /// How long a device in ERR may take to return its requests.
 pub(super) const DRAIN: Duration = Duration::from_secs(2);
@@ -72,14 +72,13 @@ pub(super) struct Sent {
     /// Error with more detail than the syndrome.
     pub(super) cause: Option<Error>,
     /// Data still to be copied from staging.
-    pub(super) receive_staging: Option<Box<ReceiveStaging>>,
+    pub(super) response_copy: Option<Box<ResponseCopy>>,
 }
 
 impl Sent {
     /// Result, once nothing is left to do.
     fn ended(&self) -> Option<std::result::Result<(), Failure>> {
-        self.outcome
-            .filter(|_| self.receive_staging.as_ref().is_none_or(|receive_staging| receive_staging.is_over()))
+        self.outcome.filter(|_| self.response_copy.as_ref().is_none_or(|copy| copy.is_over()))
     }
 }
 
@@ -149,7 +148,7 @@ impl ProxyQp {
     }
 
     /// Reads the doorbell and the doorbell record.
-    pub(super) fn look(&mut self, env: &mut Env<'_>) {
+    pub(super) fn take_doorbell(&mut self, env: &mut Env<'_>) {
         match self.rings.take_doorbell(self.head, self.state, env.strict, env.stats) {
             Ok(Some(target)) => self.target = self.target.max(target),
             Ok(None) => {}
@@ -177,12 +176,12 @@ impl ProxyQp {
         let at = tag.number.wrapping_sub(self.first) as usize;
         if let Some(sent) = self.sends.get_mut(at) {
             sent.outcome = Some(outcome(wc));
-            sent.cause = unexplained(wc, self.state, &self.device);
-            if let (Some(Ok(())), Some(receive_staging)) = (sent.outcome, &mut sent.receive_staging) {
-                receive_staging.begin(sent.bytes, env.shadows);
+            sent.cause = error_detail(wc, self.state, &self.device);
+            if let (Some(Ok(())), Some(copy)) = (sent.outcome, &mut sent.response_copy) {
+                copy.begin(sent.bytes, env.shadows);
             }
         }
-        self.retire(env);
+        self.complete_finished(env);
         self.advance(env);
     }
 
@@ -190,14 +189,14 @@ impl ProxyQp {
         let counter = low16(self.received);
         self.received += 1;
         let cqe = received(wc);
-        if let Some(cause) = unexplained(wc, self.state, &self.device) {
-            self.blame(cause);
+        if let Some(cause) = error_detail(wc, self.state, &self.device) {
+            self.record_error(cause);
         }
-        let receive_staging = self.staged.landing_of(counter, &cqe, env.shadows);
-        if receive_staging.is_none() && self.staged.has_landed() {
+        let copy = self.staged.copy_for(counter, &cqe, env.shadows);
+        if copy.is_none() && self.staged.is_in_place() {
             self.arrived(cqe, counter, env);
         } else {
-            self.staged.arrivals.push_back(Arrival { cqe, counter, receive_staging });
+            self.staged.arrivals.push_back(Arrival { cqe, counter, copy });
         }
     }
 
@@ -206,14 +205,14 @@ impl ProxyQp {
         if !cqe.opcode.is_error()
             && let Err(error) = env.show()
         {
-            self.blame(error);
+            self.record_error(error);
             let syndrome = Syndrome::LOC_QP_OP_ERR;
             cqe = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome, ..Cqe::default() };
         }
         self.complete_recv(cqe, counter, env);
         if cqe.opcode.is_error() && self.state != QpState::ERR {
             self.enter_error();
-            self.retire(env);
+            self.complete_finished(env);
         } else if self.state == QpState::ERR {
             self.flush(env);
         } else {
@@ -222,15 +221,14 @@ impl ProxyQp {
     }
 
     /// Writes the CQEs of finished sends in order.
-    pub(super) fn retire(&mut self, env: &mut Env<'_>) {
+    pub(super) fn complete_finished(&mut self, env: &mut Env<'_>) {
         while let Some(mut outcome) = self.sends.front().and_then(Sent::ended) {
             let sent = self.sends.pop_front().expect("it was just looked at");
             self.first = self.first.wrapping_add(1);
-            if let Some(copy) =
-                sent.receive_staging.as_ref().and_then(|receive_staging| receive_staging.copy())
+            if let Some(copy) = sent.response_copy.as_ref().and_then(|copy| copy.copy())
                 && let Some(error) = self.staged.failure(copy, self.device.open().name())
             {
-                self.blame(error);
+                self.record_error(error);
                 outcome = outcome.and(Err(Failure::REFUSED));
             }
             if self.state == QpState::ERR && sent.opcode == Opcode::NOP && outcome.is_ok() {
@@ -240,11 +238,11 @@ impl ProxyQp {
                 && sent.bytes > 0
                 && let Err(error) = env.show()
             {
-                self.blame(error);
+                self.record_error(error);
                 outcome = Err(Failure::REFUSED);
             }
             if let Some(cause) = sent.cause {
-                self.blame(cause);
+                self.record_error(cause);
             }
             if outcome.is_err() || sent.completes {
                 self.complete_send(sent.index, sent.opcode, outcome, sent.bytes, env);
@@ -261,16 +259,16 @@ impl ProxyQp {
     /// Goes to ERR because of `cause` and flushes.
     pub(super) fn fail(&mut self, cause: Option<Error>, env: &mut Env<'_>) {
         if let Some(cause) = cause {
-            self.blame(cause);
+            self.record_error(cause);
         }
         if self.state != QpState::ERR {
             self.enter_error();
         }
-        self.retire(env);
+        self.complete_finished(env);
     }
 
     /// Records the error, before a CQE reports it.
-    pub(super) fn blame(&self, cause: Error) {
+    pub(super) fn record_error(&self, cause: Error) {
         let qpn = self.rings.qpn;
         tracing::warn!(qpn, %cause, "a queue pair fails");
         self.health.record(Error::QpStopped { qpn, reason: Arc::new(cause) });
@@ -290,15 +288,15 @@ impl ProxyQp {
     }
 
     /// In ERR: whether neither the device nor a copy engine uses its memory.
-    pub(super) fn is_quiet(&self) -> bool {
-        self.is_returned() && self.sends.is_empty() && self.staged.has_landed() && self.staged.has_left()
+    pub(super) fn is_idle(&self) -> bool {
+        self.is_returned() && self.sends.is_empty() && self.staged.is_in_place() && self.staged.has_left()
     }
 
     /// In ERR: flushes what the device has not seen, after it returned its requests and copies have ended. Sends are
     /// flushed up to the doorbell record, not the doorbell, as by a card.
     fn flush(&mut self, env: &mut Env<'_>) {
-        if let Some(error) = self.staged.bring_no_more(self.device.open().name()) {
-            self.blame(error);
+        if let Some(error) = self.staged.discard_staged(self.device.open().name()) {
+            self.record_error(error);
         }
         if self.sends.is_empty() && self.staged.has_left() {
             let end = self.rings.send_record(self.head);
@@ -310,7 +308,7 @@ impl ProxyQp {
             }
             self.target = self.target.max(self.head);
         }
-        if self.received == self.taken && self.staged.has_landed() {
+        if self.received == self.taken && self.staged.is_in_place() {
             let end = self.rings.recv_record(self.taken);
             if end - self.taken <= self.rings.receives() {
                 while self.taken < end {
@@ -347,23 +345,23 @@ impl ProxyQp {
         if let Err(error) = self.reset_device() {
             tracing::debug!(qpn = self.rings.qpn, %error, "the device does not reset a queue pair");
         }
-        self.disown(env);
+        self.forget_requests(env);
         for sent in &mut self.sends {
             sent.outcome.get_or_insert(Err(Failure::FLUSHED));
         }
         while self.received < self.taken {
-            if self.staged.has_landed() {
+            if self.staged.is_in_place() {
                 self.flush_receive(env);
             } else {
                 self.staged.arrivals.push_back(Arrival::flushed(low16(self.received)));
                 self.received += 1;
             }
         }
-        self.retire(env);
+        self.complete_finished(env);
     }
 
     /// Stops waiting for requests of this connection at the device.
-    fn disown(&mut self, env: &Env<'_>) {
+    fn forget_requests(&mut self, env: &Env<'_>) {
         let receives = usize::try_from(self.taken - self.received).expect("fewer than the ring holds");
         env.back(self.in_device as usize + receives);
         self.in_device = 0;
@@ -372,7 +370,7 @@ impl ProxyQp {
 
     /// Prepares the destruction: stops waiting for requests at the device.
     pub(super) fn end(&mut self, env: &Env<'_>) {
-        self.disown(env);
+        self.forget_requests(env);
     }
 
     /// Writes a requester CQE.
@@ -414,7 +412,7 @@ impl ProxyQp {
             QpState::ERR => self.fail(None, env),
             QpState::RESET => self.reset(env)?,
             _ if self.state == QpState::ERR => {
-                let why = "the device has put it into ERR meanwhile; only RESET leads out".into();
+                let why = "the device moved it to ERR; reset it first".into();
                 return Err(Error::Transition { qpn: self.rings.qpn, from: QpState::ERR, to, why });
             }
             _ => {
@@ -443,7 +441,7 @@ impl ProxyQp {
         self.staged.check(self.device.open().name())?;
         let psn = random_psn()?;
         self.reset_device()?;
-        self.disown(env);
+        self.forget_requests(env);
         self.rings.clear();
         self.sends.clear();
         self.staged = Staged::default();
@@ -458,18 +456,190 @@ impl ProxyQp {
 }
 
 /// Detail in a status that its CQE lacks.
-fn unexplained(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
+fn error_detail(wc: &ibv_wc, state: QpState, device: &DeviceQp) -> Option<Error> {
     let is_flush = wc.status == ibv_wc_status::IBV_WC_WR_FLUSH_ERR && state != QpState::ERR;
     let why = if is_unnamed(wc) {
         let status = wc.status.name().map_or_else(|| format!("status {}", wc.status.0), str::to_owned);
-        format!("it completed a request with {status}, vendor code {:#x}: look at `dmesg`", wc.vendor_err)
+        format!("it completed a request with {status}, vendor code {:#x}: check `dmesg`", wc.vendor_err)
     } else if is_flush {
         // Soft-RoCE reports a wrong lkey this way.
-        "it flushed a request and told of no failure before: check lkey, range and rights of the buffers of the oldest \
+        "it flushed a request without reporting an earlier failure: check lkey, range and rights of the buffers of the oldest \
          request, and what the peer asked for"
             .into()
     } else {
         return None;
     };
     Some(Error::Device { device: device.open().name().to_owned(), why })
+}
+
+/// Result of posting a WQE.
+enum Posted {
+    /// Posted; it returns this many bytes, which may then be copied from staging.
+    InDevice(u32, Option<Box<ResponseCopy>>),
+    /// Done: there was nothing to post.
+    Done,
+    /// The device is full, or the payload is not staged yet.
+    NotNow,
+    Failed(Failure, Option<Error>),
+}
+
+/// Whether `errno` means a full queue.
+fn is_full(errno: i32) -> bool {
+    matches!(errno, libc::ENOMEM | libc::EAGAIN | libc::ENOBUFS | libc::ENOSPC | libc::EOVERFLOW)
+}
+
+impl ProxyQp {
+    /// Posts rung WQEs while the device takes them.
+    pub(super) fn advance(&mut self, env: &mut Env<'_>) {
+        if self.state != QpState::RTS || self.head >= self.target {
+            return;
+        }
+        while self.head < self.target && self.in_device < self.device.granted.sends && !self.is_failing() {
+            if !env.shadows.is_empty() {
+                // Completed READs no longer delay a send with a fence.
+                self.complete_finished(env);
+                if self.state != QpState::RTS {
+                    return;
+                }
+                self.stage(env);
+            }
+            let wqe = self.rings.fetch(self.head);
+            let mut sent = Sent {
+                index: wqe.ctrl.index,
+                opcode: wqe.ctrl.opcode,
+                bytes: 0,
+                completes: wqe.ctrl.always_completes(),
+                outcome: None,
+                cause: None,
+                response_copy: None,
+            };
+            match self.post(&wqe, env) {
+                Posted::InDevice(bytes, copy) => {
+                    self.in_device += 1;
+                    env.given(1);
+                    sent.bytes = bytes;
+                    sent.response_copy = copy;
+                }
+                Posted::Done => sent.outcome = Some(Ok(())),
+                Posted::NotNow => break,
+                Posted::Failed(failure, cause) => {
+                    sent.outcome = Some(Err(failure));
+                    sent.cause = cause;
+                }
+            }
+            env.stats.wqes += 1;
+            self.rings.qp_trace.fetched(self.rings.qpn, sent.bytes as usize);
+            self.head += wqe.blocks();
+            self.sends.push_back(sent);
+        }
+        self.complete_finished(env);
+    }
+
+    /// Whether a send was refused and earlier ones are outstanding.
+    fn is_failing(&self) -> bool {
+        self.sends.back().is_some_and(|sent| matches!(sent.outcome, Some(Err(_))))
+    }
+
+    fn post(&self, wqe: &Wqe, env: &mut Env<'_>) -> Posted {
+        let refused = |cause| Posted::Failed(Failure::REFUSED, Some(cause));
+        let granted = &self.device.granted;
+        let op = match self.rings.inspect(wqe, self.head, env.strict, env.stats) {
+            Ok(op) => op,
+            Err(syndrome) => return Posted::Failed(Failure { syndrome, vendor: 0 }, None),
+        };
+        let bytes = match &op {
+            DecodedOp::Read { sges, .. } => sges.total_bytes(),
+            DecodedOp::CompareSwap { .. } | DecodedOp::FetchAdd { .. } => 8,
+            _ => 0,
+        };
+        let inline = match (inline_bytes(&op), &self.ring_region) {
+            (Some(range), _) if range.len() <= granted.inline => Inline::Now,
+            (Some(range), Some(region)) => {
+                Inline::Later(in_ring(&self.rings, self.head, range, region.lkey()))
+            }
+            (Some(range), None) => {
+                let expected = "at most QpBuilder::max_inline";
+                return refused(Error::invalid("inline data", range.len(), expected));
+            }
+            (None, _) => Inline::Now,
+        };
+        let Some(mut request) = Request::of(&op, wqe, inline) else { return Posted::Done };
+        if request.buffers() > granted.send_sge {
+            let expected = "at most QpBuilder::max_send_sge";
+            return refused(Error::invalid("buffers of a send", request.buffers(), expected));
+        }
+        let number = self.first.wrapping_add(u32::try_from(self.sends.len()).expect("fewer than blocks"));
+        let pieces = match env.shadows.redirect(request.buffers_mut(), self.device.open().name()) {
+            Ok(pieces) => pieces,
+            Err(cause) => return refused(cause),
+        };
+        let mut copy = None;
+        if bytes > 0 {
+            copy = ResponseCopy::of(pieces);
+        } else if !pieces.is_empty() {
+            match self.staged.staged_state(self.head, self.device.open().name()) {
+                Brought::InPlace => {}
+                Brought::NotYet => return Posted::NotNow,
+                Brought::Failed(cause) => return refused(cause),
+            }
+        }
+        match self.device.send(&mut request, self.tag(false, number)) {
+            Ok(()) => Posted::InDevice(bytes, copy),
+            Err(errno) if self.in_device > 0 && is_full(errno) => Posted::NotNow,
+            Err(errno) => refused(self.refusal(wqe.ctrl.opcode, errno)),
+        }
+    }
+
+    /// Error for an operation that the device refuses.
+    fn refusal(&self, opcode: Opcode, errno: i32) -> Error {
+        let fix = match opcode {
+            Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => {
+                "the device may have no atomics: see `atomic_cap` of `ibv_devinfo -v`"
+            }
+            _ => return self.device.refused("ibv_post_send", errno),
+        };
+        match self.device.refused("ibv_post_send", errno) {
+            Error::Verbs { call, subject, source, .. } => {
+                Error::Verbs { call, subject: format!("{opcode} on {subject}"), source, advice: fix.into() }
+            }
+            other => other,
+        }
+    }
+
+    /// Posts receives up to the doorbell record while the device takes them.
+    pub(super) fn take_receives(&mut self, env: &mut Env<'_>) {
+        if !matches!(self.state, QpState::INIT | QpState::RTR | QpState::RTS) {
+            return;
+        }
+        let end = self.rings.recv_record(self.taken);
+        if end - self.received > self.rings.receives() {
+            env.stats.violation("the receive record runs ahead of the ring");
+            return;
+        }
+        let granted = self.device.granted;
+        while self.taken < end && self.taken - self.received < u64::from(granted.receives) {
+            let wqe = self.rings.receive(self.taken);
+            // Some cards read an empty SGE as 2^31 bytes.
+            let mut buffers: Buffers = wqe.into_iter().filter(|seg| seg.len > 0).map(sge).collect();
+            if buffers.len() > granted.recv_sge {
+                let expected = "at most QpBuilder::max_recv_sge";
+                return self.fail(Some(Error::invalid("buffers of a receive", buffers.len(), expected)), env);
+            }
+            let staged = match env.shadows.redirect(&mut buffers, self.device.open().name()) {
+                Ok(staged) => staged,
+                Err(cause) => return self.fail(Some(cause), env),
+            };
+            let number = self.taken & u64::from(u32::MAX);
+            let wr_id = self.tag(true, u32::try_from(number).expect("masked"));
+            match self.device.receive(&mut buffers, wr_id) {
+                Ok(()) => {
+                    env.given(1);
+                    self.staged.expect(low16(self.taken), staged);
+                }
+                Err(errno) if self.taken > self.received && is_full(errno) => return,
+                Err(errno) => return self.fail(Some(self.device.refused("ibv_post_recv", errno)), env),
+            }
+            self.taken += 1;
+        }
+    }
 }

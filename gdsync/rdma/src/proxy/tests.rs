@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::device::Most;
+use super::device::DeviceLimits;
 use super::provider::Proxy;
 use crate::{DeviceConfig, Open};
 use gdsync::verbs::{Context, Mr, Qp, RecvWr, SendWr};
@@ -13,15 +13,15 @@ use mlx5_ring::{CqeOpcode, Syndrome};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A queue pair connected to itself, with the device's use limited to `most`; `None`, with a printed reason, without a
+/// A queue pair connected to itself, with the device's use limited to `limits`; `None`, with a printed reason, without a
 /// device.
-fn itself(most: Most) -> Option<(Context, Qp, Mr)> {
+fn itself(limits: DeviceLimits) -> Option<(Context, Qp, Mr)> {
     let Some(name) = std::env::var("GDSYNC_TEST_DEVICE").ok().filter(|name| !name.is_empty()) else {
         println!("skipped: GDSYNC_TEST_DEVICE names no RDMA device");
         return None;
     };
     let open = Open::device(&name, &DeviceConfig::default()).unwrap();
-    let context = Context::over(Arc::new(Proxy::start_within(open, true, most).unwrap()));
+    let context = Context::over(Arc::new(Proxy::start_within(open, true, limits).unwrap()));
     let pd = context.alloc_pd().unwrap();
     let mr = pd.register(&Memory::alloc(8192).unwrap(), Access::all()).unwrap();
     let qp = pd.build_qp().max_send_wr(64).max_recv_wr(64).max_inline(200).build().unwrap();
@@ -31,7 +31,7 @@ fn itself(most: Most) -> Option<(Context, Qp, Mr)> {
 
 #[test]
 fn requests_beyond_the_device_limit_wait_in_the_rings() {
-    let Some((_context, qp, mr)) = itself(Most { requests: 2, ..Most::ALL }) else { return };
+    let Some((_context, qp, mr)) = itself(DeviceLimits { requests: 2, ..DeviceLimits::ALL }) else { return };
     for lap in 0..3 {
         let sge = |n: usize| [mr.sge(8 * n, 8).unwrap()];
         for n in 0..64 {
@@ -62,7 +62,7 @@ fn requests_beyond_the_device_limit_wait_in_the_rings() {
 
 #[test]
 fn oversized_inline_data_is_read_from_the_ring() {
-    let Some((_context, qp, mr)) = itself(Most { inline: 0, ..Most::ALL }) else { return };
+    let Some((_context, qp, mr)) = itself(DeviceLimits { inline: 0, ..DeviceLimits::ALL }) else { return };
     // One to four blocks, so some wrap at the end of the ring.
     for len in (0..=200).chain(0..=200) {
         let data: Vec<u8> = (0..len).map(|i| i ^ len).collect();
@@ -78,7 +78,7 @@ fn oversized_inline_data_is_read_from_the_ring() {
 /// A polling thread takes completions without the proxy's thread.
 #[test]
 fn polling_threads_run_the_proxy() {
-    let Some((context, qp, mr)) = itself(Most::ALL) else { return };
+    let Some((context, qp, mr)) = itself(DeviceLimits::ALL) else { return };
     let sges = [mr.sge(0, 8).unwrap()];
     let mut helped = 0;
     for _ in 0..100 {

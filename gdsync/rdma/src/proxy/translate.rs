@@ -6,12 +6,12 @@ use std::ptr;
 
 use rdma_core_sys::verbs::{
     ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_send_wr_atomic, ibv_send_wr_rdma, ibv_send_wr_wr, ibv_sge,
-    ibv_wr_opcode,
+    ibv_wc, ibv_wc_flags, ibv_wc_opcode, ibv_wc_status, ibv_wr_opcode,
 };
 use smallvec::SmallVec;
 
 use gdsync_device::engine::{Rings, Wqe};
-use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload, RemoteAddr};
+use mlx5_ring::{Cqe, CqeOpcode, DataSeg, DecodedOp, DecodedPayload, RemoteAddr, Syndrome};
 
 /// A send request.
 #[derive(Debug)]
@@ -172,6 +172,102 @@ pub(super) fn recv_wr(wr_id: u64, buffers: &mut Buffers) -> ibv_recv_wr {
 
 fn count(buffers: &Buffers) -> c_int {
     c_int::try_from(buffers.len()).expect("a WQE has few buffers")
+}
+
+/// Identifies a request at the device (`wr_id`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tag {
+    /// Slot of its queue pair, below 2^14.
+    pub(super) index: usize,
+    /// Changes with every connection in this slot, so that late completions do not match the next.
+    pub(super) generation: u16,
+    pub(super) is_receive: bool,
+    /// Low bits of its number in its queue.
+    pub(super) number: u32,
+}
+
+impl Tag {
+    pub(super) fn to_wr_id(self) -> u64 {
+        let index = (self.index as u64) << 48;
+        let is_receive = u64::from(self.is_receive) << 63;
+        index | is_receive | u64::from(self.generation) << 32 | u64::from(self.number)
+    }
+
+    pub(super) fn from_wr_id(wr_id: u64) -> Self {
+        let [i0, i1, g0, g1, number @ ..] = wr_id.to_be_bytes();
+        Self {
+            index: usize::from(u16::from_be_bytes([i0 & 0x3f, i1])),
+            generation: u16::from_be_bytes([g0, g1]),
+            is_receive: i0 & 0x80 != 0,
+            number: u32::from_be_bytes(number),
+        }
+    }
+}
+
+/// Syndrome of a failed request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Failure {
+    pub(super) syndrome: Syndrome,
+    /// Vendor code.
+    pub(super) vendor: u8,
+}
+
+impl Failure {
+    pub(super) const FLUSHED: Self = Self { syndrome: Syndrome::WR_FLUSH_ERR, vendor: 0 };
+    pub(super) const REFUSED: Self = Self { syndrome: Syndrome::LOC_QP_OP_ERR, vendor: 0 };
+}
+
+/// Syndrome of a status, if cards have one for it.
+fn syndrome(status: ibv_wc_status) -> Option<Syndrome> {
+    Some(match status {
+        ibv_wc_status::IBV_WC_LOC_LEN_ERR => Syndrome::LOC_LEN_ERR,
+        ibv_wc_status::IBV_WC_LOC_QP_OP_ERR => Syndrome::LOC_QP_OP_ERR,
+        ibv_wc_status::IBV_WC_LOC_PROT_ERR => Syndrome::LOC_PROT_ERR,
+        ibv_wc_status::IBV_WC_WR_FLUSH_ERR => Syndrome::WR_FLUSH_ERR,
+        ibv_wc_status::IBV_WC_MW_BIND_ERR => Syndrome::MW_BIND_ERR,
+        ibv_wc_status::IBV_WC_BAD_RESP_ERR => Syndrome::BAD_RESP_ERR,
+        ibv_wc_status::IBV_WC_LOC_ACCESS_ERR => Syndrome::LOC_ACCESS_ERR,
+        ibv_wc_status::IBV_WC_REM_INV_REQ_ERR | ibv_wc_status::IBV_WC_REM_INV_RD_REQ_ERR => {
+            Syndrome::REM_INV_REQ_ERR
+        }
+        ibv_wc_status::IBV_WC_REM_ACCESS_ERR => Syndrome::REM_ACCESS_ERR,
+        ibv_wc_status::IBV_WC_REM_OP_ERR => Syndrome::REM_OP_ERR,
+        ibv_wc_status::IBV_WC_RETRY_EXC_ERR | ibv_wc_status::IBV_WC_RESP_TIMEOUT_ERR => {
+            Syndrome::RETRY_EXC_ERR
+        }
+        ibv_wc_status::IBV_WC_RNR_RETRY_EXC_ERR => Syndrome::RNR_RETRY_EXC_ERR,
+        ibv_wc_status::IBV_WC_REM_ABORT_ERR => Syndrome::REM_ABORT_ERR,
+        _ => return None,
+    })
+}
+
+/// Result of a request. Statuses unknown to cards become local operation errors.
+pub(super) fn outcome(wc: &ibv_wc) -> Result<(), Failure> {
+    if wc.status == ibv_wc_status::IBV_WC_SUCCESS {
+        return Ok(());
+    }
+    let vendor = u8::try_from(wc.vendor_err).unwrap_or(u8::MAX);
+    Err(Failure { syndrome: syndrome(wc.status).unwrap_or(Syndrome::LOC_QP_OP_ERR), vendor })
+}
+
+/// Whether the status has no syndrome of its own.
+pub(super) fn is_unnamed(wc: &ibv_wc) -> bool {
+    wc.status != ibv_wc_status::IBV_WC_SUCCESS && syndrome(wc.status).is_none()
+}
+
+/// CQE of a receive, without QPN and counter.
+pub(super) fn received(wc: &ibv_wc) -> Cqe {
+    if let Err(Failure { syndrome, vendor }) = outcome(wc) {
+        return Cqe { opcode: CqeOpcode::RESP_ERR, syndrome, vendor, ..Cqe::default() };
+    }
+    let has_imm = wc.wc_flags.contains(ibv_wc_flags::IBV_WC_WITH_IMM);
+    let opcode = match wc.opcode {
+        ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM => CqeOpcode::RESP_WR_IMM,
+        _ if has_imm => CqeOpcode::RESP_SEND_IMM,
+        _ => CqeOpcode::RESP_SEND,
+    };
+    let imm = if opcode == CqeOpcode::RESP_SEND { 0 } else { u32::from_be(wc.imm_data) };
+    Cqe { opcode, byte_cnt: wc.byte_len, imm, ..Cqe::default() }
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+//! Attributes of each transition.
+
 use super::*;
 use gdsync_device::Access;
 

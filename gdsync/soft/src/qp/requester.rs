@@ -1,19 +1,20 @@
 //! Requester of a queue pair: sends in flight, responses, retransmission, completion in order.
 
-mod answers;
 mod refer;
 mod transmit;
 
 pub(crate) use refer::Reason;
-use refer::Referred;
+
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::{Env, SoftQp};
-use crate::packet::ahead;
+use self::refer::Referred;
+use super::{Env, SoftQp, staging};
+use crate::links::Body;
+use crate::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use gdsync_device::copy_engine::{Status, Ticket};
 use gdsync_device::{QpAttr, QpState};
-use mlx5_ring::{Opcode, Syndrome};
+use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, Opcode, Syndrome};
 
 #[derive(Debug)]
 pub(crate) struct Requester {
@@ -63,9 +64,9 @@ struct Pending {
     /// Region sent by reference.
     referred: Option<Referred>,
     /// The reference was sent at least once.
-    is_known: bool,
+    reference_sent: bool,
     /// Copies of staged responses in progress.
-    receive_staging: Vec<Ticket>,
+    copies: Vec<Ticket>,
     error: Option<Syndrome>,
 }
 
@@ -82,17 +83,17 @@ impl Pending {
         self.done == self.packets
     }
 
-    fn needs_answer(&self) -> bool {
+    fn needs_response(&self) -> bool {
         matches!(self.kind, Kind::Read | Kind::Atomic)
     }
 
     /// Adds the copy of a staged response and drops finished ones.
-    fn land(&mut self, ticket: Option<Ticket>) {
-        self.receive_staging.extend(ticket);
-        if self.receive_staging.iter().any(|ticket| ticket.status() == Status::Failed) {
+    fn add_copy(&mut self, ticket: Option<Ticket>) {
+        self.copies.extend(ticket);
+        if self.copies.iter().any(|ticket| ticket.status() == Status::Failed) {
             self.error = Some(Syndrome::LOC_QP_OP_ERR);
         }
-        self.receive_staging.retain(|ticket| !ticket.is_over());
+        self.copies.retain(|ticket| !ticket.is_over());
     }
 
     fn last_psn(&self) -> u32 {
@@ -185,7 +186,7 @@ impl Requester {
     fn push(&mut self, pending: Pending, blocks: u64) {
         self.head += blocks;
         self.next_psn = self.next_psn.wrapping_add(pending.packets);
-        self.reads += usize::from(pending.needs_answer());
+        self.reads += usize::from(pending.needs_response());
         self.count_reference(&pending, true);
         self.pending.push_back(pending);
     }
@@ -208,7 +209,7 @@ impl Requester {
             if through <= 0 {
                 break;
             }
-            if p.needs_answer() {
+            if p.needs_response() {
                 if !p.is_done() && ahead(psn, p.last_psn()) > 0 {
                     return true;
                 }
@@ -218,14 +219,14 @@ impl Requester {
             if through > p.done {
                 p.done = through;
                 p.sent = p.sent.max(through);
-                self.moved();
+                self.progressed();
             }
         }
         false
     }
 
     /// Progress by the peer: resets timers and retries.
-    fn moved(&mut self) {
+    fn progressed(&mut self) {
         self.deadline = None;
         self.gap = false;
         self.retries = self.retry_cnt;
@@ -261,11 +262,11 @@ impl Requester {
 
 impl SoftQp {
     /// Completes finished sends in order. Returns whether there were any.
-    pub(crate) fn retire(&mut self, env: &mut Env<'_>) -> bool {
+    pub(crate) fn complete_finished(&mut self, env: &mut Env<'_>) -> bool {
         let mut any = false;
         while let Some(p) = self.req.pending.front_mut() {
-            p.land(None);
-            if p.error.is_none() && (!p.is_done() || !p.receive_staging.is_empty()) {
+            p.add_copy(None);
+            if p.error.is_none() && (!p.is_done() || !p.copies.is_empty()) {
                 break;
             }
             any = true;
@@ -275,10 +276,10 @@ impl SoftQp {
             }
             let p = self.req.pending.pop_front().expect("front exists");
             self.req.unsent = self.req.unsent.saturating_sub(1);
-            self.req.reads -= usize::from(p.needs_answer());
+            self.req.reads -= usize::from(p.needs_response());
             self.req.count_reference(&p, false);
             if p.completes {
-                let bytes = if p.needs_answer() { u32::try_from(p.len).expect("at most 1 GiB") } else { 0 };
+                let bytes = if p.needs_response() { u32::try_from(p.len).expect("at most 1 GiB") } else { 0 };
                 self.complete_send(p.index, p.opcode, None, bytes, env);
             }
         }
@@ -287,7 +288,7 @@ impl SoftQp {
 
     /// Checks the timers.
     pub(crate) fn tick(&mut self, now: Instant, env: &mut Env<'_>) {
-        self.limit_copies(now);
+        self.time_out_copies(now);
         if self.state != QpState::RTS {
             return;
         }
@@ -309,7 +310,7 @@ impl SoftQp {
                 } else {
                     self.req.retries -= 1;
                     self.req.gap = false;
-                    self.again(env);
+                    self.retransmit(env);
                     self.advance(env);
                 }
             }
@@ -325,6 +326,211 @@ fn rnr_pause(code: u32) -> Duration {
         3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152,
     ];
     Duration::from_micros(10) * HUNDREDTHS_OF_MS[code as usize & 31]
+}
+
+impl SoftQp {
+    /// Handles a response of the peer.
+    pub(crate) fn handle_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+        if self.state != QpState::RTS {
+            return;
+        }
+        let psn = header.psn;
+        // The only range check of a response's PSN. Without it, sends that never left could complete.
+        if ahead(psn, self.req.sent_psn) >= 0 {
+            env.stats.packets_discarded += 1;
+            return;
+        }
+        match header.op {
+            PacketOp::ACK => {
+                if self.req.acknowledge(psn.wrapping_add(1)) {
+                    self.response_lost(env);
+                }
+            }
+            PacketOp::READ_RESPONSE => self.read_response(header, body, env),
+            PacketOp::ATOMIC_RESPONSE => self.atomic_response(header, body, env),
+            PacketOp::NAK => self.handle_nak(header, env),
+            PacketOp::COPYING => self.copying(psn),
+            _ => env.stats.packets_discarded += 1,
+        }
+        self.complete_finished(env);
+    }
+
+    fn retransmit(&mut self, env: &mut Env<'_>) {
+        env.stats.retransmissions += 1;
+        self.req.go_back();
+    }
+
+    /// Retransmits after a lost response. Later responses report the same gap; once is enough.
+    fn response_lost(&mut self, env: &mut Env<'_>) {
+        if !std::mem::replace(&mut self.req.gap, true) {
+            self.retransmit(env);
+        }
+    }
+
+    fn handle_nak(&mut self, header: &Header, env: &mut Env<'_>) {
+        let psn = header.psn;
+        if ahead(psn, self.req.oldest_psn()) < 0 {
+            // Already acknowledged.
+            env.stats.packets_discarded += 1;
+            return;
+        }
+        self.req.acknowledge(psn);
+        match header.code {
+            packet::NAK_SEQUENCE => self.retransmit(env),
+            packet::NAK_RNR => {
+                if self.req.rnr_retries == 0 {
+                    return self.fail_at(psn, Syndrome::RNR_RETRY_EXC_ERR);
+                }
+                if self.req.rnr_retry < 7 {
+                    self.req.rnr_retries -= 1;
+                }
+                self.req.rnr_until = Some(Instant::now() + rnr_pause(header.len));
+                self.retransmit(env);
+            }
+            packet::NAK_REFERENCE => self.reference_refused(psn, header.len, env),
+            syndrome => {
+                let allowed = [Syndrome::REM_INV_REQ_ERR, Syndrome::REM_ACCESS_ERR, Syndrome::REM_OP_ERR];
+                let known = allowed.into_iter().find(|known| known.0 == syndrome);
+                self.fail_at(psn, known.unwrap_or(Syndrome::BAD_RESP_ERR));
+            }
+        }
+    }
+
+    fn fail_at(&mut self, psn: u32, syndrome: Syndrome) {
+        if let Some(p) = self.req.find(psn) {
+            p.error = Some(syndrome);
+        }
+    }
+
+    fn read_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+        let has_room = self.receive_staging.has_room();
+        let Some(p) = self.req.find(header.psn).filter(|p| p.kind == Kind::Read) else {
+            env.stats.packets_discarded += 1;
+            return;
+        };
+        let at = header.psn.wrapping_sub(p.psn);
+        let (begin, len, psn) = (p.begin, p.len, p.psn);
+        if !has_room {
+            env.stats.packets_discarded += 1;
+            return;
+        }
+        if at != p.done {
+            env.stats.packets_discarded += 1;
+            if at > p.done {
+                self.response_lost(env);
+            }
+            return;
+        }
+        // A READ response acknowledges everything before the READ.
+        if self.req.acknowledge(psn) {
+            return self.response_lost(env);
+        }
+        let offset = at as usize * SEGMENT;
+        let size = SEGMENT.min(len - offset);
+        let result = if body.len() == size {
+            self.scatter_read(begin, offset, body, env)
+        } else {
+            Err(Syndrome::BAD_RESP_ERR)
+        };
+        let p = self.req.find(header.psn).expect("found above");
+        match result {
+            Ok(copy) => {
+                p.done += 1;
+                p.sent = p.sent.max(p.done);
+                p.add_copy(copy);
+                self.req.progressed();
+            }
+            Err(syndrome) => p.error = Some(syndrome),
+        }
+    }
+
+    fn scatter_read(
+        &mut self,
+        begin: u64,
+        offset: usize,
+        body: &Body<'_>,
+        env: &mut Env<'_>,
+    ) -> Result<Option<Ticket>, Syndrome> {
+        let wqe = self.rings.fetch(begin);
+        let op = mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|e| e.syndrome())?;
+        let DecodedOp::Read { sges, .. } = op else { return Err(Syndrome::LOC_QP_OP_ERR) };
+        self.scatter(sges.iter(wqe.as_bytes()), offset, body, 0, env)
+    }
+
+    /// Copies a packet's body from `from` on to the SGEs, `offset` bytes into them. Returns a ticket if some of it is
+    /// staged.
+    pub(crate) fn scatter(
+        &mut self,
+        sges: impl Iterator<Item = DataSeg>,
+        mut offset: usize,
+        body: &Body<'_>,
+        from: usize,
+        env: &mut Env<'_>,
+    ) -> Result<Option<Ticket>, Syndrome> {
+        let mut at = from;
+        let mut staged = Vec::new();
+        for sge in sges {
+            if at == body.len() {
+                break;
+            }
+            let piece = self.local(&sge, true, env)?;
+            if offset >= piece.len {
+                offset -= piece.len;
+                continue;
+            }
+            let take = (body.len() - at).min(piece.len - offset);
+            let to = piece.offset + offset;
+            if piece.memory.is_mapped() {
+                body.copy_to(at, piece.memory, to, take);
+                env.pending_flush.written(sge.lkey, piece.memory);
+            } else {
+                let (key, memory) = (sge.lkey, piece.memory.clone());
+                staged.push(staging::Piece { from: at, key, memory, at: to, len: take });
+            }
+            offset = 0;
+            at += take;
+        }
+        if at != body.len() {
+            return Err(Syndrome::LOC_LEN_ERR);
+        }
+        if staged.is_empty() {
+            return Ok(None);
+        }
+        self.receive_staging.put(body, staged, env.copy_engine).map(Some).map_err(|_| Syndrome::LOC_QP_OP_ERR)
+    }
+
+    fn atomic_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+        let Some(p) = self.req.find(header.psn).filter(|p| p.kind == Kind::Atomic && !p.is_done()) else {
+            env.stats.packets_discarded += 1;
+            return;
+        };
+        let (begin, psn) = (p.begin, p.psn);
+        if !self.receive_staging.has_room() {
+            env.stats.packets_discarded += 1;
+            return;
+        }
+        if self.req.acknowledge(psn) {
+            return self.response_lost(env);
+        }
+        let wqe = self.rings.fetch(begin);
+        let result = match mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()) {
+            Ok(DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. })
+                if body.len() == 8 =>
+            {
+                self.scatter(std::iter::once(result), 0, body, 0, env)
+            }
+            _ => Err(Syndrome::BAD_RESP_ERR),
+        };
+        let p = self.req.find(header.psn).expect("found above");
+        match result {
+            Ok(copy) => {
+                p.done = 1;
+                p.add_copy(copy);
+                self.req.progressed();
+            }
+            Err(syndrome) => p.error = Some(syndrome),
+        }
+    }
 }
 
 #[cfg(test)]

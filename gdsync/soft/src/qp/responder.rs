@@ -1,30 +1,30 @@
 //! Responder of a queue pair: orders and checks requests, places their payload, sends responses.
 
-mod check;
-mod cma;
 mod copies;
-mod messages;
-mod reads;
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use smallvec::SmallVec;
 
 use self::copies::Copies;
 use super::requester::Reason;
+use super::staging::{self, Staged};
 use super::{Env, SoftQp};
-use crate::async_event::AsyncEvent;
+use crate::card::AsyncEvent;
 use crate::links::Body;
-use crate::packet::{self, Header, PacketOp, SEGMENT, ahead};
+use crate::packet::{self, Header, PacketOp, REFERENCE_BYTES, SEGMENT, ahead, segments};
 use crate::wire::Piece;
-use gdsync_device::{QpAttr, QpState};
-use mlx5_ring::{Cqe, CqeOpcode, DataSeg, Syndrome, low16};
+use gdsync_device::copy_engine::Ticket;
+use gdsync_device::memory::Memory;
+use gdsync_device::{Access, QpAttr, QpState};
+use mlx5_ring::{Cqe, CqeOpcode, DataSeg, MAX_MESSAGE, Syndrome, low16};
 
 /// Responses queued for the link; a READ counts once. Further requests are dropped as if lost. More than a peer that
 /// takes responses has in flight.
-const MOST_ANSWERS: usize = 256;
-/// Atomic results kept for repeated requests. More than a peer may have outstanding (16).
+const MAX_RESPONSES: usize = 256;
+/// Atomic results kept for handle_duplicate requests. More than a peer may have outstanding (16).
 const REPLAYS: usize = 32;
 
 #[derive(Debug, Default)]
@@ -39,7 +39,7 @@ pub(crate) struct Responder {
     posted: u64,
     /// The message being received, if it has several packets.
     current: Option<Current>,
-    answers: VecDeque<Answer>,
+    responses: VecDeque<Response>,
     /// A gap was reported and is not filled.
     gap: bool,
     replays: VecDeque<(u32, u64)>,
@@ -58,7 +58,7 @@ struct Current {
 
 /// A response, sent in order.
 #[derive(Clone, Copy, Debug)]
-enum Answer {
+enum Response {
     Ack(u32),
     Nak {
         psn: u32,
@@ -81,7 +81,7 @@ enum Answer {
     Copying(u32),
 }
 
-impl Answer {
+impl Response {
     fn psn(&self) -> u32 {
         match *self {
             Self::Ack(psn) | Self::Copying(psn) => psn,
@@ -131,7 +131,7 @@ impl Responder {
     /// Number of responses, copies and replay entries held for the peer, for tests.
     #[cfg(test)]
     pub(crate) fn held(&self) -> usize {
-        self.answers.len() + self.copies.len() + self.replays.len()
+        self.responses.len() + self.copies.len() + self.replays.len()
     }
 
     /// Next PSN, for tests.
@@ -159,35 +159,36 @@ impl Responder {
     }
 
     pub(crate) fn is_active(&self) -> bool {
-        !self.answers.is_empty() || self.is_copying()
+        !self.responses.is_empty() || self.is_copying()
     }
 
     /// Queues a NAK unless the same one is queued.
     fn nak(&mut self, psn: u32, code: u8, arg: u32) {
-        let same = |a: &Answer| matches!(a, Answer::Nak { psn: p, code: c, .. } if (*p, *c) == (psn, code));
-        if !self.answers.iter().any(same) {
-            self.answers.push_back(Answer::Nak { psn, code, arg });
+        let same =
+            |a: &Response| matches!(a, Response::Nak { psn: p, code: c, .. } if (*p, *c) == (psn, code));
+        if !self.responses.iter().any(same) {
+            self.responses.push_back(Response::Nak { psn, code, arg });
         }
     }
 
     /// Whether the number of queued READ and atomic responses is below the agreed limit.
     fn has_room_for_read(&self) -> bool {
-        let waits = |a: &&Answer| matches!(a, Answer::Read { .. } | Answer::Atomic { .. });
-        self.answers.iter().filter(waits).count() < self.max_reads.max(1)
+        let waits = |a: &&Response| matches!(a, Response::Read { .. } | Response::Atomic { .. });
+        self.responses.iter().filter(waits).count() < self.max_reads.max(1)
     }
 
     fn ack(&mut self, through: u32) {
-        let ack = Answer::Ack(through);
-        match self.answers.back_mut() {
-            Some(last @ Answer::Ack(_)) => *last = ack,
-            _ => self.answers.push_back(ack),
+        let ack = Response::Ack(through);
+        match self.responses.back_mut() {
+            Some(last @ Response::Ack(_)) => *last = ack,
+            _ => self.responses.push_back(ack),
         }
     }
 }
 
 impl SoftQp {
     /// Handles a request. Its response leaves with the next step, because replies by the application go first.
-    pub(crate) fn requested(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+    pub(crate) fn handle_request(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         if !matches!(self.state, QpState::RTR | QpState::RTS) {
             env.stats.packets_discarded += 1;
             return;
@@ -195,7 +196,7 @@ impl SoftQp {
         if header.op == PacketOp::WITHDRAW {
             return self.resp.withdrawn(header.psn);
         }
-        if self.resp.answers.len() >= MOST_ANSWERS {
+        if self.resp.responses.len() >= MAX_RESPONSES {
             env.stats.packets_discarded += 1;
             return;
         }
@@ -207,7 +208,7 @@ impl SoftQp {
             }
         } else if distance < 0 {
             env.stats.packets_discarded += 1;
-            self.repeated(header, body, env);
+            self.handle_duplicate(header, body, env);
         } else if self.resp.must_wait(header) || !self.receive_staging.has_room() {
             env.stats.packets_discarded += 1;
         } else {
@@ -247,27 +248,27 @@ impl SoftQp {
         }
     }
 
-    /// A repeated request: its response was lost, or the packet was duplicated.
-    fn repeated(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
+    /// A handle_duplicate request: its response was lost, or the packet was duplicated.
+    fn handle_duplicate(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         match header.op {
             PacketOp::READ => {
-                let read = check::sizes(header, body.len()).and_then(|()| self.read(header, body, env));
+                let read = check_sizes(header, body.len()).and_then(|()| self.handle_read(header, body, env));
                 if let Err(refusal) = read {
                     self.refuse(header.psn, &refusal, env);
                 }
             }
             PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
-                let same = |a: &Answer| matches!(a, Answer::Atomic { psn, .. } if *psn == header.psn);
-                if !self.resp.answers.iter().any(same)
+                let same = |a: &Response| matches!(a, Response::Atomic { psn, .. } if *psn == header.psn);
+                if !self.resp.responses.iter().any(same)
                     && let Some(&(psn, value)) = self.resp.replays.iter().find(|(psn, _)| *psn == header.psn)
                 {
-                    self.resp.answers.push_back(Answer::Atomic { psn, value });
+                    self.resp.responses.push_back(Response::Atomic { psn, value });
                 }
             }
             _ if self.resp.is_copied(header.psn) => {
-                let same = |a: &Answer| matches!(a, Answer::Copying(psn) if *psn == header.psn);
-                if !self.resp.answers.iter().any(same) {
-                    self.resp.answers.push_front(Answer::Copying(header.psn));
+                let same = |a: &Response| matches!(a, Response::Copying(psn) if *psn == header.psn);
+                if !self.resp.responses.iter().any(same) {
+                    self.resp.responses.push_front(Response::Copying(header.psn));
                 }
             }
             _ => self.resp.ack(self.resp.arrived()),
@@ -281,23 +282,23 @@ impl SoftQp {
         }
         match header.op {
             PacketOp::SEND | PacketOp::WRITE if header.flags & packet::REFERENCE != 0 => {
-                return self.referred(header, body, env);
+                return self.handle_reference(header, body, env);
             }
-            PacketOp::SEND => self.receive(header, body, env)?,
-            PacketOp::WRITE => self.written(header, body, env)?,
-            PacketOp::READ => return self.read(header, body, env),
-            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => self.atomic(header, body, env)?,
+            PacketOp::SEND => self.handle_send(header, body, env)?,
+            PacketOp::WRITE => self.handle_write(header, body, env)?,
+            PacketOp::READ => return self.handle_read(header, body, env),
+            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => self.handle_atomic(header, body, env)?,
             _ => return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)),
         }
         Ok(1)
     }
 
     /// Sends due responses while the link has room. Returns whether any were sent.
-    pub(crate) fn answer(&mut self, env: &mut Env<'_>) -> bool {
+    pub(crate) fn send_responses(&mut self, env: &mut Env<'_>) -> bool {
         let Some(remote) = self.remote else { return false };
         let mut any = false;
-        while let Some(&answer) = self.resp.answers.front() {
-            if self.resp.is_early(&answer) {
+        while let Some(&response) = self.resp.responses.front() {
+            if self.resp.is_early(&response) {
                 break;
             }
             let mut header = Header::new(PacketOp::ACK, remote.qpn, self.rings.qpn, 0);
@@ -305,33 +306,33 @@ impl SoftQp {
             let mut words = 0;
             let mut found = None;
             let mut rest = None;
-            match answer {
-                Answer::Ack(psn) => header.psn = psn,
-                Answer::Copying(psn) => (header.op, header.psn) = (PacketOp::COPYING, psn),
-                Answer::Nak { psn, code, arg } => {
+            match response {
+                Response::Ack(psn) => header.psn = psn,
+                Response::Copying(psn) => (header.op, header.psn) = (PacketOp::COPYING, psn),
+                Response::Nak { psn, code, arg } => {
                     (header.op, header.psn, header.code, header.len) = (PacketOp::NAK, psn, code, arg);
                 }
-                Answer::Atomic { psn, value } => {
+                Response::Atomic { psn, value } => {
                     (header.op, header.psn) = (PacketOp::ATOMIC_RESPONSE, psn);
                     ext = value.to_le_bytes();
                     words = 8;
                 }
-                Answer::Read { psn, rkey, addr, left, done } => {
+                Response::Read { psn, rkey, addr, left, done } => {
                     (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
                     let len = left.min(SEGMENT);
-                    match self.look_up(&answer, env) {
+                    match self.read_source(&response, env) {
                         Ok(Some((memory, offset))) => found = Some((memory, offset, len)),
                         // Being staged from a GPU.
                         Ok(None) => break,
                         Err(syndrome) => {
-                            self.resp.answers.pop_front();
+                            self.resp.responses.pop_front();
                             self.refuse(psn, &Refusal::Remote(syndrome), env);
                             continue;
                         }
                     }
                     let (psn, addr) = (psn.wrapping_add(1), addr + len as u64);
                     let (left, done) = (left - len, done + len);
-                    rest = (left > 0).then_some(Answer::Read { psn, rkey, addr, left, done });
+                    rest = (left > 0).then_some(Response::Read { psn, rkey, addr, left, done });
                 }
             }
             let link = self.link;
@@ -351,10 +352,310 @@ impl SoftQp {
             self.packets += 1;
             any = true;
             match rest {
-                Some(rest) => self.resp.answers[0] = rest,
-                None => drop(self.resp.answers.pop_front()),
+                Some(rest) => self.resp.responses[0] = rest,
+                None => drop(self.resp.responses.pop_front()),
             }
         }
         any
+    }
+}
+
+const INVALID: Refusal = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
+
+fn require(is_fine: bool) -> Result<(), Refusal> {
+    if is_fine { Ok(()) } else { Err(INVALID) }
+}
+
+/// Bytes of a request's extension header.
+fn extension(op: PacketOp) -> Result<usize, Refusal> {
+    match op {
+        PacketOp::SEND => Ok(0),
+        PacketOp::WRITE | PacketOp::READ => Ok(8),
+        PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => Ok(24),
+        _ => Err(INVALID),
+    }
+}
+
+/// Bytes of payload in a body, or of its reference.
+fn payload_len(header: &Header, body: usize) -> Result<usize, Refusal> {
+    body.checked_sub(extension(header.op)?).ok_or(INVALID)
+}
+
+/// Checks the lengths in a packet.
+fn check_sizes(header: &Header, body: usize) -> Result<(), Refusal> {
+    let payload = payload_len(header, body)?;
+    let ends = packet::FIRST | packet::LAST;
+    let flags = header.flags & ends;
+    let is_message = matches!(header.op, PacketOp::SEND | PacketOp::WRITE);
+    require(match flags {
+        _ if !is_message => payload == 0 && header.len <= MAX_MESSAGE,
+        _ if header.flags & packet::REFERENCE != 0 => {
+            flags == ends && payload == REFERENCE_BYTES && (1..=MAX_MESSAGE).contains(&header.len)
+        }
+        packet::LAST => (1..=SEGMENT).contains(&payload),
+        // All packets but the last are full.
+        _ if flags & packet::LAST == 0 => payload == SEGMENT,
+        _ => payload <= SEGMENT,
+    })
+}
+
+impl SoftQp {
+    /// Checks the next request: its lengths, its place in the current message, and the message's length.
+    ///
+    /// All header fields of a request are checked here, before anything is done (InfiniBand architecture 9.7.4.1).
+    /// Keys, rights and ranges are checked where memory is looked up.
+    fn check_request(&self, header: &Header, body: &Body<'_>) -> Result<(), Refusal> {
+        check_sizes(header, body.len())?;
+        let is_message = matches!(header.op, PacketOp::SEND | PacketOp::WRITE);
+        let is_first = !is_message || header.flags & packet::FIRST != 0;
+        let Some(current) = &self.resp.current else { return require(is_first) };
+        // Only a SEND has consumed its receive.
+        let is_same = current.counter.is_some() == (header.op == PacketOp::SEND);
+        let received = current.received + payload_len(header, body.len())?;
+        require(!is_first && is_same && received <= MAX_MESSAGE as usize)
+    }
+}
+
+impl SoftQp {
+    fn handle_read(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
+        self.allow(Access::REMOTE_READ)?;
+        let invalid = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
+        let Some(addr) = body.word(0) else { return Err(invalid) };
+        let left = header.len as usize;
+        env.keys
+            .remote(header.rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ)
+            .map_err(Refusal::Remote)?;
+        let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
+        for response in &mut self.resp.responses {
+            let Response::Read { psn: next, left: rest, .. } = *response else { continue };
+            if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
+                // The same READ, requested again before its response is complete: one response is enough.
+                if ahead(psn, next) < 0 {
+                    *response = Response::Read { psn, rkey, addr, left, done: 0 };
+                }
+                return Ok(packets);
+            }
+        }
+        if !self.resp.has_room_for_read() {
+            return Err(invalid);
+        }
+        self.resp.responses.push_back(Response::Read { psn, rkey, addr, left, done: 0 });
+        Ok(packets)
+    }
+
+    fn handle_atomic(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
+        self.allow(Access::REMOTE_ATOMIC)?;
+        let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
+        let [addr, a, b] = [0, 1, 2].map(|i| body.word(i));
+        let (addr, a, b) = (addr.ok_or_else(invalid)?, a.ok_or_else(invalid)?, b.ok_or_else(invalid)?);
+        if !addr.is_multiple_of(8) || !self.resp.has_room_for_read() {
+            return Err(invalid());
+        }
+        let (memory, offset) = env
+            .keys
+            .remote(header.rkey, self.rings.request.pdn, addr, 8, Access::REMOTE_ATOMIC)
+            .map_err(Refusal::Remote)?;
+        let word = memory.atomic64(offset).map_err(|_| invalid())?;
+        let value = if header.op == PacketOp::FETCH_ADD {
+            word.fetch_add(a, Ordering::AcqRel)
+        } else {
+            word.compare_exchange(a, b, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|old| old)
+        };
+        if self.resp.replays.len() == REPLAYS {
+            self.resp.replays.pop_front();
+        }
+        self.resp.replays.push_back((header.psn, value));
+        self.resp.responses.push_back(Response::Atomic { psn: header.psn, value });
+        Ok(())
+    }
+
+    /// Next bytes of a READ response; `None` while they are being staged.
+    fn read_source(
+        &mut self,
+        response: &Response,
+        env: &Env<'_>,
+    ) -> Result<Option<(Memory, usize)>, Syndrome> {
+        let &Response::Read { psn, rkey, addr, left, done } = response else {
+            return Err(Syndrome::REM_OP_ERR);
+        };
+        // The region may have been deregistered since the request.
+        let begin = addr - done as u64;
+        let (memory, offset) =
+            env.keys.remote(rkey, self.rings.request.pdn, begin, done + left, Access::REMOTE_READ)?;
+        if !Self::is_staged(memory, done + left, env) {
+            return Ok(Some((memory.clone(), offset + done)));
+        }
+        let first = psn.wrapping_sub(u32::try_from(done / SEGMENT).expect("messages are at most 1 GiB"));
+        let gather = |at, len| Ok(vec![(memory.clone(), offset + at, len)]);
+        match self.responses.stage(first, done + left, done, gather, env.copy_engine) {
+            Ok(Staged::Ready(memory, at)) => Ok(Some((memory, at))),
+            Ok(Staged::Pending) => Ok(None),
+            Ok(Staged::Failed) if memory.is_mapped() => Ok(Some((memory.clone(), offset + done))),
+            _ => Err(Syndrome::REM_OP_ERR),
+        }
+    }
+}
+
+/// A received packet, or message by reference.
+#[derive(Clone, Copy, Debug)]
+struct Arrival {
+    header: Header,
+    /// Number of its PSNs.
+    packets: u32,
+    /// Counter of the receive it completes.
+    counter: Option<u16>,
+    /// Bytes of the message so far.
+    bytes: usize,
+}
+
+impl Arrival {
+    fn of(header: &Header) -> Self {
+        Self { header: *header, packets: 1, counter: None, bytes: 0 }
+    }
+}
+
+/// Keeps threads polling if this packet begins a message of several.
+fn note_multi_packet(header: &Header, env: &mut Env<'_>) {
+    if header.flags & (packet::FIRST | packet::LAST) == packet::FIRST {
+        *env.copied = Some(Instant::now());
+    }
+}
+
+impl SoftQp {
+    fn has_receive(&mut self) -> bool {
+        if self.resp.posted == self.resp.tail {
+            self.resp.posted = self.rings.recv_record(self.resp.tail);
+        }
+        self.resp.posted > self.resp.tail
+    }
+
+    /// Scatter list of the next receive.
+    fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
+        self.rings.receive(self.resp.tail)
+    }
+
+    fn handle_send(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
+        if header.flags & packet::FIRST != 0 {
+            if !self.has_receive() {
+                return Err(Refusal::NotReady);
+            }
+            let sges = self.next_receive();
+            let counter = self.resp.consume();
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
+            }
+            note_multi_packet(header, env);
+            self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
+        }
+        let taken = self.resp.current.take();
+        // Checked: a packet that is not the first belongs to a SEND.
+        let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
+            return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
+        };
+        let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
+        let failed = |local, remote| Refusal::Receive { counter, local, remote };
+        if current.received + body.len() > capacity {
+            return Err(failed(Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
+        }
+        let copy = self
+            .scatter(current.sges.iter().copied(), current.received, body, 0, env)
+            .map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
+        current.received += body.len();
+        let bytes = current.received;
+        let is_last = header.flags & packet::LAST != 0;
+        let complete = is_last.then_some(counter);
+        if !is_last {
+            self.resp.current = Some(current);
+        }
+        self.arrive(Arrival { counter: complete, bytes, ..Arrival::of(header) }, copy, env);
+        Ok(())
+    }
+
+    /// Handles a packet whose bytes are in place or being copied.
+    fn arrive(&mut self, arrival: Arrival, copy: Option<Ticket>, env: &mut Env<'_>) {
+        if copy.is_none() && !self.resp.is_copying() {
+            return self.complete_arrival(&arrival, env);
+        }
+        let in_place = || {
+            let ticket = Ticket::default();
+            ticket.done();
+            ticket
+        };
+        self.resp.complete_later(arrival, copy.unwrap_or_else(in_place));
+    }
+
+    /// Completes the receive of a packet and acknowledges it.
+    fn complete_arrival(&mut self, arrival: &Arrival, env: &mut Env<'_>) {
+        let header = &arrival.header;
+        if let Some(counter) = arrival.counter {
+            let imm = header.flags & packet::IMM != 0;
+            let opcode = match (header.op, imm) {
+                (PacketOp::WRITE, _) => CqeOpcode::RESP_WR_IMM,
+                (_, true) => CqeOpcode::RESP_SEND_IMM,
+                _ => CqeOpcode::RESP_SEND,
+            };
+            let cqe = Cqe {
+                opcode,
+                byte_cnt: u32::try_from(arrival.bytes).expect("messages are at most 1 GiB"),
+                imm: header.imm,
+                solicited: header.flags & packet::SOLICITED != 0,
+                ..Cqe::default()
+            };
+            self.complete_recv(cqe, counter, env);
+        }
+        // Acknowledges long messages on the way, so that the requester's window moves.
+        if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
+            self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1));
+        }
+    }
+
+    fn allow(&self, access: Access) -> Result<(), Refusal> {
+        if self.access.contains(access) { Ok(()) } else { Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)) }
+    }
+
+    fn handle_write(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
+        self.allow(Access::REMOTE_WRITE)?;
+        note_multi_packet(header, env);
+        let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
+        if notify && !self.has_receive() {
+            return Err(Refusal::NotReady);
+        }
+        let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        // Checked: the body holds the address.
+        let len = body.len() - 8;
+        let mut copy = None;
+        // A WRITE of no bytes needs no key (InfiniBand architecture 9.7.5.2.4).
+        if len > 0 {
+            let (memory, at) = env
+                .keys
+                .remote(header.rkey, self.rings.request.pdn, addr, len, Access::REMOTE_WRITE)
+                .map_err(Refusal::Remote)?;
+            if memory.is_mapped() {
+                body.copy_to(8, memory, at, len);
+                env.pending_flush.written(header.rkey, memory);
+            } else {
+                let piece = staging::Piece { from: 8, key: header.rkey, memory: memory.clone(), at, len };
+                let refused = |_| Refusal::Remote(Syndrome::REM_OP_ERR);
+                copy = Some(self.receive_staging.put(body, vec![piece], env.copy_engine).map_err(refused)?);
+            }
+        }
+        let none = Current { counter: None, sges: SmallVec::new(), received: 0 };
+        let mut current = self.resp.current.take().unwrap_or(none);
+        // The CQE reports the length of the whole message.
+        current.received += len;
+        let bytes = current.received;
+        let is_last = header.flags & packet::LAST != 0;
+        let mut counter = None;
+        if notify {
+            let taken = self.resp.consume();
+            if let Some(local) = env.faults.next_recv() {
+                return Err(Refusal::Receive { counter: taken, local, remote: Syndrome::REM_OP_ERR });
+            }
+            counter = Some(taken);
+        } else if !is_last {
+            self.resp.current = Some(current);
+        }
+        self.arrive(Arrival { counter, bytes, ..Arrival::of(header) }, copy, env);
+        Ok(())
     }
 }

@@ -5,8 +5,13 @@
 
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
 use super::{Env, SoftQp};
+use crate::links::Body;
+use crate::packet::SEGMENT;
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
+use gdsync_device::error;
 use gdsync_device::memory::Memory;
 use mlx5_ring::Syndrome;
 
@@ -41,7 +46,7 @@ pub(super) enum Staged {
     /// Staged at this offset.
     Ready(Memory, usize),
     /// Being copied.
-    OnTheirWay,
+    Pending,
     /// The copy failed.
     Failed,
 }
@@ -71,7 +76,7 @@ impl Stage {
 
     /// Stages the bytes from `at` on of a message of `len` bytes, identified by `message`. `gather` lists the ranges of
     /// a part: offset, length.
-    pub(super) fn bring(
+    pub(super) fn stage(
         &mut self,
         message: u32,
         len: usize,
@@ -106,7 +111,7 @@ impl Stage {
             self.chunks[slot] = Some(Chunk { message, number, ticket, since: Instant::now() });
         }
         let slot = number % CHUNKS;
-        let Some(chunk) = &self.chunks[slot] else { return Ok(Staged::OnTheirWay) };
+        let Some(chunk) = &self.chunks[slot] else { return Ok(Staged::Pending) };
         let is_it = (chunk.message, chunk.number) == (message, number);
         let staged = match chunk.ticket.status() {
             Status::Done if is_it => Staged::Ready(memory, slot * CHUNK + at % CHUNK),
@@ -119,9 +124,9 @@ impl Stage {
                 tracing::error!(limit = ?LIMIT, "staging of payload timed out");
                 Staged::Failed
             }
-            _ => Staged::OnTheirWay,
+            _ => Staged::Pending,
         };
-        self.waits = matches!(staged, Staged::OnTheirWay);
+        self.waits = matches!(staged, Staged::Pending);
         Ok(staged)
     }
 }
@@ -130,6 +135,90 @@ impl SoftQp {
     /// Whether a message of `len` bytes in this memory is staged.
     pub(super) fn is_staged(memory: &Memory, len: usize, env: &Env<'_>) -> bool {
         !memory.is_mapped() || len > SMALL && env.copy_engine.stages(memory)
+    }
+}
+
+/// Packets staged at once: more than a peer has in flight.
+const SLOTS: usize = 80;
+
+/// Received packets of a queue pair on their way to memory that is not mapped.
+#[derive(Debug, Default)]
+pub(crate) struct ReceiveStaging {
+    memory: Option<Memory>,
+    /// Newest packet of each slot.
+    slots: Vec<Option<Packet>>,
+    next: usize,
+    /// When the newest packet was staged.
+    since: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Packet {
+    ticket: Ticket,
+    keys: SmallVec<[u32; 2]>,
+}
+
+/// Destination of a part of a packet.
+pub(super) struct Piece {
+    /// Offset in the packet.
+    pub(super) from: usize,
+    /// Key of the region.
+    pub(super) key: u32,
+    pub(super) memory: Memory,
+    pub(super) at: usize,
+    pub(super) len: usize,
+}
+
+impl ReceiveStaging {
+    fn under_way(&self) -> impl Iterator<Item = &Packet> {
+        let waited_for = self.since.is_some_and(|since| since.elapsed() < LIMIT);
+        let slots = if waited_for { &self.slots[..] } else { &[] };
+        slots.iter().flatten().filter(|packet| !packet.ticket.is_over())
+    }
+
+    /// Whether copies are in progress.
+    pub(super) fn is_busy(&self) -> bool {
+        self.under_way().next().is_some()
+    }
+
+    /// Whether a slot is free.
+    pub(super) fn has_room(&self) -> bool {
+        self.slots.get(self.next).and_then(Option::as_ref).is_none_or(|packet| packet.ticket.is_over())
+    }
+
+    /// Copies in progress, all or those into a region.
+    pub(super) fn copies(&self, key: Option<u32>) -> impl Iterator<Item = Ticket> {
+        let into = self.under_way().filter(move |packet| key.is_none_or(|key| packet.keys.contains(&key)));
+        into.map(|packet| packet.ticket.clone())
+    }
+
+    /// Stages a packet and starts to copy `pieces` of it to their destinations.
+    pub(super) fn put(
+        &mut self,
+        body: &Body<'_>,
+        pieces: Vec<Piece>,
+        copy_engine: &dyn CopyEngine,
+    ) -> error::Result<Ticket> {
+        let memory = match &self.memory {
+            Some(memory) => memory.clone(),
+            None => {
+                self.slots.resize_with(SLOTS, || None);
+                self.memory.insert(Memory::alloc(SLOTS * SEGMENT)?).clone()
+            }
+        };
+        let (slot, mut begin) = (self.next, self.next * SEGMENT);
+        let keys = pieces.iter().map(|piece| piece.key).collect();
+        let parts = pieces.into_iter().map(|Piece { from, memory: to, at, len, .. }| {
+            body.copy_to(from, &memory, begin, len);
+            let part = Part { from: Source::Here(memory.clone(), begin), to, at, len };
+            begin += len;
+            part
+        });
+        let ticket = copy_engine.start(parts.collect());
+        self.slots[slot] = Some(Packet { ticket: ticket.clone(), keys });
+        self.next = (slot + 1) % SLOTS;
+        self.since = Some(Instant::now());
+        Ok(ticket)
     }
 }
 
@@ -192,9 +281,9 @@ mod tests {
         for at in (0..len).step_by(16 << 10) {
             let mut tries = 0;
             let (memory, offset) = loop {
-                match stage.bring(7, len, at, gather, &engine).unwrap() {
+                match stage.stage(7, len, at, gather, &engine).unwrap() {
                     Staged::Ready(memory, offset) => break (memory, offset),
-                    Staged::OnTheirWay => assert!(stage.is_waiting()),
+                    Staged::Pending => assert!(stage.is_waiting()),
                     Staged::Failed => panic!("failed"),
                 }
                 copies += engine.run();
@@ -208,11 +297,11 @@ mod tests {
         }
         assert_eq!(copies + engine.run(), 3);
         // Another message gets neither these bytes nor a slot that is still being written.
-        assert!(matches!(stage.bring(8, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
-        assert!(matches!(stage.bring(9, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
+        assert!(matches!(stage.stage(8, len, 0, gather, &engine).unwrap(), Staged::Pending));
+        assert!(matches!(stage.stage(9, len, 0, gather, &engine).unwrap(), Staged::Pending));
         assert_eq!(engine.run(), 2);
-        assert!(matches!(stage.bring(9, len, 0, gather, &engine).unwrap(), Staged::OnTheirWay));
+        assert!(matches!(stage.stage(9, len, 0, gather, &engine).unwrap(), Staged::Pending));
         engine.run();
-        assert!(matches!(stage.bring(9, len, 0, gather, &engine).unwrap(), Staged::Ready(..)));
+        assert!(matches!(stage.stage(9, len, 0, gather, &engine).unwrap(), Staged::Ready(..)));
     }
 }

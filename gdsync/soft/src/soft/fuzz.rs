@@ -7,14 +7,14 @@ use std::collections::HashSet;
 use super::*;
 use crate::CmaPolicy;
 use crate::packet::{self, Header, PacketOp, SEGMENT};
-use crate::reference::{REFERENCE, Reference};
+use crate::packet::{REFERENCE_BYTES, Reference};
 use crate::wire::{LinkEnds, Piece};
 use gdsync::verbs::{Context, Mr, Qp, RecvWr, SendWr, Wc};
 use gdsync_device::QpAddress;
 use gdsync_device::engine::Progress as _;
 use mlx5_ring::{MAX_MESSAGE, Syndrome};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 /// QPN of the peer.
 const PEER: u32 = 0x12_3456;
 /// Bytes of the region that the peer may access, and of the guards around it.
@@ -82,15 +82,15 @@ impl Bed {
         let mr = pd.register(&memory.slice(GUARD, REGION).unwrap(), Access::all()).unwrap();
         let qp = pd.build_qp().build().unwrap();
         let gid = Gid::random().unwrap();
-        let port = Port::open(gid, Bell::create().unwrap()).unwrap();
-        let ends = port.connect(hca.shared.gid, PATIENCE).unwrap();
-        // Otherwise the queue pair would open a second link and answer there.
+        let port = Port::open(gid, EventCount::create().unwrap()).unwrap();
+        let ends = port.connect(hca.shared.gid, TIMEOUT).unwrap();
+        // Otherwise the queue pair would open a second link and response there.
         let start = Instant::now();
         while hca.shared.with(|core| {
             hca.shared.accept(core);
             core.link_to(gid).is_none()
         }) {
-            assert!(start.elapsed() < PATIENCE, "the link is not accepted");
+            assert!(start.elapsed() < TIMEOUT, "the link is not accepted");
             std::thread::yield_now();
         }
         let payload = Memory::alloc(2 * SEGMENT).unwrap();
@@ -164,7 +164,7 @@ impl Bed {
         self.hca.shared.accept(&mut core);
         let pieces = [Piece { memory: &self.payload, offset: 0, len }];
         while !self.ends.tx.try_push(&header.to_bytes(), ext, &pieces).unwrap() {
-            core.step(&self.hca.shared.rung);
+            core.step(&self.hca.shared.doorbells);
         }
     }
 
@@ -172,15 +172,15 @@ impl Bed {
     fn step(&mut self, takes: bool) -> Vec<Header> {
         let mut core = self.hca.shared.core.lock();
         self.hca.shared.accept(&mut core);
-        while core.step(&self.hca.shared.rung) {}
-        let mut answers = Vec::new();
+        while core.step(&self.hca.shared.doorbells) {}
+        let mut responses = Vec::new();
         while takes && let Some(record) = self.ends.rx.peek().unwrap() {
-            answers.push(Header::from_bytes(&record.header));
+            responses.push(Header::from_bytes(&record.header));
             self.ends.rx.pop(record);
         }
         let held = core.with_qp(self.qp.qpn(), |qp, _| qp.resp.held()).unwrap();
-        assert!(held <= 600, "{held} answers and messages are held for the peer");
-        answers
+        assert!(held <= 600, "{held} responses and messages are held for the peer");
+        responses
     }
 
     fn sent_psn(&self) -> u32 {
@@ -206,7 +206,7 @@ impl Bed {
         self.qp.abort().unwrap();
         let start = Instant::now();
         while !self.posted.is_empty() {
-            assert!(start.elapsed() < PATIENCE, "lost: {:?}", self.posted);
+            assert!(start.elapsed() < TIMEOUT, "lost: {:?}", self.posted);
             self.step(true);
             while let Some(wc) = self.qp.poll_recv().or_else(|| self.qp.poll_send()) {
                 self.done(&wc);
@@ -267,9 +267,9 @@ impl Bed {
             _ => {}
         }
         if flags & packet::REFERENCE != 0 {
-            let mut bytes: [u8; REFERENCE] = Reference::to_host(self.payload.addr()).to_bytes();
+            let mut bytes: [u8; REFERENCE_BYTES] = Reference::to_host(self.payload.addr()).to_bytes();
             if random.one_in(2) {
-                bytes[usize::try_from(random.below(REFERENCE as u64)).unwrap()] ^= 1 << random.below(8);
+                bytes[usize::try_from(random.below(REFERENCE_BYTES as u64)).unwrap()] ^= 1 << random.below(8);
             }
             ext.extend(bytes);
         }
@@ -280,7 +280,7 @@ impl Bed {
         let body = if bare && flags & packet::REFERENCE == 0 { len } else { 0 };
         self.push(&header, &ext, body);
         let now = self.hca.shared.with(|core| {
-            while core.step(&self.hca.shared.rung) {}
+            while core.step(&self.hca.shared.doorbells) {}
             core.with_qp(self.qp.qpn(), |qp, _| qp.resp.expected_psn()).unwrap()
         });
         if now != self.expected && !is_answer {

@@ -5,10 +5,11 @@ use gdsync::verbs::{Context, RecvWr, SendWr};
 use gdsync_device::copy_engine::{Handle, Part, ProcessId, Ticket};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::engine::Progress as _;
+use gdsync_device::memory::Word32;
 use gdsync_shm::{self as protocol, completion};
 use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 struct Side {
     hca: SoftHca,
@@ -48,7 +49,7 @@ impl Side {
         let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(6).max_rd_atomic(1);
         let init = QpAttr::to(QpState::INIT).access(Access::all());
         for attr in [init, rtr.min_rnr_timer(1), rts] {
-            self.hca.modify_qp(self.qp.qpn, &attr, PATIENCE).unwrap();
+            self.hca.modify_qp(self.qp.qpn, &attr, TIMEOUT).unwrap();
         }
     }
 
@@ -85,7 +86,7 @@ fn links_to_departed_peers_are_reused() {
     let until = |what: &str, done: &dyn Fn() -> bool| {
         let start = Instant::now();
         while !done() {
-            assert!(start.elapsed() < PATIENCE, "{what}");
+            assert!(start.elapsed() < TIMEOUT, "{what}");
             std::thread::yield_now();
         }
     };
@@ -108,7 +109,7 @@ fn links_to_departed_peers_are_reused() {
         let reset = QpAttr::to(QpState::RESET);
         // Alternates between a reset before the peer leaves and after.
         if n % 2 == 0 {
-            a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
+            a.hca.modify_qp(a.qp.qpn, &reset, TIMEOUT).unwrap();
         }
         drop(b);
         if n % 2 == 1 {
@@ -116,7 +117,7 @@ fn links_to_departed_peers_are_reused() {
                 || a.hca.shared.with(|core| core.with_qp(a.qp.qpn, |qp, _| qp.state == QpState::ERR));
             until("the queue pair fails", &|| is_lost() == Some(true));
             assert!(a.hca.shared.core.lock().count_links().0 > 1, "a link in use was freed");
-            a.hca.modify_qp(a.qp.qpn, &reset, PATIENCE).unwrap();
+            a.hca.modify_qp(a.qp.qpn, &reset, TIMEOUT).unwrap();
         }
         until("the link is freed", &|| a.hca.shared.with(|core| core.count_links().0) == 1);
         let (_, numbers) = a.hca.shared.core.lock().count_links();
@@ -146,12 +147,12 @@ fn idle_links_of_300_peers_show_no_packets() {
     for (n, (here, there)) in pairs.iter().enumerate().rev() {
         here.post_recv(&[RecvWr { wr_id: n as u64, sges: &[] }]).unwrap();
         there.post_send(&[SendWr::send(&[])]).unwrap();
-        assert_eq!(here.recv_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, n as u64);
-        there.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
+        assert_eq!(here.recv_cq().wait(TIMEOUT).unwrap().ok().unwrap().wr_id, n as u64);
+        there.send_cq().wait(TIMEOUT).unwrap().ok().unwrap();
     }
     let start = Instant::now();
     while hub.shared.rx_hints.any() {
-        assert!(start.elapsed() < PATIENCE, "hints report packets on empty rings");
+        assert!(start.elapsed() < TIMEOUT, "hints report packets on empty rings");
         std::thread::yield_now();
     }
 }
@@ -171,19 +172,19 @@ fn packets_sent_before_peer_death_are_received() {
     let start = Instant::now();
     // The send is delayed if another thread was stepping that HCA.
     while b.hca.stats().packets_sent == 0 {
-        assert!(start.elapsed() < PATIENCE, "nothing was sent");
+        assert!(start.elapsed() < TIMEOUT, "nothing was sent");
         std::thread::yield_now();
     }
     drop(b);
     let link = core.newest_link();
     while !core.is_newly_dead(link) {
-        assert!(start.elapsed() < PATIENCE, "the peer's death was not noticed");
+        assert!(start.elapsed() < TIMEOUT, "the peer's death was not noticed");
         std::thread::yield_now();
     }
     // The peer may have opened a second link and used that one.
     a.hca.shared.accept(&mut core);
     core.tick(Instant::now());
-    while core.step(&a.hca.shared.rung) {}
+    while core.step(&a.hca.shared.doorbells) {}
     let mut cqe = [0; CQE_SIZE];
     a.recv_cq.ring.read(0, &mut cqe).unwrap();
     assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND);
@@ -219,14 +220,14 @@ fn both_sides_record_the_start_of_a_copy() {
     b.connect(&a);
     let memory = Memory::alloc(LEN).unwrap();
     let [own, other] = [&a, &b].map(|side| side.hca.reg_mr(1, &memory, Access::all()).unwrap());
-    let began = |side: &Side| side.hca.shared.duties.copied.when();
+    let began = |side: &Side| side.hca.shared.progress.copied.when();
     assert_eq!((began(&a), began(&b)), (None, None));
     let start = Instant::now();
     let sges = [DataSeg { addr: memory.addr(), len: u32::try_from(LEN).unwrap(), lkey: own.lkey }];
     let remote = RemoteAddr { addr: memory.addr(), rkey: other.rkey };
     a.post(&SendOp::Write { remote, payload: Payload::Sges(&sges), imm: None });
     while b.hca.stats().by_reference == 0 {
-        assert!(start.elapsed() < PATIENCE, "nothing was sent by reference");
+        assert!(start.elapsed() < TIMEOUT, "nothing was sent by reference");
         std::thread::yield_now();
     }
     // The time is published when the lock is released, which it was since.
@@ -239,7 +240,7 @@ fn copies_make_waiters_poll() {
     let hca = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
     assert!(!hca.has_copied_lately(), "there was no copy");
     // In the future, so that it counts as recent on a slow machine.
-    hca.shared.duties.copied.note(Instant::now() + PATIENCE);
+    hca.shared.progress.copied.note(Instant::now() + TIMEOUT);
     assert!(hca.has_copied_lately());
 }
 
@@ -267,3 +268,53 @@ fn panic_in_a_step_breaks_queue_pairs_and_streams() {
 
 /// Never reached.
 const LONG: Duration = Duration::from_secs(3600);
+
+fn begun(word: &Word32, value: u32) -> Ticket {
+    let ticket = Ticket::default();
+    assert!(ticket.begin());
+    ticket.done_at(word.clone(), value);
+    ticket
+}
+
+/// Result of [`StuckCopies::wait`], which must return at once.
+fn wait_returns_at_once(stuck_copies: &StuckCopies, copies: &[Ticket]) -> bool {
+    let (result, results) = std::sync::mpsc::channel();
+    std::thread::scope(|scope| {
+        scope.spawn(|| result.send(stuck_copies.wait(copies, Instant::now() + LONG)).unwrap());
+        let over = results.recv_timeout(Duration::from_secs(20));
+        if over.is_err() {
+            // Ends the waiting thread.
+            copies.iter().for_each(|copy| copy.fail("the test has failed"));
+        }
+        over.expect("waited again for a stuck copy")
+    })
+}
+
+#[test]
+fn stuck_copies_are_waited_for_only_once() {
+    let memory = Memory::alloc(8).unwrap();
+    let [hung, other] = [0, 4].map(|at| memory.word32(at).unwrap());
+    let stuck_copies = StuckCopies::default();
+    let copies = [u32::MAX, 0, 1].map(|value| begun(&hung, value));
+    hung.store(u32::MAX - 1);
+    assert!(!stuck_copies.wait(&copies[1..2], Instant::now()));
+    assert!(!wait_returns_at_once(&stuck_copies, &copies[1..]), "the same, and one behind it");
+    // Copies ahead of it or on another GPU are waited for.
+    let works = [copies[0].clone(), begun(&other, 1)];
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| {
+            let all = [&copies[1..2], &works].concat();
+            stuck_copies.wait(&all, Instant::now() + LONG)
+        });
+        std::thread::yield_now();
+        hung.store(u32::MAX);
+        other.store(1);
+        assert!(!waiting.join().unwrap());
+    });
+    assert!(works.iter().all(Ticket::is_over));
+    // The stuck copy resumes.
+    hung.store(0);
+    assert!(!stuck_copies.wait(&copies[2..], Instant::now()));
+    hung.store(1);
+    assert!(stuck_copies.wait(&copies, Instant::now()));
+}

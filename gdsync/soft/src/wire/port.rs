@@ -8,7 +8,8 @@
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::mem::zeroed;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
@@ -20,10 +21,8 @@ use std::{fmt, io};
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::bell::Bell;
-use super::fds;
-use super::ring::{RING_BYTES, RxRing, TxRing};
-use super::span::Spans;
+use super::event_count::EventCount;
+use super::ring::{MappingPool, RING_BYTES, RxRing, TxRing};
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, user};
@@ -39,7 +38,7 @@ const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
 /// Handshake errors are only logged or formatted.
 type Handshake<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Maximum connections before their greeting; the oldest is closed for a new one.
-const MAX_STRANGERS: usize = 64;
+const MAX_PENDING_GREETINGS: usize = 64;
 /// Pause of the listener after accept fails, as when descriptors run out.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Pause between attempts to connect to a full backlog.
@@ -52,18 +51,18 @@ pub(crate) struct LinkEnds {
     pub(crate) tx: TxRing,
     pub(crate) rx: RxRing,
     /// Notifies the peer.
-    pub(crate) bell: Bell,
-    pub(crate) line: Line,
+    pub(crate) event: EventCount,
+    pub(crate) socket: PeerSocket,
 }
 
 /// The link's socket. Its hang-up reports the death of the peer; dropping it closes the link.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct PeerSocket {
     alive: Arc<AtomicBool>,
     stream: Option<UnixStream>,
 }
 
-impl Line {
+impl PeerSocket {
     pub(crate) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }
@@ -72,11 +71,11 @@ impl Line {
     /// program, whose memory root must not read.
     pub(crate) fn pid(&self) -> Option<libc::pid_t> {
         let Some(stream) = &self.stream else { return libc::pid_t::try_from(std::process::id()).ok() };
-        fds::peer(stream).ok().filter(|peer| peer.pid > 0 && peer.uid == user()).map(|peer| peer.pid)
+        peer_credentials(stream).ok().filter(|peer| peer.pid > 0 && peer.uid == user()).map(|peer| peer.pid)
     }
 }
 
-impl Drop for Line {
+impl Drop for PeerSocket {
     fn drop(&mut self) {
         if let Some(stream) = &self.stream {
             // The control thread sees the hang-up and closes its copy.
@@ -93,15 +92,15 @@ pub(crate) struct Port {
 
 struct Shared {
     gid: Gid,
-    bell: Bell,
+    event: EventCount,
     /// Event fd that makes the control thread read `watched` and `stop` again.
-    poke: OwnedFd,
+    wake_fd: OwnedFd,
     stop: AtomicBool,
     /// Links whose hang-up the control thread polls for.
     watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
     next: AtomicU64,
     /// Mappings of the links' rings.
-    spans: Spans,
+    mappings: MappingPool,
     accepted: Mutex<Vec<LinkEnds>>,
     has_accepted: AtomicBool,
 }
@@ -113,8 +112,8 @@ impl fmt::Debug for Port {
 }
 
 impl Port {
-    /// Opens the port. `bell` is notified when a link opens or closes.
-    pub(crate) fn open(gid: Gid, bell: Bell) -> Result<Self> {
+    /// Opens the port. `event` is notified when a link opens or closes.
+    pub(crate) fn open(gid: Gid, event: EventCount) -> Result<Self> {
         let fix = "raise the limit of open files (ulimit -n)";
         let listener = SocketAddr::from_abstract_name(name(gid))
             .and_then(|address| UnixListener::bind_addr(&address))
@@ -126,19 +125,20 @@ impl Port {
             return Err(Error::last_os("eventfd", fix));
         }
         // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
-        let poke = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
+        let wake_fd = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
         let shared = Arc::new(Shared {
             gid,
-            bell,
-            poke,
+            event,
+            wake_fd,
             stop: AtomicBool::new(false),
             watched: Mutex::default(),
             next: AtomicU64::new(0),
-            spans: Spans::default(),
+            mappings: MappingPool::default(),
             accepted: Mutex::default(),
             has_accepted: AtomicBool::new(false),
         });
-        let control = Control { shared: shared.clone(), listener, strangers: Vec::new(), paused: None };
+        let control =
+            Control { shared: shared.clone(), listener, greeting_pending: Vec::new(), paused: None };
         let control = std::thread::Builder::new()
             .name("gdsync-port".into())
             .spawn(move || control.run())
@@ -168,18 +168,18 @@ impl Port {
                 }
             }
         };
-        let answer = greet(&stream, peer, &self.shared, deadline);
-        let (file, bell) = answer
+        let response = handshake_connect(&stream, peer, &self.shared, deadline);
+        let (file, event) = response
             .map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
-        self.shared.link(peer, &file, 0, bell, stream)
+        self.shared.link(peer, &file, 0, event, stream)
     }
 
     /// The loopback link, over private memory.
     pub(crate) fn loopback(&self) -> Result<LinkEnds> {
         let memory = Memory::alloc(RING_BYTES)?;
-        let line = Line { alive: Arc::new(AtomicBool::new(true)), stream: None };
+        let socket = PeerSocket { alive: Arc::new(AtomicBool::new(true)), stream: None };
         let (tx, rx) = (TxRing::new(memory.clone()), RxRing::new(memory));
-        Ok(LinkEnds { peer: self.shared.gid, tx, rx, bell: self.shared.bell.clone(), line })
+        Ok(LinkEnds { peer: self.shared.gid, tx, rx, event: self.shared.event.clone(), socket })
     }
 
     /// Whether peers connected since [`Port::take_accepted`].
@@ -198,7 +198,7 @@ impl Port {
 impl Drop for Port {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::Release);
-        self.shared.poke();
+        self.shared.wake_control();
         if let Some(control) = self.control.take() {
             // The panic hook reported a panic there.
             let _ = control.join();
@@ -236,7 +236,7 @@ fn invalid(what: &str) -> io::Error {
 /// Checks that the peer runs as the same user.
 fn check_user(stream: &UnixStream) -> io::Result<()> {
     let own = user();
-    match fds::peer(stream)?.uid {
+    match peer_credentials(stream)?.uid {
         uid if uid == own => Ok(()),
         uid => Err(invalid(&format!(
             "the process at the other end belongs to user {uid}, this one to {own}; run both as the same user"
@@ -246,8 +246,8 @@ fn check_user(stream: &UnixStream) -> io::Result<()> {
 
 /// Checks that the peer serves the socket of the GID it claims.
 fn check_claim(stream: &UnixStream, claimed: Gid) -> io::Result<()> {
-    let claimant = fds::peer(stream)?;
-    let owner = fds::peer(&try_connect(claimed)?)?;
+    let claimant = peer_credentials(stream)?;
+    let owner = peer_credentials(&try_connect(claimed)?)?;
     if (owner.pid, owner.uid) == (claimant.pid, claimant.uid) {
         return Ok(());
     }
@@ -266,29 +266,34 @@ fn read_greeting(bytes: &[u8], own: Gid) -> io::Result<Gid> {
 }
 
 /// Connecting side of the handshake: creates and sends the rings, and receives the peer's event count.
-fn greet(stream: &UnixStream, peer: Gid, shared: &Shared, deadline: Instant) -> Handshake<(OwnedFd, Bell)> {
+fn handshake_connect(
+    stream: &UnixStream,
+    peer: Gid,
+    shared: &Shared,
+    deadline: Instant,
+) -> Handshake<(OwnedFd, EventCount)> {
     check_user(stream)?;
     stream.set_nonblocking(false)?;
     let file = gdsync_device::memfd(c"gdsync-link", FILE)?;
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_write_timeout(Some(left))?;
     stream.set_read_timeout(Some(left))?;
-    fds::send(stream, &greeting(peer, shared.gid), &[file.as_raw_fd(), shared.bell.fd().as_raw_fd()])?;
+    send_with_fds(stream, &greeting(peer, shared.gid), &[file.as_raw_fd(), shared.event.fd().as_raw_fd()])?;
     let mut bytes = [0; GREETING];
-    let (got, fds) = fds::receive(stream, &mut bytes)?;
+    let (got, fds) = receive_with_fds(stream, &mut bytes)?;
     if read_greeting(&bytes[..got], shared.gid)? != peer {
-        return Err(invalid("the answer comes from another GID").into());
+        return Err(invalid("the response comes from another GID").into());
     }
-    let [bell] =
-        <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the answer must carry one descriptor"))?;
-    Ok((file, Bell::open(bell)?))
+    let [event] =
+        <[OwnedFd; 1]>::try_from(fds).map_err(|_| invalid("the response must carry one descriptor"))?;
+    Ok((file, EventCount::open(event)?))
 }
 
 impl Shared {
-    fn poke(&self) {
+    fn wake_control(&self) {
         let one = 1u64;
         // SAFETY: `one` lives on the stack and has 8 bytes.
-        unsafe { libc::write(self.poke.as_raw_fd(), (&raw const one).cast(), 8) };
+        unsafe { libc::write(self.wake_fd.as_raw_fd(), (&raw const one).cast(), 8) };
     }
 
     /// Creates this side's ends over the shared rings; `side` is 0 for the connecting side.
@@ -297,20 +302,20 @@ impl Shared {
         peer: Gid,
         file: &OwnedFd,
         side: usize,
-        bell: Bell,
+        event: EventCount,
         stream: UnixStream,
     ) -> Result<LinkEnds> {
-        let span = self.spans.map(file.as_fd(), FILE)?;
+        let mapping = self.mappings.map(file.as_fd(), FILE)?;
         let alive = Arc::new(AtomicBool::new(true));
         let copy = stream
             .try_clone()
             .map_err(|e| Error::os("dup", e, "raise the limit of open files (ulimit -n)"))?;
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         self.watched.lock().insert(id, (copy, alive.clone()));
-        self.poke();
-        let tx = TxRing::of_link(&span, side * RING_SPAN)?;
-        let rx = RxRing::of_link(&span, (1 - side) * RING_SPAN)?;
-        Ok(LinkEnds { peer, tx, rx, bell, line: Line { alive, stream: Some(stream) } })
+        self.wake_control();
+        let tx = TxRing::of_link(&mapping, side * RING_SPAN)?;
+        let rx = RxRing::of_link(&mapping, (1 - side) * RING_SPAN)?;
+        Ok(LinkEnds { peer, tx, rx, event, socket: PeerSocket { alive, stream: Some(stream) } })
     }
 }
 
@@ -318,7 +323,7 @@ impl Shared {
 struct Control {
     shared: Arc<Shared>,
     listener: UnixListener,
-    strangers: Vec<UnixStream>,
+    greeting_pending: Vec<UnixStream>,
     /// No connection is accepted before this time.
     paused: Option<Instant>,
 }
@@ -333,12 +338,12 @@ impl Control {
                 .iter()
                 .map(|(id, (stream, _))| (*id, stream.as_raw_fd()))
                 .collect();
-            let fixed = [self.shared.poke.as_raw_fd(), self.listener.as_raw_fd()];
-            let strangers = self.strangers.iter().map(AsRawFd::as_raw_fd);
+            let fixed = [self.shared.wake_fd.as_raw_fd(), self.listener.as_raw_fd()];
+            let greeting_pending = self.greeting_pending.iter().map(AsRawFd::as_raw_fd);
             let mut polled: Vec<libc::pollfd> = fixed
                 .into_iter()
                 .chain(links.iter().map(|(_, fd)| *fd))
-                .chain(strangers)
+                .chain(greeting_pending)
                 .map(|fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 })
                 .collect();
             let count = polled.len() as libc::nfds_t;
@@ -355,15 +360,15 @@ impl Control {
             if ready(0) {
                 let mut drained = 0u64;
                 // SAFETY: `drained` lives on the stack and has 8 bytes.
-                unsafe { libc::read(self.shared.poke.as_raw_fd(), (&raw mut drained).cast(), 8) };
+                unsafe { libc::read(self.shared.wake_fd.as_raw_fd(), (&raw mut drained).cast(), 8) };
             }
             let gone = links.iter().enumerate().filter(|(i, _)| ready(2 + i)).map(|(_, (id, _))| *id);
-            self.bury(gone.collect());
+            self.handle_peer_death(gone.collect());
             let first = 2 + links.len();
-            for i in (0..self.strangers.len()).rev() {
+            for i in (0..self.greeting_pending.len()).rev() {
                 if ready(first + i) {
-                    let stranger = self.strangers.swap_remove(i);
-                    if let Err(error) = self.welcome(stranger) {
+                    let stream = self.greeting_pending.swap_remove(i);
+                    if let Err(error) = self.handshake_accept(stream) {
                         tracing::warn!(%error, "software HCA: handshake failed");
                     }
                 }
@@ -375,11 +380,11 @@ impl Control {
     }
 
     /// Handles hang-ups. Peers never send on an open link, so a readable socket is a closed one.
-    fn bury(&self, gone: Vec<u64>) {
+    fn handle_peer_death(&self, gone: Vec<u64>) {
         for id in gone {
             let Some((_stream, alive)) = self.shared.watched.lock().remove(&id) else { continue };
             alive.store(false, Ordering::Release);
-            self.shared.bell.ring_hard();
+            self.shared.event.notify_always();
         }
     }
 
@@ -400,38 +405,136 @@ impl Control {
                 continue;
             }
             if stream.set_nonblocking(true).is_ok() {
-                if self.strangers.len() == MAX_STRANGERS {
-                    self.strangers.remove(0);
+                if self.greeting_pending.len() == MAX_PENDING_GREETINGS {
+                    self.greeting_pending.remove(0);
                 }
-                self.strangers.push(stream);
+                self.greeting_pending.push(stream);
             }
         }
     }
 
     /// Accepting side of the handshake.
-    fn welcome(&self, stream: UnixStream) -> Handshake<()> {
+    fn handshake_accept(&self, stream: UnixStream) -> Handshake<()> {
         let mut bytes = [0; GREETING];
-        let (got, fds) = fds::receive(&stream, &mut bytes)?;
+        let (got, fds) = receive_with_fds(&stream, &mut bytes)?;
         if got == 0 {
             // The peer gave up, or only checked who serves this GID.
             return Ok(());
         }
         let peer = read_greeting(&bytes[..got], self.shared.gid)?;
         check_claim(&stream, peer)?;
-        let [file, bell] =
+        let [file, event] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting must carry two descriptors"))?;
         gdsync_device::check_memfd(&file, FILE)?;
-        let bell = Bell::open(bell)?;
-        fds::send(&stream, &greeting(peer, self.shared.gid), &[self.shared.bell.fd().as_raw_fd()])?;
-        let ends = self.shared.link(peer, &file, 1, bell, stream)?;
+        let event = EventCount::open(event)?;
+        send_with_fds(&stream, &greeting(peer, self.shared.gid), &[self.shared.event.fd().as_raw_fd()])?;
+        let ends = self.shared.link(peer, &file, 1, event, stream)?;
         let mut accepted = self.shared.accepted.lock();
         accepted.push(ends);
         self.shared.has_accepted.store(true, Ordering::Release);
         drop(accepted);
-        self.shared.bell.ring();
+        self.shared.event.notify();
         Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests;
+
+/// Maximum descriptors per message.
+const MAX_FDS: usize = 2;
+/// Bytes for the control message, with room to detect excess descriptors.
+const CONTROL: usize = 64;
+
+/// PID and effective UID of the peer. The PID is 0 if not visible in this namespace.
+fn peer_credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut cred: libc::ucred = unsafe { zeroed() };
+    let mut len = libc::socklen_t::try_from(size_of::<libc::ucred>()).expect("a small structure");
+    let fd = stream.as_raw_fd();
+    // SAFETY: `cred` and `len` are valid for writing and `len` says how much.
+    let rc = unsafe {
+        libc::getsockopt(fd, libc::SOL_SOCKET, libc::SO_PEERCRED, (&raw mut cred).cast(), &raw mut len)
+    };
+    if rc == 0 { Ok(cred) } else { Err(io::Error::last_os_error()) }
+}
+
+#[repr(C, align(8))]
+struct ControlBuffer([u8; CONTROL]);
+
+fn message_header(iov: &mut libc::iovec, control: &mut ControlBuffer, control_len: usize) -> libc::msghdr {
+    // SAFETY: the structure is plain old data, for which zero bytes are valid.
+    let mut message: libc::msghdr = unsafe { zeroed() };
+    message.msg_iov = iov;
+    message.msg_iovlen = 1;
+    message.msg_control = control.0.as_mut_ptr().cast();
+    message.msg_controllen = control_len;
+    message
+}
+
+/// Sends `bytes` with one or two descriptors.
+fn send_with_fds(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
+    let payload = u32::try_from(size_of_val(fds)).expect("two descriptors");
+    let mut control = ControlBuffer([0; CONTROL]);
+    // SAFETY: `CMSG_SPACE` only computes.
+    let space = unsafe { libc::CMSG_SPACE(payload) } as usize;
+    assert!(space <= CONTROL && fds.len() <= MAX_FDS, "the control buffer holds {MAX_FDS} descriptors");
+    let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
+    let message = message_header(&mut iov, &mut control, space);
+    // SAFETY: `message` points to `control`, which lives on this stack frame.
+    let first = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    // SAFETY: `control` is aligned to 8 and holds `space` bytes, so the first header is not null and lies in it.
+    let cmsg = unsafe { &mut *first };
+    cmsg.cmsg_level = libc::SOL_SOCKET;
+    cmsg.cmsg_type = libc::SCM_RIGHTS;
+    // SAFETY: `CMSG_LEN` only computes.
+    cmsg.cmsg_len = unsafe { libc::CMSG_LEN(payload) } as usize;
+    // SAFETY: `cmsg` is a valid header in `control`.
+    let data = unsafe { libc::CMSG_DATA(cmsg) };
+    // SAFETY: `CMSG_SPACE(payload)` bytes fit in `control`, so the descriptors fit behind the header.
+    unsafe { data.copy_from_nonoverlapping(fds.as_ptr().cast(), size_of_val(fds)) };
+    // SAFETY: the message points to live buffers of the stated lengths.
+    let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+    match usize::try_from(sent) {
+        Ok(n) if n == bytes.len() => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+        Err(_) => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Receives one message and its descriptors. Fails if there are too many.
+fn receive_with_fds(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut control = ControlBuffer([0; CONTROL]);
+    let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    let mut message = message_header(&mut iov, &mut control, CONTROL);
+    // SAFETY: the message points to live buffers of the stated lengths.
+    let got = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    let Ok(got) = usize::try_from(got) else { return Err(io::Error::last_os_error()) };
+    let mut fds = Vec::new();
+    // SAFETY: `recvmsg` filled in the control buffer and its length.
+    let mut cmsg = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
+    while !cmsg.is_null() {
+        // SAFETY: `cmsg` is not null, so it points to a header in `control`.
+        let head = unsafe { cmsg.read() };
+        if head.cmsg_level == libc::SOL_SOCKET && head.cmsg_type == libc::SCM_RIGHTS {
+            // SAFETY: `CMSG_LEN` only computes.
+            let data_len = head.cmsg_len.saturating_sub(unsafe { libc::CMSG_LEN(0) } as usize);
+            // SAFETY: `cmsg` is a valid header in `control`.
+            let data = unsafe { libc::CMSG_DATA(cmsg) }.cast::<RawFd>();
+            for i in 0..data_len / size_of::<RawFd>() {
+                // SAFETY: `i` is below the number of descriptors in this message.
+                let slot = unsafe { data.add(i) };
+                // SAFETY: the kernel wrote a descriptor there; the alignment of `ControlBuffer` aligns it.
+                let raw = unsafe { slot.read() };
+                // SAFETY: the kernel installed this descriptor for this message; nothing else owns it.
+                fds.push(unsafe { OwnedFd::from_raw_fd(raw) });
+            }
+        }
+        // SAFETY: `message` and `cmsg` are what `recvmsg` and `CMSG_FIRSTHDR` filled in.
+        cmsg = unsafe { libc::CMSG_NXTHDR(&raw const message, cmsg) };
+    }
+    if message.msg_flags & libc::MSG_CTRUNC != 0 || fds.len() > MAX_FDS {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "too many descriptors"));
+    }
+    Ok((got, fds))
+}

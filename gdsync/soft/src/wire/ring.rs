@@ -1,9 +1,11 @@
 //! Packet rings in shared memory, one per direction of a link, and the pool of their mappings.
 
-use std::sync::Arc;
+use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
-use super::span::Span;
+use parking_lot::Mutex;
+
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
 use gdsync_shm::packet_ring::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
@@ -19,7 +21,7 @@ const LINES: usize = 512 * 1024;
 pub(crate) const RING_BYTES: usize = LINE + LINES;
 
 /// Maximum records in a ring.
-pub(crate) const MOST_RECORDS: usize = LINES / LINE;
+pub(crate) const MAX_RECORDS: usize = LINES / LINE;
 
 const _: () = assert!(packet_ring::carries((LINES / LINE) as u64, MAX_BODY_LEN));
 
@@ -62,19 +64,19 @@ pub(crate) struct TxRing {
     ring: Ring,
     producer: Producer,
     /// Keeps the ring mapped.
-    _span: Option<Arc<Span>>,
+    _mapping: Option<Arc<Mapping>>,
 }
 
 impl TxRing {
     /// A ring over `memory` of [`RING_BYTES`] zero bytes.
     pub(super) fn new(memory: Memory) -> Self {
-        Self { ring: Ring(memory), producer: Producer::default(), _span: None }
+        Self { ring: Ring(memory), producer: Producer::default(), _mapping: None }
     }
 
     /// The ring at offset `begin` of a link's mapping.
-    pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
-        let ring = Self::new(span.memory().slice(begin, RING_BYTES)?);
-        Ok(Self { _span: Some(span.clone()), ..ring })
+    pub(super) fn of_link(mapping: &Arc<Mapping>, begin: usize) -> Result<Self> {
+        let ring = Self::new(mapping.memory().slice(begin, RING_BYTES)?);
+        Ok(Self { _mapping: Some(mapping.clone()), ..ring })
     }
 
     /// Prefetches the line of the next record for writing; the consumer polls it.
@@ -118,22 +120,22 @@ impl TxRing {
 pub(crate) struct RxRing {
     ring: Ring,
     consumer: Consumer,
-    peek: Arc<Peek>,
+    hint: Arc<RxHint>,
     /// Offset of the ring in the mapping.
     begin: usize,
     /// Keeps the ring mapped.
-    span: Option<Arc<Span>>,
+    mapping: Option<Arc<Mapping>>,
 }
 
 /// Whether a record waits, for threads without the consumer's lock. May be stale, or of the slot's previous link.
 #[derive(Debug)]
-pub(crate) struct Peek {
+pub(crate) struct RxHint {
     memory: Memory,
     /// Offset of the next record's marker.
     at: AtomicUsize,
 }
 
-impl Peek {
+impl RxHint {
     /// Over the mapping of a link, which may change.
     pub(super) fn into(memory: Memory) -> Self {
         Self { memory, at: AtomicUsize::new(at(0)) }
@@ -156,21 +158,21 @@ pub(crate) struct Record {
 impl RxRing {
     /// A ring over `memory` of [`RING_BYTES`].
     pub(super) fn new(memory: Memory) -> Self {
-        let peek = Arc::new(Peek::into(memory.clone()));
-        Self { ring: Ring(memory), consumer: Consumer::default(), peek, begin: 0, span: None }
+        let hint = Arc::new(RxHint::into(memory.clone()));
+        Self { ring: Ring(memory), consumer: Consumer::default(), hint, begin: 0, mapping: None }
     }
 
     /// The ring at offset `begin` of a link's mapping.
-    pub(super) fn of_link(span: &Arc<Span>, begin: usize) -> Result<Self> {
-        let ring = Ring(span.memory().slice(begin, RING_BYTES)?);
-        let (consumer, peek) = (Consumer::default(), span.peek().clone());
-        peek.at.store(begin + at(0), Ordering::Relaxed);
-        Ok(Self { ring, consumer, peek, begin, span: Some(span.clone()) })
+    pub(super) fn of_link(mapping: &Arc<Mapping>, begin: usize) -> Result<Self> {
+        let ring = Ring(mapping.memory().slice(begin, RING_BYTES)?);
+        let (consumer, hint) = (Consumer::default(), mapping.hint().clone());
+        hint.at.store(begin + at(0), Ordering::Relaxed);
+        Ok(Self { ring, consumer, hint, begin, mapping: Some(mapping.clone()) })
     }
 
     /// Slot number and hint of the link's mapping.
-    pub(crate) fn peeker(&self) -> Option<(usize, Arc<Peek>)> {
-        self.span.as_ref().map(|span| (span.number(), self.peek.clone()))
+    pub(crate) fn hint(&self) -> Option<(usize, Arc<RxHint>)> {
+        self.mapping.as_ref().map(|mapping| (mapping.number(), self.hint.clone()))
     }
 
     /// The next record, if any.
@@ -215,8 +217,119 @@ impl RxRing {
     pub(crate) fn pop(&mut self, record: Record) -> bool {
         let room = self.consumer.pop(&self.ring, record.found);
         let next = self.begin + at(self.consumer.line(&self.ring));
-        self.peek.at.store(next, Ordering::Relaxed);
+        self.hint.at.store(next, Ordering::Relaxed);
         room
+    }
+}
+
+/// Places of the first shelf; each further one has as many as all before it.
+const FIRST: usize = 64;
+/// Shelves: for more links than a process has descriptors for.
+const SHELVES: usize = 20;
+
+type FreeBlocks = Box<[OnceLock<Arc<RxHint>>]>;
+
+/// Receiving ends of all links, by slot number. Slots outlive their links; a free slot shows no packets.
+#[derive(Debug, Default)]
+pub(crate) struct RxHints {
+    count: AtomicUsize,
+    shelves: [OnceLock<FreeBlocks>; SHELVES],
+}
+
+/// The shelf that a place is on, and how many it has.
+fn shelf_of(number: usize) -> (usize, usize) {
+    let shelf = (number / FIRST).checked_ilog2().map_or(0, |log| log as usize + 1);
+    (shelf, if shelf == 0 { FIRST } else { FIRST << (shelf - 1) })
+}
+
+impl RxHints {
+    /// Adds slot `number` unless it exists.
+    pub(crate) fn add(&self, number: usize, hint: Arc<RxHint>) {
+        let (at, len) = shelf_of(number);
+        let shelf = self.shelves[at].get_or_init(|| (0..len).map(|_| OnceLock::new()).collect());
+        shelf[number % len].get_or_init(|| hint);
+        self.count.fetch_max(number + 1, Ordering::AcqRel);
+    }
+
+    /// Whether a packet may be waiting on any link.
+    pub(crate) fn any(&self) -> bool {
+        let count = self.count.load(Ordering::Acquire);
+        let shelves = self.shelves.iter().map_while(OnceLock::get);
+        shelves.flatten().take(count).any(|hint| hint.get().is_some_and(|hint| hint.has_record()))
+    }
+}
+
+/// Mappings of an HCA, as many as it ever had links at once. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(super) struct MappingPool(Arc<Mutex<Pool>>);
+
+#[derive(Debug, Default)]
+struct Pool {
+    free: Vec<Slot>,
+    made: usize,
+}
+
+#[derive(Clone, Debug)]
+struct Slot {
+    number: usize,
+    memory: Memory,
+    hint: Arc<RxHint>,
+}
+
+/// A mapping of a link's file; returns to the pool on drop.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    slot: Slot,
+    mappings: MappingPool,
+}
+
+impl MappingPool {
+    /// Maps `len` bytes of a link's file. All files of an HCA have the same length.
+    pub(super) fn map(&self, file: BorrowedFd<'_>, len: usize) -> Result<Arc<Mapping>> {
+        let known = self.0.lock().free.pop();
+        let slot = match known {
+            Some(slot) => {
+                if let Err(error) = slot.memory.show(Some(file)) {
+                    self.0.lock().free.push(slot);
+                    return Err(error);
+                }
+                slot
+            }
+            None => {
+                let memory = Memory::map_shared(file, len)?;
+                let mut pool = self.0.lock();
+                pool.made += 1;
+                Slot { number: pool.made - 1, hint: Arc::new(RxHint::into(memory.clone())), memory }
+            }
+        };
+        Ok(Arc::new(Mapping { slot, mappings: self.clone() }))
+    }
+}
+
+impl Mapping {
+    /// Slot number, counted from 0.
+    pub(super) fn number(&self) -> usize {
+        self.slot.number
+    }
+
+    pub(super) fn memory(&self) -> &Memory {
+        &self.slot.memory
+    }
+
+    pub(super) fn hint(&self) -> &Arc<RxHint> {
+        &self.slot.hint
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        match self.slot.memory.show(None) {
+            Ok(()) => self.mappings.0.lock().free.push(self.slot.clone()),
+            // Leaked: its content is unknown.
+            Err(error) => {
+                tracing::warn!(%error, "software HCA: memory of a closed link leaks")
+            }
+        }
     }
 }
 
@@ -326,5 +439,17 @@ mod tests {
         memory.write(0, &u64::MAX.to_le_bytes()).unwrap();
         let broken = (0..100).find_map(|_| tx.try_push(&[0; HEADER], &[0; MAX_BODY], &[]).err());
         assert_eq!(broken.map(|c| c.what), Some("position"));
+    }
+
+    #[test]
+    fn places_fill_shelves_one_after_the_other() {
+        let mut places = (0..SHELVES).flat_map(|shelf| {
+            let len = shelf_of(if shelf == 0 { 0 } else { FIRST << (shelf - 1) }).1;
+            (0..len).map(move |at| (shelf, at, len))
+        });
+        for number in 0..100_000 {
+            let (shelf, len) = shelf_of(number);
+            assert_eq!(places.next(), Some((shelf, number % len, len)), "place {number}");
+        }
     }
 }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::Devx;
 use super::mailbox::{CqFields, QpFields, create_cq, create_qp, created, queried_state, query_qp};
-use super::object::Object;
-use super::path::{self, Route, udp_port};
-use super::uar::Uar;
+use super::object::{OF_CQ, OF_QP, Object};
+use super::steps::{self, Route, udp_port};
 use super::umem::Umem;
-use super::{Devx, events, steps};
 use crate::direct::Cq;
 use crate::direct::queues::{Parts, first_lap};
+use crate::direct::registers::Uar;
 use crate::{Domain, FailedCq};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
@@ -72,7 +72,7 @@ impl DevxCq {
         let (object, answer) = Object::create(&devx.open, devx.mlx5, "completion queue", &command)?;
         let cqn = created(&answer);
         if let Some(channel) = &devx.channel {
-            channel.subscribe(&object, cqn, events::OF_CQ);
+            channel.subscribe(&object, cqn, OF_CQ);
         }
         tracing::debug!(cqn, ?ring, ?record, "a completion queue by DevX");
         Ok(Self { cqn, ring, record, _object: object, _umems: [ring_umem, record_umem], _uar: uar })
@@ -144,7 +144,7 @@ impl DevxQp {
         let (object, answer) = Object::create(&devx.open, devx.mlx5, "queue pair", &command)?;
         let qpn = created(&answer);
         if let Some(channel) = &devx.channel {
-            channel.subscribe(&object, qpn, events::OF_QP);
+            channel.subscribe(&object, qpn, OF_QP);
         }
         tracing::debug!(qpn, ?rings, ?record, "a queue pair by DevX");
         let (rq, sq) = (rings.slice(0, rq_len)?, rings.slice(rq_len, sq_len)?);
@@ -189,10 +189,10 @@ impl DevxQp {
             None => None,
             Some(remote) => {
                 let link = open.port().link;
-                let kind = path::known_kind(link, open.gid(), open.name())?;
+                let kind = steps::known_kind(link, open.gid(), open.name())?;
                 let is_ethernet = link == crate::LinkLayer::Ethernet;
                 let mac = if is_ethernet {
-                    path::resolve(&self.domain, self.devx.mlx5, &raw.ah_attr, &remote.to_string())?
+                    steps::resolve(&self.domain, self.devx.mlx5, &raw.ah_attr, &remote.to_string())?
                 } else {
                     [0; 6]
                 };

@@ -1,10 +1,18 @@
-//! Queue pair transitions as firmware commands.
+//! Queue pair transitions as firmware commands, with the network path to the peer.
 
-use rdma_core_sys::verbs::{ibv_access_flags as access, ibv_qp_attr, ibv_qp_attr_mask as mask};
+use std::ptr::NonNull;
+
+use rdma_core_sys::Mlx5;
+use rdma_core_sys::mlx5::{mlx5_wqe_av, mlx5dv_ah, mlx5dv_obj, mlx5dv_obj_type};
+use rdma_core_sys::verbs::{
+    ibv_access_flags as access, ibv_ah, ibv_ah_attr, ibv_qp_attr, ibv_qp_attr_mask as mask,
+};
 
 use super::mailbox::{Command, MIGRATED, Opcode, end, step};
-use super::path::Route;
+use crate::explain::{Call, failed, last_errno};
+use crate::{Domain, GidEntry, GidKind, LinkLayer};
 use gdsync_device::QpState;
+use gdsync_device::error::{Error, Result};
 
 /// Optional parameter bits (`MLX5_QP_OPTPAR_*`).
 const RRE: u32 = 1 << 1;
@@ -91,6 +99,127 @@ fn log(count: u8) -> u32 {
     count.max(1).ilog2()
 }
 
+/// A network path.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Route {
+    pub(super) attr: ibv_ah_attr,
+    pub(super) link: LinkLayer,
+    pub(super) kind: GidKind,
+    /// MAC address of the peer's port, on Ethernet.
+    pub(super) mac: [u8; 6],
+    pub(super) udp_port: u16,
+}
+
+/// Resolves the peer's MAC address through the kernel.
+///
+/// # Errors
+/// [`Error::Verbs`] if there is none.
+pub(super) fn resolve(domain: &Domain, mlx5: &Mlx5, attr: &ibv_ah_attr, peer: &str) -> Result<[u8; 6]> {
+    let open = domain.open();
+    let mut asked = *attr;
+    // SAFETY: the domain is live and the attributes are initialized.
+    let raw = unsafe { open.verbs().ibv_create_ah(domain.raw().as_ptr(), &raw mut asked) };
+    let Some(ah) = NonNull::new(raw) else {
+        let errno = last_errno();
+        let error = failed("ibv_create_ah", format!("{peer} from {}", open.name()), &Call::Other, errno);
+        let Error::Verbs { call, subject, source, .. } = error else { return Err(error) };
+        let port = open.port().number;
+        let advice = format!(
+            "{peer} has no address on the link of port {port}: check that `ping` reaches it from GID index {}, or choose \
+             another (GDSYNC_GID_INDEX, GDSYNC_PORT)",
+            open.gid_index()
+        );
+        return Err(Error::Verbs { call, subject, source, advice });
+    };
+    let found = vector(mlx5, ah).map_err(|errno| failed("mlx5dv_init_obj", open.name(), &Call::Other, errno));
+    // SAFETY: created above, destroyed only here.
+    let errno = unsafe { open.verbs().ibv_destroy_ah(ah.as_ptr()) };
+    if errno != 0 {
+        tracing::debug!(device = open.name(), errno, "an address handle was not destroyed");
+    }
+    found.map(|vector| vector.rmac)
+}
+
+fn vector(mlx5: &Mlx5, ah: NonNull<ibv_ah>) -> std::result::Result<mlx5_wqe_av, i32> {
+    let mut out = mlx5dv_ah::zeroed();
+    let mut object = mlx5dv_obj::zeroed();
+    object.ah.r#in = ah.as_ptr();
+    object.ah.out = &raw mut out;
+    // SAFETY: the object and the output match the object type.
+    let errno = unsafe { mlx5.mlx5dv_init_obj(&raw mut object, mlx5dv_obj_type::MLX5DV_OBJ_AH) };
+    if errno != 0 {
+        return Err(errno);
+    }
+    let at = NonNull::new(out.av).ok_or(libc::EIO)?;
+    // SAFETY: libmlx5 returned this pointer, and the address handle is still live.
+    Ok(unsafe { at.as_ptr().read_unaligned() })
+}
+
+/// UDP source port of a connection: equal on both sides, different between connections (`rdma_get_udp_sport` of Linux).
+pub(super) fn udp_port(local_qpn: u32, remote_qpn: u32) -> u16 {
+    let product = u64::from(local_qpn) * u64::from(remote_qpn);
+    let folded = product ^ product >> 20 ^ product >> 40;
+    let label = folded & 0xf_ffff;
+    let port = (label & 0x3fff) ^ ((label & 0xf_c000) >> 14) | 0xc000;
+    u16::try_from(port).expect("16 bits are left")
+}
+
+/// Kind of a GID. The firmware must know the RoCE version, which old kernels do not report.
+///
+/// # Errors
+/// [`Error::Device`] if it is unknown.
+pub(super) fn known_kind(link: LinkLayer, entry: GidEntry, device: &str) -> Result<GidKind> {
+    if link != LinkLayer::Ethernet || entry.kind != GidKind::Unknown {
+        return Ok(entry.kind);
+    }
+    if entry.gid.is_ipv4() {
+        return Ok(GidKind::RoceV2);
+    }
+    let why = format!(
+        "the kernel does not tell whether entry {} of its GID table is of RoCE v1 or v2, which queues in GPU memory need: choose an \
+         entry with an IPv4 address (GDSYNC_GID_INDEX), which is taken for v2, or leave the queues in host memory (OnGpu::empty())",
+        entry.index
+    );
+    Err(Error::Device { device: device.to_owned(), why })
+}
+
+impl Route {
+    /// Writes the path into a command's context, as mlx5_ib does.
+    pub(super) fn put(&self, command: Command) -> Command {
+        let grh = &self.attr.grh;
+        let sl = u32::from(self.attr.sl);
+        let mut command = match self.link {
+            LinkLayer::Ethernet => {
+                let is_v2 = self.kind == GidKind::RoceV2;
+                let command = command.put(PATH + 0x130, &self.mac).set(PATH + 0x121, 3, sl & 7);
+                if is_v2 {
+                    command.set(PATH + 0x10a, 6, u32::from(grh.traffic_class >> 2)).set(
+                        PATH + 0x110,
+                        16,
+                        self.udp_port.into(),
+                    )
+                } else {
+                    command
+                }
+            }
+            LinkLayer::InfiniBand | LinkLayer::Unknown => command
+                .set(PATH + 0x28, 1, self.attr.is_global.into())
+                .set(PATH + 0x30, 16, self.attr.dlid.into())
+                .set(PATH + 0x124, 4, sl),
+        };
+        if self.attr.is_global != 0 {
+            // SAFETY: every bit pattern of the union is a valid byte array.
+            let gid = unsafe { grh.dgid.raw };
+            command = command
+                .set(PATH + 0x48, 8, grh.sgid_index.into())
+                .set(PATH + 0x58, 8, grh.hop_limit.into())
+                .set(PATH + 0x64, 8, grh.traffic_class.into())
+                .set(PATH + 0x6c, 20, grh.flow_label & 0xf_ffff)
+                .put(PATH + 0x80, &gid);
+        }
+        command.set(PATH + 0x128, 8, self.attr.port_num.into())
+    }
+}
+
 #[cfg(test)]
-#[path = "steps/tests.rs"]
 mod tests;

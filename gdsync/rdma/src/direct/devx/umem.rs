@@ -11,8 +11,7 @@ use rdma_core_sys::mlx5::{mlx5dv_devx_umem, mlx5dv_devx_umem_in, mlx5dv_devx_ume
 use rdma_core_sys::verbs::ibv_access_flags;
 
 use super::mailbox::Place;
-use super::object::last_errno;
-use crate::explain::{Call, Memlock, failed};
+use crate::explain::{Call, Memlock, failed, last_errno};
 use crate::{Open, Pages, has_peermem};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};

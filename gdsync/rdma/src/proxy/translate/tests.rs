@@ -128,3 +128,70 @@ proptest! {
         prop_assert_eq!(usize::try_from(wr.num_sge).unwrap(), buffers.len());
     }
 }
+
+proptest! {
+    #[test]
+    fn tag_round_trip(
+        index in 0usize..1 << 14, generation: u16, is_receive: bool, number: u32,
+    ) {
+        let tag = Tag { index, generation, is_receive, number };
+        prop_assert_eq!(Tag::from_wr_id(tag.to_wr_id()), tag);
+    }
+}
+
+fn wc(status: ibv_wc_status) -> ibv_wc {
+    ibv_wc { status, ..ibv_wc::zeroed() }
+}
+
+#[test]
+fn statuses_map_to_syndromes_by_name() {
+    let mut named = 0;
+    for value in 1..=23 {
+        let status = ibv_wc_status(value);
+        let Err(Failure { syndrome, .. }) = outcome(&wc(status)) else { panic!("{status:?} is an error") };
+        let name = status.name().unwrap().strip_prefix("IBV_WC_").unwrap();
+        if syndrome.name() == Some(name) {
+            named += 1;
+            assert!(!is_unnamed(&wc(status)));
+        } else {
+            let known = matches!(name, "REM_INV_RD_REQ_ERR" | "RESP_TIMEOUT_ERR");
+            assert_eq!(known, !is_unnamed(&wc(status)), "{name}");
+            assert!(known || syndrome == Syndrome::LOC_QP_OP_ERR, "{name}: {syndrome}");
+        }
+    }
+    assert_eq!(named, 13, "cards have 13 syndromes");
+    assert_eq!(outcome(&wc(ibv_wc_status::IBV_WC_SUCCESS)), Ok(()));
+    assert!(outcome(&wc(ibv_wc_status(99))).is_err());
+}
+
+#[test]
+fn vendor_codes_are_truncated() {
+    let vendor = |vendor_err| {
+        let wc = ibv_wc { vendor_err, ..wc(ibv_wc_status::IBV_WC_REM_ACCESS_ERR) };
+        outcome(&wc).unwrap_err().vendor
+    };
+    assert_eq!([0, 0x88, 0x1234].map(vendor), [0, 0x88, 0xff]);
+}
+
+#[test]
+fn receive_cqes_match_the_send() {
+    let imm = 0x0102_0304_u32;
+    let with = |opcode, wc_flags| ibv_wc {
+        opcode,
+        wc_flags,
+        byte_len: 7,
+        imm_data: imm.to_be(),
+        ..wc(ibv_wc_status::IBV_WC_SUCCESS)
+    };
+    let (none, imm_flag) = (ibv_wc_flags::empty(), ibv_wc_flags::IBV_WC_WITH_IMM);
+    for (wc, opcode, expected) in [
+        (with(ibv_wc_opcode::IBV_WC_RECV, none), CqeOpcode::RESP_SEND, 0),
+        (with(ibv_wc_opcode::IBV_WC_RECV, imm_flag), CqeOpcode::RESP_SEND_IMM, imm),
+        (with(ibv_wc_opcode::IBV_WC_RECV_RDMA_WITH_IMM, imm_flag), CqeOpcode::RESP_WR_IMM, imm),
+    ] {
+        let cqe = Cqe::decode(&received(&wc).encode());
+        assert_eq!((cqe.opcode, cqe.byte_cnt, cqe.imm), (opcode, 7, expected));
+    }
+    let failed = Cqe::decode(&received(&wc(ibv_wc_status::IBV_WC_LOC_LEN_ERR)).encode());
+    assert_eq!((failed.opcode, failed.syndrome), (CqeOpcode::RESP_ERR, Syndrome::LOC_LEN_ERR));
+}

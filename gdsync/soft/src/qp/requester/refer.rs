@@ -4,7 +4,7 @@
 //! peer refuses it. Up to [`WINDOW`] references are in flight. Other sends behind them wait for their acknowledgement,
 //! so the peer need not reorder.
 //!
-//! The peer answers a repeated reference with COPYING while it copies, which resets the retries. A send whose payload
+//! The peer responses a handle_duplicate reference with COPYING while it copies, which resets the retries. A send whose payload
 //! the peer may be copying is withdrawn before it completes with an error: the application may then change the bytes,
 //! and the peer must not deliver them.
 
@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::{Pending, Requester};
+use crate::packet::Reference;
 use crate::packet::{self, Header, PacketOp, ahead};
 use crate::qp::{Env, SoftQp};
-use crate::reference::Reference;
 use gdsync_device::engine::Wqe;
 use gdsync_device::memory::Memory;
 use gdsync_device::{TransferPath, Transport};
@@ -27,7 +27,7 @@ const WINDOW: usize = 8;
 /// Maximum refused regions per kind. Beyond it no reference of that kind is sent.
 const MAX_REFUSED: usize = 64;
 /// How long a WITHDRAW waits for room on the link.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A region sent by reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -65,8 +65,8 @@ pub(super) struct References {
 
 impl Pending {
     /// Whether the peer may be copying the payload.
-    pub(super) fn is_out(&self) -> bool {
-        self.is_known && !self.is_done()
+    pub(super) fn may_be_copied(&self) -> bool {
+        self.reference_sent && !self.is_done()
     }
 }
 
@@ -98,7 +98,13 @@ impl Requester {
 
 impl SoftQp {
     /// The region to reference for this message, or `None` to send bytes.
-    pub(super) fn may_refer(&self, op: &DecodedOp, wqe: &Wqe, len: usize, env: &Env<'_>) -> Option<Referred> {
+    pub(super) fn reference_for(
+        &self,
+        op: &DecodedOp,
+        wqe: &Wqe,
+        len: usize,
+        env: &Env<'_>,
+    ) -> Option<Referred> {
         let key = Self::one_buffer(op, wqe)?.lkey;
         if len == 0 || self.is_refused(key) {
             return None;
@@ -164,7 +170,13 @@ impl SoftQp {
     }
 
     /// Sends pending send `i` by reference. Returns whether it was sent, or `None` to send its bytes.
-    pub(super) fn refer(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> Option<bool> {
+    pub(super) fn send_reference(
+        &mut self,
+        i: usize,
+        wqe: &Wqe,
+        op: &DecodedOp,
+        env: &mut Env<'_>,
+    ) -> Option<bool> {
         let remote = self.remote?;
         let p = &self.req.pending[i];
         if p.sent == p.packets {
@@ -209,7 +221,7 @@ impl SoftQp {
         self.packets += 1;
         self.req.note_sent(i, packets);
         let p = &mut self.req.pending[i];
-        if !std::mem::replace(&mut p.is_known, true) {
+        if !std::mem::replace(&mut p.reference_sent, true) {
             *env.copied = Some(Instant::now());
         }
         Some(true)
@@ -217,8 +229,8 @@ impl SoftQp {
 
     /// The peer is still copying the payload of `psn`: resets the retries.
     pub(super) fn copying(&mut self, psn: u32) {
-        if self.req.find(psn).is_some_and(|p| p.is_out()) {
-            self.req.moved();
+        if self.req.find(psn).is_some_and(|p| p.may_be_copied()) {
+            self.req.progressed();
         }
     }
 
@@ -260,21 +272,21 @@ impl SoftQp {
                 }
             }
         }
-        self.again(env);
+        self.retransmit(env);
     }
 
     /// Withdraws references that the peer may still be copying. Returns false while the link has no room.
     pub(crate) fn withdraw(&mut self, env: &mut Env<'_>) -> bool {
-        let is_out = self.req.pending.iter().any(Pending::is_out);
+        let may_be_copied = self.req.pending.iter().any(Pending::may_be_copied);
         let references = &mut self.req.references;
-        let Some(remote) = self.remote.filter(|_| is_out && !references.withdrawn) else {
+        let Some(remote) = self.remote.filter(|_| may_be_copied && !references.withdrawn) else {
             references.leaving = None;
             return true;
         };
         let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.rings.qpn, self.psn);
         if !env.faults.is_dead() && !env.links.withdraw(self.link, &header) {
             let since = *references.leaving.get_or_insert_with(Instant::now);
-            if since.elapsed() < PATIENCE {
+            if since.elapsed() < TIMEOUT {
                 return false;
             }
             tracing::warn!(

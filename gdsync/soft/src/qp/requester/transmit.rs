@@ -74,7 +74,7 @@ impl SoftQp {
             }
             self.req.unsent += 1;
         }
-        self.retire(env) || worked
+        self.complete_finished(env) || worked
     }
 
     /// Checks a fetched WQE and adds it to the pending sends.
@@ -91,7 +91,7 @@ impl SoftQp {
         env.stats.wqes += 1;
         self.rings.qp_trace.fetched(self.rings.qpn, len);
         let packets = if kind == Kind::Nop { 0 } else { segments(len) };
-        let referred = self.may_refer(&op, wqe, len, env);
+        let referred = self.reference_for(&op, wqe, len, env);
         if packets > 1 {
             *env.copied = Some(Instant::now());
         }
@@ -107,8 +107,8 @@ impl SoftQp {
             sent: 0,
             done: 0,
             referred,
-            is_known: false,
-            receive_staging: Vec::new(),
+            reference_sent: false,
+            copies: Vec::new(),
             error: error.or(env.faults.next_send()),
         };
         let failed = pending.error.is_some();
@@ -154,7 +154,7 @@ impl SoftQp {
         let bytes = wqe.as_bytes();
         let Some(remote) = self.remote else { return false };
         if self.req.pending[i].referred.is_some()
-            && let Some(sent) = self.refer(i, wqe, op, env)
+            && let Some(sent) = self.send_reference(i, wqe, op, env)
         {
             return sent;
         }
@@ -271,11 +271,11 @@ impl SoftQp {
             self.gather(payload, wqe, at, len, &mut inline, &mut pieces, env)?;
             Ok(pieces.iter().map(|piece| (piece.memory.clone(), piece.offset, piece.len)).collect())
         };
-        let staged = stage.bring(psn, total, offset, gather, env.copy_engine);
+        let staged = stage.stage(psn, total, offset, gather, env.copy_engine);
         self.sends = stage;
         match staged? {
             Staged::Ready(memory, at) => Ok(Some((memory, at))),
-            Staged::OnTheirWay => Ok(None),
+            Staged::Pending => Ok(None),
             Staged::Failed => Err(Syndrome::LOC_QP_OP_ERR),
         }
     }

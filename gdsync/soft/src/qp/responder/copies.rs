@@ -15,25 +15,23 @@
 //! abandoned.
 
 use std::collections::VecDeque;
+use std::io;
 use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::cma::CmaRead;
-use super::messages::Arrival;
-use super::{Answer, Refusal, Responder};
+use super::{Arrival, Refusal, Responder, Response};
 use crate::links::{Body, Links};
-use crate::packet::{self, Header, PacketOp, ahead, segments};
+use crate::packet::{self, Header, PacketOp, REFERENCE_BYTES, Reference, ahead, segments};
 use crate::qp::requester::Reason;
 use crate::qp::{Env, SoftQp};
-use crate::reference::{REFERENCE, Reference};
 use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Access, QpState};
 use mlx5_ring::{DataSeg, Syndrome};
 
 /// Maximum queued packets: more than a peer has in flight.
-const MOST: usize = 80;
+const MAX_COPIES: usize = 80;
 /// Time limit of a copy.
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -87,8 +85,8 @@ impl Message {
     }
 
     /// Whether a message whose copy ended at `drained` can no longer be withdrawn.
-    fn may_complete(&self, quiet: u64, links: &Links) -> bool {
-        self.link.is_none_or(|link| quiet < links.quiet(link) || links.is_down(link))
+    fn may_complete(&self, drained: u64, links: &Links) -> bool {
+        self.link.is_none_or(|link| drained < links.drained(link) || links.is_down(link))
     }
 
     fn is_over(&self) -> bool {
@@ -160,7 +158,7 @@ impl Responder {
         let Copies { list, closed, .. } = &self.copies;
         let refuses = list.iter().any(|m| matches!(m.state, State::Failed | State::Refused(_)));
         let is_bytes = header.flags & packet::REFERENCE == 0;
-        *closed || refuses || is_bytes && list.iter().any(Message::is_reference) || list.len() >= MOST
+        *closed || refuses || is_bytes && list.iter().any(Message::is_reference) || list.len() >= MAX_COPIES
     }
 
     /// Last PSN that is complete along with all before it.
@@ -174,8 +172,8 @@ impl Responder {
     }
 
     /// Whether a response would acknowledge a message being copied.
-    pub(super) fn is_early(&self, answer: &Answer) -> bool {
-        !matches!(answer, Answer::Copying(_)) && self.is_copied(answer.psn())
+    pub(super) fn is_early(&self, response: &Response) -> bool {
+        !matches!(response, Response::Copying(_)) && self.is_copied(response.psn())
     }
 
     /// Queues a refusal behind the copies in progress.
@@ -264,14 +262,14 @@ impl Responder {
         self.gap = false;
         self.copies.list.clear();
         // Drops responses to later packets.
-        self.answers.retain(|answer| ahead(answer.psn(), psn) < 0);
-        self.answers.push_back(Answer::Nak { psn, code: packet::NAK_REFERENCE, arg: Reason::FAILED.0 });
+        self.responses.retain(|response| ahead(response.psn(), psn) < 0);
+        self.responses.push_back(Response::Nak { psn, code: packet::NAK_REFERENCE, arg: Reason::FAILED.0 });
     }
 }
 
 impl SoftQp {
     /// Handles a message by reference. Returns the number of PSNs it used.
-    pub(super) fn referred(
+    pub(super) fn handle_reference(
         &mut self,
         header: &Header,
         body: &Body<'_>,
@@ -280,7 +278,7 @@ impl SoftQp {
         let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
         let len = header.len as usize;
         let is_write = header.op == PacketOp::WRITE;
-        let bytes = body.array::<REFERENCE>(if is_write { 8 } else { 0 });
+        let bytes = body.array::<REFERENCE_BYTES>(if is_write { 8 } else { 0 });
         let reference = bytes.map(|bytes| Reference::from_bytes(&bytes)).ok_or_else(invalid)?;
         if is_write {
             self.allow(Access::REMOTE_WRITE)?;
@@ -366,12 +364,12 @@ impl SoftQp {
     }
 
     /// Advances cross-memory attach and records finished copies. Returns whether a read advanced.
-    pub(crate) fn look_at_copies(&mut self, env: &mut Env<'_>) -> bool {
-        let any = self.read_on();
+    pub(crate) fn poll_copies(&mut self, env: &mut Env<'_>) -> bool {
+        let any = self.step_cma();
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
             message.state = match message.ticket.status() {
                 Status::Pending => continue,
-                Status::Done => State::Over(message.link.map_or(0, |link| env.links.quiet(link))),
+                Status::Done => State::Over(message.link.map_or(0, |link| env.links.drained(link))),
                 Status::Failed => State::Failed,
             };
         }
@@ -379,13 +377,13 @@ impl SoftQp {
     }
 
     /// Reads a piece of the oldest cross-memory attach. One at a time, because two may write the same bytes.
-    fn read_on(&mut self) -> bool {
+    fn step_cma(&mut self) -> bool {
         let first = self.resp.copies.list.iter_mut().find(|m| m.read.is_some() && !m.ticket.is_over());
         first.map(Message::read_next).is_some()
     }
 
     /// Abandons copies that exceed their time limit.
-    pub(crate) fn limit_copies(&mut self, now: Instant) {
+    pub(crate) fn time_out_copies(&mut self, now: Instant) {
         for message in self.resp.copies.list.iter_mut().filter(|m| m.read.is_none() && !m.is_over()) {
             if now.saturating_duration_since(message.since) < LIMIT {
                 continue;
@@ -402,7 +400,7 @@ impl SoftQp {
     }
 
     /// Completes finished messages in order. Returns whether there were any.
-    pub(crate) fn conclude(&mut self, env: &mut Env<'_>) -> bool {
+    pub(crate) fn complete_copies(&mut self, env: &mut Env<'_>) -> bool {
         if self.state == QpState::ERR || self.resp.copies.withdrawn {
             let over = self.resp.copies.list.iter().all(Message::is_over);
             if over {
@@ -455,5 +453,40 @@ impl SoftQp {
             self.complete_arrival(&message.arrival, env);
         }
         any
+    }
+}
+
+/// Bytes per step: 20 to 50 us under the HCA's lock.
+const PIECE: usize = 512 << 10;
+
+/// A cross-memory attach read (`process_vm_readv`), a piece per HCA step.
+///
+/// Only the receiver copies, so a stopped or killed peer delays nothing, and the queue pair may be destroyed between
+/// two pieces. [`Process`] verifies the peer's identity.
+#[derive(Debug)]
+pub(super) struct CmaRead {
+    of: Process,
+    /// Next source address.
+    from: u64,
+    /// Remaining destinations: memory, offset, length.
+    to: SmallVec<[(Memory, usize, usize); 1]>,
+}
+
+impl CmaRead {
+    pub(super) fn new(of: Process, from: u64, to: SmallVec<[(Memory, usize, usize); 1]>) -> Self {
+        Self { of, from, to }
+    }
+
+    /// Reads the next piece. Returns whether it was the last.
+    pub(super) fn read_next(&mut self) -> io::Result<bool> {
+        let Some((memory, at, left)) = self.to.first_mut() else { return Ok(true) };
+        let len = PIECE.min(*left);
+        memory.read_from_process(*at, len, &self.of, self.from)?;
+        self.from += len as u64;
+        (*at, *left) = (*at + len, *left - len);
+        if *left == 0 {
+            self.to.remove(0);
+        }
+        Ok(self.to.is_empty())
     }
 }

@@ -1,20 +1,22 @@
+//! Links between ports: handshake, hostile connections, death of a peer.
+
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt as _;
 use std::process::{Child, Command, Stdio};
 
 use super::*;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn port() -> (Port, Gid) {
     let gid = Gid::random().unwrap();
-    (Port::open(gid, Bell::create().unwrap()).unwrap(), gid)
+    (Port::open(gid, EventCount::create().unwrap()).unwrap(), gid)
 }
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what} did not happen");
+        assert!(start.elapsed() < TIMEOUT, "{what} did not happen");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -40,13 +42,13 @@ fn exchange(from: &mut LinkEnds, to: &mut LinkEnds, tag: u8) {
 #[test]
 fn link_carries_records_both_ways_and_reports_hang_up() {
     let ((a, _), (b, b_gid)) = (port(), port());
-    let mut near = a.connect(b_gid, PATIENCE).unwrap();
+    let mut near = a.connect(b_gid, TIMEOUT).unwrap();
     let mut far = accepted(&b);
     assert_eq!((near.peer, far.peer), (b_gid, a.shared.gid));
     exchange(&mut near, &mut far, 1);
     exchange(&mut far, &mut near, 2);
     drop(far);
-    until("the end of the link", || !near.line.is_alive());
+    until("the end of the link", || !near.socket.is_alive());
     until("the control thread forgets it", || {
         b.shared.watched.lock().is_empty() && a.shared.watched.lock().is_empty()
     });
@@ -55,8 +57,8 @@ fn link_carries_records_both_ways_and_reports_hang_up() {
 #[test]
 fn both_sides_connect_at_once() {
     let ((a, a_gid), (b, b_gid)) = (port(), port());
-    let mut near = a.connect(b_gid, PATIENCE).unwrap();
-    let mut other = b.connect(a_gid, PATIENCE).unwrap();
+    let mut near = a.connect(b_gid, TIMEOUT).unwrap();
+    let mut other = b.connect(a_gid, TIMEOUT).unwrap();
     exchange(&mut near, &mut accepted(&b), 3);
     exchange(&mut other, &mut accepted(&a), 4);
 }
@@ -72,7 +74,7 @@ fn loopback_link_returns_what_is_sent() {
 #[test]
 fn connect_to_unknown_gid_names_the_reason() {
     let (a, _) = port();
-    let error = a.connect(Gid([3; 16]), PATIENCE).unwrap_err().to_string();
+    let error = a.connect(Gid([3; 16]), TIMEOUT).unwrap_err().to_string();
     assert!(error.contains("0303:0303") && error.contains("start it first"), "{error}");
 }
 
@@ -80,45 +82,45 @@ fn connect_to_unknown_gid_names_the_reason() {
 fn invalid_connections_neither_block_nor_break_the_port() {
     let (a, gid) = port();
     let call = || UnixStream::connect_addr(&SocketAddr::from_abstract_name(name(gid)).unwrap()).unwrap();
-    let _silent: Vec<_> = (0..MAX_STRANGERS + 8).map(|_| call()).collect();
+    let _silent: Vec<_> = (0..MAX_PENDING_GREETINGS + 8).map(|_| call()).collect();
     let closed = |mut stream: UnixStream| {
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         matches!(stream.read(&mut [0; 64]), Ok(0) | Err(_))
     };
     let (b, b_gid) = port();
     for bytes in
         [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; GREETING], &greeting(b_gid, gid), &greeting(gid, b_gid)]
     {
-        let mut stranger = call();
-        stranger.write_all(bytes).unwrap();
-        assert!(closed(stranger), "garbage, a greeting for another GID, or one without descriptors");
+        let mut stream = call();
+        stream.write_all(bytes).unwrap();
+        assert!(closed(stream), "garbage, a greeting for another GID, or one without descriptors");
     }
     let small = gdsync_device::memfd(c"small", 4096).unwrap();
-    let stranger = call();
-    fds::send(&stranger, &greeting(gid, b_gid), &[small.as_raw_fd(), small.as_raw_fd()]).unwrap();
-    assert!(closed(stranger), "rings too small");
+    let stream = call();
+    send_with_fds(&stream, &greeting(gid, b_gid), &[small.as_raw_fd(), small.as_raw_fd()]).unwrap();
+    assert!(closed(stream), "rings too small");
     // SAFETY: the name is a C string.
     let raw = unsafe { libc::memfd_create(c"open".as_ptr(), libc::MFD_CLOEXEC) };
     // SAFETY: `memfd_create` returned this descriptor; nothing else owns it.
     let unsealed: OwnedFd = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
     std::fs::File::from(unsealed.try_clone().unwrap()).set_len(FILE as u64).unwrap();
-    let stranger = call();
-    fds::send(&stranger, &greeting(gid, b_gid), &[unsealed.as_raw_fd(), unsealed.as_raw_fd()]).unwrap();
-    assert!(closed(stranger), "a file that could shrink");
+    let stream = call();
+    send_with_fds(&stream, &greeting(gid, b_gid), &[unsealed.as_raw_fd(), unsealed.as_raw_fd()]).unwrap();
+    assert!(closed(stream), "a file that could shrink");
 
-    let mut near = b.connect(gid, PATIENCE).unwrap();
+    let mut near = b.connect(gid, TIMEOUT).unwrap();
     exchange(&mut near, &mut accepted(&a), 5);
 }
 
-/// Whether `gid` answers a connection that claims to come from `claimed`.
+/// Whether `gid` responses a connection that claims to come from `claimed`.
 fn is_let_in(gid: Gid, claimed: Gid) -> bool {
-    let mut stranger = try_connect(gid).unwrap();
-    stranger.set_nonblocking(false).unwrap();
-    stranger.set_read_timeout(Some(PATIENCE)).unwrap();
-    let (file, bell) = (gdsync_device::memfd(c"link", FILE).unwrap(), Bell::create().unwrap());
+    let mut stream = try_connect(gid).unwrap();
+    stream.set_nonblocking(false).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    let (file, event) = (gdsync_device::memfd(c"link", FILE).unwrap(), EventCount::create().unwrap());
     // Fails if the connection was closed at once.
-    let _ = fds::send(&stranger, &greeting(gid, claimed), &[file.as_raw_fd(), bell.fd().as_raw_fd()]);
-    matches!(stranger.read(&mut [0; GREETING]), Ok(GREETING))
+    let _ = send_with_fds(&stream, &greeting(gid, claimed), &[file.as_raw_fd(), event.fd().as_raw_fd()]);
+    matches!(stream.read(&mut [0; GREETING]), Ok(GREETING))
 }
 
 /// Child process of the next test, run as another user.
@@ -153,7 +155,7 @@ fn gid_can_only_be_claimed_by_the_process_that_serves_it() {
     let mut child = child_of(gid);
     let theirs = accepted(&a);
     assert!(!claim(theirs.peer), "the process that serves it is another one");
-    assert!(theirs.line.is_alive(), "its link goes on");
+    assert!(theirs.socket.is_alive(), "its link goes on");
     child.kill().unwrap();
     child.wait().unwrap();
     let (_b, b_gid) = port();
@@ -184,10 +186,10 @@ fn full_backlog_fails_at_the_deadline() {
 fn child_that_connects_and_waits() {
     let Ok(gid) = std::env::var("GDSYNC_TEST_CONNECT_TO") else { return };
     let (port, _) = port();
-    let mut ends = port.connect(gid.parse().unwrap(), PATIENCE).unwrap();
+    let mut ends = port.connect(gid.parse().unwrap(), TIMEOUT).unwrap();
     assert!(ends.tx.try_push(&[7; 28], b"hello", &[]).unwrap());
-    ends.bell.ring();
-    std::thread::sleep(PATIENCE);
+    ends.event.notify();
+    std::thread::sleep(TIMEOUT);
 }
 
 /// Child process of the next test, with a descriptor limit of 0.
@@ -202,7 +204,7 @@ fn child_without_descriptors() {
     listener.set_nonblocking(true).unwrap();
     let _pending = UnixStream::connect_addr(&listener.local_addr().unwrap()).unwrap();
     let shared = port.shared.clone();
-    let mut control = Control { shared, listener, strangers: Vec::new(), paused: None };
+    let mut control = Control { shared, listener, greeting_pending: Vec::new(), paused: None };
     let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the pointer is valid for one structure.
     assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const none) }, 0);
@@ -234,9 +236,9 @@ fn killed_process_is_noticed() {
     let mut child = child_of(gid);
     let mut ends = accepted(&a);
     until("the child's record", || ends.rx.has_record());
-    assert!(ends.line.is_alive());
+    assert!(ends.socket.is_alive());
     child.kill().unwrap();
     child.wait().unwrap();
-    until("news of the death", || !ends.line.is_alive());
+    until("news of the death", || !ends.socket.is_alive());
     assert_eq!(ends.rx.peek().unwrap().unwrap().header, [7; 28], "what arrived before stays readable");
 }

@@ -2,9 +2,9 @@
 
 use rdma_core_sys::verbs::{ibv_ah_attr, ibv_gid, ibv_global_route, ibv_mtu};
 
-use super::super::path::{Route, udp_port};
 use super::*;
 use crate::{GidKind, LinkLayer};
+use gdsync_device::Gid;
 
 /// Nonzero bytes and their offsets.
 fn written(command: &Command) -> Vec<(usize, u8)> {
@@ -133,4 +133,26 @@ fn connections_have_distinct_udp_ports() {
     assert_eq!(udp_port(0x12, 0x34), udp_port(0x34, 0x12));
     assert_ne!(udp_port(0x12, 0x34), udp_port(0x12, 0x35));
     assert!((0..1000).all(|n| udp_port(n * 7919, 0xff_ffff - n) >= 0xc000));
+}
+
+fn gid(bytes: &[(usize, u8)]) -> Gid {
+    let mut gid = [0; 16];
+    bytes.iter().for_each(|&(at, byte)| gid[at] = byte);
+    Gid(gid)
+}
+
+#[test]
+fn unknown_gid_kind_is_v2_if_ipv4_else_refused() {
+    use GidKind::{IbOrRoceV1, RoceV2, Unknown};
+    let ipv4 = gid(&[(10, 0xff), (11, 0xff), (12, 10), (15, 1)]);
+    let other = gid(&[(0, 0xfe), (1, 0x80), (15, 1)]);
+    let known = |link, gid, kind| known_kind(link, GidEntry { index: 3, gid, kind }, "mlx5_0");
+    assert_eq!(known(LinkLayer::Ethernet, ipv4, Unknown).unwrap(), RoceV2);
+    assert_eq!(known(LinkLayer::Ethernet, ipv4, IbOrRoceV1).unwrap(), IbOrRoceV1);
+    assert_eq!(known(LinkLayer::Ethernet, other, RoceV2).unwrap(), RoceV2);
+    assert_eq!(known(LinkLayer::InfiniBand, other, Unknown).unwrap(), Unknown);
+    let text = known(LinkLayer::Ethernet, other, Unknown).unwrap_err().to_string();
+    for word in ["mlx5_0", "entry 3", "RoCE v1 or v2", "GDSYNC_GID_INDEX", "OnGpu::empty()"] {
+        assert!(text.contains(word), "'{text}' lacks '{word}'");
+    }
 }

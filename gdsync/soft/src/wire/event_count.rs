@@ -18,13 +18,13 @@ const SEQUENCE: usize = 64;
 
 /// Threads of any process may sleep and notify. Clones share it.
 #[derive(Clone, Debug)]
-pub(crate) struct Bell {
+pub(crate) struct EventCount {
     sleepers: Word32,
     sequence: Word32,
     fd: Arc<OwnedFd>,
 }
 
-impl Bell {
+impl EventCount {
     pub(crate) fn create() -> Result<Self> {
         Self::open(gdsync_device::memfd(c"gdsync-bell", SIZE)?)
     }
@@ -42,14 +42,14 @@ impl Bell {
     }
 
     /// Wakes all sleepers. Without sleepers this costs a fence and a load.
-    pub(crate) fn ring(&self) {
+    pub(crate) fn notify(&self) {
         if event_count::ring(self.sleepers.atomic(), self.sequence.atomic()) {
             self.wake();
         }
     }
 
     /// Wakes all sleepers even if a peer died between its two updates.
-    pub(crate) fn ring_hard(&self) {
+    pub(crate) fn notify_always(&self) {
         self.sequence.atomic().fetch_add(1, Ordering::Release);
         self.wake();
     }
@@ -87,22 +87,22 @@ mod tests {
 
     #[test]
     fn notify_wakes_sleeper_through_another_mapping() {
-        let bell = Bell::create().unwrap();
-        let other = Bell::open(bell.fd().try_clone_to_owned().unwrap()).unwrap();
+        let event = EventCount::create().unwrap();
+        let other = EventCount::open(event.fd().try_clone_to_owned().unwrap()).unwrap();
         let work = Arc::new(AtomicU64::new(0));
         let seen = work.clone();
         let sleeper = std::thread::spawn(move || {
             let start = Instant::now();
             for n in 1..=1000 {
                 while seen.load(Ordering::Acquire) < n {
-                    bell.sleep(&|| seen.load(Ordering::Acquire) >= n, Duration::from_secs(30));
+                    event.sleep(&|| seen.load(Ordering::Acquire) >= n, Duration::from_secs(30));
                     assert!(start.elapsed() < Duration::from_secs(30), "a notification was lost");
                 }
             }
         });
         for n in 1..=1000 {
             work.store(n, Ordering::Release);
-            other.ring();
+            other.notify();
             if n % 100 == 0 {
                 std::thread::sleep(Duration::from_millis(1));
             }
@@ -113,7 +113,7 @@ mod tests {
     #[test]
     fn sleep_times_out_without_notify() {
         let start = Instant::now();
-        Bell::create().unwrap().sleep(&|| false, Duration::from_millis(20));
+        EventCount::create().unwrap().sleep(&|| false, Duration::from_millis(20));
         assert!(start.elapsed() >= Duration::from_millis(19));
     }
 }
