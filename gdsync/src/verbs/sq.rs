@@ -534,7 +534,7 @@ impl SendQueue {
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
         self.send_doorbell.record.store(0);
-        self.end.cq.forget(&self.end.tracker, lost);
+        self.end.cq.discard(&self.end.tracker, lost);
     }
 }
 
