@@ -400,7 +400,7 @@ fn measure(gpu: &Gpu, via: Via) -> Result<(Duration, Duration)> {
     let mut times = Vec::new();
     for round in 1..=ROUNDS {
         let mut batch = Batch::new();
-        let number = u32::try_from(round).expect("few rounds");
+        let number = u32::try_from(round).expect("ROUNDS fits in 32 bits");
         batch.wait_value32(&flag, number, Cond::Geq);
         batch.write_value64(&answer, round);
         stream.submit(&mut batch)?;

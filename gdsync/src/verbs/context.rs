@@ -70,8 +70,8 @@ impl Context {
     /// Opens a software HCA with its own configuration.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a bad configuration; [`Error::Sys`](crate::Error::Sys) when the system lacks memory, files or
-    /// threads.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a bad configuration;
+    /// [`Error::Sys`](crate::Error::Sys) when the system lacks memory, files or threads.
     pub fn soft(config: &SoftHcaConfig) -> Result<Self> {
         Self::with(Arc::new(SoftHca::start(config)?), None, needs_no_probe)
     }
@@ -222,8 +222,8 @@ impl Pd {
     /// Registers memory for use in work requests.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, as in `ibv_reg_mr`; errors of
-    /// the device.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE,
+    /// as in `ibv_reg_mr`; errors of the device.
     pub fn register(&self, memory: &Memory, access: Access) -> Result<Mr> {
         Mr::register(self.clone(), memory, access)
     }

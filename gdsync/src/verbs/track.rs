@@ -482,16 +482,16 @@ mod tests {
         assert!(tracker.may_skip(4) && !tracker.may_skip(2), "its CQE may be gone");
         assert!(tracker.skip(0..2, &cqe(1)));
         assert_eq!((tracker.awaited(), tracker.lock().tail), (2..4, 2));
-        for look in [1, 0] {
-            let looks = std::cell::Cell::new(0);
-            assert_eq!(tracker.known_len(0, 0), (look == 0).then_some(7), "only what was looked at is known");
-            let seen = tracker.outcome(0, || (looks.set(looks.get() + 1), cqe(0)).1);
+        for expected in [1, 0] {
+            let reads = std::cell::Cell::new(0);
+            assert_eq!(tracker.known_len(0, 0), (expected == 0).then_some(7), "known only once decoded");
+            let seen = tracker.outcome(0, || (reads.set(reads.get() + 1), cqe(0)).1);
             let wc = seen.flatten().expect("it has completed");
-            assert_eq!((looks.get(), wc.wr_id, wc.byte_len), (look, 10, 7));
+            assert_eq!((reads.get(), wc.wr_id, wc.byte_len), (expected, 10, 7));
         }
         assert!(tracker.outcome(2, || unreachable!("it has not arrived")).is_none());
         tracker.decode_all_skipped(&cqe);
-        let known = tracker.outcome(1, || unreachable!("it was looked at"));
+        let known = tracker.outcome(1, || unreachable!("already decoded"));
         assert_eq!(known.flatten().map(|wc| wc.wr_id), Some(11));
         // A new request takes its slot: its CQE must not be read any more.
         tracker.skip(2..4, &cqe(3));
