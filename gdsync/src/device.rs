@@ -10,7 +10,7 @@ use gdsync_rdma::proxy::Proxy;
 use gdsync_rdma::{DeviceConfig, NearGpu, Port, Route, Survey};
 use gdsync_soft::SoftHcaConfig;
 
-use crate::probe::{probe, reach, self_test};
+use crate::probe::{probe, self_test, test_gpu_memory};
 use crate::verbs::Context;
 
 /// Name of the software HCA.
@@ -123,7 +123,7 @@ impl Device {
     }
 
     /// Opens the device as configured by the environment: see [`DeviceConfig`]. On the software HCA, the faults in
-    /// `GDSYNC_FAULTS` are injected from the start: see [`FaultPlan`].
+    /// `GDSYNC_FAULTS` are injected from the start: see [`FaultPlan`](crate::hca::FaultPlan).
     ///
     /// # Errors
     /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device; [`Error::Sys`] when the system
@@ -170,7 +170,7 @@ fn connect(survey: &Survey, config: &DeviceConfig) -> Result<Context> {
             let pd = context.alloc_pd()?;
             context.provider.admit(gpu, &mut || probe(&pd, gpu))?;
             if config.route.is_none() {
-                reach(&pd, gpu)?;
+                test_gpu_memory(&pd, gpu)?;
             }
         }
         Ok(context)

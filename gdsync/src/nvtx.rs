@@ -87,13 +87,13 @@ fn load() -> bool {
 
 /// A registered domain: its handle, and the functions that begin and end a range.
 #[derive(Clone, Copy, Debug)]
-struct Made(*mut c_void, Push, Pop);
+struct Registered(*mut c_void, Push, Pop);
 
 /// A group of ranges in a profiler.
 #[derive(Debug)]
 pub struct Domain {
     name: &'static CStr,
-    made: OnceLock<Option<Made>>,
+    registered: OnceLock<Option<Registered>>,
 }
 
 // SAFETY: NVTX allows any thread to use the handle of a domain.
@@ -102,27 +102,28 @@ unsafe impl Sync for Domain {}
 /// A range of this thread, ended on drop.
 #[derive(Debug)]
 #[must_use]
-pub struct Range(Option<Made>);
+pub struct Range(Option<Registered>);
 
 impl Domain {
     /// Creates a domain. It is registered with the profiler at its first range.
     pub const fn new(name: &'static CStr) -> Self {
-        Self { name, made: OnceLock::new() }
+        Self { name, registered: OnceLock::new() }
     }
 
     /// Begins a range, nested in the open ranges of the thread.
     #[inline]
     pub fn range(&self, message: &'static CStr) -> Range {
-        let made = if cfg!(feature = "nvtx") { *self.made.get_or_init(|| self.make()) } else { None };
-        if let Some(Made(handle, push, _)) = made {
+        let registered =
+            if cfg!(feature = "nvtx") { *self.registered.get_or_init(|| self.register()) } else { None };
+        if let Some(Registered(handle, push, _)) = registered {
             let event = Event(3, 48, [0; 7], 1, message.as_ptr());
             // SAFETY: the handle is the profiler's. It reads the attributes before it returns.
             unsafe { push(handle, &event) };
         }
-        Range(made)
+        Range(registered)
     }
 
-    fn make(&self) -> Option<Made> {
+    fn register(&self) -> Option<Registered> {
         static IS_LOADED: OnceLock<bool> = OnceLock::new();
         // Of `NVTX_CB_MODULE_CORE2`: DomainCreateA, DomainRangePushEx, DomainRangePop.
         let functions = || [12, 4, 5].map(|id| FUNCTIONS[5][id].load(Ordering::Acquire));
@@ -135,14 +136,14 @@ impl Domain {
         // SAFETY: the profiler has stored a function of this type, given in nvtxTypes.h, in this slot.
         let pop = unsafe { transmute::<*mut c_void, Pop>(pop) };
         // SAFETY: the name is NUL-terminated and static.
-        Some(Made(unsafe { create(self.name.as_ptr()) }, push, pop))
+        Some(Registered(unsafe { create(self.name.as_ptr()) }, push, pop))
     }
 }
 
 impl Drop for Range {
     #[inline]
     fn drop(&mut self) {
-        if let Some(Made(handle, _, pop)) = self.0 {
+        if let Some(Registered(handle, _, pop)) = self.0 {
             // SAFETY: the handle is the profiler's, and this is the innermost open range of the thread.
             unsafe { pop(handle) };
         }

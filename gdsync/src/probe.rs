@@ -18,9 +18,9 @@ use gdsync_device::error::{Error, Result};
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// The result of the CPU's doorbell.
-enum Heard {
+enum SelfTest {
     /// The request completed.
-    Yes,
+    Passed,
     /// The queue pair could not be connected to itself, for example because there is no link.
     Unknown,
 }
@@ -33,7 +33,7 @@ enum Heard {
 /// completions of this card differ from what the library expects.
 pub(crate) fn self_test(pd: &Pd) -> Result<()> {
     let qp = pd.build_qp().max_send_wr(2).max_recv_wr(1).build()?;
-    ring_by_cpu(&qp, pd).map(drop)
+    ring_from_cpu(&qp, pd).map(drop)
 }
 
 /// Executes two NOPs on its own queue pair: rung by the CPU, then by the GPU.
@@ -45,7 +45,7 @@ pub(crate) fn probe(pd: &Pd, gpu: &Gpu) -> Result<()> {
     let qp = pd.build_qp().max_send_wr(2).max_recv_wr(1).build()?;
     let (_, _, doorbell) = qp.send.places();
     doorbell.gpu_addr(gpu)?;
-    if let Heard::Unknown = ring_by_cpu(&qp, pd)? {
+    if let SelfTest::Unknown = ring_from_cpu(&qp, pd)? {
         // The registers are mapped; more cannot be tested now.
         return Ok(());
     }
@@ -72,7 +72,7 @@ pub(crate) fn probe(pd: &Pd, gpu: &Gpu) -> Result<()> {
 ///
 /// # Errors
 /// The card's reason for refusing the memory.
-pub(crate) fn reach(pd: &Pd, gpu: &Gpu) -> Result<()> {
+pub(crate) fn test_gpu_memory(pd: &Pd, gpu: &Gpu) -> Result<()> {
     let page = match gpu.alloc(4096) {
         Ok(page) => page,
         Err(error) => {
@@ -87,14 +87,14 @@ pub(crate) fn reach(pd: &Pd, gpu: &Gpu) -> Result<()> {
 }
 
 /// A connected queue pair executes a NOP even without a link.
-fn ring_by_cpu(qp: &Qp, pd: &Pd) -> Result<Heard> {
+fn ring_from_cpu(qp: &Qp, pd: &Pd) -> Result<SelfTest> {
     if let Err(error) = qp.connect(qp.address()) {
         tracing::debug!(%error, "cannot test the card: a queue pair cannot be connected to itself");
-        return Ok(Heard::Unknown);
+        return Ok(SelfTest::Unknown);
     }
     qp.post_send(&[SendWr::nop()])?;
     match qp.send_cq().wait(LIMIT) {
-        Ok(done) => done.ok().map(|_| Heard::Yes).map_err(Error::from),
+        Ok(done) => done.ok().map(|_| SelfTest::Passed).map_err(Error::from),
         Err(_) => Err(Error::Device {
             device: pd.provider().description().to_owned(),
             why: format!(

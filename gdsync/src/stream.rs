@@ -39,7 +39,19 @@
 //! # b.connect(a.address())?;
 //! # let ours = pd.register(&Memory::alloc(64)?, Access::all())?;
 //! # let theirs = pd.register(&Memory::alloc(64)?, Access::all())?;
-//! On a CUDA stream, kernels and copies launched on `stream.raw()` here are captured too.
+//! let stream = Stream::host(HostStreamConfig::default())?;
+//! let graph = stream.capture(|stream| {
+//!     // On a CUDA stream, kernels and copies launched on `stream.raw()` here are captured too.
+//!     stream.send(&a, &SendWr::write(theirs.remote(0)?, &[ours.sge(0, 8)?]).id(7))?;
+//!     stream.wait_send(&a).map(drop)
+//! })?;
+//! for round in 0..100u64 {
+//!     stream.write_value64(&ours.memory().word64(0)?, round)?;
+//!     let launch = graph.launch(&stream)?;
+//!     stream.synchronize(Duration::from_secs(10))?;
+//!     assert_eq!(theirs.memory().word64(0)?.load(), round);
+//!     assert_eq!(launch.completions()[0].status()?.expect("it was waited for").wr_id, 7);
+//! }
 //! # Ok(())
 //! # }
 //! ```
@@ -79,7 +91,7 @@ pub use cuda::{CudaStreamConfig, Nudge, SubmitGuard, Via, calibrate};
 #[doc(hidden)] // until applications can bring an engine of their own
 pub use engine::Engine;
 #[doc(hidden)]
-pub use graph::{Capture, Graph, Launch, Made};
+pub use graph::{Capture, EngineGraph, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 #[doc(hidden)]
@@ -100,7 +112,7 @@ use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Stage;
 use gdsync_shm::{reset, submit_lock};
 use host::HostEngine;
-use prepared::Asked;
+use prepared::WaitKind;
 use record::Recording;
 
 /// A stream. Clones share it. Dropping the last one aborts pending work.
@@ -196,9 +208,9 @@ fn note_use(used: &mut Used, core: &Arc<QpCore>, seq: u64) {
 
 /// The end of `timeout`. A timeout beyond the clock's range never ends.
 fn deadline(timeout: Duration) -> Instant {
-    const AGES: Duration = Duration::from_secs(1 << 32);
+    const MAX_TIMEOUT: Duration = Duration::from_secs(1 << 32);
     let now = Instant::now();
-    now.checked_add(timeout.min(AGES)).unwrap_or(now)
+    now.checked_add(timeout.min(MAX_TIMEOUT)).unwrap_or(now)
 }
 
 /// The state of a stream.
@@ -313,16 +325,16 @@ impl Stream {
     #[inline]
     fn state(&self) -> Result<StateGuard<'_>> {
         if ReentrancyCheck::any() {
-            self.refuse_here()?;
+            self.check_reentrancy()?;
         }
         Ok(self.0.lock())
     }
 
     /// Refuses a call within a kernel launch function or a host function.
     #[cold]
-    fn refuse_here(&self) -> Result<()> {
-        steps::refuse()?;
-        self.0.engine.refuse_here()
+    fn check_reentrancy(&self) -> Result<()> {
+        steps::refuse_in_launch()?;
+        self.0.engine.check_reentrancy()
     }
 
     /// Claims the batch's queues for this stream, passes the batch to the engine, and records its queue pairs. Returns
@@ -371,7 +383,9 @@ impl Stream {
     /// [`Error::StreamFull`] after `timeout`; the error that failed the stream.
     #[doc(hidden)] // for messaging layers of this workspace
     pub fn wait_room(&self, ops: usize, host_fns: usize, timeout: Duration) -> Result<()> {
-        self.while_full(deadline(timeout), || self.0.engine.ask_room(&mut self.state()?.guard, ops, host_fns))
+        self.while_full(deadline(timeout), || {
+            self.0.engine.check_room(&mut self.state()?.guard, ops, host_fns)
+        })
     }
 
     /// Retries `attempt` while the stream is full, until the deadline.
@@ -386,7 +400,7 @@ impl Stream {
     }
 
     /// Submits a batch that `add` fills.
-    fn one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
+    fn submit_one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
         // Dropped after the submit lock: dropping a host function runs foreign code.
         let mut batch = Batch::new();
         let mut state = self.state()?;
@@ -398,9 +412,9 @@ impl Stream {
         Ok(added)
     }
 
-    /// Like [`Stream::one`], for an `add` that cannot fail.
-    fn only(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
-        self.one(|batch| {
+    /// Like [`Stream::submit_one`], for an `add` that cannot fail.
+    fn submit_with(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
+        self.submit_one(|batch| {
             add(batch);
             Ok(())
         })
@@ -414,7 +428,7 @@ impl Stream {
     /// [`Error::NothingToWaitFor`], [`Error::Unsupported`], [`Error::Reset`], [`Error::StreamFull`],
     /// [`Error::OutOfOrder`], [`Error::Busy`]; the error that broke the queue pair or failed the stream.
     pub fn wait(&self, completion: &Completion) -> Result<()> {
-        self.one(|batch| batch.wait(completion))
+        self.submit_one(|batch| batch.wait(completion))
     }
 
     /// Holds the stream until a word satisfies a condition.
@@ -423,7 +437,7 @@ impl Stream {
     /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
     /// refuses; the error that failed the stream.
     pub fn wait_value32(&self, word: &Word32, value: u32, cond: Cond) -> Result<()> {
-        self.only(|batch| batch.wait_value32(word, value, cond))
+        self.submit_with(|batch| batch.wait_value32(word, value, cond))
     }
 
     /// Holds the stream until a word satisfies a condition.
@@ -432,7 +446,7 @@ impl Stream {
     /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
     /// refuses; the error that failed the stream.
     pub fn wait_value64(&self, word: &Word64, value: u64, cond: Cond) -> Result<()> {
-        self.only(|batch| batch.wait_value64(word, value, cond))
+        self.submit_with(|batch| batch.wait_value64(word, value, cond))
     }
 
     /// Writes a word in stream order.
@@ -441,7 +455,7 @@ impl Stream {
     /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
     /// refuses; the error that failed the stream.
     pub fn write_value32(&self, word: &Word32, value: u32) -> Result<()> {
-        self.only(|batch| batch.write_value32(word, value))
+        self.submit_with(|batch| batch.write_value32(word, value))
     }
 
     /// Writes a word in stream order.
@@ -450,7 +464,7 @@ impl Stream {
     /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
     /// refuses; the error that failed the stream.
     pub fn write_value64(&self, word: &Word64, value: u64) -> Result<()> {
-        self.only(|batch| batch.write_value64(word, value))
+        self.submit_with(|batch| batch.write_value64(word, value))
     }
 
     /// Runs a function on the CPU in stream order: see [`Batch::host_fn`].
@@ -459,7 +473,7 @@ impl Stream {
     /// [`Error::StreamFull`]; [`Error::InvalidArgument`] or [`Error::Cuda`] for memory or conditions that the engine
     /// refuses; the error that failed the stream.
     pub fn host_fn(&self, f: impl FnOnce() + Send + 'static) -> Result<()> {
-        self.only(|batch| batch.host_fn(f))
+        self.submit_with(|batch| batch.host_fn(f))
     }
 
     /// Blocks until all earlier submissions have run. Then reports the first failure of the stream, or of a queue pair
@@ -470,7 +484,7 @@ impl Stream {
     /// queue pair. After such an error the stream has run to its end *without* receiving what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
-        steps::refuse()?;
+        steps::refuse_in_launch()?;
         let (seq, deadline) = (self.0.engine.submitted(), deadline(timeout));
         let late = || Error::Deadline { what: "stream synchronize", after: timeout };
         if !self.0.engine.wait_completed(seq, deadline) {
@@ -567,7 +581,8 @@ impl Stream {
     #[cold]
     #[inline(never)]
     fn refuse_wait(&self, end: &Arc<QueueEnd>, n: u64, why: Error) -> Error {
-        PreparedWait::of((n, end.completion(n)), end.hold(), Asked::Next, Some(self.0.id)).refuse(self.0.id);
+        PreparedWait::of((n, end.completion(n)), end.hold(), WaitKind::Next, Some(self.0.id))
+            .refuse(self.0.id);
         why
     }
 
@@ -644,7 +659,7 @@ impl Stream {
         add: impl FnOnce(&mut Batch) -> Result<Completion>,
     ) -> Result<u64> {
         drop(state);
-        self.one(add).map(|completion| completion.index())
+        self.submit_one(add).map(|completion| completion.index())
     }
 }
 

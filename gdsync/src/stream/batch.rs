@@ -96,7 +96,7 @@ impl Batch {
 
     /// Records one stage for its sends and one for its waits.
     pub(super) fn note(&self, of_sends: Stage, of_waits: Stage, stream: u64) {
-        for coalesced in self.sends.chunk_by(PreparedSend::is_before) {
+        for coalesced in self.sends.chunk_by(PreparedSend::precedes) {
             if let [first, ..] = coalesced {
                 first.note_through(coalesced.last().unwrap_or(first), of_sends, stream);
             }
@@ -109,7 +109,7 @@ impl Batch {
     pub(super) fn notify(&self, nudger: Option<&Arc<dyn GpuNudge>>) {
         for (at, send) in self.sends.iter().enumerate() {
             // The last doorbell of a queue covers the earlier ones.
-            if self.sends.get(at + 1).is_none_or(|next| !send.is_with(next)) {
+            if self.sends.get(at + 1).is_none_or(|next| !send.is_same_queue(next)) {
                 send.watch();
             }
         }
@@ -412,7 +412,8 @@ impl Batch {
     /// # Errors
     /// The batch is left unchanged when a queue refuses it, with the errors of [`submit`](super::Stream::submit).
     /// [`Error::Deadline`] after `timeout`: the queue pairs of the batch are stopped, and the rest is dropped. After a
-    /// complete run, the root cause of the first broken queue pair: what the batch waited for has *not* arrived then.
+    /// complete run, the root cause of the first broken queue pair: data that the batch waited for has *not* arrived
+    /// then.
     ///
     /// # Panics
     /// Resumes the panic of a host function, after stopping the queue pairs of the batch.

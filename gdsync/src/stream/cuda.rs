@@ -30,7 +30,7 @@ use self::shared::Shared;
 #[doc(hidden)]
 pub use self::shared::SubmitGuard;
 use super::engine::Engine;
-use super::graph::Made;
+use super::graph::EngineGraph;
 use super::op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 use super::{Batch, Cond, Stream, SubmitLock};
 use gdsync_device::GpuNudge;
@@ -122,11 +122,11 @@ impl Engine for CudaEngine {
     }
 
     fn raw(&self) -> Option<RawStream> {
-        self.shared.show();
+        self.shared.expose_handle();
         Some(self.shared.stream)
     }
 
-    fn refuse_here(&self) -> Result<()> {
+    fn check_reentrancy(&self) -> Result<()> {
         shared::refuse_in_host_fn()
     }
 
@@ -183,12 +183,18 @@ impl Engine for CudaEngine {
         self.shared.record(guard, ops)
     }
 
-    fn end_capture(&self, guard: &mut SubmitGuard) -> Result<Made> {
+    fn end_capture(&self, guard: &mut SubmitGuard) -> Result<EngineGraph> {
         self.fork_guard.check()?;
         Ok(self.shared.end_capture(guard)?)
     }
 
-    fn launch(&self, guard: &mut SubmitGuard, made: &Made, ops: &mut Ops, ends: &[usize]) -> Result<u64> {
+    fn launch(
+        &self,
+        guard: &mut SubmitGuard,
+        made: &EngineGraph,
+        ops: &mut Ops,
+        ends: &[usize],
+    ) -> Result<u64> {
         self.fork_guard.check()?;
         let exec = made.clone().downcast().map_err(|_| graph::other_gpu())?;
         self.shared.launch(guard, &exec, ops, ends)
@@ -199,7 +205,7 @@ impl Engine for CudaEngine {
         self.shared.size_of_step(ops)
     }
 
-    fn make_steps(&self, sizes: Vec<usize>) -> Result<Made> {
+    fn make_steps(&self, sizes: Vec<usize>) -> Result<EngineGraph> {
         self.fork_guard.check()?;
         Ok(self.shared.make_steps(sizes)?)
     }
@@ -207,7 +213,7 @@ impl Engine for CudaEngine {
     fn launch_steps(
         &self,
         guard: &mut SubmitGuard,
-        made: &Made,
+        made: &EngineGraph,
         ops: &mut Ops,
         ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
@@ -229,9 +235,9 @@ impl Engine for CudaEngine {
         !self.fork_guard.is_here() || self.shared.wait_completed(seq, deadline)
     }
 
-    fn ask_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()> {
+    fn check_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()> {
         self.fork_guard.check()?;
-        self.shared.ask_room(guard, ops, host_fns)
+        self.shared.check_room(guard, ops, host_fns)
     }
 
     fn wait_room(&self, deadline: Instant) -> bool {
@@ -394,7 +400,7 @@ fn measure(gpu: &Gpu, via: Via) -> Result<(Duration, Duration)> {
     let mut times = Vec::new();
     for round in 1..=ROUNDS {
         let mut batch = Batch::new();
-        let number = u32::try_from(round).expect("few rounds");
+        let number = u32::try_from(round).expect("ROUNDS fits in 32 bits");
         batch.wait_value32(&flag, number, Cond::Geq);
         batch.write_value64(&answer, round);
         stream.submit(&mut batch)?;

@@ -7,7 +7,7 @@ use std::time::Instant;
 use smallvec::smallvec;
 
 use super::cuda::SubmitGuard;
-use super::graph::Made;
+use super::graph::EngineGraph;
 use super::op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::RawStream;
@@ -28,8 +28,8 @@ pub trait Engine: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Whether the engine notifies the device of each [`Op::Trigger`]. If not, the HCA is told to watch doorbells, and
-    /// that waiting streams cannot run its work.
+    /// Whether the engine notifies the device of each [`Op::Trigger`]. If not, the HCA must watch doorbells, and
+    /// waiting streams cannot run its work.
     fn signals(&self) -> bool;
 
     /// Makes a CUDA stream re-check the words that it waits for.
@@ -41,7 +41,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::Unsupported`] within a host function.
-    fn refuse_here(&self) -> Result<()> {
+    fn check_reentrancy(&self) -> Result<()> {
         Ok(())
     }
 
@@ -116,7 +116,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// What makes the capture useless.
-    fn end_capture(&self, _guard: &mut SubmitGuard) -> Result<Made> {
+    fn end_capture(&self, _guard: &mut SubmitGuard) -> Result<EngineGraph> {
         Ok(Arc::new(()))
     }
 
@@ -126,7 +126,13 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::StreamFull`]; [`Error::Unsupported`] for a capture of an incompatible engine; the error that failed the
     /// engine.
-    fn launch(&self, guard: &mut SubmitGuard, _made: &Made, ops: &mut Ops, _ends: &[usize]) -> Result<u64> {
+    fn launch(
+        &self,
+        guard: &mut SubmitGuard,
+        _made: &EngineGraph,
+        ops: &mut Ops,
+        _ends: &[usize],
+    ) -> Result<u64> {
         self.submit(guard, ops)
     }
 
@@ -142,7 +148,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::Unsupported`] without kernels; [`Error::Cuda`] when out of memory.
-    fn make_steps(&self, _sizes: Vec<usize>) -> Result<Made> {
+    fn make_steps(&self, _sizes: Vec<usize>) -> Result<EngineGraph> {
         Err(no_kernels())
     }
 
@@ -155,7 +161,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     fn launch_steps(
         &self,
         _guard: &mut SubmitGuard,
-        _made: &Made,
+        _made: &EngineGraph,
         _ops: &mut Ops,
         _ends: &[usize],
         _kernel: &mut dyn FnMut(u64) -> bool,
@@ -176,7 +182,7 @@ pub trait Engine: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::StreamFull`], or the error that failed the engine.
-    fn ask_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()>;
+    fn check_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()>;
 
     /// Blocks until the last refused submission has room, or the deadline. Returns whether it has.
     fn wait_room(&self, deadline: Instant) -> bool;

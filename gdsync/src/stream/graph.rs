@@ -28,11 +28,11 @@ pub struct Graph {
     kind: &'static str,
     batches: Vec<Vec<Part>>,
     /// The engine's part of the graph.
-    made: Made,
+    made: EngineGraph,
 }
 
 /// An engine's part of a captured graph.
-pub type Made = Arc<dyn Any + Send + Sync>;
+pub type EngineGraph = Arc<dyn Any + Send + Sync>;
 
 /// A launch of a [`Graph`], or of [`KernelSteps`](super::KernelSteps).
 #[derive(Clone, Debug)]
@@ -65,9 +65,9 @@ impl Stream {
     /// relaxed mode), in which the application may launch kernels and copies on [`Stream::raw`].
     ///
     /// Everything is checked as if it were run: a wait needs a posted work request, also for a receive. During the
-    /// capture the queues hold what was prepared: others cannot post after it. At the end the prepared sends and waits
-    /// are dropped; receives stay for the first launch. Completions returned in the capture are not usable; those of a
-    /// launch are [`Launch::completions`].
+    /// capture the queues hold the prepared requests: others cannot post after them. At the end the prepared sends and
+    /// waits are dropped; receives stay for the first launch. Completions returned in the capture are not usable; those
+    /// of a launch are [`Launch::completions`].
     ///
     /// A launch uses the wait limit of its stream.
     ///
@@ -140,7 +140,7 @@ impl Capture {
         Ok(Graph { kind: self.stream.kind(), made: made?, batches: recording.finish() })
     }
 
-    fn close(&self) -> (Result<Made>, Recording) {
+    fn close(&self) -> (Result<EngineGraph>, Recording) {
         let inner = &self.stream.0;
         // Under the submit lock: nothing runs before the engine has left the capture.
         let mut state = inner.lock();
@@ -209,7 +209,7 @@ impl Launch {
     /// [`Error::InvalidArgument`] for a stream other than the launch's; [`Error::Deadline`] after `timeout` (the work
     /// continues); the stream's error.
     pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<()> {
-        super::steps::refuse()?;
+        super::steps::refuse_in_launch()?;
         if self.stream != stream.0.id {
             let expected = "the stream of the launch";
             return Err(Error::invalid("stream to wait for a launch on", format!("{stream:?}"), expected));

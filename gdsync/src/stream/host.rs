@@ -34,8 +34,8 @@ use gdsync_shm::Backoff;
 /// Configuration of a host stream.
 ///
 /// A wait first spins. A wait for a completion of our queues then sleeps until the queue wakes it. A wait for any other
-/// word, to which a plain store wakes nobody, alternates sleeps and checks: it notices a store late by an eighth of the
-/// time waited (at least 20 us, at most 20 ms). An idle stream uses no CPU.
+/// word alternates sleeps and checks, because a plain store wakes no thread: it notices a store late by an eighth of
+/// the time waited (at least 20 us, at most 20 ms). An idle stream uses no CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostStreamConfig {
     /// The stream's name in errors, and the suffix of its thread's name. Not empty, no NUL.
@@ -140,9 +140,9 @@ impl Engine for HostEngine {
             || self.shared.block_until(deadline, || self.shared.completed() >= seq, || seq)
     }
 
-    fn ask_room(&self, _guard: &mut SubmitGuard, _ops: usize, _host_fns: usize) -> Result<()> {
+    fn check_room(&self, _guard: &mut SubmitGuard, _ops: usize, _host_fns: usize) -> Result<()> {
         self.fork_guard.check()?;
-        self.shared.ask_room()
+        self.shared.check_room()
     }
 
     /// A failed engine, or one of another process, has room: the next submission returns the error.
@@ -201,7 +201,7 @@ struct Submission {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Submission>,
-    /// The smallest completion count that a sleeping caller waits for. Lower counts wake nobody.
+    /// The smallest completion count that a sleeping caller waits for. Lower counts do not wake callers.
     awaited: Option<u64>,
     /// The sources of the running submission: a failure must stop them too.
     running: Vec<Use>,
@@ -270,7 +270,7 @@ impl Shared {
     }
 
     /// Checks that a submission would be accepted.
-    fn ask_room(&self) -> Result<()> {
+    fn check_room(&self) -> Result<()> {
         match self.error() {
             Some(error) => Err(error),
             None if self.has_room() => Ok(()),
@@ -281,7 +281,7 @@ impl Shared {
     fn submit(&self, ops: &mut Ops) -> Result<u64> {
         let sources = sources_of(ops);
         let mut state = self.state.lock();
-        self.ask_room()?;
+        self.check_room()?;
         state.queue.push_back(Submission { ops: mem::take(ops), sources });
         let seq = self.submitted() + 1;
         self.submitted.store(seq, Ordering::Release);

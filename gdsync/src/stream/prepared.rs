@@ -30,7 +30,7 @@ pub struct PreparedSend {
     /// Whether the watch limit covers them.
     has_watch_limit: bool,
     /// Whether each send has its own completion.
-    is_each: bool,
+    has_own_completions: bool,
     /// Index of its operation in its batch.
     pub(super) place: usize,
 }
@@ -59,7 +59,7 @@ impl PreparedSend {
         Prepared { sends, before, is_recorded }: Prepared,
         hold: ResetHold,
     ) -> Self {
-        let is_each = sends.range.end - sends.range.start == 1;
+        let has_own_completions = sends.range.end - sends.range.start == 1;
         Self {
             queue: queue.clone(),
             _hold: hold,
@@ -67,21 +67,22 @@ impl PreparedSend {
             submitted: before,
             is_recorded,
             has_watch_limit: false,
-            is_each,
+            has_own_completions,
             place: 0,
         }
     }
 
     /// Appends a send with its own completion. `None` where that is impossible, for example for another queue pair.
     pub(super) fn add(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Option<Completion>> {
-        let may_grow = self.is_each && self.submitted.is_none() && Arc::ptr_eq(&self.queue, &qp.send);
+        let may_grow =
+            self.has_own_completions && self.submitted.is_none() && Arc::ptr_eq(&self.queue, &qp.send);
         let grows = may_grow && self.queue.prepare_behind(&mut self.sends, wr)?;
         Ok(grows.then(|| self.completion()))
     }
 
     /// Splits sends that have their own completions.
-    pub(super) fn apart(mut self) -> Vec<Self> {
-        if !self.is_each || self.sends.range.end - self.sends.range.start == 1 {
+    pub(super) fn split(mut self) -> Vec<Self> {
+        if !self.has_own_completions || self.sends.range.end - self.sends.range.start == 1 {
             return vec![self];
         }
         // Emptied, so that the drop cancels nothing.
@@ -112,7 +113,7 @@ impl PreparedSend {
     }
 
     /// Whether `next` is of the same queue.
-    pub(super) fn is_with(&self, next: &Self) -> bool {
+    pub(super) fn is_same_queue(&self, next: &Self) -> bool {
         Arc::ptr_eq(&self.queue, &next.queue)
     }
 
@@ -164,8 +165,8 @@ impl PreparedSend {
     }
 
     /// Whether `next` follows directly, so that one record covers both.
-    pub(super) fn is_before(&self, next: &Self) -> bool {
-        let is_next = self.is_with(next) && self.sends.range.end == next.sends.range.start;
+    pub(super) fn precedes(&self, next: &Self) -> bool {
+        let is_next = self.is_same_queue(next) && self.sends.range.end == next.sends.range.start;
         is_next && self.is_recorded == next.is_recorded
     }
 
@@ -196,7 +197,7 @@ impl Drop for PreparedSend {
 
 /// What a wait was created for.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Asked {
+pub(super) enum WaitKind {
     /// The next completions.
     Next,
     /// The completions of all sends.
@@ -216,7 +217,7 @@ pub struct PreparedWait {
     _hold: ResetHold,
     /// The first completion of the claim.
     pub(super) first: u64,
-    pub(super) asked: Asked,
+    pub(super) kind: WaitKind,
     submitted: bool,
     /// Whether the watch limit covers it.
     has_watch_limit: bool,
@@ -274,14 +275,14 @@ impl PreparedWait {
     pub(super) fn of(
         (first, claim): (u64, Completion),
         hold: ResetHold,
-        asked: Asked,
+        kind: WaitKind,
         stream: Option<u64>,
     ) -> Self {
         Self {
             claim,
             _hold: hold,
             first,
-            asked,
+            kind,
             submitted: stream.is_some(),
             has_watch_limit: false,
             place: 0,
@@ -293,21 +294,21 @@ impl PreparedWait {
         completion.check_life()?;
         let hold = completion.end.hold();
         let claim = Self::claim_of(&completion.end, ClaimRange::Through(completion.n), stream)?;
-        Ok(claim.map(|(first, _)| Self::of((first, completion.clone()), hold, Asked::Through, stream)))
+        Ok(claim.map(|(first, _)| Self::of((first, completion.clone()), hold, WaitKind::Through, stream)))
     }
 
     /// A wait for the next `count` completions of a queue. With a `stream`, also submitted to it.
     pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<u64>) -> Result<Self> {
         let hold = end.hold();
         let (first, n) = Self::claim(end, ClaimRange::Next(count), stream)?;
-        Ok(Self::of((first, end.completion(n)), hold, Asked::Next, stream))
+        Ok(Self::of((first, end.completion(n)), hold, WaitKind::Next, stream))
     }
 
     /// A wait for all completions of a queue. With a `stream`, also submitted to it.
     pub(super) fn all(end: &Arc<QueueEnd>, stream: Option<u64>) -> Result<Self> {
         let hold = end.hold();
         let (first, n) = Self::claim(end, ClaimRange::All, stream)?;
-        Ok(Self::of((first, end.completion(n)), hold, Asked::All, stream))
+        Ok(Self::of((first, end.completion(n)), hold, WaitKind::All, stream))
     }
 
     /// The last completion of this wait.

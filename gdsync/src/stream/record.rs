@@ -1,14 +1,14 @@
 //! The recording of captured batches, from which each launch makes them again.
 //!
-//! A send is kept as its WQE bytes, without its ring position. A wait is kept as what it was created for: the next
-//! completions of its queue, or all through a send of the same graph.
+//! A send is kept as its WQE bytes, without its ring position. A wait is kept as its target: the next completions of
+//! its queue, or all through a send of the same graph.
 
 use std::mem;
 use std::sync::Arc;
 
 use super::batch::{Batch, RareState, Repeatable, Replenish};
 use super::op::Op;
-use super::prepared::{Asked, PreparedSend, PreparedWait};
+use super::prepared::{PreparedSend, PreparedWait, WaitKind};
 use crate::verbs::Completion;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Template};
@@ -96,7 +96,7 @@ impl Recording {
                 self.before.push(hook);
             }
         }
-        let mut sends = sends.into_iter().flat_map(PreparedSend::apart).peekable();
+        let mut sends = sends.into_iter().flat_map(PreparedSend::split).peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
@@ -112,7 +112,7 @@ impl Recording {
                     self.completions += 1;
                 }
             } else if let Some(wait) = waits.next_if(|wait| wait.place == at) {
-                let has_completion = wait.asked != Asked::Through;
+                let has_completion = wait.kind != WaitKind::Through;
                 parts.push(Part::Wait { awaited: self.awaited(&wait), has_completion });
                 self.completions += usize::from(has_completion);
                 self.waits.push(wait);
@@ -141,10 +141,10 @@ impl Recording {
     fn awaited(&self, wait: &PreparedWait) -> WaitTarget {
         let end = &wait.claim.end;
         let next = || WaitTarget::Next(end.clone(), wait.claim.n + 1 - wait.first);
-        match wait.asked {
-            Asked::Next => next(),
-            Asked::All => WaitTarget::All(end.clone()),
-            Asked::Through => self.sent(&wait.claim).map_or_else(next, WaitTarget::Through),
+        match wait.kind {
+            WaitKind::Next => next(),
+            WaitKind::All => WaitTarget::All(end.clone()),
+            WaitKind::Through => self.sent(&wait.claim).map_or_else(next, WaitTarget::Through),
         }
     }
 

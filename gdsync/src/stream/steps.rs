@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::Duration;
 use std::{fmt, result};
 
-use super::graph::{Launch, Made, within_capture};
+use super::graph::{EngineGraph, Launch, within_capture};
 use super::record::{Part, Recording};
 use super::{ReentrancyCheck, Stream, deadline};
 use crate::nvtx::DOMAIN;
@@ -64,7 +64,7 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 /// # Deviations by the kernel
 ///
 /// - A step that the kernel skips, because it ends early or was not launched, is run afterwards by the stream, so that
-///   nobody waits for it forever. Its sends carry the contents of their buffers at that time.
+///   its peers do not wait forever. Its sends carry the contents of their buffers at that time.
 /// - A step that it runs twice or too early does nothing and returns `gds::OUT_OF_ORDER`.
 /// - A wait that exceeds the stream's limit fails the stream: nothing is written from there on, this and later steps
 ///   return `gds::FAILED`, and every call on the stream returns the error. A completion with an error ends the wait
@@ -75,7 +75,7 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 ///   satisfied until the launch is over (completions do).
 pub struct KernelSteps {
     batches: Vec<Vec<Part>>,
-    made: Made,
+    made: EngineGraph,
 }
 
 impl fmt::Debug for KernelSteps {
@@ -86,7 +86,7 @@ impl fmt::Debug for KernelSteps {
 
 /// Refuses a call within a kernel launch function, which holds the submit lock.
 #[inline]
-pub(super) fn refuse() -> Result<()> {
+pub(super) fn refuse_in_launch() -> Result<()> {
     match ReentrancyCheck::Launch.is_here() {
         false => Ok(()),
         true => Err(Error::Unsupported {
@@ -178,18 +178,18 @@ impl KernelSteps {
     ) -> result::Result<Launch, E> {
         let _range = DOMAIN.range(c"launch");
         let mut kernel = Some(kernel);
-        let mut said = None;
+        let mut result = None;
         let mut call = |program| {
             let Some(kernel) = kernel.take() else { return false };
             ReentrancyCheck::Launch.begin();
             let answer = catch_unwind(AssertUnwindSafe(|| kernel(program)));
             ReentrancyCheck::Launch.end();
-            matches!(said.insert(answer), Ok(Ok(())))
+            matches!(result.insert(answer), Ok(Ok(())))
         };
         let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, guard, ops, ends| {
             engine.launch_steps(guard, &self.made, ops, ends, &mut call)
         });
-        match said {
+        match result {
             None | Some(Ok(Ok(()))) => Ok(launch?),
             Some(Ok(Err(error))) => Err(error),
             Some(Err(panic)) => resume_unwind(panic),

@@ -70,8 +70,8 @@ impl Context {
     /// Opens a software HCA with its own configuration.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a bad configuration; [`Error::Sys`] when the system lacks memory, files or
-    /// threads.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a bad configuration;
+    /// [`Error::Sys`](crate::Error::Sys) when the system lacks memory, files or threads.
     pub fn soft(config: &SoftHcaConfig) -> Result<Self> {
         Self::with(Arc::new(SoftHca::start(config)?), None, needs_no_probe)
     }
@@ -105,7 +105,7 @@ impl Context {
     /// Allocates a protection domain.
     ///
     /// # Errors
-    /// Errors of the device: [`Error::Verbs`] or [`Error::Sys`].
+    /// Errors of the device: [`Error::Verbs`](crate::Error::Verbs) or [`Error::Sys`](crate::Error::Sys).
     pub fn alloc_pd(&self) -> Result<Pd> {
         self.fork_guard.check()?;
         let (provider, fork_guard, pdn) = (self.provider.clone(), self.fork_guard, self.provider.alloc_pd()?);
@@ -119,7 +119,7 @@ impl Context {
     /// queues together.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] or [`Error::Sys`].
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) or [`Error::Sys`](crate::Error::Sys).
     pub fn create_cq(&self, entries: usize) -> Result<Cq> {
         self.fork_guard.check()?;
         Cq::create(
@@ -134,7 +134,7 @@ impl Context {
     /// Sets the fault plan of the software HCA. The default plan injects none.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a probability outside 0 to 1.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a probability outside 0 to 1.
     pub fn inject(&self, plan: FaultPlan) -> Result<()> {
         self.provider.inject(plan)
     }
@@ -222,8 +222,8 @@ impl Pd {
     /// Registers memory for use in work requests.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE, as in `ibv_reg_mr`; errors of
-    /// the device.
+    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for REMOTE_WRITE or REMOTE_ATOMIC without LOCAL_WRITE,
+    /// as in `ibv_reg_mr`; errors of the device.
     pub fn register(&self, memory: &Memory, access: Access) -> Result<Mr> {
         Mr::register(self.clone(), memory, access)
     }

@@ -264,7 +264,7 @@ impl CqInner {
             self.room.free(queue.outstanding());
         }
         if state.queues.is_empty() {
-            self.abandon(&mut state);
+            self.release_abandoned(&mut state);
             self.free(&mut state);
         }
     }
@@ -437,7 +437,7 @@ impl CqInner {
         let mut state = self.state.lock();
         let n = state.claim_next;
         let is_next = state.attached == 1 && state.stream == stream && state.unsubmitted.is_empty();
-        if !is_next || state.is_closed || self.is_due(&state) || tracker.posted_without_gaps()? <= n {
+        if !is_next || state.is_closed || self.should_reap(&state) || tracker.posted_without_gaps()? <= n {
             return None;
         }
         let at = self.index(n);
@@ -453,7 +453,7 @@ impl CqInner {
     /// Whether a claim reaps first. Reaping in batches costs less: CQEs come from another core's cache. A ring in GPU
     /// memory, with about a microsecond per read, is reaped only when necessary.
     #[inline]
-    fn is_due(&self, state: &CqState) -> bool {
+    fn should_reap(&self, state: &CqState) -> bool {
         let unseen = state.claim_next.saturating_sub(state.reaped);
         (state.in_stream == 0 || unseen >= CLAIM_BATCH.min(self.capacity() / 2)) && self.parts.ring.is_host()
     }
@@ -475,7 +475,7 @@ impl CqInner {
                 fix: "build the queue pair without send_cq and recv_cq, so that each queue gets its own",
             });
         }
-        if self.is_due(&state) {
+        if self.should_reap(&state) {
             self.reap_locked(&mut state);
             self.free(&mut state);
         }
@@ -725,7 +725,7 @@ impl CqInner {
     /// Reads the CQE of completion `n`, which has arrived and whose slot is not reusable yet.
     pub(crate) fn cqe(&self, n: u64) -> Cqe {
         if self.has_flushed.load(Ordering::Acquire)
-            && let Some(cqe) = self.lost(n)
+            && let Some(cqe) = self.flush_cqe(n)
         {
             return cqe;
         }

@@ -82,8 +82,8 @@ impl Qp {
     /// Returns what kernels of `gpu` need to post to this queue pair and poll its completions. Queues in host memory
     /// are registered with CUDA; queues in GPU memory (see [`OnGpu`](super::OnGpu)) are fastest.
     ///
-    /// From then on only the kernels may use the queue pair: this library does not track what they post and poll, so do
-    /// not post, poll or submit to streams here. It stays valid until the last clone of the `Qp` is dropped.
+    /// From then on only the kernels may use the queue pair. This library does not track their requests: do not post,
+    /// poll or submit to streams here. It stays valid until the last clone of the `Qp` is dropped.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where no card reads the rings; [`Error::InvalidArgument`] if something was posted before;

@@ -131,7 +131,7 @@ impl QueueEnd {
     }
 
     /// What prevents a reset of the queue. The caller has locked it and its completion queue.
-    pub(crate) fn owner(&self, claims: &Claims<'_>, track: &Track) -> Option<&'static str> {
+    pub(crate) fn reset_blocker(&self, claims: &Claims<'_>, track: &Track) -> Option<&'static str> {
         if self.tracker.is_send && track.posted > track.exposed {
             return Some("a prepared send that was neither posted nor dropped");
         }
@@ -199,7 +199,7 @@ impl Source for Parts {
     }
 
     fn release(&self, n: u64) {
-        self.cq.poison(n, &self.tracker);
+        self.cq.write_flush_cqe(n, &self.tracker);
     }
 
     fn lost(&self) -> Option<Error> {

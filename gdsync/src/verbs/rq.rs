@@ -132,7 +132,7 @@ impl RecvQueue {
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
         self.record.store(0);
-        self.end.cq.forget(&self.end.tracker, lost);
+        self.end.cq.discard(&self.end.tracker, lost);
     }
 }
 

@@ -381,8 +381,8 @@ impl SendQueue {
         let qpn = self.end.qp.qpn;
         let begin = track.head;
         let ds = encode(&mut track.scratch, low16(begin))?;
-        let few = ds.div_ceil(4);
-        let blocks = u64::from(few);
+        let count = ds.div_ceil(4);
+        let blocks = u64::from(count);
         if blocks > self.blocks {
             let value = format!("{blocks} blocks of 64 bytes");
             let expected =
@@ -408,7 +408,7 @@ impl SendQueue {
         self.prefetch_behind(begin, end);
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
-        track.push(Entry { wr_id, begin, blocks: few, doorbell, ds, len, ..Entry::default() });
+        track.push(Entry { wr_id, begin, blocks: count, doorbell, ds, len, ..Entry::default() });
         Ok(())
     }
 
@@ -534,7 +534,7 @@ impl SendQueue {
         self.end.cq.reap();
         let lost = self.end.tracker.reset();
         self.send_doorbell.record.store(0);
-        self.end.cq.forget(&self.end.tracker, lost);
+        self.end.cq.discard(&self.end.tracker, lost);
     }
 }
 
@@ -750,19 +750,19 @@ mod tests {
         a.connect(b.address()).unwrap();
         b.connect(a.address()).unwrap();
         let queue = &a.send;
-        let foreseen = || queue.doorbell_watch.as_ref().unwrap().foreseen();
+        let watch_limit = || queue.doorbell_watch.as_ref().unwrap().foreseen();
         let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().sends;
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
         // A host stream needs no watch.
         let before = queue.submit(&first, 1, false).unwrap();
-        assert_eq!(foreseen(), 0);
+        assert_eq!(watch_limit(), 0);
         queue.unsubmit(&first, before);
         queue.submit(&first, 1, true).unwrap();
-        assert_eq!(foreseen(), 2);
+        assert_eq!(watch_limit(), 2);
         queue.cancel(&dropped.range);
         let before = queue.submit(&last, 1, true).unwrap();
-        assert_eq!(foreseen(), 6);
+        assert_eq!(watch_limit(), 6);
         queue.unsubmit(&last, before);
-        assert_eq!(foreseen(), 2, "what is between them will not be exposed either");
+        assert_eq!(watch_limit(), 2, "the cancelled requests in between are excluded too");
     }
 }

@@ -286,8 +286,8 @@ impl Tracker {
     pub(crate) fn skip(&self, requests: Range<u64>, last: &Cqe) -> bool {
         let mut track = self.lock();
         let entry = *track.entry(requests.end - 1);
-        let is_its_own = last.qpn == self.qpn && is_of_send(last) == self.is_send;
-        let is_fine = is_its_own && !last.opcode.is_error() && is_as_expected(&entry, last);
+        let is_its_own = last.qpn == self.qpn && is_send_cqe(last) == self.is_send;
+        let is_fine = is_its_own && !last.opcode.is_error() && matches_request(&entry, last);
         if track.retired != requests.start || track.posted < requests.end || !is_fine {
             return false;
         }
@@ -315,7 +315,7 @@ impl Tracker {
 
     /// Finds the queue of a CQE.
     pub(crate) fn find<'a>(queues: &'a [Arc<Tracker>], cqe: &Cqe) -> Option<&'a Arc<Tracker>> {
-        queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_of_send(cqe))
+        queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_send_cqe(cqe))
     }
 
     /// Retires the oldest request. Returns its number, its completion, and whether it was cancelled.
@@ -348,7 +348,7 @@ impl Tracker {
                 expected,
                 "the counter of a failed completion is not its request's"
             );
-        } else if !is_as_expected(&entry, cqe) {
+        } else if !matches_request(&entry, cqe) {
             let (queue, expected) = (self.name(), low16(entry.begin));
             let (counter, format) = (cqe.wqe_counter, cqe.format);
             self.health.record(Error::UnexpectedCqe { qpn: self.qpn, queue, counter, expected, format });
@@ -368,13 +368,13 @@ fn byte_len(cqe: &Cqe) -> u32 {
     }
 }
 
-fn is_of_send(cqe: &Cqe) -> bool {
+fn is_send_cqe(cqe: &Cqe) -> bool {
     matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR)
 }
 
 /// Whether a CQE has no inline payload, no compression, and the counter of this request. The bookkeeping relies on all
 /// three.
-fn is_as_expected(entry: &Entry, cqe: &Cqe) -> bool {
+fn matches_request(entry: &Entry, cqe: &Cqe) -> bool {
     cqe.format == 0 && cqe.wqe_counter == low16(entry.begin)
 }
 
@@ -482,16 +482,16 @@ mod tests {
         assert!(tracker.may_skip(4) && !tracker.may_skip(2), "its CQE may be gone");
         assert!(tracker.skip(0..2, &cqe(1)));
         assert_eq!((tracker.awaited(), tracker.lock().tail), (2..4, 2));
-        for look in [1, 0] {
-            let looks = std::cell::Cell::new(0);
-            assert_eq!(tracker.known_len(0, 0), (look == 0).then_some(7), "only what was looked at is known");
-            let seen = tracker.outcome(0, || (looks.set(looks.get() + 1), cqe(0)).1);
+        for expected in [1, 0] {
+            let reads = std::cell::Cell::new(0);
+            assert_eq!(tracker.known_len(0, 0), (expected == 0).then_some(7), "known only once decoded");
+            let seen = tracker.outcome(0, || (reads.set(reads.get() + 1), cqe(0)).1);
             let wc = seen.flatten().expect("it has completed");
-            assert_eq!((looks.get(), wc.wr_id, wc.byte_len), (look, 10, 7));
+            assert_eq!((reads.get(), wc.wr_id, wc.byte_len), (expected, 10, 7));
         }
         assert!(tracker.outcome(2, || unreachable!("it has not arrived")).is_none());
         tracker.decode_all_skipped(&cqe);
-        let known = tracker.outcome(1, || unreachable!("it was looked at"));
+        let known = tracker.outcome(1, || unreachable!("already decoded"));
         assert_eq!(known.flatten().map(|wc| wc.wr_id), Some(11));
         // A new request takes its slot: its CQE must not be read any more.
         tracker.skip(2..4, &cqe(3));

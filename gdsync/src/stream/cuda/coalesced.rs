@@ -199,7 +199,7 @@ impl Shared {
         // running.
         debug_assert!(
             !continues_run || self.failed() || self.completed() < self.submitted(),
-            "a row without work"
+            "an open run without a pending submission"
         );
         continues_run
     }
@@ -243,7 +243,7 @@ impl Shared {
         for (to, op) in memops.iter_mut().zip(&ops) {
             *to = op.memop();
         }
-        #[expect(clippy::cast_possible_truncation, reason = "a few")]
+        #[expect(clippy::cast_possible_truncation, reason = "at most six")]
         let count = const { N as u32 };
         // SAFETY: `memops` has `count` operations. Their words are mapped for the GPU, and the submission keeps them
         // alive.
@@ -308,7 +308,7 @@ mod tests {
         let error = loop {
             match engine.error() {
                 Some(error) => break error,
-                None => assert!(start.elapsed() < PATIENCE, "nobody keeps the deadline of the third wait"),
+                None => assert!(start.elapsed() < PATIENCE, "the deadline of the third wait is not kept"),
             }
             std::thread::yield_now();
         };
@@ -334,7 +334,7 @@ mod tests {
         batch.send(&a, &SendWr::nop()).unwrap();
         batch.wait_send(&a).unwrap();
         batch.mark(7, true).unwrap();
-        assert!(!may_rest(), "marked, it is foreseen");
+        assert!(!may_rest(), "a submitted wait is below the watch limit");
         batch.unmark();
         stream.abort();
         assert!(matches!(stream.submit(&mut batch), Err(Error::StreamAborted { .. })));

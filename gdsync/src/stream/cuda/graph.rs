@@ -56,14 +56,14 @@ pub(super) struct Exec {
     /// Whether kernels run the operations.
     by_kernel: bool,
     /// The graph that owns the nodes.
-    _graph: Captive,
+    _graph: OwnedGraph,
     nodes: Vec<Node>,
     pool: Arc<Pool>,
 }
 
 /// A graph, destroyed on drop.
 #[derive(Debug)]
-struct Captive {
+struct OwnedGraph {
     gpu: Gpu,
     graph: Handle,
 }
@@ -162,12 +162,12 @@ impl Shared {
         // SAFETY: the stream is being captured; `graph` is a place for the answer.
         let ended = self.gpu.within(|api| unsafe { api.stream_end_capture(self.stream, &mut graph) });
         // Destroyed on all paths.
-        let captive = Captive { gpu: self.gpu.clone(), graph };
+        let owned = OwnedGraph { gpu: self.gpu.clone(), graph };
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
         let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel(), captured.nodes);
         let pool = Arc::new(Pool::of_graph(&gpu, self.kernel_exec.as_ref(), graph, &nodes)?);
-        Ok(Arc::new(Exec { gpu, by_kernel, _graph: captive, nodes, pool }))
+        Ok(Arc::new(Exec { gpu, by_kernel, _graph: owned, nodes, pool }))
     }
 
     pub(super) fn launch(
@@ -243,7 +243,7 @@ impl Exec {
     }
 }
 
-impl Drop for Captive {
+impl Drop for OwnedGraph {
     fn drop(&mut self) {
         if self.graph == 0 || !self.gpu.is_here() {
             return;

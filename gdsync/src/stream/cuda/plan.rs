@@ -1,7 +1,7 @@
 //! The plan of a submission: the driver calls that run its operations.
 //!
-//! Consumer indices tell the CPU what a stream has passed, and nobody waits for them. They are deferred past the
-//! doorbells that follow a wait, until the next wait or the end of the submission.
+//! Consumer indices show the CPU how far a stream is. No thread waits for them, so they are deferred past the doorbells
+//! that follow a wait, until the next wait or the end of the submission.
 
 use std::mem::{self, MaybeUninit};
 
@@ -29,7 +29,7 @@ pub(super) enum Call {
 }
 
 /// The driver calls of a submission, with the mark after it.
-pub(super) trait Runs {
+pub(super) trait DriverCalls {
     /// Appends the mark.
     fn mark(&mut self, mark: KernelOp);
 
@@ -64,7 +64,7 @@ impl InlineOps {
     }
 }
 
-impl Runs for InlineOps {
+impl DriverCalls for InlineOps {
     #[inline]
     fn mark(&mut self, mark: KernelOp) {
         self.ops[self.len] = mark;
@@ -238,7 +238,7 @@ impl Calls {
     }
 }
 
-impl Runs for Calls {
+impl DriverCalls for Calls {
     fn mark(&mut self, mark: KernelOp) {
         self.put([mark]);
     }

@@ -26,7 +26,7 @@ use super::coalesced::CoalescedRun;
 use super::graph::{self, Captured};
 use super::instance::{Instance, Pool};
 use super::nudger::Nudger;
-use super::plan::{self, Calls, Runs};
+use super::plan::{self, Calls, DriverCalls};
 use super::watchdog::is_inconclusive;
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::execute::message_of;
@@ -62,7 +62,7 @@ pub(super) struct Shared {
     /// Whether calls on the stream need its context to be current.
     pub(super) needs_context: bool,
     /// Whether the application has the stream's handle, and may be capturing it.
-    shown: AtomicBool,
+    handle_exposed: AtomicBool,
     pub(super) kernel_exec: Option<Arc<KernelExecutor>>,
     pub(super) nudger: Option<Arc<dyn GpuNudge>>,
     pub(super) status: StatusBlock,
@@ -190,7 +190,7 @@ impl Shared {
         let (mark, mark_after, mark_addr) = (marks.word64(0)?, marks.word64(8)?, marks.gpu_addr(gpu)?);
         let log = Log::open()?;
         Ok(Arc::new_cyclic(|own| Self {
-            shown: (!owned && config.captured_by_others).into(),
+            handle_exposed: (!owned && config.captured_by_others).into(),
             config,
             log,
             gpu: gpu.clone(),
@@ -265,7 +265,7 @@ impl Shared {
     }
 
     /// Registering memory with CUDA may have to wait until all streams are known to be idle. Marks this stream first:
-    /// nobody else can while this thread holds the submit lock.
+    /// no other thread can while this one holds the submit lock.
     #[inline]
     pub(super) fn mark_before_registering(&self, guard: &mut SubmitGuard, ops: &[Op]) {
         if !ops.iter().all(Op::is_found) {
@@ -305,15 +305,15 @@ impl Shared {
     }
 
     /// Records that the application gets the stream's handle.
-    pub(super) fn show(&self) {
-        self.shown.fetch_or(self.config.captured_by_others, Ordering::Relaxed);
+    pub(super) fn expose_handle(&self) {
+        self.handle_exposed.fetch_or(self.config.captured_by_others, Ordering::Relaxed);
     }
 
     /// Whether the application is capturing the stream, so that new work would not run. The context must be current, if
     /// the driver requires it.
     #[inline]
     pub(super) fn is_captured_by_others(&self, guard: &SubmitGuard) -> bool {
-        let may_be = self.shown.load(Ordering::Relaxed) && guard.capture.is_none();
+        let may_be = self.handle_exposed.load(Ordering::Relaxed) && guard.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| is_inconclusive(&error))
     }
 
@@ -321,7 +321,7 @@ impl Shared {
     pub(super) fn submit_locked<'s>(
         &'s self,
         (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
-        calls: &mut impl Runs,
+        calls: &mut impl DriverCalls,
         put: impl FnOnce(&mut VecDeque<Submission>, Entry),
     ) -> Result<u64> {
         if self.is_captured_by_others(guard) {
@@ -447,7 +447,7 @@ impl Shared {
 
     /// Makes the calls of a submission. The context must be current.
     #[inline]
-    fn issue(&self, seq: u64, calls: &mut impl Runs) -> gdrcopy::Result<()> {
+    fn issue(&self, seq: u64, calls: &mut impl DriverCalls) -> gdrcopy::Result<()> {
         calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
@@ -719,7 +719,7 @@ impl Shared {
     }
 
     /// Checks that a submission of `ops` operations and `host_fns` host functions would be accepted.
-    pub(super) fn ask_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()> {
+    pub(super) fn check_room(&self, guard: &mut SubmitGuard, ops: usize, host_fns: usize) -> Result<()> {
         if self.failed() {
             return Err(self.why_failed());
         }
@@ -802,7 +802,7 @@ fn queue_host_fn(
     launched
 }
 
-/// Runs a host function in stream order, unless the stream has failed.
+/// DriverCalls a host function in stream order, unless the stream has failed.
 extern "C" fn run_host_fn(data: *mut c_void) {
     // SAFETY: `queue_host_fn` made it from a box and passed it to the driver once.
     let HostFn { f, shared } = *unsafe { Box::from_raw(data.cast::<HostFn>()) };

@@ -38,15 +38,15 @@ const CAPTURES: RangeInclusive<u32> = 900..=908;
 
 /// A wait: the first number of its submission, and its index there. Waits of a coalesced run have the indices after the
 /// last operation.
-type Place = (u64, usize);
+type WaitIndex = (u64, usize);
 
 impl Shared {
-    /// The main loop: until the engine is dropped and the GPU has released what was queued.
+    /// The main loop: until the engine is dropped and the GPU has released all queued work.
     pub(super) fn watch(&self) {
         // The wait that holds the stream, and since when.
-        let mut held: Option<(Place, Instant)> = None;
+        let mut held: Option<(WaitIndex, Instant)> = None;
         // The same, for the flight recorder.
-        let mut recorded: Option<(Place, Hold)> = None;
+        let mut recorded: Option<(WaitIndex, Hold)> = None;
         let mut closed: Option<Instant> = None;
         let mut released: Option<Instant> = None;
         // Channel pressure, measured while the stream is held: other streams may be the cause.
@@ -89,12 +89,12 @@ impl Shared {
                 break;
             }
             let begun = state.begun.take();
-            let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
-            let holder = seen.holder();
+            let view = QueueView { state: &state, behind: self.behind.load(Ordering::Acquire) };
+            let holder = view.holder();
             let since = |place| {
                 // Not earlier than the last due check: a watchdog that was delayed must not see an expired deadline at
                 // once.
-                let begun = begun.filter(|(first, _)| seen.is_first(place, *first));
+                let begun = begun.filter(|(first, _)| view.is_first(place, *first));
                 begun.map_or(now, |(_, begun)| begun.max(now - CHECK_MAX.min(self.config.wait_limit / 2)))
             };
             held = holder.map(|place| {
@@ -105,12 +105,12 @@ impl Shared {
                 // The previous one ends first.
                 before => {
                     drop(before);
-                    let awaited = seen.wait_at(place)?.awaited()?;
+                    let awaited = view.wait_at(place)?.awaited()?;
                     Some((place, self.log.hold(self.log.stamp(), awaited, By::CudaStream)))
                 }
             });
             let failed = self.failed();
-            let lost = || match held.and_then(|(place, _)| seen.wait_at(place))?.op {
+            let lost = || match held.and_then(|(place, _)| view.wait_at(place))?.op {
                 Op::Await(source, _) => source.lost(),
                 _ => None,
             };
@@ -133,11 +133,11 @@ impl Shared {
             };
             pressure.iter_mut().for_each(Standing::look);
             let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
-            let what = late.map(|(place, _)| seen.describe(place, pressure.as_ref()));
+            let what = late.map(|(place, _)| view.describe(place, pressure.as_ref()));
             if failed && self.released.load(Ordering::Acquire) {
                 let released = *released.get_or_insert(now);
                 if let Some((place, since)) = held {
-                    seen.force(place, now - released, now - since.max(released));
+                    view.force(place, now - released, now - since.max(released));
                 }
             }
             // With no known holder, or with one whose word may have changed since it was passed, only a mark shows the
@@ -204,9 +204,9 @@ impl Shared {
         }
         let GivenUp { submission, word } = self.status.given_up()?;
         let state = self.lock();
-        let seen = Seen { state: &state, behind: self.behind.load(Ordering::Acquire) };
+        let view = QueueView { state: &state, behind: self.behind.load(Ordering::Acquire) };
         // Later numbers belong to the last one's coalesced run.
-        let found = seen.submissions().take_while(|(known, _)| known.first <= submission).last();
+        let found = view.submissions().take_while(|(known, _)| known.first <= submission).last();
         let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(*wait, word)));
         Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| describe_wait(wait.op)))
     }
@@ -333,12 +333,12 @@ fn is_beyond(index: u32, passed: u32) -> bool {
 }
 
 /// The locked queue, and the waits of the open coalesced run.
-struct Seen<'a> {
+struct QueueView<'a> {
     state: &'a State,
     behind: u64,
 }
 
-impl<'a> Seen<'a> {
+impl<'a> QueueView<'a> {
     /// The submissions, each with its number of waits after the last operation.
     fn submissions(&self) -> impl Iterator<Item = (&'a Submission, u64)> {
         let (last, behind) = (self.state.queue.len().wrapping_sub(1), self.behind);
@@ -349,7 +349,7 @@ impl<'a> Seen<'a> {
     }
 
     /// The wait that holds the stream, as far as known.
-    fn holder(&self) -> Option<Place> {
+    fn holder(&self) -> Option<WaitIndex> {
         let mut indices = Indices::new();
         self.submissions().find_map(|known| {
             let holds = waits_of(known).find(|(_, wait)| !is_satisfied(*wait, &mut indices));
@@ -358,17 +358,17 @@ impl<'a> Seen<'a> {
     }
 
     /// Whether `place` is the first wait of submission `seq`, and `seq` is the oldest.
-    fn is_first(&self, (first, place): Place, seq: u64) -> bool {
+    fn is_first(&self, (first, place): WaitIndex, seq: u64) -> bool {
         let oldest = self.submissions().next().filter(|(known, _)| first == seq && known.first == seq);
         oldest.and_then(|known| waits_of(known).next()).is_some_and(|(at, _)| at == place)
     }
 
-    fn wait_at(&self, (first, place): Place) -> Option<Wait<'a>> {
+    fn wait_at(&self, (first, place): WaitIndex) -> Option<Wait<'a>> {
         let known = self.submissions().find(|(known, _)| known.first == first)?;
         waits_of(known).find(|(at, _)| *at == place).map(|(_, wait)| wait)
     }
 
-    fn describe(&self, place: Place, pressure: Option<&Standing<'_>>) -> String {
+    fn describe(&self, place: WaitIndex, pressure: Option<&Standing<'_>>) -> String {
         let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| describe_wait(wait.op));
         match pressure.and_then(Standing::advice) {
             Some(advice) => format!("{what} ({advice})"),
@@ -378,7 +378,7 @@ impl<'a> Seen<'a> {
 
     /// Satisfies a wait that has held a failed stream for `held`, and whose queues were stopped `stopped` ago. A
     /// stopped queue completes by itself unless it is late.
-    fn force(&self, place: Place, stopped: Duration, held: Duration) {
+    fn force(&self, place: WaitIndex, stopped: Duration, held: Duration) {
         let Some(Wait { op, on }) = self.wait_at(place) else { return };
         match op {
             Op::Await(source, n) if held >= FLUSH_TIME && stopped >= source.flush_time() => {
@@ -431,13 +431,13 @@ mod tests {
         let mut state = State::default();
         let first = smallvec![Op::Await(a.recv.end.source().clone(), 0)];
         state.queue.push_back(Submission::new(Entry { seq: 5, calls: 1, host_fns: 0 }, first, None));
-        let holder = |behind| Seen { state: &state, behind }.holder();
+        let holder = |behind| QueueView { state: &state, behind }.holder();
         assert_eq!([0, 1, 2].map(holder), [None, Some((5, 1)), Some((5, 1))]);
-        let seen = Seen { state: &state, behind: 2 };
-        assert_eq!([1, 2].map(|place| seen.wait_at((5, place)).unwrap().on), [1, 2]);
-        assert!(seen.wait_at((5, 3)).is_none());
+        let view = QueueView { state: &state, behind: 2 };
+        assert_eq!([1, 2].map(|place| view.wait_at((5, place)).unwrap().on), [1, 2]);
+        assert!(view.wait_at((5, 3)).is_none());
         // Only the first wait can have held the stream since it was queued.
-        assert!(seen.is_first((5, 0), 5) && !seen.is_first((5, 0), 6));
-        assert!(!seen.is_first((5, 1), 5) && !seen.is_first((6, 0), 6));
+        assert!(view.is_first((5, 0), 5) && !view.is_first((5, 0), 6));
+        assert!(!view.is_first((5, 1), 5) && !view.is_first((6, 0), 6));
     }
 }

@@ -12,9 +12,9 @@ use gdsync_device::error::{Error, Result};
 use mlx5_ring::{self as mlx5, Cqe, CqeOpcode, Syndrome};
 
 /// Vendor syndrome of flush CQEs written by the library.
-const POISON: u8 = 0x67;
+const FLUSH_VENDOR: u8 = 0x67;
 /// A device in ERR whose doorbell was rung owes no more CQEs after this time without one.
-const QUIET: Duration = Duration::from_secs(2);
+const FLUSH_QUIET: Duration = Duration::from_secs(2);
 
 /// A flush CQE in place of the device's.
 #[derive(Debug)]
@@ -29,7 +29,7 @@ pub(super) struct FlushCqe {
 impl CqInner {
     /// Writes a flush CQE for completion `n` of a stopped queue pair, for which a stream waits. A late CQE of the
     /// device replaces it.
-    pub(crate) fn poison(&self, n: u64, tracker: &Tracker) {
+    pub(crate) fn write_flush_cqe(&self, n: u64, tracker: &Tracker) {
         self.reap();
         let _state = self.state.lock();
         if !tracker.awaited().contains(&n) {
@@ -40,7 +40,7 @@ impl CqInner {
             qpn: tracker.qpn,
             wqe_counter: tracker.wqe_counter(n),
             syndrome: Syndrome::WR_FLUSH_ERR,
-            vendor: POISON,
+            vendor: FLUSH_VENDOR,
             owner: mlx5::lap(n, self.log),
             ..Cqe::default()
         };
@@ -59,7 +59,7 @@ impl CqInner {
     }
 
     /// The flush CQE of completion `n`, if the device has not replaced it.
-    pub(super) fn lost(&self, n: u64) -> Option<Cqe> {
+    pub(super) fn flush_cqe(&self, n: u64) -> Option<Cqe> {
         let lost = self.flushed.lock();
         let found = lost.iter().find(|lost| lost.n == n)?;
         (self.last_word(n).load(Ordering::Acquire) == found.word).then_some(found.cqe)
@@ -81,9 +81,9 @@ impl CqInner {
     pub(crate) fn wait_flushed(&self) -> Result<()> {
         let mut owed = (self.owed(), Instant::now());
         while owed.0 > 0 {
-            if owed.1.elapsed() >= QUIET {
+            if owed.1.elapsed() >= FLUSH_QUIET {
                 let what = "flushing the requests from before the reset (destroy the queue pair instead)";
-                return Err(Error::Deadline { what, after: QUIET });
+                return Err(Error::Deadline { what, after: FLUSH_QUIET });
             }
             std::thread::sleep(Duration::from_micros(50));
             let now = self.owed();
@@ -112,7 +112,7 @@ impl CqInner {
     }
 
     /// Releases the claims of failed streams, which will not pass them.
-    pub(super) fn abandon(&self, state: &mut CqState) {
+    pub(super) fn release_abandoned(&self, state: &mut CqState) {
         for n in state.freed..state.reaped {
             let slot = &mut state.slots[self.index(n)];
             if matches!(slot.taken, SlotOwner::ByStream | SlotOwner::Covered) {
@@ -127,11 +127,11 @@ impl CqInner {
     }
 
     /// Discards, after a reset, the queue's unpolled completions and the `lost` ones that never arrive.
-    pub(crate) fn forget(&self, tracker: &Tracker, lost: u64) {
+    pub(crate) fn discard(&self, tracker: &Tracker, lost: u64) {
         let mut state = self.state.lock();
         self.reap_locked(&mut state);
         if state.attached == 1 {
-            self.abandon(&mut state);
+            self.release_abandoned(&mut state);
         }
         state.is_closed = false;
         self.room.free(lost);

@@ -119,7 +119,7 @@ impl Qp {
         Ok(())
     }
 
-    /// Resets the device's queue pair and discards what was posted, with posting and claiming refused meanwhile.
+    /// Resets the device's queue pair and discards posted requests. Posting and claiming are refused meanwhile.
     fn reset(&self, from: QpState, attr: &QpAttr) -> Result<()> {
         let core = self.core();
         let before = core.state();
@@ -164,7 +164,7 @@ impl Qp {
         };
         let locked = (claims, send.tracker.lock(), recv.tracker.lock());
         let find = |end: &QueueEnd, claims: &Claims<'_>, track: &Track| {
-            let (queue, owner) = (end.tracker.name(), end.owner(claims, track)?.into());
+            let (queue, owner) = (end.tracker.name(), end.reset_blocker(claims, track)?.into());
             Some(Error::Busy { queue, qpn: core.qpn, owner })
         };
         reset::close(

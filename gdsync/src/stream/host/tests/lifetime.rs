@@ -52,14 +52,14 @@ fn a_host_function_may_drop_the_last_handle() {
     let engine = engine();
     let shared = Arc::downgrade(&engine.shared);
     let (give, take) = mpsc::channel::<Arc<HostEngine>>();
-    let (tell, hear) = mpsc::channel();
+    let (done_tx, done_rx) = mpsc::channel();
     let ran = Arc::new(AtomicU64::new(0));
     let (later, mark) = (ran.clone(), Dropped(ran.clone()));
     submit(
         &engine,
         [host_fn(move || {
             drop(take.recv().expect("the handle comes"));
-            tell.send(()).expect("the test listens");
+            done_tx.send(()).expect("the test listens");
         })],
     );
     submit(
@@ -71,7 +71,7 @@ fn a_host_function_may_drop_the_last_handle() {
     );
     assert_eq!(Arc::strong_count(&engine), 1);
     give.send(engine).expect("the host function listens");
-    hear.recv_timeout(LONG).expect("the drop returns on the engine's own thread");
+    done_rx.recv_timeout(LONG).expect("the drop returns on the engine's own thread");
     until("the thread ends", || shared.upgrade().is_none());
     assert_eq!(ran.load(Ordering::SeqCst), 1, "what was pending is dropped, not run");
 }
