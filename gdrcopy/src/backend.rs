@@ -5,7 +5,6 @@ pub(crate) mod gdrdrv;
 pub(crate) mod host;
 pub(crate) mod locate;
 pub(crate) mod proof;
-pub(crate) mod reservation;
 pub(crate) mod rm;
 
 use std::fmt;

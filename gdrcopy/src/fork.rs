@@ -32,7 +32,7 @@ impl Owner {
     }
 
     /// Whether the caller is the owner, and not a child forked since. One load on kernels that clear pages in children.
-    #[inline(always)]
+    #[inline]
     pub fn is_caller(self) -> bool {
         self.page.load(Ordering::Relaxed) == self.token || self.is_drawn()
     }
@@ -91,7 +91,7 @@ fn wiped_page() -> io::Result<*mut AtomicU64> {
     // SAFETY: a new anonymous mapping touches none that exists.
     let page = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) }?;
     if let Err(error) = wipe_on_fork(page, len) {
-        // SAFETY: the page above, which nobody else knows.
+        // SAFETY: the page above, which nothing else knows.
         unsafe { rustix::mm::munmap(page, len) }?;
         return Err(error);
     }

@@ -10,7 +10,7 @@ use gdrcopy::{Attribute, BackendKind, Error, Mapping, MappingType, PinFlags, Res
 use gdsync_testkit::{Live, Machine, Object, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm};
 
 use crate::rig::{Backend, GPU_PAGE as PAGE, Pinned, no_cuda};
-use crate::rm_status::NvStatus;
+use crate::rm_abi::NvStatus;
 
 /// Addresses where no simulated allocation lies.
 const RESERVED: u64 = 0x7e00_0000_0000;
