@@ -277,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_behind_a_range_goes_with_it() {
+    fn the_guard_is_dropped_with_its_range() {
         let guard = Arc::new(());
         range(&guard).release().unwrap();
         drop(range(&guard));
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_behind_a_range_that_is_still_mapped_stays() {
+    fn the_guard_of_a_range_that_stays_mapped_is_leaked() {
         let guard = Arc::new(());
         let mut told = range(&guard);
         spoil(&mut told);
@@ -306,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn every_page_that_was_taken_away_raises_sigbus_on_any_access() {
+    fn every_access_to_a_revoked_page_raises_sigbus() {
         let len = 3 * host_page();
         for offset in [0, len / 2, len - 1] {
             for is_store in [false, true] {

@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_draw_at_once_have_one_token() {
+    fn concurrent_threads_get_one_token() {
         for _ in 0..200 {
             let (page, start) = (AtomicU64::new(0), Barrier::new(4));
             let draw = || {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_page_the_pid_tells() {
+    fn without_a_page_the_pid_identifies_the_process() {
         let own = || u64::from(std::process::id());
         let parent = Owner { page: &NO_PAGE, token: own() };
         assert!(token(&NO_PAGE) == own() && parent.is_caller() && pid(parent.token) == std::process::id());

@@ -15,12 +15,12 @@ use parking_lot::Mutex;
 use crate::kmod::{self, CHUNK};
 use crate::pages::memory_file;
 
-/// The machine. Share it between its CUDA, its kernel and the test that plays with it.
+/// The machine, shared by its CUDA, its kernel and the test.
 #[derive(Debug)]
 pub struct Machine {
     /// GPU memory and its allocations.
     pub memory: Mutex<Memory>,
-    /// What CUDA says of itself.
+    /// The settings of CUDA.
     pub cuda: Mutex<CudaSettings>,
     faults: Mutex<HashMap<String, i32>>,
 }
@@ -49,7 +49,7 @@ impl Machine {
     }
 }
 
-/// What the simulated driver says of itself and of its GPUs.
+/// The simulated driver's information about itself and its GPUs.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
     /// `cuDriverGetVersion`.
