@@ -1,11 +1,14 @@
 //! The ways to map GPU memory for the CPU: one trait, and one module for each backend.
+//!
+//! A new backend implements [`Backend`] and [`Pinned`] in a module here. It gets a variant in
+//! [`BackendKind`], an arm in `Options::open_backend` and `Survey::new` (`gdr.rs`), and a line in `each` of `tests/it/rig.rs`,
+//! which runs the contract tests on it.
 
 pub(crate) mod dmabuf;
 pub(crate) mod gdrdrv;
 pub(crate) mod host;
 pub(crate) mod locate;
 pub(crate) mod proof;
-pub(crate) mod reservation;
 pub(crate) mod rm;
 
 use std::fmt;

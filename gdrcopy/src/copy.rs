@@ -7,16 +7,16 @@
 //!
 //! What every routine promises about the device side, for any alignment and length:
 //! - no byte outside the range is written;
-//! - no byte is read outside the aligned 16-byte blocks that the range touches, hence none of another page. GPU
-//!   memory does not mind being read, so an unaligned end takes one load instead of one for each word.
-//!   [`Scalar`](Routine::Scalar) loads and those from [`Device`](MappingType::Device) mappings keep to the range;
+//! - no byte is read outside the aligned 16-byte blocks that the range touches, hence none of another page. Reading GPU memory has no
+//!   side effects, so an unaligned end takes one load instead of one per word. [`Scalar`](Routine::Scalar) loads and loads from
+//!   [`Device`](MappingType::Device) mappings stay inside the range;
 //! - no byte is read or written twice;
 //! - accesses go up in address, each aligned to its own size;
-//! - a copy of 1, 2, 4 or 8 bytes that is naturally aligned there is one access: nobody sees half of it.
+//! - a copy of 1, 2, 4 or 8 bytes that is naturally aligned there is one access, so it is never torn.
 //!
-//! Nothing is promised about the size of the accesses in longer copies. [`Cached`](MappingType::Cached) mappings are
-//! copied by plain vector loads and stores, since streaming ones would need fences that such memory does without. The
-//! device's side is never given to the compiler as ordinary memory: a GPU, or another thread, may use it meanwhile.
+//! The size of the accesses in longer copies is not specified. [`Cached`](MappingType::Cached) mappings are copied by plain vector loads
+//! and stores, since streaming ones would need fences. The compiler never sees the device side as ordinary memory, since a GPU or
+//! another thread may access it at the same time.
 //!
 //! Copies contain no fence: [`store_fence`], [`load_fence`] and [`full_fence`] order them.
 

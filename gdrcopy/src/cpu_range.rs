@@ -1,4 +1,4 @@
-//! An address range of this process that shows GPU memory, and the memory files that some ranges show.
+//! An address range of this process that shows GPU memory: reserved, filled, unmapped or revoked; and memory files.
 
 use std::ffi::CStr;
 use std::fmt;
@@ -15,6 +15,7 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, Result};
 use crate::fork::Owner;
+use crate::system::Kernel;
 use crate::types::MappingType;
 
 /// A mapped range, unmapped when dropped. Forked children have a hole there.
@@ -168,7 +169,7 @@ fn new_empty_file(seen: RawFd) -> io::Result<RawFd> {
 /// Neighbouring ranges become one mapping of the kernel, which limits their number (`vm.max_map_count`).
 ///
 /// # Safety
-/// The range must be whole mappings of the caller's, which nobody uses except to be told by the signal.
+/// The range must consist of whole mappings of the caller's. Later accesses raise the signal.
 pub(crate) unsafe fn take_away(ptr: NonNull<u8>, len: usize) -> io::Result<()> {
     // Every access is beyond the end of an empty file.
     let empty = empty_file()?;
@@ -190,6 +191,62 @@ pub(crate) unsafe fn take_away(ptr: NonNull<u8>, len: usize) -> io::Result<()> {
     Ok(())
 }
 
+/// Reserved addresses, filled from the start; unmapped when dropped.
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    ptr: NonNull<u8>,
+    len: usize,
+    filled: usize,
+}
+
+impl Reservation {
+    /// Reserves `len` bytes, whole pages.
+    pub(crate) fn new(len: usize) -> Result<Self> {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new anonymous mapping touches none that exists.
+        let raw = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::empty(), flags) };
+        let ptr =
+            raw.and_then(|raw| NonNull::new(raw.cast()).ok_or(rustix::io::Errno::FAULT)).map_err(|e| {
+                let call = format!("mmap of {len} bytes of address space");
+                Error::sys(call, e.into(), "raise vm.max_map_count, or the limit of `ulimit -v`")
+            })?;
+        Ok(Self { ptr, len, filled: 0 })
+    }
+
+    /// Maps the first `len` bytes of a file after the filled part.
+    pub(crate) fn append(&mut self, kernel: &dyn Kernel, fd: BorrowedFd<'_>, len: usize) -> io::Result<()> {
+        if len > self.len - self.filled {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        // SAFETY: inside the reservation, checked above.
+        let at = unsafe { self.ptr.add(self.filled) };
+        // SAFETY: a part of this reservation that nothing was mapped into so far.
+        unsafe { kernel.mmap(fd, len, 0, Some(at)) }?;
+        self.filled += len;
+        Ok(())
+    }
+
+    /// Converts into a range that keeps `guard`. The part that is not filled cannot be accessed.
+    pub(crate) fn into_range(
+        self,
+        kind: MappingType,
+        guard: Option<Box<dyn Send + Sync>>,
+    ) -> Result<CpuRange> {
+        let this = ManuallyDrop::new(self);
+        // SAFETY: the whole reservation, which now has no other owner.
+        unsafe { CpuRange::adopt(this.ptr, this.len, kind, guard) }
+    }
+}
+
+impl Drop for Reservation {
+    fn drop(&mut self) {
+        // SAFETY: this value's own range, which nothing else knows.
+        if let Err(error) = unsafe { rustix::mm::munmap(self.ptr.as_ptr().cast(), self.len) } {
+            tracing::warn!(%error, "munmap of {:p} failed", self.ptr);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsFd;
@@ -198,7 +255,7 @@ mod tests {
     use gdsync_testkit::process::{End, in_child};
 
     use super::*;
-    use crate::system::{Kernel, Linux};
+    use crate::system::Linux;
     use crate::types::host_page;
 
     const LEN: usize = 65_536;
@@ -220,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_behind_a_range_goes_with_it() {
+    fn the_guard_is_dropped_with_its_range() {
         let guard = Arc::new(());
         range(&guard).release().unwrap();
         drop(range(&guard));
@@ -229,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_behind_a_range_that_is_still_mapped_stays() {
+    fn the_guard_of_a_range_that_stays_mapped_is_leaked() {
         let guard = Arc::new(());
         let mut told = range(&guard);
         spoil(&mut told);
@@ -249,7 +306,7 @@ mod tests {
     }
 
     #[test]
-    fn every_page_that_was_taken_away_raises_sigbus_on_any_access() {
+    fn every_access_to_a_revoked_page_raises_sigbus() {
         let len = 3 * host_page();
         for offset in [0, len / 2, len - 1] {
             for is_store in [false, true] {

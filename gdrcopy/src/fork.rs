@@ -32,7 +32,7 @@ impl Owner {
     }
 
     /// Whether the caller is the owner, and not a child forked since. One load on kernels that clear pages in children.
-    #[inline(always)]
+    #[inline]
     pub fn is_caller(self) -> bool {
         self.page.load(Ordering::Relaxed) == self.token || self.is_drawn()
     }
@@ -91,7 +91,7 @@ fn wiped_page() -> io::Result<*mut AtomicU64> {
     // SAFETY: a new anonymous mapping touches none that exists.
     let page = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) }?;
     if let Err(error) = wipe_on_fork(page, len) {
-        // SAFETY: the page above, which nobody else knows.
+        // SAFETY: the page above, which nothing else knows.
         unsafe { rustix::mm::munmap(page, len) }?;
         return Err(error);
     }
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_draw_at_once_have_one_token() {
+    fn concurrent_threads_get_one_token() {
         for _ in 0..200 {
             let (page, start) = (AtomicU64::new(0), Barrier::new(4));
             let draw = || {
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_page_the_pid_tells() {
+    fn without_a_page_the_pid_identifies_the_process() {
         let own = || u64::from(std::process::id());
         let parent = Owner { page: &NO_PAGE, token: own() };
         assert!(token(&NO_PAGE) == own() && parent.is_caller() && pid(parent.token) == std::process::id());

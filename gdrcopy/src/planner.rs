@@ -413,7 +413,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_does_without_the_threads_that_it_does_not_get() {
+    fn a_copy_continues_with_fewer_threads() {
         let (data, copied) = (vec![7_u8; 1 << 20], Mutex::new(vec![0_u8; 1 << 20]));
         // Of every two threads, one has a stack that fits no address space.
         let asked = AtomicUsize::new(0);
@@ -431,7 +431,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_failure_of_a_part_is_that_of_the_copy() {
+    fn the_first_error_of_a_part_is_returned() {
         let failing = |at, _: &[u8]| if at == 3 { Err(Error::Invalidated) } else { Ok(()) };
         assert!(matches!(spread(0, [0_u8; 9].chunks(1), failing), Err(Error::Invalidated)));
         assert!(spread(4, [0_u8; 9].chunks(1), failing).is_ok());
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn the_quickest_way_is_picked_on_both_sides_of_a_crossing() {
+    fn the_fastest_way_is_chosen_on_both_sides_of_a_crossover() {
         let sizes: Vec<usize> = (0..=20).map(|i| 1 << i).collect();
         // They cross at 4,500 bytes.
         let curves = vec![
@@ -482,7 +482,7 @@ mod tests {
     }
 
     #[test]
-    fn a_way_given_up_early_does_not_count_beyond() {
+    fn a_way_counts_only_up_to_its_last_point() {
         let curves = vec![
             (Way::Cpu, line(0.1, 1.0, &[1, 2, 4])),
             (Way::CopyEngine, line(6.0, 0.001, &[1, 2, 4, 8, 1024])),
@@ -501,7 +501,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_must_win_clearly() {
+    fn threads_need_a_margin() {
         let sizes = [1 << 20, 2 << 20, 4 << 20];
         let two = Way::Threads(NonZero::new(2).unwrap());
         for (speedup, wins) in [(1.3, false), (1.5, true)] {
@@ -511,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_means_the_cpu() {
+    fn without_measurements_the_cpu_copies() {
         assert_eq!(Table::new(vec![]).way(1 << 30), Way::Cpu);
     }
 }

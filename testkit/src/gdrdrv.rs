@@ -259,7 +259,7 @@ impl Gdrdrv {
         })
     }
 
-    /// The type that a wish gets.
+    /// The mapping type for a requested one.
     fn choose(&self, wish: u32) -> io::Result<MappingType> {
         let native = self.module.mapping_type;
         let write_combining = MappingType::WriteCombining;
@@ -287,7 +287,7 @@ impl Gdrdrv {
     /// `arg` must point to the structure of `code`.
     unsafe fn serve(&self, fd: BorrowedFd<'_>, code: u32, arg: *mut c_void) -> io::Result<()> {
         /// # Safety
-        /// `arg` must point to a `T`, which nobody else uses now.
+        /// `arg` must point to a `T`, which nothing else uses during the call.
         unsafe fn params<'a, T: Request>(arg: *mut c_void) -> &'a mut T {
             // SAFETY: the caller guarantees it.
             unsafe { &mut *arg.cast() }

@@ -22,13 +22,13 @@ pub trait Device: Send + Sync + std::fmt::Debug {
     /// A new open file.
     ///
     /// # Errors
-    /// What this device's `open` says.
+    /// The `errno` of this device's `open`.
     fn open(&self) -> io::Result<OwnedFd>;
 
     /// Device control.
     ///
     /// # Errors
-    /// What this device's `ioctl` says.
+    /// The `errno` of this device's `ioctl`.
     ///
     /// # Safety
     /// `arg` must point to the structure that `request` reads and writes.
@@ -37,7 +37,7 @@ pub trait Device: Send + Sync + std::fmt::Debug {
     /// A shared, readable and writable mapping, at `at` when given.
     ///
     /// # Errors
-    /// What this device's `mmap` says.
+    /// The `errno` of this device's `mmap`.
     ///
     /// # Safety
     /// With `at`, the range must be the caller's own reservation, with nothing in it.
@@ -61,7 +61,7 @@ impl FileId {
     /// The file behind a descriptor.
     ///
     /// # Errors
-    /// What `dup` and `fstat` say.
+    /// The `errno` of `dup` or `fstat`.
     pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         File::from(fd.try_clone_to_owned()?).metadata().map(Self::from)
     }
@@ -73,8 +73,8 @@ impl From<Metadata> for FileId {
     }
 }
 
-/// The device's end of an open file. It tells when this process's last descriptor is closed; children that
-/// other tests fork may still have theirs.
+/// The device's end of an open file. It notices when this process closes the last descriptor, even if children that other tests
+/// forked still have theirs.
 #[derive(Debug)]
 pub struct DeviceEnd {
     id: FileId,
@@ -87,7 +87,7 @@ impl DeviceEnd {
     /// A new open file: the user's descriptor and the device's end.
     ///
     /// # Errors
-    /// What `socketpair` says.
+    /// The `errno` of `socketpair`.
     pub fn open() -> io::Result<(OwnedFd, Self)> {
         let (user, peer) = UnixStream::pair()?;
         peer.set_nonblocking(true)?;

@@ -20,7 +20,7 @@ pub enum Backing {
     Bar = 1,
 }
 
-/// What can be made to go wrong, for every process.
+/// Faults that can be set, for all processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// `errno` of `nvidia_p2p_get_pages`.
@@ -52,7 +52,7 @@ pub enum Fault {
     Copying,
 }
 
-/// What is alive.
+/// Live objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct State {
@@ -103,25 +103,25 @@ pub fn is_there() -> bool {
     Path::new(PATH).exists()
 }
 
-/// Lets something fail from now on; 0 ends it.
+/// Sets a fault; 0 clears it.
 ///
 /// # Errors
-/// What the device says.
+/// The `errno` of the device.
 pub fn set_fault(fault: Fault, value: i32) -> io::Result<()> {
     call(&open()?, WRITE, 6, &mut (fault as u32, value))
 }
 
-/// What is alive now.
+/// Counts the live objects.
 ///
 /// # Errors
-/// What the device says.
+/// The `errno` of the device.
 pub fn state() -> io::Result<State> {
     let mut state = State::default();
     call(&open()?, READ, 7, &mut state)?;
     Ok(state)
 }
 
-/// An object of memory. Closing it hides it from all addresses.
+/// An object of memory. Closing it removes it from all addresses.
 #[derive(Debug)]
 pub struct Object {
     file: File,
@@ -131,7 +131,7 @@ impl Object {
     /// Zeroed memory; `size` in whole [`CHUNK`]s.
     ///
     /// # Errors
-    /// What the device says; `ENODEV` without a BAR.
+    /// The `errno` of the device; `ENODEV` without a BAR.
     pub fn new(size: u64, backing: Backing) -> io::Result<Self> {
         let file = open()?;
         call(&file, WRITE, 1, &mut [size, backing as u64])?;
@@ -143,7 +143,7 @@ impl Object {
         &self.file
     }
 
-    /// Gives the object addresses of this process.
+    /// Shows the object at addresses of this process.
     ///
     /// # Errors
     /// `EEXIST` where addresses are taken.
@@ -151,7 +151,7 @@ impl Object {
         call(&self.file, WRITE, 2, &mut [va, offset, len])
     }
 
-    /// Takes addresses away, with the callbacks of a free.
+    /// Hides the addresses, with the callbacks of a free.
     ///
     /// # Errors
     /// `EINVAL` where no range begins.
@@ -162,7 +162,7 @@ impl Object {
     /// A dma-buf of a part.
     ///
     /// # Errors
-    /// What the device says.
+    /// The `errno` of the device.
     pub fn export(&self, offset: u64, len: u64, read_only: bool) -> io::Result<OwnedFd> {
         #[repr(C)]
         struct Export {
@@ -177,7 +177,7 @@ impl Object {
         Ok(unsafe { OwnedFd::from_raw_fd(args.fd) })
     }
 
-    /// Gives the object other memory, and tells the importers of its dma-bufs.
+    /// Moves the object to other memory, and notifies the importers of its dma-bufs.
     ///
     /// # Errors
     /// `EBUSY` while page tables have it.

@@ -15,12 +15,12 @@ use parking_lot::Mutex;
 use crate::kmod::{self, CHUNK};
 use crate::pages::memory_file;
 
-/// The machine. Share it between its CUDA, its kernel and the test that plays with it.
+/// The machine, shared by its CUDA, its kernel and the test.
 #[derive(Debug)]
 pub struct Machine {
-    /// GPU memory and who holds it.
+    /// GPU memory and its allocations.
     pub memory: Mutex<Memory>,
-    /// What CUDA says of itself.
+    /// The settings of CUDA.
     pub cuda: Mutex<CudaSettings>,
     faults: Mutex<HashMap<String, i32>>,
 }
@@ -49,7 +49,7 @@ impl Machine {
     }
 }
 
-/// What the simulated driver says of itself and of its GPUs.
+/// The simulated driver's information about itself and its GPUs.
 #[derive(Clone, Debug)]
 pub struct CudaSettings {
     /// `cuDriverGetVersion`.
@@ -92,7 +92,7 @@ enum Bytes {
     Provider(kmod::Object),
 }
 
-/// Physical memory of one GPU, alive while somebody holds it.
+/// Physical memory of one GPU; freed with the last reference.
 #[derive(Debug)]
 pub struct Object {
     /// The GPU, as a CUDA ordinal.
@@ -178,7 +178,7 @@ pub struct VaRange {
     pub buffer_id: u64,
 }
 
-/// Somebody who is told when CUDA lets go of physical memory: the free callback of `nvidia_p2p_get_pages`.
+/// The free callback of `nvidia_p2p_get_pages`.
 pub trait FreeWatcher: Send + Sync + std::fmt::Debug {
     /// No allocation shows the object any more. Called with the machine's memory locked.
     fn freed(&self, object: &Arc<Object>);
@@ -288,18 +288,18 @@ impl Memory {
         handle
     }
 
-    /// The object of a handle, while somebody holds it.
+    /// The live object of a handle.
     pub fn object_by_handle(&self, handle: u32) -> Option<Arc<Object>> {
         self.objects.get(&handle)?.upgrade()
     }
 
-    /// The object whose memory a file descriptor shows, while somebody holds it.
+    /// The live object whose memory a file descriptor shows.
     pub fn object_by_fd(&self, fd: BorrowedFd<'_>) -> io::Result<Option<Arc<Object>>> {
         let inode = File::from(fd.try_clone_to_owned()?).metadata()?.ino();
         Ok(self.objects.values().filter_map(Weak::upgrade).find(|object| object.inode == inode))
     }
 
-    /// Memory of a GPU that somebody holds, bytes.
+    /// Memory of live objects of a GPU, bytes.
     fn in_use(&self, gpu: i32) -> usize {
         self.objects
             .values()
@@ -314,7 +314,7 @@ impl Memory {
         self.ranges.len()
     }
 
-    /// Takes an allocation away; its object lives on while somebody else holds it.
+    /// Frees an allocation; its object lives as long as it is referenced.
     pub fn free(&mut self, base: u64) -> Option<VaRange> {
         let range = self.ranges.remove(&base)?;
         if let Some((memory, (va, ..))) = self.shown_by(&range) {
@@ -326,7 +326,7 @@ impl Memory {
         Some(range)
     }
 
-    /// Tells somebody of every object that is freed from now on.
+    /// Registers a callback for freed objects.
     pub fn watch(&mut self, watcher: Weak<dyn FreeWatcher>) {
         self.watchers.push(watcher);
     }

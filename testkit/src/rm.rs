@@ -12,8 +12,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use self::abi::{Class, Control, Escape};
-use self::status::NvStatus;
+use self::abi::{Class, Control, Escape, NvStatus};
 use crate::kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
 use crate::machine::{CLIENT, Machine, Object, Vma, pci};
 
@@ -21,9 +20,6 @@ use crate::machine::{CLIENT, Machine, Object, Vma, pci};
 #[allow(dead_code, unreachable_pub, reason = "what the library needs of it")]
 #[path = "../../gdrcopy/src/backend/rm/abi.rs"]
 mod abi;
-#[allow(dead_code, unreachable_pub, reason = "what the library needs of it")]
-#[path = "../../gdrcopy/src/backend/rm/status.rs"]
-mod status;
 
 /// How the driver and its GPUs are.
 #[derive(Clone, Copy, Debug)]
@@ -97,7 +93,7 @@ impl SimulatedRm {
         self.tables.lock().live()
     }
 
-    /// Everything that was done in a wrong order or left to the closing of a file.
+    /// Operations in a wrong order, and objects that the client did not free before it closed the file.
     pub fn violations(&self) -> Vec<String> {
         let mut tables = self.tables.lock();
         tables.live();
@@ -328,10 +324,10 @@ impl SimulatedRm {
         Ok(())
     }
 
-    /// The structure of a call, unless the call shall fail altogether.
+    /// The structure of a call, unless the machine's fault makes the `ioctl` fail.
     ///
     /// # Safety
-    /// `arg` must point to an `E`, which nobody else uses during the call.
+    /// `arg` must point to an `E`, which nothing else uses during the call.
     unsafe fn enter<'a, E: Escape>(&self, arg: *mut c_void) -> io::Result<&'a mut E> {
         self.fault_errno(&format!("ioctl {}", E::NAME))?;
         // SAFETY: the caller guarantees it.
@@ -463,7 +459,7 @@ const FIRST_HANDLE: u32 = 0xcaf0_0000;
 const BAR1: u64 = 0x38_0000_0000;
 
 impl Tables {
-    /// Notices closed files, then counts.
+    /// Frees the objects of closed files, then counts.
     fn live(&mut self) -> Live {
         self.reap();
         Live {
@@ -474,7 +470,7 @@ impl Tables {
         }
     }
 
-    /// Takes away what closed files held.
+    /// Frees the objects of closed files.
     fn reap(&mut self) {
         self.files.retain(|_, file| !file.end.is_closed());
         let (files, violations) = (&self.files, &mut self.violations);

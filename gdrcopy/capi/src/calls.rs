@@ -332,7 +332,7 @@ pub extern "C" fn gdrx_free(g: gdr_t, d_addr: c_ulong) -> c_int {
     guard::status("gdrx_free", || Table::library(id(g))?.free(d_addr))
 }
 
-/// Writes into memory of [`gdrx_alloc`] by CUDA's copy engine, not through a mapping; in place on return.
+/// Writes into memory of [`gdrx_alloc`] by CUDA's copy engine, not through a mapping, and returns when the bytes are in place.
 ///
 /// # Safety
 /// `src` must be null or readable for `size` bytes.

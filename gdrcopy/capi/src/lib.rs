@@ -1,8 +1,8 @@
 //! `libgdrapi.so.2`: the C interface of NVIDIA's GDRCopy 2.6 on stock drivers.
 //!
 //! A program that was built against GDRCopy runs with this library without being built again; `include/gdrapi.h`
-//! compiles what was written for theirs. GPU memory is mapped by whichever way works on the machine, see the crate
-//! `gdrcopy`: the kernel module `gdrdrv` is used where it is loaded and not needed where it is not.
+//! compiles source code written for theirs. GPU memory is mapped by the first backend of the crate `gdrcopy` that works: the kernel
+//! module `gdrdrv` is used if it is loaded, but not required.
 //!
 //! Functions return 0 or an error number of `errno.h`. With `GDRCOPY_ENABLE_LOGGING` set, the reason of each failure is
 //! printed on standard error; `GDRCOPY_LOG_LEVEL` 1 to 4 says how much else (debug, information, warnings, errors).
@@ -10,13 +10,13 @@
 //!
 //! # What differs from NVIDIA's library
 //!
-//! Where their behaviour is a known defect, this library does what the defect was meant to be.
+//! Known defects of their library are not reproduced.
 //!
-//! - **Handles are numbers**, never pointers, and never used twice. A stale, doubled or foreign `gdr_t` or `gdr_mh_t`
-//!   gives `EINVAL`; with theirs it is a use after free.
-//! - **Any thread may call anything.** Of several threads that unmap or unpin one handle one succeeds, the others get
-//!   `EINVAL`. Unmapping while another thread copies is the program's error here too: it may fault, but a copy with a
-//!   handle that is already gone is refused and never writes to another mapping.
+//! - **Handles are numbers**, never pointers, and never reused. A stale, doubled or foreign `gdr_t` or `gdr_mh_t` gives `EINVAL`; in
+//!   theirs it is a use after free.
+//! - **Any thread may call any function.** If several threads unmap or unpin one handle, one succeeds and the others get `EINVAL`.
+//!   Unmapping while another thread copies is an error of the program here too: the copy may fault. A copy with a stale handle is
+//!   refused and never writes to another mapping.
 //! - **A forked child** gets `EACCES` with its parent's handles, copies included, and frees nothing of the parent's. It
 //!   may open for itself.
 //! - **`gdr_open`** tries `gdrdrv`, dma-buf and the driver's resource manager. If it returns `NULL`, `errno` is set:
@@ -25,7 +25,7 @@
 //!   no `gdrdrv`, it only looks at versions and device files; the first call that pins or allocates initialises CUDA,
 //!   makes a primary context and proves that mapping works. That call may return `ENODEV`, and the next one tries again.
 //!   Backend and attributes that were asked for before may then turn out to be others.
-//! - **`gdr_close`** gives everything back even if a part fails, and returns the first error.
+//! - **`gdr_close`** releases everything even if a part fails, and returns the first error.
 //! - **`gdr_pin_buffer`** ignores its tokens, as theirs on drivers since 2.5, and says so in the log (information).
 //! - **A range beyond its allocation**, which callers get that round to GPU pages themselves, can be pinned as with
 //!   theirs: on the kernel module as far as the driver lets it, without as far as the driver's block of memory or the

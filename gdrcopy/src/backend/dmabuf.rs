@@ -10,9 +10,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::locate::{Part, locate};
-use super::reservation::Reservation;
 use super::{Allocation, Backend, CudaAllocation, Pinned, proof};
-use crate::cpu_range::CpuRange;
+use crate::cpu_range::{CpuRange, Reservation};
 use crate::cuda::{AllocKind, Cuda, CudaStatus, MemoryKind};
 use crate::error::{Error, Result, check_bounds};
 use crate::fork::Owner;

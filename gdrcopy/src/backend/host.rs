@@ -258,14 +258,14 @@ mod tests {
     }
 
     #[test]
-    fn one_backends_memory_is_not_anothers() {
+    fn memory_of_another_backend_is_refused() {
         let (one, other) = (host(), host());
         let memory = one.allocate_as(0, 4096, AllocKind::Malloc).unwrap();
         assert!(matches!(other.pin(memory.addr(), 1, PinFlags::empty()), Err(Error::NotMappable { .. })));
     }
 
     #[test]
-    fn a_pin_reaches_no_neighbour() {
+    fn a_pin_does_not_reach_neighbouring_memory() {
         let host = host();
         let memory = host.allocate_as(0, 5000, AllocKind::Malloc).unwrap();
         let pin = |offset, len| host.pin(memory.addr() + offset, len, PinFlags::empty()).map(drop);

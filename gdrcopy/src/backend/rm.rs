@@ -19,8 +19,6 @@
 
 pub(crate) mod abi;
 mod client;
-mod handle;
-pub(crate) mod status;
 
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -31,14 +29,11 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use self::abi::Escape;
-use self::client::{Client, Object, refused};
-use self::handle::Block;
-use self::status::NvStatus;
+use self::abi::{Escape, NvStatus};
+use self::client::{Block, Client, Object, refused};
 use super::locate::{Part, locate};
-use super::reservation::Reservation;
 use super::{Allocation, Backend, CudaAllocation, Pinned, proof};
-use crate::cpu_range::CpuRange;
+use crate::cpu_range::{CpuRange, Reservation};
 use crate::cuda::{AllocKind, Cuda, GpuInfo, MemoryKind};
 use crate::error::{Error, Result};
 use crate::system::System;

@@ -16,12 +16,12 @@ pub(super) trait Direction {
 pub(super) enum ToDevice {}
 
 impl Direction for ToDevice {
-    #[inline(always)]
+    #[inline]
     fn device(dst: *mut u8, _: *const u8) -> usize {
         dst.addr()
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
         // SAFETY: the caller's promise.
         let value = unsafe { src.cast::<T>().read_unaligned() };
@@ -34,12 +34,12 @@ impl Direction for ToDevice {
 pub(super) enum FromDevice {}
 
 impl Direction for FromDevice {
-    #[inline(always)]
+    #[inline]
     fn device(_: *mut u8, src: *const u8) -> usize {
         src.addr()
     }
 
-    #[inline(always)]
+    #[inline]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
         // SAFETY: the caller's promise.
         let value = unsafe { src.cast::<T>().read_volatile() };
@@ -52,7 +52,7 @@ impl Direction for FromDevice {
 ///
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `len` bytes.
-#[inline(always)]
+#[inline]
 pub(super) unsafe fn word<D: Direction>(dst: *mut u8, src: *const u8, len: usize) -> bool {
     let aligned = |size: usize| D::device(dst, src).is_multiple_of(size);
     match len {
@@ -74,7 +74,7 @@ pub(super) unsafe fn word<D: Direction>(dst: *mut u8, src: *const u8, len: usize
 ///
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `len` bytes.
-#[inline(always)]
+#[inline]
 pub(super) unsafe fn head<D: Direction>(dst: *mut u8, src: *const u8, len: usize) -> usize {
     let device = D::device(dst, src);
     let mut at = 0;
@@ -100,7 +100,7 @@ pub(super) unsafe fn head<D: Direction>(dst: *mut u8, src: *const u8, len: usize
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `len` bytes. Fewer than 16 bytes must be left after `at`,
 /// and the device there aligned to the greatest power of two in their number.
-#[inline(always)]
+#[inline]
 pub(super) unsafe fn tail<D: Direction>(dst: *mut u8, src: *const u8, mut at: usize, len: usize) {
     macro_rules! step {
         ($word:ty) => {

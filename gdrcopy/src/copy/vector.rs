@@ -26,7 +26,7 @@ pub(super) type CopyOne = unsafe fn(dst: *mut u8, src: *const u8);
 pub(super) unsafe fn copy<D: Parts>(dst: *mut u8, src: *const u8, len: usize, block: CopyOne, line: CopyOne) {
     let mut at = len.min(D::device(dst, src).wrapping_neg() % LINE);
     if at > 0 {
-        // SAFETY: the caller's promise; the line that the range begins in goes on at least so far.
+        // SAFETY: the caller's promise; the first line extends at least that far.
         unsafe { D::part(dst, src, at, block) };
     }
     while len - at >= 4 * LINE {

@@ -591,7 +591,7 @@ impl Driver {
         let start = |stream: &CopyStream| {
             let pinned = stream.pinned(len);
             if let Some(pinned) = pinned {
-                // SAFETY: the caller guarantees `src`; the pinned buffer is long enough and nobody else's.
+                // SAFETY: the caller guarantees `src`; the bounce buffer is long enough and not in use.
                 unsafe { pinned.copy_from_nonoverlapping(src, len) };
             }
             let from = pinned.map_or(src, <*mut u8>::cast_const);

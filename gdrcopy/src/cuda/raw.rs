@@ -215,7 +215,7 @@ impl<'a> Current<'a> {
     /// Makes a context current, with relaxed capture mode.
     ///
     /// # Errors
-    /// [`Error::Cuda`](crate::Error::Cuda).
+    /// [`Error::Cuda`].
     ///
     /// # Safety
     /// The context must live.

@@ -307,7 +307,7 @@ fn is_taken(ptr: NonNull<u8>, len: usize) -> bool {
 }
 
 #[test]
-fn the_addresses_stay_taken_and_the_memory_is_given_back() {
+fn the_addresses_stay_reserved_and_the_memory_is_released() {
     each(|rig, backend| {
         let memory = backend.allocate(0, SIZE).unwrap();
         let pin = backend.pin(memory.addr(), SIZE, NONE).unwrap();
@@ -348,7 +348,7 @@ fn a_child_revokes_nothing_of_its_parents() {
 }
 
 #[test]
-fn addresses_that_cannot_be_kept_are_unmapped() {
+fn addresses_that_cannot_be_reserved_are_unmapped() {
     let end = in_child(|| {
         // An earlier revocation may have opened the file that this one wants. The parent keeps its own.
         // SAFETY: numbers; the child drops nothing that the parent opened.

@@ -185,7 +185,7 @@ fn neighbours_in_one_reservation_are_two_mappings() {
 }
 
 #[test]
-fn descriptors_and_handles_come_out() {
+fn descriptors_and_handles_are_exported() {
     let Some((cuda, _gpu)) = gpu() else { return };
     let vmm = cuda.alloc(0, 4 << 20, AllocKind::Vmm).unwrap();
     assert!(close_on_exec(&cuda.export_fd(vmm + 4096).unwrap()));
@@ -223,7 +223,7 @@ fn descriptors_and_handles_come_out() {
 }
 
 #[test]
-fn the_callers_context_stays() {
+fn the_callers_context_is_unchanged() {
     let Some((cuda, _gpu)) = gpu() else { return };
     let all = |expected| {
         let check = |call: &str| assert_eq!(app::current_context(), expected, "{call}");
@@ -311,7 +311,7 @@ fn an_address_that_is_used_again_has_another_number() {
 }
 
 #[test]
-fn a_capture_is_not_spoiled() {
+fn a_capture_stays_valid() {
     const GLOBAL: u32 = 0;
     const THREAD_LOCAL: u32 = 1;
     let Some((cuda, _gpu)) = gpu() else { return };
@@ -425,7 +425,7 @@ fn nothing_waits_for_some_streams_held_in_waits() {
 
 /// Waits in as many streams as there are hardware queues (`CUDA_DEVICE_MAX_CONNECTIONS`, at most 32) stop all others.
 #[test]
-fn copies_give_up_when_waits_hold_all_queues() {
+fn copies_time_out_when_waits_occupy_all_queues() {
     let Some((cuda, _gpu)) = gpu() else { return };
     let _context = app::PrimaryContext::new();
     let addr = cuda.alloc(0, 4096, AllocKind::Malloc).unwrap();

@@ -61,7 +61,7 @@ fn a_driver_that_maps_other_pages_is_refused() {
 }
 
 #[test]
-fn a_mapping_of_other_pages_is_not_handed_out() {
+fn a_mapping_of_other_pages_is_not_returned() {
     let rig = Rig::new(Module::default());
     let dmabuf = Backend::dmabuf(&rig.system).unwrap();
     let memory = dmabuf.allocate(0, 200_000).unwrap();
@@ -173,7 +173,7 @@ fn small_memory_in_a_page_with_others_is_compared_by_itself() {
 }
 
 #[test]
-fn memory_that_changes_hands_is_not_mixed_up() {
+fn a_new_allocation_at_the_same_address_is_not_mapped() {
     let rig = Rig::new(Module::default());
     let dmabuf = Backend::dmabuf(&rig.system).unwrap();
     let (object, base) = {
@@ -193,7 +193,7 @@ fn memory_that_changes_hands_is_not_mixed_up() {
 }
 
 #[test]
-fn pages_beyond_an_allocation_are_the_drivers_to_give() {
+fn pages_beyond_an_allocation_depend_on_the_driver() {
     let rig = Rig::new(Module::default());
     let dmabuf = Backend::dmabuf(&rig.system).unwrap();
     let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();

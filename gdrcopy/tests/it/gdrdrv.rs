@@ -52,7 +52,7 @@ fn all_of_them_pin_and_map() {
 }
 
 #[test]
-fn without_cuda_the_driver_judges_alone() {
+fn without_cuda_the_module_checks_the_range() {
     let rig = Rig::new(Module::default());
     let gdrdrv = Backend::gdrdrv(&rig.without_cuda()).unwrap();
     let addr = rig.machine.memory.lock().alloc(0, 100, gdrcopy::cuda::MemoryKind::Malloc).unwrap();
@@ -65,7 +65,7 @@ fn without_cuda_the_driver_judges_alone() {
 }
 
 #[test]
-fn a_newer_module_without_the_newer_requests_is_served_by_the_older() {
+fn a_newer_module_without_newer_requests_gets_the_older_ones() {
     for errno in [libc::EINVAL, libc::ENOTTY, libc::EOPNOTSUPP] {
         let rig = Rig::new(Module::default());
         for request in ["pin v2", "info v2"] {

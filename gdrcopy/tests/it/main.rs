@@ -20,6 +20,3 @@ mod gdrdrv_abi;
 #[allow(dead_code, reason = "what the library needs of it")]
 #[path = "../../src/backend/rm/abi.rs"]
 mod rm_abi;
-#[allow(dead_code, reason = "what the library needs of it")]
-#[path = "../../src/backend/rm/status.rs"]
-mod rm_status;

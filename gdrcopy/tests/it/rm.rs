@@ -10,7 +10,7 @@ use gdrcopy::{Attribute, BackendKind, Error, Mapping, MappingType, PinFlags, Res
 use gdsync_testkit::{Live, Machine, Object, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm};
 
 use crate::rig::{Backend, GPU_PAGE as PAGE, Pinned, no_cuda};
-use crate::rm_status::NvStatus;
+use crate::rm_abi::NvStatus;
 
 /// Addresses where no simulated allocation lies.
 const RESERVED: u64 = 0x7e00_0000_0000;
@@ -413,7 +413,7 @@ fn the_second_object_of_a_range_fails_cleanly() {
 }
 
 #[test]
-fn what_unpin_could_not_do_it_says() {
+fn unpin_returns_its_error() {
     let bench = Bench::new(1);
     let rm = bench.open();
     let addr = bench.alloc(0, 4096, MemoryKind::Malloc);
@@ -424,7 +424,7 @@ fn what_unpin_could_not_do_it_says() {
 }
 
 #[test]
-fn a_driver_that_maps_wrong_pages_is_found_out_at_the_start() {
+fn wrong_pages_are_detected_at_open() {
     for fault in ["rm shift", "rm at start", "rm swap"] {
         let bench = Bench::new(1);
         bench.machine.fail(fault, 16);
@@ -436,7 +436,7 @@ fn a_driver_that_maps_wrong_pages_is_found_out_at_the_start() {
 }
 
 #[test]
-fn an_attempt_that_failed_for_now_leaves_its_scratch_memory_to_the_next() {
+fn a_transient_failure_keeps_its_scratch_memory() {
     const INSUFFICIENT_RESOURCES: i32 = 0x1a;
     let bench = Bench::new(2);
     let rm = bench.open();
@@ -456,7 +456,7 @@ fn an_attempt_that_failed_for_now_leaves_its_scratch_memory_to_the_next() {
 }
 
 #[test]
-fn a_driver_that_maps_wrong_pages_later_is_found_out_by_the_bytes() {
+fn wrong_pages_are_detected_at_map() {
     for fault in ["rm shift", "rm swap"] {
         for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
             let bench = Bench::new(1);
@@ -476,7 +476,7 @@ fn a_driver_that_maps_wrong_pages_later_is_found_out_by_the_bytes() {
 }
 
 #[test]
-fn a_vmm_mapping_that_begins_inside_its_object_is_found_out_by_the_bytes() {
+fn a_vmm_mapping_of_the_object_start_is_detected() {
     let bench = Bench::new(1);
     let rm = bench.open();
     let object = Object::new(0, 4 << 20).unwrap();
@@ -488,7 +488,7 @@ fn a_vmm_mapping_that_begins_inside_its_object_is_found_out_by_the_bytes() {
 }
 
 #[test]
-fn a_route_that_failed_stays_refused_unless_asking_again_may_help() {
+fn a_failed_route_is_retried_only_after_transient_errors() {
     let bench = Bench::new(1);
     let rm = bench.open();
     let addr = bench.alloc(0, 2 << 20, MemoryKind::Vmm);
@@ -510,7 +510,7 @@ fn a_route_that_failed_stays_refused_unless_asking_again_may_help() {
 }
 
 #[test]
-fn an_open_backend_holds_one_device_and_gives_everything_back() {
+fn an_open_backend_holds_one_device_and_releases_everything() {
     let bench = Bench::new(2);
     let rm = bench.open();
     assert_eq!(rm.kind(), BackendKind::Rm);
@@ -559,7 +559,7 @@ fn parts_of_malloc_memory_are_shown_in_both_directions() {
 }
 
 #[test]
-fn a_revoked_range_gives_its_bar1_space_back() {
+fn a_revoked_range_releases_its_bar1_space() {
     let bench = Bench::new(1);
     let rm = bench.open();
     let sizes = [2 << 20, 4 << 20];
@@ -604,7 +604,7 @@ fn vmm_ranges_over_several_objects_are_one_range() {
 }
 
 #[test]
-fn a_part_of_a_pin_may_be_mapped_again_and_again() {
+fn a_part_of_a_pin_may_be_mapped_repeatedly() {
     let bench = Bench::new(1);
     let rm = bench.open();
     let page = usize::try_from(PAGE).unwrap();
@@ -666,7 +666,7 @@ fn each_gpu_is_found_by_its_address() {
 }
 
 #[test]
-fn memory_that_changes_during_the_comparison_is_looked_at_again() {
+fn memory_that_changes_is_compared_again() {
     let bench = Bench::new(1);
     let rm = bench.open();
     let base = bench.alloc(0, 4096, MemoryKind::Malloc);

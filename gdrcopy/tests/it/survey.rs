@@ -119,7 +119,7 @@ fn refused(result: Result<impl fmt::Debug>) -> Vec<BackendKind> {
 }
 
 #[test]
-fn a_survey_touches_no_cuda_and_knows_what_will_serve() {
+fn a_survey_does_not_initialise_cuda_and_predicts_the_backend() {
     for (bench, kind) in [(Bench::rm(), BackendKind::Rm), (Bench::dmabuf(), BackendKind::DmaBuf)] {
         let survey = bench.builder().survey().unwrap();
         assert_eq!((survey.backend(), survey.driver_version()), (kind, None));
@@ -140,7 +140,7 @@ fn a_survey_touches_no_cuda_and_knows_what_will_serve() {
 }
 
 #[test]
-fn gdrdrv_takes_cuda_for_pins_alone() {
+fn gdrdrv_initialises_cuda_for_pins_only() {
     let bench = Bench::gdrdrv();
     let survey = bench.builder().survey().unwrap();
     let gdr = survey.open().unwrap();
@@ -156,7 +156,7 @@ fn gdrdrv_takes_cuda_for_pins_alone() {
 }
 
 #[test]
-fn plain_memory_does_without_cuda() {
+fn the_host_backend_needs_no_cuda() {
     let bench = Bench::rm();
     let survey = bench.builder().backend(BackendKind::Host).survey().unwrap();
     assert_eq!(attributes(&survey), [1, 0, 0]);
@@ -166,7 +166,7 @@ fn plain_memory_does_without_cuda() {
 }
 
 #[test]
-fn what_cannot_serve_is_refused_at_once() {
+fn a_backend_that_cannot_work_is_refused_by_the_survey() {
     let all = [BackendKind::Gdrdrv, BackendKind::DmaBuf, BackendKind::Rm];
     let bench = Bench::rm();
     for (operation, code) in
@@ -200,7 +200,7 @@ fn opening_that_failed_is_tried_again() {
 }
 
 #[test]
-fn a_later_backend_serves_if_the_likely_one_does_not() {
+fn open_falls_back_to_a_later_backend() {
     let bench = Bench::dmabuf();
     let survey = bench.builder().survey().unwrap();
     assert_eq!((survey.backend(), attributes(&survey)), (BackendKind::DmaBuf, [1, 1, 1]));
@@ -211,7 +211,7 @@ fn a_later_backend_serves_if_the_likely_one_does_not() {
 }
 
 #[test]
-fn threads_that_need_it_at_once_open_it_once() {
+fn concurrent_threads_open_once() {
     let bench = Bench::rm();
     let survey = bench.builder().survey().unwrap();
     let memory = bench.memory();
@@ -230,7 +230,7 @@ fn threads_that_need_it_at_once_open_it_once() {
 }
 
 #[test]
-fn a_child_may_initialise_what_its_parent_has_not() {
+fn a_child_may_initialise_cuda_if_its_parent_has_not() {
     let bench = Bench::rm();
     let survey = bench.builder().survey().unwrap();
     let system = bench.system();

@@ -185,7 +185,7 @@ fn vmm_memory_has_nothing_around_it() {
 }
 
 #[test]
-fn a_copy_engine_is_not_asked_for_what_cuda_does_not_know() {
+fn the_copy_engine_is_not_used_outside_the_allocation() {
     let (rig, object) = block();
     let builder = Gdr::builder().backend(BackendKind::Rm).system(rig.system.clone());
     let gdr = builder.open().unwrap();

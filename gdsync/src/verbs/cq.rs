@@ -783,7 +783,8 @@ impl CqInner {
     /// allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let start = Instant::now();
-        while self.provider.has_copied_lately() && !gdsync_shm::cores_are_busy() && start.elapsed() < timeout {
+        while self.provider.has_copied_lately() && !gdsync_shm::cores_are_busy() && start.elapsed() < timeout
+        {
             if ready() {
                 return;
             }

@@ -1,5 +1,6 @@
 //! The bookkeeping of a queue's work requests between posting and completion.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -12,6 +13,9 @@ use gdsync_shm::{SpinLock, SpinLockGuard, producer_index};
 use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode, low16};
 
 /// The owner of a send queue: it rings the doorbell.
+/// Resets of a queue that are remembered: a bound on its memory.
+const LIVES: usize = 1024;
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Owner {
     Nobody,
@@ -57,7 +61,7 @@ pub(crate) struct Track {
     pub(crate) tail: u64,
     pub(crate) owner: Owner,
     /// Requests completed at each reset. Higher numbers were reused after it.
-    lives: Vec<u64>,
+    lives: VecDeque<u64>,
 }
 
 /// One request, in a cache line of its own.
@@ -111,7 +115,7 @@ impl Tracker {
             head: 0,
             tail: 0,
             owner: Owner::Nobody,
-            lives: Vec::new(),
+            lives: VecDeque::new(),
         };
         Arc::new(Self {
             qpn,
@@ -213,15 +217,24 @@ impl Tracker {
 
     /// Whether a reset discarded request `n`, made after `life` resets.
     pub(crate) fn is_lost(&self, n: u64, life: usize) -> bool {
-        life != self.life() && self.lock().lives.get(life).is_some_and(|&retired| n >= retired)
+        if life == self.life() {
+            return false;
+        }
+        let track = self.lock();
+        // Requests of a life that is not remembered any more count as lost.
+        let at = (track.lives.len() + life).checked_sub(self.life());
+        at.is_none_or(|at| track.lives.get(at).is_some_and(|&retired| n >= retired))
     }
 
     /// Resets the state: the ring starts at 0, outstanding requests are discarded. Returns their number.
     pub(crate) fn reset(&self) -> u64 {
         let mut track = self.lock();
         let retired = track.retired;
-        track.lives.push(retired);
-        self.life.store(track.lives.len(), Ordering::Release);
+        if track.lives.len() == LIVES {
+            track.lives.pop_front();
+        }
+        track.lives.push_back(retired);
+        self.life.fetch_add(1, Ordering::Release);
         let lost = track.reset();
         self.has_gaps.store(0, Ordering::Relaxed);
         self.publish(&track);
@@ -247,7 +260,7 @@ impl Tracker {
             return None;
         }
         let track = self.lock();
-        if life != track.lives.len() || n >= track.retired || track.posted - n > track.entries.len() as u64 {
+        if life != self.life() || n >= track.retired || track.posted - n > track.entries.len() as u64 {
             return None;
         }
         match &track.entry(n).wc {
@@ -474,6 +487,20 @@ mod tests {
         let send_opcode = Opcode::RDMA_READ;
         let cqe = move |n| Cqe { qpn: 5, wqe_counter: low16(n), byte_cnt: 7, send_opcode, ..Cqe::default() };
         (health, tracker, cqe)
+    }
+
+    #[test]
+    fn requests_before_a_reset_stay_lost_and_few_resets_are_remembered() {
+        let (_, tracker, cqe) = four();
+        assert!(tracker.skip(0..2, &cqe(1)));
+        for resets in 0..3 * LIVES {
+            let lost = [0, 1, 2, 3].map(|n| tracker.is_lost(n, 0));
+            let is_old = resets > LIVES;
+            assert_eq!(lost, [is_old, is_old, resets > 0, resets > 0], "{resets} resets");
+            assert!(!tracker.is_lost(2, tracker.life()));
+            tracker.reset();
+        }
+        assert_eq!(tracker.lock().lives.len(), LIVES);
     }
 
     #[test]

@@ -5,9 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::by_reference::{Ask, REFUSED, ok, receive, refusal, send};
 use crate::child::{Peer, meet_parent, role};
-use crate::common::{
-    PATIENCE, Side, assert_clean, bytes, connect, is_device_named, pattern, received, sent, until,
-};
+use crate::common::{Side, assert_clean, bytes, connect, is_device_named, pattern, received, sent, until};
 use gdsync::hca::{CmaPolicy, FaultPlan, SoftHcaConfig};
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::{Context, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Transport};

@@ -26,7 +26,19 @@ pub fn gdr() -> Result<Gdr> {
         unsafe { version.write(13_030) };
         0
     }
-    let api = Api { driver_get_version: Some(version), ..api() };
+    /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES`: a coherent link, whose mappings are cached.
+    const HOST_PAGE_TABLES: u32 = 100;
+    extern "C" fn attribute(value: *mut i32, number: u32, device: i32) -> u32 {
+        if number == HOST_PAGE_TABLES {
+            // SAFETY: the library passes a place for the answer.
+            unsafe { value.write(1) };
+            return 0;
+        }
+        let entry = api().device_get_attribute.expect("an entry point of the table");
+        // SAFETY: the arguments of the library's call.
+        unsafe { entry(value, number, device) }
+    }
+    let api = Api { driver_get_version: Some(version), device_get_attribute: Some(attribute), ..api() };
     // SAFETY: the simulated driver does what the manual says of these entry points.
     let cuda = unsafe { EntryPoints::new(api) };
     Gdr::builder().backend(BackendKind::DmaBuf).system(System::new(Arc::new(DmaBufs), cuda)).open()

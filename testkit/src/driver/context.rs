@@ -17,7 +17,7 @@ static PRIMARIES: Mutex<[Primary; 2]> = Mutex::new([Primary { retained: 0, conte
 #[derive(Clone, Copy)]
 struct Primary {
     retained: usize,
-    /// 0 while nobody retains it.
+    /// 0 while it is not retained.
     context: Handle,
 }
 

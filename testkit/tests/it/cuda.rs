@@ -183,7 +183,7 @@ fn a_dma_buf_needs_pages_of_gpu_memory_and_a_driver_that_makes_them() {
 }
 
 #[test]
-fn each_call_fails_when_the_machine_says_so() {
+fn each_call_fails_with_the_fault_of_the_machine() {
     let (machine, cuda) = machine();
     let addr = cuda.alloc(0, 4096, AllocKind::Vmm).unwrap();
     // A GPU that needs the flush.

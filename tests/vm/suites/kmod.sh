@@ -45,7 +45,7 @@ crate_tests() {
         --skip of_bar1_that_is_full --skip errors::of_a_pin --skip that_pins_something_else --skip where_the_memory_ends --skip that_comes_after_the_pin
     of pin_stress::
     load gdr_provider use_persistent_mapping=0
-    of gdrdrv::volatile:: --skip kills_who_touches
+    of gdrdrv::volatile:: --skip access_to_freed
     unload
 }
 

@@ -329,7 +329,7 @@ fn mistakes_have_their_error_numbers() {
 }
 
 #[test]
-fn a_mapping_that_is_gone_faults() {
+fn access_to_an_unmapped_mapping_faults() {
     let program = Program::compile("fault");
     // What the program unmapped is a hole; what was taken from it raises the signal of GDRCopy.
     for (way, signal) in [("unmap", libc::SIGSEGV), ("unpin", libc::SIGBUS), ("close", libc::SIGBUS)] {
@@ -339,7 +339,7 @@ fn a_mapping_that_is_gone_faults() {
 }
 
 #[test]
-fn mappings_that_are_left_are_few_for_the_kernel() {
+fn revoked_mappings_merge_in_the_kernel() {
     let program = Program::compile("left");
     for way in ["unpin", "close"] {
         let output = program.run(&[way], &[("GDRCOPY_BACKEND", "host")]);

@@ -81,7 +81,7 @@ fn a_size_that_leaves_out_the_end_can_be_mapped() {
 }
 
 #[test]
-fn freed_memory_is_told_where_it_is_taken_away() {
+fn the_callback_flag_reports_freed_memory() {
     for module in modules() {
         let computer = computer(module);
         let library = computer.open().unwrap();
@@ -135,7 +135,7 @@ fn pins_with_flags_need_a_module_that_has_them() {
 }
 
 #[test]
-fn a_platform_has_the_mapping_types_that_it_has() {
+fn each_platform_has_its_mapping_types() {
     const TYPES: [(MappingType, u32); 3] =
         [(MappingType::WriteCombining, 1), (MappingType::Cached, 2), (MappingType::Device, 3)];
     for version in VERSIONS {
@@ -224,7 +224,7 @@ fn the_drivers_error_numbers_come_through() {
 }
 
 #[test]
-fn closing_gives_back_everything_and_tells_the_first_error() {
+fn closing_releases_everything_and_returns_the_first_error() {
     for errno in [0, libc::EIO] {
         let computer = computer(Module::default());
         let library = computer.open().unwrap();
@@ -279,7 +279,7 @@ impl Device for RefusesOnce {
 }
 
 #[test]
-fn closing_goes_on_after_an_error_and_tells_it() {
+fn closing_continues_after_an_error_and_returns_it() {
     let mut computer = computer(Module::default());
     let module = Gdrdrv::new(&computer.machine, Module::default());
     let refuses = Arc::new(RefusesOnce { module: module.clone(), refused: AtomicBool::new(false) });

@@ -289,7 +289,7 @@ fn cuda_waits_for_the_first_pin() {
 }
 
 #[test]
-fn what_fails_at_the_first_use_is_told_there_and_tried_again() {
+fn an_error_at_the_first_use_is_returned_and_tried_again() {
     let computer = Computer::new(Driver::Rm(RmSettings::default()));
     let library = computer.open().unwrap();
     let addr = memory(&computer);
@@ -389,7 +389,7 @@ fn works(computer: &Computer, library: Library, caller: Caller, len: usize) {
 }
 
 #[test]
-fn they_pin_and_find_their_bytes() {
+fn callers_that_round_to_pages_find_their_bytes() {
     let sizes = [8, 1000, 4096, 65536, 65537, 100_000, 1 << 20, (1 << 20) + 8, BLOCK, 3 << 20, 5_000_000];
     let drivers = [
         Driver::Gdrdrv(Module::default()),

@@ -266,7 +266,7 @@ fn copies_of_one_thread_share_one_stream_of_the_primary_context() {
 }
 
 #[test]
-fn without_pinned_memory_copies_go_the_slow_way() {
+fn without_a_bounce_buffer_copies_are_direct() {
     let driver = driver();
     know_malloc(ADDR, PRIMARY + 1);
     books(|books| books.retained.insert(1, 1));
@@ -290,7 +290,7 @@ fn memory_of_another_context_is_copied_there_without_making_a_primary_one() {
 }
 
 #[test]
-fn a_copy_that_does_not_end_is_given_up_with_its_stream_and_pinned_memory() {
+fn a_copy_that_times_out_leaks_its_stream_and_bounce_buffer() {
     let driver = driver();
     know(ADDR, &[(attribute::MEMORY_TYPE, 2)]);
     fail("cuStreamQuery", CudaStatus::NOT_READY);
@@ -304,7 +304,7 @@ fn a_copy_that_does_not_end_is_given_up_with_its_stream_and_pinned_memory() {
 }
 
 #[test]
-fn a_failed_copy_is_waited_for_and_its_stream_not_used_again_unless_idle() {
+fn a_failed_copy_is_waited_for_and_its_stream_reused_only_if_idle() {
     let driver = driver();
     know(ADDR, &[(attribute::MEMORY_TYPE, 2)]);
     for (len, wait) in [(8, "cuStreamQuery"), (1 << 20, "cuStreamSynchronize")] {
@@ -326,7 +326,7 @@ fn a_failed_copy_is_waited_for_and_its_stream_not_used_again_unless_idle() {
 }
 
 #[test]
-fn kinds_of_memory_are_told_apart() {
+fn kinds_of_memory_are_distinguished() {
     let driver = driver();
     let range =
         [(attribute::RANGE_START_ADDR, ADDR), (attribute::RANGE_SIZE, 8192), (attribute::BUFFER_ID, 9)];
@@ -355,7 +355,7 @@ fn kinds_of_memory_are_told_apart() {
 }
 
 #[test]
-fn vmm_memory_is_told_by_mapping_where_the_driver_can() {
+fn vmm_memory_is_reported_by_mapping_if_the_driver_can() {
     let driver = driver();
     let attributes = [
         (attribute::MEMORY_TYPE, 2),
@@ -381,7 +381,7 @@ fn vmm_memory_is_told_by_mapping_where_the_driver_can() {
 }
 
 #[test]
-fn descriptors_are_closed_on_exec_and_handles_given_back() {
+fn descriptors_are_closed_on_exec_and_handles_released() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
     // The pages of a dma-buf may begin at an address that CUDA does not know.
@@ -409,7 +409,7 @@ fn primary_contexts_are_retained_once_and_released_on_drop() {
 }
 
 #[test]
-fn copies_want_memory_that_cuda_knows_on_the_gpu_that_it_is_on() {
+fn copies_need_live_memory_of_the_named_gpu() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
     assert!(matches!(send(&driver, 0, ADDR), Err(Error::InvalidArgument { what: "device", .. })));
@@ -418,7 +418,7 @@ fn copies_want_memory_that_cuda_knows_on_the_gpu_that_it_is_on() {
 }
 
 #[test]
-fn a_forked_child_is_refused_and_gives_nothing_back() {
+fn a_forked_child_is_refused_and_releases_nothing() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
     driver.flush(1, ADDR).unwrap();
@@ -453,7 +453,7 @@ fn ordering(value: i32) {
 }
 
 #[test]
-fn it_is_in_the_context_of_the_memory_and_makes_none() {
+fn a_flush_uses_the_context_of_the_memory() {
     let driver = driver();
     ordering(0);
     know_malloc(ADDR, APPLICATION + 1);
@@ -469,7 +469,7 @@ fn it_is_in_the_context_of_the_memory_and_makes_none() {
 }
 
 #[test]
-fn it_is_left_out_where_the_owner_sees_writes_anyway() {
+fn a_flush_is_skipped_if_writes_are_ordered_for_the_owner() {
     for (value, flushes) in [(0, 2), (99, 2), (100, 0), (200, 0)] {
         let driver = driver();
         ordering(value);
@@ -481,7 +481,7 @@ fn it_is_left_out_where_the_owner_sees_writes_anyway() {
 }
 
 #[test]
-fn a_driver_too_old_to_tell_is_asked_to_flush() {
+fn a_driver_without_the_ordering_attribute_flushes() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
     fail("cuDeviceGetAttribute", CudaStatus::LAUNCH_FAILED);
@@ -492,7 +492,7 @@ fn a_driver_too_old_to_tell_is_asked_to_flush() {
 }
 
 #[test]
-fn memory_of_another_context_borrows_pinned_memory_of_the_primary_one() {
+fn another_context_uses_a_bounce_buffer_of_the_primary_one() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
     books(|books| books.retained.insert(1, 1));
@@ -531,7 +531,7 @@ fn memory_of_another_context_borrows_pinned_memory_of_the_primary_one() {
 }
 
 #[test]
-fn a_primary_context_without_pinned_memory_lends_none() {
+fn a_primary_context_without_a_bounce_buffer_provides_none() {
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
     // Makes the primary context.

@@ -52,7 +52,7 @@ fn without_the_module_it_is_to_be_loaded() {
 }
 
 #[test]
-fn an_unreadable_proc_is_told() {
+fn an_unreadable_proc_is_reported() {
     let kernel = SimulatedKernel::new(Machine::new(1));
     let text = refusal(&System::new(Arc::new(kernel), no_cuda()));
     assert!(text.contains("/proc/devices unreadable"), "{text}");

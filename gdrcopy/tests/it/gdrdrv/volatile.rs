@@ -18,7 +18,7 @@ const VOLATILE: Module = Module {
 const SIZE: usize = 4 << 20;
 
 #[test]
-fn is_refused_with_the_fix() {
+fn a_volatile_module_is_refused_with_the_fix() {
     for (version, fix) in [((2, 6), "use_persistent_mapping=1"), ((2, 4), "gdrdrv 2.5 or newer")] {
         let rig = Rig::new(Module { version, ..VOLATILE });
         let error = Backend::gdrdrv(&rig.system).unwrap_err();
@@ -33,7 +33,7 @@ fn is_refused_with_the_fix() {
 }
 
 #[test]
-fn tells_of_the_free_and_maps_no_more() {
+fn a_free_sets_the_flag_and_prevents_mapping() {
     for version in [(2, 0), (2, 4), (2, 6)] {
         let rig = Rig::new(Module { version, ..VOLATILE });
         let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
@@ -72,7 +72,7 @@ fn read_after_free(module: Module) -> End {
 }
 
 #[test]
-fn kills_who_touches_freed_memory() {
+fn access_to_freed_memory_raises_sigbus() {
     assert_eq!(read_after_free(VOLATILE), End::Killed(libc::SIGBUS));
     assert_eq!(read_after_free(Module::default()), End::Said(true));
 }

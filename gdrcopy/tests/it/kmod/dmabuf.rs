@@ -87,7 +87,7 @@ fn a_move_is_followed() {
 }
 
 #[test]
-fn moves_and_accesses_meet() {
+fn concurrent_moves_and_accesses() {
     let Some(_machine) = machine() else { return };
     let raw = Raw::open();
     let object = Object::new(SIZE, Backing::Ram).unwrap();
@@ -112,7 +112,7 @@ fn moves_and_accesses_meet() {
 }
 
 #[test]
-fn nobody_gets_in_before_the_exporters_copy_is_done() {
+fn accesses_wait_for_the_exporters_copy() {
     let Some(_machine) = machine() else { return };
     let raw = Raw::open();
     let object = Object::new(SIZE, Backing::Ram).unwrap();
@@ -154,7 +154,7 @@ fn wait_until_killed(by_kernel: bool) -> bool {
 }
 
 #[test]
-fn who_waits_for_a_copy_can_be_killed() {
+fn a_process_that_waits_for_a_copy_can_be_killed() {
     let Some(_machine) = machine() else { return };
     for by_kernel in [false, true] {
         let _copying = Failing::new(Fault::Copying, 0);
@@ -228,7 +228,7 @@ fn bad_arguments_and_exporters_that_refuse() {
 
 /// After a move the exporter may have no room any more.
 #[test]
-fn an_exporter_that_lets_a_pin_down_is_sigbus() {
+fn an_exporter_that_fails_a_pin_raises_sigbus() {
     let Some(_machine) = machine() else { return };
     let failing = Failing::new(Fault::Map, 0);
     let end = in_child(|| {
@@ -365,7 +365,7 @@ fn freed_memory_stays_and_is_not_mapped_anew() {
 }
 
 #[test]
-fn what_both_ways_refuse_is_told_by_its_cause() {
+fn the_error_names_the_cause_if_both_ways_fail() {
     let Some((_machine, rig)) = backend_rig() else { return };
     let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
     let memory = gdrdrv.allocate(0, BYTES).unwrap();

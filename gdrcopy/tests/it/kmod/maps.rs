@@ -191,7 +191,7 @@ fn reserve(len: usize) -> *mut libc::c_void {
 }
 
 #[test]
-fn what_lies_over_a_mapping_ends_it_whole() {
+fn a_mapping_over_another_ends_all_of_it() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     let memory = Memory::new(SIZE);
@@ -265,7 +265,7 @@ fn persistent_pins_keep_what_is_freed() {
 }
 
 #[test]
-fn a_free_takes_the_pages_and_is_told() {
+fn a_free_revokes_the_pages_and_sets_the_flag() {
     let Some(_machine) = Machine::with_persistence(false) else { return };
     let raw = Raw::open();
     let (memory, other) = (Memory::new(SIZE), Memory::new(SIZE));
@@ -367,7 +367,7 @@ fn a_driver_that_keeps_pages_calls_back_later() {
 }
 
 #[test]
-fn frees_and_unpins_meet() {
+fn concurrent_frees_and_unpins() {
     let Some(_machine) = Machine::with_persistence(false) else { return };
     let raw = Raw::open();
     for round in 0..300 {

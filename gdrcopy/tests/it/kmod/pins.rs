@@ -124,7 +124,7 @@ fn bad_ranges_and_flags_are_einval() {
 
 /// The original gave the last pin of the file instead.
 #[test]
-fn an_unknown_handle_is_nobody_elses() {
+fn an_unknown_handle_is_refused() {
     let Some(_machine) = Machine::new() else { return };
     let (raw, other) = (Raw::open(), Raw::open());
     let memory = Memory::new(SIZE);
@@ -151,7 +151,7 @@ fn an_unknown_handle_is_nobody_elses() {
 }
 
 #[test]
-fn handles_are_disjoint_page_offsets_and_never_come_back() {
+fn handles_are_disjoint_page_offsets_and_never_reused() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     let memory = Memory::new(SIZE);
@@ -173,7 +173,7 @@ fn handles_are_disjoint_page_offsets_and_never_come_back() {
 }
 
 #[test]
-fn of_many_threads_one_unpins() {
+fn one_of_many_threads_unpins() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     let memory = Memory::new(SIZE);
@@ -188,7 +188,7 @@ fn of_many_threads_one_unpins() {
 }
 
 #[test]
-fn what_the_gpu_driver_refuses_is_passed_on_and_leaves_nothing() {
+fn errors_of_the_gpu_driver_are_returned_and_leave_nothing() {
     let Some(_machine) = Machine::new() else { return };
     let raw = Raw::open();
     let memory = Memory::new(SIZE);
@@ -263,7 +263,7 @@ fn version_and_attributes_are_those_of_gdrcopy_2_6() {
 }
 
 #[test]
-fn what_old_scripts_look_for_is_there() {
+fn procfs_files_of_gdrcopy_exist() {
     let Some(_machine) = Machine::new() else { return };
     let devices = std::fs::read_to_string("/proc/devices").unwrap();
     assert!(devices.lines().any(|line| line.trim().ends_with(" gdrdrv")), "{devices}");
@@ -443,7 +443,7 @@ fn receive(socket: &UnixStream) -> OwnedFd {
 }
 
 #[test]
-fn a_descriptor_that_is_passed_on_serves_nobody_else() {
+fn a_passed_descriptor_serves_no_other_process() {
     let Some(_machine) = Machine::new() else { return };
     let memory = Memory::new(OWNED);
     let (here, there) = UnixStream::pair().unwrap();

@@ -118,7 +118,7 @@ fn with_mode(mut mode: u32, action: impl FnOnce() -> u32) -> u32 {
 }
 
 #[test]
-fn unsafe_calls_spoil_captures_that_mind() {
+fn unsafe_calls_invalidate_captures_by_their_mode() {
     let rig = Rig::new();
     let (stream, other) = (rig.stream(), rig.stream());
     let context = rig.context;
@@ -171,7 +171,7 @@ fn unsafe_calls_spoil_captures_that_mind() {
 }
 
 #[test]
-fn a_spoiled_capture_takes_nothing_more() {
+fn an_invalidated_capture_takes_no_more_work() {
     let rig = Rig::new();
     let (words, stream) = (rig.words(1), rig.stream());
     begin(stream, RELAXED);
@@ -189,7 +189,7 @@ fn a_spoiled_capture_takes_nothing_more() {
 }
 
 #[test]
-fn the_legacy_stream_spoils_captures_of_blocking_streams() {
+fn the_legacy_stream_invalidates_captures_of_blocking_streams() {
     let rig = Rig::new();
     let words = rig.words(1);
     let (mut blocking, other) = (0, rig.stream());

@@ -289,7 +289,7 @@ fn each_thread_has_its_stack() {
 }
 
 #[test]
-fn calls_fail_as_told_and_are_counted() {
+fn faults_and_counters_of_calls() {
     let rig = Rig::new();
     let mut addr = 0;
     let mut alloc = || cuda!(mem_alloc(&mut addr, 64));

@@ -339,7 +339,7 @@ fn two_streams_play_ping_pong() {
 }
 
 #[test]
-fn memory_that_goes_while_work_needs_it_fails_the_context() {
+fn memory_freed_under_running_work_fails_the_context() {
     let rig = Rig::new();
     rig.control.frees_wait(false);
     let (words, stream, other) = (rig.words(1), rig.stream(), rig.stream());
@@ -406,7 +406,7 @@ fn a_full_stream_blocks_until_work_is_done() {
 }
 
 #[test]
-fn blocked_calls_end_with_the_tests_patience() {
+fn blocked_calls_end_with_the_configured_timeout() {
     let rig = Rig::new();
     let (words, stream, counted) = (rig.words(1), rig.stream(), AtomicU64::new(0));
     for _ in 0..55 {
