@@ -1,5 +1,6 @@
 //! The watchdog: a thread that announces receives, releases complete operations, and notices dead ranks, without calls of the program.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -61,6 +62,14 @@ fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
     }
 }
 
+/// As [`run`]. A panic ends all connections with an error: nothing announces their receives any more.
+fn run_guarded(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
+    if catch_unwind(AssertUnwindSafe(|| run(flag, peers, rma))).is_err() {
+        let error = gdsync::Error::Panicked { thread: "mp-watch" };
+        peers.iter().for_each(|peer| peer.transport.fail(&error));
+    }
+}
+
 /// The thread; it ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
@@ -77,7 +86,7 @@ impl Watchdog {
         rma: AllRmaQueues,
     ) -> io::Result<Self> {
         let watched = flag.clone();
-        let thread = Builder::new().name("mp-watch".into()).spawn(move || run(&watched, &peers, &rma))?;
+        let thread = Builder::new().name("mp-watch".into()).spawn(move || run_guarded(&watched, &peers, &rma))?;
         Ok(Self { flag, thread: Some(thread), pid: std::process::id() })
     }
 }
