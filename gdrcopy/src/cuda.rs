@@ -2,14 +2,13 @@
 
 mod driver;
 pub mod raw;
-mod status;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 pub use driver::{EntryPoints, sysfs_address};
-pub use status::CudaStatus;
+pub use crate::error::CudaStatus;
 
 pub(crate) use driver::Installed;
 

@@ -1,9 +1,11 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
+mod status;
+
 use std::io;
 use std::time::Duration;
 
-use crate::cuda::CudaStatus;
+pub use self::status::CudaStatus;
 use crate::types::BackendKind;
 
 /// Result of this crate.

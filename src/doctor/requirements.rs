@@ -206,23 +206,13 @@ pub(super) const SOFTWARE: &[&Software] = &[
 pub(super) struct Transport {
     pub(super) name: &'static str,
     pub(super) needs: &'static str,
-    pub(super) use_here: &'static str,
 }
 
-pub(super) const INFINIBAND: Transport =
-    Transport { name: "InfiniBand", needs: "a subnet manager", use_here: "direct, proxy" };
+pub(super) const INFINIBAND: Transport = Transport { name: "InfiniBand", needs: "a subnet manager" };
 pub(super) const ROCE_V2: Transport =
-    Transport { name: "RoCE v2", needs: "an IP address of the network interface", use_here: "direct, proxy" };
-pub(super) const ROCE_V1: Transport = Transport {
-    name: "RoCE v1",
-    needs: "both ends in one Ethernet segment",
-    use_here: "direct, proxy; v2 is preferred where there is one",
-};
-pub(super) const IWARP: Transport = Transport {
-    name: "iWARP",
-    needs: "librdmacm, /dev/infiniband/rdma_cm, an IP address",
-    use_here: "proxy, where there is nothing else",
-};
+    Transport { name: "RoCE v2", needs: "an IP address of the network interface" };
+pub(super) const ROCE_V1: Transport =
+    Transport { name: "RoCE v1", needs: "both ends in one Ethernet segment" };
 /// All of them, in the order of the document.
 #[cfg(test)]
-pub(super) const TRANSPORTS: &[&Transport] = &[&INFINIBAND, &ROCE_V2, &ROCE_V1, &IWARP];
+pub(super) const TRANSPORTS: &[&Transport] = &[&INFINIBAND, &ROCE_V2, &ROCE_V1];

@@ -320,9 +320,9 @@ fn tables() -> [String; 4] {
     for one in SOFTWARE {
         writeln!(software, "| {} | {} | {} |", one.name, one.least(), one.for_what).unwrap();
     }
-    let mut links = String::from("| link | needs | use here |\n|---|---|---|\n");
+    let mut links = String::from("| link | needs |\n|---|---|\n");
     for one in TRANSPORTS {
-        writeln!(links, "| {} | {} | {} |", one.name, one.needs, one.use_here).unwrap();
+        writeln!(links, "| {} | {} |", one.name, one.needs).unwrap();
     }
     [cards, gpus, software, links]
 }

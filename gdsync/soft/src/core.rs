@@ -9,7 +9,7 @@ use super::links::{Body, Links};
 use super::packet::Header;
 use super::qp::{Env, SoftQp};
 use super::wire::{LinkEnds, RxRing};
-use crate::card::{AsyncEventQueue, AsyncEvents};
+use crate::async_event::{AsyncEventQueue, AsyncEvents};
 use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
 use crate::wire::RxHints;

@@ -68,6 +68,7 @@
 //! everything else is flushed. (A card runs into its timeouts; so does this HCA when a peer is only silent.) A dead link
 //! is freed when no queue pair is connected over it.
 
+mod async_event;
 mod card;
 mod config;
 mod core;
@@ -78,6 +79,7 @@ mod qp;
 mod soft;
 mod wire;
 
-pub use card::{AsyncEvent, AsyncEvents, Card, CardQp};
+pub use async_event::{AsyncEvent, AsyncEvents};
+pub use card::{Card, CardQp};
 pub use config::{CmaPolicy, SoftHcaConfig};
 pub use soft::SoftHca;

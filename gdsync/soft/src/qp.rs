@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::keys::Keys;
 use super::links::Links;
-use crate::card::{AsyncEvent, AsyncEventQueue};
+use crate::async_event::{AsyncEvent, AsyncEventQueue};
 use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::card::AsyncEvents;
+use crate::async_event::AsyncEvents;
 use crate::config::{MAX_REGIONS, SoftHcaConfig};
 use crate::core::{Core, QpNumbers};
 use crate::packet::Export;

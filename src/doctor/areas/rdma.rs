@@ -8,8 +8,8 @@ use super::super::live::DeviceFacts;
 use super::super::machine::{Hca, Machine};
 use super::super::probe::{Check, Probe};
 use super::super::requirements::{
-    self, CardUse, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, IWARP, KERNEL as LINUX, LIBIBVERBS,
-    LIBMLX5, Links, MELLANOX, ROCE_V1, ROCE_V2,
+    self, CardUse, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, KERNEL as LINUX, LIBIBVERBS, LIBMLX5,
+    Links, MELLANOX, ROCE_V1, ROCE_V2,
 };
 use super::super::system::Node;
 use super::driver::numbers;
@@ -210,13 +210,18 @@ fn card(machine: &Machine, hca: &Hca, told: Option<&DeviceFacts>) -> Probe {
 }
 
 fn link(machine: &Machine, hca: &Hca) -> Probe {
+    if hca.class.is_iwarp() {
+        return LINK.warn(
+            "it speaks iWARP, which is not supported",
+            "use an InfiniBand or RoCE device, or `GDSYNC_DEVICE=soft0`",
+        );
+    }
     let ports = hca.class.ports();
     let describe = |port: &Port| {
         let rate =
             machine.system.text(&format!("/sys/class/infiniband/{}/ports/{}/rate", hca.name, port.number));
         let rate = rate.map(|rate| format!(", {rate}")).unwrap_or_default();
-        let link = if hca.class.is_iwarp() { IWARP.name.to_owned() } else { port.link.to_string() };
-        format!("port {} is {}, {link}{rate}", port.number, port.state)
+        format!("port {} is {}, {}{rate}", port.number, port.state, port.link)
     };
     let found = ports.iter().map(describe).collect::<Vec<_>>().join("; ");
     let refusals: Vec<_> = ports.iter().filter(|port| !port.is_active()).filter_map(Port::refusal).collect();
@@ -229,21 +234,18 @@ fn link(machine: &Machine, hca: &Hca) -> Probe {
 }
 
 fn gids(hca: &Hca) -> Probe {
+    if hca.class.is_iwarp() {
+        return GIDS.skip("iWARP is not supported");
+    }
     let ports = hca.class.ports();
     let Some(port) = ports.iter().find(|port| port.is_active()) else {
         return GIDS.skip("no port has a link");
-    };
-    let name = if hca.class.is_iwarp() {
-        format!("{} ({}; needs {})", IWARP.name, IWARP.use_here, IWARP.needs)
-    } else {
-        String::new()
     };
     match port.best_gid() {
         None => {
             let fix = "give its network interface an address: `ip addr add ADDRESS/24 dev DEV`";
             GIDS.warn(format!("port {} has none", port.number), fix)
         }
-        Some(_) if hca.class.is_iwarp() => GIDS.ok(name),
         Some(_) if port.link == LinkLayer::InfiniBand && port.lid == 0 => GIDS.warn(
             format!("port {} has no LID: {} needs {}", port.number, INFINIBAND.name, INFINIBAND.needs),
             "start a subnet manager (`opensm`) on one host of the network",
@@ -278,7 +280,6 @@ fn node(machine: &Machine, hca: &Hca) -> Probe {
             .fail("the kernel offers none for it", "load the module ib_uverbs (`modprobe ib_uverbs`)");
     };
     let path = format!("/dev/infiniband/{name}");
-    let cm = "/dev/infiniband/rdma_cm";
     match system.node(&path) {
         Node::Missing => NODE.fail(
             format!("{path} is missing"),
@@ -287,10 +288,6 @@ fn node(machine: &Machine, hca: &Hca) -> Probe {
         Node::Closed => NODE.fail(
             format!("{path} is closed to this user"),
             "install rdma-core, whose udev rule opens it to all, or `chmod 666` it; in a container pass it with `rw`",
-        ),
-        Node::Usable if hca.class.is_iwarp() && system.node(cm) != Node::Usable => NODE.fail(
-            format!("{path} is open to this user, and {cm}, which iWARP needs, is not"),
-            "`modprobe rdma_ucm`, and `chmod 666 /dev/infiniband/rdma_cm`",
         ),
         Node::Usable => NODE.ok(format!("{path} is open to this user")),
     }

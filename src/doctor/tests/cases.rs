@@ -188,7 +188,7 @@ pub(super) const NETWORK: &[Case] = &[
         tree.write("sys/class/infiniband/mlx5_1/ports/1/link_layer", "InfiniBand")
     }),
     ("a device file that is missing", |tree, _| tree.remove("dev/infiniband/uverbs1")),
-    ("iWARP without its connection manager", |tree, _| {
+    ("iWARP", |tree, _| {
         tree.write("sys/class/infiniband/mlx5_1/node_type", "4: RNIC")
     }),
     ("no ib_uverbs", |tree, _| tree.remove("sys/class/infiniband_verbs/uverbs1")),

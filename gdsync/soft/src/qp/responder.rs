@@ -12,7 +12,7 @@ use self::copies::Copies;
 use super::requester::Reason;
 use super::staging::{self, Staged};
 use super::{Env, SoftQp};
-use crate::card::AsyncEvent;
+use crate::async_event::AsyncEvent;
 use crate::links::Body;
 use crate::packet::{self, Header, PacketOp, REFERENCE_BYTES, SEGMENT, ahead, segments};
 use crate::wire::Piece;
