@@ -281,90 +281,68 @@ impl GpuInfoEntry {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NvStatus(pub(crate) u32);
 
-impl NvStatus {
-    pub(crate) const OK: Self = Self(0);
-    pub(crate) const BUSY_RETRY: Self = Self(0x03);
-    pub(crate) const CARD_NOT_PRESENT: Self = Self(0x05);
-    pub(crate) const GPU_IS_LOST: Self = Self(0x0f);
-    pub(crate) const GPU_IN_FULLCHIP_RESET: Self = Self(0x10);
-    pub(crate) const IN_USE: Self = Self(0x17);
-    pub(crate) const INSERT_DUPLICATE_NAME: Self = Self(0x19);
-    pub(crate) const INSUFFICIENT_RESOURCES: Self = Self(0x1a);
-    pub(crate) const INSUFFICIENT_PERMISSIONS: Self = Self(0x1b);
-    pub(crate) const INVALID_ADDRESS: Self = Self(0x1e);
-    pub(crate) const INVALID_ARGUMENT: Self = Self(0x1f);
-    pub(crate) const INVALID_BASE: Self = Self(0x20);
-    pub(crate) const INVALID_CLASS: Self = Self(0x22);
-    pub(crate) const INVALID_CLIENT: Self = Self(0x23);
-    pub(crate) const INVALID_COMMAND: Self = Self(0x24);
-    pub(crate) const INVALID_DEVICE: Self = Self(0x26);
-    pub(crate) const INVALID_FLAGS: Self = Self(0x29);
-    pub(crate) const INVALID_LIMIT: Self = Self(0x2e);
-    pub(crate) const INVALID_OBJECT: Self = Self(0x31);
-    pub(crate) const INVALID_OBJECT_HANDLE: Self = Self(0x33);
-    pub(crate) const INVALID_OBJECT_PARENT: Self = Self(0x36);
-    pub(crate) const INVALID_PARAM_STRUCT: Self = Self(0x3a);
-    pub(crate) const INVALID_PARAMETER: Self = Self(0x3b);
-    pub(crate) const INVALID_STATE: Self = Self(0x40);
-    pub(crate) const NO_MEMORY: Self = Self(0x51);
-    pub(crate) const NOT_SUPPORTED: Self = Self(0x56);
-    pub(crate) const OBJECT_NOT_FOUND: Self = Self(0x57);
-    pub(crate) const OPERATING_SYSTEM: Self = Self(0x59);
-    pub(crate) const RESET_REQUIRED: Self = Self(0x62);
-    pub(crate) const TIMEOUT: Self = Self(0x65);
-    pub(crate) const TIMEOUT_RETRY: Self = Self(0x66);
-    pub(crate) const GENERIC: Self = Self(0xffff);
+const RETRY: &str = "the driver is busy; try again";
+const LOST: &str = "the GPU must be reset (nvidia-smi -r, or a reboot)";
+const FREED: &str = "the memory may have been freed meanwhile; pin live memory";
+const UNKNOWN: &str = "use another backend (GDRCOPY_BACKEND) and report this with the driver's version";
+const REFUSED: &str = "this driver or GPU does not do this; use another backend (GDRCOPY_BACKEND)";
+const MEMORY: &str = "the driver is out of memory; unpin something";
+const NOT_SHARED: &str = "the memory belongs to a client that does not share it (an MPS server, another user); run without \
+     MPS, as the user that allocated it";
 
-    /// The name without `NV_ERR_`, and what the user can do.
-    pub(crate) fn explain(self) -> (&'static str, &'static str) {
-        const RETRY: &str = "the driver is busy; try again";
-        const LOST: &str = "the GPU must be reset (nvidia-smi -r, or a reboot)";
-        const FREED: &str = "the memory may have been freed meanwhile; pin live memory";
-        const UNKNOWN: &str =
-            "use another backend (GDRCOPY_BACKEND) and report this with the driver's version";
-        const REFUSED: &str = "this driver or GPU does not do this; use another backend (GDRCOPY_BACKEND)";
-        const MEMORY: &str = "the driver is out of memory; unpin something";
-        match self {
-            Self::OK => ("OK", ""),
-            Self::BUSY_RETRY => ("BUSY_RETRY", RETRY),
-            Self::CARD_NOT_PRESENT => ("CARD_NOT_PRESENT", LOST),
-            Self::GPU_IS_LOST => ("GPU_IS_LOST", LOST),
-            Self::GPU_IN_FULLCHIP_RESET => ("GPU_IN_FULLCHIP_RESET", LOST),
-            Self::IN_USE => ("IN_USE", RETRY),
-            Self::INSERT_DUPLICATE_NAME => ("INSERT_DUPLICATE_NAME", UNKNOWN),
-            Self::INSUFFICIENT_RESOURCES => ("INSUFFICIENT_RESOURCES", MEMORY),
-            Self::INSUFFICIENT_PERMISSIONS => (
-                "INSUFFICIENT_PERMISSIONS",
-                "the memory belongs to a client that does not share it (an MPS server, another user); run without \
-                 MPS, as the user that allocated it",
-            ),
-            Self::INVALID_ADDRESS => ("INVALID_ADDRESS", UNKNOWN),
-            Self::INVALID_ARGUMENT => ("INVALID_ARGUMENT", UNKNOWN),
-            Self::INVALID_BASE => ("INVALID_BASE", UNKNOWN),
-            Self::INVALID_CLASS => ("INVALID_CLASS", REFUSED),
-            Self::INVALID_CLIENT => ("INVALID_CLIENT", FREED),
-            Self::INVALID_COMMAND => ("INVALID_COMMAND", REFUSED),
-            Self::INVALID_DEVICE => ("INVALID_DEVICE", UNKNOWN),
-            Self::INVALID_FLAGS => ("INVALID_FLAGS", UNKNOWN),
-            Self::INVALID_LIMIT => ("INVALID_LIMIT", UNKNOWN),
-            Self::INVALID_OBJECT => ("INVALID_OBJECT", FREED),
-            Self::INVALID_OBJECT_HANDLE => ("INVALID_OBJECT_HANDLE", FREED),
-            Self::INVALID_OBJECT_PARENT => ("INVALID_OBJECT_PARENT", UNKNOWN),
-            Self::INVALID_PARAM_STRUCT => ("INVALID_PARAM_STRUCT", UNKNOWN),
-            Self::INVALID_PARAMETER => ("INVALID_PARAMETER", UNKNOWN),
-            Self::INVALID_STATE => ("INVALID_STATE", UNKNOWN),
-            Self::NO_MEMORY => ("NO_MEMORY", MEMORY),
-            Self::NOT_SUPPORTED => ("NOT_SUPPORTED", REFUSED),
-            Self::OBJECT_NOT_FOUND => ("OBJECT_NOT_FOUND", FREED),
-            Self::OPERATING_SYSTEM => ("OPERATING_SYSTEM", UNKNOWN),
-            Self::RESET_REQUIRED => ("RESET_REQUIRED", LOST),
-            Self::TIMEOUT => ("TIMEOUT", LOST),
-            Self::TIMEOUT_RETRY => ("TIMEOUT_RETRY", RETRY),
-            Self::GENERIC => ("GENERIC", UNKNOWN),
-            _ => ("see nvstatuscodes.h", UNKNOWN),
+/// Declares the statuses, each with its number and what the user can do.
+macro_rules! statuses {
+    ($($name:ident = $number:literal, $fix:expr;)*) => {
+        impl NvStatus {
+            $(pub(crate) const $name: Self = Self($number);)*
+
+            /// The name without `NV_ERR_`, and what the user can do.
+            pub(crate) fn explain(self) -> (&'static str, &'static str) {
+                match self {
+                    $(Self::$name => (stringify!($name), $fix),)*
+                    _ => ("see nvstatuscodes.h", UNKNOWN),
+                }
+            }
         }
-    }
+    };
+}
 
+statuses! {
+    OK = 0, "";
+    BUSY_RETRY = 0x03, RETRY;
+    CARD_NOT_PRESENT = 0x05, LOST;
+    GPU_IS_LOST = 0x0f, LOST;
+    GPU_IN_FULLCHIP_RESET = 0x10, LOST;
+    IN_USE = 0x17, RETRY;
+    INSERT_DUPLICATE_NAME = 0x19, UNKNOWN;
+    INSUFFICIENT_RESOURCES = 0x1a, MEMORY;
+    INSUFFICIENT_PERMISSIONS = 0x1b, NOT_SHARED;
+    INVALID_ADDRESS = 0x1e, UNKNOWN;
+    INVALID_ARGUMENT = 0x1f, UNKNOWN;
+    INVALID_BASE = 0x20, UNKNOWN;
+    INVALID_CLASS = 0x22, REFUSED;
+    INVALID_CLIENT = 0x23, FREED;
+    INVALID_COMMAND = 0x24, REFUSED;
+    INVALID_DEVICE = 0x26, UNKNOWN;
+    INVALID_FLAGS = 0x29, UNKNOWN;
+    INVALID_LIMIT = 0x2e, UNKNOWN;
+    INVALID_OBJECT = 0x31, FREED;
+    INVALID_OBJECT_HANDLE = 0x33, FREED;
+    INVALID_OBJECT_PARENT = 0x36, UNKNOWN;
+    INVALID_PARAM_STRUCT = 0x3a, UNKNOWN;
+    INVALID_PARAMETER = 0x3b, UNKNOWN;
+    INVALID_STATE = 0x40, UNKNOWN;
+    NO_MEMORY = 0x51, MEMORY;
+    NOT_SUPPORTED = 0x56, REFUSED;
+    OBJECT_NOT_FOUND = 0x57, FREED;
+    OPERATING_SYSTEM = 0x59, UNKNOWN;
+    RESET_REQUIRED = 0x62, LOST;
+    TIMEOUT = 0x65, LOST;
+    TIMEOUT_RETRY = 0x66, RETRY;
+    GENERIC = 0xffff, UNKNOWN;
+}
+
+impl NvStatus {
     /// Whether the same call may succeed later.
     pub(crate) fn is_transient(self) -> bool {
         matches!(
