@@ -11,6 +11,7 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::system::{Kernel, Linux, System};
 use gdrcopy::{BackendKind, Gdr, Result};
 
+use super::memory;
 use super::table::api;
 use crate::machine::dma_buf_offset;
 
@@ -28,8 +29,10 @@ pub fn gdr() -> Result<Gdr> {
     }
     /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES`: a coherent link, whose mappings are cached.
     const HOST_PAGE_TABLES: u32 = 100;
+    /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`: also where a test takes dma-bufs from the application.
+    const DMA_BUF: u32 = 124;
     extern "C" fn attribute(value: *mut i32, number: u32, device: i32) -> u32 {
-        if number == HOST_PAGE_TABLES {
+        if [HOST_PAGE_TABLES, DMA_BUF].contains(&number) {
             // SAFETY: the library passes a place for the answer.
             unsafe { value.write(1) };
             return 0;
@@ -38,7 +41,16 @@ pub fn gdr() -> Result<Gdr> {
         // SAFETY: the arguments of the library's call.
         unsafe { entry(value, number, device) }
     }
-    let api = Api { driver_get_version: Some(version), device_get_attribute: Some(attribute), ..api() };
+    /// Not subject to the faults of tests, which concern dma-bufs for cards.
+    extern "C" fn dma_buf(handle: *mut c_void, addr: u64, len: usize, kind: u32, _flags: u64) -> u32 {
+        memory::dma_buf(handle, addr, len, kind).map_or_else(|status| status.0, |()| 0)
+    }
+    let api = Api {
+        driver_get_version: Some(version),
+        device_get_attribute: Some(attribute),
+        mem_get_handle_for_address_range: Some(dma_buf),
+        ..api()
+    };
     // SAFETY: the simulated driver does what the manual says of these entry points.
     let cuda = unsafe { EntryPoints::new(api) };
     Gdr::builder().backend(BackendKind::DmaBuf).system(System::new(Arc::new(DmaBufs), cuda)).open()

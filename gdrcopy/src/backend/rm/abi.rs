@@ -57,159 +57,164 @@ pub(crate) unsafe trait Control {
     const NAME: &'static str;
 }
 
-/// `NVOS64_PARAMETERS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Alloc {
-    pub(crate) root: u32,
-    pub(crate) parent: u32,
-    /// 0 lets the resource manager choose; the handle on return.
-    pub(crate) object: u32,
-    pub(crate) class: u32,
-    pub(crate) params: u64,
-    pub(crate) rights: u64,
-    pub(crate) params_size: u32,
-    pub(crate) flags: u32,
-    pub(crate) status: u32,
+/// Declares structures of the driver, each with its trait, number, name, and `status` if it returns one.
+macro_rules! structures {
+    (@implement $name:ident Escape $number:literal $text:literal $($status:ident)?) => {
+        // SAFETY: see the layout tests.
+        unsafe impl Escape for $name {
+            const NUMBER: u32 = $number;
+            const NAME: &'static str = $text;
+            $(fn status(&self) -> u32 {
+                self.$status
+            })?
+        }
+    };
+    (@implement $name:ident Class $number:literal $text:literal) => {
+        // SAFETY: see the layout tests; no pointers.
+        unsafe impl Class for $name {
+            const CLASS: u32 = $number;
+            const NAME: &'static str = $text;
+        }
+    };
+    (@implement $name:ident Control $number:literal $text:literal) => {
+        // SAFETY: see the layout tests; whoever fills in `list` of `GpuInfoQuery` guarantees that pointer.
+        unsafe impl Control for $name {
+            const COMMAND: u32 = $number;
+            const NAME: &'static str = $text;
+        }
+    };
+    ($(
+        $(#[$meta:meta])*
+        $name:ident: $kind:ident $number:literal $text:literal $($status:ident)? {
+            $($(#[$inner:meta])* $field:ident: $type:ty),* $(,)?
+        }
+    )*) => {$(
+        $(#[$meta])*
+        #[repr(C)]
+        #[derive(Clone, Copy, Debug, Default)]
+        pub(crate) struct $name {
+            $($(#[$inner])* pub(crate) $field: $type,)*
+        }
+
+        structures!(@implement $name $kind $number $text $($status)?);
+    )*};
 }
 
-// SAFETY: see the layout tests.
-unsafe impl Escape for Alloc {
-    const NUMBER: u32 = 0x2b;
-    const NAME: &'static str = "rm alloc";
-    fn status(&self) -> u32 {
-        self.status
+structures! {
+    /// `NVOS64_PARAMETERS`.
+    Alloc: Escape 0x2b "rm alloc" status {
+        root: u32,
+        parent: u32,
+        /// 0 lets the resource manager choose; the handle on return.
+        object: u32,
+        class: u32,
+        params: u64,
+        rights: u64,
+        params_size: u32,
+        flags: u32,
+        status: u32,
     }
-}
 
-/// `NVOS00_PARAMETERS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Free {
-    pub(crate) root: u32,
-    pub(crate) parent: u32,
-    pub(crate) object: u32,
-    pub(crate) status: u32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Escape for Free {
-    const NUMBER: u32 = 0x29;
-    const NAME: &'static str = "rm free";
-    fn status(&self) -> u32 {
-        self.status
+    /// `NVOS00_PARAMETERS`.
+    Free: Escape 0x29 "rm free" status {
+        root: u32, parent: u32, object: u32, status: u32,
     }
-}
 
-/// `NVOS54_PARAMETERS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct ControlCall {
-    pub(crate) client: u32,
-    pub(crate) object: u32,
-    pub(crate) command: u32,
-    pub(crate) flags: u32,
-    pub(crate) params: u64,
-    pub(crate) params_size: u32,
-    pub(crate) status: u32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Escape for ControlCall {
-    const NUMBER: u32 = 0x2a;
-    const NAME: &'static str = "rm control";
-    fn status(&self) -> u32 {
-        self.status
+    /// `NVOS54_PARAMETERS`.
+    ControlCall: Escape 0x2a "rm control" status {
+        client: u32, object: u32, command: u32, flags: u32, params: u64, params_size: u32, status: u32,
     }
-}
 
-/// `NVOS55_PARAMETERS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Dup {
-    pub(crate) client: u32,
-    pub(crate) parent: u32,
-    /// 0 lets the resource manager choose; the handle on return.
-    pub(crate) object: u32,
-    pub(crate) source_client: u32,
-    pub(crate) source_object: u32,
-    pub(crate) flags: u32,
-    pub(crate) status: u32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Escape for Dup {
-    const NUMBER: u32 = 0x34;
-    const NAME: &'static str = "rm dup";
-    fn status(&self) -> u32 {
-        self.status
+    /// `NVOS55_PARAMETERS`.
+    Dup: Escape 0x34 "rm dup" status {
+        client: u32,
+        parent: u32,
+        /// 0 lets the resource manager choose; the handle on return.
+        object: u32,
+        source_client: u32,
+        source_object: u32,
+        flags: u32,
+        status: u32,
     }
-}
 
-/// `nv_ioctl_nvos33_parameters_with_fd`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Map {
-    pub(crate) client: u32,
-    /// A device or subdevice.
-    pub(crate) device: u32,
-    pub(crate) memory: u32,
-    pub(crate) offset: u64,
-    pub(crate) length: u64,
-    /// On return what [`Unmap`] wants to see again: the bus address.
-    pub(crate) linear: u64,
-    pub(crate) status: u32,
-    pub(crate) flags: u32,
-    /// An open `/dev/nvidiaN` without a mapping; its `mmap` at offset 0 gives the range.
-    pub(crate) fd: i32,
+    /// `nv_ioctl_nvos33_parameters_with_fd`.
+    Map: Escape 0x4e "rm map" status {
+        client: u32,
+        /// A device or subdevice.
+        device: u32,
+        memory: u32,
+        offset: u64,
+        length: u64,
+        /// On return what [`Unmap`] wants to see again: the bus address.
+        linear: u64,
+        status: u32,
+        flags: u32,
+        /// An open `/dev/nvidiaN` without a mapping; its `mmap` at offset 0 gives the range.
+        fd: i32,
+    }
+
+    /// `NVOS34_PARAMETERS`.
+    Unmap: Escape 0x4f "rm unmap" status {
+        client: u32, device: u32, memory: u32, linear: u64, status: u32, flags: u32,
+    }
+
+    /// `nv_ioctl_register_fd_t`.
+    RegisterFd: Escape 201 "rm register fd" {
+        control_fd: i32,
+    }
+
+    /// `NV0080_ALLOC_PARAMETERS`: a device.
+    Device: Class 0x80 "rm alloc device" {
+        instance: u32, client_share: u32, target_client: u32, target_device: u32, flags: u32, va_size: u64,
+        va_start: u64, va_limit: u64, va_mode: u32,
+    }
+
+    /// `NV2080_ALLOC_PARAMETERS`: a subdevice.
+    Subdevice: Class 0x2080 "rm alloc subdevice" {
+        instance: u32,
+    }
+
+    /// `NV_CONFIDENTIAL_COMPUTE_ALLOC_PARAMS`.
+    ConfidentialCompute: Class 0xcb33 "rm alloc confidential compute" {
+        client: u32,
+    }
+
+    /// `NV0000_CTRL_GPU_GET_ID_INFO_V2_PARAMS`.
+    IdInfo: Control 0x205 "rm id info" {
+        gpu_id: u32, flags: u32, device: u32, subdevice: u32, sli: u32, board: u32, gpu: u32, numa: i32,
+    }
+
+    /// `NV0000_CTRL_OS_UNIX_IMPORT_OBJECT_FROM_FD_PARAMS`.
+    Import: Control 0x3d06 "rm import" {
+        fd: i32,
+        /// [`Import::RM`].
+        kind: u32,
+        device: u32,
+        parent: u32,
+        /// 0 lets the resource manager choose; the handle on return.
+        object: u32,
+    }
+
+    /// `NV2080_CTRL_GPU_GET_INFO_PARAMS`. Its successor's size changes from version to version.
+    GpuInfoQuery: Control 0x2080_0101 "rm gpu info" {
+        entries: u32, list: u64,
+    }
+
+    /// `NV_CONF_COMPUTE_CTRL_CMD_SYSTEM_GET_CAPABILITIES_PARAMS`, from 550 on.
+    CcCapabilities: Control 0xcb33_0101 "rm confidential compute" {
+        cpu: u8,
+        gpus: u8,
+        environment: u8,
+        /// 0: disabled.
+        feature: u8,
+        dev_tools: u8,
+        multi_gpu: u8,
+    }
 }
 
 impl Map {
     /// `NVOS33_FLAGS_MAPPING_DIRECT`, `NVOS33_FLAGS_CACHING_TYPE_DEFAULT`.
     pub(crate) const FLAGS: u32 = 1 << 15 | 6 << 23;
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Escape for Map {
-    const NUMBER: u32 = 0x4e;
-    const NAME: &'static str = "rm map";
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
-
-/// `NVOS34_PARAMETERS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Unmap {
-    pub(crate) client: u32,
-    pub(crate) device: u32,
-    pub(crate) memory: u32,
-    pub(crate) linear: u64,
-    pub(crate) status: u32,
-    pub(crate) flags: u32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Escape for Unmap {
-    const NUMBER: u32 = 0x4f;
-    const NAME: &'static str = "rm unmap";
-    fn status(&self) -> u32 {
-        self.status
-    }
-}
-
-/// `nv_ioctl_register_fd_t`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct RegisterFd {
-    pub(crate) control_fd: i32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Escape for RegisterFd {
-    const NUMBER: u32 = 201;
-    const NAME: &'static str = "rm register fd";
 }
 
 /// `NV_MAX_DEVICES`.
@@ -252,95 +257,9 @@ unsafe impl Escape for Cards {
 /// Allocation of a root client, `NV01_ROOT_CLIENT`; it has no parameters.
 pub(crate) const ROOT_CLIENT: u32 = 0x41;
 
-/// `NV0080_ALLOC_PARAMETERS`: a device.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Device {
-    pub(crate) instance: u32,
-    pub(crate) client_share: u32,
-    pub(crate) target_client: u32,
-    pub(crate) target_device: u32,
-    pub(crate) flags: u32,
-    pub(crate) va_size: u64,
-    pub(crate) va_start: u64,
-    pub(crate) va_limit: u64,
-    pub(crate) va_mode: u32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Class for Device {
-    const CLASS: u32 = 0x80;
-    const NAME: &'static str = "rm alloc device";
-}
-
-/// `NV2080_ALLOC_PARAMETERS`: a subdevice.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Subdevice {
-    pub(crate) instance: u32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Class for Subdevice {
-    const CLASS: u32 = 0x2080;
-    const NAME: &'static str = "rm alloc subdevice";
-}
-
-/// `NV_CONFIDENTIAL_COMPUTE_ALLOC_PARAMS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct ConfidentialCompute {
-    pub(crate) client: u32,
-}
-
-// SAFETY: see the layout tests.
-unsafe impl Class for ConfidentialCompute {
-    const CLASS: u32 = 0xcb33;
-    const NAME: &'static str = "rm alloc confidential compute";
-}
-
-/// `NV0000_CTRL_GPU_GET_ID_INFO_V2_PARAMS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct IdInfo {
-    pub(crate) gpu_id: u32,
-    pub(crate) flags: u32,
-    pub(crate) device: u32,
-    pub(crate) subdevice: u32,
-    pub(crate) sli: u32,
-    pub(crate) board: u32,
-    pub(crate) gpu: u32,
-    pub(crate) numa: i32,
-}
-
-// SAFETY: see the layout tests; no pointers.
-unsafe impl Control for IdInfo {
-    const COMMAND: u32 = 0x205;
-    const NAME: &'static str = "rm id info";
-}
-
-/// `NV0000_CTRL_OS_UNIX_IMPORT_OBJECT_FROM_FD_PARAMS`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Import {
-    pub(crate) fd: i32,
-    /// [`Import::RM`].
-    pub(crate) kind: u32,
-    pub(crate) device: u32,
-    pub(crate) parent: u32,
-    /// 0 lets the resource manager choose; the handle on return.
-    pub(crate) object: u32,
-}
-
 impl Import {
     /// `NV0000_CTRL_OS_UNIX_EXPORT_OBJECT_TYPE_RM`.
     pub(crate) const RM: u32 = 1;
-}
-
-// SAFETY: see the layout tests; no pointers.
-unsafe impl Control for Import {
-    const COMMAND: u32 = 0x3d06;
-    const NAME: &'static str = "rm import";
 }
 
 /// `NV2080_CTRL_GPU_INFO`.
@@ -358,127 +277,72 @@ impl GpuInfoEntry {
     pub(crate) const SMC_ENABLED: u32 = 1;
 }
 
-/// `NV2080_CTRL_GPU_GET_INFO_PARAMS`. Its successor's size changes from version to version.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct GpuInfoQuery {
-    pub(crate) entries: u32,
-    pub(crate) list: u64,
-}
-
-// SAFETY: see the layout tests; whoever fills in `list` guarantees the pointer.
-unsafe impl Control for GpuInfoQuery {
-    const COMMAND: u32 = 0x2080_0101;
-    const NAME: &'static str = "rm gpu info";
-}
-
-/// `NV_CONF_COMPUTE_CTRL_CMD_SYSTEM_GET_CAPABILITIES_PARAMS`, from 550 on.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct CcCapabilities {
-    pub(crate) cpu: u8,
-    pub(crate) gpus: u8,
-    pub(crate) environment: u8,
-    /// 0: disabled.
-    pub(crate) feature: u8,
-    pub(crate) dev_tools: u8,
-    pub(crate) multi_gpu: u8,
-}
-
-// SAFETY: see the layout tests; no pointers.
-unsafe impl Control for CcCapabilities {
-    const COMMAND: u32 = 0xcb33_0101;
-    const NAME: &'static str = "rm confidential compute";
-}
-
 /// A status of the resource manager: `NV_STATUS` of `nvstatuscodes.h`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NvStatus(pub(crate) u32);
 
-impl NvStatus {
-    pub(crate) const OK: Self = Self(0);
-    pub(crate) const BUSY_RETRY: Self = Self(0x03);
-    pub(crate) const CARD_NOT_PRESENT: Self = Self(0x05);
-    pub(crate) const GPU_IS_LOST: Self = Self(0x0f);
-    pub(crate) const GPU_IN_FULLCHIP_RESET: Self = Self(0x10);
-    pub(crate) const IN_USE: Self = Self(0x17);
-    pub(crate) const INSERT_DUPLICATE_NAME: Self = Self(0x19);
-    pub(crate) const INSUFFICIENT_RESOURCES: Self = Self(0x1a);
-    pub(crate) const INSUFFICIENT_PERMISSIONS: Self = Self(0x1b);
-    pub(crate) const INVALID_ADDRESS: Self = Self(0x1e);
-    pub(crate) const INVALID_ARGUMENT: Self = Self(0x1f);
-    pub(crate) const INVALID_BASE: Self = Self(0x20);
-    pub(crate) const INVALID_CLASS: Self = Self(0x22);
-    pub(crate) const INVALID_CLIENT: Self = Self(0x23);
-    pub(crate) const INVALID_COMMAND: Self = Self(0x24);
-    pub(crate) const INVALID_DEVICE: Self = Self(0x26);
-    pub(crate) const INVALID_FLAGS: Self = Self(0x29);
-    pub(crate) const INVALID_LIMIT: Self = Self(0x2e);
-    pub(crate) const INVALID_OBJECT: Self = Self(0x31);
-    pub(crate) const INVALID_OBJECT_HANDLE: Self = Self(0x33);
-    pub(crate) const INVALID_OBJECT_PARENT: Self = Self(0x36);
-    pub(crate) const INVALID_PARAM_STRUCT: Self = Self(0x3a);
-    pub(crate) const INVALID_PARAMETER: Self = Self(0x3b);
-    pub(crate) const INVALID_STATE: Self = Self(0x40);
-    pub(crate) const NO_MEMORY: Self = Self(0x51);
-    pub(crate) const NOT_SUPPORTED: Self = Self(0x56);
-    pub(crate) const OBJECT_NOT_FOUND: Self = Self(0x57);
-    pub(crate) const OPERATING_SYSTEM: Self = Self(0x59);
-    pub(crate) const RESET_REQUIRED: Self = Self(0x62);
-    pub(crate) const TIMEOUT: Self = Self(0x65);
-    pub(crate) const TIMEOUT_RETRY: Self = Self(0x66);
-    pub(crate) const GENERIC: Self = Self(0xffff);
+const RETRY: &str = "the driver is busy; try again";
+const LOST: &str = "the GPU must be reset (nvidia-smi -r, or a reboot)";
+const FREED: &str = "the memory may have been freed meanwhile; pin live memory";
+const UNKNOWN: &str = "use another backend (GDRCOPY_BACKEND) and report this with the driver's version";
+const REFUSED: &str = "this driver or GPU does not do this; use another backend (GDRCOPY_BACKEND)";
+const MEMORY: &str = "the driver is out of memory; unpin something";
+const NOT_SHARED: &str = "the memory belongs to a client that does not share it (an MPS server, another user); run without \
+     MPS, as the user that allocated it";
 
-    /// The name without `NV_ERR_`, and what the user can do.
-    pub(crate) fn explain(self) -> (&'static str, &'static str) {
-        const RETRY: &str = "the driver is busy; try again";
-        const LOST: &str = "the GPU must be reset (nvidia-smi -r, or a reboot)";
-        const FREED: &str = "the memory may have been freed meanwhile; pin live memory";
-        const UNKNOWN: &str =
-            "use another backend (GDRCOPY_BACKEND) and report this with the driver's version";
-        const REFUSED: &str = "this driver or GPU does not do this; use another backend (GDRCOPY_BACKEND)";
-        const MEMORY: &str = "the driver is out of memory; unpin something";
-        match self {
-            Self::OK => ("OK", ""),
-            Self::BUSY_RETRY => ("BUSY_RETRY", RETRY),
-            Self::CARD_NOT_PRESENT => ("CARD_NOT_PRESENT", LOST),
-            Self::GPU_IS_LOST => ("GPU_IS_LOST", LOST),
-            Self::GPU_IN_FULLCHIP_RESET => ("GPU_IN_FULLCHIP_RESET", LOST),
-            Self::IN_USE => ("IN_USE", RETRY),
-            Self::INSERT_DUPLICATE_NAME => ("INSERT_DUPLICATE_NAME", UNKNOWN),
-            Self::INSUFFICIENT_RESOURCES => ("INSUFFICIENT_RESOURCES", MEMORY),
-            Self::INSUFFICIENT_PERMISSIONS => (
-                "INSUFFICIENT_PERMISSIONS",
-                "the memory belongs to a client that does not share it (an MPS server, another user); run without \
-                 MPS, as the user that allocated it",
-            ),
-            Self::INVALID_ADDRESS => ("INVALID_ADDRESS", UNKNOWN),
-            Self::INVALID_ARGUMENT => ("INVALID_ARGUMENT", UNKNOWN),
-            Self::INVALID_BASE => ("INVALID_BASE", UNKNOWN),
-            Self::INVALID_CLASS => ("INVALID_CLASS", REFUSED),
-            Self::INVALID_CLIENT => ("INVALID_CLIENT", FREED),
-            Self::INVALID_COMMAND => ("INVALID_COMMAND", REFUSED),
-            Self::INVALID_DEVICE => ("INVALID_DEVICE", UNKNOWN),
-            Self::INVALID_FLAGS => ("INVALID_FLAGS", UNKNOWN),
-            Self::INVALID_LIMIT => ("INVALID_LIMIT", UNKNOWN),
-            Self::INVALID_OBJECT => ("INVALID_OBJECT", FREED),
-            Self::INVALID_OBJECT_HANDLE => ("INVALID_OBJECT_HANDLE", FREED),
-            Self::INVALID_OBJECT_PARENT => ("INVALID_OBJECT_PARENT", UNKNOWN),
-            Self::INVALID_PARAM_STRUCT => ("INVALID_PARAM_STRUCT", UNKNOWN),
-            Self::INVALID_PARAMETER => ("INVALID_PARAMETER", UNKNOWN),
-            Self::INVALID_STATE => ("INVALID_STATE", UNKNOWN),
-            Self::NO_MEMORY => ("NO_MEMORY", MEMORY),
-            Self::NOT_SUPPORTED => ("NOT_SUPPORTED", REFUSED),
-            Self::OBJECT_NOT_FOUND => ("OBJECT_NOT_FOUND", FREED),
-            Self::OPERATING_SYSTEM => ("OPERATING_SYSTEM", UNKNOWN),
-            Self::RESET_REQUIRED => ("RESET_REQUIRED", LOST),
-            Self::TIMEOUT => ("TIMEOUT", LOST),
-            Self::TIMEOUT_RETRY => ("TIMEOUT_RETRY", RETRY),
-            Self::GENERIC => ("GENERIC", UNKNOWN),
-            _ => ("see nvstatuscodes.h", UNKNOWN),
+/// Declares the statuses, each with its number and what the user can do.
+macro_rules! statuses {
+    ($($name:ident = $number:literal, $fix:expr;)*) => {
+        impl NvStatus {
+            $(pub(crate) const $name: Self = Self($number);)*
+
+            /// The name without `NV_ERR_`, and what the user can do.
+            pub(crate) fn explain(self) -> (&'static str, &'static str) {
+                match self {
+                    $(Self::$name => (stringify!($name), $fix),)*
+                    _ => ("see nvstatuscodes.h", UNKNOWN),
+                }
+            }
         }
-    }
+    };
+}
 
+statuses! {
+    OK = 0, "";
+    BUSY_RETRY = 0x03, RETRY;
+    CARD_NOT_PRESENT = 0x05, LOST;
+    GPU_IS_LOST = 0x0f, LOST;
+    GPU_IN_FULLCHIP_RESET = 0x10, LOST;
+    IN_USE = 0x17, RETRY;
+    INSERT_DUPLICATE_NAME = 0x19, UNKNOWN;
+    INSUFFICIENT_RESOURCES = 0x1a, MEMORY;
+    INSUFFICIENT_PERMISSIONS = 0x1b, NOT_SHARED;
+    INVALID_ADDRESS = 0x1e, UNKNOWN;
+    INVALID_ARGUMENT = 0x1f, UNKNOWN;
+    INVALID_BASE = 0x20, UNKNOWN;
+    INVALID_CLASS = 0x22, REFUSED;
+    INVALID_CLIENT = 0x23, FREED;
+    INVALID_COMMAND = 0x24, REFUSED;
+    INVALID_DEVICE = 0x26, UNKNOWN;
+    INVALID_FLAGS = 0x29, UNKNOWN;
+    INVALID_LIMIT = 0x2e, UNKNOWN;
+    INVALID_OBJECT = 0x31, FREED;
+    INVALID_OBJECT_HANDLE = 0x33, FREED;
+    INVALID_OBJECT_PARENT = 0x36, UNKNOWN;
+    INVALID_PARAM_STRUCT = 0x3a, UNKNOWN;
+    INVALID_PARAMETER = 0x3b, UNKNOWN;
+    INVALID_STATE = 0x40, UNKNOWN;
+    NO_MEMORY = 0x51, MEMORY;
+    NOT_SUPPORTED = 0x56, REFUSED;
+    OBJECT_NOT_FOUND = 0x57, FREED;
+    OPERATING_SYSTEM = 0x59, UNKNOWN;
+    RESET_REQUIRED = 0x62, LOST;
+    TIMEOUT = 0x65, LOST;
+    TIMEOUT_RETRY = 0x66, RETRY;
+    GENERIC = 0xffff, UNKNOWN;
+}
+
+impl NvStatus {
     /// Whether the same call may succeed later.
     pub(crate) fn is_transient(self) -> bool {
         matches!(
