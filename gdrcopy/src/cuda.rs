@@ -7,8 +7,8 @@ use std::fmt;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-pub use driver::{EntryPoints, sysfs_address};
 pub use crate::error::CudaStatus;
+pub use driver::{EntryPoints, sysfs_address};
 
 pub(crate) use driver::Installed;
 

