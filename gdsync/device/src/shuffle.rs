@@ -25,7 +25,7 @@ impl<const BITS: u32> Shuffle<BITS> {
     /// A map drawn at random.
     ///
     /// # Errors
-    /// [`Error::Sys`] where the system has no random numbers.
+    /// [`Error::Sys`](crate::Error::Sys) where the system has no random numbers.
     pub fn random() -> Result<Self> {
         let [a, b] = *gid::random::<8>()?.as_chunks::<4>().0 else {
             unreachable!("eight bytes are two chunks")

@@ -25,7 +25,7 @@ pub enum Transport {
 }
 
 /// Which GPU memory a device is given pinned host memory in place of, where a thread posts to it (the CPU proxy): see
-/// [`Context::stage`](super::Context::stage).
+/// `Context::stage`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Staging {
@@ -52,7 +52,7 @@ impl fmt::Display for Transport {
     }
 }
 
-/// What takes payload out of a buffer, and why: see [`Qp::transfer_path`](super::Qp::transfer_path). It is written as
+/// What takes payload out of a buffer, and why: see `Qp::transfer_path`. It is written as
 /// `copied by the CPU: it is host memory`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransferPath {

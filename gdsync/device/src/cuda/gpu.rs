@@ -119,7 +119,7 @@ impl Gpu {
     ///
     /// Opened once and kept open until the process ends, as the CUDA runtime does: to close it, CUDA would wait for every
     /// stream of the process, and let nobody register memory meanwhile. Do this before any stream of the process waits: only
-    /// then does CUDA load the kernels of [`Via::Kernel`](crate::stream::Via::Kernel), and get what it needs for more streams
+    /// then does CUDA load the kernels of [`Via::Kernel`](crate::cuda::Via::Kernel), and get what it needs for more streams
     /// and graphs; there is room for 64 of each afterwards.
     ///
     /// # Errors

@@ -80,7 +80,7 @@ pub struct KernelOp {
     pub kind: u32,
     /// Of a wait: its condition.
     pub cond: u16,
-    /// See [`flag`].
+    /// See `flag`.
     pub flags: u16,
     /// The word.
     pub addr: u64,

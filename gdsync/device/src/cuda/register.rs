@@ -40,7 +40,7 @@ static REGISTERED: Mutex<Table> = Mutex::new(Table::new());
 /// Held while something is registered.
 static REGISTERING: Mutex<()> = Mutex::new(());
 
-/// Host memory registered with CUDA. When this is dropped, it is given back in time: see [`super::deferred_free`].
+/// Host memory registered with CUDA. When this is dropped, it is given back in time: see `deferred_free`.
 pub struct Registered {
     /// The GPU's address of the first byte that was asked for.
     addr: u64,

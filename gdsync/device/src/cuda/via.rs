@@ -16,7 +16,7 @@ pub enum Via {
     /// itself, and writes nothing more after one that failed. It takes a slot of an SM while it waits; where several
     /// processes share the GPU without MPS, it keeps the others waiting for whole time slices.
     Kernel,
-    /// Whichever was faster on this GPU: see [`Gpu::calibrate`](crate::cuda::Gpu::calibrate).
+    /// Whichever was faster on this GPU: see `gdsync::stream::calibrate`.
     Auto,
 }
 

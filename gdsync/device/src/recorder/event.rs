@@ -117,7 +117,7 @@ pub struct Event {
     pub device: u8,
     /// The queue pair, 24 bits; 0 for words and marks.
     pub qpn: u32,
-    /// The number of the work request in its queue, from 0, as [`Completion::index`](crate::verbs::Completion::index) tells it;
+    /// The number of the work request in its queue, from 0, as `Completion::index` tells it;
     /// the address of a word; the number of a mark.
     pub number: u64,
     /// Bytes of the request or its completion; of a word, the low 32 bits of the value that is waited for; of a mark, its value.
