@@ -1,7 +1,9 @@
 //! Errors of encoding a WQE.
 
-/// Maximum message length; defined here because the segments use these errors.
-const MAX_MESSAGE: u32 = 1 << 30;
+/// Maximum message and SGE length in bytes (1 GiB).
+///
+/// The field allows 2^31 - 1 and InfiniBand 2^31; 1 GiB is what every device takes (`log_msg_max` 30).
+pub const MAX_MESSAGE: u32 = 1 << 30;
 
 /// Why an operation cannot be encoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,5 +1,6 @@
 //! 16-byte segments: data segments and remote addresses.
 
+pub use super::error::MAX_MESSAGE;
 use super::error::WqeError;
 
 /// Bytes of a segment, the unit of `ds`.
@@ -10,11 +11,6 @@ pub const INLINE: u32 = 0x8000_0000;
 
 /// Key that terminates a receive WQE's list (`MLX5_INVALID_LKEY`).
 pub const INVALID_LKEY: u32 = 0x100;
-
-/// Maximum message and SGE length in bytes (1 GiB).
-///
-/// The field allows 2^31 - 1 and InfiniBand 2^31; 1 GiB is what every device takes (`log_msg_max` 30).
-pub const MAX_MESSAGE: u32 = 1 << 30;
 
 /// Data segment: scatter/gather entry (`mlx5_wqe_data_seg`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

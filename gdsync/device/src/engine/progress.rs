@@ -93,7 +93,10 @@ impl ProgressState {
     /// [`Error::Panicked`] when one has.
     pub fn watch_health(&self, thread: &'static str, health: &Arc<Health>) -> Result<()> {
         let mut healths = self.healths.lock();
-        healths.retain(|health| health.strong_count() > 0);
+        // Only when it would grow, so that many queue pairs cost no more each.
+        if healths.len() == healths.capacity() {
+            healths.retain(|health| health.strong_count() > 0);
+        }
         healths.push(Arc::downgrade(health));
         drop(healths);
         if self.failed.load(Ordering::Acquire) { Err(Error::Panicked { thread }) } else { Ok(()) }
