@@ -64,7 +64,7 @@
 //!
 //! Queue pairs of one process use a loopback ring. Other processes of the host are linked through shared memory, handed
 //! over an abstract Unix socket whose name is a hash of the [`Gid`](gdsync_device::Gid). Both must run as one user in one
-//! network namespace. When a process dies, its links report it at once: outstanding sends fail with a retry error,
+//! network namespace and belong to one job ([`job_secret`]). When a process dies, its links report it at once: outstanding sends fail with a retry error,
 //! everything else is flushed. (A card runs into its timeouts; so does this HCA when a peer is only silent.) A dead link
 //! is freed when no queue pair is connected over it.
 
@@ -72,6 +72,7 @@ mod async_event;
 mod card;
 mod config;
 mod core;
+mod job;
 mod keys;
 mod links;
 mod packet;
@@ -82,4 +83,5 @@ mod wire;
 pub use async_event::{AsyncEvent, AsyncEvents};
 pub use card::{Card, CardQp};
 pub use config::{CmaPolicy, SoftHcaConfig};
+pub use job::job_secret;
 pub use soft::SoftHca;

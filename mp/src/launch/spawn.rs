@@ -74,8 +74,7 @@ pub fn spawn_command(
         local_rank: 0,
         local_size: Some(size),
         root: Root::At(address.to_string()),
-        token: getrandom::u64()
-            .map_err(|error| Error::spawn("random numbers", error.into(), "use Linux 3.17 or newer"))?,
+        token: gdsync::hca::job_secret()?,
         launcher: Launcher::Env,
     };
     launch.check("rank", "size")?;

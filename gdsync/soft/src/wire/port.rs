@@ -1,10 +1,11 @@
 //! Listening socket of an HCA: a control thread accepts links and detects hang-ups.
 //!
-//! Abstract sockets have no permissions and public names. Three checks protect a link:
+//! Abstract sockets have no permissions and public names. Four checks protect a link:
 //! - Both ends belong to the same user (`SO_PEERCRED`), even if one is root.
 //! - The socket's name is a hash of the GID, and the greeting carries the GID itself: only peers that know the address
 //!   can connect.
 //! - The process that claims a GID must serve the socket of that GID.
+//! - Both ends have the same job secret, or none.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -16,21 +17,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use std::{fmt, io};
+use std::{fmt, fs, io};
 
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::event_count::EventCount;
 use super::ring::{MappingPool, RING_BYTES, RxRing, TxRing};
+use crate::job;
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, user};
 
 /// First bytes of a greeting: protocol and version.
-const MAGIC: &[u8; 8] = b"gdswire4";
-/// Bytes of a greeting: magic, GID of the receiver, GID of the sender.
-const GREETING: usize = 40;
+const MAGIC: &[u8; 8] = b"gdswire5";
+/// Bytes of a greeting: magic, GID of the receiver, GID of the sender, job secret (0 if none).
+const GREETING: usize = 48;
 /// Bytes of the shared memory file: the rings of both directions.
 const FILE: usize = 2 * RING_SPAN;
 /// Bytes of a ring, rounded to pages.
@@ -114,6 +116,7 @@ impl fmt::Debug for Port {
 impl Port {
     /// Opens the port. `event` is notified when a link opens or closes.
     pub(crate) fn open(gid: Gid, event: EventCount) -> Result<Self> {
+        own_secret()?;
         let fix = "raise the limit of open files (ulimit -n)";
         let listener = SocketAddr::from_abstract_name(name(gid))
             .and_then(|address| UnixListener::bind_addr(&address))
@@ -169,8 +172,7 @@ impl Port {
             }
         };
         let response = handshake_connect(&stream, peer, &self.shared, deadline);
-        let (file, event) = response
-            .map_err(|e| failed(format!("the handshake failed ({e}); use the same version on both sides")))?;
+        let (file, event) = response.map_err(|e| failed(format!("the handshake failed: {e}")))?;
         self.shared.link(peer, &file, 0, event, stream)
     }
 
@@ -221,11 +223,12 @@ fn try_connect(gid: Gid) -> io::Result<UnixStream> {
     Ok(UnixStream::from(socket))
 }
 
-fn greeting(to: Gid, from: Gid) -> [u8; GREETING] {
+fn greeting(to: Gid, from: Gid, secret: u64) -> [u8; GREETING] {
     let mut out = [0; GREETING];
     out[..8].copy_from_slice(MAGIC);
     out[8..24].copy_from_slice(&to.0);
-    out[24..].copy_from_slice(&from.0);
+    out[24..40].copy_from_slice(&from.0);
+    out[40..].copy_from_slice(&secret.to_be_bytes());
     out
 }
 
@@ -237,11 +240,20 @@ fn invalid(what: &str) -> io::Error {
 fn check_user(stream: &UnixStream) -> io::Result<()> {
     let own = user();
     match peer_credentials(stream)?.uid {
+        uid if uid == own && is_ambiguous(own, &fs::read_to_string("/proc/self/uid_map")?) => {
+            Err(invalid("this user namespace does not map its own user, so all others look the same; map it"))
+        }
         uid if uid == own => Ok(()),
         uid => Err(invalid(&format!(
             "the process at the other end belongs to user {uid}, this one to {own}; run both as the same user"
         ))),
     }
+}
+
+/// Whether `user` is the one that the kernel reports for every user without a number in this user namespace.
+fn is_ambiguous(user: libc::uid_t, uid_map: &str) -> bool {
+    const OVERFLOW: libc::uid_t = 65_534;
+    user == OVERFLOW && !uid_map.split_whitespace().eq(["0", "0", "4294967295"])
 }
 
 /// Checks that the peer serves the socket of the GID it claims.
@@ -254,15 +266,31 @@ fn check_claim(stream: &UnixStream, claimed: Gid) -> io::Result<()> {
     Err(invalid("the process at the other end claims the GID of another one"))
 }
 
+/// Secret in this process's greetings.
+fn own_secret() -> Result<u64> {
+    Ok(job::current()?.unwrap_or(0))
+}
+
 /// Sender's GID in a greeting to `own`.
-fn read_greeting(bytes: &[u8], own: Gid) -> io::Result<Gid> {
-    let bytes: &[u8; GREETING] = bytes.try_into().map_err(|_| invalid("not a greeting of this version"))?;
-    let mut gids = bytes[8..].as_chunks::<16>().0.iter().map(|gid| Gid(*gid));
-    match (bytes.starts_with(MAGIC), gids.next(), gids.next()) {
-        (false, ..) => Err(invalid("not a greeting of this version")),
-        (true, Some(to), Some(from)) if to == own => Ok(from),
-        _ => Err(invalid("a greeting for another GID")),
+fn read_greeting(bytes: &[u8], own: Gid) -> Handshake<Gid> {
+    if bytes.is_empty() {
+        return Err(invalid(
+            "it refused the greeting; use the same version and GDSYNC_JOB_TOKEN in both processes",
+        )
+        .into());
     }
+    let bytes: &[u8; GREETING] = bytes.try_into().map_err(|_| invalid("not a greeting of this version"))?;
+    if !bytes.starts_with(MAGIC) {
+        return Err(invalid("not a greeting of this version").into());
+    }
+    let (gids, secret) = (bytes[8..40].as_chunks::<16>().0, &bytes[40..]);
+    if Gid(gids[0]) != own {
+        return Err(invalid("a greeting for another GID").into());
+    }
+    if secret != own_secret()?.to_be_bytes() {
+        return Err(invalid("the process at the other end has another GDSYNC_JOB_TOKEN").into());
+    }
+    Ok(Gid(gids[1]))
 }
 
 /// Connecting side of the handshake: creates and sends the rings, and receives the peer's event count.
@@ -278,7 +306,11 @@ fn handshake_connect(
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_write_timeout(Some(left))?;
     stream.set_read_timeout(Some(left))?;
-    send_with_fds(stream, &greeting(peer, shared.gid), &[file.as_raw_fd(), shared.event.fd().as_raw_fd()])?;
+    send_with_fds(
+        stream,
+        &greeting(peer, shared.gid, own_secret()?),
+        &[file.as_raw_fd(), shared.event.fd().as_raw_fd()],
+    )?;
     let mut bytes = [0; GREETING];
     let (got, fds) = receive_with_fds(stream, &mut bytes)?;
     if read_greeting(&bytes[..got], shared.gid)? != peer {
@@ -427,7 +459,8 @@ impl Control {
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting must carry two descriptors"))?;
         gdsync_device::check_memfd(&file, FILE)?;
         let event = EventCount::open(event)?;
-        send_with_fds(&stream, &greeting(peer, self.shared.gid), &[self.shared.event.fd().as_raw_fd()])?;
+        let answer = greeting(peer, self.shared.gid, own_secret()?);
+        send_with_fds(&stream, &answer, &[self.shared.event.fd().as_raw_fd()])?;
         let ends = self.shared.link(peer, &file, 1, event, stream)?;
         let mut accepted = self.shared.accepted.lock();
         accepted.push(ends);

@@ -2,7 +2,7 @@
 
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt as _;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use super::*;
 
@@ -88,16 +88,24 @@ fn invalid_connections_neither_block_nor_break_the_port() {
         matches!(stream.read(&mut [0; 64]), Ok(0) | Err(_))
     };
     let (b, b_gid) = port();
-    for bytes in
-        [&b"GET / HTTP/1.1\r\n\r\n"[..], &[0; GREETING], &greeting(b_gid, gid), &greeting(gid, b_gid)]
-    {
+    for bytes in [
+        &b"GET / HTTP/1.1\r\n\r\n"[..],
+        &[0; GREETING],
+        &greeting(b_gid, gid, own_secret().unwrap()),
+        &greeting(gid, b_gid, own_secret().unwrap()),
+    ] {
         let mut stream = call();
         stream.write_all(bytes).unwrap();
         assert!(closed(stream), "garbage, a greeting for another GID, or one without descriptors");
     }
     let small = gdsync_device::memfd(c"small", 4096).unwrap();
     let stream = call();
-    send_with_fds(&stream, &greeting(gid, b_gid), &[small.as_raw_fd(), small.as_raw_fd()]).unwrap();
+    send_with_fds(
+        &stream,
+        &greeting(gid, b_gid, own_secret().unwrap()),
+        &[small.as_raw_fd(), small.as_raw_fd()],
+    )
+    .unwrap();
     assert!(closed(stream), "rings too small");
     // SAFETY: the name is a C string.
     let raw = unsafe { libc::memfd_create(c"open".as_ptr(), libc::MFD_CLOEXEC) };
@@ -105,7 +113,12 @@ fn invalid_connections_neither_block_nor_break_the_port() {
     let unsealed: OwnedFd = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
     std::fs::File::from(unsealed.try_clone().unwrap()).set_len(FILE as u64).unwrap();
     let stream = call();
-    send_with_fds(&stream, &greeting(gid, b_gid), &[unsealed.as_raw_fd(), unsealed.as_raw_fd()]).unwrap();
+    send_with_fds(
+        &stream,
+        &greeting(gid, b_gid, own_secret().unwrap()),
+        &[unsealed.as_raw_fd(), unsealed.as_raw_fd()],
+    )
+    .unwrap();
     assert!(closed(stream), "a file that could shrink");
 
     let mut near = b.connect(gid, TIMEOUT).unwrap();
@@ -119,8 +132,35 @@ fn is_let_in(gid: Gid, claimed: Gid) -> bool {
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     let (file, event) = (gdsync_device::memfd(c"link", FILE).unwrap(), EventCount::create().unwrap());
     // Fails if the connection was closed at once.
-    let _ = send_with_fds(&stream, &greeting(gid, claimed), &[file.as_raw_fd(), event.fd().as_raw_fd()]);
+    let _ = send_with_fds(
+        &stream,
+        &greeting(gid, claimed, own_secret().unwrap()),
+        &[file.as_raw_fd(), event.fd().as_raw_fd()],
+    );
     matches!(stream.read(&mut [0; GREETING]), Ok(GREETING))
+}
+
+#[test]
+fn users_that_a_namespace_does_not_map_are_not_told_apart() {
+    let all = "         0          0 4294967295\n";
+    assert!(is_ambiguous(65_534, "0 1000 1\n") && is_ambiguous(65_534, ""));
+    assert!(!is_ambiguous(65_534, all) && !is_ambiguous(1000, "0 1000 1\n"));
+}
+
+#[test]
+fn process_of_another_job_is_refused() {
+    let (a, gid) = port();
+    let other = own_secret().unwrap().wrapping_add(1).to_string();
+    let mut child = child_of(gid);
+    child
+        .env("GDSYNC_JOB_TOKEN", other)
+        .env("RUST_BACKTRACE", "0")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let output = child.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(!output.status.success() && text.contains("GDSYNC_JOB_TOKEN"), "{text}");
+    assert!(!a.has_accepted());
 }
 
 /// Child process of the next test, run as another user.
@@ -152,7 +192,7 @@ fn gid_can_only_be_claimed_by_the_process_that_serves_it() {
     let claim = |claimed| is_let_in(gid, claimed);
     assert!(!claim(Gid::random().unwrap()), "nobody serves it");
     // Another process serves this GID and has linked itself.
-    let mut child = child_of(gid);
+    let mut child = child_of(gid).spawn().unwrap();
     let theirs = accepted(&a);
     assert!(!claim(theirs.peer), "the process that serves it is another one");
     assert!(theirs.socket.is_alive(), "its link goes on");
@@ -221,19 +261,17 @@ fn accept_pauses_when_descriptors_run_out() {
     assert_eq!(child.status().unwrap().code(), Some(42));
 }
 
-fn child_of(gid: Gid) -> Child {
-    Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "wire::port::tests::child_that_connects_and_waits"])
-        .env("GDSYNC_TEST_CONNECT_TO", gid.to_string())
-        .stdout(Stdio::null())
-        .spawn()
-        .unwrap()
+fn child_of(gid: Gid) -> Command {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", "wire::port::tests::child_that_connects_and_waits"]);
+    child.env("GDSYNC_TEST_CONNECT_TO", gid.to_string()).stdout(Stdio::null());
+    child
 }
 
 #[test]
 fn killed_process_is_noticed() {
     let (a, gid) = port();
-    let mut child = child_of(gid);
+    let mut child = child_of(gid).spawn().unwrap();
     let mut ends = accepted(&a);
     until("the child's record", || ends.rx.has_record());
     assert!(ends.socket.is_alive());
