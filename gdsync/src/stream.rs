@@ -75,11 +75,11 @@ mod record;
 mod steps;
 
 use std::cell::Cell;
+use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use std::{fmt, mem};
 
 use parking_lot::{Mutex, MutexGuard};
 
@@ -100,19 +100,16 @@ pub use prepared::{PreparedSend, PreparedWait};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 
 use crate::nvtx::DOMAIN;
-use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
-use crate::verbs::sq::{SendQueue, Sent};
-use crate::verbs::{Completion, Qp, SendWr, Submitted};
+use crate::verbs::{Completion, Qp, SendWr};
 use cuda::CudaEngine;
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Stage;
-use gdsync_shm::{reset, submit_lock};
+use gdsync_shm::submit_lock;
 use host::HostEngine;
-use prepared::WaitKind;
 use record::Recording;
 
 /// A stream. Clones share it. Dropping the last one aborts pending work.
@@ -162,25 +159,11 @@ impl DerefMut for StateGuard<'_> {
     }
 }
 
-impl StateGuard<'_> {
-    /// Drops it, inlined.
-    #[inline]
-    fn end(mut self) {
-        self.unlock();
-        mem::forget(self);
-    }
-
-    #[inline]
-    fn unlock(&mut self) {
+impl Drop for StateGuard<'_> {
+    fn drop(&mut self) {
         if let Some(state) = self.state.take() {
             self.inner.submit_lock.unlock(state, |state| self.inner.engine.mark(&mut state.guard));
         }
-    }
-}
-
-impl Drop for StateGuard<'_> {
-    fn drop(&mut self) {
-        self.unlock();
     }
 }
 
@@ -284,29 +267,22 @@ impl Stream {
     /// a queue pair of the batch or failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
         let mut state = self.state()?;
-        let State { used, recording, guard } = &mut *state;
-        self.submit_locked((used, guard), recording, batch)?;
-        state.end();
+        self.submit_locked(&mut state, batch)?;
+        drop(state);
         self.hand_over(batch);
         Ok(())
     }
 
-    fn submit_locked(
-        &self,
-        (used, guard): (&mut Used, &mut SubmitGuard),
-        recording: &mut Option<Recording>,
-        batch: &mut Batch,
-    ) -> Result<()> {
+    fn submit_locked(&self, state: &mut State, batch: &mut Batch) -> Result<()> {
         let _range = DOMAIN.range(c"submit");
+        let State { used, recording, guard } = state;
         let Some(recording) = recording else {
-            return self
-                .put((used, guard), batch, |batch, guard| batch.put(&*self.0.engine, guard))
-                .map(drop);
+            return self.put(used, batch, |ops| self.0.engine.submit(guard, ops)).map(drop);
         };
         record::check(batch)?;
         match &mut recording.sizes {
-            None => self.0.engine.record(guard, batch.ops())?,
-            Some(sizes) => sizes.push(self.0.engine.size_of_step(batch.ops())?),
+            None => self.0.engine.record(guard, &batch.ops)?,
+            Some(sizes) => sizes.push(self.0.engine.size_of_step(&batch.ops)?),
         }
         recording.add(batch);
         Ok(())
@@ -341,14 +317,14 @@ impl Stream {
     /// the submission's number.
     fn put(
         &self,
-        (used, guard): (&mut Used, &mut SubmitGuard),
+        used: &mut Used,
         batch: &mut Batch,
-        submit: impl FnOnce(&mut Batch, &mut SubmitGuard) -> Result<u64>,
+        submit: impl FnOnce(&mut Ops) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.0.id, !self.0.signals)?;
         // Recorded first, because the engine may run it at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
-        let seq = match submit(batch, guard) {
+        let seq = match submit(&mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.0.id);
@@ -404,10 +380,9 @@ impl Stream {
         // Dropped after the submit lock: dropping a host function runs foreign code.
         let mut batch = Batch::new();
         let mut state = self.state()?;
-        let State { used, recording, guard } = &mut *state;
         let added = add(&mut batch)?;
-        self.submit_locked((used, guard), recording, &mut batch)?;
-        state.end();
+        self.submit_locked(&mut state, &mut batch)?;
+        drop(state);
         self.hand_over(&mut batch);
         Ok(added)
     }
@@ -524,66 +499,8 @@ impl Stream {
     /// # Errors
     /// [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`], [`Error::OutOfOrder`], [`Error::Busy`],
     /// [`Error::StreamFull`]; the error that broke the queue pair or failed the stream.
-    pub fn send<'q>(&self, qp: &'q Qp, wr: &SendWr<'_>) -> Result<Submitted<'q>> {
-        // Separate paths, so that a short send stays in registers.
-        let send = |state: &mut State| match qp.send.send_short(wr, self.0.id, !self.0.signals) {
-            Some(sent) => self.trigger(state, &qp.send, sent),
-            None => self.send_any(state, &qp.send, wr),
-        };
-        let notify = |end| qp.send.ensure_watched(end);
-        self.single(&qp.send.end, send, notify, |batch| batch.send(qp, wr))
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn send_any<'q>(
-        &self,
-        state: &mut State,
-        queue: &'q Arc<SendQueue>,
-        wr: &SendWr<'_>,
-    ) -> Result<(Submitted<'q>, u64)> {
-        let sent = queue.send_any(wr, self.0.id, !self.0.signals)?;
-        self.trigger(state, queue, sent)
-    }
-
-    /// Returns the submitted request, and the end of the doorbell watch.
-    #[inline(always)]
-    fn trigger<'q>(
-        &self,
-        state: &mut State,
-        queue: &'q Arc<SendQueue>,
-        sent: Sent,
-    ) -> Result<(Submitted<'q>, u64)> {
-        if !sent.is_recorded {
-            self.note_submitted(queue, sent.sends.range.start);
-        }
-        let (source, send_doorbell) = (queue.end.source(), queue.send_doorbell());
-        match self.0.engine.trigger(&mut state.guard, source, send_doorbell, sent.sends.doorbell_value()) {
-            Ok(seq) => note_use(&mut state.used, &queue.end.qp, seq),
-            Err(error) => return Err(self.refuse_send(queue, sent, error)),
-        }
-        Ok((Submitted::new(&queue.end, sent.sends.range.start), sent.sends.end))
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn note_submitted(&self, queue: &SendQueue, n: u64) {
-        queue.note(Stage::Submitted, n..n + 1, self.0.id);
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn refuse_send(&self, queue: &Arc<SendQueue>, sent: Sent, why: Error) -> Error {
-        PreparedSend::of(queue, sent.prepared(), queue.end.hold()).refuse(self.0.id);
-        why
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn refuse_wait(&self, end: &Arc<QueueEnd>, n: u64, why: Error) -> Error {
-        PreparedWait::of((n, end.completion(n)), end.hold(), WaitKind::Next, Some(self.0.id))
-            .refuse(self.0.id);
-        why
+    pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
+        self.submit_one(|batch| batch.send(qp, wr))
     }
 
     /// Holds the stream until the next send completion of `qp`.
@@ -591,8 +508,8 @@ impl Stream {
     /// # Errors
     /// [`Error::NothingToWaitFor`], [`Error::Unsupported`] on a shared completion queue, [`Error::OutOfOrder`],
     /// [`Error::Busy`], [`Error::StreamFull`]; the error that broke the queue pair or failed the stream.
-    pub fn wait_send<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
-        self.wait_single(&qp.send.end, |batch| batch.wait_send(qp))
+    pub fn wait_send(&self, qp: &Qp) -> Result<Completion> {
+        self.submit_one(|batch| batch.wait_send(qp))
     }
 
     /// Holds the stream until the next receive completion of `qp`.
@@ -600,66 +517,8 @@ impl Stream {
     /// # Errors
     /// Those of [`Stream::wait_send`]; [`Error::Unsupported`] also where the GPU may not see payload that a card
     /// writes.
-    pub fn wait_recv<'q>(&self, qp: &'q Qp) -> Result<Submitted<'q>> {
-        self.wait_single(&qp.recv.end, |batch| batch.wait_recv(qp))
-    }
-
-    #[inline]
-    fn wait_single<'q>(
-        &self,
-        end: &'q Arc<QueueEnd>,
-        add: impl FnOnce(&mut Batch) -> Result<Completion>,
-    ) -> Result<Submitted<'q>> {
-        let notify = |n| end.cq.ensure_attended(n, self.0.nudger.as_ref());
-        self.single(end, |state| self.wait_next(state, end), notify, add)
-    }
-
-    /// Returns the submitted request, and the number of its completion.
-    #[inline(always)]
-    fn wait_next<'q>(&self, state: &mut State, end: &'q Arc<QueueEnd>) -> Result<(Submitted<'q>, u64)> {
-        let n = PreparedWait::claim_next(end, self.0.id, !self.0.signals)?;
-        end.note_wait(Stage::WaitSubmitted, n, self.0.id);
-        match self.0.engine.wait(&mut state.guard, end.source(), &end.cq.arrival(n), n) {
-            Ok(seq) => note_use(&mut state.used, &end.qp, seq),
-            Err(error) => return Err(self.refuse_wait(end, n, error)),
-        }
-        Ok((Submitted::new(end, n), n))
-    }
-
-    /// Submits one operation by `put`, which returns the watch limit. Notifies the device by `notify` where a GPU runs
-    /// it. In a capture, adds it to a batch by `add` instead.
-    #[inline(always)]
-    fn single<'q>(
-        &self,
-        end: &'q Arc<QueueEnd>,
-        put: impl FnOnce(&mut State) -> Result<(Submitted<'q>, u64)>,
-        notify: impl FnOnce(u64),
-        add: impl FnOnce(&mut Batch) -> Result<Completion>,
-    ) -> Result<Submitted<'q>> {
-        let mut state = self.state()?;
-        if state.recording.is_some() {
-            return self.captured(state, add).map(|n| Submitted::new(end, n));
-        }
-        let _range = DOMAIN.range(c"submit");
-        let done = reset::hand_over(end.hold(), || put(&mut state));
-        state.end();
-        let (submitted, limit) = done?;
-        // The submit lock has been released.
-        if !self.0.signals {
-            notify(limit);
-        }
-        Ok(submitted)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn captured(
-        &self,
-        state: StateGuard<'_>,
-        add: impl FnOnce(&mut Batch) -> Result<Completion>,
-    ) -> Result<u64> {
-        drop(state);
-        self.submit_one(add).map(|completion| completion.index())
+    pub fn wait_recv(&self, qp: &Qp) -> Result<Completion> {
+        self.submit_one(|batch| batch.wait_recv(qp))
     }
 }
 

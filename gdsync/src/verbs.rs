@@ -13,7 +13,7 @@ pub(crate) mod sq;
 pub(crate) mod track;
 mod wr;
 
-pub use completion::{Completion, Submitted};
+pub use completion::Completion;
 pub use context::{Context, Pd};
 pub use cq::Cq;
 pub use descriptor::{DeviceCq, DeviceQp};

@@ -520,7 +520,7 @@ impl Window {
     /// refusal of the stream.
     pub fn start_on_stream(&self, stream: &Stream, rma: &Rma<'_>) -> Result<Request> {
         self.post(rma, |qp, wrs| match wrs {
-            [wr] => Ok(stream.send(qp, wr)?.completion()),
+            [wr] => Ok(stream.send(qp, wr)?),
             _ => {
                 let mut batch = Batch::new();
                 let completion = batch.sends(qp, wrs)?;

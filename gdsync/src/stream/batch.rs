@@ -7,11 +7,10 @@ use std::{fmt, mem, thread};
 
 use smallvec::SmallVec;
 
-use super::engine::Engine;
+use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
-use super::{SubmitGuard, deadline};
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Completion, Qp, SendWr};
 use gdsync_device::GpuNudge;
@@ -28,17 +27,13 @@ const INLINE_OPS: usize = 2;
 #[derive(Debug, Default)]
 #[must_use = "a batch does nothing until it is submitted"]
 pub struct Batch {
-    /// The operations. Empty while there is at most one send followed by at most one wait: the engine takes those
-    /// directly.
-    placed: Ops,
+    pub(super) ops: Ops,
     pub(super) sends: SmallVec<[PreparedSend; INLINE_OPS]>,
     pub(super) waits: SmallVec<[PreparedWait; INLINE_OPS]>,
     /// What cannot be repeated in a graph, and what to use instead.
     pub(super) only_once: Option<(&'static str, &'static str)>,
     /// Boxed, so that most batches are cheap to make and drop.
     pub(super) rare: Option<Box<RareState>>,
-    /// The stream that the batch is for, if known: its parts are submitted to it as they are added.
-    pub(super) stream: Option<u64>,
     /// Operations before this index belong to an earlier part, whose doorbells must not cover later sends.
     pub(super) part: usize,
 }
@@ -110,10 +105,10 @@ impl Batch {
         for (at, send) in self.sends.iter().enumerate() {
             // The last doorbell of a queue covers the earlier ones.
             if self.sends.get(at + 1).is_none_or(|next| !send.is_same_queue(next)) {
-                send.watch();
+                send.ensure_watched();
             }
         }
-        self.waits.iter().for_each(|wait| wait.attend(nudger));
+        self.waits.iter().for_each(|wait| wait.ensure_attended(nudger));
     }
 
     /// Undoes the marks after the engine has refused the batch.
@@ -148,11 +143,6 @@ impl Batch {
         self.only_once = None;
     }
 
-    /// An empty batch for `stream`.
-    pub(super) fn for_stream(stream: u64) -> Self {
-        Self { stream: Some(stream), ..Self::default() }
-    }
-
     /// An empty batch.
     pub fn new() -> Self {
         Self::default()
@@ -160,47 +150,12 @@ impl Batch {
 
     /// The number of collected operations.
     pub fn len(&self) -> usize {
-        match self.placed.len() {
-            0 => self.sends.len() + self.waits.len(),
-            placed => placed,
-        }
+        self.ops.len()
     }
 
     /// Whether the batch is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
-    }
-
-    /// The operations.
-    pub(super) fn ops(&mut self) -> &mut Ops {
-        if self.placed.is_empty() {
-            self.sends.iter_mut().for_each(|send| send.trigger_op(&mut self.placed, self.part));
-            self.waits.iter_mut().for_each(|wait| wait.wait_op(&mut self.placed));
-        }
-        &mut self.placed
-    }
-
-    /// Passes the batch to the engine. Unchanged on refusal.
-    #[inline]
-    pub(super) fn put(&mut self, engine: &dyn Engine, guard: &mut SubmitGuard) -> Result<u64> {
-        if self.placed.is_empty() {
-            match (&self.sends[..], &self.waits[..]) {
-                ([send], []) => {
-                    let (source, send_doorbell, value) = send.trigger();
-                    return engine.trigger(guard, source, send_doorbell, value);
-                }
-                ([], [wait]) => {
-                    let (source, arrival, n) = wait.wait();
-                    return engine.wait(guard, source, &arrival, n);
-                }
-                ([send], [wait]) => {
-                    let (source, arrival, n) = wait.wait();
-                    return engine.trigger_and_wait(guard, send.trigger(), (source, &arrival, n));
-                }
-                _ => {}
-            }
-        }
-        engine.submit(guard, self.ops())
     }
 
     /// Adds a send. One doorbell starts consecutive sends of a queue pair.
@@ -209,16 +164,6 @@ impl Batch {
     /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
     /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn send(&mut self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
-        let end = self.len();
-        // A doorbell that is the last operation can cover one more send.
-        if self.stream.is_none()
-            && end > self.part
-            && let Some(last) = self.sends.last_mut().filter(|last| last.place + 1 == end)
-            && let Some(completion) = last.add(qp, wr)?
-        {
-            last.extend_doorbell(&mut self.placed);
-            return Ok(completion);
-        }
         self.sends(qp, std::slice::from_ref(wr))
     }
 
@@ -228,40 +173,23 @@ impl Batch {
     /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
     /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Completion> {
-        PreparedSend::new(qp, wrs, self.stream).map(|prepared| self.post(prepared))
+        PreparedSend::new(qp, wrs).map(|prepared| self.post(prepared))
     }
 
     /// Adds sends prepared earlier.
-    #[inline]
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
-        if !self.is_empty() {
-            self.place_send(&mut send);
-        }
+        send.trigger_op(&mut self.ops, self.part);
         let completion = send.completion();
         self.sends.push(send);
         completion
     }
 
-    #[inline(never)]
-    fn place_send(&mut self, send: &mut PreparedSend) {
-        let part = self.part;
-        send.trigger_op(self.ops(), part);
-    }
-
     /// Adds a wait prepared earlier.
-    #[inline]
     pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
-        if !(self.placed.is_empty() && self.waits.is_empty()) {
-            self.place_wait(&mut wait);
-        }
+        wait.wait_op(&mut self.ops);
         let completion = wait.completion();
         self.waits.push(wait);
         completion
-    }
-
-    #[inline(never)]
-    fn place_wait(&mut self, wait: &mut PreparedWait) {
-        wait.wait_op(self.ops());
     }
 
     /// Waits for the next send completion of `qp`.
@@ -270,7 +198,7 @@ impl Batch {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
     /// pair.
     pub fn wait_send(&mut self, qp: &Qp) -> Result<Completion> {
-        PreparedWait::next(&qp.send.end, 1, self.stream).map(|wait| self.post_wait(wait))
+        PreparedWait::next(&qp.send.end, 1).map(|wait| self.post_wait(wait))
     }
 
     /// Waits for all sends of `qp` posted or prepared so far. Returns the completion of the last one.
@@ -289,7 +217,7 @@ impl Batch {
     /// GPU may not see payload that a card writes to its memory: see
     /// [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush); the error that broke the queue pair.
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
-        PreparedWait::next(&qp.recv.end, 1, self.stream).map(|wait| self.post_wait(wait))
+        PreparedWait::next(&qp.recv.end, 1).map(|wait| self.post_wait(wait))
     }
 
     /// Waits for one work request, and thereby for all earlier ones of its queue. Adds nothing if it was polled, or if
@@ -299,7 +227,7 @@ impl Batch {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; [`Error::Reset`]; at
     /// submission [`Error::Busy`] when another stream waits for it; the error that broke the queue pair.
     pub fn wait(&mut self, completion: &Completion) -> Result<()> {
-        match PreparedWait::through(completion, None)? {
+        match PreparedWait::through(completion)? {
             Some(wait) => drop(self.post_wait(wait)),
             None => self.cover(completion),
         }
@@ -314,22 +242,22 @@ impl Batch {
 
     /// Waits until a 32-bit word satisfies a condition.
     pub fn wait_value32(&mut self, word: &Word32, value: u32, cond: Cond) {
-        self.ops().push(Op::Wait32 { at: word.clone(), value, cond });
+        self.ops.push(Op::Wait32 { at: word.clone(), value, cond });
     }
 
     /// Waits until a 64-bit word satisfies a condition.
     pub fn wait_value64(&mut self, word: &Word64, value: u64, cond: Cond) {
-        self.ops().push(Op::Wait64 { at: word.clone(), value, cond });
+        self.ops.push(Op::Wait64 { at: word.clone(), value, cond });
     }
 
     /// Writes a 32-bit word, after everything before it in the stream.
     pub fn write_value32(&mut self, word: &Word32, value: u32) {
-        self.ops().push(Op::Write32 { at: word.clone(), value });
+        self.ops.push(Op::Write32 { at: word.clone(), value });
     }
 
     /// Writes a 64-bit word, after everything before it in the stream.
     pub fn write_value64(&mut self, word: &Word64, value: u64) {
-        self.ops().push(Op::Write64 { at: word.clone(), value });
+        self.ops.push(Op::Write64 { at: word.clone(), value });
     }
 
     /// Writes a few bytes, copied now, as one word write per 4 bytes. For control structures, not payload.
@@ -347,27 +275,27 @@ impl Batch {
             Ok(Op::Write32 { at, value: u32::from_ne_bytes(*word) })
         });
         let ops = ops.collect::<Result<Vec<_>>>()?;
-        self.ops().extend(ops);
+        self.ops.extend(ops);
         Ok(())
     }
 
     /// A system-scope memory barrier: orders everything before it before everything after it.
     pub fn barrier(&mut self) {
-        self.ops().push(Op::Barrier);
+        self.ops.push(Op::Barrier);
     }
 
     /// Makes inbound writes to GPU memory visible to later operations, once the stream has waited for their completion.
     /// Waits for completions do this where [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush) requires
     /// it; use this after waits on plain words. The submission is refused where a stream cannot flush.
     pub fn flush(&mut self) {
-        self.ops().push(Op::Flush);
+        self.ops.push(Op::Flush);
     }
 
     /// Runs a function on the CPU in stream order, after all earlier operations. The stream continues when it returns.
     ///
     /// It must not wait for its own stream. A CUDA stream holds at most 24 pending ones.
     pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
-        self.ops().push(Op::HostFn(Box::new(f)));
+        self.ops.push(Op::HostFn(Box::new(f)));
     }
 
     /// Like [`Batch::host_fn`], for a function that a graph calls in each launch. Host streams only: in CUDA graphs,
@@ -418,10 +346,10 @@ impl Batch {
     /// # Panics
     /// Resumes the panic of a host function, after stopping the queue pairs of the batch.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
-        self.ops().iter().try_for_each(Op::check)?;
+        self.ops.iter().try_for_each(Op::check)?;
         self.mark(CPU, false)?;
         let cores: Vec<_> = self.cores().cloned().collect();
-        let ops = mem::take(self.ops());
+        let ops = mem::take(&mut self.ops);
         self.hand_over();
         let runner = Caller { deadline: deadline(timeout), log: Log::current() };
         let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));

@@ -1,7 +1,7 @@
 //! The CUDA engine: a CUDA stream that runs the operations.
 //!
 //! [`CudaEngine`] is the handle. `shared` has the state of handle and watchdog: queue, counters, failure, waiting
-//! callers, host functions. `plan` turns operations into driver calls. `coalesced` submits single sends and waits.
+//! callers, host functions. `plan` turns operations into driver calls.
 //! `graph` has captures, launches and kernel steps; `instance` has what is launched. `nudger` wakes the GPU's front
 //! end. `watchdog` keeps deadlines and releases failed streams.
 //!
@@ -9,7 +9,6 @@
 //! that no later doorbell sends anything; then the waits are released one by one. Queued writes to application words
 //! still happen ([`Via::MemOp`]), and so do application kernels.
 
-mod coalesced;
 mod graph;
 mod instance;
 mod nudger;
@@ -31,7 +30,7 @@ use self::shared::Shared;
 pub use self::shared::SubmitGuard;
 use super::engine::Engine;
 use super::graph::EngineGraph;
-use super::op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
+use super::op::{Op, Ops};
 use super::{Batch, Cond, Stream, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Calibration, Gpu, RawStream, mind};
@@ -133,37 +132,6 @@ impl Engine for CudaEngine {
     fn submit(&self, guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
         self.fork_guard.check()?;
         self.shared.submit(guard, ops)
-    }
-
-    // The next three are not reached in a forked child: its queue pairs refuse first.
-
-    fn trigger(
-        &self,
-        guard: &mut SubmitGuard,
-        source: &Arc<dyn Source>,
-        send_doorbell: &SendDoorbell,
-        value: DoorbellValue,
-    ) -> Result<u64> {
-        self.shared.trigger(guard, source, send_doorbell, value)
-    }
-
-    fn wait(
-        &self,
-        guard: &mut SubmitGuard,
-        source: &Arc<dyn Source>,
-        arrival: &Arrival<'_>,
-        n: u64,
-    ) -> Result<u64> {
-        self.shared.wait(guard, source, arrival, n)
-    }
-
-    fn trigger_and_wait(
-        &self,
-        guard: &mut SubmitGuard,
-        trigger: (&Arc<dyn Source>, &SendDoorbell, DoorbellValue),
-        wait: (&Arc<dyn Source>, &Arrival<'_>, u64),
-    ) -> Result<u64> {
-        self.shared.trigger_and_wait(guard, trigger, wait)
     }
 
     fn mark(&self, guard: &mut SubmitGuard) {
@@ -428,7 +396,11 @@ fn measure(gpu: &Gpu, via: Via) -> Result<(Duration, Duration)> {
 
 #[cfg(test)]
 mod tests {
+    use gdsync_soft::SoftHcaConfig;
+    use gdsync_testkit::driver;
+
     use super::*;
+    use crate::verbs::{Context, SendWr};
 
     #[test]
     fn via_and_nudge_parse_their_display() {
@@ -439,5 +411,25 @@ mod tests {
             assert_eq!(nudge.to_string().parse::<Nudge>().unwrap(), nudge);
         }
         assert!("MemOp".parse::<Via>().unwrap_err().to_string().contains("memop, kernel or auto"));
+    }
+
+    #[test]
+    fn the_device_does_not_attend_to_a_refused_wait() {
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        let stream = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
+        let may_rest = || a.send.end.cq.parts().event.rest(0);
+        let mut batch = Batch::new();
+        batch.send(&a, &SendWr::nop()).unwrap();
+        batch.wait_send(&a).unwrap();
+        batch.mark(7, true).unwrap();
+        assert!(!may_rest(), "a submitted wait is below the watch limit");
+        batch.unmark();
+        stream.abort();
+        assert!(matches!(stream.submit(&mut batch), Err(Error::StreamAborted { .. })));
+        assert!(may_rest());
     }
 }

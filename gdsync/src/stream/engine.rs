@@ -4,11 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use smallvec::smallvec;
-
 use super::cuda::SubmitGuard;
 use super::graph::EngineGraph;
-use super::op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
+use super::op::{Op, Ops};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::RawStream;
 use gdsync_device::error::{Error, Result};
@@ -50,47 +48,6 @@ pub trait Engine: Send + Sync + fmt::Debug {
     /// # Errors
     /// [`Error::StreamFull`] at the depth limit (retry later), or the error that failed the engine.
     fn submit(&self, guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64>;
-
-    /// Queues one [`Op::Trigger`] of a source with this doorbell.
-    ///
-    /// # Errors
-    /// [`Error::StreamFull`], or the error that failed the engine.
-    fn trigger(
-        &self,
-        guard: &mut SubmitGuard,
-        source: &Arc<dyn Source>,
-        _send_doorbell: &SendDoorbell,
-        value: DoorbellValue,
-    ) -> Result<u64> {
-        self.submit(guard, &mut smallvec![Op::Trigger(source.clone(), value)])
-    }
-
-    /// Queues one [`Op::Await`] of completion `n` of a source.
-    ///
-    /// # Errors
-    /// [`Error::StreamFull`], or the error that failed the engine.
-    fn wait(
-        &self,
-        guard: &mut SubmitGuard,
-        source: &Arc<dyn Source>,
-        _arrival: &Arrival<'_>,
-        n: u64,
-    ) -> Result<u64> {
-        self.submit(guard, &mut smallvec![Op::Await(source.clone(), n)])
-    }
-
-    /// Queues a trigger and then a wait as one submission.
-    ///
-    /// # Errors
-    /// [`Error::StreamFull`], or the error that failed the engine.
-    fn trigger_and_wait(
-        &self,
-        guard: &mut SubmitGuard,
-        (source, _, value): (&Arc<dyn Source>, &SendDoorbell, DoorbellValue),
-        (end, _arrival, n): (&Arc<dyn Source>, &Arrival<'_>, u64),
-    ) -> Result<u64> {
-        self.submit(guard, &mut smallvec![Op::Trigger(source.clone(), value), Op::Await(end.clone(), n)])
-    }
 
     /// Marks the stream on behalf of a thread that found the submit lock taken.
     fn mark(&self, _guard: &mut SubmitGuard) {}

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-use super::op::{DoorbellValue, Op, SendDoorbell, Source};
+use super::op::{Op, Source};
 use gdsync_device::error::Error;
 use gdsync_device::memory::Memory;
 use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
@@ -29,24 +29,6 @@ const PARK_MAX: Duration = Duration::from_millis(10);
 fn full_fence(memory: &Memory) {
     fence(Ordering::SeqCst);
     memory.fence();
-}
-
-impl SendDoorbell {
-    /// Writes record and doorbell as a CUDA stream would.
-    fn ring(&self, value: DoorbellValue) {
-        let record = || self.record.store(value.record);
-        let full_fence = || full_fence(self.doorbell.memory());
-        full_fence();
-        if !self.record_may_lag {
-            record();
-            full_fence();
-        }
-        self.doorbell.store(value.doorbell);
-        if self.record_may_lag {
-            fence(Ordering::SeqCst);
-            record();
-        }
-    }
 }
 
 /// Wait policy of the thread that runs operations.
@@ -115,6 +97,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
         }
         Op::Barrier | Op::Flush => fence(Ordering::SeqCst),
         Op::Trigger(source, value) => {
+            fence(Ordering::SeqCst);
             source.send_doorbell().into_iter().for_each(|send_doorbell| send_doorbell.ring(value));
             source.signal();
         }
@@ -194,6 +177,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::stream::{DoorbellValue, SendDoorbell};
     use gdsync_device::memory::fences;
 
     #[test]
@@ -204,8 +188,8 @@ mod tests {
         // SAFETY: the page is there as long as its keeper.
         let page = unsafe { Memory::io(std::ptr::NonNull::new(at).unwrap(), 4096, Arc::new(page)) };
         let doorbell = page.word64(0x800).unwrap();
-        let send_doorbell =
-            SendDoorbell { record, doorbell, record_may_lag: false, found: Default::default() };
+        let (record_may_lag, by_card, found) = (false, true, Default::default());
+        let send_doorbell = SendDoorbell { record, doorbell, record_may_lag, by_card, found };
         // One before each store, and one that flushes the doorbell.
         assert_eq!(fences::during(|| send_doorbell.ring(DoorbellValue { record: 1, doorbell: 2 })), 3);
         assert_eq!((send_doorbell.record.load(), send_doorbell.doorbell.load()), (1, 2));

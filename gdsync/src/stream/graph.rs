@@ -103,7 +103,7 @@ impl Stream {
         mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
         let stream = self.0.id;
-        let mut batch = Batch::for_stream(stream);
+        let mut batch = Batch::new();
         let mut completions = Vec::new();
         let mut ends = Vec::with_capacity(batches.len());
         let seq = self.while_full(deadline, || {
@@ -113,15 +113,12 @@ impl Stream {
             }
             // Each batch is made once, even if the stream is full at first.
             for parts in &batches[ends.len()..] {
-                let again = parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions));
-                again.inspect_err(|_| batch.refuse(stream))?;
+                parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions))?;
                 batch.part = batch.len();
                 ends.push(batch.part);
             }
             let State { used, guard, .. } = &mut *state;
-            self.put((used, guard), &mut batch, |batch, guard| {
-                launch(&*self.0.engine, guard, batch.ops(), &ends)
-            })
+            self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops, &ends))
         })?;
         self.hand_over(&mut batch);
         Ok(Launch { completions, stream, seq })

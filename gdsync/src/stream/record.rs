@@ -60,11 +60,11 @@ pub(super) struct Recording {
 }
 
 /// Refuses a batch that cannot be repeated.
-pub(super) fn check(batch: &mut Batch) -> Result<()> {
+pub(super) fn check(batch: &Batch) -> Result<()> {
     if let Some((what, fix)) = batch.only_once {
         return Err(once(what, fix));
     }
-    let host_fns = batch.ops().iter().filter(|op| matches!(op, Op::HostFn(_))).count();
+    let host_fns = batch.ops.iter().filter(|op| matches!(op, Op::HostFn(_))).count();
     match host_fns == batch.rare.as_ref().map_or(0, |rare| rare.repeatable.len()) {
         true => Ok(()),
         false => Err(Error::Unsupported {
@@ -88,15 +88,14 @@ impl Recording {
 
     /// Adds a batch and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let ops = mem::take(batch.ops());
-        let Batch { sends, waits, rare, .. } = mem::take(batch);
+        let Batch { ops, sends, waits, rare, .. } = mem::take(batch);
         let RareState { covered, repeatable, before } = *rare.unwrap_or_default();
         for hook in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &hook)) {
                 self.before.push(hook);
             }
         }
-        let mut sends = sends.into_iter().flat_map(PreparedSend::split).peekable();
+        let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
@@ -173,20 +172,19 @@ impl Part {
     /// Adds it to `batch` again.
     pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {
-            Part::Op(op) => batch.ops().extend(op.again()),
+            Part::Op(op) => batch.ops.extend(op.again()),
             Part::HostFn(f) => batch.repeat(f.clone()),
             Part::Before(hook) => hook.replenish()?,
             Part::Sends(queue, sends) => {
-                let send = PreparedSend::again(queue, sends, batch.stream)?;
-                completions.push(batch.post(send));
+                completions.push(batch.post(PreparedSend::again(queue, sends)?));
             }
             Part::Wait { awaited, has_completion } => {
                 let wait = match awaited {
-                    WaitTarget::Next(end, count) => PreparedWait::next(end, *count, batch.stream)?,
-                    WaitTarget::All(end) => PreparedWait::all(end, batch.stream)?,
+                    WaitTarget::Next(end, count) => PreparedWait::next(end, *count)?,
+                    WaitTarget::All(end) => PreparedWait::all(end)?,
                     WaitTarget::Through(place) => {
                         let sent = &completions[*place];
-                        PreparedWait::through(sent, batch.stream)?.ok_or_else(|| differs(sent))?
+                        PreparedWait::through(sent)?.ok_or_else(|| differs(sent))?
                     }
                 };
                 let completion = batch.post_wait(wait);
@@ -194,7 +192,7 @@ impl Part {
             }
             Part::Covered(place) => {
                 let sent = &completions[*place];
-                if PreparedWait::through(sent, None)?.is_some() {
+                if PreparedWait::through(sent)?.is_some() {
                     return Err(differs(sent));
                 }
             }

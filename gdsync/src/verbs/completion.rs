@@ -21,40 +21,6 @@ pub struct Completion {
     pub(crate) life: usize,
 }
 
-/// Borrowed handle of a work request that was submitted to a stream; free to create. [`Submitted::completion`] makes an
-/// owned one.
-#[derive(Clone)]
-pub struct Submitted<'q> {
-    end: &'q Arc<QueueEnd>,
-    n: u64,
-    life: usize,
-}
-
-impl<'q> Submitted<'q> {
-    #[inline]
-    pub(crate) fn new(end: &'q Arc<QueueEnd>, n: u64) -> Self {
-        Self { end, n, life: end.tracker.life() }
-    }
-
-    /// The number of the work request in its queue, from 0.
-    #[inline]
-    pub fn index(&self) -> u64 {
-        self.n
-    }
-
-    /// The owned completion. It keeps the queue pair alive.
-    #[inline]
-    pub fn completion(&self) -> Completion {
-        Completion { end: self.end.clone(), n: self.n, life: self.life }
-    }
-}
-
-impl fmt::Debug for Submitted<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "work request {} of the {:?}", self.n, self.end)
-    }
-}
-
 impl fmt::Debug for Completion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "completion {} of the {:?}", self.n, self.end)
@@ -66,20 +32,6 @@ impl Completion {
     #[inline]
     pub fn index(&self) -> u64 {
         self.n
-    }
-
-    /// Retargets the handle to another request of the same queue, reusing its `Arc`.
-    #[doc(hidden)] // for messaging layers of this workspace
-    #[inline]
-    pub fn renew(&mut self, index: u64) {
-        (self.n, self.life) = (index, self.end.tracker.life());
-    }
-
-    /// Byte count of a success that is already decoded: a shortcut for [`Completion::status`].
-    #[doc(hidden)] // for messaging layers of this workspace
-    #[inline]
-    pub fn known_len(&self) -> Option<u32> {
-        self.end.tracker.known_len(self.n, self.life)
     }
 
     /// The completion, or `None` while it has not arrived.

@@ -430,26 +430,6 @@ impl CqInner {
         Some(wc)
     }
 
-    /// Fast path: claims the next completion for a wait of the stream that waited here last. Returns `None`, with
-    /// nothing done, if any other case applies. With `by_gpu`, call [`CqInner::ensure_attended`] afterwards.
-    #[inline(always)]
-    pub(crate) fn claim_short(&self, tracker: &Tracker, stream: u64, by_gpu: bool) -> Option<u64> {
-        let mut state = self.state.lock();
-        let n = state.claim_next;
-        let is_next = state.attached == 1 && state.stream == stream && state.unsubmitted.is_empty();
-        if !is_next || state.is_closed || self.should_reap(&state) || tracker.posted_without_gaps()? <= n {
-            return None;
-        }
-        let at = self.index(n);
-        state.slots.get_mut(at)?.taken = SlotOwner::ByStream;
-        state.claim_next = n + 1;
-        state.in_stream += 1;
-        if by_gpu {
-            self.parts.event.foresee(n + 1);
-        }
-        Some(n)
-    }
-
     /// Whether a claim reaps first. Reaping in batches costs less: CQEs come from another core's cache. A ring in GPU
     /// memory, with about a microsecond per read, is reaped only when necessary.
     #[inline]
@@ -459,13 +439,7 @@ impl CqInner {
     }
 
     /// Claims completions for a stream wait. Returns the first and last number; `None` if the last was taken before.
-    /// With a `stream`, also submits the claim, like [`CqInner::submit`].
-    pub(crate) fn claim(
-        &self,
-        claim_range: ClaimRange,
-        tracker: &Tracker,
-        stream: Option<u64>,
-    ) -> Result<Option<(u64, u64)>> {
+    pub(crate) fn claim(&self, claim_range: ClaimRange, tracker: &Tracker) -> Result<Option<(u64, u64)>> {
         self.fork_guard.check()?;
         let mut state = self.state.lock();
         if state.attached != 1 {
@@ -500,18 +474,8 @@ impl CqInner {
         let at = self.index(n);
         state.slots[at].taken = SlotOwner::ByStream;
         state.claim_next = n + 1;
-        let next = stream.filter(|&stream| state.unsubmitted.is_empty() && state.is_free_for(stream));
         state.in_stream += 1;
-        if let Some(stream) = next {
-            state.stream = stream;
-            return Ok(Some((first, n)));
-        }
         state.unsubmitted.push_back((first, n));
-        if let Some(Err(error)) = stream.map(|stream| self.submit_locked(&mut state, n, stream, tracker)) {
-            drop(state);
-            self.release(first, n);
-            return Err(error);
-        }
         Ok(Some((first, n)))
     }
 
@@ -544,21 +508,11 @@ impl CqInner {
         self.reap();
     }
 
-    /// Submits claim `n` to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. With `by_gpu`, call
-    /// [`CqInner::ensure_attended`] afterwards.
-    #[inline]
+    /// Submits claim `n` to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. With `by_gpu`, publishes the watch
+    /// limit too: call [`CqInner::ensure_attended`] after the unlock.
     pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
         self.fork_guard.check()?;
         let mut state = self.state.lock();
-        self.submit_locked(&mut state, n, stream, tracker)?;
-        if by_gpu {
-            self.parts.event.foresee(n + 1);
-        }
-        Ok(())
-    }
-
-    #[inline]
-    fn submit_locked(&self, state: &mut CqState, n: u64, stream: u64, tracker: &Tracker) -> Result<()> {
         let (_, expected) =
             *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
         if expected != n {
@@ -566,8 +520,8 @@ impl CqInner {
         }
         if !state.is_free_for(stream) {
             // The other stream may have passed its claims by now.
-            self.reap_locked(state);
-            self.free(state);
+            self.reap_locked(&mut state);
+            self.free(&mut state);
         }
         if !state.is_free_for(stream) {
             let owner = format!("stream {}", state.stream);
@@ -575,6 +529,9 @@ impl CqInner {
         }
         state.stream = stream;
         state.unsubmitted.pop_front();
+        if by_gpu {
+            self.parts.event.foresee(n + 1);
+        }
         Ok(())
     }
 
@@ -697,26 +654,13 @@ impl Room {
 }
 
 impl CqInner {
-    /// Notifies the device that a GPU stream, which cannot run device work, waits for completion `n`. `nudger`, where
-    /// used, wakes the GPU after the CQE is written.
-    #[inline(never)]
-    pub(crate) fn attend(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
-        if self.parts.event.attend(n + 1, nudger) {
-            self.provider.attend(self.parts.cqn);
-        }
-    }
-
-    /// Publishes the watch limit of a claim that [`CqInner::claim`] made.
-    pub(crate) fn set_attend_limit(&self, n: u64) {
-        self.parts.event.foresee_late(n + 1);
-    }
-
-    /// Notifies the device of a claim below the watch limit, unless it is attending already. Call after an unlock that
-    /// is an atomic read-modify-write.
-    #[inline]
+    /// Notifies the device that a GPU stream, which cannot run device work, waits for completion `n`, unless the device
+    /// attends to it already. `nudger`, where used, wakes the GPU after the CQE is written. Call after an unlock that is
+    /// an atomic read-modify-write.
     pub(crate) fn ensure_attended(&self, n: u64, nudger: Option<&Arc<dyn GpuNudge>>) {
-        if !self.parts.event.is_attended(nudger.is_some()) {
-            self.attend(n, nudger);
+        let event = &self.parts.event;
+        if !event.is_attended(nudger.is_some()) && event.attend(n + 1, nudger) {
+            self.provider.attend(self.parts.cqn);
         }
     }
 }

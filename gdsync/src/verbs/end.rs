@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::completion::{Completion, Submitted};
+use super::completion::Completion;
 use super::cq::{Claims, CqInner};
 use super::qp::QpCore;
 use super::source::{Arrival, SendDoorbell, Source};
@@ -86,7 +86,7 @@ impl QueueEnd {
 
     /// The completion of request `n`.
     pub(crate) fn completion(self: &Arc<Self>, n: u64) -> Completion {
-        Submitted::new(self, n).completion()
+        Completion { end: self.clone(), n, life: self.tracker.life() }
     }
 
     /// Records a stage of a stream's wait for request `n`.

@@ -237,25 +237,12 @@ impl Qp {
     /// [`Error::WorkRequest`]; [`Error::Busy`] or [`Error::OutOfOrder`] while requests prepared for a stream are
     /// outstanding; the error that broke the queue pair.
     pub fn post_send(&self, wrs: &[SendWr<'_>]) -> Result<Completion> {
-        Ok(self.send.end.completion(self.send_all(wrs)?))
-    }
-
-    /// Like [`Qp::post_send`], for callers that reuse a [`Completion`] by its index.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
-    /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
-    #[doc(hidden)] // for messaging layers of this workspace
-    pub fn post_send_index(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
-        self.send_all(wrs)
-    }
-
-    #[inline]
-    fn send_all(&self, wrs: &[SendWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_send");
         let range = self.send.post(wrs)?;
-        let last = range.end.checked_sub(1).filter(|_| !range.is_empty());
-        last.ok_or_else(|| Error::invalid("sends to post", 0, "at least one"))
+        match range.is_empty() {
+            true => Err(Error::invalid("sends to post", 0, "at least one")),
+            false => Ok(self.send.end.completion(range.end - 1)),
+        }
     }
 
     /// Posts receives. Those before the first error stay posted. Returns the completion of the last one.
@@ -264,36 +251,10 @@ impl Qp {
     /// [`Error::InvalidArgument`] for an empty list; [`Error::WrongState`]; [`Error::QueueFull`];
     /// [`Error::WorkRequest`]; the error that broke the queue pair.
     pub fn post_recv(&self, wrs: &[RecvWr<'_>]) -> Result<Completion> {
-        Ok(self.recv.end.completion(self.receive_all(wrs)?))
-    }
-
-    /// Like [`Qp::post_recv`], for callers that reuse a [`Completion`] by its index.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`]; the error that
-    /// broke the queue pair.
-    #[doc(hidden)] // for messaging layers of this workspace
-    pub fn post_recv_index(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
-        self.receive_all(wrs)
-    }
-
-    #[inline]
-    fn receive_all(&self, wrs: &[RecvWr<'_>]) -> Result<u64> {
         let _range = DOMAIN.range(c"post_recv");
         let last = self.recv.post(wrs)?;
-        last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))
-    }
-
-    /// The completion of a send that was just posted.
-    #[doc(hidden)] // for messaging layers of this workspace
-    pub fn send_completion(&self, index: u64) -> Completion {
-        self.send.end.completion(index)
-    }
-
-    /// The completion of a receive that was just posted.
-    #[doc(hidden)] // for messaging layers of this workspace
-    pub fn recv_completion(&self, index: u64) -> Completion {
-        self.recv.end.completion(index)
+        let last = last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))?;
+        Ok(self.recv.end.completion(last))
     }
 
     /// Takes the next send completion, if it has arrived: see [`Cq::poll`](crate::verbs::Cq::poll).

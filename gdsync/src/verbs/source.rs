@@ -17,6 +17,8 @@ pub struct SendDoorbell {
     pub(crate) doorbell: Word64,
     /// The doorbell may be written before the record: the device needs the record only after a failure.
     pub(crate) record_may_lag: bool,
+    /// Whether a card reads them. The software HCA is told of each doorbell of the CPU.
+    pub(crate) by_card: bool,
     /// GPU addresses of record and doorbell.
     pub(crate) found: [Found; 2],
 }
@@ -26,6 +28,24 @@ impl SendDoorbell {
     #[inline]
     pub(crate) fn is_found(&self) -> bool {
         self.found.iter().all(Found::is_known)
+    }
+
+    /// Rings on the CPU. Fences order record and doorbell where they are not in host memory, as registers of a card or
+    /// GPU memory.
+    pub(crate) fn ring(&self, value: DoorbellValue) {
+        let (record, doorbell) = (&self.record, &self.doorbell);
+        let fence = || doorbell.memory().fence();
+        fence();
+        let between = || {
+            record.memory().fence();
+            fence();
+            if self.by_card {
+                // A load flushes earlier stores to the same device, also to a GPU.
+                record.atomic().load(Ordering::Acquire);
+            }
+        };
+        gdsync_shm::ring_doorbell(record.atomic(), value.record, between, doorbell.atomic(), value.doorbell);
+        fence();
     }
 }
 

@@ -3,20 +3,16 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::cq::CqInner;
 use super::end::QueueEnd;
 use super::qp::QpCore;
 use super::source::{DoorbellValue, SendDoorbell};
-use super::track::{Entry, Owner, Track, Tracker};
+use super::track::{Entry, Owner, Track};
 use super::wr::SendWr;
 use gdsync_device::DoorbellWatch;
-use gdsync_device::Provider;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::recorder::{By, Queue, Stage};
-use gdsync_shm as protocol;
 use mlx5_ring::low16;
 use mlx5_ring::{self as mlx5, BB, MAX_WQE_BYTES};
 
@@ -27,9 +23,6 @@ pub(crate) struct SendQueue {
     limits: Limits,
     send_doorbell: Arc<SendDoorbell>,
     doorbell_watch: Option<DoorbellWatch>,
-    /// Copies from `end`, for shorter access paths on each send.
-    tracker: Arc<Tracker>,
-    cq: Arc<CqInner>,
     qp: Arc<QpCore>,
     qpn: u32,
 }
@@ -89,41 +82,9 @@ pub(crate) struct Written {
 }
 
 impl Written {
-    /// Appends one request.
-    fn grow(&mut self, entry: &Entry) {
-        self.range.end += 1;
-        (self.end, self.doorbell) = (entry.end(), entry.doorbell);
-    }
-
     /// The doorbell that starts everything through the last of these requests.
-    #[inline]
     pub(crate) fn doorbell_value(&self) -> DoorbellValue {
         DoorbellValue { record: mlx5::send_record(self.end), doorbell: self.doorbell }
-    }
-}
-
-/// Prepared requests.
-pub(crate) struct Prepared {
-    pub(crate) sends: Written,
-    /// Set if they were submitted to a stream.
-    pub(crate) before: Option<QueueState>,
-    /// Whether the flight recorder has the submission.
-    pub(crate) is_recorded: bool,
-}
-
-/// A request that was prepared and submitted to a stream.
-pub(crate) struct Sent {
-    pub(crate) sends: Written,
-    before: QueueState,
-    /// Whether the flight recorder has the submission.
-    pub(crate) is_recorded: bool,
-}
-
-impl Sent {
-    /// Converts to the form for several requests.
-    pub(crate) fn prepared(self) -> Prepared {
-        let Self { sends, before, is_recorded } = self;
-        Prepared { sends, before: Some(before), is_recorded }
     }
 }
 
@@ -142,7 +103,7 @@ impl fmt::Debug for Template {
 
 impl fmt::Debug for SendQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "send queue of QP {:#x}", self.end.qp.qpn)
+        write!(f, "send queue of QP {:#x}", self.qpn)
     }
 }
 
@@ -155,15 +116,8 @@ impl SendQueue {
         doorbell_watch: Option<DoorbellWatch>,
     ) -> Arc<Self> {
         let blocks = (ring.len() / BB) as u64;
-        let (tracker, cq, qp) = (end.tracker.clone(), end.cq.clone(), end.qp.clone());
-        let qpn = qp.qpn;
-        Arc::new(Self { end, ring, blocks, limits, send_doorbell, doorbell_watch, tracker, cq, qp, qpn })
-    }
-
-    /// The doorbell that streams write.
-    #[inline]
-    pub(crate) fn send_doorbell(&self) -> &SendDoorbell {
-        &self.send_doorbell
+        let (qp, qpn) = (end.qp.clone(), end.qp.qpn);
+        Arc::new(Self { end, ring, blocks, limits, send_doorbell, doorbell_watch, qp, qpn })
     }
 
     /// The ring, the doorbell record, and the doorbell.
@@ -172,7 +126,6 @@ impl SendQueue {
     }
 
     /// Posts requests and rings the doorbell from the CPU.
-    #[inline]
     pub(crate) fn post(&self, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
         let range = self.with_room(|track| {
             if matches!(track.owner, Owner::Stream(_)) && !track.is_idle() {
@@ -182,84 +135,40 @@ impl SendQueue {
             if range.is_empty() {
                 return Ok(range);
             }
-            self.note_prepared(track, &range, None);
             if let Err(error) = self.arrive().and_then(|()| self.expose(track, &range)) {
                 self.undo(track, &range);
                 return Err(error);
             }
             track.owner = Owner::Cpu;
-            let last = *track.entry(range.end - 1);
-            // Under the lock: an earlier producer index must not overwrite a later one. The fences are no-ops for
-            // doorbells in host memory. A card's doorbell is memory that the CPU may write late.
-            let fence = || self.send_doorbell.doorbell.memory().fence();
-            fence();
-            protocol::ring_doorbell(
-                self.send_doorbell.record.atomic(),
-                mlx5::send_record(last.end()),
-                || {
-                    self.send_doorbell.record.memory().fence();
-                    fence();
-                    if self.provider().reads_by_itself() {
-                        // A load flushes earlier stores to the same device, also to a GPU.
-                        self.send_doorbell.record.atomic().load(Ordering::Acquire);
-                        // The software HCA records this event itself.
-                        self.end.qp.log.note(Stage::DoorbellSet, Queue::Send, By::Cpu, range.end - 1, 0);
-                    }
-                },
-                self.send_doorbell.doorbell.atomic(),
-                last.doorbell,
-            );
-            fence();
+            // Under the lock: an earlier producer index must not overwrite a later one.
+            self.send_doorbell.ring(written(track, range.clone()).doorbell_value());
+            if self.send_doorbell.by_card {
+                // The software HCA records this event itself.
+                self.qp.log.note(Stage::DoorbellSet, Queue::Send, By::Cpu, range.end - 1, 0);
+            }
             Ok(range)
         })?;
-        if !range.is_empty() {
-            self.provider().ring(self.end.qp.qpn);
+        if !self.send_doorbell.by_card && !range.is_empty() {
+            self.qp.provider.ring(self.qpn);
         }
         Ok(range)
     }
 
     /// Flushes the ring for a card that reads it. No-op for rings in host memory.
     fn arrive(&self) -> Result<()> {
-        if self.provider().reads_by_itself() { self.ring.flush() } else { Ok(()) }
+        if self.send_doorbell.by_card { self.ring.flush() } else { Ok(()) }
     }
 
-    /// Writes one or more requests without exposing them. With a `stream`, also submits them to it, like
-    /// [`SendQueue::submit`].
-    pub(crate) fn prepare(&self, wrs: &[SendWr<'_>], stream: Option<u64>) -> Result<Prepared> {
+    /// Writes one or more requests without exposing them.
+    pub(crate) fn prepare(&self, wrs: &[SendWr<'_>]) -> Result<Written> {
         self.with_room(|track| {
             let range = self.write(track, wrs)?;
-            self.prepared(track, range, stream)
+            Ok(written(track, range))
         })
     }
 
-    /// The prepared requests, one by one.
-    pub(crate) fn each(&self, range: Range<u64>) -> Vec<Written> {
-        let track = self.end.tracker.lock();
-        range.map(|n| written(&track, n..n + 1)).collect()
-    }
-
-    /// Submits written requests to `stream`, if there is one.
-    #[inline]
-    fn prepared(&self, track: &mut Track, range: Range<u64>, stream: Option<u64>) -> Result<Prepared> {
-        let handed = stream.map(|stream| self.hand_over(track, &range, stream)).transpose();
-        let before = handed.inspect_err(|_| self.undo(track, &range))?;
-        let is_recorded = self.note_prepared(track, &range, stream);
-        Ok(Prepared { sends: written(track, range), before, is_recorded })
-    }
-
-    /// Records that requests were written and, with a `stream`, submitted. Returns whether the submission is recorded.
-    #[inline]
-    fn note_prepared(&self, track: &Track, range: &Range<u64>, stream: Option<u64>) -> bool {
-        let log = &self.end.qp.log;
-        let mut is_recorded = true;
-        for n in range.clone() {
-            is_recorded &= log.note_prepared(n, track.entry(n).len, stream);
-        }
-        is_recorded
-    }
-
     /// Writes recorded sends again, like [`SendQueue::prepare`].
-    pub(crate) fn prepare_again(&self, sends: &[Template], stream: Option<u64>) -> Result<Prepared> {
+    pub(crate) fn prepare_again(&self, sends: &[Template]) -> Result<Written> {
         let again = |track: &mut Track, send: &Template| {
             self.put(track, send.wr_id, send.len, |out, index| {
                 out[..send.wqe.len()].copy_from_slice(&send.wqe);
@@ -269,7 +178,7 @@ impl SendQueue {
         };
         self.with_room(|track| {
             let range = self.write_all(track, sends, again)?;
-            self.prepared(track, range, stream)
+            Ok(written(track, range))
         })
     }
 
@@ -299,7 +208,7 @@ impl SendQueue {
         let mut track = self.end.tracker.lock();
         // Checked under the lock. A reset changes the state before it takes this lock, so nothing is posted after a
         // reset.
-        self.end.qp.check_send()?;
+        self.qp.check_send()?;
         let done = f(&mut track);
         self.end.tracker.publish(&track);
         done
@@ -308,7 +217,7 @@ impl SendQueue {
     #[cold]
     #[inline(never)]
     fn again<T>(&self, mut f: &mut dyn FnMut(&mut Track) -> Result<T>) -> Result<T> {
-        self.provider().progress();
+        self.qp.provider.progress();
         self.end.cq.reap();
         self.locked(&mut f)
     }
@@ -348,24 +257,14 @@ impl SendQueue {
         self.ring.prefetch_to_write(self.offset(end));
     }
 
-    #[inline]
     fn write_one(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
-        match self.write_short(track, wr) {
-            Some(_) => Ok(()),
-            None => self.write_any(track, wr),
-        }
-    }
-
-    #[inline(never)]
-    fn write_any(&self, track: &mut Track, wr: &SendWr<'_>) -> Result<()> {
-        let qpn = self.end.qp.qpn;
         self.limits.check(&wr.op)?;
         if wr.op.fetches() {
             self.end.fetches();
         }
         self.put(track, wr.wr_id, wr.op.payload_bytes(), |out, index| {
-            mlx5::encode_into(out, &wr.op, qpn, index, wr.flags)
-                .map_err(|e| Error::WorkRequest { qpn, source: e })
+            mlx5::encode_into(out, &wr.op, self.qpn, index, wr.flags)
+                .map_err(|source| Error::WorkRequest { qpn: self.qpn, source })
         })
     }
 
@@ -378,7 +277,7 @@ impl SendQueue {
         len: u32,
         encode: impl FnOnce(&mut [u8; MAX_WQE_BYTES], u16) -> Result<u8>,
     ) -> Result<()> {
-        let qpn = self.end.qp.qpn;
+        let qpn = self.qpn;
         let begin = track.head;
         let ds = encode(&mut track.scratch, low16(begin))?;
         let count = ds.div_ceil(4);
@@ -408,6 +307,7 @@ impl SendQueue {
         self.prefetch_behind(begin, end);
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
+        self.qp.log.note_prepared(track.posted, len, None);
         track.push(Entry { wr_id, begin, blocks: count, doorbell, ds, len, ..Entry::default() });
         Ok(())
     }
@@ -446,7 +346,7 @@ impl SendQueue {
             next += 1;
         }
         if next != range.start {
-            return Err(Error::OutOfOrder { qpn: self.end.qp.qpn, expected: next, got: range.start });
+            return Err(Error::OutOfOrder { qpn: self.qpn, expected: next, got: range.start });
         }
         track.gaps += next - track.exposed;
         track.exposed = range.end;
@@ -458,7 +358,7 @@ impl SendQueue {
         for n in range.clone() {
             let entry = *track.entry(n);
             // A later doorbell may expose it: it must do nothing and complete once.
-            let nop = mlx5::nop_like(self.end.qp.qpn, low16(entry.begin), entry.ds);
+            let nop = mlx5::nop_like(self.qpn, low16(entry.begin), entry.ds);
             self.store(entry.begin, &nop);
             let first8 = *nop.first_chunk().expect("a control segment has 16 bytes");
             let slot = track.entry_mut(n);
@@ -491,16 +391,12 @@ impl SendQueue {
             Owner::Stream(id) => format!("stream {id}"),
             Owner::Cpu | Owner::Nobody => "the CPU".into(),
         };
-        Error::Busy { queue: "send", qpn: self.end.qp.qpn, owner }
+        Error::Busy { queue: "send", qpn: self.qpn, owner }
     }
 
     /// Records a stage of consecutive requests.
     pub(crate) fn note(&self, stage: Stage, numbers: Range<u64>, stream: u64) {
-        self.end.qp.log.note_in(stage, Queue::Send, stream, numbers);
-    }
-
-    fn provider(&self) -> &dyn Provider {
-        &*self.end.qp.provider
+        self.qp.log.note_in(stage, Queue::Send, stream, numbers);
     }
 
     /// Whether a failed stream left requests unexposed.
@@ -514,18 +410,9 @@ impl SendQueue {
     pub(crate) fn expose_abandoned(&self) {
         let track = self.end.tracker.lock();
         let Some(last) = track.posted.checked_sub(1) else { return };
-        let value = written(&track, last..track.posted).doorbell_value();
-        let fence = || {
-            self.send_doorbell.record.memory().fence();
-            self.send_doorbell.doorbell.memory().fence();
-        };
-        fence();
-        self.send_doorbell.record.store(value.record);
-        fence();
-        self.send_doorbell.doorbell.store(value.doorbell);
-        fence();
+        self.send_doorbell.ring(written(&track, last..track.posted).doorbell_value());
         drop(track);
-        self.provider().ring(self.end.qp.qpn);
+        self.qp.provider.ring(self.qpn);
     }
 
     /// Discards everything posted, after the device has reset the queue pair.
@@ -552,47 +439,22 @@ pub(crate) struct QueueState {
 }
 
 impl SendQueue {
-    /// Submits prepared requests to a stream, whose doorbell will expose them. With `by_gpu`, call
-    /// [`SendQueue::ensure_watched`] afterwards. Returns what [`SendQueue::unsubmit`] needs.
-    #[inline]
+    /// Submits prepared requests to a stream, whose doorbell will expose them. With `by_gpu`, publishes the watch limit
+    /// too: call [`SendQueue::ensure_watched`] after the unlock. Returns what [`SendQueue::unsubmit`] needs.
     pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<QueueState> {
-        let mut track = self.tracker.lock();
-        // Fast path: the next range of the same stream.
-        let is_next = track.owner == Owner::Stream(stream) && track.exposed == sends.range.start;
-        if !(is_next && self.qp.is_ready_to_send()) {
-            drop(track);
-            return self.submit_any(sends, stream, by_gpu);
-        }
-        let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
-        track.exposed = sends.range.end;
-        if by_gpu {
-            self.set_watch_limit(sends.end);
-        }
-        Ok(before)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn submit_any(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<QueueState> {
         self.with_room(|track| {
-            let before = self.hand_over(track, &sends.range, stream)?;
-            if by_gpu {
-                self.set_watch_limit(sends.end);
+            let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
+            let is_others = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
+            if is_others && !track.is_idle() {
+                return Err(self.busy(track.owner));
+            }
+            self.expose(track, &sends.range)?;
+            track.owner = Owner::Stream(stream);
+            if let Some(doorbell_watch) = self.doorbell_watch.as_ref().filter(|_| by_gpu) {
+                doorbell_watch.foresee(sends.end);
             }
             Ok(before)
         })
-    }
-
-    #[inline]
-    pub(super) fn hand_over(&self, track: &mut Track, range: &Range<u64>, stream: u64) -> Result<QueueState> {
-        let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
-        let theirs = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
-        if theirs && !track.is_idle() {
-            return Err(self.busy(track.owner));
-        }
-        self.expose(track, range)?;
-        track.owner = Owner::Stream(stream);
-        Ok(before)
     }
 
     /// Undoes [`SendQueue::submit`], including the watch limit.
@@ -606,135 +468,12 @@ impl SendQueue {
         track.owner = before.owner;
     }
 
-    /// Notifies the device that a GPU stream will ring up to the end of `sends`.
-    pub(crate) fn watch(&self, sends: &Written) {
-        self.qp.provider.watch(self.qpn, sends.end);
-    }
-
-    /// Step 1, with the queue locked: publishes the watch limit, so that the device expects doorbells up to block
-    /// `end`.
-    #[inline]
-    pub(super) fn set_watch_limit(&self, end: u64) {
-        if let Some(doorbell_watch) = &self.doorbell_watch {
-            doorbell_watch.foresee(end);
-        }
-    }
-
-    /// Step 2, after an unlock that is an atomic read-modify-write: notifies the device if it is not watching the
-    /// doorbell.
+    /// Notifies the device if it is not watching the doorbell. Call after an unlock that is an atomic read-modify-write.
     #[inline]
     pub(crate) fn ensure_watched(&self, end: u64) {
         if self.doorbell_watch.as_ref().is_some_and(|doorbell_watch| !doorbell_watch.is_watched()) {
             self.qp.provider.watch(self.qpn, end);
         }
-    }
-}
-
-impl SendQueue {
-    /// Fast path: writes a short request and submits it to the stream that owns the queue. Returns `None`, with nothing
-    /// done, if any other case applies. With `by_gpu`, call [`SendQueue::ensure_watched`] afterwards.
-    #[inline(always)]
-    pub(crate) fn send_short(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Option<Sent> {
-        let mut track = self.tracker.lock();
-        let n = track.posted;
-        if track.owner != Owner::Stream(stream) || track.exposed != n || !self.qp.is_ready_to_send() {
-            return None;
-        }
-        let before = QueueState { owner: track.owner, exposed: n, gaps: track.gaps };
-        let (end, doorbell, len) = self.write_short(&mut track, wr)?;
-        track.exposed = n + 1;
-        self.tracker.publish(&track);
-        if by_gpu {
-            self.set_watch_limit(end);
-        }
-        drop(track);
-        let is_recorded = self.qp.log.note_prepared(n, len, Some(stream));
-        Some(Sent { sends: Written { range: n..n + 1, end, doorbell }, before, is_recorded })
-    }
-
-    /// Slow path of [`SendQueue::send_short`]: any request, any state.
-    pub(crate) fn send_any(&self, wr: &SendWr<'_>, stream: u64, by_gpu: bool) -> Result<Sent> {
-        self.with_room(|track| {
-            let sent = self.send_one(track, wr, stream)?;
-            if by_gpu {
-                self.set_watch_limit(sent.sends.end);
-            }
-            Ok(sent)
-        })
-    }
-
-    fn send_one(&self, track: &mut Track, wr: &SendWr<'_>, stream: u64) -> Result<Sent> {
-        self.write_one(track, wr)?;
-        let n = track.posted - 1;
-        let before = match self.hand_over(track, &(n..n + 1), stream) {
-            Ok(before) => before,
-            Err(error) => {
-                self.undo(track, &(n..n + 1));
-                return Err(error);
-            }
-        };
-        let is_recorded = self.qp.log.note_prepared(n, track.entry(n).len, Some(stream));
-        Ok(Sent { sends: written(track, n..n + 1), before, is_recorded })
-    }
-
-    /// Fast path: writes a short request for no stream yet, if `may_be` accepts its number. Returns `None`, with
-    /// nothing done, if any other case applies.
-    #[inline]
-    pub(crate) fn prepare_short(&self, wr: &SendWr<'_>, may_be: impl FnOnce(u64) -> bool) -> Option<Written> {
-        let mut track = self.tracker.lock();
-        let n = track.posted;
-        if !may_be(n) || !self.qp.is_ready_to_send() {
-            return None;
-        }
-        let (end, doorbell, len) = self.write_short(&mut track, wr)?;
-        self.tracker.publish(&track);
-        drop(track);
-        self.qp.log.note_prepared(n, len, None);
-        Some(Written { range: n..n + 1, end, doorbell })
-    }
-
-    /// Appends a request to `sends`, which belong to no stream yet. Returns `false` if other requests were written
-    /// after them.
-    #[inline]
-    pub(crate) fn prepare_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
-        let Some(next) = self.prepare_short(wr, |n| n == sends.range.end) else {
-            return self.prepare_any_behind(sends, wr);
-        };
-        *sends = Written { range: sends.range.start..next.range.end, ..next };
-        Ok(true)
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn prepare_any_behind(&self, sends: &mut Written, wr: &SendWr<'_>) -> Result<bool> {
-        self.with_room(|track| {
-            if track.posted != sends.range.end {
-                return Ok(false);
-            }
-            self.write_one(track, wr)?;
-            let n = sends.range.end;
-            let entry = track.entry(n);
-            sends.grow(entry);
-            self.end.qp.log.note_prepared(n, entry.len, None);
-            Ok(true)
-        })
-    }
-
-    /// Writes a one-block request. Returns the index after it, its doorbell, and its payload bytes; `None`, with
-    /// nothing done, if it needs more blocks or there is no room.
-    #[inline(always)]
-    pub(super) fn write_short(&self, track: &mut Track, wr: &SendWr<'_>) -> Option<(u64, u64, u32)> {
-        let begin = track.head;
-        let mlx5::Short { block, ds, len } = mlx5::encode_short(&wr.op, self.qpn, low16(begin), wr.flags)?;
-        let has_room = begin - track.tail < self.blocks && track.has_entry();
-        // Nobody reads the slot after the last request before it is posted, so writing it in vain is harmless.
-        if !has_room || !self.ring.write_block(self.offset(begin), &block) || !self.cq.reserve() {
-            return None;
-        }
-        let (end, doorbell) = (begin + 1, mlx5::doorbell_word(block[0]));
-        self.prefetch_behind(begin, end);
-        track.push(Entry { wr_id: wr.wr_id, begin, blocks: 1, doorbell, ds, len, ..Entry::default() });
-        Some((end, doorbell, len))
     }
 }
 
@@ -751,7 +490,7 @@ mod tests {
         b.connect(a.address()).unwrap();
         let queue = &a.send;
         let watch_limit = || queue.doorbell_watch.as_ref().unwrap().foreseen();
-        let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().sends;
+        let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()]).unwrap();
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
         // A host stream needs no watch.
         let before = queue.submit(&first, 1, false).unwrap();

@@ -12,10 +12,10 @@ use gdsync_device::recorder::{Awaited, By, Event, Log, Queue, Stage};
 use gdsync_shm::{SpinLock, SpinLockGuard, producer_index};
 use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode, low16};
 
-/// The owner of a send queue: it rings the doorbell.
 /// Resets of a queue that are remembered: a bound on its memory.
 const LIVES: usize = 1024;
 
+/// The owner of a send queue: it rings the doorbell.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Owner {
     Nobody,
@@ -160,13 +160,6 @@ impl Tracker {
         }
     }
 
-    /// The number of posted requests; `None` if cancelled requests remain in the queue.
-    #[inline]
-    pub(crate) fn posted_without_gaps(&self) -> Option<u64> {
-        let (posted, has_gaps) = producer_index::look(&self.posted, &self.has_gaps);
-        (!has_gaps).then_some(posted)
-    }
-
     #[cold]
     fn next_behind_gaps(&self, n: u64) -> (u64, u64) {
         let track = self.lock();
@@ -251,22 +244,6 @@ impl Tracker {
         let is_known = track.posted - n <= track.entries.len() as u64;
         // Under the lock, so that no new request takes the slot.
         Some(is_known.then(|| self.decode_skipped(&mut track, n, read_cqe)).flatten())
-    }
-
-    /// Byte count of request `n`, made after `life` resets, if it is decoded and succeeded.
-    pub(crate) fn known_len(&self, n: u64, life: usize) -> Option<u32> {
-        // Waiters call this often before the completion arrives.
-        if n >= self.retired.load(Ordering::Relaxed) {
-            return None;
-        }
-        let track = self.lock();
-        if life != self.life() || n >= track.retired || track.posted - n > track.entries.len() as u64 {
-            return None;
-        }
-        match &track.entry(n).wc {
-            Some(Wc { syndrome: None, byte_len, .. }) => Some(*byte_len),
-            _ => None,
-        }
     }
 
     /// The result of a completed request. Decodes its CQE if it was skipped.
@@ -511,7 +488,6 @@ mod tests {
         assert_eq!((tracker.awaited(), tracker.lock().tail), (2..4, 2));
         for expected in [1, 0] {
             let reads = std::cell::Cell::new(0);
-            assert_eq!(tracker.known_len(0, 0), (expected == 0).then_some(7), "known only once decoded");
             let seen = tracker.outcome(0, || (reads.set(reads.get() + 1), cqe(0)).1);
             let wc = seen.flatten().expect("it has completed");
             assert_eq!((reads.get(), wc.wr_id, wc.byte_len), (expected, 10, 7));
@@ -524,12 +500,6 @@ mod tests {
         tracker.skip(2..4, &cqe(3));
         tracker.lock().push(Entry { blocks: 5, ..Entry::default() });
         assert!(matches!(tracker.outcome(0, || unreachable!("overwritten")), Some(None)));
-        assert_eq!((tracker.known_len(0, 0), tracker.known_len(1, 0)), (None, Some(7)));
-        assert_eq!(
-            (tracker.known_len(1, 1), tracker.known_len(4, 0)),
-            (None, None),
-            "of another life, under way"
-        );
         assert!(health.check().is_ok());
     }
 

@@ -18,9 +18,9 @@ fn stream_sends_and_another_receives() {
         let (sa, sb) = (place.stream(PATIENCE), place.stream(PATIENCE));
         a.memory().write(0, b"over the stream").unwrap();
         b.qp.post_recv(&[RecvWr { wr_id: 9, sges: &[b.mr.sge(100, 50).unwrap()] }]).unwrap();
-        let got = sb.wait_recv(&b.qp).unwrap().completion();
+        let got = sb.wait_recv(&b.qp).unwrap();
         sa.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 15).unwrap()]).id(5).imm(77)).unwrap();
-        let sent = sa.wait_send(&a.qp).unwrap().completion();
+        let sent = sa.wait_send(&a.qp).unwrap();
         sa.synchronize(PATIENCE).unwrap();
         sb.synchronize(PATIENCE).unwrap();
         assert_eq!(sent.status().unwrap().unwrap().wr_id, 5);

@@ -56,7 +56,7 @@ fn what_a_child_drops_is_left_to_its_parent() {
     works(&a, &b, 1);
     // The stream holds a send and a wait of the first pair, and there are prepared ones of the second.
     s.wait_value32(&go.word32(0).unwrap(), 1, Cond::Eq).unwrap();
-    let held = s.send(&a.qp, &SendWr::nop()).unwrap().completion();
+    let held = s.send(&a.qp, &SendWr::nop()).unwrap();
     s.wait(&held).unwrap();
     let prepared = c.qp.prepare_send(&[SendWr::nop()]).unwrap();
     let mut batch = Batch::new();

@@ -179,7 +179,7 @@ fn mixed(site: &Site) {
             (ids.map(|(c, id)| (c.clone(), id)).to_vec(), vec![Message::Number(round), Message::Fixed])
         };
         let got = if eager || round % 5 == 0 {
-            messages.iter().map(|_| sb.wait_recv(&b.qp).unwrap().completion()).collect()
+            messages.iter().map(|_| sb.wait_recv(&b.qp).unwrap()).collect()
         } else {
             receive.launch_within(&sb, PATIENCE).unwrap().completions().to_vec()
         };

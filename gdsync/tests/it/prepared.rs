@@ -191,7 +191,7 @@ fn dropped_wait_gives_the_completion_back() {
         let (seven, eight) = (a.qp.prepare_wait_send().unwrap(), a.qp.prepare_wait_send().unwrap());
         drop(seven);
         drop(eight);
-        let again = s.wait_send(&a.qp).unwrap().completion();
+        let again = s.wait_send(&a.qp).unwrap();
         s.synchronize(PATIENCE).unwrap();
         assert_eq!(again.status().unwrap().unwrap().wr_id, 7);
         assert_eq!(polled(&a, 1), [8]);
@@ -216,7 +216,7 @@ fn dropped_batch_takes_everything_back() {
         drop(batch);
         let done = {
             s.send(&a.qp, &SendWr::nop().id(40)).unwrap();
-            s.wait_send(&a.qp).unwrap().completion()
+            s.wait_send(&a.qp).unwrap()
         };
         s.synchronize(PATIENCE).unwrap();
         assert_eq!(done.status().unwrap().unwrap().wr_id, 40);
@@ -236,7 +236,7 @@ fn cpu_waits_for_all_sends_but_those_only_prepared() {
         // What a stream has not got to yet counts, what no stream has does not.
         held.store(0);
         s.wait_value32(&held, 1, Cond::Eq).unwrap();
-        let last = s.send(&a.qp, &write(&b, 0, &[n + 1])).unwrap().completion();
+        let last = s.send(&a.qp, &write(&b, 0, &[n + 1])).unwrap();
         let prepared = a.qp.prepare_send(&[write(&b, 0, &[255])]).unwrap();
         let error = a.qp.wait_all_sends(Duration::from_millis(5)).unwrap_err();
         assert!(matches!(error, Error::Deadline { .. }), "{error}");
@@ -421,8 +421,7 @@ fn completions_tell_pending_done_forgotten_and_failed() {
     assert!(matches!(sent.status(), Err(Error::Forgotten { qpn }) if qpn == a.qp.qpn()));
     let bad = s
         .send(&a.qp, &SendWr::write_inline(gdsync::mlx5::RemoteAddr { addr: 0, rkey: 1 }, &[1]).id(66))
-        .unwrap()
-        .completion();
+        .unwrap();
     let error = bad.wait(PATIENCE).unwrap_err();
     assert!(matches!(error, Error::Completion(e) if e.wr_id == 66), "{error}");
     assert!(matches!(sent.status(), Err(Error::Completion(_))), "the root cause says more than `forgotten`");

@@ -166,7 +166,7 @@ fn sends_to_a_killed_peer_end_with_a_retry_error() {
         // It posts no receives: the send stays under way until the process is gone.
         let (mut peer, _) = Peer::start("processes::child", "silent", &side);
         let s = stream("survivor");
-        let sent = s.send(&side.qp, &SendWr::send(&[]).id(0x5e4d)).unwrap().completion();
+        let sent = s.send(&side.qp, &SendWr::send(&[]).id(0x5e4d)).unwrap();
         s.wait_send(&side.qp).unwrap();
         assert!(matches!(s.synchronize(Duration::from_millis(2)), Err(Error::Deadline { .. })));
         let start = Instant::now();

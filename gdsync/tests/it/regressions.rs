@@ -169,8 +169,7 @@ fn send_that_a_stream_has_left_holds_off_a_reset() {
     let s = stream("late");
     let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
     s.wait_value32(&gate, 1, Cond::Geq).unwrap();
-    let completion =
-        s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap().completion();
+    let completion = s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap();
     let busy = a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap_err();
     assert!(matches!(&busy, Error::Busy { queue: "send", owner, .. } if owner.contains("stream")), "{busy}");
     gate.store(1);

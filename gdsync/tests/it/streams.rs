@@ -18,9 +18,9 @@ fn stream_sends_and_another_receives() {
         let (sa, sb) = (stream("a"), stream("b"));
         a.memory().write(0, b"over the stream").unwrap();
         b.qp.post_recv(&[RecvWr { wr_id: 9, sges: &[b.mr.sge(100, 50).unwrap()] }]).unwrap();
-        let got = sb.wait_recv(&b.qp).unwrap().completion();
+        let got = sb.wait_recv(&b.qp).unwrap();
         sa.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 15).unwrap()]).id(5).imm(77)).unwrap();
-        let sent = sa.wait_send(&a.qp).unwrap().completion();
+        let sent = sa.wait_send(&a.qp).unwrap();
         sa.synchronize(PATIENCE).unwrap();
         sb.synchronize(PATIENCE).unwrap();
         assert_eq!(sent.status().unwrap().unwrap().wr_id, 5);
@@ -342,9 +342,8 @@ fn synchronize_tells_the_root_cause_once_and_the_queue_pair_for_ever() {
     // Nothing fails before all is submitted.
     let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
-    let bad = s.send(&a.qp, &SendWr::write_inline(wrong, &[1; 4]).id(0xbad)).unwrap().completion();
-    let flushed =
-        s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), &[1; 4]).id(2)).unwrap().completion();
+    let bad = s.send(&a.qp, &SendWr::write_inline(wrong, &[1; 4]).id(0xbad)).unwrap();
+    let flushed = s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), &[1; 4]).id(2)).unwrap();
     s.wait_send(&a.qp).unwrap();
     s.wait_send(&a.qp).unwrap();
     gate.store(1);
@@ -416,7 +415,7 @@ fn reset_waits_for_what_a_stream_took() {
         while !resetter.is_finished() {
             id += 1;
             match s.send(&a.qp, &SendWr::nop().id(id)) {
-                Ok(sent) => match sent.completion().wait(PATIENCE) {
+                Ok(sent) => match sent.wait(PATIENCE) {
                     Ok(wc) => assert_eq!(wc.wr_id, id),
                     // The stream had passed it, and nobody had polled.
                     Err(Error::Reset { .. }) => continue,

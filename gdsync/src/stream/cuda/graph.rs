@@ -201,7 +201,7 @@ impl Shared {
         let seq = self.submitted() + 1;
         let head = self.head(seq);
         instance.arm(head, &exec.nodes, calls)?;
-        self.enqueue_launch(guard, done, ops, count, &instance)?;
+        self.enqueue(guard, done, (count, 0), (ops, Some(instance.clone())))?;
         // SAFETY: the queued submission keeps the instance, and all memory that its nodes access, alive.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
@@ -338,7 +338,7 @@ impl Shared {
         let instance = self.instance(guard, &step_pool.pool)?;
         let seq = self.submitted() + 1;
         let addr = instance.arm_steps(self.head(seq), steps, self.mark_of(seq))?;
-        self.enqueue_launch(guard, done, ops, CALLS, &instance)?;
+        self.enqueue(guard, done, (CALLS, 0), (ops, Some(instance.clone())))?;
         drop(launching);
         // Dropped now: waiters for completed submissions must not wait for the application.
         *done = CompletedSubmissions::nothing();

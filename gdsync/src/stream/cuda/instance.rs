@@ -11,7 +11,7 @@ use std::sync::atomic::{Ordering, fence};
 use parking_lot::{Mutex, MutexGuard};
 
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::cuda::raw::layout::{Handle, MemOp, MemOpNodeParams};
+use gdrcopy::cuda::raw::layout::{Handle, MemOpNodeParams};
 
 use super::graph::Node;
 use super::plan::{self, Call};
@@ -164,9 +164,7 @@ impl Instance {
                 (Call::Ops(ops), Some(kernel_exec)) if plan::fits_kernel(ops) => {
                     kernel_exec.arm(api, (self.exec, node.handle), head, ops)?;
                 }
-                (Call::Ops(ops), _) => {
-                    plan::with_memops(ops, |count, memops| self.arm_memops(api, node.handle, count, memops))?
-                }
+                (Call::Ops(ops), _) => self.arm_memops(api, node.handle, ops)?,
                 // Graphs have none.
                 (Call::HostFn(_), _) => {}
             }
@@ -174,8 +172,10 @@ impl Instance {
         Ok(())
     }
 
-    fn arm_memops(&self, api: &Api, node: Handle, count: u32, ops: *mut MemOp) -> gdrcopy::Result<()> {
-        let context = self.gpu.raw_context();
+    fn arm_memops(&self, api: &Api, node: Handle, ops: &[KernelOp]) -> gdrcopy::Result<()> {
+        let mut memops = plan::memops(ops);
+        let (context, ops) = (self.gpu.raw_context(), memops.as_mut_ptr());
+        let count = u32::try_from(memops.len()).expect("fewer than 256");
         let params = MemOpNodeParams { context, count, ops, flags: 0 };
         // SAFETY: the node is of this instance and has `count` operations of these kinds. The submission keeps their
         // words alive.

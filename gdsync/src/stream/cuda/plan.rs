@@ -3,7 +3,7 @@
 //! Consumer indices show the CPU how far a stream is. No thread waits for them, so they are deferred past the doorbells
 //! that follow a wait, until the next wait or the end of the submission.
 
-use std::mem::{self, MaybeUninit};
+use std::mem;
 
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
@@ -26,64 +26,6 @@ pub(super) enum Call {
     Ops(Program),
     /// `cuLaunchHostFunc` of the host function at this index of the submission.
     HostFn(usize),
-}
-
-/// The driver calls of a submission, with the mark after it.
-pub(super) trait DriverCalls {
-    /// Appends the mark.
-    fn mark(&mut self, mark: KernelOp);
-
-    /// The number of calls, and of host functions among them.
-    fn count(&self) -> (usize, usize);
-
-    /// Makes the calls with `ops` and `host_fn`, until one fails.
-    fn make(
-        &mut self,
-        ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
-        host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
-    ) -> gdrcopy::Result<()>;
-}
-
-/// Maximum size of [`InlineOps`]: a send, a wait with flush, and the mark.
-const INLINE: usize = 6;
-
-/// One call with a few operations, stored inline.
-pub(super) struct InlineOps {
-    ops: [KernelOp; INLINE],
-    len: usize,
-}
-
-impl InlineOps {
-    /// Stores `ops`, with room left for the mark.
-    #[inline]
-    pub(super) fn of<const N: usize>(ops: [KernelOp; N]) -> Self {
-        const { assert!(N < INLINE) };
-        let mut inline = Self { ops: [KernelOp::BARRIER; INLINE], len: N };
-        inline.ops[..N].copy_from_slice(&ops);
-        inline
-    }
-}
-
-impl DriverCalls for InlineOps {
-    #[inline]
-    fn mark(&mut self, mark: KernelOp) {
-        self.ops[self.len] = mark;
-        self.len += 1;
-    }
-
-    #[inline]
-    fn count(&self) -> (usize, usize) {
-        (1, 0)
-    }
-
-    #[inline]
-    fn make(
-        &mut self,
-        ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
-        _host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
-    ) -> gdrcopy::Result<()> {
-        ops(&self.ops[..self.len])
-    }
 }
 
 /// The calls of a list of operations, as few as the limits allow. The last call, mostly the only one, is built in
@@ -238,18 +180,19 @@ impl Calls {
     }
 }
 
-impl DriverCalls for Calls {
-    fn mark(&mut self, mark: KernelOp) {
+impl Calls {
+    /// Appends the mark.
+    pub(super) fn mark(&mut self, mark: KernelOp) {
         self.put([mark]);
     }
 
-    #[inline]
-    fn count(&self) -> (usize, usize) {
+    /// The number of calls, and of host functions among them.
+    pub(super) fn count(&self) -> (usize, usize) {
         (self.before.len() + usize::from(!self.last.is_empty() || self.barrier), self.host_fns)
     }
 
-    #[inline]
-    fn make(
+    /// Makes the calls with `ops` and `host_fn`, until one fails.
+    pub(super) fn make(
         &mut self,
         ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
         host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
@@ -296,19 +239,12 @@ pub(super) fn fits_kernel(ops: &[KernelOp]) -> bool {
     !ops.iter().any(KernelOp::is_flush)
 }
 
-/// Converts operations to memory operations and calls `call` with their number and address.
-#[inline]
-pub(super) fn with_memops<T>(ops: &[KernelOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
-    let count = u32::try_from(ops.len()).expect("fewer than 256");
-    if ops.len() > INLINE {
-        let mut memops: Vec<_> = ops.iter().map(KernelOp::memop).collect();
-        return call(count, memops.as_mut_ptr());
-    }
-    let mut memops = [const { MaybeUninit::uninit() }; INLINE];
-    for (to, op) in memops.iter_mut().zip(ops) {
-        to.write(op.memop());
-    }
-    call(count, memops.as_mut_ptr().cast())
+/// A send, a wait with flush, and the mark.
+const INLINE: usize = 6;
+
+/// Converts operations to memory operations.
+pub(super) fn memops(ops: &[KernelOp]) -> SmallVec<[MemOp; INLINE]> {
+    ops.iter().map(KernelOp::memop).collect()
 }
 
 /// The GPU address of the word of an application wait.

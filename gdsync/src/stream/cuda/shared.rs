@@ -8,7 +8,7 @@
 //! There are two locks. The *submit lock* ([`SubmitLock`]) is held while calling the driver for the stream, and may be
 //! held for long: a thread that frees memory, for example, can block all others in the driver until every stream of the
 //! process is done. So deadline keeping never takes the submit lock; its data is in the *state*, whose lock is held
-//! only briefly, and in [`Shared::behind`]. No foreign code (the driver, host functions, drops of what operations own)
+//! only briefly. No foreign code (the driver, host functions, drops of what operations own)
 //! runs under the state lock. Non-blocking calls to sources (query, release, wake) do.
 
 use std::collections::VecDeque;
@@ -22,13 +22,12 @@ use std::time::{Duration, Instant};
 use gdrcopy::cuda::raw::Api;
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use super::coalesced::CoalescedRun;
 use super::graph::{self, Captured};
 use super::instance::{Instance, Pool};
 use super::nudger::Nudger;
-use super::plan::{self, Calls, DriverCalls};
+use super::plan::{self, Calls};
 use super::watchdog::is_inconclusive;
-use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
+use super::{CudaStreamConfig, Nudge, Via};
 use crate::stream::execute::message_of;
 use crate::stream::op::{Op, Ops, Source, sources_of};
 use crate::stream::{ReentrancyCheck, SubmitLock};
@@ -49,18 +48,12 @@ const MAX_HOST_FNS: usize = 24;
 const MAX_CALLS: usize = 512;
 /// Both limits, as error text.
 const LIMITS: &str = "at most 512 calls, and 24 host functions";
-/// From this CUDA version on, the driver takes memory operations, launches and queries for a created stream from a
-/// thread with any or no current context. Verified with 13.0.
-const ANYWHERE: i32 = 13_000;
-
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
     pub(super) log: Log,
     pub(super) gpu: Gpu,
     pub(super) stream: RawStream,
     owned: bool,
-    /// Whether calls on the stream need its context to be current.
-    pub(super) needs_context: bool,
     /// Whether the application has the stream's handle, and may be capturing it.
     handle_exposed: AtomicBool,
     pub(super) kernel_exec: Option<Arc<KernelExecutor>>,
@@ -73,8 +66,6 @@ pub(super) struct Shared {
     mark_after: Word64,
     /// The GPU address of `mark`.
     mark_addr: u64,
-    /// Waits of a coalesced run not yet counted in the last submission. Written under the submit lock.
-    pub(super) behind: AtomicU64,
     pub(super) submit_lock: Arc<SubmitLock>,
     state: Mutex<State>,
     /// Wakes the watchdog: work, a failure, or the end.
@@ -99,7 +90,6 @@ pub struct SubmitGuard {
     pub(super) marked: u64,
     /// Set while the stream is being captured.
     pub(super) capture: Option<Captured>,
-    pub(super) coalesced: CoalescedRun,
 }
 
 #[derive(Default)]
@@ -126,44 +116,12 @@ pub(super) struct State {
 
 /// A submission that the GPU is not known to have completed. It keeps alive everything that the GPU may access.
 pub(super) struct Submission {
-    /// The numbers of the first and last submission that it stands for.
-    pub(super) first: u64,
     pub(super) seq: u64,
     pub(super) ops: Ops,
-    /// Additional waits after its last operation, for the next completions of the same source.
-    pub(super) more: u64,
     pub(super) calls: usize,
     pub(super) host_fns: usize,
     /// The instance that it launches.
-    pub(super) instance: Option<Arc<Instance>>,
-}
-
-/// The queue entry of a submission.
-#[derive(Clone, Copy)]
-pub(super) struct Entry {
-    pub(super) seq: u64,
-    pub(super) calls: usize,
-    pub(super) host_fns: usize,
-}
-
-impl Submission {
-    #[inline]
-    pub(super) fn new(
-        Entry { seq, calls, host_fns }: Entry,
-        ops: Ops,
-        instance: Option<Arc<Instance>>,
-    ) -> Self {
-        Self { first: seq, seq, ops, more: 0, calls, host_fns, instance }
-    }
-
-    /// Whether it only rings for this source.
-    #[inline]
-    pub(super) fn triggers_only(&self, source: &Arc<dyn Source>) -> bool {
-        match &self.ops[..] {
-            [Op::Trigger(known, _)] => Arc::ptr_eq(known, source) && self.instance.is_none(),
-            _ => false,
-        }
-    }
+    pub(super) _instance: Option<Arc<Instance>>,
 }
 
 impl Shared {
@@ -196,7 +154,6 @@ impl Shared {
             gpu: gpu.clone(),
             stream,
             owned,
-            needs_context: stream <= PER_THREAD || gpu.capabilities().driver_version < ANYWHERE,
             kernel_exec,
             nudger,
             status,
@@ -204,7 +161,6 @@ impl Shared {
             mark,
             mark_after,
             mark_addr,
-            behind: AtomicU64::new(0),
             submit_lock,
             state: Mutex::default(),
             work: Condvar::new(),
@@ -259,9 +215,7 @@ impl Shared {
         self.mark_before_registering(guard, ops);
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
-        let put =
-            |queue: &mut VecDeque<_>, entry| queue.push_back(Submission::new(entry, mem::take(ops), None));
-        self.accept(guard, |guard, done| self.submit_locked((guard, done), &mut calls, put))
+        self.accept(guard, |guard, done| self.submit_locked((guard, done), &mut calls, ops))
     }
 
     /// Registering memory with CUDA may have to wait until all streams are known to be idle. Marks this stream first:
@@ -317,12 +271,11 @@ impl Shared {
         may_be && self.is_captured().unwrap_or_else(|error| is_inconclusive(&error))
     }
 
-    #[inline(always)]
-    pub(super) fn submit_locked<'s>(
+    fn submit_locked<'s>(
         &'s self,
         (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
-        calls: &mut impl DriverCalls,
-        put: impl FnOnce(&mut VecDeque<Submission>, Entry),
+        calls: &mut Calls,
+        ops: &mut Ops,
     ) -> Result<u64> {
         if self.is_captured_by_others(guard) {
             return Err(graph::within_another());
@@ -337,7 +290,7 @@ impl Shared {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, LIMITS));
         }
-        self.enqueue(guard, done, (count, host_fns), put)?;
+        self.enqueue(guard, done, (count, host_fns), (ops, None))?;
         guard.unmarked = if marks { 0 } else { guard.unmarked + count };
         guard.marked = if marks { seq } else { guard.marked };
         let answer = self.issue(seq, calls);
@@ -345,14 +298,14 @@ impl Shared {
     }
 
     /// Queues a submission before it is issued, unless there is no room: the watchdog must see it while the driver
-    /// takes it. Its number is the next one. `put` adds it to the locked queue.
+    /// takes it. Its number is the next one. Takes `ops` if it succeeds.
     #[inline]
     pub(super) fn enqueue<'s>(
         &'s self,
         guard: &mut SubmitGuard,
         done: &mut CompletedSubmissions<'s>,
         (calls, host_fns): (usize, usize),
-        put: impl FnOnce(&mut VecDeque<Submission>, Entry),
+        (ops, instance): (&mut Ops, Option<Arc<Instance>>),
     ) -> Result<()> {
         let mut state = self.lock();
         // Checked under the lock, which the reaper takes after closing the gate: either the reaper sees the submission,
@@ -368,7 +321,6 @@ impl Shared {
         if let Some(error) = self.error.get() {
             return Err(error.clone());
         }
-        self.end_run(guard, &mut state);
         let is_full = self.full(&state, calls, host_fns);
         // Sometimes on this thread, which has the reference counts cached; otherwise the watchdog does it.
         if is_full || guard.unmarked == 0 {
@@ -384,28 +336,13 @@ impl Shared {
         if state.queue.is_empty() {
             state.begun = Some((seq, Instant::now()));
         }
-        put(&mut state.queue, Entry { seq, calls, host_fns });
-        guard.coalesced = CoalescedRun::of(self.config.depth.saturating_sub(state.calls));
+        state.queue.push_back(Submission { seq, ops: mem::take(ops), calls, host_fns, _instance: instance });
         let asleep = state.asleep;
         drop(state);
         if asleep {
             self.work.notify_one();
         }
         Ok(())
-    }
-
-    /// Like [`Shared::enqueue`], for a launch.
-    pub(super) fn enqueue_launch<'s>(
-        &'s self,
-        guard: &mut SubmitGuard,
-        done: &mut CompletedSubmissions<'s>,
-        ops: &mut Ops,
-        calls: usize,
-        instance: &Arc<Instance>,
-    ) -> Result<()> {
-        self.enqueue(guard, done, (calls, 0), |queue, entry| {
-            queue.push_back(Submission::new(entry, mem::take(ops), Some(instance.clone())));
-        })
     }
 
     /// Records the refused calls and host functions for [`Shared::has_room`]. Returns the error.
@@ -447,7 +384,7 @@ impl Shared {
 
     /// Makes the calls of a submission. The context must be current.
     #[inline]
-    fn issue(&self, seq: u64, calls: &mut impl DriverCalls) -> gdrcopy::Result<()> {
+    fn issue(&self, seq: u64, calls: &mut Calls) -> gdrcopy::Result<()> {
         calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
@@ -462,11 +399,11 @@ impl Shared {
         if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| plan::fits_kernel(ops)) {
             return kernel_exec.launch(api, self.stream, self.head(seq), ops);
         }
-        plan::with_memops(ops, |count, memops| {
-            // SAFETY: `memops` has `count` operations. Their words are mapped for the GPU, and the submission keeps
-            // them alive.
-            unsafe { api.stream_batch_mem_op(self.stream, count, memops, 0) }
-        })
+        let mut memops = plan::memops(ops);
+        let count = u32::try_from(memops.len()).expect("fewer than 256");
+        // SAFETY: `memops` has `count` operations. Their words are mapped for the GPU, and the submission keeps them
+        // alive.
+        unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
     }
 
     #[cold]
@@ -502,12 +439,8 @@ impl Shared {
         if guard.marked == seq {
             return;
         }
-        {
-            let mut state = self.lock();
-            self.end_run(guard, &mut state);
-            if state.refused.is_some() {
-                return;
-            }
+        if self.lock().refused.is_some() {
+            return;
         }
         if let Err(error) = self.gpu.within(|_| self.mark_now(guard, seq)) {
             // The watchdog then fails the stream.
@@ -635,9 +568,6 @@ fn note_passed(submission: &Submission) {
             source.passed(*n, By::CudaStream);
         }
     }
-    if let (more @ 1.., Some(Op::Await(source, n))) = (submission.more, submission.ops.last()) {
-        (1..=more).for_each(|on| source.passed(n + on, By::CudaStream));
-    }
 }
 
 impl Shared {
@@ -726,7 +656,6 @@ impl Shared {
         // Capped at the depth: then the stream must be empty, which suffices.
         let calls = plan::max_calls(ops, host_fns, self.by_kernel()).min(self.config.depth);
         let mut state = self.lock();
-        self.end_run(guard, &mut state);
         let done = self.retire(&mut state);
         if self.full(&state, calls, host_fns) {
             return Err(self.no_room(guard, state, (calls, host_fns)));

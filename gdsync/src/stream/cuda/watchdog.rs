@@ -18,7 +18,7 @@ use crate::stream::op::{Arrival, Op};
 use gdsync_device::cuda::kernel_exec::GivenUp;
 use gdsync_device::cuda::{DriverTask, Standing};
 use gdsync_device::error::Error;
-use gdsync_device::recorder::{Awaited, By, Hold};
+use gdsync_device::recorder::{By, Hold};
 use mlx5_ring as mlx5;
 
 /// Interval between checks of a held stream: short for a young wait.
@@ -36,8 +36,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// `CUDA_ERROR_STREAM_CAPTURE_*`.
 const CAPTURES: RangeInclusive<u32> = 900..=908;
 
-/// A wait: the first number of its submission, and its index there. Waits of a coalesced run have the indices after the
-/// last operation.
+/// A wait: the number of its submission, and its index there.
 type WaitIndex = (u64, usize);
 
 impl Shared {
@@ -89,7 +88,7 @@ impl Shared {
                 break;
             }
             let begun = state.begun.take();
-            let view = QueueView { state: &state, behind: self.behind.load(Ordering::Acquire) };
+            let view = QueueView(&state);
             let holder = view.holder();
             let since = |place| {
                 // Not earlier than the last due check: a watchdog that was delayed must not see an expired deadline at
@@ -110,7 +109,7 @@ impl Shared {
                 }
             });
             let failed = self.failed();
-            let lost = || match held.and_then(|(place, _)| view.wait_at(place))?.op {
+            let lost = || match held.and_then(|(place, _)| view.wait_at(place))? {
                 Op::Await(source, _) => source.lost(),
                 _ => None,
             };
@@ -204,19 +203,17 @@ impl Shared {
         }
         let GivenUp { submission, word } = self.status.given_up()?;
         let state = self.lock();
-        let view = QueueView { state: &state, behind: self.behind.load(Ordering::Acquire) };
-        // Later numbers belong to the last one's coalesced run.
-        let found = view.submissions().take_while(|(known, _)| known.first <= submission).last();
-        let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(*wait, word)));
-        Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| describe_wait(wait.op)))
+        let found = state.queue.iter().find(|known| known.seq == submission);
+        let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(wait, word)));
+        Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| describe_wait(wait)))
     }
 
     /// Whether a wait polls the word at this GPU address.
-    fn is_at(&self, wait: Wait<'_>, word: u64) -> bool {
-        let addr = match wait.op {
+    fn is_at(&self, wait: &Op, word: u64) -> bool {
+        let addr = match wait {
             Op::Wait32 { at, .. } => at.memory().gpu_addr(&self.gpu),
             Op::Wait64 { at, .. } => at.memory().gpu_addr(&self.gpu),
-            Op::Await(source, n) => source.arrival(n + wait.on).word_on(&self.gpu).map(|place| place.addr),
+            Op::Await(source, n) => source.arrival(*n).word_on(&self.gpu).map(|place| place.addr),
             _ => return false,
         };
         addr.is_ok_and(|addr| addr == word)
@@ -269,41 +266,21 @@ pub(super) fn is_inconclusive(error: &gdrcopy::Error) -> bool {
     *status == CudaStatus::NOT_READY || CAPTURES.contains(&status.0)
 }
 
-/// A wait: an operation, or the same one for the completion `on` further.
-#[derive(Clone, Copy)]
-struct Wait<'a> {
-    op: &'a Op,
-    on: u64,
-}
-
-impl Wait<'_> {
-    /// What it waits for, for the flight recorder.
-    fn awaited(self) -> Option<Awaited> {
-        match self.op {
-            Op::Await(source, n) => source.awaited(n + self.on),
-            op => op.awaited(),
-        }
-    }
-}
-
-/// The waits of a submission, `more` of them after its last operation, with their indices.
-fn waits_of((submission, more): (&Submission, u64)) -> impl Iterator<Item = (usize, Wait<'_>)> {
+/// The waits of a submission, with their indices.
+fn waits_of(submission: &Submission) -> impl Iterator<Item = (usize, &Op)> {
     let is_wait = |op: &Op| matches!(op, Op::Wait32 { .. } | Op::Wait64 { .. } | Op::Await(..));
-    let ops = submission.ops.iter().enumerate().filter(move |(_, op)| is_wait(op));
-    let behind =
-        submission.ops.last().into_iter().flat_map(move |op| (1..=more).map(move |on| Wait { op, on }));
-    ops.map(|(place, op)| (place, Wait { op, on: 0 })).chain((submission.ops.len()..).zip(behind))
+    submission.ops.iter().enumerate().filter(move |(_, op)| is_wait(op))
 }
 
 /// Consumer indices read in this pass, by address: a read takes a microsecond in GPU memory.
 type Indices = SmallVec<[(u64, u32); 4]>;
 
-fn is_satisfied(wait: Wait<'_>, indices: &mut Indices) -> bool {
-    match wait.op {
+fn is_satisfied(wait: &Op, indices: &mut Indices) -> bool {
+    match wait {
         Op::Wait32 { at, value, cond, .. } => cond.holds32(at.load(), *value),
         Op::Wait64 { at, value, cond, .. } => cond.holds64(at.load(), *value),
         Op::Await(source, n) => {
-            let arrival = source.arrival(n + wait.on);
+            let arrival = source.arrival(*n);
             is_known_passed(&arrival, indices) || arrival.check().is_ok() || is_passed(&arrival, indices)
         }
         _ => true,
@@ -332,44 +309,31 @@ fn is_beyond(index: u32, passed: u32) -> bool {
     index.wrapping_sub(passed) & 0xff_ffff < 1 << 23
 }
 
-/// The locked queue, and the waits of the open coalesced run.
-struct QueueView<'a> {
-    state: &'a State,
-    behind: u64,
-}
+/// The locked queue.
+struct QueueView<'a>(&'a State);
 
 impl<'a> QueueView<'a> {
-    /// The submissions, each with its number of waits after the last operation.
-    fn submissions(&self) -> impl Iterator<Item = (&'a Submission, u64)> {
-        let (last, behind) = (self.state.queue.len().wrapping_sub(1), self.behind);
-        let more = move |(at, known): (usize, &'a Submission)| {
-            (known, if at == last { known.more + behind } else { known.more })
-        };
-        self.state.queue.iter().enumerate().map(more)
-    }
-
     /// The wait that holds the stream, as far as known.
     fn holder(&self) -> Option<WaitIndex> {
         let mut indices = Indices::new();
-        self.submissions().find_map(|known| {
-            let holds = waits_of(known).find(|(_, wait)| !is_satisfied(*wait, &mut indices));
-            holds.map(|(place, _)| (known.0.first, place))
+        self.0.queue.iter().find_map(|known| {
+            let holds = waits_of(known).find(|(_, wait)| !is_satisfied(wait, &mut indices));
+            holds.map(|(place, _)| (known.seq, place))
         })
     }
 
     /// Whether `place` is the first wait of submission `seq`, and `seq` is the oldest.
-    fn is_first(&self, (first, place): WaitIndex, seq: u64) -> bool {
-        let oldest = self.submissions().next().filter(|(known, _)| first == seq && known.first == seq);
+    fn is_first(&self, (of, place): WaitIndex, seq: u64) -> bool {
+        let oldest = self.0.queue.front().filter(|known| of == seq && known.seq == seq);
         oldest.and_then(|known| waits_of(known).next()).is_some_and(|(at, _)| at == place)
     }
 
-    fn wait_at(&self, (first, place): WaitIndex) -> Option<Wait<'a>> {
-        let known = self.submissions().find(|(known, _)| known.first == first)?;
-        waits_of(known).find(|(at, _)| *at == place).map(|(_, wait)| wait)
+    fn wait_at(&self, (seq, place): WaitIndex) -> Option<&'a Op> {
+        self.0.queue.iter().find(|known| known.seq == seq)?.ops.get(place)
     }
 
     fn describe(&self, place: WaitIndex, pressure: Option<&Standing<'_>>) -> String {
-        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), |wait| describe_wait(wait.op));
+        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), describe_wait);
         match pressure.and_then(Standing::advice) {
             Some(advice) => format!("{what} ({advice})"),
             None => what,
@@ -379,10 +343,9 @@ impl<'a> QueueView<'a> {
     /// Satisfies a wait that has held a failed stream for `held`, and whose queues were stopped `stopped` ago. A
     /// stopped queue completes by itself unless it is late.
     fn force(&self, place: WaitIndex, stopped: Duration, held: Duration) {
-        let Some(Wait { op, on }) = self.wait_at(place) else { return };
-        match op {
+        match self.wait_at(place).unwrap_or(&Op::Barrier) {
             Op::Await(source, n) if held >= FLUSH_TIME && stopped >= source.flush_time() => {
-                source.release(n + on);
+                source.release(*n);
             }
             // The device may be asleep: the stream cannot notify it of doorbells.
             Op::Await(source, _) => source.wake(),
@@ -407,37 +370,5 @@ fn describe_wait(op: &Op) -> String {
         Op::Wait32 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
         Op::Wait64 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
         _ => format!("{op:?}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use smallvec::smallvec;
-
-    use super::super::shared::Entry;
-    use super::*;
-    use crate::verbs::{Context, RecvWr, SendWr};
-    use gdsync_soft::SoftHcaConfig;
-
-    #[test]
-    fn waits_of_an_open_run_are_seen() {
-        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
-        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
-        a.connect(b.address()).unwrap();
-        b.connect(a.address()).unwrap();
-        a.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 3]).unwrap();
-        b.post_send(&[SendWr::send(&[])]).unwrap();
-        b.wait_all_sends(PATIENCE).unwrap();
-        let mut state = State::default();
-        let first = smallvec![Op::Await(a.recv.end.source().clone(), 0)];
-        state.queue.push_back(Submission::new(Entry { seq: 5, calls: 1, host_fns: 0 }, first, None));
-        let holder = |behind| QueueView { state: &state, behind }.holder();
-        assert_eq!([0, 1, 2].map(holder), [None, Some((5, 1)), Some((5, 1))]);
-        let view = QueueView { state: &state, behind: 2 };
-        assert_eq!([1, 2].map(|place| view.wait_at((5, place)).unwrap().on), [1, 2]);
-        assert!(view.wait_at((5, 3)).is_none());
-        // Only the first wait can have held the stream since it was queued.
-        assert!(view.is_first((5, 0), 5) && !view.is_first((5, 0), 6));
-        assert!(!view.is_first((5, 1), 5) && !view.is_first((6, 0), 6));
     }
 }

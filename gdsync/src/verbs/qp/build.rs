@@ -194,8 +194,9 @@ impl QpBuilder {
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
         let record_may_lag = core.provider.record_may_lag();
-        let (record_word, found) = (record.word32(mlx5::QP_DBREC_SEND)?, Default::default());
-        let send_doorbell = Arc::new(SendDoorbell { record: record_word, doorbell, record_may_lag, found });
+        let (word, by_card) = (record.word32(mlx5::QP_DBREC_SEND)?, core.provider.reads_by_itself());
+        let found = Default::default();
+        let send_doorbell = Arc::new(SendDoorbell { record: word, doorbell, record_may_lag, by_card, found });
         let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(send_doorbell.clone()));
         let limits = Limits { sges: self.max_send_sge, inline: self.max_inline };
         let send = SendQueue::new(end, sq, send_doorbell, limits, doorbell_watch);

@@ -35,8 +35,8 @@ fn hop(stream: &Stream, (a, b): &(Side, Side), value: u64) -> [Completion; 2] {
     // In no order, so that each comes behind each.
     match value * value / 7 % 5 {
         0 => {
-            let sent = stream.send(&a.qp, &send).unwrap().completion();
-            [sent, stream.wait_send(&a.qp).unwrap().completion()]
+            let sent = stream.send(&a.qp, &send).unwrap();
+            [sent, stream.wait_send(&a.qp).unwrap()]
         }
         1 => {
             let sent = batch.send(&a.qp, &send).unwrap();
@@ -57,10 +57,10 @@ fn hop(stream: &Stream, (a, b): &(Side, Side), value: u64) -> [Completion; 2] {
             let prepared = a.qp.prepare_send(&[send]).unwrap();
             let sent = batch.post(prepared);
             stream.submit(&mut batch).unwrap();
-            [sent, stream.wait_send(&a.qp).unwrap().completion()]
+            [sent, stream.wait_send(&a.qp).unwrap()]
         }
         _ => {
-            let sent = stream.send(&a.qp, &send).unwrap().completion();
+            let sent = stream.send(&a.qp, &send).unwrap();
             let passed = batch.post_wait(a.qp.prepare_wait_send().unwrap());
             stream.submit(&mut batch).unwrap();
             [sent, passed]
@@ -335,7 +335,7 @@ fn sends_in_a_row_fill_a_stream_and_end_with_it() {
             let (mut sent, mut full) = (Vec::new(), None);
             while full.is_none() {
                 match stream.send(&a.qp, &SendWr::nop()) {
-                    Ok(send) => sent.push(send.completion()),
+                    Ok(send) => sent.push(send),
                     Err(error) => full = Some(error),
                 }
             }
@@ -368,9 +368,9 @@ fn waits_between_sends_in_a_row_are_kept_to_their_deadline() {
         let mut got = Vec::new();
         for _ in 0..3 {
             stream.send(&a.qp, &SendWr::nop()).unwrap();
-            got.push(stream.wait_recv(&a.qp).unwrap().completion());
+            got.push(stream.wait_recv(&a.qp).unwrap());
         }
-        let behind = stream.send(&a.qp, &SendWr::nop()).unwrap().completion();
+        let behind = stream.send(&a.qp, &SendWr::nop()).unwrap();
         let error = stream.synchronize(PATIENCE).unwrap_err();
         let Error::StreamWait { what, .. } = &error else { panic!("{place:?}: {error}") };
         assert!(what.contains("receive completion"), "{place:?}: {what}");
