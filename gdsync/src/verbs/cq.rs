@@ -369,7 +369,7 @@ impl CqInner {
                 SlotOwner::Done => {}
                 taken @ (SlotOwner::ByStream | SlotOwner::Covered) => {
                     if state.passed <= state.freed {
-                        state.passed = completion::passed(record, state.passed);
+                        state.passed = completion::freed(record, state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
@@ -389,7 +389,7 @@ impl CqInner {
             // While a stream waits here, only the stream writes the consumer index.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
-                completion::pass(record, state.freed);
+                completion::free(record, state.freed);
                 self.parts.record.fence();
             }
         }
@@ -445,7 +445,7 @@ impl CqInner {
         state.claim_next = n + 1;
         state.in_stream += 1;
         if by_gpu {
-            self.parts.event.foresee(n + 1);
+            self.parts.event.publish_wait(n + 1);
         }
         Some(n)
     }
@@ -552,7 +552,7 @@ impl CqInner {
         let mut state = self.state.lock();
         self.submit_locked(&mut state, n, stream, tracker)?;
         if by_gpu {
-            self.parts.event.foresee(n + 1);
+            self.parts.event.publish_wait(n + 1);
         }
         Ok(())
     }
@@ -708,7 +708,7 @@ impl CqInner {
 
     /// Publishes the watch limit of a claim that [`CqInner::claim`] made.
     pub(crate) fn set_attend_limit(&self, n: u64) {
-        self.parts.event.foresee_late(n + 1);
+        self.parts.event.publish_wait_unlocked(n + 1);
     }
 
     /// Notifies the device of a claim below the watch limit, unless it is attending already. Call after an unlock that
@@ -742,7 +742,7 @@ impl CqInner {
         if state.in_stream == 0 || state.attached != 1 || !queue.may_skip(self.capacity()) {
             return;
         }
-        state.passed = completion::passed(self.consumed.atomic(), state.passed);
+        state.passed = completion::freed(self.consumed.atomic(), state.passed);
         let by_stream =
             |n: &u64| matches!(state.slots[self.index(*n)].taken, SlotOwner::ByStream | SlotOwner::Covered);
         let end = (state.reaped..state.passed).find(|n| !by_stream(n)).unwrap_or(state.passed);
@@ -783,7 +783,9 @@ impl CqInner {
     /// allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let start = Instant::now();
-        while self.provider.has_copied_lately() && !gdsync_shm::cores_are_busy() && start.elapsed() < timeout
+        while self.provider.has_copied_recently()
+            && !gdsync_shm::cores_are_busy()
+            && start.elapsed() < timeout
         {
             if ready() {
                 return;
@@ -791,7 +793,7 @@ impl CqInner {
             self.provider.progress();
             gdsync_shm::yield_core();
         }
-        self.provider.leave();
+        self.provider.end_polling();
         self.parts.event.park(ready, timeout);
     }
 

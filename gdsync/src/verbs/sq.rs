@@ -203,7 +203,7 @@ impl SendQueue {
                         // A load flushes earlier stores to the same device, also to a GPU.
                         self.send_doorbell.record.atomic().load(Ordering::Acquire);
                         // The software HCA records this event itself.
-                        self.end.qp.log.note(Stage::DoorbellSet, Queue::Send, By::Cpu, range.end - 1, 0);
+                        self.end.qp.log.note(Stage::DoorbellRung, Queue::Send, By::Cpu, range.end - 1, 0);
                     }
                 },
                 self.send_doorbell.doorbell.atomic(),
@@ -616,7 +616,7 @@ impl SendQueue {
     #[inline]
     pub(super) fn set_watch_limit(&self, end: u64) {
         if let Some(doorbell_watch) = &self.doorbell_watch {
-            doorbell_watch.foresee(end);
+            doorbell_watch.publish(end);
         }
     }
 
@@ -750,7 +750,7 @@ mod tests {
         a.connect(b.address()).unwrap();
         b.connect(a.address()).unwrap();
         let queue = &a.send;
-        let watch_limit = || queue.doorbell_watch.as_ref().unwrap().foreseen();
+        let watch_limit = || queue.doorbell_watch.as_ref().unwrap().published();
         let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().sends;
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
         // A host stream needs no watch.
