@@ -552,12 +552,12 @@ impl SubmitLock {
     /// Releases the lock, and runs `requested` if others requested it meanwhile.
     #[inline]
     fn unlock<'a>(&'a self, guard: MutexGuard<'a, State>, requested: impl Fn(&mut State)) {
-        submit_lock::end(&self.requested, guard, || self.try_lock(), |state| requested(state));
+        submit_lock::unlock(&self.requested, guard, || self.try_lock(), |state| requested(state));
     }
 
     /// Has `requested` run, by this thread or by the lock's holder.
     fn request(&self, requested: impl Fn(&mut State)) {
-        submit_lock::want(&self.requested, || self.try_lock(), |state| requested(state));
+        submit_lock::request(&self.requested, || self.try_lock(), |state| requested(state));
     }
 }
 

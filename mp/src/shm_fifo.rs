@@ -624,7 +624,7 @@ impl ShmFifo {
                 }
                 next => {
                     if look || next == Next::Closed {
-                        self.look(transport, rx);
+                        self.check_closed(transport, rx);
                     }
                     break;
                 }
@@ -634,11 +634,11 @@ impl ShmFifo {
 
     /// Looks whether the sender has closed the FIFO.
     #[cold]
-    fn look(&self, transport: &Transport, rx: &mut RxSide) {
+    fn check_closed(&self, transport: &Transport, rx: &mut RxSide) {
         if rx.receiver.end().is_some() {
             return;
         }
-        rx.receiver.look(&self.memory.rx);
+        rx.receiver.check_closed(&self.memory.rx);
         if rx.receiver.end().is_some() {
             // Not because it is full: the sender needs the queue pair.
             if rx.receiver.peek(&self.memory.rx) == Next::Closed {

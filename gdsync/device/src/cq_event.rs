@@ -62,30 +62,30 @@ impl CqEvent {
         }
     }
 
-    /// Streams of a GPU wait for completions before number `until`, and `kicker` wakes them. Returns whether the device
+    /// Streams of a GPU wait for completions before number `until`, and `nudger` wakes them. Returns whether the device
     /// must be told.
     pub fn attend(&self, until: u64, nudger: Option<&Arc<dyn GpuNudge>>) -> bool {
         if let Some(nudger) = nudger {
             self.nudger.get_or_init(|| nudger.clone());
         }
-        doorbell_watch::order(&self.waits.until, &self.waits.attended, until)
+        doorbell_watch::request(&self.waits.until, &self.waits.attended, until)
     }
 
     /// Streams wait for completions before number `until`: said by who has the claims of the queue locked.
     #[inline(always)]
-    pub fn foresee(&self, until: u64) {
-        doorbell_watch::foresee(&self.waits.until, until);
+    pub fn publish_wait(&self, until: u64) {
+        doorbell_watch::publish(&self.waits.until, until);
     }
 
-    /// As [`CqEvent::foresee`], by who has let the lock go.
-    pub fn foresee_late(&self, until: u64) {
+    /// As [`CqEvent::publish_wait`], by who has let the lock go.
+    pub fn publish_wait_unlocked(&self, until: u64) {
         self.waits.until.fetch_max(until, Ordering::SeqCst);
     }
 
-    /// Whether the device attends to them, and kicks if it `is_to_kick`, now that the caller has let a lock go.
+    /// Whether the device attends to them, and nudges if it `is_to_nudge`, now that the caller has let a lock go.
     #[inline(always)]
     pub fn is_attended(&self, is_to_nudge: bool) -> bool {
-        doorbell_watch::is_looked_at(&self.waits.attended) && (!is_to_nudge || self.nudger.get().is_some())
+        doorbell_watch::is_watched(&self.waits.attended) && (!is_to_nudge || self.nudger.get().is_some())
     }
 
     /// What was foreseen will not be waited for: only what is before it.
@@ -95,11 +95,11 @@ impl CqEvent {
 
     /// The device has written `produced` completions, and would rest. Returns whether it need not attend to the queue any more:
     /// it will be told when that changes.
-    pub fn rest(&self, produced: u64) -> bool {
-        !doorbell_watch::is_due(&self.waits.until, &self.waits.attended, produced)
+    pub fn may_unwatch(&self, produced: u64) -> bool {
+        !doorbell_watch::must_poll(&self.waits.until, &self.waits.attended, produced)
     }
 
-    /// Who is to be kicked after completion `n` was written. `until` is what the device knows of the completions that streams
+    /// Who is to be nudged after completion `n` was written. `until` is what the device knows of the completions that streams
     /// wait for.
     pub fn nudger(&self, n: u64, until: &mut u64) -> Option<&Arc<dyn GpuNudge>> {
         let nudger = self.nudger.get()?;
@@ -111,7 +111,7 @@ impl CqEvent {
 
     /// Tells sleepers that a completion was written.
     pub fn raise(&self) {
-        if event_count::ring(&self.sleepers, &self.sequence) {
+        if event_count::notify(&self.sleepers, &self.sequence) {
             // Taken and dropped, so that a sleeper between its look at the sequence and its wait is not missed.
             drop(self.lock.lock());
             self.raised.notify_all();

@@ -24,42 +24,42 @@ struct WatchLimits {
 /// The same of one queue pair, for who posts there: what need not be told the device is told here.
 #[derive(Debug)]
 pub struct DoorbellWatch {
-    all: Arc<[WatchLimits]>,
+    limits: Arc<[WatchLimits]>,
     index: usize,
 }
 
 impl DoorbellWatch {
     /// Doorbells up to the producer index `until` will be rung: said by who has the sends locked.
     #[inline(always)]
-    pub fn foresee(&self, until: u64) {
-        doorbell_watch::foresee(&self.all[self.index].until, until);
+    pub fn publish(&self, until: u64) {
+        doorbell_watch::publish(&self.limits[self.index].until, until);
     }
 
     /// Whether the device sees that they are, now that the caller has let a lock go.
     #[inline(always)]
     pub fn is_watched(&self) -> bool {
-        doorbell_watch::is_looked_at(&self.all[self.index].watched)
+        doorbell_watch::is_watched(&self.limits[self.index].watched)
     }
 
-    /// Up to where they are foreseen.
-    pub fn foreseen(&self) -> u64 {
-        self.all[self.index].until.load(Ordering::SeqCst)
+    /// Up to where they are published.
+    pub fn published(&self) -> u64 {
+        self.limits[self.index].until.load(Ordering::SeqCst)
     }
 
-    /// What was foreseen will not come: only what is before it.
+    /// What was published will not come: only what is before it.
     pub fn withdraw(&self, until: u64, before: u64) {
-        doorbell_watch::withdraw(&self.all[self.index].until, until, before);
+        doorbell_watch::withdraw(&self.limits[self.index].until, until, before);
     }
 }
 
 /// A lock-free set of queue pair indices, with one word that says whether it may hold any.
 #[derive(Debug)]
 pub struct DoorbellSet {
-    note: AtomicU32,
+    pending: AtomicU32,
     groups: [AtomicU64; MAX_QPS / 64 / 64],
     bits: Box<[AtomicU64]>,
     /// By queue pair.
-    orders: Arc<[WatchLimits]>,
+    limits: Arc<[WatchLimits]>,
     /// Completion queues that streams of GPUs began to wait on.
     attended: Mutex<Vec<u32>>,
 }
@@ -67,10 +67,10 @@ pub struct DoorbellSet {
 impl Default for DoorbellSet {
     fn default() -> Self {
         Self {
-            note: AtomicU32::new(0),
+            pending: AtomicU32::new(0),
             groups: std::array::from_fn(|_| AtomicU64::new(0)),
             bits: (0..MAX_QPS / 64).map(|_| AtomicU64::new(0)).collect(),
-            orders: (0..MAX_QPS).map(|_| WatchLimits::default()).collect(),
+            limits: (0..MAX_QPS).map(|_| WatchLimits::default()).collect(),
             attended: Mutex::default(),
         }
     }
@@ -81,67 +81,67 @@ impl DoorbellSet {
     pub fn insert(&self, index: usize) {
         self.bits[index / 64].fetch_or(1 << (index % 64), Ordering::Release);
         self.groups[index / 4096].fetch_or(1 << (index / 64 % 64), Ordering::Release);
-        pending_flag::leave(&self.note);
+        pending_flag::set(&self.pending);
     }
 
     /// Puts in a queue pair whose doorbell will be written up to the producer index `until` by something that cannot tell.
     /// Not where it is watched: returns whether it was put in.
     #[inline]
     pub fn announce(&self, index: usize, until: u64) -> bool {
-        let orders = &self.orders[index];
-        let tells = doorbell_watch::order(&orders.until, &orders.watched, until);
-        if tells {
+        let limits = &self.limits[index];
+        let must_notify = doorbell_watch::request(&limits.until, &limits.watched, until);
+        if must_notify {
             self.insert(index);
         }
-        tells
+        must_notify
     }
 
     /// For who sends on a queue pair.
     pub fn doorbell_watch(&self, index: usize) -> DoorbellWatch {
-        DoorbellWatch { all: self.orders.clone(), index }
+        DoorbellWatch { limits: self.limits.clone(), index }
     }
 
     /// From now on the doorbell of a queue pair is looked at only now and then: the next that is announced must be told.
-    pub fn look_away(&self, index: usize) {
-        self.orders[index].watched.store(0, Ordering::SeqCst);
+    pub fn unwatch(&self, index: usize) {
+        self.limits[index].watched.store(0, Ordering::SeqCst);
     }
 
     /// Whether the doorbell of a queue pair will be written beyond the producer index `head`. If not it need not be watched:
     /// the next who announces something puts it in again.
-    pub fn is_to_watch(&self, index: usize, head: u64) -> bool {
-        doorbell_watch::is_due(&self.orders[index].until, &self.orders[index].watched, head)
+    pub fn must_poll(&self, index: usize, head: u64) -> bool {
+        doorbell_watch::must_poll(&self.limits[index].until, &self.limits[index].watched, head)
     }
 
     /// What was announced of a queue pair will not come.
     pub fn forget(&self, index: usize) {
-        self.orders[index].until.store(0, Ordering::SeqCst);
-        self.orders[index].watched.store(0, Ordering::SeqCst);
+        self.limits[index].until.store(0, Ordering::SeqCst);
+        self.limits[index].watched.store(0, Ordering::SeqCst);
     }
 
     /// Leaves word that streams of GPUs wait on a completion queue.
     pub fn attend(&self, cqn: u32) {
         self.attended.lock().push(cqn);
-        pending_flag::leave(&self.note);
+        pending_flag::set(&self.pending);
     }
 
-    /// As [`DoorbellSet::is_noted`], for those who only look whether a step is worth while: a note they miss is the holder's.
-    pub fn looks_noted(&self) -> bool {
-        self.note.load(Ordering::Relaxed) != 0
+    /// As [`DoorbellSet::is_pending`], for those who only look whether a step is worth while: a note they miss is the holder's.
+    pub fn seems_pending(&self) -> bool {
+        self.pending.load(Ordering::Relaxed) != 0
     }
 
     /// Whether there may be any.
-    pub fn is_noted(&self) -> bool {
-        pending_flag::is_left(&self.note)
+    pub fn is_pending(&self) -> bool {
+        pending_flag::is_set(&self.pending)
     }
 
     /// Lets the lock under which the set is drained go; while indices were put in meanwhile, takes it again for `work`.
-    pub fn settle<G>(&self, held: G, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
-        pending_flag::settle(&self.note, held, try_lock, work);
+    pub fn unlock<G>(&self, held: G, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
+        pending_flag::unlock(&self.pending, held, try_lock, work);
     }
 
     /// Empties the set. Returns the completion queues that were left word of.
     pub fn drain(&self, mut each: impl FnMut(usize)) -> Vec<u32> {
-        if !pending_flag::take(&self.note) {
+        if !pending_flag::take(&self.pending) {
             return Vec::new();
         }
         for (g, group) in self.groups.iter().enumerate() {
@@ -175,17 +175,17 @@ mod tests {
 
     #[test]
     fn what_goes_in_comes_out_once() {
-        let rung = DoorbellSet::default();
-        assert!(!rung.is_noted());
+        let set = DoorbellSet::default();
+        assert!(!set.is_pending());
         let all = [0, 1, 63, 64, 4095, 4096, MAX_QPS - 1];
         for index in all.iter().chain(&all) {
-            rung.insert(*index);
+            set.insert(*index);
         }
-        assert!(rung.is_noted());
+        assert!(set.is_pending());
         let mut out = Vec::new();
-        rung.drain(|index| out.push(index));
+        set.drain(|index| out.push(index));
         assert_eq!(out, all);
-        rung.drain(|index| panic!("{index} came out again"));
-        assert!(!rung.is_noted());
+        set.drain(|index| panic!("{index} came out again"));
+        assert!(!set.is_pending());
     }
 }

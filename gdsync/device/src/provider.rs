@@ -173,11 +173,11 @@ pub trait Provider: Send + Sync + fmt::Debug {
     /// Runs device work on the calling thread, if the device has such work and nobody else does it now.
     fn progress(&self) -> bool;
     /// Whether a copy of payload, or a long message, began a moment ago, here or at a peer.
-    fn has_copied_lately(&self) -> bool {
+    fn has_copied_recently(&self) -> bool {
         false
     }
     /// The calling thread will not call [`Provider::progress`] for a while.
-    fn leave(&self);
+    fn end_polling(&self);
 
     /// Injects faults.
     ///

@@ -367,7 +367,7 @@ impl Provider for Direct {
         false
     }
 
-    fn leave(&self) {}
+    fn end_polling(&self) {}
 
     fn inject(&self, plan: FaultPlan) -> Result<()> {
         if plan == FaultPlan::default() {

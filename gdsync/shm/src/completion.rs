@@ -20,11 +20,11 @@ pub fn is_complete(word: &impl Atom32, n: u64, log: u32) -> bool {
 }
 
 /// Software: frees the slots of all completions before `ci`, which have been read.
-pub fn pass(record: &impl Atom32, ci: u64) {
+pub fn free(record: &impl Atom32, ci: u64) {
     record.store(mlx5_ring::cq_ci_record(ci), Release);
 }
 
 /// Number of freed slots; `last` is the caller's previous value.
-pub fn passed(record: &impl Atom32, last: u64) -> u64 {
+pub fn freed(record: &impl Atom32, last: u64) -> u64 {
     mlx5_ring::extend24(last, mlx5_ring::record_to_u24(record.load(Acquire)))
 }

@@ -13,8 +13,8 @@
 //! sees its number, or a smaller one of a producer that restores the maximum and then reads `watched` itself. If it is
 //! second, the load of `watched` sees 0, or the 1 of a thread that notifies or polls on.
 //!
-//! A producer with a lock under which numbers only grow needs no exchange: it calls [`foresee`] under the lock, and
-//! later [`is_looked_at`] tells whether that is enough. [`withdraw`] takes back a number that will not come, if it is
+//! A producer with a lock under which numbers only grow needs no exchange: it calls [`publish`] under the lock, and
+//! later [`is_watched`] tells whether that is enough. [`withdraw`] takes back a number that will not come, if it is
 //! still the last.
 //!
 //! A poller that polls rarely may clear `watched` at any time: the next producer notifies it.
@@ -26,7 +26,7 @@ use super::{Atom32, Atom64};
 /// Requests polling up to `number`. Returns whether the caller must notify the poller.
 #[must_use = "the poller sleeps unless notified"]
 #[inline]
-pub fn order<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
+pub fn request<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
     // Not a maximum: most numbers are the largest so far, and an exchange takes the cache line once, where a maximum
     // loads it first.
     let before = until.swap(number, AcqRel);
@@ -39,19 +39,19 @@ pub fn order<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
 
 /// Requests polling up to `number`, the largest so far, under the lock that orders the numbers.
 #[inline]
-pub fn foresee(until: &impl Atom64, number: u64) {
+pub fn publish(until: &impl Atom64, number: u64) {
     until.store(number, Relaxed);
 }
 
-/// Whether the poller watches the number passed to [`foresee`]. If not, the caller must [`order`] it.
+/// Whether the poller watches the number passed to [`publish`]. If not, the caller must [`request`] it.
 #[must_use = "the poller sleeps unless notified"]
 #[inline]
-pub fn is_looked_at<A: Atom32>(watched: &A) -> bool {
+pub fn is_watched<A: Atom32>(watched: &A) -> bool {
     A::fence(SeqCst);
     watched.load(Relaxed) != 0
 }
 
-/// Takes back the last [`foresee`], unless `until` has changed since.
+/// Takes back the last [`publish`], unless `until` has changed since.
 pub fn withdraw(until: &impl Atom64, number: u64, before: u64) {
     // A failed exchange means that a later request counts.
     let _ = until.compare_exchange(number, before, AcqRel, Relaxed);
@@ -59,7 +59,7 @@ pub fn withdraw(until: &impl Atom64, number: u64, before: u64) {
 
 /// Poller: whether to poll on after reaching `number`. If not, the next producer notifies.
 #[must_use = "producers do not notify while this is true"]
-pub fn is_due<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
+pub fn must_poll<A: Atom32>(until: &impl Atom64, watched: &A, number: u64) -> bool {
     let more = || until.load(Acquire) > number;
     if more() {
         return true;

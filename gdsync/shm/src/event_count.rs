@@ -34,7 +34,7 @@ pub fn announce<W: Atom32>(sleepers: &W, sequence: &W) -> u32 {
 /// Notifies after work was published. Returns whether the caller must wake everybody who sleeps on `sequence`. Without
 /// sleepers this is one fence and one load.
 #[must_use = "the sleepers sleep on unless they are woken"]
-pub fn ring<W: Atom32>(sleepers: &W, sequence: &W) -> bool {
+pub fn notify<W: Atom32>(sleepers: &W, sequence: &W) -> bool {
     W::fence(SeqCst);
     let take = sleepers.load(Relaxed) != 0 && sleepers.swap(0, AcqRel) != 0;
     if take {

@@ -20,33 +20,33 @@ use std::sync::atomic::Ordering::{AcqRel, Relaxed, SeqCst};
 
 use super::Atom32;
 
-/// Sets the flag for work stored before. The caller must then try to lock, and if it succeeds call [`settle`].
-pub fn leave<W: Atom32>(note: &W) {
-    note.swap(1, AcqRel);
+/// Sets the flag for work stored before. The caller must then try to lock, and if it succeeds call [`unlock`].
+pub fn set<W: Atom32>(flag: &W) {
+    flag.swap(1, AcqRel);
     W::fence(SeqCst);
 }
 
 /// Whether the flag is set; to be called after unlocking.
-pub fn is_left<W: Atom32>(note: &W) -> bool {
+pub fn is_set<W: Atom32>(flag: &W) -> bool {
     W::fence(SeqCst);
-    note.load(Relaxed) != 0
+    flag.load(Relaxed) != 0
 }
 
 /// Clears the flag. If it was set, the caller, who holds the lock, must do all stored work.
 #[must_use = "there is work to do if the flag was set"]
-pub fn take(note: &impl Atom32) -> bool {
-    note.load(Relaxed) != 0 && note.swap(0, AcqRel) != 0
+pub fn take(flag: &impl Atom32) -> bool {
+    flag.load(Relaxed) != 0 && flag.swap(0, AcqRel) != 0
 }
 
 /// Unlocks, and locks again for `work` while the flag is set and the lock is free. `work` must [`take`] the flag.
-pub fn settle<G>(
-    note: &impl Atom32,
+pub fn unlock<G>(
+    flag: &impl Atom32,
     held: G,
     try_lock: impl Fn() -> Option<G>,
     mut work: impl FnMut(&mut G),
 ) {
     drop(held);
-    while is_left(note) {
+    while is_set(flag) {
         let Some(mut again) = try_lock() else { return };
         work(&mut again);
     }

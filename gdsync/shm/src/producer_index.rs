@@ -16,7 +16,7 @@ use super::{Atom32, Atom64};
 
 /// Stores the number of posted requests; `is_gap` if some before were taken back.
 #[inline]
-pub fn tell(posted: &impl Atom64, gap: &impl Atom32, number: u64, is_gap: bool) {
+pub fn publish(posted: &impl Atom64, gap: &impl Atom32, number: u64, is_gap: bool) {
     if is_gap {
         gap.store(1, Relaxed);
     }
@@ -25,7 +25,7 @@ pub fn tell(posted: &impl Atom64, gap: &impl Atom32, number: u64, is_gap: bool) 
 
 /// Number of posted requests, and whether some may have been taken back.
 #[inline]
-pub fn look(posted: &impl Atom64, gap: &impl Atom32) -> (u64, bool) {
+pub fn read(posted: &impl Atom64, gap: &impl Atom32) -> (u64, bool) {
     let number = posted.load(Acquire);
     (number, gap.load(Relaxed) != 0)
 }

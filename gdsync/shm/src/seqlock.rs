@@ -27,6 +27,6 @@ pub fn write<W: Atom64, const N: usize>(words: &[W; N], values: [u64; N]) {
 }
 
 /// The record, if both copies agree and are whole.
-pub fn settled<const N: usize>(first: [u64; N], second: [u64; N]) -> Option<[u64; N]> {
+pub fn accept<const N: usize>(first: [u64; N], second: [u64; N]) -> Option<[u64; N]> {
     (first == second && first[N - 1] != 0).then_some(second)
 }

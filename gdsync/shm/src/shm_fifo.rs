@@ -84,9 +84,9 @@ pub struct Sender {
 impl Sender {
     /// Claims the slot of the next message, to be filled and [published](Self::publish). `None` if the message takes
     /// the queue pair: the FIFO is closed, or `room` messages (at most the number of slots) are still not taken after
-    /// `looks` polls.
+    /// `polls` polls.
     #[inline]
-    pub fn claim<S: Slots>(&mut self, slots: &S, room: u64, looks: u32) -> Option<u64> {
+    pub fn claim<S: Slots>(&mut self, slots: &S, room: u64, polls: u32) -> Option<u64> {
         loop {
             let word = slots.word().load(Acquire);
             let (phase, number) = (word & PHASES, word & COUNT);
@@ -94,7 +94,7 @@ impl Sender {
                 return None;
             }
             // `taken` comes from the peer: no value may break this.
-            if number.wrapping_sub(self.taken) >= room && !self.waits_for_room(slots, number, room, looks) {
+            if number.wrapping_sub(self.taken) >= room && !self.waits_for_room(slots, number, room, polls) {
                 return None;
             }
             if slots.word().compare_exchange(word, word.wrapping_add(1), AcqRel, Relaxed).is_ok() {
@@ -120,8 +120,8 @@ impl Sender {
 
     /// Polls for room; closes if there is none.
     #[cold]
-    fn waits_for_room<S: Slots>(&mut self, slots: &S, number: u64, room: u64, looks: u32) -> bool {
-        for _ in 0..looks {
+    fn waits_for_room<S: Slots>(&mut self, slots: &S, number: u64, room: u64, polls: u32) -> bool {
+        for _ in 0..polls {
             self.taken = slots.taken().load(Acquire);
             if number.wrapping_sub(self.taken) < room {
                 return true;
@@ -181,7 +181,7 @@ impl Sender {
     }
 }
 
-/// Closes without a [`Receiver`], which notices in [`look`](Receiver::look).
+/// Closes without a [`Receiver`], which notices in [`check_closed`](Receiver::check_closed).
 pub fn close<S: Slots>(slots: &S) {
     slots.word().fetch_and(!OPEN, AcqRel);
 }
@@ -191,7 +191,7 @@ pub fn close<S: Slots>(slots: &S) {
 pub enum Next {
     /// Empty.
     Nothing,
-    /// The sender closed; see [`Receiver::look`].
+    /// The sender closed; see [`Receiver::check_closed`].
     Closed,
     /// A message of this many bytes.
     Message(u32),
@@ -257,7 +257,7 @@ impl Receiver {
     }
 
     /// Checks whether the FIFO is closed.
-    pub fn look<S: Slots>(&mut self, slots: &S) {
+    pub fn check_closed<S: Slots>(&mut self, slots: &S) {
         if self.end.is_none() {
             let word = slots.word().load(Acquire);
             if word & OPEN == 0 {

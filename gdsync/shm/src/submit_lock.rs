@@ -1,11 +1,11 @@
 //! Requests to the holder of a lock that may be held for long: a flag asks the holder to do the work on unlock.
 //!
 //! ```text
-//! wants                                 unlocks
-//!   wanted = 1                            wanted? then wanted = 0, do the work
+//! requests                              unlocks
+//!   requested = 1                         requested? then requested = 0, do the work
 //!   fence(SeqCst)                         unlock
-//!   while wanted, and the lock is free:   as the other side from its second line on
-//!     wanted = 0, do the work, unlock
+//!   while requested, and the lock is free:  as the other side from its second line on
+//!     requested = 0, do the work, unlock
 //!     fence(SeqCst)
 //! ```
 //!
@@ -19,41 +19,41 @@ use super::Atom32;
 
 /// Unlocks, and does the work that others requested meanwhile.
 #[inline]
-pub fn end<W: Atom32, G>(
-    wanted: &W,
-    mut turn: G,
+pub fn unlock<W: Atom32, G>(
+    requested: &W,
+    mut guard: G,
     try_lock: impl Fn() -> Option<G>,
     mut work: impl FnMut(&mut G),
 ) {
-    if wanted.load(Relaxed) != 0 {
-        wanted.store(0, Relaxed);
-        work(&mut turn);
+    if requested.load(Relaxed) != 0 {
+        requested.store(0, Relaxed);
+        work(&mut guard);
     }
-    drop(turn);
+    drop(guard);
     // Requested since then, by a thread that found the lock taken.
-    if is_wanted(wanted) {
-        retry(wanted, try_lock, work);
+    if is_requested(requested) {
+        retry(requested, try_lock, work);
     }
 }
 
 /// Requests the work: does it now, or leaves it to the holder of the lock.
-pub fn want<W: Atom32, G>(wanted: &W, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
-    wanted.store(1, Relaxed);
-    retry(wanted, try_lock, work);
+pub fn request<W: Atom32, G>(requested: &W, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
+    requested.store(1, Relaxed);
+    retry(requested, try_lock, work);
 }
 
 #[inline]
-fn is_wanted<W: Atom32>(wanted: &W) -> bool {
+fn is_requested<W: Atom32>(requested: &W) -> bool {
     W::fence(SeqCst);
-    wanted.load(Relaxed) != 0
+    requested.load(Relaxed) != 0
 }
 
 #[cold]
-fn retry<W: Atom32, G>(wanted: &W, try_lock: impl Fn() -> Option<G>, mut work: impl FnMut(&mut G)) {
-    while is_wanted(wanted)
-        && let Some(mut turn) = try_lock()
+fn retry<W: Atom32, G>(requested: &W, try_lock: impl Fn() -> Option<G>, mut work: impl FnMut(&mut G)) {
+    while is_requested(requested)
+        && let Some(mut guard) = try_lock()
     {
-        wanted.store(0, Relaxed);
-        work(&mut turn);
+        requested.store(0, Relaxed);
+        work(&mut guard);
     }
 }

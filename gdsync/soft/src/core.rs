@@ -236,15 +236,15 @@ impl Core {
 
     /// Starts to poll this doorbell if it was announced to be doorbells.
     fn watch(&mut self, i: usize, doorbells: &DoorbellSet) {
-        if self.is_to_watch(i, doorbells) {
+        if self.must_poll(i, doorbells) {
             self.watched.add(i);
         }
     }
 
     /// Whether an announced doorbell has not been doorbells yet.
-    fn is_to_watch(&self, i: usize, doorbells: &DoorbellSet) -> bool {
+    fn must_poll(&self, i: usize, doorbells: &DoorbellSet) -> bool {
         let qp = self.qps.get(i).and_then(|slot| slot.qp.as_ref());
-        qp.is_some_and(|qp| doorbells.is_to_watch(i, qp.req.head()))
+        qp.is_some_and(|qp| doorbells.must_poll(i, qp.req.head()))
     }
 
     /// Stops polling a doorbell: after a reset, announced sends will not be doorbells.
@@ -481,15 +481,15 @@ impl Progress for Core {
         self.links.ring();
     }
 
-    fn rest(&mut self, doorbells: &DoorbellSet) {
+    fn drop_idle_watches(&mut self, doorbells: &DoorbellSet) {
         let mut watched = std::mem::take(&mut self.watched);
-        watched.retain(|i| self.is_to_watch(i, doorbells));
+        watched.retain(|i| self.must_poll(i, doorbells));
         self.watched = watched;
-        self.cqs.rest();
+        self.cqs.drop_idle_watches();
     }
 
-    fn doze(&self, doorbells: &DoorbellSet) {
-        self.watched.doze(doorbells);
+    fn unwatch_all(&self, doorbells: &DoorbellSet) {
+        self.watched.unwatch_all(doorbells);
     }
 
     fn is_active(&self) -> bool {

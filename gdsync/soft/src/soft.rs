@@ -62,11 +62,11 @@ impl ProgressEngine for Shared {
         &self.core
     }
 
-    fn rung(&self) -> &DoorbellSet {
+    fn doorbells(&self) -> &DoorbellSet {
         &self.doorbells
     }
 
-    fn duties(&self) -> &ProgressState {
+    fn progress_state(&self) -> &ProgressState {
         &self.progress
     }
 
@@ -332,14 +332,14 @@ impl Provider for SoftHca {
     }
 
     fn progress(&self) -> bool {
-        self.shared.lend_a_step()
+        self.shared.run_step()
     }
 
-    fn has_copied_lately(&self) -> bool {
+    fn has_copied_recently(&self) -> bool {
         self.shared.progress.copied.is_recent()
     }
 
-    fn leave(&self) {
+    fn end_polling(&self) {
         self.shared.take_over();
     }
 

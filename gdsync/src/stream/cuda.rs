@@ -421,15 +421,15 @@ mod tests {
         a.connect(b.address()).unwrap();
         b.connect(a.address()).unwrap();
         let stream = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
-        let may_rest = || a.send.end.cq.parts().event.rest(0);
+        let may_unwatch = || a.send.end.cq.parts().event.may_unwatch(0);
         let mut batch = Batch::new();
         batch.send(&a, &SendWr::nop()).unwrap();
         batch.wait_send(&a).unwrap();
         batch.mark(7, true).unwrap();
-        assert!(!may_rest(), "a submitted wait is below the watch limit");
+        assert!(!may_unwatch(), "a submitted wait is below the watch limit");
         batch.unmark();
         stream.abort();
         assert!(matches!(stream.submit(&mut batch), Err(Error::StreamAborted { .. })));
-        assert!(may_rest());
+        assert!(may_unwatch());
     }
 }

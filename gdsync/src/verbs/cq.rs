@@ -369,7 +369,7 @@ impl CqInner {
                 SlotOwner::Done => {}
                 taken @ (SlotOwner::ByStream | SlotOwner::Covered) => {
                     if state.passed <= state.freed {
-                        state.passed = completion::passed(record, state.passed);
+                        state.passed = completion::freed(record, state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
@@ -389,7 +389,7 @@ impl CqInner {
             // While a stream waits here, only the stream writes the consumer index.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
-                completion::pass(record, state.freed);
+                completion::free(record, state.freed);
                 self.parts.record.fence();
             }
         }
@@ -530,7 +530,7 @@ impl CqInner {
         state.stream = stream;
         state.unsubmitted.pop_front();
         if by_gpu {
-            self.parts.event.foresee(n + 1);
+            self.parts.event.publish_wait(n + 1);
         }
         Ok(())
     }
@@ -686,7 +686,7 @@ impl CqInner {
         if state.in_stream == 0 || state.attached != 1 || !queue.may_skip(self.capacity()) {
             return;
         }
-        state.passed = completion::passed(self.consumed.atomic(), state.passed);
+        state.passed = completion::freed(self.consumed.atomic(), state.passed);
         let by_stream =
             |n: &u64| matches!(state.slots[self.index(*n)].taken, SlotOwner::ByStream | SlotOwner::Covered);
         let end = (state.reaped..state.passed).find(|n| !by_stream(n)).unwrap_or(state.passed);
@@ -727,7 +727,9 @@ impl CqInner {
     /// allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let start = Instant::now();
-        while self.provider.has_copied_lately() && !gdsync_shm::cores_are_busy() && start.elapsed() < timeout
+        while self.provider.has_copied_recently()
+            && !gdsync_shm::cores_are_busy()
+            && start.elapsed() < timeout
         {
             if ready() {
                 return;
@@ -735,7 +737,7 @@ impl CqInner {
             self.provider.progress();
             gdsync_shm::yield_core();
         }
-        self.provider.leave();
+        self.provider.end_polling();
         self.parts.event.park(ready, timeout);
     }
 

@@ -174,7 +174,7 @@ impl Source for Parts {
     }
 
     fn wake(&self) {
-        self.qp.provider.leave();
+        self.qp.provider.end_polling();
     }
 
     fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {

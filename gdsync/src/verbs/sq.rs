@@ -144,7 +144,7 @@ impl SendQueue {
             self.send_doorbell.ring(written(track, range.clone()).doorbell_value());
             if self.send_doorbell.by_card {
                 // The software HCA records this event itself.
-                self.qp.log.note(Stage::DoorbellSet, Queue::Send, By::Cpu, range.end - 1, 0);
+                self.qp.log.note(Stage::DoorbellRung, Queue::Send, By::Cpu, range.end - 1, 0);
             }
             Ok(range)
         })?;
@@ -451,7 +451,7 @@ impl SendQueue {
             self.expose(track, &sends.range)?;
             track.owner = Owner::Stream(stream);
             if let Some(doorbell_watch) = self.doorbell_watch.as_ref().filter(|_| by_gpu) {
-                doorbell_watch.foresee(sends.end);
+                doorbell_watch.publish(sends.end);
             }
             Ok(before)
         })
@@ -489,7 +489,7 @@ mod tests {
         a.connect(b.address()).unwrap();
         b.connect(a.address()).unwrap();
         let queue = &a.send;
-        let watch_limit = || queue.doorbell_watch.as_ref().unwrap().foreseen();
+        let watch_limit = || queue.doorbell_watch.as_ref().unwrap().published();
         let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()]).unwrap();
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
         // A host stream needs no watch.

@@ -143,18 +143,18 @@ impl Tracker {
     /// Publishes the number of posted requests for readers without the lock.
     #[inline]
     pub(crate) fn publish(&self, track: &Track) {
-        producer_index::tell(&self.posted, &self.has_gaps, track.posted, false);
+        producer_index::publish(&self.posted, &self.has_gaps, track.posted, false);
     }
 
     /// Like [`Tracker::publish`], and marks that cancelled requests remain in the queue.
     pub(crate) fn publish_gaps(&self, track: &Track) {
-        producer_index::tell(&self.posted, &self.has_gaps, track.posted, true);
+        producer_index::publish(&self.posted, &self.has_gaps, track.posted, true);
     }
 
     /// The number of posted requests, and the first request from `n` on that is not cancelled.
     #[inline]
     pub(crate) fn next_from(&self, n: u64) -> (u64, u64) {
-        match producer_index::look(&self.posted, &self.has_gaps) {
+        match producer_index::read(&self.posted, &self.has_gaps) {
             (_, true) => self.next_behind_gaps(n),
             (posted, false) => (posted, n),
         }
@@ -182,7 +182,7 @@ impl Tracker {
     /// Requests posted.
     #[inline]
     pub(crate) fn posted(&self) -> u64 {
-        producer_index::look(&self.posted, &self.has_gaps).0
+        producer_index::read(&self.posted, &self.has_gaps).0
     }
 
     /// Numbers of the outstanding requests.

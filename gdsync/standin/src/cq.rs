@@ -160,8 +160,8 @@ pub(crate) unsafe fn create(
     let words = record.memory(0, 8)?;
     words.write(0, &[0; 8]).map_err(|_| libc::EFAULT)?;
 
-    let kicks = notice.clone().map(|notice| notice as Arc<dyn GpuNudge>);
-    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, kicks);
+    let nudger = notice.clone().map(|notice| notice as Arc<dyn GpuNudge>);
+    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, nudger);
     channel.inspect(|channel| channel.users.add());
     let base = ibv_cq_ex {
         context,

@@ -253,7 +253,7 @@ fn who_dozes_has_the_next_doorbell_told() {
         until("nobody dozes", || !doorbell_watch.is_watched());
         let doorbell = raw.write_nop();
         // One more than is rung: it goes on watching.
-        doorbell_watch.foresee(raw.posted + 1);
+        doorbell_watch.publish(raw.posted + 1);
         if !doorbell_watch.is_watched() {
             raw.hca.watch(raw.qp.qpn, raw.posted + 1);
         }

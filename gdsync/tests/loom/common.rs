@@ -103,7 +103,7 @@ impl Event {
     }
 
     pub(crate) fn raise(&self) {
-        if event_count::ring(&self.sleepers, &self.sequence) {
+        if event_count::notify(&self.sleepers, &self.sequence) {
             drop(self.lock.lock().unwrap());
             self.raised.notify_all();
         }

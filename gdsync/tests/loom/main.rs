@@ -1,10 +1,10 @@
-//! Every interleaving, up to a bound of preemptions, and every reordering that the memory model allows, of the
-//! hand-overs in `gdsync::protocol`: what runs here is the code that the library runs.
+//! Loom tests of the hand-overs in `gdsync::protocol`: every interleaving up to a bound of preemptions, and every reordering that the
+//! memory model allows.
 
 mod common;
 mod queue;
 mod reset;
-mod slots;
-mod stamp;
-mod turn;
+mod seqlock;
+mod shm_fifo;
+mod submit_lock;
 mod wire;

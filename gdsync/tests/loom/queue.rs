@@ -159,7 +159,7 @@ fn completions_arrive_once_and_whole_and_are_not_overwritten() {
             for n in START..END {
                 while n - passed == 2 {
                     passed =
-                        spin(|| Some(completion::passed(&hca.record, passed)).filter(|&now| now > passed));
+                        spin(|| Some(completion::freed(&hca.record, passed)).filter(|&now| now > passed));
                     assert!(passed <= n);
                 }
                 hca.complete(n, n);
@@ -167,7 +167,7 @@ fn completions_arrive_once_and_whole_and_are_not_overwritten() {
         });
         for n in START..END {
             assert_eq!(spin(|| queue.poll(n)), n);
-            completion::pass(&queue.record, n + 1);
+            completion::free(&queue.record, n + 1);
         }
         assert!(!queue.is_complete(END));
         hca.join().unwrap();
@@ -241,7 +241,7 @@ fn completions_wake_a_sleeper() {
 struct Hca {
     locked: L32,
     note: L32,
-    /// Whose doorbell was put down, as in `hca::rung::DoorbellSet`.
+    /// Whose doorbell was put down, as in `gdsync_device::DoorbellSet`.
     rung: [L32; 2],
     wqes: [Plain; 2],
     /// How often each was executed, under the lock.
@@ -262,7 +262,7 @@ impl Hca {
     }
 
     fn settle(&self, guard: Guard<'_>) {
-        pending_flag::settle(&self.note, guard, || self.try_lock(), |_| self.step());
+        pending_flag::unlock(&self.note, guard, || self.try_lock(), |_| self.step());
     }
 
     fn execute(&self, i: usize) {
@@ -288,7 +288,7 @@ impl Hca {
             self.settle(guard);
         } else {
             self.rung[i].swap(1, Release);
-            pending_flag::leave(&self.note);
+            pending_flag::set(&self.note);
             if let Some(guard) = self.try_lock() {
                 self.settle(guard);
             }
@@ -336,15 +336,15 @@ fn nothing_foreseen_is_lost_behind(reached: u64) {
                 *last += 1;
                 let number = *last;
                 if !at_once {
-                    doorbell_watch::foresee(until, number);
+                    doorbell_watch::publish(until, number);
                 }
                 drop(last);
                 // Others order late.
-                let is_to_order = at_once || !doorbell_watch::is_looked_at(watched);
-                is_to_order && doorbell_watch::order(until, watched, number)
+                let is_to_order = at_once || !doorbell_watch::is_watched(watched);
+                is_to_order && doorbell_watch::request(until, watched, number)
             })
         });
-        let looks_on = doorbell_watch::is_due(&shared.0, &shared.1, reached);
+        let looks_on = doorbell_watch::must_poll(&shared.0, &shared.1, reached);
         let told = orders.map(|order| order.join().unwrap());
         assert!(looks_on || told != [false, false], "nobody looks");
         assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
@@ -357,10 +357,10 @@ fn nothing_foreseen_is_lost_behind(reached: u64) {
 fn only_what_was_foreseen_is_withdrawn() {
     explore(3, || {
         let shared = Arc::new((L64::default(), L32::default()));
-        doorbell_watch::foresee(&shared.0, 1);
+        doorbell_watch::publish(&shared.0, 1);
         let later = {
             let shared = shared.clone();
-            thread::spawn(move || doorbell_watch::order(&shared.0, &shared.1, 2))
+            thread::spawn(move || doorbell_watch::request(&shared.0, &shared.1, 2))
         };
         doorbell_watch::withdraw(&shared.0, 1, 0);
         assert!(later.join().unwrap(), "nobody looked");
@@ -374,9 +374,9 @@ fn no_order_is_lost_behind(reached: u64) {
         shared.1.store(1, Relaxed);
         let orders = [1, 2].map(|number| {
             let shared = shared.clone();
-            thread::spawn(move || doorbell_watch::order(&shared.0, &shared.1, number))
+            thread::spawn(move || doorbell_watch::request(&shared.0, &shared.1, number))
         });
-        let looks_on = doorbell_watch::is_due(&shared.0, &shared.1, reached);
+        let looks_on = doorbell_watch::must_poll(&shared.0, &shared.1, reached);
         let told = orders.map(|order| order.join().unwrap());
         assert!(looks_on || told != [false, false], "nobody looks");
         assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");

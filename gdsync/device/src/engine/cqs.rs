@@ -19,7 +19,7 @@ pub struct Cqs {
     slots: Vec<Option<SoftCq>>,
     /// CQEs written, also the clock of their timestamps.
     written: u64,
-    /// GPUs to be kicked for what was written.
+    /// GPUs to be nudged for what was written.
     nudges: Vec<Arc<dyn GpuNudge>>,
     /// Queues that streams of GPUs wait on: they see what is written, but cannot help.
     attended: Vec<u32>,
@@ -100,7 +100,7 @@ impl Cqs {
         BASE + u32::try_from(index).expect("CQNs have 24 bits and memory ends before")
     }
 
-    /// The GPUs to be kicked, once the core is let go.
+    /// The GPUs to be nudged, once the core is let go.
     pub fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {
         std::mem::take(&mut self.nudges)
     }
@@ -116,11 +116,11 @@ impl Cqs {
 
     /// Nothing has happened for a while: attends no more to queues that no stream of a GPU waits on. Before that the next wait
     /// may come any moment, and need not tell.
-    pub fn rest(&mut self) {
+    pub fn drop_idle_watches(&mut self) {
         let slots = &mut self.slots;
         self.attended.retain(|&cqn| {
             let Some(Some(cq)) = slot(slots, cqn) else { return false };
-            cq.attended = !cq.event.rest(cq.produced);
+            cq.attended = !cq.event.may_unwatch(cq.produced);
             cq.attended
         });
     }
@@ -215,7 +215,7 @@ impl SoftCq {
             return true;
         }
         let record = self.record.atomic32(0).expect("doorbell records are aligned");
-        self.consumed = completion::passed(record, self.consumed);
+        self.consumed = completion::freed(record, self.consumed);
         is_room(self)
     }
 }

@@ -20,18 +20,18 @@ use gdsync_shm as protocol;
 /// The state, and one step of its work.
 pub trait Progress: Send + fmt::Debug + 'static {
     /// Doorbells, sends and answers. Returns whether anything was done.
-    fn step(&mut self, rung: &DoorbellSet) -> bool;
+    fn step(&mut self, doorbells: &DoorbellSet) -> bool;
     /// Takes the doorbell of a queue pair and does its work.
-    fn ring(&mut self, index: usize, rung: &DoorbellSet);
+    fn ring(&mut self, index: usize, doorbells: &DoorbellSet);
     /// Looks at every doorbell, for those that nobody announced.
     fn look_at_all(&mut self);
     /// Runs the timers.
     fn tick(&mut self, now: Instant);
     /// Nothing has happened for a while: looks no more at doorbells that were rung as far as was announced, nor to queues that
     /// no stream waits on. Before that, the next send or wait of a stream is likely, and cheaper where nothing need be told.
-    fn rest(&mut self, rung: &DoorbellSet);
+    fn drop_idle_watches(&mut self, doorbells: &DoorbellSet);
     /// From now on doorbells that were announced are looked at only now and then, until the next is announced.
-    fn doze(&self, rung: &DoorbellSet);
+    fn unwatch_all(&self, doorbells: &DoorbellSet);
     /// Whether there is unfinished work that only steps carry on, or a running timer.
     fn is_active(&self) -> bool;
     /// Whether something came in.
@@ -50,12 +50,12 @@ pub trait Progress: Send + fmt::Debug + 'static {
     fn take_copied(&mut self) -> Option<Instant> {
         None
     }
-    /// The GPUs to be kicked, once the state is let go.
+    /// The GPUs to be nudged, once the state is let go.
     fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>>;
 
     /// Whether there is work that nobody tells of, or somebody to serve who cannot help: doorbells to look at, copies under
     /// way, streams of GPUs that wait.
-    fn is_hot(&self) -> bool {
+    fn must_poll(&self) -> bool {
         self.is_watching() || self.is_copying() || self.is_attended()
     }
 }
@@ -69,15 +69,15 @@ pub struct ProgressState {
     /// The process that has the service thread, and what the state shares with peers.
     pub fork_guard: ForkGuard,
     /// Steps run by threads other than the service thread.
-    pub lent: AtomicU64,
+    pub caller_steps: AtomicU64,
     /// Unfinished work was seen when the state was last let go.
     busy: AtomicBool,
-    /// There was work that nobody tells of when the state was last let go: see [`Progress::is_hot`].
-    pub hot: AtomicBool,
+    /// There was work that nobody tells of when the state was last let go: see [`Progress::must_poll`].
+    pub must_poll: AtomicBool,
     /// When a long message, or a copy of one, last began, here or at a peer.
     pub copied: RecentCopy,
     /// What the service thread does.
-    pub duty: Mutex<Duty>,
+    pub thread: Mutex<ThreadState>,
     /// Signalled when that changes.
     pub changed: Condvar,
     /// A step panicked: the state is not to be trusted, and no step runs any more.
@@ -122,7 +122,7 @@ impl Drop for OnPanic<'_> {
 
 /// What the service thread is doing, as others need to know it.
 #[derive(Debug, Default)]
-pub struct Duty {
+pub struct ThreadState {
     /// It leaves the work to others, and looks again in a while.
     pub defers: bool,
     /// Others have left: it must look now.
@@ -141,9 +141,9 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     /// The state.
     fn core(&self) -> &Mutex<Self::Core>;
     /// The doorbells that were rung while the state was locked.
-    fn rung(&self) -> &DoorbellSet;
+    fn doorbells(&self) -> &DoorbellSet;
     /// What threads share besides the state.
-    fn duties(&self) -> &ProgressState;
+    fn progress_state(&self) -> &ProgressState;
     /// Before a step: takes in what other threads have prepared.
     fn accept(&self, _core: &mut Self::Core) {}
     /// Whether something came in that is seen without the lock.
@@ -158,23 +158,23 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     fn wake(&self);
 
     /// Lets the state go and acts on what others noted meanwhile.
-    fn settle(&self, core: MutexGuard<'_, Self::Core>) {
+    fn unlock(&self, core: MutexGuard<'_, Self::Core>) {
         let mut nudges = Vec::new();
         let mut note = |core: &mut Self::Core| {
-            let duties = self.duties();
-            duties.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
-            duties.hot.store(core.is_hot(), Ordering::Relaxed);
-            core.take_copied().into_iter().for_each(|at| duties.copied.note(at));
+            let state = self.progress_state();
+            state.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
+            state.must_poll.store(core.must_poll(), Ordering::Relaxed);
+            core.take_copied().into_iter().for_each(|at| state.copied.note(at));
             nudges.append(&mut core.take_nudges());
         };
         let mut core = core;
         note(&mut core);
-        self.rung().settle(
+        self.doorbells().unlock(
             core,
             || self.core().try_lock(),
             |core| {
                 self.accept(core);
-                core.step(self.rung());
+                core.step(self.doorbells());
                 note(core);
             },
         );
@@ -185,22 +185,22 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     /// Runs a step, unless one has panicked. A panic breaks all queue pairs of the engine with [`Error::Panicked`], and goes no
     /// further: the caller may be a thread of the application. `None` then, and ever after.
     fn guarded<T>(&self, step: impl FnOnce() -> T) -> Option<T> {
-        if self.duties().failed.load(Ordering::Acquire) {
+        if self.progress_state().failed.load(Ordering::Acquire) {
             return None;
         }
         let done = catch_unwind(AssertUnwindSafe(step));
         if done.is_err() {
-            self.duties().fail(Self::THREAD);
+            self.progress_state().fail(Self::THREAD);
         }
         done.ok()
     }
 
     /// Runs `f` on the state, then serves the doorbells that were rung while it was locked.
     fn with<T>(&self, f: impl FnOnce(&mut Self::Core) -> T) -> T {
-        let on_panic = OnPanic(self.duties(), Self::THREAD);
+        let on_panic = OnPanic(self.progress_state(), Self::THREAD);
         let mut core = self.core().lock();
         let result = f(&mut core);
-        self.settle(core);
+        self.unlock(core);
         std::mem::forget(on_panic);
         result
     }
@@ -210,8 +210,8 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         let mut core = self.core().try_lock()?;
         let step = move || {
             self.accept(&mut core);
-            let worked = core.step(self.rung());
-            self.settle(core);
+            let worked = core.step(self.doorbells());
+            self.unlock(core);
             worked
         };
         Some(self.guarded(step).unwrap_or(false))
@@ -219,90 +219,90 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
 
     /// Notes that a thread other than the service thread runs the HCA. That the count moves is all that matters, so two
     /// threads may overwrite each other's.
-    fn lend(&self) {
-        let lent = &self.duties().lent;
-        lent.store(lent.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    fn count_caller_step(&self) {
+        let caller_steps = &self.progress_state().caller_steps;
+        caller_steps.store(caller_steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
     /// Whether something came in since a step that found nothing more to do; timers and copies excepted. `doorbells` are
     /// those watched.
     fn has_news(&self, doorbells: &[Word64]) -> bool {
         self.may_have_arrivals()
-            || self.rung().looks_noted()
+            || self.doorbells().seems_pending()
             || doorbells.iter().any(|doorbell| protocol::is_rung(doorbell.atomic()))
     }
 
     /// Wakes the service thread if it sleeps while there is unfinished work.
     fn wake_if_unattended(&self) {
-        if self.duties().busy.load(Ordering::Relaxed) {
+        if self.progress_state().busy.load(Ordering::Relaxed) {
             self.wake();
         }
     }
 
     /// The caller stops running the HCA: the service thread takes over at once.
     fn take_over(&self) {
-        if !self.duties().fork_guard.is_here() {
+        if !self.progress_state().fork_guard.is_here() {
             return;
         }
-        let mut duty = self.duties().duty.lock();
+        let mut thread = self.progress_state().thread.lock();
         // Also when it does not defer now: it may be just about to, for the sake of what the caller did before.
-        duty.wanted = true;
-        if duty.defers {
-            self.duties().changed.notify_one();
-        } else if duty.asleep {
-            drop(duty);
+        thread.wanted = true;
+        if thread.defers {
+            self.progress_state().changed.notify_one();
+        } else if thread.asleep {
+            drop(thread);
             self.wake_if_unattended();
         }
     }
 
     /// A CPU thread has rung a doorbell: does its work, or leaves word to whoever runs the HCA.
     fn ring_doorbell(&self, index: usize) {
-        if !self.duties().fork_guard.is_here() {
+        if !self.progress_state().fork_guard.is_here() {
             return;
         }
         self.guarded(|| match self.core().try_lock() {
             Some(mut core) => {
-                core.ring(index, self.rung());
-                self.settle(core);
+                core.ring(index, self.doorbells());
+                self.unlock(core);
             }
             None => {
-                self.rung().insert(index);
+                self.doorbells().insert(index);
                 // Whoever holds the core looks at the notes after letting it go; if that was just before this one
                 // was left, the core is free now.
                 if let Some(core) = self.core().try_lock() {
-                    self.settle(core);
+                    self.unlock(core);
                 }
             }
         });
-        self.lend();
+        self.count_caller_step();
         self.wake_if_unattended();
     }
 
     /// A doorbell will be written by something that cannot tell, up to the producer index `pi`.
     fn watch_doorbell(&self, index: usize, pi: u64) {
         // Without the lock, which the service thread has most of the time.
-        if self.rung().announce(index, pi) {
-            self.duties().busy.store(true, Ordering::Relaxed);
+        if self.doorbells().announce(index, pi) {
+            self.progress_state().busy.store(true, Ordering::Relaxed);
             self.take_over();
         }
     }
 
     /// Streams of a GPU wait on this completion queue.
     fn attend_to(&self, cqn: u32) {
-        self.rung().attend(cqn);
-        self.duties().busy.store(true, Ordering::Relaxed);
+        self.doorbells().attend(cqn);
+        self.progress_state().busy.store(true, Ordering::Relaxed);
         self.take_over();
     }
 
     /// Runs a step on the calling thread if it may find something to do, as far as can be seen without the lock.
-    fn lend_a_step(&self) -> bool {
-        if !self.duties().fork_guard.is_here() {
+    fn run_step(&self) -> bool {
+        if !self.progress_state().fork_guard.is_here() {
             return false;
         }
-        self.lend();
-        let has_work = self.duties().busy.load(Ordering::Relaxed)
+        self.count_caller_step();
+        let has_work = self.progress_state().busy.load(Ordering::Relaxed)
             || self.may_have_arrivals()
-            || self.rung().looks_noted();
+            || self.doorbells().seems_pending();
         has_work && self.try_step().unwrap_or(false)
     }
 }

@@ -41,8 +41,13 @@ impl<S: ProgressEngine> ProgressThread<S> {
     /// [`Error::Sys`] where there is no thread.
     pub fn start(shared: Arc<S>) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
-        let worker =
-            Worker { shared: shared.clone(), stop: stop.clone(), lent: 0, idle: None, doorbells: Vec::new() };
+        let worker = Worker {
+            shared: shared.clone(),
+            stop: stop.clone(),
+            caller_steps: 0,
+            idle: None,
+            doorbells: Vec::new(),
+        };
         let thread = std::thread::Builder::new()
             .name(S::THREAD.into())
             .spawn(move || worker.run())
@@ -54,7 +59,7 @@ impl<S: ProgressEngine> ProgressThread<S> {
 impl<S: ProgressEngine> Drop for ProgressThread<S> {
     fn drop(&mut self) {
         // A forked child has no such thread, and the part of it that holds on to the state goes on doing so.
-        let fork_guard = self.shared.duties().fork_guard;
+        let fork_guard = self.shared.progress_state().fork_guard;
         let Some(thread) = fork_guard.take_thread(&mut self.thread) else { return };
         self.stop.store(true, Ordering::Release);
         self.shared.take_over();
@@ -68,7 +73,7 @@ struct Worker<S> {
     shared: Arc<S>,
     stop: Arc<AtomicBool>,
     /// The count of others' steps when last looked at.
-    lent: u64,
+    caller_steps: u64,
     /// Since when there has been nothing to do.
     idle: Option<Instant>,
     /// Those that are watched.
@@ -84,10 +89,12 @@ impl<S: ProgressEngine> Worker<S> {
 
     /// One look for work.
     fn turn(&mut self) {
-        let lent = self.shared.duties().lent.load(Ordering::Relaxed);
+        let caller_steps = self.shared.progress_state().caller_steps.load(Ordering::Relaxed);
         // What others do does not help a GPU: they may be gone when it writes a doorbell.
-        if lent != self.lent && !self.shared.duties().hot.load(Ordering::Relaxed) {
-            self.lent = lent;
+        if caller_steps != self.caller_steps
+            && !self.shared.progress_state().must_poll.load(Ordering::Relaxed)
+        {
+            self.caller_steps = caller_steps;
             self.defer();
         } else if self.shared.try_step() == Some(true) {
             self.idle = None;
@@ -108,22 +115,22 @@ impl<S: ProgressEngine> Worker<S> {
 
     /// Others run the HCA: stays out of their way, without being rung for every packet.
     fn defer(&mut self) {
-        let duties = self.shared.duties();
-        let mut duty = duties.duty.lock();
-        duty.defers = true;
-        if !duty.wanted && !self.shared.rung().is_noted() && !self.stop.load(Ordering::Acquire) {
-            duties.changed.wait_for(&mut duty, DEFER);
+        let state = self.shared.progress_state();
+        let mut thread = state.thread.lock();
+        thread.defers = true;
+        if !thread.wanted && !self.shared.doorbells().is_pending() && !self.stop.load(Ordering::Acquire) {
+            state.changed.wait_for(&mut thread, DEFER);
         }
-        duty.defers = false;
-        if std::mem::take(&mut duty.wanted) {
-            self.lent = self.shared.duties().lent.load(Ordering::Relaxed);
+        thread.defers = false;
+        if std::mem::take(&mut thread.wanted) {
+            self.caller_steps = self.shared.progress_state().caller_steps.load(Ordering::Relaxed);
         }
-        drop(duty);
+        drop(thread);
         // Those who only look for completions neither run timers nor see that a peer is gone.
         let mut core = self.shared.core().lock();
         self.shared.accept(&mut core);
         core.tick(Instant::now());
-        self.shared.settle(core);
+        self.shared.unlock(core);
         self.idle = None;
     }
 
@@ -136,12 +143,12 @@ impl<S: ProgressEngine> Worker<S> {
         self.shared.accept(&mut core);
         core.tick(now);
         if idle >= LINGER {
-            core.rest(self.shared.rung());
+            core.drop_idle_watches(self.shared.doorbells());
         }
         // What is written without notice: doorbells, and what copy engines write.
         let watching = core.is_watching() || core.is_copying();
         let copying = core.is_copying();
-        let hot = core.is_hot() || self.shared.duties().copied.is_recent();
+        let hot = core.must_poll() || self.shared.progress_state().copied.is_recent();
         if let Some(doorbells) = core.newly_watched() {
             self.doorbells = doorbells;
         }
@@ -149,9 +156,9 @@ impl<S: ProgressEngine> Worker<S> {
         let active = core.is_active();
         let is_awake = idle < if hot { WATCH_SPIN } else { SPIN } && !gdsync_shm::cores_are_busy();
         if !is_awake {
-            core.doze(self.shared.rung());
+            core.unwatch_all(self.shared.doorbells());
         }
-        self.shared.settle(core);
+        self.shared.unlock(core);
         if is_awake {
             if idle > SPIN / 2 {
                 gdsync_shm::yield_core();
@@ -169,7 +176,7 @@ impl<S: ProgressEngine> Worker<S> {
                 .max(Duration::from_micros(5));
         }
         let shared = &self.shared;
-        shared.duties().duty.lock().asleep = true;
+        shared.progress_state().thread.lock().asleep = true;
         let started = Instant::now();
         let stop = &self.stop;
         let ready = || {
@@ -182,14 +189,14 @@ impl<S: ProgressEngine> Worker<S> {
                 || shared.has_arrivals()
                 || shared.core().try_lock().is_none_or(is_new)
                 // Last: a doorbell rung while the core was looked at has left a note.
-                || shared.rung().is_noted()
+                || shared.doorbells().is_pending()
         };
         shared.sleep(&ready, nap);
-        shared.duties().duty.lock().asleep = false;
+        shared.progress_state().thread.lock().asleep = false;
         if nap == SLEEP && started.elapsed() >= SLEEP {
             let mut core = shared.core().lock();
             core.look_at_all();
-            shared.settle(core);
+            shared.unlock(core);
         } else if !watching {
             self.idle = None;
         }

@@ -43,13 +43,13 @@ impl WatchedDoorbells {
     }
 
     /// Looks at them only now and then, until the next is announced.
-    pub fn doze(&self, rung: &DoorbellSet) {
-        self.list.iter().for_each(|&index| rung.look_away(index));
+    pub fn unwatch_all(&self, doorbells: &DoorbellSet) {
+        self.list.iter().for_each(|&index| doorbells.unwatch(index));
     }
 
     /// Looks at this doorbell no more: what was announced will not be rung.
-    pub fn forget(&mut self, index: usize, rung: &DoorbellSet) {
-        rung.forget(index);
+    pub fn forget(&mut self, index: usize, doorbells: &DoorbellSet) {
+        doorbells.forget(index);
         self.list.retain(|&other| other != index);
         self.changed = true;
     }

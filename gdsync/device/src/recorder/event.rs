@@ -51,7 +51,7 @@ codes! {
         /// What was handed to a stream was refused: it is with the application again.
         Refused = 4, "refused";
         /// The CPU rings the doorbell of a card; the number is that of the last send exposed.
-        DoorbellSet = 5, "rung";
+        DoorbellRung = 5, "rung";
         /// The software HCA or the proxy found the doorbell rung; the number is that of the next send to fetch.
         Triggered = 6, "triggered";
         /// The software HCA or the proxy took the send from its ring.

@@ -109,7 +109,7 @@ impl Twice {
         };
         self.first.chunks_exact(N * 8).zip(self.second.chunks_exact(N * 8)).map(move |(first, second)| {
             let (first, second) = (words(first), words(second));
-            let whole = seqlock::settled(first, second);
+            let whole = seqlock::accept(first, second);
             (whole, whole.is_none() && second != [0; N])
         })
     }

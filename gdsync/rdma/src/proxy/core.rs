@@ -167,9 +167,9 @@ impl Core {
     }
 
     /// Whether an announced doorbell has not been doorbells yet.
-    fn is_to_watch(&self, index: usize, doorbells: &DoorbellSet) -> bool {
+    fn must_poll(&self, index: usize, doorbells: &DoorbellSet) -> bool {
         let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
-        qp.is_some_and(|qp| doorbells.is_to_watch(index, qp.head))
+        qp.is_some_and(|qp| doorbells.must_poll(index, qp.head))
     }
 
     fn poll_watched(&mut self) -> bool {
@@ -269,7 +269,7 @@ impl Progress for Core {
         let mut worked = false;
         let attended = doorbells.drain(|index| {
             self.read_doorbell(index);
-            if self.is_to_watch(index, doorbells) {
+            if self.must_poll(index, doorbells) {
                 self.watched.add(index);
             }
             worked = true;
@@ -284,7 +284,7 @@ impl Progress for Core {
         self.poll() || worked
     }
 
-    fn ring(&mut self, index: usize, _rung: &DoorbellSet) {
+    fn ring(&mut self, index: usize, _doorbells: &DoorbellSet) {
         self.read_doorbell(index);
     }
 
@@ -306,15 +306,15 @@ impl Progress for Core {
         }
     }
 
-    fn rest(&mut self, doorbells: &DoorbellSet) {
+    fn drop_idle_watches(&mut self, doorbells: &DoorbellSet) {
         let mut watched = std::mem::take(&mut self.watched);
-        watched.retain(|index| self.is_to_watch(index, doorbells));
+        watched.retain(|index| self.must_poll(index, doorbells));
         self.watched = watched;
-        self.cqs.rest();
+        self.cqs.drop_idle_watches();
     }
 
-    fn doze(&self, doorbells: &DoorbellSet) {
-        self.watched.doze(doorbells);
+    fn unwatch_all(&self, doorbells: &DoorbellSet) {
+        self.watched.unwatch_all(doorbells);
     }
 
     /// Requests at the device need no steps: the completion channel reports them.

@@ -127,7 +127,7 @@ impl Proxy {
         loop {
             let had_its_time = Instant::now() >= end;
             let is_over = self.shared.with(|core| {
-                core.step(self.shared.rung());
+                core.step(self.shared.doorbells());
                 let stages = !core.shadows.is_empty();
                 core.with(place, |qp, env| {
                     if stages && !matches!(qp.state, QpState::RESET | QpState::ERR) {
@@ -265,7 +265,7 @@ impl Provider for Proxy {
         let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;
         self.shared.insert(qpn, place);
         self.rooms.lock().insert(qpn, (queue, room));
-        let doorbell_watch = Some(self.shared.rung().doorbell_watch(place));
+        let doorbell_watch = Some(self.shared.doorbells().doorbell_watch(place));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
     }
 
@@ -277,7 +277,7 @@ impl Provider for Proxy {
         }
         let result = self.shared.with(|core| {
             if is_reset {
-                core.unwatch(place, self.shared.rung());
+                core.unwatch(place, self.shared.doorbells());
             }
             let result = core.with(place, |qp, env| qp.modify(attr, env));
             // Completions of the former connection would occupy room.
@@ -302,7 +302,7 @@ impl Provider for Proxy {
         if stages {
             self.drain(place, DRAIN);
         }
-        let qp = self.shared.with(|core| core.remove_qp(place, self.shared.rung()));
+        let qp = self.shared.with(|core| core.remove_qp(place, self.shared.doorbells()));
         if let Some(Err(error)) = qp.as_ref().map(|qp| qp.staged.check(self.open().name())) {
             tracing::error!(qpn, %error, "a queue pair ends while a copy may write its memory");
         }
@@ -342,14 +342,14 @@ impl Provider for Proxy {
     }
 
     fn progress(&self) -> bool {
-        self.shared.lend_a_step()
+        self.shared.run_step()
     }
 
-    fn has_copied_lately(&self) -> bool {
-        self.shared.duties().copied.is_recent()
+    fn has_copied_recently(&self) -> bool {
+        self.shared.progress_state().copied.is_recent()
     }
 
-    fn leave(&self) {
+    fn end_polling(&self) {
         self.shared.take_over();
     }
 
@@ -454,11 +454,11 @@ impl ProgressEngine for Shared {
         &self.core
     }
 
-    fn rung(&self) -> &DoorbellSet {
+    fn doorbells(&self) -> &DoorbellSet {
         &self.doorbells
     }
 
-    fn duties(&self) -> &ProgressState {
+    fn progress_state(&self) -> &ProgressState {
         &self.progress_state
     }
 
@@ -476,7 +476,7 @@ impl ProgressEngine for Shared {
             let Some(mut core) = self.core.try_lock() else { return true };
             core.arm();
             let worked = core.poll();
-            self.settle(core);
+            self.unlock(core);
             worked || ready()
         };
         if self.event.sleep(self.channel.fd(), &ready, timeout) {
@@ -512,7 +512,7 @@ impl EventCount {
 
     /// Wakes the sleeper. Without one this costs a fence and a load.
     pub(super) fn notify(&self) {
-        if event_count::ring(&self.sleepers, &self.sequence) {
+        if event_count::notify(&self.sleepers, &self.sequence) {
             let one = 1u64;
             // SAFETY: `one` has eight bytes. The write fails only when the counter is full, and then the eventfd is
             // readable.

@@ -102,7 +102,7 @@ fn links_to_departed_peers_are_reused() {
         let slot = usize::try_from(n % 8).unwrap() * CQE_SIZE;
         let word = a.recv_cq.ring.atomic32(slot + mlx5::CQE_OP_OWN_OFFSET).unwrap();
         until("the message is here", &|| completion::is_complete(word, n, 3));
-        completion::pass(a.recv_cq.record.atomic32(0).unwrap(), n + 1);
+        completion::free(a.recv_cq.record.atomic32(0).unwrap(), n + 1);
         let mut cqe = [0; CQE_SIZE];
         a.recv_cq.ring.read(slot, &mut cqe).unwrap();
         assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND, "peer {n}");
@@ -238,10 +238,10 @@ fn both_sides_record_the_start_of_a_copy() {
 #[test]
 fn copies_make_waiters_poll() {
     let hca = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
-    assert!(!hca.has_copied_lately(), "there was no copy");
+    assert!(!hca.has_copied_recently(), "there was no copy");
     // In the future, so that it counts as recent on a slow machine.
     hca.shared.progress.copied.note(Instant::now() + TIMEOUT);
-    assert!(hca.has_copied_lately());
+    assert!(hca.has_copied_recently());
 }
 
 /// Nobody may wait for a state that no step will change.

@@ -43,7 +43,7 @@ impl EventCount {
 
     /// Wakes all sleepers. Without sleepers this costs a fence and a load.
     pub(crate) fn notify(&self) {
-        if event_count::ring(self.sleepers.atomic(), self.sequence.atomic()) {
+        if event_count::notify(self.sleepers.atomic(), self.sequence.atomic()) {
             self.wake();
         }
     }

@@ -26,11 +26,11 @@ fn a_record_that_is_accepted_is_whole() {
             seqlock::write(&writer, [20, 200, 2]);
         });
         let (first, second) = (copy(&words), copy(&words));
-        if let Some(record) = seqlock::settled(first, second) {
+        if let Some(record) = seqlock::accept(first, second) {
             assert!([[10, 100, 1], [20, 200, 2]].contains(&record), "{record:?}");
         }
         writer.join().unwrap();
         let last = copy(&words);
-        assert_eq!(seqlock::settled(last, copy(&words)), Some([20, 200, 2]));
+        assert_eq!(seqlock::accept(last, copy(&words)), Some([20, 200, 2]));
     });
 }

@@ -27,12 +27,12 @@ impl Stream {
     fn submit(&self) {
         let turn = self.turn.lock().unwrap();
         self.submitted.set(self.submitted.get() + 1);
-        submit_lock::end(&self.wanted, turn, || self.try_lock(), |_| self.mark());
+        submit_lock::unlock(&self.wanted, turn, || self.try_lock(), |_| self.mark());
     }
 
     /// Wants a mark behind all that was submitted.
     fn want(&self) {
-        submit_lock::want(&self.wanted, || self.try_lock(), |_| self.mark());
+        submit_lock::request(&self.wanted, || self.try_lock(), |_| self.mark());
     }
 
     /// What was submitted, and up to where it is marked, when nobody has the turn.
@@ -86,14 +86,14 @@ fn who_sees_a_request_behind_a_gap_sees_the_gap() {
         let writer = queue.clone();
         let writer = thread::spawn(move || {
             let (posted, gap) = &*writer;
-            producer_index::tell(posted, gap, 2, false);
-            producer_index::tell(posted, gap, 2, true);
-            producer_index::tell(posted, gap, 3, false);
+            producer_index::publish(posted, gap, 2, false);
+            producer_index::publish(posted, gap, 2, true);
+            producer_index::publish(posted, gap, 3, false);
         });
-        let (posted, is_gap) = producer_index::look(&queue.0, &queue.1);
+        let (posted, is_gap) = producer_index::read(&queue.0, &queue.1);
         assert!([0, 2, 3].contains(&posted) && (posted < 3 || is_gap), "{posted} {is_gap}");
         writer.join().unwrap();
-        assert_eq!(producer_index::look(&queue.0, &queue.1), (3, true));
+        assert_eq!(producer_index::read(&queue.0, &queue.1), (3, true));
     });
 }
 

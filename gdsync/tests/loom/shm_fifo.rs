@@ -99,7 +99,7 @@ fn receive(shared: &Shared, side: &mut Receiver, posted: &mut u32, message: u64,
                 assert_eq!((len, shared.slots[index(side.next())].1.get()), (8, message), "a slot");
                 return side.take(shared);
             }
-            Next::Closed | Next::Nothing => side.look(shared),
+            Next::Closed | Next::Nothing => side.check_closed(shared),
         }
         if side.end() != Some(side.next()) {
             thread::yield_now();
