@@ -108,7 +108,7 @@ use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Stage;
-use gdsync_shm::submit_lock;
+use gdsync_shm::pending_flag;
 use host::HostEngine;
 use record::Recording;
 
@@ -551,13 +551,22 @@ impl SubmitLock {
 
     /// Releases the lock, and runs `requested` if others requested it meanwhile.
     #[inline]
-    fn unlock<'a>(&'a self, guard: MutexGuard<'a, State>, requested: impl Fn(&mut State)) {
-        submit_lock::unlock(&self.requested, guard, || self.try_lock(), |state| requested(state));
+    fn unlock<'a>(&'a self, mut guard: MutexGuard<'a, State>, requested: impl Fn(&mut State)) {
+        let work = |state: &mut MutexGuard<'a, State>| {
+            if pending_flag::take(&self.requested) {
+                requested(state);
+            }
+        };
+        work(&mut guard);
+        pending_flag::unlock(&self.requested, guard, || self.try_lock(), work);
     }
 
     /// Has `requested` run, by this thread or by the lock's holder.
     fn request(&self, requested: impl Fn(&mut State)) {
-        submit_lock::request(&self.requested, || self.try_lock(), |state| requested(state));
+        pending_flag::set(&self.requested);
+        if let Some(guard) = self.try_lock() {
+            self.unlock(guard, requested);
+        }
     }
 }
 

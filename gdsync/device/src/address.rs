@@ -1,9 +1,8 @@
-//! Where a queue pair can be reached: what two sides exchange before they connect.
+//! Addresses of devices and queue pairs, and the random numbers in them.
 
 use std::fmt;
 use std::str::FromStr;
 
-use crate::Gid;
 use crate::error::{Error, Result};
 
 /// Where a queue pair can be reached: what two sides exchange before they connect.
@@ -141,6 +140,112 @@ impl FromStr for QpAddress {
     }
 }
 
+/// A global identifier: 128 bits, written as eight groups of hexadecimal digits. A software HCA draws a random one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Gid(pub [u8; 16]);
+
+impl Gid {
+    /// Whether it is an IPv4 address, mapped into IPv6.
+    pub fn is_ipv4(self) -> bool {
+        self.0[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff]
+    }
+
+    /// A random one, in the range for local use.
+    pub fn random() -> Result<Self> {
+        let mut bytes = random()?;
+        bytes[0] = 0xfd;
+        Ok(Self(bytes))
+    }
+}
+
+/// Random bytes of the kernel.
+pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
+    getrandom::fill(&mut bytes)
+        .map_err(|e| Error::os("getrandom", e.into(), "the kernel has no random numbers: update it"))?;
+    Ok(bytes)
+}
+
+/// A random packet sequence number, 24 bits.
+pub fn random_psn() -> Result<u32> {
+    let [a, b, c] = random()?;
+    Ok(u32::from_be_bytes([0, a, b, c]))
+}
+
+impl fmt::Display for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, [high, low]) in self.0.as_chunks::<2>().0.iter().enumerate() {
+            write!(f, "{}{high:02x}{low:02x}", if i > 0 { ":" } else { "" })?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for Gid {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        let bad = || Error::invalid("GID", text, "eight groups of four hexadecimal digits");
+        let mut bytes = [0; 16];
+        let mut groups = text.split(':');
+        for pair in bytes.as_chunks_mut::<2>().0 {
+            let group = groups.next().filter(|g| (1..=4).contains(&g.len())).ok_or_else(bad)?;
+            *pair = u16::from_str_radix(group, 16).map_err(|_| bad())?.to_be_bytes();
+        }
+        if groups.next().is_some() { Err(bad()) } else { Ok(Self(bytes)) }
+    }
+}
+
+/// A random one-to-one map of `BITS`-bit numbers. Whoever does not see its results cannot tell which numbers an HCA has given.
+#[derive(Clone, Copy, Debug)]
+pub struct Shuffle<const BITS: u32> {
+    /// Odd, so that it has an inverse modulo a power of two.
+    factor: u32,
+    inverse: u32,
+    offset: u32,
+}
+
+impl<const BITS: u32> Default for Shuffle<BITS> {
+    /// Each number is itself.
+    fn default() -> Self {
+        Self { factor: 1, inverse: 1, offset: 0 }
+    }
+}
+
+impl<const BITS: u32> Shuffle<BITS> {
+    const MASK: u32 = u32::MAX >> (32 - BITS);
+
+    /// A map drawn at random.
+    ///
+    /// # Errors
+    /// [`Error::Sys`](crate::Error::Sys) where the system has no random numbers.
+    pub fn random() -> Result<Self> {
+        let [a, b] = *random::<8>()?.as_chunks::<4>().0 else { unreachable!("eight bytes are two chunks") };
+        let factor = u32::from_ne_bytes(a) | 1;
+        // Newton's iteration: an odd number is its own inverse modulo 8, and each step doubles the bits that are right.
+        let inverse = (0..4)
+            .fold(factor, |inverse, _| inverse.wrapping_mul(2u32.wrapping_sub(factor.wrapping_mul(inverse))));
+        Ok(Self { factor, inverse, offset: u32::from_ne_bytes(b) })
+    }
+
+    /// The number that stands for `number`.
+    pub fn hide(self, number: u32) -> u32 {
+        number.wrapping_mul(self.factor).wrapping_add(self.offset) & Self::MASK
+    }
+
+    /// The number that `hidden` stands for.
+    #[inline]
+    pub fn find(self, hidden: u32) -> u32 {
+        hidden.wrapping_sub(self.offset).wrapping_mul(self.inverse) & Self::MASK
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -200,5 +305,39 @@ mod tests {
             assert_eq!((mtu_code(bytes), mtu_bytes(code)), (code, Some(bytes)));
         }
         assert_eq!((mtu_bytes(0), mtu_bytes(6)), (None, None));
+    }
+
+    #[test]
+    fn text_and_back() {
+        let gid = Gid::random().unwrap();
+        assert_eq!(gid.to_string().parse::<Gid>().unwrap(), gid);
+        assert_eq!(gid.to_string().len(), 39);
+        assert_ne!(gid, Gid::random().unwrap());
+        for bad in ["", "1:2", "0:0:0:0:0:0:0:0:0", "g:0:0:0:0:0:0:0", "12345:0:0:0:0:0:0:0", ":::::::"] {
+            assert!(bad.parse::<Gid>().is_err(), "{bad}");
+        }
+    }
+
+    fn is_one_to_one<const BITS: u32>() {
+        let shuffle = Shuffle::<BITS>::random().unwrap();
+        for number in (0..1 << 12).chain([Shuffle::<BITS>::MASK]) {
+            let hidden = shuffle.hide(number);
+            assert!(hidden <= Shuffle::<BITS>::MASK);
+            assert_eq!(shuffle.find(hidden), number, "{shuffle:?}");
+        }
+    }
+
+    #[test]
+    fn each_number_is_found_again() {
+        for _ in 0..100 {
+            is_one_to_one::<24>();
+            is_one_to_one::<32>();
+        }
+    }
+
+    #[test]
+    fn no_two_maps_are_the_same() {
+        let first: Vec<u32> = (0..8).map(|_| Shuffle::<24>::random().unwrap().hide(0)).collect();
+        assert!(first.iter().any(|number| *number != first[0]), "{first:?}");
     }
 }

@@ -1,14 +1,13 @@
 //! Wakes those who sleep until completions arrive on a queue.
 
+use std::fmt;
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::nudge::GpuNudge;
-use parking_lot::{Condvar, Mutex};
-
 use gdsync_shm::{doorbell_watch, event_count, nap};
+use parking_lot::{Condvar, Mutex};
 
 /// A bell for the threads of one process, and for a GPU whose streams wait on the queue. Raised after every completion;
 /// costs a fence and a load while nobody sleeps.
@@ -117,4 +116,10 @@ impl CqEvent {
             self.raised.notify_all();
         }
     }
+}
+
+/// Prods a GPU to look at what its streams wait for.
+pub trait GpuNudge: Send + Sync + fmt::Debug {
+    /// Called after a completion was written, without locks.
+    fn nudge(&self);
 }

@@ -19,39 +19,27 @@
 //! keeps deadlines without calling the driver, gives memory back only while no stream of its own has work and lets none begin
 //! meanwhile, and has the driver fill its stock in [`Gpu::open`].
 
-mod arena;
-mod calibration;
 mod capabilities;
-mod channel_pressure;
-#[doc(hidden)] // for the doctor and tests of this workspace
 pub mod channels;
 mod copy_engine;
-mod copy_engines;
 mod deferred_free;
 mod driver_tasks;
 mod free_list;
 mod gpu;
-mod identity;
-mod ipc_handles;
 pub mod kernel_exec;
 mod other_processes;
 mod register;
 mod reserve;
-mod via;
-mod wrap;
 
-pub use calibration::Calibration;
-pub use capabilities::{Capabilities, Flush};
-pub use channel_pressure::{ChannelPressure, Standing};
-pub use copy_engine::Engine;
-pub use copy_engines::GpuCopyEngines;
+pub use capabilities::{Calibration, Capabilities, Flush, Via};
+pub use channels::{ChannelPressure, Standing};
+pub use copy_engine::{Engine, GpuCopyEngines};
 pub use deferred_free::{Activity, gate, mind};
 pub use driver_tasks::DriverTask;
 pub use free_list::{Block, Buffer, Pages};
 pub use gpu::{Gpu, Joined, NudgerSlot};
 pub use kernel_exec::KernelExecutor;
 pub use register::{Registered, is_registered};
-pub use via::Via;
 
 /// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.
 pub type RawStream = usize;

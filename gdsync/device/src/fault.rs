@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use super::shuffle::Shuffle;
+use super::address::Shuffle;
 use crate::error::{Error, Result};
 use mlx5_ring::Syndrome;
 

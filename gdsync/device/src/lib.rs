@@ -2,7 +2,6 @@
 
 mod address;
 mod attr;
-mod completion_error;
 pub mod copy_engine;
 mod cq_event;
 pub mod cuda;
@@ -12,33 +11,20 @@ pub mod env;
 pub mod error;
 mod fault;
 pub mod fork_guard;
-mod gid;
-mod health;
-mod memfd;
 pub mod memory;
-mod nudge;
-mod placement;
 mod provider;
 mod qp_state;
 pub mod recorder;
-mod shuffle;
-mod stats;
-mod transfer_path;
 
-pub use address::{QpAddress, mtu_bytes, mtu_code};
+pub use address::{Gid, QpAddress, Shuffle, mtu_bytes, mtu_code, random_psn};
 pub use attr::{Access, MAX_RD_ATOMIC, QpAttr};
-pub use completion_error::CompletionError;
-pub use cq_event::CqEvent;
+pub use cq_event::{CqEvent, GpuNudge};
 pub use doorbell_set::{DoorbellSet, DoorbellWatch, MAX_QPS};
-pub use error::{Error, Result};
+pub use error::{CompletionError, Error, Result};
 pub use fault::{Fate, FaultPlan, Faults};
-pub use gid::{Gid, random_psn};
-pub use health::Health;
-pub use memfd::{check_memfd, memfd};
-pub use nudge::GpuNudge;
-pub use placement::{OnGpu, Places};
-pub use provider::{CqParts, MrKeys, Provider, QpParts, QpRequest};
+pub use memory::{check_memfd, memfd};
+pub use provider::{
+    CqParts, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpParts, QpRequest, Staging, TransferPath,
+    Transport,
+};
 pub use qp_state::QpState;
-pub use shuffle::Shuffle;
-pub use stats::HcaStats;
-pub use transfer_path::{Staging, TransferPath, Transport};

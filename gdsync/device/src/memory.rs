@@ -13,7 +13,6 @@ mod access;
 pub mod fences;
 mod pages;
 mod process;
-mod shared;
 mod word;
 
 use std::any::Any;
@@ -28,6 +27,8 @@ pub use gdrcopy::host_page;
 use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
+pub(crate) use self::pages::check_file_limit;
+pub use self::pages::{check_memfd, memfd};
 pub use self::process::{MARK, Process, user};
 pub use self::word::{Found, Place, Word32, Word64};
 use crate::cuda::{Block, Buffer, Flush, Gpu, Pages, Registered};

@@ -2,20 +2,21 @@
 //!
 //! Everything above this trait is the same for every device; everything below only makes rings and consumes them.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::address::QpAddress;
+use gdsync_shm::SpinLock;
+
+use super::address::{Gid, QpAddress};
 use super::attr::{Access, MAX_RD_ATOMIC, QpAttr};
-use super::health::Health;
-use super::placement::{OnGpu, Places};
-use super::transfer_path::{Staging, TransferPath};
 use crate::cuda::Gpu;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::fork_guard::ForkGuard;
 use crate::memory::{Memory, Word64};
-use crate::{CqEvent, DoorbellWatch};
-use crate::{FaultPlan, Gid, HcaStats};
+use crate::{CqEvent, DoorbellWatch, FaultPlan};
 
 /// A completion queue as the device made it.
 #[derive(Debug)]
@@ -186,4 +187,217 @@ pub trait Provider: Send + Sync + fmt::Debug {
     fn inject(&self, plan: FaultPlan) -> Result<()>;
     /// Counters of the device.
     fn stats(&self) -> HcaStats;
+}
+
+bitflags::bitflags! {
+    /// What of a queue pair is in GPU memory; the rest is in host memory.
+    ///
+    /// | libgdsync | here |
+    /// |---|---|
+    /// | `GDS_CREATE_QP_WQ_ON_GPU` | [`OnGpu::SEND_QUEUE`] |
+    /// | `GDS_CREATE_QP_TX_CQ_ON_GPU` | [`OnGpu::SEND_CQ`] |
+    /// | `GDS_CREATE_QP_RX_CQ_ON_GPU` | [`OnGpu::RECV_CQ`] |
+    /// | `GDS_CREATE_QP_WQ_DBREC_ON_GPU` | [`OnGpu::RECORDS`] |
+    ///
+    /// A GPU looks at a completion queue in its own memory without using the bus. The CPU, and with it the software HCA,
+    /// writes there about as quickly as to host memory, but every look takes it a microsecond. Doorbells are
+    /// registers of the card and never move.
+    ///
+    /// Where mlx5 cards read the rings by themselves, any of these makes the queue pair by DevX, which needs a dma-buf of GPU
+    /// memory for the card (Linux 6.1, rdma-core 43, the NVIDIA driver's open kernel modules) or nvidia-peermem: otherwise it is
+    /// refused, with the reason.
+    #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+    pub struct OnGpu: u32 {
+        /// The send queue. The device must be able to read it there: the software HCA can, and so can mlx5 cards. There the
+        /// receive queue lies beside it, in the same memory.
+        const SEND_QUEUE = 1;
+        /// The completion queue of sends, unless it is shared.
+        const SEND_CQ = 2;
+        /// The completion queue of receives, unless it is shared.
+        const RECV_CQ = 4;
+        /// The doorbell records: producer indices of the queue pair and consumer indices of its own completion queues.
+        const RECORDS = 8;
+    }
+}
+
+/// The GPU that drives a queue pair, and what is in its memory.
+#[derive(Clone, Debug, Default)]
+pub struct Places {
+    /// The GPU; `None` where only CPUs use the queue pair.
+    pub gpu: Option<Gpu>,
+    /// What is in its memory.
+    pub on_gpu: OnGpu,
+}
+
+impl Places {
+    /// `len` zeroed bytes for `what`, where they belong, and known to the GPU.
+    pub fn alloc(&self, what: OnGpu, len: usize) -> Result<Memory> {
+        let Some(gpu) = &self.gpu else { return Memory::alloc(len) };
+        if !what.is_empty() && self.on_gpu.contains(what) { gpu.piece(len) } else { gpu.host_piece(len) }
+    }
+}
+
+/// What takes payload out of its buffer, on its way to the peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Transport {
+    /// The card reads host memory.
+    Card,
+    /// The card reads GPU memory: GPUDirect RDMA (GPUDirect v3).
+    CardFromGpu,
+    /// The CPU copies host memory into memory that it shares with the peer.
+    Cpu,
+    /// The receiver's CPU copies it from host memory to where it goes, by cross-memory attach (`process_vm_readv`).
+    Cma,
+    /// The CPU reads GPU memory through a mapping, and copies it into memory that it shares with the peer.
+    Mapping,
+    /// A copy engine of the receiver's GPU fetches it, over NVLink or PCIe, and between processes by CUDA IPC (GPUDirect v2).
+    PeerToPeer,
+    /// A copy engine of this GPU brings it to pinned host memory, from where the CPU copies it on in chunks, or the card reads it
+    /// (GPUDirect v1).
+    Staging,
+}
+
+/// Which GPU memory a device is given pinned host memory in place of, where a thread posts to it (the CPU proxy): see
+/// `Context::stage`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Staging {
+    /// What the device refuses to register.
+    #[default]
+    Refused,
+    /// All.
+    Always,
+    /// None: what the device refuses is refused.
+    Never,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Card => "read from host memory by the card",
+            Self::CardFromGpu => "read from GPU memory by the card (GPUDirect RDMA)",
+            Self::Cpu => "copied by the CPU",
+            Self::Cma => "copied to its place by the receiver's CPU",
+            Self::Mapping => "read by the CPU through a mapping of GPU memory",
+            Self::PeerToPeer => "fetched by a copy engine of the receiver's GPU (peer to peer)",
+            Self::Staging => "staged in pinned host memory by a copy engine",
+        })
+    }
+}
+
+/// What takes payload out of a buffer, and why: see `Qp::transfer_path`. It is written as
+/// `copied by the CPU: it is host memory`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TransferPath {
+    transport: Transport,
+    reason: Cow<'static, str>,
+}
+
+impl TransferPath {
+    /// Payload that leaves by this transport, and why.
+    pub fn new(transport: Transport, reason: impl Into<Cow<'static, str>>) -> Self {
+        Self { transport, reason: reason.into() }
+    }
+
+    /// What takes it.
+    pub fn transport(&self) -> Transport {
+        self.transport
+    }
+
+    /// Why it is this one.
+    pub fn reason(&self) -> &str {
+        &self.reason
+    }
+}
+
+impl fmt::Display for TransferPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.transport, self.reason)
+    }
+}
+
+/// Counters of a software HCA since it was opened.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HcaStats {
+    /// Doorbells taken.
+    pub doorbells: u64,
+    /// Send WQEs fetched.
+    pub wqes: u64,
+    /// Packets sent, among them those that a fault plan dropped or holds back.
+    pub packets_sent: u64,
+    /// Packets received.
+    pub packets_received: u64,
+    /// Packets that a fault plan dropped, duplicated, reordered or delayed.
+    pub packets_faulted: u64,
+    /// Packets that arrived again, or out of order.
+    pub packets_discarded: u64,
+    /// Times a sender went back to an earlier packet.
+    pub retransmissions: u64,
+    /// Messages received by reference: a copy engine moved their payload.
+    pub by_reference: u64,
+    /// Messages received by cross-memory attach: the CPU read their payload in the sender's process.
+    pub by_cma: u64,
+    /// References that could not be followed, so that the payload was sent after all.
+    pub references_refused: u64,
+    /// Messages that found no receive.
+    pub rnr_naks: u64,
+    /// Completion queues that overran.
+    pub cq_overruns: u64,
+    /// Things a card would punish.
+    pub violations: u64,
+    /// The last of them.
+    pub last_violation: Option<&'static str>,
+}
+
+impl HcaStats {
+    /// Counts and reports something a card would punish.
+    pub fn violation(&mut self, what: &'static str) {
+        self.violations += 1;
+        self.last_violation = Some(what);
+        tracing::warn!(what, "violation of the ring formats");
+    }
+}
+
+/// Why a queue pair does no more work: the first failure, kept for every later call; or this is not its process.
+#[derive(Debug, Default)]
+pub struct Health {
+    broken: AtomicBool,
+    /// The process that made the queue pair.
+    pub fork_guard: ForkGuard,
+    error: SpinLock<Option<Error>>,
+}
+
+impl Health {
+    /// Records a failure. A flush never replaces anything, and any cause replaces a flush.
+    pub fn record(&self, error: Error) {
+        let flush = |e: &Error| matches!(e, Error::Completion(c) if c.is_flush());
+        let mut slot = self.error.lock();
+        if slot.as_ref().is_none_or(|known| flush(known) && !flush(&error)) {
+            *slot = Some(error);
+        }
+        self.broken.store(true, Ordering::Release);
+    }
+
+    /// Whether the queue pair does no more work, or belongs to another process.
+    #[inline]
+    pub fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire) || !self.fork_guard.is_here()
+    }
+
+    /// The failure, if there was one.
+    pub fn check(&self) -> Result<()> {
+        if !self.is_broken() {
+            return Ok(());
+        }
+        self.fork_guard.check()?;
+        self.error.lock().clone().map_or(Ok(()), Err)
+    }
+
+    /// Forgets the failure, for a reset.
+    pub fn clear(&self) {
+        *self.error.lock() = None;
+        self.broken.store(false, Ordering::Release);
+    }
 }

@@ -34,7 +34,6 @@ mod layout;
 mod read;
 mod ring;
 mod rows;
-mod seat;
 
 use std::marker::PhantomData;
 use std::path::PathBuf;

@@ -1,7 +1,6 @@
 //! CQEs: 64-byte completions and their owner bit.
 
 use super::opcode::{CqeOpcode, Opcode, Syndrome};
-use crate::cond::Cond;
 
 /// Bytes of a CQE. Rings with 128-byte entries are not used.
 pub const CQE_SIZE: usize = 64;
@@ -137,6 +136,64 @@ pub const fn wait_condition(n: u64, log2: u32) -> (Cond, u32) {
         0 => (Cond::Nor, !OWNER_BIT),
         _ => (Cond::And, OWNER_BIT),
     }
+}
+
+/// When a wait passes, for the word `w` and the operand `v`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Cond {
+    /// `w - v >= 0` as a signed, cyclic comparison (`CU_STREAM_WAIT_VALUE_GEQ`).
+    Geq,
+    /// `w == v` (`CU_STREAM_WAIT_VALUE_EQ`).
+    Eq,
+    /// `(w & v) != 0` (`CU_STREAM_WAIT_VALUE_AND`).
+    And,
+    /// `!(w | v) != 0` (`CU_STREAM_WAIT_VALUE_NOR`).
+    Nor,
+}
+
+impl Cond {
+    /// Value in `cuda.h`.
+    pub fn code(self) -> u16 {
+        match self {
+            Cond::Geq => 0,
+            Cond::Eq => 1,
+            Cond::And => 2,
+            Cond::Nor => 3,
+        }
+    }
+}
+
+macro_rules! conditions {
+    ($($word:ident, $holds:ident, $satisfy:ident, $bits:literal;)*) => {
+        impl Cond {$(
+            #[doc = concat!("Whether a ", $bits, "-bit word satisfies the condition.")]
+            pub fn $holds(self, word: $word, value: $word) -> bool {
+                match self {
+                    Cond::Geq => word.wrapping_sub(value).cast_signed() >= 0,
+                    Cond::Eq => word == value,
+                    Cond::And => word & value != 0,
+                    Cond::Nor => !(word | value) != 0,
+                }
+            }
+
+            #[doc = concat!("The ", $bits, "-bit value nearest to `word` that satisfies the condition, if any.")]
+            pub fn $satisfy(self, word: $word, value: $word) -> Option<$word> {
+                let lowest = |bits: $word| bits & bits.wrapping_neg();
+                let to = match self {
+                    _ if self.$holds(word, value) => word,
+                    Cond::Geq | Cond::Eq => value,
+                    Cond::And => word | lowest(value),
+                    Cond::Nor => word & !lowest(!value),
+                };
+                self.$holds(to, value).then_some(to)
+            }
+        )*}
+    };
+}
+
+conditions! {
+    u32, holds32, satisfy32, "32";
+    u64, holds64, satisfy64, "64";
 }
 
 #[cfg(test)]

@@ -1,9 +1,8 @@
 //! Encoding of send WQEs.
 
 use super::ctrl::Ctrl;
-use super::error::WqeError;
 use super::opcode::Opcode;
-use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT, used_sges};
+use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT, WqeError, used_sges};
 use super::wqe::{MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};
 
 /// Bytes of an inline segment's byte count.

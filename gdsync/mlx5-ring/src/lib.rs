@@ -11,12 +11,11 @@
 //! | file | object |
 //! |---|---|
 //! | `opcode` | opcodes and error syndromes |
-//! | `segment` | 16-byte data and remote address segments |
+//! | `segment` | 16-byte segments, and receive WQEs |
 //! | `ctrl` | the control segment, first in every send WQE |
 //! | `wqe` | send operations and encoded send WQEs |
 //! | `encode` | encoding of send WQEs |
 //! | `decode` | decoding of send WQEs, with the errors a card reports and violations it may tolerate |
-//! | `rq` | receive WQEs |
 //! | `cqe` | CQEs and their owner bit |
 //! | `doorbell` | doorbell records and the doorbell register |
 #![cfg_attr(not(test), no_std)]
@@ -25,15 +24,12 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("only little-endian hosts are supported, because GPUs share words with the host");
 
-mod cond;
 mod cqe;
 mod ctrl;
 mod decode;
 mod doorbell;
 mod encode;
-mod error;
 mod opcode;
-mod rq;
 mod segment;
 #[cfg(test)]
 mod strategies;
@@ -41,9 +37,8 @@ mod strategies;
 mod tests;
 mod wqe;
 
-pub use cond::Cond;
 pub use cqe::{
-    CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE, lap, op_own_word, owned_by_software, wait_condition,
+    CQE_OP_OWN_OFFSET, CQE_SIZE, Cond, Cqe, INITIAL_CQE, lap, op_own_word, owned_by_software, wait_condition,
 };
 pub use ctrl::{
     CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL, FM_MASK,
@@ -56,8 +51,9 @@ pub use doorbell::{
     recv_record, send_record,
 };
 pub use encode::{Short, encode, encode_into, encode_short};
-pub use error::WqeError;
 pub use opcode::{CqeOpcode, Opcode, Syndrome};
-pub use rq::{decode_recv, encode_recv, recv_stride};
-pub use segment::{DataSeg, INLINE, INVALID_LKEY, MAX_MESSAGE, RemoteAddr, SEGMENT};
+pub use segment::{
+    DataSeg, INLINE, INVALID_LKEY, MAX_MESSAGE, RemoteAddr, SEGMENT, WqeError, decode_recv, encode_recv,
+    recv_stride,
+};
 pub use wqe::{BB, MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};

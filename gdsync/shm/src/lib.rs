@@ -14,7 +14,6 @@ pub mod reset;
 pub mod seqlock;
 pub mod shm_fifo;
 pub mod spin_lock;
-pub mod submit_lock;
 
 pub use backoff::{Backoff, cores_are_busy, nap, yield_core};
 pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};

@@ -39,6 +39,7 @@ pub fn take(flag: &impl Atom32) -> bool {
 }
 
 /// Unlocks, and locks again for `work` while the flag is set and the lock is free. `work` must [`take`] the flag.
+#[inline]
 pub fn unlock<G>(
     flag: &impl Atom32,
     held: G,

@@ -1,9 +1,124 @@
 //! Shared-memory links between the software HCAs of one host: two packet rings, set up over a Unix socket.
 
-mod event_count;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::null;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use gdsync_device::error::Result;
+use gdsync_device::memory::{Memory, Word32};
+use gdsync_shm::event_count;
+pub(crate) use port::{LinkEnds, PeerSocket, Port};
+pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, Record, RxHints, RxRing, TxRing};
+
 mod port;
 mod ring;
 
-pub(crate) use event_count::EventCount;
-pub(crate) use port::{LinkEnds, PeerSocket, Port};
-pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, Record, RxHints, RxRing, TxRing};
+/// Bytes of the shared memory file.
+const SIZE: usize = 4096;
+/// Offsets of the two words, on separate cache lines.
+const SLEEPERS: usize = 0;
+const SEQUENCE: usize = 64;
+
+/// Threads of any process may sleep and notify. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) struct EventCount {
+    sleepers: Word32,
+    sequence: Word32,
+    fd: Arc<OwnedFd>,
+}
+
+impl EventCount {
+    pub(crate) fn create() -> Result<Self> {
+        Self::open(gdsync_device::memfd(c"gdsync-bell", SIZE)?)
+    }
+
+    /// Maps a peer's event count after checking the size and seals of its file.
+    pub(crate) fn open(fd: OwnedFd) -> Result<Self> {
+        gdsync_device::check_memfd(&fd, SIZE)?;
+        let memory = Memory::map_shared(fd.as_fd(), SIZE)?;
+        let (sleepers, sequence) = (memory.word32(SLEEPERS)?, memory.word32(SEQUENCE)?);
+        Ok(Self { sleepers, sequence, fd: Arc::new(fd) })
+    }
+
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+
+    /// Wakes all sleepers. Without sleepers this costs a fence and a load.
+    pub(crate) fn notify(&self) {
+        if event_count::notify(self.sleepers.atomic(), self.sequence.atomic()) {
+            self.wake();
+        }
+    }
+
+    /// Wakes all sleepers even if a peer died between its two updates.
+    pub(crate) fn notify_always(&self) {
+        self.sequence.atomic().fetch_add(1, Ordering::Release);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        let word = self.sequence.atomic().as_ptr();
+        // SAFETY: FUTEX_WAKE uses only the address of the word.
+        unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX) };
+    }
+
+    /// Sleeps unless `ready`, until notified or for `timeout`. May wake spuriously.
+    pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        let ticket = event_count::announce(self.sleepers.atomic(), self.sequence.atomic());
+        if ready() {
+            return;
+        }
+        let time = libc::timespec {
+            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        };
+        let word = self.sequence.atomic().as_ptr();
+        // SAFETY: the word is mapped while `self` lives and `time` is on the stack; the timeout is relative.
+        unsafe {
+            libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, ticket, &raw const time, null::<u32>(), 0)
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU64;
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn notify_wakes_sleeper_through_another_mapping() {
+        let event = EventCount::create().unwrap();
+        let other = EventCount::open(event.fd().try_clone_to_owned().unwrap()).unwrap();
+        let work = Arc::new(AtomicU64::new(0));
+        let seen = work.clone();
+        let sleeper = std::thread::spawn(move || {
+            let start = Instant::now();
+            for n in 1..=1000 {
+                while seen.load(Ordering::Acquire) < n {
+                    event.sleep(&|| seen.load(Ordering::Acquire) >= n, Duration::from_secs(30));
+                    assert!(start.elapsed() < Duration::from_secs(30), "a notification was lost");
+                }
+            }
+        });
+        for n in 1..=1000 {
+            work.store(n, Ordering::Release);
+            other.notify();
+            if n % 100 == 0 {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        sleeper.join().unwrap();
+    }
+
+    #[test]
+    fn sleep_times_out_without_notify() {
+        let start = Instant::now();
+        EventCount::create().unwrap().sleep(&|| false, Duration::from_millis(20));
+        assert!(start.elapsed() >= Duration::from_millis(19));
+    }
+}

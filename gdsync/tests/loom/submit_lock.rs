@@ -1,6 +1,6 @@
-//! The turn of a stream, locks that are held for moments, what is wanted of whoever has it, and what is known of a queue without its lock.
+//! The submit lock of a stream, spin locks, and the producer index that is read without a lock.
 
-use gdsync::protocol::{producer_index, spin_lock, submit_lock};
+use gdsync::protocol::{pending_flag, producer_index, spin_lock};
 use loom::sync::{Arc, Mutex, MutexGuard};
 use loom::thread;
 
@@ -9,8 +9,8 @@ use super::common::{L32, L64, Plain, explore};
 /// A stream: submissions, and the last of them that a mark names.
 #[derive(Default)]
 struct Stream {
-    turn: Mutex<()>,
-    wanted: L32,
+    lock: Mutex<()>,
+    requested: L32,
     submitted: Plain,
     marked: Plain,
 }
@@ -21,23 +21,37 @@ impl Stream {
     }
 
     fn try_lock(&self) -> Option<MutexGuard<'_, ()>> {
-        self.turn.try_lock().ok()
+        self.lock.try_lock().ok()
     }
 
     fn submit(&self) {
-        let turn = self.turn.lock().unwrap();
+        let guard = self.lock.lock().unwrap();
         self.submitted.set(self.submitted.get() + 1);
-        submit_lock::unlock(&self.wanted, turn, || self.try_lock(), |_| self.mark());
+        self.unlock(guard);
     }
 
-    /// Wants a mark behind all that was submitted.
-    fn want(&self) {
-        submit_lock::request(&self.wanted, || self.try_lock(), |_| self.mark());
+    /// As the submit lock of `gdsync::Stream` does.
+    fn unlock<'a>(&'a self, mut guard: MutexGuard<'a, ()>) {
+        let work = |_: &mut MutexGuard<'a, ()>| {
+            if pending_flag::take(&self.requested) {
+                self.mark();
+            }
+        };
+        work(&mut guard);
+        pending_flag::unlock(&self.requested, guard, || self.try_lock(), work);
     }
 
-    /// What was submitted, and up to where it is marked, when nobody has the turn.
+    /// Requests a mark behind all that was submitted.
+    fn request(&self) {
+        pending_flag::set(&self.requested);
+        if let Some(guard) = self.try_lock() {
+            self.unlock(guard);
+        }
+    }
+
+    /// What was submitted, and up to where it is marked, when nobody has the lock.
     fn ends(&self) -> (u64, u64) {
-        let _turn = self.turn.lock().unwrap();
+        let _guard = self.lock.lock().unwrap();
         (self.submitted.get(), self.marked.get())
     }
 }
@@ -51,7 +65,7 @@ fn marks_that_are_wanted_are_put() {
             let stream = stream.clone();
             thread::spawn(move || {
                 stream.submit();
-                stream.want();
+                stream.request();
             })
         };
         let threads = [both(), both()];
@@ -71,7 +85,7 @@ fn what_is_wanted_in_the_turn_of_others_is_done() {
             thread::spawn(move || stream.submit())
         };
         let threads = [submit(), submit()];
-        stream.want();
+        stream.request();
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         let (submitted, marked) = stream.ends();
         assert!(submitted == 3 && (1..=3).contains(&marked), "{submitted} {marked}");

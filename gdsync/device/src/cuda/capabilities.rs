@@ -1,6 +1,8 @@
-//! What a GPU and its driver can do for streams.
+//! What a GPU can do for streams, how it runs their operations, and what was measured of it.
 
 use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
@@ -146,6 +148,68 @@ impl fmt::Display for Capabilities {
             Flush::OnCpu => "inbound writes are flushed by the CPU",
             Flush::Impossible => "inbound writes cannot be flushed",
         })
+    }
+}
+
+/// How long a stream of a GPU takes from the store that satisfies its wait to the CPU's seeing the write behind it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Calibration {
+    /// Median and 99th percentile of [`Via::MemOp`].
+    pub memop: (Duration, Duration),
+    /// Median and 99th percentile of [`Via::Kernel`].
+    pub kernel: (Duration, Duration),
+    /// Other processes with this library use the GPU: kernels that wait would keep them from it.
+    pub shared: bool,
+    /// What is best: [`Via::MemOp`] or [`Via::Kernel`].
+    pub via: Via,
+}
+
+impl fmt::Display for Calibration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let line = |(p50, p99): (Duration, Duration)| {
+            format!("p50 {:.1} us, p99 {:.1} us", p50.as_secs_f64() * 1e6, p99.as_secs_f64() * 1e6)
+        };
+        let (memop, kernel) = (line(self.memop), line(self.kernel));
+        write!(f, "a wait is noticed by a memory operation after {memop}, by a kernel after {kernel}: ")?;
+        write!(f, "{}{}", self.via, if self.shared { ", since other processes use the GPU" } else { "" })
+    }
+}
+
+/// What runs the operations of a stream on a GPU.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Via {
+    /// Stream memory operations, run by the GPU's front end: no SM is used, so kernels of other streams run undisturbed. An
+    /// unmet wait is looked at again every few microseconds (8 on an idle H200).
+    #[default]
+    MemOp,
+    /// A kernel of one thread for each submission. It notices what it waits for at once, keeps the deadline of a wait by
+    /// itself, and writes nothing more after one that failed. It takes a slot of an SM while it waits; where several
+    /// processes share the GPU without MPS, it keeps the others waiting for whole time slices.
+    Kernel,
+    /// Whichever was faster on this GPU: see `gdsync::stream::calibrate`.
+    Auto,
+}
+
+impl fmt::Display for Via {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Via::MemOp => "memop",
+            Via::Kernel => "kernel",
+            Via::Auto => "auto",
+        })
+    }
+}
+
+impl FromStr for Via {
+    type Err = Error;
+
+    fn from_str(word: &str) -> Result<Self> {
+        match word {
+            "memop" => Ok(Via::MemOp),
+            "kernel" => Ok(Via::Kernel),
+            "auto" => Ok(Via::Auto),
+            _ => Err(Error::invalid("via", format!("'{word}'"), "memop, kernel or auto")),
+        }
     }
 }
 

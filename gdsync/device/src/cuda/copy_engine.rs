@@ -7,21 +7,22 @@
 //! Only the thread calls CUDA. A call may wait, for a lock of the driver that a thread of the application holds, or to open
 //! memory; then the copies wait, and nothing else.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use gdrcopy::cuda::CudaStatus;
-use gdrcopy::cuda::raw::layout::{Handle, MemOp, STREAM_NON_BLOCKING};
+use gdrcopy::cuda::raw::layout::{Handle as RawHandle, MemOp, STREAM_NON_BLOCKING};
+use gdrcopy::cuda::raw::{Api, pointer_info};
+use gdrcopy::cuda::{CudaStatus, MemoryKind};
 use gdsync_shm::Backoff;
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, RwLock};
 
 use super::Gpu;
-use super::ipc_handles::{Handles, Key};
-use crate::copy_engine::{FRESH, Part, ProcessId, Source, Ticket};
+use super::deferred_free::DeferredFree;
+use crate::copy_engine::{CopyEngine, FRESH, Handle, Part, ProcessId, Source, Ticket};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
 
@@ -156,7 +157,7 @@ impl Engine {
 
 /// The stream, and the word that it writes.
 struct CopyStream {
-    stream: Handle,
+    stream: RawHandle,
     word: Word32,
     /// The word's address on the GPU.
     addr: u64,
@@ -319,7 +320,7 @@ impl Worker {
     }
 
     /// The address of memory on the GPU, and the context that it is of; host memory is of all.
-    fn find(&self, memory: &Memory) -> Result<(u64, Option<Handle>)> {
+    fn find(&self, memory: &Memory) -> Result<(u64, Option<RawHandle>)> {
         let Some(owner) = memory.gpu() else { return Ok((memory.gpu_addr(&self.gpu)?, None)) };
         // Without direct access CUDA goes through host memory.
         if let Err(error) = self.gpu.reach(owner) {
@@ -370,4 +371,164 @@ fn let_go(parts: Vec<Part>) {
             memory.let_go();
         }
     }
+}
+
+/// The engines of the GPUs whose memory is registered, or that drive a queue pair.
+#[derive(Default)]
+pub struct GpuCopyEngines(RwLock<Vec<Arc<Engine>>>);
+
+impl fmt::Debug for GpuCopyEngines {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.read().iter().map(|engine| engine.gpu())).finish()
+    }
+}
+
+impl GpuCopyEngines {
+    /// The engine for a copy: that of the GPU that it goes to, or always the same one. So copies to one place are in order.
+    fn of(&self, parts: &[Part]) -> Option<Arc<Engine>> {
+        let engines = self.0.read();
+        let of = |gpu: &Gpu| engines.iter().find(|e| e.gpu().raw_context() == gpu.raw_context());
+        let to = parts.iter().find_map(|part| part.to.gpu().and_then(of));
+        to.or(engines.first()).cloned()
+    }
+}
+
+impl CopyEngine for GpuCopyEngines {
+    fn adopt(&self, gpu: &Gpu) {
+        let is_known =
+            |engines: &[Arc<Engine>]| engines.iter().any(|e| e.gpu().raw_context() == gpu.raw_context());
+        if is_known(&self.0.read()) {
+            return;
+        }
+        // Without the lock, which the HCA takes under its own.
+        match gpu.engine() {
+            Ok(engine) => {
+                let mut engines = self.0.write();
+                if !is_known(&engines) {
+                    engines.push(engine);
+                }
+            }
+            Err(error) => tracing::warn!(%error, ?gpu, "no copy engine: the CPU moves all payload"),
+        }
+    }
+
+    fn export(&self, memory: &Memory) -> Option<Handle> {
+        let gpu = memory.gpu()?;
+        handle(gpu, memory.addr())
+            .inspect_err(|error| tracing::debug!(%error, ?memory, "peers cannot be referred to this memory"))
+            .ok()
+    }
+
+    fn stages(&self, memory: &Memory) -> bool {
+        memory.gpu().is_some()
+    }
+
+    fn start(&self, parts: Vec<Part>) -> Ticket {
+        match self.of(&parts) {
+            Some(engine) => engine.copy(parts),
+            None => {
+                Ticket::failed("no GPU is known here: register GPU memory, or build a queue pair on a GPU")
+            }
+        }
+    }
+
+    fn forget(&self, process: ProcessId) {
+        self.0.read().iter().for_each(|engine| engine.forget(process));
+    }
+}
+
+/// How other processes open the allocation at an address, and where in it that is.
+fn handle(gpu: &Gpu, addr: u64) -> Result<Handle> {
+    let failed = Error::cuda("exporting GPU memory");
+    let _current = gpu.enter()?;
+    let info = pointer_info(gpu.api(), addr).map_err(&failed)?;
+    let (buffer, offset) = (info.buffer_id, addr.saturating_sub(info.base));
+    let mut ipc = [0; 64];
+    if info.kind == MemoryKind::Malloc {
+        // SAFETY: a place for the answer; the driver checks the address.
+        if let Err(error) = unsafe { gpu.api().ipc_get_mem_handle(&mut ipc, info.base) } {
+            tracing::debug!(%error, "other processes cannot open this memory");
+            ipc = [0; 64];
+        }
+    }
+    Ok(Handle { ipc, buffer, offset })
+}
+
+/// Allocations open at once.
+const MOST: usize = 64;
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
+const LAZY_PEER_ACCESS: u32 = 1;
+
+/// An allocation of another process. What is allocated later at the same place has another number.
+pub(super) type Key = (ProcessId, [u8; 64], u64);
+
+/// The allocations that are open, in the context of one GPU.
+#[derive(Debug, Default)]
+pub(super) struct Handles {
+    open: HashMap<Key, Opened>,
+    clock: u64,
+}
+
+#[derive(Debug)]
+struct Opened {
+    addr: u64,
+    /// Copies that use it.
+    users: usize,
+    /// When it was last used, in openings.
+    used: u64,
+}
+
+impl Handles {
+    /// The address of an allocation, which stays open until [`Handles::release`]. The context must be current.
+    pub(super) fn acquire(&mut self, gpu: &Gpu, process: ProcessId, handle: &Handle) -> Result<(Key, u64)> {
+        self.clock += 1;
+        let (key, used) = ((process, handle.ipc, handle.buffer), self.clock);
+        if let Some(opened) = self.open.get_mut(&key) {
+            (opened.users, opened.used) = (opened.users + 1, used);
+            return Ok((key, opened.addr));
+        }
+        if self.open.len() >= MOST {
+            let idle = self.open.iter().filter(|(_, opened)| opened.users == 0);
+            let oldest = idle.min_by_key(|(_, opened)| opened.used).map(|(key, _)| *key);
+            let full = || Error::invalid("allocations of peers in use", MOST, "fewer at a time");
+            self.close(gpu, &oldest.ok_or_else(full)?);
+        }
+        let addr = open(gpu.api(), handle.ipc)?;
+        self.open.insert(key, Opened { addr, users: 1, used });
+        Ok((key, addr))
+    }
+
+    /// A copy that used it is over.
+    pub(super) fn release(&mut self, key: &Key) {
+        if let Some(opened) = self.open.get_mut(key) {
+            opened.users -= 1;
+        }
+    }
+
+    /// Closes what no copy uses: of a process that is gone, or all of it.
+    pub(super) fn close_idle(&mut self, gpu: &Gpu, process: Option<ProcessId>) {
+        let of = |key: &Key| process.is_none_or(|process| key.0 == process);
+        let idle: Vec<_> = self
+            .open
+            .iter()
+            .filter(|(key, opened)| opened.users == 0 && of(key))
+            .map(|(key, _)| *key)
+            .collect();
+        idle.iter().for_each(|key| self.close(gpu, key));
+    }
+
+    /// Closes an allocation, in time.
+    fn close(&mut self, gpu: &Gpu, key: &Key) {
+        if let Some(Opened { addr, .. }) = self.open.remove(key) {
+            gpu.doom(DeferredFree::Ipc { addr });
+        }
+    }
+}
+
+fn open(api: &Api, handle: [u8; 64]) -> Result<u64> {
+    let mut addr = 0;
+    // SAFETY: a place for the answer; the driver checks the handle.
+    unsafe { api.ipc_open_mem_handle(&mut addr, handle, LAZY_PEER_ACCESS) }
+        .map_err(Error::cuda("opening memory of a peer"))?;
+    Ok(addr)
 }

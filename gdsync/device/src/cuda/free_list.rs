@@ -12,6 +12,8 @@ use parking_lot::Mutex;
 use super::Gpu;
 use super::deferred_free::DeferredFree;
 use super::register::unregister;
+use crate::error::Result;
+use crate::memory::{Memory, WeakMemory};
 
 /// Bytes of host memory kept at most; what is beyond is given back.
 const MOST: usize = 64 << 20;
@@ -115,15 +117,15 @@ impl FreeList {
         Some(pages)
     }
 
-    /// Keeps pages, or hands them back when they are too many.
-    pub fn put_host(&self, pages: Pages) -> Result<(), Pages> {
+    /// Keeps pages. Returns false when they are too many.
+    pub fn put_host(&self, pages: Pages) -> bool {
         let mut shelf = self.host.lock();
         if pages.len > LARGEST || shelf.bytes + pages.len > MOST {
-            return Err(pages);
+            return false;
         }
         shelf.bytes += pages.len;
         shelf.by_len.entry(pages.len).or_default().push(pages);
-        Ok(())
+        true
     }
 
     /// Gives all host memory back, as the context goes, which must be current.
@@ -143,4 +145,45 @@ impl FreeList {
     pub fn take_block(&self) -> Option<(Mapping, GpuBuffer)> {
         self.blocks.lock().pop()
     }
+}
+
+/// Bytes of a block: what `gdrcopy` takes from CUDA at least.
+const BLOCK: usize = 2 << 20;
+/// Pieces begin on lines of their own.
+const ALIGN: usize = 256;
+
+/// The block that pieces are cut from, and how much of it is. A block keeps its GPU, so the GPU must not keep it.
+#[derive(Default)]
+pub(super) struct Arena(Mutex<Option<(WeakMemory, usize)>>);
+
+impl Arena {
+    /// `len` zeroed bytes.
+    pub(super) fn piece(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
+        let size = len.next_multiple_of(ALIGN);
+        if size > BLOCK {
+            return zeroed(gpu.alloc(len)?);
+        }
+        let mut current = self.0.lock();
+        let known = current.take().and_then(|(block, used)| Some((block.upgrade()?, used)));
+        let (block, used) = match known.filter(|(_, used)| used + size <= BLOCK) {
+            Some(known) => known,
+            None => (block(gpu)?, 0),
+        };
+        *current = Some((block.downgrade(), used + size));
+        zeroed(block.slice(used, len)?)
+    }
+}
+
+fn block(gpu: &Gpu) -> Result<Memory> {
+    let buffer = match gpu.free_list().take_block() {
+        Some((mapping, buffer)) => Buffer::new(gpu, mapping, buffer),
+        None => gpu.buffer(BLOCK)?,
+    };
+    Ok(Memory::block(Block::new(buffer)))
+}
+
+fn zeroed(memory: Memory) -> Result<Memory> {
+    memory.fill(0, memory.len(), 0)?;
+    memory.flush()?;
+    Ok(memory)
 }

@@ -12,13 +12,11 @@ use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::cuda::{CudaStatus, sysfs_address};
 use parking_lot::Mutex;
 
-use super::arena::Arena;
-use super::calibration::Calibration;
-use super::capabilities::Capabilities;
-use super::channel_pressure::ChannelPressure;
+use super::capabilities::{Calibration, Capabilities};
+use super::channels::ChannelPressure;
 use super::deferred_free::{DeferredFree, DeferredFreeThread};
 use super::driver_tasks::{DriverTask, DriverTasks};
-use super::free_list::FreeList;
+use super::free_list::{Arena, FreeList};
 use super::kernel_exec::KernelExecutor;
 use super::other_processes::Sign;
 use super::reserve::reserve;

@@ -116,7 +116,7 @@ fn users(pid: u32) -> Option<Vec<libc::uid_t>> {
 /// error is returned.
 pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
     let pid = std::process::id();
-    crate::memfd::check_file_limit(bytes).map_err(failed)?;
+    crate::memory::check_file_limit(bytes).map_err(failed)?;
     let started = started(pid).map_err(failed)?.unwrap_or(0);
     let mut last = io::Error::from(io::ErrorKind::NotFound);
     for folder in folders() {

@@ -1,10 +1,12 @@
 //! The recorder of a process: its file in memory, and how events get there.
 
+use std::cell::Cell;
 use std::fmt;
 use std::fs::{self, File};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use gdsync_shm::seqlock;
 use parking_lot::Mutex;
 
 use super::clock::{Clock, Moment, time_of_day};
@@ -12,10 +14,8 @@ use super::event::{Awaited, By, Event, Stage, WORDS};
 use super::file;
 use super::layout::{self, LANE_BYTES, LANE_TABLE, LANES, RECORD_BYTES, WAIT_WORDS, WAITS, header};
 use super::rows::Rows;
-use super::seat::{self, Seat};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64, host_page};
-use gdsync_shm::seqlock;
 
 /// Of a process that records, that pauses; in a forked child the word is 0.
 const RECORDS: u64 = 1;
@@ -160,7 +160,7 @@ impl Recorder {
     /// Each word by itself: so they stay in registers.
     #[inline(always)]
     fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
-        match seat::known(self.serial) {
+        match known(self.serial) {
             Some(thread_slot) => self.write(thread_slot, [at, number, middle, rest]),
             None => self.put_new(at, number, middle, rest),
         }
@@ -179,7 +179,7 @@ impl Recorder {
     /// The lane of the calling thread, if there is one.
     #[inline]
     fn thread_slot(&self) -> Option<usize> {
-        seat::known(self.serial).or_else(|| self.admit())
+        known(self.serial).or_else(|| self.admit())
     }
 
     #[inline(always)]
@@ -226,7 +226,7 @@ impl Recorder {
         let length = name.len().min(LANE_BYTES - 8);
         row[8..8 + length].copy_from_slice(&name[..length]);
         self.memory.write(LANE_TABLE + at * LANE_BYTES, &row).expect("the table has a row for each lane");
-        seat::make_known(self.serial, at);
+        make_known(self.serial, at);
         Some(at)
     }
 
@@ -302,3 +302,63 @@ fn forgotten_in_children() -> Result<Word64> {
 
 #[cfg(test)]
 mod tests;
+
+const BITS: usize = 64;
+static TAKEN: [AtomicU64; LANES / BITS] = [const { AtomicU64::new(0) }; LANES / BITS];
+
+thread_local! {
+    static SEAT: Seat = Seat::take();
+    /// The recorder that knows the thread, and its lane there.
+    static KNOWN: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
+}
+
+/// The lane of the calling thread, if the recorder of this number, which is not 0, knows it.
+#[inline]
+pub(super) fn known(serial: u64) -> Option<usize> {
+    let (known_to, thread_slot) = KNOWN.get();
+    (known_to == serial).then_some(thread_slot)
+}
+
+/// From now on the recorder of this number knows the calling thread by this lane, which is its seat's.
+pub(super) fn make_known(serial: u64, thread_slot: usize) {
+    KNOWN.set((serial, thread_slot));
+}
+
+/// A thread's number, given back when the thread ends.
+pub(super) struct Seat {
+    /// None where all are taken.
+    pub thread_slot: Option<usize>,
+}
+
+impl Seat {
+    /// Runs `f` with the seat of the calling thread; not while the thread is ending.
+    #[inline]
+    pub(super) fn with<T>(f: impl FnOnce(&Self) -> T) -> Option<T> {
+        SEAT.try_with(f).ok()
+    }
+
+    fn take() -> Self {
+        let free = |(at, word): (usize, &AtomicU64)| loop {
+            let taken = word.load(Ordering::Relaxed);
+            let bit = taken.trailing_ones();
+            if bit == u64::BITS {
+                return None;
+            }
+            // Acquire: after all that the last one on this seat has written.
+            let before = word.fetch_or(1 << bit, Ordering::Acquire);
+            if before & 1 << bit == 0 {
+                return Some(at * BITS + bit as usize);
+            }
+        };
+        Self { thread_slot: TAKEN.iter().enumerate().find_map(free) }
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        KNOWN.set((0, 0));
+        if let Some(thread_slot) = self.thread_slot {
+            TAKEN[thread_slot / BITS].fetch_and(!(1 << (thread_slot % BITS)), Ordering::Release);
+        }
+    }
+}

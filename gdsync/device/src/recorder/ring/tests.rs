@@ -1,3 +1,4 @@
+use std::sync::Barrier;
 use std::sync::atomic::AtomicBool;
 
 use super::*;
@@ -228,4 +229,32 @@ fn names_that_processes_choose_are_safe_to_print() {
     let recording = recording.unwrap();
     assert!(recording.command.starts_with("\\u{1b}[31mEV\\u{7}"), "{}", recording.command);
     assert!(recording.threads.iter().any(|thread| thread.name == "\\u{1b}[2J"));
+}
+
+#[test]
+fn living_threads_have_seats_of_their_own() {
+    let barrier = Barrier::new(8);
+    let seat = || {
+        let thread_slot = Seat::with(|seat| seat.thread_slot).unwrap().unwrap();
+        assert_eq!(Seat::with(|seat| seat.thread_slot).unwrap(), Some(thread_slot), "it stays");
+        barrier.wait();
+        thread_slot
+    };
+    let mut thread_slots: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(seat)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    thread_slots.sort_unstable();
+    thread_slots.dedup();
+    assert_eq!(thread_slots.len(), 8);
+}
+
+#[test]
+fn seats_come_back_when_threads_end() {
+    // Many more than there are seats; one of another test may be taken meanwhile.
+    for _ in 0..2 * LANES {
+        std::thread::spawn(|| assert!(Seat::with(|seat| seat.thread_slot).unwrap().is_some()))
+            .join()
+            .unwrap();
+    }
 }
