@@ -71,8 +71,8 @@ pub mod hca {
 pub use device::Device;
 pub use gdsync_device::{Error, Result, copy_engine, cuda, error, memory, recorder};
 pub use gdsync_rdma as rdma;
-#[doc(hidden)]
-pub use gdsync_shm as protocol;
+/// Lock-free hand-overs between threads, processes and devices: FIFO of short messages, packet rings, doorbells.
+pub use gdsync_shm as shm;
 pub use mlx5_ring as mlx5;
 
 /// Version of this crate, as `major.minor.patch`.

@@ -84,18 +84,14 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 
 pub use batch::Batch;
-#[doc(hidden)]
 pub use batch::Replenish;
-#[doc(hidden)]
-pub use cuda::{CudaStreamConfig, Nudge, SubmitGuard, Via, calibrate};
-#[doc(hidden)] // until applications can bring an engine of their own
-pub use engine::Engine;
-#[doc(hidden)]
-pub use graph::{Capture, EngineGraph, Graph, Launch};
+pub(crate) use cuda::SubmitGuard;
+pub use cuda::{CudaStreamConfig, Nudge, Via, calibrate};
+use engine::Engine;
+pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
-#[doc(hidden)]
-pub use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
+pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 pub use prepared::{PreparedSend, PreparedWait};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 
@@ -292,7 +288,6 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Unsupported`].
-    #[doc(hidden)] // for messaging layers of this workspace
     pub fn refuse_in_capture(&self, what: &'static str, fix: &'static str) -> Result<()> {
         if self.state()?.recording.is_some() { Err(record::once(what, fix)) } else { Ok(()) }
     }
@@ -357,7 +352,6 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::StreamFull`] after `timeout`; the error that failed the stream.
-    #[doc(hidden)] // for messaging layers of this workspace
     pub fn wait_room(&self, ops: usize, host_fns: usize, timeout: Duration) -> Result<()> {
         self.while_full(deadline(timeout), || {
             self.0.engine.check_room(&mut self.state()?.guard, ops, host_fns)

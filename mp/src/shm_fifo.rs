@@ -1,7 +1,7 @@
 //! The shared-memory FIFO: short messages between ranks of a host, copied from the CPU of one to the CPU of the other.
 //!
 //! Each pair of ranks has a FIFO in each direction beside its queue pair, and both ranks agree which message takes which: see
-//! [`gdsync::protocol::shm_fifo`]. A FIFO is closed at first. Messages take the queue pair whenever one side needs it: a stream sends
+//! [`gdsync::shm::shm_fifo`]. A FIFO is closed at first. Messages take the queue pair whenever one side needs it: a stream sends
 //! or waits, a message is long or in GPU memory, the FIFO is full, or a wait gets long, as the receiver can only sleep at the
 //! queue pair. After some messages of CPUs in a row the receiver opens the FIFO again, for what comes after the receives that it
 //! has posted.
@@ -22,7 +22,7 @@ use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use gdsync::mlx5::Syndrome;
-use gdsync::protocol::shm_fifo::{Next, Receiver, Sender, peek};
+use gdsync::shm::shm_fifo::{Next, Receiver, Sender, peek};
 use gdsync::verbs::{Completion, CompletionError, Sge};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::protocol::shm_fifo::{Sender, Slots, close};
+use gdsync::shm::shm_fifo::{Sender, Slots, close};
 
 use crate::error::Result;
 use crate::exchange::Exchange;
@@ -227,7 +227,7 @@ pub(crate) fn share(
 
 #[cfg(test)]
 mod tests {
-    use gdsync::protocol::shm_fifo::Receiver;
+    use gdsync::shm::shm_fifo::Receiver;
 
     use super::*;
 

@@ -50,7 +50,6 @@ pub(super) struct RareState {
 }
 
 /// A hook that runs before each launch of a graph, for example to post the receives that the launch waits for.
-#[doc(hidden)] // for messaging layers of this workspace
 pub trait Replenish: fmt::Debug + Send + Sync {
     /// Called before each launch, even one that is then refused.
     ///
@@ -310,8 +309,8 @@ impl Batch {
         self.host_fn(move || f.0());
     }
 
-    /// Has graphs that contain this batch call `hook` before each launch, once for all batches.
-    #[doc(hidden)] // for messaging layers of this workspace
+    /// Has graphs that contain this batch call `hook` before each launch, once for all batches. Messaging layers post
+    /// the receives there that a launch waits for.
     pub fn before_launches(&mut self, hook: &Arc<dyn Replenish>) {
         let before = &mut self.rare().before;
         if !before.iter().any(|other| Arc::ptr_eq(other, hook)) {
@@ -319,8 +318,8 @@ impl Batch {
         }
     }
 
-    /// Refuses the batch in graphs: `what` would be wrong when repeated. `fix` says what to do instead.
-    #[doc(hidden)] // for messaging layers of this workspace
+    /// Refuses the batch in graphs and kernel steps with [`Error::Unsupported`]: `what` would be wrong when repeated, such
+    /// as a wait for one message. `fix` says what to do instead.
     pub fn only_once(&mut self, what: &'static str, fix: &'static str) {
         self.only_once = Some((what, fix));
     }

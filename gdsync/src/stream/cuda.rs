@@ -26,8 +26,7 @@ use gdrcopy::cuda::raw::layout::STREAM_NON_BLOCKING;
 pub use gdsync_device::cuda::Via;
 
 use self::shared::Shared;
-#[doc(hidden)]
-pub use self::shared::SubmitGuard;
+pub(crate) use self::shared::SubmitGuard;
 use super::engine::Engine;
 use super::graph::EngineGraph;
 use super::op::{Op, Ops};

@@ -17,7 +17,7 @@ use gdsync_device::error::{Error, Result};
 /// - A wait not satisfied within the engine's wait limit *fails the engine*: see [`Engine::fail`].
 /// - A failed engine runs nothing more: pending operations are dropped, later submissions are refused with the first
 ///   error.
-pub trait Engine: Send + Sync + fmt::Debug {
+pub(super) trait Engine: Send + Sync + fmt::Debug {
     /// The engine's name: "host" or "cuda".
     fn kind(&self) -> &'static str;
 

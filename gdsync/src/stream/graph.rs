@@ -32,7 +32,7 @@ pub struct Graph {
 }
 
 /// An engine's part of a captured graph.
-pub type EngineGraph = Arc<dyn Any + Send + Sync>;
+pub(super) type EngineGraph = Arc<dyn Any + Send + Sync>;
 
 /// A launch of a [`Graph`], or of [`KernelSteps`](super::KernelSteps).
 #[derive(Clone, Debug)]

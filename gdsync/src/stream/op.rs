@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
-pub use crate::verbs::source::{Arrival, DoorbellValue, SendDoorbell, Source};
+pub(crate) use crate::verbs::source::{Arrival, DoorbellValue, SendDoorbell, Source};
 pub use mlx5_ring::Cond;
 
 use gdsync_device::error::{Error, Result};
@@ -14,10 +14,10 @@ use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Awaited;
 
 /// The operations of a submission, mostly one or two.
-pub type Ops = SmallVec<[Op; 2]>;
+pub(crate) type Ops = SmallVec<[Op; 2]>;
 
 /// One operation of a stream.
-pub enum Op {
+pub(crate) enum Op {
     /// Writes a 32-bit word after everything before it in the stream.
     Write32 {
         /// The word.

@@ -209,19 +209,17 @@ impl Qp {
     }
 
     /// Whether a stream is known to wait for completions of this queue pair.
-    #[doc(hidden)] // for messaging layers of this workspace
     pub fn is_awaited(&self) -> bool {
         [&self.send.end, &self.recv.end].into_iter().any(|end| end.cq.is_awaited())
     }
 
-    /// Number of cancelled sends that a doorbell has exposed since. They occupy queue entries and do nothing.
-    #[doc(hidden)] // for messaging layers of this workspace
+    /// Number of cancelled sends that a doorbell has exposed since. They count as requests and send nothing: a layer
+    /// that counts messages by the number of their request subtracts them.
     pub fn send_gaps(&self) -> u64 {
         self.send.end.tracker.lock().gaps
     }
 
     /// Sets the ranks of this process and of the peer for the flight recorder.
-    #[doc(hidden)] // for messaging layers of this workspace
     pub fn name_ranks(&self, own: usize, peer: usize) {
         if let (Ok(own), Ok(peer)) = (own.try_into(), peer.try_into()) {
             self.core().log.name(own, peer);

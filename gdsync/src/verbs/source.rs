@@ -12,7 +12,7 @@ use mlx5_ring::Cond;
 
 /// The doorbell of a send queue and its record, as streams write them.
 #[derive(Debug)]
-pub struct SendDoorbell {
+pub(crate) struct SendDoorbell {
     pub(crate) record: Word32,
     pub(crate) doorbell: Word64,
     /// The doorbell may be written before the record: the device needs the record only after a failure.
@@ -51,14 +51,14 @@ impl SendDoorbell {
 
 /// The values that a stream writes to a [`SendDoorbell`].
 #[derive(Clone, Copy, Debug, Default)]
-pub struct DoorbellValue {
+pub(crate) struct DoorbellValue {
     pub(crate) record: u32,
     pub(crate) doorbell: u64,
 }
 
 /// The CQE that a stream wait polls, and the consumer index that it writes afterwards.
 #[derive(Debug)]
-pub struct Arrival<'a> {
+pub(crate) struct Arrival<'a> {
     /// The ring, and the offset of the CQE's owner word in it.
     pub(crate) memory: &'a Memory,
     pub(crate) offset: usize,
@@ -107,7 +107,7 @@ impl Arrival<'_> {
 ///
 /// The host engine calls all methods. A GPU engine cannot run the device: it only maps addresses, and stops or releases
 /// a queue after a failure.
-pub trait Source: Send + Sync + fmt::Debug {
+pub(crate) trait Source: Send + Sync + fmt::Debug {
     /// Runs device work on the calling thread. Returns whether there was any.
     fn progress(&self) -> bool;
 

@@ -11,7 +11,6 @@ use gdsync_device::memory::Memory;
 use gdsync_device::{Access, CqParts, OnGpu, Places, Provider, QpAttr, QpParts, QpRequest, QpState};
 use gdsync_rdma::proxy::Proxy;
 use gdsync_rdma::{DeviceConfig, Open};
-use gdsync_shm as protocol;
 use gdsync_soft::{SoftHca, SoftHcaConfig};
 use mlx5_ring::{self as mlx5, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 
@@ -116,7 +115,7 @@ fn announced_doorbells_are_found() {
         raw.hca.watch(raw.qp.qpn, raw.posted);
         // Later than the service thread looks busily, and sooner.
         thread::sleep(Duration::from_millis(n % 4));
-        protocol::ring_doorbell(
+        gdsync_shm::ring_doorbell(
             raw.qp.record.atomic32(mlx5::QP_DBREC_SEND).unwrap(),
             mlx5::send_record(raw.posted),
             || {},

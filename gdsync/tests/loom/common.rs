@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering;
 
-use gdsync::protocol::{Atom32, Atom64, event_count};
+use gdsync::shm::{Atom32, Atom64, event_count};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Condvar, Mutex};

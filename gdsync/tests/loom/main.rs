@@ -1,4 +1,4 @@
-//! Loom tests of the hand-overs in `gdsync::protocol`: every interleaving up to a bound of preemptions, and every reordering that the
+//! Loom tests of the hand-overs in `gdsync::shm`: every interleaving up to a bound of preemptions, and every reordering that the
 //! memory model allows.
 
 mod common;

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use gdsync::mlx5::{self, Cqe};
-use gdsync::protocol::{self, Atom32, Atom64, completion, doorbell_watch, pending_flag};
+use gdsync::shm::{self, Atom32, Atom64, completion, doorbell_watch, pending_flag};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
@@ -21,7 +21,7 @@ struct Sq {
 impl Sq {
     fn new(log: u32) -> Self {
         let doorbell = L64::default();
-        protocol::Atom64::store(&doorbell, mlx5::EMPTY, Relaxed);
+        shm::Atom64::store(&doorbell, mlx5::EMPTY, Relaxed);
         Self { blocks: (0..1 << log).map(|_| Plain::default()).collect(), record: L32::default(), doorbell }
     }
 
@@ -31,12 +31,12 @@ impl Sq {
 
     fn post(&self, n: u64, doorbell: u64) {
         self.wqe(n).set(n);
-        protocol::ring_doorbell(&self.record, mlx5::send_record(n + 1), || {}, &self.doorbell, doorbell);
+        shm::ring_doorbell(&self.record, mlx5::send_record(n + 1), || {}, &self.doorbell, doorbell);
     }
 
     /// Where the doorbell record is, at or after `head`.
     fn recorded(&self, head: u64) -> u64 {
-        mlx5::extend16(head, protocol::recorded(&self.record))
+        mlx5::extend16(head, shm::recorded(&self.record))
     }
 }
 
@@ -113,7 +113,7 @@ fn doorbells_lose_nothing_and_come_after_record_and_wqe() {
         let poster = thread::spawn(move || (START..START + 2).for_each(|n| poster.post(n, doorbell(n))));
         let mut head = START;
         while head < START + 2 {
-            let value = spin(|| protocol::take_doorbell(&queue.doorbell));
+            let value = spin(|| shm::take_doorbell(&queue.doorbell));
             let target = mlx5::extend16(head, mlx5::Doorbell::decode(value).index);
             assert!(head < target && target <= START + 2, "doorbell {target} at {head}");
             assert!(queue.recorded(head) >= target, "the record is behind the doorbell");
@@ -123,7 +123,7 @@ fn doorbells_lose_nothing_and_come_after_record_and_wqe() {
             head = target;
         }
         poster.join().unwrap();
-        assert_eq!(protocol::take_doorbell(&queue.doorbell), None);
+        assert_eq!(shm::take_doorbell(&queue.doorbell), None);
     });
 }
 
@@ -183,7 +183,7 @@ fn round_trips(log: u32, count: u64, ring: fn(u64) -> u64, target: fn(u64, u64) 
         let (sq, cq) = &*hca;
         let mut head = 0;
         while head < count {
-            let target = target(head, spin(|| protocol::take_doorbell(&sq.doorbell)));
+            let target = target(head, spin(|| shm::take_doorbell(&sq.doorbell)));
             assert!(head < target && target <= count, "doorbell {target} at {head}");
             assert!(sq.recorded(head) >= target, "the record is behind the doorbell");
             for n in head..target {

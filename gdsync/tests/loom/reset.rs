@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Relaxed, Release};
 
-use gdsync::protocol::{Atom32, reset};
+use gdsync::shm::{Atom32, reset};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
-use gdsync::protocol::{Atom64, seqlock};
+use gdsync::shm::{Atom64, seqlock};
 use loom::sync::Arc;
 use loom::thread;
 

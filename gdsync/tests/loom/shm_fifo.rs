@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::{Acquire, Release};
 
-use gdsync::protocol::shm_fifo::{Next, Receiver, Sender, Slots};
+use gdsync::shm::shm_fifo::{Next, Receiver, Sender, Slots};
 use loom::sync::Arc;
 use loom::sync::atomic::AtomicU32;
 use loom::thread;

@@ -1,6 +1,6 @@
 //! The submit lock of a stream, spin locks, and the producer index that is read without a lock.
 
-use gdsync::protocol::{pending_flag, producer_index, spin_lock};
+use gdsync::shm::{pending_flag, producer_index, spin_lock};
 use loom::sync::{Arc, Mutex, MutexGuard};
 use loom::thread;
 

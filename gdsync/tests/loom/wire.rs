@@ -2,8 +2,8 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use gdsync::protocol::Atom32;
-use gdsync::protocol::packet_ring::{Consumer, Corrupt, Lines, Producer};
+use gdsync::shm::Atom32;
+use gdsync::shm::packet_ring::{Consumer, Corrupt, Lines, Producer};
 use loom::sync::Arc;
 use loom::sync::atomic::AtomicU32;
 use loom::thread;

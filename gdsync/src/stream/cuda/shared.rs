@@ -84,7 +84,7 @@ pub(super) struct Shared {
 
 /// State guarded by the submit lock.
 #[derive(Debug, Default)]
-pub struct SubmitGuard {
+pub(crate) struct SubmitGuard {
     /// Calls since the last mark, and the last marked submission.
     pub(super) unmarked: usize,
     pub(super) marked: u64,
