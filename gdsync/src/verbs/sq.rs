@@ -131,7 +131,7 @@ impl SendQueue {
             if matches!(track.owner, Owner::Stream(_)) && !track.is_idle() {
                 return Err(self.busy(track.owner));
             }
-            let range = self.write(track, wrs)?;
+            let range = self.write_all(track, wrs, Self::write_one)?;
             if range.is_empty() {
                 return Ok(range);
             }
@@ -162,15 +162,15 @@ impl SendQueue {
     /// Writes one or more requests without exposing them.
     pub(crate) fn prepare(&self, wrs: &[SendWr<'_>]) -> Result<Written> {
         self.with_room(|track| {
-            let range = self.write(track, wrs)?;
+            let range = self.write_all(track, wrs, Self::write_one)?;
             Ok(written(track, range))
         })
     }
 
     /// Writes recorded sends again, like [`SendQueue::prepare`].
     pub(crate) fn prepare_again(&self, sends: &[Template]) -> Result<Written> {
-        let again = |track: &mut Track, send: &Template| {
-            self.put(track, send.wr_id, send.len, |out, index| {
+        let again = |queue: &Self, track: &mut Track, send: &Template| {
+            queue.put(track, send.wr_id, send.len, |out, index| {
                 out[..send.wqe.len()].copy_from_slice(&send.wqe);
                 mlx5::set_index(out, index);
                 Ok(u8::try_from(send.wqe.len() / mlx5::SEGMENT).expect("written by `put`"))
@@ -194,50 +194,36 @@ impl SendQueue {
         range.clone().map(template).collect()
     }
 
-    /// Runs `f`. Retries once, after reaping completions, if the queue was full or busy.
-    #[inline]
+    /// Runs `f` with the queue locked. Retries once, after reaping completions, if the queue was full or busy.
     fn with_room<T>(&self, mut f: impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
-        match self.locked(&mut f) {
-            Err(Error::QueueFull { .. } | Error::Busy { .. }) => self.again(&mut f),
-            other => other,
+        let mut is_retry = false;
+        loop {
+            let mut track = self.end.tracker.lock();
+            // Checked under the lock. A reset changes the state before it takes this lock, so nothing is posted after a
+            // reset.
+            self.qp.check_send()?;
+            let done = f(&mut track);
+            self.end.tracker.publish(&track);
+            drop(track);
+            if is_retry || !matches!(done, Err(Error::QueueFull { .. } | Error::Busy { .. })) {
+                return done;
+            }
+            is_retry = true;
+            self.qp.provider.progress();
+            self.end.cq.reap();
         }
     }
 
-    #[inline]
-    fn locked<T>(&self, f: &mut impl FnMut(&mut Track) -> Result<T>) -> Result<T> {
-        let mut track = self.end.tracker.lock();
-        // Checked under the lock. A reset changes the state before it takes this lock, so nothing is posted after a
-        // reset.
-        self.qp.check_send()?;
-        let done = f(&mut track);
-        self.end.tracker.publish(&track);
-        done
-    }
-
-    #[cold]
-    #[inline(never)]
-    fn again<T>(&self, mut f: &mut dyn FnMut(&mut Track) -> Result<T>) -> Result<T> {
-        self.qp.provider.progress();
-        self.end.cq.reap();
-        self.locked(&mut f)
-    }
-
-    #[inline]
-    fn write(&self, track: &mut Track, wrs: &[SendWr<'_>]) -> Result<Range<u64>> {
-        self.write_all(track, wrs, |track, wr| self.write_one(track, wr))
-    }
-
     /// Writes all sends or none.
-    #[inline]
     fn write_all<T>(
         &self,
         track: &mut Track,
         sends: &[T],
-        one: impl Fn(&mut Track, &T) -> Result<()>,
+        one: impl Fn(&Self, &mut Track, &T) -> Result<()>,
     ) -> Result<Range<u64>> {
         let first = track.posted;
         for send in sends {
-            if let Err(error) = one(track, send) {
+            if let Err(error) = one(self, track, send) {
                 let range = first..track.posted;
                 self.undo(track, &range);
                 return Err(error);

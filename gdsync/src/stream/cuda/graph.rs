@@ -182,26 +182,15 @@ impl Shared {
         }
         self.mark_before_registering(guard, ops);
         let calls = exec.plan(ops, ends)?;
-        self.accept(guard, |guard, done| self.launch_locked((guard, done), exec, ops, &calls))
-    }
-
-    fn launch_locked<'s>(
-        &'s self,
-        (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
-        exec: &Arc<Exec>,
-        ops: &mut Ops,
-        calls: &[Call],
-    ) -> Result<u64> {
-        if self.is_captured_by_others(guard) {
-            return Err(within_another());
-        }
+        let mut done = CompletedSubmissions::nothing();
+        let _joined = self.begin(guard)?;
         let count = 1 + calls.len();
         let launching = exec.pool.lock();
         let instance = self.instance(guard, &exec.pool)?;
         let seq = self.submitted() + 1;
         let head = self.head(seq);
-        instance.arm(head, &exec.nodes, calls)?;
-        self.enqueue(guard, done, (count, 0), (ops, Some(instance.clone())))?;
+        instance.arm(head, &exec.nodes, &calls)?;
+        self.enqueue(guard, &mut done, (count, 0), (ops, Some(instance.clone())))?;
         // SAFETY: the queued submission keeps the instance, and all memory that its nodes access, alive.
         let answer = self.gpu.within(|api| unsafe { api.graph_launch(instance.handle(), self.stream) });
         drop(launching);
@@ -311,37 +300,23 @@ impl Shared {
         ends: &[usize],
         kernel: &mut dyn FnMut(u64) -> bool,
     ) -> Result<u64> {
+        const CALLS: usize = 2;
         if self.gpu.raw_context() != step_pool.gpu.raw_context() || !self.by_kernel() {
             return Err(other_executor());
         }
         self.mark_before_registering(guard, ops);
         let steps = step_pool.plan(ops, ends)?;
-        self.accept(guard, |guard, done| {
-            self.launch_steps_locked((guard, done), step_pool, ops, &steps, kernel)
-        })
-    }
-
-    fn launch_steps_locked<'s>(
-        &'s self,
-        (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
-        step_pool: &StepPool,
-        ops: &mut Ops,
-        steps: &[Program],
-        kernel: &mut dyn FnMut(u64) -> bool,
-    ) -> Result<u64> {
-        const CALLS: usize = 2;
-        if self.is_captured_by_others(guard) {
-            return Err(within_another());
-        }
+        let mut done = CompletedSubmissions::nothing();
+        let _joined = self.begin(guard)?;
         let Some(kernel_exec) = &self.kernel_exec else { return Err(other_executor()) };
         let launching = step_pool.pool.lock();
         let instance = self.instance(guard, &step_pool.pool)?;
         let seq = self.submitted() + 1;
-        let addr = instance.arm_steps(self.head(seq), steps, self.mark_of(seq))?;
-        self.enqueue(guard, done, (CALLS, 0), (ops, Some(instance.clone())))?;
+        let addr = instance.arm_steps(self.head(seq), &steps, self.mark_of(seq))?;
+        self.enqueue(guard, &mut done, (CALLS, 0), (ops, Some(instance.clone())))?;
         drop(launching);
         // Dropped now: waiters for completed submissions must not wait for the application.
-        *done = CompletedSubmissions::nothing();
+        drop(done);
         if !kernel(addr) {
             // Nothing was launched: the submission is over when the stream reaches the mark.
             self.take_back(seq, ops);

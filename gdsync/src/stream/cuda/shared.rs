@@ -33,7 +33,7 @@ use crate::stream::op::{Op, Ops, Source, sources_of};
 use crate::stream::{ReentrancyCheck, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
-use gdsync_device::cuda::{Activity, DriverTask, Gpu, RawStream, gate};
+use gdsync_device::cuda::{Activity, DriverTask, Gpu, Joined, RawStream, gate};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Word64;
 use gdsync_device::recorder::{By, Log};
@@ -196,8 +196,6 @@ impl Shared {
     }
 
     /// The error of a failed stream.
-    #[cold]
-    #[inline(never)]
     pub(super) fn why_failed(&self) -> Error {
         self.error().unwrap_or_else(|| Error::StreamAborted { stream: self.config.name.clone() })
     }
@@ -215,7 +213,23 @@ impl Shared {
         self.mark_before_registering(guard, ops);
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
-        self.accept(guard, |guard, done| self.submit_locked((guard, done), &mut calls, ops))
+        let mut done = CompletedSubmissions::nothing();
+        let _joined = self.begin(guard)?;
+        let seq = self.submitted() + 1;
+        let marks = guard.unmarked + 1 >= MARK_EVERY;
+        if marks {
+            calls.mark(self.mark_of(seq));
+        }
+        let (count, host_fns) = calls.count();
+        if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
+            let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
+            return Err(Error::invalid("batch", value, LIMITS));
+        }
+        self.enqueue(guard, &mut done, (count, host_fns), (ops, None))?;
+        guard.unmarked = if marks { 0 } else { guard.unmarked + count };
+        guard.marked = if marks { seq } else { guard.marked };
+        let answer = calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place));
+        Ok(self.issued(seq, answer))
     }
 
     /// Registering memory with CUDA may have to wait until all streams are known to be idle. Marks this stream first:
@@ -227,35 +241,25 @@ impl Shared {
         }
     }
 
-    /// Accepts a submission unless the stream has failed. `put` queues it and returns its number, with the context
-    /// current.
-    #[inline]
-    pub(super) fn accept<'s>(
-        &'s self,
-        guard: &mut SubmitGuard,
-        put: impl FnOnce(&mut SubmitGuard, &mut CompletedSubmissions<'s>) -> Result<u64>,
-    ) -> Result<u64> {
+    /// Makes the context current, unless the stream has failed or the application captures it.
+    pub(super) fn begin(&self, guard: &SubmitGuard) -> Result<Joined<'_>> {
         if self.failed() {
             return Err(self.why_failed());
         }
-        let mut done = CompletedSubmissions::nothing();
-        let _joined = self.gpu.join().map_err(not_joined)?;
-        put(guard, &mut done)
+        let joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        if self.is_captured_by_others(guard) {
+            return Err(graph::within_another());
+        }
+        Ok(joined)
     }
 
-    /// Handles the driver's answer to submission `seq`.
-    #[inline]
+    /// Handles the driver's answer to submission `seq`. If refused, it may have been queued partially, so it counts as
+    /// submitted.
     pub(super) fn issued(&self, seq: u64, answer: gdrcopy::Result<()>) -> u64 {
         if let Err(error) = answer {
-            self.not_issued(error);
+            self.fail(Error::cuda("submitting to the stream")(error));
         }
         seq
-    }
-
-    /// It may have been queued partially, so it counts as submitted.
-    #[cold]
-    fn not_issued(&self, error: gdrcopy::Error) {
-        self.fail(Error::cuda("submitting to the stream")(error));
     }
 
     /// Records that the application gets the stream's handle.
@@ -269,32 +273,6 @@ impl Shared {
     pub(super) fn is_captured_by_others(&self, guard: &SubmitGuard) -> bool {
         let may_be = self.handle_exposed.load(Ordering::Relaxed) && guard.capture.is_none();
         may_be && self.is_captured().unwrap_or_else(|error| is_inconclusive(&error))
-    }
-
-    fn submit_locked<'s>(
-        &'s self,
-        (guard, done): (&mut SubmitGuard, &mut CompletedSubmissions<'s>),
-        calls: &mut Calls,
-        ops: &mut Ops,
-    ) -> Result<u64> {
-        if self.is_captured_by_others(guard) {
-            return Err(graph::within_another());
-        }
-        let seq = self.submitted() + 1;
-        let marks = guard.unmarked + 1 >= MARK_EVERY;
-        if marks {
-            calls.mark(self.mark_of(seq));
-        }
-        let (count, host_fns) = calls.count();
-        if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
-            let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
-            return Err(Error::invalid("batch", value, LIMITS));
-        }
-        self.enqueue(guard, done, (count, host_fns), (ops, None))?;
-        guard.unmarked = if marks { 0 } else { guard.unmarked + count };
-        guard.marked = if marks { seq } else { guard.marked };
-        let answer = self.issue(seq, calls);
-        Ok(self.issued(seq, answer))
     }
 
     /// Queues a submission before it is issued, unless there is no room: the watchdog must see it while the driver
@@ -380,12 +358,6 @@ impl Shared {
     /// The mark of a submission.
     pub(super) fn mark_of(&self, seq: u64) -> KernelOp {
         KernelOp::mark(self.mark_addr, seq)
-    }
-
-    /// Makes the calls of a submission. The context must be current.
-    #[inline]
-    fn issue(&self, seq: u64, calls: &mut Calls) -> gdrcopy::Result<()> {
-        calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place))
     }
 
     /// The kernel header of a submission.
@@ -510,12 +482,6 @@ impl Shared {
             tracing::debug!(stream = self.config.name, %error, "stream not destroyed");
         }
     }
-}
-
-#[cold]
-#[inline(never)]
-pub(super) fn not_joined(error: gdrcopy::Error) -> Error {
-    Error::cuda("entering the context")(error)
 }
 
 impl Activity for Shared {
