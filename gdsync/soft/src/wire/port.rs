@@ -13,6 +13,7 @@ use std::mem::zeroed;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -39,6 +40,8 @@ const FILE: usize = 2 * RING_SPAN;
 const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
 /// Handshake errors are only logged or formatted.
 type Handshake<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+/// Name of the control thread.
+const THREAD: &str = "gdsync-port";
 /// Maximum connections before their greeting; the oldest is closed for a new one.
 const MAX_PENDING_GREETINGS: usize = 64;
 /// Pause of the listener after accept fails, as when descriptors run out.
@@ -98,6 +101,10 @@ struct Shared {
     /// Event fd that makes the control thread read `watched` and `stop` again.
     wake_fd: OwnedFd,
     stop: AtomicBool,
+    /// Whether the control thread has panicked. Set under the lock of `watched`.
+    failed: AtomicBool,
+    #[cfg(test)]
+    panics: AtomicBool,
     /// Links whose hang-up the control thread polls for.
     watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
     next: AtomicU64,
@@ -134,6 +141,9 @@ impl Port {
             event,
             wake_fd,
             stop: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            #[cfg(test)]
+            panics: AtomicBool::new(false),
             watched: Mutex::default(),
             next: AtomicU64::new(0),
             mappings: MappingPool::default(),
@@ -143,14 +153,17 @@ impl Port {
         let control =
             Control { shared: shared.clone(), listener, greeting_pending: Vec::new(), paused: None };
         let control = std::thread::Builder::new()
-            .name("gdsync-port".into())
-            .spawn(move || control.run())
+            .name(THREAD.into())
+            .spawn(move || control.run_guarded())
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
         Ok(Self { shared, control: Some(control) })
     }
 
     /// Connects to the open port of the HCA `peer`.
     pub(crate) fn connect(&self, peer: Gid, timeout: Duration) -> Result<LinkEnds> {
+        if self.shared.failed.load(Ordering::Acquire) {
+            return Err(Error::Panicked { thread: THREAD });
+        }
         let deadline = Instant::now() + timeout;
         let failed = |why: String| Error::Peer { peer: peer.to_string(), why };
         let stream = loop {
@@ -343,7 +356,12 @@ impl Shared {
             .try_clone()
             .map_err(|e| Error::os("dup", e, "raise the limit of open files (ulimit -n)"))?;
         let id = self.next.fetch_add(1, Ordering::Relaxed);
-        self.watched.lock().insert(id, (copy, alive.clone()));
+        let mut watched = self.watched.lock();
+        if self.failed.load(Ordering::Acquire) {
+            return Err(Error::Panicked { thread: THREAD });
+        }
+        watched.insert(id, (copy, alive.clone()));
+        drop(watched);
         self.wake_control();
         let tx = TxRing::of_link(&mapping, side * RING_SPAN)?;
         let rx = RxRing::of_link(&mapping, (1 - side) * RING_SPAN)?;
@@ -361,8 +379,22 @@ struct Control {
 }
 
 impl Control {
-    fn run(mut self) {
+    /// Runs until the port is dropped. A panic closes all links, and the port makes no more.
+    fn run_guarded(mut self) {
+        let shared = self.shared.clone();
+        if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
+            let mut watched = shared.watched.lock();
+            shared.failed.store(true, Ordering::Release);
+            watched.drain().for_each(|(_, (_stream, alive))| alive.store(false, Ordering::Release));
+            drop(watched);
+            shared.event.notify_always();
+        }
+    }
+
+    fn run(&mut self) {
         while !self.shared.stop.load(Ordering::Acquire) {
+            #[cfg(test)]
+            assert!(!self.shared.panics.load(Ordering::Acquire), "for the test");
             let links: Vec<(u64, i32)> = self
                 .shared
                 .watched
@@ -527,6 +559,21 @@ mod tests {
         until("the control thread forgets it", || {
             b.shared.watched.lock().is_empty() && a.shared.watched.lock().is_empty()
         });
+    }
+
+    #[test]
+    fn panic_of_the_control_thread_closes_links() {
+        let ((a, a_gid), (b, b_gid)) = (port(), port());
+        let near = a.connect(b_gid, TIMEOUT).unwrap();
+        let far = accepted(&b);
+        a.shared.panics.store(true, Ordering::Release);
+        a.shared.wake_control();
+        until("the end of this side", || !near.socket.is_alive());
+        let error = a.connect(b_gid, TIMEOUT).unwrap_err();
+        assert!(matches!(error, Error::Panicked { thread: THREAD }), "{error}");
+        drop(near);
+        until("the end of the other side", || !far.socket.is_alive());
+        assert!(b.connect(a_gid, Duration::from_millis(50)).is_err(), "nobody accepts");
     }
 
     #[test]

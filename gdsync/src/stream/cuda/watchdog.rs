@@ -372,3 +372,76 @@ fn describe_wait(op: &Op) -> String {
         _ => format!("{op:?}"),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+
+    use gdsync_soft::SoftHcaConfig;
+    use gdsync_testkit::driver;
+    use smallvec::smallvec;
+
+    use super::*;
+    use crate::stream::cuda::CudaEngine;
+    use crate::stream::engine::Engine as _;
+    use crate::stream::{CudaStreamConfig, Source, SubmitGuard};
+    use crate::verbs::{Context, RecvWr};
+    use gdsync_device::cuda::Gpu;
+
+    /// A queue whose `lost`, which only the watchdog calls, panics once.
+    #[derive(Debug)]
+    struct PanicsOnce(Arc<dyn Source>, AtomicBool);
+
+    impl Source for PanicsOnce {
+        fn progress(&self) -> bool {
+            self.0.progress()
+        }
+
+        fn signal(&self) {
+            self.0.signal();
+        }
+
+        fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+            self.0.park(ready, timeout);
+        }
+
+        fn fail(&self, reason: &Error) {
+            self.0.fail(reason);
+        }
+
+        fn arrival(&self, n: u64) -> Arrival<'_> {
+            self.0.arrival(n)
+        }
+
+        fn lost(&self) -> Option<Error> {
+            assert!(self.1.swap(true, Ordering::Relaxed), "for the test");
+            None
+        }
+
+        fn release(&self, n: u64) {
+            self.0.release(n);
+        }
+
+        fn describe(&self) -> String {
+            self.0.describe()
+        }
+    }
+
+    #[test]
+    fn panic_of_the_watchdog_fails_the_stream_and_releases_it() {
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        a.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap();
+        let engine = CudaEngine::start(&gpu, CudaStreamConfig::default(), Arc::default()).unwrap();
+        let source = Arc::new(PanicsOnce(a.recv.end.source().clone(), AtomicBool::new(false)));
+        let seq = engine.submit(&mut SubmitGuard::default(), &mut smallvec![Op::Await(source, 0)]).unwrap();
+        assert!(engine.wait_completed(seq, Instant::now() + Duration::from_secs(20)), "the stream hangs");
+        let error = engine.error();
+        assert!(matches!(error, Some(Error::Panicked { thread: "gdsync-watchdog" })), "{error:?}");
+        assert!(a.is_broken());
+    }
+}
