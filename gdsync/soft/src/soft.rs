@@ -109,7 +109,7 @@ impl SoftHca {
         config.faults.check()?;
         let gid = Gid::random()?;
         let event = EventCount::create()?;
-        let port = Port::open(gid, event.clone())?;
+        let port = Port::open(gid, event.clone(), async_events.is_some())?;
         let copy_engine = config.copy_engine.clone().unwrap_or_else(|| Arc::new(GpuCopyEngines::default()));
         let qpns = QpNumbers::random()?;
         let core = Core::new(port.loopback()?, config, copy_engine.clone(), async_events, qpns)?;

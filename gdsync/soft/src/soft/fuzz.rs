@@ -82,7 +82,7 @@ impl Bed {
         let mr = pd.register(&memory.slice(GUARD, REGION).unwrap(), Access::all()).unwrap();
         let qp = pd.build_qp().build().unwrap();
         let gid = Gid::random().unwrap();
-        let port = Port::open(gid, EventCount::create().unwrap()).unwrap();
+        let port = Port::open(gid, EventCount::create().unwrap(), false).unwrap();
         let ends = port.connect(hca.shared.gid, TIMEOUT).unwrap();
         // Otherwise the queue pair would open a second link and response there.
         let start = Instant::now();

@@ -101,6 +101,8 @@ struct Shared {
     /// Event fd that makes the control thread read `watched` and `stop` again.
     wake_fd: OwnedFd,
     stop: AtomicBool,
+    /// Whether processes of all jobs may connect, as to a card.
+    any_job: bool,
     /// Whether the control thread has panicked. Set under the lock of `watched`.
     failed: AtomicBool,
     #[cfg(test)]
@@ -121,9 +123,9 @@ impl fmt::Debug for Port {
 }
 
 impl Port {
-    /// Opens the port. `event` is notified when a link opens or closes.
-    pub(crate) fn open(gid: Gid, event: EventCount) -> Result<Self> {
-        own_secret()?;
+    /// Opens the port. `event` is notified when a link opens or closes. `any_job`: processes of all jobs may connect.
+    pub(crate) fn open(gid: Gid, event: EventCount, any_job: bool) -> Result<Self> {
+        job::current()?;
         let fix = "raise the limit of open files (ulimit -n)";
         let listener = SocketAddr::from_abstract_name(name(gid))
             .and_then(|address| UnixListener::bind_addr(&address))
@@ -141,6 +143,7 @@ impl Port {
             event,
             wake_fd,
             stop: AtomicBool::new(false),
+            any_job,
             failed: AtomicBool::new(false),
             #[cfg(test)]
             panics: AtomicBool::new(false),
@@ -279,13 +282,8 @@ fn check_claim(stream: &UnixStream, claimed: Gid) -> io::Result<()> {
     Err(invalid("the process at the other end claims the GID of another one"))
 }
 
-/// Secret in this process's greetings.
-fn own_secret() -> Result<u64> {
-    Ok(job::current()?.unwrap_or(0))
-}
-
 /// Sender's GID in a greeting to `own`.
-fn read_greeting(bytes: &[u8], own: Gid) -> Handshake<Gid> {
+fn read_greeting(bytes: &[u8], own: &Shared) -> Handshake<Gid> {
     if bytes.is_empty() {
         return Err(invalid(
             "it refused the greeting; use the same version and GDSYNC_JOB_TOKEN in both processes",
@@ -297,10 +295,10 @@ fn read_greeting(bytes: &[u8], own: Gid) -> Handshake<Gid> {
         return Err(invalid("not a greeting of this version").into());
     }
     let (gids, secret) = (bytes[8..40].as_chunks::<16>().0, &bytes[40..]);
-    if Gid(gids[0]) != own {
+    if Gid(gids[0]) != own.gid {
         return Err(invalid("a greeting for another GID").into());
     }
-    if secret != own_secret()?.to_be_bytes() {
+    if secret != own.secret()?.to_be_bytes() {
         return Err(invalid("the process at the other end has another GDSYNC_JOB_TOKEN").into());
     }
     Ok(Gid(gids[1]))
@@ -321,12 +319,12 @@ fn handshake_connect(
     stream.set_read_timeout(Some(left))?;
     send_with_fds(
         stream,
-        &greeting(peer, shared.gid, own_secret()?),
+        &greeting(peer, shared.gid, shared.secret()?),
         &[file.as_raw_fd(), shared.event.fd().as_raw_fd()],
     )?;
     let mut bytes = [0; GREETING];
     let (got, fds) = receive_with_fds(stream, &mut bytes)?;
-    if read_greeting(&bytes[..got], shared.gid)? != peer {
+    if read_greeting(&bytes[..got], shared)? != peer {
         return Err(invalid("the response comes from another GID").into());
     }
     let [event] =
@@ -335,6 +333,11 @@ fn handshake_connect(
 }
 
 impl Shared {
+    /// Secret in greetings; 0 if there is none.
+    fn secret(&self) -> Result<u64> {
+        Ok(if self.any_job { 0 } else { job::current()?.unwrap_or(0) })
+    }
+
     fn wake_control(&self) {
         let one = 1u64;
         // SAFETY: `one` lives on the stack and has 8 bytes.
@@ -485,13 +488,13 @@ impl Control {
             // The peer gave up, or only checked who serves this GID.
             return Ok(());
         }
-        let peer = read_greeting(&bytes[..got], self.shared.gid)?;
+        let peer = read_greeting(&bytes[..got], &self.shared)?;
         check_claim(&stream, peer)?;
         let [file, event] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting must carry two descriptors"))?;
         gdsync_device::check_memfd(&file, FILE)?;
         let event = EventCount::open(event)?;
-        let answer = greeting(peer, self.shared.gid, own_secret()?);
+        let answer = greeting(peer, self.shared.gid, self.shared.secret()?);
         send_with_fds(&stream, &answer, &[self.shared.event.fd().as_raw_fd()])?;
         let ends = self.shared.link(peer, &file, 1, event, stream)?;
         let mut accepted = self.shared.accepted.lock();
@@ -517,7 +520,7 @@ mod tests {
 
     fn port() -> (Port, Gid) {
         let gid = Gid::random().unwrap();
-        (Port::open(gid, EventCount::create().unwrap()).unwrap(), gid)
+        (Port::open(gid, EventCount::create().unwrap(), false).unwrap(), gid)
     }
 
     fn until(what: &str, mut done: impl FnMut() -> bool) {
@@ -613,8 +616,8 @@ mod tests {
         for bytes in [
             &b"GET / HTTP/1.1\r\n\r\n"[..],
             &[0; GREETING],
-            &greeting(b_gid, gid, own_secret().unwrap()),
-            &greeting(gid, b_gid, own_secret().unwrap()),
+            &greeting(b_gid, gid, 0),
+            &greeting(gid, b_gid, 0),
         ] {
             let mut stream = call();
             stream.write_all(bytes).unwrap();
@@ -622,12 +625,7 @@ mod tests {
         }
         let small = gdsync_device::memfd(c"small", 4096).unwrap();
         let stream = call();
-        send_with_fds(
-            &stream,
-            &greeting(gid, b_gid, own_secret().unwrap()),
-            &[small.as_raw_fd(), small.as_raw_fd()],
-        )
-        .unwrap();
+        send_with_fds(&stream, &greeting(gid, b_gid, 0), &[small.as_raw_fd(), small.as_raw_fd()]).unwrap();
         assert!(closed(stream), "rings too small");
         // SAFETY: the name is a C string.
         let raw = unsafe { libc::memfd_create(c"open".as_ptr(), libc::MFD_CLOEXEC) };
@@ -635,12 +633,8 @@ mod tests {
         let unsealed: OwnedFd = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
         std::fs::File::from(unsealed.try_clone().unwrap()).set_len(FILE as u64).unwrap();
         let stream = call();
-        send_with_fds(
-            &stream,
-            &greeting(gid, b_gid, own_secret().unwrap()),
-            &[unsealed.as_raw_fd(), unsealed.as_raw_fd()],
-        )
-        .unwrap();
+        send_with_fds(&stream, &greeting(gid, b_gid, 0), &[unsealed.as_raw_fd(), unsealed.as_raw_fd()])
+            .unwrap();
         assert!(closed(stream), "a file that could shrink");
 
         let mut near = b.connect(gid, TIMEOUT).unwrap();
@@ -654,11 +648,8 @@ mod tests {
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         let (file, event) = (gdsync_device::memfd(c"link", FILE).unwrap(), EventCount::create().unwrap());
         // Fails if the connection was closed at once.
-        let _ = send_with_fds(
-            &stream,
-            &greeting(gid, claimed, own_secret().unwrap()),
-            &[file.as_raw_fd(), event.fd().as_raw_fd()],
-        );
+        let _ =
+            send_with_fds(&stream, &greeting(gid, claimed, 0), &[file.as_raw_fd(), event.fd().as_raw_fd()]);
         matches!(stream.read(&mut [0; GREETING]), Ok(GREETING))
     }
 
@@ -672,10 +663,9 @@ mod tests {
     #[test]
     fn process_of_another_job_is_refused() {
         let (a, gid) = port();
-        let other = own_secret().unwrap().wrapping_add(1).to_string();
         let mut child = child_of(gid);
         child
-            .env("GDSYNC_JOB_TOKEN", other)
+            .env("GDSYNC_JOB_TOKEN", "1")
             .env("RUST_BACKTRACE", "0")
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
