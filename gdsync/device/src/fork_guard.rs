@@ -21,7 +21,7 @@ impl Default for ForkGuard {
 
 impl ForkGuard {
     /// Whether this is the process, and not a child forked since.
-    #[inline(always)]
+    #[inline]
     pub fn is_here(self) -> bool {
         self.0.is_caller()
     }

@@ -159,7 +159,7 @@ impl Log {
     }
 
     /// Records an event.
-    #[inline(always)]
+    #[inline]
     pub fn note(&self, event: impl FnOnce() -> Event) {
         if let Some(recorder) = &self.recorder {
             recorder.put(&Event { device: self.device, ..event() });

@@ -112,7 +112,7 @@ pub struct Parameter<const N: usize> {
 
 impl<const N: usize> Parameter<N> {
     /// What lies behind so many operations is not used.
-    #[inline(always)]
+    #[inline]
     fn of(head: Head, ops: &[KernelOp]) -> Self {
         let head = Head { count: ops.len() as u64, ..head };
         let mut program = Self { head, ops: [const { MaybeUninit::uninit() }; N] };
@@ -329,7 +329,7 @@ impl KernelExecutor {
     }
 
     /// As [`KernelExecutor::launch`], of a few operations that are known where it is called.
-    #[inline(always)]
+    #[inline]
     pub fn launch_few<const N: usize>(
         &self,
         api: &Api,
@@ -404,7 +404,7 @@ impl KernelExecutor {
 ///
 /// # Safety
 /// The function must take these parameters, which the driver copies.
-#[inline(always)]
+#[inline]
 unsafe fn launch(
     api: &Api,
     function: Handle,

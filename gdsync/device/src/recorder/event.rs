@@ -139,7 +139,7 @@ impl Event {
     }
 
     /// What follows the stamp in a record: the number, then the rest but for the check, which is the low 24 bits of the last.
-    #[inline(always)]
+    #[inline]
     pub fn pack(&self) -> [u64; 3] {
         let kind = u64::from(self.qpn & 0xff_ffff) | u64::from(self.stage as u8) << 24;
         let rest = u64::from(self.device) << 24

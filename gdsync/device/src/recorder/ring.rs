@@ -143,7 +143,7 @@ impl Recorder {
     }
 
     /// Records an event.
-    #[inline(always)]
+    #[inline]
     pub(super) fn put(&self, event: &Event) {
         let [number, middle, rest] = event.pack();
         self.put_now(number, middle, rest);
@@ -158,7 +158,7 @@ impl Recorder {
     }
 
     /// Each word by itself: so they stay in registers.
-    #[inline(always)]
+    #[inline]
     fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
         match known(self.serial) {
             Some(thread_slot) => self.write(thread_slot, [at, number, middle, rest]),
@@ -182,7 +182,7 @@ impl Recorder {
         known(self.serial).or_else(|| self.admit())
     }
 
-    #[inline(always)]
+    #[inline]
     fn write(&self, thread_slot: usize, [at, number, middle, rest]: [u64; WORDS]) {
         let next = &self.thread_slots[thread_slot].next;
         // Nobody else writes here.

@@ -157,7 +157,7 @@ impl QpLog {
 
     /// A send of `len` bytes was written, and if there is a stream handed to it: one record for both. Returns whether the latter
     /// is told; of one stream in 2^16 it must be noted.
-    #[inline(always)]
+    #[inline]
     pub fn note_prepared(&self, number: u64, len: u32, stream: Option<u64>) -> bool {
         let stream = low16(stream.unwrap_or(0));
         let event = || Event::of(Stage::Prepared, Queue::Send, By::Cpu, self.qpn, number);
