@@ -520,7 +520,7 @@ impl Handles {
     /// Closes an allocation, in time.
     fn close(&mut self, gpu: &Gpu, key: &Key) {
         if let Some(Opened { addr, .. }) = self.open.remove(key) {
-            gpu.doom(DeferredFree::Ipc { addr });
+            gpu.defer_free(DeferredFree::Ipc { addr });
         }
     }
 }

@@ -413,7 +413,7 @@ impl Gpu {
     }
 
     /// Gives memory back to CUDA, in time.
-    pub fn doom(&self, deferred: DeferredFree) {
+    pub fn defer_free(&self, deferred: DeferredFree) {
         self.0.deferred_free.take(self.clone(), deferred);
     }
 

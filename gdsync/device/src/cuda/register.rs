@@ -77,7 +77,7 @@ impl Drop for Ours {
         table.remove(&self.key());
         if !self.free_list {
             let (first, len) = (self.pages.start, self.pages.len());
-            self.gpu.doom(DeferredFree::Host { first, len, unmap: false });
+            self.gpu.defer_free(DeferredFree::Host { first, len, unmap: false });
         }
     }
 }
@@ -110,7 +110,7 @@ impl Registered {
         let (gpu, first) = (ours.gpu.clone(), ours.pages.start);
         drop(ours);
         if !gpu.free_list().put_host(Pages { ptr, len, addr: self.addr }) {
-            gpu.doom(DeferredFree::Host { first, len, unmap: true });
+            gpu.defer_free(DeferredFree::Host { first, len, unmap: true });
         }
         true
     }
