@@ -31,7 +31,7 @@ mod register;
 mod reserve;
 
 pub use capabilities::{Calibration, Capabilities, Flush, Via};
-pub use channels::{ChannelPressure, Standing};
+pub use channels::{ChannelPressure, WaitingStream};
 pub use copy_engine::{Engine, GpuCopyEngines};
 pub use deferred_free::{Activity, gate, mind};
 pub use driver_tasks::DriverTask;

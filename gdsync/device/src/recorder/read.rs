@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::clock::{Clock, Moment, Scale};
 use super::event::{Awaited, By, Event, Queue, Stage, WORDS};
 use super::file::{self, Liveness};
-use super::layout::{self, LANE_BYTES, LANES, QUEUE_PAIRS, ROW_WORDS, WAIT_WORDS, header};
+use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, THREAD_BYTES, THREAD_SLOTS, WAIT_WORDS, header};
 use super::rows::Peer;
 use crate::error::{Error, Result, printable};
 use gdsync_shm::seqlock;
@@ -156,8 +156,8 @@ impl Recording {
         let scale = scale(clock, &head, is_here);
         let [zero, monotonic] = [head[header::ZERO], head[header::ZERO + 1]];
 
-        let threads = read(layout::LANE_TABLE, LANES * LANE_BYTES)?;
-        let threads: Vec<_> = threads.second.chunks_exact(LANE_BYTES).map(thread).collect();
+        let threads = read(layout::THREADS, THREAD_SLOTS * THREAD_BYTES)?;
+        let threads: Vec<_> = threads.second.chunks_exact(THREAD_BYTES).map(thread).collect();
         let mut this = Self {
             path: path.to_owned(),
             pid: u32::try_from(head[header::PID]).map_err(|_| not_one("(odd process)"))?,
@@ -180,16 +180,16 @@ impl Recording {
             let peer = row.and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
             this.peers.extend(peer);
         }
-        let waits = read(layout::WAITS, LANES * WAIT_WORDS * 8)?;
+        let waits = read(layout::WAITS, THREAD_SLOTS * WAIT_WORDS * 8)?;
         for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
             this.waits.extend(row.and_then(|row| wait(row, thread, &scale)));
         }
-        for thread_slot in (0..LANES).filter(|&thread_slot| this.threads[thread_slot].tid != 0) {
+        for thread_slot in (0..THREAD_SLOTS).filter(|&thread_slot| this.threads[thread_slot].tid != 0) {
             let ring = read(layout::ring(thread_slot, capacity), capacity * layout::RECORD_BYTES)?;
             for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
                 this.torn += u64::from(torn);
                 let record = record.and_then(|record| whole(record, (thread_slot, slot), records, &scale));
-                this.records.extend(record.into_iter().flat_map(told));
+                this.records.extend(record.into_iter().flat_map(expand));
             }
         }
         this.records.sort_by_key(|record| record.at);
@@ -302,7 +302,7 @@ fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
 
 /// What a record tells: it may stand for a send that was written and handed to a stream at once, or for requests in a row that
 /// were handed to one.
-fn told(record: Record) -> impl Iterator<Item = Record> {
+fn expand(record: Record) -> impl Iterator<Item = Record> {
     let event = record.event;
     let is_handed = matches!(event.stage, Stage::Submitted | Stage::WaitSubmitted | Stage::Refused);
     let is_both = event.stage == Stage::Prepared && event.stream != 0;
