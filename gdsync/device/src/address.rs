@@ -140,17 +140,20 @@ impl FromStr for QpAddress {
     }
 }
 
-/// A global identifier: 128 bits, written as eight groups of hexadecimal digits. A software HCA draws a random one.
+/// A GID: 128 bits, displayed as eight groups of hexadecimal digits. A software HCA has a random one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// Whether it is an IPv4 address, mapped into IPv6.
+    /// Whether it is an IPv4-mapped address.
     pub fn is_ipv4(self) -> bool {
         self.0[..12] == [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff]
     }
 
-    /// A random one, in the range for local use.
+    /// A random GID, in the range for local use.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] if the system has no random numbers.
     pub fn random() -> Result<Self> {
         let mut bytes = random()?;
         bytes[0] = 0xfd;
@@ -158,7 +161,7 @@ impl Gid {
     }
 }
 
-/// Random bytes of the kernel.
+/// Random bytes from the kernel.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)
@@ -166,7 +169,10 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// A random packet sequence number, 24 bits.
+/// A random packet sequence number of 24 bits.
+///
+/// # Errors
+/// [`Error::Sys`] if the system has no random numbers.
 pub fn random_psn() -> Result<u32> {
     let [a, b, c] = random()?;
     Ok(u32::from_be_bytes([0, a, b, c]))
@@ -202,7 +208,7 @@ impl FromStr for Gid {
     }
 }
 
-/// A random one-to-one map of `BITS`-bit numbers. Whoever does not see its results cannot tell which numbers an HCA has given.
+/// A random permutation of `BITS`-bit numbers, so that queue pair numbers and keys cannot be guessed.
 #[derive(Clone, Copy, Debug)]
 pub struct Shuffle<const BITS: u32> {
     /// Odd, so that it has an inverse modulo a power of two.
@@ -212,7 +218,7 @@ pub struct Shuffle<const BITS: u32> {
 }
 
 impl<const BITS: u32> Default for Shuffle<BITS> {
-    /// Each number is itself.
+    /// The identity.
     fn default() -> Self {
         Self { factor: 1, inverse: 1, offset: 0 }
     }
@@ -221,25 +227,25 @@ impl<const BITS: u32> Default for Shuffle<BITS> {
 impl<const BITS: u32> Shuffle<BITS> {
     const MASK: u32 = u32::MAX >> (32 - BITS);
 
-    /// A map drawn at random.
+    /// A random permutation.
     ///
     /// # Errors
-    /// [`Error::Sys`](crate::Error::Sys) where the system has no random numbers.
+    /// [`Error::Sys`] if the system has no random numbers.
     pub fn random() -> Result<Self> {
         let [a, b] = *random::<8>()?.as_chunks::<4>().0 else { unreachable!("eight bytes are two chunks") };
         let factor = u32::from_ne_bytes(a) | 1;
-        // Newton's iteration: an odd number is its own inverse modulo 8, and each step doubles the bits that are right.
+        // Newton's iteration: an odd number is its own inverse modulo 8, and each step doubles the number of correct bits.
         let inverse = (0..4)
             .fold(factor, |inverse, _| inverse.wrapping_mul(2u32.wrapping_sub(factor.wrapping_mul(inverse))));
         Ok(Self { factor, inverse, offset: u32::from_ne_bytes(b) })
     }
 
-    /// The number that stands for `number`.
+    /// The image of `number`.
     pub fn hide(self, number: u32) -> u32 {
         number.wrapping_mul(self.factor).wrapping_add(self.offset) & Self::MASK
     }
 
-    /// The number that `hidden` stands for.
+    /// The number whose image is `hidden`.
     #[inline]
     pub fn find(self, hidden: u32) -> u32 {
         hidden.wrapping_sub(self.offset).wrapping_mul(self.inverse) & Self::MASK

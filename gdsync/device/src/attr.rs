@@ -6,10 +6,10 @@ use super::qp_state::QpState;
 use crate::error::{Error, Result};
 
 bitflags::bitflags! {
-    /// What may be done to a memory region, or through a queue pair (`enum ibv_access_flags`).
+    /// Access rights of a memory region or a queue pair (`enum ibv_access_flags`).
     #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
     pub struct Access: u32 {
-        /// The local HCA may write: needed for receives, READ and atomic results.
+        /// The local HCA may write: needed for receives and for the results of READs and atomics.
         const LOCAL_WRITE = 1;
         /// Peers may RDMA WRITE.
         const REMOTE_WRITE = 1 << 1;
@@ -21,40 +21,40 @@ bitflags::bitflags! {
 }
 
 impl Access {
-    /// Of a memory region: the device may write payload in any order (`IBV_ACCESS_RELAXED_ORDERING`), which on many servers is what lets
-    /// it write at full speed. Not in [`Access::all`], and ignored by old kernels and libraries, and by the software HCA.
+    /// The device may write payload to the memory region in any order (`IBV_ACCESS_RELAXED_ORDERING`). Many servers need this for full
+    /// speed. Not in [`Access::all`]; ignored by old kernels and libraries, and by the software HCA.
     ///
-    /// Only for payload that is taken behind its completion, which does not pass it: never for what is polled, as flags and words that
-    /// a stream waits for, or for bytes that must appear in order.
+    /// Only for payload that is read after its completion, which still comes last. Never for memory that is polled, such as flags and
+    /// words that a stream waits for, or whose bytes must appear in order.
     pub const RELAXED_ORDERING: Self = Self::from_bits_retain(1 << 20);
 }
 
-/// The most READs and atomics that a queue pair has outstanding each way.
+/// Maximum number of outstanding READs and atomics of a queue pair, in each direction.
 pub const MAX_RD_ATOMIC: u8 = 16;
 
-/// Attributes of a transition; what is `None` is not given. See [`QpAttr::to`].
+/// Attributes of a transition; `None` is not given. See [`QpAttr::to`].
 #[derive(Clone, Debug, Default)]
 pub struct QpAttr {
-    /// The state to go to.
+    /// The target state.
     pub state: Option<QpState>,
-    /// What peers may do through the queue pair (RESET to INIT).
+    /// Access rights of peers (RESET to INIT).
     pub access: Option<Access>,
-    /// The other side (INIT to RTR).
+    /// The address of the peer (INIT to RTR).
     pub remote: Option<QpAddress>,
-    /// Path MTU in bytes, 256 to 4096 (INIT to RTR), at most: a card takes the smallest of this, of what its own port allows
-    /// and of [`QpAddress::mtu`]. The software HCA stores it; its packets are larger.
+    /// Maximum path MTU in bytes, 256 to 4096 (INIT to RTR). A card uses the minimum of this, of its port's MTU and of
+    /// [`QpAddress::mtu`]. The software HCA ignores it; its packets are larger.
     pub path_mtu: Option<u32>,
-    /// READs and atomics the peer may have outstanding here, 0 to 16 (INIT to RTR).
+    /// Maximum number of outstanding READs and atomics of the peer, 0 to 16 (INIT to RTR).
     pub max_dest_rd_atomic: Option<u8>,
-    /// Code of the pause asked of a sender that found no receive, 0 to 31 (INIT to RTR).
+    /// Code of the delay requested from a sender that finds no receive, 0 to 31 (INIT to RTR).
     pub min_rnr_timer: Option<u8>,
-    /// Acknowledge timeout `4.096 us * 2^timeout`, 0 to 31, 0 waits for ever (RTR to RTS).
+    /// Acknowledge timeout `4.096 us * 2^timeout`, 0 to 31; 0 is infinite (RTR to RTS).
     pub timeout: Option<u8>,
     /// Retries after a timeout, 0 to 7 (RTR to RTS).
     pub retry_cnt: Option<u8>,
-    /// Retries after "receiver not ready", 0 to 7, 7 retries for ever (RTR to RTS).
+    /// Retries after "receiver not ready", 0 to 7; 7 is infinite (RTR to RTS).
     pub rnr_retry: Option<u8>,
-    /// READs and atomics this side may have outstanding, 0 to 16 (RTR to RTS).
+    /// Maximum number of outstanding READs and atomics of this side, 0 to 16 (RTR to RTS).
     pub max_rd_atomic: Option<u8>,
 }
 
@@ -96,7 +96,7 @@ impl QpAttr {
         max_rd_atomic: u8,
     }
 
-    /// The attributes by name, whether they are given, the value of the numeric ones, and the rule where it breaks that.
+    /// Name of each attribute, whether it is given, its value if numeric, and the rule that it breaks.
     fn given(&self) -> [(&'static str, bool, u32, Option<&'static str>); 9] {
         let numeric = |name, value: Option<u8>, most: u8, rule| {
             let number = value.unwrap_or(0);
@@ -126,7 +126,10 @@ impl QpAttr {
         ]
     }
 
-    /// Refuses values that no step takes.
+    /// Checks the ranges of all values.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`].
     pub fn check_values(&self) -> Result<()> {
         let wrong = self.given().into_iter().find_map(|(name, _, value, rule)| Some((name, value, rule?)));
         wrong.map_or(Ok(()), |(name, value, rule)| Err(Error::invalid(name, value, rule)))
@@ -135,7 +138,7 @@ impl QpAttr {
     /// Checks the transition of queue pair `qpn` from `from` and returns the state it leads to.
     ///
     /// # Errors
-    /// [`Error::Transition`] that names the rule: no such step, an attribute missing, not allowed or out of range.
+    /// [`Error::Transition`] if there is no such step, or an attribute is missing, not allowed or out of range.
     pub fn check(&self, qpn: u32, from: QpState) -> Result<QpState> {
         const INIT: &[&str] = &["access"];
         const RTR: &[&str] = &["remote", "path_mtu", "max_dest_rd_atomic", "min_rnr_timer"];

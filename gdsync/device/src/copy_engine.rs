@@ -1,8 +1,7 @@
-//! Engines that move payload, as the software HCA uses them.
+//! Copy engines that move payload for a device.
 //!
-//! The CPU moves host memory, and what goes into a mapping of GPU memory. What comes out of GPU memory it moves slowly, and
-//! some it does not reach. There the HCA leaves the bytes to a [`CopyEngine`]: it notes a copy under the HCA's lock, which takes
-//! no time, and the HCA asks the [`Ticket`] until it is over.
+//! The CPU copies to and from host memory, and into mappings of GPU memory. Reading GPU memory is slow for the CPU, or impossible. Such
+//! copies go to a [`CopyEngine`]: the device starts one under its lock, without waiting, and polls the [`Ticket`].
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -12,61 +11,59 @@ use std::{fmt, ptr};
 use crate::cuda::Gpu;
 use crate::memory::{Memory, Word32};
 
-/// How long after a copy, or a message of several packets, began everybody who has a part in it stays awake: 300 MB over NVLink,
-/// 50 MB over PCIe. So its end, the answer to it and the next copy are each noticed at once: a thread that sleeps takes 10 to
-/// 40 us to wake, and up to three would have to be woken one after the other for each message.
+/// Threads poll this long after a copy or a message of several packets began (300 MB over NVLink, 50 MB over PCIe), so that its end,
+/// the response and the next copy are noticed at once. Waking a thread takes 10 to 40 us, and a message may need three in turn.
 pub const FRESH: Duration = Duration::from_millis(1);
 
-/// Moves payload. Several copies may be under way at once and end in any order, but copies that write the same bytes happen
-/// in the order in which they were started.
+/// Moves payload. Copies may overlap and end in any order, but copies that write the same bytes run in the order of their start.
 pub trait CopyEngine: Send + Sync + fmt::Debug {
-    /// Makes ready for memory on this GPU. May take a while.
+    /// Prepares for memory on this GPU. May block.
     fn adopt(&self, gpu: &Gpu);
 
-    /// How peers find this memory, if its payload may be left to them by reference. May take a while.
+    /// A handle by which peers open this memory; `None` if they cannot. May block.
     fn export(&self, memory: &Memory) -> Option<Handle>;
 
-    /// Whether payload is read from this memory through staging memory, as the CPU is slow there or does not reach it.
+    /// Whether payload is read from this memory through staging memory, because CPU reads are slow or impossible.
     fn stages(&self, memory: &Memory) -> bool;
 
-    /// Notes a copy, to begin at once. Never waits. The parts are kept until the copy is over.
+    /// Starts a copy. Never blocks. Keeps the parts until the copy is over.
     fn start(&self, parts: Vec<Part>) -> Ticket;
 
-    /// Closes what it has opened of a process that is gone.
+    /// Closes memory of a process that is gone.
     fn forget(&self, process: ProcessId);
 }
 
 /// One contiguous piece of a copy.
 #[derive(Debug)]
 pub struct Part {
-    /// Where the bytes are.
+    /// Source.
     pub from: Source,
-    /// Where they go.
+    /// Destination.
     pub to: Memory,
-    /// First byte there.
+    /// Offset in the destination.
     pub at: usize,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
 }
 
-/// Where bytes are.
+/// Source of a copy.
 #[derive(Clone, Debug)]
 pub enum Source {
-    /// In this process: the memory, and the first byte in it.
+    /// Memory of this process, and an offset in it.
     Here(Memory, usize),
-    /// In another process.
+    /// Memory of another process.
     Peer {
-        /// Whose.
+        /// The process.
         process: ProcessId,
         /// The allocation.
         handle: Handle,
-        /// The first byte, counted from [`Handle::offset`].
+        /// Offset from [`Handle::offset`].
         at: u64,
     },
 }
 
 impl Source {
-    /// The bytes that begin so much later.
+    /// The source `len` bytes further.
     #[must_use]
     pub fn skip(&self, len: usize) -> Self {
         match self {
@@ -78,17 +75,17 @@ impl Source {
     }
 }
 
-/// A process, among all that this machine ever runs.
+/// Identifies a process among all that ever run on this machine.
 pub type ProcessId = [u8; 16];
 
-/// How another process opens memory.
+/// Handle by which another process opens memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// `CUipcMemHandle` of the allocation; all zero where other processes cannot open it.
+    /// `CUipcMemHandle` of the allocation; zero if other processes cannot open it.
     pub ipc: [u8; 64],
-    /// The number of the allocation: another one at the same place has another number.
+    /// Number of the allocation; a later allocation at the same address has another one.
     pub buffer: u64,
-    /// Where the memory begins in its allocation.
+    /// Offset of the memory in its allocation.
     pub offset: u64,
 }
 
@@ -97,44 +94,44 @@ const RUNNING: u32 = 1;
 const DONE: u32 = 2;
 const FAILED: u32 = 3;
 
-/// What has become of a copy.
+/// State of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// It will begin, or is under way.
+    /// Not over yet.
     Pending,
     /// The bytes are in place.
     Done,
-    /// It did not happen and will not happen; some of the bytes may have moved.
+    /// Failed; some of the bytes may have moved.
     Failed,
 }
 
-/// A copy that was asked for. Clones are of the same copy.
+/// A copy that was started. Clones refer to the same copy.
 #[derive(Clone, Debug, Default)]
 pub struct Ticket(Arc<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
     state: AtomicU32,
-    /// A word that the engine writes behind the copy, and what it holds from then on.
+    /// The word that the engine writes behind the copy, and its value then.
     word: OnceLock<(Word32, u32)>,
     failure: OnceLock<String>,
 }
 
 impl Ticket {
-    /// A copy that has failed before it began.
+    /// A copy that failed before it began.
     pub fn failed(reason: impl Into<String>) -> Self {
         let ticket = Self::default();
         ticket.fail(reason);
         ticket
     }
 
-    /// Begins the copy; false if it was given up before.
+    /// Begins the copy. Returns false if it was cancelled.
     #[must_use]
     pub fn begin(&self) -> bool {
         self.0.state.compare_exchange(QUEUED, RUNNING, Ordering::AcqRel, Ordering::Acquire).is_ok()
     }
 
-    /// The copy is over when this word, which is written in order of ascending numbers, has come to `value`.
+    /// The copy is over when this word, which only grows (cyclically), has reached `value`.
     pub fn done_at(&self, word: Word32, value: u32) {
         let _ = self.0.word.set((word, value));
     }
@@ -150,7 +147,7 @@ impl Ticket {
         self.0.state.store(FAILED, Ordering::Release);
     }
 
-    /// Gives the copy up if it has not begun: nobody waits for it any more.
+    /// Cancels the copy if it has not begun.
     pub fn cancel(&self) {
         let given_up = self.0.state.compare_exchange(QUEUED, FAILED, Ordering::AcqRel, Ordering::Acquire);
         if given_up.is_ok() {
@@ -158,7 +155,7 @@ impl Ticket {
         }
     }
 
-    /// What has become of it. Never calls CUDA.
+    /// The state of the copy. Never calls CUDA.
     pub fn status(&self) -> Status {
         match self.0.state.load(Ordering::Acquire) {
             DONE => Status::Done,
@@ -170,12 +167,12 @@ impl Ticket {
         }
     }
 
-    /// Whether it is over, one way or the other.
+    /// Whether it is done or failed.
     pub fn is_over(&self) -> bool {
         self.status() != Status::Pending
     }
 
-    /// Whether it cannot be over before `other` is: it is the same, or comes behind it in the same engine.
+    /// Whether it ends no earlier than `other`: it is the same, or later in the same engine.
     pub fn is_behind(&self, other: &Self) -> bool {
         let word = |ticket: &'_ Self| {
             ticket.0.word.get().map(|(word, value)| (ptr::from_ref(word.atomic()), *value))
@@ -191,7 +188,7 @@ impl Ticket {
         self.0.failure.get().map(String::as_str)
     }
 
-    /// Waits until it is over, or for the deadline. Returns whether it is over.
+    /// Waits until it is over or the deadline has passed. Returns whether it is over.
     pub fn wait(&self, deadline: Instant) -> bool {
         while !self.is_over() {
             if Instant::now() >= deadline {

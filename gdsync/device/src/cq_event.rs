@@ -1,4 +1,4 @@
-//! Wakes those who sleep until completions arrive on a queue.
+//! Wakes threads and GPUs that wait for completions of a queue.
 
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use gdsync_shm::{doorbell_watch, event_count, nap};
 use parking_lot::{Condvar, Mutex};
 
-/// A bell for the threads of one process, and for a GPU whose streams wait on the queue. Raised after every completion;
-/// costs a fence and a load while nobody sleeps.
+/// Event of a completion queue, raised after every completion: wakes sleeping threads of this process, and knows the GPU whose
+/// streams wait on the queue. Costs a fence and a load while nobody sleeps.
 #[derive(Debug, Default)]
 pub struct CqEvent {
     nudger: OnceLock<Arc<dyn GpuNudge>>,
@@ -19,30 +19,30 @@ pub struct CqEvent {
     sequence: AtomicU32,
     lock: Mutex<()>,
     raised: Condvar,
-    /// Nobody raises it.
+    /// The device raises no events: sleepers poll.
     is_silent: bool,
 }
 
-/// What streams of GPUs wait for. They write here at each wait, on lines that the device seldom looks at.
+/// Watch of the waits of GPU streams (see `gdsync_shm::doorbell_watch`), on a cache line that the device rarely reads.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Waits {
-    /// Completions before this one.
+    /// Streams wait for completions before this number.
     until: AtomicU64,
-    /// The device knows that.
+    /// The device attends to the queue.
     attended: AtomicU32,
 }
 
-/// The shortest and the longest sleep between two looks at a queue whose device raises nothing.
+/// Sleep between two polls of a queue whose device raises no events.
 const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
 
 impl CqEvent {
-    /// For a device that writes completions and tells nobody.
+    /// For a device that raises no events.
     pub fn silent() -> Self {
         Self { is_silent: true, ..Self::default() }
     }
 
-    /// Sleeps unless `ready`, until raised or for `timeout`. May return for no reason.
+    /// Sleeps unless `ready`, until raised or for `timeout`. May wake spuriously.
     pub fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         if self.is_silent {
             let start = Instant::now();
@@ -61,8 +61,8 @@ impl CqEvent {
         }
     }
 
-    /// Streams of a GPU wait for completions before number `until`, and `nudger` wakes them. Returns whether the device
-    /// must be told.
+    /// Announces that GPU streams wait for completions before number `until`; `nudger` wakes their GPU. Returns whether the caller
+    /// must call [`Provider::attend`](crate::Provider::attend).
     pub fn attend(&self, until: u64, nudger: Option<&Arc<dyn GpuNudge>>) -> bool {
         if let Some(nudger) = nudger {
             self.nudger.get_or_init(|| nudger.clone());
@@ -70,36 +70,34 @@ impl CqEvent {
         doorbell_watch::request(&self.waits.until, &self.waits.attended, until)
     }
 
-    /// Streams wait for completions before number `until`: said by who has the claims of the queue locked.
-    #[inline(always)]
+    /// Announces waits for completions before number `until`. The caller holds the lock of the queue.
+    #[inline]
     pub fn publish_wait(&self, until: u64) {
         doorbell_watch::publish(&self.waits.until, until);
     }
 
-    /// As [`CqEvent::publish_wait`], by who has let the lock go.
+    /// As [`CqEvent::publish_wait`], without the lock.
     pub fn publish_wait_unlocked(&self, until: u64) {
         self.waits.until.fetch_max(until, Ordering::SeqCst);
     }
 
-    /// Whether the device attends to them, and nudges if it `is_to_nudge`, now that the caller has let a lock go.
-    #[inline(always)]
+    /// Whether the device attends to the queue, and has a nudger if `is_to_nudge`. To be called without the lock.
+    #[inline]
     pub fn is_attended(&self, is_to_nudge: bool) -> bool {
         doorbell_watch::is_watched(&self.waits.attended) && (!is_to_nudge || self.nudger.get().is_some())
     }
 
-    /// What was foreseen will not be waited for: only what is before it.
+    /// Takes back the wait before `until`, unless there is a later one; waits before `before` stay.
     pub fn withdraw(&self, until: u64, before: u64) {
         doorbell_watch::withdraw(&self.waits.until, until, before);
     }
 
-    /// The device has written `produced` completions, and would rest. Returns whether it need not attend to the queue any more:
-    /// it will be told when that changes.
+    /// Device: whether it may stop attending to the queue after `produced` completions. If so, the next wait notifies it.
     pub fn may_unwatch(&self, produced: u64) -> bool {
         !doorbell_watch::must_poll(&self.waits.until, &self.waits.attended, produced)
     }
 
-    /// Who is to be nudged after completion `n` was written. `until` is what the device knows of the completions that streams
-    /// wait for.
+    /// The nudger to call after completion `n` was written, if a stream waits for it. `until` caches how far streams wait.
     pub fn nudger(&self, n: u64, until: &mut u64) -> Option<&Arc<dyn GpuNudge>> {
         let nudger = self.nudger.get()?;
         if n >= *until {
@@ -108,17 +106,17 @@ impl CqEvent {
         (n < *until).then_some(nudger)
     }
 
-    /// Tells sleepers that a completion was written.
+    /// Wakes sleepers after a completion was written.
     pub fn raise(&self) {
         if event_count::notify(&self.sleepers, &self.sequence) {
-            // Taken and dropped, so that a sleeper between its look at the sequence and its wait is not missed.
+            // Waits for sleepers that have read the sequence and not slept yet.
             drop(self.lock.lock());
             self.raised.notify_all();
         }
     }
 }
 
-/// Prods a GPU to look at what its streams wait for.
+/// Makes a GPU look at what its streams wait for.
 pub trait GpuNudge: Send + Sync + fmt::Debug {
     /// Called after a completion was written, without locks.
     fn nudge(&self);

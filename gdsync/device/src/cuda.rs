@@ -1,23 +1,22 @@
-//! GPUs, as streams and queues need them: contexts, capabilities, memory, registration of host memory.
+//! GPUs: contexts, capabilities, memory, registration of host memory, kernels and copy engines.
 //!
-//! CUDA is found at run time; without it everything else of this crate works.
+//! CUDA is loaded at run time; the rest of this crate works without it.
 //!
-//! # What waits for streams in the driver, and what that holds up
+//! # Calls of the driver that wait for streams
 //!
-//! A stream that waits for a message may wait long, and some calls of the driver wait with it, also when they have nothing to do
-//! with the stream. Measured on an H200 (driver 580.159, CUDA 13.0) with one stream in a wait:
+//! A stream may wait long for a message. Some calls of the driver wait for all streams of the process, even unrelated ones, and block
+//! other calls meanwhile. Measured on an H200 (driver 580.159, CUDA 13.0) with one stream in a wait:
 //!
-//! | call | waits for all streams of the process | holds up meanwhile, in all threads |
+//! | call | waits for all streams of the process | blocks meanwhile, in all threads |
 //! |---|---|---|
 //! | `cuMemFree`, `cuMemHostUnregister`, `cuModuleLoadData`, `cuModuleUnload` | always | kernel and graph launches, host functions, `cuMemAlloc`, `cuMemHostRegister`, `cuStreamCreate` |
-//! | `cuStreamCreate` | when the driver's stock is used up: the 34th and 77th stream | the same |
-//! | `cuGraphInstantiate` | the same, for the 10th and 31st graph with a kernel | the same |
-//! | `cuStreamSynchronize`, `cuCtxSynchronize` | as they should | nothing |
+//! | `cuStreamCreate` | when the driver's pool is exhausted: at the 34th and 77th stream | the same |
+//! | `cuGraphInstantiate` | likewise, at the 10th and 31st graph with a kernel | the same |
+//! | `cuStreamSynchronize`, `cuCtxSynchronize` | by definition | nothing |
 //!
-//! Stream memory operations and `cuStreamQuery` are never held up. So an application that frees memory in one thread while
-//! another is about to launch what would end a wait has stopped itself; only the deadline of the wait ends that. This library
-//! keeps deadlines without calling the driver, gives memory back only while no stream of its own has work and lets none begin
-//! meanwhile, and has the driver fill its stock in [`Gpu::open`].
+//! Stream memory operations and `cuStreamQuery` never block. So an application deadlocks until the deadline of the wait, if one thread
+//! frees memory while another is about to launch what would satisfy the wait. This library keeps deadlines without calling the driver,
+//! gives memory back only while its streams are idle and holds submissions meanwhile, and has [`Gpu::open`] fill the driver's pool.
 
 mod capabilities;
 pub mod channels;
@@ -32,14 +31,14 @@ mod register;
 mod reserve;
 
 pub use capabilities::{Calibration, Capabilities, Flush, Via};
-pub use channels::{ChannelPressure, Standing};
+pub use channels::{ChannelPressure, WaitingStream};
 pub use copy_engine::{Engine, GpuCopyEngines};
 pub use deferred_free::{Activity, gate, mind};
 pub use driver_tasks::DriverTask;
-pub use free_list::{Block, Buffer, Pages};
+pub use free_list::{Buffer, Pages};
 pub use gpu::{Gpu, Joined, NudgerSlot};
 pub use kernel_exec::KernelExecutor;
 pub use register::{Registered, is_registered};
 
-/// `CUstream`, as an address. 0 and 1 are the legacy default stream, 2 the per-thread one.
+/// A `CUstream`. 0 and 1 are the legacy default stream, 2 is the per-thread default stream.
 pub type RawStream = usize;

@@ -1,5 +1,4 @@
-//! Which queue pairs had their doorbell rung while another thread was running the HCA, or will have it written by
-//! something that cannot tell.
+//! Doorbells that an engine has to look at: rung by CPU threads while it was locked, or written by something that cannot notify it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -12,17 +11,18 @@ use crate::memory::Word64;
 /// The most queue pairs of one HCA.
 pub const MAX_QPS: usize = 16 * 1024;
 
-/// What of a queue pair will be rung that nobody tells of: who posts looks at both each time, in one line.
+/// State of a doorbell watch: see `gdsync_shm::doorbell_watch`. Both words share a cache line.
 #[derive(Debug, Default)]
 #[repr(align(16))]
 struct WatchLimits {
-    /// Doorbells up to here.
+    /// Doorbells will be written up to this producer index.
     until: AtomicU64,
-    /// They are watched, so that what will come need not be told.
+    /// The engine polls the doorbell.
     watched: AtomicU32,
 }
 
-/// The same of one queue pair, for who posts there: what need not be told the device is told here.
+/// Doorbell watch of one queue pair, for the producer: while the engine polls the doorbell, the producer need not call
+/// [`Provider::watch`](crate::Provider::watch).
 #[derive(Debug)]
 pub struct DoorbellWatch {
     limits: Arc<[WatchLimits]>,
@@ -30,30 +30,30 @@ pub struct DoorbellWatch {
 }
 
 impl DoorbellWatch {
-    /// Doorbells up to the producer index `until` will be rung: said by who has the sends locked.
-    #[inline(always)]
+    /// Announces doorbells up to the producer index `until`. The caller holds the lock of the send queue.
+    #[inline]
     pub fn publish(&self, until: u64) {
         doorbell_watch::publish(&self.limits[self.index].until, until);
     }
 
-    /// Whether the device sees that they are, now that the caller has let a lock go.
-    #[inline(always)]
+    /// Whether the engine polls the doorbell, and so needs no notice of what was published. To be called without the lock.
+    #[inline]
     pub fn is_watched(&self) -> bool {
         doorbell_watch::is_watched(&self.limits[self.index].watched)
     }
 
-    /// Up to where they are published.
+    /// The producer index published last.
     pub fn published(&self) -> u64 {
         self.limits[self.index].until.load(Ordering::SeqCst)
     }
 
-    /// What was published will not come: only what is before it.
+    /// Takes back the announcement of `until`, unless there is a later one; doorbells up to `before` still come.
     pub fn withdraw(&self, until: u64, before: u64) {
         doorbell_watch::withdraw(&self.limits[self.index].until, until, before);
     }
 }
 
-/// A lock-free set of queue pair indices, with one word that says whether it may hold any.
+/// A lock-free set of queue pair indices with a pending flag, and the doorbell watches of all queue pairs.
 #[derive(Debug)]
 pub struct DoorbellSet {
     pending: AtomicU32,
@@ -78,69 +78,69 @@ impl Default for DoorbellSet {
 }
 
 impl DoorbellSet {
-    /// Puts the queue pair of this index in.
+    /// Adds a queue pair.
     pub fn insert(&self, index: usize) {
         self.bits[index / 64].fetch_or(1 << (index % 64), Ordering::Release);
         self.groups[index / 4096].fetch_or(1 << (index / 64 % 64), Ordering::Release);
         pending_flag::set(&self.pending);
     }
 
-    /// Puts in a queue pair whose doorbell will be written up to the producer index `until` by something that cannot tell.
-    /// Not where it is watched: returns whether it was put in.
+    /// Announces doorbells of a queue pair up to the producer index `until`. Adds the queue pair and returns true unless its doorbell
+    /// is already polled.
     #[inline]
     pub fn announce(&self, index: usize, until: u64) -> bool {
         let limits = &self.limits[index];
-        let must_notify = doorbell_watch::request(&limits.until, &limits.watched, until);
-        if must_notify {
+        let is_new = doorbell_watch::request(&limits.until, &limits.watched, until);
+        if is_new {
             self.insert(index);
         }
-        must_notify
+        is_new
     }
 
-    /// For who sends on a queue pair.
+    /// The doorbell watch of a queue pair.
     pub fn doorbell_watch(&self, index: usize) -> DoorbellWatch {
         DoorbellWatch { limits: self.limits.clone(), index }
     }
 
-    /// From now on the doorbell of a queue pair is looked at only now and then: the next that is announced must be told.
+    /// The engine polls this doorbell rarely from now on: the next announcement must notify it.
     pub fn unwatch(&self, index: usize) {
         self.limits[index].watched.store(0, Ordering::SeqCst);
     }
 
-    /// Whether the doorbell of a queue pair will be written beyond the producer index `head`. If not it need not be watched:
-    /// the next who announces something puts it in again.
+    /// Whether doorbells beyond the producer index `head` were announced. If not, the engine stops polling, and the next
+    /// announcement adds the queue pair again.
     pub fn must_poll(&self, index: usize, head: u64) -> bool {
         doorbell_watch::must_poll(&self.limits[index].until, &self.limits[index].watched, head)
     }
 
-    /// What was announced of a queue pair will not come.
+    /// Drops what was announced of a queue pair.
     pub fn forget(&self, index: usize) {
         self.limits[index].until.store(0, Ordering::SeqCst);
         self.limits[index].watched.store(0, Ordering::SeqCst);
     }
 
-    /// Leaves word that streams of GPUs wait on a completion queue.
+    /// Notes that streams of GPUs wait on a completion queue.
     pub fn attend(&self, cqn: u32) {
         self.attended.lock().push(cqn);
         pending_flag::set(&self.pending);
     }
 
-    /// As [`DoorbellSet::is_pending`], for those who only look whether a step is worth while: a note they miss is the holder's.
+    /// [`DoorbellSet::is_pending`] without a fence: a hint whether a step is worthwhile. The holder of the lock sees what this misses.
     pub fn seems_pending(&self) -> bool {
         self.pending.load(Ordering::Relaxed) != 0
     }
 
-    /// Whether there may be any.
+    /// Whether something was added since the last [`DoorbellSet::drain`].
     pub fn is_pending(&self) -> bool {
         pending_flag::is_set(&self.pending)
     }
 
-    /// Lets the lock under which the set is drained go; while indices were put in meanwhile, takes it again for `work`.
+    /// Releases the lock under which the set is drained. Takes it again for `work` while something was added meanwhile.
     pub fn unlock<G>(&self, held: G, try_lock: impl Fn() -> Option<G>, work: impl FnMut(&mut G)) {
         pending_flag::unlock(&self.pending, held, try_lock, work);
     }
 
-    /// Empties the set. Returns the completion queues that were left word of.
+    /// Empties the set into `each`. Returns the completion queues that streams of GPUs began to wait on.
     pub fn drain(&self, mut each: impl FnMut(usize)) -> Vec<u32> {
         if !pending_flag::take(&self.pending) {
             return Vec::new();
@@ -159,7 +159,7 @@ impl DoorbellSet {
     }
 }
 
-/// The set bits of a word.
+/// Positions of the set bits of a word.
 fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     std::iter::from_fn(move || {
         let bit = word.trailing_zeros();
@@ -170,31 +170,31 @@ fn bits(mut word: u64) -> impl Iterator<Item = usize> {
     })
 }
 
-/// Their indices. Empty at first.
+/// Queue pairs whose doorbell the engine polls.
 #[derive(Debug, Default)]
 pub struct WatchedDoorbells {
     list: Vec<usize>,
-    /// They have changed since they were last told.
+    /// The list has changed since [`WatchedDoorbells::changed`].
     changed: bool,
 }
 
 impl WatchedDoorbells {
-    /// Whether no doorbell is watched.
+    /// Whether no doorbell is polled.
     pub fn is_empty(&self) -> bool {
         self.list.is_empty()
     }
 
-    /// How many are watched.
+    /// Number of doorbells polled.
     pub fn len(&self) -> usize {
         self.list.len()
     }
 
-    /// The index of the queue pair at this place.
+    /// The queue pair at position `at`.
     pub fn get(&self, at: usize) -> usize {
         self.list[at]
     }
 
-    /// Looks at this doorbell from now on.
+    /// Polls this doorbell from now on.
     pub fn add(&mut self, index: usize) {
         if !self.list.contains(&index) {
             self.list.push(index);
@@ -202,27 +202,27 @@ impl WatchedDoorbells {
         }
     }
 
-    /// Looks no more at those for which `keep` is false.
+    /// Polls only those for which `keep` is true.
     pub fn retain(&mut self, mut keep: impl FnMut(usize) -> bool) {
         let before = self.list.len();
         self.list.retain(|&index| keep(index));
         self.changed |= self.list.len() != before;
     }
 
-    /// Looks at them only now and then, until the next is announced.
+    /// Has the next announcement for each of them notify the engine, which now polls them rarely.
     pub fn unwatch_all(&self, doorbells: &DoorbellSet) {
         self.list.iter().for_each(|&index| doorbells.unwatch(index));
     }
 
-    /// Looks at this doorbell no more: what was announced will not be rung.
+    /// Stops polling this doorbell and drops what was announced of it.
     pub fn forget(&mut self, index: usize, doorbells: &DoorbellSet) {
         doorbells.forget(index);
         self.list.retain(|&other| other != index);
         self.changed = true;
     }
 
-    /// Their doorbells, if they are others than at the last call.
-    pub fn news(&mut self, doorbell: impl Fn(usize) -> Option<Word64>) -> Option<Vec<Word64>> {
+    /// The doorbells polled, if the list has changed since the last call.
+    pub fn changed(&mut self, doorbell: impl Fn(usize) -> Option<Word64>) -> Option<Vec<Word64>> {
         std::mem::take(&mut self.changed).then(|| self.list.iter().filter_map(|&i| doorbell(i)).collect())
     }
 }
@@ -232,7 +232,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_goes_in_comes_out_once() {
+    fn each_index_added_is_drained_once() {
         let set = DoorbellSet::default();
         assert!(!set.is_pending());
         let all = [0, 1, 63, 64, 4095, 4096, MAX_QPS - 1];

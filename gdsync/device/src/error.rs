@@ -11,28 +11,29 @@ use crate::QpState;
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// What can go wrong. Cheap to clone: sticky errors are handed out again and again. `{:?}` prints what `{}` does.
+/// Error of this crate. Cheap to clone, because a failed queue pair or stream returns the same error from all calls. `{:?}` prints the
+/// same text as `{}`.
 #[derive(Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument lies outside what the call accepts.
+    /// An argument is invalid.
     #[error("{what} is {value}: expected {expected}")]
     InvalidArgument {
         /// The argument.
         what: &'static str,
-        /// What was passed.
+        /// Its value.
         value: String,
-        /// What would have been accepted.
+        /// What is accepted.
         expected: &'static str,
     },
-    /// An access would leave its memory.
+    /// An access outside the memory.
     #[error("{len} bytes at offset {offset} do not fit in a memory of {size} bytes")]
     OutOfBounds {
-        /// First byte of the access.
+        /// Offset of the access.
         offset: usize,
         /// Its length.
         len: usize,
-        /// The size of the memory.
+        /// Size of the memory.
         size: usize,
     },
     /// A system call failed.
@@ -40,20 +41,20 @@ pub enum Error {
     Sys {
         /// The call.
         call: &'static str,
-        /// What the system said.
+        /// The error of the system.
         source: Arc<io::Error>,
-        /// What the user can do.
+        /// What the user can do about it.
         fix: &'static str,
     },
     /// CUDA, or the mapping of GPU memory, failed.
     #[error("{what}: {source}")]
     Cuda {
-        /// What was being done.
+        /// What failed.
         what: &'static str,
-        /// What was said, with the fix.
+        /// The error, with what the user can do.
         source: Arc<gdrcopy::Error>,
     },
-    /// GPU memory that the CPU cannot reach.
+    /// GPU memory without a mapping for the CPU.
     #[error(
         "the CPU cannot reach the GPU memory at {addr:#x}: {why}; keep words and rings in memory of cudaMalloc, and copy \
          payload there with CUDA"
@@ -61,17 +62,17 @@ pub enum Error {
     NotMapped {
         /// Its address on the GPU.
         addr: u64,
-        /// Why not.
+        /// The reason.
         why: String,
     },
-    /// There is no such device.
+    /// No device has this name.
     #[error(
         "no RDMA device '{name}'; available: {available}; name one of these, in GDSYNC_DEVICE or to Device::find"
     )]
     NoDevice {
-        /// The name asked for.
+        /// The requested name.
         name: String,
-        /// The names that exist.
+        /// The names of the devices.
         available: String,
     },
     /// A library of rdma-core, or a function of it, is missing.
@@ -82,51 +83,51 @@ pub enum Error {
     Verbs {
         /// The call.
         call: &'static str,
-        /// What it was called for.
+        /// The object it was called for.
         subject: String,
-        /// What the library said.
+        /// The error of the library.
         source: Arc<io::Error>,
-        /// What that means, and what the user can change.
+        /// What it means, and what the user can change.
         advice: String,
     },
-    /// An RDMA device cannot be used as asked.
+    /// An RDMA device cannot be used as requested.
     #[error("{device} cannot be used: {why}")]
     Device {
         /// The device.
         device: String,
-        /// Why not, and the fix.
+        /// The reason, and what the user can do.
         why: String,
     },
-    /// The device speaks a transport that this library does not.
+    /// The transport of the device is not supported.
     #[error(
         "{device} speaks {transport}, which is not supported; use an InfiniBand or RoCE device, or soft0 (GDSYNC_DEVICE)"
     )]
     UnsupportedTransport {
         /// The device.
         device: String,
-        /// What it speaks.
+        /// Its transport.
         transport: &'static str,
     },
-    /// The device, or this release, does not do this.
+    /// The device or this release does not support a feature.
     #[error("{what} is not supported by {by}; {fix}")]
     Unsupported {
         /// The feature.
         what: &'static str,
-        /// Who refuses.
+        /// What lacks it.
         by: &'static str,
         /// What to use instead.
         fix: &'static str,
     },
-    /// A queue pair cannot go from its state to the one asked for, or attributes are wrong for the step.
+    /// A transition of a queue pair is not allowed, or its attributes are wrong.
     #[error("QP {qpn:#x}: cannot go from {from} to {to}: {why}")]
     Transition {
         /// The queue pair.
         qpn: u32,
         /// Its state.
         from: QpState,
-        /// The state asked for.
+        /// The requested state.
         to: QpState,
-        /// The rule that forbids it.
+        /// The rule that it breaks.
         why: String,
     },
     /// The operation needs another queue pair state.
@@ -141,15 +142,15 @@ pub enum Error {
         /// The states that allow it.
         needs: &'static str,
     },
-    /// A work request cannot be written as a WQE.
+    /// A work request cannot be encoded as a WQE.
     #[error("QP {qpn:#x}: {source}")]
     WorkRequest {
         /// The queue pair.
         qpn: u32,
-        /// What is wrong with it.
+        /// The reason.
         source: WqeError,
     },
-    /// The queue has no room for another work request now.
+    /// The queue is full.
     #[error(
         "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding{}); \
          take completions (poll, or wait on the stream and let it pass), or build the QP with a larger depth",
@@ -160,15 +161,14 @@ pub enum Error {
         queue: &'static str,
         /// The queue pair.
         qpn: u32,
-        /// What is outstanding.
+        /// Number of outstanding requests.
         outstanding: u64,
-        /// What fits.
+        /// Its capacity.
         depth: u64,
-        /// Of a completion queue: what has completed, and still has its place because nobody took it. Of one that several queues
-        /// share, what those have outstanding too.
+        /// Slots of the completion queue used by completions that were not polled, and by other queues that share it.
         untaken: u64,
     },
-    /// A wait was asked for, but no work request is left whose completion it could wait for.
+    /// A wait without an outstanding work request to wait for.
     #[error(
         "QP {qpn:#x}: no {queue} work request is left to wait for; post it before the wait, or the stream would hang"
     )]
@@ -178,7 +178,7 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
-    /// A wait of a graph would not be for the completion that it was captured for.
+    /// A wait of a graph would not match the completion it was captured for.
     #[error(
         "the graph waits for its sends on the {queue} queue of QP {qpn:#x} in another way than when it was captured; \
          poll or wait for what was sent there before the launch, as it was then"
@@ -199,32 +199,31 @@ pub enum Error {
         queue: &'static str,
         /// The queue pair.
         qpn: u32,
-        /// Who holds it.
+        /// The owner.
         owner: String,
     },
-    /// Prepared requests of a queue pair must be posted in the order they were prepared.
+    /// A prepared request was posted before an earlier one.
     #[error(
         "QP {qpn:#x}: prepared request {got} was posted before {expected}; post in prepare order, or drop the earlier one"
     )]
     OutOfOrder {
         /// The queue pair.
         qpn: u32,
-        /// The one that must come first.
+        /// The request that must be posted first.
         expected: u64,
-        /// The one that was posted.
+        /// The request that was posted.
         got: u64,
     },
-    /// A work request failed, or was flushed because an earlier one had.
+    /// A work request failed, or was flushed after an earlier one failed.
     #[error(transparent)]
     Completion(#[from] CompletionError),
-    /// The process at the other end of the queue pair is gone. The software HCA knows at once; cards learn it from sends that
-    /// nobody answers.
+    /// The peer process is gone. The software HCA reports this at once; with cards, sends time out instead.
     #[error("QP {qpn:#x}: the process at its other end is gone; connect it again when there is one")]
     PeerGone {
         /// The queue pair.
         qpn: u32,
     },
-    /// A CQE is not what the queue's bookkeeping expects; nothing after it can be trusted.
+    /// A CQE does not match the state of the queue; the queue cannot be used any more.
     #[error(
         "the {queue} queue of QP {qpn:#x} got a CQE for WQE {counter:#x} (format {format}) where {expected:#x} was next; \
          check that nobody else uses the queue, and that CQE compression and scatter-to-CQE are off"
@@ -234,22 +233,22 @@ pub enum Error {
         qpn: u32,
         /// "send" or "receive".
         queue: &'static str,
-        /// The WQE the CQE names.
+        /// The WQE that the CQE names.
         counter: u16,
-        /// The WQE that was next.
+        /// The WQE expected.
         expected: u16,
-        /// Where the CQE says the payload is; 0 is memory.
+        /// Location of the payload according to the CQE; 0 is memory.
         format: u8,
     },
-    /// The library put this queue pair into the error state.
+    /// The library moved the queue pair to ERR.
     #[error("QP {qpn:#x} was stopped: {reason}")]
     QpStopped {
         /// The queue pair.
         qpn: u32,
-        /// Why.
+        /// The reason.
         reason: Arc<Error>,
     },
-    /// The completion succeeded, but was asked for too late: its slot was used again.
+    /// The completion succeeded, but its details were overwritten.
     #[error(
         "QP {qpn:#x}: the completion succeeded, its details are forgotten; ask before the queue goes once round"
     )]
@@ -263,7 +262,7 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
-    /// The work request was taken back before a doorbell or a stream had it.
+    /// The work request was taken back before it was submitted.
     #[error(
         "QP {qpn:#x}: the work request was taken back, as its batch or prepared send was dropped; it will never complete"
     )]
@@ -271,20 +270,20 @@ pub enum Error {
         /// The queue pair.
         qpn: u32,
     },
-    /// The stream holds as many pending submissions as it may.
+    /// The stream has the maximum number of pending submissions.
     #[error(
         "stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline"
     )]
     StreamFull {
         /// The stream.
         stream: String,
-        /// Its bound.
+        /// The maximum.
         depth: usize,
     },
-    /// The application gave up the peer of a queue pair.
+    /// The application ended the connection to the peer.
     #[error("the application gave the peer up")]
     GivenUp,
-    /// The application at the other end of a queue pair gave this one up.
+    /// The peer ended the connection.
     #[error("the peer ended the connection: it gave this one up, or goes on without it")]
     GivenUpByPeer,
     /// The user aborted the stream.
@@ -293,7 +292,7 @@ pub enum Error {
         /// The stream.
         stream: String,
     },
-    /// A wait on a stream was not satisfied in time; the stream was released and does no more work.
+    /// A wait on a stream was not satisfied in time. The stream was released and does no more work.
     #[error(
         "stream '{stream}': wait for {what} was not satisfied within {after:?}; look at what should have (a peer that is gone \
          ends waits for completions, not for words), or raise wait_limit"
@@ -301,12 +300,12 @@ pub enum Error {
     StreamWait {
         /// The stream.
         stream: String,
-        /// What it waited for.
+        /// What the wait was for.
         what: String,
-        /// The deadline of the wait.
+        /// The time limit of the wait.
         after: Duration,
     },
-    /// A host function on the stream panicked; the stream does no more work.
+    /// A host function on the stream panicked. The stream does no more work.
     #[error("stream '{stream}': a host function panicked: {message}")]
     HostFnPanicked {
         /// The stream.
@@ -314,15 +313,15 @@ pub enum Error {
         /// The panic's message.
         message: String,
     },
-    /// A call on the CPU did not finish in time. What it waited for goes on.
+    /// A blocking call did not finish in time. What it waited for goes on.
     #[error("{what} did not finish within {after:?}")]
     Deadline {
         /// The call.
         what: &'static str,
-        /// Its deadline.
+        /// Its time limit.
         after: Duration,
     },
-    /// A thread of this library panicked. Its message is on standard error.
+    /// A thread of this library panicked, with a message on standard error.
     #[error(
         "the thread '{thread}' of gdsync panicked, and what it served does no more work; its message is on standard error: \
          please report it, then open the device again"
@@ -331,34 +330,34 @@ pub enum Error {
         /// The thread.
         thread: &'static str,
     },
-    /// It belongs to the process that made it.
+    /// An object was used in a process that did not create it.
     #[error(
         "made by process {owner}, used by process {caller}; a forked child must open the device and make its streams itself"
     )]
     OtherProcess {
-        /// The process that made it.
+        /// The process that created it.
         owner: u32,
-        /// The one that called.
+        /// The calling process.
         caller: u32,
     },
-    /// The other side of a connection cannot be reached.
+    /// The peer of a connection cannot be reached.
     #[error("peer {peer}: {why}")]
     Peer {
         /// The peer's address.
         peer: String,
-        /// What happened, and the fix.
+        /// What happened, and what the user can do.
         why: String,
     },
 }
 
-/// As Display: what failed and the fix, also where a program's `main` returns it or `unwrap` panics with it.
+/// As `Display`, so that `main` and `unwrap` print what failed and what to do.
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
-/// Who only waits on the CPU sees every completion come, and must be told why the queue is full all the same.
+/// Explains a full queue to callers that wait on the CPU and never poll.
 fn not_taken(untaken: u64) -> String {
     match untaken {
         0 => String::new(),
@@ -370,13 +369,13 @@ fn not_taken(untaken: u64) -> String {
 }
 
 impl Error {
-    /// An argument out of range: which, what was passed, what is accepted.
+    /// An [`Error::InvalidArgument`].
     pub fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Self {
         Self::InvalidArgument { what, value: value.to_string(), expected }
     }
 
-    /// Whether something had run out that other registrations hold: memory that may be locked, keys, the GPU's window
-    /// (BAR1). With fewer of them the same call may succeed.
+    /// Whether a resource that registrations use is exhausted: locked memory, keys, or the GPU's BAR1. With fewer registrations the
+    /// call may succeed.
     pub fn is_exhausted(&self) -> bool {
         match self {
             Self::Verbs { source, .. } | Self::Sys { source, .. } => {
@@ -387,24 +386,23 @@ impl Error {
         }
     }
 
-    /// Wraps what CUDA said while this was being done.
+    /// Maps errors of CUDA to [`Error::Cuda`].
     pub fn cuda(what: &'static str) -> impl Fn(gdrcopy::Error) -> Self {
         move |source| Self::Cuda { what, source: Arc::new(source) }
     }
 
-    /// What `errno` says of the system call that just failed, and the fix.
+    /// An [`Error::Sys`] from `errno`.
     pub fn last_os(call: &'static str, fix: &'static str) -> Self {
         Self::os(call, io::Error::last_os_error(), fix)
     }
 
-    /// A failed system call, and the fix.
+    /// An [`Error::Sys`].
     pub fn os(call: &'static str, source: io::Error, fix: &'static str) -> Self {
         Self::Sys { call, source: Arc::new(source), fix }
     }
 }
 
-/// A text of another process or user, made safe to print: control and format characters are escaped, so that it cannot command a
-/// terminal or hide what stands beside it.
+/// Escapes control and format characters in a text of another process or user, which could control a terminal or hide other text.
 pub fn printable(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
@@ -416,39 +414,23 @@ pub fn printable(text: &str) -> String {
     out
 }
 
-#[cfg(test)]
-mod printable_tests {
-    use super::printable;
-
-    #[test]
-    fn control_and_format_characters_are_escaped_and_words_are_not() {
-        for (text, shown) in [
-            ("/usr/bin/it's \"C:\\\" 100 %, déjà vu 東", "/usr/bin/it's \"C:\\\" 100 %, déjà vu 東"),
-            ("\x1b[31mEV\x07G", "\\u{1b}[31mEV\\u{7}G"),
-            ("a\r\nb\u{9b}2J\u{202e}c", "a\\r\\nb\\u{9b}2J\\u{202e}c"),
-        ] {
-            assert_eq!(printable(text), shown);
-        }
-    }
-}
-
 /// A work request that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompletionError {
     /// The queue pair.
     pub qpn: u32,
-    /// The id of the work request.
+    /// The `wr_id` of the work request.
     pub wr_id: u64,
-    /// The send operation, `None` for a receive.
+    /// The opcode of a send; `None` for a receive.
     pub operation: Option<Opcode>,
-    /// Why.
+    /// The syndrome.
     pub syndrome: Syndrome,
-    /// The vendor's own code; 0 from the software HCA.
+    /// The vendor code; 0 from the software HCA.
     pub vendor: u8,
 }
 
 impl CompletionError {
-    /// Whether the request was only flushed because an earlier one, or the user, broke the queue pair.
+    /// Whether the request was flushed, because an earlier failure or the user moved the queue pair to ERR.
     pub fn is_flush(&self) -> bool {
         self.syndrome == Syndrome::WR_FLUSH_ERR
     }
@@ -468,7 +450,7 @@ impl fmt::Display for CompletionError {
     }
 }
 
-/// What to look at first.
+/// What to check first.
 fn hint(syndrome: Syndrome) -> &'static str {
     match syndrome {
         Syndrome::LOC_LEN_ERR => {
@@ -495,5 +477,21 @@ fn hint(syndrome: Syndrome) -> &'static str {
             "the peer posted no receive in time; post receives earlier, or raise rnr_retry"
         }
         _ => "see the device's documentation",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::printable;
+
+    #[test]
+    fn control_and_format_characters_are_escaped_and_words_are_not() {
+        for (text, shown) in [
+            ("/usr/bin/it's \"C:\\\" 100 %, déjà vu 東", "/usr/bin/it's \"C:\\\" 100 %, déjà vu 東"),
+            ("\x1b[31mEV\x07G", "\\u{1b}[31mEV\\u{7}G"),
+            ("a\r\nb\u{9b}2J\u{202e}c", "a\\r\\nb\\u{9b}2J\\u{202e}c"),
+        ] {
+            assert_eq!(printable(text), shown);
+        }
     }
 }

@@ -36,17 +36,17 @@ pub struct FaultPlan {
     pub duplicate: f64,
     /// Probability that a packet is overtaken by the next one.
     pub reorder: f64,
-    /// Probability that a packet is late, and by how much.
+    /// Probability that a packet is delayed, and the delay.
     pub delay: (f64, Duration),
-    /// The send to fail, counted over all sends this HCA fetches from now on, and how.
+    /// The send to fail, counted over all sends that this HCA fetches from now on, and its syndrome.
     pub fail_send: Option<(u64, Syndrome)>,
-    /// The receive to fail, counted over all receives this HCA consumes from now on, and how.
+    /// The receive to fail, counted over all receives that this HCA consumes from now on, and its syndrome.
     pub fail_recv: Option<(u64, Syndrome)>,
-    /// Packets after which the HCA neither sends nor hears anything.
+    /// Number of packets after which the HCA neither sends nor receives.
     pub die_after: Option<u64>,
 }
 
-/// The text form in brief, for messages.
+/// The text form, for error messages.
 const EXPECTED: &str = "a list of seed=N, drop=P, duplicate=P, reorder=P, delay=P:MICROSECONDS, \
                         fail-send=SYNDROME@N, fail-recv=SYNDROME@N, die-after=N with P from 0 to 1";
 /// The longest delay of a packet.
@@ -111,10 +111,10 @@ impl FromStr for FaultPlan {
     }
 }
 
-/// What happens to one packet.
+/// What happens to a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
-    /// It goes on.
+    /// It is sent.
     Pass,
     /// It is lost.
     Drop,
@@ -122,15 +122,15 @@ pub enum Fate {
     Duplicate,
     /// Held back until the next packet has passed.
     Reorder,
-    /// It arrives so much later.
+    /// It is delayed.
     Delay(Duration),
 }
 
-/// A plan in force.
+/// A fault plan in force.
 #[derive(Default)]
 pub struct Faults {
     plan: FaultPlan,
-    /// How queue pairs are numbered, which is another way in each run: faults repeat.
+    /// Maps queue pair numbers, which are random, to their order of creation: so faults are reproducible.
     qpns: Shuffle<24>,
     packets: bool,
     sends: u64,
@@ -163,7 +163,7 @@ impl Faults {
         if self.is_dead() {
             return Fate::Drop;
         }
-        // 53 random bits in 0..1, then one probability after the other eats its share.
+        // 53 random bits in 0..1, compared with the cumulative probabilities.
         let key = self.qpns.find(qpn);
         let bits = mix(self.plan.seed ^ mix(u64::from(key) << 40 ^ index)) >> 11;
         #[expect(clippy::cast_precision_loss, reason = "53 bits are exact")]
@@ -186,7 +186,7 @@ impl Faults {
         }
     }
 
-    /// Counts a packet that went out.
+    /// Counts a packet sent.
     pub fn count_packet(&mut self) {
         self.sent += 1;
     }
@@ -196,12 +196,12 @@ impl Faults {
         self.plan.die_after.is_some_and(|after| self.sent >= after)
     }
 
-    /// The syndrome to fail the send just fetched with.
+    /// Counts a fetched send. Returns its syndrome if it is the one to fail.
     pub fn next_send(&mut self) -> Option<Syndrome> {
         Self::next(&mut self.sends, self.plan.fail_send)
     }
 
-    /// The syndrome to fail the receive just consumed with.
+    /// Counts a consumed receive. Returns its syndrome if it is the one to fail.
     pub fn next_recv(&mut self) -> Option<Syndrome> {
         Self::next(&mut self.recvs, self.plan.fail_recv)
     }

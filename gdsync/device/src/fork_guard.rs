@@ -1,5 +1,5 @@
-//! What was made before a process forked belongs to the parent. The child has neither its threads nor its rings, and shares
-//! files and devices with it: there calls are refused, and what is dropped is left alone.
+//! Objects belong to the process that created them. A forked child has neither the threads nor the rings of its parent, but shares files
+//! and devices with it: there calls are refused, and dropped objects are leaked.
 
 use std::mem;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use gdrcopy::fork::Owner;
 
 use crate::error::{Error, Result};
 
-/// The process that made something.
+/// The process that created an object.
 #[derive(Clone, Copy, Debug)]
 pub struct ForkGuard(Owner);
 
@@ -20,13 +20,16 @@ impl Default for ForkGuard {
 }
 
 impl ForkGuard {
-    /// Whether this is the process, and not a child forked since.
-    #[inline(always)]
+    /// Whether the caller is that process, not a forked child.
+    #[inline]
     pub fn is_here(self) -> bool {
         self.0.is_caller()
     }
 
-    /// Refuses a child.
+    /// Checks that the caller is that process.
+    ///
+    /// # Errors
+    /// [`Error::OtherProcess`] in a forked child.
     #[inline]
     pub fn check(self) -> Result<()> {
         match self.0.check() {
@@ -36,8 +39,8 @@ impl ForkGuard {
         }
     }
 
-    /// For the drop of what has a thread: takes the thread to be joined, if there is one. In a child there is none, and its handle
-    /// is not dropped either: that would detach the thread of the child that has its number now.
+    /// For drops of objects with a thread: takes the thread to be joined, if there is one. In a child the handle is leaked: dropping it
+    /// would detach whichever thread of the child has the same number.
     pub fn take_thread(self, thread: &mut Option<JoinHandle<()>>) -> Option<JoinHandle<()>> {
         let thread = thread.take();
         if self.is_here() {
@@ -47,11 +50,11 @@ impl ForkGuard {
         None
     }
 
-    /// For the drop of something that holds on to `kept`: whether to go about it. In a child `kept` then outlives it.
-    pub fn may_end<T: ?Sized>(self, free_list: &Arc<T>) -> bool {
+    /// For drops of objects that hold `kept`: whether to run the drop. In a child `kept` is leaked.
+    pub fn may_end<T: ?Sized>(self, kept: &Arc<T>) -> bool {
         let here = self.is_here();
         if !here {
-            mem::forget(free_list.clone());
+            mem::forget(kept.clone());
         }
         here
     }

@@ -1,4 +1,8 @@
-//! What the queues of gdsync and the devices that read them share.
+//! The device interface of gdsync: memory, GPUs, errors, addresses, the flight recorder, and the interface between queues and the devices
+//! that consume them.
+//!
+//! To run the verbs and streams of `gdsync` on a device of your own, implement [`Provider`]. A device that consumes the rings on a CPU can
+//! use [`engine`], as the software HCA and the CPU proxy do.
 
 mod address;
 mod attr;

@@ -1,12 +1,10 @@
-//! Memory that a device may touch while the CPU does: the one place that reads and writes it.
+//! Memory shared with devices. All reads and writes of it are in this module.
 //!
-//! Rings, doorbell records, doorbells and payload all live in a [`Memory`]. Nobody forms `&[u8]` or
-//! `&mut [u8]` over it; bytes go in and out by copy, words through atomics. Every access is
-//! bounds-checked, and a clone keeps the bytes mapped, so a late access cannot fault.
+//! Rings, doorbell records, doorbells and payload are [`Memory`]. No `&[u8]` or `&mut [u8]` refers to it: bytes are copied in and out,
+//! words are atomics. Accesses are bounds-checked, and a clone keeps the bytes mapped, so a late access cannot fault.
 //!
-//! The bytes are in host memory or on a GPU. What is on a GPU is reached through a mapping (`gdrcopy`): words are stored
-//! and loaded as in host memory, but a load takes a microsecond, and stores leave the core late, so that those of
-//! this module end with a fence. Host memory is registered with CUDA when a GPU first needs it.
+//! The bytes are in host memory, or on a GPU behind a mapping (`gdrcopy`). Through a mapping a load takes a microsecond, and stores stay
+//! in write-combining buffers, so stores of this module end with a fence. Host memory is registered with CUDA when a GPU first uses it.
 
 mod access;
 #[cfg(debug_assertions)]
@@ -31,40 +29,40 @@ pub(crate) use self::pages::check_file_limit;
 pub use self::pages::{check_memfd, memfd};
 pub use self::process::{MARK, Process, user};
 pub use self::word::{Found, Place, Word32, Word64};
-use crate::cuda::{Block, Buffer, Flush, Gpu, Pages, Registered};
+use crate::cuda::{Buffer, Flush, Gpu, Pages, Registered};
 use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
 
-/// A range of bytes shared with a device. Cloning is cheap and shares the same bytes.
+/// A range of bytes shared with devices. Clones are cheap and share the bytes.
 #[derive(Clone)]
 pub struct Memory {
     ptr: NonNull<u8>,
     len: usize,
-    /// What work requests call the first byte.
+    /// Address of the first byte in work requests.
     addr: u64,
     reach: Reach,
     owner: Arc<Owner>,
 }
 
-/// How the CPU gets at the bytes.
+/// How the CPU accesses the bytes.
 #[derive(Clone, Copy, Debug)]
 enum Reach {
-    /// They are in host memory.
+    /// Host memory.
     Host,
-    /// They are on a GPU, or registers of a device, behind a mapping that is cached so.
+    /// GPU memory or device registers, behind a mapping of this type.
     Mapped(MappingType),
-    /// They are on a GPU, and only copy engines reach them.
+    /// GPU memory without a mapping: only copy engines access it.
     Engine,
 }
 
-/// A memory that is not kept alive by this.
+/// A weak handle of a [`Memory`].
 #[derive(Debug)]
 pub struct WeakMemory {
     memory: Parts,
     owner: Weak<Owner>,
 }
 
-/// A memory without its owner.
+/// A [`Memory`] without its owner.
 #[derive(Clone, Copy, Debug)]
 struct Parts {
     ptr: NonNull<u8>,
@@ -77,19 +75,19 @@ struct Parts {
 unsafe impl Send for WeakMemory {}
 
 impl WeakMemory {
-    /// The memory, if it is still there.
+    /// The memory, if it still exists.
     pub fn upgrade(&self) -> Option<Memory> {
         let Parts { ptr, len, addr, reach } = self.memory;
         Some(Memory { ptr, len, addr, reach, owner: self.owner.upgrade()? })
     }
 }
 
-/// What keeps the bytes alive.
+/// Keeps the bytes alive.
 struct Owner {
     bytes: Bytes,
-    /// Their registration with CUDA, for host memory that a GPU uses.
+    /// Registration with CUDA, of host memory that a GPU uses.
     registered: OnceLock<Registered>,
-    /// Held while they are registered.
+    /// Held while the bytes are being registered.
     registering: Mutex<()>,
     fork_guard: ForkGuard,
 }
@@ -99,41 +97,38 @@ enum Bytes {
         ptr: NonNull<u8>,
         len: usize,
     },
-    Lent {
+    Borrowed {
         ptr: NonNull<u8>,
         len: usize,
     },
-    /// Registers of a device, mapped as long as the keeper lives.
+    /// Registers of a device, mapped while the guard lives.
     Io {
         ptr: NonNull<u8>,
         len: usize,
         guard: Arc<dyn Any + Send + Sync>,
     },
-    /// On a GPU; the buffer where it is ours.
+    /// GPU memory of the application.
     Gpu {
         gpu: Gpu,
         mapping: Mapping,
     },
-    /// On a GPU, in a buffer of ours.
+    /// GPU memory of this library.
     Buffer(Buffer),
-    /// On a GPU, without a mapping, and why.
+    /// GPU memory without a mapping, with the reason.
     Unmapped {
         gpu: Gpu,
         why: String,
     },
-    /// On a GPU, in a block that is kept for the next user.
-    Block(Block),
 }
 
 impl Bytes {
-    /// The GPU they are on, and their mapping if they have one.
+    /// The GPU that they are on, and the mapping if there is one.
     fn on_gpu(&self) -> Option<(&Gpu, Option<&Mapping>)> {
         match self {
             Bytes::Gpu { gpu, mapping } => Some((gpu, Some(mapping))),
             Bytes::Buffer(buffer) => Some((buffer.gpu(), Some(buffer.mapping()))),
             Bytes::Unmapped { gpu, .. } => Some((gpu, None)),
-            Bytes::Block(block) => Some((block.gpu(), Some(block.mapping()))),
-            Bytes::Mapped { .. } | Bytes::Lent { .. } | Bytes::Io { .. } => None,
+            Bytes::Mapped { .. } | Bytes::Borrowed { .. } | Bytes::Io { .. } => None,
         }
     }
 }
@@ -141,7 +136,7 @@ impl Bytes {
 // SAFETY: the bytes are only reached through volatiles, atomics, and copies in assembly of this module and of gdrcopy, which any
 // thread may do at any time; the owner frees them once, when the last clone goes.
 unsafe impl Send for Memory {}
-// SAFETY: as above, no method hands out a plain reference to the bytes.
+// SAFETY: no method returns a plain reference to the bytes; all accesses are volatile, atomic, or copies in assembly.
 unsafe impl Sync for Memory {}
 // SAFETY: the mapping may be unmapped from any thread.
 unsafe impl Send for Owner {}
@@ -152,8 +147,8 @@ impl Drop for Owner {
     fn drop(&mut self) {
         let registered = self.registered.take();
         if !self.fork_guard.is_here() {
-            // Registration, mapping and GPU are the parent's, and other pages of the child may be where these are not.
-            let nothing = Bytes::Lent { ptr: NonNull::dangling(), len: 0 };
+            // Registration, mapping and GPU belong to the parent, and the child may have other pages at these addresses.
+            let nothing = Bytes::Borrowed { ptr: NonNull::dangling(), len: 0 };
             return mem::forget((registered, mem::replace(&mut self.bytes, nothing)));
         }
         if let Bytes::Io { guard, .. } = &self.bytes {
@@ -182,7 +177,7 @@ impl fmt::Debug for Memory {
     }
 }
 
-/// Orders stores to host memory before later ones, as devices see them: on Arm the fences of `std`, which are for CPUs alone, leave those out.
+/// Orders stores to host memory before later stores, as devices see them. On Arm the fences of `std` order only for CPUs.
 #[inline]
 pub fn host_fence() {
     fence_for_devices(MappingType::Cached);
@@ -195,10 +190,10 @@ fn fence_for_devices(kind: MappingType) {
     store_fence(kind);
 }
 
-/// Rounds up to whole pages of the host.
+/// Rounds a length up to whole pages of the host.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] where that does not fit in a `usize`.
+/// [`Error::InvalidArgument`] for 0 and for more than half the address space.
 pub fn page_round(len: usize) -> Result<usize> {
     len.checked_next_multiple_of(host_page())
         .filter(|&l| l > 0 && l <= isize::MAX.unsigned_abs())
@@ -206,16 +201,19 @@ pub fn page_round(len: usize) -> Result<usize> {
 }
 
 impl Memory {
-    /// Allocates `len` zeroed bytes, page-aligned. Forked children find zeros there.
+    /// Allocates `len` zeroed bytes, page-aligned. Forked children see zeros.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a length of 0, [`Error::Sys`] when the kernel refuses.
+    /// [`Error::InvalidArgument`] for a length of 0, [`Error::Sys`] if the kernel has no memory.
     pub fn alloc(len: usize) -> Result<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         Self::mmap(len, flags, -1)
     }
 
     /// Maps the first `len` bytes of a shared memory file.
+    ///
+    /// # Errors
+    /// As [`Memory::alloc`].
     pub fn map_shared(fd: BorrowedFd<'_>, len: usize) -> Result<Self> {
         Self::mmap(len, libc::MAP_SHARED, fd.as_raw_fd())
     }
@@ -230,19 +228,14 @@ impl Memory {
         Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Host, owner: Owner::new(bytes) }
     }
 
-    /// GPU memory behind a mapping; the buffer where it is ours.
+    /// GPU memory of the application behind a mapping.
     pub fn on_gpu(gpu: &Gpu, mapping: Mapping) -> Self {
         Self::behind_mapping(Bytes::Gpu { gpu: gpu.clone(), mapping })
     }
 
-    /// A buffer of GPU memory.
+    /// GPU memory of this library.
     pub fn buffer(buffer: Buffer) -> Self {
         Self::behind_mapping(Bytes::Buffer(buffer))
-    }
-
-    /// A block of GPU memory.
-    pub fn block(block: Block) -> Self {
-        Self::behind_mapping(Bytes::Block(block))
     }
 
     fn behind_mapping(bytes: Bytes) -> Self {
@@ -253,32 +246,34 @@ impl Memory {
         Self { ptr, len, addr, reach, owner: Owner::new(bytes) }
     }
 
-    /// Host memory that was left registered.
+    /// Host memory that is still registered.
     pub fn of_pages(gpu: &Gpu, pages: Pages, len: usize) -> Self {
         let memory = Self::host(pages.ptr, len, Bytes::Mapped { ptr: pages.ptr, len: pages.len });
         memory.owner.registered.get_or_init(|| Registered::again(gpu, pages));
         memory
     }
 
-    /// GPU memory that only copy engines reach, and why.
+    /// GPU memory that only copy engines access, with the reason.
     pub fn unmapped(gpu: &Gpu, addr: u64, len: usize, why: String) -> Self {
         let owner = Owner::new(Bytes::Unmapped { gpu: gpu.clone(), why });
         Self { ptr: NonNull::dangling(), len, addr, reach: Reach::Engine, owner }
     }
 
-    /// Host memory of the application that CUDA knows already.
+    /// Host memory that the application registered with CUDA.
+    ///
+    /// # Errors
+    /// As [`Memory::from_raw`].
     ///
     /// # Safety
     /// As [`Memory::from_raw`].
     pub unsafe fn known(ptr: *mut u8, len: usize, registered: Registered) -> Result<Self> {
         // SAFETY: what the caller promised.
         let memory = unsafe { Self::from_raw(ptr, len) }?;
-        // Nobody else has it yet.
         let _ = memory.owner.registered.set(registered);
         Ok(memory)
     }
 
-    /// Wraps bytes that somebody else owns.
+    /// Wraps memory that the caller owns.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a null pointer, a length of 0, or a range that wraps.
@@ -287,31 +282,31 @@ impl Memory {
     /// The range must stay mapped, readable and writable until every clone of the result is gone, and
     /// no Rust reference to it may be used meanwhile, except `&AtomicU32`-like or `&UnsafeCell`-like ones.
     ///
-    /// Once a GPU has used it, CUDA knows its addresses until a moment after that, and would take new memory there for the old:
-    /// it must then stay mapped until [`Gpu::reclaim`] has returned.
+    /// Once a GPU has used it, it must stay mapped until [`Gpu::reclaim`] has returned: until then CUDA has the pages registered, and would
+    /// use them instead of new memory at the same address.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Result<Self> {
         let ok =
             len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());
         match NonNull::new(ptr).filter(|_| ok) {
-            Some(ptr) => Ok(Self::host(ptr, len, Bytes::Lent { ptr, len })),
+            Some(ptr) => Ok(Self::host(ptr, len, Bytes::Borrowed { ptr, len })),
             None => Err(Error::invalid("memory range", len, "a non-null pointer and at least one byte")),
         }
     }
 
-    /// Registers of a device, only to be written, which stay mapped as long as `keeper` lives.
+    /// Write-only registers of a device.
     ///
     /// # Safety
-    /// The range must be mapped for writing until then.
+    /// The range must be mapped for writing while `guard` lives.
     pub unsafe fn io(ptr: NonNull<u8>, len: usize, guard: Arc<dyn Any + Send + Sync>) -> Self {
         let owner = Owner::new(Bytes::Io { ptr, len, guard });
         Self { ptr, len, addr: ptr.as_ptr() as u64, reach: Reach::Mapped(MappingType::WriteCombining), owner }
     }
 
-    /// Lets this go where the calling thread must not wait: to free GPU memory, CUDA may wait for all work of the GPU.
+    /// Drops this without blocking the calling thread: freeing GPU memory may wait for all work of the GPU.
     pub fn let_go(self) {
         let known = self.gpu().is_some() || self.owner.registered.get().is_some();
         if known && Arc::strong_count(&self.owner) == 1 {
-            // Where no thread can be started, this one waits.
+            // If no thread can be started, this one blocks.
             let _ = std::thread::Builder::new().name("gdsync-free".into()).spawn(move || drop(self));
         }
     }
@@ -321,68 +316,56 @@ impl Memory {
         Self { addr, owner: self.owner.clone(), ..*self }
     }
 
-    /// A handle that does not keep the memory.
+    /// A weak handle.
     pub fn downgrade(&self) -> WeakMemory {
         let &Self { ptr, len, addr, reach, ref owner } = self;
         WeakMemory { memory: Parts { ptr, len, addr, reach }, owner: Arc::downgrade(owner) }
     }
 
-    /// The address of the first byte in work requests: that of the CPU for host memory, that of the GPU for its memory.
+    /// The address of the first byte in work requests: the CPU's for host memory, the GPU's for GPU memory.
     pub fn addr(&self) -> u64 {
         self.addr
     }
 
-    /// The GPU that the bytes are on; `None` for host memory.
+    /// The GPU that it is on; `None` for host memory.
     pub fn gpu(&self) -> Option<&Gpu> {
         self.owner.bytes.on_gpu().map(|(gpu, _)| gpu)
     }
 
-    /// The address of the first byte on a GPU. Host memory is registered with CUDA by the first call, all of it, and
-    /// stays registered.
+    /// The address of the first byte on a GPU. The first call registers all of the host memory with CUDA; it stays registered.
     ///
     /// # Errors
-    /// [`Error::Cuda`] when CUDA refuses to register it, or when the GPU cannot reach the other one that it is on.
+    /// [`Error::Cuda`] if CUDA refuses to register it, or the GPU cannot access the one that it is on.
     pub fn gpu_addr(&self, gpu: &Gpu) -> Result<u64> {
-        match &self.owner.bytes {
-            Bytes::Gpu { gpu: owner, .. } | Bytes::Unmapped { gpu: owner, .. } => {
-                gpu.reach(owner).map(|()| self.addr)
-            }
-            Bytes::Buffer(buffer) => gpu.reach(buffer.gpu()).map(|()| self.addr),
-            Bytes::Block(block) => gpu.reach(block.gpu()).map(|()| self.addr),
-            &(Bytes::Mapped { ptr, len } | Bytes::Lent { ptr, len }) => {
-                self.registered_at(ptr, || gpu.register(ptr, len))
-            }
-            &Bytes::Io { ptr, len, .. } => self.registered_at(ptr, || gpu.register_io(ptr, len)),
+        if let Some(owner) = self.gpu() {
+            return gpu.reach(owner).map(|()| self.addr);
         }
-    }
-
-    /// Whether [`Memory::gpu_addr`] has nothing to register.
-    pub fn is_known_to_gpus(&self) -> bool {
-        let may_be_new =
-            matches!(self.owner.bytes, Bytes::Mapped { .. } | Bytes::Lent { .. } | Bytes::Io { .. });
-        !may_be_new || self.owner.registered.get().is_some()
-    }
-
-    /// The address on GPUs, of bytes whose owner's begin at `start`; registered by the first call.
-    fn registered_at(
-        &self,
-        start: NonNull<u8>,
-        register: impl FnOnce() -> Result<Registered>,
-    ) -> Result<u64> {
+        let (start, len, is_io) = match self.owner.bytes {
+            Bytes::Io { ptr, len, .. } => (ptr, len, true),
+            Bytes::Mapped { ptr, len } | Bytes::Borrowed { ptr, len } => (ptr, len, false),
+            Bytes::Gpu { .. } | Bytes::Buffer(_) | Bytes::Unmapped { .. } => unreachable!("it is on a GPU"),
+        };
         let offset = self.ptr.as_ptr() as u64 - start.as_ptr() as u64;
         if let Some(registered) = self.owner.registered.get() {
             return Ok(registered.addr() + offset);
         }
         let _once = self.owner.registering.lock();
-        if let Some(registered) = self.owner.registered.get() {
-            return Ok(registered.addr() + offset);
-        }
-        let registered = register()?;
-        Ok(self.owner.registered.get_or_init(|| registered).addr() + offset)
+        let registered = match self.owner.registered.get() {
+            Some(registered) => registered,
+            None => {
+                let new = if is_io { gpu.register_io(start, len) } else { gpu.register(start, len) }?;
+                self.owner.registered.get_or_init(|| new)
+            }
+        };
+        Ok(registered.addr() + offset)
     }
 
-    /// Returns when what this thread wrote has arrived on the GPU, visible to kernels that run: see
-    /// [`Mapping::flush`]. Nothing for host memory.
+    /// Whether [`Memory::gpu_addr`] need not register it.
+    pub fn is_known_to_gpus(&self) -> bool {
+        self.gpu().is_some() || self.owner.registered.get().is_some()
+    }
+
+    /// Returns when writes of this thread are visible to running kernels of the GPU: see [`Mapping::flush`]. No effect on host memory.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -391,14 +374,14 @@ impl Memory {
         mapping.flush().map_err(Error::cuda("flushing writes to the GPU"))
     }
 
-    /// Whether what was written through a mapping needs [`Memory::flush`] before the GPU's own later work sees it.
+    /// Whether later work of the GPU sees writes through the mapping only after [`Memory::flush`].
     #[inline]
     pub fn needs_flush(&self) -> bool {
         let Reach::Mapped(_) = self.reach else { return false };
         self.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded)
     }
 
-    /// Orders what was written through a mapping before later stores, and sends it on its way. Nothing for host memory.
+    /// Orders writes through a mapping before later stores, and empties the write-combining buffers. No effect on host memory.
     #[inline]
     pub fn fence(&self) {
         if let Reach::Mapped(kind) = self.reach {
@@ -406,14 +389,14 @@ impl Memory {
         }
     }
 
-    /// Whether the bytes are in host memory.
+    /// Whether it is host memory.
     #[inline]
     pub fn is_host(&self) -> bool {
         matches!(self.reach, Reach::Host)
     }
 
-    /// Whether the CPU reaches the bytes. Where it does not, as in memory of a stream-ordered pool, queues move them with a
-    /// copy engine, and the functions below that read or write fail.
+    /// Whether the CPU can access the bytes. If not, as in memory of a stream-ordered pool, queues use copy engines, and reads and writes
+    /// here fail with [`Error::NotMapped`].
     pub fn is_mapped(&self) -> bool {
         !matches!(self.reach, Reach::Engine)
     }
@@ -424,10 +407,10 @@ impl Memory {
         self.len
     }
 
-    /// A part of this memory that shares its bytes.
+    /// A part of this memory, sharing its bytes.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`] when the part does not lie inside.
+    /// [`Error::OutOfBounds`] if the part does not lie inside.
     pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
         self.inside(offset, len.max(1))?;
         let ptr = match self.reach {
@@ -455,7 +438,7 @@ impl Memory {
         Error::NotMapped { addr: self.addr, why }
     }
 
-    /// Where the CPU finds a part.
+    /// The CPU's address of a part.
     #[inline]
     fn check(&self, offset: usize, len: usize) -> Result<NonNull<u8>> {
         self.inside(offset, len)?;
@@ -469,7 +452,7 @@ impl Memory {
     /// The aligned 32-bit word at `offset`, as an atomic in native byte order.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 4.
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] if the address is not a multiple of 4.
     #[inline]
     pub fn atomic32(&self, offset: usize) -> Result<&AtomicU32> {
         let ptr = self.check_aligned::<AtomicU32>(offset)?;
@@ -480,7 +463,7 @@ impl Memory {
     /// The aligned 64-bit word at `offset`, as an atomic in native byte order.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] when the address is not a multiple of 8.
+    /// [`Error::OutOfBounds`], [`Error::NotMapped`], or [`Error::InvalidArgument`] if the address is not a multiple of 8.
     #[inline]
     pub fn atomic64(&self, offset: usize) -> Result<&AtomicU64> {
         let ptr = self.check_aligned::<AtomicU64>(offset)?;

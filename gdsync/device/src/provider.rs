@@ -1,6 +1,6 @@
-//! What a device backend gives to the verbs layer: queues in memory, keys, and state changes.
+//! The device interface: queues in memory, keys and state changes, between verbs and whatever consumes the rings.
 //!
-//! Everything above this trait is the same for every device; everything below only makes rings and consumes them.
+//! Everything above [`Provider`] is the same for all devices. Everything below creates rings and consumes them.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -18,7 +18,7 @@ use crate::fork_guard::ForkGuard;
 use crate::memory::{Memory, Word64};
 use crate::{CqEvent, DoorbellWatch, FaultPlan};
 
-/// A completion queue as the device made it.
+/// A completion queue as created by the device.
 #[derive(Debug)]
 pub struct CqParts {
     /// The completion queue number.
@@ -27,11 +27,11 @@ pub struct CqParts {
     pub ring: Memory,
     /// The 8-byte doorbell record.
     pub record: Memory,
-    /// Raised after completions were written.
+    /// Raised after each completion.
     pub event: Arc<CqEvent>,
 }
 
-/// What a queue pair is made of.
+/// Parameters of a new queue pair.
 #[derive(Clone, Copy, Debug)]
 pub struct QpRequest {
     /// The protection domain.
@@ -40,19 +40,19 @@ pub struct QpRequest {
     pub send_cqn: u32,
     /// The completion queue of receives.
     pub recv_cqn: u32,
-    /// Log2 of the send queue's basic blocks.
+    /// Log2 of the number of blocks of the send queue.
     pub log_sq: u32,
-    /// Log2 of the receive queue's entries.
+    /// Log2 of the number of entries of the receive queue.
     pub log_rq: u32,
     /// Bytes of a receive queue entry.
     pub rq_stride: usize,
-    /// Buffers of the largest send that was asked for. The ring may have room for more.
+    /// Maximum number of SGEs of a send, as requested; the ring may have room for more.
     pub max_send_sge: usize,
-    /// Bytes of the longest inline send that was asked for, likewise.
+    /// Maximum inline bytes of a send, as requested.
     pub max_inline: usize,
 }
 
-/// A queue pair as the device made it, in state RESET.
+/// A queue pair as created by the device, in state RESET.
 #[derive(Debug)]
 pub struct QpParts {
     /// The queue pair number, 24 bits.
@@ -67,9 +67,9 @@ pub struct QpParts {
     pub record: Memory,
     /// The doorbell register.
     pub doorbell: Word64,
-    /// What broke it. A device that knows more than a CQE can say records that before the CQE is written.
+    /// The first failure. A device that knows more than a CQE can say records it before it writes the CQE.
     pub health: Arc<Health>,
-    /// What spares most calls of [`Provider::watch`], if the device needs any.
+    /// Saves most calls of [`Provider::watch`]; `None` if the device needs none.
     pub doorbell_watch: Option<DoorbellWatch>,
 }
 
@@ -80,100 +80,109 @@ pub struct MrKeys {
     pub lkey: u32,
     /// The remote key.
     pub rkey: u32,
-    /// They are of host memory in place of GPU memory: peers cannot name that.
+    /// The region is staged in host memory: peers cannot access the GPU memory by the remote key.
     pub is_staged: bool,
 }
 
-/// A device: it makes rings, and something behind it reads them. Implement it to put the verbs and streams of `gdsync` over a device of your own.
+/// A device: creates rings, which something behind it consumes. Implement this to run the verbs and streams of `gdsync` on a device of
+/// your own.
 pub trait Provider: Send + Sync + fmt::Debug {
     /// What consumes the rings, for reports.
     fn description(&self) -> &str;
-    /// How bytes travel to a peer, for reports.
+    /// What connects it to peers, for reports.
     fn wire(&self) -> &str;
-    /// Whether no card is behind it.
+    /// Whether it is simulated by software.
     fn is_software(&self) -> bool {
         false
     }
     /// The GID of its port.
     fn gid(&self) -> Gid;
-    /// Where a peer finds a queue pair of this device.
+    /// The address of a queue pair of this device, for peers.
     fn address(&self, qpn: u32, psn: u32) -> QpAddress {
         QpAddress::new(self.gid(), qpn, psn)
     }
     /// Allocates a protection domain.
     ///
     /// # Errors
-    /// Of the device, when there are too many.
+    /// Of the device, if it has no more.
     fn alloc_pd(&self) -> Result<u32>;
     /// Frees a protection domain.
     fn dealloc_pd(&self, pdn: u32);
     /// Registers memory.
     ///
     /// # Errors
-    /// Of the device, when it does not take the memory or these rights.
+    /// Of the device, if it refuses the memory or the rights.
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys>;
-    /// Ends a registration.
+    /// Deregisters memory.
     fn dereg_mr(&self, keys: MrKeys);
-    /// How a message of `len` bytes of `memory`, in the region of this key, would leave by a queue pair.
+    /// The path of a message of `len` bytes from `memory`, in the region with this key, through a queue pair.
     fn transfer_path(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> TransferPath;
-    /// From so many bytes on, payload in GPU memory is left to copy engines of receivers. Returns from how many it was; `None`
-    /// where there is no choice.
+    /// Sets the size in bytes from which copy engines of receivers fetch payload in GPU memory. Returns the previous size; `None` if
+    /// the device has no such choice.
     fn leave_by_reference(&self, _bytes: usize) -> Option<usize> {
         None
     }
-    /// Which GPU memory that is registered from now on is staged. Returns which it was; `None` where there is no choice.
+    /// Sets which GPU memory is staged when registered. Returns the previous setting; `None` if the device has no such choice.
     fn stage(&self, _which: Staging) -> Option<Staging> {
         None
     }
-    /// `ring` says which completion queue of a queue pair it will be, if any: it may be in GPU memory.
+    /// Creates a completion queue. `ring` tells which one of a queue pair it will be, if any, as it may lie in GPU memory.
+    ///
+    /// # Errors
+    /// Of the device, if it has no more, or of the allocation.
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts>;
     /// Destroys a completion queue.
     fn destroy_cq(&self, cqn: u32);
-    /// Makes a queue pair in RESET.
+    /// Creates a queue pair in RESET.
     ///
     /// # Errors
-    /// Of the device, when it has no room, or does not take the sizes.
+    /// Of the device, if it has no more or refuses the sizes.
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts>;
-    /// `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, for the address of the peer. Returns the
-    /// first packet sequence number of this side, which a reset changes.
+    /// Changes the state of a queue pair. `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, to resolve the address of the
+    /// peer. Returns the first packet sequence number of this side, which a reset changes.
+    ///
+    /// # Errors
+    /// Of the device, if it refuses the transition, or the peer cannot be reached.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
     /// Destroys a queue pair.
     fn destroy_qp(&self, qpn: u32);
-    /// READs and atomics that a queue pair may have outstanding, at most [`MAX_RD_ATOMIC`].
+    /// Maximum number of outstanding READs and atomics of a queue pair, at most [`MAX_RD_ATOMIC`].
     fn rd_atomic(&self) -> u8 {
         MAX_RD_ATOMIC
     }
-    /// What a queue pair of this device may let peers do.
+    /// Access that a queue pair of this device may grant to peers.
     fn rights(&self) -> Access {
         Access::all()
     }
-    /// Whether messages that a queue pair receives are written in order of their addresses, if the device tells.
+    /// Whether received messages are written in ascending order of addresses, if known.
     fn writes_in_order(&self, _qpn: u32) -> Option<bool> {
         None
     }
 
-    /// Whether a doorbell may be written before its record. A card may look at the record to recover a doorbell that it
-    /// missed, so there the record comes first.
+    /// Whether a doorbell may be written before its record. Not on cards: they may read the record to recover a missed doorbell.
     fn record_may_lag(&self) -> bool;
-    /// Whether a card reads the rings over the bus, as soon as a doorbell is written by whomever: what the CPU wrote to GPU
-    /// memory must have arrived there before.
+    /// Whether the device reads the rings over the bus, as soon as anything writes a doorbell: then CPU writes to GPU memory must have
+    /// arrived there before the doorbell.
     fn reads_by_itself(&self) -> bool {
         false
     }
-    /// Before a queue pair is made for this GPU: has it probed whether it can ring, once.
+    /// Called before a queue pair is created for this GPU. The device may call `probe` once, to test whether the GPU can ring.
+    ///
+    /// # Errors
+    /// Of the probe.
     fn admit(&self, _gpu: &Gpu, _probe: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         Ok(())
     }
-    /// A doorbell of this queue pair was written by a CPU thread.
+    /// A CPU thread has written the doorbell of this queue pair.
     fn ring(&self, qpn: u32);
-    /// A doorbell of this queue pair will be written by something that cannot call [`Provider::ring`], up to the
-    /// producer index `pi`.
+    /// The doorbell of this queue pair will be written up to the producer index `pi` by something that cannot call
+    /// [`Provider::ring`].
     fn watch(&self, qpn: u32, pi: u64);
-    /// A stream of a GPU waits on this completion queue: nobody polls it, and what is done for it cannot wait.
+    /// A GPU stream waits on this completion queue, which no thread polls meanwhile.
     fn attend(&self, cqn: u32);
-    /// Runs device work on the calling thread, if the device has such work and nobody else does it now.
+    /// Runs device work on the calling thread, if there is any and no other thread runs it. Returns whether anything was done.
     fn progress(&self) -> bool;
-    /// Whether a copy of payload, or a long message, began a moment ago, here or at a peer.
+    /// Whether a copy of payload, or a long message, began a moment ago, here or at a peer. Then waiting threads do not sleep.
     fn has_copied_recently(&self) -> bool {
         false
     }
@@ -190,7 +199,7 @@ pub trait Provider: Send + Sync + fmt::Debug {
 }
 
 bitflags::bitflags! {
-    /// What of a queue pair is in GPU memory; the rest is in host memory.
+    /// Parts of a queue pair in GPU memory; the rest is in host memory.
     ///
     /// | libgdsync | here |
     /// |---|---|
@@ -199,17 +208,14 @@ bitflags::bitflags! {
     /// | `GDS_CREATE_QP_RX_CQ_ON_GPU` | [`OnGpu::RECV_CQ`] |
     /// | `GDS_CREATE_QP_WQ_DBREC_ON_GPU` | [`OnGpu::RECORDS`] |
     ///
-    /// A GPU looks at a completion queue in its own memory without using the bus. The CPU, and with it the software HCA,
-    /// writes there about as quickly as to host memory, but every look takes it a microsecond. Doorbells are
-    /// registers of the card and never move.
+    /// A GPU polls a completion queue in its own memory without using the bus. The CPU, and so the software HCA, writes there about as
+    /// fast as to host memory, but each read takes a microsecond. Doorbells are registers of the card and stay there.
     ///
-    /// Where mlx5 cards read the rings by themselves, any of these makes the queue pair by DevX, which needs a dma-buf of GPU
-    /// memory for the card (Linux 6.1, rdma-core 43, the NVIDIA driver's open kernel modules) or nvidia-peermem: otherwise it is
-    /// refused, with the reason.
+    /// Where mlx5 cards read the rings themselves, any of these creates the queue pair by DevX. That needs a dma-buf of GPU memory
+    /// (Linux 6.1, rdma-core 43, the NVIDIA driver's open kernel modules) or nvidia-peermem; otherwise it is refused with the reason.
     #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
     pub struct OnGpu: u32 {
-        /// The send queue. The device must be able to read it there: the software HCA can, and so can mlx5 cards. There the
-        /// receive queue lies beside it, in the same memory.
+        /// The send queue. The software HCA and mlx5 cards can read it there. On cards the receive queue lies beside it.
         const SEND_QUEUE = 1;
         /// The completion queue of sends, unless it is shared.
         const SEND_CQ = 2;
@@ -220,24 +226,27 @@ bitflags::bitflags! {
     }
 }
 
-/// The GPU that drives a queue pair, and what is in its memory.
+/// The GPU that drives a queue pair, and which parts lie in its memory.
 #[derive(Clone, Debug, Default)]
 pub struct Places {
-    /// The GPU; `None` where only CPUs use the queue pair.
+    /// The GPU; `None` if only CPUs use the queue pair.
     pub gpu: Option<Gpu>,
-    /// What is in its memory.
+    /// Parts in GPU memory.
     pub on_gpu: OnGpu,
 }
 
 impl Places {
-    /// `len` zeroed bytes for `what`, where they belong, and known to the GPU.
+    /// Allocates `len` zeroed bytes for `what`, in GPU memory or in host memory that the GPU can access.
+    ///
+    /// # Errors
+    /// As [`Gpu::alloc`] and [`Memory::alloc`].
     pub fn alloc(&self, what: OnGpu, len: usize) -> Result<Memory> {
         let Some(gpu) = &self.gpu else { return Memory::alloc(len) };
         if !what.is_empty() && self.on_gpu.contains(what) { gpu.piece(len) } else { gpu.host_piece(len) }
     }
 }
 
-/// What takes payload out of its buffer, on its way to the peer.
+/// What moves payload out of its buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Transport {
@@ -245,30 +254,28 @@ pub enum Transport {
     Card,
     /// The card reads GPU memory: GPUDirect RDMA (GPUDirect v3).
     CardFromGpu,
-    /// The CPU copies host memory into memory that it shares with the peer.
+    /// The CPU copies from host memory into memory shared with the peer.
     Cpu,
-    /// The receiver's CPU copies it from host memory to where it goes, by cross-memory attach (`process_vm_readv`).
+    /// The receiver's CPU copies from host memory to the destination, by cross-memory attach (`process_vm_readv`).
     Cma,
-    /// The CPU reads GPU memory through a mapping, and copies it into memory that it shares with the peer.
+    /// The CPU copies from GPU memory, through a mapping, into memory shared with the peer.
     Mapping,
-    /// A copy engine of the receiver's GPU fetches it, over NVLink or PCIe, and between processes by CUDA IPC (GPUDirect v2).
+    /// A copy engine of the receiver's GPU fetches it over NVLink or PCIe; between processes by CUDA IPC (GPUDirect v2).
     PeerToPeer,
-    /// A copy engine of this GPU brings it to pinned host memory, from where the CPU copies it on in chunks, or the card reads it
-    /// (GPUDirect v1).
+    /// A copy engine of this GPU copies to pinned host memory, from where the CPU copies in chunks or the card reads (GPUDirect v1).
     Staging,
 }
 
-/// Which GPU memory a device is given pinned host memory in place of, where a thread posts to it (the CPU proxy): see
-/// `Context::stage`.
+/// Which GPU memory the CPU proxy stages in pinned host memory: see `Context::stage`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Staging {
-    /// What the device refuses to register.
+    /// Memory that the device refuses to register.
     #[default]
     Refused,
-    /// All.
+    /// All GPU memory.
     Always,
-    /// None: what the device refuses is refused.
+    /// None: registration fails if the device refuses it.
     Never,
 }
 
@@ -286,8 +293,7 @@ impl fmt::Display for Transport {
     }
 }
 
-/// What takes payload out of a buffer, and why: see `Qp::transfer_path`. It is written as
-/// `copied by the CPU: it is host memory`.
+/// What moves payload out of a buffer, and why: see `Qp::transfer_path`. Displayed as `copied by the CPU: it is host memory`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TransferPath {
     transport: Transport,
@@ -295,17 +301,17 @@ pub struct TransferPath {
 }
 
 impl TransferPath {
-    /// Payload that leaves by this transport, and why.
+    /// A path with its reason.
     pub fn new(transport: Transport, reason: impl Into<Cow<'static, str>>) -> Self {
         Self { transport, reason: reason.into() }
     }
 
-    /// What takes it.
+    /// What moves the payload.
     pub fn transport(&self) -> Transport {
         self.transport
     }
 
-    /// Why it is this one.
+    /// The reason.
     pub fn reason(&self) -> &str {
         &self.reason
     }
@@ -321,11 +327,11 @@ impl fmt::Display for TransferPath {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HcaStats {
-    /// Doorbells taken.
+    /// Number of doorbells taken.
     pub doorbells: u64,
-    /// Send WQEs fetched.
+    /// Number of send WQEs fetched.
     pub wqes: u64,
-    /// Packets sent, among them those that a fault plan dropped or holds back.
+    /// Packets sent, including those that a fault plan drops or delays.
     pub packets_sent: u64,
     /// Packets received.
     pub packets_received: u64,
@@ -335,24 +341,24 @@ pub struct HcaStats {
     pub packets_discarded: u64,
     /// Times a sender went back to an earlier packet.
     pub retransmissions: u64,
-    /// Messages received by reference: a copy engine moved their payload.
+    /// Messages whose payload a copy engine moved.
     pub by_reference: u64,
-    /// Messages received by cross-memory attach: the CPU read their payload in the sender's process.
+    /// Messages whose payload the CPU read in the sender's process, by cross-memory attach.
     pub by_cma: u64,
-    /// References that could not be followed, so that the payload was sent after all.
+    /// References that the receiver could not follow, so the payload was sent.
     pub references_refused: u64,
     /// Messages that found no receive.
     pub rnr_naks: u64,
     /// Completion queues that overran.
     pub cq_overruns: u64,
-    /// Things a card would punish.
+    /// Violations of the ring formats, which a card may punish.
     pub violations: u64,
-    /// The last of them.
+    /// The last violation.
     pub last_violation: Option<&'static str>,
 }
 
 impl HcaStats {
-    /// Counts and reports something a card would punish.
+    /// Counts and logs a violation of the ring formats.
     pub fn violation(&mut self, what: &'static str) {
         self.violations += 1;
         self.last_violation = Some(what);
@@ -360,17 +366,17 @@ impl HcaStats {
     }
 }
 
-/// Why a queue pair does no more work: the first failure, kept for every later call; or this is not its process.
+/// Health of a queue pair: its first failure, returned by all later calls, and the process that it belongs to.
 #[derive(Debug, Default)]
 pub struct Health {
     broken: AtomicBool,
-    /// The process that made the queue pair.
+    /// The process that created the queue pair.
     pub fork_guard: ForkGuard,
     error: SpinLock<Option<Error>>,
 }
 
 impl Health {
-    /// Records a failure. A flush never replaces anything, and any cause replaces a flush.
+    /// Records a failure unless there is one. Any other failure replaces a flush.
     pub fn record(&self, error: Error) {
         let flush = |e: &Error| matches!(e, Error::Completion(c) if c.is_flush());
         let mut slot = self.error.lock();
@@ -380,13 +386,16 @@ impl Health {
         self.broken.store(true, Ordering::Release);
     }
 
-    /// Whether the queue pair does no more work, or belongs to another process.
+    /// Whether the queue pair has failed, or belongs to another process.
     #[inline]
     pub fn is_broken(&self) -> bool {
         self.broken.load(Ordering::Acquire) || !self.fork_guard.is_here()
     }
 
-    /// The failure, if there was one.
+    /// Checks that the queue pair has not failed.
+    ///
+    /// # Errors
+    /// The recorded failure; [`Error::OtherProcess`] in a forked child.
     pub fn check(&self) -> Result<()> {
         if !self.is_broken() {
             return Ok(());
@@ -395,7 +404,7 @@ impl Health {
         self.error.lock().clone().map_or(Ok(()), Err)
     }
 
-    /// Forgets the failure, for a reset.
+    /// Clears the failure, for a reset.
     pub fn clear(&self) {
         *self.error.lock() = None;
         self.broken.store(false, Ordering::Release);

@@ -8,7 +8,7 @@ use std::fmt;
 pub struct QpState(pub u8);
 
 impl QpState {
-    /// Fresh: nothing may be posted.
+    /// Initial state: nothing may be posted.
     pub const RESET: Self = Self(0);
     /// Receives may be posted.
     pub const INIT: Self = Self(1);

@@ -1,31 +1,29 @@
-//! The flight recorder: when each request reached which stage, and what every thread waits for, in a file in memory that can be
-//! read while the process runs, when it hangs, and after it was killed.
+//! The flight recorder: stages of all work requests and waits of all threads, in a memory file that can be read while the process runs or
+//! hangs, and after it was killed.
 //!
-//! A process that uses queues or streams has a recording as long as it has any of them: a file
-//! `gdsync-PID-STARTED.rec` in `/dev/shm`, or where there is none in `$XDG_RUNTIME_DIR` or `/tmp`, that only its user can
-//! read. When the last queue, context and stream of the process are dropped, the file goes. Of a process that ends without
-//! that, killed or by `exit`, it stays for who wants to know why: `gdasync trace` reads it. Each new recording
-//! removes those of dead processes but for the newest eight; `gdasync trace --clean` removes them all.
+//! A process that uses queues or streams has a file `gdsync-PID-STARTED.rec` in `/dev/shm`, or else in `$XDG_RUNTIME_DIR` or `/tmp`,
+//! readable by its user only. The file is removed when the last queue, context and stream of the process are dropped. If the process is
+//! killed or exits before, the file stays, and `gdasync trace` reads it. Each new recording removes those of dead processes except for
+//! the newest eight; `gdasync trace --clean` removes all of them.
 //!
-//! | variable | what it does |
+//! | variable | effect |
 //! |---|---|
 //! | `GDSYNC_RECORDER=off` | nothing is recorded |
-//! | `GDSYNC_RECORDER=8192` | so many records for each thread, rounded up to a power of two; 128 to 1048576, else 2048 |
+//! | `GDSYNC_RECORDER=8192` | records per thread, 128 to 1048576, rounded up to a power of two (default 2048) |
 //! | `GDSYNC_RECORDER_DIR` | the folder for the file |
 //!
-//! # What it costs
+//! # Cost
 //!
-//! A record has 32 bytes. Each thread writes to a ring of its own, with plain stores: a stamp takes some nanoseconds
-//! (`gdasync bench recorder` measures it). A thread's ring takes its memory when the thread first records, 64 KiB unless asked
-//! otherwise, and for each process come 92 KiB. 256 threads at a time can record; of more, events are only counted.
+//! A record has 32 bytes. Each thread writes to its own ring by plain stores, in some nanoseconds. A ring takes 64 KiB by default, when
+//! its thread first records, and each process 92 KiB. At most 256 threads record at a time; events of others are only counted.
 //!
-//! # What is seen, and what not
+//! # Limits
 //!
-//! Where the software HCA or the proxy reads the rings, all stages are there. A card tells nothing of doorbells and fetches; its
-//! completions are recorded when the library finds them. What a stream of a GPU passes, the CPU learns late: at the next
-//! mark of the stream. Of waits that hold such a stream, its watchdog tells, a few milliseconds after they began.
+//! All stages are recorded where the software HCA or the proxy reads the rings. A card does not report doorbells and fetches, and its
+//! completions are recorded when the library polls them. What a GPU stream has passed is recorded at its next mark, and a wait that blocks
+//! it by its watchdog, a few milliseconds after the start.
 //!
-//! A forked child does not record to the file of its parent; what it opens itself gets a file of its own.
+//! A forked child does not write to the file of its parent, but to a file of its own once it opens a device.
 
 mod clock;
 mod event;
@@ -53,37 +51,36 @@ use crate::Gid;
 use crate::env::variable;
 use crate::error::{Error, Result};
 
-/// What the process has.
+/// The recorder of the process.
 enum Current {
-    /// Nobody has asked yet, or all who did are gone.
+    /// The recorder, if any handle of it is left.
     One(Weak<Recorder>),
-    /// None could be made in the process of this number; is it worth while to try again?
+    /// None could be created in the process `pid`; `again` tells whether to retry.
     Refused { pid: u32, again: bool },
 }
 
-/// One for the whole process: who wants to know why it hangs knows its number, and nothing of its contexts.
+/// One for all devices, because users of a hung process know only its PID.
 static CURRENT: Mutex<Current> = Mutex::new(Current::One(Weak::new()));
 
-/// A wait is noted when it has lasted so long: those of a ping-pong take less, and must not take longer.
+/// Waits are recorded after this time, so that recording does not slow down shorter ones.
 pub const NOTED_AFTER: Duration = Duration::from_micros(20);
 
-/// How long another thread may take to make the recorder.
+/// Maximum time for another thread to create the recorder.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// A handle of the recorder of this process, or of none. While there is one, so is the file.
+/// A handle of the recorder of this process, or of none. The file exists while there are handles.
 #[derive(Clone, Debug, Default)]
 pub struct Log {
     recorder: Option<Arc<Recorder>>,
-    /// The number of the device that it is for, 0 for none.
+    /// Number of the device, 0 for none.
     device: u8,
 }
 
 impl Log {
-    /// The recorder of this process; none where it is switched off, or where nobody asked for it and it cannot be had.
+    /// Opens the recorder of this process. Returns a handle of none if the recorder is off, or cannot be created and was not requested.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a `GDSYNC_RECORDER` that cannot be read; [`Error::Sys`] where a size was asked for and the
-    /// file cannot be made.
+    /// [`Error::InvalidArgument`] for an invalid `GDSYNC_RECORDER`; [`Error::Sys`] if that sets a size and the file cannot be created.
     pub fn open() -> Result<Self> {
         let (records, is_asked) = match variable("GDSYNC_RECORDER") {
             Some(text) => match records_of(&text)? {
@@ -92,7 +89,7 @@ impl Log {
             },
             None => (layout::RECORDS, false),
         };
-        // In a forked child it may be locked for ever by a thread that is not there.
+        // In a forked child it may be locked by a thread that does not exist there.
         let Some(mut current) = CURRENT.try_lock_for(PATIENCE) else { return Ok(Self::default()) };
         match &*current {
             Current::One(known) => {
@@ -120,7 +117,7 @@ impl Log {
                 let is_told = matches!(*current, Current::Refused { pid, .. } if pid == own);
                 match variable("GDSYNC_RECORDER_DIR") {
                     _ if is_told => {}
-                    // Who names a folder may look for the file there.
+                    // The user expects the file in this folder.
                     Some(_) => tracing::warn!(%error, "nothing is recorded"),
                     None => tracing::info!(%error, "nothing is recorded"),
                 }
@@ -131,7 +128,7 @@ impl Log {
         }
     }
 
-    /// The recorder that is there, if there is one.
+    /// The recorder of this process, if it exists.
     pub fn current() -> Self {
         let Some(current) = CURRENT.try_lock() else { return Self::default() };
         let Current::One(known) = &*current else { return Self::default() };
@@ -142,13 +139,13 @@ impl Log {
         self.recorder.as_ref()
     }
 
-    /// The same for what happens on a device.
+    /// The handle for events of a device.
     pub fn on(self, gid: Gid) -> Self {
         let device = self.recorder.as_ref().map_or(0, |recorder| recorder.rows.lock().device(gid));
         Self { device, ..self }
     }
 
-    /// The number of the device in this process's recording.
+    /// Number of the device in the recording.
     pub fn device(&self) -> u8 {
         self.device
     }
@@ -159,20 +156,20 @@ impl Log {
     }
 
     /// Records an event.
-    #[inline(always)]
+    #[inline]
     pub fn note(&self, event: impl FnOnce() -> Event) {
         if let Some(recorder) = &self.recorder {
             recorder.put(&Event { device: self.device, ..event() });
         }
     }
 
-    /// A stamp, for a wait that may become one to note.
+    /// A stamp, for the start of a wait; 0 if nothing is recorded.
     #[inline]
     pub fn stamp(&self) -> u64 {
         self.recorder.as_ref().map_or(0, |recorder| recorder.stamp())
     }
 
-    /// Notes that the calling thread has been in a wait since that stamp. It ends when the result is dropped.
+    /// Records that the calling thread waits since the stamp `since`, until the result is dropped.
     pub fn hold(&self, since: u64, awaited: Awaited, by: By) -> Hold {
         let held = self.recorder.clone().map(|recorder| (recorder, awaited, by));
         if let Some((recorder, awaited, by)) = &held {
@@ -182,7 +179,7 @@ impl Log {
     }
 }
 
-/// What `GDSYNC_RECORDER` asks for: so many records for each thread, or none at all.
+/// Parses `GDSYNC_RECORDER`: the records per thread, or `None` for "off".
 fn records_of(text: &str) -> Result<Option<u64>> {
     if text == "off" {
         return Ok(None);
@@ -194,13 +191,13 @@ fn records_of(text: &str) -> Result<Option<u64>> {
     Ok(Some(records.next_power_of_two()))
 }
 
-/// A thread waits; a thread is in one recorded wait at a time.
+/// A recorded wait of the calling thread. A thread has one at a time.
 #[must_use = "the wait ends when it is dropped"]
 #[derive(Debug)]
 pub struct Hold {
     held: Option<(Arc<Recorder>, Awaited, By)>,
     end: Stage,
-    /// It is noted where the thread notes its things.
+    /// Not `Send`: it is recorded in the slot of the thread.
     _thread: PhantomData<*const ()>,
 }
 
@@ -219,16 +216,15 @@ impl Drop for Hold {
     }
 }
 
-/// Marks of the application in the recording, beside the stages of its requests. Clones share it; any thread may use it.
+/// Records marks of the application between the stages of its requests. Clones share it; any thread may use it.
 #[derive(Clone, Debug)]
 pub struct Marks(Log);
 
 impl Marks {
-    /// For this process.
+    /// Opens the recorder of this process.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a `GDSYNC_RECORDER` that cannot be read; [`Error::Sys`] where a size was asked for there
-    /// and the file cannot be made.
+    /// As [`Log::open`].
     pub fn open() -> Result<Self> {
         Log::open().map(Self)
     }
@@ -238,19 +234,19 @@ impl Marks {
         self.0.recorder.is_some()
     }
 
-    /// The file, if there is one.
+    /// Path of the file, if there is one.
     pub fn path(&self) -> Option<PathBuf> {
         self.0.recorder().map(|recorder| recorder.path().to_owned())
     }
 
-    /// Records a number, with a value beside it: what they mean is up to the application.
+    /// Records a number and a value, whose meaning is up to the application.
     #[inline]
     pub fn mark(&self, number: u64, value: u32) {
         let mark = || Event::of(Stage::Mark, Queue::None, By::Cpu, 0, number);
         self.0.note(|| Event { len: value, ..mark() });
     }
 
-    /// Records nothing more in this process, or goes on.
+    /// Pauses or resumes recording in this process.
     pub fn pause(&self, pauses: bool) {
         if let Some(recorder) = self.0.recorder() {
             recorder.pause(pauses);

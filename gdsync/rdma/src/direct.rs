@@ -22,23 +22,25 @@ mod rings;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
+use rdma_core_sys::verbs::ibv_cq;
 
-use self::devx::{Devx, DevxCq, DevxQp, EventChannel};
-use self::queues::{DirectCq, DirectQp, Parts};
-use self::registers::Registers;
+use self::devx::{Devx, DevxQp, EventChannel, Object, Umem};
+use self::queues::{VerbsCq, VerbsQp};
+use self::registers::{Registers, Uar};
 use crate::{Domain, Event, EventSource, Events, FailedCq, HealthMap, Objects, Open};
 use gdsync_device::CqEvent;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::Memory;
+use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{
     Access, CqParts, FaultPlan, Gid, HcaStats, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr, QpParts,
-    QpRequest, TransferPath, random_psn,
+    QpRequest, QpState, TransferPath, random_psn,
 };
 
 /// An mlx5 card.
@@ -48,7 +50,7 @@ pub struct Direct {
     shared: Arc<Shared>,
     mlx5: &'static Mlx5,
     objects: Objects,
-    cqs: Mutex<HashMap<u32, Cq>>,
+    cqs: Mutex<HashMap<u32, Arc<Cq>>>,
     registers: Arc<Registers>,
     /// GPUs that ring doorbells, by context.
     admitted: Mutex<Vec<usize>>,
@@ -67,59 +69,52 @@ pub struct Direct {
 #[derive(Debug, Default)]
 struct Shared {
     healths: HealthMap,
-    qps: Mutex<HashMap<u32, Qp>>,
+    qps: Mutex<HashMap<u32, Arc<Qp>>>,
 }
 
 impl Shared {
     /// Queue pair of an event, if it concerns one.
-    fn qp_of(&self, event: Event) -> Option<Qp> {
+    fn qp_of(&self, event: Event) -> Option<Arc<Qp>> {
         let Event::QueuePair { qpn, .. } = event else { return None };
         self.qps.lock().get(&qpn).cloned()
     }
 }
 
 /// A completion queue.
-#[derive(Clone, Debug)]
-enum Cq {
-    Verbs(Arc<DirectCq>),
-    Devx(Arc<DevxCq>),
+struct Cq {
+    /// First field: dropped before the memory.
+    object: CqObject,
+    cqn: u32,
+    ring: Memory,
+    record: Memory,
+}
+
+/// The object in the card.
+enum CqObject {
+    Verbs(VerbsCq),
+    Devx { _object: Object, _umems: [Umem; 2], _uar: Arc<Uar> },
+}
+
+impl fmt::Debug for Cq {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CQ {:#x}", self.cqn)
+    }
 }
 
 impl Cq {
-    fn cqn(&self) -> u32 {
-        match self {
-            Self::Verbs(cq) => cq.cqn,
-            Self::Devx(cq) => cq.cqn,
-        }
-    }
-
-    fn ring(&self) -> &Memory {
-        match self {
-            Self::Verbs(cq) => &cq.ring,
-            Self::Devx(cq) => &cq.ring,
-        }
-    }
-
-    fn record(&self) -> &Memory {
-        match self {
-            Self::Verbs(cq) => &cq.record,
-            Self::Devx(cq) => &cq.record,
-        }
-    }
-
     fn is(&self, failed: FailedCq) -> bool {
-        match (self, failed) {
-            (Self::Verbs(cq), FailedCq::Object(at)) => cq.raw().addr().get() == at,
-            (Self::Devx(cq), FailedCq::Number(number)) => cq.cqn == number,
+        match (&self.object, failed) {
+            (CqObject::Verbs(cq), FailedCq::Object(at)) => cq.raw().addr().get() == at,
+            (CqObject::Devx { .. }, FailedCq::Number(number)) => self.cqn == number,
             _ => false,
         }
     }
 
     /// The verbs object, which queue pairs of libmlx5 need.
-    fn verbs(&self) -> Result<&Arc<DirectCq>> {
-        match self {
-            Self::Verbs(cq) => Ok(cq),
-            Self::Devx(_) => Err(Error::Unsupported {
+    fn verbs(&self) -> Result<NonNull<ibv_cq>> {
+        match &self.object {
+            CqObject::Verbs(cq) => Ok(cq.raw()),
+            CqObject::Devx { .. } => Err(Error::Unsupported {
                 what: "a completion queue made for GPU memory, shared with a queue pair whose queues are in host memory",
                 by: "mlx5 cards",
                 fix: "build the queue pair with on_gpu too, or share a queue of Context::create_cq",
@@ -129,28 +124,37 @@ impl Cq {
 }
 
 /// A queue pair.
-#[derive(Clone, Debug)]
-enum Qp {
-    Verbs(Arc<DirectQp>),
-    Devx(Arc<DevxQp>),
+#[derive(Debug)]
+struct Qp {
+    /// First field: dropped before the completion queues.
+    object: Box<dyn QpObject>,
+    /// State and first PSN.
+    state: Mutex<(QpState, u32)>,
+    cqs: [Arc<Cq>; 2],
 }
 
-impl Qp {
-    /// Whether it completes on this queue.
-    fn uses(&self, cq: FailedCq) -> bool {
-        match self {
-            Self::Verbs(qp) => qp.uses(cq),
-            Self::Devx(qp) => qp.uses(cq),
-        }
-    }
+/// A queue pair's object in the card: verbs or DevX.
+trait QpObject: Send + Sync + fmt::Debug {
+    fn qpn(&self) -> u32;
 
-    /// Calls `then` if the queue pair is in ERR, with resets locked out.
-    fn if_failed(&self, then: impl FnOnce()) {
-        match self {
-            Self::Verbs(qp) => qp.if_failed(then),
-            Self::Devx(qp) => qp.if_failed(then),
-        }
+    /// Whether it is in ERR. The caller locks out resets.
+    fn has_failed(&self) -> bool;
+
+    /// Applies a checked transition from state `from`; `psn` is the first PSN.
+    fn modify(&self, from: QpState, psn: u32, attr: &QpAttr) -> Result<()>;
+
+    /// Whether messages are written in address order, if known.
+    fn writes_in_order(&self) -> Option<bool> {
+        None
     }
+}
+
+/// Memory of a queue pair.
+struct Parts {
+    sq: Memory,
+    rq: Memory,
+    record: Memory,
+    doorbell: Word64,
 }
 
 impl fmt::Debug for Direct {
@@ -181,10 +185,18 @@ impl Direct {
             let (open, shared) = (open.clone(), shared.clone());
             let more = channel.clone().map(|channel| channel as Arc<dyn EventSource>);
             Events::read(&open.clone(), more, move |event| {
-                let uses = |qpn: u32, cq| shared.qps.lock().get(&qpn).is_some_and(|qp| qp.uses(cq));
+                let uses = |qpn: u32, failed| {
+                    shared.qps.lock().get(&qpn).is_some_and(|qp| qp.cqs.iter().any(|cq| cq.is(failed)))
+                };
                 let record = || shared.healths.record(&open, event, uses);
                 match shared.qp_of(event) {
-                    Some(qp) => qp.if_failed(record),
+                    Some(qp) => {
+                        // The lock keeps resets out: the event may be of before one.
+                        let _state = qp.state.lock();
+                        if qp.object.has_failed() {
+                            record();
+                        }
+                    }
                     None => record(),
                 }
             })?
@@ -206,12 +218,12 @@ impl Direct {
         })
     }
 
-    fn cq(&self, cqn: u32) -> Result<Cq> {
+    fn cq(&self, cqn: u32) -> Result<Arc<Cq>> {
         let found = self.cqs.lock().get(&cqn).cloned();
         found.ok_or_else(|| Error::invalid("completion queue", cqn, "one of this device"))
     }
 
-    fn qp(&self, qpn: u32) -> Result<Qp> {
+    fn qp(&self, qpn: u32) -> Result<Arc<Qp>> {
         let found = self.shared.qps.lock().get(&qpn).cloned();
         found.ok_or_else(|| Error::invalid("QPN", qpn, "a queue pair of this device"))
     }
@@ -271,12 +283,12 @@ impl Provider for Direct {
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
         let cq = if needs_devx(places) {
-            Cq::Devx(Arc::new(DevxCq::create(&*self.devx()?, log_entries, ring, places)?))
+            self.devx()?.create_cq(log_entries, ring, places)?
         } else {
-            Cq::Verbs(Arc::new(DirectCq::create(self.mlx5, &self.base, log_entries, places)?))
+            VerbsCq::create(self.mlx5, &self.base, log_entries, places)?
         };
-        let (cqn, ring, record) = (cq.cqn(), cq.ring().clone(), cq.record().clone());
-        self.cqs.lock().insert(cqn, cq);
+        let (cqn, ring, record) = (cq.cqn, cq.ring.clone(), cq.record.clone());
+        self.cqs.lock().insert(cqn, Arc::new(cq));
         Ok(CqParts { cqn, ring, record, event: Arc::new(CqEvent::silent()) })
     }
 
@@ -287,33 +299,35 @@ impl Provider for Direct {
 
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts> {
         let (domain, psn) = (self.objects.domain(request.pdn)?, random_psn()?);
-        let (send_cq, recv_cq) = (self.cq(request.send_cqn)?, self.cq(request.recv_cqn)?);
-        let (qpn, qp, parts) = if needs_devx(places) {
-            let cqs = (&send_cq, &recv_cq);
-            let (qp, parts) = DevxQp::create(&self.devx()?, &domain, cqs, request, places, psn)?;
-            (qp.qpn, Qp::Devx(Arc::new(qp)), parts)
+        let cqs = [self.cq(request.send_cqn)?, self.cq(request.recv_cqn)?];
+        let (object, parts): (Box<dyn QpObject>, _) = if needs_devx(places) {
+            let (qp, parts) = DevxQp::create(&self.devx()?, &domain, &cqs, request, places)?;
+            (Box::new(qp), parts)
         } else {
-            let cqs = (send_cq.verbs()?, recv_cq.verbs()?);
-            let (qp, parts) =
-                DirectQp::create(self.mlx5, &domain, &self.registers, cqs, request, places, psn)?;
-            (qp.qpn, Qp::Verbs(Arc::new(qp)), parts)
+            let cqs = [cqs[0].verbs()?, cqs[1].verbs()?];
+            let (qp, parts) = VerbsQp::create(self.mlx5, &domain, &self.registers, cqs, request, places)?;
+            (Box::new(qp), parts)
         };
+        let qpn = object.qpn();
         let Parts { sq, rq, record, doorbell } = parts;
         if let Some(gpu) = &places.gpu {
             doorbell.memory().gpu_addr(gpu)?;
         }
         let health = Arc::default();
         self.shared.healths.add(qpn, &health);
-        self.shared.qps.lock().insert(qpn, qp);
+        let qp = Qp { object, state: Mutex::new((QpState::RESET, psn)), cqs };
+        self.shared.qps.lock().insert(qpn, Arc::new(qp));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch: None })
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, _timeout: Duration) -> Result<u32> {
-        let psn = random_psn()?;
-        match self.qp(qpn)? {
-            Qp::Verbs(qp) => qp.modify(attr, psn),
-            Qp::Devx(qp) => qp.modify(attr, psn),
-        }
+        let (fresh, qp) = (random_psn()?, self.qp(qpn)?);
+        let mut state = qp.state.lock();
+        let (from, psn) = *state;
+        qp.object.modify(from, psn, attr)?;
+        let to = attr.state.unwrap_or(from);
+        *state = (to, if to == QpState::RESET { fresh } else { psn });
+        Ok(state.1)
     }
 
     fn destroy_qp(&self, qpn: u32) {
@@ -331,10 +345,7 @@ impl Provider for Direct {
     }
 
     fn writes_in_order(&self, qpn: u32) -> Option<bool> {
-        match self.qp(qpn).ok()? {
-            Qp::Verbs(qp) => qp.writes_in_order(),
-            Qp::Devx(_) => None,
-        }
+        self.qp(qpn).ok()?.object.writes_in_order()
     }
 
     fn record_may_lag(&self) -> bool {

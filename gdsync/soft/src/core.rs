@@ -517,7 +517,7 @@ impl Progress for Core {
 
     fn newly_watched(&mut self) -> Option<Vec<Word64>> {
         let qps = &self.qps;
-        self.watched.news(|i| qps[i].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
+        self.watched.changed(|i| qps[i].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
     }
 
     fn is_attended(&self) -> bool {

@@ -18,18 +18,18 @@ use crate::error::{Error, Result};
 /// ([`Memory::flush`](crate::memory::Memory::flush)) before it writes the completion; what copy engines have moved needs none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flush {
-    /// Nothing: work of the GPU that owns the memory sees the data once it has seen the completion.
+    /// No flush: later work of the GPU that owns the memory sees the data once it has seen the completion.
     NotNeeded,
     /// The stream flushes (`CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES`).
     OnStream,
-    /// The CPU flushes (`cuFlushGPUDirectRDMAWrites`) when it has seen the completion: a stream cannot by itself, and its waits for
-    /// payload that an mlx5 card writes to the GPU are refused.
+    /// The CPU flushes (`cuFlushGPUDirectRDMAWrites`) after the completion. Streams cannot, so their waits for payload that an mlx5 card
+    /// writes to the GPU are refused.
     OnCpu,
-    /// The driver offers no way; waits are refused likewise.
+    /// The driver has no flush; such waits are refused likewise.
     Impossible,
 }
 
-/// What a GPU and its driver can do for streams, from the attributes of the device.
+/// What a GPU and its driver support, from device attributes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Capabilities {
     /// CUDA version of the driver, `1000 * major + 10 * minor`.
@@ -38,12 +38,11 @@ pub struct Capabilities {
     pub compute: (i32, i32),
     /// Waits and writes of 64 bits (attribute 122).
     pub memops_64bit: bool,
-    /// Waits on the NOR condition (attribute 123), without which no error-safe wait for completions exists.
+    /// Waits on the NOR condition (attribute 123), which waits for completions of success or failure need.
     pub memops_nor: bool,
-    /// What is needed after inbound writes (attributes 98, 117 and 118).
+    /// The flush needed after inbound writes (attributes 98, 117 and 118).
     pub flush: Flush,
-    /// Inbound writes to its memory are ordered for all GPUs, not for itself alone (attribute 118): streams of other GPUs may wait for
-    /// them.
+    /// Inbound writes to its memory are ordered for all GPUs (attribute 118), so streams of other GPUs may wait for them.
     pub ordered_for_all: bool,
     /// Registered host memory has the same address on the GPU (attribute 91).
     pub same_address: bool,
@@ -74,7 +73,7 @@ const FLUSH_BY_HOST: i32 = 1;
 const FLUSH_BY_MEMOPS: i32 = 2;
 
 impl Capabilities {
-    /// Asks the driver.
+    /// Queries the driver.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -83,9 +82,9 @@ impl Capabilities {
             let mut value = 0;
             // SAFETY: a place for the answer; the driver checks the number.
             match unsafe { api.device_get_attribute(&mut value, number, device) } {
-                // A driver older than the question.
+                // The driver is older than the attribute.
                 Err(gdrcopy::Error::Cuda { status: CudaStatus::INVALID_VALUE, .. }) => Ok(0),
-                told => told.map(|()| value).map_err(Error::cuda("asking for a device attribute")),
+                other => other.map(|()| value).map_err(Error::cuda("asking for a device attribute")),
             }
         };
         let mut driver_version = 0;
@@ -115,7 +114,10 @@ impl Capabilities {
         }
     }
 
-    /// Refuses a GPU whose streams cannot trigger sends and survive failures.
+    /// Checks that streams can ring doorbells and wait for completions of success or failure.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`].
     pub fn check(&self) -> Result<()> {
         let lacks = |what| Error::Unsupported {
             what,
@@ -151,16 +153,16 @@ impl fmt::Display for Capabilities {
     }
 }
 
-/// How long a stream of a GPU takes from the store that satisfies its wait to the CPU's seeing the write behind it.
+/// Latencies of waits: from the store that satisfies a wait of a stream until the CPU sees the write behind the wait.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Calibration {
     /// Median and 99th percentile of [`Via::MemOp`].
     pub memop: (Duration, Duration),
     /// Median and 99th percentile of [`Via::Kernel`].
     pub kernel: (Duration, Duration),
-    /// Other processes with this library use the GPU: kernels that wait would keep them from it.
+    /// Other processes with this library use the GPU, which waiting kernels would block.
     pub shared: bool,
-    /// What is best: [`Via::MemOp`] or [`Via::Kernel`].
+    /// The better one: [`Via::MemOp`] or [`Via::Kernel`].
     pub via: Via,
 }
 
@@ -175,16 +177,16 @@ impl fmt::Display for Calibration {
     }
 }
 
-/// What runs the operations of a stream on a GPU.
+/// How a GPU runs the operations of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Via {
-    /// Stream memory operations, run by the GPU's front end: no SM is used, so kernels of other streams run undisturbed. An
-    /// unmet wait is looked at again every few microseconds (8 on an idle H200).
+    /// By stream memory operations of the GPU's front end. They use no SM, so kernels of other streams run undisturbed. The front end
+    /// polls a wait every few microseconds (8 on an idle H200).
     #[default]
     MemOp,
-    /// A kernel of one thread for each submission. It notices what it waits for at once, keeps the deadline of a wait by
-    /// itself, and writes nothing more after one that failed. It takes a slot of an SM while it waits; where several
-    /// processes share the GPU without MPS, it keeps the others waiting for whole time slices.
+    /// By a kernel of one thread for each submission. It sees a satisfied wait at once, enforces the time limit itself, and writes
+    /// nothing after a failed wait. It occupies a slot of an SM while it waits. If several processes share the GPU without MPS, it
+    /// blocks the others for whole time slices.
     Kernel,
     /// Whichever was faster on this GPU: see `gdsync::stream::calibrate`.
     Auto,

@@ -1,4 +1,7 @@
-//! How many channels CUDA gives a process on a GPU: it spreads the streams of a context over them.
+//! Hardware channels of a GPU, and the streams that occupy them with waits.
+//!
+//! CUDA distributes the streams of a context over a few channels. A wait of the GPU's front end occupies its channel. When all are
+//! occupied, nothing else of the process runs on that GPU. This module reports that in the log and in errors of waits that timed out.
 
 use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -7,82 +10,77 @@ use std::sync::{Arc, Weak};
 use gdrcopy::cuda::raw::layout::Handle;
 use parking_lot::Mutex;
 
-use crate::cuda::channels;
 use crate::env::variable;
 
-/// What says how many, before CUDA is initialised.
+/// The variable that sets the number of channels, read when CUDA is initialised.
 pub const VARIABLE: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
-/// What it may say.
+/// Values that CUDA accepts.
 const TAKEN: RangeInclusive<usize> = 1..=32;
-/// Where it says nothing of the kind.
+/// The default.
 pub const USUAL: usize = 8;
 
-/// The channels that a value of the variable asks for, if CUDA takes it.
+/// The number of channels that a value of the variable requests, if CUDA accepts it.
 pub fn asked(value: &str) -> Option<usize> {
     value.trim().parse().ok().filter(|asked| TAKEN.contains(asked))
 }
 
-/// Those of this process.
+/// The number of channels of this process.
 pub fn here() -> usize {
     variable(VARIABLE).and_then(|value| asked(&value)).unwrap_or(USUAL)
 }
 
 const FIX: &str = "let fewer streams wait at a time, or set CUDA_DEVICE_MAX_CONNECTIONS (at most 32) before CUDA is initialised";
 
-/// The streams that wait in a context of a GPU.
+/// Counts the streams that wait in a context of a GPU.
 #[derive(Debug)]
 pub struct ChannelPressure {
     channels: usize,
-    standing: AtomicUsize,
-    told: AtomicBool,
+    waiting: AtomicUsize,
+    logged: AtomicBool,
 }
 
-/// Those of the contexts in use.
-static CROWDS: Mutex<Vec<(Handle, Weak<ChannelPressure>)>> = Mutex::new(Vec::new());
+/// Of the contexts in use.
+static CONTEXTS: Mutex<Vec<(Handle, Weak<ChannelPressure>)>> = Mutex::new(Vec::new());
 
 impl ChannelPressure {
-    /// The streams of a context, however often it is opened.
+    /// The counter of a context, shared by all who open the context.
     pub fn of_context(context: Handle) -> Arc<Self> {
-        let mut crowds = CROWDS.lock();
-        crowds.retain(|(_, channel_pressure)| channel_pressure.strong_count() > 0);
-        if let Some(known) = crowds
-            .iter()
-            .find(|(known, _)| *known == context)
-            .and_then(|(_, channel_pressure)| channel_pressure.upgrade())
-        {
-            return known;
+        let mut contexts = CONTEXTS.lock();
+        contexts.retain(|(_, pressure)| pressure.strong_count() > 0);
+        let known = contexts.iter().find(|(known, _)| *known == context);
+        if let Some(pressure) = known.and_then(|(_, pressure)| pressure.upgrade()) {
+            return pressure;
         }
-        let channel_pressure = Arc::new(Self::of(channels::here()));
-        crowds.push((context, Arc::downgrade(&channel_pressure)));
-        channel_pressure
+        let pressure = Arc::new(Self::of(here()));
+        contexts.push((context, Arc::downgrade(&pressure)));
+        pressure
     }
 
     fn of(channels: usize) -> Self {
-        Self { channels, standing: AtomicUsize::new(0), told: AtomicBool::new(false) }
+        Self { channels, waiting: AtomicUsize::new(0), logged: AtomicBool::new(false) }
     }
 
-    /// One more stream waits, until the result is dropped.
-    pub fn join(&self) -> Standing<'_> {
-        self.standing.fetch_add(1, Ordering::Relaxed);
-        Standing { channel_pressure: self, most: 0 }
+    /// Counts a stream as waiting until the result is dropped.
+    pub fn join(&self) -> WaitingStream<'_> {
+        self.waiting.fetch_add(1, Ordering::Relaxed);
+        WaitingStream { pressure: self, most: 0 }
     }
 }
 
-/// A stream that waits.
+/// A stream that waits, counted in a [`ChannelPressure`].
 #[derive(Debug)]
-pub struct Standing<'a> {
-    channel_pressure: &'a ChannelPressure,
-    /// Streams that were seen to wait at a time, this one among them.
+pub struct WaitingStream<'a> {
+    pressure: &'a ChannelPressure,
+    /// Maximum number of streams seen waiting, including this one.
     most: usize,
 }
 
-impl Standing<'_> {
-    /// Looks at the others.
-    pub fn look(&mut self) {
-        let (now, channels) =
-            (self.channel_pressure.standing.load(Ordering::Relaxed), self.channel_pressure.channels);
+impl WaitingStream<'_> {
+    /// Samples the number of waiting streams; logs once if they occupy all channels.
+    pub fn sample(&mut self) {
+        let (now, channels) = (self.pressure.waiting.load(Ordering::Relaxed), self.pressure.channels);
         self.most = self.most.max(now);
-        if now >= channels && !self.channel_pressure.told.swap(true, Ordering::Relaxed) {
+        if now >= channels && !self.pressure.logged.swap(true, Ordering::Relaxed) {
             tracing::warn!(
                 streams = now,
                 channels,
@@ -92,9 +90,9 @@ impl Standing<'_> {
         }
     }
 
-    /// What to say of a wait that was not satisfied, if so many waited that it may be why.
+    /// Advice for a wait that timed out, if all channels were seen occupied.
     pub fn advice(&self) -> Option<String> {
-        let (most, channels) = (self.most, self.channel_pressure.channels);
+        let (most, channels) = (self.most, self.pressure.channels);
         (most >= channels).then(|| {
             format!(
                 "{most} streams waited on the GPU at a time, which has {channels} channels for this process and does nothing else \
@@ -104,9 +102,9 @@ impl Standing<'_> {
     }
 }
 
-impl Drop for Standing<'_> {
+impl Drop for WaitingStream<'_> {
     fn drop(&mut self) {
-        self.channel_pressure.standing.fetch_sub(1, Ordering::Relaxed);
+        self.pressure.waiting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -121,20 +119,20 @@ mod tests {
     }
 
     #[test]
-    fn who_waited_while_all_channels_were_held_is_told_even_when_others_are_gone() {
-        let channel_pressure = ChannelPressure::of(2);
-        let (mut first, mut second) = (channel_pressure.join(), channel_pressure.join());
-        first.look();
+    fn advice_covers_waits_that_have_ended() {
+        let pressure = ChannelPressure::of(2);
+        let (mut first, mut second) = (pressure.join(), pressure.join());
+        first.sample();
         drop(first);
-        second.look();
+        second.sample();
         assert_eq!(second.advice(), None, "it was not seen");
-        let third = channel_pressure.join();
-        second.look();
+        let third = pressure.join();
+        second.sample();
         drop(third);
-        second.look();
+        second.sample();
         assert!(second.advice().unwrap().starts_with("2 streams waited"));
         drop(second);
-        assert_eq!(channel_pressure.standing.into_inner(), 0);
+        assert_eq!(pressure.waiting.into_inner(), 0);
     }
 
     #[test]

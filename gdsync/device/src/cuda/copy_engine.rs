@@ -1,11 +1,9 @@
-//! The copy engine of a GPU, and the thread that feeds it.
+//! The copy engine of a GPU: a stream and the thread that feeds it, and memory of other processes opened by CUDA IPC.
 //!
-//! One stream of the highest priority carries all copies of a GPU: every stream occupies a hardware queue, of which the
-//! application's blocked streams leave few. Behind each copy the stream writes a number to a word in host memory, so that
-//! whoever waits for a copy looks at the word, and calls nothing.
+//! One stream of the highest priority runs all copies of a GPU, because each stream occupies a hardware channel. Behind each copy the
+//! stream writes a number to a word in host memory, which waiters poll without calling CUDA.
 //!
-//! Only the thread calls CUDA. A call may wait, for a lock of the driver that a thread of the application holds, or to open
-//! memory; then the copies wait, and nothing else.
+//! Only the thread calls CUDA, because calls may block on a lock of the driver. Then only copies are delayed.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -26,22 +24,22 @@ use crate::copy_engine::{CopyEngine, FRESH, Handle, Part, ProcessId, Source, Tic
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
 
-/// How often it looks for copies that are over, to let their memory go.
+/// Interval of checks for copies that are over, to release their memory.
 const REAP: Duration = Duration::from_millis(1);
-/// After this time it asks CUDA what is wrong.
+/// Queries the stream for errors if a copy takes longer.
 const SUSPICIOUS: Duration = Duration::from_secs(1);
 
-/// Why copies fail whose thread is gone.
+/// Error of copies after a panic of the thread.
 const PANICKED: &str =
     "the thread 'gdsync-copy' panicked; its message is on standard error: please report it";
-/// How long a dropped engine may take to come to its end.
+/// Maximum wait for the thread on drop.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// The copy engine of a GPU. What was asked for happens also when this is dropped.
+/// The copy engine of a GPU. Dropping it completes all copies first.
 pub struct Engine {
     gpu: Gpu,
     shared: Arc<Shared>,
-    /// The lane's.
+    /// The word that the stream writes.
     word: Word32,
 }
 
@@ -49,7 +47,7 @@ pub struct Engine {
 struct Shared {
     jobs: Mutex<Jobs>,
     come: Condvar,
-    /// The number of jobs, to look at without the lock.
+    /// Number of jobs, to poll without the lock.
     count: AtomicUsize,
     ended: Condvar,
 }
@@ -58,7 +56,7 @@ struct Shared {
 struct Jobs {
     list: VecDeque<Job>,
     stop: bool,
-    /// The thread uses the GPU no more.
+    /// The thread has stopped using the GPU.
     is_over: bool,
 }
 
@@ -86,7 +84,7 @@ impl Engine {
     /// Starts the thread.
     ///
     /// # Errors
-    /// [`Error::Cuda`], or [`Error::Sys`] where there is no thread.
+    /// [`Error::Cuda`], or [`Error::Sys`] if the system starts no thread.
     pub fn start(gpu: &Gpu) -> Result<Self> {
         let shared = Arc::<Shared>::default();
         let stream = CopyStream::open(gpu)?;
@@ -104,7 +102,6 @@ impl Engine {
             .name("gdsync-copy".into())
             .spawn(move || {
                 let shared = worker.shared.clone();
-                // What a panic leaves behind fails here; its message is on standard error.
                 let panicked = catch_unwind(AssertUnwindSafe(|| worker.run())).is_err();
                 let mut jobs = shared.jobs.lock();
                 jobs.is_over = true;
@@ -126,19 +123,19 @@ impl Engine {
         &self.gpu
     }
 
-    /// Changes with every copy that ends.
+    /// A number that changes when a copy ends.
     pub fn ended(&self) -> u32 {
         self.word.load()
     }
 
-    /// Begins a copy.
+    /// Queues a copy.
     pub fn copy(&self, parts: Vec<Part>) -> Ticket {
         let ticket = Ticket::default();
         self.push(Job::Copy { parts, ticket: ticket.clone() });
         ticket
     }
 
-    /// Closes the memory of a process that is gone.
+    /// Closes memory of a process that is gone.
     pub fn forget(&self, process: ProcessId) {
         self.push(Job::Forget(process));
     }
@@ -155,13 +152,13 @@ impl Engine {
     }
 }
 
-/// The stream, and the word that it writes.
+/// The stream and the word that it writes.
 struct CopyStream {
     stream: RawHandle,
     word: Word32,
     /// The word's address on the GPU.
     addr: u64,
-    /// The number behind the last copy.
+    /// The number written behind the last copy.
     last: u32,
 }
 
@@ -185,30 +182,30 @@ struct Worker {
     shared: Arc<Shared>,
     stream: CopyStream,
     running: VecDeque<Running>,
-    /// When a copy began.
+    /// Start of the last copy.
     last: Instant,
     handles: Handles,
-    /// The stream does nothing any more, and why.
+    /// Why the stream has failed, if it has.
     broken: Option<String>,
 }
 
-/// A copy under way, with all that it needs.
+/// A copy under way and its resources.
 struct Running {
     value: u32,
     ticket: Ticket,
     parts: Vec<Part>,
     opened: Vec<Key>,
     since: Instant,
-    /// Only a part of it was begun, and why.
+    /// Why only a part of it was enqueued, if so.
     failure: Option<String>,
 }
 
 impl Drop for Running {
-    /// One that is dropped under way lost its thread.
+    /// Fails copies under way if the thread panics.
     fn drop(&mut self) {
         if !self.ticket.is_over() {
             self.ticket.fail(PANICKED);
-            // The GPU may still write there.
+            // Leaked, because the GPU may still access the memory.
             std::mem::forget(std::mem::take(&mut self.parts));
         }
     }
@@ -245,7 +242,7 @@ impl Worker {
         }
     }
 
-    /// The next job; `Some(None)` when it is time to look at the copies under way, `None` at the end.
+    /// The next job; `Some(None)` to check the copies under way, `None` to stop.
     fn next(&self) -> Option<Option<Job>> {
         while self.shared.count.load(Ordering::Acquire) == 0 && Backoff::since(self.last, FRESH).spin() {}
         let mut jobs = self.shared.jobs.lock();
@@ -278,7 +275,7 @@ impl Worker {
         // SAFETY: one operation on a word that lives as long as this thread; the stream is ours.
         let marked = unsafe { self.gpu.api().stream_batch_mem_op(self.stream.stream, 1, &mut write, 0) };
         if let Err(error) = marked {
-            // What was begun has no end that can be seen: whoever waits gives it up, its memory is never let go.
+            // The end of the parts enqueued cannot be detected: their memory is leaked, and waiters time out.
             self.broken = Some(error.to_string());
             std::mem::forget(parts);
             return;
@@ -310,26 +307,26 @@ impl Worker {
         };
         let done = match (to_context, from_context) {
             (Some(to), Some(from)) if to != from => {
-                // SAFETY: both ranges were checked, their owners are kept until the copy is over, the contexts are theirs.
+                // SAFETY: both ranges are checked and owned until the copy is over; the contexts are those of the ranges.
                 unsafe { api.memcpy_peer_async(dst, to, src, from, part.len, self.stream.stream) }
             }
-            // SAFETY: as above; within one address space CUDA knows what is where.
+            // SAFETY: both ranges are checked and owned until the copy is over; CUDA finds their location by address.
             _ => unsafe { api.memcpy_async(dst, src, part.len, self.stream.stream) },
         };
         done.map_err(Error::cuda("copying payload"))
     }
 
-    /// The address of memory on the GPU, and the context that it is of; host memory is of all.
+    /// Address of memory on the GPU, and its context unless it is host memory.
     fn find(&self, memory: &Memory) -> Result<(u64, Option<RawHandle>)> {
         let Some(owner) = memory.gpu() else { return Ok((memory.gpu_addr(&self.gpu)?, None)) };
-        // Without direct access CUDA goes through host memory.
+        // Without peer access CUDA copies through host memory.
         if let Err(error) = self.gpu.reach(owner) {
             tracing::debug!(%error, "copies between two GPUs go through host memory");
         }
         Ok((memory.addr(), Some(owner.raw_context())))
     }
 
-    /// Lets go what copies that are over have used.
+    /// Releases the resources of copies that are over.
     fn reap(&mut self) {
         let seen = self.stream.word.load();
         while self.running.front().is_some_and(|r| seen.wrapping_sub(r.value).cast_signed() >= 0) {
@@ -346,7 +343,7 @@ impl Worker {
         }
     }
 
-    /// Copies take very long: asks CUDA whether the GPU still works.
+    /// Checks whether the stream has failed.
     fn examine(&mut self) {
         // SAFETY: the stream is ours.
         match unsafe { self.gpu.api().stream_query(self.stream.stream) } {
@@ -373,7 +370,7 @@ fn let_go(parts: Vec<Part>) {
     }
 }
 
-/// The engines of the GPUs whose memory is registered, or that drive a queue pair.
+/// The engines of all GPUs whose memory is registered or that drive a queue pair.
 #[derive(Default)]
 pub struct GpuCopyEngines(RwLock<Vec<Arc<Engine>>>);
 
@@ -384,7 +381,7 @@ impl fmt::Debug for GpuCopyEngines {
 }
 
 impl GpuCopyEngines {
-    /// The engine for a copy: that of the GPU that it goes to, or always the same one. So copies to one place are in order.
+    /// The engine of the destination's GPU, or the first one; so copies to the same memory are in order.
     fn of(&self, parts: &[Part]) -> Option<Arc<Engine>> {
         let engines = self.0.read();
         let of = |gpu: &Gpu| engines.iter().find(|e| e.gpu().raw_context() == gpu.raw_context());
@@ -400,7 +397,7 @@ impl CopyEngine for GpuCopyEngines {
         if is_known(&self.0.read()) {
             return;
         }
-        // Without the lock, which the HCA takes under its own.
+        // Without the lock, because the HCA takes it under its own lock.
         match gpu.engine() {
             Ok(engine) => {
                 let mut engines = self.0.write();
@@ -437,7 +434,7 @@ impl CopyEngine for GpuCopyEngines {
     }
 }
 
-/// How other processes open the allocation at an address, and where in it that is.
+/// The handle of the memory at an address.
 fn handle(gpu: &Gpu, addr: u64) -> Result<Handle> {
     let failed = Error::cuda("exporting GPU memory");
     let _current = gpu.enter()?;
@@ -454,15 +451,15 @@ fn handle(gpu: &Gpu, addr: u64) -> Result<Handle> {
     Ok(Handle { ipc, buffer, offset })
 }
 
-/// Allocations open at once.
+/// Maximum number of open allocations.
 const MOST: usize = 64;
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
 const LAZY_PEER_ACCESS: u32 = 1;
 
-/// An allocation of another process. What is allocated later at the same place has another number.
+/// An allocation of another process: process, IPC handle, allocation number.
 pub(super) type Key = (ProcessId, [u8; 64], u64);
 
-/// The allocations that are open, in the context of one GPU.
+/// Open allocations in the context of a GPU.
 #[derive(Debug, Default)]
 pub(super) struct Handles {
     open: HashMap<Key, Opened>,
@@ -472,14 +469,14 @@ pub(super) struct Handles {
 #[derive(Debug)]
 struct Opened {
     addr: u64,
-    /// Copies that use it.
+    /// Number of copies that use it.
     users: usize,
-    /// When it was last used, in openings.
+    /// `clock` at the last use.
     used: u64,
 }
 
 impl Handles {
-    /// The address of an allocation, which stays open until [`Handles::release`]. The context must be current.
+    /// Opens an allocation until [`Handles::release`]. Returns its address. The context must be current.
     pub(super) fn acquire(&mut self, gpu: &Gpu, process: ProcessId, handle: &Handle) -> Result<(Key, u64)> {
         self.clock += 1;
         let (key, used) = ((process, handle.ipc, handle.buffer), self.clock);
@@ -498,14 +495,14 @@ impl Handles {
         Ok((key, addr))
     }
 
-    /// A copy that used it is over.
+    /// Ends a use.
     pub(super) fn release(&mut self, key: &Key) {
         if let Some(opened) = self.open.get_mut(key) {
             opened.users -= 1;
         }
     }
 
-    /// Closes what no copy uses: of a process that is gone, or all of it.
+    /// Closes unused allocations, of `process` or all.
     pub(super) fn close_idle(&mut self, gpu: &Gpu, process: Option<ProcessId>) {
         let of = |key: &Key| process.is_none_or(|process| key.0 == process);
         let idle: Vec<_> = self
@@ -517,10 +514,10 @@ impl Handles {
         idle.iter().for_each(|key| self.close(gpu, key));
     }
 
-    /// Closes an allocation, in time.
+    /// Closes an allocation later, when no stream waits.
     fn close(&mut self, gpu: &Gpu, key: &Key) {
         if let Some(Opened { addr, .. }) = self.open.remove(key) {
-            gpu.doom(DeferredFree::Ipc { addr });
+            gpu.defer_free(DeferredFree::Ipc { addr });
         }
     }
 }

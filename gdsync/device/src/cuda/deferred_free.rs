@@ -1,10 +1,9 @@
-//! Gives memory back to CUDA when no stream waits.
+//! Gives memory back to CUDA while no stream waits.
 //!
-//! To take a registration back, or to free GPU memory, CUDA waits for everything that runs on the GPU, also for streams
-//! that wait for something the calling thread has yet to do; and while one thread waits for that, others cannot register
-//! memory (seen on an H200 with driver 580). So a thread does it that nobody waits for, when the streams of this library have
-//! been idle for a moment, and submissions wait meanwhile. Of the application's own streams it knows nothing. The thread is
-//! started when there is something to give back, and ends when all is done.
+//! To unregister host memory or free GPU memory, CUDA waits for all work of the GPU, including streams that wait for something the calling
+//! thread has yet to do. Other threads cannot register memory meanwhile (measured on an H200 with driver 580). So a thread, started on
+//! demand, does it when the streams of this library have been idle for a moment, and submissions wait at a gate meanwhile. It does not
+//! know the application's own streams.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -20,25 +19,25 @@ use super::Gpu;
 use super::register::unregister;
 use crate::error::{Error, Result};
 
-/// Between two looks at the streams.
-const LOOK: Duration = Duration::from_millis(25);
-/// Looks in a row at which they must have been idle, with nothing new.
+/// Interval between two checks of the streams.
+const INTERVAL: Duration = Duration::from_millis(25);
+/// Number of checks in a row that must find them idle, without new submissions.
 const QUIET: u32 = 4;
-/// How long a submission waits at most: an application's streams may hold up what is given back.
-const BRIEFLY: Duration = Duration::from_millis(100);
-/// How long somebody waits who needs what is being given back.
+/// Maximum wait of a submission at the gate: streams of the application may block the free.
+const GATE_LIMIT: Duration = Duration::from_millis(100);
+/// Maximum wait of threads that need the memory.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A stream, as far as the reaper must know it.
+/// A stream, for [`mind`].
 pub trait Activity: Send + Sync {
-    /// Submissions so far; `None` while any is pending. It takes the lock under which submissions look at the [`gate`].
+    /// Number of submissions so far; `None` while any is pending. Takes the lock under which submissions check the [`gate`].
     fn idle_since(&self) -> Option<u64>;
 }
 
-/// The streams of this process: CUDA waits for those of all GPUs.
+/// The streams of this process, of all GPUs, because CUDA waits for all.
 static STREAMS: Mutex<Vec<Weak<dyn Activity>>> = Mutex::new(Vec::new());
 
-/// Submissions wait at it while something is being given back.
+/// Submissions wait here while memory is given back.
 static GATE: Gate = Gate {
     closed: AtomicBool::new(false),
     held_up: Mutex::new(0),
@@ -49,18 +48,18 @@ static GATE: Gate = Gate {
 struct Gate {
     /// Changed under the lock of `held_up`.
     closed: AtomicBool,
-    /// Submissions that wait, or were let through and are not queued yet: it is not closed again before them.
+    /// Submissions that wait, or have passed and are not queued yet. It is not closed while there are any.
     held_up: Mutex<usize>,
     opened: Condvar,
-    /// One gives back at a time: there is a reaper for each GPU.
+    /// Serialises the threads of all GPUs.
     reaping: Mutex<()>,
 }
 
-/// The gate is closed until this is dropped.
+/// Keeps the gate closed until dropped.
 struct Closed(#[expect(dead_code, reason = "held")] MutexGuard<'static, ()>);
 
 impl Gate {
-    /// Nothing is submitted from here on; `None` when a stream has work.
+    /// Closes the gate, unless a stream has work.
     fn close_if_idle(&'static self) -> Option<Closed> {
         let reaping = self.reaping.lock();
         let held_up = self.held_up.lock();
@@ -76,7 +75,7 @@ impl Gate {
 
 impl Drop for Closed {
     fn drop(&mut self) {
-        // Under the lock, or who has just seen the gate closed would miss the call.
+        // Under the lock, or a submission that has just seen the gate closed would miss the notification.
         let guard = GATE.held_up.lock();
         GATE.closed.store(false, Ordering::Relaxed);
         drop(guard);
@@ -84,10 +83,10 @@ impl Drop for Closed {
     }
 }
 
-/// Where submissions wait while something is being given back. Who looks at it under a lock that its [`Activity`] takes, too, sees
-/// that it is closed, or is seen to be busy.
+/// The gate at which submissions wait while memory is given back. A stream that checks it under the lock that its [`Activity`] takes
+/// sees it closed, or is seen busy.
 pub mod gate {
-    use super::{BRIEFLY, GATE, Ordering};
+    use super::{GATE, GATE_LIMIT, Ordering};
 
     /// Whether submissions have to wait at the gate.
     #[inline]
@@ -95,7 +94,7 @@ pub mod gate {
         GATE.closed.load(Ordering::Relaxed)
     }
 
-    /// A submission that was held up: to be dropped when it is queued.
+    /// A submission that waited at the gate, to be dropped when it is queued.
     #[derive(Debug)]
     pub struct GateGuard(());
 
@@ -105,35 +104,35 @@ pub mod gate {
         }
     }
 
-    /// Returns when it is open, or in a while.
+    /// Waits until the gate is open, or for a time limit.
     #[cold]
     pub fn wait() -> GateGuard {
         let mut held_up = GATE.held_up.lock();
         *held_up += 1;
-        GATE.opened.wait_while_for(&mut held_up, |_| is_closed(), BRIEFLY);
+        GATE.opened.wait_while_for(&mut held_up, |_| is_closed(), GATE_LIMIT);
         GateGuard(())
     }
 }
 
-/// The submissions so far of each stream; `None` when one has work.
+/// Number of submissions of each stream; `None` if one has work.
 fn submitted() -> Option<Vec<u64>> {
     let streams: Vec<_> = STREAMS.lock().iter().filter_map(Weak::upgrade).collect();
     streams.iter().map(|stream| stream.idle_since()).collect()
 }
 
-/// Nothing is given back while this stream has work.
+/// Registers a stream: no memory is given back while it has work.
 pub fn mind(stream: Weak<dyn Activity>) {
     let mut streams = STREAMS.lock();
     streams.retain(|known| known.strong_count() > 0);
     streams.push(stream);
 }
 
-/// What is given back.
+/// Memory to be given back.
 #[derive(Debug)]
 pub enum DeferredFree {
-    /// An allocation of another process, by its address here.
+    /// An allocation of another process, opened at this address.
     Ipc { addr: u64 },
-    /// Registered pages from this address on. `unmap` says that they go back to the system too.
+    /// Registered pages at this address; `unmap` gives them back to the system too.
     Host { first: usize, len: usize, unmap: bool },
     /// Memory of the GPU.
     Gpu { _mapping: Mapping, _buffer: GpuBuffer },
@@ -173,7 +172,7 @@ pub(super) struct DeferredFreeThread(Arc<Shared>);
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// There is a reason to hurry, or something was given back.
+    /// A thread waits, or memory was given back.
     changed: Condvar,
 }
 
@@ -184,7 +183,7 @@ struct State {
     leaving: Vec<Range<usize>>,
     /// Threads that wait for what is in the queue.
     waiting: usize,
-    /// Something is being given back at the moment.
+    /// Memory is being given back.
     busy: bool,
     running: bool,
 }
@@ -196,8 +195,8 @@ impl State {
 }
 
 impl DeferredFreeThread {
-    /// Gives memory of `gpu` back in time.
-    pub(super) fn take(&self, gpu: Gpu, deferred: DeferredFree) {
+    /// Queues memory of `gpu`.
+    pub(super) fn push(&self, gpu: Gpu, deferred: DeferredFree) {
         let mut state = self.0.state.lock();
         state.leaving.extend(deferred.range());
         state.queue.push_back((gpu, deferred));
@@ -207,14 +206,17 @@ impl DeferredFreeThread {
         let shared = self.0.clone();
         let started = std::thread::Builder::new().name("gdsync-reaper".into()).spawn(move || shared.run());
         if let Err(error) = started {
-            // The next one tries again.
+            // The next call tries again.
             tracing::warn!(%error, "memory is not given back to CUDA for now: no thread");
             state.running = false;
         }
     }
 
-    /// Waits until none of these pages is left registered: a new registration would not be one.
-    pub(super) fn settle(&self, pages: &Range<usize>) -> Result<()> {
+    /// Waits until none of these pages is queued: a new registration would have no effect.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`].
+    pub(super) fn wait_unregistered(&self, pages: &Range<usize>) -> Result<()> {
         let what = "giving back the former registration of this memory";
         self.0
             .wait_until(PATIENCE, |state| !state.has_leaving(pages))
@@ -222,12 +224,12 @@ impl DeferredFreeThread {
             .ok_or(Error::Deadline { what, after: PATIENCE })
     }
 
-    /// Whether any of these pages is still registered, but not for long.
+    /// Whether any of these pages is queued.
     pub(super) fn is_leaving(&self, pages: &Range<usize>) -> bool {
         self.0.state.lock().has_leaving(pages)
     }
 
-    /// Waits until all is given back, as there is not enough. Returns whether there was anything.
+    /// Waits until all is given back, because memory is exhausted. Returns whether anything was.
     pub(super) fn hurry(&self) -> bool {
         let state = self.0.state.lock();
         let any = !state.queue.is_empty() || state.busy;
@@ -235,26 +237,26 @@ impl DeferredFreeThread {
         any && self.finish(PATIENCE)
     }
 
-    /// Waits until all is given back. Returns whether it is.
+    /// Waits until all is given back. Returns false after `timeout`.
     pub(super) fn finish(&self, timeout: Duration) -> bool {
         self.0.wait_until(timeout, |state| state.queue.is_empty() && !state.busy)
     }
 }
 
-/// How long the streams have been idle.
+/// Tracks how long the streams have been idle.
 #[derive(Default)]
 struct Quiet {
-    /// Looks in a row that found them so.
-    looks: u32,
-    /// The submissions of each so far.
+    /// Number of checks in a row that found them idle.
+    checks: u32,
+    /// Number of submissions of each at the last check.
     submitted: Option<Vec<u64>>,
 }
 
 impl Quiet {
-    fn look(&mut self) {
+    fn check(&mut self) {
         let now = submitted();
         let same = self.submitted.is_none() || now == self.submitted;
-        self.looks = if now.is_some() && same { self.looks + 1 } else { 0 };
+        self.checks = if now.is_some() && same { self.checks + 1 } else { 0 };
         self.submitted = now;
     }
 }
@@ -289,8 +291,8 @@ impl Shared {
                 let mut state = self.state.lock();
                 state.busy = false;
                 state.queue.push_front((gpu, deferred));
-                // Somebody may wait, but a stream has work.
-                self.changed.wait_for(&mut state, LOOK);
+                // A thread may wait for this, but a stream has work.
+                self.changed.wait_for(&mut state, INTERVAL);
                 continue;
             };
             let range = deferred.range();
@@ -307,21 +309,21 @@ impl Shared {
             }
             drop(state);
             self.changed.notify_all();
-            // Perhaps the last one: its context goes with it.
+            // Without the lock: the last handle of a GPU releases its context.
             drop(gpu);
         }
     }
 
-    /// Returns when the streams have been idle for a while, or at once when somebody waits.
+    /// Waits until the streams have been idle for a while, or a thread waits.
     fn await_quiet(&self, quiet: &mut Quiet) {
         let mut state = self.state.lock();
         while state.waiting == 0 {
-            // The last handle of a stream may be dropped here, and that wants this lock.
-            parking_lot::MutexGuard::unlocked(&mut state, || quiet.look());
-            if quiet.looks >= QUIET || state.waiting > 0 {
+            // Unlocked, because the check may drop the last handle of a stream, which takes this lock.
+            parking_lot::MutexGuard::unlocked(&mut state, || quiet.check());
+            if quiet.checks >= QUIET || state.waiting > 0 {
                 return;
             }
-            self.changed.wait_for(&mut state, LOOK);
+            self.changed.wait_for(&mut state, INTERVAL);
         }
     }
 }

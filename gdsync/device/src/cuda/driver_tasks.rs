@@ -1,8 +1,7 @@
-//! Calls of the driver that a watchdog wants made, but may not wait for.
+//! A thread that calls the driver for watchdogs, which must not block.
 //!
-//! While one thread frees memory or loads kernels, the driver holds up all others until every stream of the process is done;
-//! what ends the waits of those streams must not be held up itself. So it leaves calls to a thread of the GPU, which is
-//! started when there is something to do, and ends when there has been nothing for a while.
+//! While a thread frees memory or loads kernels, the driver blocks all others until every stream of the process is idle. The watchdog
+//! that ends the waits of those streams must not block. So it leaves calls to a thread of the GPU, started on demand.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,10 +10,10 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// How long the thread waits for more.
+/// How long the thread stays without tasks.
 const LINGER: Duration = Duration::from_millis(200);
 
-/// Somebody who wants the driver called.
+/// Calls of the driver.
 pub trait DriverTask: Send + Sync {
     /// Makes the calls.
     fn run(&self);
@@ -22,7 +21,7 @@ pub trait DriverTask: Send + Sync {
     fn panicked(&self);
 }
 
-/// The errands of a GPU.
+/// The driver tasks of a GPU.
 #[derive(Default)]
 pub(super) struct DriverTasks(Arc<Shared>);
 
@@ -36,13 +35,13 @@ struct Shared {
 #[derive(Default)]
 struct State {
     queue: VecDeque<Weak<dyn DriverTask>>,
-    /// The one that is being run.
+    /// The task being run.
     current: Option<Weak<dyn DriverTask>>,
     running: bool,
 }
 
 impl DriverTasks {
-    /// Has it run in time.
+    /// Queues a task.
     pub(super) fn take(&self, driver_task: Weak<dyn DriverTask>) {
         let mut state = self.0.state.lock();
         state.queue.push_back(driver_task);
@@ -59,7 +58,7 @@ impl DriverTasks {
         }
     }
 
-    /// Returns when this errand is run no more: it lets go of what it holds.
+    /// Removes a task; waits if it is being run.
     pub(super) fn end(&self, driver_task: &Weak<dyn DriverTask>) {
         let mut state = self.0.state.lock();
         state.queue.retain(|other| !other.ptr_eq(driver_task));

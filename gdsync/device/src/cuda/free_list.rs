@@ -1,6 +1,6 @@
-//! Memory that stays registered or allocated when its user is gone, for the next one.
+//! Registered host memory and GPU memory that is kept for the next user, and small allocations from blocks of GPU memory.
 //!
-//! To give it back to CUDA may take as long as any stream waits: see [`super::deferred_free`].
+//! Giving memory back to CUDA takes as long as any stream waits: see [`super::deferred_free`].
 
 use std::collections::HashMap;
 use std::ptr::NonNull;
@@ -15,40 +15,41 @@ use super::register::unregister;
 use crate::error::Result;
 use crate::memory::{Memory, WeakMemory};
 
-/// Bytes of host memory kept at most; what is beyond is given back.
+/// Maximum bytes of host memory kept.
 const MOST: usize = 64 << 20;
-/// Bytes of a part at most: rings and words come again, large buffers of the application would only fill the place.
+/// Maximum bytes of one allocation kept: rings and words are allocated again, large buffers of applications rarely.
 const LARGEST: usize = 4 << 20;
 
-/// Registered pages that nobody uses.
+/// Registered pages without a user.
 #[derive(Clone, Copy, Debug)]
 pub struct Pages {
-    /// First byte.
+    /// Address of the first byte.
     pub ptr: NonNull<u8>,
-    /// Bytes.
+    /// Length in bytes.
     pub len: usize,
-    /// The GPU's address of the first byte.
+    /// Address of the first byte on the GPU.
     pub addr: u64,
 }
 
 // SAFETY: an address range that nobody else uses.
 unsafe impl Send for Pages {}
 
-/// Mapped memory of a GPU; it is freed in time when dropped.
+/// Mapped GPU memory. When dropped it is freed in time, or kept for the next user if it is a block of the [`Arena`].
 #[derive(Debug)]
 pub struct Buffer {
     gpu: Gpu,
-    /// Always there until the drop.
+    /// `None` only during the drop.
     parts: Option<(Mapping, GpuBuffer)>,
+    is_block: bool,
 }
 
 impl Buffer {
     /// A buffer and its mapping.
     pub fn new(gpu: &Gpu, mapping: Mapping, buffer: GpuBuffer) -> Self {
-        Self { gpu: gpu.clone(), parts: Some((mapping, buffer)) }
+        Self { gpu: gpu.clone(), parts: Some((mapping, buffer)), is_block: false }
     }
 
-    /// The GPU whose memory it is.
+    /// The GPU that it is on.
     pub fn gpu(&self) -> &Gpu {
         &self.gpu
     }
@@ -61,41 +62,16 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        if let Some((mapping, buffer)) = self.parts.take() {
-            self.gpu.doom(DeferredFree::Gpu { _mapping: mapping, _buffer: buffer });
+        let Some((mapping, buffer)) = self.parts.take() else { return };
+        if self.is_block {
+            self.gpu.free_list().blocks.lock().push((mapping, buffer));
+        } else {
+            self.gpu.defer_free(DeferredFree::Gpu { _mapping: mapping, _buffer: buffer });
         }
     }
 }
 
-/// A block of GPU memory; it is kept when dropped.
-#[derive(Debug)]
-pub struct Block(Buffer);
-
-impl Block {
-    /// Memory for small pieces.
-    pub fn new(buffer: Buffer) -> Self {
-        Self(buffer)
-    }
-
-    /// The GPU whose memory it is.
-    pub fn gpu(&self) -> &Gpu {
-        self.0.gpu()
-    }
-
-    /// Its mapping for the CPU.
-    pub fn mapping(&self) -> &Mapping {
-        self.0.mapping()
-    }
-}
-
-impl Drop for Block {
-    fn drop(&mut self) {
-        let parts = self.0.parts.take();
-        self.gpu().free_list().blocks.lock().extend(parts);
-    }
-}
-
-/// What is kept.
+/// Memory without a user.
 #[derive(Default, Debug)]
 pub struct FreeList {
     host: Mutex<FreeBlocks>,
@@ -110,29 +86,30 @@ struct FreeBlocks {
 }
 
 impl FreeList {
+    /// Takes pages of this length, if there are any.
     pub fn take_host(&self, len: usize) -> Option<Pages> {
-        let mut shelf = self.host.lock();
-        let pages = shelf.by_len.get_mut(&len)?.pop()?;
-        shelf.bytes -= len;
+        let mut host = self.host.lock();
+        let pages = host.by_len.get_mut(&len)?.pop()?;
+        host.bytes -= len;
         Some(pages)
     }
 
     /// Keeps pages. Returns false when they are too many.
     pub fn put_host(&self, pages: Pages) -> bool {
-        let mut shelf = self.host.lock();
-        if pages.len > LARGEST || shelf.bytes + pages.len > MOST {
+        let mut host = self.host.lock();
+        if pages.len > LARGEST || host.bytes + pages.len > MOST {
             return false;
         }
-        shelf.bytes += pages.len;
-        shelf.by_len.entry(pages.len).or_default().push(pages);
+        host.bytes += pages.len;
+        host.by_len.entry(pages.len).or_default().push(pages);
         true
     }
 
-    /// Gives all host memory back, as the context goes, which must be current.
+    /// Gives all host memory back to CUDA and the system. The context must be current.
     pub fn give_back(&self, api: &Api) {
-        let mut shelf = self.host.lock();
-        shelf.bytes = 0;
-        for pages in shelf.by_len.drain().flat_map(|(_, pages)| pages) {
+        let mut host = self.host.lock();
+        host.bytes = 0;
+        for pages in host.by_len.drain().flat_map(|(_, pages)| pages) {
             match unregister(api, pages.ptr.as_ptr().addr()) {
                 // SAFETY: mapped by a `Memory` that left it here; nobody uses it.
                 Ok(()) => drop(unsafe { libc::munmap(pages.ptr.as_ptr().cast(), pages.len) }),
@@ -140,24 +117,19 @@ impl FreeList {
             }
         }
     }
-
-    /// A block of GPU memory of the arena's size.
-    pub fn take_block(&self) -> Option<(Mapping, GpuBuffer)> {
-        self.blocks.lock().pop()
-    }
 }
 
-/// Bytes of a block: what `gdrcopy` takes from CUDA at least.
+/// Bytes of a block, the smallest allocation that `gdrcopy` takes from CUDA.
 const BLOCK: usize = 2 << 20;
-/// Pieces begin on lines of their own.
+/// Alignment of allocations, so that they share no cache lines.
 const ALIGN: usize = 256;
 
-/// The block that pieces are cut from, and how much of it is. A block keeps its GPU, so the GPU must not keep it.
+/// Allocates small pieces from a block of GPU memory. Holds the block weakly, because the block holds its GPU.
 #[derive(Default)]
 pub(super) struct Arena(Mutex<Option<(WeakMemory, usize)>>);
 
 impl Arena {
-    /// `len` zeroed bytes.
+    /// Allocates `len` zeroed bytes.
     pub(super) fn piece(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
         let size = len.next_multiple_of(ALIGN);
         if size > BLOCK {
@@ -175,11 +147,13 @@ impl Arena {
 }
 
 fn block(gpu: &Gpu) -> Result<Memory> {
-    let buffer = match gpu.free_list().take_block() {
+    let known = gpu.free_list().blocks.lock().pop();
+    let mut buffer = match known {
         Some((mapping, buffer)) => Buffer::new(gpu, mapping, buffer),
         None => gpu.buffer(BLOCK)?,
     };
-    Ok(Memory::block(Block::new(buffer)))
+    buffer.is_block = true;
+    Ok(Memory::buffer(buffer))
 }
 
 fn zeroed(memory: Memory) -> Result<Memory> {

@@ -1,8 +1,7 @@
-//! A GPU and the context that work runs in.
+//! A GPU and the CUDA context that work runs in.
 
 use std::ffi::CStr;
 use std::fmt;
-use std::ops::Range;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -26,10 +25,9 @@ use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
 use crate::memory::{Memory, page_round};
 
-/// A GPU, in one of its contexts. Clones share it.
+/// A GPU in one of its contexts. Clones share it.
 ///
-/// When the last clone goes, and with it all that was made with it, memory is given back to CUDA, which may wait for streams
-/// of the application then.
+/// Dropping the last clone, and everything created with it, gives memory back to CUDA, which may wait for streams of the application.
 #[derive(Clone)]
 pub struct Gpu(Arc<Inner>);
 
@@ -41,17 +39,17 @@ struct Inner {
     /// `CUdevice`.
     device: i32,
     context: Handle,
-    /// The context is the primary one, retained here.
+    /// The context is the primary one, retained by this.
     primary: bool,
     capabilities: Capabilities,
-    /// Other contexts that this one can reach.
+    /// Contexts of other GPUs that this one can access.
     reached: Mutex<Vec<Handle>>,
     gdr: Mutex<Option<Gdr>>,
     arena: Arena,
     free_list: FreeList,
     deferred_free: DeferredFreeThread,
     driver_tasks: DriverTasks,
-    /// Loaded at once: CUDA loads nothing while any stream waits.
+    /// Loaded when opened, because loading later waits for streams.
     kernel_exec: Result<Arc<KernelExecutor>>,
     nudger: NudgerSlot,
     channel_pressure: Arc<ChannelPressure>,
@@ -59,14 +57,14 @@ struct Inner {
     /// Its address on the PCI bus.
     pci: Option<String>,
     calibration: Mutex<Option<Calibration>>,
-    /// Its copy engine, as long as a device uses it. It keeps its GPU, so the GPU must not keep it.
+    /// The copy engine while a device uses it; weak, because the engine holds the GPU.
     engine: Mutex<Weak<Engine>>,
 }
 
-/// Where a GPU has the stream that wakes its others.
+/// The stream that wakes the other streams of a GPU.
 pub type NudgerSlot = Mutex<Option<Weak<dyn GpuNudge>>>;
 
-/// A context is current: see [`Gpu::join`].
+/// Keeps a context current: see [`Gpu::join`].
 #[derive(Debug)]
 pub struct Joined<'a>(Option<&'a Api>);
 
@@ -75,7 +73,7 @@ impl Drop for Joined<'_> {
     fn drop(&mut self) {
         let Some(api) = self.0 else { return };
         let mut popped = 0;
-        // SAFETY: a place for the answer; pushed when this value was made.
+        // SAFETY: `popped` is valid for writing; the context was pushed when this value was created.
         if let Err(error) = unsafe { api.ctx_pop_current(&mut popped) } {
             tracing::warn!(%error, "the CUDA context of the calling thread was not put back");
         }
@@ -93,7 +91,7 @@ impl Drop for Inner {
         if !self.fork_guard.is_here() {
             return;
         }
-        // SAFETY: retained here, or kept alive as the maker of this value promised.
+        // SAFETY: the context is retained by this, or kept alive by the caller of `of_stream`.
         match unsafe { Current::enter(&self.api, self.context) } {
             Ok(_current) => {
                 self.free_list.give_back(&self.api);
@@ -113,15 +111,14 @@ impl Drop for Inner {
 }
 
 impl Gpu {
-    /// A GPU by its CUDA ordinal, in its primary context: the one that the CUDA runtime uses.
+    /// Opens a GPU by its CUDA ordinal, in its primary context, which the CUDA runtime uses too.
     ///
-    /// Opened once and kept open until the process ends, as the CUDA runtime does: to close it, CUDA would wait for every
-    /// stream of the process, and let nobody register memory meanwhile. Do this before any stream of the process waits: only
-    /// then does CUDA load the kernels of [`Via::Kernel`](crate::cuda::Via::Kernel), and get what it needs for more streams
-    /// and graphs; there is room for 64 of each afterwards.
+    /// It stays open until the process ends: to close it, CUDA would wait for every stream of the process and block registrations of
+    /// memory. Call this before any stream waits: it loads the kernels of [`Via::Kernel`](crate::cuda::Via::Kernel) and reserves room
+    /// for 64 streams and 64 graphs, which would block later.
     ///
     /// # Errors
-    /// [`Error::Cuda`] where there is no CUDA or no such GPU; [`Error::Unsupported`] names what an old one lacks.
+    /// [`Error::Cuda`] without CUDA or such a GPU; [`Error::Unsupported`] if the GPU or driver is too old.
     pub fn open(ordinal: i32) -> Result<Self> {
         let mut open = Self::open_list().lock();
         if let Some(gpu) = open.iter().find(|gpu| gpu.0.ordinal == ordinal) {
@@ -138,13 +135,15 @@ impl Gpu {
         &OPEN
     }
 
-    /// The GPUs that [`Gpu::open`] has opened in this process.
+    /// The GPUs opened by [`Gpu::open`] in this process.
     pub fn opened() -> Vec<Gpu> {
         Self::open_list().lock().clone()
     }
 
-    /// As [`Gpu::open`], on a table of entry points and an open `gdrcopy` of the caller's.
-    #[doc(hidden)]
+    /// Opens a GPU with the given entry points of the driver and `gdrcopy`, not shared with [`Gpu::open`].
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
     pub fn open_with(api: Api, ordinal: i32, gdr: Option<Gdr>) -> Result<Self> {
         // SAFETY: no flags are defined.
         unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
@@ -159,25 +158,26 @@ impl Gpu {
         Ok(Self::with(api, ordinal, device, context, true, capabilities, gdr))
     }
 
-    /// The GPU and context of a stream of the application. The default streams are those of the current context.
+    /// The GPU and context of a stream of the application; for default streams, of the current context.
     ///
     /// # Errors
     /// As [`Gpu::open`].
     ///
     /// # Safety
-    /// `stream` must be a live stream, and its context must live until the result, its clones and all that was made with
-    /// them are gone.
+    /// `stream` must be valid, and its context must outlive the result, its clones and everything created with them.
     pub unsafe fn of_stream(stream: RawStream) -> Result<Self> {
         let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
         // SAFETY: what the caller promised.
         unsafe { Self::of_stream_with(api, stream, None) }
     }
 
-    /// As [`Gpu::of_stream`], on a table of entry points and an open `gdrcopy` of the caller's.
+    /// As [`Gpu::of_stream`], with the given entry points of the driver and `gdrcopy`.
+    ///
+    /// # Errors
+    /// As [`Gpu::open`].
     ///
     /// # Safety
     /// As [`Gpu::of_stream`].
-    #[doc(hidden)]
     pub unsafe fn of_stream_with(api: Api, stream: RawStream, gdr: Option<Gdr>) -> Result<Self> {
         // SAFETY: no flags are defined.
         unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
@@ -248,10 +248,10 @@ impl Gpu {
         Self(Arc::new(inner))
     }
 
-    /// The number of GPUs that CUDA shows to this process.
+    /// The number of GPUs visible to this process.
     ///
     /// # Errors
-    /// [`Error::Cuda`] where there is no CUDA.
+    /// [`Error::Cuda`] without CUDA.
     pub fn count() -> Result<i32> {
         let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
         // SAFETY: no flags are defined.
@@ -262,57 +262,60 @@ impl Gpu {
         Ok(count)
     }
 
-    /// Its CUDA ordinal in this process.
+    /// The CUDA ordinal in this process.
     pub fn ordinal(&self) -> i32 {
         self.0.ordinal
     }
 
-    /// Its PCI address as sysfs writes it, `domain:bus:device.function` in lower-case hexadecimal, if CUDA tells.
+    /// The PCI address as in sysfs, `domain:bus:device.function` in lower-case hexadecimal, if known.
     pub fn pci_address(&self) -> Option<&str> {
         self.0.pci.as_deref()
     }
 
-    /// What it can do for streams.
+    /// What it supports.
     pub fn capabilities(&self) -> &Capabilities {
         &self.0.capabilities
     }
 
-    /// The context (`CUcontext`) that work runs in, for launching kernels beside it.
+    /// The context (`CUcontext`), for launching kernels in it.
     pub fn raw_context(&self) -> usize {
         self.0.context
     }
 
-    /// Whether this is the process that opened it: in a child CUDA does not work.
+    /// Whether this is the process that opened it; CUDA does not work in forked children.
     pub fn is_here(&self) -> bool {
         self.0.fork_guard.is_here()
     }
 
     /// The entry points of the driver.
-    #[doc(hidden)]
     pub fn api(&self) -> &Api {
         &self.0.api
     }
 
-    /// Makes its context current for the calling thread until the result is dropped, and the thread's calls no part of a
-    /// stream capture.
+    /// Makes its context current for the calling thread until the result is dropped, and keeps calls out of stream captures meanwhile.
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    #[doc(hidden)]
     pub fn enter(&self) -> Result<Current<'_>> {
         // SAFETY: retained here, or kept alive as the maker of this value promised.
         unsafe { Current::enter(&self.0.api, self.0.context) }
             .map_err(Error::cuda("entering the GPU's context"))
     }
 
-    /// Runs a call with its context current, and as part of a capture if there is one. Quick where it is current already.
+    /// Runs a call with its context current, as part of a capture if there is one. Fast if the context is current already.
+    ///
+    /// # Errors
+    /// Of CUDA.
     #[inline]
     pub fn within<T>(&self, call: impl FnOnce(&Api) -> gdrcopy::Result<T>) -> gdrcopy::Result<T> {
         let _joined = self.join()?;
         call(&self.0.api)
     }
 
-    /// Makes its context current until the result is dropped, as [`Gpu::within`] does.
+    /// Makes its context current until the result is dropped, as [`Gpu::within`].
+    ///
+    /// # Errors
+    /// Of CUDA.
     #[inline]
     pub fn join(&self) -> gdrcopy::Result<Joined<'_>> {
         let api = &self.0.api;
@@ -378,21 +381,23 @@ impl Gpu {
         }
     }
 
-    /// Allocates memory on the GPU, mapped for the CPU. When it is dropped, it is freed in time, by a thread of its own: CUDA
-    /// waits for all streams of the GPU to do it.
+    /// Allocates GPU memory, mapped for the CPU. After the drop a thread frees it, because CUDA waits for all streams of the GPU.
     ///
     /// # Errors
-    /// [`Error::Cuda`] when the GPU is full, or its memory cannot be mapped: the reasons of all backends are in it.
+    /// [`Error::Cuda`] if the GPU has no memory, or the memory cannot be mapped, with the reasons of all backends.
     pub fn alloc(&self, len: usize) -> Result<Memory> {
         self.buffer(len).map(Memory::buffer)
     }
 
-    /// Allocates memory on the GPU and maps it.
+    /// Allocates GPU memory and maps it.
+    ///
+    /// # Errors
+    /// As [`Gpu::alloc`].
     pub fn buffer(&self, len: usize) -> Result<Buffer> {
         let gdr = self.gdr()?;
         let alloc = || gdr.alloc(self.0.ordinal, len);
         let buffer = match alloc() {
-            // Dropped memory may not have been freed yet.
+            // Dropped memory may not be freed yet.
             Err(gdrcopy::Error::Exhausted { .. }) if self.0.deferred_free.hurry() => alloc(),
             other => other,
         };
@@ -401,9 +406,8 @@ impl Gpu {
         Ok(Buffer::new(self, mapping, buffer))
     }
 
-    /// Returns when all memory that was dropped so far has been given back to CUDA: then host memory of the application that
-    /// this GPU has used may be freed or unmapped (see [`Memory::from_raw`]). CUDA waits for all streams of the process to
-    /// do it.
+    /// Waits until all memory that was dropped is given back to CUDA. Then host memory of the application that this GPU has used may be
+    /// unmapped (see [`Memory::from_raw`]). CUDA waits for all streams of the process.
     ///
     /// # Errors
     /// [`Error::Deadline`] after `timeout`: try again when no stream waits.
@@ -412,42 +416,46 @@ impl Gpu {
         self.0.deferred_free.finish(timeout).then_some(()).ok_or(Error::Deadline { what, after: timeout })
     }
 
-    /// Gives memory back to CUDA, in time.
-    pub fn doom(&self, deferred: DeferredFree) {
-        self.0.deferred_free.take(self.clone(), deferred);
+    /// Queues memory to be given back to CUDA.
+    pub fn defer_free(&self, deferred: DeferredFree) {
+        self.0.deferred_free.push(self.clone(), deferred);
     }
 
-    /// Has calls of the driver made, in time.
+    /// Queues calls of the driver.
     pub fn driver_task(&self, driver_task: Weak<dyn DriverTask>) {
         self.0.driver_tasks.take(driver_task);
     }
 
-    /// Returns when these calls of the driver are made no more.
+    /// Removes calls of the driver; waits if they are being made.
     pub fn end_driver_task(&self, driver_task: &Weak<dyn DriverTask>) {
         self.0.driver_tasks.end(driver_task);
     }
 
-    /// Waits until none of these pages is being given back.
-    pub fn settle(&self, pages: &Range<usize>) -> Result<()> {
-        self.0.deferred_free.settle(pages)
-    }
-
-    /// Whether any of these pages is being given back.
-    pub fn is_leaving(&self, pages: &Range<usize>) -> bool {
-        self.0.deferred_free.is_leaving(pages)
+    /// The memory that is to be given back to CUDA.
+    pub(super) fn deferred_free(&self) -> &DeferredFreeThread {
+        &self.0.deferred_free
     }
 
     /// The kernels that run stream operations.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if they could not be loaded.
     pub fn kernel_exec(&self) -> Result<Arc<KernelExecutor>> {
         self.0.kernel_exec.clone()
     }
 
-    /// Zeroed memory on the GPU for rings and words: small pieces share a block.
+    /// Allocates zeroed GPU memory for rings and words; small pieces share a block.
+    ///
+    /// # Errors
+    /// As [`Gpu::alloc`].
     pub fn piece(&self, len: usize) -> Result<Memory> {
         self.0.arena.piece(self, len)
     }
 
-    /// Zeroed host memory, registered.
+    /// Allocates zeroed, registered host memory.
+    ///
+    /// # Errors
+    /// As [`Memory::alloc`] and [`Memory::gpu_addr`].
     pub fn host_piece(&self, len: usize) -> Result<Memory> {
         if let Some(pages) = self.0.free_list.take_host(page_round(len)?) {
             let memory = Memory::of_pages(self, pages, len);
@@ -459,17 +467,17 @@ impl Gpu {
         Ok(memory)
     }
 
-    /// The stream that wakes its others.
+    /// The stream that wakes the other streams.
     pub fn nudger(&self) -> &NudgerSlot {
         &self.0.nudger
     }
 
-    /// Its streams that wait.
+    /// The counter of waiting streams.
     pub fn channel_pressure(&self) -> &ChannelPressure {
         &self.0.channel_pressure
     }
 
-    /// Whether other processes with this library use the GPU, as far as can be seen.
+    /// Whether other processes with this library are known to use the GPU.
     pub fn is_shared_with_processes(&self) -> bool {
         self.0.sign.others().unwrap_or_else(|error| {
             tracing::debug!(%error, "it is not known who else uses the GPU");
@@ -477,7 +485,7 @@ impl Gpu {
         })
     }
 
-    /// Memory of this GPU that nobody uses, for another user.
+    /// Memory kept for the next user.
     pub fn free_list(&self) -> &FreeList {
         &self.0.free_list
     }

@@ -1,4 +1,5 @@
-//! The kernel lane: operations as a program that one thread of a kernel runs. `kernel_exec.cu` and `gdsync.cuh` are the other side.
+//! The kernel executor: runs stream operations as a program in one thread of a kernel. The device code is `kernel_exec.cu` and
+//! `gdsync.cuh`.
 
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
@@ -12,24 +13,24 @@ use crate::memory::{Memory, Place};
 use mlx5_ring::Cond;
 use smallvec::SmallVec;
 
-/// Operations that fit in the small program, which is quicker to launch.
+/// Maximum operations of the small program, which launches faster.
 pub const SMALL: usize = 12;
-/// Operations that fit in the large one: kernel parameters have 4 KiB.
+/// Maximum operations of the large program: kernel parameters have 4 KiB.
 pub const LARGE: usize = 160;
 
-/// Threads of the kernel that finds its program in memory, and what they take at once, whether it is in use or not.
+/// Threads of the kernel that reads its program from memory, and the bytes that they read at once, used or not.
 const FETCHERS: u32 = 32;
 const FETCHED: usize = 32 * 16;
 
-/// Operations of one submission, in place while they are few.
+/// Operations of one submission.
 pub type Program = SmallVec<[KernelOp; SMALL]>;
 
-/// Bytes of a program of so many operations in memory.
+/// Bytes of a program of `ops` operations in memory.
 pub fn room(ops: usize) -> usize {
     (size_of::<Head>() + ops * size_of::<KernelOp>()).next_multiple_of(16).max(FETCHED)
 }
 
-/// Puts a program into memory, or rather into an image of it, at the start of `to`.
+/// Writes a program to the start of `to`, an image of the memory.
 pub fn put(to: &mut [u8], head: Head, ops: &[KernelOp]) {
     put_words(to, head_words(head, ops.len()), ops);
 }
@@ -49,17 +50,17 @@ fn put_words(to: &mut [u8], before: impl IntoIterator<Item = u64>, ops: &[Kernel
     }
 }
 
-/// What comes before the operations of steps in memory: `Program` of `gdsync.cuh`, a head and the cursor.
+/// Bytes before the operations of steps in memory: `Program` of `gdsync.cuh`, which is the head and a cursor.
 const BEFORE_STEPS: usize = size_of::<Head>() + 16;
 
-/// Bytes of steps of so many operations each in memory.
+/// Bytes of steps with these numbers of operations in memory.
 pub fn room_of_steps(steps: &[usize]) -> usize {
-    // And the mark. A step of nothing has one that does nothing.
+    // Plus the mark. An empty step has a barrier.
     let ops = steps.iter().map(|&ops| ops.max(1)).sum::<usize>() + 1;
     BEFORE_STEPS + ops * size_of::<KernelOp>()
 }
 
-/// Puts the steps of a launch into an image of memory, with the mark behind the last one.
+/// Writes the steps of a launch, and the mark behind them, to an image of the memory.
 pub fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: KernelOp) {
     let mut ops = Vec::with_capacity(to.len() / size_of::<KernelOp>());
     for step in steps {
@@ -76,15 +77,15 @@ pub fn put_steps(to: &mut [u8], head: Head, steps: &[Program], mark: KernelOp) {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KernelOp {
-    /// What to do.
+    /// Kind, see `kind`.
     pub kind: u32,
-    /// Of a wait: its condition.
+    /// Condition of a wait.
     pub cond: u16,
-    /// See `flag`.
+    /// Flags, see `flag`.
     pub flags: u16,
-    /// The word.
+    /// Address of the word.
     pub addr: u64,
-    /// What is written or compared.
+    /// Value to write or compare.
     pub value: u64,
 }
 
@@ -92,13 +93,13 @@ pub struct KernelOp {
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Head {
-    /// The GPU's address of the stream's [`StatusBlock`].
+    /// Address of the stream's [`StatusBlock`] on the GPU.
     pub status: u64,
-    /// How long a wait may take.
+    /// Time limit of a wait.
     pub limit_ns: u64,
-    /// The number of the submission.
+    /// Number of the submission.
     pub submission: u64,
-    /// Operations that follow.
+    /// Number of operations that follow.
     pub count: u64,
 }
 
@@ -111,8 +112,7 @@ pub struct Parameter<const N: usize> {
 }
 
 impl<const N: usize> Parameter<N> {
-    /// What lies behind so many operations is not used.
-    #[inline(always)]
+    #[inline]
     fn of(head: Head, ops: &[KernelOp]) -> Self {
         let head = Head { count: ops.len() as u64, ..head };
         let mut program = Self { head, ops: [const { MaybeUninit::uninit() }; N] };
@@ -133,22 +133,22 @@ mod kind {
     pub(super) const BARRIER: u32 = 5;
     pub(super) const INDEX: u32 = 6;
     pub(super) const MARK: u32 = 7;
-    /// Not of the header.
+    /// Not in the header: no kernel does it.
     pub(super) const FLUSH: u32 = 8;
 }
 
 /// `Flag` of `gdsync.cuh`.
 mod flag {
-    /// The word of a wait is in memory of this GPU.
+    /// The word is in memory of this GPU.
     pub(super) const NEAR: u16 = 1;
-    /// No operation of the step is behind this one.
+    /// The last operation of a step.
     pub(super) const LAST: u16 = 2;
 }
 
 impl KernelOp {
-    /// Orders what is before it before what is after it.
+    /// Orders earlier operations before later ones.
     pub const BARRIER: Self = Self::of(kind::BARRIER, 0, 0);
-    /// Makes inbound writes visible: a matter of the front end, no kernel does it.
+    /// Makes inbound writes visible. Only the front end can do this.
     pub const FLUSH: Self = Self::of(kind::FLUSH, 0, 0);
 
     #[inline]
@@ -156,37 +156,37 @@ impl KernelOp {
         Self { kind, cond: 0, flags: 0, addr, value }
     }
 
-    /// Writes a word.
+    /// Writes a 32-bit word.
     #[inline]
     pub const fn write32(addr: u64, value: u32) -> Self {
         Self::of(kind::WRITE_32, addr, value as u64)
     }
 
-    /// Writes a word.
+    /// Writes a 64-bit word.
     #[inline]
     pub const fn write64(addr: u64, value: u64) -> Self {
         Self::of(kind::WRITE_64, addr, value)
     }
 
-    /// Writes a consumer index, or the record of a send queue: a word that nothing has to be ordered before.
+    /// Writes a consumer index or a send record, without ordering earlier writes before it.
     #[inline]
     pub const fn index(addr: u64, value: u32) -> Self {
         Self::of(kind::INDEX, addr, value as u64)
     }
 
-    /// Writes the number of the submission; a kernel of a stream that has failed writes it to the next word.
+    /// Writes the number of the submission; after a failure of the stream, to the next word instead.
     #[inline]
     pub const fn mark(addr: u64, value: u64) -> Self {
         Self::of(kind::MARK, addr, value)
     }
 
-    /// Waits for a word.
+    /// Waits for a 32-bit word.
     #[inline]
     pub fn wait32(place: Place, value: u32, cond: Cond) -> Self {
         Self::wait(kind::WAIT_32, place, value.into(), cond)
     }
 
-    /// Waits for a word.
+    /// Waits for a 64-bit word.
     #[inline]
     pub fn wait64(place: Place, value: u64, cond: Cond) -> Self {
         Self::wait(kind::WAIT_64, place, value, cond)
@@ -204,19 +204,19 @@ impl KernelOp {
         Self { kind, cond: cond.code(), flags, addr, value }
     }
 
-    /// Whether it has a fence before what it writes.
+    /// Whether a kernel executes a fence before it.
     #[inline]
     pub const fn is_fenced(&self) -> bool {
         matches!(self.kind, kind::WRITE_32 | kind::WRITE_64 | kind::MARK)
     }
 
-    /// Whether only the front end can do it.
+    /// Whether it is [`KernelOp::FLUSH`].
     #[inline]
     pub const fn is_flush(&self) -> bool {
         self.kind == kind::FLUSH
     }
 
-    /// The same for the front end.
+    /// The equivalent stream memory operation.
     #[inline]
     pub const fn memop(&self) -> MemOp {
         let operation = match self.kind {
@@ -232,28 +232,29 @@ impl KernelOp {
     }
 }
 
-/// `Status` of `gdsync.cuh`: what the kernels of a stream leave for each other and for the CPU. Also stamped by the CPU when a
-/// stream without kernels fails.
+/// `Status` of `gdsync.cuh`: whether a kernel of the stream, or the CPU, has failed the stream.
 #[derive(Debug)]
 pub struct StatusBlock {
     memory: Memory,
-    /// The word's address on the GPU.
-    pub addr: u64,
+    addr: u64,
 }
 
-/// A wait that a kernel gave up.
+/// A wait that a kernel has given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GivenUp {
-    /// The submission.
+    /// Number of the submission.
     pub submission: u64,
-    /// The GPU's address of the word.
+    /// Address of the word on the GPU.
     pub word: u64,
 }
 
 const STATUS_BYTES: usize = 24;
 
 impl StatusBlock {
-    /// On the GPU, where kernels read it quickly; in host memory where GPU memory cannot be mapped.
+    /// Allocates a status block on the GPU, where kernels read it fast, or in host memory if GPU memory cannot be mapped.
+    ///
+    /// # Errors
+    /// As [`Memory::alloc`] and [`Memory::gpu_addr`].
     pub fn new(gpu: &Gpu) -> Result<Self> {
         let memory = gpu.piece(STATUS_BYTES).or_else(|error| {
             tracing::info!(%error, "the status of a stream is in host memory");
@@ -263,15 +264,15 @@ impl StatusBlock {
         Ok(Self { memory, addr })
     }
 
-    /// The GPU's address of the block.
+    /// Address of the block on the GPU.
     pub fn addr(&self) -> u64 {
         self.addr
     }
 
-    /// The wait that a kernel gave up, if one did.
+    /// The wait that a kernel has given up, if any.
     pub fn given_up(&self) -> Option<GivenUp> {
         let failed = self.memory.word32(0).expect("the first word of the status block").load();
-        // Copied out: loads from a mapping are not ordered by themselves.
+        // `read` has fences: loads from a mapping are not ordered.
         let word = |offset| {
             let mut bytes = [0; 8];
             self.memory.read(offset, &mut bytes).expect("words of the status block");
@@ -280,7 +281,7 @@ impl StatusBlock {
         (failed != 0).then(|| GivenUp { submission: word(8), word: word(16) })
     }
 
-    /// Tells kernels that the stream has failed.
+    /// Marks the stream as failed, for its kernels.
     pub fn fail(&self) {
         self.memory.word32(0).expect("the first word of the status block").store(1);
     }
@@ -292,35 +293,41 @@ pub struct KernelExecutor {
     module: Handle,
     small: Handle,
     large: Handle,
-    /// Finds its program in memory.
+    /// Reads its program from memory.
     at: Handle,
-    /// Comes behind a kernel that runs steps.
+    /// Runs behind a kernel that runs steps.
     finish: Handle,
 }
 
 impl KernelExecutor {
-    /// Loads the kernels into the current context, at once: to load one later, CUDA would wait for streams that wait.
+    /// Loads the kernels into the current context. All at once, because loading later waits for streams.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
     pub fn load(api: &Api) -> Result<Self> {
         const PTX: &str = concat!(include_str!("kernel_exec.ptx"), "\0");
         let mut module = 0;
         // SAFETY: a place for the answer and a text that ends in a zero.
         unsafe { api.module_load_data(&mut module, PTX.as_ptr().cast()) }
-            .map_err(Error::cuda("loading the kernel lane"))?;
+            .map_err(Error::cuda("loading the kernels"))?;
         let function = |name| function(api, module, name);
         let (small, large) = (function(c"gds_run_12")?, function(c"gds_run_160")?);
         let (at, finish) = (function(c"gds_run_at")?, function(c"gds_finish")?);
         Ok(Self { module, small, large, at, finish })
     }
 
-    /// Unloads them. Their context must be current, and about to go.
+    /// Unloads the kernels. Their context must be current and about to be released.
     pub fn unload(&self, api: &Api) {
-        // SAFETY: loaded here; the streams that used it are over.
+        // SAFETY: the module was loaded by `load`, and no stream uses it any more.
         if let Err(error) = unsafe { api.module_unload(self.module) } {
-            tracing::debug!(%error, "the kernel lane stays loaded");
+            tracing::debug!(%error, "the kernels stay loaded");
         }
     }
 
-    /// Launches the kernel that runs `ops`. The context must be current, if the driver needs that.
+    /// Launches a kernel that runs `ops`. The context must be current, if the driver requires it.
+    ///
+    /// # Errors
+    /// Of CUDA.
     pub fn launch(&self, api: &Api, stream: RawStream, head: Head, ops: &[KernelOp]) -> gdrcopy::Result<()> {
         self.with_program(head, ops, |function, params| {
             // SAFETY: the function takes this one parameter.
@@ -328,8 +335,11 @@ impl KernelExecutor {
         })
     }
 
-    /// As [`KernelExecutor::launch`], of a few operations that are known where it is called.
-    #[inline(always)]
+    /// As [`KernelExecutor::launch`], for a constant number of operations.
+    ///
+    /// # Errors
+    /// Of CUDA.
+    #[inline]
     pub fn launch_few<const N: usize>(
         &self,
         api: &Api,
@@ -344,15 +354,20 @@ impl KernelExecutor {
         unsafe { launch(api, self.small, stream, params.as_mut_ptr()) }
     }
 
-    /// Launches the kernel that runs what is left of the steps at this address of the GPU, and their mark. The context must
-    /// be current.
+    /// Launches the kernel that runs the remaining steps at this address of the GPU, and their mark. The context must be current.
+    ///
+    /// # Errors
+    /// Of CUDA.
     pub fn finish(&self, api: &Api, stream: RawStream, mut address: u64) -> gdrcopy::Result<()> {
         let mut params = [(&raw mut address).cast::<c_void>()];
         // SAFETY: the function takes an address, of steps that the submission keeps.
         unsafe { launch(api, self.finish, stream, params.as_mut_ptr()) }
     }
 
-    /// Has a kernel node of a graph run `ops` from the next launch on. The context must be current.
+    /// Sets the operations of a kernel node of a graph, from the next launch on. The context must be current.
+    ///
+    /// # Errors
+    /// Of CUDA.
     pub fn arm(
         &self,
         api: &Api,
@@ -367,16 +382,18 @@ impl KernelExecutor {
         })
     }
 
-    /// Has a kernel node of a graph run the program that is at this address of the GPU when it begins. The context must be
-    /// current.
+    /// Sets a kernel node of a graph to run the program at this address of the GPU. The context must be current.
+    ///
+    /// # Errors
+    /// Of CUDA.
     pub fn point(&self, api: &Api, (graph, node): (Handle, Handle), mut address: u64) -> gdrcopy::Result<()> {
         let mut params = [(&raw mut address).cast::<c_void>()];
         let node_params = node_params(self.at, FETCHERS, params.as_mut_ptr());
-        // SAFETY: as above.
+        // SAFETY: a graph and a node of it, as the caller says; the driver copies the one parameter of the function.
         unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params) }
     }
 
-    /// Calls `call` with the kernel for so many operations, and with its parameters.
+    /// Calls `call` with the kernel for `ops` and its parameters.
     fn with_program<T>(
         &self,
         head: Head,
@@ -404,18 +421,18 @@ impl KernelExecutor {
 ///
 /// # Safety
 /// The function must take these parameters, which the driver copies.
-#[inline(always)]
+#[inline]
 unsafe fn launch(
     api: &Api,
     function: Handle,
     stream: RawStream,
     params: *mut *mut c_void,
 ) -> gdrcopy::Result<()> {
-    // SAFETY: the caller's.
+    // SAFETY: the caller guarantees the parameters.
     unsafe { api.launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, params, std::ptr::null_mut()) }
 }
 
-/// A node of one block.
+/// Parameters of a kernel node of one block.
 fn node_params(function: Handle, threads: u32, params: *mut *mut c_void) -> KernelNodeParams {
     let (grid, block) = ([1; 3], [threads, 1, 1]);
     let extra = std::ptr::null_mut();
@@ -426,12 +443,12 @@ fn function(api: &Api, module: Handle, name: &CStr) -> Result<Handle> {
     let mut function = 0;
     // SAFETY: a place for the answer, a module of this context, a name.
     unsafe { api.module_get_function(&mut function, module, name.as_ptr()) }
-        .map_err(Error::cuda("finding a kernel of the lane"))?;
+        .map_err(Error::cuda("finding a kernel"))?;
     // SAFETY: a function of a module that stays loaded.
     match unsafe { api.func_load(function) } {
         // Drivers before CUDA 12.4 load all of a module at once unless told otherwise.
         Ok(()) | Err(gdrcopy::Error::Unsupported { .. }) => Ok(function),
-        Err(error) => Err(Error::cuda("loading a kernel of the lane")(error)),
+        Err(error) => Err(Error::cuda("loading a kernel")(error)),
     }
 }
 

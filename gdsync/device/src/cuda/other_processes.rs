@@ -1,7 +1,7 @@
-//! Who else of this library uses a GPU: kernels that wait keep other processes from it for whole time slices.
+//! Detects other processes of this library on a GPU, which waiting kernels would block for whole time slices; identity and BAR1 of a GPU.
 //!
-//! Every process binds a socket of an abstract name for each GPU it has open. Nobody connects: the names are listed by the
-//! kernel, and go with the process. Other network namespaces are not seen, nor processes without this library.
+//! Each process binds an abstract socket name for each open GPU. The kernel lists the names, and removes them with the process. Processes
+//! in other network namespaces, or without this library, are not detected.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
@@ -15,9 +15,9 @@ use gdrcopy::cuda::raw::layout::pointer_attribute::BUFFER_ID;
 use super::Gpu;
 use crate::error::{Error, Result};
 
-/// A sign that this process uses a GPU.
+/// Announces that this process uses a GPU.
 pub(super) struct Sign {
-    /// Of all signs on this GPU.
+    /// Common prefix of all names for this GPU.
     prefix: String,
     _socket: Option<UnixDatagram>,
 }
@@ -29,7 +29,7 @@ impl fmt::Debug for Sign {
 }
 
 impl Sign {
-    /// Puts one up for the GPU with this PCI address. Where that cannot be, others do not see this process.
+    /// Announces use of the GPU with this PCI address. If that fails, others do not detect this process.
     pub(super) fn new(pci: &str) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let prefix = format!("gdsync-gpu/{}/", pci.to_lowercase());
@@ -40,7 +40,7 @@ impl Sign {
         Self { prefix, _socket: socket }
     }
 
-    /// Whether other processes have put up theirs.
+    /// Whether other processes use the GPU.
     pub(super) fn others(&self) -> io::Result<bool> {
         let own = std::process::id().to_string();
         let names = fs::read_to_string("/proc/net/unix")?;
@@ -51,8 +51,8 @@ impl Sign {
 }
 
 impl Gpu {
-    /// The number of the CUDA allocation at an address. No two allocations of a process have the same, so another number, or
-    /// 0, means that what was there has been freed. 0 where CUDA knows no memory.
+    /// The number of the CUDA allocation at an address, unique in the process; 0 if there is none. A different number means that the
+    /// earlier allocation was freed.
     ///
     /// # Errors
     /// [`Error::Cuda`].
@@ -69,7 +69,7 @@ impl Gpu {
         }
     }
 
-    /// Bytes of its window (BAR1), through which devices and the CPU reach its memory; `None` where the system does not tell.
+    /// Bytes of BAR1, through which devices and the CPU access GPU memory, if known.
     pub fn window(&self) -> Option<u64> {
         let device = Path::new("/sys/bus/pci/devices").join(self.pci_address()?);
         window_in(&std::fs::read_to_string(device.join("resource")).ok()?)

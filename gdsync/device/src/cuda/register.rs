@@ -1,7 +1,7 @@
-//! Host memory that CUDA knows, so that GPUs can reach it.
+//! Registration of host memory with CUDA, and memory of the application.
 //!
-//! CUDA registers pages, and each page once; memory of the application begins and ends anywhere, so that several may share
-//! a page. They share its registration then, which is given back when the last of them is gone.
+//! CUDA registers whole pages, each once. Memories of the application may share a page; then they share its registration, which is given
+//! back when the last of them is dropped.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -26,26 +26,26 @@ use crate::memory::{Memory, host_page};
 const PORTABLE_MAPPED: u32 = 3;
 /// `CU_MEMHOSTREGISTER_IOMEMORY`: the registers of a device, which has no pages of memory.
 const IO_MEMORY: u32 = 4;
-/// How long CUDA may take to forget registers of a device. Streams that wait hold it up.
+/// Maximum wait for CUDA to unregister device registers; waiting streams delay it.
 const FORGET: Duration = Duration::from_secs(600);
-/// What needs a permission.
+/// What fails without permission, and the remedy.
 const DOORBELLS: &str = "letting the GPU ring the card's doorbells, for which the NVIDIA driver asks for root or for its option \
                          NVreg_RegistryDwords=\"PeerMappingOverride=1;\" (in /etc/modprobe.d, then reload it); \
                          GDSYNC_PATH=proxy works without";
 
-/// Registrations by driver and first page, and where they end. None overlap.
+/// Ends and registrations by driver and first page. None overlap.
 type Table = BTreeMap<(usize, usize), (usize, Weak<Ours>)>;
 
-/// What is registered here: registrations are the process's.
+/// The registrations of this process.
 static REGISTERED: Mutex<Table> = Mutex::new(Table::new());
-/// Held while something is registered.
+/// Held while memory is being registered.
 static REGISTERING: Mutex<()> = Mutex::new(());
 
-/// Host memory registered with CUDA. When this is dropped, it is given back in time: see `deferred_free`.
+/// Registered host memory. After the drop a thread unregisters it: see `deferred_free`.
 pub struct Registered {
-    /// The GPU's address of the first byte that was asked for.
+    /// The GPU's address of the first byte.
     addr: u64,
-    /// The registrations made here; none where the application had done it.
+    /// The registrations; empty if the application has registered the memory.
     ours: Vec<Arc<Ours>>,
 }
 
@@ -53,7 +53,7 @@ pub struct Registered {
 struct Ours {
     gpu: Gpu,
     pages: Range<usize>,
-    /// The pages go to another user.
+    /// The pages go to the free list.
     free_list: bool,
 }
 
@@ -72,55 +72,55 @@ impl Ours {
 
 impl Drop for Ours {
     fn drop(&mut self) {
-        // Under the lock, so that the pages are in the table, or known to be leaving.
+        // Under the lock, so that the pages are in the table or queued to be given back.
         let mut table = REGISTERED.lock();
         table.remove(&self.key());
         if !self.free_list {
             let (first, len) = (self.pages.start, self.pages.len());
-            self.gpu.doom(DeferredFree::Host { first, len, unmap: false });
+            self.gpu.defer_free(DeferredFree::Host { first, len, unmap: false });
         }
     }
 }
 
-/// Whether any page of these is registered here.
+/// Whether any of these pages is registered.
 pub fn is_registered(pages: &Range<usize>) -> bool {
     let overlaps = |start: usize, end: usize| start < pages.end && pages.start < end;
     let table = REGISTERED.lock();
     table.iter().any(|((_, start), (end, ours))| overlaps(*start, *end) && ours.strong_count() > 0)
 }
 
-/// Tells drivers apart.
+/// Identifies a driver.
 fn driver(api: &Api) -> usize {
     api.mem_host_register.map_or(0, |entry| entry as usize)
 }
 
 impl Registered {
-    /// Takes over what was registered before.
+    /// Pages that are still registered.
     pub fn again(gpu: &Gpu, pages: Pages) -> Self {
         let first = pages.ptr.as_ptr().expose_provenance();
         let ours = Ours::new(gpu, first..first + pages.len);
         Self { addr: pages.addr, ours: vec![ours] }
     }
 
-    /// The bytes, mapped by the caller and used no more, go to another user, so that CUDA need not be asked, or back to the
-    /// system. Returns false where they are the caller's to unmap.
+    /// Keeps the bytes registered for the next user, or gives them back to CUDA and the system. Returns false if the caller must unmap
+    /// them.
     pub fn keep(mut self, ptr: NonNull<u8>, len: usize) -> bool {
         let Some(mut ours) = self.ours.pop().and_then(Arc::into_inner) else { return false };
         ours.free_list = true;
         let (gpu, first) = (ours.gpu.clone(), ours.pages.start);
         drop(ours);
         if !gpu.free_list().put_host(Pages { ptr, len, addr: self.addr }) {
-            gpu.doom(DeferredFree::Host { first, len, unmap: true });
+            gpu.defer_free(DeferredFree::Host { first, len, unmap: true });
         }
         true
     }
 
-    /// What the application has registered or pinned itself.
+    /// Memory that the application has registered or pinned.
     pub fn of_application(addr: u64) -> Self {
         Self { addr, ours: Vec::new() }
     }
 
-    /// Gives the registration back, and keeps what the bytes are mapped by until CUDA has forgotten them.
+    /// Unregisters the memory, and drops `guard`, which keeps it mapped, afterwards.
     pub fn outlived_by(self, guard: Arc<dyn Any + Send + Sync>) {
         let gpu = self.ours.first().map(|ours| ours.gpu.clone());
         drop(self);
@@ -149,19 +149,25 @@ impl fmt::Debug for Registered {
 }
 
 impl Gpu {
-    /// Makes host memory known to CUDA. Pages that the application has pinned or registered are taken as they are.
+    /// Registers host memory, except for pages that the application has pinned or registered.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]; [`Error::InvalidArgument`] if the application has registered only a part of the memory.
     pub fn register(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
         self.register_as(ptr, len, PORTABLE_MAPPED)
     }
 
-    /// Makes registers of a device known to CUDA, so that the GPU can write them.
+    /// Registers device registers, so that the GPU can write them.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
     pub fn register_io(&self, ptr: NonNull<u8>, len: usize) -> Result<Registered> {
         let refused = match self.register_as(ptr, len, PORTABLE_MAPPED | IO_MEMORY) {
             Err(refused) => refused,
             done => return done,
         };
         tracing::debug!(error = %refused, "CUDA does not take these registers of a device for IO memory");
-        // A device in software has registers in memory, which is no IO memory; a card has none.
+        // Registers of a device in software are ordinary memory.
         self.register_as(ptr, len, PORTABLE_MAPPED).map_err(|_| match refused {
             Error::Cuda { source, .. } => Error::Cuda { what: DOORBELLS, source },
             other => other,
@@ -174,14 +180,14 @@ impl Gpu {
         let page = host_page();
         let pages = start - start % page..bytes.end.next_multiple_of(page);
         let _current = self.enter()?;
-        // Not the table's, which drops take: CUDA may make this wait as long as streams do.
+        // Not the lock of the table, which drops take: CUDA may block until streams are idle.
         let _alone = REGISTERING.lock();
         let mut ours = loop {
-            self.settle(&pages)?;
+            self.deferred_free().wait_unregistered(&pages)?;
             if let Some(ours) = self.registered(&pages) {
                 break ours;
             }
-            // Another thread is about to give one of them back.
+            // Another thread is about to unregister one of them.
             std::thread::yield_now();
         };
         let mut next = pages.start;
@@ -198,19 +204,19 @@ impl Gpu {
         Ok(Registered { addr, ours })
     }
 
-    /// The registrations that have some of these pages, in order; `None` while one of them is being given back.
+    /// The registrations of these pages, in order; `None` while one of them is being given back.
     fn registered(&self, pages: &Range<usize>) -> Option<Vec<Arc<Ours>>> {
         let table = REGISTERED.lock();
         let before = table.range((driver(self.api()), 0)..(driver(self.api()), pages.end)).rev();
         let overlap = before.map(|(_, known)| known).take_while(|(end, _)| *end > pages.start);
         let found: Vec<_> = overlap.map(|(_, ours)| ours.upgrade()).collect();
-        let is_leaving = self.is_leaving(pages);
+        let is_leaving = self.deferred_free().is_leaving(pages);
         drop(table);
         let found = found.into_iter().rev().collect::<Option<Vec<_>>>();
         found.filter(|_| !is_leaving)
     }
 
-    /// Registers pages of which nothing is registered here; none where the application has done it.
+    /// Registers pages that this library has not registered; `None` if the application has.
     fn register_pages(
         &self,
         pages: Range<usize>,
@@ -222,9 +228,9 @@ impl Gpu {
         if !ends.into_iter().any(is_known) {
             tracing::trace!(?pages, "host memory is registered with CUDA");
             let first = std::ptr::with_exposed_provenance_mut::<c_void>(pages.start);
-            // SAFETY: pages of the process, which its owner keeps until the registration is gone.
+            // SAFETY: the pages are mapped, and their owner keeps them until they are unregistered.
             match unsafe { self.api().mem_host_register(first, pages.len(), flags) } {
-                // Other parts of the pages.
+                // The application has registered other parts of the pages.
                 Err(gdrcopy::Error::Cuda { status: CudaStatus::HOST_MEMORY_ALREADY_REGISTERED, .. }) => {}
                 done => {
                     done.map_err(Error::cuda("registering host memory with CUDA"))?;
@@ -243,7 +249,7 @@ impl Gpu {
         ))
     }
 
-    /// The address of registered memory for this GPU, whose context must be current.
+    /// The address of registered memory on this GPU, whose context must be current.
     fn device_pointer(&self, at: usize) -> gdrcopy::Result<u64> {
         let mut addr = 0;
         let at = std::ptr::with_exposed_provenance_mut::<c_void>(at);
@@ -253,29 +259,27 @@ impl Gpu {
     }
 }
 
-/// Gives a registration back. A context must be current.
+/// Unregisters pages. A context must be current.
 pub(super) fn unregister(api: &Api, first: usize) -> Result<()> {
     let first = std::ptr::with_exposed_provenance_mut::<c_void>(first);
-    // SAFETY: callers own the registration, and give it back once.
+    // SAFETY: the caller owns the registration and gives it back once.
     unsafe { api.mem_host_unregister(first) }.map_err(Error::cuda("giving back host memory"))
 }
 
 impl Gpu {
-    /// Memory of the application by its address, told apart by what CUDA knows of it:
+    /// Wraps memory of the application, by what CUDA knows of its address:
     ///
-    /// | memory | what the result is |
+    /// | memory | result |
     /// |---|---|
     /// | `cudaMalloc`; `cuMemCreate`, exportable | GPU memory, mapped for the CPU |
-    /// | `cudaHostAlloc`, `cudaHostRegister` | host memory, which GPUs reach already |
-    /// | `cudaMallocAsync`; what cannot be mapped here | GPU memory that copy engines move and the CPU does not reach: [`Memory::is_mapped`] |
+    /// | `cudaHostAlloc`, `cudaHostRegister` | host memory, already registered |
+    /// | `cudaMallocAsync`; memory that cannot be mapped | GPU memory that only copy engines access: [`Memory::is_mapped`] |
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an address that CUDA does not know, memory of another GPU, and a range that leaves its
-    /// allocation; [`Error::Unsupported`] for managed memory; [`Error::Cuda`].
+    /// [`Error::InvalidArgument`] for an address unknown to CUDA, memory of another GPU, or a range that exceeds its allocation; [`Error::Unsupported`] for managed memory; [`Error::Cuda`].
     ///
     /// # Safety
-    /// The memory must stay allocated until every clone of the result is gone, and no Rust reference to it may be used
-    /// meanwhile.
+    /// The memory must stay allocated until every clone of the result is dropped, and no Rust reference to it may be used meanwhile.
     pub unsafe fn wrap(&self, addr: u64, len: usize) -> Result<Memory> {
         let current = self.enter()?;
         let info = pointer_info(self.api(), addr).map_err(Error::cuda("asking CUDA what an address is"))?;
@@ -307,7 +311,7 @@ impl Gpu {
         }
     }
 
-    /// Memory of this GPU, mapped if that can be done.
+    /// Memory of this GPU, mapped if possible.
     fn wrap_own(&self, info: &PointerInfo, addr: u64, len: usize) -> Memory {
         let mapped = self.gdr().and_then(|gdr| gdr.map(addr, len).map_err(Error::cuda("mapping GPU memory")));
         match mapped {
@@ -319,7 +323,7 @@ impl Gpu {
         }
     }
 
-    /// An attribute of an address, of eight bytes.
+    /// An 8-byte attribute of an address.
     fn attribute(&self, attribute: u32, addr: u64) -> Result<u64> {
         let mut value = 0u64;
         // SAFETY: a place for the answer, which has eight bytes.
@@ -337,7 +341,7 @@ fn unknown(addr: u64) -> Error {
     )
 }
 
-/// Checks that a range lies in its allocation. Old drivers do not tell the bounds of some.
+/// Checks that a range lies in its allocation. Old drivers do not report the size of some.
 fn check_range(info: &PointerInfo, addr: u64, len: usize) -> Result<()> {
     let fits = || {
         let offset = usize::try_from(addr.checked_sub(info.base)?).ok()?;

@@ -1,35 +1,34 @@
-//! Room for streams and graphs, made before any stream waits.
+//! Fills the driver's pool of streams and graphs before any stream waits.
 //!
-//! Of what the driver needs for a stream or an instantiated graph it keeps a stock. When that is used up it gets more, and
-//! for this it waits for every stream of the process: on an H200 (driver 580) for the 34th and 77th stream, and for the
-//! 10th and 31st graph with a kernel. What is made and destroyed here stays in the stock.
+//! When the pool is exhausted the driver waits for every stream of the process: on an H200 (driver 580) at the 34th and 77th stream, and
+//! at the 10th and 31st graph with a kernel. Streams and graphs that are created and destroyed here stay in the pool.
 
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, STREAM_NON_BLOCKING};
 
 use super::kernel_exec::{Head, KernelExecutor, KernelOp, SMALL};
 
-/// Streams and graphs that there is room for afterwards.
+/// Streams and graphs in the pool afterwards.
 const STREAMS: usize = 64;
 const GRAPHS: usize = 64;
 
-/// Makes the room. The context must be current.
+/// Fills the pool. The context must be current.
 pub(super) fn reserve(api: &Api, kernel_exec: &KernelExecutor) {
     let (mut streams, mut graphs) = (Vec::new(), Vec::new());
     if let Err(error) = make(api, kernel_exec, &mut streams, &mut graphs) {
-        tracing::debug!(%error, "no room made for streams and graphs");
+        tracing::debug!(%error, "streams and graphs are not reserved");
     }
     let mut gone = Vec::new();
     for exec in graphs {
-        // SAFETY: made here; it was never launched.
+        // SAFETY: created by `make`, never launched.
         gone.push(unsafe { api.graph_exec_destroy(exec) });
     }
     for stream in streams {
-        // SAFETY: made here; nothing is queued on it.
+        // SAFETY: created by `make`, without work.
         gone.push(unsafe { api.stream_destroy(stream) });
     }
     if let Some(error) = gone.into_iter().find_map(Result::err) {
-        tracing::debug!(%error, "a stream or graph stays");
+        tracing::debug!(%error, "a stream or graph is leaked");
     }
 }
 

@@ -1,4 +1,4 @@
-//! The completion queues of the software HCA: writing CQEs.
+//! Completion queues of engines: writing CQEs.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,20 +10,20 @@ use crate::{CqParts, OnGpu, Places};
 use gdsync_shm::completion;
 use mlx5_ring::{self as mlx5, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 
-/// First CQN: small numbers would hide byte-order mistakes.
+/// The first CQN, large enough to reveal byte-order mistakes.
 const BASE: u32 = 0x8a1;
 
-/// The completion queues of a device that runs on a CPU.
+/// The completion queues of an engine.
 #[derive(Debug, Default)]
 pub struct Cqs {
     slots: Vec<Option<SoftCq>>,
-    /// CQEs written, also the clock of their timestamps.
+    /// Number of CQEs written, which is also their timestamp.
     written: u64,
-    /// GPUs to be nudged for what was written.
+    /// GPUs to nudge after the step.
     nudges: Vec<Arc<dyn GpuNudge>>,
-    /// Queues that streams of GPUs wait on: they see what is written, but cannot help.
+    /// Queues that GPU streams wait on.
     attended: Vec<u32>,
-    /// Completions of flushed requests have counter 0.
+    /// Flushed requests complete with counter 0, as on some cards.
     pub hide_flush_counters: bool,
 }
 
@@ -33,25 +33,28 @@ struct SoftCq {
     record: Memory,
     event: Arc<CqEvent>,
     log: u32,
-    /// Completions written.
+    /// Number of completions written.
     produced: u64,
-    /// Streams of GPUs wait for completions before this one, as far as is known.
+    /// GPU streams wait for completions before this number, as last read.
     until: u64,
     /// The consumer index last read from the doorbell record.
     consumed: u64,
     ignore_overrun: bool,
     overrun: bool,
-    /// Listed as attended.
+    /// Listed in [`Cqs::attended`].
     attended: bool,
-    /// Its readers may look at the owner bit alone.
+    /// Readers may check only the owner bit.
     by_owner: bool,
 }
 
-/// The queue is full: a card raises a CQ error event, and no completion is ever written again.
+/// The queue is full and dead: a card raises a CQ error event and writes no more completions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overrun;
 
-/// The memory of a queue of `1 << log` entries, in the initial state, without a number yet.
+/// Allocates a queue of `1 << log` entries in the initial state; [`Cqs::adopt`] gives it its number.
+///
+/// # Errors
+/// As [`Places::alloc`].
 pub fn parts(log: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
     let ring = places.alloc(ring, CQE_SIZE << log)?;
     for slot in 0..1usize << log {
@@ -62,15 +65,15 @@ pub fn parts(log: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {
 }
 
 impl Cqs {
-    /// Takes the memory of a queue into service. A full one is written over: work is only posted with a slot set aside for its
-    /// completion, and gdsync asks the same of a card.
+    /// Registers a queue and returns it with its number. Overruns are not checked: gdsync reserves a slot before it posts, and asks
+    /// cards to ignore overruns too.
     pub fn adopt(&mut self, parts: CqParts, log: u32) -> CqParts {
         let CqParts { ring, record, event, .. } = &parts;
         let cqn = self.create(ring.clone(), record.clone(), event.clone(), log, true);
         CqParts { cqn, ..parts }
     }
 
-    /// Takes `ring` and `record` into service; the CQEs must be in the initial state.
+    /// Registers a queue whose CQEs are in the initial state. Returns its number.
     pub fn create(
         &mut self,
         ring: Memory,
@@ -100,12 +103,12 @@ impl Cqs {
         BASE + u32::try_from(index).expect("CQNs have 24 bits and memory ends before")
     }
 
-    /// The GPUs to be nudged, once the core is let go.
+    /// The GPUs to nudge after the step.
     pub fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {
         std::mem::take(&mut self.nudges)
     }
 
-    /// A stream of a GPU waits on this queue.
+    /// A GPU stream waits on this queue.
     pub fn attend(&mut self, cqn: u32) {
         let Some(Some(cq)) = slot(&mut self.slots, cqn) else { return };
         if !cq.attended {
@@ -114,8 +117,7 @@ impl Cqs {
         }
     }
 
-    /// Nothing has happened for a while: attends no more to queues that no stream of a GPU waits on. Before that the next wait
-    /// may come any moment, and need not tell.
+    /// Stops attending to queues that no GPU stream waits on.
     pub fn drop_idle_watches(&mut self) {
         let slots = &mut self.slots;
         self.attended.retain(|&cqn| {
@@ -125,12 +127,12 @@ impl Cqs {
         });
     }
 
-    /// Whether streams of GPUs wait on any queue, or did a moment ago.
+    /// Whether GPU streams wait on any queue, or did a moment ago.
     pub fn is_attended(&self) -> bool {
         !self.attended.is_empty()
     }
 
-    /// Takes a completion queue out of service.
+    /// Removes a completion queue.
     pub fn destroy(&mut self, cqn: u32) {
         self.attended.retain(|&other| other != cqn);
         if let Some(slot) = self.slot(cqn) {
@@ -142,7 +144,10 @@ impl Cqs {
         slot(&mut self.slots, cqn)
     }
 
-    /// Writes the next CQE of a queue: the bytes first, then the word with the owner bit.
+    /// Writes the next CQE of a queue: the word with the owner bit last.
+    ///
+    /// # Errors
+    /// [`Overrun`] if the queue is full, or was before.
     pub fn complete(&mut self, cqn: u32, mut cqe: Cqe) -> std::result::Result<(), Overrun> {
         self.written += 1;
         cqe.timestamp = self.written;
@@ -158,9 +163,9 @@ impl Cqs {
         let bytes = cqe.encode();
         let slot = usize::try_from(cq.produced & ((1 << cq.log) - 1)).expect("a ring index fits") * CQE_SIZE;
         if cfg!(target_arch = "x86_64") && cq.ring.gpu().is_some() {
-            // One burst: the copy stores upwards, so the owner bit goes last or with all the rest. A buffer that is evicted before it is
-            // full may leave in any order by Intel's manual, hence a GPU may only look at the owner bit, as streams do: the CPU,
-            // which reads the rest, is ordered behind by its own load. The word a second time would cost 0.2 us.
+            // One burst: the copy stores upwards, so the owner bit goes last or together with the rest. A write-combining buffer that is
+            // evicted early may leave in any order (Intel SDM), so a GPU may only check the owner bit, as streams do; the CPU, which
+            // reads the rest, is ordered by its own load. Storing the word a second time would cost 0.2 us.
             cq.ring.write(slot, &bytes).expect("CQEs lie in the ring");
         } else {
             cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
@@ -178,14 +183,17 @@ impl Cqs {
         Ok(())
     }
 
-    /// Whether readers of a queue may look at the owner bit alone, as they may unless this is called.
+    /// Sets whether readers may check only the owner bit (the default).
     pub fn read_by_owner(&mut self, cqn: u32, by_owner: bool) {
         if let Some(Some(cq)) = self.slot(cqn) {
             cq.by_owner = by_owner;
         }
     }
 
-    /// What a card would punish: a CQE that looks written before it was.
+    /// Checks the initial state of a new queue, if its readers check only the owner bit.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a CQE that looks written: a wait for it would pass at once.
     pub fn check_initial(&mut self, cqn: u32) -> Result<()> {
         let Some(Some(cq)) = self.slot(cqn) else { return Ok(()) };
         if cq.produced > 0 || !cq.by_owner {
@@ -209,7 +217,7 @@ fn slot(slots: &mut [Option<SoftCq>], cqn: u32) -> Option<&mut Option<SoftCq>> {
 
 impl SoftCq {
     fn has_room(&mut self) -> bool {
-        // A consumer that gave up may be ahead, past completions that are only written now.
+        // The consumer index may be ahead, if the consumer gave up before these completions.
         let is_room = |cq: &Self| cq.produced.saturating_sub(cq.consumed) < 1 << cq.log;
         if self.ignore_overrun || is_room(self) {
             return true;

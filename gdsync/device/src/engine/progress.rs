@@ -1,4 +1,4 @@
-//! What the software HCA and the proxy have in common: a state behind a lock, and *whoever has time* runs a step of it.
+//! The progress engine of devices that run on a CPU: a state behind a lock, stepped by any thread that calls, and by a service thread.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -17,72 +17,69 @@ use crate::error::{Error, Result};
 use crate::fork_guard::ForkGuard;
 use crate::memory::Word64;
 
-/// The state, and one step of its work.
+/// The state of an engine, and its steps. `doorbells` is that of [`ProgressEngine::doorbells`].
 pub trait Progress: Send + fmt::Debug + 'static {
-    /// Doorbells, sends and answers. Returns whether anything was done.
+    /// Runs a step: doorbells, sends and responses. Returns whether anything was done.
     fn step(&mut self, doorbells: &DoorbellSet) -> bool;
-    /// Takes the doorbell of a queue pair and does its work.
+    /// Takes the doorbell of a queue pair and runs its sends.
     fn ring(&mut self, index: usize, doorbells: &DoorbellSet);
-    /// Looks at every doorbell, for those that nobody announced.
+    /// Takes all doorbells, also those not announced.
     fn look_at_all(&mut self);
-    /// Runs the timers.
+    /// Runs timers that have expired.
     fn tick(&mut self, now: Instant);
-    /// Nothing has happened for a while: looks no more at doorbells that were rung as far as was announced, nor to queues that
-    /// no stream waits on. Before that, the next send or wait of a stream is likely, and cheaper where nothing need be told.
+    /// Called when idle for a while: stops polling doorbells that were rung as far as announced, and queues that no stream waits on.
+    /// Not earlier, because the next send or wait of a stream is cheaper while they are polled.
     fn drop_idle_watches(&mut self, doorbells: &DoorbellSet);
-    /// From now on doorbells that were announced are looked at only now and then, until the next is announced.
+    /// Called before sleeping: the next announcement of a doorbell must notify the engine.
     fn unwatch_all(&self, doorbells: &DoorbellSet);
-    /// Whether there is unfinished work that only steps carry on, or a running timer.
+    /// Whether there is unfinished work, or a running timer.
     fn is_active(&self) -> bool;
-    /// Whether something came in.
+    /// Whether packets or completions have arrived.
     fn has_arrivals(&mut self) -> bool;
-    /// Whether a doorbell may be written that nobody tells us of.
+    /// Whether a doorbell may be written without notice.
     fn is_watching(&self) -> bool;
-    /// Whether copies are under way, whose end nobody announces.
+    /// Whether copies are under way, which end without notice.
     fn is_copying(&self) -> bool;
-    /// Whether streams of GPUs wait.
+    /// Whether streams of GPUs wait on a completion queue.
     fn is_attended(&self) -> bool;
     /// When the next timer expires.
     fn next_timer(&self) -> Option<Instant>;
-    /// The doorbells that may be written without notice, if they are others than at the last call.
+    /// The doorbells that may be written without notice, if they have changed since the last call.
     fn newly_watched(&mut self) -> Option<Vec<Word64>>;
-    /// When a long message, or a copy of one, has begun, here or at a peer, if one has since the last call.
+    /// When the last long message or copy began, here or at a peer, if one has since the last call.
     fn take_copied(&mut self) -> Option<Instant> {
         None
     }
-    /// The GPUs to be nudged, once the state is let go.
+    /// The GPUs to nudge once the lock is released.
     fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>>;
 
-    /// Whether there is work that nobody tells of, or somebody to serve who cannot help: doorbells to look at, copies under
-    /// way, streams of GPUs that wait.
+    /// Whether the service thread must poll: work comes without notice, or GPU streams wait, which cannot run steps.
     fn must_poll(&self) -> bool {
         self.is_watching() || self.is_copying() || self.is_attended()
     }
 }
 
-/// Who has time, and who sleeps.
-///
-/// On lines of its own: who runs the state writes here at each step, and what lies beside it others read at each call.
+/// What threads share besides the state. Aligned, because it is written in each step and its neighbours are read in each call.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub struct ProgressState {
-    /// The process that has the service thread, and what the state shares with peers.
+    /// The process that has the service thread.
     pub fork_guard: ForkGuard,
     /// Steps run by threads other than the service thread.
     pub caller_steps: AtomicU64,
-    /// Unfinished work was seen when the state was last let go.
+    /// There was unfinished work when the lock was last released.
     busy: AtomicBool,
-    /// There was work that nobody tells of when the state was last let go: see [`Progress::must_poll`].
+    /// [`Progress::must_poll`] when the lock was last released.
     pub must_poll: AtomicBool,
-    /// When a long message, or a copy of one, last began, here or at a peer.
+    /// When the last long message or copy began, here or at a peer.
     pub copied: RecentCopy,
-    /// What the service thread does.
+    /// What the service thread is doing.
     pub thread: Mutex<ThreadState>,
-    /// Signalled when that changes.
+    /// Signalled when `thread.wanted` is set.
     pub changed: Condvar,
-    /// A step panicked: the state is not to be trusted, and no step runs any more.
+    /// A step panicked, so no step runs any more.
     failed: AtomicBool,
-    /// Of the queue pairs that a panic breaks.
+    /// Queue pairs that a panic breaks.
     healths: Mutex<Vec<Weak<Health>>>,
 }
 
@@ -93,7 +90,7 @@ impl ProgressState {
     /// [`Error::Panicked`] when one has.
     pub fn watch_health(&self, thread: &'static str, health: &Arc<Health>) -> Result<()> {
         let mut healths = self.healths.lock();
-        // Only when it would grow, so that many queue pairs cost no more each.
+        // Only before it would grow: the cost per queue pair stays constant.
         if healths.len() == healths.capacity() {
             healths.retain(|health| health.strong_count() > 0);
         }
@@ -111,7 +108,7 @@ impl ProgressState {
     }
 }
 
-/// Fails the engine when it is dropped: forgotten where nothing panicked.
+/// Fails the engine when dropped; forgotten unless something panicked.
 struct OnPanic<'a>(&'a ProgressState, &'static str);
 
 impl Drop for OnPanic<'_> {
@@ -120,18 +117,18 @@ impl Drop for OnPanic<'_> {
     }
 }
 
-/// What the service thread is doing, as others need to know it.
+/// What the service thread is doing.
 #[derive(Debug, Default)]
 pub struct ThreadState {
-    /// It leaves the work to others, and looks again in a while.
+    /// It leaves the steps to callers for a moment.
     pub defers: bool,
-    /// Others have left: it must look now.
+    /// Callers stopped running steps: it must take over at once.
     pub wanted: bool,
-    /// It sleeps on the bell.
+    /// It sleeps in [`ProgressEngine::sleep`].
     pub asleep: bool,
 }
 
-/// An HCA that threads run when they have time, and a service thread when nobody else does.
+/// An engine whose steps run in calling threads, and in a service thread when nobody calls.
 pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     /// The state.
     type Core: Progress;
@@ -140,24 +137,24 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
 
     /// The state.
     fn core(&self) -> &Mutex<Self::Core>;
-    /// The doorbells that were rung while the state was locked.
+    /// Doorbells that were rung while the state was locked.
     fn doorbells(&self) -> &DoorbellSet;
     /// What threads share besides the state.
     fn progress_state(&self) -> &ProgressState;
-    /// Before a step: takes in what other threads have prepared.
+    /// Called before a step: takes over what other threads have prepared.
     fn accept(&self, _core: &mut Self::Core) {}
-    /// Whether something came in that is seen without the lock.
+    /// Whether arrivals can be seen without the lock.
     fn has_arrivals(&self) -> bool;
-    /// Whether a look under the lock may find something that came in.
+    /// Whether a step may find arrivals.
     fn may_have_arrivals(&self) -> bool {
         self.has_arrivals()
     }
-    /// Sleeps unless `ready`, until rung, until something comes in, or for `timeout`. May return for no reason.
+    /// Sleeps unless `ready`, until woken, an arrival, or `timeout`. May wake spuriously.
     fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration);
-    /// Wakes the sleeper.
+    /// Wakes the service thread from [`ProgressEngine::sleep`].
     fn wake(&self);
 
-    /// Lets the state go and acts on what others noted meanwhile.
+    /// Releases the lock, handles what others left meanwhile, and nudges GPUs.
     fn unlock(&self, core: MutexGuard<'_, Self::Core>) {
         let mut nudges = Vec::new();
         let mut note = |core: &mut Self::Core| {
@@ -182,8 +179,8 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         nudges.iter().for_each(|nudger| nudger.nudge());
     }
 
-    /// Runs a step, unless one has panicked. A panic breaks all queue pairs of the engine with [`Error::Panicked`], and goes no
-    /// further: the caller may be a thread of the application. `None` then, and ever after.
+    /// Runs a step. A panic in it breaks all queue pairs of the engine with [`Error::Panicked`] and is not propagated, because the
+    /// caller may be a thread of the application. Returns `None` from then on.
     fn guarded<T>(&self, step: impl FnOnce() -> T) -> Option<T> {
         if self.progress_state().failed.load(Ordering::Acquire) {
             return None;
@@ -195,7 +192,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         done.ok()
     }
 
-    /// Runs `f` on the state, then serves the doorbells that were rung while it was locked.
+    /// Runs `f` on the state.
     fn with<T>(&self, f: impl FnOnce(&mut Self::Core) -> T) -> T {
         let on_panic = OnPanic(self.progress_state(), Self::THREAD);
         let mut core = self.core().lock();
@@ -205,7 +202,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         result
     }
 
-    /// Runs a step if nobody else does. `None` when somebody does.
+    /// Runs a step and returns whether it did anything; `None` if the lock is taken.
     fn try_step(&self) -> Option<bool> {
         let mut core = self.core().try_lock()?;
         let step = move || {
@@ -217,15 +214,13 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         Some(self.guarded(step).unwrap_or(false))
     }
 
-    /// Notes that a thread other than the service thread runs the HCA. That the count moves is all that matters, so two
-    /// threads may overwrite each other's.
+    /// Counts a step of a calling thread. Increments may be lost: only that the count changes matters.
     fn count_caller_step(&self) {
         let caller_steps = &self.progress_state().caller_steps;
         caller_steps.store(caller_steps.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
     }
 
-    /// Whether something came in since a step that found nothing more to do; timers and copies excepted. `doorbells` are
-    /// those watched.
+    /// Whether there is work since the last step, except for timers and copies. `doorbells` are those polled.
     fn has_news(&self, doorbells: &[Word64]) -> bool {
         self.may_have_arrivals()
             || self.doorbells().seems_pending()
@@ -239,13 +234,13 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         }
     }
 
-    /// The caller stops running the HCA: the service thread takes over at once.
+    /// The caller stops running steps: the service thread takes over at once.
     fn take_over(&self) {
         if !self.progress_state().fork_guard.is_here() {
             return;
         }
         let mut thread = self.progress_state().thread.lock();
-        // Also when it does not defer now: it may be just about to, for the sake of what the caller did before.
+        // Also if it does not defer now: it may be about to, because of earlier steps of the caller.
         thread.wanted = true;
         if thread.defers {
             self.progress_state().changed.notify_one();
@@ -255,7 +250,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         }
     }
 
-    /// A CPU thread has rung a doorbell: does its work, or leaves word to whoever runs the HCA.
+    /// A CPU thread has rung a doorbell: runs its sends, or leaves them to the holder of the lock.
     fn ring_doorbell(&self, index: usize) {
         if !self.progress_state().fork_guard.is_here() {
             return;
@@ -267,8 +262,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
             }
             None => {
                 self.doorbells().insert(index);
-                // Whoever holds the core looks at the notes after letting it go; if that was just before this one
-                // was left, the core is free now.
+                // The holder checks the set after releasing the lock; if it did so before the insertion, the lock is free now.
                 if let Some(core) = self.core().try_lock() {
                     self.unlock(core);
                 }
@@ -278,23 +272,23 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         self.wake_if_unattended();
     }
 
-    /// A doorbell will be written by something that cannot tell, up to the producer index `pi`.
+    /// A doorbell will be written without notice, up to the producer index `pi`.
     fn watch_doorbell(&self, index: usize, pi: u64) {
-        // Without the lock, which the service thread has most of the time.
+        // Without the lock, which the service thread holds most of the time.
         if self.doorbells().announce(index, pi) {
             self.progress_state().busy.store(true, Ordering::Relaxed);
             self.take_over();
         }
     }
 
-    /// Streams of a GPU wait on this completion queue.
+    /// GPU streams wait on this completion queue.
     fn attend_to(&self, cqn: u32) {
         self.doorbells().attend(cqn);
         self.progress_state().busy.store(true, Ordering::Relaxed);
         self.take_over();
     }
 
-    /// Runs a step on the calling thread if it may find something to do, as far as can be seen without the lock.
+    /// Runs a step on the calling thread if there seems to be work.
     fn run_step(&self) -> bool {
         if !self.progress_state().fork_guard.is_here() {
             return false;
@@ -307,11 +301,11 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     }
 }
 
-/// When a copy last began. Read by anybody at any time; it grows stale by itself.
+/// When the last copy of payload, or long message, began.
 #[derive(Debug)]
 pub struct RecentCopy {
     base: Instant,
-    /// Nanoseconds from `base` to that moment, and one; 0 before the first copy.
+    /// Nanoseconds from `base`, plus one; 0 before the first copy.
     at: AtomicU64,
 }
 
@@ -327,12 +321,12 @@ impl RecentCopy {
         self.at.store(1 + self.nanoseconds(at), Ordering::Relaxed);
     }
 
-    /// Whether that is less than [`FRESH`] ago.
+    /// Whether one began less than [`FRESH`] ago.
     pub fn is_recent(&self) -> bool {
         self.when().is_some_and(|at| Instant::now() < at + FRESH)
     }
 
-    /// When a copy last began; `None` before the first.
+    /// When the last copy began.
     pub fn when(&self) -> Option<Instant> {
         let at = self.at.load(Ordering::Relaxed).checked_sub(1)?;
         Some(self.base + Duration::from_nanos(at))

@@ -1,4 +1,4 @@
-//! The service thread: runs the HCA when nobody else does, and sleeps when there is nothing to do.
+//! The service thread of a progress engine: runs steps when no other thread does, and sleeps when there is no work.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,22 +11,22 @@ use super::progress::{Progress, ProgressEngine};
 use crate::error::{Error, Result};
 use crate::memory::Word64;
 
-/// How long it looks for work before it sleeps.
+/// Polls for work this long before sleeping.
 const SPIN: Duration = Duration::from_micros(20);
-/// How often it looks whether others still run the HCA.
+/// How often it checks whether other threads still run steps.
 const DEFER: Duration = Duration::from_millis(1);
-/// How long it looks busily at doorbells that will be written without notice.
+/// Polls this long for work that comes without notice.
 const WATCH_SPIN: Duration = Duration::from_millis(1);
-/// How long it serves GPUs that have all they asked for: what they ask for next need not be announced so long.
+/// Watches of doorbells and completion queues stay this long after the last work: meanwhile new work need not be announced.
 const LINGER: Duration = Duration::from_micros(100);
-/// Looks for work for GPUs between two at timers and clock.
-const LOOKS: u32 = 64;
-/// The longest it leaves such a doorbell alone.
+/// Polls for work between two looks at timers and clock.
+const POLLS: u32 = 64;
+/// Maximum sleep while work may come without notice.
 const WATCH_NAP: Duration = Duration::from_millis(5);
-/// The longest it sleeps at all: then doorbells are looked at that nobody announced.
+/// Maximum sleep; afterwards all doorbells are checked, also those not announced.
 const SLEEP: Duration = Duration::from_millis(100);
 
-/// The thread. Dropping it ends it.
+/// The service thread, joined on drop.
 #[derive(Debug)]
 pub struct ProgressThread<S: ProgressEngine> {
     shared: Arc<S>,
@@ -38,7 +38,7 @@ impl<S: ProgressEngine> ProgressThread<S> {
     /// Starts the thread.
     ///
     /// # Errors
-    /// [`Error::Sys`] where there is no thread.
+    /// [`Error::Sys`] if the system starts no thread.
     pub fn start(shared: Arc<S>) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let worker = Worker {
@@ -58,13 +58,13 @@ impl<S: ProgressEngine> ProgressThread<S> {
 
 impl<S: ProgressEngine> Drop for ProgressThread<S> {
     fn drop(&mut self) {
-        // A forked child has no such thread, and the part of it that holds on to the state goes on doing so.
+        // In a forked child the thread does not exist.
         let fork_guard = self.shared.progress_state().fork_guard;
         let Some(thread) = fork_guard.take_thread(&mut self.thread) else { return };
         self.stop.store(true, Ordering::Release);
         self.shared.take_over();
         self.shared.wake();
-        // A panic there was reported by the panic hook; there is nobody to return it to.
+        // The panic hook has reported a panic of the thread.
         let _ = thread.join();
     }
 }
@@ -72,25 +72,25 @@ impl<S: ProgressEngine> Drop for ProgressThread<S> {
 struct Worker<S> {
     shared: Arc<S>,
     stop: Arc<AtomicBool>,
-    /// The count of others' steps when last looked at.
+    /// Steps of other threads, as last read.
     caller_steps: u64,
-    /// Since when there has been nothing to do.
+    /// Since when there has been no work.
     idle: Option<Instant>,
-    /// Those that are watched.
+    /// The doorbells polled.
     doorbells: Vec<Word64>,
 }
 
 impl<S: ProgressEngine> Worker<S> {
     fn run(mut self) {
         let shared = self.shared.clone();
-        // Ends after a panic: nobody runs the state any more.
-        while !self.stop.load(Ordering::Acquire) && shared.guarded(|| self.turn()).is_some() {}
+        // After a panic no step runs any more.
+        while !self.stop.load(Ordering::Acquire) && shared.guarded(|| self.step()).is_some() {}
     }
 
-    /// One look for work.
-    fn turn(&mut self) {
+    /// Runs a step, defers to other threads, or rests.
+    fn step(&mut self) {
         let caller_steps = self.shared.progress_state().caller_steps.load(Ordering::Relaxed);
-        // What others do does not help a GPU: they may be gone when it writes a doorbell.
+        // Other threads may have stopped running steps when a GPU writes a doorbell.
         if caller_steps != self.caller_steps
             && !self.shared.progress_state().must_poll.load(Ordering::Relaxed)
         {
@@ -99,13 +99,13 @@ impl<S: ProgressEngine> Worker<S> {
         } else if self.shared.try_step() == Some(true) {
             self.idle = None;
         } else if self.rest() {
-            self.look_out();
+            self.poll();
         }
     }
 
-    /// Looks for news for a moment, without lock or clock.
-    fn look_out(&self) {
-        for _ in 0..LOOKS {
+    /// Polls for work for a moment, without lock or clock.
+    fn poll(&self) {
+        for _ in 0..POLLS {
             if self.shared.has_news(&self.doorbells) {
                 return;
             }
@@ -113,7 +113,7 @@ impl<S: ProgressEngine> Worker<S> {
         }
     }
 
-    /// Others run the HCA: stays out of their way, without being rung for every packet.
+    /// Leaves the steps to other threads for a moment, without being woken for every packet.
     fn defer(&mut self) {
         let state = self.shared.progress_state();
         let mut thread = state.thread.lock();
@@ -126,7 +126,7 @@ impl<S: ProgressEngine> Worker<S> {
             self.caller_steps = self.shared.progress_state().caller_steps.load(Ordering::Relaxed);
         }
         drop(thread);
-        // Those who only look for completions neither run timers nor see that a peer is gone.
+        // Threads that poll completions neither run timers nor notice that a peer is gone.
         let mut core = self.shared.core().lock();
         self.shared.accept(&mut core);
         core.tick(Instant::now());
@@ -134,27 +134,26 @@ impl<S: ProgressEngine> Worker<S> {
         self.idle = None;
     }
 
-    /// There is nothing to do now. Returns whether it is worth while to look out for what may come any moment.
+    /// Without work: runs timers, polls a while, then sleeps. Returns whether to keep polling.
     fn rest(&mut self) -> bool {
         let now = Instant::now();
         let idle = now - *self.idle.get_or_insert(now);
         let mut core = self.shared.core().lock();
-        // First: a peer that is gone may have sent its last packets on a new link.
+        // First, because a peer that is gone may have sent its last packets on a new link.
         self.shared.accept(&mut core);
         core.tick(now);
         if idle >= LINGER {
             core.drop_idle_watches(self.shared.doorbells());
         }
-        // What is written without notice: doorbells, and what copy engines write.
         let watching = core.is_watching() || core.is_copying();
         let copying = core.is_copying();
-        let hot = core.must_poll() || self.shared.progress_state().copied.is_recent();
+        let is_polling = core.must_poll() || self.shared.progress_state().copied.is_recent();
         if let Some(doorbells) = core.newly_watched() {
             self.doorbells = doorbells;
         }
         let timer = core.next_timer();
         let active = core.is_active();
-        let is_awake = idle < if hot { WATCH_SPIN } else { SPIN } && !gdsync_shm::cores_are_busy();
+        let is_awake = idle < if is_polling { WATCH_SPIN } else { SPIN } && !gdsync_shm::cores_are_busy();
         if !is_awake {
             core.unwatch_all(self.shared.doorbells());
         }
@@ -163,14 +162,14 @@ impl<S: ProgressEngine> Worker<S> {
             if idle > SPIN / 2 {
                 gdsync_shm::yield_core();
             }
-            return hot && !copying;
+            return is_polling && !copying;
         }
         let mut nap = SLEEP;
         if watching {
             nap = gdsync_shm::nap(idle, SPIN..=WATCH_NAP);
         }
         if active {
-            // A link may be full, or a timer not set yet.
+            // A link may be full, or a timer not be set yet.
             nap = nap
                 .min(timer.map_or(DEFER, |t| t.saturating_duration_since(now)))
                 .max(Duration::from_micros(5));
@@ -188,7 +187,7 @@ impl<S: ProgressEngine> Worker<S> {
             stop.load(Ordering::Acquire)
                 || shared.has_arrivals()
                 || shared.core().try_lock().is_none_or(is_new)
-                // Last: a doorbell rung while the core was looked at has left a note.
+                // Last: a doorbell rung while the lock was held is in the set.
                 || shared.doorbells().is_pending()
         };
         shared.sleep(&ready, nap);

@@ -1,4 +1,4 @@
-//! The rings of a queue pair as an HCA sees them: doorbell, doorbell record, WQEs, and what it checks before it believes them.
+//! The rings of a queue pair as an HCA reads them: doorbell, doorbell record and WQEs, with the checks.
 
 use gdsync_shm as protocol;
 use mlx5_ring::{
@@ -12,7 +12,7 @@ use crate::memory::{Memory, Word64};
 use crate::recorder::{By, Event, Log, Queue, Stage};
 use crate::{HcaStats, OnGpu, Places, QpRequest, QpState};
 
-/// The memory that the application and the HCA of a queue pair share.
+/// The memory that an application and the HCA share for a queue pair.
 #[derive(Debug)]
 pub struct Rings {
     /// The queue pair number, 24 bits.
@@ -29,7 +29,7 @@ pub struct Rings {
     pub doorbell: Word64,
     /// The flight recorder's log of the queue pair.
     pub qp_trace: QpTrace,
-    /// Of a card that flushes what doorbells named and not what the record says: the block before which they did.
+    /// For cards that flush up to the last doorbell, not up to the record: the block behind the last doorbell.
     pub named: Option<u64>,
 }
 
@@ -48,20 +48,22 @@ impl Wqe {
         &self.blocks[..(usize::from(self.ctrl.ds) * 16).min(self.blocks.len())]
     }
 
-    /// Blocks it occupies: at least one, so that a broken one can be passed over.
+    /// Number of blocks it occupies: at least one, so that a broken one can be skipped.
     pub fn blocks(&self) -> u64 {
         blocks(self.ctrl.ds)
     }
 }
 
-/// Blocks of a WQE with this many units of 16 bytes.
+/// Number of blocks of a WQE of `ds` 16-byte segments.
 fn blocks(ds: u8) -> u64 {
     u64::from(ds.clamp(1, mlx5::MAX_DS)).div_ceil(4)
 }
 
 impl Rings {
-    /// Empty rings for the queue pair `qpn`, with a page of registers of its own: doorbells of two queue pairs never overwrite
-    /// each other.
+    /// Allocates empty rings for queue pair `qpn`, with a doorbell page of its own.
+    ///
+    /// # Errors
+    /// As [`Places::alloc`].
     pub fn alloc(qpn: u32, request: &QpRequest, places: &Places) -> Result<Self> {
         let sq = places.alloc(OnGpu::SEND_QUEUE, BB << request.log_sq)?;
         let rq = Memory::alloc(request.rq_stride << request.log_rq)?;
@@ -80,14 +82,12 @@ impl Rings {
         })
     }
 
-    /// As they were in the beginning, for the next connection.
+    /// Resets the rings for the next connection.
     pub fn clear(&mut self) {
         self.qp_trace.reset();
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         self.doorbell.store(mlx5::EMPTY);
-        {
-            self.named = self.named.map(|_| 0);
-        }
+        self.named = self.named.map(|_| 0);
     }
 
     fn record(&self, word: usize) -> u16 {
@@ -110,22 +110,22 @@ impl Rings {
         mlx5::extend16(from, self.record(mlx5::QP_DBREC_RECV))
     }
 
-    /// Basic blocks of the send queue.
+    /// Number of blocks of the send queue.
     pub fn blocks(&self) -> u64 {
         1 << self.request.log_sq
     }
 
-    /// Entries of the receive queue.
+    /// Number of entries of the receive queue.
     pub fn receives(&self) -> u64 {
         1 << self.request.log_rq
     }
 
-    /// Where block `index` lies in the send queue.
+    /// Offset of block `index` in the send queue.
     pub fn offset(&self, index: u64) -> usize {
         usize::try_from(index & (self.blocks() - 1)).expect("a ring index fits") * BB
     }
 
-    /// Reads the send WQE that begins at block `index`, round the end of the ring if need be.
+    /// Reads the send WQE that begins at block `index`; it may wrap around the end of the ring.
     pub fn fetch(&self, index: u64) -> Wqe {
         let mut blocks = SmallVec::new();
         let mut block = [0; BB];
@@ -149,13 +149,13 @@ impl Rings {
         mlx5::decode_recv(&wqe).collect()
     }
 
-    /// Whether the doorbell waits to be taken.
+    /// Whether the doorbell was rung and not taken.
     #[inline]
     pub fn is_rung(&self) -> bool {
         protocol::is_rung(self.doorbell.atomic())
     }
 
-    /// Takes the doorbell. Returns the block before which WQEs may be fetched now, if it names one; `head` is the next to fetch.
+    /// Takes the doorbell. Returns the block up to which WQEs may be fetched, if there is a new one; `head` is the next block to fetch.
     ///
     /// # Errors
     /// The syndrome with which the queue pair fails.
@@ -179,7 +179,7 @@ impl Rings {
             *named = if is_ahead { last + blocks(doorbell.ds) } else { *named };
         }
         if state != QpState::RTS {
-            // In ERR the doorbell record decides what is flushed; before RTS a card's behaviour is undefined.
+            // In ERR the record decides what is flushed; before RTS a card's behaviour is undefined.
             if state != QpState::ERR {
                 stats.violation("a doorbell was rung before the QP was ready to send");
             }
@@ -189,7 +189,7 @@ impl Rings {
         let last_wqe = doorbell.opcode != Opcode::NOP || doorbell.ds != 0;
         let mut target = mlx5::extend16(head, doorbell.index);
         if last_wqe {
-            // The last WQE can lie behind `head` when it was fetched on an earlier doorbell.
+            // The last WQE lies before `head` if an earlier doorbell fetched it.
             if target - head >= self.blocks() {
                 return Ok(None);
             }
@@ -201,7 +201,7 @@ impl Rings {
             }
             return Ok(None);
         }
-        // A card executes the work all the same, but an error that comes before the record will not flush it at once.
+        // A card would execute the work, but an error before the record is written would not flush it.
         let record = if strict { self.send_record(head) } else { target };
         if record < target || record - head > self.blocks() {
             stats.violation("a doorbell was rung before its doorbell record was written");
@@ -211,7 +211,10 @@ impl Rings {
         Ok(Some(target))
     }
 
-    /// What the WQE fetched at block `head` asks for, or the syndrome with which it must fail.
+    /// Decodes the WQE fetched at block `head`.
+    ///
+    /// # Errors
+    /// The syndrome with which it fails.
     pub fn inspect(
         &self,
         wqe: &Wqe,
@@ -235,30 +238,36 @@ impl Rings {
     }
 }
 
-/// Records the stages of a queue pair's requests.
+/// Records the stages of a queue pair's requests in the flight recorder.
+///
+/// The rings hold only the low bits of request numbers. But each request is fetched once, in order, and completes once; after a reset
+/// the numbers of requests that were dropped are used again.
 #[derive(Debug, Default)]
 pub struct QpTrace {
     log: Log,
-    /// Sends fetched.
+    /// Number of sends fetched.
     fetched: u64,
-    /// Sends and receives completed.
+    /// Numbers of sends and receives completed.
     sent: u64,
     received: u64,
 }
 
 impl QpTrace {
-    /// For a queue pair of the device at this address.
+    /// For a queue pair of the device with this GID.
+    ///
+    /// # Errors
+    /// As [`Log::open`].
     pub fn new(gid: Gid) -> Result<Self> {
         Ok(Self { log: Log::open()?.on(gid), ..Self::default() })
     }
 
-    /// The doorbell was found rung.
+    /// The doorbell was taken.
     #[inline]
     pub fn triggered(&self, qpn: u32) {
         self.log.note(|| Event::of(Stage::Triggered, Queue::Send, By::Hca, qpn, self.fetched));
     }
 
-    /// A send was taken from the ring.
+    /// A send was fetched.
     #[inline]
     pub fn fetched(&mut self, qpn: u32, len: usize) {
         let event = || Event::of(Stage::Fetched, Queue::Send, By::Hca, qpn, self.fetched);
@@ -266,7 +275,7 @@ impl QpTrace {
         self.fetched += 1;
     }
 
-    /// A send was passed over, to be flushed.
+    /// A send was skipped, to be flushed.
     pub fn skipped(&mut self) {
         self.fetched += 1;
     }
@@ -286,7 +295,7 @@ impl QpTrace {
         });
     }
 
-    /// The queue pair was reset: what was fetched and not completed never will be.
+    /// The queue pair was reset: requests that were fetched and not completed are dropped.
     pub fn reset(&mut self) {
         self.fetched = self.sent;
     }

@@ -1,26 +1,12 @@
-//! Copies between memory of either kind and the CPU.
+//! Copies between [`Memory`] and the CPU.
 
 use gdrcopy::copy::{Copier, copy_shared, load_fence, store_fence};
 
 use super::{Memory, Reach};
 use crate::error::Result;
 
-/// Tells the CPU that it will write there soon.
-#[inline(always)]
-fn prefetch_to_write<T>(at: *const T) {
-    // By itself: of the intrinsic the compiler makes one that only reads where it may not count on this one. Processors without it do
-    // nothing.
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint.
-    unsafe {
-        std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags));
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = at;
-}
-
 impl Memory {
-    /// Copies bytes out, from `offset` on. A device that writes meanwhile may tear the result.
+    /// Copies bytes at `offset` to `out`. The result may be torn if a device writes meanwhile.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
@@ -32,23 +18,23 @@ impl Memory {
         Ok(())
     }
 
-    /// Copies bytes in, from `offset` on.
+    /// Copies `data` to `offset`.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     #[inline]
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         let dst = self.check(offset, data.len())?;
-        // SAFETY: as in `read`, the other way round.
+        // SAFETY: `dst` is checked for the length, `data` is shared, and the two cannot overlap because no reference to device memory exists.
         unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
         Ok(())
     }
 
-    /// As [`Memory::write`], of few words: a copy of any length costs more than they do.
+    /// As [`Memory::write`], faster for a few words.
     ///
     /// # Errors
     /// As [`Memory::write`].
-    #[inline(always)]
+    #[inline]
     pub fn write_words(&self, offset: usize, words: &[[u8; 8]]) -> Result<()> {
         let dst = self.check(offset, size_of_val(words))?.cast::<u64>();
         if !self.is_host() || !dst.is_aligned() {
@@ -62,7 +48,7 @@ impl Memory {
         Ok(())
     }
 
-    /// Copies from another device memory (or this one) without a buffer between.
+    /// Copies from another memory, or another part of this one.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
@@ -93,7 +79,7 @@ impl Memory {
         Ok(())
     }
 
-    /// As [`Memory::write_words`], of a block; `false` where it does not fit, and nothing is written.
+    /// As [`Memory::write_words`], for a block. Returns false, and writes nothing, if the block does not fit.
     #[inline(always)]
     pub fn write_block(&self, offset: usize, block: &[[u8; 8]; 8]) -> bool {
         let fits = offset < self.len && self.len - offset >= size_of_val(block);
@@ -109,19 +95,26 @@ impl Memory {
         true
     }
 
-    /// By itself, so that what calls [`Memory::write_block`] stays short.
+    /// Out of line, to keep callers of [`Memory::write_block`] small.
     #[cold]
     #[inline(never)]
     fn write_elsewhere(&self, offset: usize, bytes: &[u8]) -> bool {
         self.write(offset, bytes).is_ok()
     }
 
-    /// Tells the CPU that it will write at `offset` soon: it then takes the line from whoever has read it meanwhile.
+    /// Prefetches the cache line at `offset` for writing.
     #[inline(always)]
     pub fn prefetch_to_write(&self, offset: usize) {
+        #[cfg(target_arch = "x86_64")]
         if self.is_host() && offset < self.len {
-            prefetch_to_write(self.ptr.as_ptr().wrapping_add(offset));
+            let at = self.ptr.as_ptr().wrapping_add(offset);
+            // Assembly, because the intrinsic compiles to a prefetch for reading unless the target has `prefetchw`; processors without
+            // it ignore the instruction.
+            // SAFETY: a prefetch has no effect on memory.
+            unsafe { std::arch::asm!("prefetchw [{}]", in(reg) at, options(nostack, preserves_flags)) };
         }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = offset;
     }
 
     /// Sets `len` bytes to `byte`.
@@ -139,7 +132,7 @@ impl Memory {
         Ok(())
     }
 
-    /// All bytes, copied out; none where the CPU does not reach them.
+    /// A copy of all bytes; empty if the CPU cannot access them.
     pub fn to_vec(&self) -> Vec<u8> {
         let mut out = vec![0; self.len];
         if self.read(0, &mut out).is_err() {
@@ -149,7 +142,7 @@ impl Memory {
     }
 }
 
-/// Copies from host memory to memory of either kind, with a fence behind what goes through a mapping.
+/// Copies from host memory to any memory, with a fence after writes through a mapping.
 ///
 /// # Safety
 /// Both ranges must be valid for `len` bytes, `dst` for writing, and they must not overlap.
@@ -166,7 +159,7 @@ unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     }
 }
 
-/// Copies from memory of either kind to host memory, with fences around what comes through a mapping.
+/// Copies from any memory to host memory, with fences around reads through a mapping.
 ///
 /// # Safety
 /// As [`store`].
@@ -176,7 +169,7 @@ unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
         // SAFETY: what the caller promised.
         Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },
         Reach::Mapped(kind) => {
-            // After the word that announced the bytes: loads from a mapping are speculated.
+            // Orders the loads after that of the word that announced the bytes: loads from a mapping are speculative.
             load_fence(kind);
             // SAFETY: what the caller promised; the source is a mapping of this kind.
             unsafe { Copier::best().from_device(kind, dst, src, len) };
@@ -185,8 +178,8 @@ unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     }
 }
 
-/// One access for a naturally aligned word of 4 or 8 bytes, [`copy_shared`] otherwise: a device that races with it sees words whole,
-/// and longer copies in any order.
+/// Copies an aligned word of 4 or 8 bytes by one access, and anything else by [`copy_shared`]. A device that races with it sees whole
+/// words, in any order.
 ///
 /// # Safety
 /// As [`store`].
@@ -195,12 +188,12 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
     if len == 8 && src.cast::<u64>().is_aligned() && dst.cast::<u64>().is_aligned() {
         // SAFETY: valid by contract, aligned by the test above.
         let word = unsafe { src.cast::<u64>().read_volatile() };
-        // SAFETY: as above.
+        // SAFETY: valid by contract, aligned by the test above.
         unsafe { dst.cast::<u64>().write_volatile(word) };
     } else if len == 4 && src.cast::<u32>().is_aligned() && dst.cast::<u32>().is_aligned() {
         // SAFETY: valid by contract, aligned by the test above.
         let word = unsafe { src.cast::<u32>().read_volatile() };
-        // SAFETY: as above.
+        // SAFETY: valid by contract, aligned by the test above.
         unsafe { dst.cast::<u32>().write_volatile(word) };
     } else {
         // SAFETY: valid and apart by contract; the other side is private or reached by this module only.

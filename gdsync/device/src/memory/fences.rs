@@ -1,4 +1,4 @@
-//! Counts fences for devices in builds with debug assertions: on x86-64 nothing else tells a test whether they are there.
+//! Counts fences for devices in builds with debug assertions, because tests on x86-64 cannot observe them otherwise.
 
 use std::cell::Cell;
 
@@ -10,7 +10,7 @@ pub(super) fn count() {
     COUNT.set(COUNT.get() + 1);
 }
 
-/// How many this thread has made while `f` ran.
+/// Number of fences that this thread executed while `f` ran.
 pub fn during(f: impl FnOnce()) -> usize {
     let before = COUNT.get();
     f();

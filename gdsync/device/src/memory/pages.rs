@@ -10,10 +10,9 @@ use super::{Bytes, Memory};
 use crate::cuda::is_registered;
 use crate::error::{Error, Result};
 
-/// Maps pages for reading and writing, and keeps what is in them out of forked children.
+/// Maps pages for reading and writing, hidden from forked children.
 ///
-/// Never where CUDA knows pages that their owner has unmapped without a word: GPUs would go on using those in place of
-/// the new ones, and see stale bytes.
+/// Skips addresses where CUDA has pages registered that their owner has unmapped: GPUs would go on using the old pages.
 pub(super) fn map(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
     loop {
         let pages = fresh(len, flags, fd)?;
@@ -22,13 +21,13 @@ pub(super) fn map(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
             keep_from_children(pages, len, flags);
             return Ok(pages);
         }
-        // They stay mapped, so that nobody else gets them either.
+        // Left mapped, so that the address is not reused.
         tracing::warn!(?pages, len, "CUDA knows memory that was unmapped: its place is not used again");
     }
 }
 
-/// Neither copied, so that a device goes on with the pages of the parent, nor shared. Of private pages, which users touch, children
-/// get zeros; of shared ones, which only the library does, nothing.
+/// Keeps pages out of forked children, so that devices go on with the pages of the parent. Children see zeros in place of private pages,
+/// which users may touch, and nothing in place of shared ones, which only the library uses.
 fn keep_from_children(pages: NonNull<u8>, len: usize, flags: i32) {
     let wipe = (flags & libc::MAP_PRIVATE != 0).then_some(libc::MADV_WIPEONFORK);
     let _done = wipe.into_iter().chain([libc::MADV_DONTFORK]).find(|&advice| {
@@ -48,11 +47,14 @@ fn fresh(len: usize, flags: i32, fd: i32) -> Result<NonNull<u8>> {
 }
 
 impl Memory {
-    /// Has pages that were mapped here show a shared memory file, or nothing, instead of what they showed. To those who look at
-    /// them meanwhile it is as if another process had written.
+    /// Maps a shared memory file, or zeroed memory, over the pages of this memory. Concurrent readers see this as a write by another
+    /// process.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] unless it was allocated by this library and never registered; [`Error::Sys`].
     pub fn show(&self, file: Option<BorrowedFd<'_>>) -> Result<()> {
         let (ptr, len) = match self.owner.bytes {
-            // A GPU would go on with the old pages.
+            // A GPU would go on using the old pages.
             Bytes::Mapped { ptr, len } if self.owner.registered.get().is_none() => (ptr, len),
             _ => {
                 return Err(Error::invalid(
@@ -75,33 +77,30 @@ impl Memory {
         keep_from_children(ptr, len, flags);
         Ok(())
     }
-}
 
-impl Memory {
-    /// Allocates `len` zeroed bytes that other processes can map too, by the file that comes with it; nobody can make that
-    /// shorter, and it goes with the last that has it. `name` is shown in `/proc`.
+    /// Allocates `len` zeroed bytes that other processes can map by the returned file, which cannot be resized. `name` is shown in `/proc`.
     ///
     /// # Errors
     /// As [`Memory::alloc`].
-    #[doc(hidden)] // for messaging layers of this workspace
     pub fn shared(name: &CStr, len: usize) -> Result<(Self, OwnedFd)> {
         let file = memfd(name, super::page_round(len)?)?;
         Ok((Self::map_shared(file.as_fd(), len)?, file))
     }
 
-    /// Maps the first `len` bytes of a file that another process has from [`Memory::shared`].
+    /// Maps the first `len` bytes of a file from [`Memory::shared`] of another process.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`](crate::Error::InvalidArgument) for a file that is shorter or could become so;
-    /// [`Error::Sys`](crate::Error::Sys).
-    #[doc(hidden)] // for messaging layers of this workspace
+    /// [`Error::InvalidArgument`] for a file that is shorter or can shrink; [`Error::Sys`].
     pub fn of_shared(file: &OwnedFd, len: usize) -> Result<Self> {
         check_memfd(file, len)?;
         Self::map_shared(file.as_fd(), len)
     }
 }
 
-/// A memory file of `size` bytes that nobody can shrink or grow: mapping it cannot fault later.
+/// Creates a memory file of `size` bytes that cannot be resized, so that accesses to a mapping of it cannot fault.
+///
+/// # Errors
+/// [`Error::Sys`].
 pub fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
     const FIX: &str = "raise the limit of open files (ulimit -n) or free memory";
     check_file_limit(size)
@@ -127,7 +126,10 @@ pub fn memfd(name: &CStr, size: usize) -> Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Checks that a peer's file holds `size` bytes for ever.
+/// Checks that a peer's file has `size` bytes and cannot shrink.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] if not; [`Error::Sys`].
 pub fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
     // SAFETY: a plain call on a valid descriptor.
     let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
@@ -147,7 +149,7 @@ pub fn check_memfd(fd: &OwnedFd, size: usize) -> Result<()> {
     }
 }
 
-/// Fails where this process may make no file of so many bytes (RLIMIT_FSIZE): the kernel kills one that tries.
+/// Checks the limit of the size of files (RLIMIT_FSIZE). The kernel kills processes that exceed it.
 pub(crate) fn check_file_limit(bytes: usize) -> io::Result<()> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the structure is valid for writing.

@@ -1,12 +1,11 @@
-//! Host memory of another process, read by the kernel (cross-memory attach): one copy, and nothing shared.
+//! Reads from host memory of another process by cross-memory attach (CMA).
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::ptr::NonNull;
 
 use super::{Memory, Reach};
 
-/// Bytes of a mark.
+/// Bytes of a process's mark.
 pub const MARK: usize = 12;
 
 /// The effective user of this process.
@@ -15,33 +14,34 @@ pub fn user() -> libc::uid_t {
     unsafe { libc::geteuid() }
 }
 
-/// A process of this machine. Its mark is read with everything else that is read there: so what comes is of no other process
-/// that has its number now.
+/// A process of this machine. Each read also reads its mark, to detect that another process has its PID now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Its number here.
+    /// PID in the namespace of this process.
     pub pid: libc::pid_t,
-    /// Random bytes of its own, and where it has them.
+    /// Random bytes that it has chosen.
     pub mark: [u8; MARK],
-    /// The address of the mark there.
+    /// Address of the mark in that process.
     pub mark_at: u64,
 }
 
 impl Process {
-    /// Whether the kernel lets us read its memory.
+    /// Checks that the kernel permits reads.
+    ///
+    /// # Errors
+    /// `EPERM` if not; `ESRCH` if the process is gone.
     pub fn probe(&self) -> io::Result<()> {
         // SAFETY: nothing is written.
         unsafe { self.read(0, std::ptr::null_mut(), 0) }
     }
 
-    /// Reads `len` bytes at `from` to `to`. What is there when it fails is anything.
+    /// Reads `len` bytes at `from` to `to`, whose content is unspecified after a failure.
     ///
     /// # Safety
     /// `to` must be valid for writing.
     unsafe fn read(&self, from: u64, to: *mut u8, len: usize) -> io::Result<()> {
         let mut mark = MaybeUninit::<[u8; MARK]>::zeroed();
         let piece = |base: *mut u8, len| libc::iovec { iov_base: base.cast(), iov_len: len };
-        // What is no address here is none there either.
         let addr = |at: u64| usize::try_from(at).unwrap_or(usize::MAX);
         let there = |at: u64, len| piece(std::ptr::without_provenance_mut(addr(at)), len);
         let local = [piece(mark.as_mut_ptr().cast(), MARK), piece(to, len)];
@@ -58,23 +58,23 @@ impl Process {
 }
 
 impl Memory {
-    /// Where the bytes from `offset` on are in this process, for others that read them; `None` outside of host memory.
+    /// The address of the bytes at `offset`, for processes that read them; `None` for GPU memory.
     pub fn host_addr(&self, offset: usize) -> Option<u64> {
         let Reach::Host = self.reach else { return None };
         Some(self.check(offset, 0).ok()?.addr().get() as u64)
     }
 
-    /// Copies `len` bytes at `from` of a process to `offset`, into host memory.
+    /// Copies `len` bytes at address `from` of another process to `offset`.
+    ///
+    /// # Errors
+    /// `ESRCH` if the process is gone, `EFAULT` if the address is not mapped there; any if this is GPU memory or the range is outside.
     pub fn read_from_process(&self, offset: usize, len: usize, of: &Process, from: u64) -> io::Result<()> {
-        let to = self.host_bytes(offset, len)?;
+        let to = self.check(offset, len).map_err(io::Error::other)?;
+        if !self.is_host() {
+            return Err(io::Error::other("it is memory of a GPU"));
+        }
         // SAFETY: the range was checked, and is of host memory.
         unsafe { of.read(from, to.as_ptr(), len) }
-    }
-
-    fn host_bytes(&self, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
-        let bytes = self.check(offset, len).map_err(io::Error::other)?;
-        let Reach::Host = self.reach else { return Err(io::Error::other("it is memory of a GPU")) };
-        Ok(bytes)
     }
 }
 

@@ -26,7 +26,10 @@ impl Memory {
         Ok(Word64(self.slice(offset, 8)?))
     }
 
-    /// The aligned 64-bit words from `offset` on, as atomics in native byte order.
+    /// The aligned 64-bit words at `offset`, as atomics in native byte order.
+    ///
+    /// # Errors
+    /// As [`Memory::atomic64`].
     #[inline]
     pub fn words64<const N: usize>(&self, offset: usize) -> Result<&[AtomicU64; N]> {
         let ptr = self.check_aligned::<[AtomicU64; N]>(offset)?;
@@ -34,7 +37,7 @@ impl Memory {
         Ok(unsafe { ptr.as_ref() })
     }
 
-    /// As [`Memory::words64`], for who has nobody to tell why there are none. Of host memory only.
+    /// As [`Memory::words64`], for host memory only and without an error.
     #[inline(always)]
     pub fn host_words64<const N: usize>(&self, offset: usize) -> Option<&[AtomicU64; N]> {
         let ptr = self.ptr.as_ptr().wrapping_add(offset).cast::<[AtomicU64; N]>();
@@ -44,21 +47,21 @@ impl Memory {
     }
 }
 
-/// Where a GPU has found memory, for who asks again and again.
+/// Caches the address of a memory on a GPU.
 #[derive(Debug, Default)]
 pub struct Found(OnceLock<(usize, Place)>);
 
-/// Where a GPU finds memory.
+/// The location of a memory for a GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
-    /// The address of the first byte.
+    /// Address of the first byte on the GPU.
     pub addr: u64,
-    /// It is memory of this GPU.
+    /// It is memory of that GPU.
     pub is_near: bool,
 }
 
 impl Found {
-    /// Where `gpu` finds `memory`, which must be the same at each call.
+    /// The location of `memory`, which must be the same in each call, for `gpu`.
     ///
     /// # Errors
     /// As [`Memory::gpu_addr`].
@@ -70,7 +73,7 @@ impl Found {
         }
     }
 
-    /// Whether that is known.
+    /// Whether a location is cached.
     #[inline]
     pub fn is_known(&self) -> bool {
         self.0.get().is_some()
@@ -79,14 +82,17 @@ impl Found {
     #[cold]
     fn find(&self, memory: &Memory, gpu: &Gpu) -> Result<Place> {
         let place = memory.place(gpu)?;
-        // Of the first GPU; it stays where it is, registered, as long as there is the memory.
+        // For the first GPU. The location is valid as long as the memory lives.
         self.0.get_or_init(|| (gpu.raw_context(), place));
         Ok(place)
     }
 }
 
 impl Memory {
-    /// Where `gpu` finds it: see [`Memory::gpu_addr`].
+    /// Its location for `gpu`.
+    ///
+    /// # Errors
+    /// As [`Memory::gpu_addr`].
     pub fn place(&self, gpu: &Gpu) -> Result<Place> {
         let is_near = self.gpu().is_some_and(|owner| owner.ordinal() == gpu.ordinal());
         Ok(Place { addr: self.gpu_addr(gpu)?, is_near })

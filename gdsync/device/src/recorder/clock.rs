@@ -1,18 +1,18 @@
-//! What stamps are made of: the processor's time stamp counter, or the system's clock.
+//! Clock of the recorder: the time stamp counter, or the system's monotonic clock.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The clock of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clock {
-    /// The time stamp counter of x86, where it runs at the same rate whatever the processor does: the cheapest there is.
+    /// The time stamp counter of x86, if its rate is invariant. The fastest clock.
     Tsc,
     /// `CLOCK_MONOTONIC`, in nanoseconds.
     Monotonic,
 }
 
 impl Clock {
-    /// The best one of this machine.
+    /// The fastest clock of this machine.
     pub fn best() -> Self {
         #[cfg(target_arch = "x86_64")]
         if has_invariant_tsc() {
@@ -32,7 +32,7 @@ impl Clock {
         monotonic()
     }
 
-    /// Its number in recordings.
+    /// Its code in recordings.
     pub fn code(self) -> u64 {
         match self {
             Self::Tsc => 1,
@@ -40,7 +40,7 @@ impl Clock {
         }
     }
 
-    /// The clock of this number.
+    /// The clock with this code.
     pub fn from_code(code: u64) -> Option<Self> {
         [Self::Tsc, Self::Monotonic].into_iter().find(|clock| clock.code() == code)
     }
@@ -53,7 +53,7 @@ fn has_invariant_tsc() -> bool {
     __cpuid(0x8000_0000).eax >= ADVANCED_POWER && __cpuid(ADVANCED_POWER).edx & 1 << 8 != 0
 }
 
-/// `CLOCK_MONOTONIC` in nanoseconds: the same for all processes since the machine was started.
+/// `CLOCK_MONOTONIC` in nanoseconds.
 pub(super) fn monotonic() -> u64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: `time` is valid for writing; this clock is always there.
@@ -77,22 +77,21 @@ pub(super) struct Moment {
 impl Moment {
     pub(super) fn now(clock: Clock) -> Self {
         let monotonic = monotonic();
-        // Of the system's clock both are the same thing.
         let stamp = if clock == Clock::Monotonic { monotonic } else { clock.now() };
         Self { stamp, monotonic }
     }
 }
 
-/// Turns stamps into monotonic nanoseconds.
+/// Converts stamps to monotonic nanoseconds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Scale {
     zero: Moment,
-    /// Nanoseconds of a tick.
+    /// Nanoseconds per tick.
     rate: f64,
 }
 
 impl Scale {
-    /// From two moments; of the same one when they are too close to tell a rate.
+    /// The scale between two moments; a rate of 1 if they are the same.
     pub(super) fn between(clock: Clock, zero: Moment, later: Moment) -> Self {
         let (ticks, time) =
             (later.stamp.saturating_sub(zero.stamp), later.monotonic.saturating_sub(zero.monotonic));
@@ -127,11 +126,11 @@ mod tests {
         let moment = |stamp, monotonic| Moment { stamp, monotonic };
         let scale = Scale::between(Clock::Tsc, moment(1000, 50_000), moment(4000, 51_000));
         assert_eq!([1000, 4000, 7000, 400].map(|stamp| scale.at(stamp)), [50_000, 51_000, 52_000, 49_800]);
-        // Nothing to tell the rate by, or a clock that needs none.
+        // No rate can be computed, or the clock needs none.
         for (clock, later) in [(Clock::Tsc, moment(5, 7)), (Clock::Monotonic, moment(100, 900))] {
             assert_eq!(Scale::between(clock, moment(5, 7), later).at(105), 107);
         }
-        assert_eq!(scale.at(u64::MAX).max(1), scale.at(u64::MAX), "far away, but a number");
+        assert_eq!(scale.at(u64::MAX).max(1), scale.at(u64::MAX), "no overflow");
     }
 
     #[test]

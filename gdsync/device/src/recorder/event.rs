@@ -12,10 +12,10 @@ macro_rules! codes {
         }
 
         impl $name {
-            /// All of them.
+            /// All values.
             pub const ALL: &[Self] = &[$(Self::$variant,)*];
 
-            /// The value of this number; `None` where none has it.
+            /// The value with this code, if there is one.
             pub fn from_code(code: u8) -> Option<Self> {
                 match code {
                     $($code => Some(Self::$variant),)*
@@ -23,7 +23,7 @@ macro_rules! codes {
                 }
             }
 
-            /// In a word.
+            /// Short name.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $text,)*
@@ -40,7 +40,7 @@ macro_rules! codes {
 }
 
 codes! {
-    /// What happened.
+    /// Stage of a work request or wait.
     Stage {
         /// A send was written to its queue, or a receive was posted.
         Prepared = 1, "prepared";
@@ -48,26 +48,25 @@ codes! {
         Submitted = 2, "submitted";
         /// A wait was handed to a stream.
         WaitSubmitted = 3, "wait submitted";
-        /// What was handed to a stream was refused: it is with the application again.
+        /// The stream refused a submission: the requests belong to the application again.
         Refused = 4, "refused";
-        /// The CPU rings the doorbell of a card; the number is that of the last send exposed.
+        /// The CPU rings the doorbell of a card; the number is that of the last send posted.
         DoorbellRung = 5, "rung";
-        /// The software HCA or the proxy found the doorbell rung; the number is that of the next send to fetch.
+        /// The software HCA or the proxy took the doorbell; the number is that of the next send to fetch.
         Triggered = 6, "triggered";
-        /// The software HCA or the proxy took the send from its ring.
+        /// The software HCA or the proxy fetched the send from its ring.
         Fetched = 7, "fetched";
-        /// The completion was written, by the software HCA or the proxy; found, where a card writes it.
+        /// The software HCA or the proxy wrote the completion, or the library found one that a card wrote.
         Completed = 8, "completed";
-        /// The stream passed the wait for the completion, or the CPU took it. Of a stream of a GPU this is when the CPU
-        /// learnt of it.
+        /// The stream passed the wait for the completion, or the CPU polled it. For GPU streams, the time when the CPU noticed.
         Released = 9, "released";
-        /// A wait did not find what it waits for.
+        /// A wait began, because its condition did not hold.
         WaitBegun = 10, "wait begun";
-        /// It found it.
+        /// The wait was satisfied.
         WaitEnded = 11, "wait ended";
-        /// It was given up: a deadline, or a stream that failed.
+        /// The wait was given up: its deadline passed, or the stream failed.
         WaitGivenUp = 12, "wait given up";
-        /// The library put the queue pair into the error state.
+        /// The library moved the queue pair to ERR.
         Stopped = 13, "stopped";
         /// The queue pair was connected.
         Connected = 14, "connected";
@@ -77,21 +76,21 @@ codes! {
 }
 
 codes! {
-    /// What it happened to.
+    /// Queue of an event.
     Queue {
-        /// No queue: a word in memory, whose address is the number; or a mark.
+        /// No queue: a mark, or a word in memory, whose address is the number.
         None = 0, "word";
         /// The send queue of a queue pair.
         Send = 1, "send";
         /// The receive queue of a queue pair.
         Receive = 2, "receive";
-        /// A completion queue that several queues share, whose number is in place of a queue pair's.
+        /// A shared completion queue; its number is in place of the queue pair's.
         Shared = 3, "shared CQ";
     }
 }
 
 codes! {
-    /// Who did it.
+    /// Originator of an event.
     By {
         /// A thread of the application or of the library.
         Cpu = 0, "CPU";
@@ -104,27 +103,26 @@ codes! {
     }
 }
 
-/// Something that happened.
+/// A recorded event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// What.
+    /// Stage.
     pub stage: Stage,
-    /// To what.
+    /// Queue.
     pub queue: Queue,
-    /// By whom.
+    /// Originator.
     pub by: By,
-    /// The open device, numbered from 1 in each process: queue pairs of two may have the same number. 0 for words and marks.
+    /// The device, numbered from 1 in each process, because queue pair numbers are per device. 0 for words and marks.
     pub device: u8,
     /// The queue pair, 24 bits; 0 for words and marks.
     pub qpn: u32,
-    /// The number of the work request in its queue, from 0, as `Completion::index` tells it;
-    /// the address of a word; the number of a mark.
+    /// Number of the work request in its queue, from 0 (`Completion::index`); address of a word; number of a mark.
     pub number: u64,
-    /// Bytes of the request or its completion; of a word, the low 32 bits of the value that is waited for; of a mark, its value.
+    /// Bytes of the request or its completion; the low 32 bits of the awaited value of a word; the value of a mark.
     pub len: u32,
     /// The syndrome of a completion, 0 for success.
     pub status: u8,
-    /// The low 16 bits of the number of the stream that it was handed to, 0 for none.
+    /// The low 16 bits of the number of the stream, 0 for none.
     pub stream: u16,
 }
 
@@ -132,14 +130,14 @@ pub struct Event {
 pub(super) const WORDS: usize = 4;
 
 impl Event {
-    /// One of a work request.
+    /// An event of a work request.
     #[inline]
     pub fn of(stage: Stage, queue: Queue, by: By, qpn: u32, number: u64) -> Self {
         Self { stage, queue, by, device: 0, qpn, number, len: 0, status: 0, stream: 0 }
     }
 
-    /// What follows the stamp in a record: the number, then the rest but for the check, which is the low 24 bits of the last.
-    #[inline(always)]
+    /// The words behind the stamp in a record. The low 24 bits of the last one are left for the check.
+    #[inline]
     pub fn pack(&self) -> [u64; 3] {
         let kind = u64::from(self.qpn & 0xff_ffff) | u64::from(self.stage as u8) << 24;
         let rest = u64::from(self.device) << 24
@@ -150,7 +148,7 @@ impl Event {
         [self.number, u64::from(self.len) | kind << 32, rest]
     }
 
-    /// What [`Event::pack`] made; `None` of anything else.
+    /// The event that [`Event::pack`] has packed, if the codes are known.
     pub fn unpack([number, middle, rest]: [u64; 3]) -> Option<Self> {
         let [l0, l1, l2, l3, q0, q1, q2, stage] = middle.to_le_bytes();
         let [_, _, _, device, flags, status, s0, s1] = rest.to_le_bytes();
@@ -168,34 +166,34 @@ impl Event {
     }
 }
 
-/// What a wait waits for, and how far its queue is.
+/// What a wait waits for, and the state of its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Awaited {
-    /// The queue, or none for a word.
+    /// The queue; none for a word.
     pub queue: Queue,
-    /// Its device, as [`Event::device`].
+    /// The device, as [`Event::device`].
     pub device: u8,
-    /// Its queue pair, or the number of a shared completion queue.
+    /// The queue pair, or the number of a shared completion queue.
     pub qpn: u32,
-    /// The number of the work request, or the address of the word.
+    /// Number of the work request, or address of the word.
     pub number: u64,
-    /// Of a word, the low 32 bits of the value.
+    /// The low 32 bits of the awaited value of a word.
     pub value: u32,
     /// Work requests posted to the queue when the wait began.
     pub posted: u64,
-    /// Those of them that were completed.
+    /// How many of them were completed.
     pub completed: u64,
 }
 
 impl Awaited {
-    /// A word.
+    /// A wait for a word.
     pub fn word(address: u64, value: u64) -> Self {
         let [v0, v1, v2, v3, ..] = value.to_le_bytes();
         let value = u32::from_le_bytes([v0, v1, v2, v3]);
         Self { queue: Queue::None, device: 0, qpn: 0, number: address, value, posted: 0, completed: 0 }
     }
 
-    /// The event of this stage.
+    /// An event of the wait.
     pub fn event(&self, stage: Stage, by: By) -> Event {
         let Self { queue, device, qpn, number, value, .. } = *self;
         Event { device, len: value, ..Event::of(stage, queue, by, qpn, number) }

@@ -1,4 +1,4 @@
-//! The files of recordings: where they are, how they are called, whose they are, and when they go.
+//! Files of recordings: folders, names, owners, and removal.
 
 use std::fs::{self, File, Metadata};
 use std::io;
@@ -12,29 +12,29 @@ use crate::env::variable;
 use crate::error::{Error, Result};
 use crate::memory;
 
-/// Recordings of dead processes that are kept.
+/// Number of recordings of dead processes that are kept.
 const KEPT: usize = 8;
-/// Names that are tried: two copies of the library in one process have a file each.
+/// Number of names tried: each copy of the library in a process has its own file.
 const NAMES: u32 = 16;
 
-/// Entries of a folder that a starting program looks at to tidy up; `gdasync trace --clean` looks at all.
+/// Maximum entries of a folder checked by a starting process; `gdasync trace --clean` checks all.
 const LOOKED_AT: usize = 4096;
 
-/// What helps where there are no descriptors.
+/// Remedy if there are no file descriptors.
 pub(super) const RAISE: &str = "raise the limit of open files (ulimit -n)";
 
-/// Whether the process that wrote a recording still runs.
+/// Whether the process of a recording runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Liveness {
-    /// It runs, or is stopped.
+    /// It runs or is stopped.
     Alive,
     /// It is gone.
     Dead,
-    /// It belongs to another container or machine, and cannot be seen from here; or there is no file descriptor left to look.
+    /// Not known: it belongs to another container or machine, or there are no file descriptors to check.
     Unknown,
 }
 
-/// The folders that recordings may be in: the one that `GDSYNC_RECORDER_DIR` names, or those where memory files usually are.
+/// Folders of recordings: `GDSYNC_RECORDER_DIR`, or the usual ones for memory files.
 pub(super) fn folders() -> Vec<PathBuf> {
     if let Some(folder) = variable("GDSYNC_RECORDER_DIR") {
         return vec![folder.into()];
@@ -43,15 +43,15 @@ pub(super) fn folders() -> Vec<PathBuf> {
     [Some("/dev/shm".into()), runtime, Some("/tmp".into())].into_iter().flatten().collect()
 }
 
-/// Whether a call failed only because there is no file descriptor left: later there may be.
+/// Whether a call failed for lack of file descriptors, and may succeed later.
 pub(super) fn is_short(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE))
 }
 
-/// All files here that are called as recordings are, among the first `most` of each folder.
+/// Files named as recordings, among the first `most` entries of each folder.
 ///
 /// # Errors
-/// There is no descriptor left to look.
+/// Only for lack of file descriptors.
 pub(super) fn list(most: usize) -> io::Result<Vec<PathBuf>> {
     let mut files = Vec::new();
     for folder in folders() {
@@ -61,7 +61,6 @@ pub(super) fn list(most: usize) -> io::Result<Vec<PathBuf>> {
                 files.extend(paths.filter(|path| pid_of(path).is_some()));
             }
             Err(error) if is_short(&error) => return Err(error),
-            // There is no such folder.
             Err(_) => {}
         }
     }
@@ -69,7 +68,7 @@ pub(super) fn list(most: usize) -> io::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// The process that a file is named after.
+/// The PID in the name of a file.
 pub(super) fn pid_of(path: &Path) -> Option<u32> {
     let name = path.file_name()?.to_str()?.strip_prefix("gdsync-")?.strip_suffix(".rec")?;
     let mut numbers = name.split('-');
@@ -79,8 +78,8 @@ pub(super) fn pid_of(path: &Path) -> Option<u32> {
     is_ours.then_some(pid)
 }
 
-/// Opens a file to read that is a regular file and that `is_wanted`, and nothing else: to open a FIFO waits for a writer, to open
-/// a leased file of another user waits for that user, and to open a device may have effects.
+/// Opens a regular file for which `is_wanted` is true. Others are not even opened: opening a FIFO or a leased file blocks, and opening a
+/// device may have side effects.
 pub(super) fn open(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> io::Result<(File, Metadata)> {
     let check = |about: Metadata| match (about.is_file(), is_wanted(&about)) {
         (true, true) => Ok(about),
@@ -93,27 +92,26 @@ pub(super) fn open(path: &Path, is_wanted: impl Fn(&Metadata) -> bool) -> io::Re
     check(fs::symlink_metadata(path)?)?;
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW | libc::O_NOCTTY;
     let file = File::options().read(true).custom_flags(flags).open(path)?;
-    // Between the two looks another file may have taken its name.
+    // Checked again, because another file may have got the name meanwhile.
     let about = check(file.metadata()?)?;
     Ok((file, about))
 }
 
-/// Whether a file of this user may be the recording of a process. Only root is shown files of others, and of a process that
-/// runs only those of its user: others could forge one.
+/// Whether a file of the user `owner` may be the recording of a process. Only root sees files of others, and for a running process only
+/// files of its own user, because others could forge one.
 pub(super) fn may_be_of(owner: libc::uid_t, pid: u32) -> bool {
     let own = memory::user();
     owner == own || own == 0 && users(pid).is_none_or(|users| users.contains(&owner))
 }
 
-/// The real, effective and saved user of a process; `None` if it is gone.
+/// Real, effective and saved user ID of a process; `None` if it is gone.
 fn users(pid: u32) -> Option<Vec<libc::uid_t>> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let users = status.lines().find_map(|line| line.strip_prefix("Uid:"))?;
     Some(users.split_whitespace().filter_map(|user| user.parse().ok()).collect())
 }
 
-/// A new file for this process, of `bytes` bytes, of which the first `held` are there for good. It has no name left when an
-/// error is returned.
+/// Creates the file of this process with `bytes` bytes, the first `held` of them allocated. Leaves no file behind on errors.
 pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
     let pid = std::process::id();
     crate::memory::check_file_limit(bytes).map_err(failed)?;
@@ -151,7 +149,7 @@ pub(super) fn create(bytes: usize, held: usize) -> Result<(PathBuf, File)> {
     Err(failed(last))
 }
 
-/// No file can be made.
+/// The error for a file that cannot be created.
 pub(super) fn failed(why: io::Error) -> Error {
     let fix = match why.raw_os_error() {
         _ if is_short(&why) => RAISE,
@@ -161,7 +159,7 @@ pub(super) fn failed(why: io::Error) -> Error {
     Error::os("creating the file of the flight recorder", why, fix)
 }
 
-/// Makes room in the file, so that writing there through a mapping cannot fail.
+/// Allocates a range of the file, so that writes through a mapping cannot fault.
 pub(super) fn allocate(file: &File, from: usize, bytes: usize) -> io::Result<()> {
     let (Ok(from), Ok(bytes)) = (libc::off_t::try_from(from), libc::off_t::try_from(bytes)) else {
         return Err(io::ErrorKind::InvalidInput.into());
@@ -170,7 +168,7 @@ pub(super) fn allocate(file: &File, from: usize, bytes: usize) -> io::Result<()>
     uninterrupted(|| unsafe { libc::posix_fallocate(file.as_raw_fd(), from, bytes) })
 }
 
-/// Calls again what a signal has interrupted, a profiler's or a stop: the thread would record nothing for the rest of its life.
+/// Repeats a call that signals interrupt, such as a profiler's: otherwise the thread would never record.
 fn uninterrupted(call: impl Fn() -> libc::c_int) -> io::Result<()> {
     const TRIES: usize = 100;
     match std::iter::repeat_with(call).take(TRIES).find(|errno| *errno != libc::EINTR) {
@@ -180,7 +178,7 @@ fn uninterrupted(call: impl Fn() -> libc::c_int) -> io::Result<()> {
     }
 }
 
-/// The words of a header, if the file has the layout of this release.
+/// The header, if the file has the layout of this release.
 pub(super) fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
     let mut bytes = [0; header::WORDS * 8];
     file.read_exact_at(&mut bytes, 0).ok()?;
@@ -191,12 +189,12 @@ pub(super) fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
     (words[header::MAGIC] == layout::MAGIC).then_some(words)
 }
 
-/// Whether the process of a header lives.
+/// Whether the process of a header runs.
 ///
 /// # Errors
-/// It cannot be seen.
+/// For lack of file descriptors or rights.
 pub(super) fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
-    // Where there is no /proc, it could not say when it was started.
+    // The process had no /proc to read its start time from.
     let is_blind = words[header::STARTED] == 0;
     if is_blind || !is_of_this_boot(words)? || words[header::PID_NAMESPACE] != pid_namespace() {
         return Ok(Liveness::Unknown);
@@ -208,20 +206,20 @@ pub(super) fn liveness(words: &[u64; header::WORDS]) -> io::Result<Liveness> {
     Ok(if now == Some(words[header::STARTED]) { Liveness::Alive } else { Liveness::Dead })
 }
 
-/// Whether it was made since this machine was started, or may have been.
+/// Whether a recording was, or may have been, created since this machine was booted.
 ///
 /// # Errors
-/// There is no descriptor left to look.
+/// For lack of file descriptors.
 pub(super) fn is_of_this_boot(words: &[u64; header::WORDS]) -> io::Result<bool> {
     const UNKNOWN: [u64; 2] = [0; 2];
     let (then, now) = ([words[header::BOOT_ID], words[header::BOOT_ID + 1]], boot_id()?);
     Ok(then == now || then == UNKNOWN || now == UNKNOWN)
 }
 
-/// When a process was started, in ticks; `None` if it is gone, though perhaps not buried.
+/// Start time of a process, in ticks; `None` if it is gone or a zombie.
 ///
 /// # Errors
-/// It cannot be seen, for lack of a descriptor or of a right: that must not be taken for a process that is gone.
+/// For lack of file descriptors or rights, which does not mean that the process is gone.
 pub(super) fn started(pid: u32) -> io::Result<Option<u64>> {
     let stat = match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Err(error)
@@ -232,7 +230,7 @@ pub(super) fn started(pid: u32) -> io::Result<Option<u64>> {
         stat => stat?,
     };
     let parse = || {
-        // The name may hold anything, also brackets.
+        // The name may contain brackets.
         let mut fields = stat.rsplit_once(") ")?.1.split(' ');
         fields.next().filter(|state| !matches!(*state, "Z" | "X"))?;
         fields.nth(18)?.parse().ok()
@@ -244,10 +242,10 @@ pub(super) fn pid_namespace() -> u64 {
     fs::metadata("/proc/self/ns/pid").map_or(0, |namespace| namespace.ino())
 }
 
-/// What this start of the machine is called; zeros where that cannot be seen.
+/// The boot ID of the machine; zeros if it is not known.
 ///
 /// # Errors
-/// There is no descriptor left to look.
+/// For lack of file descriptors.
 pub(super) fn boot_id() -> io::Result<[u64; 2]> {
     let text = match fs::read_to_string("/proc/sys/kernel/random/boot_id") {
         Err(error) if is_short(&error) => return Err(error),
@@ -258,21 +256,20 @@ pub(super) fn boot_id() -> io::Result<[u64; 2]> {
     Ok([a, b].map(u64::from_ne_bytes))
 }
 
-/// When the recording of a dead process of this user was last written; `None` for one of a living process.
+/// When the recording of a dead process of this user was last written; `None` if the process runs.
 fn death(path: &Path) -> io::Result<Option<(i64, i64)>> {
     let (file, about) = open(path, |about| about.uid() == memory::user())?;
     let is_dead = match (header_of(&file), pid_of(path)) {
-        // Of an earlier start of the machine, nothing lives.
         (Some(words), _) => liveness(&words)? == Liveness::Dead || !is_of_this_boot(&words)?,
-        // Of another release, or of a process that was killed, or is, while it began.
+        // Written by another release, or incomplete.
         (None, Some(pid)) => started(pid)?.is_none(),
         (None, None) => false,
     };
     Ok(is_dead.then(|| (about.mtime(), about.mtime_nsec())))
 }
 
-/// Removes the recordings of this user's dead processes, all but the newest `keep`, among the first `most` files of each folder.
-/// Returns the files removed. Those that cannot be looked at are left to the next call.
+/// Removes recordings of this user's dead processes except for the newest `keep`, among the first `most` entries of each folder. Returns
+/// the files removed.
 pub(super) fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
     static TOLD: Once = Once::new();
     let tell = |error: &io::Error| {
@@ -286,7 +283,7 @@ pub(super) fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
                 tell(&error);
                 break;
             }
-            // It is gone, or somebody else's.
+            // It was removed, or belongs to another user.
             Err(_) => {}
         }
     }
@@ -295,7 +292,7 @@ pub(super) fn clean(keep: usize, most: usize) -> Vec<PathBuf> {
     dead.into_iter().map(|(_, path)| path).filter(|path| fs::remove_file(path).is_ok()).collect()
 }
 
-/// Keeps the number of left recordings small.
+/// Removes old recordings of dead processes.
 pub(super) fn tidy() {
     for path in clean(KEPT, LOOKED_AT) {
         tracing::debug!(path = %path.display(), "the recording of a dead process was removed: there are newer ones");
@@ -352,7 +349,7 @@ mod tests {
             words[word] ^= 1;
             assert_eq!(liveness(&words).unwrap(), liveness_then, "word {word}");
         }
-        // What it could not see itself is no sign of death.
+        // Unknown values do not mean that the process is dead.
         let (mut unstarted, mut nowhen) = (words, words);
         unstarted[header::STARTED] = 0;
         assert_eq!(liveness(&unstarted).unwrap(), Liveness::Unknown);

@@ -1,82 +1,81 @@
-//! Where things are in the file of a recording. All of it is 64-bit words in the byte order of the machine.
+//! Layout of the file of a recording: 64-bit words in the byte order of the machine.
 //!
-//! | offset | what |
+//! | offset | content |
 //! |---|---|
 //! | 0 | the header |
-//! | `LANE_TABLE` | for each lane the thread that writes to it: its number, and 24 bytes of its name |
-//! | `WAITS` | for each lane the wait that its thread is in |
+//! | `THREADS` | for each thread slot the ID of its thread, and 24 bytes of the name |
+//! | `WAITS` | for each thread slot the last wait of its thread |
 //! | `ROWS` | queue pairs and their peers |
-//! | `RINGS` | for each lane its ring of records, there once a thread uses it |
+//! | `RINGS` | for each thread slot its ring of records, allocated when a thread uses it |
 
 use super::event::WORDS;
 
-/// Threads that can record at a time.
-pub(super) const LANES: usize = 256;
-/// Queue pairs whose peers are remembered.
+/// Maximum number of threads that record at a time.
+pub(super) const THREAD_SLOTS: usize = 256;
+/// Maximum number of queue pairs with their peers.
 pub(super) const QUEUE_PAIRS: usize = 1024;
 
-/// "GDSYNCR2" in memory: another layout has another one.
+/// "GDSYNCR2" in memory; changes with the layout.
 pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR2");
 
 /// Words of the header.
 pub(super) mod header {
     pub(in super::super) const MAGIC: usize = 0;
     pub(in super::super) const PID: usize = 1;
-    /// When the process was started, in the kernel's ticks since the machine was.
+    /// Start time of the process, in ticks since boot.
     pub(in super::super) const STARTED: usize = 2;
     pub(in super::super) const PID_NAMESPACE: usize = 3;
     /// Two words.
     pub(in super::super) const BOOT_ID: usize = 4;
     pub(in super::super) const CLOCK: usize = 6;
-    /// A stamp, the monotonic time of it, and the time of day, in nanoseconds.
+    /// A stamp, its monotonic time, and the time of day, in nanoseconds.
     pub(in super::super) const ZERO: usize = 7;
     pub(in super::super) const TIME_OF_DAY: usize = 9;
-    /// Records of a lane, a power of two.
+    /// Records per thread, a power of two.
     pub(in super::super) const RECORDS: usize = 10;
-    /// Events of threads that found no lane.
+    /// Number of events of threads without a slot.
     pub(in super::super) const LOST: usize = 11;
-    /// The rank of the process and 1; 0 where it has none.
+    /// Rank of the process plus 1; 0 if it has none.
     pub(in super::super) const RANK: usize = 12;
-    /// A later stamp and its monotonic time, with a check.
+    /// A later stamp, its monotonic time, and a check.
     pub(in super::super) const LATER: usize = 13;
-    /// The name of the program, 64 bytes at most.
+    /// Name of the program, at most 64 bytes.
     pub(in super::super) const COMMAND: usize = 24;
     pub(in super::super) const COMMAND_BYTES: usize = 64;
     pub(in super::super) const WORDS: usize = 32;
 }
 
-pub(super) const LANE_TABLE: usize = 4096;
-pub(super) const LANE_BYTES: usize = 32;
-pub(super) const WAITS: usize = LANE_TABLE + LANES * LANE_BYTES;
+pub(super) const THREADS: usize = 4096;
+pub(super) const THREAD_BYTES: usize = 32;
+pub(super) const WAITS: usize = THREADS + THREAD_SLOTS * THREAD_BYTES;
 pub(super) const WAIT_WORDS: usize = 8;
-pub(super) const ROWS: usize = WAITS + LANES * WAIT_WORDS * 8;
+pub(super) const ROWS: usize = WAITS + THREAD_SLOTS * WAIT_WORDS * 8;
 pub(super) const ROW_WORDS: usize = 8;
 pub(super) const RINGS: usize = ROWS + QUEUE_PAIRS * ROW_WORDS * 8;
 pub(super) const RECORD_BYTES: usize = WORDS * 8;
 
-// The rings begin on a page: room for them is made one by one.
+// The rings begin on a page, because they are allocated one by one.
 const _: () = assert!(RINGS.is_multiple_of(4096));
 
-/// Records of a lane, unless `GDSYNC_RECORDER` says otherwise, and the bounds of what it may say.
+/// Default, minimum and maximum of the records per thread (`GDSYNC_RECORDER`).
 pub(super) const RECORDS: u64 = 2048;
 pub(super) const FEWEST_RECORDS: u64 = 128;
 pub(super) const MOST_RECORDS: u64 = 1 << 20;
 
-/// Where the ring of a lane begins.
+/// Offset of the ring of a thread slot.
 pub(super) const fn ring(thread_slot: usize, records: usize) -> usize {
     RINGS + thread_slot * records * RECORD_BYTES
 }
 
-/// Bytes of a file with so many records in a lane.
+/// Bytes of a file with this many records per thread.
 pub(super) const fn file_bytes(records: usize) -> usize {
-    ring(LANES, records)
+    ring(THREAD_SLOTS, records)
 }
 
 /// The bits of a record's check.
 pub(super) const CHECK: u64 = (1 << 24) - 1;
 
-/// What the check of the `n`th record of a lane is, and of a wait or a row that was written so often: never 0, and the number
-/// again up to the most records that a lane may have.
+/// The check of the `n`th record of a thread, or of the `n`th write of a wait or row: never 0, and unique within a ring.
 #[inline]
 pub(super) fn check(n: u64) -> u64 {
     (n & (CHECK >> 1)) + 1

@@ -1,4 +1,4 @@
-//! Reading a recording, also that of another process, also while it is written.
+//! Reads a recording of any process, also while it is written.
 
 use std::fs::{File, Metadata};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -7,87 +7,86 @@ use std::path::{Path, PathBuf};
 use super::clock::{Clock, Moment, Scale};
 use super::event::{Awaited, By, Event, Queue, Stage, WORDS};
 use super::file::{self, Liveness};
-use super::layout::{self, LANE_BYTES, LANES, QUEUE_PAIRS, ROW_WORDS, WAIT_WORDS, header};
+use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, THREAD_BYTES, THREAD_SLOTS, WAIT_WORDS, header};
 use super::rows::Peer;
 use crate::error::{Error, Result, printable};
 use gdsync_shm::seqlock;
 
-/// What a process has recorded, copied at one time.
+/// A copy of a recording.
 #[derive(Clone, Debug)]
 pub struct Recording {
     /// The file.
     pub path: PathBuf,
-    /// The process.
+    /// The PID.
     pub pid: u32,
-    /// The name of its program, at most 15 bytes.
+    /// Name of the program, at most 15 bytes.
     pub command: String,
-    /// Its rank, where it has one.
+    /// Rank, if it has one.
     pub rank: Option<u32>,
-    /// Whether it still runs.
+    /// Whether the process runs.
     pub liveness: Liveness,
     /// The clock of its stamps.
     pub clock: Clock,
-    /// When the recording was begun, in nanoseconds of the system's monotonic clock. All times below are of this clock, which
-    /// is the same for all processes of a machine.
+    /// Start of the recording, in nanoseconds of the system's monotonic clock, as all times below.
     pub begun: u64,
-    /// The same moment, in nanoseconds since 1970.
+    /// Start of the recording, in nanoseconds since 1970.
     pub time_of_day: u64,
-    /// When it was read, or, of a machine that is not this one, the last event.
+    /// When it was read; for a recording of another machine, the time of the last event.
     pub now: u64,
-    /// Its queue pairs, destroyed ones too as long as there is room.
+    /// Queue pairs, including destroyed ones that were not replaced.
     pub peers: Vec<Peer>,
-    /// Waits that go on, and the last one of each thread that is in none.
+    /// The current or last wait of each thread.
     pub waits: Vec<Wait>,
-    /// What the rings still hold, in the order of time.
+    /// All records in the rings, in order of time.
     pub records: Vec<Record>,
     /// The threads that recorded.
     pub threads: Vec<Thread>,
-    /// Records that each thread's ring has.
+    /// Records per thread.
     pub capacity: u64,
-    /// Records that were being written.
+    /// Number of records that were being written.
     pub torn: u64,
-    /// Events that were not recorded, of threads beyond the 256th.
+    /// Number of events not recorded, of threads without a slot.
     pub lost: u64,
 }
 
-/// An event with its time and thread.
+/// A recorded event with its time and thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Nanoseconds of the monotonic clock.
     pub at: u64,
     /// Index in [`Recording::threads`].
     pub thread: usize,
-    /// What happened.
+    /// The event.
     pub event: Event,
 }
 
-/// A wait of a thread, or of the stream that the thread runs or watches.
+/// A wait of a thread, or of a stream that the thread runs or watches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Wait {
-    /// What it waits for, and how far its queue was when it began.
+    /// What it waits for, and the state of its queue at the start.
     pub awaited: Awaited,
-    /// Who waits.
+    /// Originator.
     pub by: By,
-    /// [`Stage::WaitBegun`] while it lasts.
+    /// Stage; [`Stage::WaitBegun`] while it lasts.
     pub stage: Stage,
-    /// When it began, in nanoseconds of the monotonic clock.
+    /// Start, in nanoseconds of the monotonic clock.
     pub since: u64,
-    /// When it came to `stage`.
+    /// Time of `stage`.
     pub changed: u64,
     /// Index in [`Recording::threads`].
     pub thread: usize,
 }
 
-/// A thread that recorded. Where one has ended and another one has its place, only the newer one is known.
+/// A thread that recorded; the last one if several used its slot in turn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Thread {
-    /// As the kernel counts them.
+    /// Thread ID.
     pub tid: u64,
-    /// Its name, at most 15 bytes.
+    /// Name, at most 15 bytes.
     pub name: String,
 }
 
-/// A part of the file that was copied out twice.
+/// Two copies of a part of the file.
 struct Twice {
     first: Vec<u8>,
     second: Vec<u8>,
@@ -102,7 +101,7 @@ impl Twice {
         Ok(Self { first: copy()?, second: copy()? })
     }
 
-    /// All records of `N` words: `None` for those that are not whole or not there, and whether one was being written.
+    /// The records of `N` words: each one if it is complete, and whether it was being written.
     fn records<const N: usize>(&self) -> impl Iterator<Item = (Option<[u64; N]>, bool)> {
         let words = |bytes: &[u8]| -> [u64; N] {
             std::array::from_fn(|i| u64::from_ne_bytes(*bytes[i * 8..].first_chunk().expect("N words")))
@@ -116,15 +115,15 @@ impl Twice {
 }
 
 impl Recording {
-    /// Reads a file, whoever it belongs to. Symbolic links are not followed.
+    /// Reads a file of any user. Does not follow symbolic links.
     ///
     /// # Errors
-    /// [`Error::Sys`] where it cannot be read, [`Error::InvalidArgument`] where it is not a recording of this release.
+    /// [`Error::Sys`] if it cannot be read, [`Error::InvalidArgument`] if it is not a recording of this release.
     pub fn read(path: &Path) -> Result<Self> {
         Self::read_if(path, |_| true)
     }
 
-    /// Reads a file that a process of this number may have made, by its owner and its header.
+    /// Reads a file if its owner and header match process `pid`.
     fn read_of(path: &Path, pid: u32) -> Result<Self> {
         let recording = Self::read_if(path, |about| file::may_be_of(about.uid(), pid))?;
         if recording.pid == pid {
@@ -156,8 +155,8 @@ impl Recording {
         let scale = scale(clock, &head, is_here);
         let [zero, monotonic] = [head[header::ZERO], head[header::ZERO + 1]];
 
-        let threads = read(layout::LANE_TABLE, LANES * LANE_BYTES)?;
-        let threads: Vec<_> = threads.second.chunks_exact(LANE_BYTES).map(thread).collect();
+        let threads = read(layout::THREADS, THREAD_SLOTS * THREAD_BYTES)?;
+        let threads: Vec<_> = threads.second.chunks_exact(THREAD_BYTES).map(thread).collect();
         let mut this = Self {
             path: path.to_owned(),
             pid: u32::try_from(head[header::PID]).map_err(|_| not_one("(odd process)"))?,
@@ -180,16 +179,16 @@ impl Recording {
             let peer = row.and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
             this.peers.extend(peer);
         }
-        let waits = read(layout::WAITS, LANES * WAIT_WORDS * 8)?;
+        let waits = read(layout::WAITS, THREAD_SLOTS * WAIT_WORDS * 8)?;
         for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
             this.waits.extend(row.and_then(|row| wait(row, thread, &scale)));
         }
-        for thread_slot in (0..LANES).filter(|&thread_slot| this.threads[thread_slot].tid != 0) {
+        for thread_slot in (0..THREAD_SLOTS).filter(|&thread_slot| this.threads[thread_slot].tid != 0) {
             let ring = read(layout::ring(thread_slot, capacity), capacity * layout::RECORD_BYTES)?;
             for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
                 this.torn += u64::from(torn);
                 let record = record.and_then(|record| whole(record, (thread_slot, slot), records, &scale));
-                this.records.extend(record.into_iter().flat_map(told));
+                this.records.extend(record.into_iter().flat_map(expand));
             }
         }
         this.records.sort_by_key(|record| record.at);
@@ -197,11 +196,11 @@ impl Recording {
         Ok(this)
     }
 
-    /// Reads the recordings of a process, the newest first; there is more than one where it has several copies of the library.
-    /// Files of other users and files that cannot be read are left out: `left_out` is told of each.
+    /// Reads the recordings of a process, the newest first; each copy of the library in it has one. Calls `left_out` for files of other
+    /// users and files that cannot be read.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where it has none that can be read, [`Error::Sys`] where no descriptor is left to look.
+    /// [`Error::InvalidArgument`] if none can be read, [`Error::Sys`] for lack of file descriptors.
     pub fn of_process(pid: u32, mut left_out: impl FnMut(&Path, Error)) -> Result<Vec<Self>> {
         let all =
             file::list(usize::MAX).map_err(|error| Error::os("listing recordings", error, file::RAISE))?;
@@ -217,8 +216,7 @@ impl Recording {
         Ok(all)
     }
 
-    /// Reads the recordings of all processes here, in the order of their files. Files of other users (root is shown them) and files
-    /// that cannot be read are left out: `left_out` is told of each.
+    /// Reads all recordings, in order of their file names. Calls `left_out` for files of other users and files that cannot be read.
     pub fn all(mut left_out: impl FnMut(&Path, Error)) -> Vec<Self> {
         let read = |path: PathBuf| {
             let pid = file::pid_of(&path)?;
@@ -227,8 +225,7 @@ impl Recording {
         Self::list().into_iter().filter_map(read).collect()
     }
 
-    /// The files that are called as recordings are, in the folders where they are made. None, and a warning in the log, where no file
-    /// descriptor is left to look.
+    /// Files named as recordings, in all folders. Empty, with a warning in the log, for lack of file descriptors.
     pub fn list() -> Vec<PathBuf> {
         file::list(usize::MAX).unwrap_or_else(|error| {
             tracing::warn!(%error, fix = file::RAISE, "recordings cannot be listed");
@@ -236,29 +233,29 @@ impl Recording {
         })
     }
 
-    /// Removes the recordings of this user's processes that are dead. Returns the files.
+    /// Removes all recordings of this user's dead processes. Returns the files removed.
     pub fn clean() -> Vec<PathBuf> {
         file::clean(0, usize::MAX)
     }
 
-    /// When the last event was.
+    /// Time of the last event.
     pub fn last(&self) -> u64 {
         let waits = self.waits.iter().map(|wait| wait.changed);
         self.records.last().map(|record| record.at).into_iter().chain(waits).max().unwrap_or(self.begun)
     }
 
-    /// The queue pair of this number on this device, the living one where there were several.
+    /// The queue pair with this number on this device; if there were several, the one that exists.
     pub fn peer(&self, device: u8, qpn: u32) -> Option<&Peer> {
         let all = || self.peers.iter().filter(|peer| (peer.device, peer.qpn) == (device, qpn));
         all().find(|peer| !peer.is_gone).or_else(|| all().next_back())
     }
 
-    /// The waits that go on.
+    /// Waits that last.
     pub fn open_waits(&self) -> impl Iterator<Item = &Wait> {
         self.waits.iter().filter(|wait| wait.stage == Stage::WaitBegun)
     }
 
-    /// What is known of the last event of a queue, and of the last one of a certain stage.
+    /// The last record of a queue, or the last one with a given stage.
     pub fn last_of(&self, peer: &Peer, queue: Queue, stage: Option<Stage>) -> Option<&Record> {
         self.records.iter().rev().find(|record| {
             let event = &record.event;
@@ -268,7 +265,7 @@ impl Recording {
     }
 }
 
-/// How stamps become times: by what this machine says now, or, elsewhere, by what the process has noted last.
+/// The scale of a recording: up to now, or on another machine up to the last moment that the process recorded.
 fn scale(clock: Clock, head: &[u64; header::WORDS], is_here: bool) -> Scale {
     let zero = Moment { stamp: head[header::ZERO], monotonic: head[header::ZERO + 1] };
     let [stamp, monotonic, check] = [0, 1, 2].map(|word| head[header::LATER + word]);
@@ -282,7 +279,7 @@ fn command(head: &[u64; header::WORDS]) -> String {
     text(&words.iter().flat_map(|word| word.to_ne_bytes()).collect::<Vec<_>>())
 }
 
-/// The bytes before the first zero, safe to print: a process chooses its names.
+/// The bytes before the first zero, escaped, because processes choose their names.
 fn text(bytes: &[u8]) -> String {
     let bytes = bytes.split(|&byte| byte == 0).next().unwrap_or_default();
     printable(&String::from_utf8_lossy(bytes))
@@ -300,13 +297,12 @@ fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
     Some(Wait { awaited, by, stage, since: scale.at(since), changed: scale.at(changed), thread })
 }
 
-/// What a record tells: it may stand for a send that was written and handed to a stream at once, or for requests in a row that
-/// were handed to one.
-fn told(record: Record) -> impl Iterator<Item = Record> {
+/// Expands a record that stands for a send prepared and submitted at once, or for several consecutive submissions.
+fn expand(record: Record) -> impl Iterator<Item = Record> {
     let event = record.event;
     let is_handed = matches!(event.stage, Stage::Submitted | Stage::WaitSubmitted | Stage::Refused);
     let is_both = event.stage == Stage::Prepared && event.stream != 0;
-    // More than a queue holds is in damaged records only.
+    // Limited, because a damaged record may hold any number.
     let more = u64::from(if is_handed { event.len.min(1 << 20) } else { 0 });
     let prepared = is_both.then_some(Event { stream: 0, ..event });
     let each =
@@ -318,7 +314,7 @@ fn told(record: Record) -> impl Iterator<Item = Record> {
     prepared.into_iter().chain(each).map(move |event| Record { event, ..record })
 }
 
-/// A record that is in its place.
+/// Decodes a record if its check matches its slot.
 fn whole(
     record: [u64; WORDS],
     (thread_slot, slot): (usize, usize),

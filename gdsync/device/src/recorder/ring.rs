@@ -1,4 +1,4 @@
-//! The recorder of a process: its file in memory, and how events get there.
+//! The recorder of a process: writes events to its file in shared memory.
 
 use std::cell::Cell;
 use std::fmt;
@@ -12,32 +12,32 @@ use parking_lot::Mutex;
 use super::clock::{Clock, Moment, time_of_day};
 use super::event::{Awaited, By, Event, Stage, WORDS};
 use super::file;
-use super::layout::{self, LANE_BYTES, LANE_TABLE, LANES, RECORD_BYTES, WAIT_WORDS, WAITS, header};
+use super::layout::{self, RECORD_BYTES, THREAD_BYTES, THREAD_SLOTS, THREADS, WAIT_WORDS, WAITS, header};
 use super::rows::Rows;
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word64, host_page};
 
-/// Of a process that records, that pauses; in a forked child the word is 0.
+/// State of the recorder: recording, or paused. 0 in forked children.
 const RECORDS: u64 = 1;
 const PAUSES: u64 = 2;
 
 /// The recorder of a process. Dropping it removes the file.
 pub(super) struct Recorder {
-    /// Tells it from others of this process, also former ones.
+    /// Unique among all recorders of this process.
     serial: u64,
     pub memory: Memory,
-    /// Whether it records, in a page of its own, which the kernel clears in a forked child: the file is the parent's.
+    /// [`RECORDS`] or [`PAUSES`], on a page that the kernel clears in forked children, which must not write to the file.
     state: Word64,
     file: File,
     path: PathBuf,
     pub clock: Clock,
-    /// Records of a lane, a power of two.
+    /// Records per thread, a power of two.
     records: u64,
-    thread_slots: Box<[ThreadSlot; LANES]>,
+    thread_slots: Box<[ThreadSlot; THREAD_SLOTS]>,
     pub rows: Mutex<Rows>,
 }
 
-/// What the one thread that writes to a lane knows of it.
+/// State of a thread slot, used only by its thread.
 #[derive(Default)]
 #[repr(align(64))]
 struct ThreadSlot {
@@ -45,7 +45,7 @@ struct ThreadSlot {
     next: AtomicU64,
     /// Waits written.
     waits: AtomicU64,
-    /// There was no room for its ring.
+    /// The ring could not be allocated.
     refused: AtomicBool,
     open: AtomicBool,
 }
@@ -57,13 +57,13 @@ impl fmt::Debug for Recorder {
 }
 
 impl Recorder {
-    /// A recorder with so many records in a lane, a power of two.
+    /// Starts a recorder with this many records per thread, a power of two.
     pub(super) fn start(records: u64) -> Result<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        let per_lane = usize::try_from(records).expect("at most 2^20");
+        let per_thread = usize::try_from(records).expect("at most 2^20");
         let state = forgotten_in_children()?;
-        let (path, file) = file::create(layout::file_bytes(per_lane), layout::RINGS)?;
-        let memory = Memory::map_shared(std::os::fd::AsFd::as_fd(&file), layout::file_bytes(per_lane));
+        let (path, file) = file::create(layout::file_bytes(per_thread), layout::RINGS)?;
+        let memory = Memory::map_shared(std::os::fd::AsFd::as_fd(&file), layout::file_bytes(per_thread));
         let memory = memory.inspect_err(|_| _ = fs::remove_file(&path))?;
         let this = Self {
             serial: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -73,10 +73,10 @@ impl Recorder {
             path,
             clock: Clock::best(),
             records,
-            thread_slots: Box::new([const { ThreadSlot::new() }; LANES]),
+            thread_slots: Box::new([const { ThreadSlot::new() }; THREAD_SLOTS]),
             rows: Mutex::default(),
         };
-        // Its drop would leave the file: it does not record yet.
+        // The drop does not remove the file before the state is set.
         this.write_header().inspect_err(|_| _ = fs::remove_file(&this.path))?;
         this.state.store(RECORDS);
         Ok(this)
@@ -107,29 +107,29 @@ impl Recorder {
         self.memory.atomic64(word * 8).expect("the header has it")
     }
 
-    /// The number of records of a lane.
+    /// Records per thread.
     pub(super) fn records(&self) -> u64 {
         self.records
     }
 
-    /// Where its file is.
+    /// The path of the file.
     pub(super) fn path(&self) -> &std::path::Path {
         &self.path
     }
 
-    /// Whether this is the process that it was made in.
+    /// Whether this is the process that created it.
     pub(super) fn is_of_this_process(&self) -> bool {
         self.state.atomic().load(Ordering::Relaxed) != 0
     }
 
-    /// Stops or goes on.
+    /// Pauses or resumes recording.
     pub(super) fn pause(&self, pauses: bool) {
         if self.is_of_this_process() {
             self.state.store(if pauses { PAUSES } else { RECORDS });
         }
     }
 
-    /// Says which rank the process is.
+    /// Records the rank of the process.
     pub(super) fn set_rank(&self, rank: u32) {
         if self.is_of_this_process() {
             self.header(header::RANK).store(u64::from(rank) + 1, Ordering::Relaxed);
@@ -143,49 +143,34 @@ impl Recorder {
     }
 
     /// Records an event.
-    #[inline(always)]
+    #[inline]
     pub(super) fn put(&self, event: &Event) {
-        let [number, middle, rest] = event.pack();
-        self.put_now(number, middle, rest);
-    }
-
-    /// One function for all, small enough to stay where the processor finds it at once.
-    #[inline(never)]
-    fn put_now(&self, number: u64, middle: u64, rest: u64) {
+        let words = event.pack();
         if self.state.atomic().load(Ordering::Relaxed) == RECORDS {
-            self.put_at(self.clock.now(), number, middle, rest);
+            self.put_at(self.clock.now(), words);
         }
     }
 
-    /// Each word by itself: so they stay in registers.
-    #[inline(always)]
-    fn put_at(&self, at: u64, number: u64, middle: u64, rest: u64) {
-        match known(self.serial) {
-            Some(thread_slot) => self.write(thread_slot, [at, number, middle, rest]),
-            None => self.put_new(at, number, middle, rest),
-        }
-    }
-
-    /// As [`Recorder::put_at`], of a thread that is new here.
-    #[cold]
+    /// Out of line, because each caller would inline it.
     #[inline(never)]
-    fn put_new(&self, at: u64, number: u64, middle: u64, rest: u64) {
-        match self.admit() {
-            Some(thread_slot) => self.write(thread_slot, [at, number, middle, rest]),
-            None => self.lose(),
+    fn put_at(&self, at: u64, [number, middle, rest]: [u64; 3]) {
+        match self.thread_slot() {
+            Some(slot) => self.write(slot, [at, number, middle, rest]),
+            None => _ = self.header(header::LOST).fetch_add(1, Ordering::Relaxed),
         }
     }
 
-    /// The lane of the calling thread, if there is one.
+    /// The slot of the calling thread, if there is one left.
     #[inline]
     fn thread_slot(&self) -> Option<usize> {
-        known(self.serial).or_else(|| self.admit())
+        let (serial, slot) = KNOWN.get();
+        if serial == self.serial { Some(slot) } else { self.admit() }
     }
 
-    #[inline(always)]
+    #[inline]
     fn write(&self, thread_slot: usize, [at, number, middle, rest]: [u64; WORDS]) {
         let next = &self.thread_slots[thread_slot].next;
-        // Nobody else writes here.
+        // Only this thread writes here.
         let n = next.load(Ordering::Relaxed);
         next.store(n + 1, Ordering::Relaxed);
         let Ok(records) = usize::try_from(self.records) else { return };
@@ -195,16 +180,11 @@ impl Recorder {
         seqlock::write(words, [at, number, middle, rest | layout::check(n)]);
     }
 
-    #[cold]
-    fn lose(&self) {
-        self.header(header::LOST).fetch_add(1, Ordering::Relaxed);
-    }
-
-    /// A thread that is new here: makes room for its ring, if that is not there, and notes its name.
+    /// Assigns the calling thread its slot, allocates the ring, and records the name of the thread.
     #[cold]
     fn admit(&self) -> Option<usize> {
-        // Not while the thread is ending.
-        let at = Seat::with(|seat| seat.thread_slot).flatten()?;
+        // `None` also while the thread ends.
+        let at = OwnSlot::with(|own| own.index).flatten()?;
         let thread_slot = &self.thread_slots[at];
         let records = usize::try_from(self.records).expect("at most 2^20");
         if !thread_slot.open.load(Ordering::Relaxed) {
@@ -217,30 +197,29 @@ impl Recorder {
             }
             thread_slot.open.store(true, Ordering::Relaxed);
         }
-        let mut row = [0; LANE_BYTES];
+        let mut row = [0; THREAD_BYTES];
         // SAFETY: it only returns a number.
         let thread = unsafe { libc::gettid() };
         row[..8].copy_from_slice(&u64::try_from(thread).unwrap_or(0).to_ne_bytes());
         let name = fs::read(format!("/proc/self/task/{thread}/comm")).unwrap_or_default();
         let name = name.trim_ascii_end();
-        let length = name.len().min(LANE_BYTES - 8);
+        let length = name.len().min(THREAD_BYTES - 8);
         row[8..8 + length].copy_from_slice(&name[..length]);
-        self.memory.write(LANE_TABLE + at * LANE_BYTES, &row).expect("the table has a row for each lane");
-        make_known(self.serial, at);
+        self.memory.write(THREADS + at * THREAD_BYTES, &row).expect("the table has a row for each slot");
+        KNOWN.set((self.serial, at));
         Some(at)
     }
 
-    /// Notes that the calling thread is in a wait, or no more: one at a time. A wait that was given up and is taken up again has
-    /// lasted since it began first.
+    /// Records that the calling thread begins or ends a wait. A wait that was given up and begins again keeps its first start time.
     pub(super) fn put_wait(&self, awaited: &Awaited, stage: Stage, by: By, at: u64) {
         if self.state.atomic().load(Ordering::Relaxed) != RECORDS {
             return;
         }
         let [number, middle, rest] = awaited.event(stage, by).pack();
-        self.put_at(at, number, middle, rest);
+        self.put_at(at, [number, middle, rest]);
         let Some(thread_slot) = self.thread_slot() else { return };
         let offset = WAITS + thread_slot * WAIT_WORDS * 8;
-        let words = self.memory.words64::<WAIT_WORDS>(offset).expect("the table has a row for each lane");
+        let words = self.memory.words64::<WAIT_WORDS>(offset).expect("the table has a row for each slot");
         let was = words.each_ref().map(|word| word.load(Ordering::Relaxed));
         let given_up = awaited.event(Stage::WaitGivenUp, by).pack();
         let is_again = was[1..4] == given_up && stage == Stage::WaitBegun;
@@ -253,9 +232,9 @@ impl Recorder {
         self.set_later(at);
     }
 
-    /// Notes how far stamp and time are, for readers elsewhere. Two threads may meet here: then the check tells.
+    /// Records a stamp and its time, for readers on other machines. The check detects concurrent writes of two threads.
     fn set_later(&self, at: u64) {
-        /// Ticks of any clock, some milliseconds.
+        /// Minimum interval in ticks of any clock, some milliseconds.
         const OFTEN: u64 = 1 << 24;
         let words = self.memory.words64::<3>(header::LATER * 8).expect("the header has them");
         if at.saturating_sub(words[0].load(Ordering::Relaxed)) < OFTEN {
@@ -287,11 +266,11 @@ impl Drop for Recorder {
     }
 }
 
-/// A word that is 0 in forked children.
+/// Allocates a word that is 0 in forked children.
 fn forgotten_in_children() -> Result<Word64> {
     let page = Memory::alloc(host_page())?;
     let address = std::ptr::with_exposed_provenance_mut(usize::try_from(page.addr()).unwrap_or(0));
-    // As memory of this crate is, where the kernel can do that; where it cannot, children do not have it. Here that must be known.
+    // `Memory` ignores a kernel without this advice; here it is required.
     // SAFETY: the page was just mapped, and the advice only concerns forked children.
     if unsafe { libc::madvise(address, page.len(), libc::MADV_WIPEONFORK) } != 0 {
         let fix = "use Linux 4.14 or newer, or set GDSYNC_RECORDER=off";
@@ -300,41 +279,26 @@ fn forgotten_in_children() -> Result<Word64> {
     page.word64(0)
 }
 
-#[cfg(test)]
-mod tests;
-
 const BITS: usize = 64;
-static TAKEN: [AtomicU64; LANES / BITS] = [const { AtomicU64::new(0) }; LANES / BITS];
+static TAKEN: [AtomicU64; THREAD_SLOTS / BITS] = [const { AtomicU64::new(0) }; THREAD_SLOTS / BITS];
 
 thread_local! {
-    static SEAT: Seat = Seat::take();
-    /// The recorder that knows the thread, and its lane there.
+    static OWN_SLOT: OwnSlot = OwnSlot::take();
+    /// Serial of the recorder that has admitted the thread, and its slot.
     static KNOWN: Cell<(u64, usize)> = const { Cell::new((0, 0)) };
 }
 
-/// The lane of the calling thread, if the recorder of this number, which is not 0, knows it.
-#[inline]
-pub(super) fn known(serial: u64) -> Option<usize> {
-    let (known_to, thread_slot) = KNOWN.get();
-    (known_to == serial).then_some(thread_slot)
+/// The slot of a thread, freed when the thread ends.
+pub(super) struct OwnSlot {
+    /// `None` if all are taken.
+    pub index: Option<usize>,
 }
 
-/// From now on the recorder of this number knows the calling thread by this lane, which is its seat's.
-pub(super) fn make_known(serial: u64, thread_slot: usize) {
-    KNOWN.set((serial, thread_slot));
-}
-
-/// A thread's number, given back when the thread ends.
-pub(super) struct Seat {
-    /// None where all are taken.
-    pub thread_slot: Option<usize>,
-}
-
-impl Seat {
-    /// Runs `f` with the seat of the calling thread; not while the thread is ending.
+impl OwnSlot {
+    /// Runs `f` with the slot of the calling thread; `None` while the thread ends.
     #[inline]
     pub(super) fn with<T>(f: impl FnOnce(&Self) -> T) -> Option<T> {
-        SEAT.try_with(f).ok()
+        OWN_SLOT.try_with(f).ok()
     }
 
     fn take() -> Self {
@@ -344,21 +308,24 @@ impl Seat {
             if bit == u64::BITS {
                 return None;
             }
-            // Acquire: after all that the last one on this seat has written.
+            // Acquire: after all writes of the last thread with this slot.
             let before = word.fetch_or(1 << bit, Ordering::Acquire);
             if before & 1 << bit == 0 {
                 return Some(at * BITS + bit as usize);
             }
         };
-        Self { thread_slot: TAKEN.iter().enumerate().find_map(free) }
+        Self { index: TAKEN.iter().enumerate().find_map(free) }
     }
 }
 
-impl Drop for Seat {
+impl Drop for OwnSlot {
     fn drop(&mut self) {
         KNOWN.set((0, 0));
-        if let Some(thread_slot) = self.thread_slot {
+        if let Some(thread_slot) = self.index {
             TAKEN[thread_slot / BITS].fetch_and(!(1 << (thread_slot % BITS)), Ordering::Release);
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

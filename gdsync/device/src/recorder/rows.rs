@@ -1,4 +1,4 @@
-//! The queue pairs of a process and who is at their other ends.
+//! The table of queue pairs and their peers.
 
 use std::ops::Range;
 
@@ -10,12 +10,12 @@ use super::{By, Event, Log, Queue, Stage};
 use crate::{Gid, QpAddress};
 use gdsync_shm::seqlock;
 
-/// Which rows are in use.
+/// Rows of the table.
 #[derive(Default)]
 pub(super) struct Rows {
-    /// One for each row that was ever used.
+    /// Whether each row that was ever used is in use.
     used: Vec<bool>,
-    /// Where the search for one to use again goes on.
+    /// Where the search for a free row continues.
     next: usize,
     written: u64,
     /// Devices by number, the first one 1.
@@ -23,7 +23,7 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    /// The number of a device; beyond the 255th they share one.
+    /// Number of a device. Devices beyond the 255th share a number.
     pub(super) fn device(&mut self, gid: Gid) -> u8 {
         let at = self.devices.iter().position(|&known| known == gid).unwrap_or_else(|| {
             self.devices.push(gid);
@@ -32,7 +32,7 @@ impl Rows {
         u8::try_from(at + 1).unwrap_or(u8::MAX)
     }
 
-    /// A row: one that was never used, or one whose queue pair is long gone.
+    /// Takes a row that was never used, or the one that was freed longest ago.
     fn take(&mut self) -> Option<usize> {
         if self.used.len() < QUEUE_PAIRS {
             self.used.push(true);
@@ -45,18 +45,18 @@ impl Rows {
     }
 }
 
-/// A queue pair as its row tells it.
+/// A queue pair and its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// The open device, numbered from 1 in each process.
+    /// The device, numbered from 1 in each process.
     pub device: u8,
     /// The queue pair, 24 bits.
     pub qpn: u32,
-    /// The address of its HCA.
+    /// GID of its HCA.
     pub gid: Gid,
-    /// The queue pair at its other end and the address of the HCA of that, once it was connected.
+    /// GID and queue pair number of the peer, once connected.
     pub remote: Option<(Gid, u32)>,
-    /// The rank at its other end, where [`mp`](https://docs.rs/gdsync-mp) made it.
+    /// Rank of the peer, if `gdsync-mp` created the queue pair.
     pub rank: Option<u32>,
     /// It was destroyed.
     pub is_gone: bool,
@@ -74,7 +74,7 @@ impl Peer {
         [own_qp | flags, rank, u64::from(remote_qpn), own[0], own[1], remote[0], remote[1]]
     }
 
-    /// A peer as recordings have it; `None` where there is none.
+    /// Unpacks a row, if it is valid.
     pub fn unpack([head, rank, remote_qpn, o0, o1, r0, r1]: [u64; 7]) -> Option<Self> {
         let gid = |halves: [u64; 2]| {
             let mut bytes = [0; 16];
@@ -96,7 +96,7 @@ impl Peer {
     }
 }
 
-/// What a queue pair records with.
+/// Records events of a queue pair.
 #[derive(Debug)]
 pub struct QpLog {
     log: Log,
@@ -106,7 +106,7 @@ pub struct QpLog {
 }
 
 impl QpLog {
-    /// The log must be on the device of the queue pair.
+    /// A log of queue pair `qpn`; `log` must be of its device.
     pub fn new(log: Log, qpn: u32, gid: Gid) -> Self {
         let row = log.recorder().and_then(|recorder| recorder.rows.lock().take());
         let peer = Peer { device: log.device(), qpn, gid, remote: None, rank: None, is_gone: false };
@@ -125,13 +125,13 @@ impl QpLog {
         recorder.write_row(row, &peer);
     }
 
-    /// It was connected.
+    /// Records the connection.
     pub fn connected(&self, remote: QpAddress) {
         self.change(|peer| peer.remote = Some((remote.gid, remote.qpn)));
         self.note(Stage::Connected, Queue::None, By::Cpu, remote.qpn.into(), 0);
     }
 
-    /// The rank at its other end, and the one of this process.
+    /// Records the ranks of this process and of the peer.
     pub fn name(&self, own: u32, rank: u32) {
         self.change(|peer| peer.rank = Some(rank));
         if let Some(recorder) = self.log.recorder() {
@@ -145,7 +145,7 @@ impl QpLog {
         self.log.note(|| Event { len, ..Event::of(stage, queue, by, self.qpn, number) });
     }
 
-    /// As [`QpLog::note`], of requests in a row that are handed to a stream: one record for all of them.
+    /// As [`QpLog::note`], one record for consecutive requests that are submitted to a stream.
     #[inline]
     pub fn note_in(&self, stage: Stage, queue: Queue, stream: u64, numbers: Range<u64>) {
         let (last, more) = (numbers.end - 1, numbers.end - 1 - numbers.start);
@@ -155,9 +155,9 @@ impl QpLog {
         self.log.note(|| Event { stream: low16(stream), len, ..event() });
     }
 
-    /// A send of `len` bytes was written, and if there is a stream handed to it: one record for both. Returns whether the latter
-    /// is told; of one stream in 2^16 it must be noted.
-    #[inline(always)]
+    /// Records that a send of `len` bytes was prepared, and submitted if there is a stream. Returns false if the submission needs a record
+    /// of its own, because the low 16 bits of the stream's number are 0.
+    #[inline]
     pub fn note_prepared(&self, number: u64, len: u32, stream: Option<u64>) -> bool {
         let stream = low16(stream.unwrap_or(0));
         let event = || Event::of(Stage::Prepared, Queue::Send, By::Cpu, self.qpn, number);
@@ -166,7 +166,7 @@ impl QpLog {
     }
 }
 
-/// The bits of a stream's number that are recorded.
+/// The recorded bits of a stream's number.
 #[expect(clippy::cast_possible_truncation, reason = "a record has 16 bits for it")]
 fn low16(stream: u64) -> u16 {
     stream as u16

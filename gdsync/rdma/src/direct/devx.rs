@@ -25,8 +25,10 @@ use rdma_core_sys::mlx5::{mlx5dv_context, mlx5dv_context_flags, mlx5dv_obj, mlx5
 
 use self::mailbox::Limits;
 pub(super) use self::object::EventChannel;
+pub(super) use self::object::Object;
 use self::object::ask;
-pub(super) use self::queues::{DevxCq, DevxQp};
+pub(super) use self::queues::DevxQp;
+pub(super) use self::umem::Umem;
 use super::registers::{Registers, Uar, Uars};
 use crate::explain::{Call, failed};
 use crate::{Domain, Open};

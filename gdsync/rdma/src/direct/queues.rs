@@ -5,7 +5,6 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 use rdma_core_sys::mlx5::{
     mlx5dv_cq, mlx5dv_obj, mlx5dv_obj_type, mlx5dv_qp, mlx5dv_qp_create_flags, mlx5dv_qp_init_attr,
@@ -18,40 +17,28 @@ use rdma_core_sys::verbs::{
 
 use super::registers::{Registers, ThreadDomain};
 use super::rings::RingDomain;
+use super::{Cq, CqObject, Parts, QpObject};
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
-use crate::{Domain, FailedCq, Open};
+use crate::{Domain, Open};
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, Word64};
+use gdsync_device::memory::Memory;
 use gdsync_device::{Places, QpAttr, QpRequest, QpState};
 use mlx5_ring::{self as mlx5, BB, CQE_SIZE, INITIAL_CQE};
 
-/// A completion queue of the card. The ring is read directly; libmlx5 does not poll it.
-pub(super) struct DirectCq {
-    object: CqObject,
-    pub(super) cqn: u32,
-    pub(super) ring: Memory,
-    pub(super) record: Memory,
-}
-
-/// The verbs object, destroyed on drop: after its queue pairs, before the domain of its memory.
-struct CqObject {
+/// The verbs object of a completion queue, whose ring is read directly: libmlx5 does not poll it. Dropped after the queue pairs that
+/// use it, and before the domain of its memory.
+pub(super) struct VerbsCq {
     open: Arc<Open>,
     raw: NonNull<ibv_cq>,
     domain: RingDomain,
 }
 
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Send for CqObject {}
+unsafe impl Send for VerbsCq {}
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for CqObject {}
+unsafe impl Sync for VerbsCq {}
 
-impl fmt::Debug for DirectCq {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CQ {:#x}", self.cqn)
-    }
-}
-
-impl Drop for CqObject {
+impl Drop for VerbsCq {
     fn drop(&mut self) {
         // SAFETY: created here, destroyed only here, after its queue pairs.
         let errno = unsafe { self.open.verbs().ibv_destroy_cq(self.raw.as_ptr()) };
@@ -70,9 +57,9 @@ fn made<T>(raw: *mut T, domain: &RingDomain, error: impl FnOnce() -> Error) -> R
     })
 }
 
-impl DirectCq {
+impl VerbsCq {
     /// Creates a queue with at least `1 << log` entries.
-    pub(super) fn create(mlx5: &Mlx5, base: &Arc<Domain>, log: u32, places: &Places) -> Result<Self> {
+    pub(super) fn create(mlx5: &Mlx5, base: &Arc<Domain>, log: u32, places: &Places) -> Result<Cq> {
         let open = base.open();
         let domain = RingDomain::new(base, None, places)?;
         let entries = (1u32 << log) - 1;
@@ -99,17 +86,15 @@ impl DirectCq {
             let call = Call::CreateCq { entries: entries.into(), most, memlock: Memlock::here() };
             failed_last("ibv_create_cq_ex", open.name(), &call)
         })?;
-        CqObject { open: open.clone(), raw, domain }.read(mlx5, log)
+        Self { open: open.clone(), raw, domain }.read(mlx5, log)
     }
 
     pub(super) fn raw(&self) -> NonNull<ibv_cq> {
-        self.object.raw
+        self.raw
     }
-}
 
-impl CqObject {
     /// Finds its ring and initializes the CQEs for waits.
-    fn read(self, mlx5: &Mlx5, log: u32) -> Result<DirectCq> {
+    fn read(self, mlx5: &Mlx5, log: u32) -> Result<Cq> {
         let mut out = mlx5dv_cq::zeroed();
         let mut object = mlx5dv_obj::zeroed();
         object.cq.r#in = self.raw.as_ptr();
@@ -131,7 +116,7 @@ impl CqObject {
         // rdma-core leaves owner 0, which would satisfy waits of the first lap. The card writes nothing before a queue
         // pair leaves INIT.
         first_lap(&ring)?;
-        Ok(DirectCq { object: self, cqn: out.cqn, ring, record })
+        Ok(Cq { object: CqObject::Verbs(self), cqn: out.cqn, ring, record })
     }
 }
 
@@ -142,13 +127,9 @@ fn init(mlx5: &Mlx5, open: &Open, object: &mut mlx5dv_obj, kind: mlx5dv_obj_type
 }
 
 /// A queue pair of the card.
-pub(super) struct DirectQp {
+pub(super) struct VerbsQp {
     raw: NonNull<ibv_qp>,
-    pub(super) qpn: u32,
-    pub(super) send_cq: Arc<DirectCq>,
-    pub(super) recv_cq: Arc<DirectCq>,
-    /// State and first PSN.
-    state: Mutex<(QpState, u32)>,
+    qpn: u32,
     domain: Option<RingDomain>,
     thread_domain: Option<ThreadDomain>,
     registers: Arc<Registers>,
@@ -156,17 +137,17 @@ pub(super) struct DirectQp {
 }
 
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Send for DirectQp {}
+unsafe impl Send for VerbsQp {}
 // SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for DirectQp {}
+unsafe impl Sync for VerbsQp {}
 
-impl fmt::Debug for DirectQp {
+impl fmt::Debug for VerbsQp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "QP {:#x}", self.qpn)
     }
 }
 
-impl Drop for DirectQp {
+impl Drop for VerbsQp {
     fn drop(&mut self) {
         let open = self.base.open();
         // SAFETY: created here, destroyed only here.
@@ -183,32 +164,23 @@ impl Drop for DirectQp {
     }
 }
 
-/// Memory of a queue pair.
-pub(super) struct Parts {
-    pub(super) sq: Memory,
-    pub(super) rq: Memory,
-    pub(super) record: Memory,
-    pub(super) doorbell: Word64,
-}
-
 /// Blocks that libmlx5 reserves per request of a queue pair that may bind memory windows.
 const BLOCKS_PER_REQUEST: u32 = 4;
 
-impl DirectQp {
+impl VerbsQp {
     /// Creates a queue pair in RESET with at least the requested send queue.
     pub(super) fn create(
         mlx5: &Mlx5,
         base: &Arc<Domain>,
         registers: &Arc<Registers>,
-        cqs: (&Arc<DirectCq>, &Arc<DirectCq>),
+        cqs: [NonNull<ibv_cq>; 2],
         request: &QpRequest,
         places: &Places,
-        psn: u32,
     ) -> Result<(Self, Parts)> {
         let wanted = 1u32 << request.log_sq;
         let mut sends = wanted.div_ceil(BLOCKS_PER_REQUEST);
         loop {
-            let made = Self::attempt(mlx5, base, registers, cqs, request, sends, places, psn)?;
+            let made = Self::attempt(mlx5, base, registers, cqs, request, sends, places)?;
             // Other releases may reserve less.
             if made.1.sq.len() / BB >= wanted as usize || sends >= wanted {
                 return Ok(made);
@@ -217,16 +189,14 @@ impl DirectQp {
         }
     }
 
-    #[expect(clippy::too_many_arguments, reason = "what a queue pair is made of")]
     fn attempt(
         mlx5: &Mlx5,
         base: &Arc<Domain>,
         registers: &Arc<Registers>,
-        (send_cq, recv_cq): (&Arc<DirectCq>, &Arc<DirectCq>),
+        [send_cq, recv_cq]: [NonNull<ibv_cq>; 2],
         request: &QpRequest,
         sends: u32,
         places: &Places,
-        psn: u32,
     ) -> Result<(Self, Parts)> {
         let open = base.open();
         let thread_domain = registers.acquire();
@@ -234,8 +204,8 @@ impl DirectQp {
         let receives = 1u32 << request.log_rq;
         let recv_sges = u32::try_from(request.rq_stride / mlx5::SEGMENT).unwrap_or(u32::MAX);
         let mut attr = ibv_qp_init_attr_ex::zeroed();
-        attr.send_cq = send_cq.raw().as_ptr();
-        attr.recv_cq = recv_cq.raw().as_ptr();
+        attr.send_cq = send_cq.as_ptr();
+        attr.recv_cq = recv_cq.as_ptr();
         attr.cap.max_send_wr = sends;
         attr.cap.max_recv_wr = receives;
         attr.cap.max_send_sge = 1;
@@ -265,9 +235,6 @@ impl DirectQp {
         let qp = Self {
             raw,
             qpn,
-            send_cq: send_cq.clone(),
-            recv_cq: recv_cq.clone(),
-            state: Mutex::new((QpState::RESET, psn)),
             domain: Some(domain),
             thread_domain,
             registers: registers.clone(),
@@ -308,37 +275,26 @@ impl DirectQp {
             doorbell: self.registers.doorbell(out.bf.reg)?,
         })
     }
+}
 
-    /// Whether it completes on this queue.
-    pub(super) fn uses(&self, cq: FailedCq) -> bool {
-        let is = |own: &DirectCq| cq == FailedCq::Object(own.raw().addr().get());
-        is(&self.send_cq) || is(&self.recv_cq)
+impl QpObject for VerbsQp {
+    fn qpn(&self) -> u32 {
+        self.qpn
     }
 
-    /// Whether messages are written in address order, if the library can tell.
-    pub(super) fn writes_in_order(&self) -> Option<bool> {
+    fn has_failed(&self) -> bool {
+        // SAFETY: the queue pair lives until `self` is dropped.
+        unsafe { self.base.open().has_failed(self.raw.as_ptr()) }
+    }
+
+    fn modify(&self, from: QpState, psn: u32, attr: &QpAttr) -> Result<()> {
+        // SAFETY: the queue pair lives until `self` is dropped.
+        unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }
+    }
+
+    fn writes_in_order(&self) -> Option<bool> {
         // SAFETY: the queue pair lives until `self` is dropped.
         unsafe { self.base.open().writes_in_order(self.raw.as_ptr()) }
-    }
-
-    /// Calls `then` if the queue pair is in ERR, with resets locked out.
-    pub(super) fn if_failed(&self, then: impl FnOnce()) {
-        let _state = self.state.lock();
-        // SAFETY: the queue pair lives until `self` is dropped.
-        if unsafe { self.base.open().has_failed(self.raw.as_ptr()) } {
-            then();
-        }
-    }
-
-    /// Applies a checked transition. Returns the first PSN, which is `fresh` after a reset.
-    pub(super) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
-        let mut state = self.state.lock();
-        let (from, psn) = *state;
-        // SAFETY: the queue pair lives until `self` is dropped.
-        unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }?;
-        let to = attr.state.unwrap_or(from);
-        *state = (to, if to == QpState::RESET { fresh } else { psn });
-        Ok(state.1)
     }
 }
 

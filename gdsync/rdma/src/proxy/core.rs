@@ -349,7 +349,7 @@ impl Progress for Core {
 
     fn newly_watched(&mut self) -> Option<Vec<Word64>> {
         let slots = &self.slots;
-        self.watched.news(|index| slots[index].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
+        self.watched.changed(|index| slots[index].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
     }
 
     fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {

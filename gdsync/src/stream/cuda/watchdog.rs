@@ -16,7 +16,7 @@ use smallvec::SmallVec;
 use super::shared::{Shared, State, Submission, SubmitGuard};
 use crate::stream::op::{Arrival, Op};
 use gdsync_device::cuda::kernel_exec::GivenUp;
-use gdsync_device::cuda::{DriverTask, Standing};
+use gdsync_device::cuda::{DriverTask, WaitingStream};
 use gdsync_device::error::Error;
 use gdsync_device::recorder::{By, Hold};
 use mlx5_ring as mlx5;
@@ -49,7 +49,7 @@ impl Shared {
         let mut closed: Option<Instant> = None;
         let mut released: Option<Instant> = None;
         // Channel pressure, measured while the stream is held: other streams may be the cause.
-        let mut pressure: Option<Standing<'_>> = None;
+        let mut pressure: Option<WaitingStream<'_>> = None;
         // Since when the stream has been idle.
         let mut dry: Option<Instant> = None;
         loop {
@@ -130,7 +130,7 @@ impl Shared {
                 }
                 _ => None,
             };
-            pressure.iter_mut().for_each(Standing::look);
+            pressure.iter_mut().for_each(WaitingStream::sample);
             let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
             let what = late.map(|(place, _)| view.describe(place, pressure.as_ref()));
             if failed && self.released.load(Ordering::Acquire) {
@@ -332,9 +332,9 @@ impl<'a> QueueView<'a> {
         self.0.queue.iter().find(|known| known.seq == seq)?.ops.get(place)
     }
 
-    fn describe(&self, place: WaitIndex, pressure: Option<&Standing<'_>>) -> String {
+    fn describe(&self, place: WaitIndex, pressure: Option<&WaitingStream<'_>>) -> String {
         let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), describe_wait);
-        match pressure.and_then(Standing::advice) {
+        match pressure.and_then(WaitingStream::advice) {
             Some(advice) => format!("{what} ({advice})"),
             None => what,
         }

@@ -8,7 +8,7 @@ fn mark(number: u64, len: u32) -> Event {
     Event { len, ..Event::of(Stage::Mark, Queue::None, By::Cpu, 0, number) }
 }
 
-/// A value that belongs to a number and to no other one.
+/// A value derived from a number.
 fn value_of(number: u64) -> u32 {
     u32::try_from(number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32).unwrap()
 }
@@ -71,7 +71,7 @@ fn records_that_are_read_while_they_are_written_are_whole() {
 fn a_record_that_was_being_written_is_left_out() {
     let recorder = Recorder::start(128).unwrap();
     (0..3).for_each(|n| recorder.put(&mark(n, 0)));
-    let thread_slot = Seat::with(|seat| seat.thread_slot).unwrap().unwrap();
+    let thread_slot = OwnSlot::with(|own| own.index).unwrap().unwrap();
     let word = |slot: usize, word: usize| {
         recorder.memory.atomic64(layout::ring(thread_slot, 128) + slot * RECORD_BYTES + word * 8).unwrap()
     };
@@ -203,12 +203,12 @@ fn files_that_are_no_recordings_are_refused() {
     for byte in &mut bytes[header::ZERO * 8..header::RECORDS * 8] {
         *byte = 0xff;
     }
-    for byte in &mut bytes[layout::LANE_TABLE..] {
+    for byte in &mut bytes[layout::THREADS..] {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         *byte = random.to_le_bytes()[7];
     }
     let nonsense = read(&bytes).unwrap();
-    assert!(nonsense.records.len() < 128 * layout::LANES && nonsense.last() > 0);
+    assert!(nonsense.records.len() < 128 * layout::THREAD_SLOTS && nonsense.last() > 0);
     assert!(Recording::read(&folder).is_err() && Recording::read("/dev/null".as_ref()).is_err());
     fs::remove_dir_all(&folder).unwrap();
 }
@@ -232,16 +232,16 @@ fn names_that_processes_choose_are_safe_to_print() {
 }
 
 #[test]
-fn living_threads_have_seats_of_their_own() {
+fn living_threads_have_different_slots() {
     let barrier = Barrier::new(8);
-    let seat = || {
-        let thread_slot = Seat::with(|seat| seat.thread_slot).unwrap().unwrap();
-        assert_eq!(Seat::with(|seat| seat.thread_slot).unwrap(), Some(thread_slot), "it stays");
+    let slot = || {
+        let thread_slot = OwnSlot::with(|own| own.index).unwrap().unwrap();
+        assert_eq!(OwnSlot::with(|own| own.index).unwrap(), Some(thread_slot), "it stays");
         barrier.wait();
         thread_slot
     };
     let mut thread_slots: Vec<_> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..8).map(|_| scope.spawn(seat)).collect();
+        let threads: Vec<_> = (0..8).map(|_| scope.spawn(slot)).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     thread_slots.sort_unstable();
@@ -250,11 +250,9 @@ fn living_threads_have_seats_of_their_own() {
 }
 
 #[test]
-fn seats_come_back_when_threads_end() {
-    // Many more than there are seats; one of another test may be taken meanwhile.
-    for _ in 0..2 * LANES {
-        std::thread::spawn(|| assert!(Seat::with(|seat| seat.thread_slot).unwrap().is_some()))
-            .join()
-            .unwrap();
+fn slots_are_freed_when_threads_end() {
+    // Twice as many as there are slots.
+    for _ in 0..2 * THREAD_SLOTS {
+        std::thread::spawn(|| assert!(OwnSlot::with(|own| own.index).unwrap().is_some())).join().unwrap();
     }
 }

@@ -22,7 +22,7 @@ pub(super) const NO_DEVX: &str = "queues in GPU memory need DevX: a kernel whose
      or guest a function that may use them; or leave the queues in host memory (OnGpu::empty())";
 
 /// A completion queue or queue pair of the firmware, destroyed on drop.
-pub(super) struct Object {
+pub(in crate::direct) struct Object {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
     /// `None` after destruction.

@@ -3,17 +3,15 @@
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
-
 use super::Devx;
 use super::mailbox::{CqFields, QpFields, create_cq, create_qp, created, queried_state, query_qp};
 use super::object::{OF_CQ, OF_QP, Object};
 use super::steps::{self, Route, udp_port};
 use super::umem::Umem;
-use crate::direct::Cq;
-use crate::direct::queues::{Parts, first_lap};
+use crate::Domain;
+use crate::direct::queues::first_lap;
 use crate::direct::registers::Uar;
-use crate::{Domain, FailedCq};
+use crate::direct::{Cq, CqObject, Parts, QpObject};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
 use gdsync_device::{OnGpu, Places, QpAttr, QpRequest, QpState};
@@ -36,59 +34,40 @@ fn record(devx: &Devx, len: usize, places: &Places) -> Result<(Memory, Umem)> {
     Ok((memory, umem))
 }
 
-/// A completion queue.
-pub(in crate::direct) struct DevxCq {
-    pub(in crate::direct) cqn: u32,
-    pub(in crate::direct) ring: Memory,
-    pub(in crate::direct) record: Memory,
-    // Dropped in this order.
-    _object: Object,
-    _umems: [Umem; 2],
-    _uar: Arc<Uar>,
-}
-
-impl fmt::Debug for DevxCq {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CQ {:#x}", self.cqn)
-    }
-}
-
-impl DevxCq {
-    /// Creates a queue with `1 << log` entries.
-    pub(in crate::direct) fn create(devx: &Devx, log: u32, what: OnGpu, places: &Places) -> Result<Self> {
-        devx.check("completion queue entries", log, devx.limits.log_max_cq)?;
-        let (ring, ring_umem) = pages(devx, what, CQE_SIZE << log, places)?;
-        let (record, record_umem) = record(devx, mlx5::CQ_DBREC_SIZE, places)?;
+impl Devx {
+    /// Creates a completion queue with `1 << log` entries.
+    pub(in crate::direct) fn create_cq(&self, log: u32, what: OnGpu, places: &Places) -> Result<Cq> {
+        self.check("completion queue entries", log, self.limits.log_max_cq)?;
+        let (ring, ring_umem) = pages(self, what, CQE_SIZE << log, places)?;
+        let (record, record_umem) = record(self, mlx5::CQ_DBREC_SIZE, places)?;
         first_lap(&ring)?;
         ring.flush()?;
-        let uar = devx.shared_uar()?;
+        let uar = self.shared_uar()?;
         let command = create_cq(&CqFields {
             log_entries: log,
             uar_page: uar.page(),
-            eqn: devx.eqn,
+            eqn: self.eqn,
             ring: ring_umem.place(),
             record: record_umem.place(),
         });
-        let (object, answer) = Object::create(&devx.open, devx.mlx5, "completion queue", &command)?;
+        let (object, answer) = Object::create(&self.open, self.mlx5, "completion queue", &command)?;
         let cqn = created(&answer);
-        if let Some(channel) = &devx.channel {
+        if let Some(channel) = &self.channel {
             channel.subscribe(&object, cqn, OF_CQ);
         }
         tracing::debug!(cqn, ?ring, ?record, "a completion queue by DevX");
-        Ok(Self { cqn, ring, record, _object: object, _umems: [ring_umem, record_umem], _uar: uar })
+        let object = CqObject::Devx { _object: object, _umems: [ring_umem, record_umem], _uar: uar };
+        Ok(Cq { object, cqn, ring, record })
     }
 }
 
 /// A queue pair.
 pub(in crate::direct) struct DevxQp {
-    pub(in crate::direct) qpn: u32,
-    /// State and first PSN.
-    state: Mutex<(QpState, u32)>,
+    qpn: u32,
     record: Memory,
     // Dropped in this order.
     object: Object,
     _umems: [Umem; 2],
-    cqs: [Cq; 2],
     uar: Option<Arc<Uar>>,
     domain: Arc<Domain>,
     devx: Arc<Devx>,
@@ -116,10 +95,9 @@ impl DevxQp {
     pub(in crate::direct) fn create(
         devx: &Arc<Devx>,
         domain: &Arc<Domain>,
-        cqs: (&Cq, &Cq),
+        cqs: &[Arc<Cq>; 2],
         request: &QpRequest,
         places: &Places,
-        psn: u32,
     ) -> Result<(Self, Parts)> {
         devx.check("send queue blocks", request.log_sq, devx.limits.log_max_qp)?;
         devx.check("receive queue entries", request.log_rq, devx.limits.log_max_qp)?;
@@ -132,8 +110,8 @@ impl DevxQp {
         let doorbell = devx.registers.doorbell_of(&uar)?;
         let command = create_qp(&QpFields {
             pdn: devx.pdn(domain)?,
-            send_cqn: cqs.0.cqn(),
-            recv_cqn: cqs.1.cqn(),
+            send_cqn: cqs[0].cqn,
+            recv_cqn: cqs[1].cqn,
             log_sq: request.log_sq,
             log_rq: (rq_len / request.rq_stride).ilog2(),
             log_rq_stride: (request.rq_stride / SEGMENT).ilog2(),
@@ -150,11 +128,9 @@ impl DevxQp {
         let (rq, sq) = (rings.slice(0, rq_len)?, rings.slice(rq_len, sq_len)?);
         let qp = Self {
             qpn,
-            state: Mutex::new((QpState::RESET, psn)),
             record: record.clone(),
             object,
             _umems: [rings_umem, record_umem],
-            cqs: [cqs.0.clone(), cqs.1.clone()],
             uar: Some(uar),
             domain: domain.clone(),
             devx: devx.clone(),
@@ -162,26 +138,36 @@ impl DevxQp {
         Ok((qp, Parts { sq, rq, record, doorbell }))
     }
 
-    /// Whether it completes on this queue.
-    pub(in crate::direct) fn uses(&self, cq: FailedCq) -> bool {
-        self.cqs.iter().any(|of| of.is(cq))
+    /// Adds the queue pair's state in the card to an error.
+    fn explain(&self, error: Error) -> Error {
+        let Error::Verbs { call, subject, source, advice } = error else { return error };
+        let state = match self.object.query(&query_qp(self.qpn)).map(|answer| queried_state(&answer)) {
+            Ok(0) => "RST",
+            Ok(1) => "INIT",
+            Ok(2) => "RTR",
+            Ok(3) => "RTS",
+            Ok(6) => "ERR",
+            Ok(_) => "another state",
+            Err(_) => "a state that it does not tell",
+        };
+        let subject = format!("{subject} of QP {:#x}, which the card has in {state}", self.qpn);
+        Error::Verbs { call, subject, source, advice }
+    }
+}
+
+impl QpObject for DevxQp {
+    fn qpn(&self) -> u32 {
+        self.qpn
     }
 
-    /// Calls `then` if the queue pair is in ERR, with resets locked out.
-    pub(in crate::direct) fn if_failed(&self, then: impl FnOnce()) {
+    fn has_failed(&self) -> bool {
         /// ERR in the firmware's numbering.
         const ERR: u32 = 6;
-        let _state = self.state.lock();
         let answer = self.object.query(&query_qp(self.qpn));
-        if answer.map_or(true, |answer| queried_state(&answer) == ERR) {
-            then();
-        }
+        answer.map_or(true, |answer| queried_state(&answer) == ERR)
     }
 
-    /// Applies a checked transition. Returns the first PSN, which is `fresh` after a reset.
-    pub(in crate::direct) fn modify(&self, attr: &QpAttr, fresh: u32) -> Result<u32> {
-        let mut state = self.state.lock();
-        let (from, psn) = *state;
+    fn modify(&self, from: QpState, psn: u32, attr: &QpAttr) -> Result<()> {
         let to = attr.state.unwrap_or(from);
         let open = &self.devx.open;
         let (raw, given) = open.step(psn, attr)?;
@@ -207,23 +193,6 @@ impl DevxQp {
             self.record.fill(0, self.record.len(), 0)?;
             self.record.flush()?;
         }
-        *state = (to, if to == QpState::RESET { fresh } else { psn });
-        Ok(state.1)
-    }
-
-    /// Adds the queue pair's state in the card to an error.
-    fn explain(&self, error: Error) -> Error {
-        let Error::Verbs { call, subject, source, advice } = error else { return error };
-        let state = match self.object.query(&query_qp(self.qpn)).map(|answer| queried_state(&answer)) {
-            Ok(0) => "RST",
-            Ok(1) => "INIT",
-            Ok(2) => "RTR",
-            Ok(3) => "RTS",
-            Ok(6) => "ERR",
-            Ok(_) => "another state",
-            Err(_) => "a state that it does not tell",
-        };
-        let subject = format!("{subject} of QP {:#x}, which the card has in {state}", self.qpn);
-        Error::Verbs { call, subject, source, advice }
+        Ok(())
     }
 }

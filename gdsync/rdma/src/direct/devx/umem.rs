@@ -18,7 +18,7 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
 
 /// Registered memory. The firmware must not use it any more when this is dropped.
-pub(super) struct Umem {
+pub(in crate::direct) struct Umem {
     _open: Arc<Open>,
     mlx5: &'static Mlx5,
     raw: NonNull<mlx5dv_devx_umem>,
