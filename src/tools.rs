@@ -356,7 +356,7 @@ impl Setup {
 }
 
 /// Version of NVIDIA's kernel driver, where it is loaded.
-fn nvidia_driver() -> Option<String> {
+pub fn nvidia_driver() -> Option<String> {
     fs::read_to_string("/sys/module/nvidia/version").ok().map(|version| version.trim().to_owned())
 }
 
