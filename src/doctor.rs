@@ -92,10 +92,6 @@ impl Doctor {
         })
     }
 
-    /// Probes, and tells.
-    ///
-    /// # Errors
-    /// Options that make no sense, in words.
     fn examine(&self) -> Result<ExitCode, String> {
         let names: Vec<_> = AREAS.iter().flat_map(|area| area.checks).map(|check| check.name).collect();
         if let Some(unknown) = self
@@ -159,8 +155,7 @@ impl Doctor {
         Machine {
             system: System::at(&self.root),
             limits: Limits::here(),
-            // SAFETY: it may be called at any time.
-            is_root: unsafe { libc::geteuid() } == 0,
+            is_root: rustix::process::geteuid().is_root(),
             environment: std::env::vars_os()
                 .map(|(name, value)| (lossy(name), lossy(value)))
                 .collect::<BTreeMap<_, _>>(),

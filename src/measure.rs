@@ -4,36 +4,29 @@ pub mod shared_page;
 
 use gdsync::memory::Memory;
 use hdrhistogram::Histogram;
+use rustix::time::{ClockId, clock_gettime};
 
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-fn clock(id: libc::clockid_t) -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is valid for writing.
-    let rc = unsafe { libc::clock_gettime(id, &raw mut time) };
-    assert_eq!(rc, 0, "Linux has had the CPU clocks since 2.6.12");
-    let part = |value: i64| u64::try_from(value).expect("CPU time is not negative");
-    Duration::from_secs(part(time.tv_sec)) + Duration::from_nanos(part(time.tv_nsec))
-}
-
 /// CPU time the calling thread has used.
 pub fn thread_cpu() -> Duration {
-    clock(libc::CLOCK_THREAD_CPUTIME_ID)
+    cpu(ClockId::ThreadCPUTime)
 }
 
 /// CPU time all threads of this process have used.
 pub fn process_cpu() -> Duration {
-    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
+    cpu(ClockId::ProcessCPUTime)
+}
+
+fn cpu(clock: ClockId) -> Duration {
+    clock_gettime(clock).try_into().expect("CPU time is not negative")
 }
 
 /// Names of the threads that stand in for a network card: those of the software HCA and of the proxy.
 pub const SERVICES: [&str; 2] = ["gdsync-hca", "gdsync-proxy"];
 
 /// CPU time of this process's live threads with these names. The kernel keeps the first 15 bytes of a name.
-///
-/// # Errors
-/// There is no `/proc`, or the kernel was built without `CONFIG_SCHED_INFO`.
 pub fn threads_cpu(names: &[&str]) -> std::io::Result<Duration> {
     let mut sum = Duration::ZERO;
     for thread in std::fs::read_dir("/proc/self/task")? {
@@ -140,25 +133,16 @@ impl Pattern {
     }
 
     /// Writes the message.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::OutOfBounds`].
     pub fn fill(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
         memory.write(offset, &self.bytes(len, 0))
     }
 
     /// Overwrites the range so that every byte differs from the message.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::OutOfBounds`].
     pub fn spoil(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
         memory.write(offset, &self.bytes(len, u64::MAX))
     }
 
     /// Whether the range holds the message.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::OutOfBounds`].
     pub fn check(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<bool> {
         let mut found = vec![0; len];
         memory.read(offset, &mut found)?;

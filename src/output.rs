@@ -16,9 +16,6 @@ macro_rules! note {
 }
 
 /// Writes a line. A reader that has seen enough (`| head`) is no failure.
-///
-/// # Errors
-/// The line cannot be written, for example because a disk is full.
 pub fn line(mut to: impl Write, line: Arguments<'_>) -> io::Result<()> {
     match writeln!(to, "{line}") {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {

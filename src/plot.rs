@@ -129,7 +129,6 @@ fn size(text: &str) -> std::result::Result<(i32, i32), String> {
     both.ok_or_else(|| "not two numbers of pixels from 100 to 10000, such as 860x540".into())
 }
 
-/// A file of results.
 struct File {
     /// Its name without folder and ending.
     stem: String,
@@ -267,7 +266,6 @@ fn labels(stems: &[&str]) -> Vec<String> {
     words.iter().map(|words| words[skip..].join("-")).collect()
 }
 
-/// The distinct origins of files.
 fn foot(files: &[File]) -> Vec<String> {
     let mut lines: Vec<String> = files.iter().map(File::origin).collect();
     lines.dedup();
@@ -292,7 +290,6 @@ fn merge(groups: Vec<Group>, labels: &[String]) -> Group {
     })
 }
 
-/// Writes a whole file.
 fn write(path: &Path, text: &str) -> Result<ExitCode> {
     std::fs::write(path, text).map_err(|source| Error::Write { path: path.to_owned(), source })?;
     Ok(ExitCode::SUCCESS)

@@ -313,9 +313,6 @@ pub fn expected(rank: usize, n: u64) -> Pattern {
 }
 
 /// Creates the file of `--json` before anything is measured, so that a bad path fails early.
-///
-/// # Errors
-/// The file cannot be created, or is `-`: standard output has the table.
 pub fn create_json(path: Option<&Path>) -> std::result::Result<Option<File>, String> {
     let create = |path: &Path| match path.to_str() {
         Some("-") => Err("standard output has the table; name a file, or /dev/stdout for both".to_owned()),
@@ -325,9 +322,6 @@ pub fn create_json(path: Option<&Path>) -> std::result::Result<Option<File>, Str
 }
 
 /// Writes results to the file of `--json`, if there is one.
-///
-/// # Errors
-/// The file cannot be written.
 pub fn write_json(file: Option<File>, results: &impl Serialize) -> io::Result<()> {
     file.map_or(Ok(()), |file| Ok(serde_json::to_writer_pretty(file, results)?))
 }
@@ -349,9 +343,6 @@ pub struct Sheet {
 
 impl Sheet {
     /// A sheet for `steps` steps. Ranks other than 0 pass `is_shown` false.
-    ///
-    /// # Errors
-    /// The file of `--json` cannot be created.
     pub fn new(output: &Output, is_shown: bool, steps: usize) -> Result<Self> {
         let bar = if is_shown { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
         bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
@@ -374,9 +365,6 @@ impl Sheet {
     }
 
     /// Starts a step of all ranks if rank 0 has budget left; otherwise lists it as skipped.
-    ///
-    /// # Errors
-    /// Of the exchange between the ranks.
     pub fn may_start(&mut self, comm: &Communicator, what: String, timeout: Duration) -> Result<bool> {
         let over = comm.exchange(&[self.has_less_than(Duration::ZERO).into()], timeout)?;
         if over[0] == [0] {
@@ -449,9 +437,6 @@ impl Sheet {
     }
 
     /// Sums the wrong messages of all ranks at rank 0.
-    ///
-    /// # Errors
-    /// Of the exchange between the ranks.
     pub fn gather_wrong(&mut self, comm: &Communicator, timeout: Duration) -> Result<()> {
         let all = sum(comm, self.wrong, timeout)?;
         self.wrong = if comm.rank() == 0 { all } else { 0 };
@@ -459,9 +444,6 @@ impl Sheet {
     }
 
     /// Ends the job, and prints and writes the results.
-    ///
-    /// # Errors
-    /// Of the ranks, of writing, and if any rank received wrong data.
     pub fn finish(
         mut self,
         comm: Communicator,
@@ -477,17 +459,11 @@ impl Sheet {
     }
 
     /// Prints and writes the results of traffic on a device.
-    ///
-    /// # Errors
-    /// As [`Sheet::finish`].
     pub fn write(self, benchmark: &str, context: &Context, options: serde_json::Value) -> Result<()> {
         self.write_of(benchmark, context.description(), context.wire(), options)
     }
 
     /// Prints and writes the results of a device with this description.
-    ///
-    /// # Errors
-    /// As [`Sheet::finish`].
     pub fn write_of(
         self,
         benchmark: &str,
@@ -511,26 +487,17 @@ impl Sheet {
 }
 
 /// The sum of a number over all ranks.
-///
-/// # Errors
-/// Of the exchange between the ranks.
 pub fn sum(comm: &Communicator, own: u64, timeout: Duration) -> Result<u64> {
     Ok(all_ranks(comm, own, timeout)?.into_iter().sum())
 }
 
 /// A number of every rank.
-///
-/// # Errors
-/// Of the exchange between the ranks.
 pub fn all_ranks(comm: &Communicator, own: u64, timeout: Duration) -> Result<Vec<u64>> {
     let all = comm.exchange(&own.to_be_bytes(), timeout)?;
     Ok(all.iter().filter_map(|bytes| bytes.first_chunk()).map(|bytes| u64::from_be_bytes(*bytes)).collect())
 }
 
 /// The first reason of any rank against something.
-///
-/// # Errors
-/// Of the exchange between the ranks.
 pub fn objection(comm: &Communicator, own: Option<String>, timeout: Duration) -> Result<Option<String>> {
     let all = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
     Ok(all.iter().find(|reason| !reason.is_empty()).map(|reason| String::from_utf8_lossy(reason).into()))

@@ -19,10 +19,8 @@ use gdasync::gdsync::recorder::Recording;
 
 use report::Report;
 
-/// What may go wrong.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Something is stuck.
 const STUCK: u8 = 3;
 
 /// Options of `gdasync trace`.
@@ -74,7 +72,6 @@ impl Options {
         }
     }
 
-    /// Returns whether something is stuck.
     fn try_run(&self) -> Result<bool> {
         let mut out = io::stdout().lock();
         if self.clean {

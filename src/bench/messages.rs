@@ -127,7 +127,6 @@ impl Options {
         sheet.finish(comm, "messages", options, timeout)
     }
 
-    /// Iterations of a slice.
     fn slice(&self, bytes: usize) -> u64 {
         let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
         all.div_ceil(SLICES)
@@ -516,7 +515,6 @@ impl Times {
 struct Bare {
     qp: Qp,
     mr: Mr,
-    /// The memory of the other rank.
     remote: RemoteAddr,
 }
 
@@ -553,7 +551,6 @@ impl Bare {
         self.posts(comm, (4, times), timeout, |sges| SendWr::read(self.remote, sges))
     }
 
-    /// Posts a burst of one kind.
     fn posts(
         &self,
         comm: &Communicator,
@@ -586,7 +583,6 @@ fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Re
     Ok(())
 }
 
-/// Polls the completions of a burst.
 fn take(timeout: Duration, poll: impl Fn() -> Option<Wc>) -> Result<()> {
     let deadline = Instant::now() + timeout;
     for _ in 0..BURST {
@@ -625,7 +621,6 @@ fn round(
     starts(comm, (4, times), timeout, || window.iget(buffer, 8..16, peer, 0))
 }
 
-/// Starts a burst of one kind.
 fn starts(
     comm: &Communicator,
     (call, times): (usize, &mut Times),

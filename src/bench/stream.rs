@@ -43,7 +43,6 @@ pub(crate) struct Options {
     output: Output,
 }
 
-/// The GPU that is measured.
 struct Machinery {
     gpu: Gpu,
     /// The same GPU with entry points that record and time calls.
@@ -98,7 +97,6 @@ impl Options {
         (place, on_gpu): (&str, OnGpu),
         sheet: &mut Sheet,
     ) -> Result<()> {
-        /// Launches that warm up.
         const WARM_UP: u64 = 10;
         const PARTS: [&str; 4] = ["launch", "cuGraphLaunch", "node updates", "library"];
         let gpu = &machinery.watched;
@@ -264,17 +262,14 @@ fn timed(samples: &mut Samples, mut call: impl FnMut() -> Result<()>) -> Result<
 const GROUP: u64 = 16;
 /// Sends in the long batch.
 const MANY: u32 = 16;
-/// Bytes of a message.
 const LEN: usize = 8;
 /// Time for the HCA to process what was posted.
 const SETTLED: Duration = Duration::from_micros(50);
 
-/// A call that is measured.
 struct Case<'a> {
     name: &'static str,
     /// Operations in a call.
     parts: u32,
-    /// Prepares a group of calls.
     before: Box<dyn FnMut() -> Result<()> + 'a>,
     call: Box<dyn FnMut() -> Result<()> + 'a>,
 }
@@ -314,7 +309,6 @@ impl Side {
         self.sent.set(self.sent.get() + count);
     }
 
-    /// Polls all completions.
     fn drain(&self, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         while self.sent.get() > 0 {
@@ -372,7 +366,6 @@ impl<'a> Case<'a> {
     }
 }
 
-/// All calls.
 fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case<'a>>> {
     let Sides { ours, peer } = sides;
     let (qp, to) = (&ours.qp, peer.mr.remote(0)?);

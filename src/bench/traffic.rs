@@ -32,11 +32,9 @@ pub(super) struct QueuePairs<'a> {
 /// How messages are sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
-    /// Queue pairs.
     pub(super) qps: usize,
     /// Messages in flight on each.
     pub(super) outstanding: usize,
-    /// Bytes of a message.
     pub(super) bytes: usize,
 }
 
@@ -90,7 +88,6 @@ impl<'a> QueuePairs<'a> {
         Ok(queue_pairs)
     }
 
-    /// The number of queue pairs.
     pub(super) fn len(&self) -> usize {
         self.qps.len()
     }
@@ -105,7 +102,6 @@ impl<'a> QueuePairs<'a> {
         start..start + self.shape.bytes
     }
 
-    /// Posts a receive.
     fn receive(&mut self, at: usize) -> Result<()> {
         let slot = 1 + at * SLOTS + self.qps[at].posted % SLOTS;
         let sge = self.mr.sge(self.slot(slot).start, self.shape.bytes)?;
@@ -131,7 +127,6 @@ impl<'a> QueuePairs<'a> {
         self.receive(at)
     }
 
-    /// Takes the completion of a send.
     pub(super) fn sent(&self, at: usize) -> Result<()> {
         self.until(&self.qps[at].qp, || self.qps[at].qp.poll_send())?.ok()?;
         Ok(())
@@ -282,7 +277,6 @@ impl Slots {
         Self { bytes, ..self }
     }
 
-    /// Bytes of the buffer.
     pub(super) fn len(self) -> usize {
         3 * self.stride
     }
@@ -292,17 +286,14 @@ impl Slots {
         start..start + self.bytes
     }
 
-    /// The slot to send from.
     pub(super) fn sent(self) -> Range<usize> {
         self.slot(0)
     }
 
-    /// The slot that receives message `n`.
     pub(super) fn received(self, n: u64) -> Range<usize> {
         self.slot(1 + usize::from(n % 2 == 1))
     }
 
-    /// Writes the message to send.
     pub(super) fn fill(self, memory: &Memory, ours: Pattern) -> Result<()> {
         Ok(ours.fill(memory, self.sent().start, self.bytes)?)
     }
@@ -325,7 +316,6 @@ impl Slots {
     }
 }
 
-/// Entries of a ring.
 const ENTRIES: usize = 64;
 /// Bytes of the flag before each entry, on its own cache line.
 const WORD: usize = 64;

@@ -56,7 +56,6 @@ struct Bench {
     shares: Vec<(u8, f64)>,
 }
 
-/// A measurement of one variant.
 struct Figure {
     name: &'static str,
     samples: Samples,
@@ -68,7 +67,6 @@ impl Figure {
         Self { name, samples: Samples::default(), failed: None }
     }
 
-    /// Records why it failed.
     fn end(&mut self, result: Result<()>) {
         self.failed = result.err().map(|error| error.to_string());
     }
@@ -170,35 +168,6 @@ impl Bench {
                     self.sheet.add_point(group, &series, "variant", Unit::Micros, point);
                 }
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    #[derive(Parser)]
-    struct Cli {
-        #[command(flatten)]
-        options: Options,
-    }
-
-    fn parse(args: &[&str]) -> std::result::Result<Options, clap::Error> {
-        Cli::try_parse_from([&["trigger"], args].concat()).map(|cli| cli.options)
-    }
-
-    #[test]
-    fn options_have_defaults_and_bounds() {
-        let options = parse(&[]).unwrap();
-        assert_eq!((options.device, options.rounds, options.timeout), (0, 2000, 2));
-        assert_eq!(options.busy, [0, 8]);
-        assert_eq!(parse(&["--busy", "4"]).unwrap().busy, [4]);
-        assert_eq!(parse(&["--busy", "0,1,16"]).unwrap().busy, [0, 1, 16]);
-        for bad in [&["--rounds", "19"], &["--busy", "17"], &["--busy", "a"], &["--timeout", "0"]] {
-            assert!(parse(bad).err().unwrap().to_string().contains(bad[0]), "{bad:?}");
         }
     }
 }

@@ -16,7 +16,6 @@ use super::live::Live;
 use super::machine::Machine;
 use super::probe::{Check, Probe, area_of};
 
-/// An area.
 pub(super) struct Area {
     /// What the names of its probes begin with.
     pub(super) name: &'static str,
@@ -27,61 +26,33 @@ pub(super) struct Area {
     pub(super) probe: fn(&Machine) -> Vec<Probe>,
 }
 
+const fn area(
+    (name, title): (&'static str, &'static str),
+    checks: &'static [&'static Check],
+    asks: &'static [Live],
+    probe: fn(&Machine) -> Vec<Probe>,
+) -> Area {
+    Area { name, title, checks, asks, probe }
+}
+
 /// All areas, in the order of the report.
 pub(super) const AREAS: &[Area] = &[
-    Area { name: "driver", title: "NVIDIA driver", checks: driver::CHECKS, asks: &[], probe: driver::probe },
-    Area { name: "gpu", title: "GPUs", checks: gpu::CHECKS, asks: &[Live::Cuda], probe: gpu::probe },
-    Area {
-        name: "mapping",
-        title: "CPU mappings of GPU memory",
-        checks: mapping::CHECKS,
-        asks: &[Live::Cuda, Live::Mapping],
-        probe: mapping::probe,
-    },
-    Area {
-        name: "modules",
-        title: "Kernel modules",
-        checks: modules::CHECKS,
-        asks: &[Live::Cuda],
-        probe: modules::probe,
-    },
-    Area {
-        name: "rdma",
-        title: "RDMA devices",
-        checks: rdma::CHECKS,
-        asks: &[Live::Verbs],
-        probe: rdma::probe,
-    },
-    Area { name: "limits", title: "Limits", checks: limits::CHECKS, asks: &[], probe: limits::probe },
-    Area { name: "iommu", title: "IOMMU and PCIe", checks: iommu::CHECKS, asks: &[], probe: iommu::probe },
-    Area {
-        name: "topology",
-        title: "Topology",
-        checks: topology::CHECKS,
-        asks: &[Live::Cuda],
-        probe: topology::probe,
-    },
-    Area {
-        name: "container",
-        title: "Container",
-        checks: container::CHECKS,
-        asks: &[],
-        probe: container::probe,
-    },
-    Area {
-        name: "environment",
-        title: "Environment",
-        checks: environment::CHECKS,
-        asks: &[],
-        probe: environment::probe,
-    },
-    Area {
-        name: "choice",
-        title: "What is used here",
-        checks: choice::CHECKS,
-        asks: &[Live::Cuda, Live::Choice],
-        probe: choice::probe,
-    },
+    area(("driver", "NVIDIA driver"), driver::CHECKS, &[], driver::probe),
+    area(("gpu", "GPUs"), gpu::CHECKS, &[Live::Cuda], gpu::probe),
+    area(
+        ("mapping", "CPU mappings of GPU memory"),
+        mapping::CHECKS,
+        &[Live::Cuda, Live::Mapping],
+        mapping::probe,
+    ),
+    area(("modules", "Kernel modules"), modules::CHECKS, &[Live::Cuda], modules::probe),
+    area(("rdma", "RDMA devices"), rdma::CHECKS, &[Live::Verbs], rdma::probe),
+    area(("limits", "Limits"), limits::CHECKS, &[], limits::probe),
+    area(("iommu", "IOMMU and PCIe"), iommu::CHECKS, &[], iommu::probe),
+    area(("topology", "Topology"), topology::CHECKS, &[Live::Cuda], topology::probe),
+    area(("container", "Container"), container::CHECKS, &[], container::probe),
+    area(("environment", "Environment"), environment::CHECKS, &[], environment::probe),
+    area(("choice", "What is used here"), choice::CHECKS, &[Live::Cuda, Live::Choice], choice::probe),
 ];
 
 /// Whether a probe of this name belongs to what was asked for: names of probes or of areas; nothing for all.

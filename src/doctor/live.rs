@@ -80,8 +80,8 @@ impl Teller {
 
 /// The process that finds out.
 pub(super) fn run(what: Live) -> ExitCode {
-    // SAFETY: plain numbers: the kernel ends this process with its parent.
-    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
+    // The kernel ends this process with its parent.
+    let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
     let teller = Teller::to(std::io::stdout());
     match what {
         Live::Cuda => cuda::tell(&teller),

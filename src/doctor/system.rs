@@ -1,9 +1,9 @@
 //! Where the kernel's directories are: `/sys`, `/proc` and `/dev`, or copies of them in a test.
 
-use std::ffi::CString;
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+
+use rustix::fs::Access;
 
 /// A directory that has `sys`, `proc` and `dev`.
 #[derive(Clone, Debug)]
@@ -57,14 +57,10 @@ impl System {
     /// Asks for the rights of this process without opening the file, which could start something.
     pub(super) fn node(&self, path: &str) -> Node {
         let path = self.path(path);
-        if !path.exists() {
-            return Node::Missing;
-        }
-        let Ok(name) = CString::new(path.as_os_str().as_bytes()) else { return Node::Closed };
-        // SAFETY: a terminated path.
-        match unsafe { libc::access(name.as_ptr(), libc::R_OK | libc::W_OK) } {
-            0 => Node::Usable,
-            _ => Node::Closed,
+        match path.exists().then(|| rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK)) {
+            None => Node::Missing,
+            Some(Ok(())) => Node::Usable,
+            Some(Err(_)) => Node::Closed,
         }
     }
 

@@ -62,7 +62,6 @@ fn gpu(ordinal: i32, pci: &str) -> GpuFacts {
     }
 }
 
-/// The machine of a healthy tree.
 fn healthy(tree: &Tree) -> Machine {
     let backend = |name: &str| Backend { name: name.into(), outcome: Ok("mapped".into()) };
     let device =

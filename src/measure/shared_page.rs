@@ -2,23 +2,20 @@
 
 use std::fs::File;
 use std::io::{Error, Result};
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::AsRawFd;
 use std::time::Duration;
 
 use gdsync::memory::Memory;
 use mp::Communicator;
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
 
-/// The name of the memory.
 const NAME: &str = "gdasync-page";
 
 /// Bytes of a page.
 pub const SIZE: usize = 4096;
 
 /// Zeroed memory of `len` bytes that all ranks share. Every rank must call this.
-///
-/// # Errors
-/// What the system refuses to any rank, the same at all: they must be on one host, as one user. Of the exchange between
-/// the ranks.
 pub fn share(
     comm: &Communicator,
     len: usize,
@@ -72,26 +69,17 @@ fn open(offer: &str, len: usize) -> Result<Memory> {
 
 /// A file of so many zeroed bytes, and a path by which other processes of the user can open it while this one has it open.
 fn create(len: usize) -> Result<(File, String)> {
-    let name = std::ffi::CString::new(NAME)?;
-    // SAFETY: the name is a C string.
-    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
-    if fd < 0 {
-        return Err(Error::last_os_error());
-    }
-    // SAFETY: the descriptor is fresh and nobody else's.
-    let file = unsafe { File::from_raw_fd(fd) };
+    let file = File::from(memfd_create(NAME, MemfdFlags::CLOEXEC)?);
     file.set_len(len as u64)?;
-    Ok((file, format!("/proc/{}/fd/{fd}", std::process::id())))
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    Ok((file, path))
 }
 
 /// Maps the file. The mapping is never undone: it is small, and the program short-lived.
 fn map(file: &File, len: usize) -> Result<Memory> {
-    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory.
-    let raw = unsafe { libc::mmap(std::ptr::null_mut(), len, prot, flags, file.as_raw_fd(), 0) };
-    if raw == libc::MAP_FAILED {
-        return Err(Error::last_os_error());
-    }
+    let raw = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, file, 0) }?;
     // SAFETY: the mapping is valid for its size and stays until the process ends.
     unsafe { Memory::from_raw(raw.cast(), len) }.map_err(Error::other)
 }

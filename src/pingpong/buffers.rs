@@ -37,12 +37,10 @@ impl Buffers {
         start..start + self.bytes
     }
 
-    /// Where messages leave.
     pub(super) fn send_slot(&self) -> Range<usize> {
         self.slot(0)
     }
 
-    /// Where message `n` arrives.
     pub(super) fn receive_slot(&self, n: u64) -> Range<usize> {
         self.slot(usize::from(n % 2 == 1))
     }
@@ -76,7 +74,6 @@ impl Buffers {
         self.theirs(n).check(self.received(), at.start, self.bytes)
     }
 
-    /// Before the first iteration.
     pub(super) fn prepare(&self) -> gdsync::Result<()> {
         self.fill(0)?;
         self.spoil(0, self.receive_slot(0))?;

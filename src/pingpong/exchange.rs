@@ -27,9 +27,6 @@ pub struct PingPong<'a> {
 
 impl<'a> PingPong<'a> {
     /// Makes and registers the buffers.
-    ///
-    /// # Errors
-    /// When the memory cannot be had or registered.
     pub fn new(
         options: &'a Options,
         comm: &'a Communicator,
@@ -48,9 +45,6 @@ impl<'a> PingPong<'a> {
     }
 
     /// Runs all iterations in one mode. Both ranks call this.
-    ///
-    /// # Errors
-    /// Of messages and streams. Wrong data is counted.
     pub fn run(&self, mode: Mode) -> Result<Measured> {
         let (warm_up, total) = self.options.iterations(self.buffers.bytes);
         match mode {
@@ -134,7 +128,6 @@ impl<'a> PingPong<'a> {
         Measured::checked(checker, cost, warm_up)
     }
 
-    /// Work before each send.
     fn work_time(&self) -> Duration {
         self.options.work()
     }
@@ -256,7 +249,6 @@ impl<'a> PingPong<'a> {
     }
 }
 
-/// Launches under way.
 const UNDER_WAY: usize = 2;
 
 /// Launches some iterations, and waits for room for so long.
@@ -404,7 +396,6 @@ struct Connection {
     outgoing: Mr,
     incoming: Mr,
     buffers: Buffers,
-    /// Receives posted so far.
     posted: u64,
 }
 
@@ -577,9 +568,6 @@ pub struct Work<'a> {
 
 impl<'a> Work<'a> {
     /// For a app with the kernels of [`PTX`](super::PTX).
-    ///
-    /// # Errors
-    /// Of the GPU driver.
     pub fn new(app: &'a AppStream, time: Duration) -> Result<Self> {
         let kernel = match &app.kernels {
             // SAFETY: the parameter is one u64.
@@ -595,9 +583,6 @@ impl<'a> Work<'a> {
     }
 
     /// Puts it on the stream.
-    ///
-    /// # Errors
-    /// Of the stream.
     pub fn enqueue(&self) -> Result<()> {
         if self.is_none() {
             return Ok(());
@@ -620,15 +605,11 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Bytes of a flag.
 const FLAG: usize = 4;
 /// Flags are on lines of their own.
 const LINE: usize = 64;
 
 /// Bounces flags between the streams of both ranks, as often as small messages are.
-///
-/// # Errors
-/// Of the streams, and of sharing memory between the ranks.
 pub(super) fn flags(options: &Options, comm: &Communicator, app: &AppStream) -> Result<Measured> {
     let timeout = options.timeout();
     let memory = shared_page::share(comm, shared_page::SIZE, timeout)?;

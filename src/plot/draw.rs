@@ -71,13 +71,11 @@ pub(super) enum Align {
     Right,
 }
 
-/// A font of this many pixels.
 pub(super) fn font(size: i32, color: RGBColor) -> TextStyle<'static> {
     // plotters divides the size by 1.24.
     ("sans-serif", f64::from(size) * 1.24).into_font().color(&color)
 }
 
-/// The style of grid and axes.
 pub(super) fn dress<X: Ranged, Y: Ranged, D: DrawingBackend>(mesh: &mut MeshStyle<'_, '_, X, Y, D>) {
     mesh.bold_line_style(GRID)
         .light_line_style(FINE_GRID)
@@ -139,12 +137,10 @@ impl<'a> Canvas<'a> {
         self.draw(&PathElement::new(points.to_vec(), ShapeStyle::from(color).stroke_width(width)))
     }
 
-    /// A thin, pale line.
     pub(super) fn pale(&self, points: &[(i32, i32)], color: RGBColor) -> Result<()> {
         self.draw(&PathElement::new(points.to_vec(), ShapeStyle::from(color.mix(0.5)).stroke_width(1)))
     }
 
-    /// The area between two lines.
     pub(super) fn band(&self, line: &[(i32, i32)], other: &[(i32, i32)], color: RGBColor) -> Result<()> {
         let around: Vec<_> = line.iter().chain(other.iter().rev()).copied().collect();
         self.draw(&Polygon::new(around, color.mix(0.1)))
@@ -224,14 +220,12 @@ impl Frame<'_> {
         self.foot.iter().flat_map(|text| self.lines(text, FOOT)).collect()
     }
 
-    /// Pixels above the plot.
     pub(super) fn above(&self) -> i32 {
         let rows = self.places().last().map_or(0, |(_, row)| row + 1);
         let lines = |text, size| i32::try_from(self.lines(text, size).len()).unwrap_or(i32::MAX / 100);
         MARGIN + lines(self.title, TITLE) * 22 + lines(self.subtitle, TEXT) * 18 + rows * 20 + 8
     }
 
-    /// Pixels below the plot.
     pub(super) fn below(&self) -> i32 {
         i32::try_from(self.foot_lines().len()).unwrap_or(i32::MAX / 14) * 14 + 18
     }
@@ -266,7 +260,6 @@ impl Frame<'_> {
     }
 }
 
-/// A plot of one group.
 pub(super) struct Picture {
     pub(super) title: String,
     pub(super) group: Group,
@@ -278,10 +271,8 @@ pub(super) struct Picture {
     pub(super) size: Option<(i32, i32)>,
 }
 
-/// The default width and height.
 pub(super) const SIZE: (i32, i32) = (860, 540);
 
-/// The quantity of a unit.
 pub(super) fn quantity(unit: Unit) -> &'static str {
     match unit {
         Unit::Micros => "time, us",
@@ -300,7 +291,6 @@ impl Picture {
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)))
     }
 
-    /// The scale of the values.
     pub(super) fn scale(&self) -> Result<Scale> {
         let (low, high) = self.extent();
         let suits = match (!self.group.is_named, self.group.unit) {
@@ -321,7 +311,6 @@ impl Picture {
         Frame { title: &self.title, subtitle, sign, legend, foot: &self.foot, width }
     }
 
-    /// The picture as SVG.
     pub(super) fn svg(&self) -> Result<String> {
         if self.group.is_named { bars(self) } else { curves(self) }
     }
@@ -449,7 +438,6 @@ impl Ticks {
         Self { scale, range, bold, fine: Vec::new() }
     }
 
-    /// The label of a value.
     pub(super) fn label(&self, place: f64, unit: Unit) -> String {
         let value = self.scale.value(place);
         match unit {

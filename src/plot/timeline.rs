@@ -213,7 +213,6 @@ pub(super) fn draw(
     })
 }
 
-/// Draws a message below `y`.
 fn bar(
     canvas: &Canvas<'_>,
     message: &Message,

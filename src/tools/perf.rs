@@ -256,7 +256,6 @@ enum Test {
     FromMapping,
 }
 
-/// The two sides of the copies.
 struct Bench {
     mapped: Mapped,
     copies: Copies,
@@ -266,7 +265,6 @@ struct Bench {
     output: Output,
 }
 
-/// What copies by CUDA need.
 struct CudaCopies {
     context: Arc<CudaContext>,
     host: Pinned,
@@ -490,7 +488,6 @@ impl Apiperf {
         Ok(Costs { bytes, pin, map, get_info, unmap, unpin, pin_histogram: histogram(&pins, BINS) })
     }
 
-    /// The times of the steps.
     fn cycle(&self, target: &Target, buffer: &GpuBuffer, bytes: usize) -> Result<[Duration; STEPS.len()]> {
         let clock = Instant::now;
         let start = clock();

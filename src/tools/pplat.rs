@@ -62,7 +62,6 @@ pub struct Pplat {
     flush: bool,
 }
 
-/// Who begins a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Mode {
@@ -74,7 +73,6 @@ enum Mode {
     GpuProduces,
 }
 
-/// Which memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Where {
@@ -248,7 +246,6 @@ impl Pplat {
     }
 }
 
-/// The GPU's side while it runs.
 trait Gpu {
     /// Waits for its end, which comes by itself within the limit.
     fn end(self) -> Result<GpuSide>;
@@ -262,7 +259,6 @@ struct CpuSide {
     wrong_words: u64,
 }
 
-/// Does all rounds.
 fn drive(plan: Rounds, shared: &Shared) -> Result<CpuSide> {
     // Data of odd and of even rounds.
     let data = [0, 1].map(|round| (0..plan.words).flat_map(|i| expected(round, i).to_ne_bytes()).collect());
@@ -348,11 +344,9 @@ fn samples(times: &[Duration], each: usize) -> Samples {
     samples
 }
 
-/// The threads.
 struct Threads(Vec<JoinHandle<Result<GpuSide>>>);
 
 impl Threads {
-    /// A thread for each block.
     fn start(plan: Rounds, shared: &Arc<Shared>) -> Self {
         let epoch = Instant::now();
         let start = |block| {

@@ -31,7 +31,6 @@ fn number(number: Option<u64>) -> String {
     number.map_or_else(|| "-".into(), |number| number.to_string())
 }
 
-/// One line for each recording.
 pub(super) fn list(report: &Report, out: &mut dyn Write) -> Result<()> {
     let mut table = table(
         ["PID", "program", "rank", "state", "begun s ago", "idle s", "waits", "file"],

@@ -30,7 +30,6 @@ pub(super) struct Gpu {
 
 const KERNELS: [&std::ffi::CStr; 3] = [c"await_gate", c"store_word", c"spin"];
 
-/// `CU_EVENT_DISABLE_TIMING`.
 const EVENT_DISABLE_TIMING: u32 = 2;
 
 #[derive(Clone, Copy)]
@@ -73,7 +72,6 @@ pub(super) enum Call {
     Synchronize,
 }
 
-/// The arguments of [`Call::HostAwait`].
 pub(super) struct HostWait {
     pub(super) ready: &'static AtomicU32,
     pub(super) gate: &'static AtomicU32,
@@ -224,7 +222,6 @@ impl Gpu {
         Ok(called.map(|()| true)?)
     }
 
-    /// Makes the calls in this order.
     pub(super) fn calls(&self, stream: Stream, calls: &mut [Call]) -> Result<()> {
         calls.iter_mut().try_for_each(|call| self.call(stream, call).map(drop))
     }
@@ -281,7 +278,6 @@ impl Gpu {
     }
 }
 
-/// The answer to a query.
 fn done(result: gdasync::gdrcopy::Result<()>) -> Result<bool> {
     match result {
         Ok(()) => Ok(true),

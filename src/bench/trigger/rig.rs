@@ -17,7 +17,6 @@ use super::gpu::{Call, Gpu, Kernel, Stream, write};
 /// A word of 4 bytes, with room for 8, that CPU and GPU share. Words are never freed: a blocked stream may still use them.
 #[derive(Clone, Copy)]
 pub(super) enum Word {
-    /// Pinned host memory.
     Host(&'static AtomicU32),
     /// GPU memory at an offset of a mapping.
     Gpu(&'static Mapping, usize),
@@ -90,17 +89,14 @@ impl Arena {
         Ok(Self { host, gpu, used: Cell::new(0) })
     }
 
-    /// A new word of host memory.
     pub(super) fn cell(&self) -> Result<&'static AtomicU32> {
         Ok(&self.host[take_line(&self.used, ARENA)? / size_of::<u32>()])
     }
 
-    /// A new word of host memory.
     pub(super) fn host(&self) -> Result<Word> {
         self.cell().map(Word::Host)
     }
 
-    /// A new word of GPU memory.
     pub(super) fn gpu(&self) -> Result<Word> {
         Ok(Word::Gpu(self.gpu, take_line(&self.used, ARENA)?))
     }
@@ -116,9 +112,7 @@ fn take_line(used: &Cell<usize>, len: usize) -> Result<usize> {
     Ok(offset)
 }
 
-/// An action of the CPU.
 pub(super) type Step = Box<dyn FnMut() -> Result<()>>;
-/// A question of the CPU.
 pub(super) type Ask = Box<dyn FnMut() -> Result<bool>>;
 
 /// A stream blocked by a gate. The measured time is from opening the gate until the CPU sees the end.
@@ -138,13 +132,9 @@ pub(super) struct Gated {
     pub(super) load: Option<(&'static Gpu, BusyStream)>,
 }
 
-/// How the CPU sees the end.
 pub(super) enum End {
-    /// The word becomes 1.
     Word(Word),
-    /// The answer becomes yes.
     Ask(Ask),
-    /// The call returns.
     Returns(Step),
 }
 
@@ -230,7 +220,6 @@ impl Gated {
 /// Rounds before each slice that do not count.
 const WARM_UP: u64 = 10;
 
-/// A gated stream with its measurements.
 pub(super) struct Variant {
     /// `None` after a failure.
     gated: Option<Gated>,
@@ -281,13 +270,9 @@ pub(super) enum BusyWork {
     Writes,
 }
 
-/// How long a kernel spins.
 const SPIN: Duration = Duration::from_micros(5);
-/// Kernels of a graph.
 const KERNELS: u32 = 64;
-/// Operations of a batch.
 const WRITES: u32 = 64;
-/// Streams that one thread keeps busy.
 const STREAMS: usize = 4;
 
 impl BusyWork {
@@ -326,7 +311,6 @@ impl BusyStream {
         gpu.calls(self.stream, &mut [call])
     }
 
-    /// Keeps the streams busy until `stop`.
     fn feed(gpu: &Gpu, streams: &[Self], stop: &AtomicBool) -> Result<()> {
         let _current = gpu.enter()?;
         let mut issued: Vec<_> = streams.iter().map(|stream| stream.done.load()).collect();
@@ -344,7 +328,6 @@ impl BusyStream {
     }
 }
 
-/// Threads that keep streams busy.
 pub(super) struct Load {
     gpu: &'static Gpu,
     streams: Vec<BusyStream>,
@@ -410,7 +393,6 @@ pub(super) struct Rig {
 }
 
 impl Rig {
-    /// With up to `busy` busy streams.
     pub(super) fn new(gpu: &'static Gpu, gdr: &Gdr, device: i32, busy: u8, limit: Duration) -> Result<Self> {
         let arena = Arena::new(gdr, device, gpu.pinned()?)?;
         let scratch = arena.host()?;
@@ -437,7 +419,6 @@ impl Rig {
         })
     }
 
-    /// Keeps this many streams busy.
     pub(super) fn busy(&self, streams: usize) -> Load {
         Load::start(self.gpu, self.busy[..streams].to_vec())
     }
@@ -485,7 +466,6 @@ struct Watched {
     released: bool,
 }
 
-/// Polling interval.
 const PERIOD: Duration = Duration::from_millis(20);
 /// Time for the driver after the gates are opened.
 const GRACE: Duration = Duration::from_secs(60);

@@ -51,7 +51,6 @@ fn after_gate(rig: &Rig, end: End, calls: Vec<Call>) -> Result<Gated> {
     Ok(rig.gated(rig.work, Some(ready), gate, end, calls))
 }
 
-/// Calls that store to the word.
 fn trigger(rig: &Rig, over: Result<Word>, calls: impl FnOnce(Word) -> Vec<Call>) -> Result<Gated> {
     let over = over?;
     after_gate(rig, End::Word(over), calls(over))
@@ -157,7 +156,6 @@ fn then_kernel(rig: &Rig, stream: Stream, ready: Word, gate: Word, wait: Vec<Cal
     Ok(rig.gated(stream, Some(ready), gate, End::Word(over), calls))
 }
 
-/// A MemOp wait this many times.
 fn mem_op(rig: &Rig, stream: Stream, gate: Result<Word>, times: usize) -> Result<Gated> {
     let (ready, gate) = (rig.arena.host()?, gate?);
     let ops = [vec![write(ready, 1)], vec![wait(gate); times]].concat();
@@ -210,7 +208,6 @@ fn cpu_launches(rig: &Rig) -> Result<Gated> {
 
 /// The stream is left to run dry after this many calls.
 const PENDING: u64 = 50;
-/// Calls that do not count.
 const WARM_UP: u64 = 10;
 
 /// The CPU time of this many calls of each kind.

@@ -58,7 +58,6 @@ fn version_in(text: &str) -> Option<&str> {
     text.lines().next()?.split_whitespace().find(is_version)
 }
 
-/// Major and minor number.
 pub(super) fn numbers(version: &str) -> Option<(u32, u32)> {
     let mut parts = version.split(|c: char| !c.is_ascii_digit()).map(str::parse);
     Some((parts.next()?.ok()?, parts.next().and_then(Result::ok).unwrap_or(0)))

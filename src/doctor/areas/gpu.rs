@@ -239,7 +239,6 @@ fn flush(machine: &Machine, gpu: &GpuFacts) -> Probe {
     }
 }
 
-/// Something that was run.
 fn trial(
     check: &Check,
     gpu: &GpuFacts,

@@ -2,6 +2,10 @@
 
 use std::ptr;
 
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, MlockFlags, ProtFlags, mlock_with, mmap_anonymous, munmap};
+use rustix::process::{Resource, getrlimit};
+
 use super::super::machine::Machine;
 use super::super::probe::{Check, Probe};
 
@@ -41,10 +45,7 @@ const FIX: &str = "raise it: `ulimit -l unlimited`, `* - memlock unlimited` in /
 impl Limits {
     /// Of this process. What is locked to find out is unlocked at once.
     pub(in crate::doctor) fn here() -> Self {
-        let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: a place for the answer.
-        let failed = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) } != 0;
-        let memlock = (!failed && limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur);
+        let memlock = getrlimit(Resource::Memlock).current;
         let tried = memlock.filter(|limit| *limit <= MOST_TRIED);
         Self { memlock, ipc_lock: holds_ipc_lock(), beyond: tried.and_then(locks_more) }
     }
@@ -68,21 +69,17 @@ fn holds_ipc_lock() -> bool {
 fn locks_more(limit: u64) -> Option<bool> {
     let page = gdrcopy::host_page() as u64;
     let len = usize::try_from(limit.next_multiple_of(page) + page).ok()?;
-    let (access, kind) = (libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+    let kind = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: a new mapping wherever the kernel likes.
-    let at = unsafe { libc::mmap(ptr::null_mut(), len, access, kind, -1, 0) };
-    if at == libc::MAP_FAILED {
-        return None;
-    }
+    let at = unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), kind) }.ok()?;
     // SAFETY: the mapping made above. Its pages cannot be touched, so none is made when they are locked on fault.
-    let locked = unsafe { libc::mlock2(at, len, libc::MLOCK_ONFAULT) } == 0;
-    let refusal = std::io::Error::last_os_error();
+    let locked = unsafe { mlock_with(at, len, MlockFlags::ONFAULT) };
     // SAFETY: the mapping made above, of which nothing is used.
-    unsafe { libc::munmap(at, len) };
-    match refusal.raw_os_error() {
-        _ if locked => Some(true),
-        Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN) => Some(false),
-        _ => None,
+    let _ = unsafe { munmap(at, len) };
+    match locked {
+        Ok(()) => Some(true),
+        Err(Errno::NOMEM | Errno::PERM | Errno::AGAIN) => Some(false),
+        Err(_) => None,
     }
 }
 

@@ -36,7 +36,7 @@ pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) name: String,
     /// As sysfs writes it.
     pub(in crate::doctor) pci: String,
-    /// Those of [`attribute`] that the driver knows.
+    /// Those up to the last of [`attribute`] that the driver knows.
     pub(in crate::doctor) attributes: BTreeMap<u32, i32>,
     /// Its memory in bytes.
     pub(in crate::doctor) memory: Option<u64>,
@@ -71,22 +71,6 @@ pub(in crate::doctor) mod attribute {
     /// Of [`COMPUTE_MODE`]: `CU_COMPUTEMODE_PROHIBITED`, `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
     pub(in crate::doctor) const PROHIBITED: i32 = 2;
     pub(in crate::doctor) const EXCLUSIVE: i32 = 3;
-
-    pub(super) const ALL: [u32; 13] = [
-        COMPUTE_MODE,
-        UNIFIED_ADDRESSING,
-        COMPUTE_MAJOR,
-        COMPUTE_MINOR,
-        SAME_HOST_POINTER,
-        FLUSH_REMOTE_WRITES,
-        RDMA_WITH_VMM,
-        RDMA,
-        RDMA_FLUSH_OPTIONS,
-        RDMA_WRITES_ORDERING,
-        MEMOPS_64,
-        WAIT_NOR,
-        DMA_BUF,
-    ];
 }
 
 impl GpuFacts {
@@ -187,7 +171,7 @@ fn each(
     });
     gpu.name = told?;
     gpu.pci = address(api, device)?;
-    for number in attribute::ALL {
+    for number in 1..=attribute::DMA_BUF {
         let mut value = 0;
         // SAFETY: a place for the answer; the driver checks the number.
         if unsafe { api.device_get_attribute(&mut value, number, device) }.is_ok() {

@@ -65,7 +65,6 @@ pub(super) const DRIVER: &[Case] = &[
     }),
 ];
 
-/// GPUs.
 pub(super) const GPUS: &[Case] = &[
     ("no libcuda", |_, machine| {
         machine.cuda.facts.version = Some(Err("loading libcuda.so.1: no such file".into()))
@@ -149,7 +148,6 @@ pub(super) const GPUS: &[Case] = &[
     }),
 ];
 
-/// RDMA devices, limits, the PCI bus.
 pub(super) const NETWORK: &[Case] = &[
     ("no libibverbs", |_, machine| {
         machine.verbs.facts.libibverbs = Some(Err("libibverbs.so.1: no such file".into()))
@@ -228,7 +226,6 @@ pub(super) const NETWORK: &[Case] = &[
     ("a process on the other socket", |tree, _| tree.write("proc/self/status", "Cpus_allowed_list:\t64-127")),
 ];
 
-/// Containers, variables, and what is chosen.
 pub(super) const SURROUNDINGS: &[Case] = &[
     ("a container that has all", |tree, _| tree.write(".dockerenv", "")),
     ("a pod without RDMA's files", |tree, machine| {

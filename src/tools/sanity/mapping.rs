@@ -322,7 +322,6 @@ pub(super) fn out_of_bounds(env: &Env) -> Outcome {
     write_and_check(&mapping, &buffer, 0, SIZE)
 }
 
-/// Offsets of GDRCopy's tests.
 const OFFSETS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 11, 129, 1023];
 
 pub(super) fn validation(env: &Env) -> Outcome {
