@@ -1,7 +1,7 @@
 //! Draws series as curves or bars, in SVG.
 
-use super::{Error, Group, Result};
-use gdasync::results::{At, Point, Unit};
+use super::Group;
+use gdasync::results::{At, Point, Result, Unit};
 use plotters::backend::{DrawingBackend, SVGBackend};
 use plotters::chart::{ChartBuilder, MeshStyle};
 use plotters::coord::Shift;
@@ -299,7 +299,9 @@ impl Picture {
             (false, _) => high > low * 20.0,
         };
         match self.log {
-            Some(true) if low <= 0.0 => Err(Error::NotPositive(low)),
+            Some(true) if low <= 0.0 => {
+                Err(format!("--log needs values above 0; the least is {low}: leave it out").into())
+            }
             Some(true) => Ok(Scale::Log),
             None if low > 0.0 && suits => Ok(Scale::Log),
             _ => Ok(Scale::Linear),
@@ -328,14 +330,18 @@ pub(super) fn document(
         draw(&canvas)?;
         canvas.root.present()?;
     }
-    let (tag, rest) = svg.split_once('>').ok_or_else(|| Error::Draw("no picture came".into()))?;
+    let (tag, rest) = svg.split_once('>').ok_or("the picture cannot be drawn: no picture came")?;
     let title = super::page::escape(title);
     Ok(format!("{tag} role=\"img\">\n<title>{title}</title>{rest}"))
 }
 
 /// Rejects a size that is too small.
 pub(super) fn enough(size: (i32, i32), needed: (i32, i32)) -> Result<()> {
-    if size.0 < needed.0 || size.1 < needed.1 { Err(Error::Small { size, needed }) } else { Ok(()) }
+    if size.0 >= needed.0 && size.1 >= needed.1 {
+        return Ok(());
+    }
+    let ((width, height), (wide, high)) = (size, needed);
+    Err(format!("--size {width}x{height} is too small for this picture, which needs {wide}x{high}").into())
 }
 
 /// The scale of an axis.
@@ -625,7 +631,7 @@ pub(super) fn bars(picture: &Picture) -> Result<String> {
     };
     let names: Vec<Vec<String>> = group.places().iter().map(lines).collect();
     let left = names.iter().flatten().map(|line| width(line, NAME)).max().unwrap_or(0) + MARGIN + 8;
-    let bars = i32::try_from(group.series.len()).map_err(|_| Error::Draw("too many series".into()))?;
+    let bars = i32::try_from(group.series.len())?;
     let lines = |name: &Vec<String>| i32::try_from(name.len()).unwrap_or(i32::MAX / LINE);
     let mut tops = vec![0];
     for name in &names {

@@ -5,11 +5,11 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use gdasync::results::{At, Point};
+use gdasync::results::{At, Point, Result};
 use serde_json::Value;
 
 use super::draw::{Picture, bytes, number};
-use super::{Content, File, Group, Result, timeline, write};
+use super::{Content, File, Group, timeline, write};
 
 /// Options of `gdasync report`.
 #[derive(Args)]
