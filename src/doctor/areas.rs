@@ -1,16 +1,10 @@
 //! What is looked at, by area: each has its probes in a file.
 
-pub(super) mod choice;
-pub(super) mod container;
-pub(super) mod driver;
-pub(super) mod environment;
+mod driver;
 pub(super) mod gpu;
-pub(super) mod iommu;
-pub(super) mod limits;
-pub(super) mod mapping;
-pub(super) mod modules;
+pub(super) mod pci;
+pub(super) mod process;
 pub(super) mod rdma;
-pub(super) mod topology;
 
 use super::live::Live;
 use super::machine::Machine;
@@ -37,25 +31,41 @@ const fn area(
 
 /// All areas, in the order of the report.
 pub(super) const AREAS: &[Area] = &[
-    area(("driver", "NVIDIA driver"), driver::CHECKS, &[], driver::probe),
-    area(("gpu", "GPUs"), gpu::CHECKS, &[Live::Cuda], gpu::probe),
-    area(
-        ("mapping", "CPU mappings of GPU memory"),
-        mapping::CHECKS,
-        &[Live::Cuda, Live::Mapping],
-        mapping::probe,
-    ),
-    area(("modules", "Kernel modules"), modules::CHECKS, &[Live::Cuda], modules::probe),
-    area(("rdma", "RDMA devices"), rdma::CHECKS, &[Live::Verbs], rdma::probe),
-    area(("limits", "Limits"), limits::CHECKS, &[], limits::probe),
-    area(("iommu", "IOMMU and PCIe"), iommu::CHECKS, &[], iommu::probe),
-    area(("topology", "Topology"), topology::CHECKS, &[Live::Cuda], topology::probe),
-    area(("container", "Container"), container::CHECKS, &[], container::probe),
-    area(("environment", "Environment"), environment::CHECKS, &[], environment::probe),
-    area(("choice", "What is used here"), choice::CHECKS, &[Live::Cuda, Live::Choice], choice::probe),
+    driver::DRIVER_AREA,
+    gpu::GPU_AREA,
+    driver::MAPPING_AREA,
+    driver::MODULES_AREA,
+    rdma::RDMA_AREA,
+    rdma::LIMITS_AREA,
+    pci::IOMMU_AREA,
+    pci::TOPOLOGY_AREA,
+    process::CONTAINER_AREA,
+    process::ENVIRONMENT_AREA,
+    process::CHOICE_AREA,
 ];
 
 /// Whether a probe of this name belongs to what was asked for: names of probes or of areas; nothing for all.
 pub(super) fn is_wanted(name: &str, only: &[String]) -> bool {
     only.is_empty() || only.iter().any(|wanted| wanted == name || wanted == area_of(name))
+}
+
+/// Major and minor number of a version.
+fn numbers(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    Some((parts.next()?.ok()?, parts.next().and_then(Result::ok).unwrap_or(0)))
+}
+
+/// A number of bytes for people.
+fn bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut unit = 0;
+    let mut scale = 1;
+    while unit + 1 < UNITS.len() && count / scale >= 1024 {
+        scale *= 1024;
+        unit += 1;
+    }
+    match (count / scale, count % scale * 10 / scale) {
+        (whole, 0) => format!("{whole} {}", UNITS[unit]),
+        (whole, tenths) => format!("{whole}.{tenths} {}", UNITS[unit]),
+    }
 }

@@ -12,18 +12,18 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::areas::AREAS;
-use super::areas::environment::KNOWN;
-use super::areas::limits::Limits;
-use super::areas::topology::{self, pairs};
+use super::areas::pci::pairs;
+use super::areas::process::KNOWN;
+use super::areas::rdma::Limits;
 use super::live::{
     Answer, Asked, Backend, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, GpuFacts, MappingFacts, Route,
     VerbsFacts, attribute, limit,
 };
-use super::machine::Machine;
+use super::machine::{Machine, System};
 use super::probe::{Probe, Status, area_of};
 use super::requirements::{CARDS, GENERATIONS, SOFTWARE, TRANSPORTS, card, generation};
-use super::system::System;
-use super::{Description, Report, output};
+
+use super::{Description, Report, text};
 use cases::Case;
 use tree::{BRIDGES, GPUS, Tree};
 
@@ -236,7 +236,7 @@ fn ways_between_gpus_are_told_apart() {
         let mut machine = healthy(&tree);
         let links = &mut machine.cuda.facts.gpus[0].nvlinks;
         links.extend(joined.map(|joined| ("0000:09:00.0".to_owned(), joined)));
-        let probes = topology::probe(&machine);
+        let probes = all(&machine);
         let peers = probes.iter().find(|probe| probe.name == "topology.gpu_gpu").expect("of GPU0");
         assert!(peers.status == status && peers.found.starts_with(found), "{joined:?}: {peers:?}");
     }
@@ -246,7 +246,7 @@ fn report_text(tree: &Tree, verbose: bool) -> String {
     let machine = healthy(tree);
     let report = Report { machine: Description::here(), probes: all(&machine), topology: pairs(&machine) };
     let mut out = Vec::new();
-    output::text(&mut out, &report, verbose).unwrap();
+    text(&mut out, &report, verbose).unwrap();
     String::from_utf8(out).unwrap()
 }
 
@@ -382,7 +382,7 @@ fn the_variables_of_all_crates_are_known() {
         files.iter().flat_map(|file| variables(&fs::read_to_string(file).unwrap())).collect();
     let known: BTreeSet<_> = KNOWN.iter().map(|&name| name.to_owned()).collect();
     let missing: Vec<_> = read.difference(&known).collect();
-    assert!(missing.is_empty(), "add {missing:?} to KNOWN in src/doctor/areas/environment.rs");
+    assert!(missing.is_empty(), "add {missing:?} to KNOWN in src/doctor/areas/process.rs");
     assert!(read.contains("GDSYNC_DEVICE") && read.contains("GDRCOPY_BACKEND"), "{read:?}");
 }
 

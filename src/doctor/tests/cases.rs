@@ -1,6 +1,6 @@
 //! What goes wrong on a machine. What the doctor then says is in `snapshots`.
 
-use super::super::areas::limits::Limits;
+use super::super::areas::rdma::Limits;
 use super::super::live::{Bar1, CudaFacts, Route, attribute};
 use super::super::machine::Machine;
 use super::tree::{BRIDGES, Tree};

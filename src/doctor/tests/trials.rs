@@ -7,11 +7,10 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdsync_testkit::driver::{Control, api};
 
-use super::super::areas::gpu;
 use super::super::live::{Answer, CudaFacts, Teller, attribute, explore, take_turn};
 use super::super::probe::{Probe, Status};
-use super::healthy;
 use super::tree::Tree;
+use super::{all, healthy};
 
 /// Longer than any test runs.
 const LONG: Duration = Duration::from_secs(600);
@@ -25,7 +24,10 @@ fn judged(facts: CudaFacts) -> Vec<Probe> {
     let tree = Tree::healthy();
     let mut machine = healthy(&tree);
     machine.cuda = Answer { facts, trouble: None };
-    gpu::probe(&machine).into_iter().filter(|probe| probe.name != "gpu.bar1").collect()
+    all(&machine)
+        .into_iter()
+        .filter(|probe| probe.name.starts_with("gpu.") && probe.name != "gpu.bar1")
+        .collect()
 }
 
 /// The probes that complain of GPU 0, and their words.

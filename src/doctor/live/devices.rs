@@ -1,16 +1,68 @@
-//! What libibverbs and libmlx5 say, and whether their devices open.
+//! The ways to map GPU memory, libibverbs and libmlx5, and what this library opens: each tried.
 
 use std::ffi::CStr;
 use std::io;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 
+use gdrcopy::{BackendKind, Gdr};
+use gdsync::Device;
+use gdsync::cuda::Gpu;
 use rdma_core_sys::mlx5::{mlx5dv_context_attr, mlx5dv_context_attr_flags};
 use rdma_core_sys::verbs::{ibv_context, ibv_device};
 use rdma_core_sys::{Mlx5, Verbs};
 use serde::{Deserialize, Serialize};
 
-use super::Teller;
+use super::{Teller, turn_of_first};
+
+/// What became of each way; those that were not come to are missing.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct MappingFacts {
+    pub(in crate::doctor) backends: Vec<Backend>,
+}
+
+/// One way.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(in crate::doctor) struct Backend {
+    pub(in crate::doctor) name: String,
+    /// What a trial showed, or why it does not serve.
+    pub(in crate::doctor) outcome: Result<String, String>,
+}
+
+pub(super) fn tell_mapping(teller: &Teller) {
+    let mut facts = MappingFacts::default();
+    teller.step("cuInit");
+    let _turn = turn_of_first();
+    for kind in BackendKind::ALL.into_iter().filter(|kind| *kind != BackendKind::Host) {
+        teller.step(format!("mapping GPU memory by {kind}"));
+        let outcome = attempt(kind);
+        facts.backends.push(Backend { name: kind.name().to_owned(), outcome });
+        teller.facts(&facts);
+    }
+}
+
+/// Maps memory of the first GPU, and reads back what was written.
+fn attempt(kind: BackendKind) -> Result<String, String> {
+    const VALUE: u64 = 0x6764_6173_796e_6321;
+    let open = || {
+        let gdr = Gdr::builder().backend(kind).open()?;
+        let mapping = gdr.alloc(0, 64 << 10)?.map()?;
+        mapping.store(0, VALUE)?;
+        mapping.flush()?;
+        Ok((mapping.load::<u64>(0)?, gdr.driver_version()))
+    };
+    let (read, version) = open().map_err(|error: gdrcopy::Error| match error {
+        gdrcopy::Error::NoBackend(refusals) => {
+            refusals.iter().map(|refusal| refusal.error.to_string()).collect::<Vec<_>>().join("; ")
+        }
+        other => other.to_string(),
+    })?;
+    if read != VALUE {
+        return Err(format!("{VALUE:#x} was written through a mapping, and {read:#x} read"));
+    }
+    let version = version.map(|(major, minor)| format!(", module {major}.{minor}"));
+    Ok(format!("64 KiB of GPU 0 mapped, written and read back{}", version.unwrap_or_default()))
+}
 
 /// All that the libraries told. What is `None` was not come to.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -36,7 +88,7 @@ pub(in crate::doctor) struct DeviceFacts {
     pub(in crate::doctor) devx: Option<Result<(), String>>,
 }
 
-pub(super) fn tell(teller: &Teller) {
+pub(super) fn tell_verbs(teller: &Teller) {
     let mut facts = VerbsFacts::default();
     teller.step("loading libibverbs");
     let verbs = Verbs::load();
@@ -120,4 +172,67 @@ fn file_of(part: &str, asked: &str) -> PathBuf {
     let found = if asked.contains('/') { None } else { paths.into_iter().find(named) };
     let path = PathBuf::from(found.unwrap_or(asked));
     path.canonicalize().unwrap_or(path)
+}
+
+/// What was opened. What is `None` was not come to.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct ChoiceFacts {
+    /// The PCI address of the GPU whose streams would trigger, or why there is none.
+    pub(in crate::doctor) gpu: Option<Result<String, String>>,
+    /// The device that would be used, or why none.
+    pub(in crate::doctor) device: Option<Result<String, String>>,
+    /// Who reads the rings, or why the device does not open.
+    pub(in crate::doctor) route: Option<Result<Route, String>>,
+    /// How bytes travel.
+    pub(in crate::doctor) wire: String,
+    /// Why the card does not read the rings itself.
+    pub(in crate::doctor) not_direct: Option<String>,
+}
+
+/// Who reads the rings.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+pub(in crate::doctor) enum Route {
+    Direct,
+    Proxy,
+    Soft,
+}
+
+pub(super) fn tell_choice(teller: &Teller) {
+    let mut facts = ChoiceFacts::default();
+    teller.step("opening GPU 0");
+    let _turn = turn_of_first();
+    let gpu = Gpu::open(0);
+    facts.gpu = Some(match &gpu {
+        Ok(gpu) => Ok(gpu.pci_address().unwrap_or_default().to_owned()),
+        Err(error) => Err(error.to_string()),
+    });
+    teller.facts(&facts);
+    teller.step("looking for the nearest RDMA device");
+    let device = match &gpu {
+        Ok(gpu) => Device::near(gpu),
+        Err(_) => Device::find(None),
+    };
+    facts.device = Some(match &device {
+        Ok(device) => Ok(device.name().to_owned()),
+        Err(error) => Err(error.to_string()),
+    });
+    teller.facts(&facts);
+    let Ok(device) = device else { return };
+    teller.step(format!("opening {}", device.name()));
+    match device.open() {
+        Ok(context) => {
+            facts.route = Some(Ok(match context.not_direct() {
+                _ if context.is_software() => Route::Soft,
+                Some(_) => Route::Proxy,
+                None => Route::Direct,
+            }));
+            facts.wire = context.wire().to_owned();
+            facts.not_direct = context.not_direct().map(str::to_owned);
+            teller.facts(&facts);
+        }
+        Err(error) => {
+            facts.route = Some(Err(error.to_string()));
+            teller.facts(&facts);
+        }
+    }
 }
