@@ -14,7 +14,9 @@ pub use buffers::PTX;
 pub use exchange::{PingPong, Work};
 
 use crate::app_stream::{AppStream, Placement};
-use crate::measure::{Micros, SERVICES, Samples, process_cpu, shared_page, size, thread_cpu, threads_cpu};
+use crate::measure::{
+    Micros, PAGE, SERVICES, Samples, process_cpu, share_memory, size, thread_cpu, threads_cpu,
+};
 use crate::results::{Output, Point, Result, Sheet, Unit, plain_table, size_label, sum};
 
 /// Default iterations per launch of modes graph and initiate.
@@ -385,7 +387,7 @@ pub struct Floor<'a> {
 impl<'a> Floor<'a> {
     /// Shares the line; both ranks call this.
     pub fn new(comm: &'a Communicator, timeout: Duration) -> Result<Self> {
-        Ok(Self { comm, line: shared_page::share(comm, shared_page::SIZE, timeout)?, timeout })
+        Ok(Self { comm, line: share_memory(comm, PAGE, timeout)?, timeout })
     }
 
     /// Round trips as rank 0 measures them.

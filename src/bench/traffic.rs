@@ -8,7 +8,7 @@ use gdasync::app_stream::Placed;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, QpAddress, RecvWr, SendWr};
-use gdasync::measure::{Pattern, Samples, shared_page};
+use gdasync::measure::{Pattern, Samples, share_memory};
 use gdasync::mp::Communicator;
 use gdasync::pingpong::await_value;
 use gdasync::results::{Checks, Result, expected};
@@ -334,7 +334,7 @@ pub(super) struct Ring<'a> {
 impl<'a> Ring<'a> {
     pub(super) fn new(comm: &'a Communicator, checks: &'a Checks, bytes: usize) -> Result<Self> {
         let len = ENTRIES * (WORD + bytes.next_multiple_of(WORD));
-        let shared = shared_page::share(comm, len, checks.timeout())?;
+        let shared = share_memory(comm, len, checks.timeout())?;
         Ok(Self { comm, checks, shared, own: Memory::alloc(bytes)?, bytes, run: 0 })
     }
 

@@ -1,7 +1,6 @@
 //! Each probe, made to complain; and the parts that find out.
 
 mod cases;
-mod tree;
 mod trials;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,8 +23,7 @@ use super::probe::{Probe, Status, area_of};
 use super::requirements::{CARDS, GENERATIONS, SOFTWARE, TRANSPORTS, card, generation};
 
 use super::{Description, Report, text};
-use cases::Case;
-use tree::{BRIDGES, GPUS, Tree};
+use cases::{BRIDGES, Case, GPUS, Tree};
 
 fn told<T>(facts: T) -> Answer<T> {
     Answer { facts, trouble: None }
@@ -182,7 +180,7 @@ fn each_trouble_is_told_by_its_probe_and_no_other() {
     let mut complained = BTreeSet::new();
     for (name, cases) in [
         ("driver", cases::DRIVER),
-        ("gpus", cases::GPUS),
+        ("gpus", cases::CUDA),
         ("network", cases::NETWORK),
         ("surroundings", cases::SURROUNDINGS),
     ] {

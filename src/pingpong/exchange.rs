@@ -3,7 +3,7 @@
 use super::buffers::{Buffers, Checker, KernelChecker, checker};
 use super::{Cost, LAUNCH, Measured, Mode, Options};
 use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
-use crate::measure::{Samples, shared_page};
+use crate::measure::{PAGE, Samples, share_memory};
 use crate::results::Result;
 use gdsync::memory::{Memory, Word32, Word64};
 use gdsync::stream::{Batch, Cond, Launch, Stream};
@@ -612,7 +612,7 @@ const LINE: usize = 64;
 /// Bounces flags between the streams of both ranks, as often as small messages are.
 pub(super) fn flags(options: &Options, comm: &Communicator, app: &AppStream) -> Result<Measured> {
     let timeout = options.timeout();
-    let memory = shared_page::share(comm, shared_page::SIZE, timeout)?;
+    let memory = share_memory(comm, PAGE, timeout)?;
     let (mine, theirs) = (memory.word32(comm.rank() * LINE)?, memory.word32((1 - comm.rank()) * LINE)?);
 
     let pings = comm.rank() == 0;

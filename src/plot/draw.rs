@@ -113,7 +113,7 @@ impl<'a> Canvas<'a> {
             Align::Left => HPos::Left,
             Align::Right => HPos::Right,
         };
-        self.draw(&Text::new(super::page::printable(text), at, style.pos(Pos::new(h_pos, VPos::Center))))
+        self.draw(&Text::new(super::printable(text), at, style.pos(Pos::new(h_pos, VPos::Center))))
     }
 
     /// A line of text; `at` is in the middle of its height.
@@ -331,7 +331,7 @@ pub(super) fn document(
         canvas.root.present()?;
     }
     let (tag, rest) = svg.split_once('>').ok_or("the picture cannot be drawn: no picture came")?;
-    let title = super::page::escape(title);
+    let title = super::escape(title);
     Ok(format!("{tag} role=\"img\">\n<title>{title}</title>{rest}"))
 }
 

@@ -9,7 +9,7 @@ use gdsync_testkit::driver::{Control, api};
 
 use super::super::live::{Answer, CudaFacts, Teller, attribute, explore, take_turn};
 use super::super::probe::{Probe, Status};
-use super::tree::Tree;
+use super::cases::Tree;
 use super::{all, healthy};
 
 /// Longer than any test runs.
