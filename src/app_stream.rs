@@ -57,8 +57,8 @@ pub enum Place {
     Host,
     /// That of the rank's GPU.
     Gpu,
-    /// What leaves in the host's, where its CPU reads it, and what arrives in that of the rank's GPU: nobody reads over the bus.
-    /// For programs that keep the two apart, as ping-pongs do.
+    /// Outgoing payload in host memory, incoming payload in GPU memory, so neither side reads over the bus. For ping-pongs,
+    /// which keep the two apart.
     Near,
 }
 
@@ -185,12 +185,12 @@ impl Placed {
         }
     }
 
-    /// Memory for payload that leaves; likewise.
+    /// Memory for outgoing payload. That of a GPU is not zeroed.
     pub fn outgoing(&self, len: usize) -> Result<Memory> {
         self.memory_on(self.payload == Place::Gpu, len)
     }
 
-    /// Memory for payload that arrives; likewise.
+    /// Memory for incoming payload. That of a GPU is not zeroed.
     pub fn incoming(&self, len: usize) -> Result<Memory> {
         self.memory_on(self.payload != Place::Host, len)
     }
@@ -230,7 +230,7 @@ pub struct Description {
     gpus: Vec<String>,
 }
 
-/// What there is to say where GPUs are used; nothing otherwise.
+/// Empty where no GPU is used.
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.gpus.is_empty() {

@@ -1,7 +1,7 @@
 //! `gdasync doctor`: what works on this machine, what does not, why it matters and what to do.
 //!
-//! Probes try things rather than compare versions. What may block or crash (CUDA, libibverbs) is tried by processes of their
-//! own, all at once, with a deadline. Nothing needs root, and nothing is changed.
+//! Probes try things rather than compare versions. What may block or crash (CUDA, libibverbs) runs in separate processes, in
+//! parallel, with a deadline. Nothing needs root, and nothing is changed.
 //!
 //! [`Doctor::run`] exits with 0 where nothing failed, 1 where something that is there does not work, 2 for wrong
 //! options and output that cannot be written.
@@ -32,7 +32,7 @@ use areas::pci::{Pair, pairs};
 use areas::rdma::Limits;
 use areas::{AREAS, Area, is_wanted};
 use gdsync::rdma::gpus;
-use live::{Answer, Asked, Live, limit};
+use live::{Answer, Live, ProbeProcess, limit};
 use machine::{Machine, System};
 use probe::area_of;
 pub use probe::{Probe, Status};
@@ -145,9 +145,9 @@ impl Doctor {
         Report { machine: Description::here(), probes, topology }
     }
 
-    /// Asks all who are to be asked at once.
+    /// Starts all probing processes, then collects their answers.
     fn machine(&self, asks: &[Live], limit: Duration) -> Machine {
-        let ask = |what: Live| asks.contains(&what).then(|| Asked::this_program(what, limit));
+        let ask = |what: Live| asks.contains(&what).then(|| ProbeProcess::this_program(what, limit));
         let (cuda, mapping) = (ask(Live::Cuda), ask(Live::Mapping));
         let (verbs, choice) = (ask(Live::Verbs), ask(Live::Choice));
         Machine {
@@ -169,7 +169,9 @@ fn lossy(text: std::ffi::OsString) -> String {
     text.to_string_lossy().into_owned()
 }
 
-fn answer<T: serde::de::DeserializeOwned + Default>(asked: Option<std::io::Result<Asked>>) -> Answer<T> {
+fn answer<T: serde::de::DeserializeOwned + Default>(
+    asked: Option<std::io::Result<ProbeProcess>>,
+) -> Answer<T> {
     match asked {
         None => Answer::default(),
         Some(Ok(asked)) => asked.answer(),
@@ -179,7 +181,7 @@ fn answer<T: serde::de::DeserializeOwned + Default>(asked: Option<std::io::Resul
     }
 }
 
-/// Looks at a machine in a thread of its own: the kernel may not answer, where a card hangs.
+/// Runs probes in a separate thread: reading the kernel's files blocks where a card hangs.
 fn look<T: Send + 'static>(machine: &Arc<Machine>, at: fn(&Machine) -> T) -> Receiver<T> {
     let (send, seen) = channel();
     let machine = machine.clone();
@@ -329,7 +331,7 @@ fn matrix(out: &mut impl Write, pairs: &[Pair]) -> io::Result<()> {
             names.push(name);
         }
     }
-    // The address of a GPU stands in its probes.
+    // The address of a GPU is in its probes.
     let short = |name: &str| name.split(" (").next().unwrap_or(name).to_owned();
     let width = names.iter().map(|name| short(name).len()).max().unwrap_or(0).max(4);
     if names.is_empty() {

@@ -241,7 +241,7 @@ pub fn share_memory(
     len: usize,
     timeout: Duration,
 ) -> std::result::Result<Memory, Box<dyn std::error::Error>> {
-    // It has to stay open until the others have opened it.
+    // Stays open until the other ranks have opened it.
     let own = (comm.rank() == 0).then(|| create_shared(len)).transpose();
     let offer = match &own {
         Ok(own) => format!("{}\n{}", host()?, own.as_ref().map_or("", |(_, path)| path)),
@@ -289,7 +289,7 @@ fn open_shared(offer: &str, len: usize) -> io::Result<Memory> {
     map_shared(&File::options().read(true).write(true).open(path).map_err(explain)?, len)
 }
 
-/// A file of so many zeroed bytes, and a path by which other processes of the user can open it while this one has it open.
+/// A file of `len` zeroed bytes, and a path by which other processes of this user can open it while this one has it open.
 fn create_shared(len: usize) -> io::Result<(File, String)> {
     let file = File::from(memfd_create(PAGE_NAME, MemfdFlags::CLOEXEC)?);
     file.set_len(len as u64)?;

@@ -453,7 +453,7 @@ impl Sheet {
     ) -> Result<()> {
         self.gather_wrong(&comm, timeout)?;
         let context = comm.context().clone();
-        // The other ranks have not failed, whatever becomes of the output.
+        // First: the other ranks must not fail because of the output.
         comm.finalize(timeout)?;
         self.write(benchmark, &context, options)
     }

@@ -1,4 +1,4 @@
-//! `gdasync trace`: what the flight recorder of a process tells, while it runs, hangs, or after it was killed.
+//! `gdasync trace`: reads the flight recorders of processes that run, hang, or were killed.
 
 mod report;
 mod text;
@@ -42,7 +42,7 @@ pub(crate) struct Options {
     /// Removes the recordings of your processes that have ended.
     #[arg(long, conflicts_with_all = ["targets", "perfetto", "timeline", "json"])]
     clean: bool,
-    /// Shows so many records of each process, the last ones; of --timeline, so many messages.
+    /// Shows this many of the last records of each process; with --timeline, of the last messages.
     #[arg(short = 'n', long, value_name = "COUNT", default_value_t = 20)]
     records: usize,
     /// Seconds after which a wait counts as stuck.
@@ -64,7 +64,7 @@ impl Options {
         match self.try_run() {
             Ok(true) => ExitCode::from(STUCK),
             Ok(false) => ExitCode::SUCCESS,
-            // Whoever reads has seen enough.
+            // The reader has closed the pipe.
             Err(error) if is_closed_pipe(&*error) => ExitCode::SUCCESS,
             Err(error) => {
                 note!("gdasync: {error}");
@@ -124,7 +124,7 @@ impl Options {
     }
 }
 
-/// Tells of a file that is called as a recording is and is not shown.
+/// Reports a file that has the name of a recording and cannot be read.
 fn left_out(path: &Path, error: Error) {
     note!("gdasync: left out {}: {}", printable(&path.to_string_lossy()), printable(&error.to_string()));
 }
@@ -153,7 +153,7 @@ struct Message {
     status: u8,
 }
 
-/// The sends of a process whose beginning the recording still has, in the order of their beginning.
+/// The sends of a process, in the order in which they were enqueued.
 fn sends(recording: &Recording) -> Vec<Message> {
     let mut all: Vec<Message> = Vec::new();
     // Where the send of a number is, the last one of it: after a reset numbers are given again.

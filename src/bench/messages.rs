@@ -571,7 +571,7 @@ impl Bare {
     }
 }
 
-/// Has one rank send after the other. If both sent at once, the calls of each would also process the messages of the other.
+/// Lets one rank send after the other: otherwise the calls of each would also process the messages of the other.
 fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Result<()>) -> Result<()> {
     comm.barrier(timeout)?;
     for rank in 0..comm.size() {

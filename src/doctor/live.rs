@@ -1,8 +1,7 @@
-//! What only trying can tell, found out by processes of their own: one that blocks, or is killed by a driver, takes nothing
-//! along.
+//! Trials in separate processes: one that blocks, or is killed by a driver, does not affect the others.
 //!
-//! Such a process is this program with a hidden option. It writes a line before each step and all it knows after it, so that
-//! whatever becomes of it, its parent knows how far it came.
+//! Such a process is this program with a hidden option. It writes a line before each step and all facts after it, so its
+//! parent knows how far it got.
 
 mod cuda;
 mod devices;
@@ -41,11 +40,11 @@ pub(super) enum Live {
     Mapping,
     /// RDMA devices, through libibverbs.
     Verbs,
-    /// What this library opens when nobody says what.
+    /// What this library opens by default.
     Choice,
 }
 
-/// A line of a process that finds out.
+/// A line that a probing process writes.
 #[derive(Debug, Deserialize, Serialize)]
 enum Line<T> {
     /// What is tried next.
@@ -54,10 +53,10 @@ enum Line<T> {
     Facts(T),
 }
 
-/// Where a process that finds out tells.
-pub(super) struct Teller(RefCell<Box<dyn Write>>);
+/// Where a probing process reports to.
+pub(super) struct Reporter(RefCell<Box<dyn Write>>);
 
-impl Teller {
+impl Reporter {
     pub(super) fn to(out: impl Write + 'static) -> Self {
         Self(RefCell::new(Box::new(out)))
     }
@@ -75,28 +74,28 @@ impl Teller {
     fn line(&self, line: &impl Serialize) {
         let mut out = self.0.borrow_mut();
         let text = serde_json::to_string(line).unwrap_or_default();
-        // A parent that is gone does not want to know.
+        // The parent may be gone.
         let _ = writeln!(out, "{text}").and_then(|()| out.flush());
     }
 }
 
-/// The process that finds out.
+/// The main function of a probing process.
 pub(super) fn run(what: Live) -> ExitCode {
     // The kernel ends this process with its parent.
     let _ = rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL));
-    let teller = Teller::to(std::io::stdout());
+    let reporter = Reporter::to(std::io::stdout());
     match what {
-        Live::Cuda => cuda::tell(&teller),
-        Live::Mapping => devices::tell_mapping(&teller),
-        Live::Verbs => devices::tell_verbs(&teller),
-        Live::Choice => devices::tell_choice(&teller),
+        Live::Cuda => cuda::probe(&reporter),
+        Live::Mapping => devices::probe_mapping(&reporter),
+        Live::Verbs => devices::probe_verbs(&reporter),
+        Live::Choice => devices::probe_choice(&reporter),
     }
     // Without giving anything back, which may wait for a GPU that hangs: the kernel does it better.
     // SAFETY: ends the process; nothing that it holds outlives it.
     unsafe { libc::_exit(0) }
 }
 
-/// How long all of them together may take on a machine with so many GPUs, which CUDA starts one after the other.
+/// The time limit of all probing processes: CUDA starts the GPUs one after the other.
 pub(super) fn limit(gpus: usize) -> Duration {
     Duration::from_secs(4 + gpus.saturating_sub(1) as u64)
 }
@@ -115,14 +114,14 @@ pub(super) struct Answer<T> {
 
 /// A process that was asked.
 #[derive(Debug)]
-pub(super) struct Asked {
+pub(super) struct ProbeProcess {
     child: Child,
     lines: Receiver<String>,
     deadline: Instant,
     limit: Duration,
 }
 
-impl Asked {
+impl ProbeProcess {
     /// Starts this program again, to find out one thing.
     pub(super) fn this_program(what: Live, limit: Duration) -> std::io::Result<Self> {
         let mut command = Command::new(std::env::current_exe()?);
@@ -151,7 +150,7 @@ impl Asked {
         Ok(Self { child, lines, deadline, limit })
     }
 
-    /// What it has to say, until it ends or its time is up.
+    /// Its answer, once it has ended or its time is up.
     pub(super) fn answer<T: DeserializeOwned + Default>(mut self) -> Answer<T> {
         let (mut facts, mut step) = (T::default(), None);
         loop {
@@ -207,7 +206,7 @@ const RELEASE: Duration = Duration::from_millis(500);
 /// Waits for the turn of this process where a GPU lets only one use it. It ends with what is returned, or with the process.
 ///
 /// The parent ends processes that wait too long.
-pub(super) fn take_turn(api: &Api) -> Option<UnixListener> {
+pub(super) fn lock_exclusive_gpus(api: &Api) -> Option<UnixListener> {
     let mut count = 0;
     // SAFETY: a place for the answer.
     unsafe { api.device_get_count(&mut count) }.ok()?;
@@ -216,7 +215,7 @@ pub(super) fn take_turn(api: &Api) -> Option<UnixListener> {
         // SAFETY: a place for the answer; the driver checks the numbers.
         unsafe { api.device_get_attribute(&mut mode, COMPUTE_MODE, *device) }.is_ok() && mode == EXCLUSIVE
     })?;
-    // A name that goes with the process, whatever becomes of it, and is the same for all that one doctor asks.
+    // An abstract name: released when the process ends, and the same for all processes of one doctor.
     let name = SocketAddr::from_abstract_name(format!("gdasync-doctor-{}", parent_id())).ok()?;
     loop {
         match UnixListener::bind_addr(&name) {
@@ -227,15 +226,15 @@ pub(super) fn take_turn(api: &Api) -> Option<UnixListener> {
 }
 
 /// The same for a process that is going to use GPU 0 by other means than `api`.
-fn turn_of_first() -> Option<UnixListener> {
+fn lock_first_gpu() -> Option<UnixListener> {
     let api = Api::load().ok()?;
     // SAFETY: no flags are defined.
     unsafe { api.init(0) }.ok()?;
-    let turn = take_turn(&api)?;
+    let turn = lock_exclusive_gpus(&api)?;
     let mut device = 0;
     // SAFETY: a place for the answer.
     unsafe { api.device_get(&mut device, 0) }.ok()?;
-    // Whoever comes next in this process gets the same context, or the same refusal.
+    // Later calls in this process get the same context, or the same error.
     let _ = retain(&api, device);
     Some(turn)
 }
@@ -253,7 +252,7 @@ fn retain(api: &Api, device: i32) -> gdrcopy::Result<Handle> {
     }
 }
 
-/// Whether another process has the GPU for itself, or nobody may use it.
+/// Whether the compute mode of the GPU keeps this process out.
 fn is_taken(error: &Error) -> bool {
     matches!(error, Error::Cuda { status: CudaStatus::DEVICE_UNAVAILABLE, .. })
 }

@@ -1,4 +1,4 @@
-//! What the probes judge: what the kernel shows, and what those answered who were asked.
+//! The facts that probes judge: the kernel's files, and the answers of the probing processes.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,7 +10,7 @@ use rustix::fs::Access;
 use super::areas::rdma::Limits;
 use super::live::{Answer, ChoiceFacts, CudaFacts, MappingFacts, VerbsFacts};
 
-/// A machine, or a test's idea of one.
+/// A machine, real or made up by a test.
 #[derive(Clone, Debug)]
 pub(super) struct Machine {
     pub(super) system: System,

@@ -15,7 +15,7 @@ use super::areas::pci::pairs;
 use super::areas::process::KNOWN;
 use super::areas::rdma::Limits;
 use super::live::{
-    Answer, Asked, Backend, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, GpuFacts, MappingFacts, Route,
+    Answer, Backend, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, GpuFacts, MappingFacts, ProbeProcess, Route,
     VerbsFacts, attribute, limit,
 };
 use super::machine::{Machine, System};
@@ -123,7 +123,7 @@ fn become_nobody() -> bool {
     unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) == 0 }
 }
 
-/// The probes as somebody who is not root sees them. `None` where root may not become somebody else.
+/// The probes as another user than root. `None` where root may not change its user.
 fn as_nobody(machine: &Machine) -> Option<Vec<Probe>> {
     // SAFETY: it may be called at any time.
     let is_root = unsafe { libc::geteuid() } == 0;
@@ -390,7 +390,7 @@ const LONG: Duration = Duration::from_secs(600);
 fn ask(script: &str, limit: Duration) -> Answer<CudaFacts> {
     let mut shell = Command::new("sh");
     shell.args(["-c", script]);
-    Asked::start(shell, limit).unwrap().answer()
+    ProbeProcess::start(shell, limit).unwrap().answer()
 }
 
 const FACTS: &str = r#"echo '{"Facts":{"version":{"Ok":13000},"count":null,"gpus":[]}}';"#;

@@ -110,7 +110,7 @@ impl<'a> PingPong<'a> {
         self.launch(launches, &checker, warm_up)
     }
 
-    /// A connection for launches of so many iterations.
+    /// A connection for launches of `each` iterations.
     fn connection(&self, each: u64) -> Result<Connection> {
         Connection::new(self.options, self.comm, self.placed, &self.buffers, Launches::room(each)?)
     }
@@ -251,10 +251,10 @@ impl<'a> PingPong<'a> {
 
 const UNDER_WAY: usize = 2;
 
-/// Launches some iterations, and waits for room for so long.
+/// Launches iterations; waits at most this long for room.
 type Launcher<'a> = Box<dyn Fn(&Stream, Duration) -> Result<Launch> + 'a>;
 
-/// The launches that it takes to run so many iterations.
+/// The launches that run `total` iterations.
 struct Launches<'a> {
     /// Iterations of a launch, and how it is launched; at last one of fewer, if need be.
     launchers: Vec<(u64, Launcher<'a>)>,
@@ -304,7 +304,7 @@ impl<'a> Launches<'a> {
     }
 }
 
-/// Captures so many iterations as a graph.
+/// Captures `count` iterations as a graph.
 fn captured<'a>(
     pingpong: &PingPong<'_>,
     checker: &dyn Checker,
@@ -332,7 +332,7 @@ fn captured<'a>(
     Ok(Box::new(move |stream, timeout| Ok(graph.launch_within(stream, timeout)?)))
 }
 
-/// Records so many iterations for a kernel that waits and sends by itself.
+/// Records `count` iterations for a kernel that waits and sends by itself.
 fn initiated<'a>(
     pingpong: &PingPong<'_>,
     checker: &'a KernelChecker<'_>,
@@ -400,7 +400,7 @@ struct Connection {
 }
 
 impl Connection {
-    /// Connects both ranks through the device that their other messages take. So many messages fit in each direction.
+    /// Connects both ranks through the device of their other messages, with room for `messages` in each direction.
     fn new(
         options: &Options,
         comm: &Communicator,
@@ -440,7 +440,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Adds the send of what is to leave.
+    /// Adds the send of the outgoing message.
     fn send(&self, batch: &mut Batch) -> gdsync::Result<()> {
         let place = self.buffers.send_slot();
         batch.send(&self.qp, &SendWr::send(&[self.outgoing.sge(place.start, place.len())?]))?;
@@ -520,7 +520,7 @@ impl<'a> Clock<'a> {
             None => None,
         };
         let clock = Self { app, stamp, origin: Instant::now(), memory: Memory::alloc(16)? };
-        // What CUDA loads or registers at the first use, it had better do before a stream is held.
+        // First use: CUDA loads and registers now, not while a stream is blocked.
         clock.take(Side::Begin)?;
         app.idle()?;
         Ok(clock)

@@ -356,7 +356,7 @@ impl Bench {
         let good = pattern(1, bytes);
         let Self { mapped, copies, cuda, cold, host, .. } = self;
         let (mapping, buffer) = (&mapped.mapping, &mapped.buffer);
-        // What is to be overwritten must not look as if it had been.
+        // The memory to be overwritten starts with other data.
         buffer.copy_in(0, &pattern(if test.writes() { 2 } else { 1 }, bytes))?;
         let by_cuda = cuda.as_mut().map(|cuda| (&*cuda.context, &mut cuda.host));
         let timing = match (test, by_cuda) {
@@ -548,7 +548,7 @@ struct Bin {
     count: usize,
 }
 
-/// So many bins of one width from the smallest to the largest time. Every time is in exactly one.
+/// `bins` bins of one width from the smallest to the largest time. Every time is in exactly one.
 fn histogram(times: &[Duration], bins: usize) -> Vec<Bin> {
     let (Some(&min), Some(&max)) = (times.iter().min(), times.iter().max()) else { return Vec::new() };
     // In nanoseconds, with integers: edges are computed once, for counting and for printing.

@@ -93,7 +93,7 @@ struct Rounds {
     /// Words of data.
     words: usize,
     flush: bool,
-    /// After so long without an answer a side gives up.
+    /// A side gives up after this long without an answer.
     limit: Duration,
 }
 
@@ -335,7 +335,7 @@ fn await_flag(limit: Duration, mut seen: impl FnMut() -> Result<bool>) -> Result
     }
 }
 
-/// Samples of averages over so many rounds; rounds that do not fill a sample are left out.
+/// Samples of averages over `each` rounds; rounds that do not fill a sample are left out.
 fn samples(times: &[Duration], each: usize) -> Samples {
     let mut samples = Samples::default();
     times.chunks_exact(each).for_each(|rounds| samples.add(rounds.iter().sum()));
@@ -480,7 +480,7 @@ fn fits(function: CUfunction, sms: i32, plan: Rounds) -> Result<()> {
 
 impl Gpu for Kernel {
     fn end(self) -> Result<GpuSide> {
-        // A block that waits gives up by itself after the limit.
+        // A waiting block gives up after the limit.
         let deadline = Instant::now() + self.plan.limit * 2 + Duration::from_secs(10);
         while !self.done.try_is_complete()? {
             if Instant::now() > deadline {
@@ -517,7 +517,7 @@ enum Place {
 }
 
 impl Place {
-    /// So many words, all 0.
+    /// `words` words, all 0.
     fn new(at: Where, words: usize, target: &Target, memory: Memory) -> Result<Self> {
         if at == Where::Gpumem {
             let buffer = target.gdr.alloc_with(target.gpu, words * 4, memory.alloc.kind())?;

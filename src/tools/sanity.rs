@@ -89,7 +89,7 @@ pub struct Sanity {
     child: Option<String>,
 }
 
-/// In place of a case: the process tells what mappings are made with.
+/// In place of a case: the process reports backend, driver and GPU.
 const DESCRIBE: &str = "describe";
 
 impl Program for Sanity {
@@ -256,7 +256,7 @@ enum Group {
 #[derive(Debug)]
 struct Case {
     name: String,
-    /// What it looks at, in a line.
+    /// What it checks, in a line.
     what: &'static str,
     group: Group,
     /// Which memory it gets from [`Env::alloc`].
@@ -413,7 +413,7 @@ impl Runner {
 fn collect(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What came before an error is kept.
+        // Output before an error is kept.
         let _ = from.read_to_end(&mut bytes);
         String::from_utf8_lossy(&bytes).trim().to_owned()
     })
@@ -465,7 +465,7 @@ fn exit_with(outcome: Outcome) -> ! {
         Err(Stop::Waived(reason)) => (WAIVED, reason),
         Err(Stop::Failed(reason)) => (1, reason),
     };
-    // Read by the tool; without it nobody asks.
+    // The tool may be gone.
     let _ = std::io::stdout().write_all(reason.as_bytes());
     std::process::exit(code)
 }
@@ -495,7 +495,7 @@ fn fork(play: impl FnOnce(UnixStream) -> Outcome) -> Outcome<Forked> {
                 Ok(Err(Stop::Failed(text))) => (1, text),
                 Err(_) => (1, "panicked".into()),
             };
-            // A parent that is gone does not want to know.
+            // The parent may be gone.
             let _ = (&told).write_all(text.as_bytes());
             // SAFETY: ends this process at once.
             unsafe { libc::_exit(code) }

@@ -1,4 +1,4 @@
-//! What the recordings of some processes come to.
+//! The report on the recordings of processes: waits, queue pairs, last records.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! A report for people.
+//! Prints a report as text.
 
 use std::io::{Result, Write};
 
@@ -138,7 +138,7 @@ fn queue_pairs(pairs: &[QueuePair], out: &mut dyn Write) -> Result<()> {
         "failure",
     ];
     let mut table = table(header, &[0, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
-    // Those that came to nothing are in the JSON.
+    // Unused ones are in the JSON only.
     for pair in pairs.iter().filter(|pair| !pair.gone || pair.idle_s.is_some()) {
         let Progress { prepared, triggered, fetched, completed, released } = pair.sends;
         let receives = [pair.receives.prepared, pair.receives.completed, pair.receives.released];

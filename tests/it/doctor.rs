@@ -189,7 +189,7 @@ fn limits_that_are_lowered_are_found() {
     assert!(lock["found"].as_str().unwrap().contains("not held"), "{lock:#}");
 }
 
-/// Nobody ever writes to this pipe: whoever opens it waits for good.
+/// A pipe without a writer: opening it blocks.
 fn blocking_file(path: &Path) {
     let name = CString::new(path.as_os_str().as_bytes()).unwrap();
     // SAFETY: a terminated path.

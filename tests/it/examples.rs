@@ -152,7 +152,7 @@ fn successful_pingpong_writes_nothing_to_stderr() {
     assert_eq!(out.lines().filter(|line| line.trim_start().starts_with("cpu ")).count(), 1, "{out}");
 }
 
-/// A port nobody listens at.
+/// A port without a listener.
 fn free_port() -> u16 {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }

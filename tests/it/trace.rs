@@ -1,4 +1,4 @@
-//! `gdasync trace`: what it tells of processes that run, hang, and were killed.
+//! `gdasync trace` on processes that run, hang, and were killed.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};

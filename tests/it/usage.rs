@@ -1,4 +1,4 @@
-//! Options, help and errors of every program; outputs that nobody can read.
+//! Options, help and errors of every program, and outputs that cannot be written.
 
 use std::fs::File;
 

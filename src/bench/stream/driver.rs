@@ -121,7 +121,7 @@ pub(super) fn watched(driver: Api) -> Api {
     }
 }
 
-/// The calls that this thread makes for `stream` meanwhile.
+/// Runs `run`, and returns the calls that this thread made for `stream`.
 pub(super) fn recording(stream: Handle, run: impl FnOnce() -> Result<()>) -> Result<Vec<Call>> {
     RECORDED.set(Some((stream, Vec::new())));
     let ran = run();

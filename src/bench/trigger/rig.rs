@@ -128,7 +128,7 @@ pub(super) struct Gated {
     pub(super) end: End,
     /// Whether the streams are idle.
     pub(super) idle: Ask,
-    /// Other work of the GPU meanwhile.
+    /// Load on another stream.
     pub(super) load: Option<(&'static Gpu, BusyStream)>,
 }
 

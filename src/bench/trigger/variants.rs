@@ -359,7 +359,7 @@ fn time_beside(
 /// Repetitions of a sample: this many batches of this many.
 const BATCHES: usize = 20;
 const IN_BATCH: usize = 10;
-/// Repetitions, by whose number times are to be divided.
+/// Repetitions of a sample: times are divided by it.
 pub(super) const BARRIER_PARTS: u32 = 200;
 const _: () = assert!(BATCHES * IN_BATCH == BARRIER_PARTS as usize);
 

@@ -124,7 +124,7 @@ fn nodes(machine: &Machine) -> Probe {
     }
 }
 
-/// Whether the module was told to let anybody map IO memory.
+/// Whether the module lets every user map IO memory.
 fn has_override(machine: &Machine) -> bool {
     let params = machine.system.text("/proc/driver/nvidia/params").unwrap_or_default();
     let words = params.lines().find_map(|line| line.strip_prefix("RegistryDwords:")).unwrap_or_default();

@@ -69,7 +69,7 @@ pub(super) const GPU_AREA: Area = area(
     probe_gpu,
 );
 
-/// What stands in the way of a trial where another process has the GPU, or nobody may use it.
+/// The result where the compute mode of the GPU keeps this process from using it.
 pub(super) fn taken(check: &Check, gpu: &GpuFacts) -> Option<Probe> {
     let fix = "`nvidia-smi -c DEFAULT` as root lets all processes use it";
     match gpu.attribute(attribute::COMPUTE_MODE) {

@@ -178,7 +178,7 @@ pub(in crate::doctor) fn pairs(machine: &Machine) -> Vec<Pair> {
     pairs
 }
 
-/// GPUs by their order on the PCI bus: CUDA may number them in another way, so the address is told.
+/// A GPU by its order on the PCI bus, and its address: CUDA may number GPUs differently.
 fn name(at: usize, gpu: &Place) -> String {
     format!("GPU{at} ({})", gpu.address)
 }
@@ -249,7 +249,7 @@ fn to_cards(gpu: &Place, hcas: &[Hca]) -> Probe {
 enum Way {
     NvLink,
     Switches,
-    /// Past a host bridge, unless there is NVLink, of which nobody could be asked.
+    /// Through a host bridge, or NVLink: NVML did not say.
     Unknown,
     HostBridge,
     Sockets,

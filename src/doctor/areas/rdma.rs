@@ -349,7 +349,7 @@ const FIX: &str = "raise it: `ulimit -l unlimited`, `* - memlock unlimited` in /
                    LimitMEMLOCK=infinity of the service, or `--ulimit memlock=-1` of the container";
 
 impl Limits {
-    /// Of this process. What is locked to find out is unlocked at once.
+    /// The limits of this process. Memory that is locked as a trial is unlocked again.
     pub(in crate::doctor) fn here() -> Self {
         let memlock = getrlimit(Resource::Memlock).current;
         let tried = memlock.filter(|limit| *limit <= MOST_TRIED);

@@ -14,7 +14,7 @@ use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::cuda::sysfs_address;
 use serde::{Deserialize, Serialize};
 
-use super::{Teller, is_taken, retain, take_turn};
+use super::{Reporter, is_taken, lock_exclusive_gpus, retain};
 use crate::nvml::{Bar1, Nvml};
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_millis(1500);
 /// What was tried: what was seen, or what was said.
 pub(in crate::doctor) type Outcome = Result<String, String>;
 
-/// All that CUDA told.
+/// What CUDA reported.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct CudaFacts {
     /// `1000 * major + 10 * minor`, or why there is no `libcuda`.
@@ -33,7 +33,7 @@ pub(in crate::doctor) struct CudaFacts {
     pub(in crate::doctor) gpus: Vec<GpuFacts>,
 }
 
-/// One GPU. What is `None` was not come to.
+/// One GPU. `None`: not reached.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) ordinal: i32,
@@ -48,7 +48,7 @@ pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) peers: BTreeMap<i32, bool>,
     /// Whether NVLink joins it to another GPU, by PCI address; those of which NVML said nothing are missing.
     pub(in crate::doctor) nvlinks: BTreeMap<String, bool>,
-    /// Another process has it for itself, or nobody may use it: nothing was tried.
+    /// Its compute mode keeps this process out: nothing was tried.
     pub(in crate::doctor) is_taken: bool,
     pub(in crate::doctor) memop: Option<Outcome>,
     pub(in crate::doctor) capture: Option<Outcome>,
@@ -89,31 +89,31 @@ impl GpuFacts {
     }
 }
 
-pub(super) fn tell(teller: &Teller) {
-    teller.step("loading libcuda.so.1");
+pub(super) fn probe(reporter: &Reporter) {
+    reporter.step("loading libcuda.so.1");
     match Api::load() {
-        Ok(api) => drop(explore(&api, teller, PATIENCE)),
+        Ok(api) => drop(explore(&api, reporter, PATIENCE)),
         Err(error) => {
-            teller.facts(&CudaFacts { version: Some(Err(error.to_string())), ..CudaFacts::default() })
+            reporter.facts(&CudaFacts { version: Some(Err(error.to_string())), ..CudaFacts::default() })
         }
     }
 }
 
 /// Asks and tries everything.
-pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration) -> CudaFacts {
+pub(in crate::doctor) fn explore(api: &Api, reporter: &Reporter, patience: Duration) -> CudaFacts {
     let mut facts = CudaFacts::default();
     let mut version = 0;
     // SAFETY: a place for the answer.
     let told = unsafe { api.driver_get_version(&mut version) };
     facts.version = Some(told.map(|()| version).map_err(text));
-    teller.facts(&facts);
-    teller.step("cuInit");
+    reporter.facts(&facts);
+    reporter.step("cuInit");
     let count = count(api);
     facts.count = Some(count.as_ref().copied().map_err(text));
-    teller.facts(&facts);
+    reporter.facts(&facts);
     let count = count.unwrap_or(0);
-    let _turn = take_turn(api);
-    teller.step("loading NVML");
+    let _lock = lock_exclusive_gpus(api);
+    reporter.step("loading NVML");
     let nvml = Nvml::load();
     for ordinal in 0..count {
         facts.gpus.push(GpuFacts { ordinal, ..GpuFacts::default() });
@@ -121,13 +121,13 @@ pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration)
             if let Some(last) = facts.gpus.last_mut() {
                 *last = gpu.clone();
             }
-            teller.facts(facts);
+            reporter.facts(facts);
         };
         let mut gpu = GpuFacts { ordinal, ..GpuFacts::default() };
         let around = Around { count, patience, nvml: &nvml };
-        if let Err(error) = each(api, teller, &mut gpu, &around, &mut |gpu| note(gpu, &mut facts)) {
+        if let Err(error) = each(api, reporter, &mut gpu, &around, &mut |gpu| note(gpu, &mut facts)) {
             gpu.is_taken = is_taken(&error);
-            // Nothing was tried for want of a context: what stands in the way of all is told for each.
+            // No context, so nothing was tried: each trial gets this error.
             let error = text(error);
             for outcome in [&mut gpu.memop, &mut gpu.capture, &mut gpu.dma_buf] {
                 outcome.get_or_insert_with(|| Err(error.clone()));
@@ -160,7 +160,7 @@ struct Around<'a> {
 
 fn each(
     api: &Api,
-    teller: &Teller,
+    reporter: &Reporter,
     gpu: &mut GpuFacts,
     &Around { count, patience, nvml }: &Around<'_>,
     note: &mut dyn FnMut(&GpuFacts),
@@ -196,24 +196,24 @@ fn each(
     }
     gpu.bar1 = Some(nvml.clone().and_then(|nvml| nvml.bar1(&gpu.pci)));
     note(gpu);
-    teller.step(format!("making a context on GPU {number}"));
+    reporter.step(format!("making a context on GPU {number}"));
     let context = retain(api, device)?;
     // SAFETY: retained above.
     let _current = unsafe { Current::enter(api, context) }?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: places for the answers; a context is current.
     gpu.memory = unsafe { api.mem_get_info(&mut free, &mut total) }.is_ok().then_some(total as u64);
-    teller.step(format!("running stream memory operations on GPU {number}"));
+    reporter.step(format!("running stream memory operations on GPU {number}"));
     let bench = Bench::new(api, patience)?;
     gpu.memop = Some(bench.run().map_err(text));
     note(gpu);
-    teller.step(format!("capturing stream memory operations on GPU {number}"));
-    // A stream that is stuck would hold up what follows for good.
+    reporter.step(format!("capturing stream memory operations on GPU {number}"));
+    // A stuck stream would block the calls that follow.
     let is_stuck = gpu.memop.as_ref().is_some_and(Result::is_err);
     let stuck = || Err("not tried, for the stream does not run".into());
     gpu.capture = Some(if is_stuck { stuck() } else { bench.capture().map_err(text) });
     note(gpu);
-    teller.step(format!("exporting memory of GPU {number} as a dma-buf"));
+    reporter.step(format!("exporting memory of GPU {number} as a dma-buf"));
     gpu.dma_buf = Some(if is_stuck { stuck() } else { dma_buf(api).map_err(text) });
     Ok(())
 }

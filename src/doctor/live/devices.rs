@@ -13,9 +13,9 @@ use rdma_core_sys::verbs::{ibv_context, ibv_device};
 use rdma_core_sys::{Mlx5, Verbs};
 use serde::{Deserialize, Serialize};
 
-use super::{Teller, turn_of_first};
+use super::{Reporter, lock_first_gpu};
 
-/// What became of each way; those that were not come to are missing.
+/// The result of each backend; those not reached are missing.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct MappingFacts {
     pub(in crate::doctor) backends: Vec<Backend>,
@@ -29,15 +29,15 @@ pub(in crate::doctor) struct Backend {
     pub(in crate::doctor) outcome: Result<String, String>,
 }
 
-pub(super) fn tell_mapping(teller: &Teller) {
+pub(super) fn probe_mapping(reporter: &Reporter) {
     let mut facts = MappingFacts::default();
-    teller.step("cuInit");
-    let _turn = turn_of_first();
+    reporter.step("cuInit");
+    let _lock = lock_first_gpu();
     for kind in BackendKind::ALL.into_iter().filter(|kind| *kind != BackendKind::Host) {
-        teller.step(format!("mapping GPU memory by {kind}"));
+        reporter.step(format!("mapping GPU memory by {kind}"));
         let outcome = attempt(kind);
         facts.backends.push(Backend { name: kind.name().to_owned(), outcome });
-        teller.facts(&facts);
+        reporter.facts(&facts);
     }
 }
 
@@ -64,7 +64,7 @@ fn attempt(kind: BackendKind) -> Result<String, String> {
     Ok(format!("64 KiB of GPU 0 mapped, written and read back{}", version.unwrap_or_default()))
 }
 
-/// All that the libraries told. What is `None` was not come to.
+/// What the libraries reported. `None`: not reached.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct VerbsFacts {
     /// The file of libibverbs, or why there is none.
@@ -88,52 +88,52 @@ pub(in crate::doctor) struct DeviceFacts {
     pub(in crate::doctor) devx: Option<Result<(), String>>,
 }
 
-pub(super) fn tell_verbs(teller: &Teller) {
+pub(super) fn probe_verbs(reporter: &Reporter) {
     let mut facts = VerbsFacts::default();
-    teller.step("loading libibverbs");
+    reporter.step("loading libibverbs");
     let verbs = Verbs::load();
     facts.libibverbs = Some(match verbs {
         Ok(verbs) => Ok(file_of("libibverbs", verbs.library())),
         Err(ref error) => Err(error.to_string()),
     });
-    teller.facts(&facts);
+    reporter.facts(&facts);
     let Ok(verbs) = verbs else { return };
     facts.dma_bufs = verbs.ibv_reg_dmabuf_mr.is_some();
-    teller.step("loading libmlx5");
+    reporter.step("loading libmlx5");
     let mlx5 = Mlx5::load();
     facts.libmlx5 = Some(match mlx5 {
         Ok(mlx5) => Ok(file_of("libmlx5", mlx5.library())),
         Err(ref error) => Err(error.to_string()),
     });
-    teller.step("ibv_get_device_list");
+    reporter.step("ibv_get_device_list");
     let mut count = 0;
     // SAFETY: a place for the answer. The list is never freed: the process ends soon.
     let list = unsafe { verbs.ibv_get_device_list(&raw mut count) };
     let Some(list) = NonNull::new(list) else {
         facts.no_list = Some(io::Error::last_os_error().to_string());
-        return teller.facts(&facts);
+        return reporter.facts(&facts);
     };
     // SAFETY: the list has so many entries, and stays.
     let list = unsafe { std::slice::from_raw_parts(list.as_ptr(), usize::try_from(count).unwrap_or(0)) };
-    teller.facts(&facts);
+    reporter.facts(&facts);
     for &device in list {
         facts.devices.push(DeviceFacts::default());
         let mut one = DeviceFacts { name: name_of(verbs, device), ..DeviceFacts::default() };
-        teller.step(format!("opening {}", one.name));
+        reporter.step(format!("opening {}", one.name));
         // SAFETY: the device is listed.
         one.open = Some(opened(verbs, unsafe { verbs.ibv_open_device(device) }));
         if let Ok(mlx5) = mlx5 {
             // SAFETY: the device is listed.
             one.mlx5 = unsafe { mlx5.mlx5dv_is_supported(device) };
             if one.mlx5 {
-                teller.step(format!("opening {} for DevX", one.name));
+                reporter.step(format!("opening {} for DevX", one.name));
                 one.devx = Some(open_devx(verbs, mlx5, device));
             }
         }
         if let Some(last) = facts.devices.last_mut() {
             *last = one;
         }
-        teller.facts(&facts);
+        reporter.facts(&facts);
     }
 }
 
@@ -174,7 +174,7 @@ fn file_of(part: &str, asked: &str) -> PathBuf {
     path.canonicalize().unwrap_or(path)
 }
 
-/// What was opened. What is `None` was not come to.
+/// What was opened. `None`: not reached.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct ChoiceFacts {
     /// The PCI address of the GPU whose streams would trigger, or why there is none.
@@ -197,17 +197,17 @@ pub(in crate::doctor) enum Route {
     Soft,
 }
 
-pub(super) fn tell_choice(teller: &Teller) {
+pub(super) fn probe_choice(reporter: &Reporter) {
     let mut facts = ChoiceFacts::default();
-    teller.step("opening GPU 0");
-    let _turn = turn_of_first();
+    reporter.step("opening GPU 0");
+    let _lock = lock_first_gpu();
     let gpu = Gpu::open(0);
     facts.gpu = Some(match &gpu {
         Ok(gpu) => Ok(gpu.pci_address().unwrap_or_default().to_owned()),
         Err(error) => Err(error.to_string()),
     });
-    teller.facts(&facts);
-    teller.step("looking for the nearest RDMA device");
+    reporter.facts(&facts);
+    reporter.step("looking for the nearest RDMA device");
     let device = match &gpu {
         Ok(gpu) => Device::near(gpu),
         Err(_) => Device::find(None),
@@ -216,9 +216,9 @@ pub(super) fn tell_choice(teller: &Teller) {
         Ok(device) => Ok(device.name().to_owned()),
         Err(error) => Err(error.to_string()),
     });
-    teller.facts(&facts);
+    reporter.facts(&facts);
     let Ok(device) = device else { return };
-    teller.step(format!("opening {}", device.name()));
+    reporter.step(format!("opening {}", device.name()));
     match device.open() {
         Ok(context) => {
             facts.route = Some(Ok(match context.not_direct() {
@@ -228,11 +228,11 @@ pub(super) fn tell_choice(teller: &Teller) {
             }));
             facts.wire = context.wire().to_owned();
             facts.not_direct = context.not_direct().map(str::to_owned);
-            teller.facts(&facts);
+            reporter.facts(&facts);
         }
         Err(error) => {
             facts.route = Some(Err(error.to_string()));
-            teller.facts(&facts);
+            reporter.facts(&facts);
         }
     }
 }

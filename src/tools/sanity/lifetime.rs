@@ -23,7 +23,7 @@ use super::mapping::{PAGE, SIZE, joined, write_and_check};
 use super::{Env, Outcome, fail, fork, persistent, receive, refused, send, waive};
 use crate::nvml::Nvml;
 
-/// An allocation of CUDA with an address of its own choice.
+/// An allocation by CUDA itself, without alignment to GPU pages.
 #[derive(Debug)]
 pub(super) struct Raw {
     pub(super) addr: u64,
@@ -132,7 +132,7 @@ pub(super) fn two_mappings(env: &Env) -> Outcome {
     write_and_check(&mappings[1], &second, 0, PAGE)
 }
 
-/// A part of a mapping is unmapped by somebody else in the process.
+/// A part of a mapping is unmapped by other code of the process.
 pub(super) fn partial_unmap(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(4 * PAGE)?;
     let pin = buffer.pin()?;
@@ -392,7 +392,7 @@ fn shared(env: &Env, attempt: impl FnOnce(OwnedFd) -> Outcome) -> Outcome {
     Ok(())
 }
 
-/// A module must let pins go when the last process that holds its file ends, whoever that is.
+/// A module must release pins when the last process that has its file open ends.
 pub(super) fn leak_over_fork(env: &Env) -> Outcome {
     let pins = || -> Outcome<i64> { Ok(fs::read_to_string(PINS)?.trim().parse()?) };
     if let Err(error) = fs::metadata(PINS) {
@@ -590,8 +590,6 @@ const SLACK_BYTES: u64 = 48 << 20;
 impl Resources {
     /// Counts, and says what cannot be counted.
     fn count(env: &Env, gdr: &Gdr) -> Outcome<Self> {
-        let descriptors = fs::read_dir("/proc/self/fd")?.count();
-        let mappings = fs::read_to_string("/proc/self/maps")?.lines().count();
         let gpu_used = env.cuda(gdr).ok().and_then(|context| context.mem_get_info().ok());
         let gpu_used = gpu_used.map(|(free, total)| (total - free) as u64);
         let pci = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu).map(|gpu| gpu.pci);
@@ -605,6 +603,9 @@ impl Resources {
                 }
                 None => None,
             };
+        // Last: CUDA and NVML open files of their own when they are first asked.
+        let descriptors = fs::read_dir("/proc/self/fd")?.count();
+        let mappings = fs::read_to_string("/proc/self/maps")?.lines().count();
         Ok(Self { descriptors, mappings, bar1_used, gpu_used })
     }
 

@@ -375,7 +375,7 @@ fn validate(env: &Env, flags: PinFlags) -> Outcome {
     Ok(pin.unpin()?)
 }
 
-/// Stores every word with an ordinary store, in the manner of a program that has the address.
+/// Stores every word with an ordinary store, as a program does that has the address.
 fn store_words(mapping: &Mapping, data: &[u8]) {
     for (i, word) in data.as_chunks::<4>().0.iter().enumerate() {
         let at = mapping.as_ptr().cast::<u32>().wrapping_add(i);
