@@ -64,11 +64,7 @@ pub enum Place {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Host => "host",
-            Self::Gpu => "gpu",
-            Self::Near => "near",
-        })
+        f.write_str(self.to_possible_value().expect("none is hidden").get_name())
     }
 }
 

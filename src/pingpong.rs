@@ -330,7 +330,7 @@ fn text(options: &Options, rows: &[Row]) -> String {
         "process",
         "errors",
     ];
-    let mut table = plain_table(header, 1);
+    let mut table = plain_table(header, 1..header.len());
     let number = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
     let mut modes: Vec<&str> = Vec::new();
     for row in rows {

@@ -236,23 +236,23 @@ impl Report {
     }
 }
 
-/// A table without borders whose columns from `first` on are right-aligned.
-pub fn plain_table(header: impl IntoIterator<Item = impl Into<String>>, first: usize) -> Table {
+/// A table without borders; these columns are right-aligned.
+pub fn plain_table(
+    header: impl IntoIterator<Item = &'static str>,
+    right: impl IntoIterator<Item = usize>,
+) -> Table {
     let mut table = Table::new();
-    table
-        .load_style(presets::NOTHING)
-        .set_header(header.into_iter().map(Into::into).collect::<Vec<String>>());
-    table.column_iter_mut().skip(first).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    table.load_style(presets::NOTHING).set_header(header.into_iter().collect::<Vec<_>>());
+    for column in right {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
     table
 }
 
 fn table(series: &[Series]) -> Table {
-    let mut table = plain_table(["", "at", "p50", "p99", "min", "", "ratio", "to"], 0);
-    for column in [0, 5, 7] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Left);
-        }
-    }
+    let mut table = plain_table(["", "at", "p50", "p99", "min", "", "ratio", "to"], [1, 2, 3, 4, 6]);
     let number = |value: f64| match value.abs() {
         large if large >= 1e3 => format!("{value:.0}"),
         small if small < 0.1 => format!("{value:.5}"),

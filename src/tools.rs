@@ -159,11 +159,8 @@ enum AllocFn {
 }
 
 impl AllocFn {
-    fn name(self) -> &'static str {
-        match self {
-            Self::CuMemAlloc => "cuMemAlloc",
-            Self::CuMemCreate => "cuMemCreate",
-        }
+    fn name(self) -> String {
+        self.to_possible_value().expect("none is hidden").get_name().to_owned()
     }
 
     fn kind(self) -> AllocKind {

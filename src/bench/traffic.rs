@@ -1,5 +1,6 @@
 //! Traffic that several benchmarks share: queue pairs between two ranks, message slots, a ring in shared memory.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, QpAddress, RecvWr, SendWr};
 use gdasync::measure::{Pattern, Samples, share_memory};
-use gdasync::mp::Communicator;
+use gdasync::mp::{self, Communicator, Registration, Request};
 use gdasync::pingpong::await_value;
 use gdasync::results::{Checks, Result, expected};
 
@@ -313,6 +314,51 @@ impl Slots {
             wrong += u64::from(!theirs.check(memory, self.received(n).start, self.bytes)?);
         }
         Ok(wrong)
+    }
+}
+
+/// A registered buffer of a rank, for messages to one rank and from one rank. Each run has its own payload.
+pub(super) struct Endpoint<'a> {
+    pub(super) comm: &'a Communicator,
+    pub(super) checks: &'a Checks,
+    pub(super) buffer: Registration,
+    pub(super) slots: Slots,
+    pub(super) to: usize,
+    pub(super) from: usize,
+    run: Cell<u64>,
+}
+
+impl<'a> Endpoint<'a> {
+    pub(super) fn new(
+        comm: &'a Communicator,
+        checks: &'a Checks,
+        bytes: usize,
+        (to, from): (usize, usize),
+    ) -> Result<Self> {
+        let slots = Slots::new(bytes);
+        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
+        Ok(Self { comm, checks, buffer, slots, to, from, run: Cell::new(0) })
+    }
+
+    /// Writes the payload of the next run, and overwrites the slots that will receive `receives` messages.
+    pub(super) fn prepare(&self, receives: u64) -> Result<()> {
+        self.run.set(self.run.get() + 1);
+        let (run, memory) = (self.run.get(), self.buffer.memory());
+        self.slots.fill(memory, self.checks.sent(self.comm.rank(), run))?;
+        self.slots.spoil(memory, expected(self.from, run), receives)
+    }
+
+    /// The number of slots with wrong data after `messages` messages.
+    pub(super) fn wrong(&self, messages: u64) -> Result<u64> {
+        self.slots.wrong(self.buffer.memory(), expected(self.from, self.run.get()), messages)
+    }
+
+    pub(super) fn receive(&self, n: u64) -> mp::Result<Request> {
+        self.comm.irecv(&self.buffer, self.slots.received(n), self.from)
+    }
+
+    pub(super) fn send(&self) -> mp::Result<Request> {
+        self.comm.isend(&self.buffer, self.slots.sent(), self.to)
     }
 }
 

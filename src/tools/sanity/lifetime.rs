@@ -21,7 +21,7 @@ use rustix::net::{
 use super::super::cuda::{compare, pattern};
 use super::mapping::{PAGE, SIZE, joined, write_and_check};
 use super::{Env, Outcome, fail, fork, persistent, receive, refused, send, waive};
-use crate::nvml::Nvml;
+use crate::nvml::{Bar1, Nvml};
 
 /// An allocation by CUDA itself, without alignment to GPU pages.
 #[derive(Debug)]
@@ -446,15 +446,20 @@ fn receive_descriptor(stream: &UnixStream) -> Outcome<OwnedFd> {
 
 const EXTRA: u64 = 8;
 
+/// BAR1 of the GPU, or why NVML does not tell.
+fn bar1_of(env: &Env, gdr: &Gdr) -> Outcome<Result<Bar1, String>> {
+    let gpu = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu);
+    let Some(gpu) = gpu else { return fail("the GPU is not in the list of GPUs") };
+    Ok(Nvml::load().and_then(|nvml| nvml.bar1(&gpu.pci)))
+}
+
 /// Maps until BAR1 is full: a typed error, no harm to what is mapped, and room again when all is released.
 pub(super) fn bar1(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let context = env.cuda(&gdr)?;
-    let pci = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu).map(|gpu| gpu.pci);
-    let bar1 = match pci.map(|pci| Nvml::load().and_then(|nvml| nvml.bar1(&pci))) {
-        Some(Ok(bar1)) => bar1,
-        Some(Err(why)) => return waive(format_args!("the size of BAR1 is not known: {why}")),
-        None => return fail("the GPU is not in the list of GPUs"),
+    let bar1 = match bar1_of(env, &gdr)? {
+        Ok(bar1) => bar1,
+        Err(why) => return waive(format_args!("the size of BAR1 is not known: {why}")),
     };
     let memory = context.total_mem()? as u64;
     env.note(format_args!("{bar1:?}, {memory} bytes of GPU memory"));
@@ -592,17 +597,14 @@ impl Resources {
     fn count(env: &Env, gdr: &Gdr) -> Outcome<Self> {
         let gpu_used = env.cuda(gdr).ok().and_then(|context| context.mem_get_info().ok());
         let gpu_used = gpu_used.map(|(free, total)| (total - free) as u64);
-        let pci = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu).map(|gpu| gpu.pci);
-        let bar1_used =
-            match pci.filter(|_| gpu_used.is_some()).map(|pci| Nvml::load().and_then(|nvml| nvml.bar1(&pci)))
-            {
-                Some(Ok(bar1)) => Some(bar1.used),
-                Some(Err(why)) => {
-                    env.note(format_args!("BAR1 is not looked at: {why}"));
-                    None
-                }
-                None => None,
-            };
+        let bar1_used = match gpu_used.map(|_| bar1_of(env, gdr)).transpose()? {
+            Some(Ok(bar1)) => Some(bar1.used),
+            Some(Err(why)) => {
+                env.note(format_args!("BAR1 is not looked at: {why}"));
+                None
+            }
+            None => None,
+        };
         // Last: CUDA and NVML open files of their own when they are first asked.
         let descriptors = fs::read_dir("/proc/self/fd")?.count();
         let mappings = fs::read_to_string("/proc/self/maps")?.lines().count();
