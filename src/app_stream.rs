@@ -57,18 +57,14 @@ pub enum Place {
     Host,
     /// That of the rank's GPU.
     Gpu,
-    /// What leaves in the host's, where its CPU reads it, and what arrives in that of the rank's GPU: nobody reads over the bus.
-    /// For programs that keep the two apart, as ping-pongs do.
+    /// Outgoing payload in host memory, incoming payload in GPU memory, so neither side reads over the bus. For ping-pongs,
+    /// which keep the two apart.
     Near,
 }
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Host => "host",
-            Self::Gpu => "gpu",
-            Self::Near => "near",
-        })
+        f.write_str(self.to_possible_value().expect("none is hidden").get_name())
     }
 }
 
@@ -121,9 +117,6 @@ impl Placement {
     }
 
     /// Opens what the options ask for. Called before the communicator is made, which it is for.
-    ///
-    /// # Errors
-    /// Names options that do not go together; of CUDA where a GPU is asked for.
     pub fn open(&self) -> Result<Placed> {
         let asked = [self.via.map(|_| "--via"), self.nudge.map(|_| "--nudge")].into_iter().flatten().next();
         if let (Engine::Host, Some(option)) = (self.stream, asked) {
@@ -147,9 +140,6 @@ impl Placement {
 
 /// The GPU of this rank: the one at its place in the list, or of all GPUs the one that its local rank is due by turns. Called
 /// before the communicator is made, or after.
-///
-/// # Errors
-/// Of CUDA, and when it shows no GPU.
 pub fn own_gpu(listed: &[i32]) -> Result<Gpu> {
     // Without a launcher this process becomes rank 0.
     let (rank, local) = Launch::detect()?.map_or((0, 0), |launch| (launch.rank, launch.local_rank));
@@ -182,9 +172,6 @@ impl Placed {
     }
 
     /// Memory for payload that leaves and arrives. That of a GPU is not zeroed.
-    ///
-    /// # Errors
-    /// When there is no such memory left, and where the two are to be apart.
     pub fn memory(&self, len: usize) -> Result<Memory> {
         match self.payload {
             Place::Near => {
@@ -194,18 +181,12 @@ impl Placed {
         }
     }
 
-    /// Memory for payload that leaves; likewise.
-    ///
-    /// # Errors
-    /// When there is no such memory left.
+    /// Memory for outgoing payload. That of a GPU is not zeroed.
     pub fn outgoing(&self, len: usize) -> Result<Memory> {
         self.memory_on(self.payload == Place::Gpu, len)
     }
 
-    /// Memory for payload that arrives; likewise.
-    ///
-    /// # Errors
-    /// When there is no such memory left.
+    /// Memory for incoming payload. That of a GPU is not zeroed.
     pub fn incoming(&self, len: usize) -> Result<Memory> {
         self.memory_on(self.payload != Place::Host, len)
     }
@@ -218,9 +199,6 @@ impl Placed {
     }
 
     /// In words, for all ranks.
-    ///
-    /// # Errors
-    /// Of the exchange between the ranks.
     pub fn describe(&self, comm: &Communicator, timeout: Duration) -> Result<Description> {
         let gpu = self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
         let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), timeout)?;
@@ -248,7 +226,7 @@ pub struct Description {
     gpus: Vec<String>,
 }
 
-/// What there is to say where GPUs are used; nothing otherwise.
+/// Empty where no GPU is used.
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.gpus.is_empty() {
@@ -283,9 +261,6 @@ pub struct AppStream {
 
 impl AppStream {
     /// A stream whose waits end after `timeout`. `ptx` has the kernels, for a GPU.
-    ///
-    /// # Errors
-    /// Of the stream, and of the driver that compiles the kernels.
     pub fn new(placed: &Placed, timeout: Duration, ptx: &'static CStr) -> Result<Self> {
         let end = Memory::alloc(4)?.word32(0)?;
         let (stream, kernels) = match (&placed.gpu, placed.engine) {
@@ -305,17 +280,11 @@ impl AppStream {
     }
 
     /// The GPU, where there is one.
-    ///
-    /// # Errors
-    /// When there is none.
     pub fn gpu(&self) -> Result<&Gpu> {
         self.gpu.as_ref().ok_or_else(|| "there is no GPU".into())
     }
 
     /// Blocks until the stream is idle, kernels included, and reports what went wrong on it. The CPU sleeps meanwhile.
-    ///
-    /// # Errors
-    /// Of what ran on the stream, and when it takes longer than its limit.
     pub fn finish(&self) -> Result<()> {
         if self.kernels.is_some() {
             self.stream.write_value32(&self.end, 1)?;
@@ -325,9 +294,6 @@ impl AppStream {
 
     /// Blocks until the stream is idle, as an application does that posts by CPU: on a GPU by `cuStreamSynchronize`.
     /// What went wrong on the stream is left to [`AppStream::finish`].
-    ///
-    /// # Errors
-    /// When it takes longer than the limit, and of the driver.
     pub fn idle(&self) -> Result<()> {
         match &self.kernels {
             Some(kernels) => kernels.synchronize(),
@@ -362,9 +328,6 @@ pub struct Kernel<A> {
 
 impl Kernels {
     /// Makes a stream, and loads kernels from their PTX text.
-    ///
-    /// # Errors
-    /// Of the driver.
     pub fn load(gpu: &Gpu, ptx: &'static CStr) -> Result<Self> {
         // SAFETY: loading the driver's library runs its initialisers, which any use of CUDA does.
         if !unsafe { sys::is_culib_present() } {
@@ -381,9 +344,6 @@ impl Kernels {
 
     /// Finds a kernel.
     ///
-    /// # Errors
-    /// When there is no kernel of that name.
-    ///
     /// # Safety
     /// Its only parameter must have the layout of `A`.
     pub unsafe fn find<A: Copy>(&self, name: &CStr) -> Result<Kernel<A>> {
@@ -394,9 +354,6 @@ impl Kernels {
     }
 
     /// Launches a kernel on the stream.
-    ///
-    /// # Errors
-    /// Of the driver.
     ///
     /// # Safety
     /// The memory that the argument names must be what the kernel takes it for, until the kernel has ended.
@@ -418,18 +375,12 @@ impl Kernels {
     }
 
     /// Lends the stream, so that sends and waits run between the kernels.
-    ///
-    /// # Errors
-    /// Of the stream.
     pub fn lend(&self, gpu: &Gpu, config: CudaStreamConfig) -> Result<Stream> {
         // SAFETY: the stream stays as long as the process.
         Ok(unsafe { Stream::cuda_from_raw(gpu, self.stream.cu_stream().addr(), config) }?)
     }
 
     /// Blocks until everything on the stream is done, which its wait limit bounds.
-    ///
-    /// # Errors
-    /// Of the driver.
     pub fn synchronize(&self) -> Result<()> {
         Ok(self.stream.synchronize()?)
     }

@@ -1,7 +1,7 @@
 //! `gdasync doctor`: what works on this machine, what does not, why it matters and what to do.
 //!
-//! Probes try things rather than compare versions. What may block or crash (CUDA, libibverbs) is tried by processes of their
-//! own, all at once, with a deadline. Nothing needs root, and nothing is changed.
+//! Probes try things rather than compare versions. What may block or crash (CUDA, libibverbs) runs in separate processes, in
+//! parallel, with a deadline. Nothing needs root, and nothing is changed.
 //!
 //! [`Doctor::run`] exits with 0 where nothing failed, 1 where something that is there does not work, 2 for wrong
 //! options and output that cannot be written.
@@ -9,17 +9,15 @@
 mod areas;
 mod live;
 mod machine;
-mod output;
 mod probe;
 mod requirements;
-mod system;
 #[cfg(test)]
 mod tests;
 
 use crate::note;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::Write;
+use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -30,14 +28,14 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::Serialize;
 
-use areas::limits::Limits;
-use areas::topology::{Pair, pairs};
+use areas::pci::{Pair, pairs};
+use areas::rdma::Limits;
 use areas::{AREAS, Area, is_wanted};
 use gdsync::rdma::gpus;
-use live::{Answer, Asked, Live, limit};
-use machine::Machine;
+use live::{Answer, Live, ProbeProcess, limit};
+use machine::{Machine, System};
+use probe::area_of;
 pub use probe::{Probe, Status};
-use system::System;
 
 use crate::measure::Machine as Description;
 
@@ -85,17 +83,13 @@ impl Doctor {
         if let Some(what) = self.live {
             return live::run(what);
         }
-        let done = if self.list { output::list() } else { self.examine() };
+        let done = if self.list { list() } else { self.examine() };
         done.unwrap_or_else(|message| {
             note!("gdasync doctor: {message}");
             ExitCode::from(2)
         })
     }
 
-    /// Probes, and tells.
-    ///
-    /// # Errors
-    /// Options that make no sense, in words.
     fn examine(&self) -> Result<ExitCode, String> {
         let names: Vec<_> = AREAS.iter().flat_map(|area| area.checks).map(|check| check.name).collect();
         if let Some(unknown) = self
@@ -120,10 +114,10 @@ impl Doctor {
         let written = match (&self.json, file) {
             (Some(path), Some(mut file)) => {
                 write(&mut file).map_err(|error| format!("--json {}: {error}", path.display()))?;
-                output::text(&mut out, &report, self.verbose)
+                text(&mut out, &report, self.verbose)
             }
             (Some(_), None) => write(&mut out),
-            (None, _) => output::text(&mut out, &report, self.verbose),
+            (None, _) => text(&mut out, &report, self.verbose),
         };
         // A reader that has seen enough (`| head`) is no failure.
         written
@@ -151,16 +145,15 @@ impl Doctor {
         Report { machine: Description::here(), probes, topology }
     }
 
-    /// Asks all who are to be asked at once.
+    /// Starts all probing processes, then collects their answers.
     fn machine(&self, asks: &[Live], limit: Duration) -> Machine {
-        let ask = |what: Live| asks.contains(&what).then(|| Asked::this_program(what, limit));
+        let ask = |what: Live| asks.contains(&what).then(|| ProbeProcess::this_program(what, limit));
         let (cuda, mapping) = (ask(Live::Cuda), ask(Live::Mapping));
         let (verbs, choice) = (ask(Live::Verbs), ask(Live::Choice));
         Machine {
             system: System::at(&self.root),
             limits: Limits::here(),
-            // SAFETY: it may be called at any time.
-            is_root: unsafe { libc::geteuid() } == 0,
+            is_root: rustix::process::geteuid().is_root(),
             environment: std::env::vars_os()
                 .map(|(name, value)| (lossy(name), lossy(value)))
                 .collect::<BTreeMap<_, _>>(),
@@ -176,7 +169,9 @@ fn lossy(text: std::ffi::OsString) -> String {
     text.to_string_lossy().into_owned()
 }
 
-fn answer<T: serde::de::DeserializeOwned + Default>(asked: Option<std::io::Result<Asked>>) -> Answer<T> {
+fn answer<T: serde::de::DeserializeOwned + Default>(
+    asked: Option<std::io::Result<ProbeProcess>>,
+) -> Answer<T> {
     match asked {
         None => Answer::default(),
         Some(Ok(asked)) => asked.answer(),
@@ -186,7 +181,7 @@ fn answer<T: serde::de::DeserializeOwned + Default>(asked: Option<std::io::Resul
     }
 }
 
-/// Looks at a machine in a thread of its own: the kernel may not answer, where a card hangs.
+/// Runs probes in a separate thread: reading the kernel's files blocks where a card hangs.
 fn look<T: Send + 'static>(machine: &Arc<Machine>, at: fn(&Machine) -> T) -> Receiver<T> {
     let (send, seen) = channel();
     let machine = machine.clone();
@@ -209,4 +204,157 @@ fn seen(area: &Area, look: &Receiver<Vec<Probe>>, deadline: Instant) -> Vec<Prob
         let fix = "look into `dmesg` for messages of drivers, and at each device by itself; try again with `--timeout 60`";
         area.checks.iter().map(|check| check.fail(why, fix)).collect()
     })
+}
+
+/// Names of the widest probe fit.
+const NAME: usize = 24;
+
+/// Lists the probes.
+fn list() -> Result<ExitCode, String> {
+    let mut out = io::stdout().lock();
+    for area in AREAS {
+        for check in area.checks {
+            if writeln!(out, "{:NAME$}  {}", check.name, check.tried).is_err() {
+                return Ok(ExitCode::SUCCESS);
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The report, by area: a line for each probe, and below it what to do.
+fn text(out: &mut impl Write, report: &Report, verbose: bool) -> io::Result<()> {
+    let color = io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let machine = &report.machine;
+    writeln!(out, "gdasync doctor {}: {}, Linux {}", machine.version, machine.cpu, machine.kernel)?;
+    for area in AREAS {
+        let probes: Vec<_> = report.probes.iter().filter(|probe| area_of(probe.name) == area.name).collect();
+        if probes.is_empty() {
+            continue;
+        }
+        writeln!(out, "\n{}", area.title)?;
+        let order = |line: &Line| area.checks.iter().position(|check| check.name == line.names[0]);
+        let mut lines = alike(&probes);
+        lines.sort_by_key(order);
+        if !verbose {
+            lines = merged(lines);
+        }
+        for line in &lines {
+            write_line(out, line, color, verbose)?;
+        }
+        if area.name == "topology" {
+            matrix(out, &report.topology)?;
+        }
+    }
+    let count = |status| report.probes.iter().filter(|probe| probe.status == status).count();
+    let (fail, warn, skip, ok) =
+        (count(Status::Fail), count(Status::Warn), count(Status::Skip), count(Status::Ok));
+    writeln!(out, "\n{ok} ok, {warn} warn, {fail} fail, {skip} skip")?;
+    out.flush()
+}
+
+/// A line: what a probe says, of some devices; or what some say that were skipped.
+#[derive(Debug)]
+struct Line<'a> {
+    names: Vec<&'a str>,
+    subjects: Vec<&'a str>,
+    probe: &'a Probe,
+}
+
+/// Probes that say the same of several devices are one line.
+fn alike<'a>(probes: &[&'a Probe]) -> Vec<Line<'a>> {
+    let words = |probe: &Probe| Probe { subject: None, ..probe.clone() };
+    let mut lines: Vec<Line<'_>> = Vec::new();
+    for probe in probes {
+        let subject = probe.subject.as_deref();
+        match lines.iter_mut().find(|line| words(line.probe) == words(probe)) {
+            Some(line) => line.subjects.extend(subject),
+            None => {
+                lines.push(Line { names: vec![probe.name], subjects: subject.into_iter().collect(), probe })
+            }
+        }
+    }
+    lines
+}
+
+/// Probes that were skipped for one reason are one line.
+fn merged(lines: Vec<Line<'_>>) -> Vec<Line<'_>> {
+    let mut rows: Vec<Line<'_>> = Vec::new();
+    for line in lines {
+        let is_plain = |probe: &Probe| probe.status == Status::Skip && probe.fix.is_none();
+        let same = |row: &&mut Line<'_>| is_plain(row.probe) && row.probe.found == line.probe.found;
+        match rows.iter_mut().find(same).filter(|_| is_plain(line.probe)) {
+            Some(row) => row.names.extend(line.names),
+            None => rows.push(line),
+        }
+    }
+    rows
+}
+
+fn write_line(out: &mut impl Write, line: &Line<'_>, color: bool, verbose: bool) -> io::Result<()> {
+    let probe = line.probe;
+    let (on, off) = match probe.status {
+        _ if !color => ("", ""),
+        Status::Ok => ("\x1b[32m", "\x1b[0m"),
+        Status::Skip => ("\x1b[2m", "\x1b[0m"),
+        Status::Warn => ("\x1b[33m", "\x1b[0m"),
+        Status::Fail => ("\x1b[1;31m", "\x1b[0m"),
+    };
+    let name = match line.names[..] {
+        [name] => name.to_owned(),
+        _ => format!("{}.* ({})", area_of(probe.name), line.names.len()),
+    };
+    let of = match line.subjects[..] {
+        [] => String::new(),
+        _ => format!("{}: ", line.subjects.join(", ")),
+    };
+    writeln!(out, "  {on}{:4}{off}  {name:NAME$}  {of}{}", probe.status, probe.found)?;
+    let is_wrong = probe.status >= Status::Warn;
+    let mut note = |what: &str, text: &str| writeln!(out, "        {what}: {text}");
+    if verbose {
+        note("tried", probe.tried)?;
+    }
+    if verbose || is_wrong {
+        note("why", probe.why)?;
+    }
+    match &probe.fix {
+        Some(fix) => note(if is_wrong { "fix" } else { "advice" }, fix),
+        None => Ok(()),
+    }
+}
+
+/// The paths between all devices, as `nvidia-smi topo -m` shows them.
+fn matrix(out: &mut impl Write, pairs: &[Pair]) -> io::Result<()> {
+    let mut names: Vec<&str> = Vec::new();
+    for name in pairs.iter().flat_map(|pair| [pair.from.as_str(), pair.to.as_str()]) {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    // The address of a GPU is in its probes.
+    let short = |name: &str| name.split(" (").next().unwrap_or(name).to_owned();
+    let width = names.iter().map(|name| short(name).len()).max().unwrap_or(0).max(4);
+    if names.is_empty() {
+        return Ok(());
+    }
+    write!(out, "  {:width$}", "")?;
+    for name in &names {
+        write!(out, "  {:>width$}", short(name))?;
+    }
+    writeln!(out)?;
+    for from in &names {
+        write!(out, "  {:width$}", short(from))?;
+        for to in &names {
+            let is_it = |pair: &&Pair| {
+                (pair.from == *from && pair.to == *to) || (pair.from == *to && pair.to == *from)
+            };
+            let path = pairs.iter().find(is_it).map_or("X", |pair| pair.path);
+            write!(out, "  {path:>width$}")?;
+        }
+        writeln!(out)?;
+    }
+    writeln!(
+        out,
+        "  NV NVLink, PIX one switch, PXB several, PHB host bridge, NODE two host bridges of a NUMA node, SYS across sockets"
+    )
 }

@@ -1,39 +1,36 @@
 //! Measuring: payload patterns, CPU clocks, percentiles, and the description of the machine.
 
-pub mod shared_page;
-
 use gdsync::memory::Memory;
 use hdrhistogram::Histogram;
+use mp::Communicator;
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap};
+use rustix::time::{ClockId, clock_gettime};
 
 use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
 use std::time::Duration;
-
-fn clock(id: libc::clockid_t) -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is valid for writing.
-    let rc = unsafe { libc::clock_gettime(id, &raw mut time) };
-    assert_eq!(rc, 0, "Linux has had the CPU clocks since 2.6.12");
-    let part = |value: i64| u64::try_from(value).expect("CPU time is not negative");
-    Duration::from_secs(part(time.tv_sec)) + Duration::from_nanos(part(time.tv_nsec))
-}
 
 /// CPU time the calling thread has used.
 pub fn thread_cpu() -> Duration {
-    clock(libc::CLOCK_THREAD_CPUTIME_ID)
+    cpu(ClockId::ThreadCPUTime)
 }
 
 /// CPU time all threads of this process have used.
 pub fn process_cpu() -> Duration {
-    clock(libc::CLOCK_PROCESS_CPUTIME_ID)
+    cpu(ClockId::ProcessCPUTime)
+}
+
+fn cpu(clock: ClockId) -> Duration {
+    clock_gettime(clock).try_into().expect("CPU time is not negative")
 }
 
 /// Names of the threads that stand in for a network card: those of the software HCA and of the proxy.
 pub const SERVICES: [&str; 2] = ["gdsync-hca", "gdsync-proxy"];
 
 /// CPU time of this process's live threads with these names. The kernel keeps the first 15 bytes of a name.
-///
-/// # Errors
-/// There is no `/proc`, or the kernel was built without `CONFIG_SCHED_INFO`.
 pub fn threads_cpu(names: &[&str]) -> std::io::Result<Duration> {
     let mut sum = Duration::ZERO;
     for thread in std::fs::read_dir("/proc/self/task")? {
@@ -140,25 +137,16 @@ impl Pattern {
     }
 
     /// Writes the message.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::OutOfBounds`].
     pub fn fill(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
         memory.write(offset, &self.bytes(len, 0))
     }
 
     /// Overwrites the range so that every byte differs from the message.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::OutOfBounds`].
     pub fn spoil(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
         memory.write(offset, &self.bytes(len, u64::MAX))
     }
 
     /// Whether the range holds the message.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::OutOfBounds`].
     pub fn check(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<bool> {
         let mut found = vec![0; len];
         memory.read(offset, &mut found)?;
@@ -240,6 +228,82 @@ pub fn size(bytes: usize) -> String {
         b if b >= 1 << 10 && b.is_multiple_of(1 << 10) => format!("{} Ki", b >> 10),
         b => b.to_string(),
     }
+}
+
+const PAGE_NAME: &str = "gdasync-page";
+
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+
+/// Zeroed memory of `len` bytes that all ranks share. Every rank must call this.
+pub fn share_memory(
+    comm: &Communicator,
+    len: usize,
+    timeout: Duration,
+) -> std::result::Result<Memory, Box<dyn std::error::Error>> {
+    // Stays open until the other ranks have opened it.
+    let own = (comm.rank() == 0).then(|| create_shared(len)).transpose();
+    let offer = match &own {
+        Ok(own) => format!("{}\n{}", host()?, own.as_ref().map_or("", |(_, path)| path)),
+        Err(_) => String::new(),
+    };
+    let offers = comm.exchange(offer.as_bytes(), timeout)?;
+    let memory = match &own {
+        Ok(Some((file, _))) => map_shared(file, len),
+        Ok(None) => std::str::from_utf8(&offers[0])
+            .map_err(io::Error::other)
+            .and_then(|offer| open_shared(offer, len)),
+        Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
+    };
+    let failed =
+        memory.as_ref().err().map_or(String::new(), |error| format!("rank {}: {error}", comm.rank()));
+    let failed = comm.exchange(failed.as_bytes(), timeout)?;
+    match failed.iter().find(|failed| !failed.is_empty()) {
+        Some(failed) => Err(format!("sharing memory: {}", String::from_utf8_lossy(failed)).into()),
+        None => Ok(memory?),
+    }
+}
+
+/// This host since it was started.
+fn host() -> io::Result<String> {
+    Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
+}
+
+/// Maps what another rank offers: its host, and the path of its file.
+fn open_shared(offer: &str, len: usize) -> io::Result<Memory> {
+    let (theirs, path) = offer.split_once('\n').ok_or_else(|| io::Error::other("rank 0 has none"))?;
+    if theirs != host()? {
+        return Err(io::Error::other("rank 0 is on another host"));
+    }
+    let explain = |error: io::Error| {
+        io::Error::new(
+            error.kind(),
+            format!("{path}: {error}: it needs the ranks in one PID namespace, as one user"),
+        )
+    };
+    // In another namespace the path may name anything.
+    let target = std::fs::read_link(path).map_err(explain)?;
+    if !target.to_string_lossy().contains(PAGE_NAME) {
+        return Err(explain(io::Error::other(format!("is {}", target.display()))));
+    }
+    map_shared(&File::options().read(true).write(true).open(path).map_err(explain)?, len)
+}
+
+/// A file of `len` zeroed bytes, and a path by which other processes of this user can open it while this one has it open.
+fn create_shared(len: usize) -> io::Result<(File, String)> {
+    let file = File::from(memfd_create(PAGE_NAME, MemfdFlags::CLOEXEC)?);
+    file.set_len(len as u64)?;
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    Ok((file, path))
+}
+
+/// Maps the file. The mapping is never undone: it is small, and the program short-lived.
+fn map_shared(file: &File, len: usize) -> io::Result<Memory> {
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory.
+    let raw = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, file, 0) }?;
+    // SAFETY: the mapping is valid for its size and stays until the process ends.
+    unsafe { Memory::from_raw(raw.cast(), len) }.map_err(io::Error::other)
 }
 
 #[cfg(test)]
@@ -334,5 +398,35 @@ mod tests {
         assert_eq!(samples.count(), 100);
         assert!((samples.micros(1).p50 - 3.0).abs() < 0.01 && (samples.micros(1).min - 3.0).abs() < 0.01);
         assert_eq!([1, 1024, 1000, 3 << 20].map(size), ["1", "1 Ki", "1000", "3 Mi"]);
+    }
+
+    #[test]
+    fn mappings_of_a_page_share_it() {
+        let (file, path) = create_shared(PAGE).unwrap();
+        let offer = format!("{}\n{path}", host().unwrap());
+        let (here, there) = (map_shared(&file, PAGE).unwrap(), open_shared(&offer, PAGE).unwrap());
+        assert_eq!(there.to_vec(), [0; PAGE]);
+        here.write(PAGE - 6, b"shared").unwrap();
+        let mut found = [0; 6];
+        there.read(PAGE - 6, &mut found).unwrap();
+        assert_eq!(&found, b"shared");
+    }
+
+    /// The number of a process and a file may belong to something else elsewhere.
+    #[test]
+    fn nothing_else_is_mapped() {
+        let (_file, path) = create_shared(PAGE).unwrap();
+        let other = File::open("/dev/null").unwrap();
+        let null = format!("/proc/self/fd/{}", other.as_raw_fd());
+        let here = host().unwrap();
+        for (offer, expected) in [
+            (format!("another host\n{path}"), "another host"),
+            (format!("{here}\n{null}"), "/dev/null"),
+            (format!("{here}\n/proc/self/fd/no"), "/proc/self/fd/no"),
+            (String::new(), "rank 0 has none"),
+        ] {
+            let error = open_shared(&offer, PAGE).unwrap_err().to_string();
+            assert!(error.contains(expected), "{offer}: {error}");
+        }
     }
 }

@@ -1,5 +1,4 @@
-//! What NVML tells of GPUs: the window to their memory, and NVLink between them. It comes with the driver, and is found at run
-//! time.
+//! NVML, loaded at run time: BAR1 of GPUs, and NVLink between them.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::mem::transmute;

@@ -3,22 +3,19 @@
 use std::fmt::Arguments;
 use std::io::{self, Write};
 
-/// Writes a line to standard output, in the manner of `println!`. The value is that of [`output::line`](crate::output::line).
+/// `println!` that returns the error, as [`output::line`](crate::output::line) does.
 #[macro_export]
 macro_rules! out {
     ($($line:tt)*) => { $crate::output::line(::std::io::stdout(), format_args!($($line)*)) };
 }
 
-/// Writes a line to standard error, in the manner of `eprintln!`. Nobody can be told if that fails.
+/// `eprintln!` that ignores errors.
 #[macro_export]
 macro_rules! note {
     ($($line:tt)*) => { $crate::output::note(format_args!($($line)*)) };
 }
 
 /// Writes a line. A reader that has seen enough (`| head`) is no failure.
-///
-/// # Errors
-/// The line cannot be written, for example because a disk is full.
 pub fn line(mut to: impl Write, line: Arguments<'_>) -> io::Result<()> {
     match writeln!(to, "{line}") {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {

@@ -14,7 +14,9 @@ pub use buffers::PTX;
 pub use exchange::{PingPong, Work};
 
 use crate::app_stream::{AppStream, Placement};
-use crate::measure::{Micros, SERVICES, Samples, process_cpu, shared_page, size, thread_cpu, threads_cpu};
+use crate::measure::{
+    Micros, PAGE, SERVICES, Samples, process_cpu, share_memory, size, thread_cpu, threads_cpu,
+};
 use crate::results::{Output, Point, Result, Sheet, Unit, plain_table, size_label, sum};
 
 /// Default iterations per launch of modes graph and initiate.
@@ -82,7 +84,6 @@ impl Mode {
 }
 
 impl Options {
-    /// Rejects options that contradict each other.
     fn check(&self) -> Result<()> {
         let modes = self.modes();
         let conflict = match () {
@@ -152,7 +153,6 @@ impl Default for Cost {
 }
 
 impl Cost {
-    /// Runs `work` and adds its cost.
     fn add<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let service = threads_cpu(&SERVICES);
         let (wall, thread, process) = (Instant::now(), thread_cpu(), process_cpu());
@@ -225,9 +225,6 @@ impl Measured {
 
 /// Runs all modes and sizes, and prints and writes the results. With `floor`, also bounces a cache line between the CPUs and
 /// flags between the streams; with `recorder`, also runs each mode with the flight recorder paused.
-///
-/// # Errors
-/// Of options, devices, messages and streams, and if any message arrived with wrong data.
 pub fn run(options: &Options, output: &Output, benchmark: &str, floor: bool, recorder: bool) -> Result<()> {
     options.check()?;
     let timeout = options.timeout();
@@ -333,7 +330,7 @@ fn text(options: &Options, rows: &[Row]) -> String {
         "process",
         "errors",
     ];
-    let mut table = plain_table(header, 1);
+    let mut table = plain_table(header, 1..header.len());
     let number = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
     let mut modes: Vec<&str> = Vec::new();
     for row in rows {
@@ -389,17 +386,11 @@ pub struct Floor<'a> {
 
 impl<'a> Floor<'a> {
     /// Shares the line; both ranks call this.
-    ///
-    /// # Errors
-    /// The ranks are not on one host.
     pub fn new(comm: &'a Communicator, timeout: Duration) -> Result<Self> {
-        Ok(Self { comm, line: shared_page::share(comm, shared_page::SIZE, timeout)?, timeout })
+        Ok(Self { comm, line: share_memory(comm, PAGE, timeout)?, timeout })
     }
 
     /// Round trips as rank 0 measures them.
-    ///
-    /// # Errors
-    /// The other rank does not answer.
     pub fn bounce(&self, rounds: u64) -> Result<Samples> {
         use std::sync::atomic::Ordering;
         let (line, pings) = (self.line.atomic64(0)?, self.comm.rank() == 0);
@@ -425,9 +416,6 @@ impl<'a> Floor<'a> {
 }
 
 /// Spins until the word has this value; yields the core now and then.
-///
-/// # Errors
-/// `timeout` has passed since `since`.
 pub fn await_value(
     word: &std::sync::atomic::AtomicU64,
     value: u64,

@@ -1,61 +1,21 @@
 //! `gdasync plot`: results as a picture, and `gdasync report`: results as a page.
 
 mod draw;
-mod page;
 mod timeline;
 
 use std::ffi::OsStr;
+use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::result::Result as StdResult;
 
 use clap::{Args, ValueEnum};
 use gdasync::note;
-use gdasync::results::{At, Point, Report, Series, Unit};
+use gdasync::results::{At, Point, Report, Result, Series, Unit};
+use serde_json::Value;
 
-use draw::Picture;
-pub(crate) use page::Options as ReportOptions;
+use draw::{Picture, bytes, number};
 use timeline::Timeline;
-
-/// Why there is no picture.
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum Error {
-    #[error("{}: {source}", path.display())]
-    Read { path: PathBuf, source: std::io::Error },
-    #[error("{}: not results of this version: {source}; give files that `--json` or `gdasync trace --timeline` wrote", path.display())]
-    Json { path: PathBuf, source: serde_json::Error },
-    #[error("{}: it has no measurements", .0.display())]
-    Empty(PathBuf),
-    #[error("{file} has no group `{wanted}`; it has: {there}")]
-    NoGroup { file: String, wanted: String, there: String },
-    #[error(
-        "{file} has {what}, {first} has not: they do not share an axis; plot them apart, or choose with --group"
-    )]
-    Apart { file: String, what: String, first: String },
-    #[error("--kind {wanted} needs times or bandwidths by bytes, and `{group}` of {file} has {what}")]
-    Kind { wanted: &'static str, group: String, file: String, what: String },
-    #[error("nothing is left to draw: {0:?} of --series or --without is in no name, or in all")]
-    Nothing(String),
-    #[error("--log needs values above 0; the least is {0}: leave it out")]
-    NotPositive(f64),
-    #[error("--size {}x{} is too small for this picture, which needs {}x{}", size.0, size.1, needed.0, needed.1)]
-    Small { size: (i32, i32), needed: (i32, i32) },
-    #[error("no message is between {from} and {to} us; they are from {first} to {last} us: give other times")]
-    Span { from: f64, to: f64, first: f64, last: f64 },
-    #[error("{labels} times --label for {files} files: give one for each")]
-    Labels { labels: usize, files: usize },
-    #[error("{}: {source}", path.display())]
-    Write { path: PathBuf, source: std::io::Error },
-    #[error("the picture cannot be drawn: {0}")]
-    Draw(String),
-}
-
-type Result<T> = std::result::Result<T, Error>;
-
-impl<E: std::error::Error + Send + Sync> From<plotters::drawing::DrawingAreaErrorKind<E>> for Error {
-    fn from(error: plotters::drawing::DrawingAreaErrorKind<E>) -> Self {
-        Self::Draw(error.to_string())
-    }
-}
 
 /// Options of `gdasync plot`.
 #[derive(Args)]
@@ -107,7 +67,7 @@ enum Kind {
     Bandwidth,
 }
 
-fn svg(text: &str) -> std::result::Result<PathBuf, String> {
+fn svg(text: &str) -> StdResult<PathBuf, String> {
     let path = PathBuf::from(text);
     let other = ["png", "jpg", "jpeg", "gif", "webp", "pdf", "eps"];
     match path.extension().and_then(OsStr::to_str) {
@@ -118,18 +78,17 @@ fn svg(text: &str) -> std::result::Result<PathBuf, String> {
     }
 }
 
-fn time(text: &str) -> std::result::Result<f64, String> {
+fn time(text: &str) -> StdResult<f64, String> {
     let time = text.parse().ok().filter(|time: &f64| time.is_finite());
     time.ok_or_else(|| "not a number of microseconds".into())
 }
 
-fn size(text: &str) -> std::result::Result<(i32, i32), String> {
+fn size(text: &str) -> StdResult<(i32, i32), String> {
     let parse = |text: &str| text.parse().ok().filter(|pixels| (100..=10_000).contains(pixels));
     let both = text.split_once('x').and_then(|(width, height)| Some((parse(width)?, parse(height)?)));
     both.ok_or_else(|| "not two numbers of pixels from 100 to 10000, such as 860x540".into())
 }
 
-/// A file of results.
 struct File {
     /// Its name without folder and ending.
     stem: String,
@@ -143,10 +102,14 @@ enum Content {
 
 impl File {
     fn read(path: &Path) -> Result<Self> {
-        let own = || path.to_owned();
-        let text = std::fs::read(path).map_err(|source| Error::Read { path: own(), source })?;
-        let json = |source| Error::Json { path: own(), source };
-        let value: serde_json::Value = serde_json::from_slice(&text).map_err(json)?;
+        let file = path.display();
+        let text = std::fs::read(path).map_err(|error| format!("{file}: {error}"))?;
+        let json = |error| {
+            format!(
+                "{file}: not results of this version: {error}; give files that `--json` or `gdasync trace --timeline` wrote"
+            )
+        };
+        let value: Value = serde_json::from_slice(&text).map_err(json)?;
         let content = match value.get("messages") {
             Some(_) => Content::Timeline(serde_json::from_value(value).map_err(json)?),
             None => Content::Report(serde_json::from_value(value).map_err(json)?),
@@ -156,7 +119,7 @@ impl File {
             Content::Timeline(timeline) => timeline.messages.iter().all(|message| message.times().is_empty()),
         };
         if is_empty {
-            return Err(Error::Empty(own()));
+            return Err(format!("{file}: it has no measurements").into());
         }
         Ok(Self { stem: path.file_stem().unwrap_or_default().to_string_lossy().into_owned(), content })
     }
@@ -267,7 +230,6 @@ fn labels(stems: &[&str]) -> Vec<String> {
     words.iter().map(|words| words[skip..].join("-")).collect()
 }
 
-/// The distinct origins of files.
 fn foot(files: &[File]) -> Vec<String> {
     let mut lines: Vec<String> = files.iter().map(File::origin).collect();
     lines.dedup();
@@ -292,9 +254,8 @@ fn merge(groups: Vec<Group>, labels: &[String]) -> Group {
     })
 }
 
-/// Writes a whole file.
 fn write(path: &Path, text: &str) -> Result<ExitCode> {
-    std::fs::write(path, text).map_err(|source| Error::Write { path: path.to_owned(), source })?;
+    std::fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -311,10 +272,7 @@ impl Options {
         for file in files {
             match &file.content {
                 Content::Timeline(timeline) => messages.extend(timeline.messages.iter().cloned()),
-                Content::Report(_) => {
-                    let (file, first) = (file.stem.clone(), "a timeline".to_owned());
-                    return Err(Error::Apart { file, what: "no timeline".into(), first });
-                }
+                Content::Report(_) => return Err(apart(file, "no timeline", "a timeline")),
             }
         }
         let title = self.title.as_deref().unwrap_or("Messages and their stages");
@@ -323,7 +281,8 @@ impl Options {
 
     fn picture(&self, files: &[File]) -> Result<String> {
         if !self.label.is_empty() && self.label.len() != files.len() {
-            return Err(Error::Labels { labels: self.label.len(), files: files.len() });
+            let (labels, files) = (self.label.len(), files.len());
+            return Err(format!("{labels} times --label for {files} files: give one for each").into());
         }
         let stems: Vec<_> = files.iter().map(|file| file.stem.as_str()).collect();
         let labels = if self.label.is_empty() { labels(&stems) } else { self.label.clone() };
@@ -331,8 +290,7 @@ impl Options {
         for file in files {
             let group = self.group(file, groups.first())?;
             if let Some(first) = groups.first().filter(|first| !first.shares_axes(&group.series[0])) {
-                let (file, what, first) = (file.stem.clone(), group.describe(), first.describe());
-                return Err(Error::Apart { file, what, first });
+                return Err(apart(file, &group.describe(), &first.describe()));
             }
             groups.push(group);
         }
@@ -355,8 +313,7 @@ impl Options {
         };
         let group = match &self.group {
             Some(wanted) => named(wanted).ok_or_else(|| {
-                let (file, wanted) = (file.stem.clone(), wanted.clone());
-                Error::NoGroup { file, wanted, there: list(&|_| true) }
+                format!("{} has no group `{wanted}`; it has: {}", file.stem, list(&|_| true))
             })?,
             None => before.and_then(|before| named(&before.name)).unwrap_or(&groups[0]),
         };
@@ -369,10 +326,11 @@ impl Options {
             Some(Kind::Latency) => (Unit::Micros, "latency"),
             Some(Kind::Bandwidth) => (Unit::GigabytesPerSecond, "bandwidth"),
         };
-        group.convert(unit).ok_or_else(|| {
-            let (group, file, what) = (group.name.clone(), file.stem.clone(), group.describe());
-            Error::Kind { wanted, group, file, what }
-        })
+        let (name, file, what) = (&group.name, &file.stem, group.describe());
+        let why = || {
+            format!("--kind {wanted} needs times or bandwidths by bytes, and `{name}` of {file} has {what}")
+        };
+        Ok(group.convert(unit).ok_or_else(why)?)
     }
 
     fn filter(&self, group: &mut Group) -> Result<()> {
@@ -382,7 +340,7 @@ impl Options {
             let places = group.places().into_iter().filter(|_| !keep).map(ToString::to_string);
             let names: Vec<String> = names.chain(places).collect();
             if let Some(text) = texts.iter().find(|text| !names.iter().any(|name| name.contains(*text))) {
-                return Err(Error::Nothing(text.clone()));
+                return Err(nothing(text));
             }
         }
         group.series.retain(|series| {
@@ -393,10 +351,141 @@ impl Options {
         }
         group.series.retain(|series| !series.points.is_empty());
         match group.series.is_empty() {
-            true => Err(Error::Nothing([&self.series[..], &self.without].concat().join(", "))),
+            true => Err(nothing(&[&self.series[..], &self.without].concat().join(", "))),
             false => Ok(()),
         }
     }
+}
+
+fn apart(file: &File, what: &str, first: &str) -> Box<dyn std::error::Error> {
+    let file = &file.stem;
+    format!("{file} has {what}, {first} has not: they do not share an axis; plot them apart, or choose with --group").into()
+}
+
+fn nothing(text: &str) -> Box<dyn std::error::Error> {
+    format!("nothing is left to draw: {text:?} of --series or --without is in no name, or in all").into()
+}
+
+/// Options of `gdasync report`.
+#[derive(Args)]
+pub(crate) struct ReportOptions {
+    /// Results that benchmarks and examples wrote with --json, or the timeline of `gdasync trace`.
+    #[arg(required = true, value_name = "FILES")]
+    files: Vec<PathBuf>,
+    /// The page, self-contained HTML.
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    #[arg(long, default_value = "GPUDirect Async: results")]
+    title: String,
+}
+
+const TEMPLATE: &str = include_str!("plot/template.html");
+
+/// A text in one line without characters that XML forbids.
+fn printable(text: &str) -> String {
+    let text = text.chars().map(|c| if c.is_whitespace() { ' ' } else { c });
+    text.filter(|c| !c.is_control() && !matches!(c, '\u{fffe}' | '\u{ffff}')).collect()
+}
+
+/// Text for elements and attributes of HTML and XML.
+fn escape(text: &str) -> String {
+    let text = printable(text).replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;");
+    text.replace('"', "&quot;").replace('\'', "&#39;")
+}
+
+impl ReportOptions {
+    pub(crate) fn run(&self) -> Result<ExitCode> {
+        let sections = self.files.iter().map(|path| section(&File::read(path)?));
+        let body = sections.collect::<Result<String>>()?;
+        // In one pass: text of files is not searched for placeholders.
+        let mut page = String::new();
+        for part in TEMPLATE.split_inclusive("}}") {
+            match part.split_once("{{") {
+                Some((before, "title}}")) => page.extend([before, &escape(&self.title)]),
+                Some((before, "body}}")) => page.extend([before, &body]),
+                _ => page.push_str(part),
+            }
+        }
+        write(&self.output, &page)
+    }
+}
+
+/// The part of the page about one file.
+fn section(file: &File) -> Result<String> {
+    let (stem, kind) = (escape(&file.stem), escape(file.kind()));
+    let mut html = format!("<section>\n<h2>{stem} <small>{kind}</small></h2>\n");
+    let report = match &file.content {
+        Content::Timeline(timeline) => {
+            let svg =
+                timeline::draw("Messages and their stages", &timeline.messages, &[], None, (None, None))?;
+            return Ok(format!("{html}<figure>{svg}</figure>\n</section>\n"));
+        }
+        Content::Report(report) => report,
+    };
+    html.push_str("<table class=\"facts\">\n");
+    let mut fact = |name: &str, value: &str| {
+        if !value.is_empty() && value != "null" {
+            let _ = writeln!(html, "<tr><th>{}</th><td>{}</td></tr>", escape(name), escape(value));
+        }
+    };
+    let machine = &report.machine;
+    fact("command", if machine.command.is_empty() { "not in this file" } else { &machine.command });
+    fact("device", &report.device);
+    fact("wire", &report.wire);
+    fact("machine", &format!("{} x {}", machine.cpus, machine.cpu));
+    for (name, value) in [
+        ("kernel", &machine.kernel),
+        ("commit", &machine.commit),
+        ("version", &machine.version),
+        ("compiler", &machine.rustc),
+    ] {
+        fact(name, value);
+    }
+    for (name, value) in report.options.as_object().into_iter().flatten() {
+        fact(name, &value.as_str().map_or_else(|| Value::to_string(value), str::to_owned));
+    }
+    html.push_str("</table>\n");
+    for group in file.groups() {
+        let picture =
+            Picture { title: group.title(""), group: group.clone(), log: None, foot: Vec::new(), size: None };
+        let _ = writeln!(html, "<figure>{}</figure>", picture.svg()?);
+        html.push_str(&table(&group));
+    }
+    if !report.skipped.is_empty() {
+        html.push_str("<h3>Not measured</h3>\n<ul>\n");
+        for skipped in &report.skipped {
+            let _ = writeln!(html, "<li>{}: {}</li>", escape(&skipped.name), escape(&skipped.reason));
+        }
+        html.push_str("</ul>\n");
+    }
+    html.push_str("</section>\n");
+    Ok(html)
+}
+
+/// All figures of a group: a row for each position, three columns for each series.
+fn table(group: &Group) -> String {
+    let label = |at: &At| match at {
+        #[expect(clippy::cast_precision_loss, reason = "sizes are below 2^53")]
+        At::Number(size) if group.x == "bytes" => bytes(*size as f64).replace(' ', "\u{a0}"),
+        at => at.to_string(),
+    };
+    let cells = |point: Option<&Point>| {
+        let values = point.map(|point| [point.p50, point.p99, point.min].map(number)).unwrap_or_default();
+        values.map(|value| format!("<td>{value}</td>")).concat()
+    };
+    let mut html = String::from("<div class=\"wide\"><table class=\"figures\">\n<thead><tr><td></td>");
+    for series in &group.series {
+        let _ = write!(html, "<th colspan=\"3\">{}</th>", escape(&series.name));
+    }
+    let _ = write!(html, "</tr>\n<tr><th>{}</th>", group.unit);
+    html.push_str(&"<th>p50</th><th>p99</th><th>min</th>".repeat(group.series.len()));
+    html.push_str("</tr></thead>\n<tbody>\n");
+    for at in group.places() {
+        let row: String = group.series.iter().map(|series| cells(series.at(at))).collect();
+        let _ = writeln!(html, "<tr><th>{}</th>{row}</tr>", escape(&label(at)));
+    }
+    html.push_str("</tbody></table></div>\n");
+    html
 }
 
 #[cfg(test)]
@@ -438,5 +527,11 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn text_is_escaped() {
+        let text = "<a href=\"x\">'&amp;\u{1}\u{ffff}\nb";
+        assert_eq!(escape(text), "&lt;a href=&quot;x&quot;&gt;&#39;&amp;amp; b");
     }
 }

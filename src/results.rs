@@ -236,23 +236,23 @@ impl Report {
     }
 }
 
-/// A table without borders whose columns from `first` on are right-aligned.
-pub fn plain_table(header: impl IntoIterator<Item = impl Into<String>>, first: usize) -> Table {
+/// A table without borders; these columns are right-aligned.
+pub fn plain_table(
+    header: impl IntoIterator<Item = &'static str>,
+    right: impl IntoIterator<Item = usize>,
+) -> Table {
     let mut table = Table::new();
-    table
-        .load_style(presets::NOTHING)
-        .set_header(header.into_iter().map(Into::into).collect::<Vec<String>>());
-    table.column_iter_mut().skip(first).for_each(|column| column.set_cell_alignment(CellAlignment::Right));
+    table.load_style(presets::NOTHING).set_header(header.into_iter().collect::<Vec<_>>());
+    for column in right {
+        if let Some(column) = table.column_mut(column) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
     table
 }
 
 fn table(series: &[Series]) -> Table {
-    let mut table = plain_table(["", "at", "p50", "p99", "min", "", "ratio", "to"], 0);
-    for column in [0, 5, 7] {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Left);
-        }
-    }
+    let mut table = plain_table(["", "at", "p50", "p99", "min", "", "ratio", "to"], [1, 2, 3, 4, 6]);
     let number = |value: f64| match value.abs() {
         large if large >= 1e3 => format!("{value:.0}"),
         small if small < 0.1 => format!("{value:.5}"),
@@ -313,9 +313,6 @@ pub fn expected(rank: usize, n: u64) -> Pattern {
 }
 
 /// Creates the file of `--json` before anything is measured, so that a bad path fails early.
-///
-/// # Errors
-/// The file cannot be created, or is `-`: standard output has the table.
 pub fn create_json(path: Option<&Path>) -> std::result::Result<Option<File>, String> {
     let create = |path: &Path| match path.to_str() {
         Some("-") => Err("standard output has the table; name a file, or /dev/stdout for both".to_owned()),
@@ -325,9 +322,6 @@ pub fn create_json(path: Option<&Path>) -> std::result::Result<Option<File>, Str
 }
 
 /// Writes results to the file of `--json`, if there is one.
-///
-/// # Errors
-/// The file cannot be written.
 pub fn write_json(file: Option<File>, results: &impl Serialize) -> io::Result<()> {
     file.map_or(Ok(()), |file| Ok(serde_json::to_writer_pretty(file, results)?))
 }
@@ -349,9 +343,6 @@ pub struct Sheet {
 
 impl Sheet {
     /// A sheet for `steps` steps. Ranks other than 0 pass `is_shown` false.
-    ///
-    /// # Errors
-    /// The file of `--json` cannot be created.
     pub fn new(output: &Output, is_shown: bool, steps: usize) -> Result<Self> {
         let bar = if is_shown { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
         bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
@@ -374,9 +365,6 @@ impl Sheet {
     }
 
     /// Starts a step of all ranks if rank 0 has budget left; otherwise lists it as skipped.
-    ///
-    /// # Errors
-    /// Of the exchange between the ranks.
     pub fn may_start(&mut self, comm: &Communicator, what: String, timeout: Duration) -> Result<bool> {
         let over = comm.exchange(&[self.has_less_than(Duration::ZERO).into()], timeout)?;
         if over[0] == [0] {
@@ -449,9 +437,6 @@ impl Sheet {
     }
 
     /// Sums the wrong messages of all ranks at rank 0.
-    ///
-    /// # Errors
-    /// Of the exchange between the ranks.
     pub fn gather_wrong(&mut self, comm: &Communicator, timeout: Duration) -> Result<()> {
         let all = sum(comm, self.wrong, timeout)?;
         self.wrong = if comm.rank() == 0 { all } else { 0 };
@@ -459,9 +444,6 @@ impl Sheet {
     }
 
     /// Ends the job, and prints and writes the results.
-    ///
-    /// # Errors
-    /// Of the ranks, of writing, and if any rank received wrong data.
     pub fn finish(
         mut self,
         comm: Communicator,
@@ -471,23 +453,17 @@ impl Sheet {
     ) -> Result<()> {
         self.gather_wrong(&comm, timeout)?;
         let context = comm.context().clone();
-        // The other ranks have not failed, whatever becomes of the output.
+        // First: the other ranks must not fail because of the output.
         comm.finalize(timeout)?;
         self.write(benchmark, &context, options)
     }
 
     /// Prints and writes the results of traffic on a device.
-    ///
-    /// # Errors
-    /// As [`Sheet::finish`].
     pub fn write(self, benchmark: &str, context: &Context, options: serde_json::Value) -> Result<()> {
         self.write_of(benchmark, context.description(), context.wire(), options)
     }
 
     /// Prints and writes the results of a device with this description.
-    ///
-    /// # Errors
-    /// As [`Sheet::finish`].
     pub fn write_of(
         self,
         benchmark: &str,
@@ -511,26 +487,17 @@ impl Sheet {
 }
 
 /// The sum of a number over all ranks.
-///
-/// # Errors
-/// Of the exchange between the ranks.
 pub fn sum(comm: &Communicator, own: u64, timeout: Duration) -> Result<u64> {
     Ok(all_ranks(comm, own, timeout)?.into_iter().sum())
 }
 
 /// A number of every rank.
-///
-/// # Errors
-/// Of the exchange between the ranks.
 pub fn all_ranks(comm: &Communicator, own: u64, timeout: Duration) -> Result<Vec<u64>> {
     let all = comm.exchange(&own.to_be_bytes(), timeout)?;
     Ok(all.iter().filter_map(|bytes| bytes.first_chunk()).map(|bytes| u64::from_be_bytes(*bytes)).collect())
 }
 
 /// The first reason of any rank against something.
-///
-/// # Errors
-/// Of the exchange between the ranks.
 pub fn objection(comm: &Communicator, own: Option<String>, timeout: Duration) -> Result<Option<String>> {
     let all = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
     Ok(all.iter().find(|reason| !reason.is_empty()).map(|reason| String::from_utf8_lossy(reason).into()))

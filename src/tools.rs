@@ -50,9 +50,6 @@ pub trait Program: Args {
     const NAME: &'static str;
 
     /// Runs the tool.
-    ///
-    /// # Errors
-    /// It could not run, or found something wrong.
     fn run(&self) -> Result<(), Failure>;
 }
 
@@ -162,11 +159,8 @@ enum AllocFn {
 }
 
 impl AllocFn {
-    fn name(self) -> &'static str {
-        match self {
-            Self::CuMemAlloc => "cuMemAlloc",
-            Self::CuMemCreate => "cuMemCreate",
-        }
+    fn name(self) -> String {
+        self.to_possible_value().expect("none is hidden").get_name().to_owned()
     }
 
     fn kind(self) -> AllocKind {
@@ -226,7 +220,6 @@ fn usage(fine: bool, message: impl FnOnce() -> String) -> Result<()> {
     if fine { Ok(()) } else { Err(Failure::Usage(message())) }
 }
 
-/// The output of a tool.
 struct Output {
     json: Option<Json>,
     bar: ProgressBar,
@@ -249,7 +242,6 @@ impl Output {
         Ok(Self { json: json.map(open).transpose()?, bar: ProgressBar::hidden() })
     }
 
-    /// Prints a line.
     fn line(&self, line: Arguments<'_>) -> Result<()> {
         self.bar.suspend(|| match self.json {
             Some(Json::Stdout) => output::line(io::stderr(), line),
@@ -264,7 +256,6 @@ impl Output {
         self.bar = ProgressBar::new(steps as u64).with_style(style.expect("a constant template"));
     }
 
-    /// Starts a step.
     fn step(&self, what: impl Into<String>) {
         if !self.bar.message().is_empty() {
             self.bar.inc(1);
@@ -313,7 +304,6 @@ struct Setup {
     gpu: Option<Gpu>,
 }
 
-/// A GPU.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Gpu {
     ordinal: i32,
@@ -338,7 +328,6 @@ impl Setup {
         self.backend == BackendKind::Host.name()
     }
 
-    /// Of an opened library.
     fn of(gdr: &Gdr, gpus: &[GpuInfo], ordinal: i32) -> Self {
         let gpu = gpus
             .iter()
@@ -356,7 +345,7 @@ impl Setup {
 }
 
 /// Version of NVIDIA's kernel driver, where it is loaded.
-fn nvidia_driver() -> Option<String> {
+pub fn nvidia_driver() -> Option<String> {
     fs::read_to_string("/sys/module/nvidia/version").ok().map(|version| version.trim().to_owned())
 }
 
@@ -424,7 +413,6 @@ impl Target {
 }
 
 impl Target {
-    /// Writes the JSON of a tool.
     fn finish<P: Program + Serialize>(
         &self,
         output: Output,
@@ -437,7 +425,6 @@ impl Target {
 }
 
 impl Mapped {
-    /// Unmaps and unpins.
     fn release(self, output: &Output) -> Result<()> {
         say!(output, "unmapping buffer")?;
         self.mapping.unmap()?;

@@ -1,13 +1,12 @@
-//! `gdasync trace`: what the flight recorder of a process tells, while it runs, hangs, or after it was killed.
+//! `gdasync trace`: reads the flight recorders of processes that run, hang, or were killed.
 
-mod messages;
-mod perfetto;
 mod report;
 mod text;
 
 use gdasync::note;
+use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -15,14 +14,14 @@ use std::time::Duration;
 use clap::Args;
 use gdasync::gdsync::Error;
 use gdasync::gdsync::error::printable;
-use gdasync::gdsync::recorder::Recording;
+use gdasync::gdsync::recorder::{Queue, Record, Recording, Stage};
+use serde::Serialize;
+use serde_json::{Value, json};
 
-use report::Report;
+use report::{Report, micros, status};
 
-/// What may go wrong.
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
-/// Something is stuck.
 const STUCK: u8 = 3;
 
 /// Options of `gdasync trace`.
@@ -43,7 +42,7 @@ pub(crate) struct Options {
     /// Removes the recordings of your processes that have ended.
     #[arg(long, conflicts_with_all = ["targets", "perfetto", "timeline", "json"])]
     clean: bool,
-    /// Shows so many records of each process, the last ones; of --timeline, so many messages.
+    /// Shows this many of the last records of each process; with --timeline, of the last messages.
     #[arg(short = 'n', long, value_name = "COUNT", default_value_t = 20)]
     records: usize,
     /// Seconds after which a wait counts as stuck.
@@ -65,7 +64,7 @@ impl Options {
         match self.try_run() {
             Ok(true) => ExitCode::from(STUCK),
             Ok(false) => ExitCode::SUCCESS,
-            // Whoever reads has seen enough.
+            // The reader has closed the pipe.
             Err(error) if is_closed_pipe(&*error) => ExitCode::SUCCESS,
             Err(error) => {
                 note!("gdasync: {error}");
@@ -74,7 +73,6 @@ impl Options {
         }
     }
 
-    /// Returns whether something is stuck.
     fn try_run(&self) -> Result<bool> {
         let mut out = io::stdout().lock();
         if self.clean {
@@ -86,13 +84,13 @@ impl Options {
         let recordings = if self.list { Recording::all(left_out) } else { self.recordings()? };
         if let Some(path) = &self.perfetto {
             let written =
-                File::create(path).map_err(Into::into).and_then(|file| perfetto::write(&recordings, file));
+                File::create(path).map_err(Into::into).and_then(|file| write_perfetto(&recordings, file));
             written.map_err(|error| format!("--perfetto {}: {error}", path.display()))?;
         }
         let others = if self.list { Vec::new() } else { Recording::all(|_, _| {}) };
         let report = Report::of(&recordings, &others, Duration::from_secs(self.stuck_after), self.records);
         if self.timeline {
-            let timeline = messages::timeline(&recordings, self.records);
+            let timeline = timeline(&recordings, self.records);
             if timeline.messages.is_empty() {
                 return Err("no message has all stages from enqueue to release: a card does not tell of doorbells, and \
                             a send must be waited for on a stream or polled"
@@ -126,7 +124,7 @@ impl Options {
     }
 }
 
-/// Tells of a file that is called as a recording is and is not shown.
+/// Reports a file that has the name of a recording and cannot be read.
 fn left_out(path: &Path, error: Error) {
     note!("gdasync: left out {}: {}", printable(&path.to_string_lossy()), printable(&error.to_string()));
 }
@@ -138,4 +136,168 @@ fn is_closed_pipe(error: &(dyn std::error::Error + 'static)) -> bool {
         _ => None,
     };
     kind == Some(io::ErrorKind::BrokenPipe)
+}
+
+/// A send and when it reached which stage, in nanoseconds of the monotonic clock.
+#[derive(Clone, Copy, Default)]
+struct Message {
+    device: u8,
+    qpn: u32,
+    number: u64,
+    len: u32,
+    enqueue: Option<u64>,
+    trigger: Option<u64>,
+    fetched: Option<u64>,
+    completed: Option<u64>,
+    released: Option<u64>,
+    status: u8,
+}
+
+/// The sends of a process, in the order in which they were enqueued.
+fn sends(recording: &Recording) -> Vec<Message> {
+    let mut all: Vec<Message> = Vec::new();
+    // Where the send of a number is, the last one of it: after a reset numbers are given again.
+    let mut places = BTreeMap::new();
+    // When the last doorbell of a queue pair was seen.
+    let mut triggers = BTreeMap::new();
+    for record in recording.records.iter().filter(|record| record.event.queue == Queue::Send) {
+        let (event, at) = (&record.event, record.at);
+        let queue = (event.device, event.qpn);
+        let key = (queue, event.number);
+        if event.stage == Stage::Prepared {
+            places.insert(key, all.len());
+            let (device, qpn) = queue;
+            let begun = Message { device, qpn, number: event.number, len: event.len, ..Message::default() };
+            all.push(Message { enqueue: Some(at), ..begun });
+            continue;
+        }
+        if event.stage == Stage::Triggered {
+            triggers.insert(queue, at);
+            continue;
+        }
+        let Some(message) = places.get(&key).and_then(|&place| all.get_mut(place)) else { continue };
+        match event.stage {
+            Stage::Fetched => (message.trigger, message.fetched) = (triggers.get(&queue).copied(), Some(at)),
+            Stage::Completed => (message.completed, message.status) = (Some(at), event.status),
+            Stage::Released => message.released = Some(at),
+            _ => {}
+        }
+    }
+    all
+}
+
+/// Messages for a picture.
+#[derive(Serialize)]
+struct Timeline {
+    unit: &'static str,
+    messages: Vec<Stages>,
+}
+
+/// When a message reached which stage.
+#[derive(Serialize)]
+struct Stages {
+    rank: u32,
+    qpn: u32,
+    seq: u64,
+    bytes: u32,
+    enqueue: f64,
+    trigger: f64,
+    fetched: f64,
+    completed: f64,
+    released: f64,
+}
+
+/// The last `count` messages of all processes that have all stages, from the first of their beginnings on. A process without a
+/// rank has its place among those named.
+fn timeline(recordings: &[Recording], count: usize) -> Timeline {
+    let whole = |message: &Message| {
+        let Message { enqueue, trigger, fetched, completed, released, .. } = *message;
+        Some([enqueue?, trigger?, fetched?, completed?, released?])
+    };
+    let mut found = Vec::new();
+    for (recording, place) in recordings.iter().zip(0..) {
+        let rank = recording.rank.unwrap_or(place);
+        found.extend(sends(recording).iter().filter_map(|message| Some((whole(message)?, rank, *message))));
+    }
+    found.sort_by_key(|(times, ..)| *times);
+    let found = &found[found.len().saturating_sub(count)..];
+    let zero = found.first().map_or(0, |([enqueue, ..], ..)| *enqueue);
+    let messages = found.iter().map(|(times, rank, message)| {
+        let [enqueue, trigger, fetched, completed, released] = times.map(|time| micros(time - zero));
+        let (rank, qpn, seq, bytes) = (*rank, message.qpn, message.number, message.len);
+        Stages { rank, qpn, seq, bytes, enqueue, trigger, fetched, completed, released }
+    });
+    Timeline { unit: "us", messages: messages.collect() }
+}
+
+/// Writes Chrome trace events, as ui.perfetto.dev reads them: one process for each recording, a track for each thread with what
+/// it recorded and waited for, and the sends of each queue pair from enqueue to release.
+fn write_perfetto(recordings: &[Recording], out: impl Write) -> Result<()> {
+    let zero = recordings.iter().map(|recording| recording.begun).min().unwrap_or(0);
+    let events: Vec<_> = recordings.iter().flat_map(|recording| events(recording, zero)).collect();
+    let mut out = BufWriter::new(out);
+    serde_json::to_writer(&mut out, &json!({ "displayTimeUnit": "ns", "traceEvents": events }))?;
+    Ok(out.flush()?)
+}
+
+fn events(recording: &Recording, zero: u64) -> Vec<Value> {
+    let pid = recording.pid;
+    let at = |time: u64| micros(time.saturating_sub(zero));
+    let rank = recording.rank.map_or_else(String::new, |rank| format!(" rank {rank}"));
+    let mut all = vec![json!({
+        "ph": "M", "pid": pid, "name": "process_name", "args": { "name": format!("{}{rank}", recording.command) },
+    })];
+    for thread in recording.threads.iter().filter(|thread| thread.tid != 0) {
+        let name = json!({ "name": thread.name });
+        all.push(json!({ "ph": "M", "pid": pid, "tid": thread.tid, "name": "thread_name", "args": name }));
+    }
+    all.extend(recording.records.iter().filter(|record| !is_of_wait(record)).map(|record| {
+        let event = &record.event;
+        json!({
+            "ph": "i", "s": "t", "pid": pid, "tid": recording.threads[record.thread].tid, "ts": at(record.at),
+            "cat": event.queue.name(), "name": format!("{} {} {}", event.stage, event.queue, event.number),
+            "args": {
+                "by": event.by.name(), "qpn": event.qpn, "number": event.number, "len": event.len,
+                "stream": event.stream, "status": status(event),
+            },
+        })
+    }));
+    all.extend(waits(recording).map(|(begun, ended)| {
+        let event = &begun.event;
+        json!({
+            "ph": "X", "pid": pid, "tid": recording.threads[begun.thread].tid, "ts": at(begun.at),
+            "dur": micros(ended.saturating_sub(begun.at)), "cat": "wait",
+            "name": format!("wait {} {}", event.queue, event.number),
+            "args": { "by": event.by.name(), "qpn": event.qpn, "number": event.number },
+        })
+    }));
+    for message in sends(recording) {
+        let ended = [message.released, message.completed, message.fetched].into_iter().flatten().next();
+        let (Some(begun), Some(ended)) = (message.enqueue, ended) else { continue };
+        let id = format!("{pid}.{}.{:#x}.{}.{begun}", message.device, message.qpn, message.number);
+        let name = format!("QP {:#x} send {}", message.qpn, message.number);
+        let both = [("b", begun), ("e", ended.max(begun))];
+        all.extend(both.map(|(phase, time)| {
+            json!({
+                "ph": phase, "pid": pid, "tid": 0, "id": id, "cat": "send", "name": name, "ts": at(time),
+                "args": { "bytes": message.len, "status": message.status },
+            })
+        }));
+    }
+    all
+}
+
+fn is_of_wait(record: &Record) -> bool {
+    matches!(record.event.stage, Stage::WaitBegun | Stage::WaitEnded | Stage::WaitGivenUp)
+}
+
+/// The waits that begin in the recording, and when they end: the last event, for those that have not.
+fn waits(recording: &Recording) -> impl Iterator<Item = (&Record, u64)> {
+    let records = &recording.records;
+    let begun = records.iter().enumerate().filter(|(_, record)| record.event.stage == Stage::WaitBegun);
+    begun.map(|(place, begun)| {
+        let later = &records[place + 1..];
+        let end = later.iter().find(|record| record.thread == begun.thread && is_of_wait(record));
+        (begun, end.map_or(recording.last(), |end| end.at))
+    })
 }

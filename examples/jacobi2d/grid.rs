@@ -94,7 +94,7 @@ impl Block {
         start + NUMBER..end - NUMBER
     }
 
-    /// A row that nobody reads.
+    /// A row that is never read.
     pub(crate) fn spare(&self) -> Range<usize> {
         self.halo(2, 0)
     }
@@ -164,7 +164,7 @@ impl Difference {
     }
 }
 
-/// The whole grid after so many iterations, row by row.
+/// The whole grid after `iterations` iterations, row by row.
 pub(crate) fn solve_alone(extent: Extent, iterations: u32) -> Vec<Vec<f64>> {
     let mut current: Vec<Vec<f64>> = (0..extent.ny + 2).map(|row| extent.first_state(row)).collect();
     let mut next = current.clone();

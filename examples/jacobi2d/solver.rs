@@ -147,7 +147,7 @@ impl<'a> Solver<'a> {
     }
 
     pub(crate) fn submit(&self, batch: &mut Batch) -> Result<()> {
-        // A single rank has nobody to talk to.
+        // A single rank has no neighbours.
         if batch.is_empty() { Ok(()) } else { Ok(self.app.stream.submit(batch)?) }
     }
 
@@ -190,7 +190,7 @@ pub(crate) struct Repeated<'a> {
 impl<'a> Repeated<'a> {
     /// All ranks must call it.
     pub(crate) fn new(solver: &'a Solver<'a>) -> Result<Self> {
-        // Rows come into both states by turns.
+        // Rows arrive in the two states alternately.
         let places: Vec<[Piece<'_>; 2]> = solver
             .neighbours
             .iter()

@@ -106,7 +106,6 @@ impl Options {
         sheet.finish(comm, "bandwidth", options, timeout)
     }
 
-    /// Round trips of a slice.
     fn slice(&self, bytes: usize) -> u64 {
         let all = self.iters.map_or(((256 << 20) / bytes as u64).clamp(20, 1000), u64::from);
         all.div_ceil(SLICES)
@@ -263,7 +262,6 @@ struct Memcpy {
 }
 
 impl Memcpy {
-    /// Copies there and back.
     fn run(&mut self, bytes: usize, count: u64) -> Result<(Samples, u64)> {
         // Small copies are timed together: the clock takes longer than one.
         let many = u32::try_from((4096 / bytes).max(1))?;
@@ -295,7 +293,6 @@ enum Kind {
     Direct,
 }
 
-/// The buffers of a rank.
 struct Side<'a> {
     comm: &'a Communicator,
     checks: &'a Checks,
@@ -346,7 +343,6 @@ impl<'a> Side<'a> {
         }
     }
 
-    /// Copies what arrived to the payload.
     fn receive_side(&self, n: u64, bytes: usize) -> Result<()> {
         let Some((gpu, payload)) = &self.payload else { return Ok(()) };
         let (wire, at) = (self.wire.memory(), self.slots.received(n).start);

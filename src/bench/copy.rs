@@ -204,7 +204,6 @@ impl Bench {
         Ok(())
     }
 
-    /// Every copy routine of this CPU.
     fn routines(&self) -> Result<()> {
         let (ptr, kind) = (self.mapping.as_ptr(), self.mapping.kind());
         let fitting = |fits: fn(Routine) -> bool| {
@@ -265,7 +264,6 @@ impl Bench {
         Ok(())
     }
 
-    /// Pinning, mapping and their inverses.
     fn pins(&self) -> Result<()> {
         for bytes in PIN_SIZES {
             let buffer = self.gdr.alloc(self.device, bytes)?;
@@ -301,7 +299,6 @@ impl<'a> Path<'a> {
         self
     }
 
-    /// The same `n` times.
     fn times(mut self, n: u32) -> Self {
         let name = std::mem::take(&mut self.name);
         Self::new(name, move |host| (0..n).try_for_each(|_| (self.run)(host)))
@@ -366,14 +363,12 @@ impl Cuda {
         Ok(Self { context, addr })
     }
 
-    /// `cuMemcpyHtoD` of pageable memory.
     fn write(&self, data: &[u8]) -> Result<()> {
         self.context.bind_to_thread()?;
         // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
         Ok(unsafe { sys::cuMemcpyHtoD_v2(self.addr, data.as_ptr().cast::<c_void>(), data.len()) }.result()?)
     }
 
-    /// `cuMemcpyDtoH` into pageable memory.
     fn read(&self, out: &mut [u8]) -> Result<()> {
         self.context.bind_to_thread()?;
         // SAFETY: as above.

@@ -1,6 +1,5 @@
 //! `gdasync bench messages`: the messaging layer: latency, rate, overlap with work, and the cost of calls.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -14,10 +13,10 @@ use gdasync::measure::{Samples, size};
 use gdasync::mp::cache::{CacheConfig, Cached};
 use gdasync::mp::tagged::{self, Tagged};
 use gdasync::mp::{self, Communicator, CommunicatorBuilder, Registration, Request, Window};
-use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, expected, size_label};
+use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, size_label};
 use serde_json::json;
 
-use super::traffic::Slots;
+use super::traffic::Endpoint;
 use super::two_ranks;
 
 /// Options of `gdasync bench messages`.
@@ -127,7 +126,6 @@ impl Options {
         sheet.finish(comm, "messages", options, timeout)
     }
 
-    /// Iterations of a slice.
     fn slice(&self, bytes: usize) -> u64 {
         let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
         all.div_ceil(SLICES)
@@ -290,16 +288,11 @@ enum Who {
 
 /// Windows of messages of one size between two ranks, timed as a whole and checked afterwards.
 struct Windows<'a> {
-    comm: &'a Communicator,
+    end: Endpoint<'a>,
     tagged: &'a Tagged,
     stream: &'a Stream,
-    buffer: Registration,
-    slots: Slots,
     work: Duration,
-    checks: &'a Checks,
     timeout: Duration,
-    /// Windows so far: each has its own payload.
-    windows: Cell<u64>,
 }
 
 impl<'a> Windows<'a> {
@@ -310,18 +303,9 @@ impl<'a> Windows<'a> {
         work: Duration,
         checks: &'a Checks,
     ) -> Result<Self> {
-        let slots = Slots::new(bytes);
-        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
-        let timeout = checks.timeout();
-        Ok(Self { comm, tagged, stream, buffer, slots, work, checks, timeout, windows: Cell::new(0) })
-    }
-
-    fn receive_tagged(&self, n: u64) -> mp::Result<tagged::Request> {
-        self.tagged.irecv(&self.buffer, self.slots.received(n), self.peer(), n)
-    }
-
-    fn receive(&self, n: u64) -> mp::Result<Request> {
-        self.comm.irecv(&self.buffer, self.slots.received(n), self.peer())
+        let peer = 1 - comm.rank();
+        let end = Endpoint::new(comm, checks, bytes, (peer, peer))?;
+        Ok(Self { end, tagged, stream, work, timeout: checks.timeout() })
     }
 
     /// Runs `count` iterations: the times of round trips, or of messages for a rate, and the number of wrong slots.
@@ -330,12 +314,14 @@ impl<'a> Windows<'a> {
         while left > 0 {
             let window = left.min(WINDOW);
             let receives = if mode == Mode::Rate && self.pings() { 0 } else { window };
-            self.prepare(receives)?;
+            self.end.prepare(receives)?;
             // All receives are posted first, so no message waits for its receive.
             let (plain, tagged) = if mode == Mode::Tagged { (0, receives) } else { (receives, 0) };
-            let received: Vec<_> = (0..plain).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
-            let tagged: Vec<_> = (0..tagged).map(|n| self.receive_tagged(n)).collect::<mp::Result<_>>()?;
-            self.comm.barrier(self.timeout)?;
+            let received: Vec<_> = (0..plain).map(|n| self.end.receive(n)).collect::<mp::Result<_>>()?;
+            let tagged: Vec<_> = (0..tagged)
+                .map(|n| self.tagged.irecv(&self.end.buffer, self.end.slots.received(n), self.end.to, n))
+                .collect::<mp::Result<_>>()?;
+            self.end.comm.barrier(self.timeout)?;
             let start = Instant::now();
             match mode {
                 Mode::Sync => self.by_cpu(&received, false)?,
@@ -346,35 +332,14 @@ impl<'a> Windows<'a> {
                 Mode::Rate => self.one_way(&received, window)?,
             }
             samples.add_mean(start.elapsed(), window);
-            wrong += self.wrong(receives)?;
+            wrong += self.end.wrong(receives)?;
             left -= window;
         }
         Ok((samples, wrong))
     }
 
     fn pings(&self) -> bool {
-        self.comm.rank() == 0
-    }
-
-    fn peer(&self) -> usize {
-        1 - self.comm.rank()
-    }
-
-    fn prepare(&self, receives: u64) -> Result<()> {
-        let memory = self.buffer.memory();
-        self.slots.fill(memory, self.checks.sent(self.comm.rank(), self.windows.get()))?;
-        self.slots.spoil(memory, expected(self.peer(), self.windows.get()), receives)
-    }
-
-    fn wrong(&self, receives: u64) -> Result<u64> {
-        let wrong =
-            self.slots.wrong(self.buffer.memory(), expected(self.peer(), self.windows.get()), receives)?;
-        self.windows.set(self.windows.get() + 1);
-        Ok(wrong)
-    }
-
-    fn send(&self) -> mp::Result<Request> {
-        self.comm.isend(&self.buffer, self.slots.sent(), self.peer())
+        self.end.comm.rank() == 0
     }
 
     /// A host function that keeps the stream busy.
@@ -394,20 +359,20 @@ impl<'a> Windows<'a> {
                 self.stream.host_fn(self.work())?;
                 self.stream.synchronize(self.timeout)?;
             }
-            Ok(self.send()?)
+            Ok(self.end.send()?)
         };
         for receive in received {
             let sent = self.pings().then(send).transpose()?;
-            self.comm.wait(receive, self.timeout)?;
+            self.end.comm.wait(receive, self.timeout)?;
             let sent = sent.map_or_else(send, Ok)?;
-            self.comm.wait(&sent, self.timeout)?;
+            self.end.comm.wait(&sent, self.timeout)?;
         }
         Ok(())
     }
 
     fn by_tag(&self, received: &[tagged::Request]) -> Result<()> {
         for (tag, receive) in (0..).zip(received) {
-            let send = || self.tagged.isend(&self.buffer, self.slots.sent(), self.peer(), tag);
+            let send = || self.tagged.isend(&self.end.buffer, self.end.slots.sent(), self.end.to, tag);
             let sent = self.pings().then(send).transpose()?;
             receive.wait(self.timeout)?;
             sent.map_or_else(send, Ok)?.wait(self.timeout)?;
@@ -420,20 +385,24 @@ impl<'a> Windows<'a> {
         let mut last = None;
         for receive in received {
             if !self.pings() {
-                self.comm.wait_in_batch(&mut batch, receive)?;
+                self.end.comm.wait_in_batch(&mut batch, receive)?;
             }
             if works {
                 batch.host_fn(self.work());
             }
-            last =
-                Some(self.comm.isend_in_batch(&mut batch, &self.buffer, self.slots.sent(), self.peer())?);
+            last = Some(self.end.comm.isend_in_batch(
+                &mut batch,
+                &self.end.buffer,
+                self.end.slots.sent(),
+                self.end.to,
+            )?);
             if self.pings() {
-                self.comm.wait_in_batch(&mut batch, receive)?;
+                self.end.comm.wait_in_batch(&mut batch, receive)?;
             }
             self.stream.submit_within(&mut batch, self.timeout)?;
         }
         if let Some(last) = last {
-            self.comm.wait_on_stream(self.stream, &last)?;
+            self.end.comm.wait_on_stream(self.stream, &last)?;
         }
         Ok(self.stream.synchronize(self.timeout)?)
     }
@@ -442,21 +411,24 @@ impl<'a> Windows<'a> {
         if self.pings() {
             let mut in_flight = VecDeque::new();
             for _ in 0..window {
-                in_flight.push_back(self.send()?);
+                in_flight.push_back(self.end.send()?);
                 if in_flight.len() == IN_FLIGHT {
-                    in_flight.pop_front().map(|oldest| self.comm.wait(&oldest, self.timeout)).transpose()?;
+                    in_flight
+                        .pop_front()
+                        .map(|oldest| self.end.comm.wait(&oldest, self.timeout))
+                        .transpose()?;
                 }
             }
-            self.comm.wait_all(&in_flight, self.timeout)?;
+            self.end.comm.wait_all(&in_flight, self.timeout)?;
         } else {
-            self.comm.wait_all(received, self.timeout)?;
+            self.end.comm.wait_all(received, self.timeout)?;
         }
         Ok(())
     }
 
     /// Runs a window of work without messages.
     fn compute(&self, who: Who, count: u32) -> Result<Duration> {
-        self.comm.barrier(self.timeout)?;
+        self.end.comm.barrier(self.timeout)?;
         let start = Instant::now();
         for _ in 0..count {
             self.stream.host_fn(self.work())?;
@@ -470,29 +442,29 @@ impl<'a> Windows<'a> {
 
     /// Runs a window of exchanges beside work: the time, and the number of wrong slots.
     fn exchange(&self, who: Who, count: u32) -> Result<(Duration, u64)> {
-        self.prepare(count.into())?;
-        let receives = (0..count).map(|n| self.receive(n.into())).collect::<mp::Result<Vec<_>>>()?;
-        self.comm.barrier(self.timeout)?;
+        self.end.prepare(count.into())?;
+        let receives = (0..count).map(|n| self.end.receive(n.into())).collect::<mp::Result<Vec<_>>>()?;
+        self.end.comm.barrier(self.timeout)?;
         let start = Instant::now();
         for receive in &receives {
             if who == Who::Stream {
                 let mut batch = Batch::new();
-                let (slot, peer) = (self.slots.sent(), self.peer());
-                let sent = self.comm.isend_in_batch(&mut batch, &self.buffer, slot, peer)?;
+                let (slot, peer) = (self.end.slots.sent(), self.end.to);
+                let sent = self.end.comm.isend_in_batch(&mut batch, &self.end.buffer, slot, peer)?;
                 batch.host_fn(self.work());
-                self.comm.wait_in_batch(&mut batch, receive)?;
-                self.comm.wait_in_batch(&mut batch, &sent)?;
+                self.end.comm.wait_in_batch(&mut batch, receive)?;
+                self.end.comm.wait_in_batch(&mut batch, &sent)?;
                 self.stream.submit_within(&mut batch, self.timeout)?;
                 continue;
             }
-            let early = (who == Who::Cpu).then(|| self.send()).transpose()?;
+            let early = (who == Who::Cpu).then(|| self.end.send()).transpose()?;
             self.stream.host_fn(self.work())?;
             self.stream.synchronize(self.timeout)?;
-            let sent = early.map_or_else(|| self.send(), Ok)?;
-            self.comm.wait_all([receive, &sent], self.timeout)?;
+            let sent = early.map_or_else(|| self.end.send(), Ok)?;
+            self.end.comm.wait_all([receive, &sent], self.timeout)?;
         }
         self.stream.synchronize(self.timeout)?;
-        Ok((start.elapsed(), self.wrong(count.into())?))
+        Ok((start.elapsed(), self.end.wrong(count.into())?))
     }
 }
 
@@ -516,7 +488,6 @@ impl Times {
 struct Bare {
     qp: Qp,
     mr: Mr,
-    /// The memory of the other rank.
     remote: RemoteAddr,
 }
 
@@ -553,7 +524,6 @@ impl Bare {
         self.posts(comm, (4, times), timeout, |sges| SendWr::read(self.remote, sges))
     }
 
-    /// Posts a burst of one kind.
     fn posts(
         &self,
         comm: &Communicator,
@@ -574,7 +544,7 @@ impl Bare {
     }
 }
 
-/// Has one rank send after the other. If both sent at once, the calls of each would also process the messages of the other.
+/// Lets one rank send after the other: otherwise the calls of each would also process the messages of the other.
 fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Result<()>) -> Result<()> {
     comm.barrier(timeout)?;
     for rank in 0..comm.size() {
@@ -586,7 +556,6 @@ fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Re
     Ok(())
 }
 
-/// Polls the completions of a burst.
 fn take(timeout: Duration, poll: impl Fn() -> Option<Wc>) -> Result<()> {
     let deadline = Instant::now() + timeout;
     for _ in 0..BURST {
@@ -625,7 +594,6 @@ fn round(
     starts(comm, (4, times), timeout, || window.iget(buffer, 8..16, peer, 0))
 }
 
-/// Starts a burst of one kind.
 fn starts(
     comm: &Communicator,
     (call, times): (usize, &mut Times),

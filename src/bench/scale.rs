@@ -6,17 +6,16 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use gdasync::gdsync::Device;
-use gdasync::gdsync::memory::Memory;
 use gdasync::measure::Samples;
 use gdasync::mp::launch::Bootstrap;
 use gdasync::mp::launch::Launch;
 use gdasync::mp::launch::{Children, spawn_command};
-use gdasync::mp::{self, Communicator, Registration, Request};
+use gdasync::mp::{self, Communicator, Request};
 use gdasync::pingpong::{CACHE_LINE, Floor};
-use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, all_ranks, expected};
+use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, all_ranks};
 use serde_json::json;
 
-use super::traffic::{QueuePairs, Shape, Slots};
+use super::traffic::{Endpoint, QueuePairs, Shape};
 
 /// Options of `gdasync bench scale`.
 #[derive(Args)]
@@ -164,7 +163,7 @@ impl Options {
 
     /// A rank of a job: laps of the token, and the times of floods.
     fn ring(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<(Samples, Samples)> {
-        let mut ring = Ring::new(comm, &self.checks)?;
+        let ring = Ring::new(comm, &self.checks)?;
         let (mut laps, mut times) = (Samples::default(), Samples::default());
         for turn in 0..=self.slices {
             let (lap, time) = (ring.token(sheet)?, ring.flood(self.messages, sheet)?);
@@ -186,100 +185,67 @@ const LAPS: u32 = 10;
 const IN_FLIGHT: u32 = 16;
 
 /// One rank of a ring, in which each sends to the next.
-struct Ring<'a> {
-    comm: &'a Communicator,
-    checks: &'a Checks,
-    buffer: Registration,
-    slots: Slots,
-    next: usize,
-    before: usize,
-    run: u64,
-}
+struct Ring<'a>(Endpoint<'a>);
 
 impl<'a> Ring<'a> {
     fn new(comm: &'a Communicator, checks: &'a Checks) -> Result<Self> {
         let (rank, size) = (comm.rank(), comm.size());
-        let slots = Slots::new(BYTES);
-        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
-        Ok(Self {
-            comm,
-            checks,
-            buffer,
-            slots,
-            next: (rank + 1) % size,
-            before: (rank + size - 1) % size,
-            run: 0,
-        })
-    }
-
-    fn receive(&self, n: u32) -> mp::Result<Request> {
-        self.comm.irecv(&self.buffer, self.slots.received(n.into()), self.before)
-    }
-
-    fn send(&self) -> mp::Result<Request> {
-        self.comm.isend(&self.buffer, self.slots.sent(), self.next)
+        let neighbours = ((rank + 1) % size, (rank + size - 1) % size);
+        Ok(Self(Endpoint::new(comm, checks, BYTES, neighbours)?))
     }
 
     fn wait(&self, request: &Request) -> mp::Result<()> {
-        self.comm.wait(request, self.checks.timeout()).map(drop)
+        self.0.comm.wait(request, self.0.checks.timeout()).map(drop)
     }
 
-    /// Writes the payload of the next run, overwrites the receive slots, and posts receives.
-    fn prepare(&mut self, receives: u32) -> Result<VecDeque<Request>> {
-        self.run += 1;
-        let memory = self.buffer.memory();
-        self.slots.fill(memory, self.checks.sent(self.comm.rank(), self.run))?;
-        self.slots.spoil(memory, expected(self.before, self.run), 2)?;
-        let receives = (0..receives).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
-        self.comm.barrier(self.checks.timeout())?;
+    /// Prepares the next run, and posts receives.
+    fn prepare(&self, receives: u32) -> Result<VecDeque<Request>> {
+        self.0.prepare(2)?;
+        let receives = (0..receives).map(|n| self.0.receive(n.into())).collect::<mp::Result<_>>()?;
+        self.0.comm.barrier(self.0.checks.timeout())?;
         Ok(receives)
     }
 
-    /// The number of slots with wrong data after `messages` messages.
-    fn wrong(&self, messages: u32) -> Result<u64> {
-        self.slots.wrong(self.buffer.memory(), expected(self.before, self.run), messages.into())
-    }
-
     /// A token goes round: the laps at rank 0.
-    fn token(&mut self, sheet: &mut Sheet) -> Result<Samples> {
+    fn token(&self, sheet: &mut Sheet) -> Result<Samples> {
         let receives = self.prepare(LAPS)?;
         let mut samples = Samples::default();
         for receive in &receives {
             let start = Instant::now();
-            if self.comm.rank() == 0 {
-                let sent = self.send()?;
+            if self.0.comm.rank() == 0 {
+                let sent = self.0.send()?;
                 self.wait(receive)?;
                 samples.add(start.elapsed());
                 self.wait(&sent)?;
             } else {
                 self.wait(receive)?;
-                let sent = self.send()?;
+                let sent = self.0.send()?;
                 self.wait(&sent)?;
             }
         }
-        sheet.wrong(self.wrong(LAPS)?);
+        sheet.wrong(self.0.wrong(LAPS.into())?);
         Ok(samples)
     }
 
     /// All ranks send `messages` messages at once: the time of the slowest.
-    fn flood(&mut self, messages: u32, sheet: &mut Sheet) -> Result<Duration> {
+    fn flood(&self, messages: u32, sheet: &mut Sheet) -> Result<Duration> {
         let mut receives = self.prepare(messages.min(IN_FLIGHT))?;
         let mut sends = VecDeque::new();
         let start = Instant::now();
         for n in 0..messages {
-            sends.push_back(self.send()?);
+            sends.push_back(self.0.send()?);
             if n >= IN_FLIGHT {
                 sends.pop_front().map(|oldest| self.wait(&oldest)).transpose()?;
             }
             receives.pop_front().map(|oldest| self.wait(&oldest)).transpose()?;
             if n + IN_FLIGHT < messages {
-                receives.push_back(self.receive(n + IN_FLIGHT)?);
+                receives.push_back(self.0.receive((n + IN_FLIGHT).into())?);
             }
         }
-        self.comm.wait_all(&sends, self.checks.timeout())?;
+        self.0.comm.wait_all(&sends, self.0.checks.timeout())?;
         let own = u64::try_from(start.elapsed().as_nanos())?;
-        sheet.wrong(self.wrong(messages)?);
-        let slowest = all_ranks(self.comm, own, self.checks.timeout())?.into_iter().max();
+        sheet.wrong(self.0.wrong(messages.into())?);
+        let slowest = all_ranks(self.0.comm, own, self.0.checks.timeout())?.into_iter().max();
         Ok(Duration::from_nanos(slowest.unwrap_or(own)))
     }
 }

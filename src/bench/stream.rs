@@ -1,8 +1,6 @@
 //! `gdasync bench stream`: CPU time of the library for each operation on a CUDA stream, beyond the call of the driver.
 
 mod driver;
-#[cfg(feature = "standin")]
-mod simulated;
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -13,7 +11,6 @@ use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::hca::SoftHcaConfig;
 use gdasync::gdsync::memory::Memory;
-use gdasync::gdsync::mlx5::RemoteAddr;
 use gdasync::gdsync::stream::{Batch, CudaStreamConfig, Graph, Stream, Via};
 use gdasync::gdsync::verbs::{Access, Context, Mr, OnGpu, Qp, RecvWr, SendWr, Sge};
 use gdasync::measure::Samples;
@@ -44,20 +41,13 @@ pub(crate) struct Options {
     timeout: u64,
     #[command(flatten)]
     output: Output,
-    /// Run on a simulated driver whose calls take almost no time: for work on the library.
-    #[cfg(feature = "standin")]
-    #[arg(long, hide = true)]
-    simulated: bool,
 }
 
-/// The GPU that is measured.
 struct Machinery {
     gpu: Gpu,
     /// The same GPU with entry points that record and time calls.
     watched: Gpu,
     name: String,
-    /// Lets a simulated GPU run what is queued, or stops it.
-    run: fn(bool),
 }
 
 /// Executors and places of queues that are measured.
@@ -92,14 +82,10 @@ impl Options {
     }
 
     fn machinery(&self) -> Result<Machinery> {
-        #[cfg(feature = "standin")]
-        if self.simulated {
-            return simulated::machinery(self.graph.is_some());
-        }
         let (driver, open) = (Api::load()?, |api| Gpu::open_with(api, self.device, None));
         let (gpu, watched) = (open(driver)?, open(driver::watched(driver))?);
         let name = format!("GPU {}, {}", self.device, gpu.capabilities());
-        Ok(Machinery { gpu, watched, name, run: |_| {} })
+        Ok(Machinery { gpu, watched, name })
     }
 
     /// Launches of a graph of `hops` sends and waits.
@@ -111,7 +97,6 @@ impl Options {
         (place, on_gpu): (&str, OnGpu),
         sheet: &mut Sheet,
     ) -> Result<()> {
-        /// Launches that warm up.
         const WARM_UP: u64 = 10;
         const PARTS: [&str; 4] = ["launch", "cuGraphLaunch", "node updates", "library"];
         let gpu = &machinery.watched;
@@ -241,16 +226,13 @@ impl Bench<'_> {
         run: impl FnOnce(&mut dyn FnMut() -> Result<()>) -> Result<T>,
     ) -> Result<T> {
         (case.before)()?;
-        (self.machinery.run)(false);
         let done = run(&mut *case.call);
         self.drain(sides, stream)?;
         done
     }
 
     fn by_driver(&self, raw: &Raw<'_>, calls: &mut [Call], samples: &mut Samples) -> Result<()> {
-        (self.machinery.run)(false);
         let done = timed(samples, || calls.iter_mut().try_for_each(|call| raw.make(call)));
-        (self.machinery.run)(true);
         let start = Instant::now();
         while !raw.is_idle()? {
             if start.elapsed() > self.timeout {
@@ -261,7 +243,6 @@ impl Bench<'_> {
     }
 
     fn drain(&self, sides: &Sides, stream: &Stream) -> Result<()> {
-        (self.machinery.run)(true);
         stream.synchronize(self.timeout)?;
         sides.drain(self.timeout)
     }
@@ -281,17 +262,14 @@ fn timed(samples: &mut Samples, mut call: impl FnMut() -> Result<()>) -> Result<
 const GROUP: u64 = 16;
 /// Sends in the long batch.
 const MANY: u32 = 16;
-/// Bytes of a message.
 const LEN: usize = 8;
 /// Time for the HCA to process what was posted.
 const SETTLED: Duration = Duration::from_micros(50);
 
-/// A call that is measured.
 struct Case<'a> {
     name: &'static str,
     /// Operations in a call.
     parts: u32,
-    /// Prepares a group of calls.
     before: Box<dyn FnMut() -> Result<()> + 'a>,
     call: Box<dyn FnMut() -> Result<()> + 'a>,
 }
@@ -331,7 +309,6 @@ impl Side {
         self.sent.set(self.sent.get() + count);
     }
 
-    /// Polls all completions.
     fn drain(&self, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         while self.sent.get() > 0 {
@@ -364,11 +341,6 @@ impl Sides {
         batch.wait_send(&self.ours.qp).map(drop)
     }
 
-    /// Where writes go.
-    fn target(&self) -> Result<RemoteAddr> {
-        Ok(self.peer.mr.remote(0)?)
-    }
-
     /// Polls all completions that no stream consumed.
     fn drain(&self, timeout: Duration) -> Result<()> {
         self.ours.drain(timeout)?;
@@ -384,110 +356,81 @@ fn settle() {
     }
 }
 
-/// All calls.
+impl<'a> Case<'a> {
+    fn new(name: &'static str, parts: u32, call: impl FnMut() -> Result<()> + 'a) -> Self {
+        Self { name, parts, before: Box::new(|| Ok(())), call: Box::new(call) }
+    }
+
+    fn behind(self, before: impl FnMut() -> Result<()> + 'a) -> Self {
+        Self { before: Box::new(before), ..self }
+    }
+}
+
 fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case<'a>>> {
     let Sides { ours, peer } = sides;
-    let (qp, to) = (&ours.qp, sides.target()?);
+    let (qp, to) = (&ours.qp, peer.mr.remote(0)?);
     let (sges, theirs) = ([ours.sge()?], [peer.sge()?]);
-    let nothing = || -> Box<dyn FnMut() -> Result<()> + 'a> { Box::new(|| Ok(())) };
     let prepared = Rc::new(RefCell::new(Vec::new()));
     let posted = prepared.clone();
+    let send = move || {
+        stream.send(qp, &SendWr::write(to, &sges))?;
+        ours.count_sent(1);
+        Ok(())
+    };
+    let by_turns = move || {
+        stream.send(qp, &SendWr::write(to, &sges))?;
+        Ok(stream.wait_send(qp).map(drop)?)
+    };
+    let both = move || {
+        let mut batch = Batch::new();
+        batch.send(qp, &SendWr::write(to, &sges))?;
+        batch.wait_send(qp)?;
+        Ok(stream.submit(&mut batch)?)
+    };
+    let posted_sends = move || {
+        (0..GROUP).try_for_each(|_| ours.post(SendWr::write(to, &sges)))?;
+        settle();
+        Ok(())
+    };
+    let arrived = move || {
+        for _ in 0..GROUP {
+            qp.post_recv(&[RecvWr { wr_id: 0, sges: &sges }])?;
+            peer.post(SendWr::send(&theirs))?;
+            peer.count_sent(1);
+        }
+        settle();
+        Ok(())
+    };
+    let prepare = move || {
+        for _ in 0..GROUP {
+            prepared.borrow_mut().push(qp.prepare_send(&[SendWr::write(to, &sges)])?);
+        }
+        // In the order in which they were prepared.
+        prepared.borrow_mut().reverse();
+        Ok(())
+    };
+    let post = move || {
+        let send = posted.borrow_mut().pop().ok_or("more calls than were prepared")?;
+        let mut batch = Batch::new();
+        batch.post(send);
+        stream.submit(&mut batch)?;
+        ours.count_sent(1);
+        Ok(())
+    };
+    let many = move || {
+        let mut batch = Batch::new();
+        (0..MANY).try_for_each(|_| batch.send(qp, &SendWr::write(to, &sges)).map(drop))?;
+        stream.submit(&mut batch)?;
+        ours.count_sent(MANY.into());
+        Ok(())
+    };
     Ok(vec![
-        Case {
-            name: "send",
-            parts: 1,
-            before: nothing(),
-            call: Box::new(move || {
-                stream.send(qp, &SendWr::write(to, &sges))?;
-                ours.count_sent(1);
-                Ok(())
-            }),
-        },
-        Case {
-            name: "wait for a send",
-            parts: 1,
-            before: Box::new(move || {
-                (0..GROUP).try_for_each(|_| ours.post(SendWr::write(to, &sges)))?;
-                settle();
-                Ok(())
-            }),
-            call: Box::new(move || {
-                stream.wait_send(qp)?;
-                Ok(())
-            }),
-        },
-        Case {
-            name: "wait for a receive",
-            parts: 1,
-            before: Box::new(move || {
-                for _ in 0..GROUP {
-                    qp.post_recv(&[RecvWr { wr_id: 0, sges: &sges }])?;
-                    peer.post(SendWr::send(&theirs))?;
-                    peer.count_sent(1);
-                }
-                settle();
-                Ok(())
-            }),
-            call: Box::new(move || {
-                stream.wait_recv(qp)?;
-                Ok(())
-            }),
-        },
-        Case {
-            name: "send, wait, by turns",
-            parts: 2,
-            before: nothing(),
-            call: Box::new(move || {
-                stream.send(qp, &SendWr::write(to, &sges))?;
-                stream.wait_send(qp)?;
-                Ok(())
-            }),
-        },
-        Case {
-            name: "send and wait, one batch",
-            parts: 2,
-            before: nothing(),
-            call: Box::new(move || {
-                let mut batch = Batch::new();
-                batch.send(qp, &SendWr::write(to, &sges))?;
-                batch.wait_send(qp)?;
-                stream.submit(&mut batch)?;
-                Ok(())
-            }),
-        },
-        Case {
-            name: "prepared send",
-            parts: 1,
-            before: Box::new(move || {
-                for _ in 0..GROUP {
-                    prepared.borrow_mut().push(qp.prepare_send(&[SendWr::write(to, &sges)])?);
-                }
-                // In the order in which they were prepared.
-                prepared.borrow_mut().reverse();
-                Ok(())
-            }),
-            call: Box::new(move || {
-                let send = posted.borrow_mut().pop().ok_or("more calls than were prepared")?;
-                let mut batch = Batch::new();
-                batch.post(send);
-                stream.submit(&mut batch)?;
-                ours.count_sent(1);
-                Ok(())
-            }),
-        },
-        Case {
-            name: "16 sends, one batch",
-            parts: MANY,
-            before: nothing(),
-            call: Box::new(move || {
-                let mut batch = Batch::new();
-                for _ in 0..MANY {
-                    batch.send(qp, &SendWr::write(to, &sges))?;
-                }
-                stream.submit(&mut batch)?;
-                ours.count_sent(MANY.into());
-                Ok(())
-            }),
-        },
+        Case::new("send", 1, send),
+        Case::new("wait for a send", 1, move || Ok(stream.wait_send(qp).map(drop)?)).behind(posted_sends),
+        Case::new("wait for a receive", 1, move || Ok(stream.wait_recv(qp).map(drop)?)).behind(arrived),
+        Case::new("send, wait, by turns", 2, by_turns),
+        Case::new("send and wait, one batch", 2, both),
+        Case::new("prepared send", 1, post).behind(prepare),
+        Case::new("16 sends, one batch", MANY, many),
     ])
 }

@@ -1,5 +1,6 @@
 //! Traffic that several benchmarks share: queue pairs between two ranks, message slots, a ring in shared memory.
 
+use std::cell::Cell;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -8,8 +9,8 @@ use gdasync::app_stream::Placed;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, QpAddress, RecvWr, SendWr};
-use gdasync::measure::{Pattern, Samples, shared_page};
-use gdasync::mp::Communicator;
+use gdasync::measure::{Pattern, Samples, share_memory};
+use gdasync::mp::{self, Communicator, Registration, Request};
 use gdasync::pingpong::await_value;
 use gdasync::results::{Checks, Result, expected};
 
@@ -32,11 +33,9 @@ pub(super) struct QueuePairs<'a> {
 /// How messages are sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
-    /// Queue pairs.
     pub(super) qps: usize,
     /// Messages in flight on each.
     pub(super) outstanding: usize,
-    /// Bytes of a message.
     pub(super) bytes: usize,
 }
 
@@ -90,7 +89,6 @@ impl<'a> QueuePairs<'a> {
         Ok(queue_pairs)
     }
 
-    /// The number of queue pairs.
     pub(super) fn len(&self) -> usize {
         self.qps.len()
     }
@@ -105,7 +103,6 @@ impl<'a> QueuePairs<'a> {
         start..start + self.shape.bytes
     }
 
-    /// Posts a receive.
     fn receive(&mut self, at: usize) -> Result<()> {
         let slot = 1 + at * SLOTS + self.qps[at].posted % SLOTS;
         let sge = self.mr.sge(self.slot(slot).start, self.shape.bytes)?;
@@ -131,7 +128,6 @@ impl<'a> QueuePairs<'a> {
         self.receive(at)
     }
 
-    /// Takes the completion of a send.
     pub(super) fn sent(&self, at: usize) -> Result<()> {
         self.until(&self.qps[at].qp, || self.qps[at].qp.poll_send())?.ok()?;
         Ok(())
@@ -282,7 +278,6 @@ impl Slots {
         Self { bytes, ..self }
     }
 
-    /// Bytes of the buffer.
     pub(super) fn len(self) -> usize {
         3 * self.stride
     }
@@ -292,17 +287,14 @@ impl Slots {
         start..start + self.bytes
     }
 
-    /// The slot to send from.
     pub(super) fn sent(self) -> Range<usize> {
         self.slot(0)
     }
 
-    /// The slot that receives message `n`.
     pub(super) fn received(self, n: u64) -> Range<usize> {
         self.slot(1 + usize::from(n % 2 == 1))
     }
 
-    /// Writes the message to send.
     pub(super) fn fill(self, memory: &Memory, ours: Pattern) -> Result<()> {
         Ok(ours.fill(memory, self.sent().start, self.bytes)?)
     }
@@ -325,7 +317,51 @@ impl Slots {
     }
 }
 
-/// Entries of a ring.
+/// A registered buffer of a rank, for messages to one rank and from one rank. Each run has its own payload.
+pub(super) struct Endpoint<'a> {
+    pub(super) comm: &'a Communicator,
+    pub(super) checks: &'a Checks,
+    pub(super) buffer: Registration,
+    pub(super) slots: Slots,
+    pub(super) to: usize,
+    pub(super) from: usize,
+    run: Cell<u64>,
+}
+
+impl<'a> Endpoint<'a> {
+    pub(super) fn new(
+        comm: &'a Communicator,
+        checks: &'a Checks,
+        bytes: usize,
+        (to, from): (usize, usize),
+    ) -> Result<Self> {
+        let slots = Slots::new(bytes);
+        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
+        Ok(Self { comm, checks, buffer, slots, to, from, run: Cell::new(0) })
+    }
+
+    /// Writes the payload of the next run, and overwrites the slots that will receive `receives` messages.
+    pub(super) fn prepare(&self, receives: u64) -> Result<()> {
+        self.run.set(self.run.get() + 1);
+        let (run, memory) = (self.run.get(), self.buffer.memory());
+        self.slots.fill(memory, self.checks.sent(self.comm.rank(), run))?;
+        self.slots.spoil(memory, expected(self.from, run), receives)
+    }
+
+    /// The number of slots with wrong data after `messages` messages.
+    pub(super) fn wrong(&self, messages: u64) -> Result<u64> {
+        self.slots.wrong(self.buffer.memory(), expected(self.from, self.run.get()), messages)
+    }
+
+    pub(super) fn receive(&self, n: u64) -> mp::Result<Request> {
+        self.comm.irecv(&self.buffer, self.slots.received(n), self.from)
+    }
+
+    pub(super) fn send(&self) -> mp::Result<Request> {
+        self.comm.isend(&self.buffer, self.slots.sent(), self.to)
+    }
+}
+
 const ENTRIES: usize = 64;
 /// Bytes of the flag before each entry, on its own cache line.
 const WORD: usize = 64;
@@ -344,7 +380,7 @@ pub(super) struct Ring<'a> {
 impl<'a> Ring<'a> {
     pub(super) fn new(comm: &'a Communicator, checks: &'a Checks, bytes: usize) -> Result<Self> {
         let len = ENTRIES * (WORD + bytes.next_multiple_of(WORD));
-        let shared = shared_page::share(comm, len, checks.timeout())?;
+        let shared = share_memory(comm, len, checks.timeout())?;
         Ok(Self { comm, checks, shared, own: Memory::alloc(bytes)?, bytes, run: 0 })
     }
 

@@ -10,10 +10,11 @@ use clap::Args;
 use gdasync::gdrcopy::Gdr;
 use gdasync::measure::Samples;
 use gdasync::results::{Output, Point, Result, Sheet, Unit};
+use gdasync::tools::nvidia_driver;
 use serde_json::json;
 
 use gpu::Gpu;
-use rig::{Lab, Pauses, Variant, Watch};
+use rig::{Pauses, Rig, Variant, Watchdog};
 
 /// Options of `gdasync bench trigger`.
 #[derive(Args)]
@@ -46,8 +47,8 @@ const FEWER: u64 = 20;
 const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 
 struct Bench {
-    lab: Lab,
-    watch: Watch,
+    rig: Rig,
+    watchdog: Watchdog,
     pauses: Pauses,
     sheet: Sheet,
     rounds: u64,
@@ -55,7 +56,6 @@ struct Bench {
     shares: Vec<(u8, f64)>,
 }
 
-/// A measurement of one variant.
 struct Figure {
     name: &'static str,
     samples: Samples,
@@ -67,7 +67,6 @@ impl Figure {
         Self { name, samples: Samples::default(), failed: None }
     }
 
-    /// Records why it failed.
     fn end(&mut self, result: Result<()>) {
         self.failed = result.err().map(|error| error.to_string());
     }
@@ -78,29 +77,30 @@ impl Options {
         let sheet = Sheet::new(&self.output, true, 2 + 3 * self.busy.len())?;
         let connections = spread_streams();
         let gdr = Gdr::builder().require_gpu().open()?;
-        let watch = Watch::start(Duration::from_secs(self.timeout));
-        watch.begin("opening the GPU", &[]);
+        let watchdog = Watchdog::start(Duration::from_secs(self.timeout));
+        watchdog.begin("opening the GPU", &[]);
         let gpu = Gpu::open(self.device)?;
         let _current = gpu.enter()?;
         let most = self.busy.iter().copied().max().unwrap_or(0);
-        let lab = Lab::new(gpu, &gdr, self.device, most.into(), watch.limit())?;
+        let rig = Rig::new(gpu, &gdr, self.device, most, watchdog.limit)?;
         let (pauses, rounds, shares) = (Pauses::default(), self.rounds, Vec::new());
-        let mut bench = Bench { lab, watch, pauses, sheet, rounds, shares };
+        let mut bench = Bench { rig, watchdog, pauses, sheet, rounds, shares };
         let run = bench.quiet().and_then(|()| self.busy.iter().try_for_each(|&busy| bench.level(busy)));
-        bench.watch.begin("ending", &[]);
-        let Bench { watch, mut sheet, shares, .. } = bench;
+        bench.watchdog.begin("ending", &[]);
+        let Bench { watchdog, mut sheet, shares, .. } = bench;
         if let Err(error) = &run {
             sheet.skip("the rest", error.to_string());
         }
         let info = gdr.gpus()?.into_iter().find(|info| info.ordinal == self.device);
         let device = info.map_or_else(String::new, |gpu| format!("{} at {}", gpu.name, gpu.pci));
+        let driver = nvidia_driver().unwrap_or_else(|| "unknown".into());
         let options = json!({
-            "rounds": self.rounds, "busy": self.busy, "driver": driver(), "cuda": gpu.cuda,
+            "rounds": self.rounds, "busy": self.busy, "driver": driver, "cuda": gpu.cuda,
             "connections": connections, "backend": gdr.to_string(), "busy_shares": shares,
         });
         let written = sheet.write_of("trigger", &device, "", options);
         // The clean-up of the driver waits for blocked streams: the watchdog runs until the process ends.
-        std::mem::forget(watch);
+        std::mem::forget(watchdog);
         run.and(written)
     }
 }
@@ -114,35 +114,33 @@ fn spread_streams() -> String {
     })
 }
 
-/// The version of the kernel driver.
-fn driver() -> String {
-    let version = std::fs::read_to_string("/sys/module/nvidia/version");
-    version.map_or_else(|_| "unknown".into(), |version| version.trim().to_owned())
-}
-
 impl Bench {
     /// Measurements without busy streams: a registration might wait for streams that never end.
     fn quiet(&mut self) -> Result<()> {
         let calls = self.rounds / FEWER;
         self.sheet.step("registrations");
-        let figures = variants::registrations(&self.lab, calls, &self.watch)?;
+        let figures = variants::registrations(&self.rig, calls, &self.watchdog)?;
         self.keep("register", 0, figures, 1);
         self.sheet.step("barriers");
-        let figures = variants::barriers(&self.lab, calls, &self.watch)?;
+        let figures = variants::barriers(&self.rig, calls, &self.watchdog)?;
         self.keep("barrier", 0, figures, variants::BARRIER_PARTS);
         Ok(())
     }
 
     /// The other measurements, with `busy` other streams kept busy.
     fn level(&mut self, busy: u8) -> Result<()> {
-        self.watch.begin("starting", &[]);
-        let groups = [("trigger", variants::triggers(&self.lab)), ("wake", variants::wakes(&self.lab))];
-        let feeder = (busy > 0).then(|| self.lab.busy(busy.into()));
-        let measured = groups
-            .into_iter()
-            .try_for_each(|(group, variants)| self.in_turn(group, busy, variants))
-            .and_then(|()| self.calls(busy));
-        let share = feeder.map(|feeder| feeder.stop(self.watch.limit())).transpose();
+        self.watchdog.begin("starting", &[]);
+        let groups = [("trigger", variants::triggers(&self.rig)), ("wake", variants::wakes(&self.rig))];
+        let load = (busy > 0).then(|| self.rig.busy(busy.into()));
+        let measured =
+            groups.into_iter().try_for_each(|(group, variants)| self.in_turn(group, busy, variants));
+        let measured = measured.and_then(|()| {
+            self.sheet.step(format!("{busy} busy streams: time of calls"));
+            let figures = variants::calls(&self.rig, self.rounds, &self.watchdog)?;
+            self.keep("enqueue", busy, figures, 1);
+            Ok(())
+        });
+        let share = load.map(|load| load.stop(self.watchdog.limit)).transpose();
         measured?;
         self.shares.extend(share?.map(|share| (busy, share)));
         Ok(())
@@ -152,18 +150,11 @@ impl Bench {
         self.sheet.step(format!("{busy} busy streams: {group}"));
         let rounds = self.rounds.div_ceil(SLICES);
         let run = (0..SLICES).try_for_each(|_| {
-            variants.iter_mut().try_for_each(|variant| variant.slice(rounds, &self.watch, &mut self.pauses))
+            let mut slice = |one: &mut Variant| one.slice(rounds, &self.watchdog, &mut self.pauses);
+            variants.iter_mut().try_for_each(&mut slice)
         });
-        let figures = variants.into_iter().map(Variant::figure).collect();
-        self.keep(group, busy, figures, 1);
+        self.keep(group, busy, variants.into_iter().map(|variant| variant.figure).collect(), 1);
         run
-    }
-
-    fn calls(&mut self, busy: u8) -> Result<()> {
-        self.sheet.step(format!("{busy} busy streams: time of calls"));
-        let figures = variants::calls(&self.lab, self.rounds, &self.watch)?;
-        self.keep("enqueue", busy, figures, 1);
-        Ok(())
     }
 
     /// Adds figures to the sheet; their times are divided by `parts`.
@@ -177,35 +168,6 @@ impl Bench {
                     self.sheet.add_point(group, &series, "variant", Unit::Micros, point);
                 }
             }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use clap::Parser;
-
-    use super::*;
-
-    #[derive(Parser)]
-    struct Cli {
-        #[command(flatten)]
-        options: Options,
-    }
-
-    fn parse(args: &[&str]) -> std::result::Result<Options, clap::Error> {
-        Cli::try_parse_from([&["trigger"], args].concat()).map(|cli| cli.options)
-    }
-
-    #[test]
-    fn options_have_defaults_and_bounds() {
-        let options = parse(&[]).unwrap();
-        assert_eq!((options.device, options.rounds, options.timeout), (0, 2000, 2));
-        assert_eq!(options.busy, [0, 8]);
-        assert_eq!(parse(&["--busy", "4"]).unwrap().busy, [4]);
-        assert_eq!(parse(&["--busy", "0,1,16"]).unwrap().busy, [0, 1, 16]);
-        for bad in [&["--rounds", "19"], &["--busy", "17"], &["--busy", "a"], &["--timeout", "0"]] {
-            assert!(parse(bad).err().unwrap().to_string().contains(bad[0]), "{bad:?}");
         }
     }
 }

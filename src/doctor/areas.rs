@@ -1,22 +1,15 @@
 //! What is looked at, by area: each has its probes in a file.
 
-pub(super) mod choice;
-pub(super) mod container;
-pub(super) mod driver;
-pub(super) mod environment;
+mod driver;
 pub(super) mod gpu;
-pub(super) mod iommu;
-pub(super) mod limits;
-pub(super) mod mapping;
-pub(super) mod modules;
+pub(super) mod pci;
+pub(super) mod process;
 pub(super) mod rdma;
-pub(super) mod topology;
 
 use super::live::Live;
 use super::machine::Machine;
 use super::probe::{Check, Probe, area_of};
 
-/// An area.
 pub(super) struct Area {
     /// What the names of its probes begin with.
     pub(super) name: &'static str,
@@ -27,64 +20,52 @@ pub(super) struct Area {
     pub(super) probe: fn(&Machine) -> Vec<Probe>,
 }
 
+const fn area(
+    (name, title): (&'static str, &'static str),
+    checks: &'static [&'static Check],
+    asks: &'static [Live],
+    probe: fn(&Machine) -> Vec<Probe>,
+) -> Area {
+    Area { name, title, checks, asks, probe }
+}
+
 /// All areas, in the order of the report.
 pub(super) const AREAS: &[Area] = &[
-    Area { name: "driver", title: "NVIDIA driver", checks: driver::CHECKS, asks: &[], probe: driver::probe },
-    Area { name: "gpu", title: "GPUs", checks: gpu::CHECKS, asks: &[Live::Cuda], probe: gpu::probe },
-    Area {
-        name: "mapping",
-        title: "CPU mappings of GPU memory",
-        checks: mapping::CHECKS,
-        asks: &[Live::Cuda, Live::Mapping],
-        probe: mapping::probe,
-    },
-    Area {
-        name: "modules",
-        title: "Kernel modules",
-        checks: modules::CHECKS,
-        asks: &[Live::Cuda],
-        probe: modules::probe,
-    },
-    Area {
-        name: "rdma",
-        title: "RDMA devices",
-        checks: rdma::CHECKS,
-        asks: &[Live::Verbs],
-        probe: rdma::probe,
-    },
-    Area { name: "limits", title: "Limits", checks: limits::CHECKS, asks: &[], probe: limits::probe },
-    Area { name: "iommu", title: "IOMMU and PCIe", checks: iommu::CHECKS, asks: &[], probe: iommu::probe },
-    Area {
-        name: "topology",
-        title: "Topology",
-        checks: topology::CHECKS,
-        asks: &[Live::Cuda],
-        probe: topology::probe,
-    },
-    Area {
-        name: "container",
-        title: "Container",
-        checks: container::CHECKS,
-        asks: &[],
-        probe: container::probe,
-    },
-    Area {
-        name: "environment",
-        title: "Environment",
-        checks: environment::CHECKS,
-        asks: &[],
-        probe: environment::probe,
-    },
-    Area {
-        name: "choice",
-        title: "What is used here",
-        checks: choice::CHECKS,
-        asks: &[Live::Cuda, Live::Choice],
-        probe: choice::probe,
-    },
+    driver::DRIVER_AREA,
+    gpu::GPU_AREA,
+    driver::MAPPING_AREA,
+    driver::MODULES_AREA,
+    rdma::RDMA_AREA,
+    rdma::LIMITS_AREA,
+    pci::IOMMU_AREA,
+    pci::TOPOLOGY_AREA,
+    process::CONTAINER_AREA,
+    process::ENVIRONMENT_AREA,
+    process::CHOICE_AREA,
 ];
 
 /// Whether a probe of this name belongs to what was asked for: names of probes or of areas; nothing for all.
 pub(super) fn is_wanted(name: &str, only: &[String]) -> bool {
     only.is_empty() || only.iter().any(|wanted| wanted == name || wanted == area_of(name))
+}
+
+/// Major and minor number of a version.
+fn numbers(version: &str) -> Option<(u32, u32)> {
+    let mut parts = version.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    Some((parts.next()?.ok()?, parts.next().and_then(Result::ok).unwrap_or(0)))
+}
+
+/// A number of bytes for people.
+fn bytes(count: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut unit = 0;
+    let mut scale = 1;
+    while unit + 1 < UNITS.len() && count / scale >= 1024 {
+        scale *= 1024;
+        unit += 1;
+    }
+    match (count / scale, count % scale * 10 / scale) {
+        (whole, 0) => format!("{whole} {}", UNITS[unit]),
+        (whole, tenths) => format!("{whole}.{tenths} {}", UNITS[unit]),
+    }
 }

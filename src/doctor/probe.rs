@@ -1,4 +1,4 @@
-//! What a probe is, and what it says.
+//! Probes and their results.
 
 use std::fmt;
 
@@ -56,7 +56,7 @@ impl Probe {
         Self { subject: Some(subject.into()), ..self }
     }
 
-    /// The same, with advice for who wants more.
+    /// The same, with advice.
     pub(super) fn advice(self, fix: impl Into<String>) -> Self {
         Self { fix: Some(fix.into()), ..self }
     }

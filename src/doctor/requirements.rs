@@ -80,7 +80,6 @@ pub(super) const CARDS: &[Card] = &[
     mlx5(&[0xa2df], "BlueField-4", Links::Both),
 ];
 
-/// The vendor of [`CARDS`].
 pub(super) const MELLANOX: u16 = 0x15b3;
 
 /// The card with this PCI device number.
@@ -119,7 +118,6 @@ pub(super) const GENERATIONS: &[Generation] = &[
     },
 ];
 
-/// The generation of this compute capability.
 pub(super) fn generation(compute: (i32, i32)) -> Option<&'static Generation> {
     GENERATIONS.iter().find(|one| (one.compute.0..=one.compute.1).contains(&compute))
 }
@@ -133,7 +131,6 @@ pub(super) struct Software {
 }
 
 impl Software {
-    /// Whether this version will do.
     pub(super) fn is_met(&self, version: (u32, u32)) -> bool {
         version >= self.least
     }

@@ -1,4 +1,4 @@
-//! The buffers of a rank, and who fills and checks them and takes the times: host functions or kernels.
+//! The buffers of a rank, and the host functions or kernels that fill and check them and take the times.
 
 use super::{Cost, Measured, Options};
 use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
@@ -13,11 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The buffers of a rank for messages of one size: a slot to send from, two to receive into by turns.
+/// The buffers of a rank for messages of one size: a slot to send from, and two to receive into alternately.
 #[derive(Clone, Debug)]
 pub(super) struct Buffers {
     rank: u64,
-    /// It sends what nobody expects.
+    /// It sends wrong data, for tests of the check.
     sends_wrong: bool,
     pub(super) bytes: usize,
     pub(super) outgoing: Registration,
@@ -37,12 +37,10 @@ impl Buffers {
         start..start + self.bytes
     }
 
-    /// Where messages leave.
     pub(super) fn send_slot(&self) -> Range<usize> {
         self.slot(0)
     }
 
-    /// Where message `n` arrives.
     pub(super) fn receive_slot(&self, n: u64) -> Range<usize> {
         self.slot(usize::from(n % 2 == 1))
     }
@@ -67,7 +65,7 @@ impl Buffers {
         self.ours(n).fill(self.outgoing.memory(), self.send_slot().start, self.bytes)
     }
 
-    /// Makes sure that message `n` is not yet where it is to arrive.
+    /// Overwrites the place where message `n` arrives.
     fn spoil(&self, n: u64, at: Range<usize>) -> gdsync::Result<()> {
         self.theirs(n).spoil(self.received(), at.start, self.bytes)
     }
@@ -76,7 +74,6 @@ impl Buffers {
         self.theirs(n).check(self.received(), at.start, self.bytes)
     }
 
-    /// Before the first iteration.
     pub(super) fn prepare(&self) -> gdsync::Result<()> {
         self.fill(0)?;
         self.spoil(0, self.receive_slot(0))?;
@@ -89,7 +86,7 @@ impl Buffers {
         self.received().flush()
     }
 
-    /// After iteration `n`: looks at what arrived, and prepares the next two. False for wrong data.
+    /// After iteration `n`: checks what arrived, and prepares the next two. False for wrong data.
     fn turn(&self, n: u64) -> gdsync::Result<bool> {
         let right = self.arrived(n, self.receive_slot(n))?;
         self.spoil(n + 2, self.receive_slot(n + 2))?;
@@ -121,7 +118,7 @@ fn stride(bytes: usize) -> usize {
     bytes.next_multiple_of(64)
 }
 
-/// What came of all iterations.
+/// Times and errors of all iterations.
 pub(super) struct Checked {
     /// Nanoseconds of each.
     times: Vec<u64>,
@@ -140,7 +137,7 @@ pub(super) trait Checker {
     /// prepared, the clock starts. Iterations are counted where they run.
     fn turn(&self) -> Result<()>;
 
-    /// After an iteration that the CPU posted, which took so long. Returns the CPU time of checking.
+    /// After an iteration that the CPU posted and timed. Returns the CPU time of checking.
     fn turn_by_cpu(&self, time: Duration) -> Result<Duration>;
 
     /// When all is done.
@@ -181,7 +178,7 @@ impl Record {
         u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// After an iteration that took so long.
+    /// After an iteration that took `time` nanoseconds.
     fn turn(&self, time: u64) {
         let n = self.turns.fetch_add(1, Ordering::Relaxed);
         if let Some(place) = usize::try_from(n).ok().and_then(|n| self.times.get(n)) {
@@ -364,8 +361,8 @@ impl<'a> KernelChecker<'a> {
         }
     }
 
-    /// Launches the kernel that runs so many iterations by itself, whose steps are this program; with work before each
-    /// send, behind a step of its own or not.
+    /// Launches the kernel that runs iterations by itself, with the steps of this program, and with work before each send.
+    /// `waits_first`: the wait before the work is a step of its own.
     pub(super) fn initiate(
         &self,
         program: u64,

@@ -3,7 +3,7 @@
 use super::buffers::{Buffers, Checker, KernelChecker, checker};
 use super::{Cost, LAUNCH, Measured, Mode, Options};
 use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
-use crate::measure::{Samples, shared_page};
+use crate::measure::{PAGE, Samples, share_memory};
 use crate::results::Result;
 use gdsync::memory::{Memory, Word32, Word64};
 use gdsync::stream::{Batch, Cond, Launch, Stream};
@@ -27,9 +27,6 @@ pub struct PingPong<'a> {
 
 impl<'a> PingPong<'a> {
     /// Makes and registers the buffers.
-    ///
-    /// # Errors
-    /// When the memory cannot be had or registered.
     pub fn new(
         options: &'a Options,
         comm: &'a Communicator,
@@ -48,9 +45,6 @@ impl<'a> PingPong<'a> {
     }
 
     /// Runs all iterations in one mode. Both ranks call this.
-    ///
-    /// # Errors
-    /// Of messages and streams. Wrong data is counted.
     pub fn run(&self, mode: Mode) -> Result<Measured> {
         let (warm_up, total) = self.options.iterations(self.buffers.bytes);
         match mode {
@@ -116,7 +110,7 @@ impl<'a> PingPong<'a> {
         self.launch(launches, &checker, warm_up)
     }
 
-    /// A connection for launches of so many iterations.
+    /// A connection for launches of `each` iterations.
     fn connection(&self, each: u64) -> Result<Connection> {
         Connection::new(self.options, self.comm, self.placed, &self.buffers, Launches::room(each)?)
     }
@@ -134,7 +128,6 @@ impl<'a> PingPong<'a> {
         Measured::checked(checker, cost, warm_up)
     }
 
-    /// Work before each send.
     fn work_time(&self) -> Duration {
         self.options.work()
     }
@@ -256,13 +249,12 @@ impl<'a> PingPong<'a> {
     }
 }
 
-/// Launches under way.
 const UNDER_WAY: usize = 2;
 
-/// Launches some iterations, and waits for room for so long.
+/// Launches iterations; waits at most this long for room.
 type Launcher<'a> = Box<dyn Fn(&Stream, Duration) -> Result<Launch> + 'a>;
 
-/// The launches that it takes to run so many iterations.
+/// The launches that run `total` iterations.
 struct Launches<'a> {
     /// Iterations of a launch, and how it is launched; at last one of fewer, if need be.
     launchers: Vec<(u64, Launcher<'a>)>,
@@ -312,7 +304,7 @@ impl<'a> Launches<'a> {
     }
 }
 
-/// Captures so many iterations as a graph.
+/// Captures `count` iterations as a graph.
 fn captured<'a>(
     pingpong: &PingPong<'_>,
     checker: &dyn Checker,
@@ -340,7 +332,7 @@ fn captured<'a>(
     Ok(Box::new(move |stream, timeout| Ok(graph.launch_within(stream, timeout)?)))
 }
 
-/// Records so many iterations for a kernel that waits and sends by itself.
+/// Records `count` iterations for a kernel that waits and sends by itself.
 fn initiated<'a>(
     pingpong: &PingPong<'_>,
     checker: &'a KernelChecker<'_>,
@@ -404,12 +396,11 @@ struct Connection {
     outgoing: Mr,
     incoming: Mr,
     buffers: Buffers,
-    /// Receives posted so far.
     posted: u64,
 }
 
 impl Connection {
-    /// Connects both ranks through the device that their other messages take. So many messages fit in each direction.
+    /// Connects both ranks through the device of their other messages, with room for `messages` in each direction.
     fn new(
         options: &Options,
         comm: &Communicator,
@@ -449,7 +440,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Adds the send of what is to leave.
+    /// Adds the send of the outgoing message.
     fn send(&self, batch: &mut Batch) -> gdsync::Result<()> {
         let place = self.buffers.send_slot();
         batch.send(&self.qp, &SendWr::send(&[self.outgoing.sge(place.start, place.len())?]))?;
@@ -529,7 +520,7 @@ impl<'a> Clock<'a> {
             None => None,
         };
         let clock = Self { app, stamp, origin: Instant::now(), memory: Memory::alloc(16)? };
-        // What CUDA loads or registers at the first use, it had better do before a stream is held.
+        // First use: CUDA loads and registers now, not while a stream is blocked.
         clock.take(Side::Begin)?;
         app.idle()?;
         Ok(clock)
@@ -577,9 +568,6 @@ pub struct Work<'a> {
 
 impl<'a> Work<'a> {
     /// For a app with the kernels of [`PTX`](super::PTX).
-    ///
-    /// # Errors
-    /// Of the GPU driver.
     pub fn new(app: &'a AppStream, time: Duration) -> Result<Self> {
         let kernel = match &app.kernels {
             // SAFETY: the parameter is one u64.
@@ -595,9 +583,6 @@ impl<'a> Work<'a> {
     }
 
     /// Puts it on the stream.
-    ///
-    /// # Errors
-    /// Of the stream.
     pub fn enqueue(&self) -> Result<()> {
         if self.is_none() {
             return Ok(());
@@ -620,18 +605,14 @@ impl<'a> Work<'a> {
     }
 }
 
-/// Bytes of a flag.
 const FLAG: usize = 4;
 /// Flags are on lines of their own.
 const LINE: usize = 64;
 
 /// Bounces flags between the streams of both ranks, as often as small messages are.
-///
-/// # Errors
-/// Of the streams, and of sharing memory between the ranks.
 pub(super) fn flags(options: &Options, comm: &Communicator, app: &AppStream) -> Result<Measured> {
     let timeout = options.timeout();
-    let memory = shared_page::share(comm, shared_page::SIZE, timeout)?;
+    let memory = share_memory(comm, PAGE, timeout)?;
     let (mine, theirs) = (memory.word32(comm.rank() * LINE)?, memory.word32((1 - comm.rank()) * LINE)?);
 
     let pings = comm.rank() == 0;

@@ -1,7 +1,7 @@
 //! Draws series as curves or bars, in SVG.
 
-use super::{Error, Group, Result};
-use gdasync::results::{At, Point, Unit};
+use super::Group;
+use gdasync::results::{At, Point, Result, Unit};
 use plotters::backend::{DrawingBackend, SVGBackend};
 use plotters::chart::{ChartBuilder, MeshStyle};
 use plotters::coord::Shift;
@@ -71,13 +71,11 @@ pub(super) enum Align {
     Right,
 }
 
-/// A font of this many pixels.
 pub(super) fn font(size: i32, color: RGBColor) -> TextStyle<'static> {
     // plotters divides the size by 1.24.
     ("sans-serif", f64::from(size) * 1.24).into_font().color(&color)
 }
 
-/// The style of grid and axes.
 pub(super) fn dress<X: Ranged, Y: Ranged, D: DrawingBackend>(mesh: &mut MeshStyle<'_, '_, X, Y, D>) {
     mesh.bold_line_style(GRID)
         .light_line_style(FINE_GRID)
@@ -115,7 +113,7 @@ impl<'a> Canvas<'a> {
             Align::Left => HPos::Left,
             Align::Right => HPos::Right,
         };
-        self.draw(&Text::new(super::page::printable(text), at, style.pos(Pos::new(h_pos, VPos::Center))))
+        self.draw(&Text::new(super::printable(text), at, style.pos(Pos::new(h_pos, VPos::Center))))
     }
 
     /// A line of text; `at` is in the middle of its height.
@@ -139,12 +137,10 @@ impl<'a> Canvas<'a> {
         self.draw(&PathElement::new(points.to_vec(), ShapeStyle::from(color).stroke_width(width)))
     }
 
-    /// A thin, pale line.
     pub(super) fn pale(&self, points: &[(i32, i32)], color: RGBColor) -> Result<()> {
         self.draw(&PathElement::new(points.to_vec(), ShapeStyle::from(color.mix(0.5)).stroke_width(1)))
     }
 
-    /// The area between two lines.
     pub(super) fn band(&self, line: &[(i32, i32)], other: &[(i32, i32)], color: RGBColor) -> Result<()> {
         let around: Vec<_> = line.iter().chain(other.iter().rev()).copied().collect();
         self.draw(&Polygon::new(around, color.mix(0.1)))
@@ -224,14 +220,12 @@ impl Frame<'_> {
         self.foot.iter().flat_map(|text| self.lines(text, FOOT)).collect()
     }
 
-    /// Pixels above the plot.
     pub(super) fn above(&self) -> i32 {
         let rows = self.places().last().map_or(0, |(_, row)| row + 1);
         let lines = |text, size| i32::try_from(self.lines(text, size).len()).unwrap_or(i32::MAX / 100);
         MARGIN + lines(self.title, TITLE) * 22 + lines(self.subtitle, TEXT) * 18 + rows * 20 + 8
     }
 
-    /// Pixels below the plot.
     pub(super) fn below(&self) -> i32 {
         i32::try_from(self.foot_lines().len()).unwrap_or(i32::MAX / 14) * 14 + 18
     }
@@ -266,7 +260,6 @@ impl Frame<'_> {
     }
 }
 
-/// A plot of one group.
 pub(super) struct Picture {
     pub(super) title: String,
     pub(super) group: Group,
@@ -278,10 +271,8 @@ pub(super) struct Picture {
     pub(super) size: Option<(i32, i32)>,
 }
 
-/// The default width and height.
 pub(super) const SIZE: (i32, i32) = (860, 540);
 
-/// The quantity of a unit.
 pub(super) fn quantity(unit: Unit) -> &'static str {
     match unit {
         Unit::Micros => "time, us",
@@ -300,7 +291,6 @@ impl Picture {
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)))
     }
 
-    /// The scale of the values.
     pub(super) fn scale(&self) -> Result<Scale> {
         let (low, high) = self.extent();
         let suits = match (!self.group.is_named, self.group.unit) {
@@ -309,7 +299,9 @@ impl Picture {
             (false, _) => high > low * 20.0,
         };
         match self.log {
-            Some(true) if low <= 0.0 => Err(Error::NotPositive(low)),
+            Some(true) if low <= 0.0 => {
+                Err(format!("--log needs values above 0; the least is {low}: leave it out").into())
+            }
             Some(true) => Ok(Scale::Log),
             None if low > 0.0 && suits => Ok(Scale::Log),
             _ => Ok(Scale::Linear),
@@ -321,7 +313,6 @@ impl Picture {
         Frame { title: &self.title, subtitle, sign, legend, foot: &self.foot, width }
     }
 
-    /// The picture as SVG.
     pub(super) fn svg(&self) -> Result<String> {
         if self.group.is_named { bars(self) } else { curves(self) }
     }
@@ -339,14 +330,18 @@ pub(super) fn document(
         draw(&canvas)?;
         canvas.root.present()?;
     }
-    let (tag, rest) = svg.split_once('>').ok_or_else(|| Error::Draw("no picture came".into()))?;
-    let title = super::page::escape(title);
+    let (tag, rest) = svg.split_once('>').ok_or("the picture cannot be drawn: no picture came")?;
+    let title = super::escape(title);
     Ok(format!("{tag} role=\"img\">\n<title>{title}</title>{rest}"))
 }
 
 /// Rejects a size that is too small.
 pub(super) fn enough(size: (i32, i32), needed: (i32, i32)) -> Result<()> {
-    if size.0 < needed.0 || size.1 < needed.1 { Err(Error::Small { size, needed }) } else { Ok(()) }
+    if size.0 >= needed.0 && size.1 >= needed.1 {
+        return Ok(());
+    }
+    let ((width, height), (wide, high)) = (size, needed);
+    Err(format!("--size {width}x{height} is too small for this picture, which needs {wide}x{high}").into())
 }
 
 /// The scale of an axis.
@@ -449,7 +444,6 @@ impl Ticks {
         Self { scale, range, bold, fine: Vec::new() }
     }
 
-    /// The label of a value.
     pub(super) fn label(&self, place: f64, unit: Unit) -> String {
         let value = self.scale.value(place);
         match unit {
@@ -637,7 +631,7 @@ pub(super) fn bars(picture: &Picture) -> Result<String> {
     };
     let names: Vec<Vec<String>> = group.places().iter().map(lines).collect();
     let left = names.iter().flatten().map(|line| width(line, NAME)).max().unwrap_or(0) + MARGIN + 8;
-    let bars = i32::try_from(group.series.len()).map_err(|_| Error::Draw("too many series".into()))?;
+    let bars = i32::try_from(group.series.len())?;
     let lines = |name: &Vec<String>| i32::try_from(name.len()).unwrap_or(i32::MAX / LINE);
     let mut tops = vec![0];
     for name in &names {

@@ -2,13 +2,12 @@
 
 use std::collections::BTreeSet;
 
-use gdasync::results::Unit;
+use gdasync::results::{Result, Unit};
 use plotters::chart::ChartBuilder;
 use serde::Deserialize;
 
 use super::draw::{Align, Canvas, Frame, INK, MARGIN, MUTED, SIZE, Scale, Sign, Ticks};
 use super::draw::{color, document, dress, enough, number};
-use super::{Error, Result};
 
 /// What `gdasync trace --timeline` writes; times in microseconds.
 #[derive(Deserialize)]
@@ -84,7 +83,12 @@ impl Span {
             let (from, to) = (from.unwrap_or(first), to.unwrap_or(last));
             let span = Self { from, to, chosen: false };
             let any = from < to && messages.iter().any(|message| span.shows(message));
-            return if any { Ok(span) } else { Err(Error::Span { from, to, first, last }) };
+            let why = || {
+                format!(
+                    "no message is between {from} and {to} us; they are from {first} to {last} us: give other times"
+                )
+            };
+            return if any { Ok(span) } else { Err(why().into()) };
         }
         let active =
             |message: &Message| message.trigger.map(|trigger| (trigger, extent(message).1.max(trigger)));
@@ -213,7 +217,6 @@ pub(super) fn draw(
     })
 }
 
-/// Draws a message below `y`.
 fn bar(
     canvas: &Canvas<'_>,
     message: &Message,
@@ -268,7 +271,10 @@ mod tests {
         for nothing in
             [(Some(2000.0), None), (Some(60.0), Some(90.0)), (Some(5.0), Some(5.0)), (None, Some(-1.0))]
         {
-            assert!(matches!(Span::new(&long, nothing), Err(Error::Span { .. })), "{nothing:?}");
+            assert!(
+                Span::new(&long, nothing).unwrap_err().to_string().contains("no message is between"),
+                "{nothing:?}"
+            );
         }
     }
 }

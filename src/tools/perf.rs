@@ -12,6 +12,24 @@ use super::cuda::{self, Batches, Copies, PerCall, Pinned, Routines, Timing, comp
 use super::{Common, Failure, Mapped, Memory, Output, Program, Result, Target, bytes, type_name, usage};
 use crate::measure::{Micros, Samples};
 
+/// How often is copied.
+#[derive(Args, Clone, Copy, Debug, Serialize)]
+struct Counts {
+    /// Copies to the GPU, for each size.
+    #[arg(short = 'w', long, value_name = "COUNT", default_value_t = 10_000,
+          value_parser = clap::value_parser!(u32).range(1..))]
+    writes: u32,
+    /// Copies from the GPU, for each size.
+    #[arg(short = 'r', long, value_name = "COUNT", default_value_t = 100,
+          value_parser = clap::value_parser!(u32).range(1..))]
+    reads: u32,
+}
+
+/// The sizes from `first` on, doubled each time, up to and including `last`.
+fn doubling(first: usize, last: usize) -> impl Iterator<Item = usize> {
+    (0..usize::BITS).map(move |shift| first << shift).take_while(move |&size| size <= last)
+}
+
 /// Bandwidth of copies to and from GPU memory through a CPU mapping, with the data checked.
 #[derive(Args, Debug, Serialize)]
 #[command(args_override_self = true)]
@@ -37,14 +55,9 @@ pub struct Copybw {
     /// Copies of 1, 2, 4 bytes and so on, up to and including the size of -c.
     #[arg(short = 'l', long)]
     sweep: bool,
-    /// Copies to the GPU.
-    #[arg(short = 'w', long, value_name = "COUNT", default_value_t = 10_000,
-          value_parser = clap::value_parser!(u32).range(1..))]
-    writes: u32,
-    /// Copies from the GPU.
-    #[arg(short = 'r', long, value_name = "COUNT", default_value_t = 100,
-          value_parser = clap::value_parser!(u32).range(1..))]
-    reads: u32,
+    #[command(flatten)]
+    #[serde(flatten)]
+    counts: Counts,
     /// Threads that copy at the same time, each with a buffer and mapping of its own.
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: u16,
@@ -92,7 +105,9 @@ impl Program for Copybw {
         output.steps(2 * sizes.len());
         let mut results = Vec::new();
         for size in sizes {
-            for (direction, calls) in [(Direction::Write, self.writes), (Direction::Read, self.reads)] {
+            for (direction, calls) in
+                [(Direction::Write, self.counts.writes), (Direction::Read, self.counts.reads)]
+            {
                 let batches = Batches::of(calls);
                 output.step(format!("{size} bytes"));
                 let (verb, noun) = direction.words();
@@ -128,8 +143,7 @@ impl Copybw {
                 self.offset, self.size
             )
         })?;
-        let sweep = (0..usize::BITS).map(|shift| 1 << shift).take_while(|&size| size <= most);
-        Ok(if self.sweep { sweep.collect() } else { vec![most] })
+        Ok(if self.sweep { doubling(1, most).collect() } else { vec![most] })
     }
 
     fn buffers(&self, number: u16, target: &Target, output: &Output) -> Result<Copying> {
@@ -220,14 +234,9 @@ pub struct Copylat {
     /// Bytes allocated and mapped, and the largest copy.
     #[arg(short = 's', long, value_name = "BYTES", value_parser = bytes, default_value = "16M")]
     size: usize,
-    /// Copies to the GPU, for each size.
-    #[arg(short = 'w', long, value_name = "COUNT", default_value_t = 10_000,
-          value_parser = clap::value_parser!(u32).range(1..))]
-    writes: u32,
-    /// Copies from the GPU, for each size.
-    #[arg(short = 'r', long, value_name = "COUNT", default_value_t = 100,
-          value_parser = clap::value_parser!(u32).range(1..))]
-    reads: u32,
+    #[command(flatten)]
+    #[serde(flatten)]
+    counts: Counts,
     /// Times cuMemcpy too, both ways, with pinned host memory.
     #[arg(short = 'c', long = "cumemcpy")]
     cumemcpy: bool,
@@ -256,7 +265,6 @@ enum Test {
     FromMapping,
 }
 
-/// The two sides of the copies.
 struct Bench {
     mapped: Mapped,
     copies: Copies,
@@ -266,7 +274,6 @@ struct Bench {
     output: Output,
 }
 
-/// What copies by CUDA need.
 struct CudaCopies {
     context: Arc<CudaContext>,
     host: Pinned,
@@ -292,14 +299,13 @@ impl Program for Copylat {
         }
         say!(output, "copy routines: {}", copies.describe(kind))?;
         let tests = if self.cumemcpy { &Test::ALL[..] } else { &Test::ALL[2..] };
-        let sizes: Vec<_> =
-            (0..usize::BITS).map(|shift| 1 << shift).take_while(|&b| b <= self.size).collect();
+        let sizes: Vec<_> = doubling(1, self.size).collect();
         output.steps(tests.len() * sizes.len());
         let mut bench =
             Bench { mapped, copies, cuda, cold: self.cold_cache, host: pattern(1, self.size), output };
         let mut results = Vec::new();
         for &test in tests {
-            let batches = Batches::of(if test.writes() { self.writes } else { self.reads });
+            let batches = Batches::of(if test.writes() { self.counts.writes } else { self.counts.reads });
             bench.announce(test, batches)?;
             for &bytes in &sizes {
                 bench.output.step(format!("{} {bytes}", test.name()));
@@ -350,7 +356,7 @@ impl Bench {
         let good = pattern(1, bytes);
         let Self { mapped, copies, cuda, cold, host, .. } = self;
         let (mapping, buffer) = (&mapped.mapping, &mapped.buffer);
-        // What is to be overwritten must not look as if it had been.
+        // The memory to be overwritten starts with other data.
         buffer.copy_in(0, &pattern(if test.writes() { 2 } else { 1 }, bytes))?;
         let by_cuda = cuda.as_mut().map(|cuda| (&*cuda.context, &mut cuda.host));
         let timing = match (test, by_cuda) {
@@ -461,8 +467,7 @@ impl Program for Apiperf {
 
     fn run(&self) -> Result<()> {
         usage(self.size >= PAGE, || format!("-s {}: the smallest size is {PAGE}, a GPU page", self.size))?;
-        let sizes: Vec<_> =
-            (0..usize::BITS).map(|shift| PAGE << shift).take_while(|&b| b <= self.size).collect();
+        let sizes: Vec<_> = doubling(PAGE, self.size).collect();
         let mut output = Output::open(self.common.json.as_deref())?;
         let target = Target::open(&self.common, &output)?;
         let buffer = target.allocate(self.size, self.memory, &output)?;
@@ -490,21 +495,19 @@ impl Apiperf {
         Ok(Costs { bytes, pin, map, get_info, unmap, unpin, pin_histogram: histogram(&pins, BINS) })
     }
 
-    /// The times of the steps.
     fn cycle(&self, target: &Target, buffer: &GpuBuffer, bytes: usize) -> Result<[Duration; STEPS.len()]> {
-        let clock = Instant::now;
-        let start = clock();
+        let mut clock = [Instant::now(); STEPS.len() + 1];
         let pin = target.gdr.pin(buffer.addr(), bytes)?;
-        let pinned = clock();
+        clock[1] = Instant::now();
         let mapping = pin.map_as(self.memory.mapping.request())?;
-        let mapped = clock();
+        clock[2] = Instant::now();
         std::hint::black_box(pin.info());
-        let told = clock();
+        clock[3] = Instant::now();
         mapping.unmap()?;
-        let unmapped = clock();
+        clock[4] = Instant::now();
         pin.unpin()?;
-        let unpinned = clock();
-        Ok([pinned - start, mapped - pinned, told - mapped, unmapped - told, unpinned - unmapped])
+        clock[5] = Instant::now();
+        Ok(std::array::from_fn(|step| clock[step + 1] - clock[step]))
     }
 }
 
@@ -545,7 +548,7 @@ struct Bin {
     count: usize,
 }
 
-/// So many bins of one width from the smallest to the largest time. Every time is in exactly one.
+/// `bins` bins of one width from the smallest to the largest time. Every time is in exactly one.
 fn histogram(times: &[Duration], bins: usize) -> Vec<Bin> {
     let (Some(&min), Some(&max)) = (times.iter().min(), times.iter().max()) else { return Vec::new() };
     // In nanoseconds, with integers: edges are computed once, for counting and for printing.

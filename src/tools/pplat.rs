@@ -62,7 +62,6 @@ pub struct Pplat {
     flush: bool,
 }
 
-/// Who begins a round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Mode {
@@ -74,7 +73,6 @@ enum Mode {
     GpuProduces,
 }
 
-/// Which memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Where {
@@ -95,7 +93,7 @@ struct Rounds {
     /// Words of data.
     words: usize,
     flush: bool,
-    /// After so long without an answer a side gives up.
+    /// A side gives up after this long without an answer.
     limit: Duration,
 }
 
@@ -189,25 +187,23 @@ impl Pplat {
     }
 
     fn explain(&self, plan: Rounds, output: &Output) -> Result<()> {
-        let rounds = self.iterations;
-        if self.size == 0 {
-            say!(
-                output,
+        let Self { iterations, size, .. } = self;
+        let Rounds { blocks, threads, .. } = plan;
+        let (what, data) = match size {
+            0 => (
                 "We will measure the visibility of the flag value only. Setting nblocks and nthreads to 1."
-            )?;
-            say!(output, "Running {rounds} iterations with flag size 4 bytes.")?;
-        } else {
-            let (blocks, threads) = (plan.blocks, plan.threads);
-            say!(
-                output,
-                "Measuring the latency of data + flag model, with {blocks} blocks of {threads} threads."
-            )?;
-            say!(
-                output,
-                "Running {rounds} iterations with data size {} bytes and flag size 4 bytes.",
-                self.size
-            )?;
-        }
+                    .into(),
+                String::new(),
+            ),
+            _ => (
+                format!(
+                    "Measuring the latency of data + flag model, with {blocks} blocks of {threads} threads."
+                ),
+                format!("data size {size} bytes and "),
+            ),
+        };
+        say!(output, "{what}")?;
+        say!(output, "Running {iterations} iterations with {data}flag size 4 bytes.")?;
         let (mode, clock) = match self.mode {
             Mode::CpuProduces => ("CPU produces and GPU consumes", "CPU"),
             Mode::GpuProduces => ("GPU produces and CPU consumes", "GPU"),
@@ -248,7 +244,6 @@ impl Pplat {
     }
 }
 
-/// The GPU's side while it runs.
 trait Gpu {
     /// Waits for its end, which comes by itself within the limit.
     fn end(self) -> Result<GpuSide>;
@@ -262,7 +257,6 @@ struct CpuSide {
     wrong_words: u64,
 }
 
-/// Does all rounds.
 fn drive(plan: Rounds, shared: &Shared) -> Result<CpuSide> {
     // Data of odd and of even rounds.
     let data = [0, 1].map(|round| (0..plan.words).flat_map(|i| expected(round, i).to_ne_bytes()).collect());
@@ -341,18 +335,16 @@ fn await_flag(limit: Duration, mut seen: impl FnMut() -> Result<bool>) -> Result
     }
 }
 
-/// Samples of averages over so many rounds; rounds that do not fill a sample are left out.
+/// Samples of averages over `each` rounds; rounds that do not fill a sample are left out.
 fn samples(times: &[Duration], each: usize) -> Samples {
     let mut samples = Samples::default();
     times.chunks_exact(each).for_each(|rounds| samples.add(rounds.iter().sum()));
     samples
 }
 
-/// The threads.
 struct Threads(Vec<JoinHandle<Result<GpuSide>>>);
 
 impl Threads {
-    /// A thread for each block.
     fn start(plan: Rounds, shared: &Arc<Shared>) -> Self {
         let epoch = Instant::now();
         let start = |block| {
@@ -453,28 +445,22 @@ impl Kernel {
             .then(|| target.gdr.alloc(target.gpu, (plan.rounds as usize + 1) * 8))
             .transpose()?;
         let stream = context.new_stream()?;
-        let mut gpu_flag = shared.gpu_flag.gpu_addr();
-        let mut cpu_flags = shared.cpu_flags.gpu_addr();
-        let mut rounds = plan.rounds;
-        let mut data = shared.data.as_ref().map_or(0, |data| data.gpu_addr());
-        let mut words = plan.words as u64;
-        let mut limit_ns = u64::try_from(plan.limit.as_nanos()).unwrap_or(u64::MAX);
-        let mut verdict_addr = verdict.addr();
-        let mut times_addr = times.as_ref().map_or(0, GpuBuffer::addr);
-        // In the order of the kernels' parameters; `cpu_produces` has no times and does not look at the last.
-        let mut arguments: [*mut c_void; 8] = [
-            (&raw mut gpu_flag).cast(),
-            (&raw mut cpu_flags).cast(),
-            (&raw mut rounds).cast(),
-            (&raw mut data).cast(),
-            (&raw mut words).cast(),
-            (&raw mut limit_ns).cast(),
-            (&raw mut verdict_addr).cast(),
-            (&raw mut times_addr).cast(),
+        // In the order of the kernels' parameters, of which the call reads as many bytes as each has; `cpu_produces` does not
+        // look at the last.
+        let mut arguments = [
+            shared.gpu_flag.gpu_addr(),
+            shared.cpu_flags.gpu_addr(),
+            plan.rounds.into(),
+            shared.data.as_ref().map_or(0, Place::gpu_addr),
+            plan.words as u64,
+            u64::try_from(plan.limit.as_nanos()).unwrap_or(u64::MAX),
+            verdict.addr(),
+            times.as_ref().map_or(0, GpuBuffer::addr),
         ];
+        let mut arguments = arguments.each_mut().map(|argument| (argument as *mut u64).cast::<c_void>());
         let (grid, block) = ((plan.blocks, 1, 1), (plan.threads, 1, 1));
-        // SAFETY: the arguments are of the kernel's types and copied by the call; the memory they name is large
-        // enough and kept in the returned value until the kernel has ended.
+        // SAFETY: the arguments are little-endian, at least as long as the parameters, and copied by the call; the memory
+        // that they name is large enough and kept in the returned value until the kernel has ended.
         unsafe { result::launch_kernel(function, grid, block, 0, stream.cu_stream(), &mut arguments) }?;
         let done = stream.record_event(None)?;
         Ok(Self { plan, done, verdict, times, _stream: stream, shared: shared.clone() })
@@ -494,7 +480,7 @@ fn fits(function: CUfunction, sms: i32, plan: Rounds) -> Result<()> {
 
 impl Gpu for Kernel {
     fn end(self) -> Result<GpuSide> {
-        // A block that waits gives up by itself after the limit.
+        // A waiting block gives up after the limit.
         let deadline = Instant::now() + self.plan.limit * 2 + Duration::from_secs(10);
         while !self.done.try_is_complete()? {
             if Instant::now() > deadline {
@@ -509,8 +495,7 @@ impl Gpu for Kernel {
         }
         let mut counts = [0; VERDICT];
         self.verdict.copy_out(0, &mut counts)?;
-        let [wrong_words, blocks_gave_up] =
-            [0, 4].map(|at| u32::from_ne_bytes([counts[at], counts[at + 1], counts[at + 2], counts[at + 3]]));
+        let [wrong_words, blocks_gave_up] = [0, 1].map(|at| u32::from_ne_bytes(counts.as_chunks().0[at]));
         let mut bytes = vec![0; self.times.as_ref().map_or(0, GpuBuffer::len)];
         if let Some(times) = &self.times {
             times.copy_out(0, &mut bytes)?;
@@ -532,7 +517,7 @@ enum Place {
 }
 
 impl Place {
-    /// So many words, all 0.
+    /// `words` words, all 0.
     fn new(at: Where, words: usize, target: &Target, memory: Memory) -> Result<Self> {
         if at == Where::Gpumem {
             let buffer = target.gdr.alloc_with(target.gpu, words * 4, memory.alloc.kind())?;
@@ -554,41 +539,41 @@ impl Place {
         }
     }
 
-    fn words(&self) -> Option<&[AtomicU32]> {
+    /// The words in host memory, or else the mapping of GPU memory.
+    #[inline]
+    fn words(&self) -> std::result::Result<&[AtomicU32], &Mapping> {
         match self {
-            Self::Gpu(..) => None,
-            Self::Host(pinned) => Some(pinned.words()),
-            Self::Plain(words) => Some(words),
+            Self::Gpu(mapping, _) => Err(mapping),
+            Self::Host(pinned) => Ok(pinned.words()),
+            Self::Plain(words) => Ok(words),
         }
     }
 
     /// Loads a word before all later loads.
     #[inline]
     fn load(&self, index: usize) -> Result<u32> {
-        match self {
-            Self::Gpu(mapping, _) => Ok(mapping.load(index * 4)?),
-            Self::Host(pinned) => Ok(pinned.words()[index].load(Ordering::Acquire)),
-            Self::Plain(words) => Ok(words[index].load(Ordering::Acquire)),
+        match self.words() {
+            Ok(words) => Ok(words[index].load(Ordering::Acquire)),
+            Err(mapping) => Ok(mapping.load(index * 4)?),
         }
     }
 
     /// Stores a word after all earlier stores.
     #[inline]
     fn store(&self, index: usize, value: u32) -> Result<()> {
-        match self {
-            Self::Gpu(mapping, _) => mapping.store(index * 4, value)?,
-            Self::Host(pinned) => pinned.words()[index].store(value, Ordering::Release),
-            Self::Plain(words) => words[index].store(value, Ordering::Release),
+        match self.words() {
+            Ok(words) => words[index].store(value, Ordering::Release),
+            Err(mapping) => mapping.store(index * 4, value)?,
         }
         Ok(())
     }
 
     /// Writes bytes at the start, before all later stores.
     fn write(&self, data: &[u8]) -> Result<()> {
-        match (self, self.words()) {
-            (Self::Gpu(mapping, _), _) => mapping.write(0, data)?,
-            (_, words) => {
-                for (word, bytes) in words.unwrap_or_default().iter().zip(data.as_chunks::<4>().0) {
+        match self.words() {
+            Err(mapping) => mapping.write(0, data)?,
+            Ok(words) => {
+                for (word, bytes) in words.iter().zip(data.as_chunks::<4>().0) {
                     word.store(u32::from_ne_bytes(*bytes), Ordering::Relaxed);
                 }
             }
@@ -598,10 +583,10 @@ impl Place {
 
     /// Reads bytes from the start, before all later loads.
     fn read(&self, out: &mut [u8]) -> Result<()> {
-        match (self, self.words()) {
-            (Self::Gpu(mapping, _), _) => mapping.read(0, out)?,
-            (_, words) => {
-                for (word, bytes) in words.unwrap_or_default().iter().zip(out.as_chunks_mut::<4>().0) {
+        match self.words() {
+            Err(mapping) => mapping.read(0, out)?,
+            Ok(words) => {
+                for (word, bytes) in words.iter().zip(out.as_chunks_mut::<4>().0) {
                     *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
                 }
             }
@@ -647,15 +632,9 @@ mod tests {
     }
 
     #[test]
-    fn samples_are_of_whole_groups() {
-        let times = [1, 3, 5, 7, 100].map(Duration::from_micros);
-        let samples = samples(&times, 2);
-        assert_eq!(samples.count(), 2);
-        assert!((samples.micros(2).min - 2.0).abs() < 0.01);
-    }
-
-    #[test]
-    fn waiting_ends() {
+    fn waits_end_and_samples_are_of_whole_groups() {
+        let samples = samples(&[1, 3, 5, 7, 100].map(Duration::from_micros), 2);
+        assert!(samples.count() == 2 && (samples.micros(2).min - 2.0).abs() < 0.01);
         assert!(!await_flag(Duration::ZERO, || Ok(false)).unwrap());
         let mut polls = 0;
         assert!(await_flag(Duration::ZERO, || Ok((polls += 1, polls == 3).1)).unwrap());

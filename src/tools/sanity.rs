@@ -27,6 +27,10 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use cudarc::driver::CudaContext;
 use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer};
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process_group, set_parent_process_death_signal,
+    waitid, waitpid,
+};
 use serde::Serialize;
 
 use super::{AllocFn, Common, Failure, Output, Program, Report, Result, Setup, cuda, usage};
@@ -85,7 +89,7 @@ pub struct Sanity {
     child: Option<String>,
 }
 
-/// In place of a case: the process tells what mappings are made with.
+/// In place of a case: the process reports backend, driver and GPU.
 const DESCRIBE: &str = "describe";
 
 impl Program for Sanity {
@@ -106,11 +110,11 @@ impl Program for Sanity {
         output.steps(cases.len());
         let mut results = Vec::new();
         for case in cases {
-            output.step(case.name);
+            output.step(&case.name);
             if self.verbose {
                 say!(output, "&&&& RUNNING {}", case.name)?;
             }
-            let verdict = runner.run(case.name, self.deadline(case))?;
+            let verdict = runner.run(&case.name, self.deadline(&case))?;
             if self.verbose {
                 say!(output, "&&&& {} {}", verdict.status.word(), case.name)?;
             }
@@ -133,20 +137,17 @@ impl Program for Sanity {
 }
 
 impl Sanity {
-    fn selected(&self) -> Result<Vec<&'static Case>> {
+    fn selected(&self) -> Result<Vec<Case>> {
+        let mut all = cases();
         if self.tests.is_empty() {
-            let wanted = |case: &&Case| match case.group {
-                Group::Standard => true,
-                Group::Extended => self.extended,
-                Group::Tool => false,
-            };
-            return Ok(CASES.iter().filter(wanted).collect());
+            let wanted =
+                |case: &Case| case.group == Group::Standard || case.group == Group::Extended && self.extended;
+            all.retain(wanted);
+            return Ok(all);
         }
         let find = |name: &String| {
-            CASES
-                .iter()
-                .find(|case| case.name == name)
-                .ok_or_else(|| Failure::Usage(format!("-t {name}: there is no such case; -l lists them")))
+            let found = cases().into_iter().find(|case| case.name == *name);
+            found.ok_or_else(|| Failure::Usage(format!("-t {name}: there is no such case; -l lists them")))
         };
         self.tests.iter().map(find).collect()
     }
@@ -154,10 +155,9 @@ impl Sanity {
     fn deadline(&self, case: &Case) -> Duration {
         let once = Duration::from_secs(self.timeout);
         // A cycle takes well below a millisecond, unless all threads wait for the driver.
-        if case.repeats {
-            once + Duration::from_millis(5) * self.cycles * u32::from(self.threads)
-        } else {
-            once
+        match REPEATING.iter().any(|name| case.name.starts_with(name)) {
+            true => once + Duration::from_millis(5) * self.cycles * u32::from(self.threads),
+            false => once,
         }
     }
 
@@ -172,18 +172,18 @@ impl Sanity {
         Ok(setup)
     }
 
-    /// The whole life of a process that the tool started.
     fn run_child(&self, name: &str) -> Result<()> {
-        die_with_parent();
+        set_parent_process_death_signal(Some(Signal::KILL))?;
         if name == DESCRIBE {
             let gdr = open(&self.common)?;
             let setup = Setup::of(&gdr, &gdr.gpus()?, self.common.gpu);
             out!("{}", serde_json::to_string(&setup)?)?;
             return Ok(());
         }
-        let case = CASES.iter().find(|case| case.name == name);
+        let case = cases().into_iter().find(|case| case.name == name);
         let case = case.ok_or_else(|| Failure::Usage(format!("--child {name}: there is no such case")))?;
-        let env = Env::new(self.common.clone(), case.alloc, self.cycles, self.threads, self.verbose);
+        let Self { common, cycles, threads, verbose, .. } = self.clone();
+        let env = Env { common, alloc: case.alloc, cycles, threads, verbose };
         exit_with((case.run)(&env))
     }
 }
@@ -196,7 +196,7 @@ fn list(output: &Output) -> Result<()> {
     ];
     for (group, title) in groups {
         say!(output, "{title}")?;
-        for case in CASES.iter().filter(|case| case.group == group) {
+        for case in cases().iter().filter(|case| case.group == group) {
             say!(output, "    {:<58} {}", case.name, case.what)?;
         }
         say!(output, "")?;
@@ -225,7 +225,6 @@ enum Stop {
 /// How a case, or a part of it, ends.
 type Outcome<T = ()> = Result<T, Stop>;
 
-/// This case makes no sense here, because.
 fn waive<T>(reason: impl Display) -> Outcome<T> {
     Err(Stop::Waived(reason.to_string()))
 }
@@ -241,7 +240,6 @@ impl<E: std::error::Error> From<E> for Stop {
     }
 }
 
-/// The function of a case.
 type Run = fn(&Env) -> Outcome;
 
 /// When a case runs.
@@ -255,21 +253,17 @@ enum Group {
     Tool,
 }
 
-/// A case.
 #[derive(Debug)]
 struct Case {
-    name: &'static str,
-    /// What it looks at, in a line.
+    name: String,
+    /// What it checks, in a line.
     what: &'static str,
     group: Group,
     /// Which memory it gets from [`Env::alloc`].
     alloc: AllocFn,
-    /// Whether its time grows with the cycles that the options ask for.
-    repeats: bool,
     run: Run,
 }
 
-/// What a case is given.
 #[derive(Debug)]
 struct Env {
     common: Common,
@@ -279,16 +273,11 @@ struct Env {
     verbose: bool,
 }
 
-/// Opens the library as the options say.
 fn open(common: &Common) -> gdrcopy::Result<Gdr> {
     common.backend.into_iter().fold(Gdr::builder(), |builder, kind| builder.backend(kind)).open()
 }
 
 impl Env {
-    fn new(common: Common, alloc: AllocFn, cycles: u32, threads: u16, verbose: bool) -> Self {
-        Self { common, alloc, cycles, threads, verbose }
-    }
-
     /// Says what is being done, if that is wanted.
     fn note(&self, what: impl Display) {
         if self.verbose {
@@ -296,7 +285,6 @@ impl Env {
         }
     }
 
-    /// Opens the library.
     fn open(&self) -> Outcome<Gdr> {
         Ok(open(&self.common)?)
     }
@@ -354,7 +342,6 @@ fn refused<T: std::fmt::Debug>(env: &Env, what: &str, errno: i32, result: gdrcop
 /// Exit status of a waived case, as in GDRCopy's tests.
 const WAIVED: i32 = 2;
 
-/// How a case ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Status {
@@ -373,10 +360,9 @@ impl Status {
     }
 }
 
-/// How a case ended, and why.
 #[derive(Clone, Debug, Serialize)]
 struct Verdict {
-    name: &'static str,
+    name: String,
     status: Status,
     /// Why it did not pass.
     reason: String,
@@ -397,11 +383,10 @@ impl Runner {
         Ok(Self { program: std::env::current_exe()?, arguments, verbose })
     }
 
-    /// Runs a case.
-    fn run(&self, name: &'static str, limit: Duration) -> Result<Verdict> {
+    fn run(&self, name: &str, limit: Duration) -> Result<Verdict> {
         let start = Instant::now();
         let (status, reason) = self.say(name, limit)?;
-        Ok(Verdict { name, status, reason, seconds: start.elapsed().as_secs_f64() })
+        Ok(Verdict { name: name.to_owned(), status, reason, seconds: start.elapsed().as_secs_f64() })
     }
 
     /// Runs a child: how it ended and what it said on standard output, or else why it failed.
@@ -428,7 +413,7 @@ impl Runner {
 fn collect(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
     thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What came before an error is kept.
+        // Output before an error is kept.
         let _ = from.read_to_end(&mut bytes);
         String::from_utf8_lossy(&bytes).trim().to_owned()
     })
@@ -436,10 +421,12 @@ fn collect(mut from: impl Read + Send + 'static) -> JoinHandle<String> {
 
 /// Waits until the child ends or its time is over, and ends all that it started. None: its time was over.
 fn end(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
-    let start = Instant::now();
-    let mut pause = Duration::from_millis(1);
+    let (start, mut pause) = (Instant::now(), Duration::from_millis(1));
+    let pid = Pid::from_child(child);
+    // Leaves the status: taking it would give the number of the child, and of its group, to others.
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
     let in_time = loop {
-        if ended(child)? {
+        if waitid(WaitId::Pid(pid), options)?.is_some() {
             break true;
         }
         if start.elapsed() > limit {
@@ -448,25 +435,9 @@ fn end(child: &mut Child, limit: Duration) -> Result<Option<ExitStatus>> {
         thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(20));
     };
-    let group = i32::try_from(child.id())?;
-    // SAFETY: a plain call. The child has not been waited for, so its number, and that of its group, is its own.
-    unsafe { libc::killpg(group, libc::SIGKILL) };
+    let _ = kill_process_group(pid, Signal::KILL);
     let status = child.wait()?;
     Ok(in_time.then_some(status))
-}
-
-/// Whether the child has ended, without waiting for it: that would give its number free.
-fn ended(child: &Child) -> Result<bool> {
-    // SAFETY: the structure is plain old data, for which zero bytes are valid.
-    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    let how = libc::WEXITED | libc::WNOWAIT | libc::WNOHANG;
-    // SAFETY: `info` is valid for writing.
-    let rc = unsafe { libc::waitid(libc::P_PID, child.id(), &raw mut info, how) };
-    if rc != 0 {
-        return Err(std::io::Error::last_os_error().into());
-    }
-    // SAFETY: the call has filled in the fields of a child's end, or left zeros.
-    Ok(unsafe { info.si_pid() } != 0)
 }
 
 fn judge(status: Option<ExitStatus>, limit: Duration, said: String, complained: &str) -> (Status, String) {
@@ -487,12 +458,6 @@ fn judge(status: Option<ExitStatus>, limit: Duration, said: String, complained: 
     }
 }
 
-/// Makes the kernel end this process when the tool itself is killed.
-fn die_with_parent() {
-    // SAFETY: a plain call.
-    unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) };
-}
-
 /// Ends this process the way [`Runner`] understands.
 fn exit_with(outcome: Outcome) -> ! {
     let (code, reason) = match outcome {
@@ -500,7 +465,7 @@ fn exit_with(outcome: Outcome) -> ! {
         Err(Stop::Waived(reason)) => (WAIVED, reason),
         Err(Stop::Failed(reason)) => (1, reason),
     };
-    // Read by the tool; without it nobody asks.
+    // The tool may be gone.
     let _ = std::io::stdout().write_all(reason.as_bytes());
     std::process::exit(code)
 }
@@ -523,14 +488,14 @@ fn fork(play: impl FnOnce(UnixStream) -> Outcome) -> Outcome<Forked> {
     match unsafe { libc::fork() } {
         -1 => Err(std::io::Error::last_os_error().into()),
         0 => {
-            die_with_parent();
+            let _ = set_parent_process_death_signal(Some(Signal::KILL));
             let (code, text) = match catch_unwind(AssertUnwindSafe(|| play(theirs))) {
                 Ok(Ok(())) => (0, String::new()),
                 Ok(Err(Stop::Waived(text))) => (2, text),
                 Ok(Err(Stop::Failed(text))) => (1, text),
                 Err(_) => (1, "panicked".into()),
             };
-            // A parent that is gone does not want to know.
+            // The parent may be gone.
             let _ = (&told).write_all(text.as_bytes());
             // SAFETY: ends this process at once.
             unsafe { libc::_exit(code) }
@@ -543,160 +508,131 @@ impl Forked {
     /// Waits for its end. The runner's deadline is the limit.
     fn join(mut self) -> Outcome {
         drop(self.stream);
-        let mut status = 0;
-        // SAFETY: `status` is valid for writing.
-        if unsafe { libc::waitpid(self.pid, &raw mut status, 0) } != self.pid {
-            return Err(std::io::Error::last_os_error().into());
-        }
+        let pid = Pid::from_raw(self.pid);
+        let (_, status) = waitpid(pid, WaitOptions::empty())?.ok_or(rustix::io::Errno::CHILD)?;
         let mut text = String::new();
         self.reason.read_to_string(&mut text)?;
-        match (libc::WIFEXITED(status), libc::WEXITSTATUS(status)) {
-            (true, 0) => Ok(()),
-            (true, 2) => Err(Stop::Waived(text)),
-            (true, _) => fail(format_args!("the forked process: {text}")),
-            _ => fail(format_args!("the forked process was killed by signal {}", libc::WTERMSIG(status))),
+        match (status.exit_status(), status.terminating_signal()) {
+            (Some(0), _) => Ok(()),
+            (Some(2), _) => Err(Stop::Waived(text)),
+            (_, Some(signal)) => fail(format_args!("the forked process was killed by signal {signal}")),
+            _ => fail(format_args!("the forked process: {text}")),
         }
     }
 }
 
-/// Sends a number.
 fn send(mut stream: &UnixStream, number: u64) -> Outcome {
     Ok(stream.write_all(&number.to_ne_bytes())?)
 }
 
-/// Receives a number.
 fn receive(mut stream: &UnixStream) -> Outcome<u64> {
     let mut bytes = [0; 8];
     stream.read_exact(&mut bytes)?;
     Ok(u64::from_ne_bytes(bytes))
 }
 
-const fn case(name: &'static str, run: Run, what: &'static str) -> Case {
-    Case { name, what, group: Group::Standard, alloc: AllocFn::CuMemAlloc, repeats: false, run }
+/// A row of [`CASES`]: name, function, what it looks at. `{alloc}` in a name stands for two cases, of either kind of memory.
+type Row = (&'static str, Run, &'static str);
+
+/// Every case, in the order in which they run.
+fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for (group, rows) in [(Group::Standard, CASES), (Group::Extended, EXTENDED), (Group::Tool, TOOL)] {
+        for &(name, run, what) in rows {
+            for (alloc, short) in [(AllocFn::CuMemAlloc, "cumemalloc"), (AllocFn::CuMemCreate, "vmmalloc")] {
+                if alloc == AllocFn::CuMemAlloc || name.contains("{alloc}") {
+                    let what = if alloc == AllocFn::CuMemAlloc { what } else { "the same with cuMemCreate" };
+                    all.push(Case { name: name.replace("{alloc}", short), what, group, alloc, run });
+                }
+            }
+        }
+    }
+    all
 }
 
-const fn vmm(name: &'static str, run: Run) -> Case {
-    Case { alloc: AllocFn::CuMemCreate, ..case(name, run, "the same with cuMemCreate") }
-}
+/// What the names of cases begin with whose time grows with the cycles that the options ask for.
+const REPEATING: [&str; 5] =
+    ["basic_concurrent", "data_validation_cu", "data_validation_v", "leak_check", "stress"];
 
-const fn repeats(case: Case) -> Case {
-    Case { repeats: true, ..case }
-}
-
-const fn extended(case: Case) -> Case {
-    Case { group: Group::Extended, ..case }
-}
-
-const fn tool(case: Case) -> Case {
-    Case { group: Group::Tool, ..case }
-}
-
-/// All cases.
-const CASES: &[Case] = &[
-    case("basic_cumemalloc", basic, "pin and unpin"),
-    vmm("basic_vmmalloc", basic),
-    case("basic_v2_cumemalloc", basic, "pin and unpin with flags, none of them set"),
-    vmm("basic_v2_vmmalloc", basic),
-    case("basic_v2_forcepci_cumemalloc", force_pcie, "pin through PCIe"),
-    vmm("basic_v2_forcepci_vmmalloc", force_pcie),
-    case("basic_with_tokens", tokens, "pin with P2P tokens"),
-    case(
+const CASES: &[Row] = &[
+    ("basic_{alloc}", basic, "pin and unpin"),
+    ("basic_v2_{alloc}", basic, "pin and unpin with flags, none of them set"),
+    ("basic_v2_forcepci_{alloc}", force_pcie, "pin through PCIe"),
+    ("basic_with_tokens", tokens, "pin with P2P tokens"),
+    (
         "basic_unaligned_mapping",
         unaligned_mapping,
         "unaligned addresses work; a freed neighbour does no harm",
     ),
-    case("basic_small_buffers_mapping", small_buffers, "two pins of 8 bytes in one page"),
-    case("basic_two_buffers_one_page", two_buffers_one_page, "two allocations in one page, one freed"),
-    case("basic_child_thread_pins_buffer_cumemalloc", child_thread, "pin, unpin, close in several threads"),
-    vmm("basic_child_thread_pins_buffer_vmmalloc", child_thread),
-    case("basic_second_mapping", second_mapping, "one mapping of a pin, several pins of a buffer"),
-    case("basic_unpin_while_mapped", unpin_while_mapped, "a mapping keeps its pin"),
-    repeats(case("basic_concurrent_mappings", concurrent, "threads map own and shared buffers")),
-    case("attributes_sanity", attributes, "the properties of the backend"),
-    case("arguments_null", null, "address 0 is refused"),
-    case("arguments_size_zero", size_zero, "0 bytes are refused"),
-    case("arguments_beyond_allocation", beyond_allocation, "more than was allocated is refused"),
-    case("arguments_host_pointer", host_pointer, "host memory is refused"),
-    case("arguments_managed_memory", managed_memory, "managed memory is refused"),
-    case("arguments_freed_memory", freed_memory, "freed memory is refused"),
-    case("arguments_no_such_gpu", no_such_gpu, "GPUs that do not exist are refused"),
-    case("arguments_other_gpu", other_gpu, "memory of another GPU than the current one"),
-    case("arguments_out_of_bounds", out_of_bounds, "accesses outside a mapping are refused"),
-    repeats(case("data_validation_cumemalloc", validation, "all bytes, both ways, many offsets")),
-    repeats(vmm("data_validation_vmmalloc", validation)),
-    repeats(case(
-        "data_validation_v2_cumemalloc",
-        validation,
-        "the same, pinned with flags, none of them set",
-    )),
-    repeats(case("data_validation_v2_forcepci_cumemalloc", validation_force_pcie, "the same through PCIe")),
-    case("data_validation_mix_mappings_cumemalloc", mix_mappings, "write-combining beside cached"),
-    case("data_unaligned_pins", unaligned_pins, "pins of any start and length, exact to the byte"),
-    case("data_words", words, "words of 1 to 8 bytes arrive whole"),
-    case("invalidation_access_after_gdr_close_cumemalloc", access_after_close, "unmapped is unmapped"),
-    vmm("invalidation_access_after_gdr_close_vmmalloc", access_after_close),
-    case("invalidation_access_after_free_cumemalloc", access_after_free, "freed memory stays while mapped"),
-    vmm("invalidation_access_after_free_vmmalloc", access_after_free),
-    case("invalidation_two_mappings_cumemalloc", two_mappings, "freeing one buffer spares another"),
-    vmm("invalidation_two_mappings_vmmalloc", two_mappings),
-    case("invalidation_partial_unmap", partial_unmap, "a part is unmapped from outside"),
-    case("invalidation_free_under_copy", free_under_copy, "freed while another thread copies"),
-    case(
-        "invalidation_fork_access_after_free_cumemalloc",
+    ("basic_small_buffers_mapping", small_buffers, "two pins of 8 bytes in one page"),
+    ("basic_two_buffers_one_page", two_buffers_one_page, "two allocations in one page, one freed"),
+    ("basic_child_thread_pins_buffer_{alloc}", child_thread, "pin, unpin, close in several threads"),
+    ("basic_second_mapping", second_mapping, "one mapping of a pin, several pins of a buffer"),
+    ("basic_unpin_while_mapped", unpin_while_mapped, "a mapping keeps its pin"),
+    ("basic_concurrent_mappings", concurrent, "threads map own and shared buffers"),
+    ("attributes_sanity", attributes, "the properties of the backend"),
+    ("arguments_null", null, "address 0 is refused"),
+    ("arguments_size_zero", size_zero, "0 bytes are refused"),
+    ("arguments_beyond_allocation", beyond_allocation, "more than was allocated is refused"),
+    ("arguments_host_pointer", host_pointer, "host memory is refused"),
+    ("arguments_managed_memory", managed_memory, "managed memory is refused"),
+    ("arguments_freed_memory", freed_memory, "freed memory is refused"),
+    ("arguments_no_such_gpu", no_such_gpu, "GPUs that do not exist are refused"),
+    ("arguments_other_gpu", other_gpu, "memory of another GPU than the current one"),
+    ("arguments_out_of_bounds", out_of_bounds, "accesses outside a mapping are refused"),
+    ("data_validation_{alloc}", validation, "all bytes, both ways, many offsets"),
+    ("data_validation_v2_cumemalloc", validation, "the same, pinned with flags, none of them set"),
+    ("data_validation_v2_forcepci_cumemalloc", validation_force_pcie, "the same through PCIe"),
+    ("data_validation_mix_mappings_cumemalloc", mix_mappings, "write-combining beside cached"),
+    ("data_unaligned_pins", unaligned_pins, "pins of any start and length, exact to the byte"),
+    ("data_words", words, "words of 1 to 8 bytes arrive whole"),
+    ("invalidation_access_after_gdr_close_{alloc}", access_after_close, "unmapped is unmapped"),
+    ("invalidation_access_after_free_{alloc}", access_after_free, "freed memory stays while mapped"),
+    ("invalidation_two_mappings_{alloc}", two_mappings, "freeing one buffer spares another"),
+    ("invalidation_partial_unmap", partial_unmap, "a part is unmapped from outside"),
+    ("invalidation_free_under_copy", free_under_copy, "freed while another thread copies"),
+    (
+        "invalidation_fork_access_after_free_{alloc}",
         fork_access_after_free,
         "a stale mapping shows nothing new",
     ),
-    vmm("invalidation_fork_access_after_free_vmmalloc", fork_access_after_free),
-    case("invalidation_fork_after_gdr_map_cumemalloc", after_map, "a forked child has a hole"),
-    vmm("invalidation_fork_after_gdr_map_vmmalloc", after_map),
-    case(
-        "invalidation_fork_child_gdr_map_parent_cumemalloc",
+    ("invalidation_fork_after_gdr_map_{alloc}", after_map, "a forked child has a hole"),
+    (
+        "invalidation_fork_child_gdr_map_parent_{alloc}",
         child_maps_parents_pin,
         "a child uses nothing of its parent",
     ),
-    vmm("invalidation_fork_child_gdr_map_parent_vmmalloc", child_maps_parents_pin),
-    case("invalidation_fork_map_and_free_cumemalloc", map_and_free, "a child's freeing spares its parent"),
-    vmm("invalidation_fork_map_and_free_vmmalloc", map_and_free),
-    case("invalidation_fork_child_gdr_pin_parent_with_tokens", fork_tokens, "a parent's P2P tokens"),
-    case(
+    ("invalidation_fork_map_and_free_{alloc}", map_and_free, "a child's freeing spares its parent"),
+    ("invalidation_fork_child_gdr_pin_parent_with_tokens", fork_tokens, "a parent's P2P tokens"),
+    (
         "fork_child_pins_parents_address",
         child_pins_parents_address,
         "an address of another process is refused",
     ),
-    case("fork_child_drops", child_drops, "a child's drops spare its parent"),
-    case(
-        "invalidation_unix_sock_shared_fd_gdr_pin_buffer_cumemalloc",
+    ("fork_child_drops", child_drops, "a child's drops spare its parent"),
+    (
+        "invalidation_unix_sock_shared_fd_gdr_pin_buffer_{alloc}",
         pin_by_shared,
         "a passed descriptor cannot pin",
     ),
-    vmm("invalidation_unix_sock_shared_fd_gdr_pin_buffer_vmmalloc", pin_by_shared),
-    case(
-        "invalidation_unix_sock_shared_fd_gdr_map_cumemalloc",
-        map_by_shared,
-        "a passed descriptor cannot map",
-    ),
-    vmm("invalidation_unix_sock_shared_fd_gdr_map_vmmalloc", map_by_shared),
-    case("bar1_exhaustion", bar1, "BAR1 full: a typed error, and room again afterwards"),
-    repeats(case("leak_check", leak_check, "cycles of all calls leave nothing behind")),
-    repeats(case("stress", stress, "the same in many threads at a time")),
-    extended(case("leakage_pin_pages_fork_cumemalloc", leak_over_fork, "an old module leaks or panics here")),
-    tool(case("tool_passes", |_| Ok(()), "passes")),
-    tool(case("tool_fails", |_| fail("as it shall"), "fails")),
-    tool(case("tool_waives", |_| waive("as it shall"), "is waived")),
-    tool(case("tool_crashes", crash, "is killed by a signal")),
-    tool(case("tool_hangs", hang, "does not end, and neither does its child")),
+    ("invalidation_unix_sock_shared_fd_gdr_map_{alloc}", map_by_shared, "a passed descriptor cannot map"),
+    ("bar1_exhaustion", bar1, "BAR1 full: a typed error, and room again afterwards"),
+    ("leak_check", leak_check, "cycles of all calls leave nothing behind"),
+    ("stress", stress, "the same in many threads at a time"),
 ];
 
-fn crash(_: &Env) -> Outcome {
-    std::process::abort()
-}
+const EXTENDED: &[Row] =
+    &[("leakage_pin_pages_fork_cumemalloc", leak_over_fork, "an old module leaks or panics here")];
 
-fn hang(_: &Env) -> Outcome {
-    fork(|_| hang_for_ever())?;
-    hang_for_ever()
-}
+const TOOL: &[Row] = &[
+    ("tool_passes", |_| Ok(()), "passes"),
+    ("tool_fails", |_| fail("as it shall"), "fails"),
+    ("tool_waives", |_| waive("as it shall"), "is waived"),
+    ("tool_crashes", |_| std::process::abort(), "is killed by a signal"),
+    ("tool_hangs", |_| fork(|_| hang()).and_then(|_| hang()), "does not end, and neither does its child"),
+];
 
-fn hang_for_ever() -> Outcome {
+fn hang() -> Outcome {
     loop {
         std::thread::park();
     }

@@ -1,4 +1,4 @@
-//! What the recordings of some processes come to.
+//! The report on the recordings of processes: waits, queue pairs, last records.
 
 use std::time::Duration;
 
@@ -6,7 +6,6 @@ use gdasync::gdsync::mlx5::Syndrome;
 use gdasync::gdsync::recorder::{Event, Liveness, Peer, Queue, Record, Recording, Stage, Wait};
 use serde::Serialize;
 
-/// All of it.
 #[derive(Serialize)]
 pub(super) struct Report {
     pub(super) processes: Vec<Process>,
@@ -37,7 +36,6 @@ pub(super) struct Process {
     pub(super) last_records: Vec<Line>,
 }
 
-/// A wait that goes on.
 #[derive(Serialize)]
 pub(super) struct Waiting {
     pub(super) stuck: bool,
@@ -99,7 +97,6 @@ pub(super) struct QueuePair {
     pub(super) failure: Option<String>,
 }
 
-/// A record.
 #[derive(Serialize)]
 pub(super) struct Line {
     /// Microseconds since the recording was begun.

@@ -1,22 +1,11 @@
-//! A report for people.
+//! Prints a report as text.
 
 use std::io::{Result, Write};
 
-use comfy_table::{CellAlignment, Table, presets};
+use comfy_table::Table;
+use gdasync::results::plain_table;
 
 use super::report::{Line, Other, Process, Progress, QueuePair, Report, Waiting};
-
-fn table<const N: usize>(header: [&str; N], numbers: &[usize]) -> Table {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    table.set_header(header);
-    for &column in numbers {
-        if let Some(column) = table.column_mut(column) {
-            column.set_cell_alignment(CellAlignment::Right);
-        }
-    }
-    table
-}
 
 /// Without the blanks at the ends of lines.
 fn put(table: &Table, out: &mut dyn Write) -> Result<()> {
@@ -31,11 +20,10 @@ fn number(number: Option<u64>) -> String {
     number.map_or_else(|| "-".into(), |number| number.to_string())
 }
 
-/// One line for each recording.
 pub(super) fn list(report: &Report, out: &mut dyn Write) -> Result<()> {
-    let mut table = table(
+    let mut table = plain_table(
         ["PID", "program", "rank", "state", "begun s ago", "idle s", "waits", "file"],
-        &[0, 2, 4, 5, 6],
+        [0, 2, 4, 5, 6],
     );
     for process in &report.processes {
         table.add_row([
@@ -138,8 +126,8 @@ fn queue_pairs(pairs: &[QueuePair], out: &mut dyn Write) -> Result<()> {
         "idle s",
         "failure",
     ];
-    let mut table = table(header, &[0, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
-    // Those that came to nothing are in the JSON.
+    let mut table = plain_table(header, [0, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
+    // Unused ones are in the JSON only.
     for pair in pairs.iter().filter(|pair| !pair.gone || pair.idle_s.is_some()) {
         let Progress { prepared, triggered, fetched, completed, released } = pair.sends;
         let receives = [pair.receives.prepared, pair.receives.completed, pair.receives.released];
@@ -160,9 +148,9 @@ fn records(lines: &[Line], out: &mut dyn Write) -> Result<()> {
         return Ok(());
     }
     writeln!(out, "\nthe last {} records", lines.len())?;
-    let mut table = table(
+    let mut table = plain_table(
         ["us", "thread", "by", "stage", "queue", "QP", "number", "bytes", "stream", "status"],
-        &[0, 6, 7, 8],
+        [0, 6, 7, 8],
     );
     for line in lines {
         let is_word = line.queue == "word" && line.stage.starts_with("wait");

@@ -1,16 +1,14 @@
 //! `gdasync` and its benchmarks, run briefly: what they write, and that wrong data is an error.
 
-use std::process::Command;
-
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::results::{At, Report, Series, Unit};
 
-use super::common::{Scratch, fails, gdasync, run, succeeds};
+use super::common::{Scratch, command, fails, results, run};
 
 /// A benchmark with options for a brief run, and the series that it must write: group, name, positions, whether it has ratios.
 struct Brief {
     name: &'static str,
-    args: &'static [&'static str],
+    args: &'static str,
     series: &'static [(&'static str, &'static str, &'static [u64], bool)],
 }
 
@@ -20,7 +18,7 @@ const SIZES: &[u64] = &[8, 5000];
 
 const LATENCY: Brief = Brief {
     name: "latency",
-    args: &["--sizes", "8,5000", "--iters", "20", "--ahead", "10", "--graph", "7"],
+    args: "--sizes 8,5000 --iters 20 --ahead 10 --graph 7",
     series: &[
         (RTT, "cache line", SIZES, false),
         (RTT, "stream flags", SIZES, true),
@@ -38,20 +36,7 @@ const LATENCY: Brief = Brief {
 
 const BANDWIDTH: Brief = Brief {
     name: "bandwidth",
-    args: &[
-        "--sizes",
-        "64,5000",
-        "--iters",
-        "10",
-        "--outstanding",
-        "1,7",
-        "--qps",
-        "1,3",
-        "--messages",
-        "50",
-        "--slices",
-        "2",
-    ],
+    args: "--sizes 64,5000 --iters 10 --outstanding 1,7 --qps 1,3 --messages 50 --slices 2",
     series: &[
         ("bandwidth", "memcpy", &[64, 5000], false),
         ("bandwidth", "host to host", &[64, 5000], true),
@@ -73,7 +58,7 @@ const HIDDEN: &str = "hidden part of the exchange";
 const MESSAGES: Brief = Brief {
     name: "messages",
     // More iterations than a window, and not a multiple of it.
-    args: &["--sizes", "1,5000", "--iters", "501", "--work-us", "5,50", "--calls", "3"],
+    args: "--sizes 1,5000 --iters 501 --work-us 5,50 --calls 3",
     series: &[
         (RTT, "sync", &[1, 5000], false),
         (RTT, "sync-work", &[1, 5000], true),
@@ -92,7 +77,7 @@ const MESSAGES: Brief = Brief {
 
 const SCALE: Brief = Brief {
     name: "scale",
-    args: &["--qps", "1,70", "--ranks", "2,3", "--messages", "20", "--slices", "2"],
+    args: "--qps 1,70 --ranks 2,3 --messages 20 --slices 2",
     series: &[
         ("latency by queue pairs", "cache line", &[1, 70], false),
         ("latency by queue pairs", "cpu", &[1, 70], true),
@@ -105,20 +90,16 @@ const SCALE: Brief = Brief {
 /// Benchmarks whose ranks send to each other.
 const ALL: [Brief; 4] = [LATENCY, BANDWIDTH, MESSAGES, SCALE];
 
-fn bench(name: &str, args: &[&str]) -> Command {
-    let mut command = gdasync();
-    command.args(["bench", name]).args(args);
-    command
+/// The command line of a brief run.
+fn line(brief: &Brief) -> String {
+    format!("gdasync bench {} {}", brief.name, brief.args)
 }
 
 /// The report of a run, and what it printed.
 #[track_caller]
-fn report(brief: &Brief, more: &[&str]) -> (Report, String) {
-    let json = Scratch::new(&format!("bench-{}-{}", brief.name, more.concat().replace('/', "-")));
-    let mut command = bench(brief.name, brief.args);
-    command.args(more).args(["--json", json.path().to_str().unwrap()]);
-    let out = succeeds(command);
-    (serde_json::from_value(json.json()).unwrap(), out)
+fn report(brief: &Brief, more: &str) -> (Report, String) {
+    let (json, out) = results(&format!("{} {more}", line(brief)));
+    (serde_json::from_value(json).unwrap(), out)
 }
 
 /// Checks positions, the order of percentiles, and ratios.
@@ -154,7 +135,7 @@ fn check_all(brief: &Brief, report: &Report) {
 
 #[track_caller]
 fn writes_everything(brief: &Brief) -> Report {
-    let (report, out) = report(brief, &[]);
+    let (report, out) = report(brief, "");
     assert_eq!((&*report.benchmark, &*report.device), (brief.name, "software HCA"));
     assert!(report.machine.cpus > 0 && report.options.is_object());
     let machine = &report.machine;
@@ -177,11 +158,10 @@ fn latency_writes_all_series() {
 
 #[test]
 fn latency_measures_the_recorder() {
-    let brief = Brief { args: &["--sizes", "8", "--iters", "20", "--modes", "cpu", "--recorder"], ..LATENCY };
-    let (recorded, _) = report(&brief, &[]);
+    let brief = Brief { args: "--sizes 8 --iters 20 --modes cpu --recorder", ..LATENCY };
+    let (recorded, _) = report(&brief, "");
     check(recorded.find(RTT, "cpu, recorder paused").unwrap(), &[8], true);
-    let mut off = bench("latency", brief.args);
-    off.env("GDSYNC_RECORDER", "off");
+    let off = command(&format!("GDSYNC_RECORDER=off {}", line(&brief)));
     assert!(fails(off).contains("unset GDSYNC_RECORDER"));
 }
 
@@ -247,12 +227,8 @@ fn scale_writes_all_series() {
 
 #[test]
 fn copy_runs_on_plain_memory() {
-    let brief = Brief {
-        name: "copy",
-        args: &["--backend", "host", "--max-size", "4096", "--each-ms", "1"],
-        series: &[],
-    };
-    let (report, out) = report(&brief, &[]);
+    let brief = Brief { name: "copy", args: "--backend host --max-size 4096 --each-ms 1", series: &[] };
+    let (report, out) = report(&brief, "");
     for (group, name) in
         [("to GPU", "planner"), ("from GPU", "CPU"), ("stores", "scalar"), ("pins", "pin, unpin")]
     {
@@ -264,19 +240,18 @@ fn copy_runs_on_plain_memory() {
 fn stream_and_trigger_write_their_results_or_need_a_gpu() {
     for (args, reason, groups) in [
         (
-            &["stream", "--calls", "200"][..],
+            "stream --calls 200",
             "install the NVIDIA driver",
             &["CPU time of a call, queues in host memory"][..],
         ),
         (
-            &["trigger", "--rounds", "20", "--busy", "0,1"],
+            "trigger --rounds 20 --busy 0,1",
             "GPU memory cannot be mapped here",
             &["trigger", "wake", "enqueue", "register", "barrier"],
         ),
     ] {
-        let json = Scratch::new(&format!("bench-{}", args[0]));
-        let (output, out, err) =
-            run(bench(args[0], &[&args[1..], &["--json", json.path().to_str().unwrap()]].concat()));
+        let json = Scratch::new("bench");
+        let (output, out, err) = run(command(&format!("gdasync bench {args} --json {}", json.text())));
         if output.status.code() == Some(1) && err.contains(reason) {
             assert!(out.is_empty() && !err.contains("panicked"), "{out}\n{err}");
             println!("skipped: {err}");
@@ -301,9 +276,7 @@ fn stream_and_trigger_write_their_results_or_need_a_gpu() {
 #[test]
 fn wrong_data_is_an_error() {
     for brief in &ALL {
-        let mut command = bench(brief.name, brief.args);
-        command.arg("--wrong-bytes");
-        let error = fails(command);
+        let error = fails(command(&format!("{} --wrong-bytes", line(brief))));
         assert!(error.contains("wrong data"), "{}: {error}", brief.name);
     }
 }
@@ -311,11 +284,8 @@ fn wrong_data_is_an_error() {
 #[test]
 fn measurements_beyond_the_budget_are_listed() {
     let sizes = "1,2,3,4,5,6,7,8,9,10,11,12";
-    let brief = Brief {
-        args: &["--sizes", "1,2,3,4,5,6,7,8,9,10,11,12", "--iters", "300", "--modes", "sync"],
-        ..LATENCY
-    };
-    let (report, out) = report(&brief, &["--budget", "1"]);
+    let brief = Brief { args: "--sizes 1,2,3,4,5,6,7,8,9,10,11,12 --iters 300 --modes sync", ..LATENCY };
+    let (report, out) = report(&brief, "--budget 1");
     let measured = &report.find(RTT, "sync").unwrap().points;
     assert!(!measured.is_empty(), "the first is always measured");
     assert_eq!(measured.len() + report.skipped.len(), sizes.split(',').count());
@@ -326,75 +296,11 @@ fn measurements_beyond_the_budget_are_listed() {
 }
 
 #[test]
-fn help_and_version() {
-    assert_eq!(succeeds(tool(&["--version"])), format!("gdasync {}\n", env!("CARGO_PKG_VERSION")));
-    let help = succeeds(tool(&["--help"]));
-    for word in ["bench", "doctor", "gdrcopy", "plot", "report", "trace", "Usage: gdasync"] {
-        assert!(help.contains(word), "{word} in {help}");
-    }
-    let kinds = ["latency", "bandwidth", "messages", "copy", "trigger", "stream", "scale"];
-    let help = succeeds(tool(&["bench", "--help"]));
-    assert!(kinds.iter().all(|kind| help.contains(kind)), "{help}");
-    for kind in kinds {
-        let help = succeeds(bench(kind, &["--help"]));
-        for word in ["What the numbers mean", "--json", "--budget"] {
-            assert!(help.contains(word), "{kind}: {word} in {help}");
-        }
-    }
-}
-
-fn tool(args: &[&str]) -> Command {
-    let mut command = gdasync();
-    command.args(args);
-    command
-}
-
-#[test]
 fn unwritable_recorder_folder_is_a_warning() {
-    let mut command = bench("latency", &["--sizes", "8", "--iters", "10", "--modes", "cpu"]);
-    command.env("GDSYNC_RECORDER_DIR", "/proc/no/such/folder").env("RUST_LOG", "warn");
-    let (output, _, logged) = run(command);
+    let variables = "GDSYNC_RECORDER_DIR=/proc/no/such/folder RUST_LOG=warn";
+    let (output, _, logged) =
+        run(command(&format!("{variables} gdasync bench latency --sizes 8 --iters 10 --modes cpu")));
     assert!(output.status.success() && logged.contains("nothing is recorded"), "{logged}");
-}
-
-#[test]
-fn errors_name_the_wrong_argument() {
-    let nowhere = "/proc/no/such/folder/results.json";
-    for kind in ["latency", "bandwidth", "messages", "copy", "trigger", "stream", "scale"] {
-        let error = fails(bench(kind, &["--json", nowhere]));
-        assert!(error.contains("--json") && error.contains(nowhere), "{kind}: {error}");
-    }
-    for (args, expected) in [
-        (&[][..], &["Usage"][..]),
-        (&["bench"], &["Usage"]),
-        (&["bench", "gpu"], &["gpu"]),
-        (&["bench", "latency", "--json", "-"], &["name a file"]),
-        (&["bench", "latency", "--modes", "fast"], &["--modes", "stream, graph, initiate, sync, cpu"]),
-        (&["bench", "latency", "--kernel-us", "5", "--no-kernels"], &["--kernel-us", "--no-kernels"]),
-        (&["bench", "latency", "--timeout", "18446744073709551615"], &["--timeout"]),
-        (&["bench", "bandwidth", "--sizes", "0"], &["--sizes", "0"]),
-        (&["bench", "bandwidth", "--budget", "0"], &["--budget", "0"]),
-        (&["bench", "bandwidth", "--outstanding", "257"], &["--outstanding", "257"]),
-        (&["bench", "bandwidth", "--via", "memop"], &["--via is for --stream cuda"]),
-        (&["bench", "messages", "--sizes", "0"], &["--sizes"]),
-        (&["bench", "messages", "--modes", "fast"], &["sync-work"]),
-        (&["bench", "scale", "--ranks", "1"], &["--ranks", "1"]),
-        (&["bench", "scale", "--part", "ranks"], &["--part is for processes"]),
-        (&["bench", "scale", "--qps", "1025"], &["--qps", "1025"]),
-        (&["bench", "stream", "--calls", "99"], &["--calls"]),
-        (&["bench", "trigger", "--busy", "0,17"], &["--busy"]),
-    ] {
-        let error = fails(tool(args));
-        assert!(expected.iter().all(|word| error.contains(word)), "{args:?}: {error}");
-    }
-}
-
-/// It starts jobs of several sizes, which a launcher cannot.
-#[test]
-fn scale_rejects_a_launcher() {
-    let mut command = bench("scale", SCALE.args);
-    command.envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")]);
-    assert!(fails(command).contains("without a launcher"));
 }
 
 #[test]
@@ -403,9 +309,7 @@ fn benchmarks_run_on_cuda_streams() {
         return eprintln!("skipped: CUDA shows no GPU");
     }
     for brief in [LATENCY, BANDWIDTH] {
-        for more in
-            [&["--stream", "cuda"][..], &["--stream", "cuda", "--payload", "gpu", "--placement", "gpu"]]
-        {
+        for more in ["--stream cuda", "--stream cuda --payload gpu --placement gpu"] {
             let (report, _) = report(&brief, more);
             assert_eq!(report.options["stream"], "cuda", "{}", brief.name);
             check_all(&brief, &report);

@@ -1,32 +1,32 @@
-//! How the tests run the binaries of this package.
-#![allow(dead_code, unreachable_pub, reason = "every test binary uses its own part")]
+//! How the tests run the programs of this package.
 
 use std::env;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// An example, built beside this test.
-pub fn example(name: &str) -> Command {
+use serde_json::Value;
+
+/// A program of this package as a user types it: `GDSYNC_STRICT=1 pingpong --sizes 8`.
+pub(crate) fn command(line: &str) -> Command {
+    let is_variable = |word: &&str| word.split('=').next().is_some_and(|name| name == name.to_uppercase());
+    let variables = line.split_whitespace().take_while(is_variable);
+    let mut words = line.split_whitespace().skip_while(is_variable);
+    let name = words.next().unwrap();
+    let tool = Path::new(env!("CARGO_BIN_EXE_gdasync")).with_file_name(name);
     // target/<profile>/deps/<this test>
     let here = env::current_exe().unwrap();
-    let path = here.ancestors().nth(2).unwrap().join("examples").join(name);
+    let example = here.ancestors().nth(2).unwrap().join("examples").join(name);
+    let path = if name.starts_with("gd") { tool } else { example };
     assert!(path.exists(), "{} is not built: run cargo test, or cargo build --examples", path.display());
-    clean(Command::new(path))
+    let mut command = program(path);
+    command.args(words).envs(variables.map(|variable| variable.split_once('=').unwrap()));
+    command
 }
 
-/// The command-line tool.
-pub fn gdasync() -> Command {
-    clean(Command::new(env!("CARGO_BIN_EXE_gdasync")))
-}
-
-/// A program of this package, by its path.
-pub fn program(path: &str) -> Command {
-    clean(Command::new(path))
-}
-
-/// Without what the surroundings of the tests have set.
-fn clean(mut command: Command) -> Command {
+/// A program without what the surroundings of the tests have set.
+pub(crate) fn program(path: impl AsRef<Path>) -> Command {
+    let mut command = Command::new(path.as_ref());
     let set = env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
     let theirs = [
         "RANK",
@@ -46,7 +46,7 @@ fn clean(mut command: Command) -> Command {
 }
 
 /// Runs it to its end; what it wrote to standard output and error.
-pub fn run(mut command: Command) -> (Output, String, String) {
+pub(crate) fn run(mut command: Command) -> (Output, String, String) {
     let output = command.output().unwrap();
     let [out, err] =
         [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned());
@@ -55,7 +55,7 @@ pub fn run(mut command: Command) -> (Output, String, String) {
 
 /// What it wrote to standard output; it must succeed.
 #[track_caller]
-pub fn succeeds(command: Command) -> String {
+pub(crate) fn succeeds(command: Command) -> String {
     let (output, out, err) = run(command);
     assert!(output.status.success(), "{}\n{out}\n{err}", output.status);
     out
@@ -63,29 +63,43 @@ pub fn succeeds(command: Command) -> String {
 
 /// What it wrote to standard error; it must fail in its own words.
 #[track_caller]
-pub fn fails(command: Command) -> String {
+pub(crate) fn fails(command: Command) -> String {
     let (output, out, err) = run(command);
     assert!(output.status.code().is_some_and(|code| code != 0), "{}\n{out}\n{err}", output.status);
     assert!(!err.contains("panicked"), "{err}");
     err
 }
 
+/// What a command that succeeds writes with `--json`, and to standard output.
+#[track_caller]
+pub(crate) fn results(line: &str) -> (Value, String) {
+    let json = Scratch::new("results");
+    let mut command = command(line);
+    command.arg("--json").arg(json.path());
+    let out = succeeds(command);
+    (json.json(), out)
+}
+
 /// A file for results, removed when the test is over.
-pub struct Scratch(PathBuf);
+pub(crate) struct Scratch(PathBuf);
 
 impl Scratch {
-    pub fn new(name: &str) -> Self {
+    pub(crate) fn new(name: &str) -> Self {
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let name = format!("{name}-{}-{count}.json", std::process::id());
         Self(Path::new(env!("CARGO_TARGET_TMPDIR")).join(name))
     }
 
-    pub fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.0
     }
 
-    pub fn json(&self) -> serde_json::Value {
+    pub(crate) fn text(&self) -> &str {
+        self.0.to_str().unwrap()
+    }
+
+    pub(crate) fn json(&self) -> Value {
         serde_json::from_slice(&std::fs::read(&self.0).unwrap()).unwrap()
     }
 }
@@ -99,7 +113,7 @@ impl Drop for Scratch {
 
 /// A number that says something: finite and above 0.
 #[track_caller]
-pub fn positive(value: &serde_json::Value) -> f64 {
+pub(crate) fn positive(value: &Value) -> f64 {
     let number = value.as_f64().unwrap_or_else(|| panic!("{value} is no number"));
     assert!(number.is_finite() && number > 0.0, "{number}");
     number

@@ -5,17 +5,13 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use super::common::{Scratch, fails, gdasync, succeeds};
+use super::common::{Scratch, command, fails, succeeds};
 
 /// The command-line tool in the folder of the repository.
 fn tool(args: &[&str]) -> Command {
-    let mut command = gdasync();
+    let mut command = command("gdasync");
     command.current_dir(env!("CARGO_MANIFEST_DIR")).args(args);
     command
-}
-
-fn path(scratch: &Scratch) -> &str {
-    scratch.path().to_str().unwrap()
 }
 
 fn benchmark(name: &str) -> Value {
@@ -36,7 +32,7 @@ fn results() -> Vec<PathBuf> {
 #[track_caller]
 fn plot(args: &[&str]) -> String {
     let svg = Scratch::new(&format!("plot-{:?}", std::thread::current().id()));
-    succeeds(tool(&[&["plot"], args, &["-o", path(&svg)]].concat()));
+    succeeds(tool(&[&["plot"], args, &["-o", svg.text()]].concat()));
     let svg = std::fs::read_to_string(svg.path()).unwrap();
     assert!(svg.starts_with("<svg") && svg.trim_end().ends_with("</svg>"), "{svg}");
     svg
@@ -66,7 +62,7 @@ fn every_result_is_drawn_and_reported() {
     }
     let page = Scratch::new("report");
     let args: Vec<_> = files.iter().map(String::as_str).collect();
-    succeeds(tool(&[&["report"], &args[..], &["-o", path(&page)]].concat()));
+    succeeds(tool(&[&["report"], &args[..], &["-o", page.text()]].concat()));
     let page = std::fs::read_to_string(page.path()).unwrap();
     for tag in ["<script", "<link", "<img", "<iframe", " src=", "url(", "@import"] {
         assert!(!page.contains(tag), "{tag}: the page must be self-contained");
@@ -127,16 +123,16 @@ fn timelines_are_drawn_in_lanes() {
     let mut messages = vec![message(0, 1, 10.0), message(1, 1, 13.0), message(0, 2, 16.0)];
     messages.push(json!({"rank": 1, "seq": 2, "enqueue": 19.0, "trigger": 19.5, "completed": null}));
     std::fs::write(file.path(), json!({"unit": "us", "messages": messages}).to_string()).unwrap();
-    let svg = plot(&[path(&file)]);
+    let svg = plot(&[file.text()]);
     for text in ["rank 0", "rank 1", "1: 3 us", "2: 3 us", "2: 0.5 us", "triggered, not fetched yet"] {
         assert!(svg.contains(text), "{text}: {svg}");
     }
     // The last one was neither fetched nor completed; the legend has one more of each.
     assert_eq!(COLORS.map(|color| count(&svg, "rect", color)), [5, 4, 4, 4]);
     // A part: the first of rank 0 without its first stage, that of rank 1 without its last.
-    let part = plot(&[path(&file), "--from", "11.2", "--to", "15"]);
+    let part = plot(&[file.text(), "--from", "11.2", "--to", "15"]);
     assert_eq!(COLORS.map(|color| count(&part, "rect", color)), [2, 3, 3, 2], "{part}");
-    let error = fails(tool(&["plot", path(&file), "--from", "50", "-o", "/dev/null"]));
+    let error = fails(tool(&["plot", file.text(), "--from", "50", "-o", "/dev/null"]));
     assert!(error.contains("between 50 and"), "{error}");
     plot(&["benchmarks/timelines/pingpong-h200x2.json"]);
 }
@@ -146,7 +142,7 @@ fn errors_name_what_cannot_be_drawn() {
     let (file, output) = (Scratch::new("plot-bad"), Scratch::new("plot-none"));
     let refuse = |text: &str, args: &[&str], expected: &[&str]| {
         std::fs::write(file.path(), text).unwrap();
-        let error = fails(tool(&[&["plot", path(&file), "-o", path(&output)], args].concat()));
+        let error = fails(tool(&[&["plot", file.text(), "-o", output.text()], args].concat()));
         assert!(expected.iter().all(|word| error.contains(word)), "{text} {args:?}: {error}");
         assert!(!output.path().exists(), "{text} {args:?}");
     };
@@ -174,13 +170,6 @@ fn errors_name_what_cannot_be_drawn() {
     refuse(&memop, &["--label", "a", "--label", "b"], &["2 times --label for 1 files"]);
     refuse(&memop, &["benchmarks/trigger-h200.json"], &["do not share an axis"]);
     refuse(&benchmark("trigger-h200.json").to_string(), &["--kind", "bandwidth"], &["`trigger`"]);
-    refuse(&memop, &["/no/such/file.json"], &["/no/such/file.json", "No such file"]);
-    std::fs::write(file.path(), &memop).unwrap();
-    assert!(fails(tool(&["plot", path(&file), "-o", "a.PNG"])).contains("name it .svg"));
-    let nowhere = "/proc/no/such/folder/out.svg";
-    for command in ["plot", "report"] {
-        assert!(fails(tool(&[command, path(&file), "-o", nowhere])).contains(nowhere));
-    }
 }
 
 #[test]
@@ -192,8 +181,8 @@ fn names_are_escaped_in_pictures_and_pages() {
     json["machine"]["commit"] = "{{body}}".into();
     let (file, page) = (Scratch::new("plot-nasty"), Scratch::new("plot-nasty-page"));
     std::fs::write(file.path(), json.to_string()).unwrap();
-    let svg = plot(&[path(&file), "--title", nasty]);
-    succeeds(tool(&["report", path(&file), "--title", nasty, "-o", path(&page)]));
+    let svg = plot(&[file.text(), "--title", nasty]);
+    succeeds(tool(&["report", file.text(), "--title", nasty, "-o", page.text()]));
     let page = std::fs::read_to_string(page.path()).unwrap();
     for text in [&svg, &page] {
         assert!(

@@ -1,32 +1,15 @@
 //! The tools of GDRCopy's users, as programs, where there is no GPU.
 
-use std::process::Command;
-
-use super::common::{Scratch, fails, gdasync, positive, program, run, succeeds};
 use serde_json::Value;
 
-const COPYBW: &str = env!("CARGO_BIN_EXE_gdrcopy_copybw");
-const COPYLAT: &str = env!("CARGO_BIN_EXE_gdrcopy_copylat");
-const APIPERF: &str = env!("CARGO_BIN_EXE_gdrcopy_apiperf");
-const PPLAT: &str = env!("CARGO_BIN_EXE_gdrcopy_pplat");
-const SANITY: &str = env!("CARGO_BIN_EXE_gdrcopy_sanity");
+use super::common::{command, positive, results, run, succeeds};
 
-fn tool(path: &str, args: &str) -> Command {
-    let mut command = program(path);
-    command.args(["--backend", "host"]).args(args.split_whitespace());
-    command
-}
-
-/// Runs it with its JSON in a file; the report and what people read.
+/// Runs a tool; its report and what people read.
 #[track_caller]
-fn report(path: &str, args: &str) -> (Value, String) {
-    let name = path.rsplit('/').next().unwrap();
-    let json = Scratch::new(&format!("{name}-{}", args.replace(' ', "_")));
-    let mut command = tool(path, args);
-    command.arg("--json").arg(json.path());
-    let said = succeeds(command);
-    let report = json.json();
-    assert_eq!((&report["tool"], &report["backend"]), (&name.into(), &"host".into()), "{report}");
+fn report(line: &str) -> (Value, String) {
+    let (report, said) = results(&format!("{line} --backend host"));
+    let tool = line.split(' ').next().unwrap();
+    assert_eq!((&report["tool"], &report["backend"]), (&tool.into(), &"host".into()), "{report}");
     for fact in ["cpu", "kernel", "version", "commit", "rustc"] {
         assert!(report["machine"][fact].as_str().is_some_and(|fact| !fact.is_empty()), "{fact}: {report}");
     }
@@ -47,83 +30,8 @@ fn rows(report: &Value) -> &[Value] {
 }
 
 #[test]
-fn every_known_option_is_there() {
-    for (path, options) in [
-        (COPYBW, "-s -c -o -l -w -r -d -a -M --store --load --threads --json --backend"),
-        (COPYLAT, "-s -c -C -w -r -d -a -M --store --load --json --backend"),
-        (APIPERF, "-s -n -w -d -a -M --json --backend"),
-        (PPLAT, "-t -u -s -B -T -m -G -C -D -d -a -M --flush --json --backend"),
-        (SANITY, "-v -s -l -t -d -e --cycles --threads --timeout --json --backend"),
-    ] {
-        let help = succeeds(tool(path, "-h"));
-        for option in options.split(' ') {
-            assert!(help.split([' ', ',']).any(|word| word == option), "{path} {option}:\n{help}");
-        }
-        let mut alone = gdasync();
-        let name = path.rsplit_once("gdrcopy_").unwrap().1;
-        alone.args(["gdrcopy", name, "-h"]);
-        let options = |help: &str| help[help.find("Options:").unwrap()..].to_owned();
-        assert!(options(&succeeds(alone)).starts_with(options(&help).split("\n  -V").next().unwrap()));
-    }
-}
-
-#[test]
-fn wrong_options_are_named_and_give_status_2() {
-    let foreign = if cfg!(target_arch = "x86_64") { "neon" } else { "avx" };
-    for (path, args, expected) in [
-        (COPYBW, "--nonsense", "--nonsense"),
-        (COPYBW, "-s 12X", "--size"),
-        (COPYBW, "-s 0", "-s"),
-        (COPYBW, "-c 4M", "131072"),
-        (COPYBW, "-o 128K", "131072"),
-        (COPYBW, "-w 0", "--writes"),
-        (COPYBW, "-a malloc", "cuMemCreate"),
-        (COPYBW, "-M warm", "device"),
-        (COPYBW, "--threads 0", "--threads"),
-        (COPYBW, "--backend cloud", "gdrdrv, dmabuf, rm or host"),
-        (COPYBW, &format!("--store {foreign}"), foreign),
-        (COPYBW, "--load movdir64b", "movdir64b"),
-        (COPYLAT, "-s 0", "-s"),
-        (APIPERF, "-s 4096", "65536"),
-        (APIPERF, "-n 0", "--iterations"),
-        (PPLAT, "-s 3", "multiple of 4"),
-        (PPLAT, "-m 2", "--mode"),
-        (PPLAT, "-G disk", "hostmem"),
-        (PPLAT, "--flush", "--flush"),
-        (SANITY, "-t no_such_case", "no_such_case"),
-        (SANITY, "--threads 0", "--threads"),
-        (SANITY, "-d 9", "no GPU 9"),
-    ] {
-        let (output, out, err) = run(tool(path, args));
-        assert_eq!(output.status.code(), Some(2), "{path} {args}: {out}{err}");
-        assert!(err.contains(expected) && out.is_empty(), "{path} {args}: {out}{err}");
-    }
-}
-
-#[test]
-fn the_last_of_repeated_options_counts() {
-    let (report, _) = report(COPYBW, "-s 64K -w 10 -r 10 -s 4096");
-    assert_eq!(report["parameters"]["size"], 4096);
-}
-
-#[test]
-fn what_cannot_be_done_is_said() {
-    for (path, args, expected) in [
-        (COPYBW, "-M wc", "WriteCombining"),
-        (COPYBW, "-d 7", "device is 7"),
-        (COPYLAT, "-c", "need a GPU"),
-        (COPYLAT, "-C", "need a GPU"),
-        (COPYBW, "--json /proc/no/such/folder/x.json", "/proc/no/such/folder/x.json"),
-    ] {
-        let (output, _, err) = run(tool(path, args));
-        assert_eq!(output.status.code(), Some(1), "{path} {args}: {err}");
-        assert!(err.contains(expected) && !err.contains("panicked"), "{path} {args}: {err}");
-    }
-}
-
-#[test]
 fn copybw_sweeps_up_to_and_including_its_size() {
-    let (report, said) = report(COPYBW, "-l -s 64K -c 4K -w 300 -r 50");
+    let (report, said) = report("gdrcopy_copybw -l -s 64K -c 4K -w 300 -r 50");
     let sizes = |direction: &str| -> Vec<u64> {
         let of = rows(&report).iter().filter(|row| row["direction"] == direction);
         of.map(|row| row["bytes"].as_u64().unwrap()).collect()
@@ -150,11 +58,13 @@ fn copybw_sweeps_up_to_and_including_its_size() {
 #[test]
 fn copybw_copies_where_it_is_told_to() {
     for args in ["-s 10001 -o 4 -w 20 -r 20", "-s 4K -c 100 -o 3 -w 20 -r 20 --store scalar --load scalar"] {
-        let (report, _) = report(COPYBW, args);
+        let (report, _) = report(&format!("gdrcopy_copybw {args}"));
         assert_eq!(rows(&report).len(), 2);
         assert_eq!(rows(&report)[0]["bytes"], if args.contains("-c") { 100 } else { 9997 });
     }
-    let (report, _) = report(COPYBW, "-s 8K -w 200 -r 200 --threads 3");
+    let (last, _) = report("gdrcopy_copybw -s 64K -w 10 -r 10 -s 4096");
+    assert_eq!(last["parameters"]["size"], 4096, "the last of repeated options counts");
+    let (report, _) = report("gdrcopy_copybw -s 8K -w 200 -r 200 --threads 3");
     for row in rows(&report) {
         assert_eq!(row["copy_us"]["calls"], 600, "all threads count");
     }
@@ -162,7 +72,7 @@ fn copybw_copies_where_it_is_told_to() {
 
 #[test]
 fn json_on_standard_output_is_alone_there() {
-    let (output, out, err) = run(tool(COPYBW, "-s 4K -w 10 -r 10 --json -"));
+    let (output, out, err) = run(command("gdrcopy_copybw --backend host -s 4K -w 10 -r 10 --json -"));
     assert!(output.status.success(), "{err}");
     let report: Value = serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"));
     assert_eq!(rows(&report).len(), 2);
@@ -174,7 +84,7 @@ fn json_on_standard_output_is_alone_there() {
 
 #[test]
 fn copylat_has_a_row_for_every_size() {
-    let (report, said) = report(COPYLAT, "-s 2K -w 100 -r 10");
+    let (report, said) = report("gdrcopy_copylat -s 2K -w 100 -r 10");
     for (test, calls) in [("gdr_copy_to_mapping", 100), ("gdr_copy_from_mapping", 10)] {
         let of: Vec<_> = rows(&report).iter().filter(|row| row["test"] == test).collect();
         assert_eq!(of.len(), 12, "{of:?}");
@@ -193,7 +103,7 @@ fn copylat_has_a_row_for_every_size() {
 
 #[test]
 fn apiperf_counts_every_pin_in_its_histogram() {
-    let (report, said) = report(APIPERF, "-s 256K -n 40 -w 2");
+    let (report, said) = report("gdrcopy_apiperf -s 256K -n 40 -w 2");
     assert_eq!(
         rows(&report).iter().map(|row| row["bytes"].as_u64().unwrap() >> 16).collect::<Vec<_>>(),
         [1, 2, 4]
@@ -226,7 +136,7 @@ fn pplat_plays_every_mode_with_many_blocks() {
         "-t 30 -s 100 -B 2 -G hostmem -C gpumem -D hostmem --flush",
         "-t 1 -m 1 -s 8 -B 2 -C gpumem -D hostmem",
     ] {
-        let (report, said) = report(PPLAT, args);
+        let (report, said) = report(&format!("gdrcopy_pplat {args}"));
         let results = &report["results"];
         micros(&results["round_trip_us"]);
         assert_eq!(results["wrong_words"], 0, "{args}: {results}");
@@ -237,7 +147,7 @@ fn pplat_plays_every_mode_with_many_blocks() {
 
 #[test]
 fn sanity_passes_where_there_is_no_gpu() {
-    let (report, said) = report(SANITY, "--cycles 10 --threads 2 -e");
+    let (report, said) = report("gdrcopy_sanity --cycles 10 --threads 2 -e");
     let count = |status: &str| rows(&report).iter().filter(|row| row["status"] == status).count();
     let (total, passed, waived) = (rows(&report).len(), count("passed"), count("waived"));
     assert!(passed >= 30 && passed + waived == total, "{said}");
@@ -251,7 +161,7 @@ fn sanity_passes_where_there_is_no_gpu() {
         let reason = row["reason"].as_str().unwrap();
         assert_eq!(reason.is_empty(), row["status"] == "passed", "only who passes needs no reason: {row}");
     }
-    let listed = succeeds(tool(SANITY, "-l"));
+    let listed = succeeds(command("gdrcopy_sanity --backend host -l"));
     assert!(names.iter().all(|name| listed.contains(name)), "{listed}");
     names.sort_unstable();
     names.dedup();
@@ -265,27 +175,17 @@ fn a_case_that_fails_fails_the_run() {
         ("tool_crashes", "killed by signal 6"),
         ("tool_hangs", "did not end within 1s"),
     ] {
-        let (output, out, err) = run(tool(SANITY, &format!("-t {case} -t tool_passes --timeout 1")));
+        let (output, out, err) =
+            run(command(&format!("gdrcopy_sanity --backend host -t {case} -t tool_passes --timeout 1")));
         assert_eq!(output.status.code(), Some(1), "{case}: {out}{err}");
         assert!(out.contains("Total: 2, Passed: 1, Failed: 1, Waived: 0"), "{out}");
         assert!(out.contains("List of failed tests:") && out.contains(expected), "{out}");
         assert!(err.contains("1 cases failed"), "{err}");
     }
-    let out = succeeds(tool(SANITY, "-t tool_waives -v"));
+    let out = succeeds(command("gdrcopy_sanity --backend host -t tool_waives -v"));
     assert!(out.contains("&&&& WAIVED tool_waives") && out.contains("tool_waives: as it shall"), "{out}");
-    assert!(!succeeds(tool(SANITY, "-t tool_passes -s")).contains("Total"), "-s leaves the summary out");
-}
-
-#[test]
-fn a_backend_that_is_not_there_is_an_error() {
-    for path in [COPYBW, COPYLAT, APIPERF, PPLAT, SANITY] {
-        let mut command = program(path);
-        command.args(["--backend", "gdrdrv"]);
-        if std::path::Path::new("/dev/gdrdrv").exists() {
-            println!("skipped: this machine has gdrdrv");
-            return;
-        }
-        let err = fails(command);
-        assert!(err.contains("GPU memory cannot be mapped here") && err.contains("gdrdrv"), "{err}");
-    }
+    assert!(
+        !succeeds(command("gdrcopy_sanity --backend host -t tool_passes -s")).contains("Total"),
+        "-s leaves the summary out"
+    );
 }

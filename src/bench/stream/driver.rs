@@ -17,7 +17,6 @@ use gdasync::gdsync::memory::Memory;
 
 use gdasync::results::Result;
 
-/// The driver behind [`watched`].
 static DRIVER: OnceLock<Api> = OnceLock::new();
 
 thread_local! {
@@ -48,7 +47,6 @@ const AND: u32 = 2;
 const NOR: u32 = 3;
 
 impl Call {
-    /// Operations in it.
     pub(super) fn len(&self) -> u64 {
         match self {
             Call::MemOps(ops) => ops.len() as u64,
@@ -123,7 +121,7 @@ pub(super) fn watched(driver: Api) -> Api {
     }
 }
 
-/// The calls that this thread makes for `stream` meanwhile.
+/// Runs `run`, and returns the calls that this thread made for `stream`.
 pub(super) fn recording(stream: Handle, run: impl FnOnce() -> Result<()>) -> Result<Vec<Call>> {
     RECORDED.set(Some((stream, Vec::new())));
     let ran = run();
@@ -267,7 +265,6 @@ impl<'a> Raw<'a> {
         Ok(word.memory().gpu_addr(self.gpu)?)
     }
 
-    /// Makes a call.
     pub(super) fn make(&self, call: &mut Call) -> Result<()> {
         match call {
             Call::MemOps(ops) => {
@@ -287,7 +284,6 @@ impl<'a> Raw<'a> {
         Ok(())
     }
 
-    /// Whether all is done.
     pub(super) fn is_idle(&self) -> Result<bool> {
         use gdasync::gdrcopy::Error;
         // SAFETY: never destroyed.

@@ -1,28 +1,28 @@
-//! The rig of the measurements: words, gated streams, busy streams, and a watchdog.
+//! What the measurements run on: words that CPU and GPU share, gated streams, load on other streams, and a watchdog.
 
-use super::Figure;
-use super::gpu::{Batch, Gpu, Graph, Kernel, Op, Priority, Stream};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use gdasync::gdrcopy::cuda::raw::layout::Handle;
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping};
-use gdasync::measure::Samples;
 use gdasync::note;
 use gdasync::results::Result;
-use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+
+use super::Figure;
+use super::gpu::{Call, Gpu, Kernel, Stream, write};
 
 /// A word of 4 bytes, with room for 8, that CPU and GPU share. Words are never freed: a blocked stream may still use them.
 #[derive(Clone, Copy)]
 pub(super) enum Word {
-    /// Pinned host memory.
     Host(&'static AtomicU32),
     /// GPU memory at an offset of a mapping.
     Gpu(&'static Mapping, usize),
 }
 
-pub(super) const INSIDE: &str = "words are inside their mapping and aligned";
+const INSIDE: &str = "words are inside their mapping and aligned";
 
 impl Word {
     /// The address for the GPU. CUDA host memory has the same address on the CPU.
@@ -34,11 +34,17 @@ impl Word {
     }
 
     #[inline]
-    pub(super) fn load(self) -> u32 {
+    fn load(self) -> u32 {
         match self {
             Self::Host(cell) => cell.load(Ordering::Acquire),
             Self::Gpu(mapping, offset) => mapping.load(offset).expect(INSIDE),
         }
+    }
+
+    /// Whether it is no longer 0.
+    #[inline]
+    pub(super) fn is_set(self) -> Result<bool> {
+        Ok(self.load() != 0)
     }
 
     #[inline]
@@ -59,50 +65,45 @@ impl Word {
     }
 }
 
-/// Allocates words, one per cache line.
-pub(super) struct Arena {
-    pub(super) host: &'static [AtomicU32],
-    pub(super) gpu: &'static Mapping,
-    pub(super) host_used: Cell<usize>,
-    pub(super) gpu_used: Cell<usize>,
-}
-
-/// Bytes of each kind of memory; a run with eight levels of `--busy` uses a tenth.
+/// Bytes of each kind of memory; a run with eight levels of `--busy` uses a fifth.
 pub(super) const ARENA: usize = 1 << 20;
 /// The longest cache line of known CPUs and GPUs, bytes.
-pub(super) const LINE: usize = 128;
+const LINE: usize = 128;
+
+/// Allocates words, one per cache line.
+pub(super) struct Arena {
+    host: &'static [AtomicU32],
+    gpu: &'static Mapping,
+    used: Cell<usize>,
+}
 
 impl Arena {
     /// `host` is pinned memory.
-    pub(super) fn new(gdr: &Gdr, device: i32, host: &'static [AtomicU32]) -> Result<Self> {
+    fn new(gdr: &Gdr, device: i32, host: &'static [AtomicU32]) -> Result<Self> {
         if gdr.backend() == BackendKind::Host {
             return Err("GDRCOPY_BACKEND=host: this benchmark needs a mapping of GPU memory".into());
         }
         let buffer = gdr.alloc(device, ARENA)?;
         let gpu = Box::leak(Box::new(buffer.map()?));
         std::mem::forget(buffer);
-        Ok(Self { host, gpu, host_used: Cell::new(0), gpu_used: Cell::new(0) })
+        Ok(Self { host, gpu, used: Cell::new(0) })
     }
 
-    /// A new word of host memory.
     pub(super) fn cell(&self) -> Result<&'static AtomicU32> {
-        let index = take(&self.host_used, size_of_val(self.host))? / size_of::<u32>();
-        Ok(&self.host[index])
+        Ok(&self.host[take_line(&self.used, ARENA)? / size_of::<u32>()])
     }
 
-    /// A new word of host memory.
     pub(super) fn host(&self) -> Result<Word> {
         self.cell().map(Word::Host)
     }
 
-    /// A new word of GPU memory.
     pub(super) fn gpu(&self) -> Result<Word> {
-        Ok(Word::Gpu(self.gpu, take(&self.gpu_used, self.gpu.len())?))
+        Ok(Word::Gpu(self.gpu, take_line(&self.used, ARENA)?))
     }
 }
 
-/// The offset of the next line.
-pub(super) fn take(used: &Cell<usize>, len: usize) -> Result<usize> {
+/// The offset of the next cache line.
+fn take_line(used: &Cell<usize>, len: usize) -> Result<usize> {
     let offset = used.get();
     if offset + LINE > len {
         return Err("more words are needed than there are: use fewer values of --busy".into());
@@ -111,13 +112,11 @@ pub(super) fn take(used: &Cell<usize>, len: usize) -> Result<usize> {
     Ok(offset)
 }
 
-/// An action of the CPU.
 pub(super) type Step = Box<dyn FnMut() -> Result<()>>;
-/// A question of the CPU.
 pub(super) type Ask = Box<dyn FnMut() -> Result<bool>>;
 
 /// A stream blocked by a gate. The measured time is from opening the gate until the CPU sees the end.
-pub(super) struct Scene {
+pub(super) struct Gated {
     /// Becomes 1 before the stream waits; `None` if nothing waits.
     pub(super) ready: Option<Word>,
     /// The CPU opens it by storing 1.
@@ -126,34 +125,23 @@ pub(super) struct Scene {
     pub(super) enqueue: Step,
     /// An action right after opening the gate.
     pub(super) act: Option<Step>,
-    pub(super) see: See,
+    pub(super) end: End,
     /// Whether the streams are idle.
     pub(super) idle: Ask,
-    /// Other work of the GPU meanwhile.
-    pub(super) company: Option<Box<dyn Fn() -> Result<Feeder>>>,
+    /// Load on another stream.
+    pub(super) load: Option<(&'static Gpu, BusyStream)>,
 }
 
-/// How the CPU sees the end.
-pub(super) enum See {
-    /// The word becomes 1.
+pub(super) enum End {
     Word(Word),
-    /// The answer becomes yes.
     Ask(Ask),
-    /// The call returns.
-    Call(Step),
-}
-
-/// A scene with its measurements.
-pub(super) struct Variant {
-    /// `None` after a failure.
-    pub(super) scene: Option<Scene>,
-    pub(super) figure: Figure,
+    Returns(Step),
 }
 
 /// Random pauses, so that the gate does not open in step with the polling of the GPU.
 pub(super) struct Pauses(u64);
 
-pub(super) const PAUSE: std::ops::Range<u64> = 20_000..60_000;
+const PAUSE: std::ops::Range<u64> = 20_000..60_000;
 
 impl Default for Pauses {
     fn default() -> Self {
@@ -162,20 +150,12 @@ impl Default for Pauses {
 }
 
 impl Pauses {
-    pub(super) fn next(&mut self) -> Duration {
+    fn next(&mut self) -> Duration {
         // Marsaglia's xorshift.
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
         Duration::from_nanos(PAUSE.start + self.0 % (PAUSE.end - PAUSE.start))
-    }
-
-    /// Keeps the CPU busy for a while.
-    pub(super) fn pause(&mut self) {
-        let (length, start) = (self.next(), Instant::now());
-        while start.elapsed() < length {
-            std::hint::spin_loop();
-        }
     }
 }
 
@@ -195,25 +175,26 @@ pub(super) fn until(limit: Duration, what: &str, mut ask: impl FnMut() -> Result
     Err(format!("{what} within {limit:?}").into())
 }
 
-impl Scene {
+impl Gated {
     /// Blocks the stream, opens the gate and measures the time until the end.
-    pub(super) fn round(&mut self, watch: &Watch, pauses: &mut Pauses) -> Result<Duration> {
-        let limit = watch.limit();
-        let over = if let See::Word(word) = self.see { Some(word) } else { None };
-        for word in [Some(self.gate), self.ready, over].into_iter().flatten() {
-            word.clear()?;
-        }
+    fn round(&mut self, watchdog: &Watchdog, pauses: &mut Pauses) -> Result<Duration> {
+        let limit = watchdog.limit;
+        let over = if let End::Word(word) = self.end { Some(word) } else { None };
+        [Some(self.gate), self.ready, over].into_iter().flatten().try_for_each(Word::clear)?;
         (self.enqueue)()?;
         if let Some(ready) = self.ready {
-            until(limit, "the stream did not come to its wait", || Ok(ready.load() != 0))?;
+            until(limit, "the stream did not come to its wait", || ready.is_set())?;
         }
-        pauses.pause();
-        let early = match &mut self.see {
-            See::Word(word) => word.load() != 0,
-            See::Ask(ask) => ask()?,
-            See::Call(_) => false,
+        let (pause, start) = (pauses.next(), Instant::now());
+        while start.elapsed() < pause {
+            std::hint::spin_loop();
+        }
+        let is_early = match &mut self.end {
+            End::Word(word) => word.is_set()?,
+            End::Ask(ask) => ask()?,
+            End::Returns(_) => false,
         };
-        if early {
+        if is_early {
             return Err("it was over before the gate was opened".into());
         }
         let start = Instant::now();
@@ -221,96 +202,82 @@ impl Scene {
         if let Some(act) = &mut self.act {
             act()?;
         }
-        match &mut self.see {
-            See::Word(word) => until(limit, "the CPU did not see the word", || Ok(word.load() != 0))?,
-            See::Ask(ask) => until(limit, "the answer was no", ask)?,
-            See::Call(call) => call()?,
+        match &mut self.end {
+            End::Word(word) => until(limit, "the CPU did not see the word", || word.is_set())?,
+            End::Ask(ask) => until(limit, "the answer was no", ask)?,
+            End::Returns(call) => call()?,
         }
         let time = start.elapsed();
-        if watch.released() {
+        if watchdog.has_released() {
             return Err(format!("something did not return within {limit:?}").into());
         }
         until(limit, "the stream did not end", &mut self.idle)?;
-        watch.moved();
+        watchdog.progress();
         Ok(time)
     }
 }
 
 /// Rounds before each slice that do not count.
-pub(super) const WARM_UP: u64 = 10;
+const WARM_UP: u64 = 10;
+
+pub(super) struct Variant {
+    /// `None` after a failure.
+    gated: Option<Gated>,
+    pub(super) figure: Figure,
+}
 
 impl Variant {
-    /// A scene, or the reason why it cannot run here.
-    pub(super) fn new(name: &'static str, scene: Result<Scene>) -> Self {
+    /// A gated stream, or the reason why it cannot run here.
+    pub(super) fn new(name: &'static str, gated: Result<Gated>) -> Self {
         let mut figure = Figure::new(name);
-        let scene = scene.map_err(|error| figure.end(Err(error))).ok();
-        Self { scene, figure }
-    }
-
-    /// What was measured.
-    pub(super) fn figure(self) -> Figure {
-        self.figure
+        let gated = gated.map_err(|error| figure.end(Err(error))).ok();
+        Self { gated, figure }
     }
 
     /// Runs more rounds. Returns an error only if the stream stays blocked, which ends the benchmark.
-    pub(super) fn slice(&mut self, rounds: u64, watch: &Watch, pauses: &mut Pauses) -> Result<()> {
-        let Some(scene) = &mut self.scene else { return Ok(()) };
-        watch.begin(self.figure.name, &[scene.gate]);
-        let played = play(scene, &mut self.figure.samples, rounds, watch, pauses);
-        let Err(error) = played else { return Ok(()) };
+    pub(super) fn slice(&mut self, rounds: u64, watchdog: &Watchdog, pauses: &mut Pauses) -> Result<()> {
+        let Some(gated) = &mut self.gated else { return Ok(()) };
+        watchdog.begin(self.figure.name, &[gated.gate]);
+        let load = gated.load.as_ref().map(|(gpu, stream)| Load::start(gpu, vec![*stream]));
+        let measured = (0..WARM_UP + rounds).try_for_each(|round| {
+            let time = gated.round(watchdog, pauses)?;
+            if round >= WARM_UP {
+                self.figure.samples.add(time);
+            }
+            Ok(())
+        });
+        let stopped = load.map_or(Ok(()), |load| load.stop(watchdog.limit).map(drop));
+        let Err(error) = measured.and(stopped) else { return Ok(()) };
         let reason = error.to_string();
         self.figure.end(Err(error));
-        watch.moved();
-        scene.gate.store(1);
+        watchdog.progress();
+        gated.gate.store(1);
         // Kernels and host functions time out later.
-        let settled = until(watch.limit() * 5, "the stream stayed blocked", &mut scene.idle);
-        self.scene = None;
+        let settled = until(watchdog.limit * 5, "the stream stayed blocked", &mut gated.idle);
+        self.gated = None;
         settled.map_err(|settled| format!("{}: {reason}, and then {settled}", self.figure.name).into())
     }
 }
 
-pub(super) fn play(
-    scene: &mut Scene,
-    samples: &mut Samples,
-    rounds: u64,
-    watch: &Watch,
-    pauses: &mut Pauses,
-) -> Result<()> {
-    let company = scene.company.as_ref().map(|start| start()).transpose()?;
-    let played = (0..WARM_UP + rounds).try_for_each(|round| {
-        let time = scene.round(watch, pauses)?;
-        if round >= WARM_UP {
-            samples.add(time);
-        }
-        Ok(())
-    });
-    let stopped = company.map_or(Ok(()), |company| company.stop(watch.limit()).map(drop));
-    played.and(stopped)
-}
-
-/// One submission.
+/// What keeps a stream busy: one submission of it.
 #[derive(Clone, Copy)]
 pub(super) enum BusyWork {
-    /// A [`graph`] of kernels.
-    Graph(Graph),
-    /// One kernel of [`KERNEL`].
+    /// A graph of [`KERNELS`] kernels: single launches of such short kernels would not fill a stream.
+    Graph(Handle),
+    /// One kernel of [`SPIN`].
     Kernel,
     /// A batch of [`WRITES`] write MemOps.
     Writes,
 }
 
-/// How long a kernel spins.
-pub(super) const KERNEL: Duration = Duration::from_micros(5);
-/// Kernels of a graph.
-pub(super) const KERNELS: u32 = 64;
-/// Operations of a batch.
-pub(super) const WRITES: u32 = 64;
-/// Streams that one thread keeps busy.
-pub(super) const STREAMS: usize = 4;
+const SPIN: Duration = Duration::from_micros(5);
+const KERNELS: u32 = 64;
+const WRITES: u32 = 64;
+const STREAMS: usize = 4;
 
 impl BusyWork {
     /// Pending submissions: a few hundred microseconds of work.
-    pub(super) fn depth(self) -> u32 {
+    fn depth(self) -> u32 {
         match self {
             Self::Graph(_) => 3,
             Self::Kernel => 48,
@@ -322,44 +289,65 @@ impl BusyWork {
 /// A stream that is kept busy.
 #[derive(Clone, Copy)]
 pub(super) struct BusyStream {
-    pub(super) stream: Stream,
-    pub(super) work: BusyWork,
+    stream: Stream,
+    work: BusyWork,
     /// Counts completed submissions.
-    pub(super) done: Word,
+    done: Word,
     /// Target of writes without meaning.
-    pub(super) scratch: Word,
+    scratch: Word,
 }
 
-/// A graph of kernels, the last of which counts in `done`: single launches of such short kernels would not fill a stream.
-pub(super) fn busy_graph(gpu: &Gpu, stream: Stream, done: Word) -> Result<Graph> {
-    gpu.graph(stream, || {
-        (1..=KERNELS).try_for_each(|i| {
-            gpu.launch(stream, Kernel::Spin { count: (i == KERNELS).then_some(done), time: KERNEL })
-        })
-    })
+impl BusyStream {
+    /// What makes `number` submissions done.
+    fn submit(&self, gpu: &Gpu, number: u32) -> Result<()> {
+        let call = match self.work {
+            BusyWork::Graph(graph) => Call::Graph(graph),
+            BusyWork::Kernel => Call::Kernel(Kernel::Spin { count: Some(self.done), time: SPIN }),
+            BusyWork::Writes => {
+                let writes = (1..WRITES).map(|_| write(self.scratch, number));
+                Call::MemOps(writes.chain([write(self.done, number)]).collect())
+            }
+        };
+        gpu.calls(self.stream, &mut [call])
+    }
+
+    fn feed(gpu: &Gpu, streams: &[Self], stop: &AtomicBool) -> Result<()> {
+        let _current = gpu.enter()?;
+        let mut issued: Vec<_> = streams.iter().map(|stream| stream.done.load()).collect();
+        while !stop.load(Ordering::Acquire) {
+            for (one, issued) in streams.iter().zip(&mut issued) {
+                while issued.wrapping_sub(one.done.load()) < one.work.depth() && !stop.load(Ordering::Acquire)
+                {
+                    *issued = issued.wrapping_add(1);
+                    one.submit(gpu, *issued)?;
+                }
+            }
+            thread::sleep(Duration::from_micros(1));
+        }
+        Ok(())
+    }
 }
 
-/// Threads that keep streams busy.
-pub(super) struct Feeder {
-    pub(super) gpu: &'static Gpu,
-    pub(super) streams: Vec<BusyStream>,
-    pub(super) start: Instant,
+pub(super) struct Load {
+    gpu: &'static Gpu,
+    streams: Vec<BusyStream>,
+    start: Instant,
     /// Counts at the start.
-    pub(super) before: Vec<u32>,
-    pub(super) stop: Arc<AtomicBool>,
-    pub(super) threads: Vec<JoinHandle<std::result::Result<(), String>>>,
+    before: Vec<u32>,
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<std::result::Result<(), String>>>,
 }
 
-impl Feeder {
+impl Load {
     pub(super) fn start(gpu: &'static Gpu, streams: Vec<BusyStream>) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let before = streams.iter().map(|stream| stream.done.load()).collect();
         let start = Instant::now();
-        let feed_some = |streams: &[BusyStream]| {
-            let (mut streams, stop) = (Vec::from(streams), stop.clone());
-            thread::spawn(move || feed(gpu, &mut streams, &stop).map_err(|e| e.to_string()))
+        let feed = |streams: &[BusyStream]| {
+            let (streams, stop) = (streams.to_vec(), stop.clone());
+            thread::spawn(move || BusyStream::feed(gpu, &streams, &stop).map_err(|e| e.to_string()))
         };
-        let threads = streams.chunks(STREAMS).map(feed_some).collect();
+        let threads = streams.chunks(STREAMS).map(feed).collect();
         Self { gpu, streams, start, before, stop, threads }
     }
 
@@ -367,7 +355,7 @@ impl Feeder {
     pub(super) fn stop(self, limit: Duration) -> Result<f64> {
         let done = |(stream, before): (&BusyStream, &u32)| stream.done.load().wrapping_sub(*before);
         let submissions: u32 = self.streams.iter().zip(&self.before).map(done).sum();
-        let ran = (KERNELS * KERNEL).as_secs_f64() * f64::from(submissions);
+        let ran = (KERNELS * SPIN).as_secs_f64() * f64::from(submissions);
         let streams = f64::from(u32::try_from(self.streams.len())?);
         let share = ran / self.start.elapsed().as_secs_f64() / streams;
         self.stop.store(true, Ordering::Release);
@@ -381,43 +369,9 @@ impl Feeder {
     }
 }
 
-/// Keeps streams busy until `stop`.
-pub(super) fn feed(gpu: &Gpu, streams: &mut [BusyStream], stop: &AtomicBool) -> Result<()> {
-    let _current = gpu.enter()?;
-    let mut issued: Vec<_> = streams.iter().map(|stream| stream.done.load()).collect();
-    while !stop.load(Ordering::Acquire) {
-        for (stream, issued) in streams.iter_mut().zip(&mut issued) {
-            while issued.wrapping_sub(stream.done.load()) < stream.work.depth()
-                && !stop.load(Ordering::Acquire)
-            {
-                *issued = issued.wrapping_add(1);
-                stream.submit(gpu, *issued)?;
-            }
-        }
-        thread::sleep(Duration::from_micros(1));
-    }
-    Ok(())
-}
-
-impl BusyStream {
-    /// Submits work after which `number` submissions are done.
-    pub(super) fn submit(&self, gpu: &Gpu, number: u32) -> Result<()> {
-        match self.work {
-            BusyWork::Graph(graph) => gpu.launch_graph(self.stream, graph),
-            BusyWork::Kernel => {
-                gpu.launch(self.stream, Kernel::Spin { count: Some(self.done), time: KERNEL })
-            }
-            BusyWork::Writes => {
-                let writes = (1..WRITES).map(|_| Op::Write(self.scratch, number));
-                gpu.batch(self.stream, &mut Batch::new(writes.chain([Op::Write(self.done, number)])))
-            }
-        }
-    }
-}
-
 /// What all variants share. Streams are few and shared: the driver maps them to channels (`CUDA_DEVICE_MAX_CONNECTIONS`), and
 /// two streams of one channel would wait for each other.
-pub(super) struct Lab {
+pub(super) struct Rig {
     pub(super) gpu: &'static Gpu,
     pub(super) arena: Arena,
     /// The stream that is blocked and awaited.
@@ -429,32 +383,34 @@ pub(super) struct Lab {
     pub(super) nudge: Stream,
     pub(super) nudge_high: Stream,
     /// A stream that some variants keep busy.
-    pub(super) ticker: Stream,
+    beside: Stream,
     /// Streams kept busy during a level.
-    pub(super) busy: Vec<BusyStream>,
+    busy: Vec<BusyStream>,
     /// When a waiting kernel or host function times out: later than the CPU.
     pub(super) give_up: Duration,
     /// Target of writes without meaning.
     pub(super) scratch: Word,
 }
 
-impl Lab {
-    /// With up to `busy` busy streams.
-    pub(super) fn new(gpu: &'static Gpu, gdr: &Gdr, device: i32, busy: u32, limit: Duration) -> Result<Self> {
+impl Rig {
+    pub(super) fn new(gpu: &'static Gpu, gdr: &Gdr, device: i32, busy: u8, limit: Duration) -> Result<Self> {
         let arena = Arena::new(gdr, device, gpu.pinned()?)?;
         let scratch = arena.host()?;
-        let stream = |priority| gpu.stream(priority);
+        let [low, default, high] = gpu.priorities;
         let busy_stream = |_| {
-            let (stream, done) = (stream(Priority::Default)?, arena.host()?);
-            Ok(BusyStream { stream, work: BusyWork::Graph(busy_graph(gpu, stream, done)?), done, scratch })
+            let (stream, done) = (gpu.stream(default)?, arena.host()?);
+            let spin = |i| Kernel::Spin { count: (i == KERNELS).then_some(done), time: SPIN };
+            let mut kernels: Vec<_> = (1..=KERNELS).map(|i| Call::Kernel(spin(i))).collect();
+            let work = BusyWork::Graph(gpu.graph(stream, &mut kernels)?);
+            Ok(BusyStream { stream, work, done, scratch })
         };
         Ok(Self {
-            work: stream(Priority::Default)?,
-            low: stream(Priority::Lowest)?,
-            high: stream(Priority::Highest)?,
-            nudge: stream(Priority::Default)?,
-            nudge_high: stream(Priority::Highest)?,
-            ticker: stream(Priority::Default)?,
+            work: gpu.stream(default)?,
+            low: gpu.stream(low)?,
+            high: gpu.stream(high)?,
+            nudge: gpu.stream(default)?,
+            nudge_high: gpu.stream(high)?,
+            beside: gpu.stream(default)?,
             busy: (0..busy).map(busy_stream).collect::<Result<_>>()?,
             give_up: limit * 4,
             gpu,
@@ -463,78 +419,66 @@ impl Lab {
         })
     }
 
-    /// Keeps `streams` streams busy.
-    pub(super) fn busy(&self, streams: usize) -> Feeder {
-        Feeder::start(self.gpu, self.busy[..streams].to_vec())
+    pub(super) fn busy(&self, streams: usize) -> Load {
+        Load::start(self.gpu, self.busy[..streams].to_vec())
     }
 
-    /// Keeps the ticker busy.
-    pub(super) fn company(&self, work: BusyWork) -> Result<Box<dyn Fn() -> Result<Feeder>>> {
-        let stream =
-            BusyStream { stream: self.ticker, work, done: self.arena.host()?, scratch: self.scratch };
-        let gpu = self.gpu;
-        Ok(Box::new(move || Ok(Feeder::start(gpu, vec![stream]))))
+    /// A stream to be kept busy beside the measured one.
+    pub(super) fn beside(&self, work: BusyWork) -> Result<BusyStream> {
+        Ok(BusyStream { stream: self.beside, work, done: self.arena.host()?, scratch: self.scratch })
     }
 
     /// A kernel that waits for the gate.
-    pub(super) fn await_gate(&self, ready: Option<Word>, gate: Word, over: Option<Word>) -> Kernel {
-        Kernel::AwaitGate { ready, gate, over, limit: self.give_up }
+    pub(super) fn await_gate(&self, ready: Option<Word>, gate: Word, over: Option<Word>) -> Call {
+        Call::Kernel(Kernel::AwaitGate { ready, gate, over, limit: self.give_up })
     }
 
-    /// A scene on one stream and the nudge streams.
-    pub(super) fn scene(
+    /// A stream with these calls, which ends when the nudge streams are idle too.
+    pub(super) fn gated(
         &self,
         stream: Stream,
         ready: Option<Word>,
         gate: Word,
-        see: See,
-        enqueue: Step,
-    ) -> Scene {
+        end: End,
+        mut calls: Vec<Call>,
+    ) -> Gated {
         let (gpu, streams) = (self.gpu, [stream, self.nudge, self.nudge_high]);
-        let idle = move || {
-            for stream in streams {
-                if !gpu.idle(stream)? {
-                    return Ok(false);
-                }
-            }
-            Ok(true)
-        };
-        Scene { ready, gate, enqueue, act: None, see, idle: Box::new(idle), company: None }
+        let enqueue = Box::new(move || gpu.calls(stream, &mut calls));
+        let idle =
+            Box::new(move || streams.into_iter().try_fold(true, |all, stream| Ok(all && gpu.idle(stream)?)));
+        Gated { ready, gate, enqueue, act: None, end, idle, load: None }
     }
 }
 
 /// A watchdog thread. After the limit without progress it opens all gates; if that does not help, it ends the process.
-pub(super) struct Watch(Arc<Shared>);
-
-pub(super) struct Shared {
-    pub(super) start: Instant,
+pub(super) struct Watchdog {
+    /// How long a step may take.
     pub(super) limit: Duration,
-    /// Nanoseconds from `start` to the last progress.
-    pub(super) moved: AtomicU64,
-    pub(super) released: AtomicBool,
-    pub(super) watched: Mutex<Watched>,
+    watched: Arc<Mutex<Watched>>,
 }
 
-#[derive(Default)]
-pub(super) struct Watched {
-    pub(super) what: String,
-    pub(super) gates: Vec<Word>,
+struct Watched {
+    what: String,
+    gates: Vec<Word>,
+    /// When there was progress last.
+    progress: Instant,
+    /// Whether the gates had to be opened.
+    released: bool,
 }
 
-/// Polling interval.
-pub(super) const PERIOD: Duration = Duration::from_millis(20);
+const PERIOD: Duration = Duration::from_millis(20);
 /// Time for the driver after the gates are opened.
-pub(super) const GRACE: Duration = Duration::from_secs(60);
+const GRACE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Action {
+enum Action {
     Fine,
     Release,
     End,
 }
 
 /// The action after `still` without progress. Waits with their own deadline end first.
-pub(super) fn action(still: Duration, limit: Duration) -> Action {
+fn action(still: Duration, limit: Duration) -> Action {
     match still {
         still if still < limit + limit / 4 => Action::Fine,
         still if still < limit + limit / 4 + GRACE => Action::Release,
@@ -542,69 +486,54 @@ pub(super) fn action(still: Duration, limit: Duration) -> Action {
     }
 }
 
-impl Watch {
+impl Watchdog {
     /// Begins to watch; ends when dropped.
     pub(super) fn start(limit: Duration) -> Self {
-        let shared = Arc::new(Shared {
-            start: Instant::now(),
-            limit,
-            moved: AtomicU64::new(0),
-            released: AtomicBool::new(false),
-            watched: Mutex::default(),
-        });
-        let weak = Arc::downgrade(&shared);
+        let (what, gates, progress, released) = (String::new(), Vec::new(), Instant::now(), false);
+        let watched = Arc::new(Mutex::new(Watched { what, gates, progress, released }));
+        let weak = Arc::downgrade(&watched);
         thread::spawn(move || {
-            while let Some(shared) = weak.upgrade() {
-                shared.look();
-                drop(shared);
+            while let Some(watched) = weak.upgrade() {
+                lock(&watched).look(limit);
+                drop(watched);
                 thread::sleep(PERIOD);
             }
         });
-        Self(shared)
+        Self { limit, watched }
     }
 
     /// Starts `what`, during which these gates may block a stream.
     pub(super) fn begin(&self, what: &str, gates: &[Word]) {
-        *self.0.watched() = Watched { what: what.to_owned(), gates: gates.to_vec() };
-        self.0.released.store(false, Ordering::Release);
-        self.moved();
+        let (what, gates, progress) = (what.to_owned(), gates.to_vec(), Instant::now());
+        *lock(&self.watched) = Watched { what, gates, progress, released: false };
     }
 
-    /// Reports progress.
-    #[inline]
-    pub(super) fn moved(&self) {
-        self.0.moved.store(nanos(self.0.start.elapsed()), Ordering::Release);
+    pub(super) fn progress(&self) {
+        lock(&self.watched).progress = Instant::now();
     }
 
-    /// Whether the gates had to be opened since [`begin`](Watch::begin).
-    pub(super) fn released(&self) -> bool {
-        self.0.released.load(Ordering::Acquire)
-    }
-
-    /// How long a step may take.
-    pub(super) fn limit(&self) -> Duration {
-        self.0.limit
+    /// Whether the gates had to be opened since [`begin`](Watchdog::begin).
+    pub(super) fn has_released(&self) -> bool {
+        lock(&self.watched).released
     }
 }
 
-impl Shared {
-    pub(super) fn watched(&self) -> MutexGuard<'_, Watched> {
-        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock(watched: &Mutex<Watched>) -> MutexGuard<'_, Watched> {
+    watched.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
-    pub(super) fn look(&self) {
-        let still = nanos(self.start.elapsed()).saturating_sub(self.moved.load(Ordering::Acquire));
-        match action(Duration::from_nanos(still), self.limit) {
+impl Watched {
+    fn look(&mut self, limit: Duration) {
+        match action(self.progress.elapsed(), limit) {
             Action::Fine => (),
             Action::Release => {
-                let watched = self.watched();
-                self.released.store(true, Ordering::Release);
-                watched.gates.iter().for_each(|gate| gate.store(1));
+                self.released = true;
+                self.gates.iter().for_each(|gate| gate.store(1));
             }
             Action::End => {
+                let what = &self.what;
                 note!(
-                    "gdasync: {}: a call into the CUDA driver did not return; see the kernel log (dmesg) for Xid lines",
-                    self.watched().what
+                    "gdasync: {what}: a call into the CUDA driver did not return; see the kernel log (dmesg) for Xid lines"
                 );
                 // SAFETY: ends the process at once, without the driver's own clean-up, which would wait as well.
                 unsafe { libc::_exit(1) };
@@ -613,37 +542,27 @@ impl Shared {
     }
 }
 
-pub(super) fn nanos(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
-}
-
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-    use std::sync::{Arc, mpsc};
-    use std::thread;
+    use std::sync::mpsc;
 
     use super::*;
 
     #[test]
-    fn words_have_separate_cache_lines() {
+    fn words_have_separate_lines_and_need_a_gpu() {
         let used = Cell::new(0);
-        assert_eq!([(); 3].map(|()| take(&used, 400).unwrap()), [0, LINE, 2 * LINE]);
-        assert!(take(&used, 400).unwrap_err().to_string().contains("--busy"));
-    }
-
-    #[test]
-    fn host_backend_is_rejected() {
+        assert_eq!([(); 3].map(|()| take_line(&used, 400).unwrap()), [0, LINE, 2 * LINE]);
+        assert!(take_line(&used, 400).unwrap_err().to_string().contains("--busy"));
         let gdr = Gdr::builder().backend(BackendKind::Host).open().unwrap();
         assert!(Arena::new(&gdr, 0, &[]).err().unwrap().to_string().contains("GPU memory"));
     }
 
     /// A thread acts as the stream: sets `ready`, waits for the gate, sets `over`.
-    fn stage(over: Option<&'static AtomicU32>, gate_first: bool) -> Scene {
+    fn simulated(over: Option<&'static AtomicU32>, gate_first: bool) -> Gated {
         let [ready, gate, seen]: [&'static AtomicU32; 3] = [(); 3].map(|()| &*Box::leak(Box::default()));
         let (send, receive) = mpsc::channel::<()>();
         let busy = Arc::new(AtomicBool::new(false));
-        let playing = busy.clone();
+        let running = busy.clone();
         thread::spawn(move || {
             while receive.recv().is_ok() {
                 if gate_first {
@@ -654,11 +573,11 @@ mod tests {
                     thread::yield_now();
                 }
                 over.unwrap_or(seen).store(1, Ordering::Release);
-                playing.store(false, Ordering::Release);
+                running.store(false, Ordering::Release);
             }
         });
         let starting = busy.clone();
-        Scene {
+        Gated {
             ready: Some(Word::Host(ready)),
             gate: Word::Host(gate),
             enqueue: Box::new(move || {
@@ -666,46 +585,38 @@ mod tests {
                 Ok(send.send(())?)
             }),
             act: None,
-            see: See::Word(Word::Host(seen)),
+            end: End::Word(Word::Host(seen)),
             idle: Box::new(move || Ok(!busy.load(Ordering::Acquire))),
-            company: None,
+            load: None,
         }
     }
 
-    fn play_one(scene: Result<Scene>, limit: Duration) -> Figure {
-        let mut variant = Variant::new("test", scene);
-        variant.slice(20, &Watch::start(limit), &mut Pauses::default()).unwrap();
-        variant.figure()
-    }
-
     #[test]
-    fn each_round_after_warm_up_adds_a_sample() {
-        let figure = play_one(Ok(stage(None, false)), Duration::from_secs(30));
-        assert_eq!((figure.samples.count(), figure.failed), (20, None));
-    }
-
-    #[test]
-    fn failures_tell_the_reason_and_open_the_gate() {
+    fn rounds_add_samples_or_tell_why_not() {
         static ELSEWHERE: AtomicU32 = AtomicU32::new(0);
-        for (scene, expected) in [
-            (Ok(stage(None, true)), "before the gate"),
-            (Ok(stage(Some(&ELSEWHERE), false)), "did not see the word within 50ms"),
-            (Err("no such thing here".into()), "no such thing here"),
+        let (long, short) = (Duration::from_secs(30), Duration::from_millis(50));
+        for (gated, limit, samples, expected) in [
+            (Ok(simulated(None, false)), long, 20, None),
+            (Ok(simulated(None, true)), short, 0, Some("before the gate")),
+            (Ok(simulated(Some(&ELSEWHERE), false)), short, 0, Some("did not see the word within 50ms")),
+            (Err("no such thing here".into()), short, 0, Some("no such thing here")),
         ] {
-            let figure = play_one(scene, Duration::from_millis(50));
-            let failed = figure.failed.unwrap();
-            assert!(failed.contains(expected), "{failed}");
-            assert_eq!(figure.samples.count(), 0);
+            let mut variant = Variant::new("test", gated);
+            variant.slice(20, &Watchdog::start(limit), &mut Pauses::default()).unwrap();
+            let Figure { samples: found, failed, .. } = variant.figure;
+            assert_eq!(found.count(), samples, "{failed:?}");
+            assert_eq!(failed.is_some(), expected.is_some(), "{failed:?}");
+            assert!(failed.unwrap_or_default().contains(expected.unwrap_or_default()));
         }
     }
 
     #[test]
     fn blocked_stream_ends_the_measurement() {
-        let mut scene = stage(None, true);
-        scene.idle = Box::new(|| Ok(false));
-        let mut variant = Variant::new("stuck", Ok(scene));
-        let watch = Watch::start(Duration::from_millis(20));
-        let error = variant.slice(1, &watch, &mut Pauses::default()).unwrap_err().to_string();
+        let mut gated = simulated(None, true);
+        gated.idle = Box::new(|| Ok(false));
+        let watchdog = Watchdog::start(Duration::from_millis(20));
+        let error = Variant::new("stuck", Ok(gated)).slice(1, &watchdog, &mut Pauses::default());
+        let error = error.unwrap_err().to_string();
         assert!(error.contains("stuck") && error.contains("stayed blocked"), "{error}");
     }
 
@@ -724,21 +635,13 @@ mod tests {
         assert_eq!(action(limit, limit), Action::Fine, "others have this deadline");
         assert_eq!(action(limit * 2, limit), Action::Release);
         assert_eq!(action(limit * 2 + GRACE, limit), Action::End);
-    }
-
-    #[test]
-    fn watchdog_opens_a_gate_without_progress() {
         static GATE: AtomicU32 = AtomicU32::new(0);
-        let watch = Watch::start(Duration::from_millis(1));
-        watch.begin("test", &[Word::Host(&GATE)]);
-        let start = Instant::now();
-        while GATE.load(Ordering::Acquire) == 0 {
-            assert!(start.elapsed() < Duration::from_secs(30));
-            thread::sleep(Duration::from_millis(1));
-        }
-        assert!(watch.released());
-        let slow = Watch::start(Duration::from_secs(3600));
+        let watchdog = Watchdog::start(Duration::from_millis(1));
+        watchdog.begin("test", &[Word::Host(&GATE)]);
+        until(Duration::from_secs(30), "the gate did not open", || Word::Host(&GATE).is_set()).unwrap();
+        assert!(watchdog.has_released());
+        let slow = Watchdog::start(Duration::from_secs(3600));
         slow.begin("test", &[]);
-        assert!(!slow.released());
+        assert!(!slow.has_released());
     }
 }

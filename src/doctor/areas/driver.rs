@@ -1,9 +1,10 @@
-//! The NVIDIA kernel driver, as it shows itself in `/proc/driver/nvidia`.
+//! The NVIDIA kernel driver, the modules beside it, and the ways to map GPU memory.
 
-use super::super::machine::Machine;
+use super::super::live::{Backend, Live, attribute};
+use super::super::machine::{Machine, Node};
 use super::super::probe::{Check, Probe};
-use super::super::requirements::{DRIVER, OPEN_MODULES};
-use super::super::system::Node;
+use super::super::requirements::{DRIVER, GDRDRV as NEEDED_GDRDRV, OPEN_MODULES};
+use super::{Area, area, numbers};
 
 const VERSION: Check = Check {
     name: "driver.version",
@@ -26,9 +27,10 @@ const DOORBELLS: Check = Check {
     why: "a GPU rings the doorbell of a card only if its driver lets it map the card's registers (IO memory)",
 };
 
-pub(in crate::doctor) const CHECKS: &[&Check] = &[&VERSION, &FLAVOUR, &NODES, &DOORBELLS];
+pub(super) const DRIVER_AREA: Area =
+    area(("driver", "NVIDIA driver"), &[&VERSION, &FLAVOUR, &NODES, &DOORBELLS], &[], probe_driver);
 
-pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
+fn probe_driver(machine: &Machine) -> Vec<Probe> {
     let Some(text) = machine.system.text("/proc/driver/nvidia/version") else {
         let without = "the NVIDIA driver is not loaded";
         let first = match machine.gpus().len() {
@@ -56,12 +58,6 @@ fn version_in(text: &str) -> Option<&str> {
             && word.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
     };
     text.lines().next()?.split_whitespace().find(is_version)
-}
-
-/// Major and minor number.
-pub(super) fn numbers(version: &str) -> Option<(u32, u32)> {
-    let mut parts = version.split(|c: char| !c.is_ascii_digit()).map(str::parse);
-    Some((parts.next()?.ok()?, parts.next().and_then(Result::ok).unwrap_or(0)))
 }
 
 fn version(text: &str) -> Probe {
@@ -128,7 +124,7 @@ fn nodes(machine: &Machine) -> Probe {
     }
 }
 
-/// Whether the module was told to let anybody map IO memory.
+/// Whether the module lets every user map IO memory.
 fn has_override(machine: &Machine) -> bool {
     let params = machine.system.text("/proc/driver/nvidia/params").unwrap_or_default();
     let words = params.lines().find_map(|line| line.strip_prefix("RegistryDwords:")).unwrap_or_default();
@@ -148,4 +144,159 @@ fn doorbells(machine: &Machine) -> Probe {
              rebuild the initramfs if the module is in it, and reboot",
         ),
     }
+}
+
+const MODULE: Check = Check {
+    name: "modules.gdrdrv",
+    tried: "/proc/driver/gdrdrv/params, and access(2) to /dev/gdrdrv",
+    why: "GDRCopy's kernel module is the first way to map GPU memory; it is not needed where another one works",
+};
+const PEERMEM: Check = Check {
+    name: "modules.peermem",
+    tried: "/sys/module/nvidia_peermem and nv_peer_mem",
+    why: "RDMA devices register GPU memory by this module where there are no dma-bufs",
+};
+
+pub(super) const MODULES_AREA: Area =
+    area(("modules", "Kernel modules"), &[&MODULE, &PEERMEM], &[Live::Cuda], |machine| {
+        vec![module(machine), peermem(machine)]
+    });
+
+fn module(machine: &Machine) -> Probe {
+    let system = &machine.system;
+    let node = system.node("/dev/gdrdrv");
+    let Some(params) = system.text("/proc/driver/gdrdrv/params") else {
+        return match node {
+            Node::Missing => MODULE.skip("not loaded"),
+            _ => MODULE.warn(
+                "/dev/gdrdrv is there, and the module is not loaded",
+                "`modprobe gdrdrv`, or remove the file",
+            ),
+        };
+    };
+    let field = |name: &str| {
+        params.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
+    };
+    let version = field("Version").unwrap_or("unknown");
+    let mut found = format!("version {version}");
+    if let Some(flavour) = field("Built for NVIDIA driver flavor") {
+        found += &format!(", built for the {flavour} driver");
+    }
+    let is_open =
+        |text: String| if text.contains("Open Kernel Module") { "opensource" } else { "proprietary" };
+    let driver = system.text("/proc/driver/nvidia/version").map(is_open);
+    match node {
+        _ if numbers(version).is_some_and(|pair| !NEEDED_GDRDRV.is_met(pair)) => MODULE.fail(
+            format!("{found}, older than {}", NEEDED_GDRDRV.least()),
+            "install gdrdrv 2.6, or unload it (`rmmod gdrdrv`): other ways to map work without",
+        ),
+        Node::Missing => MODULE.warn(
+            format!("{found}, and there is no /dev/gdrdrv"),
+            "`mknod /dev/gdrdrv c $(awk '$2==\"gdrdrv\"{print $1}' /proc/devices) 0 && chmod 666 /dev/gdrdrv` as root; a \
+             container takes `--device /dev/gdrdrv`",
+        ),
+        Node::Closed => MODULE.warn(
+            format!("{found}, and /dev/gdrdrv is closed to this user"),
+            "`chmod 666 /dev/gdrdrv` as root, or a udev rule that does it",
+        ),
+        Node::Usable if driver.zip(field("Built for NVIDIA driver flavor")).is_some_and(|(is, built)| is != built) => {
+            MODULE.warn(
+                format!("{found}, and the loaded driver is {}", driver.unwrap_or_default()),
+                "build gdrdrv against the loaded driver",
+            )
+        }
+        Node::Usable if field("Use persistent mapping") == Some("no") => MODULE.warn(
+            format!("{found}, without persistent mappings: they vanish when memory is freed, so it is not used"),
+            "`modprobe -r gdrdrv && modprobe gdrdrv use_persistent_mapping=1`",
+        ),
+        Node::Usable => MODULE.ok(found),
+    }
+}
+
+fn peermem(machine: &Machine) -> Probe {
+    let loaded = ["nvidia_peermem", "nv_peer_mem"]
+        .into_iter()
+        .find(|name| machine.system.exists(&format!("/sys/module/{name}")));
+    let gpus = &machine.cuda.facts.gpus;
+    let has_dma_bufs = gpus.iter().all(|gpu| gpu.attribute(attribute::DMA_BUF) != 0);
+    match loaded {
+        Some("nv_peer_mem") => PEERMEM.warn(
+            "nv_peer_mem is loaded, which drivers of 470 and newer replace",
+            "`rmmod nv_peer_mem && modprobe nvidia-peermem`",
+        ),
+        Some(name) => PEERMEM.ok(format!("{name} is loaded")),
+        None if machine.hcas().is_empty() => PEERMEM.skip("not loaded; there is no RDMA device"),
+        None if gpus.is_empty() => PEERMEM.skip("not loaded; there is no GPU that CUDA shows"),
+        None if has_dma_bufs => PEERMEM.skip("not loaded, and not needed: GPU memory is registered by dma-bufs"),
+        None => PEERMEM.warn(
+            "not loaded, and there are no dma-bufs: GPU memory cannot be registered with RDMA devices. The CPU proxy stages it in \
+             pinned host memory: a copy by the GPU before and after each message, a thread that rings in its place, as much host \
+             memory as is registered, and no windows over it",
+            "`modprobe nvidia-peermem` (needs the RDMA core of MLNX_OFED or DOCA-OFED), or install the open kernel modules; \
+             `MP_GPU_PATH=peer` has such memory refused instead of staged",
+        ),
+    }
+}
+
+const GDRDRV: Check = Check {
+    name: "mapping.gdrdrv",
+    tried: "mapping 64 KiB of GPU 0 by the kernel module gdrdrv, writing and reading it back",
+    why: "CPU mappings cost 0.1 us where cudaMemcpy costs 5: rings, flags and small payload in GPU memory need them",
+};
+const DMABUF: Check = Check {
+    name: "mapping.dmabuf",
+    tried: "the same by mmap of a CUDA dma-buf",
+    why: "needs no kernel module, from CUDA 13.3 on",
+};
+const RM: Check = Check {
+    name: "mapping.rm",
+    tried: "the same by the driver's own resource manager",
+    why: "needs no kernel module and no privilege, on stock drivers",
+};
+const ANY: Check = Check {
+    name: "mapping.any",
+    tried: "the first of gdrdrv, dmabuf and rm that works",
+    why: "without any, nothing of ours can be in GPU memory",
+};
+
+pub(super) const MAPPING_AREA: Area = area(
+    ("mapping", "CPU mappings of GPU memory"),
+    &[&GDRDRV, &DMABUF, &RM, &ANY],
+    &[Live::Cuda, Live::Mapping],
+    probe_mapping,
+);
+
+fn probe_mapping(machine: &Machine) -> Vec<Probe> {
+    let ways = [("gdrdrv", &GDRDRV), ("dmabuf", &DMABUF), ("rm", &RM)];
+    if !machine.has_driver() {
+        let none = "the NVIDIA driver is not loaded";
+        return MAPPING_AREA.checks.iter().map(|check| check.skip(none)).collect();
+    }
+    if machine.cuda.facts.gpus.first().is_some_and(|gpu| gpu.is_taken) {
+        return MAPPING_AREA
+            .checks
+            .iter()
+            .map(|check| check.skip("GPU 0 may not be used now; see gpu.memop_run"))
+            .collect();
+    }
+    let facts = &machine.mapping.facts;
+    let of = |name: &str| facts.backends.iter().find(|backend| backend.name == name);
+    let trouble = machine.mapping.trouble.as_deref().unwrap_or("not come to");
+    let each = ways.map(|(name, check)| match of(name) {
+        Some(Backend { outcome: Ok(found), .. }) => check.ok(found.as_str()),
+        Some(Backend { outcome: Err(why), .. }) => check.skip(why.as_str()),
+        None => check
+            .fail(format!("not tried: {trouble}"), "try again with `--timeout 60`, and look into `dmesg`"),
+    });
+    let works = facts.backends.iter().find(|backend| backend.outcome.is_ok());
+    let any = match (works, &machine.mapping.trouble) {
+        (Some(backend), _) => ANY.ok(format!("{} serves", backend.name)),
+        (None, Some(trouble)) => ANY.fail(trouble.as_str(), "try again with `--timeout 60`, and look into `dmesg`"),
+        (None, None) => ANY.fail(
+            "GPU memory cannot be mapped here",
+            "see the reasons above; `GDRCOPY_BACKEND=rm RUST_LOG=debug gdasync gdrcopy sanity` says more; rings stay in \
+             host memory meanwhile",
+        ),
+    };
+    each.into_iter().chain([any]).collect()
 }

@@ -1,10 +1,10 @@
 //! GPUs: what CUDA says that they do, and whether they do it.
 
-use super::super::live::{Bar1, GpuFacts, attribute};
+use super::super::live::{Bar1, GpuFacts, Live, attribute};
 use super::super::machine::Machine;
 use super::super::probe::{Check, Probe};
 use super::super::requirements::{self, CUDA};
-use super::limits::bytes;
+use super::{Area, area, bytes};
 
 const INIT: Check = Check {
     name: "gpu.cuda",
@@ -62,10 +62,14 @@ const BAR1: Check = Check {
     why: "cards and CPUs reach GPU memory through this window: what is registered or mapped at once has to fit",
 };
 
-pub(in crate::doctor) const CHECKS: &[&Check] =
-    &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &UVA, &PEERS, &BAR1];
+pub(super) const GPU_AREA: Area = area(
+    ("gpu", "GPUs"),
+    &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &UVA, &PEERS, &BAR1],
+    &[Live::Cuda],
+    probe_gpu,
+);
 
-/// What stands in the way of a trial where another process has the GPU, or nobody may use it.
+/// The result where the compute mode of the GPU keeps this process from using it.
 pub(super) fn taken(check: &Check, gpu: &GpuFacts) -> Option<Probe> {
     let fix = "`nvidia-smi -c DEFAULT` as root lets all processes use it";
     match gpu.attribute(attribute::COMPUTE_MODE) {
@@ -83,11 +87,11 @@ pub(super) fn taken(check: &Check, gpu: &GpuFacts) -> Option<Probe> {
 /// BAR1 with less left is about to fail.
 const SMALL: u64 = 64 << 20;
 
-pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
+fn probe_gpu(machine: &Machine) -> Vec<Probe> {
     let mut probes = vec![init(machine)];
     let gpus = &machine.cuda.facts.gpus;
     if gpus.is_empty() {
-        probes.extend(CHECKS[1..].iter().map(|check| check.skip("no GPU that CUDA shows")));
+        probes.extend(GPU_AREA.checks[1..].iter().map(|check| check.skip("no GPU that CUDA shows")));
     }
     for gpu in gpus {
         let trouble = machine.cuda.trouble.as_deref().unwrap_or("not come to");
@@ -239,7 +243,6 @@ fn flush(machine: &Machine, gpu: &GpuFacts) -> Probe {
     }
 }
 
-/// Something that was run.
 fn trial(
     check: &Check,
     gpu: &GpuFacts,

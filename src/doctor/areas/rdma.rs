@@ -1,18 +1,21 @@
-//! rdma-core, and every RDMA device: card, firmware, link, addresses, rights.
+//! rdma-core, every RDMA device (card, firmware, link, addresses, rights), and the memory that may be locked for it.
 
 use std::path::Path;
+use std::ptr;
 
 use gdsync::rdma::{GidKind, LinkLayer, Port};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, MlockFlags, ProtFlags, mlock_with, mmap_anonymous, munmap};
+use rustix::process::{Resource, getrlimit};
 
-use super::super::live::DeviceFacts;
-use super::super::machine::{Hca, Machine};
+use super::super::live::{DeviceFacts, Live};
+use super::super::machine::{Hca, Machine, Node};
 use super::super::probe::{Check, Probe};
 use super::super::requirements::{
     self, CardUse, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, KERNEL as LINUX, LIBIBVERBS, LIBMLX5,
     Links, MELLANOX, ROCE_V1, ROCE_V2,
 };
-use super::super::system::Node;
-use super::driver::numbers;
+use super::{Area, area, bytes, numbers};
 
 const CORE: Check = Check {
     name: "rdma.core",
@@ -56,9 +59,14 @@ const KERNEL: Check = Check {
     why: "older kernels take no dma-bufs for RDMA, so GPU memory needs nvidia-peermem there",
 };
 
-pub(in crate::doctor) const CHECKS: &[&Check] = &[&CORE, &MLX5, &KERNEL, &CARD, &LINK, &GIDS, &NODE, &DEVX];
+pub(super) const RDMA_AREA: Area = area(
+    ("rdma", "RDMA devices"),
+    &[&CORE, &MLX5, &KERNEL, &CARD, &LINK, &GIDS, &NODE, &DEVX],
+    &[Live::Verbs],
+    probe_rdma,
+);
 
-pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
+fn probe_rdma(machine: &Machine) -> Vec<Probe> {
     let hcas = machine.hcas();
     let mut probes = vec![core(machine, &hcas), mlx5(machine, &hcas), kernel(machine, &hcas)];
     if hcas.is_empty() {
@@ -66,7 +74,7 @@ pub(in crate::doctor) fn probe(machine: &Machine) -> Vec<Probe> {
             true => "the kernel has no RDMA device",
             false => "not known whether there is an RDMA device: /sys is not mounted",
         };
-        probes.extend(CHECKS[3..].iter().map(|check| check.skip(none)));
+        probes.extend(RDMA_AREA.checks[3..].iter().map(|check| check.skip(none)));
     }
     for hca in &hcas {
         let told = machine.verbs.facts.devices.iter().find(|device| device.name == hca.name);
@@ -302,5 +310,117 @@ fn devx(machine: &Machine, hca: &Hca, told: Option<&DeviceFacts>) -> Probe {
             "set UCTX_EN=1 by `mlxconfig` and restart the card's firmware; some commands need CAP_NET_RAW",
         ),
         None => DEVX.skip("the device was not opened by libmlx5"),
+    }
+}
+
+/// What limits the memory that network cards may use.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::doctor) struct Limits {
+    /// `RLIMIT_MEMLOCK` in bytes; `None` for no limit.
+    pub(in crate::doctor) memlock: Option<u64>,
+    /// Whether the process holds `CAP_IPC_LOCK`.
+    pub(in crate::doctor) ipc_lock: bool,
+    /// Whether more than the limit could be locked; `None` where that was not tried.
+    pub(in crate::doctor) beyond: Option<bool>,
+}
+
+const MEMLOCK: Check = Check {
+    name: "limits.memlock",
+    tried: "getrlimit(RLIMIT_MEMLOCK), and mlock of more than that",
+    why: "an RDMA device can only use memory that is locked: rings, buffers and registered regions count",
+};
+const IPC_LOCK: Check = Check {
+    name: "limits.ipc_lock",
+    tried: "CapEff of /proc/self/status, and mlock of more than RLIMIT_MEMLOCK",
+    why: "CAP_IPC_LOCK lifts the limit, but only where the kernel honours it: in a user namespace it does nothing",
+};
+
+pub(super) const LIMITS_AREA: Area = area(("limits", "Limits"), &[&MEMLOCK, &IPC_LOCK], &[], |machine| {
+    vec![memlock(machine), ipc_lock(machine)]
+});
+
+/// What a few queue pairs with their buffers take.
+const NEEDED: u64 = 1 << 20;
+/// What applications register without thinking.
+const COMFORTABLE: u64 = 1 << 30;
+/// More than this is not locked to find out.
+const MOST_TRIED: u64 = 64 << 20;
+const FIX: &str = "raise it: `ulimit -l unlimited`, `* - memlock unlimited` in /etc/security/limits.conf, \
+                   LimitMEMLOCK=infinity of the service, or `--ulimit memlock=-1` of the container";
+
+impl Limits {
+    /// The limits of this process. Memory that is locked as a trial is unlocked again.
+    pub(in crate::doctor) fn here() -> Self {
+        let memlock = getrlimit(Resource::Memlock).current;
+        let tried = memlock.filter(|limit| *limit <= MOST_TRIED);
+        Self { memlock, ipc_lock: holds_ipc_lock(), beyond: tried.and_then(locks_more) }
+    }
+
+    /// Bytes that may be locked; `None` for all.
+    pub(in crate::doctor) fn effective(&self) -> Option<u64> {
+        let lifted = self.ipc_lock && self.beyond != Some(false);
+        if lifted { None } else { self.memlock }
+    }
+}
+
+fn holds_ipc_lock() -> bool {
+    const CAP_IPC_LOCK: u32 = 14;
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .is_some_and(|mask| mask >> CAP_IPC_LOCK & 1 != 0)
+}
+
+/// Whether more than the limit can be locked; `None` where the kernel refuses for another reason.
+fn locks_more(limit: u64) -> Option<bool> {
+    let page = gdrcopy::host_page() as u64;
+    let len = usize::try_from(limit.next_multiple_of(page) + page).ok()?;
+    let kind = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a new mapping wherever the kernel likes.
+    let at = unsafe { mmap_anonymous(ptr::null_mut(), len, ProtFlags::empty(), kind) }.ok()?;
+    // SAFETY: the mapping made above. Its pages cannot be touched, so none is made when they are locked on fault.
+    let locked = unsafe { mlock_with(at, len, MlockFlags::ONFAULT) };
+    // SAFETY: the mapping made above, of which nothing is used.
+    let _ = unsafe { munmap(at, len) };
+    match locked {
+        Ok(()) => Some(true),
+        Err(Errno::NOMEM | Errno::PERM | Errno::AGAIN) => Some(false),
+        Err(_) => None,
+    }
+}
+
+fn memlock(machine: &Machine) -> Probe {
+    let limits = &machine.limits;
+    let Some(limit) = limits.effective() else {
+        return MEMLOCK.ok(match limits.memlock {
+            None => "no limit".into(),
+            Some(limit) => format!("the limit of {} does not count: CAP_IPC_LOCK lifts it", bytes(limit)),
+        });
+    };
+    let found = format!("{} may be locked", bytes(limit));
+    match limit {
+        _ if machine.hcas().is_empty() => {
+            MEMLOCK.ok(format!("{found}; there is no RDMA device that needs it"))
+        }
+        limit if limit < NEEDED => MEMLOCK.fail(format!("{found}, too little for queue pairs"), FIX),
+        limit if limit < COMFORTABLE => {
+            MEMLOCK.warn(format!("{found}, so larger buffers cannot be registered"), FIX)
+        }
+        _ => MEMLOCK.ok(found),
+    }
+}
+
+fn ipc_lock(machine: &Machine) -> Probe {
+    match (machine.limits.ipc_lock, machine.limits.beyond) {
+        (false, _) => IPC_LOCK.ok("not held; only the limit counts"),
+        (true, Some(false)) if machine.hcas().is_empty() => {
+            IPC_LOCK.ok("held, but without effect; there is no RDMA device that needs it")
+        }
+        (true, Some(false)) => IPC_LOCK.warn(
+            "held, but without effect: the limit still counts",
+            format!("the capability is that of a user namespace, which the kernel ignores; {FIX}"),
+        ),
+        (true, Some(true)) => IPC_LOCK.ok("held and effective: more than the limit was locked"),
+        (true, None) => IPC_LOCK.ok("held; not tried, the limit is high"),
     }
 }

@@ -1,16 +1,20 @@
 //! What CUDA says of each GPU, and what happens when it is tried.
 
 use std::collections::BTreeMap;
-use std::ffi::{CStr, c_char};
-use std::fmt::Display;
-use std::time::Duration;
+use std::ffi::{CStr, c_char, c_void};
+use std::fmt::{self, Display};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use gdrcopy::cuda::raw::layout::RANGE_HANDLE_DMA_BUF;
+use gdrcopy::cuda::raw::layout::{
+    CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, MemOp, RANGE_HANDLE_DMA_BUF, STREAM_NON_BLOCKING,
+};
 use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::cuda::sysfs_address;
 use serde::{Deserialize, Serialize};
 
-use super::{Teller, memops, turn};
+use super::{Reporter, is_taken, lock_exclusive_gpus, retain};
 use crate::nvml::{Bar1, Nvml};
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
@@ -19,7 +23,7 @@ const PATIENCE: Duration = Duration::from_millis(1500);
 /// What was tried: what was seen, or what was said.
 pub(in crate::doctor) type Outcome = Result<String, String>;
 
-/// All that CUDA told.
+/// What CUDA reported.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct CudaFacts {
     /// `1000 * major + 10 * minor`, or why there is no `libcuda`.
@@ -29,14 +33,14 @@ pub(in crate::doctor) struct CudaFacts {
     pub(in crate::doctor) gpus: Vec<GpuFacts>,
 }
 
-/// One GPU. What is `None` was not come to.
+/// One GPU. `None`: not reached.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) ordinal: i32,
     pub(in crate::doctor) name: String,
     /// As sysfs writes it.
     pub(in crate::doctor) pci: String,
-    /// Those of [`attribute`] that the driver knows.
+    /// Those up to the last of [`attribute`] that the driver knows.
     pub(in crate::doctor) attributes: BTreeMap<u32, i32>,
     /// Its memory in bytes.
     pub(in crate::doctor) memory: Option<u64>,
@@ -44,7 +48,7 @@ pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) peers: BTreeMap<i32, bool>,
     /// Whether NVLink joins it to another GPU, by PCI address; those of which NVML said nothing are missing.
     pub(in crate::doctor) nvlinks: BTreeMap<String, bool>,
-    /// Another process has it for itself, or nobody may use it: nothing was tried.
+    /// Its compute mode keeps this process out: nothing was tried.
     pub(in crate::doctor) is_taken: bool,
     pub(in crate::doctor) memop: Option<Outcome>,
     pub(in crate::doctor) capture: Option<Outcome>,
@@ -71,22 +75,6 @@ pub(in crate::doctor) mod attribute {
     /// Of [`COMPUTE_MODE`]: `CU_COMPUTEMODE_PROHIBITED`, `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
     pub(in crate::doctor) const PROHIBITED: i32 = 2;
     pub(in crate::doctor) const EXCLUSIVE: i32 = 3;
-
-    pub(super) const ALL: [u32; 13] = [
-        COMPUTE_MODE,
-        UNIFIED_ADDRESSING,
-        COMPUTE_MAJOR,
-        COMPUTE_MINOR,
-        SAME_HOST_POINTER,
-        FLUSH_REMOTE_WRITES,
-        RDMA_WITH_VMM,
-        RDMA,
-        RDMA_FLUSH_OPTIONS,
-        RDMA_WRITES_ORDERING,
-        MEMOPS_64,
-        WAIT_NOR,
-        DMA_BUF,
-    ];
 }
 
 impl GpuFacts {
@@ -101,31 +89,31 @@ impl GpuFacts {
     }
 }
 
-pub(super) fn tell(teller: &Teller) {
-    teller.step("loading libcuda.so.1");
+pub(super) fn probe(reporter: &Reporter) {
+    reporter.step("loading libcuda.so.1");
     match Api::load() {
-        Ok(api) => drop(explore(&api, teller, PATIENCE)),
+        Ok(api) => drop(explore(&api, reporter, PATIENCE)),
         Err(error) => {
-            teller.facts(&CudaFacts { version: Some(Err(error.to_string())), ..CudaFacts::default() })
+            reporter.facts(&CudaFacts { version: Some(Err(error.to_string())), ..CudaFacts::default() })
         }
     }
 }
 
 /// Asks and tries everything.
-pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration) -> CudaFacts {
+pub(in crate::doctor) fn explore(api: &Api, reporter: &Reporter, patience: Duration) -> CudaFacts {
     let mut facts = CudaFacts::default();
     let mut version = 0;
     // SAFETY: a place for the answer.
     let told = unsafe { api.driver_get_version(&mut version) };
     facts.version = Some(told.map(|()| version).map_err(text));
-    teller.facts(&facts);
-    teller.step("cuInit");
+    reporter.facts(&facts);
+    reporter.step("cuInit");
     let count = count(api);
     facts.count = Some(count.as_ref().copied().map_err(text));
-    teller.facts(&facts);
+    reporter.facts(&facts);
     let count = count.unwrap_or(0);
-    let _turn = turn::take(api);
-    teller.step("loading NVML");
+    let _lock = lock_exclusive_gpus(api);
+    reporter.step("loading NVML");
     let nvml = Nvml::load();
     for ordinal in 0..count {
         facts.gpus.push(GpuFacts { ordinal, ..GpuFacts::default() });
@@ -133,13 +121,13 @@ pub(in crate::doctor) fn explore(api: &Api, teller: &Teller, patience: Duration)
             if let Some(last) = facts.gpus.last_mut() {
                 *last = gpu.clone();
             }
-            teller.facts(facts);
+            reporter.facts(facts);
         };
         let mut gpu = GpuFacts { ordinal, ..GpuFacts::default() };
         let around = Around { count, patience, nvml: &nvml };
-        if let Err(error) = each(api, teller, &mut gpu, &around, &mut |gpu| note(gpu, &mut facts)) {
-            gpu.is_taken = turn::is_taken(&error);
-            // Nothing was tried for want of a context: what stands in the way of all is told for each.
+        if let Err(error) = each(api, reporter, &mut gpu, &around, &mut |gpu| note(gpu, &mut facts)) {
+            gpu.is_taken = is_taken(&error);
+            // No context, so nothing was tried: each trial gets this error.
             let error = text(error);
             for outcome in [&mut gpu.memop, &mut gpu.capture, &mut gpu.dma_buf] {
                 outcome.get_or_insert_with(|| Err(error.clone()));
@@ -172,7 +160,7 @@ struct Around<'a> {
 
 fn each(
     api: &Api,
-    teller: &Teller,
+    reporter: &Reporter,
     gpu: &mut GpuFacts,
     &Around { count, patience, nvml }: &Around<'_>,
     note: &mut dyn FnMut(&GpuFacts),
@@ -187,7 +175,7 @@ fn each(
     });
     gpu.name = told?;
     gpu.pci = address(api, device)?;
-    for number in attribute::ALL {
+    for number in 1..=attribute::DMA_BUF {
         let mut value = 0;
         // SAFETY: a place for the answer; the driver checks the number.
         if unsafe { api.device_get_attribute(&mut value, number, device) }.is_ok() {
@@ -208,24 +196,24 @@ fn each(
     }
     gpu.bar1 = Some(nvml.clone().and_then(|nvml| nvml.bar1(&gpu.pci)));
     note(gpu);
-    teller.step(format!("making a context on GPU {number}"));
-    let context = turn::retain(api, device)?;
+    reporter.step(format!("making a context on GPU {number}"));
+    let context = retain(api, device)?;
     // SAFETY: retained above.
     let _current = unsafe { Current::enter(api, context) }?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: places for the answers; a context is current.
     gpu.memory = unsafe { api.mem_get_info(&mut free, &mut total) }.is_ok().then_some(total as u64);
-    teller.step(format!("running stream memory operations on GPU {number}"));
-    let bench = memops::Bench::new(api, patience)?;
+    reporter.step(format!("running stream memory operations on GPU {number}"));
+    let bench = Bench::new(api, patience)?;
     gpu.memop = Some(bench.run().map_err(text));
     note(gpu);
-    teller.step(format!("capturing stream memory operations on GPU {number}"));
-    // A stream that is stuck would hold up what follows for good.
+    reporter.step(format!("capturing stream memory operations on GPU {number}"));
+    // A stuck stream would block the calls that follow.
     let is_stuck = gpu.memop.as_ref().is_some_and(Result::is_err);
     let stuck = || Err("not tried, for the stream does not run".into());
     gpu.capture = Some(if is_stuck { stuck() } else { bench.capture().map_err(text) });
     note(gpu);
-    teller.step(format!("exporting memory of GPU {number} as a dma-buf"));
+    reporter.step(format!("exporting memory of GPU {number} as a dma-buf"));
     gpu.dma_buf = Some(if is_stuck { stuck() } else { dma_buf(api).map_err(text) });
     Ok(())
 }
@@ -264,4 +252,142 @@ fn dma_buf(api: &Api) -> gdrcopy::Result<String> {
     // SAFETY: allocated above, freed once; no stream uses it.
     unsafe { api.mem_free(addr) }?;
     told.map(|()| "2 MiB of its memory exported".into())
+}
+
+/// `CU_MEMHOSTALLOC_DEVICEMAP`.
+const HOST_ALLOC_MAPPED: u32 = 2;
+/// `CU_STREAM_WAIT_VALUE_EQ`.
+const WAIT_EQUAL: u32 = 1;
+
+/// A stream, and three words that it and the CPU share.
+struct Bench<'a> {
+    api: &'a Api,
+    stream: Handle,
+    words: NonNull<[AtomicU64; 3]>,
+    /// The GPU's address of the first.
+    addr: u64,
+    /// What the GPU may take for a few operations.
+    patience: Duration,
+}
+
+/// What went wrong.
+#[derive(Debug)]
+enum Trouble {
+    Call(gdrcopy::Error),
+    Silent(&'static str, Duration),
+    Hasty,
+}
+
+impl From<gdrcopy::Error> for Trouble {
+    fn from(error: gdrcopy::Error) -> Self {
+        Self::Call(error)
+    }
+}
+
+impl fmt::Display for Trouble {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Call(error) => error.fmt(f),
+            Self::Silent(what, patience) => write!(f, "{what} did not show within {patience:?}"),
+            Self::Hasty => f.write_str("the stream passed a wait that was not satisfied"),
+        }
+    }
+}
+
+impl<'a> Bench<'a> {
+    /// In the current context.
+    fn new(api: &'a Api, patience: Duration) -> gdrcopy::Result<Self> {
+        let (mut host, mut addr, mut stream) = (std::ptr::null_mut::<c_void>(), 0, 0);
+        // SAFETY: a place for the answer; a context is current.
+        unsafe {
+            api.mem_host_alloc(&mut host, gdrcopy::host_page(), HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED)
+        }?;
+        // SAFETY: a place for the answer; the memory was allocated above.
+        unsafe { api.mem_host_get_device_pointer(&mut addr, host, 0) }?;
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
+        let words = NonNull::new(host.cast::<[AtomicU64; 3]>()).expect("the driver gave memory");
+        Ok(Self { api, stream, words, addr, patience })
+    }
+
+    fn word(&self, at: usize) -> &AtomicU64 {
+        // SAFETY: a page of memory that is never freed, aligned to pages; everybody accesses its words atomically.
+        let words = unsafe { self.words.as_ref() };
+        &words[at]
+    }
+
+    /// A write, a wait for an answer of the CPU, and a write behind it.
+    fn ops(&self, value: u64) -> [MemOp; 4] {
+        [
+            MemOp::word(MemOp::WRITE_64, self.addr, value, 0),
+            MemOp::word(MemOp::WAIT_64, self.addr + 8, value, WAIT_EQUAL),
+            MemOp::barrier(),
+            MemOp::word(MemOp::WRITE_64, self.addr + 16, value, 0),
+        ]
+    }
+
+    fn submit(&self, value: u64) -> gdrcopy::Result<()> {
+        let mut ops = self.ops(value);
+        // SAFETY: four operations, on words that stay, and a live stream.
+        unsafe { self.api.stream_batch_mem_op(self.stream, 4, ops.as_mut_ptr(), 0) }
+    }
+
+    /// The CPU's part of it.
+    fn follow(&self, value: u64) -> Result<(), Trouble> {
+        let silent = |what| Err(Trouble::Silent(what, self.patience));
+        let first = self.shows(0, value);
+        let hasty = self.word(2).load(Ordering::Acquire) == value;
+        // Also where nothing showed: no stream may stay behind that waits.
+        self.word(1).store(value, Ordering::Release);
+        match () {
+            () if !first => silent("what a stream wrote"),
+            () if hasty => Err(Trouble::Hasty),
+            () if !self.shows(2, value) => silent("what a stream wrote behind a satisfied wait"),
+            () => Ok(()),
+        }
+    }
+
+    /// Whether a word gets this value in time.
+    fn shows(&self, at: usize, value: u64) -> bool {
+        let deadline = Instant::now() + self.patience;
+        loop {
+            if self.word(at).load(Ordering::Acquire) == value {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+    }
+
+    /// Runs the operations.
+    fn run(&self) -> Result<String, Trouble> {
+        self.submit(0x1_0000_0001)?;
+        self.follow(0x1_0000_0001)?;
+        Ok("a write, a wait for the CPU, a barrier and a write ran".into())
+    }
+
+    /// Captures the operations, and runs them as a graph.
+    fn capture(&self) -> Result<String, Trouble> {
+        const VALUE: u64 = 0x2_0000_0002;
+        let (api, stream) = (self.api, self.stream);
+        let (mut graph, mut exec) = (0, 0);
+        // SAFETY: a live stream.
+        unsafe { api.stream_begin_capture(stream, CAPTURE_RELAXED) }?;
+        let captured = self.submit(VALUE);
+        // SAFETY: a place for the answer; the capture was begun above.
+        let ended = unsafe { api.stream_end_capture(stream, &mut graph) };
+        captured?;
+        ended?;
+        // SAFETY: a place for the answer, and the graph that was captured.
+        unsafe { api.graph_instantiate(&mut exec, graph, 0) }?;
+        if self.word(0).load(Ordering::Acquire) == VALUE {
+            return Err(Trouble::Hasty);
+        }
+        // SAFETY: the graph made above, on a live stream.
+        unsafe { api.graph_launch(exec, stream) }?;
+        self.follow(VALUE)?;
+        Ok("the same, captured and launched as a graph".into())
+    }
 }

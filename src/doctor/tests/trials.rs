@@ -1,4 +1,4 @@
-//! What is tried on GPUs, tried on the simulated driver.
+//! The trials on GPUs, run on the simulated driver.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,17 +7,16 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdsync_testkit::driver::{Control, api};
 
-use super::super::areas::gpu;
-use super::super::live::{Answer, CudaFacts, Teller, attribute, explore, take_turn};
+use super::super::live::{Answer, CudaFacts, Reporter, attribute, explore, lock_exclusive_gpus};
 use super::super::probe::{Probe, Status};
-use super::healthy;
-use super::tree::Tree;
+use super::cases::Tree;
+use super::{all, healthy};
 
 /// Longer than any test runs.
 const LONG: Duration = Duration::from_secs(600);
 
 fn explored(api: &Api, patience: Duration) -> CudaFacts {
-    explore(api, &Teller::to(std::io::sink()), patience)
+    explore(api, &Reporter::to(std::io::sink()), patience)
 }
 
 /// What the probes of GPUs say of it, without that of BAR1, which the simulated machine has not.
@@ -25,7 +24,10 @@ fn judged(facts: CudaFacts) -> Vec<Probe> {
     let tree = Tree::healthy();
     let mut machine = healthy(&tree);
     machine.cuda = Answer { facts, trouble: None };
-    gpu::probe(&machine).into_iter().filter(|probe| probe.name != "gpu.bar1").collect()
+    all(&machine)
+        .into_iter()
+        .filter(|probe| probe.name.starts_with("gpu.") && probe.name != "gpu.bar1")
+        .collect()
 }
 
 /// The probes that complain of GPU 0, and their words.
@@ -101,12 +103,12 @@ fn a_gpu_for_one_process_is_waited_for_and_not_called_broken() {
 #[test]
 fn who_uses_a_gpu_for_one_process_waits_for_its_turn() {
     let control = Control::take();
-    assert!(take_turn(&api()).is_none(), "any number of processes may use a GPU as it comes");
+    assert!(lock_exclusive_gpus(&api()).is_none(), "any number of processes may use a GPU as it comes");
     control.attribute(1, attribute::COMPUTE_MODE, attribute::EXCLUSIVE);
-    let first = take_turn(&api()).expect("nobody else has it");
+    let first = lock_exclusive_gpus(&api()).expect("nobody else has it");
     let (send, told) = std::sync::mpsc::channel();
     std::thread::scope(|scope| {
-        scope.spawn(move || send.send(take_turn(&api()).is_some()));
+        scope.spawn(move || send.send(lock_exclusive_gpus(&api()).is_some()));
         assert!(told.recv_timeout(Duration::from_millis(100)).is_err(), "two at a time");
         drop(first);
         assert_eq!(told.recv_timeout(LONG), Ok(true));

@@ -2,8 +2,8 @@
 
 use std::ffi::c_void;
 use std::io::{IoSlice, IoSliceMut, PipeReader};
-use std::mem::zeroed;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Barrier};
@@ -13,13 +13,17 @@ use std::{fs, io, thread};
 use cudarc::driver::sys::CUdevice_attribute;
 use cudarc::driver::{CudaContext, result, sys};
 use gdrcopy::{BackendKind, Gdr};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 
 use super::super::cuda::{compare, pattern};
 use super::mapping::{PAGE, SIZE, joined, write_and_check};
 use super::{Env, Outcome, fail, fork, persistent, receive, refused, send, waive};
-use crate::nvml::Nvml;
+use crate::nvml::{Bar1, Nvml};
 
-/// An allocation of CUDA with an address of its own choice.
+/// An allocation by CUDA itself, without alignment to GPU pages.
 #[derive(Debug)]
 pub(super) struct Raw {
     pub(super) addr: u64,
@@ -35,7 +39,6 @@ impl Raw {
         Ok(Self { addr, context: context.clone() })
     }
 
-    /// `cuMemAllocManaged`.
     pub(super) fn managed(context: &Arc<CudaContext>, len: usize) -> Outcome<Self> {
         context.bind_to_thread()?;
         let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
@@ -44,7 +47,6 @@ impl Raw {
         Ok(Self { addr, context: context.clone() })
     }
 
-    /// Reads by CUDA.
     pub(super) fn read(&self, out: &mut [u8]) -> Outcome {
         self.context.bind_to_thread()?;
         // SAFETY: the cases read no more than they allocated.
@@ -130,7 +132,7 @@ pub(super) fn two_mappings(env: &Env) -> Outcome {
     write_and_check(&mappings[1], &second, 0, PAGE)
 }
 
-/// A part of a mapping is unmapped by somebody else in the process.
+/// A part of a mapping is unmapped by other code of the process.
 pub(super) fn partial_unmap(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(4 * PAGE)?;
     let pin = buffer.pin()?;
@@ -390,7 +392,7 @@ fn shared(env: &Env, attempt: impl FnOnce(OwnedFd) -> Outcome) -> Outcome {
     Ok(())
 }
 
-/// A module must let pins go when the last process that holds its file ends, whoever that is.
+/// A module must release pins when the last process that has its file open ends.
 pub(super) fn leak_over_fork(env: &Env) -> Outcome {
     let pins = || -> Outcome<i64> { Ok(fs::read_to_string(PINS)?.trim().parse()?) };
     if let Err(error) = fs::metadata(PINS) {
@@ -418,75 +420,46 @@ pub(super) fn leak_over_fork(env: &Env) -> Outcome {
     Ok(())
 }
 
-/// Room for the control message of one descriptor, aligned as its header.
-#[repr(C, align(8))]
-struct Control([u8; 32]);
-
-fn message(control: &mut Control, iov: *mut libc::iovec) -> libc::msghdr {
-    // SAFETY: the structure is plain old data, for which zero bytes are valid.
-    let mut message: libc::msghdr = unsafe { zeroed() };
-    message.msg_iov = iov;
-    message.msg_iovlen = 1;
-    message.msg_control = control.0.as_mut_ptr().cast();
-    // SAFETY: pure arithmetic.
-    message.msg_controllen = unsafe { libc::CMSG_SPACE(4) } as usize;
-    message
-}
-
 fn send_descriptor(stream: &UnixStream, fd: RawFd) -> Outcome {
-    let (mut control, mut byte) = (Control([0; 32]), IoSlice::new(&[1]));
-    let message = message(&mut control, (&raw mut byte).cast());
-    // SAFETY: the message has a control buffer with room for a header.
-    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    // SAFETY: pure arithmetic.
-    let cmsg_len = unsafe { libc::CMSG_LEN(4) } as usize;
-    let (cmsg_level, cmsg_type) = (libc::SOL_SOCKET, libc::SCM_RIGHTS);
-    // SAFETY: the header lies in the control buffer, which is aligned for it.
-    unsafe { header.write(libc::cmsghdr { cmsg_len, cmsg_level, cmsg_type }) };
-    // SAFETY: the header is valid.
-    let data = unsafe { libc::CMSG_DATA(header) };
-    // SAFETY: the control buffer has room for a descriptor behind the header.
-    unsafe { data.cast::<RawFd>().write_unaligned(fd) };
-    // SAFETY: the message points to live buffers.
-    match unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) } {
-        1 => Ok(()),
-        _ => Err(io::Error::last_os_error().into()),
-    }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    // SAFETY: the library under test keeps its file open.
+    let fds = [unsafe { BorrowedFd::borrow_raw(fd) }];
+    control.push(SendAncillaryMessage::ScmRights(&fds));
+    sendmsg(stream, &[IoSlice::new(&[1])], &mut control, SendFlags::NOSIGNAL)?;
+    Ok(())
 }
 
 fn receive_descriptor(stream: &UnixStream) -> Outcome<OwnedFd> {
-    let (mut control, mut bytes) = (Control([0; 32]), [0]);
-    let mut byte = IoSliceMut::new(&mut bytes);
-    let mut message = message(&mut control, (&raw mut byte).cast());
-    // SAFETY: the message points to live buffers.
-    if unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) } < 0 {
-        return Err(io::Error::last_os_error().into());
-    }
-    // SAFETY: the kernel has filled in the control buffer.
-    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    if header.is_null() {
+    let (mut space, mut byte) = ([MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))], [0]);
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(stream, &mut [IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+    let fds = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds),
+        _ => None,
+    });
+    let Some(fd) = fds.flatten().next() else {
         return waive("the backend has no file of the gdrdrv module to send");
-    }
-    // SAFETY: the header is valid.
-    let data = unsafe { libc::CMSG_DATA(header) };
-    // SAFETY: the sender put one descriptor there.
-    let fd = unsafe { data.cast::<RawFd>().read_unaligned() };
-    // SAFETY: the kernel gave it to this process.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    };
+    Ok(fd)
 }
 
-/// Mapping attempts beyond what fits.
 const EXTRA: u64 = 8;
+
+/// BAR1 of the GPU, or why NVML does not tell.
+fn bar1_of(env: &Env, gdr: &Gdr) -> Outcome<Result<Bar1, String>> {
+    let gpu = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu);
+    let Some(gpu) = gpu else { return fail("the GPU is not in the list of GPUs") };
+    Ok(Nvml::load().and_then(|nvml| nvml.bar1(&gpu.pci)))
+}
 
 /// Maps until BAR1 is full: a typed error, no harm to what is mapped, and room again when all is released.
 pub(super) fn bar1(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let context = env.cuda(&gdr)?;
-    let pci = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu).map(|gpu| gpu.pci);
-    let bar1 = match pci.map(|pci| Nvml::load().and_then(|nvml| nvml.bar1(&pci))) {
-        Some(Ok(bar1)) => bar1,
-        Some(Err(why)) => return waive(format_args!("the size of BAR1 is not known: {why}")),
-        None => return fail("the GPU is not in the list of GPUs"),
+    let bar1 = match bar1_of(env, &gdr)? {
+        Ok(bar1) => bar1,
+        Err(why) => return waive(format_args!("the size of BAR1 is not known: {why}")),
     };
     let memory = context.total_mem()? as u64;
     env.note(format_args!("{bar1:?}, {memory} bytes of GPU memory"));
@@ -546,7 +519,6 @@ pub(super) fn leak_check(env: &Env) -> Outcome {
     Resources::count(env, &gdr)?.compare(env, before)
 }
 
-/// Many threads.
 pub(super) fn stress(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let round = |cycles: u32| {
@@ -623,25 +595,22 @@ const SLACK_BYTES: u64 = 48 << 20;
 impl Resources {
     /// Counts, and says what cannot be counted.
     fn count(env: &Env, gdr: &Gdr) -> Outcome<Self> {
-        let descriptors = fs::read_dir("/proc/self/fd")?.count();
-        let mappings = fs::read_to_string("/proc/self/maps")?.lines().count();
         let gpu_used = env.cuda(gdr).ok().and_then(|context| context.mem_get_info().ok());
         let gpu_used = gpu_used.map(|(free, total)| (total - free) as u64);
-        let pci = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu).map(|gpu| gpu.pci);
-        let bar1_used =
-            match pci.filter(|_| gpu_used.is_some()).map(|pci| Nvml::load().and_then(|nvml| nvml.bar1(&pci)))
-            {
-                Some(Ok(bar1)) => Some(bar1.used),
-                Some(Err(why)) => {
-                    env.note(format_args!("BAR1 is not looked at: {why}"));
-                    None
-                }
-                None => None,
-            };
+        let bar1_used = match gpu_used.map(|_| bar1_of(env, gdr)).transpose()? {
+            Some(Ok(bar1)) => Some(bar1.used),
+            Some(Err(why)) => {
+                env.note(format_args!("BAR1 is not looked at: {why}"));
+                None
+            }
+            None => None,
+        };
+        // Last: CUDA and NVML open files of their own when they are first asked.
+        let descriptors = fs::read_dir("/proc/self/fd")?.count();
+        let mappings = fs::read_to_string("/proc/self/maps")?.lines().count();
         Ok(Self { descriptors, mappings, bar1_used, gpu_used })
     }
 
-    /// Compares with what was held before.
     fn compare(self, env: &Env, before: Self) -> Outcome {
         env.note(format_args!("before: {before:?}"));
         env.note(format_args!("after: {self:?}"));

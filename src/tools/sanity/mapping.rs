@@ -322,7 +322,6 @@ pub(super) fn out_of_bounds(env: &Env) -> Outcome {
     write_and_check(&mapping, &buffer, 0, SIZE)
 }
 
-/// Offsets of GDRCopy's tests.
 const OFFSETS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 11, 129, 1023];
 
 pub(super) fn validation(env: &Env) -> Outcome {
@@ -376,7 +375,7 @@ fn validate(env: &Env, flags: PinFlags) -> Outcome {
     Ok(pin.unpin()?)
 }
 
-/// Stores every word with an ordinary store, in the manner of a program that has the address.
+/// Stores every word with an ordinary store, as a program does that has the address.
 fn store_words(mapping: &Mapping, data: &[u8]) {
     for (i, word) in data.as_chunks::<4>().0.iter().enumerate() {
         let at = mapping.as_ptr().cast::<u32>().wrapping_add(i);

@@ -1,0 +1,238 @@
+//! The ways to map GPU memory, libibverbs and libmlx5, and what this library opens: each tried.
+
+use std::ffi::CStr;
+use std::io;
+use std::path::PathBuf;
+use std::ptr::NonNull;
+
+use gdrcopy::{BackendKind, Gdr};
+use gdsync::Device;
+use gdsync::cuda::Gpu;
+use rdma_core_sys::mlx5::{mlx5dv_context_attr, mlx5dv_context_attr_flags};
+use rdma_core_sys::verbs::{ibv_context, ibv_device};
+use rdma_core_sys::{Mlx5, Verbs};
+use serde::{Deserialize, Serialize};
+
+use super::{Reporter, lock_first_gpu};
+
+/// The result of each backend; those not reached are missing.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct MappingFacts {
+    pub(in crate::doctor) backends: Vec<Backend>,
+}
+
+/// One way.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+pub(in crate::doctor) struct Backend {
+    pub(in crate::doctor) name: String,
+    /// What a trial showed, or why it does not serve.
+    pub(in crate::doctor) outcome: Result<String, String>,
+}
+
+pub(super) fn probe_mapping(reporter: &Reporter) {
+    let mut facts = MappingFacts::default();
+    reporter.step("cuInit");
+    let _lock = lock_first_gpu();
+    for kind in BackendKind::ALL.into_iter().filter(|kind| *kind != BackendKind::Host) {
+        reporter.step(format!("mapping GPU memory by {kind}"));
+        let outcome = attempt(kind);
+        facts.backends.push(Backend { name: kind.name().to_owned(), outcome });
+        reporter.facts(&facts);
+    }
+}
+
+/// Maps memory of the first GPU, and reads back what was written.
+fn attempt(kind: BackendKind) -> Result<String, String> {
+    const VALUE: u64 = 0x6764_6173_796e_6321;
+    let open = || {
+        let gdr = Gdr::builder().backend(kind).open()?;
+        let mapping = gdr.alloc(0, 64 << 10)?.map()?;
+        mapping.store(0, VALUE)?;
+        mapping.flush()?;
+        Ok((mapping.load::<u64>(0)?, gdr.driver_version()))
+    };
+    let (read, version) = open().map_err(|error: gdrcopy::Error| match error {
+        gdrcopy::Error::NoBackend(refusals) => {
+            refusals.iter().map(|refusal| refusal.error.to_string()).collect::<Vec<_>>().join("; ")
+        }
+        other => other.to_string(),
+    })?;
+    if read != VALUE {
+        return Err(format!("{VALUE:#x} was written through a mapping, and {read:#x} read"));
+    }
+    let version = version.map(|(major, minor)| format!(", module {major}.{minor}"));
+    Ok(format!("64 KiB of GPU 0 mapped, written and read back{}", version.unwrap_or_default()))
+}
+
+/// What the libraries reported. `None`: not reached.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct VerbsFacts {
+    /// The file of libibverbs, or why there is none.
+    pub(in crate::doctor) libibverbs: Option<Result<PathBuf, String>>,
+    pub(in crate::doctor) libmlx5: Option<Result<PathBuf, String>>,
+    /// libibverbs can register dma-bufs.
+    pub(in crate::doctor) dma_bufs: bool,
+    /// Why no devices could be listed.
+    pub(in crate::doctor) no_list: Option<String>,
+    pub(in crate::doctor) devices: Vec<DeviceFacts>,
+}
+
+/// One device.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct DeviceFacts {
+    pub(in crate::doctor) name: String,
+    /// libmlx5 drives it.
+    pub(in crate::doctor) mlx5: bool,
+    pub(in crate::doctor) open: Option<Result<(), String>>,
+    /// Opening it for commands of our own.
+    pub(in crate::doctor) devx: Option<Result<(), String>>,
+}
+
+pub(super) fn probe_verbs(reporter: &Reporter) {
+    let mut facts = VerbsFacts::default();
+    reporter.step("loading libibverbs");
+    let verbs = Verbs::load();
+    facts.libibverbs = Some(match verbs {
+        Ok(verbs) => Ok(file_of("libibverbs", verbs.library())),
+        Err(ref error) => Err(error.to_string()),
+    });
+    reporter.facts(&facts);
+    let Ok(verbs) = verbs else { return };
+    facts.dma_bufs = verbs.ibv_reg_dmabuf_mr.is_some();
+    reporter.step("loading libmlx5");
+    let mlx5 = Mlx5::load();
+    facts.libmlx5 = Some(match mlx5 {
+        Ok(mlx5) => Ok(file_of("libmlx5", mlx5.library())),
+        Err(ref error) => Err(error.to_string()),
+    });
+    reporter.step("ibv_get_device_list");
+    let mut count = 0;
+    // SAFETY: a place for the answer. The list is never freed: the process ends soon.
+    let list = unsafe { verbs.ibv_get_device_list(&raw mut count) };
+    let Some(list) = NonNull::new(list) else {
+        facts.no_list = Some(io::Error::last_os_error().to_string());
+        return reporter.facts(&facts);
+    };
+    // SAFETY: the list has so many entries, and stays.
+    let list = unsafe { std::slice::from_raw_parts(list.as_ptr(), usize::try_from(count).unwrap_or(0)) };
+    reporter.facts(&facts);
+    for &device in list {
+        facts.devices.push(DeviceFacts::default());
+        let mut one = DeviceFacts { name: name_of(verbs, device), ..DeviceFacts::default() };
+        reporter.step(format!("opening {}", one.name));
+        // SAFETY: the device is listed.
+        one.open = Some(opened(verbs, unsafe { verbs.ibv_open_device(device) }));
+        if let Ok(mlx5) = mlx5 {
+            // SAFETY: the device is listed.
+            one.mlx5 = unsafe { mlx5.mlx5dv_is_supported(device) };
+            if one.mlx5 {
+                reporter.step(format!("opening {} for DevX", one.name));
+                one.devx = Some(open_devx(verbs, mlx5, device));
+            }
+        }
+        if let Some(last) = facts.devices.last_mut() {
+            *last = one;
+        }
+        reporter.facts(&facts);
+    }
+}
+
+fn name_of(verbs: &Verbs, device: *mut ibv_device) -> String {
+    // SAFETY: the device is listed.
+    let name = unsafe { verbs.ibv_get_device_name(device) };
+    if name.is_null() {
+        return String::new();
+    }
+    // SAFETY: libibverbs returns terminated text that lives as long as the list.
+    unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+}
+
+fn open_devx(verbs: &Verbs, mlx5: &Mlx5, device: *mut ibv_device) -> Result<(), String> {
+    let mut attr = mlx5dv_context_attr::zeroed();
+    attr.flags = mlx5dv_context_attr_flags::MLX5DV_CONTEXT_FLAGS_DEVX;
+    // SAFETY: the device is listed, and driven by libmlx5; attributes as in its manual.
+    opened(verbs, unsafe { mlx5.mlx5dv_open_device(device, &raw mut attr) })
+}
+
+/// Closes it again.
+fn opened(verbs: &Verbs, context: *mut ibv_context) -> Result<(), String> {
+    if context.is_null() {
+        return Err(io::Error::last_os_error().to_string());
+    }
+    // SAFETY: just opened, closed once.
+    unsafe { verbs.ibv_close_device(context) };
+    Ok(())
+}
+
+/// The file that the dynamic linker found, whose name has the version; the name it was asked for where that is not known.
+fn file_of(part: &str, asked: &str) -> PathBuf {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let paths = maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..]));
+    let named = |path: &&str| path.rsplit('/').next().is_some_and(|name| name.starts_with(part));
+    let found = if asked.contains('/') { None } else { paths.into_iter().find(named) };
+    let path = PathBuf::from(found.unwrap_or(asked));
+    path.canonicalize().unwrap_or(path)
+}
+
+/// What was opened. `None`: not reached.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct ChoiceFacts {
+    /// The PCI address of the GPU whose streams would trigger, or why there is none.
+    pub(in crate::doctor) gpu: Option<Result<String, String>>,
+    /// The device that would be used, or why none.
+    pub(in crate::doctor) device: Option<Result<String, String>>,
+    /// Who reads the rings, or why the device does not open.
+    pub(in crate::doctor) route: Option<Result<Route, String>>,
+    /// How bytes travel.
+    pub(in crate::doctor) wire: String,
+    /// Why the card does not read the rings itself.
+    pub(in crate::doctor) not_direct: Option<String>,
+}
+
+/// Who reads the rings.
+#[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
+pub(in crate::doctor) enum Route {
+    Direct,
+    Proxy,
+    Soft,
+}
+
+pub(super) fn probe_choice(reporter: &Reporter) {
+    let mut facts = ChoiceFacts::default();
+    reporter.step("opening GPU 0");
+    let _lock = lock_first_gpu();
+    let gpu = Gpu::open(0);
+    facts.gpu = Some(match &gpu {
+        Ok(gpu) => Ok(gpu.pci_address().unwrap_or_default().to_owned()),
+        Err(error) => Err(error.to_string()),
+    });
+    reporter.facts(&facts);
+    reporter.step("looking for the nearest RDMA device");
+    let device = match &gpu {
+        Ok(gpu) => Device::near(gpu),
+        Err(_) => Device::find(None),
+    };
+    facts.device = Some(match &device {
+        Ok(device) => Ok(device.name().to_owned()),
+        Err(error) => Err(error.to_string()),
+    });
+    reporter.facts(&facts);
+    let Ok(device) = device else { return };
+    reporter.step(format!("opening {}", device.name()));
+    match device.open() {
+        Ok(context) => {
+            facts.route = Some(Ok(match context.not_direct() {
+                _ if context.is_software() => Route::Soft,
+                Some(_) => Route::Proxy,
+                None => Route::Direct,
+            }));
+            facts.wire = context.wire().to_owned();
+            facts.not_direct = context.not_direct().map(str::to_owned);
+            reporter.facts(&facts);
+        }
+        Err(error) => {
+            facts.route = Some(Err(error.to_string()));
+            reporter.facts(&facts);
+        }
+    }
+}
