@@ -286,67 +286,58 @@ impl Gdrdrv {
     /// # Safety
     /// `arg` must point to the structure of `code`.
     unsafe fn serve(&self, fd: BorrowedFd<'_>, code: u32, arg: *mut c_void) -> io::Result<()> {
-        /// # Safety
-        /// `arg` must point to a `T`, which nothing else uses during the call.
-        unsafe fn params<'a, T: Request>(arg: *mut c_void) -> &'a mut T {
-            // SAFETY: the caller guarantees it.
-            unsafe { &mut *arg.cast() }
+        macro_rules! request {
+            ($structure:ty) => {
+                // SAFETY: the structure of the code; nothing else uses it during the call.
+                unsafe { &mut *arg.cast::<$structure>() }
+            };
         }
         match code {
             PinBuffer::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut PinBuffer = unsafe { params(arg) };
+                let p = request!(PinBuffer);
                 if self.module.persistent && (p.p2p_token != 0 || p.va_space != 0) {
                     return Err(errno(libc::EINVAL));
                 }
                 p.handle = self.pin(fd, p.addr, p.size, 0)?;
             }
             PinBufferV2::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut PinBufferV2 = unsafe { params(arg) };
+                let p = request!(PinBufferV2);
                 self.fault("pin v2")?;
                 p.handle = self.pin(fd, p.addr, p.size, p.flags)?;
             }
             UnpinBuffer::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut UnpinBuffer = unsafe { params(arg) };
+                let p = request!(UnpinBuffer);
                 self.unpin(fd, p.handle)?;
             }
             GetCallbackFlag::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetCallbackFlag = unsafe { params(arg) };
+                let p = request!(GetCallbackFlag);
                 self.fault("flag")?;
                 p.flag = self.with_pin(fd, p.handle, |pin| Ok(pin.freed.into()))?;
             }
             GetInfo::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetInfo = unsafe { params(arg) };
+                let p = request!(GetInfo);
                 let (va, len, mapped) = self.info(fd, p.handle)?;
                 (p.va, p.mapped_size, p.page_size) = (va, len, 1 << 16);
                 p.mapped = mapped.is_some().into();
                 p.wc_mapping = (mapped == Some(MappingType::WriteCombining)).into();
             }
             GetInfoV2::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetInfoV2 = unsafe { params(arg) };
+                let p = request!(GetInfoV2);
                 self.fault("info v2")?;
                 let (va, len, mapped) = self.info(fd, p.handle)?;
                 (p.va, p.mapped_size, p.page_size) = (va, len, 1 << 16);
                 p.mapping_type = mapped.map_or(abi::TYPE_NONE, |kind| kind as u32);
             }
             GetAttr::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetAttr = unsafe { params(arg) };
+                let p = request!(GetAttr);
                 p.val = self.attribute(p.attr)?;
             }
             ReqMappingType::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut ReqMappingType = unsafe { params(arg) };
+                let p = request!(ReqMappingType);
                 self.wish(fd, p.handle, p.mapping_type)?;
             }
             GetVersion::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetVersion = unsafe { params(arg) };
+                let p = request!(GetVersion);
                 self.fault("version")?;
                 let Module { version: v, minimum_library: m, .. } = self.module;
                 (p.driver, p.minimum_library) = (abi::version(v.0, v.1), abi::version(m.0, m.1));
@@ -377,7 +368,7 @@ impl Device for Gdrdrv {
             faults_of(request).iter().try_for_each(|operation| self.fault(operation))?;
             // SAFETY: the caller guarantees `arg`.
             unsafe { Linux.ioctl(fd, request, arg) }?;
-            // SAFETY: `arg` points to the structure of `request`: the caller's promise.
+            // SAFETY: `arg` points to the structure of `request`: the caller guarantees it.
             unsafe { disguise(&self.module, request, arg) };
             return Ok(());
         }
@@ -452,9 +443,8 @@ unsafe fn disguise(module: &Module, request: u32, arg: *mut c_void) {
         GetVersion::CODE => {
             // SAFETY: the structure of the number.
             let answer = unsafe { &mut *arg.cast::<GetVersion>() };
-            let (driver, library) = (module.version, module.minimum_library);
-            answer.driver = abi::version(driver.0, driver.1);
-            answer.minimum_library = abi::version(library.0, library.1);
+            let Module { version: v, minimum_library: m, .. } = *module;
+            (answer.driver, answer.minimum_library) = (abi::version(v.0, v.1), abi::version(m.0, m.1));
         }
         GetAttr::CODE => {
             // SAFETY: the structure of the number.

@@ -1,6 +1,6 @@
 //! The functions of GDRCopy's `gdrapi.h` except the copies, and additions in `gdrx_`.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::ptr::{self, NonNull};
 
 use gdrcopy::{Attribute, Gdr, GdrBuilder, MappingType, PinFlags};
@@ -71,13 +71,14 @@ pub unsafe extern "C" fn gdr_pin_buffer(
     va_space: u32,
     handle: *mut gdr_mh_t,
 ) -> c_int {
-    guard::status("gdr_pin_buffer", || {
+    let pinned = || {
         if p2p_token != 0 || va_space != 0 {
             tracing::info!("gdr_pin_buffer: P2P tokens {p2p_token:#x} and {va_space:#x} are not needed");
         }
-        // SAFETY: the caller's promise.
-        unsafe { pin(g, addr, size, 0, handle) }
-    })
+        pin(g, addr, size, 0)
+    };
+    // SAFETY: the caller guarantees `handle`.
+    unsafe { guard::answer("gdr_pin_buffer", "handle", handle, pinned) }
 }
 
 /// Pins with flags.
@@ -92,14 +93,11 @@ pub unsafe extern "C" fn gdr_pin_buffer_v2(
     flags: u32,
     handle: *mut gdr_mh_t,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    guard::status("gdr_pin_buffer_v2", || unsafe { pin(g, addr, size, flags, handle) })
+    // SAFETY: the caller guarantees `handle`.
+    unsafe { guard::answer("gdr_pin_buffer_v2", "handle", handle, || pin(g, addr, size, flags)) }
 }
 
-/// # Safety
-/// As [`gdr_pin_buffer`].
-unsafe fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32, handle: *mut gdr_mh_t) -> Result<()> {
-    let out = non_null("handle", handle)?;
+fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32) -> Result<gdr_mh_t> {
     let asked = PinFlags::from_bits_retain(flags);
     if !PinFlags::FORCE_PCIE.contains(asked) {
         return Err(invalid("pin flags", flags, "a combination of gdr_pin_flags_t"));
@@ -113,9 +111,7 @@ unsafe fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32, handle: *mut gdr
         }
         error => error,
     })?;
-    // SAFETY: not null, so writable.
-    unsafe { out.write(gdr_mh_t { h: pinned.number() }) };
-    Ok(())
+    Ok(gdr_mh_t { h: pinned.number() })
 }
 
 fn handle_of(handle: gdr_mh_t) -> Handle {
@@ -135,13 +131,9 @@ pub extern "C" fn gdr_unpin_buffer(g: gdr_t, handle: gdr_mh_t) -> c_int {
 /// `flag` must be null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_callback_flag(g: gdr_t, handle: gdr_mh_t, flag: *mut c_int) -> c_int {
-    guard::status("gdr_get_callback_flag", || {
-        let out = non_null("flag", flag)?;
-        let invalidated = Table::library(id(g))?.held(handle_of(handle))?.pin.invalidated()?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(invalidated.into()) };
-        Ok(())
-    })
+    let invalidated = || Ok(Table::library(id(g))?.held(handle_of(handle))?.pin.invalidated()?.into());
+    // SAFETY: the caller guarantees `flag`.
+    unsafe { guard::answer("gdr_get_callback_flag", "flag", flag, invalidated) }
 }
 
 fn info(g: gdr_t, handle: gdr_mh_t) -> Result<gdr_info_v2_t> {
@@ -154,13 +146,8 @@ fn info(g: gdr_t, handle: gdr_mh_t) -> Result<gdr_info_v2_t> {
 /// `info` must be null or valid for a write of 40 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_info(g: gdr_t, handle: gdr_mh_t, info: *mut gdr_info_v1_t) -> c_int {
-    guard::status("gdr_get_info", || {
-        let out = non_null("info", info)?;
-        let now = self::info(g, handle)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(now.v1) };
-        Ok(())
-    })
+    // SAFETY: the caller guarantees `info`.
+    unsafe { guard::answer("gdr_get_info", "info", info, || Ok(self::info(g, handle)?.v1)) }
 }
 
 /// What is pinned, and how it is mapped.
@@ -169,13 +156,8 @@ pub unsafe extern "C" fn gdr_get_info(g: gdr_t, handle: gdr_mh_t, info: *mut gdr
 /// `info` must be null or valid for a write of 48 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_info_v2(g: gdr_t, handle: gdr_mh_t, info: *mut gdr_info_v2_t) -> c_int {
-    guard::status("gdr_get_info_v2", || {
-        let out = non_null("info", info)?;
-        let now = self::info(g, handle)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(now) };
-        Ok(())
-    })
+    // SAFETY: the caller guarantees `info`.
+    unsafe { guard::answer("gdr_get_info_v2", "info", info, || self::info(g, handle)) }
 }
 
 /// Maps with the platform's type.
@@ -184,8 +166,8 @@ pub unsafe extern "C" fn gdr_get_info_v2(g: gdr_t, handle: gdr_mh_t, info: *mut 
 /// As [`gdr_map_v2`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize) -> c_int {
-    // SAFETY: the caller's promise.
-    guard::status("gdr_map", || unsafe { map(g, handle, va, size, 0) })
+    // SAFETY: the caller guarantees `va`.
+    unsafe { guard::answer("gdr_map", "address of the mapping", va, || map(g, handle, size, 0)) }
 }
 
 /// Maps. `*va` becomes the address of `gdr_info_t::va`; `size` counts from the address that was pinned.
@@ -200,14 +182,11 @@ pub unsafe extern "C" fn gdr_map_v2(
     size: usize,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    guard::status("gdr_map_v2", || unsafe { map(g, handle, va, size, flags) })
+    // SAFETY: the caller guarantees `va`.
+    unsafe { guard::answer("gdr_map_v2", "address of the mapping", va, || map(g, handle, size, flags)) }
 }
 
-/// # Safety
-/// As [`gdr_map_v2`].
-unsafe fn map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize, flags: c_int) -> Result<()> {
-    let out = non_null("address of the mapping", va)?;
+fn map(g: gdr_t, handle: gdr_mh_t, size: usize, flags: c_int) -> Result<*mut c_void> {
     let request = || match flags {
         0 => Ok(None),
         1 => Ok(Some(MappingType::WriteCombining)),
@@ -215,10 +194,7 @@ unsafe fn map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize, fla
         3 => Ok(Some(MappingType::Device)),
         _ => Err(invalid("map flag", flags, "one of gdr_map_flags_t")),
     };
-    let mapped = Table::library(id(g))?.map(handle_of(handle), size, request)?;
-    // SAFETY: not null, so writable.
-    unsafe { out.write(mapped.cast()) };
-    Ok(())
+    Table::library(id(g))?.map(handle_of(handle), size, request).map(|mapped| mapped.cast())
 }
 
 /// Unmaps. `va` and `size` must be those of [`gdr_map`], the size up to rounding to GPU pages.
@@ -234,7 +210,7 @@ pub extern "C" fn gdr_unmap(g: gdr_t, handle: gdr_mh_t, va: *mut c_void, size: u
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut c_int) {
     guard::status("gdr_runtime_get_version", || {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { write_version(major, minor, VERSION) }
     });
 }
@@ -247,7 +223,7 @@ pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut 
 pub unsafe extern "C" fn gdr_driver_get_version(g: gdr_t, major: *mut c_int, minor: *mut c_int) -> c_int {
     guard::status("gdr_driver_get_version", || {
         let version = Table::library(id(g))?.survey.driver_version().unwrap_or(VERSION);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { write_version(major, minor, version) }
     })
 }
@@ -269,8 +245,7 @@ unsafe fn write_version(major: *mut c_int, minor: *mut c_int, version: (u16, u16
 /// `v` must be null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_attribute(g: gdr_t, attr: c_uint, v: *mut c_int) -> c_int {
-    guard::status("gdr_get_attribute", || {
-        let out = non_null("value", v)?;
+    let value = || {
         let library = Table::library(id(g))?;
         let attribute = match attr {
             1 => Attribute::UsePersistentMapping,
@@ -278,11 +253,10 @@ pub unsafe extern "C" fn gdr_get_attribute(g: gdr_t, attr: c_uint, v: *mut c_int
             3 => Attribute::UsingDmaBufMmap,
             _ => return Err(invalid("attribute", attr, "one of gdr_attr_t")),
         };
-        let value = library.survey.attribute(attribute)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(value.try_into().unwrap_or(c_int::MAX)) };
-        Ok(())
-    })
+        Ok(library.survey.attribute(attribute)?.try_into().unwrap_or(c_int::MAX))
+    };
+    // SAFETY: the caller guarantees `v`.
+    unsafe { guard::answer("gdr_get_attribute", "value", v, value) }
 }
 
 /// The name of a mapping type, for people.
@@ -294,19 +268,15 @@ pub unsafe extern "C" fn gdr_get_mapping_type_string(
     mapping_type: c_uint,
     pstr: *mut *const c_char,
 ) -> c_int {
-    guard::status("gdr_get_mapping_type_string", || {
-        let out = non_null("string", pstr)?;
-        let name: &'static CStr = match mapping_type {
-            GDR_MAPPING_TYPE_NONE => c"None",
-            1 => c"Write Combining",
-            2 => c"Caching",
-            3 => c"Device",
-            _ => return Err(invalid("mapping type", mapping_type, "one of gdr_mapping_type_t")),
-        };
-        // SAFETY: not null, so writable.
-        unsafe { out.write(name.as_ptr()) };
-        Ok(())
-    })
+    let name = || match mapping_type {
+        GDR_MAPPING_TYPE_NONE => Ok(c"None".as_ptr()),
+        1 => Ok(c"Write Combining".as_ptr()),
+        2 => Ok(c"Caching".as_ptr()),
+        3 => Ok(c"Device".as_ptr()),
+        _ => Err(invalid("mapping type", mapping_type, "one of gdr_mapping_type_t")),
+    };
+    // SAFETY: the caller guarantees `pstr`.
+    unsafe { guard::answer("gdr_get_mapping_type_string", "string", pstr, name) }
 }
 
 // Additions of this library: functions in `gdrx_`. A C program that uses them needs no CUDA headers.
@@ -317,13 +287,9 @@ pub unsafe extern "C" fn gdr_get_mapping_type_string(
 /// `d_addr` must be null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdrx_alloc(g: gdr_t, device: c_int, size: usize, d_addr: *mut c_ulong) -> c_int {
-    guard::status("gdrx_alloc", || {
-        let out = non_null("address", d_addr)?;
-        let addr = Table::library(id(g))?.allocate(device, size)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(addr) };
-        Ok(())
-    })
+    let allocate = || Table::library(id(g))?.allocate(device, size);
+    // SAFETY: the caller guarantees `d_addr`.
+    unsafe { guard::answer("gdrx_alloc", "address", d_addr, allocate) }
 }
 
 /// Frees memory of [`gdrx_alloc`]. Pins and mappings of it stay and show the old bytes.

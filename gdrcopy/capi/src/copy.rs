@@ -47,21 +47,12 @@ pub unsafe extern "C" fn gdr_copy_to_mapping(
     h_ptr: *const c_void,
     size: usize,
 ) -> c_int {
-    let handle = Handle::from_number(handle.h);
-    let done = guard::no_panic(|| {
-        let Plan { kind, mixed } = plan(handle, map_d_ptr.addr(), h_ptr.addr(), size)?;
-        if size != 0 {
-            // SAFETY: inside the mapping; for the rest, the caller's promise.
-            unsafe { Copier::best().to_device(kind, map_d_ptr.cast(), h_ptr.cast(), size) };
-            if mixed { copy::full_fence() } else { copy::store_fence(kind) }
-        }
-        Some(())
-    });
-    match done {
-        Ok(Some(())) => 0,
-        Ok(None) => refuse("gdr_copy_to_mapping", handle, map_d_ptr.addr(), h_ptr.addr(), size),
-        Err(()) => libc::EIO,
-    }
+    let (device, host) = (map_d_ptr.addr(), h_ptr.addr());
+    copy("gdr_copy_to_mapping", handle, device, host, size, |kind| {
+        // SAFETY: inside the mapping; the caller guarantees the rest.
+        unsafe { Copier::best().to_device(kind, map_d_ptr.cast(), h_ptr.cast(), size) };
+        copy::store_fence
+    })
 }
 
 /// Copies the mapping to host memory; `size` 0 does nothing.
@@ -78,19 +69,36 @@ pub unsafe extern "C" fn gdr_copy_from_mapping(
     map_d_ptr: *const c_void,
     size: usize,
 ) -> c_int {
+    let (device, host) = (map_d_ptr.addr(), h_ptr.addr());
+    copy("gdr_copy_from_mapping", handle, device, host, size, |kind| {
+        // SAFETY: inside the mapping; the caller guarantees the rest.
+        unsafe { Copier::best().from_device(kind, h_ptr.cast(), map_d_ptr.cast(), size) };
+        copy::load_fence
+    })
+}
+
+/// Copies by `act`, which says which fence must follow.
+#[inline]
+fn copy(
+    name: &'static str,
+    handle: gdr_mh_t,
+    device: usize,
+    host: usize,
+    size: usize,
+    act: impl FnOnce(MappingType) -> fn(MappingType),
+) -> c_int {
     let handle = Handle::from_number(handle.h);
     let done = guard::no_panic(|| {
-        let Plan { kind, mixed } = plan(handle, map_d_ptr.addr(), h_ptr.addr(), size)?;
+        let Plan { kind, mixed } = plan(handle, device, host, size)?;
         if size != 0 {
-            // SAFETY: inside the mapping; for the rest, the caller's promise.
-            unsafe { Copier::best().from_device(kind, h_ptr.cast(), map_d_ptr.cast(), size) };
-            if mixed { copy::full_fence() } else { copy::load_fence(kind) }
+            let fence = act(kind);
+            if mixed { copy::full_fence() } else { fence(kind) }
         }
         Some(())
     });
     match done {
         Ok(Some(())) => 0,
-        Ok(None) => refuse("gdr_copy_from_mapping", handle, map_d_ptr.addr(), h_ptr.addr(), size),
+        Ok(None) => refuse(name, handle, device, host, size),
         Err(()) => libc::EIO,
     }
 }

@@ -194,55 +194,46 @@ mod tests {
     /// The GPU address of the first byte of [`Copies`].
     const ADDR: u64 = 0x7f00_0000_0000;
 
+    macro_rules! not_called {
+        ($($name:ident($($ty:ty),*) -> $ret:ty;)*) => {$(
+            fn $name(&self, $(_: $ty),*) -> Result<$ret> {
+                unimplemented!()
+            }
+        )*};
+    }
+
     /// A CUDA that copies to and from a file, and does nothing else.
     #[derive(Debug)]
     struct Copies(File);
 
     impl Cuda for Copies {
         unsafe fn copy_to_device(&self, _: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
             self.0.write_all_at(bytes, dst - ADDR).map_err(|e| Error::sys("pwrite", e, ""))
         }
 
         unsafe fn copy_from_device(&self, _: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-            // SAFETY: the caller's promise; the proofs pass initialised arrays.
+            // SAFETY: the caller guarantees the ranges; the proofs pass initialised arrays.
             let bytes = unsafe { std::slice::from_raw_parts_mut(dst, len) };
             self.0.read_exact_at(bytes, src - ADDR).map_err(|e| Error::sys("pread", e, ""))
         }
 
-        fn driver_version(&self) -> Result<u32> {
-            unimplemented!()
-        }
-        fn devices(&self) -> Result<Vec<GpuInfo>> {
-            unimplemented!()
-        }
-        fn device_attribute(&self, _: i32, _: u32) -> Result<i32> {
-            unimplemented!()
-        }
-        fn pointer(&self, _: u64) -> Result<PointerInfo> {
-            unimplemented!()
-        }
-        fn buffer_id(&self, _: u64) -> Result<u64> {
-            unimplemented!()
-        }
-        fn ipc_handle(&self, _: u64) -> Result<[u8; 64]> {
-            unimplemented!()
-        }
-        fn export_fd(&self, _: u64) -> Result<OwnedFd> {
-            unimplemented!()
-        }
-        fn dma_buf(&self, _: u64, _: u64, _: usize, _: bool) -> Result<OwnedFd> {
-            unimplemented!()
-        }
-        fn alloc(&self, _: i32, _: usize, _: AllocKind) -> Result<u64> {
-            unimplemented!()
-        }
         unsafe fn free(&self, _: u64) -> Result<()> {
             unimplemented!()
         }
-        fn flush(&self, _: i32, _: u64) -> Result<()> {
-            unimplemented!()
+
+        not_called! {
+            driver_version() -> u32;
+            devices() -> Vec<GpuInfo>;
+            device_attribute(i32, u32) -> i32;
+            pointer(u64) -> PointerInfo;
+            buffer_id(u64) -> u64;
+            ipc_handle(u64) -> [u8; 64];
+            export_fd(u64) -> OwnedFd;
+            dma_buf(u64, u64, usize, bool) -> OwnedFd;
+            alloc(i32, usize, AllocKind) -> u64;
+            flush(i32, u64) -> ();
         }
     }
 

@@ -37,7 +37,7 @@ use crate::cpu_range::{CpuRange, Reservation};
 use crate::cuda::{AllocKind, Cuda, GpuInfo, MemoryKind};
 use crate::error::{Error, Result};
 use crate::system::System;
-use crate::types::{Attribute, BackendKind, GPU_PAGE, MappingType, PinFlags, host_page};
+use crate::types::{BackendKind, GPU_PAGE, MappingType, PinFlags, host_page};
 
 /// How a kind of memory gets a handle of this client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,14 +73,6 @@ impl Rm {
         Client::open(system.kernel.clone()).map(drop)
     }
 
-    /// The attributes, on every machine.
-    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
-        match attribute {
-            Attribute::UsePersistentMapping | Attribute::SupportPinFlagForcePcie => 1,
-            Attribute::UsingDmaBufMmap => 0,
-        }
-    }
-
     /// Opens the driver and proves that `cuMemAlloc` memory of the first GPU can be mapped.
     pub(crate) fn open(system: &System) -> Result<Self> {
         let cuda = system.cuda()?.clone();
@@ -112,10 +104,6 @@ impl Rm {
 impl Backend for Rm {
     fn kind(&self) -> BackendKind {
         BackendKind::Rm
-    }
-
-    fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(Self::attribute_of(attribute))
     }
 
     /// [`PinFlags::FORCE_PCIE`] changes nothing: mappings always go through BAR1.
@@ -501,31 +489,6 @@ impl RmPin {
     fn begins_inside_object(&self) -> bool {
         self.segments[0].offset != 0
     }
-
-    /// Refuses a segment whose memory was freed: its bytes can no longer be compared.
-    fn check_live(&self, segment: &Segment) -> Result<()> {
-        let memory = self.cuda.pointer(segment.part.start())?;
-        let live = memory.kind != MemoryKind::Unknown && memory.buffer_id == segment.part.memory.buffer_id;
-        if live { Ok(()) } else { Err(Error::Invalidated) }
-    }
-
-    /// Compares what CUDA shows of the user's range with the mapping.
-    fn compare(&self, range: &CpuRange) -> Result<()> {
-        let mapped = self.va() + range.len() as u64;
-        for segment in &self.segments {
-            let Range { start, end } = segment.part.bytes()?;
-            let end = end.min(mapped);
-            if start >= end {
-                continue;
-            }
-            self.check_live(segment)?;
-            let offset = range_len(start - self.va());
-            proof::compare(&*self.cuda, self.gpu.ordinal, self.va(), range, offset, range_len(end - start))
-                // Memory freed meanwhile gives `Invalidated`.
-                .or_else(|error| self.check_live(segment).and(Err(error)))?;
-        }
-        Ok(())
-    }
 }
 
 /// A distance inside a pinned range, whose length is a `usize`.
@@ -585,7 +548,7 @@ impl Pinned for RmPin {
         // WC: what the driver uses for BAR1 by default (`nvidia_mmap_helper` in `nv-mmap.c` of the open kernel
         // modules 580.142).
         let range = reservation.into_range(MappingType::WriteCombining, Some(Box::new(mappings)))?;
-        self.compare(&range)?;
+        self.segments.iter().try_for_each(|segment| segment.part.compare(&*self.cuda, self.va(), &range))?;
         Ok(range)
     }
 

@@ -173,26 +173,6 @@ fn small_memory_in_a_page_with_others_is_compared_by_itself() {
 }
 
 #[test]
-fn a_new_allocation_at_the_same_address_is_not_mapped() {
-    let rig = Rig::new(Module::default());
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
-    let (object, base) = {
-        let mut memory = rig.machine.memory.lock();
-        let base = memory.alloc(0, 2 << 20, MemoryKind::Vmm).unwrap();
-        (memory.find(base).unwrap().object.clone(), base)
-    };
-    let pin = dmabuf.pin(base, 4096, NONE).unwrap();
-    assert!(pin.map(4096, None).is_ok());
-    // The same address and even the same bytes, but another allocation.
-    {
-        let mut memory = rig.machine.memory.lock();
-        memory.free(base).unwrap();
-        memory.insert(base, 2 << 20, object, 0, MemoryKind::Vmm);
-    }
-    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
-}
-
-#[test]
 fn pages_beyond_an_allocation_depend_on_the_driver() {
     let rig = Rig::new(Module::default());
     let dmabuf = Backend::dmabuf(&rig.system).unwrap();

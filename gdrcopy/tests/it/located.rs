@@ -85,7 +85,7 @@ impl Device for Interrupted {
         if self.armed.swap(false, Ordering::Relaxed) {
             give(&self.machine, SIZE);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.module.ioctl(fd, request, arg) }
     }
 
@@ -96,7 +96,7 @@ impl Device for Interrupted {
         offset: u64,
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.module.mmap(fd, len, offset, at) }
     }
 }

@@ -3,11 +3,11 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use gdrcopy::cuda::{AllocKind, Cuda};
+use gdrcopy::cuda::{AllocKind, Cuda, MemoryKind};
 use gdrcopy::system::System;
 use gdrcopy::{Attribute, BackendKind, Error, Gdr, GpuBuffer, Mapping, MappingType, Pin, PinFlags, Result};
 use gdsync_testkit::{
-    Gdrdrv as Device, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm, kmod,
+    Gdrdrv as Device, Live, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm, kmod,
 };
 
 pub(crate) use gdsync_testkit::process::{End, in_child};
@@ -24,6 +24,7 @@ pub(crate) struct Rig {
     pub(crate) machine: Arc<Machine>,
     pub(crate) cuda: Arc<dyn Cuda>,
     pub(crate) device: Arc<Device>,
+    pub(crate) rm: Arc<SimulatedRm>,
     pub(crate) system: System,
 }
 
@@ -34,16 +35,48 @@ impl Rig {
     }
 
     pub(crate) fn with_gpus(gpus: i32, module: Module) -> Self {
+        Self::with(gpus, module, RmSettings::default())
+    }
+
+    pub(crate) fn with(gpus: i32, module: Module, settings: RmSettings) -> Self {
         let machine = Machine::new(gpus);
         machine.cuda.lock().driver_version = 13030;
         let device = Device::new(&machine, module);
         let kernel = SimulatedKernel::new(machine.clone())
             .with_device("/dev/gdrdrv", device.clone())
             .with_text("/proc/devices", DEVICES);
-        let kernel = SimulatedRm::new(&machine, RmSettings::default()).install(kernel);
+        let rm = SimulatedRm::new(&machine, settings);
         let cuda: Arc<dyn Cuda> = SimulatedCuda::new(&machine);
-        let system = System::new(Arc::new(kernel), Some(cuda.clone()));
-        Self { machine, cuda, device, system }
+        let system = System::new(Arc::new(rm.install(kernel)), Some(cuda.clone()));
+        Self { machine, cuda, device, rm, system }
+    }
+
+    /// Memory of the application.
+    pub(crate) fn memory(&self, gpu: i32, len: usize, kind: MemoryKind) -> u64 {
+        self.machine.memory.lock().alloc(gpu, len, kind).unwrap()
+    }
+
+    /// Writes as the GPU does.
+    pub(crate) fn write(&self, gpu: i32, addr: u64, bytes: &[u8]) {
+        // SAFETY: a whole slice.
+        unsafe { self.cuda.copy_to_device(gpu, addr, bytes.as_ptr(), bytes.len()) }.unwrap();
+    }
+
+    /// Reads as the GPU does.
+    pub(crate) fn read(&self, gpu: i32, addr: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        // SAFETY: a whole vector.
+        unsafe { self.cuda.copy_from_device(gpu, bytes.as_mut_ptr(), addr, len) }.unwrap();
+        bytes
+    }
+
+    /// The drivers hold nothing, and nothing was done in a wrong order.
+    pub(crate) fn check_clean(&self) {
+        if !kmod::is_wanted() {
+            assert_eq!(self.rm.live(), Live::default());
+            assert_eq!(self.rm.violations(), [""; 0]);
+        }
+        assert_eq!(self.device.live_pins(), 0);
     }
 
     /// The same machine for a process without CUDA.
@@ -166,17 +199,15 @@ impl Memory {
     }
 }
 
-/// Every backend, each on a machine of its own; on a real module that backend alone.
+/// Every backend, each on a machine of its own, where it leaves nothing behind; on a real module that backend alone.
 pub(crate) fn each(mut test: impl FnMut(&Rig, Backend)) {
-    let rig = Rig::new(Module::default());
-    test(&rig, Backend::gdrdrv(&rig.system).unwrap());
-    if kmod::is_wanted() {
-        return;
+    let kinds = [BackendKind::Gdrdrv, BackendKind::DmaBuf, BackendKind::Rm, BackendKind::Host];
+    for kind in &kinds[..if kmod::is_wanted() { 1 } else { kinds.len() }] {
+        let rig = Rig::new(Module::default());
+        let system = if *kind == BackendKind::Host { rig.without_cuda() } else { rig.system.clone() };
+        test(&rig, Backend::open(&system, *kind).unwrap());
+        rig.check_clean();
     }
-    let rig = Rig::new(Module::default());
-    test(&rig, Backend::dmabuf(&rig.system).unwrap());
-    let rig = Rig::new(Module::default());
-    test(&rig, Backend::open(&rig.without_cuda(), BackendKind::Host).unwrap());
 }
 
 /// What a mapping shows.

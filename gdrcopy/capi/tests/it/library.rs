@@ -8,9 +8,7 @@ use gdrapi::{GPU_PAGE_SIZE, gdr_info_v2_t, gdr_mh_t, gdr_t};
 use gdrcopy::Gdr;
 use gdrcopy::cuda::{Cuda, MemoryKind};
 use gdrcopy::system::System;
-use gdsync_testkit::{
-    Device, Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda,
-};
+use gdsync_testkit::{Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda};
 
 /// Larger than the blocks that small allocations share; not a multiple of GPU pages.
 pub(crate) const SIZE: usize = (4 << 20) + 4096;
@@ -20,6 +18,12 @@ pub(crate) type Answer<T> = Result<T, c_int>;
 
 fn answer(status: c_int) -> Answer<()> {
     if status == 0 { Ok(()) } else { Err(status) }
+}
+
+/// What a call writes to the place that it gets.
+fn given<T>(before: T, call: impl FnOnce(*mut T) -> c_int) -> Answer<T> {
+    let mut place = before;
+    answer(call(&raw mut place)).map(|()| place)
 }
 
 /// What may serve on a machine.
@@ -64,13 +68,6 @@ impl Computer {
         Self { machine, gdrdrv, rm, cuda, system }
     }
 
-    /// Puts another device in the place of the module.
-    pub(crate) fn replace_gdrdrv(&mut self, gdrdrv: Arc<Gdrdrv>, device: Arc<dyn Device>) {
-        let kernel = SimulatedKernel::new(self.machine.clone()).with_device("/dev/gdrdrv", device);
-        self.system = System::new(Arc::new(kernel), self.cuda.clone());
-        self.gdrdrv = Some(gdrdrv);
-    }
-
     /// `gdr_open`.
     pub(crate) fn open(&self) -> Answer<Library> {
         let chosen = ["GDRCOPY_BACKEND", "GDRCOPY_USE_DMABUF_MMAP"].map(std::env::var_os);
@@ -111,9 +108,8 @@ impl Library {
     }
 
     pub(crate) fn alloc(self, size: usize) -> Answer<u64> {
-        let mut addr = 0;
         // SAFETY: a place for the address.
-        answer(unsafe { gdrapi::gdrx_alloc(self.0, 0, size, &raw mut addr) }).map(|()| addr)
+        given(0, |place| unsafe { gdrapi::gdrx_alloc(self.0, 0, size, place) })
     }
 
     pub(crate) fn free(self, addr: u64) -> Answer<()> {
@@ -139,15 +135,15 @@ impl Library {
     }
 
     pub(crate) fn pin(self, addr: u64, size: usize) -> Answer<gdr_mh_t> {
-        let mut mh = gdr_mh_t::default();
         // SAFETY: a place for the handle.
-        answer(unsafe { gdrapi::gdr_pin_buffer(self.0, addr, size, 0, 0, &raw mut mh) }).map(|()| mh)
+        given(gdr_mh_t::default(), |place| unsafe { gdrapi::gdr_pin_buffer(self.0, addr, size, 0, 0, place) })
     }
 
     pub(crate) fn pin_v2(self, addr: u64, size: usize, flags: u32) -> Answer<gdr_mh_t> {
-        let mut mh = gdr_mh_t::default();
         // SAFETY: a place for the handle.
-        answer(unsafe { gdrapi::gdr_pin_buffer_v2(self.0, addr, size, flags, &raw mut mh) }).map(|()| mh)
+        given(gdr_mh_t::default(), |place| unsafe {
+            gdrapi::gdr_pin_buffer_v2(self.0, addr, size, flags, place)
+        })
     }
 
     pub(crate) fn unpin(self, mh: gdr_mh_t) -> Answer<()> {
@@ -155,27 +151,23 @@ impl Library {
     }
 
     pub(crate) fn callback_flag(self, mh: gdr_mh_t) -> Answer<c_int> {
-        let mut flag = -1;
         // SAFETY: a place for the flag.
-        answer(unsafe { gdrapi::gdr_get_callback_flag(self.0, mh, &raw mut flag) }).map(|()| flag)
+        given(-1, |place| unsafe { gdrapi::gdr_get_callback_flag(self.0, mh, place) })
     }
 
     pub(crate) fn info(self, mh: gdr_mh_t) -> Answer<gdr_info_v2_t> {
-        let mut info = gdr_info_v2_t::default();
         // SAFETY: a place for the structure.
-        answer(unsafe { gdrapi::gdr_get_info_v2(self.0, mh, &raw mut info) }).map(|()| info)
+        given(gdr_info_v2_t::default(), |place| unsafe { gdrapi::gdr_get_info_v2(self.0, mh, place) })
     }
 
     pub(crate) fn map_as(self, mh: gdr_mh_t, size: usize, flags: c_int) -> Answer<*mut c_void> {
-        let mut va = null_mut();
         // SAFETY: a place for the address.
-        answer(unsafe { gdrapi::gdr_map_v2(self.0, mh, &raw mut va, size, flags) }).map(|()| va)
+        given(null_mut(), |place| unsafe { gdrapi::gdr_map_v2(self.0, mh, place, size, flags) })
     }
 
     pub(crate) fn map(self, mh: gdr_mh_t, size: usize) -> Answer<*mut c_void> {
-        let mut va = null_mut();
         // SAFETY: a place for the address.
-        answer(unsafe { gdrapi::gdr_map(self.0, mh, &raw mut va, size) }).map(|()| va)
+        given(null_mut(), |place| unsafe { gdrapi::gdr_map(self.0, mh, place, size) })
     }
 
     pub(crate) fn unmap(self, mh: gdr_mh_t, va: *mut c_void, size: usize) -> Answer<()> {
@@ -183,9 +175,8 @@ impl Library {
     }
 
     pub(crate) fn attribute(self, attr: u32) -> Answer<c_int> {
-        let mut value = -1;
         // SAFETY: a place for the value.
-        answer(unsafe { gdrapi::gdr_get_attribute(self.0, attr, &raw mut value) }).map(|()| value)
+        given(-1, |place| unsafe { gdrapi::gdr_get_attribute(self.0, attr, place) })
     }
 
     pub(crate) fn version(self) -> Answer<(c_int, c_int)> {

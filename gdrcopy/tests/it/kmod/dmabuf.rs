@@ -22,6 +22,26 @@ fn pin(raw: &Raw, fd: i32, offset: u64, size: u64) -> Result<u64, i32> {
     raw.call(&mut request).map(|()| request.handle)
 }
 
+/// A dma-buf that is pinned and mapped.
+struct Exported {
+    map: Map,
+    handle: u64,
+    fd: OwnedFd,
+    object: Object,
+    raw: Raw,
+}
+
+impl Exported {
+    /// None where a step fails: a forked child must not panic.
+    fn new() -> Option<Self> {
+        let (raw, object) = (Raw::open(), Object::new(SIZE, Backing::Ram).ok()?);
+        let fd = object.export(0, SIZE, false).ok()?;
+        let handle = pin(&raw, fd.as_raw_fd(), 0, SIZE).ok()?;
+        let map = raw.map(handle, SIZE).ok()?;
+        Some(Self { map, handle, fd, object, raw })
+    }
+}
+
 /// Also where the module cannot do this: then it must say so.
 fn machine() -> Option<Machine> {
     let machine = Machine::new()?;
@@ -66,11 +86,7 @@ fn shows_the_exporters_bytes_wherever_they_lie() {
 fn a_move_is_followed() {
     let Some(_machine) = machine() else { return };
     let backings = backings();
-    let raw = Raw::open();
-    let object = Object::new(SIZE, Backing::Ram).unwrap();
-    let fd = object.export(0, SIZE, false).unwrap();
-    let handle = pin(&raw, fd.as_raw_fd(), 0, SIZE).unwrap();
-    let map = raw.map(handle, SIZE).unwrap();
+    let Exported { raw, object, fd: _fd, handle, map } = Exported::new().unwrap();
     let (before, mut expected) = (counter("total_moved"), vec![0; 20]);
     for round in 0..20 {
         map.store(round, 100);
@@ -114,10 +130,7 @@ fn concurrent_moves_and_accesses() {
 #[test]
 fn accesses_wait_for_the_exporters_copy() {
     let Some(_machine) = machine() else { return };
-    let raw = Raw::open();
-    let object = Object::new(SIZE, Backing::Ram).unwrap();
-    let fd = object.export(0, SIZE, false).unwrap();
-    let map = raw.map(pin(&raw, fd.as_raw_fd(), 0, SIZE).unwrap(), SIZE).unwrap();
+    let Exported { raw: _raw, object, fd: _fd, map, .. } = Exported::new().unwrap();
     map.store(0, 7);
     let copying = Failing::new(Fault::Copying, 1);
     object.move_to(Backing::Ram).unwrap();
@@ -135,10 +148,7 @@ fn accesses_wait_for_the_exporters_copy() {
 /// Pins, maps and moves a dma-buf whose exporter then copies, and waits for that until a signal comes: by an access of this
 /// process, or of the kernel for it.
 fn wait_until_killed(by_kernel: bool) -> bool {
-    let (raw, Ok(object)) = (Raw::open(), Object::new(SIZE, Backing::Ram)) else { return false };
-    let Ok(fd) = object.export(0, SIZE, false) else { return false };
-    let Ok(handle) = pin(&raw, fd.as_raw_fd(), 0, SIZE) else { return false };
-    let Ok(map) = raw.map(handle, SIZE) else { return false };
+    let Some(Exported { raw: _raw, object, fd: _fd, map, .. }) = Exported::new() else { return false };
     if kmod::set_fault(Fault::Copying, 1).is_err() || object.move_to(Backing::Ram).is_err() {
         return false;
     }
@@ -232,10 +242,7 @@ fn an_exporter_that_fails_a_pin_raises_sigbus() {
     let Some(_machine) = machine() else { return };
     let failing = Failing::new(Fault::Map, 0);
     let end = in_child(|| {
-        let (raw, Ok(object)) = (Raw::open(), Object::new(SIZE, Backing::Ram)) else { return false };
-        let Ok(fd) = object.export(0, SIZE, false) else { return false };
-        let Ok(handle) = pin(&raw, fd.as_raw_fd(), 0, SIZE) else { return false };
-        let Ok(map) = raw.map(handle, SIZE) else { return false };
+        let Some(Exported { raw: _raw, object, fd: _fd, map, .. }) = Exported::new() else { return false };
         map.store(0, 1);
         if kmod::set_fault(Fault::Map, libc::EIO).is_err() || object.move_to(Backing::Ram).is_err() {
             return false;
@@ -250,10 +257,7 @@ fn an_exporter_that_fails_a_pin_raises_sigbus() {
 fn unpinned_under_a_mapping_is_sigbus() {
     let Some(_machine) = machine() else { return };
     let end = in_child(|| {
-        let (raw, Ok(object)) = (Raw::open(), Object::new(SIZE, Backing::Ram)) else { return false };
-        let Ok(fd) = object.export(0, SIZE, false) else { return false };
-        let Ok(handle) = pin(&raw, fd.as_raw_fd(), 0, SIZE) else { return false };
-        let Ok(map) = raw.map(handle, SIZE) else { return false };
+        let Some(Exported { raw, object, fd, handle, map }) = Exported::new() else { return false };
         map.store(0, 1);
         drop((fd, object));
         raw.unpin(handle).is_ok() && map.load(0) == 1

@@ -192,6 +192,25 @@ impl Memory {
     }
 }
 
+/// Memory that is pinned and mapped.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    pub(super) map: Map,
+    pub(super) handle: u64,
+    pub(super) memory: Memory,
+    pub(super) raw: Raw,
+}
+
+impl Mapped {
+    /// None where a step fails: a forked child must not panic.
+    pub(super) fn new(backing: Backing, len: u64) -> Option<Self> {
+        let (raw, memory) = (Raw::open(), Memory::on(backing, len).ok()?);
+        let handle = raw.pin(memory.va, len).ok()?;
+        let map = raw.map(handle, len).ok()?;
+        Some(Self { map, handle, memory, raw })
+    }
+}
+
 /// Whether the machine has a BAR to put memory into.
 pub(super) fn backings() -> Vec<Backing> {
     [Backing::Ram, Backing::Bar]
