@@ -45,6 +45,8 @@ macro_rules! records {
         $($(#[$fmeta:meta])* $field:ident $(($path:literal))?: $ty:ty,)*
     })*) => {
         $(
+            #[doc = concat!("`", stringify!($name), "`")]
+            ///
             $(#[$meta])*
             #[repr(C)]
             #[derive(Clone, Copy)]
@@ -96,6 +98,8 @@ pub(crate) use records;
 macro_rules! enumerations {
     ($list:ident; $($(#[$meta:meta])* enum $name:ident: $repr:ty { $($constant:ident = $value:expr,)* })*) => {
         $(
+            #[doc = concat!("`", stringify!($name), "`")]
+            ///
             $(#[$meta])*
             #[repr(transparent)]
             #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -140,6 +144,8 @@ macro_rules! flag_sets {
     ($list:ident; $($(#[$meta:meta])* flags $name:ident: $repr:ty { $($constant:ident = $value:expr,)* })*) => {
         $(
             bitflags::bitflags! {
+                #[doc = concat!("`", stringify!($name), "`")]
+                ///
                 $(#[$meta])*
                 #[repr(transparent)]
                 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -1,12 +1,8 @@
 //! libmlx5: direct verbs and DevX, `infiniband/mlx5dv.h`.
 
-mod bits;
-
 use std::ffi::{c_int, c_void};
 
 use libc::off_t;
-
-pub use bits::*;
 
 use crate::abi::{Constant, Layout, enumerations, flag_sets, plain_constants, records};
 use crate::load::{Installed, entry_points};
@@ -104,7 +100,6 @@ plain_constants! {
 enumerations! {
     ENUMERATIONS;
 
-    /// `enum mlx5dv_set_ctx_attr_type`
     enum mlx5dv_set_ctx_attr_type: u32 {
     }
 
@@ -115,7 +110,6 @@ enumerations! {
         MLX5DV_UAR_ALLOC_TYPE_NC_DEDICATED = 1 << 31,
     }
 
-    /// `enum mlx5dv_devx_create_event_channel_flags`
     enum mlx5dv_devx_create_event_channel_flags: u32 {
         MLX5DV_DEVX_CREATE_EVENT_CHANNEL_FLAGS_OMIT_EV_DATA = 1,
     }
@@ -124,7 +118,7 @@ enumerations! {
 flag_sets! {
     FLAGS;
 
-    /// `enum mlx5dv_context_comp_mask`: what [`Mlx5::mlx5dv_query_device`](super::Mlx5::mlx5dv_query_device) is asked
+    /// What [`Mlx5::mlx5dv_query_device`](super::Mlx5::mlx5dv_query_device) is asked
     /// for, and what it wrote. Bits without a name here must stay 0: the structure ends before their fields.
     flags mlx5dv_context_comp_mask: u64 {
         MLX5DV_CONTEXT_MASK_DYN_BFREGS = 1 << 4,
@@ -135,33 +129,27 @@ flag_sets! {
         MLX5DV_CONTEXT_FLAGS_CQE_V1 = 1 << 0,
     }
 
-    /// `enum mlx5dv_context_attr_flags`
     flags mlx5dv_context_attr_flags: u32 {
         MLX5DV_CONTEXT_FLAGS_DEVX = 1 << 0,
     }
 
-    /// `enum mlx5dv_cq_init_attr_mask`
     flags mlx5dv_cq_init_attr_mask: u64 {
         MLX5DV_CQ_INIT_ATTR_MASK_CQE_SIZE = 1 << 2,
     }
 
-    /// `enum mlx5dv_qp_init_attr_mask`
     flags mlx5dv_qp_init_attr_mask: u64 {
         MLX5DV_QP_INIT_ATTR_MASK_QP_CREATE_FLAGS = 1 << 0,
     }
 
-    /// `enum mlx5dv_qp_create_flags`
     flags mlx5dv_qp_create_flags: u32 {
         MLX5DV_QP_CREATE_DISABLE_SCATTER_TO_CQE = 1 << 3,
         MLX5DV_QP_CREATE_ALLOW_SCATTER_TO_CQE = 1 << 4,
     }
 
-    /// `enum mlx5dv_devx_umem_in_mask`
     flags mlx5dv_devx_umem_in_mask: u64 {
         MLX5DV_UMEM_MASK_DMABUF = 1 << 0,
     }
 
-    /// `enum mlx5dv_obj_type`
     flags mlx5dv_obj_type: u64 {
         MLX5DV_OBJ_QP = 1 << 0,
         MLX5DV_OBJ_CQ = 1 << 1,
@@ -169,7 +157,7 @@ flag_sets! {
         MLX5DV_OBJ_PD = 1 << 6,
     }
 
-    /// `enum mlx5dv_qp_comp_mask`: what is asked for and what was written.
+    /// What is asked for and what was written.
     flags mlx5dv_qp_comp_mask: u64 {
         MLX5DV_QP_MASK_UAR_MMAP_OFFSET = 1 << 0,
     }
@@ -178,7 +166,7 @@ flag_sets! {
 records! {
     RECORDS;
 
-    /// `struct mlx5dv_context`: what a device says of itself.
+    /// What a device says of itself.
     struct mlx5dv_context grows {
         version: u8,
         flags: mlx5dv_context_flags,
@@ -192,13 +180,12 @@ records! {
         hca_core_clock: *mut c_void,
     }
 
-    /// `struct mlx5dv_context_attr`: how a device is opened.
+    /// How a device is opened.
     struct mlx5dv_context_attr grows {
         flags: mlx5dv_context_attr_flags,
         comp_mask: u64,
     }
 
-    /// `struct mlx5dv_cq_init_attr`
     struct mlx5dv_cq_init_attr {
         comp_mask: mlx5dv_cq_init_attr_mask,
         cqe_comp_res_format: u8,
@@ -207,7 +194,6 @@ records! {
         cqe_size: u16,
     }
 
-    /// `struct mlx5dv_qp_init_attr`
     struct mlx5dv_qp_init_attr {
         comp_mask: mlx5dv_qp_init_attr_mask,
         create_flags: mlx5dv_qp_create_flags,
@@ -215,12 +201,11 @@ records! {
         send_ops_flags: u64,
     }
 
-    /// `struct mlx5dv_devx_umem`: memory that the device may name.
+    /// Memory that the device may name.
     struct mlx5dv_devx_umem grows {
         umem_id: u32,
     }
 
-    /// `struct mlx5dv_devx_umem_in`
     struct mlx5dv_devx_umem_in grows {
         /// Where it begins, in the DMA-BUF if there is one.
         addr: *mut c_void,
@@ -233,7 +218,7 @@ records! {
         dmabuf_fd: c_int,
     }
 
-    /// `struct mlx5dv_devx_uar`: a page of doorbells.
+    /// A page of doorbells.
     struct mlx5dv_devx_uar grows {
         /// The register.
         reg_addr: *mut c_void,
@@ -244,12 +229,11 @@ records! {
         comp_mask: u64,
     }
 
-    /// `struct mlx5dv_devx_event_channel`
     struct mlx5dv_devx_event_channel grows {
         fd: c_int,
     }
 
-    /// `struct mlx5dv_devx_async_event_hdr`: the event's bytes follow.
+    /// The event's bytes follow.
     struct mlx5dv_devx_async_event_hdr {
         cookie: u64,
     }
@@ -270,7 +254,7 @@ records! {
         size: u32,
     }
 
-    /// `struct mlx5dv_qp`: a queue pair in memory.
+    /// A queue pair in memory.
     struct mlx5dv_qp grows {
         /// Two big-endian words, [`MLX5_RCV_DBR`] and [`MLX5_SND_DBR`].
         dbrec: *mut u32,
@@ -286,7 +270,7 @@ records! {
         tir_icm_addr: u64,
     }
 
-    /// `struct mlx5dv_cq`: a completion queue in memory. It now is the caller's to poll.
+    /// A completion queue in memory. It now is the caller's to poll.
     struct mlx5dv_cq grows {
         buf: *mut c_void,
         /// Two big-endian words: consumer index and arm.
@@ -300,19 +284,19 @@ records! {
         comp_mask: u64,
     }
 
-    /// `struct mlx5dv_ah`: an address in memory.
+    /// An address in memory.
     struct mlx5dv_ah grows {
         av: *mut mlx5_wqe_av,
         comp_mask: u64,
     }
 
-    /// `struct mlx5dv_pd`: the number of a protection domain.
+    /// The number of a protection domain.
     struct mlx5dv_pd grows {
         pdn: u32,
         comp_mask: u64,
     }
 
-    /// `struct mlx5_wqe_av`: the address of a peer, in network byte order.
+    /// The address of a peer, in network byte order.
     struct mlx5_wqe_av {
         /// A Q_Key in its first half, or the key of a DC target.
         key: u64,
@@ -358,7 +342,7 @@ records! {
         out: *mut mlx5dv_pd,
     }
 
-    /// `struct mlx5dv_obj`: objects of verbs, and where to write what they are in memory.
+    /// Objects of verbs, and where to write what they are in memory.
     struct mlx5dv_obj grows {
         qp: mlx5dv_obj_qp,
         cq: mlx5dv_obj_cq,
@@ -367,5 +351,68 @@ records! {
         dm: mlx5dv_obj_other,
         ah: mlx5dv_obj_ah,
         pd: mlx5dv_obj_pd,
+    }
+}
+
+// Fields of the firmware's commands: `DEVX_SET` and `DEVX_GET`, by offset instead of name. Offsets count bits from the most
+// significant bit of the first big-endian word, as the manual does.
+
+/// Writes the low `width` bits of `value` at bit `offset`.
+///
+/// # Panics
+/// If the field leaves its word of 32 bits, or the command.
+pub fn devx_set(command: &mut [u8], offset: usize, width: u32, value: u32) {
+    let (word, shift, mask) = field(offset, width);
+    let bytes: &mut [u8; 4] = command[word..].first_chunk_mut().expect("a field inside the command");
+    let others = u32::from_be_bytes(*bytes) & !(mask << shift);
+    *bytes = (others | (value & mask) << shift).to_be_bytes();
+}
+
+/// Reads `width` bits at bit `offset`.
+///
+/// # Panics
+/// If the field leaves its word of 32 bits, or the command.
+#[must_use]
+pub fn devx_get(command: &[u8], offset: usize, width: u32) -> u32 {
+    let (word, shift, mask) = field(offset, width);
+    let bytes: &[u8; 4] = command[word..].first_chunk().expect("a field inside the command");
+    u32::from_be_bytes(*bytes) >> shift & mask
+}
+
+/// Writes the 64 bits at bit `offset`.
+///
+/// # Panics
+/// If the field is not aligned, or leaves the command.
+pub fn devx_set64(command: &mut [u8], offset: usize, value: u64) {
+    assert!(offset.is_multiple_of(64), "a field of 64 bits at bit {offset}");
+    let bytes = command[offset / 8..].first_chunk_mut().expect("a field inside the command");
+    *bytes = value.to_be_bytes();
+}
+
+/// The byte of the field's word, how far it is from the right, and its mask there.
+fn field(offset: usize, width: u32) -> (usize, u32, u32) {
+    let begin = u32::try_from(offset % 32).unwrap_or_default();
+    assert!((1..=32 - begin).contains(&width), "a field of {width} bits at bit {offset}");
+    (offset / 32 * 4, 32 - begin - width, u32::MAX >> (32 - width))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fields_lie_where_the_manual_says() {
+        let mut command = [0u8; 16];
+        devx_set(&mut command, 0x00, 16, 0x400);
+        devx_set(&mut command, 0x2e, 1, 1);
+        devx_set(&mut command, 0x28, 6, 0xff);
+        devx_set64(&mut command, 0x40, 0x0102_0304_0506_0708);
+        assert_eq!(command, [4, 0, 0, 0, 0, 0xfe, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8]);
+        assert_eq!(devx_get(&command, 0, 16), 0x400);
+        assert_eq!(devx_get(&command, 0x28, 8), 0xfe);
+        assert_eq!(devx_get(&command, 0x60, 32), 0x0506_0708);
+        // What lies beside a field stays.
+        devx_set(&mut command, 0x2c, 2, 0);
+        assert_eq!(devx_get(&command, 0x20, 32), 0x00f2_0000);
     }
 }

@@ -180,7 +180,6 @@ impl Gdrdrv {
     }
 
     fn pin(&self, fd: BorrowedFd<'_>, addr: u64, size: u64, flags: u32) -> io::Result<u64> {
-        self.fault("pin")?;
         let force_pcie = self.module.persistent && self.module.force_pcie;
         if addr == 0 || size == 0 || flags & !1 != 0 || flags & 1 != 0 && !force_pcie {
             return Err(errno(libc::EINVAL));
@@ -216,7 +215,6 @@ impl Gdrdrv {
     }
 
     fn unpin(&self, fd: BorrowedFd<'_>, handle: u64) -> io::Result<()> {
-        self.fault("unpin")?;
         self.with_pin(fd, handle, |pin| {
             pin.zap();
             Ok(())
@@ -228,14 +226,12 @@ impl Gdrdrv {
     }
 
     fn info(&self, fd: BorrowedFd<'_>, handle: u64) -> io::Result<(u64, u64, Option<MappingType>)> {
-        self.fault("info")?;
         let wrong =
             self.machine.fault("gdrdrv wrong page").map_or(0, |pages| u64::from(pages.unsigned_abs()));
         self.with_pin(fd, handle, |pin| Ok((pin.va + wrong * GPU_PAGE, pin.len, pin.mapped())))
     }
 
     fn attribute(&self, attr: u32) -> io::Result<u32> {
-        self.fault("attr")?;
         let Module { persistent, force_pcie, .. } = self.module;
         match attr {
             abi::ATTR_PERSISTENT => Ok(persistent.into()),
@@ -245,7 +241,6 @@ impl Gdrdrv {
     }
 
     fn wish(&self, fd: BorrowedFd<'_>, handle: u64, wish: u32) -> io::Result<()> {
-        self.fault("type")?;
         self.with_pin(fd, handle, |pin| {
             if wish > MappingType::Device as u32 {
                 return Err(errno(libc::EINVAL));
@@ -302,7 +297,6 @@ impl Gdrdrv {
             }
             PinBufferV2::CODE => {
                 let p = request!(PinBufferV2);
-                self.fault("pin v2")?;
                 p.handle = self.pin(fd, p.addr, p.size, p.flags)?;
             }
             UnpinBuffer::CODE => {
@@ -311,7 +305,6 @@ impl Gdrdrv {
             }
             GetCallbackFlag::CODE => {
                 let p = request!(GetCallbackFlag);
-                self.fault("flag")?;
                 p.flag = self.with_pin(fd, p.handle, |pin| Ok(pin.freed.into()))?;
             }
             GetInfo::CODE => {
@@ -323,7 +316,6 @@ impl Gdrdrv {
             }
             GetInfoV2::CODE => {
                 let p = request!(GetInfoV2);
-                self.fault("info v2")?;
                 let (va, len, mapped) = self.info(fd, p.handle)?;
                 (p.va, p.mapped_size, p.page_size) = (va, len, 1 << 16);
                 p.mapping_type = mapped.map_or(abi::TYPE_NONE, |kind| kind as u32);
@@ -338,7 +330,6 @@ impl Gdrdrv {
             }
             GetVersion::CODE => {
                 let p = request!(GetVersion);
-                self.fault("version")?;
                 let Module { version: v, minimum_library: m, .. } = self.module;
                 (p.driver, p.minimum_library) = (abi::version(v.0, v.1), abi::version(m.0, m.1));
             }
@@ -361,26 +352,25 @@ impl Device for Gdrdrv {
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        if kmod::is_wanted() {
-            if !self.knows(request) {
-                return Err(errno(libc::ENOTTY));
+        if !kmod::is_wanted() {
+            if request >> 8 & 0xff != 0xDA {
+                return Err(errno(libc::EINVAL));
             }
-            faults_of(request).iter().try_for_each(|operation| self.fault(operation))?;
-            // SAFETY: the caller guarantees `arg`.
-            unsafe { Linux.ioctl(fd, request, arg) }?;
-            // SAFETY: `arg` points to the structure of `request`: the caller guarantees it.
-            unsafe { disguise(&self.module, request, arg) };
-            return Ok(());
+            self.file(fd, |_| Ok(()))?;
         }
-        if request >> 8 & 0xff != 0xDA {
-            return Err(errno(libc::EINVAL));
-        }
-        self.file(fd, |_| Ok(()))?;
         if !self.knows(request) {
             return Err(errno(libc::ENOTTY));
         }
+        faults_of(request).iter().try_for_each(|operation| self.fault(operation))?;
+        if !kmod::is_wanted() {
+            // SAFETY: the caller guarantees `arg`.
+            return unsafe { self.serve(fd, request, arg) };
+        }
         // SAFETY: the caller guarantees `arg`.
-        unsafe { self.serve(fd, request, arg) }
+        unsafe { Linux.ioctl(fd, request, arg) }?;
+        // SAFETY: the caller guarantees that `arg` points to the structure of `request`.
+        unsafe { disguise(&self.module, request, arg) };
+        Ok(())
     }
 
     unsafe fn mmap(

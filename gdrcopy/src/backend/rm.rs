@@ -233,7 +233,7 @@ fn prove(
         let scratch = &scratch[index];
         let part = locate(&**cuda, scratch.addr(), SCRATCH, PinFlags::empty())?;
         let pin = RmPin::new(gpu, cuda, part, scratch.addr(), SCRATCH)?;
-        let inner = pin.begins_inside_object();
+        let inner = pin.segments[0].offset != 0;
         let mut range = pin.map(pin.pinned_len(), None)?;
         let first = usize::try_from(scratch.addr() - pin.va()).expect("pinned memory fits the address space");
         let offsets = [first, first + SCRATCH / 2 - 32, first + SCRATCH - 64];
@@ -303,11 +303,6 @@ impl Gpu {
             Route::Malloc => &self.malloc,
             Route::Vmm => &self.vmm,
         }
-    }
-
-    /// A file for one mapping.
-    fn open_file(&self) -> Result<OwnedFd> {
-        client::open_node(&*self.client().kernel, &self.node)
     }
 
     /// Whether confidential computing hides GPU memory from the CPU; `false` also if the driver does not report it.
@@ -476,18 +471,13 @@ impl RmPin {
         let va = (range.start - range.start % GPU_PAGE).max(found.base);
         let end = range.end.checked_next_multiple_of(GPU_PAGE).unwrap_or(u64::MAX).min(found.end());
         Ok(Segment {
-            memory: Memory::new(&self.gpu, found.object),
+            memory: Arc::new(Memory { object: found.object, gpu: self.gpu.clone() }),
             va,
             len: usize::try_from(end - va)
                 .map_err(|_| Error::invalid("length", end - va, "an address space's"))?,
             offset: va - found.base,
             part: part.clone(),
         })
-    }
-
-    /// Whether the range begins after the first byte of its object.
-    fn begins_inside_object(&self) -> bool {
-        self.segments[0].offset != 0
     }
 }
 
@@ -558,7 +548,7 @@ impl Pinned for RmPin {
         for segment in self.segments {
             // A mapping that is still there gives the memory back later.
             if let Some(memory) = Arc::into_inner(segment.memory) {
-                result = result.and(memory.free());
+                result = result.and(memory.object.free());
             }
         }
         result
@@ -571,17 +561,6 @@ struct Memory {
     // Fields are dropped in this order.
     object: Object,
     gpu: Arc<Gpu>,
-}
-
-impl Memory {
-    fn new(gpu: &Arc<Gpu>, object: Object) -> Arc<Self> {
-        Arc::new(Self { object, gpu: gpu.clone() })
-    }
-
-    /// Frees the handle, and returns the error that a drop can only log.
-    fn free(self) -> Result<()> {
-        self.object.free()
-    }
 }
 
 /// BAR1 space of a mapping; released when dropped, after the `munmap`.
@@ -598,7 +577,7 @@ impl Bar1Mapping {
     fn append(range: &mut Reservation, memory: &Arc<Memory>, offset: u64, len: usize) -> Result<Self> {
         let gpu = &memory.gpu;
         let client = gpu.client();
-        let file = gpu.open_file()?;
+        let file = client::open_node(&*client.kernel, &gpu.node)?;
         let mut map = abi::Map {
             client: client.handle(),
             device: gpu.device(),

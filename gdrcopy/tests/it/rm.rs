@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use gdrcopy::cuda::{Cuda, MemoryKind};
 use gdrcopy::system::System;
-use gdrcopy::{Error, Mapping, PinFlags, Result};
+use gdrcopy::{Error, Gdr, Mapping, Pin, PinFlags, Result};
 use gdsync_testkit::{
     CudaSettings, Live, Machine, Module, Object, RmSettings, SimulatedCuda, SimulatedKernel,
 };
 
-use crate::rig::{Backend, Pinned, Rig, no_cuda};
+use crate::rig::{Rig, no_cuda, open_rm};
 use crate::rm_abi::NvStatus;
 
 /// Addresses where no simulated allocation lies.
@@ -35,8 +35,8 @@ impl Bench {
         Self(Rig::with(gpus, Module::default(), settings))
     }
 
-    fn open(&self) -> Backend {
-        Backend::rm(&self.system).unwrap()
+    fn open(&self) -> Gdr {
+        open_rm(&self.system).unwrap()
     }
 
     fn alloc(&self, gpu: i32, len: usize, kind: MemoryKind) -> u64 {
@@ -71,14 +71,14 @@ fn pattern(addr: u64) -> u8 {
     (addr.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56).to_le_bytes()[0]
 }
 
-fn pin(rm: &Backend, addr: u64, len: usize) -> Result<Pinned> {
-    rm.pin(addr, len, PinFlags::empty())
+fn pin(rm: &Gdr, addr: u64, len: usize) -> Result<Pin> {
+    rm.pin_with(addr, len, PinFlags::empty())
 }
 
 /// Pins and maps all of it.
-fn map(rm: &Backend, addr: u64, len: usize) -> Result<(Pinned, Mapping)> {
+fn map(rm: &Gdr, addr: u64, len: usize) -> Result<(Pin, Mapping)> {
     let pin = pin(rm, addr, len)?;
-    let range = pin.map(pin.pinned_len(), None)?;
+    let range = pin.map_pages(pin.info().mapped_size, None)?;
     Ok((pin, range))
 }
 
@@ -98,8 +98,8 @@ fn store(range: &Mapping, offset: usize, byte: u8) {
 }
 
 /// The user's part of a mapping shows each byte of `len` at `addr`.
-fn check_bytes(pin: &Pinned, range: &Mapping, addr: u64, len: usize) {
-    let first = usize::try_from(addr - pin.va()).unwrap();
+fn check_bytes(pin: &Pin, range: &Mapping, addr: u64, len: usize) {
+    let first = usize::try_from(addr - pin.info().va).unwrap();
     for at in 0..len {
         let wanted = pattern(addr + at as u64);
         assert_eq!(load(range, first + at), wanted, "byte {at} of {len} at {addr:#x}");
@@ -115,7 +115,7 @@ fn a_machine_without_driver_or_gpu_says_what_to_do() {
     let machine = Machine::new(1);
     let cuda = SimulatedCuda::new(&machine);
     let bare = Arc::new(SimulatedKernel::new(machine.clone()));
-    let open = |system: System| Backend::rm(&system).map(drop);
+    let open = |system: System| open_rm(&system).map(drop);
     let error = text(open(System::new(bare.clone(), Some(cuda as Arc<dyn Cuda>))));
     assert!(error.contains("/dev/nvidiactl") && error.contains("nvidia-modprobe"), "{error}");
     assert!(text(open(System::new(bare, no_cuda()))).contains("CUDA"));
@@ -179,7 +179,7 @@ fn gpus_that_cannot_be_mapped_are_refused() {
     for (settings, change, words) in cases {
         let bench = Bench::with(1, settings);
         change(&mut bench.machine.cuda.lock());
-        let error = text(Backend::rm(&bench.system));
+        let error = text(open_rm(&bench.system));
         assert!(error.contains(words), "{error}");
         bench.check_clean();
     }
@@ -271,7 +271,7 @@ fn opening_fails_cleanly_at_every_call() {
     for (name, code) in faults() {
         let bench = Bench::new(1);
         bench.machine.fail(name, code);
-        let opened = Backend::rm(&bench.system).map(drop);
+        let opened = open_rm(&bench.system).map(drop);
         bench.machine.fail(name, 0);
         match opened {
             // Not needed for the proof, or answered otherwise.
@@ -353,10 +353,10 @@ fn the_second_object_of_a_range_fails_cleanly() {
     let rm = bench.open();
     let base = bench.vmm(0, &[4 << 20, 2 << 20]);
     let pin = pin(&rm, base, 6 << 20).unwrap();
-    let error = refusal(pin.map(6 << 20, None));
+    let error = refusal(pin.map_pages(6 << 20, None));
     assert!(matches!(error, Error::Exhausted { what: "BAR1 space", len: 0x20_0000, .. }), "{error}");
     assert_eq!(bench.rm.live(), Live { objects: 3, ..AT_REST });
-    let range = pin.map(5 << 20, None).unwrap();
+    let range = pin.map_pages(5 << 20, None).unwrap();
     check_bytes(&pin, &range, base, 5 << 20);
     drop((range, pin, rm));
     bench.check_clean();
@@ -378,7 +378,7 @@ fn wrong_pages_are_detected_at_open() {
     for fault in ["rm shift", "rm at start", "rm swap"] {
         let bench = Bench::new(1);
         bench.machine.fail(fault, 16);
-        let error = refusal(Backend::rm(&bench.system));
+        let error = refusal(open_rm(&bench.system));
         assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
         bench.check_clean();
         assert_eq!(bench.machine.memory.lock().allocations(), 0);
@@ -493,7 +493,7 @@ fn vmm_ranges_over_several_objects_are_one_range() {
         let (pin, range) = map(&rm, addr, len).unwrap();
         assert_eq!(bench.rm.live().mappings, objects);
         check_bytes(&pin, &range, addr, len);
-        let last = usize::try_from(addr - pin.va()).unwrap() + len - 1;
+        let last = usize::try_from(addr - pin.info().va).unwrap() + len - 1;
         store(&range, last, 7);
         assert_eq!(bench.read(0, addr + len as u64 - 1, 1), [7]);
         drop((range, pin));

@@ -7,37 +7,32 @@ use crate::abi::{enumerations, flag_sets, plain_constants};
 enumerations! {
     ENUMERATIONS;
 
-    /// `enum ibv_gid_type`: what the entry of a GID table stands for.
+    /// What the entry of a GID table stands for.
     enum ibv_gid_type: u32 {
         IBV_GID_TYPE_IB = 0,
         IBV_GID_TYPE_ROCE_V1 = 1,
         IBV_GID_TYPE_ROCE_V2 = 2,
     }
 
-    /// `enum ibv_node_type`
     enum ibv_node_type: c_int {
         IBV_NODE_CA = 1,
     }
 
-    /// `enum ibv_transport_type`
     enum ibv_transport_type: c_int {
         IBV_TRANSPORT_IB = 0,
         IBV_TRANSPORT_IWARP = 1,
     }
 
-    /// `enum ibv_fork_status`
     enum ibv_fork_status: u32 {
         IBV_FORK_ENABLED = 1,
         IBV_FORK_UNNEEDED = 2,
     }
 
-    /// `enum ibv_atomic_cap`
     enum ibv_atomic_cap: u32 {
         IBV_ATOMIC_NONE = 0,
         IBV_ATOMIC_HCA = 1,
     }
 
-    /// `enum ibv_mtu`
     enum ibv_mtu: u32 {
         IBV_MTU_256 = 1,
         IBV_MTU_512 = 2,
@@ -46,7 +41,6 @@ enumerations! {
         IBV_MTU_4096 = 5,
     }
 
-    /// `enum ibv_port_state`
     enum ibv_port_state: u32 {
         IBV_PORT_ACTIVE = 4,
     }
@@ -56,7 +50,6 @@ enumerations! {
         IBV_LINK_LAYER_ETHERNET = 2,
     }
 
-    /// `enum ibv_event_type`
     enum ibv_event_type: u32 {
         IBV_EVENT_CQ_ERR = 0,
         IBV_EVENT_QP_FATAL = 1,
@@ -80,7 +73,6 @@ enumerations! {
         IBV_EVENT_WQ_FATAL = 19,
     }
 
-    /// `enum ibv_wc_status`
     enum ibv_wc_status: u32 {
         IBV_WC_SUCCESS = 0,
         IBV_WC_LOC_LEN_ERR = 1,
@@ -108,7 +100,6 @@ enumerations! {
         IBV_WC_TM_RNDV_INCOMPLETE = 23,
     }
 
-    /// `enum ibv_wc_opcode`
     enum ibv_wc_opcode: u32 {
         IBV_WC_SEND = 0,
         IBV_WC_RDMA_WRITE = 1,
@@ -119,13 +110,11 @@ enumerations! {
         IBV_WC_RECV_RDMA_WITH_IMM = 129,
     }
 
-    /// `enum ibv_qp_type`
     enum ibv_qp_type: u32 {
         IBV_QPT_RC = 2,
         IBV_QPT_UD = 4,
     }
 
-    /// `enum ibv_qp_state`
     enum ibv_qp_state: u32 {
         IBV_QPS_RESET = 0,
         IBV_QPS_INIT = 1,
@@ -134,7 +123,6 @@ enumerations! {
         IBV_QPS_ERR = 6,
     }
 
-    /// `enum ibv_wr_opcode`
     enum ibv_wr_opcode: u32 {
         IBV_WR_RDMA_WRITE = 0,
         IBV_WR_RDMA_WRITE_WITH_IMM = 1,
@@ -155,19 +143,15 @@ plain_constants! {
     IBV_SYSFS_PATH_MAX: usize = 256;
     /// `IBV_ALLOCATOR_USE_DEFAULT`: what an allocator returns to have the library allocate by itself.
     IBV_ALLOCATOR_USE_DEFAULT: isize = -1;
-    /// `IB_ROCE_UDP_ENCAP_VALID_PORT_MIN`: the first source port of a RoCE v2 path.
-    IB_ROCE_UDP_ENCAP_VALID_PORT_MIN: u32 = 0xc000;
 }
 
 flag_sets! {
     FLAGS;
 
-    /// `enum ibv_device_cap_flags`
     flags ibv_device_cap_flags: c_uint {
         IBV_DEVICE_RC_RNR_NAK_GEN = 1 << 12,
     }
 
-    /// `enum ibv_port_cap_flags`
     flags ibv_port_cap_flags: u32 {
         IBV_PORT_CM_SUP = 1 << 16,
         IBV_PORT_IP_BASED_GIDS = 1 << 26,
@@ -178,7 +162,7 @@ flag_sets! {
         IBV_QPF_GRH_REQUIRED = 1 << 0,
     }
 
-    /// `enum ibv_access_flags`: who may do what with a memory region. From `IBV_ACCESS_RELAXED_ORDERING` on they are
+    /// Who may do what with a memory region. From `IBV_ACCESS_RELAXED_ORDERING` on they are
     /// optional, and a kernel that does not know them ignores them.
     flags ibv_access_flags: c_uint {
         IBV_ACCESS_LOCAL_WRITE = 1,
@@ -189,46 +173,39 @@ flag_sets! {
         IBV_ACCESS_OPTIONAL_RANGE = 0x3ff0_0000,
     }
 
-    /// `enum ibv_wc_flags`
     flags ibv_wc_flags: c_uint {
         IBV_WC_WITH_IMM = 1 << 1,
     }
 
-    /// `enum ibv_create_cq_wc_flags`: what a poll of an extended CQ can read.
+    /// What a poll of an extended CQ can read.
     flags ibv_create_cq_wc_flags: u64 {
         IBV_CREATE_CQ_SUP_WC_FLAGS = 0xfff,
     }
 
-    /// `enum ibv_cq_init_attr_mask`
     flags ibv_cq_init_attr_mask: u32 {
         IBV_CQ_INIT_ATTR_MASK_FLAGS = 1 << 0,
         IBV_CQ_INIT_ATTR_MASK_PD = 1 << 1,
     }
 
-    /// `enum ibv_create_cq_attr_flags`
     flags ibv_create_cq_attr_flags: u32 {
         IBV_CREATE_CQ_ATTR_SINGLE_THREADED = 1 << 0,
         IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN = 1 << 1,
     }
 
-    /// `enum ibv_parent_domain_init_attr_mask`
     flags ibv_parent_domain_init_attr_mask: u32 {
         IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS = 1 << 0,
         IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT = 1 << 1,
     }
 
-    /// `enum ibv_qp_init_attr_mask`
     flags ibv_qp_init_attr_mask: u32 {
         IBV_QP_INIT_ATTR_PD = 1 << 0,
         IBV_QP_INIT_ATTR_CREATE_FLAGS = 1 << 2,
         IBV_QP_INIT_ATTR_SEND_OPS_FLAGS = 1 << 6,
     }
 
-    /// `enum ibv_qp_create_flags`
     flags ibv_qp_create_flags: u32 {
     }
 
-    /// `enum ibv_qp_create_send_ops_flags`
     flags ibv_qp_create_send_ops_flags: u64 {
         IBV_QP_EX_WITH_RDMA_WRITE = 1 << 0,
         IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM = 1 << 1,
@@ -242,7 +219,6 @@ flag_sets! {
         IBV_QP_EX_WITH_ATOMIC_WRITE = 1 << 12,
     }
 
-    /// `enum ibv_qp_attr_mask`
     flags ibv_qp_attr_mask: u32 {
         IBV_QP_STATE = 1 << 0,
         IBV_QP_CUR_STATE = 1 << 1,
@@ -267,7 +243,6 @@ flag_sets! {
         IBV_QP_DEST_QPN = 1 << 20,
     }
 
-    /// `enum ibv_send_flags`
     flags ibv_send_flags: c_uint {
         IBV_SEND_FENCE = 1 << 0,
         IBV_SEND_SIGNALED = 1 << 1,

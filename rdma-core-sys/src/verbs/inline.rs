@@ -9,30 +9,19 @@ use std::ptr;
 
 use super::*;
 
-/// `verbs_get_ctx`: the extended context around `context`, null where the library is older than that.
-///
-/// # Safety
-/// `context` must be open.
-pub unsafe fn verbs_get_ctx(context: *mut ibv_context) -> *mut verbs_context {
-    // SAFETY: the caller guarantees the context.
-    let extended = unsafe { &raw const (*context).abi_compat };
-    // SAFETY: it is a field of the context.
-    if unsafe { *extended }.addr() != usize::MAX {
-        return ptr::null_mut();
-    }
-    context.wrapping_byte_sub(offset_of!(verbs_context, context)).cast()
-}
-
 /// `verbs_get_ctx_op`: the function at `offset` of the extended context, if the library knows it and the driver has it.
 ///
 /// # Safety
 /// `context` must be open, and `T` the type of the field at `offset`.
 unsafe fn operation<T: Copy>(context: *mut ibv_context, offset: usize) -> Option<T> {
     // SAFETY: the caller guarantees the context.
-    let extended = unsafe { verbs_get_ctx(context) };
-    if extended.is_null() {
+    let marker = unsafe { &raw const (*context).abi_compat };
+    // SAFETY: a field of the context.
+    if unsafe { *marker }.addr() != usize::MAX {
+        // The library is older than the extended context.
         return None;
     }
+    let extended: *mut verbs_context = context.wrapping_byte_sub(offset_of!(verbs_context, context)).cast();
     // SAFETY: the size lies directly before the context, in every version.
     let size = unsafe { (*extended).sz };
     if size < size_of::<verbs_context>() - offset {
@@ -143,14 +132,6 @@ pub unsafe fn ibv_dealloc_td(td: *mut ibv_td) -> c_int {
         Some(dealloc) => unsafe { dealloc(td) },
         None => libc::EOPNOTSUPP,
     }
-}
-
-/// `ibv_flow_label_to_udp_sport`: the source port of a RoCE v2 path with this flow label.
-#[must_use]
-pub fn ibv_flow_label_to_udp_sport(flow_label: u32) -> u16 {
-    let folded = (flow_label & 0x3fff) ^ ((flow_label & 0xf_c000) >> 14);
-    // 14 bits and the two above them.
-    u16::try_from(folded | IB_ROCE_UDP_ENCAP_VALID_PORT_MIN).unwrap_or(u16::MAX)
 }
 
 impl Verbs {

@@ -16,7 +16,7 @@ pub type ibv_domain_free = unsafe extern "C" fn(*mut ibv_pd, *mut c_void, *mut c
 records! {
     RECORDS;
 
-    /// `union ibv_gid`: an address, in network byte order.
+    /// An address, in network byte order.
     union ibv_gid {
         raw: [u8; 16],
         global: ibv_gid_global,
@@ -30,7 +30,7 @@ records! {
         interface_id: u64,
     }
 
-    /// `struct ibv_gid_entry`: one entry of a GID table.
+    /// One entry of a GID table.
     struct ibv_gid_entry {
         gid: ibv_gid,
         gid_index: u32,
@@ -40,7 +40,6 @@ records! {
         ndev_ifindex: u32,
     }
 
-    /// `struct ibv_device_attr`
     struct ibv_device_attr {
         fw_ver: [c_char; 64],
         /// Big-endian.
@@ -75,12 +74,11 @@ records! {
         phys_port_cnt: u8,
     }
 
-    /// `struct ibv_query_device_ex_input`
     struct ibv_query_device_ex_input {
         comp_mask: u32,
     }
 
-    /// `struct ibv_device_attr_ex`: the library writes no more than the size that [`Verbs::query_device_ex`] passes.
+    /// The library writes no more than the size that [`Verbs::query_device_ex`] passes.
     struct ibv_device_attr_ex grows {
         orig_attr: ibv_device_attr,
         comp_mask: u32,
@@ -94,7 +92,7 @@ records! {
         phys_port_cnt_ex: u32,
     }
 
-    /// `struct ibv_port_attr`: the library writes no more than the size that [`Verbs::query_port`] passes.
+    /// The library writes no more than the size that [`Verbs::query_port`] passes.
     struct ibv_port_attr grows {
         state: ibv_port_state,
         max_mtu: ibv_mtu,
@@ -123,7 +121,7 @@ records! {
         port_cap_flags2: u16,
     }
 
-    /// `struct ibv_global_route`: the network part of an address.
+    /// The network part of an address.
     struct ibv_global_route {
         dgid: ibv_gid,
         /// 20 bits.
@@ -133,7 +131,7 @@ records! {
         traffic_class: u8,
     }
 
-    /// `struct ibv_ah_attr`: an address.
+    /// An address.
     struct ibv_ah_attr {
         grh: ibv_global_route,
         dlid: u16,
@@ -146,7 +144,6 @@ records! {
         port_num: u8,
     }
 
-    /// `struct ibv_device`
     struct ibv_device {
         _ops: [Unused; 2],
         node_type: ibv_node_type,
@@ -159,7 +156,7 @@ records! {
         ibdev_path: [c_char; IBV_SYSFS_PATH_MAX],
     }
 
-    /// `struct ibv_context_ops`: those functions of the driver that every context has.
+    /// Those functions of the driver that every context has.
     struct ibv_context_ops {
         _before_poll_cq("_compat_query_device"): [Unused; 11],
         poll_cq: Option<unsafe extern "C" fn(*mut ibv_cq, c_int, *mut ibv_wc) -> c_int>,
@@ -170,7 +167,7 @@ records! {
         _after_post_recv("_compat_create_ah"): [Unused; 5],
     }
 
-    /// `struct ibv_context`: an open device.
+    /// An open device.
     struct ibv_context {
         device: *mut ibv_device,
         ops: ibv_context_ops,
@@ -182,7 +179,7 @@ records! {
         abi_compat: *mut c_void,
     }
 
-    /// `struct verbs_context`: the context with the functions that came later. New ones are put in front, and
+    /// The context with the functions that came later. New ones are put in front, and
     /// `sz` says from where on there are any.
     struct verbs_context grows_in_front {
         query_port: Option<unsafe extern "C" fn(*mut ibv_context, u8, *mut ibv_port_attr, usize) -> c_int>,
@@ -211,18 +208,18 @@ records! {
         context: ibv_context,
     }
 
-    /// `struct ibv_pd`: a protection domain.
+    /// A protection domain.
     struct ibv_pd {
         context: *mut ibv_context,
         handle: u32,
     }
 
-    /// `struct ibv_td`: a thread domain.
+    /// A thread domain.
     struct ibv_td {
         context: *mut ibv_context,
     }
 
-    /// `struct ibv_mr`: a memory region.
+    /// A memory region.
     struct ibv_mr {
         context: *mut ibv_context,
         pd: *mut ibv_pd,
@@ -233,21 +230,21 @@ records! {
         rkey: u32,
     }
 
-    /// `struct ibv_ah`: an address handle.
+    /// An address handle.
     struct ibv_ah {
         context: *mut ibv_context,
         pd: *mut ibv_pd,
         handle: u32,
     }
 
-    /// `struct ibv_comp_channel`: where completion events arrive.
+    /// Where completion events arrive.
     struct ibv_comp_channel {
         context: *mut ibv_context,
         fd: c_int,
         refcnt: c_int,
     }
 
-    /// `struct ibv_cq`: a completion queue.
+    /// A completion queue.
     struct ibv_cq {
         context: *mut ibv_context,
         channel: *mut ibv_comp_channel,
@@ -261,7 +258,7 @@ records! {
         async_events_completed: u32,
     }
 
-    /// `struct ibv_cq_ex`: a completion queue with functions that read a completion, which nothing here calls. The first fields are those of
+    /// A completion queue with functions that read a completion, which nothing here calls. The first fields are those of
     /// [`ibv_cq`].
     struct ibv_cq_ex grows {
         context: *mut ibv_context,
@@ -279,7 +276,7 @@ records! {
         _functions("start_poll"): [Unused; 18],
     }
 
-    /// `struct ibv_qp`: a queue pair.
+    /// A queue pair.
     struct ibv_qp {
         context: *mut ibv_context,
         qp_context: *mut c_void,
@@ -296,7 +293,6 @@ records! {
         events_completed: u32,
     }
 
-    /// `struct ibv_async_event`
     struct ibv_async_event {
         element: ibv_async_event_element,
         event_type: ibv_event_type,
@@ -311,12 +307,10 @@ records! {
         port_num: c_int,
     }
 
-    /// `struct ibv_td_init_attr`
     struct ibv_td_init_attr {
         comp_mask: u32,
     }
 
-    /// `struct ibv_parent_domain_init_attr`
     struct ibv_parent_domain_init_attr {
         pd: *mut ibv_pd,
         /// Null for none.
@@ -328,7 +322,6 @@ records! {
         pd_context: *mut c_void,
     }
 
-    /// `struct ibv_cq_init_attr_ex`
     struct ibv_cq_init_attr_ex grows {
         /// Entries at least.
         cqe: u32,
@@ -341,7 +334,7 @@ records! {
         parent_domain: *mut ibv_pd,
     }
 
-    /// `struct ibv_qp_cap`: requests and granted sizes.
+    /// Requests and granted sizes.
     struct ibv_qp_cap {
         max_send_wr: u32,
         max_recv_wr: u32,
@@ -351,7 +344,6 @@ records! {
         max_inline_data: u32,
     }
 
-    /// `struct ibv_qp_init_attr`
     struct ibv_qp_init_attr {
         qp_context: *mut c_void,
         send_cq: *mut ibv_cq,
@@ -362,7 +354,6 @@ records! {
         sq_sig_all: c_int,
     }
 
-    /// `struct ibv_qp_init_attr_ex`
     struct ibv_qp_init_attr_ex grows {
         qp_context: *mut c_void,
         send_cq: *mut ibv_cq,
@@ -382,7 +373,6 @@ records! {
         send_ops_flags: ibv_qp_create_send_ops_flags,
     }
 
-    /// `struct ibv_qp_attr`
     struct ibv_qp_attr {
         qp_state: ibv_qp_state,
         cur_qp_state: ibv_qp_state,
@@ -420,7 +410,7 @@ records! {
         rate_limit: u32,
     }
 
-    /// `struct ibv_sge`: a piece of registered memory.
+    /// A piece of registered memory.
     struct ibv_sge {
         addr: u64,
         /// Bytes.
@@ -428,7 +418,7 @@ records! {
         lkey: u32,
     }
 
-    /// `struct ibv_send_wr`: a request to send.
+    /// A request to send.
     struct ibv_send_wr {
         wr_id: u64,
         next: *mut ibv_send_wr,
@@ -474,7 +464,7 @@ records! {
         remote_qkey: u32,
     }
 
-    /// `struct ibv_recv_wr`: a request to receive.
+    /// A request to receive.
     struct ibv_recv_wr {
         wr_id: u64,
         next: *mut ibv_recv_wr,
@@ -482,7 +472,7 @@ records! {
         num_sge: c_int,
     }
 
-    /// `struct ibv_wc`: a completion.
+    /// A completion.
     struct ibv_wc {
         wr_id: u64,
         status: ibv_wc_status,

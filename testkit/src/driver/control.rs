@@ -150,6 +150,11 @@ impl Control {
         COUNTERS.misplaced.load(Ordering::Relaxed)
     }
 
+    /// Calls with an invalid or destroyed stream, which may crash in the real driver.
+    pub fn stray(&self) -> u64 {
+        COUNTERS.stray.load(Ordering::Relaxed)
+    }
+
     /// Objects that are alive.
     pub fn alive(&self) -> Alive {
         let [device_memory, host_memory, registrations] = memory::since(self.first);
@@ -175,8 +180,8 @@ impl Drop for Control {
 
 fn reset() {
     *SETTINGS.lock() = Settings::new();
-    let Counters { memops, blocked, stalled, misplaced } = &COUNTERS;
-    for counter in [memops, blocked, stalled, misplaced] {
+    let Counters { memops, blocked, stalled, misplaced, stray } = &COUNTERS;
+    for counter in [memops, blocked, stalled, misplaced, stray] {
         counter.store(0, Ordering::Relaxed);
     }
     HELD.lock().devices.clear();
@@ -260,6 +265,7 @@ pub(super) struct Counters {
     pub(super) blocked: AtomicU64,
     pub(super) stalled: AtomicU64,
     pub(super) misplaced: AtomicU64,
+    pub(super) stray: AtomicU64,
 }
 
 pub(super) static COUNTERS: Counters = Counters {
@@ -267,6 +273,7 @@ pub(super) static COUNTERS: Counters = Counters {
     blocked: AtomicU64::new(0),
     stalled: AtomicU64::new(0),
     misplaced: AtomicU64::new(0),
+    stray: AtomicU64::new(0),
 };
 
 pub(super) fn count(counter: &AtomicU64) {

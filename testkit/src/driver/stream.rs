@@ -12,7 +12,7 @@ use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, MemOp, STREAM_NON_BLOC
 use parking_lot::Mutex;
 
 use super::context::{CONTEXTS, Context, Table, current, number};
-use super::control::SETTINGS;
+use super::control::{COUNTERS, SETTINGS, count};
 use super::queue::{Command, Copy, Fill, Shared, Side, Ticket};
 use super::status::{
     CAPTURE_IMPLICIT, CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, CAPTURE_WRONG_THREAD, ILLEGAL_STATE,
@@ -70,7 +70,7 @@ impl Stream {
 /// The stream of a handle.
 pub(super) fn resolve(handle: Handle) -> Outcome<Arc<Stream>> {
     if handle > PER_THREAD {
-        return STREAMS.get(handle);
+        return STREAMS.get(handle).inspect_err(|_| count(&COUNTERS.stray));
     }
     let context = current()?;
     let made = |streams: &mut BTreeMap<Handle, Arc<Stream>>, is_legacy| {
@@ -147,7 +147,7 @@ pub(super) fn synchronize(stream: Handle) -> Outcome {
 }
 
 pub(super) fn destroy(stream: Handle) -> Outcome {
-    let found = STREAMS.get(stream)?;
+    let found = STREAMS.get(stream).inspect_err(|_| count(&COUNTERS.stray))?;
     if let Some(capture) = capture_of(&found) {
         return Err(capture.spoil());
     }

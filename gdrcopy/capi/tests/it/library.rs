@@ -2,11 +2,11 @@
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 
 use gdrapi::{GPU_PAGE_SIZE, gdr_info_v2_t, gdr_mh_t, gdr_t};
 use gdrcopy::Gdr;
-use gdrcopy::cuda::{Cuda, MemoryKind};
+use gdrcopy::cuda::MemoryKind;
 use gdrcopy::system::System;
 use gdsync_testkit::{Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda};
 
@@ -33,8 +33,6 @@ pub(crate) enum Driver {
     /// CUDA 13.3.
     DmaBuf,
     Rm(RmSettings),
-    /// No GPU.
-    None,
 }
 
 /// A machine, with the end of each driver that looks after what is left behind.
@@ -58,13 +56,9 @@ impl Computer {
             }
             Driver::DmaBuf => machine.cuda.lock().driver_version = 13030,
             Driver::Rm(settings) => kernel = rm.insert(SimulatedRm::new(&machine, settings)).install(kernel),
-            Driver::None => {}
         }
         let cuda = UninitialisedCuda::new(&machine);
-        let system = match driver {
-            Driver::None => System::new(Arc::new(kernel), None::<Arc<dyn Cuda>>),
-            _ => System::new(Arc::new(kernel), cuda.clone()),
-        };
+        let system = System::new(Arc::new(kernel), cuda.clone());
         Self { machine, gdrdrv, rm, cuda, system }
     }
 
@@ -219,30 +213,6 @@ pub(crate) fn load(mh: gdr_mh_t, place: *mut c_void, len: usize) -> Answer<Vec<u
         .map(|()| bytes)
 }
 
-#[test]
-fn without_a_gpu_nothing_opens() {
-    let computer = Computer::new(Driver::None);
-    assert_eq!(computer.open().unwrap_err(), libc::ENODEV);
-}
-
-#[test]
-fn libraries_do_not_share_handles() {
-    let computers = [Driver::Gdrdrv(Module::default()), Driver::Rm(RmSettings::default())].map(Computer::new);
-    let libraries = computers.each_ref().map(|computer| computer.open().unwrap());
-    let [one, two] = libraries;
-    let addr = one.alloc(SIZE).unwrap();
-    let mh = one.pin(addr, SIZE).unwrap();
-    assert_eq!(two.info(mh), Err(libc::EINVAL));
-    assert_eq!(two.unpin(mh), Err(libc::EINVAL));
-    assert_eq!(two.free(addr), Err(libc::EINVAL));
-    two.close().unwrap();
-    assert_eq!(two.close(), Err(libc::EINVAL));
-    assert_eq!(two.info(mh), Err(libc::EINVAL));
-    one.info(mh).unwrap();
-    one.close().unwrap();
-    computers.iter().for_each(Computer::check_clean);
-}
-
 /// Memory that the application allocated.
 fn memory(computer: &Computer) -> u64 {
     computer.machine.memory.lock().alloc(0, SIZE, MemoryKind::Malloc).unwrap()
@@ -295,27 +265,6 @@ fn an_error_at_the_first_use_is_returned_and_tried_again() {
     }
     computer.check_clean();
     library.works_at(library.alloc(SIZE).unwrap(), SIZE);
-    library.close().unwrap();
-    computer.check_clean();
-}
-
-#[test]
-fn threads_may_all_be_the_first() {
-    let computer = Computer::new(Driver::Rm(RmSettings::default()));
-    let library = computer.open().unwrap();
-    let addr = memory(&computer);
-    let (start, number) = (Barrier::new(8), library.0.addr());
-    std::thread::scope(|scope| {
-        for _ in 0..8 {
-            scope.spawn(|| {
-                let library = Library(std::ptr::without_provenance_mut(number));
-                start.wait();
-                library.unpin(library.pin(addr, SIZE).unwrap()).unwrap();
-            });
-        }
-    });
-    assert_eq!(computer.cuda.initialised(), 1);
-    assert_eq!(computer.rm.as_ref().unwrap().live().clients, 1);
     library.close().unwrap();
     computer.check_clean();
 }

@@ -12,7 +12,7 @@ use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object};
 
 use super::rig::{Failing, Machine, Map, Raw, backings, check, counter};
 use crate::gdrdrv_abi::{self as abi, PinDmaBuf};
-use crate::rig::{Backend, End, Rig, in_child, pattern, peek, poke};
+use crate::rig::{End, Rig, in_child, open_volatile_gdrdrv, pattern, peek, poke};
 
 const SIZE: u64 = 5 * CHUNK;
 const PAGE: u64 = 4096;
@@ -322,26 +322,26 @@ fn backend_rig() -> Option<(Machine, Rig)> {
 #[test]
 fn every_range_is_read_and_written_where_it_lies() {
     let Some((_machine, rig)) = backend_rig() else { return };
-    let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
-    let memory = gdrdrv.allocate(0, BYTES).unwrap();
+    let gdrdrv = open_volatile_gdrdrv(&rig.system).unwrap();
+    let memory = gdrdrv.alloc(0, BYTES).unwrap();
     let mut model = pattern(1, BYTES);
-    memory.write(0, &model).unwrap();
+    memory.copy_in(0, &model).unwrap();
     for errno in [libc::ENODEV, libc::EOPNOTSUPP, 524] {
         let _failing = Failing::new(Fault::Get, errno);
         for (seed, (offset, len)) in
             (2..).zip([(0, BYTES), (0, 1), (5000, 1), (65_535, 70_000), (BYTES - 5, 5)])
         {
-            let pin = gdrdrv.pin(memory.addr() + offset as u64, len, NONE).unwrap();
-            assert_eq!((pin.page_size(), counter("dmabuf_attachments")), (4096, 1));
-            let skip = usize::try_from(memory.addr() + offset as u64 - pin.va()).unwrap();
-            assert!(skip < 4096 && skip + len <= pin.pinned_len());
-            let range = pin.map(skip + len, None).unwrap();
+            let pin = gdrdrv.pin_with(memory.addr() + offset as u64, len, NONE).unwrap();
+            assert_eq!((pin.info().page_size, counter("dmabuf_attachments")), (4096, 1));
+            let skip = usize::try_from(memory.addr() + offset as u64 - pin.info().va).unwrap();
+            assert!(skip < 4096 && skip + len <= pin.info().mapped_size);
+            let range = pin.map_pages(skip + len, None).unwrap();
             assert_eq!(peek(&range, skip, len), model[offset..][..len], "{offset}");
             let news = pattern(seed, len);
             poke(&range, skip, &news);
             model[offset..][..len].copy_from_slice(&news);
             let mut whole = vec![0; BYTES];
-            memory.read(0, &mut whole).unwrap();
+            memory.copy_out(0, &mut whole).unwrap();
             assert!(whole == model, "{len} bytes at {offset} went elsewhere");
             assert!(!pin.invalidated().unwrap());
             drop(range);
@@ -353,35 +353,35 @@ fn every_range_is_read_and_written_where_it_lies() {
 #[test]
 fn freed_memory_stays_and_is_not_mapped_anew() {
     let Some((_machine, rig)) = backend_rig() else { return };
-    let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
+    let gdrdrv = open_volatile_gdrdrv(&rig.system).unwrap();
     let _failing = Failing::new(Fault::Get, 524);
     let size = 3 << 20;
-    let memory = gdrdrv.allocate(0, size).unwrap();
-    memory.write(7, b"kept").unwrap();
-    let pin = gdrdrv.pin(memory.addr(), size, NONE).unwrap();
-    let range = pin.map(size, None).unwrap();
+    let memory = gdrdrv.alloc(0, size).unwrap();
+    memory.copy_in(7, b"kept").unwrap();
+    let pin = gdrdrv.pin_with(memory.addr(), size, NONE).unwrap();
+    let range = pin.map_pages(size, None).unwrap();
     drop(memory);
-    let _other = gdrdrv.allocate(0, size).unwrap();
+    let _other = gdrdrv.alloc(0, size).unwrap();
     assert_eq!(peek(&range, 7, 4), b"kept");
     drop(range);
-    assert!(matches!(pin.map(size, None), Err(Error::Invalidated)));
+    assert!(matches!(pin.map_pages(size, None), Err(Error::Invalidated)));
     pin.unpin().unwrap();
 }
 
 #[test]
 fn the_error_names_the_cause_if_both_ways_fail() {
     let Some((_machine, rig)) = backend_rig() else { return };
-    let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
-    let memory = gdrdrv.allocate(0, BYTES).unwrap();
+    let gdrdrv = open_volatile_gdrdrv(&rig.system).unwrap();
+    let memory = gdrdrv.alloc(0, BYTES).unwrap();
     // What is wrong with the address or the memory is not tried another way.
     let failing = Failing::new(Fault::Get, libc::ENOMEM);
-    assert!(matches!(gdrdrv.pin(memory.addr(), 1, NONE), Err(Error::Exhausted { .. })));
+    assert!(matches!(gdrdrv.pin_with(memory.addr(), 1, NONE), Err(Error::Exhausted { .. })));
     drop(failing);
     let _failing = Failing::new(Fault::Get, libc::ENODEV);
     rig.machine.fail("cuMemGetHandleForAddressRange", 801);
-    assert_eq!(gdrdrv.pin(memory.addr(), 1, NONE).unwrap_err().errno(), libc::ENODEV);
+    assert_eq!(gdrdrv.pin_with(memory.addr(), 1, NONE).unwrap_err().errno(), libc::ENODEV);
     rig.machine.fail("cuMemGetHandleForAddressRange", 0);
     let _peers = Failing::new(Fault::Attach, libc::EOPNOTSUPP);
-    let error = gdrdrv.pin(memory.addr(), 1, NONE).unwrap_err();
+    let error = gdrdrv.pin_with(memory.addr(), 1, NONE).unwrap_err();
     assert!(error.to_string().contains("PIN_DMABUF"), "{error}");
 }

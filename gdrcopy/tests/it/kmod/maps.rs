@@ -40,9 +40,7 @@ fn both_sides_see_the_same_bytes() {
 
 #[test]
 fn a_pin_is_mapped_again_in_any_length_up_to_its_own() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     memory.write(0, &[9]);
     let handle = raw.pin(memory.va, SIZE).unwrap();
     for len in [1, 4096, 4097, CHUNK, SIZE - 1, SIZE] {
@@ -106,9 +104,7 @@ fn types_are_those_of_the_memory() {
 
 #[test]
 fn only_shared_mappings_that_are_not_executed() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let handle = raw.pin(memory.va, SIZE).unwrap();
     for (prot, flags) in [
         (RW, libc::MAP_PRIVATE),

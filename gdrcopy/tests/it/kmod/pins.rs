@@ -25,9 +25,7 @@ const SIZE: u64 = 5 * CHUNK;
 
 #[test]
 fn both_requests_pin_and_both_infos_tell() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     for handle in [raw.pin(memory.va, SIZE).unwrap(), raw.pin_v1(memory.va, SIZE).unwrap()] {
         let info = raw.info(handle).unwrap();
         assert_eq!((info.va, info.mapped_size, info.page_size), (memory.va, SIZE, 65536));
@@ -47,9 +45,7 @@ fn both_requests_pin_and_both_infos_tell() {
 
 #[test]
 fn any_address_is_pinned_in_whole_pages_of_the_gpu() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     for (offset, size, first, pages) in [
         (0, 1, 0, 1),
         (1, 1, 0, 1),
@@ -76,9 +72,7 @@ fn any_address_is_pinned_in_whole_pages_of_the_gpu() {
 
 #[test]
 fn several_allocations_side_by_side_are_one_range() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(2 * CHUNK);
+    let Some((_machine, raw, memory)) = Machine::with_memory(2 * CHUNK) else { return };
     let next = Object::new(CHUNK, Backing::Ram).unwrap();
     next.show(memory.va + 2 * CHUNK, 0, CHUNK).unwrap();
     memory.write(2 * CHUNK - 1, b"a");
@@ -90,9 +84,7 @@ fn several_allocations_side_by_side_are_one_range() {
 
 #[test]
 fn bad_ranges_and_flags_are_einval() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let va = memory.va;
     let ranges = [
         (0, 1),
@@ -159,9 +151,7 @@ fn an_unknown_handle_is_refused() {
 
 #[test]
 fn handles_are_disjoint_page_offsets_and_never_reused() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let first: u64 = std::fs::read_to_string("/sys/module/gdrdrv/parameters/first_handle")
         .unwrap()
         .trim()
@@ -181,9 +171,7 @@ fn handles_are_disjoint_page_offsets_and_never_reused() {
 
 #[test]
 fn one_of_many_threads_unpins() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     for _ in 0..50 {
         let handle = raw.pin(memory.va, SIZE).unwrap();
         let unpinned = std::thread::scope(|scope| {
@@ -196,9 +184,7 @@ fn one_of_many_threads_unpins() {
 
 #[test]
 fn errors_of_the_gpu_driver_are_returned_and_leave_nothing() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let cases = [
         (Fault::Get, libc::ENOMEM, libc::ENOMEM),
         (Fault::Get, libc::EINVAL, libc::EINVAL),
@@ -331,9 +317,7 @@ fn read_only<R: Request>(request: R) -> *mut R {
 
 #[test]
 fn an_answer_that_cannot_be_delivered_undoes_the_pin() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(1 << 20);
+    let Some((_machine, raw, memory)) = Machine::with_memory(1 << 20) else { return };
     let (addr, size) = (memory.va, memory.len);
     let old = read_only(PinBuffer { addr, size, ..Default::default() });
     assert_eq!(raw.ioctl(PinBuffer::CODE, old.cast()), Err(libc::EFAULT));

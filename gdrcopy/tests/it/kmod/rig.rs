@@ -272,6 +272,11 @@ impl Machine {
         None
     }
 
+    /// The same, with an open device and memory.
+    pub(super) fn with_memory(len: u64) -> Option<(Self, Raw, Memory)> {
+        Self::new().map(|machine| (machine, Raw::open(), Memory::new(len)))
+    }
+
     /// A machine on which pins survive a free, or do not.
     pub(super) fn with_persistence(persistent: bool) -> Option<Self> {
         let machine = Self::new()?;
