@@ -10,7 +10,8 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::locate::{Part, host_pages, locate};
-use super::{Allocation, Backend, CudaAllocation, Pinned, proof};
+use super::proof::{PROBE, Views};
+use super::{Allocation, Backend, CudaAllocation, Pinned};
 use crate::cpu_range::{CpuRange, Reservation};
 use crate::cuda::{AllocKind, Cuda, CudaStatus, MemoryKind};
 use crate::error::{Error, Result, check_bounds};
@@ -100,8 +101,8 @@ impl DmaBuf {
             let len = SCRATCH - start;
             let pin = Pin::new(&self.machine, scratch.addr() + start as u64, len, flags)?;
             let range = pin.map_unproven(len)?;
-            let offsets = [0, len / 2, len - proof::PROBE];
-            proof::nonce(&**cuda, device, pin.va(), &range, &offsets)?;
+            let offsets = [0, len / 2, len - PROBE];
+            Views { cuda: &**cuda, device, addr: pin.va(), range: &range }.nonce(&offsets)?;
         }
         proven.insert((device, flags));
         Ok(())

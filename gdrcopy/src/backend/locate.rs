@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::proof;
+use super::proof::Views;
 use crate::cpu_range::CpuRange;
 use crate::cuda::{Cuda, MemoryKind, PointerInfo, unknown};
 use crate::error::{Error, Result};
@@ -63,7 +63,9 @@ impl Part {
         let check_live = || if self.is_live(cuda)? { Ok(()) } else { Err(Error::Invalidated) };
         check_live()?;
         let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::invalid("length", bytes, "a size"));
-        proof::compare(cuda, self.memory.device, va, range, size(from - va)?, size(to - from)?)
+        let views = Views { cuda, device: self.memory.device, addr: va, range };
+        views
+            .compare(size(from - va)?, size(to - from)?)
             // The memory may have been freed meanwhile.
             .or_else(|error| check_live().and(Err(error)))
     }

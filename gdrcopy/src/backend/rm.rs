@@ -32,7 +32,8 @@ use parking_lot::Mutex;
 use self::abi::{Escape, NvStatus};
 use self::client::{Block, Client, Object, refused};
 use super::locate::{Part, locate};
-use super::{Allocation, Backend, CudaAllocation, Pinned, proof};
+use super::proof::Views;
+use super::{Allocation, Backend, CudaAllocation, Pinned};
 use crate::cpu_range::{CpuRange, Reservation};
 use crate::cuda::{AllocKind, Cuda, GpuInfo, MemoryKind};
 use crate::error::{Error, Result};
@@ -237,7 +238,7 @@ fn prove(
         let mut range = pin.map(pin.pinned_len(), None)?;
         let first = usize::try_from(scratch.addr() - pin.va()).expect("pinned memory fits the address space");
         let offsets = [first, first + SCRATCH / 2 - 32, first + SCRATCH - 64];
-        proof::nonce(&**cuda, gpu.ordinal, pin.va(), &range, &offsets)?;
+        Views { cuda: &**cuda, device: gpu.ordinal, addr: pin.va(), range: &range }.nonce(&offsets)?;
         range.release()?;
         Box::new(pin).unpin()?;
         // CUDA gives every VMM allocation an object of its own.

@@ -2,14 +2,14 @@
 
 use std::ptr::NonNull;
 
-use gdrcopy::{Attribute, BackendKind, Error, MappingType, PinFlags, Result, host_page};
+use gdrcopy::{Attribute, BackendKind, Error, Gdr, MappingType, Pin, PinFlags, PinInfo, Result, host_page};
 
 use crate::rig::{End, Rig, address, each, in_child, open, pattern, peek, poke};
 
 const NONE: PinFlags = PinFlags::empty();
 
-#[test]
-fn every_range_is_read_and_written_where_it_lies() {
+/// Reads and writes ranges from both sides, and lets `look` see each pin.
+pub(crate) fn check_ranges(backend: &Gdr, look: impl Fn(&Pin)) {
     const SIZE: usize = 300_000;
     let ranges = [
         (0, 1),
@@ -21,40 +21,44 @@ fn every_range_is_read_and_written_where_it_lies() {
         (65_536, 65_536),
         (SIZE - 5, 5),
     ];
-    each(|_, backend| {
-        // The memory begins inside a block that allocations share.
-        let _neighbour = backend.alloc(0, 700).unwrap();
-        let memory = backend.alloc(0, SIZE).unwrap();
-        let mut model = pattern(1, SIZE);
-        memory.copy_in(0, &model).unwrap();
-        for (seed, (offset, len)) in (2..).zip(ranges) {
-            let addr = memory.addr() + offset as u64;
-            let pin = backend.pin_with(addr, len, NONE).unwrap();
-            assert!(pin.info().va <= addr);
-            assert!(pin.info().va.is_multiple_of(u64::from(pin.info().page_size)));
-            assert!(pin.info().mapped_size.is_multiple_of(pin.info().page_size as usize));
-            let skip = usize::try_from(addr - pin.info().va).unwrap();
-            assert!(skip < pin.info().page_size as usize && skip + len <= pin.info().mapped_size);
+    // The memory begins inside a block that allocations share.
+    let _neighbour = backend.alloc(0, 700).unwrap();
+    let memory = backend.alloc(0, SIZE).unwrap();
+    let mut model = pattern(1, SIZE);
+    memory.copy_in(0, &model).unwrap();
+    for (seed, (offset, len)) in (2..).zip(ranges) {
+        let addr = memory.addr() + offset as u64;
+        let pin = backend.pin_with(addr, len, NONE).unwrap();
+        look(&pin);
+        let PinInfo { va, mapped_size, page_size, .. } = pin.info();
+        assert!(va <= addr && va.is_multiple_of(u64::from(page_size)));
+        assert!(mapped_size.is_multiple_of(page_size as usize));
+        let skip = usize::try_from(addr - va).unwrap();
+        assert!(skip < page_size as usize && skip + len <= mapped_size);
 
-            let range = pin.map_pages(skip + len, None).unwrap();
-            assert_eq!(range.len(), skip + len);
-            assert_eq!(peek(&range, skip, len), model[offset..][..len], "{} {offset}", backend.backend());
+        let range = pin.map_pages(skip + len, None).unwrap();
+        assert_eq!(range.len(), skip + len);
+        assert_eq!(peek(&range, skip, len), model[offset..][..len], "{} {offset}", backend.backend());
 
-            let news = pattern(seed, len);
-            poke(&range, skip, &news);
-            model[offset..][..len].copy_from_slice(&news);
-            let mut whole = vec![0; SIZE];
-            memory.copy_out(0, &mut whole).unwrap();
-            assert!(whole == model, "{}: {len} bytes at {offset} went elsewhere", backend.backend());
+        let news = pattern(seed, len);
+        poke(&range, skip, &news);
+        model[offset..][..len].copy_from_slice(&news);
+        let mut whole = vec![0; SIZE];
+        memory.copy_out(0, &mut whole).unwrap();
+        assert!(whole == model, "{}: {len} bytes at {offset} went elsewhere", backend.backend());
 
-            let news = pattern(seed + 100, len);
-            memory.copy_in(offset, &news).unwrap();
-            model[offset..][..len].copy_from_slice(&news);
-            assert_eq!(peek(&range, skip, len), news);
-            drop(range);
-            pin.unpin().unwrap();
-        }
-    });
+        let news = pattern(seed + 100, len);
+        memory.copy_in(offset, &news).unwrap();
+        model[offset..][..len].copy_from_slice(&news);
+        assert_eq!(peek(&range, skip, len), news);
+        drop(range);
+        pin.unpin().unwrap();
+    }
+}
+
+#[test]
+fn every_range_is_read_and_written_where_it_lies() {
+    each(|_, backend| check_ranges(&backend, |_| {}));
 }
 
 #[test]

@@ -11,8 +11,9 @@ use gdsync_testkit::Module;
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object};
 
 use super::rig::{Failing, Machine, Map, Raw, backings, check, counter};
+use crate::contract::check_ranges;
 use crate::gdrdrv_abi::{self as abi, PinDmaBuf};
-use crate::rig::{End, Rig, in_child, open_volatile_gdrdrv, pattern, peek, poke};
+use crate::rig::{End, Rig, in_child, open_volatile_gdrdrv, pattern, peek};
 
 const SIZE: u64 = 5 * CHUNK;
 const PAGE: u64 = 4096;
@@ -323,30 +324,12 @@ fn backend_rig() -> Option<(Machine, Rig)> {
 fn every_range_is_read_and_written_where_it_lies() {
     let Some((_machine, rig)) = backend_rig() else { return };
     let gdrdrv = open_volatile_gdrdrv(&rig.system).unwrap();
-    let memory = gdrdrv.alloc(0, BYTES).unwrap();
-    let mut model = pattern(1, BYTES);
-    memory.copy_in(0, &model).unwrap();
     for errno in [libc::ENODEV, libc::EOPNOTSUPP, 524] {
         let _failing = Failing::new(Fault::Get, errno);
-        for (seed, (offset, len)) in
-            (2..).zip([(0, BYTES), (0, 1), (5000, 1), (65_535, 70_000), (BYTES - 5, 5)])
-        {
-            let pin = gdrdrv.pin_with(memory.addr() + offset as u64, len, NONE).unwrap();
+        check_ranges(&gdrdrv, |pin| {
             assert_eq!((pin.info().page_size, counter("dmabuf_attachments")), (4096, 1));
-            let skip = usize::try_from(memory.addr() + offset as u64 - pin.info().va).unwrap();
-            assert!(skip < 4096 && skip + len <= pin.info().mapped_size);
-            let range = pin.map_pages(skip + len, None).unwrap();
-            assert_eq!(peek(&range, skip, len), model[offset..][..len], "{offset}");
-            let news = pattern(seed, len);
-            poke(&range, skip, &news);
-            model[offset..][..len].copy_from_slice(&news);
-            let mut whole = vec![0; BYTES];
-            memory.copy_out(0, &mut whole).unwrap();
-            assert!(whole == model, "{len} bytes at {offset} went elsewhere");
             assert!(!pin.invalidated().unwrap());
-            drop(range);
-            pin.unpin().unwrap();
-        }
+        });
     }
 }
 
