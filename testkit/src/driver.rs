@@ -1,4 +1,4 @@
-//! A simulated CUDA driver: the entry points of [`Api`](gdrcopy::cuda::raw::Api), on streams that really run.
+//! A simulated CUDA driver: the entry points of [`Api`], on streams that really run.
 //!
 //! [`api`] returns the table, [`gdr`] maps the memory behind it, [`kernel()`] makes a Rust function a kernel, and [`Control`] makes
 //! calls fail and counts them. There is one driver per process, and it works inside one process only.
