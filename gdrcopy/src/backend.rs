@@ -42,7 +42,9 @@ pub(crate) trait Backend: Send + Sync + fmt::Debug {
         None
     }
 
-    fn attribute(&self, attribute: Attribute) -> Result<u32>;
+    fn attribute(&self, attribute: Attribute) -> Result<u32> {
+        Ok(self.kind().attribute(attribute))
+    }
 
     /// Pins `len` bytes (at least one) at `addr`, of any alignment, within one allocation unless the flags allow more.
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>>;

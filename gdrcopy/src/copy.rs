@@ -20,7 +20,6 @@
 //!
 //! Copies contain no fence: [`store_fence`], [`load_fence`] and [`full_fence`] order them.
 
-mod routine;
 mod scalar;
 mod shared;
 mod vector;
@@ -34,16 +33,98 @@ mod arch;
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 compile_error!("copies and fences for mapped GPU memory are written for x86-64 and aarch64");
 
+use std::fmt;
+use std::str::FromStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{Ordering, compiler_fence};
 
-pub use routine::Routine;
-
 pub use shared::copy_shared;
 
+use crate::error::{Error, Result};
 use crate::types::MappingType;
 use scalar::{FromDevice, ToDevice};
 use vector::CopyFn;
+
+/// An instruction set to copy with. The widths are those of one access to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Routine {
+    /// Words of 8 bytes and less, everywhere.
+    Scalar,
+    /// x86-64, 16 bytes: streaming stores (`movntdq`), plain loads (`movdqa`).
+    Sse2,
+    /// x86-64, 16 bytes: streaming loads (`movntdqa`). Its stores would be those of [`Sse2`](Self::Sse2).
+    Sse41,
+    /// x86-64, 32 bytes: streaming stores (`vmovntdq`), plain loads (`vmovdqa`).
+    Avx,
+    /// x86-64, 32 bytes: streaming loads (`vmovntdqa`). Its stores would be those of [`Avx`](Self::Avx).
+    Avx2,
+    /// x86-64, 64 bytes: streaming stores and loads.
+    Avx512,
+    /// x86-64, 64 bytes: direct stores (`movdir64b`), each one whole bus write. There are no such loads.
+    Movdir64b,
+    /// aarch64, 64 bytes: four registers at a time (`st1`, `ld1`).
+    Neon,
+}
+
+impl Routine {
+    /// All routines, of every architecture.
+    pub const ALL: [Self; 8] = [
+        Self::Scalar,
+        Self::Sse2,
+        Self::Sse41,
+        Self::Avx,
+        Self::Avx2,
+        Self::Avx512,
+        Self::Movdir64b,
+        Self::Neon,
+    ];
+
+    /// The name in logs, options, `GDRCOPY_STORE` and `GDRCOPY_LOAD`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Sse2 => "sse2",
+            Self::Sse41 => "sse41",
+            Self::Avx => "avx",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+            Self::Movdir64b => "movdir64b",
+            Self::Neon => "neon",
+        }
+    }
+
+    /// Whether this CPU, and its operating system, have the instructions.
+    pub fn supported(self) -> bool {
+        self == Self::Scalar || arch::detected(self)
+    }
+
+    /// Whether the routine copies to the device, where it is [`supported`](Self::supported).
+    pub fn stores(self) -> bool {
+        !matches!(self, Self::Sse41 | Self::Avx2)
+    }
+
+    /// Whether the routine copies from the device, where it is [`supported`](Self::supported).
+    pub fn loads(self) -> bool {
+        self != Self::Movdir64b
+    }
+}
+
+impl fmt::Display for Routine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for Routine {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Self> {
+        Self::ALL.into_iter().find(|routine| routine.name() == name).ok_or_else(|| {
+            Error::invalid("copy routine", name, "scalar, sse2, sse41, avx, avx2, avx512, movdir64b or neon")
+        })
+    }
+}
 
 /// The default is the first routine that this CPU has. On Sapphire Rapids and later (known by MOVDIR64B), with an H200:
 /// - Stores: AVX-512 writes 64 bytes in 12 ns where AVX takes 30, and 32 KiB at 24.7 instead of 22.5 GB/s; from 64 KiB on
@@ -115,15 +196,15 @@ impl Copier {
     pub unsafe fn to_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         // The device's memory changes outside the program: calls may not be merged with one another.
         compiler_fence(Ordering::SeqCst);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let done = unsafe { scalar::word::<ToDevice>(dst, src, len) };
         if !done {
             match kind {
-                // SAFETY: the caller's promise; this CPU has the routine, see `store_fn`.
+                // SAFETY: the caller guarantees the ranges; this CPU has the routine, see `store_fn`.
                 MappingType::WriteCombining => unsafe { (self.store_fn)(dst, src, len) },
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees it.
                 MappingType::Cached => unsafe { (arch::STORE_CACHED)(dst, src, len) },
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees it.
                 MappingType::Device => unsafe { scalar::copy::<ToDevice>(dst, src, len) },
             }
         }
@@ -142,15 +223,15 @@ impl Copier {
     #[inline]
     pub unsafe fn from_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         compiler_fence(Ordering::SeqCst);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let done = unsafe { scalar::word::<FromDevice>(dst, src, len) };
         if !done {
             match kind {
-                // SAFETY: the caller's promise; this CPU has the routine, see `load_fn`.
+                // SAFETY: the caller guarantees the ranges; this CPU has the routine, see `load_fn`.
                 MappingType::WriteCombining => unsafe { (self.load_fn)(dst, src, len) },
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees it.
                 MappingType::Cached => unsafe { (arch::LOAD_CACHED)(dst, src, len) },
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller guarantees it.
                 MappingType::Device => unsafe { scalar::copy::<FromDevice>(dst, src, len) },
             }
         }
@@ -158,23 +239,23 @@ impl Copier {
     }
 }
 
-impl Routine {
-    /// Whether this CPU, and its operating system, have the instructions.
-    pub fn supported(self) -> bool {
-        self == Self::Scalar || arch::detected(self)
-    }
-}
-
 /// How `routine` stores, if this CPU has it.
 fn store_fn(routine: Routine) -> Option<CopyFn> {
-    let copy = if routine == Routine::Scalar { scalar::copy::<ToDevice> } else { arch::store(routine)? };
-    routine.supported().then_some(copy)
+    functions(routine)[0]
 }
 
 /// How `routine` loads, if this CPU has it.
 fn load_fn(routine: Routine) -> Option<CopyFn> {
-    let copy = if routine == Routine::Scalar { scalar::copy::<FromDevice> } else { arch::load(routine)? };
-    routine.supported().then_some(copy)
+    functions(routine)[1]
+}
+
+/// How `routine` stores and loads, if this CPU has it.
+fn functions(routine: Routine) -> [Option<CopyFn>; 2] {
+    match routine {
+        Routine::Scalar => [Some(scalar::copy::<ToDevice>), Some(scalar::copy::<FromDevice>)],
+        _ if routine.supported() => arch::functions(routine),
+        _ => [None; 2],
+    }
 }
 
 /// The routine that the environment variable names, or else the first of `order` that works.
@@ -220,7 +301,7 @@ fn choose_named(
 ///   shareable domain.
 #[inline]
 pub fn store_fence(kind: MappingType) {
-    imp::store(kind);
+    arch::store_fence(kind);
     compiler_fence(Ordering::SeqCst);
 }
 
@@ -235,7 +316,7 @@ pub fn store_fence(kind: MappingType) {
 /// - aarch64: `dmb oshld`.
 #[inline]
 pub fn load_fence(kind: MappingType) {
-    imp::load(kind);
+    arch::load_fence(kind);
     compiler_fence(Ordering::SeqCst);
 }
 
@@ -245,67 +326,8 @@ pub fn load_fence(kind: MappingType) {
 /// aarch64: `dsb sy`.
 #[inline]
 pub fn full_fence() {
-    imp::full();
+    arch::full_fence();
     compiler_fence(Ordering::SeqCst);
-}
-
-#[cfg(target_arch = "x86_64")]
-mod imp {
-    use std::arch::x86_64::{_mm_mfence, _mm_sfence};
-
-    use crate::types::MappingType;
-
-    #[inline]
-    pub(super) fn store(kind: MappingType) {
-        if kind != MappingType::Cached {
-            // SAFETY: SSE2 is part of x86-64.
-            unsafe { _mm_sfence() };
-        }
-    }
-
-    #[inline]
-    pub(super) fn load(kind: MappingType) {
-        if kind != MappingType::Cached {
-            // SAFETY: SSE2 is part of x86-64.
-            unsafe { _mm_mfence() };
-        }
-    }
-
-    #[inline]
-    pub(super) fn full() {
-        // SAFETY: SSE2 is part of x86-64.
-        unsafe { _mm_mfence() };
-    }
-}
-
-#[cfg(target_arch = "aarch64")]
-mod imp {
-    use std::arch::asm;
-
-    use crate::types::MappingType;
-
-    #[inline]
-    pub(super) fn store(kind: MappingType) {
-        if kind == MappingType::WriteCombining {
-            // SAFETY: a barrier has no operands and changes no register.
-            unsafe { asm!("dsb st", options(nostack, preserves_flags)) };
-        } else {
-            // SAFETY: a barrier has no operands and changes no register.
-            unsafe { asm!("dmb oshst", options(nostack, preserves_flags)) };
-        }
-    }
-
-    #[inline]
-    pub(super) fn load(_: MappingType) {
-        // SAFETY: a barrier has no operands and changes no register.
-        unsafe { asm!("dmb oshld", options(nostack, preserves_flags)) };
-    }
-
-    #[inline]
-    pub(super) fn full() {
-        // SAFETY: a barrier has no operands and changes no register.
-        unsafe { asm!("dsb sy", options(nostack, preserves_flags)) };
-    }
 }
 
 #[cfg(test)]

@@ -1,11 +1,11 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
-mod status;
-
+use std::fmt;
 use std::io;
 use std::time::Duration;
 
-pub use self::status::CudaStatus;
+use cudarc::driver::sys::CUresult;
+
 use crate::types::BackendKind;
 
 /// Result of this crate.
@@ -167,7 +167,7 @@ fn join(refusals: &[Refusal]) -> String {
 }
 
 impl Error {
-    pub(crate) fn invalid(what: &'static str, value: impl std::fmt::Display, expected: &'static str) -> Self {
+    pub(crate) fn invalid(what: &'static str, value: impl fmt::Display, expected: &'static str) -> Self {
         Self::InvalidArgument { what, value: value.to_string(), expected }
     }
 
@@ -203,6 +203,123 @@ pub(crate) fn check_bounds(offset: usize, len: usize, size: usize) -> Result<()>
     match offset.checked_add(len) {
         Some(end) if end <= size => Ok(()),
         _ => Err(Error::OutOfBounds { offset, len, size }),
+    }
+}
+
+/// A `CUresult`: an integer, because newer drivers return codes that no list here has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CudaStatus(pub u32);
+
+/// What this crate knows of a status.
+struct Known {
+    status: CudaStatus,
+    name: &'static str,
+    errno: i32,
+    fix: &'static str,
+}
+
+/// Declares the constants and the table behind them, from one list.
+macro_rules! statuses {
+    ($($constant:ident = $name:ident, $errno:ident, $fix:literal;)*) => {
+        impl CudaStatus {
+            /// `CUDA_SUCCESS`.
+            pub const SUCCESS: Self = Self(0);
+            $(
+                #[doc = concat!("`", stringify!($name), "`.")]
+                pub const $constant: Self = Self(CUresult::$name as u32);
+            )*
+        }
+
+        const KNOWN: &[Known] = &[
+            $(Known { status: CudaStatus::$constant, name: stringify!($name), errno: libc::$errno, fix: $fix },)*
+        ];
+    };
+}
+
+statuses! {
+    INVALID_VALUE = CUDA_ERROR_INVALID_VALUE, EINVAL,
+        "check address, length and alignment, and that the memory is not freed";
+    OUT_OF_MEMORY = CUDA_ERROR_OUT_OF_MEMORY, ENOMEM,
+        "free memory of this GPU (nvidia-smi shows who holds it); if contexts of many processes use it, unset \
+         CUDA_DEVICE_MAX_CONNECTIONS";
+    NOT_INITIALIZED = CUDA_ERROR_NOT_INITIALIZED, ENODEV,
+        "CUDA does not work in a child forked after it was used: open it in the child, or use exec";
+    DEINITIALIZED = CUDA_ERROR_DEINITIALIZED, ENODEV,
+        "the process is ending: use GPU memory before main returns";
+    STUB_LIBRARY = CUDA_ERROR_STUB_LIBRARY, ENODEV,
+        "the toolkit's stub of libcuda was found: take its stubs folder out of LD_LIBRARY_PATH";
+    DEVICE_UNAVAILABLE = CUDA_ERROR_DEVICE_UNAVAILABLE, EBUSY,
+        "another process has the GPU for itself: end it, or change the compute mode with nvidia-smi -c";
+    NO_DEVICE = CUDA_ERROR_NO_DEVICE, ENODEV,
+        "no GPU is visible: check nvidia-smi, CUDA_VISIBLE_DEVICES and the container's devices";
+    INVALID_DEVICE = CUDA_ERROR_INVALID_DEVICE, EINVAL,
+        "use an ordinal below the number of visible GPUs";
+    INVALID_CONTEXT = CUDA_ERROR_INVALID_CONTEXT, EINVAL,
+        "the memory's context is gone: do not destroy it while its memory is in use";
+    ECC_UNCORRECTABLE = CUDA_ERROR_ECC_UNCORRECTABLE, EIO,
+        "the GPU's memory is damaged: end the process and see nvidia-smi -q -d ECC";
+    OPERATING_SYSTEM = CUDA_ERROR_OPERATING_SYSTEM, EIO,
+        "see the kernel log (dmesg), and the limits on open files and locked memory";
+    INVALID_HANDLE = CUDA_ERROR_INVALID_HANDLE, EINVAL,
+        "the context was reset: do not call cudaDeviceReset while mappings are in use";
+    NOT_READY = CUDA_ERROR_NOT_READY, EAGAIN,
+        "ask again later";
+    NOT_FOUND = CUDA_ERROR_NOT_FOUND, ENOENT,
+        "the module has no such kernel: it and the program are of different versions";
+    ILLEGAL_ADDRESS = CUDA_ERROR_ILLEGAL_ADDRESS, EIO,
+        "an earlier kernel used a wrong address: restart the process, compute-sanitizer finds the kernel";
+    PEER_ACCESS_ALREADY_ENABLED = CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, EEXIST,
+        "nothing: it is as it should be";
+    CONTEXT_IS_DESTROYED = CUDA_ERROR_CONTEXT_IS_DESTROYED, EIO,
+        "the context was reset: do not call cudaDeviceReset while mappings are in use";
+    HOST_MEMORY_ALREADY_REGISTERED = CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, EEXIST,
+        "register a range of host pages once, with one call";
+    LAUNCH_FAILED = CUDA_ERROR_LAUNCH_FAILED, EIO,
+        "an earlier kernel failed: restart the process, compute-sanitizer finds the kernel";
+    NOT_PERMITTED = CUDA_ERROR_NOT_PERMITTED, EPERM,
+        "not allowed here: no CUDA call may be made in a stream's host function or during capture";
+    NOT_SUPPORTED = CUDA_ERROR_NOT_SUPPORTED, EOPNOTSUPP,
+        "this GPU or driver does not do it: use another kind of memory, or a newer driver";
+    SYSTEM_NOT_READY = CUDA_ERROR_SYSTEM_NOT_READY, ENODEV,
+        "start nvidia-fabricmanager (NVSwitch machines need it), then try again";
+    SYSTEM_DRIVER_MISMATCH = CUDA_ERROR_SYSTEM_DRIVER_MISMATCH, ENODEV,
+        "libcuda and the kernel driver differ in version: reboot, or reload the kernel driver";
+    UNKNOWN = CUDA_ERROR_UNKNOWN, EIO,
+        "see the kernel log (dmesg) for NVRM or Xid lines; nvidia-modprobe -u -c 0 makes missing device files";
+}
+
+impl CudaStatus {
+    fn known(self) -> Option<&'static Known> {
+        KNOWN.iter().find(|known| known.status == self)
+    }
+
+    /// The name in `cuda.h`, where this crate knows it.
+    pub fn name(self) -> &'static str {
+        match self.known() {
+            Some(known) => known.name,
+            None if self == Self::SUCCESS => "CUDA_SUCCESS",
+            None => "see CUresult in cuda.h",
+        }
+    }
+
+    /// The nearest `errno`.
+    pub fn errno(self) -> i32 {
+        match self.known() {
+            Some(known) => known.errno,
+            None if self == Self::SUCCESS => 0,
+            None => libc::EIO,
+        }
+    }
+
+    /// What the user can do about it.
+    pub fn fix(self) -> &'static str {
+        self.known().map_or("the CUDA driver manual explains the number", |known| known.fix)
+    }
+}
+
+impl fmt::Display for CudaStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CUDA status {} ({})", self.0, self.name())
     }
 }
 

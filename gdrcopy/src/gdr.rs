@@ -305,14 +305,8 @@ pub struct Survey {
 enum Found {
     /// Opened: it needs no CUDA.
     Open(Gdr),
-    /// Likely to work, with its attributes.
-    Likely { attribute: fn(Attribute) -> u32, opened: Lazy<Gdr> },
-}
-
-impl Found {
-    fn likely(attribute: fn(Attribute) -> u32) -> Self {
-        Self::Likely { attribute, opened: Lazy::new() }
-    }
+    /// Likely to work.
+    Likely(Lazy<Gdr>),
 }
 
 impl Survey {
@@ -330,13 +324,13 @@ impl Survey {
                     }
                     BackendKind::DmaBuf => {
                         DmaBuf::survey(system)?;
-                        Found::likely(DmaBuf::attribute_of)
+                        Found::Likely(Lazy::new())
                     }
                     BackendKind::Rm => {
                         Rm::survey(system)?;
-                        Found::likely(Rm::attribute_of)
+                        Found::Likely(Lazy::new())
                     }
-                    BackendKind::Host => Found::likely(Host::attribute_of),
+                    BackendKind::Host => Found::Likely(Lazy::new()),
                 })
             },
         )?;
@@ -358,7 +352,7 @@ impl Survey {
         self.owner.check()?;
         match &self.selected.found {
             Found::Open(gdr) => Ok(gdr),
-            Found::Likely { opened, .. } => opened.get_or_try_init(|| self.options.open()),
+            Found::Likely(opened) => opened.get_or_try_init(|| self.options.open()),
         }
     }
 
@@ -366,7 +360,7 @@ impl Survey {
     pub fn opened(&self) -> Option<&Gdr> {
         match &self.selected.found {
             Found::Open(gdr) => Some(gdr),
-            Found::Likely { opened, .. } => opened.get(),
+            Found::Likely(opened) => opened.get(),
         }
     }
 
@@ -385,11 +379,9 @@ impl Survey {
     /// # Errors
     /// As [`Gdr::attribute`].
     pub fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        match &self.selected.found {
-            Found::Open(gdr) => gdr.attribute(attribute),
-            Found::Likely { attribute: of, opened } => {
-                opened.get().map_or_else(|| Ok(of(attribute)), |gdr| gdr.attribute(attribute))
-            }
+        match self.opened() {
+            Some(gdr) => gdr.attribute(attribute),
+            None => Ok(self.selected.kind.attribute(attribute)),
         }
     }
 }

@@ -75,7 +75,7 @@ unsafe impl Kernel for Linux {
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
         loop {
-            // SAFETY: `arg` is what `request` needs: the caller's promise.
+            // SAFETY: `arg` is what `request` needs: the caller guarantees it.
             match check(unsafe { libc::ioctl(fd.as_raw_fd(), request.into(), arg) }) {
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 result => return result.map(drop),

@@ -29,6 +29,15 @@ impl BackendKind {
             Self::Host => "host",
         }
     }
+
+    /// An attribute of a backend that has the same ones on every machine, as all but `gdrdrv` have.
+    pub(crate) fn attribute(self, attribute: Attribute) -> u32 {
+        match (self, attribute) {
+            (Self::Host, Attribute::SupportPinFlagForcePcie)
+            | (Self::Host | Self::Rm, Attribute::UsingDmaBufMmap) => 0,
+            _ => 1,
+        }
+    }
 }
 
 impl fmt::Display for BackendKind {

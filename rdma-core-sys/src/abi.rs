@@ -45,6 +45,8 @@ macro_rules! records {
         $($(#[$fmeta:meta])* $field:ident $(($path:literal))?: $ty:ty,)*
     })*) => {
         $(
+            #[doc = concat!("`", stringify!($name), "`")]
+            ///
             $(#[$meta])*
             #[repr(C)]
             #[derive(Clone, Copy)]
@@ -96,6 +98,8 @@ pub(crate) use records;
 macro_rules! enumerations {
     ($list:ident; $($(#[$meta:meta])* enum $name:ident: $repr:ty { $($constant:ident = $value:expr,)* })*) => {
         $(
+            #[doc = concat!("`", stringify!($name), "`")]
+            ///
             $(#[$meta])*
             #[repr(transparent)]
             #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -140,6 +144,8 @@ macro_rules! flag_sets {
     ($list:ident; $($(#[$meta:meta])* flags $name:ident: $repr:ty { $($constant:ident = $value:expr,)* })*) => {
         $(
             bitflags::bitflags! {
+                #[doc = concat!("`", stringify!($name), "`")]
+                ///
                 $(#[$meta])*
                 #[repr(transparent)]
                 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -179,3 +185,13 @@ pub(crate) use plain_constants;
 
 /// A function of an old interface that nothing calls.
 pub type Unused = Option<unsafe extern "C" fn() -> c_int>;
+
+/// The structures and unions of this crate.
+pub fn layouts() -> impl Iterator<Item = &'static Layout> {
+    crate::verbs::LAYOUTS.iter().chain(crate::mlx5::LAYOUTS).copied().flatten()
+}
+
+/// The constants of this crate.
+pub fn constants() -> impl Iterator<Item = &'static Constant> {
+    crate::verbs::CONSTANT_LISTS.iter().chain(crate::mlx5::CONSTANT_LISTS).copied().flatten()
+}

@@ -14,13 +14,10 @@
 #![allow(non_camel_case_types, non_upper_case_globals, reason = "the names of rdma-core")]
 
 pub mod abi;
-pub mod declared;
-mod error;
-mod library;
+mod load;
 pub mod mlx5;
-mod table;
 pub mod verbs;
 
-pub use error::LoadError;
+pub use load::LoadError;
 pub use mlx5::Mlx5;
 pub use verbs::Verbs;

@@ -1,4 +1,4 @@
-//! A simulated CUDA driver: the entry points of [`Api`](gdrcopy::cuda::raw::Api), on streams that really run.
+//! A simulated CUDA driver: the entry points of [`Api`], on streams that really run.
 //!
 //! [`api`] returns the table, [`gdr`] maps the memory behind it, [`kernel()`] makes a Rust function a kernel, and [`Control`] makes
 //! calls fail and counts them. There is one driver per process, and it works inside one process only.
@@ -8,8 +8,7 @@
 //! - **Devices**: two GPUs like an H200. Contexts are the primary ones and those of [`application_context`]. Calls that need a current
 //!   context fail with 201 without one. An error of running work is sticky in its context, as in CUDA.
 //! - **Memory** of a GPU is host memory; its GPU address is its CPU address. Free, unregister, module load and unload wait for all work
-//!   of the GPU, as on an H200; meanwhile only memory operations can be submitted. With [`Control::frees_wait`] off they do not wait,
-//!   and earlier work that uses the memory fails with 700. Stream memory operations need peer access to memory of the other GPU;
+//!   of the GPU, as on an H200; meanwhile only memory operations can be submitted. Stream memory operations need peer access to memory of the other GPU;
 //!   contexts of one GPU share theirs. Registrations may not overlap, but may share pages; a registration waits for an unregistration.
 //!   Kernels and host functions get plain addresses, which are not checked.
 //! - **Streams** are queues with a thread each. 1,024 submissions may be pending, among them 55 host functions; a further one blocks, as
@@ -27,27 +26,32 @@
 //!   priorities, limits that streams share, and virtual memory management.
 //! - Entry points called by kernels and host functions fail with 800.
 
-mod backend;
 mod context;
 mod control;
-mod handles;
-mod kernel;
 mod memop;
 mod memory;
 mod objects;
 mod queue;
-mod region;
-mod settings;
 mod stream;
 mod table;
 
-use gdrcopy::cuda::CudaStatus;
+use std::ffi::{CStr, c_void};
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
 
-pub use backend::gdr;
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::cuda::{CudaStatus, EntryPoints};
+use gdrcopy::system::{Kernel, Linux, System};
+use gdrcopy::{BackendKind, Gdr, Result};
+
 pub use context::{application_context, destroy_context};
 pub use control::{Alive, Control};
-pub use kernel::kernel;
+pub use objects::kernel;
 pub use table::api;
+
+use crate::machine::dma_buf_offset;
 
 /// The result of an entry point.
 type Outcome<T = ()> = std::result::Result<T, CudaStatus>;
@@ -102,4 +106,76 @@ fn get_all<T: Copy>(first: *const T, count: u32) -> Outcome<Vec<T>> {
 /// A GPU address as one of this process.
 fn address(addr: u64) -> Outcome<usize> {
     usize::try_from(addr).map_err(|_| CudaStatus::INVALID_VALUE)
+}
+
+/// The library on this driver, by its dma-bufs: it allocates with `cuMemAlloc` on both GPUs and maps at addresses of its own.
+/// Mappings show freed memory until they are unmapped. The library keeps 4 MiB of scratch memory on each GPU that it used.
+///
+/// # Errors
+/// [`Error::NoBackend`](gdrcopy::Error::NoBackend) where the driver was told to fail.
+pub fn gdr() -> Result<Gdr> {
+    /// The first driver that maps dma-bufs.
+    extern "C" fn version(version: *mut i32) -> u32 {
+        // SAFETY: the library passes a place for the answer.
+        unsafe { version.write(13_030) };
+        0
+    }
+    /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES`: a coherent link, whose mappings are cached.
+    const HOST_PAGE_TABLES: u32 = 100;
+    /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`: also where a test takes dma-bufs from the application.
+    const DMA_BUF: u32 = 124;
+    extern "C" fn attribute(value: *mut i32, number: u32, device: i32) -> u32 {
+        if [HOST_PAGE_TABLES, DMA_BUF].contains(&number) {
+            // SAFETY: the library passes a place for the answer.
+            unsafe { value.write(1) };
+            return 0;
+        }
+        let entry = api().device_get_attribute.expect("an entry point of the table");
+        // SAFETY: the arguments of the library's call.
+        unsafe { entry(value, number, device) }
+    }
+    /// Not subject to the faults of tests, which concern dma-bufs for cards.
+    extern "C" fn dma_buf(handle: *mut c_void, addr: u64, len: usize, kind: u32, _flags: u64) -> u32 {
+        memory::dma_buf(handle, addr, len, kind).map_or_else(|status| status.0, |()| 0)
+    }
+    let api = Api {
+        driver_get_version: Some(version),
+        device_get_attribute: Some(attribute),
+        mem_get_handle_for_address_range: Some(dma_buf),
+        ..api()
+    };
+    // SAFETY: the simulated driver does what the manual says of these entry points.
+    let cuda = unsafe { EntryPoints::new(api) };
+    Gdr::builder().backend(BackendKind::DmaBuf).system(System::new(Arc::new(DmaBufs), cuda)).open()
+}
+
+/// A kernel that maps the driver's dma-bufs.
+#[derive(Debug)]
+struct DmaBufs;
+
+// SAFETY: `Linux` makes the mappings.
+unsafe impl Kernel for DmaBufs {
+    fn open(&self, _path: &CStr) -> io::Result<OwnedFd> {
+        Err(io::ErrorKind::NotFound.into())
+    }
+
+    unsafe fn ioctl(&self, _fd: BorrowedFd<'_>, _request: u32, _arg: *mut c_void) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    unsafe fn mmap(
+        &self,
+        fd: BorrowedFd<'_>,
+        len: usize,
+        offset: u64,
+        at: Option<NonNull<u8>>,
+    ) -> io::Result<NonNull<u8>> {
+        let start = dma_buf_offset(fd)?;
+        // SAFETY: the caller guarantees `at`.
+        unsafe { Linux.mmap(fd, len, start + offset, at) }
+    }
+
+    fn read(&self, _path: &str) -> io::Result<String> {
+        Err(io::ErrorKind::NotFound.into())
+    }
 }

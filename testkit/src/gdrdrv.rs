@@ -180,7 +180,6 @@ impl Gdrdrv {
     }
 
     fn pin(&self, fd: BorrowedFd<'_>, addr: u64, size: u64, flags: u32) -> io::Result<u64> {
-        self.fault("pin")?;
         let force_pcie = self.module.persistent && self.module.force_pcie;
         if addr == 0 || size == 0 || flags & !1 != 0 || flags & 1 != 0 && !force_pcie {
             return Err(errno(libc::EINVAL));
@@ -216,7 +215,6 @@ impl Gdrdrv {
     }
 
     fn unpin(&self, fd: BorrowedFd<'_>, handle: u64) -> io::Result<()> {
-        self.fault("unpin")?;
         self.with_pin(fd, handle, |pin| {
             pin.zap();
             Ok(())
@@ -228,14 +226,12 @@ impl Gdrdrv {
     }
 
     fn info(&self, fd: BorrowedFd<'_>, handle: u64) -> io::Result<(u64, u64, Option<MappingType>)> {
-        self.fault("info")?;
         let wrong =
             self.machine.fault("gdrdrv wrong page").map_or(0, |pages| u64::from(pages.unsigned_abs()));
         self.with_pin(fd, handle, |pin| Ok((pin.va + wrong * GPU_PAGE, pin.len, pin.mapped())))
     }
 
     fn attribute(&self, attr: u32) -> io::Result<u32> {
-        self.fault("attr")?;
         let Module { persistent, force_pcie, .. } = self.module;
         match attr {
             abi::ATTR_PERSISTENT => Ok(persistent.into()),
@@ -245,7 +241,6 @@ impl Gdrdrv {
     }
 
     fn wish(&self, fd: BorrowedFd<'_>, handle: u64, wish: u32) -> io::Result<()> {
-        self.fault("type")?;
         self.with_pin(fd, handle, |pin| {
             if wish > MappingType::Device as u32 {
                 return Err(errno(libc::EINVAL));
@@ -286,68 +281,55 @@ impl Gdrdrv {
     /// # Safety
     /// `arg` must point to the structure of `code`.
     unsafe fn serve(&self, fd: BorrowedFd<'_>, code: u32, arg: *mut c_void) -> io::Result<()> {
-        /// # Safety
-        /// `arg` must point to a `T`, which nothing else uses during the call.
-        unsafe fn params<'a, T: Request>(arg: *mut c_void) -> &'a mut T {
-            // SAFETY: the caller guarantees it.
-            unsafe { &mut *arg.cast() }
+        macro_rules! request {
+            ($structure:ty) => {
+                // SAFETY: the structure of the code; nothing else uses it during the call.
+                unsafe { &mut *arg.cast::<$structure>() }
+            };
         }
         match code {
             PinBuffer::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut PinBuffer = unsafe { params(arg) };
+                let p = request!(PinBuffer);
                 if self.module.persistent && (p.p2p_token != 0 || p.va_space != 0) {
                     return Err(errno(libc::EINVAL));
                 }
                 p.handle = self.pin(fd, p.addr, p.size, 0)?;
             }
             PinBufferV2::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut PinBufferV2 = unsafe { params(arg) };
-                self.fault("pin v2")?;
+                let p = request!(PinBufferV2);
                 p.handle = self.pin(fd, p.addr, p.size, p.flags)?;
             }
             UnpinBuffer::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut UnpinBuffer = unsafe { params(arg) };
+                let p = request!(UnpinBuffer);
                 self.unpin(fd, p.handle)?;
             }
             GetCallbackFlag::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetCallbackFlag = unsafe { params(arg) };
-                self.fault("flag")?;
+                let p = request!(GetCallbackFlag);
                 p.flag = self.with_pin(fd, p.handle, |pin| Ok(pin.freed.into()))?;
             }
             GetInfo::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetInfo = unsafe { params(arg) };
+                let p = request!(GetInfo);
                 let (va, len, mapped) = self.info(fd, p.handle)?;
                 (p.va, p.mapped_size, p.page_size) = (va, len, 1 << 16);
                 p.mapped = mapped.is_some().into();
                 p.wc_mapping = (mapped == Some(MappingType::WriteCombining)).into();
             }
             GetInfoV2::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetInfoV2 = unsafe { params(arg) };
-                self.fault("info v2")?;
+                let p = request!(GetInfoV2);
                 let (va, len, mapped) = self.info(fd, p.handle)?;
                 (p.va, p.mapped_size, p.page_size) = (va, len, 1 << 16);
                 p.mapping_type = mapped.map_or(abi::TYPE_NONE, |kind| kind as u32);
             }
             GetAttr::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetAttr = unsafe { params(arg) };
+                let p = request!(GetAttr);
                 p.val = self.attribute(p.attr)?;
             }
             ReqMappingType::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut ReqMappingType = unsafe { params(arg) };
+                let p = request!(ReqMappingType);
                 self.wish(fd, p.handle, p.mapping_type)?;
             }
             GetVersion::CODE => {
-                // SAFETY: this is the structure of the code.
-                let p: &mut GetVersion = unsafe { params(arg) };
-                self.fault("version")?;
+                let p = request!(GetVersion);
                 let Module { version: v, minimum_library: m, .. } = self.module;
                 (p.driver, p.minimum_library) = (abi::version(v.0, v.1), abi::version(m.0, m.1));
             }
@@ -370,26 +352,25 @@ impl Device for Gdrdrv {
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
         self.requests.fetch_add(1, Ordering::Relaxed);
-        if kmod::is_wanted() {
-            if !self.knows(request) {
-                return Err(errno(libc::ENOTTY));
+        if !kmod::is_wanted() {
+            if request >> 8 & 0xff != 0xDA {
+                return Err(errno(libc::EINVAL));
             }
-            faults_of(request).iter().try_for_each(|operation| self.fault(operation))?;
-            // SAFETY: the caller guarantees `arg`.
-            unsafe { Linux.ioctl(fd, request, arg) }?;
-            // SAFETY: `arg` points to the structure of `request`: the caller's promise.
-            unsafe { disguise(&self.module, request, arg) };
-            return Ok(());
+            self.file(fd, |_| Ok(()))?;
         }
-        if request >> 8 & 0xff != 0xDA {
-            return Err(errno(libc::EINVAL));
-        }
-        self.file(fd, |_| Ok(()))?;
         if !self.knows(request) {
             return Err(errno(libc::ENOTTY));
         }
+        faults_of(request).iter().try_for_each(|operation| self.fault(operation))?;
+        if !kmod::is_wanted() {
+            // SAFETY: the caller guarantees `arg`.
+            return unsafe { self.serve(fd, request, arg) };
+        }
         // SAFETY: the caller guarantees `arg`.
-        unsafe { self.serve(fd, request, arg) }
+        unsafe { Linux.ioctl(fd, request, arg) }?;
+        // SAFETY: the caller guarantees that `arg` points to the structure of `request`.
+        unsafe { disguise(&self.module, request, arg) };
+        Ok(())
     }
 
     unsafe fn mmap(
@@ -452,9 +433,8 @@ unsafe fn disguise(module: &Module, request: u32, arg: *mut c_void) {
         GetVersion::CODE => {
             // SAFETY: the structure of the number.
             let answer = unsafe { &mut *arg.cast::<GetVersion>() };
-            let (driver, library) = (module.version, module.minimum_library);
-            answer.driver = abi::version(driver.0, driver.1);
-            answer.minimum_library = abi::version(library.0, library.1);
+            let Module { version: v, minimum_library: m, .. } = *module;
+            (answer.driver, answer.minimum_library) = (abi::version(v.0, v.1), abi::version(m.0, m.1));
         }
         GetAttr::CODE => {
             // SAFETY: the structure of the number.

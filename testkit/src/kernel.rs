@@ -20,24 +20,15 @@ use crate::machine::{Machine, dma_buf_offset};
 /// One device file. Its descriptors are real ones, made with [`DeviceEnd::open`].
 pub trait Device: Send + Sync + std::fmt::Debug {
     /// A new open file.
-    ///
-    /// # Errors
-    /// The `errno` of this device's `open`.
     fn open(&self) -> io::Result<OwnedFd>;
 
     /// Device control.
-    ///
-    /// # Errors
-    /// The `errno` of this device's `ioctl`.
     ///
     /// # Safety
     /// `arg` must point to the structure that `request` reads and writes.
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()>;
 
     /// A shared, readable and writable mapping, at `at` when given.
-    ///
-    /// # Errors
-    /// The `errno` of this device's `mmap`.
     ///
     /// # Safety
     /// With `at`, the range must be the caller's own reservation, with nothing in it.
@@ -59,9 +50,6 @@ pub struct FileId {
 
 impl FileId {
     /// The file behind a descriptor.
-    ///
-    /// # Errors
-    /// The `errno` of `dup` or `fstat`.
     pub fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         File::from(fd.try_clone_to_owned()?).metadata().map(Self::from)
     }
@@ -85,9 +73,6 @@ pub struct DeviceEnd {
 
 impl DeviceEnd {
     /// A new open file: the user's descriptor and the device's end.
-    ///
-    /// # Errors
-    /// The `errno` of `socketpair`.
     pub fn open() -> io::Result<(OwnedFd, Self)> {
         let (user, peer) = UnixStream::pair()?;
         peer.set_nonblocking(true)?;
@@ -129,12 +114,20 @@ pub struct SimulatedKernel {
     nodes: BTreeMap<CString, Arc<dyn Device>>,
     texts: BTreeMap<String, String>,
     files: Mutex<HashMap<FileId, Arc<dyn Device>>>,
+    /// How often each device file was opened.
+    opened: Mutex<HashMap<CString, usize>>,
 }
 
 impl SimulatedKernel {
     /// A kernel without devices.
     pub fn new(machine: Arc<Machine>) -> Self {
-        Self { machine, nodes: BTreeMap::new(), texts: BTreeMap::new(), files: Mutex::default() }
+        let (nodes, texts, files, opened) = Default::default();
+        Self { machine, nodes, texts, files, opened }
+    }
+
+    /// How often a device file was opened.
+    pub fn opened(&self, path: &CStr) -> usize {
+        self.opened.lock().get(path).copied().unwrap_or(0)
     }
 
     /// Adds a device file. The fault `open PATH` of the machine makes its opening fail with an `errno`.
@@ -165,6 +158,7 @@ unsafe impl Kernel for SimulatedKernel {
         }
         let node = self.nodes.get(path).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
         let fd = node.open()?;
+        *self.opened.lock().entry(path.to_owned()).or_default() += 1;
         self.files.lock().insert(FileId::of(fd.as_fd())?, node.clone());
         Ok(fd)
     }

@@ -104,17 +104,11 @@ pub fn is_there() -> bool {
 }
 
 /// Sets a fault; 0 clears it.
-///
-/// # Errors
-/// The `errno` of the device.
 pub fn set_fault(fault: Fault, value: i32) -> io::Result<()> {
     call(&open()?, WRITE, 6, &mut (fault as u32, value))
 }
 
 /// Counts the live objects.
-///
-/// # Errors
-/// The `errno` of the device.
 pub fn state() -> io::Result<State> {
     let mut state = State::default();
     call(&open()?, READ, 7, &mut state)?;
@@ -129,9 +123,6 @@ pub struct Object {
 
 impl Object {
     /// Zeroed memory; `size` in whole [`CHUNK`]s.
-    ///
-    /// # Errors
-    /// The `errno` of the device; `ENODEV` without a BAR.
     pub fn new(size: u64, backing: Backing) -> io::Result<Self> {
         let file = open()?;
         call(&file, WRITE, 1, &mut [size, backing as u64])?;
@@ -160,9 +151,6 @@ impl Object {
     }
 
     /// A dma-buf of a part.
-    ///
-    /// # Errors
-    /// The `errno` of the device.
     pub fn export(&self, offset: u64, len: u64, read_only: bool) -> io::Result<OwnedFd> {
         #[repr(C)]
         struct Export {

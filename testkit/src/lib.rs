@@ -14,7 +14,6 @@ mod gdrdrv;
 mod kernel;
 pub mod kmod;
 mod machine;
-mod pages;
 pub mod process;
 mod rm;
 

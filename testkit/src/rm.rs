@@ -280,42 +280,42 @@ impl SimulatedRm {
     /// # Safety
     /// `arg` must point to the structure of `request`.
     unsafe fn control_device(&self, file: FileId, request: u32, arg: *mut c_void) -> io::Result<()> {
+        macro_rules! call {
+            ($structure:ty) => {{
+                // SAFETY: the structure of the request.
+                let call: &mut $structure = unsafe { self.enter(arg) }?;
+                call
+            }};
+        }
         match request {
             abi::Alloc::REQUEST => {
-                // SAFETY: this is the structure of the request.
-                let call: &mut abi::Alloc = unsafe { self.enter(arg) }?;
+                let call = call!(abi::Alloc);
                 call.status = code(self.alloc(file, call));
             }
             abi::Free::REQUEST => {
-                // SAFETY: this is the structure of the request.
-                let call: &mut abi::Free = unsafe { self.enter(arg) }?;
+                let call = call!(abi::Free);
                 let outcome = self.fault(abi::Free::NAME);
                 call.status = code(outcome.and_then(|()| self.tables.lock().free(file, call)));
             }
             abi::ControlCall::REQUEST => {
-                // SAFETY: this is the structure of the request.
-                let call: &mut abi::ControlCall = unsafe { self.enter(arg) }?;
+                let call = call!(abi::ControlCall);
                 call.status = code(self.control(file, call));
             }
             abi::Dup::REQUEST => {
-                // SAFETY: this is the structure of the request.
-                let call: &mut abi::Dup = unsafe { self.enter(arg) }?;
+                let call = call!(abi::Dup);
                 call.status = code(self.dup(file, call));
             }
             abi::Map::REQUEST => {
-                // SAFETY: this is the structure of the request.
-                let call: &mut abi::Map = unsafe { self.enter(arg) }?;
+                let call = call!(abi::Map);
                 call.status = code(self.map(file, call));
             }
             abi::Unmap::REQUEST => {
-                // SAFETY: this is the structure of the request.
-                let call: &mut abi::Unmap = unsafe { self.enter(arg) }?;
+                let call = call!(abi::Unmap);
                 let outcome = self.fault(abi::Unmap::NAME);
                 call.status = code(outcome.and_then(|()| self.tables.lock().unmap(file, call)));
             }
             abi::Cards::REQUEST => {
-                // SAFETY: this is the structure of the request.
-                let call: &mut abi::Cards = unsafe { self.enter(arg) }?;
+                let call = call!(abi::Cards);
                 self.fault_errno(abi::Cards::NAME)?;
                 *call = self.card_info();
             }

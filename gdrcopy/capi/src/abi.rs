@@ -1,4 +1,4 @@
-//! The types and numbers of `gdrapi.h`, checked against a C compiler in `tests/c_abi/layout.rs`.
+//! The types and numbers of `gdrapi.h`, checked against a C compiler in `tests/it/c_abi.rs`.
 
 use std::ffi::{c_uint, c_ulong};
 

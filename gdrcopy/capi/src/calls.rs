@@ -1,14 +1,16 @@
-//! The functions of GDRCopy's `gdrapi.h` except the copies, and additions in `gdrx_`.
+//! The functions of GDRCopy's `gdrapi.h`, and additions in `gdrx_`. The copies take no lock, make no system call, and print no message unless
+//! they are refused.
 
-use std::ffi::{CStr, c_char, c_int, c_uint, c_ulong, c_void};
+use std::ffi::{c_char, c_int, c_uint, c_ulong, c_void};
 use std::ptr::{self, NonNull};
 
+use gdrcopy::copy::{self, Copier};
 use gdrcopy::{Attribute, Gdr, GdrBuilder, MappingType, PinFlags};
 
 use crate::abi::{GDR_MAPPING_TYPE_NONE, VERSION, gdr_info_v1_t, gdr_info_v2_t, gdr_mh_t, gdr_t};
 use crate::guard::{self, Error, Result, invalid, non_null};
-use crate::slot::Handle;
-use crate::table::Table;
+use crate::slot::{Handle, not_mapped};
+use crate::table::{Table, no_pin};
 
 /// A number as `gdr_t`.
 fn to_gdr(id: u64) -> gdr_t {
@@ -71,13 +73,14 @@ pub unsafe extern "C" fn gdr_pin_buffer(
     va_space: u32,
     handle: *mut gdr_mh_t,
 ) -> c_int {
-    guard::status("gdr_pin_buffer", || {
+    let pinned = || {
         if p2p_token != 0 || va_space != 0 {
             tracing::info!("gdr_pin_buffer: P2P tokens {p2p_token:#x} and {va_space:#x} are not needed");
         }
-        // SAFETY: the caller's promise.
-        unsafe { pin(g, addr, size, 0, handle) }
-    })
+        pin(g, addr, size, 0)
+    };
+    // SAFETY: the caller guarantees `handle`.
+    unsafe { guard::answer("gdr_pin_buffer", "handle", handle, pinned) }
 }
 
 /// Pins with flags.
@@ -92,14 +95,11 @@ pub unsafe extern "C" fn gdr_pin_buffer_v2(
     flags: u32,
     handle: *mut gdr_mh_t,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    guard::status("gdr_pin_buffer_v2", || unsafe { pin(g, addr, size, flags, handle) })
+    // SAFETY: the caller guarantees `handle`.
+    unsafe { guard::answer("gdr_pin_buffer_v2", "handle", handle, || pin(g, addr, size, flags)) }
 }
 
-/// # Safety
-/// As [`gdr_pin_buffer`].
-unsafe fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32, handle: *mut gdr_mh_t) -> Result<()> {
-    let out = non_null("handle", handle)?;
+fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32) -> Result<gdr_mh_t> {
     let asked = PinFlags::from_bits_retain(flags);
     if !PinFlags::FORCE_PCIE.contains(asked) {
         return Err(invalid("pin flags", flags, "a combination of gdr_pin_flags_t"));
@@ -113,9 +113,7 @@ unsafe fn pin(g: gdr_t, addr: c_ulong, size: usize, flags: u32, handle: *mut gdr
         }
         error => error,
     })?;
-    // SAFETY: not null, so writable.
-    unsafe { out.write(gdr_mh_t { h: pinned.number() }) };
-    Ok(())
+    Ok(gdr_mh_t { h: pinned.number() })
 }
 
 fn handle_of(handle: gdr_mh_t) -> Handle {
@@ -135,13 +133,9 @@ pub extern "C" fn gdr_unpin_buffer(g: gdr_t, handle: gdr_mh_t) -> c_int {
 /// `flag` must be null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_callback_flag(g: gdr_t, handle: gdr_mh_t, flag: *mut c_int) -> c_int {
-    guard::status("gdr_get_callback_flag", || {
-        let out = non_null("flag", flag)?;
-        let invalidated = Table::library(id(g))?.held(handle_of(handle))?.pin.invalidated()?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(invalidated.into()) };
-        Ok(())
-    })
+    let invalidated = || Ok(Table::library(id(g))?.held(handle_of(handle))?.pin.invalidated()?.into());
+    // SAFETY: the caller guarantees `flag`.
+    unsafe { guard::answer("gdr_get_callback_flag", "flag", flag, invalidated) }
 }
 
 fn info(g: gdr_t, handle: gdr_mh_t) -> Result<gdr_info_v2_t> {
@@ -154,13 +148,8 @@ fn info(g: gdr_t, handle: gdr_mh_t) -> Result<gdr_info_v2_t> {
 /// `info` must be null or valid for a write of 40 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_info(g: gdr_t, handle: gdr_mh_t, info: *mut gdr_info_v1_t) -> c_int {
-    guard::status("gdr_get_info", || {
-        let out = non_null("info", info)?;
-        let now = self::info(g, handle)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(now.v1) };
-        Ok(())
-    })
+    // SAFETY: the caller guarantees `info`.
+    unsafe { guard::answer("gdr_get_info", "info", info, || Ok(self::info(g, handle)?.v1)) }
 }
 
 /// What is pinned, and how it is mapped.
@@ -169,13 +158,8 @@ pub unsafe extern "C" fn gdr_get_info(g: gdr_t, handle: gdr_mh_t, info: *mut gdr
 /// `info` must be null or valid for a write of 48 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_info_v2(g: gdr_t, handle: gdr_mh_t, info: *mut gdr_info_v2_t) -> c_int {
-    guard::status("gdr_get_info_v2", || {
-        let out = non_null("info", info)?;
-        let now = self::info(g, handle)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(now) };
-        Ok(())
-    })
+    // SAFETY: the caller guarantees `info`.
+    unsafe { guard::answer("gdr_get_info_v2", "info", info, || self::info(g, handle)) }
 }
 
 /// Maps with the platform's type.
@@ -184,8 +168,8 @@ pub unsafe extern "C" fn gdr_get_info_v2(g: gdr_t, handle: gdr_mh_t, info: *mut 
 /// As [`gdr_map_v2`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize) -> c_int {
-    // SAFETY: the caller's promise.
-    guard::status("gdr_map", || unsafe { map(g, handle, va, size, 0) })
+    // SAFETY: the caller guarantees `va`.
+    unsafe { guard::answer("gdr_map", "address of the mapping", va, || map(g, handle, size, 0)) }
 }
 
 /// Maps. `*va` becomes the address of `gdr_info_t::va`; `size` counts from the address that was pinned.
@@ -200,14 +184,11 @@ pub unsafe extern "C" fn gdr_map_v2(
     size: usize,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the caller's promise.
-    guard::status("gdr_map_v2", || unsafe { map(g, handle, va, size, flags) })
+    // SAFETY: the caller guarantees `va`.
+    unsafe { guard::answer("gdr_map_v2", "address of the mapping", va, || map(g, handle, size, flags)) }
 }
 
-/// # Safety
-/// As [`gdr_map_v2`].
-unsafe fn map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize, flags: c_int) -> Result<()> {
-    let out = non_null("address of the mapping", va)?;
+fn map(g: gdr_t, handle: gdr_mh_t, size: usize, flags: c_int) -> Result<*mut c_void> {
     let request = || match flags {
         0 => Ok(None),
         1 => Ok(Some(MappingType::WriteCombining)),
@@ -215,10 +196,7 @@ unsafe fn map(g: gdr_t, handle: gdr_mh_t, va: *mut *mut c_void, size: usize, fla
         3 => Ok(Some(MappingType::Device)),
         _ => Err(invalid("map flag", flags, "one of gdr_map_flags_t")),
     };
-    let mapped = Table::library(id(g))?.map(handle_of(handle), size, request)?;
-    // SAFETY: not null, so writable.
-    unsafe { out.write(mapped.cast()) };
-    Ok(())
+    Table::library(id(g))?.map(handle_of(handle), size, request).map(|mapped| mapped.cast())
 }
 
 /// Unmaps. `va` and `size` must be those of [`gdr_map`], the size up to rounding to GPU pages.
@@ -234,7 +212,7 @@ pub extern "C" fn gdr_unmap(g: gdr_t, handle: gdr_mh_t, va: *mut c_void, size: u
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut c_int) {
     guard::status("gdr_runtime_get_version", || {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { write_version(major, minor, VERSION) }
     });
 }
@@ -247,7 +225,7 @@ pub unsafe extern "C" fn gdr_runtime_get_version(major: *mut c_int, minor: *mut 
 pub unsafe extern "C" fn gdr_driver_get_version(g: gdr_t, major: *mut c_int, minor: *mut c_int) -> c_int {
     guard::status("gdr_driver_get_version", || {
         let version = Table::library(id(g))?.survey.driver_version().unwrap_or(VERSION);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { write_version(major, minor, version) }
     })
 }
@@ -269,8 +247,7 @@ unsafe fn write_version(major: *mut c_int, minor: *mut c_int, version: (u16, u16
 /// `v` must be null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdr_get_attribute(g: gdr_t, attr: c_uint, v: *mut c_int) -> c_int {
-    guard::status("gdr_get_attribute", || {
-        let out = non_null("value", v)?;
+    let value = || {
         let library = Table::library(id(g))?;
         let attribute = match attr {
             1 => Attribute::UsePersistentMapping,
@@ -278,11 +255,10 @@ pub unsafe extern "C" fn gdr_get_attribute(g: gdr_t, attr: c_uint, v: *mut c_int
             3 => Attribute::UsingDmaBufMmap,
             _ => return Err(invalid("attribute", attr, "one of gdr_attr_t")),
         };
-        let value = library.survey.attribute(attribute)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(value.try_into().unwrap_or(c_int::MAX)) };
-        Ok(())
-    })
+        Ok(library.survey.attribute(attribute)?.try_into().unwrap_or(c_int::MAX))
+    };
+    // SAFETY: the caller guarantees `v`.
+    unsafe { guard::answer("gdr_get_attribute", "value", v, value) }
 }
 
 /// The name of a mapping type, for people.
@@ -294,19 +270,131 @@ pub unsafe extern "C" fn gdr_get_mapping_type_string(
     mapping_type: c_uint,
     pstr: *mut *const c_char,
 ) -> c_int {
-    guard::status("gdr_get_mapping_type_string", || {
-        let out = non_null("string", pstr)?;
-        let name: &'static CStr = match mapping_type {
-            GDR_MAPPING_TYPE_NONE => c"None",
-            1 => c"Write Combining",
-            2 => c"Caching",
-            3 => c"Device",
-            _ => return Err(invalid("mapping type", mapping_type, "one of gdr_mapping_type_t")),
-        };
-        // SAFETY: not null, so writable.
-        unsafe { out.write(name.as_ptr()) };
-        Ok(())
+    let name = || match mapping_type {
+        GDR_MAPPING_TYPE_NONE => Ok(c"None".as_ptr()),
+        1 => Ok(c"Write Combining".as_ptr()),
+        2 => Ok(c"Caching".as_ptr()),
+        3 => Ok(c"Device".as_ptr()),
+        _ => Err(invalid("mapping type", mapping_type, "one of gdr_mapping_type_t")),
+    };
+    // SAFETY: the caller guarantees `pstr`.
+    unsafe { guard::answer("gdr_get_mapping_type_string", "string", pstr, name) }
+}
+
+/// How a copy is to be done.
+struct Plan {
+    kind: MappingType,
+    /// Mappings of several types live in this process.
+    mixed: bool,
+}
+
+/// Looks the mapping up; `None` if the copy must be refused, see [`reason`].
+#[inline]
+fn plan(handle: Handle, device: usize, host: usize, size: usize) -> Option<Plan> {
+    let table = Table::current()?;
+    let view = table.slot(handle.index())?.window.view(handle.number())?;
+    let kind = match view.kind {
+        1 => MappingType::WriteCombining,
+        2 => MappingType::Cached,
+        _ => MappingType::Device,
+    };
+    let fits = size == 0 || (view.holds(device, size) && host != 0);
+    fits.then(|| Plan { kind, mixed: table.kinds.are_mixed() })
+}
+
+/// Copies host memory to the mapping; `size` 0 does nothing.
+///
+/// A store fence follows, so later stores of this thread stay behind; a full one while mappings of several types
+/// live. Returns `EINVAL` if the handle is not mapped, the range leaves the mapping or `h_ptr` is null, `EACCES`
+/// with the parent process's handle.
+///
+/// # Safety
+/// `h_ptr` must be readable for `size` bytes. The mapping must not be unmapped meanwhile, nor `map_d_ptr` and `h_ptr`
+/// overlap.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_copy_to_mapping(
+    handle: gdr_mh_t,
+    map_d_ptr: *mut c_void,
+    h_ptr: *const c_void,
+    size: usize,
+) -> c_int {
+    let (device, host) = (map_d_ptr.addr(), h_ptr.addr());
+    copy_by("gdr_copy_to_mapping", handle, device, host, size, |kind| {
+        // SAFETY: inside the mapping; the caller guarantees the rest.
+        unsafe { Copier::best().to_device(kind, map_d_ptr.cast(), h_ptr.cast(), size) };
+        copy::store_fence
     })
+}
+
+/// Copies the mapping to host memory; `size` 0 does nothing.
+///
+/// A load fence follows; a full one while mappings of several types live. Errors as of [`gdr_copy_to_mapping`].
+///
+/// # Safety
+/// `h_ptr` must be writable for `size` bytes. The mapping must not be unmapped meanwhile, nor `map_d_ptr` and `h_ptr`
+/// overlap.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gdr_copy_from_mapping(
+    handle: gdr_mh_t,
+    h_ptr: *mut c_void,
+    map_d_ptr: *const c_void,
+    size: usize,
+) -> c_int {
+    let (device, host) = (map_d_ptr.addr(), h_ptr.addr());
+    copy_by("gdr_copy_from_mapping", handle, device, host, size, |kind| {
+        // SAFETY: inside the mapping; the caller guarantees the rest.
+        unsafe { Copier::best().from_device(kind, h_ptr.cast(), map_d_ptr.cast(), size) };
+        copy::load_fence
+    })
+}
+
+/// Copies by `act`, which says which fence must follow.
+#[inline]
+fn copy_by(
+    name: &'static str,
+    handle: gdr_mh_t,
+    device: usize,
+    host: usize,
+    size: usize,
+    act: impl FnOnce(MappingType) -> fn(MappingType),
+) -> c_int {
+    let handle = Handle::from_number(handle.h);
+    let done = guard::no_panic(|| {
+        let Plan { kind, mixed } = plan(handle, device, host, size)?;
+        if size != 0 {
+            let fence = act(kind);
+            if mixed { copy::full_fence() } else { fence(kind) }
+        }
+        Some(())
+    });
+    match done {
+        Ok(Some(())) => 0,
+        Ok(None) => refuse(name, handle, device, host, size),
+        Err(()) => libc::EIO,
+    }
+}
+
+/// Logs why a copy was not done.
+#[cold]
+fn refuse(name: &'static str, handle: Handle, device: usize, host: usize, size: usize) -> c_int {
+    guard::status(name, || Err(reason(handle, device, host, size)?))
+}
+
+/// Why; `Err` if the handle itself is wrong.
+fn reason(handle: Handle, device: usize, host: usize, size: usize) -> Result<Error> {
+    let slot = Table::current().and_then(|table| table.slot(handle.index())).ok_or_else(|| no_pin(handle))?;
+    if !slot.has(handle) {
+        return Err(no_pin(handle));
+    }
+    let Some(view) = slot.window.view(handle.number()) else { return Ok(not_mapped()) };
+    if host == 0 && size != 0 {
+        return Ok(invalid("host address", "NULL", "a pointer"));
+    }
+    if device < view.base {
+        let expected = "an address inside the mapping of this handle";
+        return Ok(invalid("address", format_args!("{device:#x}"), expected));
+    }
+    Ok(Error::OutOfBounds { offset: device - view.base, len: size, size: view.len })
 }
 
 // Additions of this library: functions in `gdrx_`. A C program that uses them needs no CUDA headers.
@@ -317,13 +405,9 @@ pub unsafe extern "C" fn gdr_get_mapping_type_string(
 /// `d_addr` must be null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gdrx_alloc(g: gdr_t, device: c_int, size: usize, d_addr: *mut c_ulong) -> c_int {
-    guard::status("gdrx_alloc", || {
-        let out = non_null("address", d_addr)?;
-        let addr = Table::library(id(g))?.allocate(device, size)?;
-        // SAFETY: not null, so writable.
-        unsafe { out.write(addr) };
-        Ok(())
-    })
+    let allocate = || Table::library(id(g))?.allocate(device, size);
+    // SAFETY: the caller guarantees `d_addr`.
+    unsafe { guard::answer("gdrx_alloc", "address", d_addr, allocate) }
 }
 
 /// Frees memory of [`gdrx_alloc`]. Pins and mappings of it stay and show the old bytes.

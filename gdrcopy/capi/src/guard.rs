@@ -50,6 +50,25 @@ pub(crate) fn status(name: &'static str, call: impl FnOnce() -> Result<()>) -> c
     run(name, call).err().unwrap_or(0)
 }
 
+/// [`status`] for calls that write one answer.
+///
+/// # Safety
+/// `place` must be null or valid for a write.
+pub(crate) unsafe fn answer<T>(
+    name: &'static str,
+    what: &'static str,
+    place: *mut T,
+    call: impl FnOnce() -> Result<T>,
+) -> c_int {
+    status(name, || {
+        let place = non_null(what, place)?;
+        let value = call()?;
+        // SAFETY: not null, so writable: the caller guarantees it.
+        unsafe { place.write(value) };
+        Ok(())
+    })
+}
+
 /// A panic becomes an error; its message has been printed by the panic hook.
 #[inline]
 pub(crate) fn no_panic<T>(call: impl FnOnce() -> T) -> std::result::Result<T, ()> {

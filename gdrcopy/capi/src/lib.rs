@@ -54,7 +54,6 @@ mod atomic {
     pub(crate) use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 }
 mod calls;
-mod copy;
 mod guard;
 mod slot;
 mod table;
@@ -62,4 +61,3 @@ mod window;
 
 pub use abi::*;
 pub use calls::*;
-pub use copy::*;

@@ -9,14 +9,15 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::locate::{Part, locate};
-use super::{Allocation, Backend, CudaAllocation, Pinned, proof};
+use super::locate::{Part, host_pages, locate};
+use super::proof::{PROBE, Views};
+use super::{Allocation, Backend, CudaAllocation, Pinned};
 use crate::cpu_range::{CpuRange, Reservation};
 use crate::cuda::{AllocKind, Cuda, CudaStatus, MemoryKind};
 use crate::error::{Error, Result, check_bounds};
 use crate::fork::Owner;
 use crate::system::{Kernel, System};
-use crate::types::{Attribute, BackendKind, ENOTSUPP, MappingType, PinFlags, host_page};
+use crate::types::{BackendKind, ENOTSUPP, MappingType, PinFlags, host_page};
 
 /// The first CUDA whose driver maps dma-bufs of GPUs with memory of their own: 13.3.
 const FIRST_CUDA: u32 = 13030;
@@ -79,15 +80,6 @@ impl DmaBuf {
         Err(no_dma_buf())
     }
 
-    /// The attributes, on every machine.
-    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
-        match attribute {
-            Attribute::UsePersistentMapping
-            | Attribute::SupportPinFlagForcePcie
-            | Attribute::UsingDmaBufMmap => 1,
-        }
-    }
-
     /// Proves once that mappings of a device show what CUDA shows.
     fn prove(&self, device: i32, flags: PinFlags) -> Result<()> {
         let flags = flags & PinFlags::FORCE_PCIE;
@@ -109,8 +101,8 @@ impl DmaBuf {
             let len = SCRATCH - start;
             let pin = Pin::new(&self.machine, scratch.addr() + start as u64, len, flags)?;
             let range = pin.map_unproven(len)?;
-            let offsets = [0, len / 2, len - proof::PROBE];
-            proof::nonce(&**cuda, device, pin.va(), &range, &offsets)?;
+            let offsets = [0, len / 2, len - PROBE];
+            Views { cuda: &**cuda, device, addr: pin.va(), range: &range }.nonce(&offsets)?;
         }
         proven.insert((device, flags));
         Ok(())
@@ -128,10 +120,6 @@ fn no_dma_buf() -> Error {
 impl Backend for DmaBuf {
     fn kind(&self) -> BackendKind {
         BackendKind::DmaBuf
-    }
-
-    fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(Self::attribute_of(attribute))
     }
 
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {
@@ -175,13 +163,8 @@ struct Segment {
 
 impl Pin {
     fn new(machine: &Machine, addr: u64, len: usize, flags: PinFlags) -> Result<Self> {
-        let page = host_page() as u64;
-        let va = addr & !(page - 1);
-        let end = addr.checked_add(len as u64).and_then(|end| end.checked_next_multiple_of(page));
-        let span = end.and_then(|end| usize::try_from(end - va).ok());
-        let (Some(end), Some(span)) = (end, span) else {
-            return Err(Error::invalid("length", len, "within the address space"));
-        };
+        let (va, span) = host_pages(addr, len)?;
+        let end = va + span as u64;
         let mut pin = Self {
             machine: machine.clone(),
             owner: Owner::this_process(),
@@ -244,35 +227,6 @@ impl Pin {
         }
         range.into_range(self.kind, None)
     }
-
-    /// Compares both ends of each piece of the requested range.
-    fn prove(&self, range: &CpuRange) -> Result<()> {
-        let cuda = &*self.machine.cuda;
-        let end = self.va + range.len() as u64;
-        for segment in &self.segments {
-            let Range { start: from, end: to } = segment.part.bytes()?;
-            let Some(len) = end.min(to).checked_sub(from).filter(|len| *len > 0) else {
-                continue;
-            };
-            // CUDA shows nothing of freed memory to compare with.
-            if !segment.part.is_live(cuda)? {
-                return Err(Error::Invalidated);
-            }
-            let size = |bytes: u64| {
-                usize::try_from(bytes)
-                    .map_err(|_| Error::invalid("length", bytes, "within the address space"))
-            };
-            proof::compare(
-                cuda,
-                segment.part.memory.device,
-                self.va,
-                range,
-                size(from - self.va)?,
-                size(len)?,
-            )?;
-        }
-        Ok(())
-    }
 }
 
 impl Pinned for Pin {
@@ -302,7 +256,9 @@ impl Pinned for Pin {
             });
         }
         let range = self.map_unproven(len)?;
-        self.prove(&range)?;
+        self.segments
+            .iter()
+            .try_for_each(|segment| segment.part.compare(&*self.machine.cuda, self.va, &range))?;
         Ok(range)
     }
 

@@ -13,8 +13,8 @@ use self::abi::{
     ReqMappingType, Request, UnpinBuffer,
 };
 use self::explain::RefusedPin;
-use super::locate::{Part, locate};
-use super::{Allocation, Backend, CudaAllocation, Pinned, proof};
+use super::locate::{Part, host_pages, locate};
+use super::{Allocation, Backend, CudaAllocation, Pinned};
 use crate::cpu_range::CpuRange;
 use crate::cuda::{AllocKind, Cuda};
 use crate::error::{Error, Result, check_bounds};
@@ -143,11 +143,7 @@ impl Gdrdrv {
     /// Pins the host pages of a range through a dma-buf of CUDA. `refused` is the error of the pin by address.
     fn pin_dma_buf(&self, request: &RefusedPin<'_>, part: &Part, refused: io::Error) -> Result<Pin> {
         let RefusedPin { addr, len, flags, .. } = *request;
-        let page = host_page() as u64;
-        let va = addr & !(page - 1);
-        let end = addr.checked_add(len as u64).and_then(|end| end.checked_next_multiple_of(page));
-        let span = end.and_then(|end| usize::try_from(end - va).ok());
-        let span = span.ok_or_else(|| Error::invalid("length", len, "within the address space"))?;
+        let (va, span) = host_pages(addr, len)?;
         let cuda = self.system.cuda()?;
         let fd =
             cuda.dma_buf(part.start(), va, span, flags.contains(PinFlags::FORCE_PCIE)).map_err(|error| {
@@ -156,7 +152,9 @@ impl Gdrdrv {
             })?;
         let mut pin = PinDmaBuf { fd: fd.as_raw_fd(), size: span as u64, ..Default::default() };
         self.node.call(&mut pin).map_err(explain::dma_buf)?;
-        Ok(Pin::of_dma_buf(&self.node, pin.handle, va, span, cuda.clone()))
+        let mut pinned = Pin::new(&self.node, pin.handle, va, span);
+        pinned.proof = Some(cuda.clone());
+        Ok(pinned)
     }
 }
 
@@ -259,11 +257,15 @@ struct Info {
 }
 
 impl Pin {
+    /// Takes ownership of a handle.
+    fn new(node: &Arc<Node>, handle: u64, va: u64, len: usize) -> Self {
+        let page_size = u32::try_from(host_page()).expect("pages are small");
+        Self { node: node.clone(), handle, va, len, page_size, proof: None, located: None, released: false }
+    }
+
     /// Takes ownership of a handle and checks that it covers the `len` bytes at `addr`.
     fn adopt(node: &Arc<Node>, handle: u64, addr: u64, len: usize) -> Result<Self> {
-        let node = node.clone();
-        let mut pin =
-            Self { node, handle, va: addr, len, page_size: 0, proof: None, located: None, released: false };
+        let mut pin = Self::new(node, handle, addr, len);
         let info = pin.info().map_err(|e| explain::call(GetInfo::NAME, e))?;
         let end = addr.checked_sub(info.va).and_then(|offset| offset.checked_add(len as u64));
         if end.is_none_or(|end| end > info.len) {
@@ -280,35 +282,10 @@ impl Pin {
         Ok(pin)
     }
 
-    /// Takes ownership of the handle of a dma-buf with whole host pages from `va` on.
-    fn of_dma_buf(node: &Arc<Node>, handle: u64, va: u64, len: usize, cuda: Arc<dyn Cuda>) -> Self {
-        let page_size = u32::try_from(host_page()).expect("pages are small");
-        Self {
-            node: node.clone(),
-            handle,
-            va,
-            len,
-            page_size,
-            proof: Some(cuda),
-            located: None,
-            released: false,
-        }
-    }
-
     /// Compares both ends of a mapping with the GPU memory.
     fn prove(&self, range: &CpuRange) -> Result<()> {
         let (Some(cuda), Some(part)) = (&self.proof, &self.located) else { return Ok(()) };
-        let shown = part.bytes()?;
-        let (from, to) = (shown.start.max(self.va), shown.end.min(self.va + range.len() as u64));
-        if from >= to {
-            return Ok(());
-        }
-        // CUDA shows nothing of freed memory to compare with.
-        if !part.is_live(&**cuda)? {
-            return Err(Error::Invalidated);
-        }
-        let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::invalid("length", bytes, "a size"));
-        proof::compare(&**cuda, part.memory.device, self.va, range, size(from - self.va)?, size(to - from)?)
+        part.compare(&**cuda, self.va, range)
     }
 
     fn info(&self) -> io::Result<Info> {

@@ -17,7 +17,7 @@ use crate::cuda::AllocKind;
 use crate::error::{Error, Result, check_bounds};
 use crate::fork::Owner;
 use crate::system::{Kernel, Linux, System};
-use crate::types::{Attribute, BackendKind, MappingType, PinFlags, host_page};
+use crate::types::{BackendKind, MappingType, PinFlags, host_page};
 
 /// Allocations by address.
 type Registry = Mutex<BTreeMap<u64, Arc<Memory>>>;
@@ -54,23 +54,11 @@ impl Host {
     pub(crate) fn open(_system: &System) -> Result<Self> {
         Ok(Self { registry: Arc::default(), owner: Owner::this_process() })
     }
-
-    /// The attributes, on every machine.
-    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
-        match attribute {
-            Attribute::UsePersistentMapping => 1,
-            Attribute::SupportPinFlagForcePcie | Attribute::UsingDmaBufMmap => 0,
-        }
-    }
 }
 
 impl Backend for Host {
     fn kind(&self) -> BackendKind {
         BackendKind::Host
-    }
-
-    fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(Self::attribute_of(attribute))
     }
 
     fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Box<dyn Pinned>> {

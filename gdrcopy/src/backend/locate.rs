@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
+use super::proof::Views;
+use crate::cpu_range::CpuRange;
 use crate::cuda::{Cuda, MemoryKind, PointerInfo, unknown};
 use crate::error::{Error, Result};
-use crate::types::{GPU_PAGE, PinFlags};
+use crate::types::{GPU_PAGE, PinFlags, host_page};
 
 /// Alignment of CUDA's allocations, bytes: "at least 256" (CUDA C++ Programming Guide 13.0, "Device Memory Accesses").
 const GRAIN: u64 = 256;
@@ -48,6 +50,26 @@ impl Part {
         Ok(cuda.buffer_id(self.start())? == self.memory.buffer_id)
     }
 
+    /// Compares both ends of the part with a mapping that begins at GPU address `va`, as far as the mapping reaches.
+    ///
+    /// # Errors
+    /// [`Error::Invalidated`] if the memory was freed: CUDA shows nothing of it to compare with.
+    pub(crate) fn compare(&self, cuda: &dyn Cuda, va: u64, range: &CpuRange) -> Result<()> {
+        let shown = self.bytes()?;
+        let (from, to) = (shown.start.max(va), shown.end.min(va + range.len() as u64));
+        if from >= to {
+            return Ok(());
+        }
+        let check_live = || if self.is_live(cuda)? { Ok(()) } else { Err(Error::Invalidated) };
+        check_live()?;
+        let size = |bytes: u64| usize::try_from(bytes).map_err(|_| Error::invalid("length", bytes, "a size"));
+        let views = Views { cuda, device: self.memory.device, addr: va, range };
+        views
+            .compare(size(from - va)?, size(to - from)?)
+            // The memory may have been freed meanwhile.
+            .or_else(|error| check_live().and(Err(error)))
+    }
+
     /// Whether these addresses are all within the allocation.
     pub(crate) fn holds(&self, addr: u64, len: usize) -> bool {
         self.bytes.start <= addr && addr.checked_add(len as u64).is_some_and(|end| end <= self.bytes.end)
@@ -76,6 +98,15 @@ pub(crate) fn locate(cuda: &dyn Cuda, addr: u64, len: usize, flags: PinFlags) ->
         MemoryKind::Unknown => return Err(unknown(addr)),
     };
     Err(Error::NotMappable { addr, found, fix })
+}
+
+/// The host pages around a range: their address and length.
+pub(crate) fn host_pages(addr: u64, len: usize) -> Result<(u64, usize)> {
+    let page = host_page() as u64;
+    let va = addr & !(page - 1);
+    let end = addr.checked_add(len as u64).and_then(|end| end.checked_next_multiple_of(page));
+    let span = end.and_then(|end| usize::try_from(end - va).ok());
+    Ok((va, span.ok_or_else(|| Error::invalid("length", len, "within the address space"))?))
 }
 
 /// The first allocation that begins after the first byte of a range, in the same GPU page.

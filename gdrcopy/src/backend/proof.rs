@@ -16,106 +16,96 @@ const ATTEMPTS: u32 = 32;
 
 const WRONG: &str = "this driver maps other memory than asked for; use another backend and report the driver";
 
-/// Writes random bytes in both directions at each of `offsets` and reads them from the other side. Overwrites [`PROBE`] bytes at
-/// each, so it is for scratch memory. `addr` is the GPU address of the range's first byte.
-pub(crate) fn nonce(
-    cuda: &dyn Cuda,
-    device: i32,
-    addr: u64,
-    range: &CpuRange,
-    offsets: &[usize],
-) -> Result<()> {
-    // All places are written before any is read, to find two offsets that show the same memory.
-    let written: Vec<_> = offsets.iter().map(|_| random()).collect();
-    for (&offset, bytes) in offsets.iter().zip(&written) {
-        // SAFETY: an array of that length.
-        unsafe { cuda.copy_to_device(device, addr + offset as u64, bytes.as_ptr(), PROBE) }?;
-    }
-    for (&offset, bytes) in offsets.iter().zip(&written) {
-        let mut seen = [0; PROBE];
-        load(range, offset, &mut seen)?;
-        expect(addr, offset, "the CPU does not see what CUDA wrote", &seen, bytes)?;
-    }
-
-    let written: Vec<_> = offsets.iter().map(|_| random()).collect();
-    for (&offset, bytes) in offsets.iter().zip(&written) {
-        store(range, offset, bytes)?;
-    }
-    for (&offset, bytes) in offsets.iter().zip(&written) {
-        let mut seen = [0; PROBE];
-        // The read pushes the writes ahead of itself through PCIe.
-        load(range, offset, &mut seen)?;
-        read_by_cuda(cuda, device, addr, offset, &mut seen)?;
-        expect(addr, offset, "CUDA does not see what the CPU wrote", &seen, bytes)?;
-    }
-    Ok(())
+/// A mapping, and the same memory as CUDA shows it.
+pub(crate) struct Views<'a> {
+    pub(crate) cuda: &'a dyn Cuda,
+    pub(crate) device: i32,
+    /// The GPU address of the range's first byte.
+    pub(crate) addr: u64,
+    pub(crate) range: &'a CpuRange,
 }
 
-/// Compares the first and the last [`PROBE`] of `len` bytes at `offset` of the range with what CUDA shows there. Never writes, so it
-/// is for the user's memory; it cannot detect other memory with equal bytes. `addr` is the GPU address of the range's first byte.
-pub(crate) fn compare(
-    cuda: &dyn Cuda,
-    device: i32,
-    addr: u64,
-    range: &CpuRange,
-    offset: usize,
-    len: usize,
-) -> Result<()> {
-    let probe = len.min(PROBE);
-    compare_at(cuda, device, addr, range, offset, probe)?;
-    if len > PROBE {
-        compare_at(cuda, device, addr, range, offset + len - probe, probe)?;
-    }
-    Ok(())
-}
-
-fn compare_at(
-    cuda: &dyn Cuda,
-    device: i32,
-    addr: u64,
-    range: &CpuRange,
-    offset: usize,
-    len: usize,
-) -> Result<()> {
-    let (mut first, mut seen, mut now) = ([0; PROBE], [0; PROBE], [0; PROBE]);
-    let (first, seen, now) = (&mut first[..len], &mut seen[..len], &mut now[..len]);
-    read_by_cuda(cuda, device, addr, offset, first)?;
-    now.copy_from_slice(first);
-    let mut changes = false;
-    for _ in 0..ATTEMPTS {
-        load(range, offset, seen)?;
-        if seen == now {
-            return Ok(());
+impl Views<'_> {
+    /// Writes random bytes in both directions at each of `offsets` and reads them from the other side. Overwrites [`PROBE`] bytes at
+    /// each, so it is for scratch memory.
+    pub(crate) fn nonce(&self, offsets: &[usize]) -> Result<()> {
+        // All places are written before any is read, to find two offsets that show the same memory.
+        let written: Vec<_> = offsets.iter().map(|_| random()).collect();
+        for (&offset, bytes) in offsets.iter().zip(&written) {
+            let dst = self.addr + offset as u64;
+            // SAFETY: an array of that length.
+            unsafe { self.cuda.copy_to_device(self.device, dst, bytes.as_ptr(), PROBE) }?;
         }
-        read_by_cuda(cuda, device, addr, offset, now)?;
-        if seen == now {
-            return Ok(());
+        for (&offset, bytes) in offsets.iter().zip(&written) {
+            let mut seen = [0; PROBE];
+            load(self.range, offset, &mut seen)?;
+            self.expect(offset, "the CPU does not see what CUDA wrote", &seen, bytes)?;
         }
-        changes |= now != first;
-    }
-    if !changes {
-        return expect(addr, offset, "the CPU does not see what CUDA shows", seen, now);
-    }
-    Err(Error::ProofFailed {
-        addr: addr + offset as u64,
-        found: format!("it changed during {ATTEMPTS} comparisons with CUDA's view"),
-        fix: "map the memory before the GPU or a network card writes to it",
-    })
-}
 
-fn read_by_cuda(cuda: &dyn Cuda, device: i32, addr: u64, offset: usize, out: &mut [u8]) -> Result<()> {
-    // SAFETY: a slice of that length.
-    unsafe { cuda.copy_from_device(device, out.as_mut_ptr(), addr + offset as u64, out.len()) }
-}
+        let written: Vec<_> = offsets.iter().map(|_| random()).collect();
+        for (&offset, bytes) in offsets.iter().zip(&written) {
+            store(self.range, offset, bytes)?;
+        }
+        for (&offset, bytes) in offsets.iter().zip(&written) {
+            let mut seen = [0; PROBE];
+            // The read pushes the writes ahead of itself through PCIe.
+            load(self.range, offset, &mut seen)?;
+            self.read_by_cuda(offset, &mut seen)?;
+            self.expect(offset, "CUDA does not see what the CPU wrote", &seen, bytes)?;
+        }
+        Ok(())
+    }
 
-fn expect(addr: u64, offset: usize, what: &str, seen: &[u8], wanted: &[u8]) -> Result<()> {
-    match seen.iter().zip(wanted).position(|(seen, wanted)| seen != wanted) {
-        None => Ok(()),
-        Some(at) => Err(Error::ProofFailed {
-            addr: addr + (offset + at) as u64,
-            found: format!("{what}: {:#04x} instead of {:#04x}", seen[at], wanted[at]),
-            fix: WRONG,
-        }),
+    /// Compares the first and the last [`PROBE`] of `len` bytes at `offset` of the range with what CUDA shows there. Never writes, so
+    /// it is for the user's memory; it cannot detect other memory with equal bytes.
+    pub(crate) fn compare(&self, offset: usize, len: usize) -> Result<()> {
+        let probe = len.min(PROBE);
+        self.compare_at(offset, probe)?;
+        if len > PROBE { self.compare_at(offset + len - probe, probe) } else { Ok(()) }
+    }
+
+    fn compare_at(&self, offset: usize, len: usize) -> Result<()> {
+        let (mut first, mut seen, mut now) = ([0; PROBE], [0; PROBE], [0; PROBE]);
+        let (first, seen, now) = (&mut first[..len], &mut seen[..len], &mut now[..len]);
+        self.read_by_cuda(offset, first)?;
+        now.copy_from_slice(first);
+        let mut changes = false;
+        for _ in 0..ATTEMPTS {
+            load(self.range, offset, seen)?;
+            if seen == now {
+                return Ok(());
+            }
+            self.read_by_cuda(offset, now)?;
+            if seen == now {
+                return Ok(());
+            }
+            changes |= now != first;
+        }
+        if !changes {
+            return self.expect(offset, "the CPU does not see what CUDA shows", seen, now);
+        }
+        Err(Error::ProofFailed {
+            addr: self.addr + offset as u64,
+            found: format!("it changed during {ATTEMPTS} comparisons with CUDA's view"),
+            fix: "map the memory before the GPU or a network card writes to it",
+        })
+    }
+
+    fn read_by_cuda(&self, offset: usize, out: &mut [u8]) -> Result<()> {
+        let src = self.addr + offset as u64;
+        // SAFETY: a slice of that length.
+        unsafe { self.cuda.copy_from_device(self.device, out.as_mut_ptr(), src, out.len()) }
+    }
+
+    fn expect(&self, offset: usize, what: &str, seen: &[u8], wanted: &[u8]) -> Result<()> {
+        match seen.iter().zip(wanted).position(|(seen, wanted)| seen != wanted) {
+            None => Ok(()),
+            Some(at) => Err(Error::ProofFailed {
+                addr: self.addr + (offset + at) as u64,
+                found: format!("{what}: {:#04x} instead of {:#04x}", seen[at], wanted[at]),
+                fix: WRONG,
+            }),
+        }
     }
 }
 
@@ -194,56 +184,51 @@ mod tests {
     /// The GPU address of the first byte of [`Copies`].
     const ADDR: u64 = 0x7f00_0000_0000;
 
+    macro_rules! not_called {
+        ($($name:ident($($ty:ty),*) -> $ret:ty;)*) => {$(
+            fn $name(&self, $(_: $ty),*) -> Result<$ret> {
+                unimplemented!()
+            }
+        )*};
+    }
+
     /// A CUDA that copies to and from a file, and does nothing else.
     #[derive(Debug)]
     struct Copies(File);
 
     impl Cuda for Copies {
         unsafe fn copy_to_device(&self, _: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
             self.0.write_all_at(bytes, dst - ADDR).map_err(|e| Error::sys("pwrite", e, ""))
         }
 
         unsafe fn copy_from_device(&self, _: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-            // SAFETY: the caller's promise; the proofs pass initialised arrays.
+            // SAFETY: the caller guarantees the ranges; the proofs pass initialised arrays.
             let bytes = unsafe { std::slice::from_raw_parts_mut(dst, len) };
             self.0.read_exact_at(bytes, src - ADDR).map_err(|e| Error::sys("pread", e, ""))
         }
 
-        fn driver_version(&self) -> Result<u32> {
-            unimplemented!()
-        }
-        fn devices(&self) -> Result<Vec<GpuInfo>> {
-            unimplemented!()
-        }
-        fn device_attribute(&self, _: i32, _: u32) -> Result<i32> {
-            unimplemented!()
-        }
-        fn pointer(&self, _: u64) -> Result<PointerInfo> {
-            unimplemented!()
-        }
-        fn buffer_id(&self, _: u64) -> Result<u64> {
-            unimplemented!()
-        }
-        fn ipc_handle(&self, _: u64) -> Result<[u8; 64]> {
-            unimplemented!()
-        }
-        fn export_fd(&self, _: u64) -> Result<OwnedFd> {
-            unimplemented!()
-        }
-        fn dma_buf(&self, _: u64, _: u64, _: usize, _: bool) -> Result<OwnedFd> {
-            unimplemented!()
-        }
-        fn alloc(&self, _: i32, _: usize, _: AllocKind) -> Result<u64> {
-            unimplemented!()
-        }
         unsafe fn free(&self, _: u64) -> Result<()> {
             unimplemented!()
         }
-        fn flush(&self, _: i32, _: u64) -> Result<()> {
-            unimplemented!()
+
+        not_called! {
+            driver_version() -> u32;
+            devices() -> Vec<GpuInfo>;
+            device_attribute(i32, u32) -> i32;
+            pointer(u64) -> PointerInfo;
+            buffer_id(u64) -> u64;
+            ipc_handle(u64) -> [u8; 64];
+            export_fd(u64) -> OwnedFd;
+            dma_buf(u64, u64, usize, bool) -> OwnedFd;
+            alloc(i32, usize, AllocKind) -> u64;
+            flush(i32, u64) -> ();
         }
+    }
+
+    fn views<'a>(cuda: &'a Copies, range: &'a CpuRange) -> Views<'a> {
+        Views { cuda, device: 0, addr: ADDR, range }
     }
 
     fn pattern() -> Vec<u8> {
@@ -273,7 +258,7 @@ mod tests {
     #[test]
     fn a_nonce_finds_other_memory_with_the_same_bytes() {
         let (cuda, _, range) = impostor();
-        let result = nonce(&cuda, 0, ADDR, &range, &[0]);
+        let result = views(&cuda, &range).nonce(&[0]);
         assert!(matches!(result, Err(Error::ProofFailed { .. })), "{result:?}");
     }
 
@@ -281,10 +266,10 @@ mod tests {
     fn a_nonce_accepts_the_same_memory_and_finds_displacement() {
         let cuda = Copies(file());
         let range = map(&cuda.0);
-        nonce(&cuda, 0, ADDR, &range, &[0, 4096 - 32, 777, SIZE - PROBE]).unwrap();
-        let result = nonce(&cuda, 0, ADDR - 8, &range, &[4096]);
+        views(&cuda, &range).nonce(&[0, 4096 - 32, 777, SIZE - PROBE]).unwrap();
+        let result = Views { addr: ADDR - 8, ..views(&cuda, &range) }.nonce(&[4096]);
         assert!(matches!(result, Err(Error::ProofFailed { .. })), "{result:?}");
-        assert!(nonce(&cuda, 0, ADDR, &range, &[SIZE - PROBE + 1]).is_err());
+        assert!(views(&cuda, &range).nonce(&[SIZE - PROBE + 1]).is_err());
     }
 
     #[test]
@@ -297,8 +282,8 @@ mod tests {
         let ptr = std::ptr::NonNull::new(raw.cast()).unwrap();
         // SAFETY: just mapped, nothing else knows it.
         let range = unsafe { CpuRange::adopt(ptr, SIZE, MappingType::Cached, None) }.unwrap();
-        compare(&cuda, 0, ADDR, &range, 0, SIZE).unwrap();
-        let result = nonce(&cuda, 0, ADDR, &range, &[0]);
+        views(&cuda, &range).compare(0, SIZE).unwrap();
+        let result = views(&cuda, &range).nonce(&[0]);
         assert!(
             matches!(&result, Err(Error::ProofFailed { found, .. }) if found.contains("CUDA does not see"))
         );
@@ -308,7 +293,7 @@ mod tests {
     fn a_comparison_reads_both_ends_and_nothing_else() {
         let (cuda, other, range) = impostor();
         for (offset, len) in [(0, SIZE), (3, 5), (1000, 64), (1001, 65), (SIZE - 1, 1)] {
-            compare(&cuda, 0, ADDR, &range, offset, len).unwrap();
+            views(&cuda, &range).compare(offset, len).unwrap();
         }
         let flip = |at: usize| {
             let mut byte = [0];
@@ -317,19 +302,19 @@ mod tests {
         };
         for (at, offset, len) in [(0, 0, SIZE), (SIZE - 1, 0, SIZE), (1007, 1003, 5), (1063, 1000, 64)] {
             flip(at);
-            let result = compare(&cuda, 0, ADDR, &range, offset, len);
+            let result = views(&cuda, &range).compare(offset, len);
             let Err(Error::ProofFailed { addr, .. }) = result else { panic!("{at}: {result:?}") };
             assert_eq!(addr, ADDR + at as u64);
             flip(at);
         }
         flip(SIZE / 2);
-        compare(&cuda, 0, ADDR, &range, 0, SIZE).unwrap();
+        views(&cuda, &range).compare(0, SIZE).unwrap();
     }
 
     #[test]
     fn a_comparison_never_writes() {
         let (cuda, other, range) = impostor();
-        compare(&cuda, 0, ADDR, &range, 0, SIZE).unwrap();
+        views(&cuda, &range).compare(0, SIZE).unwrap();
         for file in [&cuda.0, &other] {
             let mut bytes = vec![0; SIZE];
             file.read_exact_at(&mut bytes, 0).unwrap();

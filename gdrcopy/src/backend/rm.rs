@@ -32,12 +32,13 @@ use parking_lot::Mutex;
 use self::abi::{Escape, NvStatus};
 use self::client::{Block, Client, Object, refused};
 use super::locate::{Part, locate};
-use super::{Allocation, Backend, CudaAllocation, Pinned, proof};
+use super::proof::Views;
+use super::{Allocation, Backend, CudaAllocation, Pinned};
 use crate::cpu_range::{CpuRange, Reservation};
 use crate::cuda::{AllocKind, Cuda, GpuInfo, MemoryKind};
 use crate::error::{Error, Result};
 use crate::system::System;
-use crate::types::{Attribute, BackendKind, GPU_PAGE, MappingType, PinFlags, host_page};
+use crate::types::{BackendKind, GPU_PAGE, MappingType, PinFlags, host_page};
 
 /// How a kind of memory gets a handle of this client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,14 +74,6 @@ impl Rm {
         Client::open(system.kernel.clone()).map(drop)
     }
 
-    /// The attributes, on every machine.
-    pub(crate) fn attribute_of(attribute: Attribute) -> u32 {
-        match attribute {
-            Attribute::UsePersistentMapping | Attribute::SupportPinFlagForcePcie => 1,
-            Attribute::UsingDmaBufMmap => 0,
-        }
-    }
-
     /// Opens the driver and proves that `cuMemAlloc` memory of the first GPU can be mapped.
     pub(crate) fn open(system: &System) -> Result<Self> {
         let cuda = system.cuda()?.clone();
@@ -112,10 +105,6 @@ impl Rm {
 impl Backend for Rm {
     fn kind(&self) -> BackendKind {
         BackendKind::Rm
-    }
-
-    fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        Ok(Self::attribute_of(attribute))
     }
 
     /// [`PinFlags::FORCE_PCIE`] changes nothing: mappings always go through BAR1.
@@ -245,11 +234,11 @@ fn prove(
         let scratch = &scratch[index];
         let part = locate(&**cuda, scratch.addr(), SCRATCH, PinFlags::empty())?;
         let pin = RmPin::new(gpu, cuda, part, scratch.addr(), SCRATCH)?;
-        let inner = pin.begins_inside_object();
+        let inner = pin.segments[0].offset != 0;
         let mut range = pin.map(pin.pinned_len(), None)?;
         let first = usize::try_from(scratch.addr() - pin.va()).expect("pinned memory fits the address space");
         let offsets = [first, first + SCRATCH / 2 - 32, first + SCRATCH - 64];
-        proof::nonce(&**cuda, gpu.ordinal, pin.va(), &range, &offsets)?;
+        Views { cuda: &**cuda, device: gpu.ordinal, addr: pin.va(), range: &range }.nonce(&offsets)?;
         range.release()?;
         Box::new(pin).unpin()?;
         // CUDA gives every VMM allocation an object of its own.
@@ -315,11 +304,6 @@ impl Gpu {
             Route::Malloc => &self.malloc,
             Route::Vmm => &self.vmm,
         }
-    }
-
-    /// A file for one mapping.
-    fn open_file(&self) -> Result<OwnedFd> {
-        client::open_node(&*self.client().kernel, &self.node)
     }
 
     /// Whether confidential computing hides GPU memory from the CPU; `false` also if the driver does not report it.
@@ -488,43 +472,13 @@ impl RmPin {
         let va = (range.start - range.start % GPU_PAGE).max(found.base);
         let end = range.end.checked_next_multiple_of(GPU_PAGE).unwrap_or(u64::MAX).min(found.end());
         Ok(Segment {
-            memory: Memory::new(&self.gpu, found.object),
+            memory: Arc::new(Memory { object: found.object, gpu: self.gpu.clone() }),
             va,
             len: usize::try_from(end - va)
                 .map_err(|_| Error::invalid("length", end - va, "an address space's"))?,
             offset: va - found.base,
             part: part.clone(),
         })
-    }
-
-    /// Whether the range begins after the first byte of its object.
-    fn begins_inside_object(&self) -> bool {
-        self.segments[0].offset != 0
-    }
-
-    /// Refuses a segment whose memory was freed: its bytes can no longer be compared.
-    fn check_live(&self, segment: &Segment) -> Result<()> {
-        let memory = self.cuda.pointer(segment.part.start())?;
-        let live = memory.kind != MemoryKind::Unknown && memory.buffer_id == segment.part.memory.buffer_id;
-        if live { Ok(()) } else { Err(Error::Invalidated) }
-    }
-
-    /// Compares what CUDA shows of the user's range with the mapping.
-    fn compare(&self, range: &CpuRange) -> Result<()> {
-        let mapped = self.va() + range.len() as u64;
-        for segment in &self.segments {
-            let Range { start, end } = segment.part.bytes()?;
-            let end = end.min(mapped);
-            if start >= end {
-                continue;
-            }
-            self.check_live(segment)?;
-            let offset = range_len(start - self.va());
-            proof::compare(&*self.cuda, self.gpu.ordinal, self.va(), range, offset, range_len(end - start))
-                // Memory freed meanwhile gives `Invalidated`.
-                .or_else(|error| self.check_live(segment).and(Err(error)))?;
-        }
-        Ok(())
     }
 }
 
@@ -585,7 +539,7 @@ impl Pinned for RmPin {
         // WC: what the driver uses for BAR1 by default (`nvidia_mmap_helper` in `nv-mmap.c` of the open kernel
         // modules 580.142).
         let range = reservation.into_range(MappingType::WriteCombining, Some(Box::new(mappings)))?;
-        self.compare(&range)?;
+        self.segments.iter().try_for_each(|segment| segment.part.compare(&*self.cuda, self.va(), &range))?;
         Ok(range)
     }
 
@@ -595,7 +549,7 @@ impl Pinned for RmPin {
         for segment in self.segments {
             // A mapping that is still there gives the memory back later.
             if let Some(memory) = Arc::into_inner(segment.memory) {
-                result = result.and(memory.free());
+                result = result.and(memory.object.free());
             }
         }
         result
@@ -608,17 +562,6 @@ struct Memory {
     // Fields are dropped in this order.
     object: Object,
     gpu: Arc<Gpu>,
-}
-
-impl Memory {
-    fn new(gpu: &Arc<Gpu>, object: Object) -> Arc<Self> {
-        Arc::new(Self { object, gpu: gpu.clone() })
-    }
-
-    /// Frees the handle, and returns the error that a drop can only log.
-    fn free(self) -> Result<()> {
-        self.object.free()
-    }
 }
 
 /// BAR1 space of a mapping; released when dropped, after the `munmap`.
@@ -635,7 +578,7 @@ impl Bar1Mapping {
     fn append(range: &mut Reservation, memory: &Arc<Memory>, offset: u64, len: usize) -> Result<Self> {
         let gpu = &memory.gpu;
         let client = gpu.client();
-        let file = gpu.open_file()?;
+        let file = client::open_node(&*client.kernel, &gpu.node)?;
         let mut map = abi::Map {
             client: client.handle(),
             device: gpu.device(),

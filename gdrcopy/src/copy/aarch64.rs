@@ -2,9 +2,10 @@
 
 use std::arch::asm;
 
-use super::routine::Routine;
+use super::Routine;
 use super::scalar::{FromDevice, ToDevice};
 use super::vector::{CopyFn, routine};
+use crate::types::MappingType;
 
 /// NEON is part of the base architecture of Linux.
 pub(super) fn detected(routine: Routine) -> bool {
@@ -15,12 +16,35 @@ pub(super) fn detected(routine: Routine) -> bool {
 pub(super) const STORE_CACHED: CopyFn = store_neon;
 pub(super) const LOAD_CACHED: CopyFn = load_neon;
 
-pub(super) fn store(routine: Routine) -> Option<CopyFn> {
-    (routine == Routine::Neon).then_some(store_neon)
+/// How a routine stores and loads.
+pub(super) fn functions(routine: Routine) -> [Option<CopyFn>; 2] {
+    match routine {
+        Routine::Neon => [Some(store_neon), Some(load_neon)],
+        _ => [None; 2],
+    }
 }
 
-pub(super) fn load(routine: Routine) -> Option<CopyFn> {
-    (routine == Routine::Neon).then_some(load_neon)
+/// Makes a barrier.
+macro_rules! barrier {
+    ($name:literal) => {
+        // SAFETY: a barrier has no operands and changes no register.
+        unsafe { asm!($name, options(nostack, preserves_flags)) }
+    };
+}
+
+#[inline]
+pub(super) fn store_fence(kind: MappingType) {
+    if kind == MappingType::WriteCombining { barrier!("dsb st") } else { barrier!("dmb oshst") }
+}
+
+#[inline]
+pub(super) fn load_fence(_: MappingType) {
+    barrier!("dmb oshld");
+}
+
+#[inline]
+pub(super) fn full_fence() {
+    barrier!("dsb sy");
 }
 
 routine!(store_neon, ToDevice, "neon", block, line, ());
@@ -30,7 +54,7 @@ routine!(load_neon, FromDevice, "neon", block, line, ());
 /// `src` must be valid for reads and `dst` for writes of 16 bytes.
 #[inline]
 unsafe fn block(dst: *mut u8, src: *const u8) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe {
         asm!(
             "ldr {a:q}, [{src}]",
@@ -47,7 +71,7 @@ unsafe fn block(dst: *mut u8, src: *const u8) {
 /// `src` must be valid for reads and `dst` for writes of 64 bytes.
 #[inline]
 unsafe fn line(dst: *mut u8, src: *const u8) {
-    // SAFETY: the caller's promise. One instruction names four registers in sequence, so they are fixed.
+    // SAFETY: the caller guarantees it. One instruction names four registers in sequence, so they are fixed.
     unsafe {
         asm!(
             "ld1 {{v0.16b, v1.16b, v2.16b, v3.16b}}, [{src}]",

@@ -23,9 +23,9 @@ impl Direction for ToDevice {
 
     #[inline]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let value = unsafe { src.cast::<T>().read_unaligned() };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { dst.cast::<T>().write_volatile(value) };
     }
 }
@@ -41,9 +41,9 @@ impl Direction for FromDevice {
 
     #[inline]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let value = unsafe { src.cast::<T>().read_volatile() };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { dst.cast::<T>().write_unaligned(value) };
     }
 }
@@ -56,7 +56,7 @@ impl Direction for FromDevice {
 pub(super) unsafe fn word<D: Direction>(dst: *mut u8, src: *const u8, len: usize) -> bool {
     let aligned = |size: usize| D::device(dst, src).is_multiple_of(size);
     match len {
-        // SAFETY: the caller's promise, and the alignment was checked.
+        // SAFETY: the caller guarantees both ranges, and the alignment was checked.
         4 if aligned(4) => unsafe { D::word::<u32>(dst, src) },
         // SAFETY: the caller guarantees both ranges, and the alignment was checked.
         8 if aligned(8) => unsafe { D::word::<u64>(dst, src) },
@@ -123,14 +123,14 @@ pub(super) unsafe fn tail<D: Direction>(dst: *mut u8, src: *const u8, mut at: us
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `len` bytes, and they must not overlap.
 pub(super) unsafe fn copy<D: Direction>(dst: *mut u8, src: *const u8, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let mut at = unsafe { head::<D>(dst, src, len) };
     while len - at >= 8 {
         // SAFETY: the word lies in the range; the head has aligned the device to 16.
         unsafe { D::word::<u64>(dst.wrapping_add(at), src.wrapping_add(at)) };
         at += 8;
     }
-    // SAFETY: the caller's promise; fewer than 8 bytes are left.
+    // SAFETY: the caller guarantees the ranges; fewer than 8 bytes are left.
     unsafe { tail::<D>(dst, src, at, len) };
 }
 

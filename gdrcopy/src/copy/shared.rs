@@ -19,7 +19,7 @@ const STRING: usize = 1024;
 pub unsafe fn copy_shared(dst: *mut u8, src: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     if len >= STRING && (dst.addr() ^ src.addr()).is_multiple_of(64) {
-        // SAFETY: the caller's promise; the direction flag is clear, as everywhere.
+        // SAFETY: the caller guarantees the ranges; the direction flag is clear, as everywhere.
         unsafe {
             asm!(
                 "rep movsb",
@@ -58,7 +58,7 @@ macro_rules! copy {
         #[cfg(target_arch = $arch)]
         #[inline(always)]
         unsafe fn $name(dst: *mut u8, src: *const u8) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             unsafe {
                 asm!(
                     $($operation,)+

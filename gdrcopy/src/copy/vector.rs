@@ -26,7 +26,7 @@ pub(super) type CopyOne = unsafe fn(dst: *mut u8, src: *const u8);
 pub(super) unsafe fn copy<D: Parts>(dst: *mut u8, src: *const u8, len: usize, block: CopyOne, line: CopyOne) {
     let mut at = len.min(D::device(dst, src).wrapping_neg() % LINE);
     if at > 0 {
-        // SAFETY: the caller's promise; the first line extends at least that far.
+        // SAFETY: the caller guarantees the ranges; the first line extends at least that far.
         unsafe { D::part(dst, src, at, block) };
     }
     while len - at >= 4 * LINE {
@@ -42,7 +42,7 @@ pub(super) unsafe fn copy<D: Parts>(dst: *mut u8, src: *const u8, len: usize, bl
         at += LINE;
     }
     if at < len {
-        // SAFETY: the caller's promise; a line begins here, and less than one is left.
+        // SAFETY: the caller guarantees the ranges; a line begins here, and less than one is left.
         unsafe { D::part(dst.wrapping_add(at), src.wrapping_add(at), len - at, block) };
     }
 }
@@ -62,14 +62,14 @@ impl Parts for ToDevice {
     /// In blocks, and in words where a block would write bytes of others.
     #[inline(always)]
     unsafe fn part(dst: *mut u8, src: *const u8, len: usize, block: CopyOne) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let mut at = unsafe { head::<Self>(dst, src, len) };
         while len - at >= BLOCK {
             // SAFETY: the block lies in the range; the head has aligned the device to 16.
             unsafe { block(dst.wrapping_add(at), src.wrapping_add(at)) };
             at += BLOCK;
         }
-        // SAFETY: the caller's promise; fewer than 16 bytes are left.
+        // SAFETY: the caller guarantees the ranges; fewer than 16 bytes are left.
         unsafe { tail::<Self>(dst, src, at, len) };
     }
 }
@@ -104,7 +104,7 @@ macro_rules! routine {
         /// the device, all of the aligned blocks of 16 bytes that the range touches must be readable.
         #[target_feature(enable = $feature)]
         unsafe fn $name(dst: *mut u8, src: *const u8, len: usize) {
-            // SAFETY: the caller's promise; this function has the feature.
+            // SAFETY: the caller guarantees the ranges; this function has the feature.
             unsafe { $crate::copy::vector::copy::<$direction>(dst, src, len, $block, $line) };
             $end
         }
@@ -129,7 +129,7 @@ mod tests {
     /// A [`CopyOne`] of `SIZE` bytes that records its loads.
     unsafe fn recorded<const SIZE: usize>(dst: *mut u8, src: *const u8) {
         ACCESSES.with_borrow_mut(|accesses| accesses.push((src.addr(), SIZE)));
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { dst.copy_from_nonoverlapping(src, SIZE) };
     }
 

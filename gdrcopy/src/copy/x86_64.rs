@@ -5,11 +5,12 @@
 
 use std::arch::asm;
 use std::arch::is_x86_feature_detected;
-use std::arch::x86_64::{__cpuid, __cpuid_count, _mm256_zeroupper};
+use std::arch::x86_64::{__cpuid, __cpuid_count, _mm_mfence, _mm_sfence, _mm256_zeroupper};
 
-use super::routine::Routine;
+use super::Routine;
 use super::scalar::{FromDevice, ToDevice};
 use super::vector::{CopyFn, routine};
+use crate::types::MappingType;
 
 pub(super) fn detected(routine: Routine) -> bool {
     match routine {
@@ -32,25 +33,38 @@ fn has_movdir64b() -> bool {
 pub(super) const STORE_CACHED: CopyFn = store_cached;
 pub(super) const LOAD_CACHED: CopyFn = load_sse2;
 
-pub(super) fn store(routine: Routine) -> Option<CopyFn> {
-    Some(match routine {
-        Routine::Sse2 => store_sse2,
-        Routine::Avx => store_avx,
-        Routine::Avx512 => store_avx512,
-        Routine::Movdir64b => store_movdir64b,
-        _ => return None,
-    })
+/// How a routine stores and loads.
+pub(super) fn functions(routine: Routine) -> [Option<CopyFn>; 2] {
+    match routine {
+        Routine::Sse2 => [Some(store_sse2), Some(load_sse2)],
+        Routine::Sse41 => [None, Some(load_sse41)],
+        Routine::Avx => [Some(store_avx), Some(load_avx)],
+        Routine::Avx2 => [None, Some(load_avx2)],
+        Routine::Avx512 => [Some(store_avx512), Some(load_avx512)],
+        Routine::Movdir64b => [Some(store_movdir64b), None],
+        Routine::Scalar | Routine::Neon => [None; 2],
+    }
 }
 
-pub(super) fn load(routine: Routine) -> Option<CopyFn> {
-    Some(match routine {
-        Routine::Sse2 => load_sse2,
-        Routine::Sse41 => load_sse41,
-        Routine::Avx => load_avx,
-        Routine::Avx2 => load_avx2,
-        Routine::Avx512 => load_avx512,
-        _ => return None,
-    })
+#[inline]
+pub(super) fn store_fence(kind: MappingType) {
+    if kind != MappingType::Cached {
+        // SAFETY: SSE2 is part of x86-64.
+        unsafe { _mm_sfence() };
+    }
+}
+
+#[inline]
+pub(super) fn load_fence(kind: MappingType) {
+    if kind != MappingType::Cached {
+        full_fence();
+    }
+}
+
+#[inline]
+pub(super) fn full_fence() {
+    // SAFETY: SSE2 is part of x86-64.
+    unsafe { _mm_mfence() };
 }
 
 routine!(store_cached, ToDevice, "sse2", store_cached_block, store_cached_line, ());
@@ -77,7 +91,7 @@ macro_rules! registers {
         #[inline]
         #[target_feature(enable = $feature)]
         unsafe fn $name(dst: *mut u8, src: *const u8) {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             unsafe {
                 asm!(
                     $(concat!($load, " {", stringify!($register), "}, [{src} + ", $offset, "]"),)+
@@ -116,7 +130,7 @@ registers!(load_line_avx512, "avx512f", zmm_reg, "vmovntdqa", "vmovdqu64", a 0);
 /// aligned to 64.
 #[inline]
 unsafe fn store_line_movdir64b(dst: *mut u8, src: *const u8) {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     unsafe {
         asm!("movdir64b {dst}, [{src}]", src = in(reg) src, dst = in(reg) dst, options(nostack, preserves_flags))
     };

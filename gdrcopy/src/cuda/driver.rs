@@ -216,18 +216,51 @@ impl Cuda for Driver {
     }
 
     unsafe fn free(&self, addr: u64) -> Result<()> {
-        // SAFETY: the caller guarantees the memory.
-        unsafe { self.free_allocation(addr) }
+        let allocation = self.allocations.lock().remove(&addr);
+        match allocation {
+            Some(Allocation::Malloc { ordinal, raw }) => {
+                let _current = self.enter_primary(self.gpu(ordinal)?)?;
+                // SAFETY: given by cuMemAlloc, not freed yet; the caller vouches that nothing uses it.
+                unsafe { self.api.mem_free(raw) }
+            }
+            Some(Allocation::Vmm { ordinal, len }) => {
+                let _current = self.enter_primary(self.gpu(ordinal)?)?;
+                self.unmap(addr, len)
+            }
+            None => Err(Error::invalid(
+                "address",
+                format_args!("{addr:#x}"),
+                "one that alloc gave, not freed yet",
+            )),
+        }
     }
 
     unsafe fn copy_to_device(&self, device: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_in(device, dst, src, len) }
+        let start = |stream: &CopyStream| {
+            let pinned = stream.pinned(len);
+            if let Some(pinned) = pinned {
+                // SAFETY: the caller guarantees `src`; the bounce buffer is long enough and not in use.
+                unsafe { pinned.copy_from_nonoverlapping(src, len) };
+            }
+            let from = pinned.map_or(src, <*mut u8>::cast_const);
+            // SAFETY: readable as said above; the driver checks the GPU side.
+            unsafe { self.api.memcpy_to_device_async(dst, from.cast(), len, stream.stream) }
+        };
+        self.on_stream(device, dst, len, start, |_| {})
     }
 
     unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        // SAFETY: the caller's promise.
-        unsafe { self.copy_out(device, dst, src, len) }
+        let start = |stream: &CopyStream| {
+            let to = stream.pinned(len).unwrap_or(dst);
+            // SAFETY: the caller guarantees `dst`, the pinned buffer is long enough; the driver checks the GPU side.
+            unsafe { self.api.memcpy_to_host_async(to.cast(), src, len, stream.stream) }
+        };
+        self.on_stream(device, src, len, start, |stream| {
+            if let Some(pinned) = stream.pinned(len) {
+                // SAFETY: the copy into the pinned buffer is over; the caller guarantees `dst`.
+                unsafe { dst.copy_from_nonoverlapping(pinned, len) };
+            }
+        })
     }
 
     fn flush(&self, device: i32, memory: u64) -> Result<()> {
@@ -420,28 +453,6 @@ impl Driver {
         Ok(addr)
     }
 
-    /// # Safety
-    /// As [`Cuda::free`](crate::cuda::Cuda::free).
-    unsafe fn free_allocation(&self, addr: u64) -> Result<()> {
-        let allocation = self.allocations.lock().remove(&addr);
-        match allocation {
-            Some(Allocation::Malloc { ordinal, raw }) => {
-                let _current = self.enter_primary(self.gpu(ordinal)?)?;
-                // SAFETY: given by cuMemAlloc, not freed yet; the caller vouches that nothing uses it.
-                unsafe { self.api.mem_free(raw) }
-            }
-            Some(Allocation::Vmm { ordinal, len }) => {
-                let _current = self.enter_primary(self.gpu(ordinal)?)?;
-                self.unmap(addr, len)
-            }
-            None => Err(Error::invalid(
-                "address",
-                format_args!("{addr:#x}"),
-                "one that alloc gave, not freed yet",
-            )),
-        }
-    }
-
     /// `cuMemAlloc` guarantees 256 bytes of alignment, so this allocates more and aligns.
     fn malloc(&self, gpu: &Gpu, len: usize) -> Result<(u64, Allocation)> {
         let more = len.checked_add(ALIGN - 1).ok_or(too_long(len))?;
@@ -583,42 +594,6 @@ impl CopyStream {
 }
 
 impl Driver {
-    /// Copies host memory to the GPU; see [`on_stream`](Self::on_stream).
-    ///
-    /// # Safety
-    /// `src` must be readable for `len` bytes.
-    unsafe fn copy_in(&self, device: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-        let start = |stream: &CopyStream| {
-            let pinned = stream.pinned(len);
-            if let Some(pinned) = pinned {
-                // SAFETY: the caller guarantees `src`; the bounce buffer is long enough and not in use.
-                unsafe { pinned.copy_from_nonoverlapping(src, len) };
-            }
-            let from = pinned.map_or(src, <*mut u8>::cast_const);
-            // SAFETY: readable as said above; the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_device_async(dst, from.cast(), len, stream.stream) }
-        };
-        self.on_stream(device, dst, len, start, |_| {})
-    }
-
-    /// Copies GPU memory to the host; see [`on_stream`](Self::on_stream).
-    ///
-    /// # Safety
-    /// `dst` must be writable for `len` bytes.
-    unsafe fn copy_out(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        let start = |stream: &CopyStream| {
-            let to = stream.pinned(len).unwrap_or(dst);
-            // SAFETY: the caller guarantees `dst`, the pinned buffer is long enough; the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_host_async(to.cast(), src, len, stream.stream) }
-        };
-        self.on_stream(device, src, len, start, |stream| {
-            if let Some(pinned) = stream.pinned(len) {
-                // SAFETY: the copy into the pinned buffer is over; the caller guarantees `dst`.
-                unsafe { dst.copy_from_nonoverlapping(pinned, len) };
-            }
-        })
-    }
-
     /// Runs a copy of `len` bytes from or to GPU memory at `addr` on a stream, and `finish` when the bytes are there.
     fn on_stream(
         &self,

@@ -1,7 +1,8 @@
 //! The copy routines of this CPU: exact ranges, whole words, and fences.
 
 use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -235,13 +236,10 @@ fn pass_messages(copier: Copier, kind: MappingType, fences: [fn(MappingType); 2]
 }
 
 fn all(kinds: &[MappingType], fences: [fn(MappingType); 2]) {
-    for routine in Routine::ALL {
-        let store = Copier::new(routine, Routine::Scalar);
-        let load = Copier::new(Routine::Scalar, routine);
-        for copier in store.into_iter().chain(load) {
-            for &kind in kinds {
-                pass_messages(copier, kind, fences);
-            }
+    for direction in Direction::all() {
+        let (Direction::To(copier) | Direction::From(copier)) = direction;
+        for &kind in kinds {
+            pass_messages(copier, kind, fences);
         }
     }
 }
@@ -267,66 +265,56 @@ fn part(shared: u64, (size, offset): (usize, usize)) -> u64 {
     bytes.iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
-/// Every routine of this CPU as a copier that stores, or loads, with it.
-fn copiers(pair: fn(Routine) -> Option<Copier>) -> Vec<Copier> {
-    Routine::ALL.into_iter().filter_map(pair).collect()
+/// Runs `act` again and again in another thread while `test` runs.
+fn beside(act: impl Fn(u64) + Send, test: impl FnOnce()) {
+    thread::scope(|scope| {
+        // Dropped at the end of the test, also by a panic.
+        let running = Arc::new(());
+        let seen = Arc::downgrade(&running);
+        let other = scope.spawn(move || (0..).take_while(|_| seen.strong_count() > 0).for_each(act));
+        test();
+        drop(running);
+        other.join().expect("the other thread saw whole words");
+    });
 }
 
 #[test]
-fn stores_are_seen_whole() {
-    for copier in copiers(|store| Copier::new(store, Routine::Scalar)) {
+fn words_are_stored_and_loaded_whole() {
+    for direction in Direction::all() {
         for (kind, word) in KINDS.into_iter().flat_map(|kind| WORDS.map(|word| (kind, word))) {
             let shared = AtomicU64::new(0);
-            let done = AtomicBool::new(false);
-            let whole = [0, part(u64::MAX, word)];
-            thread::scope(|scope| {
-                let reader = scope.spawn(|| {
-                    while !done.load(Ordering::Relaxed) {
+            let whole = |seen| [0, part(u64::MAX, word)].contains(&seen);
+            let place = shared.as_ptr().cast::<u8>().wrapping_add(word.1);
+            let torn = |seen: u64| format!("{direction:?} {kind:?} {word:?}: torn {seen:#x}");
+            let value = |round: u64| if round.is_multiple_of(2) { 0 } else { u64::MAX };
+            match direction {
+                Direction::To(copier) => {
+                    let look = |_| {
                         let seen = part(shared.load(Ordering::Relaxed), word);
-                        assert!(whole.contains(&seen), "{copier:?} {kind:?} {word:?}: torn {seen:#x}");
-                    }
-                });
-                let dst = shared.as_ptr().cast::<u8>().wrapping_add(word.1);
-                for round in 0..ROUNDS {
-                    let bytes = [if round % 2 == 0 { 0 } else { u8::MAX }; 8];
-                    // SAFETY: the word lies in the shared ones, whose other user reads it whole.
-                    unsafe { copier.to_device(kind, dst, bytes.as_ptr(), word.0) };
+                        assert!(whole(seen), "{}", torn(seen));
+                    };
+                    beside(look, || {
+                        for round in 0..ROUNDS {
+                            let bytes = value(round).to_ne_bytes();
+                            // SAFETY: the word lies in the shared ones, whose other user reads it whole.
+                            unsafe { copier.to_device(kind, place, bytes.as_ptr(), word.0) };
+                        }
+                    });
                 }
-                done.store(true, Ordering::Relaxed);
-                reader.join().expect("the reader saw whole words");
-            });
-        }
-    }
-}
-
-#[test]
-fn loads_see_stores_whole() {
-    for copier in copiers(|load| Copier::new(Routine::Scalar, load)) {
-        for (kind, word) in KINDS.into_iter().flat_map(|kind| WORDS.map(|word| (kind, word))) {
-            let shared = AtomicU64::new(0);
-            let done = AtomicBool::new(false);
-            let whole = [0, part(u64::MAX, word)];
-            thread::scope(|scope| {
-                scope.spawn(|| {
-                    let mut value = 0;
-                    while !done.load(Ordering::Relaxed) {
-                        shared.store(value, Ordering::Relaxed);
-                        value = !value;
-                    }
-                });
-                let src = shared.as_ptr().cast::<u8>().wrapping_add(word.1);
-                let mut torn = None;
-                for _ in 0..ROUNDS {
-                    let mut bytes = [0; 8];
-                    let dst = bytes.as_mut_ptr().wrapping_add(word.1);
-                    // SAFETY: the word lies in the shared ones, whose other user writes it whole.
-                    unsafe { copier.from_device(kind, dst, src, word.0) };
-                    torn = torn
-                        .or(Some(part(u64::from_ne_bytes(bytes), word)).filter(|seen| !whole.contains(seen)));
-                }
-                done.store(true, Ordering::Relaxed);
-                assert_eq!(torn, None, "{copier:?} {kind:?} {word:?}: torn");
-            });
+                Direction::From(copier) => beside(
+                    |round| shared.store(value(round), Ordering::Relaxed),
+                    || {
+                        for _ in 0..ROUNDS {
+                            let mut bytes = [0; 8];
+                            let dst = bytes.as_mut_ptr().wrapping_add(word.1);
+                            // SAFETY: the word lies in the shared ones, whose other user writes it whole.
+                            unsafe { copier.from_device(kind, dst, place, word.0) };
+                            let seen = part(u64::from_ne_bytes(bytes), word);
+                            assert!(whole(seen), "{}", torn(seen));
+                        }
+                    },
+                ),
+            }
         }
     }
 }

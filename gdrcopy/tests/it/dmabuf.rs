@@ -4,7 +4,7 @@ use gdrcopy::cuda::{AllocKind, CudaStatus, MemoryKind};
 use gdrcopy::{Error, MappingType, PinFlags};
 use gdsync_testkit::Module;
 
-use crate::rig::{Backend, ENOTSUPP, Rig, pattern, peek, poke};
+use crate::rig::{ENOTSUPP, Rig, open_dmabuf, pattern, peek, poke};
 
 const NONE: PinFlags = PinFlags::empty();
 /// The simulated kernel's faults.
@@ -22,16 +22,16 @@ fn an_older_cuda_is_not_tried() {
     rig.machine.cuda.lock().driver_version = 13020;
     // A try would fail otherwise.
     rig.machine.fail("cuMemAlloc", 2);
-    let text = unsupported(Backend::dmabuf(&rig.system).unwrap_err());
+    let text = unsupported(open_dmabuf(&rig.system).unwrap_err());
     assert!(text.contains("CUDA 13.2") && text.contains("13.3"), "{text}");
-    unsupported(Backend::dmabuf(&rig.without_cuda()).unwrap_err());
+    unsupported(open_dmabuf(&rig.without_cuda()).unwrap_err());
 }
 
 #[test]
 fn a_gpu_without_dma_bufs_is_refused() {
     let rig = Rig::new(Module::default());
     rig.machine.cuda.lock().attributes.insert(124, 0);
-    let text = unsupported(Backend::dmabuf(&rig.system).unwrap_err());
+    let text = unsupported(open_dmabuf(&rig.system).unwrap_err());
     assert!(text.contains("open kernel modules"), "{text}");
 }
 
@@ -40,16 +40,16 @@ fn a_driver_that_does_not_map_is_refused() {
     let rig = Rig::new(Module::default());
     for errno in [ENOTSUPP, libc::EOPNOTSUPP, libc::ENODEV] {
         rig.machine.fail(MMAP, errno);
-        let text = unsupported(Backend::dmabuf(&rig.system).unwrap_err());
+        let text = unsupported(open_dmabuf(&rig.system).unwrap_err());
         assert!(text.contains("mmap of a dma-buf"), "{text}");
     }
     rig.machine.fail(MMAP, libc::ENOMEM);
-    assert!(matches!(Backend::dmabuf(&rig.system), Err(Error::Exhausted { .. })));
+    assert!(matches!(open_dmabuf(&rig.system), Err(Error::Exhausted { .. })));
     rig.machine.fail(MMAP, libc::EACCES);
-    assert_eq!(Backend::dmabuf(&rig.system).unwrap_err().errno(), libc::EACCES);
+    assert_eq!(open_dmabuf(&rig.system).unwrap_err().errno(), libc::EACCES);
     rig.machine.fail(MMAP, 0);
     rig.machine.fail("cuMemGetHandleForAddressRange", 801);
-    let error = Backend::dmabuf(&rig.system).unwrap_err();
+    let error = open_dmabuf(&rig.system).unwrap_err();
     assert!(matches!(error, Error::Cuda { status: CudaStatus::NOT_SUPPORTED, .. }), "{error:?}");
 }
 
@@ -57,48 +57,48 @@ fn a_driver_that_does_not_map_is_refused() {
 fn a_driver_that_maps_other_pages_is_refused() {
     let rig = Rig::new(Module::default());
     rig.machine.fail(WRONG_PAGE, 1);
-    assert!(matches!(Backend::dmabuf(&rig.system), Err(Error::ProofFailed { .. })));
+    assert!(matches!(open_dmabuf(&rig.system), Err(Error::ProofFailed { .. })));
 }
 
 #[test]
 fn a_mapping_of_other_pages_is_not_returned() {
     let rig = Rig::new(Module::default());
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
-    let memory = dmabuf.allocate(0, 200_000).unwrap();
+    let dmabuf = open_dmabuf(&rig.system).unwrap();
+    let memory = dmabuf.alloc(0, 200_000).unwrap();
     let bytes = pattern(1, 200_000);
-    memory.write(0, &bytes).unwrap();
-    let pin = dmabuf.pin(memory.addr() + 5, 100_000, NONE).unwrap();
+    memory.copy_in(0, &bytes).unwrap();
+    let pin = dmabuf.pin_with(memory.addr() + 5, 100_000, NONE).unwrap();
     rig.machine.fail(WRONG_PAGE, 1);
-    let error = pin.map(100_005, None).unwrap_err();
+    let error = pin.map_pages(100_005, None).unwrap_err();
     assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
     rig.machine.fail(WRONG_PAGE, 0);
-    let range = pin.map(100_005, None).unwrap();
+    let range = pin.map_pages(100_005, None).unwrap();
     assert_eq!(peek(&range, 5, 100_000), bytes[5..100_005]);
     // The comparison wrote nothing.
     let mut seen = vec![0; 200_000];
-    memory.read(0, &mut seen).unwrap();
+    memory.copy_out(0, &mut seen).unwrap();
     assert!(seen == bytes);
 }
 
 #[test]
 fn another_gpu_is_tried_at_its_first_pin() {
     let rig = Rig::with_gpus(2, Module::default());
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let dmabuf = open_dmabuf(&rig.system).unwrap();
     let alloc = |gpu| rig.machine.memory.lock().alloc(gpu, 4096, MemoryKind::Malloc).unwrap();
     let (first, second) = (alloc(0), alloc(1));
     rig.machine.fail(WRONG_PAGE, 1);
-    assert!(dmabuf.pin(first, 4096, NONE).is_ok());
-    assert!(matches!(dmabuf.pin(second, 4096, NONE), Err(Error::ProofFailed { .. })));
+    assert!(dmabuf.pin_with(first, 4096, NONE).is_ok());
+    assert!(matches!(dmabuf.pin_with(second, 4096, NONE), Err(Error::ProofFailed { .. })));
     // A way through PCIe is another way.
-    assert!(matches!(dmabuf.pin(first, 4096, PinFlags::FORCE_PCIE), Err(Error::ProofFailed { .. })));
+    assert!(matches!(dmabuf.pin_with(first, 4096, PinFlags::FORCE_PCIE), Err(Error::ProofFailed { .. })));
     rig.machine.fail(WRONG_PAGE, 0);
-    assert!(dmabuf.pin(second, 4096, NONE).is_ok());
+    assert!(dmabuf.pin_with(second, 4096, NONE).is_ok());
     // One piece of scratch memory for each GPU, given back at the end: a pin must not wait as freeing does.
     let allocations = || rig.machine.memory.lock().allocations();
     assert_eq!(allocations(), 2 + 2);
     // Once is enough.
     rig.machine.fail("cuMemAlloc", 2);
-    assert!(dmabuf.pin(second, 4096, NONE).is_ok());
+    assert!(dmabuf.pin_with(second, 4096, NONE).is_ok());
     drop(dmabuf);
     assert_eq!(allocations(), 2);
 }
@@ -107,21 +107,21 @@ fn another_gpu_is_tried_at_its_first_pin() {
 fn a_coherent_link_gives_cached_mappings_except_through_pcie() {
     let rig = Rig::new(Module::default());
     rig.machine.cuda.lock().attributes.insert(100, 1);
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
-    let memory = dmabuf.allocate(0, 4096).unwrap();
+    let dmabuf = open_dmabuf(&rig.system).unwrap();
+    let memory = dmabuf.alloc(0, 4096).unwrap();
     for (flags, native) in [(NONE, MappingType::Cached), (PinFlags::FORCE_PCIE, MappingType::WriteCombining)]
     {
-        let pin = dmabuf.pin(memory.addr(), 4096, flags).unwrap();
-        assert_eq!(pin.map(1, None).unwrap().kind(), native);
-        assert_eq!(pin.map(1, Some(native)).unwrap().kind(), native);
-        assert!(matches!(pin.map(1, Some(MappingType::Device)), Err(Error::Unsupported { .. })));
+        let pin = dmabuf.pin_with(memory.addr(), 4096, flags).unwrap();
+        assert_eq!(pin.map_pages(1, None).unwrap().kind(), native);
+        assert_eq!(pin.map_pages(1, Some(native)).unwrap().kind(), native);
+        assert!(matches!(pin.map_pages(1, Some(MappingType::Device)), Err(Error::Unsupported { .. })));
     }
 }
 
 #[test]
 fn each_piece_of_memory_gets_its_own_dma_buf() {
     let rig = Rig::new(Module::default());
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let dmabuf = open_dmabuf(&rig.system).unwrap();
     let piece = 2 << 20;
     let first = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
     let second = rig.cuda.alloc(0, piece, AllocKind::Vmm).unwrap();
@@ -130,8 +130,8 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
     assert!(rig.cuda.dma_buf(first, first, 2 * piece, false).is_err());
 
     let len = piece + 77;
-    let pin = dmabuf.pin(first + 1001, len, NONE).unwrap();
-    let range = pin.map(1001 + len, None).unwrap();
+    let pin = dmabuf.pin_with(first + 1001, len, NONE).unwrap();
+    let range = pin.map_pages(1001 + len, None).unwrap();
     let bytes = pattern(1, len);
     poke(&range, 1001, &bytes);
     let mut seen = vec![0; len];
@@ -143,29 +143,29 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
     assert!(seen == bytes);
     // A mapping may end before the second piece begins.
     drop(range);
-    assert_eq!(pin.map(4096, None).unwrap().len(), 4096);
+    assert_eq!(pin.map_pages(4096, None).unwrap().len(), 4096);
     // What follows is of another kind, and shorter than asked for.
     let third = rig.machine.memory.lock().alloc(0, piece, MemoryKind::Pool).unwrap();
     assert_eq!(third, second + piece as u64);
-    assert!(matches!(dmabuf.pin(second, 2 * piece + 1, NONE), Err(Error::BeyondAllocation { .. })));
-    assert!(dmabuf.pin(second, 2 * piece, NONE).is_ok());
+    assert!(matches!(dmabuf.pin_with(second, 2 * piece + 1, NONE), Err(Error::BeyondAllocation { .. })));
+    assert!(dmabuf.pin_with(second, 2 * piece, NONE).is_ok());
     rig.machine.memory.lock().free(third).unwrap();
     // Nothing follows the second.
-    assert!(matches!(dmabuf.pin(first, 2 * piece + 1, NONE), Err(Error::NotMappable { .. })));
+    assert!(matches!(dmabuf.pin_with(first, 2 * piece + 1, NONE), Err(Error::NotMappable { .. })));
 }
 
 #[test]
 fn small_memory_in_a_page_with_others_is_compared_by_itself() {
     let rig = Rig::new(Module::default());
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let dmabuf = open_dmabuf(&rig.system).unwrap();
     let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
     let (before, small, after) = (alloc(512), alloc(5000), alloc(512));
     assert_eq!((small - before, after - small), (512, 5120));
     rig.machine.memory.lock().free(before).unwrap();
-    let pin = dmabuf.pin(small, 5000, NONE).unwrap();
-    assert!(pin.va() < small && small.is_multiple_of(512));
-    let skip = usize::try_from(small - pin.va()).unwrap();
-    poke(&pin.map(skip + 5000, None).unwrap(), skip + 4999, b"x");
+    let pin = dmabuf.pin_with(small, 5000, NONE).unwrap();
+    assert!(pin.info().va < small && small.is_multiple_of(512));
+    let skip = usize::try_from(small - pin.info().va).unwrap();
+    poke(&pin.map_pages(skip + 5000, None).unwrap(), skip + 4999, b"x");
     let mut seen = 0;
     // SAFETY: a place for one byte.
     unsafe { rig.cuda.copy_from_device(0, &raw mut seen, small + 4999, 1) }.unwrap();
@@ -173,29 +173,9 @@ fn small_memory_in_a_page_with_others_is_compared_by_itself() {
 }
 
 #[test]
-fn a_new_allocation_at_the_same_address_is_not_mapped() {
-    let rig = Rig::new(Module::default());
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
-    let (object, base) = {
-        let mut memory = rig.machine.memory.lock();
-        let base = memory.alloc(0, 2 << 20, MemoryKind::Vmm).unwrap();
-        (memory.find(base).unwrap().object.clone(), base)
-    };
-    let pin = dmabuf.pin(base, 4096, NONE).unwrap();
-    assert!(pin.map(4096, None).is_ok());
-    // The same address and even the same bytes, but another allocation.
-    {
-        let mut memory = rig.machine.memory.lock();
-        memory.free(base).unwrap();
-        memory.insert(base, 2 << 20, object, 0, MemoryKind::Vmm);
-    }
-    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
-}
-
-#[test]
 fn pages_beyond_an_allocation_depend_on_the_driver() {
     let rig = Rig::new(Module::default());
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
+    let dmabuf = open_dmabuf(&rig.system).unwrap();
     let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
     let (start, small, last) = (alloc(5000), alloc(256), alloc(5000));
     let (start, object) = (start & !0xfff, rig.machine.memory.lock().find(small).unwrap().object.clone());
@@ -203,26 +183,26 @@ fn pages_beyond_an_allocation_depend_on_the_driver() {
     object.write(0, &bytes).unwrap();
     let end = (last + 5000).next_multiple_of(4096);
     let len = usize::try_from(end - start).unwrap();
-    let pin = dmabuf.pin(start, len, PinFlags::WHOLE_PAGES).unwrap();
-    assert_eq!((pin.va(), pin.pinned_len()), (start, len));
-    let range = pin.map(len, None).unwrap();
+    let pin = dmabuf.pin_with(start, len, PinFlags::WHOLE_PAGES).unwrap();
+    assert_eq!((pin.info().va, pin.info().mapped_size), (start, len));
+    let range = pin.map_pages(len, None).unwrap();
     let first = usize::try_from(start - (small & !0x1f_ffff)).unwrap();
     assert!(peek(&range, 0, len) == bytes[first..][..len]);
-    assert!(matches!(dmabuf.pin(start, len, NONE), Err(Error::BeyondAllocation { .. })));
+    assert!(matches!(dmabuf.pin_with(start, len, NONE), Err(Error::BeyondAllocation { .. })));
 
     // The simulated driver gives no page without an allocation.
-    let beyond = dmabuf.pin(start, len + 1, PinFlags::WHOLE_PAGES);
+    let beyond = dmabuf.pin_with(start, len + 1, PinFlags::WHOLE_PAGES);
     assert!(matches!(beyond, Err(Error::BeyondAllocation { .. })), "{beyond:?}");
     // What is compared is the first allocation of the range, here the neighbour's.
     drop(range);
     rig.machine.memory.lock().free(start).unwrap();
-    assert!(matches!(pin.map(len, None), Err(Error::Invalidated)));
+    assert!(matches!(pin.map_pages(len, None), Err(Error::Invalidated)));
     // Now the first is the small one.
     let page = small & !0xfff;
     assert_ne!(page, small);
-    let pin = dmabuf.pin(page, 4096, PinFlags::WHOLE_PAGES).unwrap();
+    let pin = dmabuf.pin_with(page, 4096, PinFlags::WHOLE_PAGES).unwrap();
     rig.machine.fail(WRONG_PAGE, 1);
-    assert!(matches!(pin.map(4096, None), Err(Error::ProofFailed { .. })));
+    assert!(matches!(pin.map_pages(4096, None), Err(Error::ProofFailed { .. })));
     rig.machine.fail(WRONG_PAGE, 0);
-    assert!(pin.map(4096, None).is_ok());
+    assert!(pin.map_pages(4096, None).is_ok());
 }

@@ -13,7 +13,7 @@ use gdrcopy::system::System;
 use gdrcopy::{BackendKind, Error, Gdr, Mapping, PinFlags};
 use gdsync_testkit::{Device, Machine, Module, Object, SimulatedKernel};
 
-use crate::rig::{Backend, DEVICES, Rig, pattern};
+use crate::rig::{DEVICES, Rig, open_gdrdrv, pattern};
 
 const NONE: PinFlags = PinFlags::empty();
 const BASE: u64 = 0x7e00_0000_0000;
@@ -85,7 +85,7 @@ impl Device for Interrupted {
         if self.armed.swap(false, Ordering::Relaxed) {
             give(&self.machine, SIZE);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.module.ioctl(fd, request, arg) }
     }
 
@@ -96,7 +96,7 @@ impl Device for Interrupted {
         offset: u64,
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { self.module.mmap(fd, len, offset, at) }
     }
 }
@@ -110,12 +110,12 @@ fn memory_that_changes_on_the_way_to_the_module_is_refused() {
         .with_device("/dev/gdrdrv", late.clone())
         .with_text("/proc/devices", DEVICES);
     let system = System::new(Arc::new(kernel), Some(rig.cuda.clone()));
-    let gdrdrv = Backend::gdrdrv(&system).unwrap();
+    let gdrdrv = open_gdrdrv(&system).unwrap();
     give(&rig.machine, SIZE);
     late.armed.store(true, Ordering::Relaxed);
-    assert!(matches!(gdrdrv.pin(BASE, SIZE, NONE), Err(Error::Invalidated)));
+    assert!(matches!(gdrdrv.pin_with(BASE, SIZE, NONE), Err(Error::Invalidated)));
     assert_eq!(rig.device.live_pins(), 0);
-    assert!(gdrdrv.pin(BASE, SIZE, NONE).is_ok());
+    assert!(gdrdrv.pin_with(BASE, SIZE, NONE).is_ok());
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! The backends on simulated machines, on our kernel module and on a real GPU, and the copy routines.
 
+mod abi;
 mod contract;
 mod copies;
 mod cuda_gpu;

@@ -8,7 +8,9 @@ use gdrcopy::cuda::Cuda;
 use gdrcopy::system::System;
 use gdrcopy::{BackendKind, Gdr, GpuBuffer, Result};
 use gdsync_testkit::process::is_alone;
-use gdsync_testkit::{Gdrdrv, Machine, Module, SimulatedCuda, SimulatedKernel};
+use gdsync_testkit::{
+    Gdrdrv, Live, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm,
+};
 
 const THREADS: usize = 8;
 const ROUNDS: usize = 60;
@@ -93,7 +95,7 @@ fn nothing_is_left_behind() {
         return;
     }
     // On our module in a real kernel (tests/vm/run kmod) there is that backend alone.
-    let all = [BackendKind::Gdrdrv, BackendKind::DmaBuf, BackendKind::Host];
+    let all = [BackendKind::Gdrdrv, BackendKind::DmaBuf, BackendKind::Rm, BackendKind::Host];
     let kinds = if std::env::var_os("GDRCOPY_TEST_KMOD").is_some() { &all[..1] } else { &all };
     for &kind in kinds {
         let before = held();
@@ -102,7 +104,8 @@ fn nothing_is_left_behind() {
         let device = Gdrdrv::new(&machine, Module::default());
         let kernel = SimulatedKernel::new(machine.clone()).with_device("/dev/gdrdrv", device.clone());
         let cuda: Arc<dyn Cuda> = SimulatedCuda::new(&machine);
-        let system = System::new(Arc::new(kernel), Some(cuda));
+        let rm = SimulatedRm::new(&machine, RmSettings::default());
+        let system = System::new(Arc::new(rm.install(kernel)), Some(cuda));
         let gdr = Gdr::builder().backend(kind).system(system).open().expect("a backend");
         // The simulated GPU keeps the blocks that it shares out, so the second time finds them there.
         stress(&gdr);
@@ -113,7 +116,8 @@ fn nothing_is_left_behind() {
         assert_eq!(device.live_pins(), 0, "{kind}");
         drop(gdr);
         assert_eq!(device.open_files(), 0, "{kind}");
-        drop((machine, device));
+        assert_eq!((rm.live(), rm.violations()), (Live::default(), vec![]), "{kind}");
+        drop((machine, device, rm));
         assert_eq!(held(), before, "{kind}: descriptors and mappings");
     }
 }

@@ -3,11 +3,11 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use gdrcopy::cuda::{AllocKind, Cuda};
+use gdrcopy::cuda::{Cuda, MemoryKind};
 use gdrcopy::system::System;
-use gdrcopy::{Attribute, BackendKind, Error, Gdr, GpuBuffer, Mapping, MappingType, Pin, PinFlags, Result};
+use gdrcopy::{BackendKind, Error, Gdr, Mapping, Result};
 use gdsync_testkit::{
-    Gdrdrv as Device, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm, kmod,
+    Gdrdrv as Device, Live, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm, kmod,
 };
 
 pub(crate) use gdsync_testkit::process::{End, in_child};
@@ -24,6 +24,7 @@ pub(crate) struct Rig {
     pub(crate) machine: Arc<Machine>,
     pub(crate) cuda: Arc<dyn Cuda>,
     pub(crate) device: Arc<Device>,
+    pub(crate) rm: Arc<SimulatedRm>,
     pub(crate) system: System,
 }
 
@@ -34,16 +35,48 @@ impl Rig {
     }
 
     pub(crate) fn with_gpus(gpus: i32, module: Module) -> Self {
+        Self::with(gpus, module, RmSettings::default())
+    }
+
+    pub(crate) fn with(gpus: i32, module: Module, settings: RmSettings) -> Self {
         let machine = Machine::new(gpus);
         machine.cuda.lock().driver_version = 13030;
         let device = Device::new(&machine, module);
         let kernel = SimulatedKernel::new(machine.clone())
             .with_device("/dev/gdrdrv", device.clone())
             .with_text("/proc/devices", DEVICES);
-        let kernel = SimulatedRm::new(&machine, RmSettings::default()).install(kernel);
+        let rm = SimulatedRm::new(&machine, settings);
         let cuda: Arc<dyn Cuda> = SimulatedCuda::new(&machine);
-        let system = System::new(Arc::new(kernel), Some(cuda.clone()));
-        Self { machine, cuda, device, system }
+        let system = System::new(Arc::new(rm.install(kernel)), Some(cuda.clone()));
+        Self { machine, cuda, device, rm, system }
+    }
+
+    /// Memory of the application.
+    pub(crate) fn memory(&self, gpu: i32, len: usize, kind: MemoryKind) -> u64 {
+        self.machine.memory.lock().alloc(gpu, len, kind).unwrap()
+    }
+
+    /// Writes as the GPU does.
+    pub(crate) fn write(&self, gpu: i32, addr: u64, bytes: &[u8]) {
+        // SAFETY: a whole slice.
+        unsafe { self.cuda.copy_to_device(gpu, addr, bytes.as_ptr(), bytes.len()) }.unwrap();
+    }
+
+    /// Reads as the GPU does.
+    pub(crate) fn read(&self, gpu: i32, addr: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        // SAFETY: a whole vector.
+        unsafe { self.cuda.copy_from_device(gpu, bytes.as_mut_ptr(), addr, len) }.unwrap();
+        bytes
+    }
+
+    /// The drivers hold nothing, and nothing was done in a wrong order.
+    pub(crate) fn check_clean(&self) {
+        if !kmod::is_wanted() {
+            assert_eq!(self.rm.live(), Live::default());
+            assert_eq!(self.rm.violations(), [""; 0]);
+        }
+        assert_eq!(self.device.live_pins(), 0);
     }
 
     /// The same machine for a process without CUDA.
@@ -57,126 +90,44 @@ pub(crate) fn no_cuda() -> Option<Arc<dyn Cuda>> {
     None
 }
 
-/// The library, opened on one backend.
-#[derive(Debug)]
-pub(crate) struct Backend(pub(crate) Gdr);
-
-impl Backend {
-    /// The backend's own error is returned, not the list of refusals.
-    pub(crate) fn open(system: &System, kind: BackendKind) -> Result<Self> {
-        first_refusal(Gdr::builder().backend(kind).system(system.clone()).open())
-    }
-
-    pub(crate) fn gdrdrv(system: &System) -> Result<Self> {
-        Self::open(system, BackendKind::Gdrdrv)
-    }
-
-    /// Also on a module that takes mappings away when their memory is freed.
-    pub(crate) fn volatile_gdrdrv(system: &System) -> Result<Self> {
-        let builder = Gdr::builder().backend(BackendKind::Gdrdrv).allow_volatile();
-        first_refusal(builder.system(system.clone()).open())
-    }
-
-    pub(crate) fn dmabuf(system: &System) -> Result<Self> {
-        Self::open(system, BackendKind::DmaBuf)
-    }
-
-    pub(crate) fn rm(system: &System) -> Result<Self> {
-        Self::open(system, BackendKind::Rm)
-    }
-
-    pub(crate) fn kind(&self) -> BackendKind {
-        self.0.backend()
-    }
-
-    pub(crate) fn driver_version(&self) -> Option<(u16, u16)> {
-        self.0.driver_version()
-    }
-
-    pub(crate) fn attribute(&self, attribute: Attribute) -> Result<u32> {
-        self.0.attribute(attribute)
-    }
-
-    pub(crate) fn pin(&self, addr: u64, len: usize, flags: PinFlags) -> Result<Pinned> {
-        self.0.pin_with(addr, len, flags).map(Pinned)
-    }
-
-    pub(crate) fn allocate(&self, device: i32, len: usize) -> Result<Memory> {
-        self.0.alloc_with(device, len, AllocKind::Malloc).map(Memory)
-    }
+/// Opens the library on one backend; gives the backend's own error, not the list of refusals.
+pub(crate) fn open(system: &System, kind: BackendKind) -> Result<Gdr> {
+    own_error(Gdr::builder().backend(kind).system(system.clone()).open())
 }
 
-fn first_refusal(opened: Result<Gdr>) -> Result<Backend> {
-    match opened {
-        Ok(gdr) => Ok(Backend(gdr)),
-        Err(Error::NoBackend(mut refusals)) if refusals.len() == 1 => Err(refusals.remove(0).error),
-        Err(other) => Err(other),
-    }
+pub(crate) fn open_gdrdrv(system: &System) -> Result<Gdr> {
+    open(system, BackendKind::Gdrdrv)
 }
 
-/// A pin. Mappings begin at the first pinned page, not at the byte that was asked for.
-#[derive(Debug)]
-pub(crate) struct Pinned(pub(crate) Pin);
-
-impl Pinned {
-    pub(crate) fn va(&self) -> u64 {
-        self.0.info().va
-    }
-
-    pub(crate) fn pinned_len(&self) -> usize {
-        self.0.info().mapped_size
-    }
-
-    pub(crate) fn page_size(&self) -> u32 {
-        self.0.info().page_size
-    }
-
-    pub(crate) fn map(&self, len: usize, request: Option<MappingType>) -> Result<Mapping> {
-        self.0.map_pages(len, request)
-    }
-
-    pub(crate) fn invalidated(&self) -> Result<bool> {
-        self.0.invalidated()
-    }
-
-    pub(crate) fn unpin(self) -> Result<()> {
-        self.0.unpin()
-    }
+/// Also on a module that takes mappings away when their memory is freed.
+pub(crate) fn open_volatile_gdrdrv(system: &System) -> Result<Gdr> {
+    own_error(Gdr::builder().backend(BackendKind::Gdrdrv).allow_volatile().system(system.clone()).open())
 }
 
-/// GPU memory, read and written by the copy engine.
-#[derive(Debug)]
-pub(crate) struct Memory(GpuBuffer);
-
-impl Memory {
-    pub(crate) fn addr(&self) -> u64 {
-        self.0.addr()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    pub(crate) fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
-        self.0.copy_in(offset, data)
-    }
-
-    pub(crate) fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
-        self.0.copy_out(offset, out)
-    }
+pub(crate) fn open_dmabuf(system: &System) -> Result<Gdr> {
+    open(system, BackendKind::DmaBuf)
 }
 
-/// Every backend, each on a machine of its own; on a real module that backend alone.
-pub(crate) fn each(mut test: impl FnMut(&Rig, Backend)) {
-    let rig = Rig::new(Module::default());
-    test(&rig, Backend::gdrdrv(&rig.system).unwrap());
-    if kmod::is_wanted() {
-        return;
+pub(crate) fn open_rm(system: &System) -> Result<Gdr> {
+    open(system, BackendKind::Rm)
+}
+
+fn own_error(opened: Result<Gdr>) -> Result<Gdr> {
+    opened.map_err(|error| match error {
+        Error::NoBackend(mut refusals) if refusals.len() == 1 => refusals.remove(0).error,
+        other => other,
+    })
+}
+
+/// Every backend, each on a machine of its own, where it leaves nothing behind; on a real module that backend alone.
+pub(crate) fn each(mut test: impl FnMut(&Rig, Gdr)) {
+    let kinds = [BackendKind::Gdrdrv, BackendKind::DmaBuf, BackendKind::Rm, BackendKind::Host];
+    for kind in &kinds[..if kmod::is_wanted() { 1 } else { kinds.len() }] {
+        let rig = Rig::new(Module::default());
+        let system = if *kind == BackendKind::Host { rig.without_cuda() } else { rig.system.clone() };
+        test(&rig, open(&system, *kind).unwrap());
+        rig.check_clean();
     }
-    let rig = Rig::new(Module::default());
-    test(&rig, Backend::dmabuf(&rig.system).unwrap());
-    let rig = Rig::new(Module::default());
-    test(&rig, Backend::open(&rig.without_cuda(), BackendKind::Host).unwrap());
 }
 
 /// What a mapping shows.

@@ -1,26 +1,29 @@
 //! The resource manager's backend on a simulated driver: refusals, mappings, and every call failing.
 
-mod abi;
-
 use std::sync::Arc;
 
 use gdrcopy::cuda::{Cuda, MemoryKind};
 use gdrcopy::system::System;
-use gdrcopy::{Attribute, BackendKind, Error, Mapping, MappingType, PinFlags, Result};
-use gdsync_testkit::{Live, Machine, Object, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm};
+use gdrcopy::{Error, Gdr, Mapping, Pin, PinFlags, Result};
+use gdsync_testkit::{
+    CudaSettings, Live, Machine, Module, Object, RmSettings, SimulatedCuda, SimulatedKernel,
+};
 
-use crate::rig::{Backend, GPU_PAGE as PAGE, Pinned, no_cuda};
+use crate::rig::{Rig, no_cuda, open_rm};
 use crate::rm_abi::NvStatus;
 
 /// Addresses where no simulated allocation lies.
 const RESERVED: u64 = 0x7e00_0000_0000;
 
-/// A machine with a driver.
-struct Bench {
-    machine: Arc<Machine>,
-    driver: Arc<SimulatedRm>,
-    cuda: Arc<SimulatedCuda>,
-    system: System,
+/// A machine whose memory holds at each byte what belongs to its address.
+struct Bench(Rig);
+
+impl std::ops::Deref for Bench {
+    type Target = Rig;
+
+    fn deref(&self) -> &Rig {
+        &self.0
+    }
 }
 
 impl Bench {
@@ -29,21 +32,15 @@ impl Bench {
     }
 
     fn with(gpus: i32, settings: RmSettings) -> Self {
-        let machine = Machine::new(gpus);
-        let driver = SimulatedRm::new(&machine, settings);
-        let kernel = driver.install(SimulatedKernel::new(machine.clone()));
-        let cuda = SimulatedCuda::new(&machine);
-        let system = System::new(Arc::new(kernel), Some(cuda.clone() as Arc<dyn Cuda>));
-        Self { machine, driver, cuda, system }
+        Self(Rig::with(gpus, Module::default(), settings))
     }
 
-    fn open(&self) -> Backend {
-        Backend::rm(&self.system).unwrap()
+    fn open(&self) -> Gdr {
+        open_rm(&self.system).unwrap()
     }
 
-    /// Memory made by the application, with bytes of its own.
     fn alloc(&self, gpu: i32, len: usize, kind: MemoryKind) -> u64 {
-        let addr = self.machine.memory.lock().alloc(gpu, len, kind).unwrap();
+        let addr = self.memory(gpu, len, kind);
         self.fill(gpu, addr, len);
         addr
     }
@@ -60,25 +57,9 @@ impl Bench {
         RESERVED
     }
 
-    /// Writes, as the GPU does, to each byte what belongs to its address.
     fn fill(&self, gpu: i32, addr: u64, len: usize) {
         let bytes: Vec<u8> = (addr..addr + len as u64).map(pattern).collect();
-        // SAFETY: a whole vector.
-        unsafe { self.cuda.copy_to_device(gpu, addr, bytes.as_ptr(), len) }.unwrap();
-    }
-
-    /// Reads as the GPU does.
-    fn read(&self, gpu: i32, addr: u64, len: usize) -> Vec<u8> {
-        let mut bytes = vec![0; len];
-        // SAFETY: a whole vector.
-        unsafe { self.cuda.copy_from_device(gpu, bytes.as_mut_ptr(), addr, len) }.unwrap();
-        bytes
-    }
-
-    /// Nothing is left and nothing was done in a wrong order.
-    fn check_clean(&self) {
-        assert_eq!(self.driver.live(), Live::default());
-        assert_eq!(self.driver.violations(), [""; 0]);
+        self.write(gpu, addr, &bytes);
     }
 }
 
@@ -90,14 +71,14 @@ fn pattern(addr: u64) -> u8 {
     (addr.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56).to_le_bytes()[0]
 }
 
-fn pin(rm: &Backend, addr: u64, len: usize) -> Result<Pinned> {
-    rm.pin(addr, len, PinFlags::empty())
+fn pin(rm: &Gdr, addr: u64, len: usize) -> Result<Pin> {
+    rm.pin_with(addr, len, PinFlags::empty())
 }
 
 /// Pins and maps all of it.
-fn map(rm: &Backend, addr: u64, len: usize) -> Result<(Pinned, Mapping)> {
+fn map(rm: &Gdr, addr: u64, len: usize) -> Result<(Pin, Mapping)> {
     let pin = pin(rm, addr, len)?;
-    let range = pin.map(pin.pinned_len(), None)?;
+    let range = pin.map_pages(pin.info().mapped_size, None)?;
     Ok((pin, range))
 }
 
@@ -117,8 +98,8 @@ fn store(range: &Mapping, offset: usize, byte: u8) {
 }
 
 /// The user's part of a mapping shows each byte of `len` at `addr`.
-fn check_bytes(pin: &Pinned, range: &Mapping, addr: u64, len: usize) {
-    let first = usize::try_from(addr - pin.va()).unwrap();
+fn check_bytes(pin: &Pin, range: &Mapping, addr: u64, len: usize) {
+    let first = usize::try_from(addr - pin.info().va).unwrap();
     for at in 0..len {
         let wanted = pattern(addr + at as u64);
         assert_eq!(load(range, first + at), wanted, "byte {at} of {len} at {addr:#x}");
@@ -134,7 +115,7 @@ fn a_machine_without_driver_or_gpu_says_what_to_do() {
     let machine = Machine::new(1);
     let cuda = SimulatedCuda::new(&machine);
     let bare = Arc::new(SimulatedKernel::new(machine.clone()));
-    let open = |system: System| Backend::rm(&system).map(drop);
+    let open = |system: System| open_rm(&system).map(drop);
     let error = text(open(System::new(bare.clone(), Some(cuda as Arc<dyn Cuda>))));
     assert!(error.contains("/dev/nvidiactl") && error.contains("nvidia-modprobe"), "{error}");
     assert!(text(open(System::new(bare, no_cuda()))).contains("CUDA"));
@@ -150,57 +131,6 @@ fn a_machine_without_driver_or_gpu_says_what_to_do() {
         assert!(error.contains(node) && error.contains(fix), "{error}");
         bench.machine.fail(&format!("open {node}"), 0);
     }
-    bench.check_clean();
-}
-
-#[test]
-fn partitioned_gpus_are_refused() {
-    for knows_partitioned in [true, false] {
-        let settings = RmSettings { partitioned: true, knows_partitioned, ..RmSettings::default() };
-        let bench = Bench::with(1, settings);
-        match Backend::rm(&bench.system) {
-            Err(error) => assert!(knows_partitioned && error.to_string().contains("MIG"), "{error}"),
-            // The simulated CUDA does not name the instance; a real one does, see below.
-            Ok(_) => assert!(!knows_partitioned),
-        }
-        bench.check_clean();
-    }
-}
-
-#[test]
-fn coherent_and_confidential_gpus_are_refused() {
-    let bench = Bench::new(1);
-    bench.machine.cuda.lock().attributes.insert(100, 1);
-    assert!(text(Backend::rm(&bench.system)).contains("coherent"));
-    bench.check_clean();
-
-    let bench = Bench::with(1, RmSettings { confidential: true, ..RmSettings::default() });
-    let error = refusal(Backend::rm(&bench.system));
-    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-    assert!(error.to_string().contains("confidential"), "{error}");
-    bench.check_clean();
-}
-
-#[test]
-fn a_gpu_that_the_driver_does_not_list_is_refused() {
-    let bench = Bench::new(1);
-    for (pci, words) in
-        [("0000:ff:00.0", "does not list"), ("0001:0f:00.0", "does not list"), ("15", "hexadecimal")]
-    {
-        bench.machine.cuda.lock().pci = Some(pci.into());
-        let error = text(Backend::rm(&bench.system));
-        assert!(error.contains(words), "{error}");
-    }
-    bench.check_clean();
-}
-
-#[test]
-fn the_name_tells_a_partition_where_the_driver_does_not() {
-    let settings = RmSettings { knows_partitioned: false, ..RmSettings::default() };
-    let bench = Bench::with(1, settings);
-    bench.open();
-    bench.machine.cuda.lock().name = "NVIDIA H200 MIG 1g.18gb".into();
-    assert!(text(Backend::rm(&bench.system)).contains("MIG"));
     bench.check_clean();
 }
 
@@ -229,23 +159,43 @@ fn memory_without_a_handle_is_refused_by_kind() {
 }
 
 #[test]
-fn ranges_beyond_their_memory_are_refused() {
+fn gpus_that_cannot_be_mapped_are_refused() {
+    let (confidential, partitioned) = (
+        RmSettings { confidential: true, ..RmSettings::default() },
+        RmSettings { partitioned: true, ..RmSettings::default() },
+    );
+    // A driver without the query; then the name tells a partition.
+    let older = RmSettings { knows_partitioned: false, ..partitioned };
+    type Change = fn(&mut CudaSettings);
+    let cases: [(RmSettings, Change, &str); 7] = [
+        (confidential, |_| {}, "confidential"),
+        (partitioned, |_| {}, "MIG"),
+        (older, |cuda| cuda.name = "NVIDIA H200 MIG 1g.18gb".into(), "MIG"),
+        (RmSettings::default(), |cuda| cuda.attributes.extend([(100, 1)]), "coherent"),
+        (RmSettings::default(), |cuda| cuda.pci = Some("0000:ff:00.0".into()), "does not list"),
+        (RmSettings::default(), |cuda| cuda.pci = Some("0001:0f:00.0".into()), "does not list"),
+        (RmSettings::default(), |cuda| cuda.pci = Some("15".into()), "hexadecimal"),
+    ];
+    for (settings, change, words) in cases {
+        let bench = Bench::with(1, settings);
+        change(&mut bench.machine.cuda.lock());
+        let error = text(open_rm(&bench.system));
+        assert!(error.contains(words), "{error}");
+        bench.check_clean();
+    }
+    Bench::with(1, older).open();
+}
+
+#[test]
+fn a_range_ends_before_memory_of_another_gpu() {
     let bench = Bench::new(2);
     let rm = bench.open();
-    let malloc = bench.alloc(0, 1000, MemoryKind::Malloc);
-    assert!(matches!(pin(&rm, malloc, 0), Err(Error::InvalidArgument { .. })));
-    for (addr, len) in [(malloc, 1001), (malloc + 999, 2), (malloc, isize::MAX.unsigned_abs())] {
-        assert!(matches!(pin(&rm, addr, len), Err(Error::BeyondAllocation { .. })), "{len}");
-    }
-    assert!(matches!(pin(&rm, malloc, usize::MAX), Err(Error::InvalidArgument { .. })));
     let vmm = bench.vmm(0, &[2 << 20, 2 << 20]);
-    for len in [(4 << 20) + 1, isize::MAX.unsigned_abs()] {
-        assert!(matches!(pin(&rm, vmm, len), Err(Error::BeyondAllocation { .. })), "{len}");
-    }
-    // What goes on behind is memory of another GPU.
     let other = Object::new(1, 2 << 20).unwrap();
     bench.machine.memory.lock().insert(vmm + (4 << 20), 2 << 20, other, 0, MemoryKind::Vmm);
-    assert!(matches!(pin(&rm, vmm, 5 << 20), Err(Error::BeyondAllocation { .. })));
+    for len in [(4 << 20) + 1, 5 << 20, isize::MAX.unsigned_abs()] {
+        assert!(matches!(pin(&rm, vmm, len), Err(Error::BeyondAllocation { .. })), "{len}");
+    }
     drop(rm);
     bench.check_clean();
 }
@@ -321,7 +271,7 @@ fn opening_fails_cleanly_at_every_call() {
     for (name, code) in faults() {
         let bench = Bench::new(1);
         bench.machine.fail(name, code);
-        let opened = Backend::rm(&bench.system).map(drop);
+        let opened = open_rm(&bench.system).map(drop);
         bench.machine.fail(name, 0);
         match opened {
             // Not needed for the proof, or answered otherwise.
@@ -361,13 +311,13 @@ fn pinning_and_mapping_fail_cleanly_at_every_call() {
             drop(mapped);
             bench.machine.fail(name, 0);
             if !is_of_drop(name) {
-                assert_eq!(bench.driver.live(), AT_REST, "{name} {code:#x}");
+                assert_eq!(bench.rm.live(), AT_REST, "{name} {code:#x}");
                 let (pin, range) = map(&rm, addr, len).unwrap();
                 check_bytes(&pin, &range, addr, 1000);
             }
             drop(rm);
             if is_of_drop(name) {
-                assert_eq!(bench.driver.live(), Live::default(), "{name} {code:#x}");
+                assert_eq!(bench.rm.live(), Live::default(), "{name} {code:#x}");
             } else {
                 bench.check_clean();
             }
@@ -403,10 +353,10 @@ fn the_second_object_of_a_range_fails_cleanly() {
     let rm = bench.open();
     let base = bench.vmm(0, &[4 << 20, 2 << 20]);
     let pin = pin(&rm, base, 6 << 20).unwrap();
-    let error = refusal(pin.map(6 << 20, None));
+    let error = refusal(pin.map_pages(6 << 20, None));
     assert!(matches!(error, Error::Exhausted { what: "BAR1 space", len: 0x20_0000, .. }), "{error}");
-    assert_eq!(bench.driver.live(), Live { objects: 3, ..AT_REST });
-    let range = pin.map(5 << 20, None).unwrap();
+    assert_eq!(bench.rm.live(), Live { objects: 3, ..AT_REST });
+    let range = pin.map_pages(5 << 20, None).unwrap();
     check_bytes(&pin, &range, base, 5 << 20);
     drop((range, pin, rm));
     bench.check_clean();
@@ -428,7 +378,7 @@ fn wrong_pages_are_detected_at_open() {
     for fault in ["rm shift", "rm at start", "rm swap"] {
         let bench = Bench::new(1);
         bench.machine.fail(fault, 16);
-        let error = refusal(Backend::rm(&bench.system));
+        let error = refusal(open_rm(&bench.system));
         assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
         bench.check_clean();
         assert_eq!(bench.machine.memory.lock().allocations(), 0);
@@ -467,7 +417,7 @@ fn wrong_pages_are_detected_at_map() {
             bench.machine.fail(fault, 16);
             let error = refusal(map(&rm, addr, 2 << 20));
             assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
-            assert_eq!(bench.driver.live(), AT_REST);
+            assert_eq!(bench.rm.live(), AT_REST);
             assert_eq!(bench.read(0, addr, 4 << 20), before, "the user's memory is never written");
             drop(rm);
             bench.check_clean();
@@ -510,64 +460,15 @@ fn a_failed_route_is_retried_only_after_transient_errors() {
 }
 
 #[test]
-fn an_open_backend_holds_one_device_and_releases_everything() {
-    let bench = Bench::new(2);
-    let rm = bench.open();
-    assert_eq!(rm.kind(), BackendKind::Rm);
-    assert_eq!(bench.driver.live(), AT_REST);
-    let scratch = bench.machine.memory.lock().allocations();
-    assert!((1..=4).contains(&scratch), "{scratch} pieces of scratch memory are kept");
-    let attributes =
-        [Attribute::UsePersistentMapping, Attribute::SupportPinFlagForcePcie, Attribute::UsingDmaBufMmap];
-    assert_eq!(attributes.map(|attribute| rm.attribute(attribute).unwrap()), [1, 1, 0]);
-    drop(rm);
-    bench.check_clean();
-}
-
-#[test]
-fn parts_of_malloc_memory_are_shown_in_both_directions() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
-    for size in [1, 256, 700, 64 << 10, (64 << 10) + 512, 1 << 20, 3 << 20, (4 << 20) + 4096] {
-        let base = bench.alloc(0, size, MemoryKind::Malloc);
-        for (skip, len) in
-            [(0, size), (size / 3, size - size / 3), (size - 1, 1), (size / 2, (size / 3).max(1))]
-        {
-            let addr = base + skip as u64;
-            let (pin, range) = map(&rm, addr, len).unwrap();
-            let end = pin.va() + pin.pinned_len() as u64;
-            assert!(pin.va().is_multiple_of(PAGE) && end.is_multiple_of(PAGE));
-            assert!(pin.va() <= addr && addr + len as u64 <= end);
-            assert!(addr - pin.va() < PAGE && end - (addr + len as u64) < PAGE);
-            assert_eq!((range.kind(), range.len()), (MappingType::WriteCombining, pin.pinned_len()));
-            check_bytes(&pin, &range, addr, len);
-
-            let first = usize::try_from(addr - pin.va()).unwrap();
-            for at in [0, len / 2, len - 1] {
-                store(&range, first + at, !pattern(addr + at as u64));
-                assert_eq!(bench.read(0, addr + at as u64, 1), [!pattern(addr + at as u64)]);
-            }
-            range.unmap().unwrap();
-            assert_eq!(bench.driver.live(), Live { objects: 2, ..AT_REST });
-            pin.unpin().unwrap();
-            assert_eq!(bench.driver.live(), AT_REST);
-            bench.fill(0, base, size);
-        }
-    }
-    drop(rm);
-    bench.check_clean();
-}
-
-#[test]
 fn a_revoked_range_releases_its_bar1_space() {
     let bench = Bench::new(1);
     let rm = bench.open();
     let sizes = [2 << 20, 4 << 20];
     let base = bench.vmm(0, &sizes);
     let (pin, range) = map(&rm, base, sizes.iter().sum()).unwrap();
-    assert_eq!(bench.driver.live().mappings, 2);
+    assert_eq!(bench.rm.live().mappings, 2);
     range.revoke().unwrap();
-    assert_eq!(bench.driver.live(), Live { objects: AT_REST.objects + 2, ..AT_REST });
+    assert_eq!(bench.rm.live(), Live { objects: AT_REST.objects + 2, ..AT_REST });
     pin.unpin().unwrap();
     drop(rm);
     bench.check_clean();
@@ -590,62 +491,16 @@ fn vmm_ranges_over_several_objects_are_one_range() {
     ] {
         let addr = base + skip as u64;
         let (pin, range) = map(&rm, addr, len).unwrap();
-        assert_eq!(bench.driver.live().mappings, objects);
+        assert_eq!(bench.rm.live().mappings, objects);
         check_bytes(&pin, &range, addr, len);
-        let last = usize::try_from(addr - pin.va()).unwrap() + len - 1;
+        let last = usize::try_from(addr - pin.info().va).unwrap() + len - 1;
         store(&range, last, 7);
         assert_eq!(bench.read(0, addr + len as u64 - 1, 1), [7]);
         drop((range, pin));
-        assert_eq!(bench.driver.live(), AT_REST);
+        assert_eq!(bench.rm.live(), AT_REST);
         bench.fill(0, addr, len);
     }
     drop(rm);
-    bench.check_clean();
-}
-
-#[test]
-fn a_part_of_a_pin_may_be_mapped_repeatedly() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
-    let page = usize::try_from(PAGE).unwrap();
-    let base = bench.vmm(0, &[2 * page, 4 * page]);
-    let pin = pin(&rm, base, 6 * page).unwrap();
-    for (len, objects) in [(1, 1), (2 * page, 1), (2 * page + 1, 2)] {
-        let range = pin.map(len, Some(MappingType::WriteCombining)).unwrap();
-        assert_eq!(range.len(), len);
-        assert_eq!(bench.driver.live().mappings, objects);
-        check_bytes(&pin, &range, base, len);
-    }
-    for len in [0, 6 * page + 1, usize::MAX] {
-        assert!(matches!(pin.map(len, None), Err(Error::InvalidArgument { .. })), "{len}");
-    }
-    for kind in [MappingType::Cached, MappingType::Device] {
-        assert!(matches!(pin.map(page, Some(kind)), Err(Error::Unsupported { .. })));
-    }
-    drop((pin, rm));
-    bench.check_clean();
-}
-
-#[test]
-fn a_mapping_survives_the_freeing_of_its_memory() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
-    let base = bench.alloc(0, 3 << 20, MemoryKind::Malloc);
-    let (pin, range) = map(&rm, base, 3 << 20).unwrap();
-    bench.machine.memory.lock().free(base).unwrap();
-    let other = bench.alloc(0, 3 << 20, MemoryKind::Malloc);
-    check_bytes(&pin, &range, base, 3 << 20);
-    store(&range, 0, !pattern(base));
-    assert_eq!(bench.read(0, other, 1), [pattern(other)], "new memory is not touched");
-    assert!(!pin.invalidated().unwrap());
-    // Without CUDA's view there is nothing to compare with.
-    drop(range);
-    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
-    // The address has other memory now: not this pin's.
-    let object = Object::new(0, 4 << 20).unwrap();
-    bench.machine.memory.lock().insert(base, 4 << 20, object, 0, MemoryKind::Malloc);
-    assert!(matches!(pin.map(4096, None), Err(Error::Invalidated)));
-    drop((pin, rm));
     bench.check_clean();
 }
 
@@ -660,7 +515,7 @@ fn each_gpu_is_found_by_its_address() {
             check_bytes(&pin, &range, addr + 5, 100_000);
         }
     }
-    assert_eq!(bench.driver.live(), Live { files: 4, clients: 1, objects: 3, mappings: 0 });
+    assert_eq!(bench.rm.live(), Live { files: 4, clients: 1, objects: 3, mappings: 0 });
     drop(rm);
     bench.check_clean();
 }
@@ -676,8 +531,7 @@ fn memory_that_changes_is_compared_again() {
             let mut byte = 0;
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                 byte ^= 1;
-                // SAFETY: one byte.
-                unsafe { bench.cuda.copy_to_device(0, base, &raw const byte, 1) }.unwrap();
+                bench.write(0, base, &[byte]);
             }
         });
         for _ in 0..200 {
@@ -691,71 +545,5 @@ fn memory_that_changes_is_compared_again() {
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
     drop(rm);
-    bench.check_clean();
-}
-
-#[test]
-fn threads_pin_map_and_unmap_at_once() {
-    let bench = Bench::new(2);
-    let rm = bench.open();
-    let own: Vec<(i32, u64, usize)> = (0..8)
-        .map(|thread| {
-            let kind = if thread % 2 == 0 { MemoryKind::Malloc } else { MemoryKind::Vmm };
-            let (gpu, len) = (thread / 2 % 2, 2 << 20);
-            (gpu, bench.alloc(gpu, len, kind), len)
-        })
-        .collect();
-    let barrier = std::sync::Barrier::new(own.len());
-    std::thread::scope(|scope| {
-        for &(gpu, base, len) in &own {
-            let (rm, bench, barrier) = (&rm, &bench, &barrier);
-            scope.spawn(move || {
-                barrier.wait();
-                for round in 0..40 {
-                    let skip = round * 5000;
-                    let addr = base + skip as u64;
-                    let (pin, range) = map(rm, addr, 9000).unwrap();
-                    check_bytes(&pin, &range, addr, 9000);
-                    let first = usize::try_from(addr - pin.va()).unwrap();
-                    store(&range, first, 1);
-                    assert_eq!(bench.read(gpu, addr, 1), [1]);
-                    bench.fill(gpu, addr, 1);
-                    assert!(skip + 9000 < len);
-                }
-            });
-        }
-    });
-    drop(rm);
-    bench.check_clean();
-}
-
-#[test]
-fn a_forked_child_frees_nothing_of_its_parent() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
-    let base = bench.alloc(0, 1 << 20, MemoryKind::Malloc);
-    let (pin, range) = map(&rm, base, 1 << 20).unwrap();
-    let before = bench.driver.live();
-    let (pin, range, rm) = (Box::new(pin), Box::new(range), Box::new(rm));
-    // SAFETY: the child only drops, counts and leaves; it takes no lock that another thread can hold.
-    let child = unsafe { libc::fork() };
-    if child == 0 {
-        // The driver's tables were copied with the process, so a call of the child would show in them.
-        let held = |live: Live| (live.clients, live.objects, live.mappings);
-        let refused = pin.map(4096, None).is_err() && self::pin(&rm, base, 1).is_err();
-        drop((range, pin));
-        let untouched = held(bench.driver.live()) == held(before) && bench.driver.violations().is_empty();
-        drop(rm);
-        let left = bench.driver.violations();
-        let only_closed = matches!(&left[..], [only] if only.contains("closing of its file"));
-        // SAFETY: leaves without running anything else.
-        unsafe { libc::_exit(i32::from(!(refused && untouched && only_closed))) };
-    }
-    let mut status = 0;
-    // SAFETY: a child of this process and a place for its status.
-    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
-    assert_eq!(status, 0);
-    check_bytes(&pin, &range, base, 1 << 20);
-    drop((range, pin, rm));
     bench.check_clean();
 }

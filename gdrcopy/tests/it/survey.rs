@@ -1,15 +1,10 @@
 //! When CUDA is touched, and what is known before.
 
-use std::ffi::{CStr, c_void};
 use std::fmt;
-use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 
 use gdrcopy::cuda::MemoryKind;
-use gdrcopy::system::{Kernel, System};
+use gdrcopy::system::System;
 use gdrcopy::{Attribute, BackendKind, Error, Gdr, GdrBuilder, Result, Survey};
 use gdsync_testkit::{
     Gdrdrv as Module, Machine, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda,
@@ -25,52 +20,14 @@ const ATTRIBUTES: [Attribute; 3] =
 struct Bench {
     machine: Arc<Machine>,
     cuda: UninitialisedCuda,
-    kernel: Arc<CountingKernel>,
-}
-
-/// Counts the openings of the resource manager.
-#[derive(Debug)]
-struct CountingKernel {
-    inner: SimulatedKernel,
-    control_files: AtomicUsize,
-}
-
-// SAFETY: the simulated kernel makes the mappings.
-unsafe impl Kernel for CountingKernel {
-    fn open(&self, path: &CStr) -> io::Result<OwnedFd> {
-        if path == c"/dev/nvidiactl" {
-            self.control_files.fetch_add(1, Ordering::Relaxed);
-        }
-        self.inner.open(path)
-    }
-
-    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
-        // SAFETY: the caller guarantees `arg`.
-        unsafe { self.inner.ioctl(fd, request, arg) }
-    }
-
-    unsafe fn mmap(
-        &self,
-        fd: BorrowedFd<'_>,
-        len: usize,
-        offset: u64,
-        at: Option<NonNull<u8>>,
-    ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller guarantees `at`.
-        unsafe { self.inner.mmap(fd, len, offset, at) }
-    }
-
-    fn read(&self, path: &str) -> io::Result<String> {
-        self.inner.read(path)
-    }
+    kernel: Arc<SimulatedKernel>,
 }
 
 impl Bench {
     /// A machine with these devices besides its GPU.
     fn with(devices: impl FnOnce(&Arc<Machine>, SimulatedKernel) -> SimulatedKernel) -> Self {
         let machine = Machine::new(1);
-        let inner = devices(&machine, SimulatedKernel::new(machine.clone()));
-        let kernel = Arc::new(CountingKernel { inner, control_files: AtomicUsize::new(0) });
+        let kernel = Arc::new(devices(&machine, SimulatedKernel::new(machine.clone())));
         Self { cuda: UninitialisedCuda::new(&machine), machine, kernel }
     }
 
@@ -225,7 +182,7 @@ fn concurrent_threads_open_once() {
         }
     });
     // The survey and the opening.
-    assert_eq!(bench.kernel.control_files.load(Ordering::Relaxed), 2);
+    assert_eq!(bench.kernel.opened(c"/dev/nvidiactl"), 2);
     assert_eq!(bench.cuda.initialised(), 1);
 }
 

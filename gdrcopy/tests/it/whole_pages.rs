@@ -9,7 +9,7 @@ use gdrcopy::{BackendKind, Error, Gdr, PinFlags};
 use gdsync_testkit::{Module, Object};
 
 use crate::located::is_copied_by_engine;
-use crate::rig::{Backend, GPU_PAGE, Rig, pattern, peek, poke};
+use crate::rig::{GPU_PAGE, Rig, open_dmabuf, open_gdrdrv, open_rm, pattern, peek, poke};
 
 const WHOLE_PAGES: PinFlags = PinFlags::WHOLE_PAGES;
 /// A block of memory that allocations share, at addresses where no other simulated allocation lies.
@@ -65,11 +65,11 @@ fn block() -> (Rig, Arc<Object>) {
 }
 
 /// The backends that pin in GPU pages.
-fn each(mut test: impl FnMut(&Rig, &Object, Backend)) {
+fn each(mut test: impl FnMut(&Rig, &Object, Gdr)) {
     let (rig, object) = block();
-    test(&rig, &object, Backend::gdrdrv(&rig.system).unwrap());
+    test(&rig, &object, open_gdrdrv(&rig.system).unwrap());
     let (rig, object) = block();
-    test(&rig, &object, Backend::rm(&rig.system).unwrap());
+    test(&rig, &object, open_rm(&rig.system).unwrap());
 }
 
 #[test]
@@ -77,17 +77,17 @@ fn a_range_may_be_rounded_to_pages() {
     each(|_, object, backend| {
         let model = pattern(1, SIZE);
         for (range, user) in ROUNDED {
-            let pin = backend.pin(range.start, len(&range), WHOLE_PAGES).unwrap();
-            assert_eq!(pin.va(), range.start - range.start % GPU_PAGE);
-            let mapped = pin.map(pin.pinned_len(), None).unwrap();
-            let whole = &model[in_block(pin.va())..][..pin.pinned_len()];
-            assert!(peek(&mapped, 0, whole.len()) == whole, "{}: {range:x?}", backend.kind());
+            let pin = backend.pin_with(range.start, len(&range), WHOLE_PAGES).unwrap();
+            assert_eq!(pin.info().va, range.start - range.start % GPU_PAGE);
+            let mapped = pin.map_pages(pin.info().mapped_size, None).unwrap();
+            let whole = &model[in_block(pin.info().va)..][..pin.info().mapped_size];
+            assert!(peek(&mapped, 0, whole.len()) == whole, "{}: {range:x?}", backend.backend());
 
-            let (skip, old) = (len(&(pin.va()..user)), &model[in_block(user)..][..2]);
+            let (skip, old) = (len(&(pin.info().va..user)), &model[in_block(user)..][..2]);
             poke(&mapped, skip, b"me");
             let mut seen = [0; 2];
             object.read(in_block(user), &mut seen).unwrap();
-            assert_eq!(&seen, b"me", "{}: {range:x?}", backend.kind());
+            assert_eq!(&seen, b"me", "{}: {range:x?}", backend.backend());
             object.write(in_block(user), old).unwrap();
             assert_eq!(peek(&mapped, skip, 2), old);
         }
@@ -98,14 +98,14 @@ fn a_range_may_be_rounded_to_pages() {
 fn without_the_flag_each_is_refused() {
     each(|rig, _, backend| {
         for (range, _) in ROUNDED {
-            match backend.pin(range.start, len(&range), PinFlags::empty()) {
+            match backend.pin_with(range.start, len(&range), PinFlags::empty()) {
                 Err(Error::BeyondAllocation { .. }) => {
                     assert!(rig.machine.memory.lock().find(range.start).is_some());
                 }
                 Err(Error::NotMappable { .. }) => {
                     assert!(rig.machine.memory.lock().find(range.start).is_none());
                 }
-                other => panic!("{}: {range:x?}: {other:?}", backend.kind()),
+                other => panic!("{}: {range:x?}: {other:?}", backend.backend()),
             }
         }
         assert_eq!(rig.device.live_pins(), 0);
@@ -115,9 +115,9 @@ fn without_the_flag_each_is_refused() {
 #[test]
 fn a_range_that_leaves_the_block_is_refused() {
     each(|rig, _, backend| {
-        let pin = |range: Range<u64>| backend.pin(range.start, len(&range), WHOLE_PAGES).map(drop);
+        let pin = |range: Range<u64>| backend.pin_with(range.start, len(&range), WHOLE_PAGES).map(drop);
         // The backend without a module knows the block, the other one only what CUDA says.
-        let (base, size) = match backend.kind() {
+        let (base, size) = match backend.backend() {
             BackendKind::Rm => (BLOCK, SIZE),
             _ => LAST,
         };
@@ -126,7 +126,7 @@ fn a_range_that_leaves_the_block_is_refused() {
                 Err(Error::BeyondAllocation { addr, len: told, base: b, size: s }) => {
                     assert_eq!((addr, told, b, s), (range.start, len(&range), base, size));
                 }
-                other => panic!("{}: {range:x?}: {other:?}", backend.kind()),
+                other => panic!("{}: {range:x?}: {other:?}", backend.backend()),
             }
         }
         // Nothing is in the first page; what comes later does not count.
@@ -134,12 +134,12 @@ fn a_range_that_leaves_the_block_is_refused() {
             assert!(matches!(pin(range.clone()), Err(Error::NotMappable { .. })), "{range:x?}");
         }
         for len in [usize::MAX, usize::try_from(u64::MAX - SMALL.0).unwrap()] {
-            let pinned = backend.pin(SMALL.0, len, WHOLE_PAGES);
+            let pinned = backend.pin_with(SMALL.0, len, WHOLE_PAGES);
             let refused = matches!(
                 pinned,
                 Err(Error::BeyondAllocation { .. } | Error::InvalidArgument { .. } | Error::Exhausted { .. })
             );
-            assert!(refused, "{}: {len}: {pinned:?}", backend.kind());
+            assert!(refused, "{}: {len}: {pinned:?}", backend.backend());
         }
         // Memory that is no GPU's has no pages of one around it.
         let host = rig.machine.memory.lock().alloc(0, 512, MemoryKind::Host).unwrap();
@@ -153,30 +153,30 @@ fn a_range_that_leaves_the_block_is_refused() {
 fn a_block_that_ends_inside_a_page_has_a_hole_behind_it() {
     const BYTES: usize = 5_001_216;
     let (rig, _) = block();
-    let rm = Backend::rm(&rig.system).unwrap();
+    let rm = open_rm(&rig.system).unwrap();
     let object = Object::new(0, BYTES).unwrap();
     object.write(BYTES - 4, b"last").unwrap();
     let base = page(2000);
     rig.machine.memory.lock().insert(base, BYTES, object, 0, MemoryKind::Malloc);
     let rounded = BYTES.next_multiple_of(len(&(0..GPU_PAGE)));
     for size in [rounded, rounded + len(&(0..GPU_PAGE))] {
-        let pin = rm.pin(base, size, WHOLE_PAGES).unwrap();
-        assert_eq!((pin.va(), pin.pinned_len()), (base, size));
-        let mapped = pin.map(size, None).unwrap();
+        let pin = rm.pin_with(base, size, WHOLE_PAGES).unwrap();
+        assert_eq!((pin.info().va, pin.info().mapped_size), (base, size));
+        let mapped = pin.map_pages(size, None).unwrap();
         assert_eq!((mapped.len(), peek(&mapped, BYTES - 4, 4)), (size, b"last".to_vec()));
     }
-    assert!(rm.pin(base, rounded + len(&(0..GPU_PAGE)) + 1, WHOLE_PAGES).is_err());
-    assert!(rm.pin(base, BYTES + 1, PinFlags::empty()).is_err());
+    assert!(rm.pin_with(base, rounded + len(&(0..GPU_PAGE)) + 1, WHOLE_PAGES).is_err());
+    assert!(rm.pin_with(base, BYTES + 1, PinFlags::empty()).is_err());
 }
 
 #[test]
 fn vmm_memory_has_nothing_around_it() {
     let (rig, _) = block();
-    let rm = Backend::rm(&rig.system).unwrap();
+    let rm = open_rm(&rig.system).unwrap();
     let object = Object::new(0, SIZE).unwrap();
     let (before, base) = (page(1000), page(1001));
     rig.machine.memory.lock().insert(base, SIZE, object, 0, MemoryKind::Vmm);
-    let pin = |range: Range<u64>| rm.pin(range.start, len(&range), WHOLE_PAGES).map(drop);
+    let pin = |range: Range<u64>| rm.pin_with(range.start, len(&range), WHOLE_PAGES).map(drop);
     let end = base + SIZE as u64;
     assert!(pin(base..end).is_ok());
     assert!(matches!(pin(before..end), Err(Error::NotMappable { .. })));
@@ -210,20 +210,20 @@ fn the_copy_engine_is_not_used_outside_the_allocation() {
 #[test]
 fn memory_without_bounds_is_refused_where_they_are_needed() {
     let (rig, _) = block();
-    let rm = Backend::rm(&rig.system).unwrap();
-    let dmabuf = Backend::dmabuf(&rig.system).unwrap();
-    let gdrdrv = Backend::gdrdrv(&rig.system).unwrap();
+    let rm = open_rm(&rig.system).unwrap();
+    let dmabuf = open_dmabuf(&rig.system).unwrap();
+    let gdrdrv = open_gdrdrv(&rig.system).unwrap();
     let vmm = rig.cuda.alloc(0, SIZE, AllocKind::Vmm).unwrap();
     // The ways are proved before.
-    assert!(rm.pin(vmm, 5000, WHOLE_PAGES).is_ok());
+    assert!(rm.pin_with(vmm, 5000, WHOLE_PAGES).is_ok());
     rig.machine.fail("no bounds", 1);
     for flags in [PinFlags::empty(), WHOLE_PAGES] {
         for backend in [&rm, &dmabuf] {
-            match backend.pin(vmm, 5000, flags) {
+            match backend.pin_with(vmm, 5000, flags) {
                 Err(Error::NotMappable { found, .. }) => assert!(found.contains("bounds"), "{found}"),
-                other => panic!("{}: {other:?}", backend.kind()),
+                other => panic!("{}: {other:?}", backend.backend()),
             }
         }
-        assert!(gdrdrv.pin(vmm, 5000, flags).is_ok());
+        assert!(gdrdrv.pin_with(vmm, 5000, flags).is_ok());
     }
 }

@@ -9,37 +9,26 @@ use std::ptr;
 
 use super::*;
 
-/// `verbs_get_ctx`: the extended context around `context`, null where the library is older than that.
-///
-/// # Safety
-/// `context` must be open.
-pub unsafe fn verbs_get_ctx(context: *mut ibv_context) -> *mut verbs_context {
-    // SAFETY: the caller vouches for the context.
-    let extended = unsafe { &raw const (*context).abi_compat };
-    // SAFETY: it is a field of the context.
-    if unsafe { *extended }.addr() != usize::MAX {
-        return ptr::null_mut();
-    }
-    context.wrapping_byte_sub(offset_of!(verbs_context, context)).cast()
-}
-
 /// `verbs_get_ctx_op`: the function at `offset` of the extended context, if the library knows it and the driver has it.
 ///
 /// # Safety
 /// `context` must be open, and `T` the type of the field at `offset`.
 unsafe fn operation<T: Copy>(context: *mut ibv_context, offset: usize) -> Option<T> {
-    // SAFETY: the caller vouches for the context.
-    let extended = unsafe { verbs_get_ctx(context) };
-    if extended.is_null() {
+    // SAFETY: the caller guarantees the context.
+    let marker = unsafe { &raw const (*context).abi_compat };
+    // SAFETY: a field of the context.
+    if unsafe { *marker }.addr() != usize::MAX {
+        // The library is older than the extended context.
         return None;
     }
+    let extended: *mut verbs_context = context.wrapping_byte_sub(offset_of!(verbs_context, context)).cast();
     // SAFETY: the size lies directly before the context, in every version.
     let size = unsafe { (*extended).sz };
     if size < size_of::<verbs_context>() - offset {
         return None;
     }
     let field = extended.cast_const().wrapping_byte_add(offset).cast::<Option<T>>();
-    // SAFETY: the library's structure reaches so far to the front, as it says, and the caller vouches for the type.
+    // SAFETY: the library's structure reaches so far to the front, as it says, and the caller guarantees the type.
     unsafe { *field }
 }
 
@@ -51,7 +40,7 @@ macro_rules! operation {
             const fn same(_: fn(verbs_context) -> Option<unsafe extern "C" fn($($arg),*) -> $ret>) {}
             same(|context| context.$name);
         }
-        // SAFETY: the caller vouches for the context, and the type was just compared.
+        // SAFETY: the caller guarantees the context, and the type was just compared.
         unsafe { operation::<unsafe extern "C" fn($($arg),*) -> $ret>($context, offset_of!(verbs_context, $name)) }
     }};
 }
@@ -64,69 +53,65 @@ fn fail<T>(errno: c_int) -> *mut T {
     ptr::null_mut()
 }
 
-/// `ibv_post_send`: hands a list of requests to the send queue.
-///
-/// # Safety
-/// As its manual page asks.
-pub unsafe fn ibv_post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad_wr: *mut *mut ibv_send_wr) -> c_int {
-    // SAFETY: the caller vouches for the queue pair.
-    let context = unsafe { (*qp).context };
-    // SAFETY: it is the queue pair's.
-    let Some(post) = (unsafe { (*context).ops.post_send }) else { return libc::EOPNOTSUPP };
-    // SAFETY: the caller vouches for the arguments.
-    unsafe { post(qp, wr, bad_wr) }
+/// Declares functions that call an operation of the context in their first argument, or fail with an `errno`.
+macro_rules! forwarded {
+    ($($(#[$meta:meta])* $name:ident($of:ident: $ty:ty, $($arg:ident: $aty:ty),*) = $op:ident or $errno:expr;)*) => {$(
+        $(#[$meta])*
+        ///
+        /// # Safety
+        /// As its manual page asks.
+        pub unsafe fn $name($of: $ty, $($arg: $aty),*) -> c_int {
+            // SAFETY: the caller guarantees that the queue is alive.
+            let context = unsafe { (*$of).context };
+            // SAFETY: the context of a live queue is open.
+            let call = unsafe { (*context).ops.$op };
+            match call {
+                // SAFETY: the caller guarantees the arguments.
+                Some(call) => unsafe { call($of, $($arg),*) },
+                None => $errno,
+            }
+        }
+    )*};
 }
 
-/// `ibv_post_recv`: hands a list of requests to the receive queue.
-///
-/// # Safety
-/// As its manual page asks.
-pub unsafe fn ibv_post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad_wr: *mut *mut ibv_recv_wr) -> c_int {
-    // SAFETY: the caller vouches for the queue pair.
-    let context = unsafe { (*qp).context };
-    // SAFETY: it is the queue pair's.
-    let Some(post) = (unsafe { (*context).ops.post_recv }) else { return libc::EOPNOTSUPP };
-    // SAFETY: the caller vouches for the arguments.
-    unsafe { post(qp, wr, bad_wr) }
+forwarded! {
+    /// `ibv_post_send`: hands a list of requests to the send queue.
+    ibv_post_send(qp: *mut ibv_qp, wr: *mut ibv_send_wr, bad_wr: *mut *mut ibv_send_wr)
+        = post_send or libc::EOPNOTSUPP;
+    /// `ibv_post_recv`: hands a list of requests to the receive queue.
+    ibv_post_recv(qp: *mut ibv_qp, wr: *mut ibv_recv_wr, bad_wr: *mut *mut ibv_recv_wr)
+        = post_recv or libc::EOPNOTSUPP;
+    /// `ibv_poll_cq`: takes up to `num_entries` completions; the number of them, or less than 0.
+    ibv_poll_cq(cq: *mut ibv_cq, num_entries: c_int, wc: *mut ibv_wc) = poll_cq or -libc::EOPNOTSUPP;
+    /// `ibv_req_notify_cq`: asks for an event at the next completion.
+    ibv_req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) = req_notify_cq or libc::EOPNOTSUPP;
 }
 
-/// `ibv_poll_cq`: takes up to `num_entries` completions; the number of them, or less than 0.
-///
-/// # Safety
-/// As its manual page asks.
-pub unsafe fn ibv_poll_cq(cq: *mut ibv_cq, num_entries: c_int, wc: *mut ibv_wc) -> c_int {
-    // SAFETY: the caller vouches for the queue.
-    let context = unsafe { (*cq).context };
-    // SAFETY: it is the queue's.
-    let Some(poll) = (unsafe { (*context).ops.poll_cq }) else { return -libc::EOPNOTSUPP };
-    // SAFETY: the caller vouches for the arguments.
-    unsafe { poll(cq, num_entries, wc) }
+/// Declares functions that create an object by an operation of the extended context.
+macro_rules! created {
+    ($($(#[$meta:meta])* $name:ident = $op:ident($attr:ty) -> $ret:ty;)*) => {$(
+        $(#[$meta])*
+        ///
+        /// # Safety
+        /// As its manual page asks.
+        pub unsafe fn $name(context: *mut ibv_context, attr: *mut $attr) -> *mut $ret {
+            match operation!(context, $op: fn(*mut ibv_context, *mut $attr) -> *mut $ret) {
+                // SAFETY: the caller guarantees the arguments.
+                Some(create) => unsafe { create(context, attr) },
+                None => fail(libc::EOPNOTSUPP),
+            }
+        }
+    )*};
 }
 
-/// `ibv_req_notify_cq`: asks for an event at the next completion.
-///
-/// # Safety
-/// As its manual page asks.
-pub unsafe fn ibv_req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
-    // SAFETY: the caller vouches for the queue.
-    let context = unsafe { (*cq).context };
-    // SAFETY: it is the queue's.
-    let Some(request) = (unsafe { (*context).ops.req_notify_cq }) else { return libc::EOPNOTSUPP };
-    // SAFETY: the caller vouches for the arguments.
-    unsafe { request(cq, solicited_only) }
-}
-
-/// `ibv_create_cq_ex`: a completion queue, with a parent domain and flags.
-///
-/// # Safety
-/// As its manual page asks.
-pub unsafe fn ibv_create_cq_ex(context: *mut ibv_context, attr: *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex {
-    match operation!(context, create_cq_ex: fn(*mut ibv_context, *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex)
-    {
-        // SAFETY: the caller vouches for the arguments.
-        Some(create) => unsafe { create(context, attr) },
-        None => fail(libc::EOPNOTSUPP),
-    }
+created! {
+    /// `ibv_create_cq_ex`: a completion queue, with a parent domain and flags.
+    ibv_create_cq_ex = create_cq_ex(ibv_cq_init_attr_ex) -> ibv_cq_ex;
+    /// `ibv_alloc_td`: a thread domain.
+    ibv_alloc_td = alloc_td(ibv_td_init_attr) -> ibv_td;
+    /// `ibv_alloc_parent_domain`: a protection domain with a thread domain and an allocator; freed by
+    /// [`Verbs::ibv_dealloc_pd`].
+    ibv_alloc_parent_domain = alloc_parent_domain(ibv_parent_domain_init_attr) -> ibv_pd;
 }
 
 /// `ibv_cq_ex_to_cq`: the same queue.
@@ -135,57 +120,18 @@ pub fn ibv_cq_ex_to_cq(cq: *mut ibv_cq_ex) -> *mut ibv_cq {
     cq.cast()
 }
 
-/// `ibv_alloc_td`: a thread domain.
-///
-/// # Safety
-/// As its manual page asks.
-pub unsafe fn ibv_alloc_td(context: *mut ibv_context, attr: *mut ibv_td_init_attr) -> *mut ibv_td {
-    match operation!(context, alloc_td: fn(*mut ibv_context, *mut ibv_td_init_attr) -> *mut ibv_td) {
-        // SAFETY: the caller vouches for the arguments.
-        Some(alloc) => unsafe { alloc(context, attr) },
-        None => fail(libc::EOPNOTSUPP),
-    }
-}
-
 /// `ibv_dealloc_td`
 ///
 /// # Safety
 /// As its manual page asks.
 pub unsafe fn ibv_dealloc_td(td: *mut ibv_td) -> c_int {
-    // SAFETY: the caller vouches for the domain.
+    // SAFETY: the caller guarantees the domain.
     let context = unsafe { (*td).context };
     match operation!(context, dealloc_td: fn(*mut ibv_td) -> c_int) {
         // SAFETY: as above.
         Some(dealloc) => unsafe { dealloc(td) },
         None => libc::EOPNOTSUPP,
     }
-}
-
-/// `ibv_alloc_parent_domain`: a protection domain with a thread domain and an allocator; freed by
-/// [`Verbs::ibv_dealloc_pd`].
-///
-/// # Safety
-/// As its manual page asks.
-pub unsafe fn ibv_alloc_parent_domain(
-    context: *mut ibv_context,
-    attr: *mut ibv_parent_domain_init_attr,
-) -> *mut ibv_pd {
-    match operation!(
-        context,
-        alloc_parent_domain: fn(*mut ibv_context, *mut ibv_parent_domain_init_attr) -> *mut ibv_pd
-    ) {
-        // SAFETY: the caller vouches for the arguments.
-        Some(alloc) => unsafe { alloc(context, attr) },
-        None => fail(libc::EOPNOTSUPP),
-    }
-}
-
-/// `ibv_flow_label_to_udp_sport`: the source port of a RoCE v2 path with this flow label.
-#[must_use]
-pub fn ibv_flow_label_to_udp_sport(flow_label: u32) -> u16 {
-    let folded = (flow_label & 0x3fff) ^ ((flow_label & 0xf_c000) >> 14);
-    // 14 bits and the two above them.
-    u16::try_from(folded | IB_ROCE_UDP_ENCAP_VALID_PORT_MIN).unwrap_or(u16::MAX)
 }
 
 impl Verbs {
@@ -199,7 +145,7 @@ impl Verbs {
     pub unsafe fn query_port(&self, context: *mut ibv_context, port: u8, attr: &mut ibv_port_attr) -> c_int {
         *attr = ibv_port_attr::zeroed();
         match operation!(context, query_port: fn(*mut ibv_context, u8, *mut ibv_port_attr, usize) -> c_int) {
-            // SAFETY: the caller vouches for the context, and the size is that of the structure.
+            // SAFETY: the caller guarantees the context, and the size is that of the structure.
             Some(query) => unsafe { query(context, port, attr, size_of::<ibv_port_attr>()) },
             // SAFETY: the older structure is the beginning of this one.
             None => unsafe { self.ibv_query_port(context, port, ptr::from_mut(attr).cast()) },
@@ -222,14 +168,14 @@ impl Verbs {
                 usize
             ) -> c_int
         ) {
-            // SAFETY: the caller vouches for the context, and the size is that of the structure.
+            // SAFETY: the caller guarantees the context, and the size is that of the structure.
             let failed = unsafe { query(context, ptr::null(), attr, size_of::<ibv_device_attr_ex>()) };
             if failed != libc::EOPNOTSUPP && failed != libc::ENOSYS {
                 return failed;
             }
             *attr = ibv_device_attr_ex::zeroed();
         }
-        // SAFETY: the caller vouches for the context.
+        // SAFETY: the caller guarantees the context.
         unsafe { self.ibv_query_device(context, &raw mut attr.orig_attr) }
     }
 
@@ -242,7 +188,7 @@ impl Verbs {
         context: *mut ibv_context,
         attr: *mut ibv_qp_init_attr_ex,
     ) -> *mut ibv_qp {
-        // SAFETY: the caller vouches for the attributes.
+        // SAFETY: the caller guarantees the attributes.
         let mask = unsafe { (*attr).comp_mask };
         if mask == ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD {
             // SAFETY: as above.
@@ -252,7 +198,7 @@ impl Verbs {
         }
         match operation!(context, create_qp_ex: fn(*mut ibv_context, *mut ibv_qp_init_attr_ex) -> *mut ibv_qp)
         {
-            // SAFETY: the caller vouches for the arguments.
+            // SAFETY: the caller guarantees the arguments.
             Some(create) => unsafe { create(context, attr) },
             None => fail(libc::EOPNOTSUPP),
         }
@@ -271,7 +217,7 @@ impl Verbs {
         access: ibv_access_flags,
     ) -> *mut ibv_mr {
         if let Some(register) = self.ibv_reg_mr_iova2 {
-            // SAFETY: the caller vouches for the arguments.
+            // SAFETY: the caller guarantees the arguments.
             return unsafe { register(pd, addr, length, addr as u64, access) };
         }
         let access = access.difference(ibv_access_flags::IBV_ACCESS_OPTIONAL_RANGE);
@@ -293,7 +239,7 @@ impl Verbs {
         index: u32,
         entry: &mut ibv_gid_entry,
     ) -> Result<c_int, crate::LoadError> {
-        // SAFETY: the caller vouches for the context, and the size is that of the entry.
+        // SAFETY: the caller guarantees the context, and the size is that of the entry.
         unsafe { self._ibv_query_gid_ex(context, port, index, entry, 0, size_of::<ibv_gid_entry>()) }
     }
 
@@ -311,7 +257,7 @@ impl Verbs {
         entries: &mut [ibv_gid_entry],
     ) -> Result<isize, crate::LoadError> {
         let (first, count) = (entries.as_mut_ptr(), entries.len());
-        // SAFETY: the caller vouches for the context, and the entries are a slice.
+        // SAFETY: the caller guarantees the context, and the entries are a slice.
         unsafe { self._ibv_query_gid_table(context, first, count, 0, size_of::<ibv_gid_entry>()) }
     }
 }

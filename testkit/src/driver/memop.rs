@@ -8,9 +8,10 @@ use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{MemOp, MemOpNodeParams};
 use parking_lot::Mutex;
 
-use super::handles::Context;
-use super::region::{Region, reachable};
-use super::{Outcome, address, get, get_all, require, settings};
+use super::context::Context;
+use super::control::{COUNTERS, SETTINGS, count};
+use super::memory::{Region, reachable};
+use super::{Outcome, address, control, get, get_all, require};
 
 /// The largest batch.
 const BATCH: u32 = 255;
@@ -84,7 +85,7 @@ pub(super) fn may_replace(old: &[Op], new: &[Op]) -> bool {
 impl Op {
     fn new(context: &Context, raw: MemOp) -> Outcome<Self> {
         let can = |attribute| {
-            let supported = settings::attribute(context.device, attribute)? != 0;
+            let supported = control::attribute(context.device, attribute)? != 0;
             require(supported, CudaStatus::NOT_SUPPORTED)
         };
         let known_flags = match raw.operation {
@@ -158,7 +159,7 @@ impl Op {
                 fence(Ordering::SeqCst);
             }
         }
-        settings::executed();
+        count(&COUNTERS.memops);
         Ok(())
     }
 
@@ -198,7 +199,7 @@ impl Op {
     }
 
     fn store(&self) -> Outcome {
-        if self.region.as_ref().is_some_and(|region| region.is_io) && settings::loses_io() {
+        if self.region.as_ref().is_some_and(|region| region.is_io) && SETTINGS.lock().loses_io {
             return Ok(());
         }
         let (value, order) = (self.raw.value, Ordering::SeqCst);

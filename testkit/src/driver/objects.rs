@@ -1,18 +1,19 @@
-//! Entry points of events, modules and graphs.
+//! Events, modules, kernels (Rust functions under names) and graphs, and their entry points.
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_void};
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOpNodeParams};
 use parking_lot::Mutex;
 
-use super::handles::{CONTEXTS, Table, current};
-use super::kernel::{FUNCTIONS, Function, KERNELS, Launch, MODULES, Shape};
+use super::context::{CONTEXTS, Table, current};
 use super::queue::{Command, Ticket};
 use super::status::INVALID_IMAGE;
 use super::stream::{GRAPHS, Node, enqueue, enqueue_anywhere, resolve, unsafe_call};
-use super::{Outcome, get, memop, put, queue, require};
+use super::{Outcome, get, get_all, memop, put, queue, require};
 
 /// `CU_EVENT_BLOCKING_SYNC`, `CU_EVENT_DISABLE_TIMING`, `CU_EVENT_INTERPROCESS`.
 const EVENT_FLAGS: u32 = 1 | NO_TIMING | INTERPROCESS;
@@ -70,6 +71,91 @@ pub(super) fn event_synchronize(event: Handle) -> Outcome {
 
 pub(super) fn event_destroy(event: Handle) -> Outcome {
     EVENTS.remove(event).map(drop)
+}
+
+/// What a kernel is.
+#[derive(Clone, Copy)]
+struct Kernel {
+    /// Bytes of each parameter.
+    params: &'static [usize],
+    run: fn(&[*mut c_void]),
+}
+
+/// A kernel of a loaded module.
+#[derive(Clone, Copy)]
+struct Function {
+    module: Handle,
+    context: Handle,
+    kernel: Kernel,
+}
+
+static KERNELS: Mutex<BTreeMap<&'static str, Kernel>> = Mutex::new(BTreeMap::new());
+/// Loaded modules, each with its context.
+pub(super) static MODULES: Table<Handle> = Table::new();
+static FUNCTIONS: Table<Function> = Table::new();
+
+/// Makes a function the kernel of this name in all modules; a later one of the same name replaces it.
+///
+/// It runs once for a launch, whatever the grid, on the stream's thread, and gets the addresses of its parameters: copies,
+/// as long as `params` says, aligned to 16 bytes. It may wait. It fails its context with 719 by a panic.
+pub fn kernel(name: &'static str, params: &'static [usize], run: fn(&[*mut c_void])) {
+    KERNELS.lock().insert(name, Kernel { params, run });
+}
+
+/// A kernel with its parameters.
+#[derive(Clone)]
+pub(super) struct Launch {
+    kernel: Kernel,
+    /// In units that are aligned as any parameter may need. Not all bytes of a structure need be written.
+    params: Vec<Vec<MaybeUninit<u128>>>,
+}
+
+/// Blocks and threads.
+pub(super) struct Shape {
+    pub(super) grid: [u32; 3],
+    pub(super) block: [u32; 3],
+}
+
+impl Launch {
+    /// Copies the parameters of a launch in a context.
+    pub(super) fn new(
+        context: Handle,
+        function: Handle,
+        shape: &Shape,
+        params: *mut *mut c_void,
+        extra: *mut *mut c_void,
+    ) -> Outcome<Self> {
+        let Function { context: own, kernel, .. } = FUNCTIONS.get(function)?;
+        require(own == context, CudaStatus::INVALID_HANDLE)?;
+        let some = shape.grid.iter().chain(&shape.block).all(|&size| size > 0);
+        let threads: u64 = shape.block.iter().map(|&size| u64::from(size)).product();
+        require(some && threads <= 1024 && extra.is_null(), CudaStatus::INVALID_VALUE)?;
+        let count = u32::try_from(kernel.params.len()).map_err(|_| CudaStatus::INVALID_VALUE)?;
+        let places = if count == 0 { Vec::new() } else { get_all(params, count)? };
+        let copied = places.iter().zip(kernel.params).map(|(&place, &size)| copy(place, size));
+        Ok(Self { kernel, params: copied.collect::<Outcome<_>>()? })
+    }
+
+    pub(super) fn run(&self) {
+        let mut params = self.params.clone();
+        let places: Vec<*mut c_void> = params.iter_mut().map(|param| param.as_mut_ptr().cast()).collect();
+        (self.kernel.run)(&places);
+    }
+}
+
+fn copy(place: *const c_void, size: usize) -> Outcome<Vec<MaybeUninit<u128>>> {
+    require(!place.is_null(), CudaStatus::INVALID_VALUE)?;
+    let mut bytes = vec![MaybeUninit::zeroed(); size.div_ceil(size_of::<u128>())];
+    let to = bytes.as_mut_ptr().cast::<MaybeUninit<u8>>();
+    // SAFETY: the caller of the entry point passes so many bytes; there are as many in the copy.
+    unsafe { to.copy_from_nonoverlapping(place.cast(), size) };
+    Ok(bytes)
+}
+
+/// A context is gone, and its modules with it.
+pub(super) fn forget_modules(context: Handle) {
+    MODULES.forget(|own| *own == context);
+    FUNCTIONS.forget(|function| function.context == context);
 }
 
 pub(super) fn load_module(module: *mut Handle, image: *const c_void) -> Outcome {

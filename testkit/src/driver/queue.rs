@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 use gdrcopy::cuda::CudaStatus;
 use parking_lot::{Condvar, Mutex, RwLock};
 
-use super::handles::Context;
-use super::kernel::Launch;
+use super::context::Context;
+use super::control::{COUNTERS, count};
 use super::memop::{Deferred, Op};
-use super::region::{Kind, Region, find};
+use super::memory::{Kind, Region, find};
+use super::objects::Launch;
 use super::status::LAUNCH_TIMEOUT;
-use super::{Outcome, require, settings};
+use super::{Outcome, control, require};
 
 thread_local! {
     /// Whether this thread is a worker of a stream.
@@ -31,7 +32,7 @@ fn begin_working() {
 /// Refuses calls of the driver by kernels and host functions.
 pub(super) fn not_working() -> Outcome {
     if WORKING.get() {
-        settings::misplaced();
+        count(&COUNTERS.misplaced);
     }
     require(!WORKING.get(), CudaStatus::NOT_PERMITTED)
 }
@@ -71,7 +72,7 @@ impl Command {
                 Ok(())
             }
             Self::Copy(copy) => {
-                settings::copying(context.device);
+                control::copying(context.device);
                 copy.run()
             }
             Self::Fill(fill) => fill.run(),
@@ -199,11 +200,6 @@ impl Fill {
 /// Queues of running threads.
 static QUEUES: Mutex<Vec<Weak<Shared>>> = Mutex::new(Vec::new());
 
-/// The number of running threads.
-pub(super) fn threads() -> usize {
-    QUEUES.lock().iter().filter(|queue| queue.strong_count() > 0).count()
-}
-
 /// The queue that a stream shares with its thread. The thread ends when the stream is closed and its work is done.
 pub(super) struct Shared {
     context: Arc<Context>,
@@ -226,7 +222,7 @@ struct Queue {
 
 impl Queue {
     fn has_room(&self, command: &Command) -> bool {
-        let (depth, host_functions) = settings::limits();
+        let (depth, host_functions) = control::limits();
         let host = matches!(command, Command::Host(..));
         self.submitted - self.finished < depth as u64 && (!host || self.host_functions < host_functions)
     }
@@ -254,7 +250,7 @@ impl Ticket {
 
     /// Waits as long as a call may, and returns the error of the context.
     pub(super) fn synchronize(&self) -> Outcome {
-        let done = self.wait(settings::patience());
+        let done = self.wait(control::patience());
         self.shared.context.check()?;
         require(done, LAUNCH_TIMEOUT)
     }
@@ -274,16 +270,13 @@ static HELD_UP: RwLock<()> = RwLock::new(());
 /// Waits for all work on a device, or on all of them, as CUDA does, as long as a call may. Whether the work succeeds does
 /// not matter.
 pub(super) fn wait_for_idle(device: Option<i32>) -> Outcome {
-    if !settings::frees_wait() {
-        return Ok(());
-    }
     let queues: Vec<_> = QUEUES.lock().iter().filter_map(Weak::upgrade).collect();
     let of_it = queues.iter().filter(|queue| device.is_none_or(|device| queue.context.device == device));
     let busy: Vec<_> = of_it.map(Shared::last).filter(|ticket| !ticket.is_done()).collect();
     if !busy.is_empty() {
-        settings::stalled();
+        count(&COUNTERS.stalled);
     }
-    let deadline = Instant::now() + settings::patience();
+    let deadline = Instant::now() + control::patience();
     let _held = HELD_UP.write();
     let wait = |ticket: &Ticket| ticket.wait(deadline.saturating_duration_since(Instant::now()));
     require(busy.iter().all(wait), LAUNCH_TIMEOUT)
@@ -310,12 +303,12 @@ impl Shared {
     pub(super) fn submit(self: &Arc<Self>, command: Command) -> Outcome<Ticket> {
         let _free = match command {
             Command::MemOps(_) => None,
-            _ => Some(HELD_UP.try_read_for(settings::patience()).ok_or(LAUNCH_TIMEOUT)?),
+            _ => Some(HELD_UP.try_read_for(control::patience()).ok_or(LAUNCH_TIMEOUT)?),
         };
         let mut queue = self.queue.lock();
         if !queue.has_room(&command) {
-            settings::blocked();
-            let deadline = Instant::now() + settings::patience();
+            count(&COUNTERS.blocked);
+            let deadline = Instant::now() + control::patience();
             let full = |queue: &mut Queue| !queue.has_room(&command);
             self.changed.wait_while_until(&mut queue, full, deadline);
             require(queue.has_room(&command), LAUNCH_TIMEOUT)?;

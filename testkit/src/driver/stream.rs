@@ -11,12 +11,13 @@ use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle, MemOp, STREAM_NON_BLOCKING};
 use parking_lot::Mutex;
 
-use super::handles::{CONTEXTS, Context, Table, current, number};
+use super::context::{CONTEXTS, Context, Table, current, number};
+use super::control::{COUNTERS, SETTINGS, count};
 use super::queue::{Command, Copy, Fill, Shared, Side, Ticket};
 use super::status::{
     CAPTURE_IMPLICIT, CAPTURE_INVALIDATED, CAPTURE_UNSUPPORTED, CAPTURE_WRONG_THREAD, ILLEGAL_STATE,
 };
-use super::{Outcome, address, memop, put, put_wanted, require, settings};
+use super::{Outcome, address, memop, put, put_wanted, require};
 
 /// `CU_STREAM_LEGACY`; so is 0.
 const LEGACY: Handle = 1;
@@ -69,7 +70,7 @@ impl Stream {
 /// The stream of a handle.
 pub(super) fn resolve(handle: Handle) -> Outcome<Arc<Stream>> {
     if handle > PER_THREAD {
-        return STREAMS.get(handle).inspect_err(|_| settings::stray());
+        return STREAMS.get(handle).inspect_err(|_| count(&COUNTERS.stray));
     }
     let context = current()?;
     let made = |streams: &mut BTreeMap<Handle, Arc<Stream>>, is_legacy| {
@@ -100,7 +101,7 @@ pub(super) fn enqueue_anywhere(
     handle: Handle,
     build: impl FnOnce(&Arc<Context>) -> Outcome<Command>,
 ) -> Outcome<Option<Ticket>> {
-    if settings::version() < 13_000 {
+    if SETTINGS.lock().version < 13_000 {
         current()?;
     }
     let stream = resolve(handle)?;
@@ -146,7 +147,7 @@ pub(super) fn synchronize(stream: Handle) -> Outcome {
 }
 
 pub(super) fn destroy(stream: Handle) -> Outcome {
-    let found = STREAMS.get(stream).inspect_err(|_| settings::stray())?;
+    let found = STREAMS.get(stream).inspect_err(|_| count(&COUNTERS.stray))?;
     if let Some(capture) = capture_of(&found) {
         return Err(capture.spoil());
     }

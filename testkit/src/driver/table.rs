@@ -7,9 +7,10 @@ use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOp, MemOpNodeParams};
 
-use super::handles::DEVICES;
-use super::kernel::Shape;
-use super::{Outcome, context, memory, objects, put, queue, settings, stream};
+use super::context::DEVICES;
+use super::control::SETTINGS;
+use super::objects::Shape;
+use super::{Outcome, context, control, memory, objects, put, queue, stream};
 
 /// What works before `cuInit`.
 const EARLY: [&str; 2] = ["cuInit", "cuDriverGetVersion"];
@@ -17,7 +18,7 @@ const EARLY: [&str; 2] = ["cuInit", "cuDriverGetVersion"];
 /// One call; it never unwinds.
 fn call(name: &'static str, act: impl FnOnce() -> Outcome) -> u32 {
     let entered = || {
-        settings::enter(name)?;
+        control::enter(name)?;
         queue::not_working()?;
         if !EARLY.contains(&name) {
             context::initialised()?;
@@ -55,7 +56,7 @@ macro_rules! table {
 
 table! {
     init = "cuInit" (flags: u32) context::init(flags);
-    driver_get_version = "cuDriverGetVersion" (version: *mut i32) put(version, settings::version());
+    driver_get_version = "cuDriverGetVersion" (version: *mut i32) put(version, SETTINGS.lock().version);
     device_get_count = "cuDeviceGetCount" (count: *mut i32) put(count, DEVICES);
     device_get = "cuDeviceGet" (device: *mut i32, ordinal: i32) context::get_device(device, ordinal);
     device_get_name = "cuDeviceGetName" (name: *mut c_char, len: i32, device: i32)

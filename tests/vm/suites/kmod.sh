@@ -41,7 +41,7 @@ of() {
 # another version, out of BAR1, lying, without dma-bufs), and tests of other backends.
 crate_tests() {
     load gdr_provider
-    of contract:: located:: gdrdrv::{errors,requests}:: \
+    of contract:: located:: gdrdrv::errors:: \
         --skip of_bar1_that_is_full --skip errors::of_a_pin --skip that_pins_something_else --skip where_the_memory_ends --skip that_comes_after_the_pin
     of pin_stress::
     load gdr_provider use_persistent_mapping=0

@@ -1,15 +1,8 @@
 //! Each driver under the C functions, and the error numbers of its failures.
 
-use std::ffi::c_void;
-use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use gdrapi::{GPU_PAGE_SIZE, INFO_MAPPED, INFO_WC_MAPPING};
 use gdrcopy::MappingType;
-use gdsync_testkit::{Device, Gdrdrv, Module, RmSettings};
+use gdsync_testkit::{Module, RmSettings};
 
 use crate::library::{Computer, Driver, SIZE, load, store};
 
@@ -54,6 +47,27 @@ fn every_version_maps_and_says_what_it_is() {
         for (at, size) in [(0, SIZE), (PAGE, 100), (8, 8), (3 * PAGE - 1, 70_000), (1, SIZE - 1)] {
             library.works_at(addr + at, size);
         }
+
+        let forced = library.pin_v2(addr, SIZE, 1);
+        assert_eq!(forced.map(drop), if told == 1 { Ok(()) } else { Err(libc::EINVAL) }, "{module:?}");
+        for unknown in [2, 3, 1 << 16, 1 << 16 | 1, 1 << 31] {
+            assert_eq!(library.pin_v2(addr, SIZE, unknown), Err(libc::EINVAL), "{module:?}");
+        }
+
+        let (mapped, bare) = (library.pin(addr, SIZE).unwrap(), library.pin(addr, SIZE).unwrap());
+        let base = library.map(mapped, SIZE).unwrap();
+        store(mapped, base, b"kept").unwrap();
+        assert_eq!(library.callback_flag(mapped), Ok(0));
+        library.free(addr).unwrap();
+        let flag = Ok(i32::from(!module.persistent));
+        assert_eq!((library.callback_flag(mapped), library.callback_flag(bare)), (flag, flag));
+        if module.persistent {
+            assert_eq!(load(mapped, base, 4).unwrap(), b"kept");
+            library.map(bare, SIZE).unwrap();
+        } else {
+            assert_eq!(library.map(bare, SIZE), Err(libc::EINVAL));
+        }
+        library.unmap(mapped, base, SIZE).unwrap();
         library.close().unwrap();
         computer.check_clean();
     }
@@ -81,49 +95,7 @@ fn a_size_that_leaves_out_the_end_can_be_mapped() {
 }
 
 #[test]
-fn the_callback_flag_reports_freed_memory() {
-    for module in modules() {
-        let computer = computer(module);
-        let library = computer.open().unwrap();
-        let addr = library.alloc(SIZE).unwrap();
-        let (mapped, bare) = (library.pin(addr, SIZE).unwrap(), library.pin(addr, SIZE).unwrap());
-        let base = library.map(mapped, SIZE).unwrap();
-        store(mapped, base, b"kept").unwrap();
-        assert_eq!(library.callback_flag(mapped), Ok(0));
-        library.free(addr).unwrap();
-        assert_eq!(library.callback_flag(mapped), Ok(i32::from(!module.persistent)));
-        assert_eq!(library.callback_flag(bare), Ok(i32::from(!module.persistent)));
-        if module.persistent {
-            assert_eq!(load(mapped, base, 4).unwrap(), b"kept");
-            library.map(bare, SIZE).unwrap();
-        } else {
-            assert_eq!(library.map(bare, SIZE), Err(libc::EINVAL));
-        }
-        library.unmap(mapped, base, SIZE).unwrap();
-        library.unpin(mapped).unwrap();
-        library.unpin(bare).unwrap();
-        library.close().unwrap();
-        computer.check_clean();
-    }
-}
-
-#[test]
-fn pins_with_flags_need_a_module_that_has_them() {
-    for module in modules() {
-        let computer = computer(module);
-        let library = computer.open().unwrap();
-        let addr = library.alloc(SIZE).unwrap();
-        let forced = library.pin_v2(addr, SIZE, 1);
-        if module.version >= (2, 5) && module.persistent {
-            library.unpin(forced.unwrap()).unwrap();
-        } else {
-            assert_eq!(forced, Err(libc::EINVAL), "{module:?}");
-        }
-        for unknown in [2, 3, 1 << 16, 1 << 16 | 1, 1 << 31] {
-            assert_eq!(library.pin_v2(addr, SIZE, unknown), Err(libc::EINVAL), "{module:?}");
-        }
-        library.close().unwrap();
-    }
+fn a_flag_that_the_platform_lacks_is_einval() {
     let computer = computer(Module { force_pcie: false, ..Module::default() });
     let library = computer.open().unwrap();
     let addr = library.alloc(SIZE).unwrap();
@@ -243,72 +215,6 @@ fn closing_releases_everything_and_returns_the_first_error() {
     }
 }
 
-/// A module that refuses to unpin once.
-#[derive(Debug)]
-struct RefusesOnce {
-    module: Arc<Gdrdrv>,
-    refused: AtomicBool,
-}
-
-/// `GDRDRV_IOC_UNPIN_BUFFER` of `gdrdrv.h`.
-const UNPIN: u32 = 0xC008_DA02;
-
-impl Device for RefusesOnce {
-    fn open(&self) -> io::Result<OwnedFd> {
-        self.module.open()
-    }
-
-    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
-        if request == UNPIN && !self.refused.swap(true, Ordering::Relaxed) {
-            return Err(io::Error::from_raw_os_error(libc::EBUSY));
-        }
-        // SAFETY: the caller guarantees `arg`.
-        unsafe { self.module.ioctl(fd, request, arg) }
-    }
-
-    unsafe fn mmap(
-        &self,
-        fd: BorrowedFd<'_>,
-        len: usize,
-        offset: u64,
-        at: Option<NonNull<u8>>,
-    ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller guarantees `at`.
-        unsafe { self.module.mmap(fd, len, offset, at) }
-    }
-}
-
-#[test]
-fn closing_continues_after_an_error_and_returns_it() {
-    let mut computer = computer(Module::default());
-    let module = Gdrdrv::new(&computer.machine, Module::default());
-    let refuses = Arc::new(RefusesOnce { module: module.clone(), refused: AtomicBool::new(false) });
-    computer.replace_gdrdrv(module.clone(), refuses);
-    let library = computer.open().unwrap();
-    let addr = library.alloc(SIZE).unwrap();
-    let pins = [0; 3].map(|_| library.pin(addr, SIZE).unwrap());
-    library.map(pins[2], SIZE).unwrap();
-    assert_eq!(module.live_pins(), 3);
-    assert_eq!(library.close(), Err(libc::EBUSY));
-    computer.check_clean();
-}
-
-#[test]
-fn a_module_that_is_not_there_or_too_old_does_not_open() {
-    let computer = computer(Module::default());
-    for errno in [libc::ENOENT, libc::EACCES, libc::ENXIO] {
-        let opened = computer.failing("open /dev/gdrdrv", errno, || computer.open());
-        assert_eq!(opened.unwrap_err(), libc::ENODEV);
-    }
-    for operation in ["gdrdrv version", "gdrdrv attr"] {
-        let opened = computer.failing(operation, libc::EIO, || computer.open());
-        assert_eq!(opened.unwrap_err(), libc::ENODEV, "{operation}");
-    }
-    computer.check_clean();
-    let too_new = self::computer(Module { minimum_library: (2, 7), ..Module::default() });
-    assert_eq!(too_new.open().unwrap_err(), libc::ENODEV);
-}
-
 #[test]
 fn what_cannot_be_pinned_is_refused() {
     let computer = computer(Module { bar1: 16 << 20, ..Module::default() });
@@ -327,100 +233,89 @@ fn what_cannot_be_pinned_is_refused() {
     library.works_at(addr, SIZE);
     library.close().unwrap();
     computer.check_clean();
-}
 
-fn rm_computer() -> Computer {
-    Computer::new(Driver::Rm(RmSettings::default()))
+    // The resource manager maps as late as it can.
+    let computer = Computer::new(Driver::Rm(RmSettings { bar1: 16 << 20, ..RmSettings::default() }));
+    let library = computer.open().unwrap();
+    let addr = library.alloc(32 << 20).unwrap();
+    let mh = library.pin(addr, 32 << 20).unwrap();
+    assert_eq!(library.map(mh, 32 << 20), Err(libc::ENOMEM));
+    library.map(mh, 4 << 20).unwrap();
+    library.close().unwrap();
+    computer.check_clean();
 }
 
 #[test]
-fn the_resource_manager_maps_without_a_module() {
-    let rm_computer = rm_computer();
-    let library = rm_computer.open().unwrap();
-    // The interface that the library stands for.
-    assert_eq!(library.version(), Ok((2, 6)));
-    assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), [Ok(1), Ok(1), Ok(0)]);
-    assert_eq!(library.attribute(4), Err(libc::EINVAL));
-    let addr = library.alloc(SIZE).unwrap();
-    for (at, size) in [(0, SIZE), (100, 5000), (65535, 20), (1, SIZE - 1)] {
-        library.works_at(addr + at, size);
+fn a_driver_that_refuses_does_not_open() {
+    let (gdrdrv, rm) = (Driver::Gdrdrv(Module::default()), Driver::Rm(RmSettings::default()));
+    for (driver, operation, errno) in [
+        (gdrdrv, "open /dev/gdrdrv", libc::ENOENT),
+        (gdrdrv, "open /dev/gdrdrv", libc::EACCES),
+        (gdrdrv, "gdrdrv version", libc::EIO),
+        (gdrdrv, "gdrdrv attr", libc::EIO),
+        (rm, "open /dev/nvidiactl", libc::EACCES),
+        (rm, "rm alloc", libc::EACCES),
+        (rm, "cuDriverGetVersion", libc::EACCES),
+    ] {
+        let computer = Computer::new(driver);
+        let opened = computer.failing(operation, errno, || computer.open());
+        assert_eq!(opened.unwrap_err(), libc::ENODEV, "{operation}");
+        computer.check_clean();
     }
-    let mh = library.pin(addr, SIZE).unwrap();
-    assert_eq!(library.callback_flag(mh), Ok(0));
-    // All its mappings go through PCIe.
-    library.unpin(library.pin_v2(addr, SIZE, 1).unwrap()).unwrap();
-    assert_eq!(library.map_as(mh, SIZE, 2), Err(libc::EOPNOTSUPP));
-    assert_eq!(library.map_as(mh, SIZE, 3), Err(libc::EOPNOTSUPP));
-    library.map_as(mh, SIZE, 1).unwrap();
-    assert_eq!(library.info(mh).unwrap().mapping_type, 1);
-    library.close().unwrap();
-    rm_computer.check_clean();
+    let too_new = computer(Module { minimum_library: (2, 7), ..Module::default() });
+    assert_eq!(too_new.open().unwrap_err(), libc::ENODEV);
+}
+
+#[test]
+fn memory_is_mapped_without_a_module() {
+    for (driver, attributes) in [(Driver::Rm(RmSettings::default()), [1, 1, 0]), (Driver::DmaBuf, [1, 1, 1])]
+    {
+        let computer = Computer::new(driver);
+        let library = computer.open().unwrap();
+        // The interface that the library stands for.
+        assert_eq!(library.version(), Ok((2, 6)));
+        assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), attributes.map(Ok));
+        assert_eq!(library.attribute(4), Err(libc::EINVAL));
+        let addr = library.alloc(SIZE).unwrap();
+        for (at, size) in [(0, SIZE), (100, 5000), (65535, 20), (1, SIZE - 1)] {
+            library.works_at(addr + at, size);
+        }
+        // All mappings go through PCIe.
+        let mh = library.pin_v2(addr, SIZE, 1).unwrap();
+        assert_eq!(library.callback_flag(mh), Ok(0));
+        assert_eq!([2, 3].map(|kind| library.map_as(mh, SIZE, kind)), [Err(libc::EOPNOTSUPP); 2]);
+        library.map_as(mh, SIZE, 1).unwrap();
+        assert_eq!(library.info(mh).unwrap().mapping_type, 1);
+        library.close().unwrap();
+        computer.check_clean();
+    }
 }
 
 /// The driver's statuses are no error numbers of C.
 #[test]
 fn failures_have_error_numbers_of_c_and_leave_nothing() {
-    let rm_computer = rm_computer();
-    let library = rm_computer.open().unwrap();
+    let computer = Computer::new(Driver::Rm(RmSettings::default()));
+    let library = computer.open().unwrap();
     let addr = library.alloc(SIZE).unwrap();
     library.works_at(addr, SIZE);
     let mh = library.pin(addr, SIZE).unwrap();
     const NO_MEMORY: i32 = 0x51;
     const INVALID_STATE: i32 = 0x40;
     for status in [NO_MEMORY, INVALID_STATE] {
-        let pinned = rm_computer.failing("rm dup", status, || library.pin(addr, SIZE));
+        let pinned = computer.failing("rm dup", status, || library.pin(addr, SIZE));
         assert_eq!(pinned, Err(libc::EIO), "{status:#x}");
     }
-    assert_eq!(rm_computer.failing("rm map", INVALID_STATE, || library.map(mh, SIZE)), Err(libc::EIO));
-    assert_eq!(rm_computer.failing("rm mmap", libc::EAGAIN, || library.map(mh, SIZE)), Err(libc::EAGAIN));
+    assert_eq!(computer.failing("rm map", INVALID_STATE, || library.map(mh, SIZE)), Err(libc::EIO));
+    assert_eq!(computer.failing("rm mmap", libc::EAGAIN, || library.map(mh, SIZE)), Err(libc::EAGAIN));
     // A mapping that shows other memory is not returned.
-    assert_eq!(rm_computer.failing("rm shift", 1, || library.map(mh, SIZE)), Err(libc::EIO));
-    assert_eq!(rm_computer.failing("cuMemcpyDtoHAsync", 2, || library.map(mh, SIZE)), Err(libc::ENOMEM));
+    assert_eq!(computer.failing("rm shift", 1, || library.map(mh, SIZE)), Err(libc::EIO));
+    assert_eq!(computer.failing("cuMemcpyDtoHAsync", 2, || library.map(mh, SIZE)), Err(libc::ENOMEM));
     let base = library.map(mh, SIZE).unwrap();
     library.unmap(mh, base, SIZE).unwrap();
     library.unpin(mh).unwrap();
     library.works_at(addr, SIZE);
     library.close().unwrap();
-    rm_computer.check_clean();
-}
-
-#[test]
-fn a_full_bar1_is_enomem() {
-    let rm_computer = Computer::new(Driver::Rm(RmSettings { bar1: 16 << 20, ..RmSettings::default() }));
-    let library = rm_computer.open().unwrap();
-    let addr = library.alloc(32 << 20).unwrap();
-    let mh = library.pin(addr, 32 << 20).unwrap();
-    assert_eq!(library.map(mh, 32 << 20), Err(libc::ENOMEM));
-    let base = library.map(mh, 4 << 20).unwrap();
-    library.unmap(mh, base, 4 << 20).unwrap();
-    library.close().unwrap();
-    rm_computer.check_clean();
-}
-
-#[test]
-fn a_driver_that_refuses_does_not_open() {
-    let rm_computer = rm_computer();
-    for operation in ["open /dev/nvidiactl", "rm alloc", "cuDriverGetVersion"] {
-        let opened = rm_computer.failing(operation, libc::EACCES, || rm_computer.open());
-        assert_eq!(opened.unwrap_err(), libc::ENODEV, "{operation}");
-    }
-    rm_computer.check_clean();
-}
-
-#[test]
-fn dma_bufs_map_without_a_module() {
-    let computer = Computer::new(Driver::DmaBuf);
-    let library = computer.open().unwrap();
-    assert_eq!(library.version(), Ok((2, 6)));
-    assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), [Ok(1); 3]);
-    let addr = library.alloc(SIZE).unwrap();
-    for (at, size) in [(0, SIZE), (100, 5000), (65535, 20), (1, SIZE - 1)] {
-        library.works_at(addr + at, size);
-    }
-    let mh = library.pin_v2(addr, SIZE, 1).unwrap();
-    assert_eq!(library.callback_flag(mh), Ok(0));
-    assert_eq!(library.map_as(mh, SIZE, 2), Err(libc::EOPNOTSUPP));
-    library.close().unwrap();
+    computer.check_clean();
 }
 
 /// A `CUresult` is no error number of C.

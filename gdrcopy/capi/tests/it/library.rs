@@ -2,15 +2,13 @@
 
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr::null_mut;
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 
 use gdrapi::{GPU_PAGE_SIZE, gdr_info_v2_t, gdr_mh_t, gdr_t};
 use gdrcopy::Gdr;
-use gdrcopy::cuda::{Cuda, MemoryKind};
+use gdrcopy::cuda::MemoryKind;
 use gdrcopy::system::System;
-use gdsync_testkit::{
-    Device, Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda,
-};
+use gdsync_testkit::{Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, SimulatedRm, UninitialisedCuda};
 
 /// Larger than the blocks that small allocations share; not a multiple of GPU pages.
 pub(crate) const SIZE: usize = (4 << 20) + 4096;
@@ -22,6 +20,12 @@ fn answer(status: c_int) -> Answer<()> {
     if status == 0 { Ok(()) } else { Err(status) }
 }
 
+/// What a call writes to the place that it gets.
+fn given<T>(before: T, call: impl FnOnce(*mut T) -> c_int) -> Answer<T> {
+    let mut place = before;
+    answer(call(&raw mut place)).map(|()| place)
+}
+
 /// What may serve on a machine.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Driver {
@@ -29,8 +33,6 @@ pub(crate) enum Driver {
     /// CUDA 13.3.
     DmaBuf,
     Rm(RmSettings),
-    /// No GPU.
-    None,
 }
 
 /// A machine, with the end of each driver that looks after what is left behind.
@@ -54,21 +56,10 @@ impl Computer {
             }
             Driver::DmaBuf => machine.cuda.lock().driver_version = 13030,
             Driver::Rm(settings) => kernel = rm.insert(SimulatedRm::new(&machine, settings)).install(kernel),
-            Driver::None => {}
         }
         let cuda = UninitialisedCuda::new(&machine);
-        let system = match driver {
-            Driver::None => System::new(Arc::new(kernel), None::<Arc<dyn Cuda>>),
-            _ => System::new(Arc::new(kernel), cuda.clone()),
-        };
+        let system = System::new(Arc::new(kernel), cuda.clone());
         Self { machine, gdrdrv, rm, cuda, system }
-    }
-
-    /// Puts another device in the place of the module.
-    pub(crate) fn replace_gdrdrv(&mut self, gdrdrv: Arc<Gdrdrv>, device: Arc<dyn Device>) {
-        let kernel = SimulatedKernel::new(self.machine.clone()).with_device("/dev/gdrdrv", device);
-        self.system = System::new(Arc::new(kernel), self.cuda.clone());
-        self.gdrdrv = Some(gdrdrv);
     }
 
     /// `gdr_open`.
@@ -111,9 +102,8 @@ impl Library {
     }
 
     pub(crate) fn alloc(self, size: usize) -> Answer<u64> {
-        let mut addr = 0;
         // SAFETY: a place for the address.
-        answer(unsafe { gdrapi::gdrx_alloc(self.0, 0, size, &raw mut addr) }).map(|()| addr)
+        given(0, |place| unsafe { gdrapi::gdrx_alloc(self.0, 0, size, place) })
     }
 
     pub(crate) fn free(self, addr: u64) -> Answer<()> {
@@ -139,15 +129,15 @@ impl Library {
     }
 
     pub(crate) fn pin(self, addr: u64, size: usize) -> Answer<gdr_mh_t> {
-        let mut mh = gdr_mh_t::default();
         // SAFETY: a place for the handle.
-        answer(unsafe { gdrapi::gdr_pin_buffer(self.0, addr, size, 0, 0, &raw mut mh) }).map(|()| mh)
+        given(gdr_mh_t::default(), |place| unsafe { gdrapi::gdr_pin_buffer(self.0, addr, size, 0, 0, place) })
     }
 
     pub(crate) fn pin_v2(self, addr: u64, size: usize, flags: u32) -> Answer<gdr_mh_t> {
-        let mut mh = gdr_mh_t::default();
         // SAFETY: a place for the handle.
-        answer(unsafe { gdrapi::gdr_pin_buffer_v2(self.0, addr, size, flags, &raw mut mh) }).map(|()| mh)
+        given(gdr_mh_t::default(), |place| unsafe {
+            gdrapi::gdr_pin_buffer_v2(self.0, addr, size, flags, place)
+        })
     }
 
     pub(crate) fn unpin(self, mh: gdr_mh_t) -> Answer<()> {
@@ -155,27 +145,23 @@ impl Library {
     }
 
     pub(crate) fn callback_flag(self, mh: gdr_mh_t) -> Answer<c_int> {
-        let mut flag = -1;
         // SAFETY: a place for the flag.
-        answer(unsafe { gdrapi::gdr_get_callback_flag(self.0, mh, &raw mut flag) }).map(|()| flag)
+        given(-1, |place| unsafe { gdrapi::gdr_get_callback_flag(self.0, mh, place) })
     }
 
     pub(crate) fn info(self, mh: gdr_mh_t) -> Answer<gdr_info_v2_t> {
-        let mut info = gdr_info_v2_t::default();
         // SAFETY: a place for the structure.
-        answer(unsafe { gdrapi::gdr_get_info_v2(self.0, mh, &raw mut info) }).map(|()| info)
+        given(gdr_info_v2_t::default(), |place| unsafe { gdrapi::gdr_get_info_v2(self.0, mh, place) })
     }
 
     pub(crate) fn map_as(self, mh: gdr_mh_t, size: usize, flags: c_int) -> Answer<*mut c_void> {
-        let mut va = null_mut();
         // SAFETY: a place for the address.
-        answer(unsafe { gdrapi::gdr_map_v2(self.0, mh, &raw mut va, size, flags) }).map(|()| va)
+        given(null_mut(), |place| unsafe { gdrapi::gdr_map_v2(self.0, mh, place, size, flags) })
     }
 
     pub(crate) fn map(self, mh: gdr_mh_t, size: usize) -> Answer<*mut c_void> {
-        let mut va = null_mut();
         // SAFETY: a place for the address.
-        answer(unsafe { gdrapi::gdr_map(self.0, mh, &raw mut va, size) }).map(|()| va)
+        given(null_mut(), |place| unsafe { gdrapi::gdr_map(self.0, mh, place, size) })
     }
 
     pub(crate) fn unmap(self, mh: gdr_mh_t, va: *mut c_void, size: usize) -> Answer<()> {
@@ -183,9 +169,8 @@ impl Library {
     }
 
     pub(crate) fn attribute(self, attr: u32) -> Answer<c_int> {
-        let mut value = -1;
         // SAFETY: a place for the value.
-        answer(unsafe { gdrapi::gdr_get_attribute(self.0, attr, &raw mut value) }).map(|()| value)
+        given(-1, |place| unsafe { gdrapi::gdr_get_attribute(self.0, attr, place) })
     }
 
     pub(crate) fn version(self) -> Answer<(c_int, c_int)> {
@@ -226,30 +211,6 @@ pub(crate) fn load(mh: gdr_mh_t, place: *mut c_void, len: usize) -> Answer<Vec<u
     // SAFETY: a whole vector; the library checks `place`, which no other thread unmaps.
     answer(unsafe { gdrapi::gdr_copy_from_mapping(mh, bytes.as_mut_ptr().cast(), place, len) })
         .map(|()| bytes)
-}
-
-#[test]
-fn without_a_gpu_nothing_opens() {
-    let computer = Computer::new(Driver::None);
-    assert_eq!(computer.open().unwrap_err(), libc::ENODEV);
-}
-
-#[test]
-fn libraries_do_not_share_handles() {
-    let computers = [Driver::Gdrdrv(Module::default()), Driver::Rm(RmSettings::default())].map(Computer::new);
-    let libraries = computers.each_ref().map(|computer| computer.open().unwrap());
-    let [one, two] = libraries;
-    let addr = one.alloc(SIZE).unwrap();
-    let mh = one.pin(addr, SIZE).unwrap();
-    assert_eq!(two.info(mh), Err(libc::EINVAL));
-    assert_eq!(two.unpin(mh), Err(libc::EINVAL));
-    assert_eq!(two.free(addr), Err(libc::EINVAL));
-    two.close().unwrap();
-    assert_eq!(two.close(), Err(libc::EINVAL));
-    assert_eq!(two.info(mh), Err(libc::EINVAL));
-    one.info(mh).unwrap();
-    one.close().unwrap();
-    computers.iter().for_each(Computer::check_clean);
 }
 
 /// Memory that the application allocated.
@@ -304,27 +265,6 @@ fn an_error_at_the_first_use_is_returned_and_tried_again() {
     }
     computer.check_clean();
     library.works_at(library.alloc(SIZE).unwrap(), SIZE);
-    library.close().unwrap();
-    computer.check_clean();
-}
-
-#[test]
-fn threads_may_all_be_the_first() {
-    let computer = Computer::new(Driver::Rm(RmSettings::default()));
-    let library = computer.open().unwrap();
-    let addr = memory(&computer);
-    let (start, number) = (Barrier::new(8), library.0.addr());
-    std::thread::scope(|scope| {
-        for _ in 0..8 {
-            scope.spawn(|| {
-                let library = Library(std::ptr::without_provenance_mut(number));
-                start.wait();
-                library.unpin(library.pin(addr, SIZE).unwrap()).unwrap();
-            });
-        }
-    });
-    assert_eq!(computer.cuda.initialised(), 1);
-    assert_eq!(computer.rm.as_ref().unwrap().live().clients, 1);
     library.close().unwrap();
     computer.check_clean();
 }

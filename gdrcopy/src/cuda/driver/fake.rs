@@ -106,53 +106,13 @@ fn attribute_of(books: &Books, asked: u32, addr: u64) -> Option<u64> {
 }
 
 /// Writes an answer in the width that the driver uses.
-fn answer(place: *mut c_void, asked: u32, value: u64) {
+fn answer(place: *mut c_void, asked: u32, value: u64) -> CudaStatus {
     match asked {
         attribute::MEMORY_TYPE | attribute::IS_MANAGED | attribute::DEVICE_ORDINAL => {
             put(place.cast::<u32>(), u32::try_from(value).unwrap())
         }
         _ => put(place.cast::<u64>(), value),
-    };
-}
-
-extern "C" fn pointer_get_attributes(
-    count: u32,
-    asked: *const u32,
-    places: *const *mut c_void,
-    addr: u64,
-) -> u32 {
-    call("cuPointerGetAttributes", |books| {
-        let count = usize::try_from(count).unwrap();
-        // SAFETY: the caller passes `count` of each.
-        let asked = unsafe { std::slice::from_raw_parts(asked, count) };
-        // SAFETY: the driver passes a place for the answer.
-        let places = unsafe { std::slice::from_raw_parts(places, count) };
-        if asked.iter().any(|&asked| books.attributes_end.is_some_and(|end| asked >= end)) {
-            return CudaStatus::INVALID_VALUE;
-        }
-        for (&asked, &place) in asked.iter().zip(places) {
-            answer(place, asked, attribute_of(books, asked, addr).unwrap_or(0));
-        }
-        CudaStatus::SUCCESS
-    })
-}
-
-extern "C" fn pointer_get_attribute(place: *mut c_void, asked: u32, addr: u64) -> u32 {
-    call("cuPointerGetAttribute", |books| match attribute_of(books, asked, addr) {
-        Some(value) if books.attributes_end.is_none_or(|end| asked < end) => {
-            answer(place, asked, value);
-            CudaStatus::SUCCESS
-        }
-        _ => CudaStatus::INVALID_VALUE,
-    })
-}
-
-extern "C" fn pci_bus_id(text: *mut c_char, len: i32, _device: i32) -> u32 {
-    call("cuDeviceGetPCIBusId", |_| write_text(text, len, c"0000:0F:00.0"))
-}
-
-extern "C" fn device_name(text: *mut c_char, len: i32, _device: i32) -> u32 {
-    call("cuDeviceGetName", |_| write_text(text, len, c"Fake GPU"))
+    }
 }
 
 fn write_text(place: *mut c_char, len: i32, text: &std::ffi::CStr) -> CudaStatus {
@@ -171,56 +131,6 @@ fn descriptor(place: *mut c_void) -> CudaStatus {
     put(place.cast::<i32>(), fd)
 }
 
-extern "C" fn mem_create(memory: *mut u64, _len: usize, prop: *const AllocationProp, _flags: u64) -> u32 {
-    call("cuMemCreate", |books| {
-        // SAFETY: the caller passes properties.
-        books.last_prop = Some(unsafe { prop.read() });
-        let number = books.number();
-        books.created.insert(number);
-        put(memory, number)
-    })
-}
-
-extern "C" fn mem_map(addr: u64, len: usize, _offset: usize, memory: u64, _flags: u64) -> u32 {
-    call("cuMemMap", |books| {
-        if books.reserved.get(&addr) != Some(&len) || !books.created.contains(&memory) {
-            return CudaStatus::INVALID_VALUE;
-        }
-        books.mapped.insert(addr, len);
-        CudaStatus::SUCCESS
-    })
-}
-
-extern "C" fn mem_set_access(addr: u64, len: usize, access: *const AccessDesc, count: usize) -> u32 {
-    call("cuMemSetAccess", |books| {
-        // SAFETY: the caller passes a description.
-        let access = unsafe { access.read() };
-        assert_eq!((count, access.flags, access.location.kind), (1, 3, 1));
-        removed(books.mapped.get(&addr).filter(|&&mapped| mapped == len))
-    })
-}
-
-/// Freeing with something still mapped, or another length, is refused as the driver does.
-extern "C" fn mem_address_free(addr: u64, len: usize) -> u32 {
-    call("cuMemAddressFree", |books| {
-        if books.mapped.contains_key(&addr) || books.reserved.get(&addr) != Some(&len) {
-            return CudaStatus::INVALID_VALUE;
-        }
-        removed(books.reserved.remove(&addr))
-    })
-}
-
-extern "C" fn to_device(dst: u64, _src: *const c_void, len: usize, stream: Handle) -> u32 {
-    in_context("cuMemcpyHtoDAsync", |books, context| copied(books, (context, stream, dst, len)))
-}
-
-/// The memory of these GPUs is full of [`CONTENT`].
-extern "C" fn to_host(dst: *mut c_void, src: u64, len: usize, stream: Handle) -> u32 {
-    // SAFETY: the caller passes a place for so many bytes.
-    unsafe { dst.cast::<u8>().write_bytes(CONTENT, len) };
-    in_context("cuMemcpyDtoHAsync", |books, context| copied(books, (context, stream, src, len)))
-}
-
 /// What GPU memory holds.
 pub(super) const CONTENT: u8 = 0xa5;
 
@@ -229,170 +139,187 @@ fn copied(books: &mut Books, copy: (Handle, Handle, u64, usize)) -> CudaStatus {
     if books.streams.contains(&copy.1) { CudaStatus::SUCCESS } else { CudaStatus::INVALID_HANDLE }
 }
 
-/// Wraps a closure without captures as an entry point.
-macro_rules! entry {
-    (|$($arg:ident: $ty:ty),*| $body:expr) => {{
-        extern "C" fn entry($($arg: $ty),*) -> u32 {
-            $body
+/// Makes an entry point of each line and the table of them: the name, the arguments, and what it does, in a context where
+/// two parameters are named.
+macro_rules! table {
+    ($($field:ident = $name:literal ($($arg:ident: $ty:ty),*) |$books:pat_param $(, $context:pat_param)?| $body:expr;)*) => {
+        /// The table, with all entry points; the books of this thread are new.
+        pub(super) fn api() -> Api {
+            books(|books| *books = Books { contexts: vec![APPLICATION], ..Books::default() });
+            Api {
+                $($field: {
+                    extern "C" fn entry($($arg: $ty),*) -> u32 {
+                        table!(@call $name, |$books $(, $context)?| $body)
+                    }
+                    Some(entry)
+                },)*
+                ..Api::default()
+            }
         }
-        Some(entry)
-    }};
+    };
+    (@call $name:literal, |$books:pat_param| $body:expr) => { call($name, |$books| $body) };
+    (@call $name:literal, |$books:pat_param, $context:pat_param| $body:expr) => {
+        in_context($name, |$books, $context| $body)
+    };
 }
 
-/// The table, with all entry points; the books of this thread are new.
-pub(super) fn api() -> Api {
-    books(|books| *books = Books { contexts: vec![APPLICATION], ..Books::default() });
-    Api {
-        init: entry!(|flags: u32| call("cuInit", |_| removed((flags == 0).then_some(())))),
-        driver_get_version: entry!(|version: *mut i32| call("cuDriverGetVersion", |_| put(version, 13000))),
-        device_get_count: entry!(|count: *mut i32| call("cuDeviceGetCount", |_| put(count, GPUS))),
-        device_get: entry!(|device: *mut i32, ordinal: i32| call("cuDeviceGet", |_| put(device, ordinal))),
-        device_get_name: Some(device_name),
-        device_get_pci_bus_id: Some(pci_bus_id),
-        device_get_attribute: entry!(|value: *mut i32, attribute: u32, device: i32| {
-            call("cuDeviceGetAttribute", |books| {
-                put(value, books.device_attributes.get(&(device, attribute)).copied().unwrap_or(1))
-            })
-        }),
-        primary_ctx_retain: entry!(|context: *mut Handle, device: i32| {
-            call("cuDevicePrimaryCtxRetain", |books| {
-                *books.retained.entry(device).or_default() += 1;
-                put(context, PRIMARY + usize::try_from(device).unwrap())
-            })
-        }),
-        primary_ctx_release: entry!(|device: i32| {
-            call("cuDevicePrimaryCtxRelease", |books| {
-                *books.retained.entry(device).or_default() -= 1;
-                CudaStatus::SUCCESS
-            })
-        }),
-        primary_ctx_get_state: entry!(|device: i32, _flags: *mut u32, active: *mut i32| {
-            call("cuDevicePrimaryCtxGetState", |books| {
-                put(active, i32::from(books.retained.get(&device).is_some_and(|&count| count > 0)))
-            })
-        }),
-        ctx_push_current: entry!(|context: Handle| {
-            call("cuCtxPushCurrent", |books| {
-                books.contexts.push(context);
-                CudaStatus::SUCCESS
-            })
-        }),
-        ctx_pop_current: entry!(|context: *mut Handle| {
-            call("cuCtxPopCurrent", |books| match books.contexts.pop() {
-                Some(popped) => put(context, popped),
-                None => CudaStatus::INVALID_CONTEXT,
-            })
-        }),
-        ctx_get_stream_priority_range: entry!(|least: *mut i32, greatest: *mut i32| {
-            in_context("cuCtxGetStreamPriorityRange", |_, _| {
-                put(least, 0);
-                put(greatest, -5)
-            })
-        }),
-        thread_exchange_stream_capture_mode: entry!(|mode: *mut u32| {
-            call("cuThreadExchangeStreamCaptureMode", |books| {
-                // SAFETY: the caller passes a mode.
-                let former = std::mem::replace(&mut books.capture_mode, unsafe { mode.read() });
-                put(mode, former)
-            })
-        }),
-        pointer_get_attribute: Some(pointer_get_attribute),
-        pointer_get_attributes: Some(pointer_get_attributes),
-        pointer_set_attribute: entry!(|value: *const c_void, asked: u32, addr: u64| {
-            call("cuPointerSetAttribute", |books| {
-                // SAFETY: the caller passes a 32-bit number.
-                assert_eq!((asked, unsafe { value.cast::<u32>().read() }), (attribute::SYNC_MEMOPS, 1));
-                removed(books.memory.get(&addr).or(books.mapped.get(&addr)))
-            })
-        }),
-        ipc_get_mem_handle: entry!(|handle: *mut [u8; 64], _addr: u64| {
-            in_context("cuIpcGetMemHandle", |_, _| put(handle, [7; 64]))
-        }),
-        mem_alloc: entry!(|addr: *mut u64, len: usize| {
-            in_context("cuMemAlloc", |books, _| {
-                let at = books.address(len) + 0x200;
-                books.memory.insert(at, len);
-                put(addr, at)
-            })
-        }),
-        mem_free: entry!(|addr: u64| in_context("cuMemFree", |books, _| removed(books.memory.remove(&addr)))),
-        mem_host_alloc: entry!(|addr: *mut *mut c_void, len: usize, flags: u32| {
-            in_context("cuMemHostAlloc", |books, _| {
-                assert_eq!(flags, 1);
-                let mut memory = vec![0_u8; len];
-                let at = memory.as_mut_ptr();
-                books.pinned.insert(at.expose_provenance(), memory);
-                put(addr, at.cast())
-            })
-        }),
-        mem_free_host: entry!(|addr: *mut c_void| {
-            in_context("cuMemFreeHost", |books, _| removed(books.pinned.remove(&addr.addr())))
-        }),
-        stream_create: entry!(|stream: *mut Handle, flags: u32, priority: i32| {
-            in_context("cuStreamCreateWithPriority", |books, _| {
-                assert_eq!((flags, priority), (1, -5));
-                let number = Handle::try_from(books.number()).unwrap();
-                books.streams.insert(number);
-                put(stream, number)
-            })
-        }),
-        stream_query: entry!(|_stream: Handle| call("cuStreamQuery", |_| CudaStatus::SUCCESS)),
-        stream_synchronize: entry!(|_stream: Handle| call("cuStreamSynchronize", |_| CudaStatus::SUCCESS)),
-        stream_destroy: entry!(|stream: Handle| {
-            call("cuStreamDestroy", |books| removed(books.streams.take(&stream)))
-        }),
-        memcpy_to_device_async: Some(to_device),
-        memcpy_to_host_async: Some(to_host),
-        mem_get_allocation_granularity: entry!(|g: *mut usize, _prop: *const AllocationProp, option: u32| {
-            call("cuMemGetAllocationGranularity", |_| {
-                assert_eq!(option, 0);
-                put(g, 2 << 20)
-            })
-        }),
-        mem_create: Some(mem_create),
-        mem_release: entry!(|memory: u64| {
-            call("cuMemRelease", |books| removed(books.created.take(&memory)))
-        }),
-        mem_address_reserve: entry!(|addr: *mut u64, len: usize, _align: usize, _hint: u64, _flags: u64| {
-            call("cuMemAddressReserve", |books| {
-                let at = books.address(len);
-                books.reserved.insert(at, len);
-                put(addr, at)
-            })
-        }),
-        mem_address_free: Some(mem_address_free),
-        mem_map: Some(mem_map),
-        mem_unmap: entry!(|addr: u64, len: usize| {
-            call("cuMemUnmap", |books| removed(books.mapped.remove(&addr).filter(|&mapped| mapped == len)))
-        }),
-        mem_set_access: Some(mem_set_access),
-        mem_retain_allocation_handle: entry!(|memory: *mut u64, _addr: *mut c_void| {
-            call("cuMemRetainAllocationHandle", |books| {
-                let number = books.number();
-                books.created.insert(number);
-                put(memory, number)
-            })
-        }),
-        mem_export_to_shareable_handle: entry!(|place: *mut c_void, _memory: u64, kind: u32, _flags: u64| {
-            call("cuMemExportToShareableHandle", |_| {
-                assert_eq!(kind, 1);
-                descriptor(place)
-            })
-        }),
-        mem_get_handle_for_address_range: entry!(
-            |place: *mut c_void, _addr: u64, _len: usize, kind: u32, flags: u64| {
-                in_context("cuMemGetHandleForAddressRange", |_, _| {
-                    assert_eq!((kind, flags), (1, 1));
-                    descriptor(place)
-                })
+/// Removes what was made and must be of this length.
+fn remove_whole(map: &mut BTreeMap<u64, usize>, addr: u64, len: usize) -> CudaStatus {
+    removed(map.remove(&addr).filter(|&made| made == len))
+}
+
+/// Adds a number to the set of these and gives it.
+fn numbered(books: &mut Books, set: fn(&mut Books) -> &mut BTreeSet<u64>, place: *mut u64) -> CudaStatus {
+    let number = books.number();
+    set(books).insert(number);
+    put(place, number)
+}
+
+table! {
+    init = "cuInit" (flags: u32) |_| removed((flags == 0).then_some(()));
+    driver_get_version = "cuDriverGetVersion" (version: *mut i32) |_| put(version, 13000);
+    device_get_count = "cuDeviceGetCount" (count: *mut i32) |_| put(count, GPUS);
+    device_get = "cuDeviceGet" (device: *mut i32, ordinal: i32) |_| put(device, ordinal);
+    device_get_name = "cuDeviceGetName" (text: *mut c_char, len: i32, _device: i32)
+        |_| write_text(text, len, c"Fake GPU");
+    device_get_pci_bus_id = "cuDeviceGetPCIBusId" (text: *mut c_char, len: i32, _device: i32)
+        |_| write_text(text, len, c"0000:0F:00.0");
+    device_get_attribute = "cuDeviceGetAttribute" (value: *mut i32, attribute: u32, device: i32)
+        |books| put(value, books.device_attributes.get(&(device, attribute)).copied().unwrap_or(1));
+    primary_ctx_retain = "cuDevicePrimaryCtxRetain" (context: *mut Handle, device: i32) |books| {
+        *books.retained.entry(device).or_default() += 1;
+        put(context, PRIMARY + usize::try_from(device).unwrap())
+    };
+    primary_ctx_release = "cuDevicePrimaryCtxRelease" (device: i32) |books| {
+        *books.retained.entry(device).or_default() -= 1;
+        CudaStatus::SUCCESS
+    };
+    primary_ctx_get_state = "cuDevicePrimaryCtxGetState" (device: i32, _flags: *mut u32, active: *mut i32)
+        |books| put(active, i32::from(books.retained.get(&device).is_some_and(|&count| count > 0)));
+    ctx_push_current = "cuCtxPushCurrent" (context: Handle) |books| {
+        books.contexts.push(context);
+        CudaStatus::SUCCESS
+    };
+    ctx_pop_current = "cuCtxPopCurrent" (context: *mut Handle) |books| match books.contexts.pop() {
+        Some(popped) => put(context, popped),
+        None => CudaStatus::INVALID_CONTEXT,
+    };
+    ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange" (least: *mut i32, greatest: *mut i32) |_, _| {
+        put(least, 0);
+        put(greatest, -5)
+    };
+    thread_exchange_stream_capture_mode = "cuThreadExchangeStreamCaptureMode" (mode: *mut u32) |books| {
+        // SAFETY: the caller passes a mode.
+        let former = std::mem::replace(&mut books.capture_mode, unsafe { mode.read() });
+        put(mode, former)
+    };
+    pointer_get_attribute = "cuPointerGetAttribute" (place: *mut c_void, asked: u32, addr: u64)
+        |books| match attribute_of(books, asked, addr) {
+            Some(value) if books.attributes_end.is_none_or(|end| asked < end) => answer(place, asked, value),
+            _ => CudaStatus::INVALID_VALUE,
+        };
+    pointer_get_attributes = "cuPointerGetAttributes"
+        (count: u32, asked: *const u32, places: *const *mut c_void, addr: u64) |books| {
+            let count = usize::try_from(count).unwrap();
+            // SAFETY: the caller passes `count` of each.
+            let asked = unsafe { std::slice::from_raw_parts(asked, count) };
+            // SAFETY: the caller passes `count` of each.
+            let places = unsafe { std::slice::from_raw_parts(places, count) };
+            if asked.iter().any(|&asked| books.attributes_end.is_some_and(|end| asked >= end)) {
+                return CudaStatus::INVALID_VALUE;
             }
-        ),
-        flush_gpu_direct_rdma_writes: entry!(|target: u32, scope: u32| {
-            in_context("cuFlushGPUDirectRDMAWrites", |books, context| {
-                books.flushes.push(context);
-                removed(((target, scope) == (0, 100)).then_some(()))
-            })
-        }),
-        ..Api::default()
-    }
+            for (&asked, &place) in asked.iter().zip(places) {
+                answer(place, asked, attribute_of(books, asked, addr).unwrap_or(0));
+            }
+            CudaStatus::SUCCESS
+        };
+    pointer_set_attribute = "cuPointerSetAttribute" (value: *const c_void, asked: u32, addr: u64) |books| {
+        // SAFETY: the caller passes a 32-bit number.
+        assert_eq!((asked, unsafe { value.cast::<u32>().read() }), (attribute::SYNC_MEMOPS, 1));
+        removed(books.memory.get(&addr).or(books.mapped.get(&addr)))
+    };
+    ipc_get_mem_handle = "cuIpcGetMemHandle" (handle: *mut [u8; 64], _addr: u64) |_, _| put(handle, [7; 64]);
+    mem_alloc = "cuMemAlloc" (addr: *mut u64, len: usize) |books, _| {
+        let at = books.address(len) + 0x200;
+        books.memory.insert(at, len);
+        put(addr, at)
+    };
+    mem_free = "cuMemFree" (addr: u64) |books, _| removed(books.memory.remove(&addr));
+    mem_host_alloc = "cuMemHostAlloc" (addr: *mut *mut c_void, len: usize, flags: u32) |books, _| {
+        assert_eq!(flags, 1);
+        let mut memory = vec![0_u8; len];
+        let at = memory.as_mut_ptr();
+        books.pinned.insert(at.expose_provenance(), memory);
+        put(addr, at.cast())
+    };
+    mem_free_host = "cuMemFreeHost" (addr: *mut c_void) |books, _| removed(books.pinned.remove(&addr.addr()));
+    stream_create = "cuStreamCreateWithPriority" (stream: *mut Handle, flags: u32, priority: i32) |books, _| {
+        assert_eq!((flags, priority), (1, -5));
+        let number = Handle::try_from(books.number()).unwrap();
+        books.streams.insert(number);
+        put(stream, number)
+    };
+    stream_query = "cuStreamQuery" (_stream: Handle) |_| CudaStatus::SUCCESS;
+    stream_synchronize = "cuStreamSynchronize" (_stream: Handle) |_| CudaStatus::SUCCESS;
+    stream_destroy = "cuStreamDestroy" (stream: Handle) |books| removed(books.streams.take(&stream));
+    memcpy_to_device_async = "cuMemcpyHtoDAsync" (dst: u64, _src: *const c_void, len: usize, stream: Handle)
+        |books, context| copied(books, (context, stream, dst, len));
+    memcpy_to_host_async = "cuMemcpyDtoHAsync" (dst: *mut c_void, src: u64, len: usize, stream: Handle)
+        |books, context| {
+            // SAFETY: the caller passes a place for so many bytes.
+            unsafe { dst.cast::<u8>().write_bytes(CONTENT, len) };
+            copied(books, (context, stream, src, len))
+        };
+    mem_get_allocation_granularity = "cuMemGetAllocationGranularity"
+        (granularity: *mut usize, _prop: *const AllocationProp, option: u32) |_| {
+            assert_eq!(option, 0);
+            put(granularity, 2 << 20)
+        };
+    mem_create = "cuMemCreate" (memory: *mut u64, _len: usize, prop: *const AllocationProp, _flags: u64) |books| {
+        // SAFETY: the caller passes properties.
+        books.last_prop = Some(unsafe { prop.read() });
+        numbered(books, |books| &mut books.created, memory)
+    };
+    mem_release = "cuMemRelease" (memory: u64) |books| removed(books.created.take(&memory));
+    mem_address_reserve = "cuMemAddressReserve"
+        (addr: *mut u64, len: usize, _align: usize, _hint: u64, _flags: u64) |books| {
+            let at = books.address(len);
+            books.reserved.insert(at, len);
+            put(addr, at)
+        };
+    // Freeing with something still mapped, or another length, is refused as the driver does.
+    mem_address_free = "cuMemAddressFree" (addr: u64, len: usize) |books| match books.mapped.get(&addr) {
+        Some(_) => CudaStatus::INVALID_VALUE,
+        None => remove_whole(&mut books.reserved, addr, len),
+    };
+    mem_map = "cuMemMap" (addr: u64, len: usize, _offset: usize, memory: u64, _flags: u64) |books| {
+        if books.reserved.get(&addr) != Some(&len) || !books.created.contains(&memory) {
+            return CudaStatus::INVALID_VALUE;
+        }
+        books.mapped.insert(addr, len);
+        CudaStatus::SUCCESS
+    };
+    mem_unmap = "cuMemUnmap" (addr: u64, len: usize) |books| remove_whole(&mut books.mapped, addr, len);
+    mem_set_access = "cuMemSetAccess" (addr: u64, len: usize, access: *const AccessDesc, count: usize) |books| {
+        // SAFETY: the caller passes a description.
+        let access = unsafe { access.read() };
+        assert_eq!((count, access.flags, access.location.kind), (1, 3, 1));
+        removed(books.mapped.get(&addr).filter(|&&mapped| mapped == len))
+    };
+    mem_retain_allocation_handle = "cuMemRetainAllocationHandle" (memory: *mut u64, _addr: *mut c_void)
+        |books| numbered(books, |books| &mut books.created, memory);
+    mem_export_to_shareable_handle = "cuMemExportToShareableHandle"
+        (place: *mut c_void, _memory: u64, kind: u32, _flags: u64) |_| {
+            assert_eq!(kind, 1);
+            descriptor(place)
+        };
+    mem_get_handle_for_address_range = "cuMemGetHandleForAddressRange"
+        (place: *mut c_void, _addr: u64, _len: usize, kind: u32, flags: u64) |_, _| {
+            assert_eq!((kind, flags), (1, 1));
+            descriptor(place)
+        };
+    flush_gpu_direct_rdma_writes = "cuFlushGPUDirectRDMAWrites" (target: u32, scope: u32) |books, context| {
+        books.flushes.push(context);
+        removed(((target, scope) == (0, 100)).then_some(()))
+    };
 }

@@ -2,6 +2,8 @@
 
 use std::os::fd::AsRawFd;
 
+use gdsync_testkit::process::{End, in_child};
+
 use super::fake::{APPLICATION, CONTENT, PRIMARY, books};
 use super::*;
 use crate::cuda::raw::layout::{Handle, pointer_attribute as attribute};
@@ -101,15 +103,6 @@ fn an_entry_point_that_the_driver_lacks_is_an_error_where_it_is_needed() {
     driver.ipc_handle(ADDR).unwrap();
     let error = Driver::with(Api::default()).unwrap_err();
     assert!(matches!(&error, Error::Unsupported { what, .. } if what == "cuInit"), "{error}");
-}
-
-#[test]
-fn gpus_have_names_and_sysfs_addresses() {
-    let gpus = driver().devices().unwrap();
-    assert_eq!(gpus[1], GpuInfo { ordinal: 1, pci: "0000:0f:00.0".into(), name: "Fake GPU".into() });
-    for wrong in [-1, 2, i32::MAX] {
-        assert!(matches!(driver().flush(wrong, ADDR), Err(Error::InvalidArgument { what: "device", .. })));
-    }
 }
 
 #[test]
@@ -222,18 +215,14 @@ fn a_failed_allocation_leaves_nothing() {
             });
             succeed();
         }
+        fail("cuPointerSetAttribute", CudaStatus::NOT_SUPPORTED);
+        assert_eq!(driver.alloc(0, 1, kind).is_ok(), kind == AllocKind::Vmm, "VMM memory does without it");
+        succeed();
+        books(|books| (books.reserved.clear(), books.mapped.clear()));
         for len in [0, usize::MAX] {
             assert!(matches!(driver.alloc(0, len, kind), Err(Error::InvalidArgument { what: "length", .. })));
         }
     }
-}
-
-#[test]
-fn vmm_memory_does_without_sync_memops() {
-    let driver = driver();
-    fail("cuPointerSetAttribute", CudaStatus::NOT_SUPPORTED);
-    driver.alloc(0, 1, AllocKind::Vmm).unwrap();
-    driver.alloc(0, 1, AllocKind::Malloc).unwrap_err();
 }
 
 #[test]
@@ -263,18 +252,6 @@ fn copies_of_one_thread_share_one_stream_of_the_primary_context() {
         let rest = (books.streams.len(), books.pinned.len(), books.retained[&1]);
         assert_eq!(rest, (0, 0, 1), "the application's own hold on the context stays");
     });
-}
-
-#[test]
-fn without_a_bounce_buffer_copies_are_direct() {
-    let driver = driver();
-    know_malloc(ADDR, PRIMARY + 1);
-    books(|books| books.retained.insert(1, 1));
-    fail("cuMemHostAlloc", CudaStatus::OUT_OF_MEMORY);
-    let mut out = [0; 8];
-    // SAFETY: a whole array.
-    unsafe { driver.copy_from_device(1, out.as_mut_ptr(), ADDR, 8) }.unwrap();
-    assert_eq!(out, [CONTENT; 8]);
 }
 
 #[test]
@@ -423,65 +400,39 @@ fn a_forked_child_is_refused_and_releases_nothing() {
     know_malloc(ADDR, APPLICATION);
     driver.flush(1, ADDR).unwrap();
     let calls = books(|books| books.calls.len());
-    // SAFETY: the child only looks at values of its own and leaves by _exit.
-    match unsafe { libc::fork() } {
-        0 => {
-            let refused = |result: Result<()>| matches!(result, Err(Error::OtherProcess { .. }));
-            let all = refused(driver.flush(1, ADDR))
-                && refused(driver.pointer(ADDR).map(drop))
-                && refused(driver.export_fd(ADDR).map(drop))
-                && refused(driver.alloc(0, 1, AllocKind::Vmm).map(drop))
-                && refused(send(&driver, 1, ADDR));
-            drop(driver);
-            let silent = books(|books| books.calls.len()) == calls;
-            // SAFETY: ends this child.
-            unsafe { libc::_exit(i32::from(!(all && silent))) }
-        }
-        child => {
-            let mut status = -1;
-            // SAFETY: a child of this process and a place for its status.
-            assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
-            assert_eq!(status, 0);
-        }
-    }
-    driver.flush(1, ADDR).unwrap();
-}
-
-/// What GPU 1 says of the order of writes.
-fn ordering(value: i32) {
-    books(|books| books.device_attributes.insert((1, RDMA_WRITES_ORDERING), value));
-}
-
-#[test]
-fn a_flush_uses_the_context_of_the_memory() {
-    let driver = driver();
-    ordering(0);
-    know_malloc(ADDR, APPLICATION + 1);
-    driver.flush(1, ADDR).unwrap();
-    books(|books| {
-        assert_eq!((&books.flushes[..], books.retained.is_empty()), (&[APPLICATION + 1][..], true))
+    let kept = std::cell::Cell::new(Some(driver));
+    let end = in_child(|| {
+        let Some(driver) = kept.take() else { return false };
+        let refused = |result: Result<()>| matches!(result, Err(Error::OtherProcess { .. }));
+        let all = refused(driver.flush(1, ADDR))
+            && refused(driver.pointer(ADDR).map(drop))
+            && refused(driver.export_fd(ADDR).map(drop))
+            && refused(driver.alloc(0, 1, AllocKind::Vmm).map(drop))
+            && refused(send(&driver, 1, ADDR));
+        drop(driver);
+        all && books(|books| books.calls.len()) == calls
     });
-    // Memory without a context of its own.
-    know(ADDR, &[(attribute::MEMORY_TYPE, 2), (attribute::DEVICE_ORDINAL, 1)]);
-    driver.flush(1, ADDR).unwrap();
-    books(|books| assert_eq!(books.flushes[1..], [PRIMARY + 1]));
-    assert!(matches!(driver.flush(1, 0x1234), Err(Error::NotMappable { addr: 0x1234, .. })));
+    assert_eq!(end, End::Said(true));
+    kept.take().unwrap().flush(1, ADDR).unwrap();
 }
 
 #[test]
-fn a_flush_is_skipped_if_writes_are_ordered_for_the_owner() {
-    for (value, flushes) in [(0, 2), (99, 2), (100, 0), (200, 0)] {
+fn a_flush_uses_the_context_of_the_memory_unless_writes_are_ordered_for_the_owner() {
+    for (ordering, flushes) in [(0, true), (99, true), (100, false), (200, false)] {
         let driver = driver();
-        ordering(value);
-        know_malloc(ADDR, APPLICATION);
-        (0..2).for_each(|_| driver.flush(1, ADDR).unwrap());
-        assert_eq!(books(|books| books.flushes.len()), flushes, "{value}");
+        books(|books| books.device_attributes.insert((1, RDMA_WRITES_ORDERING), ordering));
+        know_malloc(ADDR, APPLICATION + 1);
+        driver.flush(1, ADDR).unwrap();
+        books(|books| assert!(books.retained.is_empty()));
+        // Memory without a context of its own.
+        know(ADDR, &[(attribute::MEMORY_TYPE, 2), (attribute::DEVICE_ORDINAL, 1)]);
+        driver.flush(1, ADDR).unwrap();
+        let expected: &[_] = if flushes { &[APPLICATION + 1, PRIMARY + 1] } else { &[] };
+        assert_eq!(books(|books| books.flushes.clone()), expected, "{ordering}");
         assert_eq!(called("cuDeviceGetAttribute"), 1, "asked once");
+        assert_eq!(driver.flush(1, 0x1234).is_err(), flushes);
     }
-}
-
-#[test]
-fn a_driver_without_the_ordering_attribute_flushes() {
+    // A driver without the attribute, after one that failed.
     let driver = driver();
     know_malloc(ADDR, APPLICATION);
     fail("cuDeviceGetAttribute", CudaStatus::LAUNCH_FAILED);
@@ -489,6 +440,7 @@ fn a_driver_without_the_ordering_attribute_flushes() {
     fail("cuDeviceGetAttribute", CudaStatus::INVALID_VALUE);
     driver.flush(1, ADDR).unwrap();
     assert_eq!(books(|books| books.flushes.len()), 1);
+    assert!(matches!(driver.flush(2, ADDR), Err(Error::InvalidArgument { what: "device", .. })));
 }
 
 #[test]

@@ -11,8 +11,9 @@ use gdsync_testkit::Module;
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object};
 
 use super::rig::{Failing, Machine, Map, Raw, backings, check, counter};
+use crate::contract::check_ranges;
 use crate::gdrdrv_abi::{self as abi, PinDmaBuf};
-use crate::rig::{Backend, End, Rig, in_child, pattern, peek, poke};
+use crate::rig::{End, Rig, in_child, open_volatile_gdrdrv, pattern, peek};
 
 const SIZE: u64 = 5 * CHUNK;
 const PAGE: u64 = 4096;
@@ -20,6 +21,26 @@ const PAGE: u64 = 4096;
 fn pin(raw: &Raw, fd: i32, offset: u64, size: u64) -> Result<u64, i32> {
     let mut request = PinDmaBuf { fd, offset, size, ..Default::default() };
     raw.call(&mut request).map(|()| request.handle)
+}
+
+/// A dma-buf that is pinned and mapped.
+struct Exported {
+    map: Map,
+    handle: u64,
+    fd: OwnedFd,
+    object: Object,
+    raw: Raw,
+}
+
+impl Exported {
+    /// None where a step fails: a forked child must not panic.
+    fn new() -> Option<Self> {
+        let (raw, object) = (Raw::open(), Object::new(SIZE, Backing::Ram).ok()?);
+        let fd = object.export(0, SIZE, false).ok()?;
+        let handle = pin(&raw, fd.as_raw_fd(), 0, SIZE).ok()?;
+        let map = raw.map(handle, SIZE).ok()?;
+        Some(Self { map, handle, fd, object, raw })
+    }
 }
 
 /// Also where the module cannot do this: then it must say so.
@@ -66,11 +87,7 @@ fn shows_the_exporters_bytes_wherever_they_lie() {
 fn a_move_is_followed() {
     let Some(_machine) = machine() else { return };
     let backings = backings();
-    let raw = Raw::open();
-    let object = Object::new(SIZE, Backing::Ram).unwrap();
-    let fd = object.export(0, SIZE, false).unwrap();
-    let handle = pin(&raw, fd.as_raw_fd(), 0, SIZE).unwrap();
-    let map = raw.map(handle, SIZE).unwrap();
+    let Exported { raw, object, fd: _fd, handle, map } = Exported::new().unwrap();
     let (before, mut expected) = (counter("total_moved"), vec![0; 20]);
     for round in 0..20 {
         map.store(round, 100);
@@ -114,10 +131,7 @@ fn concurrent_moves_and_accesses() {
 #[test]
 fn accesses_wait_for_the_exporters_copy() {
     let Some(_machine) = machine() else { return };
-    let raw = Raw::open();
-    let object = Object::new(SIZE, Backing::Ram).unwrap();
-    let fd = object.export(0, SIZE, false).unwrap();
-    let map = raw.map(pin(&raw, fd.as_raw_fd(), 0, SIZE).unwrap(), SIZE).unwrap();
+    let Exported { raw: _raw, object, fd: _fd, map, .. } = Exported::new().unwrap();
     map.store(0, 7);
     let copying = Failing::new(Fault::Copying, 1);
     object.move_to(Backing::Ram).unwrap();
@@ -135,10 +149,7 @@ fn accesses_wait_for_the_exporters_copy() {
 /// Pins, maps and moves a dma-buf whose exporter then copies, and waits for that until a signal comes: by an access of this
 /// process, or of the kernel for it.
 fn wait_until_killed(by_kernel: bool) -> bool {
-    let (raw, Ok(object)) = (Raw::open(), Object::new(SIZE, Backing::Ram)) else { return false };
-    let Ok(fd) = object.export(0, SIZE, false) else { return false };
-    let Ok(handle) = pin(&raw, fd.as_raw_fd(), 0, SIZE) else { return false };
-    let Ok(map) = raw.map(handle, SIZE) else { return false };
+    let Some(Exported { raw: _raw, object, fd: _fd, map, .. }) = Exported::new() else { return false };
     if kmod::set_fault(Fault::Copying, 1).is_err() || object.move_to(Backing::Ram).is_err() {
         return false;
     }
@@ -232,10 +243,7 @@ fn an_exporter_that_fails_a_pin_raises_sigbus() {
     let Some(_machine) = machine() else { return };
     let failing = Failing::new(Fault::Map, 0);
     let end = in_child(|| {
-        let (raw, Ok(object)) = (Raw::open(), Object::new(SIZE, Backing::Ram)) else { return false };
-        let Ok(fd) = object.export(0, SIZE, false) else { return false };
-        let Ok(handle) = pin(&raw, fd.as_raw_fd(), 0, SIZE) else { return false };
-        let Ok(map) = raw.map(handle, SIZE) else { return false };
+        let Some(Exported { raw: _raw, object, fd: _fd, map, .. }) = Exported::new() else { return false };
         map.store(0, 1);
         if kmod::set_fault(Fault::Map, libc::EIO).is_err() || object.move_to(Backing::Ram).is_err() {
             return false;
@@ -250,10 +258,7 @@ fn an_exporter_that_fails_a_pin_raises_sigbus() {
 fn unpinned_under_a_mapping_is_sigbus() {
     let Some(_machine) = machine() else { return };
     let end = in_child(|| {
-        let (raw, Ok(object)) = (Raw::open(), Object::new(SIZE, Backing::Ram)) else { return false };
-        let Ok(fd) = object.export(0, SIZE, false) else { return false };
-        let Ok(handle) = pin(&raw, fd.as_raw_fd(), 0, SIZE) else { return false };
-        let Ok(map) = raw.map(handle, SIZE) else { return false };
+        let Some(Exported { raw, object, fd, handle, map }) = Exported::new() else { return false };
         map.store(0, 1);
         drop((fd, object));
         raw.unpin(handle).is_ok() && map.load(0) == 1
@@ -318,66 +323,48 @@ fn backend_rig() -> Option<(Machine, Rig)> {
 #[test]
 fn every_range_is_read_and_written_where_it_lies() {
     let Some((_machine, rig)) = backend_rig() else { return };
-    let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
-    let memory = gdrdrv.allocate(0, BYTES).unwrap();
-    let mut model = pattern(1, BYTES);
-    memory.write(0, &model).unwrap();
+    let gdrdrv = open_volatile_gdrdrv(&rig.system).unwrap();
     for errno in [libc::ENODEV, libc::EOPNOTSUPP, 524] {
         let _failing = Failing::new(Fault::Get, errno);
-        for (seed, (offset, len)) in
-            (2..).zip([(0, BYTES), (0, 1), (5000, 1), (65_535, 70_000), (BYTES - 5, 5)])
-        {
-            let pin = gdrdrv.pin(memory.addr() + offset as u64, len, NONE).unwrap();
-            assert_eq!((pin.page_size(), counter("dmabuf_attachments")), (4096, 1));
-            let skip = usize::try_from(memory.addr() + offset as u64 - pin.va()).unwrap();
-            assert!(skip < 4096 && skip + len <= pin.pinned_len());
-            let range = pin.map(skip + len, None).unwrap();
-            assert_eq!(peek(&range, skip, len), model[offset..][..len], "{offset}");
-            let news = pattern(seed, len);
-            poke(&range, skip, &news);
-            model[offset..][..len].copy_from_slice(&news);
-            let mut whole = vec![0; BYTES];
-            memory.read(0, &mut whole).unwrap();
-            assert!(whole == model, "{len} bytes at {offset} went elsewhere");
+        check_ranges(&gdrdrv, |pin| {
+            assert_eq!((pin.info().page_size, counter("dmabuf_attachments")), (4096, 1));
             assert!(!pin.invalidated().unwrap());
-            drop(range);
-            pin.unpin().unwrap();
-        }
+        });
     }
 }
 
 #[test]
 fn freed_memory_stays_and_is_not_mapped_anew() {
     let Some((_machine, rig)) = backend_rig() else { return };
-    let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
+    let gdrdrv = open_volatile_gdrdrv(&rig.system).unwrap();
     let _failing = Failing::new(Fault::Get, 524);
     let size = 3 << 20;
-    let memory = gdrdrv.allocate(0, size).unwrap();
-    memory.write(7, b"kept").unwrap();
-    let pin = gdrdrv.pin(memory.addr(), size, NONE).unwrap();
-    let range = pin.map(size, None).unwrap();
+    let memory = gdrdrv.alloc(0, size).unwrap();
+    memory.copy_in(7, b"kept").unwrap();
+    let pin = gdrdrv.pin_with(memory.addr(), size, NONE).unwrap();
+    let range = pin.map_pages(size, None).unwrap();
     drop(memory);
-    let _other = gdrdrv.allocate(0, size).unwrap();
+    let _other = gdrdrv.alloc(0, size).unwrap();
     assert_eq!(peek(&range, 7, 4), b"kept");
     drop(range);
-    assert!(matches!(pin.map(size, None), Err(Error::Invalidated)));
+    assert!(matches!(pin.map_pages(size, None), Err(Error::Invalidated)));
     pin.unpin().unwrap();
 }
 
 #[test]
 fn the_error_names_the_cause_if_both_ways_fail() {
     let Some((_machine, rig)) = backend_rig() else { return };
-    let gdrdrv = Backend::volatile_gdrdrv(&rig.system).unwrap();
-    let memory = gdrdrv.allocate(0, BYTES).unwrap();
+    let gdrdrv = open_volatile_gdrdrv(&rig.system).unwrap();
+    let memory = gdrdrv.alloc(0, BYTES).unwrap();
     // What is wrong with the address or the memory is not tried another way.
     let failing = Failing::new(Fault::Get, libc::ENOMEM);
-    assert!(matches!(gdrdrv.pin(memory.addr(), 1, NONE), Err(Error::Exhausted { .. })));
+    assert!(matches!(gdrdrv.pin_with(memory.addr(), 1, NONE), Err(Error::Exhausted { .. })));
     drop(failing);
     let _failing = Failing::new(Fault::Get, libc::ENODEV);
     rig.machine.fail("cuMemGetHandleForAddressRange", 801);
-    assert_eq!(gdrdrv.pin(memory.addr(), 1, NONE).unwrap_err().errno(), libc::ENODEV);
+    assert_eq!(gdrdrv.pin_with(memory.addr(), 1, NONE).unwrap_err().errno(), libc::ENODEV);
     rig.machine.fail("cuMemGetHandleForAddressRange", 0);
     let _peers = Failing::new(Fault::Attach, libc::EOPNOTSUPP);
-    let error = gdrdrv.pin(memory.addr(), 1, NONE).unwrap_err();
+    let error = gdrdrv.pin_with(memory.addr(), 1, NONE).unwrap_err();
     assert!(error.to_string().contains("PIN_DMABUF"), "{error}");
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault};
 
-use super::rig::{Failing, Machine, Map, Memory, Raw, backings, counter, errno};
+use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, backings, counter, errno};
 use crate::gdrdrv_abi::{GetInfo, ReqMappingType};
 use crate::rig::{End, in_child, pattern};
 
@@ -40,9 +40,7 @@ fn both_sides_see_the_same_bytes() {
 
 #[test]
 fn a_pin_is_mapped_again_in_any_length_up_to_its_own() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     memory.write(0, &[9]);
     let handle = raw.pin(memory.va, SIZE).unwrap();
     for len in [1, 4096, 4097, CHUNK, SIZE - 1, SIZE] {
@@ -62,10 +60,7 @@ fn a_pin_is_mapped_again_in_any_length_up_to_its_own() {
 #[test]
 fn a_second_mapping_is_refused_and_the_first_unharmed() {
     let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
-    let handle = raw.pin(memory.va, SIZE).unwrap();
-    let map = raw.map(handle, SIZE).unwrap();
+    let Mapped { raw, memory, handle, map } = Mapped::new(Backing::Ram, SIZE).unwrap();
     for _ in 0..3 {
         assert_eq!(raw.map(handle, SIZE).map(drop), Err(libc::EINVAL));
         assert_eq!(raw.info(handle).unwrap().mapping_type, CACHED);
@@ -109,9 +104,7 @@ fn types_are_those_of_the_memory() {
 
 #[test]
 fn only_shared_mappings_that_are_not_executed() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let handle = raw.pin(memory.va, SIZE).unwrap();
     for (prot, flags) in [
         (RW, libc::MAP_PRIVATE),
@@ -134,10 +127,7 @@ fn only_shared_mappings_that_are_not_executed() {
 #[test]
 fn no_part_is_unmapped_moved_grown_or_copied() {
     let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
-    let handle = raw.pin(memory.va, SIZE).unwrap();
-    let map = raw.map(handle, SIZE).unwrap();
+    let Mapped { raw, memory: _memory, handle, map } = Mapped::new(Backing::Ram, SIZE).unwrap();
     map.store(map.len - 1, 1);
     let page = 4096;
     for (offset, len) in [(0, page), (map.len - page, page), (page, page), (0, map.len - page)] {
@@ -193,10 +183,7 @@ fn reserve(len: usize) -> *mut libc::c_void {
 #[test]
 fn a_mapping_over_another_ends_all_of_it() {
     let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
-    let handle = raw.pin(memory.va, SIZE).unwrap();
-    let map = raw.map(handle, SIZE).unwrap();
+    let Mapped { raw, memory: _memory, handle, map } = Mapped::new(Backing::Ram, SIZE).unwrap();
     let (prot, flags) = (libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
     // SAFETY: over half of this test's own mapping.
     let over = unsafe { libc::mmap(map.ptr.as_ptr().cast(), (map.len / 2) & !4095, prot, flags, -1, 0) };
@@ -212,10 +199,7 @@ fn a_mapping_over_another_ends_all_of_it() {
 #[test]
 fn a_mapping_outlives_the_descriptor_but_not_the_pin() {
     let Some(_machine) = Machine::new() else { return };
-    let memory = Memory::new(SIZE);
-    let raw = Raw::open();
-    let handle = raw.pin(memory.va, SIZE).unwrap();
-    let map = raw.map(handle, SIZE).unwrap();
+    let Mapped { raw, memory, map, .. } = Mapped::new(Backing::Ram, SIZE).unwrap();
     drop(raw);
     map.store(77, 5);
     assert_eq!(memory.read(77, 1), [5]);
@@ -225,9 +209,9 @@ fn a_mapping_outlives_the_descriptor_but_not_the_pin() {
     // In a child, since it ends by a signal. What it opened goes with it.
     for touched in [true, false] {
         let end = in_child(|| {
-            let (memory, raw) = (Memory::new(SIZE), Raw::open());
-            let handle = raw.pin(memory.va, SIZE).unwrap_or_default();
-            let Ok(map) = raw.map(handle, SIZE) else { return false };
+            let Some(Mapped { raw, memory: _memory, handle, map }) = Mapped::new(Backing::Ram, SIZE) else {
+                return false;
+            };
             if touched {
                 map.store(0, 1);
             }
@@ -244,10 +228,7 @@ fn a_mapping_outlives_the_descriptor_but_not_the_pin() {
 fn persistent_pins_keep_what_is_freed() {
     let Some(_machine) = Machine::with_persistence(true) else { return };
     for backing in backings() {
-        let raw = Raw::open();
-        let memory = Memory::on(backing, SIZE).unwrap();
-        let handle = raw.pin(memory.va, SIZE).unwrap();
-        let map = raw.map(handle, SIZE).unwrap();
+        let Mapped { raw, memory, handle, map } = Mapped::new(backing, SIZE).unwrap();
         map.store(0, 1);
         memory.free();
         drop(memory);
@@ -301,9 +282,9 @@ fn an_access_after_the_free_is_sigbus() {
             (false, false, true),
         ] {
             let end = in_child(|| {
-                let (raw, Ok(memory)) = (Raw::open(), Memory::on(backing, SIZE)) else { return false };
-                let Ok(handle) = raw.pin(memory.va, SIZE) else { return false };
-                let Ok(map) = raw.map(handle, SIZE) else { return false };
+                let Some(Mapped { raw, memory, handle, map }) = Mapped::new(backing, SIZE) else {
+                    return false;
+                };
                 if touched {
                     map.store(map.len - 1, 1);
                 }

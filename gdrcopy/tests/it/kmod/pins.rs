@@ -1,13 +1,20 @@
 //! Requests of the module: numbers, pins, handles, owners, and the module without a GPU driver.
 
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::ptr;
 use std::time::{Duration, Instant};
 
-use gdsync_testkit::kmod::{self, CHUNK, Fault, Object};
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
 
-use super::rig::{Failing, Machine, Map, Memory, Raw, counter, is_persistent};
+use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object};
+
+use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, counter, is_persistent};
 use crate::gdrdrv_abi::{
     self as abi, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PinBuffer, PinBufferV2, PinDmaBuf,
     ReqMappingType, Request, UnpinBuffer,
@@ -18,9 +25,7 @@ const SIZE: u64 = 5 * CHUNK;
 
 #[test]
 fn both_requests_pin_and_both_infos_tell() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     for handle in [raw.pin(memory.va, SIZE).unwrap(), raw.pin_v1(memory.va, SIZE).unwrap()] {
         let info = raw.info(handle).unwrap();
         assert_eq!((info.va, info.mapped_size, info.page_size), (memory.va, SIZE, 65536));
@@ -40,9 +45,7 @@ fn both_requests_pin_and_both_infos_tell() {
 
 #[test]
 fn any_address_is_pinned_in_whole_pages_of_the_gpu() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     for (offset, size, first, pages) in [
         (0, 1, 0, 1),
         (1, 1, 0, 1),
@@ -69,10 +72,8 @@ fn any_address_is_pinned_in_whole_pages_of_the_gpu() {
 
 #[test]
 fn several_allocations_side_by_side_are_one_range() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(2 * CHUNK);
-    let next = Object::new(CHUNK, kmod::Backing::Ram).unwrap();
+    let Some((_machine, raw, memory)) = Machine::with_memory(2 * CHUNK) else { return };
+    let next = Object::new(CHUNK, Backing::Ram).unwrap();
     next.show(memory.va + 2 * CHUNK, 0, CHUNK).unwrap();
     memory.write(2 * CHUNK - 1, b"a");
     std::os::unix::fs::FileExt::write_all_at(next.file(), b"b", 0).unwrap();
@@ -83,9 +84,7 @@ fn several_allocations_side_by_side_are_one_range() {
 
 #[test]
 fn bad_ranges_and_flags_are_einval() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let va = memory.va;
     let ranges = [
         (0, 1),
@@ -152,9 +151,7 @@ fn an_unknown_handle_is_refused() {
 
 #[test]
 fn handles_are_disjoint_page_offsets_and_never_reused() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let first: u64 = std::fs::read_to_string("/sys/module/gdrdrv/parameters/first_handle")
         .unwrap()
         .trim()
@@ -174,9 +171,7 @@ fn handles_are_disjoint_page_offsets_and_never_reused() {
 
 #[test]
 fn one_of_many_threads_unpins() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     for _ in 0..50 {
         let handle = raw.pin(memory.va, SIZE).unwrap();
         let unpinned = std::thread::scope(|scope| {
@@ -189,9 +184,7 @@ fn one_of_many_threads_unpins() {
 
 #[test]
 fn errors_of_the_gpu_driver_are_returned_and_leave_nothing() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(SIZE);
+    let Some((_machine, raw, memory)) = Machine::with_memory(SIZE) else { return };
     let cases = [
         (Fault::Get, libc::ENOMEM, libc::ENOMEM),
         (Fault::Get, libc::EINVAL, libc::EINVAL),
@@ -324,9 +317,7 @@ fn read_only<R: Request>(request: R) -> *mut R {
 
 #[test]
 fn an_answer_that_cannot_be_delivered_undoes_the_pin() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    let memory = Memory::new(1 << 20);
+    let Some((_machine, raw, memory)) = Machine::with_memory(1 << 20) else { return };
     let (addr, size) = (memory.va, memory.len);
     let old = read_only(PinBuffer { addr, size, ..Default::default() });
     assert_eq!(raw.ioctl(PinBuffer::CODE, old.cast()), Err(libc::EFAULT));
@@ -372,17 +363,15 @@ fn everything_is_refused(raw: &Raw, handle: u64, va: u64) -> bool {
 #[test]
 fn a_child_has_neither_mapping_nor_access() {
     let Some(_machine) = Machine::new() else { return };
-    let (raw, memory) = (Raw::open(), Memory::new(OWNED));
-    let handle = raw.pin(memory.va, OWNED).unwrap();
-    let map = raw.map(handle, OWNED).unwrap();
+    let Mapped { raw, memory, handle, map } = Mapped::new(Backing::Ram, OWNED).unwrap();
     map.store(0, 1);
     assert_eq!(in_child(|| everything_is_refused(&raw, handle, memory.va)), End::Said(true));
     assert_eq!(in_child(|| map.load(0) == 1), End::Killed(libc::SIGSEGV));
     // What the child opens itself is its own.
     let end = in_child(|| {
-        let (raw, memory) = (Raw::open(), Memory::new(OWNED));
-        let Ok(handle) = raw.pin(memory.va, OWNED) else { return false };
-        let Ok(map) = raw.map(handle, OWNED) else { return false };
+        let Some(Mapped { raw, memory, handle, map }) = Mapped::new(Backing::Ram, OWNED) else {
+            return false;
+        };
         map.store(0, 2);
         memory.read(0, 1) == [2] && raw.unpin(handle).is_ok()
     });
@@ -399,47 +388,22 @@ fn another_processs_memory_is_not_pinned() {
 }
 
 /// Passes a descriptor as programs do that share them.
-fn send(socket: &UnixStream, fd: i32) -> bool {
-    let (mut byte, mut control) = ([0_u8], [0_u64; 8]);
-    let mut part = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: 1 };
-    // SAFETY: plain integers and pointers, for which zero is a value.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
-    // SAFETY: a pure function.
-    let (space, length) = (unsafe { libc::CMSG_SPACE(4) }, unsafe { libc::CMSG_LEN(4) });
-    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), space as usize);
-    // SAFETY: there is room for one header.
-    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    // SAFETY: as above, and nobody else knows of it.
-    let header = unsafe { &mut *header };
-    (header.cmsg_level, header.cmsg_type, header.cmsg_len) =
-        (libc::SOL_SOCKET, libc::SCM_RIGHTS, length as usize);
-    // SAFETY: and behind it for a descriptor.
-    let data = unsafe { libc::CMSG_DATA(header) };
-    // SAFETY: as above.
-    unsafe { data.cast::<i32>().write_unaligned(fd) };
-    // SAFETY: a message whose parts live.
-    unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, 0) == 1 }
+fn send(socket: &UnixStream, fd: BorrowedFd<'_>) -> bool {
+    let (mut space, fds) = ([MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))], [fd]);
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    control.push(SendAncillaryMessage::ScmRights(&fds))
+        && sendmsg(socket, &[IoSlice::new(&[0])], &mut control, SendFlags::empty()) == Ok(1)
 }
 
 fn receive(socket: &UnixStream) -> OwnedFd {
-    let (mut byte, mut control) = ([0_u8], [0_u64; 8]);
-    let mut part = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: 1 };
-    // SAFETY: plain integers and pointers, for which zero is a value.
-    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
-    (message.msg_iov, message.msg_iovlen) = (&raw mut part, 1);
-    (message.msg_control, message.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control));
-    // SAFETY: a message whose parts live.
-    assert_eq!(unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, 0) }, 1);
-    // SAFETY: the kernel filled it in.
-    let header = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    assert!(!header.is_null());
-    // SAFETY: a header of this message.
-    let data = unsafe { libc::CMSG_DATA(header) };
-    // SAFETY: the descriptor lies behind it.
-    let fd = unsafe { data.cast::<i32>().read_unaligned() };
-    // SAFETY: a new descriptor of this process.
-    unsafe { OwnedFd::from_raw_fd(fd) }
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    recvmsg(socket, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::empty()).unwrap();
+    let rights = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    rights.unwrap()
 }
 
 #[test]
@@ -450,7 +414,7 @@ fn a_passed_descriptor_serves_no_other_process() {
     // From a child that opened it, with a pin in it, to this process.
     let end = in_child(|| {
         let (raw, memory) = (Raw::open(), Memory::new(OWNED));
-        raw.pin(memory.va, OWNED).is_ok() && send(&there, raw.0.as_raw_fd())
+        raw.pin(memory.va, OWNED).is_ok() && send(&there, raw.0.as_fd())
     });
     assert_eq!(end, End::Said(true));
     let fd = receive(&here);

@@ -192,6 +192,25 @@ impl Memory {
     }
 }
 
+/// Memory that is pinned and mapped.
+#[derive(Debug)]
+pub(super) struct Mapped {
+    pub(super) map: Map,
+    pub(super) handle: u64,
+    pub(super) memory: Memory,
+    pub(super) raw: Raw,
+}
+
+impl Mapped {
+    /// None where a step fails: a forked child must not panic.
+    pub(super) fn new(backing: Backing, len: u64) -> Option<Self> {
+        let (raw, memory) = (Raw::open(), Memory::on(backing, len).ok()?);
+        let handle = raw.pin(memory.va, len).ok()?;
+        let map = raw.map(handle, len).ok()?;
+        Some(Self { map, handle, memory, raw })
+    }
+}
+
 /// Whether the machine has a BAR to put memory into.
 pub(super) fn backings() -> Vec<Backing> {
     [Backing::Ram, Backing::Bar]
@@ -251,6 +270,11 @@ impl Machine {
         assert!(std::env::var_os("GDRCOPY_TEST_KMOD").is_none(), "the modules are not loaded");
         println!("skipped: our gdrdrv and gdr_provider are not loaded (tests/vm/run kmod)");
         None
+    }
+
+    /// The same, with an open device and memory.
+    pub(super) fn with_memory(len: u64) -> Option<(Self, Raw, Memory)> {
+        Self::new().map(|machine| (machine, Raw::open(), Memory::new(len)))
     }
 
     /// A machine on which pins survive a free, or do not.

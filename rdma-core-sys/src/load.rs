@@ -1,4 +1,124 @@
-//! A table of entry points, and a call for each.
+//! Libraries of rdma-core, found at run time: errors, symbols, and tables of entry points with a call for each.
+
+use std::ffi::{CStr, CString, OsStr, OsString, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr::NonNull;
+
+/// Why an entry point of rdma-core cannot be called.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum LoadError {
+    /// The library is not there, or cannot be loaded.
+    #[error("loading {library}: {cause}; {fix}")]
+    Library {
+        /// The name or path that was tried.
+        library: String,
+        /// What the dynamic linker says.
+        cause: String,
+        /// What the user can do.
+        fix: String,
+    },
+    /// The library is older than this function.
+    #[error("{library} has no {symbol}; {fix}")]
+    Symbol {
+        /// The name or path of the library.
+        library: String,
+        /// The function.
+        symbol: &'static str,
+        /// What the user can do.
+        fix: String,
+    },
+}
+
+/// A library as rdma-core installs it.
+pub(crate) struct Installed {
+    /// What the dynamic linker looks for.
+    pub(crate) name: &'static str,
+    /// Names another one.
+    pub(crate) variable: &'static str,
+    /// The packages that bring it.
+    pub(crate) packages: &'static str,
+}
+
+impl Installed {
+    /// What the environment names, or the installed one.
+    pub(crate) fn path(&self) -> OsString {
+        std::env::var_os(self.variable)
+            .filter(|path| !path.is_empty())
+            .unwrap_or_else(|| OsString::from(self.name))
+    }
+}
+
+/// A loaded library. It stays loaded: addresses of its functions are handed out.
+pub(crate) struct Library {
+    handle: NonNull<c_void>,
+    path: String,
+    packages: &'static str,
+}
+
+impl Library {
+    /// Loads `path`, a name that the dynamic linker searches for or a path with a slash.
+    pub(crate) fn open(path: &Path, installed: &Installed) -> Result<Self, LoadError> {
+        let failed = |cause: String| LoadError::Library {
+            library: path.display().to_string(),
+            cause,
+            fix: format!(
+                "install {}, or name the library with {}=PATH",
+                installed.packages, installed.variable
+            ),
+        };
+        let name = terminated(path.as_os_str()).ok_or_else(|| failed("the path holds a zero byte".into()))?;
+        // SAFETY: the caller of the public functions guarantees the library's initialisers; the name is terminated.
+        let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+        let Some(handle) = NonNull::new(handle) else { return Err(failed(complaint())) };
+        Ok(Self { handle, path: path.display().to_string(), packages: installed.packages })
+    }
+
+    /// The default version of `symbol`, if the library has it.
+    pub(crate) fn find(&self, symbol: &CStr) -> Option<NonNull<c_void>> {
+        // SAFETY: the handle is that of a library which is never closed; the name is terminated.
+        NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), symbol.as_ptr()) })
+    }
+
+    pub(crate) fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// `symbol`, which came with version `since` of rdma-core, is not there.
+    pub(crate) fn lacks(&self, symbol: &'static str, since: &'static str) -> LoadError {
+        lacks(&self.path, self.packages, symbol, since)
+    }
+}
+
+/// The error for a library without `symbol`.
+pub(crate) fn lacks(
+    library: &str,
+    packages: &'static str,
+    symbol: &'static str,
+    since: &'static str,
+) -> LoadError {
+    LoadError::Symbol {
+        library: library.to_owned(),
+        symbol,
+        fix: format!("install {packages} of rdma-core {since} or newer"),
+    }
+}
+
+fn terminated(name: &OsStr) -> Option<CString> {
+    CString::new(name.as_bytes()).ok()
+}
+
+/// What the dynamic linker says of its last failure on this thread.
+fn complaint() -> String {
+    // SAFETY: it may be called at any time.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "no reason given".into();
+    }
+    // SAFETY: it is terminated, and stays until the next call on this thread.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
 
 /// Declares a table: those entry points that every supported library has, and those that came with a version of it.
 macro_rules! entry_points {
@@ -51,11 +171,11 @@ macro_rules! entry_points {
             }
 
             fn of(path: &std::path::Path) -> Result<Self, $crate::LoadError> {
-                let library = $crate::library::Library::open(path, &$installed)?;
+                let library = $crate::load::Library::open(path, &$installed)?;
                 Ok(Self {
                     $(
                         $name: {
-                            const NAME: &std::ffi::CStr = $crate::table::c_name(concat!(stringify!($name), "\0"));
+                            const NAME: &std::ffi::CStr = $crate::load::c_name(concat!(stringify!($name), "\0"));
                             let entry = library.find(NAME).ok_or_else(|| library.lacks(stringify!($name), OLDEST))?;
                             // SAFETY: the type is that of the function in the header.
                             unsafe {
@@ -68,7 +188,7 @@ macro_rules! entry_points {
                     )*
                     $(
                         $late: {
-                            const NAME: &std::ffi::CStr = $crate::table::c_name(concat!(stringify!($late), "\0"));
+                            const NAME: &std::ffi::CStr = $crate::load::c_name(concat!(stringify!($late), "\0"));
                             library.find(NAME).map(|entry| {
                                 // SAFETY: the type is that of the function in the header.
                                 unsafe {
@@ -99,7 +219,7 @@ macro_rules! entry_points {
                 /// # Safety
                 /// As its manual page asks.
                 pub unsafe fn $name(&self, $($arg: $ty),*) $(-> $ret)? {
-                    // SAFETY: the caller vouches for the arguments.
+                    // SAFETY: the caller guarantees the arguments.
                     unsafe { (self.$name)($($arg),*) }
                 }
             )*
@@ -112,12 +232,12 @@ macro_rules! entry_points {
                 /// # Safety
                 /// As its manual page asks.
                 pub unsafe fn $late(&self, $($larg: $lty),*)
-                    -> Result<$crate::table::ret!($($lret)?), $crate::LoadError>
+                    -> Result<$crate::load::ret!($($lret)?), $crate::LoadError>
                 {
                     let entry = self.$late.ok_or_else(|| {
-                        $crate::library::lacks(&self.library, $installed.packages, stringify!($late), $version)
+                        $crate::load::lacks(&self.library, $installed.packages, stringify!($late), $version)
                     })?;
-                    // SAFETY: the caller vouches for the arguments.
+                    // SAFETY: the caller guarantees the arguments.
                     Ok(unsafe { entry($($larg),*) })
                 }
             )*

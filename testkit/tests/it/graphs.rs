@@ -5,23 +5,23 @@ use super::*;
 use gdrcopy::cuda::raw::layout::{KernelNodeParams, MemOpNodeParams};
 use gdsync_testkit::driver::kernel;
 
-pub(super) const GLOBAL: u32 = 0;
-pub(super) const THREAD_LOCAL: u32 = 1;
-pub(super) const RELAXED: u32 = 2;
+const GLOBAL: u32 = 0;
+const THREAD_LOCAL: u32 = 1;
+const RELAXED: u32 = 2;
 
-pub(super) fn begin(stream: Handle, mode: u32) {
+fn begin(stream: Handle, mode: u32) {
     assert_eq!(cuda!(stream_begin_capture(stream, mode)), 0);
 }
 
 /// The graph of a capture that was not spoiled.
-pub(super) fn end(stream: Handle) -> Handle {
+fn end(stream: Handle) -> Handle {
     let mut graph = 0;
     assert_eq!(cuda!(stream_end_capture(stream, &mut graph)), 0);
     graph
 }
 
 /// State, graph, and last node.
-pub(super) fn info(stream: Handle) -> (u32, Handle, Option<Handle>) {
+fn info(stream: Handle) -> (u32, Handle, Option<Handle>) {
     let (mut state, mut id, mut graph, mut count) = (9, 0, 0, 0);
     let mut dependencies = std::ptr::null();
     let status = cuda!(stream_get_capture_info(
@@ -37,57 +37,6 @@ pub(super) fn info(stream: Handle) -> (u32, Handle, Option<Handle>) {
     // SAFETY: the driver says that there is one.
     let last = (count == 1).then(|| unsafe { dependencies.read() });
     (state, graph, last)
-}
-
-#[test]
-fn what_is_captured_does_not_run() {
-    let rig = Rig::new();
-    let (words, stream) = (rig.words(1), rig.stream());
-    assert_eq!(info(stream), (0, 0, None));
-    begin(stream, THREAD_LOCAL);
-    let (state, graph, none) = info(stream);
-    assert_eq!((state, none), (1, None));
-    assert_eq!(batch(stream, &[write(words.at(0), 1)]), 0);
-    let (_, _, first) = info(stream);
-    assert_eq!(batch(stream, &[write(words.at(0), 2)]), 0);
-    let (_, same, second) = info(stream);
-    assert!(first.is_some() && second.is_some() && first != second);
-    let null = std::ptr::null_mut::<c_void>();
-    let mut state = 9;
-    let only_state = cuda!(stream_get_capture_info(
-        stream,
-        &mut state,
-        null.cast(),
-        null.cast(),
-        null.cast(),
-        null.cast()
-    ));
-    assert_eq!((only_state, state), (0, 1));
-    let ended = end(stream);
-    assert_eq!((graph, ended), (same, graph));
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    assert_eq!((words.get(0), rig.control.memops()), (0, 0));
-    assert_eq!(cuda!(graph_destroy(graph)), 0);
-    assert_eq!(cuda!(graph_destroy(graph)), INVALID_HANDLE);
-}
-
-#[test]
-fn captures_begin_and_end_once() {
-    let rig = Rig::new();
-    let stream = rig.stream();
-    let mut graph = 0;
-    assert_eq!(cuda!(stream_end_capture(stream, &mut graph)), 401);
-    assert_eq!(cuda!(stream_begin_capture(0, RELAXED)), CAPTURE_UNSUPPORTED);
-    assert_eq!(cuda!(stream_begin_capture(stream, 3)), INVALID_VALUE);
-    begin(stream, GLOBAL);
-    assert_eq!(cuda!(stream_begin_capture(stream, GLOBAL)), 401);
-    let elsewhere = std::thread::spawn(move || cuda!(stream_end_capture(stream, &mut 0)));
-    assert_eq!(elsewhere.join().unwrap(), 908);
-    assert_eq!(cuda!(graph_destroy(end(stream))), 0);
-    begin(stream, RELAXED);
-    let elsewhere = std::thread::spawn(move || end(stream));
-    assert_eq!(cuda!(graph_destroy(elsewhere.join().unwrap())), 0);
-    assert_eq!(rig.control.alive().graphs, 0);
 }
 
 /// Whether the capture that an action came into is spoiled now. It is ended.
@@ -171,24 +120,6 @@ fn unsafe_calls_invalidate_captures_by_their_mode() {
 }
 
 #[test]
-fn an_invalidated_capture_takes_no_more_work() {
-    let rig = Rig::new();
-    let (words, stream) = (rig.words(1), rig.stream());
-    begin(stream, RELAXED);
-    assert_eq!(cuda!(stream_query(stream)), CAPTURE_UNSUPPORTED);
-    assert_eq!(batch(stream, &[write(words.at(0), 1)]), CAPTURE_INVALIDATED);
-    let mut pageable = [0_u64; 1];
-    assert_eq!(cuda!(stream_end_capture(stream, &mut 0)), CAPTURE_INVALIDATED);
-    begin(stream, RELAXED);
-    let to = pageable.as_mut_ptr().cast();
-    assert_eq!(cuda!(memcpy_to_host_async(to, words.at(0), 8, stream)), CAPTURE_UNSUPPORTED);
-    assert_eq!(cuda!(stream_end_capture(stream, &mut 0)), CAPTURE_INVALIDATED);
-    words.free();
-    assert_eq!(cuda!(stream_destroy(stream)), 0);
-    rig.nothing_is_left();
-}
-
-#[test]
 fn the_legacy_stream_invalidates_captures_of_blocking_streams() {
     let rig = Rig::new();
     let words = rig.words(1);
@@ -200,16 +131,6 @@ fn the_legacy_stream_invalidates_captures_of_blocking_streams() {
     assert_eq!(batch(0, &[write(words.at(0), 2)]), 906);
     assert_eq!(cuda!(stream_end_capture(blocking, &mut 0)), CAPTURE_INVALIDATED);
     assert_eq!(cuda!(graph_destroy(end(other))), 0);
-}
-
-#[test]
-fn captures_left_behind_harm_no_later_test() {
-    let rig = Rig::new();
-    begin(rig.stream(), GLOBAL);
-    drop(rig);
-    let rig = Rig::new();
-    rig.words(1).free();
-    rig.nothing_is_left();
 }
 
 /// Adds its second parameter to the word that the first one names.
@@ -224,28 +145,23 @@ fn add(params: &[*mut c_void]) {
 }
 
 /// A module with the kernels of these tests.
-pub(super) struct Module {
-    pub(super) module: Handle,
-    pub(super) add: Handle,
-    pub(super) fails: Handle,
+struct Module {
+    module: Handle,
+    add: Handle,
 }
 
 impl Module {
-    pub(super) fn load() -> Self {
+    fn load() -> Self {
         kernel("add", &[8, 4], add);
-        kernel("fails", &[], |_| panic!("a kernel that fails, as it should"));
-        let (mut module, mut functions) = (0, [0; 2]);
+        let (mut module, mut add) = (0, 0);
         assert_eq!(cuda!(module_load_data(&mut module, c"image".as_ptr().cast())), 0);
-        for (function, name) in functions.iter_mut().zip([c"add", c"fails"]) {
-            assert_eq!(cuda!(module_get_function(function, module, name.as_ptr())), 0);
-        }
-        let [add, fails] = functions;
-        Self { module, add, fails }
+        assert_eq!(cuda!(module_get_function(&mut add, module, c"add".as_ptr())), 0);
+        Self { module, add }
     }
 }
 
 /// Launches `add`. The parameters die with the call.
-pub(super) fn launch_add(function: Handle, stream: Handle, mut addr: u64, mut value: u32) -> u32 {
+fn launch_add(function: Handle, stream: Handle, mut addr: u64, mut value: u32) -> u32 {
     let mut params = [std::ptr::from_mut(&mut addr).cast(), std::ptr::from_mut(&mut value).cast::<c_void>()];
     let none = std::ptr::null_mut();
     let status = cuda!(launch_kernel(function, 1, 1, 1, 32, 1, 1, 0, stream, params.as_mut_ptr(), none));
@@ -275,72 +191,6 @@ fn kernels_get_copies_of_their_parameters() {
     {
         assert_eq!(status, INVALID_HANDLE);
     }
-}
-
-#[test]
-fn modules_come_and_go_when_the_gpu_is_idle() {
-    let rig = Rig::new();
-    let (gate, stream, module) = (rig.words(1), rig.stream(), Module::load());
-    assert_eq!(batch(stream, &[wait(gate.at(0), 1, 0)]), 0);
-    rig.control.patience(Duration::from_millis(10));
-    let mut another = 0;
-    let mut load = || cuda!(module_load_data(&mut another, c"image".as_ptr().cast()));
-    assert_eq!([load(), cuda!(module_unload(module.module))], [702; 2]);
-    assert_eq!((rig.control.stalled(), rig.control.alive().modules), (2, 1));
-    // Its kernels run meanwhile.
-    assert_eq!(launch_add(module.add, 0, gate.at(0), 0), 0);
-    rig.control.frees_wait(false);
-    assert_eq!(load(), 0);
-    rig.control.frees_wait(true);
-    rig.control.patience(Duration::from_secs(60));
-    gate.set(0, 1);
-    assert_eq!([cuda!(module_unload(module.module)), cuda!(module_unload(another))], [0; 2]);
-    assert_eq!(cuda!(stream_destroy(stream)), 0);
-    gate.free();
-    rig.nothing_is_left();
-}
-
-#[test]
-fn wrong_modules_kernels_and_launches_are_refused() {
-    let rig = Rig::new();
-    let (stream, module) = (rig.stream(), Module::load());
-    let mut handle = 0;
-    assert_eq!(cuda!(module_get_function(&mut handle, module.module, c"unheard of".as_ptr())), 500);
-    assert_eq!(cuda!(module_get_function(&mut handle, 5, c"add".as_ptr())), INVALID_HANDLE);
-    assert_eq!(cuda!(module_load_data(&mut handle, std::ptr::null())), 200);
-    let none = std::ptr::null_mut();
-    let launch = |grid, block, params, extra, stream| {
-        cuda!(launch_kernel(module.add, grid, 1, 1, block, 1, 1, 0, stream, params, extra))
-    };
-    let mut nulls = [std::ptr::null_mut(); 2];
-    let params = nulls.as_mut_ptr();
-    for status in [
-        launch(0, 1, params, none, stream),
-        launch(1, 1025, params, none, stream),
-        launch(1, 1, none, none, stream),
-        launch(1, 1, params, none, stream),
-        launch(1, 1, params, params, stream),
-    ] {
-        assert_eq!(status, INVALID_VALUE);
-    }
-    assert_eq!(launch(1, 1, params, none, 77), INVALID_HANDLE);
-    let other = application_context(0);
-    assert_eq!(cuda!(ctx_push_current(other)), 0);
-    assert_eq!(launch_add(module.add, 0, 0, 0), INVALID_HANDLE, "a function of another context");
-    assert_eq!(cuda!(ctx_pop_current(&mut handle)), 0);
-    destroy_context(other);
-}
-
-#[test]
-fn a_kernel_that_fails_fails_its_context() {
-    let rig = Rig::new();
-    let (words, stream, module) = (rig.words(1), rig.stream(), Module::load());
-    let none = std::ptr::null_mut();
-    assert_eq!(cuda!(launch_kernel(module.fails, 1, 1, 1, 1, 1, 1, 0, stream, none, none)), 0);
-    eventually("failed", || cuda!(stream_query(stream)) == LAUNCH_FAILED);
-    assert_eq!(batch(stream, &[write(words.at(0), 1)]), LAUNCH_FAILED);
-    assert_eq!(cuda!(stream_synchronize(stream)), LAUNCH_FAILED);
-    assert_eq!(words.get(0), 0);
 }
 
 /// Captures; gives the graph and the node after each action.
@@ -484,20 +334,4 @@ fn launches_of_one_graph_follow_each_other() {
     words.set(0, 1);
     assert_eq!(streams.map(|stream| cuda!(stream_synchronize(stream))), [0; 2]);
     assert_eq!(rig.control.memops(), 2);
-}
-
-#[test]
-fn graphs_are_not_captured_and_must_exist() {
-    let rig = Rig::new();
-    let (words, stream) = (rig.words(1), rig.stream());
-    let (graph, _) = capture(stream, [&|| batch(stream, &[write(words.at(0), 1)])]);
-    let exec = instantiate(graph);
-    begin(stream, RELAXED);
-    assert_eq!(cuda!(graph_launch(exec, stream)), CAPTURE_UNSUPPORTED);
-    assert_eq!(cuda!(stream_end_capture(stream, &mut 0)), CAPTURE_INVALIDATED);
-    let mut other = 0;
-    assert_eq!(cuda!(graph_instantiate(&mut other, graph, 4)), INVALID_VALUE);
-    assert_eq!(cuda!(graph_instantiate(&mut other, exec, 0)), INVALID_HANDLE);
-    assert_eq!(cuda!(graph_exec_destroy(graph)), INVALID_HANDLE);
-    assert_eq!((rig.control.alive().graphs, rig.control.alive().execs), (1, 1));
 }

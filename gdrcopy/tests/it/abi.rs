@@ -1,4 +1,4 @@
-//! The layouts, against numbers of the C compiler.
+//! The layouts of kernel interfaces, against numbers of the C compiler.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -6,6 +6,10 @@ use std::mem::offset_of;
 use std::path::Path;
 use std::process::Command;
 
+use crate::gdrdrv_abi::{
+    GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PinBuffer, PinBufferV2, PinDmaBuf,
+    ReqMappingType, Request, UnpinBuffer,
+};
 use crate::rm_abi::*;
 
 /// What a C expression must be, and what it is in Rust.
@@ -174,5 +178,46 @@ fn numbers_are_those_of_a_checkout_of_the_driver() {
         .collect();
     for (index, Fact { c, number, .. }) in facts.iter().enumerate() {
         assert_eq!(printed.get(&index), Some(number), "{c}");
+    }
+}
+
+/// Compiled from gdrdrv.h 2.6 with a C compiler on x86-64.
+#[test]
+fn numbers_and_sizes_are_those_of_the_header() {
+    let requests = [
+        (PinBuffer::CODE, size_of::<PinBuffer>(), 0xC028_DA01, 40),
+        (UnpinBuffer::CODE, size_of::<UnpinBuffer>(), 0xC008_DA02, 8),
+        (GetCallbackFlag::CODE, size_of::<GetCallbackFlag>(), 0xC008_DA03, 16),
+        (GetInfo::CODE, size_of::<GetInfo>(), 0xC008_DA04, 48),
+        (GetInfoV2::CODE, size_of::<GetInfoV2>(), 0xC008_DA05, 48),
+        (GetAttr::CODE, size_of::<GetAttr>(), 0xC008_DA06, 8),
+        (PinBufferV2::CODE, size_of::<PinBufferV2>(), 0xC020_DA07, 32),
+        (ReqMappingType::CODE, size_of::<ReqMappingType>(), 0xC008_DA08, 16),
+        (PinDmaBuf::CODE, size_of::<PinDmaBuf>(), 0xC020_DAC0, 32),
+        (GetVersion::CODE, size_of::<GetVersion>(), 0xC008_DAFF, 8),
+    ];
+    for (code, size, header_code, header_size) in requests {
+        assert_eq!((code, size), (header_code, header_size), "{header_code:#x}");
+    }
+}
+
+/// Checks where fields lie.
+macro_rules! offsets {
+    ($($ty:ident { $($field:ident $offset:literal),* })*) => {
+        $($(assert_eq!(offset_of!($ty, $field), $offset, stringify!($ty.$field));)*)*
+    };
+}
+
+#[test]
+fn fields_lie_where_the_header_puts_them() {
+    offsets! {
+        PinBuffer { size 8, p2p_token 16, va_space 24, handle 32 }
+        GetCallbackFlag { flag 8 }
+        GetInfo { va 8, mapped_size 16, page_size 24, tsc_khz 28, tm_cycles 32, mapped 40, wc_mapping 44 }
+        GetInfoV2 { page_size 24, mapping_type 40 }
+        GetAttr { val 4 }
+        PinBufferV2 { flags 16, handle 24 }
+        ReqMappingType { mapping_type 8 }
+        GetVersion { minimum_library 4 }
     }
 }

@@ -1,56 +1,38 @@
-//! Enumerations and plain constants of `infiniband/verbs.h`.
+//! Enumerations, flags and constants of `infiniband/verbs.h`.
 
-use std::ffi::c_int;
+use std::ffi::{c_int, c_uint};
 
-use crate::abi::{enumerations, plain_constants};
+use crate::abi::{enumerations, flag_sets, plain_constants};
 
 enumerations! {
     ENUMERATIONS;
 
-    /// `enum ibv_gid_type`: what the entry of a GID table stands for.
+    /// What the entry of a GID table stands for.
     enum ibv_gid_type: u32 {
         IBV_GID_TYPE_IB = 0,
         IBV_GID_TYPE_ROCE_V1 = 1,
         IBV_GID_TYPE_ROCE_V2 = 2,
     }
 
-    /// `enum ibv_node_type`
     enum ibv_node_type: c_int {
-        IBV_NODE_UNKNOWN = -1,
         IBV_NODE_CA = 1,
-        IBV_NODE_SWITCH = 2,
-        IBV_NODE_ROUTER = 3,
-        IBV_NODE_RNIC = 4,
-        IBV_NODE_USNIC = 5,
-        IBV_NODE_USNIC_UDP = 6,
-        IBV_NODE_UNSPECIFIED = 7,
     }
 
-    /// `enum ibv_transport_type`
     enum ibv_transport_type: c_int {
-        IBV_TRANSPORT_UNKNOWN = -1,
         IBV_TRANSPORT_IB = 0,
         IBV_TRANSPORT_IWARP = 1,
-        IBV_TRANSPORT_USNIC = 2,
-        IBV_TRANSPORT_USNIC_UDP = 3,
-        IBV_TRANSPORT_UNSPECIFIED = 4,
     }
 
-    /// `enum ibv_fork_status`
     enum ibv_fork_status: u32 {
-        IBV_FORK_DISABLED = 0,
         IBV_FORK_ENABLED = 1,
         IBV_FORK_UNNEEDED = 2,
     }
 
-    /// `enum ibv_atomic_cap`
     enum ibv_atomic_cap: u32 {
         IBV_ATOMIC_NONE = 0,
         IBV_ATOMIC_HCA = 1,
-        IBV_ATOMIC_GLOB = 2,
     }
 
-    /// `enum ibv_mtu`
     enum ibv_mtu: u32 {
         IBV_MTU_256 = 1,
         IBV_MTU_512 = 2,
@@ -59,24 +41,15 @@ enumerations! {
         IBV_MTU_4096 = 5,
     }
 
-    /// `enum ibv_port_state`
     enum ibv_port_state: u32 {
-        IBV_PORT_NOP = 0,
-        IBV_PORT_DOWN = 1,
-        IBV_PORT_INIT = 2,
-        IBV_PORT_ARMED = 3,
         IBV_PORT_ACTIVE = 4,
-        IBV_PORT_ACTIVE_DEFER = 5,
     }
 
     /// The link layer of a port, an enumeration without a name.
     enum ibv_link_layer: u8 {
-        IBV_LINK_LAYER_UNSPECIFIED = 0,
-        IBV_LINK_LAYER_INFINIBAND = 1,
         IBV_LINK_LAYER_ETHERNET = 2,
     }
 
-    /// `enum ibv_event_type`
     enum ibv_event_type: u32 {
         IBV_EVENT_CQ_ERR = 0,
         IBV_EVENT_QP_FATAL = 1,
@@ -100,7 +73,6 @@ enumerations! {
         IBV_EVENT_WQ_FATAL = 19,
     }
 
-    /// `enum ibv_wc_status`
     enum ibv_wc_status: u32 {
         IBV_WC_SUCCESS = 0,
         IBV_WC_LOC_LEN_ERR = 1,
@@ -128,55 +100,29 @@ enumerations! {
         IBV_WC_TM_RNDV_INCOMPLETE = 23,
     }
 
-    /// `enum ibv_wc_opcode`
     enum ibv_wc_opcode: u32 {
         IBV_WC_SEND = 0,
         IBV_WC_RDMA_WRITE = 1,
         IBV_WC_RDMA_READ = 2,
         IBV_WC_COMP_SWAP = 3,
         IBV_WC_FETCH_ADD = 4,
-        IBV_WC_BIND_MW = 5,
-        IBV_WC_LOCAL_INV = 6,
-        IBV_WC_TSO = 7,
-        IBV_WC_ATOMIC_WRITE = 9,
         IBV_WC_RECV = 128,
         IBV_WC_RECV_RDMA_WITH_IMM = 129,
-        IBV_WC_DRIVER1 = 135,
-        IBV_WC_DRIVER2 = 136,
-        IBV_WC_DRIVER3 = 137,
     }
 
-    /// `enum ibv_qp_type`
     enum ibv_qp_type: u32 {
         IBV_QPT_RC = 2,
-        IBV_QPT_UC = 3,
         IBV_QPT_UD = 4,
-        IBV_QPT_RAW_PACKET = 8,
-        IBV_QPT_XRC_SEND = 9,
-        IBV_QPT_XRC_RECV = 10,
-        IBV_QPT_DRIVER = 0xff,
     }
 
-    /// `enum ibv_qp_state`
     enum ibv_qp_state: u32 {
         IBV_QPS_RESET = 0,
         IBV_QPS_INIT = 1,
         IBV_QPS_RTR = 2,
         IBV_QPS_RTS = 3,
-        IBV_QPS_SQD = 4,
-        IBV_QPS_SQE = 5,
         IBV_QPS_ERR = 6,
-        IBV_QPS_UNKNOWN = 7,
     }
 
-    /// `enum ibv_mig_state`
-    enum ibv_mig_state: u32 {
-        IBV_MIG_MIGRATED = 0,
-        IBV_MIG_REARM = 1,
-        IBV_MIG_ARMED = 2,
-    }
-
-    /// `enum ibv_wr_opcode`
     enum ibv_wr_opcode: u32 {
         IBV_WR_RDMA_WRITE = 0,
         IBV_WR_RDMA_WRITE_WITH_IMM = 1,
@@ -185,24 +131,6 @@ enumerations! {
         IBV_WR_RDMA_READ = 4,
         IBV_WR_ATOMIC_CMP_AND_SWP = 5,
         IBV_WR_ATOMIC_FETCH_AND_ADD = 6,
-        IBV_WR_LOCAL_INV = 7,
-        IBV_WR_BIND_MW = 8,
-        IBV_WR_SEND_WITH_INV = 9,
-        IBV_WR_TSO = 10,
-        IBV_WR_DRIVER1 = 11,
-        IBV_WR_ATOMIC_WRITE = 15,
-    }
-
-    /// `enum ibv_rate`: a limit of the static rate of a path.
-    enum ibv_rate: u32 {
-        IBV_RATE_MAX = 0,
-        IBV_RATE_2_5_GBPS = 2,
-        IBV_RATE_10_GBPS = 3,
-        IBV_RATE_25_GBPS = 15,
-        IBV_RATE_100_GBPS = 16,
-        IBV_RATE_200_GBPS = 17,
-        IBV_RATE_400_GBPS = 21,
-        IBV_RATE_800_GBPS = 23,
     }
 }
 
@@ -215,10 +143,110 @@ plain_constants! {
     IBV_SYSFS_PATH_MAX: usize = 256;
     /// `IBV_ALLOCATOR_USE_DEFAULT`: what an allocator returns to have the library allocate by itself.
     IBV_ALLOCATOR_USE_DEFAULT: isize = -1;
-    /// `IB_ROCE_UDP_ENCAP_VALID_PORT_MIN`: the first source port of a RoCE v2 path.
-    IB_ROCE_UDP_ENCAP_VALID_PORT_MIN: u32 = 0xc000;
-    /// `IB_ROCE_UDP_ENCAP_VALID_PORT_MAX`: the last one.
-    IB_ROCE_UDP_ENCAP_VALID_PORT_MAX: u32 = 0xffff;
-    /// `IB_GRH_FLOWLABEL_MASK`
-    IB_GRH_FLOWLABEL_MASK: u32 = 0x000f_ffff;
+}
+
+flag_sets! {
+    FLAGS;
+
+    flags ibv_device_cap_flags: c_uint {
+        IBV_DEVICE_RC_RNR_NAK_GEN = 1 << 12,
+    }
+
+    flags ibv_port_cap_flags: u32 {
+        IBV_PORT_CM_SUP = 1 << 16,
+        IBV_PORT_IP_BASED_GIDS = 1 << 26,
+    }
+
+    /// Flags of `ibv_port_attr.flags`.
+    flags ibv_port_flags: u8 {
+        IBV_QPF_GRH_REQUIRED = 1 << 0,
+    }
+
+    /// Who may do what with a memory region. From `IBV_ACCESS_RELAXED_ORDERING` on they are
+    /// optional, and a kernel that does not know them ignores them.
+    flags ibv_access_flags: c_uint {
+        IBV_ACCESS_LOCAL_WRITE = 1,
+        IBV_ACCESS_REMOTE_WRITE = 1 << 1,
+        IBV_ACCESS_REMOTE_READ = 1 << 2,
+        IBV_ACCESS_REMOTE_ATOMIC = 1 << 3,
+        IBV_ACCESS_RELAXED_ORDERING = 1 << 20,
+        IBV_ACCESS_OPTIONAL_RANGE = 0x3ff0_0000,
+    }
+
+    flags ibv_wc_flags: c_uint {
+        IBV_WC_WITH_IMM = 1 << 1,
+    }
+
+    /// What a poll of an extended CQ can read.
+    flags ibv_create_cq_wc_flags: u64 {
+        IBV_CREATE_CQ_SUP_WC_FLAGS = 0xfff,
+    }
+
+    flags ibv_cq_init_attr_mask: u32 {
+        IBV_CQ_INIT_ATTR_MASK_FLAGS = 1 << 0,
+        IBV_CQ_INIT_ATTR_MASK_PD = 1 << 1,
+    }
+
+    flags ibv_create_cq_attr_flags: u32 {
+        IBV_CREATE_CQ_ATTR_SINGLE_THREADED = 1 << 0,
+        IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN = 1 << 1,
+    }
+
+    flags ibv_parent_domain_init_attr_mask: u32 {
+        IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS = 1 << 0,
+        IBV_PARENT_DOMAIN_INIT_ATTR_PD_CONTEXT = 1 << 1,
+    }
+
+    flags ibv_qp_init_attr_mask: u32 {
+        IBV_QP_INIT_ATTR_PD = 1 << 0,
+        IBV_QP_INIT_ATTR_CREATE_FLAGS = 1 << 2,
+        IBV_QP_INIT_ATTR_SEND_OPS_FLAGS = 1 << 6,
+    }
+
+    flags ibv_qp_create_flags: u32 {
+    }
+
+    flags ibv_qp_create_send_ops_flags: u64 {
+        IBV_QP_EX_WITH_RDMA_WRITE = 1 << 0,
+        IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM = 1 << 1,
+        IBV_QP_EX_WITH_SEND = 1 << 2,
+        IBV_QP_EX_WITH_RDMA_READ = 1 << 4,
+        IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP = 1 << 5,
+        IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD = 1 << 6,
+        IBV_QP_EX_WITH_LOCAL_INV = 1 << 7,
+        IBV_QP_EX_WITH_BIND_MW = 1 << 8,
+        IBV_QP_EX_WITH_TSO = 1 << 10,
+        IBV_QP_EX_WITH_ATOMIC_WRITE = 1 << 12,
+    }
+
+    flags ibv_qp_attr_mask: u32 {
+        IBV_QP_STATE = 1 << 0,
+        IBV_QP_CUR_STATE = 1 << 1,
+        IBV_QP_EN_SQD_ASYNC_NOTIFY = 1 << 2,
+        IBV_QP_ACCESS_FLAGS = 1 << 3,
+        IBV_QP_PKEY_INDEX = 1 << 4,
+        IBV_QP_PORT = 1 << 5,
+        IBV_QP_QKEY = 1 << 6,
+        IBV_QP_AV = 1 << 7,
+        IBV_QP_PATH_MTU = 1 << 8,
+        IBV_QP_TIMEOUT = 1 << 9,
+        IBV_QP_RETRY_CNT = 1 << 10,
+        IBV_QP_RNR_RETRY = 1 << 11,
+        IBV_QP_RQ_PSN = 1 << 12,
+        IBV_QP_MAX_QP_RD_ATOMIC = 1 << 13,
+        IBV_QP_ALT_PATH = 1 << 14,
+        IBV_QP_MIN_RNR_TIMER = 1 << 15,
+        IBV_QP_SQ_PSN = 1 << 16,
+        IBV_QP_MAX_DEST_RD_ATOMIC = 1 << 17,
+        IBV_QP_PATH_MIG_STATE = 1 << 18,
+        IBV_QP_CAP = 1 << 19,
+        IBV_QP_DEST_QPN = 1 << 20,
+    }
+
+    flags ibv_send_flags: c_uint {
+        IBV_SEND_FENCE = 1 << 0,
+        IBV_SEND_SIGNALED = 1 << 1,
+        IBV_SEND_SOLICITED = 1 << 2,
+        IBV_SEND_INLINE = 1 << 3,
+    }
 }

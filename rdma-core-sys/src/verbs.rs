@@ -1,10 +1,22 @@
-//! The entry points of libibverbs.
+//! libibverbs: `infiniband/verbs.h`.
+
+mod constants;
+mod inline;
+mod records;
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-use super::*;
-use crate::library::Installed;
-use crate::table::entry_points;
+pub use constants::*;
+pub use inline::*;
+pub use records::*;
+
+use crate::abi::{Constant, Layout};
+use crate::load::{Installed, entry_points};
+
+pub(crate) const LAYOUTS: &[&[Layout]] = &[records::RECORDS];
+
+pub(crate) const CONSTANT_LISTS: &[&[Constant]] =
+    &[constants::ENUMERATIONS, constants::CONSTANTS, constants::FLAGS];
 
 const LIBIBVERBS: Installed = Installed {
     name: "libibverbs.so.1",
@@ -60,15 +72,9 @@ entry_points! {
     }
 
     since {
-        "20" ibv_get_pkey_index(context: *mut ibv_context, port: u8, pkey: u16) -> c_int;
         "28" ibv_reg_mr_iova2(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
             access: ibv_access_flags) -> *mut ibv_mr;
         "30" ibv_get_device_index(device: *mut ibv_device) -> c_int;
-        "31" ibv_import_device(cmd_fd: c_int) -> *mut ibv_context;
-        "31" ibv_import_pd(context: *mut ibv_context, handle: u32) -> *mut ibv_pd;
-        "31" ibv_unimport_pd(pd: *mut ibv_pd);
-        "31" ibv_set_ece(qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int;
-        "31" ibv_query_ece(qp: *mut ibv_qp, ece: *mut ibv_ece) -> c_int;
         "32" _ibv_query_gid_ex(context: *mut ibv_context, port: u32, index: u32, entry: *mut ibv_gid_entry,
             flags: u32, entry_size: usize) -> c_int;
         "32" _ibv_query_gid_table(context: *mut ibv_context, entries: *mut ibv_gid_entry, max_entries: usize,

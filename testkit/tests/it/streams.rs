@@ -1,4 +1,4 @@
-//! Streams, memory operations, and full streams.
+//! Streams, memory operations, and memory that is registered and freed.
 
 use super::*;
 
@@ -19,44 +19,6 @@ fn work_runs_in_order_and_destroyed_streams_finish() {
     assert_eq!(counted.load(Ordering::SeqCst), 1);
     words.free();
     rig.nothing_is_left();
-}
-
-#[test]
-fn streams_have_flags_and_a_context() {
-    let rig = Rig::new();
-    let (mut stream, mut context) = (0, 0);
-    assert_eq!(cuda!(stream_create(&mut stream, 2, 0)), INVALID_VALUE);
-    assert_eq!(cuda!(stream_create(std::ptr::null_mut(), 1, 0)), INVALID_VALUE);
-    assert_eq!(cuda!(stream_create(&mut stream, 0, -9)), 0);
-    for handle in [stream, 0, 1, 2] {
-        assert_eq!(cuda!(stream_get_ctx(handle, &mut context)), 0);
-        assert_eq!(context, rig.context);
-    }
-    assert_eq!(cuda!(stream_get_ctx(5, &mut context)), INVALID_HANDLE);
-    assert_eq!(cuda!(stream_destroy(0)), INVALID_HANDLE);
-    assert_eq!(cuda!(stream_destroy(stream)), 0);
-    rig.nothing_is_left();
-}
-
-#[test]
-fn default_streams_are_the_contexts_and_the_threads() {
-    let rig = Rig::new();
-    let words = rig.words(2);
-    assert_eq!(batch(0, &[wait(words.at(0), 1, 0)]), 0);
-    assert_eq!(batch(2, &[wait(words.at(1), 1, 0)]), 0);
-    let context = rig.context;
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            assert_eq!(cuda!(ctx_push_current(context)), 0);
-            assert_eq!([0, 1, 2].map(|stream| cuda!(stream_query(stream))), [NOT_READY, NOT_READY, 0]);
-        });
-    });
-    assert_eq!([0, 1, 2].map(|stream| cuda!(stream_query(stream))), [NOT_READY; 3]);
-    words.set(0, 1);
-    assert_eq!(cuda!(stream_synchronize(1)), 0);
-    assert_eq!(cuda!(stream_query(2)), NOT_READY);
-    words.set(1, 1);
-    assert_eq!(cuda!(stream_synchronize(2)), 0);
 }
 
 #[test]
@@ -81,31 +43,8 @@ fn events_mark_places_in_streams() {
     assert_eq!((cuda!(event_query(event)), words.get(1)), (0, 1));
     assert_eq!(cuda!(stream_query(streams[0])), NOT_READY);
     assert_eq!(cuda!(event_destroy(event)), 0);
-    for status in [
-        cuda!(event_query(event)),
-        cuda!(event_synchronize(event)),
-        cuda!(event_record(event, streams[0])),
-        cuda!(stream_wait_event(streams[0], event, 0)),
-        cuda!(event_destroy(event)),
-    ] {
-        assert_eq!(status, INVALID_HANDLE);
-    }
     words.set(0, 2);
     assert_eq!(cuda!(stream_synchronize(streams[0])), 0);
-}
-
-#[test]
-fn events_belong_to_their_context() {
-    let rig = Rig::new();
-    let (mut event, other) = (0, application_context(0));
-    assert_eq!(cuda!(event_create(&mut event, 0)), 0);
-    assert_eq!(cuda!(ctx_push_current(other)), 0);
-    let stream = rig.stream();
-    assert_eq!(cuda!(event_record(event, stream)), INVALID_HANDLE);
-    assert_eq!(cuda!(stream_wait_event(stream, event, 0)), 0);
-    let mut popped = 0;
-    assert_eq!(cuda!(ctx_pop_current(&mut popped)), 0);
-    destroy_context(other);
 }
 
 #[test]
@@ -138,34 +77,6 @@ fn bytes_are_copied_and_filled() {
     assert_eq!(cuda!(stream_synchronize(stream)), 0);
     assert_eq!(cuda!(mem_host_unregister(place.cast())), 0);
     assert_eq!(pinned, [55, 5]);
-
-    for status in [
-        cuda!(memcpy_to_device_async(words.at(6), from.as_ptr().cast(), 24, stream)),
-        cuda!(memcpy_to_host_async(to.as_mut_ptr().cast(), 8, 24, stream)),
-        cuda!(memcpy_async(words.at(6), words.at(0), 24, stream)),
-        cuda!(memset_d32_async(words.at(0) + 2, 0, 1, stream)),
-        cuda!(memset_d32_async(words.at(0), 0, usize::MAX, stream)),
-        cuda!(memset_d32_async(words.at(0), 0, 17, stream)),
-    ] {
-        assert_eq!(status, INVALID_VALUE);
-    }
-    assert_eq!(cuda!(memcpy_to_device_async(0, std::ptr::null(), 0, stream)), 0);
-}
-
-#[test]
-fn bytes_go_from_one_gpu_to_the_other() {
-    let rig = Rig::new();
-    let (near, stream, other) = (rig.words(1), rig.stream(), application_context(1));
-    assert_eq!(cuda!(ctx_push_current(other)), 0);
-    let far = rig.words(1);
-    let mut popped = 0;
-    assert_eq!(cuda!(ctx_pop_current(&mut popped)), 0);
-    near.set(0, 6);
-    assert_eq!(cuda!(memcpy_peer_async(far.addr, other, near.addr, rig.context, 8, stream)), 0);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    assert_eq!(far.get(0), 6);
-    assert_eq!(cuda!(memcpy_peer_async(far.addr, 3, near.addr, rig.context, 8, stream)), INVALID_CONTEXT);
-    destroy_context(other);
 }
 
 #[test]
@@ -195,7 +106,7 @@ fn only_sound_batches_are_taken() {
         write(at + 4, 0),
         MemOp::word(MemOp::WRITE_32, at + 2, 0, 0),
         write(words.at(2), 0),
-        write(at, 0).with_flags(2),
+        MemOp { flags: 2, ..write(at, 0) },
         wait(at, 0, 4),
         MemOp { operation: 9, ..write(at, 0) },
         MemOp { barrier: 2, ..MemOp::barrier() },
@@ -214,22 +125,6 @@ fn only_sound_batches_are_taken() {
     assert_eq!(batch(stream, &vec![write(at, 1); 255]), 0);
     assert_eq!(cuda!(stream_synchronize(stream)), 0);
     assert_eq!((words.get(0), rig.control.memops()), (1, 255));
-}
-
-#[test]
-fn what_the_device_lacks_is_not_supported() {
-    let rig = Rig::new();
-    let (words, stream) = (rig.words(1), rig.stream());
-    let flush = MemOp { operation: MemOp::FLUSH, ..MemOp::default() };
-    let flushing = wait(words.at(0), 0, 1 << 30);
-    let narrow = |condition| MemOp::word(MemOp::WAIT_32, words.at(0), 0, condition);
-    assert_eq!([batch(stream, &[flush]), batch(stream, &[flushing])], [NOT_SUPPORTED; 2]);
-    rig.control.attribute(0, 98, 1);
-    assert_eq!([batch(stream, &[flush]), batch(stream, &[flushing])], [0; 2]);
-    rig.control.attribute(0, 122, 0);
-    assert_eq!([batch(stream, &[write(words.at(0), 1)]), batch(stream, &[narrow(0)])], [NOT_SUPPORTED, 0]);
-    rig.control.attribute(0, 123, 0);
-    assert_eq!([batch(stream, &[narrow(NOR)]), batch(stream, &[narrow(EQUAL)])], [NOT_SUPPORTED, 0]);
 }
 
 #[test]
@@ -268,20 +163,10 @@ fn waits_end_when_their_condition_is_met() {
 }
 
 #[test]
-fn narrow_writes_leave_the_other_half() {
-    let rig = Rig::new();
-    let (words, stream) = (rig.words(1), rig.stream());
-    words.set(0, u64::MAX);
-    assert_eq!(batch(stream, &[MemOp::word(MemOp::WRITE_32, words.at(0) + 4, (9 << 32) | 3, 0)]), 0);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    assert_eq!(words.get(0), (3 << 32) | u64::from(u32::MAX));
-}
-
-#[test]
 fn a_write_without_barrier_shows_when_something_follows() {
     let rig = Rig::new();
     let words = rig.words(3);
-    let quiet = write(words.at(0), 1).with_flags(MemOp::NO_BARRIER);
+    let quiet = MemOp { flags: MemOp::NO_BARRIER, ..write(words.at(0), 1) };
     let hidden = |stream| {
         std::thread::sleep(Duration::from_millis(10));
         assert_eq!(words.get(0), 0);
@@ -314,72 +199,6 @@ fn a_write_without_barrier_shows_when_something_follows() {
 }
 
 #[test]
-fn two_streams_play_ping_pong() {
-    const ROUNDS: u64 = 500;
-    let rig = Rig::new();
-    let words = rig.words(2);
-    let mut host = [0_u64; 1];
-    let place = host.as_mut_ptr().cast();
-    assert_eq!(cuda!(mem_host_register(place, 8, 3)), 0);
-    let pong = place.expose_provenance() as u64;
-    let streams = [rig.stream(), rig.stream()];
-    for round in 1..=ROUNDS {
-        assert_eq!(batch(streams[0], &[write(words.at(0), round), wait(pong, round, 0)]), 0);
-        assert_eq!(batch(streams[1], &[wait(words.at(0), round, 0), write(pong, round)]), 0);
-    }
-    for stream in streams {
-        assert_eq!(cuda!(stream_synchronize(stream)), 0);
-        assert_eq!(cuda!(stream_destroy(stream)), 0);
-    }
-    assert_eq!((words.get(0), rig.control.memops(), rig.control.blocked()), (ROUNDS, 4 * ROUNDS, 0));
-    assert_eq!(cuda!(mem_host_unregister(place)), 0);
-    assert_eq!(host, [ROUNDS]);
-    words.free();
-    rig.nothing_is_left();
-}
-
-#[test]
-fn memory_freed_under_running_work_fails_the_context() {
-    let rig = Rig::new();
-    rig.control.frees_wait(false);
-    let (words, stream, other) = (rig.words(1), rig.stream(), rig.stream());
-    assert_eq!(batch(stream, &[wait(words.at(0), 1, 0)]), 0);
-    words.free();
-    assert_eq!(cuda!(stream_synchronize(stream)), ILLEGAL_ADDRESS);
-    assert_eq!(cuda!(stream_query(other)), ILLEGAL_ADDRESS);
-    assert_eq!(batch(other, &[MemOp::barrier()]), ILLEGAL_ADDRESS);
-    // Destroying still works.
-    assert_eq!(cuda!(stream_destroy(stream)), 0);
-}
-
-#[test]
-fn a_destroyed_context_ends_its_waits() {
-    let rig = Rig::new();
-    let (words, other) = (rig.words(1), application_context(0));
-    assert_eq!(cuda!(ctx_push_current(other)), 0);
-    let stream = rig.stream();
-    assert_eq!(batch(stream, &[wait(words.at(0), 1, 0)]), 0);
-    let mut popped = 0;
-    assert_eq!(cuda!(ctx_pop_current(&mut popped)), 0);
-    let threads = rig.control.threads();
-    destroy_context(other);
-    eventually("over", || rig.control.threads() < threads);
-    assert_eq!(words.get(0), 0);
-    words.free();
-    rig.nothing_is_left();
-}
-
-trait WithFlags {
-    fn with_flags(self, flags: u32) -> Self;
-}
-
-impl WithFlags for MemOp {
-    fn with_flags(self, flags: u32) -> Self {
-        Self { flags, ..self }
-    }
-}
-
-#[test]
 fn a_full_stream_blocks_until_work_is_done() {
     let rig = Rig::new();
     let (words, stream) = (rig.words(2), rig.stream());
@@ -406,28 +225,70 @@ fn a_full_stream_blocks_until_work_is_done() {
 }
 
 #[test]
-fn blocked_calls_end_with_the_configured_timeout() {
+fn host_memory_is_registered_once() {
     let rig = Rig::new();
-    let (words, stream, counted) = (rig.words(1), rig.stream(), AtomicU64::new(0));
-    for _ in 0..55 {
-        assert_eq!(batch(stream, &[wait(words.at(0), 1, 0)]), 0);
-        assert_eq!(cuda!(launch_host_func(stream, count, counter(&counted))), 0);
+    let mut memory = vec![0_u64; 64];
+    let at = |index: usize| memory.as_ptr().wrapping_add(index).cast_mut().cast::<c_void>();
+    let mut addr = 0;
+    assert_eq!(cuda!(mem_host_get_device_pointer(&mut addr, at(8), 0)), INVALID_VALUE);
+    assert_eq!(cuda!(mem_host_register(at(8), 64, 3)), 0);
+    for (index, len) in [(8, 64), (7, 16), (15, 8), (0, 512)] {
+        assert_eq!(cuda!(mem_host_register(at(index), len, 3)), 712, "{index} {len}");
     }
-    rig.control.patience(Duration::from_millis(20));
-    // Of host functions there may be fewer.
-    assert_eq!(cuda!(launch_host_func(stream, count, counter(&counted))), 702);
-    for _ in 110..1024 {
-        assert_eq!(batch(stream, &[MemOp::barrier()]), 0);
+    // Neighbours.
+    assert_eq!(cuda!(mem_host_register(at(0), 64, 3)), 0);
+    assert_eq!(cuda!(mem_host_register(at(16), 64, 3)), 0);
+    assert_eq!(rig.control.alive().registrations, 3);
+    assert_eq!(cuda!(mem_host_get_device_pointer(&mut addr, at(15), 0)), 0);
+    assert_eq!(addr, at(15).addr() as u64);
+    assert_eq!(cuda!(mem_host_unregister(at(9))), 713);
+    for index in [8, 0, 16] {
+        assert_eq!(cuda!(mem_host_unregister(at(index))), 0);
     }
-    assert_eq!(rig.control.blocked(), 1);
-    assert_eq!(batch(stream, &[MemOp::barrier()]), 702);
-    assert_eq!(cuda!(stream_synchronize(stream)), 702);
-    assert_eq!(rig.control.blocked(), 2);
+    assert_eq!(cuda!(mem_host_unregister(at(8))), 713);
+    memory[0] = 1;
+    rig.nothing_is_left();
+}
+
+#[test]
+fn memory_is_given_back_when_the_gpu_is_idle() {
+    let rig = Rig::new();
+    let (gate, stream) = (rig.words(1), rig.stream());
+    let (mut far, mut registered) = (0, [0_u64; 1]);
+    let mut pinned = std::ptr::null_mut();
+    let other = application_context(1);
+    assert_eq!(cuda!(ctx_push_current(other)), 0);
+    assert_eq!(cuda!(mem_alloc(&mut far, 8)), 0);
+    assert_eq!(cuda!(ctx_pop_current(&mut 0)), 0);
+    assert_eq!(cuda!(mem_host_alloc(&mut pinned, 8, 3)), 0);
+    let place: *mut c_void = registered.as_mut_ptr().cast();
+    assert_eq!(cuda!(mem_host_register(place, 8, 3)), 0);
+    let near = rig.words(1);
+    assert_eq!(batch(stream, &[wait(gate.at(0), 1, 0)]), 0);
+    // What a destroyed stream still does counts, too.
+    assert_eq!(cuda!(stream_destroy(stream)), 0);
+    rig.control.patience(Duration::from_millis(10));
+    // Nothing runs on the other GPU.
+    assert_eq!(cuda!(mem_free(far)), 0);
+    assert_eq!(rig.control.stalled(), 0);
+    for status in
+        [cuda!(mem_free(near.addr)), cuda!(mem_free_host(pinned)), cuda!(mem_host_unregister(place))]
+    {
+        assert_eq!(status, 702);
+    }
+    assert_eq!(rig.control.stalled(), 3);
     rig.control.patience(Duration::from_secs(60));
-    words.set(0, 1);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    // What was refused never ran.
-    assert_eq!((counted.load(Ordering::SeqCst), rig.control.memops()), (55, 969));
-    assert_eq!(batch(stream, &[MemOp::barrier()]), 0);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
+    std::thread::scope(|scope| {
+        let (gate, control) = (&gate, &rig.control);
+        scope.spawn(move || {
+            eventually("stalled", || control.stalled() == 4);
+            gate.set(0, 1);
+        });
+        near.free();
+    });
+    assert_eq!([cuda!(mem_free_host(pinned)), cuda!(mem_host_unregister(place))], [0, 0]);
+    assert_eq!(rig.control.stalled(), 4);
+    gate.free();
+    destroy_context(other);
+    rig.nothing_is_left();
 }
