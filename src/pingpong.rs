@@ -242,11 +242,9 @@ pub fn run(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
         [CACHE_LINE, FLAGS].into_iter().for_each(|name| sheet.skip(name, error.to_string()));
     }
     let mut rows = Vec::new();
-    for (i, &bytes) in options.sizes.iter().enumerate() {
+    for &bytes in &options.sizes {
         let bytes = usize::try_from(bytes)?;
-        if i == 0 {
-            sheet.step(size_label(bytes));
-        } else if !sheet.may_start(&comm, size_label(bytes), timeout)? {
+        if !sheet.may_start(&comm, size_label(bytes), timeout)? {
             continue;
         }
         if let Some(Ok(line)) = &line {

@@ -238,11 +238,13 @@ impl Report {
 
 /// A table without borders; these columns are right-aligned.
 pub fn plain_table(
-    header: impl IntoIterator<Item = &'static str>,
+    header: impl IntoIterator<Item = impl Into<String>>,
     right: impl IntoIterator<Item = usize>,
 ) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header.into_iter().collect::<Vec<_>>());
+    table
+        .load_style(presets::NOTHING)
+        .set_header(header.into_iter().map(Into::into).collect::<Vec<String>>());
     for column in right {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -364,10 +366,11 @@ impl Sheet {
         Instant::now() + time > self.end
     }
 
-    /// Starts a step of all ranks if rank 0 has budget left; otherwise lists it as skipped.
+    /// Starts a step of all ranks if it is the first, or if rank 0 has budget left; otherwise lists it as skipped.
     pub fn may_start(&mut self, comm: &Communicator, what: String, timeout: Duration) -> Result<bool> {
+        let is_first = self.bar.message().is_empty();
         let over = comm.exchange(&[self.has_less_than(Duration::ZERO).into()], timeout)?;
-        if over[0] == [0] {
+        if is_first || over[0] == [0] {
             self.step(what);
             return Ok(true);
         }
