@@ -38,6 +38,7 @@ use probe::area_of;
 pub use probe::{Probe, Status};
 
 use crate::measure::Machine as Description;
+use crate::results::plain_table;
 
 /// What the kernel may take at least, when devices have answered late.
 const LOOKING: Duration = Duration::from_secs(2);
@@ -331,28 +332,21 @@ fn matrix(out: &mut impl Write, pairs: &[Pair]) -> io::Result<()> {
             names.push(name);
         }
     }
-    // The address of a GPU is in its probes.
-    let short = |name: &str| name.split(" (").next().unwrap_or(name).to_owned();
-    let width = names.iter().map(|name| short(name).len()).max().unwrap_or(0).max(4);
     if names.is_empty() {
         return Ok(());
     }
-    write!(out, "  {:width$}", "")?;
-    for name in &names {
-        write!(out, "  {:>width$}", short(name))?;
-    }
-    writeln!(out)?;
+    // The address of a GPU is in its probes.
+    let short = |name: &&str| name.split(" (").next().unwrap_or(name).to_owned();
+    let header = [String::new()].into_iter().chain(names.iter().map(short));
+    let mut table = plain_table(header, 1..=names.len());
     for from in &names {
-        write!(out, "  {:width$}", short(from))?;
-        for to in &names {
-            let is_it = |pair: &&Pair| {
-                (pair.from == *from && pair.to == *to) || (pair.from == *to && pair.to == *from)
-            };
-            let path = pairs.iter().find(is_it).map_or("X", |pair| pair.path);
-            write!(out, "  {path:>width$}")?;
-        }
-        writeln!(out)?;
+        let path = |to: &&str| {
+            let is_it = |pair: &&Pair| [(*from, *to), (*to, *from)].contains(&(&*pair.from, &*pair.to));
+            pairs.iter().find(is_it).map_or("X", |pair| pair.path).to_owned()
+        };
+        table.add_row([short(from)].into_iter().chain(names.iter().map(path)));
     }
+    writeln!(out, "{table}")?;
     writeln!(
         out,
         "  NV NVLink, PIX one switch, PXB several, PHB host bridge, NODE two host bridges of a NUMA node, SYS across sockets"

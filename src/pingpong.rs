@@ -14,10 +14,8 @@ pub use buffers::PTX;
 pub use exchange::{PingPong, Work};
 
 use crate::app_stream::{AppStream, Placement};
-use crate::measure::{
-    Micros, PAGE, SERVICES, Samples, process_cpu, share_memory, size, thread_cpu, threads_cpu,
-};
-use crate::results::{Output, Point, Result, Sheet, Unit, plain_table, size_label, sum};
+use crate::measure::{PAGE, SERVICES, Samples, process_cpu, share_memory, thread_cpu, threads_cpu};
+use crate::results::{Output, Point, Result, Sheet, Unit, size_label};
 
 /// Default iterations per launch of modes graph and initiate.
 const LAUNCH: u32 = 50;
@@ -182,18 +180,8 @@ pub struct Measured {
     errors: u64,
 }
 
-/// A row of the table: one mode at one size.
-struct Row {
-    mode: String,
-    bytes: usize,
-    iters: u64,
-    half_rtt: Micros,
-    /// Wall time of an iteration, CPU time of a message: thread, process without service threads, process.
-    costs: Option<[Option<f64>; 4]>,
-    errors: u64,
-}
-
-/// Groups of series for the costs of a [`Row`].
+/// Groups of series of costs: wall time of an iteration; CPU time of a message: of the posting thread, of the process without
+/// service threads, of the process.
 const COSTS: [&str; 4] = [
     "whole iteration",
     "CPU time per message, posting thread",
@@ -207,19 +195,20 @@ pub const CACHE_LINE: &str = "cache line";
 const FLAGS: &str = "stream flags";
 
 impl Measured {
-    fn row(&self, comm: &Communicator, mode: &str, bytes: usize, timeout: Duration) -> Result<Row> {
+    /// Adds the points of one mode at one size.
+    fn add(&self, sheet: &mut Sheet, mode: &str, bytes: usize) {
         #[expect(clippy::cast_precision_loss, reason = "iterations are few")]
         let each = |time: Duration| time.as_secs_f64() * 1e6 / self.iterations as f64;
         let Cost { wall, thread, process, service } = self.cost;
-        let application = service.map(|service| each(process.saturating_sub(service)));
-        Ok(Row {
-            mode: mode.to_owned(),
-            bytes,
-            iters: self.samples.count(),
-            half_rtt: self.samples.micros(2),
-            costs: Some([Some(each(wall)), Some(each(thread)), application, Some(each(process))]),
-            errors: sum(comm, self.errors, timeout)?,
-        })
+        let application = service.map(|service| process.saturating_sub(service));
+        let x = bytes as u64;
+        sheet.add_point(HALF_RTT, mode, "bytes", Unit::Micros, Point::time(x, &self.samples, 2));
+        for (group, cost) in COSTS.into_iter().zip([Some(wall), Some(thread), application, Some(process)]) {
+            if let Some(cost) = cost {
+                sheet.add_point(group, mode, "bytes", Unit::Micros, Point::value(x, each(cost)));
+            }
+        }
+        sheet.wrong(self.errors);
     }
 }
 
@@ -241,39 +230,37 @@ pub fn run(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
     if let Some(Err(error)) = &line {
         [CACHE_LINE, FLAGS].into_iter().for_each(|name| sheet.skip(name, error.to_string()));
     }
-    let mut rows = Vec::new();
-    for (i, &bytes) in options.sizes.iter().enumerate() {
+    for &bytes in &options.sizes {
         let bytes = usize::try_from(bytes)?;
-        if i == 0 {
-            sheet.step(size_label(bytes));
-        } else if !sheet.may_start(&comm, size_label(bytes), timeout)? {
+        if !sheet.may_start(&comm, size_label(bytes), timeout)? {
             continue;
         }
         if let Some(Ok(line)) = &line {
             let (warm_up, total) = options.iterations(bytes);
             line.bounce(warm_up)?;
-            let (half_rtt, iters) = (line.bounce(total - warm_up)?.micros(2), total - warm_up);
-            let mode = CACHE_LINE.to_owned();
-            rows.push(Row { mode, bytes, iters, half_rtt, costs: None, errors: 0 });
-            let flags = exchange::flags(options, &comm, &app)?;
-            rows.push(flags.row(&comm, FLAGS, bytes, timeout)?);
+            let point = Point::time(bytes as u64, &line.bounce(total - warm_up)?, 2);
+            sheet.add_point(HALF_RTT, CACHE_LINE, "bytes", Unit::Micros, point);
+            exchange::flags(options, &comm, &app)?.add(&mut sheet, FLAGS, bytes);
         }
         for mode in options.modes() {
             let run = || PingPong::new(options, &comm, &app, &placed, bytes)?.run(mode);
             if let Some(marks) = &marks {
                 marks.pause(true);
-                let name = format!("{}, recorder paused", mode.name());
-                rows.push(run()?.row(&comm, &name, bytes, timeout)?);
+                run()?.add(&mut sheet, &format!("{}, recorder paused", mode.name()), bytes);
                 marks.pause(false);
             }
-            rows.push(run()?.row(&comm, &mode.name(), bytes, timeout)?);
+            run()?.add(&mut sheet, &mode.name(), bytes);
         }
     }
-    // Both ranks know the errors of both.
-    sheet.wrong(if comm.rank() == 0 { rows.iter().map(|row| row.errors).sum() } else { 0 });
-    add_series(&mut sheet, &rows);
+    let has_line = matches!(line, Some(Ok(_)));
+    sheet.compare(HALF_RTT, if has_line { CACHE_LINE } else { "sync" });
+    COSTS.into_iter().for_each(|group| sheet.compare(group, "sync"));
+    let checked = match options.no_kernels && options.modes().contains(&Mode::Stream) {
+        false => "every message was checked",
+        true => "a time of mode stream is the mean of a window, whose last messages were checked",
+    };
     let place = placed.describe(&comm, timeout)?;
-    sheet.set_text(format!("{place}{}", text(options, &rows)));
+    sheet.set_note(format!("{place}{checked}"));
     let options = json!({
         "sizes": options.sizes,
         "stream": app.stream.kind(),
@@ -294,86 +281,6 @@ fn recording() -> Result<Marks> {
         true => Ok(marks),
         false => Err("nothing is recorded: unset GDSYNC_RECORDER, and make room in /dev/shm".into()),
     }
-}
-
-/// Adds the rows as series; ratios are to the cache line, or else to mode sync.
-fn add_series(sheet: &mut Sheet, rows: &[Row]) {
-    for row in rows {
-        let x = row.bytes as u64;
-        sheet.add_point(HALF_RTT, &row.mode, "bytes", Unit::Micros, row.half_rtt.at(x));
-        for (group, us) in COSTS.into_iter().zip(row.costs.into_iter().flatten()) {
-            if let Some(us) = us {
-                sheet.add_point(group, &row.mode, "bytes", Unit::Micros, Point::value(x, us));
-            }
-        }
-    }
-    let has_line = rows.iter().any(|row| row.mode == CACHE_LINE);
-    sheet.compare(HALF_RTT, if has_line { CACHE_LINE } else { "sync" });
-    COSTS.into_iter().for_each(|group| sheet.compare(group, "sync"));
-}
-
-fn text(options: &Options, rows: &[Row]) -> String {
-    let header = [
-        "mode",
-        "bytes",
-        "iters",
-        "p50 us",
-        "of sync",
-        "p99 us",
-        "min us",
-        "MB/s",
-        "run us/iter",
-        "CPU us/msg",
-        "of sync",
-        "application",
-        "of sync",
-        "process",
-        "errors",
-    ];
-    let mut table = plain_table(header, 1..header.len());
-    let number = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
-    let mut modes: Vec<&str> = Vec::new();
-    for row in rows {
-        if !modes.contains(&row.mode.as_str()) {
-            modes.push(&row.mode);
-        }
-    }
-    for row in modes.iter().flat_map(|mode| rows.iter().filter(move |row| row.mode == **mode)) {
-        let sync = rows.iter().find(|sync| sync.mode == "sync" && sync.bytes == row.bytes);
-        let ratio = |of: fn(&Row) -> Option<f64>| {
-            let ratio = of(row).zip(sync.and_then(of)).map(|(ours, theirs)| ours / theirs);
-            ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"))
-        };
-        let Micros { min, p50, p99 } = row.half_rtt;
-        let [run, thread, application, process] = row.costs.unwrap_or_default();
-        #[expect(clippy::cast_precision_loss, reason = "message sizes are exact")]
-        let bandwidth = row.bytes as f64 / p50;
-        table.add_row([
-            row.mode.clone(),
-            size(row.bytes),
-            row.iters.to_string(),
-            number(Some(p50)),
-            ratio(|row| Some(row.half_rtt.p50)),
-            number(Some(p99)),
-            number(Some(min)),
-            format!("{bandwidth:.1}"),
-            number(run),
-            number(thread),
-            ratio(|row| row.costs?[1]),
-            number(application),
-            ratio(|row| row.costs?[2]),
-            number(process),
-            row.errors.to_string(),
-        ]);
-    }
-    let checked = match options.no_kernels && options.modes().contains(&Mode::Stream) {
-        false => "every message was checked",
-        true => "a time of mode stream is the mean of a window, whose last messages were checked",
-    };
-    format!(
-        "{table}\nTimes are half round trips; bandwidth is bytes over the p50; {checked}.\n\
-         CPU time: of the posting thread, of the application (without the threads of the software HCA and the proxy), of the process."
-    )
 }
 
 /// A cache line of shared memory that the CPUs of two ranks bounce: the floor of message latency.

@@ -218,14 +218,14 @@ impl Report {
         self.series.iter().find(|series| series.group == group && series.name == name)
     }
 
-    fn print(&self, text: Option<&str>) -> io::Result<()> {
+    fn print(&self, note: Option<&str>) -> io::Result<()> {
         let Self { device, wire, machine, .. } = self;
         let over = if wire.is_empty() { String::new() } else { format!(" over {wire}") };
         out!("{device}{over}, {} x {}", machine.cpus, machine.cpu)?;
-        if let Some(text) = text {
-            out!("{text}")?;
+        if let Some(note) = note {
+            out!("{note}")?;
         }
-        for series in self.series.chunk_by(|a, b| a.group == b.group).filter(|_| text.is_none()) {
+        for series in self.series.chunk_by(|a, b| a.group == b.group) {
             out!("\n{}\n{}", series[0].group, table(series))?;
         }
         for skipped in self.skipped.chunk_by(|a, b| a.reason == b.reason) {
@@ -238,11 +238,13 @@ impl Report {
 
 /// A table without borders; these columns are right-aligned.
 pub fn plain_table(
-    header: impl IntoIterator<Item = &'static str>,
+    header: impl IntoIterator<Item = impl Into<String>>,
     right: impl IntoIterator<Item = usize>,
 ) -> Table {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header.into_iter().collect::<Vec<_>>());
+    table
+        .load_style(presets::NOTHING)
+        .set_header(header.into_iter().map(Into::into).collect::<Vec<String>>());
     for column in right {
         if let Some(column) = table.column_mut(column) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -335,8 +337,8 @@ pub struct Sheet {
     end: Instant,
     series: Vec<Series>,
     skipped: Vec<Skipped>,
-    /// Printed in place of the tables of the series.
-    text: Option<String>,
+    /// Printed before the tables.
+    note: Option<String>,
     /// Messages with wrong data that this rank received.
     wrong: u64,
 }
@@ -348,7 +350,7 @@ impl Sheet {
         bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
         let file = create_json(output.json.as_deref().filter(|_| is_shown))?;
         let end = Instant::now() + Duration::from_secs(output.budget);
-        Ok(Self { is_shown, file, bar, end, series: Vec::new(), skipped: Vec::new(), text: None, wrong: 0 })
+        Ok(Self { is_shown, file, bar, end, series: Vec::new(), skipped: Vec::new(), note: None, wrong: 0 })
     }
 
     /// Starts a step. Nothing is drawn while it is measured.
@@ -364,10 +366,11 @@ impl Sheet {
         Instant::now() + time > self.end
     }
 
-    /// Starts a step of all ranks if rank 0 has budget left; otherwise lists it as skipped.
+    /// Starts a step of all ranks if it is the first, or if rank 0 has budget left; otherwise lists it as skipped.
     pub fn may_start(&mut self, comm: &Communicator, what: String, timeout: Duration) -> Result<bool> {
+        let is_first = self.bar.message().is_empty();
         let over = comm.exchange(&[self.has_less_than(Duration::ZERO).into()], timeout)?;
-        if over[0] == [0] {
+        if is_first || over[0] == [0] {
             self.step(what);
             return Ok(true);
         }
@@ -408,9 +411,9 @@ impl Sheet {
         others.for_each(|series| series.compare(&base));
     }
 
-    /// Prints this text in place of the tables of the series.
-    pub fn set_text(&mut self, text: String) {
-        self.text = Some(text);
+    /// Prints this text before the tables.
+    pub fn set_note(&mut self, note: String) {
+        self.note = Some(note);
     }
 
     /// Sets what the ratios of a series compare with.
@@ -476,7 +479,7 @@ impl Sheet {
         let (machine, series, skipped) = (Machine::here(), self.series, self.skipped);
         let report = Report { benchmark, device, wire, machine, options, series, skipped };
         if self.is_shown {
-            report.print(self.text.as_deref())?;
+            report.print(self.note.as_deref())?;
         }
         write_json(self.file, &report)?;
         match self.wrong {

@@ -117,23 +117,10 @@ struct Report {
 
 impl Report {
     fn print(&self) -> io::Result<()> {
-        out!(
-            "{} over {}, {} stream, {} ranks, {} x {}",
-            self.device,
-            self.wire,
-            self.stream,
-            self.ranks,
-            self.machine.cpus,
-            self.machine.cpu
-        )?;
-        out!(
-            "{}{} x {} cells, {} iterations, mode {}",
-            self.place,
-            self.nx,
-            self.ny,
-            self.iters,
-            format!("{:?}", self.mode).to_lowercase()
-        )?;
+        let Self { device, wire, stream, ranks, machine, place, nx, ny, iters, .. } = self;
+        let mode = format!("{:?}", self.mode).to_lowercase();
+        out!("{device} over {wire}, {stream} stream, {ranks} ranks, {} x {}", machine.cpus, machine.cpu)?;
+        out!("{place}{nx} x {ny} cells, {iters} iterations, mode {mode}")?;
         out!("time per iteration: {:.2} us", self.iteration_us)?;
         out!("halo bytes per iteration: {}", self.halo_bytes)?;
         out!("cells per second: {:.4e}", self.cells_per_s)?;

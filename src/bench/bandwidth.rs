@@ -114,11 +114,9 @@ impl Options {
     fn bandwidths(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<()> {
         let timeout = self.checks.timeout();
         let mut rows = self.rows(comm, sheet)?;
-        for (i, &bytes) in self.sizes.iter().enumerate() {
+        for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?;
-            if i == 0 {
-                sheet.step(size_label(bytes));
-            } else if !sheet.may_start(comm, size_label(bytes), timeout)? {
+            if !sheet.may_start(comm, size_label(bytes), timeout)? {
                 continue;
             }
             let mut all = vec![Samples::default(); rows.len()];

@@ -98,11 +98,9 @@ impl Options {
         let config = HostStreamConfig { name: "mp".into(), wait_limit: timeout, ..Default::default() };
         let stream = Stream::host(config)?;
         let tagged = Tagged::new(&comm, timeout)?;
-        for (i, &bytes) in self.sizes.iter().enumerate() {
+        for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?;
-            if i == 0 {
-                sheet.step(size_label(bytes));
-            } else if !sheet.may_start(&comm, size_label(bytes), timeout)? {
+            if !sheet.may_start(&comm, size_label(bytes), timeout)? {
                 continue;
             }
             self.of_size((&comm, &tagged), &stream, bytes, &mut sheet)?;

@@ -87,10 +87,7 @@ impl Options {
         let (checks, timeout) = (&self.checks, self.checks.timeout());
         let mut all = Vec::new();
         for &qps in &self.qps {
-            let what = format!("{qps} queue pairs");
-            if all.is_empty() {
-                sheet.step(what);
-            } else if !sheet.may_start(comm, what, timeout)? {
+            if !sheet.may_start(comm, format!("{qps} queue pairs"), timeout)? {
                 continue;
             }
             let qps = usize::from(qps);

@@ -43,13 +43,6 @@ pub(crate) struct Options {
     output: Output,
 }
 
-struct Machinery {
-    gpu: Gpu,
-    /// The same GPU with entry points that record and time calls.
-    watched: Gpu,
-    name: String,
-}
-
 /// Executors and places of queues that are measured.
 const VARIANTS: [(Via, &str, OnGpu); 4] = [
     (Via::MemOp, "host", OnGpu::empty()),
@@ -61,48 +54,45 @@ const VARIANTS: [(Via, &str, OnGpu); 4] = [
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let mut sheet = Sheet::new(&self.output, true, VARIANTS.len())?;
-        let machinery = self.machinery()?;
-        for (via, place, on_gpu) in VARIANTS {
-            sheet.step(format!("{via}, queues in {place} memory"));
-            match self.graph {
-                Some(hops) => self.graphs(&machinery, hops, via, (place, on_gpu), &mut sheet)?,
-                None => {
-                    let bench =
-                        Bench { machinery: &machinery, via, timeout: self.timeout(), calls: self.calls };
-                    bench.measure(place, on_gpu, &mut sheet)?;
-                }
-            }
-        }
-        let options = json!({ "calls": self.calls, "graph": self.graph });
-        sheet.write_of("stream", &machinery.name, "", options)
-    }
-
-    fn timeout(&self) -> Duration {
-        Duration::from_secs(self.timeout)
-    }
-
-    fn machinery(&self) -> Result<Machinery> {
         let (driver, open) = (Api::load()?, |api| Gpu::open_with(api, self.device, None));
         let (gpu, watched) = (open(driver)?, open(driver::watched(driver))?);
         let name = format!("GPU {}, {}", self.device, gpu.capabilities());
-        Ok(Machinery { gpu, watched, name })
+        let bench = Bench { gpu, watched, timeout: Duration::from_secs(self.timeout), calls: self.calls };
+        for (via, place, on_gpu) in VARIANTS {
+            sheet.step(format!("{via}, queues in {place} memory"));
+            match self.graph {
+                Some(hops) => bench.graphs(hops, via, (place, on_gpu), &mut sheet)?,
+                None => bench.single_calls(via, (place, on_gpu), &mut sheet)?,
+            }
+        }
+        let options = json!({ "calls": self.calls, "graph": self.graph });
+        sheet.write_of("stream", &name, "", options)
     }
+}
 
+/// Groups of calls that warm up.
+const WARM_UP: u32 = 4;
+
+struct Bench {
+    gpu: Gpu,
+    /// The same GPU with entry points that record and time calls.
+    watched: Gpu,
+    timeout: Duration,
+    calls: u64,
+}
+
+fn open(gpu: &Gpu, via: Via, on_gpu: OnGpu) -> Result<(Stream, Sides)> {
+    let config = CudaStreamConfig { via, ..CudaStreamConfig::default() };
+    Ok((Stream::cuda(gpu, config)?, Sides::new(gpu, on_gpu)?))
+}
+
+impl Bench {
     /// Launches of a graph of `hops` sends and waits.
-    fn graphs(
-        &self,
-        machinery: &Machinery,
-        hops: u32,
-        via: Via,
-        (place, on_gpu): (&str, OnGpu),
-        sheet: &mut Sheet,
-    ) -> Result<()> {
+    fn graphs(&self, hops: u32, via: Via, (place, on_gpu): (&str, OnGpu), sheet: &mut Sheet) -> Result<()> {
         const WARM_UP: u64 = 10;
         const PARTS: [&str; 4] = ["launch", "cuGraphLaunch", "node updates", "library"];
-        let gpu = &machinery.watched;
-        let _current = gpu.enter()?;
-        let stream = Stream::cuda(gpu, CudaStreamConfig { via, ..CudaStreamConfig::default() })?;
-        let sides = Sides::new(gpu, on_gpu)?;
+        let _current = self.watched.enter()?;
+        let (stream, sides) = open(&self.watched, via, on_gpu)?;
         let graph: Graph = stream.capture(|stream| {
             (0..hops).try_for_each(|_| {
                 let mut batch = Batch::new();
@@ -117,7 +107,7 @@ impl Options {
             graph.launch(&stream)?;
             let all = start.elapsed();
             let Spent { launches, nodes } = driver::spent().since(before);
-            stream.synchronize(self.timeout())?;
+            stream.synchronize(self.timeout)?;
             if n >= WARM_UP {
                 let library = all.saturating_sub(launches + nodes);
                 let times = [all, launches, nodes, library];
@@ -134,47 +124,36 @@ impl Options {
         }
         Ok(())
     }
-}
 
-/// Groups of calls that warm up.
-const WARM_UP: u32 = 4;
-
-struct Bench<'a> {
-    machinery: &'a Machinery,
-    via: Via,
-    timeout: Duration,
-    calls: u64,
-}
-
-impl Bench<'_> {
     /// Measures the cases in turn, each with its baseline.
-    fn measure(&self, place: &str, on_gpu: OnGpu, sheet: &mut Sheet) -> Result<()> {
-        let gpu = &self.machinery.gpu;
+    fn single_calls(&self, via: Via, (place, on_gpu): (&str, OnGpu), sheet: &mut Sheet) -> Result<()> {
+        let gpu = &self.gpu;
         let _current = gpu.enter()?;
-        let recorded = self.recorded(on_gpu)?;
-        let (stream, sides) = self.open(gpu, on_gpu)?;
+        let recorded = self.recorded(via, on_gpu)?;
+        let (stream, sides) = open(gpu, via, on_gpu)?;
+        let streams = (&stream, &sides);
         let raw = Raw::new(gpu)?;
         let mut all = Vec::new();
         for (mut case, recorded) in cases(&sides, &stream)?.into_iter().zip(recorded) {
             for _ in 0..WARM_UP {
-                self.by_library(&mut case, &sides, &stream, &mut Samples::default())?;
+                self.group(&mut case, streams, |call| timed(&mut Samples::default(), call))?;
             }
             all.push((case, raw.calls(&recorded, GROUP)?, Samples::default(), Samples::default()));
         }
         for _ in 0..self.calls.div_ceil(GROUP) {
             for (case, calls, library, driver) in &mut all {
-                self.by_library(case, &sides, &stream, library)?;
+                self.group(case, streams, |call| timed(library, call))?;
                 self.by_driver(&raw, calls, driver)?;
             }
         }
         let group = format!("CPU time of a call, queues in {place} memory");
-        let [ours, theirs] = ["library", "driver alone"].map(|who| format!("{}: {who}", self.via));
+        let [ours, theirs] = ["library", "driver alone"].map(|who| format!("{via}: {who}"));
         for (case, _, library, driver) in all {
             let (total, base) = (Point::time(case.name, &library, 1), Point::time(case.name, &driver, 1));
             let each = |us: f64| Point::value(case.name, us / f64::from(case.parts));
             let per_operation = format!("library, per operation, queues in {place} memory");
             for (name, us) in [("", total.p50 - base.p50), (", mean", library.mean() - driver.mean())] {
-                let name = format!("{}{name}", self.via);
+                let name = format!("{via}{name}");
                 sheet.add_point(&per_operation, &name, "call", Unit::Micros, each(us));
             }
             let total = Point { ratio: Some(total.p50 / base.p50), ..total };
@@ -185,20 +164,15 @@ impl Bench<'_> {
         Ok(())
     }
 
-    fn open(&self, gpu: &Gpu, on_gpu: OnGpu) -> Result<(Stream, Sides)> {
-        let config = CudaStreamConfig { via: self.via, ..CudaStreamConfig::default() };
-        Ok((Stream::cuda(gpu, config)?, Sides::new(gpu, on_gpu)?))
-    }
-
     /// The driver calls of a group of each case.
-    fn recorded(&self, on_gpu: OnGpu) -> Result<Vec<Vec<Call>>> {
-        let (stream, sides) = self.open(&self.machinery.watched, on_gpu)?;
+    fn recorded(&self, via: Via, on_gpu: OnGpu) -> Result<Vec<Vec<Call>>> {
+        let (stream, sides) = open(&self.watched, via, on_gpu)?;
         let handle = stream.raw().ok_or("a stream of a GPU has a handle")?;
         let recorded = |mut case: Case<'_>| {
             let mut calls = Vec::new();
             // The first group registers memory with the GPU, which adds operations.
             for _ in 0..WARM_UP {
-                calls = self.group(&mut case, &sides, &stream, |call| {
+                calls = self.group(&mut case, (&stream, &sides), |call| {
                     driver::recording(handle, || (0..GROUP).try_for_each(|_| call()))
                 })?;
             }
@@ -207,27 +181,18 @@ impl Bench<'_> {
         cases(&sides, &stream)?.into_iter().map(recorded).collect()
     }
 
-    fn by_library(
-        &self,
-        case: &mut Case<'_>,
-        sides: &Sides,
-        stream: &Stream,
-        samples: &mut Samples,
-    ) -> Result<()> {
-        self.group(case, sides, stream, |call| timed(samples, call))
-    }
-
     /// Makes a group of calls on a stream that is idle before and after.
     fn group<T>(
         &self,
         case: &mut Case<'_>,
-        sides: &Sides,
-        stream: &Stream,
+        (stream, sides): (&Stream, &Sides),
         run: impl FnOnce(&mut dyn FnMut() -> Result<()>) -> Result<T>,
     ) -> Result<T> {
         (case.before)()?;
         let done = run(&mut *case.call);
-        self.drain(sides, stream)?;
+        stream.synchronize(self.timeout)?;
+        sides.ours.drain(self.timeout)?;
+        sides.peer.drain(self.timeout)?;
         done
     }
 
@@ -240,11 +205,6 @@ impl Bench<'_> {
             }
         }
         done
-    }
-
-    fn drain(&self, sides: &Sides, stream: &Stream) -> Result<()> {
-        stream.synchronize(self.timeout)?;
-        sides.drain(self.timeout)
     }
 }
 
@@ -339,12 +299,6 @@ impl Sides {
         let (from, to) = (self.ours.mr.sge(0, LEN)?, self.peer.mr.remote(0)?);
         batch.send(&self.ours.qp, &SendWr::write(to, &[from]))?;
         batch.wait_send(&self.ours.qp).map(drop)
-    }
-
-    /// Polls all completions that no stream consumed.
-    fn drain(&self, timeout: Duration) -> Result<()> {
-        self.ours.drain(timeout)?;
-        self.peer.drain(timeout)
     }
 }
 

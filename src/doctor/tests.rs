@@ -118,23 +118,23 @@ fn set_variable(machine: &mut Machine, name: &str, value: &str) {
 const NOBODY: libc::uid_t = 65534;
 
 /// Makes the calling thread another user, and none of the others: the system call does what libc does for all.
-fn become_nobody() -> bool {
+fn change_user() -> bool {
     // SAFETY: plain numbers.
     unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) == 0 }
 }
 
 /// The probes as another user than root. `None` where root may not change its user.
-fn as_nobody(machine: &Machine) -> Option<Vec<Probe>> {
+fn as_other_user(machine: &Machine) -> Option<Vec<Probe>> {
     // SAFETY: it may be called at any time.
     let is_root = unsafe { libc::geteuid() } == 0;
     std::thread::scope(|scope| {
-        let look = scope.spawn(|| (!is_root || become_nobody()).then(|| all(machine)));
+        let look = scope.spawn(|| (!is_root || change_user()).then(|| all(machine)));
         look.join().expect("the thread only looks")
     })
 }
 
 #[test]
-fn a_healthy_machine_has_no_complaint() {
+fn healthy_machine_has_no_complaint() {
     let tree = Tree::healthy();
     let probes = all(&healthy(&tree));
     let complaints: Vec<_> = probes.iter().filter(|probe| probe.status != Status::Ok).collect();
@@ -149,7 +149,7 @@ fn a_healthy_machine_has_no_complaint() {
 }
 
 /// What the doctor says of each trouble that it does not say of a healthy machine. Returns the probes that complained.
-fn told_of(
+fn reports_on(
     cases: &[Case],
     look: impl Fn(&Machine) -> Vec<Probe>,
     complained: &mut BTreeSet<&'static str>,
@@ -176,7 +176,7 @@ fn told_of(
 }
 
 #[test]
-fn each_trouble_is_told_by_its_probe_and_no_other() {
+fn every_fault_is_reported_by_its_probe_only() {
     let mut complained = BTreeSet::new();
     for (name, cases) in [
         ("driver", cases::DRIVER),
@@ -184,7 +184,7 @@ fn each_trouble_is_told_by_its_probe_and_no_other() {
         ("network", cases::NETWORK),
         ("surroundings", cases::SURROUNDINGS),
     ] {
-        insta::assert_snapshot!(name, told_of(cases, all, &mut complained));
+        insta::assert_snapshot!(name, reports_on(cases, all, &mut complained));
     }
     let never = ["container.kind", "choice.faster"];
     let checks = AREAS.iter().flat_map(|area| area.checks).map(|check| check.name);
@@ -193,14 +193,14 @@ fn each_trouble_is_told_by_its_probe_and_no_other() {
 }
 
 #[test]
-fn files_that_are_closed_are_told() {
+fn closed_device_files_are_reported() {
     let tree = Tree::healthy();
-    if as_nobody(&healthy(&tree)).is_none() {
+    if as_other_user(&healthy(&tree)).is_none() {
         eprintln!("skipped: this root may not become another user, and opens everything");
         return;
     }
-    let look = |machine: &Machine| as_nobody(machine).expect("as a moment ago");
-    insta::assert_snapshot!("alone", told_of(cases::ALONE, look, &mut BTreeSet::new()));
+    let look = |machine: &Machine| as_other_user(machine).expect("as a moment ago");
+    insta::assert_snapshot!("alone", reports_on(cases::ALONE, look, &mut BTreeSet::new()));
 }
 
 #[test]
@@ -219,7 +219,7 @@ fn without_sysfs_nothing_is_called_absent() {
 }
 
 #[test]
-fn ways_between_gpus_are_told_apart() {
+fn paths_between_gpus_are_distinguished() {
     let bridge = "pci0000:00/0000:00:05.0";
     let switch = "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:02.0";
     for (below, joined, status, found) in [
@@ -320,7 +320,7 @@ fn tables() -> [String; 4] {
 }
 
 #[test]
-fn the_document_has_the_tables_that_the_checks_judge_by() {
+fn document_has_the_tables_of_the_checks() {
     let text = fs::read_to_string(repository().join("docs/requirements.md")).unwrap();
     for table in tables() {
         assert!(text.contains(&table), "docs/requirements.md lacks this table:\n{table}");
@@ -328,7 +328,7 @@ fn the_document_has_the_tables_that_the_checks_judge_by() {
 }
 
 #[test]
-fn cards_and_generations_are_told_apart() {
+fn cards_and_generations_are_found() {
     let mut seen = BTreeSet::new();
     assert!(CARDS.iter().flat_map(|card| card.devices).all(|device| seen.insert(device)));
     assert_eq!(card(0x1021).unwrap().name, "ConnectX-7");
@@ -366,7 +366,7 @@ fn variables(text: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_variables_of_all_crates_are_known() {
+fn variables_of_all_crates_are_known() {
     let mut files = Vec::new();
     for source in ["gdsync/src", "gdrcopy/src", "gdrcopy/capi/src", "mp/src", "rdma-core-sys/src"] {
         sources(&repository().join(source), &mut files);
@@ -391,7 +391,7 @@ fn ask(script: &str, limit: Duration) -> Answer<CudaFacts> {
 const FACTS: &str = r#"echo '{"Facts":{"version":{"Ok":13000},"count":null,"gpus":[]}}';"#;
 
 #[test]
-fn what_was_said_is_kept_whatever_follows() {
+fn facts_survive_a_failing_process() {
     for (end, trouble) in [
         ("", None),
         ("echo a library says hello; echo '{\"Facts\":'; exit 0", None),

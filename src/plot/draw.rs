@@ -64,13 +64,6 @@ pub(super) fn wrap(text: &str, size: i32, max: i32) -> Vec<String> {
     lines
 }
 
-/// Which end of a text is at its position.
-#[derive(Clone, Copy)]
-pub(super) enum Align {
-    Left,
-    Right,
-}
-
 pub(super) fn font(size: i32, color: RGBColor) -> TextStyle<'static> {
     // plotters divides the size by 1.24.
     ("sans-serif", f64::from(size) * 1.24).into_font().color(&color)
@@ -108,12 +101,8 @@ impl<'a> Canvas<'a> {
         Ok(self.root.draw(element)?)
     }
 
-    pub(super) fn write(&self, text: &str, at: (i32, i32), style: TextStyle<'_>, align: Align) -> Result<()> {
-        let h_pos = match align {
-            Align::Left => HPos::Left,
-            Align::Right => HPos::Right,
-        };
-        self.draw(&Text::new(super::printable(text), at, style.pos(Pos::new(h_pos, VPos::Center))))
+    fn write(&self, text: &str, at: (i32, i32), style: TextStyle<'_>, align: HPos) -> Result<()> {
+        self.draw(&Text::new(super::printable(text), at, style.pos(Pos::new(align, VPos::Center))))
     }
 
     /// A line of text; `at` is in the middle of its height.
@@ -123,14 +112,14 @@ impl<'a> Canvas<'a> {
         at: (i32, i32),
         size: i32,
         color: RGBColor,
-        align: Align,
+        align: HPos,
     ) -> Result<()> {
         self.write(text, at, font(size, color), align)
     }
 
     pub(super) fn title(&self, text: &str, at: (i32, i32), size: i32) -> Result<()> {
         let bold = ("sans-serif", f64::from(size) * 1.24, FontStyle::Bold).into_font().color(&INK);
-        self.write(text, at, bold, Align::Left)
+        self.write(text, at, bold, HPos::Left)
     }
 
     pub(super) fn line(&self, points: &[(i32, i32)], color: RGBColor, width: u32) -> Result<()> {
@@ -237,7 +226,7 @@ impl Frame<'_> {
             y += 22;
         }
         for line in self.lines(self.subtitle, TEXT) {
-            canvas.text(&line, (MARGIN, y), TEXT, MUTED, Align::Left)?;
+            canvas.text(&line, (MARGIN, y), TEXT, MUTED, HPos::Left)?;
             y += 18;
         }
         for (series, (name, (x, row))) in self.legend.iter().zip(self.places()).enumerate() {
@@ -249,11 +238,11 @@ impl Frame<'_> {
                 }
                 Sign::Bar => canvas.rect([(x, y - 6), (x + 24, y + 6)], color(series))?,
             }
-            canvas.text(name, (x + SIGN, y), TEXT, INK, Align::Left)?;
+            canvas.text(name, (x + SIGN, y), TEXT, INK, HPos::Left)?;
         }
         let mut y = canvas.height - self.below() + 13;
         for line in self.foot_lines() {
-            canvas.text(&line, (MARGIN, y), FOOT, MUTED, Align::Left)?;
+            canvas.text(&line, (MARGIN, y), FOOT, MUTED, HPos::Left)?;
             y += 14;
         }
         Ok(())
@@ -674,7 +663,7 @@ pub(super) fn bars(picture: &Picture) -> Result<String> {
             let middle = above + shift + i32::midpoint(edges[0], edges[1]) + each / 2;
             let first = middle - (lines(name) - 1) * LINE / 2;
             for (line, y) in name.iter().zip((first..).step_by(LINE.unsigned_abs() as usize)) {
-                canvas.text(line, (left - 8, y), NAME, INK, Align::Right)?;
+                canvas.text(line, (left - 8, y), NAME, INK, HPos::Right)?;
             }
             for (series, y) in (middle - bars * BAR / 2..)
                 .step_by(BAR.unsigned_abs() as usize)
@@ -688,7 +677,7 @@ pub(super) fn bars(picture: &Picture) -> Result<String> {
                 canvas.line(&[(along(value.p50), middle), (tip, middle)], INK, 1)?;
                 canvas.line(&[(tip, middle - 3), (tip, middle + 4)], INK, 1)?;
                 let (end, numbers) = (to.max(tip), [value.p50, value.p99].map(number));
-                canvas.text(&numbers.join(" / "), (end + 6, y + BAR / 2), 11, INK, Align::Left)?;
+                canvas.text(&numbers.join(" / "), (end + 6, y + BAR / 2), 11, INK, HPos::Left)?;
             }
         }
         canvas.line(&[(zero, above), (zero, above + rows.end)], MUTED, 1)

@@ -4,9 +4,10 @@ use std::collections::BTreeSet;
 
 use gdasync::results::{Result, Unit};
 use plotters::chart::ChartBuilder;
+use plotters::style::text_anchor::HPos;
 use serde::Deserialize;
 
-use super::draw::{Align, Canvas, Frame, INK, MARGIN, MUTED, SIZE, Scale, Sign, Ticks};
+use super::draw::{Canvas, Frame, INK, MARGIN, MUTED, SIZE, Scale, Sign, Ticks};
 use super::draw::{color, document, dress, enough, number};
 
 /// What `gdasync trace --timeline` writes; times in microseconds.
@@ -206,7 +207,7 @@ pub(super) fn draw(
         for lane in &drawn {
             let bottom = top + ROW * i32::try_from(lane.rows.len()).unwrap_or(0);
             let middle = i32::midpoint(top, bottom);
-            canvas.text(&format!("rank {}", lane.rank), (LEFT - 10, middle), 13, INK, Align::Right)?;
+            canvas.text(&format!("rank {}", lane.rank), (LEFT - 10, middle), 13, INK, HPos::Right)?;
             for (row, y) in lane.rows.iter().zip((top..).step_by(ROW.unsigned_abs() as usize)) {
                 row.iter().try_for_each(|message| bar(canvas, message, y, &span, along))?;
             }
@@ -243,7 +244,7 @@ fn bar(
         }
         _ => format!("{}: {} us", message.seq, number(to - from)),
     };
-    canvas.text(&name, (along(from), y + 7), 10, MUTED, Align::Left)
+    canvas.text(&name, (along(from), y + 7), 10, MUTED, HPos::Left)
 }
 
 #[cfg(test)]

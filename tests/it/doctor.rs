@@ -73,7 +73,7 @@ impl Drop for Directory {
 }
 
 #[test]
-fn a_machine_with_nothing_wrong_passes() {
+fn machine_without_devices_passes() {
     let (_, probes) = probes(doctor("--json"));
     let listed = succeeds(doctor("--list"));
     for line in listed.lines() {
@@ -95,7 +95,7 @@ fn a_machine_with_nothing_wrong_passes() {
 }
 
 #[test]
-fn the_gpus_of_this_machine_do_what_they_should() {
+fn gpus_of_this_machine_work() {
     if !Path::new("/proc/driver/nvidia/version").exists() {
         return eprintln!("skipped: no NVIDIA driver");
     }
@@ -137,7 +137,7 @@ fn a_file_gets_the_json_and_the_terminal_the_text() {
 }
 
 #[test]
-fn a_device_that_is_not_there_fails() {
+fn missing_device_fails() {
     let mut command = doctor("--json --only choice,limits");
     command.env("GDSYNC_DEVICE", "mlx5_99");
     let (status, probes) = probes(command);
@@ -172,7 +172,7 @@ fn lower_limits() -> std::io::Result<()> {
 }
 
 #[test]
-fn limits_that_are_lowered_are_found() {
+fn lowered_limits_are_found() {
     let root = root_with_a_device();
     let mut command = doctor(&format!("--json --only limits --root {}", root.text()));
     // SAFETY: only system calls.
@@ -202,7 +202,7 @@ fn failed(probes: &[Value]) -> Vec<&str> {
 }
 
 #[test]
-fn a_library_that_blocks_takes_no_other_probe_along() {
+fn blocking_library_affects_no_other_probe() {
     let directory = Directory::new("blocks");
     let path = directory.0.join("libibverbs.so.1");
     blocking_file(&path);
@@ -217,7 +217,7 @@ fn a_library_that_blocks_takes_no_other_probe_along() {
 }
 
 #[test]
-fn a_card_whose_driver_hangs_takes_no_other_probe_along() {
+fn hanging_driver_affects_no_other_probe() {
     let root = Directory::new("hangs");
     let port = root.0.join("sys/class/infiniband/mlx5_0/ports/1");
     fs::create_dir_all(&port).unwrap();
@@ -236,7 +236,7 @@ fn stand_in() -> Option<PathBuf> {
 }
 
 #[test]
-fn a_card_is_opened_and_chosen() {
+fn card_is_opened_and_chosen() {
     let Some(library) = stand_in() else {
         return eprintln!("skipped: no stand-in for libibverbs; `cargo test --workspace` builds it");
     };

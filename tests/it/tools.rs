@@ -169,7 +169,7 @@ fn sanity_passes_where_there_is_no_gpu() {
 }
 
 #[test]
-fn a_case_that_fails_fails_the_run() {
+fn failing_case_fails_the_run() {
     for (case, expected) in [
         ("tool_fails", "tool_fails: as it shall"),
         ("tool_crashes", "killed by signal 6"),

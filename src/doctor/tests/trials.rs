@@ -59,7 +59,7 @@ fn operations_are_run_and_captured() {
 }
 
 #[test]
-fn each_call_that_fails_is_told_by_its_probe() {
+fn failing_calls_are_reported_by_their_probes() {
     for (call, status, names) in [
         ("cuInit", 999, &["gpu.cuda"][..]),
         ("cuStreamBatchMemOp", 801, &["gpu.memop_run", "gpu.capture"]),
@@ -82,7 +82,7 @@ fn each_call_that_fails_is_told_by_its_probe() {
 const UNAVAILABLE: u32 = 46;
 
 #[test]
-fn a_gpu_for_one_process_is_waited_for_and_not_called_broken() {
+fn exclusive_gpu_is_awaited_and_not_called_broken() {
     let control = Control::take();
     no_dma_bufs(&control);
     (0..2).for_each(|device| control.attribute(device, attribute::COMPUTE_MODE, attribute::EXCLUSIVE));
@@ -101,7 +101,7 @@ fn a_gpu_for_one_process_is_waited_for_and_not_called_broken() {
 }
 
 #[test]
-fn who_uses_a_gpu_for_one_process_waits_for_its_turn() {
+fn exclusive_gpus_are_used_by_one_process_at_a_time() {
     let control = Control::take();
     assert!(lock_exclusive_gpus(&api()).is_none(), "any number of processes may use a GPU as it comes");
     control.attribute(1, attribute::COMPUTE_MODE, attribute::EXCLUSIVE);
