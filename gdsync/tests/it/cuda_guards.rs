@@ -37,6 +37,8 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`, which says nothing of what runs.
 const FOR_NOW: u32 = 2;
+/// The calls that submit.
+const SUBMISSIONS: [&str; 2] = ["cuStreamBatchMemOp", "cuLaunchKernel"];
 /// `CUDA_ERROR_LAUNCH_FAILED`.
 const FOR_EVER: u32 = 719;
 
@@ -57,9 +59,7 @@ fn mark_that_is_refused_fails_the_stream_and_stops_its_queues() {
         batch.wait_send(&a.qp).unwrap();
         batch.write_value32(&last, 7);
         stream.submit(&mut batch).unwrap();
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.fail(call, FOR_NOW);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.fail(call, FOR_NOW));
         let start = Instant::now();
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Cuda { .. }), "{via}: {error}");
@@ -71,9 +71,7 @@ fn mark_that_is_refused_fails_the_stream_and_stops_its_queues() {
         );
         // The wait was released, so that nothing is left on the GPU.
         assert_eq!(gate.load(), 1);
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.mend(call);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.mend(call));
         drop((stream, a, b));
     }
 }
@@ -92,9 +90,7 @@ fn memory_of_a_stream_is_not_given_away_while_marks_are_refused() {
         };
         stream.host_fn(hold).unwrap();
         begun.recv_timeout(PATIENCE).unwrap();
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.fail(call, FOR_NOW);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.fail(call, FOR_NOW));
         // Refused where the watchdog was quicker.
         let _ = stream.host_fn(|| {});
         let error = stream.synchronize(Duration::from_millis(300)).unwrap_err();
@@ -105,9 +101,7 @@ fn memory_of_a_stream_is_not_given_away_while_marks_are_refused() {
         until("CUDA tells that all is done", || stream.query().pending == 0);
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Cuda { .. }), "{via}: {error}");
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.mend(call);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.mend(call));
     }
 }
 
@@ -295,23 +289,6 @@ fn stream_may_end_in_its_own_host_function() {
     assert_eq!(control.misplaced(), 0, "CUDA was called in a host function");
 }
 
-/// A launch would become a part of the application's graph, and never run.
-#[test]
-fn graph_is_not_launched_into_a_capture_of_the_application() {
-    let Some((_control, gpu)) = rig() else { return };
-    for via in WAYS {
-        let stream = stream(&gpu, via, PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let word = words.word32(0).unwrap();
-        let graph = stream.capture(|stream| stream.write_value32(&word, 1)).unwrap();
-        let refused = within_a_capture(&gpu, &stream, || graph.launch(&stream));
-        assert!(matches!(refused, Err(Error::Unsupported { .. })), "{via}: {refused:?}");
-        graph.launch(&stream).unwrap();
-        stream.synchronize(PATIENCE).unwrap();
-        assert_eq!(word.load(), 1);
-    }
-}
-
 /// They take calls on streams only from a thread with a context: each makes it current, also in a row.
 #[test]
 fn older_drivers_have_a_context_for_each_call() {
@@ -341,7 +318,7 @@ fn capture_is_looked_for_unless_there_will_be_none() {
     for (via, looked_for) in WAYS.into_iter().flat_map(|via| [(via, true), (via, false)]) {
         let config = CudaStreamConfig { via, captured_by_others: looked_for, ..CudaStreamConfig::default() };
         let stream = Stream::cuda(&gpu, config).unwrap();
-        let word = Memory::alloc(64).unwrap().word32(0).unwrap();
+        let word = crate::common::gate();
         stream.write_value32(&word, 1).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         let done = within_a_capture(&gpu, &stream, || stream.write_value32(&word, 2));

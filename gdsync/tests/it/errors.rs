@@ -275,7 +275,7 @@ fn waits_for_nothing_and_work_out_of_turn_are_refused() {
     s.synchronize(PATIENCE).unwrap();
 
     // A send that the first stream has not reached yet keeps the queue for that stream.
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let gate = crate::common::gate();
     s.wait_value32(&gate, 1, gdsync::stream::Cond::Geq).unwrap();
     s.send(&a.qp, &SendWr::nop()).unwrap();
     for busy in [t.send(&a.qp, &SendWr::nop()).map(drop), a.qp.post_send(&[SendWr::nop()]).map(drop)] {

@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::common::{PATIENCE, Side, named_device, pattern, received, sent};
+use crate::common::{PATIENCE, Side, bytes, named_device, pattern, received, sent};
 use gdsync::Device;
 use gdsync::hca::Gid;
 use gdsync::verbs::{QpAddress, QpBuilder, RecvWr, SendWr};
@@ -115,7 +115,7 @@ fn send(side: &Side, n: usize) {
 fn assert_received(side: &Side, n: usize, data: &[u8]) {
     let wc = received(side).ok().unwrap();
     assert_eq!((wc.wr_id, wc.byte_len as usize), (n as u64, LEN));
-    assert!(crate::common::bytes(side, LEN, LEN) == data, "message {n} arrived wrong");
+    assert!(bytes(side, LEN, LEN) == data, "message {n} arrived wrong");
 }
 
 #[test]

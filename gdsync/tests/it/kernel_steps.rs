@@ -436,7 +436,7 @@ fn peer_that_goes_away_ends_the_step() {
         let next = steps.launch(&stream, |_| Ok::<_, Error>(())).unwrap_err();
         assert_eq!(next.to_string(), error.to_string());
         assert!(stream.query().error.is_none(), "the queue pair failed, not the stream");
-        crate::common::until(|| stream.query().pending == 0);
+        until(|| stream.query().pending == 0);
     }
 }
 
@@ -491,7 +491,7 @@ fn launch_that_fails_leaves_no_trace() {
             stream.synchronize(PATIENCE).unwrap();
             assert_eq!((app.results(), b.memory().word64(0).unwrap().load()), (vec![OK], round));
         }
-        crate::common::assert_clean(&[&a, &b]);
+        assert_clean(&[&a, &b]);
     }
 }
 

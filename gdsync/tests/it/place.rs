@@ -1,5 +1,6 @@
 //! Where and how a test runs.
 
+use std::iter;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use gdsync::stream::{CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{Context, OnGpu, QpBuilder};
 use parking_lot::{Condvar, Mutex};
 
-use crate::common::{Side, connect, hca};
+use crate::common::{Side, connect, hca, is_device_named, stream_with};
 
 /// A GPU, what runs streams on it, and what is in its memory.
 #[derive(Clone, Debug)]
@@ -153,4 +154,34 @@ pub(crate) fn within_a_capture<T>(gpu: &Gpu, stream: &Stream, work: impl FnOnce(
     // SAFETY: captured above.
     unsafe { api.graph_destroy(captured) }.unwrap();
     done
+}
+
+/// Where queue pairs and streams of a test are.
+#[derive(Debug)]
+pub(crate) enum Site {
+    Host,
+    Gpu(Place),
+}
+
+impl Site {
+    pub(crate) fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
+        let side = || match self {
+            Self::Host => Side::new(&hca(), bytes, &build),
+            Self::Gpu(place) => place.side_with(&hca(), bytes, &build),
+        };
+        connect(side(), side())
+    }
+
+    pub(crate) fn stream(&self, wait_limit: Duration) -> Stream {
+        match self {
+            Self::Host => stream_with("host", wait_limit),
+            Self::Gpu(place) => place.stream(wait_limit),
+        }
+    }
+}
+
+/// The host, and every way to run on a GPU; a device of the machine only has the host.
+pub(crate) fn sites() -> impl Iterator<Item = Site> {
+    let gpu = (!is_device_named()).then(places).into_iter().flatten();
+    iter::once(Site::Host).chain(gpu.map(Site::Gpu))
 }

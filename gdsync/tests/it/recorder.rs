@@ -7,7 +7,9 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use crate::child::{is_own_process, rerun};
-use crate::common::{PATIENCE, Side, loopback, pair, received, reconnect, sent, stream};
+use crate::common::{
+    PATIENCE, Side, is_device_named, loopback, pair, received, reconnect, sent, stream, until,
+};
 use gdsync::recorder::{By, Event, Marks, Peer, Queue, Recording, Stage, Wait};
 use gdsync::stream::Cond;
 use gdsync::verbs::{RecvWr, SendWr};
@@ -47,7 +49,7 @@ fn send_of_a_stream_has_all_stages() {
     if !is_own_process() {
         return;
     }
-    if crate::common::is_device_named() {
+    if is_device_named() {
         println!("skipped: a device tells nothing of doorbells");
         return;
     }
@@ -86,7 +88,7 @@ fn numbers_go_on_after_a_reset_that_sweeps_requests_away() {
     if !is_own_process() {
         return;
     }
-    if crate::common::is_device_named() {
+    if is_device_named() {
         println!("skipped: a device tells nothing of doorbells");
         return;
     }
@@ -128,7 +130,7 @@ fn waits_are_told_while_they_last() {
     queue.wait_recv(&a.qp).unwrap();
     words.wait_value64(&word, 0x1_0000_0005, Cond::Eq).unwrap();
     let mut waits = Vec::new();
-    crate::common::until(|| {
+    until(|| {
         let recording = recording();
         let peer = peer(&recording, &a);
         let ours = |wait: &&Wait| {
@@ -163,7 +165,7 @@ fn failures_have_their_syndrome() {
     if !is_own_process() {
         return;
     }
-    if crate::common::is_device_named() {
+    if is_device_named() {
         println!("skipped: how a device fails is its own");
         return;
     }

@@ -1,13 +1,11 @@
 //! Every error a wire or a peer can cause, end to end: root cause first, flushes in order, states, later calls, recovery.
 
-use std::time::Duration;
-
 use crate::common::{Side, assert_clean, bytes, loopback, pair, pattern, received, reconnect, sent, until};
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::mlx5::{Opcode, Syndrome};
-use gdsync::verbs::{Access, CompletionError, Mr, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Sge};
+use gdsync::verbs::{Access, CompletionError, Mr, QpBuilder, QpState, RecvWr, SendWr, Sge};
 
 const SIZE: usize = 64 << 10;
 /// What the peer's queue pair comes to.
@@ -261,107 +259,6 @@ fn receives_that_are_too_short_or_have_bad_buffers_fail_at_both_sides() {
     );
 }
 
-#[test]
-fn sender_gives_up_when_no_receive_comes() {
-    both(
-        |q| q.rnr_retry(2).min_rnr_timer(1),
-        |a, b| {
-            for wr in [SendWr::send(&[]), SendWr::write_inline(b.mr.remote(0).unwrap(), &[]).imm(1)] {
-                a.qp.post_send(&[wr.id(61), SendWr::nop().id(62)]).unwrap();
-                let error = sent(a).ok().unwrap_err();
-                assert_eq!((error.wr_id, error.syndrome), (61, Syndrome::RNR_RETRY_EXC_ERR));
-                assert_flushed(a, true, &[62]);
-                assert_broken(a, Syndrome::RNR_RETRY_EXC_ERR, 61);
-                assert_eq!(b.qp.state(), QpState::RTS);
-                recover(a, b);
-            }
-            assert!(b.context.stats().rnr_naks >= 6);
-        },
-    );
-}
-
-#[test]
-fn late_receive_is_found_when_retries_never_end() {
-    both(
-        |q| q.rnr_retry(7).min_rnr_timer(1),
-        |a, b| {
-            a.qp.post_send(&[SendWr::send(&[]).id(1), SendWr::send(&[]).id(2)]).unwrap();
-            until(|| {
-                assert_eq!((a.qp.poll_send(), b.qp.poll_recv()), (None, None));
-                b.context.stats().rnr_naks >= 20
-            });
-            [5, 6].into_iter().for_each(|id| recv(b, id));
-            assert_eq!([sent(a), sent(a)].map(|wc| wc.ok().unwrap().wr_id), [1, 2]);
-            assert_eq!([received(b), received(b)].map(|wc| wc.ok().unwrap().wr_id), [5, 6]);
-        },
-    );
-}
-
-#[test]
-fn peer_that_does_not_answer_is_given_up() {
-    let build = |q: QpBuilder| q.timeout(14).retry_cnt(1);
-    both(build, |a, b| {
-        b.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
-        a.qp.post_send(&[SendWr::send(&[]).id(71), SendWr::nop().id(72)]).unwrap();
-        assert_eq!(sent(a).ok().unwrap_err().syndrome, Syndrome::RETRY_EXC_ERR);
-        assert_flushed(a, true, &[72]);
-        assert_broken(a, Syndrome::RETRY_EXC_ERR, 71);
-        recover(a, b);
-    });
-    for (a, b) in [loopback(SIZE, build), pair(SIZE, build)] {
-        let local = [a.mr.sge(0, 8).unwrap()];
-        let remote = b.mr.remote(0).unwrap();
-        let Side { qp, pd, .. } = b;
-        drop(qp);
-        a.qp.post_send(&[SendWr::read(remote, &local).id(73)]).unwrap();
-        assert_eq!(sent(&a).ok().unwrap_err().syndrome, Syndrome::RETRY_EXC_ERR);
-        assert_broken(&a, Syndrome::RETRY_EXC_ERR, 73);
-        // A new queue pair takes the place of the one that is gone.
-        let qp = pd.build_qp().build().unwrap();
-        a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
-        a.qp.connect(qp.address()).unwrap();
-        qp.connect(a.qp.address()).unwrap();
-        a.qp.post_send(&[SendWr::write(remote, &[])]).unwrap();
-        sent(&a).ok().unwrap();
-    }
-}
-
-#[test]
-fn device_of_the_peer_goes_away() {
-    // No receive is posted: the sends are under way when the other device ends.
-    let (a, b) = pair(64, |q| q.rnr_retry(7).min_rnr_timer(1));
-    a.qp.post_send(&[SendWr::send(&[]).id(74), SendWr::send(&[]).id(75)]).unwrap();
-    until(|| b.context.stats().rnr_naks > 0);
-    drop(b);
-    assert_eq!(sent(&a).ok().unwrap_err().syndrome, Syndrome::RETRY_EXC_ERR);
-    assert_flushed(&a, true, &[75]);
-    assert_broken(&a, Syndrome::RETRY_EXC_ERR, 74);
-    // With nothing under way that could fail, the receives are flushed.
-    let (a, b) = pair(2048, |q| q);
-    recv(&a, 76);
-    drop(b);
-    assert_flushed(&a, false, &[76]);
-    let error = a.qp.check().unwrap_err();
-    assert!(matches!(error, Error::PeerGone { qpn } if qpn == a.qp.qpn()), "{error}");
-}
-
-#[test]
-fn memory_deregistered_under_a_queued_send_cannot_be_sent() {
-    both(
-        |q| q.rnr_retry(7).min_rnr_timer(8),
-        |a, b| {
-            let mr = region(a, Access::empty());
-            a.qp.post_send(&[SendWr::send(&[mr.sge(0, 8).unwrap()]).id(81)]).unwrap();
-            until(|| b.context.stats().rnr_naks > 0);
-            drop(mr);
-            let error = sent(a).ok().unwrap_err();
-            assert_eq!((error.wr_id, error.syndrome), (81, Syndrome::LOC_PROT_ERR));
-            assert_eq!((b.qp.poll_recv(), b.qp.state()), (None, QpState::RTS));
-            recover(a, b);
-        },
-    );
-}
-
 /// A queue pair that its peer broke has no completion to tell it, until something is posted.
 #[test]
 fn receive_posted_after_the_peer_broke_the_queue_pair_is_flushed() {
@@ -409,23 +306,6 @@ fn injected_failures_strike_the_work_request_that_the_plan_names() {
                 );
                 b.context.inject(FaultPlan::default()).unwrap();
             }
-        },
-    );
-}
-
-#[test]
-fn abort_flushes_everything_and_is_told_as_it_is() {
-    both(
-        |q| q.rnr_retry(7),
-        |a, b| {
-            [1, 2].into_iter().for_each(|id| recv(a, id));
-            a.qp.post_send(&[SendWr::send(&[]).id(3), SendWr::send(&[]).id(4)]).unwrap();
-            a.qp.abort().unwrap();
-            assert_flushed(a, true, &[3, 4]);
-            assert_flushed(a, false, &[1, 2]);
-            assert_eq!(a.qp.state(), QpState::ERR);
-            assert!(a.qp.send_cq().wait(Duration::from_millis(1)).is_err(), "nothing more comes");
-            recover(a, b);
         },
     );
 }

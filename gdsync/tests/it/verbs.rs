@@ -162,23 +162,6 @@ fn gather_and_scatter_lists_of_any_cut_move_the_same_bytes() {
 }
 
 #[test]
-fn message_gathers_in_list_order_not_in_address_order() {
-    both(
-        4096,
-        |q| q.max_send_sge(3),
-        |a, b| {
-            a.memory().write(0, b"worldhello, ").unwrap();
-            let sges = [a.mr.sge(5, 7).unwrap(), a.mr.sge(0, 5).unwrap(), a.mr.sge(1, 2).unwrap()];
-            recv(b, 0, 0, 20);
-            a.qp.post_send(&[SendWr::send(&sges)]).unwrap();
-            sent(a).ok().unwrap();
-            assert_eq!(received(b).ok().unwrap().byte_len, 14);
-            assert_eq!(bytes(b, 0, 14), b"hello, worldor");
-        },
-    );
-}
-
-#[test]
 fn inline_data_of_every_length_is_taken_when_it_is_posted() {
     both(
         4096,

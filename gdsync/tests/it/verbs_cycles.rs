@@ -7,7 +7,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::common::{PATIENCE, named_device, pattern};
+use crate::common::{PATIENCE, named_device, pattern, tier};
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Mr, Pd, Qp, RecvWr, SendWr};
 
@@ -164,7 +164,7 @@ fn queue_pairs_to_peers_leave_nothing_behind() {
         return;
     }
     let device = || named_device().unwrap();
-    let cycles = crate::common::tier(1, 3, 100);
+    let cycles = tier(1, 3, 100);
     let unused = Held::now();
     (0..WARM_UP).for_each(|round| cycle(&device, round));
     let before = settled(&unused);

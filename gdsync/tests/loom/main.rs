@@ -2,9 +2,7 @@
 //! hand-overs in `gdsync::protocol`: what runs here is the code that the library runs.
 
 mod common;
+mod locks;
 mod queue;
-mod reset;
 mod slots;
-mod stamp;
-mod turn;
 mod wire;

@@ -312,44 +312,37 @@ fn no_note_is_lost() {
     });
 }
 
-/// As streams of GPUs announce doorbells and waits to an HCA that is about to turn to something else.
+/// As streams of GPUs announce doorbells and waits to an HCA that is about to turn to something else: at once, or in two halves, by who
+/// has a lock between them.
 #[test]
 fn no_order_is_lost() {
-    (0..2).for_each(no_order_is_lost_behind);
-}
-
-/// The same in two halves, by who has a lock between them.
-#[test]
-fn nothing_foreseen_is_lost() {
-    (0..2).for_each(nothing_foreseen_is_lost_behind);
-}
-
-fn nothing_foreseen_is_lost_behind(reached: u64) {
-    explore(3, move || {
-        let shared = Arc::new((L64::default(), L32::default(), Mutex::new(0)));
-        shared.1.store(1, Relaxed);
-        let orders = [false, true].map(|at_once| {
-            let shared = shared.clone();
-            thread::spawn(move || {
-                let (until, watched, last) = &*shared;
-                let mut last = last.lock().unwrap();
-                *last += 1;
-                let number = *last;
-                if !at_once {
-                    doorbell_watch::foresee(until, number);
-                }
-                drop(last);
-                // Others order late.
-                let is_to_order = at_once || !doorbell_watch::is_looked_at(watched);
-                is_to_order && doorbell_watch::order(until, watched, number)
-            })
+    for (reached, in_halves) in [(0, [false; 2]), (1, [false; 2]), (0, [true, false]), (1, [true, false])] {
+        explore(3, move || {
+            let shared = Arc::new((L64::default(), L32::default(), Mutex::new(0)));
+            shared.1.store(1, Relaxed);
+            let orders = in_halves.map(|in_halves| {
+                let shared = shared.clone();
+                thread::spawn(move || {
+                    let (until, watched, last) = &*shared;
+                    let mut last = last.lock().unwrap();
+                    *last += 1;
+                    let number = *last;
+                    if in_halves {
+                        doorbell_watch::foresee(until, number);
+                    }
+                    drop(last);
+                    // Others order late.
+                    let is_to_order = !in_halves || !doorbell_watch::is_looked_at(watched);
+                    is_to_order && doorbell_watch::order(until, watched, number)
+                })
+            });
+            let looks_on = doorbell_watch::is_due(&shared.0, &shared.1, reached);
+            let told = orders.map(|order| order.join().unwrap());
+            assert!(looks_on || told != [false, false], "nobody looks");
+            assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
+            assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
         });
-        let looks_on = doorbell_watch::is_due(&shared.0, &shared.1, reached);
-        let told = orders.map(|order| order.join().unwrap());
-        assert!(looks_on || told != [false, false], "nobody looks");
-        assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
-        assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
-    });
+    }
 }
 
 /// Who takes back what he foresaw does not take back what others ordered.
@@ -365,21 +358,5 @@ fn only_what_was_foreseen_is_withdrawn() {
         doorbell_watch::withdraw(&shared.0, 1, 0);
         assert!(later.join().unwrap(), "nobody looked");
         assert_eq!(shared.0.load(Relaxed), 2);
-    });
-}
-
-fn no_order_is_lost_behind(reached: u64) {
-    explore(3, move || {
-        let shared = Arc::new((L64::default(), L32::default()));
-        shared.1.store(1, Relaxed);
-        let orders = [1, 2].map(|number| {
-            let shared = shared.clone();
-            thread::spawn(move || doorbell_watch::order(&shared.0, &shared.1, number))
-        });
-        let looks_on = doorbell_watch::is_due(&shared.0, &shared.1, reached);
-        let told = orders.map(|order| order.join().unwrap());
-        assert!(looks_on || told != [false, false], "nobody looks");
-        assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
-        assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
     });
 }

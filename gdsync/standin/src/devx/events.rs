@@ -13,9 +13,9 @@ use rdma_core_sys::mlx5::{
 };
 use rdma_core_sys::verbs::ibv_context;
 
-use super::{Object, is_there};
-use crate::complaint::complain;
+use crate::devx::{Object, is_there};
 use crate::errno;
+use crate::errno::complain;
 
 /// Kinds of events, as the firmware numbers them.
 const CQ_ERROR: u16 = 0x04;
@@ -63,8 +63,6 @@ pub(super) fn forget(object: &Object) {
     SUBSCRIPTIONS.lock().retain(|told| (told.is_cq, told.number) != (is_cq, number));
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_create_event_channel(
     _context: *mut ibv_context,
@@ -78,8 +76,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_create_event_channel(
     Box::into_raw(Box::new(Channel { base, writer: Arc::new(writer) })).cast()
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_destroy_event_channel(channel: *mut mlx5dv_devx_event_channel) {
     // SAFETY: the caller vouches for it: a box of the function above.
@@ -89,8 +85,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_destroy_event_channel(channel: *mut 
     drop(unsafe { OwnedFd::from_raw_fd(channel.base.fd) });
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_subscribe_devx_event(
     channel: *mut mlx5dv_devx_event_channel,
@@ -119,8 +113,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_subscribe_devx_event(
     0
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_get_event(
     channel: *mut mlx5dv_devx_event_channel,

@@ -24,11 +24,8 @@ mod quirks;
 mod setup;
 #[path = "../../../tests/it/simulated.rs"]
 mod simulated;
-#[path = "../../../tests/it/tier.rs"]
-mod tier;
 #[path = "../../../tests/it/verbs.rs"]
 mod verbs;
-mod verbs_client;
 #[path = "../../../tests/it/verbs_device.rs"]
 mod verbs_device;
 #[path = "../../../tests/it/wraps.rs"]

@@ -1,22 +1,21 @@
 //! Several threads, GPUs, contexts and processes at once, and streams that the application lends.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use gdrcopy::Gdr;
 use gdrcopy::cuda::raw::Api;
 use gdsync::cuda::Gpu;
-use gdsync::error::{Error, Result};
-use gdsync::memory::Memory;
+use gdsync::error::Error;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 use gdsync_testkit::driver::{self, Alive, Control};
 
-use super::matrix::{Bed, Rig, SIZE, Way, on_gpu, post_recvs};
 use super::stream_ends::{starts_again, stopped};
-use crate::child::{Peer, meet_parent, role};
+use super::{Bed, Rig, SIZE, Way, on_gpu, post_recvs};
+use crate::child::{Peer, meet_parent, ping, pong, role};
 use crate::common::{PATIENCE, Side, assert_clean, bytes, connect, hca, pattern};
 use crate::place::{self, Place, places_on};
 
@@ -85,7 +84,7 @@ fn two_gpus_send_to_each_other() {
                 rig.message(&sa, &a, &b, 1);
                 far.message(&sb, &a, &b, 2);
                 // What fails on one GPU leaves the other one alone.
-                let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+                let gate = crate::common::gate();
                 let limited = here.stream(LIMIT);
                 let since = Instant::now();
                 limited.wait_value32(&gate, 1, Cond::Eq).unwrap();
@@ -195,8 +194,8 @@ fn lend(bed: &Bed, app: &Application, raw: usize, place: &Place) {
     rig.message(&stream, &a, &b, 1);
     // The application's own work is in order with ours.
     let memory = place.gpu.alloc(64).unwrap();
-    let (from, word) = (memory.gpu_addr(&place.gpu).unwrap(), Memory::alloc(4).unwrap().word32(0).unwrap());
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let (from, word) = (memory.gpu_addr(&place.gpu).unwrap(), crate::common::gate());
+    let gate = crate::common::gate();
     stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
     // SAFETY: memory of the GPU, and a stream of its context.
     unsafe { app.api.memset_d32_async(from, 5, 1, raw) }.unwrap();
@@ -282,31 +281,6 @@ fn child() {
             return;
         }
     }
-}
-
-fn pong(stream: &Stream, side: &Side, i: u64) -> Result<()> {
-    let sge = side.mr.sge(8, 8)?;
-    side.qp.post_recv(&[RecvWr { wr_id: i, sges: &[sge] }])?;
-    let mut batch = Batch::new();
-    batch.wait_recv(&side.qp)?;
-    batch.send(&side.qp, &SendWr::send(&[sge]).id(i))?;
-    batch.wait_send(&side.qp)?;
-    stream.submit_within(&mut batch, PATIENCE)
-}
-
-/// One round; a right answer is counted, in stream order.
-fn ping(stream: &Stream, side: &Side, i: u64, right: &Arc<AtomicU64>) -> Result<()> {
-    side.qp.post_recv(&[RecvWr { wr_id: i, sges: &[side.mr.sge(8, 8)?] }])?;
-    let mut batch = Batch::new();
-    batch.write_value64(&side.memory().word64(0)?, 3 * i + 1);
-    batch.send(&side.qp, &SendWr::send(&[side.mr.sge(0, 8)?]).id(i))?;
-    batch.wait_send(&side.qp)?;
-    batch.wait_recv(&side.qp)?;
-    let (answer, right) = (side.memory().word64(8)?, right.clone());
-    batch.host_fn(move || {
-        right.fetch_add((answer.load() == 3 * i + 1).into(), Ordering::Relaxed);
-    });
-    stream.submit_within(&mut batch, PATIENCE)
 }
 
 /// Plays to the end of the rounds.
