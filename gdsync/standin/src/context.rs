@@ -2,7 +2,7 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::mem::offset_of;
+use std::mem::{MaybeUninit, offset_of};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -89,7 +89,7 @@ impl Context {
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
+pub(crate) extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
     Context::open(device).unwrap_or_else(errno::null)
 }
 
@@ -143,12 +143,11 @@ fn attributes(context: &Context) -> ibv_device_attr {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_query_device(
     context: *mut ibv_context,
-    attr: *mut ibv_device_attr,
+    attr: &mut MaybeUninit<ibv_device_attr>,
 ) -> c_int {
     // SAFETY: the caller vouches for the context.
     let context = unsafe { Context::of(context) };
-    // SAFETY: the caller vouches for the place.
-    unsafe { attr.write(attributes(context)) };
+    attr.write(attributes(context));
     0
 }
 
@@ -217,7 +216,7 @@ pub(crate) unsafe extern "C" fn ibv_query_port(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
+pub(crate) extern "C" fn ibv_query_qp_data_in_order(
     _qp: *mut ibv_qp,
     _op: ibv_wr_opcode,
     _flags: u32,
@@ -284,7 +283,7 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_ex(
     context: *mut ibv_context,
     port: u32,
     index: u32,
-    out: *mut ibv_gid_entry,
+    out: &mut MaybeUninit<ibv_gid_entry>,
     flags: u32,
     entry_size: usize,
 ) -> c_int {
@@ -298,8 +297,7 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_ex(
         return libc::EINVAL;
     }
     let Some(entry) = entry(context, index) else { return libc::ENODATA };
-    // SAFETY: the caller vouches for the place.
-    unsafe { out.write(entry) };
+    out.write(entry);
     0
 }
 
@@ -324,17 +322,16 @@ pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_query_pkey(
+pub(crate) extern "C" fn ibv_query_pkey(
     _context: *mut ibv_context,
     port: u8,
     index: c_int,
-    pkey: *mut u16,
+    pkey: &mut MaybeUninit<u16>,
 ) -> c_int {
     if port != PORT || index != 0 {
         errno::set(libc::EINVAL);
         return -1;
     }
-    // SAFETY: the caller vouches for the place.
-    unsafe { pkey.write(0xffff) };
+    pkey.write(0xffff);
     0
 }

@@ -4,6 +4,7 @@
 //! syndrome; what it would take and misbehave later is refused too, with a complaint.
 
 use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use self::queues::{DevxCq, DevxQp};
@@ -277,7 +278,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_general_cmd(
 
 /// Queue pairs of verbs are not asked by commands here.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_qp_query(
+pub(crate) extern "C" fn mlx5dv_devx_qp_query(
     _qp: *mut ibv_qp,
     _input: *const c_void,
     _input_len: usize,
@@ -288,16 +289,15 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_qp_query(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_query_eqn(
+pub(crate) extern "C" fn mlx5dv_devx_query_eqn(
     _context: *mut ibv_context,
     vector: u32,
-    eqn: *mut u32,
+    eqn: &mut MaybeUninit<u32>,
 ) -> c_int {
     if !is_there() || vector != 0 {
         return if vector == 0 { libc::EOPNOTSUPP } else { libc::EINVAL };
     }
-    // SAFETY: the caller vouches for the place.
-    unsafe { eqn.write(EQN) };
+    eqn.write(EQN);
     0
 }
 

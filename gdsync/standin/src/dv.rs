@@ -19,7 +19,7 @@ use crate::qp::Qp;
 use crate::{cq, devx, domain, errno, hca, qp};
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_is_supported(device: *mut ibv_device) -> bool {
+pub(crate) extern "C" fn mlx5dv_is_supported(device: *mut ibv_device) -> bool {
     hca::is_ours(device)
 }
 
@@ -37,10 +37,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_open_device(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_query_device(
-    _context: *mut ibv_context,
-    out: &mut mlx5dv_context,
-) -> c_int {
+pub(crate) extern "C" fn mlx5dv_query_device(_context: *mut ibv_context, out: &mut mlx5dv_context) -> c_int {
     let known = out.comp_mask.intersection(mask::MLX5DV_CONTEXT_MASK_DYN_BFREGS);
     *out = mlx5dv_context {
         flags: mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1,
@@ -52,7 +49,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_query_device(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_set_context_attr(
+pub(crate) extern "C" fn mlx5dv_set_context_attr(
     _context: *mut ibv_context,
     _kind: mlx5dv_set_ctx_attr_type,
     _attr: *mut c_void,
@@ -65,11 +62,9 @@ pub(crate) unsafe extern "C" fn mlx5dv_set_context_attr(
 pub(crate) unsafe extern "C" fn mlx5dv_create_cq(
     context: *mut ibv_context,
     attr: &ibv_cq_init_attr_ex,
-    mlx5: *mut mlx5dv_cq_init_attr,
+    mlx5: Option<&mlx5dv_cq_init_attr>,
 ) -> *mut ibv_cq_ex {
-    // SAFETY: as above.
-    let mlx5 = unsafe { mlx5.as_ref() };
-    // SAFETY: as above.
+    // SAFETY: the caller vouches for the arguments.
     errno::hand_out(unsafe { cq::create(context, attr, mlx5) })
 }
 
@@ -77,11 +72,9 @@ pub(crate) unsafe extern "C" fn mlx5dv_create_cq(
 pub(crate) unsafe extern "C" fn mlx5dv_create_qp(
     context: *mut ibv_context,
     attr: &mut ibv_qp_init_attr_ex,
-    mlx5: *mut mlx5dv_qp_init_attr,
+    mlx5: Option<&mlx5dv_qp_init_attr>,
 ) -> *mut ibv_qp {
-    // SAFETY: as above.
-    let mlx5 = unsafe { mlx5.as_ref() };
-    // SAFETY: as above.
+    // SAFETY: the caller vouches for the arguments.
     errno::hand_out(unsafe { qp::create(context, attr, mlx5) })
 }
 

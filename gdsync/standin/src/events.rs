@@ -3,6 +3,7 @@
 use std::cell::UnsafeCell;
 use std::collections::{HashMap, VecDeque};
 use std::ffi::{c_int, c_uint, c_void};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -107,7 +108,7 @@ impl Events {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_get_async_event(
     context: *mut ibv_context,
-    event: *mut ibv_async_event,
+    event: &mut MaybeUninit<ibv_async_event>,
 ) -> c_int {
     // SAFETY: the caller vouches for the context.
     let context = unsafe { Context::of(context) };
@@ -118,8 +119,7 @@ pub(crate) unsafe extern "C" fn ibv_get_async_event(
             } else {
                 ibv_async_event_element { qp: element as *mut ibv_qp }
             };
-            // SAFETY: the caller vouches for the place.
-            unsafe { event.write(ibv_async_event { element, event_type }) };
+            event.write(ibv_async_event { element, event_type });
             0
         }
         Err(errno) => {
@@ -184,7 +184,7 @@ impl GpuNudge for DoorbellWatch {
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
+pub(crate) extern "C" fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
     let made = Events::new().map(|events| {
         let base = ibv_comp_channel { context, fd: events.fd(), refcnt: 0 };
         Box::new(Channel { base: UnsafeCell::new(base), users: Users::default(), events: Arc::new(events) })
@@ -206,7 +206,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_get_cq_event(
     channel: &Channel,
-    cq: *mut *mut ibv_cq,
+    cq: &mut MaybeUninit<*mut ibv_cq>,
     cq_context: *mut *mut c_void,
 ) -> c_int {
     let element = match channel.events.get() {
@@ -216,8 +216,7 @@ pub(crate) unsafe extern "C" fn ibv_get_cq_event(
             return -1;
         }
     };
-    // SAFETY: the caller vouches for the place.
-    unsafe { cq.write(element) };
+    cq.write(element);
     // SAFETY: a queue waits for the acknowledgement of its events before it goes.
     let context = unsafe { (*element).cq_context };
     // SAFETY: as above.

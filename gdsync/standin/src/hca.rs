@@ -210,12 +210,12 @@ pub(crate) unsafe extern "C" fn ibv_get_device_name(device: *mut ibv_device) -> 
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_get_device_guid(_device: *mut ibv_device) -> u64 {
+pub(crate) extern "C" fn ibv_get_device_guid(_device: *mut ibv_device) -> u64 {
     Hca::get().map_or(0, guid)
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_get_device_index(_device: *mut ibv_device) -> c_int {
+pub(crate) extern "C" fn ibv_get_device_index(_device: *mut ibv_device) -> c_int {
     -1
 }
 
@@ -264,6 +264,6 @@ names! {
 
 /// There is nothing to do.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_fork_init() -> c_int {
+pub(crate) extern "C" fn ibv_fork_init() -> c_int {
     0
 }

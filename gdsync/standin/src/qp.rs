@@ -3,6 +3,7 @@
 
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
+use std::mem::MaybeUninit;
 use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{env, ptr, thread};
@@ -247,13 +248,7 @@ pub(crate) unsafe fn create(
     };
     let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;
 
-    attr.cap = ibv_qp_cap {
-        max_send_wr: size.cap.max_send_wr,
-        max_recv_wr: size.cap.max_recv_wr,
-        max_send_sge: attr.cap.max_send_sge,
-        max_recv_sge: size.cap.max_recv_sge,
-        max_inline_data: size.cap.max_inline_data,
-    };
+    attr.cap = size.cap;
     for cq in [send_cq, recv_cq] {
         cq.users.add();
     }
@@ -339,7 +334,7 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
     qp: &Qp,
     attr: *mut ibv_qp_attr,
     _attr_mask: ibv_qp_attr_mask,
-    init_attr: *mut ibv_qp_init_attr,
+    init_attr: &mut MaybeUninit<ibv_qp_init_attr>,
 ) -> c_int {
     let Ok(state) = qp.hca.card.state(qp.qpn) else { return libc::EINVAL };
     let state = ibv_qp_state(u32::from(state.0));
@@ -347,8 +342,7 @@ pub(crate) unsafe extern "C" fn ibv_query_qp(
     let answer = ibv_qp_attr { qp_state: state, cur_qp_state: state, ..*qp.attr.lock() };
     // SAFETY: the caller vouches for the place.
     unsafe { attr.write(answer) };
-    // SAFETY: as above.
-    unsafe { init_attr.write(qp.init) };
+    init_attr.write(qp.init);
     0
 }
 
@@ -435,7 +429,7 @@ pub(crate) const MAX_CQES: u32 = 1 << 22;
 pub(crate) const MAX_SGES: u8 = 30;
 
 /// What a queue pair is laid out as: the receive queue, and the send queue behind it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy)]
 pub(crate) struct QpSize {
     /// Blocks of the send queue.
     pub(crate) blocks: u32,
@@ -444,16 +438,7 @@ pub(crate) struct QpSize {
     /// Bytes of an entry.
     pub(crate) stride: u32,
     /// What the application is told that it has.
-    pub(crate) cap: Granted,
-}
-
-/// What of `struct ibv_qp_cap` is granted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Granted {
-    pub(crate) max_send_wr: u32,
-    pub(crate) max_recv_wr: u32,
-    pub(crate) max_recv_sge: u32,
-    pub(crate) max_inline_data: u32,
+    pub(crate) cap: ibv_qp_cap,
 }
 
 /// Bytes of a send beside its buffers, for the largest of the operations (`_sq_overhead`).
@@ -495,12 +480,7 @@ impl QpSize {
             blocks: 0,
             receives: 0,
             stride: 1,
-            cap: Granted {
-                max_send_wr: 0,
-                max_recv_wr: 0,
-                max_recv_sge: 0,
-                max_inline_data: cap.max_inline_data,
-            },
+            cap: ibv_qp_cap { max_send_wr: 0, max_recv_wr: 0, max_recv_sge: 0, ..*cap },
         };
         if cap.max_send_wr > 0 {
             size.sends(cap, overhead(operations.unwrap_or_else(all_operations)))?;

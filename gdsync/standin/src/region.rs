@@ -22,6 +22,7 @@ struct Region {
     mapped: Option<Mapped>,
 }
 
+#[derive(Debug)]
 pub(crate) struct Mapped {
     addr: *mut c_void,
     len: usize,

@@ -49,6 +49,16 @@ pub fn is_own_process() -> bool {
     false
 }
 
+/// Returns from a test unless [`is_own_process`].
+macro_rules! own_process {
+    () => {
+        if !$crate::child::is_own_process() {
+            return;
+        }
+    };
+}
+pub(crate) use own_process;
+
 /// Set in the peer of a test: what it does.
 const ROLE: &str = "GDSYNC_TEST_ROLE";
 

@@ -121,6 +121,11 @@ pub fn gate() -> Word32 {
     Memory::alloc(4).unwrap().word32(0).unwrap()
 }
 
+/// Two of them.
+pub fn gates() -> [Word32; 2] {
+    [gate(), gate()]
+}
+
 /// Resets both queue pairs and connects them again.
 pub fn reconnect(a: &Qp, b: &Qp) {
     for qp in [a, b] {
@@ -163,6 +168,7 @@ pub fn assert_clean(sides: &[&Side]) {
 }
 
 /// Calls `done` until it is true.
+#[track_caller]
 pub fn until(mut done: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !done() {

@@ -9,7 +9,7 @@ use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
 use gdsync::verbs::{Completion, Qp, RecvWr, SendWr};
 
-use crate::common::{PATIENCE, Side, connect, gate, hca};
+use crate::common::{PATIENCE, Side, connect, gate, gates, hca};
 use crate::place::{Place, places, within_a_capture};
 
 /// The first call of a row makes the context current for itself; the others leave the thread what it has.
@@ -215,8 +215,7 @@ fn refuses(stream: &Stream, place: &Place, is_right: impl Fn(&Error) -> bool) {
 fn full_stream_refuses_short_batches() {
     for place in places() {
         let stream = place.stream(PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, count] = gates();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
         while stream.write_value32(&count, 1).is_ok() {}
         refuses(&stream, &place, |error| matches!(error, Error::StreamFull { .. }));
@@ -323,8 +322,7 @@ const LIMIT: Duration = Duration::from_millis(50);
 fn host_functions_fill_a_stream_and_never_block() {
     for place in places() {
         let stream = place.stream(PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, count] = gates();
         stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
         let pair = |n| {
             stream.write_value32(&count, n)?;

@@ -11,7 +11,7 @@ use gdsync::verbs::SendWr;
 use gdsync_testkit::driver::Control;
 
 use crate::child::is_own_process;
-use crate::common::{PATIENCE, Side, connect, hca, loopback};
+use crate::common::{PATIENCE, Side, connect, gate, gates, hca, loopback, until};
 use crate::place::within_a_capture;
 
 const WAYS: [Via; 2] = [Via::MemOp, Via::Kernel];
@@ -24,15 +24,6 @@ fn rig() -> Option<(Control, Gpu)> {
 fn stream(gpu: &Gpu, via: Via, wait_limit: Duration) -> Stream {
     let config = CudaStreamConfig { via, wait_limit, ..CudaStreamConfig::default() };
     Stream::cuda(gpu, config).unwrap()
-}
-
-/// Waits for what comes soon.
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 /// `CUDA_ERROR_OUT_OF_MEMORY`, which says nothing of what runs.
@@ -51,8 +42,7 @@ fn mark_that_is_refused_fails_the_stream_and_stops_its_queues() {
             Side::new(&hca(), 64, |q| q),
         );
         let stream = stream(&gpu, via, PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let (gate, last) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, last] = gates();
         let mut batch = Batch::new();
         batch.wait_value32(&gate, 1, Cond::Geq);
         let send = batch.send(&a.qp, &SendWr::nop()).unwrap();
@@ -95,10 +85,10 @@ fn memory_of_a_stream_is_not_given_away_while_marks_are_refused() {
         let _ = stream.host_fn(|| {});
         let error = stream.synchronize(Duration::from_millis(300)).unwrap_err();
         assert!(matches!(error, Error::Cuda { .. } | Error::Deadline { .. }), "{via}: {error}");
-        until("the stream fails", || stream.query().error.is_some());
+        until(|| stream.query().error.is_some());
         assert_ne!(stream.query().pending, 0, "{via}: what the GPU may still do is not over");
         drop(open);
-        until("CUDA tells that all is done", || stream.query().pending == 0);
+        until(|| stream.query().pending == 0);
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Cuda { .. }), "{via}: {error}");
         SUBMISSIONS.iter().for_each(|call| control.mend(call));
@@ -131,16 +121,15 @@ fn wait_that_was_passed_fails_no_stream() {
     for via in WAYS {
         let limit = Duration::from_millis(200);
         let stream = stream(&gpu, via, limit);
-        let words = Memory::alloc(64).unwrap();
-        let flag = words.word32(0).unwrap();
+        let flag = gate();
         let mut batch = Batch::new();
         batch.wait_value32(&flag, 1, Cond::Eq);
         // Taken back by the stream itself: whoever looks later finds the wait not satisfied.
         batch.write_value32(&flag, 0);
         stream.submit(&mut batch).unwrap();
         flag.store(1);
-        until("the stream is through", || flag.load() == 0);
-        until("it is known", || {
+        until(|| flag.load() == 0);
+        until(|| {
             let status = stream.query();
             assert!(status.error.is_none(), "{via}: {:?}", status.error);
             status.pending == 0
@@ -154,8 +143,7 @@ fn marks_count_as_calls() {
     for via in WAYS {
         let config = gdsync::stream::CudaStreamConfig { via, depth: 512, ..Default::default() };
         let stream = gdsync::stream::Stream::cuda(&gpu, config).unwrap();
-        let words = Memory::alloc(64).unwrap();
-        let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, count] = gates();
         stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
         control.depth(600);
         let full = (1..600).find_map(|n| {
@@ -182,7 +170,7 @@ fn to_reach_new_memory_does_not_keep_a_stream_from_its_deadline() {
         let stalled = control.stalled();
         std::thread::scope(|scope| {
             scope.spawn(|| drop_registered(&gpu));
-            until("CUDA takes it back", || control.stalled() > stalled);
+            until(|| control.stalled() > stalled);
             let fresh = Memory::alloc(64).unwrap();
             let start = Instant::now();
             let submitted = stream.write_value32(&fresh.word32(0).unwrap(), 1);
@@ -253,8 +241,7 @@ fn host_functions_cannot_use_streams_and_let_them_go() {
     let Some((_control, gpu)) = rig() else { return };
     for via in WAYS {
         let (first, second) = (stream(&gpu, via, PATIENCE), stream(&gpu, via, PATIENCE));
-        let words = Memory::alloc(64).unwrap();
-        let (word, gate) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [word, gate] = gates();
         second.wait_value32(&gate, 1, Cond::Geq).unwrap();
         let (tx, rx) = channel();
         let (weak, other) = (first.clone(), second.clone());
@@ -284,7 +271,7 @@ fn stream_may_end_in_its_own_host_function() {
         let (give, take) = channel::<Stream>();
         own.host_fn(move || drop(take.recv())).unwrap();
         give.send(own).unwrap();
-        until("the stream is destroyed", || control.alive().streams <= streams);
+        until(|| control.alive().streams <= streams);
     }
     assert_eq!(control.misplaced(), 0, "CUDA was called in a host function");
 }
@@ -360,10 +347,10 @@ fn parts_of_a_page_are_registered_once_and_for_all_of_their_users() {
         assert_eq!(control.alive().registrations, before + 2);
         drop((first, long));
         // What nobody uses is given back, and only that.
-        until("a page is given back", || control.alive().registrations == before + 1);
+        until(|| control.alive().registrations == before + 1);
         write(&inner, 0);
         drop(inner);
-        until("all is given back", || control.alive().registrations == before);
+        until(|| control.alive().registrations == before);
         let last = part(4000, 200);
         write(&last, 196);
         drop(last);

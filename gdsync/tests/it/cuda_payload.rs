@@ -18,7 +18,7 @@ use kinds::{
     Kind, Role, alone, data, get, gpu, is_simulated, lengths, memory, new_stream, put, region, size,
 };
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{Side, assert_clean, connect, hca, received, sent, until};
 
 #[test]
@@ -261,9 +261,7 @@ fn gpu_that_hangs_is_waited_for_once() {
         println!("skipped: a real GPU does not hang on request");
         return;
     }
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let (gpu, control) = (gpu(0).unwrap(), Control::take());
     let hca = || Context::soft(&SoftHcaConfig { by_reference: 1024, ..SoftHcaConfig::default() }).unwrap();
     let (one, two) = (hca(), hca());

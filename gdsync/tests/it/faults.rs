@@ -18,7 +18,7 @@ use gdsync::stream::{Batch, CudaStreamConfig, Graph, Stream};
 use gdsync::verbs::{Completion, Context, Qp, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Sge};
 use gdsync_testkit::driver::{self, Alive, Control};
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{PATIENCE, Side, assert_clean, bytes, connect, hca, pattern, stream, stream_with, tier};
 use crate::place::{self, Place, WholeGpu, places_on};
 
@@ -167,9 +167,7 @@ pub(crate) struct Bed {
 /// Runs a test on the first GPU, in a process of its own: once to settle what is made only once, and then to see that all is given back.
 pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
     let _gpu = WholeGpu::take();
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     threads_of_the_process();
     let mut control = (!place::is_real()).then(Control::take);
     let keeper = MrGuard::new(0);

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    PATIENCE, Side, assert_clean, counts, pair, reconnect, stream_with, tier, until, wrong_key,
+    PATIENCE, Side, assert_clean, counts, gate, gates, pair, reconnect, stream_with, tier, until, wrong_key,
 };
 use crate::place::{Site, sites};
 use gdsync::error::{Error, Result};
@@ -213,8 +213,7 @@ fn launched_ahead(site: &Site) {
 
 /// A graph that waits until the first word is 1, and then writes 1 to the second.
 pub(crate) fn gated(stream: &Stream) -> (Graph, Word32, Word32) {
-    let words = Memory::alloc(64).unwrap();
-    let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+    let [gate, count] = gates();
     let graph = stream
         .capture(|stream| {
             stream.wait_value32(&gate, 1, Cond::Eq)?;
@@ -419,7 +418,7 @@ fn captures(site: &Site) {
 /// Words and plain memory, without any queue.
 fn words(site: &Site) {
     let stream = site.stream(PATIENCE);
-    let memory = gdsync::memory::Memory::alloc(64).unwrap();
+    let memory = Memory::alloc(64).unwrap();
     let (gate, out, wide) = (memory.word32(0).unwrap(), memory.word32(4).unwrap(), memory.word64(8).unwrap());
     let graph = stream
         .capture(|stream| {
@@ -470,8 +469,7 @@ fn sends_in_a_row_have_completions_of_their_own() {
 #[test]
 fn host_functions_are_repeated() {
     let stream = stream_with("repeats", PATIENCE);
-    let words = Memory::alloc(64).unwrap();
-    let word = words.word32(0).unwrap();
+    let word = gate();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let called = seen.clone();
     let look = word.clone();
@@ -518,8 +516,7 @@ fn layers_above_come_before_each_launch() {
         }
     }
     let stream = stream_with("above", PATIENCE);
-    let words = Memory::alloc(64).unwrap();
-    let word = words.word32(0).unwrap();
+    let word = gate();
     let above = Arc::new(Above::default());
     let who: Arc<dyn Replenish> = above.clone();
     let mut batch = Batch::new();

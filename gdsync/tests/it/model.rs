@@ -10,7 +10,7 @@ use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{Completion, Context, QpBuilder, RecvWr, SendWr, Sge, Wc};
 use proptest::prelude::*;
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{PATIENCE, Side, assert_clean, connect, hca, pattern, stream, tier};
 use crate::copy_engine::{Engine, Habits};
 
@@ -558,9 +558,7 @@ fn counted(seed: u64) -> gdsync::hca::HcaStats {
 
 #[test]
 fn same_seed_meets_the_same_faults() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let known = |s: gdsync::hca::HcaStats| (s.packets_faulted, s.retransmissions);
     for seed in 1..4 {
         let first = known(counted(seed));

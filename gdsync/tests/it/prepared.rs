@@ -36,6 +36,7 @@ fn prepared_sends_must_be_posted_in_order() {
     for _ in 0..2 {
         let error = s.submit(&mut wrong).unwrap_err();
         assert!(matches!(error, Error::OutOfOrder { expected: 0, got: 1, .. }), "{error}");
+        assert!(error.to_string().contains("post in prepare order, or drop the earlier one"), "{error}");
     }
     let error = a.qp.post_send(&[SendWr::nop()]).unwrap_err();
     assert!(matches!(error, Error::OutOfOrder { .. }), "the CPU would expose them too: {error}");
@@ -92,7 +93,9 @@ fn claims_must_be_posted_in_order() {
     let first = a.qp.prepare_wait_send().unwrap();
     let second = a.qp.prepare_wait_send().unwrap();
     assert!(matches!(a.qp.prepare_wait_send(), Err(Error::NothingToWaitFor { queue: "send", .. })));
-    assert!(matches!(a.qp.prepare_wait_recv(), Err(Error::NothingToWaitFor { queue: "receive", .. })));
+    let nothing = a.qp.prepare_wait_recv().unwrap_err();
+    assert!(matches!(nothing, Error::NothingToWaitFor { queue: "receive", .. }), "{nothing}");
+    assert!(nothing.to_string().contains("post it before the wait"), "{nothing}");
     let (one, two) = (first.completion(), second.completion());
     let mut batch = Batch::new();
     batch.post_wait(second);
@@ -313,6 +316,8 @@ fn queue_pair_belongs_to_one_stream_until_it_is_idle() {
     one.send(&a.qp, &write(&b, 0, &[1])).unwrap();
     let error = two.send(&a.qp, &write(&b, 0, &[2])).unwrap_err();
     assert!(matches!(&error, Error::Busy { queue: "send", .. }), "{error}");
+    let text = error.to_string();
+    assert!(text.contains("still belongs to stream") && text.contains("one QP per stream"), "{text}");
     let error = a.qp.post_send(&[write(&b, 0, &[3])]).unwrap_err();
     assert!(matches!(&error, Error::Busy { queue: "send", .. }), "{error}");
     let mut batch = Batch::new();

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-use crate::child::{is_own_process, rerun};
+use crate::child::{own_process, rerun};
 use crate::common::{
     PATIENCE, Side, is_device_named, loopback, pair, received, reconnect, sent, stream, until,
 };
@@ -46,9 +46,7 @@ fn receive(side: &Side, n: u64) {
 
 #[test]
 fn send_of_a_stream_has_all_stages() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     if is_device_named() {
         println!("skipped: a device tells nothing of doorbells");
         return;
@@ -85,9 +83,7 @@ fn send_of_a_stream_has_all_stages() {
 
 #[test]
 fn numbers_go_on_after_a_reset_that_sweeps_requests_away() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     if is_device_named() {
         println!("skipped: a device tells nothing of doorbells");
         return;
@@ -119,9 +115,7 @@ fn numbers_go_on_after_a_reset_that_sweeps_requests_away() {
 
 #[test]
 fn waits_are_told_while_they_last() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let (a, b) = pair(64, |q| q);
     receive(&a, 0);
     receive(&a, 1);
@@ -162,9 +156,7 @@ fn waits_are_told_while_they_last() {
 
 #[test]
 fn failures_have_their_syndrome() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     if is_device_named() {
         println!("skipped: how a device fails is its own");
         return;

@@ -4,8 +4,11 @@
 //! and do nothing. Soft-RoCE (`rdma link add rxe0 type rxe netdev DEV`) is enough. Error codes that differ between devices are
 //! not looked at.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use crate::child::{Peer, meet_parent, ping, pong, role};
 use crate::common::{
     PATIENCE, Side, connect, message, named_device, receive, received, reconnect, sent, stream, until,
 };
@@ -185,6 +188,63 @@ fn aborted_queue_pair_gives_everything_back() {
         reconnect(&a.qp, &b.qp);
         exchange(&a, &b, round);
     }
+}
+
+const ROUNDS: u64 = 300;
+
+/// A peer that died is noticed after 4 x 134 ms: on a loaded machine one that lives needs some time to answer.
+fn build(q: QpBuilder) -> QpBuilder {
+    q.timeout(15).retry_cnt(3).rnr_retry(7).min_rnr_timer(1)
+}
+
+/// Not a test of its own: the other process, which answers and stays until it is killed.
+#[test]
+fn child() {
+    let Some(role) = role() else { return };
+    let side = Side::new(&device().unwrap(), SIZE, build);
+    meet_parent(&side);
+    println!("ready");
+    let s = stream("child");
+    for round in 0..if role == "pong" { ROUNDS } else { 0 } {
+        pong(&s, &side, round).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+    }
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
+#[test]
+fn two_processes_play_ping_pong() {
+    let Some(context) = device() else { return };
+    let side = Side::new(&context, SIZE, build);
+    let (_peer, _) = Peer::start("verbs_device::child", "pong", &side);
+    let (s, right) = (stream("parent"), Arc::default());
+    for round in 0..ROUNDS {
+        ping(&s, &side, round, &right).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+    }
+    assert_eq!(right.load(Ordering::Relaxed), ROUNDS);
+}
+
+#[test]
+fn killed_peer_ends_sends_with_a_retry_error() {
+    let Some(context) = device() else { return };
+    let side = Side::new(&context, SIZE, build);
+    let (mut peer, remote) = Peer::start("verbs_device::child", "silent", &side);
+    let s = stream("survivor");
+    let sges = [side.mr.sge(0, 8).unwrap()];
+    let write = SendWr::write(remote, &sges);
+    side.qp.post_send(&[write]).unwrap();
+    sent(&side).ok().unwrap();
+    peer.kill();
+    s.send(&side.qp, &write.id(5)).unwrap();
+    s.wait_send(&side.qp).unwrap();
+    let start = Instant::now();
+    let error = s.synchronize(PATIENCE).unwrap_err();
+    assert!(
+        matches!(&error, Error::Completion(e) if e.syndrome == Syndrome::RETRY_EXC_ERR && e.wr_id == 5),
+        "{error}"
+    );
+    assert!(start.elapsed() < Duration::from_secs(10));
 }
 
 /// The sleeping service thread is woken by the device: nobody polls here.

@@ -64,7 +64,7 @@ pub(super) fn forget(object: &Object) {
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_create_event_channel(
+pub(crate) extern "C" fn mlx5dv_devx_create_event_channel(
     _context: *mut ibv_context,
     asked: flags,
 ) -> *mut mlx5dv_devx_event_channel {

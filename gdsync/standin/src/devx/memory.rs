@@ -30,16 +30,7 @@ pub(super) struct Umem {
     addr: *mut u8,
     len: usize,
     /// Of a DMA-BUF.
-    mapping: Option<Mapping>,
-}
-
-/// Keeps what is mapped.
-struct Mapping(#[expect(dead_code, reason = "dropped with this")] Mapped);
-
-impl std::fmt::Debug for Mapping {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("mapping")
-    }
+    mapping: Option<Mapped>,
 }
 
 // SAFETY: an address range; the bytes are reached through a `Memory`.
@@ -124,7 +115,7 @@ fn by_address(addr: *mut c_void, len: usize, rights: access) -> Result<Umem, c_i
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg(
+pub(crate) extern "C" fn mlx5dv_devx_umem_reg(
     _context: *mut ibv_context,
     addr: *mut c_void,
     size: usize,
@@ -137,7 +128,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg(
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg_ex(
+pub(crate) extern "C" fn mlx5dv_devx_umem_reg_ex(
     _context: *mut ibv_context,
     attr: &mlx5dv_devx_umem_in,
 ) -> *mut mlx5dv_devx_umem {
@@ -158,7 +149,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg_ex(
         Mapped::dma_buf(attr.dmabuf_fd, attr.addr.addr() as u64, attr.size).map(|(mapped, addr)| Umem {
             addr: addr.cast(),
             len: attr.size,
-            mapping: Some(Mapping(mapped)),
+            mapping: Some(mapped),
         })
     };
     made.map_or_else(errno::null, register)
@@ -183,7 +174,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_dereg(umem: *mut mlx5dv_devx_um
 }
 
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_alloc_uar(
+pub(crate) extern "C" fn mlx5dv_devx_alloc_uar(
     _context: *mut ibv_context,
     asked: kind,
 ) -> *mut mlx5dv_devx_uar {

@@ -10,7 +10,7 @@ use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Access, DeviceCq, DeviceQp, OnGpu, QpBuilder, SendWr};
 use gdsync::{Error, hca};
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{PATIENCE, Side, bytes, connect, message, pattern, sent, until};
 use crate::pages;
 use crate::setup::{
@@ -43,9 +43,7 @@ fn all_works_on_larger_pages() {
 /// What is asked for lies on the GPU, and nothing else does; more than two laps of every ring.
 #[test]
 fn every_placement_works_over_laps() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     for bits in 1..16 {
@@ -103,9 +101,7 @@ fn writes_reads_and_atomics() {
 /// Queue pairs of verbs and of DevX speak to each other, and share a completion queue of verbs.
 #[test]
 fn both_kinds_go_together() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
@@ -149,18 +145,20 @@ fn queues_of_every_size_can_be_made() {
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let before = umems();
-    for (sends, receives, sges, inline) in
-        [(1, 1, 1, 0), (1, 1, 32, 512), (2, 3, 3, 60), (1000, 4000, 1, 64), (32768, 32768, 1, 0)]
-    {
-        let side = || {
-            Side::new(&context, 64, |q| {
-                let q = q.max_send_wr(sends).max_recv_wr(receives).max_recv_sge(sges).max_inline(inline);
-                q.on_gpu(&gpu, OnGpu::all())
-            })
-        };
-        let (a, b) = connect(side(), side());
-        for round in 0..3 {
-            message(&a, &b, round);
+    for what in [OnGpu::empty(), OnGpu::all()] {
+        for (sends, receives, sges, inline) in
+            [(1, 1, 1, 0), (1, 1, 32, 512), (2, 3, 3, 60), (1000, 4000, 1, 64), (32768, 32768, 1, 0)]
+        {
+            let side = || {
+                Side::new(&context, 64, |q| {
+                    let q = q.max_send_wr(sends).max_recv_wr(receives).max_recv_sge(sges);
+                    q.max_inline(inline).on_gpu(&gpu, what)
+                })
+            };
+            let (a, b) = connect(side(), side());
+            for round in 0..3 {
+                message(&a, &b, round);
+            }
         }
     }
     for _ in 0..16 {

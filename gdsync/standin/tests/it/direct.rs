@@ -9,7 +9,7 @@ use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Context, Mr, OnGpu, RecvWr, SendWr, Transport};
 use gdsync::{Error, Result};
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{PATIENCE, Side, bytes, connect, hca, message, pattern, received, sent};
 use crate::pages;
 use crate::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, complaints, open, open_by, simulated_gpu};
@@ -298,33 +298,10 @@ fn domain_stays_as_long_as_something_of_it() {
     qp.connect(qp.address()).unwrap();
 }
 
-#[test]
-fn queues_of_every_size_can_be_made() {
-    let context = hca();
-    let pd = context.alloc_pd().unwrap();
-    for (sends, receives, sges, inline) in [
-        (1, 1, 1, 0),
-        (1, 1, 32, 512),
-        (2, 3, 3, 60),
-        (100, 1, 2, 100),
-        (1000, 4000, 1, 64),
-        (32768, 32768, 1, 0),
-    ] {
-        let qp = pd.build_qp().max_send_wr(sends).max_recv_wr(receives).max_recv_sge(sges);
-        let qp = qp.max_inline(inline).build().unwrap();
-        assert!(qp.send_cq().entries() >= sends && qp.recv_cq().entries() >= receives, "{sends} {receives}");
-    }
-    for entries in [1, 2, 3, 4096] {
-        assert!(context.create_cq(entries).unwrap().entries() >= entries);
-    }
-}
-
 /// Domains, registers and memory come back.
 #[test]
 fn queue_pairs_come_and_go() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     fn once(context: &Context) {
         let (a, b) = connect(Side::new(context, 64, |q| q), Side::new(context, 64, |q| q));
         message(&a, &b, 5);

@@ -7,7 +7,7 @@ use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{
     PATIENCE, Side, bytes, connect, hca, message, pattern, received, reconnect, sent, stream, stream_with,
     until,
@@ -156,9 +156,7 @@ fn peer_without_receives_ends_the_retries() {
 /// Without a complaint of the stand-in.
 #[test]
 fn queue_pair_is_reset_and_used_again() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     for rig in Rig::all() {
         let (a, b) = rig.pair(64, small);
         for round in 0..10 {

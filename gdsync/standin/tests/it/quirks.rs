@@ -8,7 +8,7 @@ use gdsync::rdma::Route;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Context, OnGpu, RecvWr, SendWr};
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{PATIENCE, Side, connect, hca, message, received, reconnect, stream_with};
 use crate::setup::{Bench, Setting, open, open_by};
 
@@ -35,9 +35,7 @@ fn talk(context: &Context) {
 
 #[test]
 fn without_quirks_the_card_reads_the_rings() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let _quirks = quirks(0);
     let context = hca();
     assert_eq!(context.not_direct(), None);
@@ -46,9 +44,7 @@ fn without_quirks_the_card_reads_the_rings() {
 
 #[test]
 fn card_that_does_not_see_our_doorbells_is_left_to_the_proxy() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let _quirks = quirks(DEAF);
     let context = hca();
     let why = context.not_direct().expect("the self-test fails");
@@ -59,9 +55,7 @@ fn card_that_does_not_see_our_doorbells_is_left_to_the_proxy() {
 
 #[test]
 fn route_that_was_asked_for_is_not_tested() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let _quirks = quirks(DEAF);
     let context = open_by(Some(Route::Direct), None).unwrap();
     assert_eq!((context.description(), context.not_direct()), ("mlx5 card mlx5_standin", None));
@@ -69,9 +63,7 @@ fn route_that_was_asked_for_is_not_tested() {
 
 #[test]
 fn library_that_is_too_old_is_left_to_the_proxy() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let _quirks = quirks(OLD_LIBRARY);
     let context = hca();
     let why = context.not_direct().expect("no completion queue can be made");
@@ -135,26 +127,20 @@ fn stays_in_step(quirk: u32, happens: impl Fn(&Gpu, &Side, u64)) {
 
 #[test]
 fn sends_that_were_never_rung_for_are_flushed_by_a_doorbell() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     stays_in_step(FLUSHES_BY_DOORBELL, |gpu, a, _| hide(gpu, a));
 }
 
 #[test]
 fn flushes_that_come_late_are_waited_for() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     stays_in_step(LATE_FLUSHES, |gpu, a, round| give_up(gpu, a, 1 + round % 3));
     stays_in_step(LATE_FLUSHES, |gpu, a, _| hide(gpu, a));
 }
 
 #[test]
 fn flush_with_another_counter_is_a_flush() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let _quirks = quirks(NO_FLUSH_COUNTERS);
     let (a, _b) = connect(Side::new(&hca(), 64, |q| q), Side::new(&hca(), 64, |q| q));
     a.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[] }; 3]).unwrap();

@@ -6,7 +6,7 @@ use gdsync::error::Error;
 use gdsync::stream::{Batch, Cond, Via};
 use gdsync::verbs::SendWr;
 
-use crate::common::{PATIENCE, assert_clean};
+use crate::common::{PATIENCE, assert_clean, gate, gates};
 use crate::place::within_a_capture;
 use crate::place::{Place, places};
 
@@ -155,8 +155,7 @@ fn graph_runs_where_it_was_captured() {
 fn full_stream_takes_a_launch_later() {
     for place in places() {
         let stream = place.stream(PATIENCE);
-        let words = gdsync::memory::Memory::alloc(64).unwrap();
-        let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, count] = gates();
         let graph = stream.capture(|stream| stream.write_value32(&count, 1)).unwrap();
         stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
         let full = (0..2000).find_map(|_| graph.launch(&stream).err()).unwrap();
@@ -173,8 +172,7 @@ fn full_stream_takes_a_launch_later() {
 fn capture_of_the_application_is_not_joined() {
     for place in places() {
         let stream = place.stream(PATIENCE);
-        let words = gdsync::memory::Memory::alloc(64).unwrap();
-        let word = words.word32(0).unwrap();
+        let word = gate();
         stream.write_value32(&word, 1).unwrap();
         // A launch would become a part of the application's graph, and never run.
         let graph = stream.capture(|stream| stream.write_value32(&word, 4)).unwrap();

@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::Route;
-use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAttr, QpState, RecvWr, SendWr, Staging, Transport};
 use gdsync_testkit::driver::Control;
 
-use crate::common::{PATIENCE, Side, pattern, received, reconnect, sent, stream_with, until};
+use crate::common::{Side, pattern, received, reconnect, sent, until};
 use crate::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, open_by, simulated_gpu};
 
 const LEN: usize = 300_000;
@@ -83,47 +82,6 @@ fn thread_stages_what_the_card_does_not_reach() {
     }
 }
 
-/// As many as there is room for at once, of pieces on both kinds of memory.
-#[test]
-fn messages_follow_each_other_in_order() {
-    const COUNT: usize = 64;
-    const PART: usize = 2000;
-    let bench = bench();
-    let (a, b) = ends(&bench.gpu);
-    for lap in 0..4 {
-        let data = pattern(COUNT * PART, lap);
-        a.mr.memory().write(0, &data).unwrap();
-        a.side.memory().write(0, &data).unwrap();
-        let cut = 1 + 300 * lap;
-        for n in 0..COUNT {
-            let (host, gpu) =
-                (b.side.mr.sge(n * PART, 500).unwrap(), b.mr.sge(n * PART, PART - 500).unwrap());
-            b.side.qp.post_recv(&[RecvWr { wr_id: n as u64, sges: &[host, gpu] }]).unwrap();
-        }
-        for n in 0..COUNT {
-            let gpu = a.mr.sge(n * PART, cut).unwrap();
-            let host = a.side.mr.sge(n * PART + cut, PART - cut - n).unwrap();
-            let both = [gpu, host];
-            let plain = [a.side.mr.sge(n * PART, PART - n).unwrap()];
-            let send = match n % 3 {
-                0 => SendWr::send(&both),
-                1 => SendWr::send(&both).fence(),
-                _ => SendWr::send(&plain),
-            };
-            a.side.qp.post_send(&[send.id(n as u64)]).unwrap();
-        }
-        for n in 0..COUNT {
-            assert_eq!(sent(&a.side).ok().unwrap().wr_id, n as u64);
-            let wc = received(&b.side).ok().unwrap();
-            assert_eq!((wc.wr_id, wc.byte_len as usize), (n as u64, PART - n));
-            let mut host = vec![0; 500];
-            b.side.memory().read(n * PART, &mut host).unwrap();
-            let got = [host, b.bytes(n * PART, PART - 500 - n)].concat();
-            assert!(got == data[n * PART..n * PART + PART - n], "message {n} of lap {lap}");
-        }
-    }
-}
-
 #[test]
 fn reads_and_atomics_bring_into_gpu_memory_and_a_fence_waits_for_that() {
     let bench = bench();
@@ -175,43 +133,6 @@ fn receive_of_an_immediate_value_stays_as_it_was() {
     assert_eq!(b.bytes(0, 2000), [0xee; 2000]);
 }
 
-/// Batches, and graphs of them, on a GPU and on a thread. The CPU looks at nothing meanwhile.
-#[test]
-fn streams_trigger_and_wait() {
-    let bench = bench();
-    let (a, b) = ends(&bench.gpu);
-    let there_and_back = |stream: &Stream| {
-        let mut batch = Batch::new();
-        batch.send(&a.side.qp, &SendWr::send(&[a.mr.sge(0, 50_000).unwrap()]))?;
-        batch.wait_recv(&b.side.qp)?;
-        // Of what has just come.
-        batch.send(&b.side.qp, &SendWr::send(&[b.mr.sge(0, 50_000).unwrap()]))?;
-        batch.wait_recv(&a.side.qp)?;
-        batch.wait_send(&a.side.qp)?;
-        batch.wait_send(&b.side.qp)?;
-        stream.submit(&mut batch)
-    };
-    let on_gpu = Stream::cuda(&bench.gpu, CudaStreamConfig::default()).unwrap();
-    for stream in [&on_gpu, &stream_with("staged", PATIENCE)] {
-        // One more than there are messages, as a capture must see some to wait for.
-        b.receive(0, 50_000);
-        a.receive(100_000, 50_000);
-        let graph = stream.capture(there_and_back).unwrap();
-        for round in 0..20 {
-            let data = pattern(50_000, round);
-            a.mr.memory().write(0, &data).unwrap();
-            b.receive(0, 50_000);
-            a.receive(100_000, 50_000);
-            match round % 2 {
-                0 => there_and_back(stream).unwrap(),
-                _ => drop(graph.launch(stream).unwrap()),
-            }
-            stream.synchronize(PATIENCE).unwrap();
-            assert!(a.bytes(100_000, 50_000) == data, "round {round}");
-        }
-    }
-}
-
 #[test]
 fn peers_cannot_name_it() {
     let bench = bench();
@@ -241,17 +162,6 @@ fn who_opens_the_device_decides() {
     assert_eq!(context.stage(Staging::Never), Some(Staging::Always));
     assert_eq!(carrier().unwrap(), Transport::CardFromGpu);
     assert_eq!(open_by(Some(Route::Direct), None).unwrap().stage(Staging::Always), None);
-}
-
-#[test]
-fn what_nobody_stages_is_refused() {
-    let bench = bench();
-    let context = open_by(None, Some(&bench.gpu)).unwrap();
-    context.stage(Staging::Never);
-    let pd = context.alloc_pd().unwrap();
-    let error: gdsync::Result<Mr> = pd.register(&bench.gpu.alloc(64).unwrap(), Access::LOCAL_WRITE);
-    let error = error.unwrap_err();
-    assert!(matches!(error, Error::Device { .. }) && error.to_string().contains("nvidia-peermem"), "{error}");
 }
 
 /// The queue pair says why, and works again once the copies do.
