@@ -45,7 +45,7 @@ pub(crate) struct Cq {
     /// Its ring was given away: it is polled by its owner.
     described: AtomicBool,
     channel: *mut ibv_comp_channel,
-    pub(crate) notice: Option<Arc<DoorbellWatch>>,
+    pub(crate) watch: Option<Arc<DoorbellWatch>>,
     domain: *mut ibv_pd,
     // Given back in this order.
     record: Buffer,
@@ -134,7 +134,7 @@ pub(crate) unsafe fn create(
     }
     // SAFETY: the caller vouches for the channel.
     let channel = (!attr.channel.is_null()).then(|| unsafe { Channel::of(attr.channel) });
-    let notice = channel.map(|channel| Arc::new(DoorbellWatch::new(channel.events.clone())));
+    let watch = channel.map(|channel| Arc::new(DoorbellWatch::new(channel.events.clone())));
     let has_domain = attr.comp_mask.contains(mask::IBV_CQ_INIT_ATTR_MASK_PD);
     let domain_of = if has_domain { attr.parent_domain } else { ptr::null_mut() };
     // SAFETY: the caller vouches for the domain.
@@ -160,8 +160,8 @@ pub(crate) unsafe fn create(
     let words = record.memory(0, 8)?;
     words.write(0, &[0; 8]).map_err(|_| libc::EFAULT)?;
 
-    let kicks = notice.clone().map(|notice| notice as Arc<dyn GpuNudge>);
-    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, kicks);
+    let nudge = watch.clone().map(|watch| watch as Arc<dyn GpuNudge>);
+    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, nudge);
     channel.inspect(|channel| channel.users.add());
     let base = ibv_cq_ex {
         context,
@@ -181,16 +181,16 @@ pub(crate) unsafe fn create(
         polled: Mutex::default(),
         described: AtomicBool::new(false),
         channel: attr.channel,
-        notice,
+        watch,
         domain: domain_of,
         record,
         ring,
     });
     let element = ptr::from_ref(&*cq).addr();
-    if let Some(notice) = &cq.notice {
-        notice.element.store(element, Ordering::SeqCst);
+    if let Some(watch) = &cq.watch {
+        watch.element.store(element, Ordering::SeqCst);
     }
-    owner.hca.roster.add_cq(cqn, Concerned { events: owner.events.clone(), element });
+    owner.hca.roster.cqs.add(cqn, Concerned { events: owner.events.clone(), element });
     Ok(cq)
 }
 
@@ -230,9 +230,9 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     // SAFETY: it is a box of this module that nothing uses any more.
     let cq = unsafe { Box::from_raw(cq.cast::<Cq>()) };
     cq.hca.card.destroy_cq(cq.cqn);
-    cq.hca.roster.remove_cq(cq.cqn);
-    if let Some(notice) = &cq.notice {
-        notice.events.forget(ptr::from_ref(&*cq).addr());
+    cq.hca.roster.cqs.remove(cq.cqn);
+    if let Some(watch) = &cq.watch {
+        watch.events.forget(ptr::from_ref(&*cq).addr());
     }
     let (domain, channel) = (cq.domain, cq.channel);
     drop(cq);
@@ -282,9 +282,9 @@ impl Cq {
         loop {
             let cqe = self.at(*polled)?;
             *polled += 1;
-            if let Some(wc) = self.hca.roster.with_qp(cqe.qpn, |qp| {
+            if let Some(wc) = self.hca.roster.qps.with(cqe.qpn, |qp| {
                 // SAFETY: it stays on the list while it exists.
-                unsafe { Qp::of(qp) }.completed(&cqe)
+                unsafe { Qp::of(qp as *mut _) }.completed(&cqe)
             }) {
                 return Some(wc);
             }

@@ -227,11 +227,11 @@ pub(crate) unsafe extern "C" fn ibv_get_cq_event(
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: c_uint) {
     // SAFETY: the caller vouches for the queue.
-    let Some(notice) = (unsafe { Cq::of(cq) }).notice.as_ref() else {
+    let Some(watch) = (unsafe { Cq::of(cq) }).watch.as_ref() else {
         complain("events are acknowledged of a completion queue that has no channel");
         return;
     };
-    (0..count).for_each(|_| notice.events.acknowledge(cq.addr()));
+    (0..count).for_each(|_| watch.events.acknowledge(cq.addr()));
 }
 
 /// `ibv_req_notify_cq`
@@ -243,10 +243,10 @@ pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c
         return libc::EOPNOTSUPP;
     }
     // Without a channel nobody would hear of it, which is no error.
-    let Some(notice) = &cq.notice else { return 0 };
-    notice.armed.store(true, Ordering::SeqCst);
+    let Some(watch) = &cq.watch else { return 0 };
+    watch.armed.store(true, Ordering::SeqCst);
     if cq.has_any() {
-        notice.nudge();
+        watch.nudge();
     }
     0
 }

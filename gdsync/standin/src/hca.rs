@@ -10,8 +10,7 @@ use std::sync::{Arc, OnceLock};
 use gdsync::hca::{AsyncEvent, AsyncEvents, Card, SoftHcaConfig};
 use parking_lot::Mutex;
 use rdma_core_sys::verbs::{
-    ibv_cq, ibv_device, ibv_event_type, ibv_node_type, ibv_port_state, ibv_qp, ibv_transport_type,
-    ibv_wc_status,
+    ibv_device, ibv_event_type, ibv_node_type, ibv_port_state, ibv_transport_type, ibv_wc_status,
 };
 
 use crate::devx;
@@ -61,58 +60,45 @@ pub(crate) struct Concerned {
     pub(crate) element: usize,
 }
 
-/// The objects by their numbers.
+/// The objects of a kind by their numbers.
 #[derive(Debug, Default)]
-pub(crate) struct Roster {
-    qps: Mutex<HashMap<u32, Concerned>>,
-    cqs: Mutex<HashMap<u32, Concerned>>,
-}
+pub(crate) struct Objects(Mutex<HashMap<u32, Concerned>>);
 
-impl Roster {
-    pub(crate) fn add_qp(&self, qpn: u32, concerned: Concerned) {
-        self.qps.lock().insert(qpn, concerned);
+impl Objects {
+    pub(crate) fn add(&self, number: u32, concerned: Concerned) {
+        self.0.lock().insert(number, concerned);
     }
 
-    pub(crate) fn add_cq(&self, cqn: u32, concerned: Concerned) {
-        self.cqs.lock().insert(cqn, concerned);
-    }
-
-    /// Runs `f` on the queue pair of this number, which stays meanwhile.
-    pub(crate) fn with_qp<T>(&self, qpn: u32, f: impl FnOnce(*mut ibv_qp) -> Option<T>) -> Option<T> {
-        let qps = self.qps.lock();
-        f(qps.get(&qpn)?.element as *mut ibv_qp)
-    }
-
-    /// As [`Roster::with_qp`], of a completion queue.
-    pub(crate) fn with_cq<T>(&self, cqn: u32, f: impl FnOnce(*mut ibv_cq) -> T) -> Option<T> {
-        let cqs = self.cqs.lock();
-        Some(f(cqs.get(&cqn)?.element as *mut ibv_cq))
+    /// Runs `f` with the address of the object of this number, which stays meanwhile.
+    pub(crate) fn with<T>(&self, number: u32, f: impl FnOnce(usize) -> Option<T>) -> Option<T> {
+        let objects = self.0.lock();
+        f(objects.get(&number)?.element)
     }
 
     /// Nothing concerns it any more; returns when what was got of it is acknowledged.
-    pub(crate) fn remove_qp(&self, qpn: u32) {
-        let concerned = self.qps.lock().remove(&qpn);
-        concerned.inspect(|concerned| concerned.events.forget(concerned.element));
-    }
-
-    /// As [`Roster::remove_qp`].
-    pub(crate) fn remove_cq(&self, cqn: u32) {
-        let concerned = self.cqs.lock().remove(&cqn);
+    pub(crate) fn remove(&self, number: u32) {
+        let concerned = self.0.lock().remove(&number);
         concerned.inspect(|concerned| concerned.events.forget(concerned.element));
     }
 }
 
+#[derive(Debug, Default)]
+pub(crate) struct Roster {
+    pub(crate) qps: Objects,
+    pub(crate) cqs: Objects,
+}
+
 impl AsyncEvents for Roster {
-    fn raise(&self, alarm: AsyncEvent) {
-        devx::raise(alarm);
-        let (objects, number, event) = match alarm {
+    fn raise(&self, raised: AsyncEvent) {
+        devx::raise(raised);
+        let (objects, number, event) = match raised {
             AsyncEvent::CqError(cqn) => (&self.cqs, cqn, ibv_event_type::IBV_EVENT_CQ_ERR),
             AsyncEvent::QpFatal(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_FATAL),
             AsyncEvent::QpRequestError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_REQ_ERR),
             AsyncEvent::QpAccessError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_ACCESS_ERR),
         };
         // Under the lock, so that the object is not gone meanwhile.
-        if let Some(Concerned { events, element }) = objects.lock().get(&number) {
+        if let Some(Concerned { events, element }) = objects.0.lock().get(&number) {
             events.push(*element, event);
         }
     }
@@ -222,10 +208,8 @@ pub(crate) extern "C" fn ibv_get_device_index(_device: *mut ibv_device) -> c_int
 /// A function that names the values of an enumeration.
 macro_rules! names {
     ($($function:ident($type:ident) { $($value:ident = $text:literal,)* })*) => {$(
-        /// # Safety
-        /// There is nothing to mind.
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $function(value: $type) -> *const c_char {
+        pub(crate) extern "C" fn $function(value: $type) -> *const c_char {
             let text: &'static CStr = match value {
                 $($type::$value => $text,)*
                 _ => c"unknown",

@@ -290,7 +290,7 @@ pub(crate) unsafe fn create(
         rings,
     });
     let element = ptr::from_ref(&*qp).addr();
-    owner.hca.roster.add_qp(qpn, Concerned { events: owner.events.clone(), element });
+    owner.hca.roster.qps.add(qpn, Concerned { events: owner.events.clone(), element });
     Ok(qp)
 }
 
@@ -352,7 +352,7 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     let qp = unsafe { Box::from_raw(qp.cast::<Qp>()) };
     qp.finish();
     qp.hca.card.destroy_qp(qp.qpn);
-    qp.hca.roster.remove_qp(qp.qpn);
+    qp.hca.roster.qps.remove(qp.qpn);
     let ibv_qp { send_cq, recv_cq, pd, .. } = qp.base.into_inner();
     for cq in [send_cq, recv_cq] {
         // SAFETY: a completion queue with queue pairs cannot be destroyed.

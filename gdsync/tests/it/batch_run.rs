@@ -73,20 +73,6 @@ fn streams_and_the_caller_take_turns_on_a_queue_pair() {
 }
 
 #[test]
-fn another_thread_satisfies_the_wait() {
-    let word = gate();
-    let other = word.clone();
-    let thread = std::thread::spawn(move || {
-        std::thread::sleep(SHORT);
-        other.store(3);
-    });
-    let mut batch = Batch::new();
-    batch.wait_value32(&word, 3, Cond::Eq);
-    batch.run(PATIENCE).unwrap();
-    thread.join().unwrap();
-}
-
-#[test]
 fn deadline_is_for_the_whole_and_stops_the_queues() {
     let (a, b) = pair(64, |q| q);
     a.qp.post_recv(&[RecvWr { wr_id: 8, sges: &[] }]).unwrap();

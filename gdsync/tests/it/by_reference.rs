@@ -67,15 +67,15 @@ fn ends_with_the_copy(engine: &Engine, end: impl FnOnce() + Send + 'static) {
     ending.join().unwrap();
 }
 
-fn carrier(a: &Side, len: usize) -> Transport {
+fn transport(a: &Side, len: usize) -> Transport {
     a.qp.transfer_path(&a.mr, len).unwrap().transport()
 }
 
 #[test]
 fn what_is_left_to_the_engine_can_be_changed() {
     let (engine, a, b) = pair();
-    let carriers = || [LEAST - 1, LEAST, BIG].map(|len| carrier(&a, len));
-    assert_eq!(carriers(), [Transport::Cpu, Transport::PeerToPeer, Transport::PeerToPeer]);
+    let transports = || [LEAST - 1, LEAST, BIG].map(|len| transport(&a, len));
+    assert_eq!(transports(), [Transport::Cpu, Transport::PeerToPeer, Transport::PeerToPeer]);
     for (least, was) in [(usize::MAX, LEAST), (BIG, usize::MAX), (0, BIG)] {
         assert_eq!(a.context.leave_by_reference(least), Some(was));
         let before = engine.begun();
@@ -84,7 +84,7 @@ fn what_is_left_to_the_engine_can_be_changed() {
             send(&a, id, 0, len);
             ok(&received(&b), id);
             ok(&sent(&a), id);
-            let is_left = carrier(&a, len) == Transport::PeerToPeer;
+            let is_left = transport(&a, len) == Transport::PeerToPeer;
             assert_eq!(is_left, least <= len, "{}", a.qp.transfer_path(&a.mr, len).unwrap());
         }
         let left = [LEAST, BIG].iter().filter(|len| least <= **len).count();
@@ -228,7 +228,7 @@ fn engine_that_fails_makes_the_bytes_be_sent() {
     for seed in 0..20 {
         let habits = Habits { seed, shuffles: true, pause: 20, fails: 100, ..Habits::default() };
         let (engine, a, b) = pair_with(habits, patient);
-        assert_eq!(carrier(&a, BIG), Transport::PeerToPeer);
+        assert_eq!(transport(&a, BIG), Transport::PeerToPeer);
         for id in 0..8 {
             let at = part(id, BIG);
             receive(&b, id, at, BIG);
@@ -241,7 +241,7 @@ fn engine_that_fails_makes_the_bytes_be_sent() {
         assert!(bytes(&b, 0, 8 * BIG) == pattern(SIZE, 1)[..8 * BIG]);
         let stats = b.context.stats();
         assert_eq!((stats.by_reference, stats.references_refused, engine.done()), (0, 1, 0));
-        assert_eq!(carrier(&a, BIG), Transport::Cpu, "it was refused");
+        assert_eq!(transport(&a, BIG), Transport::Cpu, "it was refused");
         assert_clean(&[&a, &b]);
     }
 }

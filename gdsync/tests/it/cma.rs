@@ -23,7 +23,7 @@ fn data() -> &'static [u8] {
 }
 
 fn patient(q: QpBuilder) -> QpBuilder {
-    q.timeout(12).retry_cnt(7).rnr_retry(7).min_rnr_timer(1).max_recv_sge(3).max_recv_wr(64)
+    q.timeout(14).retry_cnt(7).rnr_retry(7).min_rnr_timer(1).max_recv_sge(3).max_recv_wr(64)
 }
 
 fn hca(cma: CmaPolicy) -> Context {

@@ -9,7 +9,7 @@ use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
 use gdsync::verbs::{Completion, Qp, RecvWr, SendWr};
 
-use crate::common::{PATIENCE, Side, connect, gate, gates, hca};
+use crate::common::{PATIENCE, Side, gate, gates};
 use crate::place::{Place, places, within_a_capture};
 
 /// The first call of a row makes the context current for itself; the others leave the thread what it has.
@@ -17,7 +17,7 @@ use crate::place::{Place, places, within_a_capture};
 fn sends_and_waits_come_from_threads_with_another_context_or_none() {
     let elsewhere = crate::place::gpu(1);
     for place in places() {
-        let (a, b) = connect(place.side(&hca(), 64), place.side(&hca(), 64));
+        let (a, b) = place.pair(64, |q| q);
         let stream = place.stream(PATIENCE);
         let (from, to) = (a.mr.sge(0, 8).unwrap(), b.mr.remote(8).unwrap());
         let word = a.memory().word64(0).unwrap();
@@ -46,26 +46,6 @@ fn sends_and_waits_come_from_threads_with_another_context_or_none() {
 }
 
 #[test]
-fn host_functions_run_in_order_and_words_are_written() {
-    for place in places() {
-        let stream = place.stream(PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let (tx, rx) = std::sync::mpsc::channel();
-        for n in 0..100u32 {
-            let (word, tx) = (words.word32(0).unwrap(), tx.clone());
-            let mut batch = Batch::new();
-            batch.write_value32(&word, n);
-            batch.host_fn(move || tx.send(word.load()).unwrap());
-            batch.write_value32(&words.word32(4).unwrap(), n);
-            stream.submit_within(&mut batch, PATIENCE).unwrap();
-        }
-        stream.synchronize(PATIENCE).unwrap();
-        assert_eq!(rx.try_iter().collect::<Vec<_>>(), (0..100).collect::<Vec<_>>(), "{place:?}");
-        assert_eq!(words.word32(4).unwrap().load(), 99);
-    }
-}
-
-#[test]
 fn long_batches_are_split() {
     for place in places() {
         let stream = place.stream(PATIENCE);
@@ -78,10 +58,6 @@ fn long_batches_are_split() {
         stream.synchronize(PATIENCE).unwrap();
         assert!((0..1000usize).all(|n| words.word64(8 * n).unwrap().load() == n as u64 + 1), "{place:?}");
     }
-}
-
-fn pair(place: &Place) -> (Side, Side) {
-    connect(place.side(&hca(), 64), place.side(&hca(), 64))
 }
 
 /// Adds a send, a wait, or both; a wait by itself is for a send of the CPU. Returns the last completion.
@@ -141,7 +117,7 @@ fn hop(stream: &Stream, (a, b): &(Side, Side), value: u64) -> [Completion; 2] {
 #[test]
 fn short_batches_and_single_operations_keep_their_order() {
     for place in places() {
-        let pairs = [pair(&place), pair(&place)];
+        let pairs = [place.pair(64, |q| q), place.pair(64, |q| q)];
         let stream = place.stream(PATIENCE);
         // The rings of 64 go round several times, and each round has more operations than there are between two marks.
         for round in 0..12 {
@@ -171,7 +147,7 @@ fn short_batches_and_single_operations_keep_their_order() {
 #[test]
 fn short_batch_is_one_submission() {
     for place in places() {
-        let pair = pair(&place);
+        let pair = place.pair(64, |q| q);
         let stream = place.stream(PATIENCE);
         let gate = gate();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
@@ -190,7 +166,7 @@ fn short_batch_is_one_submission() {
 /// What a stream refuses is left as it was: another may have it, and when it is dropped the CPU may go on.
 fn refuses(stream: &Stream, place: &Place, is_right: impl Fn(&Error) -> bool) {
     for add in SHORT {
-        let (a, _b) = pair(place);
+        let (a, _b) = place.pair(64, |q| q);
         let mut batch = Batch::new();
         let done = add(&mut batch, &a.qp);
         let len = batch.len();
@@ -227,8 +203,7 @@ fn full_stream_refuses_short_batches() {
 #[test]
 fn row_of_short_batches_ends_where_the_stream_is_full() {
     for place in places() {
-        let large = |side: &Place| side.side_with(&hca(), 64, |q| q.max_send_wr(1024));
-        let (a, _b) = connect(large(&place), large(&place));
+        let (a, _b) = place.pair(64, |q| q.max_send_wr(1024));
         let stream = place.stream(PATIENCE);
         let gate = gate();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
@@ -269,7 +244,7 @@ fn capture_of_the_application_refuses_short_batches() {
 #[test]
 fn wait_out_of_order_takes_the_send_before_it_back() {
     for place in places() {
-        let (a, _b) = pair(&place);
+        let (a, _b) = place.pair(64, |q| q);
         let stream = place.stream(PATIENCE);
         a.qp.post_send(&[SendWr::nop().id(1)]).unwrap();
         let first = a.qp.prepare_wait_send().unwrap();
@@ -292,7 +267,7 @@ fn wait_out_of_order_takes_the_send_before_it_back() {
 #[test]
 fn wait_of_a_short_batch_in_a_row_has_its_deadline() {
     for place in places() {
-        let (a, b) = pair(&place);
+        let (a, b) = place.pair(64, |q| q);
         a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 4]).unwrap();
         b.qp.post_send(&[SendWr::send(&[]); 3]).unwrap();
         (0..3).for_each(|_| _ = b.qp.send_cq().wait(PATIENCE).unwrap());
@@ -350,7 +325,7 @@ fn host_functions_fill_a_stream_and_never_block() {
 fn sends_in_a_row_fill_a_stream_and_end_with_it() {
     const DEPTH: usize = 8;
     for place in places() {
-        let (a, b) = connect(place.side(&hca(), 64), place.side(&hca(), 64));
+        let (a, b) = place.pair(64, |q| q);
         let config = CudaStreamConfig { depth: DEPTH, via: place.via, ..CudaStreamConfig::default() };
         let stream = Stream::cuda(&place.gpu, config).unwrap();
         let gate = gate();

@@ -1,12 +1,12 @@
 //! What fails while streams wait for it: on the host and on a GPU, eagerly and in graphs, by memory operations and by kernels,
 //! with rings in host and in GPU memory, each fault many times. Streams drain in time, errors tell the root cause, queue pairs
-//! can be used again, and nothing is left. With `--nocapture` the times of release are told.
+//! can be used again, and nothing is left.
 
 mod gpus;
 mod requests;
 mod stream_ends;
 
-use std::sync::{Mutex, OnceLock};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 use std::{fs, iter, thread};
 
@@ -170,14 +170,14 @@ pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
     own_process!();
     threads_of_the_process();
     let mut control = (!place::is_real()).then(Control::take);
-    let keeper = MrGuard::new(0);
+    let guard = MrGuard::new(0);
     let mut before = None;
     for pass in [Pass::First, Pass::Counted] {
         let bed = Bed { gpu: place::gpu(0).expect("there is one, real or simulated"), control };
         test(&bed, pass);
         control = bed.control;
         drop(bed.gpu);
-        before = Some(given_back(&keeper, control.as_ref(), before));
+        before = Some(given_back(&guard, control.as_ref(), before));
         let stray = control.as_ref().map_or(0, Control::stray);
         assert_eq!(stray, 0, "calls with handles of streams that are gone");
     }
@@ -194,14 +194,14 @@ pub(crate) enum Pass {
 
 /// Files that are open and bytes of the GPU that are free, when all that a test made has been given back: no more and no
 /// fewer than there were `before`.
-fn given_back(keeper: &MrGuard, control: Option<&Control>, before: Option<(usize, usize)>) -> (usize, usize) {
-    let only_keeper = Alive { retained: 1, ..Alive::default() };
+fn given_back(guard: &MrGuard, control: Option<&Control>, before: Option<(usize, usize)>) -> (usize, usize) {
+    let only_guard = Alive { retained: 1, ..Alive::default() };
     let start = Instant::now();
     loop {
-        let (held, free, alive) = (Held::now(), keeper.free(), control.map(Control::alive));
+        let (held, free, alive) = (Held::now(), guard.free(), control.map(Control::alive));
         let as_before = before.is_none_or(|(files, most)| held.files <= files && free + TOLERANCE >= most);
         let nothing_runs = held.threads <= threads_of_the_process() && held.links == 0;
-        if as_before && nothing_runs && alive.is_none_or(|alive| alive == only_keeper) {
+        if as_before && nothing_runs && alive.is_none_or(|alive| alive == only_guard) {
             return (held.files, free);
         }
         // Streams and threads end a moment after they were told to.
@@ -250,8 +250,6 @@ pub(crate) struct Rig<'p> {
     pub(crate) bed: &'p Bed,
     pub(crate) a: Context,
     pub(crate) b: Context,
-    /// Times from the deadline to the release.
-    late: Mutex<Vec<Duration>>,
 }
 
 /// How often a fault is met.
@@ -270,9 +268,7 @@ pub(crate) fn matrix(name: &str, once: impl Fn(&Rig<'_>)) {
                 let rig = Rig::new(place.as_ref(), way, bed);
                 let times = if pass == Pass::First { 1 } else { times(place.as_ref()) };
                 (0..times).for_each(|_| once(&rig));
-                if pass == Pass::Counted {
-                    rig.tell(name, times);
-                }
+                eprintln!("{name}: {place:?}, {way:?}, {times} times");
             }
         }
     });
@@ -280,7 +276,7 @@ pub(crate) fn matrix(name: &str, once: impl Fn(&Rig<'_>)) {
 
 impl<'p> Rig<'p> {
     pub(crate) fn new(place: Option<&'p Place>, way: Way, bed: &'p Bed) -> Self {
-        Self { place, way, bed, a: hca(), b: hca(), late: Mutex::default() }
+        Self { place, way, bed, a: hca(), b: hca() }
     }
 
     pub(crate) fn stream(&self) -> Stream {
@@ -294,7 +290,7 @@ impl<'p> Rig<'p> {
     /// A side on one of the devices.
     pub(crate) fn side(&self, context: &Context, build: impl Fn(QpBuilder) -> QpBuilder) -> Side {
         match self.place {
-            Some(place) => place.side_with(context, SIZE, build),
+            Some(place) => place.side(context, SIZE, build),
             None => Side::new(context, SIZE, build),
         }
     }
@@ -331,22 +327,7 @@ impl<'p> Rig<'p> {
         assert!(!matches!(result, Err(Error::Deadline { .. })), "the stream still waits after {took:?}");
         assert!(took < deadline + SLACK, "{took:?} for a deadline of {deadline:?}: {result:?}");
         assert_eq!(stream.query().pending, 0, "{result:?}");
-        self.late.lock().unwrap().push(took.saturating_sub(deadline));
         result
-    }
-
-    fn tell(&self, name: &str, times: u32) {
-        let mut late = std::mem::take(&mut *self.late.lock().unwrap());
-        late.sort_unstable();
-        let Some(last) = late.len().checked_sub(1) else { return };
-        let [p50, p99, max] = [50, 99, 100].map(|percent| late[last * percent / 100]);
-        let place =
-            self.place.map_or_else(|| "host".into(), |place| format!("{} {:?}", place.via, place.on_gpu));
-        eprintln!(
-            "{name}, {place} {:?}, {times} times: released {p50:?} (p50), {p99:?} (p99), {max:?} (max) after the \
-             deadline",
-            self.way
-        );
     }
 
     /// Sends `wrs` on the stream, lets something happen `meanwhile`, and returns how each of them ended. They fail within

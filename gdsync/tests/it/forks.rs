@@ -11,25 +11,13 @@ use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, QpBuilder, RecvWr, SendWr};
 use gdsync_testkit::driver::Control;
+use gdsync_testkit::process::{self, End};
 
-/// Runs `child` in a forked child; whether it returned, and true. It must not print or panic: another thread of this process may
-/// have held a lock that is needed for that.
+/// Runs `child` in a forked child; whether it returned, and true. It must not print: another thread of this process may have held a
+/// lock that is needed for that.
 fn in_child(child: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child only calls what this test is about, and ends without running anything else.
-    let pid = unsafe { libc::fork() };
-    assert!(pid >= 0, "fork: {}", std::io::Error::last_os_error());
-    if pid == 0 {
-        // SAFETY: a number only; a child that hangs is ended.
-        unsafe { libc::alarm(20) };
-        // A panic would end the thread, which is the only one here, and so the process, with 0.
-        let code = i32::from(!catch_unwind(AssertUnwindSafe(child)).unwrap_or(false));
-        // SAFETY: ends this process at once.
-        unsafe { libc::_exit(code) };
-    }
-    let mut status = -1;
-    // SAFETY: a child of ours, and a place for the answer.
-    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
-    status == 0
+    // A panic would leave the child in the middle of the test program.
+    process::in_child(|| catch_unwind(AssertUnwindSafe(child)).unwrap_or(false)) == End::Said(true)
 }
 
 /// A write that both sides see.

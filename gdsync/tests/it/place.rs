@@ -34,11 +34,22 @@ pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
 /// Every way to run a test here, on a GPU that the tests of a process share and that stays open: to open or close one, CUDA
 /// waits for the streams of all tests.
 pub(crate) fn places() -> impl Iterator<Item = Place> {
-    static SHARED: OnceLock<Option<Gpu>> = OnceLock::new();
     if is_real() {
         TURN.with(|_| {});
     }
-    SHARED.get_or_init(|| gpu(0)).iter().flat_map(places_on)
+    shared(0).into_iter().flat_map(|gpu| places_on(&gpu))
+}
+
+/// A GPU that stays open, as streams of the tests are of its context.
+pub(crate) fn shared(ordinal: i32) -> Option<Gpu> {
+    static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+    let mut open = OPEN.lock();
+    if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal() == ordinal) {
+        return Some(gpu.clone());
+    }
+    let gpu = gpu(ordinal)?;
+    open.push(gpu.clone());
+    Some(gpu)
 }
 
 /// Tests that have streams on the GPU.
@@ -112,11 +123,7 @@ pub(crate) fn places_on(gpu: &Gpu) -> impl Iterator<Item = Place> + use<> {
 }
 
 impl Place {
-    pub(crate) fn side(&self, context: &Context, bytes: usize) -> Side {
-        self.side_with(context, bytes, |q| q)
-    }
-
-    pub(crate) fn side_with(
+    pub(crate) fn side(
         &self,
         context: &Context,
         bytes: usize,
@@ -127,7 +134,7 @@ impl Place {
 
     /// Two connected sides on HCAs of their own.
     pub(crate) fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
-        connect(self.side_with(&hca(), bytes, &build), self.side_with(&hca(), bytes, &build))
+        connect(self.side(&hca(), bytes, &build), self.side(&hca(), bytes, &build))
     }
 
     pub(crate) fn stream(&self, wait_limit: Duration) -> Stream {
@@ -167,7 +174,7 @@ impl Site {
     pub(crate) fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
         let side = || match self {
             Self::Host => Side::new(&hca(), bytes, &build),
-            Self::Gpu(place) => place.side_with(&hca(), bytes, &build),
+            Self::Gpu(place) => place.side(&hca(), bytes, &build),
         };
         connect(side(), side())
     }

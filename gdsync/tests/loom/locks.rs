@@ -12,7 +12,7 @@ use super::common::{L32, L64, Plain, explore};
 /// A stream: submissions, and the last of them that a mark names.
 #[derive(Default)]
 struct Stream {
-    turn: Mutex<()>,
+    submit: Mutex<()>,
     wanted: L32,
     submitted: Plain,
     marked: Plain,
@@ -24,13 +24,13 @@ impl Stream {
     }
 
     fn try_lock(&self) -> Option<MutexGuard<'_, ()>> {
-        self.turn.try_lock().ok()
+        self.submit.try_lock().ok()
     }
 
     fn submit(&self) {
-        let turn = self.turn.lock().unwrap();
+        let lock = self.submit.lock().unwrap();
         self.submitted.set(self.submitted.get() + 1);
-        submit_lock::end(&self.wanted, turn, || self.try_lock(), |_| self.mark());
+        submit_lock::end(&self.wanted, lock, || self.try_lock(), |_| self.mark());
     }
 
     /// Wants a mark behind all that was submitted.
@@ -38,9 +38,9 @@ impl Stream {
         submit_lock::want(&self.wanted, || self.try_lock(), |_| self.mark());
     }
 
-    /// What was submitted, and up to where it is marked, when nobody has the turn.
+    /// What was submitted, and up to where it is marked, when nobody has the lock.
     fn ends(&self) -> (u64, u64) {
-        let _turn = self.turn.lock().unwrap();
+        let _lock = self.submit.lock().unwrap();
         (self.submitted.get(), self.marked.get())
     }
 }
@@ -65,7 +65,7 @@ fn marks_that_are_wanted_are_put() {
 
 /// One wants while two others submit: its own mark stands, or a later one.
 #[test]
-fn what_is_wanted_in_the_turn_of_others_is_done() {
+fn what_is_wanted_while_others_submit_is_done() {
     explore(3, || {
         let stream = Arc::new(Stream::default());
         stream.submit();
@@ -100,10 +100,10 @@ fn who_sees_a_request_behind_a_gap_sees_the_gap() {
     });
 }
 
-/// What one holder of a brief lock wrote the next one reads, and there is one at a time. Nobody waits: who does looks again until he
+/// What one holder of a spin lock wrote the next one reads, and there is one at a time. Nobody waits: who does looks again until he
 /// has it, which has no end here.
 #[test]
-fn brief_locks_have_one_holder() {
+fn spin_locks_have_one_holder() {
     explore(3, || {
         let shared = Arc::new((L32::default(), Plain::default()));
         let tries = || {

@@ -127,7 +127,7 @@ fn doorbells_lose_nothing_and_come_after_record_and_wqe() {
     });
 }
 
-/// What a queue pair in error flushes: WQEs up to the record, before their doorbell was seen or even rung.
+/// What a queue pair in error flushes: WQEs up to the record, before their doorbell was seen or even written.
 #[test]
 fn wqes_before_the_record_can_be_read() {
     explore(5, || {
@@ -241,8 +241,8 @@ fn completions_wake_a_sleeper() {
 struct Hca {
     locked: L32,
     note: L32,
-    /// Whose doorbell was put down, as in `hca::rung::DoorbellSet`.
-    rung: [L32; 2],
+    /// Whose doorbell was put down, as in `DoorbellSet` of the software HCA.
+    doorbells: [L32; 2],
     wqes: [Plain; 2],
     /// How often each was executed, under the lock.
     executed: [Plain; 2],
@@ -273,7 +273,7 @@ impl Hca {
     fn step(&self) {
         if pending_flag::take(&self.note) {
             for i in 0..2 {
-                if self.rung[i].load(Relaxed) != 0 && self.rung[i].swap(0, Acquire) != 0 {
+                if self.doorbells[i].load(Relaxed) != 0 && self.doorbells[i].swap(0, Acquire) != 0 {
                     self.execute(i);
                 }
             }
@@ -287,7 +287,7 @@ impl Hca {
             self.execute(i);
             self.settle(guard);
         } else {
-            self.rung[i].swap(1, Release);
+            self.doorbells[i].swap(1, Release);
             pending_flag::leave(&self.note);
             if let Some(guard) = self.try_lock() {
                 self.settle(guard);

@@ -42,8 +42,8 @@ struct Subscription {
 static SUBSCRIPTIONS: Mutex<Vec<Subscription>> = Mutex::new(Vec::new());
 
 /// Tells those who have asked for it.
-pub(crate) fn raise(alarm: AsyncEvent) {
-    let (is_cq, number, kind) = match alarm {
+pub(crate) fn raise(raised: AsyncEvent) {
+    let (is_cq, number, kind) = match raised {
         AsyncEvent::CqError(cqn) => (true, cqn, CQ_ERROR),
         AsyncEvent::QpFatal(qpn) => (false, qpn, WQ_CATAS_ERROR),
         AsyncEvent::QpRequestError(qpn) => (false, qpn, WQ_INVAL_REQ_ERROR),

@@ -112,9 +112,10 @@ impl Used {
             f(users);
             return Some(());
         }
-        self.hca.roster.with_cq(self.cqn, |cq| {
+        self.hca.roster.cqs.with(self.cqn, |cq| {
             // SAFETY: it is in the list, so it is there.
-            f(&unsafe { Cq::of(cq) }.users);
+            f(&unsafe { Cq::of(cq as *mut _) }.users);
+            Some(())
         })
     }
 }

@@ -127,9 +127,9 @@ fn payload_in_gpu_memory_is_sent_from_there() {
     // Not at the beginning of its allocation.
     let part = to.slice(5003, 50_000).unwrap();
     let source = a.pd.register(&from, Access::LOCAL_WRITE).unwrap();
-    let carriage = a.qp.transfer_path(&source, 100).unwrap();
-    assert_eq!(carriage.transport(), Transport::CardFromGpu);
-    assert!(carriage.to_string().contains("dma-buf"), "{carriage}");
+    let path = a.qp.transfer_path(&source, 100).unwrap();
+    assert_eq!(path.transport(), Transport::CardFromGpu);
+    assert!(path.to_string().contains("dma-buf"), "{path}");
     assert_eq!(a.qp.transfer_path(&a.mr, 100).unwrap().transport(), Transport::Card);
     let target = b.pd.register(&part, Access::all()).unwrap();
     let data = pattern(40_000, 3);

@@ -6,9 +6,10 @@ use gdsync::mlx5::RemoteAddr;
 use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
 
 use super::Blocked;
-use super::kinds::{Kind, Role, alone, data, get, gpu, is_simulated, lengths, put, region, size};
+use super::kinds::{Kind, Role, alone, data, get, is_simulated, lengths, put, region, size};
 use crate::child;
 use crate::common::{Side, assert_clean, hca, received, sent};
+use crate::place::shared as gpu;
 
 const KINDS: [Kind; 6] = [Kind::Plain, Kind::Pinned, Kind::Mapped, Kind::Malloc, Kind::Vmm, Kind::Pool];
 /// One process: a queue pair, and memory of every kind that there is.

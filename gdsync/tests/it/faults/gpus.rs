@@ -262,7 +262,7 @@ const SLACK: Duration = Duration::from_secs(5);
 
 /// The acknowledge timeout runs out in 8 x 268 ms; a peer that died is noticed before.
 fn side(place: &Place) -> Side {
-    place.side_with(&hca(), 4096, |q: QpBuilder| q.timeout(16).retry_cnt(7).rnr_retry(7).min_rnr_timer(1))
+    place.side(&hca(), 4096, |q: QpBuilder| q.timeout(16).retry_cnt(7).rnr_retry(7).min_rnr_timer(1))
 }
 
 /// Not a test of its own: the other process, which sends back what it gets until it is killed. Its role is a place.

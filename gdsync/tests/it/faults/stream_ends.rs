@@ -398,10 +398,10 @@ fn context_fails() {
         let app = Application::new(rig.bed);
         let place = Place { gpu: app.gpu(app.stream), ..place.clone() };
         {
-            let doomed = Rig::new(Some(&place), rig.way, rig.bed);
-            let (a, _b) = doomed.pair(patient);
-            let stream = doomed.stream();
-            block(&doomed, &stream, &a);
+            let failing = Rig::new(Some(&place), rig.way, rig.bed);
+            let (a, _b) = failing.pair(patient);
+            let stream = failing.stream();
+            block(&failing, &stream, &a);
             control.break_context(app.context, LAUNCH_FAILED);
             let since = Instant::now();
             stream.abort();

@@ -62,9 +62,9 @@ fn thread_stages_what_the_card_does_not_reach() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     assert_eq!(a.side.context.description(), "CPU proxy of mlx5_standin");
-    let carriage = a.side.qp.transfer_path(&a.mr, 100).unwrap();
-    assert_eq!(carriage.transport(), Transport::Staging);
-    for why in [a.side.context.not_direct().unwrap(), carriage.reason()] {
+    let path = a.side.qp.transfer_path(&a.mr, 100).unwrap();
+    assert_eq!(path.transport(), Transport::Staging);
+    for why in [a.side.context.not_direct().unwrap(), path.reason()] {
         assert!(why.contains("dma-buf") && why.contains("nvidia_peermem"), "{why}");
     }
     assert_eq!(a.side.qp.transfer_path(&a.side.mr, 100).unwrap().transport(), Transport::Card);
@@ -152,15 +152,15 @@ fn who_opens_the_device_decides() {
     let (gpu, context) = (&bench.gpu, open_by(Some(Route::Proxy), Some(&bench.gpu)).unwrap());
     let side = Side::new(&context, 64, |q| q);
     let memory = gpu.alloc(4096).unwrap();
-    let carrier = || {
+    let transport = || {
         let mr = side.pd.register(&memory, Access::LOCAL_WRITE)?;
         Ok::<_, Error>(side.qp.transfer_path(&mr, 8)?.transport())
     };
-    assert_eq!(carrier().unwrap(), Transport::CardFromGpu);
+    assert_eq!(transport().unwrap(), Transport::CardFromGpu);
     assert_eq!(context.stage(Staging::Always), Some(Staging::Refused));
-    assert_eq!(carrier().unwrap(), Transport::Staging);
+    assert_eq!(transport().unwrap(), Transport::Staging);
     assert_eq!(context.stage(Staging::Never), Some(Staging::Always));
-    assert_eq!(carrier().unwrap(), Transport::CardFromGpu);
+    assert_eq!(transport().unwrap(), Transport::CardFromGpu);
     assert_eq!(open_by(Some(Route::Direct), None).unwrap().stage(Staging::Always), None);
 }
 
