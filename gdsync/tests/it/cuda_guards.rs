@@ -305,7 +305,7 @@ fn capture_is_looked_for_unless_there_will_be_none() {
     for (via, looked_for) in WAYS.into_iter().flat_map(|via| [(via, true), (via, false)]) {
         let config = CudaStreamConfig { via, captured_by_others: looked_for, ..CudaStreamConfig::default() };
         let stream = Stream::cuda(&gpu, config).unwrap();
-        let word = crate::common::gate();
+        let word = gate();
         stream.write_value32(&word, 1).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         let done = within_a_capture(&gpu, &stream, || stream.write_value32(&word, 2));

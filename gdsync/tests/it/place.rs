@@ -171,12 +171,20 @@ pub(crate) enum Site {
 }
 
 impl Site {
+    pub(crate) fn side(
+        &self,
+        context: &Context,
+        bytes: usize,
+        build: impl Fn(QpBuilder) -> QpBuilder,
+    ) -> Side {
+        match self {
+            Self::Host => Side::new(context, bytes, build),
+            Self::Gpu(place) => place.side(context, bytes, build),
+        }
+    }
+
     pub(crate) fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
-        let side = || match self {
-            Self::Host => Side::new(&hca(), bytes, &build),
-            Self::Gpu(place) => place.side(&hca(), bytes, &build),
-        };
-        connect(side(), side())
+        connect(self.side(&hca(), bytes, &build), self.side(&hca(), bytes, &build))
     }
 
     pub(crate) fn stream(&self, wait_limit: Duration) -> Stream {

@@ -43,17 +43,6 @@ fn child() {
             s.synchronize(PATIENCE).unwrap();
             println!("done {}", side.memory().word64(8).unwrap().load());
         }
-        // Until it is killed, or its peer is gone and the stream tells so.
-        "forever" => {
-            println!("ready");
-            let mut i = 0;
-            while s.synchronize(PATIENCE).is_ok() {
-                if (0..DEPTH).any(|n| pong(&s, &side, i + n).is_err()) {
-                    return;
-                }
-                i += DEPTH;
-            }
-        }
         "silent" => {
             println!("ready");
             std::io::stdin().read_line(&mut String::new()).unwrap();
@@ -88,43 +77,6 @@ fn retry_exceeded(side: &Side) {
     let text = error.to_string();
     assert!(text.contains("RETRY_EXC_ERR") && text.contains("the peer does not answer"), "{text}");
     assert_eq!(side.qp.post_send(&[SendWr::nop()]).unwrap_err().to_string(), text);
-}
-
-#[test]
-fn killed_peer_releases_the_survivor() {
-    if is_device_named() {
-        println!("skipped: a device says nothing of a peer that is gone while nothing is under way to it");
-        return;
-    }
-    for round in 0..20 {
-        let side = side();
-        let (mut peer, _) = Peer::start("processes::child", "forever", &side);
-        let s = stream("survivor");
-        let killed = Instant::now() + Duration::from_millis(round);
-        let mut alive = true;
-        let right = Arc::default();
-        // In the middle of the game, at another point each time.
-        let error = (0..).find_map(|i| {
-            if alive && Instant::now() > killed {
-                peer.kill();
-                alive = false;
-            }
-            let played = ping(&s, &side, i, &right);
-            if i % 8 == 0 { played.and(s.synchronize(PATIENCE)).err() } else { played.err() }
-        });
-        let error = error.unwrap();
-        assert!(!matches!(error, Error::Deadline { .. } | Error::StreamWait { .. }), "{error}");
-        assert!(!alive, "{error}");
-        match s.synchronize(PATIENCE) {
-            Ok(()) | Err(Error::Completion(_) | Error::PeerGone { .. }) => {}
-            Err(other) => panic!("{other}"),
-        }
-        assert_eq!(s.query().pending, 0);
-        let error = side.qp.check().unwrap_err();
-        // Whether a send was under way depends on the moment.
-        assert!(matches!(error, Error::Completion(_) | Error::PeerGone { .. }), "{error}");
-        drop(peer);
-    }
 }
 
 #[test]

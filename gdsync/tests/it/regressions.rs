@@ -5,7 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::common::{PATIENCE, Side, connect, hca, loopback, pair, received, reconnect, sent, stream, until};
+use crate::common::{
+    PATIENCE, Side, connect, gate, hca, loopback, pair, received, reconnect, sent, stream, until,
+};
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::stream::{Batch, Cond};
@@ -106,7 +108,7 @@ fn longest_timeouts_are_no_panic() {
 fn what_others_submitted_is_theirs_to_hear_of() {
     let (a, _b) = pair(64, |q| q);
     let s = stream("shared");
-    let gate = crate::common::gate();
+    let gate = gate();
     s.wait_value32(&gate, 1, Cond::Geq).unwrap();
     let (other, (tell, told)) = (s.clone(), mpsc::channel());
     let first = std::thread::spawn(move || {
@@ -166,7 +168,7 @@ fn late_packet_of_the_former_connection_is_not_taken() {
 fn send_that_a_stream_has_left_holds_off_a_reset() {
     let (a, b) = loopback(64, |q| q.max_send_wr(4));
     let s = stream("late");
-    let gate = crate::common::gate();
+    let gate = gate();
     s.wait_value32(&gate, 1, Cond::Geq).unwrap();
     let completion =
         s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap().completion();
@@ -226,7 +228,7 @@ fn completion_queue_outlives_the_claims_of_a_stream_that_gave_up() {
     let cq = context.create_cq(4).unwrap();
     let (a, b) = connect(Side::new(&context, 64, |q| q.send_cq(&cq)), Side::new(&context, 64, |q| q));
     let s = stream("hopeless");
-    let gate = crate::common::gate();
+    let gate = gate();
     s.wait_value32(&gate, 1, Cond::Geq).unwrap();
     for _ in 0..2 {
         s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap();

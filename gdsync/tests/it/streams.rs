@@ -11,8 +11,8 @@ use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
 
 use crate::child::is_own_process;
 use crate::common::{
-    PATIENCE, assert_clean, counts, hca, is_device_named, loopback, pair, stream, stream_with, tier, until,
-    wrong_key,
+    PATIENCE, assert_clean, counts, gate, hca, is_device_named, loopback, pair, stream, stream_with, tier,
+    until, wrong_key,
 };
 use crate::place::{Site, sites};
 
@@ -125,7 +125,7 @@ fn wait_that_no_word_satisfies_is_refused() {
 #[test]
 fn full_stream_leaves_the_batch_as_it_was() {
     let (a, b) = pair(64, |q| q);
-    let gate = crate::common::gate();
+    let gate = gate();
     let s = Stream::host(HostStreamConfig { name: "full".into(), depth: 2, ..HostStreamConfig::default() })
         .unwrap();
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
@@ -163,7 +163,7 @@ fn full_stream_leaves_the_batch_as_it_was() {
 #[test]
 fn refused_batch_can_go_to_another_stream() {
     let (a, _b) = pair(64, |q| q);
-    let gate = crate::common::gate();
+    let gate = gate();
     let full =
         Stream::host(HostStreamConfig { name: "full".into(), depth: 1, ..HostStreamConfig::default() })
             .unwrap();
@@ -319,7 +319,7 @@ fn root_cause_is_what_happened_first_not_what_was_seen_first() {
         return;
     }
     let s = stream_with("late", PATIENCE);
-    let gate = crate::common::gate();
+    let gate = gate();
     a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap();
     let mut batch = Batch::new();
     batch.wait_value32(&gate, 1, Cond::Eq);

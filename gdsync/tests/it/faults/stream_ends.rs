@@ -12,7 +12,7 @@ use gdsync::verbs::{Qp, QpAttr, QpState, SendWr};
 
 use super::gpus::Application;
 use super::{FLUSH, Rig, Way, broke, matrix, on_gpu, patient, post_recvs, refuses};
-use crate::common::{PATIENCE, Side, connect, hca};
+use crate::common::{PATIENCE, Side, connect, gate, hca};
 use crate::place::{Place, places_on};
 
 /// How long streams wait in vain.
@@ -30,7 +30,7 @@ pub(crate) fn stopped(
     let error = rig.released(stream, since, deadline).unwrap_err();
     assert!(is(&error), "{error}");
     let text = error.to_string();
-    let word = crate::common::gate();
+    let word = gate();
     let later = [
         stream.write_value32(&word, 1),
         stream.host_fn(|| {}),
@@ -203,7 +203,7 @@ fn queue_pair_is_aborted() {
         broke(&a, 100, Syndrome::WR_FLUSH_ERR);
         rig.recover(&stream, &a, &b);
         // What it will ring.
-        let gate = crate::common::gate();
+        let gate = gate();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
         let abort = || {
             a.qp.abort().unwrap();
@@ -312,7 +312,7 @@ fn host_function_panics() {
     matrix("a panic in a host function", |rig| {
         let (a, b) = rig.pair(patient);
         let stream = rig.stream();
-        let gate = crate::common::gate();
+        let gate = gate();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
         stream.host_fn(|| panic!("for the test")).unwrap();
         block(rig, &stream, &a);
@@ -427,7 +427,7 @@ fn driver_refuses_a_submission() {
         let (a, b) = rig.pair(patient);
         let stream = rig.stream();
         // CUDA knows it: before it is told of a new one, the stream is marked.
-        let word = crate::common::gate();
+        let word = gate();
         stream.write_value32(&word, 0).unwrap();
         block(rig, &stream, &a);
         let call = match (rig.way, place.via) {
