@@ -24,7 +24,7 @@ use crate::place::{self, Place, WholeGpu, places_on};
 
 /// What this process holds of the things that leak.
 #[derive(Debug, PartialEq)]
-pub(crate) struct Held {
+pub(crate) struct Resources {
     pub(crate) files: usize,
     /// Those of this library.
     pub(crate) threads: usize,
@@ -32,7 +32,7 @@ pub(crate) struct Held {
     pub(crate) links: usize,
 }
 
-impl Held {
+impl Resources {
     pub(crate) fn now() -> Self {
         let files = fs::read_dir("/proc/self/fd").unwrap().count();
         let threads = threads().len();
@@ -120,13 +120,13 @@ pub(crate) fn post_recvs(side: &Side, count: u64, sges: &[Sge]) -> Completion {
 const TOLERANCE: usize = 32 << 20;
 
 /// Keeps a GPU's primary context, so that it is not the end of the context that cleans up.
-struct MrGuard {
+struct ContextGuard {
     api: Api,
     device: i32,
     context: usize,
 }
 
-impl MrGuard {
+impl ContextGuard {
     fn new(device: i32) -> Self {
         let api = if place::is_real() { Api::load().unwrap() } else { driver::api() };
         let mut context = 0;
@@ -150,7 +150,7 @@ impl MrGuard {
     }
 }
 
-impl Drop for MrGuard {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         // SAFETY: retained once, given back once.
         unsafe { self.api.primary_ctx_release(self.device) }.unwrap();
@@ -170,7 +170,7 @@ pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
     own_process!();
     threads_of_the_process();
     let mut control = (!place::is_real()).then(Control::take);
-    let guard = MrGuard::new(0);
+    let guard = ContextGuard::new(0);
     let mut before = None;
     for pass in [Pass::First, Pass::Counted] {
         let bed = Bed { gpu: place::gpu(0).expect("there is one, real or simulated"), control };
@@ -194,11 +194,15 @@ pub(crate) enum Pass {
 
 /// Files that are open and bytes of the GPU that are free, when all that a test made has been given back: no more and no
 /// fewer than there were `before`.
-fn given_back(guard: &MrGuard, control: Option<&Control>, before: Option<(usize, usize)>) -> (usize, usize) {
+fn given_back(
+    guard: &ContextGuard,
+    control: Option<&Control>,
+    before: Option<(usize, usize)>,
+) -> (usize, usize) {
     let only_guard = Alive { retained: 1, ..Alive::default() };
     let start = Instant::now();
     loop {
-        let (held, free, alive) = (Held::now(), guard.free(), control.map(Control::alive));
+        let (held, free, alive) = (Resources::now(), guard.free(), control.map(Control::alive));
         let as_before = before.is_none_or(|(files, most)| held.files <= files && free + TOLERANCE >= most);
         let nothing_runs = held.threads <= threads_of_the_process() && held.links == 0;
         if as_before && nothing_runs && alive.is_none_or(|alive| alive == only_guard) {
@@ -223,7 +227,7 @@ fn threads_of_the_process() -> usize {
         drop(gpu);
         let looks = std::iter::repeat_with(|| {
             thread::sleep(Duration::from_millis(5));
-            Held::now().threads
+            Resources::now().threads
         });
         looks.take(40).min().expect("some looks")
     })

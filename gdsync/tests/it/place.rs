@@ -35,7 +35,7 @@ pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
 /// waits for the streams of all tests.
 pub(crate) fn places() -> impl Iterator<Item = Place> {
     if is_real() {
-        TURN.with(|_| {});
+        PERMIT.with(|_| {});
     }
     shared(0).into_iter().flat_map(|gpu| places_on(&gpu))
 }
@@ -57,47 +57,47 @@ static AT_WORK: Mutex<usize> = Mutex::new(0);
 static DONE: Condvar = Condvar::new();
 
 thread_local! {
-    /// The turn of a test, until its thread ends.
-    static TURN: SubmitGuard = SubmitGuard::take();
+    /// The permit of a test, until its thread ends.
+    static PERMIT: Permit = Permit::take();
 }
 
-struct SubmitGuard;
+struct Permit;
 
-impl SubmitGuard {
-    /// Waits until few enough others have theirs: a test has three streams at most that wait at a time, and if as many wait as the GPU
+impl Permit {
+    /// Waits for one of [`max_permits`]: a test has three streams at most that wait at a time, and if as many wait as the GPU
     /// has channels for a process, nothing else moves there.
     fn take() -> Self {
         let mut at_work = AT_WORK.lock();
-        DONE.wait_while(&mut at_work, |at_work| *at_work >= most_turns());
+        DONE.wait_while(&mut at_work, |at_work| *at_work >= max_permits());
         *at_work += 1;
         Self
     }
 }
 
-impl Drop for SubmitGuard {
+impl Drop for Permit {
     fn drop(&mut self) {
         *AT_WORK.lock() -= 1;
         DONE.notify_all();
     }
 }
 
-fn most_turns() -> usize {
+fn max_permits() -> usize {
     (channels::here() / 3).max(1)
 }
 
-/// All turns of a real GPU: no other test uses it meanwhile.
+/// All permits of a real GPU: no other test uses it meanwhile.
 #[derive(Debug)]
 pub(crate) struct WholeGpu;
 
 impl WholeGpu {
-    /// Waits until no other test has a turn; `None` on a simulated GPU, which has room for all.
+    /// Waits until no other test has a permit; `None` on a simulated GPU, which has room for all.
     pub(crate) fn take() -> Option<Self> {
         if !is_real() {
             return None;
         }
         let mut at_work = AT_WORK.lock();
         DONE.wait_while(&mut at_work, |at_work| *at_work > 0);
-        *at_work = most_turns();
+        *at_work = max_permits();
         Some(Self)
     }
 }

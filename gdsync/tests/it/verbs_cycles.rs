@@ -31,7 +31,7 @@ fn cycle(device: &impl Fn() -> Context, seed: u64) {
 
 /// What there is of the things that leak.
 #[derive(Debug, PartialEq)]
-struct Held {
+struct Resources {
     /// Objects of RDMA in the kernel, by `rdma resource show`; empty where there is no such program.
     kernel: String,
     files: usize,
@@ -40,7 +40,7 @@ struct Held {
     pinned: u64,
 }
 
-impl Held {
+impl Resources {
     fn now() -> Self {
         let kernel = Command::new("rdma").args(["resource", "show"]).output();
         let kernel = kernel.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
@@ -72,10 +72,10 @@ fn kernel_memory() -> u64 {
 }
 
 /// The kernel takes things away a moment after they were closed.
-fn settled(before: &Held) -> Held {
+fn settled(before: &Resources) -> Resources {
     let end = Instant::now() + PATIENCE;
     loop {
-        let now = Held::now();
+        let now = Resources::now();
         if now == *before || Instant::now() > end {
             return now;
         }
@@ -91,7 +91,7 @@ fn queue_pairs_to_peers_leave_nothing_behind() {
     }
     let device = || named_device().unwrap();
     let cycles = tier(1, 3, 100);
-    let unused = Held::now();
+    let unused = Resources::now();
     (0..WARM_UP).for_each(|round| cycle(&device, round));
     let before = settled(&unused);
     assert_eq!(before, unused, "after the first cycles");
