@@ -1,23 +1,22 @@
-//! Open devices, and what they say of themselves.
+//! Open devices, what they say of themselves, and the GID table of the port.
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
-use std::mem::offset_of;
+use std::mem::{MaybeUninit, offset_of};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use rdma_core_sys::verbs::{
     ibv_atomic_cap, ibv_context, ibv_context_ops, ibv_device, ibv_device_attr, ibv_device_attr_ex,
-    ibv_device_cap_flags, ibv_link_layer, ibv_mtu, ibv_port_attr, ibv_port_cap_flags, ibv_port_state, ibv_qp,
-    ibv_query_device_ex_input, ibv_wr_opcode, verbs_context,
+    ibv_device_cap_flags, ibv_gid, ibv_gid_entry, ibv_gid_type, ibv_link_layer, ibv_mtu, ibv_port_attr,
+    ibv_port_cap_flags, ibv_port_state, ibv_qp, ibv_query_device_ex_input, ibv_wr_opcode, verbs_context,
 };
 
-use crate::address::{ENTRIES, PORT};
 use crate::events::Events;
 use crate::hca::Hca;
 use crate::modify::MAX_RD_ATOMIC;
-use crate::sizes::{MAX_CQES, MAX_RECEIVES, MAX_SGES};
-use crate::{cq, device, domain, errno, notify, poll, qp, work};
+use crate::qp::{MAX_CQES, MAX_RECEIVES, MAX_SGES};
+use crate::{cq, domain, errno, events, hca, qp, work};
 
 /// What the port's network allows.
 pub(crate) const ACTIVE_MTU: ibv_mtu = ibv_mtu::IBV_MTU_1024;
@@ -31,8 +30,8 @@ pub(crate) fn has_atomics() -> bool {
 
 /// From now on there are atomics, or none: no queue pair may allow them to peers.
 #[unsafe(no_mangle)]
-pub(crate) extern "C" fn gdsync_standin_atomics(are_there: bool) {
-    ATOMICS.store(are_there, Ordering::SeqCst);
+pub(crate) extern "C" fn gdsync_standin_atomics(are_there: u32) {
+    ATOMICS.store(are_there != 0, Ordering::SeqCst);
 }
 
 /// `struct verbs_context`, and what is behind it.
@@ -57,8 +56,8 @@ impl Context {
         let hca = Hca::get()?;
         let events = Arc::new(Events::new()?);
         let ops = ibv_context_ops {
-            poll_cq: Some(poll::poll_cq),
-            req_notify_cq: Some(notify::req_notify_cq),
+            poll_cq: Some(cq::poll_cq),
+            req_notify_cq: Some(events::req_notify_cq),
             post_send: Some(work::post_send),
             post_recv: Some(work::post_recv),
             ..ibv_context_ops::zeroed()
@@ -89,15 +88,11 @@ impl Context {
     }
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
+pub(crate) extern "C" fn ibv_open_device(device: *mut ibv_device) -> *mut ibv_context {
     Context::open(device).unwrap_or_else(errno::null)
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_close_device(context: *mut ibv_context) -> c_int {
     let whole = context.wrapping_byte_sub(offset_of!(verbs_context, context)).cast::<Context>();
@@ -111,7 +106,7 @@ fn attributes(context: &Context) -> ibv_device_attr {
     for (to, from) in fw_ver.iter_mut().zip(b"16.35.2000") {
         *to = from.cast_signed();
     }
-    let guid = device::guid(context.hca);
+    let guid = hca::guid(context.hca);
     ibv_device_attr {
         fw_ver,
         node_guid: guid,
@@ -145,17 +140,14 @@ fn attributes(context: &Context) -> ibv_device_attr {
     }
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_query_device(
     context: *mut ibv_context,
-    attr: *mut ibv_device_attr,
+    attr: &mut MaybeUninit<ibv_device_attr>,
 ) -> c_int {
     // SAFETY: the caller vouches for the context.
     let context = unsafe { Context::of(context) };
-    // SAFETY: the caller vouches for the place.
-    unsafe { attr.write(attributes(context)) };
+    attr.write(attributes(context));
     0
 }
 
@@ -212,9 +204,6 @@ unsafe extern "C" fn query_port(
 }
 
 /// Writes the older, shorter structure.
-///
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_query_port(
     context: *mut ibv_context,
@@ -226,14 +215,123 @@ pub(crate) unsafe extern "C" fn ibv_query_port(
     unsafe { query_port(context, port, attr.cast(), size) }
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_query_qp_data_in_order(
+pub(crate) extern "C" fn ibv_query_qp_data_in_order(
     _qp: *mut ibv_qp,
     _op: ibv_wr_opcode,
     _flags: u32,
 ) -> c_int {
     // The software HCA writes payload in order, but a card need not.
+    0
+}
+
+/// The port.
+pub(crate) const PORT: u8 = 1;
+/// Entries of the table, most of them unused.
+pub(crate) const ENTRIES: u8 = 128;
+/// The entry that leads to peers.
+pub(crate) const ROUTED: u8 = 1;
+
+static TELLS_KINDS: AtomicBool = AtomicBool::new(true);
+
+/// From now on the kinds of GIDs are told, or not, as by old kernels.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn gdsync_standin_gid_kinds(are_told: u32) {
+    TELLS_KINDS.store(are_told != 0, Ordering::SeqCst);
+}
+
+/// What the index of a GID stands for.
+fn entry(context: &Context, index: u32) -> Option<ibv_gid_entry> {
+    let (gid, gid_type) = match index {
+        0 => {
+            // As of a link-local address.
+            let mut raw = context.hca.card.gid().0;
+            raw[..8].copy_from_slice(&[0xfe, 0x80, 0, 0, 0, 0, 0, 0]);
+            (raw, ibv_gid_type::IBV_GID_TYPE_ROCE_V1)
+        }
+        1 => (context.hca.card.gid().0, ibv_gid_type::IBV_GID_TYPE_ROCE_V2),
+        _ => return None,
+    };
+    let is_told = TELLS_KINDS.load(Ordering::SeqCst);
+    let gid_type = if is_told { gid_type } else { ibv_gid_type(u32::MAX) };
+    let gid = ibv_gid { raw: gid };
+    Some(ibv_gid_entry { gid, gid_index: index, port_num: PORT.into(), gid_type, ndev_ifindex: 1 })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_query_gid(
+    context: *mut ibv_context,
+    port: u8,
+    index: c_int,
+    gid: *mut ibv_gid,
+) -> c_int {
+    // SAFETY: the caller vouches for the context.
+    let context = unsafe { Context::of(context) };
+    let known = u32::try_from(index).ok().filter(|&index| port == PORT && index < ENTRIES.into());
+    let Some(index) = known else {
+        errno::set(libc::EINVAL);
+        return -1;
+    };
+    let none = ibv_gid { raw: [0; 16] };
+    // SAFETY: the caller vouches for the place.
+    unsafe { gid.write(entry(context, index).map_or(none, |entry| entry.gid)) };
+    0
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn _ibv_query_gid_ex(
+    context: *mut ibv_context,
+    port: u32,
+    index: u32,
+    out: &mut MaybeUninit<ibv_gid_entry>,
+    flags: u32,
+    entry_size: usize,
+) -> c_int {
+    // SAFETY: the caller vouches for the context.
+    let context = unsafe { Context::of(context) };
+    if flags != 0
+        || port != PORT.into()
+        || index >= ENTRIES.into()
+        || entry_size != size_of::<ibv_gid_entry>()
+    {
+        return libc::EINVAL;
+    }
+    let Some(entry) = entry(context, index) else { return libc::ENODATA };
+    out.write(entry);
+    0
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn _ibv_query_gid_table(
+    context: *mut ibv_context,
+    entries: *mut ibv_gid_entry,
+    max_entries: usize,
+    flags: u32,
+    entry_size: usize,
+) -> isize {
+    // SAFETY: the caller vouches for the context.
+    let context = unsafe { Context::of(context) };
+    if flags != 0 || entry_size != size_of::<ibv_gid_entry>() {
+        return -isize::try_from(libc::EINVAL).unwrap_or(1);
+    }
+    let all: Vec<_> =
+        (0..ENTRIES.into()).filter_map(|index| entry(context, index)).take(max_entries).collect();
+    // SAFETY: the caller vouches for so many.
+    unsafe { entries.copy_from_nonoverlapping(all.as_ptr(), all.len()) };
+    all.len().cast_signed()
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ibv_query_pkey(
+    _context: *mut ibv_context,
+    port: u8,
+    index: c_int,
+    pkey: &mut MaybeUninit<u16>,
+) -> c_int {
+    if port != PORT || index != 0 {
+        errno::set(libc::EINVAL);
+        return -1;
+    }
+    pkey.write(0xffff);
     0
 }

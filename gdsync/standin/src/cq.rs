@@ -1,4 +1,4 @@
-//! Completion queues.
+//! Completion queues, and `ibv_poll_cq`.
 
 use std::cell::UnsafeCell;
 use std::ffi::{c_int, c_void};
@@ -9,25 +9,25 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use gdsync::hca::GpuNudge;
 use gdsync::memory::Memory;
 use gdsync::mlx5;
+use gdsync::mlx5::{CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, Opcode, Syndrome};
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
     MLX5DV_RES_TYPE_CQ, MLX5DV_RES_TYPE_DBR, mlx5dv_cq, mlx5dv_cq_init_attr, mlx5dv_cq_init_attr_mask,
 };
 use rdma_core_sys::verbs::{
     ibv_comp_channel, ibv_context, ibv_cq, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_cq_init_attr_mask as mask,
-    ibv_create_cq_attr_flags as flags, ibv_create_cq_wc_flags as wc_flags, ibv_pd,
+    ibv_create_cq_attr_flags as flags, ibv_create_cq_wc_flags as wc_flags, ibv_pd, ibv_wc, ibv_wc_flags,
+    ibv_wc_opcode as opcode, ibv_wc_status as status,
 };
 
-use crate::buffer::{Buffer, Wanted};
-use crate::complaint::complain;
 use crate::context::Context;
-use crate::domain::{Domain, Users};
-use crate::errno;
-use crate::hca::{Concerned, Hca};
-use crate::notify::{Channel, DoorbellWatch};
-use crate::pages::PAGE;
-use crate::quirks::Quirk;
-use crate::sizes::{self, CQE};
+use crate::domain::{Buffer, Domain, Users, Wanted};
+use crate::errno::complain;
+use crate::events::{Channel, DoorbellWatch};
+use crate::hca::{Concerned, Hca, Quirk};
+use crate::qp::{CQE, Qp};
+use crate::region::PAGE;
+use crate::{errno, qp};
 
 /// What the provider writes into the last byte of every CQE: no operation, and the owner of the first lap.
 const FRESH: u8 = 0xf0;
@@ -45,7 +45,7 @@ pub(crate) struct Cq {
     /// Its ring was given away: it is polled by its owner.
     described: AtomicBool,
     channel: *mut ibv_comp_channel,
-    pub(crate) notice: Option<Arc<DoorbellWatch>>,
+    pub(crate) watch: Option<Arc<DoorbellWatch>>,
     domain: *mut ibv_pd,
     // Given back in this order.
     record: Buffer,
@@ -134,7 +134,7 @@ pub(crate) unsafe fn create(
     }
     // SAFETY: the caller vouches for the channel.
     let channel = (!attr.channel.is_null()).then(|| unsafe { Channel::of(attr.channel) });
-    let notice = channel.map(|channel| Arc::new(DoorbellWatch::new(channel.events.clone())));
+    let watch = channel.map(|channel| Arc::new(DoorbellWatch::new(channel.events.clone())));
     let has_domain = attr.comp_mask.contains(mask::IBV_CQ_INIT_ATTR_MASK_PD);
     let domain_of = if has_domain { attr.parent_domain } else { ptr::null_mut() };
     // SAFETY: the caller vouches for the domain.
@@ -142,7 +142,7 @@ pub(crate) unsafe fn create(
     if domain.is_some_and(|domain| !domain.is_parent()) {
         return Err(libc::EINVAL);
     }
-    let entries = sizes::cq_entries(attr.cqe)?;
+    let entries = qp::cq_entries(attr.cqe)?;
     let bytes = entries as usize * CQE;
     let wanted = Wanted {
         len: bytes.next_multiple_of(PAGE),
@@ -160,8 +160,8 @@ pub(crate) unsafe fn create(
     let words = record.memory(0, 8)?;
     words.write(0, &[0; 8]).map_err(|_| libc::EFAULT)?;
 
-    let nudger = notice.clone().map(|notice| notice as Arc<dyn GpuNudge>);
-    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, nudger);
+    let nudge = watch.clone().map(|watch| watch as Arc<dyn GpuNudge>);
+    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, nudge);
     channel.inspect(|channel| channel.users.add());
     let base = ibv_cq_ex {
         context,
@@ -181,16 +181,16 @@ pub(crate) unsafe fn create(
         polled: Mutex::default(),
         described: AtomicBool::new(false),
         channel: attr.channel,
-        notice,
+        watch,
         domain: domain_of,
         record,
         ring,
     });
     let element = ptr::from_ref(&*cq).addr();
-    if let Some(notice) = &cq.notice {
-        notice.element.store(element, Ordering::SeqCst);
+    if let Some(watch) = &cq.watch {
+        watch.element.store(element, Ordering::SeqCst);
     }
-    owner.hca.roster.add_cq(cqn, Concerned { events: owner.events.clone(), element });
+    owner.hca.roster.cqs.add(cqn, Concerned { events: owner.events.clone(), element });
     Ok(cq)
 }
 
@@ -205,8 +205,6 @@ pub(crate) unsafe extern "C" fn create_cq_ex(
     errno::hand_out(unsafe { create(context, attr, None) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_create_cq(
     context: *mut ibv_context,
@@ -223,8 +221,6 @@ pub(crate) unsafe extern "C" fn ibv_create_cq(
     errno::hand_out(unsafe { create(context, &attr, None) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     // SAFETY: the caller vouches for the queue.
@@ -234,9 +230,9 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
     // SAFETY: it is a box of this module that nothing uses any more.
     let cq = unsafe { Box::from_raw(cq.cast::<Cq>()) };
     cq.hca.card.destroy_cq(cq.cqn);
-    cq.hca.roster.remove_cq(cq.cqn);
-    if let Some(notice) = &cq.notice {
-        notice.events.forget(ptr::from_ref(&*cq).addr());
+    cq.hca.roster.cqs.remove(cq.cqn);
+    if let Some(watch) = &cq.watch {
+        watch.events.forget(ptr::from_ref(&*cq).addr());
     }
     let (domain, channel) = (cq.domain, cq.channel);
     drop(cq);
@@ -249,4 +245,140 @@ pub(crate) unsafe extern "C" fn ibv_destroy_cq(cq: *mut ibv_cq) -> c_int {
         unsafe { Domain::of(domain) }.remove_user();
     }
     0
+}
+
+impl Cq {
+    /// Completion `n`, if it is there.
+    fn at(&self, n: u64) -> Option<Cqe> {
+        let (ring, log) = (self.ring().ok()?, self.entries.ilog2());
+        let slot = usize::try_from(n & (u64::from(self.entries) - 1)).ok()? * CQE_SIZE;
+        let word = ring.atomic32(slot + CQE_OP_OWN_OFFSET).ok()?.load(Ordering::Acquire);
+        mlx5::owned_by_software(word, n, log).then(|| {
+            let mut bytes = [0; CQE_SIZE];
+            ring.read(slot, &mut bytes).expect("CQEs lie in the ring");
+            Cqe::decode(&bytes)
+        })
+    }
+
+    /// Whether a completion waits to be polled.
+    pub(crate) fn has_any(&self) -> bool {
+        self.at(*self.polled.lock()).is_some()
+    }
+
+    /// How many completions of a queue pair wait to be polled: of sends, and of receives.
+    pub(crate) fn count(&self, qpn: u32) -> [u64; 2] {
+        let polled = self.polled.lock();
+        let mut counts = [0; 2];
+        for cqe in (*polled..).map_while(|n| self.at(n)).take(self.entries as usize) {
+            if cqe.qpn == qpn {
+                counts[usize::from(!is_send(cqe.opcode))] += 1;
+            }
+        }
+        counts
+    }
+
+    /// Takes the next completion that says anything.
+    fn take(&self, polled: &mut u64) -> Option<ibv_wc> {
+        loop {
+            let cqe = self.at(*polled)?;
+            *polled += 1;
+            if let Some(wc) = self.hca.roster.qps.with(cqe.qpn, |qp| {
+                // SAFETY: it stays on the list while it exists.
+                unsafe { Qp::of(qp as *mut _) }.completed(&cqe)
+            }) {
+                return Some(wc);
+            }
+        }
+    }
+}
+
+fn is_send(kind: CqeOpcode) -> bool {
+    matches!(kind, CqeOpcode::REQ | CqeOpcode::REQ_ERR)
+}
+
+impl Qp {
+    /// What a CQE means, if it is of a request that wants to be told of.
+    fn completed(&self, cqe: &Cqe) -> Option<ibv_wc> {
+        let is_send = is_send(cqe.opcode);
+        let mut work = self.work.lock();
+        let stale = &mut work.stale[usize::from(!is_send)];
+        if *stale > 0 {
+            *stale -= 1;
+            return None;
+        }
+        let failed = matches!(cqe.opcode, CqeOpcode::REQ_ERR | CqeOpcode::RESP_ERR);
+        let wr_id = if is_send {
+            let sent = work.sent(cqe.wqe_counter)?;
+            (sent.signaled || failed).then_some(sent.wr_id)?
+        } else {
+            work.received()?
+        };
+        let (kind, wc_flags) = meaning(cqe);
+        Some(ibv_wc {
+            wr_id,
+            status: if failed { reason(cqe.syndrome) } else { status::IBV_WC_SUCCESS },
+            opcode: kind,
+            vendor_err: cqe.vendor.into(),
+            byte_len: cqe.byte_cnt,
+            imm_data: cqe.imm.to_be(),
+            qp_num: self.qpn,
+            wc_flags,
+            ..ibv_wc::zeroed()
+        })
+    }
+}
+
+fn meaning(cqe: &Cqe) -> (opcode, ibv_wc_flags) {
+    let plain = ibv_wc_flags::empty();
+    match (cqe.opcode, cqe.send_opcode) {
+        (CqeOpcode::RESP_WR_IMM, _) => (opcode::IBV_WC_RECV_RDMA_WITH_IMM, ibv_wc_flags::IBV_WC_WITH_IMM),
+        (CqeOpcode::RESP_SEND_IMM, _) => (opcode::IBV_WC_RECV, ibv_wc_flags::IBV_WC_WITH_IMM),
+        (CqeOpcode::RESP_SEND | CqeOpcode::RESP_ERR, _) => (opcode::IBV_WC_RECV, plain),
+        (_, Opcode::RDMA_WRITE | Opcode::RDMA_WRITE_IMM) => (opcode::IBV_WC_RDMA_WRITE, plain),
+        (_, Opcode::RDMA_READ) => (opcode::IBV_WC_RDMA_READ, plain),
+        (_, Opcode::ATOMIC_CS) => (opcode::IBV_WC_COMP_SWAP, plain),
+        (_, Opcode::ATOMIC_FA) => (opcode::IBV_WC_FETCH_ADD, plain),
+        _ => (opcode::IBV_WC_SEND, plain),
+    }
+}
+
+fn reason(syndrome: Syndrome) -> status {
+    match syndrome {
+        Syndrome::LOC_LEN_ERR => status::IBV_WC_LOC_LEN_ERR,
+        Syndrome::LOC_QP_OP_ERR => status::IBV_WC_LOC_QP_OP_ERR,
+        Syndrome::LOC_PROT_ERR => status::IBV_WC_LOC_PROT_ERR,
+        Syndrome::WR_FLUSH_ERR => status::IBV_WC_WR_FLUSH_ERR,
+        Syndrome::BAD_RESP_ERR => status::IBV_WC_BAD_RESP_ERR,
+        Syndrome::LOC_ACCESS_ERR => status::IBV_WC_LOC_ACCESS_ERR,
+        Syndrome::REM_INV_REQ_ERR => status::IBV_WC_REM_INV_REQ_ERR,
+        Syndrome::REM_ACCESS_ERR => status::IBV_WC_REM_ACCESS_ERR,
+        Syndrome::REM_OP_ERR => status::IBV_WC_REM_OP_ERR,
+        Syndrome::RETRY_EXC_ERR => status::IBV_WC_RETRY_EXC_ERR,
+        Syndrome::RNR_RETRY_EXC_ERR => status::IBV_WC_RNR_RETRY_EXC_ERR,
+        Syndrome::REM_ABORT_ERR => status::IBV_WC_REM_ABORT_ERR,
+        _ => status::IBV_WC_GENERAL_ERR,
+    }
+}
+
+/// `ibv_poll_cq`
+pub(crate) unsafe extern "C" fn poll_cq(cq: *mut ibv_cq, num_entries: c_int, wc: *mut ibv_wc) -> c_int {
+    // SAFETY: the caller vouches for the queue.
+    let cq = unsafe { Cq::of(cq) };
+    if cq.is_described() {
+        complain(
+            "a completion queue is polled by the library and by its owner: mlx5dv_init_obj gave it away",
+        );
+        return -libc::EINVAL;
+    }
+    let mut polled = cq.polled.lock();
+    let mut count = 0;
+    while count < num_entries {
+        let Some(completion) = cq.take(&mut polled) else { break };
+        let place = wc.wrapping_offset(count as isize);
+        // SAFETY: the caller vouches for so many.
+        unsafe { place.write(completion) };
+        count += 1;
+    }
+    cq.consumed(*polled);
+    count
 }

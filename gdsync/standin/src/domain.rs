@@ -1,4 +1,4 @@
-//! Protection domains, thread domains, and parent domains with an allocator.
+//! Protection domains, thread domains, parent domains with the memory that their allocators give, and address handles.
 
 use std::cell::UnsafeCell;
 use std::collections::BTreeMap;
@@ -6,15 +6,17 @@ use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use gdsync::memory::Memory;
 use parking_lot::Mutex;
+use rdma_core_sys::mlx5::mlx5_wqe_av;
 use rdma_core_sys::verbs::{
-    ibv_context, ibv_domain_alloc, ibv_domain_free, ibv_parent_domain_init_attr,
-    ibv_parent_domain_init_attr_mask as mask, ibv_pd, ibv_td, ibv_td_init_attr,
+    IBV_ALLOCATOR_USE_DEFAULT, ibv_ah, ibv_ah_attr, ibv_context, ibv_domain_alloc, ibv_domain_free,
+    ibv_parent_domain_init_attr, ibv_parent_domain_init_attr_mask as mask, ibv_pd, ibv_td, ibv_td_init_attr,
 };
 
-use crate::complaint::complain;
-use crate::context::Context;
-use crate::errno::{self, code};
+use crate::context::{Context, ENTRIES, PORT};
+use crate::errno::{code, complain};
+use crate::{errno, region};
 
 /// The protection domains by number, each an address.
 static NUMBERED: Mutex<BTreeMap<u32, usize>> = Mutex::new(BTreeMap::new());
@@ -128,8 +130,6 @@ struct ThreadDomain {
     users: Users,
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut ibv_pd {
     // SAFETY: the caller vouches for the context.
@@ -143,8 +143,6 @@ pub(crate) unsafe extern "C" fn ibv_alloc_pd(context: *mut ibv_context) -> *mut 
     pd
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_dealloc_pd(pd: *mut ibv_pd) -> c_int {
     // SAFETY: the caller vouches for the domain.
@@ -235,4 +233,150 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
     // SAFETY: nobody else has it yet.
     unsafe { (*made).kind = Kind::Parent { of: attr.pd, td: attr.td, allocator } };
     made.cast()
+}
+
+/// What is asked for.
+#[derive(Clone, Copy)]
+pub(crate) struct Wanted {
+    pub(crate) len: usize,
+    pub(crate) align: usize,
+    /// `MLX5DV_RES_TYPE_*`
+    pub(crate) resource: u64,
+    /// Whether the provider relies on the application to have cleared it.
+    pub(crate) cleared: bool,
+}
+
+/// Memory of a queue, given back when this is dropped.
+pub(crate) struct Buffer {
+    addr: *mut u8,
+    len: usize,
+    from: From,
+}
+
+enum From {
+    Application(Allocator, u64),
+    Here { _memory: Memory },
+}
+
+impl Buffer {
+    /// Asks the allocator of a parent domain; takes memory of this library where there is none, or it does not care.
+    ///
+    /// # Errors
+    /// `EFAULT` for memory that cannot be pinned, `EINVAL` for memory that is not as it must be; where the allocator has
+    /// none, what it left in `errno`.
+    pub(crate) fn alloc(domain: Option<&Domain>, wanted: Wanted) -> Result<Self, c_int> {
+        let Some(allocator) = domain.and_then(Domain::allocator) else { return Self::here(wanted.len) };
+        let Allocator { domain, context, alloc, .. } = allocator;
+        errno::set(libc::ENOMEM);
+        // SAFETY: the application gave the function for this.
+        let addr = unsafe { alloc(domain, context, wanted.len, wanted.align, wanted.resource) };
+        if addr.addr() == IBV_ALLOCATOR_USE_DEFAULT.cast_unsigned() {
+            return Self::here(wanted.len);
+        }
+        if addr.is_null() {
+            return Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::ENOMEM));
+        }
+        let from = From::Application(allocator, wanted.resource);
+        let buffer = Self { addr: addr.cast(), len: wanted.len, from };
+        region::pin(addr.addr(), wanted.len, true)?;
+        buffer.check(wanted)?;
+        Ok(buffer)
+    }
+
+    fn here(len: usize) -> Result<Self, c_int> {
+        let memory = Memory::alloc(len).map_err(|_| libc::ENOMEM)?;
+        Ok(Self { addr: memory.addr() as *mut u8, len, from: From::Here { _memory: memory } })
+    }
+
+    fn check(&self, wanted: Wanted) -> Result<(), c_int> {
+        let Wanted { len, align, resource, cleared } = wanted;
+        let resource = resource & 0xffff_ffff;
+        if !self.addr.addr().is_multiple_of(align) {
+            complain(format!("memory for resource {resource} at {:p} is not aligned to {align}", self.addr));
+            return Err(libc::EINVAL);
+        }
+        if cleared && self.memory(0, len)?.to_vec().iter().any(|&byte| byte != 0) {
+            complain(format!("memory for resource {resource} is not zero: rdma-core does not clear it"));
+            return Err(libc::EINVAL);
+        }
+        Ok(())
+    }
+
+    /// The address of the byte at `offset`.
+    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
+        self.addr.wrapping_add(offset)
+    }
+
+    /// A part of it as the HCA takes it. It must be gone before the buffer.
+    pub(crate) fn memory(&self, offset: usize, len: usize) -> Result<Memory, c_int> {
+        if offset.checked_add(len).is_none_or(|end| end > self.len) {
+            return Err(libc::EINVAL);
+        }
+        // SAFETY: it was pinned, so it is there, and stays until this is dropped.
+        unsafe { Memory::from_raw(self.at(offset), len) }.map_err(|_| libc::EINVAL)
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        if let From::Application(Allocator { domain, context, free, .. }, resource) = self.from {
+            // SAFETY: the application gave the function for this, and the memory comes from its sister.
+            unsafe { free(domain, context, self.addr.cast(), resource) };
+        }
+    }
+}
+
+/// `struct ibv_ah`, and what is behind it.
+#[repr(C)]
+struct Handle {
+    base: ibv_ah,
+    vector: mlx5_wqe_av,
+}
+
+/// The hardware address of the port with this GID.
+pub(crate) fn mac(gid: &[u8; 16]) -> [u8; 6] {
+    [0x02, gid[11], gid[12], gid[13], gid[14], gid[15]]
+}
+
+/// The address vector of a handle.
+///
+/// # Safety
+/// It must be one of this library.
+pub(crate) unsafe fn vector(ah: *mut ibv_ah) -> *mut mlx5_wqe_av {
+    // SAFETY: the caller vouches for it.
+    unsafe { &raw mut (*ah.cast::<Handle>()).vector }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_create_ah(pd: *mut ibv_pd, attr: &ibv_ah_attr) -> *mut ibv_ah {
+    if attr.port_num != PORT || attr.is_global == 0 || attr.grh.sgid_index >= ENTRIES {
+        return errno::null(libc::EINVAL);
+    }
+    // SAFETY: all fields of the union are plain bytes.
+    let gid = unsafe { attr.grh.dgid.raw };
+    if gid == [0; 16] {
+        return errno::null(libc::ETIMEDOUT);
+    }
+    let vector = mlx5_wqe_av {
+        rmac: mac(&gid),
+        tclass: attr.grh.traffic_class,
+        hop_limit: attr.grh.hop_limit,
+        rgid: gid,
+        ..mlx5_wqe_av::zeroed()
+    };
+    // SAFETY: the caller vouches for the domain.
+    let context = unsafe { (*pd).context };
+    // SAFETY: as above.
+    unsafe { Domain::of(pd) }.add_user();
+    let base = ibv_ah { context, pd, handle: 0 };
+    Box::into_raw(Box::new(Handle { base, vector })).cast()
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_destroy_ah(ah: *mut ibv_ah) -> c_int {
+    // SAFETY: the caller vouches for it: a box of the function above.
+    let handle = unsafe { Box::from_raw(ah.cast::<Handle>()) };
+    // SAFETY: a domain with handles cannot be freed.
+    unsafe { Domain::of(handle.base.pd) }.remove_user();
+    0
 }

@@ -11,22 +11,18 @@ use rdma_core_sys::verbs::{
     ibv_context, ibv_cq_ex, ibv_cq_init_attr_ex, ibv_device, ibv_qp, ibv_qp_init_attr_ex,
 };
 
-use crate::complaint::complain;
 use crate::context::Context;
-use crate::cq::{self, Cq};
+use crate::cq::Cq;
 use crate::domain::Domain;
-use crate::qp::{self, Qp};
-use crate::{device, devx, errno, handle};
+use crate::errno::complain;
+use crate::qp::Qp;
+use crate::{cq, devx, domain, errno, hca, qp};
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_is_supported(device: *mut ibv_device) -> bool {
-    device::is_ours(device)
+pub(crate) extern "C" fn mlx5dv_is_supported(device: *mut ibv_device) -> bool {
+    hca::is_ours(device)
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_open_device(
     device: *mut ibv_device,
@@ -34,21 +30,14 @@ pub(crate) unsafe extern "C" fn mlx5dv_open_device(
 ) -> *mut ibv_context {
     // SAFETY: the caller vouches for the attributes.
     let wants_devx = !attr.is_null() && unsafe { (*attr).flags } != mlx5dv_context_attr_flags::empty();
-    if wants_devx && !devx::is_there() || !device::is_ours(device) {
+    if wants_devx && !devx::is_there() || !hca::is_ours(device) {
         return errno::null(libc::EOPNOTSUPP);
     }
     Context::open(device).unwrap_or_else(errno::null)
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_query_device(
-    _context: *mut ibv_context,
-    out: *mut mlx5dv_context,
-) -> c_int {
-    // SAFETY: the caller vouches for the structure.
-    let out = unsafe { &mut *out };
+pub(crate) extern "C" fn mlx5dv_query_device(_context: *mut ibv_context, out: &mut mlx5dv_context) -> c_int {
     let known = out.comp_mask.intersection(mask::MLX5DV_CONTEXT_MASK_DYN_BFREGS);
     *out = mlx5dv_context {
         flags: mlx5dv_context_flags::MLX5DV_CONTEXT_FLAGS_CQE_V1,
@@ -59,10 +48,8 @@ pub(crate) unsafe extern "C" fn mlx5dv_query_device(
     0
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_set_context_attr(
+pub(crate) extern "C" fn mlx5dv_set_context_attr(
     _context: *mut ibv_context,
     _kind: mlx5dv_set_ctx_attr_type,
     _attr: *mut c_void,
@@ -71,48 +58,32 @@ pub(crate) unsafe extern "C" fn mlx5dv_set_context_attr(
     libc::EOPNOTSUPP
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_create_cq(
     context: *mut ibv_context,
-    attr: *mut ibv_cq_init_attr_ex,
-    mlx5: *mut mlx5dv_cq_init_attr,
+    attr: &ibv_cq_init_attr_ex,
+    mlx5: Option<&mlx5dv_cq_init_attr>,
 ) -> *mut ibv_cq_ex {
-    // SAFETY: the caller vouches for the attributes.
-    let attr = unsafe { &*attr };
-    // SAFETY: as above.
-    let mlx5 = unsafe { mlx5.as_ref() };
-    // SAFETY: as above.
+    // SAFETY: the caller vouches for the arguments.
     errno::hand_out(unsafe { cq::create(context, attr, mlx5) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_create_qp(
     context: *mut ibv_context,
-    attr: *mut ibv_qp_init_attr_ex,
-    mlx5: *mut mlx5dv_qp_init_attr,
+    attr: &mut ibv_qp_init_attr_ex,
+    mlx5: Option<&mlx5dv_qp_init_attr>,
 ) -> *mut ibv_qp {
-    // SAFETY: the caller vouches for the attributes.
-    let attr = unsafe { &mut *attr };
-    // SAFETY: as above.
-    let mlx5 = unsafe { mlx5.as_ref() };
-    // SAFETY: as above.
+    // SAFETY: the caller vouches for the arguments.
     errno::hand_out(unsafe { qp::create(context, attr, mlx5) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: *mut mlx5dv_obj, asked: kind) -> c_int {
+pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: &mlx5dv_obj, asked: kind) -> c_int {
     let known = kind::MLX5DV_OBJ_QP | kind::MLX5DV_OBJ_CQ | kind::MLX5DV_OBJ_PD | kind::MLX5DV_OBJ_AH;
     if asked.is_empty() || !known.contains(asked) {
         return libc::EOPNOTSUPP;
     }
-    // SAFETY: the caller vouches for the structure.
-    let obj = unsafe { &*obj };
     if asked.contains(kind::MLX5DV_OBJ_QP) {
         // SAFETY: the caller vouches for the queue pair.
         let qp = unsafe { Qp::of(obj.qp.r#in) };
@@ -139,7 +110,7 @@ pub(crate) unsafe extern "C" fn mlx5dv_init_obj(obj: *mut mlx5dv_obj, asked: kin
     }
     if asked.contains(kind::MLX5DV_OBJ_AH) {
         // SAFETY: the caller vouches for the handle.
-        let av = unsafe { handle::vector(obj.ah.r#in) };
+        let av = unsafe { domain::vector(obj.ah.r#in) };
         // SAFETY: the caller vouches for the place.
         unsafe { obj.ah.out.write(mlx5dv_ah { av, comp_mask: 0 }) };
     }

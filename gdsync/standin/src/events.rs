@@ -1,18 +1,25 @@
-//! Asynchronous events of a context: a queue behind a descriptor that can be waited for.
+//! Asynchronous events of a context, and completion channels: queues behind descriptors that can be waited for.
 
+use std::cell::UnsafeCell;
 use std::collections::{HashMap, VecDeque};
-use std::ffi::c_int;
+use std::ffi::{c_int, c_uint, c_void};
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use gdsync::hca::GpuNudge;
 use parking_lot::{Condvar, Mutex};
 use rdma_core_sys::verbs::{
-    ibv_async_event, ibv_async_event_element, ibv_context, ibv_cq, ibv_event_type, ibv_qp,
+    ibv_async_event, ibv_async_event_element, ibv_comp_channel, ibv_context, ibv_cq, ibv_event_type, ibv_qp,
 };
 
-use crate::complaint::complain;
 use crate::context::Context;
+use crate::cq::Cq;
+use crate::domain::Users;
 use crate::errno;
+use crate::errno::complain;
 
 /// How long an object waits for the acknowledgement of its events, before it goes all the same.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -98,12 +105,10 @@ impl Events {
     }
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_get_async_event(
     context: *mut ibv_context,
-    event: *mut ibv_async_event,
+    event: &mut MaybeUninit<ibv_async_event>,
 ) -> c_int {
     // SAFETY: the caller vouches for the context.
     let context = unsafe { Context::of(context) };
@@ -114,8 +119,7 @@ pub(crate) unsafe extern "C" fn ibv_get_async_event(
             } else {
                 ibv_async_event_element { qp: element as *mut ibv_qp }
             };
-            // SAFETY: the caller vouches for the place.
-            unsafe { event.write(ibv_async_event { element, event_type }) };
+            event.write(ibv_async_event { element, event_type });
             0
         }
         Err(errno) => {
@@ -125,8 +129,6 @@ pub(crate) unsafe extern "C" fn ibv_get_async_event(
     }
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event) {
     // SAFETY: the caller vouches for the event.
@@ -138,4 +140,113 @@ pub(crate) unsafe extern "C" fn ibv_ack_async_event(event: *mut ibv_async_event)
     // SAFETY: it is the object's.
     let context = unsafe { Context::of(context) };
     context.events.acknowledge(qp.addr());
+}
+
+/// `struct ibv_comp_channel`, and what is behind it.
+#[repr(C)]
+pub(crate) struct Channel {
+    base: UnsafeCell<ibv_comp_channel>,
+    pub(crate) users: Users,
+    pub(crate) events: Arc<Events>,
+}
+
+impl Channel {
+    /// # Safety
+    /// It must be a channel of this library.
+    pub(crate) unsafe fn of<'a>(channel: *mut ibv_comp_channel) -> &'a Self {
+        // SAFETY: the caller vouches for it.
+        unsafe { &*channel.cast() }
+    }
+}
+
+/// Puts a completion queue on its channel, once for each time that it was armed.
+#[derive(Debug)]
+pub(crate) struct DoorbellWatch {
+    pub(crate) events: Arc<Events>,
+    /// The queue's address, once it has one.
+    pub(crate) element: AtomicUsize,
+    armed: AtomicBool,
+}
+
+impl DoorbellWatch {
+    pub(crate) fn new(events: Arc<Events>) -> Self {
+        Self { events, element: AtomicUsize::new(0), armed: AtomicBool::new(false) }
+    }
+}
+
+impl GpuNudge for DoorbellWatch {
+    fn nudge(&self) {
+        if self.armed.swap(false, Ordering::SeqCst) {
+            // The kind of event is not looked at: a channel has one.
+            self.events.push(self.element.load(Ordering::SeqCst), ibv_event_type::IBV_EVENT_CQ_ERR);
+        }
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn ibv_create_comp_channel(context: *mut ibv_context) -> *mut ibv_comp_channel {
+    let made = Events::new().map(|events| {
+        let base = ibv_comp_channel { context, fd: events.fd(), refcnt: 0 };
+        Box::new(Channel { base: UnsafeCell::new(base), users: Users::default(), events: Arc::new(events) })
+    });
+    errno::hand_out(made)
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_destroy_comp_channel(channel: *mut ibv_comp_channel) -> c_int {
+    // SAFETY: the caller vouches for it.
+    if let Err(errno) = unsafe { Channel::of(channel) }.users.none() {
+        return errno;
+    }
+    // SAFETY: it is a box of this module that nothing uses any more.
+    drop(unsafe { Box::from_raw(channel.cast::<Channel>()) });
+    0
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_get_cq_event(
+    channel: &Channel,
+    cq: &mut MaybeUninit<*mut ibv_cq>,
+    cq_context: *mut *mut c_void,
+) -> c_int {
+    let element = match channel.events.get() {
+        Ok((element, _)) => element as *mut ibv_cq,
+        Err(errno) => {
+            errno::set(errno);
+            return -1;
+        }
+    };
+    cq.write(element);
+    // SAFETY: a queue waits for the acknowledgement of its events before it goes.
+    let context = unsafe { (*element).cq_context };
+    // SAFETY: as above.
+    unsafe { cq_context.write(context) };
+    0
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn ibv_ack_cq_events(cq: *mut ibv_cq, count: c_uint) {
+    // SAFETY: the caller vouches for the queue.
+    let Some(watch) = (unsafe { Cq::of(cq) }).watch.as_ref() else {
+        complain("events are acknowledged of a completion queue that has no channel");
+        return;
+    };
+    (0..count).for_each(|_| watch.events.acknowledge(cq.addr()));
+}
+
+/// `ibv_req_notify_cq`
+pub(crate) unsafe extern "C" fn req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int {
+    // SAFETY: the caller vouches for the queue.
+    let cq = unsafe { Cq::of(cq) };
+    if solicited_only != 0 {
+        complain("events of solicited completions alone are not part of the stand-in");
+        return libc::EOPNOTSUPP;
+    }
+    // Without a channel nobody would hear of it, which is no error.
+    let Some(watch) = &cq.watch else { return 0 };
+    watch.armed.store(true, Ordering::SeqCst);
+    if cq.has_any() {
+        watch.nudge();
+    }
+    0
 }

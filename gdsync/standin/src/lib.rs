@@ -10,6 +10,8 @@
 //! wrong and misbehave later, it refuses too, and says so on the standard error output and through
 //! `gdsync_standin_complaints`.
 //!
+//! Functions of rdma-core ask of their callers what their manual pages say.
+//!
 //! What differs from rdma-core and a card:
 //! - Every queue pair has a doorbell of its own, also those of one thread domain: memory keeps only the last of two doorbells
 //!   that are written to one register.
@@ -25,28 +27,15 @@
 
 #![allow(non_camel_case_types, reason = "the names of rdma-core")]
 
-mod address;
-mod buffer;
-mod complaint;
 mod context;
 mod cq;
-mod device;
 mod devx;
 mod domain;
 mod dv;
 mod errno;
 mod events;
-mod handle;
 mod hca;
 mod modify;
-mod notify;
-mod pages;
-mod poll;
 mod qp;
-mod quirks;
 mod region;
-mod register;
-mod sizes;
-mod steps;
-mod text;
 mod work;

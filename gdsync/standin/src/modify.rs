@@ -1,4 +1,5 @@
-//! `ibv_modify_qp`: checked as the kernel checks it, then done by the HCA.
+//! `ibv_modify_qp`: checked as the kernel checks it (`qp_state_table` of its `drivers/infiniband/core/verbs.c`), then done by
+//! the HCA.
 
 use std::ffi::c_int;
 use std::time::Duration;
@@ -7,34 +8,21 @@ use gdsync::Error;
 use gdsync::hca::Gid;
 use gdsync::verbs::{Access, QpAddress, QpAttr, QpState};
 use rdma_core_sys::verbs::{
-    ibv_access_flags as access, ibv_ah_attr, ibv_mtu, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask as mask,
-    ibv_qp_state,
+    ibv_access_flags as access, ibv_ah_attr, ibv_mtu, ibv_qp_attr, ibv_qp_attr_mask as mask, ibv_qp_state,
 };
 
-use crate::address::{ENTRIES, PORT, ROUTED};
-use crate::complaint::complain;
-use crate::context::{ACTIVE_MTU, has_atomics};
+use crate::context::{ACTIVE_MTU, ENTRIES, PORT, ROUTED, has_atomics};
+use crate::errno::complain;
+use crate::hca::Quirk;
 use crate::qp::Qp;
-use crate::quirks::Quirk;
-use crate::steps;
 
 /// How long a peer may take to be found.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// READs and atomics that may be outstanding.
 pub(crate) const MAX_RD_ATOMIC: u8 = 16;
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn ibv_modify_qp(
-    qp: *mut ibv_qp,
-    attr: *mut ibv_qp_attr,
-    attr_mask: mask,
-) -> c_int {
-    // SAFETY: the caller vouches for the queue pair.
-    let qp = unsafe { Qp::of(qp) };
-    // SAFETY: the caller vouches for the attributes.
-    let attr = unsafe { &*attr };
+pub(crate) extern "C" fn ibv_modify_qp(qp: &Qp, attr: &ibv_qp_attr, attr_mask: mask) -> c_int {
     match modify(qp, attr, attr_mask) {
         Ok(state) => {
             qp.show_state(state);
@@ -52,7 +40,7 @@ fn modify(qp: &Qp, attr: &ibv_qp_attr, given: mask) -> Result<ibv_qp_state, c_in
         return Err(libc::EINVAL);
     }
     let to = if given.contains(mask::IBV_QP_STATE) { attr.qp_state } else { from };
-    steps::check(from, to, given)?;
+    check(from, to, given)?;
     let rights =
         if given.contains(mask::IBV_QP_ACCESS_FLAGS) { attr.qp_access_flags } else { access::empty() };
     if rights.contains(access::IBV_ACCESS_REMOTE_ATOMIC) && !has_atomics() {
@@ -166,4 +154,43 @@ fn remember(known: &mut ibv_qp_attr, attr: &ibv_qp_attr, given: mask) {
         IBV_QP_MIN_RNR_TIMER: min_rnr_timer;
         IBV_QP_DEST_QPN: dest_qp_num;
     }
+}
+
+/// What a step takes: attributes that must be given, and those that may.
+fn step(from: ibv_qp_state, to: ibv_qp_state) -> Option<(mask, mask)> {
+    let first = mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_ACCESS_FLAGS;
+    let paths = mask::IBV_QP_ALT_PATH | mask::IBV_QP_PATH_MIG_STATE;
+    let running = mask::IBV_QP_CUR_STATE | paths | mask::IBV_QP_ACCESS_FLAGS | mask::IBV_QP_MIN_RNR_TIMER;
+    Some(match (from, to) {
+        (_, ibv_qp_state::IBV_QPS_RESET | ibv_qp_state::IBV_QPS_ERR) => (mask::empty(), mask::empty()),
+        (ibv_qp_state::IBV_QPS_RESET, ibv_qp_state::IBV_QPS_INIT) => (first, mask::empty()),
+        (ibv_qp_state::IBV_QPS_INIT, ibv_qp_state::IBV_QPS_INIT) => (mask::empty(), first),
+        (ibv_qp_state::IBV_QPS_INIT, ibv_qp_state::IBV_QPS_RTR) => (
+            mask::IBV_QP_AV
+                | mask::IBV_QP_PATH_MTU
+                | mask::IBV_QP_DEST_QPN
+                | mask::IBV_QP_RQ_PSN
+                | mask::IBV_QP_MAX_DEST_RD_ATOMIC
+                | mask::IBV_QP_MIN_RNR_TIMER,
+            mask::IBV_QP_ALT_PATH | mask::IBV_QP_ACCESS_FLAGS | mask::IBV_QP_PKEY_INDEX,
+        ),
+        (ibv_qp_state::IBV_QPS_RTR, ibv_qp_state::IBV_QPS_RTS) => (
+            mask::IBV_QP_TIMEOUT
+                | mask::IBV_QP_RETRY_CNT
+                | mask::IBV_QP_RNR_RETRY
+                | mask::IBV_QP_SQ_PSN
+                | mask::IBV_QP_MAX_QP_RD_ATOMIC,
+            running,
+        ),
+        (ibv_qp_state::IBV_QPS_RTS, ibv_qp_state::IBV_QPS_RTS) => (mask::empty(), running),
+        _ => return None,
+    })
+}
+
+/// # Errors
+/// `EINVAL` for a step that is not one, or attributes that do not belong to it.
+pub(crate) fn check(from: ibv_qp_state, to: ibv_qp_state, given: mask) -> Result<(), c_int> {
+    let (required, optional) = step(from, to).ok_or(libc::EINVAL)?;
+    let allowed = required | optional | mask::IBV_QP_STATE;
+    if given.contains(required) && allowed.contains(given) { Ok(()) } else { Err(libc::EINVAL) }
 }

@@ -1,13 +1,15 @@
-//! Queue pairs: created, described, destroyed.
+//! Queue pairs: created with the sizes that libmlx5 gives them (`mlx5_calc_wq_size` and `create_cq` in rdma-core's
+//! `providers/mlx5/verbs.c`) and a doorbell each, described, destroyed.
 
 use std::cell::UnsafeCell;
 use std::ffi::c_int;
-use std::thread::{self, JoinHandle};
+use std::mem::MaybeUninit;
+use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
-use std::{env, ptr};
+use std::{env, ptr, thread};
 
 use gdsync::hca::CardQp;
-use gdsync::memory::Memory;
+use gdsync::memory::{Memory, Word64, host_page};
 use gdsync::verbs::{QpAttr, QpState};
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::{
@@ -17,19 +19,17 @@ use rdma_core_sys::mlx5::{
 };
 use rdma_core_sys::verbs::{
     ibv_context, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_cap, ibv_qp_create_flags,
-    ibv_qp_init_attr, ibv_qp_init_attr_ex, ibv_qp_init_attr_mask as mask, ibv_qp_state, ibv_qp_type,
+    ibv_qp_create_send_ops_flags as ops, ibv_qp_init_attr, ibv_qp_init_attr_ex,
+    ibv_qp_init_attr_mask as mask, ibv_qp_state, ibv_qp_type,
 };
 
-use crate::buffer::{Buffer, Wanted};
-use crate::complaint::complain;
 use crate::context::Context;
 use crate::cq::Cq;
-use crate::domain::Domain;
+use crate::domain::{Buffer, Domain, Wanted};
 use crate::errno;
-use crate::hca::{Concerned, Hca};
-use crate::quirks::Quirk;
-use crate::register::Register;
-use crate::sizes::{BLOCK, QpSize};
+use crate::errno::complain;
+use crate::hca::{Concerned, Hca, Quirk};
+use crate::region::PAGE;
 use crate::work::Work;
 
 /// `struct ibv_qp`, and what is behind it.
@@ -248,13 +248,7 @@ pub(crate) unsafe fn create(
     };
     let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;
 
-    attr.cap = ibv_qp_cap {
-        max_send_wr: size.cap.max_send_wr,
-        max_recv_wr: size.cap.max_recv_wr,
-        max_send_sge: attr.cap.max_send_sge,
-        max_recv_sge: size.cap.max_recv_sge,
-        max_inline_data: size.cap.max_inline_data,
-    };
+    attr.cap = size.cap;
     for cq in [send_cq, recv_cq] {
         cq.users.add();
     }
@@ -296,7 +290,7 @@ pub(crate) unsafe fn create(
         rings,
     });
     let element = ptr::from_ref(&*qp).addr();
-    owner.hca.roster.add_qp(qpn, Concerned { events: owner.events.clone(), element });
+    owner.hca.roster.qps.add(qpn, Concerned { events: owner.events.clone(), element });
     Ok(qp)
 }
 
@@ -311,8 +305,6 @@ pub(crate) unsafe extern "C" fn create_qp_ex(
     errno::hand_out(unsafe { create(context, attr, None) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp_init_attr) -> *mut ibv_qp {
     // SAFETY: the caller vouches for the domain.
@@ -337,37 +329,30 @@ pub(crate) unsafe extern "C" fn ibv_create_qp(pd: *mut ibv_pd, attr: *mut ibv_qp
     errno::hand_out(made)
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_query_qp(
-    qp: *mut ibv_qp,
+    qp: &Qp,
     attr: *mut ibv_qp_attr,
     _attr_mask: ibv_qp_attr_mask,
-    init_attr: *mut ibv_qp_init_attr,
+    init_attr: &mut MaybeUninit<ibv_qp_init_attr>,
 ) -> c_int {
-    // SAFETY: the caller vouches for the queue pair.
-    let qp = unsafe { Qp::of(qp) };
     let Ok(state) = qp.hca.card.state(qp.qpn) else { return libc::EINVAL };
     let state = ibv_qp_state(u32::from(state.0));
     qp.show_state(state);
     let answer = ibv_qp_attr { qp_state: state, cur_qp_state: state, ..*qp.attr.lock() };
     // SAFETY: the caller vouches for the place.
     unsafe { attr.write(answer) };
-    // SAFETY: as above.
-    unsafe { init_attr.write(qp.init) };
+    init_attr.write(qp.init);
     0
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     // SAFETY: the caller vouches for it: a box of this module.
     let qp = unsafe { Box::from_raw(qp.cast::<Qp>()) };
     qp.finish();
     qp.hca.card.destroy_qp(qp.qpn);
-    qp.hca.roster.remove_qp(qp.qpn);
+    qp.hca.roster.qps.remove(qp.qpn);
     let ibv_qp { send_cq, recv_cq, pd, .. } = qp.base.into_inner();
     for cq in [send_cq, recv_cq] {
         // SAFETY: a completion queue with queue pairs cannot be destroyed.
@@ -378,4 +363,206 @@ pub(crate) unsafe extern "C" fn ibv_destroy_qp(qp: *mut ibv_qp) -> c_int {
     // SAFETY: a domain with queue pairs cannot be freed.
     unsafe { Domain::of(pd) }.remove_user();
     0
+}
+
+/// Bytes of a doorbell page of the card, of which a page of the host may have several.
+const UAR: usize = 4096;
+/// Where the first doorbell lies in its page.
+const REGISTER: usize = 0x800;
+
+static IDLE: Mutex<Vec<Memory>> = Mutex::new(Vec::new());
+
+/// A page with one doorbell in use.
+#[derive(Debug)]
+pub(crate) struct Register(Memory);
+
+impl Register {
+    /// # Errors
+    /// `ENOMEM`
+    pub(crate) fn alloc() -> Result<Self, c_int> {
+        let mut idle = IDLE.lock();
+        if idle.is_empty() {
+            let page = Memory::alloc(host_page()).map_err(|_| libc::ENOMEM)?;
+            let uars = (0..page.len() / UAR).rev();
+            idle.extend(uars.map(|n| page.slice(n * UAR, UAR).expect("it lies in the page")));
+        }
+        Ok(Self(idle.pop().expect("a page of the host has at least one")))
+    }
+
+    /// The address of the page.
+    pub(crate) fn page(&self) -> *mut u8 {
+        self.0.addr() as *mut u8
+    }
+
+    /// The address of the doorbell.
+    pub(crate) fn at(&self) -> *mut u8 {
+        self.page().wrapping_add(REGISTER)
+    }
+
+    /// The doorbell.
+    pub(crate) fn word(&self) -> Word64 {
+        self.0.word64(REGISTER).expect("a doorbell lies in its page")
+    }
+}
+
+impl Drop for Register {
+    fn drop(&mut self) {
+        IDLE.lock().push(self.0.clone());
+    }
+}
+
+/// Bytes of a block of the send queue.
+pub(crate) const BLOCK: u32 = 64;
+/// Bytes of a CQE.
+pub(crate) const CQE: usize = 64;
+/// Bytes of the largest send.
+const MAX_SEND: u32 = 1024;
+/// Bytes of the largest receive.
+const MAX_RECEIVE: u32 = 512;
+/// Blocks of the largest send queue.
+const MAX_BLOCKS: u32 = 32768;
+/// Entries of the largest receive queue.
+pub(crate) const MAX_RECEIVES: u32 = 32768;
+/// Entries of the largest completion queue.
+pub(crate) const MAX_CQES: u32 = 1 << 22;
+/// Buffers of the largest send.
+pub(crate) const MAX_SGES: u8 = 30;
+
+/// What a queue pair is laid out as: the receive queue, and the send queue behind it.
+#[derive(Clone, Copy)]
+pub(crate) struct QpSize {
+    /// Blocks of the send queue.
+    pub(crate) blocks: u32,
+    /// Entries of the receive queue.
+    pub(crate) receives: u32,
+    /// Bytes of an entry.
+    pub(crate) stride: u32,
+    /// What the application is told that it has.
+    pub(crate) cap: ibv_qp_cap,
+}
+
+/// Bytes of a send beside its buffers, for the largest of the operations (`_sq_overhead`).
+fn overhead(operations: ops) -> u32 {
+    let (control, remote, atomic) = (16, 16, 16);
+    let (umr, key, list) = (48, 64, 64);
+    let mut size = control;
+    let rdma = ops::IBV_QP_EX_WITH_RDMA_WRITE
+        | ops::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM
+        | ops::IBV_QP_EX_WITH_RDMA_READ;
+    if operations.intersects(rdma) {
+        size = size.max(control + remote);
+    }
+    if operations
+        .intersects(ops::IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | ops::IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD)
+    {
+        size = size.max(control + remote + atomic);
+    }
+    if operations.intersects(ops::IBV_QP_EX_WITH_BIND_MW | ops::IBV_QP_EX_WITH_LOCAL_INV) {
+        size = size.max(control + umr + key + list);
+    }
+    size
+}
+
+/// The operations of a queue pair whose creator names none.
+fn all_operations() -> ops {
+    ops::all().difference(ops::IBV_QP_EX_WITH_TSO | ops::IBV_QP_EX_WITH_ATOMIC_WRITE)
+}
+
+fn power_of_two(value: u32) -> Result<u32, c_int> {
+    value.checked_next_power_of_two().ok_or(libc::EINVAL)
+}
+
+impl QpSize {
+    /// # Errors
+    /// `EINVAL`.
+    pub(crate) fn of(cap: &ibv_qp_cap, operations: Option<ops>) -> Result<Self, c_int> {
+        let mut size = Self {
+            blocks: 0,
+            receives: 0,
+            stride: 1,
+            cap: ibv_qp_cap { max_send_wr: 0, max_recv_wr: 0, max_recv_sge: 0, ..*cap },
+        };
+        if cap.max_send_wr > 0 {
+            size.sends(cap, overhead(operations.unwrap_or_else(all_operations)))?;
+        }
+        if cap.max_recv_wr > 0 {
+            size.receives(cap)?;
+        }
+        Ok(size)
+    }
+
+    fn sends(&mut self, cap: &ibv_qp_cap, overhead: u32) -> Result<(), c_int> {
+        if cap.max_send_sge > (MAX_SEND - overhead) / 16 || cap.max_inline_data > MAX_SEND {
+            return Err(libc::EINVAL);
+        }
+        let in_line = if cap.max_inline_data > 0 {
+            overhead + (4 + cap.max_inline_data).next_multiple_of(16)
+        } else {
+            0
+        };
+        let wqe = (overhead + 16 * cap.max_send_sge).max(in_line);
+        if wqe > MAX_SEND || cap.max_send_wr > 0x7fff_ffff / MAX_SEND {
+            return Err(libc::EINVAL);
+        }
+        let wqe = wqe.next_multiple_of(BLOCK);
+        let bytes = power_of_two(cap.max_send_wr * wqe)?;
+        self.blocks = bytes / BLOCK;
+        self.cap.max_send_wr = bytes / wqe;
+        self.cap.max_inline_data = wqe - overhead - 4;
+        if self.blocks > MAX_BLOCKS { Err(libc::EINVAL) } else { Ok(()) }
+    }
+
+    fn receives(&mut self, cap: &ibv_qp_cap) -> Result<(), c_int> {
+        if cap.max_recv_wr > MAX_RECEIVES || cap.max_recv_sge > MAX_RECEIVE / 16 {
+            return Err(libc::EINVAL);
+        }
+        self.stride = power_of_two(16 * cap.max_recv_sge.max(1))?;
+        let bytes = (power_of_two(cap.max_recv_wr)? * self.stride).max(BLOCK);
+        self.receives = bytes / self.stride;
+        self.cap.max_recv_wr = self.receives;
+        self.cap.max_recv_sge = self.stride / 16;
+        Ok(())
+    }
+
+    /// Where the send queue begins.
+    pub(crate) fn send_offset(&self) -> usize {
+        self.receives as usize * self.stride as usize
+    }
+
+    /// Bytes of both queues.
+    pub(crate) fn bytes(&self) -> usize {
+        self.send_offset() + self.blocks as usize * BLOCK as usize
+    }
+
+    /// The alignment that an allocator is asked for (`mlx5_set_custom_qp_alignment`).
+    pub(crate) fn align(&self) -> usize {
+        let pages = self.bytes().next_multiple_of(PAGE).next_power_of_two();
+        let block = if self.blocks > 0 { BLOCK as usize } else { 1 };
+        block.max(self.stride as usize).max(pages / 64)
+    }
+}
+
+/// Entries of a completion queue for which `cqe` are asked.
+///
+/// # Errors
+/// `EINVAL`.
+pub(crate) fn cq_entries(cqe: u32) -> Result<u32, c_int> {
+    if cqe == 0 || cqe >= MAX_CQES {
+        return Err(libc::EINVAL);
+    }
+    power_of_two(cqe + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::region as pages;
+
+    #[test]
+    fn pages_that_nobody_uses_stay_mapped() {
+        let registers: Vec<_> = (0..8).map(|_| Register::alloc().unwrap()).collect();
+        let addrs: Vec<_> = registers.iter().map(|register| register.page().addr()).collect();
+        drop(registers);
+        assert!(addrs.iter().all(|addr| pages::pin(*addr, UAR, true) == Ok(())));
+    }
 }

@@ -1,15 +1,17 @@
-//! Memory regions.
+//! Memory regions, and what the kernel would pin: whether memory is there, may be written, and is made of pages.
 
 use std::ffi::{c_int, c_void};
+use std::fs;
+use std::io::{BufRead, BufReader};
 
 use gdsync::memory::Memory;
 use gdsync::verbs::Access;
 use rdma_core_sys::verbs::{ibv_access_flags as flags, ibv_mr, ibv_pd};
 
-use crate::complaint::complain;
 use crate::context::Context;
 use crate::domain::Domain;
-use crate::{errno, pages};
+use crate::errno;
+use crate::errno::complain;
 
 /// `struct ibv_mr`, and what is behind it.
 #[repr(C)]
@@ -20,6 +22,7 @@ struct Region {
     mapped: Option<Mapped>,
 }
 
+#[derive(Debug)]
 pub(crate) struct Mapped {
     addr: *mut c_void,
     len: usize,
@@ -37,7 +40,7 @@ impl Mapped {
     /// # Errors
     /// `EINVAL`, or `EOPNOTSUPP` for one that cannot be mapped.
     pub(crate) fn dma_buf(fd: c_int, offset: u64, length: usize) -> Result<(Self, *mut c_void), c_int> {
-        let first = usize::try_from(offset).unwrap_or(usize::MAX) % pages::PAGE;
+        let first = usize::try_from(offset).unwrap_or(usize::MAX) % PAGE;
         let (Some(len), Ok(begin)) = (length.checked_add(first), i64::try_from(offset - first as u64)) else {
             return Err(libc::EINVAL);
         };
@@ -90,7 +93,7 @@ unsafe fn register(
         return Err(libc::EINVAL);
     }
     // The card writes nowhere without this right.
-    pages::pin(addr.addr(), length, rights.contains(Access::LOCAL_WRITE))?;
+    pin(addr.addr(), length, rights.contains(Access::LOCAL_WRITE))?;
     // SAFETY: it is there, and the caller vouches that it stays until it is deregistered.
     let memory = unsafe { Memory::from_raw(addr.cast(), length) }.map_err(|_| libc::EINVAL)?;
     // SAFETY: the caller vouches for the domain.
@@ -105,8 +108,6 @@ unsafe fn register(
     Ok(Box::new(Region { base, key, mapped }))
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_reg_mr(
     pd: *mut ibv_pd,
@@ -118,8 +119,6 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr(
     errno::hand_out(unsafe { register(pd, addr, length, addr as u64, access, None) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
     pd: *mut ibv_pd,
@@ -132,8 +131,6 @@ pub(crate) unsafe extern "C" fn ibv_reg_mr_iova2(
     errno::hand_out(unsafe { register(pd, addr, length, iova, access, None) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_reg_dmabuf_mr(
     pd: *mut ibv_pd,
@@ -151,8 +148,6 @@ pub(crate) unsafe extern "C" fn ibv_reg_dmabuf_mr(
     errno::hand_out(unsafe { register(pd, addr, length, iova, access, mapped) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
     // SAFETY: the caller vouches for it: a box of this module.
@@ -163,4 +158,56 @@ pub(crate) unsafe extern "C" fn ibv_dereg_mr(mr: *mut ibv_mr) -> c_int {
     unsafe { Domain::of(base.pd) }.remove_user();
     drop(mapped);
     0
+}
+
+/// Bytes of a page.
+pub(crate) const PAGE: usize = 4096;
+
+/// One mapping of this process.
+struct Line {
+    begin: usize,
+    end: usize,
+    writable: bool,
+    /// It is that of a device: it may have no pages.
+    is_device: bool,
+}
+
+/// Whether the kernel could pin `len` bytes at `addr`, to be written by the card where `write` says so.
+///
+/// # Errors
+/// `EFAULT`.
+pub(crate) fn pin(addr: usize, len: usize, write: bool) -> Result<(), c_int> {
+    let end = addr.checked_add(len).ok_or(libc::EINVAL)?;
+    let Ok(file) = fs::File::open("/proc/self/maps") else { return Ok(()) };
+    let lines = BufReader::new(file).lines().map_while(Result::ok);
+    let mut next = addr;
+    // In the order of their addresses.
+    for mapped in lines.filter_map(|line| header(&line)) {
+        if mapped.begin <= next && next < mapped.end && next < end {
+            if (write && !mapped.writable) || (mapped.is_device && has_no_pages(mapped.begin)) {
+                return Err(libc::EFAULT);
+            }
+            next = mapped.end;
+        }
+    }
+    if next >= end { Ok(()) } else { Err(libc::EFAULT) }
+}
+
+/// `begin-end rwxp offset device inode path`
+fn header(line: &str) -> Option<Line> {
+    let mut words = line.split_ascii_whitespace();
+    let (begin, end) = words.next()?.split_once('-')?;
+    let hex = |text| usize::from_str_radix(text, 16).ok();
+    let writable = words.next()?.as_bytes().get(1) == Some(&b'w');
+    let is_device = words.nth(3).is_some_and(|path| path.starts_with("/dev/"));
+    Some(Line { begin: hex(begin)?, end: hex(end)?, writable, is_device })
+}
+
+/// Whether the mapping that begins there is of addresses without pages. Slow: the kernel looks at all of them.
+fn has_no_pages(begin: usize) -> bool {
+    let Ok(file) = fs::File::open("/proc/self/smaps") else { return false };
+    let lines = BufReader::new(file).lines().map_while(Result::ok);
+    let mut of_it = lines.skip_while(|line| header(line).is_none_or(|mapped| mapped.begin != begin));
+    let flags = of_it.find_map(|line| line.strip_prefix("VmFlags:").map(str::to_owned));
+    flags.is_some_and(|flags| flags.split_ascii_whitespace().any(|flag| matches!(flag, "io" | "pf")))
 }

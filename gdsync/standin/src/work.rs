@@ -5,7 +5,8 @@ use std::ffi::c_int;
 use std::slice;
 use std::sync::atomic::Ordering;
 
-use gdsync::mlx5::{self, BB, CE_MASK, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
+use gdsync::mlx5;
+use gdsync::mlx5::{BB, CE_MASK, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
 use gdsync::verbs::QpState;
 use rdma_core_sys::verbs::{
     ibv_qp, ibv_recv_wr, ibv_send_flags as flags, ibv_send_wr, ibv_sge, ibv_wr_opcode as opcode,

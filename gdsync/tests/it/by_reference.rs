@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
-use gdsync::mlx5::{CqeOpcode, Opcode, Syndrome};
+use gdsync::mlx5::Syndrome;
 use gdsync::verbs::{QpBuilder, QpState, RecvWr, SendWr, Transport, Wc};
 
 use crate::common::{
-    PATIENCE, Side, assert_clean, bytes, connect, pattern, received, reconnect, sent, until,
+    PATIENCE, Side, assert_clean, bytes, connect, pattern, receive, received, reconnect, send, sent, until,
 };
 use crate::copy_engine::{Engine, Habits};
 
@@ -25,12 +25,20 @@ fn patient(q: QpBuilder) -> QpBuilder {
 }
 
 /// Two connected sides on HCAs of their own, over one engine.
-fn pair_with(habits: Habits, build: impl Fn(QpBuilder) -> QpBuilder) -> (Arc<Engine>, Side, Side) {
+fn pair_from(
+    least: usize,
+    habits: Habits,
+    build: impl Fn(QpBuilder) -> QpBuilder,
+) -> (Arc<Engine>, Side, Side) {
     let engine = Engine::start(habits);
-    let (first, second) = (engine.hca(LEAST), engine.hca(LEAST));
-    let (a, b) = connect(Side::new(&first, SIZE, &build), Side::new(&second, SIZE, &build));
+    let side = || Side::new(&engine.hca(least), SIZE, &build);
+    let (a, b) = connect(side(), side());
     a.memory().write(0, &pattern(SIZE, 1)).unwrap();
     (engine, a, b)
+}
+
+fn pair_with(habits: Habits, build: impl Fn(QpBuilder) -> QpBuilder) -> (Arc<Engine>, Side, Side) {
+    pair_from(LEAST, habits, build)
 }
 
 fn pair() -> (Arc<Engine>, Side, Side) {
@@ -46,15 +54,28 @@ fn begun(engine: &Engine) {
     until(|| engine.begun() > 0);
 }
 
-fn carrier(a: &Side, len: usize) -> Transport {
+/// `end` returns when the copy that has begun, which is let go here, is over.
+fn ends_with_the_copy(engine: &Engine, end: impl FnOnce() + Send + 'static) {
+    let (told, tells) = channel();
+    let ending = std::thread::spawn(move || {
+        end();
+        told.send(()).unwrap();
+    });
+    assert!(tells.recv_timeout(Duration::from_millis(50)).is_err(), "the memory is still written to");
+    engine.stick(false);
+    tells.recv_timeout(PATIENCE).unwrap();
+    ending.join().unwrap();
+}
+
+fn transport(a: &Side, len: usize) -> Transport {
     a.qp.transfer_path(&a.mr, len).unwrap().transport()
 }
 
 #[test]
 fn what_is_left_to_the_engine_can_be_changed() {
     let (engine, a, b) = pair();
-    let carriers = || [LEAST - 1, LEAST, BIG].map(|len| carrier(&a, len));
-    assert_eq!(carriers(), [Transport::Cpu, Transport::PeerToPeer, Transport::PeerToPeer]);
+    let transports = || [LEAST - 1, LEAST, BIG].map(|len| transport(&a, len));
+    assert_eq!(transports(), [Transport::Cpu, Transport::PeerToPeer, Transport::PeerToPeer]);
     for (least, was) in [(usize::MAX, LEAST), (BIG, usize::MAX), (0, BIG)] {
         assert_eq!(a.context.leave_by_reference(least), Some(was));
         let before = engine.begun();
@@ -63,71 +84,13 @@ fn what_is_left_to_the_engine_can_be_changed() {
             send(&a, id, 0, len);
             ok(&received(&b), id);
             ok(&sent(&a), id);
-            let is_left = carrier(&a, len) == Transport::PeerToPeer;
+            let is_left = transport(&a, len) == Transport::PeerToPeer;
             assert_eq!(is_left, least <= len, "{}", a.qp.transfer_path(&a.mr, len).unwrap());
         }
         let left = [LEAST, BIG].iter().filter(|len| least <= **len).count();
         assert_eq!(engine.begun() - before, left as u64, "from {least} bytes on");
     }
     assert!(matches!(a.qp.transfer_path(&b.mr, 8), Err(Error::InvalidArgument { .. })), "of another device");
-}
-
-#[test]
-fn every_kind_of_message() {
-    let (engine, a, b) = pair();
-    let data = pattern(SIZE, 1);
-    for (n, len) in [LEAST, 16 * 1024, 16 * 1024 + 1, BIG].into_iter().enumerate() {
-        let sge = [a.mr.sge(7, len).unwrap()];
-        let wrs = [
-            SendWr::send(&sge).id(1),
-            SendWr::send(&sge).imm(5).id(2),
-            SendWr::write(b.mr.remote(3 * BIG).unwrap(), &sge).id(3),
-            SendWr::write(b.mr.remote(4 * BIG).unwrap(), &sge).imm(6).id(4),
-        ];
-        // The second receive has its payload in three buffers.
-        let parts =
-            [(BIG, 1), (BIG + 1000, 500), (BIG + 2000, BIG)].map(|(at, len)| b.mr.sge(at, len).unwrap());
-        receive(&b, 11, 0, BIG);
-        b.qp.post_recv(&[RecvWr { wr_id: 12, sges: &parts }]).unwrap();
-        b.qp.post_recv(&[RecvWr { wr_id: 14, sges: &[] }]).unwrap();
-        a.qp.post_send(&wrs).unwrap();
-        for (id, opcode) in
-            [(1, Opcode::SEND), (2, Opcode::SEND_IMM), (3, Opcode::RDMA_WRITE), (4, Opcode::RDMA_WRITE_IMM)]
-        {
-            let wc = sent(&a);
-            ok(&wc, id);
-            assert_eq!((wc.send_opcode, wc.byte_len), (opcode, 0));
-        }
-        for (id, opcode, imm) in [
-            (11, CqeOpcode::RESP_SEND, None),
-            (12, CqeOpcode::RESP_SEND_IMM, Some(5)),
-            (14, CqeOpcode::RESP_WR_IMM, Some(6)),
-        ] {
-            let wc = received(&b);
-            ok(&wc, id);
-            assert_eq!((wc.opcode, wc.imm, wc.byte_len as usize), (opcode, imm, len));
-        }
-        let expected = &data[7..7 + len];
-        assert!(bytes(&b, 0, len) == expected);
-        let scattered = [bytes(&b, BIG, 1), bytes(&b, BIG + 1000, 500), bytes(&b, BIG + 2000, len - 501)];
-        assert!(scattered.concat() == expected);
-        assert!(bytes(&b, 3 * BIG, len) == expected && bytes(&b, 4 * BIG, len) == expected);
-        assert_eq!(b.context.stats().by_reference, 4 * (n as u64 + 1));
-        assert_eq!(engine.done(), 4 * (n as u64 + 1));
-    }
-    // Less is sent as bytes, and so is what is in several buffers.
-    receive(&b, 20, 0, BIG);
-    receive(&b, 21, BIG, BIG);
-    send(&a, 20, 0, LEAST - 1);
-    let two = [a.mr.sge(0, BIG / 2).unwrap(), a.mr.sge(BIG, 10).unwrap()];
-    a.qp.post_send(&[SendWr::send(&two).id(21)]).unwrap();
-    for id in [20, 21] {
-        ok(&sent(&a), id);
-        ok(&received(&b), id);
-    }
-    assert!(bytes(&b, BIG, BIG / 2) == data[..BIG / 2]);
-    assert_eq!(b.context.stats().by_reference, 16);
-    assert_clean(&[&a, &b]);
 }
 
 #[test]
@@ -198,17 +161,6 @@ fn slow_copy_is_no_dead_peer() {
 }
 
 #[test]
-fn receive_posted_late_is_in_time() {
-    let (_engine, a, b) = pair();
-    send(&a, 1, 0, BIG);
-    until(|| b.context.stats().rnr_naks > 3);
-    receive(&b, 1, 0, BIG);
-    ok(&received(&b), 1);
-    ok(&sent(&a), 1);
-    assert!(bytes(&b, 0, BIG) == pattern(SIZE, 1)[..BIG]);
-}
-
-#[test]
 fn refusal_of_a_later_message_says_nothing_of_an_earlier_one() {
     for fails in [0, 100] {
         let (engine, a, b) = pair_with(Habits { fails, ..Habits::default() }, patient);
@@ -237,9 +189,7 @@ fn refusals_are_those_of_the_bytes() {
         send(a, 1, 0, len);
     };
     let refused = |least, ask: Ask| {
-        let engine = Engine::start(Habits::default());
-        let side = || Side::new(&engine.hca(least), SIZE, patient);
-        let (a, b) = connect(side(), side());
+        let (engine, a, b) = pair_from(least, Habits::default(), patient);
         ask(&a, &b, BIG);
         let refusal = refusal(&a, &b);
         assert_eq!(engine.done(), 0);
@@ -278,7 +228,7 @@ fn engine_that_fails_makes_the_bytes_be_sent() {
     for seed in 0..20 {
         let habits = Habits { seed, shuffles: true, pause: 20, fails: 100, ..Habits::default() };
         let (engine, a, b) = pair_with(habits, patient);
-        assert_eq!(carrier(&a, BIG), Transport::PeerToPeer);
+        assert_eq!(transport(&a, BIG), Transport::PeerToPeer);
         for id in 0..8 {
             let at = part(id, BIG);
             receive(&b, id, at, BIG);
@@ -291,7 +241,7 @@ fn engine_that_fails_makes_the_bytes_be_sent() {
         assert!(bytes(&b, 0, 8 * BIG) == pattern(SIZE, 1)[..8 * BIG]);
         let stats = b.context.stats();
         assert_eq!((stats.by_reference, stats.references_refused, engine.done()), (0, 1, 0));
-        assert_eq!(carrier(&a, BIG), Transport::Cpu, "it was refused");
+        assert_eq!(transport(&a, BIG), Transport::Cpu, "it was refused");
         assert_clean(&[&a, &b]);
     }
 }
@@ -336,16 +286,7 @@ fn receiver_that_goes_away_in_mid_copy() {
     send(&a, 1, 0, BIG);
     send(&a, 2, 0, 10);
     begun(&engine);
-    let (told, tells) = channel();
-    let leaving = std::thread::spawn(move || {
-        let start = Instant::now();
-        drop(b);
-        told.send(start.elapsed()).unwrap();
-    });
-    assert!(tells.recv_timeout(Duration::from_millis(50)).is_err(), "its memory is still written to");
-    engine.stick(false);
-    tells.recv_timeout(PATIENCE).unwrap();
-    leaving.join().unwrap();
+    ends_with_the_copy(&engine, move || drop(b));
     // The message was in place, but nobody told.
     let wcs: Vec<_> = (0..2).map(|_| sent(&a)).map(|wc| (wc.wr_id, wc.syndrome)).collect();
     assert_eq!(
@@ -413,16 +354,8 @@ fn reset_waits_for_copies_and_forgets_them() {
             // Nothing is copied into its memory: nothing to wait for. The peer takes the references for void.
             a.qp.modify(&gdsync::verbs::QpAttr::to(QpState::RESET)).unwrap();
         }
-        let (told, tells) = channel();
         let (one, other) = (a.qp.clone(), b.qp.clone());
-        let resetting = std::thread::spawn(move || {
-            reconnect(&one, &other);
-            told.send(()).unwrap();
-        });
-        assert!(tells.recv_timeout(Duration::from_millis(50)).is_err(), "its memory is still written to");
-        engine.stick(false);
-        tells.recv_timeout(PATIENCE).unwrap();
-        resetting.join().unwrap();
+        ends_with_the_copy(&engine, move || reconnect(&one, &other));
         b.memory().fill(0, SIZE, 0).unwrap();
         receive(&b, 2, BIG, BIG);
         send(&a, 2, 1, BIG);
@@ -443,25 +376,18 @@ fn region_ends_when_the_copy_into_it_is_over() {
     let sge = [a.mr.sge(0, BIG).unwrap()];
     a.qp.post_send(&[SendWr::write(mr.remote(0).unwrap(), &sge).id(1)]).unwrap();
     begun(&engine);
-    let (told, tells) = channel();
-    let ending = std::thread::spawn(move || {
-        drop(mr);
-        told.send(()).unwrap();
-    });
-    assert!(tells.recv_timeout(Duration::from_millis(50)).is_err(), "it is still written to");
-    engine.stick(false);
-    tells.recv_timeout(PATIENCE).unwrap();
-    ending.join().unwrap();
+    ends_with_the_copy(&engine, move || drop(mr));
     ok(&sent(&a), 1);
     assert!(target.to_vec() == pattern(SIZE, 1)[..BIG]);
 }
 
 #[test]
 fn staged_payload_goes_out_in_chunks() {
-    let engine =
-        Engine::start(Habits { seed: 3, shuffles: true, pause: 100, stages: true, ..Habits::default() });
-    let (first, second) = (engine.hca(usize::MAX), engine.hca(usize::MAX));
-    let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
+    let (engine, a, b) = pair_from(
+        usize::MAX,
+        Habits { seed: 3, shuffles: true, pause: 100, stages: true, ..Habits::default() },
+        patient,
+    );
     let data = pattern(SIZE, 1);
     a.memory().write(0, &data).unwrap();
     let (len, chunks) = (700_000, 3);
@@ -482,9 +408,8 @@ fn staged_payload_goes_out_in_chunks() {
         assert_eq!(engine.done(), before + more);
     }
     // Where staging fails the CPU does it.
-    let engine = Engine::start(Habits { stages: true, fails: 100, ..Habits::default() });
-    let (first, second) = (engine.hca(usize::MAX), engine.hca(usize::MAX));
-    let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
+    let (_engine, a, b) =
+        pair_from(usize::MAX, Habits { stages: true, fails: 100, ..Habits::default() }, patient);
     a.memory().write(0, &data).unwrap();
     receive(&b, 1, 0, SIZE);
     send(&a, 1, 9, len);
@@ -495,9 +420,7 @@ fn staged_payload_goes_out_in_chunks() {
 
 #[test]
 fn staging_goes_on_where_streams_and_queues_are_reset() {
-    let engine = Engine::start(Habits { stages: true, ..Habits::default() });
-    let (first, second) = (engine.hca(usize::MAX), engine.hca(usize::MAX));
-    let (a, b) = connect(Side::new(&first, SIZE, patient), Side::new(&second, SIZE, patient));
+    let (engine, a, b) = pair_from(usize::MAX, Habits { stages: true, ..Habits::default() }, patient);
     for round in 0..20 {
         a.memory().write(0, &pattern(SIZE, round)).unwrap();
         engine.hold(true);
@@ -513,16 +436,6 @@ fn staging_goes_on_where_streams_and_queues_are_reset() {
         ok(&sent(&a), 2);
         assert!(bytes(&b, 0, SIZE) == pattern(SIZE, round + 1), "round {round}");
     }
-}
-
-/// Posts a receive of `len` bytes at `offset`.
-pub(crate) fn receive(b: &Side, id: u64, offset: usize, len: usize) {
-    b.qp.post_recv(&[RecvWr { wr_id: id, sges: &[b.mr.sge(offset, len).unwrap()] }]).unwrap();
-}
-
-/// Posts a send of `len` bytes from `offset`.
-pub(crate) fn send(a: &Side, id: u64, offset: usize, len: usize) {
-    a.qp.post_send(&[SendWr::send(&[a.mr.sge(offset, len).unwrap()]).id(id)]).unwrap();
 }
 
 pub(crate) fn ok(wc: &Wc, id: u64) {

@@ -2,15 +2,18 @@
 #![allow(dead_code, unreachable_pub, reason = "the program for the stand-in uses a part")]
 
 use std::cell::Cell;
-
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::{env, thread};
 
+use gdsync::Error;
 use gdsync::mlx5::RemoteAddr;
+use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{QpAddress, RecvWr, SendWr};
 
-use crate::common::{Side, received, sent};
+use crate::common::{PATIENCE, Side};
 
 /// Set in a process that runs a test alone.
 const ALONE: &str = "GDSYNC_TEST_ALONE";
@@ -46,6 +49,16 @@ pub fn is_own_process() -> bool {
     false
 }
 
+/// Returns from a test unless [`is_own_process`].
+macro_rules! own_process {
+    () => {
+        if !$crate::child::is_own_process() {
+            return;
+        }
+    };
+}
+pub(crate) use own_process;
+
 /// Set in the peer of a test: what it does.
 const ROLE: &str = "GDSYNC_TEST_ROLE";
 
@@ -54,40 +67,30 @@ pub fn role() -> Option<String> {
     env::var(ROLE).ok()
 }
 
-/// Messages each way of a game between two sides.
-const ROUNDS: u64 = 300;
-
-/// Posts a receive into the second KiB of the region.
-pub fn recv(side: &Side, wr_id: u64) {
-    side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(1024, 1024).unwrap()] }]).unwrap();
+/// The answer of a round: what came.
+pub fn pong(stream: &Stream, side: &Side, round: u64) -> Result<(), Error> {
+    let arrived = [side.mr.sge(8, 8)?];
+    side.qp.post_recv(&[RecvWr { wr_id: round, sges: &arrived }])?;
+    let mut batch = Batch::new();
+    batch.wait_recv(&side.qp)?;
+    batch.send(&side.qp, &SendWr::send(&arrived).id(round))?;
+    batch.wait_send(&side.qp)?;
+    stream.submit_within(&mut batch, PATIENCE)
 }
 
-fn send(side: &Side, value: u64) {
-    side.memory().word64(0).unwrap().store(value);
-    side.qp.post_send(&[SendWr::send(&[side.mr.sge(0, 8).unwrap()])]).unwrap();
-}
-
-/// The game of the child, which has posted its first receive: it answers each number with the next one.
-pub fn answer(side: &Side) {
-    for i in 0..ROUNDS {
-        received(side).ok().unwrap();
-        recv(side, i + 1);
-        send(side, side.memory().word64(1024).unwrap().load() + 1);
-        sent(side).ok().unwrap();
-    }
-    println!("done");
-}
-
-/// The other half of the game, with a child that will [`answer`].
-pub fn ask(side: &Side, peer: &mut Peer) {
-    for i in 0..ROUNDS {
-        recv(side, i);
-        send(side, 3 * i);
-        assert_eq!(received(side).ok().unwrap().wr_id, i);
-        sent(side).ok().unwrap();
-        assert_eq!(side.memory().word64(1024).unwrap().load(), 3 * i + 1);
-    }
-    peer.hear("done");
+/// The question of a round; a right answer is counted, in stream order.
+pub fn ping(stream: &Stream, side: &Side, round: u64, right: &Arc<AtomicU64>) -> Result<(), Error> {
+    side.qp.post_recv(&[RecvWr { wr_id: round, sges: &[side.mr.sge(8, 8)?] }])?;
+    let mut batch = Batch::new();
+    batch.write_value64(&side.memory().word64(0)?, 3 * round + 1);
+    batch.send(&side.qp, &SendWr::send(&[side.mr.sge(0, 8)?]).id(round))?;
+    batch.wait_send(&side.qp)?;
+    batch.wait_recv(&side.qp)?;
+    let (answer, right) = (side.memory().word64(8)?, right.clone());
+    batch.host_fn(move || {
+        right.fetch_add((answer.load() == 3 * round + 1).into(), Ordering::Relaxed);
+    });
+    stream.submit_within(&mut batch, PATIENCE)
 }
 
 /// What one side tells the other.

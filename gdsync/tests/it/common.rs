@@ -5,11 +5,10 @@ use std::time::{Duration, Instant};
 
 use gdsync::Device;
 use gdsync::hca::SoftHcaConfig;
-use gdsync::memory::Memory;
+use gdsync::memory::{Memory, Word32};
+use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, Wc};
-
-pub use crate::tier::tier;
+use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Wc};
 
 /// How long a test waits for something that happens at once when all is well.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -90,6 +89,43 @@ pub fn received(side: &Side) -> Wc {
     side.qp.recv_cq().wait(PATIENCE).unwrap()
 }
 
+/// Posts a receive of `len` bytes at `offset`.
+pub fn receive(side: &Side, wr_id: u64, offset: usize, len: usize) {
+    side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(offset, len).unwrap()] }]).unwrap();
+}
+
+/// Posts a send of `len` bytes from `offset`.
+pub fn send(side: &Side, wr_id: u64, offset: usize, len: usize) {
+    side.qp.post_send(&[SendWr::send(&[side.mr.sge(offset, len).unwrap()]).id(wr_id)]).unwrap();
+}
+
+/// One message over the pair, with contents.
+pub fn message(a: &Side, b: &Side, wr_id: u64) {
+    let data = pattern(30, usize::try_from(wr_id & 0xff).unwrap());
+    a.memory().write(0, &data).unwrap();
+    receive(b, !wr_id, 32, 30);
+    send(a, wr_id, 0, 30);
+    assert_eq!(sent(a).ok().unwrap().wr_id, wr_id);
+    assert_eq!(received(b).ok().unwrap().wr_id, !wr_id);
+    assert!(bytes(b, 32, 30) == data);
+}
+
+/// Where the memory of a side begins, by a key that is not its own.
+pub fn wrong_key(side: &Side) -> RemoteAddr {
+    let remote = side.mr.remote(0).unwrap();
+    RemoteAddr { rkey: remote.rkey ^ 1, ..remote }
+}
+
+/// A word in host memory, 0.
+pub fn gate() -> Word32 {
+    Memory::alloc(4).unwrap().word32(0).unwrap()
+}
+
+/// Two of them.
+pub fn gates() -> [Word32; 2] {
+    [gate(), gate()]
+}
+
 /// Resets both queue pairs and connects them again.
 pub fn reconnect(a: &Qp, b: &Qp) {
     for qp in [a, b] {
@@ -132,10 +168,21 @@ pub fn assert_clean(sides: &[&Side]) {
 }
 
 /// Calls `done` until it is true.
+#[track_caller]
 pub fn until(mut done: impl FnMut() -> bool) {
     let end = Instant::now() + PATIENCE;
     while !done() {
         assert!(Instant::now() < end, "waited in vain");
         std::thread::yield_now();
+    }
+}
+
+/// What a test takes in each tier of `GDSYNC_TEST_TIER`: `fast`, `full` (the default), `long`.
+pub fn tier<T>(fast: T, full: T, long: T) -> T {
+    match std::env::var("GDSYNC_TEST_TIER").as_deref() {
+        Ok("fast") => fast,
+        Ok("full" | "") | Err(_) => full,
+        Ok("long") => long,
+        Ok(other) => panic!("GDSYNC_TEST_TIER is '{other}', not fast, full or long"),
     }
 }

@@ -89,11 +89,11 @@ impl Engine {
 
     /// An HCA that leaves payload of `by_reference` bytes and more to this engine.
     pub fn hca(self: &Arc<Self>, by_reference: usize) -> Context {
-        let mover: Arc<dyn CopyEngine> = self.clone();
+        let engine: Arc<dyn CopyEngine> = self.clone();
         let config = SoftHcaConfig {
             strict: true,
             by_reference,
-            copy_engine: Some(mover),
+            copy_engine: Some(engine),
             ..SoftHcaConfig::default()
         };
         Context::soft(&config).unwrap()

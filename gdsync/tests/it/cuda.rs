@@ -1,44 +1,23 @@
 //! Streams on GPUs: the same tests by memory operations and by kernels, with rings in host and in GPU memory.
 
 mod graph_nodes;
-mod rows;
 
 use std::time::Duration;
 
-use crate::common::{PATIENCE, connect, hca, tier};
-use crate::place::{Place, places};
+use gdsync::Error;
 use gdsync::memory::Memory;
-use gdsync::stream::Batch;
-use gdsync::verbs::{OnGpu, RecvWr, SendWr};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
+use gdsync::verbs::{Completion, Qp, RecvWr, SendWr};
 
-#[test]
-fn stream_sends_and_another_receives() {
-    for place in places() {
-        let (a, b) = connect(place.side(&hca(), 4096), place.side(&hca(), 4096));
-        let (sa, sb) = (place.stream(PATIENCE), place.stream(PATIENCE));
-        a.memory().write(0, b"over the stream").unwrap();
-        b.qp.post_recv(&[RecvWr { wr_id: 9, sges: &[b.mr.sge(100, 50).unwrap()] }]).unwrap();
-        let got = sb.wait_recv(&b.qp).unwrap();
-        sa.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 15).unwrap()]).id(5).imm(77)).unwrap();
-        let sent = sa.wait_send(&a.qp).unwrap();
-        sa.synchronize(PATIENCE).unwrap();
-        sb.synchronize(PATIENCE).unwrap();
-        assert_eq!(sent.status().unwrap().unwrap().wr_id, 5);
-        let wc = got.status().unwrap().unwrap();
-        assert_eq!((wc.wr_id, wc.byte_len, wc.imm), (9, 15, Some(77)), "{place:?}");
-        let mut out = [0; 15];
-        b.memory().read(100, &mut out).unwrap();
-        assert_eq!(&out, b"over the stream");
-        assert_eq!(a.context.stats().violations + b.context.stats().violations, 0);
-    }
-}
+use crate::common::{PATIENCE, Side, gate, gates};
+use crate::place::{Place, places, within_a_capture};
 
 /// The first call of a row makes the context current for itself; the others leave the thread what it has.
 #[test]
 fn sends_and_waits_come_from_threads_with_another_context_or_none() {
     let elsewhere = crate::place::gpu(1);
     for place in places() {
-        let (a, b) = connect(place.side(&hca(), 64), place.side(&hca(), 64));
+        let (a, b) = place.pair(64, |q| q);
         let stream = place.stream(PATIENCE);
         let (from, to) = (a.mr.sge(0, 8).unwrap(), b.mr.remote(8).unwrap());
         let word = a.memory().word64(0).unwrap();
@@ -66,70 +45,6 @@ fn sends_and_waits_come_from_threads_with_another_context_or_none() {
     }
 }
 
-/// A chain through two streams: each answer is sent by the batch that waits for the question. Rings of 8 go round often.
-#[test]
-fn messages_bounce_between_two_streams() {
-    let rounds = tier(100, 1000, 20_000);
-    for place in places() {
-        let small = |side: &Place| side.side_with(&hca(), 4096, |q| q.max_send_wr(8).max_recv_wr(8));
-        let (a, b) = connect(small(&place), small(&place));
-        let (sa, sb) = (place.stream(PATIENCE), place.stream(PATIENCE));
-        let buffer = |side: &crate::common::Side| side.mr.sge(0, 8).unwrap();
-        for round in 0..rounds {
-            for side in [&a, &b] {
-                let recv = RecvWr { wr_id: round, sges: &[side.mr.sge(64, 8).unwrap()] };
-                while side.qp.post_recv(&[recv]).is_err() {
-                    std::thread::sleep(Duration::from_micros(20));
-                }
-            }
-            let mut first = Batch::new();
-            retry(|| first.send(&a.qp, &SendWr::send(&[buffer(&a)]).id(round)).map(drop));
-            first.wait_send(&a.qp).unwrap();
-            first.wait_recv(&a.qp).unwrap();
-            sa.submit_within(&mut first, PATIENCE).unwrap();
-            let mut second = Batch::new();
-            second.wait_recv(&b.qp).unwrap();
-            retry(|| second.send(&b.qp, &SendWr::send(&[buffer(&b)]).id(round)).map(drop));
-            second.wait_send(&b.qp).unwrap();
-            sb.submit_within(&mut second, PATIENCE).unwrap();
-        }
-        sa.synchronize(PATIENCE).unwrap();
-        sb.synchronize(PATIENCE).unwrap();
-        assert_eq!(a.context.stats().violations + b.context.stats().violations, 0, "{place:?}");
-        assert_eq!(a.context.stats().wqes + b.context.stats().wqes, 2 * rounds);
-    }
-}
-
-/// Queues are bounded: a full one has room when the stream has moved on.
-fn retry(mut attempt: impl FnMut() -> gdsync::Result<()>) {
-    let start = std::time::Instant::now();
-    while let Err(error) = attempt() {
-        assert!(start.elapsed() < PATIENCE, "{error}");
-        assert!(matches!(error, gdsync::Error::QueueFull { .. }), "{error}");
-        std::thread::sleep(Duration::from_micros(20));
-    }
-}
-
-#[test]
-fn host_functions_run_in_order_and_words_are_written() {
-    for place in places() {
-        let stream = place.stream(PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let (tx, rx) = std::sync::mpsc::channel();
-        for n in 0..100u32 {
-            let (word, tx) = (words.word32(0).unwrap(), tx.clone());
-            let mut batch = Batch::new();
-            batch.write_value32(&word, n);
-            batch.host_fn(move || tx.send(word.load()).unwrap());
-            batch.write_value32(&words.word32(4).unwrap(), n);
-            stream.submit_within(&mut batch, PATIENCE).unwrap();
-        }
-        stream.synchronize(PATIENCE).unwrap();
-        assert_eq!(rx.try_iter().collect::<Vec<_>>(), (0..100).collect::<Vec<_>>(), "{place:?}");
-        assert_eq!(words.word32(4).unwrap().load(), 99);
-    }
-}
-
 #[test]
 fn long_batches_are_split() {
     for place in places() {
@@ -145,10 +60,298 @@ fn long_batches_are_split() {
     }
 }
 
+/// Adds a send, a wait, or both; a wait by itself is for a send of the CPU. Returns the last completion.
+const SHORT: [fn(&mut Batch, &Qp) -> Completion; 3] = [
+    |batch, qp| batch.send(qp, &SendWr::nop().id(2)).unwrap(),
+    |batch, qp| {
+        qp.post_send(&[SendWr::nop().id(2)]).unwrap();
+        batch.wait_send(qp).unwrap()
+    },
+    |batch, qp| {
+        batch.send(qp, &SendWr::nop().id(2)).unwrap();
+        batch.wait_send(qp).unwrap()
+    },
+];
+
+/// Sends `value` in one of the ways, and has the stream wait for it; what was sent, and what is waited for.
+fn hop(stream: &Stream, (a, b): &(Side, Side), value: u64) -> [Completion; 2] {
+    let bytes = value.to_ne_bytes();
+    let send = SendWr::write_inline(b.mr.remote(0).unwrap(), &bytes).id(value);
+    let mut batch = Batch::new();
+    // In no order, so that each comes behind each.
+    match value * value / 7 % 5 {
+        0 => {
+            let sent = stream.send(&a.qp, &send).unwrap();
+            [sent, stream.wait_send(&a.qp).unwrap()]
+        }
+        1 => {
+            let sent = batch.send(&a.qp, &send).unwrap();
+            let passed = batch.wait_send(&a.qp).unwrap();
+            assert_eq!(batch.len(), 2);
+            stream.submit(&mut batch).unwrap();
+            assert!(batch.is_empty());
+            [sent, passed]
+        }
+        2 => {
+            let sent = batch.send(&a.qp, &send).unwrap();
+            stream.submit(&mut batch).unwrap();
+            let passed = batch.wait_send(&a.qp).unwrap();
+            stream.submit(&mut batch).unwrap();
+            [sent, passed]
+        }
+        3 => {
+            let prepared = a.qp.prepare_send(&[send]).unwrap();
+            let sent = batch.post(prepared);
+            stream.submit(&mut batch).unwrap();
+            [sent, stream.wait_send(&a.qp).unwrap()]
+        }
+        _ => {
+            let sent = stream.send(&a.qp, &send).unwrap();
+            let passed = batch.post_wait(a.qp.prepare_wait_send().unwrap());
+            stream.submit(&mut batch).unwrap();
+            [sent, passed]
+        }
+    }
+}
+
 #[test]
-fn everything_can_be_on_the_gpu() {
-    for place in places().filter(|place| place.on_gpu == OnGpu::all()) {
-        let side = place.side(&hca(), 64);
-        drop(side);
+fn short_batches_and_single_operations_keep_their_order() {
+    for place in places() {
+        let pairs = [place.pair(64, |q| q), place.pair(64, |q| q)];
+        let stream = place.stream(PATIENCE);
+        // The rings of 64 go round several times, and each round has more operations than there are between two marks.
+        for round in 0..12 {
+            let values = 30 * round..30 * (round + 1);
+            let hops: Vec<_> = values
+                .map(|value| (value, hop(&stream, &pairs[usize::from(value % 7 == 0)], value)))
+                .collect();
+            stream.synchronize(PATIENCE).unwrap();
+            for (value, done) in hops {
+                for completion in done {
+                    assert_eq!(
+                        completion.status().unwrap().expect("the stream waited for it").wr_id,
+                        value,
+                        "{place:?}"
+                    );
+                }
+            }
+            let last = pairs.each_ref().map(|(_, b)| b.memory().word64(0).unwrap().load());
+            assert_eq!(last.into_iter().max(), Some(30 * (round + 1) - 1), "{place:?}");
+        }
+        for side in pairs.iter().flat_map(|(a, b)| [a, b]) {
+            assert_eq!(side.context.stats().violations, 0, "{place:?}");
+        }
+    }
+}
+
+#[test]
+fn short_batch_is_one_submission() {
+    for place in places() {
+        let pair = place.pair(64, |q| q);
+        let stream = place.stream(PATIENCE);
+        let gate = gate();
+        stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
+        for n in 1..=40 {
+            let mut batch = Batch::new();
+            batch.send(&pair.0.qp, &SendWr::nop()).unwrap();
+            batch.wait_send(&pair.0.qp).unwrap();
+            stream.submit(&mut batch).unwrap();
+            assert_eq!(stream.query().pending, 1 + n, "{place:?}");
+        }
+        gate.store(1);
+        stream.synchronize(PATIENCE).unwrap();
+    }
+}
+
+/// What a stream refuses is left as it was: another may have it, and when it is dropped the CPU may go on.
+fn refuses(stream: &Stream, place: &Place, is_right: impl Fn(&Error) -> bool) {
+    for add in SHORT {
+        let (a, _b) = place.pair(64, |q| q);
+        let mut batch = Batch::new();
+        let done = add(&mut batch, &a.qp);
+        let len = batch.len();
+        for _ in 0..2 {
+            let error = stream.submit(&mut batch).unwrap_err();
+            assert!(is_right(&error), "{place:?}: {error}");
+            assert_eq!(batch.len(), len);
+        }
+        let other = place.stream(PATIENCE);
+        other.submit(&mut batch).unwrap();
+        other.synchronize(PATIENCE).unwrap();
+        assert_eq!(done.wait(PATIENCE).unwrap().wr_id, 2);
+        add(&mut batch, &a.qp);
+        assert!(is_right(&stream.submit(&mut batch).unwrap_err()));
+        drop(batch);
+        a.qp.post_send(&[SendWr::nop().id(3)]).unwrap();
+        while a.qp.send_cq().wait(PATIENCE).unwrap().wr_id != 3 {}
+    }
+}
+
+#[test]
+fn full_stream_refuses_short_batches() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        let [gate, count] = gates();
+        stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
+        while stream.write_value32(&count, 1).is_ok() {}
+        refuses(&stream, &place, |error| matches!(error, Error::StreamFull { .. }));
+        gate.store(1);
+        stream.synchronize(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn row_of_short_batches_ends_where_the_stream_is_full() {
+    for place in places() {
+        let (a, _b) = place.pair(64, |q| q.max_send_wr(1024));
+        let stream = place.stream(PATIENCE);
+        let gate = gate();
+        stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
+        let mut batch = Batch::new();
+        let full = (0..1000).find_map(|_| {
+            SHORT[2](&mut batch, &a.qp);
+            stream.submit(&mut batch).err()
+        });
+        assert!(matches!(full, Some(Error::StreamFull { depth: 256, .. })), "{full:?}");
+        // All calls but for the marks.
+        assert!((230..=256).contains(&stream.query().pending), "{place:?}: {}", stream.query().pending);
+        gate.store(1);
+        stream.submit_within(&mut batch, PATIENCE).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn failed_stream_refuses_short_batches() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        stream.abort();
+        refuses(&stream, &place, |error| matches!(error, Error::StreamAborted { .. }));
+    }
+}
+
+#[test]
+fn capture_of_the_application_refuses_short_batches() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        within_a_capture(&place.gpu, &stream, || {
+            refuses(&stream, &place, |error| matches!(error, Error::Unsupported { .. }));
+        });
+    }
+}
+
+/// Refused at the wait, when the send was handed over already.
+#[test]
+fn wait_out_of_order_takes_the_send_before_it_back() {
+    for place in places() {
+        let (a, _b) = place.pair(64, |q| q);
+        let stream = place.stream(PATIENCE);
+        a.qp.post_send(&[SendWr::nop().id(1)]).unwrap();
+        let first = a.qp.prepare_wait_send().unwrap();
+        let mut batch = Batch::new();
+        let done = SHORT[2](&mut batch, &a.qp);
+        for _ in 0..2 {
+            let error = stream.submit(&mut batch).unwrap_err();
+            assert!(matches!(error, Error::OutOfOrder { expected: 0, got: 1, .. }), "{error}");
+        }
+        let mut before = Batch::new();
+        before.post_wait(first);
+        stream.submit(&mut before).unwrap();
+        stream.submit(&mut batch).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        assert_eq!(done.status().unwrap().expect("the stream waited for it").wr_id, 2);
+    }
+}
+
+/// The last of a row is what it waits for in vain.
+#[test]
+fn wait_of_a_short_batch_in_a_row_has_its_deadline() {
+    for place in places() {
+        let (a, b) = place.pair(64, |q| q);
+        a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 4]).unwrap();
+        b.qp.post_send(&[SendWr::send(&[]); 3]).unwrap();
+        (0..3).for_each(|_| _ = b.qp.send_cq().wait(PATIENCE).unwrap());
+        let stream = place.stream(LIMIT);
+        let mut batch = Batch::new();
+        for _ in 0..4 {
+            batch.send(&a.qp, &SendWr::nop()).unwrap();
+            batch.wait_recv(&a.qp).unwrap();
+            stream.submit(&mut batch).unwrap();
+        }
+        let error = stream.synchronize(PATIENCE).unwrap_err();
+        let name = format!("receive completion of QP {:#x}", a.qp.qpn());
+        assert!(
+            matches!(&error, Error::StreamWait { what, after: LIMIT, .. } if what.contains(&name)),
+            "{error}"
+        );
+        // Its queue pair was stopped.
+        let refused = a.qp.post_send(&[SendWr::nop()]).unwrap_err();
+        assert!(matches!(refused, Error::QpStopped { .. }), "{refused}");
+    }
+}
+
+const LIMIT: Duration = Duration::from_millis(50);
+
+/// Of host functions the driver takes few that have other work between them.
+#[test]
+fn host_functions_fill_a_stream_and_never_block() {
+    for place in places() {
+        let stream = place.stream(PATIENCE);
+        let [gate, count] = gates();
+        stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
+        let pair = |n| {
+            stream.write_value32(&count, n)?;
+            let count = count.clone();
+            stream.host_fn(move || count.store(100 * n))
+        };
+        let full = (1..200).find_map(|n| pair(n).err()).unwrap();
+        assert!(matches!(full, Error::StreamFull { .. }), "{full}");
+        assert_eq!((count.load(), stream.query().error.is_none()), (0, true));
+        let room = |host_fns| stream.wait_room(1, host_fns, Duration::ZERO);
+        assert!(matches!(room(1), Err(Error::StreamFull { .. })));
+        room(0).unwrap();
+        gate.store(1);
+        stream.wait_room(1, 1, PATIENCE).unwrap();
+        stream.host_fn(|| ()).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        assert!(count.load() >= 20, "{}", count.load());
+        stream.abort();
+        assert!(matches!(room(0), Err(Error::StreamAborted { .. })));
+    }
+}
+
+/// Nothing is noted of them one by one.
+#[test]
+fn sends_in_a_row_fill_a_stream_and_end_with_it() {
+    const DEPTH: usize = 8;
+    for place in places() {
+        let (a, b) = place.pair(64, |q| q);
+        let config = CudaStreamConfig { depth: DEPTH, via: place.via, ..CudaStreamConfig::default() };
+        let stream = Stream::cuda(&place.gpu, config).unwrap();
+        let gate = gate();
+        for round in 1..=3 {
+            stream.wait_value32(&gate, round, Cond::Geq).unwrap();
+            let (mut sent, mut full) = (Vec::new(), None);
+            while full.is_none() {
+                match stream.send(&a.qp, &SendWr::nop()) {
+                    Ok(send) => sent.push(send),
+                    Err(error) => full = Some(error),
+                }
+            }
+            assert!(matches!(full, Some(Error::StreamFull { depth: DEPTH, .. })), "{place:?}: {full:?}");
+            // Marks are calls, too.
+            assert!((DEPTH - 3..DEPTH).contains(&sent.len()), "{place:?}: {}", sent.len());
+            assert_eq!(stream.query().pending, sent.len() as u64 + 1, "{place:?}");
+            if round < 3 {
+                gate.store(round);
+                stream.synchronize(PATIENCE).unwrap();
+                sent.iter().for_each(|send| assert!(send.wait(PATIENCE).is_ok()));
+                continue;
+            }
+            stream.abort();
+            assert!(matches!(stream.synchronize(PATIENCE), Err(Error::StreamAborted { .. })));
+            sent.iter().for_each(|send| assert!(send.wait(PATIENCE).is_err(), "{place:?}: {send:?}"));
+        }
+        drop(b);
     }
 }

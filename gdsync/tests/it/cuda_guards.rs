@@ -11,7 +11,7 @@ use gdsync::verbs::SendWr;
 use gdsync_testkit::driver::Control;
 
 use crate::child::is_own_process;
-use crate::common::{PATIENCE, Side, connect, hca, loopback};
+use crate::common::{PATIENCE, Side, connect, gate, gates, hca, loopback, until};
 use crate::place::within_a_capture;
 
 const WAYS: [Via; 2] = [Via::MemOp, Via::Kernel];
@@ -26,17 +26,10 @@ fn stream(gpu: &Gpu, via: Via, wait_limit: Duration) -> Stream {
     Stream::cuda(gpu, config).unwrap()
 }
 
-/// Waits for what comes soon.
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !done() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// `CUDA_ERROR_OUT_OF_MEMORY`, which says nothing of what runs.
 const FOR_NOW: u32 = 2;
+/// The calls that submit.
+const SUBMISSIONS: [&str; 2] = ["cuStreamBatchMemOp", "cuLaunchKernel"];
 /// `CUDA_ERROR_LAUNCH_FAILED`.
 const FOR_EVER: u32 = 719;
 
@@ -49,17 +42,14 @@ fn mark_that_is_refused_fails_the_stream_and_stops_its_queues() {
             Side::new(&hca(), 64, |q| q),
         );
         let stream = stream(&gpu, via, PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let (gate, last) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, last] = gates();
         let mut batch = Batch::new();
         batch.wait_value32(&gate, 1, Cond::Geq);
         let send = batch.send(&a.qp, &SendWr::nop()).unwrap();
         batch.wait_send(&a.qp).unwrap();
         batch.write_value32(&last, 7);
         stream.submit(&mut batch).unwrap();
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.fail(call, FOR_NOW);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.fail(call, FOR_NOW));
         let start = Instant::now();
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Cuda { .. }), "{via}: {error}");
@@ -71,9 +61,7 @@ fn mark_that_is_refused_fails_the_stream_and_stops_its_queues() {
         );
         // The wait was released, so that nothing is left on the GPU.
         assert_eq!(gate.load(), 1);
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.mend(call);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.mend(call));
         drop((stream, a, b));
     }
 }
@@ -92,22 +80,18 @@ fn memory_of_a_stream_is_not_given_away_while_marks_are_refused() {
         };
         stream.host_fn(hold).unwrap();
         begun.recv_timeout(PATIENCE).unwrap();
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.fail(call, FOR_NOW);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.fail(call, FOR_NOW));
         // Refused where the watchdog was quicker.
         let _ = stream.host_fn(|| {});
         let error = stream.synchronize(Duration::from_millis(300)).unwrap_err();
         assert!(matches!(error, Error::Cuda { .. } | Error::Deadline { .. }), "{via}: {error}");
-        until("the stream fails", || stream.query().error.is_some());
+        until(|| stream.query().error.is_some());
         assert_ne!(stream.query().pending, 0, "{via}: what the GPU may still do is not over");
         drop(open);
-        until("CUDA tells that all is done", || stream.query().pending == 0);
+        until(|| stream.query().pending == 0);
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::Cuda { .. }), "{via}: {error}");
-        for call in ["cuStreamBatchMemOp", "cuLaunchKernel"] {
-            control.mend(call);
-        }
+        SUBMISSIONS.iter().for_each(|call| control.mend(call));
     }
 }
 
@@ -137,16 +121,15 @@ fn wait_that_was_passed_fails_no_stream() {
     for via in WAYS {
         let limit = Duration::from_millis(200);
         let stream = stream(&gpu, via, limit);
-        let words = Memory::alloc(64).unwrap();
-        let flag = words.word32(0).unwrap();
+        let flag = gate();
         let mut batch = Batch::new();
         batch.wait_value32(&flag, 1, Cond::Eq);
         // Taken back by the stream itself: whoever looks later finds the wait not satisfied.
         batch.write_value32(&flag, 0);
         stream.submit(&mut batch).unwrap();
         flag.store(1);
-        until("the stream is through", || flag.load() == 0);
-        until("it is known", || {
+        until(|| flag.load() == 0);
+        until(|| {
             let status = stream.query();
             assert!(status.error.is_none(), "{via}: {:?}", status.error);
             status.pending == 0
@@ -160,8 +143,7 @@ fn marks_count_as_calls() {
     for via in WAYS {
         let config = gdsync::stream::CudaStreamConfig { via, depth: 512, ..Default::default() };
         let stream = gdsync::stream::Stream::cuda(&gpu, config).unwrap();
-        let words = Memory::alloc(64).unwrap();
-        let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, count] = gates();
         stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
         control.depth(600);
         let full = (1..600).find_map(|n| {
@@ -188,7 +170,7 @@ fn to_reach_new_memory_does_not_keep_a_stream_from_its_deadline() {
         let stalled = control.stalled();
         std::thread::scope(|scope| {
             scope.spawn(|| drop_registered(&gpu));
-            until("CUDA takes it back", || control.stalled() > stalled);
+            until(|| control.stalled() > stalled);
             let fresh = Memory::alloc(64).unwrap();
             let start = Instant::now();
             let submitted = stream.write_value32(&fresh.word32(0).unwrap(), 1);
@@ -259,8 +241,7 @@ fn host_functions_cannot_use_streams_and_let_them_go() {
     let Some((_control, gpu)) = rig() else { return };
     for via in WAYS {
         let (first, second) = (stream(&gpu, via, PATIENCE), stream(&gpu, via, PATIENCE));
-        let words = Memory::alloc(64).unwrap();
-        let (word, gate) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [word, gate] = gates();
         second.wait_value32(&gate, 1, Cond::Geq).unwrap();
         let (tx, rx) = channel();
         let (weak, other) = (first.clone(), second.clone());
@@ -290,26 +271,9 @@ fn stream_may_end_in_its_own_host_function() {
         let (give, take) = channel::<Stream>();
         own.host_fn(move || drop(take.recv())).unwrap();
         give.send(own).unwrap();
-        until("the stream is destroyed", || control.alive().streams <= streams);
+        until(|| control.alive().streams <= streams);
     }
     assert_eq!(control.misplaced(), 0, "CUDA was called in a host function");
-}
-
-/// A launch would become a part of the application's graph, and never run.
-#[test]
-fn graph_is_not_launched_into_a_capture_of_the_application() {
-    let Some((_control, gpu)) = rig() else { return };
-    for via in WAYS {
-        let stream = stream(&gpu, via, PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let word = words.word32(0).unwrap();
-        let graph = stream.capture(|stream| stream.write_value32(&word, 1)).unwrap();
-        let refused = within_a_capture(&gpu, &stream, || graph.launch(&stream));
-        assert!(matches!(refused, Err(Error::Unsupported { .. })), "{via}: {refused:?}");
-        graph.launch(&stream).unwrap();
-        stream.synchronize(PATIENCE).unwrap();
-        assert_eq!(word.load(), 1);
-    }
 }
 
 /// They take calls on streams only from a thread with a context: each makes it current, also in a row.
@@ -341,7 +305,7 @@ fn capture_is_looked_for_unless_there_will_be_none() {
     for (via, looked_for) in WAYS.into_iter().flat_map(|via| [(via, true), (via, false)]) {
         let config = CudaStreamConfig { via, captured_by_others: looked_for, ..CudaStreamConfig::default() };
         let stream = Stream::cuda(&gpu, config).unwrap();
-        let word = Memory::alloc(64).unwrap().word32(0).unwrap();
+        let word = gate();
         stream.write_value32(&word, 1).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         let done = within_a_capture(&gpu, &stream, || stream.write_value32(&word, 2));
@@ -383,10 +347,10 @@ fn parts_of_a_page_are_registered_once_and_for_all_of_their_users() {
         assert_eq!(control.alive().registrations, before + 2);
         drop((first, long));
         // What nobody uses is given back, and only that.
-        until("a page is given back", || control.alive().registrations == before + 1);
+        until(|| control.alive().registrations == before + 1);
         write(&inner, 0);
         drop(inner);
-        until("all is given back", || control.alive().registrations == before);
+        until(|| control.alive().registrations == before);
         let last = part(4000, 200);
         write(&last, 196);
         drop(last);

@@ -14,12 +14,11 @@ use gdsync::hca::{FaultPlan, SoftHcaConfig};
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Mr, RecvWr, SendWr, Transport};
 use gdsync_testkit::driver::Control;
-use kinds::{
-    Kind, Role, alone, data, get, gpu, is_simulated, lengths, memory, new_stream, put, region, size,
-};
+use kinds::{Kind, Role, alone, data, get, is_simulated, lengths, memory, new_stream, put, region, size};
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{Side, assert_clean, connect, hca, received, sent, until};
+use crate::place::shared as gpu;
 
 #[test]
 fn every_kind_is_told_apart() {
@@ -151,7 +150,7 @@ fn exchange(a: &End, b: &End) {
             let into = if written { vec![] } else { vec![b.mr.sge(3, len).unwrap()] };
             b.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &into }]).unwrap();
             let wr = if written { SendWr::write(remote, &sge) } else { SendWr::send(&sge) };
-            let carriage = a.side.qp.transfer_path(&a.mr, len).unwrap();
+            let path = a.side.qp.transfer_path(&a.mr, len).unwrap();
             let before = b.side.context.stats().by_reference;
             a.side.qp.post_send(&[wr.imm(3)]).unwrap();
             let (got, gone) = (received(&b.side), sent(&a.side));
@@ -160,17 +159,17 @@ fn exchange(a: &End, b: &End) {
             let [on_gpu, to_gpu] =
                 [a, b].map(|end| !matches!(end.kind, Kind::Plain | Kind::Pinned | Kind::Registered));
             // Of host memory it may be another, as what is quicker is tried.
-            let is_refused = on_gpu && a.side.qp.transfer_path(&a.mr, len).unwrap() != carriage;
+            let is_refused = on_gpu && a.side.qp.transfer_path(&a.mr, len).unwrap() != path;
             assert!(!is_refused || !to_gpu, "{what}, {len} bytes: a copy engine is there");
-            let is_left = carriage.transport() == Transport::PeerToPeer && !is_refused;
-            assert_eq!(referred, is_left, "{what}, {len} bytes {carriage}");
+            let is_left = path.transport() == Transport::PeerToPeer && !is_refused;
+            assert_eq!(referred, is_left, "{what}, {len} bytes {path}");
             assert_eq!(
-                !matches!(carriage.transport(), Transport::Cpu | Transport::Cma),
+                !matches!(path.transport(), Transport::Cpu | Transport::Cma),
                 on_gpu,
-                "{what}, {len} bytes {carriage}"
+                "{what}, {len} bytes {path}"
             );
             let is_read = a.mr.memory().is_mapped() && len <= 4096 && on_gpu;
-            assert_eq!(carriage.transport() == Transport::Mapping, is_read, "{what}, {len} bytes {carriage}");
+            assert_eq!(path.transport() == Transport::Mapping, is_read, "{what}, {len} bytes {path}");
             let seen = get(&b.gpu, b.mr.memory(), 0, len + 7);
             assert!(seen[3..3 + len] == there, "{what}, {len} bytes, written: {written}");
             assert!(seen[..3] == [0xee; 3] && seen[3 + len..] == [0xee; 4], "{what}, {len} bytes: round it");
@@ -261,9 +260,7 @@ fn gpu_that_hangs_is_waited_for_once() {
         println!("skipped: a real GPU does not hang on request");
         return;
     }
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let (gpu, control) = (gpu(0).unwrap(), Control::take());
     let hca = || Context::soft(&SoftHcaConfig { by_reference: 1024, ..SoftHcaConfig::default() }).unwrap();
     let (one, two) = (hca(), hca());

@@ -7,11 +7,11 @@ use gdsync::Error;
 use gdsync::hca::{FaultPlan, Gid};
 use gdsync::memory::Memory;
 use gdsync::mlx5::WqeError;
-use gdsync::stream::{Batch, HostStreamConfig, Stream};
+use gdsync::stream::{HostStreamConfig, Stream};
 use gdsync::verbs::{Access, QpAddress, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Sge};
 
 use crate::child::rerun;
-use crate::common::{PATIENCE, Side, hca, loopback, stream};
+use crate::common::{PATIENCE, Side, hca, loopback};
 
 /// The error of a call that must fail, whose message must hold all of `words`.
 fn error<T>(result: Result<T, Error>, words: &[&str]) -> Error {
@@ -248,43 +248,6 @@ fn fault_plans_and_stream_configurations_are_checked() {
     invalid(host(|c| c.name = "a\0b".into()), &["stream name", "NUL"]);
     invalid(host(|c| c.depth = 0), &["stream depth", "at least 1"]);
     invalid(host(|c| c.wait_limit = Duration::ZERO), &["stream wait limit", "above 0"]);
-}
-
-#[test]
-fn waits_for_nothing_and_work_out_of_turn_are_refused() {
-    let (a, b) = loopback(4096, |q| q);
-    let (s, t) = (stream("s"), stream("t"));
-    let nothing = |result: Result<(), Error>, queue: &str| {
-        let error = error(result, &[queue, "post it before the wait"]);
-        assert!(matches!(error, Error::NothingToWaitFor { .. }));
-    };
-    nothing(s.wait_send(&a.qp).map(drop), "no send");
-    nothing(s.wait_recv(&a.qp).map(drop), "no receive");
-    nothing(a.qp.prepare_wait_all_sends().map(drop), "no send");
-
-    let first = a.qp.prepare_send(&[SendWr::nop()]).unwrap();
-    let second = a.qp.prepare_send(&[SendWr::nop()]).unwrap();
-    let mut batch = Batch::new();
-    batch.post(second);
-    let order = error(s.submit(&mut batch), &["post in prepare order, or drop the earlier one"]);
-    assert!(matches!(order, Error::OutOfOrder { .. }));
-    let cpu = error(a.qp.post_send(&[SendWr::nop()]), &["post in prepare order"]);
-    assert!(matches!(cpu, Error::OutOfOrder { .. }));
-    drop(first);
-    s.submit(&mut batch).unwrap();
-    s.synchronize(PATIENCE).unwrap();
-
-    // A send that the first stream has not reached yet keeps the queue for that stream.
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
-    s.wait_value32(&gate, 1, gdsync::stream::Cond::Geq).unwrap();
-    s.send(&a.qp, &SendWr::nop()).unwrap();
-    for busy in [t.send(&a.qp, &SendWr::nop()).map(drop), a.qp.post_send(&[SendWr::nop()]).map(drop)] {
-        let busy = error(busy, &["send queue", "still belongs to stream", "one QP per stream"]);
-        assert!(matches!(busy, Error::Busy { .. }));
-    }
-    gate.store(1);
-    s.synchronize(PATIENCE).unwrap();
-    drop(b);
 }
 
 #[test]

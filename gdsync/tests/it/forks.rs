@@ -4,32 +4,20 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{PATIENCE, Side, hca, is_device_named, loopback, pair, stream};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, QpBuilder, RecvWr, SendWr};
 use gdsync_testkit::driver::Control;
+use gdsync_testkit::process::{self, End};
 
-/// Runs `child` in a forked child; whether it returned, and true. It must not print or panic: another thread of this process may
-/// have held a lock that is needed for that.
+/// Runs `child` in a forked child; whether it returned, and true. It must not print: another thread of this process may have held a
+/// lock that is needed for that.
 fn in_child(child: impl FnOnce() -> bool) -> bool {
-    // SAFETY: the child only calls what this test is about, and ends without running anything else.
-    let pid = unsafe { libc::fork() };
-    assert!(pid >= 0, "fork: {}", std::io::Error::last_os_error());
-    if pid == 0 {
-        // SAFETY: a number only; a child that hangs is ended.
-        unsafe { libc::alarm(20) };
-        // A panic would end the thread, which is the only one here, and so the process, with 0.
-        let code = i32::from(!catch_unwind(AssertUnwindSafe(child)).unwrap_or(false));
-        // SAFETY: ends this process at once.
-        unsafe { libc::_exit(code) };
-    }
-    let mut status = -1;
-    // SAFETY: a child of ours, and a place for the answer.
-    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, 0) }, pid);
-    status == 0
+    // A panic would leave the child in the middle of the test program.
+    process::in_child(|| catch_unwind(AssertUnwindSafe(child)).unwrap_or(false)) == End::Said(true)
 }
 
 /// A write that both sides see.
@@ -46,9 +34,7 @@ fn is_refused<T>(result: Result<T, Error>) -> bool {
 
 #[test]
 fn what_a_child_drops_is_left_to_its_parent() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let (a, b) = pair(4096, |q| q);
     let (c, d) = loopback(4096, |q| q);
     let s = stream("parent");
@@ -80,9 +66,7 @@ fn what_a_child_drops_is_left_to_its_parent() {
 
 #[test]
 fn calls_in_a_child_are_refused() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let (a, b) = pair(4096, |q| q);
     let s = stream("parent");
     works(&a, &b, 1);
@@ -115,9 +99,7 @@ fn calls_in_a_child_are_refused() {
 
 #[test]
 fn child_opens_a_device_of_its_own() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     if is_device_named() {
         return println!(
             "skipped: a card that is simulated is a thread of this process, and no child has it"
@@ -137,9 +119,7 @@ fn child_opens_a_device_of_its_own() {
 /// The system gives threads of the child the numbers that threads of the parent have.
 #[test]
 fn what_a_child_drops_is_none_of_its_own_threads() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let mut parents: Vec<_> = (0..4).map(|_| stream("parent")).collect();
     // Their threads have begun: none holds a lock of the C library when the child begins.
     parents.iter().try_for_each(|parent| parent.synchronize(PATIENCE)).unwrap();
@@ -157,9 +137,7 @@ fn what_a_child_drops_is_none_of_its_own_threads() {
 /// What another thread of the parent was at when it forked, none ends in the child.
 #[test]
 fn what_others_have_locked_is_not_waited_for() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let (a, b) = pair(4096, |q| q);
     let mut batch = Batch::new();
     batch.send(&a.qp, &SendWr::nop()).unwrap();
@@ -197,9 +175,7 @@ fn what_others_have_locked_is_not_waited_for() {
 /// Rings on a GPU are not mapped in a child, which would be ended if it touched them.
 #[test]
 fn rings_on_a_gpu_are_left_alone() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     if is_device_named() {
         return println!("skipped: the GPU is simulated, for the software HCA");
     }
@@ -264,9 +240,7 @@ fn child_gives_nothing_back_to_cuda() {
         "cuMemHostUnregister",
         "cuStreamDestroy",
     ];
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let control = Control::take();
     // Of one nothing but the GPU itself.
     let (gpu, bare) = (crate::simulated::gpu(0).unwrap(), crate::simulated::gpu(1).unwrap());

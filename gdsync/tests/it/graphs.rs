@@ -1,50 +1,18 @@
 //! Graphs on streams of the host and of GPUs: launches between eager work, what fails in them, and what is refused.
 
 use std::collections::VecDeque;
-use std::iter;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    PATIENCE, Side, assert_clean, connect, counts, hca, is_device_named, pair, reconnect, stream_with, tier,
-    until,
+    PATIENCE, Side, assert_clean, counts, gate, gates, pair, reconnect, stream_with, tier, until, wrong_key,
 };
-use crate::place::{Place, places};
+use crate::place::{Site, sites};
 use gdsync::error::{Error, Result};
 use gdsync::memory::{Memory, Word32};
 use gdsync::stream::{Batch, Cond, Graph, Replenish, Stream};
 use gdsync::verbs::{Completion, QpBuilder, RecvWr, SendWr};
-
-/// Where queue pairs and streams of a test are.
-#[derive(Debug)]
-enum Site {
-    Host,
-    Gpu(Place),
-}
-
-impl Site {
-    fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
-        let side = || match self {
-            Self::Host => Side::new(&hca(), bytes, &build),
-            Self::Gpu(place) => place.side_with(&hca(), bytes, &build),
-        };
-        connect(side(), side())
-    }
-
-    fn stream(&self, wait_limit: Duration) -> Stream {
-        match self {
-            Self::Host => stream_with("graphs", wait_limit),
-            Self::Gpu(place) => place.stream(wait_limit),
-        }
-    }
-}
-
-/// The host, and every way to run on a GPU; a device of the machine only has the host.
-fn sites() -> impl Iterator<Item = Site> {
-    let gpu = (!is_device_named()).then(places).into_iter().flatten();
-    iter::once(Site::Host).chain(gpu.map(Site::Gpu))
-}
 
 macro_rules! everywhere {
     ($($test:ident: $body:expr;)*) => {$(
@@ -64,8 +32,6 @@ everywhere! {
     launches_are_waited_for: waited_for;
     refused_launch_leaves_no_trace: refusals;
     failed_send_ends_a_launch_with_its_cause: a_send_fails;
-    peer_that_goes_away_ends_a_launch: the_peer_goes_away;
-    message_that_never_comes_ends_a_launch: a_message_never_comes;
     graph_outlives_queue_pair_and_stream: outlives_all;
     captures_that_fail_leave_no_trace: captures;
     words_are_waited_for_and_written_each_time: words;
@@ -247,8 +213,7 @@ fn launched_ahead(site: &Site) {
 
 /// A graph that waits until the first word is 1, and then writes 1 to the second.
 pub(crate) fn gated(stream: &Stream) -> (Graph, Word32, Word32) {
-    let words = Memory::alloc(64).unwrap();
-    let (gate, count) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+    let [gate, count] = gates();
     let graph = stream
         .capture(|stream| {
             stream.wait_value32(&gate, 1, Cond::Eq)?;
@@ -360,8 +325,7 @@ fn a_send_fails(site: &Site) {
     let (a, b) = site.pair(256, |q| q);
     let stream = site.stream(PATIENCE);
     let end = a.memory().word32(128).unwrap();
-    let wrong = b.mr.remote(0).unwrap();
-    let wrong = gdsync::mlx5::RemoteAddr { rkey: wrong.rkey ^ 1, ..wrong };
+    let wrong = wrong_key(&b);
     let graph = stream
         .capture(|stream| {
             let mut batch = Batch::new();
@@ -389,76 +353,6 @@ fn a_send_fails(site: &Site) {
     reconnect(&a.qp, &b.qp);
     graph.launch(&stream).unwrap();
     assert!(matches!(stream.synchronize(PATIENCE), Err(Error::Completion(c)) if c.wr_id == 2));
-}
-
-/// The peer stops: sends of a launch are retried in vain.
-fn the_peer_goes_away(site: &Site) {
-    // Three times 17 ms: the first launch must get through, also on a loaded machine.
-    let (a, b) = site.pair(256, |q| q.timeout(12).retry_cnt(2));
-    let stream = site.stream(PATIENCE);
-    let graph = stream
-        .capture(|stream| {
-            stream.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"hello").id(1))?;
-            stream.wait_send(&a.qp).map(drop)
-        })
-        .unwrap();
-    graph.launch(&stream).unwrap();
-    stream.synchronize(PATIENCE).unwrap();
-    b.qp.abort().unwrap();
-    let launch = graph.launch(&stream).unwrap();
-    let error = stream.synchronize(PATIENCE).unwrap_err();
-    assert!(matches!(&error, Error::Completion(c) if c.wr_id == 1 && !c.is_flush()), "{error}");
-    assert!(launch.completions()[1].status().is_err());
-}
-
-/// A message that never comes holds a launch until the wait limit of its stream; another stream can launch it again.
-fn a_message_never_comes(site: &Site) {
-    // More than other tests hold up the driver's first launches.
-    const LIMIT: Duration = Duration::from_millis(250);
-    let (a, b) = site.pair(256, |q| q);
-    let stream = site.stream(LIMIT);
-    let late = a.memory().word32(128).unwrap();
-    let post = || b.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[b.mr.sge(0, 8).unwrap()] }]).map(drop);
-    post().unwrap();
-    let graph = stream
-        .capture(|stream| {
-            stream.wait_recv(&b.qp)?;
-            stream.write_value32(&late, 5)?;
-            stream.send(&b.qp, &SendWr::write_inline(a.mr.remote(0).unwrap(), b"after"))?;
-            stream.wait_send(&b.qp).map(drop)
-        })
-        .unwrap();
-    a.qp.post_send(&[SendWr::send_inline(b"in time")]).unwrap();
-    graph.launch(&stream).unwrap();
-    stream.synchronize(PATIENCE).unwrap();
-    assert_eq!((late.load(), &a.memory().to_vec()[..5]), (5, &b"after"[..]));
-
-    a.memory().fill(0, 8, 0).unwrap();
-    post().unwrap();
-    let start = Instant::now();
-    let launch = graph.launch(&stream).unwrap();
-    let error = stream.synchronize(PATIENCE).unwrap_err();
-    assert!(
-        matches!(&error, Error::StreamWait { what, .. } if what.contains("receive completion")),
-        "{error}"
-    );
-    assert!(start.elapsed() >= LIMIT);
-    assert_eq!(stream.query().pending, 0);
-    assert!(launch.completions()[0].status().is_err() && launch.completions()[1].status().is_err());
-    assert_eq!(graph.launch(&stream).unwrap_err().to_string(), b.qp.check().unwrap_err().to_string());
-    assert_eq!(a.memory().to_vec()[..5], [0; 5], "nothing is sent behind a wait that failed");
-    drop(stream);
-
-    reconnect(&a.qp, &b.qp);
-    let stream = site.stream(PATIENCE);
-    let again = stream.send(&b.qp, &SendWr::nop()).and_then(|_| stream.wait_send(&b.qp));
-    again.unwrap();
-    while b.qp.poll_recv().is_some() {}
-    post().unwrap();
-    a.qp.post_send(&[SendWr::send_inline(b"again")]).unwrap();
-    graph.launch(&stream).unwrap();
-    stream.synchronize(PATIENCE).unwrap();
-    assert_eq!(a.memory().to_vec()[..5], *b"after");
 }
 
 /// A graph has all it needs, whatever else is gone.
@@ -524,7 +418,7 @@ fn captures(site: &Site) {
 /// Words and plain memory, without any queue.
 fn words(site: &Site) {
     let stream = site.stream(PATIENCE);
-    let memory = gdsync::memory::Memory::alloc(64).unwrap();
+    let memory = Memory::alloc(64).unwrap();
     let (gate, out, wide) = (memory.word32(0).unwrap(), memory.word32(4).unwrap(), memory.word64(8).unwrap());
     let graph = stream
         .capture(|stream| {
@@ -575,8 +469,7 @@ fn sends_in_a_row_have_completions_of_their_own() {
 #[test]
 fn host_functions_are_repeated() {
     let stream = stream_with("repeats", PATIENCE);
-    let words = Memory::alloc(64).unwrap();
-    let word = words.word32(0).unwrap();
+    let word = gate();
     let seen = Arc::new(Mutex::new(Vec::new()));
     let called = seen.clone();
     let look = word.clone();
@@ -623,8 +516,7 @@ fn layers_above_come_before_each_launch() {
         }
     }
     let stream = stream_with("above", PATIENCE);
-    let words = Memory::alloc(64).unwrap();
-    let word = words.word32(0).unwrap();
+    let word = gate();
     let above = Arc::new(Above::default());
     let who: Arc<dyn Replenish> = above.clone();
     let mut batch = Batch::new();

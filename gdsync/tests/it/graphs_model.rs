@@ -2,7 +2,7 @@
 
 use std::mem::{Discriminant, discriminant};
 
-use crate::common::{PATIENCE, Side, assert_clean, pair, stream, tier};
+use crate::common::{PATIENCE, Side, assert_clean, bytes, pair, received, stream, tier};
 use gdsync::error::{Error, Result};
 use gdsync::stream::{Batch, Graph, Stream};
 use gdsync::verbs::{Completion, RecvWr, SendWr, Wc};
@@ -161,8 +161,8 @@ impl Run {
     /// All messages, in order.
     fn messages(&self) -> Vec<(Wc, Vec<u8>)> {
         let message = |i: usize| {
-            let wc = crate::common::received(&self.b).ok().unwrap();
-            (Wc { qpn: 0, ..wc }, crate::common::bytes(&self.b, 64 * i, wc.byte_len as usize))
+            let wc = received(&self.b).ok().unwrap();
+            (Wc { qpn: 0, ..wc }, bytes(&self.b, 64 * i, wc.byte_len as usize))
         };
         let all = (0..self.accepted).map(message).collect();
         assert_eq!(self.b.qp.poll_recv(), None, "a message too many");

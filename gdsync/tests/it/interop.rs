@@ -9,10 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::common::{PATIENCE, Side, named_device, pattern, received, sent};
+use crate::common::{PATIENCE, Side, bytes, named_device, pattern, receive, received, send, sent};
 use gdsync::Device;
 use gdsync::hca::Gid;
-use gdsync::verbs::{QpAddress, QpBuilder, RecvWr, SendWr};
+use gdsync::verbs::{QpAddress, QpBuilder};
 
 const PROGRAM: &str = "ibv_rc_pingpong";
 /// Messages each way.
@@ -101,21 +101,20 @@ fn free_port() -> u16 {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
 
-fn recv(side: &Side, n: usize) {
-    let into = side.mr.sge(LEN, LEN).unwrap();
-    side.qp.post_recv(&[RecvWr { wr_id: n as u64, sges: &[into] }]).unwrap();
+fn post(side: &Side, n: usize) {
+    receive(side, n as u64, LEN, LEN);
 }
 
-fn send(side: &Side, n: usize) {
+fn ask(side: &Side, n: usize) {
     side.memory().write(0, &pattern(LEN, n)).unwrap();
-    side.qp.post_send(&[SendWr::send(&[side.mr.sge(0, LEN).unwrap()]).id(n as u64)]).unwrap();
+    send(side, n as u64, 0, LEN);
 }
 
 /// The next message, which is to hold these bytes.
 fn assert_received(side: &Side, n: usize, data: &[u8]) {
     let wc = received(side).ok().unwrap();
     assert_eq!((wc.wr_id, wc.byte_len as usize), (n as u64, LEN));
-    assert!(crate::common::bytes(side, LEN, LEN) == data, "message {n} arrived wrong");
+    assert!(bytes(side, LEN, LEN) == data, "message {n} arrived wrong");
 }
 
 #[test]
@@ -135,16 +134,16 @@ fn we_ask_and_the_program_answers() {
     stream.write_all(&introduction(&side.qp.address())).unwrap();
     let remote = read_introduction(&mut stream);
     side.qp.init().unwrap();
-    recv(&side, 0);
+    post(&side, 0);
     side.qp.connect(remote).unwrap();
     stream.write_all(b"done\0").unwrap();
     for n in 0..ROUNDS {
-        send(&side, n);
+        ask(&side, n);
         // It answers from the buffer that it received into.
         assert_received(&side, n, &pattern(LEN, n));
         sent(&side).ok().unwrap();
         if n + 1 < ROUNDS {
-            recv(&side, n + 1);
+            post(&side, n + 1);
         }
     }
     program.finish();
@@ -173,7 +172,7 @@ fn program_asks_and_we_answer() {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let remote = read_introduction(&mut stream);
     side.qp.init().unwrap();
-    recv(&side, 0);
+    post(&side, 0);
     side.qp.connect(remote).unwrap();
     stream.write_all(&introduction(&side.qp.address())).unwrap();
     let mut done = [0; 5];
@@ -183,9 +182,9 @@ fn program_asks_and_we_answer() {
         let expected = if n == 0 { vec![0x7b; LEN] } else { pattern(LEN, n - 1) };
         assert_received(&side, n, &expected);
         if n + 1 < ROUNDS {
-            recv(&side, n + 1);
+            post(&side, n + 1);
         }
-        send(&side, n);
+        ask(&side, n);
         sent(&side).ok().unwrap();
     }
     program.finish();

@@ -13,7 +13,7 @@ use gdsync::stream::{Batch, Cond, KernelSteps, Launch, Stream, Via};
 use gdsync::verbs::{QpBuilder, RecvWr, SendWr};
 use gdsync_testkit::driver;
 
-use crate::common::{PATIENCE, Side, assert_clean, tier, until};
+use crate::common::{PATIENCE, Side, assert_clean, gates, tier, until};
 use crate::place::{Place, is_real, places};
 use crate::simulated::{COMPLETION_ERROR, FAILED, OK, Progress};
 
@@ -436,7 +436,7 @@ fn peer_that_goes_away_ends_the_step() {
         let next = steps.launch(&stream, |_| Ok::<_, Error>(())).unwrap_err();
         assert_eq!(next.to_string(), error.to_string());
         assert!(stream.query().error.is_none(), "the queue pair failed, not the stream");
-        crate::common::until(|| stream.query().pending == 0);
+        until(|| stream.query().pending == 0);
     }
 }
 
@@ -491,7 +491,7 @@ fn launch_that_fails_leaves_no_trace() {
             stream.synchronize(PATIENCE).unwrap();
             assert_eq!((app.results(), b.memory().word64(0).unwrap().load()), (vec![OK], round));
         }
-        crate::common::assert_clean(&[&a, &b]);
+        assert_clean(&[&a, &b]);
     }
 }
 
@@ -500,8 +500,7 @@ fn launch_that_fails_leaves_no_trace() {
 fn launches_wait_for_room() {
     for place in kernel_places() {
         let stream = place.stream(PATIENCE);
-        let words = Memory::alloc(64).unwrap();
-        let (gate, word) = (words.word32(0).unwrap(), words.word32(4).unwrap());
+        let [gate, word] = gates();
         let steps = stream
             .record_steps(|stream| {
                 stream.wait_value32(&gate, 1, Cond::Geq)?;

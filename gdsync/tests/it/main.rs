@@ -28,7 +28,6 @@ mod regressions;
 mod simulated;
 mod streams;
 mod syndromes;
-mod tier;
 mod verbs;
 mod verbs_cycles;
 mod verbs_device;

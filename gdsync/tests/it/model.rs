@@ -10,7 +10,8 @@ use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{Completion, Context, QpBuilder, RecvWr, SendWr, Sge, Wc};
 use proptest::prelude::*;
 
-use crate::common::{PATIENCE, Side, assert_clean, connect, hca, stream, tier};
+use crate::child::own_process;
+use crate::common::{PATIENCE, Side, assert_clean, connect, hca, pattern, stream, tier};
 use crate::copy_engine::{Engine, Habits};
 
 /// What payload is left to, and the least that is.
@@ -83,11 +84,29 @@ proptest! {
     #![proptest_config(config(100))]
 
     #[test]
-    fn faults_of_the_network_change_nothing(list in requests(), drive in drive(), seed: u64) {
-        let delay = (0.02, Duration::from_micros(100));
-        let plan = FaultPlan { seed, drop: 0.02, duplicate: 0.05, reorder: 0.05, delay, ..FaultPlan::default() };
+    fn faults_of_the_network_change_nothing(list in requests(), drive in drive(), plan in faults()) {
         check(&list, &drive, Some(plan), Left::Nobody);
     }
+}
+
+/// Much of one fault, or some of each.
+fn faults() -> impl Strategy<Value = FaultPlan> {
+    let micros = Duration::from_micros;
+    let rates = prop_oneof![
+        2 => Just((0.02, 0.05, 0.05, (0.02, micros(100)))),
+        1 => Just((0.05, 0.0, 0.0, (0.0, micros(0)))),
+        1 => Just((0.0, 0.3, 0.0, (0.0, micros(0)))),
+        1 => Just((0.0, 0.0, 0.2, (0.0, micros(0)))),
+        1 => Just((0.0, 0.0, 0.0, (0.2, micros(300)))),
+    ];
+    (any::<u64>(), rates).prop_map(|(seed, (drop, duplicate, reorder, delay))| FaultPlan {
+        seed,
+        drop,
+        duplicate,
+        reorder,
+        delay,
+        ..FaultPlan::default()
+    })
 }
 
 fn left() -> impl Strategy<Value = Left> {
@@ -114,10 +133,8 @@ proptest! {
 
     #[test]
     fn faults_change_nothing_where_payload_is_left_to_others(
-        list in requests(), drive in drive(), left in left(), seed: u64
+        list in requests(), drive in drive(), left in left(), plan in faults()
     ) {
-        let delay = (0.02, Duration::from_micros(100));
-        let plan = FaultPlan { seed, drop: 0.02, duplicate: 0.05, reorder: 0.05, delay, ..FaultPlan::default() };
         check(&list, &drive, Some(plan), left);
     }
 }
@@ -297,7 +314,7 @@ struct Outcome {
 }
 
 fn start(seed: usize) -> Vec<u8> {
-    crate::common::pattern(REGION, seed)
+    pattern(REGION, seed)
 }
 
 fn gather(memory: &[u8], data: &Data) -> Vec<u8> {
@@ -519,5 +536,33 @@ impl Run<'_> {
         assert_eq!((self.a.qp.poll_send(), self.b.qp.poll_recv()), (None, None), "a completion too many");
         self.outcome.memories = [self.a, self.b].map(|side| side.memory().to_vec());
         self.outcome
+    }
+}
+
+/// Writes, one at a time, on a fresh HCA that meets the faults of `seed`: what was counted.
+fn counted(seed: u64) -> gdsync::hca::HcaStats {
+    let faults = FaultPlan { seed, drop: 0.1, duplicate: 0.1, ..FaultPlan::default() };
+    let context = Context::soft(&SoftHcaConfig { strict: true, faults, ..SoftHcaConfig::default() }).unwrap();
+    // Far longer than one write takes: only a lost packet lets the time run out.
+    let side = || Side::new(&context, 256, |q| q.timeout(11).retry_cnt(7));
+    let (a, b) = connect(side(), side());
+    for i in 0..100u8 {
+        a.qp.post_send(&[SendWr::write_inline(b.mr.remote(usize::from(i)).unwrap(), &[i])]).unwrap();
+        a.qp.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
+    }
+    assert!((0..100).eq(b.memory().to_vec()[..100].iter().copied()));
+    // A doubled packet may still be on its way.
+    while context.progress() {}
+    context.stats()
+}
+
+#[test]
+fn same_seed_meets_the_same_faults() {
+    own_process!();
+    let known = |s: gdsync::hca::HcaStats| (s.packets_faulted, s.retransmissions);
+    for seed in 1..4 {
+        let first = known(counted(seed));
+        assert!(first.0 > 0 && first.1 > 0, "seed {seed}: {first:?}");
+        assert_eq!(first, known(counted(seed)), "seed {seed}");
     }
 }

@@ -1,5 +1,6 @@
 //! Where and how a test runs.
 
+use std::iter;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use gdsync::stream::{CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{Context, OnGpu, QpBuilder};
 use parking_lot::{Condvar, Mutex};
 
-use crate::common::{Side, connect, hca};
+use crate::common::{Side, connect, hca, is_device_named, stream_with};
 
 /// A GPU, what runs streams on it, and what is in its memory.
 #[derive(Clone, Debug)]
@@ -33,11 +34,22 @@ pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
 /// Every way to run a test here, on a GPU that the tests of a process share and that stays open: to open or close one, CUDA
 /// waits for the streams of all tests.
 pub(crate) fn places() -> impl Iterator<Item = Place> {
-    static SHARED: OnceLock<Option<Gpu>> = OnceLock::new();
     if is_real() {
-        TURN.with(|_| {});
+        PERMIT.with(|_| {});
     }
-    SHARED.get_or_init(|| gpu(0)).iter().flat_map(places_on)
+    shared(0).into_iter().flat_map(|gpu| places_on(&gpu))
+}
+
+/// A GPU that stays open, as streams of the tests are of its context.
+pub(crate) fn shared(ordinal: i32) -> Option<Gpu> {
+    static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+    let mut open = OPEN.lock();
+    if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal() == ordinal) {
+        return Some(gpu.clone());
+    }
+    let gpu = gpu(ordinal)?;
+    open.push(gpu.clone());
+    Some(gpu)
 }
 
 /// Tests that have streams on the GPU.
@@ -45,47 +57,47 @@ static AT_WORK: Mutex<usize> = Mutex::new(0);
 static DONE: Condvar = Condvar::new();
 
 thread_local! {
-    /// The turn of a test, until its thread ends.
-    static TURN: SubmitGuard = SubmitGuard::take();
+    /// The permit of a test, until its thread ends.
+    static PERMIT: Permit = Permit::take();
 }
 
-struct SubmitGuard;
+struct Permit;
 
-impl SubmitGuard {
-    /// Waits until few enough others have theirs: a test has three streams at most that wait at a time, and if as many wait as the GPU
+impl Permit {
+    /// Waits for one of [`max_permits`]: a test has three streams at most that wait at a time, and if as many wait as the GPU
     /// has channels for a process, nothing else moves there.
     fn take() -> Self {
         let mut at_work = AT_WORK.lock();
-        DONE.wait_while(&mut at_work, |at_work| *at_work >= most_turns());
+        DONE.wait_while(&mut at_work, |at_work| *at_work >= max_permits());
         *at_work += 1;
         Self
     }
 }
 
-impl Drop for SubmitGuard {
+impl Drop for Permit {
     fn drop(&mut self) {
         *AT_WORK.lock() -= 1;
         DONE.notify_all();
     }
 }
 
-fn most_turns() -> usize {
+fn max_permits() -> usize {
     (channels::here() / 3).max(1)
 }
 
-/// All turns of a real GPU: no other test uses it meanwhile.
+/// All permits of a real GPU: no other test uses it meanwhile.
 #[derive(Debug)]
 pub(crate) struct WholeGpu;
 
 impl WholeGpu {
-    /// Waits until no other test has a turn; `None` on a simulated GPU, which has room for all.
+    /// Waits until no other test has a permit; `None` on a simulated GPU, which has room for all.
     pub(crate) fn take() -> Option<Self> {
         if !is_real() {
             return None;
         }
         let mut at_work = AT_WORK.lock();
         DONE.wait_while(&mut at_work, |at_work| *at_work > 0);
-        *at_work = most_turns();
+        *at_work = max_permits();
         Some(Self)
     }
 }
@@ -111,11 +123,7 @@ pub(crate) fn places_on(gpu: &Gpu) -> impl Iterator<Item = Place> + use<> {
 }
 
 impl Place {
-    pub(crate) fn side(&self, context: &Context, bytes: usize) -> Side {
-        self.side_with(context, bytes, |q| q)
-    }
-
-    pub(crate) fn side_with(
+    pub(crate) fn side(
         &self,
         context: &Context,
         bytes: usize,
@@ -126,7 +134,7 @@ impl Place {
 
     /// Two connected sides on HCAs of their own.
     pub(crate) fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
-        connect(self.side_with(&hca(), bytes, &build), self.side_with(&hca(), bytes, &build))
+        connect(self.side(&hca(), bytes, &build), self.side(&hca(), bytes, &build))
     }
 
     pub(crate) fn stream(&self, wait_limit: Duration) -> Stream {
@@ -153,4 +161,42 @@ pub(crate) fn within_a_capture<T>(gpu: &Gpu, stream: &Stream, work: impl FnOnce(
     // SAFETY: captured above.
     unsafe { api.graph_destroy(captured) }.unwrap();
     done
+}
+
+/// Where queue pairs and streams of a test are.
+#[derive(Debug)]
+pub(crate) enum Site {
+    Host,
+    Gpu(Place),
+}
+
+impl Site {
+    pub(crate) fn side(
+        &self,
+        context: &Context,
+        bytes: usize,
+        build: impl Fn(QpBuilder) -> QpBuilder,
+    ) -> Side {
+        match self {
+            Self::Host => Side::new(context, bytes, build),
+            Self::Gpu(place) => place.side(context, bytes, build),
+        }
+    }
+
+    pub(crate) fn pair(&self, bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder) -> (Side, Side) {
+        connect(self.side(&hca(), bytes, &build), self.side(&hca(), bytes, &build))
+    }
+
+    pub(crate) fn stream(&self, wait_limit: Duration) -> Stream {
+        match self {
+            Self::Host => stream_with("host", wait_limit),
+            Self::Gpu(place) => place.stream(wait_limit),
+        }
+    }
+}
+
+/// The host, and every way to run on a GPU; a device of the machine only has the host.
+pub(crate) fn sites() -> impl Iterator<Item = Site> {
+    let gpu = (!is_device_named()).then(places).into_iter().flatten();
+    iter::once(Site::Host).chain(gpu.map(Site::Gpu))
 }

@@ -1,8 +1,8 @@
 //! Queues and queue pairs over their life: shared completion queues, full queues, reset and use again.
 
 use crate::common::{
-    PATIENCE, Side, assert_clean, bytes, connect, counts, hca, loopback, pair, pattern, received, reconnect,
-    sent, stream, until,
+    PATIENCE, Side, assert_clean, bytes, connect, counts, hca, loopback, message, pair, pattern, received,
+    reconnect, sent, stream, until,
 };
 use gdsync::Error;
 use gdsync::mlx5::Syndrome;
@@ -11,17 +11,6 @@ use gdsync::verbs::{QpAddress, QpAttr, QpState, RecvWr, SendWr};
 
 fn reset(side: &Side) {
     side.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
-}
-
-/// One message over the pair, with contents.
-fn message(a: &Side, b: &Side, wr_id: u64) {
-    let data = pattern(500, usize::try_from(wr_id & 0xff).unwrap());
-    a.memory().write(0, &data).unwrap();
-    b.qp.post_recv(&[RecvWr { wr_id: !wr_id, sges: &[b.mr.sge(1000, 500).unwrap()] }]).unwrap();
-    a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 500).unwrap()]).id(wr_id)]).unwrap();
-    assert_eq!(sent(a).ok().unwrap().wr_id, wr_id);
-    assert_eq!(received(b).ok().unwrap().wr_id, !wr_id);
-    assert!(bytes(b, 1000, 500) == data);
 }
 
 /// Eight pairs complete all sends on one queue and all receives on another, which the CPU polls.

@@ -5,8 +5,9 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use crate::common::{PATIENCE, until};
 use gdsync_device::memory::Memory;
 use gdsync_device::{Access, CqParts, OnGpu, Places, Provider, QpAttr, QpParts, QpRequest, QpState};
 use gdsync_rdma::proxy::Proxy;
@@ -14,7 +15,6 @@ use gdsync_rdma::{DeviceConfig, Open};
 use gdsync_soft::{SoftHca, SoftHcaConfig};
 use mlx5_ring::{self as mlx5, BB, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, SendOp, Syndrome, WqeFlags};
 
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Log2 of all rings.
 const LOG: u32 = 3;
 
@@ -96,14 +96,12 @@ impl Raw {
     }
 
     fn wait(cq: &CqParts, n: u64) -> Cqe {
-        let start = Instant::now();
-        loop {
-            if let Some(cqe) = Self::completion(cq, n) {
-                return cqe;
-            }
-            assert!(start.elapsed() < PATIENCE, "completion {n} did not come");
-            thread::sleep(Duration::from_micros(100));
-        }
+        let mut found = None;
+        until(|| {
+            found = Self::completion(cq, n);
+            found.is_some()
+        });
+        found.unwrap()
     }
 }
 
@@ -167,11 +165,7 @@ fn a_doorbell_before_its_record_is_an_error_in_strict_mode() {
     raw.qp.record.atomic32(mlx5::QP_DBREC_SEND).unwrap().store(mlx5::send_record(0), Ordering::Release);
     raw.hca.watch(raw.qp.qpn, raw.posted);
     raw.qp.doorbell.store(doorbell);
-    let start = Instant::now();
-    while raw.hca.stats().violations == 0 {
-        assert!(start.elapsed() < PATIENCE, "nobody complained");
-        thread::sleep(Duration::from_millis(1));
-    }
+    until(|| raw.hca.stats().violations > 0);
     assert!(raw.hca.stats().last_violation.unwrap().contains("before its doorbell record"));
     assert_eq!(raw.hca.stats().wqes, 0);
 }
@@ -235,21 +229,13 @@ fn a_reset_ends_the_watch() {
     assert!(!hca.is_watching(), "what was announced will not be rung");
 }
 
-fn until(what: &str, is_so: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "{what}");
-        thread::sleep(Duration::from_micros(100));
-    }
-}
-
 #[test]
 fn who_dozes_has_the_next_doorbell_told() {
     let mut raw = Raw::new();
     let doorbell_watch = raw.qp.doorbell_watch.take().unwrap();
     raw.hca.watch(raw.qp.qpn, 1);
     for n in 0..3 {
-        until("nobody dozes", || !doorbell_watch.is_watched());
+        until(|| !doorbell_watch.is_watched());
         let doorbell = raw.write_nop();
         // One more than is rung: it goes on watching.
         doorbell_watch.publish(raw.posted + 1);
@@ -271,5 +257,5 @@ fn what_is_withdrawn_is_not_watched_for() {
     thread::sleep(Duration::from_millis(5));
     assert!(hca.is_watching(), "that was another one");
     doorbell_watch.withdraw(1, 0);
-    until("what will not come is watched for", || !hca.is_watching());
+    until(|| !hca.is_watching());
 }

@@ -3,11 +3,12 @@
 use std::fmt;
 use std::fs::File;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::{Arc, Mutex};
 
-use crate::child::{is_own_process, rerun};
-use crate::common::{PATIENCE, Side, loopback, pair, received, reconnect, sent, stream};
+use crate::child::{own_process, rerun};
+use crate::common::{
+    PATIENCE, Side, is_device_named, loopback, pair, received, reconnect, sent, stream, until,
+};
 use gdsync::recorder::{By, Event, Marks, Peer, Queue, Recording, Stage, Wait};
 use gdsync::stream::Cond;
 use gdsync::verbs::{RecvWr, SendWr};
@@ -44,10 +45,8 @@ fn receive(side: &Side, n: u64) {
 
 #[test]
 fn send_of_a_stream_has_all_stages() {
-    if !is_own_process() {
-        return;
-    }
-    if crate::common::is_device_named() {
+    own_process!();
+    if is_device_named() {
         println!("skipped: a device tells nothing of doorbells");
         return;
     }
@@ -83,10 +82,8 @@ fn send_of_a_stream_has_all_stages() {
 
 #[test]
 fn numbers_go_on_after_a_reset_that_sweeps_requests_away() {
-    if !is_own_process() {
-        return;
-    }
-    if crate::common::is_device_named() {
+    own_process!();
+    if is_device_named() {
         println!("skipped: a device tells nothing of doorbells");
         return;
     }
@@ -117,9 +114,7 @@ fn numbers_go_on_after_a_reset_that_sweeps_requests_away() {
 
 #[test]
 fn waits_are_told_while_they_last() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let (a, b) = pair(64, |q| q);
     receive(&a, 0);
     receive(&a, 1);
@@ -128,7 +123,7 @@ fn waits_are_told_while_they_last() {
     queue.wait_recv(&a.qp).unwrap();
     words.wait_value64(&word, 0x1_0000_0005, Cond::Eq).unwrap();
     let mut waits = Vec::new();
-    crate::common::until(|| {
+    until(|| {
         let recording = recording();
         let peer = peer(&recording, &a);
         let ours = |wait: &&Wait| {
@@ -160,10 +155,8 @@ fn waits_are_told_while_they_last() {
 
 #[test]
 fn failures_have_their_syndrome() {
-    if !is_own_process() {
-        return;
-    }
-    if crate::common::is_device_named() {
+    own_process!();
+    if is_device_named() {
         println!("skipped: how a device fails is its own");
         return;
     }
@@ -276,13 +269,24 @@ fn hoard() -> Vec<File> {
     std::iter::from_fn(|| File::open("/dev/null").ok()).collect()
 }
 
-/// Not a test of its own: a process that may open a few files only. It runs beside the recording of a dead process, in a folder
-/// that nobody else uses.
+/// At most so much of a resource from now on, for this process.
+fn limit(resource: libc::__rlimit_resource_t, most: libc::rlim_t) {
+    let limit = libc::rlimit { rlim_cur: most, rlim_max: most };
+    // SAFETY: the structure is valid for reading.
+    assert_eq!(unsafe { libc::setrlimit(resource, &raw const limit) }, 0);
+}
+
+/// It took what it could not look at for dead, and removed what living processes record; and recorded nothing from then on. It runs
+/// beside the recording of a dead process, in a folder that nobody else uses.
 #[test]
-fn child_without_descriptors() {
-    if std::env::var_os("GDSYNC_TEST_SHORT").is_none() {
-        return;
-    }
+fn process_without_descriptors_leaves_recordings_and_tries_again_later() {
+    own_process!();
+    let folder = folder("short");
+    // SAFETY: this process has one thread that reads variables, this one.
+    unsafe { std::env::set_var("GDSYNC_RECORDER_DIR", &folder) };
+    run_child(&[("GDSYNC_TEST_ROLE", "exit")]);
+    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "it ended without order");
+    limit(libc::RLIMIT_NOFILE, 48);
     let logged = Logged::default();
     tracing::subscriber::set_global_default(logged.clone()).unwrap();
     let marks = Marks::open().unwrap();
@@ -309,23 +313,8 @@ fn child_without_descriptors() {
         drop(taken.pop().expect("with all of them it records"));
     }
     assert_eq!(logged.count("nothing is recorded"), 1);
-    println!("passed");
-}
-
-/// It took what it could not look at for dead, and removed what living processes record; and recorded nothing from then on.
-#[test]
-fn process_without_descriptors_leaves_recordings_and_tries_again_later() {
-    let folder = folder("short");
-    let named = ("GDSYNC_RECORDER_DIR", folder.to_str().unwrap());
-    run_child(&[named, ("GDSYNC_TEST_ROLE", "exit")]);
-    assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "it ended without order");
-    let mut command = Command::new("sh");
-    command.args(["-c", "ulimit -n 48; exec \"$@\"", "sh"]).arg(std::env::current_exe().unwrap());
-    command.args(["--exact", "recorder::child_without_descriptors", "--nocapture", "--test-threads=1"]);
-    let output = command.envs([named, ("GDSYNC_TEST_SHORT", "1")]).output().unwrap();
+    drop(taken);
     std::fs::remove_dir_all(&folder).unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && said.contains("passed"), "{output:?}");
 }
 
 /// A folder in which another user has left files that are called as recordings are: a FIFO and a link to it.
@@ -387,27 +376,13 @@ fn files_of_other_users_are_not_even_opened() {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Not a test of its own: a process whose files must stay small.
 #[test]
-fn child_with_small_files() {
-    if std::env::var_os("GDSYNC_TEST_SMALL").is_none() {
-        return;
-    }
-    let limit = libc::rlimit { rlim_cur: 1 << 20, rlim_max: 1 << 20 };
-    // SAFETY: the structure is valid for reading.
-    assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_FSIZE, &raw const limit) }, 0);
+fn limit_of_the_size_of_files_leaves_the_recorder_out() {
+    own_process!();
+    limit(libc::RLIMIT_FSIZE, 1 << 20);
     assert!(!Marks::open().unwrap().is_recording());
     // SAFETY: this process has one thread that reads variables, this one.
     unsafe { std::env::set_var("GDSYNC_RECORDER", "1024") };
     let error = Marks::open().unwrap_err().to_string();
     assert!(error.contains("ulimit -f"), "{error}");
-    println!("passed");
-}
-
-#[test]
-fn limit_of_the_size_of_files_leaves_the_recorder_out() {
-    let mut command = rerun("recorder::child_with_small_files");
-    let output = command.env("GDSYNC_TEST_SMALL", "1").output().unwrap();
-    let out = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && out.contains("passed"), "{:?}: {out}", output.status);
 }

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::time::Duration;
 
-use crate::common::{PATIENCE, Side, connect, hca, loopback, pair, received, reconnect, sent, stream, until};
+use crate::common::{
+    PATIENCE, Side, connect, gate, hca, loopback, pair, received, reconnect, sent, stream, until,
+};
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
-use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{Access, Completion, QpAttr, QpState, RecvWr, SendWr};
 
@@ -107,7 +108,7 @@ fn longest_timeouts_are_no_panic() {
 fn what_others_submitted_is_theirs_to_hear_of() {
     let (a, _b) = pair(64, |q| q);
     let s = stream("shared");
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let gate = gate();
     s.wait_value32(&gate, 1, Cond::Geq).unwrap();
     let (other, (tell, told)) = (s.clone(), mpsc::channel());
     let first = std::thread::spawn(move || {
@@ -167,7 +168,7 @@ fn late_packet_of_the_former_connection_is_not_taken() {
 fn send_that_a_stream_has_left_holds_off_a_reset() {
     let (a, b) = loopback(64, |q| q.max_send_wr(4));
     let s = stream("late");
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let gate = gate();
     s.wait_value32(&gate, 1, Cond::Geq).unwrap();
     let completion = s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap();
     let busy = a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap_err();
@@ -226,7 +227,7 @@ fn completion_queue_outlives_the_claims_of_a_stream_that_gave_up() {
     let cq = context.create_cq(4).unwrap();
     let (a, b) = connect(Side::new(&context, 64, |q| q.send_cq(&cq)), Side::new(&context, 64, |q| q));
     let s = stream("hopeless");
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let gate = gate();
     s.wait_value32(&gate, 1, Cond::Geq).unwrap();
     for _ in 0..2 {
         s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x")).unwrap();

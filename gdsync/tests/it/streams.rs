@@ -10,12 +10,17 @@ use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
 use gdsync::verbs::{QpAttr, QpState, RecvWr, SendWr};
 
 use crate::child::is_own_process;
-use crate::common::{PATIENCE, counts, is_device_named, loopback, pair, stream, stream_with, tier, until};
+use crate::common::{
+    PATIENCE, assert_clean, counts, gate, hca, is_device_named, loopback, pair, stream, stream_with, tier,
+    until, wrong_key,
+};
+use crate::place::{Site, sites};
 
 #[test]
 fn stream_sends_and_another_receives() {
-    for (a, b) in [pair(4096, |q| q), loopback(4096, |q| q)] {
-        let (sa, sb) = (stream("a"), stream("b"));
+    for site in sites() {
+        let (a, b) = site.pair(4096, |q| q);
+        let (sa, sb) = (site.stream(PATIENCE), site.stream(PATIENCE));
         a.memory().write(0, b"over the stream").unwrap();
         b.qp.post_recv(&[RecvWr { wr_id: 9, sges: &[b.mr.sge(100, 50).unwrap()] }]).unwrap();
         let got = sb.wait_recv(&b.qp).unwrap();
@@ -29,27 +34,8 @@ fn stream_sends_and_another_receives() {
         let mut out = [0; 15];
         b.memory().read(100, &mut out).unwrap();
         assert_eq!(&out, b"over the stream");
-        assert_eq!(a.context.stats().violations + b.context.stats().violations, 0);
+        assert_clean(&[&a, &b]);
     }
-}
-
-#[test]
-fn what_a_stream_took_is_not_polled_and_the_ring_goes_round() {
-    let (a, b) = loopback(64, |q| q.max_send_wr(4).max_recv_wr(4));
-    let stream = stream("takes");
-    for round in 0..100u64 {
-        // By turns the stream waits and the CPU polls.
-        let completion = a.qp.post_send(&[SendWr::nop().id(round)]).unwrap();
-        if round % 3 == 0 {
-            assert_eq!(a.qp.send_cq().wait(PATIENCE).unwrap().wr_id, round);
-        } else {
-            stream.wait(&completion).unwrap();
-            stream.synchronize(PATIENCE).unwrap();
-            assert_eq!(a.qp.poll_send(), None, "the stream has taken {round}");
-        }
-        assert_eq!(completion.status().unwrap().unwrap().wr_id, round);
-    }
-    drop(b);
 }
 
 /// What the words of `memory` are at one point of a stream.
@@ -139,7 +125,7 @@ fn wait_that_no_word_satisfies_is_refused() {
 #[test]
 fn full_stream_leaves_the_batch_as_it_was() {
     let (a, b) = pair(64, |q| q);
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let gate = gate();
     let s = Stream::host(HostStreamConfig { name: "full".into(), depth: 2, ..HostStreamConfig::default() })
         .unwrap();
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
@@ -176,8 +162,8 @@ fn full_stream_leaves_the_batch_as_it_was() {
 
 #[test]
 fn refused_batch_can_go_to_another_stream() {
-    let (a, b) = pair(64, |q| q);
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let (a, _b) = pair(64, |q| q);
+    let gate = gate();
     let full =
         Stream::host(HostStreamConfig { name: "full".into(), depth: 1, ..HostStreamConfig::default() })
             .unwrap();
@@ -191,23 +177,8 @@ fn refused_batch_can_go_to_another_stream() {
     other.submit(&mut batch).unwrap();
     other.synchronize(PATIENCE).unwrap();
     assert_eq!(last.status().unwrap().unwrap().wr_id, 2);
-    // And one dropped after its refusal leaves the queue to the CPU.
-    batch.send(&a.qp, &SendWr::nop()).unwrap();
-    batch.send(&a.qp, &SendWr::nop()).unwrap();
-    batch.wait_send(&a.qp).unwrap();
-    batch.wait_send(&a.qp).unwrap();
-    assert!(matches!(full.submit(&mut batch), Err(Error::StreamFull { .. })));
-    drop(batch);
-    a.qp.post_send(&[SendWr::nop().id(77)]).unwrap();
-    assert_eq!(a.qp.send_cq().wait(PATIENCE).unwrap().wr_id, 77);
     gate.store(1);
     full.synchronize(PATIENCE).unwrap();
-    let mut batch = Batch::new();
-    batch.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), &[5]).id(78)).unwrap();
-    let done = batch.wait_send(&a.qp).unwrap();
-    full.submit(&mut batch).unwrap();
-    full.synchronize(PATIENCE).unwrap();
-    assert_eq!((done.status().unwrap().unwrap().wr_id, b.memory().to_vec()[0]), (78, 5));
 }
 
 /// The pattern of round `i` that side `who` sends.
@@ -217,10 +188,17 @@ fn pattern(i: u32, who: u32) -> u32 {
 
 #[test]
 fn two_streams_play_ping_pong_posted_ahead() {
-    let rounds = tier(200, 2000, 100_000);
+    sites().for_each(|site| ping_pong(&site));
+}
+
+fn ping_pong(site: &Site) {
     const DEPTH: u32 = 64;
-    let (a, b) = pair(4096, |q| q.max_send_wr(256).max_recv_wr(128));
-    let (sa, sb) = (stream("ping"), stream("pong"));
+    let rounds = match site {
+        Site::Host => tier(200, 2000, 100_000),
+        Site::Gpu(_) => tier(100, 500, 20_000),
+    };
+    let (a, b) = site.pair(4096, |q| q.max_send_wr(256).max_recv_wr(128));
+    let (sa, sb) = (site.stream(PATIENCE), site.stream(PATIENCE));
     let done = Arc::new(AtomicU32::new(0));
     let recv = |side: &crate::common::Side| {
         let sge = [side.mr.sge(8, 4).unwrap()];
@@ -258,13 +236,13 @@ fn two_streams_play_ping_pong_posted_ahead() {
     sa.synchronize(PATIENCE).unwrap();
     sb.synchronize(PATIENCE).unwrap();
     assert_eq!(done.load(Ordering::Relaxed), 2 * rounds);
-    assert_eq!(a.context.stats().violations + b.context.stats().violations, 0);
+    assert_clean(&[&a, &b]);
 }
 
 #[test]
 fn eight_threads_each_with_stream_and_queue_pair() {
     const ROUNDS: u64 = 200;
-    let context = crate::common::hca();
+    let context = hca();
     let sum = AtomicU64::new(0);
     std::thread::scope(|scope| {
         for t in 0..8u64 {
@@ -334,34 +312,6 @@ fn threads_that_share_a_stream_and_a_queue_pair_cannot_mix_it_up() {
 }
 
 #[test]
-fn synchronize_tells_the_root_cause_once_and_the_queue_pair_for_ever() {
-    let (a, b) = pair(64, |q| q);
-    let s = stream("root");
-    let mut wrong = b.mr.remote(0).unwrap();
-    wrong.rkey ^= 1;
-    // Nothing fails before all is submitted.
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
-    s.wait_value32(&gate, 1, Cond::Eq).unwrap();
-    let bad = s.send(&a.qp, &SendWr::write_inline(wrong, &[1; 4]).id(0xbad)).unwrap();
-    let flushed = s.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), &[1; 4]).id(2)).unwrap();
-    s.wait_send(&a.qp).unwrap();
-    s.wait_send(&a.qp).unwrap();
-    gate.store(1);
-    let error = s.synchronize(PATIENCE).unwrap_err();
-    let text = error.to_string();
-    assert!(text.contains(&format!("QP {:#x}", a.qp.qpn())) && text.contains("wr_id 0xbad"), "{text}");
-    assert!(matches!(bad.status(), Err(Error::Completion(e)) if !e.is_flush()));
-    assert!(matches!(flushed.status(), Err(Error::Completion(_))));
-    assert_eq!(a.qp.check().unwrap_err().to_string(), text);
-    assert_eq!(s.send(&a.qp, &SendWr::nop()).unwrap_err().to_string(), text);
-    assert_eq!(s.wait_send(&a.qp).unwrap_err().to_string(), text);
-    // The stream itself is fine.
-    s.synchronize(PATIENCE).unwrap();
-    assert!(s.query().error.is_none());
-    assert_eq!(b.memory().to_vec()[..4], [0; 4]);
-}
-
-#[test]
 fn root_cause_is_what_happened_first_not_what_was_seen_first() {
     let (a, b) = pair(64, |q| q);
     if !counts(&a.context) {
@@ -369,14 +319,13 @@ fn root_cause_is_what_happened_first_not_what_was_seen_first() {
         return;
     }
     let s = stream_with("late", PATIENCE);
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let gate = gate();
     a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap();
     let mut batch = Batch::new();
     batch.wait_value32(&gate, 1, Cond::Eq);
     batch.wait_recv(&a.qp).unwrap();
     s.submit(&mut batch).unwrap();
-    let mut wrong = b.mr.remote(0).unwrap();
-    wrong.rkey ^= 1;
+    let wrong = wrong_key(&b);
     let before = a.context.stats().packets_received;
     a.qp.post_send(&[SendWr::write_inline(wrong, &[1; 4]).id(0xbad)]).unwrap();
     let start = std::time::Instant::now();
@@ -448,7 +397,7 @@ fn four_streams_that_wait_use_little_cpu() {
     if is_device_named() || !is_own_process() {
         return;
     }
-    let pairs: Vec<_> = (0..4).map(|_| crate::common::pair(64, |q| q)).collect();
+    let pairs: Vec<_> = (0..4).map(|_| pair(64, |q| q)).collect();
     let streams: Vec<_> = (0..4).map(|i| stream(&format!("idle{i}"))).collect();
     for ((_, b), s) in pairs.iter().zip(&streams) {
         b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();

@@ -1,6 +1,6 @@
 //! Every operation posted by the CPU, within one HCA and between two: bytes, completions, and what stays untouched.
 
-use crate::common::{PATIENCE, Side, assert_clean, bytes, loopback, pair, pattern, received, sent};
+use crate::common::{PATIENCE, Side, assert_clean, bytes, loopback, pair, pattern, receive, received, sent};
 use gdsync::mlx5::{CqeOpcode, Opcode, RemoteAddr};
 use gdsync::verbs::{QpBuilder, RecvWr, SendWr, Sge, Wc};
 
@@ -26,12 +26,15 @@ const LENGTHS: [usize; 14] = [
 /// Untouched bytes around every target.
 const EDGE: usize = 32;
 
-fn both(bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder + Copy, test: impl Fn(&Side, &Side)) {
-    for (a, b) in [loopback(bytes, build), pair(bytes, build)] {
-        test(&a, &b);
-        assert_clean(&[&a, &b]);
-        assert!(a.qp.poll_send().is_none() && b.qp.poll_recv().is_none(), "a completion too many");
-    }
+/// A pair on one HCA, and one on two.
+fn both(bytes: usize, build: impl Fn(QpBuilder) -> QpBuilder + Copy) -> [(Side, Side); 2] {
+    [loopback(bytes, build), pair(bytes, build)]
+}
+
+/// The end of a test, in which nothing went wrong.
+fn done(a: &Side, b: &Side) {
+    assert_clean(&[a, b]);
+    assert!(a.qp.poll_send().is_none() && b.qp.poll_recv().is_none(), "a completion too many");
 }
 
 /// Where an operation of `len` bytes puts them, and with nothing else touched.
@@ -40,10 +43,6 @@ fn assert_lands(to: &Side, data: &[u8]) {
     assert!(seen[EDGE..EDGE + data.len()] == *data, "{} bytes arrived wrong", data.len());
     assert_eq!(seen[..EDGE], [0xa5; EDGE], "before {} bytes", data.len());
     assert_eq!(seen[EDGE + data.len()..], [0xa5; EDGE], "behind {} bytes", data.len());
-}
-
-fn recv(side: &Side, wr_id: u64, offset: usize, len: usize) {
-    side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(offset, len).unwrap()] }]).unwrap();
 }
 
 /// A completion as it should be.
@@ -61,48 +60,45 @@ fn wc(
 
 #[test]
 fn messages_of_every_length_arrive_and_touch_nothing_else() {
-    both(
-        MAX + 2 * EDGE,
-        |q| q,
-        |a, b| {
-            for (i, len) in LENGTHS.into_iter().enumerate() {
-                let id = 0xfeed_0000_0000 + i as u64;
-                let imm = 0x0102_0304 + u32::try_from(i).unwrap();
-                for kind in 0..5 {
-                    let data = pattern(len, kind + 7 * i);
-                    let (from, to) = if kind == 4 { (b, a) } else { (a, b) };
-                    from.memory().write(EDGE, &data).unwrap();
-                    to.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
-                    let sges = [a.mr.sge(EDGE, len).unwrap()];
-                    let remote = b.mr.remote(EDGE).unwrap();
-                    let (wr, opcode, at_b) = match kind {
-                        0 => (SendWr::send(&sges), Opcode::SEND, Some(CqeOpcode::RESP_SEND)),
-                        1 => (SendWr::send(&sges).imm(imm), Opcode::SEND_IMM, Some(CqeOpcode::RESP_SEND_IMM)),
-                        2 => (SendWr::write(remote, &sges), Opcode::RDMA_WRITE, None),
-                        3 => (
-                            SendWr::write(remote, &sges).imm(imm),
-                            Opcode::RDMA_WRITE_IMM,
-                            Some(CqeOpcode::RESP_WR_IMM),
-                        ),
-                        _ if len == 0 => continue, // A READ of nothing is refused: see errors.rs.
-                        _ => (SendWr::read(remote, &sges), Opcode::RDMA_READ, None),
-                    };
-                    if at_b.is_some() {
-                        // A receive with room to spare: only the message may be written.
-                        recv(b, id + 1, EDGE, len + EDGE);
-                    }
-                    a.qp.post_send(&[wr.id(id)]).unwrap();
-                    let read = if kind == 4 { len } else { 0 };
-                    assert_eq!(sent(a), wc(a, id, CqeOpcode::REQ, opcode, read, None));
-                    if let Some(at_b) = at_b {
-                        let imm = (kind % 2 == 1).then_some(imm);
-                        assert_eq!(received(b), wc(b, id + 1, at_b, Opcode::NOP, len, imm));
-                    }
-                    assert_lands(to, &data);
+    for (a, b) in &both(MAX + 2 * EDGE, |q| q) {
+        for (i, len) in LENGTHS.into_iter().enumerate() {
+            let id = 0xfeed_0000_0000 + i as u64;
+            let imm = 0x0102_0304 + u32::try_from(i).unwrap();
+            for kind in 0..5 {
+                let data = pattern(len, kind + 7 * i);
+                let (from, to) = if kind == 4 { (b, a) } else { (a, b) };
+                from.memory().write(EDGE, &data).unwrap();
+                to.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
+                let sges = [a.mr.sge(EDGE, len).unwrap()];
+                let remote = b.mr.remote(EDGE).unwrap();
+                let (wr, opcode, at_b) = match kind {
+                    0 => (SendWr::send(&sges), Opcode::SEND, Some(CqeOpcode::RESP_SEND)),
+                    1 => (SendWr::send(&sges).imm(imm), Opcode::SEND_IMM, Some(CqeOpcode::RESP_SEND_IMM)),
+                    2 => (SendWr::write(remote, &sges), Opcode::RDMA_WRITE, None),
+                    3 => (
+                        SendWr::write(remote, &sges).imm(imm),
+                        Opcode::RDMA_WRITE_IMM,
+                        Some(CqeOpcode::RESP_WR_IMM),
+                    ),
+                    _ if len == 0 => continue, // A READ of nothing is refused: see errors.rs.
+                    _ => (SendWr::read(remote, &sges), Opcode::RDMA_READ, None),
+                };
+                if at_b.is_some() {
+                    // A receive with room to spare: only the message may be written.
+                    receive(b, id + 1, EDGE, len + EDGE);
                 }
+                a.qp.post_send(&[wr.id(id)]).unwrap();
+                let read = if kind == 4 { len } else { 0 };
+                assert_eq!(sent(a), wc(a, id, CqeOpcode::REQ, opcode, read, None));
+                if let Some(at_b) = at_b {
+                    let imm = (kind % 2 == 1).then_some(imm);
+                    assert_eq!(received(b), wc(b, id + 1, at_b, Opcode::NOP, len, imm));
+                }
+                assert_lands(to, &data);
             }
-        },
-    );
+        }
+        done(a, b);
+    }
 }
 
 /// Cuts `len` bytes from `offset` on into SGEs of the given lengths and a last one with the rest.
@@ -127,242 +123,202 @@ fn gather_and_scatter_lists_of_any_cut_move_the_same_bytes() {
         &[SEGMENT, SEGMENT],
         &[7, 64, 1000, SEGMENT + 3, 1, 0, 20],
     ];
-    both(
-        4 * SEGMENT,
-        |q| q.max_send_sge(8).max_recv_sge(8),
-        |a, b| {
-            for (i, left) in cuts.iter().enumerate() {
-                for (j, right) in cuts.iter().enumerate() {
-                    for len in [3, 2 * SEGMENT + 9] {
-                        let data = pattern(len, i * 6 + j);
-                        let wipe = || b.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
-                        a.memory().write(EDGE, &data).unwrap();
-                        let from = cut(a, EDGE, len, left);
-                        let to = cut(b, EDGE, len, right);
-                        wipe();
-                        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &to }]).unwrap();
-                        a.qp.post_send(&[SendWr::send(&from)]).unwrap();
-                        assert_eq!(received(b).ok().unwrap().byte_len as usize, len);
-                        sent(a).ok().unwrap();
-                        assert_lands(b, &data);
-                        wipe();
-                        a.qp.post_send(&[SendWr::write(b.mr.remote(EDGE).unwrap(), &from)]).unwrap();
-                        sent(a).ok().unwrap();
-                        assert_lands(b, &data);
-                        wipe();
-                        // From the other side, so that the READ scatters to the same place.
-                        b.qp.post_send(&[SendWr::read(a.mr.remote(EDGE).unwrap(), &to)]).unwrap();
-                        assert_eq!(sent(b).ok().unwrap().byte_len as usize, len);
-                        assert_lands(b, &data);
-                    }
+    for (a, b) in &both(4 * SEGMENT, |q| q.max_send_sge(8).max_recv_sge(8)) {
+        for (i, left) in cuts.iter().enumerate() {
+            for (j, right) in cuts.iter().enumerate() {
+                for len in [3, 2 * SEGMENT + 9] {
+                    let data = pattern(len, i * 6 + j);
+                    let wipe = || b.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
+                    a.memory().write(EDGE, &data).unwrap();
+                    let from = cut(a, EDGE, len, left);
+                    let to = cut(b, EDGE, len, right);
+                    wipe();
+                    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &to }]).unwrap();
+                    a.qp.post_send(&[SendWr::send(&from)]).unwrap();
+                    assert_eq!(received(b).ok().unwrap().byte_len as usize, len);
+                    sent(a).ok().unwrap();
+                    assert_lands(b, &data);
+                    wipe();
+                    a.qp.post_send(&[SendWr::write(b.mr.remote(EDGE).unwrap(), &from)]).unwrap();
+                    sent(a).ok().unwrap();
+                    assert_lands(b, &data);
+                    wipe();
+                    // From the other side, so that the READ scatters to the same place.
+                    b.qp.post_send(&[SendWr::read(a.mr.remote(EDGE).unwrap(), &to)]).unwrap();
+                    assert_eq!(sent(b).ok().unwrap().byte_len as usize, len);
+                    assert_lands(b, &data);
                 }
             }
-        },
-    );
-}
-
-#[test]
-fn message_gathers_in_list_order_not_in_address_order() {
-    both(
-        4096,
-        |q| q.max_send_sge(3),
-        |a, b| {
-            a.memory().write(0, b"worldhello, ").unwrap();
-            let sges = [a.mr.sge(5, 7).unwrap(), a.mr.sge(0, 5).unwrap(), a.mr.sge(1, 2).unwrap()];
-            recv(b, 0, 0, 20);
-            a.qp.post_send(&[SendWr::send(&sges)]).unwrap();
-            sent(a).ok().unwrap();
-            assert_eq!(received(b).ok().unwrap().byte_len, 14);
-            assert_eq!(bytes(b, 0, 14), b"hello, worldor");
-        },
-    );
+        }
+        done(a, b);
+    }
 }
 
 #[test]
 fn inline_data_of_every_length_is_taken_when_it_is_posted() {
-    both(
-        4096,
-        |q| q.max_inline(200),
-        |a, b| {
-            for len in 0..=200 {
-                let data = pattern(len, len);
-                b.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
-                recv(b, 3, EDGE, len);
-                let mut buffer = data.clone();
-                a.qp.post_send(&[SendWr::send_inline(&buffer).imm(9)]).unwrap();
-                buffer.fill(0);
-                let got = received(b);
-                assert_eq!(got, wc(b, 3, CqeOpcode::RESP_SEND_IMM, Opcode::NOP, len, Some(9)));
-                assert_eq!(sent(a), wc(a, 0, CqeOpcode::REQ, Opcode::SEND_IMM, 0, None));
-                assert_lands(b, &data);
+    for (a, b) in &both(4096, |q| q.max_inline(200)) {
+        for len in 0..=200 {
+            let data = pattern(len, len);
+            b.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
+            receive(b, 3, EDGE, len);
+            let mut buffer = data.clone();
+            a.qp.post_send(&[SendWr::send_inline(&buffer).imm(9)]).unwrap();
+            buffer.fill(0);
+            let got = received(b);
+            assert_eq!(got, wc(b, 3, CqeOpcode::RESP_SEND_IMM, Opcode::NOP, len, Some(9)));
+            assert_eq!(sent(a), wc(a, 0, CqeOpcode::REQ, Opcode::SEND_IMM, 0, None));
+            assert_lands(b, &data);
 
-                b.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
-                let mut buffer = data.clone();
-                a.qp.post_send(&[SendWr::write_inline(b.mr.remote(EDGE).unwrap(), &buffer)]).unwrap();
-                buffer.fill(0);
-                sent(a).ok().unwrap();
-                assert_lands(b, &data);
-            }
-        },
-    );
+            b.memory().fill(0, len + 2 * EDGE, 0xa5).unwrap();
+            let mut buffer = data.clone();
+            a.qp.post_send(&[SendWr::write_inline(b.mr.remote(EDGE).unwrap(), &buffer)]).unwrap();
+            buffer.fill(0);
+            sent(a).ok().unwrap();
+            assert_lands(b, &data);
+        }
+        done(a, b);
+    }
 }
 
 #[test]
 fn atomics_return_the_old_value_and_change_one_word() {
-    both(
-        4096,
-        |q| q,
-        |a, b| {
-            let word = |side: &Side, at: usize| u64::from_ne_bytes(bytes(side, at, 8).try_into().unwrap());
-            b.memory().fill(0, 64, 0xa5).unwrap();
-            let start = 0x0123_4567_89ab_cdefu64;
-            b.memory().write(16, &start.to_ne_bytes()).unwrap();
-            let remote = b.mr.remote(16).unwrap();
-            // The result needs no alignment.
-            let result = a.mr.sge(3, 8).unwrap();
-            let mut value = start;
-            let steps = [
-                (SendWr::compare_swap(remote, start, 77, result), Opcode::ATOMIC_CS, 77),
-                (SendWr::compare_swap(remote, start, 99, result), Opcode::ATOMIC_CS, 77),
-                (SendWr::fetch_add(remote, 3, result), Opcode::ATOMIC_FA, 80),
-                (SendWr::fetch_add(remote, u64::MAX, result), Opcode::ATOMIC_FA, 79),
-                (SendWr::compare_swap(remote, 79, u64::MAX, result), Opcode::ATOMIC_CS, u64::MAX),
-                (SendWr::fetch_add(remote, 2, result), Opcode::ATOMIC_FA, 1),
-            ];
-            for (wr, opcode, after) in steps {
-                a.memory().fill(0, 16, 0xa5).unwrap();
-                a.qp.post_send(&[wr.id(value)]).unwrap();
-                assert_eq!(sent(a), wc(a, value, CqeOpcode::REQ, opcode, 8, None));
-                assert_eq!(word(a, 3), value, "the old value");
-                assert_eq!((bytes(a, 0, 3), bytes(a, 11, 5)), (vec![0xa5; 3], vec![0xa5; 5]));
-                assert_eq!(word(b, 16), after);
-                assert_eq!((word(b, 8), word(b, 24)), (0xa5a5_a5a5_a5a5_a5a5, 0xa5a5_a5a5_a5a5_a5a5));
-                value = after;
-            }
-        },
-    );
+    for (a, b) in &both(4096, |q| q) {
+        let word = |side: &Side, at: usize| u64::from_ne_bytes(bytes(side, at, 8).try_into().unwrap());
+        b.memory().fill(0, 64, 0xa5).unwrap();
+        let start = 0x0123_4567_89ab_cdefu64;
+        b.memory().write(16, &start.to_ne_bytes()).unwrap();
+        let remote = b.mr.remote(16).unwrap();
+        // The result needs no alignment.
+        let result = a.mr.sge(3, 8).unwrap();
+        let mut value = start;
+        let steps = [
+            (SendWr::compare_swap(remote, start, 77, result), Opcode::ATOMIC_CS, 77),
+            (SendWr::compare_swap(remote, start, 99, result), Opcode::ATOMIC_CS, 77),
+            (SendWr::fetch_add(remote, 3, result), Opcode::ATOMIC_FA, 80),
+            (SendWr::fetch_add(remote, u64::MAX, result), Opcode::ATOMIC_FA, 79),
+            (SendWr::compare_swap(remote, 79, u64::MAX, result), Opcode::ATOMIC_CS, u64::MAX),
+            (SendWr::fetch_add(remote, 2, result), Opcode::ATOMIC_FA, 1),
+        ];
+        for (wr, opcode, after) in steps {
+            a.memory().fill(0, 16, 0xa5).unwrap();
+            a.qp.post_send(&[wr.id(value)]).unwrap();
+            assert_eq!(sent(a), wc(a, value, CqeOpcode::REQ, opcode, 8, None));
+            assert_eq!(word(a, 3), value, "the old value");
+            assert_eq!((bytes(a, 0, 3), bytes(a, 11, 5)), (vec![0xa5; 3], vec![0xa5; 5]));
+            assert_eq!(word(b, 16), after);
+            assert_eq!((word(b, 8), word(b, 24)), (0xa5a5_a5a5_a5a5_a5a5, 0xa5a5_a5a5_a5a5_a5a5));
+            value = after;
+        }
+        done(a, b);
+    }
 }
 
 /// Also the one place where a small queue is kept full, by both sides at once.
 #[test]
 fn atomics_both_ways_through_full_queues_are_done_once_each() {
     const EACH: u64 = 2000;
-    both(
-        4096,
-        |q| q.max_send_wr(16),
-        |a, b| {
-            let (mut posted, mut done) = ([0; 2], [0; 2]);
-            while done != [EACH; 2] {
-                for (i, (side, peer)) in [(a, b), (b, a)].into_iter().enumerate() {
-                    let wr = SendWr::fetch_add(peer.mr.remote(0).unwrap(), 1, side.mr.sge(64, 8).unwrap());
-                    while posted[i] < EACH && side.qp.post_send(&[wr]).is_ok() {
-                        posted[i] += 1;
-                    }
-                    while let Some(wc) = side.qp.poll_send() {
-                        wc.ok().unwrap();
-                        done[i] += 1;
-                    }
+    for (a, b) in &both(4096, |q| q.max_send_wr(16)) {
+        let (mut posted, mut taken) = ([0; 2], [0; 2]);
+        while taken != [EACH; 2] {
+            for (i, (side, peer)) in [(a, b), (b, a)].into_iter().enumerate() {
+                let wr = SendWr::fetch_add(peer.mr.remote(0).unwrap(), 1, side.mr.sge(64, 8).unwrap());
+                while posted[i] < EACH && side.qp.post_send(&[wr]).is_ok() {
+                    posted[i] += 1;
+                }
+                while let Some(wc) = side.qp.poll_send() {
+                    wc.ok().unwrap();
+                    taken[i] += 1;
                 }
             }
-            for side in [a, b] {
-                assert_eq!(bytes(side, 0, 8), EACH.to_ne_bytes());
-            }
-        },
-    );
+        }
+        for side in [a, b] {
+            assert_eq!(bytes(side, 0, 8), EACH.to_ne_bytes());
+        }
+        done(a, b);
+    }
 }
 
 #[test]
 fn messages_of_no_bytes_need_no_memory() {
-    both(
-        4096,
-        |q| q,
-        |a, b| {
-            let nowhere = RemoteAddr { addr: 0xdead_beef, rkey: 0x1234_5678 };
-            let wrs = [
-                SendWr::send(&[]).id(1),
-                SendWr::send_inline(&[]).id(2).imm(5),
-                SendWr::write(nowhere, &[]).id(3),
-                SendWr::write_inline(nowhere, &[]).id(4).imm(6),
-                SendWr::nop().id(5),
-            ];
-            for wr_id in [10, 11, 12] {
-                b.qp.post_recv(&[RecvWr { wr_id, sges: &[] }]).unwrap();
-            }
-            a.qp.post_send(&wrs).unwrap();
-            let opcodes =
-                [Opcode::SEND, Opcode::SEND_IMM, Opcode::RDMA_WRITE, Opcode::RDMA_WRITE_IMM, Opcode::NOP];
-            for (id, opcode) in (1..).zip(opcodes) {
-                assert_eq!(sent(a), wc(a, id, CqeOpcode::REQ, opcode, 0, None));
-            }
-            assert_eq!(received(b), wc(b, 10, CqeOpcode::RESP_SEND, Opcode::NOP, 0, None));
-            assert_eq!(received(b), wc(b, 11, CqeOpcode::RESP_SEND_IMM, Opcode::NOP, 0, Some(5)));
-            assert_eq!(received(b), wc(b, 12, CqeOpcode::RESP_WR_IMM, Opcode::NOP, 0, Some(6)));
-        },
-    );
+    for (a, b) in &both(4096, |q| q) {
+        let nowhere = RemoteAddr { addr: 0xdead_beef, rkey: 0x1234_5678 };
+        let wrs = [
+            SendWr::send(&[]).id(1),
+            SendWr::send_inline(&[]).id(2).imm(5),
+            SendWr::write(nowhere, &[]).id(3),
+            SendWr::write_inline(nowhere, &[]).id(4).imm(6),
+            SendWr::nop().id(5),
+        ];
+        for wr_id in [10, 11, 12] {
+            b.qp.post_recv(&[RecvWr { wr_id, sges: &[] }]).unwrap();
+        }
+        a.qp.post_send(&wrs).unwrap();
+        let opcodes =
+            [Opcode::SEND, Opcode::SEND_IMM, Opcode::RDMA_WRITE, Opcode::RDMA_WRITE_IMM, Opcode::NOP];
+        for (id, opcode) in (1..).zip(opcodes) {
+            assert_eq!(sent(a), wc(a, id, CqeOpcode::REQ, opcode, 0, None));
+        }
+        assert_eq!(received(b), wc(b, 10, CqeOpcode::RESP_SEND, Opcode::NOP, 0, None));
+        assert_eq!(received(b), wc(b, 11, CqeOpcode::RESP_SEND_IMM, Opcode::NOP, 0, Some(5)));
+        assert_eq!(received(b), wc(b, 12, CqeOpcode::RESP_WR_IMM, Opcode::NOP, 0, Some(6)));
+        done(a, b);
+    }
 }
 
 /// Each step uses what the one before brought: without the fence it would send what was there before.
 #[test]
 fn fence_holds_a_send_until_reads_and_atomics_are_done() {
     const LEN: usize = 3 * SEGMENT;
-    both(
-        4 * LEN,
-        |q| q.max_send_wr(8),
-        |a, b| {
-            for round in 0..30u64 {
-                let data = pattern(LEN, usize::try_from(round).unwrap());
-                b.memory().write(0, &data).unwrap();
-                b.memory().write(3 * LEN, &round.to_ne_bytes()).unwrap();
-                recv(b, round, 2 * LEN, 8);
-                let (big, old) = ([a.mr.sge(0, LEN).unwrap()], [a.mr.sge(LEN, 8).unwrap()]);
-                let wrs = [
-                    SendWr::read(b.mr.remote(0).unwrap(), &big),
-                    SendWr::write(b.mr.remote(LEN).unwrap(), &big).fence(),
-                    SendWr::fetch_add(b.mr.remote(3 * LEN).unwrap(), 1, old[0]),
-                    SendWr::send(&old).fence(),
-                ];
-                a.qp.post_send(&wrs).unwrap();
-                for _ in &wrs {
-                    sent(a).ok().unwrap();
-                }
-                received(b).ok().unwrap();
-                assert!(
-                    bytes(b, LEN, LEN) == data,
-                    "round {round}: the WRITE sent what was there before the READ"
-                );
-                assert_eq!(bytes(b, 2 * LEN, 8), round.to_ne_bytes(), "the SEND overtook the atomic");
+    for (a, b) in &both(4 * LEN, |q| q.max_send_wr(8)) {
+        for round in 0..30u64 {
+            let data = pattern(LEN, usize::try_from(round).unwrap());
+            b.memory().write(0, &data).unwrap();
+            b.memory().write(3 * LEN, &round.to_ne_bytes()).unwrap();
+            receive(b, round, 2 * LEN, 8);
+            let (big, old) = ([a.mr.sge(0, LEN).unwrap()], [a.mr.sge(LEN, 8).unwrap()]);
+            let wrs = [
+                SendWr::read(b.mr.remote(0).unwrap(), &big),
+                SendWr::write(b.mr.remote(LEN).unwrap(), &big).fence(),
+                SendWr::fetch_add(b.mr.remote(3 * LEN).unwrap(), 1, old[0]),
+                SendWr::send(&old).fence(),
+            ];
+            a.qp.post_send(&wrs).unwrap();
+            for _ in &wrs {
+                sent(a).ok().unwrap();
             }
-        },
-    );
+            received(b).ok().unwrap();
+            assert!(
+                bytes(b, LEN, LEN) == data,
+                "round {round}: the WRITE sent what was there before the READ"
+            );
+            assert_eq!(bytes(b, 2 * LEN, 8), round.to_ne_bytes(), "the SEND overtook the atomic");
+        }
+        done(a, b);
+    }
 }
 
 /// More READs than may be outstanding, with other work between: they queue, and complete in order.
 #[test]
 fn reads_beyond_the_limit_wait_their_turn() {
-    both(
-        4 * SEGMENT,
-        |q| q.rd_atomic(2).max_send_wr(64),
-        |a, b| {
-            b.memory().write(0, &pattern(2 * SEGMENT, 3)).unwrap();
-            let to = [a.mr.sge(0, 2 * SEGMENT).unwrap()];
-            let wrs: Vec<_> = (0..60u64)
-                .map(|i| match i % 3 {
-                    0 => SendWr::read(b.mr.remote(0).unwrap(), &to).id(i),
-                    1 => SendWr::fetch_add(
-                        b.mr.remote(3 * SEGMENT).unwrap(),
-                        1,
-                        a.mr.sge(3 * SEGMENT, 8).unwrap(),
-                    )
-                    .id(i),
-                    _ => SendWr::nop().id(i),
-                })
-                .collect();
-            a.qp.post_send(&wrs).unwrap();
-            for i in 0..60 {
-                assert_eq!(a.qp.send_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, i);
-            }
-            assert!(bytes(a, 0, 2 * SEGMENT) == pattern(2 * SEGMENT, 3));
-            assert_eq!(bytes(b, 3 * SEGMENT, 8), 20u64.to_ne_bytes());
-        },
-    );
+    for (a, b) in &both(4 * SEGMENT, |q| q.rd_atomic(2).max_send_wr(64)) {
+        b.memory().write(0, &pattern(2 * SEGMENT, 3)).unwrap();
+        let to = [a.mr.sge(0, 2 * SEGMENT).unwrap()];
+        let wrs: Vec<_> = (0..60u64)
+            .map(|i| match i % 3 {
+                0 => SendWr::read(b.mr.remote(0).unwrap(), &to).id(i),
+                1 => {
+                    SendWr::fetch_add(b.mr.remote(3 * SEGMENT).unwrap(), 1, a.mr.sge(3 * SEGMENT, 8).unwrap())
+                        .id(i)
+                }
+                _ => SendWr::nop().id(i),
+            })
+            .collect();
+        a.qp.post_send(&wrs).unwrap();
+        for i in 0..60 {
+            assert_eq!(a.qp.send_cq().wait(PATIENCE).unwrap().ok().unwrap().wr_id, i);
+        }
+        assert!(bytes(a, 0, 2 * SEGMENT) == pattern(2 * SEGMENT, 3));
+        assert_eq!(bytes(b, 3 * SEGMENT, 8), 20u64.to_ne_bytes());
+        done(a, b);
+    }
 }

@@ -2,110 +2,36 @@
 //!
 //! `GDSYNC_TEST_DEVICE` names the device; without it these tests say so and do nothing.
 
-use std::fs;
 use std::process::Command;
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{fs, iter, thread};
 
-use crate::common::{PATIENCE, named_device, pattern};
-use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Context, Mr, Pd, Qp, RecvWr, SendWr};
+use crate::common::{PATIENCE, Side, connect, message, named_device, tier};
+use gdsync::verbs::Context;
 
 const PEERS: usize = 8;
 const QPS_PER_PEER: usize = 32;
-/// Bytes of a message.
-const MESSAGE: usize = 64;
 /// Cycles before the first look: caches fill, threads get their memory.
-const WARM_UP: usize = 2;
-
-/// Half of the queue pairs between the middle and one peer, all on one device opened anew.
-struct End {
-    // The last to go is what the others are made on.
-    qps: Vec<Qp>,
-    mr: Mr,
-    _pd: Pd,
-    _context: Context,
-}
-
-impl End {
-    fn new(context: &Context, qps: usize) -> Self {
-        let pd = context.alloc_pd().unwrap();
-        let memory = Memory::alloc(2 * MESSAGE * qps).unwrap();
-        let mr = pd.register(&memory, Access::all()).unwrap();
-        // Receives may reach the device late on a busy machine.
-        let build = |_| pd.build_qp().max_send_wr(4).max_recv_wr(4).rnr_retry(7).build().unwrap();
-        Self { qps: (0..qps).map(build).collect(), mr, _pd: pd, _context: context.clone() }
-    }
-
-    /// Where queue pair `n` sends from.
-    fn source(n: usize) -> usize {
-        2 * MESSAGE * n
-    }
-
-    /// Where it receives.
-    fn target(n: usize) -> usize {
-        Self::source(n) + MESSAGE
-    }
-
-    fn post_recv(&self, n: usize) {
-        let sges = [self.mr.sge(Self::target(n), MESSAGE).unwrap()];
-        self.qps[n].post_recv(&[RecvWr { wr_id: n as u64, sges: &sges }]).unwrap();
-    }
-
-    fn send(&self, n: usize, seed: usize) {
-        self.mr.memory().write(Self::source(n), &pattern(MESSAGE, seed)).unwrap();
-        let sges = [self.mr.sge(Self::source(n), MESSAGE).unwrap()];
-        self.qps[n].post_send(&[SendWr::send(&sges).id(n as u64)]).unwrap();
-    }
-
-    /// The message has gone, or come, as it was meant.
-    fn has_sent(&self, n: usize) {
-        let wc = self.qps[n].send_cq().wait(PATIENCE).unwrap().ok().unwrap();
-        assert_eq!(wc.wr_id, n as u64);
-    }
-
-    fn has_received(&self, n: usize, seed: usize) {
-        let wc = self.qps[n].recv_cq().wait(PATIENCE).unwrap().ok().unwrap();
-        assert_eq!(wc.wr_id, n as u64);
-        let mut got = vec![0; MESSAGE];
-        self.mr.memory().read(Self::target(n), &mut got).unwrap();
-        assert_eq!(got, pattern(MESSAGE, seed));
-    }
-}
+const WARM_UP: u64 = 2;
 
 /// 256 queue pairs to 8 peers: a message and its answer on each.
-fn cycle(device: &impl Fn() -> Context, seed: usize) {
+fn cycle(device: &impl Fn() -> Context, seed: u64) {
     let here = device();
-    let pairs: Vec<_> =
-        (0..PEERS).map(|_| (End::new(&here, QPS_PER_PEER), End::new(&device(), QPS_PER_PEER))).collect();
-    let seed = |peer: usize, n: usize| seed + peer * QPS_PER_PEER + n;
-    let each = || (0..PEERS).flat_map(|peer| (0..QPS_PER_PEER).map(move |n| (peer, n)));
-    for (peer, n) in each() {
-        let (a, b) = &pairs[peer];
-        a.qps[n].connect(b.qps[n].address()).unwrap();
-        b.qps[n].connect(a.qps[n].address()).unwrap();
-        a.post_recv(n);
-        b.post_recv(n);
-    }
-    for (peer, n) in each() {
-        pairs[peer].0.send(n, seed(peer, n));
-    }
-    for (peer, n) in each() {
-        let (a, b) = &pairs[peer];
-        b.has_received(n, seed(peer, n));
-        a.has_sent(n);
-        b.send(n, seed(peer, n) + 1);
-    }
-    for (peer, n) in each() {
-        let (a, b) = &pairs[peer];
-        a.has_received(n, seed(peer, n) + 1);
-        b.has_sent(n);
+    // Receives may reach the device late on a busy machine.
+    let side = |context: &Context| Side::new(context, 64, |q| q.max_send_wr(4).max_recv_wr(4).rnr_retry(7));
+    let pairs: Vec<_> = iter::repeat_with(device)
+        .take(PEERS)
+        .flat_map(|there| [(); QPS_PER_PEER].map(|()| connect(side(&here), side(&there))))
+        .collect();
+    for (n, (a, b)) in (seed..).zip(&pairs) {
+        message(a, b, n);
+        message(b, a, n + 1);
     }
 }
 
 /// What there is of the things that leak.
 #[derive(Debug, PartialEq)]
-struct Held {
+struct Resources {
     /// Objects of RDMA in the kernel, by `rdma resource show`; empty where there is no such program.
     kernel: String,
     files: usize,
@@ -114,7 +40,7 @@ struct Held {
     pinned: u64,
 }
 
-impl Held {
+impl Resources {
     fn now() -> Self {
         let kernel = Command::new("rdma").args(["resource", "show"]).output();
         let kernel = kernel.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
@@ -146,10 +72,10 @@ fn kernel_memory() -> u64 {
 }
 
 /// The kernel takes things away a moment after they were closed.
-fn settled(before: &Held) -> Held {
+fn settled(before: &Resources) -> Resources {
     let end = Instant::now() + PATIENCE;
     loop {
-        let now = Held::now();
+        let now = Resources::now();
         if now == *before || Instant::now() > end {
             return now;
         }
@@ -164,8 +90,8 @@ fn queue_pairs_to_peers_leave_nothing_behind() {
         return;
     }
     let device = || named_device().unwrap();
-    let cycles = crate::common::tier(1, 3, 100);
-    let unused = Held::now();
+    let cycles = tier(1, 3, 100);
+    let unused = Resources::now();
     (0..WARM_UP).for_each(|round| cycle(&device, round));
     let before = settled(&unused);
     assert_eq!(before, unused, "after the first cycles");

@@ -4,17 +4,18 @@
 //! and do nothing. Soft-RoCE (`rdma link add rxe0 type rxe netdev DEV`) is enough. Error codes that differ between devices are
 //! not looked at.
 
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::child::{Peer, answer, ask, meet_parent, recv, role};
+use crate::child::{Peer, meet_parent, ping, pong, role};
 use crate::common::{
-    PATIENCE, Side, connect, named_device, pattern, received, reconnect, sent, stream, until,
+    PATIENCE, Side, connect, message, named_device, receive, received, reconnect, sent, stream, until,
 };
 use gdsync::Device;
 use gdsync::Error;
 use gdsync::hca::FaultPlan;
-use gdsync::mlx5::{CqeOpcode, Opcode, Syndrome};
-use gdsync::stream::Batch;
+use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::verbs::{Context, QpBuilder, QpState, RecvWr, SendWr, Sge};
 
 const SIZE: usize = 64 << 10;
@@ -43,16 +44,13 @@ fn is_proxy(context: &Context) -> bool {
 }
 
 /// A message and its answer.
-fn exchange(a: &Side, b: &Side, seed: usize) {
-    for (from, to) in [(a, b), (b, a)] {
-        let data = pattern(100, seed);
-        from.memory().write(0, &data).unwrap();
-        recv(to, 7);
-        from.qp.post_send(&[SendWr::send(&[from.mr.sge(0, 100).unwrap()])]).unwrap();
-        assert_eq!(sent(from).ok().unwrap().opcode, CqeOpcode::REQ);
-        assert_eq!(received(to).ok().unwrap().byte_len, 100);
-        assert_eq!(crate::common::bytes(to, 1024, 100), data);
-    }
+fn exchange(a: &Side, b: &Side, seed: u64) {
+    message(a, b, seed);
+    message(b, a, seed + 100);
+}
+
+fn recv(side: &Side, wr_id: u64) {
+    receive(side, wr_id, 1024, 1024);
 }
 
 /// The syndromes of the next sends.
@@ -192,117 +190,39 @@ fn aborted_queue_pair_gives_everything_back() {
     }
 }
 
-#[test]
-fn reset_in_the_middle_of_traffic_does_no_harm() {
-    let Some((a, b)) = pair(|q| q.max_send_wr(16).max_recv_wr(16)) else { return };
-    for round in 0..20 {
-        for id in 0..8 {
-            recv(&b, id);
-            recv(&a, id);
-        }
-        let sge = [a.mr.sge(0, 1024).unwrap()];
-        a.qp.post_send(&[SendWr::send(&sge), SendWr::send(&sge), SendWr::send(&sge)]).unwrap();
-        if round % 2 == 0 {
-            sent(&a).ok().unwrap();
-        }
-        reconnect(&a.qp, &b.qp);
-        exchange(&a, &b, round);
-    }
-}
-
-/// Rings of 8 entries, gone round many times by a stream that nobody helps.
-#[test]
-fn stream_triggers_sends_for_many_laps() {
-    let Some((a, b)) = pair(|q| q.max_send_wr(8).max_recv_wr(8)) else { return };
-    let s = stream("device");
-    for i in 0..200u64 {
-        recv(&b, i);
-        let mut batch = Batch::new();
-        batch.write_value64(&a.memory().word64(0).unwrap(), i);
-        batch.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 8).unwrap()]).imm(u32::try_from(i).unwrap())).unwrap();
-        batch.wait_send(&a.qp).unwrap();
-        batch.wait_recv(&b.qp).unwrap();
-        s.submit_within(&mut batch, PATIENCE).unwrap();
-        s.synchronize(PATIENCE).unwrap();
-        assert_eq!(b.memory().word64(1024).unwrap().load(), i);
-    }
-    assert_eq!(a.context.stats().violations, 0);
-}
-
-#[test]
-fn graph_is_launched_many_times() {
-    let Some((a, b)) = pair(|q| q.max_send_wr(16).max_recv_wr(16)) else { return };
-    let s = stream("graphs");
-    let counter = b.mr.remote(0).unwrap();
-    let graph = s
-        .capture(|g| {
-            g.send(&a.qp, &SendWr::fetch_add(counter, 1, a.mr.sge(8, 8)?))?;
-            g.wait_send(&a.qp)?;
-            g.send(&a.qp, &SendWr::write(b.mr.remote(64)?, &[a.mr.sge(8, 8)?]))?;
-            g.wait_send(&a.qp).map(drop)
-        })
-        .unwrap();
-    for n in 0..100 {
-        graph.launch(&s).unwrap();
-        s.synchronize(PATIENCE).unwrap();
-        assert_eq!(b.memory().word64(0).unwrap().load(), n + 1);
-        assert_eq!(b.memory().word64(64).unwrap().load(), n, "what was there before");
-    }
-}
-
-#[test]
-fn many_queue_pairs_come_and_go() {
-    let Some(context) = device() else { return };
-    for round in 0..3 {
-        let pairs: Vec<_> = (0..128)
-            .map(|_| {
-                // Receives may reach the device late on a busy machine.
-                let small = |q: QpBuilder| q.max_send_wr(4).max_recv_wr(4).rnr_retry(7);
-                connect(Side::new(&context, 4096, small), Side::new(&context, 4096, small))
-            })
-            .collect();
-        for (n, (a, b)) in pairs.iter().enumerate() {
-            recv(b, n as u64);
-            a.memory().write(0, &pattern(64, n + round)).unwrap();
-            a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 64).unwrap()])]).unwrap();
-        }
-        for (n, (a, b)) in pairs.iter().enumerate().rev() {
-            assert_eq!(received(b).ok().unwrap().wr_id, n as u64);
-            assert_eq!(crate::common::bytes(b, 1024, 64), pattern(64, n + round));
-            sent(a).ok().unwrap();
-        }
-    }
-}
-
-/// Not a test of its own: the other process.
-#[test]
-fn child() {
-    let Some(role) = role() else { return };
-    let context = device().unwrap();
-    let side = Side::new(&context, SIZE, build);
-    if role == "pong" {
-        side.qp.init().unwrap();
-        recv(&side, 0);
-    }
-    meet_parent(&side);
-    println!("ready");
-    match role.as_str() {
-        "pong" => answer(&side),
-        _ => drop(std::io::stdin().read_line(&mut String::new())),
-    }
-}
+const ROUNDS: u64 = 300;
 
 /// A peer that died is noticed after 4 x 134 ms: on a loaded machine one that lives needs some time to answer.
 fn build(q: QpBuilder) -> QpBuilder {
     q.timeout(15).retry_cnt(3).rnr_retry(7).min_rnr_timer(1)
 }
 
+/// Not a test of its own: the other process, which answers and stays until it is killed.
+#[test]
+fn child() {
+    let Some(role) = role() else { return };
+    let side = Side::new(&device().unwrap(), SIZE, build);
+    meet_parent(&side);
+    println!("ready");
+    let s = stream("child");
+    for round in 0..if role == "pong" { ROUNDS } else { 0 } {
+        pong(&s, &side, round).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+    }
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+}
+
 #[test]
 fn two_processes_play_ping_pong() {
     let Some(context) = device() else { return };
     let side = Side::new(&context, SIZE, build);
-    let (mut peer, _) = Peer::start("verbs_device::child", "pong", &side);
-    ask(&side, &mut peer);
+    let (_peer, _) = Peer::start("verbs_device::child", "pong", &side);
+    let (s, right) = (stream("parent"), Arc::default());
+    for round in 0..ROUNDS {
+        ping(&s, &side, round, &right).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+    }
+    assert_eq!(right.load(Ordering::Relaxed), ROUNDS);
 }
 
 #[test]

@@ -14,18 +14,21 @@ pub(crate) struct L32(pub(crate) AtomicU32);
 #[derive(Default)]
 pub(crate) struct L64(pub(crate) AtomicU64);
 
+/// Methods that are those of the word inside.
+macro_rules! forward {
+    ($($name:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
+        fn $name(&self, $($arg: $ty),*) -> $ret {
+            self.0.$name($($arg),*)
+        }
+    )*};
+}
+
 impl Atom32 for L32 {
-    fn load(&self, order: Ordering) -> u32 {
-        self.0.load(order)
-    }
-    fn store(&self, value: u32, order: Ordering) {
-        self.0.store(value, order);
-    }
-    fn swap(&self, value: u32, order: Ordering) -> u32 {
-        self.0.swap(value, order)
-    }
-    fn fetch_add(&self, value: u32, order: Ordering) -> u32 {
-        self.0.fetch_add(value, order)
+    forward! {
+        load(order: Ordering) -> u32;
+        store(value: u32, order: Ordering) -> ();
+        swap(value: u32, order: Ordering) -> u32;
+        fetch_add(value: u32, order: Ordering) -> u32;
     }
     fn fence(order: Ordering) {
         fence(order);
@@ -33,25 +36,17 @@ impl Atom32 for L32 {
 }
 
 impl Atom64 for L64 {
-    fn load(&self, order: Ordering) -> u64 {
-        self.0.load(order)
+    forward! {
+        load(order: Ordering) -> u64;
+        swap(value: u64, order: Ordering) -> u64;
+        fetch_max(value: u64, order: Ordering) -> u64;
+        fetch_and(value: u64, order: Ordering) -> u64;
+        compare_exchange(current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64>;
     }
     fn store(&self, value: u64, order: Ordering) {
         // Loom does not know that nothing comes between what an exchange reads and what it leaves: it would let a plain
         // store by another thread be overwritten unseen. Its exchanges it does order. The one thing here that does not ship.
         self.0.swap(value, order);
-    }
-    fn swap(&self, value: u64, order: Ordering) -> u64 {
-        self.0.swap(value, order)
-    }
-    fn fetch_max(&self, value: u64, order: Ordering) -> u64 {
-        self.0.fetch_max(value, order)
-    }
-    fn fetch_and(&self, value: u64, order: Ordering) -> u64 {
-        self.0.fetch_and(value, order)
-    }
-    fn compare_exchange(&self, current: u64, new: u64, yes: Ordering, no: Ordering) -> Result<u64, u64> {
-        self.0.compare_exchange(current, new, yes, no)
     }
     fn fence(order: Ordering) {
         fence(order);

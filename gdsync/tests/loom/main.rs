@@ -1,10 +1,8 @@
-//! Loom tests of the hand-overs in `gdsync::shm`: every interleaving up to a bound of preemptions, and every reordering that the
-//! memory model allows.
+//! Every interleaving, up to a bound of preemptions, and every reordering that the memory model allows, of the
+//! hand-overs in `gdsync::shm`: what runs here is the code that the library runs.
 
 mod common;
+mod locks;
 mod queue;
-mod reset;
-mod seqlock;
 mod shm_fifo;
-mod submit_lock;
 mod wire;

@@ -127,7 +127,7 @@ fn doorbells_lose_nothing_and_come_after_record_and_wqe() {
     });
 }
 
-/// What a queue pair in error flushes: WQEs up to the record, before their doorbell was seen or even rung.
+/// What a queue pair in error flushes: WQEs up to the record, before their doorbell was seen or even written.
 #[test]
 fn wqes_before_the_record_can_be_read() {
     explore(5, || {
@@ -241,8 +241,8 @@ fn completions_wake_a_sleeper() {
 struct Hca {
     locked: L32,
     note: L32,
-    /// Whose doorbell was put down, as in `gdsync_device::DoorbellSet`.
-    rung: [L32; 2],
+    /// Whose doorbell was put down, as in `DoorbellSet` of the software HCA.
+    doorbells: [L32; 2],
     wqes: [Plain; 2],
     /// How often each was executed, under the lock.
     executed: [Plain; 2],
@@ -273,7 +273,7 @@ impl Hca {
     fn step(&self) {
         if pending_flag::take(&self.note) {
             for i in 0..2 {
-                if self.rung[i].load(Relaxed) != 0 && self.rung[i].swap(0, Acquire) != 0 {
+                if self.doorbells[i].load(Relaxed) != 0 && self.doorbells[i].swap(0, Acquire) != 0 {
                     self.execute(i);
                 }
             }
@@ -287,7 +287,7 @@ impl Hca {
             self.execute(i);
             self.settle(guard);
         } else {
-            self.rung[i].swap(1, Release);
+            self.doorbells[i].swap(1, Release);
             pending_flag::set(&self.note);
             if let Some(guard) = self.try_lock() {
                 self.settle(guard);
@@ -312,44 +312,37 @@ fn no_note_is_lost() {
     });
 }
 
-/// As streams of GPUs announce doorbells and waits to an HCA that is about to turn to something else.
+/// As streams of GPUs announce doorbells and waits to an HCA that is about to turn to something else: at once, or in two halves, by who
+/// has a lock between them.
 #[test]
 fn no_order_is_lost() {
-    (0..2).for_each(no_order_is_lost_behind);
-}
-
-/// The same in two halves, by who has a lock between them.
-#[test]
-fn nothing_foreseen_is_lost() {
-    (0..2).for_each(nothing_foreseen_is_lost_behind);
-}
-
-fn nothing_foreseen_is_lost_behind(reached: u64) {
-    explore(3, move || {
-        let shared = Arc::new((L64::default(), L32::default(), Mutex::new(0)));
-        shared.1.store(1, Relaxed);
-        let orders = [false, true].map(|at_once| {
-            let shared = shared.clone();
-            thread::spawn(move || {
-                let (until, watched, last) = &*shared;
-                let mut last = last.lock().unwrap();
-                *last += 1;
-                let number = *last;
-                if !at_once {
-                    doorbell_watch::publish(until, number);
-                }
-                drop(last);
-                // Others order late.
-                let is_to_order = at_once || !doorbell_watch::is_watched(watched);
-                is_to_order && doorbell_watch::request(until, watched, number)
-            })
+    for (reached, in_halves) in [(0, [false; 2]), (1, [false; 2]), (0, [true, false]), (1, [true, false])] {
+        explore(3, move || {
+            let shared = Arc::new((L64::default(), L32::default(), Mutex::new(0)));
+            shared.1.store(1, Relaxed);
+            let orders = in_halves.map(|in_halves| {
+                let shared = shared.clone();
+                thread::spawn(move || {
+                    let (until, watched, last) = &*shared;
+                    let mut last = last.lock().unwrap();
+                    *last += 1;
+                    let number = *last;
+                    if in_halves {
+                        doorbell_watch::publish(until, number);
+                    }
+                    drop(last);
+                    // Others order late.
+                    let is_to_order = !in_halves || !doorbell_watch::is_watched(watched);
+                    is_to_order && doorbell_watch::request(until, watched, number)
+                })
+            });
+            let looks_on = doorbell_watch::must_poll(&shared.0, &shared.1, reached);
+            let told = orders.map(|order| order.join().unwrap());
+            assert!(looks_on || told != [false, false], "nobody looks");
+            assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
+            assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
         });
-        let looks_on = doorbell_watch::must_poll(&shared.0, &shared.1, reached);
-        let told = orders.map(|order| order.join().unwrap());
-        assert!(looks_on || told != [false, false], "nobody looks");
-        assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
-        assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
-    });
+    }
 }
 
 /// Who takes back what he foresaw does not take back what others ordered.
@@ -365,21 +358,5 @@ fn only_what_was_foreseen_is_withdrawn() {
         doorbell_watch::withdraw(&shared.0, 1, 0);
         assert!(later.join().unwrap(), "nobody looked");
         assert_eq!(shared.0.load(Relaxed), 2);
-    });
-}
-
-fn no_order_is_lost_behind(reached: u64) {
-    explore(3, move || {
-        let shared = Arc::new((L64::default(), L32::default()));
-        shared.1.store(1, Relaxed);
-        let orders = [1, 2].map(|number| {
-            let shared = shared.clone();
-            thread::spawn(move || doorbell_watch::request(&shared.0, &shared.1, number))
-        });
-        let looks_on = doorbell_watch::must_poll(&shared.0, &shared.1, reached);
-        let told = orders.map(|order| order.join().unwrap());
-        assert!(looks_on || told != [false, false], "nobody looks");
-        assert_eq!(shared.0.load(Relaxed), 2, "who looks ends before the second order");
-        assert_eq!(shared.1.load(Relaxed), 1, "later orders would be told once more");
     });
 }

@@ -442,7 +442,7 @@ impl Shared {
             return;
         }
         tracing::debug!(stream = self.config.name, %error, "stream failed");
-        self.status.fail();
+        // Before the kernels are told: then they end, and what they leave undone would count as completed.
         let completed = self.completed();
         let mut sources: Vec<Arc<dyn Source>> = Vec::new();
         for submission in self.lock().queue.iter().filter(|submission| submission.seq > completed) {
@@ -452,6 +452,7 @@ impl Shared {
                 }
             }
         }
+        self.status.fail();
         for source in &sources {
             // A panic must not prevent the other sources from being stopped, nor the release.
             if catch_unwind(AssertUnwindSafe(|| source.fail(&error))).is_err() {

@@ -13,9 +13,9 @@ use rdma_core_sys::mlx5::{
 };
 use rdma_core_sys::verbs::ibv_context;
 
-use super::{Object, is_there};
-use crate::complaint::complain;
+use crate::devx::{Object, is_there};
 use crate::errno;
+use crate::errno::complain;
 
 /// Kinds of events, as the firmware numbers them.
 const CQ_ERROR: u16 = 0x04;
@@ -42,8 +42,8 @@ struct Subscription {
 static SUBSCRIPTIONS: Mutex<Vec<Subscription>> = Mutex::new(Vec::new());
 
 /// Tells those who have asked for it.
-pub(crate) fn raise(alarm: AsyncEvent) {
-    let (is_cq, number, kind) = match alarm {
+pub(crate) fn raise(raised: AsyncEvent) {
+    let (is_cq, number, kind) = match raised {
         AsyncEvent::CqError(cqn) => (true, cqn, CQ_ERROR),
         AsyncEvent::QpFatal(qpn) => (false, qpn, WQ_CATAS_ERROR),
         AsyncEvent::QpRequestError(qpn) => (false, qpn, WQ_INVAL_REQ_ERROR),
@@ -63,10 +63,8 @@ pub(super) fn forget(object: &Object) {
     SUBSCRIPTIONS.lock().retain(|told| (told.is_cq, told.number) != (is_cq, number));
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_create_event_channel(
+pub(crate) extern "C" fn mlx5dv_devx_create_event_channel(
     _context: *mut ibv_context,
     asked: flags,
 ) -> *mut mlx5dv_devx_event_channel {
@@ -78,8 +76,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_create_event_channel(
     Box::into_raw(Box::new(Channel { base, writer: Arc::new(writer) })).cast()
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_destroy_event_channel(channel: *mut mlx5dv_devx_event_channel) {
     // SAFETY: the caller vouches for it: a box of the function above.
@@ -89,8 +85,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_destroy_event_channel(channel: *mut 
     drop(unsafe { OwnedFd::from_raw_fd(channel.base.fd) });
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_subscribe_devx_event(
     channel: *mut mlx5dv_devx_event_channel,
@@ -119,8 +113,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_subscribe_devx_event(
     0
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_get_event(
     channel: *mut mlx5dv_devx_event_channel,

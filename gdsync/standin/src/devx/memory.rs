@@ -13,13 +13,11 @@ use rdma_core_sys::mlx5::{
 };
 use rdma_core_sys::verbs::{ibv_access_flags as access, ibv_context};
 
-use super::status::{Refusal, refuse};
-use super::{Level, level};
-use crate::complaint::complain;
-use crate::errno;
-use crate::pages::{self, PAGE};
-use crate::region::Mapped;
-use crate::register::Register;
+use crate::devx::{Level, Refusal, level, refuse};
+use crate::errno::complain;
+use crate::qp::Register;
+use crate::region::{Mapped, PAGE};
+use crate::{errno, region};
 
 static UMEMS: Mutex<BTreeMap<u32, Arc<Umem>>> = Mutex::new(BTreeMap::new());
 static UARS: Mutex<BTreeMap<u32, Arc<Page>>> = Mutex::new(BTreeMap::new());
@@ -32,16 +30,7 @@ pub(super) struct Umem {
     addr: *mut u8,
     len: usize,
     /// Of a DMA-BUF.
-    mapping: Option<Mapping>,
-}
-
-/// Keeps what is mapped.
-struct Mapping(#[expect(dead_code, reason = "dropped with this")] Mapped);
-
-impl std::fmt::Debug for Mapping {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("mapping")
-    }
+    mapping: Option<Mapped>,
 }
 
 // SAFETY: an address range; the bytes are reached through a `Memory`.
@@ -121,14 +110,12 @@ fn by_address(addr: *mut c_void, len: usize, rights: access) -> Result<Umem, c_i
     if len == 0 || rights != access::IBV_ACCESS_LOCAL_WRITE {
         return Err(libc::EINVAL);
     }
-    pages::pin(addr.addr(), len, true)?;
+    region::pin(addr.addr(), len, true)?;
     Ok(Umem { addr: addr.cast(), len, mapping: None })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg(
+pub(crate) extern "C" fn mlx5dv_devx_umem_reg(
     _context: *mut ibv_context,
     addr: *mut c_void,
     size: usize,
@@ -140,15 +127,11 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg(
     by_address(addr, size, rights).map_or_else(errno::null, register)
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg_ex(
+pub(crate) extern "C" fn mlx5dv_devx_umem_reg_ex(
     _context: *mut ibv_context,
-    attr: *mut mlx5dv_devx_umem_in,
+    attr: &mlx5dv_devx_umem_in,
 ) -> *mut mlx5dv_devx_umem {
-    // SAFETY: the caller vouches for the attributes.
-    let attr = unsafe { &*attr };
     // Page sizes below that of the host cannot be had, and all above it must be allowed.
     if level() == Level::None || !mask::MLX5DV_UMEM_MASK_DMABUF.contains(attr.comp_mask) {
         return errno::null(libc::EOPNOTSUPP);
@@ -166,14 +149,12 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_reg_ex(
         Mapped::dma_buf(attr.dmabuf_fd, attr.addr.addr() as u64, attr.size).map(|(mapped, addr)| Umem {
             addr: addr.cast(),
             len: attr.size,
-            mapping: Some(Mapping(mapped)),
+            mapping: Some(mapped),
         })
     };
     made.map_or_else(errno::null, register)
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_dereg(umem: *mut mlx5dv_devx_umem) -> c_int {
     // SAFETY: the caller vouches for it.
@@ -192,10 +173,8 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_umem_dereg(umem: *mut mlx5dv_devx_um
     0
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_alloc_uar(
+pub(crate) extern "C" fn mlx5dv_devx_alloc_uar(
     _context: *mut ibv_context,
     asked: kind,
 ) -> *mut mlx5dv_devx_uar {
@@ -224,8 +203,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_alloc_uar(
     }))
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_free_uar(uar: *mut mlx5dv_devx_uar) {
     if uar.is_null() {

@@ -1,8 +1,5 @@
 //! Queues in GPU memory by DevX, with the simulated driver for a GPU, whose dma-bufs the stand-in maps.
 
-mod mailboxes;
-
-use std::ffi::CStr;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gdsync::Device;
@@ -10,15 +7,15 @@ use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::{self, Cqe, CqeOpcode};
 use gdsync::rdma::{DeviceConfig, Route};
-use gdsync::verbs::{Access, Context, DeviceCq, DeviceQp, OnGpu, QpBuilder, SendWr};
+use gdsync::verbs::{Access, DeviceCq, DeviceQp, OnGpu, QpBuilder, SendWr};
 use gdsync::{Error, hca};
-use gdsync_testkit::driver::{self, Control};
 
-use crate::child::is_own_process;
-use crate::common::{PATIENCE, Side, bytes, connect, pattern, sent, until};
-use crate::lifecycle::message;
+use crate::child::own_process;
+use crate::common::{PATIENCE, Side, bytes, connect, message, pattern, sent, until};
 use crate::pages;
-use crate::setup::{CARD, complaints, entry};
+use crate::setup::{
+    Bench, CARD, DMA_BUF_SUPPORTED, Setting, assert_says, complaints, entry, open, simulated_gpu,
+};
 
 /// Registered memory that the firmware knows: all of it, and what came as a dma-buf.
 fn umems() -> [usize; 2] {
@@ -27,56 +24,9 @@ fn umems() -> [usize; 2] {
     [count(false), count(true)]
 }
 
-/// While it is there, the device has no DevX (0), or one that takes no dma-buf (1) or has no dedicated doorbell pages (3).
-struct Less;
-
-impl Less {
-    fn of(level: u32) -> Self {
-        set_level(level);
-        Self
-    }
-}
-
-impl Drop for Less {
-    fn drop(&mut self) {
-        set_level(2);
-    }
-}
-
-fn set_level(level: u32) {
-    // SAFETY: the type is that of the function.
-    let set: extern "C" fn(u32) = unsafe { std::mem::transmute(entry(c"gdsync_standin_devx")) };
-    set(level);
-}
-
-/// A simulated GPU for one test: the driver has forgotten all it knew when the next begins.
-pub(crate) struct Bench {
-    pub(crate) gpu: Gpu,
-    control: Control,
-}
-
-impl Bench {
-    pub(crate) fn take() -> Self {
-        let control = Control::take();
-        Self { gpu: gpu(), control }
-    }
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        let done = self.gpu.reclaim(PATIENCE);
-        assert!(done.is_ok() || std::thread::panicking(), "{done:?}");
-    }
-}
-
-fn gpu() -> Gpu {
-    Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap()
-}
-
-pub(crate) fn open(gpu: &Gpu) -> Context {
-    let config =
-        DeviceConfig { route: Some(Route::Direct), gpu: Some(gpu.clone()), ..DeviceConfig::default() };
-    Device::find(Some(CARD)).unwrap().open_with(&config).unwrap()
+/// The device has no DevX (0), or one that takes no dma-buf (1) or has no dedicated doorbell pages (3).
+fn devx(level: u32) -> Setting {
+    Setting::of(c"gdsync_standin_devx", level, 2)
 }
 
 /// Two connected sides whose queues are on the GPU as far as `what` says.
@@ -87,24 +37,13 @@ fn pair(gpu: &Gpu, what: OnGpu, bytes: usize, build: impl Fn(QpBuilder) -> QpBui
 
 #[test]
 fn all_works_on_larger_pages() {
-    pages::run_again_on_larger(&[
-        "devx::",
-        "lifecycle::",
-        "--skip",
-        "mailboxes",
-        "--skip",
-        "kernel_could",
-        "--skip",
-        "for_kernels",
-    ]);
+    pages::run_again_on_larger(&["devx::", "lifecycle::", "--skip", "kernel_could", "--skip", "for_kernels"]);
 }
 
 /// What is asked for lies on the GPU, and nothing else does; more than two laps of every ring.
 #[test]
 fn every_placement_works_over_laps() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     for bits in 1..16 {
@@ -162,9 +101,7 @@ fn writes_reads_and_atomics() {
 /// Queue pairs of verbs and of DevX speak to each other, and share a completion queue of verbs.
 #[test]
 fn both_kinds_go_together() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
@@ -208,18 +145,20 @@ fn queues_of_every_size_can_be_made() {
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let before = umems();
-    for (sends, receives, sges, inline) in
-        [(1, 1, 1, 0), (1, 1, 32, 512), (2, 3, 3, 60), (1000, 4000, 1, 64), (32768, 32768, 1, 0)]
-    {
-        let side = || {
-            Side::new(&context, 64, |q| {
-                let q = q.max_send_wr(sends).max_recv_wr(receives).max_recv_sge(sges).max_inline(inline);
-                q.on_gpu(&gpu, OnGpu::all())
-            })
-        };
-        let (a, b) = connect(side(), side());
-        for round in 0..3 {
-            message(&a, &b, round);
+    for what in [OnGpu::empty(), OnGpu::all()] {
+        for (sends, receives, sges, inline) in
+            [(1, 1, 1, 0), (1, 1, 32, 512), (2, 3, 3, 60), (1000, 4000, 1, 64), (32768, 32768, 1, 0)]
+        {
+            let side = || {
+                Side::new(&context, 64, |q| {
+                    let q = q.max_send_wr(sends).max_recv_wr(receives).max_recv_sge(sges);
+                    q.max_inline(inline).on_gpu(&gpu, what)
+                })
+            };
+            let (a, b) = connect(side(), side());
+            for round in 0..3 {
+                message(&a, &b, round);
+            }
         }
     }
     for _ in 0..16 {
@@ -229,23 +168,13 @@ fn queues_of_every_size_can_be_made() {
     assert_eq!(umems(), before);
 }
 
-/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
-const DMA_BUF_SUPPORTED: u32 = 124;
-
-fn assert_says(error: &Error, words: &[&str]) {
-    let text = error.to_string();
-    for word in words {
-        assert!(text.contains(word), "'{text}' lacks '{word}'");
-    }
-}
-
 #[test]
 fn without_devx_the_command_and_its_needs_are_named() {
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let pd = context.alloc_pd().unwrap();
-    let less = Less::of(0);
+    let less = devx(0);
     for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
         let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
         assert!(matches!(error, Error::Verbs { call: "mlx5dv_devx_general_cmd", .. }), "{error:?}");
@@ -267,7 +196,7 @@ fn without_dma_bufs_both_ways_are_named() {
     let before = umems();
     let pd = open(&gpu).alloc_pd().unwrap();
     // The kernel's side.
-    let less = Less::of(1);
+    let less = devx(1);
     for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
         let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
         assert!(matches!(error, Error::Device { .. }), "{error:?}");
@@ -280,7 +209,7 @@ fn without_dma_bufs_both_ways_are_named() {
     assert_eq!(umems(), before);
     // The GPU driver's.
     bench.control.attribute(0, DMA_BUF_SUPPORTED, 0);
-    let closed = self::gpu();
+    let closed = simulated_gpu(0);
     let pd = open(&closed).alloc_pd().unwrap();
     let error = pd.build_qp().on_gpu(&closed, OnGpu::all()).build().unwrap_err();
     assert_says(&error, &["attribute 124", "open kernel modules", "nvidia_peermem"]);
@@ -291,34 +220,16 @@ fn without_dma_bufs_both_ways_are_named() {
 #[test]
 fn without_dedicated_doorbell_pages_others_are_taken() {
     let bench = Bench::take();
-    let _less = Less::of(3);
+    let _less = devx(3);
     let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q);
     message(&a, &b, 1);
-}
-
-/// While it is there, the device lacks what this function of the stand-in takes away.
-struct Without(extern "C" fn(bool));
-
-impl Without {
-    fn of(name: &CStr) -> Self {
-        // SAFETY: the type is that of the functions.
-        let set: extern "C" fn(bool) = unsafe { std::mem::transmute(entry(name)) };
-        set(false);
-        Self(set)
-    }
-}
-
-impl Drop for Without {
-    fn drop(&mut self) {
-        (self.0)(true);
-    }
 }
 
 /// The firmware must know what version of RoCE packets are, and the address of the stand-in is none of IPv4.
 #[test]
 fn gid_of_unknown_kind_is_refused_for_queues_in_gpu_memory() {
     let bench = Bench::take();
-    let _without = Without::of(c"gdsync_standin_gid_kinds");
+    let _without = Setting::of(c"gdsync_standin_gid_kinds", 0, 1);
     let context = {
         let config =
             DeviceConfig { route: Some(Route::Direct), gid_index: Some(1), ..DeviceConfig::default() };
@@ -338,7 +249,7 @@ fn gid_of_unknown_kind_is_refused_for_queues_in_gpu_memory() {
 #[test]
 fn without_atomics_queue_pairs_connect_without_the_right() {
     let bench = Bench::take();
-    let _without = Without::of(c"gdsync_standin_atomics");
+    let _without = Setting::of(c"gdsync_standin_atomics", 0, 1);
     for what in [OnGpu::empty(), OnGpu::all()] {
         let (a, b) = pair(&bench.gpu, what, 64, |q| q);
         message(&a, &b, 1);

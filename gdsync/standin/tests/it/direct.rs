@@ -1,20 +1,18 @@
 //! Cards that read the rings themselves, and GPUs whose streams ring their doorbells.
 
-mod device;
 mod staged;
 
-use gdsync::Device;
 use gdsync::cuda::{Flush, Gpu};
 use gdsync::memory::Memory;
-use gdsync::rdma::{DeviceConfig, Route};
+use gdsync::rdma::Route;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Context, Mr, OnGpu, RecvWr, SendWr, Transport};
 use gdsync::{Error, Result};
-use gdsync_testkit::driver::{self, Control};
 
-use crate::common::{PATIENCE, Side, bytes, connect, pattern, received, sent};
+use crate::child::own_process;
+use crate::common::{PATIENCE, Side, bytes, connect, hca, message, pattern, received, sent};
 use crate::pages;
-use crate::setup::CARD;
+use crate::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, complaints, open, open_by, simulated_gpu};
 
 #[test]
 fn all_works_on_larger_pages() {
@@ -23,48 +21,11 @@ fn all_works_on_larger_pages() {
 
 /// `CUDA_ERROR_NOT_PERMITTED`.
 const NOT_PERMITTED: u32 = 800;
-/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
-pub(crate) const DMA_BUF_SUPPORTED: u32 = 124;
-
-/// A simulated GPU for one test: the driver has forgotten all it knew when the next begins.
-pub(crate) struct Bench {
-    pub(crate) gpu: Gpu,
-    pub(crate) control: Control,
-}
-
-impl Drop for Bench {
-    fn drop(&mut self) {
-        self.control.mend("cuMemHostRegister");
-        let done = self.gpu.reclaim(PATIENCE);
-        assert!(done.is_ok() || std::thread::panicking(), "{done:?}");
-    }
-}
-
-fn bench() -> Bench {
-    bench_with(|_| {})
-}
-
-pub(crate) fn bench_with(settings: impl FnOnce(&Control)) -> Bench {
-    let control = Control::take();
-    settings(&control);
-    Bench { gpu: Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap(), control }
-}
-
-fn open(gpu: Option<&Gpu>) -> gdsync::Result<Context> {
-    open_by(Some(Route::Direct), gpu)
-}
-
-pub(crate) fn open_by(route: Option<Route>, gpu: Option<&Gpu>) -> gdsync::Result<Context> {
-    let config = DeviceConfig { route, gpu: gpu.cloned(), ..DeviceConfig::default() };
-    Device::find(Some(CARD)).unwrap().open_with(&config)
-}
-
 #[test]
 fn stream_of_a_gpu_triggers_and_waits() {
-    let bench = bench();
+    let bench = Bench::take();
     let gpu = bench.gpu.clone();
-    let side =
-        || Side::new(&open(Some(&gpu)).unwrap(), 4096, |q| q.max_send_wr(4).on_gpu(&gpu, OnGpu::empty()));
+    let side = || Side::new(&open(&gpu), 4096, |q| q.max_send_wr(4).on_gpu(&gpu, OnGpu::empty()));
     let (a, b) = connect(side(), side());
     round_trips(&gpu, &a, &b);
 }
@@ -87,21 +48,18 @@ fn round_trips(gpu: &Gpu, a: &Side, b: &Side) {
 
 #[test]
 fn gpu_that_may_not_ring_is_refused_with_the_fix() {
-    let bench = bench();
+    let bench = Bench::take();
     let (gpu, control) = (bench.gpu.clone(), &bench.control);
     control.fail("cuMemHostRegister", NOT_PERMITTED);
     let refused = |error: Error| {
-        let text = error.to_string();
         assert!(matches!(error, Error::Cuda { .. }), "{error:?}");
-        for word in ["doorbell", "PeerMappingOverride=1", "root", "GDSYNC_PATH=proxy"] {
-            assert!(text.contains(word), "'{text}' lacks '{word}'");
-        }
+        assert_says(&error, &["doorbell", "PeerMappingOverride=1", "root", "GDSYNC_PATH=proxy"]);
     };
-    refused(open(Some(&gpu)).unwrap_err());
+    refused(open_by(Some(Route::Direct), Some(&gpu)).unwrap_err());
     // Without a GPU it is not asked for.
-    let context = open(None).unwrap();
+    let context = open_by(Some(Route::Direct), None).unwrap();
     let (a, b) = connect(Side::new(&context, 64, |q| q), Side::new(&context, 64, |q| q));
-    crate::lifecycle::message(&a, &b, 1);
+    message(&a, &b, 1);
     // Found out late, by a stream: refused then.
     let stream = Stream::cuda(&gpu, CudaStreamConfig::default());
     control.mend("cuMemHostRegister");
@@ -116,7 +74,7 @@ fn gpu_that_may_not_ring_is_refused_with_the_fix() {
 /// Where nothing else was asked for, a thread rings in place of the GPU, and the reason is kept.
 #[test]
 fn gpu_that_may_not_ring_is_helped_by_the_proxy() {
-    let bench = bench();
+    let bench = Bench::take();
     let (gpu, control) = (bench.gpu.clone(), &bench.control);
     let allowed = open_by(None, Some(&gpu)).unwrap();
     assert_eq!((allowed.description(), allowed.not_direct()), ("mlx5 card mlx5_standin", None));
@@ -137,7 +95,7 @@ fn gpu_that_may_not_ring_is_helped_by_the_proxy() {
 /// The driver lets the GPU have the registers, but what it writes does not arrive.
 #[test]
 fn gpu_that_the_card_does_not_hear_is_refused_with_the_reason() {
-    let bench = bench();
+    let bench = Bench::take();
     let (gpu, control) = (bench.gpu.clone(), &bench.control);
     // Opened before anything is known of a GPU.
     let early = open_by(Some(Route::Direct), None).unwrap().alloc_pd().unwrap();
@@ -148,9 +106,7 @@ fn gpu_that_the_card_does_not_hear_is_refused_with_the_reason() {
     let helped = open_by(None, Some(&gpu)).unwrap();
     assert_eq!(helped.description(), "CPU proxy of mlx5_standin");
     for text in [refused.to_string().as_str(), helped.not_direct().unwrap()] {
-        for word in ["GPU 0", "doorbell", "ACS", "IOMMU", "GDSYNC_PATH=proxy"] {
-            assert!(text.contains(word), "'{text}' lacks '{word}'");
-        }
+        assert_says(&text, &["GPU 0", "doorbell", "ACS", "IOMMU", "GDSYNC_PATH=proxy"]);
     }
     // It is asked again, until it rings.
     control.loses_io(false);
@@ -162,18 +118,18 @@ fn gpu_that_the_card_does_not_hear_is_refused_with_the_reason() {
 /// From GPU to GPU, from and to any byte: the card takes the memory as a dma-buf of whole pages.
 #[test]
 fn payload_in_gpu_memory_is_sent_from_there() {
-    let bench = bench();
+    let bench = Bench::take();
     let gpu = bench.gpu.clone();
-    let context = open(Some(&gpu)).unwrap();
+    let context = open(&gpu);
     let (a, b) = connect(Side::new(&context, 64, |q| q), Side::new(&context, 64, |q| q));
     let from = gpu.alloc(100_000).unwrap();
     let to = gpu.alloc(100_000).unwrap();
     // Not at the beginning of its allocation.
     let part = to.slice(5003, 50_000).unwrap();
     let source = a.pd.register(&from, Access::LOCAL_WRITE).unwrap();
-    let carriage = a.qp.transfer_path(&source, 100).unwrap();
-    assert_eq!(carriage.transport(), Transport::CardFromGpu);
-    assert!(carriage.to_string().contains("dma-buf"), "{carriage}");
+    let path = a.qp.transfer_path(&source, 100).unwrap();
+    assert_eq!(path.transport(), Transport::CardFromGpu);
+    assert!(path.to_string().contains("dma-buf"), "{path}");
     assert_eq!(a.qp.transfer_path(&a.mr, 100).unwrap().transport(), Transport::Card);
     let target = b.pd.register(&part, Access::all()).unwrap();
     let data = pattern(40_000, 3);
@@ -196,15 +152,12 @@ fn payload_in_gpu_memory_is_sent_from_there() {
 /// No dma-bufs from this GPU, and no peer-memory module on this machine.
 #[test]
 fn gpu_memory_that_cannot_be_registered_names_both_ways() {
-    let bench = bench_with(|control| control.attribute(0, DMA_BUF_SUPPORTED, 0));
+    let bench = Bench::with(|control| control.attribute(0, DMA_BUF_SUPPORTED, 0));
     let gpu = bench.gpu.clone();
-    let pd = open(Some(&gpu)).unwrap().alloc_pd().unwrap();
+    let pd = open(&gpu).alloc_pd().unwrap();
     let error = pd.register(&gpu.alloc(4096).unwrap(), Access::LOCAL_WRITE).unwrap_err();
-    let text = error.to_string();
     assert!(matches!(error, Error::Device { .. }), "{error:?}");
-    for word in ["dma-buf", "nvidia-peermem", "modprobe"] {
-        assert!(text.contains(word), "'{text}' lacks '{word}'");
-    }
+    assert_says(&error, &["dma-buf", "nvidia-peermem", "modprobe"]);
 }
 
 /// `CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES`
@@ -216,14 +169,14 @@ const ORDERING: u32 = 118;
 
 /// Two GPUs that say this of inbound writes: flush on streams, flush options, ordering.
 fn flushing_bench(attributes: [[i32; 3]; 2]) -> (Bench, Gpu) {
-    let bench = bench_with(|control| {
+    let bench = Bench::with(|control| {
         for (device, values) in (0..).zip(attributes) {
             for (number, value) in [CAN_FLUSH, FLUSH_OPTIONS, ORDERING].into_iter().zip(values) {
                 control.attribute(device, number, value);
             }
         }
     });
-    (bench, Gpu::open_with(driver::api(), 1, driver::gdr().ok()).unwrap())
+    (bench, simulated_gpu(1))
 }
 
 /// A connected pair on the card, and a stream of this GPU.
@@ -332,4 +285,33 @@ fn payload_in_memory_of_another_gpu_must_be_ordered_for_all() {
         drop(foreign);
         rig.receive().unwrap();
     }
+}
+
+#[test]
+fn domain_stays_as_long_as_something_of_it() {
+    let context = hca();
+    let pd = context.alloc_pd().unwrap();
+    let mr = pd.register(&Memory::alloc(100).unwrap(), Access::all()).unwrap();
+    let qp = pd.build_qp().build().unwrap();
+    drop((pd, context));
+    assert!(qp.address().mtu.is_some() && mr.lkey() != 0);
+    qp.connect(qp.address()).unwrap();
+}
+
+/// Domains, registers and memory come back.
+#[test]
+fn queue_pairs_come_and_go() {
+    own_process!();
+    fn once(context: &Context) {
+        let (a, b) = connect(Side::new(context, 64, |q| q), Side::new(context, 64, |q| q));
+        message(&a, &b, 5);
+    }
+    let context = hca();
+    for _ in 0..64 {
+        once(&context);
+    }
+    for _ in 0..8 {
+        once(&hca());
+    }
+    assert_eq!(complaints(), "");
 }

@@ -7,13 +7,12 @@ use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 
-use crate::child::is_own_process;
+use crate::child::own_process;
 use crate::common::{
-    PATIENCE, Side, bytes, connect, hca, loopback, pattern, received, reconnect, sent, stream, stream_with,
+    PATIENCE, Side, bytes, connect, hca, message, pattern, received, reconnect, sent, stream, stream_with,
     until,
 };
-use crate::devx::{self, Bench};
-use crate::setup::complaints;
+use crate::setup::{Bench, complaints, open};
 
 /// Where the queues of a test are, and its GPU if they are there.
 struct Rig {
@@ -39,7 +38,7 @@ impl Rig {
         match &self.on_gpu {
             None => Side::new(&hca(), bytes, build),
             Some((bench, what)) => {
-                Side::new(&devx::open(&bench.gpu), bytes, |q| build(q.on_gpu(&bench.gpu, *what)))
+                Side::new(&open(&bench.gpu), bytes, |q| build(q.on_gpu(&bench.gpu, *what)))
             }
         }
     }
@@ -51,29 +50,6 @@ impl Rig {
 
 fn small(q: QpBuilder) -> QpBuilder {
     q.max_send_wr(4).max_recv_wr(4)
-}
-
-/// One message over the pair, with contents.
-pub(crate) fn message(a: &Side, b: &Side, wr_id: u64) {
-    let data = pattern(30, usize::try_from(wr_id & 0xff).unwrap());
-    a.memory().write(0, &data).unwrap();
-    b.qp.post_recv(&[RecvWr { wr_id: !wr_id, sges: &[b.mr.sge(32, 30).unwrap()] }]).unwrap();
-    a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 30).unwrap()]).id(wr_id)]).unwrap();
-    assert_eq!(sent(a).ok().unwrap().wr_id, wr_id);
-    assert_eq!(received(b).ok().unwrap().wr_id, !wr_id);
-    assert!(bytes(b, 32, 30) == data);
-}
-
-/// More than two laps of every ring, on each side.
-#[test]
-fn rings_go_round() {
-    for rig in Rig::all() {
-        let (a, b) = rig.pair(64, small);
-        for round in 0..40 {
-            message(&a, &b, round);
-            message(&b, &a, round + 1000);
-        }
-    }
 }
 
 /// Streams ring the doorbells, and wait by the owner bit, over more than two laps: a completion queue that begins with owner 0
@@ -180,9 +156,7 @@ fn peer_without_receives_ends_the_retries() {
 /// Without a complaint of the stand-in.
 #[test]
 fn queue_pair_is_reset_and_used_again() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     for rig in Rig::all() {
         let (a, b) = rig.pair(64, small);
         for round in 0..10 {
@@ -242,17 +216,4 @@ fn rights_and_timers_change_between_transitions() {
         assert_eq!(sent(&a).ok().unwrap_err().syndrome, Syndrome::REM_INV_REQ_ERR);
         assert!(matches!(a.qp.modify(&rts), Err(Error::Transition { .. })));
     }
-}
-
-#[test]
-fn queue_pair_sends_to_itself() {
-    let side = Side::new(&hca(), 64, |q| q);
-    side.qp.connect(side.qp.address()).unwrap();
-    side.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[side.mr.sge(8, 8).unwrap()] }]).unwrap();
-    side.qp.post_send(&[SendWr::send_inline(b"to self!")]).unwrap();
-    sent(&side).ok().unwrap();
-    assert_eq!(received(&side).ok().unwrap().wr_id, 3);
-    assert_eq!(bytes(&side, 8, 8), b"to self!");
-    let (a, b) = loopback(64, |q| q);
-    message(&a, &b, 2);
 }

@@ -2,18 +2,15 @@
 
 use std::time::Duration;
 
-use gdsync::Device;
 use gdsync::Error;
 use gdsync::cuda::Gpu;
-use gdsync::rdma::{DeviceConfig, Route};
+use gdsync::rdma::Route;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Context, OnGpu, RecvWr, SendWr};
-use gdsync_testkit::driver::{self, Control};
 
-use crate::child::is_own_process;
-use crate::common::{PATIENCE, Side, connect, hca, received, reconnect, stream_with};
-use crate::lifecycle::message;
-use crate::setup::{CARD, entry};
+use crate::child::own_process;
+use crate::common::{PATIENCE, Side, connect, hca, message, received, reconnect, stream_with};
+use crate::setup::{Bench, Setting, open, open_by};
 
 /// Doorbells of queues that the application reads itself are lost.
 const DEAF: u32 = 1;
@@ -26,26 +23,8 @@ const LATE_FLUSHES: u32 = 8;
 /// Completions of flushed requests do not say of which request they are.
 const NO_FLUSH_COUNTERS: u32 = 16;
 
-/// The card of this process has these quirks as long as this is there.
-struct Quirks;
-
-impl Quirks {
-    fn of(bits: u32) -> Self {
-        set(bits);
-        Self
-    }
-}
-
-impl Drop for Quirks {
-    fn drop(&mut self) {
-        set(0);
-    }
-}
-
-fn set(bits: u32) {
-    // SAFETY: the type is that of the function.
-    let set: extern "C" fn(u32) = unsafe { std::mem::transmute(entry(c"gdsync_standin_quirks")) };
-    set(bits);
+fn quirks(bits: u32) -> Setting {
+    Setting::of(c"gdsync_standin_quirks", bits, 0)
 }
 
 /// Messages travel whoever reads the rings.
@@ -56,10 +35,8 @@ fn talk(context: &Context) {
 
 #[test]
 fn without_quirks_the_card_reads_the_rings() {
-    if !is_own_process() {
-        return;
-    }
-    let _quirks = Quirks::of(0);
+    own_process!();
+    let _quirks = quirks(0);
     let context = hca();
     assert_eq!(context.not_direct(), None);
     talk(&context);
@@ -67,10 +44,8 @@ fn without_quirks_the_card_reads_the_rings() {
 
 #[test]
 fn card_that_does_not_see_our_doorbells_is_left_to_the_proxy() {
-    if !is_own_process() {
-        return;
-    }
-    let _quirks = Quirks::of(DEAF);
+    own_process!();
+    let _quirks = quirks(DEAF);
     let context = hca();
     let why = context.not_direct().expect("the self-test fails");
     assert!(why.contains("rang its doorbell") && why.contains("no completion"), "{why}");
@@ -80,35 +55,23 @@ fn card_that_does_not_see_our_doorbells_is_left_to_the_proxy() {
 
 #[test]
 fn route_that_was_asked_for_is_not_tested() {
-    if !is_own_process() {
-        return;
-    }
-    let _quirks = Quirks::of(DEAF);
-    let config = DeviceConfig { route: Some(Route::Direct), ..DeviceConfig::default() };
-    let context = Device::find(Some(CARD)).unwrap().open_with(&config).unwrap();
+    own_process!();
+    let _quirks = quirks(DEAF);
+    let context = open_by(Some(Route::Direct), None).unwrap();
     assert_eq!((context.description(), context.not_direct()), ("mlx5 card mlx5_standin", None));
 }
 
 #[test]
 fn library_that_is_too_old_is_left_to_the_proxy() {
-    if !is_own_process() {
-        return;
-    }
-    let _quirks = Quirks::of(OLD_LIBRARY);
+    own_process!();
+    let _quirks = quirks(OLD_LIBRARY);
     let context = hca();
     let why = context.not_direct().expect("no completion queue can be made");
     assert!(why.contains("rdma-core 31"), "{why}");
     talk(&context);
-    let config = DeviceConfig { route: Some(Route::Direct), ..DeviceConfig::default() };
-    let forced = Device::find(Some(CARD)).unwrap().open_with(&config).unwrap();
+    let forced = open_by(Some(Route::Direct), None).unwrap();
     let error = forced.alloc_pd().unwrap().build_qp().build().unwrap_err();
     assert!(matches!(error, Error::Unsupported { by: "the installed libmlx5", .. }), "{error:?}");
-}
-
-fn open(gpu: &Gpu) -> Context {
-    let config =
-        DeviceConfig { route: Some(Route::Direct), gpu: Some(gpu.clone()), ..DeviceConfig::default() };
-    Device::find(Some(CARD)).unwrap().open_with(&config).unwrap()
 }
 
 /// A stream of a GPU waits in vain for a message to `a`, and gives up. Behind that wait are sends that it never rings for, and waits
@@ -149,45 +112,36 @@ fn hide(gpu: &Gpu, a: &Side) {
 
 /// Whatever happened to `a`: after a reset the completions must be where the library expects them.
 fn stays_in_step(quirk: u32, happens: impl Fn(&Gpu, &Side, u64)) {
-    let _quirks = Quirks::of(quirk);
-    let _control = Control::take();
-    let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
-    let side =
-        || Side::new(&open(&gpu), 64, |q| q.max_send_wr(8).max_recv_wr(4).on_gpu(&gpu, OnGpu::empty()));
+    let _quirks = quirks(quirk);
+    let bench = Bench::take();
+    let gpu = &bench.gpu;
+    let side = || Side::new(&open(gpu), 64, |q| q.max_send_wr(8).max_recv_wr(4).on_gpu(gpu, OnGpu::empty()));
     let (a, b) = connect(side(), side());
     for round in 0..8 {
-        happens(&gpu, &a, round);
+        happens(gpu, &a, round);
         reconnect(&a.qp, &b.qp);
         message(&a, &b, round);
         message(&b, &a, round);
     }
-    drop((a, b));
-    gpu.reclaim(PATIENCE).unwrap();
 }
 
 #[test]
 fn sends_that_were_never_rung_for_are_flushed_by_a_doorbell() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     stays_in_step(FLUSHES_BY_DOORBELL, |gpu, a, _| hide(gpu, a));
 }
 
 #[test]
 fn flushes_that_come_late_are_waited_for() {
-    if !is_own_process() {
-        return;
-    }
+    own_process!();
     stays_in_step(LATE_FLUSHES, |gpu, a, round| give_up(gpu, a, 1 + round % 3));
     stays_in_step(LATE_FLUSHES, |gpu, a, _| hide(gpu, a));
 }
 
 #[test]
 fn flush_with_another_counter_is_a_flush() {
-    if !is_own_process() {
-        return;
-    }
-    let _quirks = Quirks::of(NO_FLUSH_COUNTERS);
+    own_process!();
+    let _quirks = quirks(NO_FLUSH_COUNTERS);
     let (a, _b) = connect(Side::new(&hca(), 64, |q| q), Side::new(&hca(), 64, |q| q));
     a.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[] }; 3]).unwrap();
     a.qp.abort().unwrap();

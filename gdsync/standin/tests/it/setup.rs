@@ -1,9 +1,15 @@
-//! Chooses the stand-in, and asks it what rdma-core's functions do not tell.
+//! Chooses the stand-in, asks it what rdma-core's functions do not tell, and opens its device with simulated GPUs.
 #![allow(dead_code, reason = "the program of `mp` uses a part")]
 
 use std::env;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::PathBuf;
+
+use gdsync::Device;
+use gdsync::cuda::Gpu;
+use gdsync::rdma::{DeviceConfig, Route};
+use gdsync::verbs::Context;
+use gdsync_testkit::driver::{self, Control};
 
 /// The device of the stand-in.
 pub(crate) const CARD: &str = "mlx5_standin";
@@ -54,6 +60,80 @@ pub(crate) fn complaints() -> String {
 
 /// How the device of the tests is used, and what its packets travel over.
 pub(crate) fn used() -> (String, String) {
-    let context = gdsync::Device::find(Some(CARD)).unwrap().open().unwrap();
+    let context = Device::find(Some(CARD)).unwrap().open().unwrap();
     (context.description().to_owned(), context.wire().to_owned())
+}
+
+/// A setting of the stand-in, until this is dropped.
+pub(crate) struct Setting {
+    set: extern "C" fn(u32),
+    usual: u32,
+}
+
+impl Setting {
+    /// `name` is a function that sets a number, which usually is `usual`.
+    pub(crate) fn of(name: &CStr, value: u32, usual: u32) -> Self {
+        // SAFETY: the type is that of all settings.
+        let set: extern "C" fn(u32) = unsafe { std::mem::transmute(entry(name)) };
+        set(value);
+        Self { set, usual }
+    }
+}
+
+impl Drop for Setting {
+    fn drop(&mut self) {
+        (self.set)(self.usual);
+    }
+}
+
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+pub(crate) const DMA_BUF_SUPPORTED: u32 = 124;
+
+/// A simulated GPU for one test: the driver has forgotten all it knew when the next begins.
+pub(crate) struct Bench {
+    pub(crate) gpu: Gpu,
+    pub(crate) control: Control,
+}
+
+impl Drop for Bench {
+    fn drop(&mut self) {
+        self.control.mend("cuMemHostRegister");
+        let done = self.gpu.reclaim(std::time::Duration::from_secs(20));
+        assert!(done.is_ok() || std::thread::panicking(), "{done:?}");
+    }
+}
+
+impl Bench {
+    pub(crate) fn take() -> Self {
+        Self::with(|_| {})
+    }
+
+    pub(crate) fn with(settings: impl FnOnce(&Control)) -> Self {
+        let control = Control::take();
+        settings(&control);
+        Self { gpu: simulated_gpu(0), control }
+    }
+}
+
+pub(crate) fn simulated_gpu(ordinal: i32) -> Gpu {
+    Gpu::open_with(driver::api(), ordinal, driver::gdr().ok()).unwrap()
+}
+
+/// Opens the device by a route, or as it chooses, for a GPU.
+pub(crate) fn open_by(route: Option<Route>, gpu: Option<&Gpu>) -> gdsync::Result<Context> {
+    let config = DeviceConfig { route, gpu: gpu.cloned(), ..DeviceConfig::default() };
+    Device::find(Some(CARD)).unwrap().open_with(&config)
+}
+
+/// Opens the device so that it reads the rings itself.
+pub(crate) fn open(gpu: &Gpu) -> Context {
+    open_by(Some(Route::Direct), Some(gpu)).unwrap()
+}
+
+/// A message has all these words.
+pub(crate) fn assert_says(message: &impl ToString, words: &[&str]) {
+    let text = message.to_string();
+    for word in words {
+        assert!(text.contains(word), "'{text}' lacks '{word}'");
+    }
 }

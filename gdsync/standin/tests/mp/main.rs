@@ -15,9 +15,6 @@ mod staged;
 #[path = "../../../../mp/tests/it/tagged.rs"]
 mod tagged;
 
-/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
-const DMA_BUF_SUPPORTED: u32 = 124;
-
 /// Runs before `main`.
 #[used]
 #[unsafe(link_section = ".init_array")]
@@ -26,7 +23,7 @@ static BEFORE_MAIN: extern "C" fn() = before_main;
 extern "C" fn before_main() {
     setup::use_the_stand_in("");
     let control = Control::take();
-    control.attribute(0, DMA_BUF_SUPPORTED, 0);
+    control.attribute(0, setup::DMA_BUF_SUPPORTED, 0);
     // As long as the process is there.
     std::mem::forget(control);
     for (name, value) in

@@ -3,6 +3,7 @@
 use std::ffi::c_void;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::place::{self, WholeGpu};
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{
     ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, GRANULARITY_MINIMUM, HANDLE_TYPE_FD,
@@ -10,9 +11,6 @@ use gdrcopy::cuda::raw::layout::{
 };
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use gdsync_testkit::driver;
-
-use crate::place::WholeGpu;
 
 /// As long as this lives, no other test uses the regions of [`region`], nor a real GPU.
 pub(crate) fn alone() -> (MutexGuard<'static, ()>, Option<WholeGpu>) {
@@ -95,26 +93,7 @@ pub(crate) fn region(gpu: &Gpu, kind: Kind, role: Role) -> Option<Memory> {
 
 /// Whether the simulated driver is used.
 pub(crate) fn is_simulated() -> bool {
-    Gpu::count().map_or(true, |count| count == 0)
-}
-
-/// GPU `ordinal`, simulated where there is none; `None` where there are fewer.
-pub(crate) fn gpu(ordinal: i32) -> Option<Gpu> {
-    // Never closed: the streams below are of its context, which goes with its last user.
-    static OPEN: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
-    let mut open = OPEN.lock().unwrap();
-    if let Some(gpu) = open.iter().find(|gpu| gpu.ordinal() == ordinal) {
-        return Some(gpu.clone());
-    }
-    let gpu = if is_simulated() {
-        Gpu::open_with(driver::api(), ordinal, Some(driver::gdr().unwrap())).unwrap()
-    } else if ordinal < Gpu::count().unwrap() {
-        Gpu::open(ordinal).unwrap()
-    } else {
-        return None;
-    };
-    open.push(gpu.clone());
-    Some(gpu)
+    !place::is_real()
 }
 
 /// The same GPU, but nothing of it can be mapped.

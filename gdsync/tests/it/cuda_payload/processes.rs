@@ -1,21 +1,17 @@
 //! Between two processes, on one GPU or on two. CUDA IPC carries what it can; on the simulated driver, which has none across
 //! processes, everything is staged.
 
-use std::time::{Duration, Instant};
-
 use gdsync::cuda::Gpu;
 use gdsync::mlx5::RemoteAddr;
 use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
 
 use super::Blocked;
-use super::kinds::{Kind, Role, alone, data, get, gpu, is_simulated, lengths, put, region, size, stream};
+use super::kinds::{Kind, Role, alone, data, get, is_simulated, lengths, put, region, size};
 use crate::child;
 use crate::common::{Side, assert_clean, hca, received, sent};
+use crate::place::shared as gpu;
 
 const KINDS: [Kind; 6] = [Kind::Plain, Kind::Pinned, Kind::Mapped, Kind::Malloc, Kind::Vmm, Kind::Pool];
-/// Bytes that the bandwidth is measured with.
-const LARGE: usize = 64 << 20;
-
 /// One process: a queue pair, and memory of every kind that there is.
 struct Here {
     side: Side,
@@ -162,18 +158,13 @@ fn all_pairs(here: &Here, peer: &mut Peer) {
 fn play(ordinals: [i32; 2]) {
     let _alone = alone();
     let Some(first) = gpu(ordinals[0]) else { return };
-    let Some(second) = gpu(ordinals[1]) else {
+    if gpu(ordinals[1]).is_none() {
         return eprintln!("skipped: fewer than two GPUs");
-    };
+    }
     let here = Here::on(first);
     let mut peer = Peer::start(ordinals[1], &here);
     every_kind_to_every_kind(&here, &mut peer);
     while_six_streams_wait_on_both_sides(&here, &mut peer);
-    if is_simulated() {
-        eprintln!("skipped: what 64 MiB take, as there is no GPU");
-    } else {
-        bandwidth_of_64_mib(&here, &mut peer, &second);
-    }
 }
 
 #[test]
@@ -208,61 +199,4 @@ fn while_six_streams_wait_on_both_sides(here: &Here, peer: &mut Peer) {
     }
     drop(blocked);
     peer.does("release");
-}
-
-/// Prints what 64 MiB from GPU to GPU take, beside `cuMemcpyPeerAsync`. It fails for wrong data only.
-fn bandwidth_of_64_mib(here: &Here, peer: &mut Peer, second: &Gpu) {
-    let sge = [here.mr(3).sge(0, LARGE).unwrap()];
-    let remote = RemoteAddr { addr: peer.remotes[3].addr - 1, ..peer.remotes[3] };
-    let run = |count: u32, window: u32| {
-        let (start, mut posted) = (Instant::now(), 0);
-        for done in 0..count {
-            while posted < (done + window).min(count) {
-                here.side.qp.post_send(&[SendWr::write(remote, &sge)]).unwrap();
-                posted += 1;
-            }
-            assert_eq!(sent(&here.side).syndrome, None);
-        }
-        start.elapsed() / count
-    };
-    run(4, 4);
-    for (name, window) in [("one at a time", 1), ("eight at a time", 8)] {
-        let each = run(64, window);
-        let alone = baseline(&here.gpu, second, window);
-        let share = 100.0 * alone.as_secs_f64() / each.as_secs_f64();
-        eprintln!(
-            "GPU 0 to GPU {}, two processes, {name}: {each:?} for 64 MiB, {:.1} GB/s, {share:.0} % of \
-             cuMemcpyPeerAsync ({alone:?})",
-            second.ordinal(),
-            67.108_864e-3 / each.as_secs_f64()
-        );
-    }
-    here.fill(3, LARGE - 1, 5);
-    run(1, 1);
-    peer.does(&format!("check 3 {} 5", LARGE - 1));
-}
-
-/// What `cuMemcpyPeerAsync` takes for 64 MiB within one process, so many copies at a time.
-fn baseline(first: &Gpu, second: &Gpu, window: u32) -> Duration {
-    let from = region(first, Kind::Malloc, Role::From).unwrap();
-    let to = region(second, Kind::Malloc, Role::To).unwrap();
-    from.gpu_addr(second).unwrap();
-    to.gpu_addr(first).unwrap();
-    let _current = first.enter().unwrap();
-    let api = first.api();
-    let copies = |count: u32| {
-        let start = Instant::now();
-        for n in 1..=count {
-            let (dst, src) = ((to.addr(), second.raw_context()), (from.addr(), first.raw_context()));
-            // SAFETY: both live and are so long.
-            unsafe { api.memcpy_peer_async(dst.0, dst.1, src.0, src.1, LARGE, stream(first)) }.unwrap();
-            if n % window == 0 {
-                // SAFETY: a live stream.
-                unsafe { api.stream_synchronize(stream(first)) }.unwrap();
-            }
-        }
-        start.elapsed() / count
-    };
-    copies(4);
-    copies(64)
 }

@@ -1,24 +1,23 @@
 //! Several threads, GPUs, contexts and processes at once, and streams that the application lends.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use gdrcopy::Gdr;
 use gdrcopy::cuda::raw::Api;
 use gdsync::cuda::Gpu;
-use gdsync::error::{Error, Result};
-use gdsync::memory::Memory;
+use gdsync::error::Error;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 use gdsync_testkit::driver::{self, Alive, Control};
 
-use super::matrix::{Bed, Rig, SIZE, Way, on_gpu, post_recvs};
 use super::stream_ends::{starts_again, stopped};
-use crate::child::{Peer, meet_parent, role};
-use crate::common::{PATIENCE, Side, assert_clean, bytes, connect, hca, pattern};
-use crate::place::{self, Place, places_on};
+use super::{Bed, Rig, SIZE, Way, on_gpu, post_recvs};
+use crate::child::{Peer, meet_parent, ping, pong, role};
+use crate::common::{PATIENCE, Side, assert_clean, bytes, connect, gate, hca, pattern};
+use crate::place::{self, Place, Site, places_on};
 
 const LIMIT: Duration = Duration::from_millis(3);
 
@@ -85,7 +84,7 @@ fn two_gpus_send_to_each_other() {
                 rig.message(&sa, &a, &b, 1);
                 far.message(&sb, &a, &b, 2);
                 // What fails on one GPU leaves the other one alone.
-                let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+                let gate = gate();
                 let limited = here.stream(LIMIT);
                 let since = Instant::now();
                 limited.wait_value32(&gate, 1, Cond::Eq).unwrap();
@@ -195,8 +194,8 @@ fn lend(bed: &Bed, app: &Application, raw: usize, place: &Place) {
     rig.message(&stream, &a, &b, 1);
     // The application's own work is in order with ours.
     let memory = place.gpu.alloc(64).unwrap();
-    let (from, word) = (memory.gpu_addr(&place.gpu).unwrap(), Memory::alloc(4).unwrap().word32(0).unwrap());
-    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let (from, word) = (memory.gpu_addr(&place.gpu).unwrap(), gate());
+    let gate = gate();
     stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
     // SAFETY: memory of the GPU, and a stream of its context.
     unsafe { app.api.memset_d32_async(from, 5, 1, raw) }.unwrap();
@@ -262,18 +261,29 @@ const ROUNDS: u64 = 200;
 const SLACK: Duration = Duration::from_secs(5);
 
 /// The acknowledge timeout runs out in 8 x 268 ms; a peer that died is noticed before.
-fn side(place: &Place) -> Side {
-    place.side_with(&hca(), 4096, |q: QpBuilder| q.timeout(16).retry_cnt(7).rnr_retry(7).min_rnr_timer(1))
+fn side(site: &Site) -> Side {
+    site.side(&hca(), 4096, |q: QpBuilder| q.timeout(16).retry_cnt(7).rnr_retry(7).min_rnr_timer(1))
 }
 
-/// Not a test of its own: the other process, which sends back what it gets until it is killed. Its role is a place.
+/// The host, and places on a GPU, by number.
+fn site(n: usize, gpu: &Gpu) -> Option<Site> {
+    match n.checked_sub(1) {
+        None => Some(Site::Host),
+        Some(n) => places_on(gpu).nth(n).map(Site::Gpu),
+    }
+}
+
+fn sites(gpu: &Gpu) -> impl Iterator<Item = Site> {
+    (0..).map_while(|n| site(n, gpu))
+}
+
+/// Not a test of its own: the other process, which sends back what it gets until it is killed. Its role is the number of a site.
 #[test]
 fn child() {
     let Some(role) = role() else { return };
     let gpu = place::gpu(0).unwrap();
-    let place = places_on(&gpu).nth(role.parse().unwrap()).unwrap();
-    let side = side(&place);
-    let stream = place.stream(PATIENCE);
+    let site = site(role.parse().unwrap(), &gpu).unwrap();
+    let (side, stream) = (side(&site), site.stream(PATIENCE));
     meet_parent(&side);
     println!("ready");
     for i in 0.. {
@@ -282,31 +292,6 @@ fn child() {
             return;
         }
     }
-}
-
-fn pong(stream: &Stream, side: &Side, i: u64) -> Result<()> {
-    let sge = side.mr.sge(8, 8)?;
-    side.qp.post_recv(&[RecvWr { wr_id: i, sges: &[sge] }])?;
-    let mut batch = Batch::new();
-    batch.wait_recv(&side.qp)?;
-    batch.send(&side.qp, &SendWr::send(&[sge]).id(i))?;
-    batch.wait_send(&side.qp)?;
-    stream.submit_within(&mut batch, PATIENCE)
-}
-
-/// One round; a right answer is counted, in stream order.
-fn ping(stream: &Stream, side: &Side, i: u64, right: &Arc<AtomicU64>) -> Result<()> {
-    side.qp.post_recv(&[RecvWr { wr_id: i, sges: &[side.mr.sge(8, 8)?] }])?;
-    let mut batch = Batch::new();
-    batch.write_value64(&side.memory().word64(0)?, 3 * i + 1);
-    batch.send(&side.qp, &SendWr::send(&[side.mr.sge(0, 8)?]).id(i))?;
-    batch.wait_send(&side.qp)?;
-    batch.wait_recv(&side.qp)?;
-    let (answer, right) = (side.memory().word64(8)?, right.clone());
-    batch.host_fn(move || {
-        right.fetch_add((answer.load() == 3 * i + 1).into(), Ordering::Relaxed);
-    });
-    stream.submit_within(&mut batch, PATIENCE)
 }
 
 /// Plays to the end of the rounds.
@@ -346,15 +331,14 @@ fn killed_process_releases_the_other_one() {
     // Whether a send was under way depends on the moment.
     let tells_the_death = |error: &Error| matches!(error, Error::Completion(_) | Error::PeerGone { .. });
     on_gpu(|bed, _| {
-        for (n, place) in places_on(&bed.gpu).enumerate() {
-            let side = side(&place);
-            let stream = place.stream(PATIENCE);
+        for (n, site) in sites(&bed.gpu).enumerate() {
+            let (side, stream) = (side(&site), site.stream(PATIENCE));
             let start = || Peer::start("faults::gpus::child", &n.to_string(), &side).0;
-            for round in 0..2 {
+            for round in 0..if n == 0 { 20 } else { 2 } {
                 let mut peer = start();
                 let after = Duration::from_millis(2 + 5 * round);
                 let (error, took) = play_until_death(&stream, &side, &mut peer, after);
-                eprintln!("{} {:?}: told {took:?} after the death: {error}", place.via, place.on_gpu);
+                eprintln!("{site:?}: told {took:?} after the death: {error}");
                 assert!(tells_the_death(&error), "{error}");
                 assert!(took < SLACK, "{took:?}");
                 let drained = stream.synchronize(PATIENCE);
@@ -375,9 +359,8 @@ fn killed_process_releases_the_other_one() {
 #[test]
 fn stream_that_waits_for_a_killed_process_is_released() {
     on_gpu(|bed, _| {
-        for (n, place) in places_on(&bed.gpu).enumerate() {
-            let side = side(&place);
-            let stream = place.stream(PATIENCE);
+        for (n, site) in sites(&bed.gpu).enumerate() {
+            let (side, stream) = (side(&site), site.stream(PATIENCE));
             let (mut peer, _) = Peer::start("faults::gpus::child", &n.to_string(), &side);
             let right = Arc::default();
             ping(&stream, &side, 0, &right).unwrap();

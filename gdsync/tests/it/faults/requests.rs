@@ -8,10 +8,8 @@ use gdsync::mlx5::{RemoteAddr, Syndrome};
 use gdsync::stream::Cond;
 use gdsync::verbs::{Access, QpAttr, QpState, SendWr, Sge};
 
-use super::matrix::{
-    FLUSH, RETRY, Rig, broke, hasty, lost_its_peer, matrix, messages, patient, post_recvs, writes,
-};
-use crate::common::{PATIENCE, Side, connect, hca, until};
+use super::{FLUSH, RETRY, Rig, broke, hasty, lost_its_peer, matrix, messages, patient, post_recvs, writes};
+use crate::common::{PATIENCE, Side, connect, gate, hca, until};
 
 const AT_ONCE: Duration = Duration::ZERO;
 /// The timers of [`hasty`]: two times 131 us without an answer.
@@ -114,7 +112,7 @@ fn keys_revoked_while_the_stream_is_held() {
         let pair = rig.pair(|q| q);
         let (a, b) = &pair;
         let region = |side: &Side| side.pd.register(&Memory::alloc(64).unwrap(), Access::all()).unwrap();
-        let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+        let gate = gate();
         for (ours, expected) in [(true, Syndrome::LOC_PROT_ERR), (false, Syndrome::REM_ACCESS_ERR)] {
             let stream = rig.stream();
             gate.store(0);

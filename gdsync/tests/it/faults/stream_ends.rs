@@ -11,8 +11,8 @@ use gdsync::stream::{Cond, CudaStreamConfig, Stream, Via};
 use gdsync::verbs::{Qp, QpAttr, QpState, SendWr};
 
 use super::gpus::Application;
-use super::matrix::{FLUSH, Rig, Way, broke, matrix, on_gpu, patient, post_recvs, refuses};
-use crate::common::{PATIENCE, Side, connect, hca};
+use super::{FLUSH, Rig, Way, broke, matrix, on_gpu, patient, post_recvs, refuses};
+use crate::common::{PATIENCE, Side, connect, gate, hca};
 use crate::place::{Place, places_on};
 
 /// How long streams wait in vain.
@@ -30,7 +30,7 @@ pub(crate) fn stopped(
     let error = rig.released(stream, since, deadline).unwrap_err();
     assert!(is(&error), "{error}");
     let text = error.to_string();
-    let word = Memory::alloc(4).unwrap().word32(0).unwrap();
+    let word = gate();
     let later = [
         stream.write_value32(&word, 1),
         stream.host_fn(|| {}),
@@ -161,16 +161,16 @@ fn word_that_is_never_written() {
     matrix("a word that is never written", |rig| {
         let (a, b) = rig.pair(|q| q);
         let words = Memory::alloc(64).unwrap();
-        for wide in [false, true] {
+        for (wide, cond) in [(true, Cond::Eq), (false, Cond::Geq), (true, Cond::And), (false, Cond::Nor)] {
             let stream = rig.stream_with(LIMIT);
             let (narrow, long) = (words.word32(0).unwrap(), words.word64(8).unwrap());
-            narrow.store(0);
+            narrow.store(if cond == Cond::Nor { u32::MAX } else { 0 });
             long.store(0);
             let since = Instant::now();
             rig.queue(&stream, |batch| {
                 match wide {
-                    true => batch.wait_value64(&long, 6, Cond::Eq),
-                    false => batch.wait_value32(&narrow, 5, Cond::Geq),
+                    true => batch.wait_value64(&long, 6, cond),
+                    false => batch.wait_value32(&narrow, 5, cond),
                 }
                 batch.send(&a.qp, &SendWr::write_inline(b.mr.remote(0).unwrap(), b"x"))?;
                 Ok(vec![batch.wait_send(&a.qp)?])
@@ -203,7 +203,7 @@ fn queue_pair_is_aborted() {
         broke(&a, 100, Syndrome::WR_FLUSH_ERR);
         rig.recover(&stream, &a, &b);
         // What it will ring.
-        let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+        let gate = gate();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
         let abort = || {
             a.qp.abort().unwrap();
@@ -312,7 +312,7 @@ fn host_function_panics() {
     matrix("a panic in a host function", |rig| {
         let (a, b) = rig.pair(patient);
         let stream = rig.stream();
-        let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+        let gate = gate();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
         stream.host_fn(|| panic!("for the test")).unwrap();
         block(rig, &stream, &a);
@@ -398,10 +398,10 @@ fn context_fails() {
         let app = Application::new(rig.bed);
         let place = Place { gpu: app.gpu(app.stream), ..place.clone() };
         {
-            let doomed = Rig::new(Some(&place), rig.way, rig.bed);
-            let (a, _b) = doomed.pair(patient);
-            let stream = doomed.stream();
-            block(&doomed, &stream, &a);
+            let failing = Rig::new(Some(&place), rig.way, rig.bed);
+            let (a, _b) = failing.pair(patient);
+            let stream = failing.stream();
+            block(&failing, &stream, &a);
             control.break_context(app.context, LAUNCH_FAILED);
             let since = Instant::now();
             stream.abort();
@@ -427,7 +427,7 @@ fn driver_refuses_a_submission() {
         let (a, b) = rig.pair(patient);
         let stream = rig.stream();
         // CUDA knows it: before it is told of a new one, the stream is marked.
-        let word = Memory::alloc(4).unwrap().word32(0).unwrap();
+        let word = gate();
         stream.write_value32(&word, 0).unwrap();
         block(rig, &stream, &a);
         let call = match (rig.way, place.via) {

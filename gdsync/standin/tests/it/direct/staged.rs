@@ -8,19 +8,18 @@ use std::time::{Duration, Instant};
 use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::Route;
-use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAttr, QpState, RecvWr, SendWr, Staging, Transport};
-use gdsync_testkit::driver::{self, Control};
+use gdsync_testkit::driver::Control;
 
-use super::{Bench, DMA_BUF_SUPPORTED, bench_with, open_by};
-use crate::common::{PATIENCE, Side, pattern, received, reconnect, sent, stream_with, until};
+use crate::common::{Side, pattern, received, reconnect, sent, until};
+use crate::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, open_by, simulated_gpu};
 
 const LEN: usize = 300_000;
 /// `CUDA_ERROR_LAUNCH_FAILED`.
 const LAUNCH_FAILED: u32 = 719;
 
 fn bench() -> Bench {
-    bench_with(|control| control.attribute(0, DMA_BUF_SUPPORTED, 0))
+    Bench::with(|control| control.attribute(0, DMA_BUF_SUPPORTED, 0))
 }
 
 /// A side, and a region of GPU memory.
@@ -63,9 +62,9 @@ fn thread_stages_what_the_card_does_not_reach() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     assert_eq!(a.side.context.description(), "CPU proxy of mlx5_standin");
-    let carriage = a.side.qp.transfer_path(&a.mr, 100).unwrap();
-    assert_eq!(carriage.transport(), Transport::Staging);
-    for why in [a.side.context.not_direct().unwrap(), carriage.reason()] {
+    let path = a.side.qp.transfer_path(&a.mr, 100).unwrap();
+    assert_eq!(path.transport(), Transport::Staging);
+    for why in [a.side.context.not_direct().unwrap(), path.reason()] {
         assert!(why.contains("dma-buf") && why.contains("nvidia_peermem"), "{why}");
     }
     assert_eq!(a.side.qp.transfer_path(&a.side.mr, 100).unwrap().transport(), Transport::Card);
@@ -80,47 +79,6 @@ fn thread_stages_what_the_card_does_not_reach() {
         assert_eq!(received(&b.side).ok().unwrap().byte_len as usize, len);
         assert!(b.bytes(7, len) == data, "{len} bytes");
         assert_eq!([b.bytes(0, 7), b.bytes(7 + len, 9)].concat(), [0xee; 16]);
-    }
-}
-
-/// As many as there is room for at once, of pieces on both kinds of memory.
-#[test]
-fn messages_follow_each_other_in_order() {
-    const COUNT: usize = 64;
-    const PART: usize = 2000;
-    let bench = bench();
-    let (a, b) = ends(&bench.gpu);
-    for lap in 0..4 {
-        let data = pattern(COUNT * PART, lap);
-        a.mr.memory().write(0, &data).unwrap();
-        a.side.memory().write(0, &data).unwrap();
-        let cut = 1 + 300 * lap;
-        for n in 0..COUNT {
-            let (host, gpu) =
-                (b.side.mr.sge(n * PART, 500).unwrap(), b.mr.sge(n * PART, PART - 500).unwrap());
-            b.side.qp.post_recv(&[RecvWr { wr_id: n as u64, sges: &[host, gpu] }]).unwrap();
-        }
-        for n in 0..COUNT {
-            let gpu = a.mr.sge(n * PART, cut).unwrap();
-            let host = a.side.mr.sge(n * PART + cut, PART - cut - n).unwrap();
-            let both = [gpu, host];
-            let plain = [a.side.mr.sge(n * PART, PART - n).unwrap()];
-            let send = match n % 3 {
-                0 => SendWr::send(&both),
-                1 => SendWr::send(&both).fence(),
-                _ => SendWr::send(&plain),
-            };
-            a.side.qp.post_send(&[send.id(n as u64)]).unwrap();
-        }
-        for n in 0..COUNT {
-            assert_eq!(sent(&a.side).ok().unwrap().wr_id, n as u64);
-            let wc = received(&b.side).ok().unwrap();
-            assert_eq!((wc.wr_id, wc.byte_len as usize), (n as u64, PART - n));
-            let mut host = vec![0; 500];
-            b.side.memory().read(n * PART, &mut host).unwrap();
-            let got = [host, b.bytes(n * PART, PART - 500 - n)].concat();
-            assert!(got == data[n * PART..n * PART + PART - n], "message {n} of lap {lap}");
-        }
     }
 }
 
@@ -175,52 +133,13 @@ fn receive_of_an_immediate_value_stays_as_it_was() {
     assert_eq!(b.bytes(0, 2000), [0xee; 2000]);
 }
 
-/// Batches, and graphs of them, on a GPU and on a thread. The CPU looks at nothing meanwhile.
-#[test]
-fn streams_trigger_and_wait() {
-    let bench = bench();
-    let (a, b) = ends(&bench.gpu);
-    let there_and_back = |stream: &Stream| {
-        let mut batch = Batch::new();
-        batch.send(&a.side.qp, &SendWr::send(&[a.mr.sge(0, 50_000).unwrap()]))?;
-        batch.wait_recv(&b.side.qp)?;
-        // Of what has just come.
-        batch.send(&b.side.qp, &SendWr::send(&[b.mr.sge(0, 50_000).unwrap()]))?;
-        batch.wait_recv(&a.side.qp)?;
-        batch.wait_send(&a.side.qp)?;
-        batch.wait_send(&b.side.qp)?;
-        stream.submit(&mut batch)
-    };
-    let on_gpu = Stream::cuda(&bench.gpu, CudaStreamConfig::default()).unwrap();
-    for stream in [&on_gpu, &stream_with("staged", PATIENCE)] {
-        // One more than there are messages, as a capture must see some to wait for.
-        b.receive(0, 50_000);
-        a.receive(100_000, 50_000);
-        let graph = stream.capture(there_and_back).unwrap();
-        for round in 0..20 {
-            let data = pattern(50_000, round);
-            a.mr.memory().write(0, &data).unwrap();
-            b.receive(0, 50_000);
-            a.receive(100_000, 50_000);
-            match round % 2 {
-                0 => there_and_back(stream).unwrap(),
-                _ => drop(graph.launch(stream).unwrap()),
-            }
-            stream.synchronize(PATIENCE).unwrap();
-            assert!(a.bytes(100_000, 50_000) == data, "round {round}");
-        }
-    }
-}
-
 #[test]
 fn peers_cannot_name_it() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     let error = b.mr.remote(0).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
-    for word in ["staged", "host memory", "dma-buf", "nvidia-peermem"] {
-        assert!(error.to_string().contains(word), "'{error}' lacks '{word}'");
-    }
+    assert_says(&error, &["staged", "host memory", "dma-buf", "nvidia-peermem"]);
     // Nor by the key alone.
     let at = gdsync::mlx5::RemoteAddr { addr: b.mr.memory().addr(), rkey: b.mr.rkey() };
     a.side.qp.post_send(&[SendWr::write(at, &[a.mr.sge(0, 8).unwrap()])]).unwrap();
@@ -229,31 +148,20 @@ fn peers_cannot_name_it() {
 
 #[test]
 fn who_opens_the_device_decides() {
-    let bench = bench_with(|_| {});
+    let bench = Bench::with(|_| {});
     let (gpu, context) = (&bench.gpu, open_by(Some(Route::Proxy), Some(&bench.gpu)).unwrap());
     let side = Side::new(&context, 64, |q| q);
     let memory = gpu.alloc(4096).unwrap();
-    let carrier = || {
+    let transport = || {
         let mr = side.pd.register(&memory, Access::LOCAL_WRITE)?;
         Ok::<_, Error>(side.qp.transfer_path(&mr, 8)?.transport())
     };
-    assert_eq!(carrier().unwrap(), Transport::CardFromGpu);
+    assert_eq!(transport().unwrap(), Transport::CardFromGpu);
     assert_eq!(context.stage(Staging::Always), Some(Staging::Refused));
-    assert_eq!(carrier().unwrap(), Transport::Staging);
+    assert_eq!(transport().unwrap(), Transport::Staging);
     assert_eq!(context.stage(Staging::Never), Some(Staging::Always));
-    assert_eq!(carrier().unwrap(), Transport::CardFromGpu);
+    assert_eq!(transport().unwrap(), Transport::CardFromGpu);
     assert_eq!(open_by(Some(Route::Direct), None).unwrap().stage(Staging::Always), None);
-}
-
-#[test]
-fn what_nobody_stages_is_refused() {
-    let bench = bench();
-    let context = open_by(None, Some(&bench.gpu)).unwrap();
-    context.stage(Staging::Never);
-    let pd = context.alloc_pd().unwrap();
-    let error: gdsync::Result<Mr> = pd.register(&bench.gpu.alloc(64).unwrap(), Access::LOCAL_WRITE);
-    let error = error.unwrap_err();
-    assert!(matches!(error, Error::Device { .. }) && error.to_string().contains("nvidia-peermem"), "{error}");
 }
 
 /// The queue pair says why, and works again once the copies do.
@@ -263,9 +171,7 @@ fn copy_that_fails_breaks_the_queue_pair() {
     let (a, b) = ends(&bench.gpu);
     let control = &bench.control;
     let why = |error: Error| {
-        for word in ["staged", "copying payload"] {
-            assert!(error.to_string().contains(word), "'{error}' lacks '{word}'");
-        }
+        assert_says(&error, &["staged", "copying payload"]);
     };
     let send = |mr: &Mr| a.side.qp.post_send(&[SendWr::send(&[mr.sge(0, 5000).unwrap()])]).unwrap();
     let again = || {
@@ -457,9 +363,7 @@ fn copy_that_does_not_end_is_told_and_its_memory_kept() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     let is_told = |error: &Error| {
-        for word in ["staged", "10s", "kept", "Xid"] {
-            assert!(error.to_string().contains(word), "'{error}' lacks '{word}'");
-        }
+        assert_says(&error, &["staged", "10s", "kept", "Xid"]);
     };
     let other = a.side.pd.build_qp().build().unwrap();
     other.connect(other.address()).unwrap();
@@ -487,8 +391,8 @@ fn copy_that_does_not_end_is_told_and_its_memory_kept() {
 /// One that copies nothing holds up no other, and a message may be of the memory of both.
 #[test]
 fn every_gpu_copies_its_own_memory() {
-    let bench = bench_with(|control| (0..2).for_each(|gpu| control.attribute(gpu, DMA_BUF_SUPPORTED, 0)));
-    let second = Gpu::open_with(*bench.gpu.api(), 1, driver::gdr().ok()).unwrap();
+    let bench = Bench::with(|control| (0..2).for_each(|gpu| control.attribute(gpu, DMA_BUF_SUPPORTED, 0)));
+    let second = simulated_gpu(1);
     let context = open_by(None, Some(&bench.gpu)).unwrap();
     let first = End::new(&context, &bench.gpu);
     let [a, b] = [0; 2].map(|_| End::new(&context, &second));
@@ -524,9 +428,7 @@ fn gpu_without_a_copy_engine_is_refused_with_the_cause() {
     bench.control.fail("cuStreamCreateWithPriority", OUT_OF_MEMORY);
     let error = side.pd.register(&memory, Access::LOCAL_WRITE).unwrap_err();
     assert!(matches!(error, Error::Cuda { .. }), "{error:?}");
-    for word in ["stream for copies", "OUT_OF_MEMORY"] {
-        assert!(error.to_string().contains(word), "'{error}' lacks '{word}'");
-    }
+    assert_says(&error, &["stream for copies", "OUT_OF_MEMORY"]);
     bench.control.mend("cuStreamCreateWithPriority");
     side.pd.register(&memory, Access::LOCAL_WRITE).unwrap();
 }

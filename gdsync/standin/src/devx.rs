@@ -3,25 +3,23 @@
 //! Mailboxes are read field by field, at the offsets of the manual. What a card would refuse is refused with a status and a
 //! syndrome; what it would take and misbehave later is refused too, with a complaint.
 
-mod cq;
-mod events;
-mod memory;
-mod qp;
-mod status;
-mod steps;
-
 use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use self::queues::{DevxCq, DevxQp};
 use rdma_core_sys::mlx5::{devx_get, devx_set, mlx5dv_devx_obj};
 use rdma_core_sys::verbs::{ibv_context, ibv_qp};
 
-use self::cq::DevxCq;
-pub(crate) use self::events::raise;
-use self::qp::DevxQp;
-use self::status::{Refusal, refuse};
 use crate::context::Context;
 use crate::errno;
+use crate::errno::complain;
+
+mod events;
+mod memory;
+mod queues;
+
+pub(crate) use self::events::raise;
 
 /// What of DevX there is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -126,11 +124,11 @@ impl Object {
 fn create(context: &Context, input: &[u8], output: &mut [u8]) -> Result<Object, Refusal> {
     long_enough(input, SHORT, output, SHORT)?;
     let opcode = Input(input).opcode();
-    if !matches!(opcode, cq::CREATE | qp::CREATE) {
+    if !matches!(opcode, queues::CREATE_CQ | queues::CREATE_QP) {
         return Err(refuse::operation(0x20, format!("command {opcode:#x} creates nothing here")));
     }
     long_enough(input, LONG, output, SHORT)?;
-    let (object, number) = if opcode == cq::CREATE {
+    let (object, number) = if opcode == queues::CREATE_CQ {
         let cq = DevxCq::create(context.hca, &Input(input))?;
         let cqn = cq.cqn();
         (Object::Cq(cq), cqn)
@@ -158,8 +156,6 @@ unsafe fn mailboxes<'a>(
     (input, unsafe { std::slice::from_raw_parts_mut(output.cast(), output_len) })
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_create(
     context: *mut ibv_context,
@@ -200,8 +196,6 @@ unsafe fn on_qp(
     done.map_or_else(|refusal| refusal.answer(output), |()| 0)
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_modify(
     object: *mut mlx5dv_devx_obj,
@@ -215,15 +209,13 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_modify(
     // SAFETY: the caller vouches for the object.
     unsafe {
         on_qp(object, input, output, |qp, input, output| {
-            steps::run(qp, input)?;
+            queues::run(qp, input)?;
             output.fill(0);
             Ok(())
         })
     }
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_query(
     object: *mut mlx5dv_devx_obj,
@@ -238,8 +230,6 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_query(
     unsafe { on_qp(object, input, output, DevxQp::query) }
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_obj_destroy(object: *mut mlx5dv_devx_obj) -> c_int {
     // SAFETY: the caller vouches for it.
@@ -270,8 +260,6 @@ fn general(input: &[u8], output: &mut [u8]) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn mlx5dv_devx_general_cmd(
     _context: *mut ibv_context,
@@ -289,11 +277,8 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_general_cmd(
 }
 
 /// Queue pairs of verbs are not asked by commands here.
-///
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_qp_query(
+pub(crate) extern "C" fn mlx5dv_devx_qp_query(
     _qp: *mut ibv_qp,
     _input: *const c_void,
     _input_len: usize,
@@ -303,18 +288,88 @@ pub(crate) unsafe extern "C" fn mlx5dv_devx_qp_query(
     libc::EOPNOTSUPP
 }
 
-/// # Safety
-/// As its manual page asks.
 #[unsafe(no_mangle)]
-pub(crate) unsafe extern "C" fn mlx5dv_devx_query_eqn(
+pub(crate) extern "C" fn mlx5dv_devx_query_eqn(
     _context: *mut ibv_context,
     vector: u32,
-    eqn: *mut u32,
+    eqn: &mut MaybeUninit<u32>,
 ) -> c_int {
     if !is_there() || vector != 0 {
         return if vector == 0 { libc::EOPNOTSUPP } else { libc::EINVAL };
     }
-    // SAFETY: the caller vouches for the place.
-    unsafe { eqn.write(EQN) };
+    eqn.write(EQN);
     0
+}
+
+/// A command that was not carried out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Refusal {
+    status: u32,
+    syndrome: u32,
+}
+
+/// The syndromes of this firmware, which are no card's, begin here.
+const SYNDROMES: u32 = 0x005d_0000;
+
+/// Reasons. Each says the rule that was broken, as it is one that a program could not break by accident of a peer; its
+/// number is the syndrome's low half.
+pub(super) mod refuse {
+    use super::{Refusal, SYNDROMES, complain};
+
+    fn because(status: u32, number: u32, why: impl Into<String>) -> Refusal {
+        let why = why.into();
+        complain(format!("DevX: {why}"));
+        Refusal { status, syndrome: SYNDROMES | number }
+    }
+
+    /// `BAD_OP`
+    pub(in crate::devx) fn operation(number: u32, why: impl Into<String>) -> Refusal {
+        because(0x02, number, why)
+    }
+
+    /// `BAD_PARAM`
+    pub(in crate::devx) fn parameter(number: u32, why: impl Into<String>) -> Refusal {
+        because(0x03, number, why)
+    }
+
+    /// `BAD_RES`
+    pub(in crate::devx) fn resource(number: u32, why: impl Into<String>) -> Refusal {
+        because(0x05, number, why)
+    }
+
+    /// `LIM_ERR`
+    pub(in crate::devx) fn limit(number: u32, why: impl Into<String>) -> Refusal {
+        because(0x08, number, why)
+    }
+
+    /// `BAD_SIZE`
+    pub(in crate::devx) fn size(number: u32, why: impl Into<String>) -> Refusal {
+        because(0x40, number, why)
+    }
+
+    /// `BAD_INP_LEN` or `BAD_OUTP_LEN`
+    pub(in crate::devx) fn length(is_input: bool) -> Refusal {
+        because(if is_input { 0x50 } else { 0x51 }, 8, "a mailbox is too short")
+    }
+
+    /// `BAD_QP_STATE`, which a failure may bring about: no complaint.
+    pub(in crate::devx) fn state() -> Refusal {
+        Refusal { status: 0x10, syndrome: SYNDROMES | 9 }
+    }
+}
+
+impl Refusal {
+    /// Writes it into an answer. Returns the number that libmlx5 makes of it.
+    pub(super) fn answer(self, output: &mut [u8]) -> c_int {
+        if output.len() >= 16 {
+            output.fill(0);
+            devx_set(output, 0, 8, self.status);
+            devx_set(output, 0x20, 32, self.syndrome);
+        }
+        match self.status {
+            0x08 => libc::ENOMEM,
+            0x50 | 0x51 => libc::EIO,
+            _ => libc::EINVAL,
+        }
+    }
 }
