@@ -16,12 +16,11 @@ use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
-use crate::exchange::{CheckedExchange, Exchange, table_row};
+use crate::exchange::{CheckedExchange, Exchange, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
 use crate::registration::Registration;
-use crate::transport::{ACK_TIMEOUT, QpPair, QueueConfig};
-use crate::transport::{Limits, Transport};
+use crate::transport::{ACK_TIMEOUT, Limits, QpPair, QueueConfig, Transport};
 use crate::wait::Deadline;
 use crate::watchdog::Watchdog;
 
@@ -264,15 +263,10 @@ impl Card {
     }
 
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> gdsync::Result<Self> {
-        let (messages, rest) = bytes.split_first_chunk().expect("68 bytes hold 28");
-        let (credits, rest) = rest.split_first_chunk().expect("40 bytes hold 28");
-        let (addr, rkey) = rest.split_first_chunk().expect("12 bytes hold 8");
-        let rkey = rkey.first_chunk().expect("4 bytes are left");
-        Ok(Self {
-            messages: QpAddress::from_bytes(messages)?,
-            credits: QpAddress::from_bytes(credits)?,
-            word: RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: u32::from_be_bytes(*rkey) },
-        })
+        let rest = &mut &bytes[..];
+        let (messages, credits) = (QpAddress::from_bytes(&take(rest))?, QpAddress::from_bytes(&take(rest))?);
+        let (addr, rkey) = (u64::from_be_bytes(take(rest)), u32::from_be_bytes(take(rest)));
+        Ok(Self { messages, credits, word: RemoteAddr { addr, rkey } })
     }
 }
 

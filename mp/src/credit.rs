@@ -403,17 +403,10 @@ impl Credits {
 
     fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
         if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
-            self.ask();
-        }
-        (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
-    }
-
-    /// Asks the peer to announce its receives at once from here on.
-    #[cold]
-    fn ask(&self) {
-        if let CreditRoute::Remote { .. } = &self.route {
+            // Asks the peer to announce its receives at once from here on.
             self.announce(&mut self.last.lock());
         }
+        (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
     }
 
     /// Releases streams that wait for the peer, which is lost, and refuses its writes: so it learns that it is, with its next

@@ -13,14 +13,13 @@ use smallvec::SmallVec;
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::exchange::{agree, table_row};
+use crate::exchange::{agree, table_row, take};
 use crate::path::BufferPath;
 use crate::registration::{Piece, Registration, reversed};
 use crate::request::Request;
 use crate::rma_queue::RmaQueues;
 use crate::transport::QpPair;
-use crate::wait::Deadline;
-use crate::wait::wait_value64_and;
+use crate::wait::{Deadline, wait_value64_and};
 
 /// SGEs of a work request: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;
@@ -68,21 +67,17 @@ struct Part {
 impl Part {
     const BYTES: usize = 20;
 
-    fn to_bytes(self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[..8].copy_from_slice(&self.at.addr.to_le_bytes());
-        bytes[8..16].copy_from_slice(&(self.size as u64).to_le_bytes());
-        bytes[16..].copy_from_slice(&self.at.rkey.to_le_bytes());
-        bytes
+    fn to_bytes(self) -> Vec<u8> {
+        let numbers = [self.at.addr, self.size as u64].map(u64::to_le_bytes);
+        [numbers.as_flattened(), &self.at.rkey.to_le_bytes()].concat()
     }
 
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
-        let (addr, rest) = bytes.split_first_chunk::<8>()?;
-        let (size, rkey) = rest.split_first_chunk::<8>()?;
-        let size = usize::try_from(u64::from_le_bytes(*size)).ok()?;
-        let rkey = u32::from_le_bytes(*rkey.first_chunk()?);
-        let at = RemoteAddr { addr: u64::from_le_bytes(*addr), rkey };
-        at.addr.checked_add(size as u64).map(|_| Self { at, size })
+        let rest = &mut &bytes[..];
+        let [addr, size] = [take(rest), take(rest)].map(u64::from_le_bytes);
+        let at = RemoteAddr { addr, rkey: u32::from_le_bytes(take(rest)) };
+        addr.checked_add(size)?;
+        Some(Self { at, size: usize::try_from(size).ok()? })
     }
 }
 
@@ -165,7 +160,7 @@ impl Window {
         let deadline = Deadline::after(timeout);
         let comm = &self.0.comm;
         let ours = part(registration, &range, self.0.queues.intra_host);
-        let record = ours.as_ref().map(|part| part.to_bytes().to_vec()).unwrap_or_default();
+        let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
         let records = comm.0.exchange.lock().allgather(&record, deadline.remaining())?;
         ours?;
         let parts = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();

@@ -30,18 +30,11 @@ const WHO: &str = "the launcher (PMI)";
 const FIX: &str = "set MASTER_ADDR and MASTER_PORT to the host and a free port of rank 0 \
                    (mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500), then PMI is not used";
 
-/// The result of a session.
-#[derive(Debug)]
-pub(super) struct Session {
-    pub(super) rendezvous: Rendezvous,
-    /// The hash of the name of the job's key-value space.
-    pub(super) token: u64,
-}
-
-/// The result that is kept.
+/// The result of a session, which is kept.
 #[derive(Debug)]
 struct Found {
     root: String,
+    /// The hash of the name of the job's key-value space.
     token: u64,
     /// Rank 0.
     listener: Option<TcpListener>,
@@ -49,8 +42,8 @@ struct Found {
 
 static FOUND: Mutex<Option<Result<Found>>> = Mutex::new(None);
 
-/// Finds rank 0 by PMI, or returns what an earlier session found.
-pub(super) fn session(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<Session> {
+/// Finds rank 0 by PMI, or returns what an earlier session found; and the token of the job.
+pub(super) fn session(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<(Rendezvous, u64)> {
     let mut found = FOUND.lock();
     let found = found.get_or_insert_with(|| find(rank, host, deadline)).as_ref().map_err(Error::clone)?;
     let rendezvous = match &found.listener {
@@ -64,7 +57,7 @@ pub(super) fn session(rank: usize, host: Option<&str>, deadline: &Deadline) -> R
         })?)),
         None => Rendezvous::Dial(Target::Address(found.root.clone())),
     };
-    Ok(Session { rendezvous, token: found.token })
+    Ok((rendezvous, found.token))
 }
 
 fn find(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<Found> {

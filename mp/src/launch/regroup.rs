@@ -6,7 +6,7 @@
 //! each has sent its hello or is dead. So no live rank is left out, and no dead one is waited for.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::slice;
 use std::sync::Arc;
@@ -14,8 +14,10 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use super::bootstrap::Bootstrap;
-use super::connection::{Conn, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, wait};
-use super::rendezvous::Listeners;
+use super::connection::{
+    Conn, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, connect, drive, send_to_all, wait,
+};
+use super::rendezvous::{Listeners, bind_any};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
@@ -27,27 +29,13 @@ const TICK: Duration = Duration::from_millis(20);
 
 const FIX_LATE: &str = "let all surviving ranks call it; give up those that hang";
 
-/// The answer of a listening socket.
-enum Handshake {
-    /// The process is alive.
-    Alive(TcpStream),
-    /// The process is dead.
-    Dead,
-    /// Not known yet.
-    Unknown(io::Error),
-}
-
-fn handshake(address: SocketAddr, deadline: &Deadline) -> Handshake {
-    // A limit of zero is an error.
-    let limit = deadline.remaining().clamp(Duration::from_millis(1), DIAL);
-    match TcpStream::connect_timeout(&address, limit) {
-        // Without a listener, a socket that dials an ephemeral port can connect to itself.
-        Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => Handshake::Dead,
-        Ok(stream) => Handshake::Alive(stream),
+/// Dials the listening socket of a process; `None` where it refuses, as the process is dead. Another error leaves that open.
+fn dial(address: SocketAddr, deadline: &Deadline) -> io::Result<Option<TcpStream>> {
+    match connect(address, DIAL, deadline) {
         Err(error) if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset) => {
-            Handshake::Dead
+            Ok(None)
         }
-        Err(error) => Handshake::Unknown(error),
+        other => other.map(Some),
     }
 }
 
@@ -89,8 +77,14 @@ impl Bootstrap {
         });
         let locals = self.exchange(Kind::Init, &[u8::from(is_local)], deadline.remaining())?;
         let is_one_host = locals.iter().all(|local| local[..] == [1]);
-        let listener = open(is_one_host.then_some(here))
-            .and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
+        let listener = match is_one_host {
+            true => TcpListener::bind((here, 0)),
+            false => bind_any(0),
+        };
+        let listener = listener.and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            Ok((listener.local_addr()?.port(), listener))
+        });
         let address = listener.as_ref().map(|(port, _)| {
             let ip = if is_root || here.is_loopback() && !is_one_host { WITH_ROOT } else { here };
             SocketAddr::from((ip, *port)).to_string()
@@ -117,19 +111,6 @@ impl Bootstrap {
         self.listeners = Some(Arc::new(Listeners { own, all: all.collect::<Result<_>>()? }));
         Ok(())
     }
-}
-
-/// Listens at this address, or at all addresses of this host.
-fn open(at: Option<IpAddr>) -> std::io::Result<TcpListener> {
-    let listener = match at {
-        Some(ip) => TcpListener::bind((ip, 0)),
-        None => {
-            let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), (Ipv4Addr::UNSPECIFIED, 0).into()];
-            TcpListener::bind(&any[..])
-        }
-    }?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
 }
 
 impl Bootstrap {
@@ -201,14 +182,14 @@ impl Group {
         let address = self.listeners.all[leader as usize];
         let peer = format!("rank {leader} ({address})");
         let stream = loop {
-            match handshake(address, deadline) {
-                Handshake::Alive(stream) => break stream,
-                Handshake::Dead => return Ok(None),
-                Handshake::Unknown(error) if deadline.is_over() => {
+            match dial(address, deadline) {
+                Ok(Some(stream)) => break stream,
+                Ok(None) => return Ok(None),
+                Err(error) if deadline.is_over() => {
                     let what = "could not be reached, and may be alive";
                     return Err(Error::bootstrap_os(peer, what, error, FIX_LATE));
                 }
-                Handshake::Unknown(_) => sleep(TICK),
+                Err(_) => sleep(TICK),
             }
         };
         let Ok(mut conn) = Conn::new(stream, peer) else { return Ok(None) };
@@ -289,16 +270,12 @@ impl Group {
         }
         let list: Vec<u8> = survivors.iter().flat_map(|&rank| (rank as u64).to_be_bytes()).collect();
         let welcome = self.job.frame(Kind::Welcome, self.rank, &list);
-        peers.iter_mut().for_each(|conn| conn.send(welcome.clone()));
-        drive(&mut peers, 1, "shrink", deadline, |_, conn| {
-            // The first exchange notices a rank that dies now.
-            let done = conn.flush().unwrap_or_else(|_| {
-                conn.drop_output();
-                true
-            });
-            Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
-        })
-        .map_err(|failure| failure.error)?;
+        // The first exchange notices a rank that dies now.
+        if let Err(Failure { error: error @ Error::Deadline { .. }, .. }) =
+            send_to_all(&mut peers, &welcome, "shrink", deadline)
+        {
+            return Err(error);
+        }
         Ok((self.bootstrap(0, &survivors, peers), survivors))
     }
 
@@ -357,12 +334,10 @@ impl Group {
                     *probe = None;
                 }
                 if probe.is_none() {
-                    match handshake(self.listeners.all[rank as usize], deadline) {
-                        Handshake::Alive(stream) => {
-                            *probe = stream.set_nonblocking(true).is_ok().then_some(stream)
-                        }
-                        Handshake::Dead => *member = Member::Gone,
-                        Handshake::Unknown(_) => {}
+                    match dial(self.listeners.all[rank as usize], deadline) {
+                        Ok(Some(stream)) => *probe = stream.set_nonblocking(true).is_ok().then_some(stream),
+                        Ok(None) => *member = Member::Gone,
+                        Err(_) => {}
                     }
                 }
             }

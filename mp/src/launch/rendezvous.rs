@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::connection::{Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, wait};
+use super::connection::{Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait};
 use super::environment::{Root, is_loopback};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -125,13 +125,18 @@ pub(super) fn listen(root: &str) -> Result<TcpListener> {
         TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))
     } else {
         // Not the addresses of the name: many hosts list their own name as 127.0.1.1.
-        let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)), (Ipv4Addr::UNSPECIFIED, port).into()];
-        TcpListener::bind(&any[..])
+        bind_any(port)
     };
     bound.map_err(|error| {
         let fix = "stop what uses the port, or set MASTER_PORT to a free one for all ranks";
         Error::bootstrap_os(root, "rank 0 cannot listen", error, fix)
     })
+}
+
+/// Listens at all addresses of this host.
+pub(super) fn bind_any(port: u16) -> io::Result<TcpListener> {
+    let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)), (Ipv4Addr::UNSPECIFIED, port).into()];
+    TcpListener::bind(&any[..])
 }
 
 fn split(root: &str) -> Result<(&str, u16)> {
@@ -174,13 +179,7 @@ impl Target {
 fn try_connect(root: &str, deadline: &Deadline) -> io::Result<TcpStream> {
     let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
     for address in root.to_socket_addrs()? {
-        // A limit of zero is an error.
-        let limit = deadline.remaining().clamp(Duration::from_millis(1), DIAL);
-        match TcpStream::connect_timeout(&address, limit) {
-            // Without a listener, a socket that dials an ephemeral port can connect to itself.
-            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
-                last = io::ErrorKind::ConnectionRefused.into();
-            }
+        match connect(address, DIAL, deadline) {
             Ok(stream) => return Ok(stream),
             Err(error) => last = error,
         }
