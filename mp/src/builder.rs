@@ -20,7 +20,7 @@ use crate::exchange::{CheckedExchange, Exchange, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
 use crate::registration::Registration;
-use crate::transport::{ACK_TIMEOUT, Limits, QpPair, QueueConfig, Transport};
+use crate::transport::{ACK_TIMEOUT, QpPair, QueueConfig, Transport};
 use crate::wait::Deadline;
 use crate::watchdog::Watchdog;
 
@@ -174,18 +174,15 @@ impl CommunicatorBuilder {
     ) -> Result<Communicator> {
         let context = match &self.0.context {
             Some(context) => context.clone(),
-            None => self.open_device()?,
+            None => {
+                let config = DeviceConfig { gpu: self.0.queues.gpu.clone(), ..DeviceConfig::from_env()? };
+                Device::find(None)?.open_with(&config)?
+            }
         };
         let Resolved { cache, intra_host, gpu_path } = resolved;
         let wanted = (&intra_host, gpu_path, self.0.queues.gpu.as_ref());
         let devices = Devices::agree(&context, wanted, self.0.watch, &mut *exchange, deadline.remaining())?;
         self.connect(devices, exchange, cache, deadline)
-    }
-
-    /// The default device, for streams of the GPU if one was given.
-    fn open_device(&self) -> gdsync::Result<Context> {
-        let config = DeviceConfig { gpu: self.0.queues.gpu.clone(), ..DeviceConfig::from_env()? };
-        Device::find(None)?.open_with(&config)
     }
 
     /// Builds another communicator of the ranks of `comm`, with connections of its own over the same devices: a registration with
@@ -299,7 +296,6 @@ fn connect(
         cards.extend(card.to_bytes());
     }
     let cards = exchange.allgather(&cards, timeout)?;
-    let limits = Limits { depth: queues.depth, pieces: queues.max_pieces as usize };
     let transports =
         pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
             let failed = |cause| Error::Message { rank: peer, operation: "connect", cause };
@@ -314,9 +310,9 @@ fn connect(
                     CreditRoute::Remote { qp: credits, word: theirs.word }
                 }
             };
-            let credits = Credits::new(table.memory(), peer, route, flag.clone())?;
+            let credits = Credits::new(table.memory(), peer, queues.depth, route, flag.clone())?;
             let fifo = devices.fifos.get_mut(peer).and_then(Option::take);
-            Ok(Transport::new(peer, devices.paths[peer].is_intra_host(), messages, limits, credits, fifo))
+            Ok(Transport::new(peer, devices.paths[peer].is_intra_host(), messages, queues, credits, fifo))
         });
     Ok((transports.collect::<Result<_>>()?, table))
 }

@@ -96,8 +96,8 @@ impl CacheConfig {
 
     fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
         let choices = [("off", Keep::Nothing), ("gpu", Keep::Gpu), ("on", Keep::All)];
-        let chosen = choice(Self::VARIABLE, variable, &choices, "on, gpu or off")?;
-        Ok(Self { keep: chosen.unwrap_or(self.keep), ..self })
+        let keep = choice(self.keep, Self::VARIABLE, variable, &choices, "on, gpu or off")?;
+        Ok(Self { keep, ..self })
     }
 
     /// Bytes of the window of a GPU that registrations may take.
@@ -155,14 +155,6 @@ impl Entry {
 
     fn is_on(&self, gpu: Option<&Gpu>) -> bool {
         self.allocation.as_ref().map(|(gpu, _)| gpu.raw_context()) == gpu.map(Gpu::raw_context)
-    }
-
-    /// Whether CUDA still has the allocation. Host memory is assumed to be there.
-    fn is_alive(&self) -> gdsync::Result<bool> {
-        match &self.allocation {
-            Some((gpu, id)) => Ok(gpu.buffer_id(self.range.start)? == *id),
-            None => Ok(true),
-        }
     }
 }
 
@@ -587,7 +579,8 @@ impl Cache {
             entries.iter().skip(first).take(QUERIES).map(|indexed| indexed.entry.clone()).collect()
         };
         for entry in some {
-            if matches!(entry.is_alive(), Ok(false)) {
+            let Some((gpu, id)) = &entry.allocation else { continue };
+            if gpu.buffer_id(entry.range.start).is_ok_and(|now| now != *id) {
                 let mut known = self.known.lock();
                 let gone = known.spaces[1].0.extract_if(.., |indexed| Arc::ptr_eq(&indexed.entry, &entry));
                 known.stats.stale += gone.count() as u64;

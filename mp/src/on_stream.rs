@@ -160,7 +160,7 @@ impl Communicator {
         let post = |peer: &Peer, sges: &[Sge]| {
             let send = peer.prepare_send(sges)?;
             let completion = send.completion().clone();
-            peer.transport.credits.skip(completion.index(), peer.transport.limits.depth);
+            peer.transport.credits.skip(completion.index());
             Ok((completion, send))
         };
         let peer = self.peer(rank)?;

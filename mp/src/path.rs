@@ -20,16 +20,17 @@ use crate::registration::Registration;
 use crate::shm_memory::{FifoPair, share};
 use crate::wait::Deadline;
 
-/// Reads one of `choices` from a variable of the environment; `None` if it is not set.
+/// The one of `choices` that the value of a variable of the environment names, or `own` where that is not set.
 pub(crate) fn choice<T: Clone>(
+    own: T,
     name: &'static str,
     value: Option<&str>,
     choices: &[(&str, T)],
     expected: &'static str,
-) -> gdsync::Result<Option<T>> {
-    let Some(value) = value.map(str::trim).filter(|value| !value.is_empty()) else { return Ok(None) };
+) -> gdsync::Result<T> {
+    let Some(value) = value.map(str::trim).filter(|value| !value.is_empty()) else { return Ok(own) };
     match choices.iter().find(|(name, _)| *name == value) {
-        Some((_, choice)) => Ok(Some(choice.clone())),
+        Some((_, choice)) => Ok(choice.clone()),
         None => Err(gdsync::Error::InvalidArgument { what: name, value: format!("'{value}'"), expected }),
     }
 }
@@ -72,8 +73,7 @@ impl IntraHostPath {
             ("device", Self::Device),
             ("measure", Self::Measured),
         ];
-        let chosen = choice(Self::VARIABLE, variable, &choices, "soft, queues, device or measure")?;
-        Ok(chosen.unwrap_or(self))
+        choice(self, Self::VARIABLE, variable, &choices, "soft, queues, device or measure")
     }
 }
 
@@ -116,8 +116,7 @@ impl GpuPath {
             ("staged", Self::Staged),
             ("measure", Self::Measured),
         ];
-        let chosen = choice(Self::VARIABLE, variable, &choices, "size, peer, staged or measure")?;
-        Ok(chosen.unwrap_or(self))
+        choice(self, Self::VARIABLE, variable, &choices, "size, peer, staged or measure")
     }
 
     /// Configures a device of a communicator.
@@ -203,7 +202,7 @@ impl fmt::Display for PeerPath {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferPath {
     path: PeerPath,
-    carriage: TransferPath,
+    transfer: TransferPath,
 }
 
 impl BufferPath {
@@ -215,19 +214,19 @@ impl BufferPath {
 
     /// What moves them out of the buffer, for the device.
     pub fn transfer_path(&self) -> &TransferPath {
-        &self.carriage
+        &self.transfer
     }
 
     /// The path of the bytes `range` of a buffer by this queue pair of the device of `path`.
     pub(crate) fn new(path: PeerPath, qp: &Qp, buffer: &Registration, range: &Range<usize>) -> Result<Self> {
         let len = buffer.sge(path.is_intra_host, range)?.len as usize;
-        Ok(Self { carriage: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path })
+        Ok(Self { transfer: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path })
     }
 }
 
 impl fmt::Display for BufferPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; {}", self.path, self.carriage)
+        write!(f, "{}; {}", self.path, self.transfer)
     }
 }
 

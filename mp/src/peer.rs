@@ -59,7 +59,7 @@ impl Peer {
 
     /// The pieces of a message, which are not too many and lie inside their buffers.
     fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Sges> {
-        if count(pieces) > self.transport.limits.pieces {
+        if count(pieces) > self.transport.max_pieces {
             let cause = gdsync::Error::InvalidArgument {
                 what: "pieces of a message",
                 value: count(pieces).to_string(),
@@ -80,7 +80,7 @@ impl Peer {
         mut post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Arc<InFlightOp>, T)> {
         let failed = |cause| self.failed(operation, cause);
-        let depth = self.transport.limits.depth;
+        let depth = self.transport.depth;
         if self.under_way(direction, in_flight) >= depth {
             self.make_room(direction, in_flight).map_err(failed)?;
         }
@@ -106,7 +106,7 @@ impl Peer {
         in_flight.retire();
         self.fifo.iter().for_each(|fifo| _ = fifo.recycle(&self.transport));
         match self.under_way(direction, in_flight) {
-            outstanding if outstanding < self.transport.limits.depth => Ok(()),
+            outstanding if outstanding < self.transport.depth => Ok(()),
             outstanding => self.transport.refuse_full(direction, outstanding),
         }
     }
@@ -136,7 +136,7 @@ impl Peer {
     ) -> Result<()> {
         self.recycle();
         let under_way = self.under_way(direction, &self.in_flight[direction as usize].lock());
-        let depth = self.transport.limits.depth;
+        let depth = self.transport.depth;
         if under_way + count <= depth {
             return Ok(());
         }
@@ -279,7 +279,10 @@ impl Peer {
             is_awaited |= !in_flight.is_empty();
         }
         is_awaited |= self.recycle_fifo();
-        if is_awaited || self.transport.has_awaited_companions() || self.transport.check().is_err() {
+        if is_awaited
+            || self.transport.companions().iter().any(|qp| qp.is_awaited())
+            || self.transport.check().is_err()
+        {
             self.transport.tend();
         }
     }

@@ -416,7 +416,7 @@ impl ShmFifo {
         transport: &Transport,
         pieces: &[Piece<'_>],
     ) -> gdsync::Result<Option<Arc<FifoReceive>>> {
-        let depth = transport.limits.depth;
+        let depth = transport.depth;
         let mut rx = self.lock();
         if rx.receiver.end().is_none() && !can_be_filled(pieces) {
             self.close_for_long(transport, &mut rx);
@@ -439,7 +439,7 @@ impl ShmFifo {
         let buffers = pieces.iter().map(buffer).collect();
         rx.queued.push_back(Entry { receive: receive.clone(), buffers });
         drop(rx);
-        transport.credits.set_flag();
+        transport.credits.flag.set();
         Ok(Some(receive))
     }
 

@@ -165,14 +165,10 @@ impl Bootstrap {
     /// [`Error::Bootstrap`] names the rank that is gone. It is final.
     pub fn check(&mut self) -> Result<()> {
         self.guarded(|this| {
-            let first = this.first_peer();
-            let mut ranks = this.peers.iter_mut().zip(first..);
+            // The others have rank 0 alone.
+            let mut ranks = this.peers.iter_mut().zip(u32::from(this.rank == 0)..);
             ranks.try_for_each(|(conn, rank)| conn.check().map_err(|error| Failure { rank, error }))
         })
-    }
-
-    fn first_peer(&self) -> u32 {
-        u32::from(self.rank == 0)
     }
 
     /// Runs `operation` unless an earlier one failed. Keeps its error, and reports it to the peers.

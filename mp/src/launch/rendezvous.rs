@@ -172,19 +172,15 @@ impl Target {
             // Read each time: it may be left over from a rank 0 that was killed.
             Self::File(path) => std::fs::read_to_string(path)?,
         };
-        try_connect(&root, deadline).map(|stream| (stream, root))
-    }
-}
-
-fn try_connect(root: &str, deadline: &Deadline) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in root.to_socket_addrs()? {
-        match connect(address, DIAL, deadline) {
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for address in root.to_socket_addrs()? {
+            match connect(address, DIAL, deadline) {
+                Ok(stream) => return Ok((stream, root)),
+                Err(error) => last = error,
+            }
         }
+        Err(last)
     }
-    Err(last)
 }
 
 /// Accepts the connections of the other ranks.
@@ -249,7 +245,11 @@ impl Acceptor<'_> {
                 Failure { rank: gone, error }
             })?;
             if deadline.is_over() {
-                return Err(Failure { rank, error: deadline.error(self.report(address, &missing)) });
+                let names: Vec<_> = missing.iter().map(|rank| format!("rank {rank}")).collect();
+                let why = self.rejected.as_ref().map_or(String::new(), |who| format!(" (rejected: {who})"));
+                let what =
+                    format!("connections to rank 0 at {address}: waiting for {}{why}", names.join(", "));
+                return Err(Failure { rank, error: deadline.error(what) });
             }
             let conns = self.pending.iter().map(|(conn, _)| conn).chain(self.ranks.iter().flatten());
             let mut fds: Vec<libc::pollfd> = std::iter::once(self.listener.as_raw_fd())
@@ -258,12 +258,6 @@ impl Acceptor<'_> {
                 .collect();
             wait(&mut fds, deadline.remaining().min(TICK)).map_err(|error| Failure { rank: 0, error })?;
         }
-    }
-
-    fn report(&self, address: &str, missing: &[u32]) -> String {
-        let ranks: Vec<String> = missing.iter().map(|rank| format!("rank {rank}")).collect();
-        let note = self.rejected.as_ref().map(|who| format!(" (rejected: {who})")).unwrap_or_default();
-        format!("connections to rank 0 at {address}: waiting for {}{note}", ranks.join(", "))
     }
 
     fn accept(&mut self) {
@@ -287,7 +281,11 @@ impl Acceptor<'_> {
                 Ok(false) if since.elapsed() < HELLO_LIMIT => self.pending.push((conn, since)),
                 Ok(false) => self.reject(conn, "it sent no hello".to_owned()),
                 Ok(true) => match self.rank_of(&mut conn) {
-                    Ok(rank) => self.admit(conn, rank),
+                    Ok(rank) => {
+                        conn.peer = format!("rank {rank} ({})", conn.peer);
+                        conn.max_payload = MAX_PAYLOAD;
+                        self.ranks[rank as usize - 1] = Some(conn);
+                    }
                     Err(why) => self.reject(conn, why),
                 },
                 Err(Error::Bootstrap { what, .. }) => self.reject(conn, format!("it {what}")),
@@ -314,12 +312,6 @@ impl Acceptor<'_> {
             Some(Some(owner)) => Err(format!("rank {} is taken: {}", hello.rank, owner.peer)),
             Some(None) => Ok(hello.rank),
         }
-    }
-
-    fn admit(&mut self, mut conn: Conn, rank: u32) {
-        conn.peer = format!("rank {rank} ({})", conn.peer);
-        conn.max_payload = MAX_PAYLOAD;
-        self.ranks[rank as usize - 1] = Some(conn);
     }
 
     fn reject(&mut self, mut conn: Conn, why: String) {

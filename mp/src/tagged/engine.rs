@@ -342,10 +342,6 @@ impl TaggedPeer {
         self.post_receives(connections)
     }
 
-    fn add_credits(&mut self, credits: u16) {
-        self.credits = self.credits.saturating_add(credits).min(CREDITS);
-    }
-
     fn give_credit(&mut self) {
         self.owed = self.owed.saturating_add(1);
     }
@@ -364,13 +360,6 @@ impl TaggedPeer {
         }
         self.backlog.push_back(Item::Send(Box::new(outgoing)));
         Ok(())
-    }
-
-    /// The rank has finished an announced message. `None` if there is no such message.
-    fn finish_send(&mut self, id: u64) -> Option<()> {
-        let outgoing = self.announced.remove(&id)?;
-        finish(&outgoing.outcome, Ok(outgoing.status));
-        Some(())
     }
 
     /// A receive matches an announced message: reads its payload, if it fits.
@@ -592,10 +581,13 @@ impl Engine {
         let header = Header::from_bytes(head).ok_or_else(malformed)?;
         let payload = bytes - Header::BYTES;
         let peer = &mut self.peers[rank];
-        peer.add_credits(header.credits);
+        peer.credits = peer.credits.saturating_add(header.credits).min(CREDITS);
         match header.kind {
             Kind::Credits => {}
-            Kind::Finish { id } => peer.finish_send(id).ok_or_else(malformed)?,
+            Kind::Finish { id } => {
+                let outgoing = peer.announced.remove(&id).ok_or_else(malformed)?;
+                finish(&outgoing.outcome, Ok(outgoing.status));
+            }
             Kind::RequestToSend { tag, id, bytes, from } => {
                 let bytes = bytes as usize;
                 match self.matcher.receive_for(rank, tag) {

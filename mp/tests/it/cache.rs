@@ -3,7 +3,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 
-use crate::common::{LONG, bytes, is_part_of, job_test, job_with, message, myself, says};
+use crate::common::{LONG, bytes, is_part_of, job_test, job_with, message, myself, prints, says};
 use gdsync::hca::SoftHcaConfig;
 use gdsync::verbs::Context;
 use mp::Communicator;
@@ -110,9 +110,7 @@ fn the_environment_switches_it_off() {
     const NAME: &str = "the_environment_switches_it_off";
     if !is_part_of(NAME) {
         for (value, words) in [("off", "uncached: 2"), ("on", "misses: 1"), ("perhaps", "on, gpu or off")] {
-            let output = myself(NAME).env("MP_REG_CACHE", value).output().unwrap();
-            let text = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && text.contains(words), "{value}: {text}");
+            prints(myself(NAME).env("MP_REG_CACHE", value), words);
         }
         return;
     }

@@ -118,6 +118,14 @@ pub fn succeeds(command: &mut Command) {
     assert_eq!(output.status.code(), Some(DONE), "{}\n{}", text[0], text[1]);
 }
 
+/// Checks that a process succeeds, and prints these words.
+#[track_caller]
+pub fn prints(command: &mut Command, words: &str) {
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains(words), "{words}: {text}");
+}
+
 /// As [`job`], with a builder.
 #[track_caller]
 pub fn job_with(name: &str, size: usize, builder: mp::CommunicatorBuilder, body: impl FnOnce(&Communicator)) {

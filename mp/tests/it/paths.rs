@@ -1,7 +1,7 @@
 //! Paths: which device the messages between ranks of one host go through.
 
 use crate::common::{
-    LONG, buffer, bytes, host_buffer, is_part_of, job_test, job_with, message, myself, stream,
+    LONG, buffer, bytes, host_buffer, is_part_of, job_test, job_with, message, myself, prints, stream,
 };
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
@@ -9,7 +9,7 @@ use gdsync::memory::Memory;
 use gdsync::stream::Cond;
 use gdsync::verbs::{Context, Transport};
 use gdsync_testkit::driver;
-use mp::{Communicator, Error, GpuPath, IntraHostPath, Registration, Rma, Signal};
+use mp::{Communicator, CommunicatorBuilder, Error, GpuPath, IntraHostPath, Registration, Rma, Signal};
 
 fn hca() -> Context {
     Context::soft(&SoftHcaConfig::default()).unwrap()
@@ -70,25 +70,24 @@ fn all_windows(comm: &Communicator) {
     window.destroy(LONG).unwrap();
 }
 
-#[test]
-fn ranks_of_a_host_use_the_intra_host_device() {
-    let (far, near) = (hca(), hca());
-    let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near.clone()));
-    job_with("ranks_of_a_host_use_the_intra_host_device", 3, builder, |comm| {
-        for rank in 0..3 {
-            let path = comm.path(rank).unwrap();
-            assert!(path.is_intra_host(), "{path}");
-            assert_eq!(path.to_string(), "software HCA over shared memory: the rank is on this host");
-        }
-        assert!(comm.path(3).is_err());
-        all_pairs(comm);
-        let before = near.stats().wqes;
-        all_windows(comm);
-        assert!(near.stats().wqes > before);
-        let used = |context: &Context| context.stats().wqes;
-        assert!(used(&near) > 0 && used(&far) == 0, "{:?} {:?}", near.stats(), far.stats());
-    });
+/// Ranks of a host reach each other through a software HCA of their own.
+fn two_devices() -> CommunicatorBuilder {
+    Communicator::builder().context(&hca()).intra_host(IntraHostPath::Through(hca()))
 }
+
+job_test!(ranks_of_a_host_use_the_intra_host_device, 3, two_devices(), |comm| {
+    for rank in 0..3 {
+        let path = comm.path(rank).unwrap();
+        assert!(path.is_intra_host(), "{path}");
+        assert_eq!(path.to_string(), "software HCA over shared memory: the rank is on this host");
+    }
+    assert!(comm.path(3).is_err());
+    let (far, near) = (comm.context(), comm.device(0).unwrap());
+    all_pairs(comm);
+    let before = near.stats().wqes;
+    all_windows(comm);
+    assert!(before > 0 && near.stats().wqes > before && far.stats().wqes == 0, "{:?}", far.stats());
+});
 
 job_test!(the_software_hca_needs_no_second_one, 2, Communicator::builder().context(&hca()), |comm| {
     for rank in 0..2 {
@@ -118,7 +117,16 @@ fn both_ranks_must_want_the_intra_host_device() {
         comm.barrier(LONG).unwrap();
         let before = used(&far);
         // One device must do all atomics on a word.
-        let window = comm.window(&buffer(comm, 8), 0..8, LONG).unwrap();
+        let word = host_buffer(comm, 8);
+        let window = comm.window(&word, 0..8, LONG).unwrap();
+        for rank in 0..3 {
+            let message = comm.path_of(&word, 0..8, rank).unwrap();
+            let put = window.path_of(&word, 0..8, rank).unwrap();
+            assert_eq!(message.path().is_intra_host(), me < 2 && rank < 2, "{message}");
+            assert!(!put.path().is_intra_host(), "{put}");
+            let is_told = put.path().reason().contains("of the window");
+            assert_eq!(is_told, message.path().is_intra_host(), "{put}");
+        }
         comm.wait(&window.start(&Rma::accumulate(1, 1, 0)).unwrap(), LONG).unwrap();
         assert!(used(&far) > before, "also between ranks that send through the other");
         comm.barrier(LONG).unwrap();
@@ -163,30 +171,6 @@ job_test!(buffers_have_paths, 2, Communicator::builder().context(&hca()), |comm|
     assert!(window.path_of(&buffer, 0..8, 2).is_err());
     comm.barrier(LONG).unwrap();
 });
-
-/// A window of ranks that are not all reached alike goes through the device of the communicator.
-#[test]
-fn windows_have_paths() {
-    let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
-    let local = if is_last { IntraHostPath::Device } else { IntraHostPath::Through(hca()) };
-    let builder = Communicator::builder().context(&hca()).intra_host(local);
-    job_with("windows_have_paths", 3, builder, |comm| {
-        let buffer = host_buffer(comm, 64);
-        let window = comm.window(&buffer, 0..64, LONG).unwrap();
-        for rank in 0..3 {
-            let message = comm.path_of(&buffer, 0..8, rank).unwrap();
-            let put = window.path_of(&buffer, 0..8, rank).unwrap();
-            assert_eq!(message.path().is_intra_host(), comm.rank() < 2 && rank < 2, "{message}");
-            assert!(!put.path().is_intra_host(), "{put}");
-            assert_eq!(
-                put.path().reason().contains("of the window"),
-                message.path().is_intra_host(),
-                "{put}"
-            );
-        }
-        comm.barrier(LONG).unwrap();
-    });
-}
 
 /// The GPU of this machine, or a simulated one.
 fn any_gpu() -> (Gpu, bool) {
@@ -254,15 +238,10 @@ fn two_ranks_probe_the_gpu_path() {
     });
 }
 
-#[test]
-fn single_ranks_have_one_device() {
-    let (far, near) = (hca(), hca());
-    let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near));
-    job_with("single_ranks_have_one_device", 1, builder, |comm| {
-        assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
-        all_pairs(comm);
-    });
-}
+job_test!(single_ranks_have_one_device, 1, two_devices(), |comm| {
+    assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
+    all_pairs(comm);
+});
 
 #[test]
 fn the_environment_overrides_the_path() {
@@ -275,14 +254,11 @@ fn the_environment_overrides_the_path() {
             ("measure", "measured, a round trip"),
             ("nvlink", "soft, queues, device or measure"),
         ] {
-            let output = myself(NAME).env("MP_LOCAL", value).output().unwrap();
-            let text = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && text.contains(words), "{value}: {text}");
+            prints(myself(NAME).env("MP_LOCAL", value), words);
         }
         return;
     }
-    let builder = Communicator::builder().context(&hca()).intra_host(IntraHostPath::Through(hca()));
-    match builder.spawn(2).timeout(LONG).init() {
+    match two_devices().spawn(2).timeout(LONG).init() {
         Ok(comm) => {
             println!("{}", comm.path(1 - comm.rank()).unwrap());
             comm.register(&Memory::alloc(64).unwrap()).unwrap();
