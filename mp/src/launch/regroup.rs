@@ -78,16 +78,20 @@ impl Bootstrap {
         let locals = self.exchange(Kind::Init, &[u8::from(is_local)], deadline.remaining())?;
         let is_one_host = locals.iter().all(|local| local[..] == [1]);
         let listener = match is_one_host {
-            true => TcpListener::bind((here, 0)),
+            true => TcpListener::bind((own_loopback(here), 0)),
             false => bind_any(0),
         };
         let listener = listener.and_then(|listener| {
             listener.set_nonblocking(true)?;
-            Ok((listener.local_addr()?.port(), listener))
+            Ok((listener.local_addr()?, listener))
         });
-        let address = listener.as_ref().map(|(port, _)| {
-            let ip = if is_root || here.is_loopback() && !is_one_host { WITH_ROOT } else { here };
-            SocketAddr::from((ip, *port)).to_string()
+        let address = listener.as_ref().map(|(address, _)| {
+            let ip = match is_one_host {
+                true => address.ip(),
+                false if is_root || here.is_loopback() => WITH_ROOT,
+                false => here,
+            };
+            SocketAddr::from((ip, address.port())).to_string()
         });
         let addresses =
             self.exchange(Kind::Init, address.unwrap_or_default().as_bytes(), deadline.remaining())?;
@@ -110,6 +114,18 @@ impl Bootstrap {
         });
         self.listeners = Some(Arc::new(Listeners { own, all: all.collect::<Result<_>>()? }));
         Ok(())
+    }
+}
+
+/// A loopback address at which hardly any other process listens: the port of a dead rank may be taken by somebody else, who must not
+/// be taken for the rank.
+fn own_loopback(address: IpAddr) -> IpAddr {
+    match getrandom::u32() {
+        Ok(random) if address.is_ipv4() => {
+            let [_, b, c, d] = random.to_be_bytes();
+            Ipv4Addr::new(127, b, c, d.clamp(1, 254)).into()
+        }
+        _ => address,
     }
 }
 
@@ -238,7 +254,8 @@ impl Group {
                 break;
             }
             if deadline.is_over() {
-                let names: Vec<_> = late.iter().map(|rank| format!("rank {rank}")).collect();
+                let name = |rank: &u32| format!("rank {rank} at {}", self.listeners.all[*rank as usize]);
+                let names: Vec<_> = late.iter().map(name).collect();
                 let error = deadline.error(format!("shrink: waiting for {} ({FIX_LATE})", names.join(", ")));
                 let frame = self.job.frame(Kind::Failed, late[0], error.to_string().as_bytes());
                 for member in &mut members {
@@ -359,4 +376,50 @@ fn is_broken(stream: &TcpStream) -> bool {
 fn ranks(bytes: &[u8]) -> Vec<usize> {
     let (ranks, _) = bytes.as_chunks::<8>();
     ranks.iter().filter_map(|rank| usize::try_from(u64::from_be_bytes(*rank)).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::launch::{Launch, Launcher, Root};
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Somebody else listens at the port of the dead rank, as another job might.
+    #[test]
+    fn ports_of_dead_ranks_may_be_taken() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let root = listener.local_addr().unwrap().to_string();
+        let launch = |rank| Launch {
+            rank,
+            size: 3,
+            local_rank: rank,
+            local_size: Some(3),
+            root: Root::At(root.clone()),
+            token: 7,
+            launcher: Launcher::Env,
+        };
+        thread::scope(|scope| {
+            let joined = |rank| {
+                let launch = launch(rank);
+                scope.spawn(move || {
+                    let mut bootstrap = Bootstrap::connect(&launch, LONG).unwrap();
+                    bootstrap.open_listeners(LONG).unwrap();
+                    bootstrap
+                })
+            };
+            let others = [joined(1), joined(2)];
+            let mut first = Bootstrap::root(listener, &launch(0), LONG).unwrap();
+            first.open_listeners(LONG).unwrap();
+            let [dead, mut last] = others.map(|rank| rank.join().unwrap());
+            drop(dead);
+            let port = first.listeners.as_ref().unwrap().all[1].port();
+            let _taken = TcpListener::bind(("127.0.0.1", port)).unwrap();
+            let follows = scope.spawn(move || last.regroup(&[], LONG).unwrap().1);
+            assert_eq!(first.regroup(&[], LONG).unwrap().1, [0, 2]);
+            assert_eq!(follows.join().unwrap(), [0, 2]);
+        });
+    }
 }

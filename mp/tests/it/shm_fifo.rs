@@ -33,14 +33,39 @@ fn play(comm: &Communicator, buffer: &Registration, n: usize, len: usize) {
 
 /// Plays until messages in both directions take the FIFO, as both ranks see.
 fn open(comm: &Communicator, buffer: &Registration) {
-    let peer = 1 - comm.rank();
+    open_with_receives_ahead(comm, buffer, 0, 0);
+}
+
+/// Plays until messages take the FIFO, always with so many receives under way, which are returned.
+fn open_with_receives_ahead(
+    comm: &Communicator,
+    buffer: &Registration,
+    ahead: usize,
+    turn: usize,
+) -> VecDeque<Request> {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let place = |n: usize| 8192 + 512 * (n % 8)..8192 + 512 * (n % 8) + 512;
+    let receive = |n: usize| comm.irecv(buffer, place(n), peer).unwrap();
+    let mut received: VecDeque<_> = (0..ahead).map(receive).collect();
+    let len = |n: usize| [8, 56, 57, 500][n % 4];
+    let (mut n, before) = (0, comm.fifo_messages(peer).unwrap());
     until("the FIFO opens", || {
-        let before = comm.fifo_messages(peer).unwrap();
-        (0..MANY).for_each(|n| play(comm, buffer, n, 8));
+        for _ in 0..MANY {
+            received.push_back(receive(n + ahead));
+            buffer.memory().write(0, &message(me, peer, n + turn, len(n))).unwrap();
+            let sent = comm.isend(buffer, 0..len(n), peer).unwrap();
+            let status = comm.wait(&received.pop_front().unwrap(), LONG).unwrap();
+            assert_eq!(status, Status { rank: peer, bytes: len(n) }, "{n}");
+            let came = place(n).start..place(n).start + len(n);
+            assert!(bytes(buffer, came) == message(peer, me, n + turn, len(n)), "{n} of turn {turn}");
+            comm.wait(&sent, LONG).unwrap();
+            n += 1;
+        }
         let (sent, received) = comm.fifo_messages(peer).unwrap();
         let open = [u8::from(sent > before.0 && received > before.1)];
         comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
     });
+    received
 }
 
 /// FIFO memory that this process has mapped.
@@ -309,38 +334,6 @@ job_test!(longer_messages_than_the_receive_end_the_connection, 2, |comm| {
     }
     assert_eq!(comm.lost(), [peer]);
 });
-
-/// Plays until messages take the FIFO, always with so many receives under way, which are returned.
-fn open_with_receives_ahead(
-    comm: &Communicator,
-    buffer: &Registration,
-    ahead: usize,
-    turn: usize,
-) -> VecDeque<Request> {
-    let (me, peer) = (comm.rank(), 1 - comm.rank());
-    let place = |n: usize| 8192 + 512 * (n % 8)..8192 + 512 * (n % 8) + 512;
-    let receive = |n: usize| comm.irecv(buffer, place(n), peer).unwrap();
-    let mut received: VecDeque<_> = (0..ahead).map(receive).collect();
-    let len = |n: usize| [8, 56, 57, 500][n % 4];
-    let (mut n, before) = (0, comm.fifo_messages(peer).unwrap());
-    until("the FIFO opens", || {
-        for _ in 0..MANY {
-            received.push_back(receive(n + ahead));
-            buffer.memory().write(0, &message(me, peer, n + turn, len(n))).unwrap();
-            let sent = comm.isend(buffer, 0..len(n), peer).unwrap();
-            let status = comm.wait(&received.pop_front().unwrap(), LONG).unwrap();
-            assert_eq!(status, Status { rank: peer, bytes: len(n) }, "{n}");
-            let came = place(n).start..place(n).start + len(n);
-            assert!(bytes(buffer, came) == message(peer, me, n + turn, len(n)), "{n} of turn {turn}");
-            comm.wait(&sent, LONG).unwrap();
-            n += 1;
-        }
-        let (sent, received) = comm.fifo_messages(peer).unwrap();
-        let open = [u8::from(sent > before.0 && received > before.1)];
-        comm.exchange(&open, LONG).unwrap().iter().all(|open| open == &[1])
-    });
-    received
-}
 
 // A rank that posts its next receive before it waits for the last one.
 job_test!(the_fifo_opens_while_a_receive_is_always_under_way, 2, |comm| {
