@@ -161,7 +161,7 @@ impl Numbers {
     fn skip(&self, index: u64) {
         let mut all = self.skipped.lock();
         self.any_skipped.store(true, Ordering::Release);
-        // The newest were taken back, as above.
+        // The newest were taken back, and their indices given again.
         while all.indices.pop_back_if(|last| *last >= index).is_some() {}
         all.forget_old(index, self.depth);
         all.indices.push_back(index);

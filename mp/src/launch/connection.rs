@@ -30,6 +30,8 @@ pub const MAX_PAYLOAD: usize = 64 << 20;
 
 pub(super) const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and port, \
                                    and that no firewall is between";
+pub(super) const FIX_FILES: &str = "raise the limit on open files (ulimit -n)";
+pub(super) const FIX_NETWORK: &str = "check the network of this host";
 const FIX_DEAD: &str = "its own output says why it ended; restart the job";
 const FIX_REFUSED: &str = "start all ranks with the same program, size and GDSYNC_JOB_TOKEN, and each rank once; \
                            or use another MASTER_PORT";

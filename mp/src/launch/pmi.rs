@@ -14,6 +14,7 @@ use std::time::Duration;
 use gdsync::error::printable;
 use parking_lot::Mutex;
 
+use super::connection::FIX_FILES;
 use super::environment::{hash, is_loopback};
 use super::rendezvous::{Rendezvous, RootListener, Target, address, listen};
 use crate::error::{Error, Result};
@@ -47,14 +48,11 @@ pub(super) fn session(rank: usize, host: Option<&str>, deadline: &Deadline) -> R
     let mut found = FOUND.lock();
     let found = found.get_or_insert_with(|| find(rank, host, deadline)).as_ref().map_err(Error::clone)?;
     let rendezvous = match &found.listener {
-        Some(listener) => Rendezvous::Listen(RootListener::new(listener.try_clone().map_err(|error| {
-            Error::bootstrap_os(
-                "its socket",
-                "cannot be used again",
-                error,
-                "raise the limit on open files (ulimit -n)",
-            )
-        })?)),
+        Some(listener) => {
+            Rendezvous::Listen(RootListener::new(listener.try_clone().map_err(|error| {
+                Error::bootstrap_os("its socket", "cannot be used again", error, FIX_FILES)
+            })?))
+        }
         None => Rendezvous::Dial(Target::Address(found.root.clone())),
     };
     Ok((rendezvous, found.token))
@@ -75,7 +73,7 @@ fn find(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<Found> {
 
 /// The whole session; `root` is the address of rank 0, at rank 0. Returns it and the token of the job.
 fn talk(stream: &UnixStream, root: Option<&str>, deadline: &Deadline) -> Result<(String, u64)> {
-    let mut client = Client::new(stream, deadline);
+    let mut client = Client { stream: BufReader::new(stream), deadline };
     client.ask("init pmi_version=1 pmi_subversion=1", "response_to_init")?;
     let space = client.ask("get_my_kvsname", "my_kvsname")?.get("kvsname")?;
     if let Some(root) = root {
@@ -91,16 +89,13 @@ fn talk(stream: &UnixStream, root: Option<&str>, deadline: &Deadline) -> Result<
 fn listen_at(host: Option<&str>) -> Result<(TcpListener, String)> {
     let host = match host {
         Some(host) => host.to_owned(),
-        None => std::fs::read_to_string("/proc/sys/kernel/hostname")
-            .map(|name| name.trim().to_owned())
-            .map_err(|error| {
-                Error::bootstrap_os(
-                    "this host",
-                    "its name cannot be read",
-                    error,
-                    "set MASTER_ADDR for all ranks",
-                )
-            })?,
+        None => {
+            let name = std::fs::read_to_string("/proc/sys/kernel/hostname").map_err(|error| {
+                let fix = "set MASTER_ADDR for all ranks";
+                Error::bootstrap_os("this host", "its name cannot be read", error, fix)
+            })?;
+            name.trim().to_owned()
+        }
     };
     let bracketed = if host.contains(':') { format!("[{host}]") } else { host };
     let any = if is_loopback(&bracketed) { &bracketed } else { "any" };
@@ -146,11 +141,7 @@ impl Answer {
     }
 }
 
-impl<'a> Client<'a> {
-    fn new(stream: &'a UnixStream, deadline: &'a Deadline) -> Self {
-        Self { stream: BufReader::new(stream), deadline }
-    }
-
+impl Client<'_> {
     /// Sends a command; the answer must be `expected`, without an error code.
     fn ask(&mut self, command: &str, expected: &str) -> Result<Answer> {
         let name = command.split(' ').next().unwrap_or_default();

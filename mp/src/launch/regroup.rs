@@ -15,7 +15,8 @@ use std::time::Duration;
 
 use super::bootstrap::Bootstrap;
 use super::connection::{
-    Conn, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, connect, drive, send_to_all, wait,
+    Conn, FIX_FILES, FIX_NETWORK, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, connect, drive,
+    send_to_all, wait,
 };
 use super::rendezvous::{Listeners, bind_any};
 use crate::error::{Error, Result};
@@ -68,8 +69,8 @@ impl Bootstrap {
         let deadline = Deadline::after(timeout);
         let Some(root) = self.peers.first() else { return Ok(()) };
         let is_root = self.rank == 0;
-        let fix = "check the network of this host";
-        let failed = |error| Error::bootstrap_os("its socket", "cannot be asked for its address", error, fix);
+        let failed =
+            |error| Error::bootstrap_os("its socket", "cannot be asked for its address", error, FIX_NETWORK);
         // For rank 0 any peer will do.
         let (here, there) = root.addresses().map_err(failed)?;
         let is_local = self.peers.iter().all(|conn| {
@@ -95,14 +96,8 @@ impl Bootstrap {
         });
         let addresses =
             self.exchange(Kind::Init, address.unwrap_or_default().as_bytes(), deadline.remaining())?;
-        let (_, own) = listener.map_err(|error| {
-            Error::bootstrap_os(
-                "this rank",
-                "cannot listen",
-                error,
-                "raise the limit on open files (ulimit -n)",
-            )
-        })?;
+        let (_, own) =
+            listener.map_err(|error| Error::bootstrap_os("this rank", "cannot listen", error, FIX_FILES))?;
         let root = if is_root { Ipv4Addr::LOCALHOST.into() } else { there };
         let all = addresses.iter().enumerate().map(|(rank, text)| {
             let address = std::str::from_utf8(text).ok().and_then(|text| text.parse::<SocketAddr>().ok());

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::connection::{Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait};
+use super::connection::{
+    Conn, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait,
+};
 use super::environment::{Root, is_loopback};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -108,12 +110,7 @@ fn publish(path: &Path, text: &str) -> io::Result<()> {
 
 pub(super) fn address(listener: &TcpListener) -> Result<SocketAddr> {
     listener.local_addr().map_err(|error| {
-        Error::bootstrap_os(
-            "its socket",
-            "cannot be asked for its port",
-            error,
-            "check the network of this host",
-        )
+        Error::bootstrap_os("its socket", "cannot be asked for its port", error, FIX_NETWORK)
     })
 }
 
