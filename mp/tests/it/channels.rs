@@ -8,7 +8,7 @@ use std::thread::{sleep, yield_now};
 use std::time::Duration;
 
 use crate::common::{
-    DONE, LONG, buffer, bytes, gpu, host_buffer, job, job_test, message, says, stream, syndrome,
+    DONE, LONG, buffer, bytes, failed, gpu, host_buffer, job_test, message, says, stream, syndrome,
 };
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Graph, Stream, Via};
@@ -48,6 +48,20 @@ fn exchange_two(s: &Stream, channel: &Channel, outbox: &Registration) {
     }
 }
 
+fn capture(s: &Stream, record: impl FnOnce(&Stream) -> mp::Result<()>) -> Graph {
+    let captured = s.capture(|s| {
+        record(s).unwrap();
+        Ok(())
+    });
+    captured.unwrap()
+}
+
+/// Gives credit for a message, and waits for it.
+fn receive(channel: &Channel, s: &Stream) -> mp::Result<()> {
+    channel.post_recv_on_stream(s)?;
+    channel.wait_recv_on_stream(s).map(drop)
+}
+
 fn launch(graph: &Graph, s: &Stream) {
     graph.launch_within(s, LONG).unwrap();
 }
@@ -61,11 +75,10 @@ job_test!(launches_and_eager_messages_mix, 2, |comm| {
     let channel = channel(comm, peer, &inbox, 2);
     assert_eq!(channel.rank(), peer);
     let s = stream("mixed");
-    let graph = s.capture(|s| {
+    let graph = capture(&s, |s| {
         exchange_two(s, &channel, &outbox);
         Ok(())
     });
-    let graph = graph.unwrap();
     let right = Arc::new(AtomicUsize::new(0));
     for n in 0..LAUNCHES {
         let memory = outbox.memory().clone();
@@ -116,11 +129,7 @@ job_test!(a_sender_waits_for_a_slow_receiver, 2, |comm| {
     let channel = channel(comm, peer, &memory, comm.rank());
     let s = stream("slow");
     if comm.rank() == 0 {
-        let graph = s.capture(|s| {
-            let sent = channel.send_on_stream(s, &memory, 0..64).unwrap();
-            s.wait(&sent)
-        });
-        let graph = graph.unwrap();
+        let graph = capture(&s, |s| Ok(s.wait(&channel.send_on_stream(s, &memory, 0..64)?)?));
         for n in 0..LAUNCHES {
             let memory = memory.memory().clone();
             s.host_fn(move || memory.write(0, &message(0, 1, n, 64)).unwrap()).unwrap();
@@ -130,12 +139,7 @@ job_test!(a_sender_waits_for_a_slow_receiver, 2, |comm| {
         comm.barrier(LONG).unwrap();
         s.synchronize(LONG).unwrap();
     } else {
-        let graph = s.capture(|s| {
-            channel.post_recv_on_stream(s).unwrap();
-            channel.wait_recv_on_stream(s).unwrap();
-            Ok(())
-        });
-        let graph = graph.unwrap();
+        let graph = capture(&s, |s| receive(&channel, s));
         comm.barrier(LONG).unwrap();
         for n in 0..LAUNCHES {
             sleep(HELD / 3);
@@ -283,65 +287,46 @@ job_test!(kernels_with_steps_have_channels, 2, |comm| {
 });
 
 /// Rank 0 waits for credit or for a message of rank 1, which exits.
-#[track_caller]
-fn a_launch_ends_with_its_peer(
-    name: &str,
+fn ends_with_its_peer(
+    comm: &Communicator,
     wait: impl Fn(&Channel, &Stream, &Registration) -> mp::Result<()>,
-) {
-    job(name, 2, |comm| {
-        let memory = buffer(comm, PLACE);
-        let channel = channel(comm, 1 - comm.rank(), &memory, 1);
-        let s = stream("bereft");
-        if comm.rank() == 1 {
-            comm.barrier(LONG).unwrap();
-            sleep(HELD);
-            // Without destructors.
-            // SAFETY: the process ends.
-            unsafe { libc::_exit(0) };
-        }
-        let graph = s.capture(|s| {
-            wait(&channel, s, &memory).unwrap();
-            Ok(())
-        });
-        let graph = graph.unwrap();
-        launch(&graph, &s);
+) -> ! {
+    let memory = buffer(comm, PLACE);
+    let channel = channel(comm, 1 - comm.rank(), &memory, 1);
+    let s = stream("bereft");
+    if comm.rank() == 1 {
         comm.barrier(LONG).unwrap();
-        let error = s.synchronize(LONG).unwrap_err();
-        assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
-        let error = graph.launch(&s).unwrap_err();
-        assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
-        let error = wait(&channel, &s, &memory).unwrap_err();
-        crate::common::failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
-        exit(DONE);
-    });
+        sleep(HELD);
+        // Without destructors.
+        // SAFETY: the process ends.
+        unsafe { libc::_exit(0) };
+    }
+    let graph = capture(&s, |s| wait(&channel, s, &memory));
+    launch(&graph, &s);
+    comm.barrier(LONG).unwrap();
+    let error = s.synchronize(LONG).unwrap_err();
+    assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    let error = graph.launch(&s).unwrap_err();
+    assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    let error = wait(&channel, &s, &memory).unwrap_err();
+    failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+    exit(DONE);
 }
 
-#[test]
-fn launches_that_send_end_with_a_dead_peer() {
-    a_launch_ends_with_its_peer("launches_that_send_end_with_a_dead_peer", |channel, s, memory| {
-        channel.send_on_stream(s, memory, 0..8).map(drop)
-    });
-}
+job_test!(launches_that_send_end_with_a_dead_peer, 2, |comm| {
+    ends_with_its_peer(comm, |channel, s, memory| channel.send_on_stream(s, memory, 0..8).map(drop));
+});
 
-#[test]
-fn launches_that_receive_end_with_a_dead_peer() {
-    a_launch_ends_with_its_peer("launches_that_receive_end_with_a_dead_peer", |channel, s, _| {
-        channel.post_recv_on_stream(s)?;
-        channel.wait_recv_on_stream(s).map(drop)
-    });
-}
+job_test!(launches_that_receive_end_with_a_dead_peer, 2, |comm| {
+    ends_with_its_peer(comm, |channel, s, _| receive(channel, s));
+});
 
 job_test!(launches_end_when_the_rank_is_given_up, 2, |comm| {
     let memory = buffer(comm, PLACE);
     let channel = channel(comm, 1 - comm.rank(), &memory, 1);
     if comm.rank() == 0 {
         let s = stream("giving up");
-        let graph = s.capture(|s| {
-            channel.post_recv_on_stream(s).unwrap();
-            channel.wait_recv_on_stream(s).unwrap();
-            Ok(())
-        });
-        launch(&graph.unwrap(), &s);
+        launch(&capture(&s, |s| receive(&channel, s)), &s);
         comm.give_up(1).unwrap();
         let error = s.synchronize(LONG).unwrap_err();
         says(&error, &[&gdsync::Error::GivenUp.to_string()]);

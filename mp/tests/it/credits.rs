@@ -2,9 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{LONG, buffer, bytes, job_test, job_with, message, says, stream, until};
+use crate::common::{LONG, buffer, bytes, job_test, message, says, stream, until};
 use gdsync::stream::{Batch, Stream};
-use mp::{Communicator, Error, IntraHostPath, Registration, Request, Rma, Signal, Status};
+use mp::{
+    Communicator, CommunicatorBuilder, Error, IntraHostPath, Registration, Request, Rma, Signal, Status,
+};
 
 /// How long a stream is watched not to go on.
 const HELD: Duration = Duration::from_millis(30);
@@ -118,7 +120,7 @@ fn is_here(buffer: &Registration, n: usize) -> bool {
 }
 
 // The receiver makes no calls: the stream of its peer goes on.
-job_test!(single_receives_are_announced_at_once, 2, Communicator::builder().watch(false), |comm| {
+job_test!(single_receives_are_announced_at_once, 2, unwatched(), |comm| {
     let (buffer, s) = (buffer(comm, 5 * 8), stream("lonely"));
     for n in 0..5 {
         let slot = n * 8..n * 8 + 8;
@@ -137,63 +139,53 @@ job_test!(single_receives_are_announced_at_once, 2, Communicator::builder().watc
 });
 
 /// Of three receives in a row the third is held back; only `go_on` announces it.
-#[track_caller]
-fn held_back(name: &str, go_on: impl Fn(&Communicator, &Request)) {
-    let builder = Communicator::builder().watch(false);
-    job_with(name, 2, builder, |comm| {
-        let (all, told, s) = (buffer(comm, 3 * 8), buffer(comm, 8), stream("held back"));
-        let slot = |n: usize| n * 8..n * 8 + 8;
-        let window = comm.window(&told, 0..8, LONG).unwrap();
-        if comm.rank() == 0 {
-            let send = |n: usize| {
-                all.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-                comm.send_on_stream(&s, &all, slot(n), 1).unwrap()
-            };
-            let sent: Vec<_> = (0..3).map(send).collect();
-            comm.wait_all(&sent[..2], LONG).unwrap();
-            assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "the third is held");
-            window.start(&Rma::signal(1, Signal::set(0, 1))).unwrap().wait(LONG).unwrap();
-            s.synchronize(LONG).unwrap();
-            comm.wait_all(&sent, LONG).unwrap();
-        } else {
-            let received: Vec<_> = (0..3).map(|n| comm.irecv(&all, slot(n), 0).unwrap()).collect();
-            let word = window.word64(0).unwrap();
-            until("the sender sees that it is held", || word.load() == 1);
-            assert!(is_here(&all, 0) && is_here(&all, 1) && !is_here(&all, 2));
-            go_on(comm, &received[2]);
-            until("the third comes", || is_here(&all, 2));
-            comm.wait_all(&received, LONG).unwrap();
-        }
-        comm.barrier(LONG).unwrap();
-    });
+fn held_back(comm: &Communicator, go_on: impl Fn(&Request)) {
+    let (all, told, s) = (buffer(comm, 3 * 8), buffer(comm, 8), stream("held back"));
+    let slot = |n: usize| n * 8..n * 8 + 8;
+    let window = comm.window(&told, 0..8, LONG).unwrap();
+    if comm.rank() == 0 {
+        let send = |n: usize| {
+            all.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+            comm.send_on_stream(&s, &all, slot(n), 1).unwrap()
+        };
+        let sent: Vec<_> = (0..3).map(send).collect();
+        comm.wait_all(&sent[..2], LONG).unwrap();
+        assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "the third is held");
+        window.start(&Rma::signal(1, Signal::set(0, 1))).unwrap().wait(LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+        comm.wait_all(&sent, LONG).unwrap();
+    } else {
+        let received: Vec<_> = (0..3).map(|n| comm.irecv(&all, slot(n), 0).unwrap()).collect();
+        let word = window.word64(0).unwrap();
+        until("the sender sees that it is held", || word.load() == 1);
+        assert!(is_here(&all, 0) && is_here(&all, 1) && !is_here(&all, 2));
+        go_on(&received[2]);
+        until("the third comes", || is_here(&all, 2));
+        comm.wait_all(&received, LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
 }
 
-#[test]
-fn progress_announces_held_back_receives() {
-    held_back("progress_announces_held_back_receives", |comm, _| comm.progress());
+fn unwatched() -> CommunicatorBuilder {
+    Communicator::builder().watch(false)
 }
 
-#[test]
-fn waits_announce_held_back_receives() {
-    held_back("waits_announce_held_back_receives", |comm, last| {
-        comm.wait(last, LONG).unwrap();
-    });
-}
+job_test!(progress_announces_held_back_receives, 2, unwatched(), |comm| {
+    held_back(comm, |_| comm.progress());
+});
 
-#[test]
-fn waits_of_requests_announce_held_back_receives() {
-    held_back("waits_of_requests_announce_held_back_receives", |_, last| {
-        last.wait(LONG).unwrap();
-    });
-}
+job_test!(waits_announce_held_back_receives, 2, unwatched(), |comm| {
+    held_back(comm, |last| _ = comm.wait(last, LONG).unwrap());
+});
 
-#[test]
-fn waits_on_streams_announce_held_back_receives() {
+job_test!(waits_of_requests_announce_held_back_receives, 2, unwatched(), |comm| {
+    held_back(comm, |last| _ = last.wait(LONG).unwrap());
+});
+
+job_test!(waits_on_streams_announce_held_back_receives, 2, unwatched(), |comm| {
     let s = stream("waiting");
-    held_back("waits_on_streams_announce_held_back_receives", |comm, last| {
-        comm.wait_on_stream(&s, last).unwrap();
-    });
-}
+    held_back(comm, |last| comm.wait_on_stream(&s, last).unwrap());
+});
 
 /// Work requests of this rank so far: receives that are posted are none.
 fn work_requests(comm: &Communicator) -> u64 {
