@@ -180,13 +180,21 @@ pub fn runs(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
-/// Waits until a child process ends, and checks that it exits with 0.
+/// Waits until a child process ends, and checks that it exits with 0. It is not reaped: its owner does that.
 #[track_caller]
 pub fn ends_well(pid: u32) {
-    let (pid, mut status) = (i32::try_from(pid).unwrap(), 0);
-    // SAFETY: the status is written to a local that outlives the call.
-    until("the child still runs", || unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) } == pid);
-    assert_eq!(status, 0, "the status of the child");
+    // SAFETY: zeros are valid for all fields.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    until("the child still runs", || {
+        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        // SAFETY: the information is written to a local that outlives the call.
+        assert_eq!(unsafe { libc::waitid(libc::P_PID, pid, &raw mut info, options) }, 0);
+        // SAFETY: the call has set the field, or left it 0 where the child still runs.
+        unsafe { info.si_pid() != 0 }
+    });
+    // SAFETY: the call has set the field: the child has ended.
+    let status = unsafe { info.si_status() };
+    assert_eq!((info.si_code, status), (libc::CLD_EXITED, 0), "how the child has ended");
 }
 
 /// A free port below the ephemeral ports.

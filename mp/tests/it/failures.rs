@@ -152,9 +152,9 @@ job_test!(dead_ranks_end_messages_and_waits, 3, |comm| {
     if comm.rank() != 0 {
         exit(0);
     }
+    ends_well(comm.child(2).unwrap());
     let error = comm.clone().finalize(LONG).unwrap_err();
     says(&error, &["rank 1"]);
-    ends_well(comm.child(2).unwrap());
     exit(DONE);
 });
 
