@@ -16,12 +16,11 @@ use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
-use crate::exchange::{CheckedExchange, Exchange, table_row};
+use crate::exchange::{CheckedExchange, Exchange, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
 use crate::registration::Registration;
-use crate::transport::{ACK_TIMEOUT, QpPair, QueueConfig};
-use crate::transport::{Limits, Transport};
+use crate::transport::{ACK_TIMEOUT, QpPair, QueueConfig, Transport};
 use crate::wait::Deadline;
 use crate::watchdog::Watchdog;
 
@@ -175,18 +174,15 @@ impl CommunicatorBuilder {
     ) -> Result<Communicator> {
         let context = match &self.0.context {
             Some(context) => context.clone(),
-            None => self.open_device()?,
+            None => {
+                let config = DeviceConfig { gpu: self.0.queues.gpu.clone(), ..DeviceConfig::from_env()? };
+                Device::find(None)?.open_with(&config)?
+            }
         };
         let Resolved { cache, intra_host, gpu_path } = resolved;
         let wanted = (&intra_host, gpu_path, self.0.queues.gpu.as_ref());
         let devices = Devices::agree(&context, wanted, self.0.watch, &mut *exchange, deadline.remaining())?;
         self.connect(devices, exchange, cache, deadline)
-    }
-
-    /// The default device, for streams of the GPU if one was given.
-    fn open_device(&self) -> gdsync::Result<Context> {
-        let config = DeviceConfig { gpu: self.0.queues.gpu.clone(), ..DeviceConfig::from_env()? };
-        Device::find(None)?.open_with(&config)
     }
 
     /// Builds another communicator of the ranks of `comm`, with connections of its own over the same devices: a registration with
@@ -264,15 +260,10 @@ impl Card {
     }
 
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> gdsync::Result<Self> {
-        let (messages, rest) = bytes.split_first_chunk().expect("68 bytes hold 28");
-        let (credits, rest) = rest.split_first_chunk().expect("40 bytes hold 28");
-        let (addr, rkey) = rest.split_first_chunk().expect("12 bytes hold 8");
-        let rkey = rkey.first_chunk().expect("4 bytes are left");
-        Ok(Self {
-            messages: QpAddress::from_bytes(messages)?,
-            credits: QpAddress::from_bytes(credits)?,
-            word: RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: u32::from_be_bytes(*rkey) },
-        })
+        let rest = &mut &bytes[..];
+        let (messages, credits) = (QpAddress::from_bytes(&take(rest))?, QpAddress::from_bytes(&take(rest))?);
+        let (addr, rkey) = (u64::from_be_bytes(take(rest)), u32::from_be_bytes(take(rest)));
+        Ok(Self { messages, credits, word: RemoteAddr { addr, rkey } })
     }
 }
 
@@ -305,7 +296,6 @@ fn connect(
         cards.extend(card.to_bytes());
     }
     let cards = exchange.allgather(&cards, timeout)?;
-    let limits = Limits { depth: queues.depth, pieces: queues.max_pieces as usize };
     let transports =
         pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
             let failed = |cause| Error::Message { rank: peer, operation: "connect", cause };
@@ -320,9 +310,9 @@ fn connect(
                     CreditRoute::Remote { qp: credits, word: theirs.word }
                 }
             };
-            let credits = Credits::new(table.memory(), peer, route, flag.clone())?;
+            let credits = Credits::new(table.memory(), peer, queues.depth, route, flag.clone())?;
             let fifo = devices.fifos.get_mut(peer).and_then(Option::take);
-            Ok(Transport::new(peer, devices.paths[peer].is_intra_host(), messages, limits, credits, fifo))
+            Ok(Transport::new(peer, devices.paths[peer].is_intra_host(), messages, queues, credits, fifo))
         });
     Ok((transports.collect::<Result<_>>()?, table))
 }

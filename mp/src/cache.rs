@@ -32,12 +32,13 @@
 use std::fmt;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicIsize, Ordering};
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use parking_lot::Mutex;
 
+use crate::path::{choice, variable};
 use crate::registration::Registration;
 
 /// The smallest BAR1 window of a GPU.
@@ -90,23 +91,12 @@ impl CacheConfig {
     /// # Errors
     /// [`gdsync::Error::InvalidArgument`] for a value that means nothing.
     pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
-        self.or(std::env::var_os(Self::VARIABLE).map(|value| value.to_string_lossy().into_owned()).as_deref())
+        self.or(variable(Self::VARIABLE).as_deref())
     }
 
     fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
-        let keep = match variable.map(str::trim) {
-            None | Some("") => self.keep,
-            Some("off") => Keep::Nothing,
-            Some("gpu") => Keep::Gpu,
-            Some("on") => Keep::All,
-            Some(other) => {
-                return Err(gdsync::Error::InvalidArgument {
-                    what: Self::VARIABLE,
-                    value: format!("'{other}'"),
-                    expected: "on, gpu or off",
-                });
-            }
-        };
+        let choices = [("off", Keep::Nothing), ("gpu", Keep::Gpu), ("on", Keep::All)];
+        let keep = choice(self.keep, Self::VARIABLE, variable, &choices, "on, gpu or off")?;
         Ok(Self { keep, ..self })
     }
 
@@ -131,15 +121,15 @@ const GPU_PAGE: u64 = 64 << 10;
 struct Entry {
     range: Range<u64>,
     /// The GPU of the memory, and the number of its allocation in CUDA.
-    home: Option<(Gpu, u64)>,
+    allocation: Option<(Gpu, u64)>,
     registration: Registration,
     /// Handles of GPU memory: while there is one the memory cannot have been freed.
     handles: AtomicIsize,
 }
 
 impl Entry {
-    fn new(range: Range<u64>, home: Option<(Gpu, u64)>, registration: Registration) -> Arc<Self> {
-        Arc::new(Self { range, home, registration, handles: AtomicIsize::new(0) })
+    fn new(range: Range<u64>, allocation: Option<(Gpu, u64)>, registration: Registration) -> Arc<Self> {
+        Arc::new(Self { range, allocation, registration, handles: AtomicIsize::new(0) })
     }
 
     /// The registration of a range within this one's.
@@ -150,7 +140,7 @@ impl Entry {
 
     /// Counts handles of GPU memory.
     fn count_handle(&self, more: isize) {
-        if self.home.is_some() {
+        if self.allocation.is_some() {
             self.handles.fetch_add(more, Ordering::Relaxed);
         }
     }
@@ -164,16 +154,7 @@ impl Entry {
     }
 
     fn is_on(&self, gpu: Option<&Gpu>) -> bool {
-        let context = |gpu: &Gpu| gpu.raw_context();
-        self.home.as_ref().map(|(home, _)| context(home)) == gpu.map(context)
-    }
-
-    /// Whether CUDA still has the allocation. Host memory is assumed to be there.
-    fn is_alive(&self) -> gdsync::Result<bool> {
-        match &self.home {
-            Some((gpu, id)) => Ok(gpu.buffer_id(self.range.start)? == *id),
-            None => Ok(true),
-        }
+        self.allocation.as_ref().map(|(gpu, _)| gpu.raw_context()) == gpu.map(Gpu::raw_context)
     }
 }
 
@@ -204,10 +185,6 @@ impl IndexedEntry {
 struct Index(Vec<IndexedEntry>);
 
 impl Index {
-    fn entries(&self) -> &[IndexedEntry] {
-        &self.0
-    }
-
     /// The entry that a range lies in.
     fn covering(&mut self, range: &Range<u64>) -> Option<&mut IndexedEntry> {
         let at = self.0.partition_point(|indexed| indexed.start <= range.start).checked_sub(1)?;
@@ -219,17 +196,6 @@ impl Index {
         let first = self.0.partition_point(|indexed| indexed.end <= range.start);
         let last = self.0.partition_point(|indexed| indexed.start < range.end);
         self.0.drain(first..last).collect()
-    }
-
-    /// Removes the entry at a position of [`Index::entries`].
-    fn take(&mut self, at: usize) -> IndexedEntry {
-        self.0.remove(at)
-    }
-
-    /// Removes an entry, if it is there.
-    fn take_entry(&mut self, entry: &Arc<Entry>) -> Option<IndexedEntry> {
-        let at = self.0.iter().position(|indexed| Arc::ptr_eq(&indexed.entry, entry))?;
-        Some(self.0.remove(at))
     }
 
     /// Adds an entry that overlaps none.
@@ -332,22 +298,17 @@ pub struct Cache {
     known: Mutex<Known>,
     /// Held while entries are added or removed; the entry that is queried next.
     changing: Mutex<usize>,
-    made: AtomicU64,
-    unproved: AtomicU64,
-    misses: AtomicU64,
-    evictions: AtomicU64,
-    stale: AtomicU64,
-    merged: AtomicU64,
-    uncached: AtomicU64,
 }
 
-/// The entries.
+/// The entries, and what has become of them.
 #[derive(Debug, Default)]
 struct Known {
     /// Of host memory, and of GPU memory: the caller tells them apart, not their addresses.
     spaces: [Index; 2],
     /// Counts hits and new entries.
     clock: u64,
+    /// Without the contents.
+    stats: CacheStats,
 }
 
 impl Known {
@@ -356,16 +317,17 @@ impl Known {
     }
 
     fn entries(&self) -> impl Iterator<Item = &IndexedEntry> {
-        self.spaces.iter().flat_map(Index::entries)
+        self.spaces.iter().flat_map(|index| &index.0)
     }
 
-    /// Looks an entry up, and marks it as used now.
+    /// Looks an entry up, and marks it as used now: a hit, if the memory is proved to be current.
     fn used(&mut self, gpu: Option<&Gpu>, range: &Range<u64>) -> Option<Arc<Entry>> {
         let now = self.clock + 1;
         let indexed = self.space(gpu).covering(range)?;
         indexed.used = now;
         let entry = indexed.entry.clone();
         self.clock = now;
+        self.stats.hits += 1;
         Some(entry)
     }
 
@@ -398,15 +360,10 @@ pub struct CacheStats {
     pub bytes: u64,
 }
 
-fn count(counter: &AtomicU64) {
-    counter.fetch_add(1, Ordering::Relaxed);
-}
-
 impl Cache {
     pub(crate) fn new(config: CacheConfig) -> Self {
-        let (known, changing, made, unproved) = Default::default();
-        let (misses, evictions, stale, merged, uncached) = Default::default();
-        Self { config, known, changing, made, unproved, misses, evictions, stale, merged, uncached }
+        let (known, changing) = Default::default();
+        Self { config, known, changing }
     }
 
     /// Its configuration.
@@ -416,20 +373,13 @@ impl Cache {
 
     /// Its counters, and its contents now.
     pub fn stats(&self) -> CacheStats {
-        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let not_hits = load(&self.made) + load(&self.unproved);
         let known = self.known.lock();
         let Room { entries, bytes, .. } = Room::of(known.entries(), None);
-        CacheStats {
-            hits: known.clock.saturating_sub(not_hits),
-            misses: load(&self.misses),
-            evictions: load(&self.evictions),
-            stale: load(&self.stale),
-            merged: load(&self.merged),
-            uncached: load(&self.uncached),
-            entries,
-            bytes,
-        }
+        CacheStats { entries, bytes, ..known.stats }
+    }
+
+    fn count(&self, counter: impl FnOnce(&mut CacheStats)) {
+        counter(&mut self.known.lock().stats);
     }
 
     /// Forgets all registrations that overlap `len` bytes at `addr`, of host and GPU memory, and returns how many those were.
@@ -489,13 +439,13 @@ impl Cache {
         if self.proves(&entry, gpu, range.start)? {
             return Cached::new(entry, range).map(Some);
         }
-        count(&self.unproved);
+        self.count(|stats| stats.hits -= 1);
         Ok(None)
     }
 
     /// Whether the memory at an address within an entry is the memory that was registered.
     fn proves(&self, entry: &Entry, gpu: Option<&Gpu>, addr: u64) -> gdsync::Result<bool> {
-        let (Some(gpu), Some((_, id))) = (gpu, &entry.home) else { return Ok(true) };
+        let (Some(gpu), Some((_, id))) = (gpu, &entry.allocation) else { return Ok(true) };
         Ok(entry.is_on(Some(gpu))
             && (self.config.announced || entry.has_handles() || gpu.buffer_id(addr)? == *id))
     }
@@ -513,25 +463,24 @@ impl Cache {
             return Ok(cached);
         }
         self.drop_freed(&mut changing);
-        let home = match gpu {
+        let allocation = match gpu {
             Some(gpu) => Some((gpu.clone(), gpu.buffer_id(range.start)?)),
             None => None,
         };
         // CUDA does not know the address: registering it returns the error.
-        let provable = !matches!(home, Some((_, 0)));
+        let provable = !matches!(allocation, Some((_, 0)));
         if !provable || !self.could_fit(gpu, range) {
             return self.uncached(range, self.register(range, range, register)?.1);
         }
-        let hull = self.replace_overlapping(&home, range);
+        let hull = self.replace_overlapping(&allocation, range);
         let wanted = if self.could_fit(gpu, &hull) { hull } else { range.clone() };
         if !self.make_room(gpu, &wanted) {
             return self.uncached(range, self.register(range, range, register)?.1);
         }
         let (got, registration) = self.register(range, &wanted, register)?;
-        count(&self.misses);
-        let entry = Entry::new(got, home, registration);
+        self.count(|stats| stats.misses += 1);
+        let entry = Entry::new(got, allocation, registration);
         let cached = Cached::new(entry.clone(), range)?;
-        count(&self.made);
         self.known.lock().insert(gpu, entry);
         Ok(cached)
     }
@@ -558,7 +507,7 @@ impl Cache {
 
     /// A handle of a registration that is not kept.
     fn uncached(&self, range: &Range<u64>, registration: Registration) -> gdsync::Result<Cached> {
-        count(&self.uncached);
+        self.count(|stats| stats.uncached += 1);
         Cached::new(Entry::new(range.clone(), None, registration), range)
     }
 
@@ -569,16 +518,16 @@ impl Cache {
     }
 
     /// Removes what overlaps a range, and returns the hull of the range and of what was current.
-    fn replace_overlapping(&self, home: &Option<(Gpu, u64)>, range: &Range<u64>) -> Range<u64> {
-        let gpu = home.as_ref().map(|(gpu, _)| gpu);
+    fn replace_overlapping(&self, allocation: &Option<(Gpu, u64)>, range: &Range<u64>) -> Range<u64> {
+        let gpu = allocation.as_ref().map(|(gpu, _)| gpu);
         let taken = self.known.lock().space(gpu).take_overlapping(range);
         taken.iter().fold(range.clone(), |hull, IndexedEntry { entry, .. }| {
-            let number = |home: &Option<(Gpu, u64)>| home.as_ref().map(|(_, id)| *id);
-            if !entry.is_on(gpu) || number(&entry.home) != number(home) {
-                count(&self.stale);
+            let number = |allocation: &Option<(Gpu, u64)>| allocation.as_ref().map(|(_, id)| *id);
+            if !entry.is_on(gpu) || number(&entry.allocation) != number(allocation) {
+                self.count(|stats| stats.stale += 1);
                 return hull;
             }
-            count(&self.merged);
+            self.count(|stats| stats.merged += 1);
             hull.start.min(entry.range.start)..hull.end.max(entry.range.end)
         })
     }
@@ -604,9 +553,9 @@ impl Cache {
         let spaces = known.spaces.iter().enumerate();
         let oldest = spaces.filter_map(|(n, index)| Some((index.oldest_idle(&is_selected)?, n)));
         let ((_, at), n) = oldest.min()?;
-        let evicted = known.spaces[n].take(at);
+        let evicted = known.spaces[n].0.remove(at);
+        known.stats.evictions += 1;
         drop(known);
-        count(&self.evictions);
         Some(evicted.entry.len())
     }
 
@@ -625,15 +574,16 @@ impl Cache {
     fn drop_freed(&self, next: &mut usize) {
         let some: Vec<Arc<Entry>> = {
             let known = self.known.lock();
-            let (entries, first) = (known.spaces[1].entries(), *next);
+            let (entries, first) = (&known.spaces[1].0, *next);
             *next = if first + QUERIES < entries.len() { first + QUERIES } else { 0 };
             entries.iter().skip(first).take(QUERIES).map(|indexed| indexed.entry.clone()).collect()
         };
         for entry in some {
-            if matches!(entry.is_alive(), Ok(false))
-                && self.known.lock().spaces[1].take_entry(&entry).is_some()
-            {
-                count(&self.stale);
+            let Some((gpu, id)) = &entry.allocation else { continue };
+            if gpu.buffer_id(entry.range.start).is_ok_and(|now| now != *id) {
+                let mut known = self.known.lock();
+                let gone = known.spaces[1].0.extract_if(.., |indexed| Arc::ptr_eq(&indexed.entry, &entry));
+                known.stats.stale += gone.count() as u64;
             }
         }
     }

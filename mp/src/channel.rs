@@ -25,11 +25,10 @@ use parking_lot::Mutex;
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::exchange::agree;
+use crate::exchange::{agree, take};
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
-use crate::transport::KeyedPins;
-use crate::transport::QpPair;
+use crate::transport::{KeyedPins, QpPair};
 use crate::wait::Deadline;
 
 /// A connection to one rank for messages that are sent again and again, from and to the same memory: in graphs
@@ -307,12 +306,10 @@ impl Card {
     }
 
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> gdsync::Result<Self> {
-        let (rank, rest) = bytes.split_first_chunk().expect("72 bytes hold 8");
-        let (room, rest) = rest.split_first_chunk().expect("64 bytes hold 8");
-        let (out, rest) = rest.split_first_chunk().expect("56 bytes hold 28");
-        let into = rest.first_chunk().expect("28 bytes are left");
-        let [rank, room] = [rank, room].map(|number| u64::from_be_bytes(*number));
-        Ok(Self { rank, out: QpAddress::from_bytes(out)?, into: QpAddress::from_bytes(into)?, room })
+        let rest = &mut &bytes[..];
+        let [rank, room] = [take(rest), take(rest)].map(u64::from_be_bytes);
+        let (out, into) = (QpAddress::from_bytes(&take(rest))?, QpAddress::from_bytes(&take(rest))?);
+        Ok(Self { rank, out, into, room })
     }
 }
 
@@ -362,11 +359,11 @@ impl Communicator {
         let mut exchange = self.0.exchange.lock();
         let built =
             wanted.iter().map(|(rank, places)| self.build_channel(*rank, places)).collect::<Result<Vec<_>>>();
-        let mine: Option<Vec<_>> = built.as_ref().ok().map(|all| all.iter().map(Unconnected::card).collect());
         // An empty record says that it has failed.
-        let record = mine.map_or_else(Vec::new, |cards| {
-            [vec![1], cards.iter().flat_map(Card::to_bytes).collect()].concat()
-        });
+        let record = match &built {
+            Ok(all) => [vec![1], all.iter().flat_map(|one| one.card().to_bytes()).collect()].concat(),
+            Err(_) => Vec::new(),
+        };
         let records = exchange.allgather(&record, deadline.remaining())?;
         // Each rank reports its failure to the others, or learns theirs.
         let connected = built.and_then(|built| self.connect_channels(built, &records));

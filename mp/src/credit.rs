@@ -125,6 +125,8 @@ struct Numbers {
     /// Whether any index is no message.
     any_skipped: AtomicBool,
     skipped: Mutex<Skipped>,
+    /// Sends of the queue.
+    depth: u64,
 }
 
 /// Indices that are no messages.
@@ -137,35 +139,39 @@ struct Skipped {
 }
 
 impl Numbers {
-    /// The number, from 1, of the message that was just posted at this index, the last of a queue of `depth` sends.
+    fn new(depth: usize) -> Self {
+        Self { depth: depth as u64, ..Self::default() }
+    }
+
+    /// The number, from 1, of the message that was just posted at this index, the last of the queue.
     #[inline]
-    fn next(&self, index: u64, depth: usize) -> u32 {
+    fn next(&self, index: u64) -> u32 {
         let mut skipped = 0;
         if self.any_skipped.load(Ordering::Acquire) {
             let mut all = self.skipped.lock();
             // The newest were taken back, and their indices given again.
             while all.indices.pop_back_if(|last| *last >= index).is_some() {}
-            skipped = all.before(index, depth);
+            skipped = all.before(index, self.depth);
             self.any_skipped.store(skipped > 0, Ordering::Release);
         }
         self.number(index, skipped)
     }
 
-    /// No message is at this index of a queue of `depth` sends, or none before it is posted.
-    fn skip(&self, index: u64, depth: usize) {
+    /// No message is at this index, or none before it is posted.
+    fn skip(&self, index: u64) {
         let mut all = self.skipped.lock();
         self.any_skipped.store(true, Ordering::Release);
-        // The newest were taken back, as above.
+        // The newest were taken back, and their indices given again.
         while all.indices.pop_back_if(|last| *last >= index).is_some() {}
-        all.forget_old(index, depth);
+        all.forget_old(index, self.depth);
         all.indices.push_back(index);
     }
 
     /// The number of the message that was prepared at this index and is posted now.
-    fn post(&self, index: u64, depth: usize) -> u32 {
+    fn post(&self, index: u64) -> u32 {
         let mut all = self.skipped.lock();
         all.indices.retain(|&other| other != index);
-        self.number(index, all.before(index, depth))
+        self.number(index, all.before(index, self.depth))
     }
 
     fn number(&self, index: u64, skipped: u64) -> u32 {
@@ -177,14 +183,14 @@ impl Numbers {
 
 impl Skipped {
     /// Only counts the indices further back than the queue is deep: these are not posted any more.
-    fn forget_old(&mut self, index: u64, depth: usize) {
-        while self.indices.pop_front_if(|first| *first + (depth as u64) < index).is_some() {
+    fn forget_old(&mut self, index: u64, depth: u64) {
+        while self.indices.pop_front_if(|first| *first + depth < index).is_some() {
             self.before += 1;
         }
     }
 
     /// How many are before this index of a queue of `depth` sends.
-    fn before(&mut self, index: u64, depth: usize) -> u64 {
+    fn before(&mut self, index: u64, depth: u64) -> u64 {
         self.forget_old(index, depth);
         self.before + self.indices.partition_point(|&other| other < index) as u64
     }
@@ -211,7 +217,7 @@ pub(crate) struct Credits {
     last: Mutex<Announcement>,
     /// Nothing is announced any more.
     has_ended: AtomicBool,
-    flag: Arc<CreditFlag>,
+    pub(crate) flag: Arc<CreditFlag>,
     route: CreditRoute,
 }
 
@@ -247,10 +253,11 @@ fn is_due(posted: u32, announced: u32, arrived: u32) -> bool {
 }
 
 impl Credits {
-    /// Over the entry of `rank` in the table.
+    /// Over the entry of `rank` in the table, for a queue of `depth` sends.
     pub(crate) fn new(
         table: &Memory,
         rank: usize,
+        depth: usize,
         route: CreditRoute,
         flag: Arc<CreditFlag>,
     ) -> gdsync::Result<Self> {
@@ -259,13 +266,13 @@ impl Credits {
         let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
         let is_prompt = matches!(route, CreditRoute::Own) || !flag.has_watchdog;
-        let (wants, has_ended, numbers) = Default::default();
+        let (wants, has_ended) = Default::default();
         Ok(Self {
             ready,
             wanted,
             wants,
             is_prompt,
-            numbers,
+            numbers: Numbers::new(depth),
             posted,
             announced,
             arrived,
@@ -305,11 +312,6 @@ impl Credits {
     /// Receives posted for the peer, modulo 2^32.
     pub(crate) fn posted(&self) -> u32 {
         self.posted.load(Ordering::SeqCst)
-    }
-
-    /// Has the watchdog look soon.
-    pub(crate) fn set_flag(&self) {
-        self.flag.set();
     }
 
     fn is_behind(&self) -> bool {
@@ -379,41 +381,34 @@ impl Credits {
         Ok(())
     }
 
-    /// Counts the message that the CPU has just posted at this index, the last of a queue of `depth` sends.
+    /// Counts the message that the CPU has just posted at this index, the last of the queue.
     #[inline]
-    pub(crate) fn count(&self, index: u64, depth: usize) {
-        self.numbers.next(index, depth);
+    pub(crate) fn count(&self, index: u64) {
+        self.numbers.next(index);
     }
 
     /// As [`Credits::count`], of a message of a stream: the word and the value that the stream must wait for, unless the receive is
     /// posted already.
-    pub(crate) fn next(&self, index: u64, depth: usize) -> Option<(&Word32, u32)> {
-        self.wait_for(self.numbers.next(index, depth))
+    pub(crate) fn next(&self, index: u64) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.next(index))
     }
 
     /// A message was prepared at this index, which counts when it is posted, or a one-sided operation, which never does.
-    pub(crate) fn skip(&self, index: u64, depth: usize) {
-        self.numbers.skip(index, depth);
+    pub(crate) fn skip(&self, index: u64) {
+        self.numbers.skip(index);
     }
 
     /// As [`Credits::next`], for a message that was prepared and is posted now.
-    pub(crate) fn post(&self, index: u64, depth: usize) -> Option<(&Word32, u32)> {
-        self.wait_for(self.numbers.post(index, depth))
+    pub(crate) fn post(&self, index: u64) -> Option<(&Word32, u32)> {
+        self.wait_for(self.numbers.post(index))
     }
 
     fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
         if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
-            self.ask();
-        }
-        (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
-    }
-
-    /// Asks the peer to announce its receives at once from here on.
-    #[cold]
-    fn ask(&self) {
-        if let CreditRoute::Remote { .. } = &self.route {
+            // Asks the peer to announce its receives at once from here on.
             self.announce(&mut self.last.lock());
         }
+        (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
     }
 
     /// Releases streams that wait for the peer, which is lost, and refuses its writes: so it learns that it is, with its next
@@ -472,81 +467,69 @@ mod tests {
     }
 
     #[test]
-    fn single_receives_are_announced_at_once() {
+    fn single_receives_are_announced_at_once_and_many_in_a_row_rarely() {
         for n in [0, 1, u32::MAX] {
             assert!(is_due(n.wrapping_add(1), n, n));
             assert!(is_due(n.wrapping_add(2), n.wrapping_add(1), n), "two alternate");
         }
-    }
-
-    #[test]
-    fn receives_in_a_row_are_announced_rarely() {
+        // More may have come than was announced, also where the count wraps.
+        assert!(is_due(8, 3, 5) && is_due(2, u32::MAX - 3, u32::MAX));
         let mut announced = 0;
-        let told: Vec<u32> = (1..=64)
-            .filter(|&posted| {
-                let due = is_due(posted, announced, 0);
-                if due {
-                    announced = posted;
-                }
-                due
-            })
-            .collect();
-        assert_eq!(told, [1, 2, 4, 8, 32]);
-    }
-
-    #[test]
-    fn more_messages_than_announced_may_arrive() {
-        assert!(is_due(8, 3, 5));
-        assert!(is_due(2, u32::MAX - 3, u32::MAX), "also where the count wraps");
+        let is_told = |posted: &u32| {
+            let is_due = is_due(*posted, announced, 0);
+            announced = if is_due { *posted } else { announced };
+            is_due
+        };
+        assert_eq!((1..=64).filter(is_told).collect::<Vec<_>>(), [1, 2, 4, 8, 32]);
     }
 
     #[test]
     fn prepared_sends_count_when_posted() {
-        let numbers = Numbers::default();
-        assert_eq!([0, 1].map(|index| numbers.next(index, 8)), [1, 2]);
-        (2..6).for_each(|index| numbers.skip(index, 8));
+        let numbers = Numbers::new(8);
+        assert_eq!([0, 1].map(|index| numbers.next(index)), [1, 2]);
+        (2..6).for_each(|index| numbers.skip(index));
         // 2 and 3 are never posted.
-        assert_eq!([4, 5].map(|index| numbers.post(index, 8)), [3, 4]);
-        assert_eq!([6, 7].map(|index| numbers.next(index, 8)), [5, 6]);
+        assert_eq!([4, 5].map(|index| numbers.post(index)), [3, 4]);
+        assert_eq!([6, 7].map(|index| numbers.next(index)), [5, 6]);
         assert_eq!(numbers.latest.load(Ordering::Relaxed), 6);
     }
 
     #[test]
     fn taken_back_sends_free_their_numbers() {
-        let numbers = Numbers::default();
+        let numbers = Numbers::new(8);
         for index in 0..5 {
-            numbers.next(index, 8);
+            numbers.next(index);
         }
-        assert_eq!(numbers.next(3, 8), 4, "3 and 4 were taken back");
-        (4..8).for_each(|index| numbers.skip(index, 8));
-        assert_eq!(numbers.post(4, 8), 5);
+        assert_eq!(numbers.next(3), 4, "3 and 4 were taken back");
+        (4..8).for_each(|index| numbers.skip(index));
+        assert_eq!(numbers.post(4), 5);
         // 5 to 7 are taken back.
-        assert_eq!(numbers.next(5, 8), 6);
-        numbers.skip(6, 8);
-        numbers.skip(6, 8);
-        assert_eq!(numbers.post(6, 8), 7);
-        assert_eq!(numbers.next(7, 8), 8);
+        assert_eq!(numbers.next(5), 6);
+        numbers.skip(6);
+        numbers.skip(6);
+        assert_eq!(numbers.post(6), 7);
+        assert_eq!(numbers.next(7), 8);
         assert!(!numbers.any_skipped.load(Ordering::Relaxed), "all are messages");
     }
 
     #[test]
     fn counts_wrap_and_memory_is_bounded() {
-        let numbers = Numbers::default();
+        let numbers = Numbers::new(8);
         let start = u64::from(u32::MAX) - 500;
         // All before were messages.
         let mut messages = u32::MAX - 500;
         for index in start..start + 1000 {
-            numbers.skip(index, 8);
+            numbers.skip(index);
             if index % 3 > 0 {
                 messages = messages.wrapping_add(1);
-                assert_eq!(numbers.post(index, 8), messages);
+                assert_eq!(numbers.post(index), messages);
             }
             assert!(numbers.skipped.lock().indices.len() <= 4);
         }
-        assert_eq!(numbers.next(start + 1000, 8), messages.wrapping_add(1));
+        assert_eq!(numbers.next(start + 1000), messages.wrapping_add(1));
         // One-sided operations, without a message between.
-        (start + 1001..start + 2000).for_each(|index| numbers.skip(index, 8));
+        (start + 1001..start + 2000).for_each(|index| numbers.skip(index));
         assert!(numbers.skipped.lock().indices.len() <= 10);
-        assert_eq!(numbers.next(start + 2000, 8), messages.wrapping_add(2));
+        assert_eq!(numbers.next(start + 2000), messages.wrapping_add(2));
     }
 }

@@ -94,6 +94,13 @@ pub(crate) trait ChildProcesses: fmt::Debug + Send {
     fn wait(self: Box<Self>, timeout: Duration) -> Result<()>;
 }
 
+/// Takes the first bytes of a record, whose length was checked.
+pub(crate) fn take<const N: usize>(record: &mut &[u8]) -> [u8; N] {
+    let (first, rest) = record.split_first_chunk().expect("the record is long enough");
+    *record = rest;
+    *first
+}
+
 /// What rank `from` has for this one in its table, which has `N` bytes for each of `size` ranks.
 pub(crate) fn table_row<const N: usize>(
     table: &[u8],

@@ -12,8 +12,6 @@ use crate::registration::{Piece, Registration};
 use crate::request::{DOMAIN, Request};
 use crate::transport::{mark_only_once, refuse_in_capture};
 
-const ON_STREAM: &str = "send on stream";
-
 /// A prepared send that is in no stream yet. Dropping it takes it back.
 #[derive(Debug)]
 #[must_use = "dropping it takes the message back"]
@@ -80,14 +78,7 @@ impl Communicator {
         rank: usize,
     ) -> Result<Request> {
         let _range = DOMAIN.range(c"isend_on_stream");
-        let post = |peer: &Peer, sges: &[Sge]| {
-            let mut batch = Batch::new();
-            let completion = peer.send_in_batch(&mut batch, sges)?;
-            stream.submit(&mut batch)?;
-            Ok((completion, ()))
-        };
-        let peer = self.peer(rank)?;
-        Ok(Request::queued(peer, peer.send_with(ON_STREAM, pieces, post)?.0))
+        self.send_by_stream(stream, pieces, rank, false)
     }
 
     /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again.
@@ -102,15 +93,27 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
+        self.send_by_stream(stream, &[(buffer, range)], rank, true)
+    }
+
+    fn send_by_stream(
+        &self,
+        stream: &Stream,
+        pieces: &[Piece<'_>],
+        rank: usize,
+        waits: bool,
+    ) -> Result<Request> {
         let post = |peer: &Peer, sges: &[Sge]| {
             let mut batch = Batch::new();
             let completion = peer.send_in_batch(&mut batch, sges)?;
-            batch.wait(&completion)?;
+            if waits {
+                batch.wait(&completion)?;
+            }
             stream.submit(&mut batch)?;
             Ok((completion, ()))
         };
         let peer = self.peer(rank)?;
-        Ok(Request::queued(peer, peer.send_with(ON_STREAM, &[(buffer, range)], post)?.0))
+        Ok(Request::queued(peer, peer.send_with("send on stream", pieces, post)?.0))
     }
 
     /// Adds a send to a batch: the stream that the batch is submitted to sends it.
@@ -157,7 +160,7 @@ impl Communicator {
         let post = |peer: &Peer, sges: &[Sge]| {
             let send = peer.prepare_send(sges)?;
             let completion = send.completion().clone();
-            peer.transport.credits.skip(completion.index(), peer.transport.limits.depth);
+            peer.transport.credits.skip(completion.index());
             Ok((completion, send))
         };
         let peer = self.peer(rank)?;

@@ -20,21 +20,22 @@ use crate::registration::Registration;
 use crate::shm_memory::{FifoPair, share};
 use crate::wait::Deadline;
 
-/// Reads one of `choices` from a variable of the environment; `None` if it is not set.
-fn choice<T: Clone>(
+/// The one of `choices` that the value of a variable of the environment names, or `own` where that is not set.
+pub(crate) fn choice<T: Clone>(
+    own: T,
     name: &'static str,
     value: Option<&str>,
     choices: &[(&str, T)],
     expected: &'static str,
-) -> gdsync::Result<Option<T>> {
-    let Some(value) = value.map(str::trim).filter(|value| !value.is_empty()) else { return Ok(None) };
+) -> gdsync::Result<T> {
+    let Some(value) = value.map(str::trim).filter(|value| !value.is_empty()) else { return Ok(own) };
     match choices.iter().find(|(name, _)| *name == value) {
-        Some((_, choice)) => Ok(Some(choice.clone())),
+        Some((_, choice)) => Ok(choice.clone()),
         None => Err(gdsync::Error::InvalidArgument { what: name, value: format!("'{value}'"), expected }),
     }
 }
 
-fn variable(name: &str) -> Option<String> {
+pub(crate) fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
@@ -72,8 +73,7 @@ impl IntraHostPath {
             ("device", Self::Device),
             ("measure", Self::Measured),
         ];
-        let chosen = choice(Self::VARIABLE, variable, &choices, "soft, queues, device or measure")?;
-        Ok(chosen.unwrap_or(self))
+        choice(self, Self::VARIABLE, variable, &choices, "soft, queues, device or measure")
     }
 }
 
@@ -116,8 +116,7 @@ impl GpuPath {
             ("staged", Self::Staged),
             ("measure", Self::Measured),
         ];
-        let chosen = choice(Self::VARIABLE, variable, &choices, "size, peer, staged or measure")?;
-        Ok(chosen.unwrap_or(self))
+        choice(self, Self::VARIABLE, variable, &choices, "size, peer, staged or measure")
     }
 
     /// Configures a device of a communicator.
@@ -203,7 +202,7 @@ impl fmt::Display for PeerPath {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferPath {
     path: PeerPath,
-    carriage: TransferPath,
+    transfer: TransferPath,
 }
 
 impl BufferPath {
@@ -215,19 +214,19 @@ impl BufferPath {
 
     /// What moves them out of the buffer, for the device.
     pub fn transfer_path(&self) -> &TransferPath {
-        &self.carriage
+        &self.transfer
     }
 
     /// The path of the bytes `range` of a buffer by this queue pair of the device of `path`.
     pub(crate) fn new(path: PeerPath, qp: &Qp, buffer: &Registration, range: &Range<usize>) -> Result<Self> {
         let len = buffer.sge(path.is_intra_host, range)?.len as usize;
-        Ok(Self { carriage: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path })
+        Ok(Self { transfer: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path })
     }
 }
 
 impl fmt::Display for BufferPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; {}", self.path, self.carriage)
+        write!(f, "{}; {}", self.path, self.transfer)
     }
 }
 
@@ -284,7 +283,7 @@ impl Devices {
         let measures = matches!(wanted, IntraHostPath::Measured);
         let fifo = has_watchdog && matches!(wanted, IntraHostPath::Soft);
         let measures_gpu = gpu_path == GpuPath::Measured && gpu.is_some();
-        let mine = Card { wants: refusal.is_none(), measures, measures_gpu, fifo, host: Host::here() };
+        let mine = Card { wants: refusal.is_none(), measures, measures_gpu, fifo, host: host() };
         let cards = read_cards(&exchange.allgather(&mine.to_bytes(), timeout)?)?;
         let refusals = refusals(exchange.rank(), refusal, &mine, &cards);
         let is_needed =
@@ -336,7 +335,7 @@ impl Devices {
             )?;
         }
         let is_beside = |(peer, theirs): (usize, &Card)| {
-            let is_here = peer != exchange.rank() && theirs.host.shares_memory_with(&mine.host);
+            let is_here = peer != exchange.rank() && theirs.shares_memory_with(&mine);
             mine.fifo && theirs.fifo && is_here
         };
         let wanted: Vec<_> = cards.iter().enumerate().map(is_beside).collect();
@@ -387,19 +386,24 @@ struct Card {
     measures_gpu: bool,
     /// It would use FIFOs.
     fifo: bool,
-    host: Host,
+    /// Its [`host`].
+    host: Vec<u8>,
 }
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
         let flags = [self.wants, self.measures, self.measures_gpu, self.fifo];
-        [&flags.map(u8::from), self.host.as_bytes()].concat()
+        [&flags.map(u8::from), &self.host[..]].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (flags, host) = bytes.split_first_chunk()?;
         let [wants, measures, measures_gpu, fifo] = flags.map(|flag| flag != 0);
-        Some(Self { wants, measures, measures_gpu, fifo, host: Host::from_bytes(host) })
+        Some(Self { wants, measures, measures_gpu, fifo, host: host.to_vec() })
+    }
+
+    fn shares_memory_with(&self, other: &Self) -> bool {
+        !self.host.is_empty() && self.host == other.host
     }
 }
 
@@ -416,7 +420,7 @@ fn read_cards(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
 /// Why the intra-host device is not used. Both ranks of a pair come to the same answer.
 fn refusals(rank: usize, own: Option<&'static str>, mine: &Card, cards: &[Card]) -> Refusals {
     let refusal = |(peer, theirs): (usize, &Card)| {
-        let is_here = peer == rank || theirs.host.shares_memory_with(&mine.host);
+        let is_here = peer == rank || theirs.shares_memory_with(mine);
         match own {
             _ if !is_here => Some("the rank is on another host"),
             Some(why) => Some(why),
@@ -436,42 +440,21 @@ fn pair(refusals: &Refusals, cards: &[Card]) -> Option<[usize; 2]> {
 
 /// The two ranks of this host that compare the ways of payload in GPU memory, if both ask for it.
 fn gpu_pair(mine: &Card, cards: &[Card]) -> Option<[usize; 2]> {
-    let mut here = cards.iter().enumerate().filter(|(_, card)| card.host.shares_memory_with(&mine.host));
+    let mut here = cards.iter().enumerate().filter(|(_, card)| card.shares_memory_with(mine));
     let pair = [here.next()?, here.next()?];
     pair.iter().all(|(_, card)| card.measures_gpu).then_some(pair.map(|(rank, _)| rank))
 }
 
 /// What processes have in common that can reach each other through shared memory: a running kernel, and its network namespace,
 /// where the software HCA's sockets have their addresses. Empty where it is not known.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Host(Vec<u8>);
-
-impl Host {
-    fn here() -> Self {
-        let text = |path| fs::read_to_string(path).map(|text| text.trim().to_owned());
-        let boot = text("/proc/sys/kernel/random/boot_id").ok();
-        let net = fs::metadata("/proc/self/ns/net").map(|net| (net.dev(), net.ino())).ok();
-        // Copies of one virtual machine may have the same boot id.
-        let name = text("/proc/sys/kernel/hostname").unwrap_or_default();
-        Self(
-            boot.zip(net)
-                .map(|(boot, (dev, ino))| format!("{boot} {dev} {ino} {name}"))
-                .unwrap_or_default()
-                .into(),
-        )
-    }
-
-    fn from_bytes(bytes: &[u8]) -> Self {
-        Self(bytes.to_vec())
-    }
-
-    fn as_bytes(&self) -> &[u8] {
-        &self.0
-    }
-
-    fn shares_memory_with(&self, other: &Self) -> bool {
-        !self.0.is_empty() && self == other
-    }
+fn host() -> Vec<u8> {
+    let text = |path| fs::read_to_string(path).map(|text| text.trim().to_owned());
+    let boot = text("/proc/sys/kernel/random/boot_id").ok();
+    let net = fs::metadata("/proc/self/ns/net").map(|net| (net.dev(), net.ino())).ok();
+    // Copies of one virtual machine may have the same boot id.
+    let name = text("/proc/sys/kernel/hostname").unwrap_or_default();
+    let host = boot.zip(net).map(|(boot, (dev, ino))| format!("{boot} {dev} {ino} {name}"));
+    host.unwrap_or_default().into()
 }
 
 #[cfg(test)]
@@ -485,7 +468,7 @@ mod tests {
             measures: host == "a",
             measures_gpu: host == "b",
             fifo: false,
-            host: Host::from_bytes(host.as_bytes()),
+            host: host.into(),
         };
         let cards = [
             card(true, "a"),
@@ -545,10 +528,9 @@ mod tests {
 
     #[test]
     fn processes_are_on_their_own_host() {
-        let here = Host::here();
-        assert!(here.shares_memory_with(&Host::here()), "{here:?}");
-        assert!(here.shares_memory_with(&Host::from_bytes(here.as_bytes())));
-        let elsewhere = [here.as_bytes(), b"!"].concat();
-        assert!(!here.shares_memory_with(&Host::from_bytes(&elsewhere)));
+        let card = |host| Card { wants: true, measures: false, measures_gpu: false, fifo: false, host };
+        let (here, elsewhere) = (card(host()), card([&host()[..], b"!"].concat()));
+        assert!(here.shares_memory_with(&card(host())), "{here:?}");
+        assert!(!here.shares_memory_with(&elsewhere));
     }
 }

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{Batch, PreparedSend};
 use gdsync::verbs::{Completion, SendWr, Sge};
 use parking_lot::Mutex;
@@ -60,7 +59,7 @@ impl Peer {
 
     /// The pieces of a message, which are not too many and lie inside their buffers.
     fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Sges> {
-        if count(pieces) > self.transport.limits.pieces {
+        if count(pieces) > self.transport.max_pieces {
             let cause = gdsync::Error::InvalidArgument {
                 what: "pieces of a message",
                 value: count(pieces).to_string(),
@@ -72,18 +71,6 @@ impl Peer {
     }
 
     /// Posts an operation to a queue with `post`, after making room if the queue is full, and pins its buffers until it is complete.
-    pub(crate) fn post<T>(
-        &self,
-        direction: Direction,
-        operation: &'static str,
-        pieces: &[Piece<'_>],
-        post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
-    ) -> Result<(Arc<InFlightOp>, T)> {
-        let sges = self.sges(operation, pieces)?;
-        let mut in_flight = self.in_flight[direction as usize].lock();
-        self.post_locked(&mut in_flight, direction, operation, (pieces, &sges), post)
-    }
-
     fn post_locked<T>(
         &self,
         in_flight: &mut InFlight,
@@ -93,7 +80,7 @@ impl Peer {
         mut post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Arc<InFlightOp>, T)> {
         let failed = |cause| self.failed(operation, cause);
-        let depth = self.transport.limits.depth;
+        let depth = self.transport.depth;
         if self.under_way(direction, in_flight) >= depth {
             self.make_room(direction, in_flight).map_err(failed)?;
         }
@@ -119,7 +106,7 @@ impl Peer {
         in_flight.retire();
         self.fifo.iter().for_each(|fifo| _ = fifo.recycle(&self.transport));
         match self.under_way(direction, in_flight) {
-            outstanding if outstanding < self.transport.limits.depth => Ok(()),
+            outstanding if outstanding < self.transport.depth => Ok(()),
             outstanding => self.transport.refuse_full(direction, outstanding),
         }
     }
@@ -149,7 +136,7 @@ impl Peer {
     ) -> Result<()> {
         self.recycle();
         let under_way = self.under_way(direction, &self.in_flight[direction as usize].lock());
-        let depth = self.transport.limits.depth;
+        let depth = self.transport.depth;
         if under_way + count <= depth {
             return Ok(());
         }
@@ -159,7 +146,7 @@ impl Peer {
     /// Sends a message by the CPU.
     pub(crate) fn send(&self, pieces: &[Piece<'_>]) -> Result<Sent> {
         const SEND: &str = "send";
-        let sges = self.sges(SEND, pieces)?;
+        self.sges(SEND, pieces)?;
         if let Some(fifo) = &self.fifo
             && !self.transport.has_ended()
         {
@@ -180,13 +167,10 @@ impl Peer {
             };
             Ok((completion, ()))
         };
-        let mut in_flight = self.in_flight[Direction::Send as usize].lock();
-        let (op, ()) = self.post_locked(&mut in_flight, Direction::Send, SEND, (pieces, &sges), post)?;
-        self.set_last(&op);
-        Ok(Sent::Queue(op))
+        Ok(Sent::Queue(self.send_with(SEND, pieces, post)?.0))
     }
 
-    /// Starts a message that a stream sends, with `post`.
+    /// Starts a message that takes the queue pair, with `post`.
     pub(crate) fn send_with<T>(
         &self,
         operation: &'static str,
@@ -197,13 +181,9 @@ impl Peer {
         let mut in_flight = self.in_flight[Direction::Send as usize].lock();
         let (op, other) =
             self.post_locked(&mut in_flight, Direction::Send, operation, (pieces, &sges), post)?;
-        self.set_last(&op);
+        // The lock keeps other threads from sending the next message before.
+        self.fifo.iter().for_each(|fifo| fifo.set_last(&op));
         Ok((op, other))
-    }
-
-    /// To be called before the next message can be sent.
-    fn set_last(&self, op: &Arc<InFlightOp>) {
-        self.fifo.iter().for_each(|fifo| fifo.set_last(op));
     }
 
     /// Prepares a send that a stream starts.
@@ -219,28 +199,18 @@ impl Peer {
         Ok(self.transport.send_in_batch(batch, self.prepare_send(sges)?))
     }
 
-    /// Starts to read from memory of the rank into a piece, by the queue of the messages.
-    pub(crate) fn read(
-        &self,
-        operation: &'static str,
-        from: RemoteAddr,
-        into: Piece<'_>,
-    ) -> Result<Arc<InFlightOp>> {
-        let post =
-            |peer: &Self, sges: &[Sge]| Ok((peer.transport.post_one_sided(SendWr::read(from, sges))?, ()));
-        Ok(self.post(Direction::Send, operation, &[into], post)?.0)
-    }
-
-    /// Starts to write a piece to memory of the rank, by the queue of the messages.
-    pub(crate) fn write(
+    /// Starts to read from memory of the rank into a piece, or to write a piece there, by the queue of the messages.
+    pub(crate) fn one_sided(
         &self,
         operation: &'static str,
         piece: Piece<'_>,
-        to: RemoteAddr,
+        wr: impl for<'a> Fn(&'a [Sge]) -> SendWr<'a>,
     ) -> Result<Arc<InFlightOp>> {
-        let post =
-            |peer: &Self, sges: &[Sge]| Ok((peer.transport.post_one_sided(SendWr::write(to, sges))?, ()));
-        Ok(self.post(Direction::Send, operation, &[piece], post)?.0)
+        let pieces = &[piece];
+        let sges = self.sges(operation, pieces)?;
+        let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.post_one_sided(wr(sges))?, ()));
+        let mut in_flight = self.in_flight[Direction::Send as usize].lock();
+        Ok(self.post_locked(&mut in_flight, Direction::Send, operation, (pieces, &sges), post)?.0)
     }
 
     /// Starts a receive: in the FIFO if its message comes there, or else in the queue pair.
@@ -249,10 +219,7 @@ impl Peer {
         let sges = self.sges(RECEIVE, pieces)?;
         let failed = |cause| self.failed(RECEIVE, cause);
         let transport = &self.transport;
-        let by_fifo = |fifo: &ShmFifo| match fifo.may_receive() {
-            true => fifo.receive(transport, pieces).map_err(failed),
-            false => Ok(None),
-        };
+        let by_fifo = |fifo: &ShmFifo| fifo.receive(transport, pieces).map_err(failed);
         if let Some(fifo) = &self.fifo
             && let Some(receive) = by_fifo(fifo)?
         {
@@ -312,7 +279,10 @@ impl Peer {
             is_awaited |= !in_flight.is_empty();
         }
         is_awaited |= self.recycle_fifo();
-        if is_awaited || self.transport.has_awaited_companions() || self.transport.check().is_err() {
+        if is_awaited
+            || self.transport.companions().iter().any(|qp| qp.is_awaited())
+            || self.transport.check().is_err()
+        {
             self.transport.tend();
         }
     }

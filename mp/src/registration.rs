@@ -67,7 +67,7 @@ impl Registration {
 }
 
 #[cold]
-pub(crate) fn reversed(range: &Range<usize>) -> gdsync::Error {
+fn reversed(range: &Range<usize>) -> gdsync::Error {
     let (value, expected) = (format!("{range:?}"), "one that does not end before it starts");
     gdsync::Error::InvalidArgument { what: "the range of the buffer", value, expected }
 }

@@ -16,7 +16,7 @@
 use std::collections::VecDeque;
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
@@ -292,12 +292,9 @@ pub(crate) struct ShmFifo {
     memory: FifoPair,
     tx: Mutex<TxSide>,
     rx: Mutex<RxSide>,
-    /// What is known of `rx` without its lock: the number of the next message, how many receives are queued, how many are under
-    /// way, and whether the message for one more comes through the FIFO.
+    /// What is known of `rx` without its lock: the number of the next message, and how many receives are queued.
     next: AtomicU64,
     queued: AtomicUsize,
-    under_way: AtomicUsize,
-    takes_next: AtomicBool,
 }
 
 /// The receiver's side, locked. Dropping it publishes what is read without the lock.
@@ -327,17 +324,14 @@ impl Drop for RxGuard<'_> {
         let Self { fifo, rx } = self;
         fifo.next.store(rx.receiver.next(), Ordering::Relaxed);
         fifo.queued.store(rx.queued.len(), Ordering::Relaxed);
-        fifo.under_way.store(rx.len(), Ordering::Relaxed);
-        fifo.takes_next.store(rx.takes_next(), Ordering::Relaxed);
     }
 }
 
 /// Sending.
 impl ShmFifo {
     pub(crate) fn new(memory: FifoPair) -> Self {
-        let (tx, rx) = Default::default();
-        let (next, [queued, under_way], takes_next) = Default::default();
-        Self { memory, tx, rx, next, queued, under_way, takes_next }
+        let (tx, rx, next, queued) = Default::default();
+        Self { memory, tx, rx, next, queued }
     }
 
     /// Messages that were sent through the FIFO.
@@ -403,15 +397,9 @@ impl ShmFifo {
         RxGuard { fifo: self, rx: self.rx.lock() }
     }
 
-    /// Whether the message for one more receive seems to come through the FIFO.
-    #[inline]
-    pub(crate) fn may_receive(&self) -> bool {
-        self.takes_next.load(Ordering::Relaxed)
-    }
-
     /// Receives under way.
     pub(crate) fn under_way(&self) -> usize {
-        self.under_way.load(Ordering::Relaxed)
+        self.rx.lock().len()
     }
 
     /// Messages that have come through the FIFO.
@@ -428,7 +416,7 @@ impl ShmFifo {
         transport: &Transport,
         pieces: &[Piece<'_>],
     ) -> gdsync::Result<Option<Arc<FifoReceive>>> {
-        let depth = transport.limits.depth;
+        let depth = transport.depth;
         let mut rx = self.lock();
         if rx.receiver.end().is_none() && !can_be_filled(pieces) {
             self.close_for_long(transport, &mut rx);
@@ -451,7 +439,7 @@ impl ShmFifo {
         let buffers = pieces.iter().map(buffer).collect();
         rx.queued.push_back(Entry { receive: receive.clone(), buffers });
         drop(rx);
-        transport.credits.set_flag();
+        transport.credits.flag.set();
         Ok(Some(receive))
     }
 

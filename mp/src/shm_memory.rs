@@ -11,7 +11,7 @@ use gdsync::memory::Memory;
 use gdsync::shm::shm_fifo::{Sender, Slots, close};
 
 use crate::error::Result;
-use crate::exchange::Exchange;
+use crate::exchange::{Exchange, take};
 use crate::wait::Deadline;
 
 /// Cells of a FIFO, and pages: a message that does not fit into its cell is in the page that follows from its number.
@@ -152,13 +152,9 @@ impl SharedFile {
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
-        let (process, rest) = bytes.split_first_chunk()?;
-        let (fd, token) = rest.split_first_chunk()?;
-        Some(Self {
-            process: u32::from_be_bytes(*process),
-            fd: i32::from_be_bytes(*fd),
-            token: u64::from_be_bytes(*token.first_chunk()?),
-        })
+        let rest = &mut &bytes[..];
+        let (process, fd) = (u32::from_be_bytes(take(rest)), i32::from_be_bytes(take(rest)));
+        Some(Self { process, fd, token: u64::from_be_bytes(take(rest)) })
     }
 
     fn name(token: u64) -> String {

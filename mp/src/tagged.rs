@@ -52,7 +52,7 @@
 //!
 //! # Dead ranks
 //!
-//! fail what is under way with them. A receive from [`Source::Any`] goes on as long as another rank might send; it fails when all
+//! The death of a rank fails what is under way with it. A receive from [`Source::Any`] goes on as long as another rank might send; it fails when all
 //! others are lost. Messages that had arrived whole can be received afterwards. [`Tagged::shrink`] goes on without dead ranks.
 //!
 //! # GPU memory
@@ -75,8 +75,7 @@ use parking_lot::Mutex;
 pub use engine::Status;
 pub use matching::{Source, Tag};
 
-use crate::builder::CommunicatorBuilder;
-use crate::builder::Shrunk;
+use crate::builder::{CommunicatorBuilder, Shrunk};
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::registration::Registration;

@@ -111,7 +111,10 @@ pub(crate) struct Transport {
     /// It goes through the device for ranks of the same host.
     pub(crate) intra_host: bool,
     pub(crate) qp: QpPair,
-    pub(crate) limits: Limits,
+    /// Messages in each direction.
+    pub(crate) depth: usize,
+    /// Pieces of a message.
+    pub(crate) max_pieces: usize,
     pub(crate) credits: Credits,
     /// Shared memory beside the queue pair, for short messages of the CPU.
     pub(crate) fifo: Option<FifoPair>,
@@ -119,19 +122,10 @@ pub(crate) struct Transport {
     one_sided: AtomicU64,
     has_ended: AtomicBool,
     is_given_up: AtomicBool,
-    /// The connections of windows and channels to the same rank.
+    /// See [`Transport::companions`].
     companions: Mutex<Vec<Weak<QpPair>>>,
     /// Queue pairs of channels that were dropped here, but perhaps not by the rank, and what they still send.
     retired: Mutex<Vec<(Qp, KeyedPins)>>,
-}
-
-/// What a connection has room for.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Limits {
-    /// Messages in each direction.
-    pub(crate) depth: usize,
-    /// Pieces of a message.
-    pub(crate) pieces: usize,
 }
 
 impl Transport {
@@ -139,7 +133,7 @@ impl Transport {
         rank: usize,
         intra_host: bool,
         qp: QpPair,
-        limits: Limits,
+        queues: &QueueConfig,
         credits: Credits,
         fifo: Option<FifoPair>,
     ) -> Self {
@@ -149,7 +143,8 @@ impl Transport {
             rank,
             intra_host,
             qp,
-            limits,
+            depth: queues.depth,
+            max_pieces: queues.max_pieces as usize,
             credits,
             fifo,
             one_sided,
@@ -178,7 +173,7 @@ impl Transport {
             Direction::Recv => (&self.qp.recv, "receive queue"),
         };
         qp.check()?;
-        let (outstanding, depth) = (outstanding as u64, self.limits.depth as u64);
+        let (outstanding, depth) = (outstanding as u64, self.depth as u64);
         Err(gdsync::Error::QueueFull { queue, qpn: qp.qpn(), outstanding, depth, untaken: 0 })
     }
 
@@ -210,7 +205,7 @@ impl Transport {
     pub(crate) fn send(&self, sges: &[Sge]) -> gdsync::Result<Completion> {
         let completion = self.qp.send.post_send(&[SendWr::send(sges)])?;
         // The device waits for the receive, by retries.
-        self.credits.count(completion.index(), self.limits.depth);
+        self.credits.count(completion.index());
         Ok(completion)
     }
 
@@ -224,7 +219,7 @@ impl Transport {
     /// Posts an RDMA READ or WRITE to the queue of the messages. To be called by one thread at a time.
     pub(crate) fn post_one_sided(&self, wr: SendWr<'_>) -> gdsync::Result<Completion> {
         let completion = self.qp.send.post_send(&[wr])?;
-        self.credits.skip(completion.index(), self.limits.depth);
+        self.credits.skip(completion.index());
         self.one_sided.fetch_add(1, Ordering::Relaxed);
         Ok(completion)
     }
@@ -236,13 +231,13 @@ impl Transport {
 
     /// Adds a prepared send to a batch; it counts as the next message.
     pub(crate) fn send_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
-        let credit = self.credits.next(send.completion().index(), self.limits.depth);
+        let credit = self.credits.next(send.completion().index());
         post_after_credit(batch, credit, send)
     }
 
     /// Adds a send to a batch that was prepared some time ago, and skipped by the count.
     pub(crate) fn post_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
-        let credit = self.credits.post(send.completion().index(), self.limits.depth);
+        let credit = self.credits.post(send.completion().index());
         post_after_credit(batch, credit, send)
     }
 
@@ -290,13 +285,9 @@ impl Transport {
         self.retired.lock().push((qp.clone(), sends));
     }
 
-    fn companions(&self) -> Vec<Arc<QpPair>> {
+    /// The connections of windows and channels to the same rank.
+    pub(crate) fn companions(&self) -> Vec<Arc<QpPair>> {
         self.companions.lock().iter().filter_map(Weak::upgrade).collect()
-    }
-
-    /// Whether streams wait for the rank at the connections of windows or channels.
-    pub(crate) fn has_awaited_companions(&self) -> bool {
-        self.companions().iter().any(|qp| qp.is_awaited())
     }
 
     /// Ends the connection because the program asks for it.

@@ -62,14 +62,6 @@ fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
     }
 }
 
-/// As [`run`]. A panic ends all connections with an error: nothing announces their receives any more.
-fn run_guarded(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
-    if catch_unwind(AssertUnwindSafe(|| run(flag, peers, rma))).is_err() {
-        let error = gdsync::Error::Panicked { thread: "mp-watch" };
-        peers.iter().for_each(|peer| peer.transport.fail(&error));
-    }
-}
-
 /// The thread; it ends when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
@@ -86,9 +78,15 @@ impl Watchdog {
         rma: AllRmaQueues,
     ) -> io::Result<Self> {
         let watched = flag.clone();
-        let thread =
-            Builder::new().name("mp-watch".into()).spawn(move || run_guarded(&watched, &peers, &rma))?;
-        Ok(Self { flag, thread: Some(thread), pid: std::process::id() })
+        let run = move || {
+            if catch_unwind(AssertUnwindSafe(|| run(&watched, &peers, &rma))).is_err() {
+                // Nothing announces the receives of the connections any more.
+                let error = gdsync::Error::Panicked { thread: "mp-watch" };
+                peers.iter().for_each(|peer| peer.transport.fail(&error));
+            }
+        };
+        let thread = Some(Builder::new().name("mp-watch".into()).spawn(run)?);
+        Ok(Self { flag, thread, pid: std::process::id() })
     }
 }
 

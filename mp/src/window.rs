@@ -8,19 +8,18 @@ use std::time::Duration;
 use gdsync::memory::{Word32, Word64};
 use gdsync::mlx5::{MAX_MESSAGE, RemoteAddr};
 use gdsync::stream::{Batch, Cond, Stream};
-use gdsync::verbs::{Access, Completion, Mr, Qp, QpAddress, SendWr, Sge};
+use gdsync::verbs::{Access, Completion, Qp, QpAddress, SendWr, Sge};
 use smallvec::SmallVec;
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::exchange::{agree, table_row};
+use crate::exchange::{agree, table_row, take};
 use crate::path::BufferPath;
-use crate::registration::{Piece, Registration, reversed};
+use crate::registration::{Piece, Registration};
 use crate::request::Request;
 use crate::rma_queue::RmaQueues;
 use crate::transport::QpPair;
-use crate::wait::Deadline;
-use crate::wait::wait_value64_and;
+use crate::wait::{Deadline, wait_value64_and};
 
 /// SGEs of a work request: as many as need no more room than inline data.
 const MAX_SGES: usize = 6;
@@ -68,21 +67,17 @@ struct Part {
 impl Part {
     const BYTES: usize = 20;
 
-    fn to_bytes(self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[..8].copy_from_slice(&self.at.addr.to_le_bytes());
-        bytes[8..16].copy_from_slice(&(self.size as u64).to_le_bytes());
-        bytes[16..].copy_from_slice(&self.at.rkey.to_le_bytes());
-        bytes
+    fn to_bytes(self) -> Vec<u8> {
+        let numbers = [self.at.addr, self.size as u64].map(u64::to_le_bytes);
+        [numbers.as_flattened(), &self.at.rkey.to_le_bytes()].concat()
     }
 
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
-        let (addr, rest) = bytes.split_first_chunk::<8>()?;
-        let (size, rkey) = rest.split_first_chunk::<8>()?;
-        let size = usize::try_from(u64::from_le_bytes(*size)).ok()?;
-        let rkey = u32::from_le_bytes(*rkey.first_chunk()?);
-        let at = RemoteAddr { addr: u64::from_le_bytes(*addr), rkey };
-        at.addr.checked_add(size as u64).map(|_| Self { at, size })
+        let rest = &mut &bytes[..];
+        let [addr, size] = [take(rest), take(rest)].map(u64::from_le_bytes);
+        let at = RemoteAddr { addr, rkey: u32::from_le_bytes(take(rest)) };
+        addr.checked_add(size)?;
+        Some(Self { at, size: usize::try_from(size).ok()? })
     }
 }
 
@@ -165,7 +160,7 @@ impl Window {
         let deadline = Deadline::after(timeout);
         let comm = &self.0.comm;
         let ours = part(registration, &range, self.0.queues.intra_host);
-        let record = ours.as_ref().map(|part| part.to_bytes().to_vec()).unwrap_or_default();
+        let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
         let records = comm.0.exchange.lock().allgather(&record, deadline.remaining())?;
         ours?;
         let parts = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
@@ -266,9 +261,8 @@ impl Window {
 
 /// The part of this rank.
 fn part(registration: &Registration, range: &Range<usize>, intra_host: bool) -> Result<Part> {
-    let size = registration.memory().len();
-    let registration = registration.mr(intra_host);
-    let access = registration.access();
+    let mr = registration.mr(intra_host);
+    let access = mr.access();
     if access != Access::all() {
         return Err(Error::Device(gdsync::Error::InvalidArgument {
             what: "the registration of the window",
@@ -276,11 +270,8 @@ fn part(registration: &Registration, range: &Range<usize>, intra_host: bool) -> 
             expected: "one of Communicator::register: peers have no access to cached registrations",
         }));
     }
-    match range.end.checked_sub(range.start) {
-        Some(len) if range.end <= size => Ok(Part { at: registration.remote(range.start)?, size: len }),
-        Some(len) => Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into()),
-        None => Err(reversed(range).into()),
-    }
+    registration.check_range(range)?;
+    Ok(Part { at: mr.remote(range.start)?, size: range.len() })
 }
 
 /// The parts of all ranks, and what follows them in their records.
@@ -443,31 +434,21 @@ impl<'a> Rma<'a> {
         }
     }
 
-    /// The same, as the intra-host device addresses them, or the other one.
+    /// The same, as the intra-host device addresses them, or the other one: none for no bytes, several where they are many.
     fn sges(&self, intra_host: bool) -> Result<Sges> {
         let mut sges = Sges::new();
         for (buffer, range) in self.pieces() {
-            add_sges(&mut sges, buffer.mr(intra_host), range)?;
+            // Also where the range is empty.
+            buffer.check_range(range)?;
+            let mut start = range.start;
+            while start < range.end {
+                let len = (range.end - start).min(MAX_SGE);
+                sges.push(buffer.mr(intra_host).sge(start, len)?);
+                start += len;
+            }
         }
         Ok(sges)
     }
-}
-
-/// Adds the bytes `range` of a buffer: nothing if there are none, several elements if they are many.
-fn add_sges(sges: &mut Sges, buffer: &Mr, range: &Range<usize>) -> Result<()> {
-    let len = range.end.checked_sub(range.start).ok_or_else(|| reversed(range))?;
-    // Also checked where the range is empty.
-    let size = buffer.memory().len();
-    if range.end > size {
-        return Err(gdsync::Error::OutOfBounds { offset: range.start, len, size }.into());
-    }
-    let mut start = range.start;
-    while start < range.end {
-        let len = (range.end - start).min(MAX_SGE);
-        sges.push(buffer.sge(start, len)?);
-        start += len;
-    }
-    Ok(())
 }
 
 /// A change of a 64-bit word of the target, after an operation: see [`Rma::with_signal`]. The target waits for it with
@@ -650,7 +631,10 @@ impl Window {
         match rma.what {
             What::Put(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::write(at, sges))),
             What::Get(_) => chunks(at, sges, |at, sges| wrs.push(SendWr::read(at, sges))),
-            What::PutBytes(bytes) if bytes.len() > MAX_INLINE => return Err(too_long(rma, bytes)),
+            What::PutBytes(bytes) if bytes.len() > MAX_INLINE => {
+                let expected = "at most mp::MAX_INLINE, or a registration";
+                return Err(invalid(rma, "bytes to put", bytes.len().to_string(), expected));
+            }
             What::PutBytes(bytes) if !bytes.is_empty() => wrs.push(SendWr::write_inline(at, bytes)),
             What::PutBytes(_) | What::Signal => {}
             What::Add { add, .. } => {
@@ -677,12 +661,8 @@ impl Window {
     fn signal<'a>(&self, rma: &Rma<'_>, signal: &Signal<'_>, value: &'a [u8; 8]) -> Result<SendWr<'a>> {
         let window = signal.window.unwrap_or(self);
         if !Arc::ptr_eq(&window.0.queues, &self.0.queues) {
-            let cause = gdsync::Error::InvalidArgument {
-                what: "the window of the signal",
-                value: format!("{window:?}"),
-                expected: "one that was made with Window::beside of the window of the operation",
-            };
-            return Err(Error::Message { rank: rma.rank, operation: rma.name(), cause });
+            let expected = "one that was made with Window::beside of the window of the operation";
+            return Err(invalid(rma, "the window of the signal", format!("{window:?}"), expected));
         }
         let at = aligned(rma, window.remote("signal", rma.rank, signal.offset, 8)?)?;
         let wr = match signal.add {
@@ -776,9 +756,8 @@ impl Window {
 }
 
 #[cold]
-fn too_long(rma: &Rma<'_>, bytes: &[u8]) -> Error {
-    let (value, expected) = (bytes.len().to_string(), "at most mp::MAX_INLINE, or a registration");
-    let cause = gdsync::Error::InvalidArgument { what: "bytes to put", value, expected };
+fn invalid(rma: &Rma<'_>, what: &'static str, value: String, expected: &'static str) -> Error {
+    let cause = gdsync::Error::InvalidArgument { what, value, expected };
     Error::Message { rank: rma.rank, operation: rma.name(), cause }
 }
 
@@ -804,9 +783,7 @@ fn aligned(rma: &Rma<'_>, at: RemoteAddr) -> Result<RemoteAddr> {
     if at.addr.is_multiple_of(8) {
         return Ok(at);
     }
-    let (what, value) = ("the address of the word at the target", format!("{:#x}", at.addr));
-    let cause = gdsync::Error::InvalidArgument { what, value, expected: "a multiple of 8" };
-    Err(Error::Message { rank: rma.rank, operation: rma.name(), cause })
+    Err(invalid(rma, "the address of the word at the target", format!("{:#x}", at.addr), "a multiple of 8"))
 }
 
 #[cfg(test)]

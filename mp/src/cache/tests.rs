@@ -91,23 +91,6 @@ fn ranges_are_registered_once() {
 }
 
 #[test]
-fn the_least_recently_used_is_evicted_first() {
-    let fixture = Fixture::new(64, config(3, 1 << 20));
-    let held = fixture.get(0..10);
-    fixture.get(20..30);
-    fixture.get(40..50);
-    fixture.get(20..25);
-    fixture.get(60..70);
-    assert_eq!(fixture.kept(), [(0, 10), (20, 30), (60, 70)]);
-    fixture.get(80..90);
-    assert_eq!(fixture.kept(), [(0, 10), (60, 70), (80, 90)]);
-    drop(held);
-    fixture.get(100..110);
-    assert_eq!(fixture.kept(), [(60, 70), (80, 90), (100, 110)]);
-    assert_eq!(fixture.cache.stats().evictions, 3);
-}
-
-#[test]
 fn messages_under_way_count_as_uses() {
     let fixture = Fixture::new(64, config(1, 1 << 20));
     let message = Registration::clone(&fixture.get(0..10));
@@ -118,57 +101,33 @@ fn messages_under_way_count_as_uses() {
     assert_eq!(fixture.kept(), [(20, 30)]);
 }
 
+/// Ranges that are used and dropped one after the other, with what is kept then: at most three, of 100 bytes together.
 #[test]
-fn bytes_are_bounded() {
-    let fixture = Fixture::new(64, config(64, 100));
-    fixture.get(0..40);
-    fixture.get(100..140);
-    fixture.get(200..301);
-    assert_eq!((fixture.kept(), fixture.cache.stats().uncached), (vec![(0, 40), (100, 140)], 1));
-    fixture.get(200..300);
-    let stats = fixture.cache.stats();
-    assert_eq!((fixture.kept(), stats.bytes, stats.evictions), (vec![(200, 300)], 100, 2));
-}
-
-#[test]
-fn overlapping_ranges_are_merged() {
-    let fixture = Fixture::new(64, config(8, 100));
-    fixture.get(0..20);
-    let held = fixture.get(30..50);
-    fixture.get(10..40);
-    assert_eq!((fixture.kept(), fixture.cache.stats().merged), (vec![(0, 50)], 2));
-    held.memory().write(0, b"still registered").unwrap();
-    fixture.get(50..60);
-    assert_eq!(fixture.kept(), [(0, 50), (50, 60)], "neighbours do not overlap");
-    fixture.get(40..141);
-    assert_eq!(
-        (fixture.kept(), fixture.cache.stats().uncached),
-        (vec![(0, 50), (50, 60)], 1),
-        "too long to be kept"
-    );
-    fixture.get(59..100);
-    fixture.get(99..150);
-    assert_eq!(fixture.kept(), [(50, 150)], "the oldest made room");
-    fixture.get(149..160);
-    assert_eq!(fixture.kept(), [(149, 160)], "together they would be too long");
-}
-
-#[test]
-fn invalidated_ranges_are_registered_again() {
-    let fixture = Fixture::new(64, config(8, 1 << 20));
-    for part in [0..10, 10..20, 20..30] {
-        fixture.get(part);
+fn ranges_are_merged_and_evicted() {
+    let fixture = Fixture::new(64, config(3, 100));
+    let held = fixture.get(0..10);
+    for (part, kept) in [
+        (20..30, &[(0, 10), (20, 30)][..]),
+        (40..50, &[(0, 10), (20, 30), (40, 50)]),
+        (20..25, &[(0, 10), (20, 30), (40, 50)]),
+        // The oldest but the one in use leaves.
+        (60..70, &[(0, 10), (20, 30), (60, 70)]),
+        (25..65, &[(0, 10), (20, 70)]),
+        // Neighbours do not overlap.
+        (70..80, &[(0, 10), (20, 70), (70, 80)]),
+        // Too long to be kept.
+        (65..166, &[(0, 10), (20, 70), (70, 80)]),
+        // The oldest makes room; together they would be too long.
+        (79..165, &[(0, 10), (79, 165)]),
+        (5..20, &[(0, 20)]),
+    ] {
+        fixture.get(part.clone());
+        assert_eq!(fixture.kept(), kept, "{part:?}");
     }
-    assert_eq!(fixture.invalidate(5..11), 2);
-    assert_eq!(fixture.invalidate(5..11), 0);
-    assert_eq!(fixture.kept(), [(20, 30)]);
-    let held = fixture.get(20..30);
-    assert_eq!(fixture.cache.clear(), 1);
-    assert_eq!(fixture.cache.stats().entries, 0);
     held.memory().write(0, b"registered").unwrap();
-    let misses = fixture.cache.stats().misses;
-    fixture.get(20..30);
-    assert_eq!(fixture.cache.stats().misses, misses + 1);
+    let CacheStats { merged, uncached, evictions, .. } = fixture.cache.stats();
+    assert_eq!((merged, uncached, evictions), (4, 1, 3));
+    assert_eq!((fixture.invalidate(19..30), fixture.invalidate(19..30), fixture.kept()), (1, 0, vec![]));
 }
 
 #[test]
@@ -227,18 +186,14 @@ fn a_cache_that_is_off_keeps_nothing() {
         let stats = CacheStats { uncached: 3, ..CacheStats::default() };
         assert_eq!(fixture.cache.stats(), stats, "{keep:?} {variable:?}");
     }
+    let none = Fixture::new(1, config(0, 1 << 20));
+    none.get(0..10);
+    none.get(0..10);
+    assert_eq!(none.cache.stats(), CacheStats { uncached: 2, ..CacheStats::default() });
     let on = CacheConfig { keep: Keep::Nothing, ..CacheConfig::default() }.or(Some("on")).unwrap();
     assert_eq!(on, CacheConfig::default());
     let error = CacheConfig::default().or(Some("yes")).unwrap_err().to_string();
     assert!(error.contains("MP_REG_CACHE") && error.contains("'yes'") && error.contains("off"), "{error}");
-}
-
-#[test]
-fn a_cache_of_no_entries_keeps_nothing() {
-    let fixture = Fixture::new(1, config(0, 1 << 20));
-    drop(fixture.get(0..10));
-    drop(fixture.get(0..10));
-    assert_eq!(fixture.cache.stats(), CacheStats { uncached: 2, ..CacheStats::default() });
 }
 
 const ENTRIES: usize = 4;
@@ -527,11 +482,9 @@ fn free(addr: u64) {
 }
 
 fn get(fixture: &Fixture, addr: u64, len: usize) -> Cached {
-    let register = |memory: &gdsync::memory::Memory| {
-        fixture.pd.register(memory, Access::LOCAL_WRITE).map(|mr| Registration::new(mr, None))
-    };
+    let (range, register) = (addr..addr + len as u64, |memory: &Memory| fixture.register(memory));
     // SAFETY: the tests free the memory after the handle is dropped.
-    let cached = unsafe { fixture.cache.get(Some(gpu()), &(addr..addr + len as u64), register) }.unwrap();
+    let cached = unsafe { fixture.cache.get(Some(gpu()), &range, register) }.unwrap();
     assert_eq!((cached.memory().addr(), cached.memory().len()), (addr, len));
     cached
 }

@@ -125,7 +125,7 @@ impl Collectives {
         root: usize,
         timeout: Duration,
     ) -> Result<()> {
-        self.check_rank(root)?;
+        self.comm.peer(root)?;
         buffer.check_range(&range)?;
         let rounds = schedule::broadcast(self.comm.rank(), self.comm.size(), root);
         let whole = |_: &Range<usize>| range.clone();
@@ -235,10 +235,6 @@ impl Collectives {
             then: None,
         };
         exchanges.iter().map(round).collect()
-    }
-
-    pub(super) fn check_rank(&self, rank: usize) -> Result<()> {
-        self.comm.peer(rank).map(drop)
     }
 
     pub(super) fn parts(&self, buffer: &Registration, range: &Range<usize>) -> Result<Parts> {

@@ -111,7 +111,7 @@ impl Collectives {
         range: Range<usize>,
         root: usize,
     ) -> Result<Pending> {
-        self.check_rank(root)?;
+        self.comm.peer(root)?;
         buffer.check_range(&range)?;
         let to = |rank| part(rank, buffer, range.clone());
         let (sends, receives) = match self.comm.rank() == root {

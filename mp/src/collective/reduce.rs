@@ -1,5 +1,6 @@
 //! Reductions of values, with the same bits on every rank, whatever the order of the two operands.
 
+use std::cmp::Ordering;
 use std::fmt;
 
 /// How an allreduce combines values.
@@ -49,23 +50,15 @@ macro_rules! number {
             $type,
             // One NaN for all: the bits that an addition keeps depend on the order of its operands.
             |a, b| if (a + b).is_nan() { <$type>::NAN } else { a + b },
-            |a, b| match (a.is_nan() || b.is_nan(), a.total_cmp(&b).is_le()) {
-                (true, _) => <$type>::NAN,
-                (false, first) =>
-                    if first {
-                        a
-                    } else {
-                        b
-                    },
+            |a, b| match a.total_cmp(&b) {
+                _ if a.is_nan() || b.is_nan() => <$type>::NAN,
+                Ordering::Greater => b,
+                _ => a,
             },
-            |a, b| match (a.is_nan() || b.is_nan(), a.total_cmp(&b).is_ge()) {
-                (true, _) => <$type>::NAN,
-                (false, first) =>
-                    if first {
-                        a
-                    } else {
-                        b
-                    },
+            |a, b| match a.total_cmp(&b) {
+                _ if a.is_nan() || b.is_nan() => <$type>::NAN,
+                Ordering::Less => b,
+                _ => a,
             }
         );
     };

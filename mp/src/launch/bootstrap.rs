@@ -10,7 +10,9 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::connection::{Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive};
+use super::connection::{
+    Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, send_to_all,
+};
 use super::environment::{Launch, Root};
 use super::pmi;
 use super::rendezvous::{self, Listeners, Rendezvous, RootListener};
@@ -58,11 +60,11 @@ impl Bootstrap {
         }
         let rendezvous = match &launch.root {
             Root::Pmi { host } => {
-                let session = pmi::session(launch.rank, host.as_deref(), &deadline)?;
+                let (rendezvous, token) = pmi::session(launch.rank, host.as_deref(), &deadline)?;
                 if job.token == 0 {
-                    job.token = session.token;
+                    job.token = token;
                 }
-                session.rendezvous
+                rendezvous
             }
             root => rendezvous::of(root, launch.rank)?,
         };
@@ -115,7 +117,7 @@ impl Bootstrap {
         drop(root);
         let mut bootstrap = Self::new(0, job, peers);
         let welcome = job.frame(Kind::Welcome, 0, &[]);
-        bootstrap.guarded(|this| this.send_to_all(&welcome, Kind::Welcome, deadline))?;
+        bootstrap.guarded(|this| send_to_all(&mut this.peers, &welcome, Kind::Welcome.name(), deadline))?;
         Ok(bootstrap)
     }
 
@@ -163,14 +165,10 @@ impl Bootstrap {
     /// [`Error::Bootstrap`] names the rank that is gone. It is final.
     pub fn check(&mut self) -> Result<()> {
         self.guarded(|this| {
-            let first = this.first_peer();
-            let mut ranks = this.peers.iter_mut().zip(first..);
+            // The others have rank 0 alone.
+            let mut ranks = this.peers.iter_mut().zip(u32::from(this.rank == 0)..);
             ranks.try_for_each(|(conn, rank)| conn.check().map_err(|error| Failure { rank, error }))
         })
-    }
-
-    fn first_peer(&self) -> u32 {
-        u32::from(self.rank == 0)
     }
 
     /// Runs `operation` unless an earlier one failed. Keeps its error, and reports it to the peers.
@@ -200,7 +198,7 @@ impl Bootstrap {
                 for (part, rank) in parts.iter().zip(0..) {
                     this.job.put(&mut all, kind, rank, part);
                 }
-                match this.send_to_all(&all.into(), kind, &deadline) {
+                match send_to_all(&mut this.peers, &all.into(), kind.name(), &deadline) {
                     // All have contributed, and the others go on: the next call reports the rank that missed the answer.
                     Err(failure) if !matches!(failure.error, Error::Deadline { .. }) => {
                         announce(&mut this.peers, &this.job, &failure);
@@ -235,27 +233,6 @@ impl Bootstrap {
             Ok(Step { done: parts[index].is_some(), events: libc::POLLIN })
         })?;
         Ok(std::iter::once(own.to_vec()).chain(parts.into_iter().flatten()).collect())
-    }
-
-    /// Rank 0: sends the same bytes to all, also after one is found dead.
-    fn send_to_all(
-        &mut self,
-        bytes: &Arc<[u8]>,
-        kind: Kind,
-        deadline: &Deadline,
-    ) -> std::result::Result<(), Failure> {
-        self.peers.iter_mut().for_each(|conn| conn.send(bytes.clone()));
-        let mut failed = None;
-        drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
-            let done = conn.flush().unwrap_or_else(|error| {
-                let rank = u32::try_from(index + 1).expect("a rank");
-                failed.get_or_insert(Failure { rank, error });
-                conn.drop_output();
-                true
-            });
-            Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
-        })?;
-        failed.map_or(Ok(()), Err)
     }
 
     /// Other ranks: sends what is queued and takes `count` frames, about ranks 0 and up.

@@ -14,7 +14,7 @@
 
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{IpAddr, Shutdown, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,6 +22,7 @@ use std::time::Duration;
 use gdsync::error::printable;
 
 use crate::error::{Error, Result};
+use crate::exchange::take;
 use crate::wait::Deadline;
 
 /// Most bytes one rank may contribute to an exchange.
@@ -29,6 +30,8 @@ pub const MAX_PAYLOAD: usize = 64 << 20;
 
 pub(super) const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and port, \
                                    and that no firewall is between";
+pub(super) const FIX_FILES: &str = "raise the limit on open files (ulimit -n)";
+pub(super) const FIX_NETWORK: &str = "check the network of this host";
 const FIX_DEAD: &str = "its own output says why it ended; restart the job";
 const FIX_REFUSED: &str = "start all ranks with the same program, size and GDSYNC_JOB_TOKEN, and each rank once; \
                            or use another MASTER_PORT";
@@ -120,23 +123,19 @@ impl Header {
 
     /// Reads a header, or says what is wrong with it.
     pub(super) fn decode(bytes: &[u8; HEADER]) -> std::result::Result<Self, String> {
-        let [m0, m1, m2, m3, v0, v1, k0, k1, r0, r1, r2, r3, s0, s1, s2, s3, token @ .., l0, l1, l2, l3] =
-            *bytes;
-        if [m0, m1, m2, m3] != MAGIC {
+        let rest = &mut &bytes[..];
+        if take(rest) != MAGIC {
             return Err("sent something that is not a gdsync bootstrap frame".to_owned());
         }
-        let version = u16::from_be_bytes([v0, v1]);
+        let version = u16::from_be_bytes(take(rest));
         if version != VERSION {
             return Err(format!("speaks bootstrap version {version}, this rank version {VERSION}"));
         }
-        let kind = u16::from_be_bytes([k0, k1]);
-        Ok(Self {
-            kind: Kind::from_wire(kind).ok_or_else(|| format!("sent a frame of unknown kind {kind}"))?,
-            rank: u32::from_be_bytes([r0, r1, r2, r3]),
-            size: u32::from_be_bytes([s0, s1, s2, s3]),
-            token: u64::from_be_bytes(token),
-            len: u32::from_be_bytes([l0, l1, l2, l3]),
-        })
+        let kind = u16::from_be_bytes(take(rest));
+        let kind = Kind::from_wire(kind).ok_or_else(|| format!("sent a frame of unknown kind {kind}"))?;
+        let [rank, size] = [take(rest), take(rest)].map(u32::from_be_bytes);
+        let (token, len) = (u64::from_be_bytes(take(rest)), u32::from_be_bytes(take(rest)));
+        Ok(Self { kind, rank, size, token, len })
     }
 }
 
@@ -171,7 +170,7 @@ impl Job {
     }
 
     /// One frame about `rank`, ready to send.
-    pub(super) fn frame(&self, kind: Kind, rank: u32, payload: &[u8]) -> std::sync::Arc<[u8]> {
+    pub(super) fn frame(&self, kind: Kind, rank: u32, payload: &[u8]) -> Arc<[u8]> {
         let mut out = Vec::with_capacity(HEADER + payload.len());
         self.put(&mut out, kind, rank, payload);
         out.into()
@@ -246,11 +245,6 @@ impl Conn {
             }
         }
         Ok(true)
-    }
-
-    /// Discards what is queued.
-    pub(super) fn drop_output(&mut self) {
-        self.output = None;
     }
 
     fn header(&self) -> Result<Option<Header>> {
@@ -344,6 +338,18 @@ impl Conn {
     }
 }
 
+/// Dials an address, until the deadline and no longer than `limit`.
+pub(super) fn connect(address: SocketAddr, limit: Duration, deadline: &Deadline) -> io::Result<TcpStream> {
+    // A limit of zero is an error.
+    let limit = deadline.remaining().clamp(Duration::from_millis(1), limit);
+    let stream = TcpStream::connect_timeout(&address, limit)?;
+    // Without a listener, a socket that dials an ephemeral port can connect to itself.
+    match stream.local_addr()? == stream.peer_addr()? {
+        true => Err(ErrorKind::ConnectionRefused.into()),
+        false => Ok(stream),
+    }
+}
+
 /// An error, and the rank that caused it.
 #[derive(Debug)]
 pub(super) struct Failure {
@@ -398,6 +404,27 @@ pub(super) fn drive(
         }
         wait(&mut fds, deadline.remaining()).map_err(|error| Failure { rank: 0, error })?;
     }
+}
+
+/// Sends the same bytes to ranks 1 and up, also after one is found dead, which is the error then.
+pub(super) fn send_to_all(
+    conns: &mut [Conn],
+    bytes: &Arc<[u8]>,
+    what: &str,
+    deadline: &Deadline,
+) -> std::result::Result<(), Failure> {
+    conns.iter_mut().for_each(|conn| conn.send(bytes.clone()));
+    let mut failed = None;
+    drive(conns, 1, what, deadline, |index, conn| {
+        let done = conn.flush().unwrap_or_else(|error| {
+            let rank = u32::try_from(index + 1).expect("a rank");
+            failed.get_or_insert(Failure { rank, error });
+            conn.output = None;
+            true
+        });
+        Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
+    })?;
+    failed.map_or(Ok(()), Err)
 }
 
 /// Sleeps until one of the descriptors is ready, a signal arrives, or `limit` is over.

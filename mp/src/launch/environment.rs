@@ -387,6 +387,10 @@ mod tests {
         Root::At(root.into())
     }
 
+    fn by_pmi(host: Option<&str>) -> Root {
+        Root::Pmi { host: host.map(str::to_owned) }
+    }
+
     fn error(vars: &str) -> String {
         match detect(vars) {
             Err(error @ Error::Launch { .. }) => error.to_string(),
@@ -394,161 +398,120 @@ mod tests {
         }
     }
 
+    const TORCHRUN: &str = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=1234 \
+                            TORCHELASTIC_RUN_ID=job";
+    const OPEN_MPI: &str = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=3 \
+                            OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=prterun-n1-77@1";
+    const HYDRA: &str = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2";
+    const SEVERAL: &str = "PMI_RANK=1 PMI_SIZE=4 PMI_FD=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2";
+    const SRUN: &str = "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=42 SLURM_STEP_ID=1 \
+                        SLURM_JOB_NODELIST=other[1-9] SLURM_STEP_NODELIST=node[003-007,9],gpu1";
+
+    /// `sbatch` sets the last one for its script, which is no rank of anything.
     #[test]
     fn no_launcher_is_none() {
-        assert_eq!(detect("").unwrap(), None);
-        assert_eq!(detect("MASTER_ADDR=a MASTER_PORT=1 PATH=/bin RANK= WORLD_SIZE=").unwrap(), None);
+        let unset = "MASTER_ADDR=a MASTER_PORT=1 PATH=/bin RANK= WORLD_SIZE=";
+        for vars in ["", unset, "SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_JOB_ID=1"] {
+            assert_eq!(detect(vars).unwrap(), None, "{vars}");
+        }
     }
 
     #[test]
-    fn torchrun() {
-        let vars = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=n1 MASTER_PORT=1234";
-        let expected = Launch {
-            rank: 5,
-            size: 8,
-            local_rank: 1,
-            local_size: Some(4),
-            root: at("n1:1234"),
-            token: 0,
-            launcher: Launcher::Env,
-        };
-        assert_eq!(launch(vars), expected);
+    fn launchers_tell_places() {
+        for (vars, launcher, rank, size, local_rank, local_size, job) in [
+            (TORCHRUN, Launcher::Env, 5, 8, 1, Some(4), "job"),
+            (OPEN_MPI, Launcher::OpenMpi, 3, 4, 3, Some(4), "prterun-n1-77@1"),
+            (&format!("{HYDRA} PALS_APID=x"), Launcher::Pmi, 1, 2, 1, Some(2), "x"),
+            (
+                "PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PALS_APID=x",
+                Launcher::Pmi,
+                1,
+                2,
+                1,
+                Some(2),
+                "x",
+            ),
+            (SRUN, Launcher::Slurm, 2, 4, 0, None, "42.1"),
+            (&format!("{SRUN} SLURM_STEP_NUM_NODES=1"), Launcher::Slurm, 2, 4, 0, Some(4), "42.1"),
+        ] {
+            let root = launch(vars).root;
+            let token = hash(job);
+            let expected = Launch { rank, size, local_rank, local_size, root, token, launcher };
+            assert_eq!(launch(vars), expected, "{vars}");
+        }
+        // By hand: all ranks are here if rank 0 is at a loopback address.
+        for (address, local_rank) in [("127.0.0.1", 1), ("::1", 1), ("n1", 0)] {
+            let found = launch(&format!("RANK=1 WORLD_SIZE=2 MASTER_ADDR={address}"));
+            assert_eq!((found.local_rank, found.local_size, found.token), (local_rank, None, 0), "{address}");
+        }
+    }
+
+    /// Variables set by hand win, then what starts the ranks, not what is around it.
+    #[test]
+    fn the_innermost_launcher_wins() {
+        for (vars, launcher) in [
+            (format!("{OPEN_MPI} SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1"), Launcher::OpenMpi),
+            (format!("{OPEN_MPI} RANK=0 WORLD_SIZE=1"), Launcher::Env),
+            // srun with a PMI plug-in, and Hydra inside an allocation.
+            (format!("{SRUN} PMI_RANK=2 PMI_SIZE=4"), Launcher::Slurm),
+            (format!("{SRUN} PMI_RANK=2 PMI_SIZE=4 PMI_FD=5"), Launcher::Slurm),
+            (format!("{SRUN} PMIX_RANK=2"), Launcher::Slurm),
+            (
+                format!("{SRUN} PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MASTER_ADDR=n MASTER_PORT=1"),
+                Launcher::Pmi,
+            ),
+        ] {
+            assert_eq!(launch(&vars).launcher, launcher, "{vars}");
+        }
     }
 
     #[test]
-    fn the_port_of_the_torchrun_agent_is_avoided() {
-        let vars = "RANK=0 WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=1234 TORCHELASTIC_RUN_ID=job";
-        assert_eq!(launch(vars).root, at("n1:1234"));
-        let agent = launch(&format!("{vars} TORCHELASTIC_USE_AGENT_STORE=True"));
-        assert_eq!(agent.root, at(format!("n1:{}", port_of("job:1234"))));
-        assert_ne!(agent.root, at("n1:1234"));
-    }
-
-    #[test]
-    fn by_hand_on_one_host() {
-        let by_hand = launch("RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1");
-        assert_eq!((by_hand.root, by_hand.local_rank, by_hand.local_size), (at("127.0.0.1:29500"), 1, None));
-        assert_eq!(launch("RANK=1 WORLD_SIZE=2 MASTER_ADDR=n1").local_rank, 0);
-        assert_eq!(launch("RANK=0 WORLD_SIZE=1").root, at("127.0.0.1:29500"));
-    }
-
-    #[test]
-    fn open_mpi() {
-        let vars = "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=3 \
-                OMPI_COMM_WORLD_LOCAL_SIZE=4 PMIX_NAMESPACE=prterun-n1-77@1";
-        let found = launch(vars);
-        assert_eq!((found.rank, found.size, found.local_rank, found.local_size), (3, 4, 3, Some(4)));
-        assert_eq!(found.root, at(format!("127.0.0.1:{}", port_of("prterun-n1-77@1"))));
-        assert_eq!(found.token, hash("prterun-n1-77@1"));
-        assert_eq!(found.launcher, Launcher::OpenMpi);
-        // mpirun inside a Slurm allocation, and variables set by hand, which win.
-        assert_eq!(
-            launch(&format!("{vars} SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1")).launcher,
-            Launcher::OpenMpi
-        );
-        assert_eq!(launch(&format!("{vars} RANK=0 WORLD_SIZE=1")).launcher, Launcher::Env);
-    }
-
-    #[test]
-    fn hydra() {
-        let vars = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2";
-        let found = launch(&format!("{vars} MASTER_PORT=7000"));
-        assert_eq!((found.rank, found.size, found.local_rank, found.local_size), (1, 2, 1, Some(2)));
-        assert_eq!((found.root, found.launcher), (at("127.0.0.1:7000"), Launcher::Pmi));
-        assert!(error(vars).contains("set MASTER_PORT"));
-        assert_eq!(
-            launch("PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_RANK=1 PMI_LOCAL_SIZE=2 PALS_APID=x").local_rank,
-            1
-        );
-    }
-
-    #[test]
-    fn hydra_by_pmi() {
-        let pmi = |host: &str| Root::Pmi { host: Some(host.to_owned()) };
-        let vars = "PMI_RANK=1 PMI_SIZE=4 PMI_FD=8 MPI_LOCALRANKID=1";
-        let here = launch(&format!("{vars} MPI_LOCALNRANKS=4 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n1"));
-        assert_eq!((here.root, here.token), (pmi("127.0.0.1"), 0));
-        let several = format!("{vars} MPI_LOCALNRANKS=2");
-        assert_eq!(launch(&several).root, Root::Pmi { host: None });
-        assert_eq!(launch(&format!("{several} MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n1")).root, pmi("n1"));
-        assert_eq!(launch(&format!("{several} PMI_HOSTNAME=n3")).root, pmi("n3"));
-        assert_eq!(launch(&format!("{several} MASTER_ADDR=n2")).root, pmi("n2"));
-        assert_eq!(launch(&format!("{several} MASTER_ADDR=n2 MASTER_PORT=5")).root, at("n2:5"));
-        // srun says everything by itself.
-        assert!(matches!(launch(&format!("{SRUN} PMI_RANK=2 PMI_SIZE=4 PMI_FD=5")).root, Root::At(_)));
-    }
-
-    #[test]
-    fn launchers_that_do_not_tell_ranks() {
-        assert!(error("PMI_PORT=n1:4000 PMI_ID=0").contains("-pmi-port"));
-        assert!(error("PMIX_RANK=1 PMIX_NAMESPACE=prterun-n1-7@1").contains("--personality ompi"));
-        assert_eq!(launch(&format!("{SRUN} PMIX_RANK=2")).launcher, Launcher::Slurm);
+    fn rank_0_is_found() {
+        let agent = "TORCHELASTIC_USE_AGENT_STORE=True";
+        for (vars, root) in [
+            (TORCHRUN.to_owned(), at("n1:1234")),
+            // The agent of torchrun keeps the port.
+            (format!("{TORCHRUN} {agent}"), at(format!("n1:{}", port_of("job:1234")))),
+            ("RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1".to_owned(), at("127.0.0.1:29500")),
+            ("RANK=0 WORLD_SIZE=1".to_owned(), at("127.0.0.1:29500")),
+            ("RANK=0 WORLD_SIZE=2 MASTER_PORT=5 MASTER_ADDR=fe80::1".to_owned(), at("[fe80::1]:5")),
+            ("RANK=0 WORLD_SIZE=2 MASTER_PORT=5 MASTER_ADDR=[fe80::1]".to_owned(), at("[fe80::1]:5")),
+            (OPEN_MPI.to_owned(), at(format!("127.0.0.1:{}", port_of("prterun-n1-77@1")))),
+            (format!("{HYDRA} MASTER_PORT=7000"), at("127.0.0.1:7000")),
+            (format!("{HYDRA} PMI_FD=8 MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n1"), by_pmi(Some("127.0.0.1"))),
+            (SEVERAL.to_owned(), by_pmi(None)),
+            (format!("{SEVERAL} MPIR_CVAR_CH3_INTERFACE_HOSTNAME=n1"), by_pmi(Some("n1"))),
+            (format!("{SEVERAL} PMI_HOSTNAME=n3"), by_pmi(Some("n3"))),
+            (format!("{SEVERAL} MASTER_ADDR=n2"), by_pmi(Some("n2"))),
+            (format!("{SEVERAL} MASTER_ADDR=n2 MASTER_PORT=5"), at("n2:5")),
+            (SRUN.to_owned(), at(format!("node003:{}", port_of("42.1")))),
+            (format!("{SRUN} PMI_RANK=2 PMI_SIZE=4 PMI_FD=5"), at(format!("node003:{}", port_of("42.1")))),
+            (format!("{SRUN} SLURM_STEP_NUM_NODES=1"), at(format!("127.0.0.1:{}", port_of("42.1")))),
+            (format!("{SRUN} MASTER_ADDR=m MASTER_PORT=9"), at("m:9")),
+        ] {
+            assert_eq!(launch(&vars).root, root, "{vars}");
+        }
     }
 
     #[test]
     fn open_mpi_by_file() {
-        let vars = "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=7 PMIX_SERVER_TMPDIR=/tmp/x";
-        let one = format!("{vars} OMPI_COMM_WORLD_LOCAL_SIZE=2");
+        let one = format!("{OPEN_MPI} PMIX_SERVER_TMPDIR=/tmp/x");
         let file = |vars: &str| match launch(vars).root {
             Root::File(path) => path,
             other => panic!("{other:?}"),
         };
         assert_eq!(file(&one).parent(), Some(Path::new("/tmp/x")));
-        let keyed = format!("{one} OMPI_MCA_orte_precondition_transports=12-34");
-        assert_ne!(file(&one), file(&keyed));
-        assert_ne!(file(&one), file(&one.replace("NAMESPACE=7", "NAMESPACE=8")));
+        assert_ne!(file(&one), file(&format!("{one} OMPI_MCA_orte_precondition_transports=12-34")));
+        assert_ne!(file(&one), file(&one.replace("77@1", "78@1")));
         assert_eq!(launch(&format!("{one} MASTER_PORT=5")).root, at("127.0.0.1:5"));
-        assert!(error(&format!("{vars} OMPI_COMM_WORLD_LOCAL_SIZE=1")).contains("set MASTER_ADDR"));
-    }
-
-    const SRUN: &str = "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 SLURM_JOB_ID=42 SLURM_STEP_ID=1 \
-                    SLURM_JOB_NODELIST=other[1-9] SLURM_STEP_NODELIST=node[003-007,9],gpu1";
-
-    #[test]
-    fn srun() {
-        let found = launch(SRUN);
-        assert_eq!((found.rank, found.size, found.local_rank, found.local_size), (2, 4, 0, None));
-        assert_eq!(found.root, at(format!("node003:{}", port_of("42.1"))));
-        assert_eq!((found.token, found.launcher), (hash("42.1"), Launcher::Slurm));
-        let one_node = launch(&format!("{SRUN} SLURM_STEP_NUM_NODES=1"));
-        assert_eq!(one_node.root, at(format!("127.0.0.1:{}", port_of("42.1"))));
-        assert_eq!(one_node.local_size, Some(4));
-        assert_eq!(launch(&format!("{SRUN} MASTER_ADDR=m MASTER_PORT=9")).root, at("m:9"));
+        let elsewhere = one.replace("LOCAL_SIZE=4", "LOCAL_SIZE=2").replace("RANK=3", "RANK=1");
+        assert!(error(&elsewhere).contains("set MASTER_ADDR"));
     }
 
     #[test]
-    fn srun_with_pmi_is_srun() {
-        assert_eq!(launch(&format!("{SRUN} PMI_RANK=2 PMI_SIZE=4")).launcher, Launcher::Slurm);
-        let hydra = format!("{SRUN} PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MASTER_ADDR=n MASTER_PORT=1");
-        assert_eq!(launch(&hydra).launcher, Launcher::Pmi);
-    }
-
-    #[test]
-    fn batch_scripts_are_no_ranks() {
-        assert_eq!(detect("SLURM_PROCID=0 SLURM_NTASKS=8 SLURM_JOB_ID=1").unwrap(), None);
-    }
-
-    #[test]
-    fn several_hosts_need_an_address() {
-        let ompi =
-            "OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=1";
-        assert!(error(ompi).contains("set MASTER_ADDR"));
-        assert!(error("RANK=0 WORLD_SIZE=2").contains("set MASTER_ADDR"));
-    }
-
-    #[test]
-    fn ipv6_is_bracketed() {
-        for address in ["fe80::1", "[fe80::1]"] {
-            let vars = format!("RANK=0 WORLD_SIZE=2 MASTER_PORT=5 MASTER_ADDR={address}");
-            assert_eq!(launch(&vars).root, at("[fe80::1]:5"));
-        }
-        assert_eq!(launch("RANK=1 WORLD_SIZE=2 MASTER_ADDR=::1").local_rank, 1);
-    }
-
-    #[test]
-    fn token() {
+    fn tokens_may_be_given() {
         assert_eq!(launch(&format!("{SRUN} GDSYNC_JOB_TOKEN={}", u64::MAX)).token, u64::MAX);
-        assert!(error(&format!("{SRUN} GDSYNC_JOB_TOKEN=-1")).contains("GDSYNC_JOB_TOKEN is '-1'"));
+        assert_eq!(launch(&format!("{HYDRA} PMI_FD=8")).token, 0, "that of the session");
     }
 
     #[test]
@@ -575,6 +538,15 @@ mod tests {
                 "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_JOB_ID=1 SLURM_STEP_NODELIST=n[1",
                 "SLURM_STEP_NODELIST is 'n[1'",
             ),
+            (&format!("{SRUN} GDSYNC_JOB_TOKEN=-1"), "GDSYNC_JOB_TOKEN is '-1'"),
+            (HYDRA, "set MASTER_PORT"),
+            ("RANK=0 WORLD_SIZE=2", "set MASTER_ADDR"),
+            (
+                &OPEN_MPI.replace("LOCAL_SIZE=4", "LOCAL_SIZE=2").replace("RANK=3", "RANK=1"),
+                "set MASTER_ADDR",
+            ),
+            ("PMI_PORT=n1:4000 PMI_ID=0", "-pmi-port"),
+            ("PMIX_RANK=1 PMIX_NAMESPACE=prterun-n1-7@1", "--personality ompi"),
         ];
         for (vars, expected) in cases {
             let message = error(vars);

@@ -14,6 +14,7 @@ use std::time::Duration;
 use gdsync::error::printable;
 use parking_lot::Mutex;
 
+use super::connection::FIX_FILES;
 use super::environment::{hash, is_loopback};
 use super::rendezvous::{Rendezvous, RootListener, Target, address, listen};
 use crate::error::{Error, Result};
@@ -30,18 +31,11 @@ const WHO: &str = "the launcher (PMI)";
 const FIX: &str = "set MASTER_ADDR and MASTER_PORT to the host and a free port of rank 0 \
                    (mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500), then PMI is not used";
 
-/// The result of a session.
-#[derive(Debug)]
-pub(super) struct Session {
-    pub(super) rendezvous: Rendezvous,
-    /// The hash of the name of the job's key-value space.
-    pub(super) token: u64,
-}
-
-/// The result that is kept.
+/// The result of a session, which is kept.
 #[derive(Debug)]
 struct Found {
     root: String,
+    /// The hash of the name of the job's key-value space.
     token: u64,
     /// Rank 0.
     listener: Option<TcpListener>,
@@ -49,22 +43,19 @@ struct Found {
 
 static FOUND: Mutex<Option<Result<Found>>> = Mutex::new(None);
 
-/// Finds rank 0 by PMI, or returns what an earlier session found.
-pub(super) fn session(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<Session> {
+/// Finds rank 0 by PMI, or returns what an earlier session found; and the token of the job.
+pub(super) fn session(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<(Rendezvous, u64)> {
     let mut found = FOUND.lock();
     let found = found.get_or_insert_with(|| find(rank, host, deadline)).as_ref().map_err(Error::clone)?;
     let rendezvous = match &found.listener {
-        Some(listener) => Rendezvous::Listen(RootListener::new(listener.try_clone().map_err(|error| {
-            Error::bootstrap_os(
-                "its socket",
-                "cannot be used again",
-                error,
-                "raise the limit on open files (ulimit -n)",
-            )
-        })?)),
+        Some(listener) => {
+            Rendezvous::Listen(RootListener::new(listener.try_clone().map_err(|error| {
+                Error::bootstrap_os("its socket", "cannot be used again", error, FIX_FILES)
+            })?))
+        }
         None => Rendezvous::Dial(Target::Address(found.root.clone())),
     };
-    Ok(Session { rendezvous, token: found.token })
+    Ok((rendezvous, found.token))
 }
 
 fn find(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<Found> {
@@ -82,7 +73,7 @@ fn find(rank: usize, host: Option<&str>, deadline: &Deadline) -> Result<Found> {
 
 /// The whole session; `root` is the address of rank 0, at rank 0. Returns it and the token of the job.
 fn talk(stream: &UnixStream, root: Option<&str>, deadline: &Deadline) -> Result<(String, u64)> {
-    let mut client = Client::new(stream, deadline);
+    let mut client = Client { stream: BufReader::new(stream), deadline };
     client.ask("init pmi_version=1 pmi_subversion=1", "response_to_init")?;
     let space = client.ask("get_my_kvsname", "my_kvsname")?.get("kvsname")?;
     if let Some(root) = root {
@@ -98,16 +89,13 @@ fn talk(stream: &UnixStream, root: Option<&str>, deadline: &Deadline) -> Result<
 fn listen_at(host: Option<&str>) -> Result<(TcpListener, String)> {
     let host = match host {
         Some(host) => host.to_owned(),
-        None => std::fs::read_to_string("/proc/sys/kernel/hostname")
-            .map(|name| name.trim().to_owned())
-            .map_err(|error| {
-                Error::bootstrap_os(
-                    "this host",
-                    "its name cannot be read",
-                    error,
-                    "set MASTER_ADDR for all ranks",
-                )
-            })?,
+        None => {
+            let name = std::fs::read_to_string("/proc/sys/kernel/hostname").map_err(|error| {
+                let fix = "set MASTER_ADDR for all ranks";
+                Error::bootstrap_os("this host", "its name cannot be read", error, fix)
+            })?;
+            name.trim().to_owned()
+        }
     };
     let bracketed = if host.contains(':') { format!("[{host}]") } else { host };
     let any = if is_loopback(&bracketed) { &bracketed } else { "any" };
@@ -153,11 +141,7 @@ impl Answer {
     }
 }
 
-impl<'a> Client<'a> {
-    fn new(stream: &'a UnixStream, deadline: &'a Deadline) -> Self {
-        Self { stream: BufReader::new(stream), deadline }
-    }
-
+impl Client<'_> {
     /// Sends a command; the answer must be `expected`, without an error code.
     fn ask(&mut self, command: &str, expected: &str) -> Result<Answer> {
         let name = command.split(' ').next().unwrap_or_default();
@@ -286,6 +270,7 @@ mod tests {
             (1, "cmd=barrier_out\n", "answered 'cmd=barrier_out' to 'get_my_kvsname'"),
             (4, "cmd=get_result rc=-1 msg=key_not_found value=unknown\n", "key_not_found"),
             (3, "cmd=barr", "closed the connection in barrier_in"),
+            (0, &"c".repeat(MAX_LINE + 1), "65536 bytes"),
         ] {
             let mut answers = ANSWERS[..=at].to_vec();
             answers[at] = answer;
@@ -298,12 +283,24 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_launcher_runs_into_the_deadline() {
-        let (found, told) = played(None, &ANSWERS[..2], Duration::from_millis(100));
+    fn a_silent_or_dripping_launcher_runs_into_the_deadline() {
+        let soon = Duration::from_millis(100);
+        let (found, told) = played(None, &ANSWERS[..2], soon);
         let error = found.unwrap_err();
-        assert!(matches!(error, Error::Deadline { .. }), "{error}");
-        assert!(error.to_string().contains("barrier_in"), "{error}");
+        assert!(matches!(&error, Error::Deadline { what, .. } if what.contains("barrier_in")), "{error}");
         assert_eq!(told.last().unwrap(), "cmd=barrier_in");
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        thread::scope(|scope| {
+            // Until the other side has given up.
+            scope.spawn(move || {
+                while (&theirs).write_all(b"c").is_ok() {
+                    thread::sleep(Duration::from_millis(1));
+                }
+            });
+            let error = talk(&ours, None, &Deadline::after(soon)).unwrap_err();
+            drop(ours);
+            assert!(error.to_string().contains("init"), "{error}");
+        });
     }
 
     #[test]
@@ -338,28 +335,5 @@ mod tests {
     fn symbols_are_found() {
         assert!(symbol(c"getpid"));
         assert!(!symbol(c"MPI_Init"));
-    }
-
-    #[test]
-    fn a_dripping_launcher_does_not_extend_the_deadline() {
-        let (ours, theirs) = UnixStream::pair().unwrap();
-        thread::scope(|scope| {
-            // Until the other side has given up.
-            scope.spawn(move || {
-                while (&theirs).write_all(b"c").is_ok() {
-                    thread::sleep(Duration::from_millis(1))
-                }
-            });
-            let error = talk(&ours, None, &Deadline::after(Duration::from_millis(100))).unwrap_err();
-            drop(ours);
-            assert!(error.to_string().contains("init"), "{error}");
-        });
-    }
-
-    #[test]
-    fn endless_lines_are_refused() {
-        let (found, _) = played(None, &[&"c".repeat(MAX_LINE + 1)], LONG);
-        let error = found.unwrap_err().to_string();
-        assert!(error.contains("65536 bytes"), "{error}");
     }
 }

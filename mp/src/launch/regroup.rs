@@ -6,7 +6,7 @@
 //! each has sent its hello or is dead. So no live rank is left out, and no dead one is waited for.
 
 use std::io::{self, ErrorKind};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd;
 use std::slice;
 use std::sync::Arc;
@@ -14,8 +14,11 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use super::bootstrap::Bootstrap;
-use super::connection::{Conn, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, wait};
-use super::rendezvous::Listeners;
+use super::connection::{
+    Conn, FIX_FILES, FIX_NETWORK, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, connect, drive,
+    send_to_all, wait,
+};
+use super::rendezvous::{Listeners, bind_any};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
@@ -27,27 +30,13 @@ const TICK: Duration = Duration::from_millis(20);
 
 const FIX_LATE: &str = "let all surviving ranks call it; give up those that hang";
 
-/// The answer of a listening socket.
-enum Handshake {
-    /// The process is alive.
-    Alive(TcpStream),
-    /// The process is dead.
-    Dead,
-    /// Not known yet.
-    Unknown(io::Error),
-}
-
-fn handshake(address: SocketAddr, deadline: &Deadline) -> Handshake {
-    // A limit of zero is an error.
-    let limit = deadline.remaining().clamp(Duration::from_millis(1), DIAL);
-    match TcpStream::connect_timeout(&address, limit) {
-        // Without a listener, a socket that dials an ephemeral port can connect to itself.
-        Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => Handshake::Dead,
-        Ok(stream) => Handshake::Alive(stream),
+/// Dials the listening socket of a process; `None` where it refuses, as the process is dead. Another error leaves that open.
+fn dial(address: SocketAddr, deadline: &Deadline) -> io::Result<Option<TcpStream>> {
+    match connect(address, DIAL, deadline) {
         Err(error) if matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::ConnectionReset) => {
-            Handshake::Dead
+            Ok(None)
         }
-        Err(error) => Handshake::Unknown(error),
+        other => other.map(Some),
     }
 }
 
@@ -80,8 +69,8 @@ impl Bootstrap {
         let deadline = Deadline::after(timeout);
         let Some(root) = self.peers.first() else { return Ok(()) };
         let is_root = self.rank == 0;
-        let fix = "check the network of this host";
-        let failed = |error| Error::bootstrap_os("its socket", "cannot be asked for its address", error, fix);
+        let failed =
+            |error| Error::bootstrap_os("its socket", "cannot be asked for its address", error, FIX_NETWORK);
         // For rank 0 any peer will do.
         let (here, there) = root.addresses().map_err(failed)?;
         let is_local = self.peers.iter().all(|conn| {
@@ -89,22 +78,26 @@ impl Bootstrap {
         });
         let locals = self.exchange(Kind::Init, &[u8::from(is_local)], deadline.remaining())?;
         let is_one_host = locals.iter().all(|local| local[..] == [1]);
-        let listener = open(is_one_host.then_some(here))
-            .and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
-        let address = listener.as_ref().map(|(port, _)| {
-            let ip = if is_root || here.is_loopback() && !is_one_host { WITH_ROOT } else { here };
-            SocketAddr::from((ip, *port)).to_string()
+        let listener = match is_one_host {
+            true => TcpListener::bind((own_loopback(here), 0)),
+            false => bind_any(0),
+        };
+        let listener = listener.and_then(|listener| {
+            listener.set_nonblocking(true)?;
+            Ok((listener.local_addr()?, listener))
+        });
+        let address = listener.as_ref().map(|(address, _)| {
+            let ip = match is_one_host {
+                true => address.ip(),
+                false if is_root || here.is_loopback() => WITH_ROOT,
+                false => here,
+            };
+            SocketAddr::from((ip, address.port())).to_string()
         });
         let addresses =
             self.exchange(Kind::Init, address.unwrap_or_default().as_bytes(), deadline.remaining())?;
-        let (_, own) = listener.map_err(|error| {
-            Error::bootstrap_os(
-                "this rank",
-                "cannot listen",
-                error,
-                "raise the limit on open files (ulimit -n)",
-            )
-        })?;
+        let (_, own) =
+            listener.map_err(|error| Error::bootstrap_os("this rank", "cannot listen", error, FIX_FILES))?;
         let root = if is_root { Ipv4Addr::LOCALHOST.into() } else { there };
         let all = addresses.iter().enumerate().map(|(rank, text)| {
             let address = std::str::from_utf8(text).ok().and_then(|text| text.parse::<SocketAddr>().ok());
@@ -119,17 +112,16 @@ impl Bootstrap {
     }
 }
 
-/// Listens at this address, or at all addresses of this host.
-fn open(at: Option<IpAddr>) -> std::io::Result<TcpListener> {
-    let listener = match at {
-        Some(ip) => TcpListener::bind((ip, 0)),
-        None => {
-            let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)), (Ipv4Addr::UNSPECIFIED, 0).into()];
-            TcpListener::bind(&any[..])
+/// A loopback address at which hardly any other process listens: the port of a dead rank may be taken by somebody else, who must not
+/// be taken for the rank.
+fn own_loopback(address: IpAddr) -> IpAddr {
+    match getrandom::u32() {
+        Ok(random) if address.is_ipv4() => {
+            let [_, b, c, d] = random.to_be_bytes();
+            Ipv4Addr::new(127, b, c, d.clamp(1, 254)).into()
         }
-    }?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
+        _ => address,
+    }
 }
 
 impl Bootstrap {
@@ -201,14 +193,14 @@ impl Group {
         let address = self.listeners.all[leader as usize];
         let peer = format!("rank {leader} ({address})");
         let stream = loop {
-            match handshake(address, deadline) {
-                Handshake::Alive(stream) => break stream,
-                Handshake::Dead => return Ok(None),
-                Handshake::Unknown(error) if deadline.is_over() => {
+            match dial(address, deadline) {
+                Ok(Some(stream)) => break stream,
+                Ok(None) => return Ok(None),
+                Err(error) if deadline.is_over() => {
                     let what = "could not be reached, and may be alive";
                     return Err(Error::bootstrap_os(peer, what, error, FIX_LATE));
                 }
-                Handshake::Unknown(_) => sleep(TICK),
+                Err(_) => sleep(TICK),
             }
         };
         let Ok(mut conn) = Conn::new(stream, peer) else { return Ok(None) };
@@ -257,7 +249,8 @@ impl Group {
                 break;
             }
             if deadline.is_over() {
-                let names: Vec<_> = late.iter().map(|rank| format!("rank {rank}")).collect();
+                let name = |rank: &u32| format!("rank {rank} at {}", self.listeners.all[*rank as usize]);
+                let names: Vec<_> = late.iter().map(name).collect();
                 let error = deadline.error(format!("shrink: waiting for {} ({FIX_LATE})", names.join(", ")));
                 let frame = self.job.frame(Kind::Failed, late[0], error.to_string().as_bytes());
                 for member in &mut members {
@@ -289,16 +282,12 @@ impl Group {
         }
         let list: Vec<u8> = survivors.iter().flat_map(|&rank| (rank as u64).to_be_bytes()).collect();
         let welcome = self.job.frame(Kind::Welcome, self.rank, &list);
-        peers.iter_mut().for_each(|conn| conn.send(welcome.clone()));
-        drive(&mut peers, 1, "shrink", deadline, |_, conn| {
-            // The first exchange notices a rank that dies now.
-            let done = conn.flush().unwrap_or_else(|_| {
-                conn.drop_output();
-                true
-            });
-            Ok(Step { done, events: if done { 0 } else { libc::POLLOUT } })
-        })
-        .map_err(|failure| failure.error)?;
+        // The first exchange notices a rank that dies now.
+        if let Err(Failure { error: error @ Error::Deadline { .. }, .. }) =
+            send_to_all(&mut peers, &welcome, "shrink", deadline)
+        {
+            return Err(error);
+        }
         Ok((self.bootstrap(0, &survivors, peers), survivors))
     }
 
@@ -357,12 +346,10 @@ impl Group {
                     *probe = None;
                 }
                 if probe.is_none() {
-                    match handshake(self.listeners.all[rank as usize], deadline) {
-                        Handshake::Alive(stream) => {
-                            *probe = stream.set_nonblocking(true).is_ok().then_some(stream)
-                        }
-                        Handshake::Dead => *member = Member::Gone,
-                        Handshake::Unknown(_) => {}
+                    match dial(self.listeners.all[rank as usize], deadline) {
+                        Ok(Some(stream)) => *probe = stream.set_nonblocking(true).is_ok().then_some(stream),
+                        Ok(None) => *member = Member::Gone,
+                        Err(_) => {}
                     }
                 }
             }
@@ -384,4 +371,50 @@ fn is_broken(stream: &TcpStream) -> bool {
 fn ranks(bytes: &[u8]) -> Vec<usize> {
     let (ranks, _) = bytes.as_chunks::<8>();
     ranks.iter().filter_map(|rank| usize::try_from(u64::from_be_bytes(*rank)).ok()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::launch::{Launch, Launcher, Root};
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Somebody else listens at the port of the dead rank, as another job might.
+    #[test]
+    fn ports_of_dead_ranks_may_be_taken() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let root = listener.local_addr().unwrap().to_string();
+        let launch = |rank| Launch {
+            rank,
+            size: 3,
+            local_rank: rank,
+            local_size: Some(3),
+            root: Root::At(root.clone()),
+            token: 7,
+            launcher: Launcher::Env,
+        };
+        thread::scope(|scope| {
+            let joined = |rank| {
+                let launch = launch(rank);
+                scope.spawn(move || {
+                    let mut bootstrap = Bootstrap::connect(&launch, LONG).unwrap();
+                    bootstrap.open_listeners(LONG).unwrap();
+                    bootstrap
+                })
+            };
+            let others = [joined(1), joined(2)];
+            let mut first = Bootstrap::root(listener, &launch(0), LONG).unwrap();
+            first.open_listeners(LONG).unwrap();
+            let [dead, mut last] = others.map(|rank| rank.join().unwrap());
+            drop(dead);
+            let port = first.listeners.as_ref().unwrap().all[1].port();
+            let _taken = TcpListener::bind(("127.0.0.1", port)).unwrap();
+            let follows = scope.spawn(move || last.regroup(&[], LONG).unwrap().1);
+            assert_eq!(first.regroup(&[], LONG).unwrap().1, [0, 2]);
+            assert_eq!(follows.join().unwrap(), [0, 2]);
+        });
+    }
 }

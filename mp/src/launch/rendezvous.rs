@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use super::connection::{Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, wait};
+use super::connection::{
+    Conn, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait,
+};
 use super::environment::{Root, is_loopback};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -108,12 +110,7 @@ fn publish(path: &Path, text: &str) -> io::Result<()> {
 
 pub(super) fn address(listener: &TcpListener) -> Result<SocketAddr> {
     listener.local_addr().map_err(|error| {
-        Error::bootstrap_os(
-            "its socket",
-            "cannot be asked for its port",
-            error,
-            "check the network of this host",
-        )
+        Error::bootstrap_os("its socket", "cannot be asked for its port", error, FIX_NETWORK)
     })
 }
 
@@ -125,13 +122,18 @@ pub(super) fn listen(root: &str) -> Result<TcpListener> {
         TcpListener::bind((Ipv4Addr::UNSPECIFIED, port))
     } else {
         // Not the addresses of the name: many hosts list their own name as 127.0.1.1.
-        let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)), (Ipv4Addr::UNSPECIFIED, port).into()];
-        TcpListener::bind(&any[..])
+        bind_any(port)
     };
     bound.map_err(|error| {
         let fix = "stop what uses the port, or set MASTER_PORT to a free one for all ranks";
         Error::bootstrap_os(root, "rank 0 cannot listen", error, fix)
     })
+}
+
+/// Listens at all addresses of this host.
+pub(super) fn bind_any(port: u16) -> io::Result<TcpListener> {
+    let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)), (Ipv4Addr::UNSPECIFIED, port).into()];
+    TcpListener::bind(&any[..])
 }
 
 fn split(root: &str) -> Result<(&str, u16)> {
@@ -167,25 +169,15 @@ impl Target {
             // Read each time: it may be left over from a rank 0 that was killed.
             Self::File(path) => std::fs::read_to_string(path)?,
         };
-        try_connect(&root, deadline).map(|stream| (stream, root))
-    }
-}
-
-fn try_connect(root: &str, deadline: &Deadline) -> io::Result<TcpStream> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
-    for address in root.to_socket_addrs()? {
-        // A limit of zero is an error.
-        let limit = deadline.remaining().clamp(Duration::from_millis(1), DIAL);
-        match TcpStream::connect_timeout(&address, limit) {
-            // Without a listener, a socket that dials an ephemeral port can connect to itself.
-            Ok(stream) if stream.local_addr()? == stream.peer_addr()? => {
-                last = io::ErrorKind::ConnectionRefused.into();
+        let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for address in root.to_socket_addrs()? {
+            match connect(address, DIAL, deadline) {
+                Ok(stream) => return Ok((stream, root)),
+                Err(error) => last = error,
             }
-            Ok(stream) => return Ok(stream),
-            Err(error) => last = error,
         }
+        Err(last)
     }
-    Err(last)
 }
 
 /// Accepts the connections of the other ranks.
@@ -250,7 +242,11 @@ impl Acceptor<'_> {
                 Failure { rank: gone, error }
             })?;
             if deadline.is_over() {
-                return Err(Failure { rank, error: deadline.error(self.report(address, &missing)) });
+                let names: Vec<_> = missing.iter().map(|rank| format!("rank {rank}")).collect();
+                let why = self.rejected.as_ref().map_or(String::new(), |who| format!(" (rejected: {who})"));
+                let what =
+                    format!("connections to rank 0 at {address}: waiting for {}{why}", names.join(", "));
+                return Err(Failure { rank, error: deadline.error(what) });
             }
             let conns = self.pending.iter().map(|(conn, _)| conn).chain(self.ranks.iter().flatten());
             let mut fds: Vec<libc::pollfd> = std::iter::once(self.listener.as_raw_fd())
@@ -259,12 +255,6 @@ impl Acceptor<'_> {
                 .collect();
             wait(&mut fds, deadline.remaining().min(TICK)).map_err(|error| Failure { rank: 0, error })?;
         }
-    }
-
-    fn report(&self, address: &str, missing: &[u32]) -> String {
-        let ranks: Vec<String> = missing.iter().map(|rank| format!("rank {rank}")).collect();
-        let note = self.rejected.as_ref().map(|who| format!(" (rejected: {who})")).unwrap_or_default();
-        format!("connections to rank 0 at {address}: waiting for {}{note}", ranks.join(", "))
     }
 
     fn accept(&mut self) {
@@ -288,7 +278,11 @@ impl Acceptor<'_> {
                 Ok(false) if since.elapsed() < HELLO_LIMIT => self.pending.push((conn, since)),
                 Ok(false) => self.reject(conn, "it sent no hello".to_owned()),
                 Ok(true) => match self.rank_of(&mut conn) {
-                    Ok(rank) => self.admit(conn, rank),
+                    Ok(rank) => {
+                        conn.peer = format!("rank {rank} ({})", conn.peer);
+                        conn.max_payload = MAX_PAYLOAD;
+                        self.ranks[rank as usize - 1] = Some(conn);
+                    }
                     Err(why) => self.reject(conn, why),
                 },
                 Err(Error::Bootstrap { what, .. }) => self.reject(conn, format!("it {what}")),
@@ -315,12 +309,6 @@ impl Acceptor<'_> {
             Some(Some(owner)) => Err(format!("rank {} is taken: {}", hello.rank, owner.peer)),
             Some(None) => Ok(hello.rank),
         }
-    }
-
-    fn admit(&mut self, mut conn: Conn, rank: u32) {
-        conn.peer = format!("rank {rank} ({})", conn.peer);
-        conn.max_payload = MAX_PAYLOAD;
-        self.ranks[rank as usize - 1] = Some(conn);
     }
 
     fn reject(&mut self, mut conn: Conn, why: String) {

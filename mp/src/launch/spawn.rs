@@ -79,7 +79,7 @@ pub fn spawn_command(
     };
     launch.check("rank", "size")?;
     let parent = std::process::id();
-    let mut children = Children { started: Vec::new(), parent: std::process::id() };
+    let mut children = Children { started: Vec::new(), parent };
     for rank in 1..size {
         let mut command = command(rank);
         for (name, value) in
@@ -137,16 +137,6 @@ impl Children {
         let child = self.started.iter_mut().find(|(other, _)| *other == rank);
         let (_, child) = child.ok_or_else(|| Error::Spawn { what: what(), cause: None, fix })?;
         child.kill().map_err(|error| Error::spawn(what(), error, fix))
-    }
-
-    /// Keeps those that are ranks of a smaller job, whose ranks were `former` before. The others are killed and reaped.
-    fn keep_former(mut self, former: &[usize]) -> Self {
-        let rank = |child: &(usize, Child)| former.binary_search(&child.0).ok();
-        let all = std::mem::take(&mut self.started).into_iter();
-        let (kept, gone): (Vec<_>, _) = all.partition(|child| rank(child).is_some());
-        drop(Self { started: gone, parent: self.parent });
-        let started = kept.into_iter().filter_map(|child| Some((rank(&child)?, child.1))).collect();
-        Self { started, parent: self.parent }
     }
 
     /// Checks, without waiting, whether a child has failed: [`Error::Child`] with its rank and status.
@@ -230,8 +220,14 @@ impl ChildProcesses for Children {
         self.explain_by_child(error)
     }
 
-    fn keep(self: Box<Self>, former: &[usize]) -> Box<dyn ChildProcesses> {
-        Box::new(self.keep_former(former))
+    fn keep(mut self: Box<Self>, former: &[usize]) -> Box<dyn ChildProcesses> {
+        let rank = |child: &(usize, Child)| former.binary_search(&child.0).ok();
+        let all = std::mem::take(&mut self.started).into_iter();
+        let (kept, gone): (Vec<_>, _) = all.partition(|child| rank(child).is_some());
+        let started = kept.into_iter().filter_map(|child| Some((rank(&child)?, child.1))).collect();
+        // Those that are left out are killed and reaped.
+        self.started = gone;
+        Box::new(Self { started, parent: self.parent })
     }
 
     fn wait(self: Box<Self>, timeout: Duration) -> Result<()> {

@@ -11,12 +11,12 @@ use std::time::Duration;
 
 use gdsync::memory::Memory;
 use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::Access;
+use gdsync::verbs::{Access, SendWr};
 
 use super::matching::{Arrival, Key, Matcher, Place, Source, Tag};
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::in_flight::InFlightOp;
+use crate::exchange::take;
 use crate::registration::Registration;
 use crate::request::Request;
 
@@ -104,25 +104,24 @@ impl Header {
 
     /// The header of a message; `None` for bytes that are none.
     fn from_bytes(message: &[u8]) -> Option<Self> {
-        let (tag, rest) = message.split_first_chunk()?;
-        let (id, rest) = rest.split_first_chunk()?;
-        let (bytes, rest) = rest.split_first_chunk()?;
-        let (credits, rest) = rest.split_first_chunk()?;
-        let ([kind, _], rest) = rest.split_first_chunk()?;
-        let (tag, id, bytes) =
-            (u64::from_le_bytes(*tag), u64::from_le_bytes(*id), u32::from_le_bytes(*bytes));
+        if message.len() < Self::BYTES {
+            return None;
+        }
+        let rest = &mut &message[..];
+        let [tag, id] = [take(rest), take(rest)].map(u64::from_le_bytes);
+        let (bytes, credits) = (u32::from_le_bytes(take(rest)), u16::from_le_bytes(take(rest)));
+        let [kind, _] = take(rest);
         let kind = match kind {
             0 => Kind::Credits,
             1 => Kind::Eager { tag },
-            2 => {
-                let (addr, rest) = rest.split_first_chunk()?;
-                let (addr, rkey) = (u64::from_le_bytes(*addr), u32::from_le_bytes(*rest.first_chunk()?));
+            2 if message.len() >= Self::MAX_BYTES => {
+                let (addr, rkey) = (u64::from_le_bytes(take(rest)), u32::from_le_bytes(take(rest)));
                 Kind::RequestToSend { tag, id, bytes, from: RemoteAddr { addr, rkey } }
             }
             3 => Kind::Finish { id },
             _ => return None,
         };
-        Some(Self { kind, credits: u16::from_le_bytes(*credits) })
+        Some(Self { kind, credits })
     }
 }
 
@@ -210,7 +209,10 @@ impl Exposure {
         let staging = comm.register(&Memory::alloc(range.len())?)?;
         let own = comm.peer(comm.rank())?;
         let to = staging.mr(own.transport.intra_host).remote(0)?;
-        let Some(copy) = unless_full(own.write("tagged send", (buffer, range.clone()), to))? else {
+        let Some(copy) = unless_full(
+            own.one_sided("tagged send", (buffer, range.clone()), |sges| SendWr::write(to, sges)),
+        )?
+        else {
             return Ok(None);
         };
         let (at, copy) = (staging.mr(intra_host).remote(0)?, Some(Request::queued(own, copy)));
@@ -340,10 +342,6 @@ impl TaggedPeer {
         self.post_receives(connections)
     }
 
-    fn add_credits(&mut self, credits: u16) {
-        self.credits = self.credits.saturating_add(credits).min(CREDITS);
-    }
-
     fn give_credit(&mut self) {
         self.owed = self.owed.saturating_add(1);
     }
@@ -362,13 +360,6 @@ impl TaggedPeer {
         }
         self.backlog.push_back(Item::Send(Box::new(outgoing)));
         Ok(())
-    }
-
-    /// The rank has finished an announced message. `None` if there is no such message.
-    fn finish_send(&mut self, id: u64) -> Option<()> {
-        let outgoing = self.announced.remove(&id)?;
-        finish(&outgoing.outcome, Ok(outgoing.status));
-        Some(())
     }
 
     /// A receive matches an announced message: reads its payload, if it fits.
@@ -400,8 +391,9 @@ impl TaggedPeer {
         let peer = connections.comm.peer(self.rank)?;
         while let Some(Matched { incoming, status, from, .. }) = self.matched.front() {
             let range = incoming.range.start..incoming.range.start + status.bytes;
-            let read = peer.read("tagged receive", *from, (&incoming.buffer, range));
-            let Some(op) = unless_full::<Arc<InFlightOp>>(read)? else { break };
+            let piece = (&incoming.buffer, range);
+            let read = peer.one_sided("tagged receive", piece, |sges| SendWr::read(*from, sges));
+            let Some(op) = unless_full(read)? else { break };
             let matched = self.matched.pop_front();
             self.reading.extend(matched.map(|matched| (Request::queued(peer, op), matched)));
         }
@@ -589,10 +581,13 @@ impl Engine {
         let header = Header::from_bytes(head).ok_or_else(malformed)?;
         let payload = bytes - Header::BYTES;
         let peer = &mut self.peers[rank];
-        peer.add_credits(header.credits);
+        peer.credits = peer.credits.saturating_add(header.credits).min(CREDITS);
         match header.kind {
             Kind::Credits => {}
-            Kind::Finish { id } => peer.finish_send(id).ok_or_else(malformed)?,
+            Kind::Finish { id } => {
+                let outgoing = peer.announced.remove(&id).ok_or_else(malformed)?;
+                finish(&outgoing.outcome, Ok(outgoing.status));
+            }
             Kind::RequestToSend { tag, id, bytes, from } => {
                 let bytes = bytes as usize;
                 match self.matcher.receive_for(rank, tag) {

@@ -104,7 +104,7 @@ pub(super) struct Arrival<M> {
 pub(super) struct Matcher<R, M> {
     receives: BTreeMap<Place, R>,
     /// The shapes of the receives, and how many have each.
-    receive_shapes: Vec<(Shape, usize)>,
+    receive_shapes: BTreeMap<Shape, usize>,
     messages: BTreeMap<u64, Arrival<M>>,
     index: BTreeSet<Place>,
     /// The shapes that all messages are indexed by.
@@ -130,31 +130,27 @@ impl<R, M> Matcher<R, M> {
     pub(super) fn post(&mut self, key: Key, receive: R) -> Place {
         let place = (key, self.number());
         self.receives.insert(place, receive);
-        match self.receive_shapes.iter_mut().find(|(shape, _)| *shape == key.shape) {
-            Some((_, count)) => *count += 1,
-            None => self.receive_shapes.push((key.shape, 1)),
-        }
+        *self.receive_shapes.entry(key.shape).or_default() += 1;
         place
     }
 
     /// The oldest receive that takes such a message.
     pub(super) fn receive_for(&mut self, source: usize, tag: u64) -> Option<R> {
-        let oldest = |(shape, _): &(Shape, usize)| {
+        let oldest = |shape: &Shape| {
             let key = shape.key(source, tag);
             self.receives.range((key, 0)..=(key, u64::MAX)).next().map(|(place, _)| *place)
         };
-        let place = self.receive_shapes.iter().filter_map(oldest).min_by_key(|(_, number)| *number)?;
+        let place = self.receive_shapes.keys().filter_map(oldest).min_by_key(|(_, number)| *number)?;
         self.cancel(place)
     }
 
     /// Removes a receive, if it still waits.
     pub(super) fn cancel(&mut self, place: Place) -> Option<R> {
         let receive = self.receives.remove(&place)?;
-        if let Some(at) = self.receive_shapes.iter().position(|(shape, _)| *shape == place.0.shape) {
-            self.receive_shapes[at].1 -= 1;
-            if self.receive_shapes[at].1 == 0 {
-                self.receive_shapes.swap_remove(at);
-            }
+        let count = self.receive_shapes.get_mut(&place.0.shape).expect("each receive is counted");
+        *count -= 1;
+        if *count == 0 {
+            self.receive_shapes.remove(&place.0.shape);
         }
         Some(receive)
     }
@@ -334,10 +330,7 @@ mod tests {
             }
         }
         assert_eq!(matcher.receives.len(), model.receives.len());
-        assert_eq!(
-            matcher.receive_shapes.iter().map(|(_, count)| count).sum::<usize>(),
-            model.receives.len()
-        );
+        assert_eq!(matcher.receive_shapes.values().sum::<usize>(), model.receives.len());
         assert_eq!(matcher.messages.len(), model.messages.len());
         assert!(matcher.indexed.len() <= SHAPES);
         assert_eq!(matcher.index.len(), matcher.messages.len() * matcher.indexed.len());

@@ -3,7 +3,7 @@
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
 
-use crate::common::{LONG, bytes, is_part_of, job_with, message, myself};
+use crate::common::{LONG, bytes, is_part_of, job_test, job_with, message, myself, prints, says};
 use gdsync::hca::SoftHcaConfig;
 use gdsync::verbs::Context;
 use mp::Communicator;
@@ -60,36 +60,27 @@ fn exchange(comm: &Communicator) {
     }
 }
 
-#[test]
-fn plain_memory_is_sent_and_received() {
-    let comm = Communicator::builder();
-    job_with("plain_memory_is_sent_and_received", 2, comm, |comm| {
-        exchange(comm);
-        let again = Plain::new(4096);
-        let before = comm.cache().stats();
-        for _ in 0..10 {
-            again.cached(comm, 100, 1000);
-        }
-        let stats = comm.cache().stats();
-        assert_eq!((stats.hits - before.hits, stats.misses - before.misses), (9, 1));
-        again.free(comm);
-        assert_eq!(comm.cache().stats().entries, 0);
-    });
-}
+job_test!(plain_memory_is_sent_and_received, 2, Communicator::builder(), |comm| {
+    exchange(comm);
+    let again = Plain::new(4096);
+    let before = comm.cache().stats();
+    for _ in 0..10 {
+        again.cached(comm, 100, 1000);
+    }
+    let stats = comm.cache().stats();
+    assert_eq!((stats.hits - before.hits, stats.misses - before.misses), (9, 1));
+    again.free(comm);
+    assert_eq!(comm.cache().stats().entries, 0);
+});
 
-/// A cached registration outlives its handle, and so would the access of peers.
-#[test]
-fn a_window_needs_a_registration_of_its_own() {
-    let name = "a_window_needs_a_registration_of_its_own";
-    job_with(name, 1, Communicator::builder(), |comm| {
-        let memory = Plain::new(4096);
-        let cached = memory.cached(comm, 0, 4096);
-        let error = comm.window(&cached, 0..64, LONG).unwrap_err().to_string();
-        assert!(error.contains("from the cache") && error.contains("Communicator::register"), "{error}");
-        drop(cached);
-        memory.free(comm);
-    });
-}
+// A cached registration outlives its handle, and so would the access of peers.
+job_test!(a_window_needs_a_registration_of_its_own, 1, Communicator::builder(), |comm| {
+    let memory = Plain::new(4096);
+    let cached = memory.cached(comm, 0, 4096);
+    says(&comm.window(&cached, 0..64, LONG).unwrap_err(), &["from the cache", "Communicator::register"]);
+    drop(cached);
+    memory.free(comm);
+});
 
 #[test]
 fn devices_with_few_regions_suffice() {
@@ -119,9 +110,7 @@ fn the_environment_switches_it_off() {
     const NAME: &str = "the_environment_switches_it_off";
     if !is_part_of(NAME) {
         for (value, words) in [("off", "uncached: 2"), ("on", "misses: 1"), ("perhaps", "on, gpu or off")] {
-            let output = myself(NAME).env("MP_REG_CACHE", value).output().unwrap();
-            let text = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && text.contains(words), "{value}: {text}");
+            prints(myself(NAME).env("MP_REG_CACHE", value), words);
         }
         return;
     }
@@ -136,15 +125,10 @@ fn the_environment_switches_it_off() {
     }
 }
 
-#[test]
-fn bad_ranges_are_refused() {
-    let name = "bad_ranges_are_refused";
-    job_with(name, 1, Communicator::builder(), |comm| {
-        for (addr, len) in [(0, 64), (4096, 0), (usize::MAX - 8, 64), (4096, usize::MAX)] {
-            let ptr = std::ptr::without_provenance_mut(addr);
-            // SAFETY: refused before anybody looks.
-            let error = unsafe { comm.register_cached(ptr, len) }.unwrap_err().to_string();
-            assert!(error.contains("memory range"), "{error}");
-        }
-    });
-}
+job_test!(bad_ranges_are_refused, 1, Communicator::builder(), |comm| {
+    for (addr, len) in [(0, 64), (4096, 0), (usize::MAX - 8, 64), (4096, usize::MAX)] {
+        let ptr = std::ptr::without_provenance_mut(addr);
+        // SAFETY: refused before anybody looks.
+        says(&unsafe { comm.register_cached(ptr, len) }.unwrap_err(), &["memory range"]);
+    }
+});

@@ -7,7 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::{sleep, yield_now};
 use std::time::Duration;
 
-use crate::common::{DONE, LONG, buffer, bytes, gpu, host_buffer, job, job_with, message, stream, syndrome};
+use crate::common::{
+    DONE, LONG, buffer, bytes, failed, gpu, host_buffer, job_test, message, says, stream, syndrome,
+};
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, Graph, Stream, Via};
 use mp::{Channel, Communicator, Error, Registration};
@@ -46,411 +48,363 @@ fn exchange_two(s: &Stream, channel: &Channel, outbox: &Registration) {
     }
 }
 
+fn capture(s: &Stream, record: impl FnOnce(&Stream) -> mp::Result<()>) -> Graph {
+    let captured = s.capture(|s| {
+        record(s).unwrap();
+        Ok(())
+    });
+    captured.unwrap()
+}
+
+/// Gives credit for a message, and waits for it.
+fn receive(channel: &Channel, s: &Stream) -> mp::Result<()> {
+    channel.post_recv_on_stream(s)?;
+    channel.wait_recv_on_stream(s).map(drop)
+}
+
 fn launch(graph: &Graph, s: &Stream) {
     graph.launch_within(s, LONG).unwrap();
 }
 
-/// Launches, eager submissions, and messages of the communicator, in random order.
-#[test]
-fn launches_and_eager_messages_mix() {
-    job("launches_and_eager_messages_mix", 2, |comm| {
-        const LAUNCHES: usize = 1000;
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, 2 * PLACE), buffer(comm, 2 * PLACE));
-        let plain = host_buffer(comm, 128);
-        let channel = channel(comm, peer, &inbox, 2);
-        assert_eq!(channel.rank(), peer);
-        let s = stream("mixed");
-        let graph = s.capture(|s| {
-            exchange_two(s, &channel, &outbox);
-            Ok(())
-        });
-        let graph = graph.unwrap();
-        let right = Arc::new(AtomicUsize::new(0));
-        for n in 0..LAUNCHES {
-            let memory = outbox.memory().clone();
-            s.host_fn(move || {
-                (0..2).for_each(|i| {
-                    memory.write(place(i).start, &message(me, peer, 2 * n + i, len(i))).unwrap()
-                });
-            })
-            .unwrap();
-            if n % 7 == 3 {
-                exchange_two(&s, &channel, &outbox)
-            } else {
-                launch(&graph, &s)
-            }
-            let (inbox, right) = (inbox.clone(), right.clone());
-            s.host_fn(move || {
-                let is_right = |i: &usize| {
-                    bytes(&inbox, place(*i).start..place(*i).start + len(*i))
-                        == message(peer, me, 2 * n + i, len(*i))
-                };
-                right.fetch_add((0..2).filter(is_right).count(), Ordering::Relaxed);
-            })
-            .unwrap();
-            if n % 3 == 0 {
-                // Often enough in a row to open the FIFO; by streams as well.
-                let received = comm.irecv(&plain, 64..128, peer).unwrap();
-                plain.memory().write(0, &message(me, peer, n, 64)).unwrap();
-                let sent = match n % 500 {
-                    0 => comm.isend_on_stream(&s, &plain, 0..64, peer),
-                    _ => comm.isend(&plain, 0..64, peer),
-                };
-                comm.wait_all([&sent.unwrap(), &received], LONG).unwrap();
-                assert_eq!(bytes(&plain, 64..128), message(peer, me, n, 64), "message {n}");
-            }
-            // Two host functions each: a stream of a GPU takes 24.
-            if n % 10 == 9 {
-                s.synchronize(LONG).unwrap();
-            }
-        }
-        s.synchronize(LONG).unwrap();
-        assert_eq!(right.load(Ordering::Relaxed), 2 * LAUNCHES);
-        assert!(gpu().is_some() || comm.fifo_messages(peer).unwrap().0 > 0, "some took the FIFO");
+// Launches, eager submissions, and messages of the communicator, in random order.
+job_test!(launches_and_eager_messages_mix, 2, |comm| {
+    const LAUNCHES: usize = 1000;
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, inbox) = (buffer(comm, 2 * PLACE), buffer(comm, 2 * PLACE));
+    let plain = host_buffer(comm, 128);
+    let channel = channel(comm, peer, &inbox, 2);
+    assert_eq!(channel.rank(), peer);
+    let s = stream("mixed");
+    let graph = capture(&s, |s| {
+        exchange_two(s, &channel, &outbox);
+        Ok(())
     });
-}
-
-/// The sender is launches ahead, and each waits for the receiver's launch.
-#[test]
-fn a_sender_waits_for_a_slow_receiver() {
-    job("a_sender_waits_for_a_slow_receiver", 2, |comm| {
-        const LAUNCHES: usize = 12;
-        let peer = 1 - comm.rank();
-        let memory = buffer(comm, PLACE);
-        let channel = channel(comm, peer, &memory, comm.rank());
-        let s = stream("slow");
-        if comm.rank() == 0 {
-            let graph = s.capture(|s| {
-                let sent = channel.send_on_stream(s, &memory, 0..64).unwrap();
-                s.wait(&sent)
-            });
-            let graph = graph.unwrap();
-            for n in 0..LAUNCHES {
-                let memory = memory.memory().clone();
-                s.host_fn(move || memory.write(0, &message(0, 1, n, 64)).unwrap()).unwrap();
-                launch(&graph, &s);
-            }
-            assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "nobody receives");
-            comm.barrier(LONG).unwrap();
-            s.synchronize(LONG).unwrap();
+    let right = Arc::new(AtomicUsize::new(0));
+    for n in 0..LAUNCHES {
+        let memory = outbox.memory().clone();
+        s.host_fn(move || {
+            (0..2).for_each(|i| memory.write(place(i).start, &message(me, peer, 2 * n + i, len(i))).unwrap());
+        })
+        .unwrap();
+        if n % 7 == 3 {
+            exchange_two(&s, &channel, &outbox)
         } else {
-            let graph = s.capture(|s| {
-                channel.post_recv_on_stream(s).unwrap();
-                channel.wait_recv_on_stream(s).unwrap();
-                Ok(())
-            });
-            let graph = graph.unwrap();
-            comm.barrier(LONG).unwrap();
-            for n in 0..LAUNCHES {
-                sleep(HELD / 3);
-                let before = if n == 0 { vec![0; 64] } else { message(0, 1, n - 1, 64) };
-                assert_eq!(bytes(&memory, 0..64), before, "message {n} came before its launch");
-                launch(&graph, &s);
-                s.synchronize(LONG).unwrap();
-                assert_eq!(bytes(&memory, 0..64), message(0, 1, n, 64), "{n}");
-            }
+            launch(&graph, &s)
         }
-        assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
-        comm.barrier(LONG).unwrap();
-    });
-}
-
-/// The smallest queues, always full: launches are refused, not lost, and messages meet their receives.
-#[test]
-fn no_message_meets_a_missing_receive() {
-    let builder = Communicator::builder().depth(4);
-    job_with("no_message_meets_a_missing_receive", 2, builder, |comm| {
-        const LAUNCHES: usize = 400;
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let memory = buffer(comm, 2 * PLACE);
-        let channel = channel(comm, peer, &memory, 2 * me);
-        let s = stream("full");
-        let add = |batch: &mut Batch| match me {
-            // A completed wait makes room in the middle of a launch.
-            0 => channel.send_in_batch(batch, &memory, 0..8).and_then(|sent| Ok(batch.wait(&sent)?)),
-            _ => channel.post_recv_in_batch(batch).and_then(|()| channel.wait_recv_in_batch(batch)).map(drop),
-        };
-        let graph = s.capture(|s| {
-            (0..4).try_for_each(|_| {
-                let mut batch = Batch::new();
-                add(&mut batch).unwrap();
-                s.submit(&mut batch)
-            })
-        });
-        let graph = graph.unwrap();
-        let mut refused = 0;
-        for n in 0..LAUNCHES {
-            if n % 40 == 39 {
-                // The ranks are ahead by turns.
-                sleep(HELD / 10 * u32::from(n % 80 == 39).abs_diff(u32::try_from(me).unwrap()));
-            }
-            loop {
-                match graph.launch(&s) {
-                    Ok(_) => break,
-                    Err(gdsync::Error::QueueFull { .. } | gdsync::Error::NothingToWaitFor { .. }) => {
-                        refused += 1
-                    }
-                    Err(gdsync::Error::StreamFull { .. }) => {}
-                    Err(error) => panic!("{error}"),
-                }
-                yield_now();
-            }
-            // A dropped batch takes its messages back.
-            let mut dropped = Batch::new();
-            let _full = add(&mut dropped);
-        }
-        s.synchronize(LONG).unwrap();
-        assert_eq!(comm.context().stats().rnr_naks, 0, "{refused} were refused");
-        comm.barrier(LONG).unwrap();
-    });
-}
-
-/// Unused credit does no harm.
-#[test]
-fn credit_for_a_dropped_channel_does_no_harm() {
-    job("credit_for_a_dropped_channel_does_no_harm", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let memory = buffer(comm, 2 * PLACE);
-        let channel = channel(comm, peer, &memory, 2 * me);
-        let s = stream("gone");
-        if me == 0 {
-            drop(channel);
-            let lost = || comm.context().stats().packets_discarded;
-            let before = lost();
-            comm.barrier(LONG).unwrap();
-            comm.barrier(LONG).unwrap();
-            sleep(HELD);
-            assert_eq!(lost(), before, "nobody was there");
-        } else {
-            comm.barrier(LONG).unwrap();
-            let mut batch = Batch::new();
-            (0..2).for_each(|_| channel.post_recv_in_batch(&mut batch).unwrap());
-            s.submit(&mut batch).unwrap();
-            s.synchronize(LONG).unwrap();
-            comm.barrier(LONG).unwrap();
-        }
-    });
-}
-
-/// Also to the own rank.
-#[test]
-fn three_ranks_exchange_with_all() {
-    job("three_ranks_exchange_with_all", 3, |comm| {
-        let (me, all) = (comm.rank(), comm.size());
-        let (outbox, inbox) = (buffer(comm, all * PLACE), buffer(comm, all * PLACE));
-        let places: Vec<_> = (0..all).map(|peer| [(&inbox, place(peer))]).collect();
-        let wanted: Vec<_> = (0..all).rev().map(|peer| (peer, &places[peer][..])).collect();
-        let channels = comm.channels(&wanted, LONG).unwrap();
-        let s = stream("all");
-        let graph = s.capture(|s| {
-            let mut batch = Batch::new();
-            channels.iter().for_each(|channel| channel.post_recv_in_batch(&mut batch).unwrap());
-            let send = |channel: &Channel| {
-                let start = place(channel.rank()).start;
-                channel.send_in_batch(&mut batch, &outbox, start..start + 100).unwrap()
+        let (inbox, right) = (inbox.clone(), right.clone());
+        s.host_fn(move || {
+            let is_right = |i: &usize| {
+                bytes(&inbox, place(*i).start..place(*i).start + len(*i))
+                    == message(peer, me, 2 * n + i, len(*i))
             };
-            let sent: Vec<_> = channels.iter().map(send).collect();
-            s.submit(&mut batch)?;
-            channels.iter().for_each(|channel| drop(channel.wait_recv_in_batch(&mut batch).unwrap()));
-            sent.iter().try_for_each(|sent| batch.wait(sent))?;
-            s.submit(&mut batch)
-        });
-        let graph = graph.unwrap();
-        // The graph keeps what it needs.
-        drop(channels);
-        for n in 0..30 {
-            for peer in 0..all {
-                outbox.memory().write(place(peer).start, &message(me, peer, n, 100)).unwrap();
-            }
+            right.fetch_add((0..2).filter(is_right).count(), Ordering::Relaxed);
+        })
+        .unwrap();
+        if n % 3 == 0 {
+            // Often enough in a row to open the FIFO; by streams as well.
+            let received = comm.irecv(&plain, 64..128, peer).unwrap();
+            plain.memory().write(0, &message(me, peer, n, 64)).unwrap();
+            let sent = match n % 500 {
+                0 => comm.isend_on_stream(&s, &plain, 0..64, peer),
+                _ => comm.isend(&plain, 0..64, peer),
+            };
+            comm.wait_all([&sent.unwrap(), &received], LONG).unwrap();
+            assert_eq!(bytes(&plain, 64..128), message(peer, me, n, 64), "message {n}");
+        }
+        // Two host functions each: a stream of a GPU takes 24.
+        if n % 10 == 9 {
+            s.synchronize(LONG).unwrap();
+        }
+    }
+    s.synchronize(LONG).unwrap();
+    assert_eq!(right.load(Ordering::Relaxed), 2 * LAUNCHES);
+    assert!(gpu().is_some() || comm.fifo_messages(peer).unwrap().0 > 0, "some took the FIFO");
+});
+
+// The sender is launches ahead, and each waits for the receiver's launch.
+job_test!(a_sender_waits_for_a_slow_receiver, 2, |comm| {
+    const LAUNCHES: usize = 12;
+    let peer = 1 - comm.rank();
+    let memory = buffer(comm, PLACE);
+    let channel = channel(comm, peer, &memory, comm.rank());
+    let s = stream("slow");
+    if comm.rank() == 0 {
+        let graph = capture(&s, |s| Ok(s.wait(&channel.send_on_stream(s, &memory, 0..64)?)?));
+        for n in 0..LAUNCHES {
+            let memory = memory.memory().clone();
+            s.host_fn(move || memory.write(0, &message(0, 1, n, 64)).unwrap()).unwrap();
+            launch(&graph, &s);
+        }
+        assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "nobody receives");
+        comm.barrier(LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+    } else {
+        let graph = capture(&s, |s| receive(&channel, s));
+        comm.barrier(LONG).unwrap();
+        for n in 0..LAUNCHES {
+            sleep(HELD / 3);
+            let before = if n == 0 { vec![0; 64] } else { message(0, 1, n - 1, 64) };
+            assert_eq!(bytes(&memory, 0..64), before, "message {n} came before its launch");
             launch(&graph, &s);
             s.synchronize(LONG).unwrap();
-            for peer in 0..all {
-                let start = place(peer).start;
-                assert!(bytes(&inbox, start..start + 100) == message(peer, me, n, 100), "from {peer}, {n}");
-            }
+            assert_eq!(bytes(&memory, 0..64), message(0, 1, n, 64), "{n}");
         }
-    });
-}
+    }
+    assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
+    comm.barrier(LONG).unwrap();
+});
 
-/// Steps that no kernel runs are run by the stream.
-#[test]
-fn kernels_with_steps_have_channels() {
-    job("kernels_with_steps_have_channels", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, 2 * PLACE), buffer(comm, 2 * PLACE));
-        let channel = channel(comm, peer, &inbox, 2);
-        let s = stream("steps");
-        if gpu().is_none_or(|(_, via)| *via != Via::Kernel) {
-            return;
-        }
-        let steps = s.record_steps(|s| {
-            exchange_two(s, &channel, &outbox);
-            Ok(())
-        });
-        let steps = steps.unwrap();
-        for n in 0..20 {
-            (0..2).for_each(|i| {
-                outbox.memory().write(place(i).start, &message(me, peer, 2 * n + i, len(i))).unwrap();
-            });
-            steps.launch_within(&s, LONG, |_| Ok::<_, gdsync::Error>(())).unwrap();
-            s.synchronize(LONG).unwrap();
-            for i in 0..2 {
-                let came = bytes(&inbox, place(i).start..place(i).start + len(i));
-                assert!(came == message(peer, me, 2 * n + i, len(i)), "{n}");
-            }
-        }
+// The smallest queues, always full: launches are refused, not lost, and messages meet their receives.
+job_test!(no_message_meets_a_missing_receive, 2, Communicator::builder().depth(4), |comm| {
+    const LAUNCHES: usize = 400;
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let memory = buffer(comm, 2 * PLACE);
+    let channel = channel(comm, peer, &memory, 2 * me);
+    let s = stream("full");
+    let add = |batch: &mut Batch| match me {
+        // A completed wait makes room in the middle of a launch.
+        0 => channel.send_in_batch(batch, &memory, 0..8).and_then(|sent| Ok(batch.wait(&sent)?)),
+        _ => channel.post_recv_in_batch(batch).and_then(|()| channel.wait_recv_in_batch(batch)).map(drop),
+    };
+    let graph = s.capture(|s| {
+        (0..4).try_for_each(|_| {
+            let mut batch = Batch::new();
+            add(&mut batch).unwrap();
+            s.submit(&mut batch)
+        })
     });
-}
+    let graph = graph.unwrap();
+    let mut refused = 0;
+    for n in 0..LAUNCHES {
+        if n % 40 == 39 {
+            // The ranks are ahead by turns.
+            sleep(HELD / 10 * u32::from(n % 80 == 39).abs_diff(u32::try_from(me).unwrap()));
+        }
+        loop {
+            match graph.launch(&s) {
+                Ok(_) => break,
+                Err(gdsync::Error::QueueFull { .. } | gdsync::Error::NothingToWaitFor { .. }) => refused += 1,
+                Err(gdsync::Error::StreamFull { .. }) => {}
+                Err(error) => panic!("{error}"),
+            }
+            yield_now();
+        }
+        // A dropped batch takes its messages back.
+        let mut dropped = Batch::new();
+        let _full = add(&mut dropped);
+    }
+    s.synchronize(LONG).unwrap();
+    assert_eq!(comm.context().stats().rnr_naks, 0, "{refused} were refused");
+    comm.barrier(LONG).unwrap();
+});
+
+// Unused credit does no harm.
+job_test!(credit_for_a_dropped_channel_does_no_harm, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let memory = buffer(comm, 2 * PLACE);
+    let channel = channel(comm, peer, &memory, 2 * me);
+    let s = stream("gone");
+    if me == 0 {
+        drop(channel);
+        let lost = || comm.context().stats().packets_discarded;
+        let before = lost();
+        comm.barrier(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        sleep(HELD);
+        assert_eq!(lost(), before, "nobody was there");
+    } else {
+        comm.barrier(LONG).unwrap();
+        let mut batch = Batch::new();
+        (0..2).for_each(|_| channel.post_recv_in_batch(&mut batch).unwrap());
+        s.submit(&mut batch).unwrap();
+        s.synchronize(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+    }
+});
+
+// Also to the own rank.
+job_test!(three_ranks_exchange_with_all, 3, |comm| {
+    let (me, all) = (comm.rank(), comm.size());
+    let (outbox, inbox) = (buffer(comm, all * PLACE), buffer(comm, all * PLACE));
+    let places: Vec<_> = (0..all).map(|peer| [(&inbox, place(peer))]).collect();
+    let wanted: Vec<_> = (0..all).rev().map(|peer| (peer, &places[peer][..])).collect();
+    let channels = comm.channels(&wanted, LONG).unwrap();
+    let s = stream("all");
+    let graph = s.capture(|s| {
+        let mut batch = Batch::new();
+        channels.iter().for_each(|channel| channel.post_recv_in_batch(&mut batch).unwrap());
+        let send = |channel: &Channel| {
+            let start = place(channel.rank()).start;
+            channel.send_in_batch(&mut batch, &outbox, start..start + 100).unwrap()
+        };
+        let sent: Vec<_> = channels.iter().map(send).collect();
+        s.submit(&mut batch)?;
+        channels.iter().for_each(|channel| drop(channel.wait_recv_in_batch(&mut batch).unwrap()));
+        sent.iter().try_for_each(|sent| batch.wait(sent))?;
+        s.submit(&mut batch)
+    });
+    let graph = graph.unwrap();
+    // The graph keeps what it needs.
+    drop(channels);
+    for n in 0..30 {
+        for peer in 0..all {
+            outbox.memory().write(place(peer).start, &message(me, peer, n, 100)).unwrap();
+        }
+        launch(&graph, &s);
+        s.synchronize(LONG).unwrap();
+        for peer in 0..all {
+            let start = place(peer).start;
+            assert!(bytes(&inbox, start..start + 100) == message(peer, me, n, 100), "from {peer}, {n}");
+        }
+    }
+});
+
+// Steps that no kernel runs are run by the stream.
+job_test!(kernels_with_steps_have_channels, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, inbox) = (buffer(comm, 2 * PLACE), buffer(comm, 2 * PLACE));
+    let channel = channel(comm, peer, &inbox, 2);
+    let s = stream("steps");
+    if gpu().is_none_or(|(_, via)| *via != Via::Kernel) {
+        return;
+    }
+    let steps = s.record_steps(|s| {
+        exchange_two(s, &channel, &outbox);
+        Ok(())
+    });
+    let steps = steps.unwrap();
+    for n in 0..20 {
+        (0..2).for_each(|i| {
+            outbox.memory().write(place(i).start, &message(me, peer, 2 * n + i, len(i))).unwrap();
+        });
+        steps.launch_within(&s, LONG, |_| Ok::<_, gdsync::Error>(())).unwrap();
+        s.synchronize(LONG).unwrap();
+        for i in 0..2 {
+            let came = bytes(&inbox, place(i).start..place(i).start + len(i));
+            assert!(came == message(peer, me, 2 * n + i, len(i)), "{n}");
+        }
+    }
+});
 
 /// Rank 0 waits for credit or for a message of rank 1, which exits.
-#[track_caller]
-fn a_launch_ends_with_its_peer(
-    name: &str,
+fn ends_with_its_peer(
+    comm: &Communicator,
     wait: impl Fn(&Channel, &Stream, &Registration) -> mp::Result<()>,
-) {
-    job(name, 2, |comm| {
-        let memory = buffer(comm, PLACE);
-        let channel = channel(comm, 1 - comm.rank(), &memory, 1);
-        let s = stream("bereft");
-        if comm.rank() == 1 {
-            comm.barrier(LONG).unwrap();
-            sleep(HELD);
-            // Without destructors.
-            // SAFETY: the process ends.
-            unsafe { libc::_exit(0) };
-        }
-        let graph = s.capture(|s| {
-            wait(&channel, s, &memory).unwrap();
-            Ok(())
-        });
-        let graph = graph.unwrap();
-        launch(&graph, &s);
+) -> ! {
+    let memory = buffer(comm, PLACE);
+    let channel = channel(comm, 1 - comm.rank(), &memory, 1);
+    let s = stream("bereft");
+    if comm.rank() == 1 {
         comm.barrier(LONG).unwrap();
+        sleep(HELD);
+        // Without destructors.
+        // SAFETY: the process ends.
+        unsafe { libc::_exit(0) };
+    }
+    let graph = capture(&s, |s| wait(&channel, s, &memory));
+    launch(&graph, &s);
+    comm.barrier(LONG).unwrap();
+    let error = s.synchronize(LONG).unwrap_err();
+    assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    let error = graph.launch(&s).unwrap_err();
+    assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    let error = wait(&channel, &s, &memory).unwrap_err();
+    failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
+    exit(DONE);
+}
+
+job_test!(launches_that_send_end_with_a_dead_peer, 2, |comm| {
+    ends_with_its_peer(comm, |channel, s, memory| channel.send_on_stream(s, memory, 0..8).map(drop));
+});
+
+job_test!(launches_that_receive_end_with_a_dead_peer, 2, |comm| {
+    ends_with_its_peer(comm, |channel, s, _| receive(channel, s));
+});
+
+job_test!(launches_end_when_the_rank_is_given_up, 2, |comm| {
+    let memory = buffer(comm, PLACE);
+    let channel = channel(comm, 1 - comm.rank(), &memory, 1);
+    if comm.rank() == 0 {
+        let s = stream("giving up");
+        launch(&capture(&s, |s| receive(&channel, s)), &s);
+        comm.give_up(1).unwrap();
         let error = s.synchronize(LONG).unwrap_err();
-        assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
-        let error = graph.launch(&s).unwrap_err();
-        assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
-        let error = wait(&channel, &s, &memory).unwrap_err();
-        crate::common::failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
-        exit(DONE);
-    });
-}
+        says(&error, &[&gdsync::Error::GivenUp.to_string()]);
+    }
+    comm.barrier(LONG).unwrap();
+});
 
-#[test]
-fn launches_that_send_end_with_a_dead_peer() {
-    a_launch_ends_with_its_peer("launches_that_send_end_with_a_dead_peer", |channel, s, memory| {
-        channel.send_on_stream(s, memory, 0..8).map(drop)
+// They are counted once.
+job_test!(graphs_refuse_messages_of_a_communicator, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let memory = buffer(comm, 128);
+    let s = stream("refusing");
+    memory.memory().write(0, &message(me, peer, 0, 64)).unwrap();
+    let received = comm.irecv(&memory, 64..128, peer).unwrap();
+    let prepared = comm.prepare_send(&memory, 0..64, peer).unwrap();
+    let mut refused = Vec::new();
+    let graph = s.capture(|s| {
+        let send_in_batch = || {
+            let mut batch = Batch::new();
+            let _taken_back = comm.isend_in_batch(&mut batch, &memory, 0..64, peer)?;
+            Ok(s.submit(&mut batch)?)
+        };
+        let wait_in_batch = || {
+            let mut batch = Batch::new();
+            comm.wait_in_batch(&mut batch, &received)?;
+            Ok(s.submit(&mut batch)?)
+        };
+        refused.push(prepared.post_on_stream(s).map(drop));
+        refused.push(comm.isend_on_stream(s, &memory, 0..64, peer).map(drop));
+        refused.push(send_in_batch());
+        refused.push(comm.wait_on_stream(s, &received));
+        refused.push(wait_in_batch());
+        Ok(())
     });
-}
+    assert_eq!(refused.len(), 5);
+    for refused in refused {
+        says(&refused.unwrap_err(), &["graph", "mp::Channel"]);
+    }
+    drop(graph);
+    // The refused messages are taken back.
+    let sent = comm.isend_on_stream(&s, &memory, 0..64, peer).unwrap();
+    comm.wait_all_on_stream(&s, [&received, &sent]).unwrap();
+    s.synchronize(LONG).unwrap();
+    assert_eq!(bytes(&memory, 64..128), message(peer, me, 0, 64));
+});
 
-#[test]
-fn launches_that_receive_end_with_a_dead_peer() {
-    a_launch_ends_with_its_peer("launches_that_receive_end_with_a_dead_peer", |channel, s, _| {
-        channel.post_recv_on_stream(s)?;
-        channel.wait_recv_on_stream(s).map(drop)
-    });
-}
+job_test!(ranks_with_other_lists_are_named, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let memory = buffer(comm, 128);
+    let places: &[_] = &[(&memory, 0..64)];
+    let said = |wanted: &[(usize, &[_])]| comm.channels(wanted, LONG).unwrap_err().to_string();
+    // One of the two wants more than the other.
+    let both = [(peer, places), (peer, places)];
+    let error = said(&both[me..]);
+    says(&error, &[&format!("rank {peer}"), "channels"]);
+    // Rank 1 cannot make one.
+    let outside: &[_] = &[(&memory, 100..200)];
+    let error = said(&[(peer, if me == 1 { outside } else { places })]);
+    says(&error, &[if me == 1 { "100" } else { "rank 1" }]);
+    let error = said(&[(2, places)]);
+    says(&error, &["rank 2"]);
+    let many = vec![(&memory, 0..0); 1000];
+    assert!(said(&[(peer, &many)]).contains("Builder::depth"));
 
-#[test]
-fn launches_end_when_the_rank_is_given_up() {
-    job("launches_end_when_the_rank_is_given_up", 2, |comm| {
-        let memory = buffer(comm, PLACE);
-        let channel = channel(comm, 1 - comm.rank(), &memory, 1);
-        if comm.rank() == 0 {
-            let s = stream("giving up");
-            let graph = s.capture(|s| {
-                channel.post_recv_on_stream(s).unwrap();
-                channel.wait_recv_on_stream(s).unwrap();
-                Ok(())
-            });
-            launch(&graph.unwrap(), &s);
-            comm.give_up(1).unwrap();
-            let error = s.synchronize(LONG).unwrap_err();
-            assert!(error.to_string().contains(&gdsync::Error::GivenUp.to_string()), "{error}");
-        }
-        comm.barrier(LONG).unwrap();
-    });
-}
-
-/// They are counted once.
-#[test]
-fn graphs_refuse_messages_of_a_communicator() {
-    job("graphs_refuse_messages_of_a_communicator", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let memory = buffer(comm, 128);
-        let s = stream("refusing");
-        memory.memory().write(0, &message(me, peer, 0, 64)).unwrap();
-        let received = comm.irecv(&memory, 64..128, peer).unwrap();
-        let prepared = comm.prepare_send(&memory, 0..64, peer).unwrap();
-        let mut refused = Vec::new();
-        let graph = s.capture(|s| {
-            let send_in_batch = || {
-                let mut batch = Batch::new();
-                let _taken_back = comm.isend_in_batch(&mut batch, &memory, 0..64, peer)?;
-                Ok(s.submit(&mut batch)?)
-            };
-            let wait_in_batch = || {
-                let mut batch = Batch::new();
-                comm.wait_in_batch(&mut batch, &received)?;
-                Ok(s.submit(&mut batch)?)
-            };
-            refused.push(prepared.post_on_stream(s).map(drop));
-            refused.push(comm.isend_on_stream(s, &memory, 0..64, peer).map(drop));
-            refused.push(send_in_batch());
-            refused.push(comm.wait_on_stream(s, &received));
-            refused.push(wait_in_batch());
-            Ok(())
-        });
-        assert_eq!(refused.len(), 5);
-        for refused in refused {
-            let error = refused.unwrap_err().to_string();
-            assert!(error.contains("graph") && error.contains("mp::Channel"), "{error}");
-        }
-        drop(graph);
-        // The refused messages are taken back.
-        let sent = comm.isend_on_stream(&s, &memory, 0..64, peer).unwrap();
-        comm.wait_all_on_stream(&s, [&received, &sent]).unwrap();
-        s.synchronize(LONG).unwrap();
-        assert_eq!(bytes(&memory, 64..128), message(peer, me, 0, 64));
-    });
-}
-
-#[test]
-fn ranks_with_other_lists_are_named() {
-    job("ranks_with_other_lists_are_named", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let memory = buffer(comm, 128);
-        let places: &[_] = &[(&memory, 0..64)];
-        let said = |wanted: &[(usize, &[_])]| comm.channels(wanted, LONG).unwrap_err().to_string();
-        // One of the two wants more than the other.
-        let both = [(peer, places), (peer, places)];
-        let error = said(&both[me..]);
-        assert!(error.contains(&format!("rank {peer}")) && error.contains("channels"), "{error}");
-        // Rank 1 cannot make one.
-        let outside: &[_] = &[(&memory, 100..200)];
-        let error = said(&[(peer, if me == 1 { outside } else { places })]);
-        assert!(error.contains(if me == 1 { "100" } else { "rank 1" }), "{error}");
-        let error = said(&[(2, places)]);
-        assert!(error.contains("rank 2"), "{error}");
-        let many = vec![(&memory, 0..0); 1000];
-        assert!(said(&[(peer, &many)]).contains("Builder::depth"));
-
-        // Rank 0 has a small place, rank 1 none.
-        let channel = comm.channels(&[(peer, &places[..1 - me])], LONG).unwrap().remove(0);
-        let s = stream("fitting");
-        let said = |error: Error| error.to_string();
-        let error = said(channel.send_on_stream(&s, &memory, 0..[0, 65][me]).unwrap_err());
-        assert!(error.contains("place"), "{error}");
-        if me == 0 {
-            channel.post_recv_on_stream(&s).unwrap();
-            channel.wait_recv_on_stream(&s).unwrap();
-        } else {
-            assert!(said(channel.post_recv_on_stream(&s).unwrap_err()).contains("places of this rank"));
-            assert!(matches!(channel.send_on_stream(&s, &memory, 100..200), Err(Error::Device(_))));
-            channel.send_on_stream(&s, &memory, 0..64).unwrap();
-        }
-        s.synchronize(LONG).unwrap();
-        assert!(comm.channels(&[], LONG).unwrap().is_empty());
-    });
-}
+    // Rank 0 has a small place, rank 1 none.
+    let channel = comm.channels(&[(peer, &places[..1 - me])], LONG).unwrap().remove(0);
+    let s = stream("fitting");
+    let said = |error: Error| error.to_string();
+    let error = said(channel.send_on_stream(&s, &memory, 0..[0, 65][me]).unwrap_err());
+    says(&error, &["place"]);
+    if me == 0 {
+        channel.post_recv_on_stream(&s).unwrap();
+        channel.wait_recv_on_stream(&s).unwrap();
+    } else {
+        assert!(said(channel.post_recv_on_stream(&s).unwrap_err()).contains("places of this rank"));
+        assert!(matches!(channel.send_on_stream(&s, &memory, 100..200), Err(Error::Device(_))));
+        channel.send_on_stream(&s, &memory, 0..64).unwrap();
+    }
+    s.synchronize(LONG).unwrap();
+    assert!(comm.channels(&[], LONG).unwrap().is_empty());
+});

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::{LONG, buffer, bytes, gpu, job, job_with, jobs, message, stream};
+use crate::common::{LONG, buffer, bytes, gpu, job_test, message, says, stream};
 use gdsync::stream::{Cond, HostStreamConfig, Stream};
 use mp::collective::{Collectives, Number, Pending, Reduction};
 use mp::{Communicator, Error, Registration};
@@ -156,230 +156,195 @@ fn all_forms(comm: &Communicator) {
     }
 }
 
-#[test]
-fn ranks_use_all_forms() {
-    jobs("ranks_use_all_forms", &[1, 2, 3, 4, 5, 8], all_forms);
-}
+job_test!(ranks_use_all_forms, [1, 2, 3, 4, 5, 8], all_forms);
 
-/// Queues so shallow that the ring has no room to look ahead.
-#[test]
-fn a_ring_in_shallow_queues() {
-    job_with("a_ring_in_shallow_queues", 5, Communicator::builder().depth(2), |comm| {
-        let all = collectives(comm);
-        for stream in [None, Some(stream("shallow"))] {
-            let form = Form { all: &all, stream };
-            (0..5).for_each(|n| form.play(n, 100));
-            form.reduce(0);
-        }
-    });
-}
+// Queues so shallow that the ring has no room to look ahead.
+job_test!(a_ring_in_shallow_queues, 5, Communicator::builder().depth(2), |comm| {
+    let all = collectives(comm);
+    for stream in [None, Some(stream("shallow"))] {
+        let form = Form { all: &all, stream };
+        (0..5).for_each(|n| form.play(n, 100));
+        form.reduce(0);
+    }
+});
 
-/// The CPUs are far ahead of the streams: no rank waits for the CPU of another, and buffers are not written before their stream arrives.
-#[test]
-fn streams_run_behind_the_cpu() {
-    job("streams_run_behind_the_cpu", 3, |comm| {
-        // Two host functions each: a stream of a GPU takes 24.
-        const COUNT: usize = 12;
-        let all = collectives(comm);
-        let (me, size) = (comm.rank(), comm.size());
-        let (s, shared) = (stream("behind"), buffer(comm, 3 * 64));
-        let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
-        for n in 0..COUNT {
-            // All rounds use the same buffer: a faster rank must not overwrite what another is about to read.
-            let (memory, seen) = (shared.memory().clone(), seen.clone());
-            s.host_fn(move || memory.write(me * 64, &message(me, 0, n, 64)).unwrap()).unwrap();
-            all.allgather_on_stream(&s, &shared, 0..3 * 64).map(drop).unwrap();
-            let memory = shared.memory().clone();
-            s.host_fn(move || {
-                if (n + me) % 5 == 0 {
-                    std::thread::sleep(Duration::from_millis(2));
-                }
-                seen.lock().unwrap().push(memory.to_vec());
-            })
-            .unwrap();
-        }
-        s.synchronize(LONG).unwrap();
-        for (n, got) in seen.lock().unwrap().iter().enumerate() {
-            assert!(got[..size * 64] == parts(size, 64, n, |r| (r, 0)), "turn {n}");
-        }
-        assert_eq!(seen.lock().unwrap().len(), COUNT);
-    });
-}
+// The CPUs are far ahead of the streams: no rank waits for the CPU of another, and buffers are not written before their stream arrives.
+job_test!(streams_run_behind_the_cpu, 3, |comm| {
+    // Two host functions each: a stream of a GPU takes 24.
+    const COUNT: usize = 12;
+    let all = collectives(comm);
+    let (me, size) = (comm.rank(), comm.size());
+    let (s, shared) = (stream("behind"), buffer(comm, 3 * 64));
+    let seen = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    for n in 0..COUNT {
+        // All rounds use the same buffer: a faster rank must not overwrite what another is about to read.
+        let (memory, seen) = (shared.memory().clone(), seen.clone());
+        s.host_fn(move || memory.write(me * 64, &message(me, 0, n, 64)).unwrap()).unwrap();
+        all.allgather_on_stream(&s, &shared, 0..3 * 64).map(drop).unwrap();
+        let memory = shared.memory().clone();
+        s.host_fn(move || {
+            if (n + me) % 5 == 0 {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            seen.lock().unwrap().push(memory.to_vec());
+        })
+        .unwrap();
+    }
+    s.synchronize(LONG).unwrap();
+    for (n, got) in seen.lock().unwrap().iter().enumerate() {
+        assert!(got[..size * 64] == parts(size, 64, n, |r| (r, 0)), "turn {n}");
+    }
+    assert_eq!(seen.lock().unwrap().len(), COUNT);
+});
 
-#[test]
-fn barriers_hold_streams_until_all_arrive() {
-    job("barriers_hold_streams_until_all_arrive", 3, |comm| {
-        let all = collectives(comm);
-        let (s, words) = (stream("held"), buffer(comm, 64));
-        let (gate, passed) = (words.memory().word32(0).unwrap(), words.memory().word32(4).unwrap());
-        if comm.rank() == 2 {
-            s.wait_value32(&gate, 1, Cond::Eq).unwrap();
-        }
-        let pending = all.barrier_on_stream(&s).unwrap();
-        s.write_value32(&passed, 1).unwrap();
-        comm.barrier(LONG).unwrap();
-        assert_eq!(passed.load(), 0, "the stream of rank 2 is held");
-        comm.barrier(LONG).unwrap();
-        gate.store(1);
-        pending.wait(LONG).unwrap();
-        s.synchronize(LONG).unwrap();
-        assert_eq!(passed.load(), 1);
-    });
-}
+job_test!(barriers_hold_streams_until_all_arrive, 3, |comm| {
+    let all = collectives(comm);
+    let (s, words) = (stream("held"), buffer(comm, 64));
+    let (gate, passed) = (words.memory().word32(0).unwrap(), words.memory().word32(4).unwrap());
+    if comm.rank() == 2 {
+        s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+    }
+    let pending = all.barrier_on_stream(&s).unwrap();
+    s.write_value32(&passed, 1).unwrap();
+    comm.barrier(LONG).unwrap();
+    assert_eq!(passed.load(), 0, "the stream of rank 2 is held");
+    comm.barrier(LONG).unwrap();
+    gate.store(1);
+    pending.wait(LONG).unwrap();
+    s.synchronize(LONG).unwrap();
+    assert_eq!(passed.load(), 1);
+});
 
-#[test]
-fn two_communicators_at_once() {
-    job("two_communicators_at_once", 4, |first| {
-        let second = Communicator::builder().timeout(LONG).init_over(first.clone()).unwrap();
-        assert_eq!((second.rank(), second.size()), (first.rank(), first.size()));
-        std::thread::scope(|scope| {
-            for comm in [first, &second] {
-                scope.spawn(move || {
-                    let all = collectives(comm);
-                    for n in 0..4 {
-                        for stream in [None, Some(stream("one of two"))] {
-                            let form = Form { all: &all, stream };
-                            form.play(n, 1000 * n);
-                            // Both share one exchange.
-                            let sum = buffer(comm, 64);
-                            sum.memory().write(4, &1_i64.to_ne_bytes()).unwrap();
-                            form.allreduce::<i64>(&sum, 8, Reduction::Sum);
-                            assert_eq!(bytes(&sum, 4..12), (comm.size() as i64).to_ne_bytes());
-                        }
+job_test!(two_communicators_at_once, 4, |first| {
+    let second = Communicator::builder().timeout(LONG).init_over(first.clone()).unwrap();
+    assert_eq!((second.rank(), second.size()), (first.rank(), first.size()));
+    std::thread::scope(|scope| {
+        for comm in [first, &second] {
+            scope.spawn(move || {
+                let all = collectives(comm);
+                for n in 0..4 {
+                    for stream in [None, Some(stream("one of two"))] {
+                        let form = Form { all: &all, stream };
+                        form.play(n, 1000 * n);
+                        // Both share one exchange.
+                        let sum = buffer(comm, 64);
+                        sum.memory().write(4, &1_i64.to_ne_bytes()).unwrap();
+                        form.allreduce::<i64>(&sum, 8, Reduction::Sum);
+                        assert_eq!(bytes(&sum, 4..12), (comm.size() as i64).to_ne_bytes());
                     }
-                });
-            }
-        });
-        // A rank that exits early breaks its connections.
-        second.finalize(LONG).unwrap();
-    });
-}
-
-/// Refused calls keep the ranks in step.
-#[test]
-fn bad_arguments_are_refused_before_anything_is_sent() {
-    job("bad_arguments_are_refused_before_anything_is_sent", 3, |comm| {
-        let (all, buffer, s) = (collectives(comm), buffer(comm, 96), stream("refused"));
-        let device = |result: mp::Result<()>, word: &str| match result.unwrap_err() {
-            Error::Device(error) => assert!(error.to_string().contains(word), "{error}"),
-            other => panic!("{other}"),
-        };
-        device(all.allgather(&buffer, 0..10, LONG), "a part of equal length for each rank");
-        device(all.broadcast(&buffer, 90..97, 0, LONG), "7 bytes at offset 90");
-        #[expect(clippy::reversed_empty_ranges, reason = "that is the mistake")]
-        device(all.broadcast(&buffer, 9..3, 0, LONG), "9..3");
-        device(all.alltoall((&buffer, 0..30), (&buffer, 27..57), LONG), "apart from each other");
-        device(all.alltoall((&buffer, 0..30), (&buffer, 30..90), LONG), "that of the first");
-        device(all.allreduce::<f64>(&buffer, 0..12, Reduction::Sum, LONG), "a whole number of values");
-        device(all.allgather_on_stream(&s, &buffer, 0..10).map(drop), "a part of equal length");
-        let error = all.broadcast(&buffer, 0..1, 3, LONG).unwrap_err();
-        assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
-        let error = all.broadcast_on_stream(&s, &buffer, 0..1, 3).unwrap_err();
-        assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
-        let capture = s.begin_capture().unwrap();
-        device(all.barrier_on_stream(&s).map(drop), "mp::Channel");
-        drop(capture);
-        all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
-        all.barrier(LONG).unwrap();
-    });
-}
-
-/// Too many at once are refused without harm; after a while there is room again.
-#[test]
-fn full_queues_keep_the_ranks_in_step() {
-    job_with("full_queues_keep_the_ranks_in_step", 2, Communicator::builder().depth(4), |comm| {
-        let (all, words, s) = (collectives(comm), buffer(comm, 64), stream("full"));
-        let gate = words.memory().word32(0).unwrap();
-        s.wait_value32(&gate, 1, Cond::Eq).unwrap();
-        let mut queued = 0;
-        let error = loop {
-            match all.barrier_on_stream(&s) {
-                Ok(_) => queued += 1,
-                Err(error) => break error,
-            }
-        };
-        assert!(
-            matches!(&error, Error::Message { cause: gdsync::Error::QueueFull { depth: 4, .. }, .. }),
-            "{error}"
-        );
-        assert_eq!(queued, 3, "each asks for room for two");
-        gate.store(1);
-        s.synchronize(LONG).unwrap();
-        all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
-        all.barrier(LONG).unwrap();
-    });
-}
-
-/// A stream that takes no more refuses before anything is posted. On a GPU its host functions are what is bounded.
-#[test]
-fn full_streams_keep_the_ranks_in_step() {
-    job("full_streams_keep_the_ranks_in_step", 2, |comm| {
-        let (all, words) = (collectives(comm), buffer(comm, 64));
-        let s = match gpu() {
-            Some(_) => stream("full"),
-            None => {
-                Stream::host(HostStreamConfig { wait_limit: LONG, depth: 4, ..Default::default() }).unwrap()
-            }
-        };
-        let gate = words.memory().word32(0).unwrap();
-        s.wait_value32(&gate, 1, Cond::Eq).unwrap();
-        let mut queued: Vec<(Registration, Pending)> = Vec::new();
-        let start = |n: u64| {
-            let buffer = buffer(comm, 64);
-            buffer.memory().write(0, &(n + comm.rank() as u64).to_ne_bytes()).unwrap();
-            let pending = all.allreduce_on_stream::<u64>(&s, &buffer, 0..8, Reduction::Sum)?;
-            Ok((buffer, pending))
-        };
-        let error = loop {
-            match start(queued.len() as u64) {
-                Ok(one) => queued.push(one),
-                Err(error) => break error,
-            }
-        };
-        assert!(matches!(error, Error::Device(gdsync::Error::StreamFull { .. })), "{error}");
-        assert_eq!(queued.len(), if gpu().is_some() { 24 } else { 3 });
-        comm.barrier(LONG).unwrap();
-        gate.store(1);
-        queued.push(start(queued.len() as u64).unwrap());
-        s.synchronize(LONG).unwrap();
-        for (n, (buffer, pending)) in queued.iter().enumerate() {
-            pending.wait(LONG).unwrap();
-            assert_eq!(bytes(buffer, 0..8), (2 * n as u64 + 1).to_ne_bytes(), "{n}");
-        }
-        all.barrier(LONG).unwrap();
-    });
-}
-
-#[test]
-fn disagreeing_ranks_get_errors() {
-    job("disagreeing_ranks_get_errors", 2, |comm| {
-        let (all, buffer) = (collectives(comm), buffer(comm, 64));
-        if comm.rank() == 0 {
-            all.broadcast(&buffer, 0..8, 0, LONG).unwrap();
-        } else {
-            let error = all.broadcast(&buffer, 0..16, 0, LONG).unwrap_err();
-            let text = error.to_string();
-            assert!(matches!(error, Error::Collective { operation: "broadcast", rank: 0, .. }), "{text}");
-            assert!(text.contains("8 bytes came where 16 were due"), "{text}");
-            assert_eq!(all.barrier(LONG).unwrap_err().to_string(), text, "it stays so");
-            let later = all.barrier_on_stream(&stream("late")).unwrap_err();
-            assert_eq!(later.to_string(), text);
+                }
+            });
         }
     });
-}
+    // A rank that exits early breaks its connections.
+    second.finalize(LONG).unwrap();
+});
 
-#[test]
-fn missing_ranks_are_named() {
-    job("missing_ranks_are_named", 3, |comm| {
-        let all = collectives(comm);
-        if comm.rank() != 1 {
-            let error = all.barrier(Duration::from_millis(300)).unwrap_err();
-            assert!(
-                matches!(&error, Error::Message { cause: gdsync::Error::Deadline { .. }, .. }),
-                "{error}"
-            );
-            assert!(matches!(all.barrier(LONG), Err(Error::Message { .. })), "the ranks are out of step");
+// Refused calls keep the ranks in step.
+job_test!(bad_arguments_are_refused_before_anything_is_sent, 3, |comm| {
+    let (all, buffer, s) = (collectives(comm), buffer(comm, 96), stream("refused"));
+    let device = |result: mp::Result<()>, word: &str| match result.unwrap_err() {
+        Error::Device(error) => assert!(error.to_string().contains(word), "{error}"),
+        other => panic!("{other}"),
+    };
+    device(all.allgather(&buffer, 0..10, LONG), "a part of equal length for each rank");
+    device(all.broadcast(&buffer, 90..97, 0, LONG), "7 bytes at offset 90");
+    #[expect(clippy::reversed_empty_ranges, reason = "that is the mistake")]
+    device(all.broadcast(&buffer, 9..3, 0, LONG), "9..3");
+    device(all.alltoall((&buffer, 0..30), (&buffer, 27..57), LONG), "apart from each other");
+    device(all.alltoall((&buffer, 0..30), (&buffer, 30..90), LONG), "that of the first");
+    device(all.allreduce::<f64>(&buffer, 0..12, Reduction::Sum, LONG), "a whole number of values");
+    device(all.allgather_on_stream(&s, &buffer, 0..10).map(drop), "a part of equal length");
+    let error = all.broadcast(&buffer, 0..1, 3, LONG).unwrap_err();
+    assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
+    let error = all.broadcast_on_stream(&s, &buffer, 0..1, 3).unwrap_err();
+    assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
+    let capture = s.begin_capture().unwrap();
+    device(all.barrier_on_stream(&s).map(drop), "mp::Channel");
+    drop(capture);
+    all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
+    all.barrier(LONG).unwrap();
+});
+
+// Too many at once are refused without harm; after a while there is room again.
+job_test!(full_queues_keep_the_ranks_in_step, 2, Communicator::builder().depth(4), |comm| {
+    let (all, words, s) = (collectives(comm), buffer(comm, 64), stream("full"));
+    let gate = words.memory().word32(0).unwrap();
+    s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+    let mut queued = 0;
+    let error = loop {
+        match all.barrier_on_stream(&s) {
+            Ok(_) => queued += 1,
+            Err(error) => break error,
         }
-        comm.barrier(LONG).unwrap();
-    });
-}
+    };
+    assert!(
+        matches!(&error, Error::Message { cause: gdsync::Error::QueueFull { depth: 4, .. }, .. }),
+        "{error}"
+    );
+    assert_eq!(queued, 3, "each asks for room for two");
+    gate.store(1);
+    s.synchronize(LONG).unwrap();
+    all.barrier_on_stream(&s).unwrap().wait(LONG).unwrap();
+    all.barrier(LONG).unwrap();
+});
+
+// A stream that takes no more refuses before anything is posted. On a GPU its host functions are what is bounded.
+job_test!(full_streams_keep_the_ranks_in_step, 2, |comm| {
+    let (all, words) = (collectives(comm), buffer(comm, 64));
+    let s = match gpu() {
+        Some(_) => stream("full"),
+        None => Stream::host(HostStreamConfig { wait_limit: LONG, depth: 4, ..Default::default() }).unwrap(),
+    };
+    let gate = words.memory().word32(0).unwrap();
+    s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+    let mut queued: Vec<(Registration, Pending)> = Vec::new();
+    let start = |n: u64| {
+        let buffer = buffer(comm, 64);
+        buffer.memory().write(0, &(n + comm.rank() as u64).to_ne_bytes()).unwrap();
+        let pending = all.allreduce_on_stream::<u64>(&s, &buffer, 0..8, Reduction::Sum)?;
+        Ok((buffer, pending))
+    };
+    let error = loop {
+        match start(queued.len() as u64) {
+            Ok(one) => queued.push(one),
+            Err(error) => break error,
+        }
+    };
+    assert!(matches!(error, Error::Device(gdsync::Error::StreamFull { .. })), "{error}");
+    assert_eq!(queued.len(), if gpu().is_some() { 24 } else { 3 });
+    comm.barrier(LONG).unwrap();
+    gate.store(1);
+    queued.push(start(queued.len() as u64).unwrap());
+    s.synchronize(LONG).unwrap();
+    for (n, (buffer, pending)) in queued.iter().enumerate() {
+        pending.wait(LONG).unwrap();
+        assert_eq!(bytes(buffer, 0..8), (2 * n as u64 + 1).to_ne_bytes(), "{n}");
+    }
+    all.barrier(LONG).unwrap();
+});
+
+job_test!(disagreeing_ranks_get_errors, 2, |comm| {
+    let (all, buffer) = (collectives(comm), buffer(comm, 64));
+    if comm.rank() == 0 {
+        all.broadcast(&buffer, 0..8, 0, LONG).unwrap();
+    } else {
+        let error = all.broadcast(&buffer, 0..16, 0, LONG).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, Error::Collective { operation: "broadcast", rank: 0, .. }), "{text}");
+        says(&text, &["8 bytes came where 16 were due"]);
+        assert_eq!(all.barrier(LONG).unwrap_err().to_string(), text, "it stays so");
+        let later = all.barrier_on_stream(&stream("late")).unwrap_err();
+        assert_eq!(later.to_string(), text);
+    }
+});
+
+job_test!(missing_ranks_are_named, 3, |comm| {
+    let all = collectives(comm);
+    if comm.rank() != 1 {
+        let error = all.barrier(Duration::from_millis(300)).unwrap_err();
+        assert!(matches!(&error, Error::Message { cause: gdsync::Error::Deadline { .. }, .. }), "{error}");
+        assert!(matches!(all.barrier(LONG), Err(Error::Message { .. })), "the ranks are out of step");
+    }
+    comm.barrier(LONG).unwrap();
+});

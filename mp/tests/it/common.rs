@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "other test programs include this file, and use parts of it")]
 
 use std::env;
+use std::fmt::Display;
 use std::net::TcpListener;
 use std::ops::Range;
 use std::process::{Command, Output, Stdio, exit};
@@ -75,6 +76,26 @@ pub fn job(name: &str, size: usize, body: impl FnOnce(&Communicator)) {
     job_with(name, size, Communicator::builder(), body);
 }
 
+/// A test of this name, whose body runs in so many processes, each with its communicator: as [`job`], [`job_with`] or [`jobs`].
+macro_rules! job_test {
+    ($name:ident, [$($size:expr),+], $body:expr) => {
+        #[test]
+        fn $name() {
+            $crate::common::jobs(stringify!($name), &[$($size),+], $body);
+        }
+    };
+    ($name:ident, $size:expr, $body:expr) => {
+        $crate::common::job_test!($name, $size, mp::Communicator::builder(), $body);
+    };
+    ($name:ident, $size:expr, $builder:expr, $body:expr) => {
+        #[test]
+        fn $name() {
+            $crate::common::job_with(stringify!($name), $size, $builder, $body);
+        }
+    };
+}
+pub(crate) use job_test;
+
 /// As [`job`], for each of several sizes up to `GDSYNC_TEST_MAX_RANKS`.
 #[track_caller]
 pub fn jobs(name: &str, sizes: &[usize], body: impl FnOnce(&Communicator)) {
@@ -91,10 +112,18 @@ pub fn jobs(name: &str, sizes: &[usize], body: impl FnOnce(&Communicator)) {
 
 /// Checks that rank 0 has completed its part.
 #[track_caller]
-fn succeeds(command: &mut Command) {
+pub fn succeeds(command: &mut Command) {
     let output = command.output().unwrap();
     let text = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     assert_eq!(output.status.code(), Some(DONE), "{}\n{}", text[0], text[1]);
+}
+
+/// Checks that a process succeeds, and prints these words.
+#[track_caller]
+pub fn prints(command: &mut Command, words: &str) {
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains(words), "{words}: {text}");
 }
 
 /// As [`job`], with a builder.
@@ -113,14 +142,19 @@ pub fn job_with(name: &str, size: usize, builder: mp::CommunicatorBuilder, body:
     }
 }
 
-/// Runs the test called `name` in `size` processes, which join by the variables of a launcher: none is the parent of another. Returns
-/// when all have ended.
+/// A command that runs the test `name` as a rank of so many, which join by the variables of a launcher.
+pub fn rank_command(name: &str, rank: usize, size: usize, port: &str) -> Command {
+    let mut command = myself(name);
+    command.env("RANK", rank.to_string()).env("WORLD_SIZE", size.to_string());
+    command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port);
+    command
+}
+
+/// Runs the test `name` in `size` such processes: none is the parent of another. Returns when all have ended.
 pub fn ranks(name: &str, size: usize) -> Vec<Output> {
-    let port = free_port();
-    let start = |rank: usize| {
-        let mut command = myself(name);
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", size.to_string());
-        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
+    let port = free_port().to_string();
+    let start = |rank| {
+        let mut command = rank_command(name, rank, size, &port);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let children: Vec<_> = (0..size).map(start).collect();
@@ -133,6 +167,36 @@ pub fn kill(pid: u32) {
     assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
 }
 
+/// Bytes of address space this process has mapped.
+pub fn mapped() -> usize {
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    4096 * pages.split(' ').next().unwrap().parse::<usize>().unwrap()
+}
+
+/// Whether a process runs, and is no zombie.
+pub fn runs(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The state follows the name in parentheses.
+    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
+}
+
+/// Waits until a child process ends, and checks that it exits with 0. It is not reaped: its owner does that.
+#[track_caller]
+pub fn ends_well(pid: u32) {
+    // SAFETY: zeros are valid for all fields.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    until("the child still runs", || {
+        let options = libc::WEXITED | libc::WNOHANG | libc::WNOWAIT;
+        // SAFETY: the information is written to a local that outlives the call.
+        assert_eq!(unsafe { libc::waitid(libc::P_PID, pid, &raw mut info, options) }, 0);
+        // SAFETY: the call has set the field, or left it 0 where the child still runs.
+        unsafe { info.si_pid() != 0 }
+    });
+    // SAFETY: the call has set the field: the child has ended.
+    let status = unsafe { info.si_status() };
+    assert_eq!((info.si_code, status), (libc::CLD_EXITED, 0), "how the child has ended");
+}
+
 /// A free port below the ephemeral ports.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -143,6 +207,13 @@ pub fn free_port() -> u16 {
             return port;
         }
     }
+}
+
+/// Checks that a text or an error says all of these.
+#[track_caller]
+pub fn says(text: &dyn Display, words: &[&str]) {
+    let text = text.to_string();
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
 }
 
 /// Checks the rank of a failed message, and its cause, which is one of these.

@@ -2,9 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{LONG, buffer, bytes, job, job_with, message, stream, until};
+use crate::common::{LONG, buffer, bytes, job_test, message, says, stream, until};
 use gdsync::stream::{Batch, Stream};
-use mp::{Communicator, Error, IntraHostPath, Registration, Request, Rma, Signal, Status};
+use mp::{
+    Communicator, CommunicatorBuilder, Error, IntraHostPath, Registration, Request, Rma, Signal, Status,
+};
 
 /// How long a stream is watched not to go on.
 const HELD: Duration = Duration::from_millis(30);
@@ -18,234 +20,184 @@ fn send_on_stream(comm: &Communicator, s: &Stream, buffer: &Registration, count:
     (0..count).map(send).collect()
 }
 
-#[test]
-fn a_stream_waits_for_receives() {
-    job("a_stream_waits_for_receives", 2, |comm| {
-        const COUNT: usize = 40;
-        let (buffer, s) = (buffer(comm, COUNT * 8), stream("sender"));
-        let slot = |n: usize| n * 8..n * 8 + 8;
-        if comm.rank() == 0 {
-            let sent = send_on_stream(comm, &s, &buffer, COUNT);
-            assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "nobody receives");
-            comm.barrier(LONG).unwrap();
-            s.synchronize(LONG).unwrap();
-            comm.wait_all(&sent, LONG).unwrap();
-        } else {
-            comm.barrier(LONG).unwrap();
-            for n in 0..COUNT {
-                let received = comm.irecv(&buffer, slot(n), 0).unwrap();
-                assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: 8 });
-                assert_eq!(bytes(&buffer, slot(n)), message(0, 1, n, 8), "{n}");
-            }
-            assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
-        }
+job_test!(a_stream_waits_for_receives, 2, |comm| {
+    const COUNT: usize = 40;
+    let (buffer, s) = (buffer(comm, COUNT * 8), stream("sender"));
+    let slot = |n: usize| n * 8..n * 8 + 8;
+    if comm.rank() == 0 {
+        let sent = send_on_stream(comm, &s, &buffer, COUNT);
+        assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "nobody receives");
         comm.barrier(LONG).unwrap();
-    });
-}
-
-/// Sends of the CPU, which do not wait for credit, are counted too.
-#[test]
-fn sends_of_cpu_and_stream_alternate() {
-    job("sends_of_cpu_and_stream_alternate", 2, |comm| {
-        const COUNT: usize = 30;
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, COUNT * 8), buffer(comm, COUNT * 8));
-        let s = stream("turns");
-        let slot = |n: usize| n * 8..n * 8 + 8;
-        let received: Vec<_> = (0..COUNT).map(|n| comm.irecv(&inbox, slot(n), peer).unwrap()).collect();
-        for n in 0..COUNT {
-            outbox.memory().write(n * 8, &message(me, peer, n, 8)).unwrap();
-            let sent = if n % 3 == 0 {
-                comm.isend(&outbox, slot(n), peer).unwrap()
-            } else {
-                comm.isend_on_stream(&s, &outbox, slot(n), peer).unwrap()
-            };
-            comm.wait(&sent, LONG).unwrap();
-        }
-        comm.wait_all(&received, LONG).unwrap();
-        for n in 0..COUNT {
-            assert_eq!(bytes(&inbox, slot(n)), message(peer, me, n, 8), "{n}");
-        }
         s.synchronize(LONG).unwrap();
-    });
-}
-
-#[test]
-fn prepared_messages_are_sent_when_posted() {
-    job("prepared_messages_are_sent_when_posted", 2, |comm| {
-        let (buffer, s) = (buffer(comm, 64), stream("prepared"));
-        let slot = |n: usize| n * 8..n * 8 + 8;
-        if comm.rank() == 0 {
-            let prepare = |n: usize| comm.prepare_send(&buffer, slot(n), 1).unwrap();
-            let (first, second, third) = (prepare(0), prepare(1), prepare(2));
-            comm.barrier(LONG).unwrap();
-            // The buffer is read when they are sent.
-            for n in 0..8 {
-                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-            }
-            assert_eq!(first.request().test().unwrap(), None);
-            let mut sent = vec![first.post_on_stream(&s).unwrap()];
-            // The newest are taken back, and free their places.
-            drop(third);
-            drop(second);
-            sent.extend(comm.post_all_on_stream(&s, [prepare(1), prepare(2)]).unwrap());
-            let late = prepare(4);
-            let early = prepare(5);
-            let error = early.post_on_stream(&s).unwrap_err();
-            assert!(
-                matches!(error, Error::Message { rank: 1, cause: gdsync::Error::OutOfOrder { .. }, .. }),
-                "{error}"
-            );
-            drop(late);
-            let mut batch = Batch::new();
-            sent.push(prepare(3).post_in_batch(&mut batch));
-            s.submit(&mut batch).unwrap();
-            comm.wait_all(&sent, LONG).unwrap();
-            s.synchronize(LONG).unwrap();
-        } else {
-            let received: Vec<_> = (0..4).map(|n| comm.irecv(&buffer, slot(n), 0).unwrap()).collect();
-            comm.barrier(LONG).unwrap();
-            comm.wait_all(&received, LONG).unwrap();
-            for n in 0..4 {
-                assert_eq!(bytes(&buffer, slot(n)), message(0, 1, n, 8), "{n}");
-            }
-        }
+        comm.wait_all(&sent, LONG).unwrap();
+    } else {
         comm.barrier(LONG).unwrap();
-    });
-}
-
-#[test]
-fn messages_are_vectored() {
-    let builder = Communicator::builder().max_pieces(5);
-    job_with("messages_are_vectored", 2, builder, |comm| {
-        let (one, two) = (buffer(comm, 4096), buffer(comm, 4096));
-        let whole = message(0, 1, 7, 3000);
-        let s = stream("pieces");
-        if comm.rank() == 0 {
-            one.memory().write(1000, &whole[..700]).unwrap();
-            two.memory().write(5, &whole[700..701]).unwrap();
-            one.memory().write(0, &whole[701..1001]).unwrap();
-            two.memory().write(2000, &whole[1001..]).unwrap();
-            let pieces = [(&one, 1000..1700), (&two, 5..6), (&one, 9..9), (&one, 0..300), (&two, 2000..3999)];
-            comm.wait(&comm.isend_vectored(&pieces, 1).unwrap(), LONG).unwrap();
-            let prepared = comm.prepare_send_vectored(&pieces, 1).unwrap();
-            let sent = prepared.post_on_stream(&s).unwrap();
-            let last = comm.isend_vectored_on_stream(&s, &pieces, 1).unwrap();
-            comm.wait_all([&sent, &last], LONG).unwrap();
-            let error = comm.isend_vectored(&vec![(&one, 0..1); 6], 1).unwrap_err();
-            assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
-            assert!(error.to_string().contains("max_pieces"), "{error}");
-            comm.wait(&comm.isend_vectored(&[], 1).unwrap(), LONG).unwrap();
-        } else {
-            for _ in 0..3 {
-                let received = comm.irecv_vectored(&[(&two, 100..1100), (&one, 0..2000)], 0).unwrap();
-                assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 3000);
-                assert!(bytes(&two, 100..1100) == whole[..1000] && bytes(&one, 0..2000) == whole[1000..]);
-            }
-            let empty = comm.irecv_vectored(&[], 0).unwrap();
-            assert_eq!(comm.wait(&empty, LONG).unwrap().bytes, 0);
+        for n in 0..COUNT {
+            let received = comm.irecv(&buffer, slot(n), 0).unwrap();
+            assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: 8 });
+            assert_eq!(bytes(&buffer, slot(n)), message(0, 1, n, 8), "{n}");
         }
+        assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
+    }
+    comm.barrier(LONG).unwrap();
+});
+
+job_test!(prepared_messages_are_sent_when_posted, 2, |comm| {
+    let (buffer, s) = (buffer(comm, 64), stream("prepared"));
+    let slot = |n: usize| n * 8..n * 8 + 8;
+    if comm.rank() == 0 {
+        let prepare = |n: usize| comm.prepare_send(&buffer, slot(n), 1).unwrap();
+        let (first, second, third) = (prepare(0), prepare(1), prepare(2));
         comm.barrier(LONG).unwrap();
-    });
-}
+        // The buffer is read when they are sent.
+        for n in 0..8 {
+            buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+        }
+        assert_eq!(first.request().test().unwrap(), None);
+        let mut sent = vec![first.post_on_stream(&s).unwrap()];
+        // The newest are taken back, and free their places.
+        drop(third);
+        drop(second);
+        sent.extend(comm.post_all_on_stream(&s, [prepare(1), prepare(2)]).unwrap());
+        let late = prepare(4);
+        let early = prepare(5);
+        let error = early.post_on_stream(&s).unwrap_err();
+        assert!(
+            matches!(error, Error::Message { rank: 1, cause: gdsync::Error::OutOfOrder { .. }, .. }),
+            "{error}"
+        );
+        drop(late);
+        let mut batch = Batch::new();
+        sent.push(prepare(3).post_in_batch(&mut batch));
+        s.submit(&mut batch).unwrap();
+        comm.wait_all(&sent, LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+    } else {
+        let received: Vec<_> = (0..4).map(|n| comm.irecv(&buffer, slot(n), 0).unwrap()).collect();
+        comm.barrier(LONG).unwrap();
+        comm.wait_all(&received, LONG).unwrap();
+        for n in 0..4 {
+            assert_eq!(bytes(&buffer, slot(n)), message(0, 1, n, 8), "{n}");
+        }
+    }
+    comm.barrier(LONG).unwrap();
+});
+
+job_test!(messages_are_vectored, 2, Communicator::builder().max_pieces(5), |comm| {
+    let (one, two) = (buffer(comm, 4096), buffer(comm, 4096));
+    let whole = message(0, 1, 7, 3000);
+    let s = stream("pieces");
+    if comm.rank() == 0 {
+        one.memory().write(1000, &whole[..700]).unwrap();
+        two.memory().write(5, &whole[700..701]).unwrap();
+        one.memory().write(0, &whole[701..1001]).unwrap();
+        two.memory().write(2000, &whole[1001..]).unwrap();
+        let pieces = [(&one, 1000..1700), (&two, 5..6), (&one, 9..9), (&one, 0..300), (&two, 2000..3999)];
+        comm.wait(&comm.isend_vectored(&pieces, 1).unwrap(), LONG).unwrap();
+        let prepared = comm.prepare_send_vectored(&pieces, 1).unwrap();
+        let sent = prepared.post_on_stream(&s).unwrap();
+        let last = comm.isend_vectored_on_stream(&s, &pieces, 1).unwrap();
+        comm.wait_all([&sent, &last], LONG).unwrap();
+        let error = comm.isend_vectored(&vec![(&one, 0..1); 6], 1).unwrap_err();
+        assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+        says(&error, &["max_pieces"]);
+        comm.wait(&comm.isend_vectored(&[], 1).unwrap(), LONG).unwrap();
+    } else {
+        for _ in 0..3 {
+            let received = comm.irecv_vectored(&[(&two, 100..1100), (&one, 0..2000)], 0).unwrap();
+            assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 3000);
+            assert!(bytes(&two, 100..1100) == whole[..1000] && bytes(&one, 0..2000) == whole[1000..]);
+        }
+        let empty = comm.irecv_vectored(&[], 0).unwrap();
+        assert_eq!(comm.wait(&empty, LONG).unwrap().bytes, 0);
+    }
+    comm.barrier(LONG).unwrap();
+});
 
 /// What was received into a cell, read without a call.
 fn is_here(buffer: &Registration, n: usize) -> bool {
     bytes(buffer, n * 8..n * 8 + 8) == message(0, 1, n, 8)
 }
 
-/// The receiver makes no calls: the stream of its peer goes on.
-#[test]
-fn single_receives_are_announced_at_once() {
-    let builder = Communicator::builder().watch(false);
-    job_with("single_receives_are_announced_at_once", 2, builder, |comm| {
-        let (buffer, s) = (buffer(comm, 5 * 8), stream("lonely"));
-        for n in 0..5 {
-            let slot = n * 8..n * 8 + 8;
-            if comm.rank() == 0 {
-                buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-                let sent = comm.send_on_stream(&s, &buffer, slot, 1).unwrap();
-                s.synchronize(LONG).unwrap();
-                comm.wait(&sent, LONG).unwrap();
-            } else {
-                let received = comm.irecv(&buffer, slot, 0).unwrap();
-                until("the message comes", || is_here(&buffer, n));
-                comm.wait(&received, LONG).unwrap();
-            }
+// The receiver makes no calls: the stream of its peer goes on.
+job_test!(single_receives_are_announced_at_once, 2, unwatched(), |comm| {
+    let (buffer, s) = (buffer(comm, 5 * 8), stream("lonely"));
+    for n in 0..5 {
+        let slot = n * 8..n * 8 + 8;
+        if comm.rank() == 0 {
+            buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+            let sent = comm.send_on_stream(&s, &buffer, slot, 1).unwrap();
+            s.synchronize(LONG).unwrap();
+            comm.wait(&sent, LONG).unwrap();
+        } else {
+            let received = comm.irecv(&buffer, slot, 0).unwrap();
+            until("the message comes", || is_here(&buffer, n));
+            comm.wait(&received, LONG).unwrap();
         }
-        comm.barrier(LONG).unwrap();
-    });
-}
+    }
+    comm.barrier(LONG).unwrap();
+});
 
 /// Of three receives in a row the third is held back; only `go_on` announces it.
-#[track_caller]
-fn held_back(name: &str, go_on: impl Fn(&Communicator, &Request)) {
-    let builder = Communicator::builder().watch(false);
-    job_with(name, 2, builder, |comm| {
-        let (all, told, s) = (buffer(comm, 3 * 8), buffer(comm, 8), stream("held back"));
-        let slot = |n: usize| n * 8..n * 8 + 8;
-        let window = comm.window(&told, 0..8, LONG).unwrap();
-        if comm.rank() == 0 {
-            let send = |n: usize| {
-                all.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-                comm.send_on_stream(&s, &all, slot(n), 1).unwrap()
-            };
-            let sent: Vec<_> = (0..3).map(send).collect();
-            comm.wait_all(&sent[..2], LONG).unwrap();
-            assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "the third is held");
-            window.start(&Rma::signal(1, Signal::set(0, 1))).unwrap().wait(LONG).unwrap();
-            s.synchronize(LONG).unwrap();
-            comm.wait_all(&sent, LONG).unwrap();
-        } else {
-            let received: Vec<_> = (0..3).map(|n| comm.irecv(&all, slot(n), 0).unwrap()).collect();
-            let word = window.word64(0).unwrap();
-            until("the sender sees that it is held", || word.load() == 1);
-            assert!(is_here(&all, 0) && is_here(&all, 1) && !is_here(&all, 2));
-            go_on(comm, &received[2]);
-            until("the third comes", || is_here(&all, 2));
-            comm.wait_all(&received, LONG).unwrap();
-        }
-        comm.barrier(LONG).unwrap();
-    });
+fn held_back(comm: &Communicator, go_on: impl Fn(&Request)) {
+    let (all, told, s) = (buffer(comm, 3 * 8), buffer(comm, 8), stream("held back"));
+    let slot = |n: usize| n * 8..n * 8 + 8;
+    let window = comm.window(&told, 0..8, LONG).unwrap();
+    if comm.rank() == 0 {
+        let send = |n: usize| {
+            all.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
+            comm.send_on_stream(&s, &all, slot(n), 1).unwrap()
+        };
+        let sent: Vec<_> = (0..3).map(send).collect();
+        comm.wait_all(&sent[..2], LONG).unwrap();
+        assert!(matches!(s.synchronize(HELD), Err(gdsync::Error::Deadline { .. })), "the third is held");
+        window.start(&Rma::signal(1, Signal::set(0, 1))).unwrap().wait(LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+        comm.wait_all(&sent, LONG).unwrap();
+    } else {
+        let received: Vec<_> = (0..3).map(|n| comm.irecv(&all, slot(n), 0).unwrap()).collect();
+        let word = window.word64(0).unwrap();
+        until("the sender sees that it is held", || word.load() == 1);
+        assert!(is_here(&all, 0) && is_here(&all, 1) && !is_here(&all, 2));
+        go_on(&received[2]);
+        until("the third comes", || is_here(&all, 2));
+        comm.wait_all(&received, LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
 }
 
-#[test]
-fn progress_announces_held_back_receives() {
-    held_back("progress_announces_held_back_receives", |comm, _| comm.progress());
+fn unwatched() -> CommunicatorBuilder {
+    Communicator::builder().watch(false)
 }
 
-#[test]
-fn waits_announce_held_back_receives() {
-    held_back("waits_announce_held_back_receives", |comm, last| {
-        comm.wait(last, LONG).unwrap();
-    });
-}
+job_test!(progress_announces_held_back_receives, 2, unwatched(), |comm| {
+    held_back(comm, |_| comm.progress());
+});
 
-#[test]
-fn waits_of_requests_announce_held_back_receives() {
-    held_back("waits_of_requests_announce_held_back_receives", |_, last| {
-        last.wait(LONG).unwrap();
-    });
-}
+job_test!(waits_announce_held_back_receives, 2, unwatched(), |comm| {
+    held_back(comm, |last| _ = comm.wait(last, LONG).unwrap());
+});
 
-#[test]
-fn waits_on_streams_announce_held_back_receives() {
+job_test!(waits_of_requests_announce_held_back_receives, 2, unwatched(), |comm| {
+    held_back(comm, |last| _ = last.wait(LONG).unwrap());
+});
+
+job_test!(waits_on_streams_announce_held_back_receives, 2, unwatched(), |comm| {
     let s = stream("waiting");
-    held_back("waits_on_streams_announce_held_back_receives", |comm, last| {
-        comm.wait_on_stream(&s, last).unwrap();
-    });
-}
+    held_back(comm, |last| comm.wait_on_stream(&s, last).unwrap());
+});
 
 /// Work requests of this rank so far: receives that are posted are none.
 fn work_requests(comm: &Communicator) -> u64 {
     comm.context().stats().wqes
 }
 
-/// Only the watchdog announces receives that the peer does not wait for.
-#[test]
-fn only_the_watchdog_announces_to_ranks_without_sending_streams() {
-    let builder = Communicator::builder().intra_host(IntraHostPath::Queues);
-    job_with("only_the_watchdog_announces_to_ranks_without_sending_streams", 2, builder, |comm| {
+// Only the watchdog announces receives that the peer does not wait for.
+job_test!(
+    only_the_watchdog_announces_to_ranks_without_sending_streams,
+    2,
+    Communicator::builder().intra_host(IntraHostPath::Queues),
+    |comm| {
         const COUNT: usize = 300;
         let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16));
         let (start, before) = (Instant::now(), work_requests(comm));
@@ -257,14 +209,15 @@ fn only_the_watchdog_announces_to_ranks_without_sending_streams() {
         }
         comm.wait_all(&received, LONG).unwrap();
         comm.barrier(LONG).unwrap();
-    });
-}
+    }
+);
 
-/// Also with a watchdog, once a stream of the sender has sent something.
-#[test]
-fn receives_are_announced_at_once_to_sending_streams() {
-    let builder = Communicator::builder().intra_host(IntraHostPath::Queues);
-    job_with("receives_are_announced_at_once_to_sending_streams", 2, builder, |comm| {
+// Also with a watchdog, once a stream of the sender has sent something.
+job_test!(
+    receives_are_announced_at_once_to_sending_streams,
+    2,
+    Communicator::builder().intra_host(IntraHostPath::Queues),
+    |comm| {
         const COUNT: usize = 20;
         let (buffer, s) = (buffer(comm, 16), stream("sender"));
         let mut told = 0;
@@ -284,26 +237,23 @@ fn receives_are_announced_at_once_to_sending_streams() {
             }
         }
         assert!(comm.rank() == 0 || told >= COUNT / 2, "{told} of {COUNT} receives were announced at once");
-    });
-}
+    }
+);
 
-/// The receiver makes no calls.
-#[test]
-fn the_watchdog_announces_held_back_receives() {
-    job("the_watchdog_announces_held_back_receives", 2, |comm| {
-        const COUNT: usize = 100;
-        let (buffer, s) = (buffer(comm, COUNT * 8), stream("watched"));
-        let slot = |n: usize| n * 8..n * 8 + 8;
-        if comm.rank() == 0 {
-            let sent = send_on_stream(comm, &s, &buffer, COUNT);
-            s.synchronize(LONG).unwrap();
-            comm.wait_all(&sent, LONG).unwrap();
-        } else {
-            let received: Vec<_> = (0..COUNT).map(|n| comm.irecv(&buffer, slot(n), 0).unwrap()).collect();
-            until("all messages come", || (0..COUNT).all(|n| is_here(&buffer, n)));
-            comm.wait_all(&received, LONG).unwrap();
-            assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
-        }
-        comm.barrier(LONG).unwrap();
-    });
-}
+// The receiver makes no calls.
+job_test!(the_watchdog_announces_held_back_receives, 2, |comm| {
+    const COUNT: usize = 100;
+    let (buffer, s) = (buffer(comm, COUNT * 8), stream("watched"));
+    let slot = |n: usize| n * 8..n * 8 + 8;
+    if comm.rank() == 0 {
+        let sent = send_on_stream(comm, &s, &buffer, COUNT);
+        s.synchronize(LONG).unwrap();
+        comm.wait_all(&sent, LONG).unwrap();
+    } else {
+        let received: Vec<_> = (0..COUNT).map(|n| comm.irecv(&buffer, slot(n), 0).unwrap()).collect();
+        until("all messages come", || (0..COUNT).all(|n| is_here(&buffer, n)));
+        comm.wait_all(&received, LONG).unwrap();
+        assert_eq!(comm.context().stats().rnr_naks, 0, "no message came before its receive");
+    }
+    comm.barrier(LONG).unwrap();
+});

@@ -1,14 +1,14 @@
 //! Failures: bad arguments, wrong lengths, dead ranks, contradictory launchers; and shrinking to the survivors.
 
 use std::env;
-use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Output, Stdio, exit};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    LONG, buffer, bytes, failed, is_part_of, job, kill, message, myself, ranks, stream, syndrome, until,
+    DONE, LONG, buffer, bytes, ends_well, failed, free_port, is_part_of, job_test, kill, message, myself,
+    ranks, runs, says, stream, succeeds, syndrome, until,
 };
 use gdsync::mlx5::Syndrome;
 use gdsync::verbs::OnGpu;
@@ -16,122 +16,103 @@ use mp::collective::{Collectives, Reduction};
 use mp::launch::{Bootstrap, Launch};
 use mp::{Communicator, Error, Exchange, Shrunk, Status};
 
-#[test]
-fn bad_arguments_are_refused() {
-    job("bad_arguments_are_refused", 1, |comm| {
-        let (buffer, s) = (buffer(comm, 64), stream("refusing"));
-        for rank in [1, 2, usize::MAX] {
-            let errors = [
-                comm.isend(&buffer, 0..8, rank).unwrap_err(),
-                comm.irecv(&buffer, 0..8, rank).unwrap_err(),
-                comm.isend_on_stream(&s, &buffer, 0..8, rank).unwrap_err(),
-                comm.send_on_stream(&s, &buffer, 0..8, rank).unwrap_err(),
-            ];
-            for error in errors {
-                assert!(matches!(error, Error::NoSuchRank { rank: r, size: 1 } if r == rank), "{error}");
-            }
+job_test!(bad_arguments_are_refused, 1, |comm| {
+    let (buffer, s) = (buffer(comm, 64), stream("refusing"));
+    for rank in [1, 2, usize::MAX] {
+        let errors = [
+            comm.isend(&buffer, 0..8, rank).unwrap_err(),
+            comm.irecv(&buffer, 0..8, rank).unwrap_err(),
+            comm.isend_on_stream(&s, &buffer, 0..8, rank).unwrap_err(),
+            comm.send_on_stream(&s, &buffer, 0..8, rank).unwrap_err(),
+        ];
+        for error in errors {
+            assert!(matches!(error, Error::NoSuchRank { rank: r, size: 1 } if r == rank), "{error}");
         }
-        for range in [0..65, 64..65, 65..65, usize::MAX..usize::MAX, 0..usize::MAX] {
-            for error in [comm.isend(&buffer, range.clone(), 0), comm.irecv(&buffer, range.clone(), 0)]
-                .map(Result::unwrap_err)
-            {
-                assert!(
-                    matches!(error, Error::Device(gdsync::Error::OutOfBounds { size: 64, .. })),
-                    "{range:?}: {error}"
-                );
-            }
+    }
+    for range in [0..65, 64..65, 65..65, usize::MAX..usize::MAX, 0..usize::MAX] {
+        for error in [comm.isend(&buffer, range.clone(), 0), comm.irecv(&buffer, range.clone(), 0)]
+            .map(Result::unwrap_err)
+        {
+            assert!(
+                matches!(error, Error::Device(gdsync::Error::OutOfBounds { size: 64, .. })),
+                "{range:?}: {error}"
+            );
         }
-        #[expect(clippy::reversed_empty_ranges, reason = "what a user may compute")]
-        let error = comm.isend(&buffer, 9..8, 0).unwrap_err();
-        assert!(error.to_string().contains("9..8"), "{error}");
-        let received = comm.irecv(&buffer, 56..64, 0).unwrap();
-        buffer.memory().write(0, b"harmless").unwrap();
-        let sent = comm.isend(&buffer, 0..8, 0).unwrap();
-        // The longest timeout does not overflow.
-        comm.wait_all([&received, &sent], Duration::MAX).unwrap();
-        s.synchronize(Duration::MAX).unwrap();
-        comm.barrier(Duration::MAX).unwrap();
-        assert_eq!(bytes(&buffer, 56..64), b"harmless");
-    });
-}
+    }
+    #[expect(clippy::reversed_empty_ranges, reason = "what a user may compute")]
+    let error = comm.isend(&buffer, 9..8, 0).unwrap_err();
+    says(&error, &["9..8"]);
+    let received = comm.irecv(&buffer, 56..64, 0).unwrap();
+    buffer.memory().write(0, b"harmless").unwrap();
+    let sent = comm.isend(&buffer, 0..8, 0).unwrap();
+    // The longest timeout does not overflow.
+    comm.wait_all([&received, &sent], Duration::MAX).unwrap();
+    s.synchronize(Duration::MAX).unwrap();
+    comm.barrier(Duration::MAX).unwrap();
+    assert_eq!(bytes(&buffer, 56..64), b"harmless");
+});
 
 #[test]
 fn bad_settings_are_refused() {
     let fails = |builder: mp::CommunicatorBuilder| builder.init().map(drop).unwrap_err().to_string();
     for depth in [0, 1 << 20] {
         let text = fails(Communicator::builder().spawn(1).depth(depth));
-        assert!(
-            text.contains(&format!("Builder::depth is {depth}")) && text.contains("1 to 32768"),
-            "{text}"
-        );
+        says(&text, &[&format!("Builder::depth is {depth}"), "1 to 32768"]);
     }
     for pieces in [0, 31] {
         let text = fails(Communicator::builder().spawn(1).max_pieces(pieces));
         let named = format!("Builder::max_pieces is {pieces}");
-        assert!(text.contains(&named) && text.contains("1 to 30"), "{text}");
+        says(&text, &[&named, "1 to 30"]);
     }
     let text = fails(Communicator::builder().spawn(1).on_gpu(OnGpu::RECV_CQ));
-    assert!(text.contains("RECV_CQ") && text.contains("given a GPU"), "{text}");
+    says(&text, &["RECV_CQ", "given a GPU"]);
     let text = fails(Communicator::builder().spawn(0));
-    assert!(text.contains("size is 0"), "{text}");
+    says(&text, &["size is 0"]);
     let text = fails(Communicator::builder());
-    assert!(text.contains("no launcher") && text.contains("mpirun") && text.contains("WORLD_SIZE"), "{text}");
+    says(&text, &["no launcher", "mpirun", "WORLD_SIZE"]);
     drop(Communicator::builder().spawn(1).timeout(Duration::MAX).init().unwrap());
 }
 
-#[test]
-fn longer_messages_fail_on_both_sides() {
-    job("longer_messages_fail_on_both_sides", 3, |comm| {
-        let (buffer, s) = (buffer(comm, 8192), stream("too short"));
-        let peer = 1 - comm.rank().min(1);
-        match comm.rank() {
-            0 => {
-                let received = comm.irecv(&buffer, 0..4999, 1).unwrap();
-                comm.wait_on_stream(&s, &received).unwrap();
-                comm.barrier(LONG).unwrap();
-                failed(&comm.wait(&received, LONG).unwrap_err(), 1, &[Syndrome::LOC_LEN_ERR]);
-                let error = s.synchronize(LONG).unwrap_err();
-                assert!(matches!(error, gdsync::Error::Completion(_)), "{error}");
-            }
-            1 => {
-                comm.barrier(LONG).unwrap();
-                let sent = comm.isend_on_stream(&s, &buffer, 0..5000, 0).unwrap();
-                failed(&comm.wait(&sent, LONG).unwrap_err(), 0, &[Syndrome::REM_INV_REQ_ERR]);
-                failed(&sent.test().unwrap_err(), 0, &[Syndrome::REM_INV_REQ_ERR]);
-            }
-            _ => comm.barrier(LONG).unwrap(),
+job_test!(longer_messages_fail_on_both_sides, 3, |comm| {
+    let (buffer, s) = (buffer(comm, 8192), stream("too short"));
+    let peer = 1 - comm.rank().min(1);
+    match comm.rank() {
+        0 => {
+            let received = comm.irecv(&buffer, 0..4999, 1).unwrap();
+            comm.wait_on_stream(&s, &received).unwrap();
+            comm.barrier(LONG).unwrap();
+            failed(&comm.wait(&received, LONG).unwrap_err(), 1, &[Syndrome::LOC_LEN_ERR]);
+            let error = s.synchronize(LONG).unwrap_err();
+            assert!(matches!(error, gdsync::Error::Completion(_)), "{error}");
         }
-        if comm.rank() < 2 {
-            // The connection is broken, and every call fails at once; calls for other ranks work.
-            for error in
-                [comm.isend(&buffer, 0..1, peer), comm.irecv(&buffer, 0..1, peer)].map(Result::unwrap_err)
-            {
-                assert!(matches!(&error, Error::Message { rank, .. } if *rank == peer), "{error}");
-                assert!(!error.is_rank_lost(), "{error}");
-            }
-            comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
-        } else {
-            for peer in [0, 1] {
-                let received = comm.irecv(&buffer, 0..8, peer).unwrap();
-                assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8 });
-            }
+        1 => {
+            comm.barrier(LONG).unwrap();
+            let sent = comm.isend_on_stream(&s, &buffer, 0..5000, 0).unwrap();
+            failed(&comm.wait(&sent, LONG).unwrap_err(), 0, &[Syndrome::REM_INV_REQ_ERR]);
+            failed(&sent.test().unwrap_err(), 0, &[Syndrome::REM_INV_REQ_ERR]);
         }
-    });
-}
-
-/// Rank 1 is killed while all ranks talk to all; the others see it in waits and on streams.
-#[test]
-fn dead_ranks_end_messages_and_waits() {
-    const NAME: &str = "dead_ranks_end_messages_and_waits";
-    if !is_part_of(NAME) {
-        let output = myself(NAME).output().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(41), "{text}");
-        assert_eq!(text.matches("survived").count(), 2, "{text}");
-        return;
+        _ => comm.barrier(LONG).unwrap(),
     }
-    let comm = Communicator::builder().spawn(3).timeout(LONG).init().unwrap();
-    let (buffer, s) = (buffer(&comm, 64), stream("survivor"));
+    if comm.rank() < 2 {
+        // The connection is broken, and every call fails at once; calls for other ranks work.
+        for error in
+            [comm.isend(&buffer, 0..1, peer), comm.irecv(&buffer, 0..1, peer)].map(Result::unwrap_err)
+        {
+            assert!(matches!(&error, Error::Message { rank, .. } if *rank == peer), "{error}");
+            assert!(!error.is_rank_lost(), "{error}");
+        }
+        comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
+    } else {
+        for peer in [0, 1] {
+            let received = comm.irecv(&buffer, 0..8, peer).unwrap();
+            assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8 });
+        }
+    }
+});
+
+// Rank 1 is killed while all ranks talk to all; the others see it in waits and on streams.
+job_test!(dead_ranks_end_messages_and_waits, 3, |comm| {
+    let (buffer, s) = (buffer(comm, 64), stream("survivor"));
     let play = |peer: usize| {
         let received = comm.irecv(&buffer, 0..8, peer)?;
         let sent = comm.isend(&buffer, 8..16, peer)?;
@@ -167,59 +148,37 @@ fn dead_ranks_end_messages_and_waits() {
     assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: other, bytes: 8 });
     // The communicator names the rank, too.
     let error = comm.barrier(LONG).unwrap_err();
-    assert!(error.to_string().contains("rank 1"), "{error}");
-    eprintln!("survived");
-    if comm.rank() == 0 {
-        let error = comm.clone().finalize(LONG).unwrap_err();
-        assert!(error.to_string().contains("rank 1"), "{error}");
-        until("rank 2 is told", || {
-            std::fs::metadata(format!("/proc/{}", comm.child(2).unwrap())).is_err() || {
-                let stat = std::fs::read_to_string(format!("/proc/{}/stat", comm.child(2).unwrap()));
-                stat.is_ok_and(|stat| stat.contains(") Z "))
-            }
-        });
-        std::process::exit(41);
+    says(&error, &["rank 1"]);
+    if comm.rank() != 0 {
+        exit(0);
     }
-}
+    ends_well(comm.child(2).unwrap());
+    let error = comm.clone().finalize(LONG).unwrap_err();
+    says(&error, &["rank 1"]);
+    exit(DONE);
+});
 
-/// Nothing is sent to the rank that dies, so that no send can fail.
-#[test]
-fn dead_ranks_end_receives() {
-    const NAME: &str = "dead_ranks_end_receives";
-    if !is_part_of(NAME) {
-        let output = myself(NAME).output().unwrap();
-        assert_eq!(output.status.code(), Some(41), "{}", String::from_utf8_lossy(&output.stderr));
-        return;
-    }
-    // The wait itself notices.
-    let comm = Communicator::builder().spawn(2).timeout(LONG).watch(false).init().unwrap();
+// Nothing is sent to the rank that dies, so that no send can fail. The wait itself notices.
+job_test!(dead_ranks_end_receives, 2, Communicator::builder().watch(false), |comm| {
     if comm.rank() == 1 {
-        std::thread::sleep(2 * LONG);
+        sleep(2 * LONG);
     }
-    let buffer = buffer(&comm, 64);
+    let buffer = buffer(comm, 64);
     let received = comm.irecv(&buffer, 0..8, 1).unwrap();
     kill(comm.child(1).unwrap());
     let error = comm.wait(&received, LONG).unwrap_err();
     failed(&error, 1, &[Syndrome::RETRY_EXC_ERR]);
     assert!(error.is_rank_lost(), "{error}");
-    std::process::exit(41);
-}
+    exit(DONE);
+});
 
-/// A stream that waits for a message of a dead rank goes on, and reports why.
-#[test]
-fn dead_ranks_release_streams() {
-    const NAME: &str = "dead_ranks_release_streams";
-    if !is_part_of(NAME) {
-        let output = myself(NAME).output().unwrap();
-        assert_eq!(output.status.code(), Some(41), "{}", String::from_utf8_lossy(&output.stderr));
-        return;
-    }
-    let comm = Communicator::builder().spawn(2).timeout(LONG).init().unwrap();
+// A stream that waits for a message of a dead rank goes on, and reports why.
+job_test!(dead_ranks_release_streams, 2, |comm| {
     if comm.rank() == 1 {
         // It receives nothing: sends to it stay under way.
-        std::thread::sleep(2 * LONG);
+        sleep(2 * LONG);
     }
-    let (buffer, s) = (buffer(&comm, 64), stream("survivor"));
+    let (buffer, s) = (buffer(comm, 64), stream("survivor"));
     let received = comm.irecv(&buffer, 0..8, 1).unwrap();
     let sent = comm.send_on_stream(&s, &buffer, 8..16, 1).unwrap();
     comm.wait_on_stream(&s, &received).unwrap();
@@ -233,46 +192,43 @@ fn dead_ranks_release_streams() {
     for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
         assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
     }
-    std::process::exit(41);
-}
+    exit(DONE);
+});
 
-/// One side ends one connection; the others, and the job, go on.
-#[test]
-fn given_up_ranks_are_lost_and_no_others() {
-    job("given_up_ranks_are_lost_and_no_others", 3, |comm| {
-        let (buffer, s) = (buffer(comm, 64), stream("given up"));
-        match comm.rank() {
-            0 => {
-                let received = comm.irecv(&buffer, 0..8, 1).unwrap();
-                comm.wait_on_stream(&s, &received).unwrap();
-                assert_eq!(comm.lost(), []);
-                comm.give_up(1).unwrap();
-                let error = comm.wait(&received, LONG).unwrap_err();
-                assert!(error.to_string().contains("gave the peer up"), "{error}");
-                assert!(s.synchronize(LONG).unwrap_err().to_string().contains("gave the peer up"));
-                assert!(comm.check(1).unwrap_err().to_string().contains("rank 1"));
-                assert!(matches!(comm.give_up(3), Err(Error::NoSuchRank { rank: 3, size: 3 })));
-            }
-            1 => {
-                // It learns it when it waits.
-                let received = comm.irecv(&buffer, 0..8, 0).unwrap();
-                let error = comm.wait(&received, LONG).unwrap_err();
-                assert!(is_left(&error, 0), "{error}");
-            }
-            _ => {}
+// One side ends one connection; the others, and the job, go on.
+job_test!(given_up_ranks_are_lost_and_no_others, 3, |comm| {
+    let (buffer, s) = (buffer(comm, 64), stream("given up"));
+    match comm.rank() {
+        0 => {
+            let received = comm.irecv(&buffer, 0..8, 1).unwrap();
+            comm.wait_on_stream(&s, &received).unwrap();
+            assert_eq!(comm.lost(), []);
+            comm.give_up(1).unwrap();
+            let error = comm.wait(&received, LONG).unwrap_err();
+            says(&error, &["gave the peer up"]);
+            assert!(s.synchronize(LONG).unwrap_err().to_string().contains("gave the peer up"));
+            assert!(comm.check(1).unwrap_err().to_string().contains("rank 1"));
+            assert!(matches!(comm.give_up(3), Err(Error::NoSuchRank { rank: 3, size: 3 })));
         }
-        let expected = [vec![1], vec![0], vec![]];
-        assert_eq!(comm.lost(), expected[comm.rank()]);
-        if comm.rank() != 2 {
-            comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
-        } else {
-            for peer in [0, 1] {
-                comm.wait(&comm.irecv(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
-            }
+        1 => {
+            // It learns it when it waits.
+            let received = comm.irecv(&buffer, 0..8, 0).unwrap();
+            let error = comm.wait(&received, LONG).unwrap_err();
+            assert!(is_left(&error, 0), "{error}");
         }
-        comm.barrier(LONG).unwrap();
-    });
-}
+        _ => {}
+    }
+    let expected = [vec![1], vec![0], vec![]];
+    assert_eq!(comm.lost(), expected[comm.rank()]);
+    if comm.rank() != 2 {
+        comm.wait(&comm.isend(&buffer, 0..8, 2).unwrap(), LONG).unwrap();
+    } else {
+        for peer in [0, 1] {
+            comm.wait(&comm.irecv(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
+        }
+    }
+    comm.barrier(LONG).unwrap();
+});
 
 /// A spawned rank ends before it joins, with any status, or later: its status is the error, long before the timeout.
 #[test]
@@ -282,9 +238,7 @@ fn spawned_ranks_that_end_are_reported_by_status() {
     const END: &str = "GDSYNC_TEST_END";
     if !is_part_of(NAME) {
         for end in ["7", "0", "7 joined"] {
-            let output = myself(NAME).env(END, end).output().unwrap();
-            let text = String::from_utf8_lossy(&output.stderr);
-            assert_eq!(output.status.code(), Some(41), "{end}: {text}");
+            succeeds(myself(NAME).env(END, end));
         }
         return;
     }
@@ -292,50 +246,47 @@ fn spawned_ranks_that_end_are_reported_by_status() {
     let code = end[..1].parse().unwrap();
     let is_child = Launch::detect().unwrap().is_some();
     if is_child && end.len() == 1 {
-        std::process::exit(code);
+        exit(code);
     }
     let start = Instant::now();
     let joined = Communicator::builder().spawn(3).timeout(LONG).init();
     if is_child {
-        std::process::exit(code);
+        exit(code);
     }
     let error = joined.and_then(|comm| comm.finalize(LONG)).unwrap_err();
     assert!(matches!(error, Error::Child { status, .. } if status.code() == Some(code)), "{error}");
     assert!(start.elapsed() < LONG / 3, "{:?}", start.elapsed());
-    std::process::exit(41);
+    exit(DONE);
 }
 
-/// Returns a wrong number of parts from some call on.
+/// The exchange of a rank alone, which returns a wrong number of parts in some call.
+#[derive(Debug)]
+struct Alone {
+    /// Calls until then.
+    calls: usize,
+    parts: usize,
+}
+
+impl Exchange for Alone {
+    fn rank(&self) -> usize {
+        0
+    }
+
+    fn size(&self) -> usize {
+        1
+    }
+
+    fn allgather(&mut self, bytes: &[u8], _: Duration) -> mp::Result<Vec<Vec<u8>>> {
+        let parts = if self.calls == 0 { self.parts } else { 1 };
+        self.calls = self.calls.saturating_sub(1);
+        Ok(vec![bytes.to_vec(); parts])
+    }
+}
+
 #[test]
 fn exchanges_with_missing_parts_are_refused() {
-    #[derive(Debug)]
-    struct Wrong {
-        calls: usize,
-        parts: usize,
-    }
-
-    impl Exchange for Wrong {
-        fn rank(&self) -> usize {
-            0
-        }
-
-        fn size(&self) -> usize {
-            1
-        }
-
-        fn allgather(&mut self, bytes: &[u8], _: Duration) -> mp::Result<Vec<Vec<u8>>> {
-            let parts = if self.calls == 0 { self.parts } else { 1 };
-            self.calls = self.calls.saturating_sub(1);
-            Ok(vec![bytes.to_vec(); parts])
-        }
-
-        fn barrier(&mut self, _: Duration) -> mp::Result<()> {
-            Ok(())
-        }
-    }
-
     for parts in [0, 2] {
-        let build = |calls| Communicator::builder().init_over(Wrong { calls, parts });
+        let build = |calls| Communicator::builder().init_over(Alone { calls, parts });
         let is_told = |error: Error| {
             let text = format!("gave the bytes of {parts} ranks, not of 1");
             assert!(matches!(error, Error::Bootstrap { .. }) && error.to_string().contains(&text), "{error}");
@@ -353,57 +304,48 @@ fn is_left(error: &Error, by: usize) -> bool {
     matches!(error, Error::Message { rank, .. } if *rank == by) && is_said && error.is_rank_lost()
 }
 
-/// Rank 1 gives rank 0 up after its last message: rank 0 receives all, and then learns it soon, in a wait and on a stream. So does
-/// rank 2, which sends to a rank that receives nothing.
-#[test]
-fn given_up_ranks_learn_it_soon() {
-    job("given_up_ranks_learn_it_soon", 3, |comm| {
-        let (buffer, s) = (buffer(comm, 1 << 20), stream("left"));
-        let (small, large) = (0..8, 8..1 << 19);
-        match comm.rank() {
-            0 => {
-                let received = [&small, &large].map(|range| comm.irecv(&buffer, range.clone(), 1).unwrap());
-                let more =
-                    [0, 8].map(|at| comm.irecv(&buffer, (1 << 19) + at..(1 << 19) + at + 8, 1).unwrap());
-                comm.wait_on_stream(&s, &more[0]).unwrap();
-                comm.barrier(LONG).unwrap();
-                comm.barrier(LONG).unwrap();
-                let error = comm.wait(&more[1], LONG).unwrap_err();
-                assert!(is_left(&error, 1), "{error}");
-                s.synchronize(LONG).unwrap_err();
-                comm.wait_all(&received, LONG).unwrap();
-                assert!(bytes(&buffer, 0..1 << 19).iter().all(|&byte| byte == 7), "sent before");
-            }
-            1 => {
-                buffer.memory().write(0, &[7; 1 << 19]).unwrap();
-                comm.barrier(LONG).unwrap();
-                let sent = [small, large].map(|range| comm.isend(&buffer, range, 0).unwrap());
-                comm.wait_all(&sent, LONG).unwrap();
-                [0, 2].iter().for_each(|&rank| comm.give_up(rank).unwrap());
-                comm.barrier(LONG).unwrap();
-            }
-            _ => {
-                comm.barrier(LONG).unwrap();
-                comm.barrier(LONG).unwrap();
-                let error = comm.wait(&comm.isend(&buffer, large, 1).unwrap(), LONG).unwrap_err();
-                assert!(is_left(&error, 1), "{error}");
-            }
+// Rank 1 gives rank 0 up after its last message: rank 0 receives all, and then learns it soon, in a wait and on a stream. So does
+// rank 2, which sends to a rank that receives nothing.
+job_test!(given_up_ranks_learn_it_soon, 3, |comm| {
+    let (buffer, s) = (buffer(comm, 1 << 20), stream("left"));
+    let (small, large) = (0..8, 8..1 << 19);
+    match comm.rank() {
+        0 => {
+            let received = [&small, &large].map(|range| comm.irecv(&buffer, range.clone(), 1).unwrap());
+            let more = [0, 8].map(|at| comm.irecv(&buffer, (1 << 19) + at..(1 << 19) + at + 8, 1).unwrap());
+            comm.wait_on_stream(&s, &more[0]).unwrap();
+            comm.barrier(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            let error = comm.wait(&more[1], LONG).unwrap_err();
+            assert!(is_left(&error, 1), "{error}");
+            s.synchronize(LONG).unwrap_err();
+            comm.wait_all(&received, LONG).unwrap();
+            assert!(bytes(&buffer, 0..1 << 19).iter().all(|&byte| byte == 7), "sent before");
         }
-        comm.barrier(LONG).unwrap();
-    });
-}
-
-/// A port without a listener.
-fn free_port() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port().to_string()
-}
+        1 => {
+            buffer.memory().write(0, &[7; 1 << 19]).unwrap();
+            comm.barrier(LONG).unwrap();
+            let sent = [small, large].map(|range| comm.isend(&buffer, range, 0).unwrap());
+            comm.wait_all(&sent, LONG).unwrap();
+            [0, 2].iter().for_each(|&rank| comm.give_up(rank).unwrap());
+            comm.barrier(LONG).unwrap();
+        }
+        _ => {
+            comm.barrier(LONG).unwrap();
+            comm.barrier(LONG).unwrap();
+            let error = comm.wait(&comm.isend(&buffer, large, 1).unwrap(), LONG).unwrap_err();
+            assert!(is_left(&error, 1), "{error}");
+        }
+    }
+    comm.barrier(LONG).unwrap();
+});
 
 /// Starts ranks by hand, each with the variables of its launcher, and waits for all of them.
-fn by_hand<const N: usize>(name: &str, ranks: &[[(&str, &str); N]], port: &str) -> Vec<Output> {
+fn by_hand<const N: usize>(name: &str, ranks: &[[(&str, &str); N]]) -> Vec<Output> {
+    let port = free_port().to_string();
     let start = |vars: &[(&str, &str); N]| {
         let mut command: Command = myself(name);
-        command.envs(vars.iter().copied()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port);
+        command.envs(vars.iter().copied()).env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
         command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     };
     let children: Vec<_> = ranks.iter().map(start).collect();
@@ -426,12 +368,12 @@ fn launched_ranks_join_twice() {
             assert_eq!(comm.child(1), None, "the launcher started it");
         }
         comms.into_iter().for_each(|comm| comm.finalize(LONG).unwrap());
-        std::process::exit(43);
+        exit(DONE);
     }
     for (rank, size) in [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")] {
         let ranks = ["0", "1"].map(|n| [(rank, n), (size, "2")]);
-        for output in by_hand(NAME, &ranks, &free_port()) {
-            assert_eq!(output.status.code(), Some(43), "{}", String::from_utf8_lossy(&output.stderr));
+        for output in by_hand(NAME, &ranks) {
+            assert_eq!(output.status.code(), Some(DONE), "{}", String::from_utf8_lossy(&output.stderr));
         }
     }
 }
@@ -456,15 +398,12 @@ fn init_and_init_over_do_not_mix() {
                 || error.contains("rank 0 is in CommunicatorBuilder::init"),
             "{error}"
         );
-        assert!(
-            error.contains("call CommunicatorBuilder::init in all ranks, or init_over in all"),
-            "{error}"
-        );
+        says(&error, &["call CommunicatorBuilder::init in all ranks, or init_over in all"]);
         return;
     }
     for who in ["0", "1", "2"] {
         let ranks = ["0", "1", "2"].map(|rank| [("RANK", rank), ("WORLD_SIZE", "3"), (INIT_BY, who)]);
-        for output in by_hand(NAME, &ranks, &free_port()) {
+        for output in by_hand(NAME, &ranks) {
             assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         }
     }
@@ -478,36 +417,46 @@ fn contradictory_launchers_are_named() {
         eprintln!("error: {error}");
         return;
     }
-    let says = |ranks: &[[(&str, &str); 2]], expected: &[&str]| {
-        let text = by_hand(NAME, ranks, &free_port()).into_iter().map(|output| {
-            let text = String::from_utf8_lossy(&output.stderr).into_owned();
-            text.lines()
-                .find_map(|line| line.split_once("error: "))
-                .map(|(_, error)| error.to_owned())
-                .expect(&text)
-        });
-        for text in text {
-            assert!(expected.iter().any(|expected| text.contains(expected)), "{text}");
+    let no_number = &[[("RANK", "0"), ("WORLD_SIZE", "many")]];
+    // Rank 1 has another size; rank 0 rejects it and says so, too.
+    let two_sizes = &[[("RANK", "0"), ("WORLD_SIZE", "2")], [("RANK", "1"), ("WORLD_SIZE", "3")]];
+    for (ranks, expected) in [(&no_number[..], "WORLD_SIZE is 'many'"), (two_sizes, "world size is 3")] {
+        for output in by_hand(NAME, ranks) {
+            let text = String::from_utf8_lossy(&output.stderr);
+            assert!(text.lines().any(|line| line.contains("error: ") && line.contains(expected)), "{text}");
+        }
+    }
+}
+
+/// The exit code of a rank that has shrunk its communicator.
+const SHRUNK: i32 = 44;
+
+/// A test of shrinking, in processes that join by the variables of a launcher: none is the parent of another. `left` of them return
+/// the communicator that they have shrunk to, which must work; all others are killed.
+macro_rules! shrink_test {
+    ($name:ident, $size:expr, $left:expr, $body:expr) => {
+        #[test]
+        fn $name() {
+            shrinks(stringify!($name), $size, $left, $body);
         }
     };
-    says(&[[("RANK", "2"), ("WORLD_SIZE", "2")]], &["RANK is 2 but WORLD_SIZE is 2"]);
-    says(&[[("RANK", "0"), ("LOCAL_RANK", "0")]], &["WORLD_SIZE is not set although RANK is '0'"]);
-    says(&[[("RANK", "0"), ("WORLD_SIZE", "many")]], &["WORLD_SIZE is 'many'"]);
-    says(&[[("RANK", "0"), ("WORLD_SIZE", "0")]], &["WORLD_SIZE is 0"]);
-    // Rank 1 has another size; rank 0 rejects it and says so, too.
-    says(&[[("RANK", "0"), ("WORLD_SIZE", "2")], [("RANK", "1"), ("WORLD_SIZE", "3")]], &["world size is 3"]);
 }
 
-/// The exit code of a rank that has completed the test.
-const DONE: i32 = 44;
-
-/// The first rank of this process.
-fn first_rank() -> usize {
-    env::var("RANK").unwrap().parse().unwrap()
-}
-
-fn init() -> Communicator {
-    Communicator::builder().timeout(LONG).init().unwrap()
+#[track_caller]
+fn shrinks(name: &str, size: usize, left: usize, body: impl FnOnce(Communicator) -> Communicator) {
+    if is_part_of(name) {
+        let shrunk = body(Communicator::builder().timeout(LONG).init().unwrap());
+        play(&shrunk).unwrap();
+        shrunk.finalize(LONG).unwrap();
+        exit(SHRUNK);
+    }
+    let outputs = ranks(name, size);
+    let text = |output: &Output| format!("{}: {}\n", output.status, String::from_utf8_lossy(&output.stderr));
+    let all: String = outputs.iter().map(text).collect();
+    let was_killed = |output: &&Output| output.status.signal() == Some(libc::SIGKILL);
+    let (killed, others): (Vec<_>, Vec<_>) = outputs.iter().partition(was_killed);
+    assert!(others.iter().all(|output| output.status.code() == Some(SHRUNK)), "{all}");
+    assert_eq!((killed.len(), others.len()), (size - left, left), "{all}");
 }
 
 fn die() -> ! {
@@ -558,85 +507,31 @@ fn miss(comm: &Communicator, rank: usize) -> Error {
     error
 }
 
-/// The ranks `dead` of `comm` die at once; the others shrink, and play.
-fn round(comm: &Communicator, dead: &[usize]) -> Communicator {
-    play(comm).unwrap();
-    if dead.contains(&comm.rank()) {
-        die();
-    }
-    miss(comm, dead[0]);
-    let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
-    let left: Vec<_> = (0..comm.size()).filter(|rank| !dead.contains(rank)).collect();
-    assert_eq!(former, left);
-    let error = comm.clone().finalize(LONG).unwrap_err().to_string();
-    assert!(
-        error.contains("this communicator") && error.contains("that Communicator::shrink returns"),
-        "{error}"
-    );
-    assert_eq!((communicator.size(), former[communicator.rank()]), (left.len(), comm.rank()));
-    play(&communicator).unwrap();
-    communicator
-}
-
-/// Runs the test `name` in `size` processes. In round `n` the ranks `rounds[n]` die, numbered as they are then.
-#[track_caller]
-fn rounds(name: &str, size: usize, rounds: &[&[usize]]) {
-    if is_part_of(name) {
-        let mut comm = init();
-        for dead in rounds {
-            comm = round(&comm, dead);
+/// In each round these ranks die at once, numbered as they are then; the others shrink, and play.
+fn rounds(mut comm: Communicator, rounds: &[&[usize]]) -> Communicator {
+    for dead in rounds {
+        play(&comm).unwrap();
+        if dead.contains(&comm.rank()) {
+            die();
         }
-        assert_eq!(comm.size(), size - rounds.iter().map(|dead| dead.len()).sum::<usize>());
-        comm.finalize(LONG).unwrap();
-        std::process::exit(DONE);
+        miss(&comm, dead[0]);
+        let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
+        let left: Vec<_> = (0..comm.size()).filter(|rank| !dead.contains(rank)).collect();
+        assert_eq!(former, left);
+        assert_eq!((communicator.size(), former[communicator.rank()]), (left.len(), comm.rank()));
+        says(&comm.finalize(LONG).unwrap_err(), &["this communicator", "that Communicator::shrink returns"]);
+        comm = communicator;
     }
-    let dead = rounds.iter().map(|dead| dead.len()).sum::<usize>();
-    assert_eq!(done(name, size), size - dead);
+    comm
 }
 
-/// Runs the test `name` in `size` processes. Returns how many have completed it; all others were killed.
-#[track_caller]
-fn done(name: &str, size: usize) -> usize {
-    let outputs = ranks(name, size);
-    let text = |output: &Output| format!("{}: {}\n", output.status, String::from_utf8_lossy(&output.stderr));
-    let all: String = outputs.iter().map(text).collect();
-    let has_done = |output: &&Output| match (output.status.signal(), output.status.code()) {
-        (Some(libc::SIGKILL), _) => false,
-        (_, Some(DONE)) => true,
-        _ => panic!("{all}"),
-    };
-    outputs.iter().filter(has_done).count()
-}
+shrink_test!(a_rank_dies_and_three_go_on, 4, 3, |comm| rounds(comm, &[&[2]]));
+shrink_test!(rank_0_dies_and_three_go_on, 4, 3, |comm| rounds(comm, &[&[0]]));
+shrink_test!(two_at_once_die_of_eight_and_again, 8, 3, |comm| rounds(comm, &[&[0, 5], &[1, 2], &[3]]));
+shrink_test!(rank_0_dies_over_and_over_until_one_is_left, 4, 1, |comm| rounds(comm, &[&[0], &[0], &[0]]));
 
-#[test]
-fn a_rank_dies_and_three_go_on() {
-    rounds("a_rank_dies_and_three_go_on", 4, &[&[2]]);
-}
-
-#[test]
-fn rank_0_dies_and_three_go_on() {
-    rounds("rank_0_dies_and_three_go_on", 4, &[&[0]]);
-}
-
-#[test]
-fn two_at_once_die_of_eight_and_again() {
-    rounds("two_at_once_die_of_eight_and_again", 8, &[&[0, 5], &[1, 2], &[3]]);
-}
-
-#[test]
-fn rank_0_dies_over_and_over_until_one_is_left() {
-    rounds("rank_0_dies_over_and_over_until_one_is_left", 4, &[&[0], &[0], &[0]]);
-}
-
-/// Rank 1 leads after the death of rank 0, and dies as well, while the others dial it.
-#[test]
-fn the_next_leader_dies_too() {
-    const NAME: &str = "the_next_leader_dies_too";
-    if !is_part_of(NAME) {
-        assert_eq!(done(NAME, 5), 3);
-        return;
-    }
-    let comm = init();
+// Rank 1 leads after the death of rank 0, and dies as well, while the others dial it.
+shrink_test!(the_next_leader_dies_too, 5, 3, |comm| {
     if comm.rank() == 0 {
         die();
     }
@@ -649,25 +544,17 @@ fn the_next_leader_dies_too() {
     let shrunk = comm.shrink(LONG).unwrap();
     assert_eq!(shrunk.former, [2, 3, 4]);
     assert_eq!([1, 2, 3].map(|rank| shrunk.rank_of(rank)), [None, Some(0), Some(1)]);
-    play(&shrunk.communicator).unwrap();
-    shrunk.communicator.finalize(LONG).unwrap();
-    std::process::exit(DONE);
-}
+    shrunk.communicator
+});
 
-/// Rank 4 dies anywhere in the call; the others leave it out, or shrink again.
-#[test]
-fn a_rank_dies_during_the_shrink() {
-    const NAME: &str = "a_rank_dies_during_the_shrink";
-    if !is_part_of(NAME) {
-        assert_eq!(done(NAME, 5), 3);
-        return;
-    }
-    let mut comm = init();
-    if comm.rank() == 1 {
+// Rank 4 dies anywhere in the call; the others leave it out, or shrink again.
+shrink_test!(a_rank_dies_during_the_shrink, 5, 3, |mut comm| {
+    let first_rank = comm.rank();
+    if first_rank == 1 {
         die();
     }
     miss(&comm, 1);
-    if first_rank() == 4 {
+    if first_rank == 4 {
         let when = Duration::from_micros(u64::from(std::process::id() % 20_000));
         spawn(move || {
             sleep(when);
@@ -676,74 +563,47 @@ fn a_rank_dies_during_the_shrink() {
     }
     loop {
         comm = comm.shrink(LONG).unwrap().communicator;
-        if first_rank() == 4 {
+        if first_rank == 4 {
             sleep(LONG);
         }
         if comm.size() == 3 {
-            break;
+            return comm;
         }
         // The next use shows it.
         play(&comm).unwrap_err();
     }
-    play(&comm).unwrap();
-    comm.finalize(LONG).unwrap();
-    std::process::exit(DONE);
-}
+});
 
-/// Only rank 1 notices anything; the others wait for it in a barrier.
-#[test]
-fn ranks_in_a_barrier_learn_of_a_shrink() {
-    const NAME: &str = "ranks_in_a_barrier_learn_of_a_shrink";
-    if !is_part_of(NAME) {
-        assert_eq!(done(NAME, 3), 3);
-        return;
-    }
-    let comm = init();
+// Only rank 1 notices anything; the others wait for it in a barrier.
+shrink_test!(ranks_in_a_barrier_learn_of_a_shrink, 3, 3, |comm| {
     if comm.rank() != 1 {
-        let error = comm.barrier(LONG).unwrap_err().to_string();
-        assert!(error.contains("rank 1") && error.contains("shrink"), "{error}");
+        says(&comm.barrier(LONG).unwrap_err(), &["rank 1", "shrink"]);
     }
     let shrunk = comm.shrink(LONG).unwrap();
     assert_eq!(shrunk.former, [0, 1, 2], "nobody has died");
-    play(&shrunk.communicator).unwrap();
-    shrunk.communicator.finalize(LONG).unwrap();
-    std::process::exit(DONE);
-}
+    shrunk.communicator
+});
 
-/// No rank has died; rank 0 waits for rank 1, which shrinks.
-#[test]
-fn waiting_ranks_learn_of_a_shrink_soon() {
-    const NAME: &str = "waiting_ranks_learn_of_a_shrink_soon";
-    if !is_part_of(NAME) {
-        assert_eq!(done(NAME, 2), 2);
-        return;
-    }
-    let comm = init();
+// No rank has died; rank 0 waits for rank 1, which shrinks.
+shrink_test!(waiting_ranks_learn_of_a_shrink_soon, 2, 2, |comm| {
     if comm.rank() == 0 {
         // Not by the retries of a queue pair, which take long.
-        let error = miss(&comm, 1).to_string();
-        assert!(error.contains(&gdsync::Error::GivenUpByPeer.to_string()), "{error}");
+        says(&miss(&comm, 1), &[&gdsync::Error::GivenUpByPeer.to_string()]);
     }
-    assert_eq!(comm.shrink(LONG).unwrap().former, [0, 1]);
-    std::process::exit(DONE);
-}
+    let shrunk = comm.shrink(LONG).unwrap();
+    assert_eq!(shrunk.former, [0, 1]);
+    shrunk.communicator
+});
 
-/// Rank 2 hangs, and is not waited for, as any rank has given it up.
-#[test]
-fn given_up_ranks_are_left_out() {
-    const NAME: &str = "given_up_ranks_are_left_out";
-    if !is_part_of(NAME) {
-        assert_eq!(done(NAME, 4), 4);
-        return;
-    }
-    let comm = init();
+// Rank 2 hangs, and is not waited for, as any rank has given it up.
+shrink_test!(given_up_ranks_are_left_out, 4, 4, |comm| {
     let pids = comm.exchange(std::process::id().to_string().as_bytes(), LONG).unwrap();
     if comm.rank() == 2 {
         // Its connections end. It gets the reason, unless it is too late.
         miss(&comm, 3);
         let error = comm.shrink(Duration::from_secs(1)).map(drop).unwrap_err();
         assert!(matches!(error, Error::Bootstrap { .. } | Error::Deadline { .. }), "{error}");
-        std::process::exit(DONE);
+        exit(SHRUNK);
     }
     if comm.rank() == 3 {
         comm.give_up(2).unwrap();
@@ -751,29 +611,17 @@ fn given_up_ranks_are_left_out() {
     let shrunk = comm.shrink(LONG).unwrap();
     assert_eq!(shrunk.former, [0, 1, 3]);
     play(&shrunk.communicator).unwrap();
-    let stat = format!("/proc/{}/stat", String::from_utf8_lossy(&pids[2]));
-    until("rank 2 ends", || std::fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(") Z ")));
-    shrunk.communicator.finalize(LONG).unwrap();
-    std::process::exit(DONE);
-}
+    until("rank 2 ends", || !runs(String::from_utf8_lossy(&pids[2]).parse().unwrap()));
+    shrunk.communicator
+});
 
-/// Rank 1 is alive and late: the others get its name, and may try again.
-#[test]
-fn late_ranks_are_named() {
-    const NAME: &str = "late_ranks_are_named";
-    if !is_part_of(NAME) {
-        assert_eq!(done(NAME, 3), 3);
-        return;
-    }
-    let comm = init();
+// Rank 1 is alive and late: the others get its name, and may try again.
+shrink_test!(late_ranks_are_named, 3, 3, |comm| {
     if comm.rank() != 1 {
         let error = comm.shrink(Duration::from_millis(300)).map(drop).unwrap_err();
         // Rank 2 may only know that rank 0 has not answered.
-        let name = format!(
-            "rank {}",
-            if comm.rank() == 0 || matches!(error, Error::Bootstrap { .. }) { 1 } else { 0 }
-        );
-        assert!(error.to_string().contains(&name), "{error}");
+        let late = if comm.rank() == 0 || matches!(error, Error::Bootstrap { .. }) { 1 } else { 0 };
+        says(&error, &[&format!("rank {late}")]);
     } else {
         // Both have ended their connections, and are late themselves.
         miss(&comm, 0);
@@ -789,55 +637,32 @@ fn late_ranks_are_named() {
         }
     };
     assert_eq!(shrunk.former, [0, 1, 2]);
-    play(&shrunk.communicator).unwrap();
-    shrunk.communicator.finalize(LONG).unwrap();
-    std::process::exit(DONE);
-}
+    shrunk.communicator
+});
 
-/// The processes that rank 0 has started stay its children.
-#[test]
-fn children_are_kept() {
-    const NAME: &str = "children_are_kept";
-    crate::common::job(NAME, 4, |comm| {
-        if comm.rank() == 1 {
-            die();
-        }
-        miss(comm, 1);
-        let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
-        assert_eq!(former, [0, 2, 3]);
-        play(&communicator).unwrap();
-        let first = communicator.rank() == 0;
-        if first {
-            assert!(communicator.child(1).is_some() && communicator.child(3).is_none());
-            assert_eq!(comm.child(2), None, "they belong to the new one");
-        }
-        communicator.finalize(LONG).unwrap();
-        // The old communicator is dropped.
-        std::process::exit(if first { crate::common::DONE } else { 0 });
-    });
-}
+// The processes that rank 0 has started stay its children.
+job_test!(children_are_kept, 4, |comm| {
+    if comm.rank() == 1 {
+        die();
+    }
+    miss(comm, 1);
+    let Shrunk { communicator, former, .. } = comm.shrink(LONG).unwrap();
+    assert_eq!(former, [0, 2, 3]);
+    play(&communicator).unwrap();
+    let first = communicator.rank() == 0;
+    if first {
+        assert!(communicator.child(1).is_some() && communicator.child(3).is_none());
+        assert_eq!(comm.child(2), None, "they belong to the new one");
+    }
+    communicator.finalize(LONG).unwrap();
+    // The old communicator is dropped.
+    exit(if first { DONE } else { 0 });
+});
 
-/// Over a foreign exchange, which cannot regroup.
+/// Over a foreign exchange, which cannot regroup; a rank alone has nothing to regroup.
 #[test]
 fn foreign_exchanges_may_not_shrink() {
-    #[derive(Debug)]
-    struct Alone;
-
-    impl mp::Exchange for Alone {
-        fn rank(&self) -> usize {
-            0
-        }
-
-        fn size(&self) -> usize {
-            1
-        }
-
-        fn allgather(&mut self, bytes: &[u8], _: Duration) -> mp::Result<Vec<Vec<u8>>> {
-            Ok(vec![bytes.to_vec()])
-        }
-    }
-
-    let comm = Communicator::builder().init_over(Alone).unwrap();
+    let comm = Communicator::builder().init_over(Alone { calls: usize::MAX, parts: 1 }).unwrap();
     let error = comm.shrink(LONG).unwrap_err();
     assert!(matches!(error, Error::Bootstrap { .. }) && error.to_string().contains("restart"), "{error}");
     let comm = Communicator::builder().spawn(1).init().unwrap();

@@ -1,33 +1,26 @@
 //! Launching: the bootstrap exchange, between threads in place of processes, and ranks as child processes.
 
+use std::collections::HashSet;
+use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio, exit};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
-use std::thread::sleep;
+use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
-use std::{env, thread};
 
+use crate::common::{self, DONE, LONG, free_port, runs, until};
+use mp::Error;
 use mp::launch::{Bootstrap, Children, Launch, Launcher, MAX_PAYLOAD, Root, spawn_command, spawn_self};
-use mp::{Error, Result};
-
-/// Generous: reached only by a test that fails.
-const LONG: Duration = Duration::from_secs(60);
 
 /// For waits that time out.
 const SHORT: Duration = Duration::from_millis(300);
 
 fn launch(rank: usize, size: usize, root: &str) -> Launch {
-    Launch {
-        rank,
-        size,
-        local_rank: rank,
-        local_size: Some(size),
-        root: Root::At(root.to_owned()),
-        token: 7,
-        launcher: Launcher::Env,
-    }
+    let (local_rank, local_size, root) = (rank, Some(size), Root::At(root.to_owned()));
+    Launch { rank, size, local_rank, local_size, root, token: 7, launcher: Launcher::Env }
 }
 
 fn socket() -> (TcpListener, String) {
@@ -39,25 +32,48 @@ fn socket() -> (TcpListener, String) {
 /// Connects `size` ranks, runs `body` in each on its thread, and returns the results, by rank.
 fn job<T: Send>(size: usize, body: impl Fn(Bootstrap) -> T + Sync) -> Vec<T> {
     let (listener, root) = socket();
-    thread::scope(|scope| {
+    scope(|scope| {
         let (body, root) = (&body, &root);
-        let others: Vec<_> = (1..size)
-            .map(|rank| {
-                scope.spawn(move || body(Bootstrap::connect(&launch(rank, size, root), LONG).unwrap()))
-            })
-            .collect();
+        let connect = |rank| move || body(Bootstrap::connect(&launch(rank, size, root), LONG).unwrap());
+        let others: Vec<_> = (1..size).map(|rank| scope.spawn(connect(rank))).collect();
         let first = body(Bootstrap::root(listener, &launch(0, size, root), LONG).unwrap());
         std::iter::once(first).chain(others.into_iter().map(|rank| rank.join().unwrap())).collect()
     })
 }
 
-/// The text of a bootstrap error about `peer`, perhaps with its address.
+/// Rank 0 of a job of this size connects and meets at a barrier with the ranks that `others` plays, which gets its address.
+fn with_rank_0<T>(size: usize, others: impl FnOnce(&str) -> T) -> T {
+    let (listener, root) = socket();
+    scope(|scope| {
+        let launch = launch(0, size, &root);
+        let rank_0 = scope.spawn(move || Bootstrap::root(listener, &launch, LONG).unwrap().barrier(LONG));
+        let result = others(&root);
+        rank_0.join().unwrap().unwrap();
+        result
+    })
+}
+
+/// Plays a rank of such a job.
+fn join(rank: usize, size: usize, root: &str) {
+    Bootstrap::connect(&launch(rank, size, root), LONG).unwrap().barrier(LONG).unwrap();
+}
+
+/// Checks that an error of the bootstrap is about `peer`, perhaps with its address, and says these words.
 #[track_caller]
-fn blames(error: &Error, peer: &str) -> String {
+fn blames(error: &Error, peer: &str, words: &[&str]) {
     match error {
-        Error::Bootstrap { peer: blamed, .. } if blamed.split(" (").next() == Some(peer) => error.to_string(),
+        Error::Bootstrap { peer: blamed, .. } if blamed.split(" (").next() == Some(peer) => {
+            let text = error.to_string();
+            assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        }
         other => panic!("expected an error about {peer}, got {other:?}"),
     }
+}
+
+/// Checks that an error is a deadline that names this.
+#[track_caller]
+fn is_late(error: &Error, name: &str) {
+    assert!(matches!(error, Error::Deadline { what, .. } if what.contains(name)), "{error}");
 }
 
 /// What `rank` contributes in `round`: lengths from 0 to 1 MiB.
@@ -67,27 +83,20 @@ fn contribution(rank: usize, round: usize) -> Vec<u8> {
     (0..length).map(|i: usize| i.to_le_bytes()[0] ^ seed).collect()
 }
 
-fn exchanges(size: usize) {
-    job(size, |mut bootstrap| {
-        assert_eq!(bootstrap.size(), size);
-        for round in 0..4 {
-            let all = bootstrap.allgather(&contribution(bootstrap.rank(), round), LONG).unwrap();
-            let expected: Vec<_> = (0..size).map(|rank| contribution(rank, round)).collect();
-            assert!(all == expected, "rank {} round {round}", bootstrap.rank());
-            bootstrap.check().unwrap();
-            bootstrap.barrier(LONG).unwrap();
-        }
-    });
-}
-
 #[test]
-fn two_ranks_exchange() {
-    exchanges(2);
-}
-
-#[test]
-fn five_ranks_exchange() {
-    exchanges(5);
+fn ranks_exchange() {
+    for size in [2, 5] {
+        job(size, |mut bootstrap| {
+            assert_eq!(bootstrap.size(), size);
+            for round in 0..4 {
+                let all = bootstrap.allgather(&contribution(bootstrap.rank(), round), LONG).unwrap();
+                let expected: Vec<_> = (0..size).map(|rank| contribution(rank, round)).collect();
+                assert!(all == expected, "rank {} round {round}", bootstrap.rank());
+                bootstrap.check().unwrap();
+                bootstrap.barrier(LONG).unwrap();
+            }
+        });
+    }
 }
 
 #[test]
@@ -100,187 +109,144 @@ fn one_rank_needs_no_socket() {
 
 #[test]
 fn ranks_may_come_before_rank_0_listens() {
-    // Below the ports that the system hands out to the other tests.
-    let root = format!("127.0.0.1:{}", 20_000 + std::process::id() % 10_000);
-    thread::scope(|scope| {
-        let early = scope.spawn(|| Bootstrap::connect(&launch(1, 2, &root), LONG).unwrap().barrier(LONG));
-        thread::sleep(SHORT);
-        Bootstrap::connect(&launch(0, 2, &root), LONG).unwrap().barrier(LONG).unwrap();
-        early.join().unwrap().unwrap();
+    let root = format!("127.0.0.1:{}", free_port());
+    scope(|scope| {
+        scope.spawn(|| join(1, 2, &root));
+        sleep(SHORT);
+        join(0, 2, &root);
     });
 }
 
 #[test]
 fn barriers_wait_for_all() {
-    let arrived = std::sync::atomic::AtomicUsize::new(0);
+    let arrived = AtomicUsize::new(0);
     job(4, |mut bootstrap| {
         if bootstrap.rank() == 3 {
-            thread::sleep(SHORT);
+            sleep(SHORT);
         }
-        arrived.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        arrived.fetch_add(1, Ordering::SeqCst);
         bootstrap.barrier(LONG).unwrap();
-        assert_eq!(arrived.load(std::sync::atomic::Ordering::SeqCst), 4);
+        assert_eq!(arrived.load(Ordering::SeqCst), 4);
     });
 }
 
 #[test]
 fn a_missing_rank_is_named_everywhere() {
     let (listener, root) = socket();
-    thread::scope(|scope| {
+    scope(|scope| {
         let one = scope.spawn(|| Bootstrap::connect(&launch(1, 4, &root), LONG).unwrap_err());
         let error = Bootstrap::root(listener, &launch(0, 4, &root), Duration::from_secs(2)).unwrap_err();
-        assert!(
-            matches!(&error, Error::Deadline { what, .. } if what.ends_with("rank 2, rank 3")),
-            "{error}"
-        );
-        let message = blames(&one.join().unwrap(), "rank 2");
-        assert!(message.contains("rank 2, rank 3"), "{message}");
+        is_late(&error, "rank 2, rank 3");
+        blames(&one.join().unwrap(), "rank 2", &["rank 2, rank 3"]);
     });
 }
 
 #[test]
-fn an_absent_rank_0_is_named_with_its_address() {
+fn a_rank_0_that_does_not_answer_is_named() {
     // The port of tcpmux, without a server.
     let error = Bootstrap::connect(&launch(1, 2, "127.0.0.1:1"), SHORT).unwrap_err();
-    let message = blames(&error, "127.0.0.1:1");
-    assert!(message.contains("300ms") && message.contains("refused"), "{message}");
+    blames(&error, "127.0.0.1:1", &["300ms", "refused"]);
+    let (_silent, root) = socket();
+    is_late(&Bootstrap::connect(&launch(1, 2, &root), SHORT).unwrap_err(), "rank 0");
 }
 
-#[test]
-fn a_silent_rank_0_runs_into_the_deadline() {
-    let (_listener, root) = socket();
-    let error = Bootstrap::connect(&launch(1, 2, &root), SHORT).unwrap_err();
-    assert!(matches!(&error, Error::Deadline { what, .. } if what.contains("rank 0")), "{error}");
+/// A connection that has sent this, as a stranger might.
+fn stranger(root: &str, bytes: &[u8]) -> TcpStream {
+    let mut stream = TcpStream::connect(root).unwrap();
+    stream.write_all(bytes).unwrap();
+    stream
 }
 
-#[test]
-fn foreign_connections_do_no_harm() {
-    let (listener, root) = socket();
-    let silent = TcpStream::connect(&root).unwrap();
-    let mut garbage = TcpStream::connect(&root).unwrap();
-    garbage.write_all(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n").unwrap();
-    let mut partial = TcpStream::connect(&root).unwrap();
-    partial.write_all(b"GDSB\x00\x02").unwrap();
-    let mut huge = TcpStream::connect(&root).unwrap();
-    let mut hello = hello(1, 2, 7);
-    hello[24..28].fill(0xff);
-    huge.write_all(&hello).unwrap();
-    drop(TcpStream::connect(&root).unwrap());
-    let started = Instant::now();
-    thread::scope(|scope| {
-        let one = scope.spawn(|| Bootstrap::connect(&launch(1, 2, &root), LONG).unwrap().barrier(LONG));
-        Bootstrap::root(listener, &launch(0, 2, &root), LONG).unwrap().barrier(LONG).unwrap();
-        one.join().unwrap().unwrap();
-    });
-    assert!(started.elapsed() < LONG, "no stranger was waited for to the end");
+/// What rank 0 answers to a stranger before it hangs up.
+fn answer(mut stream: TcpStream) -> Vec<u8> {
     let mut answer = Vec::new();
-    huge.set_read_timeout(Some(LONG)).unwrap();
-    huge.read_to_end(&mut answer).unwrap();
-    assert!(
-        String::from_utf8_lossy(&answer).contains("0 are the limit"),
-        "nobody may make rank 0 hold bytes"
-    );
-    drop((silent, partial));
+    stream.set_read_timeout(Some(LONG)).unwrap();
+    stream.read_to_end(&mut answer).unwrap();
+    answer
 }
 
-/// Header of a hello, as the module documentation of the frame gives it.
-fn hello(rank: u32, size: u32, token: u64) -> Vec<u8> {
-    let mut bytes = b"GDSB\x00\x02\x00\x01".to_vec();
+/// Header of a hello of this version, as the module documentation of the frame gives it.
+fn hello(version: u8, rank: u32, size: u32) -> Vec<u8> {
+    let mut bytes = [b"GDSB\x00", &[version, 0, 1][..]].concat();
     bytes.extend(rank.to_be_bytes());
     bytes.extend(size.to_be_bytes());
-    bytes.extend(token.to_be_bytes());
+    bytes.extend(7_u64.to_be_bytes());
     bytes.extend([0; 4]);
     bytes
 }
 
-/// A job of 2 refuses `intruder`, and goes on; returns the error of the intruder.
-fn refused(intruder: impl Fn(&str) -> Launch + Sync) -> Error {
-    let (listener, root) = socket();
-    thread::scope(|scope| {
-        let rank_0 =
-            scope.spawn(|| Bootstrap::root(listener, &launch(0, 2, &root), LONG).unwrap().barrier(LONG));
-        let error = Bootstrap::connect(&intruder(&root), LONG).unwrap_err();
-        Bootstrap::connect(&launch(1, 2, &root), LONG).unwrap().barrier(LONG).unwrap();
-        rank_0.join().unwrap().unwrap();
-        error
-    })
+#[test]
+fn foreign_connections_do_no_harm() {
+    let started = Instant::now();
+    with_rank_0(2, |root| {
+        let mut huge = hello(2, 1, 2);
+        huge[24..28].fill(0xff);
+        let _silent = stranger(root, b"");
+        let _garbage = stranger(root, b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n");
+        let _partial = stranger(root, b"GDSB\x00\x02");
+        let huge = stranger(root, &huge);
+        drop(stranger(root, b""));
+        join(1, 2, root);
+        let answer = answer(huge);
+        let text = String::from_utf8_lossy(&answer);
+        assert!(text.contains("0 are the limit"), "nobody may make rank 0 hold bytes: {text}");
+    });
+    assert!(started.elapsed() < LONG, "no stranger was waited for to the end");
 }
 
+/// The job refuses them, and goes on.
 #[test]
-fn another_token_is_refused() {
-    let error = refused(|root| Launch { token: 8, ..launch(1, 2, root) });
-    assert!(blames(&error, "rank 0").contains("job token"), "{error}");
-}
-
-#[test]
-fn another_world_size_is_refused() {
-    let error = refused(|root| launch(1, 3, root));
-    assert!(blames(&error, "rank 0").contains("world size is 3, but 2"), "{error}");
+fn ranks_of_other_jobs_are_refused() {
+    for (size, token, words) in [(2, 8, "job token"), (3, 7, "world size is 3, but 2")] {
+        with_rank_0(2, |root| {
+            let intruder = Launch { token, ..launch(1, size, root) };
+            blames(&Bootstrap::connect(&intruder, LONG).unwrap_err(), "rank 0", &[words]);
+            join(1, 2, root);
+        });
+    }
 }
 
 #[test]
 fn a_refused_rank_explains_a_missing_one() {
     let (listener, root) = socket();
-    thread::scope(|scope| {
-        let one = scope.spawn(|| Bootstrap::connect(&launch(1, 3, &root), LONG).unwrap_err());
+    scope(|scope| {
+        scope.spawn(|| Bootstrap::connect(&launch(1, 3, &root), LONG).unwrap_err());
         let error = Bootstrap::root(listener, &launch(0, 2, &root), Duration::from_secs(2)).unwrap_err();
-        let message = error.to_string();
-        assert!(
-            message.contains("waiting for rank 1 (rejected:") && message.contains("world size is 3"),
-            "{message}"
-        );
-        one.join().unwrap();
+        is_late(&error, "waiting for rank 1 (rejected:");
+        is_late(&error, "world size is 3");
     });
 }
 
 #[test]
 fn ranks_are_unique() {
-    let (listener, root) = socket();
-    thread::scope(|scope| {
+    with_rank_0(3, |root| {
         let (refusals, refusal) = mpsc::channel();
-        let rank_0 =
-            scope.spawn(|| Bootstrap::root(listener, &launch(0, 3, &root), LONG).unwrap().barrier(LONG));
-        let twins: Vec<_> = (0..2)
-            .map(|_| {
-                let (refusals, root) = (refusals.clone(), &root);
+        scope(|scope| {
+            for _ in 0..2 {
+                let refusals = refusals.clone();
                 scope.spawn(move || match Bootstrap::connect(&launch(1, 3, root), LONG) {
                     Ok(mut bootstrap) => bootstrap.barrier(LONG).unwrap(),
                     Err(error) => refusals.send(error).unwrap(),
-                })
-            })
-            .collect();
-        let message = blames(&refusal.recv_timeout(LONG).unwrap(), "rank 0");
-        assert!(message.contains("rank 1 is taken"), "{message}");
-        Bootstrap::connect(&launch(2, 3, &root), LONG).unwrap().barrier(LONG).unwrap();
-        rank_0.join().unwrap().unwrap();
-        twins.into_iter().for_each(|twin| twin.join().unwrap());
+                });
+            }
+            blames(&refusal.recv_timeout(LONG).unwrap(), "rank 0", &["rank 1 is taken"]);
+            join(2, 3, root);
+        });
         assert!(refusal.try_recv().is_err(), "only one of the two is refused");
     });
 }
 
 #[test]
 fn other_versions_are_refused_on_both_sides() {
-    let (listener, root) = socket();
-    thread::scope(|scope| {
-        let rank_0 =
-            scope.spawn(|| Bootstrap::root(listener, &launch(0, 2, &root), LONG).unwrap().barrier(LONG));
-        let mut newer = TcpStream::connect(&root).unwrap();
-        newer.set_read_timeout(Some(LONG)).unwrap();
-        let mut header = hello(1, 2, 7);
-        header[5] = 3;
-        newer.write_all(&header).unwrap();
-        let mut answer = Vec::new();
-        newer.read_to_end(&mut answer).unwrap();
+    with_rank_0(2, |root| {
+        let answer = answer(stranger(root, &hello(3, 1, 2)));
         assert_eq!(answer[..8], *b"GDSB\x00\x02\x00\x03");
         assert!(String::from_utf8_lossy(&answer[28..]).contains("version 3"));
-        Bootstrap::connect(&launch(1, 2, &root), LONG).unwrap().barrier(LONG).unwrap();
-        rank_0.join().unwrap().unwrap();
+        join(1, 2, root);
     });
-    for (answer, expected) in
-        [(&header_of_version(3)[..], "version 3"), (&[b'x'; 28][..], "not a gdsync bootstrap")]
-    {
+    for (answer, expected) in [(&hello(3, 0, 2)[..], "version 3"), (&[b'x'; 28], "not a gdsync bootstrap")] {
         let (listener, root) = socket();
-        thread::scope(|scope| {
+        scope(|scope| {
             scope.spawn(move || {
                 let (mut stream, _) = listener.accept().unwrap();
                 stream.read_exact(&mut [0; 28]).unwrap();
@@ -288,94 +254,67 @@ fn other_versions_are_refused_on_both_sides() {
                 let _ = stream.read_to_end(&mut Vec::new());
             });
             let error = Bootstrap::connect(&launch(1, 2, &root), LONG).unwrap_err();
-            assert!(blames(&error, "rank 0").contains(expected), "{error}");
+            blames(&error, "rank 0", &[expected]);
         });
     }
 }
 
-fn header_of_version(version: u8) -> Vec<u8> {
-    let mut header = hello(0, 2, 7);
-    header[5] = version;
-    header
-}
-
+/// The error is final.
 #[test]
 fn dead_ranks_are_reported_to_all() {
-    let errors = job(4, |mut bootstrap| match bootstrap.rank() {
-        2 => None,
-        _ => {
+    job(4, |mut bootstrap| {
+        if bootstrap.rank() != 2 {
             let error = bootstrap.allgather(&[1; 1000], LONG).unwrap_err();
-            // The error is final.
+            blames(&error, "rank 2", &["closed the connection"]);
             assert_eq!(bootstrap.barrier(LONG).unwrap_err().to_string(), error.to_string());
-            Some(error)
         }
     });
-    for error in errors.iter().flatten() {
-        assert!(blames(error, "rank 2").contains("closed the connection"), "{error}");
-    }
-    assert_eq!(errors.iter().flatten().count(), 3);
+    job(3, |mut bootstrap| {
+        if bootstrap.rank() != 0 {
+            blames(&bootstrap.barrier(LONG).unwrap_err(), "rank 0", &[]);
+        }
+    });
 }
 
 #[test]
 fn a_rank_that_gives_up_after_its_contribution_is_named() {
-    let (gone, wait) = mpsc::channel();
-    let (gone, wait) = (std::sync::Mutex::new(gone), std::sync::Mutex::new(wait));
-    let errors = job(4, |mut bootstrap| match bootstrap.rank() {
-        1 => {
-            let error = bootstrap.allgather(b"one", SHORT).unwrap_err();
-            gone.lock().unwrap().send(()).unwrap();
-            assert!(matches!(&error, Error::Deadline { what, .. } if what.contains("rank 0")), "{error}");
-            None
+    let is_gone = AtomicBool::new(false);
+    job(4, |mut bootstrap| {
+        if bootstrap.rank() == 1 {
+            is_late(&bootstrap.allgather(b"one", SHORT).unwrap_err(), "rank 0");
+            return is_gone.store(true, Ordering::SeqCst);
         }
-        3 => {
-            wait.lock().unwrap().recv_timeout(LONG).unwrap();
-            Some(bootstrap.allgather(b"three", LONG).unwrap_err())
+        if bootstrap.rank() == 3 {
+            until("rank 1 gives up", || is_gone.load(Ordering::SeqCst));
         }
-        _ => Some(bootstrap.allgather(b"other", LONG).unwrap_err()),
-    });
-    for error in errors.iter().flatten() {
-        assert!(blames(error, "rank 1").contains("not done within 300ms"), "{error}");
-    }
-}
-
-#[test]
-fn the_death_of_rank_0_is_seen_by_all() {
-    job(3, |mut bootstrap| {
-        if bootstrap.rank() != 0 {
-            blames(&bootstrap.barrier(LONG).unwrap_err(), "rank 0");
-        }
+        let error = bootstrap.allgather(b"other", LONG).unwrap_err();
+        blames(&error, "rank 1", &["not done within 300ms"]);
     });
 }
 
 #[test]
 fn a_late_rank_is_named() {
-    let (over, wait) = mpsc::channel();
-    let (over, wait) = (std::sync::Mutex::new(over), std::sync::Mutex::new(wait));
+    let is_over = AtomicBool::new(false);
     job(3, |mut bootstrap| match bootstrap.rank() {
         0 => {
             let error = bootstrap.barrier(Duration::from_secs(2)).unwrap_err();
-            over.lock().unwrap().send(()).unwrap();
-            assert!(
-                matches!(&error, Error::Deadline { what, .. } if what.contains("waiting for rank 2 (")),
-                "{error}"
-            );
+            is_over.store(true, Ordering::SeqCst);
+            is_late(&error, "waiting for rank 2 (");
         }
-        1 => {
-            blames(&bootstrap.barrier(LONG).unwrap_err(), "rank 2");
-        }
-        _ => wait.lock().unwrap().recv_timeout(LONG).unwrap(),
+        1 => blames(&bootstrap.barrier(LONG).unwrap_err(), "rank 2", &[]),
+        _ => until("rank 0 gives up", || is_over.load(Ordering::SeqCst)),
     });
 }
 
 #[test]
 fn different_operations_do_not_match() {
-    let errors = job(2, |mut bootstrap| match bootstrap.rank() {
-        0 => bootstrap.barrier(LONG).unwrap_err(),
-        _ => bootstrap.allgather(b"x", LONG).unwrap_err(),
+    job(2, |mut bootstrap| {
+        let error = match bootstrap.rank() {
+            0 => bootstrap.barrier(LONG).unwrap_err(),
+            _ => bootstrap.allgather(b"x", LONG).unwrap_err(),
+        };
+        blames(&error, "rank 1", &["is in allgather while rank 0 is in barrier"]);
     });
-    for error in &errors {
-        assert!(blames(error, "rank 1").contains("is in allgather while rank 0 is in barrier"), "{error}");
-    }
 }
 
 #[test]
@@ -383,85 +322,63 @@ fn too_large_a_contribution_is_refused_before_anything_is_sent() {
     job(2, |mut bootstrap| {
         if bootstrap.rank() == 1 {
             let error = bootstrap.allgather(&vec![0; MAX_PAYLOAD + 1], LONG).unwrap_err();
-            assert!(blames(&error, "this rank").contains("too large"), "{error}");
+            blames(&error, "this rank", &["too large"]);
         }
         assert_eq!(bootstrap.allgather(b"x", LONG).unwrap(), [b"x", b"x"]);
     });
 }
 
-/// Calls `check` until it fails.
-fn check_fails(bootstrap: &mut Bootstrap) -> Error {
-    let started = Instant::now();
-    while started.elapsed() < LONG {
-        if let Err(error) = bootstrap.check() {
-            return error;
-        }
-        thread::sleep(Duration::from_millis(1));
-    }
-    panic!("check saw nothing");
-}
-
+/// The error is final.
 #[test]
 fn check_finds_and_reports_dead_ranks() {
-    job(3, |mut bootstrap| match bootstrap.rank() {
-        2 => {}
-        _ => {
-            blames(&check_fails(&mut bootstrap), "rank 2");
-            // The error is final.
-            blames(&bootstrap.allgather(b"", LONG).unwrap_err(), "rank 2");
+    job(3, |mut bootstrap| {
+        if bootstrap.rank() != 2 {
+            let mut found = None;
+            until("check sees nothing", || {
+                found = bootstrap.check().err();
+                found.is_some()
+            });
+            blames(&found.unwrap(), "rank 2", &[]);
+            blames(&bootstrap.allgather(b"", LONG).unwrap_err(), "rank 2", &[]);
         }
     });
 }
 
 #[test]
 fn check_keeps_early_frames() {
-    let result: Vec<Result<_>> = job(2, |mut bootstrap| {
-        if bootstrap.rank() == 0 {
-            let started = Instant::now();
-            while started.elapsed() < SHORT {
-                bootstrap.check()?;
-            }
+    job(2, |mut bootstrap| {
+        let started = Instant::now();
+        while bootstrap.rank() == 0 && started.elapsed() < SHORT {
+            bootstrap.check().unwrap();
         }
-        bootstrap.allgather(&[9; 3], LONG)
+        assert_eq!(bootstrap.allgather(&[9; 3], LONG).unwrap(), [[9; 3], [9; 3]]);
     });
-    for all in result {
-        assert_eq!(all.unwrap(), [[9; 3], [9; 3]]);
-    }
 }
 
 #[test]
 fn contradictory_launches_are_refused() {
     let (listener, root) = socket();
-    let bad = [launch(2, 2, &root), launch(0, 0, &root), launch(0, 1 << 20, &root)];
+    let bad = [launch(2, 2, &root), launch(0, 0, &root), launch(0, 1 << 20, &root), launch(1, 2, "nowhere")];
     for launch in bad {
         assert!(matches!(Bootstrap::connect(&launch, SHORT), Err(Error::Launch { .. })), "{launch:?}");
     }
-    assert!(matches!(Bootstrap::connect(&launch(1, 2, "nowhere"), SHORT), Err(Error::Launch { .. })));
-    assert!(matches!(Bootstrap::root(listener, &launch(1, 2, &root), SHORT), Err(Error::Launch { .. })));
-}
-
-#[test]
-fn a_taken_port_is_named() {
-    let (_listener, root) = socket();
     let error = Bootstrap::connect(&launch(0, 2, &root), SHORT).unwrap_err();
-    assert!(blames(&error, &root).contains("set MASTER_PORT"), "{error}");
+    blames(&error, &root, &["set MASTER_PORT"]);
+    assert!(matches!(Bootstrap::root(listener, &launch(1, 2, &root), SHORT), Err(Error::Launch { .. })));
 }
 
 /// Tells a process of this program its role.
 const ROLE: &str = "GDSYNC_TEST_ROLE";
 
-/// A command that runs only the test `entry` of this binary, in `role`.
+/// A command that runs only this test, in `role`.
 fn myself(entry: &str, role: &str) -> Command {
-    let mut command = Command::new(env::current_exe().unwrap());
-    command
-        .args(["--exact", &format!("launch::{entry}"), "--nocapture", "--test-threads=1"])
-        .env(ROLE, role)
-        .stdout(Stdio::null());
+    let mut command = common::myself(entry);
+    command.env(ROLE, role).stdout(Stdio::null());
     command
 }
 
-fn children(size: usize, role: &str) -> (Launch, std::net::TcpListener, Children) {
-    spawn_command(size, |_| myself("child", role)).unwrap()
+fn children(size: usize, role: &str) -> (Launch, TcpListener, Children) {
+    spawn_command(size, |_| myself("launch::child", role)).unwrap()
 }
 
 /// Not a test: the code of a child process.
@@ -489,7 +406,7 @@ fn exchange(mut bootstrap: Bootstrap) {
     let expected: Vec<_> = (0..bootstrap.size()).map(|rank| format!("rank {rank}").into_bytes()).collect();
     assert_eq!(all, expected);
     let pids = bootstrap.allgather(&std::process::id().to_be_bytes(), LONG).unwrap();
-    let distinct: std::collections::HashSet<_> = pids.iter().collect();
+    let distinct: HashSet<_> = pids.iter().collect();
     assert_eq!(distinct.len(), bootstrap.size(), "one process for each rank");
     bootstrap.barrier(LONG).unwrap();
 }
@@ -503,14 +420,12 @@ fn parent() {
                 let (launch, listener, children) = spawn_self(3).unwrap();
                 exchange(Bootstrap::root(listener, &launch, LONG).unwrap());
                 children.wait(LONG).unwrap();
-                exit(40);
+                exit(DONE);
             }
             Some(launch) => {
-                let again = spawn_self(2).map(drop);
-                assert!(
-                    matches!(again, Err(Error::Launch { .. })),
-                    "a child must not start children without end"
-                );
+                let again = spawn_self(2).map(drop).unwrap_err();
+                let is_refused = matches!(again, Error::Launch { .. });
+                assert!(is_refused, "a child must not start children without end: {again}");
                 exchange(Bootstrap::connect(&launch, LONG).unwrap());
             }
         },
@@ -523,22 +438,6 @@ fn parent() {
     }
 }
 
-/// Whether a process runs, and is no zombie.
-fn runs(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // The state follows the name in parentheses.
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
-}
-
-#[track_caller]
-fn ends(pid: u32) {
-    let started = Instant::now();
-    while runs(pid) {
-        assert!(started.elapsed() < LONG, "process {pid} still runs");
-        sleep(Duration::from_millis(5));
-    }
-}
-
 #[test]
 fn children_exchange_with_rank_0() {
     let (launch, listener, children) = children(3, "exchange");
@@ -548,15 +447,7 @@ fn children_exchange_with_rank_0() {
 
 #[test]
 fn a_program_starts_itself() {
-    let mut command = myself("parent", "self");
-    // A launcher of the tests is not the launcher of this job.
-    let launchers =
-        ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE"];
-    for name in launchers.into_iter().chain(["SLURM_PROCID"]) {
-        command.env_remove(name);
-    }
-    // The parent has an exit code of its own, so that a filter that matches no test fails.
-    assert_eq!(command.status().unwrap().code(), Some(40));
+    common::succeeds(&mut myself("launch::parent", "self"));
 }
 
 #[test]
@@ -570,27 +461,27 @@ fn one_rank_has_no_children() {
 #[test]
 fn a_failing_child_is_named_and_the_others_are_killed() {
     let (_launch, _listener, children) = children(4, "fail");
-    let pids: Vec<u32> = (1..4).map(|rank| children.pid(rank).unwrap()).collect();
+    let pids = [1, 2, 3].map(|rank| children.pid(rank).unwrap());
     match children.wait(LONG) {
         Err(Error::Child { rank, status }) => assert_eq!((rank, status.code()), (2, Some(7))),
         other => panic!("expected the failure of rank 2, got {other:?}"),
     }
-    assert!(pids.iter().all(|&pid| !runs(pid)), "the others are reaped");
+    assert!(!pids.into_iter().any(runs), "the others are reaped");
 }
 
 /// Waits until the first child that has failed is `rank`.
 #[track_caller]
 fn ended(children: &mut Children, rank: usize) -> ExitStatus {
-    let started = Instant::now();
-    loop {
-        match children.failed() {
-            Some(Error::Child { rank: failed, status }) if failed == rank => return status,
-            Some(Error::Child { .. }) | None => {}
+    let mut found = None;
+    until("the end of the rank is not seen", || {
+        found = match children.failed() {
+            Some(Error::Child { rank: failed, status }) if failed == rank => Some(status),
+            Some(Error::Child { .. }) | None => None,
             Some(error) => panic!("unexpected: {error}"),
-        }
-        assert!(started.elapsed() < LONG, "the end of rank {rank} is not seen");
-        sleep(Duration::from_millis(1));
-    }
+        };
+        found.is_some()
+    });
+    found.unwrap()
 }
 
 #[test]
@@ -600,8 +491,7 @@ fn a_killed_child_is_named_with_its_signal() {
     children.kill(2).unwrap();
     assert_eq!(ended(&mut children, 2).signal(), Some(libc::SIGKILL));
     children.kill(2).expect("killing the dead is no error");
-    assert!(matches!(children.kill(0), Err(Error::Spawn { .. })));
-    assert!(matches!(children.kill(3), Err(Error::Spawn { .. })));
+    assert!([0, 3].iter().all(|&rank| matches!(children.kill(rank), Err(Error::Spawn { .. }))));
 }
 
 #[test]
@@ -616,46 +506,37 @@ fn the_death_of_a_process_reaches_its_peers() {
 }
 
 #[test]
-fn waiting_has_a_deadline() {
-    let (_launch, _listener, children) = children(2, "sleep");
-    let (pid, started) = (children.pid(1).unwrap(), Instant::now());
-    let error = children.wait(Duration::from_millis(100)).unwrap_err();
-    assert!(started.elapsed() < LONG, "the child is not killed");
-    assert!(matches!(&error, Error::Deadline { what, .. } if what.contains("rank 1")), "{error}");
-    assert!(!runs(pid));
-}
-
-#[test]
-fn dropping_the_children_ends_them() {
-    let (_launch, _listener, children) = children(3, "sleep");
-    let pids = [1, 2].map(|rank| children.pid(rank).unwrap());
-    assert!(pids.into_iter().all(runs));
-    let started = Instant::now();
-    drop(children);
-    assert!(started.elapsed() < LONG, "the children are not killed");
-    assert!(!pids.into_iter().any(runs));
+fn children_end_with_their_owner() {
+    for waits in [true, false] {
+        let (_launch, _listener, children) = children(3, "sleep");
+        let pids = [1, 2].map(|rank| children.pid(rank).unwrap());
+        assert!(pids.into_iter().all(runs));
+        let started = Instant::now();
+        match waits {
+            true => is_late(&children.wait(Duration::from_millis(100)).unwrap_err(), "rank 1"),
+            false => drop(children),
+        }
+        assert!(started.elapsed() < LONG, "the children are not killed");
+        assert!(!pids.into_iter().any(runs));
+    }
 }
 
 #[test]
 fn children_die_with_their_parent() {
-    let mut parent = myself("parent", "orphan").stderr(Stdio::piped()).spawn().unwrap();
+    let mut parent = myself("launch::parent", "orphan").stderr(Stdio::piped()).spawn().unwrap();
     let lines = BufReader::new(parent.stderr.take().unwrap()).lines();
     let pid = lines.map(|line| line.unwrap()).find_map(|line| line.strip_prefix("pid ")?.parse().ok());
     let pid = pid.expect("the parent prints the process id of its child");
     assert!(runs(pid));
     parent.kill().unwrap();
     parent.wait().unwrap();
-    ends(pid);
+    until("the child still runs", || !runs(pid));
 }
 
 #[test]
-fn a_program_that_does_not_exist_is_named() {
+fn bad_commands_are_refused() {
     let error = spawn_command(2, |_| Command::new("/no/such/program")).unwrap_err();
     let message = error.to_string();
     assert!(matches!(error, Error::Spawn { .. }) && message.contains("/no/such/program"), "{message}");
-}
-
-#[test]
-fn the_size_is_checked() {
     assert!(matches!(spawn_command(0, |_| Command::new("true")), Err(Error::Launch { .. })));
 }

@@ -1,6 +1,6 @@
 //! Messages between processes, sent and awaited by the CPU.
 
-use crate::common::{LONG, buffer, bytes, job, job_with, jobs, message, until};
+use crate::common::{LONG, buffer, bytes, job_test, message, says, until};
 use mp::{Communicator, Request, Status};
 
 /// From no byte to many packets.
@@ -28,139 +28,103 @@ fn all_pairs(comm: &Communicator) {
     }
 }
 
-#[test]
-fn ranks_exchange_all_sizes() {
-    jobs("ranks_exchange_all_sizes", &[1, 2, 3, 5], all_pairs);
-}
+job_test!(ranks_exchange_all_sizes, [1, 2, 3, 5], all_pairs);
 
-#[test]
-fn messages_arrive_in_the_order_they_were_sent() {
-    job("messages_arrive_in_the_order_they_were_sent", 2, |comm| {
-        const COUNT: usize = 300;
-        // Different lengths tell the messages apart.
-        let length = |n: usize| 1 + n * 37 % 9000;
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, COUNT * 9000), buffer(comm, COUNT * 9000));
-        let receive = |n: usize| comm.irecv(&inbox, n * 9000..(n + 1) * 9000, peer).unwrap();
-        let received: Vec<_> = (0..COUNT).map(receive).collect();
-        let sent: Vec<_> = (0..COUNT)
-            .map(|n| {
-                outbox.memory().write(n * 9000, &message(me, peer, n, length(n))).unwrap();
-                comm.isend(&outbox, n * 9000..n * 9000 + length(n), peer).unwrap()
-            })
-            .collect();
-        for (n, status) in comm.wait_all(&received, LONG).unwrap().into_iter().enumerate() {
-            assert_eq!(status, Status { rank: peer, bytes: length(n) });
-            assert!(bytes(&inbox, n * 9000..n * 9000 + length(n)) == message(peer, me, n, length(n)), "{n}");
-        }
-        comm.wait_all(&sent, LONG).unwrap();
-    });
-}
-
-#[test]
-fn requests_are_pending_until_their_message_arrives() {
-    job("requests_are_pending_until_their_message_arrives", 2, |comm| {
-        let buffer = buffer(comm, 64);
-        if comm.rank() == 0 {
-            let received = comm.irecv(&buffer, 0..64, 1).unwrap();
-            assert_eq!(received.test().unwrap(), None, "rank 1 sends after the barrier");
-            let error = received.wait(std::time::Duration::from_millis(5)).unwrap_err();
-            assert!(
-                matches!(error, mp::Error::Message { rank: 1, cause: gdsync::Error::Deadline { .. }, .. }),
-                "{error}"
-            );
-            comm.barrier(LONG).unwrap();
-            until("the message does not come", || received.test().unwrap().is_some());
-            let status = Status { rank: 1, bytes: 5 };
-            assert_eq!(received.test().unwrap(), Some(status), "as often as one asks");
-            assert_eq!(received.clone().wait(LONG).unwrap(), status);
-            assert_eq!(comm.wait(&received, LONG).unwrap(), status);
-        } else {
-            buffer.memory().write(10, b"hello").unwrap();
-            comm.barrier(LONG).unwrap();
-            comm.wait(&comm.isend(&buffer, 10..15, 0).unwrap(), LONG).unwrap();
-        }
+job_test!(requests_are_pending_until_their_message_arrives, 2, |comm| {
+    let buffer = buffer(comm, 64);
+    if comm.rank() == 0 {
+        let received = comm.irecv(&buffer, 0..64, 1).unwrap();
+        assert_eq!(received.test().unwrap(), None, "rank 1 sends after the barrier");
+        let error = received.wait(std::time::Duration::from_millis(5)).unwrap_err();
+        assert!(
+            matches!(error, mp::Error::Message { rank: 1, cause: gdsync::Error::Deadline { .. }, .. }),
+            "{error}"
+        );
         comm.barrier(LONG).unwrap();
-        if comm.rank() == 0 {
-            assert_eq!(bytes(&buffer, 0..6), b"hello\0");
-        }
-    });
-}
+        until("the message does not come", || received.test().unwrap().is_some());
+        let status = Status { rank: 1, bytes: 5 };
+        assert_eq!(received.test().unwrap(), Some(status), "as often as one asks");
+        assert_eq!(received.clone().wait(LONG).unwrap(), status);
+        assert_eq!(comm.wait(&received, LONG).unwrap(), status);
+    } else {
+        buffer.memory().write(10, b"hello").unwrap();
+        comm.barrier(LONG).unwrap();
+        comm.wait(&comm.isend(&buffer, 10..15, 0).unwrap(), LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+    if comm.rank() == 0 {
+        assert_eq!(bytes(&buffer, 0..6), b"hello\0");
+    }
+});
 
-#[test]
-fn sends_wait_for_late_receives() {
-    job("sends_wait_for_late_receives", 2, |comm| {
-        let buffer = buffer(comm, 1 << 16);
-        if comm.rank() == 0 {
-            buffer.memory().write(0, &message(0, 1, 0, 1 << 16)).unwrap();
-            let sent = comm.isend(&buffer, 0..1 << 16, 1).unwrap();
-            until("the receiver is asked", || comm.context().stats().wqes > 0);
-            assert_eq!(sent.test().unwrap(), None, "nobody receives");
-            comm.barrier(LONG).unwrap();
-            comm.wait(&sent, LONG).unwrap();
-        } else {
-            comm.barrier(LONG).unwrap();
-            // Longer than the retry interval of the sender.
-            std::thread::sleep(std::time::Duration::from_millis(20));
-            let received = comm.irecv(&buffer, 0..1 << 16, 0).unwrap();
-            assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: 1 << 16 });
-            assert!(bytes(&buffer, 0..1 << 16) == message(0, 1, 0, 1 << 16));
-        }
-    });
-}
+job_test!(sends_wait_for_late_receives, 2, |comm| {
+    let buffer = buffer(comm, 1 << 16);
+    if comm.rank() == 0 {
+        buffer.memory().write(0, &message(0, 1, 0, 1 << 16)).unwrap();
+        let sent = comm.isend(&buffer, 0..1 << 16, 1).unwrap();
+        until("the receiver is asked", || comm.context().stats().wqes > 0);
+        assert_eq!(sent.test().unwrap(), None, "nobody receives");
+        comm.barrier(LONG).unwrap();
+        comm.wait(&sent, LONG).unwrap();
+    } else {
+        comm.barrier(LONG).unwrap();
+        // Longer than the retry interval of the sender.
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        let received = comm.irecv(&buffer, 0..1 << 16, 0).unwrap();
+        assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: 1 << 16 });
+        assert!(bytes(&buffer, 0..1 << 16) == message(0, 1, 0, 1 << 16));
+    }
+});
 
-/// More messages than the queues are deep; all requests are kept and tested at the end.
-#[test]
-fn requests_outlive_the_queue_depth() {
-    let builder = Communicator::builder().depth(8);
-    job_with("requests_outlive_the_queue_depth", 2, builder, |comm| {
-        const COUNT: usize = 500;
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, 8 * COUNT), buffer(comm, 8 * COUNT));
-        let length = |n: usize| n % 9;
-        let start = |post: &dyn Fn() -> mp::Result<Request>| {
-            let mut request = None;
-            until("the queue never has room", || match post() {
-                Ok(posted) => {
-                    request = Some(posted);
-                    true
-                }
-                Err(mp::Error::Message { rank, cause: gdsync::Error::QueueFull { depth, .. }, .. }) => {
-                    assert_eq!((rank, depth), (peer, 8));
-                    comm.progress();
-                    false
-                }
-                Err(other) => panic!("{other}"),
-            });
-            request.unwrap()
-        };
-        let (mut received, mut sent) = (Vec::new(), Vec::new());
-        for n in 0..COUNT {
-            outbox.memory().write(8 * n, &message(me, peer, n, length(n))).unwrap();
-            received.push(start(&|| comm.irecv(&inbox, 8 * n..8 * n + 8, peer)));
-            sent.push(start(&|| comm.isend(&outbox, 8 * n..8 * n + length(n), peer)));
-        }
-        for (n, (sent, received)) in sent.iter().zip(&received).enumerate() {
-            let expected = Status { rank: peer, bytes: length(n) };
-            assert_eq!(comm.wait(received, LONG).unwrap(), expected, "receive {n}");
-            assert_eq!(comm.wait(sent, LONG).unwrap(), expected, "send {n}");
-            assert_eq!(sent.test().unwrap(), Some(expected));
-            assert_eq!(bytes(&inbox, 8 * n..8 * n + expected.bytes), message(peer, me, n, expected.bytes));
-        }
-    });
-}
+// More messages than the queues are deep; all requests are kept and tested at the end.
+job_test!(requests_outlive_the_queue_depth, 2, Communicator::builder().depth(8), |comm| {
+    const COUNT: usize = 500;
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, inbox) = (buffer(comm, 8 * COUNT), buffer(comm, 8 * COUNT));
+    let length = |n: usize| n % 9;
+    let start = |post: &dyn Fn() -> mp::Result<Request>| {
+        let mut request = None;
+        until("the queue never has room", || match post() {
+            Ok(posted) => {
+                request = Some(posted);
+                true
+            }
+            Err(mp::Error::Message { rank, cause: gdsync::Error::QueueFull { depth, .. }, .. }) => {
+                assert_eq!((rank, depth), (peer, 8));
+                comm.progress();
+                false
+            }
+            Err(other) => panic!("{other}"),
+        });
+        request.unwrap()
+    };
+    let (mut received, mut sent) = (Vec::new(), Vec::new());
+    for n in 0..COUNT {
+        outbox.memory().write(8 * n, &message(me, peer, n, length(n))).unwrap();
+        received.push(start(&|| comm.irecv(&inbox, 8 * n..8 * n + 8, peer)));
+        sent.push(start(&|| comm.isend(&outbox, 8 * n..8 * n + length(n), peer)));
+    }
+    for (n, (sent, received)) in sent.iter().zip(&received).enumerate() {
+        let expected = Status { rank: peer, bytes: length(n) };
+        assert_eq!(comm.wait(received, LONG).unwrap(), expected, "receive {n}");
+        assert_eq!(comm.wait(sent, LONG).unwrap(), expected, "send {n}");
+        assert_eq!(sent.test().unwrap(), Some(expected));
+        assert_eq!(bytes(&inbox, 8 * n..8 * n + expected.bytes), message(peer, me, n, expected.bytes));
+    }
+});
 
-#[test]
-fn more_messages_than_the_depth_are_refused_while_none_is_received() {
-    let builder = Communicator::builder().depth(5);
-    job_with("more_messages_than_the_depth_are_refused_while_none_is_received", 2, builder, |comm| {
+job_test!(
+    more_messages_than_the_depth_are_refused_while_none_is_received,
+    2,
+    Communicator::builder().depth(5),
+    |comm| {
         let buffer = buffer(comm, 64);
         let (peer, first) = (1 - comm.rank(), comm.rank() == 0);
         if first {
             let sent: Vec<_> = (0..5).map(|_| comm.isend(&buffer, 0..8, peer).unwrap()).collect();
             let error = comm.isend(&buffer, 0..8, peer).unwrap_err();
             let text = error.to_string();
-            assert!(text.contains("rank 1") && text.contains("5 of 5"), "{text}");
+            says(&text, &["rank 1", "5 of 5"]);
             assert!(
                 text.ends_with("wait for requests, or build with a larger CommunicatorBuilder::depth"),
                 "{text}"
@@ -174,49 +138,43 @@ fn more_messages_than_the_depth_are_refused_while_none_is_received() {
                 comm.wait(&comm.irecv(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
             }
         }
-    });
-}
+    }
+);
 
-#[test]
-fn four_threads_share_a_communicator() {
-    job("four_threads_share_a_communicator", 2, |comm| {
-        const COUNT: usize = 500;
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        // Threads of a rank race for the order of messages, so each message has its number.
-        let seen = std::sync::Mutex::new(vec![0; 4 * COUNT]);
-        std::thread::scope(|scope| {
-            for thread in 0..4 {
-                let (comm, seen) = (comm.clone(), &seen);
-                scope.spawn(move || {
-                    let buffer = buffer(&comm, 16);
-                    for i in 0..COUNT {
-                        let n = thread * COUNT + i;
-                        buffer.memory().write(0, &n.to_le_bytes()).unwrap();
-                        let received = comm.irecv(&buffer, 8..16, peer).unwrap();
-                        let sent = comm.isend(&buffer, 0..8, peer).unwrap();
-                        assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8 });
-                        comm.wait(&sent, LONG).unwrap();
-                        let word = bytes(&buffer, 8..16);
-                        let came = usize::from_le_bytes(*word.first_chunk().unwrap());
-                        seen.lock().unwrap()[came] += 1;
-                    }
-                });
-            }
-        });
-        assert!(seen.into_inner().unwrap().iter().all(|&count| count == 1), "rank {me}: each came once");
+job_test!(four_threads_share_a_communicator, 2, |comm| {
+    const COUNT: usize = 500;
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    // Threads of a rank race for the order of messages, so each message has its number.
+    let seen = std::sync::Mutex::new(vec![0; 4 * COUNT]);
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let (comm, seen) = (comm.clone(), &seen);
+            scope.spawn(move || {
+                let buffer = buffer(&comm, 16);
+                for i in 0..COUNT {
+                    let n = thread * COUNT + i;
+                    buffer.memory().write(0, &n.to_le_bytes()).unwrap();
+                    let received = comm.irecv(&buffer, 8..16, peer).unwrap();
+                    let sent = comm.isend(&buffer, 0..8, peer).unwrap();
+                    assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8 });
+                    comm.wait(&sent, LONG).unwrap();
+                    let word = bytes(&buffer, 8..16);
+                    let came = usize::from_le_bytes(*word.first_chunk().unwrap());
+                    seen.lock().unwrap()[came] += 1;
+                }
+            });
+        }
     });
-}
+    assert!(seen.into_inner().unwrap().iter().all(|&count| count == 1), "rank {me}: each came once");
+});
 
-#[test]
-fn exchanges_and_barriers_work() {
-    job("exchanges_and_barriers_work", 3, |comm| {
-        let all = comm.exchange(&message(comm.rank(), 0, 0, 10 * comm.rank()), LONG).unwrap();
-        let expected: Vec<_> = (0..3).map(|rank| message(rank, 0, 0, 10 * rank)).collect();
-        assert_eq!(all, expected);
-        comm.barrier(LONG).unwrap();
-        let pids = [1, 2].map(|rank| comm.child(rank));
-        assert_eq!(pids.map(|pid| pid.is_some()), [comm.rank() == 0; 2], "only rank 0 has children");
-        assert_eq!(comm.child(0), None);
-        assert_eq!(comm.child(3), None);
-    });
-}
+job_test!(exchanges_and_barriers_work, 3, |comm| {
+    let all = comm.exchange(&message(comm.rank(), 0, 0, 10 * comm.rank()), LONG).unwrap();
+    let expected: Vec<_> = (0..3).map(|rank| message(rank, 0, 0, 10 * rank)).collect();
+    assert_eq!(all, expected);
+    comm.barrier(LONG).unwrap();
+    let pids = [1, 2].map(|rank| comm.child(rank));
+    assert_eq!(pids.map(|pid| pid.is_some()), [comm.rank() == 0; 2], "only rank 0 has children");
+    assert_eq!(comm.child(0), None);
+    assert_eq!(comm.child(3), None);
+});

@@ -3,120 +3,107 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{LONG, buffer, bytes, job, job_with, jobs, message, stream};
+use crate::common::{LONG, buffer, bytes, job_test, message, stream};
 use gdsync::stream::{Batch, Cond};
 use mp::{Communicator, Status};
 
 /// Rounds that both sides post ahead. A stream of a GPU takes 24 host functions.
 const AHEAD: usize = 12;
 
-#[test]
-fn streams_play_ping_pong() {
-    job("streams_play_ping_pong", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, 5000), buffer(comm, AHEAD * 5000));
-        let s = stream("game");
-        let right = Arc::new(AtomicUsize::new(0));
-        for round in 0..4 {
-            let receive = |i: usize| comm.irecv(&inbox, i * 5000..(i + 1) * 5000, peer).unwrap();
-            let received: Vec<_> = (0..AHEAD).map(receive).collect();
-            comm.barrier(LONG).unwrap();
-            let mut sent = Vec::new();
-            for (i, receive) in received.iter().enumerate() {
-                let n = round * AHEAD + i;
-                let len = 1 + n * 97 % 5000;
-                if me == 1 {
-                    comm.wait_on_stream(&s, receive).unwrap();
-                }
-                // Written in stream order: the message has what the buffer holds when the stream sends it.
-                let memory = outbox.memory().clone();
-                s.host_fn(move || memory.write(0, &message(me, peer, n, len)).unwrap()).unwrap();
-                sent.push(comm.send_on_stream(&s, &outbox, 0..len, peer).unwrap());
-                if me == 0 {
-                    comm.wait_on_stream(&s, receive).unwrap();
-                }
-                let (memory, right) = (inbox.memory().clone(), right.clone());
-                s.host_fn(move || {
-                    let mut came = vec![0; len];
-                    memory.read(i * 5000, &mut came).unwrap();
-                    right.fetch_add(usize::from(came == message(peer, me, n, len)), Ordering::Relaxed);
-                })
-                .unwrap();
+job_test!(streams_play_ping_pong, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, inbox) = (buffer(comm, 5000), buffer(comm, AHEAD * 5000));
+    let s = stream("game");
+    let right = Arc::new(AtomicUsize::new(0));
+    for round in 0..4 {
+        let receive = |i: usize| comm.irecv(&inbox, i * 5000..(i + 1) * 5000, peer).unwrap();
+        let received: Vec<_> = (0..AHEAD).map(receive).collect();
+        comm.barrier(LONG).unwrap();
+        let mut sent = Vec::new();
+        for (i, receive) in received.iter().enumerate() {
+            let n = round * AHEAD + i;
+            let len = 1 + n * 97 % 5000;
+            if me == 1 {
+                comm.wait_on_stream(&s, receive).unwrap();
             }
-            s.synchronize(LONG).unwrap();
-            for (i, (sent, received)) in sent.iter().zip(&received).enumerate() {
-                let expected = Some(Status { rank: peer, bytes: 1 + (round * AHEAD + i) * 97 % 5000 });
-                assert_eq!((sent.test().unwrap(), received.test().unwrap()), (expected, expected));
+            // Written in stream order: the message has what the buffer holds when the stream sends it.
+            let memory = outbox.memory().clone();
+            s.host_fn(move || memory.write(0, &message(me, peer, n, len)).unwrap()).unwrap();
+            sent.push(comm.send_on_stream(&s, &outbox, 0..len, peer).unwrap());
+            if me == 0 {
+                comm.wait_on_stream(&s, receive).unwrap();
             }
+            let (memory, right) = (inbox.memory().clone(), right.clone());
+            s.host_fn(move || {
+                let mut came = vec![0; len];
+                memory.read(i * 5000, &mut came).unwrap();
+                right.fetch_add(usize::from(came == message(peer, me, n, len)), Ordering::Relaxed);
+            })
+            .unwrap();
         }
-        assert_eq!(right.load(Ordering::Relaxed), 4 * AHEAD);
-    });
-}
+        s.synchronize(LONG).unwrap();
+        for (i, (sent, received)) in sent.iter().zip(&received).enumerate() {
+            let expected = Some(Status { rank: peer, bytes: 1 + (round * AHEAD + i) * 97 % 5000 });
+            assert_eq!((sent.test().unwrap(), received.test().unwrap()), (expected, expected));
+        }
+    }
+    assert_eq!(right.load(Ordering::Relaxed), 4 * AHEAD);
+});
 
-/// A window of a ping-pong is one submission on each side.
-#[test]
-fn batches_play_ping_pong() {
-    job("batches_play_ping_pong", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, AHEAD * 100), buffer(comm, AHEAD * 100));
-        let range = |i: usize| i * 100..(i + 1) * 100;
-        let s = stream("batches");
-        for round in 0..4 {
-            let received: Vec<_> = (0..AHEAD).map(|i| comm.irecv(&inbox, range(i), peer).unwrap()).collect();
-            let mut batch = Batch::new();
-            let mut sent = Vec::new();
-            for (i, receive) in received.iter().enumerate() {
-                outbox.memory().write(i * 100, &message(me, peer, round * AHEAD + i, 100)).unwrap();
-                if me == 1 {
-                    comm.wait_in_batch(&mut batch, receive).unwrap();
-                }
-                sent.push(comm.isend_in_batch(&mut batch, &outbox, range(i), peer).unwrap());
-                if me == 0 {
-                    comm.wait_in_batch(&mut batch, receive).unwrap();
-                }
+// A window of a ping-pong is one submission on each side.
+job_test!(batches_play_ping_pong, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, inbox) = (buffer(comm, AHEAD * 100), buffer(comm, AHEAD * 100));
+    let range = |i: usize| i * 100..(i + 1) * 100;
+    let s = stream("batches");
+    for round in 0..4 {
+        let received: Vec<_> = (0..AHEAD).map(|i| comm.irecv(&inbox, range(i), peer).unwrap()).collect();
+        let mut batch = Batch::new();
+        let mut sent = Vec::new();
+        for (i, receive) in received.iter().enumerate() {
+            outbox.memory().write(i * 100, &message(me, peer, round * AHEAD + i, 100)).unwrap();
+            if me == 1 {
+                comm.wait_in_batch(&mut batch, receive).unwrap();
             }
-            assert!(
-                received.iter().chain(&sent).all(|r| r.test().unwrap().is_none()),
-                "nothing leaves before"
-            );
-            comm.barrier(LONG).unwrap();
-            s.submit(&mut batch).unwrap();
-            s.synchronize(LONG).unwrap();
-            comm.wait_all(&sent, LONG).unwrap();
-            for i in 0..AHEAD {
-                assert!(bytes(&inbox, range(i)) == message(peer, me, round * AHEAD + i, 100), "{round}, {i}");
+            sent.push(comm.isend_in_batch(&mut batch, &outbox, range(i), peer).unwrap());
+            if me == 0 {
+                comm.wait_in_batch(&mut batch, receive).unwrap();
             }
         }
-    });
-}
+        assert!(received.iter().chain(&sent).all(|r| r.test().unwrap().is_none()), "nothing leaves before");
+        comm.barrier(LONG).unwrap();
+        s.submit(&mut batch).unwrap();
+        s.synchronize(LONG).unwrap();
+        comm.wait_all(&sent, LONG).unwrap();
+        for i in 0..AHEAD {
+            assert!(bytes(&inbox, range(i)) == message(peer, me, round * AHEAD + i, 100), "{round}, {i}");
+        }
+    }
+});
 
-/// Messages of a dropped batch are not sent.
-#[test]
-fn dropped_batches_do_no_harm() {
-    let builder = Communicator::builder().depth(16);
-    job_with("dropped_batches_do_no_harm", 2, builder, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, 64), buffer(comm, 64));
-        let s = stream("dropped");
-        for n in 0..40 {
-            let received = comm.irecv(&inbox, 0..64, peer).unwrap();
-            outbox.memory().write(0, &message(me, peer, n, 64)).unwrap();
-            let mut dropped = Batch::new();
-            let _taken_back = comm.isend_in_batch(&mut dropped, &outbox, 0..32, peer).unwrap();
-            comm.wait_in_batch(&mut dropped, &received).unwrap();
-            drop(dropped);
-            let mut batch = Batch::new();
-            let sent = comm.isend_in_batch(&mut batch, &outbox, 0..64, peer).unwrap();
-            comm.wait_in_batch(&mut batch, &received).unwrap();
-            comm.wait_in_batch(&mut batch, &sent).unwrap();
-            s.submit(&mut batch).unwrap();
-            s.synchronize(LONG).unwrap();
-            assert_eq!(received.test().unwrap(), Some(Status { rank: peer, bytes: 64 }));
-            assert!(bytes(&inbox, 0..64) == message(peer, me, n, 64), "message {n}");
-            comm.progress();
-        }
-    });
-}
+// Messages of a dropped batch are not sent.
+job_test!(dropped_batches_do_no_harm, 2, Communicator::builder().depth(16), |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, inbox) = (buffer(comm, 64), buffer(comm, 64));
+    let s = stream("dropped");
+    for n in 0..40 {
+        let received = comm.irecv(&inbox, 0..64, peer).unwrap();
+        outbox.memory().write(0, &message(me, peer, n, 64)).unwrap();
+        let mut dropped = Batch::new();
+        let _taken_back = comm.isend_in_batch(&mut dropped, &outbox, 0..32, peer).unwrap();
+        comm.wait_in_batch(&mut dropped, &received).unwrap();
+        drop(dropped);
+        let mut batch = Batch::new();
+        let sent = comm.isend_in_batch(&mut batch, &outbox, 0..64, peer).unwrap();
+        comm.wait_in_batch(&mut batch, &received).unwrap();
+        comm.wait_in_batch(&mut batch, &sent).unwrap();
+        s.submit(&mut batch).unwrap();
+        s.synchronize(LONG).unwrap();
+        assert_eq!(received.test().unwrap(), Some(Status { rank: peer, bytes: 64 }));
+        assert!(bytes(&inbox, 0..64) == message(peer, me, n, 64), "message {n}");
+        comm.progress();
+    }
+});
 
 /// One stream sends to all and waits for all in one submission, itself included.
 fn all_to_all(comm: &Communicator) {
@@ -149,103 +136,90 @@ fn all_to_all(comm: &Communicator) {
     comm.wait_all_on_stream(&s, []).unwrap();
 }
 
-#[test]
-fn streams_exchange() {
-    jobs("streams_exchange", &[3, 5], all_to_all);
-}
+job_test!(streams_exchange, [3, 5], all_to_all);
 
-#[test]
-fn sends_are_in_stream_order() {
-    job("sends_are_in_stream_order", 2, |comm| {
-        let buffer = buffer(comm, 64);
-        if comm.rank() == 1 {
-            let received = comm.irecv(&buffer, 0..8, 0).unwrap();
-            comm.barrier(LONG).unwrap();
-            assert_eq!(received.test().unwrap(), None, "the stream of rank 0 is held");
-            comm.barrier(LONG).unwrap();
-            comm.wait(&received, LONG).unwrap();
-            assert_eq!(bytes(&buffer, 0..8), b"released");
-            comm.wait(&comm.irecv(&buffer, 0..8, 0).unwrap(), LONG).unwrap();
-            return;
+job_test!(sends_are_in_stream_order, 2, |comm| {
+    let buffer = buffer(comm, 64);
+    if comm.rank() == 1 {
+        let received = comm.irecv(&buffer, 0..8, 0).unwrap();
+        comm.barrier(LONG).unwrap();
+        assert_eq!(received.test().unwrap(), None, "the stream of rank 0 is held");
+        comm.barrier(LONG).unwrap();
+        comm.wait(&received, LONG).unwrap();
+        assert_eq!(bytes(&buffer, 0..8), b"released");
+        comm.wait(&comm.irecv(&buffer, 0..8, 0).unwrap(), LONG).unwrap();
+        return;
+    }
+    let s = stream("held");
+    let word = buffer.memory().word32(32).unwrap();
+    s.wait_value32(&word, 1, Cond::Eq).unwrap();
+    buffer.memory().write(0, b"too soon").unwrap();
+    let sent = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap();
+    comm.barrier(LONG).unwrap();
+    comm.barrier(LONG).unwrap();
+    assert_eq!(sent.test().unwrap(), None);
+    let error = comm.isend(&buffer, 0..8, 1).unwrap_err();
+    assert!(
+        matches!(error, mp::Error::Message { rank: 1, cause: gdsync::Error::Busy { .. }, .. }),
+        "the CPU may not overtake the stream: {error}"
+    );
+    let text = error.to_string();
+    assert!(text.contains("wait for the requests") && !text.contains("one QP per stream"), "{text}");
+    buffer.memory().write(0, b"released").unwrap();
+    word.store(1);
+    comm.wait(&sent, LONG).unwrap();
+    // The sends of the stream are complete, so that the CPU can send.
+    comm.wait(&comm.isend(&buffer, 0..8, 1).unwrap(), LONG).unwrap();
+    s.synchronize(LONG).unwrap();
+});
+
+// The CPU and two streams alternate on one connection, each waiting for messages of the others too.
+job_test!(cpu_and_streams_mix, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, inbox) = (buffer(comm, 4096), buffer(comm, 4096));
+    let streams = [stream("one"), stream("two")];
+    for n in 0..120 {
+        let len = 1 + n * 31 % 4000;
+        outbox.memory().write(0, &message(me, peer, n, len)).unwrap();
+        let received = comm.irecv(&inbox, 0..4096, peer).unwrap();
+        let s = &streams[n / 3 % 2];
+        let sent = match n % 3 {
+            0 => comm.isend(&outbox, 0..len, peer).unwrap(),
+            1 => comm.isend_on_stream(s, &outbox, 0..len, peer).unwrap(),
+            _ => comm.send_on_stream(s, &outbox, 0..len, peer).unwrap(),
+        };
+        if n % 2 == 0 {
+            comm.wait_on_stream(s, &received).unwrap();
+            s.synchronize(LONG).unwrap();
         }
-        let s = stream("held");
-        let word = buffer.memory().word32(32).unwrap();
-        s.wait_value32(&word, 1, Cond::Eq).unwrap();
-        buffer.memory().write(0, b"too soon").unwrap();
-        let sent = comm.isend_on_stream(&s, &buffer, 0..8, 1).unwrap();
-        comm.barrier(LONG).unwrap();
-        comm.barrier(LONG).unwrap();
-        assert_eq!(sent.test().unwrap(), None);
-        let error = comm.isend(&buffer, 0..8, 1).unwrap_err();
-        assert!(
-            matches!(error, mp::Error::Message { rank: 1, cause: gdsync::Error::Busy { .. }, .. }),
-            "the CPU may not overtake the stream: {error}"
-        );
-        let text = error.to_string();
-        assert!(text.contains("wait for the requests") && !text.contains("one QP per stream"), "{text}");
-        buffer.memory().write(0, b"released").unwrap();
-        word.store(1);
+        assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len });
         comm.wait(&sent, LONG).unwrap();
-        // The sends of the stream are complete, so that the CPU can send.
-        comm.wait(&comm.isend(&buffer, 0..8, 1).unwrap(), LONG).unwrap();
-        s.synchronize(LONG).unwrap();
-    });
-}
+        assert!(bytes(&inbox, 0..len) == message(peer, me, n, len), "message {n}");
+        if n % 2 == 1 {
+            // A message that the CPU has received does not hold a stream.
+            comm.wait_all_on_stream(s, [&received, &sent]).unwrap();
+            s.synchronize(LONG).unwrap();
+        }
+    }
+});
 
-/// The CPU and two streams alternate on one connection, each waiting for messages of the others too.
-#[test]
-fn cpu_and_streams_mix() {
-    job("cpu_and_streams_mix", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, inbox) = (buffer(comm, 4096), buffer(comm, 4096));
-        let streams = [stream("one"), stream("two")];
-        for n in 0..120 {
-            let len = 1 + n * 31 % 4000;
-            outbox.memory().write(0, &message(me, peer, n, len)).unwrap();
-            let received = comm.irecv(&inbox, 0..4096, peer).unwrap();
-            let s = &streams[n / 3 % 2];
-            let sent = match n % 3 {
-                0 => comm.isend(&outbox, 0..len, peer).unwrap(),
-                1 => comm.isend_on_stream(s, &outbox, 0..len, peer).unwrap(),
-                _ => comm.send_on_stream(s, &outbox, 0..len, peer).unwrap(),
-            };
-            if n % 2 == 0 {
-                comm.wait_on_stream(s, &received).unwrap();
-                s.synchronize(LONG).unwrap();
-            }
-            assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len });
-            comm.wait(&sent, LONG).unwrap();
-            assert!(bytes(&inbox, 0..len) == message(peer, me, n, len), "message {n}");
-            if n % 2 == 1 {
-                // A message that the CPU has received does not hold a stream.
-                comm.wait_all_on_stream(s, [&received, &sent]).unwrap();
-                s.synchronize(LONG).unwrap();
-            }
+// Only streams wait; the requests are tested long after the queues have wrapped.
+job_test!(requests_of_streams_outlive_the_queue_depth, 2, Communicator::builder().depth(16), |comm| {
+    let peer = 1 - comm.rank();
+    let buffer = buffer(comm, 16);
+    let s = stream("round and round");
+    let mut requests = Vec::new();
+    for n in 0..300 {
+        let received = comm.irecv(&buffer, 8..16, peer).unwrap();
+        requests.push((comm.send_on_stream(&s, &buffer, 0..n % 9, peer).unwrap(), n % 9));
+        comm.wait_on_stream(&s, &received).unwrap();
+        requests.push((received, n % 9));
+        if n % 8 == 7 {
+            s.synchronize(LONG).unwrap();
         }
-    });
-}
-
-/// Only streams wait; the requests are tested long after the queues have wrapped.
-#[test]
-fn requests_of_streams_outlive_the_queue_depth() {
-    let builder = Communicator::builder().depth(16);
-    job_with("requests_of_streams_outlive_the_queue_depth", 2, builder, |comm| {
-        let peer = 1 - comm.rank();
-        let buffer = buffer(comm, 16);
-        let s = stream("round and round");
-        let mut requests = Vec::new();
-        for n in 0..300 {
-            let received = comm.irecv(&buffer, 8..16, peer).unwrap();
-            requests.push((comm.send_on_stream(&s, &buffer, 0..n % 9, peer).unwrap(), n % 9));
-            comm.wait_on_stream(&s, &received).unwrap();
-            requests.push((received, n % 9));
-            if n % 8 == 7 {
-                s.synchronize(LONG).unwrap();
-            }
-        }
-        s.synchronize(LONG).unwrap();
-        for (request, bytes) in &requests {
-            assert_eq!(request.test().unwrap(), Some(Status { rank: peer, bytes: *bytes }));
-        }
-    });
-}
+    }
+    s.synchronize(LONG).unwrap();
+    for (request, bytes) in &requests {
+        assert_eq!(request.test().unwrap(), Some(Status { rank: peer, bytes: *bytes }));
+    }
+});

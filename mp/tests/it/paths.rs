@@ -1,13 +1,15 @@
 //! Paths: which device the messages between ranks of one host go through.
 
-use crate::common::{LONG, buffer, bytes, host_buffer, is_part_of, job_with, message, myself, stream};
+use crate::common::{
+    LONG, buffer, bytes, host_buffer, is_part_of, job_test, job_with, message, myself, prints, stream,
+};
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
 use gdsync::verbs::{Context, Transport};
 use gdsync_testkit::driver;
-use mp::{Communicator, Error, GpuPath, IntraHostPath, Registration, Rma, Signal};
+use mp::{Communicator, CommunicatorBuilder, Error, GpuPath, IntraHostPath, Registration, Rma, Signal};
 
 fn hca() -> Context {
     Context::soft(&SoftHcaConfig::default()).unwrap()
@@ -68,37 +70,32 @@ fn all_windows(comm: &Communicator) {
     window.destroy(LONG).unwrap();
 }
 
-#[test]
-fn ranks_of_a_host_use_the_intra_host_device() {
-    let (far, near) = (hca(), hca());
-    let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near.clone()));
-    job_with("ranks_of_a_host_use_the_intra_host_device", 3, builder, |comm| {
-        for rank in 0..3 {
-            let path = comm.path(rank).unwrap();
-            assert!(path.is_intra_host(), "{path}");
-            assert_eq!(path.to_string(), "software HCA over shared memory: the rank is on this host");
-        }
-        assert!(comm.path(3).is_err());
-        all_pairs(comm);
-        let before = near.stats().wqes;
-        all_windows(comm);
-        assert!(near.stats().wqes > before);
-        let used = |context: &Context| context.stats().wqes;
-        assert!(used(&near) > 0 && used(&far) == 0, "{:?} {:?}", near.stats(), far.stats());
-    });
+/// Ranks of a host reach each other through a software HCA of their own.
+fn two_devices() -> CommunicatorBuilder {
+    Communicator::builder().context(&hca()).intra_host(IntraHostPath::Through(hca()))
 }
 
-#[test]
-fn the_software_hca_needs_no_second_one() {
-    let builder = Communicator::builder().context(&hca());
-    job_with("the_software_hca_needs_no_second_one", 2, builder, |comm| {
-        for rank in 0..2 {
-            let path = comm.path(rank).unwrap();
-            assert!(!path.is_intra_host() && path.reason() == "it is the software HCA already", "{path}");
-            assert_eq!((path.device(), path.wire()), (comm.context().description(), comm.context().wire()));
-        }
-    });
-}
+job_test!(ranks_of_a_host_use_the_intra_host_device, 3, two_devices(), |comm| {
+    for rank in 0..3 {
+        let path = comm.path(rank).unwrap();
+        assert!(path.is_intra_host(), "{path}");
+        assert_eq!(path.to_string(), "software HCA over shared memory: the rank is on this host");
+    }
+    assert!(comm.path(3).is_err());
+    let (far, near) = (comm.context(), comm.device(0).unwrap());
+    all_pairs(comm);
+    let before = near.stats().wqes;
+    all_windows(comm);
+    assert!(before > 0 && near.stats().wqes > before && far.stats().wqes == 0, "{:?}", far.stats());
+});
+
+job_test!(the_software_hca_needs_no_second_one, 2, Communicator::builder().context(&hca()), |comm| {
+    for rank in 0..2 {
+        let path = comm.path(rank).unwrap();
+        assert!(!path.is_intra_host() && path.reason() == "it is the software HCA already", "{path}");
+        assert_eq!((path.device(), path.wire()), (comm.context().description(), comm.context().wire()));
+    }
+});
 
 /// Rank 2 asks for the device of the communicator, and so the others reach it there.
 #[test]
@@ -120,7 +117,16 @@ fn both_ranks_must_want_the_intra_host_device() {
         comm.barrier(LONG).unwrap();
         let before = used(&far);
         // One device must do all atomics on a word.
-        let window = comm.window(&buffer(comm, 8), 0..8, LONG).unwrap();
+        let word = host_buffer(comm, 8);
+        let window = comm.window(&word, 0..8, LONG).unwrap();
+        for rank in 0..3 {
+            let message = comm.path_of(&word, 0..8, rank).unwrap();
+            let put = window.path_of(&word, 0..8, rank).unwrap();
+            assert_eq!(message.path().is_intra_host(), me < 2 && rank < 2, "{message}");
+            assert!(!put.path().is_intra_host(), "{put}");
+            let is_told = put.path().reason().contains("of the window");
+            assert_eq!(is_told, message.path().is_intra_host(), "{put}");
+        }
         comm.wait(&window.start(&Rma::accumulate(1, 1, 0)).unwrap(), LONG).unwrap();
         assert!(used(&far) > before, "also between ranks that send through the other");
         comm.barrier(LONG).unwrap();
@@ -129,73 +135,42 @@ fn both_ranks_must_want_the_intra_host_device() {
     });
 }
 
-/// All ranks come to the same decision.
-#[test]
-fn probes_decide_alike_for_all_ranks() {
-    let builder = Communicator::builder().context(&hca()).intra_host(IntraHostPath::Measured);
-    job_with("probes_decide_alike_for_all_ranks", 3, builder, |comm| {
+// All ranks come to the same decision.
+job_test!(
+    probes_decide_alike_for_all_ranks,
+    3,
+    Communicator::builder().context(&hca()).intra_host(IntraHostPath::Measured),
+    |comm| {
         let paths: Vec<_> = (0..3).map(|rank| comm.path(rank).unwrap().clone()).collect();
         assert!(paths.iter().all(|path| path == &paths[0]), "{paths:?}");
         assert!(paths[0].reason().starts_with("measured, a round trip of 8 bytes"), "{}", paths[0]);
         let chosen = [u8::from(paths[0].is_intra_host())];
         assert_eq!(comm.exchange(&chosen, LONG).unwrap(), [chosen; 3]);
         all_pairs(comm);
-    });
-}
+    }
+);
 
-#[test]
-fn buffers_have_paths() {
-    let builder = Communicator::builder().context(&hca());
-    job_with("buffers_have_paths", 2, builder, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let buffer = host_buffer(comm, 100_000);
-        for (range, has_fifo) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
-            let path = comm.path_of(&buffer, range, peer).unwrap();
-            // Long messages may have one copy or two.
-            let carrier = path.transfer_path().transport();
-            assert!(carrier == Transport::Cpu || carrier == Transport::Cma && !has_fifo, "{path}");
-            assert_eq!(path.path().has_fifo(), has_fifo, "{path}");
-            assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
-        }
-        assert!(!comm.path_of(&buffer, 0..8, me).unwrap().path().has_fifo(), "none to itself");
-        let part = buffer.part(100, 50).unwrap();
-        assert!(comm.path_of(&part, 0..50, peer).is_ok() && comm.path_of(&part, 0..51, peer).is_err());
-        assert!(matches!(comm.path_of(&buffer, 0..8, 2), Err(Error::NoSuchRank { rank: 2, size: 2 })));
-        let window = comm.window(&buffer, 0..64, LONG).unwrap();
-        let path = window.path_of(&buffer, 0..8, peer).unwrap();
-        assert_eq!(
-            (path.path().has_fifo(), path.transfer_path().transport()),
-            (false, Transport::Cpu),
-            "{path}"
-        );
-        assert!(window.path_of(&buffer, 0..8, 2).is_err());
-        comm.barrier(LONG).unwrap();
-    });
-}
-
-/// A window of ranks that are not all reached alike goes through the device of the communicator.
-#[test]
-fn windows_have_paths() {
-    let is_last = std::env::var("RANK").is_ok_and(|rank| rank == "2");
-    let local = if is_last { IntraHostPath::Device } else { IntraHostPath::Through(hca()) };
-    let builder = Communicator::builder().context(&hca()).intra_host(local);
-    job_with("windows_have_paths", 3, builder, |comm| {
-        let buffer = host_buffer(comm, 64);
-        let window = comm.window(&buffer, 0..64, LONG).unwrap();
-        for rank in 0..3 {
-            let message = comm.path_of(&buffer, 0..8, rank).unwrap();
-            let put = window.path_of(&buffer, 0..8, rank).unwrap();
-            assert_eq!(message.path().is_intra_host(), comm.rank() < 2 && rank < 2, "{message}");
-            assert!(!put.path().is_intra_host(), "{put}");
-            assert_eq!(
-                put.path().reason().contains("of the window"),
-                message.path().is_intra_host(),
-                "{put}"
-            );
-        }
-        comm.barrier(LONG).unwrap();
-    });
-}
+job_test!(buffers_have_paths, 2, Communicator::builder().context(&hca()), |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let buffer = host_buffer(comm, 100_000);
+    for (range, has_fifo) in [(0..8, true), (0..4096, true), (8..100_000, false), (7..7, true)] {
+        let path = comm.path_of(&buffer, range, peer).unwrap();
+        // Long messages may have one copy or two.
+        let carrier = path.transfer_path().transport();
+        assert!(carrier == Transport::Cpu || carrier == Transport::Cma && !has_fifo, "{path}");
+        assert_eq!(path.path().has_fifo(), has_fifo, "{path}");
+        assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
+    }
+    assert!(!comm.path_of(&buffer, 0..8, me).unwrap().path().has_fifo(), "none to itself");
+    let part = buffer.part(100, 50).unwrap();
+    assert!(comm.path_of(&part, 0..50, peer).is_ok() && comm.path_of(&part, 0..51, peer).is_err());
+    assert!(matches!(comm.path_of(&buffer, 0..8, 2), Err(Error::NoSuchRank { rank: 2, size: 2 })));
+    let window = comm.window(&buffer, 0..64, LONG).unwrap();
+    let path = window.path_of(&buffer, 0..8, peer).unwrap();
+    assert_eq!((path.path().has_fifo(), path.transfer_path().transport()), (false, Transport::Cpu), "{path}");
+    assert!(window.path_of(&buffer, 0..8, 2).is_err());
+    comm.barrier(LONG).unwrap();
+});
 
 /// The GPU of this machine, or a simulated one.
 fn any_gpu() -> (Gpu, bool) {
@@ -224,28 +199,25 @@ fn from_gpu(comm: &Communicator, gpu: &Gpu) -> ([Transport; 3], Transport) {
     (before, carrier(LEN))
 }
 
-#[test]
-fn gpu_buffers_have_paths() {
-    let builder = Communicator::builder().context(&hca());
-    job_with("gpu_buffers_have_paths", 2, builder, |comm| {
-        let (gpu, is_simulated) = any_gpu();
-        let (before, after) = from_gpu(comm, &gpu);
-        assert_eq!(before, [Transport::Mapping, Transport::Staging, Transport::PeerToPeer]);
-        if is_simulated && comm.rank() == 0 {
-            assert_eq!(after, Transport::Staging, "no other process opens memory of a simulated GPU");
-        }
-    });
-}
+job_test!(gpu_buffers_have_paths, 2, Communicator::builder().context(&hca()), |comm| {
+    let (gpu, is_simulated) = any_gpu();
+    let (before, after) = from_gpu(comm, &gpu);
+    assert_eq!(before, [Transport::Mapping, Transport::Staging, Transport::PeerToPeer]);
+    if is_simulated && comm.rank() == 0 {
+        assert_eq!(after, Transport::Staging, "no other process opens memory of a simulated GPU");
+    }
+});
 
-#[test]
-fn the_builder_sets_the_gpu_path() {
-    let builder = Communicator::builder().context(&hca()).gpu_path(GpuPath::Staged);
-    job_with("the_builder_sets_the_gpu_path", 2, builder, |comm| {
+job_test!(
+    the_builder_sets_the_gpu_path,
+    2,
+    Communicator::builder().context(&hca()).gpu_path(GpuPath::Staged),
+    |comm| {
         let (before, after) = from_gpu(comm, &any_gpu().0);
         assert_eq!(before, [Transport::Mapping, Transport::Staging, Transport::Staging]);
         assert_eq!(after, Transport::Staging);
-    });
-}
+    }
+);
 
 #[test]
 fn two_ranks_probe_the_gpu_path() {
@@ -266,15 +238,10 @@ fn two_ranks_probe_the_gpu_path() {
     });
 }
 
-#[test]
-fn single_ranks_have_one_device() {
-    let (far, near) = (hca(), hca());
-    let builder = Communicator::builder().context(&far).intra_host(IntraHostPath::Through(near));
-    job_with("single_ranks_have_one_device", 1, builder, |comm| {
-        assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
-        all_pairs(comm);
-    });
-}
+job_test!(single_ranks_have_one_device, 1, two_devices(), |comm| {
+    assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
+    all_pairs(comm);
+});
 
 #[test]
 fn the_environment_overrides_the_path() {
@@ -287,14 +254,11 @@ fn the_environment_overrides_the_path() {
             ("measure", "measured, a round trip"),
             ("nvlink", "soft, queues, device or measure"),
         ] {
-            let output = myself(NAME).env("MP_LOCAL", value).output().unwrap();
-            let text = String::from_utf8_lossy(&output.stdout);
-            assert!(output.status.success() && text.contains(words), "{value}: {text}");
+            prints(myself(NAME).env("MP_LOCAL", value), words);
         }
         return;
     }
-    let builder = Communicator::builder().context(&hca()).intra_host(IntraHostPath::Through(hca()));
-    match builder.spawn(2).timeout(LONG).init() {
+    match two_devices().spawn(2).timeout(LONG).init() {
         Ok(comm) => {
             println!("{}", comm.path(1 - comm.rank()).unwrap());
             comm.register(&Memory::alloc(64).unwrap()).unwrap();

@@ -13,7 +13,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    LONG, buffer, bytes, free_port, is_part_of, job, message, myself, stream, syndrome, until,
+    LONG, buffer, bytes, free_port, is_part_of, job, message, rank_command, stream, syndrome, until,
 };
 use gdsync::stream::{Batch, Stream};
 use mp::{Communicator, Error, Registration, Request, Result, Status};
@@ -360,12 +360,11 @@ impl Rank {
 /// Runs job number `n`, in which random ranks are killed at random moments.
 fn killing_job(name: &str, n: usize, ends: bool) {
     let stop = env::temp_dir().join(format!("gdsync-kills-{}-{name}-{n}", std::process::id()));
-    let port = free_port();
+    let port = free_port().to_string();
     let start = |rank: usize| {
-        let mut command = myself(name);
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", RANKS.to_string()).env(STOP, &stop);
-        command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
-        let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut command = rank_command(name, rank, RANKS, &port);
+        let mut child =
+            command.env(STOP, &stop).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
         Rank { child, output, was_killed: false }
     };

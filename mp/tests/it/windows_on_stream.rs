@@ -1,11 +1,12 @@
 //! Windows of streams, and failures of windows: collective calls that disagree, dropped windows, dead ranks.
 
+use std::process::exit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crate::common::{
-    LONG, buffer, bytes, failed, is_part_of, job, job_with, jobs, kill, message, myself, stream, until,
+    DONE, LONG, buffer, bytes, ends_well, failed, job_test, job_with, kill, message, says, stream, until,
 };
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
@@ -53,85 +54,76 @@ fn exchange(comm: &Communicator) {
     window.destroy(LONG).unwrap();
 }
 
-/// Each launch puts what the buffer holds, and signals again.
-#[test]
-fn graphs_repeat_puts_and_signals() {
-    job("graphs_repeat_puts_and_signals", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, target) = (buffer(comm, 100), buffer(comm, 64 + 100));
-        let window = comm.window(&target, 0..164, LONG).unwrap();
-        let s = stream("graph");
-        let graph = s.capture(|s| {
-            let put = Rma::put(&outbox, 0..100, peer, 64).with_signal(Signal::add(0, 1));
-            let put = window.start_on_stream(s, &put).unwrap();
-            comm.wait_on_stream(s, &put).unwrap();
-            Ok(())
-        });
-        let graph = graph.unwrap();
-        for n in 1..=30 {
-            outbox.memory().write(0, &message(me, peer, n, 100)).unwrap();
-            graph.launch(&s).unwrap();
-            window.wait_signal_on_stream(&s, 0, n as u64, Cond::Eq).unwrap();
-            s.synchronize(LONG).unwrap();
-            assert_eq!(bytes(&target, 64..164), message(peer, me, n, 100), "launch {n}");
-            comm.barrier(LONG).unwrap();
-        }
-        window.destroy(LONG).unwrap();
+// Each launch puts what the buffer holds, and signals again.
+job_test!(graphs_repeat_puts_and_signals, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, target) = (buffer(comm, 100), buffer(comm, 64 + 100));
+    let window = comm.window(&target, 0..164, LONG).unwrap();
+    let s = stream("graph");
+    let graph = s.capture(|s| {
+        let put = Rma::put(&outbox, 0..100, peer, 64).with_signal(Signal::add(0, 1));
+        let put = window.start_on_stream(s, &put).unwrap();
+        comm.wait_on_stream(s, &put).unwrap();
+        Ok(())
     });
-}
-
-#[test]
-fn streams_put_with_signals() {
-    jobs("streams_put_with_signals", &[2, 4], exchange);
-}
-
-/// Operations start in stream order, and windows do not block each other.
-#[test]
-fn puts_and_gets_are_in_stream_order() {
-    job("puts_and_gets_are_in_stream_order", 2, |comm| {
-        let (local, target) = (buffer(comm, 64), buffer(comm, 64));
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        let other = comm.window(&target, 0..64, LONG).unwrap();
-        if comm.rank() == 1 {
-            target.memory().write(32, b"of the target").unwrap();
-            comm.barrier(LONG).unwrap();
-            comm.barrier(LONG).unwrap();
-            assert_eq!(bytes(&target, 0..8), [0; 8]);
-            assert_eq!(bytes(&target, 16..24), b"overtake");
-            comm.barrier(LONG).unwrap();
-            comm.barrier(LONG).unwrap();
-            assert_eq!(bytes(&target, 0..8), b"released");
-            return window.destroy(LONG).unwrap();
-        }
-        let s = stream("held");
-        let word = local.memory().word32(56).unwrap();
-        comm.barrier(LONG).unwrap();
-        s.wait_value32(&word, 1, Cond::Eq).unwrap();
-        let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
-        let get = window.iget_on_stream(&s, &local, 16..29, 1, 32).unwrap();
-        comm.wait_on_stream(&s, &get).unwrap();
-        // The queue pair belongs to the stream now; that of another window does not.
-        let error = window.put(&local, 0..8, 1, 8).unwrap_err();
-        assert!(
-            matches!(error, Error::Message { rank: 1, cause: gdsync::Error::Busy { .. }, .. }),
-            "the CPU may not overtake the stream: {error}"
-        );
-        let _detached = other.start(&Rma::put_bytes(b"overtake", 1, 16)).unwrap();
-        other.flush(1, LONG).unwrap();
-        comm.barrier(LONG).unwrap();
-        comm.barrier(LONG).unwrap();
-        assert_eq!((put.test().unwrap(), get.test().unwrap()), (None, None));
-        local.memory().write(0, b"released").unwrap();
-        word.store(1);
-        window.flush(1, LONG).unwrap();
-        assert_eq!(put.test().unwrap(), Some(Status { rank: 1, bytes: 8 }));
-        assert_eq!(get.test().unwrap(), Some(Status { rank: 1, bytes: 13 }));
-        assert_eq!(bytes(&local, 16..29), b"of the target");
+    let graph = graph.unwrap();
+    for n in 1..=30 {
+        outbox.memory().write(0, &message(me, peer, n, 100)).unwrap();
+        graph.launch(&s).unwrap();
+        window.wait_signal_on_stream(&s, 0, n as u64, Cond::Eq).unwrap();
         s.synchronize(LONG).unwrap();
+        assert_eq!(bytes(&target, 64..164), message(peer, me, n, 100), "launch {n}");
         comm.barrier(LONG).unwrap();
-        window.destroy(LONG).unwrap();
-    });
-}
+    }
+    window.destroy(LONG).unwrap();
+});
+
+job_test!(streams_put_with_signals, [2, 4], exchange);
+
+// Operations start in stream order, and windows do not block each other.
+job_test!(puts_and_gets_are_in_stream_order, 2, |comm| {
+    let (local, target) = (buffer(comm, 64), buffer(comm, 64));
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    let other = comm.window(&target, 0..64, LONG).unwrap();
+    if comm.rank() == 1 {
+        target.memory().write(32, b"of the target").unwrap();
+        comm.barrier(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        assert_eq!(bytes(&target, 0..8), [0; 8]);
+        assert_eq!(bytes(&target, 16..24), b"overtake");
+        comm.barrier(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        assert_eq!(bytes(&target, 0..8), b"released");
+        return window.destroy(LONG).unwrap();
+    }
+    let s = stream("held");
+    let word = local.memory().word32(56).unwrap();
+    comm.barrier(LONG).unwrap();
+    s.wait_value32(&word, 1, Cond::Eq).unwrap();
+    let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
+    let get = window.iget_on_stream(&s, &local, 16..29, 1, 32).unwrap();
+    comm.wait_on_stream(&s, &get).unwrap();
+    // The queue pair belongs to the stream now; that of another window does not.
+    let error = window.put(&local, 0..8, 1, 8).unwrap_err();
+    assert!(
+        matches!(error, Error::Message { rank: 1, cause: gdsync::Error::Busy { .. }, .. }),
+        "the CPU may not overtake the stream: {error}"
+    );
+    let _detached = other.start(&Rma::put_bytes(b"overtake", 1, 16)).unwrap();
+    other.flush(1, LONG).unwrap();
+    comm.barrier(LONG).unwrap();
+    comm.barrier(LONG).unwrap();
+    assert_eq!((put.test().unwrap(), get.test().unwrap()), (None, None));
+    local.memory().write(0, b"released").unwrap();
+    word.store(1);
+    window.flush(1, LONG).unwrap();
+    assert_eq!(put.test().unwrap(), Some(Status { rank: 1, bytes: 8 }));
+    assert_eq!(get.test().unwrap(), Some(Status { rank: 1, bytes: 13 }));
+    assert_eq!(bytes(&local, 16..29), b"of the target");
+    s.synchronize(LONG).unwrap();
+    comm.barrier(LONG).unwrap();
+    window.destroy(LONG).unwrap();
+});
 
 /// Operations of all kinds, prepared together, then started one by one or all at once.
 fn prepared(comm: &Communicator, at_once: bool) {
@@ -180,121 +172,106 @@ fn prepared(comm: &Communicator, at_once: bool) {
     window.destroy(LONG).unwrap();
 }
 
-#[test]
-fn prepared_operations_start_one_by_one() {
-    job("prepared_operations_start_one_by_one", 2, |comm| prepared(comm, false));
-}
+job_test!(prepared_operations_start_one_by_one, 2, |comm| prepared(comm, false));
 
-#[test]
-fn prepared_operations_start_all_at_once() {
-    job("prepared_operations_start_all_at_once", 2, |comm| prepared(comm, true));
-}
+job_test!(prepared_operations_start_all_at_once, 2, |comm| prepared(comm, true));
 
-/// Operations of a dropped batch do not run, and take no room.
-#[test]
-fn dropped_batches_do_no_harm() {
-    job_with("dropped_batches_do_no_harm", 2, Communicator::builder().depth(16), |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, target) = (buffer(comm, 64), buffer(comm, 64));
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        let s = stream("dropped");
-        for n in 1..=100_u64 {
-            outbox.memory().write(0, &message(me, peer, usize::try_from(n).unwrap(), 48)).unwrap();
-            let mut dropped = Batch::new();
-            let put = window.start_in_batch(&mut dropped, &Rma::put(&outbox, 0..64, peer, 0)).unwrap();
-            comm.wait_in_batch(&mut dropped, &put).unwrap();
-            drop(dropped);
-            window.flush(peer, LONG).unwrap();
-            if n % 10 == 0 {
-                let put = Rma::put(&outbox, 0..48, peer, 8).with_signal(Signal::set(56, n));
-                let put = window.start_on_stream(&s, &put).unwrap();
-                window.wait_signal_on_stream(&s, 56, n, Cond::Eq).unwrap();
-                s.synchronize(LONG).unwrap();
-                comm.wait(&put, LONG).unwrap();
-                assert_eq!(bytes(&target, 0..8), [0; 8]);
-                assert!(bytes(&target, 8..56) == message(peer, me, usize::try_from(n).unwrap(), 48));
-                comm.barrier(LONG).unwrap();
-            }
-        }
-        window.destroy(LONG).unwrap();
-    });
-}
-
-#[test]
-fn streams_flush_a_rank() {
-    job("streams_flush_a_rank", 2, |comm| {
-        let (me, peer) = (comm.rank(), 1 - comm.rank());
-        let (outbox, target) = (buffer(comm, 1 << 20), buffer(comm, 1 << 20));
-        let window = comm.window(&target, 0..1 << 20, LONG).unwrap();
-        let s = stream("flushing");
-        let after = Arc::new(AtomicUsize::new(0));
-        for n in 0..10 {
-            outbox.memory().write(0, &message(me, peer, n, 1 << 20)).unwrap();
-            let puts: Vec<_> = (0..4)
-                .map(|i| window.iput_on_stream(&s, &outbox, i << 18..(i + 1) << 18, peer, i << 18).unwrap())
-                .collect();
-            window.flush_on_stream(&s, peer).unwrap();
-            // And again, with nothing to wait for.
-            window.flush_on_stream(&s, peer).unwrap();
-            let after = after.clone();
-            s.host_fn(move || {
-                let done = puts.iter().filter(|put| matches!(put.test(), Ok(Some(_)))).count();
-                after.fetch_add(done, Ordering::Relaxed);
-            })
-            .unwrap();
+// Operations of a dropped batch do not run, and take no room.
+job_test!(dropped_batches_do_no_harm, 2, Communicator::builder().depth(16), |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, target) = (buffer(comm, 64), buffer(comm, 64));
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    let s = stream("dropped");
+    for n in 1..=100_u64 {
+        outbox.memory().write(0, &message(me, peer, usize::try_from(n).unwrap(), 48)).unwrap();
+        let mut dropped = Batch::new();
+        let put = window.start_in_batch(&mut dropped, &Rma::put(&outbox, 0..64, peer, 0)).unwrap();
+        comm.wait_in_batch(&mut dropped, &put).unwrap();
+        drop(dropped);
+        window.flush(peer, LONG).unwrap();
+        if n % 10 == 0 {
+            let put = Rma::put(&outbox, 0..48, peer, 8).with_signal(Signal::set(56, n));
+            let put = window.start_on_stream(&s, &put).unwrap();
+            window.wait_signal_on_stream(&s, 56, n, Cond::Eq).unwrap();
             s.synchronize(LONG).unwrap();
-            comm.barrier(LONG).unwrap();
-            assert!(target.memory().to_vec() == message(peer, me, n, 1 << 20));
+            comm.wait(&put, LONG).unwrap();
+            assert_eq!(bytes(&target, 0..8), [0; 8]);
+            assert!(bytes(&target, 8..56) == message(peer, me, usize::try_from(n).unwrap(), 48));
             comm.barrier(LONG).unwrap();
         }
-        assert_eq!(after.load(Ordering::Relaxed), 40, "all are complete when the stream goes on");
-        // Only one stream can wait for them; another gets an error.
-        let (word, other) = (Memory::alloc(4).unwrap().word32(0).unwrap(), stream("second"));
-        s.wait_value32(&word, 1, Cond::Eq).unwrap();
-        let _detached = window.iput_on_stream(&s, &outbox, 0..8, peer, 0).unwrap();
-        window.flush_on_stream(&s, peer).unwrap();
-        let error = window.flush_on_stream(&other, peer).unwrap_err();
-        assert!(
-            matches!(error, Error::Message { rank, cause: gdsync::Error::Busy { .. }, .. } if rank == peer),
-            "{error}"
-        );
-        word.store(1);
-        s.synchronize(LONG).unwrap();
-        window.flush_on_stream(&other, peer).unwrap();
-        other.synchronize(LONG).unwrap();
-        let error = window.flush_on_stream(&s, 2).unwrap_err();
-        assert!(matches!(error, Error::NoSuchRank { rank: 2, size: 2 }), "{error}");
-        window.destroy(LONG).unwrap();
-    });
-}
+    }
+    window.destroy(LONG).unwrap();
+});
 
-/// Two streams put to one rank at the same time, each through a window of its own.
-#[test]
-fn streams_with_own_windows_are_independent() {
-    job("streams_with_own_windows_are_independent", 2, |comm| {
-        const COUNT: u64 = 100;
-        let peer = 1 - comm.rank();
-        let target = buffer(comm, 16);
-        let windows = [(); 2].map(|()| comm.window(&target, 0..16, LONG).unwrap());
-        std::thread::scope(|scope| {
-            for (i, window) in windows.iter().enumerate() {
-                scope.spawn(move || {
-                    let s = stream("own");
-                    for n in 1..=COUNT {
-                        let signal = Rma::signal(peer, Signal::set(8 * i, n));
-                        let _detached = window.start_on_stream(&s, &signal).unwrap();
-                        window.wait_signal_on_stream(&s, 8 * i, n, Cond::Geq).unwrap();
-                        s.synchronize(LONG).unwrap();
-                    }
-                });
-            }
-        });
-        until("a signal is lost", || {
-            windows.iter().enumerate().all(|(i, window)| window.word64(8 * i).unwrap().load() == COUNT)
-        });
-        windows.into_iter().for_each(|window| window.destroy(LONG).unwrap());
+job_test!(streams_flush_a_rank, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, target) = (buffer(comm, 1 << 20), buffer(comm, 1 << 20));
+    let window = comm.window(&target, 0..1 << 20, LONG).unwrap();
+    let s = stream("flushing");
+    let after = Arc::new(AtomicUsize::new(0));
+    for n in 0..10 {
+        outbox.memory().write(0, &message(me, peer, n, 1 << 20)).unwrap();
+        let puts: Vec<_> = (0..4)
+            .map(|i| window.iput_on_stream(&s, &outbox, i << 18..(i + 1) << 18, peer, i << 18).unwrap())
+            .collect();
+        window.flush_on_stream(&s, peer).unwrap();
+        // And again, with nothing to wait for.
+        window.flush_on_stream(&s, peer).unwrap();
+        let after = after.clone();
+        s.host_fn(move || {
+            let done = puts.iter().filter(|put| matches!(put.test(), Ok(Some(_)))).count();
+            after.fetch_add(done, Ordering::Relaxed);
+        })
+        .unwrap();
+        s.synchronize(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+        assert!(target.memory().to_vec() == message(peer, me, n, 1 << 20));
+        comm.barrier(LONG).unwrap();
+    }
+    assert_eq!(after.load(Ordering::Relaxed), 40, "all are complete when the stream goes on");
+    // Only one stream can wait for them; another gets an error.
+    let (word, other) = (Memory::alloc(4).unwrap().word32(0).unwrap(), stream("second"));
+    s.wait_value32(&word, 1, Cond::Eq).unwrap();
+    let _detached = window.iput_on_stream(&s, &outbox, 0..8, peer, 0).unwrap();
+    window.flush_on_stream(&s, peer).unwrap();
+    let error = window.flush_on_stream(&other, peer).unwrap_err();
+    assert!(
+        matches!(error, Error::Message { rank, cause: gdsync::Error::Busy { .. }, .. } if rank == peer),
+        "{error}"
+    );
+    word.store(1);
+    s.synchronize(LONG).unwrap();
+    window.flush_on_stream(&other, peer).unwrap();
+    other.synchronize(LONG).unwrap();
+    let error = window.flush_on_stream(&s, 2).unwrap_err();
+    assert!(matches!(error, Error::NoSuchRank { rank: 2, size: 2 }), "{error}");
+    window.destroy(LONG).unwrap();
+});
+
+// Two streams put to one rank at the same time, each through a window of its own.
+job_test!(streams_with_own_windows_are_independent, 2, |comm| {
+    const COUNT: u64 = 100;
+    let peer = 1 - comm.rank();
+    let target = buffer(comm, 16);
+    let windows = [(); 2].map(|()| comm.window(&target, 0..16, LONG).unwrap());
+    std::thread::scope(|scope| {
+        for (i, window) in windows.iter().enumerate() {
+            scope.spawn(move || {
+                let s = stream("own");
+                for n in 1..=COUNT {
+                    let signal = Rma::signal(peer, Signal::set(8 * i, n));
+                    let _detached = window.start_on_stream(&s, &signal).unwrap();
+                    window.wait_signal_on_stream(&s, 8 * i, n, Cond::Geq).unwrap();
+                    s.synchronize(LONG).unwrap();
+                }
+            });
+        }
     });
-}
+    until("a signal is lost", || {
+        windows.iter().enumerate().all(|(i, window)| window.word64(8 * i).unwrap().load() == COUNT)
+    });
+    windows.into_iter().for_each(|window| window.destroy(LONG).unwrap());
+});
 
 /// Windows in GPU memory, signals in host memory beside them, both streams on the GPU.
 #[test]
@@ -335,174 +312,149 @@ fn a_gpu_puts_and_waits() {
     });
 }
 
-/// The rank with the bad request gets the reason, the others its rank; and the next window works.
-#[test]
-fn ranks_that_cannot_make_a_window_are_named() {
-    job("ranks_that_cannot_make_a_window_are_named", 3, |comm| {
-        let target = buffer(comm, 64);
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        #[expect(clippy::reversed_empty_ranges, reason = "what a user may compute")]
-        for range in [0..65, 65..65, 9..8, 0..usize::MAX] {
-            let bad = comm.rank() == 1;
-            let range = if bad { range } else { 0..64 };
-            let errors = [
-                comm.window(&target, range.clone(), LONG).unwrap_err(),
-                window.beside(&target, range.clone(), LONG).unwrap_err(),
-            ];
-            for error in errors {
-                if bad {
-                    assert!(matches!(error, Error::Device(_)), "{range:?}: {error}");
-                } else {
-                    let text = error.to_string();
-                    assert!(matches!(error, Error::Bootstrap { .. }) && text.contains("rank 1"), "{text}");
-                }
+// The rank with the bad request gets the reason, the others its rank; and the next window works.
+job_test!(ranks_that_cannot_make_a_window_are_named, 3, |comm| {
+    let target = buffer(comm, 64);
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    #[expect(clippy::reversed_empty_ranges, reason = "what a user may compute")]
+    for range in [0..65, 65..65, 9..8, 0..usize::MAX] {
+        let bad = comm.rank() == 1;
+        let range = if bad { range } else { 0..64 };
+        let errors = [
+            comm.window(&target, range.clone(), LONG).unwrap_err(),
+            window.beside(&target, range.clone(), LONG).unwrap_err(),
+        ];
+        for error in errors {
+            if bad {
+                assert!(matches!(error, Error::Device(_)), "{range:?}: {error}");
+            } else {
+                let text = error.to_string();
+                assert!(matches!(error, Error::Bootstrap { .. }) && text.contains("rank 1"), "{text}");
             }
         }
-        let beside = window.beside(&target, 8..8, LONG).unwrap();
-        assert_eq!(beside.size_of(2).unwrap(), 0);
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        for rank in 0..3 {
-            let _detached = window.start(&Rma::signal(rank, Signal::add(0, 1))).unwrap();
-        }
-        window.wait_signal(0, 3, Cond::Eq, LONG).unwrap();
-        window.destroy(LONG).unwrap();
-    });
-}
-
-/// The window of rank 1 is dropped, and its key dead: operations on it fail, and no others.
-#[test]
-fn operations_on_dropped_windows_fail() {
-    job("operations_on_dropped_windows_fail", 3, |comm| {
-        let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        let beside = window.beside(&kept, 0..64, LONG).unwrap();
-        let other = comm.window(&kept, 0..64, LONG).unwrap();
-        if comm.rank() == 1 {
-            drop((window, target));
-            comm.barrier(LONG).unwrap();
-        } else {
-            let (local, s) = (buffer(comm, 64), stream("stranded"));
-            comm.barrier(LONG).unwrap();
-            // Without a wait; the next calls report it.
-            let gone = [Syndrome::REM_ACCESS_ERR];
-            window.put(&local, 0..8, 1, 0).unwrap();
-            failed(&window.flush(1, LONG).unwrap_err(), 1, &gone);
-            failed(&window.put(&local, 0..8, 1, 0).unwrap_err(), 1, &gone);
-            failed(&window.start_on_stream(&s, &Rma::accumulate(1, 1, 0)).unwrap_err(), 1, &gone);
-            failed(&window.flush_on_stream(&s, 1).unwrap_err(), 1, &gone);
-            failed(&window.flush_all(LONG).unwrap_err(), 1, &gone);
-            // The connection is shared.
-            failed(&beside.put(&local, 0..8, 1, 0).unwrap_err(), 1, &gone);
-            // Other ranks and other windows work.
-            let third = 2 - comm.rank();
-            window.put(&local, 0..8, third, 0).unwrap();
-            window.flush(third, LONG).unwrap();
-            let signal = other.start(&Rma::signal(1, Signal::add(0, 1))).unwrap();
-            comm.wait(&signal, LONG).unwrap();
-            s.synchronize(LONG).unwrap();
-        }
-        if comm.rank() == 1 {
-            other.wait_signal(0, 2, Cond::Eq, LONG).unwrap();
-        }
-        // All failures are reported, so that `finalize` succeeds.
-        comm.barrier(LONG).unwrap();
-    });
-}
-
-/// Rank 0 gives up rank 1: its operations there end, also on a stream, and no others.
-#[test]
-fn given_up_ranks_end_operations() {
-    job("given_up_ranks_end_operations", 3, |comm| {
-        let (local, target) = (buffer(comm, 64), buffer(comm, 64));
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        comm.barrier(LONG).unwrap();
-        if comm.rank() == 0 {
-            let (s, word) = (stream("held"), local.memory().word32(32).unwrap());
-            s.wait_value32(&word, 1, Cond::Eq).unwrap();
-            let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
-            window.flush_on_stream(&s, 1).unwrap();
-            comm.give_up(1).unwrap();
-            let error = comm.wait(&put, LONG).unwrap_err();
-            assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
-            let error = window.put(&local, 0..8, 1, 0).unwrap_err();
-            let text = error.to_string();
-            assert!(text.contains("rank 1") && text.contains(&gdsync::Error::GivenUp.to_string()), "{text}");
-            word.store(1);
-            assert!(s.synchronize(LONG).is_err());
-            window.put(&local, 0..8, 2, 0).unwrap();
-            window.flush(2, LONG).unwrap();
-        }
-        comm.barrier(LONG).unwrap();
-        assert_eq!(bytes(&target, 0..8), [0; 8]);
-    });
-}
-
-/// No call asks for the failed put until the end.
-#[test]
-fn unreported_failures_are_reported_by_finalize() {
-    job("unreported_failures_are_reported_by_finalize", 2, |comm| {
-        let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        // Keeps the connections.
-        let _beside = window.beside(&kept, 0..64, LONG).unwrap();
-        if comm.rank() == 1 {
-            drop((window, target));
-            comm.barrier(LONG).unwrap();
-            return comm.barrier(LONG).unwrap();
-        }
-        comm.barrier(LONG).unwrap();
-        window.put(&target, 0..8, 1, 0).unwrap();
-        drop(window);
-        // It passes the barrier, and reports the failure.
-        let error = comm.clone().finalize(LONG).unwrap_err();
-        failed(&error, 1, &[Syndrome::REM_ACCESS_ERR]);
-    });
-}
-
-#[test]
-fn waits_for_signals_time_out() {
-    job("waits_for_signals_time_out", 1, |comm| {
-        let target = buffer(comm, 64);
-        let window = comm.window(&target, 0..64, LONG).unwrap();
-        let soon = Duration::from_millis(20);
-        let error = window.wait_signal(8, 1, Cond::Geq, soon).unwrap_err();
-        assert!(matches!(error, Error::Deadline { after, .. } if after == soon), "{error}");
-        assert!(error.to_string().contains("Geq 0x1 (it is 0x0)"), "{error}");
-        let config = HostStreamConfig { wait_limit: soon, ..HostStreamConfig::default() };
-        let held = Stream::host(config).unwrap();
-        window.wait_signal_on_stream(&held, 8, 1, Cond::Geq).unwrap();
-        let text = held.synchronize(LONG).unwrap_err().to_string();
-        let named = ["Geq 0x1", "peer that is gone", "wait_limit"];
-        assert!(named.iter().all(|name| text.contains(name)), "{text}");
-        // Later operations still work.
-        let _detached = window.start(&Rma::signal(0, Signal::set(8, 5))).unwrap();
-        assert_eq!(window.wait_signal(8, 1, Cond::Geq, Duration::MAX).unwrap(), 5);
-        for at in [57, 64, usize::MAX] {
-            let errors = [
-                window.wait_signal(at, 1, Cond::Geq, soon).map(drop).unwrap_err(),
-                window.wait_signal_on_stream(&stream("refused"), at, 1, Cond::Geq).unwrap_err(),
-                window.word32(at.max(61)).map(drop).unwrap_err(),
-            ];
-            for error in errors {
-                assert!(matches!(error, Error::OutsideWindow { rank: 0, size: 64, .. }), "{error}");
-            }
-        }
-        window.destroy(LONG).unwrap();
-    });
-}
-
-/// Rank 1 is killed; operations on it fail, also on streams, and all others go on.
-#[test]
-fn dead_ranks_fail_operations() {
-    const NAME: &str = "dead_ranks_fail_operations";
-    if !is_part_of(NAME) {
-        let output = myself(NAME).output().unwrap();
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(41), "{text}");
-        return assert_eq!(text.matches("survived").count(), 2, "{text}");
     }
-    let comm = Communicator::builder().spawn(3).timeout(LONG).init().unwrap();
-    let (local, target, s) = (buffer(&comm, 64), buffer(&comm, 64), stream("survivor"));
+    let beside = window.beside(&target, 8..8, LONG).unwrap();
+    assert_eq!(beside.size_of(2).unwrap(), 0);
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    for rank in 0..3 {
+        let _detached = window.start(&Rma::signal(rank, Signal::add(0, 1))).unwrap();
+    }
+    window.wait_signal(0, 3, Cond::Eq, LONG).unwrap();
+    window.destroy(LONG).unwrap();
+});
+
+// The window of rank 1 is dropped, and its key dead: operations on it fail, and no others.
+job_test!(operations_on_dropped_windows_fail, 3, |comm| {
+    let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    let beside = window.beside(&kept, 0..64, LONG).unwrap();
+    let other = comm.window(&kept, 0..64, LONG).unwrap();
+    if comm.rank() == 1 {
+        drop((window, target));
+        comm.barrier(LONG).unwrap();
+    } else {
+        let (local, s) = (buffer(comm, 64), stream("stranded"));
+        comm.barrier(LONG).unwrap();
+        // Without a wait; the next calls report it.
+        let gone = [Syndrome::REM_ACCESS_ERR];
+        window.put(&local, 0..8, 1, 0).unwrap();
+        failed(&window.flush(1, LONG).unwrap_err(), 1, &gone);
+        failed(&window.put(&local, 0..8, 1, 0).unwrap_err(), 1, &gone);
+        failed(&window.start_on_stream(&s, &Rma::accumulate(1, 1, 0)).unwrap_err(), 1, &gone);
+        failed(&window.flush_on_stream(&s, 1).unwrap_err(), 1, &gone);
+        failed(&window.flush_all(LONG).unwrap_err(), 1, &gone);
+        // The connection is shared.
+        failed(&beside.put(&local, 0..8, 1, 0).unwrap_err(), 1, &gone);
+        // Other ranks and other windows work.
+        let third = 2 - comm.rank();
+        window.put(&local, 0..8, third, 0).unwrap();
+        window.flush(third, LONG).unwrap();
+        let signal = other.start(&Rma::signal(1, Signal::add(0, 1))).unwrap();
+        comm.wait(&signal, LONG).unwrap();
+        s.synchronize(LONG).unwrap();
+    }
+    if comm.rank() == 1 {
+        other.wait_signal(0, 2, Cond::Eq, LONG).unwrap();
+    }
+    // All failures are reported, so that `finalize` succeeds.
+    comm.barrier(LONG).unwrap();
+});
+
+// Rank 0 gives up rank 1: its operations there end, also on a stream, and no others.
+job_test!(given_up_ranks_end_operations, 3, |comm| {
+    let (local, target) = (buffer(comm, 64), buffer(comm, 64));
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    comm.barrier(LONG).unwrap();
+    if comm.rank() == 0 {
+        let (s, word) = (stream("held"), local.memory().word32(32).unwrap());
+        s.wait_value32(&word, 1, Cond::Eq).unwrap();
+        let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
+        window.flush_on_stream(&s, 1).unwrap();
+        comm.give_up(1).unwrap();
+        let error = comm.wait(&put, LONG).unwrap_err();
+        assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+        let error = window.put(&local, 0..8, 1, 0).unwrap_err();
+        says(&error, &["rank 1", &gdsync::Error::GivenUp.to_string()]);
+        word.store(1);
+        assert!(s.synchronize(LONG).is_err());
+        window.put(&local, 0..8, 2, 0).unwrap();
+        window.flush(2, LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+    assert_eq!(bytes(&target, 0..8), [0; 8]);
+});
+
+// No call asks for the failed put until the end.
+job_test!(unreported_failures_are_reported_by_finalize, 2, |comm| {
+    let (target, kept) = (buffer(comm, 64), buffer(comm, 64));
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    // Keeps the connections.
+    let _beside = window.beside(&kept, 0..64, LONG).unwrap();
+    if comm.rank() == 1 {
+        drop((window, target));
+        comm.barrier(LONG).unwrap();
+        return comm.barrier(LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+    window.put(&target, 0..8, 1, 0).unwrap();
+    drop(window);
+    // It passes the barrier, and reports the failure.
+    let error = comm.clone().finalize(LONG).unwrap_err();
+    failed(&error, 1, &[Syndrome::REM_ACCESS_ERR]);
+});
+
+job_test!(waits_for_signals_time_out, 1, |comm| {
+    let target = buffer(comm, 64);
+    let window = comm.window(&target, 0..64, LONG).unwrap();
+    let soon = Duration::from_millis(20);
+    let error = window.wait_signal(8, 1, Cond::Geq, soon).unwrap_err();
+    assert!(matches!(error, Error::Deadline { after, .. } if after == soon), "{error}");
+    says(&error, &["Geq 0x1 (it is 0x0)"]);
+    let config = HostStreamConfig { wait_limit: soon, ..HostStreamConfig::default() };
+    let held = Stream::host(config).unwrap();
+    window.wait_signal_on_stream(&held, 8, 1, Cond::Geq).unwrap();
+    let text = held.synchronize(LONG).unwrap_err().to_string();
+    let named = ["Geq 0x1", "peer that is gone", "wait_limit"];
+    assert!(named.iter().all(|name| text.contains(name)), "{text}");
+    // Later operations still work.
+    let _detached = window.start(&Rma::signal(0, Signal::set(8, 5))).unwrap();
+    assert_eq!(window.wait_signal(8, 1, Cond::Geq, Duration::MAX).unwrap(), 5);
+    for at in [57, 64, usize::MAX] {
+        let errors = [
+            window.wait_signal(at, 1, Cond::Geq, soon).map(drop).unwrap_err(),
+            window.wait_signal_on_stream(&stream("refused"), at, 1, Cond::Geq).unwrap_err(),
+            window.word32(at.max(61)).map(drop).unwrap_err(),
+        ];
+        for error in errors {
+            assert!(matches!(error, Error::OutsideWindow { rank: 0, size: 64, .. }), "{error}");
+        }
+    }
+    window.destroy(LONG).unwrap();
+});
+
+// Rank 1 is killed; operations on it fail, also on streams, and all others go on.
+job_test!(dead_ranks_fail_operations, 3, |comm| {
+    let (local, target, s) = (buffer(comm, 64), buffer(comm, 64), stream("survivor"));
     let window = comm.window(&target, 0..64, LONG).unwrap();
     if comm.rank() == 1 {
         std::thread::sleep(2 * LONG);
@@ -545,15 +497,11 @@ fn dead_ranks_fail_operations() {
     // Signals in place of a barrier, which needs all ranks.
     let _detached = window.start(&Rma::signal(other, Signal::set(16, 1))).unwrap();
     window.wait_signal(16, 1, Cond::Eq, LONG).unwrap();
-    eprintln!("survived");
     if comm.rank() == 2 {
         // Rank 0 exits after this one.
         window.flush(0, LONG).unwrap();
-    } else {
-        until("rank 2 is still here", || {
-            let stat = std::fs::read_to_string(format!("/proc/{}/stat", comm.child(2).unwrap()));
-            stat.map_or(true, |stat| stat.contains(") Z "))
-        });
-        std::process::exit(41);
+        exit(0);
     }
-}
+    ends_well(comm.child(2).unwrap());
+    exit(DONE);
+});
