@@ -28,7 +28,6 @@ mod gpu;
 pub mod kernel_exec;
 mod other_processes;
 mod register;
-mod reserve;
 
 pub use capabilities::{Calibration, Capabilities, Flush, Via};
 pub use channels::{ChannelPressure, WaitingStream};

@@ -7,8 +7,6 @@
 //! in write-combining buffers, so stores of this module end with a fence. Host memory is registered with CUDA when a GPU first uses it.
 
 mod access;
-#[cfg(debug_assertions)]
-pub mod fences;
 mod pages;
 mod process;
 mod word;
@@ -478,5 +476,26 @@ impl Memory {
             return Err(Error::invalid("word address", ptr.as_ptr() as usize, "a multiple of the word size"));
         }
         Ok(ptr)
+    }
+}
+
+/// Counts fences for devices in builds with debug assertions, because tests on x86-64 cannot observe them otherwise.
+#[cfg(debug_assertions)]
+pub mod fences {
+    use std::cell::Cell;
+
+    thread_local! {
+        static COUNT: Cell<usize> = const { Cell::new(0) };
+    }
+
+    pub(super) fn count() {
+        COUNT.set(COUNT.get() + 1);
+    }
+
+    /// Number of fences that this thread executed while `f` ran.
+    pub fn during(f: impl FnOnce()) -> usize {
+        let before = COUNT.get();
+        f();
+        COUNT.get() - before
     }
 }

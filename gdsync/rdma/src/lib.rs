@@ -35,7 +35,7 @@ pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 pub use survey::{NearGpu, Survey, preferred};
 pub use sysfs::{Class as SysfsDevice, Distance, Place, gpus};
 
-pub(crate) use events::{Event, EventSource, Events, FailedCq, HealthMap};
+pub(crate) use events::{Event, EventSource, Events, FailedCq, HealthMap, set_nonblocking};
 pub(crate) use region::{Domain, Objects, Pages, Region, has_peermem};
 
 use std::ops::Deref;

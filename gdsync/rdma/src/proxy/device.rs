@@ -12,9 +12,9 @@ use rdma_core_sys::verbs::{
 };
 
 use super::translate::{Buffers, Request, recv_wr};
-use crate::Raw;
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::{Domain, Open};
+use crate::{Raw, set_nonblocking};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{MAX_RD_ATOMIC, QpAttr, QpRequest, QpState};
 use mlx5_ring::SEGMENT;
@@ -71,15 +71,7 @@ impl Channel {
         // SAFETY: `channel` was just created.
         let fd = unsafe { (*channel.as_ptr()).fd };
         let channel = Self { open: open.clone(), channel: Raw(channel), fd };
-        // SAFETY: no pointers are passed.
-        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-        // SAFETY: no pointers are passed.
-        if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
-            return Err(Error::last_os(
-                "fcntl",
-                "the device gave no descriptor for completions: update rdma-core",
-            ));
-        }
+        set_nonblocking(fd)?;
         Ok(channel)
     }
 
