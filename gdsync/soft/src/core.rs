@@ -157,7 +157,7 @@ impl Core {
     }
 
     /// Sets the minimum payload for references and returns the previous one.
-    pub(super) fn leave_by_reference(&mut self, bytes: usize) -> usize {
+    pub(super) fn set_by_reference(&mut self, bytes: usize) -> usize {
         std::mem::replace(&mut self.by_reference, bytes)
     }
 

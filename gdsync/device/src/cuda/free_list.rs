@@ -130,7 +130,7 @@ pub(super) struct Arena(Mutex<Option<(WeakMemory, usize)>>);
 
 impl Arena {
     /// Allocates `len` zeroed bytes.
-    pub(super) fn piece(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
+    pub(super) fn alloc(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
         let size = len.next_multiple_of(ALIGN);
         if size > BLOCK {
             return zeroed(gpu.alloc(len)?);

@@ -397,7 +397,7 @@ impl Gpu {
         let alloc = || gdr.alloc(self.0.ordinal, len);
         let buffer = match alloc() {
             // Dropped memory may not be freed yet.
-            Err(gdrcopy::Error::Exhausted { .. }) if self.0.deferred_free.hurry() => alloc(),
+            Err(gdrcopy::Error::Exhausted { .. }) if self.0.deferred_free.finish_any() => alloc(),
             other => other,
         };
         let buffer = buffer.map_err(Error::cuda("allocating GPU memory"))?;
@@ -447,15 +447,15 @@ impl Gpu {
     ///
     /// # Errors
     /// As [`Gpu::alloc`].
-    pub fn piece(&self, len: usize) -> Result<Memory> {
-        self.0.arena.piece(self, len)
+    pub fn alloc_piece(&self, len: usize) -> Result<Memory> {
+        self.0.arena.alloc(self, len)
     }
 
     /// Allocates zeroed, registered host memory.
     ///
     /// # Errors
     /// As [`Memory::alloc`] and [`Memory::gpu_addr`].
-    pub fn host_piece(&self, len: usize) -> Result<Memory> {
+    pub fn alloc_host_piece(&self, len: usize) -> Result<Memory> {
         if let Some(pages) = self.0.free_list.take_host(page_round(len)?) {
             let memory = Memory::of_pages(self, pages, len);
             memory.fill(0, len, 0)?;
