@@ -552,7 +552,7 @@ mod tests {
         exchange(&mut near, &mut accepted(&a), 5);
     }
 
-    /// Whether `gid` responses a connection that claims to come from `claimed`.
+    /// Whether `gid` answers a connection that claims to come from `claimed`.
     fn is_let_in(gid: Gid, claimed: Gid) -> bool {
         let mut stream = try_connect(gid).unwrap();
         stream.set_nonblocking(false).unwrap();
