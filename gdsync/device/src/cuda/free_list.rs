@@ -34,7 +34,7 @@ pub struct Pages {
 // SAFETY: an address range that nobody else uses.
 unsafe impl Send for Pages {}
 
-/// Mapped GPU memory. When dropped it is freed in time, or kept for the next user if it is a block of the [`Arena`].
+/// Mapped GPU memory. When dropped it is freed in time, or kept for the next user if it is a block of small pieces.
 #[derive(Debug)]
 pub struct Buffer {
     gpu: Gpu,
