@@ -124,11 +124,11 @@ impl GpuPath {
         match self {
             Self::BySize | Self::Measured => {}
             Self::PeerToPeer => {
-                context.leave_by_reference(0);
+                context.set_by_reference(0);
                 context.stage(Staging::Never);
             }
             Self::Staged => {
-                context.leave_by_reference(usize::MAX);
+                context.set_by_reference(usize::MAX);
                 context.stage(Staging::Always);
             }
         }

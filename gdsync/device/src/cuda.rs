@@ -28,12 +28,11 @@ mod gpu;
 pub mod kernel_exec;
 mod other_processes;
 mod register;
-mod reserve;
 
 pub use capabilities::{Calibration, Capabilities, Flush, Via};
 pub use channels::{ChannelPressure, WaitingStream};
 pub use copy_engine::{Engine, GpuCopyEngines};
-pub use deferred_free::{Activity, gate, mind};
+pub use deferred_free::{Activity, gate, watch_activity};
 pub use driver_tasks::DriverTask;
 pub use free_list::{Buffer, Pages};
 pub use gpu::{Gpu, Joined, NudgerSlot};

@@ -7,8 +7,6 @@
 //! in write-combining buffers, so stores of this module end with a fence. Host memory is registered with CUDA when a GPU first uses it.
 
 mod access;
-#[cfg(debug_assertions)]
-pub mod fences;
 mod pages;
 mod process;
 mod word;
@@ -152,10 +150,10 @@ impl Drop for Owner {
             return mem::forget((registered, mem::replace(&mut self.bytes, nothing)));
         }
         if let Bytes::Io { guard, .. } = &self.bytes {
-            return registered.into_iter().for_each(|registered| registered.outlived_by(guard.clone()));
+            return registered.into_iter().for_each(|registered| registered.unregister_before(guard.clone()));
         }
         if let Bytes::Mapped { ptr, len } = self.bytes {
-            if registered.is_some_and(|registered| registered.keep(ptr, len)) {
+            if registered.is_some_and(|registered| registered.recycle(ptr, len)) {
                 return;
             }
             // SAFETY: this owner made the mapping with this length and no clone is left to use it.
@@ -249,7 +247,7 @@ impl Memory {
     /// Host memory that is still registered.
     pub fn of_pages(gpu: &Gpu, pages: Pages, len: usize) -> Self {
         let memory = Self::host(pages.ptr, len, Bytes::Mapped { ptr: pages.ptr, len: pages.len });
-        memory.owner.registered.get_or_init(|| Registered::again(gpu, pages));
+        memory.owner.registered.get_or_init(|| Registered::of_pages(gpu, pages));
         memory
     }
 
@@ -266,7 +264,7 @@ impl Memory {
     ///
     /// # Safety
     /// As [`Memory::from_raw`].
-    pub unsafe fn known(ptr: *mut u8, len: usize, registered: Registered) -> Result<Self> {
+    pub unsafe fn from_registered(ptr: *mut u8, len: usize, registered: Registered) -> Result<Self> {
         // SAFETY: what the caller promised.
         let memory = unsafe { Self::from_raw(ptr, len) }?;
         let _ = memory.owner.registered.set(registered);
@@ -303,7 +301,7 @@ impl Memory {
     }
 
     /// Drops this without blocking the calling thread: freeing GPU memory may wait for all work of the GPU.
-    pub fn let_go(self) {
+    pub fn release_in_background(self) {
         let known = self.gpu().is_some() || self.owner.registered.get().is_some();
         if known && Arc::strong_count(&self.owner) == 1 {
             // If no thread can be started, this one blocks.
@@ -312,7 +310,7 @@ impl Memory {
     }
 
     /// The same memory under another address in work requests.
-    pub fn called(&self, addr: u64) -> Self {
+    pub fn with_addr(&self, addr: u64) -> Self {
         Self { addr, owner: self.owner.clone(), ..*self }
     }
 
@@ -478,5 +476,26 @@ impl Memory {
             return Err(Error::invalid("word address", ptr.as_ptr() as usize, "a multiple of the word size"));
         }
         Ok(ptr)
+    }
+}
+
+/// Counts fences for devices in builds with debug assertions, because tests on x86-64 cannot observe them otherwise.
+#[cfg(debug_assertions)]
+pub mod fences {
+    use std::cell::Cell;
+
+    thread_local! {
+        static COUNT: Cell<usize> = const { Cell::new(0) };
+    }
+
+    pub(super) fn count() {
+        COUNT.set(COUNT.get() + 1);
+    }
+
+    /// Number of fences that this thread executed while `f` ran.
+    pub fn during(f: impl FnOnce()) -> usize {
+        let before = COUNT.get();
+        f();
+        COUNT.get() - before
     }
 }

@@ -119,7 +119,7 @@ pub trait Provider: Send + Sync + fmt::Debug {
     fn transfer_path(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> TransferPath;
     /// Sets the size in bytes from which copy engines of receivers fetch payload in GPU memory. Returns the previous size; `None` if
     /// the device has no such choice.
-    fn leave_by_reference(&self, _bytes: usize) -> Option<usize> {
+    fn set_by_reference(&self, _bytes: usize) -> Option<usize> {
         None
     }
     /// Sets which GPU memory is staged when registered. Returns the previous setting; `None` if the device has no such choice.
@@ -242,7 +242,11 @@ impl Places {
     /// As [`Gpu::alloc`] and [`Memory::alloc`].
     pub fn alloc(&self, what: OnGpu, len: usize) -> Result<Memory> {
         let Some(gpu) = &self.gpu else { return Memory::alloc(len) };
-        if !what.is_empty() && self.on_gpu.contains(what) { gpu.piece(len) } else { gpu.host_piece(len) }
+        if !what.is_empty() && self.on_gpu.contains(what) {
+            gpu.alloc_piece(len)
+        } else {
+            gpu.alloc_host_piece(len)
+        }
     }
 }
 

@@ -140,7 +140,7 @@ fn read_until_stopped(
     }
 }
 
-pub(super) fn set_nonblocking(fd: i32) -> Result<()> {
+pub(crate) fn set_nonblocking(fd: i32) -> Result<()> {
     // SAFETY: no pointers are passed.
     let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
     // SAFETY: no pointers are passed.

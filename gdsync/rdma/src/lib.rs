@@ -35,14 +35,33 @@ pub use port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 pub use survey::{NearGpu, Survey, preferred};
 pub use sysfs::{Class as SysfsDevice, Distance, Place, gpus};
 
-pub(crate) use events::{Event, EventSource, Events, FailedCq, HealthMap};
+pub(crate) use events::{Event, EventSource, Events, FailedCq, HealthMap, set_nonblocking};
 pub(crate) use region::{Domain, Objects, Pages, Region, has_peermem};
 
+use std::ops::Deref;
 use std::path::Path;
+use std::ptr::NonNull;
 
 use gdsync_device::env::variable;
 use gdsync_device::error::Result;
 use rdma_core_sys::{Mlx5, Verbs};
+
+/// Pointer to an object of libibverbs or libmlx5, which any thread may use.
+pub(crate) struct Raw<T>(NonNull<T>);
+
+// SAFETY: libibverbs and libmlx5 are thread-safe, and all objects are accessed through their functions, except for fields that are
+// constant after creation.
+unsafe impl<T> Send for Raw<T> {}
+// SAFETY: as for `Send`: the libraries synchronize concurrent calls.
+unsafe impl<T> Sync for Raw<T> {}
+
+impl<T> Deref for Raw<T> {
+    type Target = NonNull<T>;
+
+    fn deref(&self) -> &NonNull<T> {
+        &self.0
+    }
+}
 
 /// Checks that libraries named by the environment load.
 ///

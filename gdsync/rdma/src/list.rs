@@ -13,6 +13,7 @@ use rdma_core_sys::{Mlx5, Verbs};
 use super::explain::{Call, failed, failed_last};
 use super::port::{GidEntry, GidKind, LinkLayer, Port, PortState};
 use super::sysfs::{Class, SYSFS};
+use crate::Raw;
 use gdsync_device::Gid;
 use gdsync_device::error::Result;
 
@@ -100,7 +101,7 @@ impl Listed<'_> {
         let context = unsafe { self.list.verbs.ibv_open_device(self.device.as_ptr()) };
         let context = NonNull::new(context)
             .ok_or_else(|| failed_last("ibv_open_device", self.name(), &Call::Open { node: self.node() }))?;
-        Ok(Handle { verbs: self.list.verbs, raw: context, name: self.name() })
+        Ok(Handle { verbs: self.list.verbs, raw: Raw(context), name: self.name() })
     }
 
     /// Queries the ports of the device; empty if it cannot be opened.
@@ -132,14 +133,9 @@ fn prepare_fork(verbs: &Verbs) {
 /// An open device, closed on drop.
 pub(super) struct Handle {
     pub(super) verbs: &'static Verbs,
-    pub(super) raw: NonNull<ibv_context>,
+    pub(super) raw: Raw<ibv_context>,
     pub(super) name: String,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for Handle {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for Handle {}
 
 impl Drop for Handle {
     fn drop(&mut self) {

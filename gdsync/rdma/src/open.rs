@@ -61,7 +61,7 @@ impl Open {
     }
 
     pub(crate) fn context(&self) -> NonNull<ibv_context> {
-        self.handle.raw
+        *self.handle.raw
     }
 
     /// Name of the device.

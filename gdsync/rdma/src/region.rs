@@ -16,6 +16,7 @@ use rdma_core_sys::verbs::{ibv_access_flags, ibv_mr, ibv_pd};
 use super::explain::{Call, Memlock, failed_last, no_gpu_path};
 use super::open::Open;
 use super::sysfs::SYSFS;
+use crate::Raw;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
@@ -45,16 +46,11 @@ impl Registration {
 /// A memory region, deregistered on drop; it keeps its memory alive.
 pub(crate) struct Region {
     domain: Arc<Domain>,
-    mr: NonNull<ibv_mr>,
+    mr: Raw<ibv_mr>,
     lkey: u32,
     rkey: u32,
     registration: Registration,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for Region {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for Region {}
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -119,7 +115,7 @@ impl Region {
         let lkey = unsafe { (*mr.as_ptr()).lkey };
         // SAFETY: `mr` was just created.
         let rkey = unsafe { (*mr.as_ptr()).rkey };
-        Self { domain: domain.clone(), mr, lkey, rkey, registration }
+        Self { domain: domain.clone(), mr: Raw(mr), lkey, rkey, registration }
     }
 
     fn register_host(domain: &Arc<Domain>, memory: &Memory, access: Access) -> Result<Self> {
@@ -257,13 +253,8 @@ fn order_copies(gpu: &Gpu, memory: &Memory) {
 /// A protection domain, freed on drop. Objects created in it keep it alive.
 pub(crate) struct Domain {
     open: Arc<Open>,
-    pd: NonNull<ibv_pd>,
+    pd: Raw<ibv_pd>,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for Domain {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for Domain {}
 
 impl fmt::Debug for Domain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -277,7 +268,7 @@ impl Open {
         // SAFETY: the device is open while `self` lives.
         let pd = unsafe { self.verbs().ibv_alloc_pd(self.context().as_ptr()) };
         let pd = NonNull::new(pd).ok_or_else(|| failed_last("ibv_alloc_pd", self.name(), &Call::Other))?;
-        Ok(Domain { open: self.clone(), pd })
+        Ok(Domain { open: self.clone(), pd: Raw(pd) })
     }
 }
 
@@ -287,7 +278,7 @@ impl Domain {
     }
 
     pub(crate) fn raw(&self) -> NonNull<ibv_pd> {
-        self.pd
+        *self.pd
     }
 }
 

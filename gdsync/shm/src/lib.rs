@@ -3,7 +3,6 @@
 //! They are generic over the atomics, so that `tests/loom` explores the code that runs. Not a stable API.
 
 mod backoff;
-pub mod completion;
 mod doorbell;
 pub mod doorbell_watch;
 pub mod event_count;
@@ -16,7 +15,9 @@ pub mod shm_fifo;
 pub mod spin_lock;
 
 pub use backoff::{Backoff, cores_are_busy, nap, yield_core};
-pub use doorbell::{is_rung, recorded, ring_doorbell, take_doorbell};
+pub use doorbell::{
+    free_slots, freed_slots, is_complete, is_rung, publish_cqe, recorded, ring_doorbell, take_doorbell,
+};
 pub use spin_lock::{RawSpinLock, SpinLock, SpinLockGuard};
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

@@ -69,7 +69,7 @@ impl Card {
     /// # Errors
     /// [`Error::Verbs`] when [`SoftHcaConfig::max_regions`] are registered.
     pub fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
-        let keys = self.0.reg_mr(pdn, &memory.called(iova), access)?;
+        let keys = self.0.reg_mr(pdn, &memory.with_addr(iova), access)?;
         Ok(keys.lkey)
     }
 

@@ -157,7 +157,7 @@ impl Core {
     }
 
     /// Sets the minimum payload for references and returns the previous one.
-    pub(super) fn leave_by_reference(&mut self, bytes: usize) -> usize {
+    pub(super) fn set_by_reference(&mut self, bytes: usize) -> usize {
         std::mem::replace(&mut self.by_reference, bytes)
     }
 
@@ -234,20 +234,20 @@ impl Core {
         });
     }
 
-    /// Starts to poll this doorbell if it was announced to be doorbells.
+    /// Starts to poll this doorbell if it was announced.
     fn watch(&mut self, i: usize, doorbells: &DoorbellSet) {
         if self.must_poll(i, doorbells) {
             self.watched.add(i);
         }
     }
 
-    /// Whether an announced doorbell has not been doorbells yet.
+    /// Whether an announced doorbell has not been written yet.
     fn must_poll(&self, i: usize, doorbells: &DoorbellSet) -> bool {
         let qp = self.qps.get(i).and_then(|slot| slot.qp.as_ref());
         qp.is_some_and(|qp| doorbells.must_poll(i, qp.req.head()))
     }
 
-    /// Stops polling a doorbell: after a reset, announced sends will not be doorbells.
+    /// Stops polling a doorbell: after a reset, announced doorbells will not be written.
     pub(crate) fn unwatch(&mut self, qpn: u32, doorbells: &DoorbellSet) {
         if let Some(i) = self.find(qpn) {
             self.watched.forget(i, doorbells);

@@ -55,7 +55,7 @@
 //! `process_vm_readv`. Between two cores of an Intel Xeon, 1 MiB takes 60 to 77 us, against 92 us through the packet
 //! ring. [`CmaPolicy`] sets the minimum length.
 //!
-//! If the kernel refuses the read (Yama's `ptrace_scope`, seccomp, another user namespace), the receiver responses the first
+//! If the kernel refuses the read (Yama's `ptrace_scope`, seccomp, another user namespace), the receiver answers the first
 //! such message with a NAK, and the sender sends the bytes of this and all later ones. Nothing fails; the log records it
 //! at `debug`. A random mark in the process's memory proves that it is the peer. The receiver checks lengths and keys
 //! first, as for packets, reads at most 512 KiB per step, and completes nothing that the sender has withdrawn.

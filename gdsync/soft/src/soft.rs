@@ -255,8 +255,8 @@ impl Provider for SoftHca {
         self.shared.with(|core| core.transfer_path(self.shared.qpns.index(qpn), lkey, memory, len))
     }
 
-    fn leave_by_reference(&self, bytes: usize) -> Option<usize> {
-        Some(self.shared.with(|core| core.leave_by_reference(bytes)))
+    fn set_by_reference(&self, bytes: usize) -> Option<usize> {
+        Some(self.shared.with(|core| core.set_by_reference(bytes)))
     }
 
     fn create_cq(&self, log_entries: u32, ring: OnGpu, places: &Places) -> Result<CqParts> {

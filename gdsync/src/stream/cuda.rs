@@ -32,7 +32,7 @@ use super::graph::EngineGraph;
 use super::op::{Op, Ops};
 use super::{Batch, Cond, Stream, SubmitLock};
 use gdsync_device::GpuNudge;
-use gdsync_device::cuda::{Calibration, Gpu, RawStream, mind};
+use gdsync_device::cuda::{Calibration, Gpu, RawStream, watch_activity};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::Memory;
@@ -94,7 +94,7 @@ impl CudaEngine {
     ) -> Result<Arc<Self>> {
         let shared = Shared::new(gpu, stream, config, submit_lock)?;
         let weak: Weak<Shared> = Arc::downgrade(&shared);
-        mind(weak);
+        watch_activity(weak);
         let watched = shared.clone();
         let watchdog = thread::Builder::new()
             .name("gdsync-watchdog".into())

@@ -146,8 +146,8 @@ impl Context {
 
     /// Sets the size from which the software HCA leaves GPU payload to the receiver's copy engine: see
     /// [`SoftHcaConfig::by_reference`]. Returns the previous value; `None` on other devices.
-    pub fn leave_by_reference(&self, bytes: usize) -> Option<usize> {
-        self.provider.leave_by_reference(bytes)
+    pub fn set_by_reference(&self, bytes: usize) -> Option<usize> {
+        self.provider.set_by_reference(bytes)
     }
 
     /// Sets whether GPU memory registered from now on is staged on the CPU proxy. A copy engine then copies payload to

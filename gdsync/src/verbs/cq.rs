@@ -23,7 +23,7 @@ use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::{Found, Word32};
 use gdsync_device::recorder::{Awaited, By, Event, Hold, Log, NOTED_AFTER, Queue, Stage};
 use gdsync_device::{CqParts, GpuNudge, OnGpu, Places, Provider};
-use gdsync_shm::{Backoff, SpinLock, completion};
+use gdsync_shm::{Backoff, SpinLock};
 use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe};
 
 /// A completion queue. Clones share it. It is destroyed when the last clone and its last queue pair are gone.
@@ -335,7 +335,7 @@ impl CqInner {
     }
 
     fn has_arrived(&self, n: u64) -> bool {
-        completion::is_complete(self.last_word(n), n, self.log)
+        gdsync_shm::is_complete(self.last_word(n), n, self.log)
     }
 
     fn reap_locked(&self, state: &mut CqState) {
@@ -369,7 +369,7 @@ impl CqInner {
                 SlotOwner::Done => {}
                 taken @ (SlotOwner::ByStream | SlotOwner::Covered) => {
                     if state.passed <= state.freed {
-                        state.passed = completion::freed(record, state.passed);
+                        state.passed = gdsync_shm::freed_slots(record, state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
@@ -389,7 +389,7 @@ impl CqInner {
             // While a stream waits here, only the stream writes the consumer index.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
-                completion::free(record, state.freed);
+                gdsync_shm::free_slots(record, state.freed);
                 self.parts.record.fence();
             }
         }
@@ -686,7 +686,7 @@ impl CqInner {
         if state.in_stream == 0 || state.attached != 1 || !queue.may_skip(self.capacity()) {
             return;
         }
-        state.passed = completion::freed(self.consumed.atomic(), state.passed);
+        state.passed = gdsync_shm::freed_slots(self.consumed.atomic(), state.passed);
         let by_stream =
             |n: &u64| matches!(state.slots[self.index(*n)].taken, SlotOwner::ByStream | SlotOwner::Covered);
         let end = (state.reaped..state.passed).find(|n| !by_stream(n)).unwrap_or(state.passed);

@@ -77,7 +77,7 @@ fn what_is_left_to_the_engine_can_be_changed() {
     let transports = || [LEAST - 1, LEAST, BIG].map(|len| transport(&a, len));
     assert_eq!(transports(), [Transport::Cpu, Transport::PeerToPeer, Transport::PeerToPeer]);
     for (least, was) in [(usize::MAX, LEAST), (BIG, usize::MAX), (0, BIG)] {
-        assert_eq!(a.context.leave_by_reference(least), Some(was));
+        assert_eq!(a.context.set_by_reference(least), Some(was));
         let before = engine.begun();
         for (id, len) in (0..).zip([LEAST, BIG]) {
             receive(&b, id, 0, len);

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 
 use gdsync::mlx5::{self, Cqe};
-use gdsync::shm::{self, Atom32, Atom64, completion, doorbell_watch, pending_flag};
+use gdsync::shm::{self, Atom32, Atom64, doorbell_watch, pending_flag};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
@@ -82,11 +82,11 @@ impl Cq {
     fn complete(&self, n: u64, data: u64) {
         let (bytes, word) = self.slot(n);
         bytes.set(data);
-        completion::publish(word, self.op_own_word(n));
+        shm::publish_cqe(word, self.op_own_word(n));
     }
 
     fn is_complete(&self, n: u64) -> bool {
-        completion::is_complete(&self.slot(n).1, n, self.log)
+        shm::is_complete(&self.slot(n).1, n, self.log)
     }
 
     fn poll(&self, n: u64) -> Option<u64> {
@@ -158,8 +158,7 @@ fn completions_arrive_once_and_whole_and_are_not_overwritten() {
             let mut passed = START;
             for n in START..END {
                 while n - passed == 2 {
-                    passed =
-                        spin(|| Some(completion::freed(&hca.record, passed)).filter(|&now| now > passed));
+                    passed = spin(|| Some(shm::freed_slots(&hca.record, passed)).filter(|&now| now > passed));
                     assert!(passed <= n);
                 }
                 hca.complete(n, n);
@@ -167,7 +166,7 @@ fn completions_arrive_once_and_whole_and_are_not_overwritten() {
         });
         for n in START..END {
             assert_eq!(spin(|| queue.poll(n)), n);
-            completion::free(&queue.record, n + 1);
+            shm::free_slots(&queue.record, n + 1);
         }
         assert!(!queue.is_complete(END));
         hca.join().unwrap();

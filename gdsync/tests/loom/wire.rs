@@ -108,10 +108,10 @@ fn pop(ring: &Tiny, consumer: &mut Consumer, record: u32, len: u32) -> Result<bo
     let Some(found) = consumer.peek(ring)? else { return Ok(false) };
     assert_eq!(found.len, len, "length of record {record}");
     let line = usize::try_from(found.line).unwrap();
-    assert_eq!(ring.lines[line].1.get(), record.into());
+    assert_eq!(ring.lines[line].1.get(), u64::from(record));
     if len == LONG {
         assert_eq!(ring.lines[line + 1].0.load(Relaxed), data(record));
-        assert_eq!(ring.lines[line + 1].1.get(), record.into());
+        assert_eq!(ring.lines[line + 1].1.get(), u64::from(record));
     }
     consumer.pop(ring, found);
     Ok(true)

@@ -204,7 +204,7 @@ pub(super) fn compare_gpu_paths(
         for end in ends {
             for (&bytes, costs) in GPU_SIZES.iter().zip(&mut costs) {
                 for (least, cost) in [0, usize::MAX].into_iter().zip(costs) {
-                    let was = context.leave_by_reference(least);
+                    let was = context.set_by_reference(least);
                     before = before.or(was);
                     *cost = end.round_trip(bytes, GPU_ROUNDS, patience / 4)?;
                 }
@@ -219,7 +219,7 @@ pub(super) fn compare_gpu_paths(
             least,
             "payload in GPU memory of so many bytes is fetched by copy engines of receivers"
         );
-        context.leave_by_reference(least);
+        context.set_by_reference(least);
     }
     Ok(())
 }

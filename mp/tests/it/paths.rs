@@ -223,11 +223,11 @@ job_test!(
 fn two_ranks_probe_the_gpu_path() {
     let (far, gpu) = (hca(), any_gpu().0);
     // Nothing would be staged.
-    far.leave_by_reference(1);
+    far.set_by_reference(1);
     let builder = Communicator::builder().context(&far).gpu(&gpu).gpu_path(GpuPath::Measured);
     job_with("two_ranks_probe_the_gpu_path", 2, builder, |comm| {
-        let least = far.leave_by_reference(1).unwrap();
-        far.leave_by_reference(least);
+        let least = far.set_by_reference(1).unwrap();
+        far.set_by_reference(least);
         assert!(
             least >= 8192 && (least.is_power_of_two() || least == usize::MAX),
             "{least}: it was not measured"

@@ -215,7 +215,7 @@ impl Job {
     fn fail(self) {
         if let Job::Copy { parts, ticket } = self {
             ticket.fail(PANICKED);
-            let_go(parts);
+            release_parts(parts);
         }
     }
 }
@@ -262,11 +262,11 @@ impl Worker {
 
     fn copy(&mut self, parts: Vec<Part>, ticket: Ticket) {
         if !ticket.begin() {
-            return let_go(parts);
+            return release_parts(parts);
         }
         if let Some(why) = &self.broken {
             ticket.fail(why.clone());
-            return let_go(parts);
+            return release_parts(parts);
         }
         let mut opened = Vec::new();
         let failure = parts.iter().try_for_each(|part| self.begin(part, &mut opened)).err();
@@ -336,7 +336,7 @@ impl Worker {
                 Some(why) => copy.ticket.fail(why),
             }
             copy.opened.iter().for_each(|key| self.handles.release(key));
-            let_go(std::mem::take(&mut copy.parts));
+            release_parts(std::mem::take(&mut copy.parts));
         }
         if self.running.front().is_some_and(|r| r.since.elapsed() > SUSPICIOUS) {
             self.examine();
@@ -353,7 +353,7 @@ impl Worker {
                 let why = error.to_string();
                 for mut copy in self.running.drain(..) {
                     copy.ticket.fail(why.clone());
-                    let_go(std::mem::take(&mut copy.parts));
+                    release_parts(std::mem::take(&mut copy.parts));
                 }
                 self.broken = Some(why);
             }
@@ -361,11 +361,11 @@ impl Worker {
     }
 }
 
-fn let_go(parts: Vec<Part>) {
+fn release_parts(parts: Vec<Part>) {
     for Part { from, to, .. } in parts {
-        to.let_go();
+        to.release_in_background();
         if let Source::Here(memory, _) = from {
-            memory.let_go();
+            memory.release_in_background();
         }
     }
 }

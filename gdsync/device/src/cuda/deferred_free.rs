@@ -28,7 +28,7 @@ const GATE_LIMIT: Duration = Duration::from_millis(100);
 /// Maximum wait of threads that need the memory.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A stream, for [`mind`].
+/// A stream, for [`watch_activity`].
 pub trait Activity: Send + Sync {
     /// Number of submissions so far; `None` while any is pending. Takes the lock under which submissions check the [`gate`].
     fn idle_since(&self) -> Option<u64>;
@@ -121,7 +121,7 @@ fn submitted() -> Option<Vec<u64>> {
 }
 
 /// Registers a stream: no memory is given back while it has work.
-pub fn mind(stream: Weak<dyn Activity>) {
+pub fn watch_activity(stream: Weak<dyn Activity>) {
     let mut streams = STREAMS.lock();
     streams.retain(|known| known.strong_count() > 0);
     streams.push(stream);
@@ -230,7 +230,7 @@ impl DeferredFreeThread {
     }
 
     /// Waits until all is given back, because memory is exhausted. Returns whether anything was.
-    pub(super) fn hurry(&self) -> bool {
+    pub(super) fn finish_any(&self) -> bool {
         let state = self.0.state.lock();
         let any = !state.queue.is_empty() || state.busy;
         drop(state);

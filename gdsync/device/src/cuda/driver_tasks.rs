@@ -42,9 +42,9 @@ struct State {
 
 impl DriverTasks {
     /// Queues a task.
-    pub(super) fn take(&self, driver_task: Weak<dyn DriverTask>) {
+    pub(super) fn take(&self, task: Weak<dyn DriverTask>) {
         let mut state = self.0.state.lock();
-        state.queue.push_back(driver_task);
+        state.queue.push_back(task);
         if std::mem::replace(&mut state.running, true) {
             self.0.more.notify_one();
             return;
@@ -59,10 +59,10 @@ impl DriverTasks {
     }
 
     /// Removes a task; waits if it is being run.
-    pub(super) fn end(&self, driver_task: &Weak<dyn DriverTask>) {
+    pub(super) fn end(&self, task: &Weak<dyn DriverTask>) {
         let mut state = self.0.state.lock();
-        state.queue.retain(|other| !other.ptr_eq(driver_task));
-        while state.current.as_ref().is_some_and(|current| current.ptr_eq(driver_task)) {
+        state.queue.retain(|other| !other.ptr_eq(task));
+        while state.current.as_ref().is_some_and(|current| current.ptr_eq(task)) {
             self.0.done.wait(&mut state);
         }
     }
@@ -72,7 +72,7 @@ impl Shared {
     fn run(&self) {
         let mut state = self.state.lock();
         loop {
-            let Some(driver_task) = state.queue.pop_front() else {
+            let Some(task) = state.queue.pop_front() else {
                 let timed_out = self.more.wait_for(&mut state, LINGER).timed_out();
                 if timed_out && state.queue.is_empty() {
                     state.running = false;
@@ -80,12 +80,12 @@ impl Shared {
                 }
                 continue;
             };
-            state.current = Some(driver_task.clone());
+            state.current = Some(task.clone());
             drop(state);
-            if let Some(driver_task) = driver_task.upgrade()
-                && catch_unwind(AssertUnwindSafe(|| driver_task.run())).is_err()
+            if let Some(task) = task.upgrade()
+                && catch_unwind(AssertUnwindSafe(|| task.run())).is_err()
             {
-                driver_task.panicked();
+                task.panicked();
             }
             state = self.state.lock();
             state.current = None;

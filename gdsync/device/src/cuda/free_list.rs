@@ -34,7 +34,7 @@ pub struct Pages {
 // SAFETY: an address range that nobody else uses.
 unsafe impl Send for Pages {}
 
-/// Mapped GPU memory. When dropped it is freed in time, or kept for the next user if it is a block of the [`Arena`].
+/// Mapped GPU memory. When dropped it is freed in time, or kept for the next user if it is a block of small pieces.
 #[derive(Debug)]
 pub struct Buffer {
     gpu: Gpu,
@@ -130,7 +130,7 @@ pub(super) struct Arena(Mutex<Option<(WeakMemory, usize)>>);
 
 impl Arena {
     /// Allocates `len` zeroed bytes.
-    pub(super) fn piece(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
+    pub(super) fn alloc(&self, gpu: &Gpu, len: usize) -> Result<Memory> {
         let size = len.next_multiple_of(ALIGN);
         if size > BLOCK {
             return zeroed(gpu.alloc(len)?);

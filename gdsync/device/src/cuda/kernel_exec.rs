@@ -256,7 +256,7 @@ impl StatusBlock {
     /// # Errors
     /// As [`Memory::alloc`] and [`Memory::gpu_addr`].
     pub fn new(gpu: &Gpu) -> Result<Self> {
-        let memory = gpu.piece(STATUS_BYTES).or_else(|error| {
+        let memory = gpu.alloc_piece(STATUS_BYTES).or_else(|error| {
             tracing::info!(%error, "the status of a stream is in host memory");
             Memory::alloc(STATUS_BYTES)
         })?;

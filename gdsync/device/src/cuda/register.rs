@@ -96,7 +96,7 @@ fn driver(api: &Api) -> usize {
 
 impl Registered {
     /// Pages that are still registered.
-    pub fn again(gpu: &Gpu, pages: Pages) -> Self {
+    pub fn of_pages(gpu: &Gpu, pages: Pages) -> Self {
         let first = pages.ptr.as_ptr().expose_provenance();
         let ours = Ours::new(gpu, first..first + pages.len);
         Self { addr: pages.addr, ours: vec![ours] }
@@ -104,7 +104,7 @@ impl Registered {
 
     /// Keeps the bytes registered for the next user, or gives them back to CUDA and the system. Returns false if the caller must unmap
     /// them.
-    pub fn keep(mut self, ptr: NonNull<u8>, len: usize) -> bool {
+    pub fn recycle(mut self, ptr: NonNull<u8>, len: usize) -> bool {
         let Some(mut ours) = self.ours.pop().and_then(Arc::into_inner) else { return false };
         ours.free_list = true;
         let (gpu, first) = (ours.gpu.clone(), ours.pages.start);
@@ -121,7 +121,7 @@ impl Registered {
     }
 
     /// Unregisters the memory, and drops `guard`, which keeps it mapped, afterwards.
-    pub fn outlived_by(self, guard: Arc<dyn Any + Send + Sync>) {
+    pub fn unregister_before(self, guard: Arc<dyn Any + Send + Sync>) {
         let gpu = self.ours.first().map(|ours| ours.gpu.clone());
         drop(self);
         let Some(gpu) = gpu else { return };
@@ -300,7 +300,7 @@ impl Gpu {
                 let host = usize::try_from(host).map_err(|_| unknown(addr))?;
                 let ptr = std::ptr::with_exposed_provenance_mut(host);
                 // SAFETY: CUDA knows the range as host memory; the caller promised the rest.
-                unsafe { Memory::known(ptr, len, Registered::of_application(device)) }
+                unsafe { Memory::from_registered(ptr, len, Registered::of_application(device)) }
             }
             MemoryKind::Managed => Err(Error::Unsupported {
                 what: "managed memory",

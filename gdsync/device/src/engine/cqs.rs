@@ -7,7 +7,6 @@ use crate::error::{Error, Result};
 use crate::memory::Memory;
 use crate::{CqEvent, GpuNudge};
 use crate::{CqParts, OnGpu, Places};
-use gdsync_shm::completion;
 use mlx5_ring::{self as mlx5, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 
 /// The first CQN, large enough to reveal byte-order mistakes.
@@ -170,7 +169,7 @@ impl Cqs {
         } else {
             cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");
             let word = cq.ring.atomic32(slot + CQE_OP_OWN_OFFSET).expect("CQE words are aligned");
-            completion::publish(word, mlx5::op_own_word(&bytes));
+            gdsync_shm::publish_cqe(word, mlx5::op_own_word(&bytes));
             cq.ring.fence();
         }
         cq.event.raise();
@@ -223,7 +222,7 @@ impl SoftCq {
             return true;
         }
         let record = self.record.atomic32(0).expect("doorbell records are aligned");
-        self.consumed = completion::freed(record, self.consumed);
+        self.consumed = gdsync_shm::freed_slots(record, self.consumed);
         is_room(self)
     }
 }

@@ -52,7 +52,7 @@ impl Memory {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] unless it was allocated by this library and never registered; [`Error::Sys`].
-    pub fn show(&self, file: Option<BorrowedFd<'_>>) -> Result<()> {
+    pub fn remap(&self, file: Option<BorrowedFd<'_>>) -> Result<()> {
         let (ptr, len) = match self.owner.bytes {
             // A GPU would go on using the old pages.
             Bytes::Mapped { ptr, len } if self.owner.registered.get().is_none() => (ptr, len),

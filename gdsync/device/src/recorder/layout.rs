@@ -63,8 +63,8 @@ pub(super) const FEWEST_RECORDS: u64 = 128;
 pub(super) const MOST_RECORDS: u64 = 1 << 20;
 
 /// Offset of the ring of a thread slot.
-pub(super) const fn ring(thread_slot: usize, records: usize) -> usize {
-    RINGS + thread_slot * records * RECORD_BYTES
+pub(super) const fn ring(slot: usize, records: usize) -> usize {
+    RINGS + slot * records * RECORD_BYTES
 }
 
 /// Bytes of a file with this many records per thread.

@@ -18,6 +18,7 @@ use rdma_core_sys::verbs::{
 use super::registers::{Registers, ThreadDomain};
 use super::rings::RingDomain;
 use super::{Cq, CqObject, Parts, QpObject};
+use crate::Raw;
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::{Domain, Open};
 use gdsync_device::error::{Error, Result};
@@ -29,14 +30,9 @@ use mlx5_ring::{self as mlx5, BB, CQE_SIZE, INITIAL_CQE};
 /// use it, and before the domain of its memory.
 pub(super) struct VerbsCq {
     open: Arc<Open>,
-    raw: NonNull<ibv_cq>,
+    raw: Raw<ibv_cq>,
     domain: RingDomain,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for VerbsCq {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for VerbsCq {}
 
 impl Drop for VerbsCq {
     fn drop(&mut self) {
@@ -86,11 +82,11 @@ impl VerbsCq {
             let call = Call::CreateCq { entries: entries.into(), most, memlock: Memlock::here() };
             failed_last("ibv_create_cq_ex", open.name(), &call)
         })?;
-        Self { open: open.clone(), raw, domain }.read(mlx5, log)
+        Self { open: open.clone(), raw: Raw(raw), domain }.read(mlx5, log)
     }
 
     pub(super) fn raw(&self) -> NonNull<ibv_cq> {
-        self.raw
+        *self.raw
     }
 
     /// Finds its ring and initializes the CQEs for waits.
@@ -128,18 +124,13 @@ fn init(mlx5: &Mlx5, open: &Open, object: &mut mlx5dv_obj, kind: mlx5dv_obj_type
 
 /// A queue pair of the card.
 pub(super) struct VerbsQp {
-    raw: NonNull<ibv_qp>,
+    raw: Raw<ibv_qp>,
     qpn: u32,
     domain: Option<RingDomain>,
     thread_domain: Option<ThreadDomain>,
     registers: Arc<Registers>,
     base: Arc<Domain>,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for VerbsQp {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for VerbsQp {}
 
 impl fmt::Debug for VerbsQp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -233,7 +224,7 @@ impl VerbsQp {
         // SAFETY: `qp` was just created.
         let qpn = unsafe { (*raw.as_ptr()).qp_num };
         let qp = Self {
-            raw,
+            raw: Raw(raw),
             qpn,
             domain: Some(domain),
             thread_domain,

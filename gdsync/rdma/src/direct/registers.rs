@@ -12,6 +12,7 @@ use rdma_core_sys::mlx5::{mlx5dv_devx_uar, mlx5dv_uar_alloc_type as kind};
 use rdma_core_sys::verbs::{ibv_alloc_td, ibv_dealloc_td, ibv_td, ibv_td_init_attr};
 
 use crate::Open;
+use crate::Raw;
 use crate::explain::{Call, failed, failed_last, last_errno};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64, host_page};
@@ -19,13 +20,8 @@ use gdsync_device::memory::{Memory, Word64, host_page};
 /// A thread domain: owns a doorbell register.
 pub(super) struct ThreadDomain {
     open: Arc<Open>,
-    td: NonNull<ibv_td>,
+    td: Raw<ibv_td>,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for ThreadDomain {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for ThreadDomain {}
 
 impl Drop for ThreadDomain {
     fn drop(&mut self) {
@@ -39,7 +35,7 @@ impl Drop for ThreadDomain {
 
 impl ThreadDomain {
     pub(super) fn td(&self) -> NonNull<ibv_td> {
-        self.td
+        *self.td
     }
 }
 
@@ -89,7 +85,7 @@ impl Registers {
             tracing::debug!(%error, "a queue pair shares a doorbell register");
             return None;
         };
-        Some(ThreadDomain { open: self.open.clone(), td })
+        Some(ThreadDomain { open: self.open.clone(), td: Raw(td) })
     }
 
     /// Returns the register of a destroyed queue pair.
@@ -139,13 +135,8 @@ impl Registers {
 pub(in crate::direct) struct Uar {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
-    raw: NonNull<mlx5dv_devx_uar>,
+    raw: Raw<mlx5dv_devx_uar>,
 }
-
-// SAFETY: libmlx5 is thread-safe.
-unsafe impl Send for Uar {}
-// SAFETY: libmlx5 is thread-safe.
-unsafe impl Sync for Uar {}
 
 impl fmt::Debug for Uar {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -174,7 +165,7 @@ impl Uar {
             let raw = unsafe { mlx5.mlx5dv_devx_alloc_uar(open.context().as_ptr(), asked) };
             if let Some(raw) = NonNull::new(raw) {
                 tracing::debug!(device = open.name(), kind = asked.name(), "a doorbell page");
-                return Ok(Self { open: open.clone(), mlx5, raw });
+                return Ok(Self { open: open.clone(), mlx5, raw: Raw(raw) });
             }
             errno = last_errno();
         }

@@ -15,6 +15,7 @@ use rdma_core_sys::verbs::{
 };
 
 use crate::Domain;
+use crate::Raw;
 use crate::explain::{Call, failed_last};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
@@ -32,15 +33,10 @@ struct Rings {
 /// A parent domain with an allocator. Dropped after the queue created with it.
 pub(super) struct RingDomain {
     base: Arc<Domain>,
-    raw: NonNull<ibv_pd>,
+    raw: Raw<ibv_pd>,
     /// Boxed, because libmlx5 holds its address.
     rings: Box<Rings>,
 }
-
-// SAFETY: libibverbs is thread-safe, and all other state is behind locks.
-unsafe impl Send for RingDomain {}
-// SAFETY: libibverbs is thread-safe, and all other state is behind locks.
-unsafe impl Sync for RingDomain {}
 
 impl fmt::Debug for RingDomain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -80,11 +76,11 @@ impl RingDomain {
         let raw = unsafe { ibv_alloc_parent_domain(open.context().as_ptr(), &raw mut attr) };
         let raw = NonNull::new(raw)
             .ok_or_else(|| failed_last("ibv_alloc_parent_domain", open.name(), &Call::Other))?;
-        Ok(Self { base: base.clone(), raw, rings })
+        Ok(Self { base: base.clone(), raw: Raw(raw), rings })
     }
 
     pub(super) fn raw(&self) -> NonNull<ibv_pd> {
-        self.raw
+        *self.raw
     }
 
     /// Takes the error of a failed allocation; the library reports only ENOMEM.

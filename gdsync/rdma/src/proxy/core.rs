@@ -157,7 +157,7 @@ impl Core {
         Some(qp)
     }
 
-    /// Stops polling a doorbell: announced sends will not be doorbells.
+    /// Stops polling a doorbell: announced doorbells will not be written.
     pub(super) fn unwatch(&mut self, index: usize, doorbells: &DoorbellSet) {
         self.watched.forget(index, doorbells);
     }
@@ -166,7 +166,7 @@ impl Core {
         self.with(index, |qp, env| qp.take_doorbell(env));
     }
 
-    /// Whether an announced doorbell has not been doorbells yet.
+    /// Whether an announced doorbell has not been written yet.
     fn must_poll(&self, index: usize, doorbells: &DoorbellSet) -> bool {
         let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
         qp.is_some_and(|qp| doorbells.must_poll(index, qp.head))

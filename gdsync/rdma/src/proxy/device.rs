@@ -14,6 +14,7 @@ use rdma_core_sys::verbs::{
 use super::translate::{Buffers, Request, recv_wr};
 use crate::explain::{Asked, Call, Memlock, failed, failed_last};
 use crate::{Domain, Open};
+use crate::{Raw, set_nonblocking};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{MAX_RD_ATOMIC, QpAttr, QpRequest, QpState};
 use mlx5_ring::SEGMENT;
@@ -41,14 +42,9 @@ fn adapted(attr: &QpAttr, vendor: u32) -> QpAttr {
 /// Completion channel of the device.
 pub(super) struct Channel {
     open: Arc<Open>,
-    channel: NonNull<ibv_comp_channel>,
+    channel: Raw<ibv_comp_channel>,
     fd: RawFd,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for Channel {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for Channel {}
 
 impl fmt::Debug for Channel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -74,16 +70,8 @@ impl Channel {
             .ok_or_else(|| failed_last("ibv_create_comp_channel", open.name(), &Call::Other))?;
         // SAFETY: `channel` was just created.
         let fd = unsafe { (*channel.as_ptr()).fd };
-        let channel = Self { open: open.clone(), channel, fd };
-        // SAFETY: no pointers are passed.
-        let flags = unsafe { libc::fcntl(fd, libc::F_GETFL) };
-        // SAFETY: no pointers are passed.
-        if flags < 0 || unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) } < 0 {
-            return Err(Error::last_os(
-                "fcntl",
-                "the device gave no descriptor for completions: update rdma-core",
-            ));
-        }
+        let channel = Self { open: open.clone(), channel: Raw(channel), fd };
+        set_nonblocking(fd)?;
         Ok(channel)
     }
 
@@ -108,17 +96,12 @@ impl Channel {
 /// A completion queue of the device, shared by many queue pairs.
 pub(super) struct DeviceCq {
     channel: Arc<Channel>,
-    cq: NonNull<ibv_cq>,
+    cq: Raw<ibv_cq>,
     /// Unreserved entries.
     free: u32,
     /// Whether the next completion raises an event.
     armed: AtomicBool,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for DeviceCq {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for DeviceCq {}
 
 impl fmt::Debug for DeviceCq {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -151,11 +134,11 @@ impl DeviceCq {
                 Call::CreateCq { entries: entries.into(), most: most.into(), memlock: Memlock::here() };
             failed_last("ibv_create_cq", open.name(), &call)
         })?;
-        Ok(Self { channel: channel.clone(), cq, free: entries, armed: AtomicBool::new(false) })
+        Ok(Self { channel: channel.clone(), cq: Raw(cq), free: entries, armed: AtomicBool::new(false) })
     }
 
     pub(super) fn is(&self, cq: NonNull<ibv_cq>) -> bool {
-        self.cq == cq
+        *self.cq == cq
     }
 
     /// Reserves `entries` completions, if there is room.
@@ -258,15 +241,10 @@ impl Capacity {
 /// A queue pair of the device.
 pub(super) struct DeviceQp {
     domain: Arc<Domain>,
-    qp: NonNull<ibv_qp>,
+    qp: Raw<ibv_qp>,
     qpn: u32,
     pub(super) granted: Capacity,
 }
-
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Send for DeviceQp {}
-// SAFETY: libibverbs is thread-safe.
-unsafe impl Sync for DeviceQp {}
 
 impl fmt::Debug for DeviceQp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -335,7 +313,7 @@ impl DeviceQp {
             inline: (attr.cap.max_inline_data as usize).min(wanted.inline),
             ..wanted
         };
-        Ok(Self { domain: domain.clone(), qp, qpn, granted })
+        Ok(Self { domain: domain.clone(), qp: Raw(qp), qpn, granted })
     }
 
     pub(super) fn qpn(&self) -> u32 {

@@ -260,8 +260,8 @@ impl Provider for Proxy {
         self.shared.progress_state.watch_health(Shared::THREAD, &health)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
-        let free_list = Arc::clone(&health);
-        let make = |place| ProxyQp::new(device, rings, region, psn, free_list, place);
+        let own = Arc::clone(&health);
+        let make = |place| ProxyQp::new(device, rings, region, psn, own, place);
         let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;
         self.shared.insert(qpn, place);
         self.rooms.lock().insert(qpn, (queue, room));

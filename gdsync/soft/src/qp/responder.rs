@@ -24,7 +24,7 @@ use mlx5_ring::{Cqe, CqeOpcode, DataSeg, MAX_MESSAGE, Syndrome, low16};
 /// Responses queued for the link; a READ counts once. Further requests are dropped as if lost. More than a peer that
 /// takes responses has in flight.
 const MAX_RESPONSES: usize = 256;
-/// Atomic results kept for handle_duplicate requests. More than a peer may have outstanding (16).
+/// Atomic results kept for duplicate requests. More than a peer may have outstanding (16).
 const REPLAYS: usize = 32;
 
 #[derive(Debug, Default)]
@@ -248,7 +248,7 @@ impl SoftQp {
         }
     }
 
-    /// A handle_duplicate request: its response was lost, or the packet was duplicated.
+    /// A duplicate request: its response was lost, or the packet was duplicated.
     fn handle_duplicate(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         match header.op {
             PacketOp::READ => {

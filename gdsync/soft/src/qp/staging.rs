@@ -68,7 +68,7 @@ impl Stage {
             if chunk.as_ref().is_some_and(|chunk| !chunk.ticket.is_over())
                 && let Some(memory) = self.memory.take()
             {
-                memory.let_go();
+                memory.release_in_background();
             }
             *chunk = None;
         }

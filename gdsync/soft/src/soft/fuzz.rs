@@ -84,7 +84,7 @@ impl Bed {
         let gid = Gid::random().unwrap();
         let port = Port::open(gid, EventCount::create().unwrap(), false).unwrap();
         let ends = port.connect(hca.shared.gid, TIMEOUT).unwrap();
-        // Otherwise the queue pair would open a second link and response there.
+        // Otherwise the queue pair would open a second link and respond there.
         let start = Instant::now();
         while hca.shared.with(|core| {
             hca.shared.accept(core);

@@ -6,7 +6,7 @@ use gdsync_device::copy_engine::{Handle, Part, ProcessId, Ticket};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::engine::Progress as _;
 use gdsync_device::memory::Word32;
-use gdsync_shm::{self as protocol, completion};
+use gdsync_shm as protocol;
 use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, DataSeg, Payload, RemoteAddr, SendOp, WqeFlags};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
@@ -101,8 +101,8 @@ fn links_to_departed_peers_are_reused() {
         b.send();
         let slot = usize::try_from(n % 8).unwrap() * CQE_SIZE;
         let word = a.recv_cq.ring.atomic32(slot + mlx5::CQE_OP_OWN_OFFSET).unwrap();
-        until("the message is here", &|| completion::is_complete(word, n, 3));
-        completion::free(a.recv_cq.record.atomic32(0).unwrap(), n + 1);
+        until("the message is here", &|| protocol::is_complete(word, n, 3));
+        protocol::free_slots(a.recv_cq.record.atomic32(0).unwrap(), n + 1);
         let mut cqe = [0; CQE_SIZE];
         a.recv_cq.ring.read(slot, &mut cqe).unwrap();
         assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND, "peer {n}");

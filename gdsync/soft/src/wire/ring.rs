@@ -289,7 +289,7 @@ impl MappingPool {
         let known = self.0.lock().free.pop();
         let slot = match known {
             Some(slot) => {
-                if let Err(error) = slot.memory.show(Some(file)) {
+                if let Err(error) = slot.memory.remap(Some(file)) {
                     self.0.lock().free.push(slot);
                     return Err(error);
                 }
@@ -323,7 +323,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        match self.slot.memory.show(None) {
+        match self.slot.memory.remap(None) {
             Ok(()) => self.mappings.0.lock().free.push(self.slot.clone()),
             // Leaked: its content is unknown.
             Err(error) => {

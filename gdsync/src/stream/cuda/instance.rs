@@ -199,9 +199,9 @@ impl Drop for Instance {
 impl Programs {
     /// In GPU memory, which kernels read fastest; in host memory if GPU memory cannot be mapped, or needs a flush.
     fn new(gpu: &Gpu, len: usize, places: Vec<usize>) -> Result<Self> {
-        let memory = match gpu.piece(len) {
+        let memory = match gpu.alloc_piece(len) {
             Ok(memory) if !memory.needs_flush() => memory,
-            _ => gpu.host_piece(len)?,
+            _ => gpu.alloc_host_piece(len)?,
         };
         let addr = memory.gpu_addr(gpu)?;
         Ok(Self { memory, addr, places })

@@ -45,7 +45,7 @@ impl Nudger {
         if let Some(nudger) = slot.as_ref().and_then(Weak::upgrade) {
             return Ok(nudger);
         }
-        let word = gpu.host_piece(8)?.word64(0)?;
+        let word = gpu.alloc_host_piece(8)?.word64(0)?;
         let _current = gpu.enter()?;
         let mut stream = 0;
         // SAFETY: a place for the answer; a context is current.

@@ -144,7 +144,7 @@ impl Shared {
         let status = StatusBlock::new(gpu)?;
         let limit_ns = u64::try_from(config.wait_limit.as_nanos()).unwrap_or(u64::MAX);
         let head = Head { status: status.addr(), limit_ns, submission: 0, count: 0 };
-        let marks = gpu.host_piece(16)?;
+        let marks = gpu.alloc_host_piece(16)?;
         let (mark, mark_after, mark_addr) = (marks.word64(0)?, marks.word64(8)?, marks.gpu_addr(gpu)?);
         let log = Log::open()?;
         Ok(Arc::new_cyclic(|own| Self {

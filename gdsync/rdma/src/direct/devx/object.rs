@@ -1,5 +1,6 @@
 //! DevX objects, their asynchronous events, and errors of commands.
 
+use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::{fmt, io};
@@ -12,6 +13,7 @@ use rdma_core_sys::mlx5::{
 use rdma_core_sys::verbs::ibv_event_type;
 
 use super::mailbox::{Command, Opcode, Status};
+use crate::Raw;
 use crate::explain::last_errno;
 use crate::{Event, EventSource, FailedCq, Open};
 use gdsync_device::error::{Error, Result};
@@ -26,14 +28,9 @@ pub(in crate::direct) struct Object {
     open: Arc<Open>,
     mlx5: &'static Mlx5,
     /// `None` after destruction.
-    raw: Option<NonNull<mlx5dv_devx_obj>>,
+    raw: Option<Raw<mlx5dv_devx_obj>>,
     what: &'static str,
 }
-
-// SAFETY: libmlx5 is thread-safe.
-unsafe impl Send for Object {}
-// SAFETY: libmlx5 is thread-safe.
-unsafe impl Sync for Object {}
 
 impl fmt::Debug for Object {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -55,23 +52,15 @@ impl Object {
         what: &'static str,
         command: &Command,
     ) -> Result<(Self, Vec<u8>)> {
-        let mut answer = vec![0; command.answer];
-        let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the device is open, and both buffers have the given lengths.
-        let raw = unsafe {
-            mlx5.mlx5dv_devx_obj_create(
-                open.context().as_ptr(),
-                input.as_ptr().cast(),
-                input.len(),
-                output.as_mut_ptr().cast(),
-                output.len(),
-            )
-        };
-        let Some(raw) = NonNull::new(raw) else {
-            let errno = last_errno();
-            return Err(refused("mlx5dv_devx_obj_create", open, command.opcode, &answer, errno));
-        };
-        Ok((Self { open: open.clone(), mlx5, raw: Some(raw), what }, answer))
+        let mut object = Self { open: open.clone(), mlx5, raw: None, what };
+        let answer = run("mlx5dv_devx_obj_create", open, command, |input, len, output, room| {
+            // SAFETY: the device is open, and both buffers have the given lengths.
+            let raw =
+                unsafe { mlx5.mlx5dv_devx_obj_create(open.context().as_ptr(), input, len, output, room) };
+            object.raw = NonNull::new(raw).map(Raw);
+            if raw.is_null() { last_errno() } else { 0 }
+        })?;
+        Ok((object, answer))
     }
 
     /// Destroys the object. Returns false if the card refuses.
@@ -86,67 +75,48 @@ impl Object {
     }
 
     pub(super) fn raw(&self) -> *mut mlx5dv_devx_obj {
-        self.raw.map_or(std::ptr::null_mut(), NonNull::as_ptr)
+        self.raw.as_ref().map_or(std::ptr::null_mut(), |raw| raw.as_ptr())
     }
 
     /// Runs a modify command.
     pub(super) fn modify(&self, command: &Command) -> Result<()> {
-        let mut answer = vec![0; command.answer];
-        let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the object lives until `self` is dropped, and both buffers have the given lengths.
-        let errno = unsafe {
-            self.mlx5.mlx5dv_devx_obj_modify(
-                self.raw(),
-                input.as_ptr().cast(),
-                input.len(),
-                output.as_mut_ptr().cast(),
-                output.len(),
-            )
-        };
-        self.check("mlx5dv_devx_obj_modify", command, &answer, errno)
+        let answer = run("mlx5dv_devx_obj_modify", &self.open, command, |input, len, output, room| {
+            // SAFETY: the object lives until `self` is dropped, and both buffers have the given lengths.
+            unsafe { self.mlx5.mlx5dv_devx_obj_modify(self.raw(), input, len, output, room) }
+        });
+        answer.map(drop)
     }
 
     /// Runs a query command. Returns the answer.
     pub(super) fn query(&self, command: &Command) -> Result<Vec<u8>> {
-        let mut answer = vec![0; command.answer];
-        let (input, output) = (command.bytes(), answer.as_mut_slice());
-        // SAFETY: the object lives until `self` is dropped, and both buffers have the given lengths.
-        let errno = unsafe {
-            self.mlx5.mlx5dv_devx_obj_query(
-                self.raw(),
-                input.as_ptr().cast(),
-                input.len(),
-                output.as_mut_ptr().cast(),
-                output.len(),
-            )
-        };
-        self.check("mlx5dv_devx_obj_query", command, &answer, errno)?;
-        Ok(answer)
-    }
-
-    fn check(&self, call: &'static str, command: &Command, answer: &[u8], errno: i32) -> Result<()> {
-        if errno == 0 { Ok(()) } else { Err(refused(call, &self.open, command.opcode, answer, errno)) }
+        run("mlx5dv_devx_obj_query", &self.open, command, |input, len, output, room| {
+            // SAFETY: the object lives until `self` is dropped, and both buffers have the given lengths.
+            unsafe { self.mlx5.mlx5dv_devx_obj_query(self.raw(), input, len, output, room) }
+        })
     }
 }
 
 /// Runs a command for the whole device. Returns the answer.
 pub(super) fn ask(open: &Arc<Open>, mlx5: &Mlx5, command: &Command) -> Result<Vec<u8>> {
+    run("mlx5dv_devx_general_cmd", open, command, |input, len, output, room| {
+        // SAFETY: the device is open, and both buffers have the given lengths.
+        unsafe { mlx5.mlx5dv_devx_general_cmd(open.context().as_ptr(), input, len, output, room) }
+    })
+}
+
+/// Runs a command by `send`, which gets the input and output buffers with their lengths and returns an errno. Returns the answer.
+fn run(
+    call: &'static str,
+    open: &Open,
+    command: &Command,
+    send: impl FnOnce(*const c_void, usize, *mut c_void, usize) -> i32,
+) -> Result<Vec<u8>> {
     let mut answer = vec![0; command.answer];
     let (input, output) = (command.bytes(), answer.as_mut_slice());
-    // SAFETY: the device is open, and both buffers have the given lengths.
-    let errno = unsafe {
-        mlx5.mlx5dv_devx_general_cmd(
-            open.context().as_ptr(),
-            input.as_ptr().cast(),
-            input.len(),
-            output.as_mut_ptr().cast(),
-            output.len(),
-        )
-    };
-    if errno == 0 {
-        return Ok(answer);
+    match send(input.as_ptr().cast(), input.len(), output.as_mut_ptr().cast(), output.len()) {
+        0 => Ok(answer),
+        errno => Err(refused(call, open, command.opcode, &answer, errno)),
     }
-    Err(refused("mlx5dv_devx_general_cmd", open, command.opcode, &answer, errno))
 }
 
 fn refused(call: &'static str, open: &Open, opcode: Opcode, answer: &[u8], errno: i32) -> Error {
@@ -210,13 +180,8 @@ pub(super) const OF_CQ: &[u16] = &[kind::CQ_ERROR];
 pub(in crate::direct) struct EventChannel {
     _open: Arc<Open>,
     mlx5: &'static Mlx5,
-    raw: NonNull<mlx5dv_devx_event_channel>,
+    raw: Raw<mlx5dv_devx_event_channel>,
 }
-
-// SAFETY: libmlx5 is thread-safe.
-unsafe impl Send for EventChannel {}
-// SAFETY: libmlx5 is thread-safe, and the channel is not changed after its creation.
-unsafe impl Sync for EventChannel {}
 
 impl fmt::Debug for EventChannel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -263,7 +228,7 @@ impl EventChannel {
             tracing::debug!(device = open.name(), errno = last_errno(), "no events of objects made by DevX");
             return None;
         };
-        Some(Arc::new(Self { _open: open.clone(), mlx5, raw }))
+        Some(Arc::new(Self { _open: open.clone(), mlx5, raw: Raw(raw) }))
     }
 
     /// Subscribes to events of an object. If that fails, failures are noticed by completions only.

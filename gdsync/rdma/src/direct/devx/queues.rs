@@ -85,7 +85,7 @@ impl Drop for DevxQp {
         match self.uar.take() {
             Some(uar) if is_gone => self.devx.uars.release(uar),
             // A register whose queue pair may live is not reused.
-            free_list => std::mem::forget(free_list),
+            kept => std::mem::forget(kept),
         }
     }
 }

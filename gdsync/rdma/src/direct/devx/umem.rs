@@ -11,6 +11,7 @@ use rdma_core_sys::mlx5::{mlx5dv_devx_umem, mlx5dv_devx_umem_in, mlx5dv_devx_ume
 use rdma_core_sys::verbs::ibv_access_flags;
 
 use super::mailbox::Place;
+use crate::Raw;
 use crate::explain::{Call, Memlock, failed, last_errno};
 use crate::{Open, Pages, has_peermem};
 use gdsync_device::cuda::Gpu;
@@ -21,15 +22,10 @@ use gdsync_device::memory::{Memory, host_page};
 pub(in crate::direct) struct Umem {
     _open: Arc<Open>,
     mlx5: &'static Mlx5,
-    raw: NonNull<mlx5dv_devx_umem>,
+    raw: Raw<mlx5dv_devx_umem>,
     place: Place,
     memory: Memory,
 }
-
-// SAFETY: libmlx5 is thread-safe.
-unsafe impl Send for Umem {}
-// SAFETY: libmlx5 is thread-safe.
-unsafe impl Sync for Umem {}
 
 impl fmt::Debug for Umem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -140,7 +136,7 @@ impl Umem {
         // SAFETY: `raw` was just created.
         let umem = unsafe { (*raw.as_ptr()).umem_id };
         let place = Place { umem, offset };
-        Some(Self { _open: open.clone(), mlx5, raw, place, memory: memory.clone() })
+        Some(Self { _open: open.clone(), mlx5, raw: Raw(raw), place, memory: memory.clone() })
     }
 }
 

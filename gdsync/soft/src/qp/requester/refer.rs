@@ -4,7 +4,7 @@
 //! peer refuses it. Up to [`WINDOW`] references are in flight. Other sends behind them wait for their acknowledgement,
 //! so the peer need not reorder.
 //!
-//! The peer responses a handle_duplicate reference with COPYING while it copies, which resets the retries. A send whose payload
+//! The peer answers a duplicate reference with COPYING while it copies, which resets the retries. A send whose payload
 //! the peer may be copying is withdrawn before it completes with an error: the application may then change the bytes,
 //! and the peer must not deliver them.
 
