@@ -87,6 +87,9 @@ pub struct Thread {
     pub name: String,
 }
 
+/// Most requests that are read out of records that stand for several.
+const MOST_IN_RUNS: u32 = 1 << 20;
+
 /// A part of the file that was copied out twice.
 struct Twice {
     first: Vec<u8>,
@@ -184,12 +187,14 @@ impl Recording {
         for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
             this.waits.extend(row.and_then(|row| wait(row, thread, &scale)));
         }
+        // A damaged file may claim any number of requests in each record.
+        let mut room = MOST_IN_RUNS;
         for thread_slot in (0..LANES).filter(|&thread_slot| this.threads[thread_slot].tid != 0) {
             let ring = read(layout::ring(thread_slot, capacity), capacity * layout::RECORD_BYTES)?;
             for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
                 this.torn += u64::from(torn);
                 let record = record.and_then(|record| whole(record, (thread_slot, slot), records, &scale));
-                this.records.extend(record.into_iter().flat_map(told));
+                this.records.extend(record.into_iter().flat_map(|record| told(record, &mut room)));
             }
         }
         this.records.sort_by_key(|record| record.at);
@@ -302,12 +307,13 @@ fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
 
 /// What a record tells: it may stand for a send that was written and handed to a stream at once, or for requests in a row that
 /// were handed to one.
-fn told(record: Record) -> impl Iterator<Item = Record> {
+fn told(record: Record, room: &mut u32) -> impl Iterator<Item = Record> + use<> {
     let event = record.event;
     let is_handed = matches!(event.stage, Stage::Submitted | Stage::WaitSubmitted | Stage::Refused);
     let is_both = event.stage == Stage::Prepared && event.stream != 0;
-    // More than a queue holds is in damaged records only.
-    let more = u64::from(if is_handed { event.len.min(1 << 20) } else { 0 });
+    let more = if is_handed { event.len.min(*room) } else { 0 };
+    *room -= more;
+    let more = u64::from(more);
     let prepared = is_both.then_some(Event { stream: 0, ..event });
     let each =
         (event.number.saturating_sub(more)..=event.number).map(move |number| match (is_both, is_handed) {

@@ -242,3 +242,20 @@ fn killed_process_is_noticed() {
     until("news of the death", || !ends.socket.is_alive());
     assert_eq!(ends.rx.peek().unwrap().unwrap().header, [7; 28], "what arrived before stays readable");
 }
+
+#[test]
+fn only_a_greeting_is_taken_for_one() {
+    let [own, from] = [Gid([1; 16]), Gid([2; 16])];
+    bolero::check!().with_type::<(bool, Vec<u8>)>().for_each(|(changes, bytes)| {
+        let mut whole = greeting(own, from).to_vec();
+        if *changes {
+            whole.truncate(GREETING.min(GREETING - 4 + bytes.len()));
+            whole.iter_mut().zip(bytes).for_each(|(byte, change)| *byte ^= change);
+        }
+        let bytes = if *changes { &whole } else { bytes };
+        match read_greeting(bytes, own) {
+            Ok(peer) => assert_eq!(bytes[..], greeting(own, peer)),
+            Err(error) => assert_eq!(error.kind(), io::ErrorKind::InvalidData),
+        }
+    });
+}
