@@ -5,6 +5,7 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::error::printable;
 use gdsync::mlx5::Syndrome;
 
 /// Result of this crate.
@@ -177,7 +178,8 @@ impl Error {
     }
 
     pub(crate) fn launch(what: impl Into<String>, fix: &'static str) -> Self {
-        Self::Launch { what: what.into(), fix }
+        // It names what variables say.
+        Self::Launch { what: printable(&what.into()), fix }
     }
 
     pub(crate) fn bootstrap(peer: impl Into<String>, what: impl Into<String>, fix: &'static str) -> Self {

@@ -349,13 +349,6 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_decode(bytes in prop::array::uniform32(any::<[u8; 2]>())) {
-            let bytes = bytes.as_flattened().try_into().unwrap();
-            let cqe = Cqe::decode(bytes);
-            prop_assert_eq!(Cqe::decode(&cqe.encode()), cqe);
-        }
-
-        #[test]
         fn waits_agree_with_polls(word: u32, n: u64, log2 in 0u32..=24) {
             let (cond, value) = wait_condition(n, log2);
             let valid = word >> 28 != 15;

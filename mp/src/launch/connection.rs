@@ -495,4 +495,32 @@ mod tests {
         assert!(broken(5, 9).contains("version 9"));
         assert!(broken(7, 77).contains("unknown kind 77"));
     }
+    /// A peer that sends any bytes, or frames with any of their bytes changed, and hangs up.
+    #[test]
+    fn any_bytes_are_a_frame_or_an_error() {
+        const MOST: usize = 100;
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        bolero::check!().with_type::<(bool, Vec<u8>)>().for_each(|(is_frame, bytes)| {
+            let mut sent = if *is_frame { encoded().to_vec() } else { Vec::new() };
+            sent.iter_mut().zip(bytes).for_each(|(byte, change)| *byte ^= change);
+            sent.extend(bytes.iter().skip(sent.len()));
+            let mut peer = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            let mut conn = Conn::new(listener.accept().unwrap().0, "the peer".to_owned()).unwrap();
+            conn.max_payload = MOST;
+            peer.write_all(&sent).unwrap();
+            drop(peer);
+            let mut rest = &sent[..];
+            // The bytes may come in pieces.
+            while let Ok(is_whole) = conn.fill() {
+                if is_whole {
+                    let frame = conn.take_any().unwrap();
+                    let (head, payload) = rest.split_first_chunk::<HEADER>().unwrap();
+                    assert_eq!(frame.header.encode(), *head);
+                    assert_eq!(frame.payload, payload[..frame.header.len as usize]);
+                    assert!(frame.payload.len() <= MOST && !frame.text().chars().any(char::is_control));
+                    rest = &payload[frame.payload.len()..];
+                }
+            }
+        });
+    }
 }

@@ -589,4 +589,28 @@ mod tests {
             assert_eq!(first_host(list).as_deref(), expected, "{list}");
         }
     }
+
+    /// Any values of the variables that are asked for.
+    #[test]
+    fn any_environment_is_a_launch_or_an_error() {
+        bolero::check!().with_type::<(u64, Vec<u8>)>().for_each(|(chosen, bytes)| {
+            let (words, asked) = (String::from_utf8_lossy(bytes), std::cell::Cell::new(0));
+            let found = Launch::from_vars(&|name| {
+                let n: u32 = asked.replace(asked.get() + 1);
+                let number = u64::from(bytes.get(n as usize).copied().unwrap_or_default() % 8);
+                match chosen >> (n * 2 % 64) & 3 {
+                    0 => None,
+                    1 => words.split('\n').nth(n as usize).map(str::to_owned),
+                    _ if name.ends_with("SIZE") => Some((number + 1).to_string()),
+                    _ => Some(number.to_string()),
+                }
+            });
+            match found {
+                Ok(launch) => {
+                    assert!(launch.is_none_or(|launch| launch.rank < launch.size && launch.size <= MAX_SIZE))
+                }
+                Err(error) => assert!(!error.to_string().chars().any(char::is_control), "{error}"),
+            }
+        });
+    }
 }

@@ -336,4 +336,21 @@ mod tests {
         assert!(symbol(c"getpid"));
         assert!(!symbol(c"MPI_Init"));
     }
+
+    /// A launcher that answers with any lines.
+    #[test]
+    fn any_answers_are_an_address_or_an_error() {
+        bolero::check!().with_type::<(u8, Vec<u8>)>().for_each(|(good, bytes)| {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            let others = [ANSWERS[0], ANSWERS[1], ANSWERS[3], ANSWERS[4], ANSWERS[5]];
+            for answer in &others[..usize::from(*good) % others.len()] {
+                (&theirs).write_all(answer.as_bytes()).unwrap();
+            }
+            (&theirs).write_all(bytes).unwrap();
+            theirs.shutdown(std::net::Shutdown::Write).unwrap();
+            if let Err(error) = talk(&ours, None, &Deadline::after(LONG)) {
+                assert!(!error.to_string().chars().any(char::is_control), "{error}");
+            }
+        });
+    }
 }

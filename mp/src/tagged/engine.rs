@@ -767,4 +767,14 @@ mod tests {
         unknown[22] = 9;
         assert_eq!(Header::from_bytes(&unknown), None);
     }
+
+    #[test]
+    fn any_bytes_are_a_header_or_none() {
+        bolero::check!().for_each(|bytes: &[u8]| {
+            if let Some(header) = Header::from_bytes(bytes) {
+                assert!(header.len() <= bytes.len());
+                assert_eq!(Header::from_bytes(&header.to_bytes()), Some(header));
+            }
+        });
+    }
 }

@@ -6,6 +6,7 @@ mod collective;
 mod common;
 mod credits;
 mod failures;
+mod hostile;
 mod launch;
 mod launchers;
 mod lifetimes;

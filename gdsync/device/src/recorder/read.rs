@@ -86,6 +86,9 @@ pub struct Thread {
     pub name: String,
 }
 
+/// Most requests that are read out of records that stand for several.
+const MAX_EXPANDED: u32 = 1 << 20;
+
 /// Two copies of a part of the file.
 struct Twice {
     first: Vec<u8>,
@@ -183,12 +186,14 @@ impl Recording {
         for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
             this.waits.extend(row.and_then(|row| wait(row, thread, &scale)));
         }
+        // A damaged file may claim any number of requests in each record.
+        let mut room = MAX_EXPANDED;
         for thread_slot in (0..THREAD_SLOTS).filter(|&thread_slot| this.threads[thread_slot].tid != 0) {
             let ring = read(layout::ring(thread_slot, capacity), capacity * layout::RECORD_BYTES)?;
             for (slot, (record, torn)) in ring.records::<WORDS>().enumerate() {
                 this.torn += u64::from(torn);
                 let record = record.and_then(|record| whole(record, (thread_slot, slot), records, &scale));
-                this.records.extend(record.into_iter().flat_map(expand));
+                this.records.extend(record.into_iter().flat_map(|record| expand(record, &mut room)));
             }
         }
         this.records.sort_by_key(|record| record.at);
@@ -298,12 +303,13 @@ fn wait(row: [u64; WAIT_WORDS], thread: usize, scale: &Scale) -> Option<Wait> {
 }
 
 /// Expands a record that stands for a send prepared and submitted at once, or for several consecutive submissions.
-fn expand(record: Record) -> impl Iterator<Item = Record> {
+fn expand(record: Record, room: &mut u32) -> impl Iterator<Item = Record> + use<> {
     let event = record.event;
     let is_handed = matches!(event.stage, Stage::Submitted | Stage::WaitSubmitted | Stage::Refused);
     let is_both = event.stage == Stage::Prepared && event.stream != 0;
-    // Limited, because a damaged record may hold any number.
-    let more = u64::from(if is_handed { event.len.min(1 << 20) } else { 0 });
+    let more = if is_handed { event.len.min(*room) } else { 0 };
+    *room -= more;
+    let more = u64::from(more);
     let prepared = is_both.then_some(Event { stream: 0, ..event });
     let each =
         (event.number.saturating_sub(more)..=event.number).map(move |number| match (is_both, is_handed) {

@@ -283,7 +283,7 @@ fn check_claim(stream: &UnixStream, claimed: Gid) -> io::Result<()> {
 }
 
 /// Sender's GID in a greeting to `own`.
-fn read_greeting(bytes: &[u8], own: &Shared) -> Handshake<Gid> {
+fn read_greeting(bytes: &[u8], own: Gid, own_secret: u64) -> Handshake<Gid> {
     if bytes.is_empty() {
         return Err(invalid(
             "it refused the greeting; use the same version and GDSYNC_JOB_TOKEN in both processes",
@@ -295,10 +295,10 @@ fn read_greeting(bytes: &[u8], own: &Shared) -> Handshake<Gid> {
         return Err(invalid("not a greeting of this version").into());
     }
     let (gids, secret) = (bytes[8..40].as_chunks::<16>().0, &bytes[40..]);
-    if Gid(gids[0]) != own.gid {
+    if Gid(gids[0]) != own {
         return Err(invalid("a greeting for another GID").into());
     }
-    if secret != own.secret()?.to_be_bytes() {
+    if secret != own_secret.to_be_bytes() {
         return Err(invalid("the process at the other end has another GDSYNC_JOB_TOKEN").into());
     }
     Ok(Gid(gids[1]))
@@ -324,7 +324,7 @@ fn handshake_connect(
     )?;
     let mut bytes = [0; GREETING];
     let (got, fds) = receive_with_fds(stream, &mut bytes)?;
-    if read_greeting(&bytes[..got], shared)? != peer {
+    if read_greeting(&bytes[..got], shared.gid, shared.secret()?)? != peer {
         return Err(invalid("the response comes from another GID").into());
     }
     let [event] =
@@ -488,7 +488,7 @@ impl Control {
             // The peer gave up, or only checked who serves this GID.
             return Ok(());
         }
-        let peer = read_greeting(&bytes[..got], &self.shared)?;
+        let peer = read_greeting(&bytes[..got], self.shared.gid, self.shared.secret()?)?;
         check_claim(&stream, peer)?;
         let [file, event] =
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting must carry two descriptors"))?;
@@ -889,5 +889,22 @@ mod tests {
         child.wait().unwrap();
         until("news of the death", || !ends.socket.is_alive());
         assert_eq!(ends.rx.peek().unwrap().unwrap().header, [7; 28], "what arrived before stays readable");
+    }
+
+    #[test]
+    fn only_a_greeting_is_taken_for_one() {
+        let [own, from] = [Gid([1; 16]), Gid([2; 16])];
+        bolero::check!().with_type::<(bool, Vec<u8>)>().for_each(|(changes, bytes)| {
+            let mut whole = greeting(own, from, 7).to_vec();
+            if *changes {
+                whole.truncate(GREETING.min(GREETING - 4 + bytes.len()));
+                whole.iter_mut().zip(bytes).for_each(|(byte, change)| *byte ^= change);
+            }
+            let bytes = if *changes { &whole } else { bytes };
+            match read_greeting(bytes, own, 7) {
+                Ok(peer) => assert_eq!(bytes[..], greeting(own, peer, 7)),
+                Err(error) => assert!(!error.to_string().is_empty()),
+            }
+        });
     }
 }

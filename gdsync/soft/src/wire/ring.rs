@@ -442,6 +442,26 @@ mod tests {
     }
 
     #[test]
+    fn any_words_in_the_ring_are_survived() {
+        bolero::check!().with_type::<Vec<(u8, u32)>>().for_each(|steps| {
+            let (mut tx, mut rx, memory) = pair();
+            for &(step, value) in steps {
+                let line = rx.consumer.line(&rx.ring) + u64::from(step / 8);
+                match step % 4 {
+                    0 => memory.write(at(line % 8192), &value.to_le_bytes()).unwrap(),
+                    1 => memory.write(0, &u64::from(value >> 8).to_le_bytes()).unwrap(),
+                    2 => _ = tx.try_push(&header(1), &body(1, value as usize % MAX_BODY), &[]),
+                    _ => {
+                        let Ok(Some(record)) = rx.peek() else { continue };
+                        rx.read_body(&record, 0, &mut vec![0; record.body_len]).unwrap();
+                        rx.pop(record);
+                    }
+                }
+            }
+        });
+    }
+
+    #[test]
     fn places_fill_shelves_one_after_the_other() {
         let mut places = (0..SHELVES).flat_map(|shelf| {
             let len = shelf_of(if shelf == 0 { 0 } else { FIRST << (shelf - 1) }).1;
