@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 use crate::child::own_process;
-use crate::common::{PATIENCE, Side, hca, is_device_named, loopback, pair, stream};
+use crate::common::{PATIENCE, Side, hca, is_device_named, loopback, pair, stream, until};
 use gdsync::error::Error;
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
@@ -117,12 +117,22 @@ fn child_opens_a_device_of_its_own() {
 }
 
 /// The system gives threads of the child the numbers that threads of the parent have.
+fn others_sleep() -> bool {
+    // SAFETY: gettid has no arguments and cannot fail.
+    let own = unsafe { libc::gettid() }.to_string();
+    std::fs::read_dir("/proc/self/task").unwrap().map(|task| task.unwrap()).all(|task| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        *task.file_name() == *own || stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('S'))
+    })
+}
+
 #[test]
 fn what_a_child_drops_is_none_of_its_own_threads() {
     own_process!();
     let mut parents: Vec<_> = (0..4).map(|_| stream("parent")).collect();
-    // Their threads have begun: none holds a lock of the C library when the child begins.
     parents.iter().try_for_each(|parent| parent.synchronize(PATIENCE)).unwrap();
+    // A thread that runs may hold a lock, which nobody releases in the child.
+    until(others_sleep);
     assert!(in_child(|| {
         let own: Vec<_> = (0..8).map(|_| stream("child")).collect();
         parents.clear();
