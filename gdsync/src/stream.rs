@@ -97,6 +97,7 @@ pub use steps::{DEVICE_HEADER, KernelSteps};
 
 use crate::nvtx::DOMAIN;
 use crate::verbs::qp::QpCore;
+use crate::verbs::sq::OfStream;
 use crate::verbs::{Completion, Qp, SendWr};
 use cuda::CudaEngine;
 use gdsync_device::GpuNudge;
@@ -316,7 +317,7 @@ impl Stream {
         batch: &mut Batch,
         submit: impl FnOnce(&mut Ops) -> Result<u64>,
     ) -> Result<u64> {
-        batch.mark(self.0.id, !self.0.signals)?;
+        batch.mark(self.of_stream())?;
         // Recorded first, because the engine may run it at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
         let seq = match submit(&mut batch.ops) {
@@ -369,11 +370,18 @@ impl Stream {
         }
     }
 
-    /// Submits a batch that `add` fills.
+    fn of_stream(&self) -> OfStream {
+        OfStream { id: self.0.id, by_gpu: !self.0.signals }
+    }
+
+    /// Submits a batch of one operation, which `add` fills.
     fn submit_one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
         // Dropped after the submit lock: dropping a host function runs foreign code.
         let mut batch = Batch::new();
         let mut state = self.state()?;
+        if state.recording.is_none() {
+            batch = Batch::for_stream(self.of_stream());
+        }
         let added = add(&mut batch)?;
         self.submit_locked(&mut state, &mut batch)?;
         drop(state);

@@ -185,13 +185,3 @@ pub(crate) use plain_constants;
 
 /// A function of an old interface that nothing calls.
 pub type Unused = Option<unsafe extern "C" fn() -> c_int>;
-
-/// The structures and unions of this crate.
-pub fn layouts() -> impl Iterator<Item = &'static Layout> {
-    crate::verbs::LAYOUTS.iter().chain(crate::mlx5::LAYOUTS).copied().flatten()
-}
-
-/// The constants of this crate.
-pub fn constants() -> impl Iterator<Item = &'static Constant> {
-    crate::verbs::CONSTANT_LISTS.iter().chain(crate::mlx5::CONSTANT_LISTS).copied().flatten()
-}

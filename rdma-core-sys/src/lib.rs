@@ -21,3 +21,13 @@ pub mod verbs;
 pub use load::LoadError;
 pub use mlx5::Mlx5;
 pub use verbs::Verbs;
+
+/// The structures and unions of this crate.
+pub fn layouts() -> impl Iterator<Item = &'static abi::Layout> {
+    verbs::LAYOUTS.iter().chain(mlx5::LAYOUTS).copied().flatten()
+}
+
+/// The constants of this crate.
+pub fn constants() -> impl Iterator<Item = &'static abi::Constant> {
+    verbs::CONSTANT_LISTS.iter().chain(mlx5::CONSTANT_LISTS).copied().flatten()
+}

@@ -12,6 +12,7 @@ use super::execute::{Runner, Unsatisfied, execute, message_of};
 use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::qp::QpCore;
+use crate::verbs::sq::OfStream;
 use crate::verbs::{Completion, Qp, SendWr};
 use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
@@ -34,6 +35,8 @@ pub struct Batch {
     pub(super) only_once: Option<(&'static str, &'static str)>,
     /// Boxed, so that most batches are cheap to make and drop.
     pub(super) rare: Option<Box<RareState>>,
+    /// The stream that the batch is for, if known: its parts are submitted to it as they are added.
+    stream: Option<OfStream>,
     /// Operations before this index belong to an earlier part, whose doorbells must not cover later sends.
     pub(super) part: usize,
 }
@@ -69,15 +72,15 @@ impl fmt::Debug for Repeatable {
 }
 
 impl Batch {
-    /// Submits the sends and waits to `stream` in their queues, all or none. `by_gpu`: the stream is a GPU's.
-    pub(super) fn mark(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
+    /// Submits the sends and waits to `stream` in their queues, all or none.
+    pub(super) fn mark(&mut self, stream: OfStream) -> Result<()> {
         let marked = self
             .sends
             .iter_mut()
-            .try_for_each(|send| send.submit(stream, by_gpu))
-            .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream, by_gpu)))
+            .try_for_each(|send| send.submit(stream))
+            .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream)))
             .and_then(|()| {
-                self.covered().iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream, &c.end.tracker))
+                self.covered().iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream.id, &c.end.tracker))
             });
         marked.inspect_err(|_| self.unmark())
     }
@@ -142,6 +145,11 @@ impl Batch {
         self.only_once = None;
     }
 
+    /// An empty batch for one operation on `stream`.
+    pub(super) fn for_stream(stream: OfStream) -> Self {
+        Self { stream: Some(stream), ..Self::default() }
+    }
+
     /// An empty batch.
     pub fn new() -> Self {
         Self::default()
@@ -172,7 +180,7 @@ impl Batch {
     /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
     /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Completion> {
-        PreparedSend::new(qp, wrs).map(|prepared| self.post(prepared))
+        PreparedSend::new(qp, wrs, self.stream).map(|prepared| self.post(prepared))
     }
 
     /// Adds sends prepared earlier.
@@ -197,7 +205,7 @@ impl Batch {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
     /// pair.
     pub fn wait_send(&mut self, qp: &Qp) -> Result<Completion> {
-        PreparedWait::next(&qp.send.end, 1).map(|wait| self.post_wait(wait))
+        PreparedWait::next(&qp.send.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }
 
     /// Waits for all sends of `qp` posted or prepared so far. Returns the completion of the last one.
@@ -216,7 +224,7 @@ impl Batch {
     /// GPU may not see payload that a card writes to its memory: see
     /// [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush); the error that broke the queue pair.
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
-        PreparedWait::next(&qp.recv.end, 1).map(|wait| self.post_wait(wait))
+        PreparedWait::next(&qp.recv.end, 1, self.stream).map(|wait| self.post_wait(wait))
     }
 
     /// Waits for one work request, and thereby for all earlier ones of its queue. Adds nothing if it was polled, or if
@@ -326,7 +334,7 @@ impl Batch {
 }
 
 /// The stream id of the CPU while it runs a batch. Streams are numbered from 1.
-const CPU: u64 = 0;
+const CPU: OfStream = OfStream { id: 0, by_gpu: false };
 
 /// Spin time of a wait before it sleeps; equals the default of host streams.
 const SPIN: Duration = Duration::from_micros(50);
@@ -346,7 +354,7 @@ impl Batch {
     /// Resumes the panic of a host function, after stopping the queue pairs of the batch.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
         self.ops.iter().try_for_each(Op::check)?;
-        self.mark(CPU, false)?;
+        self.mark(CPU)?;
         let cores: Vec<_> = self.cores().cloned().collect();
         let ops = mem::take(&mut self.ops);
         self.hand_over();

@@ -399,6 +399,7 @@ mod tests {
     use gdsync_testkit::driver;
 
     use super::*;
+    use crate::verbs::sq::OfStream;
     use crate::verbs::{Context, SendWr};
 
     #[test]
@@ -424,7 +425,7 @@ mod tests {
         let mut batch = Batch::new();
         batch.send(&a, &SendWr::nop()).unwrap();
         batch.wait_send(&a).unwrap();
-        batch.mark(7, true).unwrap();
+        batch.mark(OfStream { id: 7, by_gpu: true }).unwrap();
         assert!(!may_unwatch(), "a submitted wait is below the watch limit");
         batch.unmark();
         stream.abort();

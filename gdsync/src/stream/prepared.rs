@@ -7,7 +7,7 @@ use super::op::{Op, Ops};
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::{QueueEnd, ResetHold};
 use crate::verbs::qp::QpCore;
-use crate::verbs::sq::{QueueState, SendQueue, Template, Written};
+use crate::verbs::sq::{OfStream, QueueState, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
 use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
@@ -25,33 +25,42 @@ pub struct PreparedSend {
     _hold: ResetHold,
     pub(super) sends: Written,
     submitted: Option<QueueState>,
+    /// Whether the flight recorder has the submission.
+    is_recorded: bool,
     /// Index of its operation in its batch.
     pub(super) place: usize,
 }
 
 impl PreparedSend {
     /// Wraps the sends that `prepare` writes.
-    fn of(queue: &Arc<SendQueue>, prepare: impl FnOnce() -> Result<Written>) -> Result<Self> {
+    fn of(
+        queue: &Arc<SendQueue>,
+        prepare: impl FnOnce() -> Result<(Written, Option<QueueState>)>,
+    ) -> Result<Self> {
         let hold = queue.end.hold();
-        Ok(Self { sends: prepare()?, queue: queue.clone(), _hold: hold, submitted: None, place: 0 })
+        let (sends, submitted) = prepare()?;
+        let is_recorded = submitted.is_some();
+        Ok(Self { queue: queue.clone(), _hold: hold, sends, submitted, is_recorded, place: 0 })
     }
 
-    /// Prepares sends.
-    pub(super) fn new(qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Self> {
+    /// Prepares sends. With a `stream`, also submits them to it.
+    pub(super) fn new(qp: &Qp, wrs: &[SendWr<'_>], stream: Option<OfStream>) -> Result<Self> {
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
-        Self::of(&qp.send, || qp.send.prepare(wrs))
+        Self::of(&qp.send, || qp.send.prepare(wrs, stream))
     }
 
     /// Prepares recorded sends again.
     pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template]) -> Result<Self> {
-        Self::of(queue, || queue.prepare_again(sends))
+        Self::of(queue, || Ok((queue.prepare_again(sends)?, None)))
     }
 
-    /// Submits it to a stream. `by_gpu`: the stream is a GPU's.
-    pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
-        self.submitted = Some(self.queue.submit(&self.sends, stream, by_gpu)?);
+    /// Submits it to a stream, unless it was submitted before.
+    pub(super) fn submit(&mut self, stream: OfStream) -> Result<()> {
+        if self.submitted.is_none() {
+            self.submitted = Some(self.queue.submit(&self.sends, stream)?);
+        }
         Ok(())
     }
 
@@ -59,6 +68,7 @@ impl PreparedSend {
     pub(super) fn unsubmit(&mut self) {
         if let Some(before) = self.submitted.take() {
             self.queue.unsubmit(&self.sends, before);
+            self.is_recorded = false;
         }
     }
 
@@ -88,12 +98,15 @@ impl PreparedSend {
 
     /// Whether `next` follows directly, so that one record covers both.
     pub(super) fn precedes(&self, next: &Self) -> bool {
-        self.is_same_queue(next) && self.sends.range.end == next.sends.range.start
+        let is_next = self.is_same_queue(next) && self.sends.range.end == next.sends.range.start;
+        is_next && self.is_recorded == next.is_recorded
     }
 
     /// Records a stage of the consecutive sends from this through `last`.
     pub(super) fn note_through(&self, last: &Self, stage: Stage, stream: u64) {
-        self.queue.note(stage, self.sends.range.start..last.sends.range.end, stream);
+        if !(stage == Stage::Submitted && self.is_recorded) {
+            self.queue.note(stage, self.sends.range.start..last.sends.range.end, stream);
+        }
     }
 
     /// Notifies the device, unless it watches the doorbell, that a GPU stream will ring for it.
@@ -142,35 +155,50 @@ impl PreparedWait {
     /// A wait through `completion`; `None` when it was claimed or taken before.
     pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
         completion.check_life()?;
-        Self::claim(&completion.end, ClaimRange::Through(completion.n), WaitKind::Through)
+        Self::claim(&completion.end, ClaimRange::Through(completion.n), WaitKind::Through, None)
     }
 
-    /// A wait for the next `count` completions of a queue.
-    pub(super) fn next(end: &Arc<QueueEnd>, count: u64) -> Result<Self> {
-        Self::some(end, ClaimRange::Next(count), WaitKind::Next)
+    /// A wait for the next `count` completions of a queue. With a `stream`, also submitted to it.
+    pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<OfStream>) -> Result<Self> {
+        Self::some(end, ClaimRange::Next(count), WaitKind::Next, stream)
     }
 
     /// A wait for all completions of a queue.
     pub(super) fn all(end: &Arc<QueueEnd>) -> Result<Self> {
-        Self::some(end, ClaimRange::All, WaitKind::All)
+        Self::some(end, ClaimRange::All, WaitKind::All, None)
     }
 
-    fn some(end: &Arc<QueueEnd>, claim_range: ClaimRange, kind: WaitKind) -> Result<Self> {
+    fn some(
+        end: &Arc<QueueEnd>,
+        claim_range: ClaimRange,
+        kind: WaitKind,
+        stream: Option<OfStream>,
+    ) -> Result<Self> {
         let nothing = || Error::NothingToWaitFor { queue: end.tracker.name(), qpn: end.qp.qpn };
-        Self::claim(end, claim_range, kind)?.ok_or_else(nothing)
+        Self::claim(end, claim_range, kind, stream)?.ok_or_else(nothing)
     }
 
-    fn claim(end: &Arc<QueueEnd>, claim_range: ClaimRange, kind: WaitKind) -> Result<Option<Self>> {
+    fn claim(
+        end: &Arc<QueueEnd>,
+        claim_range: ClaimRange,
+        kind: WaitKind,
+        stream: Option<OfStream>,
+    ) -> Result<Option<Self>> {
         let hold = end.hold();
-        let claimed = end.cq.claim(claim_range, &end.tracker);
+        let claimed = end.cq.claim(claim_range, &end.tracker, stream);
         let wait = claimed.map(|claimed| {
             let (first, n) = claimed?;
             let claim = end.completion(n);
-            Some(Self { claim, _hold: hold, first, kind, submitted: false, place: 0 })
+            Some(Self { claim, _hold: hold, first, kind, submitted: stream.is_some(), place: 0 })
         });
         // The root cause first. Dropping the wait releases the claim.
-        end.qp.check_known()?;
-        wait
+        match (end.qp.check_known(), wait) {
+            (Ok(()), wait) => wait,
+            (Err(error), wait) => {
+                wait.into_iter().flatten().for_each(|mut wait| wait.unsubmit());
+                Err(error)
+            }
+        }
     }
 
     /// The last completion of this wait.
@@ -182,10 +210,12 @@ impl PreparedWait {
         &self.claim.end.qp
     }
 
-    /// Submits it to a stream. `by_gpu`: the stream is a GPU's.
-    pub(super) fn submit(&mut self, stream: u64, by_gpu: bool) -> Result<()> {
-        self.claim.end.cq.submit(self.claim.n, (stream, by_gpu), &self.claim.end.tracker)?;
-        self.submitted = true;
+    /// Submits it to a stream, unless it was submitted before.
+    pub(super) fn submit(&mut self, stream: OfStream) -> Result<()> {
+        if !self.submitted {
+            self.claim.end.cq.submit(self.claim.n, stream, &self.claim.end.tracker)?;
+            self.submitted = true;
+        }
         Ok(())
     }
 
@@ -226,7 +256,7 @@ impl Qp {
     /// [`Error::InvalidArgument`] for an empty list; [`Error::WrongState`]; [`Error::QueueFull`];
     /// [`Error::WorkRequest`]; the error that broke the queue pair.
     pub fn prepare_send(&self, wrs: &[SendWr<'_>]) -> Result<PreparedSend> {
-        PreparedSend::new(self, wrs)
+        PreparedSend::new(self, wrs, None)
     }
 
     /// Claims the next send completion for a stream.
@@ -235,7 +265,7 @@ impl Qp {
     /// [`Error::NothingToWaitFor`] when every posted or prepared send is already claimed or polled;
     /// [`Error::Unsupported`] on a shared completion queue; the error that broke the queue pair.
     pub fn prepare_wait_send(&self) -> Result<PreparedWait> {
-        PreparedWait::next(&self.send.end, 1)
+        PreparedWait::next(&self.send.end, 1, None)
     }
 
     /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.
@@ -253,6 +283,6 @@ impl Qp {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
     /// pair.
     pub fn prepare_wait_recv(&self) -> Result<PreparedWait> {
-        PreparedWait::next(&self.recv.end, 1)
+        PreparedWait::next(&self.recv.end, 1, None)
     }
 }

@@ -180,7 +180,7 @@ impl Part {
             }
             Part::Wait { awaited, has_completion } => {
                 let wait = match awaited {
-                    WaitTarget::Next(end, count) => PreparedWait::next(end, *count)?,
+                    WaitTarget::Next(end, count) => PreparedWait::next(end, *count, None)?,
                     WaitTarget::All(end) => PreparedWait::all(end)?,
                     WaitTarget::Through(place) => {
                         let sent = &completions[*place];

@@ -16,6 +16,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use self::flushed::FlushCqe;
 use super::source::Arrival;
+use super::sq::OfStream;
 use super::track::Tracker;
 use super::wr::Wc;
 use gdsync_device::error::{Error, Result};
@@ -439,7 +440,13 @@ impl CqInner {
     }
 
     /// Claims completions for a stream wait. Returns the first and last number; `None` if the last was taken before.
-    pub(crate) fn claim(&self, claim_range: ClaimRange, tracker: &Tracker) -> Result<Option<(u64, u64)>> {
+    /// With a `stream`, also submits the claim to it, as [`CqInner::submit`] does.
+    pub(crate) fn claim(
+        &self,
+        claim_range: ClaimRange,
+        tracker: &Tracker,
+        stream: Option<OfStream>,
+    ) -> Result<Option<(u64, u64)>> {
         self.fork_guard.check()?;
         let mut state = self.state.lock();
         if state.attached != 1 {
@@ -476,6 +483,11 @@ impl CqInner {
         state.claim_next = n + 1;
         state.in_stream += 1;
         state.unsubmitted.push_back((first, n));
+        if let Some(Err(error)) = stream.map(|stream| self.submit_locked(&mut state, n, stream, tracker)) {
+            drop(state);
+            self.release(first, n);
+            return Err(error);
+        }
         Ok(Some((first, n)))
     }
 
@@ -508,28 +520,31 @@ impl CqInner {
         self.reap();
     }
 
-    /// Submits claim `n` to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. With `by_gpu`, publishes the watch
+    /// Submits claim `n` to `stream`, in claim order. Undone by [`CqInner::unsubmit`]. For a GPU's, publishes the watch
     /// limit too: call [`CqInner::ensure_attended`] after the unlock.
-    pub(crate) fn submit(&self, n: u64, (stream, by_gpu): (u64, bool), tracker: &Tracker) -> Result<()> {
+    pub(crate) fn submit(&self, n: u64, stream: OfStream, tracker: &Tracker) -> Result<()> {
         self.fork_guard.check()?;
-        let mut state = self.state.lock();
+        self.submit_locked(&mut self.state.lock(), n, stream, tracker)
+    }
+
+    fn submit_locked(&self, state: &mut CqState, n: u64, stream: OfStream, tracker: &Tracker) -> Result<()> {
         let (_, expected) =
             *state.unsubmitted.front().expect("the claim of a wait is listed until it is submitted");
         if expected != n {
             return Err(Error::OutOfOrder { qpn: tracker.qpn, expected, got: n });
         }
-        if !state.is_free_for(stream) {
+        if !state.is_free_for(stream.id) {
             // The other stream may have passed its claims by now.
-            self.reap_locked(&mut state);
-            self.free(&mut state);
+            self.reap_locked(state);
+            self.free(state);
         }
-        if !state.is_free_for(stream) {
+        if !state.is_free_for(stream.id) {
             let owner = format!("stream {}", state.stream);
             return Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner });
         }
-        state.stream = stream;
+        state.stream = stream.id;
         state.unsubmitted.pop_front();
-        if by_gpu {
+        if stream.by_gpu {
             self.parts.event.publish_wait(n + 1);
         }
         Ok(())

@@ -135,6 +135,7 @@ impl SendQueue {
             if range.is_empty() {
                 return Ok(range);
             }
+            range.clone().for_each(|n| self.note_prepared(track, n));
             if let Err(error) = self.arrive().and_then(|()| self.expose(track, &range)) {
                 self.undo(track, &range);
                 return Err(error);
@@ -159,11 +160,22 @@ impl SendQueue {
         if self.send_doorbell.by_card { self.ring.flush() } else { Ok(()) }
     }
 
-    /// Writes one or more requests without exposing them.
-    pub(crate) fn prepare(&self, wrs: &[SendWr<'_>]) -> Result<Written> {
+    /// Writes one or more requests without exposing them. With a `stream`, also submits them to it, as
+    /// [`SendQueue::submit`] does.
+    pub(crate) fn prepare(
+        &self,
+        wrs: &[SendWr<'_>],
+        stream: Option<OfStream>,
+    ) -> Result<(Written, Option<QueueState>)> {
         self.with_room(|track| {
             let range = self.write_all(track, wrs, Self::write_one)?;
-            Ok(written(track, range))
+            let sends = written(track, range);
+            let before = stream.map(|stream| self.hand_over(track, &sends, stream)).transpose();
+            let before = before.inspect_err(|_| self.undo(track, &sends.range))?;
+            for n in sends.range.clone() {
+                self.qp.log.note_prepared(n, track.entry(n).len, stream.map(|stream| stream.id));
+            }
+            Ok((sends, before))
         })
     }
 
@@ -178,6 +190,7 @@ impl SendQueue {
         };
         self.with_room(|track| {
             let range = self.write_all(track, sends, again)?;
+            range.clone().for_each(|n| self.note_prepared(track, n));
             Ok(written(track, range))
         })
     }
@@ -293,7 +306,6 @@ impl SendQueue {
         self.prefetch_behind(begin, end);
         let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
-        self.qp.log.note_prepared(track.posted, len, None);
         track.push(Entry { wr_id, begin, blocks: count, doorbell, ds, len, ..Entry::default() });
         Ok(())
     }
@@ -380,6 +392,10 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.qpn, owner }
     }
 
+    fn note_prepared(&self, track: &Track, n: u64) {
+        self.qp.log.note_prepared(n, track.entry(n).len, None);
+    }
+
     /// Records a stage of consecutive requests.
     pub(crate) fn note(&self, stage: Stage, numbers: Range<u64>, stream: u64) {
         self.qp.log.note_in(stage, Queue::Send, stream, numbers);
@@ -416,6 +432,14 @@ fn written(track: &Track, range: Range<u64>) -> Written {
     Written { range, end: last.end(), doorbell: last.doorbell }
 }
 
+/// The stream that requests are submitted to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OfStream {
+    pub(crate) id: u64,
+    /// Whether a GPU runs it, so that the device must watch for its doorbells and waits.
+    pub(crate) by_gpu: bool,
+}
+
 /// The state of a queue before a submission, to undo it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct QueueState {
@@ -425,22 +449,24 @@ pub(crate) struct QueueState {
 }
 
 impl SendQueue {
-    /// Submits prepared requests to a stream, whose doorbell will expose them. With `by_gpu`, publishes the watch limit
-    /// too: call [`SendQueue::ensure_watched`] after the unlock. Returns what [`SendQueue::unsubmit`] needs.
-    pub(crate) fn submit(&self, sends: &Written, stream: u64, by_gpu: bool) -> Result<QueueState> {
-        self.with_room(|track| {
-            let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
-            let is_others = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream);
-            if is_others && !track.is_idle() {
-                return Err(self.busy(track.owner));
-            }
-            self.expose(track, &sends.range)?;
-            track.owner = Owner::Stream(stream);
-            if let Some(doorbell_watch) = self.doorbell_watch.as_ref().filter(|_| by_gpu) {
-                doorbell_watch.publish(sends.end);
-            }
-            Ok(before)
-        })
+    /// Submits prepared requests to a stream, whose doorbell will expose them. For a GPU's, publishes the watch limit too:
+    /// call [`SendQueue::ensure_watched`] after the unlock. Returns what [`SendQueue::unsubmit`] needs.
+    pub(crate) fn submit(&self, sends: &Written, stream: OfStream) -> Result<QueueState> {
+        self.with_room(|track| self.hand_over(track, sends, stream))
+    }
+
+    fn hand_over(&self, track: &mut Track, sends: &Written, stream: OfStream) -> Result<QueueState> {
+        let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
+        let is_others = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream.id);
+        if is_others && !track.is_idle() {
+            return Err(self.busy(track.owner));
+        }
+        self.expose(track, &sends.range)?;
+        track.owner = Owner::Stream(stream.id);
+        if let Some(doorbell_watch) = self.doorbell_watch.as_ref().filter(|_| stream.by_gpu) {
+            doorbell_watch.publish(sends.end);
+        }
+        Ok(before)
     }
 
     /// Undoes [`SendQueue::submit`], including the watch limit.
@@ -465,6 +491,7 @@ impl SendQueue {
 
 #[cfg(test)]
 mod tests {
+    use super::OfStream;
     use crate::verbs::{Context, SendWr};
     use gdsync_soft::SoftHcaConfig;
 
@@ -476,16 +503,16 @@ mod tests {
         b.connect(a.address()).unwrap();
         let queue = &a.send;
         let watch_limit = || queue.doorbell_watch.as_ref().unwrap().published();
-        let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()]).unwrap();
+        let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().0;
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
         // A host stream needs no watch.
-        let before = queue.submit(&first, 1, false).unwrap();
+        let before = queue.submit(&first, OfStream { id: 1, by_gpu: false }).unwrap();
         assert_eq!(watch_limit(), 0);
         queue.unsubmit(&first, before);
-        queue.submit(&first, 1, true).unwrap();
+        queue.submit(&first, OfStream { id: 1, by_gpu: true }).unwrap();
         assert_eq!(watch_limit(), 2);
         queue.cancel(&dropped.range);
-        let before = queue.submit(&last, 1, true).unwrap();
+        let before = queue.submit(&last, OfStream { id: 1, by_gpu: true }).unwrap();
         assert_eq!(watch_limit(), 6);
         queue.unsubmit(&last, before);
         assert_eq!(watch_limit(), 2, "the cancelled requests in between are excluded too");

@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use rdma_core_sys::abi::{self, Constant, Growth, Layout};
+use rdma_core_sys::abi::{Constant, Growth, Layout};
 
 /// Declared here, and absent from the headers of rdma-core 44, the oldest that the tests meet.
 const NEWER: &[&str] = &[
@@ -111,8 +111,9 @@ fn declarations_are_those_of_the_headers() {
     };
     let words: HashSet<&str> = headers.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
     type Constants = Vec<&'static Constant>;
-    let (known, unknown): (Constants, Constants) = abi::constants().partition(|c| words.contains(c.name));
-    let layouts: Vec<_> = abi::layouts().collect();
+    let (known, unknown): (Constants, Constants) =
+        rdma_core_sys::constants().partition(|c| words.contains(c.name));
+    let layouts: Vec<_> = rdma_core_sys::layouts().collect();
     let mut wrong: Vec<String> = unknown
         .iter()
         .filter(|c| !NEWER.contains(&c.name))

@@ -183,7 +183,7 @@ impl Shared {
         self.mark_before_registering(guard, ops);
         let calls = exec.plan(ops, ends)?;
         let mut done = CompletedSubmissions::nothing();
-        let _joined = self.begin(guard)?;
+        let _joined = self.begin(guard, true)?;
         let count = 1 + calls.len();
         let launching = exec.pool.lock();
         let instance = self.instance(guard, &exec.pool)?;
@@ -307,7 +307,7 @@ impl Shared {
         self.mark_before_registering(guard, ops);
         let steps = step_pool.plan(ops, ends)?;
         let mut done = CompletedSubmissions::nothing();
-        let _joined = self.begin(guard)?;
+        let _joined = self.begin(guard, true)?;
         let Some(kernel_exec) = &self.kernel_exec else { return Err(other_executor()) };
         let launching = step_pool.pool.lock();
         let instance = self.instance(guard, &step_pool.pool)?;

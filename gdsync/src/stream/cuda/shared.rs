@@ -27,7 +27,7 @@ use super::instance::{Instance, Pool};
 use super::nudger::Nudger;
 use super::plan::{self, Calls};
 use super::watchdog::is_inconclusive;
-use super::{CudaStreamConfig, Nudge, Via};
+use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::execute::message_of;
 use crate::stream::op::{Op, Ops, Source, sources_of};
 use crate::stream::{ReentrancyCheck, SubmitLock};
@@ -48,12 +48,18 @@ const MAX_HOST_FNS: usize = 24;
 const MAX_CALLS: usize = 512;
 /// Both limits, as error text.
 const LIMITS: &str = "at most 512 calls, and 24 host functions";
+/// From this CUDA version on, the driver takes memory operations and launches for a created stream from a thread with
+/// any or no current context. Verified with 13.0.
+const ANYWHERE: i32 = 13_000;
+
 pub(super) struct Shared {
     pub(super) config: CudaStreamConfig,
     pub(super) log: Log,
     pub(super) gpu: Gpu,
     pub(super) stream: RawStream,
     owned: bool,
+    /// Whether memory operations and launches on the stream need its context to be current.
+    needs_context: bool,
     /// Whether the application has the stream's handle, and may be capturing it.
     handle_exposed: AtomicBool,
     pub(super) kernel_exec: Option<Arc<KernelExecutor>>,
@@ -154,6 +160,7 @@ impl Shared {
             gpu: gpu.clone(),
             stream,
             owned,
+            needs_context: stream <= PER_THREAD || gpu.capabilities().driver_version < ANYWHERE,
             kernel_exec,
             nudger,
             status,
@@ -214,13 +221,14 @@ impl Shared {
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
         let mut done = CompletedSubmissions::nothing();
-        let _joined = self.begin(guard)?;
+        let (_, host_fns) = calls.count();
+        let _joined = self.begin(guard, self.needs_context || host_fns > 0)?;
         let seq = self.submitted() + 1;
         let marks = guard.unmarked + 1 >= MARK_EVERY;
         if marks {
             calls.mark(self.mark_of(seq));
         }
-        let (count, host_fns) = calls.count();
+        let (count, _) = calls.count();
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, LIMITS));
@@ -241,12 +249,13 @@ impl Shared {
         }
     }
 
-    /// Makes the context current, unless the stream has failed or the application captures it.
-    pub(super) fn begin(&self, guard: &SubmitGuard) -> Result<Joined<'_>> {
+    /// Makes the context current, if the calls need it. Refused if the stream has failed or the application captures it.
+    pub(super) fn begin(&self, guard: &SubmitGuard, needs_context: bool) -> Result<Option<Joined<'_>>> {
         if self.failed() {
             return Err(self.why_failed());
         }
-        let joined = self.gpu.join().map_err(Error::cuda("entering the context"))?;
+        let join = || self.gpu.join().map_err(Error::cuda("entering the context"));
+        let joined = needs_context.then(join).transpose()?;
         if self.is_captured_by_others(guard) {
             return Err(graph::within_another());
         }
