@@ -293,11 +293,39 @@ struct TaggedPeer {
     credits: u16,
     /// Eager messages that we have room for again, and it does not know.
     owed: u16,
+    unexpected: UnexpectedCounts,
     announced: HashMap<u64, Box<Outgoing>>,
     next_id: u64,
     /// Payload to be read when the queue has room, and READs under way, oldest first.
     matched: VecDeque<Matched>,
     reading: VecDeque<(Request, Matched)>,
+}
+
+/// Messages of a rank that no receive has taken.
+#[derive(Debug, Default)]
+struct UnexpectedCounts {
+    eager: usize,
+    announced: usize,
+}
+
+impl UnexpectedCounts {
+    fn of(&mut self, payload: &Payload) -> (&mut usize, usize) {
+        match payload {
+            Payload::Eager(_) => (&mut self.eager, usize::from(CREDITS)),
+            Payload::Announced { .. } => (&mut self.announced, MAX_SENDS),
+        }
+    }
+
+    /// Whether the rank may have one more: by its credits, or the limit of its sends.
+    fn add(&mut self, payload: &Payload) -> bool {
+        let (count, most) = self.of(payload);
+        *count += 1;
+        *count <= most
+    }
+
+    fn remove(&mut self, payload: &Payload) {
+        *self.of(payload).0 -= 1;
+    }
 }
 
 impl TaggedPeer {
@@ -569,12 +597,13 @@ impl Engine {
     /// Takes a message out of the inbox.
     fn take(&mut self, rank: usize, at: usize, bytes: usize) -> Result<()> {
         let inbox = self.connections.inbox.memory();
-        let malformed = || {
-            let (what, value) = ("the message of the rank", "something else".to_owned());
-            let cause =
-                gdsync::Error::InvalidArgument { what, value, expected: "a tagged message of this version" };
+        let refused = |value: &str, expected| {
+            let (what, value) = ("the message of the rank", value.to_owned());
+            let cause = gdsync::Error::InvalidArgument { what, value, expected };
             Error::Message { rank, operation: "tagged receive", cause }
         };
+        let malformed = || refused("something else", "a tagged message of this version");
+        let too_many = || refused("one for which it has no credit", "at most 256 that no receive has taken");
         let mut head = [0; Header::MAX_BYTES];
         let head = &mut head[..bytes.min(Header::MAX_BYTES)];
         inbox.read(at, head)?;
@@ -594,7 +623,11 @@ impl Engine {
                     Some(incoming) => {
                         peer.accept(Matched { incoming, status: Status { rank, tag, bytes }, id, from });
                     }
-                    None => self.matcher.keep(rank, tag, Payload::Announced { id, bytes, from }),
+                    None => {
+                        let announced = Payload::Announced { id, bytes, from };
+                        peer.unexpected.add(&announced).then_some(()).ok_or_else(too_many)?;
+                        self.matcher.keep(rank, tag, announced);
+                    }
                 }
             }
             Kind::Eager { tag } => match self.matcher.receive_for(rank, tag) {
@@ -607,7 +640,9 @@ impl Engine {
                 None => {
                     let mut kept = vec![0; payload];
                     inbox.read(at + Header::BYTES, &mut kept)?;
-                    self.matcher.keep(rank, tag, Payload::Eager(kept));
+                    let eager = Payload::Eager(kept);
+                    peer.unexpected.add(&eager).then_some(()).ok_or_else(too_many)?;
+                    self.matcher.keep(rank, tag, eager);
                 }
             },
         }
@@ -643,6 +678,7 @@ impl Engine {
     pub(super) fn give(&mut self, arrived: Unexpected, incoming: Incoming) {
         let status = status_of(&arrived);
         let peer = &mut self.peers[status.rank];
+        peer.unexpected.remove(&arrived.message);
         match arrived.message {
             Payload::Eager(payload) => {
                 deliver(incoming, status, |to, start| to.write(start, &payload));
@@ -766,6 +802,18 @@ mod tests {
         let mut unknown = Header { kind: Kind::Credits, credits: 0 }.to_bytes();
         unknown[22] = 9;
         assert_eq!(Header::from_bytes(&unknown), None);
+    }
+
+    /// A rank that ignores its credits must not fill the memory.
+    #[test]
+    fn unexpected_messages_are_limited_to_the_credits() {
+        let (eager, mut counts) = (Payload::Eager(Vec::new()), UnexpectedCounts::default());
+        assert!((0..CREDITS).all(|_| counts.add(&eager)));
+        counts.remove(&eager);
+        assert!(counts.add(&eager) && !counts.add(&eager));
+        let from = RemoteAddr { addr: 0, rkey: 0 };
+        let announced = Payload::Announced { id: 0, bytes: 1 << 20, from };
+        assert!((0..MAX_SENDS).all(|_| counts.add(&announced)) && !counts.add(&announced));
     }
 
     #[test]
