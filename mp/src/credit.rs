@@ -21,7 +21,8 @@ use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::{RemoteAddr, Syndrome};
 use gdsync::stream::Cond;
 use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, SendWr};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use gdsync_device::Condvar;
+use parking_lot::{Mutex, MutexGuard};
 
 /// Bytes per rank in the table: a cache line, as each has another writer.
 const ENTRY: usize = 64;

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use crate::Condvar;
 use gdsync_shm::{doorbell_watch, event_count, nap};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 /// Event of a completion queue, raised after every completion: wakes sleeping threads of this process, and knows the GPU whose
 /// streams wait on the queue. Costs a fence and a load while nobody sleeps.

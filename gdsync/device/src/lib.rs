@@ -6,6 +6,7 @@
 
 mod address;
 mod attr;
+mod condvar;
 pub mod copy_engine;
 mod cq_event;
 pub mod cuda;
@@ -21,6 +22,7 @@ pub mod recorder;
 
 pub use address::{Gid, QpAddress, Shuffle, mtu_bytes, mtu_code, random_psn};
 pub use attr::{Access, MAX_RD_ATOMIC, QpAttr};
+pub use condvar::Condvar;
 pub use cq_event::{CqEvent, GpuNudge};
 pub use doorbell_set::{DoorbellSet, DoorbellWatch, MAX_QPS};
 pub use error::{CompletionError, Error, Result};

@@ -20,7 +20,8 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use std::{fmt, mem};
 
-use parking_lot::{Condvar, Mutex};
+use gdsync_device::Condvar;
+use parking_lot::Mutex;
 
 use super::cuda::SubmitGuard;
 use super::engine::Engine;
@@ -307,7 +308,7 @@ impl Shared {
         let mut state = self.state.lock();
         while !done() {
             state.awaited = Some(state.awaited.map_or(count(), |other| other.min(count())));
-            if self.done.wait_until(&mut state, deadline).timed_out() {
+            if self.done.wait_until(&mut state, deadline) {
                 return done();
             }
         }

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::stream::{Batch, Stream};
-use parking_lot::{Condvar, Mutex};
+use gdsync_device::Condvar;
+use parking_lot::Mutex;
 
 use super::blocking::{Collectives, Due, Part, Step, check_values, combine};
 use super::reduce::{Number, Reduction};

@@ -12,11 +12,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::Condvar;
 use gdrcopy::cuda::raw::layout::{Handle as RawHandle, MemOp, STREAM_NON_BLOCKING};
 use gdrcopy::cuda::raw::{Api, pointer_info};
 use gdrcopy::cuda::{CudaStatus, MemoryKind};
 use gdsync_shm::Backoff;
-use parking_lot::{Condvar, Mutex, RwLock};
+use parking_lot::{Mutex, RwLock};
 
 use super::Gpu;
 use super::deferred_free::DeferredFree;

@@ -12,8 +12,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use crate::Condvar;
 use gdrcopy::{GpuBuffer, Mapping};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Mutex, MutexGuard};
 
 use super::Gpu;
 use super::register::unregister;
@@ -271,7 +272,7 @@ impl Shared {
         let deadline = now.checked_add(timeout).unwrap_or(now + PATIENCE);
         state.waiting += 1;
         self.changed.notify_all();
-        while !done(&state) && !self.changed.wait_until(&mut state, deadline).timed_out() {}
+        while !done(&state) && !self.changed.wait_until(&mut state, deadline) {}
         state.waiting -= 1;
         done(&state)
     }

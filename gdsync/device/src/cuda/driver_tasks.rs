@@ -8,7 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use crate::Condvar;
+use parking_lot::Mutex;
 
 /// How long the thread stays without tasks.
 const LINGER: Duration = Duration::from_millis(200);
@@ -73,7 +74,7 @@ impl Shared {
         let mut state = self.state.lock();
         loop {
             let Some(task) = state.queue.pop_front() else {
-                let timed_out = self.more.wait_for(&mut state, LINGER).timed_out();
+                let timed_out = self.more.wait_for(&mut state, LINGER);
                 if timed_out && state.queue.is_empty() {
                     state.running = false;
                     return;

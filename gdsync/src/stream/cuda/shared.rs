@@ -20,7 +20,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::raw::Api;
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use gdsync_device::Condvar;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::graph::{self, Captured};
 use super::instance::{Instance, Pool};

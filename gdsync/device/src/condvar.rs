@@ -1,0 +1,132 @@
+//! A condition variable on a futex, for locks of `parking_lot`.
+//!
+//! `parking_lot::Condvar` keeps waiting threads in a table of the process, in memory of their stacks. A forked child
+//! inherits the entries of its parent's threads and gives their stacks to its own threads, whose wake-ups then get lost.
+
+use std::ptr::null;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+/// A condition variable. Waits may end spuriously.
+#[derive(Debug, Default)]
+pub struct Condvar {
+    /// Number of notifications.
+    notified: AtomicU32,
+    /// Number of waiting threads, changed under their mutex.
+    waiting: AtomicU32,
+}
+
+impl Condvar {
+    /// One that nobody waits for.
+    pub const fn new() -> Self {
+        Self { notified: AtomicU32::new(0), waiting: AtomicU32::new(0) }
+    }
+
+    /// Waits for a notification, with the mutex unlocked meanwhile.
+    pub fn wait<T>(&self, guard: &mut MutexGuard<'_, T>) {
+        self.sleep(guard, None);
+    }
+
+    /// As [`Condvar::wait`], for at most `timeout`. Returns whether it has run out.
+    pub fn wait_for<T>(&self, guard: &mut MutexGuard<'_, T>, timeout: Duration) -> bool {
+        let start = Instant::now();
+        self.sleep(guard, Some(timeout));
+        start.elapsed() >= timeout
+    }
+
+    /// As [`Condvar::wait`], until `deadline`. Returns whether it has passed.
+    pub fn wait_until<T>(&self, guard: &mut MutexGuard<'_, T>, deadline: Instant) -> bool {
+        self.sleep(guard, Some(deadline.saturating_duration_since(Instant::now())));
+        Instant::now() >= deadline
+    }
+
+    /// Waits while `condition` holds, for at most `timeout`.
+    pub fn wait_while_for<T>(
+        &self,
+        guard: &mut MutexGuard<'_, T>,
+        mut condition: impl FnMut(&mut T) -> bool,
+        timeout: Duration,
+    ) {
+        let deadline = Instant::now() + timeout;
+        while condition(guard) && !self.wait_until(guard, deadline) {}
+    }
+
+    /// Wakes one waiting thread.
+    pub fn notify_one(&self) {
+        self.wake(1);
+    }
+
+    /// Wakes all waiting threads.
+    pub fn notify_all(&self) {
+        self.wake(i32::MAX);
+    }
+
+    fn sleep<T>(&self, guard: &mut MutexGuard<'_, T>, timeout: Option<Duration>) {
+        // Under the mutex: a thread that changes what is waited for afterwards sees the count and changes the number.
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let number = self.notified.load(Ordering::SeqCst);
+        let time = timeout.map(|timeout| libc::timespec {
+            tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
+            tv_nsec: timeout.subsec_nanos().into(),
+        });
+        let time = time.as_ref().map_or(null(), std::ptr::from_ref);
+        let (word, wait) = (self.notified.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG);
+        // SAFETY: `word` is borrowed with `self`; `time` is null or points to a live structure.
+        MutexGuard::unlocked(guard, || unsafe { libc::syscall(libc::SYS_futex, word, wait, number, time) });
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+    }
+
+    fn wake(&self, threads: i32) {
+        self.notified.fetch_add(1, Ordering::SeqCst);
+        if self.waiting.load(Ordering::SeqCst) > 0 {
+            let (word, wake) = (self.notified.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG);
+            // SAFETY: `word` is borrowed with `self`; the kernel only uses its address.
+            unsafe { libc::syscall(libc::SYS_futex, word, wake, threads) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use parking_lot::Mutex;
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn no_notification_is_lost() {
+        let (turn, changed) = (Mutex::new(0), Condvar::new());
+        thread::scope(|scope| {
+            for own in 0..3 {
+                let (turn, changed) = (&turn, &changed);
+                scope.spawn(move || {
+                    for _ in 0..2000 {
+                        let mut turn = turn.lock();
+                        let deadline = Instant::now() + TIMEOUT;
+                        while *turn % 3 != own {
+                            assert!(!changed.wait_until(&mut turn, deadline), "turn {turn}");
+                        }
+                        *turn += 1;
+                        drop(turn);
+                        changed.notify_all();
+                    }
+                });
+            }
+        });
+        assert_eq!(turn.into_inner(), 6000);
+    }
+
+    #[test]
+    fn a_wait_ends_by_its_timeout() {
+        let (mutex, changed) = (Mutex::new(()), Condvar::new());
+        let start = Instant::now();
+        while !changed.wait_for(&mut mutex.lock(), Duration::from_millis(5)) {}
+        changed.wait_while_for(&mut mutex.lock(), |_| true, Duration::from_millis(5));
+        assert!((Duration::from_millis(10)..TIMEOUT).contains(&start.elapsed()));
+    }
+}
