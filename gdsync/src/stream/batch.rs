@@ -180,7 +180,14 @@ impl Batch {
     /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
     /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Completion> {
-        PreparedSend::new(qp, wrs, self.stream).map(|prepared| self.post(prepared))
+        self.sends.push(PreparedSend::empty(&qp.send));
+        let send = self.sends.last_mut().expect("pushed above");
+        if let Err(error) = send.prepare(wrs, self.stream) {
+            self.sends.pop();
+            return Err(error);
+        }
+        send.trigger_op(&mut self.ops, self.part);
+        Ok(send.completion())
     }
 
     /// Adds sends prepared earlier.

@@ -32,28 +32,27 @@ pub struct PreparedSend {
 }
 
 impl PreparedSend {
-    /// Wraps the sends that `prepare` writes.
-    fn of(
-        queue: &Arc<SendQueue>,
-        prepare: impl FnOnce() -> Result<(Written, Option<QueueState>)>,
-    ) -> Result<Self> {
-        let hold = queue.end.hold();
-        let (sends, submitted) = prepare()?;
-        let is_recorded = submitted.is_some();
-        Ok(Self { queue: queue.clone(), _hold: hold, sends, submitted, is_recorded, place: 0 })
+    /// No sends yet.
+    pub(super) fn empty(queue: &Arc<SendQueue>) -> Self {
+        let (sends, hold) = (Written::default(), queue.end.hold());
+        Self { queue: queue.clone(), _hold: hold, sends, submitted: None, is_recorded: false, place: 0 }
     }
 
-    /// Prepares sends. With a `stream`, also submits them to it.
-    pub(super) fn new(qp: &Qp, wrs: &[SendWr<'_>], stream: Option<OfStream>) -> Result<Self> {
+    /// Prepares sends, once. With a `stream`, also submits them to it.
+    pub(super) fn prepare(&mut self, wrs: &[SendWr<'_>], stream: Option<OfStream>) -> Result<()> {
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
-        Self::of(&qp.send, || qp.send.prepare(wrs, stream))
+        self.queue.prepare(wrs, stream, (&mut self.sends, &mut self.submitted))?;
+        self.is_recorded = stream.is_some();
+        Ok(())
     }
 
     /// Prepares recorded sends again.
     pub(super) fn again(queue: &Arc<SendQueue>, sends: &[Template]) -> Result<Self> {
-        Self::of(queue, || Ok((queue.prepare_again(sends)?, None)))
+        let mut again = Self::empty(queue);
+        again.sends = queue.prepare_again(sends)?;
+        Ok(again)
     }
 
     /// Submits it to a stream, unless it was submitted before.
@@ -117,7 +116,7 @@ impl PreparedSend {
 
 impl Drop for PreparedSend {
     fn drop(&mut self) {
-        if self.submitted.is_none() {
+        if self.submitted.is_none() && !self.sends.range.is_empty() {
             self.queue.cancel(&self.sends.range);
         }
     }
@@ -256,7 +255,9 @@ impl Qp {
     /// [`Error::InvalidArgument`] for an empty list; [`Error::WrongState`]; [`Error::QueueFull`];
     /// [`Error::WorkRequest`]; the error that broke the queue pair.
     pub fn prepare_send(&self, wrs: &[SendWr<'_>]) -> Result<PreparedSend> {
-        PreparedSend::new(self, wrs, None)
+        let mut prepared = PreparedSend::empty(&self.send);
+        prepared.prepare(wrs, None)?;
+        Ok(prepared)
     }
 
     /// Claims the next send completion for a stream.

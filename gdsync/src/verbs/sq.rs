@@ -73,7 +73,7 @@ impl Limits {
 const AHEAD: u64 = 8;
 
 /// Written requests, and the doorbell that exposes the last of them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Written {
     pub(crate) range: Range<u64>,
     /// Index of the block after the last one.
@@ -162,20 +162,30 @@ impl SendQueue {
 
     /// Writes one or more requests without exposing them. With a `stream`, also submits them to it, as
     /// [`SendQueue::submit`] does.
+    ///
+    /// The results go to places of the caller: copying them right after the ring's lines were written waits for these.
     pub(crate) fn prepare(
         &self,
         wrs: &[SendWr<'_>],
         stream: Option<OfStream>,
-    ) -> Result<(Written, Option<QueueState>)> {
+        (sends, before): (&mut Written, &mut Option<QueueState>),
+    ) -> Result<()> {
         self.with_room(|track| {
             let range = self.write_all(track, wrs, Self::write_one)?;
-            let sends = written(track, range);
-            let before = stream.map(|stream| self.hand_over(track, &sends, stream)).transpose();
-            let before = before.inspect_err(|_| self.undo(track, &sends.range))?;
-            for n in sends.range.clone() {
+            let new = written(track, range);
+            if let Some(stream) = stream {
+                let state = QueueState::of(track);
+                if let Err(error) = self.hand_over(track, &new, stream) {
+                    self.undo(track, &new.range);
+                    return Err(error);
+                }
+                *before = Some(state);
+            }
+            for n in new.range.clone() {
                 self.qp.log.note_prepared(n, track.entry(n).len, stream.map(|stream| stream.id));
             }
-            Ok((sends, before))
+            *sends = new;
+            Ok(())
         })
     }
 
@@ -448,15 +458,23 @@ pub(crate) struct QueueState {
     pub(super) gaps: u64,
 }
 
+impl QueueState {
+    fn of(track: &Track) -> Self {
+        Self { owner: track.owner, exposed: track.exposed, gaps: track.gaps }
+    }
+}
+
 impl SendQueue {
     /// Submits prepared requests to a stream, whose doorbell will expose them. For a GPU's, publishes the watch limit too:
     /// call [`SendQueue::ensure_watched`] after the unlock. Returns what [`SendQueue::unsubmit`] needs.
     pub(crate) fn submit(&self, sends: &Written, stream: OfStream) -> Result<QueueState> {
-        self.with_room(|track| self.hand_over(track, sends, stream))
+        self.with_room(|track| {
+            let before = QueueState::of(track);
+            self.hand_over(track, sends, stream).map(|()| before)
+        })
     }
 
-    fn hand_over(&self, track: &mut Track, sends: &Written, stream: OfStream) -> Result<QueueState> {
-        let before = QueueState { owner: track.owner, exposed: track.exposed, gaps: track.gaps };
+    fn hand_over(&self, track: &mut Track, sends: &Written, stream: OfStream) -> Result<()> {
         let is_others = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream.id);
         if is_others && !track.is_idle() {
             return Err(self.busy(track.owner));
@@ -466,7 +484,7 @@ impl SendQueue {
         if let Some(doorbell_watch) = self.doorbell_watch.as_ref().filter(|_| stream.by_gpu) {
             doorbell_watch.publish(sends.end);
         }
-        Ok(before)
+        Ok(())
     }
 
     /// Undoes [`SendQueue::submit`], including the watch limit.
@@ -491,7 +509,7 @@ impl SendQueue {
 
 #[cfg(test)]
 mod tests {
-    use super::OfStream;
+    use super::{OfStream, Written};
     use crate::verbs::{Context, SendWr};
     use gdsync_soft::SoftHcaConfig;
 
@@ -503,7 +521,11 @@ mod tests {
         b.connect(a.address()).unwrap();
         let queue = &a.send;
         let watch_limit = || queue.doorbell_watch.as_ref().unwrap().published();
-        let prepare = || queue.prepare(&[SendWr::nop(), SendWr::nop()], None).unwrap().0;
+        let prepare = || {
+            let mut sends = Written::default();
+            queue.prepare(&[SendWr::nop(), SendWr::nop()], None, (&mut sends, &mut None)).unwrap();
+            sends
+        };
         let [first, dropped, last] = [prepare(), prepare(), prepare()];
         // A host stream needs no watch.
         let before = queue.submit(&first, OfStream { id: 1, by_gpu: false }).unwrap();

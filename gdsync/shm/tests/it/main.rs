@@ -184,6 +184,9 @@ impl Slots for Fifo {
 #[test]
 fn fifo_hands_over_its_slots() {
     let fifo = Fifo { queue_pair: (0..ROUNDS).map(|_| Plain::default()).collect(), ..Fifo::default() };
+    // Open from the start: the sender may be through before the other thread runs.
+    let mut receiver = Receiver::default();
+    receiver.open(&fifo, 0);
     both(
         || {
             let (mut side, mut sent) = (Sender::default(), 0);
@@ -202,7 +205,7 @@ fn fifo_hands_over_its_slots() {
             }
         },
         || {
-            let (mut side, mut posted, mut by_slot) = (Receiver::default(), 0, 0);
+            let (mut side, mut posted, mut by_slot) = (receiver, 0, 0);
             for n in 0..u64::from(ROUNDS) {
                 match n % 96 {
                     5 => _ = side.close(&fifo),
