@@ -77,11 +77,6 @@ impl CqEvent {
         doorbell_watch::publish(&self.waits.until, until);
     }
 
-    /// As [`CqEvent::publish_wait`], without the lock.
-    pub fn publish_wait_unlocked(&self, until: u64) {
-        self.waits.until.fetch_max(until, Ordering::SeqCst);
-    }
-
     /// Whether the device attends to the queue, and has a nudger if `is_to_nudge`. To be called without the lock.
     #[inline]
     pub fn is_attended(&self, is_to_nudge: bool) -> bool {

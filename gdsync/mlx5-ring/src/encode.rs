@@ -78,44 +78,6 @@ fn ctrl(
     Ctrl { index, opcode, qpn, ds, fm_ce_se, imm, ..Ctrl::default() }.to_bytes()
 }
 
-/// An encoded one-block request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Short {
-    /// The block, in words.
-    pub block: [[u8; 8]; 8],
-    /// Number of segments.
-    pub ds: u8,
-    /// Bytes of payload.
-    pub len: u32,
-}
-
-/// As [`encode`], for a send or write of one SGE, which takes one block. `None` for all others and for errors.
-#[inline]
-pub fn encode_short(op: &SendOp<'_>, qpn: u32, index: u16, flags: WqeFlags) -> Option<Short> {
-    let buffer = |payload: Payload<'_>| match payload {
-        Payload::Sges(&[sge]) if (1..=MAX_MESSAGE).contains(&sge.len) => Some(sge),
-        _ => None,
-    };
-    let none = [0; SEGMENT];
-    let (kind, body, ds, len) = match *op {
-        SendOp::Write { remote, payload, imm } => {
-            let opcode = if imm.is_some() { Opcode::RDMA_WRITE_IMM } else { Opcode::RDMA_WRITE };
-            let sge = buffer(payload)?;
-            ((opcode, imm), [remote.to_bytes(), sge.to_bytes()], 3, sge.len)
-        }
-        SendOp::Send { payload, imm } => {
-            let opcode = if imm.is_some() { Opcode::SEND_IMM } else { Opcode::SEND };
-            let sge = buffer(payload)?;
-            ((opcode, imm), [sge.to_bytes(), none], 2, sge.len)
-        }
-        _ => return None,
-    };
-    let [first, second] = body;
-    let segments = [ctrl(qpn, index, flags, kind, ds), first, second, none];
-    let block = *segments.as_flattened().as_chunks().0.first_chunk()?;
-    (qpn <= MAX_QPN).then_some(Short { block, ds, len })
-}
-
 /// Appends segments behind the control segment.
 struct Body<'a> {
     out: &'a mut [u8; MAX_WQE_BYTES],
@@ -239,34 +201,6 @@ mod tests {
         assert_eq!(wqe.as_bytes(), expected.as_flattened());
         assert_eq!((wqe.ds(), wqe.blocks()), (3, 1));
         assert_eq!(wqe.first8(), [0, 1, 0x2b, 8, 0, 1, 0x23, 3]);
-    }
-
-    #[test]
-    fn short_and_general_encodings_agree() {
-        let flags = WqeFlags { fence: true, solicited: true };
-        let one = Payload::Sges(&[SGE]);
-        for imm in [None, Some(0x0102_0304)] {
-            for op in
-                [SendOp::Write { remote: REMOTE, payload: one, imm }, SendOp::Send { payload: one, imm }]
-            {
-                let wqe = encode(&op, 0x123, 299, flags).unwrap();
-                let Short { block, ds, len } = encode_short(&op, 0x123, 299, flags).unwrap();
-                assert_eq!((&block.as_flattened()[..wqe.as_bytes().len()], ds), (wqe.as_bytes(), wqe.ds()));
-                assert_eq!(len, op.payload_bytes());
-            }
-        }
-        let too_long = [DataSeg { len: MAX_MESSAGE + 1, ..SGE }];
-        let payloads = [
-            Payload::Sges(&[]),
-            Payload::Sges(&[SGE, SGE]),
-            Payload::Sges(&[DataSeg { len: 0, ..SGE }]),
-            Payload::Sges(&too_long),
-            Payload::Inline(&[1]),
-        ];
-        for other in payloads.map(send).into_iter().chain([SendOp::Nop]) {
-            assert_eq!(encode_short(&other, 0x123, 0, flags), None, "{other:?}");
-        }
-        assert_eq!(encode_short(&write(one), MAX_QPN + 1, 0, flags), None);
     }
 
     #[test]

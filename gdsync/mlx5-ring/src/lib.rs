@@ -50,7 +50,7 @@ pub use doorbell::{
     cq_ci_record, doorbell_word, extend16, extend24, low16, next_pi_doorbell, record_to_u16, record_to_u24,
     recv_record, send_record,
 };
-pub use encode::{Short, encode, encode_into, encode_short};
+pub use encode::{encode, encode_into};
 pub use opcode::{CqeOpcode, Opcode, Syndrome};
 pub use segment::{
     DataSeg, INLINE, INVALID_LKEY, MAX_MESSAGE, RemoteAddr, SEGMENT, WqeError, decode_recv, encode_recv,

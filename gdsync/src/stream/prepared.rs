@@ -43,8 +43,7 @@ impl PreparedSend {
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
         }
-        self.queue.prepare(wrs, stream, (&mut self.sends, &mut self.submitted))?;
-        self.is_recorded = stream.is_some();
+        self.is_recorded = self.queue.prepare(wrs, stream, (&mut self.sends, &mut self.submitted))?;
         Ok(())
     }
 

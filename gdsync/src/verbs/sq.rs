@@ -161,15 +161,16 @@ impl SendQueue {
     }
 
     /// Writes one or more requests without exposing them. With a `stream`, also submits them to it, as
-    /// [`SendQueue::submit`] does.
+    /// [`SendQueue::submit`] does. Returns whether the flight recorder has the submission.
     ///
-    /// The results go to places of the caller: copying them right after the ring's lines were written waits for these.
+    /// The requests and the queue's state before a submission go to places of the caller: copying
+    /// them right after the ring's lines were written waits for these.
     pub(crate) fn prepare(
         &self,
         wrs: &[SendWr<'_>],
         stream: Option<OfStream>,
         (sends, before): (&mut Written, &mut Option<QueueState>),
-    ) -> Result<()> {
+    ) -> Result<bool> {
         self.with_room(|track| {
             let range = self.write_all(track, wrs, Self::write_one)?;
             let new = written(track, range);
@@ -181,11 +182,13 @@ impl SendQueue {
                 }
                 *before = Some(state);
             }
+            let mut is_recorded = true;
             for n in new.range.clone() {
-                self.qp.log.note_prepared(n, track.entry(n).len, stream.map(|stream| stream.id));
+                let stream = stream.map(|stream| stream.id);
+                is_recorded &= self.qp.log.note_prepared(n, track.entry(n).len, stream);
             }
             *sends = new;
-            Ok(())
+            Ok(is_recorded)
         })
     }
 

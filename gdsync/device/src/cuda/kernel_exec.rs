@@ -335,25 +335,6 @@ impl KernelExecutor {
         })
     }
 
-    /// As [`KernelExecutor::launch`], for a constant number of operations.
-    ///
-    /// # Errors
-    /// Of CUDA.
-    #[inline]
-    pub fn launch_few<const N: usize>(
-        &self,
-        api: &Api,
-        stream: RawStream,
-        head: Head,
-        ops: [KernelOp; N],
-    ) -> gdrcopy::Result<()> {
-        const { assert!(N <= SMALL) };
-        let mut program = Parameter::<SMALL>::of(head, &ops);
-        let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
-        // SAFETY: the function takes this one parameter.
-        unsafe { launch(api, self.small, stream, params.as_mut_ptr()) }
-    }
-
     /// Launches the kernel that runs the remaining steps at this address of the GPU, and their mark. The context must be current.
     ///
     /// # Errors

@@ -79,29 +79,6 @@ impl Memory {
         Ok(())
     }
 
-    /// As [`Memory::write_words`], for a block. Returns false, and writes nothing, if the block does not fit.
-    #[inline(always)]
-    pub fn write_block(&self, offset: usize, block: &[[u8; 8]; 8]) -> bool {
-        let fits = offset < self.len && self.len - offset >= size_of_val(block);
-        let to = self.ptr.as_ptr().wrapping_add(offset).cast::<u64>();
-        if !fits || !self.is_host() || !to.is_aligned() {
-            return self.write_elsewhere(offset, block.as_flattened());
-        }
-        for (at, word) in block.iter().enumerate() {
-            let to = to.wrapping_add(at);
-            // SAFETY: the range was checked, and the word lies in it, aligned.
-            unsafe { to.write_volatile(u64::from_ne_bytes(*word)) };
-        }
-        true
-    }
-
-    /// Out of line, to keep callers of [`Memory::write_block`] small.
-    #[cold]
-    #[inline(never)]
-    fn write_elsewhere(&self, offset: usize, bytes: &[u8]) -> bool {
-        self.write(offset, bytes).is_ok()
-    }
-
     /// Prefetches the cache line at `offset` for writing.
     #[inline(always)]
     pub fn prefetch_to_write(&self, offset: usize) {
