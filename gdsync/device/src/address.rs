@@ -162,7 +162,7 @@ impl Gid {
 }
 
 /// Random bytes from the kernel.
-pub(crate) fn random<const N: usize>() -> Result<[u8; N]> {
+pub fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)
         .map_err(|e| Error::os("getrandom", e.into(), "the kernel has no random numbers: update it"))?;

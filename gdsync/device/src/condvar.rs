@@ -3,11 +3,11 @@
 //! `parking_lot::Condvar` keeps waiting threads in a table of the process, in memory of their stacks. A forked child
 //! inherits the entries of its parent's threads and gives their stacks to its own threads, whose wake-ups then get lost.
 
-use std::ptr::null;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
+use rustix::thread::futex::{self, Timespec};
 
 /// A condition variable. Waits may end spuriously.
 #[derive(Debug, Default)]
@@ -60,30 +60,26 @@ impl Condvar {
 
     /// Wakes all waiting threads.
     pub fn notify_all(&self) {
-        self.wake(i32::MAX);
+        self.wake(i32::MAX.unsigned_abs());
     }
 
     fn sleep<T>(&self, guard: &mut MutexGuard<'_, T>, timeout: Option<Duration>) {
         // Under the mutex: a thread that changes what is waited for afterwards sees the count and changes the number.
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let number = self.notified.load(Ordering::SeqCst);
-        let time = timeout.map(|timeout| libc::timespec {
-            tv_sec: libc::time_t::try_from(timeout.as_secs()).unwrap_or(libc::time_t::MAX),
-            tv_nsec: timeout.subsec_nanos().into(),
-        });
-        let time = time.as_ref().map_or(null(), std::ptr::from_ref);
-        let (word, wait) = (self.notified.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG);
-        // SAFETY: `word` is borrowed with `self`; `time` is null or points to a live structure.
-        MutexGuard::unlocked(guard, || unsafe { libc::syscall(libc::SYS_futex, word, wait, number, time) });
+        // A timeout beyond the clock's range never ends.
+        let timeout = timeout.and_then(|timeout| Timespec::try_from(timeout).ok());
+        // Errors are ends of the wait: the number has changed, a signal came, or the time is over.
+        let wait = || futex::wait(&self.notified, futex::Flags::PRIVATE, number, timeout.as_ref());
+        let _ = MutexGuard::unlocked(guard, wait);
         self.waiting.fetch_sub(1, Ordering::SeqCst);
     }
 
-    fn wake(&self, threads: i32) {
+    fn wake(&self, threads: u32) {
         self.notified.fetch_add(1, Ordering::SeqCst);
         if self.waiting.load(Ordering::SeqCst) > 0 {
-            let (word, wake) = (self.notified.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG);
-            // SAFETY: `word` is borrowed with `self`; the kernel only uses its address.
-            unsafe { libc::syscall(libc::SYS_futex, word, wake, threads) };
+            // Fails only for words that are not mapped.
+            let _ = futex::wake(&self.notified, futex::Flags::PRIVATE, threads);
         }
     }
 }

@@ -20,14 +20,14 @@ mod provider;
 mod qp_state;
 pub mod recorder;
 
-pub use address::{Gid, QpAddress, Shuffle, mtu_bytes, mtu_code, random_psn};
+pub use address::{Gid, QpAddress, Shuffle, mtu_bytes, mtu_code, random, random_psn};
 pub use attr::{Access, MAX_RD_ATOMIC, QpAttr};
 pub use condvar::Condvar;
 pub use cq_event::{CqEvent, GpuNudge};
 pub use doorbell_set::{DoorbellSet, DoorbellWatch, MAX_QPS};
 pub use error::{CompletionError, Error, Result};
 pub use fault::{Fate, FaultPlan, Faults};
-pub use memory::{check_memfd, memfd};
+pub use memory::{check_memfd, clear_eventfd, eventfd, memfd, signal_eventfd};
 pub use provider::{
     CqParts, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpParts, QpRequest, Staging, TransferPath,
     Transport,

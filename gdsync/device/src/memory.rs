@@ -24,7 +24,7 @@ use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
 pub(crate) use self::pages::check_file_limit;
-pub use self::pages::{check_memfd, memfd};
+pub use self::pages::{check_memfd, clear_eventfd, eventfd, memfd, signal_eventfd};
 pub use self::process::{MARK, Process, user};
 pub use self::word::{Found, Place, Word32, Word64};
 use crate::cuda::{Buffer, Flush, Gpu, Pages, Registered};

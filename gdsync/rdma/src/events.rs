@@ -1,7 +1,7 @@
 //! Asynchronous events of RDMA devices: failed queue pairs and ports, lost devices.
 
 use std::collections::HashMap;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -61,9 +61,7 @@ impl fmt::Debug for Events {
 
 impl Drop for Events {
     fn drop(&mut self) {
-        let one = 1u64;
-        // SAFETY: `one` has eight bytes; the eventfd is open.
-        unsafe { libc::write(self.stop.as_raw_fd(), (&raw const one).cast(), 8) };
+        gdsync_device::signal_eventfd(&self.stop);
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()
         {
@@ -83,13 +81,7 @@ impl Events {
         more: Option<Arc<dyn EventSource>>,
         handle: impl Fn(Event) + Send + 'static,
     ) -> Result<Self> {
-        // SAFETY: no pointers are passed.
-        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        if raw < 0 {
-            return Err(Error::last_os("eventfd", "raise the limit of open files (ulimit -n)"));
-        }
-        // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
-        let stop = Arc::new(unsafe { OwnedFd::from_raw_fd(raw) });
+        let stop = Arc::new(gdsync_device::eventfd()?);
         // SAFETY: the device is open while `open` lives.
         let fd = unsafe { (*open.context().as_ptr()).async_fd };
         set_nonblocking(fd)?;

@@ -20,8 +20,7 @@ pub fn job_secret() -> Result<u64> {
     if let Some(secret) = current()? {
         return Ok(secret);
     }
-    let drawn = getrandom::u64()
-        .map_err(|e| Error::os("getrandom", e.into(), "the kernel has no random numbers: update it"))?;
+    let drawn = u64::from_ne_bytes(gdsync_device::random()?);
     Ok(*DRAWN.get_or_init(|| drawn))
 }
 

@@ -1,7 +1,6 @@
 //! Shared-memory links between the software HCAs of one host: two packet rings, set up over a Unix socket.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::ptr::null;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -11,6 +10,7 @@ use gdsync_device::memory::{Memory, Word32};
 use gdsync_shm::event_count;
 pub(crate) use port::{LinkEnds, PeerSocket, Port};
 pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, Record, RxHints, RxRing, TxRing};
+use rustix::thread::futex::{self, Timespec};
 
 mod port;
 mod ring;
@@ -60,9 +60,8 @@ impl EventCount {
     }
 
     fn wake(&self) {
-        let word = self.sequence.atomic().as_ptr();
-        // SAFETY: FUTEX_WAKE uses only the address of the word.
-        unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAKE, i32::MAX) };
+        // Fails only for words that are not mapped.
+        let _ = futex::wake(self.sequence.atomic(), futex::Flags::empty(), i32::MAX.unsigned_abs());
     }
 
     /// Sleeps unless `ready`, until notified or for `timeout`. May wake spuriously.
@@ -71,15 +70,9 @@ impl EventCount {
         if ready() {
             return;
         }
-        let time = libc::timespec {
-            tv_sec: i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX),
-            tv_nsec: timeout.subsec_nanos().into(),
-        };
-        let word = self.sequence.atomic().as_ptr();
-        // SAFETY: the word is mapped while `self` lives and `time` is on the stack; the timeout is relative.
-        unsafe {
-            libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, ticket, &raw const time, null::<u32>(), 0)
-        };
+        let timeout = Timespec::try_from(timeout).ok();
+        // Errors are ends of the sleep: the number has changed, a signal came, or the time is over.
+        let _ = futex::wait(self.sequence.atomic(), futex::Flags::empty(), ticket, timeout.as_ref());
     }
 }
 

@@ -6,6 +6,8 @@ use std::mem::zeroed;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
+use rustix::event::EventfdFlags;
+
 use super::{Bytes, Memory};
 use crate::cuda::is_registered;
 use crate::error::{Error, Result};
@@ -95,6 +97,27 @@ impl Memory {
         check_memfd(file, len)?;
         Self::map_shared(file.as_fd(), len)
     }
+}
+
+/// Creates an event descriptor whose reads and writes do not block.
+///
+/// # Errors
+/// [`Error::Sys`].
+pub fn eventfd() -> Result<OwnedFd> {
+    rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|e| Error::os("eventfd", e.into(), "raise the limit of open files (ulimit -n)"))
+}
+
+/// Makes an event descriptor readable.
+pub fn signal_eventfd(fd: &OwnedFd) {
+    // Fails only when the counter is full, and then the descriptor is readable.
+    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+}
+
+/// Makes an event descriptor unreadable again.
+pub fn clear_eventfd(fd: &OwnedFd) {
+    // Fails only when it is unreadable already.
+    let _ = rustix::io::read(fd, &mut [0; 8]);
 }
 
 /// Creates a memory file of `size` bytes that cannot be resized, so that accesses to a mapping of it cannot fault.

@@ -1,7 +1,7 @@
 //! The proxy as a [`Provider`]: control path, shared state, events and sleeping.
 
 use std::collections::HashMap;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Once};
@@ -500,23 +500,14 @@ pub(super) struct EventCount {
 
 impl EventCount {
     pub(super) fn create() -> Result<Self> {
-        // SAFETY: no pointers are passed.
-        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if raw < 0 {
-            return Err(Error::last_os("eventfd", "raise the limit of open files (ulimit -n)"));
-        }
-        // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
-        let fd = unsafe { OwnedFd::from_raw_fd(raw) };
+        let fd = gdsync_device::eventfd()?;
         Ok(Self { sleepers: AtomicU32::new(0), sequence: AtomicU32::new(0), fd })
     }
 
     /// Wakes the sleeper. Without one this costs a fence and a load.
     pub(super) fn notify(&self) {
         if event_count::notify(&self.sleepers, &self.sequence) {
-            let one = 1u64;
-            // SAFETY: `one` has eight bytes. The write fails only when the counter is full, and then the eventfd is
-            // readable.
-            unsafe { libc::write(self.fd.as_raw_fd(), (&raw const one).cast(), 8) };
+            gdsync_device::signal_eventfd(&self.fd);
         }
     }
 
@@ -536,9 +527,7 @@ impl EventCount {
         // SAFETY: the array has two entries, and the timeout is on the stack; no signal mask is set.
         let woken = unsafe { libc::ppoll(fds.as_mut_ptr(), 2, &raw const time, ptr::null()) };
         if woken > 0 && fds[0].revents != 0 {
-            let mut count = 0u64;
-            // SAFETY: the buffer has eight bytes, and the eventfd does not block.
-            unsafe { libc::read(self.fd.as_raw_fd(), (&raw mut count).cast(), 8) };
+            gdsync_device::clear_eventfd(&self.fd);
         }
         woken > 0 && fds[1].revents != 0
     }

@@ -131,13 +131,7 @@ impl Port {
             .and_then(|address| UnixListener::bind_addr(&address))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .map_err(|e| Error::os("bind of an abstract Unix socket", e, fix))?;
-        // SAFETY: no pointers are passed.
-        let raw = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if raw < 0 {
-            return Err(Error::last_os("eventfd", fix));
-        }
-        // SAFETY: `eventfd` returned this descriptor; nothing else owns it.
-        let wake_fd = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
+        let wake_fd = gdsync_device::eventfd()?;
         let shared = Arc::new(Shared {
             gid,
             event,
@@ -339,9 +333,7 @@ impl Shared {
     }
 
     fn wake_control(&self) {
-        let one = 1u64;
-        // SAFETY: `one` lives on the stack and has 8 bytes.
-        unsafe { libc::write(self.wake_fd.as_raw_fd(), (&raw const one).cast(), 8) };
+        gdsync_device::signal_eventfd(&self.wake_fd);
     }
 
     /// Creates this side's ends over the shared rings; `side` is 0 for the connecting side.
@@ -425,9 +417,7 @@ impl Control {
             unsafe { libc::poll(polled.as_mut_ptr(), count, timeout) };
             let ready = |i: usize| polled[i].revents != 0;
             if ready(0) {
-                let mut drained = 0u64;
-                // SAFETY: `drained` lives on the stack and has 8 bytes.
-                unsafe { libc::read(self.shared.wake_fd.as_raw_fd(), (&raw mut drained).cast(), 8) };
+                gdsync_device::clear_eventfd(&self.shared.wake_fd);
             }
             let gone = links.iter().enumerate().filter(|(i, _)| ready(2 + i)).map(|(_, (id, _))| *id);
             self.handle_peer_death(gone.collect());
