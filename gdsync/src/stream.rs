@@ -379,9 +379,7 @@ impl Stream {
         // Dropped after the submit lock: dropping a host function runs foreign code.
         let mut batch = Batch::new();
         let mut state = self.state()?;
-        if state.recording.is_none() {
-            batch = Batch::for_stream(self.of_stream());
-        }
+        batch.stream = state.recording.is_none().then(|| self.of_stream());
         let added = add(&mut batch)?;
         self.submit_locked(&mut state, &mut batch)?;
         drop(state);

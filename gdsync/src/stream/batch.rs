@@ -36,7 +36,7 @@ pub struct Batch {
     /// Boxed, so that most batches are cheap to make and drop.
     pub(super) rare: Option<Box<RareState>>,
     /// The stream that the batch is for, if known: its parts are submitted to it as they are added.
-    stream: Option<OfStream>,
+    pub(super) stream: Option<OfStream>,
     /// Operations before this index belong to an earlier part, whose doorbells must not cover later sends.
     pub(super) part: usize,
 }
@@ -143,11 +143,6 @@ impl Batch {
         self.waits.clear();
         self.rare = None;
         self.only_once = None;
-    }
-
-    /// An empty batch for one operation on `stream`.
-    pub(super) fn for_stream(stream: OfStream) -> Self {
-        Self { stream: Some(stream), ..Self::default() }
     }
 
     /// An empty batch.

@@ -135,7 +135,7 @@ impl SendQueue {
             if range.is_empty() {
                 return Ok(range);
             }
-            range.clone().for_each(|n| self.note_prepared(track, n));
+            self.note_prepared(track, &range, None);
             if let Err(error) = self.arrive().and_then(|()| self.expose(track, &range)) {
                 self.undo(track, &range);
                 return Err(error);
@@ -182,11 +182,7 @@ impl SendQueue {
                 }
                 *before = Some(state);
             }
-            let mut is_recorded = true;
-            for n in new.range.clone() {
-                let stream = stream.map(|stream| stream.id);
-                is_recorded &= self.qp.log.note_prepared(n, track.entry(n).len, stream);
-            }
+            let is_recorded = self.note_prepared(track, &new.range, stream);
             *sends = new;
             Ok(is_recorded)
         })
@@ -203,7 +199,7 @@ impl SendQueue {
         };
         self.with_room(|track| {
             let range = self.write_all(track, sends, again)?;
-            range.clone().for_each(|n| self.note_prepared(track, n));
+            self.note_prepared(track, &range, None);
             Ok(written(track, range))
         })
     }
@@ -405,8 +401,10 @@ impl SendQueue {
         Error::Busy { queue: "send", qpn: self.qpn, owner }
     }
 
-    fn note_prepared(&self, track: &Track, n: u64) {
-        self.qp.log.note_prepared(n, track.entry(n).len, None);
+    /// Records that requests were written and, with a `stream`, submitted. Returns whether the submission is recorded.
+    fn note_prepared(&self, track: &Track, range: &Range<u64>, stream: Option<OfStream>) -> bool {
+        let (log, stream) = (&self.qp.log, stream.map(|stream| stream.id));
+        range.clone().fold(true, |all, n| all & log.note_prepared(n, track.entry(n).len, stream))
     }
 
     /// Records a stage of consecutive requests.

@@ -221,15 +221,14 @@ impl Shared {
         self.mark_before_registering(guard, ops);
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
-        let mut done = CompletedSubmissions::nothing();
-        let (_, host_fns) = calls.count();
-        let _joined = self.begin(guard, self.needs_context || host_fns > 0)?;
         let seq = self.submitted() + 1;
         let marks = guard.unmarked + 1 >= MARK_EVERY;
         if marks {
             calls.mark(self.mark_of(seq));
         }
-        let (count, _) = calls.count();
+        let (count, host_fns) = calls.count();
+        let mut done = CompletedSubmissions::nothing();
+        let _joined = self.begin(guard, self.needs_context || host_fns > 0)?;
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, LIMITS));
@@ -418,10 +417,7 @@ impl Shared {
     /// Writes the mark, as one more call of the last submission.
     pub(super) fn mark_locked(&self, guard: &mut SubmitGuard) {
         let seq = self.submitted();
-        if guard.marked == seq {
-            return;
-        }
-        if self.lock().refused.is_some() {
+        if guard.marked == seq || self.lock().refused.is_some() {
             return;
         }
         if let Err(error) = self.gpu.within(|_| self.mark_now(guard, seq)) {
