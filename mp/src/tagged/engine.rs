@@ -597,13 +597,7 @@ impl Engine {
     /// Takes a message out of the inbox.
     fn take(&mut self, rank: usize, at: usize, bytes: usize) -> Result<()> {
         let inbox = self.connections.inbox.memory();
-        let refused = |value: &str, expected| {
-            let (what, value) = ("the message of the rank", value.to_owned());
-            let cause = gdsync::Error::InvalidArgument { what, value, expected };
-            Error::Message { rank, operation: "tagged receive", cause }
-        };
-        let malformed = || refused("something else", "a tagged message of this version");
-        let too_many = || refused("one for which it has no credit", "at most 256 that no receive has taken");
+        let malformed = || refused(rank, "something else", "a tagged message of this version");
         let mut head = [0; Header::MAX_BYTES];
         let head = &mut head[..bytes.min(Header::MAX_BYTES)];
         inbox.read(at, head)?;
@@ -623,11 +617,7 @@ impl Engine {
                     Some(incoming) => {
                         peer.accept(Matched { incoming, status: Status { rank, tag, bytes }, id, from });
                     }
-                    None => {
-                        let announced = Payload::Announced { id, bytes, from };
-                        peer.unexpected.add(&announced).then_some(()).ok_or_else(too_many)?;
-                        self.matcher.keep(rank, tag, announced);
-                    }
+                    None => self.keep(rank, tag, Payload::Announced { id, bytes, from })?,
                 }
             }
             Kind::Eager { tag } => match self.matcher.receive_for(rank, tag) {
@@ -640,12 +630,19 @@ impl Engine {
                 None => {
                     let mut kept = vec![0; payload];
                     inbox.read(at + Header::BYTES, &mut kept)?;
-                    let eager = Payload::Eager(kept);
-                    peer.unexpected.add(&eager).then_some(()).ok_or_else(too_many)?;
-                    self.matcher.keep(rank, tag, eager);
+                    self.keep(rank, tag, Payload::Eager(kept))?;
                 }
             },
         }
+        Ok(())
+    }
+
+    /// Keeps a message that no receive waits for.
+    fn keep(&mut self, rank: usize, tag: u64, payload: Payload) -> Result<()> {
+        if !self.peers[rank].unexpected.add(&payload) {
+            return Err(refused(rank, "one for which it has no credit", "as many as it has credits for"));
+        }
+        self.matcher.keep(rank, tag, payload);
         Ok(())
     }
 
@@ -749,6 +746,13 @@ impl Engine {
         let ended = self.matcher.cancel_if(|key| key.source().map_or(is_alone, |source| source == rank));
         ended.into_iter().for_each(|incoming| finish(&incoming.outcome, Err(error.clone())));
     }
+}
+
+/// The error for a message that a rank must not send.
+fn refused(rank: usize, value: &str, expected: &'static str) -> Error {
+    let (what, value) = ("the message of the rank", value.to_owned());
+    let cause = gdsync::Error::InvalidArgument { what, value, expected };
+    Error::Message { rank, operation: "tagged receive", cause }
 }
 
 /// Completes a receive with payload that `copy` brings.
