@@ -457,7 +457,7 @@ mod volatile {
             drop(memory);
             assert!(pin.invalidated().unwrap() && mapped.invalidated().unwrap());
             assert!(matches!(pin.map_pages(SIZE, None), Err(Error::Invalidated)));
-            // What was not freed goes on, and unmapping and unpinning work as ever.
+            // Mappings of other memory stay valid; unmap and unpin still work.
             assert!(!neighbour.invalidated().unwrap());
             assert_eq!(peek(&neighbour.map_pages(1, None).unwrap(), 0, 1), [0]);
             drop(range);

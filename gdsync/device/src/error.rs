@@ -23,7 +23,7 @@ pub enum Error {
         what: &'static str,
         /// Its value.
         value: String,
-        /// What is accepted.
+        /// The accepted values.
         expected: &'static str,
     },
     /// An access outside the memory.

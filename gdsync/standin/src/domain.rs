@@ -235,7 +235,7 @@ pub(crate) unsafe extern "C" fn alloc_parent_domain(
     made.cast()
 }
 
-/// What is asked for.
+/// The memory that is requested.
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) len: usize,

@@ -188,7 +188,7 @@ pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
 pub(crate) enum Pass {
     /// May be short.
     First,
-    /// What is left afterwards counts.
+    /// Its remaining objects are counted.
     Counted,
 }
 
@@ -442,7 +442,7 @@ fn connect_patiently(qp: &Qp, peer: &Qp) {
     qp.modify(&rts.max_rd_atomic(16)).unwrap();
 }
 
-/// What is on a stream.
+/// The work on a stream.
 pub(crate) struct Queued {
     pub(crate) completions: Vec<Completion>,
     _graph: Option<Graph>,

@@ -116,7 +116,7 @@ fn child_opens_a_device_of_its_own() {
     works(&a, &b, 3);
 }
 
-/// The system gives threads of the child the numbers that threads of the parent have.
+/// Whether all threads but the caller sleep.
 fn others_sleep() -> bool {
     // SAFETY: gettid has no arguments and cannot fail.
     let own = unsafe { libc::gettid() }.to_string();
@@ -126,6 +126,7 @@ fn others_sleep() -> bool {
     })
 }
 
+/// The system gives threads of the child the numbers that threads of the parent have.
 #[test]
 fn what_a_child_drops_is_none_of_its_own_threads() {
     own_process!();

@@ -246,7 +246,7 @@ fn slots_are_freed_when_threads_end() {
     }
 }
 
-/// Changes words of a recording with every kind of record: what is read stays bounded and printable.
+/// Reading a recording with any words changed returns a bounded number of records and printable names.
 #[test]
 fn any_words_in_a_recording_are_survived() {
     let recorder = Recorder::start(128).unwrap();
