@@ -189,8 +189,8 @@ impl Shared {
         if answer.as_ref().is_err_and(is_inconclusive) {
             return None;
         }
-        // An error must be reported before the end.
-        if answer.is_ok() || self.failed() {
+        // An error must be reported before the end, also that of a kernel that has given up.
+        if self.failed() || answer.is_ok() && self.status.given_up().is_none() {
             self.ended.store(self.submitted(), Ordering::Release);
         }
         answer.err().map(Error::cuda("running the stream"))

@@ -2,6 +2,7 @@
 //! panic, or an error of CUDA.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use gdsync::error::Error;
@@ -48,6 +49,28 @@ pub(crate) fn starts_again(rig: &Rig<'_>, a: &Side, b: &Side) {
     rig.recover(&rig.stream(), a, b);
 }
 
+/// GPU memory that is freed without this library.
+struct DriverMemory<'p> {
+    place: &'p Place,
+    addr: u64,
+}
+
+impl<'p> DriverMemory<'p> {
+    fn new(place: &'p Place) -> Self {
+        let mut addr = 0;
+        let _current = place.gpu.enter().unwrap();
+        // SAFETY: a place for the answer; a context is current.
+        unsafe { place.gpu.api().mem_alloc(&mut addr, 1 << 20) }.unwrap();
+        Self { place, addr }
+    }
+
+    fn free(&self) {
+        let _current = self.place.gpu.enter().unwrap();
+        // SAFETY: allocated in `new`; nothing uses it.
+        unsafe { self.place.gpu.api().mem_free(self.addr) }.unwrap();
+    }
+}
+
 /// While one thread frees GPU memory, CUDA holds up all others until every stream is done.
 #[test]
 fn driver_is_held_up() {
@@ -56,20 +79,11 @@ fn driver_is_held_up() {
             let (held, bystander) = (place.stream(LIMIT), place.stream(LIMIT));
             let words = Memory::alloc(16).unwrap();
             let (never, other) = (words.word32(0).unwrap(), words.word32(8).unwrap());
-            let api = place.gpu.api();
-            let mut addr = 0;
-            let current = place.gpu.enter().unwrap();
-            // SAFETY: a place for the answer; a context is current.
-            unsafe { api.mem_alloc(&mut addr, 1 << 20) }.unwrap();
-            drop(current);
+            let memory = DriverMemory::new(&place);
             held.wait_value32(&never, 1, Cond::Eq).unwrap();
             std::thread::scope(|scope| {
                 // Begins before the watchdog of the stream has looked at it.
-                scope.spawn(|| {
-                    let _current = place.gpu.enter().unwrap();
-                    // SAFETY: allocated above; nothing uses it.
-                    unsafe { api.mem_free(addr) }.unwrap();
-                });
+                scope.spawn(|| memory.free());
                 scope.spawn(|| {
                     bystander.write_value32(&other, 1).unwrap();
                     bystander.synchronize(PATIENCE).unwrap();
@@ -104,6 +118,31 @@ fn last_of_waits_in_a_row() {
         }
         assert!(third.status().is_err());
         starts_again(rig, &a, &b);
+    });
+}
+
+/// The watchdog had asked CUDA whether the stream is done when no wait held it. The answer comes when a kernel has given up.
+#[test]
+fn wait_that_a_kernel_gave_up_does_not_count_as_done() {
+    on_gpu(|bed, _| {
+        for place in places_on(&bed.gpu).filter(|place| place.via == Via::Kernel) {
+            let stream = place.stream(LIMIT);
+            let word = Memory::alloc(8).unwrap().word32(0).unwrap();
+            let (go, gate) = mpsc::channel();
+            let memory = DriverMemory::new(&place);
+            word.store(1);
+            stream.host_fn(move || gate.recv().unwrap()).unwrap();
+            stream.wait_value32(&word, 1, Cond::Eq).unwrap();
+            std::thread::scope(|scope| {
+                // Holds up the query until the stream is idle.
+                scope.spawn(|| memory.free());
+                std::thread::sleep(10 * LIMIT);
+                word.store(0);
+                go.send(()).unwrap();
+                let error = stream.synchronize(PATIENCE).unwrap_err();
+                assert!(matches!(error, Error::StreamWait { .. }), "{place:?}: {error}");
+            });
+        }
     });
 }
 

@@ -9,7 +9,6 @@ use gdsync::Error;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::Route;
 use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAttr, QpState, RecvWr, SendWr, Staging, Transport};
-use gdsync_testkit::driver::Control;
 
 use crate::common::{Side, pattern, received, reconnect, sent, until};
 use crate::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, open_by, simulated_gpu};
@@ -259,11 +258,13 @@ fn memory_without_a_mapping_is_staged_too() {
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 const OUT_OF_MEMORY: u32 = 2;
 
-/// Begins what the end of a copy is needed for, and returns when that has begun and stays so.
-fn amidst_a_copy(control: &Control, begin: impl FnOnce()) {
-    control.hold_copies(0, true);
+/// Begins what the end of a copy is needed for, and returns when that has begun and stays so. Memory dropped before is freed
+/// first: CUDA frees it when all streams are idle, and holds up other calls until then.
+fn amidst_a_copy(bench: &Bench, begin: impl FnOnce()) {
+    bench.gpu.reclaim(crate::common::PATIENCE).unwrap();
+    bench.control.hold_copies(0, true);
     begin();
-    until(|| control.held_copies() == 1);
+    until(|| bench.control.held_copies() == 1);
 }
 
 fn send(from: &End, mr: &gdsync::verbs::Mr, len: usize) {
@@ -276,7 +277,7 @@ fn send_is_flushed_when_its_copy_has_ended() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     for len in [8, 100_000] {
-        amidst_a_copy(&bench.control, || send(&a, &a.mr, len));
+        amidst_a_copy(&bench, || send(&a, &a.mr, len));
         a.side.qp.abort().unwrap();
         assert!((0..100).all(|_| a.side.qp.poll_send().is_none()), "flushed while a copy runs");
         bench.control.hold_copies(0, false);
@@ -301,7 +302,7 @@ fn receive_that_lands_is_told_when_it_has() {
     for at in [0, 5000] {
         b.receive(at, 5000);
     }
-    amidst_a_copy(&bench.control, || send(&a, &a.side.mr, 5000));
+    amidst_a_copy(&bench, || send(&a, &a.side.mr, 5000));
     b.side.qp.abort().unwrap();
     // Also when the device has had its time to give back what it has.
     let end = Instant::now() + Duration::from_millis(2500);
@@ -323,7 +324,7 @@ fn reset_destruction_and_deregistration_wait_for_copies() {
     let ended_amidst = |name: &str, lands: bool, end: &mut (dyn FnMut(&mut Option<End>) + Send)| {
         let (a, b) = ends(&bench.gpu);
         b.receive(0, 5000);
-        amidst_a_copy(&bench.control, || send(&a, if lands { &a.side.mr } else { &a.mr }, 5000));
+        amidst_a_copy(&bench, || send(&a, if lands { &a.side.mr } else { &a.mr }, 5000));
         let (mut it, _other) = if lands { (Some(b), a) } else { (Some(a), b) };
         let is_over = AtomicBool::new(false);
         thread::scope(|scope| {
@@ -367,7 +368,7 @@ fn copy_that_does_not_end_is_told_and_its_memory_kept() {
     };
     let other = a.side.pd.build_qp().build().unwrap();
     other.connect(other.address()).unwrap();
-    amidst_a_copy(&bench.control, || send(&a, &a.mr, 5000));
+    amidst_a_copy(&bench, || send(&a, &a.mr, 5000));
     a.side.qp.abort().unwrap();
     assert!(sent(&a.side).ok().unwrap_err().is_flush());
     is_told(&a.side.qp.check().unwrap_err());
@@ -399,7 +400,7 @@ fn every_gpu_copies_its_own_memory() {
     a.side.qp.connect(b.side.qp.address()).unwrap();
     b.side.qp.connect(a.side.qp.address()).unwrap();
     first.side.qp.connect(first.side.qp.address()).unwrap();
-    amidst_a_copy(&bench.control, || send(&first, &first.mr, 5000));
+    amidst_a_copy(&bench, || send(&first, &first.mr, 5000));
     let data = pattern(LEN, 3);
     a.mr.memory().write(0, &data).unwrap();
     b.receive(0, LEN);
