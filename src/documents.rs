@@ -4,3 +4,5 @@
 mod readme {}
 #[doc = include_str!("../docs/guide.md")]
 mod guide {}
+#[doc = include_str!("../docs/porting.md")]
+mod porting {}

@@ -47,6 +47,7 @@ impl Default for CommunicatorBuilder {
             cache: CacheConfig::default(),
             intra_host: IntraHostPath::Soft,
             gpu_path: GpuPath::BySize,
+            allow_overlap: false,
         })
     }
 }
@@ -89,6 +90,14 @@ impl CommunicatorBuilder {
     /// How long the ranks may take to find each other (default 30 s).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout = timeout;
+        self
+    }
+
+    /// Whether outstanding receives may overlap in memory (default no: [`Error::OverlappingReceives`]). Only for programs whose ranks
+    /// cannot send a message into memory before what is there was used, such as a ping-pong over two buffers with receives posted
+    /// far ahead.
+    pub fn allow_overlap(mut self, allow: bool) -> Self {
+        self.0.allow_overlap = allow;
         self
     }
 
@@ -228,6 +237,7 @@ impl CommunicatorBuilder {
             peers,
             _credits: credits,
             exchange: Mutex::new(exchange),
+            outstanding: (!self.0.allow_overlap).then(Arc::default),
             children: Mutex::default(),
             settings: self.0,
             rma,

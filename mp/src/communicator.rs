@@ -13,6 +13,7 @@ use crate::cache::{Cache, CacheConfig, Cached};
 use crate::credit::CreditFlag;
 use crate::error::{Error, Result};
 use crate::exchange::{ChildProcesses, Exchange};
+use crate::overlap::{OutstandingReceives, ReceiveClaims};
 use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
@@ -38,6 +39,7 @@ pub(crate) struct Settings {
     pub(crate) cache: CacheConfig,
     pub(crate) intra_host: IntraHostPath,
     pub(crate) gpu_path: GpuPath,
+    pub(crate) allow_overlap: bool,
 }
 
 #[derive(Debug)]
@@ -59,6 +61,8 @@ pub(crate) struct Inner {
     pub(crate) children: Mutex<Option<Box<dyn ChildProcesses>>>,
     pub(crate) settings: Settings,
     pub(crate) rma: AllRmaQueues,
+    /// `None` if they may overlap.
+    pub(crate) outstanding: Option<Arc<OutstandingReceives>>,
 }
 
 impl Inner {
@@ -182,8 +186,13 @@ impl Communicator {
     /// sides, and ends the connection: nothing more is sent to this rank or received from it. With
     /// [`tagged`](crate::tagged) only the message is lost.
     ///
+    /// **A posted receive is active at once.** The message may be written into the buffer at any time until the request is complete,
+    /// also before a stream has got to work that was enqueued earlier. So outstanding receives of a communicator must not overlap,
+    /// and a loop over one buffer on a stream needs [`Communicator::recv_on_stream`], which receives when the stream gets there.
+    ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason.
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::OverlappingReceives`]; [`Error::Message`] with
+    /// the reason.
     pub fn irecv(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
         self.irecv_vectored(&[(buffer, range)], rank)
     }
@@ -192,12 +201,24 @@ impl Communicator {
     /// [`CommunicatorBuilder::max_pieces`](crate::CommunicatorBuilder::max_pieces).
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason, also for too many
-    /// pieces.
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::OverlappingReceives`], also of two pieces;
+    /// [`Error::Message`] with the reason, also for too many pieces.
     pub fn irecv_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = DOMAIN.range(c"irecv");
         let peer = self.peer(rank)?;
-        Ok(Request::received(peer, peer.receive(pieces)?))
+        Ok(Request::received(peer, peer.receive(pieces, || self.claim(pieces, rank))?))
+    }
+
+    /// Claims the memory of a receive; refuses memory of another one.
+    #[inline]
+    fn claim(&self, pieces: &[Piece<'_>], rank: usize) -> Result<ReceiveClaims> {
+        match &self.0.outstanding {
+            // A complete receive that nobody has waited for is released first.
+            Some(outstanding) => outstanding.claim(pieces, Some(rank), |other| {
+                other.and_then(|other| self.0.peers.get(other)).into_iter().for_each(|peer| peer.recycle());
+            }),
+            None => Ok(ReceiveClaims::new()),
+        }
     }
 
     /// Blocks until a message is complete.

@@ -1,6 +1,7 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
 use std::io;
+use std::ops::Range;
 use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::Duration;
@@ -70,6 +71,24 @@ pub enum Error {
         /// The number of ranks.
         size: usize,
     },
+    /// A receive is given memory that an outstanding receive may still write.
+    #[error(
+        "the receive from {} into bytes {range:?} of its buffer overlaps the outstanding receive from {} into bytes {other_range:?} of \
+         its buffer, and a posted receive is active at once; give each its own bytes, wait for the earlier one first, or receive in stream \
+         order: Communicator::recv_on_stream",
+        from(.rank),
+        from(.other_rank)
+    )]
+    OverlappingReceives {
+        /// The rank that is to be received from; `None` for any.
+        rank: Option<usize>,
+        /// The bytes of the buffer that is refused.
+        range: Range<usize>,
+        /// The rank that the outstanding receive is from; `None` for any.
+        other_rank: Option<usize>,
+        /// The bytes of its buffer.
+        other_range: Range<usize>,
+    },
     /// An access would leave the window of a rank.
     #[error(
         "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
@@ -133,6 +152,10 @@ pub enum Error {
 
 fn suffix(cause: &Option<Arc<io::Error>>) -> String {
     cause.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
+}
+
+fn from(rank: &Option<usize>) -> String {
+    rank.map_or_else(|| "any rank".to_owned(), |rank| format!("rank {rank}"))
 }
 
 /// The cause of a failed message, with advice in terms of ranks in place of queue pairs.

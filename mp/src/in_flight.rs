@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gdsync::verbs::{Completion, MrGuard};
 use smallvec::SmallVec;
 
+use crate::overlap::ReceiveClaims;
 use crate::registration::Piece;
 
 /// Which of the two queues of a connection.
@@ -83,12 +84,17 @@ impl InFlightOp {
     }
 }
 
-/// Registrations that an operation pins: mostly one.
-pub(crate) type Pins = SmallVec<[MrGuard; 1]>;
+/// What an operation holds until it is complete: registrations, mostly one, and the memory of a receive.
+#[derive(Debug, Default)]
+pub(crate) struct Pins {
+    _buffers: SmallVec<[MrGuard; 1]>,
+    _claims: ReceiveClaims,
+}
 
-/// Pins the buffers of a message with one of the devices.
-pub(crate) fn pin(pieces: &[Piece<'_>], intra_host: bool) -> Pins {
-    pieces.iter().map(|(buffer, _)| buffer.mr(intra_host).guard()).collect()
+/// Pins the buffers of a message with one of the devices, and keeps what it has claimed.
+pub(crate) fn pin(pieces: &[Piece<'_>], intra_host: bool, claims: ReceiveClaims) -> Pins {
+    let buffers = pieces.iter().map(|(buffer, _)| buffer.mr(intra_host).guard());
+    Pins { _buffers: buffers.collect(), _claims: claims }
 }
 
 /// Operations under way in one queue, in its order: the oldest leave before the queue forgets them.
@@ -213,7 +219,7 @@ mod tests {
                     let sends: Vec<_> = (0..wqes).map(|_| SendWr::send(&sges)).collect();
                     let completion = self.qps[0].post_send(&sends)?;
                     let op = InFlightOp::new(Direction::Send, "send", completion, wqes, 8);
-                    self.list.push(op.clone(), pin(&[(&self.buffer, 0..8)], false));
+                    self.list.push(op.clone(), pin(&[(&self.buffer, 0..8)], false, ReceiveClaims::new()));
                     self.model.push_back((op.index(), wqes));
                     self.queued.push_back((op, wqes));
                 }
@@ -280,7 +286,7 @@ mod tests {
         let sges = [fixture.mr.sge(0, 8).unwrap()];
         let send = fixture.qps[0].prepare_send(&[SendWr::send(&sges)]).unwrap();
         let op = InFlightOp::new(Direction::Send, "send", send.completion().clone(), 1, 8);
-        fixture.list.push(op, Pins::new());
+        fixture.list.push(op, Pins::default());
         assert_eq!(fixture.list.wqes(), 2);
         drop(send);
         fixture.list.drop_taken_back();

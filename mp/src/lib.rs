@@ -96,6 +96,7 @@ mod exchange;
 mod in_flight;
 pub mod launch;
 mod on_stream;
+mod overlap;
 mod path;
 mod peer;
 mod registration;

@@ -9,6 +9,7 @@ use smallvec::SmallVec;
 
 use crate::error::{Error, Result};
 use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
+use crate::overlap::ReceiveClaims;
 use crate::registration::Piece;
 use crate::shm_fifo::{FifoReceive, ShmFifo};
 use crate::transport::{DRAIN, Transport};
@@ -41,6 +42,11 @@ type Sges = SmallVec<[Sge; 2]>;
 /// Pieces that take an SGE: empty ones do not.
 fn count(pieces: &[Piece<'_>]) -> usize {
     pieces.iter().filter(|(_, range)| !range.is_empty()).count()
+}
+
+/// A message that is sent.
+fn sent<'a, 'b>(pieces: &'a [Piece<'b>], sges: &'a [Sge]) -> (&'a [Piece<'b>], &'a [Sge], ReceiveClaims) {
+    (pieces, sges, ReceiveClaims::new())
 }
 
 impl Peer {
@@ -76,7 +82,7 @@ impl Peer {
         in_flight: &mut InFlight,
         direction: Direction,
         operation: &'static str,
-        (pieces, sges): (&[Piece<'_>], &[Sge]),
+        (pieces, sges, claims): (&[Piece<'_>], &[Sge], ReceiveClaims),
         mut post: impl FnMut(&Self, &[Sge]) -> gdsync::Result<(Completion, T)>,
     ) -> Result<(Arc<InFlightOp>, T)> {
         let failed = |cause| self.failed(operation, cause);
@@ -94,7 +100,7 @@ impl Peer {
         let (completion, other) = posted.map_err(failed)?;
         let bytes = sges.iter().map(|sge| sge.len as usize).sum();
         let op = InFlightOp::new(direction, operation, completion, 1, bytes);
-        in_flight.push(op.clone(), pin(pieces, self.transport.intra_host));
+        in_flight.push(op.clone(), pin(pieces, self.transport.intra_host, claims));
         Ok((op, other))
     }
 
@@ -180,7 +186,7 @@ impl Peer {
         let sges = self.sges(operation, pieces)?;
         let mut in_flight = self.in_flight[Direction::Send as usize].lock();
         let (op, other) =
-            self.post_locked(&mut in_flight, Direction::Send, operation, (pieces, &sges), post)?;
+            self.post_locked(&mut in_flight, Direction::Send, operation, sent(pieces, &sges), post)?;
         // The lock keeps other threads from sending the next message before.
         self.fifo.iter().for_each(|fifo| fifo.set_last(&op));
         Ok((op, other))
@@ -210,16 +216,21 @@ impl Peer {
         let sges = self.sges(operation, pieces)?;
         let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.post_one_sided(wr(sges))?, ()));
         let mut in_flight = self.in_flight[Direction::Send as usize].lock();
-        Ok(self.post_locked(&mut in_flight, Direction::Send, operation, (pieces, &sges), post)?.0)
+        Ok(self.post_locked(&mut in_flight, Direction::Send, operation, sent(pieces, &sges), post)?.0)
     }
 
-    /// Starts a receive: in the FIFO if its message comes there, or else in the queue pair.
-    pub(crate) fn receive(&self, pieces: &[Piece<'_>]) -> Result<Received> {
+    /// Starts a receive: in the FIFO if its message comes there, or else in the queue pair. `claim` claims its memory.
+    pub(crate) fn receive(
+        &self,
+        pieces: &[Piece<'_>],
+        claim: impl FnOnce() -> Result<ReceiveClaims>,
+    ) -> Result<Received> {
         const RECEIVE: &str = "receive";
         let sges = self.sges(RECEIVE, pieces)?;
+        let mut claims = claim()?;
         let failed = |cause| self.failed(RECEIVE, cause);
         let transport = &self.transport;
-        let by_fifo = |fifo: &ShmFifo| fifo.receive(transport, pieces).map_err(failed);
+        let mut by_fifo = |fifo: &ShmFifo| fifo.receive(transport, pieces, &mut claims).map_err(failed);
         if let Some(fifo) = &self.fifo
             && let Some(receive) = by_fifo(fifo)?
         {
@@ -237,7 +248,8 @@ impl Peer {
             }
         }
         let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive(sges)?, ()));
-        let (op, ()) = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE, (pieces, &sges), post)?;
+        let message = (pieces, &sges[..], claims);
+        let (op, ()) = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE, message, post)?;
         Ok(Received::Queue(op))
     }
 

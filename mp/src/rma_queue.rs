@@ -12,6 +12,7 @@ use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
 use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
+use crate::overlap::ReceiveClaims;
 use crate::peer::Peer;
 use crate::registration::Piece;
 use crate::transport::QpPair;
@@ -55,7 +56,7 @@ impl RmaQueue {
             other => Err(other),
         });
         let op = InFlightOp::new(Direction::Send, operation, posted.map_err(failed)?, wqes, bytes);
-        in_flight.push(op.clone(), pin(pieces, intra_host));
+        in_flight.push(op.clone(), pin(pieces, intra_host, ReceiveClaims::new()));
         Ok(op)
     }
 

@@ -15,6 +15,7 @@
 
 use std::collections::VecDeque;
 use std::hint::spin_loop;
+use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -28,6 +29,7 @@ use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use crate::in_flight::{Direction, InFlightOp};
+use crate::overlap::ReceiveClaims;
 use crate::registration::{Piece, Registration, host_len};
 use crate::shm_memory::{FifoMemory, FifoPair, LONGEST};
 use crate::transport::{DRAIN, SILENCE, Transport};
@@ -142,6 +144,8 @@ type Buffers = SmallVec<[(Registration, usize, usize); 1]>;
 struct Entry {
     receive: Arc<FifoReceive>,
     buffers: Buffers,
+    /// The memory, until the message is there.
+    claims: ReceiveClaims,
 }
 
 /// The sender's side.
@@ -407,7 +411,7 @@ impl ShmFifo {
         self.next.load(Ordering::Relaxed)
     }
 
-    /// Queues a receive whose message comes through the FIFO; `None` if its message takes the queue pair.
+    /// Queues a receive whose message comes through the FIFO, with what it has claimed; `None` if its message takes the queue pair.
     ///
     /// # Errors
     /// What ended the connection; [`gdsync::Error::QueueFull`].
@@ -415,6 +419,7 @@ impl ShmFifo {
         &self,
         transport: &Transport,
         pieces: &[Piece<'_>],
+        claims: &mut ReceiveClaims,
     ) -> gdsync::Result<Option<Arc<FifoReceive>>> {
         let depth = transport.depth;
         let mut rx = self.lock();
@@ -437,7 +442,8 @@ impl ShmFifo {
         let receive = rx.make_receive();
         let buffer = |(buffer, range): &Piece<'_>| ((*buffer).clone(), range.start, range.len());
         let buffers = pieces.iter().map(buffer).collect();
-        rx.queued.push_back(Entry { receive: receive.clone(), buffers });
+        let claims = mem::take(claims);
+        rx.queued.push_back(Entry { receive: receive.clone(), buffers, claims });
         drop(rx);
         transport.credits.flag.set();
         Ok(Some(receive))
@@ -602,7 +608,8 @@ impl ShmFifo {
                     }
                     first.receive.finish(filled);
                     rx.receiver.take(&self.memory.rx);
-                    let over = rx.queued.pop_front();
+                    let mut over = rx.queued.pop_front();
+                    over.iter_mut().for_each(|over| over.claims.clear());
                     rx.spent.extend(over);
                     if failure.is_some() {
                         // As in a queue pair, nothing behind it is taken.

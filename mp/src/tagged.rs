@@ -78,6 +78,7 @@ pub use matching::{Source, Tag};
 use crate::builder::{CommunicatorBuilder, Shrunk};
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
+use crate::overlap::ReceiveClaims;
 use crate::registration::Registration;
 use crate::transport::SILENCE;
 use crate::wait::{Deadline, back_off};
@@ -120,6 +121,19 @@ impl Shared {
         let has_worked = self.run_devices();
         self.engine.lock().progress();
         has_worked
+    }
+
+    /// Claims the memory of a receive; refuses memory of another one.
+    fn claim(
+        &self,
+        buffer: &Registration,
+        range: &Range<usize>,
+        rank: Option<usize>,
+    ) -> Result<ReceiveClaims> {
+        match &self.comm.0.outstanding {
+            Some(outstanding) => outstanding.claim(&[(buffer, range.clone())], rank, |_| _ = self.progress()),
+            None => Ok(ReceiveClaims::new()),
+        }
     }
 }
 
@@ -168,8 +182,8 @@ impl Tagged {
     /// [`Tag::Any`]. A message that is longer fails the receive, with [`Error::Truncated`], and nothing else.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] if all possible senders
-    /// are lost.
+    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::OverlappingReceives`];
+    /// [`Error::Message`] if all possible senders are lost.
     pub fn irecv(
         &self,
         buffer: &Registration,
@@ -179,8 +193,9 @@ impl Tagged {
     ) -> Result<Request> {
         let key = self.key(source.into(), tag.into())?;
         buffer.check_range(&range)?;
+        let _claims = self.0.claim(buffer, &range, key.source())?;
         let (shared, outcome) = (self.0.clone(), Arc::new(OnceLock::new()));
-        let incoming = Incoming { outcome: outcome.clone(), buffer: buffer.clone(), range };
+        let incoming = Incoming { outcome: outcome.clone(), buffer: buffer.clone(), range, _claims };
         let place = shared.engine.lock().receive(key, incoming)?;
         Ok(Request { shared, outcome, rank: key.source(), place })
     }
@@ -285,11 +300,12 @@ impl Message {
     /// Starts to receive it into the bytes `range` of `buffer`.
     ///
     /// # Errors
-    /// [`Error::Device`] for a range outside the buffer: the message returns to its place.
+    /// [`Error::Device`] for a range outside the buffer, [`Error::OverlappingReceives`]: the message returns to its place.
     pub fn irecv(mut self, buffer: &Registration, range: Range<usize>) -> Result<Request> {
         buffer.check_range(&range)?;
+        let _claims = self.shared.claim(buffer, &range, Some(self.status.rank))?;
         let (shared, outcome) = (self.shared.clone(), Arc::new(OnceLock::new()));
-        let incoming = Incoming { outcome: outcome.clone(), buffer: buffer.clone(), range };
+        let incoming = Incoming { outcome: outcome.clone(), buffer: buffer.clone(), range, _claims };
         if let Some(arrived) = self.arrived.take() {
             shared.engine.lock().give(arrived, incoming);
         }

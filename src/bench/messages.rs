@@ -578,8 +578,8 @@ fn round(
     let peer = 1 - comm.rank();
     let mut received = Vec::with_capacity(BURST);
     let start = Instant::now();
-    for _ in 0..BURST {
-        received.push(comm.irecv(buffer, 0..8, peer)?);
+    for n in 0..BURST {
+        received.push(comm.irecv(buffer, 16 + 8 * n..24 + 8 * n, peer)?);
     }
     times.add(0, start);
     starts(comm, (1, times), timeout, || comm.isend(buffer, 8..16, peer))?;
@@ -613,7 +613,7 @@ fn starts(
 /// Measures the calls of mp and of gdsync by queue pairs, in turn.
 fn calls(comm: &Communicator, rounds: u32, timeout: Duration) -> Result<[Series; 2]> {
     let bare = Bare::new(comm, timeout)?;
-    let buffer = comm.register(&Memory::alloc(64)?)?;
+    let buffer = comm.register(&Memory::alloc(16 + 8 * BURST)?)?;
     let window = comm.window(&buffer, 0..8, timeout)?;
     let (mut theirs, mut ours) = (Times::default(), Times::default());
     for _ in 0..rounds {

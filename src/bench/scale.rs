@@ -10,12 +10,17 @@ use gdasync::measure::Samples;
 use gdasync::mp::launch::Bootstrap;
 use gdasync::mp::launch::Launch;
 use gdasync::mp::launch::{Children, spawn_command};
-use gdasync::mp::{self, Communicator, Request};
+use gdasync::mp::{self, Communicator, CommunicatorBuilder, Request};
 use gdasync::pingpong::{CACHE_LINE, Floor};
 use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, all_ranks};
 use serde_json::json;
 
 use super::traffic::{Endpoint, QueuePairs, Shape};
+
+/// Receives are posted far ahead into two slots: messages are counted.
+fn builder() -> CommunicatorBuilder {
+    Communicator::builder().allow_overlap(true)
+}
 
 /// Options of `gdasync bench scale`.
 #[derive(Args)]
@@ -280,7 +285,7 @@ impl Job {
             command
         })?;
         let bootstrap = Bootstrap::root(listener, &launch, timeout)?;
-        let comm = Communicator::builder().timeout(timeout).init_over(bootstrap)?;
+        let comm = builder().timeout(timeout).init_over(bootstrap)?;
         Ok(Self { comm, children })
     }
 
@@ -288,7 +293,7 @@ impl Job {
     fn join(timeout: Duration) -> Result<Communicator> {
         let launch = Launch::detect()?.ok_or("--part is for processes that this benchmark starts")?;
         let bootstrap = Bootstrap::connect(&launch, timeout)?;
-        Ok(Communicator::builder().timeout(timeout).init_over(bootstrap)?)
+        Ok(builder().timeout(timeout).init_over(bootstrap)?)
     }
 
     /// Waits for the end of all ranks.

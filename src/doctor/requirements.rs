@@ -42,8 +42,8 @@ pub(super) enum CardUse {
 impl fmt::Display for CardUse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Direct => "direct: the card reads our rings, a GPU rings its doorbell",
-            Self::Proxy => "proxy: a thread posts through libibverbs",
+            Self::Direct => "direct",
+            Self::Proxy => "proxy",
         })
     }
 }

@@ -18,7 +18,7 @@ use std::sync::Mutex;
 use super::common::{program, run};
 
 /// Programs of others in documents.
-const FOREIGN: &str = "apptainer docker ibv_devinfo ip kubectl make mpirun nsys nvidia-smi podman rdma srun sudo torchrun ulimit unshare numactl";
+const FOREIGN: &str = "apptainer docker export ibv_devinfo ip kubectl make mpirun nsys nvidia-smi podman rdma srun sudo torchrun ulimit unshare numactl";
 const NEEDS: &str = "apptainer card docker gpu hosts kubernetes mpirun network root slurm vm";
 /// Prefixes of variables of this repository.
 const FAMILIES: [&str; 4] = ["GDSYNC_", "GDRCOPY_", "GDASYNC_", "MP_"];
@@ -48,10 +48,17 @@ impl Block {
 }
 
 fn documents() -> Vec<Document> {
-    let mut paths: Vec<String> =
-        ["README", "CONTRIBUTING", "BENCHMARKS", "TESTING", "kmod/README", "docs/pictures/README"]
-            .map(|name| format!("{name}.md"))
-            .into();
+    let mut paths: Vec<String> = [
+        "README",
+        "CONTRIBUTING",
+        "SECURITY",
+        "BENCHMARKS",
+        "TESTING",
+        "kmod/README",
+        "docs/pictures/README",
+    ]
+    .map(|name| format!("{name}.md"))
+    .into();
     let names = fs::read_dir(root().join("docs"))
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap());
@@ -83,7 +90,7 @@ impl Document {
                 None if line.trim_start().starts_with("```") => {
                     open = Some((line.trim() == "```sh", String::new(), number + 1));
                 }
-                None if line.starts_with("<!--") => notes.push_str(line),
+                None if line.trim_start().starts_with("<!--") => notes.push_str(line),
                 None if line.is_empty() => {}
                 None => notes.clear(),
             }

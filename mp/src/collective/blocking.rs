@@ -13,6 +13,7 @@ use super::reduce::{Number, Reduction};
 use super::schedule::{self, Exchange, Fold};
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
+use crate::overlap::ReceiveClaims;
 use crate::registration::Registration;
 use crate::request::{Request, Status};
 use crate::wait::Deadline;
@@ -335,7 +336,9 @@ pub(super) struct Due {
 
 impl Due {
     pub(super) fn receive(comm: &Communicator, part: &Part) -> Result<Self> {
-        let request = comm.irecv(&part.buffer, part.range.clone(), part.rank)?;
+        let (peer, pieces) = (comm.peer(part.rank)?, [(&part.buffer, part.range.clone())]);
+        // Unchecked: on a stream the next call of a collective may be enqueued while this one is under way, and its messages come later.
+        let request = Request::received(peer, peer.receive(&pieces, || Ok(ReceiveClaims::new()))?);
         Ok(Self { request, bytes: part.range.len() })
     }
 

@@ -17,6 +17,7 @@ use super::matching::{Arrival, Key, Matcher, Place, Source, Tag};
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::exchange::take;
+use crate::overlap::ReceiveClaims;
 use crate::registration::Registration;
 use crate::request::Request;
 
@@ -131,6 +132,8 @@ pub(super) struct Incoming {
     pub(super) outcome: Outcome,
     pub(super) buffer: Registration,
     pub(super) range: Range<usize>,
+    /// The memory that it may write.
+    pub(super) _claims: ReceiveClaims,
 }
 
 /// A send under way.

@@ -199,13 +199,14 @@ job_test!(
     Communicator::builder().intra_host(IntraHostPath::Queues),
     |comm| {
         const COUNT: usize = 300;
-        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16));
+        let (peer, buffer) = (1 - comm.rank(), buffer(comm, 8 * (COUNT + 1)));
         let (start, before) = (Instant::now(), work_requests(comm));
-        let received: Vec<_> = (0..COUNT).map(|_| comm.irecv(&buffer, 0..8, peer).unwrap()).collect();
+        let received: Vec<_> =
+            (1..=COUNT).map(|n| comm.irecv(&buffer, 8 * n..8 * n + 8, peer).unwrap()).collect();
         let (posted, looks) = (work_requests(comm) - before, start.elapsed().as_millis());
         assert!(u128::from(posted) <= looks + 1, "{posted} announcements in {looks} ms");
         for _ in 0..COUNT {
-            comm.wait(&comm.isend(&buffer, 8..16, peer).unwrap(), LONG).unwrap();
+            comm.wait(&comm.isend(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
         }
         comm.wait_all(&received, LONG).unwrap();
         comm.barrier(LONG).unwrap();

@@ -13,6 +13,7 @@ mod lifetimes;
 mod messages;
 mod nvtx;
 mod on_stream;
+mod overlap;
 mod paths;
 mod shm_fifo;
 mod tagged;

@@ -206,11 +206,12 @@ job_test!(cpu_and_streams_mix, 2, |comm| {
 // Only streams wait; the requests are tested long after the queues have wrapped.
 job_test!(requests_of_streams_outlive_the_queue_depth, 2, Communicator::builder().depth(16), |comm| {
     let peer = 1 - comm.rank();
-    let buffer = buffer(comm, 16);
+    let buffer = buffer(comm, 9 * 8);
     let s = stream("round and round");
     let mut requests = Vec::new();
     for n in 0..300 {
-        let received = comm.irecv(&buffer, 8..16, peer).unwrap();
+        let slot = n % 8 * 8;
+        let received = comm.irecv(&buffer, 8 + slot..16 + slot, peer).unwrap();
         requests.push((comm.send_on_stream(&s, &buffer, 0..n % 9, peer).unwrap(), n % 9));
         comm.wait_on_stream(&s, &received).unwrap();
         requests.push((received, n % 9));

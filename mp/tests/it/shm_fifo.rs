@@ -93,20 +93,36 @@ job_test!(dropped_communicators_unmap_fifos_with_receives_ahead, 2, |comm| {
     let before = mapped();
     let peer = 1 - comm.rank();
     let second = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
-    let buffer = buffer(&second, 16);
-    let receive = || second.irecv(&buffer, 0..8, peer).unwrap();
-    let mut received: Vec<_> = (0..2 * MANY).map(|_| receive()).collect();
+    let buffer = buffer(&second, 8 * (2 * MANY + 2));
+    let receive = |n: usize| second.irecv(&buffer, 8 * n + 8..8 * n + 16, peer).unwrap();
+    let mut received: Vec<_> = (0..2 * MANY).map(receive).collect();
     second.barrier(LONG).unwrap();
-    let sent: Vec<_> = (0..MANY).map(|_| second.isend(&buffer, 8..16, peer).unwrap()).collect();
+    let sent: Vec<_> = (0..MANY).map(|_| second.isend(&buffer, 0..8, peer).unwrap()).collect();
     second.wait_all(&sent, LONG).unwrap();
     second.barrier(LONG).unwrap();
     // Both sides want the FIFO by now; the receives of the second half are under way.
-    received.push(receive());
+    received.push(receive(2 * MANY));
     assert_eq!(received[2 * MANY - 1].test().unwrap(), None);
     second.barrier(LONG).unwrap();
     assert!(mapped() > before);
     drop((sent, received, buffer, second));
     assert_eq!(mapped(), before);
+});
+
+// As in queues: whoever has seen that the message is there.
+job_test!(complete_receives_of_the_fifo_free_their_memory, 2, |comm| {
+    let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
+    open(comm, &buffer);
+    for n in 0..MANY {
+        let received = comm.irecv(&buffer, 8..16, peer).unwrap();
+        let sent = comm.isend(&buffer, 0..8, peer).unwrap();
+        match n % 2 {
+            0 => until("the message is here", || received.test().unwrap().is_some()),
+            _ => assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 8),
+        }
+        comm.wait(&sent, LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
 });
 
 job_test!(messages_of_all_sizes_take_the_fifo_or_do_not, 2, |comm| {
@@ -340,7 +356,7 @@ job_test!(the_fifo_opens_while_a_receive_is_always_under_way, 2, |comm| {
 job_test!(taken_back_sends_do_not_count, 2, |comm| {
     let (peer, s, buffer) = (1 - comm.rank(), stream("sender"), buffer(comm, 16384));
     // The stream waits for one receive more than it needs: see `isend_in_batch`.
-    let [received, more] = [(); 2].map(|()| comm.irecv(&buffer, 8192..8200, peer).unwrap());
+    let [received, more] = [0, 8].map(|at| comm.irecv(&buffer, 8192 + at..8200 + at, peer).unwrap());
     let [first, second] = [(); 2].map(|()| comm.prepare_send(&buffer, 0..8, peer).unwrap());
     let mut batch = Batch::new();
     drop(first.post_in_batch(&mut batch));
@@ -413,7 +429,7 @@ job_test!(the_depth_bounds_receives_of_the_fifo, 2, Communicator::builder().dept
     let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16384));
     open(comm, &buffer);
     let received: Vec<_> = (0..9).map(|n| comm.irecv(&buffer, n * 8..n * 8 + 8, peer).unwrap()).collect();
-    let error = comm.irecv(&buffer, 0..8, peer).unwrap_err();
+    let error = comm.irecv(&buffer, 72..80, peer).unwrap_err();
     says(&error, &["9 of 9"]);
     comm.barrier(LONG).unwrap();
     for n in 0..9 {
