@@ -1,7 +1,7 @@
 //! The exchange of messages in each mode: by the CPU, by a stream, by graphs, by a kernel.
 
 use super::buffers::{Buffers, Checker, KernelChecker, checker};
-use super::{Cost, LAUNCH, Measured, Mode, Options};
+use super::{Cost, Measured, Mode, Options};
 use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
 use crate::measure::{PAGE, Samples, share_memory};
 use crate::results::Result;
@@ -90,7 +90,7 @@ impl<'a> PingPong<'a> {
 
     /// Launches graphs of iterations, and sleeps until the stream has run them.
     fn run_graphs(&self, warm_up: u64, total: u64) -> Result<Measured> {
-        let each = self.options.graph.unwrap_or(LAUNCH).into();
+        let each = self.options.ahead.into();
         let checker = checker(self.options, self.app, &self.buffers, total)?;
         let launches = Launches::new(self.connection(each)?, each, total, |connection, count| {
             captured(self, &*checker, connection, count)
@@ -100,7 +100,7 @@ impl<'a> PingPong<'a> {
 
     /// Launches a kernel of the program that waits and sends by itself.
     fn run_initiated(&self, warm_up: u64, total: u64) -> Result<Measured> {
-        let each = self.options.initiate.unwrap_or(LAUNCH).into();
+        let each = self.options.ahead.into();
         let kernels = self.app.kernels.as_ref().ok_or("mode initiate has no kernel without --stream cuda")?;
         self.buffers.prepare()?;
         let checker = KernelChecker::new(kernels, self.app, &self.buffers, total)?;

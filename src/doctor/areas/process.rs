@@ -147,6 +147,7 @@ pub(in crate::doctor) const KNOWN: &[&str] = &[
     "GDRCOPY_USE_DMABUF_MMAP",
     "GDRCOPY_ENABLE_LOGGING",
     "GDRCOPY_LOG_LEVEL",
+    "MP_BIND",
     "MP_GPU_PATH",
     "MP_LOCAL",
     "MP_REG_CACHE",
@@ -164,7 +165,7 @@ fn connections(machine: &Machine) -> Probe {
 
 fn is_ours(name: &str) -> bool {
     ["GDSYNC_", "GDRCOPY_"].iter().any(|prefix| name.starts_with(prefix))
-        || matches!(name, "MP_GPU_PATH" | "MP_LOCAL" | "MP_REG_CACHE")
+        || matches!(name, "MP_BIND" | "MP_GPU_PATH" | "MP_LOCAL" | "MP_REG_CACHE")
 }
 
 fn ours(machine: &Machine) -> Probe {
