@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use gdsync::recorder::Marks;
-use mp::Communicator;
+use mp::{Communicator, IntraHostPath};
 use serde_json::json;
 
 pub use buffers::PTX;
@@ -181,7 +181,9 @@ fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
     options.check()?;
     let timeout = options.timeout();
     let placed = options.placement.open()?;
-    let comm = placed.builder().spawn(2).timeout(timeout).init()?;
+    // One transport for all modes: they differ in who drives it.
+    let builder = placed.builder().intra_host(IntraHostPath::Queues);
+    let comm = builder.spawn(2).timeout(timeout).init()?;
     if comm.size() != 2 {
         return Err(format!("a ping-pong has 2 ranks, this job has {}", comm.size()).into());
     }
@@ -259,8 +261,9 @@ fn summary(sheet: &Sheet, modes: &[Mode], stream: &str) -> String {
         text += &format!("\n{sentence}");
     }
     if stream == "host" {
-        text += "\nA host stream is a thread that stands in for a GPU while you develop: it shows order and errors, and needs a \
-                 core. It is not faster than a CPU that polls, and says nothing about a GPU.";
+        text += "\nA host stream is a thread that stands in for a GPU while you develop: for the order of operations and for errors. \
+                 Its times say nothing about a GPU.\nAll modes use the same queues; MP_LOCAL=soft lets short messages of mode cpu take \
+                 a FIFO in shared memory.";
     }
     text
 }

@@ -15,7 +15,7 @@ const HELP: &[(&str, &str)] = &[
     ("gdasync bench trigger --help", "What the numbers mean|--json|--budget"),
     ("gdasync bench stream --help", "What the numbers mean|--json|--budget"),
     ("gdasync bench scale --help", "What the numbers mean|--json|--budget"),
-    ("gdasync doctor --help", "--only|--json|--list|--verbose|--timeout"),
+    ("gdasync doctor --help", "--only|--json|--list|--timeout"),
     ("gdasync trace --help", "3 a wait is stuck|--perfetto|--timeline|--stuck-after|--clean"),
     (
         "pingpong --help",
