@@ -48,10 +48,10 @@ pub struct Doctor {
     /// Write the results as JSON to FILE, or to standard output in place of the text
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
-    /// Only these probes or areas, by their names in --list, with commas between or repeated
+    /// Only these probes or areas, by their names in --list
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     only: Vec<String>,
-    /// List the probes, and what each tries
+    /// List the probes: what each tries, and why it matters
     #[arg(long)]
     list: bool,
     /// What GPUs and RDMA devices may take to answer, in seconds [default: 4, and 1 for each GPU beyond the first]
@@ -211,7 +211,9 @@ fn list() -> Result<ExitCode, String> {
     let mut out = io::stdout().lock();
     for area in AREAS {
         for check in area.checks {
-            if writeln!(out, "{:NAME$}  {}", check.name, check.tried).is_err() {
+            if writeln!(out, "{:NAME$}  {}\n{:NAME$}  why: {}", check.name, check.tried, "", check.why)
+                .is_err()
+            {
                 return Ok(ExitCode::SUCCESS);
             }
         }

@@ -286,13 +286,12 @@ impl<'a> Launches<'a> {
 
     /// Launches until all iterations are queued. Receives are posted a launch before the peer can need them.
     fn run(&mut self, stream: &Stream, timeout: Duration) -> Result<()> {
-        let mut pace = Pace::default();
         let mut under_way = VecDeque::with_capacity(UNDER_WAY);
         let mut done = 0;
         while done < self.total {
             if under_way.len() == UNDER_WAY {
                 let first: Option<Launch> = under_way.pop_front();
-                first.map_or(Ok(()), |launch| pace.wait(&launch, stream, timeout))?;
+                first.map_or(Ok(()), |launch| launch.wait(stream, timeout))?;
             }
             let count = self.each.min(self.total - done);
             let launcher = self.launchers.iter().find(|(of, _)| *of == count).map(|(_, launcher)| launcher);
@@ -364,28 +363,6 @@ fn initiated<'a>(
     Ok(Box::new(move |stream, timeout| {
         steps.launch_within(stream, timeout, |program| checker.initiate(program, count, work, waits_first))
     }))
-}
-
-/// How long launches take.
-#[derive(Default)]
-struct Pace {
-    last: Option<Instant>,
-    each: Duration,
-}
-
-impl Pace {
-    /// Waits for a launch; almost all of the time that the one before took, it does not even look:
-    /// one more is under way.
-    fn wait(&mut self, launch: &Launch, stream: &Stream, timeout: Duration) -> Result<()> {
-        if let Some(last) = self.last {
-            std::thread::sleep((self.each * 15 / 16).min(timeout).saturating_sub(last.elapsed()));
-        }
-        launch.wait(stream, timeout)?;
-        let now = Instant::now();
-        self.each = self.last.map_or(Duration::ZERO, |last| now - last);
-        self.last = Some(now);
-        Ok(())
-    }
 }
 
 /// Messages of `mp` wait for a credit, which no two of them do for the same one: here the program has posted all receives
