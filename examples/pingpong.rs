@@ -17,6 +17,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
+use gdasync::arguments::parse;
 use gdasync::{note, pingpong, results};
 
 /// Stream-triggered ping-pong between two processes, data checked on every iteration.
@@ -29,17 +30,14 @@ use gdasync::{note, pingpong, results};
 struct Cli {
     #[command(flatten)]
     pingpong: pingpong::Options,
-    /// Also bounce a cache line between the CPUs, and a flag in shared memory between the streams of both ranks.
-    #[arg(long)]
-    floor: bool,
     #[command(flatten)]
     output: results::Output,
 }
 
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
-    let Cli { pingpong, floor, output } = Cli::parse();
-    match pingpong::run(&pingpong, &output, "pingpong", floor, false) {
+    let Cli { pingpong, output } = parse();
+    match pingpong::run(&pingpong, &output) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             note!("pingpong: {error}");

@@ -4,16 +4,19 @@ use clap::{Args, ValueEnum};
 use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use gdsync::cuda::Gpu;
 use gdsync::memory::{Memory, Word32};
-use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Nudge, Stream, Via};
+use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
 use gdsync::verbs::OnGpu;
 use mp::launch::Launch;
 use mp::{Communicator, CommunicatorBuilder};
+use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::Serialize;
+use std::collections::BTreeSet;
 use std::ffi::{CStr, c_void};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::measure::host;
 use crate::results::Result;
 
 /// Options of streams and memory.
@@ -31,9 +34,6 @@ pub struct Placement {
     /// What runs the operations of a CUDA stream: memop, kernel or auto [default: memop].
     #[arg(long)]
     via: Option<Via>,
-    /// Whether the CPU prods a GPU that waits for completions: auto, on or off [default: auto].
-    #[arg(long)]
-    nudge: Option<Nudge>,
     /// GPUs by rank, by their CUDA ordinals [default: the local rank modulo the number of GPUs].
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     device: Vec<i32>,
@@ -104,8 +104,6 @@ pub struct Placed {
     pub placement: Queues,
     /// What runs the operations of a CUDA stream.
     pub via: Via,
-    /// Whether the CPU prods a GPU that waits.
-    pub nudge: Nudge,
     /// The GPU, if one is used.
     pub gpu: Option<Gpu>,
 }
@@ -118,9 +116,8 @@ impl Placement {
 
     /// Opens what the options ask for. Called before the communicator is made, which it is for.
     pub fn open(&self) -> Result<Placed> {
-        let asked = [self.via.map(|_| "--via"), self.nudge.map(|_| "--nudge")].into_iter().flatten().next();
-        if let (Engine::Host, Some(option)) = (self.stream, asked) {
-            return Err(format!("{option} is for --stream cuda").into());
+        if self.stream == Engine::Host && self.via.is_some() {
+            return Err("--via is for --stream cuda".into());
         }
         let on_gpu =
             self.stream == Engine::Cuda || self.payload != Place::Host || self.placement != Queues::Host;
@@ -132,7 +129,6 @@ impl Placement {
             payload: self.payload,
             placement: self.placement,
             via: self.via.unwrap_or_default(),
-            nudge: self.nudge.unwrap_or_default(),
             gpu: on_gpu.then(|| own_gpu(&self.device)).transpose()?,
         })
     }
@@ -203,13 +199,16 @@ impl Placed {
         let gpu = self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
         let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), timeout)?;
         let gpus = gpus.iter().filter(|gpu| !gpu.is_empty()).map(|gpu| String::from_utf8_lossy(gpu).into());
-        let cuda = self.engine == Engine::Cuda;
+        let cpus = sched_getaffinity(None)?;
+        let cpus: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
+        let cpus = serde_json::to_vec(&(host()?, cpus))?;
+        let cpus = comm.exchange(&cpus, timeout)?;
         Ok(Description {
             payload: self.payload,
             placement: self.placement,
-            via: cuda.then(|| self.via.to_string()),
-            nudge: cuda.then(|| self.nudge.to_string()),
+            via: (self.engine == Engine::Cuda).then(|| self.via.to_string()),
             gpus: gpus.collect(),
+            cpus: cpus.iter().map(|rank| serde_json::from_slice(rank)).collect::<serde_json::Result<_>>()?,
         })
     }
 }
@@ -221,25 +220,53 @@ pub struct Description {
     placement: Queues,
     /// With CUDA streams.
     via: Option<String>,
-    nudge: Option<String>,
     /// By rank, those that were used.
     gpus: Vec<String>,
+    /// By rank, its host and the CPUs that it may use.
+    cpus: Vec<(String, Vec<usize>)>,
 }
 
-/// Empty where no GPU is used.
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.gpus.is_empty() {
-            return Ok(());
+            return write_cpus(f, &self.cpus);
         }
         for (rank, gpu) in self.gpus.iter().enumerate() {
             writeln!(f, "rank {rank}: {gpu}")?;
         }
         write!(f, "payload: {}, queues: {}", self.payload, self.placement)?;
-        if let (Some(via), Some(nudge)) = (&self.via, &self.nudge) {
-            write!(f, ", via: {via}, nudge: {nudge}")?;
+        if let Some(via) = &self.via {
+            write!(f, ", via: {via}")?;
         }
         writeln!(f)
+    }
+}
+
+/// A line about where ranks run, if there are several.
+fn write_cpus(f: &mut fmt::Formatter<'_>, ranks: &[(String, Vec<usize>)]) -> fmt::Result {
+    let mut seen = BTreeSet::new();
+    let is_bound = ranks.iter().all(|(host, cpus)| cpus.iter().all(|cpu| seen.insert((host, cpu))));
+    let list = |cpus: &[usize]| {
+        let is_next = |a: &usize, b: &usize| a + 1 == *b;
+        let ranges = cpus.chunk_by(is_next).map(|range| match range {
+            [first, .., last] => format!("{first}-{last}"),
+            one => one.iter().map(usize::to_string).collect(),
+        });
+        ranges.collect::<Vec<_>>().join(",")
+    };
+    match ranks {
+        [] | [_] => Ok(()),
+        _ if is_bound && ranks.len() <= 8 => {
+            let each = ranks.iter().enumerate().map(|(rank, (_, cpus))| format!("{rank} on {}", list(cpus)));
+            writeln!(f, "ranks are bound to CPUs: {}", each.collect::<Vec<_>>().join("; "))
+        }
+        _ if is_bound => writeln!(f, "ranks are bound, each to CPUs of its own"),
+        [(_, first), ..] => writeln!(
+            f,
+            "ranks are not bound: they share CPUs {}. On one core a message takes 10 us, on two 1 or less. Bind them with the launcher \
+             (mpirun --bind-to core), or start no more ranks than there are cores, without MP_BIND=0",
+            list(first)
+        ),
     }
 }
 
@@ -266,9 +293,9 @@ impl AppStream {
         let (stream, kernels) = match (&placed.gpu, placed.engine) {
             (Some(gpu), Engine::Cuda) => {
                 let kernels = Kernels::load(gpu, ptx)?;
-                let (via, nudge) = (placed.via, placed.nudge);
+                let via = placed.via;
                 let config =
-                    CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, nudge, ..Default::default() };
+                    CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, ..Default::default() };
                 (kernels.lend(gpu, config)?, Some(kernels))
             }
             _ => {

@@ -48,7 +48,7 @@ impl Bench {
     pub(crate) fn run(self) -> Result<()> {
         match self {
             Bench::Latency(Latency { pingpong, recorder, output }) => {
-                pingpong::run(&pingpong, &output, "latency", true, recorder)
+                pingpong::bench(&pingpong, &output, recorder)
             }
             Bench::Bandwidth(options) => options.run(),
             Bench::Messages(options) => options.run(),

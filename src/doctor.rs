@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use serde::Serialize;
 
-use areas::pci::{Pair, pairs};
+use areas::process::conclusion;
 use areas::rdma::Limits;
 use areas::{AREAS, Area, is_wanted};
 use gdsync::rdma::gpus;
@@ -38,7 +38,6 @@ use probe::area_of;
 pub use probe::{Probe, Status};
 
 use crate::measure::Machine as Description;
-use crate::results::plain_table;
 
 /// What the kernel may take at least, when devices have answered late.
 const LOOKING: Duration = Duration::from_secs(2);
@@ -49,15 +48,12 @@ pub struct Doctor {
     /// Write the results as JSON to FILE, or to standard output in place of the text
     #[arg(long, value_name = "FILE", num_args = 0..=1, default_missing_value = "-")]
     json: Option<PathBuf>,
-    /// Only these probes or areas, by their names in --list, with commas between or repeated
+    /// Only these probes or areas, by their names in --list
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     only: Vec<String>,
-    /// List the probes, and what each tries
+    /// List the probes: what each tries, and why it matters
     #[arg(long)]
     list: bool,
-    /// Also why each probe matters and what it tried, not only where something is wrong
-    #[arg(long, short)]
-    verbose: bool,
     /// What GPUs and RDMA devices may take to answer, in seconds [default: 4, and 1 for each GPU beyond the first]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: Option<u64>,
@@ -74,8 +70,8 @@ pub struct Doctor {
 struct Report {
     machine: Description,
     probes: Vec<Probe>,
-    /// The PCI path of every pair of GPUs and cards.
-    topology: Vec<Pair>,
+    /// What works here and what to try first; empty if only other areas were looked at.
+    conclusion: String,
 }
 
 impl Doctor {
@@ -115,10 +111,10 @@ impl Doctor {
         let written = match (&self.json, file) {
             (Some(path), Some(mut file)) => {
                 write(&mut file).map_err(|error| format!("--json {}: {error}", path.display()))?;
-                text(&mut out, &report, self.verbose)
+                text(&mut out, &report)
             }
             (Some(_), None) => write(&mut out),
-            (None, _) => text(&mut out, &report, self.verbose),
+            (None, _) => text(&mut out, &report),
         };
         // A reader that has seen enough (`| head`) is no failure.
         written
@@ -137,13 +133,13 @@ impl Doctor {
         let asks: Vec<_> = areas.iter().flat_map(|area| area.asks).copied().collect();
         let machine = Arc::new(self.machine(&asks, timeout));
         let looks: Vec<_> = areas.iter().map(|&area| look(&machine, area.probe)).collect();
-        let paths = areas.iter().any(|area| area.name == "topology").then(|| look(&machine, pairs));
+        let choice = areas.iter().any(|area| area.name == "choice");
         let deadline = (began + timeout).max(Instant::now() + LOOKING);
         let mut probes: Vec<_> =
             areas.iter().zip(looks).flat_map(|(area, look)| seen(area, &look, deadline)).collect();
         probes.retain(|probe| is_wanted(probe.name, &self.only));
-        let topology = paths.and_then(|look| await_look(&look, deadline).ok()).unwrap_or_default();
-        Report { machine: Description::here(), probes, topology }
+        let conclusion = if choice { conclusion(&machine) } else { String::new() };
+        Report { machine: Description::here(), probes, conclusion }
     }
 
     /// Starts all probing processes, then collects their answers.
@@ -215,7 +211,9 @@ fn list() -> Result<ExitCode, String> {
     let mut out = io::stdout().lock();
     for area in AREAS {
         for check in area.checks {
-            if writeln!(out, "{:NAME$}  {}", check.name, check.tried).is_err() {
+            if writeln!(out, "{:NAME$}  {}\n{:NAME$}  why: {}", check.name, check.tried, "", check.why)
+                .is_err()
+            {
                 return Ok(ExitCode::SUCCESS);
             }
         }
@@ -224,10 +222,11 @@ fn list() -> Result<ExitCode, String> {
 }
 
 /// The report, by area: a line for each probe, and below it what to do.
-fn text(out: &mut impl Write, report: &Report, verbose: bool) -> io::Result<()> {
+fn text(out: &mut impl Write, report: &Report) -> io::Result<()> {
     let color = io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let machine = &report.machine;
-    writeln!(out, "gdasync doctor {}: {}, Linux {}", machine.version, machine.cpu, machine.kernel)?;
+    let Description { version, cpus, cpu, kernel, .. } = machine;
+    writeln!(out, "gdasync doctor {version}: {cpus} x {cpu}, Linux {kernel}")?;
     for area in AREAS {
         let probes: Vec<_> = report.probes.iter().filter(|probe| area_of(probe.name) == area.name).collect();
         if probes.is_empty() {
@@ -237,20 +236,20 @@ fn text(out: &mut impl Write, report: &Report, verbose: bool) -> io::Result<()> 
         let order = |line: &Line| area.checks.iter().position(|check| check.name == line.names[0]);
         let mut lines = alike(&probes);
         lines.sort_by_key(order);
-        if !verbose {
-            lines = merged(lines);
-        }
-        for line in &lines {
-            write_line(out, line, color, verbose)?;
-        }
-        if area.name == "topology" {
-            matrix(out, &report.topology)?;
+        for line in merged(lines) {
+            write_line(out, &line, color)?;
         }
     }
     let count = |status| report.probes.iter().filter(|probe| probe.status == status).count();
     let (fail, warn, skip, ok) =
         (count(Status::Fail), count(Status::Warn), count(Status::Skip), count(Status::Ok));
     writeln!(out, "\n{ok} ok, {warn} warn, {fail} fail, {skip} skip")?;
+    if fail > 0 {
+        writeln!(out, "Repair what says FAIL first.")?;
+    }
+    if !report.conclusion.is_empty() {
+        writeln!(out, "{}", report.conclusion)?;
+    }
     out.flush()
 }
 
@@ -292,7 +291,7 @@ fn merged(lines: Vec<Line<'_>>) -> Vec<Line<'_>> {
     rows
 }
 
-fn write_line(out: &mut impl Write, line: &Line<'_>, color: bool, verbose: bool) -> io::Result<()> {
+fn write_line(out: &mut impl Write, line: &Line<'_>, color: bool) -> io::Result<()> {
     let probe = line.probe;
     let (on, off) = match probe.status {
         _ if !color => ("", ""),
@@ -301,54 +300,26 @@ fn write_line(out: &mut impl Write, line: &Line<'_>, color: bool, verbose: bool)
         Status::Warn => ("\x1b[33m", "\x1b[0m"),
         Status::Fail => ("\x1b[1;31m", "\x1b[0m"),
     };
-    let name = match line.names[..] {
-        [name] => name.to_owned(),
-        _ => format!("{}.* ({})", area_of(probe.name), line.names.len()),
+    let (name, names) = match line.names[..] {
+        [name] => (name.to_owned(), String::new()),
+        _ => {
+            let short = |name: &&str| name.split_once('.').map_or(*name, |(_, short)| short).to_owned();
+            let names: Vec<_> = line.names.iter().map(short).collect();
+            (format!("{}.*", area_of(probe.name)), format!(" ({})", names.join(", ")))
+        }
     };
     let of = match line.subjects[..] {
         [] => String::new(),
         _ => format!("{}: ", line.subjects.join(", ")),
     };
-    writeln!(out, "  {on}{:4}{off}  {name:NAME$}  {of}{}", probe.status, probe.found)?;
+    writeln!(out, "  {on}{:4}{off}  {name:NAME$}  {of}{}{names}", probe.status, probe.found)?;
     let is_wrong = probe.status >= Status::Warn;
     let mut note = |what: &str, text: &str| writeln!(out, "        {what}: {text}");
-    if verbose {
-        note("tried", probe.tried)?;
-    }
-    if verbose || is_wrong {
+    if is_wrong {
         note("why", probe.why)?;
     }
     match &probe.fix {
         Some(fix) => note(if is_wrong { "fix" } else { "advice" }, fix),
         None => Ok(()),
     }
-}
-
-/// The paths between all devices, as `nvidia-smi topo -m` shows them.
-fn matrix(out: &mut impl Write, pairs: &[Pair]) -> io::Result<()> {
-    let mut names: Vec<&str> = Vec::new();
-    for name in pairs.iter().flat_map(|pair| [pair.from.as_str(), pair.to.as_str()]) {
-        if !names.contains(&name) {
-            names.push(name);
-        }
-    }
-    if names.is_empty() {
-        return Ok(());
-    }
-    // The address of a GPU is in its probes.
-    let short = |name: &&str| name.split(" (").next().unwrap_or(name).to_owned();
-    let header = [String::new()].into_iter().chain(names.iter().map(short));
-    let mut table = plain_table(header, 1..=names.len());
-    for from in &names {
-        let path = |to: &&str| {
-            let is_it = |pair: &&Pair| [(*from, *to), (*to, *from)].contains(&(&*pair.from, &*pair.to));
-            pairs.iter().find(is_it).map_or("X", |pair| pair.path).to_owned()
-        };
-        table.add_row([short(from)].into_iter().chain(names.iter().map(path)));
-    }
-    writeln!(out, "{table}")?;
-    writeln!(
-        out,
-        "  NV NVLink, PIX one switch, PXB several, PHB host bridge, NODE two host bridges of a NUMA node, SYS across sockets"
-    )
 }

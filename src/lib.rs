@@ -13,6 +13,7 @@
 )]
 
 pub mod app_stream;
+pub mod arguments;
 pub mod doctor;
 pub mod measure;
 mod nvml;

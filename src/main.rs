@@ -9,6 +9,7 @@ mod bench;
 mod plot;
 mod trace;
 
+use gdasync::arguments::parse;
 use gdasync::note;
 use std::process::ExitCode;
 
@@ -44,7 +45,7 @@ enum Command {
 
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
-    match Cli::parse().command {
+    match parse::<Cli>().command {
         Command::Doctor(doctor) => doctor.run(),
         Command::Gdrcopy(tool) => tool.run(),
         Command::Bench(bench) => end(bench.run().map(|()| ExitCode::SUCCESS)),

@@ -27,35 +27,12 @@ fn cpu(clock: ClockId) -> Duration {
     clock_gettime(clock).try_into().expect("CPU time is not negative")
 }
 
-/// Names of the threads that stand in for a network card: those of the software HCA and of the proxy.
-pub const SERVICES: [&str; 2] = ["gdsync-hca", "gdsync-proxy"];
-
-/// CPU time of this process's live threads with these names. The kernel keeps the first 15 bytes of a name.
-pub fn threads_cpu(names: &[&str]) -> std::io::Result<Duration> {
-    let mut sum = Duration::ZERO;
-    for thread in std::fs::read_dir("/proc/self/task")? {
-        let path = thread?.path();
-        // The thread may have ended.
-        let Ok(name) = std::fs::read_to_string(path.join("comm")) else { continue };
-        if !names.contains(&name.trim_end()) {
-            continue;
-        }
-        let path = path.join("schedstat");
-        let times = std::fs::read_to_string(&path)
-            .map_err(|e| std::io::Error::new(e.kind(), format!("{}: {e}", path.display())))?;
-        let ran = times.split_whitespace().next().and_then(|ran| ran.parse().ok());
-        let missing = || std::io::Error::other(format!("{}: no CPU time in '{times}'", path.display()));
-        sum += Duration::from_nanos(ran.ok_or_else(missing)?);
-    }
-    Ok(sum)
-}
-
 /// Machine, build and command of a measurement.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// Processor model.
     pub cpu: String,
-    /// Processors this process may use.
+    /// Processors of the machine.
     pub cpus: usize,
     /// Kernel release.
     pub kernel: String,
@@ -78,7 +55,8 @@ impl Machine {
         let model = info.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
         Self {
             cpu: model.map_or(std::env::consts::ARCH, |(_, model)| model).to_owned(),
-            cpus: std::thread::available_parallelism().map_or(1, usize::from),
+            // Not those of this process: a rank is bound to some.
+            cpus: info.lines().filter(|line| line.starts_with("processor")).count().max(1),
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
             version: env!("CARGO_PKG_VERSION").into(),
             commit: env!("GDASYNC_COMMIT").into(),
@@ -265,7 +243,7 @@ pub fn share_memory(
 }
 
 /// This host since it was started.
-fn host() -> io::Result<String> {
+pub(crate) fn host() -> io::Result<String> {
     Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_owned())
 }
 
@@ -308,36 +286,7 @@ fn map_shared(file: &File, len: usize) -> io::Result<Memory> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::mpsc;
-
     use super::*;
-
-    #[test]
-    fn threads_cpu_counts_threads_by_name() {
-        const WORK: Duration = Duration::from_millis(5);
-        let (done, wait) = mpsc::channel();
-        let threads = ["clock-test-a", "clock-test-b"].map(|name| {
-            let (done, (hold, held)) = (done.clone(), mpsc::channel::<()>());
-            let work = move || {
-                while thread_cpu() < WORK {
-                    std::hint::spin_loop();
-                }
-                done.send(()).unwrap();
-                // Lives until it has been looked at.
-                let _ = held.recv();
-            };
-            (std::thread::Builder::new().name(name.into()).spawn(work).unwrap(), hold)
-        });
-        threads.iter().for_each(|_| wait.recv().unwrap());
-        let [one, both] =
-            [&["clock-test-a"][..], &["clock-test-a", "clock-test-b"]].map(|n| threads_cpu(n).unwrap());
-        assert!(one > Duration::ZERO && both > one, "{one:?} of {both:?}");
-        assert_eq!(threads_cpu(&["clock-test"]).unwrap(), Duration::ZERO, "no thread has this name");
-        for (thread, hold) in threads {
-            drop(hold);
-            thread.join().unwrap();
-        }
-    }
 
     #[test]
     fn command_is_quoted_for_a_shell() {

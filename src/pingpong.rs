@@ -7,18 +7,15 @@ use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
 use gdsync::recorder::Marks;
-use mp::Communicator;
+use mp::{Communicator, IntraHostPath};
 use serde_json::json;
 
 pub use buffers::PTX;
 pub use exchange::{PingPong, Work};
 
 use crate::app_stream::{AppStream, Placement};
-use crate::measure::{PAGE, SERVICES, Samples, process_cpu, share_memory, thread_cpu, threads_cpu};
-use crate::results::{Output, Point, Result, Sheet, Unit, size_label};
-
-/// Default iterations per launch of modes graph and initiate.
-const LAUNCH: u32 = 50;
+use crate::measure::{PAGE, Samples, process_cpu, share_memory, thread_cpu};
+use crate::results::{At, Output, Point, Result, Series, Sheet, Unit, plain_table, size_label};
 
 /// Options of a ping-pong.
 #[derive(Args, Clone, Debug)]
@@ -27,20 +24,14 @@ pub struct Options {
     /// How messages are driven.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Mode::Stream, Mode::Sync, Mode::Cpu])]
     modes: Vec<Mode>,
-    /// Also run mode graph with this many iterations per launch, 1 to 200 [default in mode graph: 50].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=200))]
-    graph: Option<u32>,
-    /// Also run mode initiate with this many iterations per launch, 1 to 200 [default in mode initiate: 50].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=200))]
-    initiate: Option<u32>,
     /// Message sizes in bytes, 1 to 1073741824 each.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
-          default_values_t = [1, 8, 64, 512, 4096, 32768, 262_144, 1 << 20, 4 << 20])]
+          default_values_t = [8, 64, 512, 4096, 32768, 262_144, 1 << 20])]
     sizes: Vec<u32>,
     /// Iterations of each size [default: 2000, fewer for large messages].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     iters: Option<u32>,
-    /// Iterations posted ahead in mode stream.
+    /// Iterations posted ahead in mode stream, and of a launch in modes graph and initiate.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=200))]
     ahead: u32,
     #[command(flatten)]
@@ -83,36 +74,23 @@ impl Mode {
 
 impl Options {
     fn check(&self) -> Result<()> {
-        let modes = self.modes();
+        let has = |mode| self.modes.contains(&mode);
         let conflict = match () {
             () if self.no_kernels && self.kernel_us > 0 => {
                 "--kernel-us puts work on the stream, which --no-kernels forbids"
             }
-            () if self.no_kernels && modes.contains(&Mode::Graph) => {
-                "mode graph (--graph) checks every message on the stream, which --no-kernels forbids"
+            () if self.no_kernels && has(Mode::Graph) => {
+                "mode graph checks every message on the stream, which --no-kernels forbids"
             }
-            () if self.no_kernels && modes.contains(&Mode::Initiate) => {
-                "mode initiate (--initiate) is a kernel, which --no-kernels forbids"
+            () if self.no_kernels && has(Mode::Initiate) => {
+                "mode initiate is a kernel, which --no-kernels forbids"
             }
-            () if modes.contains(&Mode::Initiate) && !self.placement.is_by_kernel() => {
-                "mode initiate (--initiate) needs --stream cuda --via kernel"
+            () if has(Mode::Initiate) && !self.placement.is_by_kernel() => {
+                "mode initiate needs --stream cuda --via kernel"
             }
             () => return Ok(()),
         };
         Err(conflict.into())
-    }
-
-    fn modes(&self) -> Vec<Mode> {
-        let mut modes = self.modes.clone();
-        let mut add = |asked: bool, mode, behind: &[Mode]| {
-            if asked && !modes.contains(&mode) {
-                let at = modes.iter().rposition(|known| behind.contains(known)).map_or(0, |at| at + 1);
-                modes.insert(at, mode);
-            }
-        };
-        add(self.graph.is_some(), Mode::Graph, &[Mode::Stream]);
-        add(self.initiate.is_some(), Mode::Initiate, &[Mode::Stream, Mode::Graph]);
-        modes
     }
 
     /// How long a wait may take.
@@ -133,34 +111,19 @@ impl Options {
     }
 }
 
-/// The time and CPU time of iterations.
-#[derive(Clone, Copy, Debug)]
+/// The CPU time of iterations.
+#[derive(Clone, Copy, Debug, Default)]
 struct Cost {
-    wall: Duration,
     thread: Duration,
     process: Duration,
-    /// Of the threads that stand in for a network card; `None` if the kernel does not tell.
-    service: Option<Duration>,
-}
-
-impl Default for Cost {
-    fn default() -> Self {
-        let none = Duration::ZERO;
-        Self { wall: none, thread: none, process: none, service: Some(none) }
-    }
 }
 
 impl Cost {
     fn add<T>(&mut self, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let service = threads_cpu(&SERVICES);
-        let (wall, thread, process) = (Instant::now(), thread_cpu(), process_cpu());
+        let (thread, process) = (thread_cpu(), process_cpu());
         let result = work()?;
-        self.wall += wall.elapsed();
         self.thread += thread_cpu() - thread;
         self.process += process_cpu() - process;
-        let served = threads_cpu(&SERVICES).ok().zip(service.ok());
-        let served = served.map(|(now, then)| now.saturating_sub(then));
-        self.service = self.service.zip(served).map(|(sum, more)| sum + more);
         Ok(result)
     }
 
@@ -180,14 +143,9 @@ pub struct Measured {
     errors: u64,
 }
 
-/// Groups of series of costs: wall time of an iteration; CPU time of a message: of the posting thread, of the process without
-/// service threads, of the process.
-const COSTS: [&str; 4] = [
-    "whole iteration",
-    "CPU time per message, posting thread",
-    "CPU time per message, application",
-    "CPU time per message, process",
-];
+/// The groups of series of CPU times.
+const THREAD: &str = "CPU time per message, posting thread";
+const PROCESS: &str = "CPU time per message, process";
 /// The group of series of latencies.
 pub const HALF_RTT: &str = "half round trip";
 /// The baseline of latencies: a cache line that the CPUs of both processes bounce.
@@ -199,27 +157,34 @@ impl Measured {
     fn add(&self, sheet: &mut Sheet, mode: &str, bytes: usize) {
         #[expect(clippy::cast_precision_loss, reason = "iterations are few")]
         let each = |time: Duration| time.as_secs_f64() * 1e6 / self.iterations as f64;
-        let Cost { wall, thread, process, service } = self.cost;
-        let application = service.map(|service| process.saturating_sub(service));
         let x = bytes as u64;
         sheet.add_point(HALF_RTT, mode, "bytes", Unit::Micros, Point::time(x, &self.samples, 2));
-        for (group, cost) in COSTS.into_iter().zip([Some(wall), Some(thread), application, Some(process)]) {
-            if let Some(cost) = cost {
-                sheet.add_point(group, mode, "bytes", Unit::Micros, Point::value(x, each(cost)));
-            }
+        for (group, cost) in [(THREAD, self.cost.thread), (PROCESS, self.cost.process)] {
+            sheet.add_point(group, mode, "bytes", Unit::Micros, Point::value(x, each(cost)));
         }
         sheet.wrong(self.errors);
     }
 }
 
-/// Runs all modes and sizes, and prints and writes the results. With `floor`, also bounces a cache line between the CPUs and
-/// flags between the streams; with `recorder`, also runs each mode with the flight recorder paused.
-pub fn run(options: &Options, output: &Output, benchmark: &str, floor: bool, recorder: bool) -> Result<()> {
+/// Runs all modes and sizes, prints a table, and writes the results.
+pub fn run(options: &Options, output: &Output) -> Result<()> {
+    measure(options, output, "pingpong", false, false)
+}
+
+/// As [`run`], and bounces a cache line between the CPUs and flags between the streams; with `recorder`, also runs each mode with the
+/// flight recorder paused.
+pub fn bench(options: &Options, output: &Output, recorder: bool) -> Result<()> {
+    measure(options, output, "latency", true, recorder)
+}
+
+fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, recorder: bool) -> Result<()> {
     options.check()?;
     let timeout = options.timeout();
     let placed = options.placement.open()?;
-    // Receives are posted a window ahead into two slots: the peer sends the next message only after an answer to the one before.
-    let comm = placed.builder().allow_overlap(true).spawn(2).timeout(timeout).init()?;
+    // One transport for all modes: they differ in who drives it. Receives are posted a window ahead into two slots: the peer sends
+    // the next message only after an answer to the one before.
+    let builder = placed.builder().intra_host(IntraHostPath::Queues).allow_overlap(true);
+    let comm = builder.spawn(2).timeout(timeout).init()?;
     if comm.size() != 2 {
         return Err(format!("a ping-pong has 2 ranks, this job has {}", comm.size()).into());
     }
@@ -243,7 +208,7 @@ pub fn run(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
             sheet.add_point(HALF_RTT, CACHE_LINE, "bytes", Unit::Micros, point);
             exchange::flags(options, &comm, &app)?.add(&mut sheet, FLAGS, bytes);
         }
-        for mode in options.modes() {
+        for &mode in &options.modes {
             let run = || PingPong::new(options, &comm, &app, &placed, bytes)?.run(mode);
             if let Some(marks) = &marks {
                 marks.pause(true);
@@ -255,25 +220,73 @@ pub fn run(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
     }
     let has_line = matches!(line, Some(Ok(_)));
     sheet.compare(HALF_RTT, if has_line { CACHE_LINE } else { "sync" });
-    COSTS.into_iter().for_each(|group| sheet.compare(group, "sync"));
-    let checked = match options.no_kernels && options.modes().contains(&Mode::Stream) {
+    [THREAD, PROCESS].into_iter().for_each(|group| sheet.compare(group, "sync"));
+    let checked = match options.no_kernels && options.modes.contains(&Mode::Stream) {
         false => "every message was checked",
         true => "a time of mode stream is the mean of a window, whose last messages were checked",
     };
     let place = placed.describe(&comm, timeout)?;
     sheet.set_note(format!("{place}{checked}"));
+    if !floor {
+        sheet.set_summary(summary(&sheet, &options.modes, app.stream.kind()));
+    }
     let options = json!({
         "sizes": options.sizes,
         "stream": app.stream.kind(),
         "place": place,
         "ahead": options.ahead,
-        "graph": options.graph.unwrap_or(LAUNCH),
-        "initiate": options.initiate.unwrap_or(LAUNCH),
         "work_us": options.kernel_us,
         "no_kernels": options.no_kernels,
     });
     drop(app);
     sheet.finish(comm, benchmark, options, timeout)
+}
+
+/// A row for each size, with the time of a message and the posting thread's CPU time for it in each mode; and what to see in it.
+fn summary(sheet: &Sheet, modes: &[Mode], stream: &str) -> String {
+    let names: Vec<_> = modes.iter().map(|mode| mode.name()).collect();
+    let header = names.iter().map(|name| format!("{name} us"));
+    let header = header.chain(names.iter().map(|name| format!("{name} CPU us")));
+    let mut table = plain_table(["bytes".to_owned()].into_iter().chain(header), 0..=2 * names.len());
+    let columns = [HALF_RTT, THREAD].map(|group| names.iter().map(move |name| sheet.find(group, name)));
+    let columns: Vec<_> = columns.into_iter().flatten().flatten().collect();
+    let rows = columns.first().map_or(&[][..], |first| &first.points);
+    for Point { x, .. } in rows {
+        let value = |series: &&Series| series.at(x).map_or(String::new(), |point| short(point.p50));
+        table.add_row([x.to_string()].into_iter().chain(columns.iter().map(value)));
+    }
+    let mut text = format!(
+        "us: half a round trip, median. CPU us: what a message costs the thread that posts it.\n\n{table}\n"
+    );
+    if let Some(sentence) = rows.first().and_then(|first| conclusion(sheet, &first.x)) {
+        text += &format!("\n{sentence}");
+    }
+    if stream == "host" {
+        text += "\nA host stream is a thread that stands in for a GPU while you develop: for the order of operations and for errors. \
+                 Its times say nothing about a GPU.\nAll modes use the same queues; MP_LOCAL=soft lets short messages of mode cpu take \
+                 a FIFO in shared memory.";
+    }
+    text
+}
+
+/// What streams save, at the size of this position.
+fn conclusion(sheet: &Sheet, x: &At) -> Option<String> {
+    let of = |group, mode| Some(sheet.find(group, mode)?.at(x)?.p50);
+    let stream = of(THREAD, "stream")?;
+    let others = ["sync", "cpu"].into_iter().filter_map(|mode| Some((mode, of(THREAD, mode)?)));
+    let others: Vec<_> = others.map(|(mode, cpu)| format!("{} in {mode}", short(cpu))).collect();
+    let than =
+        if others.is_empty() { String::new() } else { format!(", instead of {}", others.join(" and ")) };
+    Some(format!("Mode stream, {x} bytes: {} us of the posting CPU per message{than}.", short(stream)))
+}
+
+/// Three digits.
+fn short(value: f64) -> String {
+    match value {
+        large if large >= 99.95 => format!("{large:.0}"),
+        middle if middle >= 9.995 => format!("{middle:.1}"),
+        small => format!("{small:.2}"),
+    }
 }
 
 fn recording() -> Result<Marks> {

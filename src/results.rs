@@ -218,15 +218,20 @@ impl Report {
         self.series.iter().find(|series| series.group == group && series.name == name)
     }
 
-    fn print(&self, note: Option<&str>) -> io::Result<()> {
+    fn print(&self, note: Option<&str>, summary: Option<&str>) -> io::Result<()> {
         let Self { device, wire, machine, .. } = self;
         let over = if wire.is_empty() { String::new() } else { format!(" over {wire}") };
         out!("{device}{over}, {} x {}", machine.cpus, machine.cpu)?;
         if let Some(note) = note {
             out!("{note}")?;
         }
-        for series in self.series.chunk_by(|a, b| a.group == b.group) {
-            out!("\n{}\n{}", series[0].group, table(series))?;
+        match summary {
+            Some(summary) => out!("{summary}")?,
+            None => {
+                for series in self.series.chunk_by(|a, b| a.group == b.group) {
+                    out!("\n{}\n{}", series[0].group, table(series))?;
+                }
+            }
         }
         for skipped in self.skipped.chunk_by(|a, b| a.reason == b.reason) {
             let names: Vec<_> = skipped.iter().map(|skipped| skipped.name.as_str()).collect();
@@ -337,8 +342,9 @@ pub struct Sheet {
     end: Instant,
     series: Vec<Series>,
     skipped: Vec<Skipped>,
-    /// Printed before the tables.
+    /// Printed before the tables, and in their place.
     note: Option<String>,
+    summary: Option<String>,
     /// Messages with wrong data that this rank received.
     wrong: u64,
 }
@@ -350,7 +356,8 @@ impl Sheet {
         bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
         let file = create_json(output.json.as_deref().filter(|_| is_shown))?;
         let end = Instant::now() + Duration::from_secs(output.budget);
-        Ok(Self { is_shown, file, bar, end, series: Vec::new(), skipped: Vec::new(), note: None, wrong: 0 })
+        let (series, skipped) = (Vec::new(), Vec::new());
+        Ok(Self { is_shown, file, bar, end, series, skipped, note: None, summary: None, wrong: 0 })
     }
 
     /// Starts a step. Nothing is drawn while it is measured.
@@ -416,6 +423,16 @@ impl Sheet {
         self.note = Some(note);
     }
 
+    /// Prints this text in place of the tables.
+    pub fn set_summary(&mut self, summary: String) {
+        self.summary = Some(summary);
+    }
+
+    /// The series of this group and name, so far.
+    pub fn find(&self, group: &str, name: &str) -> Option<&Series> {
+        self.series.iter().find(|series| series.group == group && series.name == name)
+    }
+
     /// Sets what the ratios of a series compare with.
     pub fn set_baseline(&mut self, group: &str, name: &str, baseline: &str) {
         let of = |series: &&mut Series| series.group == group && series.name == name;
@@ -479,7 +496,7 @@ impl Sheet {
         let (machine, series, skipped) = (Machine::here(), self.series, self.skipped);
         let report = Report { benchmark, device, wire, machine, options, series, skipped };
         if self.is_shown {
-            report.print(self.note.as_deref())?;
+            report.print(self.note.as_deref(), self.summary.as_deref())?;
         }
         write_json(self.file, &report)?;
         match self.wrong {

@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use gdasync::app_stream::{AppStream, Description, Placed, Placement};
+use gdasync::arguments::parse;
 use gdasync::measure::Machine;
 use gdasync::results::{Result, all_ranks, create_json, sum, write_json};
 use gdasync::{note, out};
@@ -200,7 +201,7 @@ fn solve(options: &Options, placed: &Placed, comm: &Communicator) -> Result<Repo
 
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
-    let options = Options::parse();
+    let options = parse();
     match run(&options) {
         Ok(true) => ExitCode::SUCCESS,
         Ok(false) => {

@@ -41,6 +41,7 @@ impl Default for CommunicatorBuilder {
         Self(Settings {
             context: None,
             spawn: None,
+            bind: true,
             timeout: Duration::from_secs(30),
             watch: true,
             queues: QueueConfig { depth: 512, max_pieces: 2, gpu: None, on_gpu: OnGpu::empty() },
@@ -59,10 +60,20 @@ impl CommunicatorBuilder {
         self
     }
 
-    /// Starts the program again as ranks 1 to `size - 1` on this host, if no launcher started this process. Linux kills them with
-    /// the *thread* that calls [`CommunicatorBuilder::init`]: call it on a thread that stays, best the main thread.
+    /// Starts the program again as ranks 1 to `size - 1` on this host, if no launcher started this process, each on CPUs of its own:
+    /// see [`CommunicatorBuilder::bind`]. Linux kills them with the *thread* that calls [`CommunicatorBuilder::init`]: call it on a
+    /// thread that stays, best the main thread.
     pub fn spawn(mut self, size: usize) -> Self {
         self.0.spawn = Some(size);
+        self
+    }
+
+    /// Whether [`CommunicatorBuilder::spawn`] gives each rank CPUs of its own (default yes): an equal share of those that the calling
+    /// thread may use, whole cores next to each other if there are enough. It binds the calling thread of rank 0, and the other
+    /// ranks as a whole; threads that they start stay in their share. Nothing is bound if there are more ranks than CPUs, if the
+    /// builder has a [`GPU`](CommunicatorBuilder::gpu), or by a launcher's ranks. `MP_BIND` in the environment (`1` or `0`) overrides it.
+    pub fn bind(mut self, bind: bool) -> Self {
+        self.0.bind = bind;
         self
     }
 

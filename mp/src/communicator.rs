@@ -33,6 +33,7 @@ pub struct Communicator(pub(crate) Arc<Inner>);
 pub(crate) struct Settings {
     pub(crate) context: Option<Context>,
     pub(crate) spawn: Option<usize>,
+    pub(crate) bind: bool,
     pub(crate) timeout: Duration,
     pub(crate) watch: bool,
     pub(crate) queues: QueueConfig,

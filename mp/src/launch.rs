@@ -35,7 +35,9 @@
 
 //!
 //! [`Bootstrap`] connects the ranks by TCP through rank 0, and [`spawn_self`] starts the other ranks on this host.
+//! [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) also binds each of them to CPUs of its own.
 
+mod binding;
 mod bootstrap;
 mod connection;
 mod environment;

@@ -271,7 +271,7 @@ impl Devices {
     ) -> Result<Self> {
         let refusal = match wanted {
             IntraHostPath::Soft | IntraHostPath::Queues if context.is_software() => {
-                Some("it is the software HCA already")
+                Some("no RDMA device is used")
             }
             IntraHostPath::Device => Some("this rank asked for it (MP_LOCAL, or the builder)"),
             IntraHostPath::Soft

@@ -29,7 +29,9 @@ use cuda::attribute::{COMPUTE_MODE, EXCLUSIVE};
 #[cfg(test)]
 pub(super) use cuda::explore;
 pub(super) use cuda::{CudaFacts, GpuFacts, attribute};
-pub(super) use devices::{Backend, ChoiceFacts, DeviceFacts, MappingFacts, Route, VerbsFacts};
+#[cfg(test)]
+pub(super) use devices::Backend;
+pub(super) use devices::{ChoiceFacts, DeviceFacts, MappingFacts, Route, VerbsFacts};
 
 /// What can be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]

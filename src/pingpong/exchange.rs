@@ -1,7 +1,7 @@
 //! The exchange of messages in each mode: by the CPU, by a stream, by graphs, by a kernel.
 
 use super::buffers::{Buffers, Checker, KernelChecker, checker};
-use super::{Cost, LAUNCH, Measured, Mode, Options};
+use super::{Cost, Measured, Mode, Options};
 use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
 use crate::measure::{PAGE, Samples, share_memory};
 use crate::results::Result;
@@ -90,7 +90,7 @@ impl<'a> PingPong<'a> {
 
     /// Launches graphs of iterations, and sleeps until the stream has run them.
     fn run_graphs(&self, warm_up: u64, total: u64) -> Result<Measured> {
-        let each = self.options.graph.unwrap_or(LAUNCH).into();
+        let each = self.options.ahead.into();
         let checker = checker(self.options, self.app, &self.buffers, total)?;
         let launches = Launches::new(self.connection(each)?, each, total, |connection, count| {
             captured(self, &*checker, connection, count)
@@ -100,7 +100,7 @@ impl<'a> PingPong<'a> {
 
     /// Launches a kernel of the program that waits and sends by itself.
     fn run_initiated(&self, warm_up: u64, total: u64) -> Result<Measured> {
-        let each = self.options.initiate.unwrap_or(LAUNCH).into();
+        let each = self.options.ahead.into();
         let kernels = self.app.kernels.as_ref().ok_or("mode initiate has no kernel without --stream cuda")?;
         self.buffers.prepare()?;
         let checker = KernelChecker::new(kernels, self.app, &self.buffers, total)?;
@@ -286,13 +286,12 @@ impl<'a> Launches<'a> {
 
     /// Launches until all iterations are queued. Receives are posted a launch before the peer can need them.
     fn run(&mut self, stream: &Stream, timeout: Duration) -> Result<()> {
-        let mut pace = Pace::default();
         let mut under_way = VecDeque::with_capacity(UNDER_WAY);
         let mut done = 0;
         while done < self.total {
             if under_way.len() == UNDER_WAY {
                 let first: Option<Launch> = under_way.pop_front();
-                first.map_or(Ok(()), |launch| pace.wait(&launch, stream, timeout))?;
+                first.map_or(Ok(()), |launch| launch.wait(stream, timeout))?;
             }
             let count = self.each.min(self.total - done);
             let launcher = self.launchers.iter().find(|(of, _)| *of == count).map(|(_, launcher)| launcher);
@@ -364,28 +363,6 @@ fn initiated<'a>(
     Ok(Box::new(move |stream, timeout| {
         steps.launch_within(stream, timeout, |program| checker.initiate(program, count, work, waits_first))
     }))
-}
-
-/// How long launches take.
-#[derive(Default)]
-struct Pace {
-    last: Option<Instant>,
-    each: Duration,
-}
-
-impl Pace {
-    /// Waits for a launch; almost all of the time that the one before took, it does not even look:
-    /// one more is under way.
-    fn wait(&mut self, launch: &Launch, stream: &Stream, timeout: Duration) -> Result<()> {
-        if let Some(last) = self.last {
-            std::thread::sleep((self.each * 15 / 16).min(timeout).saturating_sub(last.elapsed()));
-        }
-        launch.wait(stream, timeout)?;
-        let now = Instant::now();
-        self.each = self.last.map_or(Duration::ZERO, |last| now - last);
-        self.last = Some(now);
-        Ok(())
-    }
 }
 
 /// Messages of `mp` wait for a credit, which no two of them do for the same one: here the program has posted all receives

@@ -18,7 +18,7 @@ const SIZES: &[u64] = &[8, 5000];
 
 const LATENCY: Brief = Brief {
     name: "latency",
-    args: "--sizes 8,5000 --iters 20 --ahead 10 --graph 7",
+    args: "--sizes 8,5000 --iters 20 --ahead 7 --modes stream,graph,sync,cpu",
     series: &[
         (RTT, "cache line", SIZES, false),
         (RTT, "stream flags", SIZES, true),
@@ -26,10 +26,8 @@ const LATENCY: Brief = Brief {
         (RTT, "graph", SIZES, true),
         (RTT, "sync", SIZES, true),
         (RTT, "cpu", SIZES, true),
-        ("whole iteration", "stream", SIZES, true),
         (THREAD, "stream", SIZES, true),
         (THREAD, "sync", SIZES, false),
-        ("CPU time per message, application", "cpu", SIZES, true),
         ("CPU time per message, process", "graph", SIZES, true),
     ],
 };

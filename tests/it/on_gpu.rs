@@ -34,7 +34,7 @@ fn missing_gpu_is_named() {
 
 #[track_caller]
 fn pingpong(options: &str, points: usize) {
-    let (json, _) = results(&format!("pingpong --iters 37 --ahead 10 {options}"));
+    let (json, _) = results(&format!("pingpong --iters 37 {options}"));
     let report: Report = serde_json::from_value(json).unwrap();
     assert!(!report.options["place"]["gpus"].as_array().unwrap().is_empty());
     let all = report.series.iter().filter(|one| one.group == "half round trip").flat_map(|one| &one.points);
@@ -52,9 +52,9 @@ fn gpu_streams_play_ping_pong() {
     for via in ["memop", "kernel"] {
         for (payload, placement) in PLACES {
             let place = format!("--stream cuda --via {via} --payload {payload} --placement {placement}");
-            pingpong(&format!("{place} --sizes 1,8,5003,300000 --graph 10"), 4 * 4);
-            pingpong(&format!("{place} --sizes 1,5003 --no-kernels --floor"), 2 * 2 + 3 * 2);
-            pingpong(&format!("{place} --sizes 8 --kernel-us 50 --graph 37"), 4);
+            pingpong(&format!("{place} --sizes 1,8,5003,300000 --modes stream,graph,sync,cpu"), 4 * 4);
+            pingpong(&format!("{place} --sizes 1,5003 --no-kernels"), 2 * 3);
+            pingpong(&format!("{place} --sizes 8 --kernel-us 50 --ahead 37 --modes stream,graph"), 2);
         }
     }
     // The stream is a thread, but payload or queues are on the GPU.
@@ -86,9 +86,9 @@ fn gpu_kernels_play_ping_pong_by_themselves() {
     ] {
         let place = format!("--stream cuda --via kernel --payload {payload} --placement {placement}");
         for each in [1, 10, 200] {
-            pingpong(&format!("{place} --sizes 1,8,5003,300000 --modes initiate --initiate {each}"), 4);
+            pingpong(&format!("{place} --sizes 1,8,5003,300000 --modes initiate --ahead {each}"), 4);
         }
-        pingpong(&format!("{place} --sizes 8,70000 --kernel-us 50 --modes sync --initiate 10"), 2 * 2);
+        pingpong(&format!("{place} --sizes 8,70000 --kernel-us 50 --ahead 10 --modes initiate,sync"), 2 * 2);
     }
 }
 

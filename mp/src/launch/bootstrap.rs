@@ -10,13 +10,14 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::binding;
 use super::connection::{
     Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, send_to_all,
 };
 use super::environment::{Launch, Root};
 use super::pmi;
 use super::rendezvous::{self, Listeners, Rendezvous, RootListener};
-use super::spawn::{Children, spawn_self};
+use super::spawn::{Children, spawn_bound};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
@@ -296,7 +297,7 @@ impl CommunicatorBuilder {
     /// # Errors
     /// [`Error::Launch`] when there is no launcher, and nothing to spawn; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank
     /// or address at fault; [`Error::Child`] when a process of [`CommunicatorBuilder::spawn`] ends before; [`Error::Device`] from
-    /// the RDMA device, for a setting out of range, or for an `MP_REG_CACHE`, `MP_LOCAL` or `MP_GPU_PATH` that means nothing.
+    /// the RDMA device, for a setting out of range, or for an `MP_REG_CACHE`, `MP_LOCAL`, `MP_GPU_PATH` or `MP_BIND` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.0.timeout);
         let resolved = self.resolve()?;
@@ -317,7 +318,17 @@ impl CommunicatorBuilder {
         }
         let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
         let size = self.0.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;
-        let (launch, listener, mut children) = spawn_self(size)?;
+        binding::unbind();
+        let shares = if binding::is_wanted(self.0.bind && self.0.queues.gpu.is_none())? {
+            binding::shares(size)
+        } else {
+            Vec::new()
+        };
+        let (launch, listener, mut children) = spawn_bound(size, &shares)?;
+        if let Some(own) = shares.first() {
+            binding::bind(own)?;
+            tracing::info!(shares = ?shares, "each rank is bound to CPUs of its own; MP_BIND=0 leaves them unbound");
+        }
         let check = &mut || children.check_all_run();
         let bootstrap = Bootstrap::root_while(listener, &launch, self.0.timeout, check)
             .map_err(|error| children.explain_by_child(error))?;

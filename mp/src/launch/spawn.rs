@@ -8,6 +8,8 @@ use std::process::{Child, Command, ExitStatus};
 use std::thread::sleep;
 use std::time::Duration;
 
+use rustix::thread::{CpuSet, sched_setaffinity};
+
 use super::environment::{Launch, Launcher, Root};
 use crate::error::{Error, Result};
 use crate::exchange::ChildProcesses;
@@ -37,6 +39,11 @@ pub struct Children {
 /// [`Error::Launch`] for a bad size or when this process belongs to a job of several ranks already (each child would start
 /// children), [`Error::Spawn`] when the system refuses.
 pub fn spawn_self(size: usize) -> Result<(Launch, TcpListener, Children)> {
+    spawn_bound(size, &[])
+}
+
+/// As [`spawn_self`]; each rank from 1 is bound to the CPUs of its share, if there are shares.
+pub(super) fn spawn_bound(size: usize, shares: &[CpuSet]) -> Result<(Launch, TcpListener, Children)> {
     if let Some(launch) = Launch::detect()?.filter(|launch| launch.size > 1) {
         return Err(Error::launch(
             format!("this process is rank {} of {} already", launch.rank, launch.size),
@@ -47,9 +54,13 @@ pub fn spawn_self(size: usize) -> Result<(Launch, TcpListener, Children)> {
         Error::spawn("find the path of this program", error, "mount /proc, or use spawn_command")
     })?;
     let arguments: Vec<_> = env::args_os().skip(1).collect();
-    spawn_command(size, |_| {
+    spawn_command(size, |rank| {
         let mut command = Command::new(&program);
         command.args(&arguments);
+        if let Some(share) = shares.get(rank).copied() {
+            // SAFETY: between fork and exec the closure only makes a system call and allocates nothing.
+            unsafe { command.pre_exec(move || Ok(sched_setaffinity(None, &share)?)) };
+        }
         command
     })
 }

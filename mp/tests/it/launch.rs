@@ -11,9 +11,11 @@ use std::sync::mpsc;
 use std::thread::{scope, sleep};
 use std::time::{Duration, Instant};
 
+use rustix::thread::sched_getaffinity;
+
 use crate::common::{self, DONE, LONG, free_port, runs, until};
-use mp::Error;
 use mp::launch::{Bootstrap, Children, Launch, Launcher, MAX_PAYLOAD, Root, spawn_command, spawn_self};
+use mp::{Communicator, Error};
 
 /// For waits that time out.
 const SHORT: Duration = Duration::from_millis(300);
@@ -539,4 +541,41 @@ fn bad_commands_are_refused() {
     let message = error.to_string();
     assert!(matches!(error, Error::Spawn { .. }) && message.contains("/no/such/program"), "{message}");
     assert!(matches!(spawn_command(0, |_| Command::new("true")), Err(Error::Launch { .. })));
+}
+
+/// The CPUs of every rank, also of threads that it starts after it has joined.
+fn cpus_of_ranks(comm: &Communicator) -> Vec<String> {
+    let own = || format!("{:?}", sched_getaffinity(None).unwrap());
+    let all = comm.exchange(own().as_bytes(), LONG).unwrap();
+    assert_eq!(std::thread::spawn(own).join().unwrap(), own());
+    all.into_iter().map(|cpus| String::from_utf8(cpus).unwrap()).collect()
+}
+
+/// Also in later jobs of the process. Not if that is switched off, or if there are too few.
+#[test]
+fn spawned_ranks_are_bound_to_cpus_of_their_own() {
+    const NAME: &str = "spawned_ranks_are_bound_to_cpus_of_their_own";
+    if !common::is_part_of(NAME) {
+        let run = |bind| common::succeeds(common::myself(NAME).env("MP_BIND", bind));
+        return ["", "0", "1"].into_iter().for_each(run);
+    }
+    let variable = env::var("MP_BIND").unwrap();
+    // In rank 0, which starts the others, those that the jobs divide.
+    let before = sched_getaffinity(None).unwrap();
+    let cpus = before.count() as usize;
+    for (asked, ranks) in [(true, 2), (false, 2), (true, 2), (true, cpus + 1)] {
+        let comm = Communicator::builder().spawn(ranks).bind(asked).timeout(LONG).init().unwrap();
+        let (rank, of_ranks) = (comm.rank(), cpus_of_ranks(&comm));
+        comm.finalize(LONG).unwrap();
+        if rank > 0 {
+            return;
+        }
+        let is_bound = ranks <= cpus && if variable.is_empty() { asked } else { variable == "1" };
+        let all = format!("{before:?}");
+        match is_bound {
+            true => assert!(of_ranks[0] != of_ranks[1] && !of_ranks.contains(&all), "{of_ranks:?} of {all}"),
+            false => assert!(of_ranks.iter().all(|cpus| *cpus == all), "{of_ranks:?} of {all}"),
+        }
+    }
+    exit(DONE);
 }

@@ -1,6 +1,6 @@
 //! The NVIDIA kernel driver, the modules beside it, and the ways to map GPU memory.
 
-use super::super::live::{Backend, Live, attribute};
+use super::super::live::{Live, attribute};
 use super::super::machine::{Machine, Node};
 use super::super::probe::{Check, Probe};
 use super::super::requirements::{DRIVER, GDRDRV as NEEDED_GDRDRV, OPEN_MODULES};
@@ -238,65 +238,37 @@ fn peermem(machine: &Machine) -> Probe {
     }
 }
 
-const GDRDRV: Check = Check {
-    name: "mapping.gdrdrv",
-    tried: "mapping 64 KiB of GPU 0 by the kernel module gdrdrv, writing and reading it back",
-    why: "CPU mappings cost 0.1 us where cudaMemcpy costs 5: rings, flags and small payload in GPU memory need them",
-};
-const DMABUF: Check = Check {
-    name: "mapping.dmabuf",
-    tried: "the same by mmap of a CUDA dma-buf",
-    why: "needs no kernel module, from CUDA 13.3 on",
-};
-const RM: Check = Check {
-    name: "mapping.rm",
-    tried: "the same by the driver's own resource manager",
-    why: "needs no kernel module and no privilege, on stock drivers",
-};
 const ANY: Check = Check {
     name: "mapping.any",
-    tried: "the first of gdrdrv, dmabuf and rm that works",
-    why: "without any, nothing of ours can be in GPU memory",
+    tried: "mapping 64 KiB of GPU 0, writing and reading it back, by each way: the kernel module gdrdrv, mmap of a CUDA dma-buf, the \
+            driver's own resource manager (rm)",
+    why: "CPU mappings cost 0.1 us where cudaMemcpy costs 5: rings, flags and small payload in GPU memory need one way",
 };
 
-pub(super) const MAPPING_AREA: Area = area(
-    ("mapping", "CPU mappings of GPU memory"),
-    &[&GDRDRV, &DMABUF, &RM, &ANY],
-    &[Live::Cuda, Live::Mapping],
-    probe_mapping,
-);
+pub(super) const MAPPING_AREA: Area =
+    area(("mapping", "CPU mappings of GPU memory"), &[&ANY], &[Live::Cuda, Live::Mapping], |machine| {
+        vec![mapping(machine)]
+    });
 
-fn probe_mapping(machine: &Machine) -> Vec<Probe> {
-    let ways = [("gdrdrv", &GDRDRV), ("dmabuf", &DMABUF), ("rm", &RM)];
+fn mapping(machine: &Machine) -> Probe {
     if !machine.has_driver() {
-        let none = "the NVIDIA driver is not loaded";
-        return MAPPING_AREA.checks.iter().map(|check| check.skip(none)).collect();
+        return ANY.skip("the NVIDIA driver is not loaded");
     }
     if machine.cuda.facts.gpus.first().is_some_and(|gpu| gpu.is_taken) {
-        return MAPPING_AREA
-            .checks
-            .iter()
-            .map(|check| check.skip("GPU 0 may not be used now; see gpu.memop_run"))
-            .collect();
+        return ANY.skip("GPU 0 may not be used now; see gpu.memop_run");
     }
-    let facts = &machine.mapping.facts;
-    let of = |name: &str| facts.backends.iter().find(|backend| backend.name == name);
-    let trouble = machine.mapping.trouble.as_deref().unwrap_or("not come to");
-    let each = ways.map(|(name, check)| match of(name) {
-        Some(Backend { outcome: Ok(found), .. }) => check.ok(found.as_str()),
-        Some(Backend { outcome: Err(why), .. }) => check.skip(why.as_str()),
-        None => check
-            .fail(format!("not tried: {trouble}"), "try again with `--timeout 60`, and look into `dmesg`"),
-    });
-    let works = facts.backends.iter().find(|backend| backend.outcome.is_ok());
-    let any = match (works, &machine.mapping.trouble) {
-        (Some(backend), _) => ANY.ok(format!("{} serves", backend.name)),
+    let backends = &machine.mapping.facts.backends;
+    let works = backends.iter().find_map(|way| way.outcome.as_ref().ok().map(|found| (way, found)));
+    let refused =
+        backends.iter().filter_map(|way| Some(format!("{}: {}", way.name, way.outcome.as_ref().err()?)));
+    let refused = refused.collect::<Vec<_>>().join("; ");
+    match (works, &machine.mapping.trouble) {
+        (Some((way, found)), _) if refused.is_empty() => ANY.ok(format!("{} serves: {found}", way.name)),
+        (Some((way, found)), _) => ANY.ok(format!("{} serves: {found}. Not by {refused}", way.name)),
         (None, Some(trouble)) => ANY.fail(trouble.as_str(), "try again with `--timeout 60`, and look into `dmesg`"),
         (None, None) => ANY.fail(
-            "GPU memory cannot be mapped here",
-            "see the reasons above; `GDRCOPY_BACKEND=rm RUST_LOG=debug gdasync gdrcopy sanity` says more; rings stay in \
-             host memory meanwhile",
+            format!("GPU memory cannot be mapped here: {refused}"),
+            "`GDRCOPY_BACKEND=rm RUST_LOG=debug gdasync gdrcopy sanity` says more; rings stay in host memory meanwhile",
         ),
-    };
-    each.into_iter().chain([any]).collect()
+    }
 }

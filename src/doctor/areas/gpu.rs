@@ -46,11 +46,6 @@ const CAPTURE: Check = Check {
     tried: "the same operations captured into a graph, which is launched",
     why: "CUDA graphs of sends and waits need operations that can be captured",
 };
-const UVA: Check = Check {
-    name: "gpu.uva",
-    tried: "attributes 41 (unified addressing) and 91 (registered memory at its own address)",
-    why: "with one address space an address tells where memory is, and buffers of either kind can be passed",
-};
 const PEERS: Check = Check {
     name: "gpu.peers",
     tried: "cuDeviceCanAccessPeer to each other GPU",
@@ -64,7 +59,7 @@ const BAR1: Check = Check {
 
 pub(super) const GPU_AREA: Area = area(
     ("gpu", "GPUs"),
-    &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &UVA, &PEERS, &BAR1],
+    &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &PEERS, &BAR1],
     &[Live::Cuda],
     probe_gpu,
 );
@@ -111,9 +106,7 @@ fn probe_gpu(machine: &Machine) -> Vec<Probe> {
             ]
             .map(of),
         );
-        probes.extend(
-            [memop(gpu, trouble), capture(gpu, trouble), uva(gpu), peers(gpu), bar1(machine, gpu)].map(of),
-        );
+        probes.extend([memop(gpu, trouble), capture(gpu, trouble), peers(gpu), bar1(machine, gpu)].map(of));
     }
     probes
 }
@@ -268,19 +261,6 @@ fn memop(gpu: &GpuFacts, trouble: &str) -> Probe {
 fn capture(gpu: &GpuFacts, trouble: &str) -> Probe {
     let fix = "install a driver of CUDA 12 or newer; without capture, submit eagerly (`stream.submit`)";
     trial(&CAPTURE, gpu, gpu.capture.as_ref(), trouble, fix)
-}
-
-fn uva(gpu: &GpuFacts) -> Probe {
-    let (unified, same) =
-        (gpu.attribute(attribute::UNIFIED_ADDRESSING), gpu.attribute(attribute::SAME_HOST_POINTER));
-    match (unified != 0, same != 0) {
-        (true, true) => UVA.ok("one address space; registered host memory has the same address on the GPU"),
-        (true, false) => UVA.ok("one address space; registered host memory has another address on the GPU"),
-        (false, _) => UVA.fail(
-            "GPU and host have address spaces of their own",
-            "use a 64-bit system with a current driver",
-        ),
-    }
 }
 
 fn peers(gpu: &GpuFacts) -> Probe {

@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 
 use gdsync::rdma::{Distance, Place};
-use serde::Serialize;
 
 use super::super::live::{GpuFacts, Live};
 use super::super::machine::{Hca, Machine};
@@ -123,7 +122,7 @@ const HCA: Check = Check {
     name: "topology.gpu_hca",
     tried: "the PCI path of each GPU to each card with a usable port, in sysfs",
     why: "GPUDirect RDMA goes straight from card to GPU memory: best through switches (PIX, PXB), slower through a host \
-          bridge (PHB, NODE), worst or not at all across sockets (SYS)",
+          bridge (PHB, NODE), worst or not at all across sockets (SYS): the words of `nvidia-smi topo -m`",
 };
 const PEER: Check = Check {
     name: "topology.gpu_gpu",
@@ -140,15 +139,6 @@ const CPUS: Check = Check {
 pub(super) const TOPOLOGY_AREA: Area =
     area(("topology", "Topology"), &[&HCA, &PEER, &CPUS], &[Live::Cuda], probe_topology);
 
-/// Two devices and what is between them.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(in crate::doctor) struct Pair {
-    pub(in crate::doctor) from: String,
-    pub(in crate::doctor) to: String,
-    /// As `nvidia-smi topo -m` has it, but for the number of NVLinks.
-    pub(in crate::doctor) path: &'static str,
-}
-
 /// The word of `nvidia-smi topo -m`.
 fn short(distance: Distance) -> &'static str {
     match distance {
@@ -158,24 +148,6 @@ fn short(distance: Distance) -> &'static str {
         Distance::SameNode => "NODE",
         Distance::AcrossSockets => "SYS",
     }
-}
-
-/// Every pair of GPUs and cards.
-pub(in crate::doctor) fn pairs(machine: &Machine) -> Vec<Pair> {
-    let gpus = machine.gpus();
-    let mut places: Vec<_> = gpus.iter().enumerate().map(|(at, gpu)| (name(at, gpu), gpu.clone())).collect();
-    places.extend(machine.hcas().into_iter().filter_map(|hca| Some((hca.name, hca.place?))));
-    let mut pairs = Vec::new();
-    for (at, (from, start)) in places.iter().enumerate() {
-        for (to, end) in &places[at + 1..] {
-            let path = match way(machine, start, end) {
-                Way::NvLink => "NV",
-                _ => short(start.distance(end)),
-            };
-            pairs.push(Pair { from: from.clone(), to: to.clone(), path });
-        }
-    }
-    pairs
 }
 
 /// A GPU by its order on the PCI bus, and its address: CUDA may number GPUs differently.

@@ -147,6 +147,7 @@ pub(in crate::doctor) const KNOWN: &[&str] = &[
     "GDRCOPY_USE_DMABUF_MMAP",
     "GDRCOPY_ENABLE_LOGGING",
     "GDRCOPY_LOG_LEVEL",
+    "MP_BIND",
     "MP_GPU_PATH",
     "MP_LOCAL",
     "MP_REG_CACHE",
@@ -164,7 +165,7 @@ fn connections(machine: &Machine) -> Probe {
 
 fn is_ours(name: &str) -> bool {
     ["GDSYNC_", "GDRCOPY_"].iter().any(|prefix| name.starts_with(prefix))
-        || matches!(name, "MP_GPU_PATH" | "MP_LOCAL" | "MP_REG_CACHE")
+        || matches!(name, "MP_BIND" | "MP_GPU_PATH" | "MP_LOCAL" | "MP_REG_CACHE")
 }
 
 fn ours(machine: &Machine) -> Probe {
@@ -341,5 +342,29 @@ fn faster(machine: &Machine) -> Probe {
         Some(Route::Proxy) => "a thread takes part in every message now",
         _ => "a thread triggers now",
     };
-    FASTER.ok(format!("one change would help: {now}")).advice(change)
+    FASTER.warn(now, change)
+}
+
+/// What works here and what to try first. Empty if nothing could be opened.
+pub(in crate::doctor) fn conclusion(machine: &Machine) -> String {
+    let facts = &machine.choice.facts;
+    let Some(Ok(route)) = &facts.route else { return String::new() };
+    let device = facts.device.as_ref().and_then(|device| device.as_deref().ok()).unwrap_or("a card");
+    let (streams, option) = match &facts.gpu {
+        Some(Ok(_)) => ("streams run on the GPU", " -- --stream cuda"),
+        _ => ("streams are threads of the host, for development without a GPU", ""),
+    };
+    let messages = match route {
+        Route::Soft => "messages stay on this host".to_owned(),
+        Route::Proxy => format!("messages leave by {device}, to which a thread posts"),
+        Route::Direct => format!("messages leave by {device}, which reads the rings itself"),
+    };
+    let cpus = match std::thread::available_parallelism().map_or(1, usize::from) {
+        1 => "There is one CPU: ranks share it, and a message between them takes 10 us instead of 1."
+            .to_owned(),
+        cpus => format!("There are {cpus} CPUs: as many ranks can have one each."),
+    };
+    format!(
+        "Here {streams}, and {messages}. {cpus}\nTry first: cargo run --release --example pingpong{option}"
+    )
 }

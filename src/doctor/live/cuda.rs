@@ -59,10 +59,8 @@ pub(in crate::doctor) struct GpuFacts {
 /// `CU_DEVICE_ATTRIBUTE_*`.
 pub(in crate::doctor) mod attribute {
     pub(in crate::doctor) const COMPUTE_MODE: u32 = 20;
-    pub(in crate::doctor) const UNIFIED_ADDRESSING: u32 = 41;
     pub(in crate::doctor) const COMPUTE_MAJOR: u32 = 75;
     pub(in crate::doctor) const COMPUTE_MINOR: u32 = 76;
-    pub(in crate::doctor) const SAME_HOST_POINTER: u32 = 91;
     pub(in crate::doctor) const FLUSH_REMOTE_WRITES: u32 = 98;
     pub(in crate::doctor) const RDMA_WITH_VMM: u32 = 110;
     pub(in crate::doctor) const RDMA: u32 = 116;

@@ -133,7 +133,6 @@ pub(super) const CUDA: &[Case] = &[
         machine.cuda.facts.gpus[1].capture = None;
         machine.cuda.trouble = Some("killed by signal 11, in capturing".into());
     }),
-    ("two address spaces", |_, machine| set(machine, attribute::UNIFIED_ADDRESSING, 0)),
     ("GPUs that do not reach each other", |_, machine| {
         machine.cuda.facts.gpus[1].peers = [(0, false)].into()
     }),
