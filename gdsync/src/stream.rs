@@ -340,7 +340,8 @@ impl Stream {
         batch.hand_over();
     }
 
-    /// Like [`Stream::submit`], but waits for room in a full stream.
+    /// Like [`Stream::submit`], but waits for room in a full stream. Sends are written to their queues when they are added
+    /// to the batch: [`Qp::wait_send_room`](crate::verbs::Qp::wait_send_room) waits for room there.
     ///
     /// # Errors
     /// Those of [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.

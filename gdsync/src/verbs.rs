@@ -7,11 +7,13 @@ mod descriptor;
 pub(crate) mod end;
 mod mr;
 pub(crate) mod qp;
+pub(crate) mod room;
 pub(crate) mod rq;
 pub(crate) mod source;
 pub(crate) mod sq;
 pub(crate) mod track;
 mod wr;
+pub(crate) mod writers;
 
 pub use completion::Completion;
 pub use context::{Context, Pd};

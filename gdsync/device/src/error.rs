@@ -152,18 +152,19 @@ pub enum Error {
     },
     /// The queue is full.
     #[error(
-        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} outstanding{}); \
-         take completions (poll, or wait on the stream and let it pass), or build the QP with a larger depth",
-        not_taken(*.untaken)
+        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} entries in use{}); \
+         take completions (poll, or wait on the stream and let it pass) and wait with {}",
+        not_taken(*.untaken),
+        room_advice(queue)
     )]
     QueueFull {
         /// Send queue or receive queue, or its completion queue.
         queue: &'static str,
         /// The queue pair.
         qpn: u32,
-        /// Number of outstanding requests.
+        /// Entries in use by outstanding requests. In a send queue a request takes one for each 64 bytes.
         outstanding: u64,
-        /// Its capacity.
+        /// The number of its entries.
         depth: u64,
         /// Slots of the completion queue used by completions that were not polled, and by other queues that share it.
         untaken: u64,
@@ -354,6 +355,15 @@ pub enum Error {
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
+    }
+}
+
+/// How to wait for room in a queue of this name, and how to have more.
+fn room_advice(queue: &str) -> &'static str {
+    if queue.starts_with("receive") {
+        "Qp::wait_recv_room, or raise QpBuilder::max_recv_wr"
+    } else {
+        "Qp::wait_send_room, or raise QpBuilder::max_send_wr"
     }
 }
 

@@ -343,6 +343,10 @@ impl Provider for SoftHca {
         self.shared.take_over();
     }
 
+    fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) -> bool {
+        self.shared.sleep_between_steps(ready, timeout)
+    }
+
     fn inject(&self, plan: FaultPlan) -> Result<()> {
         plan.check()?;
         self.shared.with(|core| core.faults = self.shared.qpns.faults(plan));

@@ -3,15 +3,17 @@
 use std::any::Any;
 use std::ops::RangeInclusive;
 use std::sync::atomic::{Ordering, fence};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::op::{Op, Source};
+use crate::verbs::writers::Writers;
 use gdsync_device::error::Error;
 use gdsync_device::memory::Memory;
 use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
 use gdsync_shm::{Backoff, nap};
 
-/// Bounds of the growing sleep of a wait without a source: see [`nap`].
+/// Bounds of the growing sleep of a wait for a word: see [`nap`]. What arrives for a software HCA that may write the word ends
+/// the sleep.
 ///
 /// A plain store wakes no thread. So a store is noticed late by an eighth of the time waited, at least 20 us and at
 /// most 20 ms, plus the kernel's timer slack (usually 50 us).
@@ -20,6 +22,9 @@ use gdsync_shm::{Backoff, nap};
 /// cold caches): 50 checks a second are 0.02 to 0.04 % of a core, and the 65 checks of the first 160 ms another 0.3 to
 /// 0.5 ms. Eight streams that wait for a second use 0.3 to 0.7 % of a core; with 5 ms it was 1.3 %.
 const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
+
+/// Spin time after something has arrived for the device.
+const ARRIVAL_SPIN: Duration = Duration::from_micros(10);
 
 /// Maximum sleep in a source, for sources that do not wake their sleepers on failure.
 const PARK_MAX: Duration = Duration::from_millis(10);
@@ -84,16 +89,26 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
             at.store(value);
         }
         Op::Wait32 { ref at, value, cond } => {
-            return wait(&op, None, runner, || {
-                let word = at.load();
-                if cond.holds32(word, value) { Ok(()) } else { Err(word.into()) }
-            });
+            return wait(
+                &op,
+                || Waker::Word(Writers::of(at.addr())),
+                runner,
+                || {
+                    let word = at.load();
+                    if cond.holds32(word, value) { Ok(()) } else { Err(word.into()) }
+                },
+            );
         }
         Op::Wait64 { ref at, value, cond } => {
-            return wait(&op, None, runner, || {
-                let word = at.load();
-                if cond.holds64(word, value) { Ok(()) } else { Err(word) }
-            });
+            return wait(
+                &op,
+                || Waker::Word(Writers::of(at.addr())),
+                runner,
+                || {
+                    let word = at.load();
+                    if cond.holds64(word, value) { Ok(()) } else { Err(word) }
+                },
+            );
         }
         Op::Barrier | Op::Flush => fence(Ordering::SeqCst),
         Op::Trigger(source, value) => {
@@ -103,7 +118,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
         }
         Op::Await(ref source, n) => {
             let arrival = source.arrival(n);
-            wait(&op, Some(&**source), runner, || arrival.check().map_err(u64::from))?;
+            wait(&op, || Waker::Queue(&**source), runner, || arrival.check().map_err(u64::from))?;
             if !runner.failed() {
                 fence(Ordering::SeqCst);
                 arrival.index.store(arrival.passed);
@@ -115,10 +130,71 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
     Ok(())
 }
 
+/// What may end a wait, and so whose work the waiting thread runs.
+enum Waker<'a> {
+    /// The device of a queue.
+    Queue(&'a dyn Source),
+    /// The devices that may write the word.
+    Word(Writers),
+}
+
+impl Waker<'_> {
+    /// Runs device work. Returns whether there was any.
+    fn progress(&self) -> bool {
+        match self {
+            Self::Queue(source) => source.progress(),
+            Self::Word(writers) => writers.progress(),
+        }
+    }
+
+    /// The error after which nothing ends the wait.
+    fn lost(&self) -> Option<Error> {
+        match self {
+            Self::Queue(source) => source.lost(),
+            Self::Word(_) => None,
+        }
+    }
+
+    /// Describes the wait for a word or CQE whose value is `word`.
+    fn describe(&self, op: &Op, word: u64) -> String {
+        match self {
+            Self::Queue(source) => source.describe(),
+            Self::Word(_) => format!("{op:?} (the word is {word:#x})"),
+        }
+    }
+
+    /// Sleeps, `waited` after the start of the wait: until `ready`, or a while, at most for `left`. Returns whether an
+    /// arrival may have ended the sleep.
+    fn sleep(
+        &mut self,
+        runner: &impl Runner,
+        ready: &dyn Fn() -> bool,
+        waited: Duration,
+        left: Duration,
+    ) -> bool {
+        let writers = match self {
+            Self::Queue(source) => {
+                source.park(ready, PARK_MAX.min(left));
+                return false;
+            }
+            Self::Word(writers) => writers,
+        };
+        let nap = nap(waited, NAPS).min(left);
+        let start = Instant::now();
+        // Unlike a nap, it does not end when the stream fails.
+        let has_slept = writers.sleep(ready, nap.min(PARK_MAX));
+        if !has_slept {
+            runner.nap(nap);
+        }
+        writers.refresh();
+        has_slept && start.elapsed() < nap.min(PARK_MAX)
+    }
+}
+
 /// Waits until `check` succeeds. Its error is the current value of the word.
-fn wait(
+fn wait<'a>(
     op: &Op,
-    source: Option<&dyn Source>,
+    waker: impl FnOnce() -> Waker<'a>,
     runner: &impl Runner,
     check: impl Fn() -> Result<(), u64>,
 ) -> Result<(), Unsatisfied> {
@@ -126,11 +202,13 @@ fn wait(
         return Ok(());
     }
     let backoff = Backoff::new(runner.spin());
+    let mut spinning = backoff;
+    let mut waker = waker();
     let (log, by) = runner.log();
     let since = log.stamp();
     let mut held = None;
     while !runner.released() {
-        let helped = source.is_some_and(|source| source.progress());
+        let helped = waker.progress();
         let Err(word) = check() else {
             return Ok(());
         };
@@ -141,22 +219,19 @@ fn wait(
         let left = runner.left(waited);
         if left.is_zero() {
             held.into_iter().for_each(Hold::give_up);
-            return Err(Unsatisfied::Late(match source {
-                Some(source) => source.describe(),
-                None => format!("{op:?} (the word is {word:#x})"),
-            }));
+            return Err(Unsatisfied::Late(waker.describe(op, word)));
         }
         // While the device has work, running it beats pausing.
-        if helped || backoff.spin_after(waited) {
+        if helped || spinning.spin() {
             continue;
         }
-        if let Some(error) = source.and_then(|source| source.lost()) {
+        if let Some(error) = waker.lost() {
             held.into_iter().for_each(Hold::give_up);
             return Err(Unsatisfied::Lost(error));
         }
-        match source {
-            Some(source) => source.park(&|| runner.released() || check().is_ok(), PARK_MAX.min(left)),
-            None => runner.nap(nap(waited, NAPS).min(left)),
+        if waker.sleep(runner, &|| runner.released() || check().is_ok(), waited, left) {
+            // Another thread may be running the device, and write the word in a moment.
+            spinning = Backoff::new(ARRIVAL_SPIN.min(runner.spin()));
         }
     }
     held.into_iter().for_each(Hold::give_up);

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::batch::Batch;
 use super::engine::Engine;
@@ -12,6 +12,7 @@ use super::record::{Part, Recording};
 use super::{State, Stream, SubmitGuard, deadline};
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
+use crate::verbs::room::RoomWait;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 
@@ -95,33 +96,51 @@ impl Stream {
         Ok(Capture { fork_guard: ForkGuard::default(), stream: self.clone(), open: true })
     }
 
-    /// Makes recorded batches again and submits them as one submission, waiting for room until the deadline.
+    /// Makes recorded batches again and submits them as one submission, waiting until the deadline for room in the
+    /// stream and in the send queues.
     pub(super) fn launch_again(
         &self,
         batches: &[Vec<Part>],
-        deadline: Instant,
+        timeout: Duration,
         mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
-        let stream = self.0.id;
-        let mut batch = Batch::new();
-        let mut completions = Vec::new();
-        let mut ends = Vec::with_capacity(batches.len());
-        let seq = self.while_full(deadline, || {
-            let mut state = self.state()?;
-            if state.recording.is_some() {
-                return Err(within_capture("a launch"));
+        let (stream, deadline, waiting) = (self.0.id, deadline(timeout), RoomWait::new(timeout));
+        loop {
+            let is_last = waiting.is_over();
+            let mut batch = Batch::new();
+            let mut completions = Vec::new();
+            let mut ends = Vec::with_capacity(batches.len());
+            let mut full = None;
+            let seq = self.while_full(deadline, || {
+                let mut state = self.state()?;
+                if state.recording.is_some() {
+                    return Err(within_capture("a launch"));
+                }
+                // Each batch is made once, even if the stream is full at first.
+                for parts in &batches[ends.len()..] {
+                    for part in parts {
+                        let made = part.again(&mut batch, &mut completions);
+                        made.inspect_err(|_| full = part.send_end())?;
+                    }
+                    batch.part = batch.len();
+                    ends.push(batch.part);
+                }
+                let State { used, guard, .. } = &mut *state;
+                self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops, &ends))
+            });
+            match (seq, full) {
+                (Err(Error::QueueFull { .. }), Some(end)) if !is_last => {
+                    // Takes back what was made, so that it does not fill the queue.
+                    drop(batch);
+                    waiting.pause(end);
+                }
+                (seq, _) => {
+                    let seq = seq?;
+                    self.hand_over(&mut batch);
+                    return Ok(Launch { completions, stream, seq });
+                }
             }
-            // Each batch is made once, even if the stream is full at first.
-            for parts in &batches[ends.len()..] {
-                parts.iter().try_for_each(|part| part.again(&mut batch, &mut completions))?;
-                batch.part = batch.len();
-                ends.push(batch.part);
-            }
-            let State { used, guard, .. } = &mut *state;
-            self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops, &ends))
-        })?;
-        self.hand_over(&mut batch);
-        Ok(Launch { completions, stream, seq })
+        }
     }
 }
 
@@ -174,17 +193,17 @@ impl Graph {
         self.launch_within(stream, Duration::ZERO)
     }
 
-    /// Like [`Graph::launch`], but waits for room in a full stream.
+    /// Like [`Graph::launch`], but waits for room in the stream and in the send queues of the graph.
     ///
     /// # Errors
-    /// Those of [`Graph::launch`]; [`Error::StreamFull`] only after `timeout`.
+    /// Those of [`Graph::launch`]; [`Error::StreamFull`] and [`Error::QueueFull`] of sends only after `timeout`.
     pub fn launch_within(&self, stream: &Stream, timeout: Duration) -> Result<Launch> {
         let _range = DOMAIN.range(c"launch");
         if self.kind != stream.kind() {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        stream.launch_again(&self.batches, deadline(timeout), |engine, guard, ops, ends| {
+        stream.launch_again(&self.batches, timeout, |engine, guard, ops, ends| {
             engine.launch(guard, &self.made, ops, ends)
         })
     }

@@ -27,6 +27,7 @@ use super::cuda::SubmitGuard;
 use super::engine::Engine;
 use super::execute::{Runner, execute, message_of};
 use super::op::{Op, Ops, Source, Use, sources_of};
+use crate::verbs::writers::Writers;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::recorder::{By, Log};
@@ -34,8 +35,9 @@ use gdsync_shm::Backoff;
 
 /// Configuration of a host stream.
 ///
-/// A wait first spins. A wait for a completion of our queues then sleeps until the queue wakes it. A wait for any other
-/// word alternates sleeps and checks, because a plain store wakes no thread: it notices a store late by an eighth of
+/// A wait first spins, and meanwhile runs the device that it waits for: that of the queue, or those with a writable
+/// region over the word. Then it sleeps. Completions wake it, and for a word what arrives for its software HCA. A plain
+/// store wakes no thread, so sleeps and checks alternate: a wait notices a store of a CPU or a card late by an eighth of
 /// the time waited (at least 20 us, at most 20 ms). An idle stream uses no CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostStreamConfig {
@@ -193,6 +195,13 @@ impl fmt::Debug for HostEngine {
 
 /// Spin time of a caller, for a completion or for room, before it sleeps: longer than a short submission.
 const CALLER_SPIN: Duration = Duration::from_micros(10);
+
+/// What the last wait ran the device of.
+enum Helped {
+    Queue(Arc<dyn Source>),
+    /// The word at this address.
+    Word(u64),
+}
 
 struct Submission {
     ops: Ops,
@@ -419,33 +428,34 @@ impl Shared {
     }
 
     /// Runs device work that a wait deferred, unless a doorbell follows and does it.
-    fn finish(&self, helped: &mut Option<Arc<dyn Source>>) {
-        if let Some(source) = helped.take() {
-            self.guarded(|| source.finish());
+    fn finish(&self, helped: &mut Option<Helped>) {
+        match helped.take() {
+            Some(Helped::Queue(source)) => self.guarded(|| source.finish()),
+            Some(Helped::Word(addr)) => self.guarded(|| _ = Writers::of(addr).progress()),
+            None => {}
         }
     }
 
     /// Runs a submission, and drops the rest of it when the engine fails.
-    fn run(&self, ops: Ops, helped: &mut Option<Arc<dyn Source>>) {
+    fn run(&self, ops: Ops, helped: &mut Option<Helped>) {
         let mut ops = ops.into_iter().enumerate();
         while !self.failed()
             && let Some((position, op)) = ops.next()
         {
             self.advance(position);
-            let source = match &op {
-                Op::Await(source, _) => Some(source.clone()),
-                Op::HostFn(_) | Op::Wait32 { .. } | Op::Wait64 { .. } => {
-                    self.finish(helped);
-                    None
-                }
-                Op::Trigger(..) => {
-                    *helped = None;
-                    None
-                }
+            let next = match &op {
+                Op::Await(source, _) => Some(Helped::Queue(source.clone())),
+                Op::Wait32 { at, .. } => Some(Helped::Word(at.addr())),
+                Op::Wait64 { at, .. } => Some(Helped::Word(at.addr())),
                 _ => None,
             };
+            match &op {
+                Op::HostFn(_) | Op::Wait32 { .. } | Op::Wait64 { .. } => self.finish(helped),
+                Op::Trigger(..) => *helped = None,
+                _ => {}
+            }
             self.guarded(|| self.step(op));
-            *helped = source.or(helped.take());
+            *helped = next.or(helped.take());
         }
         // Taken before the check: an earlier failure that stops these sources is seen here, a later one does not find
         // them.

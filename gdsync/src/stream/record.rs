@@ -169,6 +169,14 @@ impl Recording {
 }
 
 impl Part {
+    /// The queue of its sends.
+    pub(super) fn send_end(&self) -> Option<&Arc<QueueEnd>> {
+        match self {
+            Part::Sends(queue, _) => Some(&queue.end),
+            _ => None,
+        }
+    }
+
     /// Adds it to `batch` again.
     pub(super) fn again(&self, batch: &mut Batch, completions: &mut Vec<Completion>) -> Result<()> {
         match self {

@@ -6,7 +6,7 @@ use std::{fmt, result};
 
 use super::graph::{EngineGraph, Launch, within_capture};
 use super::record::{Part, Recording};
-use super::{ReentrancyCheck, Stream, deadline};
+use super::{ReentrancyCheck, Stream};
 use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
 
@@ -166,10 +166,10 @@ impl KernelSteps {
         self.launch_within(stream, Duration::ZERO, kernel)
     }
 
-    /// Like [`KernelSteps::launch`], but waits for room in a full stream.
+    /// Like [`KernelSteps::launch`], but waits for room in the stream and in the send queues of the steps.
     ///
     /// # Errors
-    /// Those of [`KernelSteps::launch`]; [`Error::StreamFull`] only after `timeout`.
+    /// Those of [`KernelSteps::launch`]; [`Error::StreamFull`] and [`Error::QueueFull`] of sends only after `timeout`.
     pub fn launch_within<E: From<Error>>(
         &self,
         stream: &Stream,
@@ -186,7 +186,7 @@ impl KernelSteps {
             ReentrancyCheck::Launch.end();
             matches!(result.insert(answer), Ok(Ok(())))
         };
-        let launch = stream.launch_again(&self.batches, deadline(timeout), |engine, guard, ops, ends| {
+        let launch = stream.launch_again(&self.batches, timeout, |engine, guard, ops, ends| {
             engine.launch_steps(guard, &self.made, ops, ends, &mut call)
         });
         match result {

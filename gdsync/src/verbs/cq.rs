@@ -308,6 +308,11 @@ impl CqInner {
         }
     }
 
+    /// Whether `count` more completions have room.
+    pub(crate) fn has_room(&self, count: u64) -> bool {
+        self.room.in_use().saturating_add(count) <= self.capacity()
+    }
+
     /// Reserves room for one completion of a queue that the caller has locked.
     #[inline]
     pub(crate) fn reserve(&self) -> bool {
@@ -756,6 +761,12 @@ impl CqInner {
         self.parts.event.park(ready, timeout);
     }
 
+    /// Waits until the next completion, or `timeout`. Spurious returns are allowed.
+    pub(crate) fn park_for_next(&self, timeout: Duration) {
+        let next = self.state.lock().reaped;
+        self.park(&|| self.has_arrived(next), timeout);
+    }
+
     /// Calls `done` until it is true: spins first, then sleeps between completions of this queue. `awaited` describes
     /// the wait for the flight recorder.
     pub(crate) fn wait_until(
@@ -789,9 +800,7 @@ impl CqInner {
                 held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
             }
             if !backoff.spin_after(waited) {
-                let next = self.state.lock().reaped;
-                let ready = || self.has_arrived(next);
-                self.park(&ready, PARK.min(timeout - waited));
+                self.park_for_next(PARK.min(timeout - waited));
             }
         }
     }

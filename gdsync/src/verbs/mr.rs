@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 
 use super::context::Pd;
 use super::wr::Sge;
+use super::writers::Listed;
 use gdsync_device::cuda::{Flush, Gpu};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
@@ -35,6 +36,7 @@ struct Region {
     memory: Memory,
     access: Access,
     keys: MrKeys,
+    _listed: Listed,
 }
 
 impl MrGuard {
@@ -68,7 +70,11 @@ impl Mr {
         pd.check_here()?;
         let keys = pd.provider().reg_mr(pd.pdn(), memory, access)?;
         pd.writable_gpus().add(memory, access);
-        Ok(Self { region: Arc::new(Region { pd, memory: memory.clone(), access, keys }), part: None })
+        let _listed = Listed::new(memory, access, pd.provider());
+        Ok(Self {
+            region: Arc::new(Region { pd, memory: memory.clone(), access, keys, _listed }),
+            part: None,
+        })
     }
 
     /// A slice of this region with the same keys. Offsets start at the slice and are bounds-checked against it. Peers

@@ -104,14 +104,7 @@ impl RecvQueue {
         let qpn = self.end.qp.qpn;
         let begin = track.head;
         if begin - track.tail >= self.entries || !track.has_entry() {
-            let outstanding = begin - track.tail;
-            return Err(Error::QueueFull {
-                queue: "receive queue",
-                qpn,
-                outstanding,
-                depth: self.entries,
-                untaken: 0,
-            });
+            return Err(self.full(track));
         }
         let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.stride);
         mlx5::encode_recv(wr.sges, self.stride, &mut wqe)
@@ -124,6 +117,30 @@ impl RecvQueue {
         let len = wr.sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len));
         track.push(Entry { wr_id: wr.wr_id, begin, blocks: 1, len, ..Entry::default() });
         Ok(())
+    }
+
+    #[cold]
+    fn full(&self, track: &Track) -> Error {
+        let (queue, qpn) = ("receive queue", self.end.qp.qpn);
+        let outstanding = track.head - track.tail;
+        Error::QueueFull { queue, qpn, outstanding, depth: self.entries, untaken: 0 }
+    }
+
+    /// Checks that `receives` requests have room.
+    pub(crate) fn check_room(&self, receives: usize) -> Result<()> {
+        self.end.qp.check_recv()?;
+        let receives = receives as u64;
+        if receives > self.entries {
+            let expected = "at most QpBuilder::max_recv_wr";
+            return Err(Error::invalid("receives to have room for", receives, expected));
+        }
+        let track = self.end.tracker.lock();
+        if !track.has_entries(receives) {
+            return Err(self.full(&track));
+        }
+        let outstanding = track.posted - track.retired;
+        drop(track);
+        if self.end.cq.has_room(receives) { Ok(()) } else { Err(self.end.cq_full(outstanding)) }
     }
 
     /// Discards everything posted, after the device has reset the queue pair.

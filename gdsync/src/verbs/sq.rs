@@ -35,6 +35,11 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
+    /// Blocks of the largest request: control segment, remote address, then SGEs or inline data.
+    pub(crate) fn blocks(self) -> usize {
+        (32 + (16 * self.sges).max((4 + self.inline).next_multiple_of(16))).div_ceil(BB)
+    }
+
     #[inline]
     fn check(self, op: &mlx5::SendOp<'_>) -> Result<()> {
         use mlx5::{Payload, SendOp};
@@ -285,7 +290,6 @@ impl SendQueue {
         len: u32,
         encode: impl FnOnce(&mut [u8; MAX_WQE_BYTES], u16) -> Result<u8>,
     ) -> Result<()> {
-        let qpn = self.qpn;
         let begin = track.head;
         let ds = encode(&mut track.scratch, low16(begin))?;
         let count = ds.div_ceil(4);
@@ -298,14 +302,7 @@ impl SendQueue {
         }
         let end = begin + blocks;
         if end - track.tail > self.blocks || !track.has_entry() {
-            let outstanding = begin - track.tail;
-            return Err(Error::QueueFull {
-                queue: "send queue",
-                qpn,
-                outstanding,
-                depth: self.blocks,
-                untaken: 0,
-            });
+            return Err(self.full(track));
         }
         if !self.end.cq.reserve() {
             return Err(self.end.cq_full(track.posted - track.retired));
@@ -317,6 +314,29 @@ impl SendQueue {
         let doorbell = mlx5::doorbell_word(first8);
         track.push(Entry { wr_id, begin, blocks: count, doorbell, ds, len, ..Entry::default() });
         Ok(())
+    }
+
+    #[cold]
+    fn full(&self, track: &Track) -> Error {
+        let (queue, depth) = ("send queue", self.blocks);
+        Error::QueueFull { queue, qpn: self.qpn, outstanding: track.head - track.tail, depth, untaken: 0 }
+    }
+
+    /// Checks that `sends` requests of the largest size have room.
+    pub(crate) fn check_room(&self, sends: usize) -> Result<()> {
+        self.qp.check_send()?;
+        let (sends, largest) = (sends as u64, self.limits.blocks() as u64);
+        let blocks = sends.saturating_mul(largest);
+        if blocks > self.blocks {
+            return Err(Error::invalid("sends to have room for", sends, "at most QpBuilder::max_send_wr"));
+        }
+        let track = self.end.tracker.lock();
+        if track.head - track.tail + blocks > self.blocks || !track.has_entries(sends) {
+            return Err(self.full(&track));
+        }
+        let outstanding = track.posted - track.retired;
+        drop(track);
+        if self.end.cq.has_room(sends) { Ok(()) } else { Err(self.end.cq_full(outstanding)) }
     }
 
     /// The byte offset of block `index` in the ring.

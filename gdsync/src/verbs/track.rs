@@ -388,7 +388,13 @@ impl Track {
     /// Whether the table has room for one more request.
     #[inline]
     pub(crate) fn has_entry(&self) -> bool {
-        self.posted - self.retired < self.entries.len() as u64
+        self.has_entries(1)
+    }
+
+    /// Whether the table has room for `count` more requests.
+    #[inline]
+    pub(crate) fn has_entries(&self, count: u64) -> bool {
+        self.posted - self.retired + count <= self.entries.len() as u64
     }
 
     /// Appends a request.

@@ -251,6 +251,20 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         }
     }
 
+    /// The caller sleeps between two steps, until an arrival or `timeout`. The service thread takes over only unfinished work. Returns
+    /// `false` in another process, where nothing arrives.
+    fn sleep_between_steps(&self, ready: &dyn Fn() -> bool, timeout: Duration) -> bool {
+        let state = self.progress_state();
+        if !state.fork_guard.is_here() {
+            return false;
+        }
+        if state.busy.load(Ordering::Relaxed) {
+            self.take_over();
+        }
+        self.sleep(&|| ready() || self.has_arrivals(), timeout);
+        true
+    }
+
     /// A CPU thread has rung a doorbell: runs its sends, or leaves them to the holder of the lock.
     fn ring_doorbell(&self, index: usize) {
         if !self.progress_state().fork_guard.is_here() {

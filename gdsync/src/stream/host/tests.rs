@@ -3,6 +3,7 @@
 mod failing;
 mod lifetime;
 mod waiting;
+mod words;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};

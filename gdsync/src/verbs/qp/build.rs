@@ -63,9 +63,10 @@ impl QpBuilder {
     }
 
     builder! {
-        /// Sends that can be outstanding, 1 to 32768 (default 128).
+        /// Sends that can be outstanding, 1 to 32768 (default 128). As in verbs, more may fit: the queue is a power of two
+        /// of 64-byte entries that holds so many of the largest, and a small request takes one entry. By default it has 256.
         max_send_wr: usize => max_send_wr,
-        /// Receives that can be outstanding, 1 to 32768 (default 128).
+        /// Receives that can be outstanding, 1 to 32768 (default 128), rounded up to a power of two.
         max_recv_wr: usize => max_recv_wr,
         /// SGEs of a send, 1 to 30 (default 1). More fit while the queue has room.
         max_send_sge: usize => max_send_sge,
@@ -135,9 +136,8 @@ impl QpBuilder {
         check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
         self.connect.check()?;
 
-        // The largest request: control segment, remote address, then SGEs or inline data.
-        let wqe = 32 + (16 * self.max_send_sge).max((4 + self.max_inline).next_multiple_of(16));
-        let blocks = self.max_send_wr * wqe.div_ceil(mlx5::BB);
+        let limits = Limits { sges: self.max_send_sge, inline: self.max_inline };
+        let blocks = self.max_send_wr * limits.blocks();
         let log_sq = blocks.next_power_of_two().trailing_zeros();
         if log_sq > 15 {
             return Err(Error::invalid(
@@ -198,7 +198,6 @@ impl QpBuilder {
         let found = Default::default();
         let send_doorbell = Arc::new(SendDoorbell { record: word, doorbell, record_may_lag, by_card, found });
         let end = QueueEnd::new(core.clone(), send_cq, send_tracker, Some(send_doorbell.clone()));
-        let limits = Limits { sges: self.max_send_sge, inline: self.max_inline };
         let send = SendQueue::new(end, sq, send_doorbell, limits, doorbell_watch);
         let end = QueueEnd::new(core, recv_cq, recv_tracker, None);
         let recv = RecvQueue::new(end, rq, rq_stride, &record)?;
