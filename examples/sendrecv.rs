@@ -30,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let inbox = pd.register(&Memory::alloc(64)?, Access::LOCAL_WRITE)?;
 
     // Receives are posted early, by the CPU.
-    let received = bob.post_recv(&[RecvWr { wr_id: 1, sges: &[inbox.sge(0, 64)?] }])?;
+    let received = bob.post_recv(&[RecvWr::new(&[inbox.sge(0, 64)?]).id(1)])?;
 
     // Bob's stream goes on when the message is in.
     let bobs = Stream::host(HostStreamConfig { name: "bob".into(), ..HostStreamConfig::default() })?;

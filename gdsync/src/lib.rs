@@ -30,7 +30,7 @@
 //! let buffer = pd.register(&Memory::alloc(64)?, Access::LOCAL_WRITE)?;
 //! buffer.memory().write(0, b"hello")?;
 //!
-//! let received = b.post_recv(&[RecvWr { wr_id: 1, sges: &[buffer.sge(32, 32)?] }])?;
+//! let received = b.post_recv(&[RecvWr::new(&[buffer.sge(32, 32)?]).id(1)])?;
 //! let stream = Stream::host(HostStreamConfig::default())?;
 //! stream.send(&a, &SendWr::send(&[buffer.sge(0, 5)?]))?; // leaves when the stream gets here
 //! stream.wait(&received)?; // holds the stream until the message is in

@@ -24,4 +24,4 @@ pub use gdsync_device::{
 };
 pub use mr::{Mr, MrGuard};
 pub use qp::{Qp, QpBuilder};
-pub use wr::{RecvWr, SendWr, Sge, Wc};
+pub use wr::{RecvWr, RemoteAddr, SendWr, Sge, Wc};

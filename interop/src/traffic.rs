@@ -2,10 +2,10 @@
 
 use gdsync::Error;
 use gdsync::memory::Memory;
-use gdsync::mlx5::{RemoteAddr, Syndrome};
+use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, HostStreamConfig, Stream};
 use gdsync::Device;
-use gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr};
+use gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, RemoteAddr, SendWr};
 use ibverbs::QueuePairEndpoint;
 
 use crate::foreign::{self, CQ_ENTRIES, Foreign};
@@ -83,7 +83,7 @@ impl Ours {
         let mut batch = Batch::new();
         for at in 0..BURST {
             let sge = [self.region.sge(at * size, size)?];
-            batch.wait(&self.qp.post_recv(&[RecvWr { wr_id: id(at), sges: &sge }])?)?;
+            batch.wait(&self.qp.post_recv(&[RecvWr::new(&sge).id(id(at))])?)?;
         }
         self.stream.submit(&mut batch)?;
         for at in 0..BURST {

@@ -7,9 +7,8 @@ use std::time::Duration;
 
 use gdsync::Device;
 use gdsync::cuda::Gpu;
-use gdsync::mlx5::RemoteAddr;
 use gdsync::rdma::DeviceConfig;
-use gdsync::verbs::{Access, Context, OnGpu, QpAddress};
+use gdsync::verbs::{Access, Context, OnGpu, QpAddress, RemoteAddr};
 use parking_lot::Mutex;
 
 use crate::cache::{Cache, CacheConfig};

@@ -172,7 +172,7 @@ impl Replenish for Half {
         // First: a completion drained here has consumed its receive.
         self.qp.send_cq().drain();
         while let Some(place) = self.places.get(posted.next) {
-            match self.qp.post_recv(&[RecvWr { wr_id: 0, sges: place.as_slice() }]) {
+            match self.qp.post_recv(&[RecvWr::new(place.as_slice())]) {
                 Ok(_) => posted.next = (posted.next + 1) % self.places.len(),
                 Err(gdsync::Error::QueueFull { .. }) => break,
                 Err(error) => return Err(error),

@@ -18,9 +18,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
-use gdsync::mlx5::{RemoteAddr, Syndrome};
+use gdsync::mlx5::Syndrome;
 use gdsync::stream::Cond;
-use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, SendWr};
+use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr};
 use gdsync_device::Condvar;
 use parking_lot::{Mutex, MutexGuard};
 

@@ -226,7 +226,7 @@ mod tests {
                 Step::Complete(count) => {
                     for (op, wqes) in self.queued.drain(..count.min(self.queued.len())) {
                         for _ in 0..wqes {
-                            self.qps[1].post_recv(&[RecvWr { wr_id: 0, sges: &[self.mr.sge(8, 8)?] }])?;
+                            self.qps[1].post_recv(&[RecvWr::new(&[self.mr.sge(8, 8)?])])?;
                         }
                         op.completion.wait(LONG)?.ok()?;
                         self.completed.push(op);

@@ -211,7 +211,7 @@ impl Transport {
 
     /// Posts a receive.
     pub(crate) fn receive(&self, sges: &[Sge]) -> gdsync::Result<Completion> {
-        let completion = self.qp.recv.post_recv(&[RecvWr { wr_id: 0, sges }])?;
+        let completion = self.qp.recv.post_recv(&[RecvWr::new(sges)])?;
         self.credits.grant(completion.index());
         Ok(completion)
     }

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
-use gdsync::mlx5::{MAX_MESSAGE, RemoteAddr};
+use gdsync::mlx5::MAX_MESSAGE;
 use gdsync::stream::{Batch, Cond, Stream};
-use gdsync::verbs::{Access, Completion, Qp, QpAddress, SendWr, Sge};
+use gdsync::verbs::{Access, Completion, Qp, QpAddress, RemoteAddr, SendWr, Sge};
 use smallvec::SmallVec;
 
 use crate::communicator::Communicator;

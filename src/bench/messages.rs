@@ -6,9 +6,8 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use gdasync::app_stream::own_gpu;
 use gdasync::gdsync::memory::Memory;
-use gdasync::gdsync::mlx5::RemoteAddr;
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
-use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr, Sge, Wc};
+use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, RemoteAddr, SendWr, Sge, Wc};
 use gdasync::measure::{Samples, size};
 use gdasync::mp::cache::{CacheConfig, Cached};
 use gdasync::mp::tagged::{self, Tagged};
@@ -510,7 +509,7 @@ impl Bare {
     fn round(&self, comm: &Communicator, times: &mut Times, timeout: Duration) -> Result<()> {
         let start = Instant::now();
         for _ in 0..BURST {
-            self.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[self.mr.sge(0, 8)?] }])?;
+            self.qp.post_recv(&[RecvWr::new(&[self.mr.sge(0, 8)?])])?;
         }
         times.add(0, start);
         self.posts(comm, (1, times), timeout, |sges| SendWr::send(sges))?;

@@ -348,7 +348,7 @@ fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case<'a>>> {
     };
     let arrived = move || {
         for _ in 0..GROUP {
-            qp.post_recv(&[RecvWr { wr_id: 0, sges: &sges }])?;
+            qp.post_recv(&[RecvWr::new(&sges)])?;
             peer.post(SendWr::send(&theirs))?;
             peer.count_sent(1);
         }

@@ -106,7 +106,7 @@ impl<'a> QueuePairs<'a> {
     fn receive(&mut self, at: usize) -> Result<()> {
         let slot = 1 + at * SLOTS + self.qps[at].posted % SLOTS;
         let sge = self.mr.sge(self.slot(slot).start, self.shape.bytes)?;
-        self.qps[at].qp.post_recv(&[RecvWr { wr_id: 0, sges: &[sge] }])?;
+        self.qps[at].qp.post_recv(&[RecvWr::new(&[sge])])?;
         self.qps[at].posted += 1;
         Ok(())
     }

@@ -408,8 +408,7 @@ impl Connection {
         let [even, odd] = places.map(|place| place.map(|sge| [sge]));
         let (even, odd) = (even?, odd?);
         let sges = |n: u64| if n.is_multiple_of(2) { &even } else { &odd };
-        let receives: Vec<_> =
-            (self.posted..end).map(|n| RecvWr { wr_id: n, sges: sges(n).as_slice() }).collect();
+        let receives: Vec<_> = (self.posted..end).map(|n| RecvWr::new(sges(n).as_slice()).id(n)).collect();
         if !receives.is_empty() {
             self.qp.post_recv(&receives)?;
             self.posted = end;

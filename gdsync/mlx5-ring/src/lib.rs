@@ -53,7 +53,7 @@ pub use doorbell::{
 pub use encode::{encode, encode_into};
 pub use opcode::{CqeOpcode, Opcode, Syndrome};
 pub use segment::{
-    DataSeg, INLINE, INVALID_LKEY, MAX_MESSAGE, RemoteAddr, SEGMENT, WqeError, decode_recv, encode_recv,
-    recv_stride,
+    DataSeg, INLINE, INVALID_LKEY, InvalidRemoteAddr, MAX_MESSAGE, RemoteAddr, SEGMENT, WqeError,
+    decode_recv, encode_recv, recv_stride,
 };
 pub use wqe::{BB, MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};

@@ -1,5 +1,8 @@
 //! 16-byte segments: data segments, remote addresses and the lists of receive WQEs, and why a WQE cannot be encoded.
 
+use core::fmt;
+use core::str::FromStr;
+
 /// Bytes of a segment, the unit of `ds`.
 pub const SEGMENT: usize = 16;
 
@@ -55,7 +58,9 @@ pub(super) fn used_sges(
     }
 }
 
-/// Remote address segment (`mlx5_wqe_raddr_seg`).
+/// Address and key of a peer's memory: the remote address segment (`mlx5_wqe_raddr_seg`).
+///
+/// The peer sends it as bytes, or as text: `ADDR:RKEY` in hexadecimal digits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RemoteAddr {
     /// Address, as the peer registered it.
@@ -65,17 +70,50 @@ pub struct RemoteAddr {
 }
 
 impl RemoteAddr {
-    pub(super) const fn to_bytes(self) -> [u8; SEGMENT] {
+    /// Length of [`RemoteAddr::to_bytes`].
+    pub const BYTES: usize = SEGMENT;
+
+    /// The segment: address, key and four zeros, big endian.
+    pub const fn to_bytes(self) -> [u8; Self::BYTES] {
         ((self.addr as u128) << 64 | (self.rkey as u128) << 32).to_be_bytes()
     }
 
-    /// The last four bytes are reserved; [`super::strict_violations`] checks them.
-    pub(super) const fn from_bytes(bytes: &[u8; SEGMENT]) -> Self {
+    /// Reads what [`RemoteAddr::to_bytes`] wrote. The last four bytes are ignored.
+    pub const fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
         let [a0, a1, a2, a3, a4, a5, a6, a7, k0, k1, k2, k3, ..] = *bytes;
         Self {
             addr: u64::from_be_bytes([a0, a1, a2, a3, a4, a5, a6, a7]),
             rkey: u32::from_be_bytes([k0, k1, k2, k3]),
         }
+    }
+}
+
+impl fmt::Display for RemoteAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:x}:{:x}", self.addr, self.rkey)
+    }
+}
+
+/// A text that is not a [`RemoteAddr`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct InvalidRemoteAddr;
+
+impl fmt::Display for InvalidRemoteAddr {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a remote address is ADDR:RKEY in hexadecimal digits")
+    }
+}
+
+impl core::error::Error for InvalidRemoteAddr {}
+
+impl FromStr for RemoteAddr {
+    type Err = InvalidRemoteAddr;
+
+    fn from_str(text: &str) -> Result<Self, InvalidRemoteAddr> {
+        let (addr, rkey) = text.split_once(':').ok_or(InvalidRemoteAddr)?;
+        let addr = u64::from_str_radix(addr, 16).map_err(|_| InvalidRemoteAddr)?;
+        let rkey = u32::from_str_radix(rkey, 16).map_err(|_| InvalidRemoteAddr)?;
+        Ok(Self { addr, rkey })
     }
 }
 
@@ -185,6 +223,11 @@ mod tests {
         let bytes = [1, 2, 3, 4, 5, 6, 7, 8, 0x21, 0x22, 0x23, 0x24, 0, 0, 0, 0];
         assert_eq!(seg.to_bytes(), bytes);
         assert_eq!(RemoteAddr::from_bytes(&bytes), seg);
+        assert_eq!(seg.to_string(), "102030405060708:21222324");
+        assert_eq!(seg.to_string().parse(), Ok(seg));
+        for bad in ["", "1", ":1", "1:", "1:2:3", "g:1", "1:100000000", "10000000000000000:1"] {
+            assert_eq!(bad.parse::<RemoteAddr>(), Err(InvalidRemoteAddr), "{bad}");
+        }
     }
 
     #[test]

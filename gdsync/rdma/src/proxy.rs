@@ -76,8 +76,7 @@ mod tests {
             let sge = |n: usize| [mr.sge(8 * n, 8).unwrap()];
             for n in 0..64 {
                 mr.memory().word64(8 * n).unwrap().store((lap * 64 + n) as u64);
-                qp.post_recv(&[RecvWr { wr_id: n as u64, sges: &[mr.sge(1024 + 8 * n, 8).unwrap()] }])
-                    .unwrap();
+                qp.post_recv(&[RecvWr::new(&[mr.sge(1024 + 8 * n, 8).unwrap()]).id(n as u64)]).unwrap();
             }
             for n in 0..64 {
                 qp.post_send(&[SendWr::send(&sge(n)).id(n as u64)]).unwrap();
@@ -92,7 +91,7 @@ mod tests {
         }
         // In ERR, requests that the device never saw are flushed after the returned ones, in order.
         for n in 0..64 {
-            qp.post_recv(&[RecvWr { wr_id: n, sges: &[] }]).unwrap();
+            qp.post_recv(&[RecvWr::new(&[]).id(n)]).unwrap();
         }
         qp.modify(&QpAttr::to(QpState::ERR)).unwrap();
         for n in 0..64 {
@@ -109,7 +108,7 @@ mod tests {
         // One to four blocks, so some wrap at the end of the ring.
         for len in (0..=200).chain(0..=200) {
             let data: Vec<u8> = (0..len).map(|i| i ^ len).collect();
-            qp.post_recv(&[RecvWr { wr_id: 1, sges: &[mr.sge(0, 256).unwrap()] }]).unwrap();
+            qp.post_recv(&[RecvWr::new(&[mr.sge(0, 256).unwrap()]).id(1)]).unwrap();
             qp.post_send(&[SendWr::send_inline(&data)]).unwrap();
             let wc = qp.recv_cq().wait(PATIENCE).unwrap().ok().unwrap();
             assert_eq!((wc.opcode, wc.byte_len), (CqeOpcode::RESP_SEND, u32::from(len)));

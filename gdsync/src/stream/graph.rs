@@ -70,7 +70,8 @@ impl Stream {
     /// waits are dropped; receives stay for the first launch. Completions returned in the capture are not usable; those
     /// of a launch are [`Launch::completions`].
     ///
-    /// A launch uses the wait limit of its stream.
+    /// A launch uses the wait limit of its stream. Calls that have errors of their own, as those of `mp`, go between
+    /// [`Stream::begin_capture`] and [`Capture::end`].
     ///
     /// # Errors
     /// The error of `record`; [`Error::Cuda`]; [`Error::Unsupported`] within a capture; the error that failed the

@@ -164,7 +164,7 @@ mod tests {
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let qp = pd.build_qp().build().unwrap();
         qp.init().unwrap();
-        let count = fences::during(|| drop(qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 4]).unwrap()));
+        let count = fences::during(|| drop(qp.post_recv(&[RecvWr::new(&[]); 4]).unwrap()));
         assert_eq!(count, 1);
     }
 }

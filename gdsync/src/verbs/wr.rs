@@ -2,9 +2,9 @@
 
 use gdsync_device::CompletionError;
 
-use mlx5_ring::{CqeOpcode, Opcode, Payload, RemoteAddr, SendOp, Syndrome, WqeFlags};
+use mlx5_ring::{CqeOpcode, Opcode, Payload, SendOp, Syndrome, WqeFlags};
 
-pub use mlx5_ring::DataSeg as Sge;
+pub use mlx5_ring::{DataSeg as Sge, RemoteAddr};
 
 /// A send work request. Built by the constructors, refined by the methods.
 #[derive(Clone, Copy, Debug)]
@@ -87,13 +87,28 @@ impl<'a> SendWr<'a> {
     }
 }
 
-/// A receive work request.
+/// A receive work request. Built as a [`SendWr`] is.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct RecvWr<'a> {
     /// Returned in the completion.
     pub wr_id: u64,
     /// The buffers of the message, filled in order.
     pub sges: &'a [Sge],
+}
+
+impl<'a> RecvWr<'a> {
+    /// A receive into the SGEs. None are needed for the immediate data of a WRITE.
+    pub fn new(sges: &'a [Sge]) -> Self {
+        Self { wr_id: 0, sges }
+    }
+
+    /// Sets the id returned in the completion.
+    #[must_use]
+    pub fn id(mut self, wr_id: u64) -> Self {
+        self.wr_id = wr_id;
+        self
+    }
 }
 
 /// A work completion.

@@ -10,7 +10,7 @@ fn main() {
         };
         let receive = {
             let list = [mr.sge(0, 8).unwrap()];
-            RecvWr { wr_id: 0, sges: &list }
+            RecvWr::new(&list)
         };
         qp.post_send(&[send]).and(qp.post_recv(&[receive]))
     };

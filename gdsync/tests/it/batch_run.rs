@@ -15,7 +15,7 @@ const SHORT: Duration = Duration::from_millis(10);
 fn caller_runs_a_batch_of_everything_in_order() {
     let (a, b) = pair(64, |q| q);
     for round in 1..=50u32 {
-        b.qp.post_recv(&[RecvWr { wr_id: round.into(), sges: &[b.mr.sge(0, 24).unwrap()] }]).unwrap();
+        b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 24).unwrap()]).id(round.into())]).unwrap();
         let seen = Arc::new(AtomicU32::new(0));
         let (note, arrived) = (seen.clone(), b.memory().word32(16).unwrap());
         let mut batch = Batch::new();
@@ -75,7 +75,7 @@ fn streams_and_the_caller_take_turns_on_a_queue_pair() {
 #[test]
 fn deadline_is_for_the_whole_and_stops_the_queues() {
     let (a, b) = pair(64, |q| q);
-    a.qp.post_recv(&[RecvWr { wr_id: 8, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(8)]).unwrap();
     let ran = Arc::new(AtomicU32::new(0));
     let late = ran.clone();
     let mut batch = Batch::new();

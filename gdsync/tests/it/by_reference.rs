@@ -450,7 +450,7 @@ pub(crate) const REFUSED: [Ask; 4] = [
     |a, b, len| {
         let mut sge = b.mr.sge(0, len).unwrap();
         sge.lkey ^= 1;
-        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[sge] }]).unwrap();
+        b.qp.post_recv(&[RecvWr::new(&[sge]).id(1)]).unwrap();
         send(a, 1, 0, len);
     },
     // The write does.

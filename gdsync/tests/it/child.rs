@@ -9,9 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::{env, thread};
 
 use gdsync::Error;
-use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{Batch, Stream};
-use gdsync::verbs::{QpAddress, RecvWr, SendWr};
+use gdsync::verbs::{QpAddress, RecvWr, RemoteAddr, SendWr};
 
 use crate::common::{PATIENCE, Side};
 
@@ -70,7 +69,7 @@ pub fn role() -> Option<String> {
 /// The answer of a round: what came.
 pub fn pong(stream: &Stream, side: &Side, round: u64) -> Result<(), Error> {
     let arrived = [side.mr.sge(8, 8)?];
-    side.qp.post_recv(&[RecvWr { wr_id: round, sges: &arrived }])?;
+    side.qp.post_recv(&[RecvWr::new(&arrived).id(round)])?;
     let mut batch = Batch::new();
     batch.wait_recv(&side.qp)?;
     batch.send(&side.qp, &SendWr::send(&arrived).id(round))?;
@@ -80,7 +79,7 @@ pub fn pong(stream: &Stream, side: &Side, round: u64) -> Result<(), Error> {
 
 /// The question of a round; a right answer is counted, in stream order.
 pub fn ping(stream: &Stream, side: &Side, round: u64, right: &Arc<AtomicU64>) -> Result<(), Error> {
-    side.qp.post_recv(&[RecvWr { wr_id: round, sges: &[side.mr.sge(8, 8)?] }])?;
+    side.qp.post_recv(&[RecvWr::new(&[side.mr.sge(8, 8)?]).id(round)])?;
     let mut batch = Batch::new();
     batch.write_value64(&side.memory().word64(0)?, 3 * round + 1);
     batch.send(&side.qp, &SendWr::send(&[side.mr.sge(0, 8)?]).id(round))?;

@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use gdsync::Device;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::{Memory, Word32};
-use gdsync::mlx5::RemoteAddr;
 use gdsync::stream::{HostStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, RecvWr, SendWr, Wc};
+use gdsync::verbs::{
+    Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, RecvWr, RemoteAddr, SendWr, Wc,
+};
 
 /// How long a test waits for something that happens at once when all is well.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -91,7 +92,7 @@ pub fn received(side: &Side) -> Wc {
 
 /// Posts a receive of `len` bytes at `offset`.
 pub fn receive(side: &Side, wr_id: u64, offset: usize, len: usize) {
-    side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(offset, len).unwrap()] }]).unwrap();
+    side.qp.post_recv(&[RecvWr::new(&[side.mr.sge(offset, len).unwrap()]).id(wr_id)]).unwrap();
 }
 
 /// Posts a send of `len` bytes from `offset`.

@@ -268,7 +268,7 @@ fn wait_out_of_order_takes_the_send_before_it_back() {
 fn wait_of_a_short_batch_in_a_row_has_its_deadline() {
     for place in places() {
         let (a, b) = place.pair(64, |q| q);
-        a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }; 4]).unwrap();
+        a.qp.post_recv(&[RecvWr::new(&[]); 4]).unwrap();
         b.qp.post_send(&[SendWr::send(&[]); 3]).unwrap();
         (0..3).for_each(|_| _ = b.qp.send_cq().wait(PATIENCE).unwrap());
         let stream = place.stream(LIMIT);

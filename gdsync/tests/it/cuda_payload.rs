@@ -148,7 +148,7 @@ fn exchange(a: &End, b: &End) {
             put(&b.gpu, b.mr.memory(), 0, &vec![0xee; len + 7]);
             put(&a.gpu, a.mr.memory(), 7, &there);
             let into = if written { vec![] } else { vec![b.mr.sge(3, len).unwrap()] };
-            b.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &into }]).unwrap();
+            b.side.qp.post_recv(&[RecvWr::new(&into).id(1)]).unwrap();
             let wr = if written { SendWr::write(remote, &sge) } else { SendWr::send(&sge) };
             let path = a.side.qp.transfer_path(&a.mr, len).unwrap();
             let before = b.side.context.stats().by_reference;
@@ -220,7 +220,7 @@ fn while_six_streams_wait() {
     for (a, b) in &pairs {
         for len in lengths(Kind::Malloc, b.kind).chain([size() - 7]) {
             let into = [b.mr.sge(0, len).unwrap()];
-            b.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &into }]).unwrap();
+            b.side.qp.post_recv(&[RecvWr::new(&into).id(1)]).unwrap();
             a.side.qp.post_send(&[SendWr::send(&[a.mr.sge(0, len).unwrap()])]).unwrap();
             assert_eq!(received(&b.side).syndrome, None, "{len} bytes to {:?}", b.kind);
             assert_eq!(sent(&a.side).syndrome, None);
@@ -277,7 +277,7 @@ fn gpu_that_hangs_is_waited_for_once() {
         scope.spawn(|| {
             for (a, b, regions) in pairs {
                 let before = copies();
-                b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[regions.1.sge(0, HELD).unwrap()] }]).unwrap();
+                b.qp.post_recv(&[RecvWr::new(&[regions.1.sge(0, HELD).unwrap()])]).unwrap();
                 a.qp.post_send(&[SendWr::send(&[regions.0.sge(0, HELD).unwrap()])]).unwrap();
                 // The first copy is held; those behind it are queued.
                 until(|| copies() > before);

@@ -183,7 +183,7 @@ fn posting_needs_the_right_state() {
     };
     let send = || side.qp.post_send(&[SendWr::nop()]).map(drop);
     let prepare = || side.qp.prepare_send(&[SendWr::nop()]).map(drop);
-    let recv = || side.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).map(drop);
+    let recv = || side.qp.post_recv(&[RecvWr::new(&[])]).map(drop);
     wrong(send(), &["state RESET", "post_send needs RTS"]);
     wrong(prepare(), &["state RESET", "needs RTS"]);
     wrong(recv(), &["state RESET", "post_recv needs INIT, RTR or RTS"]);
@@ -217,8 +217,7 @@ fn work_requests_that_fit_nowhere_are_refused_and_leave_no_trace() {
     wqe(post(SendWr::compare_swap(remote, 1, 1, Sge { len: 16, ..sge })), &["8 bytes, not 16"]);
     wqe(post(SendWr::send(&[Sge { len: (1 << 30) + 1, ..sge }])), &["too long", "split it"]);
     wqe(post(SendWr::send(&[Sge { len: 1 << 30, ..sge }; 2])), &["too long", "split it"]);
-    let max =
-        wqe(a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[sge; 3] }]).map(drop), &["3 buffers", "at most 2"]);
+    let max = wqe(a.qp.post_recv(&[RecvWr::new(&[sge; 3])]).map(drop), &["3 buffers", "at most 2"]);
     assert!(matches!(max, WqeError::TooManySges { got: 3, max: 2 }));
     // Nothing of all that was posted, and the one block of the ring is free.
     for id in 0..3 {

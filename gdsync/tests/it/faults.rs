@@ -61,7 +61,7 @@ pub(crate) fn refuses(s: &Stream, qp: &Qp, root: &Error) {
     let errors = [
         qp.check().unwrap_err(),
         qp.post_send(&nop).unwrap_err(),
-        qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap_err(),
+        qp.post_recv(&[RecvWr::new(&[])]).unwrap_err(),
         qp.prepare_send(&nop).unwrap_err(),
         qp.prepare_wait_send().unwrap_err(),
         qp.prepare_wait_recv().unwrap_err(),
@@ -112,7 +112,7 @@ pub(crate) fn messages() -> [SendWr<'static>; 3] {
 }
 
 pub(crate) fn post_recvs(side: &Side, count: u64, sges: &[Sge]) -> Completion {
-    let wrs: Vec<_> = (0..count).map(|i| RecvWr { wr_id: 200 + i, sges }).collect();
+    let wrs: Vec<_> = (0..count).map(|i| RecvWr::new(sges).id(200 + i)).collect();
     side.qp.post_recv(&wrs).unwrap()
 }
 
@@ -418,7 +418,7 @@ impl<'p> Rig<'p> {
         let data = pattern(LEN, seed);
         from.memory().write(0, &data).unwrap();
         to.memory().fill(SIZE / 2, LEN, 0).unwrap();
-        to.qp.post_recv(&[RecvWr { wr_id: 8, sges: &[to.mr.sge(SIZE / 2, LEN).unwrap()] }]).unwrap();
+        to.qp.post_recv(&[RecvWr::new(&[to.mr.sge(SIZE / 2, LEN).unwrap()]).id(8)]).unwrap();
         let ours = [from.mr.sge(0, LEN).unwrap()];
         let queued = self
             .queue(stream, |batch| {

@@ -72,7 +72,7 @@ fn calls_in_a_child_are_refused() {
     works(&a, &b, 1);
     let done = a.qp.post_send(&[SendWr::nop()]).unwrap();
     done.wait(PATIENCE).unwrap();
-    let receive = || RecvWr { wr_id: 1, sges: &[] };
+    let receive = || RecvWr::new(&[]).id(1);
     let pending = b.qp.post_recv(&[receive()]).unwrap();
     let calls: [(&str, &dyn Fn() -> bool); 14] = [
         ("post_send", &|| is_refused(a.qp.post_send(&[SendWr::nop()]))),
@@ -154,7 +154,7 @@ fn what_others_have_locked_is_not_waited_for() {
     batch.send(&a.qp, &SendWr::nop()).unwrap();
     batch.wait_send(&a.qp).unwrap();
     let prepared = a.qp.prepare_send(&[SendWr::nop()]).unwrap();
-    let pending = b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let pending = b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     let mut all = Some((batch, prepared));
     let is_over = AtomicBool::new(false);
     thread::scope(|scope| {
@@ -202,7 +202,7 @@ fn rings_on_a_gpu_are_left_alone() {
     graph.launch(&s).unwrap();
     s.synchronize(PATIENCE).unwrap();
     let word = a.memory().word32(0).unwrap();
-    let pending = b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let pending = b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     let calls: [(&str, &dyn Fn() -> bool); 13] = [
         ("poll", &|| c.qp.poll_send().is_none() && b.qp.poll_recv().is_none()),
         ("drain", &|| {

@@ -63,7 +63,7 @@ impl Mixed<'_> {
         let sges = [self.b.mr.sge(slot, 64).unwrap()];
         let start = Instant::now();
         // The completion was seen; the stream may still have to pass it.
-        while let Err(error) = self.b.qp.post_recv(&[RecvWr { wr_id: self.posted, sges: &sges }]) {
+        while let Err(error) = self.b.qp.post_recv(&[RecvWr::new(&sges).id(self.posted)]) {
             assert!(matches!(error, Error::QueueFull { .. }) && start.elapsed() < PATIENCE, "{error}");
             std::thread::yield_now();
         }
@@ -172,7 +172,7 @@ fn launched_ahead(site: &Site) {
     let (a, b) = site.pair(256, |q| q.max_send_wr(64).max_recv_wr(64));
     let stream = site.stream(PATIENCE);
     let count = b.memory().word32(0).unwrap();
-    let post = || b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[b.mr.sge(64, 4).unwrap()] }]).map(drop);
+    let post = || b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(64, 4).unwrap()])]).map(drop);
     post().unwrap();
     let answer = [b.mr.sge(64, 4).unwrap()];
     let echo = stream
@@ -190,7 +190,7 @@ fn launched_ahead(site: &Site) {
         if n > 0 {
             post().unwrap();
         }
-        a.qp.post_recv(&[RecvWr { wr_id: n.into(), sges: &[a.mr.sge(8, 4).unwrap()] }]).unwrap();
+        a.qp.post_recv(&[RecvWr::new(&[a.mr.sge(8, 4).unwrap()]).id(n.into())]).unwrap();
         launched.push(echo.launch(&stream).unwrap());
     }
     assert_eq!(count.load(), 0, "all wait");
@@ -257,7 +257,7 @@ fn refusals(site: &Site) {
     let (a, b) = site.pair(256, |q| q.max_send_wr(4).max_inline(0).max_recv_wr(16));
     let stream = site.stream(PATIENCE);
     let ours = [a.mr.sge(0, 8).unwrap()];
-    let post = || b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[b.mr.sge(64, 8).unwrap()] }]).map(drop);
+    let post = || b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(64, 8).unwrap()])]).map(drop);
     post().unwrap();
     let graph = stream
         .capture(|stream| {

@@ -78,7 +78,7 @@ impl Run {
     fn new() -> Self {
         let (a, b) = pair(64 * MESSAGES, |q| q.max_send_wr(8).max_inline(32).max_recv_wr(MESSAGES));
         let wrs = (0..MESSAGES).map(|i| (i as u64, [b.mr.sge(64 * i, 64).unwrap()])).collect::<Vec<_>>();
-        let wrs = wrs.iter().map(|(wr_id, sges)| RecvWr { wr_id: *wr_id, sges }).collect::<Vec<_>>();
+        let wrs = wrs.iter().map(|(wr_id, sges)| RecvWr::new(sges).id(*wr_id)).collect::<Vec<_>>();
         b.qp.post_recv(&wrs).unwrap();
         Self { a, b, stream: stream("model"), graphs: [None, None], accepted: 0, outcomes: Vec::new() }
     }

@@ -40,7 +40,7 @@ impl<'a> Table<'a> {
         let side = &self.sides[who];
         for _ in 0..count {
             let sges = [side.mr.sge(64, 8).unwrap()];
-            let post = || side.qp.post_recv(&[RecvWr { wr_id: self.posted[who], sges: &sges }]);
+            let post = || side.qp.post_recv(&[RecvWr::new(&sges).id(self.posted[who])]);
             // The stream may still have to pass completions that were seen.
             until(|| match post() {
                 Ok(_) => true,
@@ -364,7 +364,7 @@ fn launch_on(place: &Place, stream: &Stream, steps: &KernelSteps, side: &Side, o
 
 /// Waits for a message, then sends one, as two steps.
 fn answer(stream: &Stream, side: &Side, other: &Side) -> KernelSteps {
-    let post = side.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[side.mr.sge(64, 8).unwrap()] }]);
+    let post = side.qp.post_recv(&[RecvWr::new(&[side.mr.sge(64, 8).unwrap()]).id(3)]);
     post.unwrap();
     stream
         .record_steps(|stream| {

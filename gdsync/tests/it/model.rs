@@ -504,7 +504,8 @@ impl Run<'_> {
         let mut polls = drive.polls.iter().cycle();
         loop {
             while let Some(parts) = receives.get(self.next_recv) {
-                let wr = RecvWr { wr_id: self.next_recv as u64, sges: &sges(self.b, parts) };
+                let sges = sges(self.b, parts);
+                let wr = RecvWr::new(&sges).id(self.next_recv as u64);
                 match self.b.qp.post_recv(&[wr]) {
                     Ok(_) => self.next_recv += 1,
                     Err(Error::QueueFull { .. }) => break,

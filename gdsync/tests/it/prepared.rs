@@ -242,7 +242,7 @@ fn cpu_waits_for_all_sends_but_those_only_prepared() {
 fn waiting_for_all_sends_tells_what_failed() {
     let (a, b) = pair(64, |q| q);
     let gone = b.mr.remote(0).unwrap();
-    let wrong = SendWr::write_inline(gdsync::mlx5::RemoteAddr { rkey: !gone.rkey, ..gone }, &[1]);
+    let wrong = SendWr::write_inline(gdsync::verbs::RemoteAddr { rkey: !gone.rkey, ..gone }, &[1]);
     a.qp.post_send(&[wrong.id(3), SendWr::nop()]).unwrap();
     for _ in 0..2 {
         let error = a.qp.wait_all_sends(PATIENCE).unwrap_err();
@@ -257,7 +257,7 @@ fn what_a_stream_has_passed_can_be_asked_for() {
     let s = stream("passed");
     for round in 0..50u32 {
         let place = [b.mr.sge(0, 64).unwrap()];
-        let receives: Vec<_> = (0..8).map(|wr_id| RecvWr { wr_id, sges: &place }).collect();
+        let receives: Vec<_> = (0..8).map(|wr_id| RecvWr::new(&place).id(wr_id)).collect();
         let last = b.qp.post_recv(&receives).unwrap().index();
         let mut batch = Batch::new();
         let (mut sent, mut received) = (Vec::new(), Vec::new());
@@ -286,7 +286,7 @@ fn failure_among_completions_that_a_stream_has_passed_is_told() {
     let (a, b) = pair(64, |q| q);
     let s = stream("passed");
     let gone = b.mr.remote(0).unwrap();
-    let gone = gdsync::mlx5::RemoteAddr { rkey: !gone.rkey, ..gone };
+    let gone = gdsync::verbs::RemoteAddr { rkey: !gone.rkey, ..gone };
     let mut batch = Batch::new();
     let mut sent = Vec::new();
     for i in 0..8u8 {
@@ -382,7 +382,7 @@ fn completions_tell_pending_done_forgotten_and_failed() {
     }
     assert!(matches!(sent.status(), Err(Error::Forgotten { qpn }) if qpn == a.qp.qpn()));
     let bad = s
-        .send(&a.qp, &SendWr::write_inline(gdsync::mlx5::RemoteAddr { addr: 0, rkey: 1 }, &[1]).id(66))
+        .send(&a.qp, &SendWr::write_inline(gdsync::verbs::RemoteAddr { addr: 0, rkey: 1 }, &[1]).id(66))
         .unwrap();
     let error = bad.wait(PATIENCE).unwrap_err();
     assert!(matches!(error, Error::Completion(e) if e.wr_id == 66), "{error}");
@@ -426,7 +426,7 @@ fn full_queues_recover_when_the_stream_moves_on() {
             batch.wait_send(&a.qp).unwrap();
         });
     }
-    let receive = || b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]);
+    let receive = || b.qp.post_recv(&[RecvWr::new(&[])]);
     let posted = (0..).take_while(|_| receive().is_ok()).count();
     assert_eq!(posted, 4);
     assert!(matches!(receive(), Err(Error::QueueFull { queue: "receive queue", .. })));
@@ -453,7 +453,7 @@ fn streams_alone_keep_the_queues_going() {
     for _ in 0..messages / BATCH {
         let (mut sends, mut receives) = (Batch::new(), Batch::new());
         for _ in 0..BATCH {
-            patient(&mut || b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).map(drop));
+            patient(&mut || b.qp.post_recv(&[RecvWr::new(&[])]).map(drop));
             receives.wait_recv(&b.qp).unwrap();
         }
         sb.submit_within(&mut receives, PATIENCE).unwrap();

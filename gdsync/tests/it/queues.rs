@@ -31,7 +31,7 @@ fn shared_completion_queue_keeps_each_queue_pairs_order() {
     while taken != [[EACH; 2]; PAIRS] {
         for (i, (a, b)) in sides.iter().enumerate() {
             let [sends, recvs] = &mut posted[i];
-            while *recvs < EACH && b.qp.post_recv(&[RecvWr { wr_id: *recvs, sges: &[] }]).is_ok() {
+            while *recvs < EACH && b.qp.post_recv(&[RecvWr::new(&[]).id(*recvs)]).is_ok() {
                 *recvs += 1;
             }
             while *sends < *recvs && a.qp.post_send(&[SendWr::send_inline(&[]).id(*sends)]).is_ok() {
@@ -63,7 +63,7 @@ fn many_queue_pairs_of_two_hcas_work_side_by_side() {
     for round in 0..5usize {
         for (i, (a, b)) in sides.iter().enumerate() {
             a.memory().write(0, &pattern(64, i + round)).unwrap();
-            b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[b.mr.sge(0, 64).unwrap()] }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 64).unwrap()])]).unwrap();
             a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 64).unwrap()])]).unwrap();
         }
         for (i, (a, b)) in sides.iter().enumerate().rev() {
@@ -84,7 +84,7 @@ fn addresses_lead_back_as_text_and_as_bytes() {
     // Receives may be posted before the other side is known.
     a.qp.init().unwrap();
     assert_eq!(a.qp.state(), QpState::INIT);
-    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     a.qp.connect(QpAddress::from_bytes(&b.qp.address().to_bytes()).unwrap()).unwrap();
     assert_eq!((a.qp.state(), b.qp.state()), (QpState::RTS, QpState::RTS));
     b.qp.post_send(&[SendWr::send(&[])]).unwrap();
@@ -101,7 +101,7 @@ fn after_a_reset_completions_belong_to_the_new_requests() {
         for round in 0..40u64 {
             let (done, polled, hanging) = (round % 4, round % 3, round % 2);
             for i in 0..done {
-                b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+                b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
                 let last = a.qp.post_send(&[SendWr::send(&[]).id(i)]).unwrap();
                 last.wait(PATIENCE).unwrap();
             }
@@ -112,7 +112,7 @@ fn after_a_reset_completions_belong_to_the_new_requests() {
             if hanging == 1 {
                 // No receive is there for it, and the receives of this side find no sender.
                 a.qp.post_send(&[SendWr::send(&[]).id(77)]).unwrap();
-                a.qp.post_recv(&[RecvWr { wr_id: 78, sges: &[] }]).unwrap();
+                a.qp.post_recv(&[RecvWr::new(&[]).id(78)]).unwrap();
             }
             reconnect(&a.qp, &b.qp);
             assert!(a.qp.poll_send().is_none() && b.qp.poll_recv().is_none(), "round {round}");
@@ -139,7 +139,7 @@ fn who_only_waits_is_told_that_nobody_takes_the_completions() {
         "{text}"
     );
     let receive = || {
-        let received = b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }])?;
+        let received = b.qp.post_recv(&[RecvWr::new(&[])])?;
         a.qp.poll_send();
         a.qp.post_send(&[SendWr::send(&[])])?;
         received.wait(PATIENCE)
@@ -171,7 +171,7 @@ fn full_queues_say_so_and_have_room_again_after_a_poll() {
     };
     let (a, b) = loopback(4096, |q| q.max_send_wr(4).max_recv_wr(4).max_inline(0));
     for lap in 0..20 {
-        let recv = |wr_id| b.qp.post_recv(&[RecvWr { wr_id, sges: &[] }]);
+        let recv = |wr_id| b.qp.post_recv(&[RecvWr::new(&[]).id(wr_id)]);
         (0..4).for_each(|i| drop(recv(i).unwrap()));
         full(recv(4), "receive queue");
         let send = |id| a.qp.post_send(&[SendWr::send(&[]).id(id)]);
@@ -203,7 +203,7 @@ fn small_shared_completion_queue_limits_what_is_posted() {
         (0..4).for_each(|id| drop(a.qp.post_send(&[SendWr::nop().id(id)]).unwrap()));
         let error = a.qp.post_send(&[SendWr::nop()]).unwrap_err().to_string();
         assert!(error.contains("send completion queue"), "{error}");
-        let error = b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap_err().to_string();
+        let error = b.qp.post_recv(&[RecvWr::new(&[])]).unwrap_err().to_string();
         assert!(error.contains("receive completion queue"), "{error}");
         (0..4).for_each(|id| assert_eq!(cq.wait(PATIENCE).unwrap().ok().unwrap().wr_id, id));
     }
@@ -216,11 +216,11 @@ fn queue_pair_that_is_gone_leaves_its_room_on_a_shared_completion_queue() {
     for _ in 0..10 {
         let side = Side::new(&context, 4096, |q| q.send_cq(&cq).recv_cq(&cq));
         side.qp.init().unwrap();
-        (0..4).for_each(|wr_id| drop(side.qp.post_recv(&[RecvWr { wr_id, sges: &[] }]).unwrap()));
+        (0..4).for_each(|wr_id| drop(side.qp.post_recv(&[RecvWr::new(&[]).id(wr_id)]).unwrap()));
     }
     let side = || Side::new(&context, 4096, |q| q.send_cq(&cq).recv_cq(&cq));
     let (a, b) = connect(side(), side());
-    b.qp.post_recv(&[RecvWr { wr_id: 5, sges: &[] }]).unwrap();
+    b.qp.post_recv(&[RecvWr::new(&[]).id(5)]).unwrap();
     a.qp.post_send(&[SendWr::send(&[]).id(6)]).unwrap();
     let mut ids = [(); 2].map(|()| cq.wait(PATIENCE).unwrap().ok().unwrap().wr_id);
     ids.sort_unstable();
@@ -248,7 +248,7 @@ fn reset_takes_no_completion_of_a_neighbour_on_the_same_completion_queue() {
 fn receive_that_was_half_filled_is_flushed_with_the_others() {
     for (a, b) in [loopback(1 << 18, |q| q.max_send_sge(2)), pair(1 << 18, |q| q.max_send_sge(2))] {
         for wr_id in [1, 2] {
-            b.qp.post_recv(&[RecvWr { wr_id, sges: &[b.mr.sge(0, 1 << 18).unwrap()] }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 1 << 18).unwrap()]).id(wr_id)]).unwrap();
         }
         // The second packet cannot be sent, so the message ends in its middle.
         let bad = gdsync::verbs::Sge { lkey: 0, ..a.mr.sge(0, 100).unwrap() };

@@ -40,7 +40,7 @@ fn stages(recording: &Recording, side: &Side, queue: Queue, number: u64) -> Vec<
 }
 
 fn receive(side: &Side, n: u64) {
-    side.qp.post_recv(&[RecvWr { wr_id: n, sges: &[side.mr.sge(0, 64).unwrap()] }]).unwrap();
+    side.qp.post_recv(&[RecvWr::new(&[side.mr.sge(0, 64).unwrap()]).id(n)]).unwrap();
 }
 
 #[test]
@@ -163,7 +163,7 @@ fn failures_have_their_syndrome() {
     let (a, b) = pair(64, |q| q);
     receive(&a, 0);
     // A key that nobody has.
-    let remote = gdsync::mlx5::RemoteAddr { rkey: 1, ..b.mr.remote(0).unwrap() };
+    let remote = gdsync::verbs::RemoteAddr { rkey: 1, ..b.mr.remote(0).unwrap() };
     a.qp.post_send(&[SendWr::write_inline(remote, &[1; 8])]).unwrap();
     let error = sent(&a).ok().unwrap_err();
     received(&a).ok().unwrap_err();

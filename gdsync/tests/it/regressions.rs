@@ -38,7 +38,7 @@ fn what_is_complete_is_acknowledged_before_its_queue_pair_goes() {
     for _ in 0..20 {
         for leave in leave {
             let (a, b) = pair(64, |q| q.timeout(10));
-            b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
             a.qp.post_send(&[SendWr::send(&[])]).unwrap();
             until(|| b.qp.poll_recv().is_some());
             leave(b);
@@ -51,7 +51,7 @@ fn what_is_complete_is_acknowledged_before_its_queue_pair_goes() {
 #[test]
 fn hot_poller_learns_of_the_death_of_its_peer() {
     let (a, b) = pair(64, |q| q);
-    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     let (is_hot, is_dead) = (AtomicBool::new(false), AtomicBool::new(false));
     std::thread::scope(|scope| {
         let poller = scope.spawn(|| {
@@ -78,7 +78,7 @@ fn hot_poller_learns_of_the_death_of_its_peer() {
 #[test]
 fn queue_pair_in_error_leaves_it_by_reset_only() {
     let (a, b) = pair(64, |q| q);
-    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     drop(b);
     let change = QpAttr::to(QpState::RTS).min_rnr_timer(1);
     let mut refused = None;
@@ -88,7 +88,7 @@ fn queue_pair_in_error_leaves_it_by_reset_only() {
     });
     assert!(matches!(refused, Some(Error::Transition { from: QpState::ERR, .. })), "{refused:?}");
     assert!(received(&a).ok().unwrap_err().is_flush());
-    let error = a.qp.post_recv(&[RecvWr { wr_id: 2, sges: &[] }]).unwrap_err();
+    let error = a.qp.post_recv(&[RecvWr::new(&[]).id(2)]).unwrap_err();
     assert!(matches!(error, Error::PeerGone { .. }), "{error}");
 }
 
@@ -119,7 +119,7 @@ fn what_others_submitted_is_theirs_to_hear_of() {
     // Asleep, it waits for what has been submitted so far.
     let stat = format!("/proc/self/task/{}/stat", told.recv().unwrap());
     until(|| std::fs::read_to_string(&stat).unwrap().contains(") S "));
-    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     s.wait_recv(&a.qp).unwrap();
     gate.store(1);
     first.join().unwrap().unwrap();
@@ -132,7 +132,7 @@ fn what_others_submitted_is_theirs_to_hear_of() {
 #[test]
 fn what_a_prepared_wait_holds_is_not_taken_for_awaited() {
     let (a, _b) = pair(64, |q| q);
-    let completion = a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    let completion = a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     let held = a.qp.prepare_wait_recv().unwrap();
     let mut batch = Batch::new();
     batch.wait(&completion).unwrap();
@@ -155,7 +155,7 @@ fn late_packet_of_the_former_connection_is_not_taken() {
     let (before, received_before) = (a.qp.address(), a.context.stats().packets_received);
     reconnect(&a.qp, &b.qp);
     assert_ne!(a.qp.address(), before);
-    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+    b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 8).unwrap()]).id(1)]).unwrap();
     until(|| a.context.stats().packets_received > received_before);
     assert_eq!(b.qp.poll_recv(), None);
     a.qp.post_send(&[SendWr::send_inline(b"newer")]).unwrap();
@@ -188,7 +188,7 @@ fn queue_pair_of_a_stream_that_gave_up_can_be_used_again() {
     let (a, b) = loopback(64, |q| q.max_send_wr(4).max_recv_wr(4));
     for _ in 0..3 {
         let s = stream("hopeless");
-        a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }; 3]).unwrap();
+        a.qp.post_recv(&[RecvWr::new(&[]).id(1); 3]).unwrap();
         s.wait_recv(&a.qp).unwrap();
         s.wait_recv(&a.qp).unwrap();
         s.send(&a.qp, &SendWr::send(&[])).unwrap();
@@ -197,7 +197,7 @@ fn queue_pair_of_a_stream_that_gave_up_can_be_used_again() {
         s.synchronize(PATIENCE).unwrap_err();
         reconnect(&a.qp, &b.qp);
         for id in 0..9 {
-            a.qp.post_recv(&[RecvWr { wr_id: id, sges: &[] }]).unwrap();
+            a.qp.post_recv(&[RecvWr::new(&[]).id(id)]).unwrap();
             b.qp.post_send(&[SendWr::send(&[]).id(id)]).unwrap();
             assert_eq!([received(&a), sent(&b)].map(|wc| wc.ok().unwrap().wr_id), [id; 2]);
             a.qp.post_send(&[SendWr::nop().id(id)]).unwrap();
@@ -263,7 +263,7 @@ fn who_waits_is_told_of_a_reset() {
     a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
     for _ in 0..2000 {
         a.qp.modify(&QpAttr::to(QpState::INIT).access(Access::empty())).unwrap();
-        ask.send(a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap()).unwrap();
+        ask.send(a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap()).unwrap();
         // It asks all the time from now on.
         assert!(told.recv_timeout(PATIENCE).unwrap().is_none());
         a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();

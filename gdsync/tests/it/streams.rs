@@ -22,7 +22,7 @@ fn stream_sends_and_another_receives() {
         let (a, b) = site.pair(4096, |q| q);
         let (sa, sb) = (site.stream(PATIENCE), site.stream(PATIENCE));
         a.memory().write(0, b"over the stream").unwrap();
-        b.qp.post_recv(&[RecvWr { wr_id: 9, sges: &[b.mr.sge(100, 50).unwrap()] }]).unwrap();
+        b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(100, 50).unwrap()]).id(9)]).unwrap();
         let got = sb.wait_recv(&b.qp).unwrap();
         sa.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 15).unwrap()]).id(5).imm(77)).unwrap();
         let sent = sa.wait_send(&a.qp).unwrap();
@@ -202,7 +202,7 @@ fn ping_pong(site: &Site) {
     let done = Arc::new(AtomicU32::new(0));
     let recv = |side: &crate::common::Side| {
         let sge = [side.mr.sge(8, 4).unwrap()];
-        side.qp.post_recv(&[RecvWr { wr_id: 0, sges: &sge }]).unwrap();
+        side.qp.post_recv(&[RecvWr::new(&sge)]).unwrap();
     };
     let check = |side: &crate::common::Side, expected: u32| {
         let (word, done) = (side.memory().word32(8).unwrap(), done.clone());
@@ -254,7 +254,7 @@ fn eight_threads_each_with_stream_and_queue_pair() {
                 b.qp.connect(a.qp.address()).unwrap();
                 let s = stream(&format!("t{t}"));
                 for i in 0..ROUNDS {
-                    b.qp.post_recv(&[RecvWr { wr_id: i, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+                    b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 8).unwrap()]).id(i)]).unwrap();
                     let mut batch = Batch::new();
                     batch.write_value64(&a.memory().word64(0).unwrap(), t << 32 | i);
                     batch.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 8).unwrap()]).id(i)).unwrap();
@@ -320,7 +320,7 @@ fn root_cause_is_what_happened_first_not_what_was_seen_first() {
     }
     let s = stream_with("late", PATIENCE);
     let gate = gate();
-    a.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[])]).unwrap();
     let mut batch = Batch::new();
     batch.wait_value32(&gate, 1, Cond::Eq);
     batch.wait_recv(&a.qp).unwrap();
@@ -400,7 +400,7 @@ fn four_streams_that_wait_use_little_cpu() {
     let pairs: Vec<_> = (0..4).map(|_| pair(64, |q| q)).collect();
     let streams: Vec<_> = (0..4).map(|i| stream(&format!("idle{i}"))).collect();
     for ((_, b), s) in pairs.iter().zip(&streams) {
-        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+        b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
         s.wait_recv(&b.qp).unwrap();
     }
     let (start, before) = (Instant::now(), cpu());

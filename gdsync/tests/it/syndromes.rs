@@ -20,7 +20,7 @@ fn both(build: impl Fn(QpBuilder) -> QpBuilder + Copy) -> [(Side, Side); 2] {
 }
 
 fn recv(side: &Side, wr_id: u64) {
-    side.qp.post_recv(&[RecvWr { wr_id, sges: &[side.mr.sge(1024, 1024).unwrap()] }]).unwrap();
+    side.qp.post_recv(&[RecvWr::new(&[side.mr.sge(1024, 1024).unwrap()]).id(wr_id)]).unwrap();
 }
 
 fn completion(error: Error) -> CompletionError {
@@ -45,7 +45,7 @@ fn assert_broken(side: &Side, syndrome: Syndrome, wr_id: u64) {
     let nop = [SendWr::nop()];
     let results = [
         side.qp.post_send(&nop).map(drop),
-        side.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).map(drop),
+        side.qp.post_recv(&[RecvWr::new(&[])]).map(drop),
         side.qp.prepare_send(&nop).map(drop),
         side.qp.check(),
     ];
@@ -158,11 +158,11 @@ fn remote_memory_that_must_not_be_touched_fails_at_both_sides() {
         let alien = b.context.alloc_pd().unwrap().register(b.memory(), Access::all()).unwrap();
         let mut remotes = vec![];
         for rkey in wrong_keys(b, good.rkey) {
-            remotes.push(gdsync::mlx5::RemoteAddr { rkey, ..good });
+            remotes.push(gdsync::verbs::RemoteAddr { rkey, ..good });
         }
         remotes.push(alien.remote(64).unwrap());
         remotes.push(end);
-        remotes.push(gdsync::mlx5::RemoteAddr { addr: b.mr.remote(0).unwrap().addr - 8, ..good });
+        remotes.push(gdsync::verbs::RemoteAddr { addr: b.mr.remote(0).unwrap().addr - 8, ..good });
         let reads = remotes.iter().copied().chain([no_read.remote(0).unwrap()]);
         let writes = remotes.iter().copied().chain([no_write.remote(0).unwrap()]);
         let atomics = remotes.iter().copied().chain([no_atomic.remote(0).unwrap()]);
@@ -203,7 +203,7 @@ fn operations_that_the_queue_pair_does_not_allow_are_invalid_requests() {
 
 /// A request that fails on the receive it meets: what the receiver and what the sender sees.
 fn fails_on_receive(a: &Side, b: &Side, sges: &[Sge], len: usize, at_b: Syndrome, at_a: Syndrome) {
-    b.qp.post_recv(&[RecvWr { wr_id: 41, sges }]).unwrap();
+    b.qp.post_recv(&[RecvWr::new(sges).id(41)]).unwrap();
     recv(b, 42);
     a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, len).unwrap()]).id(51), SendWr::nop().id(52)]).unwrap();
     let error = received(b).ok().unwrap_err();
@@ -242,7 +242,7 @@ fn receives_that_are_too_short_or_have_bad_buffers_fail_at_both_sides() {
 #[test]
 fn receive_posted_after_the_peer_broke_the_queue_pair_is_flushed() {
     for (a, b) in &both(|q| q) {
-        let nowhere = gdsync::mlx5::RemoteAddr { addr: 0, rkey: 1 };
+        let nowhere = gdsync::verbs::RemoteAddr { addr: 0, rkey: 1 };
         a.qp.post_send(&[SendWr::write_inline(nowhere, b"x")]).unwrap();
         assert_eq!(sent(a).ok().unwrap_err().syndrome, Syndrome::REM_ACCESS_ERR);
         recv(b, 91);

@@ -1,8 +1,8 @@
 //! Every operation posted by the CPU, within one HCA and between two: bytes, completions, and what stays untouched.
 
 use crate::common::{PATIENCE, Side, assert_clean, bytes, loopback, pair, pattern, receive, received, sent};
-use gdsync::mlx5::{CqeOpcode, Opcode, RemoteAddr};
-use gdsync::verbs::{QpBuilder, RecvWr, SendWr, Sge, Wc};
+use gdsync::mlx5::{CqeOpcode, Opcode};
+use gdsync::verbs::{QpBuilder, RecvWr, RemoteAddr, SendWr, Sge, Wc};
 
 /// Payload of one packet of the software HCA.
 const SEGMENT: usize = 16 * 1024;
@@ -133,7 +133,7 @@ fn gather_and_scatter_lists_of_any_cut_move_the_same_bytes() {
                     let from = cut(a, EDGE, len, left);
                     let to = cut(b, EDGE, len, right);
                     wipe();
-                    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &to }]).unwrap();
+                    b.qp.post_recv(&[RecvWr::new(&to).id(1)]).unwrap();
                     a.qp.post_send(&[SendWr::send(&from)]).unwrap();
                     assert_eq!(received(b).ok().unwrap().byte_len as usize, len);
                     sent(a).ok().unwrap();
@@ -250,7 +250,7 @@ fn messages_of_no_bytes_need_no_memory() {
             SendWr::nop().id(5),
         ];
         for wr_id in [10, 11, 12] {
-            b.qp.post_recv(&[RecvWr { wr_id, sges: &[] }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&[]).id(wr_id)]).unwrap();
         }
         a.qp.post_send(&wrs).unwrap();
         let opcodes =

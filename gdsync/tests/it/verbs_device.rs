@@ -123,7 +123,7 @@ fn wrong_lkey_fails_here() {
 #[test]
 fn receive_that_is_too_short_fails_both_sides() {
     let Some((a, b)) = pair(|q| q) else { return };
-    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+    b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 8).unwrap()]).id(1)]).unwrap();
     recv(&b, 2);
     a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 64).unwrap()]).id(1)]).unwrap();
     assert!(syndromes(&a, &[1])[0].is_some());

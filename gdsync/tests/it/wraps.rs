@@ -20,7 +20,7 @@ fn small_queues_carry_many_messages() {
     for (a, b) in [1, 2, 4, 8].map(|n| loopback(4096, |q| q.max_send_wr(n).max_recv_wr(n).max_inline(0))) {
         let (mut recvs, mut sends, mut done, mut got) = (0, 0, 0, 0);
         while done < each || got < each {
-            while recvs < each && b.qp.post_recv(&[RecvWr { wr_id: recvs, sges: &[] }]).is_ok() {
+            while recvs < each && b.qp.post_recv(&[RecvWr::new(&[]).id(recvs)]).is_ok() {
                 recvs += 1;
             }
             let imm = |id| u32::try_from(id).unwrap();
@@ -152,7 +152,7 @@ fn receive_rings_of_every_stride_go_round() {
         for i in 0..300usize {
             let parts = 1 + i % usize::try_from(max_sge).unwrap();
             let sges: Vec<_> = (0..parts).map(|k| b.mr.sge(100 * k, 2).unwrap()).collect();
-            b.qp.post_recv(&[RecvWr { wr_id: i as u64, sges: &sges }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&sges).id(i as u64)]).unwrap();
             let data = pattern(2 * parts, i);
             a.qp.post_send(&[SendWr::send_inline(&data)]).unwrap();
             let wc = received(&b).ok().unwrap();

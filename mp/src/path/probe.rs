@@ -110,7 +110,7 @@ impl End {
 
     fn receive(&self) -> gdsync::Result<Completion> {
         let half = self.mr.memory().len() / 2;
-        self.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[self.mr.sge(half, half)?] }])
+        self.qp.post_recv(&[RecvWr::new(&[self.mr.sge(half, half)?])])
     }
 
     fn send(&self, bytes: usize) -> gdsync::Result<()> {

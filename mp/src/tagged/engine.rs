@@ -10,8 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::{Access, SendWr};
+use gdsync::verbs::{Access, RemoteAddr, SendWr};
 
 use super::matching::{Arrival, Key, Matcher, Place, Source, Tag};
 use crate::communicator::Communicator;

@@ -119,7 +119,7 @@ impl Bed {
     fn receive(&mut self) {
         let wr_id = self.id();
         let sges = [self.mr.sge(0, 40 << 10).unwrap()];
-        if self.qp.post_recv(&[RecvWr { wr_id, sges: &sges }]).is_err() {
+        if self.qp.post_recv(&[RecvWr::new(&sges).id(wr_id)]).is_err() {
             self.posted.remove(&wr_id);
         }
     }

@@ -145,7 +145,7 @@ fn idle_links_of_300_peers_show_no_packets() {
         .collect();
     assert!(hub.shared.core.lock().count_links().0 > 300);
     for (n, (here, there)) in pairs.iter().enumerate().rev() {
-        here.post_recv(&[RecvWr { wr_id: n as u64, sges: &[] }]).unwrap();
+        here.post_recv(&[RecvWr::new(&[]).id(n as u64)]).unwrap();
         there.post_send(&[SendWr::send(&[])]).unwrap();
         assert_eq!(here.recv_cq().wait(TIMEOUT).unwrap().ok().unwrap().wr_id, n as u64);
         there.send_cq().wait(TIMEOUT).unwrap().ok().unwrap();
@@ -254,7 +254,7 @@ fn panic_in_a_step_breaks_queue_pairs_and_streams() {
     let (a, b) = (build(), build());
     a.connect(b.address()).unwrap();
     b.connect(a.address()).unwrap();
-    let [by_cpu, by_stream] = [(); 2].map(|()| b.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap());
+    let [by_cpu, by_stream] = [(); 2].map(|()| b.post_recv(&[RecvWr::new(&[])]).unwrap());
     let stream = gdsync::stream::Stream::host(gdsync::stream::HostStreamConfig::default()).unwrap();
     stream.wait(&by_cpu).unwrap();
     stream.wait(&by_stream).unwrap();

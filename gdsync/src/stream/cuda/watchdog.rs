@@ -435,7 +435,7 @@ mod tests {
         let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
         a.connect(b.address()).unwrap();
         b.connect(a.address()).unwrap();
-        a.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).unwrap();
+        a.post_recv(&[RecvWr::new(&[])]).unwrap();
         let engine = CudaEngine::start(&gpu, CudaStreamConfig::default(), Arc::default()).unwrap();
         let source = Arc::new(PanicsOnce(a.recv.end.source().clone(), AtomicBool::new(false)));
         let seq = engine.submit(&mut SubmitGuard::default(), &mut smallvec![Op::Await(source, 0)]).unwrap();

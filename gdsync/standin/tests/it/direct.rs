@@ -35,7 +35,7 @@ fn round_trips(gpu: &Gpu, a: &Side, b: &Side) {
     let stream = Stream::cuda(gpu, CudaStreamConfig::default()).unwrap();
     for round in 0..20u8 {
         a.memory().write(0, &[round; 100]).unwrap();
-        b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(1000, 100).unwrap()] }]).unwrap();
+        b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(1000, 100).unwrap()]).id(1)]).unwrap();
         let mut batch = Batch::new();
         batch.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 100).unwrap()])).unwrap();
         batch.wait_send(&a.qp).unwrap();
@@ -134,7 +134,7 @@ fn payload_in_gpu_memory_is_sent_from_there() {
     let target = b.pd.register(&part, Access::all()).unwrap();
     let data = pattern(40_000, 3);
     from.write(77, &data).unwrap();
-    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[target.sge(1000, 40_000).unwrap()] }]).unwrap();
+    b.qp.post_recv(&[RecvWr::new(&[target.sge(1000, 40_000).unwrap()]).id(1)]).unwrap();
     a.qp.post_send(&[SendWr::send(&[source.sge(77, 40_000).unwrap()])]).unwrap();
     sent(&a).ok().unwrap();
     received(&b).ok().unwrap();
@@ -201,7 +201,7 @@ impl Rig {
 
     /// A message from `a` that the stream waits for in `b`'s host memory: what matters is where it might have gone.
     fn receive(&self) -> Result<()> {
-        self.b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[self.b.mr.sge(0, 8)?] }])?;
+        self.b.qp.post_recv(&[RecvWr::new(&[self.b.mr.sge(0, 8)?]).id(1)])?;
         self.a.qp.post_send(&[SendWr::send(&[self.a.mr.sge(0, 8)?])])?;
         let waited = self.stream.wait_recv(&self.b.qp).map(drop);
         if waited.is_err() {
@@ -238,7 +238,7 @@ fn gpu_whose_streams_cannot_flush_waits_for_no_payload_in_its_memory() {
         let target = rig.register(&memory, Access::LOCAL_WRITE);
         refused(rig.receive(), &["flush", "98", "GDSYNC_PATH=proxy", "Memory::flush", "host memory"]);
         let mut batch = gdsync::stream::Batch::new();
-        rig.b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+        rig.b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
         batch.wait_recv(&rig.b.qp).unwrap();
         batch.barrier();
         refused(rig.stream.submit(&mut batch), &["flush"]);

@@ -65,7 +65,7 @@ fn streams_send_and_wait_over_laps() {
             for round in 0..20usize {
                 let data = pattern(1000, round);
                 a.memory().write(0, &data).unwrap();
-                b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[b.mr.sge(2000, 1000).unwrap()] }]).unwrap();
+                b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(2000, 1000).unwrap()]).id(1)]).unwrap();
                 let mut batch = Batch::new();
                 batch.send(&a.qp, &SendWr::send(&[a.mr.sge(0, 1000).unwrap()])).unwrap();
                 batch.wait_send(&a.qp).unwrap();
@@ -84,7 +84,7 @@ fn wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
         let (a, b) = rig.pair(64, |q| q);
         let mut wrong = b.mr.remote(0).unwrap();
         wrong.rkey ^= 1;
-        b.qp.post_recv(&[RecvWr { wr_id: 5, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+        b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 8).unwrap()]).id(5)]).unwrap();
         a.qp.post_send(&[SendWr::write_inline(wrong, &[1; 4]).id(7), SendWr::nop().id(8)]).unwrap();
         let error = sent(&a).ok().unwrap_err();
         assert_eq!((error.wr_id, error.syndrome), (7, Syndrome::REM_ACCESS_ERR));
@@ -130,7 +130,7 @@ fn receives_are_flushed_by_err() {
     for rig in Rig::all() {
         let (a, b) = rig.pair(64, |q| q.max_recv_wr(8));
         for wr_id in 0..5 {
-            b.qp.post_recv(&[RecvWr { wr_id, sges: &[b.mr.sge(0, 8).unwrap()] }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(0, 8).unwrap()]).id(wr_id)]).unwrap();
         }
         b.qp.abort().unwrap();
         for wr_id in 0..5 {
@@ -165,7 +165,7 @@ fn queue_pair_is_reset_and_used_again() {
             }
             if round % 2 == 0 {
                 // With some outstanding.
-                b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+                b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
                 b.qp.abort().unwrap();
             }
             reconnect(&a.qp, &b.qp);
@@ -183,7 +183,7 @@ fn completions_stay_in_step_after_a_stream_gave_up() {
         let (a, b) = rig.pair(64, small);
         for round in 0..6 {
             let s = stream_with("impatient", Duration::from_millis(20));
-            b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
             let mut batch = Batch::new();
             batch.wait_recv(&b.qp).unwrap();
             s.submit(&mut batch).unwrap();

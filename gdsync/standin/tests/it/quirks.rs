@@ -79,7 +79,7 @@ fn library_that_is_too_old_is_left_to_the_proxy() {
 fn give_up(gpu: &Gpu, a: &Side, sends: u64) {
     let wait_limit = Duration::from_millis(20);
     let stream = Stream::cuda(gpu, CudaStreamConfig { wait_limit, ..CudaStreamConfig::default() }).unwrap();
-    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     let mut batch = Batch::new();
     batch.wait_recv(&a.qp).unwrap();
     for _ in 0..sends {
@@ -96,7 +96,7 @@ fn hide(gpu: &Gpu, a: &Side) {
     let wait_limit = Duration::from_millis(20);
     let sender = stream_with("sender", wait_limit);
     let waiter = Stream::cuda(gpu, CudaStreamConfig { wait_limit, ..CudaStreamConfig::default() }).unwrap();
-    a.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[] }]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(1)]).unwrap();
     let mut batch = Batch::new();
     batch.wait_recv(&a.qp).unwrap();
     batch.send(&a.qp, &SendWr::nop()).unwrap();
@@ -143,7 +143,7 @@ fn flush_with_another_counter_is_a_flush() {
     own_process!();
     let _quirks = quirks(NO_FLUSH_COUNTERS);
     let (a, _b) = connect(Side::new(&hca(), 64, |q| q), Side::new(&hca(), 64, |q| q));
-    a.qp.post_recv(&[RecvWr { wr_id: 3, sges: &[] }; 3]).unwrap();
+    a.qp.post_recv(&[RecvWr::new(&[]).id(3); 3]).unwrap();
     a.qp.abort().unwrap();
     for _ in 0..3 {
         let error = received(&a).ok().unwrap_err();

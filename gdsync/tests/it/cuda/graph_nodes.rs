@@ -210,7 +210,7 @@ fn work_of_the_application_is_captured_too() {
                     let _current = place.gpu.enter()?;
                     // SAFETY: memory of the GPU that lives as long as the graph, and a stream of its context.
                     unsafe { api.memset_d32_async(address, value, 1, raw) }.unwrap();
-                    let to = gdsync::mlx5::RemoteAddr { addr: remote.addr + u64::from(value) * 4, ..remote };
+                    let to = gdsync::verbs::RemoteAddr { addr: remote.addr + u64::from(value) * 4, ..remote };
                     stream.send(&a.qp, &SendWr::write(to, &ours))?;
                     stream.wait_send(&a.qp)?;
                 }

@@ -2,8 +2,7 @@
 //! processes, everything is staged.
 
 use gdsync::cuda::Gpu;
-use gdsync::mlx5::RemoteAddr;
-use gdsync::verbs::{Access, Mr, RecvWr, SendWr};
+use gdsync::verbs::{Access, Mr, RecvWr, RemoteAddr, SendWr};
 
 use super::Blocked;
 use super::kinds::{Kind, Role, alone, data, get, is_simulated, lengths, put, region, size};
@@ -63,7 +62,7 @@ fn child() {
             "connect" => here.side.qp.connect(words[1].parse().unwrap()).unwrap(),
             "post" => {
                 let sges = [here.mr(number(1)).sge(1, number(2)).unwrap()];
-                here.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &sges }]).unwrap();
+                here.side.qp.post_recv(&[RecvWr::new(&sges).id(1)]).unwrap();
             }
             "receive" => assert_eq!(received(&here.side).syndrome, None),
             "fill" => here.fill(number(1), number(2), number(3)),

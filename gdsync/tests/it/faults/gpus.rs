@@ -68,7 +68,7 @@ fn two_gpus_send_to_each_other() {
                     let data = pattern(300, round);
                     a.memory().write(0, &data).unwrap();
                     let sge = b.mr.sge(SIZE / 2, 300).unwrap();
-                    b.qp.post_recv(&[RecvWr { wr_id: 1, sges: &[sge] }]).unwrap();
+                    b.qp.post_recv(&[RecvWr::new(&[sge]).id(1)]).unwrap();
                     far.queue(&sb, |batch| Ok(vec![batch.wait_recv(&b.qp)?])).unwrap();
                     let ours = [a.mr.sge(0, 300).unwrap()];
                     rig.queue(&sa, |batch| {
@@ -365,7 +365,7 @@ fn stream_that_waits_for_a_killed_process_is_released() {
             let right = Arc::default();
             ping(&stream, &side, 0, &right).unwrap();
             stream.synchronize(PATIENCE).unwrap();
-            side.qp.post_recv(&[RecvWr { wr_id: 77, sges: &[] }]).unwrap();
+            side.qp.post_recv(&[RecvWr::new(&[]).id(77)]).unwrap();
             let got = stream.wait_recv(&side.qp).unwrap();
             assert!(matches!(stream.synchronize(Duration::from_millis(2)), Err(Error::Deadline { .. })));
             peer.kill();

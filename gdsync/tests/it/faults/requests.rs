@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
-use gdsync::mlx5::{RemoteAddr, Syndrome};
+use gdsync::mlx5::Syndrome;
 use gdsync::stream::Cond;
-use gdsync::verbs::{Access, QpAttr, QpState, SendWr, Sge};
+use gdsync::verbs::{Access, QpAttr, QpState, RemoteAddr, SendWr, Sge};
 
 use super::{FLUSH, RETRY, Rig, broke, hasty, lost_its_peer, matrix, messages, patient, post_recvs, writes};
 use crate::common::{PATIENCE, Side, connect, gate, hca, until};

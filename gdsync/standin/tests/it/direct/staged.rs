@@ -38,7 +38,7 @@ impl End {
 
     fn receive(&self, at: usize, len: usize) {
         let sges = [self.mr.sge(at, len).unwrap()];
-        self.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &sges }]).unwrap();
+        self.side.qp.post_recv(&[RecvWr::new(&sges).id(1)]).unwrap();
     }
 
     fn bytes(&self, at: usize, len: usize) -> Vec<u8> {
@@ -140,7 +140,7 @@ fn peers_cannot_name_it() {
     assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
     assert_says(&error, &["staged", "host memory", "dma-buf", "nvidia-peermem"]);
     // Nor by the key alone.
-    let at = gdsync::mlx5::RemoteAddr { addr: b.mr.memory().addr(), rkey: b.mr.rkey() };
+    let at = gdsync::verbs::RemoteAddr { addr: b.mr.memory().addr(), rkey: b.mr.rkey() };
     a.side.qp.post_send(&[SendWr::write(at, &[a.mr.sge(0, 8).unwrap()])]).unwrap();
     assert!(sent(&a.side).ok().is_err());
 }
@@ -246,7 +246,7 @@ fn memory_without_a_mapping_is_staged_too() {
     let there = [mr.sge(96, 4000).unwrap()];
     let data = pattern(4000, 1);
     b.mr.memory().write(0, &data).unwrap();
-    a.side.qp.post_recv(&[RecvWr { wr_id: 1, sges: &there }]).unwrap();
+    a.side.qp.post_recv(&[RecvWr::new(&there).id(1)]).unwrap();
     b.side.qp.post_send(&[SendWr::send(&[b.mr.sge(0, 4000).unwrap()])]).unwrap();
     received(&a.side).ok().unwrap();
     b.receive(10_000, 4000);
@@ -373,7 +373,7 @@ fn copy_that_does_not_end_is_told_and_its_memory_kept() {
     assert!(sent(&a.side).ok().unwrap_err().is_flush());
     is_told(&a.side.qp.check().unwrap_err());
     // What it might overwrite.
-    other.post_recv(&[RecvWr { wr_id: 1, sges: &[a.mr.sge(0, 8).unwrap()] }]).unwrap();
+    other.post_recv(&[RecvWr::new(&[a.mr.sge(0, 8).unwrap()]).id(1)]).unwrap();
     until(|| other.check().is_err());
     is_told(&other.check().unwrap_err());
     let reset = || a.side.qp.modify(&QpAttr::to(QpState::RESET));
