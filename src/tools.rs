@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
-use clap::{Args, Command, Subcommand, ValueEnum};
+use clap::{Args, Command, Subcommand};
 use gdrcopy::cuda::AllocKind;
 use gdrcopy::{BackendKind, Gdr, GpuBuffer, Mapping, MappingType};
 use serde::Serialize;
@@ -126,59 +126,29 @@ impl Common {
 }
 
 /// Which memory to map, and how.
-#[derive(Args, Clone, Copy, Debug, Serialize)]
+#[derive(Args, Clone, Debug, Serialize)]
 struct Memory {
     /// How GPU memory is allocated.
-    #[arg(short = 'a', long, value_enum, value_name = "FN", default_value_t = AllocFn::CuMemAlloc)]
-    alloc: AllocFn,
-    /// Caching type of the mapping.
-    #[arg(short = 'M', long, value_enum, value_name = "TYPE", default_value_t = MapAs::Default)]
-    mapping: MapAs,
+    #[arg(short = 'a', long, value_name = "FN", value_parser = ["cuMemAlloc", "cuMemCreate"],
+          default_value = "cuMemAlloc")]
+    alloc: String,
+    /// Caching type of the mapping: the platform's, write combining, cached, or device memory of Arm.
+    #[arg(short = 'M', long, value_name = "TYPE", value_parser = ["default", "wc", "cache", "device"],
+          default_value = "default")]
+    mapping: String,
 }
 
-/// How GPU memory is allocated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-enum AllocFn {
-    /// `cuMemAlloc`.
-    #[value(name = "cuMemAlloc")]
-    #[serde(rename = "cuMemAlloc")]
-    CuMemAlloc,
-    /// `cuMemCreate` and `cuMemMap`.
-    #[value(name = "cuMemCreate")]
-    #[serde(rename = "cuMemCreate")]
-    CuMemCreate,
-}
-
-impl AllocFn {
-    fn kind(self) -> AllocKind {
-        match self {
-            Self::CuMemAlloc => AllocKind::Malloc,
-            Self::CuMemCreate => AllocKind::Vmm,
-        }
+impl Memory {
+    fn kind(&self) -> AllocKind {
+        if self.alloc == "cuMemCreate" { AllocKind::Vmm } else { AllocKind::Malloc }
     }
-}
 
-/// The caching type to ask for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum MapAs {
-    /// The platform's.
-    Default,
-    /// Write combining.
-    Wc,
-    /// Cached.
-    Cache,
-    /// Device memory of Arm.
-    Device,
-}
-
-impl MapAs {
-    fn request(self) -> Option<MappingType> {
-        match self {
-            Self::Default => None,
-            Self::Wc => Some(MappingType::WriteCombining),
-            Self::Cache => Some(MappingType::Cached),
-            Self::Device => Some(MappingType::Device),
+    fn caching(&self) -> Option<MappingType> {
+        match self.mapping.as_str() {
+            "wc" => Some(MappingType::WriteCombining),
+            "cache" => Some(MappingType::Cached),
+            "device" => Some(MappingType::Device),
+            _ => None,
         }
     }
 }
@@ -237,9 +207,9 @@ impl Bench {
         Ok(Self { device: common.device(&gdr)?, gpu: common.gpu, gdr, sheet })
     }
 
-    fn map(&self, len: usize, memory: Memory) -> Result<(GpuBuffer, Mapping)> {
-        let buffer = self.gdr.alloc_with(self.gpu, len, memory.alloc.kind())?;
-        let mapping = buffer.pin()?.map_as(memory.mapping.request())?;
+    fn map(&self, len: usize, memory: &Memory) -> Result<(GpuBuffer, Mapping)> {
+        let buffer = self.gdr.alloc_with(self.gpu, len, memory.kind())?;
+        let mapping = buffer.pin()?.map_as(memory.caching())?;
         Ok((buffer, mapping))
     }
 

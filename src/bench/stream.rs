@@ -14,8 +14,10 @@ use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, CudaStreamConfig, Stream, Via};
 use gdasync::gdsync::verbs::{Access, Context, Mr, OnGpu, Qp, RecvWr, SendWr, Sge};
 use gdasync::measure::Samples;
-use gdasync::results::{Output, Point, Result, Sheet, Unit};
+use gdasync::results::{Point, Result, Sheet, Unit};
 use serde_json::json;
+
+use super::OneGpu;
 
 /// Options of `gdasync bench stream`.
 #[derive(Args)]
@@ -23,17 +25,11 @@ use serde_json::json;
 What the numbers mean: the CPU time of a call, and what of it is spent in the call of the driver; the ratios are to the driver. \
 `library, per operation` is the rest, divided by the operations of a call: the library and one reading of the clock.")]
 pub(crate) struct Options {
-    /// CUDA device.
-    #[arg(long, default_value_t = 0)]
-    device: i32,
     /// Calls of each kind.
     #[arg(long, default_value_t = 4000, value_parser = clap::value_parser!(u64).range(100..=1_000_000))]
     calls: u64,
-    /// Seconds after which a wait fails, 1 to 60.
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=60))]
-    timeout: u64,
     #[command(flatten)]
-    output: Output,
+    one: OneGpu,
 }
 
 /// Executors and places of queues that are measured.
@@ -46,10 +42,10 @@ const VARIANTS: [(Via, &str, OnGpu); 4] = [
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        let mut sheet = Sheet::new(&self.output, true, VARIANTS.len())?;
-        let gpu = Gpu::open_with(driver::watched(Api::load()?), self.device, None)?;
-        let name = format!("GPU {}, {}", self.device, gpu.capabilities());
-        let bench = Bench { gpu, timeout: Duration::from_secs(self.timeout), calls: self.calls };
+        let mut sheet = Sheet::new(&self.one.output, true, VARIANTS.len())?;
+        let gpu = Gpu::open_with(driver::watched(Api::load()?), self.one.device, None)?;
+        let name = format!("GPU {}, {}", self.one.device, gpu.capabilities());
+        let bench = Bench { gpu, timeout: Duration::from_secs(self.one.timeout), calls: self.calls };
         for (via, place, on_gpu) in VARIANTS {
             sheet.step(format!("{via}, queues in {place} memory"));
             bench.measure(via, (place, on_gpu), &mut sheet)?;

@@ -10,10 +10,11 @@ use clap::Args;
 use gdasync::gdrcopy::Gdr;
 use gdasync::measure::Samples;
 use gdasync::note;
-use gdasync::results::{Output, Point, Result, Sheet, Unit};
+use gdasync::results::{Point, Result, Sheet, Unit};
 use gdasync::tools::nvidia_driver;
 use serde_json::json;
 
+use super::OneGpu;
 use gpu::Gpu;
 use rig::{Pauses, Rig, Variant};
 
@@ -23,9 +24,6 @@ use rig::{Pauses, Rig, Variant};
 What the numbers mean: `trigger` is the time from the end of a kernel until the CPU sees the trigger; `wake` from the store of \
 a completion until the CPU sees the word of the next kernel; `enqueue` the CPU time of a call.")]
 pub(crate) struct Options {
-    /// CUDA device.
-    #[arg(long, default_value_t = 0)]
-    device: i32,
     /// Samples of each variant.
     #[arg(long, default_value_t = 2000, value_parser = clap::value_parser!(u64).range(20..=1_000_000))]
     rounds: u64,
@@ -33,11 +31,8 @@ pub(crate) struct Options {
     #[arg(long, default_value = "0,8", value_delimiter = ',', num_args = 1..=8, value_name = "STREAMS",
           value_parser = clap::value_parser!(u8).range(0..=16))]
     busy: Vec<u8>,
-    /// Seconds after which a wait fails, 1 to 60.
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=60))]
-    timeout: u64,
     #[command(flatten)]
-    output: Output,
+    one: OneGpu,
 }
 
 /// The variants of a group run in turn, in this many slices.
@@ -72,13 +67,13 @@ impl Figure {
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        let sheet = Sheet::new(&self.output, true, 3 * self.busy.len())?;
+        let sheet = Sheet::new(&self.one.output, true, 3 * self.busy.len())?;
         let connections = spread_streams();
         let gdr = Gdr::builder().require_gpu().open()?;
-        let (gpu, limit) = (Gpu::open(self.device)?, Duration::from_secs(self.timeout));
+        let (gpu, limit) = (Gpu::open(self.one.device)?, Duration::from_secs(self.one.timeout));
         let _current = gpu.enter()?;
         let most = self.busy.iter().copied().max().unwrap_or(0);
-        let rig = Rig::new(gpu, &gdr, self.device, most, limit)?;
+        let rig = Rig::new(gpu, &gdr, self.one.device, most, limit)?;
         let (pauses, rounds, shares) = (Pauses::default(), self.rounds, Vec::new());
         let mut bench = Bench { rig, limit, pauses, sheet, rounds, shares };
         let run = self.busy.iter().try_for_each(|&busy| bench.level(busy));
@@ -86,7 +81,7 @@ impl Options {
         if let Err(error) = &run {
             sheet.skip("the rest", error.to_string());
         }
-        let info = gdr.gpus()?.into_iter().find(|info| info.ordinal == self.device);
+        let info = gdr.gpus()?.into_iter().find(|info| info.ordinal == self.one.device);
         let device = info.map_or_else(String::new, |gpu| format!("{} at {}", gpu.name, gpu.pci));
         let driver = nvidia_driver().unwrap_or_else(|| "unknown".into());
         let options = json!({

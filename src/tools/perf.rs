@@ -63,7 +63,7 @@ impl Program for Copybw {
     fn run(&self) -> Result<()> {
         let (offset, sizes) = (self.offset, self.sizes()?);
         let mut bench = Bench::open(&self.common, sizes.len())?;
-        let (buffer, mapping) = bench.map(self.size, self.memory)?;
+        let (buffer, mapping) = bench.map(self.size, &self.memory)?;
         let (data, around) = (pattern(1, self.size), pattern(2, self.size));
         let mut found = vec![0; self.size];
         for size in sizes {
@@ -143,7 +143,7 @@ impl Program for Copylat {
             return Err("-c and -C need a GPU; the host backend has none".into());
         }
         let context = by_cuda.then(|| cuda::context(bench.gpu)).transpose()?;
-        let (buffer, mapping) = bench.map(self.size, self.memory)?;
+        let (buffer, mapping) = bench.map(self.size, &self.memory)?;
         if self.cold_cache && mapping.kind() != MappingType::Cached {
             return Err(format!("-C needs a cached mapping; this one is {:?}", mapping.kind()).into());
         }
@@ -228,7 +228,7 @@ impl Program for Apiperf {
         usage(self.size >= PAGE, || format!("-s {}: the smallest size is {PAGE}, a GPU page", self.size))?;
         let sizes = doubling(PAGE, self.size);
         let mut bench = Bench::open(&self.common, sizes.len())?;
-        let buffer = bench.gdr.alloc_with(bench.gpu, self.size, self.memory.alloc.kind())?;
+        let buffer = bench.gdr.alloc_with(bench.gpu, self.size, self.memory.kind())?;
         for bytes in sizes {
             bench.sheet.step(format!("{bytes} bytes"));
             let mut samples: [Samples; STEPS.len()] = Default::default();
@@ -236,7 +236,7 @@ impl Program for Apiperf {
                 let mut clock = [Instant::now(); STEPS.len() + 1];
                 let pin = bench.gdr.pin(buffer.addr(), bytes)?;
                 clock[1] = Instant::now();
-                let mapping = pin.map_as(self.memory.mapping.request())?;
+                let mapping = pin.map_as(self.memory.caching())?;
                 clock[2] = Instant::now();
                 black_box(pin.info());
                 clock[3] = Instant::now();

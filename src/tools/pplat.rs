@@ -174,7 +174,7 @@ impl Pplat {
     }
 
     fn shared(&self, bench: &Bench, plan: Rounds) -> Result<Shared> {
-        let place = |at, words| Place::new(at, words, bench, self.memory);
+        let place = |at, words| Place::new(at, words, bench, &self.memory);
         let data = (plan.words > 0).then(|| place(self.data, plan.words)).transpose()?;
         let flags = plan.blocks as usize;
         Ok(Shared { gpu_flag: place(self.gpu_flag, 1)?, cpu_flags: place(self.cpu_flag, flags)?, data })
@@ -433,19 +433,15 @@ enum Place {
     Gpu(Mapping, GpuBuffer),
     /// Host memory, pinned.
     Host(Pinned),
-    /// Host memory where there is no GPU.
-    Plain(Vec<AtomicU32>),
 }
 
 impl Place {
     /// `words` words, all 0.
-    fn new(at: Where, words: usize, bench: &Bench, memory: Memory) -> Result<Self> {
-        if at == Where::Gpumem {
+    fn new(at: Where, words: usize, bench: &Bench, memory: &Memory) -> Result<Self> {
+        // The host backend maps host memory.
+        if at == Where::Gpumem || bench.gdr.backend() == BackendKind::Host {
             let (buffer, mapping) = bench.map(words * 4, memory)?;
             return Ok(Self::Gpu(mapping, buffer));
-        }
-        if bench.gdr.backend() == BackendKind::Host {
-            return Ok(Self::Plain((0..words).map(|_| AtomicU32::new(0)).collect()));
         }
         Ok(Self::Host(Pinned::alloc(&cuda::context(bench.gpu)?, words * 4)?))
     }
@@ -455,7 +451,6 @@ impl Place {
         match self {
             Self::Gpu(_, buffer) => buffer.addr(),
             Self::Host(pinned) => pinned.addr(),
-            Self::Plain(words) => words.as_ptr().addr() as u64,
         }
     }
 
@@ -465,7 +460,6 @@ impl Place {
         match self {
             Self::Gpu(mapping, _) => Err(mapping),
             Self::Host(pinned) => Ok(pinned.words()),
-            Self::Plain(words) => Ok(words),
         }
     }
 

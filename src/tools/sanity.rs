@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use cudarc::driver::CudaContext;
+use gdrcopy::cuda::AllocKind;
 use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer, PinFlags};
 use indicatif::ProgressBar;
 use rustix::process::{
@@ -31,7 +32,7 @@ use rustix::process::{
 use serde::Serialize;
 use serde_json::json;
 
-use super::{AllocFn, Common, Program, Usage, cuda, versions};
+use super::{Common, Program, Usage, cuda, versions};
 use crate::measure::Machine;
 use crate::results::{Result, create_json, write_json};
 use crate::{note, out};
@@ -209,14 +210,14 @@ struct Case {
     /// What it checks, in a line.
     what: &'static str,
     /// Which memory it gets from [`Env::alloc`].
-    alloc: AllocFn,
+    alloc: AllocKind,
     run: Run,
 }
 
 #[derive(Debug)]
 struct Env {
     common: Common,
-    alloc: AllocFn,
+    alloc: AllocKind,
     cycles: u32,
     threads: u16,
     verbose: bool,
@@ -243,10 +244,10 @@ impl Env {
 
     /// Memory of the kind that the case is about.
     fn alloc(&self, gdr: &Gdr, len: usize) -> Outcome<GpuBuffer> {
-        if self.alloc == AllocFn::CuMemCreate && gdr.backend() == BackendKind::Host {
+        if self.alloc == AllocKind::Vmm && gdr.backend() == BackendKind::Host {
             return waive("the host backend has one kind of memory, which other cases test");
         }
-        match gdr.alloc_with(self.common.gpu, len, self.alloc.kind()) {
+        match gdr.alloc_with(self.common.gpu, len, self.alloc) {
             Err(error @ gdrcopy::Error::Unsupported { .. }) => waive(error),
             result => Ok(result?),
         }
@@ -385,9 +386,9 @@ type Row = (&'static str, Run, &'static str);
 fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for &(name, run, what) in CASES {
-        for (alloc, short) in [(AllocFn::CuMemAlloc, "cumemalloc"), (AllocFn::CuMemCreate, "vmmalloc")] {
-            if alloc == AllocFn::CuMemAlloc || name.contains("{alloc}") {
-                let what = if alloc == AllocFn::CuMemAlloc { what } else { "the same with cuMemCreate" };
+        for (alloc, short) in [(AllocKind::Malloc, "cumemalloc"), (AllocKind::Vmm, "vmmalloc")] {
+            if alloc == AllocKind::Malloc || name.contains("{alloc}") {
+                let what = if alloc == AllocKind::Malloc { what } else { "the same with cuMemCreate" };
                 all.push(Case { name: name.replace("{alloc}", short), what, alloc, run });
             }
         }
@@ -397,7 +398,7 @@ fn cases() -> Vec<Case> {
 
 /// Cases that test this tool, not the machine; they run only when named.
 fn own_cases() -> impl Iterator<Item = Case> {
-    OWN.iter().map(|&(name, run, what)| Case { name: name.into(), what, alloc: AllocFn::CuMemAlloc, run })
+    OWN.iter().map(|&(name, run, what)| Case { name: name.into(), what, alloc: AllocKind::Malloc, run })
 }
 
 const CASES: &[Row] = &[

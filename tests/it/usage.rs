@@ -16,7 +16,7 @@ const HELP: &[(&str, &str)] = &[
     ("gdasync bench stream --help", "What the numbers mean|--json|--budget"),
     ("gdasync bench scale --help", "What the numbers mean|--json|--budget"),
     ("gdasync doctor --help", "--only|--json|--list|--timeout"),
-    ("gdasync trace --help", "3 a wait is stuck|--perfetto|--timeline|--stuck-after|--clean"),
+    ("gdasync trace --help", "3 a wait is stuck|--perfetto|--stuck-after|--clean"),
     (
         "pingpong --help",
         "--modes|--sizes|--iters|--ahead|--stream|--payload|--placement|--via|--device|--kernel-us|--no-kernels|--timeout|--budget|--json|--version|Example:",
@@ -83,7 +83,7 @@ const ERRORS: &[(&str, i32, &str)] = &[
     ("gdasync doctor --fix", 2, "--fix"),
     ("gdasync trace", 2, "PID|FILE"),
     ("gdasync trace --list 1", 2, "--list"),
-    ("gdasync trace --timeline --json 1", 2, "--json"),
+    ("gdasync trace --clean --json", 2, "--json"),
     ("gdasync trace --stuck-after x 1", 2, "--stuck-after"),
     ("gdasync trace /no/such/file", 1, "--list"),
     ("gdasync trace /dev/null", 1, "not a regular file"),
