@@ -128,6 +128,9 @@ impl Common {
 /// Which memory to map, and how.
 #[derive(Args, Clone, Debug, Serialize)]
 struct Memory {
+    #[command(flatten)]
+    #[serde(skip)]
+    common: Common,
     /// How GPU memory is allocated.
     #[arg(short = 'a', long, value_name = "FN", value_parser = ["cuMemAlloc", "cuMemCreate"],
           default_value = "cuMemAlloc")]

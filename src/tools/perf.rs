@@ -8,7 +8,7 @@ use gdrcopy::{BackendKind, MappingType};
 use serde::Serialize;
 
 use super::cuda::{self, Pinned, compare, pattern, time};
-use super::{Bench, Common, Memory, Program, bytes, usage};
+use super::{Bench, Memory, Program, bytes, usage};
 use crate::measure::Samples;
 use crate::results::{Point, Result, Unit};
 
@@ -35,9 +35,6 @@ fn doubling(first: usize, last: usize) -> Vec<usize> {
 #[command(args_override_self = true)]
 pub struct Copybw {
     #[command(flatten)]
-    #[serde(skip)]
-    common: Common,
-    #[command(flatten)]
     #[serde(flatten)]
     memory: Memory,
     /// Bytes allocated and mapped.
@@ -62,7 +59,7 @@ impl Program for Copybw {
 
     fn run(&self) -> Result<()> {
         let (offset, sizes) = (self.offset, self.sizes()?);
-        let mut bench = Bench::open(&self.common, sizes.len())?;
+        let mut bench = Bench::open(&self.memory.common, sizes.len())?;
         let (buffer, mapping) = bench.map(self.size, &self.memory)?;
         let (data, around) = (pattern(1, self.size), pattern(2, self.size));
         let mut found = vec![0; self.size];
@@ -110,9 +107,6 @@ impl Copybw {
 #[command(args_override_self = true)]
 pub struct Copylat {
     #[command(flatten)]
-    #[serde(skip)]
-    common: Common,
-    #[command(flatten)]
     #[serde(flatten)]
     memory: Memory,
     /// Bytes allocated and mapped, and the largest copy.
@@ -137,7 +131,7 @@ impl Program for Copylat {
         usage(self.size > 0, || "-s 0: there is nothing to copy".into())?;
         let Counts { writes, reads } = self.counts;
         let sizes = doubling(1, self.size);
-        let mut bench = Bench::open(&self.common, sizes.len())?;
+        let mut bench = Bench::open(&self.memory.common, sizes.len())?;
         let by_cuda = self.cumemcpy || self.cold_cache;
         if by_cuda && bench.gdr.backend() == BackendKind::Host {
             return Err("-c and -C need a GPU; the host backend has none".into());
@@ -199,9 +193,6 @@ impl Program for Copylat {
 #[command(args_override_self = true)]
 pub struct Apiperf {
     #[command(flatten)]
-    #[serde(skip)]
-    common: Common,
-    #[command(flatten)]
     #[serde(flatten)]
     memory: Memory,
     /// The largest size.
@@ -227,7 +218,7 @@ impl Program for Apiperf {
     fn run(&self) -> Result<()> {
         usage(self.size >= PAGE, || format!("-s {}: the smallest size is {PAGE}, a GPU page", self.size))?;
         let sizes = doubling(PAGE, self.size);
-        let mut bench = Bench::open(&self.common, sizes.len())?;
+        let mut bench = Bench::open(&self.memory.common, sizes.len())?;
         let buffer = bench.gdr.alloc_with(bench.gpu, self.size, self.memory.kind())?;
         for bytes in sizes {
             bench.sheet.step(format!("{bytes} bytes"));

@@ -13,7 +13,7 @@ use gdrcopy::{BackendKind, GpuBuffer, Mapping};
 use serde::Serialize;
 
 use super::cuda::{self, Pinned};
-use super::{Bench, Common, Memory, Program, bytes, usage};
+use super::{Bench, Memory, Program, bytes, usage};
 use crate::measure::Samples;
 use crate::results::{Point, Result, Unit};
 
@@ -21,9 +21,6 @@ use crate::results::{Point, Result, Unit};
 #[derive(Args, Debug, Serialize)]
 #[command(args_override_self = true)]
 pub struct Pplat {
-    #[command(flatten)]
-    #[serde(skip)]
-    common: Common,
     #[command(flatten)]
     #[serde(flatten)]
     memory: Memory,
@@ -131,7 +128,7 @@ impl Program for Pplat {
         usage(!self.flush || (self.mode == Mode::CpuProduces && self.size > 0), || {
             "--flush is for data that the CPU writes: -m 0 and -s".into()
         })?;
-        let mut bench = Bench::open(&self.common, 1)?;
+        let mut bench = Bench::open(&self.memory.common, 1)?;
         bench.sheet.step("round trips");
         let plan = self.plan();
         let shared = Arc::new(self.shared(&bench, plan)?);
