@@ -60,6 +60,19 @@ impl Bench {
     }
 }
 
+/// Options of benchmarks of one GPU.
+#[derive(Args)]
+struct OneGpu {
+    /// CUDA device.
+    #[arg(long, default_value_t = 0)]
+    device: i32,
+    /// Seconds after which a wait fails, 1 to 60.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=60))]
+    timeout: u64,
+    #[command(flatten)]
+    output: Output,
+}
+
 /// Options of `gdasync bench latency`.
 #[derive(Args)]
 #[command(after_long_help = "\

@@ -35,7 +35,7 @@ enum Command {
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
     #[command(subcommand)]
     Gdrcopy(Tool),
-    /// Draws results as curves, bars or a timeline.
+    /// Draws results as a picture, on logarithmic axes.
     Plot(plot::Options),
     /// Writes results as one page: pictures, tables, machine and command.
     Report(plot::ReportOptions),

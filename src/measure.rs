@@ -136,15 +136,6 @@ impl Pattern {
 #[derive(Clone, Debug)]
 pub struct Samples(Histogram<u64>);
 
-/// Percentiles in microseconds.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[expect(missing_docs, reason = "the names say it")]
-pub struct Micros {
-    pub min: f64,
-    pub p50: f64,
-    pub p99: f64,
-}
-
 impl Default for Samples {
     fn default() -> Self {
         // Three digits, from a nanosecond to a minute.
@@ -170,32 +161,16 @@ impl Samples {
         self.0 += &other.0;
     }
 
-    /// The mean in microseconds.
-    pub fn mean(&self) -> f64 {
-        self.0.mean() / 1e3
-    }
-
-    /// The longest in microseconds.
-    pub fn max_micros(&self) -> f64 {
-        #[expect(clippy::cast_precision_loss, reason = "times below a minute are exact")]
-        let max = self.0.max() as f64;
-        max / 1e3
-    }
-
     /// The number of times collected.
     pub fn count(&self) -> u64 {
         self.0.len()
     }
 
-    /// The percentiles, each divided by `parts`.
-    pub fn micros(&self, parts: u32) -> Micros {
+    /// The microseconds that this part of the times does not exceed: 0.0 for the shortest, 1.0 for the longest.
+    pub fn micros(&self, quantile: f64) -> f64 {
         #[expect(clippy::cast_precision_loss, reason = "times below a minute are exact")]
-        let at = |value: u64| value as f64 / 1e3 / f64::from(parts);
-        Micros {
-            min: at(self.0.min()),
-            p50: at(self.0.value_at_quantile(0.5)),
-            p99: at(self.0.value_at_quantile(0.99)),
-        }
+        let nanos = self.0.value_at_quantile(quantile) as f64;
+        nanos / 1e3
     }
 }
 
@@ -333,19 +308,17 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_mean_and_count_of_samples() {
+    fn percentiles_and_count_of_samples() {
         let mut samples = Samples::default();
         (1..=1000).for_each(|us| samples.add(Duration::from_micros(us)));
-        let half = samples.micros(2);
-        assert!(
-            (half.min - 0.5).abs() < 0.01 && (half.p50 - 250.0).abs() < 1.0 && (half.p99 - 495.0).abs() < 1.0
-        );
+        for (quantile, us) in [(0.0, 1.0), (0.5, 500.0), (0.99, 990.0), (1.0, 1000.0)] {
+            assert!((samples.micros(quantile) / us - 1.0).abs() < 0.01, "{quantile}");
+        }
         assert_eq!(samples.count(), 1000);
-        assert!((samples.mean() - 500.5).abs() < 1.0);
         let mut samples = Samples::default();
         samples.add_mean(Duration::from_micros(300), 100);
         assert_eq!(samples.count(), 100);
-        assert!((samples.micros(1).p50 - 3.0).abs() < 0.01 && (samples.micros(1).min - 3.0).abs() < 0.01);
+        assert!([0.0, 1.0].iter().all(|quantile| (samples.micros(*quantile) - 3.0).abs() < 0.01));
         assert_eq!([1, 1024, 1000, 3 << 20].map(size), ["1", "1 Ki", "1000", "3 Mi"]);
     }
 

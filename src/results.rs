@@ -13,7 +13,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use mp::Communicator;
 use serde::{Deserialize, Serialize};
 
-use crate::measure::{Machine, Micros, Pattern, Samples, size};
+use crate::measure::{Machine, Pattern, Samples, size};
 use crate::out;
 
 /// What a benchmark may fail with.
@@ -77,9 +77,6 @@ pub enum Unit {
     /// Events per second.
     #[serde(rename = "1/s")]
     PerSecond,
-    /// A number without unit.
-    #[serde(rename = "ratio")]
-    Ratio,
 }
 
 impl fmt::Display for Unit {
@@ -88,7 +85,6 @@ impl fmt::Display for Unit {
             Self::Micros => "us",
             Self::GigabytesPerSecond => "GB/s",
             Self::PerSecond => "1/s",
-            Self::Ratio => "ratio",
         })
     }
 }
@@ -151,27 +147,19 @@ pub struct Skipped {
 impl Point {
     /// Times, each divided by `parts`.
     pub fn time(x: impl Into<At>, samples: &Samples, parts: u32) -> Self {
-        samples.micros(parts).at(x)
+        let at = |quantile| samples.micros(quantile) / f64::from(parts);
+        Self { x: x.into(), p50: at(0.5), p99: at(0.99), min: at(0.0), ratio: None }
     }
 
     /// Rates: each sample is the time, in microseconds, for `amount`.
     pub fn rate(x: impl Into<At>, samples: &Samples, amount: f64) -> Self {
-        let Micros { p50, p99, .. } = samples.micros(1);
-        let (p50, p99, min) = (amount / p50, amount / p99, amount / samples.max_micros());
-        Self { x: x.into(), p50, p99, min, ratio: None }
+        let at = |quantile| amount / samples.micros(quantile);
+        Self { x: x.into(), p50: at(0.5), p99: at(0.99), min: at(1.0), ratio: None }
     }
 
     /// A value without samples.
     pub fn value(x: impl Into<At>, value: f64) -> Self {
         Self { x: x.into(), p50: value, p99: value, min: value, ratio: None }
-    }
-}
-
-impl Micros {
-    /// A point of these percentiles.
-    pub fn at(self, x: impl Into<At>) -> Point {
-        let Self { min, p50, p99 } = self;
-        Point { x: x.into(), p50, p99, min, ratio: None }
     }
 }
 
@@ -183,7 +171,7 @@ impl Series {
     }
 
     /// Sets the ratios to the medians of `baseline` at the same positions.
-    pub fn compare(&mut self, baseline: &Series) {
+    fn compare(&mut self, baseline: &Series) {
         if baseline.points.is_empty() {
             return;
         }
@@ -195,7 +183,7 @@ impl Series {
     }
 
     /// Sets the ratios to the median of the first point.
-    pub fn compare_with_first(&mut self) {
+    fn compare_with_first(&mut self) {
         let Some(first) = self.points.first().cloned() else { return };
         self.baseline = Some(match &first.x {
             At::Number(number) => format!("{number} {}", self.x),
@@ -258,13 +246,17 @@ pub fn plain_table(
     table
 }
 
-fn table(series: &[Series]) -> Table {
-    let mut table = plain_table(["", "at", "p50", "p99", "min", "", "ratio", "to"], [1, 2, 3, 4, 6]);
-    let number = |value: f64| match value.abs() {
+/// A figure for tables.
+pub fn number(value: f64) -> String {
+    match value.abs() {
         large if large >= 1e3 => format!("{value:.0}"),
         small if small < 0.1 => format!("{value:.5}"),
         _ => format!("{value:.3}"),
-    };
+    }
+}
+
+fn table(series: &[Series]) -> Table {
+    let mut table = plain_table(["", "at", "p50", "p99", "min", "", "ratio", "to"], [1, 2, 3, 4, 6]);
     for (series, point) in series.iter().flat_map(|one| one.points.iter().map(move |point| (one, point))) {
         let at = match &point.x {
             At::Number(number) => format!("{number} {}", series.x),
@@ -288,6 +280,13 @@ pub struct Output {
     /// Write the results to this file as JSON.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
+}
+
+impl Output {
+    /// Results to this file, however long it takes.
+    pub(crate) fn to(json: Option<PathBuf>) -> Self {
+        Self { budget: 86_400, json }
+    }
 }
 
 /// Options of benchmarks whose ranks check what they receive.
@@ -390,11 +389,6 @@ impl Sheet {
         self.wrong += messages;
     }
 
-    /// Adds series; those without points are left out.
-    pub fn add(&mut self, series: impl IntoIterator<Item = Series>) {
-        self.series.extend(series.into_iter().filter(|series| !series.points.is_empty()));
-    }
-
     /// Adds a point to a series, which is created if it is new.
     pub fn add_point(&mut self, group: &str, name: &str, x: &str, unit: Unit, point: Point) {
         let is_it = |series: &&mut Series| series.group == group && series.name == name;
@@ -418,6 +412,31 @@ impl Sheet {
         others.for_each(|series| series.compare(&base));
     }
 
+    /// Sets the ratios of all series of a group to their first points.
+    pub fn compare_with_first(&mut self, group: &str) {
+        let of_group = self.series.iter_mut().filter(|series| series.group == group);
+        of_group.for_each(Series::compare_with_first);
+    }
+
+    /// Sets the ratios of a group, at each position, to the best series but these.
+    pub fn compare_with_best(&mut self, group: &str, others: &[&str]) {
+        let of_group: Vec<_> = self.series.iter().filter(|series| series.group == group).cloned().collect();
+        let mut best = Series { name: "best single path".into(), points: Vec::new(), ..of_group[0].clone() };
+        for series in of_group.iter().filter(|series| !others.contains(&series.name.as_str())) {
+            for point in &series.points {
+                match best.points.iter_mut().find(|known| known.x == point.x) {
+                    Some(known) if known.p50 <= point.p50 => {}
+                    Some(known) => *known = point.clone(),
+                    None => best.points.push(point.clone()),
+                }
+            }
+        }
+        self.series
+            .iter_mut()
+            .filter(|series| series.group == group)
+            .for_each(|series| series.compare(&best));
+    }
+
     /// Prints this text before the tables.
     pub fn set_note(&mut self, note: String) {
         self.note = Some(note);
@@ -431,19 +450,6 @@ impl Sheet {
     /// The series of this group and name, so far.
     pub fn find(&self, group: &str, name: &str) -> Option<&Series> {
         self.series.iter().find(|series| series.group == group && series.name == name)
-    }
-
-    /// Sets what the ratios of a series compare with.
-    pub fn set_baseline(&mut self, group: &str, name: &str, baseline: &str) {
-        let of = |series: &&mut Series| series.group == group && series.name == name;
-        if let Some(series) = self.series.iter_mut().find(of) {
-            series.baseline = Some(baseline.to_owned());
-        }
-    }
-
-    /// Shows what is measured, without starting a step.
-    pub fn message(&self, what: String) {
-        self.bar.set_message(what);
     }
 
     /// Lists something as not measured.
@@ -563,7 +569,7 @@ mod tests {
         let read: Report = serde_json::from_value(json).unwrap();
         assert_eq!(read, report);
         assert!(read.find("time", "stream").is_some() && read.find("time", "floor").is_none());
-        for unit in [Unit::Micros, Unit::GigabytesPerSecond, Unit::PerSecond, Unit::Ratio] {
+        for unit in [Unit::Micros, Unit::GigabytesPerSecond, Unit::PerSecond] {
             assert_eq!(serde_json::to_value(unit).unwrap(), unit.to_string());
         }
     }

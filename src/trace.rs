@@ -15,7 +15,6 @@ use clap::Args;
 use gdasync::gdsync::Error;
 use gdasync::gdsync::error::printable;
 use gdasync::gdsync::recorder::{Queue, Record, Recording, Stage};
-use serde::Serialize;
 use serde_json::{Value, json};
 
 use report::{Report, micros, status};
@@ -37,12 +36,12 @@ pub(crate) struct Options {
     #[arg(value_name = "PID|FILE", required_unless_present_any = ["list", "clean"])]
     targets: Vec<String>,
     /// Lists the recordings of this machine.
-    #[arg(long, conflicts_with_all = ["targets", "clean", "perfetto", "timeline"])]
+    #[arg(long, conflicts_with_all = ["targets", "clean", "perfetto"])]
     list: bool,
     /// Removes the recordings of your processes that have ended.
-    #[arg(long, conflicts_with_all = ["targets", "perfetto", "timeline", "json"])]
+    #[arg(long, conflicts_with_all = ["targets", "perfetto", "json"])]
     clean: bool,
-    /// Shows this many of the last records of each process; with --timeline, of the last messages.
+    /// Shows this many of the last records of each process.
     #[arg(short = 'n', long, value_name = "COUNT", default_value_t = 20)]
     records: usize,
     /// Seconds after which a wait counts as stuck.
@@ -54,9 +53,6 @@ pub(crate) struct Options {
     /// Writes all records to this file as Chrome trace events, which ui.perfetto.dev opens.
     #[arg(long, value_name = "FILE")]
     perfetto: Option<PathBuf>,
-    /// Prints the stages of the last messages as JSON, in microseconds, for a picture: only messages that have all stages.
-    #[arg(long, conflicts_with = "json")]
-    timeline: bool,
 }
 
 impl Options {
@@ -89,16 +85,7 @@ impl Options {
         }
         let others = if self.list { Vec::new() } else { Recording::all(|_, _| {}) };
         let report = Report::of(&recordings, &others, Duration::from_secs(self.stuck_after), self.records);
-        if self.timeline {
-            let timeline = timeline(&recordings, self.records);
-            if timeline.messages.is_empty() {
-                return Err("no message has all stages from enqueue to release: a card does not tell of doorbells, and \
-                            a send must be waited for on a stream or polled"
-                    .into());
-            }
-            serde_json::to_writer(&mut out, &timeline)?;
-            writeln!(out)?;
-        } else if self.json {
+        if self.json {
             serde_json::to_writer_pretty(&mut out, &report)?;
             writeln!(out)?;
         } else if self.list {
@@ -184,50 +171,6 @@ fn sends(recording: &Recording) -> Vec<Message> {
         }
     }
     all
-}
-
-/// Messages for a picture.
-#[derive(Serialize)]
-struct Timeline {
-    unit: &'static str,
-    messages: Vec<Stages>,
-}
-
-/// When a message reached which stage.
-#[derive(Serialize)]
-struct Stages {
-    rank: u32,
-    qpn: u32,
-    seq: u64,
-    bytes: u32,
-    enqueue: f64,
-    trigger: f64,
-    fetched: f64,
-    completed: f64,
-    released: f64,
-}
-
-/// The last `count` messages of all processes that have all stages, from the first of their beginnings on. A process without a
-/// rank has its place among those named.
-fn timeline(recordings: &[Recording], count: usize) -> Timeline {
-    let whole = |message: &Message| {
-        let Message { enqueue, trigger, fetched, completed, released, .. } = *message;
-        Some([enqueue?, trigger?, fetched?, completed?, released?])
-    };
-    let mut found = Vec::new();
-    for (recording, place) in recordings.iter().zip(0..) {
-        let rank = recording.rank.unwrap_or(place);
-        found.extend(sends(recording).iter().filter_map(|message| Some((whole(message)?, rank, *message))));
-    }
-    found.sort_by_key(|(times, ..)| *times);
-    let found = &found[found.len().saturating_sub(count)..];
-    let zero = found.first().map_or(0, |([enqueue, ..], ..)| *enqueue);
-    let messages = found.iter().map(|(times, rank, message)| {
-        let [enqueue, trigger, fetched, completed, released] = times.map(|time| micros(time - zero));
-        let (rank, qpn, seq, bytes) = (*rank, message.qpn, message.number, message.len);
-        Stages { rank, qpn, seq, bytes, enqueue, trigger, fetched, completed, released }
-    });
-    Timeline { unit: "us", messages: messages.collect() }
 }
 
 /// Writes Chrome trace events, as ui.perfetto.dev reads them: one process for each recording, a track for each thread with what

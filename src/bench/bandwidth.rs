@@ -14,21 +14,20 @@ use gdasync::pingpong::PTX;
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, expected, objection, size_label};
 use serde_json::json;
 
-use super::traffic::{QueuePairs, Ring, Shape, Slots};
+use super::traffic::{QueuePairs, Shape, Slots};
 use super::two_ranks;
 
 /// Options of `gdasync bench bandwidth`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: bandwidth is the bytes of a message over half of a round trip, which starts and ends where the payload \
-is, copies included. `host to host` sends host memory. `host to GPU` has the payload of one rank on its GPU: CUDA copies it, \
-from and to pageable or pinned memory. `GPU to GPU` has both there: with copies to memory that CUDA has pinned and by the CPU \
+is, copies included. `host to host` sends host memory. `GPU to GPU` has the payload of both ranks on their GPUs: with copies to memory that CUDA has pinned and by the CPU \
 from there to memory that is sent; with copies to one buffer that both CUDA and the network have pinned (GPUDirect version 1); \
 without copies (GPUDirect RDMA). `peer to peer` has no messages: CUDA copies between two GPUs of one process (GPUDirect P2P). \
 Local rank r uses GPU r modulo their number. The ratios are to memcpy by one CPU. Message rates: rank 0 sends as fast as \
 --outstanding lets it, rank 1 receives by CPU, and the clock stops when rank 0 has the acknowledgement of the last message; \
 `cpu` is posted and polled by the sending thread, in `stream` each batch sends what may be outstanding and waits for the \
-completions. Their ratios are to `shared-memory ring`, 64 entries that one CPU fills and another empties. min and p99 are the \
+completions. Their ratios are to the first point. min and p99 are the \
 smallest value, and what 99 of 100 samples exceed.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, 1 to 1073741824 each. Message rates are measured up to 4096.
@@ -42,16 +41,9 @@ pub(crate) struct Options {
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16, 64],
           value_parser = clap::value_parser!(u16).range(1..=256))]
     outstanding: Vec<u16>,
-    /// Queue pairs, 1 to 64 each.
-    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8],
-          value_parser = clap::value_parser!(u16).range(1..=64))]
-    qps: Vec<u16>,
     /// Messages of a slice of a rate; 0 leaves rates out.
     #[arg(long, default_value_t = 5000, value_parser = clap::value_parser!(u32).range(..=10_000_000))]
     messages: u32,
-    /// Slices of each rate.
-    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=10_000))]
-    slices: u32,
     #[command(flatten)]
     placement: Placement,
     #[command(flatten)]
@@ -63,21 +55,19 @@ pub(crate) struct Options {
 const BANDWIDTH: &str = "bandwidth";
 const MEMCPY: &str = "memcpy";
 const PEERS: &str = "peer to peer";
-const RING: &str = "shared-memory ring";
 /// The largest message whose rate is measured.
 const RATED: u32 = 4096;
-/// The rows of messages: where the payload of rank 0 and of rank 1 is.
-const ROWS: [(&str, [Kind; 2]); 6] = [
-    ("host to host", [Kind::Host, Kind::Host]),
-    ("host to GPU, pageable", [Kind::Host, Kind::Copied { pinned: false }]),
-    ("host to GPU, pinned", [Kind::Host, Kind::Copied { pinned: true }]),
-    ("GPU to GPU, copies", [Kind::CopiedTwice, Kind::CopiedTwice]),
-    ("GPU to GPU, shared pinned buffers", [Kind::Copied { pinned: true }, Kind::Copied { pinned: true }]),
-    ("GPU to GPU, direct", [Kind::Direct, Kind::Direct]),
+/// The rows of messages: where the payload is.
+const ROWS: [(&str, Kind); 4] = [
+    ("host to host", Kind::Host),
+    ("GPU to GPU, copies", Kind::CopiedTwice),
+    ("GPU to GPU, shared pinned buffers", Kind::Copied),
+    ("GPU to GPU, direct", Kind::Direct),
 ];
 /// All rows run in turn, in this many slices: the speed of shared cores changes from second to second, and a ratio must not
 /// compare two such seconds.
 const SLICES: u64 = 5;
+const RATE_SLICES: u64 = 20;
 
 /// Moves messages there and back: round trips, and the number of wrong slots.
 type Run<'a> = Box<dyn FnMut(usize, u64) -> Result<(Samples, u64)> + 'a>;
@@ -98,8 +88,8 @@ impl Options {
         let gpus: Vec<_> =
             gpus.iter().map(|gpu| String::from_utf8_lossy(gpu)).filter(|gpu| !gpu.is_empty()).collect();
         let options = json!({
-            "sizes": self.sizes, "iters": self.iters, "outstanding": self.outstanding, "qps": self.qps,
-            "messages": self.messages, "slices": self.slices, "gpus": gpus,
+            "sizes": self.sizes, "iters": self.iters, "outstanding": self.outstanding,
+            "messages": self.messages, "gpus": gpus,
             "stream": app.stream.kind(), "place": placed.describe(&comm, timeout)?,
         });
         drop(app);
@@ -151,8 +141,8 @@ impl Options {
         let memcpy: Run<'a> =
             Box::new(move |bytes, count| if rank == 0 { copy.run(bytes, count) } else { nothing() });
         let mut rows = vec![(MEMCPY, memcpy)];
-        for (name, kinds) in ROWS {
-            let side = Side::new(kinds[rank], comm, checks, max);
+        for (name, kind) in ROWS {
+            let side = Side::new(kind, comm, checks, max);
             match objection(comm, side.as_ref().err().map(ToString::to_string), timeout)? {
                 Some(reason) => sheet.skip(name, reason),
                 None => {
@@ -177,42 +167,27 @@ impl Options {
         Ok(rows)
     }
 
-    /// Three sweeps: sizes at the largest depth, depths and queue pairs at the smallest size.
+    /// Two sweeps: sizes at the largest depth, depths at the smallest size.
     fn rates(&self, comm: &Communicator, placed: &Placed, app: &AppStream, sheet: &mut Sheet) -> Result<()> {
         let most = self.outstanding.iter().copied().max().unwrap_or(1);
         let small = self.sizes.iter().copied().min().unwrap_or(8);
-        let shape = |qps: u16, outstanding: u16, bytes: u32| -> Result<Shape> {
-            Ok(Shape { qps: qps.into(), outstanding: outstanding.into(), bytes: usize::try_from(bytes)? })
-        };
-        let mut points = Vec::new();
-        for &bytes in self.sizes.iter().filter(|bytes| **bytes <= RATED) {
-            points.push(("bytes", u64::from(bytes), shape(1, most, bytes)?));
-        }
-        for &outstanding in &self.outstanding {
-            points.push(("outstanding", outstanding.into(), shape(1, outstanding, small)?));
-        }
-        for &qps in &self.qps {
-            points.push(("queue pairs", qps.into(), shape(qps, most, small)?));
-        }
-        let mut no_ring = None;
-        for (x, at, shape) in points {
+        let sizes = self.sizes.iter().filter(|bytes| **bytes <= RATED);
+        let sizes = sizes.map(|&bytes| ("bytes", u64::from(bytes), most, bytes));
+        let depths = self.outstanding.iter().map(|&depth| ("outstanding", u64::from(depth), depth, small));
+        for (x, at, outstanding, bytes) in sizes.chain(depths) {
             if !sheet.may_start(comm, format!("rate, {at} {x}"), self.checks.timeout())? {
                 continue;
             }
-            let all = self.rate(comm, placed, app, shape, sheet, &mut no_ring)?;
-            for (name, samples) in ["cpu", "stream", RING].into_iter().zip(&all) {
-                if samples.count() > 0 {
-                    // A sample is the time of one message.
-                    let group = format!("message rate by {x}");
-                    sheet.add_point(&group, name, x, Unit::PerSecond, Point::rate(at, samples, 1e6));
-                }
+            let shape = Shape { qps: 1, outstanding: outstanding.into(), bytes: usize::try_from(bytes)? };
+            let all = self.rate(comm, placed, app, shape, sheet)?;
+            for (name, samples) in ["cpu", "stream"].into_iter().zip(&all) {
+                // A sample is the time of one message.
+                let point = Point::rate(at, samples, 1e6);
+                sheet.add_point(&format!("message rate by {x}"), name, x, Unit::PerSecond, point);
             }
         }
-        for x in ["bytes", "outstanding", "queue pairs"] {
-            sheet.compare(&format!("message rate by {x}"), RING);
-        }
-        if let Some(reason) = no_ring {
-            sheet.skip(RING, reason);
+        for x in ["bytes", "outstanding"] {
+            sheet.compare_with_first(&format!("message rate by {x}"));
         }
         Ok(())
     }
@@ -224,24 +199,14 @@ impl Options {
         app: &AppStream,
         shape: Shape,
         sheet: &mut Sheet,
-        no_ring: &mut Option<String>,
-    ) -> Result<[Samples; 3]> {
-        let (mut all, count): ([Samples; 3], _) = (Default::default(), usize::try_from(self.messages)?);
+    ) -> Result<[Samples; 2]> {
+        let (mut all, count): ([Samples; 2], _) = (Default::default(), usize::try_from(self.messages)?);
         let queue_pairs = || QueuePairs::new(comm, comm.context(), &self.checks, shape, Some(placed));
         // Separate queue pairs for the stream: it takes completions that the CPU would poll.
         let mut both = [(queue_pairs()?, None), (queue_pairs()?, Some(&app.stream))];
-        // Fails on both ranks if they are on two hosts.
-        let ring = Ring::new(comm, &self.checks, shape.bytes);
-        let mut ring = ring.map_err(|error| *no_ring = Some(error.to_string())).ok();
-        for turn in 0..=self.slices {
-            let mut found = Vec::with_capacity(all.len());
-            for (queue_pairs, stream) in &mut both {
-                found.push(queue_pairs.flood(count, *stream)?);
-            }
-            if let Some(ring) = &mut ring {
-                found.push(ring.flood(count)?);
-            }
-            for ((time, wrong), samples) in found.into_iter().zip(&mut all) {
+        for turn in 0..=RATE_SLICES {
+            for ((queue_pairs, stream), samples) in both.iter_mut().zip(&mut all) {
+                let (time, wrong) = queue_pairs.flood(count, *stream)?;
                 sheet.wrong(wrong);
                 // The first turn warms up.
                 if turn > 0 {
@@ -283,8 +248,8 @@ impl Memcpy {
 enum Kind {
     /// In host memory that is sent.
     Host,
-    /// On a GPU; CUDA copies it to and from host memory that is sent, pinned or not.
-    Copied { pinned: bool },
+    /// On a GPU; CUDA copies it to and from pinned memory that is sent.
+    Copied,
     /// On a GPU; CUDA copies it to and from pinned memory, the CPU between that and memory that is sent.
     CopiedTwice,
     /// On a GPU, sent from there.
@@ -312,16 +277,11 @@ impl<'a> Side<'a> {
         let wire = match kind {
             Kind::Host => Memory::alloc(slots.len())?,
             Kind::Direct => own_gpu(&[])?.alloc(slots.len())?,
-            Kind::Copied { .. } | Kind::CopiedTwice => {
-                let gpu = own_gpu(&[])?;
-                let (wire, pin) = (Memory::alloc(slots.len())?, kind != Kind::Copied { pinned: false });
-                let pinned =
-                    if kind == Kind::CopiedTwice { Memory::alloc(slots.len())? } else { wire.clone() };
-                if pin {
-                    // Registers it with CUDA.
-                    pinned.gpu_addr(&gpu)?;
-                }
-                staging = (kind == Kind::CopiedTwice).then_some(pinned);
+            Kind::Copied | Kind::CopiedTwice => {
+                let (gpu, wire) = (own_gpu(&[])?, Memory::alloc(slots.len())?);
+                staging = (kind == Kind::CopiedTwice).then(|| Memory::alloc(slots.len())).transpose()?;
+                // Registers it with CUDA.
+                staging.as_ref().unwrap_or(&wire).gpu_addr(&gpu)?;
                 payload = Some((gpu.clone(), gpu.alloc(slots.len())?));
                 wire
             }

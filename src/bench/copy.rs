@@ -2,13 +2,12 @@
 
 use std::cell::RefCell;
 use std::ffi::c_void;
-use std::num::NonZero;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use cudarc::driver::{CudaContext, sys};
-use gdasync::gdrcopy::copy::{Copier, Routine, load_fence, store_fence};
+use gdasync::gdrcopy::copy::{Copier, load_fence, store_fence};
 use gdasync::gdrcopy::planner::{Direction, Way, read_by, write_by};
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping, Planner};
 use gdasync::measure::{Samples, size};
@@ -19,7 +18,8 @@ use serde_json::json;
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: the time of one copy, and its ratio to the best single path (the planner: at most 1.05). `bare word` is \
-a store or load with its fence: no library can be faster. All paths of a size run in turn, in random order.")]
+a store or load with its fence: no library can be faster. All paths of a size run in turn, in random order. `GDRCOPY_STORE` and `GDRCOPY_LOAD` choose \
+other copy routines.")]
 pub(crate) struct Options {
     /// CUDA device.
     #[arg(long, default_value_t = 0)]
@@ -37,13 +37,8 @@ pub(crate) struct Options {
     output: Output,
 }
 
-/// Sizes at which routines and numbers of threads are compared, bytes.
-const ROUTINE_SIZES: [usize; 6] = [4, 64, 512, 4 << 10, 64 << 10, 4 << 20];
-const THREAD_SIZES: [usize; 3] = [1 << 20, 4 << 20, 16 << 20];
 /// Sizes that are pinned and mapped, bytes.
 const PIN_SIZES: [usize; 5] = [4 << 10, 64 << 10, 2 << 20, 64 << 20, 1 << 30];
-/// Writes without a pause.
-const BURST: u32 = 10_000;
 /// Not among the single paths that ratios compare with.
 const PLANNER: &str = "planner";
 const BARE: &str = "bare word";
@@ -61,7 +56,7 @@ struct Bench {
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        let sheet = Sheet::new(&self.output, true, 7)?;
+        let sheet = Sheet::new(&self.output, true, 2 * (self.max_size.ilog2() as usize + 1))?;
         let builder = self.backend.into_iter().fold(Gdr::builder(), |builder, kind| builder.backend(kind));
         let gdr = builder.open()?;
         let max = usize::try_from(self.max_size)?;
@@ -80,22 +75,10 @@ impl Options {
         };
         bench.paths(Direction::ToGpu)?;
         bench.paths(Direction::FromGpu)?;
-        bench.routines()?;
-        bench.threads()?;
-        bench.rates()?;
         bench.pins()?;
         let Bench { gdr, planner, sheet, .. } = bench;
         let device = gpu.map_or("no GPU".into(), |gpu| format!("{} at {}", gpu.name, gpu.pci));
-        let mut sheet = sheet.into_inner();
-        for direction in [Direction::ToGpu, Direction::FromGpu] {
-            for (way, points) in planner.table(direction).curves() {
-                let group = format!("calibration of the planner, {}", name(direction));
-                for point in points {
-                    let (x, us) = (point.len as u64, point.micros);
-                    sheet.add_point(&group, &way.to_string(), "bytes", Unit::Micros, Point::value(x, us));
-                }
-            }
-        }
+        let sheet = sheet.into_inner();
         let plan = |direction| -> Vec<_> {
             let choices = planner.table(direction).choices().iter();
             choices.map(|(from, way)| format!("from {from} bytes by {way}")).collect()
@@ -163,17 +146,14 @@ fn mapped<'a>(way: Way, direction: Direction, mapping: &'a Mapping) -> Path<'a> 
 impl Bench {
     /// Measures all paths of a size in turn. Ratios are to the best single path.
     fn measure(&self, group: &str, bytes: usize, mut paths: Vec<Path<'_>>) -> Result<()> {
-        self.sheet.borrow().message(format!("{group}, {} bytes", size(bytes)));
+        self.sheet.borrow().step(format!("{group}, {} bytes", size(bytes)));
         let samples = in_turn(&mut paths, &mut vec![0x5a; bytes], self.each)?;
-        let points: Vec<_> = samples.iter().map(|samples| Point::time(bytes as u64, samples, 1)).collect();
-        let single = paths.iter().zip(&points).filter(|(path, _)| ![PLANNER, BARE].contains(&&*path.name));
-        let best = single.map(|(_, point)| point.p50).fold(f64::INFINITY, f64::min);
         let mut sheet = self.sheet.borrow_mut();
-        for (path, mut point) in paths.into_iter().zip(points) {
-            point.ratio = Some(point.p50 / best).filter(|ratio| ratio.is_finite());
+        for (path, samples) in paths.iter().zip(&samples) {
+            let point = Point::time(bytes as u64, samples, 1);
             sheet.add_point(group, &path.name, "bytes", Unit::Micros, point);
-            sheet.set_baseline(group, &path.name, "best single path");
         }
+        sheet.compare_with_best(group, &[PLANNER, BARE]);
         Ok(())
     }
 
@@ -200,66 +180,6 @@ impl Bench {
             let by_cpu = planner.way(direction, bytes) == Way::Cpu;
             paths.push(if by_cpu { quick_to_gpu(direction, planned) } else { planned });
             self.measure(name(direction), bytes, paths)?;
-        }
-        Ok(())
-    }
-
-    fn routines(&self) -> Result<()> {
-        let (ptr, kind) = (self.mapping.as_ptr(), self.mapping.kind());
-        let fitting = |fits: fn(Routine) -> bool| {
-            Routine::ALL.iter().copied().filter(move |&routine| routine.supported() && fits(routine))
-        };
-        for bytes in ROUTINE_SIZES.into_iter().filter(|&bytes| bytes <= self.max) {
-            let stores = fitting(Routine::stores).filter_map(|r| Some((r, Copier::new(r, Routine::Scalar)?)));
-            let paths = stores.map(|(routine, copier)| {
-                Path::new(routine.to_string(), move |host| {
-                    // SAFETY: the mapping is at least as long as the longest size measured.
-                    unsafe { copier.to_device(kind, ptr, host.as_ptr(), host.len()) };
-                    store_fence(kind);
-                    Ok(())
-                })
-                .quick()
-            });
-            self.measure("stores", bytes, paths.collect())?;
-            let loads = fitting(Routine::loads).filter_map(|r| Some((r, Copier::new(Routine::Scalar, r)?)));
-            let paths = loads.map(|(routine, copier)| {
-                Path::new(routine.to_string(), move |host| {
-                    // SAFETY: as above.
-                    unsafe { copier.from_device(kind, host.as_mut_ptr(), ptr, host.len()) };
-                    load_fence(kind);
-                    Ok(())
-                })
-            });
-            self.measure("loads", bytes, paths.collect())?;
-        }
-        Ok(())
-    }
-
-    /// One copy by several threads.
-    fn threads(&self) -> Result<()> {
-        let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
-        for (group, direction) in
-            [("threads, to GPU", Direction::ToGpu), ("threads, from GPU", Direction::FromGpu)]
-        {
-            for bytes in THREAD_SIZES.into_iter().filter(|&bytes| bytes <= self.max) {
-                let counts =
-                    (1..).map(|i| 1 << i).take_while(|&n| n <= cores.min(16)).filter_map(NonZero::new);
-                let ways = std::iter::once(Way::Cpu).chain(counts.map(Way::Threads));
-                let paths = ways.map(|way| mapped(way, direction, &self.mapping)).collect();
-                self.measure(group, bytes, paths)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Small writes without a pause: the bus is the limit.
-    fn rates(&self) -> Result<()> {
-        for bytes in [8, 64] {
-            let paths = bare_word(Direction::ToGpu, &self.mapping, bytes).into_iter();
-            let paths = paths
-                .chain([mapped(Way::Cpu, Direction::ToGpu, &self.mapping)])
-                .map(|path| path.times(BURST));
-            self.measure("10,000 writes in a row", bytes, paths.collect())?;
         }
         Ok(())
     }
@@ -297,11 +217,6 @@ impl<'a> Path<'a> {
     fn quick(mut self) -> Self {
         self.quick = true;
         self
-    }
-
-    fn times(mut self, n: u32) -> Self {
-        let name = std::mem::take(&mut self.name);
-        Self::new(name, move |host| (0..n).try_for_each(|_| (self.run)(host)))
     }
 }
 

@@ -1,18 +1,16 @@
-//! `gdasync bench messages`: the messaging layer: latency, rate, overlap with work, and the cost of calls.
+//! `gdasync bench messages`: the messaging layer: latency, rate, and the cost of calls.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use gdasync::app_stream::own_gpu;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, RemoteAddr, SendWr, Sge, Wc};
-use gdasync::measure::{Samples, size};
-use gdasync::mp::cache::{CacheConfig, Cached};
+use gdasync::measure::Samples;
 use gdasync::mp::tagged::{self, Tagged};
 use gdasync::mp::{self, Communicator, CommunicatorBuilder, Registration, Request, Window};
-use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, size_label};
+use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
 use serde_json::json;
 
 use super::traffic::Endpoint;
@@ -22,11 +20,7 @@ use super::two_ranks;
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: ping-pong is half a round trip, the mean of windows of 100 iterations; the ratios are to mode sync. \
-`time per message` is that of one of 16 in flight. With work, both ranks exchange messages and keep their streams busy: \
-`hidden` is the part of the exchange that took no extra time, 1 - (both - compute) / exchange: 1 is perfect, 0 as if one came \
-after the other. `stream` posts all ahead; `cpu` posts the messages before the work; `serial` posts them after it and hides \
-nothing. Calls: the time of one call with 8 bytes, of mp and of gdsync below it. Registrations: the cache against registering \
-and deregistering each time.")]
+`time per message` is that of one of 16 in flight. Calls: the time of one call with 8 bytes, of mp and of gdsync below it.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, 1 to 1073741824 each.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
@@ -38,16 +32,9 @@ pub(crate) struct Options {
     /// Iterations of each size [default: 20000, fewer for large messages].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
     iters: Option<u32>,
-    /// Microseconds of work before each send in the modes with work, and beside an exchange of 64 KiB; 0 to 1000000 each.
-    #[arg(long, value_name = "US", value_delimiter = ',', default_values_t = [20, 100, 1000],
-          value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
-    work_us: Vec<u32>,
-    /// Rounds of 64 calls that measure what a call adds to gdsync's, and what a registration takes; 0 leaves them out.
+    /// Rounds of 64 calls that measure what a call adds to gdsync's; 0 leaves them out.
     #[arg(long, default_value_t = 500, value_parser = clap::value_parser!(u32).range(..=1_000_000))]
     calls: u32,
-    /// Measure registrations of memory of this rank's GPU too.
-    #[arg(long)]
-    gpu: bool,
     #[command(flatten)]
     checks: Checks,
     #[command(flatten)]
@@ -59,12 +46,8 @@ pub(crate) struct Options {
 enum Mode {
     /// Ping-pong: the CPU sends and waits.
     Sync,
-    /// The same; before each send the CPU waits for work on a stream.
-    SyncWork,
     /// Ping-pong: a stream sends and waits, many iterations are posted ahead.
     Async,
-    /// The same, with work on the stream before each send.
-    AsyncWork,
     /// Ping-pong by the CPU, each message with its own tag.
     Tagged,
     /// One way by the CPU, 16 messages in flight.
@@ -72,8 +55,7 @@ enum Mode {
 }
 
 impl Mode {
-    const ALL: [Self; 6] =
-        [Self::Sync, Self::SyncWork, Self::Async, Self::AsyncWork, Self::Tagged, Self::Rate];
+    const ALL: [Self; 4] = [Self::Sync, Self::Async, Self::Tagged, Self::Rate];
 
     fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
@@ -88,12 +70,13 @@ const WINDOW: u64 = 100;
 const IN_FLIGHT: usize = 16;
 const PING_PONG: &str = "half round trip";
 const RATE: &str = "time per message";
+const CALLS: &str = "calls with 8 bytes";
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let timeout = self.checks.timeout();
         let comm = two_ranks(CommunicatorBuilder::default(), timeout)?;
-        let mut sheet = Sheet::new(&self.output, comm.rank() == 0, self.sizes.len() + self.work_us.len())?;
+        let mut sheet = Sheet::new(&self.output, comm.rank() == 0, self.sizes.len())?;
         let config = HostStreamConfig { name: "mp".into(), wait_limit: timeout, ..Default::default() };
         let stream = Stream::host(config)?;
         let tagged = Tagged::new(&comm, timeout)?;
@@ -105,21 +88,11 @@ impl Options {
             self.of_size((&comm, &tagged), &stream, bytes, &mut sheet)?;
         }
         sheet.compare(PING_PONG, "sync");
-        if self.modes.contains(&Mode::AsyncWork) {
-            self.overlap((&comm, &tagged), &stream, &mut sheet)?;
-        }
         if self.calls > 0 {
             sheet.step("calls");
-            sheet.add(calls(&comm, self.calls, timeout)?);
-            if comm.rank() == 0
-                && let Err(error) = self.registrations(&mut sheet)
-            {
-                sheet.skip("registrations", error.to_string());
-            }
+            calls(&comm, self.calls, timeout, &mut sheet)?;
         }
-        let options = json!({
-            "sizes": self.sizes, "iters": self.iters, "work_us": self.work_us, "calls": self.calls,
-        });
+        let options = json!({ "sizes": self.sizes, "iters": self.iters, "calls": self.calls });
         sheet.finish(comm, "messages", options, timeout)
     }
 
@@ -135,8 +108,7 @@ impl Options {
         bytes: usize,
         sheet: &mut Sheet,
     ) -> Result<()> {
-        let work = Duration::from_micros(self.work_us[0].into());
-        let windows = Windows::new((comm, tagged), stream, bytes, work, &self.checks)?;
+        let windows = Windows::new((comm, tagged), stream, bytes, &self.checks)?;
         let slice = self.slice(bytes);
         let mut all = vec![Samples::default(); self.modes.len()];
         for turn in 0..=SLICES {
@@ -158,129 +130,6 @@ impl Options {
         }
         Ok(())
     }
-
-    /// How much of an exchange of 64 KiB hides behind work on the stream.
-    fn overlap(&self, comms: (&Communicator, &Tagged), stream: &Stream, sheet: &mut Sheet) -> Result<()> {
-        const BYTES: usize = 64 << 10;
-        const COUNT: u32 = 20;
-        for &us in &self.work_us {
-            if !sheet.may_start(comms.0, format!("{us} us of work"), self.checks.timeout())? {
-                continue;
-            }
-            let work = Duration::from_micros(us.into());
-            let windows = Windows::new(comms, stream, BYTES, work, &self.checks)?;
-            let idle = Windows::new(comms, stream, BYTES, Duration::ZERO, &self.checks)?;
-            for who in [Who::Stream, Who::Cpu, Who::Serial] {
-                let mut times: [Samples; 3] = Default::default();
-                // The first turn warms up.
-                for turn in 0..=SLICES {
-                    let compute = (windows.compute(who, COUNT)?, 0);
-                    let found = [compute, idle.exchange(who, COUNT)?, windows.exchange(who, COUNT)?];
-                    for ((time, wrong), samples) in found.into_iter().zip(&mut times) {
-                        sheet.wrong(wrong);
-                        if turn > 0 {
-                            samples.add(time / COUNT);
-                        }
-                    }
-                }
-                let name = format!("{who:?}").to_lowercase();
-                let [compute, exchange, both] = times.map(|samples| Point::time(u64::from(us), &samples, 1));
-                let hidden = 1.0 - (both.p50 - compute.p50) / exchange.p50;
-                for (part, point) in [("compute", compute), ("exchange", exchange), ("both", both)] {
-                    let name = format!("{name}: {part}");
-                    sheet.add_point("exchange beside work", &name, "us of work", Unit::Micros, point);
-                }
-                let point = Point::value(u64::from(us), hidden);
-                sheet.add_point("hidden part of the exchange", &name, "us of work", Unit::Ratio, point);
-            }
-        }
-        Ok(())
-    }
-
-    /// The registration cache against registering and deregistering each time.
-    fn registrations(&self, sheet: &mut Sheet) -> Result<()> {
-        const BYTES: usize = 64 << 10;
-        /// Entries of a well-filled cache, and of one that overflows.
-        const MANY: usize = 1024;
-        const FEW: usize = 16;
-        let gpu = self.gpu.then(|| own_gpu(&[])).transpose()?;
-        let memory = match &gpu {
-            Some(gpu) => gpu.alloc(BYTES * MANY)?,
-            None => Memory::alloc(BYTES * MANY)?,
-        };
-        let range = |n: usize| (memory.addr() + (n % MANY * BYTES) as u64, BYTES);
-        let cached = |comm: &Communicator, n: usize| -> Result<Cached> {
-            let (addr, len) = range(n);
-            Ok(match &gpu {
-                // SAFETY: the memory outlives the communicators.
-                Some(gpu) => unsafe { comm.register_cached_gpu(gpu, addr, len) }?,
-                None => {
-                    let ptr = std::ptr::with_exposed_provenance_mut(usize::try_from(addr)?);
-                    // SAFETY: the memory outlives the communicators, and nobody has a reference to it.
-                    unsafe { comm.register_cached(ptr, len) }?
-                }
-            })
-        };
-        let new = |entries: usize| -> Result<Communicator> {
-            let mut config = CacheConfig::default();
-            (config.entries, config.bytes) = (entries, u64::MAX);
-            let comm = Communicator::builder().spawn(1).cache(config).init()?;
-            match comm.cache().config().keep == CacheConfig::default().keep {
-                _ if comm.size() != 1 => Err("registrations are measured without a launcher only".into()),
-                true => Ok(comm),
-                false => Err("MP_REG_CACHE disables the registration cache: unset it".into()),
-            }
-        };
-        let (one, few, many) = (new(1)?, new(FEW)?, new(MANY)?);
-        (0..MANY).try_for_each(|n| cached(&many, n).map(drop))?;
-        let group = format!(
-            "registration of {} bytes of {} memory",
-            size(BYTES),
-            if gpu.is_some() { "GPU" } else { "host" }
-        );
-        let mut series = Series::new(&group, "mp", "call", Unit::Micros);
-        let uncached = |n: usize| -> Result<()> {
-            let (addr, len) = range(n);
-            let memory = match &gpu {
-                // SAFETY: the memory outlives the registration.
-                Some(gpu) => unsafe { gpu.wrap(addr, len) }?,
-                None => {
-                    let ptr = std::ptr::with_exposed_provenance_mut(usize::try_from(addr)?);
-                    // SAFETY: the memory outlives the registration, and nobody has a reference to it.
-                    unsafe { Memory::from_raw(ptr, len) }?
-                }
-            };
-            one.register(&memory)?;
-            Ok(())
-        };
-        type Call<'a> = &'a dyn Fn(usize) -> Result<()>;
-        let cases: [(&str, usize, Call<'_>); 4] = [
-            ("register and deregister, no cache", 1, &uncached),
-            ("hit, 1 entry", BURST, &|_| cached(&one, 0).map(drop)),
-            ("hit, 1024 entries", BURST, &|n| cached(&many, n * 7 % MANY).map(drop)),
-            ("miss, the least recently used of 16 is evicted", 1, &|n| cached(&few, n % (FEW + 1)).map(drop)),
-        ];
-        for (name, burst, call) in cases {
-            let mut samples = Samples::default();
-            for round in 0..usize::try_from(self.calls)? {
-                let start = Instant::now();
-                (0..burst).try_for_each(|n| call(round * burst + n))?;
-                samples.add_mean(start.elapsed(), burst as u64);
-            }
-            series.points.push(Point::time(name, &samples, 1));
-        }
-        series.compare_with_first();
-        sheet.add([series]);
-        Ok(())
-    }
-}
-
-/// Who posts messages beside work, and when.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Who {
-    Stream,
-    Cpu,
-    Serial,
 }
 
 /// Windows of messages of one size between two ranks, timed as a whole and checked afterwards.
@@ -288,7 +137,6 @@ struct Windows<'a> {
     end: Endpoint<'a>,
     tagged: &'a Tagged,
     stream: &'a Stream,
-    work: Duration,
     timeout: Duration,
 }
 
@@ -297,12 +145,11 @@ impl<'a> Windows<'a> {
         (comm, tagged): (&'a Communicator, &'a Tagged),
         stream: &'a Stream,
         bytes: usize,
-        work: Duration,
         checks: &'a Checks,
     ) -> Result<Self> {
         let peer = 1 - comm.rank();
         let end = Endpoint::new(comm, checks, bytes, (peer, peer))?;
-        Ok(Self { end, tagged, stream, work, timeout: checks.timeout() })
+        Ok(Self { end, tagged, stream, timeout: checks.timeout() })
     }
 
     /// Runs `count` iterations: the times of round trips, or of messages for a rate, and the number of wrong slots.
@@ -321,10 +168,8 @@ impl<'a> Windows<'a> {
             self.end.comm.barrier(self.timeout)?;
             let start = Instant::now();
             match mode {
-                Mode::Sync => self.by_cpu(&received, false)?,
-                Mode::SyncWork => self.by_cpu(&received, true)?,
-                Mode::Async => self.by_stream(&received, false)?,
-                Mode::AsyncWork => self.by_stream(&received, true)?,
+                Mode::Sync => self.by_cpu(&received)?,
+                Mode::Async => self.by_stream(&received)?,
                 Mode::Tagged => self.by_tag(&tagged)?,
                 Mode::Rate => self.one_way(&received, window)?,
             }
@@ -339,29 +184,11 @@ impl<'a> Windows<'a> {
         self.end.comm.rank() == 0
     }
 
-    /// A host function that keeps the stream busy.
-    fn work(&self) -> impl FnOnce() + Send + 'static {
-        let work = self.work;
-        move || {
-            let start = Instant::now();
-            while start.elapsed() < work {
-                std::hint::spin_loop();
-            }
-        }
-    }
-
-    fn by_cpu(&self, received: &[Request], works: bool) -> Result<()> {
-        let send = || -> Result<Request> {
-            if works {
-                self.stream.host_fn(self.work())?;
-                self.stream.synchronize(self.timeout)?;
-            }
-            Ok(self.end.send()?)
-        };
+    fn by_cpu(&self, received: &[Request]) -> Result<()> {
         for receive in received {
-            let sent = self.pings().then(send).transpose()?;
+            let sent = self.pings().then(|| self.end.send()).transpose()?;
             self.end.comm.wait(receive, self.timeout)?;
-            let sent = sent.map_or_else(send, Ok)?;
+            let sent = sent.map_or_else(|| self.end.send(), Ok)?;
             self.end.comm.wait(&sent, self.timeout)?;
         }
         Ok(())
@@ -377,15 +204,12 @@ impl<'a> Windows<'a> {
         Ok(())
     }
 
-    fn by_stream(&self, received: &[Request], works: bool) -> Result<()> {
+    fn by_stream(&self, received: &[Request]) -> Result<()> {
         let mut batch = Batch::new();
         let mut last = None;
         for receive in received {
             if !self.pings() {
                 self.end.comm.wait_in_batch(&mut batch, receive)?;
-            }
-            if works {
-                batch.host_fn(self.work());
             }
             last = Some(self.end.comm.isend_in_batch(
                 &mut batch,
@@ -421,47 +245,6 @@ impl<'a> Windows<'a> {
             self.end.comm.wait_all(received, self.timeout)?;
         }
         Ok(())
-    }
-
-    /// Runs a window of work without messages.
-    fn compute(&self, who: Who, count: u32) -> Result<Duration> {
-        self.end.comm.barrier(self.timeout)?;
-        let start = Instant::now();
-        for _ in 0..count {
-            self.stream.host_fn(self.work())?;
-            if who != Who::Stream {
-                self.stream.synchronize(self.timeout)?;
-            }
-        }
-        self.stream.synchronize(self.timeout)?;
-        Ok(start.elapsed())
-    }
-
-    /// Runs a window of exchanges beside work: the time, and the number of wrong slots.
-    fn exchange(&self, who: Who, count: u32) -> Result<(Duration, u64)> {
-        self.end.prepare(count.into())?;
-        let receives = (0..count).map(|n| self.end.receive(n.into())).collect::<mp::Result<Vec<_>>>()?;
-        self.end.comm.barrier(self.timeout)?;
-        let start = Instant::now();
-        for receive in &receives {
-            if who == Who::Stream {
-                let mut batch = Batch::new();
-                let (slot, peer) = (self.end.slots.sent(), self.end.to);
-                let sent = self.end.comm.isend_in_batch(&mut batch, &self.end.buffer, slot, peer)?;
-                batch.host_fn(self.work());
-                self.end.comm.wait_in_batch(&mut batch, receive)?;
-                self.end.comm.wait_in_batch(&mut batch, &sent)?;
-                self.stream.submit_within(&mut batch, self.timeout)?;
-                continue;
-            }
-            let early = (who == Who::Cpu).then(|| self.end.send()).transpose()?;
-            self.stream.host_fn(self.work())?;
-            self.stream.synchronize(self.timeout)?;
-            let sent = early.map_or_else(|| self.end.send(), Ok)?;
-            self.end.comm.wait_all([receive, &sent], self.timeout)?;
-        }
-        self.stream.synchronize(self.timeout)?;
-        Ok((start.elapsed(), self.end.wrong(count.into())?))
     }
 }
 
@@ -610,7 +393,7 @@ fn starts(
 }
 
 /// Measures the calls of mp and of gdsync by queue pairs, in turn.
-fn calls(comm: &Communicator, rounds: u32, timeout: Duration) -> Result<[Series; 2]> {
+fn calls(comm: &Communicator, rounds: u32, timeout: Duration, sheet: &mut Sheet) -> Result<()> {
     let bare = Bare::new(comm, timeout)?;
     let buffer = comm.register(&Memory::alloc(16 + 8 * BURST)?)?;
     let window = comm.window(&buffer, 0..8, timeout)?;
@@ -620,12 +403,11 @@ fn calls(comm: &Communicator, rounds: u32, timeout: Duration) -> Result<[Series;
         round(comm, (&buffer, &window), &mut ours, timeout)?;
     }
     window.destroy(timeout)?;
-    let [gdsync, mut mp] = [("gdsync", theirs), ("mp", ours)].map(|(name, times)| {
-        let mut series = Series::new("calls with 8 bytes", name, "call", Unit::Micros);
-        let points = NAMES.into_iter().zip(&times.0).map(|(name, samples)| Point::time(name, samples, 1));
-        series.points.extend(points);
-        series
-    });
-    mp.compare(&gdsync);
-    Ok([gdsync, mp])
+    for (name, times) in [("gdsync", theirs), ("mp", ours)] {
+        for (call, samples) in NAMES.into_iter().zip(&times.0) {
+            sheet.add_point(CALLS, name, "call", Unit::Micros, Point::time(call, samples, 1));
+        }
+    }
+    sheet.compare(CALLS, "gdsync");
+    Ok(())
 }

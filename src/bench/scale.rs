@@ -1,18 +1,15 @@
 //! `gdasync bench scale`: latency and rate with many queue pairs and with many ranks.
 
 use std::collections::VecDeque;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use gdasync::gdsync::Device;
 use gdasync::measure::Samples;
-use gdasync::mp::launch::Bootstrap;
 use gdasync::mp::launch::Launch;
-use gdasync::mp::launch::{Children, spawn_command};
 use gdasync::mp::{self, Communicator, CommunicatorBuilder, Request};
 use gdasync::pingpong::{CACHE_LINE, Floor};
-use gdasync::results::{Checks, Output, Point, Result, Series, Sheet, Unit, all_ranks};
+use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, all_ranks};
 use serde_json::json;
 
 use super::traffic::{Endpoint, QueuePairs, Shape};
@@ -49,9 +46,6 @@ pub(crate) struct Options {
     checks: Checks,
     #[command(flatten)]
     output: Output,
-    /// The part of a process that this benchmark starts.
-    #[arg(long, hide = true)]
-    part: Option<Part>,
 }
 
 const BYTES: usize = 8;
@@ -61,28 +55,48 @@ const UNDER_WAY: usize = 64;
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let timeout = self.checks.timeout();
-        let mut sheet = Sheet::new(&self.output, self.part.is_none(), self.qps.len() + self.ranks.len())?;
-        if let Some(part) = self.part {
-            let comm = Job::join(timeout)?;
-            match part {
-                Part::Qps => self.queue_pairs(&comm, &mut sheet)?,
-                Part::Ranks => drop(self.ring(&comm, &mut sheet)?),
-            }
-            sheet.gather_wrong(&comm, timeout)?;
-            return Ok(comm.finalize(timeout)?);
+        if Launch::detect()?.is_some_and(|launch| launch.size > 1 && launch.rank == 0) {
+            return Err(
+                "start this benchmark without a launcher: it starts jobs of several sizes itself".into()
+            );
         }
-        let job = Job::start(2, Part::Qps, timeout)?;
-        self.queue_pairs(&job.comm, &mut sheet)?;
-        sheet.gather_wrong(&job.comm, timeout)?;
-        let context = job.comm.context().clone();
-        job.end(timeout)?;
-        self.all_ranks(&mut sheet)?;
+        // The ranks that a job starts come here as well, and end with it.
+        let job = |ranks: u16| builder().spawn(ranks.into()).bind(false).timeout(timeout).init();
+        let comm = job(2)?;
+        let (is_first, size) = (comm.rank() == 0, comm.size());
+        let mut sheet = Sheet::new(&self.output, is_first, self.qps.len() + self.ranks.len())?;
+        if size == 2 {
+            self.queue_pairs(&comm, &mut sheet)?;
+        }
+        if self.ranks.iter().any(|ranks| usize::from(*ranks) == size) {
+            self.ring(&comm, &mut sheet)?;
+        }
+        sheet.gather_wrong(&comm, timeout)?;
+        let context = comm.context().clone();
+        comm.finalize(timeout)?;
+        if !is_first {
+            return Ok(());
+        }
+        let mut last = Duration::ZERO;
+        for &ranks in self.ranks.iter().filter(|ranks| **ranks != 2) {
+            // Twice the ranks take at least twice as long.
+            if sheet.has_less_than(2 * last) {
+                sheet.out_of_time(format!("{ranks} ranks"));
+                continue;
+            }
+            let (start, comm) = (Instant::now(), job(ranks)?);
+            self.ring(&comm, &mut sheet)?;
+            sheet.gather_wrong(&comm, timeout)?;
+            comm.finalize(timeout)?;
+            last = start.elapsed();
+        }
+        for figure in ["latency", "message rate"] {
+            sheet.compare_with_first(&format!("{figure} by queue pairs"));
+            sheet.compare_with_first(&format!("{figure} by ranks"));
+        }
         let options = json!({
-            "qps": self.qps,
-            "ranks": self.ranks,
-            "bytes": BYTES,
-            "messages": self.messages,
-            "slices": self.slices,
+            "qps": self.qps, "ranks": self.ranks, "bytes": BYTES,
+            "messages": self.messages, "slices": self.slices,
         });
         sheet.write("scale", &context, options)
     }
@@ -119,65 +133,44 @@ impl Options {
                 }
             }
         }
-        const X: &str = "queue pairs";
-        let mut lines = Series::new("latency by queue pairs", CACHE_LINE, X, Unit::Micros);
-        let mut latencies = Series::new("latency by queue pairs", "cpu", X, Unit::Micros);
-        let mut rates = Series::new("message rate by queue pairs", "cpu", X, Unit::PerSecond);
         for &(qps, _, ref line, ref latency, ref rate) in &all {
-            lines.points.push(Point::time(qps, line, 2));
-            latencies.points.push(Point::time(qps, latency, 2));
-            rates.points.push(Point::rate(qps, rate, 1e6));
+            let (x, group) = ("queue pairs", "latency by queue pairs");
+            sheet.add_point(group, CACHE_LINE, x, Unit::Micros, Point::time(qps, line, 2));
+            sheet.add_point(group, "cpu", x, Unit::Micros, Point::time(qps, latency, 2));
+            let rate = Point::rate(qps, rate, 1e6);
+            sheet.add_point("message rate by queue pairs", "cpu", x, Unit::PerSecond, rate);
         }
-        latencies.compare_with_first();
-        rates.compare_with_first();
-        sheet.add([lines, latencies, rates]);
         Ok(())
     }
 
-    /// All numbers of ranks, each as a job.
-    fn all_ranks(&self, sheet: &mut Sheet) -> Result<()> {
-        let timeout = self.checks.timeout();
-        let mut hops = Series::new("latency by ranks", "cpu", "ranks", Unit::Micros);
-        let mut rates = Series::new("message rate by ranks", "cpu", "ranks", Unit::PerSecond);
-        let mut last = None;
-        for &ranks in &self.ranks {
-            // Twice the ranks take at least twice as long.
-            if sheet.has_less_than(Duration::ZERO) || last.is_some_and(|took| sheet.has_less_than(2 * took)) {
-                sheet.out_of_time(format!("{ranks} ranks"));
-                continue;
-            }
-            sheet.step(format!("{ranks} ranks"));
-            let start = Instant::now();
-            let job = Job::start(ranks.into(), Part::Ranks, timeout)?;
-            let (laps, times) = self.ring(&job.comm, sheet)?;
-            sheet.gather_wrong(&job.comm, timeout)?;
-            job.end(timeout)?;
-            hops.points.push(Point::time(u64::from(ranks), &laps, ranks.into()));
-            let amount = f64::from(ranks) * f64::from(self.messages) * 1e6;
-            rates.points.push(Point::rate(u64::from(ranks), &times, amount));
-            last = Some(start.elapsed());
-        }
-        hops.compare_with_first();
-        rates.compare_with_first();
-        sheet.add([hops, rates]);
-        Ok(())
-    }
-
-    /// A rank of a job: laps of the token, and the times of floods.
-    fn ring(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<(Samples, Samples)> {
-        let ring = Ring::new(comm, &self.checks)?;
+    /// A rank of a job: laps of a token, and floods.
+    fn ring(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<()> {
+        let (ring, ranks) = (Ring::new(comm, &self.checks)?, comm.size());
         let (mut laps, mut times) = (Samples::default(), Samples::default());
+        sheet.step(format!("{ranks} ranks"));
         for turn in 0..=self.slices {
             let (lap, time) = (ring.token(sheet)?, ring.flood(self.messages, sheet)?);
             if turn > 0 {
                 laps.append(&lap);
                 times.add(time);
             }
-            if turn > 0 && !sheet.may_start(comm, format!("slice {turn} of ranks"), self.checks.timeout())? {
+            if turn > 0
+                && !sheet.may_start(comm, format!("slice {turn} of {ranks} ranks"), self.checks.timeout())?
+            {
                 break;
             }
         }
-        Ok((laps, times))
+        let (at, parts) = (ranks as u64, u32::try_from(ranks)?);
+        let amount = f64::from(parts) * f64::from(self.messages) * 1e6;
+        sheet.add_point("latency by ranks", "cpu", "ranks", Unit::Micros, Point::time(at, &laps, parts));
+        sheet.add_point(
+            "message rate by ranks",
+            "cpu",
+            "ranks",
+            Unit::PerSecond,
+            Point::rate(at, &times, amount),
+        );
+        Ok(())
     }
 }
 
@@ -249,56 +242,5 @@ impl<'a> Ring<'a> {
         sheet.wrong(self.0.wrong(messages.into())?);
         let slowest = all_ranks(self.0.comm, own, self.0.checks.timeout())?.into_iter().max();
         Ok(Duration::from_nanos(slowest.unwrap_or(own)))
-    }
-}
-
-/// What the ranks of a job measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Part {
-    /// Two ranks with many queue pairs.
-    Qps,
-    /// Many ranks.
-    Ranks,
-}
-
-/// A job whose rank 0 is this process.
-struct Job {
-    comm: Communicator,
-    children: Children,
-}
-
-impl Job {
-    /// Starts the other ranks with the arguments of this process.
-    fn start(size: usize, part: Part, timeout: Duration) -> Result<Self> {
-        if let Some(launch) = Launch::detect()?.filter(|launch| launch.size > 1) {
-            return Err(format!(
-                "this process is rank {} of {}: start this benchmark without a launcher, it starts jobs of several sizes itself",
-                launch.rank, launch.size
-            )
-            .into());
-        }
-        let program = std::env::current_exe()?;
-        let name = part.to_possible_value().ok_or("a part without a name")?;
-        let (launch, listener, children) = spawn_command(size, |_| {
-            let mut command = Command::new(&program);
-            command.args(std::env::args_os().skip(1)).args(["--part", name.get_name()]);
-            command
-        })?;
-        let bootstrap = Bootstrap::root(listener, &launch, timeout)?;
-        let comm = builder().timeout(timeout).init_over(bootstrap)?;
-        Ok(Self { comm, children })
-    }
-
-    /// Joins the job, in a process that [`Job::start`] started.
-    fn join(timeout: Duration) -> Result<Communicator> {
-        let launch = Launch::detect()?.ok_or("--part is for processes that this benchmark starts")?;
-        let bootstrap = Bootstrap::connect(&launch, timeout)?;
-        Ok(builder().timeout(timeout).init_over(bootstrap)?)
-    }
-
-    /// Waits for the end of all ranks.
-    fn end(self, timeout: Duration) -> Result<()> {
-        self.comm.finalize(timeout)?;
-        Ok(self.children.wait(timeout)?)
     }
 }

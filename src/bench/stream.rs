@@ -11,36 +11,25 @@ use gdasync::gdrcopy::cuda::raw::Api;
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::hca::SoftHcaConfig;
 use gdasync::gdsync::memory::Memory;
-use gdasync::gdsync::stream::{Batch, CudaStreamConfig, Graph, Stream, Via};
+use gdasync::gdsync::stream::{Batch, CudaStreamConfig, Stream, Via};
 use gdasync::gdsync::verbs::{Access, Context, Mr, OnGpu, Qp, RecvWr, SendWr, Sge};
 use gdasync::measure::Samples;
-use gdasync::results::{Output, Point, Result, Sheet, Unit};
+use gdasync::results::{Point, Result, Sheet, Unit};
 use serde_json::json;
 
-use driver::{Call, Raw, Spent};
+use super::OneGpu;
 
 /// Options of `gdasync bench stream`.
 #[derive(Args)]
 #[command(after_long_help = "\
-What the numbers mean: the CPU time of a call, of the library and of the driver's call alone, made again with the same \
-operations; the ratios are to the driver. `library, per operation` is the difference of the medians divided by the operations \
-of a call; with `mean`, that of the means, which includes what happens only now and then. With --graph: launches of a graph \
-whose hops are a send and a wait each, and what of them is cuGraphLaunch, node updates and the library.")]
+What the numbers mean: the CPU time of a call, and what of it is spent in the call of the driver; the ratios are to the driver. \
+`library, per operation` is the rest, divided by the operations of a call: the library and one reading of the clock.")]
 pub(crate) struct Options {
-    /// CUDA device.
-    #[arg(long, default_value_t = 0)]
-    device: i32,
     /// Calls of each kind.
     #[arg(long, default_value_t = 4000, value_parser = clap::value_parser!(u64).range(100..=1_000_000))]
     calls: u64,
-    /// Instead of single calls, measure launches of graphs with this many sends and waits, 1 to 200.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=200))]
-    graph: Option<u32>,
-    /// Seconds after which a wait fails, 1 to 60.
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..=60))]
-    timeout: u64,
     #[command(flatten)]
-    output: Output,
+    one: OneGpu,
 }
 
 /// Executors and places of queues that are measured.
@@ -53,170 +42,81 @@ const VARIANTS: [(Via, &str, OnGpu); 4] = [
 
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
-        let mut sheet = Sheet::new(&self.output, true, VARIANTS.len())?;
-        let (driver, open) = (Api::load()?, |api| Gpu::open_with(api, self.device, None));
-        let (gpu, watched) = (open(driver)?, open(driver::watched(driver))?);
-        let name = format!("GPU {}, {}", self.device, gpu.capabilities());
-        let bench = Bench { gpu, watched, timeout: Duration::from_secs(self.timeout), calls: self.calls };
+        let mut sheet = Sheet::new(&self.one.output, true, VARIANTS.len())?;
+        let gpu = Gpu::open_with(driver::watched(Api::load()?), self.one.device, None)?;
+        let name = format!("GPU {}, {}", self.one.device, gpu.capabilities());
+        let bench = Bench { gpu, timeout: Duration::from_secs(self.one.timeout), calls: self.calls };
         for (via, place, on_gpu) in VARIANTS {
             sheet.step(format!("{via}, queues in {place} memory"));
-            match self.graph {
-                Some(hops) => bench.graphs(hops, via, (place, on_gpu), &mut sheet)?,
-                None => bench.single_calls(via, (place, on_gpu), &mut sheet)?,
-            }
+            bench.measure(via, (place, on_gpu), &mut sheet)?;
         }
-        let options = json!({ "calls": self.calls, "graph": self.graph });
+        let options = json!({ "calls": self.calls });
         sheet.write_of("stream", &name, "", options)
     }
 }
 
 /// Groups of calls that warm up.
-const WARM_UP: u32 = 4;
+const WARM_UP: u64 = 4;
 
 struct Bench {
     gpu: Gpu,
-    /// The same GPU with entry points that record and time calls.
-    watched: Gpu,
     timeout: Duration,
     calls: u64,
 }
 
-fn open(gpu: &Gpu, via: Via, on_gpu: OnGpu) -> Result<(Stream, Sides)> {
-    let config = CudaStreamConfig { via, ..CudaStreamConfig::default() };
-    Ok((Stream::cuda(gpu, config)?, Sides::new(gpu, on_gpu)?))
-}
-
 impl Bench {
-    /// Launches of a graph of `hops` sends and waits.
-    fn graphs(&self, hops: u32, via: Via, (place, on_gpu): (&str, OnGpu), sheet: &mut Sheet) -> Result<()> {
-        const WARM_UP: u64 = 10;
-        const PARTS: [&str; 4] = ["launch", "cuGraphLaunch", "node updates", "library"];
-        let _current = self.watched.enter()?;
-        let (stream, sides) = open(&self.watched, via, on_gpu)?;
-        let graph: Graph = stream.capture(|stream| {
-            (0..hops).try_for_each(|_| {
-                let mut batch = Batch::new();
-                sides.hop(&mut batch)?;
-                stream.submit(&mut batch)
-            })
-        })?;
-        let mut samples: [Samples; PARTS.len()] = Default::default();
-        for n in 0..WARM_UP + self.calls.div_ceil(hops.into()) {
-            let before = driver::spent();
-            let start = Instant::now();
-            graph.launch(&stream)?;
-            let all = start.elapsed();
-            let Spent { launches, nodes } = driver::spent().since(before);
-            stream.synchronize(self.timeout)?;
-            if n >= WARM_UP {
-                let library = all.saturating_sub(launches + nodes);
-                let times = [all, launches, nodes, library];
-                samples.iter_mut().zip(times).for_each(|(samples, time)| samples.add(time));
+    /// Measures the cases in turn.
+    fn measure(&self, via: Via, (place, on_gpu): (&str, OnGpu), sheet: &mut Sheet) -> Result<()> {
+        let _current = self.gpu.enter()?;
+        let stream = Stream::cuda(&self.gpu, CudaStreamConfig { via, ..CudaStreamConfig::default() })?;
+        let sides = Sides::new(&self.gpu, on_gpu)?;
+        let mut all: Vec<_> =
+            cases(&sides, &stream)?.into_iter().map(|case| (case, Times::default())).collect();
+        for group in 0..WARM_UP + self.calls.div_ceil(GROUP) {
+            for (case, times) in &mut all {
+                let new = self.group(case, &stream, &sides)?;
+                if group >= WARM_UP {
+                    times.iter_mut().zip(&new).for_each(|(times, new)| times.append(new));
+                }
             }
         }
-        let group = format!("graph launch, queues in {place} memory");
-        for (part, samples) in PARTS.into_iter().zip(&samples) {
-            let (name, x) = (format!("{via}: {part}"), u64::from(hops));
-            sheet.add_point(&group, &name, "hops", Unit::Micros, Point::time(x, samples, 1));
-            let (group, mean) = (format!("mean per hop, queues in {place} memory"), samples.mean());
-            let point = Point::value(x, mean / f64::from(hops));
-            sheet.add_point(&group, &name, "hops", Unit::Micros, point);
+        let group = format!("CPU time of a call by {via}, queues in {place} memory");
+        let per_operation = format!("library, per operation, queues in {place} memory");
+        for (case, [whole, driver, library]) in all {
+            for (name, samples) in [("whole", &whole), (DRIVER, &driver)] {
+                sheet.add_point(&group, name, "call", Unit::Micros, Point::time(case.name, samples, 1));
+            }
+            let point = Point::time(case.name, &library, case.parts);
+            sheet.add_point(&per_operation, &via.to_string(), "call", Unit::Micros, point);
         }
+        sheet.compare(&group, DRIVER);
         Ok(())
-    }
-
-    /// Measures the cases in turn, each with its baseline.
-    fn single_calls(&self, via: Via, (place, on_gpu): (&str, OnGpu), sheet: &mut Sheet) -> Result<()> {
-        let gpu = &self.gpu;
-        let _current = gpu.enter()?;
-        let recorded = self.recorded(via, on_gpu)?;
-        let (stream, sides) = open(gpu, via, on_gpu)?;
-        let streams = (&stream, &sides);
-        let raw = Raw::new(gpu)?;
-        let mut all = Vec::new();
-        for (mut case, recorded) in cases(&sides, &stream)?.into_iter().zip(recorded) {
-            for _ in 0..WARM_UP {
-                self.group(&mut case, streams, |call| timed(&mut Samples::default(), call))?;
-            }
-            all.push((case, raw.calls(&recorded, GROUP)?, Samples::default(), Samples::default()));
-        }
-        for _ in 0..self.calls.div_ceil(GROUP) {
-            for (case, calls, library, driver) in &mut all {
-                self.group(case, streams, |call| timed(library, call))?;
-                self.by_driver(&raw, calls, driver)?;
-            }
-        }
-        let group = format!("CPU time of a call, queues in {place} memory");
-        let [ours, theirs] = ["library", "driver alone"].map(|who| format!("{via}: {who}"));
-        for (case, _, library, driver) in all {
-            let (total, base) = (Point::time(case.name, &library, 1), Point::time(case.name, &driver, 1));
-            let each = |us: f64| Point::value(case.name, us / f64::from(case.parts));
-            let per_operation = format!("library, per operation, queues in {place} memory");
-            for (name, us) in [("", total.p50 - base.p50), (", mean", library.mean() - driver.mean())] {
-                let name = format!("{via}{name}");
-                sheet.add_point(&per_operation, &name, "call", Unit::Micros, each(us));
-            }
-            let total = Point { ratio: Some(total.p50 / base.p50), ..total };
-            sheet.add_point(&group, &theirs, "call", Unit::Micros, base);
-            sheet.add_point(&group, &ours, "call", Unit::Micros, total);
-        }
-        sheet.set_baseline(&group, &ours, &theirs);
-        Ok(())
-    }
-
-    /// The driver calls of a group of each case.
-    fn recorded(&self, via: Via, on_gpu: OnGpu) -> Result<Vec<Vec<Call>>> {
-        let (stream, sides) = open(&self.watched, via, on_gpu)?;
-        let handle = stream.raw().ok_or("a stream of a GPU has a handle")?;
-        let recorded = |mut case: Case<'_>| {
-            let mut calls = Vec::new();
-            // The first group registers memory with the GPU, which adds operations.
-            for _ in 0..WARM_UP {
-                calls = self.group(&mut case, (&stream, &sides), |call| {
-                    driver::recording(handle, || (0..GROUP).try_for_each(|_| call()))
-                })?;
-            }
-            Ok(calls)
-        };
-        cases(&sides, &stream)?.into_iter().map(recorded).collect()
     }
 
     /// Makes a group of calls on a stream that is idle before and after.
-    fn group<T>(
-        &self,
-        case: &mut Case<'_>,
-        (stream, sides): (&Stream, &Sides),
-        run: impl FnOnce(&mut dyn FnMut() -> Result<()>) -> Result<T>,
-    ) -> Result<T> {
+    fn group(&self, case: &mut Case<'_>, stream: &Stream, sides: &Sides) -> Result<Times> {
+        let mut times = Times::default();
         (case.before)()?;
-        let done = run(&mut *case.call);
+        for _ in 0..GROUP {
+            driver::spent();
+            let start = Instant::now();
+            (case.call)()?;
+            let whole = start.elapsed();
+            let driver = driver::spent();
+            let all = [whole, driver, whole.saturating_sub(driver)];
+            times.iter_mut().zip(all).for_each(|(times, time)| times.add(time));
+        }
         stream.synchronize(self.timeout)?;
         sides.ours.drain(self.timeout)?;
         sides.peer.drain(self.timeout)?;
-        done
-    }
-
-    fn by_driver(&self, raw: &Raw<'_>, calls: &mut [Call], samples: &mut Samples) -> Result<()> {
-        let done = timed(samples, || calls.iter_mut().try_for_each(|call| raw.make(call)));
-        let start = Instant::now();
-        while !raw.is_idle()? {
-            if start.elapsed() > self.timeout {
-                return Err("the GPU does not run what was queued".into());
-            }
-        }
-        done
+        Ok(times)
     }
 }
 
-/// Times a group of calls one by one.
-fn timed(samples: &mut Samples, mut call: impl FnMut() -> Result<()>) -> Result<()> {
-    for _ in 0..GROUP {
-        let start = Instant::now();
-        call()?;
-        samples.add(start.elapsed());
-    }
-    Ok(())
-}
+/// The times of whole calls, and what of them is the driver's and the library's.
+type Times = [Samples; 3];
+
+const DRIVER: &str = "driver";
 
 /// Calls that are timed before the stream is synchronized.
 const GROUP: u64 = 16;
@@ -292,13 +192,6 @@ impl Sides {
         ours.qp.connect(peer.qp.address())?;
         peer.qp.connect(ours.qp.address())?;
         Ok(Self { ours, peer })
-    }
-
-    /// Adds a send and a wait for it.
-    fn hop(&self, batch: &mut Batch) -> gdasync::gdsync::Result<()> {
-        let (from, to) = (self.ours.mr.sge(0, LEN)?, self.peer.mr.remote(0)?);
-        batch.send(&self.ours.qp, &SendWr::write(to, &[from]))?;
-        batch.wait_send(&self.ours.qp).map(drop)
     }
 }
 

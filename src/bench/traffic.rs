@@ -1,17 +1,15 @@
-//! Traffic that several benchmarks share: queue pairs between two ranks, message slots, a ring in shared memory.
+//! Traffic that several benchmarks share: queue pairs between two ranks, message slots.
 
 use std::cell::Cell;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use gdasync::app_stream::Placed;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, QpAddress, RecvWr, SendWr};
-use gdasync::measure::{Pattern, Samples, share_memory};
+use gdasync::measure::{Pattern, Samples};
 use gdasync::mp::{self, Communicator, Registration, Request};
-use gdasync::pingpong::await_value;
 use gdasync::results::{Checks, Result, expected};
 
 /// Sends per queue pair that are queued on a stream before it is synchronized.
@@ -359,66 +357,6 @@ impl<'a> Endpoint<'a> {
 
     pub(super) fn send(&self) -> mp::Result<Request> {
         self.comm.isend(&self.buffer, self.slots.sent(), self.to)
-    }
-}
-
-const ENTRIES: usize = 64;
-/// Bytes of the flag before each entry, on its own cache line.
-const WORD: usize = 64;
-
-/// A ring in shared memory into which rank 0 copies messages for rank 1: the ceiling of the message rate.
-pub(super) struct Ring<'a> {
-    comm: &'a Communicator,
-    checks: &'a Checks,
-    shared: Memory,
-    /// The payload sent or received.
-    own: Memory,
-    bytes: usize,
-    run: u64,
-}
-
-impl<'a> Ring<'a> {
-    pub(super) fn new(comm: &'a Communicator, checks: &'a Checks, bytes: usize) -> Result<Self> {
-        let len = ENTRIES * (WORD + bytes.next_multiple_of(WORD));
-        let shared = share_memory(comm, len, checks.timeout())?;
-        Ok(Self { comm, checks, shared, own: Memory::alloc(bytes)?, bytes, run: 0 })
-    }
-
-    fn entry(&self, n: usize) -> usize {
-        n % ENTRIES * (WORD + self.bytes.next_multiple_of(WORD))
-    }
-
-    /// Waits until the flag of entry `n` has this value.
-    fn until(&self, n: usize, value: u64, since: Instant) -> Result<&std::sync::atomic::AtomicU64> {
-        let word = self.shared.atomic64(self.entry(n))?;
-        await_value(word, value, since, self.checks.timeout())?;
-        Ok(word)
-    }
-
-    /// Moves `count` messages: the time of one, and 1 if the last was wrong.
-    pub(super) fn flood(&mut self, count: usize) -> Result<(Duration, u64)> {
-        self.run += 1;
-        let (timeout, rank) = (self.checks.timeout(), self.comm.rank());
-        self.checks.sent(rank, self.run).fill(&self.own, 0, self.bytes)?;
-        self.comm.barrier(timeout)?;
-        let start = Instant::now();
-        for n in 0..count {
-            let at = self.entry(n) + WORD;
-            if rank == 0 {
-                let word = self.until(n, 0, start)?;
-                self.shared.copy_from(at, &self.own, 0, self.bytes)?;
-                word.store(1, Ordering::Release);
-            } else {
-                let word = self.until(n, 1, start)?;
-                self.own.copy_from(0, &self.shared, at, self.bytes)?;
-                word.store(0, Ordering::Release);
-            }
-        }
-        // Waits until rank 1 has taken the last message.
-        self.until(count - 1, 0, start)?;
-        let time = start.elapsed() / u32::try_from(count)?;
-        let right = expected(0, self.run).check(&self.own, 0, self.bytes)?;
-        Ok((time, u64::from(!right)))
     }
 }
 

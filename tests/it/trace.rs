@@ -275,19 +275,6 @@ fn healthy_job_is_reported_exported_and_cleaned_up() {
         assert!(!process["last_records"].as_array().unwrap().is_empty());
     }
 
-    let timeline = succeeds(job.trace(&[&["--timeline", "-n", "4"][..], &targets].concat()));
-    let timeline: Value = serde_json::from_str(&timeline).unwrap();
-    assert_eq!(timeline["unit"], "us");
-    let messages = timeline["messages"].as_array().unwrap();
-    assert_eq!(messages.len(), 4, "{timeline:#}");
-    assert_eq!(messages[0]["enqueue"], 0.0, "the first one begins the picture");
-    for message in messages {
-        let stages = ["enqueue", "trigger", "fetched", "completed", "released"];
-        assert!(stages.map(|stage| message[stage].as_f64().unwrap()).is_sorted(), "{message:#}");
-        assert!(message["rank"].as_u64().unwrap() < 2 && message["seq"].as_u64().unwrap() < MESSAGES);
-        assert_eq!(message["bytes"], 8);
-    }
-
     let scratch = Scratch::new("trace-perfetto");
     let path = scratch.text();
     succeeds(job.trace(&[&["--perfetto", path, "--stuck-after", "86400"][..], &targets].concat()));

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gdasync::gdrcopy::Error;
 use gdasync::gdrcopy::cuda::CudaStatus;
@@ -22,15 +22,11 @@ pub(super) struct Gpu {
     context: Handle,
     /// In the order of [`KERNELS`].
     kernels: [Handle; 3],
-    /// Stream priorities: lowest, default, highest.
-    pub(super) priorities: [i32; 3],
     /// The version of CUDA that the driver offers, such as `13.0`.
     pub(super) cuda: String,
 }
 
 const KERNELS: [&std::ffi::CStr; 3] = [c"await_gate", c"store_word", c"spin"];
-
-const EVENT_DISABLE_TIMING: u32 = 2;
 
 #[derive(Clone, Copy)]
 pub(super) struct Stream(Handle);
@@ -54,43 +50,16 @@ pub(super) enum Call {
     Kernel(Kernel),
     /// A host function that makes the word 1.
     HostStore(&'static AtomicU32),
-    /// A host function that waits for a gate.
-    HostAwait(&'static HostWait),
-    Record(Handle),
-    WaitEvent(Handle),
     Graph(Handle),
-    /// Copies one word.
-    Copy {
-        to: Word,
-        from: Word,
-    },
     /// `cuStreamQuery`.
     Query,
-    /// `cuEventQuery`.
-    QueryEvent(Handle),
-    /// Blocks until the stream is idle: have it watched.
+    /// Blocks until the stream is idle.
     Synchronize,
-}
-
-pub(super) struct HostWait {
-    pub(super) ready: &'static AtomicU32,
-    pub(super) gate: &'static AtomicU32,
-    pub(super) limit: Duration,
 }
 
 /// Writes 4 bytes, after everything before is visible to the whole system.
 pub(super) fn write(word: Word, value: u32) -> MemOp {
     MemOp::word(MemOp::WRITE_32, word.addr(), value.into(), 0)
-}
-
-/// Writes 4 bytes in no order with what is before.
-pub(super) fn write_unordered(word: Word, value: u32) -> MemOp {
-    MemOp::word(MemOp::WRITE_32, word.addr(), value.into(), MemOp::NO_BARRIER)
-}
-
-/// Writes 8 bytes, after everything before is visible to the whole system.
-pub(super) fn write_64(word: Word, value: u32) -> MemOp {
-    MemOp::word(MemOp::WRITE_64, word.addr(), value.into(), 0)
 }
 
 /// Waits until the word is at least 1: no flags means greater than or equal.
@@ -102,16 +71,6 @@ extern "C" fn store_one(data: *mut c_void) {
     // SAFETY: `Gpu::call` passes a word that is never freed.
     let word = unsafe { &*data.cast::<AtomicU32>() };
     word.store(1, Ordering::Release);
-}
-
-extern "C" fn await_one(data: *mut c_void) {
-    // SAFETY: `Gpu::call` passes arguments that are never freed.
-    let wait = unsafe { &*data.cast::<HostWait>() };
-    wait.ready.store(1, Ordering::Release);
-    let start = Instant::now();
-    while wait.gate.load(Ordering::Acquire) == 0 && start.elapsed() < wait.limit {
-        std::hint::spin_loop();
-    }
 }
 
 impl Gpu {
@@ -145,13 +104,9 @@ impl Gpu {
                 Err(error) => return Err(error.into()),
             }
         }
-        let (mut least, mut greatest) = (0, 0);
-        // SAFETY: both are valid for writing.
-        unsafe { api.ctx_get_stream_priority_range(&mut least, &mut greatest) }?;
         drop(current);
-        let (priorities, cuda) =
-            ([least, 0, greatest], format!("{}.{}", version / 1000, version % 1000 / 10));
-        Ok(Box::leak(Box::new(Self { api, context, kernels, priorities, cuda })))
+        let cuda = format!("{}.{}", version / 1000, version % 1000 / 10);
+        Ok(Box::leak(Box::new(Self { api, context, kernels, cuda })))
     }
 
     /// Makes the context current for this thread.
@@ -171,18 +126,11 @@ impl Gpu {
         Ok(unsafe { std::slice::from_raw_parts(ptr.cast(), ARENA / size_of::<AtomicU32>()) })
     }
 
-    pub(super) fn stream(&self, priority: i32) -> Result<Stream> {
+    pub(super) fn stream(&self) -> Result<Stream> {
         let mut stream = 0;
         // SAFETY: `stream` is valid for writing.
-        unsafe { self.api.stream_create(&raw mut stream, STREAM_NON_BLOCKING, priority) }?;
+        unsafe { self.api.stream_create(&raw mut stream, STREAM_NON_BLOCKING, 0) }?;
         Ok(Stream(stream))
-    }
-
-    pub(super) fn event(&self) -> Result<Handle> {
-        let mut event = 0;
-        // SAFETY: `event` is valid for writing.
-        unsafe { self.api.event_create(&raw mut event, EVENT_DISABLE_TIMING) }?;
-        Ok(event)
     }
 
     /// Makes a call. Queries return false while there is something left to do, everything else true.
@@ -199,23 +147,10 @@ impl Gpu {
                 // SAFETY: the function takes a word, and this one is never freed.
                 unsafe { api.launch_host_func(stream, store_one, word.as_ptr().cast()) }
             }
-            Call::HostAwait(wait) => {
-                let data = std::ptr::from_ref(*wait).cast_mut().cast();
-                // SAFETY: the function takes such arguments, and these are never freed.
-                unsafe { api.launch_host_func(stream, await_one, data) }
-            }
-            // SAFETY: neither stream nor event is ever destroyed.
-            Call::Record(event) => unsafe { api.event_record(*event, stream) },
-            // SAFETY: neither stream nor event is ever destroyed.
-            Call::WaitEvent(event) => unsafe { api.stream_wait_event(stream, *event, 0) },
             // SAFETY: neither stream nor graph is ever destroyed.
             Call::Graph(graph) => unsafe { api.graph_launch(*graph, stream) },
-            // SAFETY: words are never freed.
-            Call::Copy { to, from } => unsafe { api.memcpy_async(to.addr(), from.addr(), 4, stream) },
             // SAFETY: the stream is never destroyed.
             Call::Query => return done(unsafe { api.stream_query(stream) }),
-            // SAFETY: the event is never destroyed.
-            Call::QueryEvent(event) => return done(unsafe { api.event_query(*event) }),
             // SAFETY: the stream is never destroyed.
             Call::Synchronize => unsafe { api.stream_synchronize(stream) },
         };
@@ -265,17 +200,6 @@ impl Gpu {
         made?;
         Ok(exec)
     }
-
-    /// Pins memory of the application; [`unregister`](Gpu::unregister) it before it is freed.
-    pub(super) fn register(&self, memory: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller's memory; a caller that frees it too early leaves CUDA with pages that nobody else gets.
-        Ok(unsafe { self.api.mem_host_register(memory.as_mut_ptr().cast(), memory.len(), 0) }?)
-    }
-
-    pub(super) fn unregister(&self, memory: &mut [u8]) -> Result<()> {
-        // SAFETY: CUDA looks the address up.
-        Ok(unsafe { self.api.mem_host_unregister(memory.as_mut_ptr().cast()) }?)
-    }
 }
 
 fn done(result: gdasync::gdrcopy::Result<()>) -> Result<bool> {
@@ -308,14 +232,8 @@ mod tests {
         let error = |status| Error::Cuda { call: "cuStreamQuery", status, fix: "" };
         assert!(!done(Err(error(CudaStatus::NOT_READY))).unwrap());
         done(Err(error(CudaStatus::LAUNCH_FAILED))).unwrap_err();
-        static READY: AtomicU32 = AtomicU32::new(0);
-        static GATE: AtomicU32 = AtomicU32::new(0);
-        static WAIT: HostWait = HostWait { ready: &READY, gate: &GATE, limit: Duration::from_millis(10) };
-        let data: *mut c_void = std::ptr::from_ref(&WAIT).cast_mut().cast();
-        // Nobody opens the gate: it gives up.
-        await_one(data);
-        store_one(GATE.as_ptr().cast());
-        await_one(data);
-        assert_eq!((READY.load(Ordering::Relaxed), GATE.load(Ordering::Relaxed)), (1, 1));
+        static WORD: AtomicU32 = AtomicU32::new(0);
+        store_one(WORD.as_ptr().cast());
+        assert_eq!(WORD.load(Ordering::Relaxed), 1);
     }
 }

@@ -1,18 +1,17 @@
-//! What the measurements run on: words that CPU and GPU share, gated streams, load on other streams, and a watchdog.
+//! What the measurements run on: words that CPU and GPU share, gated streams, and load on other streams.
 
 use std::cell::Cell;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use gdasync::gdrcopy::cuda::raw::layout::Handle;
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping};
-use gdasync::note;
 use gdasync::results::Result;
 
 use super::Figure;
-use super::gpu::{Call, Gpu, Kernel, Stream, write};
+use super::gpu::{Call, Gpu, Kernel, Stream};
 
 /// A word of 4 bytes, with room for 8, that CPU and GPU share. Words are never freed: a blocked stream may still use them.
 #[derive(Clone, Copy)]
@@ -43,7 +42,7 @@ impl Word {
 
     /// Whether it is no longer 0.
     #[inline]
-    pub(super) fn is_set(self) -> Result<bool> {
+    fn is_set(self) -> Result<bool> {
         Ok(self.load() != 0)
     }
 
@@ -65,7 +64,7 @@ impl Word {
     }
 }
 
-/// Bytes of each kind of memory; a run with eight levels of `--busy` uses a fifth.
+/// Bytes of each kind of memory; a run with eight levels of `--busy` uses a tenth.
 pub(super) const ARENA: usize = 1 << 20;
 /// The longest cache line of known CPUs and GPUs, bytes.
 const LINE: usize = 128;
@@ -128,13 +127,10 @@ pub(super) struct Gated {
     pub(super) end: End,
     /// Whether the streams are idle.
     pub(super) idle: Ask,
-    /// Load on another stream.
-    pub(super) load: Option<(&'static Gpu, BusyStream)>,
 }
 
 pub(super) enum End {
     Word(Word),
-    Ask(Ask),
     Returns(Step),
 }
 
@@ -177,8 +173,7 @@ pub(super) fn until(limit: Duration, what: &str, mut ask: impl FnMut() -> Result
 
 impl Gated {
     /// Blocks the stream, opens the gate and measures the time until the end.
-    fn round(&mut self, watchdog: &Watchdog, pauses: &mut Pauses) -> Result<Duration> {
-        let limit = watchdog.limit;
+    fn round(&mut self, limit: Duration, pauses: &mut Pauses) -> Result<Duration> {
         let over = if let End::Word(word) = self.end { Some(word) } else { None };
         [Some(self.gate), self.ready, over].into_iter().flatten().try_for_each(Word::clear)?;
         (self.enqueue)()?;
@@ -189,12 +184,7 @@ impl Gated {
         while start.elapsed() < pause {
             std::hint::spin_loop();
         }
-        let is_early = match &mut self.end {
-            End::Word(word) => word.is_set()?,
-            End::Ask(ask) => ask()?,
-            End::Returns(_) => false,
-        };
-        if is_early {
+        if over.map_or(Ok(false), Word::is_set)? {
             return Err("it was over before the gate was opened".into());
         }
         let start = Instant::now();
@@ -204,15 +194,10 @@ impl Gated {
         }
         match &mut self.end {
             End::Word(word) => until(limit, "the CPU did not see the word", || word.is_set())?,
-            End::Ask(ask) => until(limit, "the answer was no", ask)?,
             End::Returns(call) => call()?,
         }
         let time = start.elapsed();
-        if watchdog.has_released() {
-            return Err(format!("something did not return within {limit:?}").into());
-        }
         until(limit, "the stream did not end", &mut self.idle)?;
-        watchdog.progress();
         Ok(time)
     }
 }
@@ -235,91 +220,52 @@ impl Variant {
     }
 
     /// Runs more rounds. Returns an error only if the stream stays blocked, which ends the benchmark.
-    pub(super) fn slice(&mut self, rounds: u64, watchdog: &Watchdog, pauses: &mut Pauses) -> Result<()> {
+    pub(super) fn slice(&mut self, rounds: u64, limit: Duration, pauses: &mut Pauses) -> Result<()> {
         let Some(gated) = &mut self.gated else { return Ok(()) };
-        watchdog.begin(self.figure.name, &[gated.gate]);
-        let load = gated.load.as_ref().map(|(gpu, stream)| Load::start(gpu, vec![*stream]));
-        let measured = (0..WARM_UP + rounds).try_for_each(|round| {
-            let time = gated.round(watchdog, pauses)?;
+        let measured: Result<()> = (0..WARM_UP + rounds).try_for_each(|round| {
+            let time = gated.round(limit, pauses)?;
             if round >= WARM_UP {
                 self.figure.samples.add(time);
             }
             Ok(())
         });
-        let stopped = load.map_or(Ok(()), |load| load.stop(watchdog.limit).map(drop));
-        let Err(error) = measured.and(stopped) else { return Ok(()) };
+        let Err(error) = measured else { return Ok(()) };
         let reason = error.to_string();
         self.figure.end(Err(error));
-        watchdog.progress();
         gated.gate.store(1);
-        // Kernels and host functions time out later.
-        let settled = until(watchdog.limit * 5, "the stream stayed blocked", &mut gated.idle);
+        // Kernels time out later.
+        let settled = until(limit * 5, "the stream stayed blocked", &mut gated.idle);
         self.gated = None;
         settled.map_err(|settled| format!("{}: {reason}, and then {settled}", self.figure.name).into())
     }
 }
 
-/// What keeps a stream busy: one submission of it.
-#[derive(Clone, Copy)]
-pub(super) enum BusyWork {
-    /// A graph of [`KERNELS`] kernels: single launches of such short kernels would not fill a stream.
-    Graph(Handle),
-    /// One kernel of [`SPIN`].
-    Kernel,
-    /// A batch of [`WRITES`] write MemOps.
-    Writes,
-}
-
 const SPIN: Duration = Duration::from_micros(5);
+/// Kernels of a submission, which is a graph: single launches of such short kernels would not fill a stream.
 const KERNELS: u32 = 64;
-const WRITES: u32 = 64;
+/// Pending submissions: a few hundred microseconds of work.
+const DEPTH: u32 = 3;
+/// Streams that a thread keeps filled.
 const STREAMS: usize = 4;
-
-impl BusyWork {
-    /// Pending submissions: a few hundred microseconds of work.
-    fn depth(self) -> u32 {
-        match self {
-            Self::Graph(_) => 3,
-            Self::Kernel => 48,
-            Self::Writes => 4,
-        }
-    }
-}
 
 /// A stream that is kept busy.
 #[derive(Clone, Copy)]
 pub(super) struct BusyStream {
     stream: Stream,
-    work: BusyWork,
+    graph: Handle,
     /// Counts completed submissions.
     done: Word,
-    /// Target of writes without meaning.
-    scratch: Word,
 }
 
 impl BusyStream {
-    /// What makes `number` submissions done.
-    fn submit(&self, gpu: &Gpu, number: u32) -> Result<()> {
-        let call = match self.work {
-            BusyWork::Graph(graph) => Call::Graph(graph),
-            BusyWork::Kernel => Call::Kernel(Kernel::Spin { count: Some(self.done), time: SPIN }),
-            BusyWork::Writes => {
-                let writes = (1..WRITES).map(|_| write(self.scratch, number));
-                Call::MemOps(writes.chain([write(self.done, number)]).collect())
-            }
-        };
-        gpu.calls(self.stream, &mut [call])
-    }
-
     fn feed(gpu: &Gpu, streams: &[Self], stop: &AtomicBool) -> Result<()> {
         let _current = gpu.enter()?;
         let mut issued: Vec<_> = streams.iter().map(|stream| stream.done.load()).collect();
         while !stop.load(Ordering::Acquire) {
             for (one, issued) in streams.iter().zip(&mut issued) {
-                while issued.wrapping_sub(one.done.load()) < one.work.depth() && !stop.load(Ordering::Acquire)
-                {
+                while issued.wrapping_sub(one.done.load()) < DEPTH && !stop.load(Ordering::Acquire) {
                     *issued = issued.wrapping_add(1);
-                    one.submit(gpu, *issued)?;
+                    gpu.call(one.stream, &mut Call::Graph(one.graph))?;
                 }
             }
             thread::sleep(Duration::from_micros(1));
@@ -376,14 +322,8 @@ pub(super) struct Rig {
     pub(super) arena: Arena,
     /// The stream that is blocked and awaited.
     pub(super) work: Stream,
-    /// The same with other priorities.
-    pub(super) low: Stream,
-    pub(super) high: Stream,
     /// Where the CPU submits work to nudge the GPU.
     pub(super) nudge: Stream,
-    pub(super) nudge_high: Stream,
-    /// A stream that some variants keep busy.
-    beside: Stream,
     /// Streams kept busy during a level.
     busy: Vec<BusyStream>,
     /// When a waiting kernel or host function times out: later than the CPU.
@@ -396,21 +336,15 @@ impl Rig {
     pub(super) fn new(gpu: &'static Gpu, gdr: &Gdr, device: i32, busy: u8, limit: Duration) -> Result<Self> {
         let arena = Arena::new(gdr, device, gpu.pinned()?)?;
         let scratch = arena.host()?;
-        let [low, default, high] = gpu.priorities;
         let busy_stream = |_| {
-            let (stream, done) = (gpu.stream(default)?, arena.host()?);
+            let (stream, done) = (gpu.stream()?, arena.host()?);
             let spin = |i| Kernel::Spin { count: (i == KERNELS).then_some(done), time: SPIN };
             let mut kernels: Vec<_> = (1..=KERNELS).map(|i| Call::Kernel(spin(i))).collect();
-            let work = BusyWork::Graph(gpu.graph(stream, &mut kernels)?);
-            Ok(BusyStream { stream, work, done, scratch })
+            Ok(BusyStream { stream, graph: gpu.graph(stream, &mut kernels)?, done })
         };
         Ok(Self {
-            work: gpu.stream(default)?,
-            low: gpu.stream(low)?,
-            high: gpu.stream(high)?,
-            nudge: gpu.stream(default)?,
-            nudge_high: gpu.stream(high)?,
-            beside: gpu.stream(default)?,
+            work: gpu.stream()?,
+            nudge: gpu.stream()?,
             busy: (0..busy).map(busy_stream).collect::<Result<_>>()?,
             give_up: limit * 4,
             gpu,
@@ -423,17 +357,12 @@ impl Rig {
         Load::start(self.gpu, self.busy[..streams].to_vec())
     }
 
-    /// A stream to be kept busy beside the measured one.
-    pub(super) fn beside(&self, work: BusyWork) -> Result<BusyStream> {
-        Ok(BusyStream { stream: self.beside, work, done: self.arena.host()?, scratch: self.scratch })
-    }
-
     /// A kernel that waits for the gate.
     pub(super) fn await_gate(&self, ready: Option<Word>, gate: Word, over: Option<Word>) -> Call {
         Call::Kernel(Kernel::AwaitGate { ready, gate, over, limit: self.give_up })
     }
 
-    /// A stream with these calls, which ends when the nudge streams are idle too.
+    /// A stream with these calls, which ends when the nudge stream is idle too.
     pub(super) fn gated(
         &self,
         stream: Stream,
@@ -442,103 +371,11 @@ impl Rig {
         end: End,
         mut calls: Vec<Call>,
     ) -> Gated {
-        let (gpu, streams) = (self.gpu, [stream, self.nudge, self.nudge_high]);
+        let (gpu, streams) = (self.gpu, [stream, self.nudge]);
         let enqueue = Box::new(move || gpu.calls(stream, &mut calls));
         let idle =
             Box::new(move || streams.into_iter().try_fold(true, |all, stream| Ok(all && gpu.idle(stream)?)));
-        Gated { ready, gate, enqueue, act: None, end, idle, load: None }
-    }
-}
-
-/// A watchdog thread. After the limit without progress it opens all gates; if that does not help, it ends the process.
-pub(super) struct Watchdog {
-    /// How long a step may take.
-    pub(super) limit: Duration,
-    watched: Arc<Mutex<Watched>>,
-}
-
-struct Watched {
-    what: String,
-    gates: Vec<Word>,
-    /// When there was progress last.
-    progress: Instant,
-    /// Whether the gates had to be opened.
-    released: bool,
-}
-
-const PERIOD: Duration = Duration::from_millis(20);
-/// Time for the driver after the gates are opened.
-const GRACE: Duration = Duration::from_secs(60);
-
-#[derive(Debug, PartialEq, Eq)]
-enum Action {
-    Fine,
-    Release,
-    End,
-}
-
-/// The action after `still` without progress. Waits with their own deadline end first.
-fn action(still: Duration, limit: Duration) -> Action {
-    match still {
-        still if still < limit + limit / 4 => Action::Fine,
-        still if still < limit + limit / 4 + GRACE => Action::Release,
-        _ => Action::End,
-    }
-}
-
-impl Watchdog {
-    /// Begins to watch; ends when dropped.
-    pub(super) fn start(limit: Duration) -> Self {
-        let (what, gates, progress, released) = (String::new(), Vec::new(), Instant::now(), false);
-        let watched = Arc::new(Mutex::new(Watched { what, gates, progress, released }));
-        let weak = Arc::downgrade(&watched);
-        thread::spawn(move || {
-            while let Some(watched) = weak.upgrade() {
-                lock(&watched).look(limit);
-                drop(watched);
-                thread::sleep(PERIOD);
-            }
-        });
-        Self { limit, watched }
-    }
-
-    /// Starts `what`, during which these gates may block a stream.
-    pub(super) fn begin(&self, what: &str, gates: &[Word]) {
-        let (what, gates, progress) = (what.to_owned(), gates.to_vec(), Instant::now());
-        *lock(&self.watched) = Watched { what, gates, progress, released: false };
-    }
-
-    pub(super) fn progress(&self) {
-        lock(&self.watched).progress = Instant::now();
-    }
-
-    /// Whether the gates had to be opened since [`begin`](Watchdog::begin).
-    pub(super) fn has_released(&self) -> bool {
-        lock(&self.watched).released
-    }
-}
-
-fn lock(watched: &Mutex<Watched>) -> MutexGuard<'_, Watched> {
-    watched.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl Watched {
-    fn look(&mut self, limit: Duration) {
-        match action(self.progress.elapsed(), limit) {
-            Action::Fine => (),
-            Action::Release => {
-                self.released = true;
-                self.gates.iter().for_each(|gate| gate.store(1));
-            }
-            Action::End => {
-                let what = &self.what;
-                note!(
-                    "gdasync: {what}: a call into the CUDA driver did not return; see the kernel log (dmesg) for Xid lines"
-                );
-                // SAFETY: ends the process at once, without the driver's own clean-up, which would wait as well.
-                unsafe { libc::_exit(1) };
-            }
-        }
+        Gated { ready, gate, enqueue, act: None, end, idle }
     }
 }
 
@@ -587,7 +424,6 @@ mod tests {
             act: None,
             end: End::Word(Word::Host(seen)),
             idle: Box::new(move || Ok(!busy.load(Ordering::Acquire))),
-            load: None,
         }
     }
 
@@ -602,7 +438,7 @@ mod tests {
             (Err("no such thing here".into()), short, 0, Some("no such thing here")),
         ] {
             let mut variant = Variant::new("test", gated);
-            variant.slice(20, &Watchdog::start(limit), &mut Pauses::default()).unwrap();
+            variant.slice(20, limit, &mut Pauses::default()).unwrap();
             let Figure { samples: found, failed, .. } = variant.figure;
             assert_eq!(found.count(), samples, "{failed:?}");
             assert_eq!(failed.is_some(), expected.is_some(), "{failed:?}");
@@ -614,8 +450,8 @@ mod tests {
     fn blocked_stream_ends_the_measurement() {
         let mut gated = simulated(None, true);
         gated.idle = Box::new(|| Ok(false));
-        let watchdog = Watchdog::start(Duration::from_millis(20));
-        let error = Variant::new("stuck", Ok(gated)).slice(1, &watchdog, &mut Pauses::default());
+        let limit = Duration::from_millis(20);
+        let error = Variant::new("stuck", Ok(gated)).slice(1, limit, &mut Pauses::default());
         let error = error.unwrap_err().to_string();
         assert!(error.contains("stuck") && error.contains("stayed blocked"), "{error}");
     }
@@ -627,21 +463,5 @@ mod tests {
         assert!(all.iter().all(|&pause| (20_000..60_000).contains(&pause)));
         all.sort_unstable();
         assert!(all[100] < 30_000 && all[900] > 50_000, "{} {}", all[100], all[900]);
-    }
-
-    #[test]
-    fn watchdog_opens_gates_then_ends_the_process() {
-        let limit = Duration::from_secs(2);
-        assert_eq!(action(limit, limit), Action::Fine, "others have this deadline");
-        assert_eq!(action(limit * 2, limit), Action::Release);
-        assert_eq!(action(limit * 2 + GRACE, limit), Action::End);
-        static GATE: AtomicU32 = AtomicU32::new(0);
-        let watchdog = Watchdog::start(Duration::from_millis(1));
-        watchdog.begin("test", &[Word::Host(&GATE)]);
-        until(Duration::from_secs(30), "the gate did not open", || Word::Host(&GATE).is_set()).unwrap();
-        assert!(watchdog.has_released());
-        let slow = Watchdog::start(Duration::from_secs(3600));
-        slow.begin("test", &[]);
-        assert!(!slow.has_released());
     }
 }

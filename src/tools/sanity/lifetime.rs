@@ -20,7 +20,7 @@ use rustix::net::{
 
 use super::super::cuda::{compare, pattern};
 use super::mapping::{PAGE, SIZE, joined, write_and_check};
-use super::{Env, Outcome, fail, fork, persistent, receive, refused, send, waive};
+use super::{Env, Outcome, fail, partner, persistent, receive, refused, send, waive};
 use crate::nvml::{Bar1, Nvml};
 
 /// An allocation by CUDA itself, without alignment to GPU pages.
@@ -201,7 +201,7 @@ fn shared_gpu(env: &Env, gdr: &gdrcopy::Gdr) -> Outcome {
 /// A stale mapping of the parent never shows what the child writes to memory of its own.
 pub(super) fn fork_access_after_free(env: &Env) -> Outcome {
     // Forked first: each side opens for itself.
-    let child = fork(|parent| {
+    let child = partner(|parent| {
         receive(&parent)?;
         let (_gdr, buffer) = env.open_with(PAGE)?;
         let mapping = buffer.map()?;
@@ -234,7 +234,7 @@ pub(super) fn after_map(env: &Env) -> Outcome {
     let mapping = buffer.map()?;
     mapping.store(0, 0x9a7e_u64)?;
     let addr = mapping.as_ptr().addr();
-    let child = fork(|_| {
+    let child = partner(|_| {
         ensure!(!readable(addr)?, "the child can read the parent's mapping");
         Ok(())
     })?;
@@ -247,7 +247,7 @@ pub(super) fn after_map(env: &Env) -> Outcome {
 pub(super) fn child_maps_parents_pin(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(PAGE)?;
     let pin = buffer.pin()?;
-    let child = fork(|_| {
+    let child = partner(|_| {
         refused(env, "the parent's pin mapped by the child", libc::EACCES, pin.map())?;
         refused(
             env,
@@ -269,7 +269,7 @@ pub(super) fn child_maps_parents_pin(env: &Env) -> Outcome {
 
 /// What the child frees and unmaps is its own.
 pub(super) fn map_and_free(env: &Env) -> Outcome {
-    let child = fork(|parent| {
+    let child = partner(|parent| {
         receive(&parent)?;
         let (_gdr, buffer) = env.open_with(PAGE)?;
         let mapping = buffer.map()?;
@@ -297,7 +297,7 @@ pub(super) fn child_drops(env: &Env) -> Outcome {
     mapping.store(0, 0x9a7e_u64)?;
     // The child runs the drops on its copies of these; the parent's values are left as they are.
     let inherited = std::mem::ManuallyDrop::new((mapping, pin, buffer, gdr));
-    let child = fork(|_| {
+    let child = partner(|_| {
         // SAFETY: in the child this is the only use of its copy of the values.
         drop(unsafe { std::ptr::read(&*inherited) });
         Ok(())
@@ -312,7 +312,7 @@ pub(super) fn child_drops(env: &Env) -> Outcome {
 
 /// Another process cannot pin an address of this one.
 pub(super) fn child_pins_parents_address(env: &Env) -> Outcome {
-    let child = fork(|parent| {
+    let child = partner(|parent| {
         let addr = receive(&parent)?;
         let gdr = env.open()?;
         shared_gpu(env, &gdr)?;
@@ -322,10 +322,6 @@ pub(super) fn child_pins_parents_address(env: &Env) -> Outcome {
     send(&child.stream, buffer.addr())?;
     child.join()?;
     write_and_check(&buffer.map()?, &buffer, 0, PAGE)
-}
-
-pub(super) fn fork_tokens(_: &Env) -> Outcome {
-    waive("P2P tokens are not in this interface; fork_child_pins_parents_address tests addresses")
 }
 
 /// `GDRDRV_IOC_PIN_BUFFER` of gdrcopy's `gdrdrv.h` (v2.6): type 0xDA, number 1, 40 bytes both ways.
@@ -379,7 +375,7 @@ fn denied(what: &str, done: bool) -> Outcome {
 }
 
 fn shared(env: &Env, attempt: impl FnOnce(OwnedFd) -> Outcome) -> Outcome {
-    let child = fork(|parent| {
+    let child = partner(|parent| {
         let fd = receive_descriptor(&parent)?;
         attempt(fd)
     })?;
@@ -405,7 +401,7 @@ pub(super) fn leak_over_fork(env: &Env) -> Outcome {
     }
     let gdr = env.open()?;
     let fd = descriptor(&gdr)?;
-    let child = fork(|parent| receive(&parent).map(drop))?;
+    let child = partner(|parent| receive(&parent).map(drop))?;
     let buffer = env.alloc(&gdr, PAGE)?;
     let pin = buffer.pin()?;
     ensure!(pins()? > 0, "a pin is not counted");

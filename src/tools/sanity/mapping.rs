@@ -5,7 +5,6 @@ use std::thread;
 
 use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer, Mapping, MappingType, Pin, PinFlags, Word};
 
-use super::super::Failure;
 use super::super::cuda::{Pinned, compare, pattern};
 use super::lifetime::Raw;
 use super::{Env, Outcome, Stop, fail, refused, waive};
@@ -15,16 +14,8 @@ pub(super) const SIZE: usize = 320 << 10;
 /// A GPU page.
 pub(super) const PAGE: usize = 64 << 10;
 
-pub(super) fn basic(env: &Env) -> Outcome {
-    pin_and_unpin(env, PinFlags::empty())
-}
-
-pub(super) fn force_pcie(env: &Env) -> Outcome {
-    needs_force_pcie(env)?;
-    pin_and_unpin(env, PinFlags::FORCE_PCIE)
-}
-
-fn pin_and_unpin(env: &Env, flags: PinFlags) -> Outcome {
+pub(super) fn pin_and_unpin(env: &Env, flags: PinFlags) -> Outcome {
+    needs(env, flags)?;
     let (gdr, buffer) = env.open_with(SIZE)?;
     let pin = gdr.pin_with(buffer.addr(), SIZE, flags)?;
     let info = pin.info();
@@ -36,17 +27,13 @@ fn pin_and_unpin(env: &Env, flags: PinFlags) -> Outcome {
     Ok(pin.unpin()?)
 }
 
-/// Waives where the flag means nothing.
-fn needs_force_pcie(env: &Env) -> Outcome {
+/// Waives where the flags mean nothing.
+fn needs(env: &Env, flags: PinFlags) -> Outcome {
     let gdr = env.open()?;
     match gdr.attribute(Attribute::SupportPinFlagForcePcie)? {
-        0 => waive(format_args!("the {} backend has no FORCE_PCIE here", gdr.backend())),
+        0 if !flags.is_empty() => waive(format_args!("the {} backend has no {flags:?} here", gdr.backend())),
         _ => Ok(()),
     }
-}
-
-pub(super) fn tokens(_: &Env) -> Outcome {
-    waive("P2P tokens belong to mappings that vanish with their memory; this interface has none")
 }
 
 /// Unlike GDRCopy, addresses of any alignment are mapped.
@@ -263,7 +250,7 @@ pub(super) fn host_pointer(env: &Env) -> Outcome {
     let Ok(context) = env.cuda(&gdr) else { return Ok(()) };
     match Pinned::alloc(&context, PAGE) {
         Ok(pinned) => refused(env, "pinned host memory", libc::EINVAL, gdr.pin(pinned.addr(), PAGE)),
-        Err(Failure::Usage(message) | Failure::Failed(message)) => fail(message),
+        Err(error) => fail(error),
     }
 }
 
@@ -324,16 +311,8 @@ pub(super) fn out_of_bounds(env: &Env) -> Outcome {
 
 const OFFSETS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 11, 129, 1023];
 
-pub(super) fn validation(env: &Env) -> Outcome {
-    validate(env, PinFlags::empty())
-}
-
-pub(super) fn validation_force_pcie(env: &Env) -> Outcome {
-    needs_force_pcie(env)?;
-    validate(env, PinFlags::FORCE_PCIE)
-}
-
-fn validate(env: &Env, flags: PinFlags) -> Outcome {
+pub(super) fn validation(env: &Env, flags: PinFlags) -> Outcome {
+    needs(env, flags)?;
     let (gdr, buffer) = env.open_with(SIZE)?;
     let pin = gdr.pin_with(buffer.addr(), SIZE, flags)?;
     let mapping = pin.map()?;
