@@ -128,10 +128,6 @@ impl<'a> PingPong<'a> {
         Measured::checked(checker, cost, warm_up)
     }
 
-    fn work_time(&self) -> Duration {
-        self.options.work()
-    }
-
     /// Puts the work on the stream behind what is in the batch, which is submitted then.
     fn work_after(&self, batch: &mut Batch) -> Result<()> {
         if self.work.is_none() {
@@ -338,7 +334,7 @@ fn initiated<'a>(
     connection: &Connection,
     count: u64,
 ) -> Result<Launcher<'a>> {
-    let work = pingpong.work_time();
+    let work = pingpong.options.work();
     // Behind the work; without any it is one step with the send.
     let waits_first = !pingpong.pings() && !work.is_zero();
     let steps = pingpong.app.stream.record_steps(|stream| {

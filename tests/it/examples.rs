@@ -148,6 +148,24 @@ fn work_precedes_each_send_of_a_pingpong() {
     }
 }
 
+/// One table, what to see in it, and where the ranks run.
+#[test]
+fn pingpong_says_what_its_figures_mean() {
+    let out = succeeds(command("pingpong --sizes 8 64 --iters 20"));
+    let header = out.lines().find(|line| line.contains("stream us")).unwrap_or_else(|| panic!("{out}"));
+    assert_eq!(header.split("  ").filter(|column| !column.trim().is_empty()).count(), 7, "{header}");
+    for words in
+        ["Mode stream, 8 bytes: ", " us of the posting CPU per message, instead of ", " in sync and "]
+    {
+        assert!(out.contains(words), "{words}: {out}");
+    }
+    assert!(out.contains("stands in for a GPU"), "{out}");
+    let cpus = std::thread::available_parallelism().unwrap().get();
+    assert_eq!(out.contains("ranks are bound to CPUs: 0 on "), cpus > 1, "{out}");
+    let out = succeeds(command("MP_BIND=0 pingpong --sizes 8 --iters 5 --modes cpu"));
+    assert!(out.contains("ranks are not bound: they share CPUs ") && !out.contains("Mode stream"), "{out}");
+}
+
 /// Results go to standard output and nothing else does.
 #[test]
 fn successful_pingpong_writes_nothing_to_stderr() {

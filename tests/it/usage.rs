@@ -109,6 +109,7 @@ const ERRORS: &[(&str, i32, &str)] = &[
     ("pingpong --sideways", 2, "--sideways"),
     ("GDSYNC_FAULTS=nonsense pingpong", 1, "GDSYNC_FAULTS is 'nonsense'|drop=P"),
     ("GDSYNC_FAULTS=seed=1,drop=2 pingpong", 1, "GDSYNC_FAULTS is 'seed=1,drop=2'|drop probability is 2"),
+    ("MP_BIND=maybe pingpong", 1, "MP_BIND|'maybe'|0 or 1"),
     ("GDSYNC_STRICT=maybe pingpong", 1, "GDSYNC_STRICT is 'maybe'|0 or 1"),
     ("GDSYNC_DEVICE=mlx5_7 pingpong", 1, "mlx5_7|soft0|GDSYNC_DEVICE"),
     ("RANK=0 pingpong", 1, "WORLD_SIZE is not set"),

@@ -243,7 +243,7 @@ const STREAMS: Check = Check {
 const FASTER: Check = Check {
     name: "choice.faster",
     tried: "what stands in the way of a card that a GPU triggers",
-    why: "the first of these is worth more than all others",
+    why: "of all changes to this machine, this one gains most",
 };
 
 pub(super) const CHOICE_AREA: Area = area(
