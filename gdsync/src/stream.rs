@@ -78,7 +78,7 @@ use std::cell::Cell;
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::AtomicU32;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
@@ -98,23 +98,29 @@ pub use steps::{DEVICE_HEADER, KernelSteps};
 use crate::nvtx::DOMAIN;
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::OfStream;
+use crate::verbs::stream_name::StreamName;
 use crate::verbs::{Completion, Qp, SendWr};
 use cuda::CudaEngine;
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
-use gdsync_device::error::{Error, Result};
+use gdsync_device::error::{Error, Result, stream_label};
 use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Stage;
 use gdsync_shm::pending_flag;
 use host::HostEngine;
 use record::Recording;
 
-/// A stream. Clones share it. Dropping the last one aborts pending work.
+/// A stream. Clones share it.
+///
+/// As with `cudaStreamDestroy`, the last clone may be dropped at any time: the stream finishes the work that it has, which
+/// stays allocated until then, and its waits keep their limit. Nobody sees a failure then but the queue pairs that it used
+/// ([`Qp::check`](crate::verbs::Qp::check)) and the log; call [`Stream::synchronize`] to see it, and [`Stream::abort`] to end
+/// the work early. A panic that drops a stream aborts it. A process that ends takes its streams along.
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
 struct Inner {
-    id: u64,
+    number: StreamName,
     name: String,
     engine: Arc<dyn Engine>,
     /// Cached from the engine.
@@ -173,7 +179,7 @@ impl Inner {
 
 impl fmt::Debug for Stream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Stream({} '{}')", self.0.engine.kind(), self.0.name)
+        write!(f, "Stream({} {})", self.0.engine.kind(), stream_label(&self.0.name))
     }
 }
 
@@ -207,9 +213,10 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a configuration out of range; [`Error::Sys`] when the thread cannot be created.
-    pub fn host(config: HostStreamConfig) -> Result<Self> {
+    pub fn host(mut config: HostStreamConfig) -> Result<Self> {
+        let number = StreamName::new(&mut config.name);
         let name = config.name.clone();
-        Ok(Self::with(name, HostEngine::start(config)?, Arc::default()))
+        Ok(Self::with(number, name, HostEngine::start(config)?, Arc::default()))
     }
 
     /// A new CUDA stream.
@@ -217,10 +224,11 @@ impl Stream {
     /// # Errors
     /// [`Error::InvalidArgument`] for a configuration out of range; [`Error::Cuda`]; [`Error::Sys`] when the watchdog
     /// thread cannot be created.
-    pub fn cuda(gpu: &Gpu, config: CudaStreamConfig) -> Result<Self> {
+    pub fn cuda(gpu: &Gpu, mut config: CudaStreamConfig) -> Result<Self> {
+        let number = StreamName::new(&mut config.name);
         let name = config.name.clone();
         let submit_lock = Arc::<SubmitLock>::default();
-        Ok(Self::with(name, CudaEngine::start(gpu, config, submit_lock.clone())?, submit_lock))
+        Ok(Self::with(number, name, CudaEngine::start(gpu, config, submit_lock.clone())?, submit_lock))
     }
 
     /// A CUDA stream of the application. Its own work, such as kernels and copies, and submissions here run in the
@@ -231,18 +239,23 @@ impl Stream {
     /// the per-thread default stream.
     ///
     /// # Safety
-    /// `stream` must belong to the context of `gpu` and outlive the result and its clones. It is not destroyed here.
-    pub unsafe fn cuda_from_raw(gpu: &Gpu, stream: RawStream, config: CudaStreamConfig) -> Result<Self> {
+    /// `stream` must belong to the context of `gpu` and outlive the result and its clones. It is not destroyed here. It may be
+    /// destroyed before work that was submitted here is done.
+    pub unsafe fn cuda_from_raw(gpu: &Gpu, stream: RawStream, mut config: CudaStreamConfig) -> Result<Self> {
+        let number = StreamName::new(&mut config.name);
         let name = config.name.clone();
         let submit_lock = Arc::<SubmitLock>::default();
-        Ok(Self::with(name, CudaEngine::from_raw(gpu, stream, config, submit_lock.clone())?, submit_lock))
+        Ok(Self::with(
+            number,
+            name,
+            CudaEngine::from_raw(gpu, stream, config, submit_lock.clone())?,
+            submit_lock,
+        ))
     }
 
-    fn with(name: String, engine: Arc<dyn Engine>, submit_lock: Arc<SubmitLock>) -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+    fn with(number: StreamName, name: String, engine: Arc<dyn Engine>, submit_lock: Arc<SubmitLock>) -> Self {
         let (signals, nudger) = (engine.signals(), engine.nudger().cloned());
-        Self(Arc::new(Inner { id, name, engine, signals, nudger, submit_lock }))
+        Self(Arc::new(Inner { number, name, engine, signals, nudger, submit_lock }))
     }
 
     /// The `CUstream`, to launch kernels on; `None` for a host stream. Capture it with [`Stream::capture`]. While the
@@ -250,6 +263,11 @@ impl Stream {
     /// is `false`.
     pub fn raw(&self) -> Option<RawStream> {
         self.0.engine.raw()
+    }
+
+    #[inline]
+    fn id(&self) -> u64 {
+        self.0.number.id()
     }
 
     /// The engine in one word: "host" or "cuda".
@@ -319,11 +337,11 @@ impl Stream {
     ) -> Result<u64> {
         batch.mark(self.of_stream())?;
         // Recorded first, because the engine may run it at once.
-        batch.note(Stage::Submitted, Stage::WaitSubmitted, self.0.id);
+        batch.note(Stage::Submitted, Stage::WaitSubmitted, self.id());
         let seq = match submit(&mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
-                batch.refuse(self.0.id);
+                batch.refuse(self.id());
                 return Err(error);
             }
         };
@@ -372,7 +390,7 @@ impl Stream {
     }
 
     fn of_stream(&self) -> OfStream {
-        OfStream { id: self.0.id, by_gpu: !self.0.signals }
+        OfStream { id: self.id(), by_gpu: !self.0.signals }
     }
 
     /// Submits a batch of one operation, which `add` fills.
@@ -488,7 +506,7 @@ impl Stream {
         StreamStatus { pending: engine.submitted() - completed, error: engine.error() }
     }
 
-    /// Aborts all pending work: stops the queue pairs it uses and releases the waits. Nothing more runs.
+    /// Aborts all pending work at once: stops the queue pairs it uses and releases the waits. Nothing more runs.
     pub fn abort(&self) {
         self.0.engine.fail(Error::StreamAborted { stream: self.0.name.clone() });
     }

@@ -11,6 +11,7 @@ pub(crate) mod room;
 pub(crate) mod rq;
 pub(crate) mod source;
 pub(crate) mod sq;
+pub(crate) mod stream_name;
 pub(crate) mod track;
 mod wr;
 pub(crate) mod writers;

@@ -152,8 +152,9 @@ pub enum Error {
     },
     /// The queue is full.
     #[error(
-        "{queue} of QP {qpn:#x} is full ({outstanding} of {depth} entries in use{}); \
+        "{queue} of QP {qpn:#x} is full ({} of {depth} entries in use{}); \
          take completions (poll, or wait on the stream and let it pass) and wait with {}",
+        outstanding + untaken,
         not_taken(*.untaken),
         room_advice(queue)
     )]
@@ -273,7 +274,8 @@ pub enum Error {
     },
     /// The stream has the maximum number of pending submissions.
     #[error(
-        "stream '{stream}' is full ({depth} submissions pending); synchronize, or submit with a deadline"
+        "{} is full ({depth} submissions pending); synchronize, or submit with a deadline",
+        stream_label(stream)
     )]
     StreamFull {
         /// The stream.
@@ -287,16 +289,17 @@ pub enum Error {
     /// The peer ended the connection.
     #[error("the peer ended the connection: it gave this one up, or goes on without it")]
     GivenUpByPeer,
-    /// The user aborted the stream.
-    #[error("stream '{stream}' was aborted")]
+    /// The stream was aborted, by `Stream::abort` or because a panic dropped it.
+    #[error("{} was aborted, by Stream::abort or by a panic that dropped it", stream_label(stream))]
     StreamAborted {
         /// The stream.
         stream: String,
     },
     /// A wait on a stream was not satisfied in time. The stream was released and does no more work.
     #[error(
-        "stream '{stream}': wait for {what} was not satisfied within {after:?}; look at what should have (a peer that is gone \
-         ends waits for completions, not for words), or raise wait_limit"
+        "{}: wait for {what} was not satisfied within {after:?}; look at what should have (a peer that is gone \
+         ends waits for completions, not for words), or raise wait_limit",
+        stream_label(stream)
     )]
     StreamWait {
         /// The stream.
@@ -307,7 +310,7 @@ pub enum Error {
         after: Duration,
     },
     /// A host function on the stream panicked. The stream does no more work.
-    #[error("stream '{stream}': a host function panicked: {message}")]
+    #[error("{}: a host function panicked: {message}", stream_label(stream))]
     HostFnPanicked {
         /// The stream.
         stream: String,
@@ -358,6 +361,15 @@ impl fmt::Debug for Error {
     }
 }
 
+/// A stream as errors name it: `stream 'halo'`, or `stream 3` for one without a name, which has its number as its name.
+pub fn stream_label(name: &str) -> String {
+    if name.bytes().all(|byte| byte.is_ascii_digit()) {
+        format!("stream {name}")
+    } else {
+        format!("stream '{name}'")
+    }
+}
+
 /// How to wait for room in a queue of this name, and how to have more.
 fn room_advice(queue: &str) -> &'static str {
     if queue.starts_with("receive") {
@@ -372,7 +384,7 @@ fn not_taken(untaken: u64) -> String {
     match untaken {
         0 => String::new(),
         n => format!(
-            ", {n} completed and not taken, or of other queues: poll_send, poll_recv, Cq::drain and waits of streams take, \
+            "; {n} completed and not taken, or of other queues: poll_send, poll_recv, Cq::drain and waits of streams take, \
              Completion::wait only looks"
         ),
     }

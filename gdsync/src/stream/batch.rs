@@ -13,6 +13,7 @@ use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::OfStream;
+use crate::verbs::stream_name;
 use crate::verbs::{Completion, Qp, SendWr};
 use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
@@ -335,8 +336,8 @@ impl Batch {
     }
 }
 
-/// The stream id of the CPU while it runs a batch. Streams are numbered from 1.
-const CPU: OfStream = OfStream { id: 0, by_gpu: false };
+/// The CPU while it runs a batch.
+const CPU: OfStream = OfStream { id: stream_name::CPU, by_gpu: false };
 
 /// Spin time of a wait before it sleeps; equals the default of host streams.
 const SPIN: Duration = Duration::from_micros(50);

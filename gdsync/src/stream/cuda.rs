@@ -42,8 +42,9 @@ const PER_THREAD: RawStream = 2;
 
 /// The engine of one CUDA stream.
 ///
-/// Dropping the last handle fails pending work with [`Error::StreamAborted`], and waits until the GPU has released it:
-/// a fraction of a second unless application kernels hold the stream.
+/// After the last handle is dropped, the watchdog stays until pending work is done. The drop joins it if none is pending, or
+/// the stream has failed: then the GPU releases its work in a fraction of a second, unless application kernels hold the
+/// stream. A panic that drops the handle fails pending work.
 pub(super) struct CudaEngine {
     fork_guard: ForkGuard,
     shared: Arc<Shared>,
@@ -227,8 +228,8 @@ impl Drop for CudaEngine {
     fn drop(&mut self) {
         // A forked child has no watchdog thread, and CUDA does not work there.
         let Some(watchdog) = self.fork_guard.take_thread(&mut self.watchdog) else { return };
-        self.shared.close();
-        if watchdog.thread().id() != thread::current().id() && !shared::in_host_fn() {
+        let is_over = self.shared.close();
+        if is_over && watchdog.thread().id() != thread::current().id() && !shared::in_host_fn() {
             // The watchdog reports its own panics.
             let _ = watchdog.join();
         }
@@ -286,7 +287,7 @@ impl FromStr for Nudge {
 /// Configuration of a CUDA stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CudaStreamConfig {
-    /// The stream's name in errors. Not empty.
+    /// The stream's name in errors. Empty, as by default, for its number.
     pub name: String,
     /// Maximum number of pending driver calls, 1 to 512: about one per submission. From 1,020 on the driver blocks the
     /// caller, and all other callers, until the stream moves. Work that the application queues on the stream, and work
@@ -313,7 +314,7 @@ pub struct CudaStreamConfig {
 impl Default for CudaStreamConfig {
     fn default() -> Self {
         Self {
-            name: "cuda stream".to_owned(),
+            name: String::new(),
             depth: 256,
             wait_limit: Duration::from_secs(30),
             via: Via::default(),
@@ -325,9 +326,6 @@ impl Default for CudaStreamConfig {
 
 impl CudaStreamConfig {
     fn check(&self) -> Result<()> {
-        if self.name.is_empty() {
-            return Err(Error::invalid("stream name", "''", "a name"));
-        }
         if !(1..=512).contains(&self.depth) {
             return Err(Error::invalid("stream depth", self.depth, "1 to 512 calls"));
         }

@@ -105,7 +105,7 @@ impl Stream {
         timeout: Duration,
         mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
-        let (stream, deadline, waiting) = (self.0.id, deadline(timeout), RoomWait::new(timeout));
+        let (stream, deadline, waiting) = (self.id(), deadline(timeout), RoomWait::new(timeout));
         loop {
             let is_last = waiting.is_over();
             let mut batch = Batch::new();
@@ -227,7 +227,7 @@ impl Launch {
     /// continues); the stream's error.
     pub fn wait(&self, stream: &Stream, timeout: Duration) -> Result<()> {
         super::steps::refuse_in_launch()?;
-        if self.stream != stream.0.id {
+        if self.stream != stream.id() {
             let expected = "the stream of the launch";
             return Err(Error::invalid("stream to wait for a launch on", format!("{stream:?}"), expected));
         }

@@ -1,7 +1,7 @@
 //! The host engine: a thread that runs stream operations in order, without a GPU.
 //!
 //! [`HostEngine`] is the handle. [`Shared`] holds the queue, the counters and the failure. The thread owns no handle,
-//! so dropping the last one ends it.
+//! so dropping the last one ends it, after the pending work.
 //!
 //! No foreign code (sources, host functions, drops of what operations own) runs under the state lock, so all of it may
 //! call back into the engine.
@@ -41,7 +41,7 @@ use gdsync_shm::Backoff;
 /// the time waited (at least 20 us, at most 20 ms). An idle stream uses no CPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostStreamConfig {
-    /// The stream's name in errors, and the suffix of its thread's name. Not empty, no NUL.
+    /// The stream's name in errors, and the suffix of its thread's name. No NUL. Empty, as by default, for its number.
     pub name: String,
     /// Maximum number of pending submissions, including the running one. At least 1.
     pub depth: usize,
@@ -54,7 +54,7 @@ pub struct HostStreamConfig {
 impl Default for HostStreamConfig {
     fn default() -> Self {
         Self {
-            name: "stream".to_owned(),
+            name: String::new(),
             depth: 512,
             wait_limit: Duration::from_secs(30),
             spin: Duration::from_micros(50),
@@ -64,12 +64,8 @@ impl Default for HostStreamConfig {
 
 impl HostStreamConfig {
     fn check(&self) -> Result<()> {
-        if self.name.is_empty() || self.name.contains('\0') {
-            return Err(Error::invalid(
-                "stream name",
-                format!("{:?}", self.name),
-                "a non-empty name without NUL",
-            ));
+        if self.name.contains('\0') {
+            return Err(Error::invalid("stream name", format!("{:?}", self.name), "a name without NUL"));
         }
         if self.depth == 0 {
             return Err(Error::invalid("stream depth", self.depth, "at least 1 submission"));
@@ -83,8 +79,8 @@ impl HostStreamConfig {
 
 /// Runs the operations of one stream on its own thread.
 ///
-/// Dropping the last handle fails pending work with [`Error::StreamAborted`] and joins the thread, which first finishes
-/// a running host function. Dropped by that host function, the handle does not join.
+/// After the last handle is dropped, the thread finishes pending work and ends. The drop joins it if none is pending, or the
+/// stream has failed, unless a host function drops the handle. A panic that drops the handle fails pending work.
 pub(crate) struct HostEngine {
     fork_guard: ForkGuard,
     shared: Arc<Shared>,
@@ -174,8 +170,12 @@ impl Drop for HostEngine {
     fn drop(&mut self) {
         // A forked child has no such thread. Pending work stays allocated there.
         let Some(thread) = self.fork_guard.take_thread(&mut self.thread) else { return };
-        self.shared.fail(Error::StreamAborted { stream: self.shared.config.name.clone() });
-        if thread.thread().id() != thread::current().id() {
+        if thread::panicking() {
+            // What would satisfy its waits is probably being dropped too.
+            self.shared.fail(Error::StreamAborted { stream: self.shared.config.name.clone() });
+        }
+        let is_over = self.shared.close();
+        if is_over && thread.thread().id() != thread::current().id() {
             // The thread catches panics. One that escapes cannot be reported here.
             let _ = thread.join();
         }
@@ -232,6 +232,8 @@ struct Shared {
     completed: AtomicU64,
     error: OnceLock<Error>,
     released: AtomicBool,
+    /// The last handle is gone.
+    closing: AtomicBool,
     /// Index of the running operation.
     position: AtomicUsize,
 }
@@ -249,6 +251,7 @@ impl Shared {
             completed: AtomicU64::new(0),
             error: OnceLock::new(),
             released: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
             position: AtomicUsize::new(0),
         }
     }
@@ -271,6 +274,21 @@ impl Shared {
 
     fn released(&self) -> bool {
         self.released.load(Ordering::Acquire)
+    }
+
+    /// Whether the thread ends once the queue is empty.
+    fn is_ending(&self) -> bool {
+        self.failed() || self.closing.load(Ordering::Acquire)
+    }
+
+    /// Lets the thread end after the pending work. Returns whether it ends now.
+    fn close(&self) -> bool {
+        let state = self.state.lock();
+        self.closing.store(true, Ordering::Release);
+        let is_over = self.failed() || self.completed() == self.submitted();
+        drop(state);
+        self.work.notify_one();
+        is_over
     }
 
     fn has_room(&self) -> bool {
@@ -328,7 +346,7 @@ impl Shared {
     /// finished.
     fn next(&self) -> Option<Ops> {
         let backoff = Backoff::new(self.config.spin);
-        while self.submitted() == self.completed() && !self.failed() && backoff.spin() {}
+        while self.submitted() == self.completed() && !self.is_ending() && backoff.spin() {}
         let mut state = self.state.lock();
         loop {
             if let Some(Submission { ops, sources }) = state.queue.pop_front() {
@@ -336,7 +354,7 @@ impl Shared {
                 self.position.store(0, Ordering::Relaxed);
                 return Some(ops);
             }
-            if self.failed() {
+            if self.is_ending() {
                 return None;
             }
             self.work.wait(&mut state);
@@ -398,7 +416,11 @@ impl Shared {
             }
         }
         drop(state);
-        tracing::debug!(stream = self.config.name, %error, "stream failed");
+        if self.closing.load(Ordering::Acquire) {
+            tracing::error!(stream = self.config.name, %error, "a dropped stream did not finish its work");
+        } else {
+            tracing::debug!(stream = self.config.name, %error, "stream failed");
+        }
         for source in &sources {
             // A panic must not prevent the other sources from being stopped, nor the release.
             if catch_unwind(AssertUnwindSafe(|| source.fail(&error))).is_err() {
@@ -415,7 +437,7 @@ impl Shared {
 }
 
 impl Shared {
-    /// The main loop of the thread: until the engine has failed and all pending work is dropped.
+    /// The main loop of the thread: until the last handle is gone or the engine has failed, and no work is pending.
     fn work(&self) {
         let mut helped = None;
         while let Some(ops) = self.next() {

@@ -17,6 +17,7 @@ use parking_lot::{Mutex, MutexGuard};
 use self::flushed::FlushCqe;
 use super::source::Arrival;
 use super::sq::OfStream;
+use super::stream_name;
 use super::track::Tracker;
 use super::wr::Wc;
 use gdsync_device::error::{Error, Result};
@@ -544,7 +545,7 @@ impl CqInner {
             self.free(state);
         }
         if !state.is_free_for(stream.id) {
-            let owner = format!("stream {}", state.stream);
+            let owner = stream_name::describe(state.stream);
             return Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner });
         }
         state.stream = stream.id;
@@ -568,7 +569,7 @@ impl CqInner {
         let owner = if held {
             "a prepared wait for this completion that was neither posted nor dropped".into()
         } else {
-            format!("stream {}, which waits for this completion", state.stream)
+            format!("{}, which waits for this completion", stream_name::describe(state.stream))
         };
         Err(Error::Busy { queue: tracker.name(), qpn: tracker.qpn, owner })
     }

@@ -59,8 +59,26 @@ impl Qp {
     /// Blocks until there is room for `sends` requests in the send queue, and for their completions in its completion
     /// queue. Another thread may take the room afterwards.
     ///
-    /// It takes no completions. Requests leave the send queue when they complete; completions leave the completion queue
-    /// when they are polled, or when a stream has passed a wait for them.
+    /// For loops that a stream runs: requests leave the send queue when they complete, and completions leave the completion
+    /// queue when the stream has passed its wait for them. It takes no completions itself. A loop of the CPU takes one where
+    /// the queue is full:
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use gdsync::verbs::{Qp, SendWr};
+    /// # use gdsync::{Error, Result};
+    /// fn send_all(qp: &Qp, wrs: &[SendWr<'_>]) -> Result<()> {
+    ///     for wr in wrs {
+    ///         loop {
+    ///             match qp.post_send(std::slice::from_ref(wr)) {
+    ///                 Err(Error::QueueFull { .. }) => drop(qp.send_cq().wait(Duration::from_secs(10))?.ok()?),
+    ///                 posted => break drop(posted?),
+    ///             }
+    ///         }
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
     ///
     /// # Errors
     /// [`Error::QueueFull`] after `timeout`; [`Error::InvalidArgument`] for more than

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use super::end::QueueEnd;
 use super::qp::QpCore;
 use super::source::{DoorbellValue, SendDoorbell};
+use super::stream_name;
 use super::track::{Entry, Owner, Track};
 use super::wr::SendWr;
 use gdsync_device::DoorbellWatch;
@@ -415,7 +416,7 @@ impl SendQueue {
 
     fn busy(&self, owner: Owner) -> Error {
         let owner = match owner {
-            Owner::Stream(id) => format!("stream {id}"),
+            Owner::Stream(id) => stream_name::describe(id),
             Owner::Cpu | Owner::Nobody => "the CPU".into(),
         };
         Error::Busy { queue: "send", qpn: self.qpn, owner }

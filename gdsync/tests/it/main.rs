@@ -25,6 +25,7 @@ mod queues;
 mod raw_doorbells;
 mod recorder;
 mod regressions;
+mod room;
 mod simulated;
 mod streams;
 mod syndromes;

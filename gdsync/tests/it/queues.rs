@@ -135,7 +135,7 @@ fn who_only_waits_is_told_that_nobody_takes_the_completions() {
     }
     let text = send().unwrap_err().to_string();
     assert!(
-        text.contains("(0 of 4 outstanding, 4 completed and not taken, or of other queues: poll_send, "),
+        text.contains("(4 of 4 entries in use; 4 completed and not taken, or of other queues: poll_send, "),
         "{text}"
     );
     let receive = || {

@@ -181,6 +181,28 @@ fn refused_batch_can_go_to_another_stream() {
     full.synchronize(PATIENCE).unwrap();
 }
 
+/// A stream without a name has its number.
+#[test]
+fn errors_name_a_stream_alike() {
+    for name in ["", "halo"] {
+        let (a, _b) = pair(64, |q| q);
+        let s = stream(name);
+        let held = gate();
+        s.wait_value32(&held, 1, Cond::Eq).unwrap();
+        s.send(&a.qp, &SendWr::nop()).unwrap();
+        let busy = a.qp.post_send(&[SendWr::nop()]).unwrap_err();
+        let Error::Busy { owner, .. } = &busy else { panic!("{busy}") };
+        s.abort();
+        let aborted = s.synchronize(PATIENCE).unwrap_err().to_string();
+        assert!(aborted.starts_with(&format!("{owner} was aborted")), "{aborted}, {busy}");
+        assert_eq!(format!("{s:?}"), format!("Stream(host {owner})"));
+        match name {
+            "" => assert!(owner["stream ".len()..].parse::<u64>().is_ok(), "{owner}"),
+            name => assert_eq!(*owner, format!("stream '{name}'")),
+        }
+    }
+}
+
 /// The pattern of round `i` that side `who` sends.
 fn pattern(i: u32, who: u32) -> u32 {
     (i << 1 | who).wrapping_mul(0x9e37_79b9)

@@ -84,6 +84,8 @@ pub(super) struct Shared {
     /// All sources are stopped: waits may be released by force.
     pub(super) released: AtomicBool,
     pub(super) closing: AtomicBool,
+    /// The application may destroy its stream: no call of the driver for it.
+    pub(super) is_given_back: AtomicBool,
     /// Number of [`CompletedSubmissions`] being dropped.
     pub(super) dropping: AtomicUsize,
     pub(super) own: Weak<Shared>,
@@ -177,6 +179,7 @@ impl Shared {
             error: OnceLock::new(),
             released: AtomicBool::new(false),
             closing: AtomicBool::new(false),
+            is_given_back: AtomicBool::new(false),
             dropping: AtomicUsize::new(0),
             own: own.clone(),
         }))
@@ -447,7 +450,11 @@ impl Shared {
         if self.error.set(error.clone()).is_err() {
             return;
         }
-        tracing::debug!(stream = self.config.name, %error, "stream failed");
+        if self.closing.load(Ordering::Acquire) {
+            tracing::error!(stream = self.config.name, %error, "a dropped stream did not finish its work");
+        } else {
+            tracing::debug!(stream = self.config.name, %error, "stream failed");
+        }
         // Before the kernels are told: then they end, and what they leave undone would count as completed.
         let completed = self.completed();
         let mut sources: Vec<Arc<dyn Source>> = Vec::new();
@@ -649,18 +656,34 @@ impl Shared {
         room && pool.and_then(|pool| pool.upgrade()).is_none_or(|pool| pool.is_free())
     }
 
-    /// Ends the stream, after the last handle is dropped.
-    pub(super) fn close(&self) {
-        if self.completed() < self.submitted() {
-            self.put_mark();
-            // Most streams are synchronized before they are dropped, so this returns at once.
-            if !self.block_until(Instant::now() + CALLER_NAP, || self.completed() >= self.submitted()) {
-                self.fail(Error::StreamAborted { stream: self.config.name.clone() });
-            }
+    /// Lets the stream finish its work, after the last handle is dropped. Returns whether it is over, or has failed.
+    pub(super) fn close(&self) -> bool {
+        let is_done = || self.completed() >= self.submitted();
+        // Most streams are synchronized before they are dropped, so this returns at once.
+        let is_over = is_done() || self.block_until(Instant::now() + CALLER_NAP, is_done);
+        // What would satisfy the waits is probably being dropped by a panic too. Without a mark behind the work, only calls
+        // of the driver show its end, and these are not allowed after the application has destroyed its stream.
+        if !is_over && (std::thread::panicking() || !self.owned && !self.is_marked()) {
+            self.fail(Error::StreamAborted { stream: self.config.name.clone() });
+        }
+        let is_over = is_over || self.failed();
+        self.is_given_back.store(!self.owned && !is_over, Ordering::Release);
+        if !self.owned && !is_over {
+            let driver_task: Weak<dyn DriverTask> = self.own.clone();
+            self.gpu.end_driver_task(&driver_task);
         }
         let _state = self.lock();
         self.closing.store(true, Ordering::Release);
         self.work.notify_one();
+        is_over
+    }
+
+    /// Whether a mark follows all that was submitted.
+    fn is_marked(&self) -> bool {
+        let held = self.submit_lock.lock();
+        let is_marked = held.guard.marked == self.submitted();
+        self.submit_lock.unlock(held, |state| self.mark_locked(&mut state.guard));
+        is_marked
     }
 }
 

@@ -30,7 +30,7 @@ const LINGER: Duration = Duration::from_secs(1);
 const RELEASE_CHECK: Duration = Duration::from_micros(200);
 /// Minimum time for a stopped queue to complete a wait by itself.
 const FLUSH_TIME: Duration = Duration::from_millis(2);
-/// Time limit for the GPU to release a dropped stream.
+/// Time limit for the GPU to release a stream that failed and was dropped.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// `CUDA_ERROR_STREAM_CAPTURE_*`.
@@ -77,11 +77,11 @@ impl Shared {
             }
             dry = None;
             let now = Instant::now();
-            if closing && now - *closed.get_or_insert(now) > PATIENCE {
+            if closing && self.failed() && now - *closed.get_or_insert(now) > PATIENCE {
                 drop(state);
                 tracing::error!(
                     stream = self.config.name,
-                    "the GPU did not release a dropped stream: its memory stays allocated"
+                    "the GPU did not release a stream that failed and was dropped: its memory stays allocated"
                 );
                 // Leaks the queue and the words that the GPU may still access.
                 std::mem::forget(self.own.upgrade());
@@ -169,6 +169,9 @@ impl Shared {
 
     /// Schedules a driver task that marks the stream and, with `query`, queries it.
     fn ask(&self, state: &mut State, query: bool) {
+        if self.is_given_back.load(Ordering::Acquire) {
+            return;
+        }
         state.query = query;
         if !std::mem::replace(&mut state.asking, true) {
             let driver_task: Weak<Self> = self.own.clone();
@@ -222,6 +225,9 @@ impl Shared {
 
 impl DriverTask for Shared {
     fn run(&self) {
+        if self.is_given_back.load(Ordering::Acquire) {
+            return;
+        }
         // The lock's holder may be waiting for another driver task: the watchdog retries.
         let Some(mut held) = self.submit_lock.try_lock() else {
             self.lock().asking = false;

@@ -16,7 +16,7 @@ use gdsync_testkit::driver::{self, Alive, Control};
 use super::stream_ends::{starts_again, stopped};
 use super::{Bed, Rig, SIZE, Way, on_gpu, post_recvs};
 use crate::child::{Peer, meet_parent, ping, pong, role};
-use crate::common::{PATIENCE, Side, assert_clean, bytes, connect, gate, hca, pattern};
+use crate::common::{PATIENCE, Side, assert_clean, bytes, connect, gate, hca, pattern, until};
 use crate::place::{self, Place, Site, places_on};
 
 const LIMIT: Duration = Duration::from_millis(3);
@@ -226,7 +226,18 @@ fn lend(bed: &Bed, app: &Application, raw: usize, place: &Place) {
     rig.recover(&again, &a, &b);
     post_recvs(&a, 1, &[]);
     rig.await_receives(&again, &a, 1);
+    // The application keeps its stream until what waits there is done.
     drop(again);
+    b.qp.post_send(&[SendWr::send(&[])]).unwrap();
+    app.synchronize(raw);
+    b.qp.send_cq().wait(PATIENCE).unwrap().ok().unwrap();
+    until(|| !a.qp.is_awaited());
+    let last = lent(raw, place, PATIENCE);
+    rig.message(&last, &a, &b, 3);
+    post_recvs(&a, 1, &[]);
+    rig.await_receives(&last, &a, 1);
+    last.abort();
+    drop(last);
     app.synchronize(raw);
     rig.recover(&lent(raw, place, PATIENCE), &a, &b);
 }

@@ -13,7 +13,7 @@ use gdsync::verbs::{Qp, QpAttr, QpState, SendWr};
 
 use super::gpus::Application;
 use super::{FLUSH, Rig, Way, broke, matrix, on_gpu, patient, post_recvs, refuses};
-use crate::common::{PATIENCE, Side, connect, gate, hca};
+use crate::common::{PATIENCE, Side, connect, gate, hca, until};
 use crate::place::{Place, places_on};
 
 /// How long streams wait in vain.
@@ -328,20 +328,37 @@ fn stream_is_aborted() {
     });
 }
 
-/// The queue pair was stopped by the end of its stream.
-fn assert_stopped(a: &Side) {
-    let root = a.qp.check().unwrap_err();
-    assert!(matches!(&root, Error::QpStopped { reason, .. } if is_abort(reason)), "{root}");
-}
-
 #[test]
-fn stream_is_dropped() {
+fn dropped_stream_finishes_its_work() {
     matrix("a dropped stream", |rig| {
         let (a, b) = rig.pair(patient);
         let stream = rig.stream();
         block(rig, &stream, &a);
         drop(stream);
-        assert_stopped(&a);
+        post_recvs(&b, 1, &[]);
+        b.qp.post_send(&[SendWr::send(&[])]).unwrap();
+        [b.qp.send_cq(), b.qp.recv_cq()].map(|cq| cq.wait(PATIENCE).unwrap().ok().unwrap());
+        // The stream has taken what it waited for, and given the queue pair back.
+        until(|| !a.qp.is_awaited());
+        a.qp.check().unwrap();
+        rig.message(&rig.stream(), &a, &b, 5);
+    });
+}
+
+/// Nobody sends: the limit of the wait ends the stream, and the queue pair says why.
+#[test]
+fn dropped_stream_keeps_its_wait_limit() {
+    matrix("a dropped stream that is stuck", |rig| {
+        let (a, b) = rig.pair(patient);
+        let stream = rig.stream_with(LIMIT);
+        block(rig, &stream, &a);
+        drop(stream);
+        until(|| a.qp.check().is_err());
+        let root = a.qp.check().unwrap_err();
+        let is_late = |reason: &Error| matches!(reason, Error::StreamWait { .. });
+        assert!(matches!(&root, Error::QpStopped { reason, .. } if is_late(reason)), "{root}");
+        // The stream may still be dropping its work.
+        until(|| a.qp.modify(&QpAttr::to(QpState::RESET)).is_ok());
         starts_again(rig, &a, &b);
     });
 }

@@ -1,40 +1,72 @@
 //! The end of an engine: dropping the last handle, from any thread.
 
-use std::sync::mpsc;
+use std::sync::{Weak, mpsc};
 
 use super::*;
+use crate::stream::host::Shared;
 
-#[test]
-fn a_drop_aborts_pending_work() {
-    let engine = engine();
-    let [word, after] = words32();
-    let source = Fake::idle();
-    let dropped = Arc::new(AtomicU64::new(0));
-    let mark = Dropped(dropped.clone());
-    submit(&engine, [wait_on(&word, 1, &source), Op::Write32 { at: after.clone(), value: 1 }]);
-    submit(&engine, [wait_for(&word, 1), host_fn(move || drop(mark))]);
-    until("the wait", || source.parks() > 0);
-    let begin = Instant::now();
-    drop(engine);
-    assert!(begin.elapsed() < LONG / 2, "it did not wait for the word");
-    // Certain once the drop returns, because it joins the thread.
-    assert_eq!(source.asked(Ask::Fail), 1);
-    assert!(matches!(&*source.reason.lock(), Some(Error::StreamAborted { stream }) if stream == "stream"));
-    assert_eq!((after.load(), dropped.load(Ordering::SeqCst), Arc::strong_count(&source)), (0, 1, 1));
+/// Whether the thread of a dropped engine has ended: it holds `shared`.
+fn ends(shared: &Weak<Shared>) {
+    until("the thread ends", || shared.upgrade().is_none());
 }
 
 #[test]
-fn a_drop_joins_the_thread() {
-    for busy in [false, true] {
-        let engine = engine();
-        let shared = Arc::downgrade(&engine.shared);
-        if busy {
-            let [word] = words32();
-            submit(&engine, [wait_for(&word, 1)]);
-        }
-        drop(engine);
-        assert!(shared.upgrade().is_none(), "the thread would hold it");
-    }
+fn a_dropped_stream_finishes_its_work() {
+    let engine = engine();
+    let shared = Arc::downgrade(&engine.shared);
+    let [word, gate, after] = words32();
+    let source = Fake::idle();
+    let ran = Arc::new(AtomicU64::new(0));
+    let mark = Dropped(ran.clone());
+    submit(&engine, [wait_on(&word, 1, &source), Op::Write32 { at: after.clone(), value: 1 }]);
+    submit(&engine, [wait_for(&gate, 1), host_fn(move || drop(mark))]);
+    until("the wait", || source.parks() > 0);
+    drop(engine);
+    assert_eq!((after.load(), ran.load(Ordering::SeqCst)), (0, 0), "the drop waits for nothing");
+    word.store(1);
+    until("the write", || after.load() == 1);
+    gate.store(1);
+    ends(&shared);
+    assert_eq!((ran.load(Ordering::SeqCst), source.asked(Ask::Fail), Arc::strong_count(&source)), (1, 0, 1));
+}
+
+#[test]
+fn waits_of_a_dropped_stream_keep_their_limit() {
+    let wait_limit = Duration::from_millis(30);
+    let engine = start(HostStreamConfig { wait_limit, ..HostStreamConfig::default() });
+    let shared = Arc::downgrade(&engine.shared);
+    let [word] = words32();
+    let source = Fake::idle();
+    submit(&engine, [wait_on(&word, 1, &source)]);
+    drop(engine);
+    ends(&shared);
+    assert!(matches!(&*source.reason.lock(), Some(Error::StreamWait { .. })), "{:?}", source.reason);
+}
+
+#[test]
+fn a_panic_that_drops_a_stream_aborts_it() {
+    let engine = engine();
+    let shared = Arc::downgrade(&engine.shared);
+    let [word] = words32();
+    let source = Fake::idle();
+    submit(&engine, [wait_on(&word, 1, &source)]);
+    let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let _engine = engine;
+        std::panic::resume_unwind(Box::new("for the test"));
+    }));
+    assert!(unwound.is_err());
+    assert!(shared.upgrade().is_none(), "it joins the thread");
+    assert!(matches!(&*source.reason.lock(), Some(Error::StreamAborted { stream }) if stream == "stream"));
+}
+
+#[test]
+fn a_drop_joins_an_idle_thread() {
+    let engine = start(HostStreamConfig { spin: LONG, ..HostStreamConfig::default() });
+    let shared = Arc::downgrade(&engine.shared);
+    submit(&engine, [Op::Barrier]);
+    drain(&engine);
+    drop(engine);
+    assert!(shared.upgrade().is_none(), "the thread would hold it");
 }
 
 #[test]
@@ -72,8 +104,8 @@ fn a_host_function_may_drop_the_last_handle() {
     assert_eq!(Arc::strong_count(&engine), 1);
     give.send(engine).expect("the host function listens");
     done_rx.recv_timeout(LONG).expect("the drop returns on the engine's own thread");
-    until("the thread ends", || shared.upgrade().is_none());
-    assert_eq!(ran.load(Ordering::SeqCst), 1, "what was pending is dropped, not run");
+    ends(&shared);
+    assert_eq!(ran.load(Ordering::SeqCst), 101, "what was pending runs");
 }
 
 #[test]
@@ -83,7 +115,7 @@ fn a_pending_closure_may_hold_the_last_handle() {
     let [word] = words32();
     let own = engine.clone();
     submit(&engine, [wait_for(&word, 1), host_fn(move || drop(own))]);
-    engine.fail(Error::StreamAborted { stream: "user".into() });
     drop(engine);
-    until("the thread ends", || shared.upgrade().is_none());
+    word.store(1);
+    ends(&shared);
 }
