@@ -299,6 +299,18 @@ impl Core {
         }
     }
 
+    /// Revokes references to a region in READ responses. Returns false while a link has no room.
+    pub(crate) fn revoke(&mut self, key: u32) -> bool {
+        let mut is_done = true;
+        for i in 0..self.qps.len() {
+            if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.grants.contains(key)) {
+                is_done &= self.with(i, |qp, env| qp.revoke(env)).unwrap_or(true);
+            }
+        }
+        self.links.ring();
+        is_done
+    }
+
     /// Copies in progress into a region.
     pub(crate) fn copies_on(&self, key: u32) -> Vec<Ticket> {
         self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).flat_map(|qp| qp.copies_on(key)).collect()
@@ -434,8 +446,11 @@ impl Progress for Core {
         }
         for at in 0..self.active.len() {
             let i = self.active[at];
-            if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.is_copying()) {
-                worked |= self.with(i, |qp, env| qp.complete_copies(env)).unwrap_or(false);
+            if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.is_copying() || qp.is_fetching()) {
+                let complete = |qp: &mut SoftQp, env: &mut Env<'_>| {
+                    (qp.resp.is_copying() && qp.complete_copies(env)) | qp.complete_fetches(env)
+                };
+                worked |= self.with(i, complete).unwrap_or(false);
             }
         }
         self.steps = self.steps.wrapping_add(1);
@@ -538,8 +553,6 @@ impl Progress for Core {
 impl SoftQp {
     /// Whether the queue pair needs further steps.
     fn is_active(&self) -> bool {
-        (self.state == QpState::RTS && self.req.is_active())
-            || (self.state == QpState::ERR && self.req.has_pending())
-            || self.resp.is_active()
+        (self.state == QpState::RTS && self.req.is_active()) || self.is_flushing() || self.resp.is_active()
     }
 }

@@ -219,8 +219,8 @@ impl Links {
         true
     }
 
-    /// Sends a WITHDRAW, bypassing the fault plan, and drops the sender's delayed references. Returns false if the ring
-    /// is full.
+    /// Sends a WITHDRAW or REVOKE, bypassing the fault plan, and drops the sender's delayed references. Returns false if
+    /// the ring is full.
     pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
         let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
         link.delayed.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
@@ -284,6 +284,11 @@ impl Links {
         if let Some(link) = self.get(index) {
             link.event.notify();
         }
+    }
+
+    /// Whether everything that the peer had sent when [`Links::drained`] was `seen` has been received.
+    pub(crate) fn has_drained_since(&self, index: usize, seen: u64) -> bool {
+        seen < self.drained(index) || self.is_down(index)
     }
 
     /// Sends delayed packets that are due. Returns whether any remain.

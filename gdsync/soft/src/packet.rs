@@ -41,13 +41,17 @@ impl PacketOp {
     /// Withdraws all unacknowledged references: their bytes may change, so they must not complete. `psn` is the first
     /// of the connection.
     pub(crate) const WITHDRAW: Self = Self(11);
+    /// Revokes all references in READ responses: a region was deregistered or the queue pair ends, so the bytes may
+    /// change. The requester asks again.
+    pub(crate) const REVOKE: Self = Self(12);
 }
 
 pub(crate) const FIRST: u8 = 1;
 pub(crate) const LAST: u8 = 2;
 pub(crate) const IMM: u8 = 4;
 pub(crate) const SOLICITED: u8 = 8;
-/// The body ends in a reference to the payload instead of its `len` bytes. Such a message has one packet.
+/// The body ends in a reference to the payload instead of its `len` bytes. Such a message or READ response has one packet.
+/// In a READ: the response may be a reference.
 pub(crate) const REFERENCE: u8 = 16;
 
 /// NAK code: packets before the received one were lost; `psn` is the expected one.
@@ -79,7 +83,7 @@ impl Header {
     }
 
     pub(crate) fn is_response(&self) -> bool {
-        (PacketOp::ACK.0..=PacketOp::COPYING.0).contains(&self.op.0)
+        (PacketOp::ACK.0..=PacketOp::COPYING.0).contains(&self.op.0) || self.op == PacketOp::REVOKE
     }
 
     pub(crate) fn to_bytes(self) -> [u8; HEADER] {

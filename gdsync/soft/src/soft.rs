@@ -243,6 +243,9 @@ impl Provider for SoftHca {
     fn dereg_mr(&self, keys: MrKeys) {
         let (region, copies) =
             self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
+        while !self.shared.with(|core| core.revoke(keys.lkey)) {
+            std::thread::yield_now();
+        }
         if !self.shared.stuck_copies.wait(&copies, Instant::now() + TIMEOUT) {
             tracing::error!(
                 "a copy into a deregistered memory region has not ended and may still write to it"

@@ -1,5 +1,6 @@
 //! Requester of a queue pair: sends in flight, responses, retransmission, completion in order.
 
+mod fetch;
 mod refer;
 mod transmit;
 
@@ -8,6 +9,7 @@ pub(crate) use refer::Reason;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use self::fetch::Fetch;
 use self::refer::Referred;
 use super::{Env, SoftQp, staging};
 use crate::links::Body;
@@ -44,6 +46,8 @@ pub(crate) struct Requester {
     /// Receiver not ready: nothing is sent before this time.
     rnr_until: Option<Instant>,
     references: refer::References,
+    /// The peer's memory cannot be read, so READs take bytes.
+    cannot_fetch: bool,
 }
 
 /// A send between fetch and completion. Its WQE stays in the ring and is read again to retransmit.
@@ -65,6 +69,8 @@ struct Pending {
     referred: Option<Referred>,
     /// The reference was sent at least once.
     reference_sent: bool,
+    /// Progress of a READ by reference.
+    fetch: Option<Fetch>,
     /// Copies of staged responses in progress.
     copies: Vec<Ticket>,
     error: Option<Syndrome>,
@@ -121,6 +127,7 @@ impl Requester {
             deadline: None,
             rnr_until: None,
             references: refer::References::default(),
+            cannot_fetch: false,
         }
     }
 
@@ -266,7 +273,7 @@ impl SoftQp {
         let mut any = false;
         while let Some(p) = self.req.pending.front_mut() {
             p.add_copy(None);
-            if p.error.is_none() && (!p.is_done() || !p.copies.is_empty()) {
+            if p.error.is_none() && (!p.is_done() || !p.copies.is_empty() || p.fetch.is_some()) {
                 break;
             }
             any = true;
@@ -333,6 +340,9 @@ impl SoftQp {
     pub(crate) fn handle_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         if self.state != QpState::RTS {
             return;
+        }
+        if header.op == PacketOp::REVOKE {
+            return self.fetches_revoked(env);
         }
         let psn = header.psn;
         // The only range check of a response's PSN. Without it, sends that never left could complete.
@@ -421,9 +431,14 @@ impl SoftQp {
             }
             return;
         }
+        // Bytes behind READs by reference: those are in place first.
+        while header.flags & packet::REFERENCE == 0 && self.step_fetch(env) {}
         // A READ response acknowledges everything before the READ.
         if self.req.acknowledge(psn) {
             return self.response_lost(env);
+        }
+        if header.flags & packet::REFERENCE != 0 {
+            return self.granted(psn, body, env);
         }
         let offset = at as usize * SEGMENT;
         let size = SEGMENT.min(len - offset);
@@ -437,6 +452,7 @@ impl SoftQp {
             Ok(copy) => {
                 p.done += 1;
                 p.sent = p.sent.max(p.done);
+                p.fetch = None;
                 p.add_copy(copy);
                 self.req.progressed();
             }

@@ -1,6 +1,7 @@
 //! Responder of a queue pair: orders and checks requests, places their payload, sends responses.
 
 mod copies;
+mod grants;
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
@@ -9,6 +10,7 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use self::copies::Copies;
+use self::grants::Grants;
 use super::requester::Reason;
 use super::staging::{self, Staged};
 use super::{Env, SoftQp};
@@ -46,6 +48,7 @@ pub(crate) struct Responder {
     rnr_timer: u8,
     max_reads: usize,
     copies: Copies,
+    pub(crate) grants: Grants,
 }
 
 #[derive(Debug)]
@@ -72,6 +75,8 @@ enum Response {
         addr: u64,
         left: usize,
         done: usize,
+        /// The requester takes a reference.
+        by_reference: bool,
     },
     Atomic {
         psn: u32,
@@ -302,8 +307,8 @@ impl SoftQp {
                 break;
             }
             let mut header = Header::new(PacketOp::ACK, remote.qpn, self.rings.qpn, 0);
-            let mut ext = [0; 8];
-            let mut words = 0;
+            let mut ext: SmallVec<[u8; 128]> = SmallVec::new();
+            let mut granted = None;
             let mut found = None;
             let mut rest = None;
             match response {
@@ -314,10 +319,15 @@ impl SoftQp {
                 }
                 Response::Atomic { psn, value } => {
                     (header.op, header.psn) = (PacketOp::ATOMIC_RESPONSE, psn);
-                    ext = value.to_le_bytes();
-                    words = 8;
+                    ext.extend_from_slice(&value.to_le_bytes());
                 }
-                Response::Read { psn, rkey, addr, left, done } => {
+                Response::Read { psn, rkey, .. } if let Some(reference) = self.grant(&response, env) => {
+                    (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
+                    header.flags = packet::REFERENCE;
+                    ext.extend_from_slice(&reference.to_bytes());
+                    granted = Some(rkey);
+                }
+                Response::Read { psn, rkey, addr, left, done, .. } => {
                     (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
                     let len = left.min(SEGMENT);
                     match self.read_source(&response, env) {
@@ -332,25 +342,22 @@ impl SoftQp {
                     }
                     let (psn, addr) = (psn.wrapping_add(1), addr + len as u64);
                     let (left, done) = (left - len, done + len);
-                    rest = (left > 0).then_some(Response::Read { psn, rkey, addr, left, done });
+                    let by_reference = false;
+                    rest = (left > 0).then_some(Response::Read { psn, rkey, addr, left, done, by_reference });
                 }
             }
             let link = self.link;
             let piece =
                 found.as_ref().map(|(memory, offset, len)| Piece { memory, offset: *offset, len: *len });
-            if !env.links.send(
-                link,
-                &header,
-                &ext[..words],
-                piece.as_slice(),
-                self.packets,
-                env.faults,
-                env.stats,
-            ) {
+            if !env.links.send(link, &header, &ext, piece.as_slice(), self.packets, env.faults, env.stats) {
                 break;
             }
             self.packets += 1;
             any = true;
+            if let Some(key) = granted {
+                self.resp.grants.add(key);
+                *env.copied = Some(Instant::now());
+            }
             match rest {
                 Some(rest) => self.resp.responses[0] = rest,
                 None => drop(self.resp.responses.pop_front()),
@@ -426,12 +433,14 @@ impl SoftQp {
             .remote(header.rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ)
             .map_err(Refusal::Remote)?;
         let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
+        let by_reference = header.flags & packet::REFERENCE != 0;
+        let asked = Response::Read { psn, rkey, addr, left, done: 0, by_reference };
         for response in &mut self.resp.responses {
             let Response::Read { psn: next, left: rest, .. } = *response else { continue };
             if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
                 // The same READ, requested again before its response is complete: one response is enough.
-                if ahead(psn, next) < 0 {
-                    *response = Response::Read { psn, rkey, addr, left, done: 0 };
+                if ahead(psn, next) < 0 || !by_reference {
+                    *response = asked;
                 }
                 return Ok(packets);
             }
@@ -439,7 +448,7 @@ impl SoftQp {
         if !self.resp.has_room_for_read() {
             return Err(invalid);
         }
-        self.resp.responses.push_back(Response::Read { psn, rkey, addr, left, done: 0 });
+        self.resp.responses.push_back(asked);
         Ok(packets)
     }
 
@@ -475,7 +484,7 @@ impl SoftQp {
         response: &Response,
         env: &Env<'_>,
     ) -> Result<Option<(Memory, usize)>, Syndrome> {
-        let &Response::Read { psn, rkey, addr, left, done } = response else {
+        let &Response::Read { psn, rkey, addr, left, done, .. } = response else {
             return Err(Syndrome::REM_OP_ERR);
         };
         // The region may have been deregistered since the request.

@@ -242,6 +242,9 @@ impl Bed {
         if random.one_in(60) {
             op = PacketOp(u8::try_from(random.below(16)).unwrap());
         }
+        if matches!(op, PacketOp::READ | PacketOp::READ_RESPONSE) && random.one_in(2) {
+            flags |= packet::REFERENCE;
+        }
         if random.one_in(8) {
             flags |= packet::IMM;
         }
@@ -267,7 +270,7 @@ impl Bed {
             PacketOp::ATOMIC_RESPONSE => ext.extend(7u64.to_le_bytes()),
             _ => {}
         }
-        if flags & packet::REFERENCE != 0 {
+        if flags & packet::REFERENCE != 0 && op != PacketOp::READ {
             let mut bytes: [u8; REFERENCE_BYTES] = Reference::to_host(self.payload.addr()).to_bytes();
             if random.one_in(2) {
                 bytes[random.below(REFERENCE_BYTES)] ^= 1 << random.below(8);
@@ -295,7 +298,9 @@ impl Bed {
 #[test]
 fn random_packets_do_not_break_the_hca() {
     bolero::check!().for_each(|input: &[u8]| {
-        let (random, mut bed, mut takes) = (&mut Random(input), Bed::new(), true);
+        let (random, mut takes) = (&mut Random(input), true);
+        let cma = random.of(&[CmaPolicy::Auto, CmaPolicy::From(1), CmaPolicy::Never]);
+        let mut bed = Bed::with(&SoftHcaConfig { cma, ..SoftHcaConfig::default() });
         while !random.0.is_empty() {
             if random.one_in(20) {
                 bed.send(random);
@@ -396,4 +401,73 @@ fn peer_that_takes_no_responses_costs_no_memory() {
         bed.push(&header, &[], 0);
         bed.step(false);
     }
+}
+
+/// An HCA whose READs take references.
+fn reading_bed() -> Bed {
+    Bed::with(&SoftHcaConfig { cma: CmaPolicy::From(1), ..SoftHcaConfig::default() })
+}
+
+#[test]
+fn references_in_read_responses_end_with_their_region() {
+    let mut bed = reading_bed();
+    let (addr, rkey) = (bed.mr.memory().addr().to_le_bytes(), bed.mr.rkey());
+    let is_grant =
+        |header: &Header| header.op == PacketOp::READ_RESPONSE && header.flags & packet::REFERENCE != 0;
+    let read = |bed: &mut Bed, flags| {
+        let mut header = bed.header(PacketOp::READ, bed.expected);
+        (header.flags, header.rkey, header.len) = (flags, rkey, 100);
+        bed.push(&header, &addr, 0);
+        bed.expected += 1;
+        bed.step(true)
+    };
+    let revoked =
+        |bed: &mut Bed| bed.step(true).iter().filter(|header| header.op == PacketOp::REVOKE).count();
+    assert!(!read(&mut bed, 0).iter().any(is_grant), "only who asks gets a reference");
+    assert!(read(&mut bed, packet::REFERENCE).iter().any(is_grant));
+    // Of another region, which nobody reads.
+    let other = bed.hca.reg_mr(1, &bed.payload, Access::all()).unwrap();
+    bed.hca.dereg_mr(other);
+    assert_eq!(revoked(&mut bed), 0);
+    // As when its last handle is dropped.
+    bed.hca.dereg_mr(MrKeys { lkey: bed.mr.lkey(), rkey, is_staged: false });
+    assert_eq!(revoked(&mut bed), 1);
+    let refused = |header: &Header| header.op == PacketOp::NAK && header.code == Syndrome::REM_ACCESS_ERR.0;
+    assert!(read(&mut bed, packet::REFERENCE).iter().any(refused));
+    bed.again(1);
+}
+
+#[test]
+fn revoked_read_is_asked_for_again() {
+    let mut bed = reading_bed();
+    let (bytes, psn) = (vec![7; 100], bed.qp.address().psn);
+    bed.payload.write(0, &bytes).unwrap();
+    let (id, sges) = (bed.id(), [bed.mr.sge(0, 100).unwrap()]);
+    let remote = bed.mr.remote(0).unwrap();
+    bed.qp.post_send(&[SendWr::read(remote, &sges).id(id)]).unwrap();
+    let asked = |bed: &mut Bed| {
+        let is_read = |header: &Header| header.op == PacketOp::READ && header.flags & packet::REFERENCE != 0;
+        bed.step(true).iter().filter(|header| is_read(header)).count()
+    };
+    assert_eq!(asked(&mut bed), 1);
+    let mut grant = bed.header(PacketOp::READ_RESPONSE, psn);
+    grant.flags = packet::REFERENCE;
+    let reference = Reference::to_host(bed.payload.host_addr(0).unwrap()).to_bytes();
+    let revoke = bed.header(PacketOp::REVOKE, 0);
+    // Both are there before the copy begins.
+    let mut core = bed.hca.shared.core.lock();
+    for (header, body) in [(&grant, &reference[..]), (&revoke, &[])] {
+        assert!(bed.ends.tx.try_push(&header.to_bytes(), body, &[]).unwrap());
+    }
+    core.step(&bed.hca.shared.doorbells);
+    drop(core);
+    assert_eq!(asked(&mut bed), 1);
+    assert!(bed.qp.poll_send().is_none(), "a READ completed by a reference that was revoked");
+    bed.push(&grant, &reference, 0);
+    bed.step(true);
+    let wc = bed.qp.poll_send().unwrap();
+    assert_eq!((wc.wr_id, wc.syndrome, wc.byte_len), (id, None, 100));
+    assert_eq!(bed.mr.memory().to_vec()[..101], [&bytes[..], &[0xc5]].concat());
+    bed.posted.remove(&id);
+    bed.again(1);
 }

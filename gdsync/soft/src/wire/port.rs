@@ -31,7 +31,7 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, user};
 
 /// First bytes of a greeting: protocol and version.
-const MAGIC: &[u8; 8] = b"gdswire5";
+const MAGIC: &[u8; 8] = b"gdswire6";
 /// Bytes of a greeting: magic, GID of the receiver, GID of the sender, job secret (0 if none).
 const GREETING: usize = 48;
 /// Bytes of the shared memory file: the rings of both directions.

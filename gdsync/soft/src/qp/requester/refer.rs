@@ -26,7 +26,7 @@ use mlx5_ring::{DataSeg, DecodedOp, DecodedPayload};
 const WINDOW: usize = 8;
 /// Maximum refused regions per kind. Beyond it no reference of that kind is sent.
 const MAX_REFUSED: usize = 64;
-/// How long a WITHDRAW waits for room on the link.
+/// How long a WITHDRAW or REVOKE waits for room on the link.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A region sent by reference.
@@ -59,7 +59,7 @@ pub(super) struct References {
     is_unreadable: bool,
     /// References were withdrawn.
     withdrawn: bool,
-    /// Since when the WITHDRAW waits for room.
+    /// Since when a WITHDRAW or REVOKE waits for room.
     leaving: Option<Instant>,
 }
 
@@ -278,24 +278,28 @@ impl SoftQp {
     /// Withdraws references that the peer may still be copying. Returns false while the link has no room.
     pub(crate) fn withdraw(&mut self, env: &mut Env<'_>) -> bool {
         let may_be_copied = self.req.pending.iter().any(Pending::may_be_copied);
-        let references = &mut self.req.references;
-        let Some(remote) = self.remote.filter(|_| may_be_copied && !references.withdrawn) else {
-            references.leaving = None;
-            return true;
-        };
-        let header = Header::new(PacketOp::WITHDRAW, remote.qpn, self.rings.qpn, self.psn);
+        let is_due = may_be_copied && !self.req.references.withdrawn;
+        let is_done = !is_due || self.take_back(PacketOp::WITHDRAW, env);
+        self.req.references.withdrawn |= is_due && is_done;
+        is_done
+    }
+
+    /// Sends a WITHDRAW or REVOKE. Returns false while the link has no room, up to [`TIMEOUT`].
+    pub(crate) fn take_back(&mut self, op: PacketOp, env: &mut Env<'_>) -> bool {
+        let Some(remote) = self.remote else { return true };
+        let header = Header::new(op, remote.qpn, self.rings.qpn, self.psn);
+        let leaving = &mut self.req.references.leaving;
         if !env.faults.is_dead() && !env.links.withdraw(self.link, &header) {
-            let since = *references.leaving.get_or_insert_with(Instant::now);
-            if since.elapsed() < TIMEOUT {
+            if leaving.get_or_insert_with(Instant::now).elapsed() < TIMEOUT {
                 return false;
             }
             tracing::warn!(
                 qpn = self.rings.qpn,
-                "the peer receives no packets and may complete a message whose send failed"
+                "the peer receives no packets and may complete a message whose send failed, or a READ of memory that \
+                 is no longer registered"
             );
         }
-        references.withdrawn = true;
-        references.leaving = None;
+        *leaving = None;
         true
     }
 }

@@ -85,7 +85,9 @@ impl SoftQp {
         };
         let reads = self.req.reads;
         let is_read = matches!(kind, Kind::Read | Kind::Atomic);
-        if (is_read && reads >= self.req.max_reads.max(1)) || (wqe.ctrl.fence() && reads > 0) {
+        let fetch = self.fetch_for(&op, wqe, len, env);
+        let is_behind = fetch.is_none() && self.is_behind_fetch(kind);
+        if (is_read && reads >= self.req.max_reads.max(1)) || (wqe.ctrl.fence() && reads > 0) || is_behind {
             return Admit::Stall;
         }
         env.stats.wqes += 1;
@@ -108,6 +110,7 @@ impl SoftQp {
             done: 0,
             referred,
             reference_sent: false,
+            fetch,
             copies: Vec::new(),
             error: error.or(env.faults.next_send()),
         };
@@ -200,6 +203,7 @@ impl SoftQp {
                     header.op = PacketOp::READ;
                     header.rkey = remote.rkey;
                     header.len = u32::try_from(len - offset).expect("messages are at most 1 GiB");
+                    header.flags |= if p.fetch.is_some() { packet::REFERENCE } else { 0 };
                     ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
                     step = packets - p.sent;
                     Ok(())

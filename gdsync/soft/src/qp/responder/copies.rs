@@ -24,7 +24,7 @@ use super::{Arrival, Refusal, Responder, Response};
 use crate::links::{Body, Links};
 use crate::packet::{self, Header, PacketOp, REFERENCE_BYTES, Reference, ahead, segments};
 use crate::qp::requester::Reason;
-use crate::qp::{Env, SoftQp};
+use crate::qp::{Env, PIECE, SoftQp};
 use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Access, QpState};
@@ -86,7 +86,7 @@ impl Message {
 
     /// Whether a message whose copy ended at `drained` can no longer be withdrawn.
     fn may_complete(&self, drained: u64, links: &Links) -> bool {
-        self.link.is_none_or(|link| drained < links.drained(link) || links.is_down(link))
+        self.link.is_none_or(|link| links.has_drained_since(link, drained))
     }
 
     fn is_over(&self) -> bool {
@@ -218,6 +218,11 @@ impl Responder {
         self.copies.closed = true;
         self.cancel();
         self.copies.list.iter().filter(|m| !m.is_over()).map(|m| m.ticket.clone()).collect()
+    }
+
+    /// Whether nothing is received any more.
+    pub(super) fn is_closed(&self) -> bool {
+        self.copies.closed
     }
 
     pub(crate) fn cancel(&mut self) {
@@ -365,7 +370,7 @@ impl SoftQp {
 
     /// Advances cross-memory attach and records finished copies. Returns whether a read advanced.
     pub(crate) fn poll_copies(&mut self, env: &mut Env<'_>) -> bool {
-        let any = self.step_cma();
+        let any = self.step_cma() | self.step_fetch(env);
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
             message.state = match message.ticket.status() {
                 Status::Pending => continue,
@@ -455,9 +460,6 @@ impl SoftQp {
         any
     }
 }
-
-/// Bytes per step: 20 to 50 us under the HCA's lock.
-const PIECE: usize = 512 << 10;
 
 /// A cross-memory attach read (`process_vm_readv`), a piece per HCA step.
 ///
