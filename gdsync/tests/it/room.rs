@@ -7,7 +7,7 @@ use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{QpBuilder, RecvWr, SendWr};
 
 use crate::common::{PATIENCE, Side, assert_clean, gate, pair, stream, tier};
-use crate::place::{Site, sites};
+use crate::place::sites;
 
 fn small(q: QpBuilder) -> QpBuilder {
     q.max_send_wr(4).max_recv_wr(4)
@@ -30,7 +30,7 @@ fn stream_loop_waits_for_room_in_stream_and_queues() {
         for i in 0..rounds() {
             a.qp.wait_send_room(1, PATIENCE).unwrap();
             b.qp.wait_recv_room(1, PATIENCE).unwrap();
-            b.qp.post_recv(&[RecvWr { wr_id: i, sges: &[] }]).unwrap();
+            b.qp.post_recv(&[RecvWr::new(&[]).id(i)]).unwrap();
             let mut batch = Batch::new();
             batch.send(&a.qp, &SendWr::send(&[]).id(i)).unwrap();
             batch.wait_send(&a.qp).unwrap();
@@ -106,7 +106,7 @@ fn full_queue_is_told_at_the_end_of_the_time() {
     all.wait_all_sends(&a.qp).unwrap();
     s.submit(&mut all).unwrap();
     a.qp.wait_send_room(4, PATIENCE).unwrap();
-    while b.qp.post_recv(&[RecvWr { wr_id: 0, sges: &[] }]).is_ok() {}
+    while b.qp.post_recv(&[RecvWr::new(&[])]).is_ok() {}
     let full = b.qp.wait_recv_room(1, short).unwrap_err();
     assert!(full.to_string().contains("Qp::wait_recv_room, or raise QpBuilder::max_recv_wr"), "{full}");
     for more in [a.qp.wait_send_room(1000, PATIENCE), a.qp.wait_recv_room(1000, PATIENCE)] {
