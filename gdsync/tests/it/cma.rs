@@ -115,8 +115,8 @@ fn reads_to_the_same_bytes_are_done_in_order() {
     let (a, b) = pair(CmaPolicy::From(1000));
     for round in 0..20 {
         let lens = [BIG, 70_000, 999, BIG / 2, 1001, 8];
-        for (id, len) in (0..).zip(lens) {
-            read(&b, id, a.mr.remote(id as usize + round).unwrap(), 0, len);
+        for (i, len) in lens.into_iter().enumerate() {
+            read(&b, i as u64, a.mr.remote(i + round).unwrap(), 0, len);
         }
         (0..6).for_each(|id| ok(&sent(&b), id));
         let mut expected = vec![0; BIG];

@@ -337,7 +337,9 @@ fn dropped_stream_finishes_its_work() {
         drop(stream);
         post_recvs(&b, 1, &[]);
         b.qp.post_send(&[SendWr::send(&[])]).unwrap();
-        [b.qp.send_cq(), b.qp.recv_cq()].map(|cq| cq.wait(PATIENCE).unwrap().ok().unwrap());
+        for cq in [b.qp.send_cq(), b.qp.recv_cq()] {
+            cq.wait(PATIENCE).unwrap().ok().unwrap();
+        }
         // The stream has taken what it waited for, and given the queue pair back.
         until(|| !a.qp.is_awaited());
         a.qp.check().unwrap();
