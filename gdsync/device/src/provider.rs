@@ -352,9 +352,9 @@ pub struct HcaStats {
     pub retransmissions: u64,
     /// Messages whose payload a copy engine moved.
     pub by_reference: u64,
-    /// Messages whose payload the CPU read in the sender's process, by cross-memory attach.
+    /// Messages and READs whose payload the CPU read in the peer's process, by cross-memory attach.
     pub by_cma: u64,
-    /// References that the receiver could not follow, so the payload was sent.
+    /// References that this side could not follow, so the payload was sent.
     pub references_refused: u64,
     /// Messages that found no receive.
     pub rnr_naks: u64,

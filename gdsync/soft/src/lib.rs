@@ -31,7 +31,7 @@
 //! | payload | path |
 //! |---|---|
 //! | up to 4 KiB, or from host memory | packets; the CPU reads and writes through the mapping |
-//! | host to host, 64 KiB and more, one buffer | cross-memory attach (CMA): the receiver's CPU reads the sender's process, see below |
+//! | host to host, 64 KiB and more: messages of one buffer, READs | cross-memory attach (CMA): the CPU of the receiver, or of the requester of the READ, reads the other process, see below |
 //! | from GPU memory, [`SoftHcaConfig::by_reference`] bytes and more, one buffer | by reference: one packet names the payload, a copy engine of the receiver's GPU fetches it, over NVLink or through CUDA IPC (GPUDirect v2) |
 //! | other payload from GPU memory; receivers that cannot follow a reference; READ responses | staged: a copy engine copies chunks to pinned host memory, packets are cut from there (GPUDirect v1) |
 //! | into GPU memory without a mapping | packets go to pinned host memory, a copy engine copies them on |
@@ -59,6 +59,11 @@
 //! such message with a NAK, and the sender sends the bytes of this and all later ones. Nothing fails; the log records it
 //! at `debug`. A random mark in the process's memory proves that it is the peer. The receiver checks lengths and keys
 //! first, as for packets, reads at most 512 KiB per step, and completes nothing that the sender has withdrawn.
+//!
+//! A READ works the same way round: the responder checks key, right and range, then answers with a reference, and the
+//! requester copies. Deregistering the region and the end of the queue pair revoke the reference by a packet first. The
+//! requester completes the READ only after it has received everything sent before the end of its copy; if a revocation is
+//! among it, it asks again.
 //!
 //! # Peers
 //!

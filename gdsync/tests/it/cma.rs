@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 use crate::by_reference::{Ask, REFUSED, ok, refusal};
 use crate::child::{Peer, meet_parent, role};
 use crate::common::{
-    Side, assert_clean, bytes, connect, is_device_named, pattern, receive, received, send, sent, until,
-    wrong_key,
+    PATIENCE, Side, assert_clean, bytes, connect, is_device_named, pattern, receive, received, send, sent,
+    until, wrong_key,
 };
 use gdsync::hca::{CmaPolicy, FaultPlan, SoftHcaConfig};
 use gdsync::mlx5::{RemoteAddr, Syndrome};
@@ -60,8 +60,9 @@ fn child() {
         },
     };
     for id in 0.. {
-        side.qp.post_send(&[wr.id(id)]).unwrap();
-        if sent(&side).syndrome.is_some() {
+        // Until the parent leaves.
+        let done = side.qp.post_send(&[wr.id(id)]).and_then(|_| side.qp.send_cq().wait(PATIENCE));
+        if done.is_err() || done.is_ok_and(|wc| wc.syndrome.is_some()) {
             break;
         }
     }

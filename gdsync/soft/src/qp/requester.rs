@@ -401,7 +401,7 @@ impl SoftQp {
             syndrome => {
                 let allowed = [Syndrome::REM_INV_REQ_ERR, Syndrome::REM_ACCESS_ERR, Syndrome::REM_OP_ERR];
                 let known = allowed.into_iter().find(|known| known.0 == syndrome);
-                self.fail_at(psn, known.unwrap_or(Syndrome::BAD_RESP_ERR));
+                self.fail_at(self.first_revoked(psn), known.unwrap_or(Syndrome::BAD_RESP_ERR));
             }
         }
     }

@@ -434,13 +434,14 @@ impl SoftQp {
             .map_err(Refusal::Remote)?;
         let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
         let by_reference = header.flags & packet::REFERENCE != 0;
-        let asked = Response::Read { psn, rkey, addr, left, done: 0, by_reference };
         for response in &mut self.resp.responses {
-            let Response::Read { psn: next, left: rest, .. } = *response else { continue };
+            let Response::Read { psn: next, left: rest, done, .. } = *response else { continue };
             if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
                 // The same READ, requested again before its response is complete: one response is enough.
                 if ahead(psn, next) < 0 || !by_reference {
-                    *response = asked;
+                    // Bytes, once some were sent.
+                    let by_reference = by_reference && done == 0;
+                    *response = Response::Read { psn, rkey, addr, left, done: 0, by_reference };
                 }
                 return Ok(packets);
             }
@@ -448,7 +449,7 @@ impl SoftQp {
         if !self.resp.has_room_for_read() {
             return Err(invalid);
         }
-        self.resp.responses.push_back(asked);
+        self.resp.responses.push_back(Response::Read { psn, rkey, addr, left, done: 0, by_reference });
         Ok(packets)
     }
 

@@ -96,6 +96,13 @@ impl SoftQp {
         }
     }
 
+    /// The PSN that fails when the responder refuses `psn`: it is in ERR then, and answers no READ again whose reference it
+    /// revoked.
+    pub(super) fn first_revoked(&self, psn: u32) -> u32 {
+        let is_revoked = |p: &&Pending| p.fetch.is_some() && !p.is_done() && ahead(psn, p.psn) > 0;
+        self.req.pending.iter().find(is_revoked).map_or(psn, |p| p.psn)
+    }
+
     /// Copies a piece for the oldest READ by reference. Returns whether there was one.
     pub(crate) fn step_fetch(&mut self, env: &mut Env<'_>) -> bool {
         let is_next = |p: &Pending| matches!(p.fetch, Some(Fetch::Copy { .. })) && p.error.is_none();

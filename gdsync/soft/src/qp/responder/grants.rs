@@ -52,9 +52,11 @@ impl SoftQp {
         if !matches!(self.state, QpState::RTR | QpState::RTS) || self.resp.is_closed() {
             return None;
         }
-        let is_long = env.cma.threshold().is_some_and(|least| left >= least);
+        // Memory that copy engines read is staged.
+        let is_suited =
+            env.cma.threshold().is_some_and(|least| left >= least) && env.keys.export(rkey).is_none();
         let place = env.keys.remote(rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ);
-        let (memory, offset) = place.ok().filter(|_| is_long)?;
+        let (memory, offset) = place.ok().filter(|_| is_suited)?;
         memory.host_addr(offset).map(Reference::to_host)
     }
 
