@@ -37,15 +37,11 @@ pub(crate) struct Options {
     output: Output,
 }
 
-/// Sizes that are pinned and mapped, bytes.
-const PIN_SIZES: [usize; 5] = [4 << 10, 64 << 10, 2 << 20, 64 << 20, 1 << 30];
 /// Not among the single paths that ratios compare with.
 const PLANNER: &str = "planner";
 const BARE: &str = "bare word";
 
 struct Bench {
-    gdr: Gdr,
-    device: i32,
     mapping: Mapping,
     cuda: Option<Cuda>,
     planner: Planner,
@@ -67,16 +63,13 @@ impl Options {
             planner: Planner::calibrate(&gdr, self.device)?,
             mapping: buffer.map()?,
             cuda: gpu.is_some().then(|| Cuda::new(self.device, buffer.addr())).transpose()?,
-            device: self.device,
             each: Duration::from_millis(self.each_ms),
             sheet: sheet.into(),
-            gdr,
             max,
         };
         bench.paths(Direction::ToGpu)?;
         bench.paths(Direction::FromGpu)?;
-        bench.pins()?;
-        let Bench { gdr, planner, sheet, .. } = bench;
+        let Bench { planner, sheet, .. } = bench;
         let device = gpu.map_or("no GPU".into(), |gpu| format!("{} at {}", gpu.name, gpu.pci));
         let sheet = sheet.into_inner();
         let plan = |direction| -> Vec<_> {
@@ -180,20 +173,6 @@ impl Bench {
             let by_cpu = planner.way(direction, bytes) == Way::Cpu;
             paths.push(if by_cpu { quick_to_gpu(direction, planned) } else { planned });
             self.measure(name(direction), bytes, paths)?;
-        }
-        Ok(())
-    }
-
-    fn pins(&self) -> Result<()> {
-        for bytes in PIN_SIZES {
-            let buffer = self.gdr.alloc(self.device, bytes)?;
-            let pin = buffer.pin()?;
-            let paths = vec![
-                Path::new("pin, unpin", |_: &mut [u8]| Ok(buffer.pin()?.unpin()?)),
-                Path::new("map, unmap", |_: &mut [u8]| Ok(pin.map()?.unmap()?)),
-                Path::new("pin, map, unmap, unpin", |_: &mut [u8]| Ok(buffer.map()?.unmap()?)),
-            ];
-            self.measure("pins", bytes, paths)?;
         }
         Ok(())
     }

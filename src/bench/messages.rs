@@ -251,17 +251,18 @@ impl<'a> Windows<'a> {
 /// Calls that are timed together.
 const BURST: usize = 64;
 
-/// Times of the calls.
-#[derive(Default)]
-struct Times([Samples; 5]);
-
 const NAMES: [&str; 5] =
     ["post a receive", "post a send", "complete an arrived receive", "start a put", "start a get"];
 
-impl Times {
-    fn add(&mut self, call: usize, start: Instant) {
-        self.0[call].add_mean(start.elapsed(), BURST as u64);
-    }
+/// Times of the calls, in this order.
+type Times = [Samples; NAMES.len()];
+
+/// Times calls together.
+fn burst(samples: &mut Samples, call: impl FnMut(usize) -> Result<()>) -> Result<()> {
+    let start = Instant::now();
+    (0..BURST).try_for_each(call)?;
+    samples.add_mean(start.elapsed(), BURST as u64);
+    Ok(())
 }
 
 /// A queue pair without the messaging layer.
@@ -290,36 +291,33 @@ impl Bare {
     }
 
     fn round(&self, comm: &Communicator, times: &mut Times, timeout: Duration) -> Result<()> {
-        let start = Instant::now();
-        for _ in 0..BURST {
+        let [receive, send, complete, put, get] = times;
+        burst(receive, |_| {
             self.qp.post_recv(&[RecvWr::new(&[self.mr.sge(0, 8)?])])?;
-        }
-        times.add(0, start);
-        self.posts(comm, (1, times), timeout, |sges| SendWr::send(sges))?;
+            Ok(())
+        })?;
+        self.posts(comm, send, timeout, |sges| SendWr::send(sges))?;
         // All messages have arrived.
-        let start = Instant::now();
-        take(timeout, || self.qp.poll_recv())?;
-        times.add(2, start);
-        self.posts(comm, (3, times), timeout, |sges| SendWr::write(self.remote, sges))?;
-        self.posts(comm, (4, times), timeout, |sges| SendWr::read(self.remote, sges))
+        burst(complete, |_| take(timeout, || self.qp.poll_recv()))?;
+        self.posts(comm, put, timeout, |sges| SendWr::write(self.remote, sges))?;
+        self.posts(comm, get, timeout, |sges| SendWr::read(self.remote, sges))
     }
 
     fn posts(
         &self,
         comm: &Communicator,
-        (call, times): (usize, &mut Times),
+        samples: &mut Samples,
         timeout: Duration,
         request: impl for<'a> Fn(&'a [Sge]) -> SendWr<'a>,
     ) -> Result<()> {
         by_turns(comm, timeout, || {
-            let start = Instant::now();
-            for _ in 0..BURST {
+            burst(samples, |_| {
                 self.qp.post_send(&[request(&[self.mr.sge(8, 8)?])])?;
-            }
-            times.add(call, start);
+                Ok(())
+            })?;
             // As mp waits: a wait hands the device to the service thread, which slows the next burst.
             self.qp.wait_all_sends(timeout)?;
-            take(timeout, || self.qp.poll_send())
+            (0..BURST).try_for_each(|_| take(timeout, || self.qp.poll_send()))
         })
     }
 }
@@ -337,18 +335,19 @@ fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Re
 }
 
 fn take(timeout: Duration, poll: impl Fn() -> Option<Wc>) -> Result<()> {
-    let deadline = Instant::now() + timeout;
-    for _ in 0..BURST {
-        let wc = loop {
-            match poll() {
-                Some(wc) => break wc,
-                None if Instant::now() > deadline => return Err("no completion came".into()),
-                None => {}
+    let mut start = None;
+    loop {
+        match poll() {
+            Some(wc) => {
+                wc.ok()?;
+                return Ok(());
             }
-        };
-        wc.ok()?;
+            None if start.get_or_insert_with(Instant::now).elapsed() > timeout => {
+                return Err("no completion came".into());
+            }
+            None => {}
+        }
     }
-    Ok(())
 }
 
 fn round(
@@ -357,36 +356,33 @@ fn round(
     times: &mut Times,
     timeout: Duration,
 ) -> Result<()> {
-    let peer = 1 - comm.rank();
+    let ([receive, send, complete, put, get], peer) = (times, 1 - comm.rank());
     let mut received = Vec::with_capacity(BURST);
-    let start = Instant::now();
-    for n in 0..BURST {
+    burst(receive, |n| {
         received.push(comm.irecv(buffer, 16 + 8 * n..24 + 8 * n, peer)?);
-    }
-    times.add(0, start);
-    starts(comm, (1, times), timeout, || comm.isend(buffer, 8..16, peer))?;
-    let start = Instant::now();
-    for receive in &received {
-        comm.wait(receive, timeout)?;
-    }
-    times.add(2, start);
-    starts(comm, (3, times), timeout, || window.iput(buffer, 8..16, peer, 0))?;
-    starts(comm, (4, times), timeout, || window.iget(buffer, 8..16, peer, 0))
+        Ok(())
+    })?;
+    starts(comm, send, timeout, || comm.isend(buffer, 8..16, peer))?;
+    burst(complete, |n| {
+        comm.wait(&received[n], timeout)?;
+        Ok(())
+    })?;
+    starts(comm, put, timeout, || window.iput(buffer, 8..16, peer, 0))?;
+    starts(comm, get, timeout, || window.iget(buffer, 8..16, peer, 0))
 }
 
 fn starts(
     comm: &Communicator,
-    (call, times): (usize, &mut Times),
+    samples: &mut Samples,
     timeout: Duration,
     start_one: impl Fn() -> mp::Result<Request>,
 ) -> Result<()> {
     by_turns(comm, timeout, || {
         let mut started = Vec::with_capacity(BURST);
-        let start = Instant::now();
-        for _ in 0..BURST {
+        burst(samples, |_| {
             started.push(start_one()?);
-        }
-        times.add(call, start);
+            Ok(())
+        })?;
         comm.wait_all(&started, timeout)?;
         Ok(())
     })
@@ -404,7 +400,7 @@ fn calls(comm: &Communicator, rounds: u32, timeout: Duration, sheet: &mut Sheet)
     }
     window.destroy(timeout)?;
     for (name, times) in [("gdsync", theirs), ("mp", ours)] {
-        for (call, samples) in NAMES.into_iter().zip(&times.0) {
+        for (call, samples) in NAMES.into_iter().zip(&times) {
             sheet.add_point(CALLS, name, "call", Unit::Micros, Point::time(call, samples, 1));
         }
     }
