@@ -1,7 +1,7 @@
 //! `gdasync doctor`: what works on this machine, what does not, why it matters and what to do.
 //!
-//! Probes try things rather than compare versions. What may block or crash (CUDA, libibverbs) runs in separate processes, in
-//! parallel, with a deadline. Nothing needs root, and nothing is changed.
+//! Probes try things rather than compare versions. What may block or crash (CUDA, libibverbs) runs in separate processes,
+//! each with a deadline. Nothing needs root, and nothing is changed.
 //!
 //! [`Doctor::run`] exits with 0 where nothing failed, 1 where something that is there does not work, 2 for wrong
 //! options and output that cannot be written.
@@ -142,11 +142,10 @@ impl Doctor {
         Report { machine: Description::here(), probes, conclusion }
     }
 
-    /// Starts all probing processes, then collects their answers.
+    /// Asks the probing processes. Those that use GPUs run one after the other: a GPU may be for one process at a time.
     fn machine(&self, asks: &[Live], limit: Duration) -> Machine {
         let ask = |what: Live| asks.contains(&what).then(|| ProbeProcess::this_program(what, limit));
-        let (cuda, mapping) = (ask(Live::Cuda), ask(Live::Mapping));
-        let (verbs, choice) = (ask(Live::Verbs), ask(Live::Choice));
+        let verbs = ask(Live::Verbs);
         Machine {
             system: System::at(&self.root),
             limits: Limits::here(),
@@ -154,10 +153,10 @@ impl Doctor {
             environment: std::env::vars_os()
                 .map(|(name, value)| (lossy(name), lossy(value)))
                 .collect::<BTreeMap<_, _>>(),
-            cuda: answer(cuda),
-            mapping: answer(mapping),
+            cuda: answer(ask(Live::Cuda)),
+            mapping: answer(ask(Live::Mapping)),
+            choice: answer(ask(Live::Choice)),
             verbs: answer(verbs),
-            choice: answer(choice),
         }
     }
 }

@@ -7,10 +7,8 @@ mod cuda;
 mod devices;
 
 use std::cell::RefCell;
-use std::io::{BufRead, BufReader, ErrorKind, Write};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr, UnixListener};
-use std::os::unix::process::{ExitStatusExt, parent_id};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread::{self, sleep};
@@ -25,7 +23,6 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 pub(super) use crate::nvml::Bar1;
-use cuda::attribute::{COMPUTE_MODE, EXCLUSIVE};
 #[cfg(test)]
 pub(super) use cuda::explore;
 pub(super) use cuda::{CudaFacts, GpuFacts, attribute};
@@ -205,40 +202,17 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// How long a GPU may take to be free when the process that used it has ended.
 const RELEASE: Duration = Duration::from_millis(500);
 
-/// Waits for the turn of this process where a GPU lets only one use it. It ends with what is returned, or with the process.
-///
-/// The parent ends processes that wait too long.
-pub(super) fn lock_exclusive_gpus(api: &Api) -> Option<UnixListener> {
-    let mut count = 0;
-    // SAFETY: a place for the answer.
-    unsafe { api.device_get_count(&mut count) }.ok()?;
-    (0..count).find(|device| {
-        let mut mode = 0;
-        // SAFETY: a place for the answer; the driver checks the numbers.
-        unsafe { api.device_get_attribute(&mut mode, COMPUTE_MODE, *device) }.is_ok() && mode == EXCLUSIVE
-    })?;
-    // An abstract name: released when the process ends, and the same for all processes of one doctor.
-    let name = SocketAddr::from_abstract_name(format!("gdasync-doctor-{}", parent_id())).ok()?;
-    loop {
-        match UnixListener::bind_addr(&name) {
-            Err(error) if error.kind() == ErrorKind::AddrInUse => sleep(PAUSE),
-            turn => return turn.ok(),
-        }
-    }
-}
-
-/// The same for a process that is going to use GPU 0 by other means than `api`.
-fn lock_first_gpu() -> Option<UnixListener> {
-    let api = Api::load().ok()?;
-    // SAFETY: no flags are defined.
-    unsafe { api.init(0) }.ok()?;
-    let turn = lock_exclusive_gpus(&api)?;
+/// Waits until GPU 0 is free, for a process that is going to use it by other means.
+fn await_first_gpu() {
+    let Ok(api) = Api::load() else { return };
     let mut device = 0;
+    // SAFETY: no flags are defined.
+    let started = unsafe { api.init(0) };
     // SAFETY: a place for the answer.
-    unsafe { api.device_get(&mut device, 0) }.ok()?;
-    // Later calls in this process get the same context, or the same error.
-    let _ = retain(&api, device);
-    Some(turn)
+    if started.is_ok() && unsafe { api.device_get(&mut device, 0) }.is_ok() {
+        // Later calls in this process get the same context, or the same error.
+        let _ = retain(&api, device);
+    }
 }
 
 /// The primary context of a device, also where the process before this one is still ending.

@@ -83,7 +83,7 @@ fn healthy(tree: &Tree) -> Machine {
             wire: "RoCE v2".into(),
             not_direct: None,
         }),
-        limits: Limits { memlock: None, ipc_lock: false, beyond: None },
+        limits: Limits { memlock: None, is_lifted: false },
         is_root: false,
         environment: BTreeMap::new(),
     }

@@ -14,7 +14,7 @@ use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::cuda::sysfs_address;
 use serde::{Deserialize, Serialize};
 
-use super::{Reporter, is_taken, lock_exclusive_gpus, retain};
+use super::{Reporter, is_taken, retain};
 use crate::nvml::{Bar1, Nvml};
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
@@ -72,6 +72,7 @@ pub(in crate::doctor) mod attribute {
 
     /// Of [`COMPUTE_MODE`]: `CU_COMPUTEMODE_PROHIBITED`, `CU_COMPUTEMODE_EXCLUSIVE_PROCESS`.
     pub(in crate::doctor) const PROHIBITED: i32 = 2;
+    #[cfg(test)]
     pub(in crate::doctor) const EXCLUSIVE: i32 = 3;
 }
 
@@ -110,7 +111,6 @@ pub(in crate::doctor) fn explore(api: &Api, reporter: &Reporter, patience: Durat
     facts.count = Some(count.as_ref().copied().map_err(text));
     reporter.facts(&facts);
     let count = count.unwrap_or(0);
-    let _lock = lock_exclusive_gpus(api);
     reporter.step("loading NVML");
     let nvml = Nvml::load();
     for ordinal in 0..count {

@@ -13,7 +13,7 @@ use rdma_core_sys::verbs::{ibv_context, ibv_device};
 use rdma_core_sys::{Mlx5, Verbs};
 use serde::{Deserialize, Serialize};
 
-use super::{Reporter, lock_first_gpu};
+use super::{Reporter, await_first_gpu};
 
 /// The result of each backend; those not reached are missing.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -32,7 +32,7 @@ pub(in crate::doctor) struct Backend {
 pub(super) fn probe_mapping(reporter: &Reporter) {
     let mut facts = MappingFacts::default();
     reporter.step("cuInit");
-    let _lock = lock_first_gpu();
+    await_first_gpu();
     for kind in BackendKind::ALL.into_iter().filter(|kind| *kind != BackendKind::Host) {
         reporter.step(format!("mapping GPU memory by {kind}"));
         let outcome = attempt(kind);
@@ -200,7 +200,7 @@ pub(in crate::doctor) enum Route {
 pub(super) fn probe_choice(reporter: &Reporter) {
     let mut facts = ChoiceFacts::default();
     reporter.step("opening GPU 0");
-    let _lock = lock_first_gpu();
+    await_first_gpu();
     let gpu = Gpu::open(0);
     facts.gpu = Some(match &gpu {
         Ok(gpu) => Ok(gpu.pci_address().unwrap_or_default().to_owned()),

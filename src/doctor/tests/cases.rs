@@ -198,10 +198,7 @@ pub(super) const NETWORK: &[Case] = &[
     ("hardly any memory may be locked", |_, machine| machine.limits.memlock = Some(64 << 10)),
     ("little memory may be locked", |_, machine| machine.limits.memlock = Some(8 << 20)),
     ("a capability that lifts the limit", |_, machine| {
-        machine.limits = Limits { memlock: Some(64 << 10), ipc_lock: true, beyond: Some(true) }
-    }),
-    ("a capability without effect", |_, machine| {
-        machine.limits = Limits { memlock: Some(64 << 10), ipc_lock: true, beyond: Some(false) }
+        machine.limits = Limits { memlock: Some(64 << 10), is_lifted: true }
     }),
     ("an IOMMU that translates", |tree, _| {
         tree.write("sys/bus/pci/devices/0000:04:00.0/iommu_group/type", "DMA-FQ");

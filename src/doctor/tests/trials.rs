@@ -7,7 +7,7 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdsync_testkit::driver::{Control, api};
 
-use super::super::live::{Answer, CudaFacts, Reporter, attribute, explore, lock_exclusive_gpus};
+use super::super::live::{Answer, CudaFacts, Reporter, attribute, explore};
 use super::super::probe::{Probe, Status};
 use super::cases::Tree;
 use super::{all, healthy};
@@ -98,21 +98,6 @@ fn exclusive_gpu_is_awaited_and_not_called_broken() {
     let run: Vec<_> = said.iter().filter(|probe| probe.name == "gpu.memop_run").collect();
     assert!(run.len() == 2 && run.iter().all(|probe| probe.status == Status::Warn), "{run:#?}");
     assert!(said.iter().all(|probe| probe.status != Status::Fail), "{said:#?}");
-}
-
-#[test]
-fn exclusive_gpus_are_used_by_one_process_at_a_time() {
-    let control = Control::take();
-    assert!(lock_exclusive_gpus(&api()).is_none(), "any number of processes may use a GPU as it comes");
-    control.attribute(1, attribute::COMPUTE_MODE, attribute::EXCLUSIVE);
-    let first = lock_exclusive_gpus(&api()).expect("nobody else has it");
-    let (send, told) = std::sync::mpsc::channel();
-    std::thread::scope(|scope| {
-        scope.spawn(move || send.send(lock_exclusive_gpus(&api()).is_some()));
-        assert!(told.recv_timeout(Duration::from_millis(100)).is_err(), "two at a time");
-        drop(first);
-        assert_eq!(told.recv_timeout(LONG), Ok(true));
-    });
 }
 
 /// Takes operations, and does nothing about them.
