@@ -229,7 +229,7 @@ pub struct Description {
 impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.gpus.is_empty() {
-            return write_cpus(f, &self.cpus);
+            return f.write_str(&cpus_line(&self.cpus));
         }
         for (rank, gpu) in self.gpus.iter().enumerate() {
             writeln!(f, "rank {rank}: {gpu}")?;
@@ -243,28 +243,26 @@ impl fmt::Display for Description {
 }
 
 /// A line about where ranks run, if there are several.
-fn write_cpus(f: &mut fmt::Formatter<'_>, ranks: &[(String, Vec<usize>)]) -> fmt::Result {
+fn cpus_line(ranks: &[(String, Vec<usize>)]) -> String {
     let mut seen = BTreeSet::new();
-    let is_bound = ranks.iter().all(|(host, cpus)| cpus.iter().all(|cpu| seen.insert((host, cpu))));
+    let is_apart = ranks.iter().all(|(host, cpus)| cpus.iter().all(|cpu| seen.insert((host, cpu))));
     let list = |cpus: &[usize]| {
-        let is_next = |a: &usize, b: &usize| a + 1 == *b;
-        let ranges = cpus.chunk_by(is_next).map(|range| match range {
+        let ranges = cpus.chunk_by(|a, b| a + 1 == *b).map(|range| match range {
             [first, .., last] => format!("{first}-{last}"),
             one => one.iter().map(usize::to_string).collect(),
         });
         ranges.collect::<Vec<_>>().join(",")
     };
     match ranks {
-        [] | [_] => Ok(()),
-        _ if is_bound && ranks.len() <= 8 => {
+        [] | [_] => String::new(),
+        _ if is_apart && ranks.len() <= 8 => {
             let each = ranks.iter().enumerate().map(|(rank, (_, cpus))| format!("{rank} on {}", list(cpus)));
-            writeln!(f, "ranks are bound to CPUs: {}", each.collect::<Vec<_>>().join("; "))
+            format!("ranks have CPUs of their own: {}\n", each.collect::<Vec<_>>().join("; "))
         }
-        _ if is_bound => writeln!(f, "ranks are bound, each to CPUs of its own"),
-        [(_, first), ..] => writeln!(
-            f,
+        _ if is_apart => "ranks have CPUs of their own\n".to_owned(),
+        [(_, first), ..] => format!(
             "ranks are not bound: they share CPUs {}. On one core a message takes 10 us, on two 1 or less. Bind them with the launcher \
-             (mpirun --bind-to core), or start no more ranks than there are cores, without MP_BIND=0",
+             (mpirun --bind-to core), or start no more ranks than there are cores, without MP_BIND=0\n",
             list(first)
         ),
     }
@@ -410,5 +408,23 @@ impl Kernels {
     /// Blocks until everything on the stream is done, which its wait limit bounds.
     pub fn synchronize(&self) -> Result<()> {
         Ok(self.stream.synchronize()?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cpus_line;
+
+    #[test]
+    fn cpus_are_shared_only_on_one_host() {
+        let ranks = |hosts: [&str; 2], cpus: [&[usize]; 2]| {
+            cpus_line(&[0, 1].map(|rank| (hosts[rank].to_owned(), cpus[rank].to_vec())))
+        };
+        let own = "ranks have CPUs of their own: ";
+        assert_eq!(ranks(["a", "a"], [&[0, 4, 1, 2, 3], &[5]]), format!("{own}0 on 0,4,1-3; 1 on 5\n"));
+        assert_eq!(ranks(["a", "b"], [&[0, 1], &[0, 1]]), format!("{own}0 on 0-1; 1 on 0-1\n"));
+        let shared = ranks(["a", "a"], [&[0, 1], &[1]]);
+        assert!(shared.starts_with("ranks are not bound: they share CPUs 0-1. "), "{shared}");
+        assert_eq!(cpus_line(&[("a".into(), vec![0])]), "");
     }
 }

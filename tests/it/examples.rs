@@ -161,7 +161,7 @@ fn pingpong_says_what_its_figures_mean() {
     }
     assert!(out.contains("stands in for a GPU"), "{out}");
     let cpus = std::thread::available_parallelism().unwrap().get();
-    assert_eq!(out.contains("ranks are bound to CPUs: 0 on "), cpus > 1, "{out}");
+    assert_eq!(out.contains("ranks have CPUs of their own: 0 on "), cpus > 1, "{out}");
     let out = succeeds(command("MP_BIND=0 pingpong --sizes 8 --iters 5 --modes cpu"));
     assert!(out.contains("ranks are not bound: they share CPUs ") && !out.contains("Mode stream"), "{out}");
 }
