@@ -2,7 +2,7 @@
 //!
 //! On a core with other work a yield costs a whole time slice (3 ms), and a thread that spins loses its claim to run at once
 //! when it is needed; a thread that sleeps keeps it. So a yield that took long is remembered: for a while no thread of the
-//! process yields, and each sleeps after the short spin.
+//! process yields, and each sleeps after the short spin. Waits amid bulk copies poll all the same.
 
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;

@@ -744,14 +744,11 @@ impl CqInner {
         }
     }
 
-    /// Waits until `ready`, a completion, or `timeout`: busy while bulk copies run, else asleep. Spurious returns are
-    /// allowed.
+    /// Waits until `ready`, a completion, or `timeout`: busy while bulk copies run, even if the cores have other work, because
+    /// two threads would have to wake for each message; else asleep. Spurious returns are allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let start = Instant::now();
-        while self.provider.has_copied_recently()
-            && !gdsync_shm::cores_are_busy()
-            && start.elapsed() < timeout
-        {
+        while self.provider.has_copied_recently() && start.elapsed() < timeout {
             if ready() {
                 return;
             }
