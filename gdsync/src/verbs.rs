@@ -6,6 +6,7 @@ pub(crate) mod cq;
 mod descriptor;
 pub(crate) mod end;
 mod mr;
+pub(crate) mod old_keys;
 pub(crate) mod qp;
 pub(crate) mod room;
 pub(crate) mod rq;

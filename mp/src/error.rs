@@ -254,8 +254,16 @@ mod tests {
 
     #[test]
     fn lost_ranks_have_many_errors() {
-        let failed =
-            |syndrome| E::from(CompletionError { qpn: 7, wr_id: 0, operation: None, syndrome, vendor: 0 });
+        let failed = |syndrome| {
+            E::from(CompletionError {
+                qpn: 7,
+                wr_id: 0,
+                operation: None,
+                syndrome,
+                vendor: 0,
+                deregistered: false,
+            })
+        };
         let stopped = |reason| E::QpStopped { qpn: 7, reason: Arc::new(reason) };
         let lost = [
             failed(Syndrome::RETRY_EXC_ERR),

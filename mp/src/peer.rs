@@ -146,7 +146,7 @@ impl Peer {
         if under_way + count <= depth {
             return Ok(());
         }
-        self.transport.refuse_full(direction, depth).map_err(|cause| self.failed(operation, cause))
+        self.transport.refuse_full(direction, under_way).map_err(|cause| self.failed(operation, cause))
     }
 
     /// Sends a message by the CPU.

@@ -63,12 +63,15 @@ impl RmaQueue {
     #[cold]
     fn make_room_for(&self, in_flight: &mut InFlight, wqes: usize) -> gdsync::Result<()> {
         self.make_room(in_flight);
-        let wqes = in_flight.wqes() + wqes;
-        if wqes <= self.depth {
+        if in_flight.wqes() + wqes <= self.depth {
             return Ok(());
         }
         self.qp.send.check()?;
-        let (outstanding, depth) = (wqes as u64, self.depth as u64);
+        if wqes > self.depth {
+            let expected = "at most CommunicatorBuilder::depth";
+            return Err(gdsync::Error::invalid("work requests of the operation", wqes, expected));
+        }
+        let (outstanding, depth) = (in_flight.wqes() as u64, self.depth as u64);
         let (queue, qpn) = ("send queue", self.qp.send.qpn());
         Err(gdsync::Error::QueueFull { queue, qpn, outstanding, depth, untaken: 0 })
     }

@@ -655,7 +655,15 @@ impl ShmFifo {
         let room: usize = buffers.iter().map(|(_, _, room)| room).sum();
         if len > room || len > LONGEST {
             let (qpn, syndrome) = (transport.qp.recv.qpn(), Syndrome::LOC_LEN_ERR);
-            return Err(CompletionError { qpn, wr_id: 0, operation: None, syndrome, vendor: 0 }.into());
+            return Err(CompletionError {
+                qpn,
+                wr_id: 0,
+                operation: None,
+                syndrome,
+                vendor: 0,
+                deregistered: false,
+            }
+            .into());
         }
         let (mut from, mut rest) = (FifoMemory::body(number, len), len);
         for (buffer, offset, room) in buffers {

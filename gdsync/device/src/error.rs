@@ -449,6 +449,8 @@ pub struct CompletionError {
     pub syndrome: Syndrome,
     /// The vendor code; 0 from the software HCA.
     pub vendor: u8,
+    /// A memory region that the request names was deregistered while it was under way.
+    pub deregistered: bool,
 }
 
 impl CompletionError {
@@ -468,9 +470,13 @@ impl fmt::Display for CompletionError {
             None => f.write_str("receive")?,
         }
         write!(f, " with wr_id {:#x} failed: {}, vendor code {:#x}", self.wr_id, self.syndrome, self.vendor)?;
-        write!(f, "; {}", hint(self.syndrome))
+        let is_explained = self.deregistered && self.syndrome == Syndrome::LOC_PROT_ERR;
+        write!(f, "; {}", if is_explained { DEREGISTERED } else { hint(self.syndrome) })
     }
 }
+
+const DEREGISTERED: &str = "its memory region was deregistered while the request was under way: keep the Mr, or an MrGuard of it, until \
+     the request completes";
 
 /// What to check first.
 fn hint(syndrome: Syndrome) -> &'static str {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::cq::Cq;
 use super::mr::{Mr, WritableGpus};
+use super::old_keys::OldKeys;
 use super::qp::QpBuilder;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::Result;
@@ -109,8 +110,9 @@ impl Context {
     pub fn alloc_pd(&self) -> Result<Pd> {
         self.fork_guard.check()?;
         let (provider, fork_guard, pdn) = (self.provider.clone(), self.fork_guard, self.provider.alloc_pd()?);
-        let (writable_gpus, log) = (WritableGpus::default(), self.log.clone());
-        Ok(Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, probe: self.probe, _log: log })))
+        let (writable_gpus, old_keys) = Default::default();
+        let (probe, _log) = (self.probe, self.log.clone());
+        Ok(Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, old_keys, probe, _log })))
     }
 
     /// Creates a completion queue that queue pairs can share and the CPU polls.
@@ -173,6 +175,7 @@ struct PdInner {
     fork_guard: ForkGuard,
     pdn: u32,
     writable_gpus: WritableGpus,
+    old_keys: Arc<OldKeys>,
     probe: GpuProbe,
     _log: Log,
 }
@@ -208,6 +211,11 @@ impl Pd {
     /// The GPUs whose memory its queue pairs may write.
     pub(super) fn writable_gpus(&self) -> &WritableGpus {
         &self.0.writable_gpus
+    }
+
+    /// Keys of regions that were deregistered.
+    pub(super) fn old_keys(&self) -> &Arc<OldKeys> {
+        &self.0.old_keys
     }
 
     pub(crate) fn is_here(&self) -> bool {

@@ -50,6 +50,7 @@ impl MrGuard {
 impl Drop for Region {
     fn drop(&mut self) {
         if self.pd.is_here() {
+            self.pd.old_keys().add(self.keys.lkey);
             self.pd.provider().dereg_mr(self.keys);
             self.pd.writable_gpus().remove(&self.memory, self.access);
         }
@@ -69,6 +70,7 @@ impl Mr {
         }
         pd.check_here()?;
         let keys = pd.provider().reg_mr(pd.pdn(), memory, access)?;
+        pd.old_keys().remove(keys.lkey);
         pd.writable_gpus().add(memory, access);
         let _listed = Listed::new(memory, access, pd.provider());
         Ok(Self {

@@ -2,15 +2,16 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
+use super::old_keys::KeyReader;
 use super::wr::Wc;
 use gdsync_device::Health;
 use gdsync_device::error::Error;
 use gdsync_device::recorder::{Awaited, By, Event, Log, Queue, Stage};
 use gdsync_shm::{SpinLock, SpinLockGuard, producer_index};
-use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode, low16};
+use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode, Syndrome, low16};
 
 /// Resets of a queue that are remembered: a bound on its memory.
 const LIVES: usize = 1024;
@@ -38,6 +39,7 @@ pub(crate) struct Tracker {
     log: Log,
     /// Whether a card completes the requests: it does not record completions itself.
     is_card: bool,
+    key_reader: OnceLock<KeyReader>,
     state: SpinLock<Track>,
 }
 
@@ -127,8 +129,14 @@ impl Tracker {
             has_gaps: AtomicU32::new(0),
             log,
             is_card,
+            key_reader: OnceLock::new(),
             state: SpinLock::new(state),
         })
+    }
+
+    /// Explains failures by the keys in the ring.
+    pub(crate) fn read_keys_by(&self, key_reader: KeyReader) {
+        _ = self.key_reader.set(key_reader);
     }
 
     pub(crate) fn name(&self) -> &'static str {
@@ -291,6 +299,8 @@ impl Tracker {
     /// Decodes the CQE of a request.
     fn wc(&self, entry: &Entry, cqe: &Cqe) -> Wc {
         let failed = cqe.opcode.is_error();
+        let names_old_key = || self.key_reader.get().is_some_and(|reader| reader.names_old_key(entry));
+        let deregistered = failed && cqe.syndrome == Syndrome::LOC_PROT_ERR && names_old_key();
         Wc {
             wr_id: entry.wr_id,
             qpn: self.qpn,
@@ -300,6 +310,7 @@ impl Tracker {
             imm: matches!(cqe.opcode, CqeOpcode::RESP_SEND_IMM | CqeOpcode::RESP_WR_IMM).then_some(cqe.imm),
             syndrome: failed.then_some(cqe.syndrome),
             vendor: cqe.vendor,
+            deregistered,
         }
     }
 

@@ -130,6 +130,9 @@ pub struct Wc {
     pub syndrome: Option<Syndrome>,
     /// The vendor syndrome of an error.
     pub vendor: u8,
+    /// The request failed, and a memory region that it names is known to have been deregistered before its completion was
+    /// read.
+    pub deregistered: bool,
 }
 
 impl Wc {
@@ -151,6 +154,7 @@ impl Wc {
                 operation: if self.is_send() { Some(self.send_opcode) } else { None },
                 syndrome,
                 vendor: self.vendor,
+                deregistered: self.deregistered,
             }),
         }
     }

@@ -181,6 +181,16 @@ fn refused_batch_can_go_to_another_stream() {
     full.synchronize(PATIENCE).unwrap();
 }
 
+/// A process ends though a dropped stream of it waits for ever.
+#[test]
+fn stuck_stream_does_not_keep_its_process() {
+    if !is_own_process() {
+        return;
+    }
+    let s = stream_with("stuck", Duration::MAX);
+    s.wait_value32(&gate(), 1, Cond::Eq).unwrap();
+}
+
 /// A stream without a name has its number.
 #[test]
 fn errors_name_a_stream_alike() {

@@ -55,7 +55,17 @@ fn wc(
     imm: Option<u32>,
 ) -> Wc {
     let byte_len = u32::try_from(byte_len).unwrap();
-    Wc { wr_id, qpn: of.qp.qpn(), opcode, send_opcode, byte_len, imm, syndrome: None, vendor: 0 }
+    Wc {
+        wr_id,
+        qpn: of.qp.qpn(),
+        opcode,
+        send_opcode,
+        byte_len,
+        imm,
+        syndrome: None,
+        vendor: 0,
+        deregistered: false,
+    }
 }
 
 #[test]

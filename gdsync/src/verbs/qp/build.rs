@@ -10,6 +10,7 @@ use super::{Qp, QpCore};
 use crate::verbs::context::Pd;
 use crate::verbs::cq::Cq;
 use crate::verbs::end::QueueEnd;
+use crate::verbs::old_keys::KeyReader;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::source::SendDoorbell;
 use crate::verbs::sq::{Limits, SendQueue};
@@ -191,6 +192,8 @@ impl QpBuilder {
         });
         let send_tracker = Tracker::new(qpn, true, 1 << log_sq, health.clone(), found.clone());
         let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);
+        send_tracker.read_keys_by(KeyReader::new(&sq, None, core.pd.old_keys()));
+        recv_tracker.read_keys_by(KeyReader::new(&rq, Some(rq_stride), core.pd.old_keys()));
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
         let record_may_lag = core.provider.record_may_lag();

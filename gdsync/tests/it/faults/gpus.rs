@@ -239,6 +239,8 @@ fn lend(bed: &Bed, app: &Application, raw: usize, place: &Place) {
     last.abort();
     drop(last);
     app.synchronize(raw);
+    // The first of the two streams notices a few milliseconds later that its work is done.
+    until(|| a.qp.modify(&QpAttr::to(QpState::RESET)).is_ok());
     rig.recover(&lent(raw, place, PATIENCE), &a, &b);
 }
 

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use gdsync::error::Error;
 use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
@@ -130,8 +131,41 @@ fn keys_revoked_while_the_stream_is_held() {
             let sent = rig.sends(&stream, a, &[SendWr::write(remote, &sges).id(5)], AT_ONCE, revoke);
             assert_eq!(sent, [Some(expected)]);
             broke(a, 5, expected);
+            let root = a.qp.check().unwrap_err();
+            assert!(matches!(&root, Error::Completion(e) if e.deregistered == ours), "{root}");
+            let names_it = root.to_string().contains("was deregistered while the request was under way");
+            assert_eq!(names_it, ours, "{root}");
             rig.recover(&stream, a, b);
         }
+    });
+}
+
+#[test]
+fn receive_whose_region_is_dropped() {
+    matrix("a receive without its region", |rig| {
+        let (a, b) = rig.pair(|q| q);
+        let stream = rig.stream();
+        // Behind the first, so that its entry is not at the start of the ring.
+        for n in 0..3 {
+            let mr = b.pd.register(&Memory::alloc(64).unwrap(), Access::all()).unwrap();
+            post_recvs(&b, 1, &[mr.sge(0, 8).unwrap()]);
+            if n == 2 {
+                drop(mr);
+                let sent =
+                    rig.sends(&stream, &a, &[SendWr::send(&[a.mr.sge(0, 8).unwrap()]).id(1)], AT_ONCE, || {});
+                assert_eq!(sent, [Some(Syndrome::REM_OP_ERR)]);
+                let root = b.qp.check().unwrap_err();
+                assert!(matches!(&root, Error::Completion(e) if e.deregistered), "{root}");
+                let root = a.qp.check().unwrap_err();
+                assert!(matches!(&root, Error::Completion(e) if !e.deregistered), "{root}");
+            } else {
+                a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 8).unwrap()])]).unwrap();
+                for cq in [a.qp.send_cq(), b.qp.recv_cq()] {
+                    cq.wait(PATIENCE).unwrap().ok().unwrap();
+                }
+            }
+        }
+        rig.recover(&stream, &a, &b);
     });
 }
 

@@ -222,12 +222,14 @@ fn a_panic_in_a_source_or_drop_does_not_hang_the_stream() {
             panic!("dropped");
         }
     }
-    let [word] = words32();
+    let [word, gate] = words32();
     let (dropped, bomb) = (Arc::new(AtomicU64::new(0)), Bomb);
     let engine = engine();
+    submit(&engine, [wait_for(&gate, 1)]);
     let (bad, good) = (Fake::new(|ask, _| ask == Ask::Signal || panic!("source: {ask:?}")), Fake::idle());
     submit(&engine, [trigger(&bad), wait_on(&word, 1, &bad), host_fn(move || drop(bomb))]);
     submit(&engine, [trigger(&good), never(&dropped)]);
+    gate.store(1);
     drain(&engine);
     assert!(
         matches!(engine.error(), Some(Error::HostFnPanicked { message, .. }) if message == "source: Progress")

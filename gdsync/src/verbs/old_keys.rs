@@ -1,0 +1,79 @@
+//! Keys of regions that were deregistered a while ago: they explain requests that fail because of them.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use gdsync_device::memory::Memory;
+use mlx5_ring::{self as mlx5, BB, DataSeg, DecodedOp, DecodedPayload, SEGMENT};
+use parking_lot::Mutex;
+
+use super::track::Entry;
+
+/// Keys that are remembered: more than requests are usually under way.
+const MOST: usize = 4096;
+
+/// The local keys of a protection domain that were deregistered last.
+#[derive(Debug, Default)]
+pub(crate) struct OldKeys(Mutex<VecDeque<u32>>);
+
+impl OldKeys {
+    /// A key is about to be deregistered.
+    pub(crate) fn add(&self, lkey: u32) {
+        let mut keys = self.0.lock();
+        if keys.len() == MOST {
+            keys.pop_front();
+        }
+        keys.push_back(lkey);
+    }
+
+    /// A device has given a key again.
+    pub(crate) fn remove(&self, lkey: u32) {
+        self.0.lock().retain(|old| *old != lkey);
+    }
+
+    fn contains(&self, lkey: u32) -> bool {
+        self.0.lock().contains(&lkey)
+    }
+}
+
+/// Reads the keys of requests in a ring.
+#[derive(Debug)]
+pub(crate) struct KeyReader {
+    ring: Memory,
+    /// Bytes of an entry of a receive queue; `None` for a send queue.
+    stride: Option<usize>,
+    old_keys: Arc<OldKeys>,
+}
+
+impl KeyReader {
+    pub(crate) fn new(ring: &Memory, stride: Option<usize>, old_keys: &Arc<OldKeys>) -> Self {
+        Self { ring: ring.clone(), stride, old_keys: old_keys.clone() }
+    }
+
+    /// Whether a request names a key that was deregistered.
+    pub(crate) fn names_old_key(&self, entry: &Entry) -> bool {
+        let unit = self.stride.unwrap_or(BB);
+        let mut wqe = vec![0; self.stride.unwrap_or(usize::from(entry.ds) * SEGMENT)];
+        let units = (self.ring.len() / unit) as u64;
+        let at = usize::try_from(entry.begin % units).expect("a ring index fits in memory") * unit;
+        let to_end = wqe.len().min(self.ring.len() - at);
+        let (head, wrapped) = wqe.split_at_mut(to_end);
+        if self.ring.read(at, head).and_then(|()| self.ring.read(0, wrapped)).is_err() {
+            return false;
+        }
+        let is_old = |seg: DataSeg| self.old_keys.contains(seg.lkey);
+        if self.stride.is_some() {
+            return mlx5::decode_recv(&wqe).any(is_old);
+        }
+        let Some(first) = wqe.first_chunk() else { return false };
+        match mlx5::decode_body(&mlx5::decode_ctrl(first), &wqe) {
+            Ok(
+                DecodedOp::Send { payload: DecodedPayload::Sges(sges), .. }
+                | DecodedOp::Write { payload: DecodedPayload::Sges(sges), .. }
+                | DecodedOp::Read { sges, .. },
+            ) => sges.iter(&wqe).any(is_old),
+            Ok(DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. }) => is_old(result),
+            _ => false,
+        }
+    }
+}
