@@ -3,7 +3,7 @@
 //! Consumer indices show the CPU how far a stream is. No thread waits for them, so they are deferred past the doorbells
 //! that follow a wait, until the next wait or the end of the submission.
 
-use std::mem;
+use std::mem::{self, MaybeUninit};
 
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
@@ -239,12 +239,15 @@ pub(super) fn fits_kernel(ops: &[KernelOp]) -> bool {
     !ops.iter().any(KernelOp::is_flush)
 }
 
-/// A send, a wait with flush, and the mark.
-const INLINE: usize = 6;
-
-/// Converts operations to memory operations.
-pub(super) fn memops(ops: &[KernelOp]) -> SmallVec<[MemOp; INLINE]> {
-    ops.iter().map(KernelOp::memop).collect()
+/// Calls `call` with the number of operations of one call, and with them as memory operations, each written in place.
+#[inline]
+pub(super) fn with_memops<T>(ops: &[KernelOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
+    let count = u32::try_from(ops.len()).expect("fewer than 256");
+    let mut memops = [const { MaybeUninit::uninit() }; kernel_exec::LARGE];
+    for (to, op) in memops[..ops.len()].iter_mut().zip(ops) {
+        to.write(op.memop());
+    }
+    call(count, memops.as_mut_ptr().cast())
 }
 
 /// The GPU address of the word of an application wait.
