@@ -284,7 +284,8 @@ impl Stream {
         let mut state = self.state()?;
         self.submit_locked(&mut state, batch)?;
         drop(state);
-        self.hand_over(batch);
+        self.notify(batch);
+        batch.hand_over();
         Ok(())
     }
 
@@ -349,13 +350,12 @@ impl Stream {
         Ok(seq)
     }
 
-    /// Notifies the device of a submitted batch and clears the batch. The submit lock has been released.
+    /// Notifies the device of a submitted batch. The submit lock has been released.
     #[inline]
-    fn hand_over(&self, batch: &mut Batch) {
+    fn notify(&self, batch: &Batch) {
         if !self.0.signals {
             batch.notify(self.0.nudger.as_ref());
         }
-        batch.hand_over();
     }
 
     /// Like [`Stream::submit`], but waits for room in a full stream. Sends are written to their queues when they are added
@@ -399,11 +399,14 @@ impl Stream {
         let mut batch = Batch::new();
         let mut state = self.state()?;
         batch.stream = state.recording.is_none().then(|| self.of_stream());
-        let added = add(&mut batch)?;
-        self.submit_locked(&mut state, &mut batch)?;
-        drop(state);
-        self.hand_over(&mut batch);
-        Ok(added)
+        // Not taken apart: a copy behind the ring's stores would wait for its lines.
+        let added = add(&mut batch);
+        if added.is_ok() {
+            self.submit_locked(&mut state, &mut batch)?;
+            drop(state);
+            self.notify(&batch);
+        }
+        added
     }
 
     /// Like [`Stream::submit_one`], for an `add` that cannot fail.

@@ -11,6 +11,8 @@ use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use super::op::{Cond, Op, Ops};
 use super::prepared::{PreparedSend, PreparedWait};
+use crate::verbs::cq::ClaimRange;
+use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::OfStream;
 use crate::verbs::stream_name;
@@ -73,17 +75,18 @@ impl fmt::Debug for Repeatable {
 }
 
 impl Batch {
-    /// Submits the sends and waits to `stream` in their queues, all or none.
+    /// Submits the sends and waits to `stream` in their queues, all or none. Those of a known stream were, as they were
+    /// added.
     pub(super) fn mark(&mut self, stream: OfStream) -> Result<()> {
-        let marked = self
-            .sends
-            .iter_mut()
-            .try_for_each(|send| send.submit(stream))
-            .and_then(|()| self.waits.iter_mut().try_for_each(|wait| wait.submit(stream)))
-            .and_then(|()| {
-                self.covered().iter().try_for_each(|(_, c)| c.end.cq.covers(c.n, stream.id, &c.end.tracker))
-            });
-        marked.inspect_err(|_| self.unmark())
+        let mut parts = || {
+            if self.stream.is_none() {
+                self.sends.iter_mut().try_for_each(|send| send.submit(stream))?;
+                self.waits.iter_mut().try_for_each(|wait| wait.submit(stream))?;
+            }
+            let covers = |(_, c): &(_, Completion)| c.end.cq.covers(c.n, stream.id, &c.end.tracker);
+            self.covered().iter().try_for_each(covers)
+        };
+        parts().inspect_err(|_| self.unmark())
     }
 
     /// Undoes [`Batch::mark`], including a partial one.
@@ -176,19 +179,24 @@ impl Batch {
     /// [`Error::InvalidArgument`], [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`],
     /// [`Error::Busy`], [`Error::OutOfOrder`]; the error that broke the queue pair.
     pub fn sends(&mut self, qp: &Qp, wrs: &[SendWr<'_>]) -> Result<Completion> {
+        // References are taken before the ring is written: copies and atomics behind its stores wait for its lines.
+        let (ops, end) = (self.ops.len(), qp.send.end.clone());
         self.sends.push(PreparedSend::empty(&qp.send));
         let send = self.sends.last_mut().expect("pushed above");
+        send.add_op(&mut self.ops, self.part);
         if let Err(error) = send.prepare(wrs, self.stream) {
             self.sends.pop();
+            self.ops.truncate(ops);
             return Err(error);
         }
-        send.trigger_op(&mut self.ops, self.part);
-        Ok(send.completion())
+        send.set_doorbell(&mut self.ops);
+        Ok(end.completion(send.sends.range.end - 1))
     }
 
     /// Adds sends prepared earlier.
     pub fn post(&mut self, mut send: PreparedSend) -> Completion {
-        send.trigger_op(&mut self.ops, self.part);
+        send.add_op(&mut self.ops, self.part);
+        send.set_doorbell(&mut self.ops);
         let completion = send.completion();
         self.sends.push(send);
         completion
@@ -196,10 +204,31 @@ impl Batch {
 
     /// Adds a wait prepared earlier.
     pub fn post_wait(&mut self, mut wait: PreparedWait) -> Completion {
-        wait.wait_op(&mut self.ops);
+        wait.add_op(&mut self.ops);
+        wait.set_awaited(&mut self.ops);
         let completion = wait.completion();
         self.waits.push(wait);
         completion
+    }
+
+    /// Adds a wait for completions of a queue; `None` when the last one was claimed or taken before.
+    pub(super) fn claim(&mut self, end: &Arc<QueueEnd>, range: ClaimRange) -> Result<Option<&PreparedWait>> {
+        self.waits.push(PreparedWait::empty(end));
+        let wait = self.waits.last_mut().expect("pushed above");
+        wait.add_op(&mut self.ops);
+        let claimed = wait.claim(range, self.stream);
+        if !matches!(claimed, Ok(true)) {
+            self.waits.pop();
+            self.ops.pop();
+            return claimed.map(|_| None);
+        }
+        wait.set_awaited(&mut self.ops);
+        Ok(self.waits.last())
+    }
+
+    /// Adds a wait for completions of a queue, of which there must be some.
+    pub(super) fn wait_some(&mut self, end: &Arc<QueueEnd>, range: ClaimRange) -> Result<Completion> {
+        self.claim(end, range)?.map(PreparedWait::completion).ok_or_else(|| end.nothing_to_wait_for())
     }
 
     /// Waits for the next send completion of `qp`.
@@ -208,7 +237,7 @@ impl Batch {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
     /// pair.
     pub fn wait_send(&mut self, qp: &Qp) -> Result<Completion> {
-        PreparedWait::next(&qp.send.end, 1, self.stream).map(|wait| self.post_wait(wait))
+        self.wait_some(&qp.send.end, ClaimRange::Next(1))
     }
 
     /// Waits for all sends of `qp` posted or prepared so far. Returns the completion of the last one.
@@ -217,7 +246,7 @@ impl Batch {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
     /// pair.
     pub fn wait_all_sends(&mut self, qp: &Qp) -> Result<Completion> {
-        qp.prepare_wait_all_sends().map(|wait| self.post_wait(wait))
+        self.wait_some(&qp.send.end, ClaimRange::All)
     }
 
     /// Waits for the next receive completion of `qp`.
@@ -227,7 +256,7 @@ impl Batch {
     /// GPU may not see payload that a card writes to its memory: see
     /// [`Capabilities::flush`](gdsync_device::cuda::Capabilities::flush); the error that broke the queue pair.
     pub fn wait_recv(&mut self, qp: &Qp) -> Result<Completion> {
-        PreparedWait::next(&qp.recv.end, 1, self.stream).map(|wait| self.post_wait(wait))
+        self.wait_some(&qp.recv.end, ClaimRange::Next(1))
     }
 
     /// Waits for one work request, and thereby for all earlier ones of its queue. Adds nothing if it was polled, or if
@@ -237,9 +266,9 @@ impl Batch {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; [`Error::Reset`]; at
     /// submission [`Error::Busy`] when another stream waits for it; the error that broke the queue pair.
     pub fn wait(&mut self, completion: &Completion) -> Result<()> {
-        match PreparedWait::through(completion)? {
-            Some(wait) => drop(self.post_wait(wait)),
-            None => self.cover(completion),
+        completion.check_life()?;
+        if self.claim(&completion.end, ClaimRange::Through(completion.n))?.is_none() {
+            self.cover(completion);
         }
         Ok(())
     }

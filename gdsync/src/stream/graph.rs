@@ -137,7 +137,7 @@ impl Stream {
                 }
                 (seq, _) => {
                     let seq = seq?;
-                    self.hand_over(&mut batch);
+                    self.notify(&batch);
                     return Ok(Launch { completions, stream, seq });
                 }
             }

@@ -3,9 +3,9 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::op::{Op, Ops};
+use super::op::{DoorbellValue, Op, Ops};
 use crate::verbs::cq::ClaimRange;
-use crate::verbs::end::{QueueEnd, ResetHold};
+use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::{OfStream, QueueState, SendQueue, Template, Written};
 use crate::verbs::{Completion, Qp, SendWr};
@@ -21,8 +21,6 @@ use gdsync_device::recorder::Stage;
 #[must_use = "dropping it takes the sends back"]
 pub struct PreparedSend {
     pub(super) queue: Arc<SendQueue>,
-    /// Prevents a reset until the stream holds a reference.
-    _hold: ResetHold,
     pub(super) sends: Written,
     submitted: Option<QueueState>,
     /// Whether the flight recorder has the submission.
@@ -34,11 +32,12 @@ pub struct PreparedSend {
 impl PreparedSend {
     /// No sends yet.
     pub(super) fn empty(queue: &Arc<SendQueue>) -> Self {
-        let (sends, hold) = (Written::default(), queue.end.hold());
-        Self { queue: queue.clone(), _hold: hold, sends, submitted: None, is_recorded: false, place: 0 }
+        let sends = Written::default();
+        Self { queue: queue.clone(), sends, submitted: None, is_recorded: false, place: 0 }
     }
 
     /// Prepares sends, once. With a `stream`, also submits them to it.
+    #[inline]
     pub(super) fn prepare(&mut self, wrs: &[SendWr<'_>], stream: Option<OfStream>) -> Result<()> {
         if wrs.is_empty() {
             return Err(Error::invalid("sends to prepare", 0, "at least one"));
@@ -70,23 +69,27 @@ impl PreparedSend {
         }
     }
 
-    /// Adds its operation to `ops`. A doorbell of the same queue that is the last operation, at or after index `part`,
-    /// is extended instead.
-    pub(super) fn trigger_op(&mut self, ops: &mut Ops, part: usize) {
-        let end = ops.len();
-        self.place = end;
-        match ops.last_mut() {
-            Some(Op::Trigger(source, value)) if end > part && self.queue.end.is_source(source) => {
-                *value = self.sends.doorbell_value();
-                self.place = end - 1;
-            }
-            _ => ops.push(Op::Trigger(self.queue.end.source().clone(), self.sends.doorbell_value())),
+    /// Adds its operation to `ops`, unless the last one, at or after index `part`, is a doorbell of the same queue.
+    /// From now on the operation prevents a reset.
+    #[inline]
+    pub(super) fn add_op(&mut self, ops: &mut Ops, part: usize) {
+        match ops.last() {
+            Some(Op::Trigger(source, _)) if ops.len() > part && self.queue.end.is_source(source) => {}
+            _ => ops.push(Op::Trigger(self.queue.end.source().clone(), DoorbellValue::default())),
+        }
+        self.place = ops.len() - 1;
+    }
+
+    /// Has its operation ring for it.
+    pub(super) fn set_doorbell(&self, ops: &mut Ops) {
+        if let Some(Op::Trigger(_, value)) = ops.get_mut(self.place) {
+            *value = self.sends.doorbell_value();
         }
     }
 
     /// The completion of the last of these sends.
     pub fn completion(&self) -> Completion {
-        self.queue.end.completion(self.sends.range.end - 1)
+        self.queue.end.clone().completion(self.sends.range.end - 1)
     }
 
     /// Whether `next` is of the same queue.
@@ -121,82 +124,53 @@ impl Drop for PreparedSend {
     }
 }
 
-/// What a wait was created for.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum WaitKind {
-    /// The next completions.
-    Next,
-    /// The completions of all sends.
-    All,
-    /// The completions through a given one.
-    Through,
-}
-
 /// A claim on completions of a queue, for a stream to wait for.
 ///
 /// Post it in claim order per queue. Dropping it returns the completions to [`poll`](crate::verbs::Cq::poll).
 #[derive(Debug)]
 #[must_use = "dropping it gives the completion back"]
 pub struct PreparedWait {
+    /// The last completion of the claim, and the first.
     pub(super) claim: Completion,
-    /// Prevents a reset until the stream holds a reference.
-    _hold: ResetHold,
-    /// The first completion of the claim.
     pub(super) first: u64,
-    pub(super) kind: WaitKind,
+    /// What was to be claimed; `None` until it is.
+    pub(super) range: Option<ClaimRange>,
     submitted: bool,
     /// Index of its operation in its batch.
     pub(super) place: usize,
 }
 
 impl PreparedWait {
-    /// A wait through `completion`; `None` when it was claimed or taken before.
-    pub(super) fn through(completion: &Completion) -> Result<Option<Self>> {
-        completion.check_life()?;
-        Self::claim(&completion.end, ClaimRange::Through(completion.n), WaitKind::Through, None)
-    }
-
-    /// A wait for the next `count` completions of a queue. With a `stream`, also submitted to it.
-    pub(super) fn next(end: &Arc<QueueEnd>, count: u64, stream: Option<OfStream>) -> Result<Self> {
-        Self::some(end, ClaimRange::Next(count), WaitKind::Next, stream)
-    }
-
-    /// A wait for all completions of a queue.
-    pub(super) fn all(end: &Arc<QueueEnd>) -> Result<Self> {
-        Self::some(end, ClaimRange::All, WaitKind::All, None)
-    }
-
-    fn some(
-        end: &Arc<QueueEnd>,
-        claim_range: ClaimRange,
-        kind: WaitKind,
-        stream: Option<OfStream>,
-    ) -> Result<Self> {
-        let nothing = || Error::NothingToWaitFor { queue: end.tracker.name(), qpn: end.qp.qpn };
-        Self::claim(end, claim_range, kind, stream)?.ok_or_else(nothing)
-    }
-
-    fn claim(
-        end: &Arc<QueueEnd>,
-        claim_range: ClaimRange,
-        kind: WaitKind,
-        stream: Option<OfStream>,
-    ) -> Result<Option<Self>> {
-        let hold = end.hold();
-        let claimed = end.cq.claim(claim_range, &end.tracker, stream);
-        let wait = claimed.map(|claimed| {
-            let (first, n) = claimed?;
-            let claim = end.completion(n);
-            Some(Self { claim, _hold: hold, first, kind, submitted: stream.is_some(), place: 0 })
-        });
-        // The root cause first. Dropping the wait releases the claim.
-        match (end.qp.check_known(), wait) {
-            (Ok(()), wait) => wait,
-            (Err(error), wait) => {
-                wait.into_iter().flatten().for_each(|mut wait| wait.unsubmit());
-                Err(error)
-            }
+    /// A wait for completions of a queue.
+    fn new(end: &Arc<QueueEnd>, range: ClaimRange) -> Result<Self> {
+        let mut wait = Self::empty(end);
+        match wait.claim(range, None)? {
+            true => Ok(wait),
+            false => Err(end.nothing_to_wait_for()),
         }
+    }
+
+    /// Claims nothing yet.
+    pub(super) fn empty(end: &Arc<QueueEnd>) -> Self {
+        Self { claim: end.clone().completion(0), first: 0, range: None, submitted: false, place: 0 }
+    }
+
+    /// Claims completions, once. With a `stream`, also submits the claim to it. Returns `false`, with nothing claimed, when
+    /// the last one was claimed or taken before.
+    #[inline]
+    pub(super) fn claim(&mut self, range: ClaimRange, stream: Option<OfStream>) -> Result<bool> {
+        let Completion { end, n, life } = &mut self.claim;
+        let claimed = end.cq.claim(range, &end.tracker, stream);
+        if let Ok(Some((first, last))) = claimed {
+            (self.first, *n, *life) = (first, last, end.tracker.life());
+            (self.range, self.submitted) = (Some(range), stream.is_some());
+        }
+        // The root cause first. Dropping the wait releases the claim.
+        if let Err(error) = end.qp.check_known() {
+            self.unsubmit();
+            return Err(error);
+        }
+        claimed.map(|claimed| claimed.is_some())
     }
 
     /// The last completion of this wait.
@@ -233,15 +207,24 @@ impl PreparedWait {
         self.claim.end.cq.ensure_attended(self.claim.n, nudger);
     }
 
-    pub(super) fn wait_op(&mut self, ops: &mut Ops) {
+    /// Adds its operation to `ops`. From now on the operation prevents a reset.
+    #[inline]
+    pub(super) fn add_op(&mut self, ops: &mut Ops) {
         self.place = ops.len();
-        ops.push(Op::Await(self.claim.end.source().clone(), self.claim.n));
+        ops.push(Op::Await(self.claim.end.source().clone(), 0));
+    }
+
+    /// Has its operation wait for it.
+    pub(super) fn set_awaited(&self, ops: &mut Ops) {
+        if let Some(Op::Await(_, n)) = ops.get_mut(self.place) {
+            *n = self.claim.n;
+        }
     }
 }
 
 impl Drop for PreparedWait {
     fn drop(&mut self) {
-        if !self.submitted {
+        if !self.submitted && self.range.is_some() {
             self.claim.end.cq.release(self.first, self.claim.n);
         }
     }
@@ -265,7 +248,7 @@ impl Qp {
     /// [`Error::NothingToWaitFor`] when every posted or prepared send is already claimed or polled;
     /// [`Error::Unsupported`] on a shared completion queue; the error that broke the queue pair.
     pub fn prepare_wait_send(&self) -> Result<PreparedWait> {
-        PreparedWait::next(&self.send.end, 1, None)
+        PreparedWait::new(&self.send.end, ClaimRange::Next(1))
     }
 
     /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.
@@ -274,7 +257,7 @@ impl Qp {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
     /// pair.
     pub fn prepare_wait_all_sends(&self) -> Result<PreparedWait> {
-        PreparedWait::all(&self.send.end)
+        PreparedWait::new(&self.send.end, ClaimRange::All)
     }
 
     /// Claims the next receive completion for a stream.
@@ -283,6 +266,6 @@ impl Qp {
     /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
     /// pair.
     pub fn prepare_wait_recv(&self) -> Result<PreparedWait> {
-        PreparedWait::next(&self.recv.end, 1, None)
+        PreparedWait::new(&self.recv.end, ClaimRange::Next(1))
     }
 }

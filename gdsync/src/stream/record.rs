@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use super::batch::{Batch, RareState, Repeatable, Replenish};
 use super::op::Op;
-use super::prepared::{PreparedSend, PreparedWait, WaitKind};
+use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::Completion;
+use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::sq::{SendQueue, Template};
 use gdsync_device::error::{Error, Result};
@@ -111,7 +112,7 @@ impl Recording {
                     self.completions += 1;
                 }
             } else if let Some(wait) = waits.next_if(|wait| wait.place == at) {
-                let has_completion = wait.kind != WaitKind::Through;
+                let has_completion = !matches!(wait.range, Some(ClaimRange::Through(_)));
                 parts.push(Part::Wait { awaited: self.awaited(&wait), has_completion });
                 self.completions += usize::from(has_completion);
                 self.waits.push(wait);
@@ -140,10 +141,10 @@ impl Recording {
     fn awaited(&self, wait: &PreparedWait) -> WaitTarget {
         let end = &wait.claim.end;
         let next = || WaitTarget::Next(end.clone(), wait.claim.n + 1 - wait.first);
-        match wait.kind {
-            WaitKind::Next => next(),
-            WaitKind::All => WaitTarget::All(end.clone()),
-            WaitKind::Through => self.sent(&wait.claim).map_or_else(next, WaitTarget::Through),
+        match wait.range {
+            Some(ClaimRange::All) => WaitTarget::All(end.clone()),
+            Some(ClaimRange::Through(_)) => self.sent(&wait.claim).map_or_else(next, WaitTarget::Through),
+            _ => next(),
         }
     }
 
@@ -187,20 +188,20 @@ impl Part {
                 completions.push(batch.post(PreparedSend::again(queue, sends)?));
             }
             Part::Wait { awaited, has_completion } => {
-                let wait = match awaited {
-                    WaitTarget::Next(end, count) => PreparedWait::next(end, *count, None)?,
-                    WaitTarget::All(end) => PreparedWait::all(end)?,
+                let completion = match awaited {
+                    WaitTarget::Next(end, count) => batch.wait_some(end, ClaimRange::Next(*count))?,
+                    WaitTarget::All(end) => batch.wait_some(end, ClaimRange::All)?,
                     WaitTarget::Through(place) => {
                         let sent = &completions[*place];
-                        PreparedWait::through(sent)?.ok_or_else(|| differs(sent))?
+                        let wait = batch.claim(&sent.end, ClaimRange::Through(sent.n))?;
+                        wait.ok_or_else(|| differs(sent))?.completion()
                     }
                 };
-                let completion = batch.post_wait(wait);
                 completions.extend(has_completion.then_some(completion));
             }
             Part::Covered(place) => {
                 let sent = &completions[*place];
-                if PreparedWait::through(sent)?.is_some() {
+                if PreparedWait::empty(&sent.end).claim(ClaimRange::Through(sent.n), None)? {
                     return Err(differs(sent));
                 }
             }

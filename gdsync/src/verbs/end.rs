@@ -36,18 +36,6 @@ pub(crate) struct Parts {
     fetches: AtomicBool,
 }
 
-/// Held while requests of a queue are being submitted to a stream. Prevents a reset.
-#[must_use = "it holds until it is dropped"]
-pub(crate) struct ResetHold {
-    _parts: Arc<Parts>,
-}
-
-impl fmt::Debug for ResetHold {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("ResetHold")
-    }
-}
-
 impl Deref for QueueEnd {
     type Target = Parts;
 
@@ -85,8 +73,9 @@ impl QueueEnd {
     }
 
     /// The completion of request `n`.
-    pub(crate) fn completion(self: &Arc<Self>, n: u64) -> Completion {
-        Completion { end: self.clone(), n, life: self.tracker.life() }
+    #[inline]
+    pub(crate) fn completion(self: Arc<Self>, n: u64) -> Completion {
+        Completion { n, life: self.tracker.life(), end: self }
     }
 
     /// Records a stage of a stream's wait for request `n`.
@@ -94,13 +83,8 @@ impl QueueEnd {
         self.qp.log.note_in(stage, self.tracker.queue(), stream, n..n + 1);
     }
 
-    /// Prevents a reset while the queue has requests: see [`gdsync_shm::reset`].
-    #[inline]
-    pub(crate) fn hold(&self) -> ResetHold {
-        ResetHold { _parts: self.parts.clone() }
-    }
-
-    /// The source for stream operations.
+    /// The source for stream operations. A clone prevents a reset while the queue has requests: see
+    /// [`gdsync_shm::reset`].
     #[inline]
     pub(crate) fn source(&self) -> &Arc<dyn Source> {
         &self.source
@@ -109,6 +93,11 @@ impl QueueEnd {
     /// Whether `source` is this queue.
     pub(crate) fn is_source(&self, source: &Arc<dyn Source>) -> bool {
         std::ptr::addr_eq(Arc::as_ptr(source), Arc::as_ptr(&self.parts))
+    }
+
+    /// The error where every request is already claimed or polled.
+    pub(crate) fn nothing_to_wait_for(&self) -> Error {
+        Error::NothingToWaitFor { queue: self.tracker.name(), qpn: self.qp.qpn }
     }
 
     /// The error for a full completion queue, given the outstanding requests of this queue.

@@ -239,7 +239,7 @@ impl Qp {
         let range = self.send.post(wrs)?;
         match range.is_empty() {
             true => Err(Error::invalid("sends to post", 0, "at least one")),
-            false => Ok(self.send.end.completion(range.end - 1)),
+            false => Ok(self.send.end.clone().completion(range.end - 1)),
         }
     }
 
@@ -252,7 +252,7 @@ impl Qp {
         let _range = DOMAIN.range(c"post_recv");
         let last = self.recv.post(wrs)?;
         let last = last.ok_or_else(|| Error::invalid("receives to post", 0, "at least one"))?;
-        Ok(self.recv.end.completion(last))
+        Ok(self.recv.end.clone().completion(last))
     }
 
     /// Takes the next send completion, if it has arrived: see [`Cq::poll`](crate::verbs::Cq::poll).

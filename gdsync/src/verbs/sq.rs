@@ -1,8 +1,8 @@
 //! The send queue: writes WQEs, which a doorbell of the CPU or of a stream exposes later.
 
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::{fmt, mem};
 
 use super::end::QueueEnd;
 use super::qp::QpCore;
@@ -179,18 +179,16 @@ impl SendQueue {
     ) -> Result<bool> {
         self.with_room(|track| {
             let range = self.write_all(track, wrs, Self::write_one)?;
-            let new = written(track, range);
+            *sends = written(track, range);
             if let Some(stream) = stream {
-                let state = QueueState::of(track);
-                if let Err(error) = self.hand_over(track, &new, stream) {
-                    self.undo(track, &new.range);
+                *before = Some(QueueState::of(track));
+                if let Err(error) = self.hand_over(track, sends, stream) {
+                    *before = None;
+                    self.undo(track, &mem::take(sends).range);
                     return Err(error);
                 }
-                *before = Some(state);
             }
-            let is_recorded = self.note_prepared(track, &new.range, stream);
-            *sends = new;
-            Ok(is_recorded)
+            Ok(self.note_prepared(track, &sends.range, stream))
         })
     }
 
@@ -308,12 +306,12 @@ impl SendQueue {
         if !self.end.cq.reserve() {
             return Err(self.end.cq_full(track.posted - track.retired));
         }
-        let bytes = &track.scratch[..usize::from(ds) * 16];
-        self.store(begin, bytes);
-        self.prefetch_behind(begin, end);
-        let first8 = *bytes.first_chunk().expect("a WQE has a control segment");
+        let first8 = *track.scratch.first_chunk().expect("a WQE has a control segment");
         let doorbell = mlx5::doorbell_word(first8);
         track.push(Entry { wr_id, begin, blocks: count, doorbell, ds, len, ..Entry::default() });
+        // Last: copies behind the ring's stores wait for its lines.
+        self.store(begin, &track.scratch[..usize::from(ds) * 16]);
+        self.prefetch_behind(begin, end);
         Ok(())
     }
 
@@ -496,6 +494,7 @@ impl SendQueue {
         })
     }
 
+    #[inline]
     fn hand_over(&self, track: &mut Track, sends: &Written, stream: OfStream) -> Result<()> {
         let is_others = !matches!(track.owner, Owner::Nobody) && track.owner != Owner::Stream(stream.id);
         if is_others && !track.is_idle() {

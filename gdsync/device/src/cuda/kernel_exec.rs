@@ -111,18 +111,6 @@ pub struct Parameter<const N: usize> {
     ops: [MaybeUninit<KernelOp>; N],
 }
 
-impl<const N: usize> Parameter<N> {
-    #[inline]
-    fn of(head: Head, ops: &[KernelOp]) -> Self {
-        let head = Head { count: ops.len() as u64, ..head };
-        let mut program = Self { head, ops: [const { MaybeUninit::uninit() }; N] };
-        for (slot, op) in program.ops.iter_mut().zip(ops) {
-            slot.write(*op);
-        }
-        program
-    }
-}
-
 /// `Kind` of `gdsync.cuh`.
 mod kind {
     pub(super) const WRITE_32: u32 = 0;
@@ -386,7 +374,11 @@ impl KernelExecutor {
             ops: &[KernelOp],
             call: impl FnOnce(*mut *mut c_void) -> T,
         ) -> T {
-            let mut program = Parameter::<N>::of(head, ops);
+            let head = Head { count: ops.len() as u64, ..head };
+            let mut program = Parameter { head, ops: [const { MaybeUninit::uninit() }; N] };
+            for (slot, op) in program.ops.iter_mut().zip(ops) {
+                slot.write(*op);
+            }
             let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
             call(params.as_mut_ptr())
         }

@@ -173,13 +173,12 @@ impl Instance {
     }
 
     fn arm_memops(&self, api: &Api, node: Handle, ops: &[KernelOp]) -> gdrcopy::Result<()> {
-        let mut memops = plan::memops(ops);
-        let (context, ops) = (self.gpu.raw_context(), memops.as_mut_ptr());
-        let count = u32::try_from(memops.len()).expect("fewer than 256");
-        let params = MemOpNodeParams { context, count, ops, flags: 0 };
-        // SAFETY: the node is of this instance and has `count` operations of these kinds. The submission keeps their
-        // words alive.
-        unsafe { api.graph_exec_mem_op_node_set_params(self.exec, node, &params) }
+        plan::with_memops(ops, |count, ops| {
+            let params = MemOpNodeParams { context: self.gpu.raw_context(), count, ops, flags: 0 };
+            // SAFETY: the node is of this instance and has `count` operations of these kinds. The submission keeps
+            // their words alive.
+            unsafe { api.graph_exec_mem_op_node_set_params(self.exec, node, &params) }
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 //! Consumer indices show the CPU how far a stream is. No thread waits for them, so they are deferred past the doorbells
 //! that follow a wait, until the next wait or the end of the submission.
 
-use std::mem;
+use std::mem::{self, MaybeUninit};
 
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
@@ -78,17 +78,18 @@ impl Calls {
         for step in steps {
             // Every write of the front end and of the kernels has a fence before it (cuda.h,
             // CU_STREAM_WRITE_VALUE_DEFAULT). An explicit barrier takes 0.6 us on an H200.
-            if step.is_fenced() {
-                self.barrier = false;
-            } else {
-                self.flush_barrier();
-            }
-            if step == KernelOp::BARRIER {
-                self.barrier = true;
-            } else {
-                self.last.push(step);
-            }
+            self.barrier &= !step.is_fenced();
+            self.flush_barrier();
+            self.last.push(step);
         }
+    }
+
+    /// Defers a barrier, for which the call keeps room.
+    fn put_barrier(&mut self) {
+        if self.last.len() == self.max {
+            self.end();
+        }
+        self.barrier = true;
     }
 
     /// Writes the deferred barrier.
@@ -154,12 +155,12 @@ impl Calls {
                     self.pass(&mut indices);
                     self.put([KernelOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
                 }
-                Op::Barrier => self.put([KernelOp::BARRIER]),
-                Op::Flush => self.put([match gpu.capabilities().flush {
-                    Flush::NotNeeded => KernelOp::BARRIER,
-                    Flush::OnStream => KernelOp::FLUSH,
+                Op::Barrier => self.put_barrier(),
+                Op::Flush => match gpu.capabilities().flush {
+                    Flush::NotNeeded => self.put_barrier(),
+                    Flush::OnStream => self.put([KernelOp::FLUSH]),
                     Flush::OnCpu | Flush::Impossible => return Err(no_flush()),
-                }]),
+                },
                 Op::HostFn(_) => {
                     self.pass(&mut indices);
                     self.put_host_fn(place);
@@ -239,12 +240,15 @@ pub(super) fn fits_kernel(ops: &[KernelOp]) -> bool {
     !ops.iter().any(KernelOp::is_flush)
 }
 
-/// A send, a wait with flush, and the mark.
-const INLINE: usize = 6;
-
-/// Converts operations to memory operations.
-pub(super) fn memops(ops: &[KernelOp]) -> SmallVec<[MemOp; INLINE]> {
-    ops.iter().map(KernelOp::memop).collect()
+/// Calls `call` with the number of operations of one call, and with them as memory operations, each written in place.
+#[inline]
+pub(super) fn with_memops<T>(ops: &[KernelOp], call: impl FnOnce(u32, *mut MemOp) -> T) -> T {
+    let count = u32::try_from(ops.len()).expect("fewer than 256");
+    let mut memops = [const { MaybeUninit::uninit() }; kernel_exec::LARGE];
+    for (to, op) in memops[..ops.len()].iter_mut().zip(ops) {
+        to.write(op.memop());
+    }
+    call(count, memops.as_mut_ptr().cast())
 }
 
 /// The GPU address of the word of an application wait.

@@ -383,11 +383,11 @@ impl Shared {
         if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| plan::fits_kernel(ops)) {
             return kernel_exec.launch(api, self.stream, self.head(seq), ops);
         }
-        let mut memops = plan::memops(ops);
-        let count = u32::try_from(memops.len()).expect("fewer than 256");
-        // SAFETY: `memops` has `count` operations. Their words are mapped for the GPU, and the submission keeps them
-        // alive.
-        unsafe { api.stream_batch_mem_op(self.stream, count, memops.as_mut_ptr(), 0) }
+        plan::with_memops(ops, |count, memops| {
+            // SAFETY: there are `count` operations. Their words are mapped for the GPU, and the submission keeps them
+            // alive.
+            unsafe { api.stream_batch_mem_op(self.stream, count, memops, 0) }
+        })
     }
 
     #[cold]
