@@ -185,7 +185,8 @@ impl Children {
             ranks = ChildProcesses::running(self);
         }
         for (rank, child) in self.started.iter_mut().filter(|(rank, _)| ranks.contains(rank)) {
-            say(&format!("rank {rank} (process {}) still runs after {}: killed", child.id(), rounded(limit)));
+            let after = if limit.is_zero() { String::new() } else { format!(" after {}", rounded(limit)) };
+            say(&format!("rank {rank} (process {}) still runs{after}: killed", child.id()));
             // It has ended by itself meanwhile, or nothing can be done.
             let _ = child.kill();
             let _ = child.wait();
