@@ -186,7 +186,7 @@ impl Mapping {
         if ptr.is_aligned() {
             Ok(ptr)
         } else {
-            Err(Error::invalid("word address", ptr.addr(), "a multiple of the word's size"))
+            Err(Error::invalid("word address", format!("{:#x}", ptr.addr()), "a multiple of the word's size"))
         }
     }
 

@@ -14,8 +14,8 @@ use parking_lot::Mutex;
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
-use crate::error::{Error, Result};
-use crate::exchange::{CheckedExchange, Exchange, table_row, take};
+use crate::error::{Error, Result, change_own_rank, set_own_rank};
+use crate::exchange::{CheckedExchange, Exchange, Spawned, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
 use crate::registration::Registration;
@@ -97,7 +97,8 @@ impl CommunicatorBuilder {
         self
     }
 
-    /// How long the ranks may take to find each other (default 30 s).
+    /// How long the ranks may take to find each other, and to end after a communicator that was dropped without
+    /// [`Communicator::finalize`] (default 30 s).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout = timeout;
         self
@@ -157,6 +158,7 @@ impl CommunicatorBuilder {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
+        set_own_rank(rank);
         self.build(Box::new(CheckedExchange(Box::new(exchange))), resolved, deadline)
     }
 
@@ -248,7 +250,7 @@ impl CommunicatorBuilder {
             _credits: credits,
             exchange: Mutex::new(exchange),
             outstanding: (!self.0.allow_overlap).then(Arc::default),
-            children: Mutex::default(),
+            children: Spawned::new(self.0.timeout),
             settings: self.0,
             rma,
         })))
@@ -318,7 +320,7 @@ fn connect(
     let cards = exchange.allgather(&cards, timeout)?;
     let transports =
         pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
-            let failed = |cause| Error::Message { rank: peer, operation: "connect", cause };
+            let failed = |cause| Error::message(peer, "connect", cause);
             let theirs = Card::from_bytes(table_row(theirs, peer, rank, size)?).map_err(failed)?;
             messages.name_ranks(rank, peer);
             credits.name_ranks(rank, peer);
@@ -384,6 +386,7 @@ impl Communicator {
         transports.for_each(|one| one.fail(&gdsync::Error::GivenUp));
         loop {
             let (exchange, former) = self.regroup(&without, &deadline)?;
+            change_own_rank(exchange.rank());
             let builder = CommunicatorBuilder(self.0.settings.clone());
             let built = builder.resolve().and_then(|resolved| {
                 builder.build(exchange, resolved, Deadline::after(deadline.remaining()))

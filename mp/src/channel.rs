@@ -150,7 +150,7 @@ impl Half {
     }
 
     fn failed(&self, operation: &'static str, cause: gdsync::Error) -> Error {
-        Error::Message { rank: self.peer.rank(), operation, cause }
+        Error::message(self.peer.rank(), operation, cause)
     }
 }
 
@@ -404,7 +404,7 @@ impl Communicator {
         let connect = |channel: Unconnected| {
             let rank = channel.peer.rank();
             let theirs = cards[rank].next().ok_or_else(|| other(rank))?;
-            let failed = |cause| Error::Message { rank, operation: "connect a channel", cause };
+            let failed = |cause| Error::message(rank, "connect a channel", cause);
             channel.connect(self.rank(), &theirs).map_err(failed)
         };
         let channels = built.into_iter().map(connect).collect::<Result<Vec<_>>>()?;

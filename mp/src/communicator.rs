@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
@@ -12,7 +13,7 @@ use parking_lot::Mutex;
 use crate::cache::{Cache, CacheConfig, Cached};
 use crate::credit::CreditFlag;
 use crate::error::{Error, Result};
-use crate::exchange::{ChildProcesses, Exchange};
+use crate::exchange::{Exchange, Spawned};
 use crate::overlap::{OutstandingReceives, ReceiveClaims};
 use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
 use crate::peer::Peer;
@@ -46,6 +47,9 @@ pub(crate) struct Settings {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) rank: usize,
+    pub(crate) exchange: Mutex<Box<dyn Exchange>>,
+    /// Dropped after the exchange, so that they learn that it is gone, and before the rest, which tells them, too.
+    pub(crate) children: Spawned,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
     /// The device for ranks of the same host, if messages with any rank go through it.
@@ -58,12 +62,19 @@ pub(crate) struct Inner {
     pub(crate) peers: Arc<[Arc<Peer>]>,
     /// The words that the peers write.
     pub(crate) _credits: Registration,
-    pub(crate) exchange: Mutex<Box<dyn Exchange>>,
-    pub(crate) children: Mutex<Option<Box<dyn ChildProcesses>>>,
     pub(crate) settings: Settings,
     pub(crate) rma: AllRmaQueues,
     /// `None` if they may overlap.
     pub(crate) outstanding: Option<Arc<OutstandingReceives>>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.children.are_running() {
+            // They learn it with their next wait for this rank, not by its timeout.
+            self.peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::GivenUp));
+        }
+    }
 }
 
 impl Inner {
@@ -266,7 +277,7 @@ impl Communicator {
     /// [`Error::Message`] says what ended the connection; [`Error::NoSuchRank`].
     pub fn check(&self, rank: usize) -> Result<()> {
         let transport = &self.peer(rank)?.transport;
-        transport.check().map_err(|cause| Error::Message { rank, operation: "connection", cause })
+        transport.check().map_err(|cause| Error::message(rank, "connection", cause))
     }
 
     /// The ranks that can no longer be reached, as far as is known. Messages with the others go on.
@@ -310,13 +321,20 @@ impl Communicator {
     }
 
     /// Waits for the operations of windows, for all ranks, then for the processes that
-    /// [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started.
+    /// [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started. If one of them fails, the others have two seconds to
+    /// say what they have seen, and are killed then.
+    ///
+    /// All ranks call it before they end. A process that drops its communicator instead, while ranks that it has started work, says so
+    /// on standard error and ends its connections. It waits for them, as long as
+    /// [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), then kills them, and names them. It exits with 1 if one was
+    /// killed or has failed.
     ///
     /// # Errors
     /// [`Error::Message`] for an operation on a window that failed, unless a call on that window has reported it; [`Error::Bootstrap`]
     /// and [`Error::Deadline`] as [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
+        self.0.children.is_finalized.store(true, Ordering::Relaxed);
         let flushed = RmaQueues::finish_all(&self.0.rma, &deadline);
         // The others need not wait for a rank that this one cannot reach.
         let met = self.barrier(deadline.remaining());

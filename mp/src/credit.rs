@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::Syndrome;
+use gdsync::recorder::{NamedWords, Purpose};
 use gdsync::stream::Cond;
 use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr};
 use gdsync_device::Condvar;
@@ -220,6 +221,8 @@ pub(crate) struct Credits {
     has_ended: AtomicBool,
     pub(crate) flag: Arc<CreditFlag>,
     route: CreditRoute,
+    /// Tells errors and recordings what `ready` is.
+    _name: NamedWords,
 }
 
 /// How receives are announced to the peer.
@@ -264,6 +267,8 @@ impl Credits {
     ) -> gdsync::Result<Self> {
         let ready = table.word32(offset(rank))?;
         let wanted = table.word32(offset(rank) + WANTED)?;
+        let purpose = Purpose::Receives { rank: u32::try_from(rank).unwrap_or(u32::MAX) };
+        let name = NamedWords::new(ready.addr(), 4, purpose);
         let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
         let is_prompt = matches!(route, CreditRoute::Own) || !flag.has_watchdog;
@@ -281,6 +286,7 @@ impl Credits {
             has_ended,
             flag,
             route,
+            _name: name,
         })
     }
 

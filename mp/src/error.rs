@@ -1,24 +1,25 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
-use std::io;
+use std::num::NonZeroU32;
 use std::ops::Range;
 use std::process::ExitStatus;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use std::{fmt, io};
 
-use gdsync::error::printable;
+use gdsync::error::{printable, rounded};
 use gdsync::mlx5::Syndrome;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// The errors of this crate. Cheap to clone, as sticky errors are returned again and again. The text has the cause; there is no
-/// [`source`](std::error::Error::source).
-#[derive(Clone, Debug, thiserror::Error)]
+/// The errors of this crate. Cheap to clone, as sticky errors are returned again and again. The text begins with the rank of this
+/// process and has the cause; there is no [`source`](std::error::Error::source). `{:?}` prints the same text as `{}`.
+#[derive(Clone)]
 #[non_exhaustive]
 pub enum Error {
     /// The variables of the launcher are missing, malformed or contradictory.
-    #[error("launch: {what}; {fix}")]
     Launch {
         /// The variable, its value, and what is wrong with it.
         what: String,
@@ -26,7 +27,6 @@ pub enum Error {
         fix: &'static str,
     },
     /// The exchange of addresses between the ranks failed.
-    #[error("bootstrap: {peer}: {what}{}; {fix}", suffix(.cause))]
     Bootstrap {
         /// The rank at fault, or its address.
         peer: String,
@@ -38,7 +38,6 @@ pub enum Error {
         fix: &'static str,
     },
     /// Something did not happen in time.
-    #[error("{what}: not done within {after:?}; look at what is named here first, or allow more time")]
     Deadline {
         /// The operation, and the late ranks.
         what: String,
@@ -46,7 +45,6 @@ pub enum Error {
         after: Duration,
     },
     /// A child process or a thread could not be started or controlled.
-    #[error("spawn: {what}{}; {fix}", suffix(.cause))]
     Spawn {
         /// What was tried.
         what: String,
@@ -56,7 +54,6 @@ pub enum Error {
         fix: &'static str,
     },
     /// A child process failed; the others were stopped.
-    #[error("rank {rank} ended with {status}; its own output says why")]
     Child {
         /// The rank of the child.
         rank: usize,
@@ -64,7 +61,6 @@ pub enum Error {
         status: ExitStatus,
     },
     /// There is no such rank.
-    #[error("rank {rank} does not exist: the communicator has ranks 0 to {}", size - 1)]
     NoSuchRank {
         /// The rank asked for.
         rank: usize,
@@ -72,13 +68,6 @@ pub enum Error {
         size: usize,
     },
     /// A receive is given memory that an outstanding receive may still write.
-    #[error(
-        "the receive from {} into bytes {range:?} of its buffer overlaps the outstanding receive from {} into bytes {other_range:?} of \
-         its buffer, and a posted receive is active at once; give each its own bytes, wait for the earlier one first, or receive in stream \
-         order: Communicator::recv_on_stream",
-        from(.rank),
-        from(.other_rank)
-    )]
     OverlappingReceives {
         /// The rank that is to be received from; `None` for any.
         rank: Option<usize>,
@@ -90,9 +79,6 @@ pub enum Error {
         other_range: Range<usize>,
     },
     /// An access would leave the window of a rank.
-    #[error(
-        "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
-    )]
     OutsideWindow {
         /// The rank whose window it is.
         rank: usize,
@@ -106,7 +92,6 @@ pub enum Error {
         size: usize,
     },
     /// A message to or from a rank failed.
-    #[error("{operation} with rank {rank}: {}", reason(.cause))]
     Message {
         /// The rank at the other end.
         rank: usize,
@@ -114,11 +99,12 @@ pub enum Error {
         operation: &'static str,
         /// Why.
         cause: gdsync::Error,
+        /// Bytes of the message, if that has failed and they are known.
+        bytes: Option<NonZeroU32>,
+        /// Bytes of its receive, if they are known.
+        room: Option<NonZeroU32>,
     },
     /// A rank called another collective, or with another size.
-    #[error(
-        "{operation} with rank {rank}: {what}; let all ranks call the same collectives with the same sizes, in one order"
-    )]
     Collective {
         /// The collective of this rank.
         operation: &'static str,
@@ -128,10 +114,6 @@ pub enum Error {
         what: String,
     },
     /// A message does not fit into the receive that it matched. It is lost; nothing else is.
-    #[error(
-        "the message of {bytes} bytes from rank {rank} with tag {tag:#x} does not fit into the {room} bytes of its receive; \
-         ask for its size first (Tagged::improbe), or receive into more"
-    )]
     Truncated {
         /// The rank that sent it.
         rank: usize,
@@ -143,37 +125,141 @@ pub enum Error {
         room: usize,
     },
     /// The program cancelled a receive before a message matched it.
-    #[error("the receive was cancelled before a message matched it; start another one")]
     Cancelled,
     /// The layer below failed.
-    #[error(transparent)]
-    Device(#[from] gdsync::Error),
+    Device(gdsync::Error),
 }
 
-fn suffix(cause: &Option<Arc<io::Error>>) -> String {
-    cause.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
+/// The rank of this process: 0 for none yet, else one more; [`SEVERAL`] where it is several.
+static OWN_RANK: AtomicUsize = AtomicUsize::new(0);
+const SEVERAL: usize = usize::MAX;
+
+/// This process is this rank of a job: errors begin with it, unless threads of the process are other ranks.
+pub(crate) fn set_own_rank(rank: usize) {
+    let known = OWN_RANK.compare_exchange(0, rank + 1, Ordering::Relaxed, Ordering::Relaxed);
+    if known.is_err_and(|known| known != rank + 1) {
+        OWN_RANK.store(SEVERAL, Ordering::Relaxed);
+    }
 }
 
-fn from(rank: &Option<usize>) -> String {
+/// The survivors of a job are numbered anew.
+pub(crate) fn change_own_rank(rank: usize) {
+    let change = |known| (known != SEVERAL).then_some(rank + 1);
+    let _ = OWN_RANK.fetch_update(Ordering::Relaxed, Ordering::Relaxed, change);
+}
+
+fn rank_or_any(rank: Option<usize>) -> String {
     rank.map_or_else(|| "any rank".to_owned(), |rank| format!("rank {rank}"))
 }
 
-/// The cause of a failed message, with advice in terms of ranks in place of queue pairs.
-fn reason(cause: &gdsync::Error) -> String {
-    use gdsync::Error as E;
-    match cause {
-        E::PeerGone { qpn } => {
-            format!("QP {qpn:#x}: the process of the rank is gone; go on without it: Communicator::shrink")
+/// The word between an operation and the rank at its other end.
+fn preposition(operation: &str) -> &'static str {
+    match operation {
+        _ if operation.contains("send") || operation.starts_with("put") || operation == "signal" => "to",
+        _ if operation.contains("receive") || operation == "get" => "from",
+        _ => "with",
+    }
+}
+
+/// Why a message failed, in terms of ranks.
+fn reason(operation: &str, rank: usize, cause: &gdsync::Error) -> String {
+    let gdsync::Error::Deadline { after, .. } = cause else { return cause.of_rank() };
+    let fix = match preposition(operation) {
+        "to" => format!("see that rank {rank} posts a receive for it (Communicator::irecv)"),
+        "from" => format!("nothing has come; see that rank {rank} sends it"),
+        _ => format!("see that rank {rank} lives (Communicator::check)"),
+    };
+    format!("not complete within {}: {fix}, or allow more time", rounded(*after))
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match OWN_RANK.load(Ordering::Relaxed) {
+            0 | SEVERAL => {}
+            own => write!(f, "rank {}: ", own - 1)?,
         }
-        E::QueueFull { queue, qpn, outstanding, depth, .. } => format!(
-            "the {queue} of QP {qpn:#x} is full ({outstanding} of {depth} under way); wait for requests, or build with a larger \
-             CommunicatorBuilder::depth"
-        ),
-        E::Busy { queue, qpn, owner } => format!(
-            "the {queue} queue of QP {qpn:#x} still belongs to {owner}; wait for the requests of that first"
-        ),
-        E::QpStopped { qpn, reason: why } => format!("QP {qpn:#x} was stopped: {}", reason(why)),
-        other => other.to_string(),
+        let cause = |cause: &Option<Arc<io::Error>>| {
+            cause.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
+        };
+        match self {
+            Self::Launch { what, fix } => write!(f, "launch: {what}; {fix}"),
+            Self::Bootstrap { peer, what, cause: why, fix } => {
+                write!(f, "bootstrap: {peer}: {what}{}; {fix}", cause(why))
+            }
+            Self::Deadline { what, after } => write!(
+                f,
+                "{what}: not done within {}; look at what is named here first, or allow more time",
+                rounded(*after)
+            ),
+            Self::Spawn { what, cause: why, fix } => write!(f, "spawn: {what}{}; {fix}", cause(why)),
+            Self::Child { rank, status } => {
+                write!(f, "rank {rank} ended with {status}; its own output says why")
+            }
+            Self::NoSuchRank { rank, size } => {
+                write!(f, "there is no rank ")?;
+                match rank.cast_signed() {
+                    0.. => write!(f, "{rank}")?,
+                    negative => write!(f, "{negative} (it was computed below 0)")?,
+                }
+                write!(f, ": the communicator has ranks 0 to {}", size - 1)
+            }
+            Self::OverlappingReceives { rank, range, other_rank, other_range } => write!(
+                f,
+                "the receive from {} into bytes {range:?} of its buffer overlaps the outstanding receive from {} into bytes \
+                 {other_range:?} of its buffer, and a posted receive is active at once; give each its own bytes, wait for the \
+                 earlier one first, or receive in stream order: Communicator::recv_on_stream",
+                rank_or_any(*rank),
+                rank_or_any(*other_rank)
+            ),
+            Self::OutsideWindow { rank, operation, offset, len, size } => write!(
+                f,
+                "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
+            ),
+            Self::Message { rank, operation, cause, bytes, room } => {
+                write!(f, "{operation} {} rank {rank}", preposition(operation))?;
+                match (bytes, room) {
+                    (None, None) => {}
+                    (Some(bytes), None) => write!(f, " of {bytes} bytes")?,
+                    (None, Some(room)) => write!(f, " into {room} bytes")?,
+                    (Some(bytes), Some(room)) => write!(f, " of {bytes} bytes into {room}")?,
+                }
+                write!(f, ": {}", reason(operation, *rank, cause))
+            }
+            Self::Collective { operation, rank, what } => write!(
+                f,
+                "{operation} with rank {rank}: {what}; let all ranks call the same collectives with the same sizes, in one order"
+            ),
+            Self::Truncated { rank, tag, bytes, room } => write!(
+                f,
+                "the message of {bytes} bytes from rank {rank} with tag {tag:#x} does not fit into the {room} bytes of its receive; \
+                 ask for its size first (Tagged::improbe), or receive into more"
+            ),
+            Self::Cancelled => {
+                f.write_str("the receive was cancelled before a message matched it; start another one")
+            }
+            Self::Device(error) => error.fmt(f),
+        }
+    }
+}
+
+/// As `Display`, so that `main` and `unwrap` print what failed and what to do.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// The error of a stream that knows the rank is one of a message with it.
+impl From<gdsync::Error> for Error {
+    fn from(error: gdsync::Error) -> Self {
+        match error {
+            gdsync::Error::Rank { rank, reason } => {
+                Self::message(rank as usize, "work of a stream", Arc::unwrap_or_clone(reason))
+            }
+            other => Self::Device(other),
+        }
     }
 }
 
@@ -183,7 +269,7 @@ fn is_peer_lost(error: &gdsync::Error) -> bool {
     match error {
         E::PeerGone { .. } | E::Peer { .. } | E::GivenUp | E::GivenUpByPeer => true,
         E::Completion(failed) => failed.syndrome == Syndrome::RETRY_EXC_ERR,
-        E::QpStopped { reason, .. } => is_peer_lost(reason),
+        E::QpStopped { reason, .. } | E::Rank { reason, .. } => is_peer_lost(reason),
         _ => false,
     }
 }
@@ -198,6 +284,10 @@ impl Error {
             Self::Child { .. } => true,
             _ => false,
         }
+    }
+
+    pub(crate) fn message(rank: usize, operation: &'static str, cause: gdsync::Error) -> Self {
+        Self::Message { rank, operation, cause, bytes: None, room: None }
     }
 
     pub(crate) fn launch(what: impl Into<String>, fix: &'static str) -> Self {
@@ -233,23 +323,97 @@ mod tests {
     use super::*;
 
     fn message(cause: E) -> Error {
-        Error::Message { rank: 3, operation: "send", cause }
+        Error::message(3, "send", cause)
+    }
+
+    /// The sentences of failed messages: which peer, what, why, and what to do; the queue pair last.
+    #[test]
+    fn messages_say_which_rank_what_why_and_what_to_do() {
+        let late =
+            || E::Deadline { what: "waiting for a completion", after: Duration::from_nanos(9_999_999_750) };
+        let failed =
+            |syndrome| E::from(CompletionError { qpn: 7, wr_id: 0, operation: None, syndrome, vendor: 0 });
+        let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 514, depth: 512, untaken: 0 };
+        let gone = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 7 }) };
+        let broken = "The connection is broken for good: only Communicator::shrink makes a new one";
+        for (error, says) in [
+            (
+                Error::message(1, "receive", late()),
+                &[
+                    "receive from rank 1: not complete within 10 s: nothing has come; see that rank 1 sends it",
+                ][..],
+            ),
+            (
+                Error::message(1, "send", late()),
+                &["send to rank 1: not complete within 10 s", "Communicator::irecv"],
+            ),
+            (
+                Error::message(1, "flush", late()),
+                &["flush with rank 1: not complete within 10 s", "Communicator::check"],
+            ),
+            (
+                Error::message(1, "send", full),
+                &["send to rank 1: the send queue is full (512 of 512 in use)", "depth; QP 0x7"],
+            ),
+            (
+                Error::message(1, "send on stream", gone),
+                &["stream to rank 1: ", "Communicator::shrink); QP 0x7"],
+            ),
+            (
+                Error::Message {
+                    rank: 1,
+                    operation: "receive",
+                    cause: failed(Syndrome::LOC_LEN_ERR),
+                    bytes: NonZeroU32::new(16),
+                    room: NonZeroU32::new(8),
+                },
+                &[
+                    "receive from rank 1 of 16 bytes into 8: ",
+                    "longer than its receive",
+                    "mp::tagged",
+                    broken,
+                ],
+            ),
+            (
+                Error::Message {
+                    rank: 1,
+                    operation: "send",
+                    cause: failed(Syndrome::REM_INV_REQ_ERR),
+                    bytes: NonZeroU32::new(16),
+                    room: None,
+                },
+                &["send to rank 1 of 16 bytes: ", "longer than its receive there", "mp::tagged", broken],
+            ),
+        ] {
+            let text = error.to_string();
+            assert!(says.iter().all(|words| text.contains(words)), "{text}");
+            assert!(!text.contains("514") && !text.contains("connect it again"), "{text}");
+        }
     }
 
     #[test]
-    fn advice_is_in_terms_of_ranks() {
-        let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 8, depth: 8, untaken: 0 };
-        let stopped = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 8 }) };
-        for (error, advice) in [
-            (full, "CommunicatorBuilder::depth"),
-            (E::PeerGone { qpn: 7 }, "Communicator::shrink"),
-            (stopped, "Communicator::shrink"),
-        ] {
-            let below = error.to_string();
-            let text = message(error).to_string();
-            assert!(text.contains("rank 3") && text.contains("QP 0x7") && text.contains(advice), "{text}");
-            assert!(!text.contains(below.split_once("; ").unwrap().1), "{text}");
-        }
+    fn ranks_below_zero_are_shown_as_that() {
+        let text = Error::NoSuchRank { rank: 1usize.wrapping_sub(3), size: 2 }.to_string();
+        assert!(
+            text.ends_with(
+                "there is no rank -2 (it was computed below 0): the communicator has ranks 0 to 1"
+            )
+        );
+        let text = Error::NoSuchRank { rank: 7, size: 2 }.to_string();
+        assert!(text.ends_with("there is no rank 7: the communicator has ranks 0 to 1"), "{text}");
+    }
+
+    #[test]
+    fn errors_of_streams_that_know_the_rank_are_of_a_message() {
+        let error = E::Rank { rank: 2, reason: Arc::new(E::PeerGone { qpn: 7 }) };
+        let text = error.to_string();
+        assert!(
+            text.starts_with("rank 2: ") && text.ends_with("QP 0x7") && text.contains("shrink"),
+            "{text}"
+        );
+        let error = Error::from(error);
+        assert!(matches!(error, Error::Message { rank: 2, cause: E::PeerGone { .. }, .. }), "{error}");
+        assert!(error.is_rank_lost());
     }
 
     #[test]
@@ -286,7 +450,11 @@ mod tests {
     #[test]
     fn the_text_has_the_cause_and_source_has_not() {
         let error = Error::spawn("start rank 1", io::ErrorKind::NotFound.into(), "check the path");
-        assert_eq!(error.to_string(), "spawn: start rank 1: entity not found; check the path");
+        assert!(
+            error.to_string().ends_with("spawn: start rank 1: entity not found; check the path"),
+            "{error}"
+        );
+        assert_eq!(format!("{error:?}"), error.to_string());
         assert!(std::error::Error::source(&error).is_none());
         assert!(std::error::Error::source(&message(E::GivenUp)).is_none());
     }

@@ -1,7 +1,11 @@
 //! The exchange of addresses between ranks, before any queue exists. A communicator is built over an [`Exchange`].
 
 use std::fmt;
+use std::sync::atomic::AtomicBool;
+use std::thread::panicking;
 use std::time::Duration;
+
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
@@ -92,6 +96,49 @@ pub(crate) trait ChildProcesses: fmt::Debug + Send {
 
     /// Waits until all have ended well.
     fn wait(self: Box<Self>, timeout: Duration) -> Result<()>;
+
+    /// The ranks that still run; none in a process that did not start them.
+    fn running(&mut self) -> Vec<usize>;
+
+    /// Waits until all have ended, kills those that have not after `limit`, and says so on standard error. If `is_silent` is not
+    /// set, it also names those that failed, and the exit code of this process tells it.
+    fn leave(self: Box<Self>, limit: Duration, is_silent: bool);
+}
+
+/// How long processes may take to end after another one has failed, so that they can say what they have seen of it.
+pub(crate) const LAST_MOMENTS: Duration = Duration::from_secs(2);
+
+/// The processes that a communicator has started, if it has: they may end after it.
+#[derive(Debug)]
+pub(crate) struct Spawned {
+    processes: Mutex<Option<Box<dyn ChildProcesses>>>,
+    /// [`Communicator::finalize`](crate::Communicator::finalize) was called.
+    pub(crate) is_finalized: AtomicBool,
+    /// How long they have to end if it was not.
+    limit: Duration,
+}
+
+impl Spawned {
+    pub(crate) fn new(limit: Duration) -> Self {
+        Self { processes: Mutex::default(), is_finalized: AtomicBool::new(false), limit }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Option<Box<dyn ChildProcesses>>> {
+        self.processes.lock()
+    }
+
+    pub(crate) fn are_running(&mut self) -> bool {
+        self.processes.get_mut().as_mut().is_some_and(|processes| !processes.running().is_empty())
+    }
+}
+
+impl Drop for Spawned {
+    fn drop(&mut self) {
+        let Some(processes) = self.processes.get_mut().take() else { return };
+        let is_finalized = *self.is_finalized.get_mut();
+        let limit = if is_finalized || panicking() { self.limit.min(LAST_MOMENTS) } else { self.limit };
+        processes.leave(limit, is_finalized);
+    }
 }
 
 /// Takes the first bytes of a record, whose length was checked.

@@ -1,6 +1,7 @@
 //! The in-flight list of a queue: its operations that are not complete, oldest first, and the registrations they pin.
 
 use std::collections::VecDeque;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,6 +18,14 @@ pub(crate) enum Direction {
     Recv = 1,
 }
 
+/// Bytes of a message and of its receive, where they are known.
+pub(crate) type Lengths = (Option<NonZeroU32>, Option<NonZeroU32>);
+
+/// A length for errors.
+pub(crate) fn nonzero(bytes: usize) -> Option<NonZeroU32> {
+    NonZeroU32::new(u32::try_from(bytes).ok()?)
+}
+
 /// An operation that was posted to a queue pair.
 #[derive(Debug)]
 pub(crate) struct InFlightOp {
@@ -26,7 +35,7 @@ pub(crate) struct InFlightOp {
     pub(crate) completion: Completion,
     /// Work requests that it takes in the queue: the one of the completion and those right before it.
     wqes: usize,
-    /// Bytes sent.
+    /// Bytes of a send, or of the buffers of a receive.
     bytes: usize,
     /// Bytes of a success, kept from before the queue forgets it; [`UNKNOWN`] until then.
     kept_bytes: AtomicU64,
@@ -50,6 +59,15 @@ impl InFlightOp {
     #[inline]
     pub(crate) fn index(&self) -> u64 {
         self.completion.index()
+    }
+
+    /// Bytes of the message and of its receive, as far as this side knows them.
+    pub(crate) fn lengths(&self) -> Lengths {
+        let bytes = nonzero(self.bytes);
+        match self.direction {
+            Direction::Send => (bytes, None),
+            Direction::Recv => (None, bytes),
+        }
     }
 
     fn kept(&self) -> Option<usize> {

@@ -60,7 +60,7 @@ impl Peer {
     }
 
     fn failed(&self, operation: &'static str, cause: gdsync::Error) -> Error {
-        Error::Message { rank: self.rank(), operation, cause }
+        Error::message(self.rank(), operation, cause)
     }
 
     /// The pieces of a message, which are not too many and lie inside their buffers.

@@ -269,6 +269,7 @@ impl Request {
 
     /// The error of this request for what a queue says.
     pub(crate) fn failed(&self, cause: gdsync::Error) -> Error {
+        let is_flushed = matches!(&cause, gdsync::Error::Completion(error) if error.is_flush());
         let cause = match cause {
             // It was flushed with the connection, which has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
@@ -280,12 +281,15 @@ impl Request {
             }
             other => other,
         };
-        let operation = match &self.state {
-            State::Queue(_, op) | State::Rma(_, op) => op.operation,
-            State::Sent(_) | State::SentAfter(..) => "send",
-            State::Fifo(..) => "receive",
+        // Not where it ended with the connection: then another message was at fault.
+        let is_its_own = matches!(cause, gdsync::Error::Completion(_)) && !is_flushed;
+        let (operation, (bytes, room)) = match &self.state {
+            State::Queue(_, op) if is_its_own => (op.operation, op.lengths()),
+            State::Queue(_, op) | State::Rma(_, op) => (op.operation, (None, None)),
+            State::Sent(_) | State::SentAfter(..) => ("send", (None, None)),
+            State::Fifo(_, receive) => ("receive", receive.lengths()),
         };
-        Error::Message { rank: self.rank, operation, cause }
+        Error::Message { rank: self.rank, operation, cause, bytes, room }
     }
 
     #[inline]

@@ -116,7 +116,7 @@ impl RmaQueue {
         if self.qp.send.check().is_err() {
             self.is_reported.store(true, Ordering::Relaxed);
         }
-        Error::Message { rank: self.peer.rank(), operation, cause }
+        Error::message(self.peer.rank(), operation, cause)
     }
 
     /// Whether something failed, and no call has said so.

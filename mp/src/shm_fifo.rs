@@ -28,7 +28,7 @@ use gdsync::verbs::{Completion, CompletionError, Sge};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
-use crate::in_flight::{Direction, InFlightOp};
+use crate::in_flight::{Direction, InFlightOp, Lengths, nonzero};
 use crate::overlap::ReceiveClaims;
 use crate::registration::{Piece, Registration, host_len};
 use crate::shm_memory::{FifoMemory, FifoPair, LONGEST};
@@ -75,13 +75,16 @@ pub(crate) struct FifoReceive {
     /// The bytes that came, or one of the constants above.
     state: AtomicU64,
     error: OnceLock<gdsync::Error>,
+    /// Bytes of a message that is longer than the receive, and those of the receive.
+    too_long: OnceLock<(usize, usize)>,
     /// In the queue pair, if it was posted there.
     posted: OnceLock<Completion>,
 }
 
 impl FifoReceive {
     fn new() -> Self {
-        Self { state: AtomicU64::new(QUEUED), error: OnceLock::new(), posted: OnceLock::new() }
+        let (error, too_long, posted) = Default::default();
+        Self { state: AtomicU64::new(QUEUED), error, too_long, posted }
     }
 
     /// The bytes that came, once the CPU has seen them.
@@ -91,6 +94,11 @@ impl FifoReceive {
             QUEUED | POSTED | FAILED => None,
             bytes => usize::try_from(bytes).ok(),
         }
+    }
+
+    /// Bytes of the message and of the receive, if the message is longer.
+    pub(crate) fn lengths(&self) -> Lengths {
+        self.too_long.get().map_or((None, None), |&(bytes, room)| (nonzero(bytes), nonzero(room)))
     }
 
     /// Whether its message may still come through the FIFO.
@@ -595,7 +603,7 @@ impl ShmFifo {
         while let Some(first) = rx.queued.front() {
             match rx.receiver.peek(&self.memory.rx) {
                 Next::Message(len) => {
-                    let filled = self.fill(transport, &first.buffers, rx.receiver.next(), len as usize);
+                    let filled = self.fill(transport, first, rx.receiver.next(), len as usize);
                     // The memory of one receive may be at fault: the next ones can be filled.
                     let failure = filled
                         .as_ref()
@@ -648,12 +656,13 @@ impl ShmFifo {
     fn fill(
         &self,
         transport: &Transport,
-        buffers: &Buffers,
+        Entry { receive, buffers, .. }: &Entry,
         number: u64,
         len: usize,
     ) -> gdsync::Result<usize> {
         let room: usize = buffers.iter().map(|(_, _, room)| room).sum();
         if len > room || len > LONGEST {
+            let _ = receive.too_long.set((len, room));
             let (qpn, syndrome) = (transport.qp.recv.qpn(), Syndrome::LOC_LEN_ERR);
             return Err(CompletionError {
                 qpn,

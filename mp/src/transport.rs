@@ -318,7 +318,7 @@ impl Transport {
 
 /// Why graphs refuse messages of a communicator, and what to do.
 const ONLY_ONCE: (&str, &str) =
-    ("a message of a communicator, which is counted once", "send and receive through an mp::Channel");
+    ("a message of a communicator", "each is sent once: send and receive through an mp::Channel");
 
 /// Marks a batch with a message of a communicator: no graph can repeat it.
 pub(crate) fn mark_only_once(batch: &mut Batch) {

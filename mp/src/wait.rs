@@ -6,6 +6,7 @@ use std::thread::{sleep, yield_now};
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Word32, Word64};
+use gdsync::recorder::NamedWords;
 use gdsync::stream::Cond;
 
 use crate::error::{Error, Result};
@@ -101,7 +102,9 @@ pub(crate) fn wait_value64_and(
 }
 
 fn describe(addr: u64, now: impl LowerHex, cond: Cond, value: impl LowerHex) -> String {
-    format!("wait until the word at {addr:#x} is {cond:?} {value:#x} (it is {now:#x})")
+    let what = NamedWords::find(addr).map(|words| words.awaited(addr, 0));
+    let what = what.unwrap_or_else(|| format!("the word at {addr:#x}"));
+    format!("wait until {what} is {cond:?} {value:#x} (it is {now:#x})")
 }
 
 /// Refuses waits that would never end.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
 use gdsync::mlx5::MAX_MESSAGE;
+use gdsync::recorder::{NamedWords, Purpose};
 use gdsync::stream::{Batch, Cond, Stream};
 use gdsync::verbs::{Access, Completion, Qp, QpAddress, RemoteAddr, SendWr, Sge};
 use smallvec::SmallVec;
@@ -55,6 +56,8 @@ struct Inner {
     /// The parts of all ranks.
     parts: Vec<Part>,
     queues: Arc<RmaQueues>,
+    /// Tells errors and recordings that the words of the own part are signals.
+    _name: NamedWords,
 }
 
 /// The part of one rank.
@@ -127,7 +130,7 @@ impl Communicator {
         let pairs = ours.map(|(_, pairs)| pairs)?;
         let parts = parts_of(&records)?;
         let connect = |(peer, ((_, table), pair)): (usize, (&(Part, &[u8]), &QpPair))| {
-            let failed = |cause| Error::Message { rank: peer, operation: "connect a window", cause };
+            let failed = |cause| Error::message(peer, "connect a window", cause);
             let theirs = QpAddress::from_bytes(table_row(table, peer, rank, size)?).map_err(failed)?;
             pair.name_ranks(rank, peer);
             pair.connect(theirs).map_err(failed)
@@ -176,7 +179,9 @@ impl Window {
     ) -> Self {
         queues.lead_to(registration.memory());
         let (comm, registration) = (comm.clone(), registration.clone());
-        Self(Arc::new(Inner { comm, registration, range, parts, queues }))
+        let addr = registration.memory().addr() + range.start as u64;
+        let name = NamedWords::new(addr, range.len() as u64, Purpose::Signals);
+        Self(Arc::new(Inner { comm, registration, range, parts, queues, _name: name }))
     }
 
     /// Ends the window after all that is under way: waits for the own operations, then for all ranks, which must call
@@ -758,7 +763,7 @@ impl Window {
 #[cold]
 fn invalid(rma: &Rma<'_>, what: &'static str, value: String, expected: &'static str) -> Error {
     let cause = gdsync::Error::InvalidArgument { what, value, expected };
-    Error::Message { rank: rma.rank, operation: rma.name(), cause }
+    Error::message(rma.rank, rma.name(), cause)
 }
 
 /// Calls `one` for as many SGEs at a time as a work request takes, and the address of their bytes.

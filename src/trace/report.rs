@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use gdasync::gdsync::mlx5::Syndrome;
-use gdasync::gdsync::recorder::{Event, Liveness, Peer, Queue, Record, Recording, Stage, Wait};
+use gdasync::gdsync::recorder::{Event, Liveness, Peer, Purpose, Queue, Record, Recording, Stage, Wait};
 use serde::Serialize;
 
 #[derive(Serialize)]
@@ -51,6 +51,8 @@ pub(super) struct Waiting {
     /// Of a word.
     pub(super) address: Option<String>,
     pub(super) value: Option<u32>,
+    /// What the word stands for, if the recording has it: a receive of a rank, or a signal.
+    pub(super) purpose: Option<String>,
     pub(super) peer: Option<Other>,
     pub(super) for_s: f64,
     /// Requests posted to the queue and completed when the wait began.
@@ -187,7 +189,13 @@ impl Waiting {
         let lasted = recording.now.saturating_sub(wait.since);
         let thread = &recording.threads[wait.thread];
         let is_word = awaited.queue == Queue::None;
-        let peer = recording.peer(awaited.device, awaited.qpn).filter(|_| !is_word);
+        let words = recording.words_at(awaited.number).filter(|_| is_word);
+        let peer = match words.map(|words| words.purpose) {
+            Some(Purpose::Receives { rank }) => {
+                recording.peers.iter().find(|peer| peer.rank == Some(rank) && !peer.is_gone)
+            }
+            _ => recording.peer(awaited.device, awaited.qpn).filter(|_| !is_word),
+        };
         Self {
             stuck: recording.liveness == Liveness::Dead || lasted >= stuck_after,
             by: wait.by.name(),
@@ -198,6 +206,7 @@ impl Waiting {
             sequence: (!is_word).then_some(awaited.number),
             address: is_word.then(|| format!("{:#x}", awaited.number)),
             value: is_word.then_some(awaited.value),
+            purpose: words.map(|words| words.awaited(awaited.number, awaited.value.into())),
             peer: peer.and_then(|peer| Other::of(known, peer)),
             for_s: seconds(lasted),
             posted: awaited.posted,
@@ -218,7 +227,7 @@ fn last_state(recording: &Recording, wait: &Wait) -> String {
             && !waits.contains(&event.stage)
     };
     if awaited.queue == Queue::None {
-        return "what it is set to, nobody records".into();
+        return "writes to words are not recorded".into();
     }
     let Some(record) = recording.records.iter().rev().find(is_it) else {
         return "no record of it is left: newer ones have its place".into();

@@ -72,18 +72,19 @@ fn waiting(wait: &Waiting, out: &mut dyn Write) -> Result<()> {
     let stuck = if wait.stuck { "STUCK" } else { "waits" };
     let what = match (wait.qpn, wait.sequence, &wait.address) {
         (Some(qpn), Some(sequence), _) => format!("{} {sequence} of QP {qpn:#x}", wait.queue),
-        (_, _, address) => {
+        (_, _, address) => wait.purpose.clone().unwrap_or_else(|| {
             let (address, value) = (address.as_deref().unwrap_or_default(), wait.value.unwrap_or_default());
             format!("the word at {address} (value {value:#x})")
-        }
+        }),
     };
     let peer = wait.peer.as_ref().map_or_else(String::new, |other| format!(", peer {}", name(other)));
     let Waiting { by, thread, tid, for_s, last_state, posted, completed, .. } = wait;
     writeln!(out, "\n{stuck} for {for_s:.3} s: {by} (thread {thread}, {tid}) waits for {what}{peer}")?;
     writeln!(out, "  last state: {last_state}")?;
-    if wait.qpn.is_some() {
-        writeln!(out, "  when it began, {posted} were posted to that queue and {completed} completed")?;
+    if wait.qpn.is_none() {
+        return Ok(());
     }
+    writeln!(out, "  when it began, {posted} were posted to that queue and {completed} completed")?;
     let Some((other, sends)) = wait.peer.as_ref().and_then(|other| Some((other, other.sends?))) else {
         return Ok(());
     };

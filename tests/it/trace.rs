@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::common::{Scratch, command, fails, program, run, succeeds};
 use gdasync::gdsync::memory::Memory;
-use gdasync::gdsync::stream::{HostStreamConfig, Stream};
+use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::mp::Communicator;
 use serde_json::Value;
 
@@ -48,6 +48,16 @@ fn job() {
             } else {
                 let _ = comm.wait(&never, LONG);
             }
+        }
+        // Each on a stream: rank 0 sends what rank 1 does not receive, rank 1 waits for a signal.
+        "words" => {
+            let window = comm.window(&buffer, 0..64, LONG).unwrap();
+            if comm.rank() == 0 {
+                comm.send_on_stream(&stream, &buffer, 0..8, peer).unwrap().rank();
+            } else {
+                window.wait_signal_on_stream(&stream, 16, 1, Cond::Geq).unwrap();
+            }
+            let _ = stream.synchronize(LONG);
         }
         // Until the test has looked, and lets go of the pipe.
         "end" => {
@@ -216,6 +226,40 @@ fn stuck_wait_is_reported_of_live_and_killed_processes() {
     let error = fails(job.trace(&[&pid1.to_string()]));
     assert!(error.contains("a process with a recording"), "{error}");
     assert_eq!(job.json(&[pid0]).1, 3);
+}
+
+/// What a stream waits for in a word is told with its purpose and its rank, not by its address.
+#[test]
+fn stuck_waits_for_words_are_told_by_their_purpose() {
+    let job = Job::start("words");
+    let end = Instant::now() + LONG;
+    let purposes = [
+        format!("a receive of rank 1 (message {})", MESSAGES + 1),
+        "a signal at offset 16 of a window".into(),
+    ];
+    let waits = loop {
+        let (report, _) = job.json(&job.pids);
+        let wait = |rank: usize| {
+            let waits = report["processes"][rank]["waits"].as_array().unwrap();
+            waits.iter().find(|wait| wait["purpose"] == purposes[rank].as_str()).cloned()
+        };
+        if let (Some(credit), Some(signal)) = (wait(0), wait(1)) {
+            break [credit, signal];
+        }
+        assert!(Instant::now() < end, "{report:#}");
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    assert!(waits.iter().all(|wait| wait["by"] == "host stream" && wait["queue"] == "word"), "{waits:#?}");
+    let other = &waits[0]["peer"];
+    assert_eq!((&other["rank"], &other["pid"]), (&1.into(), &job.pids[1].into()), "{other:#}");
+    assert!(waits[1]["peer"].is_null(), "any rank may signal");
+    let targets = job.pids.map(|pid| pid.to_string());
+    let (output, out, err) = run(job.trace(&["--stuck-after", "0", &targets[0], &targets[1]]));
+    assert_eq!(output.status.code(), Some(3), "{err}");
+    let [credit, signal] = &purposes;
+    for said in [&format!("waits for {credit}, peer rank 1, QP 0x"), &format!("waits for {signal}\n")] {
+        assert!(out.contains(said.as_str()), "'{said}' is not in:\n{out}");
+    }
 }
 
 /// Files that others may leave in a folder that all may write to.

@@ -287,8 +287,16 @@ pub enum Error {
     #[error("the application gave the peer up")]
     GivenUp,
     /// The peer ended the connection.
-    #[error("the peer ended the connection: it gave this one up, or goes on without it")]
+    #[error("the peer ended the connection: it gave this one up, goes on without it, or left")]
     GivenUpByPeer,
+    /// What failed is the connection to a rank: see `Qp::name_ranks`.
+    #[error("rank {rank}: {}", reason.of_rank())]
+    Rank {
+        /// The rank at the other end.
+        rank: u32,
+        /// The failure of the queue pair.
+        reason: Arc<Error>,
+    },
     /// The stream was aborted, by `Stream::abort` or because a panic dropped it.
     #[error("{} was aborted, by Stream::abort or by a panic that dropped it", stream_label(stream))]
     StreamAborted {
@@ -296,15 +304,11 @@ pub enum Error {
         stream: String,
     },
     /// A wait on a stream was not satisfied in time. The stream was released and does no more work.
-    #[error(
-        "{}: wait for {what} was not satisfied within {after:?}; look at what should have (a peer that is gone \
-         ends waits for completions, not for words), or raise wait_limit",
-        stream_label(stream)
-    )]
+    #[error("{} waited {} for {what}, or raise its wait_limit", stream_label(stream), rounded(*.after))]
     StreamWait {
         /// The stream.
         stream: String,
-        /// What the wait was for.
+        /// What the wait was for, and what the user can do.
         what: String,
         /// The time limit of the wait.
         after: Duration,
@@ -318,7 +322,7 @@ pub enum Error {
         message: String,
     },
     /// A blocking call did not finish in time. What it waited for goes on.
-    #[error("{what} did not finish within {after:?}")]
+    #[error("{what} did not finish within {}", rounded(*.after))]
     Deadline {
         /// The call.
         what: &'static str,
@@ -396,6 +400,27 @@ impl Error {
         Self::InvalidArgument { what, value: value.to_string(), expected }
     }
 
+    /// The text for the connection to a rank: what to do with ranks, and the queue pair last.
+    pub fn of_rank(&self) -> String {
+        match self {
+            Self::PeerGone { qpn } => {
+                format!("its process is gone; go on without it (Communicator::shrink); QP {qpn:#x}")
+            }
+            Self::GivenUp | Self::GivenUpByPeer => format!("{self}; go on without it (Communicator::shrink)"),
+            Self::QueueFull { queue, qpn, outstanding, depth, untaken } => format!(
+                "the {queue} is full ({} of {depth} in use); wait for requests, or raise CommunicatorBuilder::depth; QP {qpn:#x}",
+                (outstanding + untaken).min(*depth)
+            ),
+            Self::Busy { queue, qpn, owner } => format!(
+                "the {queue} queue still belongs to {owner}; wait for the requests of that first; QP {qpn:#x}"
+            ),
+            Self::QpStopped { reason, .. } => format!("the connection was ended: {}", reason.of_rank()),
+            Self::Rank { reason, .. } => reason.of_rank(),
+            Self::Completion(error) => error.of_rank(),
+            other => other.to_string(),
+        }
+    }
+
     /// Whether a resource that registrations use is exhausted: locked memory, keys, or the GPU's BAR1. With fewer registrations the
     /// call may succeed.
     pub fn is_exhausted(&self) -> bool {
@@ -421,6 +446,20 @@ impl Error {
     /// An [`Error::Sys`].
     pub fn os(call: &'static str, source: io::Error, fix: &'static str) -> Self {
         Self::Sys { call, source: Arc::new(source), fix }
+    }
+}
+
+/// A duration as people say it: rounded to milliseconds, or to tenths of a second.
+pub fn rounded(time: Duration) -> String {
+    let micros = time.as_nanos().div_ceil(1000);
+    let round = |unit: u128| (micros + unit / 2) / unit;
+    match micros {
+        0..1_000 => format!("{micros} us"),
+        1_000..999_500 => format!("{} ms", round(1_000)),
+        _ => match (round(100_000) / 10, round(100_000) % 10) {
+            (seconds, 0) => format!("{seconds} s"),
+            (seconds, tenths) => format!("{seconds}.{tenths} s"),
+        },
     }
 }
 
@@ -460,6 +499,32 @@ impl CompletionError {
     }
 }
 
+impl CompletionError {
+    /// As [`Error::of_rank`].
+    fn of_rank(&self) -> String {
+        let Self { qpn, syndrome, .. } = *self;
+        let why = match syndrome {
+            Syndrome::RETRY_EXC_ERR => {
+                "it does not answer: its process or host is gone, or the network is down; go on without it \
+                 (Communicator::shrink)"
+            }
+            Syndrome::LOC_LEN_ERR => {
+                "the message is longer than its receive; receive into more, or use mp::tagged for unknown lengths. The \
+                 connection is broken for good: only Communicator::shrink makes a new one"
+            }
+            Syndrome::REM_INV_REQ_ERR if self.operation.is_none_or(|opcode| opcode == Opcode::SEND) => {
+                "the message is longer than its receive there; send less, or use mp::tagged for unknown lengths. The \
+                 connection is broken for good: only Communicator::shrink makes a new one"
+            }
+            Syndrome::WR_FLUSH_ERR => {
+                "an earlier failure of the connection ended it; look for the first error"
+            }
+            _ => return self.to_string(),
+        };
+        format!("{why}; {syndrome} at QP {qpn:#x}")
+    }
+}
+
 impl std::error::Error for CompletionError {}
 
 impl fmt::Display for CompletionError {
@@ -486,7 +551,8 @@ fn hint(syndrome: Syndrome) -> &'static str {
         }
         Syndrome::LOC_QP_OP_ERR => "the work request is malformed or not allowed on this queue pair",
         Syndrome::LOC_PROT_ERR => {
-            "check lkey, range and LOCAL_WRITE of the memory region, and that it is registered"
+            "the memory region was dropped too early, lacks LOCAL_WRITE, or has another lkey or range; keep it until the request \
+             is complete"
         }
         Syndrome::WR_FLUSH_ERR => {
             "an earlier failure or a stop of the queue pair flushed it; look for the first error"
@@ -510,7 +576,57 @@ fn hint(syndrome: Syndrome) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use super::printable;
+    use super::*;
+
+    #[test]
+    fn durations_are_rounded_for_people() {
+        for (nanos, text) in [
+            (0, "0 us"),
+            (20_000, "20 us"),
+            (1_000_000, "1 ms"),
+            (299_999_999, "300 ms"),
+            (999_000_000, "999 ms"),
+            (999_999_750, "1 s"),
+            (1_449_000_000, "1.4 s"),
+            (9_999_999_750, "10 s"),
+            (30_000_000_000, "30 s"),
+        ] {
+            assert_eq!(rounded(Duration::from_nanos(nanos)), text);
+        }
+    }
+
+    #[test]
+    fn errors_of_ranks_speak_of_ranks_and_have_the_queue_pair_last() {
+        let completion = |syndrome| {
+            let error = CompletionError { qpn: 7, wr_id: 0, operation: None, syndrome, vendor: 0 };
+            Error::from(error)
+        };
+        let rank = |reason| Error::Rank { rank: 3, reason: Arc::new(reason) }.to_string();
+        let stopped = |reason| Error::QpStopped { qpn: 7, reason: Arc::new(reason) };
+        let full = Error::QueueFull { queue: "send queue", qpn: 7, outstanding: 514, depth: 512, untaken: 0 };
+        for (error, says) in [
+            (
+                Error::PeerGone { qpn: 7 },
+                "rank 3: its process is gone; go on without it (Communicator::shrink)",
+            ),
+            (completion(Syndrome::RETRY_EXC_ERR), "go on without it (Communicator::shrink)"),
+            (
+                completion(Syndrome::LOC_LEN_ERR),
+                "mp::tagged for unknown lengths. The connection is broken for good",
+            ),
+            (
+                full,
+                "rank 3: the send queue is full (512 of 512 in use); wait for requests, or raise CommunicatorBuilder::depth",
+            ),
+        ] {
+            for text in [rank(error.clone()), rank(stopped(error))] {
+                assert!(text.starts_with("rank 3: ") && text.ends_with("QP 0x7"), "{text}");
+                assert!(text.contains(says.trim_start_matches("rank 3: ")), "{text}");
+                assert!(!text.contains("connect it again"), "{text}");
+            }
+        }
+        assert!(rank(stopped(Error::GivenUp)).contains("Communicator::shrink"));
+    }
 
     #[test]
     fn control_and_format_characters_are_escaped_and_words_are_not() {

@@ -473,7 +473,7 @@ impl Memory {
     fn check_aligned<T>(&self, offset: usize) -> Result<NonNull<T>> {
         let ptr = self.check(offset, size_of::<T>())?.cast::<T>();
         if !ptr.is_aligned() {
-            return Err(Error::invalid("word address", ptr.as_ptr() as usize, "a multiple of the word size"));
+            return Err(Error::invalid("word address", format!("{ptr:#?}"), "a multiple of the word size"));
         }
         Ok(ptr)
     }

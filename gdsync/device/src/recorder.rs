@@ -32,6 +32,7 @@ mod layout;
 mod read;
 mod ring;
 mod rows;
+mod words;
 
 use std::marker::PhantomData;
 use std::path::PathBuf;
@@ -46,6 +47,7 @@ pub use file::Liveness;
 pub use read::{Record, Recording, Thread, Wait};
 use ring::Recorder;
 pub use rows::{Peer, QpLog};
+pub use words::{NamedWords, Purpose, Words};
 
 use crate::Gid;
 use crate::env::variable;

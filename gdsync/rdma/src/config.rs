@@ -76,17 +76,17 @@ impl DeviceConfig {
     /// [`Error::InvalidArgument`] for a value that does not parse.
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
         let config = Self {
-            route: variable("GDSYNC_PATH").map(|text| text.parse()).transpose()?,
-            port: number(&variable, "GDSYNC_PORT", "the number of a port, from 1")?,
-            gid_index: number(&variable, "GDSYNC_GID_INDEX", "an index of the port's GID table, 0 to 255")?,
-            pkey_index: number(
+            route: parsed(&variable, "GDSYNC_PATH", "direct, proxy or soft")?,
+            port: parsed(&variable, "GDSYNC_PORT", "the number of a port, from 1")?,
+            gid_index: parsed(&variable, "GDSYNC_GID_INDEX", "an index of the port's GID table, 0 to 255")?,
+            pkey_index: parsed(
                 &variable,
                 "GDSYNC_PKEY_INDEX",
                 "an index of the port's table of partition keys",
             )?
             .unwrap_or(0),
-            service_level: number(&variable, "GDSYNC_SERVICE_LEVEL", "0 to 15")?.unwrap_or(0),
-            traffic_class: number(&variable, "GDSYNC_TRAFFIC_CLASS", "0 to 255")?.unwrap_or(0),
+            service_level: parsed(&variable, "GDSYNC_SERVICE_LEVEL", "0 to 15")?.unwrap_or(0),
+            traffic_class: parsed(&variable, "GDSYNC_TRAFFIC_CLASS", "0 to 255")?.unwrap_or(0),
             gpu: None,
         };
         config.check()?;
@@ -104,7 +104,7 @@ impl DeviceConfig {
     }
 }
 
-fn number<T: FromStr>(
+fn parsed<T: FromStr>(
     variable: &impl Fn(&str) -> Option<String>,
     name: &'static str,
     expected: &'static str,
@@ -123,6 +123,18 @@ mod tests {
             assert_eq!(route.to_string().parse::<Route>().unwrap(), route);
         }
         assert!("gpu".parse::<Route>().unwrap_err().to_string().contains("direct, proxy or soft"));
+    }
+
+    #[test]
+    fn variables_are_named() {
+        for (name, expected) in
+            [("GDSYNC_PATH", "direct, proxy or soft"), ("GDSYNC_PORT", "number of a port")]
+        {
+            let error =
+                DeviceConfig::from_variables(|asked| (asked == name).then(|| "foo".into())).unwrap_err();
+            assert!(error.to_string().starts_with(&format!("{name} is 'foo': expected ")), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
+        }
     }
 
     #[test]

@@ -394,7 +394,9 @@ impl Batch {
         let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {
-            Ok(Ok(())) => return cores.iter().try_for_each(|core| core.check()),
+            Ok(Ok(())) => {
+                return cores.iter().try_for_each(|core| core.check().map_err(|error| core.of_rank(error)));
+            }
             Ok(Err(Unsatisfied::Lost(error))) => error.clone(),
             Ok(Err(Unsatisfied::Late(what))) => {
                 tracing::debug!(what, "batch not satisfied in time");

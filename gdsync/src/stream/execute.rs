@@ -93,10 +93,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 &op,
                 || Waker::Word(Writers::of(at.addr())),
                 runner,
-                || {
-                    let word = at.load();
-                    if cond.holds32(word, value) { Ok(()) } else { Err(word.into()) }
-                },
+                || cond.holds32(at.load(), value),
             );
         }
         Op::Wait64 { ref at, value, cond } => {
@@ -104,10 +101,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 &op,
                 || Waker::Word(Writers::of(at.addr())),
                 runner,
-                || {
-                    let word = at.load();
-                    if cond.holds64(word, value) { Ok(()) } else { Err(word) }
-                },
+                || cond.holds64(at.load(), value),
             );
         }
         Op::Barrier | Op::Flush => fence(Ordering::SeqCst),
@@ -118,7 +112,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
         }
         Op::Await(ref source, n) => {
             let arrival = source.arrival(n);
-            wait(&op, || Waker::Queue(&**source), runner, || arrival.check().map_err(u64::from))?;
+            wait(&op, || Waker::Queue(&**source), runner, || arrival.check().is_ok())?;
             if !runner.failed() {
                 fence(Ordering::SeqCst);
                 arrival.index.store(arrival.passed);
@@ -155,14 +149,6 @@ impl Waker<'_> {
         }
     }
 
-    /// Describes the wait for a word or CQE whose value is `word`.
-    fn describe(&self, op: &Op, word: u64) -> String {
-        match self {
-            Self::Queue(source) => source.describe(),
-            Self::Word(_) => format!("{op:?} (the word is {word:#x})"),
-        }
-    }
-
     /// Sleeps, `waited` after the start of the wait: until `ready`, or a while, at most for `left`. Returns whether an
     /// arrival may have ended the sleep.
     fn sleep(
@@ -191,14 +177,14 @@ impl Waker<'_> {
     }
 }
 
-/// Waits until `check` succeeds. Its error is the current value of the word.
+/// Waits until `check` is true.
 fn wait<'a>(
     op: &Op,
     waker: impl FnOnce() -> Waker<'a>,
     runner: &impl Runner,
-    check: impl Fn() -> Result<(), u64>,
+    check: impl Fn() -> bool,
 ) -> Result<(), Unsatisfied> {
-    if check().is_ok() {
+    if check() {
         return Ok(());
     }
     let backoff = Backoff::new(runner.spin());
@@ -209,9 +195,9 @@ fn wait<'a>(
     let mut held = None;
     while !runner.released() {
         let helped = waker.progress();
-        let Err(word) = check() else {
+        if check() {
             return Ok(());
-        };
+        }
         let waited = backoff.waited();
         if held.is_none() && waited >= NOTED_AFTER {
             held = op.awaited().map(|awaited| log.hold(since, awaited, by));
@@ -219,7 +205,7 @@ fn wait<'a>(
         let left = runner.left(waited);
         if left.is_zero() {
             held.into_iter().for_each(Hold::give_up);
-            return Err(Unsatisfied::Late(waker.describe(op, word)));
+            return Err(Unsatisfied::Late(op.describe()));
         }
         // While the device has work, running it beats pausing.
         if helped || spinning.spin() {
@@ -229,7 +215,7 @@ fn wait<'a>(
             held.into_iter().for_each(Hold::give_up);
             return Err(Unsatisfied::Lost(error));
         }
-        if waker.sleep(runner, &|| runner.released() || check().is_ok(), waited, left) {
+        if waker.sleep(runner, &|| runner.released() || check(), waited, left) {
             // Another thread may be running the device, and write the word in a moment.
             spinning = Backoff::new(ARRIVAL_SPIN.min(runner.spin()));
         }

@@ -11,7 +11,7 @@ pub use mlx5_ring::Cond;
 
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Word32, Word64};
-use gdsync_device::recorder::Awaited;
+use gdsync_device::recorder::{Awaited, NamedWords, Purpose};
 
 /// The operations of a submission, mostly one or two.
 pub(crate) type Ops = SmallVec<[Op; 2]>;
@@ -81,6 +81,32 @@ impl Op {
             Op::Wait32 { at, value, .. } => Some(Awaited::word(at.addr(), (*value).into())),
             Op::Wait64 { at, value, .. } => Some(Awaited::word(at.addr(), *value)),
             _ => None,
+        }
+    }
+
+    /// What it waits for in vain, and what to do.
+    pub(super) fn describe(&self) -> String {
+        let (addr, value, word) = match self {
+            Op::Await(source, n) => return source.describe(*n),
+            Op::Wait32 { at, value, .. } => (at.addr(), u64::from(*value), u64::from(at.load())),
+            Op::Wait64 { at, value, .. } => (at.addr(), *value, at.load()),
+            _ => return format!("{self:?}"),
+        };
+        let Some(words) = NamedWords::find(addr) else {
+            return format!(
+                "{self:?} (the word is {word:#x}); see that its writer lives (a peer that is gone ends waits for completions, not \
+                 for words)"
+            );
+        };
+        let awaited = words.awaited(addr, value);
+        match words.purpose {
+            Purpose::Receives { rank } => {
+                format!("{awaited}: rank {rank} has posted {word}; post one there (Communicator::irecv)")
+            }
+            _ => format!(
+                "{awaited}: {self:?}, and the word is {word:#x}; see that a rank signals it (Communicator::lost names those that \
+                 cannot)"
+            ),
         }
     }
 

@@ -208,7 +208,21 @@ impl Source for Parts {
         self.qp.log.note(Stage::Released, self.tracker.queue(), by, n, 0);
     }
 
-    fn describe(&self) -> String {
-        format!("a {} completion of {:?}", self.tracker.name(), self.qp)
+    fn describe(&self, n: u64) -> String {
+        let qp = &self.qp;
+        match (qp.log.rank(), self.tracker.is_send) {
+            (Some(rank), true) => format!(
+                "its send to rank {rank} to complete (send {n} of {qp:?}); see that the rank lives and posts receives \
+                 (Communicator::irecv)"
+            ),
+            (Some(rank), false) => format!(
+                "a message from rank {rank} (receive {n} of {qp:?}); see that the rank sends it (a send behind a wait of its own \
+                 stream starts only after that wait)"
+            ),
+            (None, true) => {
+                format!("a send completion of {qp:?}; see that the peer lives and posts receives")
+            }
+            (None, false) => format!("a receive completion of {qp:?}; see that the peer lives and sends"),
+        }
     }
 }

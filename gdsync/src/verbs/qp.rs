@@ -130,6 +130,14 @@ impl QpCore {
         self.health.check()
     }
 
+    /// Its error, with the rank of the peer, for callers that do not know which queue pair has failed.
+    pub(crate) fn of_rank(&self, error: Error) -> Error {
+        match self.log.rank() {
+            Some(rank) => Error::Rank { rank, reason: Arc::new(error) },
+            None => error,
+        }
+    }
+
     /// Like [`QpCore::check`], without reaping the completion queues first.
     #[inline]
     pub(crate) fn check_known(&self) -> Result<()> {
@@ -219,7 +227,8 @@ impl Qp {
         self.send.end.tracker.lock().gaps
     }
 
-    /// Sets the ranks of this process and of the peer for the flight recorder.
+    /// Sets the ranks of this process and of the peer, for the flight recorder and for the errors of streams, which name the
+    /// rank then ([`Error::Rank`]).
     pub fn name_ranks(&self, own: usize, peer: usize) {
         if let (Ok(own), Ok(peer)) = (own.try_into(), peer.try_into()) {
             self.core().log.name(own, peer);

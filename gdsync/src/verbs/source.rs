@@ -171,6 +171,6 @@ pub(crate) trait Source: Send + Sync + fmt::Debug {
         let _ = (n, by);
     }
 
-    /// Text for error messages, such as "a send completion of QP 0x123".
-    fn describe(&self) -> String;
+    /// What a wait for completion `n` waits for, such as "a send completion of QP 0x123", and what to do.
+    fn describe(&self, n: u64) -> String;
 }

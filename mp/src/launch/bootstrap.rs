@@ -20,7 +20,7 @@ use super::rendezvous::{self, Listeners, Rendezvous, RootListener};
 use super::spawn::{Children, spawn_bound};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, set_own_rank};
 use crate::exchange::Exchange;
 use crate::wait::Deadline;
 
@@ -314,6 +314,7 @@ impl CommunicatorBuilder {
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
         if let Some(launch) = Launch::detect()? {
+            set_own_rank(launch.rank);
             return Ok((Bootstrap::connect(&launch, self.0.timeout)?, None));
         }
         let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
@@ -325,6 +326,7 @@ impl CommunicatorBuilder {
             Vec::new()
         };
         let (launch, listener, mut children) = spawn_bound(size, &shares)?;
+        set_own_rank(launch.rank);
         if let Some(own) = shares.first() {
             binding::bind(own)?;
             tracing::info!(shares = ?shares, "each rank is bound to CPUs of its own; MP_BIND=0 leaves them unbound");

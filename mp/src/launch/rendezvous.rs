@@ -244,8 +244,10 @@ impl Acceptor<'_> {
             if deadline.is_over() {
                 let names: Vec<_> = missing.iter().map(|rank| format!("rank {rank}")).collect();
                 let why = self.rejected.as_ref().map_or(String::new(), |who| format!(" (rejected: {who})"));
-                let what =
-                    format!("connections to rank 0 at {address}: waiting for {}{why}", names.join(", "));
+                let what = format!(
+                    "connections to rank 0 at {address}: waiting for {} (CommunicatorBuilder::timeout){why}",
+                    names.join(", ")
+                );
                 return Err(Failure { rank, error: deadline.error(what) });
             }
             let conns = self.pending.iter().map(|(conn, _)| conn).chain(self.ranks.iter().flatten());

@@ -1,25 +1,24 @@
 //! Starts the other ranks of a job as child processes on this host, without a launcher.
 
 use std::env;
-use std::io;
+use std::io::{self, Write};
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus};
+use std::sync::Once;
 use std::thread::sleep;
 use std::time::Duration;
 
+use gdsync::error::rounded;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 use super::environment::{Launch, Launcher, Root};
 use crate::error::{Error, Result};
-use crate::exchange::ChildProcesses;
+use crate::exchange::{ChildProcesses, LAST_MOMENTS};
 use crate::wait::Deadline;
 
 /// How often a wait checks the children.
 const TICK: Duration = Duration::from_millis(5);
-
-/// How long a failed process may live after its connections have ended.
-const LAST_MOMENTS: Duration = Duration::from_millis(500);
 
 /// The child processes of rank 0: ranks 1 and up. Dropping it kills and reaps those that still run.
 #[derive(Debug)]
@@ -155,24 +154,42 @@ impl Children {
         self.running().err()
     }
 
-    /// Waits until all children have ended well. If not, the others are killed and reaped.
+    /// Waits until all children have ended well. If one has not, the others have two seconds to end; then, or after `timeout`, those
+    /// that still run are killed, and named on standard error.
     ///
     /// # Errors
     /// [`Error::Child`] for the first that ended with another code than 0 or by a signal,
     /// [`Error::Deadline`] names those that still ran.
     pub fn wait(mut self, timeout: Duration) -> Result<()> {
         let deadline = Deadline::after(timeout);
-        loop {
-            let running = self.running()?;
-            if running.is_empty() {
-                return Ok(());
+        let failed = loop {
+            match self.running() {
+                Ok(running) if running.is_empty() => return Ok(()),
+                Ok(running) if deadline.is_over() => {
+                    break deadline.error(format!("end of the children: waiting for {}", running.join(", ")));
+                }
+                Ok(_) => sleep(TICK.min(deadline.remaining())),
+                Err(failed) => break failed,
             }
-            if deadline.is_over() {
-                return Err(
-                    deadline.error(format!("end of the children: waiting for {}", running.join(", ")))
-                );
-            }
+        };
+        self.end(LAST_MOMENTS.min(deadline.remaining()));
+        Err(failed)
+    }
+
+    /// Waits until all have ended; after `limit`, kills the others and says so on standard error.
+    fn end(&mut self, limit: Duration) {
+        let deadline = Deadline::after(limit);
+        let mut ranks = ChildProcesses::running(self);
+        while !ranks.is_empty() && !deadline.is_over() {
             sleep(TICK.min(deadline.remaining()));
+            ranks = ChildProcesses::running(self);
+        }
+        for (rank, child) in self.started.iter_mut().filter(|(rank, _)| ranks.contains(rank)) {
+            let after = if limit.is_zero() { String::new() } else { format!(" after {}", rounded(limit)) };
+            say(&format!("rank {rank} (process {}) still runs{after}: killed", child.id()));
+            // It has ended by itself meanwhile, or nothing can be done.
+            let _ = child.kill();
+            let _ = child.wait();
         }
     }
 
@@ -244,6 +261,62 @@ impl ChildProcesses for Children {
     fn wait(self: Box<Self>, timeout: Duration) -> Result<()> {
         Children::wait(*self, timeout)
     }
+
+    fn running(&mut self) -> Vec<usize> {
+        if self.parent != std::process::id() {
+            return Vec::new();
+        }
+        let statuses = self.statuses().unwrap_or_default().into_iter();
+        statuses.filter(|(_, _, status)| status.is_none()).map(|(rank, ..)| rank).collect()
+    }
+
+    fn leave(mut self: Box<Self>, limit: Duration, is_silent: bool) {
+        if self.parent != std::process::id() {
+            return;
+        }
+        let running: Vec<_> = ChildProcesses::running(&mut *self).iter().map(usize::to_string).collect();
+        if !is_silent && !running.is_empty() {
+            say(&format!(
+                "rank 0 leaves without Communicator::finalize while others work (rank {}): they have {} to end",
+                running.join(", "),
+                rounded(limit)
+            ));
+        }
+        self.end(limit);
+        if is_silent {
+            return;
+        }
+        let statuses = self.statuses().unwrap_or_default().into_iter();
+        let failed: Vec<_> = statuses
+            .filter_map(|(rank, _, status)| Some(Error::Child { rank, status: status? }))
+            .filter(|error| !matches!(error, Error::Child { status, .. } if status.success()))
+            .collect();
+        failed.iter().for_each(|error| say(&error.to_string()));
+        if !failed.is_empty() {
+            exit_with_failure();
+        }
+    }
+}
+
+/// Says something on standard error, which may be closed.
+fn say(text: &str) {
+    let _ = writeln!(io::stderr(), "mp: {text}");
+}
+
+/// Makes this process exit with 1 when it ends by itself: no caller gets the error.
+fn exit_with_failure() {
+    extern "C" fn fail() {
+        // SAFETY: writes out what C has buffered, and ends the process; both may be called from a handler of exit.
+        unsafe {
+            libc::fflush(std::ptr::null_mut());
+        }
+        // SAFETY: as above.
+        unsafe { libc::_exit(1) }
+    }
+    static ONCE: Once = Once::new();
+    // SAFETY: the handler is a function of this program, which is not unloaded before it ends. If there is no room for it, the exit
+    // code stays what it is.
+    ONCE.call_once(|| _ = unsafe { libc::atexit(fail) });
 }
 
 impl Drop for Children {

@@ -386,7 +386,7 @@ impl TaggedPeer {
             let (queue, qpn) = ("queue of tagged sends", 0);
             let (outstanding, depth) = (under_way as u64, MAX_SENDS as u64);
             let cause = gdsync::Error::QueueFull { queue, qpn, outstanding, depth, untaken: 0 };
-            return Err(Error::Message { rank: self.rank, operation: "tagged send", cause });
+            return Err(Error::message(self.rank, "tagged send", cause));
         }
         self.backlog.push_back(Item::Send(Box::new(outgoing)));
         Ok(())
@@ -754,7 +754,7 @@ impl Engine {
 fn refused(rank: usize, value: &str, expected: &'static str) -> Error {
     let (what, value) = ("the message of the rank", value.to_owned());
     let cause = gdsync::Error::InvalidArgument { what, value, expected };
-    Error::Message { rank, operation: "tagged receive", cause }
+    Error::message(rank, "tagged receive", cause)
 }
 
 /// Completes a receive with payload that `copy` brings.

@@ -363,7 +363,10 @@ job_test!(graphs_refuse_messages_of_a_communicator, 2, |comm| {
     });
     assert_eq!(refused.len(), 5);
     for refused in refused {
-        says(&refused.unwrap_err(), &["graph", "mp::Channel"]);
+        says(
+            &refused.unwrap_err(),
+            &["a message of a communicator is not supported by graphs", "mp::Channel"],
+        );
     }
     drop(graph);
     // The refused messages are taken back.

@@ -233,7 +233,7 @@ pub fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
 pub fn syndrome(error: &gdsync::Error) -> Option<Syndrome> {
     match error {
         gdsync::Error::Completion(error) => Some(error.syndrome),
-        gdsync::Error::QpStopped { reason, .. } => syndrome(reason),
+        gdsync::Error::QpStopped { reason, .. } | gdsync::Error::Rank { reason, .. } => syndrome(reason),
         // The software HCA returns it where nothing was under way; other devices find out by a send.
         gdsync::Error::PeerGone { .. } => Some(Syndrome::RETRY_EXC_ERR),
         _ => None,

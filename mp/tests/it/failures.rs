@@ -2,6 +2,7 @@
 
 use std::env;
 use std::os::unix::process::ExitStatusExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, Output, Stdio, exit};
 use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
@@ -11,6 +12,7 @@ use crate::common::{
     ranks, runs, says, stream, succeeds, syndrome, until,
 };
 use gdsync::mlx5::Syndrome;
+use gdsync::stream::{HostStreamConfig, Stream};
 use gdsync::verbs::OnGpu;
 use mp::collective::{Collectives, Reduction};
 use mp::launch::{Bootstrap, Launch};
@@ -81,14 +83,28 @@ job_test!(longer_messages_fail_on_both_sides, 3, |comm| {
             let received = comm.irecv(&buffer, 0..4999, 1).unwrap();
             comm.wait_on_stream(&s, &received).unwrap();
             comm.barrier(LONG).unwrap();
-            failed(&comm.wait(&received, LONG).unwrap_err(), 1, &[Syndrome::LOC_LEN_ERR]);
+            let error = comm.wait(&received, LONG).unwrap_err();
+            failed(&error, 1, &[Syndrome::LOC_LEN_ERR]);
+            says(
+                &error,
+                &["rank 0: receive from rank 1 into 4999 bytes: the message is longer", "broken for good"],
+            );
             let error = s.synchronize(LONG).unwrap_err();
-            assert!(matches!(error, gdsync::Error::Completion(_)), "{error}");
+            assert!(matches!(error, gdsync::Error::Rank { rank: 1, .. }), "{error}");
+            says(
+                &error,
+                &["rank 1: the message is longer than its receive", "mp::tagged", "Communicator::shrink"],
+            );
         }
         1 => {
             comm.barrier(LONG).unwrap();
             let sent = comm.isend_on_stream(&s, &buffer, 0..5000, 0).unwrap();
-            failed(&comm.wait(&sent, LONG).unwrap_err(), 0, &[Syndrome::REM_INV_REQ_ERR]);
+            let error = comm.wait(&sent, LONG).unwrap_err();
+            failed(&error, 0, &[Syndrome::REM_INV_REQ_ERR]);
+            says(
+                &error,
+                &["rank 1: send on stream to rank 0 of 5000 bytes: the message is longer", "broken for good"],
+            );
             failed(&sent.test().unwrap_err(), 0, &[Syndrome::REM_INV_REQ_ERR]);
         }
         _ => comm.barrier(LONG).unwrap(),
@@ -109,6 +125,48 @@ job_test!(longer_messages_fail_on_both_sides, 3, |comm| {
         }
     }
 });
+
+/// Waits in vain: the texts say which rank, which message, and what to do.
+fn waits_in_vain(comm: &Communicator) {
+    let buffer = buffer(comm, 64);
+    let soon = Duration::from_millis(50);
+    let short = |name: &str| {
+        let config = HostStreamConfig { name: name.into(), wait_limit: soon, ..HostStreamConfig::default() };
+        Stream::host(config).unwrap()
+    };
+    let text = |stream: &Stream| stream.synchronize(LONG).unwrap_err().to_string();
+    if comm.rank() == 0 {
+        // A wait of the CPU.
+        let received = comm.irecv(&buffer, 0..8, 1).unwrap();
+        let error = comm.wait(&received, soon).unwrap_err();
+        says(&error, &["rank 0: receive from rank 1: not complete within 50 ms", "see that rank 1 sends it"]);
+        // A send of a stream without a receive at the other rank.
+        let halo = short("halo");
+        let sent = comm.send_on_stream(&halo, &buffer, 8..16, 1).unwrap();
+        let said = "stream 'halo' waited 50 ms for a receive of rank 1 (message 1): rank 1 has posted 0; post one there \
+                    (Communicator::irecv), or raise its wait_limit";
+        assert_eq!(text(&halo), said);
+        drop(sent);
+    }
+    comm.barrier(LONG).unwrap();
+    if comm.rank() == 1 {
+        // A receive that comes only after the send behind the same wait: the connection is still there, as rank 0 has stopped it
+        // at its side only.
+        let received = comm.irecv(&buffer, 0..8, 2).unwrap();
+        let early = short("early");
+        comm.wait_on_stream(&early, &received).unwrap();
+        says(
+            &text(&early),
+            &[
+                "stream 'early' waited 50 ms for a message from rank 2 (receive 0 of QP 0x",
+                "behind a wait of its own stream",
+            ],
+        );
+    }
+    comm.barrier(LONG).unwrap();
+}
+
+job_test!(waits_in_vain_say_for_whom, 3, waits_in_vain);
 
 // Rank 1 is killed while all ranks talk to all; the others see it in waits and on streams.
 job_test!(dead_ranks_end_messages_and_waits, 3, |comm| {
@@ -186,6 +244,7 @@ job_test!(dead_ranks_release_streams, 2, |comm| {
     kill(comm.child(1).unwrap());
     let error = s.synchronize(LONG).unwrap_err();
     assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+    says(&error, &["rank 1: ", "go on without it (Communicator::shrink)"]);
     assert!(Error::from(error).is_rank_lost());
     assert_eq!(s.query().pending, 0);
     failed(&sent.test().unwrap_err(), 1, &[Syndrome::RETRY_EXC_ERR]);
@@ -256,6 +315,56 @@ fn spawned_ranks_that_end_are_reported_by_status() {
     let error = joined.and_then(|comm| comm.finalize(LONG)).unwrap_err();
     assert!(matches!(error, Error::Child { status, .. } if status.code() == Some(code)), "{error}");
     assert!(start.elapsed() < LONG / 3, "{:?}", start.elapsed());
+    exit(DONE);
+}
+
+/// Rank 0 leaves without `finalize`: it says so, waits for rank 1, and its exit code tells how that ended.
+#[test]
+fn ranks_are_waited_for_without_finalize() {
+    const NAME: &str = "ranks_are_waited_for_without_finalize";
+    /// What rank 1 does when rank 0 is gone.
+    const END: &str = "GDSYNC_TEST_END";
+    let Ok(end) = env::var(END) else {
+        let leaves =
+            "mp: rank 0 leaves without Communicator::finalize while others work (rank 1): they have ";
+        for (end, code, said) in [
+            ("works", DONE, &[][..]),
+            ("fails", 1, &["mp: rank 0: rank 1 ended with exit status: 7; its own output says why"]),
+            ("hangs", 1, &["still runs after 2 s: killed", "mp: rank 0: rank 1 ended with signal: 9"]),
+        ] {
+            let output = myself(NAME).env(END, end).output().unwrap();
+            let [out, err] = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+            assert_eq!(output.status.code(), Some(code), "{end}: {err}");
+            assert!(err.contains(leaves) && said.iter().all(|words| err.contains(words)), "{end}: {err}");
+            assert!(end == "hangs" || out.contains("the work of rank 1"), "{end}: {out}");
+        }
+        return;
+    };
+    let comm = Communicator::builder().spawn(2).timeout(LONG).init().unwrap();
+    if comm.rank() == 1 {
+        // Until rank 0 has gone.
+        comm.barrier(LONG).unwrap();
+        says(&comm.barrier(LONG).unwrap_err(), &["rank 1: ", "rank 0"]);
+        let received = comm.irecv(&buffer(&comm, 8), 0..8, 0).unwrap();
+        assert!(is_left(&comm.wait(&received, LONG).unwrap_err(), 0));
+        match end.as_str() {
+            "hangs" => sleep(2 * LONG),
+            _ => println!("the work of rank 1"),
+        }
+        exit(if end == "fails" { 7 } else { 0 });
+    }
+    comm.barrier(LONG).unwrap();
+    match end.as_str() {
+        // It has little time then.
+        "hangs" => {
+            let panics = move || {
+                let _comm = comm;
+                panic!("for the test");
+            };
+            catch_unwind(AssertUnwindSafe(panics)).unwrap_err();
+        }
+        _ => drop(comm),
+    }
     exit(DONE);
 }
 

@@ -138,7 +138,7 @@ fn a_missing_rank_is_named_everywhere() {
     scope(|scope| {
         let one = scope.spawn(|| Bootstrap::connect(&launch(1, 4, &root), LONG).unwrap_err());
         let error = Bootstrap::root(listener, &launch(0, 4, &root), Duration::from_secs(2)).unwrap_err();
-        is_late(&error, "rank 2, rank 3");
+        is_late(&error, "waiting for rank 2, rank 3 (CommunicatorBuilder::timeout)");
         blames(&one.join().unwrap(), "rank 2", &["rank 2, rank 3"]);
     });
 }
@@ -214,7 +214,7 @@ fn a_refused_rank_explains_a_missing_one() {
     scope(|scope| {
         scope.spawn(|| Bootstrap::connect(&launch(1, 3, &root), LONG).unwrap_err());
         let error = Bootstrap::root(listener, &launch(0, 2, &root), Duration::from_secs(2)).unwrap_err();
-        is_late(&error, "waiting for rank 1 (rejected:");
+        is_late(&error, "waiting for rank 1 (CommunicatorBuilder::timeout) (rejected:");
         is_late(&error, "world size is 3");
     });
 }
@@ -290,7 +290,7 @@ fn a_rank_that_gives_up_after_its_contribution_is_named() {
             until("rank 1 gives up", || is_gone.load(Ordering::SeqCst));
         }
         let error = bootstrap.allgather(b"other", LONG).unwrap_err();
-        blames(&error, "rank 1", &["not done within 300ms"]);
+        blames(&error, "rank 1", &["not done within 300 ms"]);
     });
 }
 

@@ -554,7 +554,7 @@ fn deadlines_name_the_word() {
     narrow.store(0x17);
     let text = wait_value32(&narrow, 0x18, Cond::Geq, Duration::from_millis(5)).unwrap_err().to_string();
     let addr = format!("{:#x}", narrow.addr());
-    says(&text, &[&addr, "Geq 0x18 (it is 0x17)", "5ms"]);
+    says(&text, &[&addr, "Geq 0x18 (it is 0x17)", "5 ms"]);
     let error = wait_value64(&long, 1, Cond::Eq, NOW).unwrap_err();
     assert!(matches!(error, Error::Deadline { after: NOW, .. }), "{error}");
 }

@@ -429,12 +429,17 @@ job_test!(waits_for_signals_time_out, 1, |comm| {
     let soon = Duration::from_millis(20);
     let error = window.wait_signal(8, 1, Cond::Geq, soon).unwrap_err();
     assert!(matches!(error, Error::Deadline { after, .. } if after == soon), "{error}");
-    says(&error, &["Geq 0x1 (it is 0x0)"]);
+    says(&error, &["a signal at offset 8 of a window is Geq 0x1 (it is 0x0): not done within 20 ms"]);
     let config = HostStreamConfig { wait_limit: soon, ..HostStreamConfig::default() };
     let held = Stream::host(config).unwrap();
     window.wait_signal_on_stream(&held, 8, 1, Cond::Geq).unwrap();
     let text = held.synchronize(LONG).unwrap_err().to_string();
-    let named = ["Geq 0x1", "peer that is gone", "wait_limit"];
+    let named = [
+        "waited 20 ms for a signal at offset 8 of a window: ",
+        "Geq 0x1",
+        "Communicator::lost",
+        "or raise its wait_limit",
+    ];
     assert!(named.iter().all(|name| text.contains(name)), "{text}");
     // Later operations still work.
     let _detached = window.start(&Rma::signal(0, Signal::set(8, 5))).unwrap();

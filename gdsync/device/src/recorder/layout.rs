@@ -5,18 +5,18 @@
 //! | 0 | the header |
 //! | `THREADS` | for each thread slot the ID of its thread, and 24 bytes of the name |
 //! | `WAITS` | for each thread slot the last wait of its thread |
-//! | `ROWS` | queue pairs and their peers |
+//! | `ROWS` | queue pairs with their peers, and words that have a purpose |
 //! | `RINGS` | for each thread slot its ring of records, allocated when a thread uses it |
 
 use super::event::WORDS;
 
 /// Maximum number of threads that record at a time.
 pub(super) const THREAD_SLOTS: usize = 256;
-/// Maximum number of queue pairs with their peers.
-pub(super) const QUEUE_PAIRS: usize = 1024;
+/// Maximum number of queue pairs and of words that have a purpose.
+pub(super) const TABLE_ROWS: usize = 1024;
 
-/// "GDSYNCR2" in memory; changes with the layout.
-pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR2");
+/// "GDSYNCR3" in memory; changes with the layout.
+pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR3");
 
 /// Words of the header.
 pub(super) mod header {
@@ -51,7 +51,7 @@ pub(super) const WAITS: usize = THREADS + THREAD_SLOTS * THREAD_BYTES;
 pub(super) const WAIT_WORDS: usize = 8;
 pub(super) const ROWS: usize = WAITS + THREAD_SLOTS * WAIT_WORDS * 8;
 pub(super) const ROW_WORDS: usize = 8;
-pub(super) const RINGS: usize = ROWS + QUEUE_PAIRS * ROW_WORDS * 8;
+pub(super) const RINGS: usize = ROWS + TABLE_ROWS * ROW_WORDS * 8;
 pub(super) const RECORD_BYTES: usize = WORDS * 8;
 
 // The rings begin on a page, because they are allocated one by one.

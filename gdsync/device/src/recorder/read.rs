@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use super::clock::{Clock, Moment, Scale};
 use super::event::{Awaited, By, Event, Queue, Stage, WORDS};
 use super::file::{self, Liveness};
-use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, THREAD_BYTES, THREAD_SLOTS, WAIT_WORDS, header};
+use super::layout::{self, ROW_WORDS, TABLE_ROWS, THREAD_BYTES, THREAD_SLOTS, WAIT_WORDS, header};
 use super::rows::Peer;
+use super::words::Words;
 use crate::error::{Error, Result, printable};
 use gdsync_shm::seqlock;
 
@@ -35,6 +36,8 @@ pub struct Recording {
     pub now: u64,
     /// Queue pairs, including destroyed ones that were not replaced.
     pub peers: Vec<Peer>,
+    /// Words that have a purpose, including those that are gone.
+    pub words: Vec<Words>,
     /// The current or last wait of each thread.
     pub waits: Vec<Wait>,
     /// All records in the rings, in order of time.
@@ -171,6 +174,7 @@ impl Recording {
             time_of_day: head[header::TIME_OF_DAY],
             now: monotonic,
             peers: Vec::new(),
+            words: Vec::new(),
             waits: Vec::new(),
             records: Vec::new(),
             threads,
@@ -178,9 +182,10 @@ impl Recording {
             torn: 0,
             lost: head[header::LOST],
         };
-        for (row, _) in read(layout::ROWS, QUEUE_PAIRS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
-            let peer = row.and_then(|row| Peer::unpack(*row.first_chunk().expect("a row has 8 words")));
-            this.peers.extend(peer);
+        for (row, _) in read(layout::ROWS, TABLE_ROWS * ROW_WORDS * 8)?.records::<ROW_WORDS>() {
+            let Some(row) = row.as_ref().and_then(|row| row.first_chunk()) else { continue };
+            this.peers.extend(Peer::unpack(*row));
+            this.words.extend(Words::unpack(*row));
         }
         let waits = read(layout::WAITS, THREAD_SLOTS * WAIT_WORDS * 8)?;
         for (thread, (row, _)) in waits.records::<WAIT_WORDS>().enumerate() {
@@ -253,6 +258,12 @@ impl Recording {
     pub fn peer(&self, device: u8, qpn: u32) -> Option<&Peer> {
         let all = || self.peers.iter().filter(|peer| (peer.device, peer.qpn) == (device, qpn));
         all().find(|peer| !peer.is_gone).or_else(|| all().next_back())
+    }
+
+    /// The words at an address; if there were several, those that exist.
+    pub fn words_at(&self, addr: u64) -> Option<&Words> {
+        let all = || self.words.iter().filter(|words| words.range().contains(&addr));
+        all().find(|words| !words.is_gone).or_else(|| all().next_back())
     }
 
     /// Waits that last.

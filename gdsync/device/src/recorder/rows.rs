@@ -1,10 +1,10 @@
-//! The table of queue pairs and their peers.
+//! The table of queue pairs with their peers, and of words that have a purpose.
 
 use std::ops::Range;
 
 use parking_lot::Mutex;
 
-use super::layout::{self, QUEUE_PAIRS, ROW_WORDS, ROWS};
+use super::layout::{self, ROW_WORDS, ROWS, TABLE_ROWS};
 use super::ring::Recorder;
 use super::{By, Event, Log, Queue, Stage};
 use crate::{Gid, QpAddress};
@@ -34,14 +34,52 @@ impl Rows {
 
     /// Takes a row that was never used, or the one that was freed longest ago.
     fn take(&mut self) -> Option<usize> {
-        if self.used.len() < QUEUE_PAIRS {
+        if self.used.len() < TABLE_ROWS {
             self.used.push(true);
             return Some(self.used.len() - 1);
         }
-        let at = (self.next..QUEUE_PAIRS).chain(0..self.next).find(|&at| !self.used[at])?;
+        let at = (self.next..TABLE_ROWS).chain(0..self.next).find(|&at| !self.used[at])?;
         self.used[at] = true;
-        self.next = (at + 1) % QUEUE_PAIRS;
+        self.next = (at + 1) % TABLE_ROWS;
         Some(at)
+    }
+}
+
+/// Words of a row before its check.
+pub(super) const FIELDS: usize = ROW_WORDS - 1;
+/// Flags in the first word: what the row was for is gone; it is of words, not of a queue pair.
+pub(super) const GONE: u64 = 1 << 63;
+pub(super) const OF_WORDS: u64 = 1 << 61;
+
+/// A row of the table, or of none: freed when it is dropped.
+#[derive(Debug)]
+pub(super) struct Row {
+    log: Log,
+    at: Option<usize>,
+}
+
+impl Row {
+    pub(super) fn take(log: &Log) -> Self {
+        let at = log.recorder().and_then(|recorder| recorder.rows.lock().take());
+        Self { log: log.clone(), at }
+    }
+
+    pub(super) fn write(&self, fields: [u64; FIELDS]) {
+        if let (Some(at), Some(recorder)) = (self.at, self.log.recorder())
+            && recorder.is_of_this_process()
+        {
+            recorder.write_row(at, fields);
+        }
+    }
+}
+
+impl Drop for Row {
+    fn drop(&mut self) {
+        if let (Some(at), Some(recorder)) = (self.at, self.log.recorder())
+            && recorder.is_of_this_process()
+        {
+            recorder.rows.lock().used[at] = false;
+        }
     }
 }
 
@@ -63,19 +101,22 @@ pub struct Peer {
 }
 
 impl Peer {
-    fn pack(&self) -> [u64; 7] {
+    fn pack(&self) -> [u64; FIELDS] {
         let [own, remote] = [self.gid, self.remote.map_or(Gid([0; 16]), |(gid, _)| gid)]
             .map(|gid| *gid.0.as_chunks::<8>().0.first_chunk().expect("16 bytes"));
         let [own, remote]: [[u64; 2]; 2] = [own, remote].map(|halves| halves.map(u64::from_ne_bytes));
-        let flags = u64::from(self.remote.is_some()) << 62 | u64::from(self.is_gone) << 63;
+        let flags = u64::from(self.remote.is_some()) << 62 | if self.is_gone { GONE } else { 0 };
         let rank = self.rank.map_or(0, |rank| u64::from(rank) + 1);
         let remote_qpn = self.remote.map_or(0, |(_, qpn)| qpn);
         let own_qp = u64::from(self.qpn) | u64::from(self.device) << 32;
         [own_qp | flags, rank, u64::from(remote_qpn), own[0], own[1], remote[0], remote[1]]
     }
 
-    /// Unpacks a row, if it is valid.
-    pub fn unpack([head, rank, remote_qpn, o0, o1, r0, r1]: [u64; 7]) -> Option<Self> {
+    /// Unpacks a row, if it is one of a queue pair.
+    pub fn unpack([head, rank, remote_qpn, o0, o1, r0, r1]: [u64; FIELDS]) -> Option<Self> {
+        if head & OF_WORDS != 0 {
+            return None;
+        }
         let gid = |halves: [u64; 2]| {
             let mut bytes = [0; 16];
             bytes[..8].copy_from_slice(&halves[0].to_ne_bytes());
@@ -91,7 +132,7 @@ impl Peer {
             gid: gid([o0, o1]),
             remote: (head & 1 << 62 != 0).then_some((gid([r0, r1]), remote_qpn)),
             rank: rank.checked_sub(1).map(u32::try_from).transpose().ok()?,
-            is_gone: head & 1 << 63 != 0,
+            is_gone: head & GONE != 0,
         })
     }
 }
@@ -101,14 +142,14 @@ impl Peer {
 pub struct QpLog {
     log: Log,
     qpn: u32,
-    row: Option<usize>,
+    row: Row,
     peer: Mutex<Peer>,
 }
 
 impl QpLog {
     /// A log of queue pair `qpn`; `log` must be of its device.
     pub fn new(log: Log, qpn: u32, gid: Gid) -> Self {
-        let row = log.recorder().and_then(|recorder| recorder.rows.lock().take());
+        let row = Row::take(&log);
         let peer = Peer { device: log.device(), qpn, gid, remote: None, rank: None, is_gone: false };
         let this = Self { log, qpn, row, peer: Mutex::new(peer) };
         this.change(|_| {});
@@ -116,13 +157,14 @@ impl QpLog {
     }
 
     fn change(&self, change: impl FnOnce(&mut Peer)) {
-        let (Some(row), Some(recorder)) = (self.row, self.log.recorder()) else { return };
-        if !recorder.is_of_this_process() {
-            return;
-        }
         let mut peer = self.peer.lock();
         change(&mut peer);
-        recorder.write_row(row, &peer);
+        self.row.write(peer.pack());
+    }
+
+    /// The rank of the peer, if it was named.
+    pub fn rank(&self) -> Option<u32> {
+        self.peer.lock().rank
     }
 
     /// Records the connection.
@@ -175,22 +217,17 @@ fn low16(stream: u64) -> u16 {
 impl Drop for QpLog {
     fn drop(&mut self) {
         self.change(|peer| peer.is_gone = true);
-        if let (Some(row), Some(recorder)) = (self.row, self.log.recorder())
-            && recorder.is_of_this_process()
-        {
-            recorder.rows.lock().used[row] = false;
-        }
     }
 }
 
 impl Recorder {
-    fn write_row(&self, row: usize, peer: &Peer) {
+    fn write_row(&self, row: usize, fields: [u64; FIELDS]) {
         let mut rows = self.rows.lock();
         rows.written += 1;
         let n = rows.written;
         let offset = ROWS + row * ROW_WORDS * 8;
         let words = self.memory.words64::<ROW_WORDS>(offset).expect("rows are in the table");
-        let [a, b, c, d, e, f, g] = peer.pack();
+        let [a, b, c, d, e, f, g] = fields;
         seqlock::write(words, [a, b, c, d, e, f, g, layout::check(n)]);
     }
 }
@@ -215,7 +252,7 @@ mod tests {
         let mut rows = Rows::default();
         let (one, two) = (Gid::random().unwrap(), Gid::random().unwrap());
         assert_eq!([one, two, one].map(|gid| rows.device(gid)), [1, 2, 1]);
-        for row in 0..QUEUE_PAIRS {
+        for row in 0..TABLE_ROWS {
             assert_eq!(rows.take(), Some(row));
         }
         assert_eq!(rows.take(), None);

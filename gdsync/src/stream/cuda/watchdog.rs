@@ -208,7 +208,7 @@ impl Shared {
         let state = self.lock();
         let found = state.queue.iter().find(|known| known.seq == submission);
         let wait = found.and_then(|known| waits_of(known).find(|(_, wait)| self.is_at(wait, word)));
-        Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| describe_wait(wait)))
+        Some(wait.map_or_else(|| format!("the word at {word:#x}"), |(_, wait)| wait.describe()))
     }
 
     /// Whether a wait polls the word at this GPU address.
@@ -339,7 +339,7 @@ impl<'a> QueueView<'a> {
     }
 
     fn describe(&self, place: WaitIndex, pressure: Option<&WaitingStream<'_>>) -> String {
-        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), describe_wait);
+        let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), Op::describe);
         match pressure.and_then(WaitingStream::advice) {
             Some(advice) => format!("{what} ({advice})"),
             None => what,
@@ -367,15 +367,6 @@ impl<'a> QueueView<'a> {
             }
             _ => {}
         }
-    }
-}
-
-fn describe_wait(op: &Op) -> String {
-    match op {
-        Op::Await(source, _) => source.describe(),
-        Op::Wait32 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
-        Op::Wait64 { at, .. } => format!("{op:?} (the word is {:#x})", at.load()),
-        _ => format!("{op:?}"),
     }
 }
 
@@ -429,8 +420,8 @@ mod tests {
             self.0.release(n);
         }
 
-        fn describe(&self) -> String {
-            self.0.describe()
+        fn describe(&self, n: u64) -> String {
+            self.0.describe(n)
         }
     }
 

@@ -188,7 +188,7 @@ impl Source for Fake {
         Arrival { memory, offset: 0, found, cond: Cond::Eq, value, index, passed: !value }
     }
 
-    fn describe(&self) -> String {
+    fn describe(&self, _n: u64) -> String {
         "send completion 7 of QP 0x123".to_owned()
     }
 }
