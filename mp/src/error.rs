@@ -331,8 +331,16 @@ mod tests {
     fn messages_say_which_rank_what_why_and_what_to_do() {
         let late =
             || E::Deadline { what: "waiting for a completion", after: Duration::from_nanos(9_999_999_750) };
-        let failed =
-            |syndrome| E::from(CompletionError { qpn: 7, wr_id: 0, operation: None, syndrome, vendor: 0 });
+        let failed = |syndrome| {
+            E::from(CompletionError {
+                qpn: 7,
+                wr_id: 0,
+                operation: None,
+                syndrome,
+                vendor: 0,
+                deregistered: false,
+            })
+        };
         let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 514, depth: 512, untaken: 0 };
         let gone = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 7 }) };
         let broken = "The connection is broken for good: only Communicator::shrink makes a new one";

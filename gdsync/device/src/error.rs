@@ -598,7 +598,14 @@ mod tests {
     #[test]
     fn errors_of_ranks_speak_of_ranks_and_have_the_queue_pair_last() {
         let completion = |syndrome| {
-            let error = CompletionError { qpn: 7, wr_id: 0, operation: None, syndrome, vendor: 0 };
+            let error = CompletionError {
+                qpn: 7,
+                wr_id: 0,
+                operation: None,
+                syndrome,
+                vendor: 0,
+                deregistered: false,
+            };
             Error::from(error)
         };
         let rank = |reason| Error::Rank { rank: 3, reason: Arc::new(reason) }.to_string();
