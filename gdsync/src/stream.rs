@@ -99,7 +99,7 @@ use crate::nvtx::DOMAIN;
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::OfStream;
 use crate::verbs::stream_name::StreamName;
-use crate::verbs::{Completion, Qp, SendWr};
+use crate::verbs::{Completion, Qp, RecvWr, SendWr};
 use cuda::CudaEngine;
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
@@ -523,6 +523,15 @@ impl Stream {
     /// [`Error::StreamFull`]; the error that broke the queue pair or failed the stream.
     pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
         self.submit_one(|batch| batch.send(qp, wr))
+    }
+
+    /// Posts a receive in stream order: see [`Batch::post_recv`].
+    ///
+    /// # Errors
+    /// [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`], [`Error::OutOfOrder`], [`Error::Busy`],
+    /// [`Error::StreamFull`]; [`Error::Unsupported`] in a capture; the error that broke the queue pair or failed the stream.
+    pub fn post_recv(&self, qp: &Qp, wr: &RecvWr<'_>) -> Result<Completion> {
+        self.submit_one(|batch| batch.post_recv(qp, wr))
     }
 
     /// Holds the stream until the next send completion of `qp`.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::DeviceConfig;
-use gdsync::verbs::{Access, Context, OnGpu, QpAddress, RemoteAddr};
+use gdsync::verbs::{Access, Context, OnGpu, Qp, QpAddress, RemoteAddr};
 use parking_lot::Mutex;
 
 use crate::cache::{Cache, CacheConfig};
@@ -267,15 +267,16 @@ impl Communicator {
 /// What a rank reports to another one: the queue pairs of its messages and credits, and the word that the other one writes.
 struct Card {
     messages: QpAddress,
-    credits: QpAddress,
+    credits: [QpAddress; 2],
     word: RemoteAddr,
 }
 
 impl Card {
-    const BYTES: usize = 2 * QpAddress::BYTES + 12;
+    const BYTES: usize = 3 * QpAddress::BYTES + 12;
 
     fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = [self.messages.to_bytes(), self.credits.to_bytes()].concat();
+        let [credits, probes] = self.credits;
+        let mut bytes = [self.messages, credits, probes].map(|qp| qp.to_bytes()).concat();
         bytes.extend(self.word.addr.to_be_bytes());
         bytes.extend(self.word.rkey.to_be_bytes());
         bytes
@@ -283,7 +284,9 @@ impl Card {
 
     fn from_bytes(bytes: &[u8; Self::BYTES]) -> gdsync::Result<Self> {
         let rest = &mut &bytes[..];
-        let (messages, credits) = (QpAddress::from_bytes(&take(rest))?, QpAddress::from_bytes(&take(rest))?);
+        let [messages, credits, probes] = [take(rest), take(rest), take(rest)];
+        let messages = QpAddress::from_bytes(&messages)?;
+        let credits = [QpAddress::from_bytes(&credits)?, QpAddress::from_bytes(&probes)?];
         let (addr, rkey) = (u64::from_be_bytes(take(rest)), u32::from_be_bytes(take(rest)));
         Ok(Self { messages, credits, word: RemoteAddr { addr, rkey } })
     }
@@ -306,15 +309,19 @@ fn connect(
     let pairs = (0..size)
         .map(|peer| {
             let pd = devices.pd(peer);
-            let credits =
-                pd.build_qp().max_send_wr(queues.depth).max_recv_wr(1).max_inline(credit::ENTRY_BYTES);
-            Ok((QpPair::build(peer == rank, || queues.build_qp(pd))?, credits.timeout(ACK_TIMEOUT).build()?))
+            let words = |depth| {
+                let words = pd.build_qp().max_send_wr(depth).max_recv_wr(1).max_inline(credit::WORD_BYTES);
+                words.timeout(ACK_TIMEOUT).build()
+            };
+            let messages = QpPair::build(peer == rank, || queues.build_qp(pd))?;
+            Ok((messages, [words(queues.depth)?, words(credit::PROBES)?]))
         })
         .collect::<Result<Vec<_>>>()?;
     let mut cards = Vec::with_capacity(size * Card::BYTES);
     for (peer, (messages, credits)) in pairs.iter().enumerate() {
         let word = table.mr(devices.paths[peer].is_intra_host()).remote(credit::offset(peer))?;
-        let card = Card { messages: messages.address(), credits: credits.address(), word };
+        let credits = credits.each_ref().map(Qp::address);
+        let card = Card { messages: messages.address(), credits, word };
         cards.extend(card.to_bytes());
     }
     let cards = exchange.allgather(&cards, timeout)?;
@@ -323,13 +330,16 @@ fn connect(
             let failed = |cause| Error::message(peer, "connect", cause);
             let theirs = Card::from_bytes(table_row(theirs, peer, rank, size)?).map_err(failed)?;
             messages.name_ranks(rank, peer);
-            credits.name_ranks(rank, peer);
+            credits.iter().for_each(|credits| credits.name_ranks(rank, peer));
             messages.connect(theirs.messages).map_err(failed)?;
             let route = match peer == rank {
                 true => CreditRoute::Own,
                 false => {
-                    credits.connect(theirs.credits).map_err(failed)?;
-                    CreditRoute::Remote { qp: credits, word: theirs.word }
+                    for (credits, theirs) in credits.iter().zip(theirs.credits) {
+                        credits.connect(theirs).map_err(failed)?;
+                    }
+                    let [qp, probe] = credits;
+                    CreditRoute::Remote { qp, probe, word: theirs.word }
                 }
             };
             let credits = Credits::new(table.memory(), peer, queues.depth, route, flag.clone())?;

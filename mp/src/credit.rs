@@ -10,30 +10,41 @@
 //! there is no watchdog, a rank announces some receives as it posts them, see [`is_due`], and the rest with its next wait.
 //!
 //! The words are written through queue pairs of their own: in the queue of the messages the CPU would have to wait for sends
-//! that belong to a stream.
+//! that belong to a stream. Receives that a stream posts are announced by the stream, right behind, in the queue that the CPU uses as
+//! long as none of those is pending: so the word never goes back. Whether the peer is alive, and whether streams send to it, goes
+//! through another queue pair, which only the CPU uses.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::Syndrome;
 use gdsync::recorder::{NamedWords, Purpose};
-use gdsync::stream::Cond;
+use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr};
 use gdsync_device::Condvar;
 use parking_lot::{Mutex, MutexGuard};
 
+use crate::wait::Deadline;
+
 /// Bytes per rank in the table: a cache line, as each has another writer.
 const ENTRY: usize = 64;
-/// Offset, behind the word, of a word that is not 0 when streams of the peer send to this rank. One write sets both.
+/// Offset, behind the word, of a word that is not 0 when streams of the peer send to this rank.
 const WANTED: usize = 4;
-/// Bytes of both.
-pub(crate) const ENTRY_BYTES: usize = 8;
+/// Bytes of each.
+pub(crate) const WORD_BYTES: usize = 4;
+
+/// Questions whether the peer is alive that can be under way.
+pub(crate) const PROBES: usize = 16;
+
+/// How long the queue may be taken by announcements of another stream.
+pub(crate) const ROOM: Duration = Duration::from_secs(5);
 
 /// How far ahead of all messages the word of a lost rank is set, so that nothing waits for it any more.
-const OPEN: u32 = 1 << 30;
+pub(crate) const OPEN: u32 = 1 << 30;
 
 /// The memory for the words of `size` ranks.
 pub(crate) fn table(size: usize) -> gdsync::Result<Memory> {
@@ -230,15 +241,17 @@ pub(crate) struct Credits {
 pub(crate) enum CreditRoute {
     /// It is this rank: the word is our own.
     Own,
-    /// By a write to its table.
-    Remote { qp: Qp, word: RemoteAddr },
+    /// By a write to its table; whether it is alive is asked through another queue pair.
+    Remote { qp: Qp, probe: Qp, word: RemoteAddr },
 }
 
-/// The last announcement.
+/// The last announcement, and the last question whether the peer is alive.
 #[derive(Debug)]
 struct Announcement {
+    /// By the CPU.
     written: Option<Completion>,
-    /// It was made since `looked`, when [`Credits::tend`] was last called.
+    asked: Option<Completion>,
+    /// One was made since `looked`, when [`Credits::tend`] was last called.
     is_new: bool,
     looked: Instant,
 }
@@ -269,7 +282,8 @@ impl Credits {
         let wanted = table.word32(offset(rank) + WANTED)?;
         let purpose = Purpose::Receives { rank: u32::try_from(rank).unwrap_or(u32::MAX) };
         let name = NamedWords::new(ready.addr(), 4, purpose);
-        let last = Mutex::new(Announcement { written: None, is_new: true, looked: Instant::now() });
+        let last =
+            Mutex::new(Announcement { written: None, asked: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
         let is_prompt = matches!(route, CreditRoute::Own) || !flag.has_watchdog;
         let (wants, has_ended) = Default::default();
@@ -300,8 +314,14 @@ impl Credits {
         let posted = low32(index).wrapping_add(1);
         // Before the flag is read: whoever clears it sees this.
         self.posted.store(posted, Ordering::SeqCst);
-        let [announced, arrived] =
+        let [mut announced, arrived] =
             [&self.announced, &self.arrived].map(|count| count.load(Ordering::Relaxed));
+        if is_ahead(announced, low32(index)) {
+            // By a batch that was dropped: this receive was never announced.
+            let _last = self.last.lock();
+            announced = low32(index);
+            self.announced.store(announced, Ordering::Relaxed);
+        }
         if self.is_eager() && is_due(posted, announced, arrived) {
             self.announce(&mut self.last.lock());
         } else {
@@ -322,7 +342,7 @@ impl Credits {
     }
 
     fn is_behind(&self) -> bool {
-        self.posted.load(Ordering::SeqCst) != self.announced.load(Ordering::Relaxed)
+        is_ahead(self.posted.load(Ordering::SeqCst), self.announced.load(Ordering::Relaxed))
     }
 
     /// Announces receives that were held back, if there are any.
@@ -342,48 +362,95 @@ impl Credits {
     }
 
     fn announce(&self, last: &mut Announcement) {
-        if self.has_ended.load(Ordering::Relaxed) {
+        // Others may have announced it since, or a stream will.
+        if self.has_ended.load(Ordering::Relaxed) || !self.is_behind() {
             return;
         }
         let posted = self.posted.load(Ordering::SeqCst);
         match &self.route {
             CreditRoute::Own => self.ready.store(posted),
-            CreditRoute::Remote { qp, word } => {
+            CreditRoute::Remote { qp, word, .. } => {
                 last.is_new = true;
-                let wants = u32::from(self.wants.load(Ordering::Relaxed));
-                let bytes = (u64::from(wants) << 32 | u64::from(posted)).to_le_bytes();
-                let post = || qp.post_send(&[SendWr::write_inline(*word, &bytes)]);
-                let written = post().or_else(|error| match error {
-                    gdsync::Error::QueueFull { .. } => {
-                        qp.send_cq().drain();
-                        post()
-                    }
-                    other => Err(other),
-                });
-                // If that fails, the next announcement has them.
-                let Ok(written) = written else { return };
-                last.written = Some(written);
+                let bytes = posted.to_le_bytes();
+                match with_room(qp, || qp.post_send(&[SendWr::write_inline(*word, &bytes)])) {
+                    Ok(written) => last.written = Some(written),
+                    // The next look has them; the queue may be taken by a stream.
+                    Err(_) => return self.flag.set(),
+                }
             }
         }
         self.announced.store(posted, Ordering::Relaxed);
     }
 
-    /// Announces what is held back, or the same again after `pause`, so that a dead peer is noticed.
+    /// Adds the announcement of a receive at this index, which the stream has posted before, to a batch.
+    ///
+    /// # Errors
+    /// Why it could not be written; [`gdsync::Error::Deadline`] where another stream does not leave the queue.
+    pub(crate) fn announce_in_batch(&self, batch: &mut Batch, index: u64) -> gdsync::Result<()> {
+        let number = low32(index).wrapping_add(1);
+        let deadline = Deadline::after(ROOM);
+        let mut last = self.last.lock();
+        // Those of the CPU must not wait for the stream.
+        while self.is_behind() && !self.has_ended.load(Ordering::Relaxed) {
+            self.announce(&mut last);
+            if let CreditRoute::Remote { qp, .. } = &self.route {
+                qp.check()?;
+            }
+            if deadline.is_over() {
+                let what = "announcing the receives before that of the stream";
+                return Err(gdsync::Error::Deadline { what, after: ROOM });
+            }
+            yield_now();
+        }
+        if let Some(written) = last.written.take() {
+            // A stream gets the queue when it is empty.
+            written.wait(deadline.remaining())?;
+        }
+        match &self.route {
+            CreditRoute::Own => batch.write_value32(&self.ready, number),
+            CreditRoute::Remote { qp, word, .. } => {
+                let bytes = number.to_le_bytes();
+                let wr = [SendWr::write_inline(*word, &bytes)];
+                _ = batch.post(with_room(qp, || qp.prepare_send(&wr))?);
+                last.is_new = true;
+            }
+        }
+        self.posted.store(number, Ordering::SeqCst);
+        self.announced.store(number, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Asks the peer whether it is alive, and tells it whether streams send to it.
+    fn ask(&self, last: &mut Announcement) {
+        let CreditRoute::Remote { probe, word, .. } = &self.route else { return };
+        if self.has_ended.load(Ordering::Relaxed) {
+            return;
+        }
+        let wants = u32::from(self.wants.load(Ordering::Relaxed)).to_le_bytes();
+        let word = RemoteAddr { addr: word.addr + WANTED as u64, ..*word };
+        if let Ok(asked) = with_room(probe, || probe.post_send(&[SendWr::write_inline(word, &wants)])) {
+            (last.asked, last.is_new) = (Some(asked), true);
+        }
+    }
+
+    /// Announces what is held back, and asks after `pause` whether the peer is alive.
     ///
     /// # Errors
     /// Why the write failed; [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
-        if let CreditRoute::Remote { qp, .. } = &self.route {
+        if let CreditRoute::Remote { qp, probe, .. } = &self.route {
             let mut last = self.last.lock();
             qp.check()
+                .and_then(|()| probe.check())
                 .map_err(|error| if is_refusal(&error) { gdsync::Error::GivenUpByPeer } else { error })?;
             if last.is_new {
                 (last.is_new, last.looked) = (false, Instant::now());
             }
-            let told = last.written.as_ref().is_none_or(|last| !matches!(last.status(), Ok(None)));
-            if self.is_behind() || told && last.looked.elapsed() >= pause {
-                self.announce(&mut last);
+            let is_answered = last.asked.as_ref().is_none_or(|asked| !matches!(asked.status(), Ok(None)));
+            if is_answered && last.looked.elapsed() >= pause {
+                self.ask(&mut last);
             }
+            self.announce(&mut last);
         }
         Ok(())
     }
@@ -412,8 +479,8 @@ impl Credits {
 
     fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
         if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
-            // Asks the peer to announce its receives at once from here on.
-            self.announce(&mut self.last.lock());
+            // The peer announces its receives at once from here on.
+            self.ask(&mut self.last.lock());
         }
         (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
     }
@@ -422,15 +489,33 @@ impl Credits {
     /// announcement. A queue pair in ERR would not answer, and the peer would need all its retries to notice.
     pub(crate) fn end(&self, error: &gdsync::Error) {
         self.has_ended.store(true, Ordering::Relaxed);
-        if let CreditRoute::Remote { qp, .. } = &self.route {
+        if let CreditRoute::Remote { qp, probe, .. } = &self.route {
             let refuse = QpAttr::to(QpState::RTS).access(Access::empty());
-            // The queue pair has failed already.
-            if qp.modify(&refuse).is_err() {
-                qp.stop(error);
+            for qp in [qp, probe] {
+                // The queue pair has failed already.
+                if qp.modify(&refuse).is_err() {
+                    qp.stop(error);
+                }
             }
         }
         self.ready.store(self.numbers.latest.load(Ordering::Relaxed).wrapping_add(OPEN));
     }
+}
+
+/// Whether one count is ahead of another, modulo 2^32.
+fn is_ahead(count: u32, other: u32) -> bool {
+    (1..OPEN).contains(&count.wrapping_sub(other))
+}
+
+/// Takes completions if the queue is full, and tries again.
+fn with_room<T>(qp: &Qp, post: impl Fn() -> gdsync::Result<T>) -> gdsync::Result<T> {
+    post().or_else(|error| match error {
+        gdsync::Error::QueueFull { .. } => {
+            qp.send_cq().drain();
+            post()
+        }
+        other => Err(other),
+    })
 }
 
 /// Whether the peer refuses all writes: each write is valid as long as it takes any.

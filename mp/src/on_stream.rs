@@ -1,16 +1,18 @@
-//! Messages that streams send and wait for.
+//! Messages that streams send, receive and wait for.
 
 use std::ops::Range;
 
-use gdsync::stream::{Batch, PreparedSend, Stream};
+use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
 use gdsync::verbs::Sge;
 
 use crate::communicator::Communicator;
-use crate::error::Result;
+use crate::credit::ROOM;
+use crate::error::{Error, Result};
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
-use crate::request::{DOMAIN, Request};
+use crate::request::{Awaited, DOMAIN, Request};
 use crate::transport::{mark_only_once, refuse_in_capture};
+use crate::wait::{Deadline, back_off};
 
 /// A prepared send that is in no stream yet. Dropping it takes it back.
 #[derive(Debug)]
@@ -136,6 +138,118 @@ impl Communicator {
         Ok(Request::queued(peer, peer.send_with("send in a batch", &[(buffer, range)], post)?.0))
     }
 
+    /// Queues a receive on a stream: it is posted when the stream gets there, and not before. So a loop may receive into one buffer, and
+    /// the work between one message and the next is done with what came. The stream does not wait for the message: see
+    /// [`Communicator::wait_on_stream`], or use [`Communicator::recv_on_stream`].
+    ///
+    /// Where ranks exchange messages, queue this before the send: a send waits for the receive of its peer. Messages match receives in
+    /// the order of the calls, whoever posts them. Until the stream has got there, receives from the same rank by the CPU and by other
+    /// streams are refused (`Busy`), also while a batch with receives is not submitted. Graphs refuse it: see
+    /// [`Channel`](crate::Channel).
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use gdsync::memory::Memory;
+    /// # use gdsync::stream::{HostStreamConfig, Stream};
+    /// # use mp::Communicator;
+    /// # fn main() -> mp::Result<()> {
+    /// # let ten = Duration::from_secs(10);
+    /// # let comm = Communicator::builder().spawn(1).init()?; // one rank is enough to try it
+    /// # let (left, right) = (comm.rank(), comm.rank());
+    /// # let buffer = comm.register(&Memory::alloc(128)?)?;
+    /// let stream = Stream::host(HostStreamConfig::default())?;
+    /// for round in 0..100 {
+    ///     let memory = buffer.memory().clone();
+    ///     stream.host_fn(move || memory.write(0, &[round; 64]).expect("it fits"))?; // compute
+    ///     let received = comm.irecv_on_stream(&stream, &buffer, 64..128, left)?;
+    ///     let _sent = comm.send_on_stream(&stream, &buffer, 0..64, right)?;
+    ///     comm.wait_on_stream(&stream, &received)?;
+    ///     let memory = buffer.memory().clone();
+    ///     stream.host_fn(move || assert_eq!(memory.to_vec()[64..], [round; 64]))?; // use it
+    ///     # if round % 50 == 49 { stream.synchronize(ten)?; }
+    /// }
+    /// stream.synchronize(ten)?;
+    /// # comm.finalize(ten)
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Device`](crate::Error::Device) for a range outside the buffer;
+    /// [`Error::Message`](crate::Error::Message) with the reason, also [`Busy`](gdsync::Error::Busy) for receives of another stream, and
+    /// the stream's refusals.
+    pub fn irecv_on_stream(
+        &self,
+        stream: &Stream,
+        buffer: &Registration,
+        range: Range<usize>,
+        rank: usize,
+    ) -> Result<Request> {
+        self.receive_by_stream(stream, &[(buffer, range)], rank, false)
+    }
+
+    /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there. If two ranks both do this before they
+    /// send to each other, both streams wait until their limit.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::irecv_on_stream`].
+    pub fn recv_on_stream(
+        &self,
+        stream: &Stream,
+        buffer: &Registration,
+        range: Range<usize>,
+        rank: usize,
+    ) -> Result<Request> {
+        self.receive_by_stream(stream, &[(buffer, range)], rank, true)
+    }
+
+    fn receive_by_stream(
+        &self,
+        stream: &Stream,
+        pieces: &[Piece<'_>],
+        rank: usize,
+        waits: bool,
+    ) -> Result<Request> {
+        let _range = DOMAIN.range(c"irecv_on_stream");
+        let peer = self.peer(rank)?;
+        let failed = |cause| Error::message(rank, "receive on stream", cause);
+        refuse_in_capture(stream).map_err(failed)?;
+        let mut batch = Batch::new();
+        let request = Request::received(peer, peer.receive_in_batch(&mut batch, pieces)?);
+        if waits {
+            self.wait_in_batch(&mut batch, &request)?;
+        }
+        let deadline = Deadline::after(ROOM);
+        loop {
+            match stream.submit(&mut batch) {
+                // The last announcement of another stream is still under way.
+                Err(gdsync::Error::Busy { queue: "send", .. }) if !deadline.is_over() => {
+                    back_off(deadline.elapsed(), deadline.remaining());
+                }
+                submitted => return submitted.map(|()| request).map_err(failed),
+            }
+        }
+    }
+
+    /// Adds a receive to a batch: the stream that the batch is submitted to posts it, see [`Communicator::irecv_on_stream`].
+    /// [`Communicator::wait_in_batch`] adds a wait for it.
+    ///
+    /// A batch that is dropped instead takes the receive back; the request is void then. Drop the newest first.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::irecv`].
+    pub fn irecv_in_batch(
+        &self,
+        batch: &mut Batch,
+        buffer: &Registration,
+        range: Range<usize>,
+        rank: usize,
+    ) -> Result<Request> {
+        let peer = self.peer(rank)?;
+        Ok(Request::received(peer, peer.receive_in_batch(batch, &[(buffer, range)])?))
+    }
+
     /// Prepares a send that a stream will start later. Prepared sends to one rank are posted in the order in which they were
     /// prepared; other sends to it have to wait until all are posted or dropped.
     ///
@@ -198,8 +312,12 @@ impl Communicator {
         // The sender may wait for it, and no call of this rank may follow.
         request.catch_up();
         match request.for_stream()? {
-            Some(completion) => batch.wait(completion).map_err(|cause| request.failed(cause)),
-            None => Ok(()),
+            Awaited::Completion(completion) => batch.wait(completion).map_err(|cause| request.failed(cause)),
+            Awaited::Word(word, value) => {
+                batch.wait_value32(&word, value, Cond::Geq);
+                Ok(())
+            }
+            Awaited::Nothing => Ok(()),
         }
     }
 
@@ -214,10 +332,12 @@ impl Communicator {
             refuse_in_capture(stream).map_err(|cause| request.failed(cause))?;
         }
         request.catch_up();
-        match request.for_stream()? {
-            Some(completion) => stream.wait(completion).map_err(|cause| request.failed(cause)),
-            None => Ok(()),
-        }
+        let waits = match request.for_stream()? {
+            Awaited::Completion(completion) => stream.wait(completion),
+            Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
+            Awaited::Nothing => Ok(()),
+        };
+        waits.map_err(|cause| request.failed(cause))
     }
 
     /// As [`Communicator::wait_on_stream`] for several messages, in one submission.

@@ -12,7 +12,7 @@ use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
 use crate::overlap::ReceiveClaims;
 use crate::registration::Piece;
 use crate::shm_fifo::{FifoReceive, ShmFifo};
-use crate::transport::{DRAIN, Transport};
+use crate::transport::{DRAIN, Transport, mark_only_once};
 
 /// A rank, and the operations under way with it.
 #[derive(Debug)]
@@ -42,6 +42,26 @@ type Sges = SmallVec<[Sge; 2]>;
 /// Pieces that take an SGE: empty ones do not.
 fn count(pieces: &[Piece<'_>]) -> usize {
     pieces.iter().filter(|(_, range)| !range.is_empty()).count()
+}
+
+/// Lets a message of the FIFO into its receive when a stream gets there. Dropping it takes the receive back.
+struct Gate {
+    peer: Arc<Peer>,
+    receive: Arc<FifoReceive>,
+}
+
+impl Gate {
+    fn open(self) {
+        let Peer { fifo, transport, .. } = &*self.peer;
+        fifo.iter().for_each(|fifo| fifo.let_in(transport, &self.receive));
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        let Peer { fifo, transport, .. } = &*self.peer;
+        fifo.iter().for_each(|fifo| fifo.take_back(transport, &self.receive));
+    }
 }
 
 /// A message that is sent.
@@ -249,6 +269,38 @@ impl Peer {
         }
         let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive(sges)?, ()));
         let message = (pieces, &sges[..], claims);
+        let posted = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE, message, post);
+        // A stream that has receives to post does not let the FIFO open.
+        let refused = posted.as_ref().err().and(self.fifo.as_ref());
+        refused.into_iter().for_each(ShmFifo::count_again);
+        let (op, ()) = posted?;
+        Ok(Received::Queue(op))
+    }
+
+    /// Adds a receive to a batch: it is active when the stream gets there.
+    pub(crate) fn receive_in_batch(
+        self: &Arc<Self>,
+        batch: &mut Batch,
+        pieces: &[Piece<'_>],
+    ) -> Result<Received> {
+        const RECEIVE: &str = "receive on stream";
+        let sges = self.sges(RECEIVE, pieces)?;
+        // The lock keeps other threads from opening the FIFO and from posting receives.
+        let mut in_flight = self.in_flight[Direction::Recv as usize].lock();
+        in_flight.drop_taken_back();
+        if let Some(fifo) = &self.fifo
+            && let Some(receive) =
+                fifo.receive_in_order(&self.transport, pieces).map_err(|cause| self.failed(RECEIVE, cause))?
+        {
+            // Its message is in the FIFO already: the stream lets it into the buffer.
+            let gate = Gate { peer: self.clone(), receive: receive.clone() };
+            mark_only_once(batch);
+            batch.report(&self.transport.qp.recv);
+            batch.host_fn(move || gate.open());
+            return Ok(Received::Fifo(receive));
+        }
+        let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive_in_batch(batch, sges)?, ()));
+        let message = (pieces, &sges[..], ReceiveClaims::new());
         let (op, ()) = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE, message, post)?;
         Ok(Received::Queue(op))
     }

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::memory::Word32;
 use gdsync::verbs::Completion;
 
 use crate::error::{Error, Result};
@@ -46,6 +47,15 @@ pub struct Status {
     pub rank: usize,
     /// Bytes sent or received.
     pub bytes: usize,
+}
+
+/// What a stream waits for in place of a message.
+pub(crate) enum Awaited<'a> {
+    /// The message is complete.
+    Nothing,
+    Completion(&'a Completion),
+    /// A word that reaches a value.
+    Word(Word32, u32),
 }
 
 /// The FIFO of a receive that is in it.
@@ -236,11 +246,11 @@ impl Request {
         }
     }
 
-    /// What a stream has to wait for; `None` where the message is complete.
+    /// What a stream has to wait for.
     ///
     /// # Errors
     /// [`Error::Message`] names the rank and why it failed.
-    pub(crate) fn for_stream(&self) -> Result<Option<&Completion>> {
+    pub(crate) fn for_stream(&self) -> Result<Awaited<'_>> {
         let peer = match &self.state {
             State::Queue(peer, op) if op.direction == Direction::Recv => Some(peer),
             State::Fifo(peer, _) => Some(peer),
@@ -252,9 +262,14 @@ impl Request {
             fifo.settle_for_stream(&peer.transport).map_err(|error| self.failed(error))?;
         }
         if !matches!(self.state, State::Queue(..) | State::Rma(..)) && self.test()?.is_some() {
-            return Ok(None);
+            return Ok(Awaited::Nothing);
         }
-        Ok(self.completion())
+        if let State::Fifo(peer, receive) = &self.state
+            && let Some((word, value)) = fifo_of(peer).awaited(receive).map_err(|error| self.failed(error))?
+        {
+            return Ok(Awaited::Word(word, value));
+        }
+        Ok(self.completion().map_or(Awaited::Nothing, Awaited::Completion))
     }
 
     /// Releases what the message held, once it is known to be complete.

@@ -22,12 +22,14 @@ use std::sync::{Arc, OnceLock};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
+use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::Syndrome;
 use gdsync::shm::shm_fifo::{Next, Receiver, Sender, peek};
 use gdsync::verbs::{Completion, CompletionError, Sge};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
+use crate::credit::{OPEN, low32};
 use crate::in_flight::{Direction, InFlightOp, Lengths, nonzero};
 use crate::overlap::ReceiveClaims;
 use crate::registration::{Piece, Registration, host_len};
@@ -147,6 +149,10 @@ impl FifoReceive {
 /// Where the bytes of a receive go: memory, and offset and length in it.
 type Buffers = SmallVec<[(Registration, usize, usize); 1]>;
 
+fn buffers(pieces: &[Piece<'_>]) -> Buffers {
+    pieces.iter().map(|(buffer, range)| ((*buffer).clone(), range.start, range.len())).collect()
+}
+
 /// A receive and its buffers.
 #[derive(Debug)]
 struct Entry {
@@ -154,6 +160,8 @@ struct Entry {
     buffers: Buffers,
     /// The memory, until the message is there.
     claims: ReceiveClaims,
+    /// A stream has not got to it: its message, and those behind, stay in the FIFO.
+    is_gated: bool,
 }
 
 /// The sender's side.
@@ -191,17 +199,36 @@ struct RxSide {
     opened_at: u64,
     /// The message that was next at the last poll of the watchdog, and how many polls found the same.
     idle: (u64, u32),
+    /// Nothing is received any more: streams that wait for it go on.
+    is_over: bool,
 }
 
 impl Default for RxSide {
     fn default() -> Self {
         let (receiver, [queued, posted, spent], ahead, last_posted) = Default::default();
-        let (run, wanted_run, opened_at, idle) = (0, SHORT_RUN, 0, (0, 0));
-        Self { receiver, queued, posted, spent, ahead, last_posted, run, wanted_run, opened_at, idle }
+        let (run, wanted_run, opened_at, idle, is_over) = (0, SHORT_RUN, 0, (0, 0), false);
+        Self {
+            receiver,
+            queued,
+            posted,
+            spent,
+            ahead,
+            last_posted,
+            run,
+            wanted_run,
+            opened_at,
+            idle,
+            is_over,
+        }
     }
 }
 
 impl RxSide {
+    /// Whether the next message has a receive that is not behind a gate.
+    fn is_open_queued(&self) -> bool {
+        self.queued.front().is_some_and(|first| !first.is_gated)
+    }
+
     /// Receives under way.
     fn len(&self) -> usize {
         self.queued.len() + self.posted.len()
@@ -233,6 +260,12 @@ impl RxSide {
         }
         self.last_posted.take_if(|last| !matches!(last.outcome(), Ok(None)));
         self.ahead.is_empty() && self.last_posted.is_none()
+    }
+
+    /// Drops all receives, at the end of the connection: their requests say why.
+    fn drop_queued(&mut self) {
+        self.queued.clear();
+        self.is_over = true;
     }
 
     /// The FIFO is closed for a reason that is likely to recur: it opens later.
@@ -307,6 +340,8 @@ pub(crate) struct ShmFifo {
     /// What is known of `rx` without its lock: the number of the next message, and how many receives are queued.
     next: AtomicU64,
     queued: AtomicUsize,
+    /// For streams: the low bits of the number of the next message, once one waits for it.
+    filled: OnceLock<Word32>,
 }
 
 /// The receiver's side, locked. Dropping it publishes what is read without the lock.
@@ -336,14 +371,17 @@ impl Drop for RxGuard<'_> {
         let Self { fifo, rx } = self;
         fifo.next.store(rx.receiver.next(), Ordering::Relaxed);
         fifo.queued.store(rx.queued.len(), Ordering::Relaxed);
+        if let Some(filled) = fifo.filled.get() {
+            filled.store(low32(rx.receiver.next()).wrapping_add(if rx.is_over { OPEN } else { 0 }));
+        }
     }
 }
 
 /// Sending.
 impl ShmFifo {
     pub(crate) fn new(memory: FifoPair) -> Self {
-        let (tx, rx, next, queued) = Default::default();
-        Self { memory, tx, rx, next, queued }
+        let (tx, rx, next, queued, filled) = Default::default();
+        Self { memory, tx, rx, next, queued, filled }
     }
 
     /// Messages that were sent through the FIFO.
@@ -448,10 +486,9 @@ impl ShmFifo {
             return transport.refuse_full(Direction::Recv, depth);
         }
         let receive = rx.make_receive();
-        let buffer = |(buffer, range): &Piece<'_>| ((*buffer).clone(), range.start, range.len());
-        let buffers = pieces.iter().map(buffer).collect();
         let claims = mem::take(claims);
-        rx.queued.push_back(Entry { receive: receive.clone(), buffers, claims });
+        let buffers = buffers(pieces);
+        rx.queued.push_back(Entry { receive: receive.clone(), buffers, claims, is_gated: false });
         drop(rx);
         transport.credits.flag.set();
         Ok(Some(receive))
@@ -508,8 +545,7 @@ impl ShmFifo {
         rx.retire(transport);
         rx.spent.clear();
         if transport.has_ended() {
-            // Their requests say why.
-            rx.queued.clear();
+            rx.drop_queued();
         }
         rx.len() > 0
     }
@@ -550,25 +586,30 @@ impl ShmFifo {
         }
     }
 
-    /// Fills or posts all receives, before a stream waits for one of them, or for one that was posted behind them.
+    /// Fills or posts all receives, but for those behind a gate, before a stream waits for one of them, or for one that was posted
+    /// behind them.
     ///
     /// # Errors
     /// [`gdsync::Error::Deadline`] where a sender does not finish a message; what ended the connection.
     pub(crate) fn settle_for_stream(&self, transport: &Transport) -> gdsync::Result<()> {
+        self.settle(transport).map(drop)
+    }
+
+    fn settle(&self, transport: &Transport) -> gdsync::Result<RxGuard<'_>> {
         let mut rx = self.lock();
         rx.run = 0;
         if rx.receiver.end().is_none() {
             self.close_for_long(transport, &mut rx);
         }
         let deadline = Deadline::after(CLAIMED);
-        while !rx.queued.is_empty() {
+        while rx.is_open_queued() {
             self.pump(transport, &mut rx, false);
-            if rx.queued.is_empty() {
+            if !rx.is_open_queued() {
                 break;
             }
             if let Err(error) = transport.check() {
                 // Nothing is written to them any more.
-                rx.queued.clear();
+                rx.drop_queued();
                 return Err(error);
             }
             if deadline.is_over() {
@@ -579,7 +620,89 @@ impl ShmFifo {
             yield_now();
             rx = self.lock();
         }
-        Ok(())
+        Ok(rx)
+    }
+
+    /// The CPU was refused a receive: it does not count in the run that opens the FIFO.
+    pub(crate) fn count_again(&self) {
+        self.lock().run = 0;
+    }
+
+    /// Closes the FIFO for a receive of a stream. If its message is in the FIFO already, queues it behind a gate; `None` if its message
+    /// takes the queue pair.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::Deadline`] where a sender does not finish a message; what ended the connection; for memory that the CPU cannot
+    /// write.
+    pub(crate) fn receive_in_order(
+        &self,
+        transport: &Transport,
+        pieces: &[Piece<'_>],
+    ) -> gdsync::Result<Option<Arc<FifoReceive>>> {
+        let mut rx = self.settle(transport)?;
+        if !rx.takes_next() {
+            return Ok(None);
+        }
+        transport.check()?;
+        if !can_be_filled(pieces) {
+            return Err(gdsync::Error::Unsupported {
+                what: "a receive on a stream into memory that the CPU does not reach, of a message that is in the shared-memory FIFO",
+                by: "the FIFO, which the CPU copies from",
+                fix: "receive it into host memory, or build with IntraHostPath::Queues",
+            });
+        }
+        let (receive, claims) = (rx.make_receive(), ReceiveClaims::new());
+        let buffers = buffers(pieces);
+        rx.queued.push_back(Entry { receive: receive.clone(), buffers, claims, is_gated: true });
+        Ok(Some(receive))
+    }
+
+    /// A stream has got to the receive: waits until its message is in the buffer, which the sender has begun to copy.
+    pub(crate) fn let_in(&self, transport: &Transport, receive: &Arc<FifoReceive>) {
+        let mut rx = self.lock();
+        let is_it = |entry: &&mut Entry| Arc::ptr_eq(&entry.receive, receive);
+        rx.queued.iter_mut().find(is_it).into_iter().for_each(|entry| entry.is_gated = false);
+        drop(rx);
+        let deadline = Deadline::after(CLAIMED);
+        while receive.is_queued() && !transport.has_ended() {
+            self.take(transport, false);
+            if deadline.is_over() {
+                let what = "waiting for the sender to finish a message";
+                transport.fail(&gdsync::Error::Deadline { what, after: CLAIMED });
+            }
+            back_off(deadline.elapsed(), deadline.remaining());
+        }
+    }
+
+    /// The stream will not get to the receive, unless it has: the next receive gets its message.
+    pub(crate) fn take_back(&self, transport: &Transport, receive: &Arc<FifoReceive>) {
+        let mut rx = self.lock();
+        let taken_back =
+            rx.queued.iter().position(|entry| entry.is_gated && Arc::ptr_eq(&entry.receive, receive));
+        if let Some(at) = taken_back {
+            rx.queued.remove(at);
+            drop(rx);
+            receive.finish(Err(gdsync::Error::TakenBack { qpn: transport.qp.recv.qpn() }));
+        }
+    }
+
+    /// What a stream has to wait for until a receive behind a gate is filled: a word, and the value that it must reach.
+    ///
+    /// # Errors
+    /// No memory for the word.
+    pub(crate) fn awaited(&self, receive: &Arc<FifoReceive>) -> gdsync::Result<Option<(Word32, u32)>> {
+        let rx = self.lock();
+        let position = rx.queued.iter().position(|entry| Arc::ptr_eq(&entry.receive, receive));
+        let Some(position) = position.filter(|_| receive.is_queued()) else { return Ok(None) };
+        let word = match self.filled.get() {
+            Some(word) => word.clone(),
+            None => {
+                let word = Memory::alloc(4)?.word32(0)?;
+                self.filled.get_or_init(|| word).clone()
+            }
+        };
+        // The lock, when it is released, writes the word.
+        Ok(Some((word, low32(rx.receiver.next() + position as u64 + 1))))
     }
 
     #[cold]
@@ -600,7 +723,9 @@ impl ShmFifo {
         if !rx.is_in_order() {
             return;
         }
-        while let Some(first) = rx.queued.front() {
+        while let Some(first) = rx.queued.front()
+            && !first.is_gated
+        {
             match rx.receiver.peek(&self.memory.rx) {
                 Next::Message(len) => {
                     let filled = self.fill(transport, first, rx.receiver.next(), len as usize);
@@ -621,7 +746,7 @@ impl ShmFifo {
                     rx.spent.extend(over);
                     if failure.is_some() {
                         // As in a queue pair, nothing behind it is taken.
-                        rx.queued.clear();
+                        rx.drop_queued();
                         break;
                     }
                 }

@@ -216,6 +216,15 @@ impl Transport {
         Ok(completion)
     }
 
+    /// Adds a receive to a batch: the stream posts and announces it.
+    pub(crate) fn receive_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
+        let completion = batch.post_recv(&self.qp.recv, &RecvWr::new(sges))?;
+        mark_only_once(batch);
+        // Without it the peer would wait for ever.
+        self.credits.announce_in_batch(batch, completion.index()).inspect_err(|error| self.fail(error))?;
+        Ok(completion)
+    }
+
     /// Posts an RDMA READ or WRITE to the queue of the messages. To be called by one thread at a time.
     pub(crate) fn post_one_sided(&self, wr: SendWr<'_>) -> gdsync::Result<Completion> {
         let completion = self.qp.send.post_send(&[wr])?;

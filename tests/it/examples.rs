@@ -22,6 +22,7 @@ fn small_examples_print_what_they_show() {
         assert!(received.contains("byte_len: 18,") && received.contains("syndrome: None"), "{out}");
         let out = succeeds(command(&format!("{strict}putget")));
         assert_eq!(out.lines().collect::<Vec<_>>(), ["got back: PUT, THEN GOT BACK", "counter:  10"]);
+        assert_eq!(succeeds(command(&format!("{strict}ring"))).trim(), "100 after 100 rounds, from rank 0");
     }
     let out = succeeds(command("mapping"));
     assert!(out.contains("the GPU has: written by the CPU"), "{out}");

@@ -123,6 +123,7 @@ const ERRORS: &[(&str, i32, &str)] = &[
     ("jacobi2d --via memop", 1, "--via is for --stream cuda"),
     ("producer_consumer --slots 0", 2, "--slots"),
     ("sendrecv --stream", 2, "--stream|Usage: sendrecv"),
+    ("ring --stream", 2, "--stream|Usage: ring"),
     ("putget --stream", 2, "--stream|Usage: putget"),
     ("mapping --stream", 2, "--stream|Usage: mapping"),
     ("gdrcopy_copybw --backend host --nonsense", 2, "--nonsense"),

@@ -10,13 +10,13 @@ use smallvec::SmallVec;
 use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use super::op::{Cond, Op, Ops};
-use super::prepared::{PreparedSend, PreparedWait};
+use super::prepared::{PreparedRecv, PreparedSend, PreparedWait};
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
 use crate::verbs::sq::OfStream;
 use crate::verbs::stream_name;
-use crate::verbs::{Completion, Qp, SendWr};
+use crate::verbs::{Completion, Qp, RecvWr, SendWr};
 use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word32, Word64};
@@ -51,6 +51,10 @@ pub(super) struct RareState {
     pub(super) covered: Vec<(usize, Completion)>,
     /// The repeatable host functions, by index.
     pub(super) repeatable: Vec<(usize, Repeatable)>,
+    /// Queue pairs whose failure the stream reports.
+    pub(super) reported: Vec<Arc<QpCore>>,
+    /// Receives that the stream posts.
+    pub(super) receives: Vec<PreparedRecv>,
     /// Hooks to call before each launch of a graph that contains this batch.
     pub(super) before: Vec<Arc<dyn Replenish>>,
 }
@@ -79,6 +83,8 @@ impl Batch {
     /// added.
     pub(super) fn mark(&mut self, stream: OfStream) -> Result<()> {
         let mut parts = || {
+            let mut receives = self.rare.iter_mut().flat_map(|rare| &mut rare.receives);
+            receives.try_for_each(|receive| receive.submit(stream))?;
             if self.stream.is_none() {
                 self.sends.iter_mut().try_for_each(|send| send.submit(stream))?;
                 self.waits.iter_mut().try_for_each(|wait| wait.submit(stream))?;
@@ -91,6 +97,8 @@ impl Batch {
 
     /// Undoes [`Batch::mark`], including a partial one.
     pub(super) fn unmark(&mut self) {
+        let receives = self.rare.iter_mut().flat_map(|rare| rare.receives.iter_mut().rev());
+        receives.for_each(PreparedRecv::unsubmit);
         self.waits.iter_mut().rev().for_each(PreparedWait::unsubmit);
         self.sends.iter_mut().rev().for_each(PreparedSend::unsubmit);
     }
@@ -137,7 +145,9 @@ impl Batch {
         let sends = self.sends.iter().map(|send| &send.queue.end.qp);
         sends
             .chain(self.waits.iter().map(PreparedWait::core))
+            .chain(self.rare.iter().flat_map(|rare| rare.receives.iter().map(PreparedRecv::core)))
             .chain(self.covered().iter().map(|(_, c)| &c.end.qp))
+            .chain(self.rare.iter().flat_map(|rare| &rare.reported))
     }
 
     /// Clears the batch after the engine has taken its operations.
@@ -191,6 +201,27 @@ impl Batch {
         }
         send.set_doorbell(&mut self.ops);
         Ok(end.completion(send.sends.range.end - 1))
+    }
+
+    /// Adds a receive: it is written to the queue now, and the stream posts it. No message is received into it before. Waits of
+    /// the batch may be for the returned completion.
+    ///
+    /// Until the stream has got there, the CPU and other streams cannot post receives to `qp`. Graphs and kernel steps refuse it:
+    /// post receives before each launch, see [`Batch::before_launches`].
+    ///
+    /// # Errors
+    /// [`Error::QueueFull`], [`Error::WorkRequest`], [`Error::WrongState`]; at submission [`Error::Busy`] and
+    /// [`Error::OutOfOrder`]; the error that broke the queue pair.
+    pub fn post_recv(&mut self, qp: &Qp, wr: &RecvWr<'_>) -> Result<Completion> {
+        let receive = PreparedRecv::new(&qp.recv, wr)?;
+        let completion = receive.completion();
+        self.ops.push(receive.op());
+        self.rare().receives.push(receive);
+        self.only_once(
+            "a receive that a stream posts",
+            "post receives before each launch: Batch::before_launches",
+        );
+        Ok(completion)
     }
 
     /// Adds sends prepared earlier.
@@ -356,6 +387,12 @@ impl Batch {
         if !before.iter().any(|other| Arc::ptr_eq(other, hook)) {
             before.push(hook.clone());
         }
+    }
+
+    /// Has [`Stream::synchronize`](super::Stream::synchronize) report a failure of `qp` as if the batch had used it: for messaging
+    /// layers that complete a message of it by a host function.
+    pub fn report(&mut self, qp: &Qp) {
+        self.rare().reported.push(qp.core().clone());
     }
 
     /// Refuses the batch in graphs and kernel steps with [`Error::Unsupported`]: `what` would be wrong when repeated, such

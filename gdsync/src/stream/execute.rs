@@ -110,6 +110,11 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
             source.send_doorbell().into_iter().for_each(|send_doorbell| send_doorbell.ring(value));
             source.signal();
         }
+        Op::PostRecv { source, record, value } => {
+            full_fence(record.memory());
+            record.store(value);
+            source.signal();
+        }
         Op::Await(ref source, n) => {
             let arrival = source.arrival(n);
             wait(&op, || Waker::Queue(&**source), runner, || arrival.check().is_ok())?;

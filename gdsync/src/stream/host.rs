@@ -473,7 +473,7 @@ impl Shared {
             };
             match &op {
                 Op::HostFn(_) | Op::Wait32 { .. } | Op::Wait64 { .. } => self.finish(helped),
-                Op::Trigger(..) => *helped = None,
+                Op::Trigger(..) | Op::PostRecv { .. } => *helped = None,
                 _ => {}
             }
             self.guarded(|| self.step(op));

@@ -52,6 +52,15 @@ pub(crate) enum Op {
     },
     /// Rings the doorbell of a queue. The host engine also notifies the device.
     Trigger(Arc<dyn Source>, DoorbellValue),
+    /// Posts receives, by the record of their queue. The host engine also notifies the device.
+    PostRecv {
+        /// The queue.
+        source: Arc<dyn Source>,
+        /// The receive word of the doorbell record.
+        record: Word32,
+        /// Its new value.
+        value: u32,
+    },
     /// Holds the stream until completion `n` of a queue has arrived, then moves the consumer index past it.
     Await(Arc<dyn Source>, u64),
     /// A system-scope memory barrier.
@@ -68,7 +77,9 @@ impl Op {
         match self {
             Self::Trigger(source, _) => source.send_doorbell().is_none_or(SendDoorbell::is_found),
             Self::Await(source, n) => source.arrival(*n).is_found(),
-            Self::Write32 { at, .. } | Self::Wait32 { at, .. } => at.memory().is_known_to_gpus(),
+            Self::Write32 { at, .. } | Self::Wait32 { at, .. } | Self::PostRecv { record: at, .. } => {
+                at.memory().is_known_to_gpus()
+            }
             Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
             Self::Barrier | Self::Flush | Self::HostFn(_) => true,
         }
@@ -131,6 +142,9 @@ impl Op {
             Op::Wait32 { at, value, cond } => Op::Wait32 { at: at.clone(), value: *value, cond: *cond },
             Op::Wait64 { at, value, cond } => Op::Wait64 { at: at.clone(), value: *value, cond: *cond },
             Op::Trigger(source, value) => Op::Trigger(source.clone(), *value),
+            Op::PostRecv { source, record, value } => {
+                Op::PostRecv { source: source.clone(), record: record.clone(), value: *value }
+            }
             Op::Await(source, n) => Op::Await(source.clone(), *n),
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
@@ -149,6 +163,7 @@ impl fmt::Debug for Op {
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),
             Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),
+            Op::PostRecv { source, value, .. } => write!(f, "POSTRECV {source:?} <- {value:#x}"),
             Op::Await(source, n) => write!(f, "AWAIT {source:?} {n}"),
             Op::HostFn(_) => f.write_str("HOSTFN"),
         }
@@ -162,7 +177,9 @@ pub(super) type Use = (usize, Arc<dyn Source>);
 pub(super) fn sources_of(ops: &[Op]) -> Vec<Use> {
     let mut found: Vec<Use> = Vec::new();
     for (index, op) in ops.iter().enumerate() {
-        let (Op::Trigger(source, _) | Op::Await(source, _)) = op else { continue };
+        let (Op::Trigger(source, _) | Op::PostRecv { source, .. } | Op::Await(source, _)) = op else {
+            continue;
+        };
         match found.iter_mut().find(|(_, known)| Arc::ptr_eq(known, source)) {
             Some((last, _)) => *last = index,
             None => found.push((index, source.clone())),

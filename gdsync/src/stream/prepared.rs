@@ -1,14 +1,16 @@
-//! Prepared sends and waits that are not in a stream yet. Dropping one undoes it.
+//! Prepared sends, receives and waits that are not in a stream yet. Dropping one undoes it.
 
 use std::mem;
 use std::sync::Arc;
 
-use super::op::{DoorbellValue, Op, Ops};
+use super::op::{DoorbellValue, Op, Ops, Source};
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
+use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::{OfStream, QueueState, SendQueue, Template, Written};
-use crate::verbs::{Completion, Qp, SendWr};
+use crate::verbs::track::Owner;
+use crate::verbs::{Completion, Qp, RecvWr, SendWr};
 use gdsync_device::GpuNudge;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::Stage;
@@ -120,6 +122,61 @@ impl Drop for PreparedSend {
     fn drop(&mut self) {
         if self.submitted.is_none() && !self.sends.range.is_empty() {
             self.queue.cancel(&self.sends.range);
+        }
+    }
+}
+
+/// A receive that is written, and that a stream posts. Dropping it takes it back.
+#[derive(Debug)]
+pub(super) struct PreparedRecv {
+    queue: Arc<RecvQueue>,
+    /// Prevents a reset.
+    source: Arc<dyn Source>,
+    n: u64,
+    /// The owner of the queue before the submission, if there was one.
+    submitted: Option<Owner>,
+}
+
+impl PreparedRecv {
+    pub(super) fn new(queue: &Arc<RecvQueue>, wr: &RecvWr<'_>) -> Result<Self> {
+        let source = queue.end.source().clone();
+        let n = queue.prepare(wr)?;
+        Ok(Self { queue: queue.clone(), source, n, submitted: None })
+    }
+
+    pub(super) fn op(&self) -> Op {
+        let (record, value) = self.queue.record_of(self.n);
+        Op::PostRecv { source: self.source.clone(), record, value }
+    }
+
+    pub(super) fn completion(&self) -> Completion {
+        self.queue.end.clone().completion(self.n)
+    }
+
+    pub(super) fn core(&self) -> &Arc<QpCore> {
+        &self.queue.end.qp
+    }
+
+    /// Submits it to a stream, unless it was submitted before.
+    pub(super) fn submit(&mut self, stream: OfStream) -> Result<()> {
+        if self.submitted.is_none() {
+            self.submitted = Some(self.queue.submit(self.n, stream)?);
+        }
+        Ok(())
+    }
+
+    /// Undoes the submission, if there was one.
+    pub(super) fn unsubmit(&mut self) {
+        if let Some(before) = self.submitted.take() {
+            self.queue.unsubmit(self.n, before);
+        }
+    }
+}
+
+impl Drop for PreparedRecv {
+    fn drop(&mut self) {
+        if self.submitted.is_none() {
+            self.queue.cancel(self.n);
         }
     }
 }

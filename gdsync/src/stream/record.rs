@@ -90,7 +90,7 @@ impl Recording {
     /// Adds a batch and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let Batch { ops, sends, waits, rare, .. } = mem::take(batch);
-        let RareState { covered, repeatable, before } = *rare.unwrap_or_default();
+        let RareState { covered, repeatable, before, .. } = *rare.unwrap_or_default();
         for hook in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &hook)) {
                 self.before.push(hook);

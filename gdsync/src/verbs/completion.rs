@@ -77,9 +77,14 @@ impl Completion {
     pub fn wait(&self, timeout: Duration) -> Result<Wc> {
         let _range = DOMAIN.range(c"wait");
         let mut found = None;
+        // A device whose rings a thread reads is not told of receives that a GPU stream posts.
+        let rings = !self.end.tracker.is_send && self.end.tracker.is_of_stream();
         let awaited = || self.end.awaits(self.n);
         self.end.cq.wait_until(timeout, "waiting for a completion", awaited, || {
             found = self.status().transpose();
+            if found.is_none() && rings {
+                self.end.qp.provider.ring(self.end.qp.qpn);
+            }
             if found.is_none() && self.end.qp.provider.progress() {
                 found = self.status().transpose();
             }

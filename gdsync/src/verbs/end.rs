@@ -10,7 +10,7 @@ use super::completion::Completion;
 use super::cq::{Claims, CqInner};
 use super::qp::QpCore;
 use super::source::{Arrival, SendDoorbell, Source};
-use super::track::{Track, Tracker};
+use super::track::{Owner, Track, Tracker};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::{Awaited, By, Stage};
@@ -121,8 +121,11 @@ impl QueueEnd {
 
     /// What prevents a reset of the queue. The caller has locked it and its completion queue.
     pub(crate) fn reset_blocker(&self, claims: &Claims<'_>, track: &Track) -> Option<&'static str> {
-        if self.tracker.is_send && track.posted > track.exposed {
-            return Some("a prepared send that was neither posted nor dropped");
+        if track.posted > track.exposed {
+            return Some(match self.tracker.is_send {
+                true => "a prepared send that was neither posted nor dropped",
+                false => "a batch with receives that was neither submitted nor dropped",
+            });
         }
         if claims.has_prepared() {
             return Some("a prepared wait that was neither posted nor dropped");
@@ -133,7 +136,10 @@ impl QueueEnd {
         if claims.has_submitted() {
             return Some("a stream that waits for its completions");
         }
-        (self.tracker.is_send && !track.is_idle()).then_some("a stream that sends on it")
+        match self.tracker.is_send {
+            true => (!track.is_idle()).then_some("a stream that sends on it"),
+            false => matches!(track.owner, Owner::Stream(_)).then_some("a stream that posts its receives"),
+        }
     }
 }
 
@@ -160,6 +166,12 @@ impl Source for Parts {
 
     fn finish(&self) {
         self.qp.provider.progress();
+    }
+
+    fn remind(&self) {
+        if !self.tracker.is_send && self.tracker.is_of_stream() {
+            self.qp.provider.ring(self.qp.qpn);
+        }
     }
 
     fn wake(&self) {

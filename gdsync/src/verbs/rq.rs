@@ -1,13 +1,16 @@
-//! The receive queue. The CPU posts buffers; the CPU or a stream waits for their completions.
+//! The receive queue. The CPU writes receives; the CPU or a stream posts them and waits for their completions.
 
 use std::fmt;
+use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use super::end::QueueEnd;
-use super::track::{Entry, Track};
+use super::sq::OfStream;
+use super::stream_name;
+use super::track::{Entry, Owner, Track};
 use super::wr::RecvWr;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word32, host_fence};
@@ -74,7 +77,7 @@ impl RecvQueue {
         let (first, begin) = (track.posted, track.head);
         // Checked under the lock. A reset changes the state before it takes this lock, so nothing is posted after a
         // reset.
-        let written = self.end.qp.check_recv();
+        let written = self.end.qp.check_recv().and_then(|()| self.check_free(&track));
         let written = written.and_then(|()| wrs.iter().try_for_each(|wr| self.write(&mut track, wr)));
         // The record may lie in other memory: the ring must be visible to the card first.
         if track.posted > first
@@ -88,6 +91,7 @@ impl RecvQueue {
         let posted = first..track.posted;
         if !posted.is_empty() {
             track.exposed = track.posted;
+            track.owner = Owner::Cpu;
             self.end.tracker.publish(&track);
             for n in posted.clone() {
                 let len = track.entry(n).len;
@@ -97,6 +101,113 @@ impl RecvQueue {
             self.record.store(mlx5::recv_record(track.head));
         }
         (posted, written)
+    }
+
+    /// Refuses posting by the CPU while a stream has not posted all of its receives, or a batch holds some.
+    fn check_free(&self, track: &Track) -> Result<()> {
+        if track.posted > track.exposed {
+            return Err(self.busy("a batch with receives that was not submitted".into()));
+        }
+        self.check_owner(track, track.head, Owner::Cpu)
+    }
+
+    /// Refuses `user` while another stream has not posted its receives, those before producer index `next`.
+    fn check_owner(&self, track: &Track, next: u64, user: Owner) -> Result<()> {
+        match track.owner {
+            Owner::Stream(id) if track.owner != user && self.record.load() != mlx5::recv_record(next) => {
+                Err(self.busy(stream_name::describe(id)))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    #[cold]
+    fn busy(&self, owner: String) -> Error {
+        Error::Busy { queue: "receive", qpn: self.end.qp.qpn, owner }
+    }
+
+    /// Writes a receive that a stream will post. Returns its number.
+    pub(crate) fn prepare(&self, wr: &RecvWr<'_>) -> Result<u64> {
+        match self.try_prepare(wr) {
+            Err(Error::QueueFull { .. }) => {
+                self.end.qp.provider.progress();
+                self.end.cq.reap();
+                self.try_prepare(wr)
+            }
+            other => other,
+        }
+    }
+
+    fn try_prepare(&self, wr: &RecvWr<'_>) -> Result<u64> {
+        let mut track = self.end.tracker.lock();
+        self.end.qp.check_recv()?;
+        self.write(&mut track, wr)?;
+        let n = track.posted - 1;
+        // As for receives of the CPU: the ring must be visible to the card first.
+        if self.end.qp.provider.reads_by_itself()
+            && let Err(error) = self.ring.flush()
+        {
+            self.take_back(&mut track, n);
+            return Err(error);
+        }
+        host_fence();
+        self.end.tracker.publish(&track);
+        self.end.qp.log.note(Stage::Prepared, Queue::Receive, By::Cpu, n, track.entry(n).len);
+        Ok(n)
+    }
+
+    /// The record word that a stream writes to post receive `n`, and its value.
+    pub(crate) fn record_of(&self, n: u64) -> (Word32, u32) {
+        (self.record.clone(), mlx5::recv_record(self.end.tracker.lock().entry(n).end()))
+    }
+
+    /// Submits prepared receive `n` to a stream, which will post it. Returns the owner before, for [`RecvQueue::unsubmit`].
+    pub(crate) fn submit(&self, n: u64, stream: OfStream) -> Result<Owner> {
+        let mut track = self.end.tracker.lock();
+        self.end.qp.check_recv()?;
+        let owner = Owner::Stream(stream.id);
+        self.check_owner(&track, track.entry(track.exposed).begin, owner)?;
+        if track.exposed != n {
+            return Err(Error::OutOfOrder { qpn: self.end.qp.qpn, expected: track.exposed, got: n });
+        }
+        track.exposed = n + 1;
+        Ok(mem::replace(&mut track.owner, owner))
+    }
+
+    /// Undoes [`RecvQueue::submit`].
+    pub(crate) fn unsubmit(&self, n: u64, before: Owner) {
+        let mut track = self.end.tracker.lock();
+        (track.exposed, track.owner) = (n, before);
+    }
+
+    /// Takes back prepared receive `n`, which was not submitted. No-op in a forked child.
+    pub(crate) fn cancel(&self, n: u64) {
+        if self.end.qp.is_here() {
+            self.take_back(&mut self.end.tracker.lock(), n);
+        }
+    }
+
+    /// Takes back receive `n` once those behind it are taken back.
+    fn take_back(&self, track: &mut Track, n: u64) {
+        track.entry_mut(n).cancelled = true;
+        let before = track.posted;
+        while track.posted > track.exposed && track.entry(track.posted - 1).cancelled {
+            track.posted -= 1;
+            track.head = track.entry(track.posted).begin;
+        }
+        self.end.tracker.publish(track);
+        self.end.cq.take_back(before - track.posted);
+    }
+
+    /// Whether a failed stream left receives that it did not post.
+    pub(crate) fn has_unexposed(&self) -> bool {
+        self.record.load() != mlx5::recv_record(self.end.tracker.lock().head)
+    }
+
+    /// Exposes those receives to the device, which is in the error state, before a reset, as the send queue does.
+    pub(crate) fn expose_abandoned(&self) {
+        self.record.store(mlx5::recv_record(self.end.tracker.lock().head));
+        self.end.qp.provider.ring(self.end.qp.qpn);
     }
 
     /// Writes one receive, not yet visible to the device.

@@ -121,6 +121,10 @@ pub(crate) trait Source: Send + Sync + fmt::Debug {
     /// Wakes the thread that runs the device, if it sleeps. Runs no device work on the calling thread.
     fn wake(&self) {}
 
+    /// Notifies the device again, while a GPU stream waits, of receives that the stream has posted without a doorbell. Default:
+    /// nothing.
+    fn remind(&self) {}
+
     /// Sleeps until `ready` may be true, or for `timeout`. Spurious returns are allowed.
     fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration);
 

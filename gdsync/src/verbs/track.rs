@@ -210,6 +210,11 @@ impl Tracker {
         track.posted - track.retired
     }
 
+    /// Whether a stream was the last to post.
+    pub(crate) fn is_of_stream(&self) -> bool {
+        matches!(self.lock().owner, Owner::Stream(_))
+    }
+
     /// Number of resets.
     #[inline]
     pub(crate) fn life(&self) -> usize {

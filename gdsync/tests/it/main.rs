@@ -27,6 +27,7 @@ mod recorder;
 mod regressions;
 mod room;
 mod simulated;
+mod stream_receives;
 mod streams;
 mod syndromes;
 mod verbs;

@@ -16,6 +16,7 @@ mod on_stream;
 mod overlap;
 mod paths;
 mod shm_fifo;
+mod stream_receives;
 mod tagged;
 mod traffic;
 mod windows;

@@ -32,7 +32,7 @@ fn play(comm: &Communicator, buffer: &Registration, n: usize, len: usize) {
 }
 
 /// Plays until messages in both directions take the FIFO, as both ranks see.
-fn open(comm: &Communicator, buffer: &Registration) {
+pub(crate) fn open(comm: &Communicator, buffer: &Registration) {
     open_with_receives_ahead(comm, buffer, 0, 0);
 }
 

@@ -185,6 +185,18 @@ impl Core {
         worked
     }
 
+    /// Takes receives that GPU streams have posted, which ring no doorbell. Returns whether there were any.
+    fn poll_receives(&mut self) -> bool {
+        let mut worked = false;
+        for index in 0..self.slots.len() {
+            if self.slots[index].qp.as_ref().is_some_and(|qp| qp.has_new_receives()) {
+                self.read_doorbell(index);
+                worked = true;
+            }
+        }
+        worked
+    }
+
     /// Continues after finished copies. Returns whether there were any.
     fn poll_copies(&mut self) -> bool {
         let before = self.copying.len();
@@ -277,6 +289,9 @@ impl Progress for Core {
         attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
         if !self.watched.is_empty() {
             worked |= self.poll_watched();
+        }
+        if self.cqs.is_attended() {
+            worked |= self.poll_receives();
         }
         if !self.copying.is_empty() {
             worked |= self.poll_copies();

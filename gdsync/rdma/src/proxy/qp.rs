@@ -606,6 +606,13 @@ impl ProxyQp {
         }
     }
 
+    /// Whether the doorbell record has receives that the device would take.
+    pub(super) fn has_new_receives(&self) -> bool {
+        let is_able = matches!(self.state, QpState::INIT | QpState::RTR | QpState::RTS);
+        let has_room = self.taken - self.received < u64::from(self.device.granted.receives);
+        is_able && has_room && self.rings.recv_record(self.taken) != self.taken
+    }
+
     /// Posts receives up to the doorbell record while the device takes them.
     pub(super) fn take_receives(&mut self, env: &mut Env<'_>) {
         if !matches!(self.state, QpState::INIT | QpState::RTR | QpState::RTS) {

@@ -141,7 +141,7 @@ impl Calls {
                     indices.retain(|other| other.addr != index.addr);
                     indices.push(index);
                 }
-                Op::Write32 { ref at, value } => {
+                Op::Write32 { ref at, value } | Op::PostRecv { record: ref at, value, .. } => {
                     self.put([KernelOp::write32(at.memory().gpu_addr(gpu)?, value)]);
                 }
                 Op::Write64 { ref at, value } => {

@@ -113,6 +113,10 @@ impl Shared {
                 Op::Await(source, _) => source.lost(),
                 _ => None,
             };
+            let awaited = held.and_then(|(place, _)| match view.wait_at(place)? {
+                Op::Await(source, _) if !failed => Some(source.clone()),
+                _ => None,
+            });
             let broken = state.refused.clone().or_else(lost).filter(|_| !failed);
             let pause = match held {
                 _ if failed => RELEASE_CHECK,
@@ -148,6 +152,7 @@ impl Shared {
                 self.work.wait_for(&mut state, pause);
             }
             drop(state);
+            awaited.iter().for_each(|source| source.remind());
             if failed {
                 std::thread::sleep(pause);
             } else if let Some(error) = broken {

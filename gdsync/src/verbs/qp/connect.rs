@@ -125,10 +125,12 @@ impl Qp {
         let before = core.state();
         self.close()?;
         let reset = || {
-            if from == QpState::ERR && self.send.has_unexposed() {
+            let [sends, receives] = [self.send.has_unexposed(), self.recv.has_unexposed()];
+            if from == QpState::ERR && (sends || receives) {
                 // The device may not have noticed the failure.
                 core.modify(&QpAttr::to(QpState::ERR))?;
-                self.send.expose_abandoned();
+                sends.then(|| self.send.expose_abandoned());
+                receives.then(|| self.recv.expose_abandoned());
             }
             if from == QpState::ERR && core.provider.reads_by_itself() {
                 core.send_cq.wait_flushed()?;

@@ -24,6 +24,8 @@ mod quirks;
 mod setup;
 #[path = "../../../tests/it/simulated.rs"]
 mod simulated;
+#[path = "../../../tests/it/stream_receives.rs"]
+mod stream_receives;
 #[path = "../../../tests/it/verbs.rs"]
 mod verbs;
 #[path = "../../../tests/it/verbs_device.rs"]
