@@ -368,7 +368,7 @@ fn root_cause_is_what_happened_first_not_what_was_seen_first() {
     s.abort();
     let error = s.synchronize(PATIENCE).unwrap_err();
     assert!(matches!(error, Error::StreamAborted { .. }), "{error}");
-    assert!(error.to_string().contains("by Stream::abort or by dropping its last handle"), "{error}");
+    assert!(error.to_string().contains("by Stream::abort or by a panic"), "{error}");
     let text = a.qp.check().unwrap_err().to_string();
     assert!(text.contains("0xbad"), "{text}");
 }

@@ -190,7 +190,8 @@ fn the_wait_limit_error_names_the_wait() {
         let Some(Error::StreamWait { stream, what, after }) = engine.error() else {
             panic!("{:?}", engine.error())
         };
-        assert_eq!((stream.as_str(), what, after), ("tired", expected, wait_limit));
+        assert_eq!((stream.as_str(), after), ("tired", wait_limit));
+        assert!(what.starts_with(&expected), "{what}");
     }
     assert_eq!(source.asked(Ask::Fail), 1);
     assert!(matches!(*source.reason.lock(), Some(Error::StreamWait { .. })));
