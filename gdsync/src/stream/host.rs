@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 use super::cuda::SubmitGuard;
 use super::engine::Engine;
 use super::execute::{Runner, execute, message_of};
-use super::op::{Op, Ops, Source, Use, sources_of};
+use super::op::{Op, Ops, Source, Use, sources_of, stop, to_stop};
 use crate::verbs::writers::Writers;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
@@ -409,24 +409,14 @@ impl Shared {
         let position = self.position.load(Ordering::Relaxed);
         let running = state.running.iter().filter(|(last, _)| *last >= position);
         let queued = state.queue.iter().flat_map(|submission| &submission.sources);
-        let mut sources: Vec<Arc<dyn Source>> = Vec::new();
-        for (_, source) in running.chain(queued) {
-            if !sources.iter().any(|known| Arc::ptr_eq(known, source)) {
-                sources.push(source.clone());
-            }
-        }
+        let sources = to_stop(running.chain(queued).map(|(_, source)| source.clone()));
         drop(state);
         if self.closing.load(Ordering::Acquire) {
             tracing::error!(stream = self.config.name, %error, "a dropped stream did not finish its work");
         } else {
             tracing::debug!(stream = self.config.name, %error, "stream failed");
         }
-        for source in &sources {
-            // A panic must not prevent the other sources from being stopped, nor the release.
-            if catch_unwind(AssertUnwindSafe(|| source.fail(&error))).is_err() {
-                tracing::error!(stream = self.config.name, ?source, "a source panicked while it was stopped");
-            }
-        }
+        stop(&self.config.name, &sources, &error);
         let state = self.state.lock();
         self.released.store(true, Ordering::Release);
         drop(state);

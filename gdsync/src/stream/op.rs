@@ -2,6 +2,7 @@
 //! `CUstreamWaitValue_flags`).
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use smallvec::SmallVec;
@@ -186,6 +187,27 @@ pub(super) fn sources_of(ops: &[Op]) -> Vec<Use> {
         }
     }
     found
+}
+
+/// The sources to stop when a stream fails: one of each queue pair. A second stop could come after the application has
+/// reset it.
+pub(super) fn to_stop(sources: impl Iterator<Item = Arc<dyn Source>>) -> Vec<Arc<dyn Source>> {
+    let mut chosen: Vec<Arc<dyn Source>> = Vec::new();
+    for source in sources {
+        if !chosen.iter().any(|known| known.queue_pair() == source.queue_pair()) {
+            chosen.push(source);
+        }
+    }
+    chosen
+}
+
+/// Stops sources after a failure of the stream. A panic prevents neither the others from being stopped, nor the release.
+pub(super) fn stop(stream: &str, sources: &[Arc<dyn Source>], error: &Error) {
+    for source in sources {
+        if catch_unwind(AssertUnwindSafe(|| source.fail(error))).is_err() {
+            tracing::error!(stream, ?source, "a source panicked while it was stopped");
+        }
+    }
 }
 
 #[cfg(test)]

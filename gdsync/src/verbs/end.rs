@@ -182,6 +182,10 @@ impl Source for Parts {
         self.cq.park(ready, timeout);
     }
 
+    fn queue_pair(&self) -> usize {
+        Arc::as_ptr(&self.qp).addr()
+    }
+
     fn fail(&self, reason: &Error) {
         self.qp.stop(reason);
     }

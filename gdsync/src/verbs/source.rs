@@ -128,6 +128,9 @@ pub(crate) trait Source: Send + Sync + fmt::Debug {
     /// Sleeps until `ready` may be true, or for `timeout`. Spurious returns are allowed.
     fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration);
 
+    /// Identifies the queue pair, which its two queues share.
+    fn queue_pair(&self) -> usize;
+
     /// Stops the queue pair after a failure of the stream. Nothing more is sent; outstanding requests complete with an
     /// error. Idempotent.
     fn fail(&self, reason: &Error);

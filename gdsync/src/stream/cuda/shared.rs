@@ -30,7 +30,7 @@ use super::plan::{self, Calls};
 use super::watchdog::is_inconclusive;
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::execute::message_of;
-use crate::stream::op::{Op, Ops, Source, sources_of};
+use crate::stream::op::{Op, Ops, sources_of, stop, to_stop};
 use crate::stream::{ReentrancyCheck, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
@@ -457,21 +457,13 @@ impl Shared {
         }
         // Before the kernels are told: then they end, and what they leave undone would count as completed.
         let completed = self.completed();
-        let mut sources: Vec<Arc<dyn Source>> = Vec::new();
-        for submission in self.lock().queue.iter().filter(|submission| submission.seq > completed) {
-            for (_, source) in sources_of(&submission.ops) {
-                if !sources.iter().any(|known| Arc::ptr_eq(known, &source)) {
-                    sources.push(source);
-                }
-            }
-        }
+        let sources = {
+            let state = self.lock();
+            let pending = state.queue.iter().filter(|submission| submission.seq > completed);
+            to_stop(pending.flat_map(|submission| sources_of(&submission.ops)).map(|(_, source)| source))
+        };
         self.status.fail();
-        for source in &sources {
-            // A panic must not prevent the other sources from being stopped, nor the release.
-            if catch_unwind(AssertUnwindSafe(|| source.fail(&error))).is_err() {
-                tracing::error!(stream = self.config.name, ?source, "a source panicked while it was stopped");
-            }
-        }
+        stop(&self.config.name, &sources, &error);
         self.released.store(true, Ordering::Release);
         self.work.notify_one();
     }

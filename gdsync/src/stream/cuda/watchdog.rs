@@ -408,6 +408,10 @@ mod tests {
             self.0.park(ready, timeout);
         }
 
+        fn queue_pair(&self) -> usize {
+            self.0.queue_pair()
+        }
+
         fn fail(&self, reason: &Error) {
             self.0.fail(reason);
         }

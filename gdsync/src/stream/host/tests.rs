@@ -176,6 +176,10 @@ impl Source for Fake {
         }
     }
 
+    fn queue_pair(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+
     fn fail(&self, reason: &Error) {
         self.reason.lock().get_or_insert_with(|| reason.clone());
         self.on(Ask::Fail);
