@@ -67,11 +67,6 @@ impl Planner {
         calibrate(gdr, device)
     }
 
-    /// A planner from measured tables.
-    pub fn from_tables(to_gpu: Table, from_gpu: Table) -> Self {
-        Self { to_gpu, from_gpu }
-    }
-
     /// The measurements, and the way chosen for each range of sizes.
     pub fn table(&self, direction: Direction) -> &Table {
         match direction {

@@ -56,11 +56,13 @@ pub unsafe trait Kernel: Send + Sync + fmt::Debug {
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>>;
 
-    /// Reads a file of `/proc` or `/sys`.
+    /// Reads a file of `/proc` or `/sys`; there is none unless this is implemented.
     ///
     /// # Errors
     /// Those of `open` and `read`.
-    fn read(&self, path: &str) -> io::Result<String>;
+    fn read(&self, _path: &str) -> io::Result<String> {
+        Err(io::ErrorKind::NotFound.into())
+    }
 }
 
 /// The kernel that this process runs on.

@@ -4,16 +4,17 @@
 //! No number of a GPU equals that of another layer: minor numbers count down, device instances begin at 3.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use gdrcopy::system::Kernel;
 use parking_lot::Mutex;
 
 use self::abi::{Class, Control, Escape, NvStatus};
-use crate::kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
+use crate::kernel::{DeviceEnd, FileId, SimulatedKernel};
 use crate::machine::{CLIENT, Machine, Object, Vma, pci};
 
 // The library keeps its description of the interface private; the simulated driver speaks the same one.
@@ -361,8 +362,9 @@ fn answer<T>(address: u64, value: T) {
     unsafe { std::ptr::with_exposed_provenance_mut::<T>(address).write(value) };
 }
 
-impl Device for Node {
-    fn open(&self) -> io::Result<OwnedFd> {
+// SAFETY: it maps into a place that the kernel chose or that the caller reserved, and unmaps nothing.
+unsafe impl Kernel for Node {
+    fn open(&self, _path: &CStr) -> io::Result<OwnedFd> {
         let (fd, end) = DeviceEnd::open()?;
         self.rm.tables.lock().add_file(end, self.gpu);
         Ok(fd)

@@ -22,7 +22,6 @@ mod client;
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -47,15 +46,6 @@ enum Route {
     Malloc,
     /// Exported and imported.
     Vmm,
-}
-
-impl fmt::Display for Route {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Malloc => "cuMemAlloc",
-            Self::Vmm => "cuMemCreate",
-        })
-    }
 }
 
 /// The backend.
@@ -146,61 +136,22 @@ struct Proof(Mutex<ProofState>);
 
 #[derive(Debug, Default)]
 struct ProofState {
-    verdict: Verdict,
+    works: bool,
     /// Kept until the backend closes: CUDA would wait for all work of the GPU to free it, perhaps for a stream that waits for the
     /// thread that pins here.
     scratch: Vec<CudaAllocation>,
 }
 
-#[derive(Debug, Default)]
-enum Verdict {
-    #[default]
-    Unknown,
-    Works,
-    Fails(String),
-}
-
 impl Proof {
-    /// Proves the route at its first use. A route that failed the proof is not tried again.
+    /// Proves the route once.
     fn require(&self, gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
         let mut state = self.0.lock();
-        let ProofState { verdict, scratch } = &mut *state;
-        match verdict {
-            Verdict::Works => return Ok(()),
-            Verdict::Fails(why) => {
-                return Err(Error::Unsupported {
-                    what: format!("mapping {route} memory of GPU {} ({why})", gpu.ordinal),
-                    by: "the rm backend on this driver",
-                    fix: "use another backend (GDRCOPY_BACKEND)",
-                });
-            }
-            Verdict::Unknown => {}
+        if !state.works {
+            prove(gpu, cuda, route, &mut state.scratch).map_err(|error| explain(gpu, error))?;
+            tracing::debug!(gpu = gpu.ordinal, ?route, "resource-manager mappings proved");
+            state.works = true;
         }
-        match prove(gpu, cuda, route, scratch) {
-            Ok(()) => {
-                tracing::debug!(gpu = gpu.ordinal, %route, "resource-manager mappings proved");
-                *verdict = Verdict::Works;
-                Ok(())
-            }
-            Err(error) => {
-                let error = explain(gpu, error);
-                // A resource shortage or an interruption may be over the next time.
-                if is_final(&error) {
-                    tracing::warn!(gpu = gpu.ordinal, %route, %error, "resource-manager mappings do not work");
-                    *verdict = Verdict::Fails(error.to_string());
-                }
-                Err(error)
-            }
-        }
-    }
-}
-
-/// Whether another attempt would fail in the same way.
-fn is_final(error: &Error) -> bool {
-    match error {
-        Error::Rm { status, .. } => !NvStatus(*status).is_transient(),
-        Error::ProofFailed { .. } | Error::Unsupported { .. } => true,
-        _ => false,
+        Ok(())
     }
 }
 

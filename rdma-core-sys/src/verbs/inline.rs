@@ -225,24 +225,6 @@ impl Verbs {
         unsafe { self.ibv_reg_mr(pd, addr, length, access) }
     }
 
-    /// `ibv_query_gid_ex`: one entry of a GID table, with its type; 0 or an `errno`.
-    ///
-    /// # Errors
-    /// [`LoadError`](crate::LoadError) before rdma-core 32.
-    ///
-    /// # Safety
-    /// `context` must be open.
-    pub unsafe fn query_gid_ex(
-        &self,
-        context: *mut ibv_context,
-        port: u32,
-        index: u32,
-        entry: &mut ibv_gid_entry,
-    ) -> Result<c_int, crate::LoadError> {
-        // SAFETY: the caller guarantees the context, and the size is that of the entry.
-        unsafe { self._ibv_query_gid_ex(context, port, index, entry, 0, size_of::<ibv_gid_entry>()) }
-    }
-
     /// `ibv_query_gid_table`: the entries of all GID tables of the device that are in use. How many were written,
     /// or less than 0: an `errno`, negative.
     ///

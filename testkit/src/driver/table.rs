@@ -5,7 +5,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOp, MemOpNodeParams};
+use gdrcopy::cuda::raw::layout::{
+    AccessDesc, AllocationProp, Handle, KernelNodeParams, MemOp, MemOpNodeParams,
+};
 
 use super::context::DEVICES;
 use super::control::SETTINGS;
@@ -110,6 +112,24 @@ table! {
     mem_host_unregister = "cuMemHostUnregister" (addr: *mut c_void) memory::unregister(addr);
     mem_host_get_device_pointer = "cuMemHostGetDevicePointer" (addr: *mut u64, host: *mut c_void, flags: u32)
         memory::host_device_pointer(addr, host, flags);
+    mem_get_allocation_granularity = "cuMemGetAllocationGranularity"
+        (granularity: *mut usize, _prop: *const AllocationProp, _option: u32)
+        memory::granularity(granularity);
+    mem_create = "cuMemCreate" (memory: *mut u64, len: usize, prop: *const AllocationProp, _flags: u64)
+        memory::create(memory, len, prop);
+    mem_release = "cuMemRelease" (memory: u64) memory::release(memory);
+    mem_address_reserve = "cuMemAddressReserve"
+        (addr: *mut u64, len: usize, align: usize, _hint: u64, _flags: u64) memory::reserve(addr, len, align);
+    mem_address_free = "cuMemAddressFree" (addr: u64, len: usize) memory::unreserve(addr, len);
+    mem_map = "cuMemMap" (addr: u64, len: usize, _offset: usize, memory: u64, _flags: u64)
+        memory::map(addr, len, memory);
+    mem_unmap = "cuMemUnmap" (addr: u64, len: usize) memory::unmap(addr, len);
+    mem_set_access = "cuMemSetAccess" (addr: u64, len: usize, access: *const AccessDesc, count: usize)
+        memory::set_access(addr, len, access, count);
+    mem_retain_allocation_handle = "cuMemRetainAllocationHandle" (memory: *mut u64, addr: *mut c_void)
+        memory::retain(memory, addr);
+    mem_export_to_shareable_handle = "cuMemExportToShareableHandle"
+        (place: *mut c_void, memory: u64, kind: u32, _flags: u64) memory::export(place, memory, kind);
     stream_create = "cuStreamCreateWithPriority" (stream: *mut Handle, flags: u32, priority: i32)
         stream::create(stream, flags, priority);
     stream_query = "cuStreamQuery" (stream: Handle) stream::query(stream);

@@ -170,29 +170,6 @@ fn launch_add(function: Handle, stream: Handle, mut addr: u64, mut value: u32) -
     status
 }
 
-#[test]
-fn kernels_get_copies_of_their_parameters() {
-    let rig = Rig::new();
-    let (words, stream, module) = (rig.words(2), rig.stream(), Module::load());
-    assert_eq!(batch(stream, &[wait(words.at(1), 1, 0)]), 0);
-    for value in 1..=10 {
-        assert_eq!(launch_add(module.add, stream, words.at(0), value), 0);
-    }
-    words.set(1, 1);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    assert_eq!(words.get(0), 55);
-    assert_eq!(cuda!(func_load(module.add)), 0);
-    assert_eq!(cuda!(stream_destroy(stream)), 0);
-    words.free();
-    assert_eq!(cuda!(module_unload(module.module)), 0);
-    rig.nothing_is_left();
-    for status in
-        [cuda!(func_load(module.add)), cuda!(module_unload(module.module)), launch_add(module.add, 0, 0, 0)]
-    {
-        assert_eq!(status, INVALID_HANDLE);
-    }
-}
-
 /// Captures; gives the graph and the node after each action.
 fn capture<const N: usize>(stream: Handle, actions: [&dyn Fn() -> u32; N]) -> (Handle, [Handle; N]) {
     begin(stream, RELAXED);

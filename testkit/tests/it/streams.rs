@@ -3,51 +3,6 @@
 use super::*;
 
 #[test]
-fn work_runs_in_order_and_destroyed_streams_finish() {
-    let rig = Rig::new();
-    let (words, stream, counted) = (rig.words(3), rig.stream(), AtomicU64::new(0));
-    assert_eq!(batch(stream, &[wait(words.at(0), 1, 0)]), 0);
-    assert_eq!(cuda!(launch_host_func(stream, count, counter(&counted))), 0);
-    assert_eq!(batch(stream, &[write(words.at(1), 1)]), 0);
-    assert_eq!(cuda!(stream_destroy(stream)), 0);
-    assert_eq!(cuda!(stream_destroy(stream)), INVALID_HANDLE);
-    assert_eq!(cuda!(stream_query(stream)), INVALID_HANDLE);
-    std::thread::sleep(Duration::from_millis(5));
-    assert_eq!((counted.load(Ordering::SeqCst), words.get(1)), (0, 0));
-    words.set(0, 1);
-    eventually("finished", || words.get(1) == 1);
-    assert_eq!(counted.load(Ordering::SeqCst), 1);
-    words.free();
-    rig.nothing_is_left();
-}
-
-#[test]
-fn events_mark_places_in_streams() {
-    let rig = Rig::new();
-    let (words, streams) = (rig.words(3), [rig.stream(), rig.stream()]);
-    let mut event = 0;
-    assert_eq!(cuda!(event_create(&mut event, 4)), INVALID_VALUE);
-    assert_eq!(cuda!(event_create(&mut event, 2)), 0);
-    assert_eq!([cuda!(event_query(event)), cuda!(event_synchronize(event))], [0, 0]);
-    assert_eq!(cuda!(stream_wait_event(streams[1], event, 0)), 0);
-    assert_eq!(batch(streams[0], &[wait(words.at(0), 1, 0)]), 0);
-    assert_eq!(cuda!(event_record(event, streams[0])), 0);
-    assert_eq!(batch(streams[0], &[wait(words.at(0), 2, 0)]), 0);
-    assert_eq!(cuda!(stream_wait_event(streams[1], event, 0)), 0);
-    assert_eq!(batch(streams[1], &[write(words.at(1), 1)]), 0);
-    std::thread::sleep(Duration::from_millis(5));
-    assert_eq!((cuda!(event_query(event)), words.get(1)), (NOT_READY, 0));
-    words.set(0, 1);
-    assert_eq!(cuda!(event_synchronize(event)), 0);
-    assert_eq!(cuda!(stream_synchronize(streams[1])), 0);
-    assert_eq!((cuda!(event_query(event)), words.get(1)), (0, 1));
-    assert_eq!(cuda!(stream_query(streams[0])), NOT_READY);
-    assert_eq!(cuda!(event_destroy(event)), 0);
-    words.set(0, 2);
-    assert_eq!(cuda!(stream_synchronize(streams[0])), 0);
-}
-
-#[test]
 fn bytes_are_copied_and_filled() {
     let rig = Rig::new();
     let (words, stream) = (rig.words(8), rig.stream());

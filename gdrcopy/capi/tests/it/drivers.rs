@@ -95,51 +95,6 @@ fn a_size_that_leaves_out_the_end_can_be_mapped() {
 }
 
 #[test]
-fn a_flag_that_the_platform_lacks_is_einval() {
-    let computer = computer(Module { force_pcie: false, ..Module::default() });
-    let library = computer.open().unwrap();
-    let addr = library.alloc(SIZE).unwrap();
-    assert_eq!(library.attribute(2), Ok(0));
-    assert_eq!(library.pin_v2(addr, SIZE, 1), Err(libc::EINVAL));
-    // The platform of the GPU driver lacks it: a number of the kernel that must not come through.
-    assert_eq!(computer.failing("gdrdrv pin", 524, || library.pin_v2(addr, SIZE, 1)), Err(libc::EINVAL));
-    library.close().unwrap();
-}
-
-#[test]
-fn each_platform_has_its_mapping_types() {
-    const TYPES: [(MappingType, u32); 3] =
-        [(MappingType::WriteCombining, 1), (MappingType::Cached, 2), (MappingType::Device, 3)];
-    for version in VERSIONS {
-        for (native, number) in TYPES {
-            let computer = computer(Module { version, mapping_type: native, ..Module::default() });
-            // A module that cannot be asked has one type; the oldest knows no device mappings.
-            if version < (2, 5) && native == MappingType::Device {
-                continue;
-            }
-            let library = computer.open().unwrap();
-            let addr = library.alloc(SIZE).unwrap();
-            let mh = library.pin(addr, SIZE).unwrap();
-            for (wish, flag) in [(None, 0), (Some(1), 1), (Some(2), 2), (Some(3), 3)] {
-                let also_wc = native == MappingType::Cached && wish == Some(1) && version >= (2, 5);
-                let mapped = library.map_as(mh, SIZE, flag);
-                if wish.is_none_or(|wish| wish == number) || also_wc {
-                    let info = library.info(mh).unwrap();
-                    assert_eq!(info.mapping_type, wish.unwrap_or(number));
-                    assert_eq!(info.v1.bits & INFO_WC_MAPPING != 0, info.mapping_type == 1);
-                    library.unmap(mh, mapped.unwrap(), SIZE).unwrap();
-                } else {
-                    assert_eq!(mapped, Err(libc::EOPNOTSUPP), "{version:?} {native:?} {wish:?}");
-                }
-            }
-            assert_eq!(library.map_as(mh, SIZE, 4), Err(libc::EINVAL));
-            library.close().unwrap();
-            computer.check_clean();
-        }
-    }
-}
-
-#[test]
 fn mappings_of_two_types_show_the_same_memory() {
     let computer = computer(Module { mapping_type: MappingType::Cached, ..Module::default() });
     let library = computer.open().unwrap();

@@ -341,18 +341,3 @@ statuses! {
     TIMEOUT_RETRY = 0x66, RETRY;
     GENERIC = 0xffff, UNKNOWN;
 }
-
-impl NvStatus {
-    /// Whether the same call may succeed later.
-    pub(crate) fn is_transient(self) -> bool {
-        matches!(
-            self,
-            Self::BUSY_RETRY
-                | Self::TIMEOUT_RETRY
-                | Self::IN_USE
-                | Self::INSUFFICIENT_RESOURCES
-                | Self::NO_MEMORY
-                | Self::OPERATING_SYSTEM
-        )
-    }
-}
