@@ -30,7 +30,7 @@ const OLDEST: &str = "20";
 entry_points! {
     /// The functions of libibverbs. `GDSYNC_LIBIBVERBS` in the environment names another library than the installed one.
     ///
-    /// Those from later releases are options here, and their calls say what to install.
+    /// Those from later releases are options here.
     Verbs from LIBIBVERBS;
 
     always {

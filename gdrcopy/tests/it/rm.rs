@@ -374,18 +374,6 @@ fn unpin_returns_its_error() {
 }
 
 #[test]
-fn wrong_pages_are_detected_at_open() {
-    for fault in ["rm shift", "rm at start", "rm swap"] {
-        let bench = Bench::new(1);
-        bench.machine.fail(fault, 16);
-        let error = refusal(open_rm(&bench.system));
-        assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
-        bench.check_clean();
-        assert_eq!(bench.machine.memory.lock().allocations(), 0);
-    }
-}
-
-#[test]
 fn a_proof_that_failed_keeps_its_scratch_memory_and_is_tried_again() {
     let bench = Bench::new(2);
     let rm = bench.open();
@@ -405,26 +393,6 @@ fn a_proof_that_failed_keeps_its_scratch_memory_and_is_tried_again() {
     drop(rm);
     assert_eq!(allocations(), 1, "the user's");
     bench.check_clean();
-}
-
-#[test]
-fn wrong_pages_are_detected_at_map() {
-    for fault in ["rm shift", "rm swap"] {
-        for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
-            let bench = Bench::new(1);
-            let rm = bench.open();
-            let addr = bench.alloc(0, 4 << 20, kind);
-            let before = bench.read(0, addr, 4 << 20);
-            map(&rm, addr, 4 << 20).unwrap();
-            bench.machine.fail(fault, 16);
-            let error = refusal(map(&rm, addr, 2 << 20));
-            assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
-            assert_eq!(bench.rm.live(), AT_REST);
-            assert_eq!(bench.read(0, addr, 4 << 20), before, "the user's memory is never written");
-            drop(rm);
-            bench.check_clean();
-        }
-    }
 }
 
 #[test]

@@ -210,49 +210,6 @@ fn set_add(exec: Handle, node: Handle, function: Handle, mut addr: u64, mut valu
 }
 
 #[test]
-fn a_graph_replays_with_the_parameters_of_the_launch() {
-    let rig = Rig::new();
-    let (words, stream, module, counted) = (rig.words(4), rig.stream(), Module::load(), AtomicU64::new(0));
-    let (gate, sum, out) = (words.at(0), words.at(1), words.at(2));
-    let (graph, nodes) = capture(
-        stream,
-        [
-            &|| batch(stream, &[wait(gate, 1, EQUAL), write(out, 1)]),
-            &|| launch_add(module.add, stream, sum, 1),
-            &|| cuda!(launch_host_func(stream, count, counter(&counted))),
-            &|| cuda!(memcpy_async(words.at(3), sum, 8, stream)),
-            &|| cuda!(memset_d32_async(out + 4, 1, 1, stream)),
-        ],
-    );
-    let exec = instantiate(graph);
-    for round in 1..=5_u32 {
-        let value = u64::from(round);
-        assert_eq!(set_ops(exec, nodes[0], &[wait(gate, value, 0), write(out, 10 * value)]), 0);
-        assert_eq!(set_add(exec, nodes[1], module.add, sum, round, 1), 0);
-        assert_eq!(cuda!(graph_launch(exec, stream)), 0);
-    }
-    for (round, sum) in [(1, 1), (2, 3), (5, 15)] {
-        words.set(0, round);
-        eventually("replayed", || words.get(3) == sum && counted.load(Ordering::SeqCst) == round);
-        eventually("written", || words.get(2) == (1 << 32) | (10 * round));
-    }
-    // Of the graph itself nothing was changed.
-    let other = instantiate(graph);
-    words.set(0, 1);
-    assert_eq!(cuda!(graph_launch(other, stream)), 0);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    assert_eq!((words.get(1), words.get(2), rig.control.memops()), (16, (1 << 32) | 1, 12));
-    for exec in [exec, other] {
-        assert_eq!(cuda!(graph_exec_destroy(exec)), 0);
-    }
-    assert_eq!(cuda!(graph_destroy(graph)), 0);
-    assert_eq!(cuda!(module_unload(module.module)), 0);
-    assert_eq!(cuda!(stream_destroy(stream)), 0);
-    words.free();
-    rig.nothing_is_left();
-}
-
-#[test]
 fn nodes_keep_their_kind() {
     let rig = Rig::new();
     let (words, stream, module) = (rig.words(2), rig.stream(), Module::load());

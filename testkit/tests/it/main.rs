@@ -1,4 +1,5 @@
-//! Facts of the real CUDA driver that other tests rely upon, on the simulated one.
+//! Facts of the real CUDA driver that other tests rely upon, on the simulated one: what it refuses, and what does not happen
+//! yet. That work is done and in order is seen by every test of gdsync on streams.
 
 mod graphs;
 mod streams;

@@ -3,38 +3,6 @@
 use super::*;
 
 #[test]
-fn bytes_are_copied_and_filled() {
-    let rig = Rig::new();
-    let (words, stream) = (rig.words(8), rig.stream());
-    let mut from = [7_u64, 8, 9];
-    let mut to = [0_u64; 3];
-    // Pageable memory is read before the call returns, and written.
-    assert_eq!(batch(stream, &[wait(words.at(7), 1, 0)]), 0);
-    assert_eq!(cuda!(memcpy_to_device_async(words.at(0), from.as_ptr().cast(), 24, stream)), 0);
-    from = [0; 3];
-    assert_eq!(words.get(0), 0);
-    words.set(7, 1);
-    assert_eq!(cuda!(memcpy_async(words.at(3), words.at(0), 24, stream)), 0);
-    assert_eq!(cuda!(memcpy_to_host_async(to.as_mut_ptr().cast(), words.at(3), 24, stream)), 0);
-    assert_eq!((from, to), ([0; 3], [7, 8, 9]));
-    assert_eq!(cuda!(memset_d32_async(words.at(1), 0xabcd_ef01, 3, stream)), 0);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    assert_eq!((words.get(1), words.get(2)), (0xabcd_ef01_abcd_ef01, 0xabcd_ef01));
-
-    // Registered memory: in the stream's order.
-    let mut pinned = vec![5_u64; 2];
-    let place: *mut u64 = pinned.as_mut_ptr();
-    assert_eq!(cuda!(mem_host_register(place.cast(), 16, 3)), 0);
-    assert_eq!(batch(stream, &[wait(words.at(7), 2, 0)]), 0);
-    assert_eq!(cuda!(memcpy_to_host_async(place.cast(), words.at(1), 8, stream)), 0);
-    words.set(1, 55);
-    words.set(7, 2);
-    assert_eq!(cuda!(stream_synchronize(stream)), 0);
-    assert_eq!(cuda!(mem_host_unregister(place.cast())), 0);
-    assert_eq!(pinned, [55, 5]);
-}
-
-#[test]
 fn host_functions_may_not_call_the_driver() {
     extern "C" fn calls(place: *mut c_void) {
         let mut addr = 0;
