@@ -415,14 +415,16 @@ extern "C" fn told(place: *mut c_void, asked: u32, _addr: u64) -> u32 {
 
 extern "C" fn all_told(count: u32, asked: *const u32, places: *const *mut c_void, addr: u64) -> u32 {
     let newest = TOLD.lock().1;
-    for index in 0..count as usize {
-        // SAFETY: the caller passes `count` numbers.
-        let asked = unsafe { asked.add(index).read() };
+    // SAFETY: the caller passes `count` numbers.
+    let asked = unsafe { std::slice::from_raw_parts(asked, count as usize) };
+    // SAFETY: the caller passes `count` places.
+    let places = unsafe { std::slice::from_raw_parts(places, count as usize) };
+    for (&asked, &place) in asked.iter().zip(places) {
         if asked >= newest {
             return 1;
         }
-        // SAFETY: the caller passes `count` places. What is not known stays 0.
-        told(unsafe { places.add(index).read() }, asked, addr);
+        // What is not known stays 0.
+        told(place, asked, addr);
     }
     0
 }

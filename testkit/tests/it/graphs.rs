@@ -144,20 +144,13 @@ fn add(params: &[*mut c_void]) {
     unsafe { AtomicU64::from_ptr(word) }.fetch_add(value.into(), Ordering::SeqCst);
 }
 
-/// A module with the kernels of these tests.
-struct Module {
-    module: Handle,
-    add: Handle,
-}
-
-impl Module {
-    fn load() -> Self {
-        kernel("add", &[8, 4], add);
-        let (mut module, mut add) = (0, 0);
-        assert_eq!(cuda!(module_load_data(&mut module, c"image".as_ptr().cast())), 0);
-        assert_eq!(cuda!(module_get_function(&mut add, module, c"add".as_ptr())), 0);
-        Self { module, add }
-    }
+/// Loads a module for its kernel `add`.
+fn load_add() -> Handle {
+    kernel("add", &[8, 4], add);
+    let (mut module, mut function) = (0, 0);
+    assert_eq!(cuda!(module_load_data(&mut module, c"image".as_ptr().cast())), 0);
+    assert_eq!(cuda!(module_get_function(&mut function, module, c"add".as_ptr())), 0);
+    function
 }
 
 /// Launches `add`. The parameters die with the call.
@@ -212,11 +205,11 @@ fn set_add(exec: Handle, node: Handle, function: Handle, mut addr: u64, mut valu
 #[test]
 fn nodes_keep_their_kind() {
     let rig = Rig::new();
-    let (words, stream, module) = (rig.words(2), rig.stream(), Module::load());
+    let (words, stream, add) = (rig.words(2), rig.stream(), load_add());
     let at = words.at(0);
     let ops = [wait(at, 1, 0), write(at, 1), MemOp::barrier()];
     let (graph, [batch_node, kernel_node]) =
-        capture(stream, [&|| batch(stream, &ops), &|| launch_add(module.add, stream, at, 1)]);
+        capture(stream, [&|| batch(stream, &ops), &|| launch_add(add, stream, at, 1)]);
     let exec = instantiate(graph);
     let with = |index: usize, op: MemOp| {
         let mut ops = ops;
@@ -234,14 +227,14 @@ fn nodes_keep_their_kind() {
         with(1, write(8, 1)),
         set_ops(exec, kernel_node, &ops),
         set_ops(exec, 5, &ops),
-        set_add(exec, batch_node, module.add, at, 1, 1),
-        set_add(exec, kernel_node, module.add, at, 1, 0),
+        set_add(exec, batch_node, add, at, 1, 1),
+        set_add(exec, kernel_node, add, at, 1, 0),
     ] {
         assert_eq!(status, INVALID_VALUE);
     }
     assert_eq!(set_add(exec, kernel_node, 5, at, 1, 1), INVALID_HANDLE);
     assert_eq!(set_ops(5, batch_node, &ops), INVALID_HANDLE);
-    assert_eq!([set_ops(exec, batch_node, &ops), set_add(exec, kernel_node, module.add, at, 4, 1)], [0, 0]);
+    assert_eq!([set_ops(exec, batch_node, &ops), set_add(exec, kernel_node, add, at, 4, 1)], [0, 0]);
     // Without the graph its nodes have no names.
     assert_eq!(cuda!(graph_destroy(graph)), 0);
     assert_eq!(set_ops(exec, batch_node, &ops), INVALID_VALUE);

@@ -137,12 +137,6 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-extern "C" fn count(counter: *mut c_void) {
-    // SAFETY: the tests pass a counter that outlives their streams' work.
-    let counter = unsafe { &*counter.cast::<AtomicU64>() };
-    counter.fetch_add(1, Ordering::SeqCst);
-}
-
 fn counter(counter: &AtomicU64) -> *mut c_void {
     std::ptr::from_ref(counter).cast_mut().cast()
 }

@@ -12,6 +12,7 @@ use gdsync_testkit::kmod::{self, Backing, CHUNK, Object};
 use super::pins::REQUESTS;
 use super::rig::{Machine, Map, Memory, Raw, counter, is_persistent};
 use crate::gdrdrv_abi::{self as abi, GetInfo, PinDmaBuf};
+use crate::rig::Numbers;
 
 const THREADS: usize = 8;
 
@@ -73,22 +74,6 @@ fn pins_maps_unmaps_frees() {
         }
     });
     assert_eq!(counter("pins"), 0);
-}
-
-/// xorshift64*.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next() >> 33).expect("31 bits") % end
-    }
 }
 
 /// What one thread plays with.
