@@ -136,20 +136,6 @@ fn nothing_is_accessed_beyond_a_page_that_ends_or_begins_there() {
     }
 }
 
-#[test]
-fn large_copies() {
-    const MARGIN: usize = 64;
-    const LARGE: usize = (2 << 20) + 3;
-    let (device, host) = (Guarded::new(LARGE + 4 * MARGIN), Guarded::new(LARGE + 4 * MARGIN));
-    for direction in Direction::all() {
-        for (align, host_align, len) in [(0, 0, 1 << 20), (1, 63, LARGE), (48, 16, LARGE), (63, 0, 65_536)] {
-            for kind in KINDS {
-                direction.check(kind, device.at(MARGIN + align), host.at(MARGIN + host_align), len, MARGIN);
-            }
-        }
-    }
-}
-
 const FENCE_ROUNDS: u64 = 5_000;
 /// Not whole lines of 64 bytes: the last one stays in the core until something makes it leave.
 const DATA_WORDS: usize = 46;
