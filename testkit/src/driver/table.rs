@@ -134,8 +134,6 @@ table! {
     stream_synchronize = "cuStreamSynchronize" (stream: Handle) => stream::synchronize;
     stream_destroy = "cuStreamDestroy" (stream: Handle) => stream::destroy;
     stream_get_ctx = "cuStreamGetCtx" (stream: Handle, context: *mut Handle) => stream::get_context;
-    stream_wait_event = "cuStreamWaitEvent"
-        (stream: Handle, event: Handle, flags: u32) => objects::event_wait;
     stream_batch_mem_op = "cuStreamBatchMemOp"
         (stream: Handle, count: u32, ops: *mut MemOp, flags: u32) => stream::batch_mem_op;
     launch_host_func = "cuLaunchHostFunc"
@@ -154,7 +152,6 @@ table! {
     event_create = "cuEventCreate" (event: *mut Handle, flags: u32) => objects::event_create;
     event_record = "cuEventRecord" (event: Handle, stream: Handle) => objects::event_record;
     event_query = "cuEventQuery" (event: Handle) => objects::event_query;
-    event_synchronize = "cuEventSynchronize" (event: Handle) => objects::event_synchronize;
     event_destroy = "cuEventDestroy" (event: Handle) => objects::event_destroy;
     memcpy_to_device_async = "cuMemcpyHtoDAsync"
         (dst: u64, src: *const c_void, len: usize, stream: Handle) => stream::copy_to_device;
