@@ -20,7 +20,7 @@ use crate::cpu_range::CpuRange;
 use crate::cuda::{AllocKind, Cuda};
 use crate::error::{Error, Result, check_bounds};
 use crate::fork::Owner;
-use crate::types::{Attribute, BackendKind, MappingType, PinFlags};
+use crate::types::{Attribute, BackendKind, MappingType, PinFlags, host_page};
 
 impl FromStr for BackendKind {
     type Err = Error;
@@ -30,6 +30,13 @@ impl FromStr for BackendKind {
             .into_iter()
             .find(|kind| kind.name() == name)
             .ok_or_else(|| Error::invalid("backend (GDRCOPY_BACKEND)", name, "gdrdrv, dmabuf, rm or host"))
+    }
+}
+
+impl MappingType {
+    /// The refusal of this type.
+    pub(crate) fn unsupported(self, by: &'static str, fix: &'static str) -> Error {
+        Error::Unsupported { what: format!("a mapping of type {self:?}"), by, fix }
     }
 }
 
@@ -87,7 +94,9 @@ pub(crate) trait Pinned: Send + Sync + fmt::Debug {
     }
 
     /// The page size to which the range was rounded, bytes.
-    fn page_size(&self) -> u32;
+    fn page_size(&self) -> u32 {
+        u32::try_from(host_page()).expect("pages are small")
+    }
 
     /// Maps the first `len` bytes from [`va`](Self::va) on, rounded up to pages. The caller ensures that there is one mapping at a
     /// time and that the pin outlives it.

@@ -61,24 +61,14 @@ pub enum Routine {
     Avx2,
     /// x86-64, 64 bytes: streaming stores and loads.
     Avx512,
-    /// x86-64, 64 bytes: direct stores (`movdir64b`), each one whole bus write. There are no such loads.
-    Movdir64b,
     /// aarch64, 64 bytes: four registers at a time (`st1`, `ld1`).
     Neon,
 }
 
 impl Routine {
     /// All routines, of every architecture.
-    pub const ALL: [Self; 8] = [
-        Self::Scalar,
-        Self::Sse2,
-        Self::Sse41,
-        Self::Avx,
-        Self::Avx2,
-        Self::Avx512,
-        Self::Movdir64b,
-        Self::Neon,
-    ];
+    pub const ALL: [Self; 7] =
+        [Self::Scalar, Self::Sse2, Self::Sse41, Self::Avx, Self::Avx2, Self::Avx512, Self::Neon];
 
     /// The name in logs, options, `GDRCOPY_STORE` and `GDRCOPY_LOAD`.
     pub fn name(self) -> &'static str {
@@ -89,7 +79,6 @@ impl Routine {
             Self::Avx => "avx",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
-            Self::Movdir64b => "movdir64b",
             Self::Neon => "neon",
         }
     }
@@ -102,11 +91,6 @@ impl Routine {
     /// Whether the routine copies to the device, where it is [`supported`](Self::supported).
     pub fn stores(self) -> bool {
         !matches!(self, Self::Sse41 | Self::Avx2)
-    }
-
-    /// Whether the routine copies from the device, where it is [`supported`](Self::supported).
-    pub fn loads(self) -> bool {
-        self != Self::Movdir64b
     }
 }
 
@@ -121,14 +105,14 @@ impl FromStr for Routine {
 
     fn from_str(name: &str) -> Result<Self> {
         Self::ALL.into_iter().find(|routine| routine.name() == name).ok_or_else(|| {
-            Error::invalid("copy routine", name, "scalar, sse2, sse41, avx, avx2, avx512, movdir64b or neon")
+            Error::invalid("copy routine", name, "scalar, sse2, sse41, avx, avx2, avx512 or neon")
         })
     }
 }
 
 /// The default is the first routine that this CPU has. On Sapphire Rapids and later (known by MOVDIR64B), with an H200:
 /// - Stores: AVX-512 writes 64 bytes in 12 ns where AVX takes 30, and 32 KiB at 24.7 instead of 22.5 GB/s; from 64 KiB on
-///   all are alike but MOVDIR64B, which is slower there (17 instead of 21 GB/s).
+///   all are alike. MOVDIR64B itself is slower (17 instead of 21 GB/s).
 /// - Loads: only the streaming ones (`movntdqa`) fetch 64 bytes in a bus round trip, and wide ones keep more of those
 ///   under way: SSE4.1 0.68 GB/s, AVX2 0.81, AVX-512 0.99; plain AVX 0.03.
 const STORE_ORDER: [Routine; 5] =
@@ -158,7 +142,7 @@ impl Copier {
     pub fn best() -> &'static Self {
         static BEST: OnceLock<Copier> = OnceLock::new();
         BEST.get_or_init(|| {
-            let (stores, loads) = if Routine::Movdir64b.supported() {
+            let (stores, loads) = if arch::has_movdir64b() {
                 (&STORE_ORDER[..], &LOAD_ORDER[..])
             } else {
                 (&OLD_STORE_ORDER[..], &OLD_LOAD_ORDER[..])
@@ -338,24 +322,20 @@ mod tests {
     fn a_routine_has_functions_for_the_directions_it_names() {
         for routine in Routine::ALL {
             assert_eq!(store_fn(routine).is_some(), routine.stores() && routine.supported(), "{routine}");
-            assert_eq!(load_fn(routine).is_some(), routine.loads() && routine.supported(), "{routine}");
+            assert_eq!(load_fn(routine).is_some(), routine.supported(), "{routine}");
             let both = Copier::new(routine, routine);
-            assert_eq!(
-                both.is_some(),
-                routine.stores() && routine.loads() && routine.supported(),
-                "{routine}: {both:?}"
-            );
+            assert_eq!(both.is_some(), routine.stores() && routine.supported(), "{routine}: {both:?}");
         }
         assert!(Routine::Scalar.supported());
     }
 
     #[test]
     fn the_variable_names_a_routine_or_is_ignored() {
-        let chosen = |asked| choose_named("GDRCOPY_LOAD", asked, &LOAD_ORDER, load_fn).0;
+        let chosen = |asked| choose_named("GDRCOPY_STORE", asked, &STORE_ORDER, store_fn).0;
         let default = chosen(None);
         assert_eq!(chosen(Some("scalar")), Routine::Scalar);
         assert_ne!(default, Routine::Scalar, "all architectures here have something better");
-        for ignored in ["", "Scalar", "memcpy", "movdir64b"] {
+        for ignored in ["", "Scalar", "memcpy", "avx2"] {
             assert_eq!(chosen(Some(ignored)), default, "{ignored}");
         }
     }

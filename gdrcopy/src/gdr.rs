@@ -3,6 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
+use once_cell::sync::OnceCell;
+
 use crate::backend::Backend;
 use crate::backend::dmabuf::DmaBuf;
 use crate::backend::gdrdrv::Gdrdrv;
@@ -13,7 +15,7 @@ use crate::error::{Error, Refusal, Result};
 use crate::fork::Owner;
 use crate::mapping::{Mapping, Opened};
 use crate::pin::{GpuBuffer, Pin};
-use crate::system::{Lazy, System};
+use crate::system::System;
 use crate::types::{Attribute, BackendKind, PinFlags};
 
 /// `cuMemAlloc` takes smaller allocations from shared blocks of this size, bytes (H200, driver 580).
@@ -306,7 +308,7 @@ enum Found {
     /// Opened: it needs no CUDA.
     Open(Gdr),
     /// Likely to work.
-    Likely(Lazy<Gdr>),
+    Likely(OnceCell<Gdr>),
 }
 
 impl Survey {
@@ -324,13 +326,13 @@ impl Survey {
                     }
                     BackendKind::DmaBuf => {
                         DmaBuf::survey(system)?;
-                        Found::Likely(Lazy::new())
+                        Found::Likely(OnceCell::new())
                     }
                     BackendKind::Rm => {
                         Rm::survey(system)?;
-                        Found::Likely(Lazy::new())
+                        Found::Likely(OnceCell::new())
                     }
-                    BackendKind::Host => Found::Likely(Lazy::new()),
+                    BackendKind::Host => Found::Likely(OnceCell::new()),
                 })
             },
         )?;

@@ -67,12 +67,7 @@ impl Planner {
         calibrate(gdr, device)
     }
 
-    /// A planner from measured tables.
-    pub fn from_tables(to_gpu: Table, from_gpu: Table) -> Self {
-        Self { to_gpu, from_gpu }
-    }
-
-    /// The measurements, and the way chosen for each range of sizes.
+    /// The way chosen for each range of sizes.
     pub fn table(&self, direction: Direction) -> &Table {
         match direction {
             Direction::ToGpu => &self.to_gpu,
@@ -224,7 +219,6 @@ pub struct Point {
 /// The ways of one direction.
 #[derive(Clone, Debug)]
 pub struct Table {
-    curves: Vec<(Way, Vec<Point>)>,
     /// From this length on (bytes), this way; ascending, the first from 0.
     choices: Vec<(usize, Way)>,
     /// Shorter copies are the CPU's, without a look at the choices.
@@ -239,7 +233,7 @@ const THREAD_MARGIN: f64 = 1.4;
 const STEPS: usize = 16;
 
 impl Table {
-    /// From curves, whose points it sorts. A way counts only for sizes up to its last point, except that the way which
+    /// From curves, whose points may be in any order. A way counts only for sizes up to its last point, except that the way which
     /// is best there goes on for ever. Without any curve everything is copied by the CPU.
     pub fn new(mut curves: Vec<(Way, Vec<Point>)>) -> Self {
         curves.iter_mut().for_each(|(_, points)| points.sort_by_key(|p| p.len));
@@ -271,7 +265,7 @@ impl Table {
             [(_, Way::Cpu)] => usize::MAX,
             _ => 0,
         };
-        Self { curves, choices, cpu_below }
+        Self { choices, cpu_below }
     }
 
     /// The way for a copy of `len` bytes.
@@ -287,11 +281,6 @@ impl Table {
     /// The choices: from this length on (bytes), this way; ascending, the first from 0.
     pub fn choices(&self) -> &[(usize, Way)] {
         &self.choices
-    }
-
-    /// What was measured.
-    pub fn curves(&self) -> &[(Way, Vec<Point>)] {
-        &self.curves
     }
 }
 
@@ -482,21 +471,16 @@ mod tests {
     }
 
     #[test]
-    fn a_way_counts_only_up_to_its_last_point() {
-        let curves = vec![
-            (Way::Cpu, line(0.1, 1.0, &[1, 2, 4])),
-            (Way::CopyEngine, line(6.0, 0.001, &[1, 2, 4, 8, 1024])),
-        ];
-        let table = Table::new(curves);
-        assert_eq!(table.way(4), Way::Cpu);
-        assert_eq!(table.way(8), Way::CopyEngine);
-    }
-
-    #[test]
-    fn points_may_come_in_any_order_and_twice() {
-        let mut points = line(1.0, 0.5, &[1, 64, 64, 4096]);
-        points.reverse();
-        let table = Table::new(vec![(Way::CopyEngine, points), (Way::Cpu, line(0.1, 1.0, &[4096, 1]))]);
+    fn points_may_be_few_or_unordered() {
+        assert_eq!(Table::new(vec![]).way(1 << 30), Way::Cpu);
+        // A way counts only up to its last point.
+        let cpu = line(0.1, 1.0, &[1, 2, 4]);
+        let table =
+            Table::new(vec![(Way::Cpu, cpu), (Way::CopyEngine, line(6.0, 0.001, &[1, 2, 4, 8, 1024]))]);
+        assert_eq!((table.way(4), table.way(8)), (Way::Cpu, Way::CopyEngine));
+        // In any order, and twice.
+        let engine = line(1.0, 0.5, &[4096, 64, 64, 1]);
+        let table = Table::new(vec![(Way::CopyEngine, engine), (Way::Cpu, line(0.1, 1.0, &[4096, 1]))]);
         assert_eq!((table.way(1), table.way(4096)), (Way::Cpu, Way::CopyEngine));
     }
 
@@ -508,10 +492,5 @@ mod tests {
             let curves = vec![(Way::Cpu, line(0.0, 1.0, &sizes)), (two, line(0.0, 1.0 / speedup, &sizes))];
             assert_eq!(Table::new(curves).way(4 << 20) == two, wins, "{speedup}");
         }
-    }
-
-    #[test]
-    fn without_measurements_the_cpu_copies() {
-        assert_eq!(Table::new(vec![]).way(1 << 30), Way::Cpu);
     }
 }

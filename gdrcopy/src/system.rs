@@ -10,9 +10,9 @@ use std::fmt;
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
-use parking_lot::Mutex;
+use once_cell::sync::OnceCell;
 use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -56,11 +56,13 @@ pub unsafe trait Kernel: Send + Sync + fmt::Debug {
         at: Option<NonNull<u8>>,
     ) -> io::Result<NonNull<u8>>;
 
-    /// Reads a file of `/proc` or `/sys`.
+    /// Reads a file of `/proc` or `/sys`; there is none unless this is implemented.
     ///
     /// # Errors
     /// Those of `open` and `read`.
-    fn read(&self, path: &str) -> io::Result<String>;
+    fn read(&self, _path: &str) -> io::Result<String> {
+        Err(io::ErrorKind::NotFound.into())
+    }
 }
 
 /// The kernel that this process runs on.
@@ -121,7 +123,9 @@ pub struct System {
 #[derive(Debug)]
 struct LazyCuda {
     source: Box<dyn CudaSource>,
-    driver: Lazy<Arc<dyn Cuda>>,
+    /// A forked child must not ask for it while a thread of its parent may be making it: it would wait for a thread that it does
+    /// not have. So only the process that owns a library asks.
+    driver: OnceCell<Arc<dyn Cuda>>,
 }
 
 impl System {
@@ -132,7 +136,7 @@ impl System {
 
     /// A system of these parts. `None` of type `Option<Arc<dyn Cuda>>` is a system without CUDA.
     pub fn new(kernel: Arc<dyn Kernel>, cuda: impl CudaSource + 'static) -> Self {
-        Self { kernel, cuda: Arc::new(LazyCuda { source: Box::new(cuda), driver: Lazy::new() }) }
+        Self { kernel, cuda: Arc::new(LazyCuda { source: Box::new(cuda), driver: OnceCell::new() }) }
     }
 
     /// The kernel.
@@ -151,39 +155,5 @@ impl System {
     /// The version of CUDA, without initialising it.
     pub(crate) fn cuda_version(&self) -> Result<u32> {
         self.cuda.source.version()
-    }
-}
-
-/// A value made at its first use. The first caller that succeeds makes it; an error goes to its caller only, and the next
-/// one tries again.
-///
-/// A forked child must not ask for a value that a thread of its parent may be making: it would wait for a thread that it
-/// does not have. So only the process that owns the value may ask.
-#[derive(Debug)]
-pub(crate) struct Lazy<T> {
-    value: OnceLock<T>,
-    making: Mutex<()>,
-}
-
-impl<T> Lazy<T> {
-    pub(crate) fn new() -> Self {
-        Self { value: OnceLock::new(), making: Mutex::new(()) }
-    }
-
-    pub(crate) fn get(&self) -> Option<&T> {
-        self.value.get()
-    }
-
-    /// The value; the first call makes it, and concurrent ones wait for it.
-    pub(crate) fn get_or_try_init(&self, make: impl FnOnce() -> Result<T>) -> Result<&T> {
-        if let Some(value) = self.get() {
-            return Ok(value);
-        }
-        let _making = self.making.lock();
-        if let Some(value) = self.get() {
-            return Ok(value);
-        }
-        let value = make()?;
-        Ok(self.value.get_or_init(|| value))
     }
 }

@@ -87,21 +87,8 @@ impl Library {
 
     /// `symbol`, which came with version `since` of rdma-core, is not there.
     pub(crate) fn lacks(&self, symbol: &'static str, since: &'static str) -> LoadError {
-        lacks(&self.path, self.packages, symbol, since)
-    }
-}
-
-/// The error for a library without `symbol`.
-pub(crate) fn lacks(
-    library: &str,
-    packages: &'static str,
-    symbol: &'static str,
-    since: &'static str,
-) -> LoadError {
-    LoadError::Symbol {
-        library: library.to_owned(),
-        symbol,
-        fix: format!("install {packages} of rdma-core {since} or newer"),
+        let fix = format!("install {} of rdma-core {since} or newer", self.packages);
+        LoadError::Symbol { library: self.path.clone(), symbol, fix }
     }
 }
 
@@ -223,24 +210,6 @@ macro_rules! entry_points {
                     unsafe { (self.$name)($($arg),*) }
                 }
             )*
-            $(
-                #[doc = concat!("Calls `", stringify!($late), "`.")]
-                ///
-                /// # Errors
-                #[doc = concat!("[`LoadError::Symbol`]($crate::LoadError::Symbol) before rdma-core ", $version, ".")]
-                ///
-                /// # Safety
-                /// As its manual page asks.
-                pub unsafe fn $late(&self, $($larg: $lty),*)
-                    -> Result<$crate::load::ret!($($lret)?), $crate::LoadError>
-                {
-                    let entry = self.$late.ok_or_else(|| {
-                        $crate::load::lacks(&self.library, $installed.packages, stringify!($late), $version)
-                    })?;
-                    // SAFETY: the caller guarantees the arguments.
-                    Ok(unsafe { entry($($larg),*) })
-                }
-            )*
         }
 
         impl std::fmt::Debug for $table {
@@ -251,17 +220,6 @@ macro_rules! entry_points {
     };
 }
 pub(crate) use entry_points;
-
-/// What a function returns.
-macro_rules! ret {
-    () => {
-        ()
-    };
-    ($ret:ty) => {
-        $ret
-    };
-}
-pub(crate) use ret;
 
 /// A name for the dynamic linker.
 pub(crate) const fn c_name(terminated: &'static str) -> &'static std::ffi::CStr {

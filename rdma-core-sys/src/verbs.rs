@@ -30,7 +30,7 @@ const OLDEST: &str = "20";
 entry_points! {
     /// The functions of libibverbs. `GDSYNC_LIBIBVERBS` in the environment names another library than the installed one.
     ///
-    /// Those from later releases are options here, and their calls say what to install.
+    /// Those from later releases are options here.
     Verbs from LIBIBVERBS;
 
     always {
@@ -75,8 +75,6 @@ entry_points! {
         "28" ibv_reg_mr_iova2(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
             access: ibv_access_flags) -> *mut ibv_mr;
         "30" ibv_get_device_index(device: *mut ibv_device) -> c_int;
-        "32" _ibv_query_gid_ex(context: *mut ibv_context, port: u32, index: u32, entry: *mut ibv_gid_entry,
-            flags: u32, entry_size: usize) -> c_int;
         "32" _ibv_query_gid_table(context: *mut ibv_context, entries: *mut ibv_gid_entry, max_entries: usize,
             flags: u32, entry_size: usize) -> isize;
         "34" ibv_reg_dmabuf_mr(pd: *mut ibv_pd, offset: u64, length: usize, iova: u64, fd: c_int,

@@ -23,7 +23,7 @@
 //!   captured graph exists.
 //! - **IPC handles** can be obtained, but not opened: CUDA refuses with 201 in this process, and this driver with 801 in another one.
 //! - **Not modelled**: the order of the legacy stream with others (except that using it invalidates captures of blocking streams),
-//!   priorities, limits that streams share, and virtual memory management.
+//!   priorities, limits that streams share, and which memory a virtual address shows.
 //! - Entry points called by kernels and host functions fail with 800.
 
 mod context;
@@ -173,9 +173,5 @@ unsafe impl Kernel for DmaBufs {
         let start = dma_buf_offset(fd)?;
         // SAFETY: the caller guarantees `at`.
         unsafe { Linux.mmap(fd, len, start + offset, at) }
-    }
-
-    fn read(&self, _path: &str) -> io::Result<String> {
-        Err(io::ErrorKind::NotFound.into())
     }
 }

@@ -1,7 +1,7 @@
 //! A simulated `/dev/gdrdrv`, after `gdrdrv.c` of NVIDIA/gdrcopy 2.6.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -16,7 +16,7 @@ use self::abi::{
     GPU_PAGE, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PinBuffer, PinBufferV2,
     ReqMappingType, Request, UnpinBuffer,
 };
-use crate::kernel::{Device, DeviceEnd, FileId};
+use crate::kernel::{DeviceEnd, FileId};
 use crate::kmod;
 use crate::machine::{FreeWatcher, Machine, Object, Vma};
 
@@ -339,8 +339,9 @@ impl Gdrdrv {
     }
 }
 
-impl Device for Gdrdrv {
-    fn open(&self) -> io::Result<OwnedFd> {
+// SAFETY: it maps into a place that the kernel chose or that the caller reserved; what it takes away it replaces.
+unsafe impl Kernel for Gdrdrv {
+    fn open(&self, _path: &CStr) -> io::Result<OwnedFd> {
         if kmod::is_wanted() {
             return Linux.open(abi::PATH);
         }

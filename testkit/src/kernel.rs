@@ -17,30 +17,6 @@ use parking_lot::Mutex;
 
 use crate::machine::{Machine, dma_buf_offset};
 
-/// One device file. Its descriptors are real ones, made with [`DeviceEnd::open`].
-pub trait Device: Send + Sync + std::fmt::Debug {
-    /// A new open file.
-    fn open(&self) -> io::Result<OwnedFd>;
-
-    /// Device control.
-    ///
-    /// # Safety
-    /// `arg` must point to the structure that `request` reads and writes.
-    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()>;
-
-    /// A shared, readable and writable mapping, at `at` when given.
-    ///
-    /// # Safety
-    /// With `at`, the range must be the caller's own reservation, with nothing in it.
-    unsafe fn mmap(
-        &self,
-        fd: BorrowedFd<'_>,
-        len: usize,
-        offset: u64,
-        at: Option<NonNull<u8>>,
-    ) -> io::Result<NonNull<u8>>;
-}
-
 /// Which open file a descriptor belongs to, duplicates included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct FileId {
@@ -111,9 +87,9 @@ impl DeviceEnd {
 #[derive(Debug)]
 pub struct SimulatedKernel {
     machine: Arc<Machine>,
-    nodes: BTreeMap<CString, Arc<dyn Device>>,
+    nodes: BTreeMap<CString, Arc<dyn Kernel>>,
     texts: BTreeMap<String, String>,
-    files: Mutex<HashMap<FileId, Arc<dyn Device>>>,
+    files: Mutex<HashMap<FileId, Arc<dyn Kernel>>>,
     /// How often each device file was opened.
     opened: Mutex<HashMap<CString, usize>>,
 }
@@ -130,9 +106,9 @@ impl SimulatedKernel {
         self.opened.lock().get(path).copied().unwrap_or(0)
     }
 
-    /// Adds a device file. The fault `open PATH` of the machine makes its opening fail with an `errno`.
+    /// Adds a device file, whose descriptors are real ones, made with [`DeviceEnd::open`]. The fault `open PATH` of the machine makes its opening fail with an `errno`.
     #[must_use]
-    pub fn with_device(mut self, path: &str, device: Arc<dyn Device>) -> Self {
+    pub fn with_device(mut self, path: &str, device: Arc<dyn Kernel>) -> Self {
         self.nodes.insert(CString::new(path).expect("a path without NUL"), device);
         self
     }
@@ -144,7 +120,7 @@ impl SimulatedKernel {
         self
     }
 
-    fn device(&self, fd: BorrowedFd<'_>) -> io::Result<Arc<dyn Device>> {
+    fn device(&self, fd: BorrowedFd<'_>) -> io::Result<Arc<dyn Kernel>> {
         let id = FileId::of(fd)?;
         self.files.lock().get(&id).cloned().ok_or_else(|| io::Error::from_raw_os_error(libc::ENOTTY))
     }
@@ -157,7 +133,7 @@ unsafe impl Kernel for SimulatedKernel {
             return Err(io::Error::from_raw_os_error(errno));
         }
         let node = self.nodes.get(path).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
-        let fd = node.open()?;
+        let fd = node.open(path)?;
         *self.opened.lock().entry(path.to_owned()).or_default() += 1;
         self.files.lock().insert(FileId::of(fd.as_fd())?, node.clone());
         Ok(fd)

@@ -6,6 +6,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::ioctl::{Direction, opcode};
+
 const PATH: &str = "/dev/gdr_provider";
 
 /// Granularity of objects and addresses, bytes.
@@ -74,19 +76,8 @@ pub struct State {
     pub dma_mappings: u64,
 }
 
-/// `_IOC` of a request of the device.
-const fn code(direction: u32, nr: u32, size: usize) -> u32 {
-    assert!(size < 1 << 13);
-    #[expect(clippy::cast_possible_truncation, reason = "checked above")]
-    let size = size as u32;
-    direction << 30 | size << 16 | (b'G' as u32) << 8 | nr
-}
-
-const WRITE: u32 = 1;
-const READ: u32 = 2;
-
-fn call<T>(file: &File, direction: u32, nr: u32, arg: &mut T) -> io::Result<()> {
-    let request = code(direction, nr, size_of::<T>());
+fn call<T>(file: &File, direction: Direction, nr: u8, arg: &mut T) -> io::Result<()> {
+    let request = opcode::from_components(direction, b'G', nr, size_of::<T>());
     // SAFETY: the number carries the size of the structure, of which the driver touches no more.
     match unsafe { libc::ioctl(file.as_raw_fd(), request.into(), std::ptr::from_mut(arg)) } {
         -1 => Err(io::Error::last_os_error()),
@@ -105,13 +96,13 @@ pub fn is_there() -> bool {
 
 /// Sets a fault; 0 clears it.
 pub fn set_fault(fault: Fault, value: i32) -> io::Result<()> {
-    call(&open()?, WRITE, 6, &mut (fault as u32, value))
+    call(&open()?, Direction::Write, 6, &mut (fault as u32, value))
 }
 
 /// Counts the live objects.
 pub fn state() -> io::Result<State> {
     let mut state = State::default();
-    call(&open()?, READ, 7, &mut state)?;
+    call(&open()?, Direction::Read, 7, &mut state)?;
     Ok(state)
 }
 
@@ -125,7 +116,7 @@ impl Object {
     /// Zeroed memory; `size` in whole [`CHUNK`]s.
     pub fn new(size: u64, backing: Backing) -> io::Result<Self> {
         let file = open()?;
-        call(&file, WRITE, 1, &mut [size, backing as u64])?;
+        call(&file, Direction::Write, 1, &mut [size, backing as u64])?;
         Ok(Self { file })
     }
 
@@ -139,7 +130,7 @@ impl Object {
     /// # Errors
     /// `EEXIST` where addresses are taken.
     pub fn show(&self, va: u64, offset: u64, len: u64) -> io::Result<()> {
-        call(&self.file, WRITE, 2, &mut [va, offset, len])
+        call(&self.file, Direction::Write, 2, &mut [va, offset, len])
     }
 
     /// Hides the addresses, with the callbacks of a free.
@@ -147,7 +138,7 @@ impl Object {
     /// # Errors
     /// `EINVAL` where no range begins.
     pub fn hide(&self, va: u64) -> io::Result<()> {
-        call(&self.file, WRITE, 3, &mut [va])
+        call(&self.file, Direction::Write, 3, &mut [va])
     }
 
     /// A dma-buf of a part.
@@ -160,7 +151,7 @@ impl Object {
             fd: i32,
         }
         let mut args = Export { offset, len, read_only: read_only.into(), fd: -1 };
-        call(&self.file, READ | WRITE, 4, &mut args)?;
+        call(&self.file, Direction::ReadWrite, 4, &mut args)?;
         // SAFETY: a new descriptor, nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(args.fd) })
     }
@@ -170,7 +161,7 @@ impl Object {
     /// # Errors
     /// `EBUSY` while page tables have it.
     pub fn move_to(&self, backing: Backing) -> io::Result<()> {
-        call(&self.file, WRITE, 5, &mut [backing as u64])
+        call(&self.file, Direction::Write, 5, &mut [backing as u64])
     }
 }
 

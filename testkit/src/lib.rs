@@ -19,6 +19,6 @@ mod rm;
 
 pub use cuda::{SimulatedCuda, UninitialisedCuda};
 pub use gdrdrv::{Gdrdrv, Module};
-pub use kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
+pub use kernel::{DeviceEnd, FileId, SimulatedKernel};
 pub use machine::{CLIENT, CudaSettings, FreeWatcher, Machine, Memory, Object, VaRange, dma_buf_offset, pci};
 pub use rm::{Live, RmSettings, SimulatedRm};

@@ -4,16 +4,17 @@
 //! No number of a GPU equals that of another layer: minor numbers count down, device instances begin at 3.
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use gdrcopy::system::Kernel;
 use parking_lot::Mutex;
 
 use self::abi::{Class, Control, Escape, NvStatus};
-use crate::kernel::{Device, DeviceEnd, FileId, SimulatedKernel};
+use crate::kernel::{DeviceEnd, FileId, SimulatedKernel};
 use crate::machine::{CLIENT, Machine, Object, Vma, pci};
 
 // The library keeps its description of the interface private; the simulated driver speaks the same one.
@@ -280,40 +281,29 @@ impl SimulatedRm {
     /// # Safety
     /// `arg` must point to the structure of `request`.
     unsafe fn control_device(&self, file: FileId, request: u32, arg: *mut c_void) -> io::Result<()> {
+        /// The structure of the request.
         macro_rules! call {
             ($structure:ty) => {{
                 // SAFETY: the structure of the request.
                 let call: &mut $structure = unsafe { self.enter(arg) }?;
                 call
             }};
+            ($structure:ty, |$call:ident| $act:expr) => {{
+                let $call = call!($structure);
+                $call.status = code($act);
+            }};
         }
         match request {
-            abi::Alloc::REQUEST => {
-                let call = call!(abi::Alloc);
-                call.status = code(self.alloc(file, call));
-            }
-            abi::Free::REQUEST => {
-                let call = call!(abi::Free);
-                let outcome = self.fault(abi::Free::NAME);
-                call.status = code(outcome.and_then(|()| self.tables.lock().free(file, call)));
-            }
-            abi::ControlCall::REQUEST => {
-                let call = call!(abi::ControlCall);
-                call.status = code(self.control(file, call));
-            }
-            abi::Dup::REQUEST => {
-                let call = call!(abi::Dup);
-                call.status = code(self.dup(file, call));
-            }
-            abi::Map::REQUEST => {
-                let call = call!(abi::Map);
-                call.status = code(self.map(file, call));
-            }
-            abi::Unmap::REQUEST => {
-                let call = call!(abi::Unmap);
-                let outcome = self.fault(abi::Unmap::NAME);
-                call.status = code(outcome.and_then(|()| self.tables.lock().unmap(file, call)));
-            }
+            abi::Alloc::REQUEST => call!(abi::Alloc, |call| self.alloc(file, call)),
+            abi::Free::REQUEST => call!(abi::Free, |call| self
+                .fault(abi::Free::NAME)
+                .and_then(|()| self.tables.lock().free(file, call))),
+            abi::ControlCall::REQUEST => call!(abi::ControlCall, |call| self.control(file, call)),
+            abi::Dup::REQUEST => call!(abi::Dup, |call| self.dup(file, call)),
+            abi::Map::REQUEST => call!(abi::Map, |call| self.map(file, call)),
+            abi::Unmap::REQUEST => call!(abi::Unmap, |call| self
+                .fault(abi::Unmap::NAME)
+                .and_then(|()| self.tables.lock().unmap(file, call))),
             abi::Cards::REQUEST => {
                 let call = call!(abi::Cards);
                 self.fault_errno(abi::Cards::NAME)?;
@@ -361,8 +351,9 @@ fn answer<T>(address: u64, value: T) {
     unsafe { std::ptr::with_exposed_provenance_mut::<T>(address).write(value) };
 }
 
-impl Device for Node {
-    fn open(&self) -> io::Result<OwnedFd> {
+// SAFETY: it maps into a place that the kernel chose or that the caller reserved, and unmaps nothing.
+unsafe impl Kernel for Node {
+    fn open(&self, _path: &CStr) -> io::Result<OwnedFd> {
         let (fd, end) = DeviceEnd::open()?;
         self.rm.tables.lock().add_file(end, self.gpu);
         Ok(fd)

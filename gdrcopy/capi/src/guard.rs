@@ -3,8 +3,9 @@
 //! Messages go to standard error in the format and under the variables of GDRCopy. They are events of `tracing`, printed only
 //! while a call of this library runs: a program's own subscribers and events are left alone.
 
-use std::ffi::c_int;
+use std::ffi::{CString, c_int};
 use std::fmt;
+use std::os::unix::ffi::OsStringExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
@@ -89,8 +90,11 @@ fn with_messages<T>(call: impl FnOnce() -> T) -> T {
 /// `GDRCOPY_ENABLE_LOGGING` switches on by being there, `GDRCOPY_LOG_LEVEL` is the lowest level that is printed.
 fn printer() -> Option<Dispatch> {
     std::env::var_os("GDRCOPY_ENABLE_LOGGING")?;
-    let level =
-        std::env::var_os("GDRCOPY_LOG_LEVEL").map_or(4, |text| leading_number(&text.to_string_lossy()));
+    let level = std::env::var_os("GDRCOPY_LOG_LEVEL").map_or(4, |text| {
+        let text = CString::new(text.into_vec()).unwrap_or_default();
+        // SAFETY: a terminated text.
+        unsafe { libc::atoi(text.as_ptr()) }
+    });
     let filter = match level {
         ..=1 => LevelFilter::TRACE,
         2 => LevelFilter::INFO,
@@ -113,17 +117,6 @@ where
         .with_ansi(false)
         .event_format(GdrcopyLine);
     Dispatch::new(lines.finish())
-}
-
-/// `atoi` of C, without its overflow: 0 if there is no number.
-fn leading_number(text: &str) -> i32 {
-    let text = text.trim_start();
-    let digits = text.strip_prefix(['+', '-']).unwrap_or(text);
-    let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
-    let size = digits[..end]
-        .bytes()
-        .fold(0_i32, |n, digit| n.saturating_mul(10).saturating_add(i32::from(digit - b'0')));
-    if text.starts_with('-') { -size } else { size }
 }
 
 /// One line: a prefix six characters wide, and the message.
@@ -198,14 +191,5 @@ mod tests {
         assert_eq!(printed(LevelFilter::TRACE), all);
         assert_eq!(printed(LevelFilter::WARN), "WARN: four\nERR:  five\n");
         assert_eq!(printed(LevelFilter::ERROR), "ERR:  five\n");
-    }
-
-    #[test]
-    fn levels_are_read_as_by_atoi() {
-        let cases =
-            [("3", 3), (" 2x", 2), ("-1", -1), ("+4", 4), ("", 0), ("debug", 0), ("99999999999", i32::MAX)];
-        for (text, number) in cases {
-            assert_eq!(leading_number(text), number, "{text:?}");
-        }
     }
 }

@@ -242,18 +242,11 @@ impl Pinned for Pin {
         self.segments.first().map(|segment| &segment.part)
     }
 
-    fn page_size(&self) -> u32 {
-        u32::try_from(host_page()).expect("pages are small")
-    }
-
     fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
         self.owner.check()?;
         if let Some(other) = request.filter(|wish| *wish != self.kind) {
-            return Err(Error::Unsupported {
-                what: format!("a mapping of type {other:?}"),
-                by: "the dma-buf of this memory",
-                fix: "ask for no type; on coherent links pin with FORCE_PCIE for write combining",
-            });
+            let fix = "ask for no type; on coherent links pin with FORCE_PCIE for write combining";
+            return Err(other.unsupported("the dma-buf of this memory", fix));
         }
         let range = self.map_unproven(len)?;
         self.segments

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
+use super::locate::host_pages;
 use super::{Allocation, Backend, Pinned};
 use crate::cpu_range::{CpuRange, memory_file};
 use crate::cuda::AllocKind;
@@ -88,12 +89,8 @@ impl Backend for Host {
         if len as u64 > size as u64 - (addr - base) {
             return Err(Error::BeyondAllocation { addr, len, base, size });
         }
-        let page = host_page() as u64;
-        let va = addr & !(page - 1);
-        let pinned = (addr + len as u64).next_multiple_of(page) - va;
-        let (Ok(offset), Ok(pinned_len)) = (usize::try_from(va - base), usize::try_from(pinned)) else {
-            return Err(Error::invalid("length", len, "within the address space"));
-        };
+        let (va, pinned_len) = host_pages(addr, len)?;
+        let offset = usize::try_from(va - base).expect("less than the size of an allocation");
         Ok(Box::new(HostPin { memory: memory.clone(), va, offset, pinned_len, owner: self.owner }))
     }
 
@@ -189,19 +186,11 @@ impl Pinned for HostPin {
         self.pinned_len
     }
 
-    fn page_size(&self) -> u32 {
-        u32::try_from(host_page()).expect("pages are small")
-    }
-
     fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
         self.owner.check()?;
         check_bounds(0, len, self.pinned_len)?;
         if let Some(other) = request.filter(|kind| *kind != MappingType::Cached) {
-            return Err(Error::Unsupported {
-                what: format!("a mapping of type {other:?}"),
-                by: "the host backend",
-                fix: "ask for no type: host memory is cached",
-            });
+            return Err(other.unsupported("the host backend", "ask for no type: host memory is cached"));
         }
         self.memory.map(self.offset, len.max(1).next_multiple_of(host_page()))
     }

@@ -22,7 +22,6 @@ mod client;
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::Arc;
@@ -39,24 +38,6 @@ use crate::cuda::{AllocKind, Cuda, GpuInfo, MemoryKind};
 use crate::error::{Error, Result};
 use crate::system::System;
 use crate::types::{BackendKind, GPU_PAGE, MappingType, PinFlags, host_page};
-
-/// How a kind of memory gets a handle of this client.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Route {
-    /// Duplicated from CUDA's client.
-    Malloc,
-    /// Exported and imported.
-    Vmm,
-}
-
-impl fmt::Display for Route {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Malloc => "cuMemAlloc",
-            Self::Vmm => "cuMemCreate",
-        })
-    }
-}
 
 /// The backend.
 #[derive(Debug)]
@@ -85,7 +66,7 @@ impl Rm {
         })?;
         let this = Self { cuda, gpus: Mutex::default(), client };
         let gpu = this.gpu(first)?;
-        gpu.proof(Route::Malloc).require(&gpu, &this.cuda, Route::Malloc)?;
+        gpu.prove(&this.cuda, AllocKind::Malloc)?;
         Ok(this)
     }
 
@@ -114,9 +95,9 @@ impl Backend for Rm {
             return Err(Error::invalid("length", len, "at least one byte"));
         }
         let part = locate(&*self.cuda, addr, len, flags)?;
-        let route = match part.memory.kind {
-            MemoryKind::Malloc => Route::Malloc,
-            MemoryKind::Vmm => Route::Vmm,
+        let kind = match part.memory.kind {
+            MemoryKind::Malloc => AllocKind::Malloc,
+            MemoryKind::Vmm => AllocKind::Vmm,
             _ => {
                 return Err(Error::NotMappable {
                     addr,
@@ -126,7 +107,7 @@ impl Backend for Rm {
             }
         };
         let gpu = self.gpu(part.memory.device)?;
-        gpu.proof(route).require(&gpu, &self.cuda, route)?;
+        gpu.prove(&self.cuda, kind)?;
         Ok(Box::new(RmPin::new(&gpu, &self.cuda, part, addr, len)?))
     }
 
@@ -140,68 +121,13 @@ const SCRATCH: usize = 192 << 10;
 /// How many allocations are made to get one that does not begin its block.
 const TRIES: usize = 4;
 
-/// The proof of a route on a GPU.
+/// The proof that a kind of memory of a GPU can be mapped.
 #[derive(Debug, Default)]
-struct Proof(Mutex<ProofState>);
-
-#[derive(Debug, Default)]
-struct ProofState {
-    verdict: Verdict,
+struct Proof {
+    works: bool,
     /// Kept until the backend closes: CUDA would wait for all work of the GPU to free it, perhaps for a stream that waits for the
     /// thread that pins here.
     scratch: Vec<CudaAllocation>,
-}
-
-#[derive(Debug, Default)]
-enum Verdict {
-    #[default]
-    Unknown,
-    Works,
-    Fails(String),
-}
-
-impl Proof {
-    /// Proves the route at its first use. A route that failed the proof is not tried again.
-    fn require(&self, gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, route: Route) -> Result<()> {
-        let mut state = self.0.lock();
-        let ProofState { verdict, scratch } = &mut *state;
-        match verdict {
-            Verdict::Works => return Ok(()),
-            Verdict::Fails(why) => {
-                return Err(Error::Unsupported {
-                    what: format!("mapping {route} memory of GPU {} ({why})", gpu.ordinal),
-                    by: "the rm backend on this driver",
-                    fix: "use another backend (GDRCOPY_BACKEND)",
-                });
-            }
-            Verdict::Unknown => {}
-        }
-        match prove(gpu, cuda, route, scratch) {
-            Ok(()) => {
-                tracing::debug!(gpu = gpu.ordinal, %route, "resource-manager mappings proved");
-                *verdict = Verdict::Works;
-                Ok(())
-            }
-            Err(error) => {
-                let error = explain(gpu, error);
-                // A resource shortage or an interruption may be over the next time.
-                if is_final(&error) {
-                    tracing::warn!(gpu = gpu.ordinal, %route, %error, "resource-manager mappings do not work");
-                    *verdict = Verdict::Fails(error.to_string());
-                }
-                Err(error)
-            }
-        }
-    }
-}
-
-/// Whether another attempt would fail in the same way.
-fn is_final(error: &Error) -> bool {
-    match error {
-        Error::Rm { status, .. } => !NvStatus(*status).is_transient(),
-        Error::ProofFailed { .. } | Error::Unsupported { .. } => true,
-        _ => false,
-    }
 }
 
 /// Adds the cause that the driver does not report.
@@ -219,13 +145,9 @@ fn explain(gpu: &Gpu, error: Error) -> Error {
 fn prove(
     gpu: &Arc<Gpu>,
     cuda: &Arc<dyn Cuda>,
-    route: Route,
+    kind: AllocKind,
     scratch: &mut Vec<CudaAllocation>,
 ) -> Result<()> {
-    let kind = match route {
-        Route::Malloc => AllocKind::Malloc,
-        Route::Vmm => AllocKind::Vmm,
-    };
     for index in 0..TRIES {
         // An earlier attempt may have allocated it.
         if index == scratch.len() {
@@ -242,7 +164,7 @@ fn prove(
         range.release()?;
         Box::new(pin).unpin()?;
         // CUDA gives every VMM allocation an object of its own.
-        if inner || route == Route::Vmm {
+        if inner || kind == AllocKind::Vmm {
             break;
         }
     }
@@ -262,8 +184,8 @@ struct Gpu {
     node: CString,
     /// CUDA device ordinal.
     ordinal: i32,
-    malloc: Proof,
-    vmm: Proof,
+    /// By [`AllocKind`].
+    proofs: [Mutex<Proof>; 2],
 }
 
 impl Gpu {
@@ -286,8 +208,7 @@ impl Gpu {
         if is_partitioned(&device, id.subdevice, info)? {
             return Err(refuse("a multi-instance GPU (MIG)", "use the gdrdrv backend, or turn MIG off"));
         }
-        let (malloc, vmm) = Default::default();
-        Ok(Self { device, _file: file, node, ordinal: info.ordinal, malloc, vmm })
+        Ok(Self { device, _file: file, node, ordinal: info.ordinal, proofs: Default::default() })
     }
 
     fn device(&self) -> u32 {
@@ -298,12 +219,15 @@ impl Gpu {
         self.device.client()
     }
 
-    /// The proof of a route.
-    fn proof(&self, route: Route) -> &Proof {
-        match route {
-            Route::Malloc => &self.malloc,
-            Route::Vmm => &self.vmm,
+    /// Proves once that a kind of memory can be mapped.
+    fn prove(self: &Arc<Self>, cuda: &Arc<dyn Cuda>, kind: AllocKind) -> Result<()> {
+        let mut proof = self.proofs[kind as usize].lock();
+        if !proof.works {
+            prove(self, cuda, kind, &mut proof.scratch).map_err(|error| explain(self, error))?;
+            tracing::debug!(gpu = self.ordinal, ?kind, "resource-manager mappings proved");
+            proof.works = true;
         }
+        Ok(())
     }
 
     /// Whether confidential computing hides GPU memory from the CPU; `false` also if the driver does not report it.
@@ -404,7 +328,7 @@ impl MemoryObject {
 }
 
 impl RmPin {
-    /// Pins a range that was located, on a GPU whose route for this kind of memory works.
+    /// Pins a range that was located, on a GPU where this kind of memory is proved.
     fn new(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, mut part: Part, addr: u64, len: usize) -> Result<Self> {
         let beyond = |base, size| Error::BeyondAllocation { addr, len, base, size };
         let mut pin = Self { cuda: cuda.clone(), gpu: gpu.clone(), segments: Vec::new(), hole: 0 };
@@ -513,11 +437,8 @@ impl Pinned for RmPin {
     fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
         self.gpu.client().check_owner()?;
         if let Some(other) = request.filter(|&kind| kind != MappingType::WriteCombining) {
-            return Err(Error::Unsupported {
-                what: format!("a mapping of type {other:?}"),
-                by: "the rm backend, whose mappings go through BAR1",
-                fix: "ask for write combining, or for no type",
-            });
+            let by = "the rm backend, whose mappings go through BAR1";
+            return Err(other.unsupported(by, "ask for write combining, or for no type"));
         }
         let size = self.pinned_len();
         let len = match len.checked_next_multiple_of(host_page()) {

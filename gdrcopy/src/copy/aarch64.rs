@@ -12,6 +12,11 @@ pub(super) fn detected(routine: Routine) -> bool {
     routine == Routine::Neon
 }
 
+/// An instruction of x86-64.
+pub(super) fn has_movdir64b() -> bool {
+    false
+}
+
 /// For memory that is cached like the host's.
 pub(super) const STORE_CACHED: CopyFn = store_neon;
 pub(super) const LOAD_CACHED: CopyFn = load_neon;

@@ -19,13 +19,12 @@ pub(super) fn detected(routine: Routine) -> bool {
         Routine::Avx => is_x86_feature_detected!("avx"),
         Routine::Avx2 => is_x86_feature_detected!("avx2"),
         Routine::Avx512 => is_x86_feature_detected!("avx512f"),
-        Routine::Movdir64b => has_movdir64b(),
         Routine::Scalar | Routine::Neon => false,
     }
 }
 
 /// CPUID leaf 7, ECX bit 28 (Intel SDM volume 2, CPUID). The operating system has no say in it.
-fn has_movdir64b() -> bool {
+pub(super) fn has_movdir64b() -> bool {
     __cpuid(0).eax >= 7 && __cpuid_count(7, 0).ecx & 1 << 28 != 0
 }
 
@@ -41,7 +40,6 @@ pub(super) fn functions(routine: Routine) -> [Option<CopyFn>; 2] {
         Routine::Avx => [Some(store_avx), Some(load_avx)],
         Routine::Avx2 => [None, Some(load_avx2)],
         Routine::Avx512 => [Some(store_avx512), Some(load_avx512)],
-        Routine::Movdir64b => [Some(store_movdir64b), None],
         Routine::Scalar | Routine::Neon => [None; 2],
     }
 }
@@ -74,7 +72,6 @@ routine!(store_cached, ToDevice, "sse2", store_cached_block, store_cached_line, 
 routine!(store_sse2, ToDevice, "sse2", store_block_sse, store_line_sse, ());
 routine!(store_avx, ToDevice, "avx", store_block_avx, store_line_avx, _mm256_zeroupper());
 routine!(store_avx512, ToDevice, "avx512f", store_block_avx, store_line_avx512, _mm256_zeroupper());
-routine!(store_movdir64b, ToDevice, "sse2", store_block_sse, store_line_movdir64b, ());
 
 routine!(load_sse2, FromDevice, "sse2", load_block_sse2, load_line_sse2, ());
 routine!(load_sse41, FromDevice, "sse4.1", load_block_sse41, load_line_sse41, ());
@@ -124,14 +121,3 @@ registers!(load_line_avx, "avx", ymm_reg, "vmovdqa", "vmovdqu", a 0 b 32);
 registers!(load_block_avx2, "avx2", xmm_reg, "vmovntdqa", "vmovdqu", a 0);
 registers!(load_line_avx2, "avx2", ymm_reg, "vmovntdqa", "vmovdqu", a 0 b 32);
 registers!(load_line_avx512, "avx512f", zmm_reg, "vmovntdqa", "vmovdqu64", a 0);
-
-/// # Safety
-/// This CPU must have MOVDIR64B. `src` must be valid for reads and `dst` for writes of 64 bytes; `dst` must be
-/// aligned to 64.
-#[inline]
-unsafe fn store_line_movdir64b(dst: *mut u8, src: *const u8) {
-    // SAFETY: the caller guarantees it.
-    unsafe {
-        asm!("movdir64b {dst}, [{src}]", src = in(reg) src, dst = in(reg) dst, options(nostack, preserves_flags))
-    };
-}

@@ -1,10 +1,5 @@
 //! The installed CUDA driver, or another one that is given as a table of entry points.
 
-#[cfg(test)]
-mod fake;
-#[cfg(test)]
-mod tests;
-
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
 use std::fmt;

@@ -93,7 +93,6 @@ entry_points! {
     mem_alloc = "cuMemAlloc_v2" (addr: *mut u64, len: usize);
     mem_free = "cuMemFree_v2" (addr: u64);
     mem_alloc_async = "cuMemAllocAsync" (addr: *mut u64, len: usize, stream: Handle);
-    mem_free_async = "cuMemFreeAsync" (addr: u64, stream: Handle);
     mem_alloc_managed = "cuMemAllocManaged" (addr: *mut u64, len: usize, flags: u32);
     mem_get_info = "cuMemGetInfo_v2" (free: *mut usize, total: *mut usize);
     mem_host_alloc = "cuMemHostAlloc" (addr: *mut *mut c_void, len: usize, flags: u32);
@@ -128,7 +127,6 @@ entry_points! {
     mem_host_unregister = "cuMemHostUnregister" (addr: *mut c_void);
     mem_host_get_device_pointer = "cuMemHostGetDevicePointer_v2" (addr: *mut u64, host: *mut c_void, flags: u32);
     stream_get_ctx = "cuStreamGetCtx" (stream: Handle, context: *mut Handle);
-    stream_wait_event = "cuStreamWaitEvent" (stream: Handle, event: Handle, flags: u32);
     stream_batch_mem_op = "cuStreamBatchMemOp_v2" (stream: Handle, count: u32, ops: *mut MemOp, flags: u32);
     launch_host_func = "cuLaunchHostFunc" (stream: Handle, function: extern "C" fn(*mut c_void), data: *mut c_void);
     launch_kernel = "cuLaunchKernel"
@@ -141,7 +139,6 @@ entry_points! {
     event_create = "cuEventCreate" (event: *mut Handle, flags: u32);
     event_record = "cuEventRecord" (event: Handle, stream: Handle);
     event_query = "cuEventQuery" (event: Handle);
-    event_synchronize = "cuEventSynchronize" (event: Handle);
     event_destroy = "cuEventDestroy_v2" (event: Handle);
     memcpy_async = "cuMemcpyAsync" (dst: u64, src: u64, len: usize, stream: Handle);
     memcpy_peer_async = "cuMemcpyPeerAsync"

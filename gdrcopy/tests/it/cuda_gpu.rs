@@ -96,28 +96,6 @@ fn memory_of_both_kinds_is_aligned_holds_bytes_and_goes() {
 }
 
 #[test]
-fn copies_bring_every_byte_and_touch_no_other() {
-    let Some((cuda, _gpu)) = gpu() else { return };
-    for kind in KINDS {
-        let addr = cuda.alloc(0, 20 << 20, kind).unwrap();
-        for (seed, len) in (1u8..).zip([1, 3, 8, 4095, 65_536, 65_537, (1 << 20) + 3, 16 << 20]) {
-            write(&*cuda, addr, &vec![0x5a; len + 130]).unwrap();
-            let bytes = pattern(len, seed);
-            write(&*cuda, addr + 65, &bytes).unwrap();
-            let seen = read(&*cuda, addr, len + 130).unwrap();
-            assert!(seen[65..65 + len] == bytes[..], "{kind:?}, {len} bytes");
-            assert!(seen[..65].iter().chain(&seen[65 + len..]).all(|&byte| byte == 0x5a));
-            assert!(read(&*cuda, addr + 65, len).unwrap() == bytes);
-        }
-        let error = write(&*cuda, 0x1000, b"nowhere").unwrap_err();
-        assert!(matches!(error, Error::NotMappable { addr: 0x1000, .. }), "{error}");
-        // Afterwards copies work as before.
-        write(&*cuda, addr, b"works").unwrap();
-        free(&*cuda, addr);
-    }
-}
-
-#[test]
 fn kinds_of_foreign_memory_are_told_apart() {
     let Some((cuda, _gpu)) = gpu() else { return };
     let _context = app::PrimaryContext::new();
@@ -238,29 +216,6 @@ fn the_callers_context_is_unchanged() {
     all(context.0);
 }
 
-#[test]
-fn memory_of_the_applications_own_context_is_reached() {
-    let Some((cuda, _gpu)) = gpu() else { return };
-    let context = app::OwnContext::new();
-    let addr = app::malloc(1 << 20);
-    let bytes = pattern(1 << 20, 9);
-    std::thread::scope(|scope| {
-        // A thread without a context.
-        scope.spawn(|| {
-            write(&*cuda, addr, &bytes).unwrap();
-            assert!(read(&*cuda, addr, 1 << 20).unwrap() == bytes);
-            println!("IPC handle: {:?}", cuda.ipc_handle(addr).map(drop));
-            assert_eq!(app::current_context(), 0);
-        });
-    });
-    app::free(addr);
-    drop(context);
-    // The library has kept nothing of the context that is gone.
-    let addr = cuda.alloc(0, 8, AllocKind::Malloc).unwrap();
-    write(&*cuda, addr, b"on").unwrap();
-    free(&*cuda, addr);
-}
-
 /// By that number it is known that an address no longer means the memory that was pinned.
 #[test]
 fn an_address_that_is_used_again_has_another_number() {
@@ -321,28 +276,6 @@ fn a_capture_stays_valid() {
         std::thread::scope(|scope| scope.spawn(work).join().unwrap());
         capture.end();
     }
-}
-
-#[test]
-fn threads_work_side_by_side() {
-    let Some((cuda, _gpu)) = gpu() else { return };
-    std::thread::scope(|scope| {
-        for seed in 0..4u8 {
-            let cuda = &cuda;
-            scope.spawn(move || {
-                for round in 0..25u8 {
-                    let kind = KINDS[usize::from(round % 2)];
-                    let len = 1000 * (usize::from(round) + 1) * (usize::from(seed) + 1);
-                    let addr = cuda.alloc(0, len, kind).unwrap();
-                    let bytes = pattern(len, 16 * seed + round);
-                    write(&**cuda, addr, &bytes).unwrap();
-                    cuda.flush(0, addr).unwrap();
-                    assert!(read(&**cuda, addr, len).unwrap() == bytes);
-                    free(&**cuda, addr);
-                }
-            });
-        }
-    });
 }
 
 /// Runs every call that must not wait for the application's streams; the step that hangs is named.

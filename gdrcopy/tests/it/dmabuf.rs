@@ -1,10 +1,10 @@
 //! When the driver is used, and what is not returned.
 
 use gdrcopy::cuda::{AllocKind, CudaStatus, MemoryKind};
-use gdrcopy::{Error, MappingType, PinFlags};
+use gdrcopy::{BackendKind, Error, MappingType, PinFlags};
 use gdsync_testkit::Module;
 
-use crate::rig::{ENOTSUPP, Rig, open_dmabuf, pattern, peek, poke};
+use crate::rig::{ENOTSUPP, Rig, open, open_dmabuf, pattern, peek, poke};
 
 const NONE: PinFlags = PinFlags::empty();
 /// The simulated kernel's faults.
@@ -51,33 +51,6 @@ fn a_driver_that_does_not_map_is_refused() {
     rig.machine.fail("cuMemGetHandleForAddressRange", 801);
     let error = open_dmabuf(&rig.system).unwrap_err();
     assert!(matches!(error, Error::Cuda { status: CudaStatus::NOT_SUPPORTED, .. }), "{error:?}");
-}
-
-#[test]
-fn a_driver_that_maps_other_pages_is_refused() {
-    let rig = Rig::new(Module::default());
-    rig.machine.fail(WRONG_PAGE, 1);
-    assert!(matches!(open_dmabuf(&rig.system), Err(Error::ProofFailed { .. })));
-}
-
-#[test]
-fn a_mapping_of_other_pages_is_not_returned() {
-    let rig = Rig::new(Module::default());
-    let dmabuf = open_dmabuf(&rig.system).unwrap();
-    let memory = dmabuf.alloc(0, 200_000).unwrap();
-    let bytes = pattern(1, 200_000);
-    memory.copy_in(0, &bytes).unwrap();
-    let pin = dmabuf.pin_with(memory.addr() + 5, 100_000, NONE).unwrap();
-    rig.machine.fail(WRONG_PAGE, 1);
-    let error = pin.map_pages(100_005, None).unwrap_err();
-    assert!(matches!(error, Error::ProofFailed { .. }), "{error}");
-    rig.machine.fail(WRONG_PAGE, 0);
-    let range = pin.map_pages(100_005, None).unwrap();
-    assert_eq!(peek(&range, 5, 100_000), bytes[5..100_005]);
-    // The comparison wrote nothing.
-    let mut seen = vec![0; 200_000];
-    memory.copy_out(0, &mut seen).unwrap();
-    assert!(seen == bytes);
 }
 
 #[test]
@@ -205,4 +178,47 @@ fn pages_beyond_an_allocation_depend_on_the_driver() {
     assert!(matches!(pin.map_pages(4096, None), Err(Error::ProofFailed { .. })));
     rig.machine.fail(WRONG_PAGE, 0);
     assert!(pin.map_pages(4096, None).is_ok());
+}
+
+const SIZE: usize = 2 << 20;
+
+/// Backends without a module, and the faults by which their drivers map other pages than asked for.
+const WRONG_PAGES: [(BackendKind, &str); 3] = [
+    (BackendKind::DmaBuf, "wrong page of a dma-buf"),
+    (BackendKind::Rm, "rm shift"),
+    (BackendKind::Rm, "rm swap"),
+];
+
+#[test]
+fn wrong_pages_are_detected_at_open() {
+    for (kind, fault) in WRONG_PAGES.into_iter().chain([(BackendKind::Rm, "rm at start")]) {
+        let rig = Rig::new(Module::default());
+        rig.machine.fail(fault, 16);
+        let error = open(&rig.system, kind).unwrap_err();
+        assert!(matches!(error, Error::ProofFailed { .. }), "{fault}: {error}");
+        assert_eq!(rig.machine.memory.lock().allocations(), 0);
+        rig.check_clean();
+    }
+}
+
+#[test]
+fn wrong_pages_are_detected_at_map() {
+    for (backend, fault) in WRONG_PAGES {
+        for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
+            let rig = Rig::new(Module::default());
+            let gdr = open(&rig.system, backend).unwrap();
+            let addr = rig.memory(0, 2 * SIZE, kind);
+            let data = pattern(1, 2 * SIZE);
+            rig.write(0, addr, &data);
+            let pin = gdr.pin(addr, SIZE).unwrap();
+            rig.machine.fail(fault, 16);
+            let error = pin.map().unwrap_err();
+            assert!(matches!(error, Error::ProofFailed { .. }), "{fault}: {error}");
+            rig.machine.fail(fault, 0);
+            assert!(peek(&pin.map().unwrap(), 0, SIZE) == data[..SIZE]);
+            assert!(rig.read(0, addr, 2 * SIZE) == data, "the user's memory is never written");
+            drop((pin, gdr));
+            rig.check_clean();
+        }
+    }
 }

@@ -365,28 +365,23 @@ mod errors {
     }
 
     #[test]
-    fn of_a_type_request() {
+    fn of_other_requests() {
         let it = Opened::new();
         let pin = it.pinned();
+        let map = |wish| pin.map_pages(1, wish).unwrap_err();
         it.fail("type", libc::EOPNOTSUPP);
-        let error = pin.map_pages(1, Some(MappingType::WriteCombining)).unwrap_err();
-        assert!(matches!(error, Error::Unsupported { .. }), "{error}");
-        is_sys(&pin.map_pages(1, None).unwrap_err(), libc::EOPNOTSUPP, "REQ_MAPPING_TYPE");
+        assert!(matches!(map(Some(MappingType::WriteCombining)), Error::Unsupported { .. }));
+        is_sys(&map(None), libc::EOPNOTSUPP, "REQ_MAPPING_TYPE");
         it.fail("type", libc::EIO);
-        is_sys(&pin.map_pages(1, None).unwrap_err(), libc::EIO, "REQ_MAPPING_TYPE");
-    }
-
-    #[test]
-    fn of_questions() {
-        let it = Opened::new();
-        let pin = it.pinned();
+        is_sys(&map(None), libc::EIO, "REQ_MAPPING_TYPE");
+        it.fail("type", 0);
         it.fail("flag", libc::EIO);
         is_sys(&pin.invalidated().unwrap_err(), libc::EIO, "GET_CB_FLAG");
         it.fail("info", libc::EIO);
-        is_sys(&pin.map_pages(1, None).unwrap_err(), libc::EIO, "GET_INFO");
+        is_sys(&map(None), libc::EIO, "GET_INFO");
         is_sys(&it.pin(NONE).unwrap_err(), libc::EIO, "GET_INFO");
         it.fail("info", 0);
-        // Neither left anything behind.
+        // None left anything behind.
         pin.map_pages(1, None).unwrap();
         assert_eq!(it.rig.device.live_pins(), 1);
         it.fail("attr", libc::EIO);

@@ -1,6 +1,6 @@
 //! Which memory a pin takes itself for, and what of it mappings reach.
 
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdrcopy::cuda::MemoryKind;
 use gdrcopy::planner::{Way, write_by};
-use gdrcopy::system::System;
+use gdrcopy::system::{Kernel, System};
 use gdrcopy::{BackendKind, Error, Gdr, Mapping, PinFlags};
-use gdsync_testkit::{Device, Machine, Module, Object, SimulatedKernel};
+use gdsync_testkit::{Machine, Module, Object, SimulatedKernel};
 
 use crate::rig::{DEVICES, Rig, open_gdrdrv, pattern};
 
@@ -71,14 +71,15 @@ fn memory_that_comes_after_the_pin_is_not_the_pinned() {
 /// A module under which the memory is freed and given anew while a call is on its way to it.
 #[derive(Debug)]
 struct Interrupted {
-    module: Arc<dyn Device>,
+    module: Arc<dyn Kernel>,
     machine: Arc<Machine>,
     armed: AtomicBool,
 }
 
-impl Device for Interrupted {
-    fn open(&self) -> io::Result<OwnedFd> {
-        self.module.open()
+// SAFETY: the module's mappings.
+unsafe impl Kernel for Interrupted {
+    fn open(&self, path: &CStr) -> io::Result<OwnedFd> {
+        self.module.open(path)
     }
 
     unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
@@ -159,22 +160,4 @@ fn a_mapping_ends_where_the_memory_ends() {
         let pinned = pin.info().mapped_size;
         assert_eq!(pin.map_pages(pinned, None).unwrap().len(), pinned);
     }
-}
-
-#[test]
-fn a_copy_engine_gets_no_more_than_what_was_pinned() {
-    let rig = Rig::new(Module::default());
-    let gdr = open(&rig, BackendKind::Gdrdrv);
-    let object = Object::new(0, SIZE).unwrap();
-    let (addr, len) = (BASE + 0x8000, 4096);
-    rig.machine.memory.lock().insert(addr, len, object.clone(), 0x8000, MemoryKind::Malloc);
-    let pin = gdr.pin(addr, len).unwrap();
-    assert!(is_copied_by_engine(&rig.machine, &pin.map().unwrap()));
-    // Begins before the allocation.
-    let mapping = pin.map_pages(PAGE, None).unwrap();
-    assert_eq!(mapping.addr(), BASE);
-    assert!(!is_copied_by_engine(&rig.machine, &mapping));
-    let data = pattern(6, PAGE);
-    write_by(Way::CopyEngine, &mapping, 0, &data).unwrap();
-    assert!(bytes(&object, 0, PAGE) == data);
 }

@@ -3,6 +3,7 @@
 mod abi;
 mod contract;
 mod copies;
+mod cuda_driver;
 mod cuda_gpu;
 mod dmabuf;
 mod gdrdrv;

@@ -1,16 +1,13 @@
 //! Eight threads pin, map, copy, unmap and unpin on each backend; nothing is left behind. One test in a process of
 //! its own, because it counts what the process holds.
 
-use std::sync::Arc;
 use std::thread;
 
-use gdrcopy::cuda::Cuda;
-use gdrcopy::system::System;
 use gdrcopy::{BackendKind, Gdr, GpuBuffer, Result};
+use gdsync_testkit::Module;
 use gdsync_testkit::process::is_alone;
-use gdsync_testkit::{
-    Gdrdrv, Live, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm,
-};
+
+use crate::rig::{Numbers, Rig, open};
 
 const THREADS: usize = 8;
 const ROUNDS: usize = 60;
@@ -21,16 +18,6 @@ fn held() -> (usize, usize) {
     let descriptors = std::fs::read_dir("/proc/self/fd").expect("procfs").count();
     let maps = std::fs::read_to_string("/proc/self/maps").expect("procfs");
     (descriptors, maps.lines().filter(|line| line.contains("/memfd:")).count())
-}
-
-/// Numbers that differ from thread to thread (a linear congruential generator of Knuth's).
-struct Numbers(u64);
-
-impl Numbers {
-    fn below(&mut self, end: usize) -> usize {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        usize::try_from(self.0 >> 33).expect("31 bits") % end
-    }
 }
 
 /// Maps any part of a buffer that other threads use too, but writes only its own slice.
@@ -99,25 +86,18 @@ fn nothing_is_left_behind() {
     let kinds = if std::env::var_os("GDRCOPY_TEST_KMOD").is_some() { &all[..1] } else { &all };
     for &kind in kinds {
         let before = held();
-        let machine = Machine::new(1);
-        machine.cuda.lock().driver_version = 13030;
-        let device = Gdrdrv::new(&machine, Module::default());
-        let kernel = SimulatedKernel::new(machine.clone()).with_device("/dev/gdrdrv", device.clone());
-        let cuda: Arc<dyn Cuda> = SimulatedCuda::new(&machine);
-        let rm = SimulatedRm::new(&machine, RmSettings::default());
-        let system = System::new(Arc::new(rm.install(kernel)), Some(cuda));
-        let gdr = Gdr::builder().backend(kind).system(system).open().expect("a backend");
+        let rig = Rig::new(Module::default());
+        let gdr = open(&rig.system, kind).expect("a backend");
         // The simulated GPU keeps the blocks that it shares out, so the second time finds them there.
         stress(&gdr);
         let first = held();
         stress(&gdr);
         let second = held();
         assert_eq!(second.1, first.1, "{kind}: mappings");
-        assert_eq!(device.live_pins(), 0, "{kind}");
         drop(gdr);
-        assert_eq!(device.open_files(), 0, "{kind}");
-        assert_eq!((rm.live(), rm.violations()), (Live::default(), vec![]), "{kind}");
-        drop((machine, device, rm));
+        rig.check_clean();
+        assert_eq!(rig.device.open_files(), 0, "{kind}");
+        drop(rig);
         assert_eq!(held(), before, "{kind}: descriptors and mappings");
     }
 }

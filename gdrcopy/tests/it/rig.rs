@@ -160,3 +160,18 @@ pub(crate) fn pattern(seed: u32, len: usize) -> Vec<u8> {
     .take(len)
     .collect()
 }
+
+/// Numbers that look random (a linear congruential generator of Knuth's).
+pub(crate) struct Numbers(pub(crate) u64);
+
+impl Numbers {
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        // The low bits have short periods.
+        self.0.rotate_left(31)
+    }
+
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.next() & 0x7fff_ffff).expect("31 bits") % end
+    }
+}

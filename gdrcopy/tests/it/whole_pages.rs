@@ -148,27 +148,6 @@ fn a_range_that_leaves_the_block_is_refused() {
     });
 }
 
-/// As of a `cuMemAlloc` of 5,000,000 bytes on an H200.
-#[test]
-fn a_block_that_ends_inside_a_page_has_a_hole_behind_it() {
-    const BYTES: usize = 5_001_216;
-    let (rig, _) = block();
-    let rm = open_rm(&rig.system).unwrap();
-    let object = Object::new(0, BYTES).unwrap();
-    object.write(BYTES - 4, b"last").unwrap();
-    let base = page(2000);
-    rig.machine.memory.lock().insert(base, BYTES, object, 0, MemoryKind::Malloc);
-    let rounded = BYTES.next_multiple_of(len(&(0..GPU_PAGE)));
-    for size in [rounded, rounded + len(&(0..GPU_PAGE))] {
-        let pin = rm.pin_with(base, size, WHOLE_PAGES).unwrap();
-        assert_eq!((pin.info().va, pin.info().mapped_size), (base, size));
-        let mapped = pin.map_pages(size, None).unwrap();
-        assert_eq!((mapped.len(), peek(&mapped, BYTES - 4, 4)), (size, b"last".to_vec()));
-    }
-    assert!(rm.pin_with(base, rounded + len(&(0..GPU_PAGE)) + 1, WHOLE_PAGES).is_err());
-    assert!(rm.pin_with(base, BYTES + 1, PinFlags::empty()).is_err());
-}
-
 #[test]
 fn vmm_memory_has_nothing_around_it() {
     let (rig, _) = block();

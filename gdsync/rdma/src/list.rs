@@ -186,7 +186,7 @@ impl Handle {
         // SAFETY: the device is open and `room` is writable for its length.
         let count = unsafe { self.verbs.query_gid_table(self.raw.as_ptr(), room) };
         match count.map(usize::try_from) {
-            Ok(Ok(count)) => {
+            Some(Ok(count)) => {
                 let entry = |entry: &ibv_gid_entry| {
                     let kind = match entry.gid_type {
                         ibv_gid_type::IBV_GID_TYPE_IB | ibv_gid_type::IBV_GID_TYPE_ROCE_V1 => {

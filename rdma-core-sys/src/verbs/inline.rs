@@ -225,29 +225,8 @@ impl Verbs {
         unsafe { self.ibv_reg_mr(pd, addr, length, access) }
     }
 
-    /// `ibv_query_gid_ex`: one entry of a GID table, with its type; 0 or an `errno`.
-    ///
-    /// # Errors
-    /// [`LoadError`](crate::LoadError) before rdma-core 32.
-    ///
-    /// # Safety
-    /// `context` must be open.
-    pub unsafe fn query_gid_ex(
-        &self,
-        context: *mut ibv_context,
-        port: u32,
-        index: u32,
-        entry: &mut ibv_gid_entry,
-    ) -> Result<c_int, crate::LoadError> {
-        // SAFETY: the caller guarantees the context, and the size is that of the entry.
-        unsafe { self._ibv_query_gid_ex(context, port, index, entry, 0, size_of::<ibv_gid_entry>()) }
-    }
-
     /// `ibv_query_gid_table`: the entries of all GID tables of the device that are in use. How many were written,
-    /// or less than 0: an `errno`, negative.
-    ///
-    /// # Errors
-    /// [`LoadError`](crate::LoadError) before rdma-core 32.
+    /// or less than 0: an `errno`, negative. `None` before rdma-core 32.
     ///
     /// # Safety
     /// `context` must be open.
@@ -255,9 +234,9 @@ impl Verbs {
         &self,
         context: *mut ibv_context,
         entries: &mut [ibv_gid_entry],
-    ) -> Result<isize, crate::LoadError> {
-        let (first, count) = (entries.as_mut_ptr(), entries.len());
+    ) -> Option<isize> {
+        let (query, size) = (self._ibv_query_gid_table?, size_of::<ibv_gid_entry>());
         // SAFETY: the caller guarantees the context, and the entries are a slice.
-        unsafe { self._ibv_query_gid_table(context, first, count, 0, size_of::<ibv_gid_entry>()) }
+        Some(unsafe { query(context, entries.as_mut_ptr(), entries.len(), 0, size) })
     }
 }

@@ -36,6 +36,8 @@ pub struct Alive {
     pub execs: usize,
     /// Allocations of GPU memory.
     pub device_memory: usize,
+    /// Memory of `cuMemCreate`, and reservations of addresses.
+    pub virtual_memory: usize,
     /// Allocations of pinned host memory.
     pub host_memory: usize,
     /// Registrations of host memory.
@@ -165,6 +167,7 @@ impl Control {
             graphs: stream::GRAPHS.since(self.first),
             execs: objects::EXECS.since(self.first),
             device_memory,
+            virtual_memory: memory::virtual_since(self.first),
             host_memory,
             registrations,
             retained: context::retained().wrapping_sub(self.retained).cast_signed(),

@@ -1,4 +1,4 @@
-//! Memory that the driver knows (of GPUs, pinned, registered), and entry points of memory and of addresses.
+//! Memory that the driver knows (of GPUs, pinned, registered, virtual), and entry points of memory and of addresses.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -9,12 +9,14 @@ use std::sync::Arc;
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{
-    Handle, MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST, RANGE_HANDLE_DMA_BUF, pointer_attribute as asked_for,
+    ACCESS_READ_WRITE, AccessDesc, AllocationProp, HANDLE_TYPE_FD, Handle, MEMORY_TYPE_DEVICE,
+    MEMORY_TYPE_HOST, RANGE_HANDLE_DMA_BUF, pointer_attribute as asked_for,
 };
 use gdrcopy::host_page;
 use parking_lot::{Mutex, RecursiveRwLock};
+use rustix::io::FdFlags;
 
-use super::context::{Context, current, number};
+use super::context::{Context, Table, current, number};
 use super::status::{LAUNCH_TIMEOUT, NOT_REGISTERED};
 use super::stream::unsafe_call;
 use super::{Outcome, address, control, get, get_all, put, queue, require};
@@ -41,7 +43,7 @@ pub(super) struct Region {
     pub(super) is_io: bool,
     /// False after a free or unregistration. Read-locked while work uses the memory.
     pub(super) alive: RecursiveRwLock<bool>,
-    /// The backing file; none for registered memory.
+    /// The backing file; none for registered and for virtual memory.
     pub(super) bytes: Option<Bytes>,
 }
 
@@ -61,6 +63,11 @@ impl Bytes {
 }
 
 impl Region {
+    fn new(start: usize, len: usize, kind: Kind, context: Arc<Context>) -> Self {
+        let (id, alive) = (number(), RecursiveRwLock::new(true));
+        Self { start, len, kind, context, id, is_io: false, alive, bytes: None }
+    }
+
     pub(super) fn contains(&self, addr: usize, len: usize) -> bool {
         let end = self.start + self.len;
         (self.start..end).contains(&addr) && len <= end - addr
@@ -174,8 +181,7 @@ fn allocate(len: usize, kind: Kind) -> Outcome<usize> {
     require(len > 0, CudaStatus::INVALID_VALUE)?;
     require(len <= GPU_MEMORY, CudaStatus::OUT_OF_MEMORY)?;
     let (start, bytes) = Bytes::new(len).map_err(|_| CudaStatus::OUT_OF_MEMORY)?;
-    let (id, alive) = (number(), RecursiveRwLock::new(true));
-    let region = Region { start, len, kind, context, id, is_io: false, alive, bytes: Some(bytes) };
+    let region = Region { bytes: Some(bytes), ..Region::new(start, len, kind, context) };
     REGIONS.lock().insert(start, Arc::new(region));
     Ok(start)
 }
@@ -217,9 +223,8 @@ pub(super) fn register(addr: *mut c_void, len: usize, flags: u32) -> Outcome {
         Some(_) => return Err(CudaStatus::HOST_MEMORY_ALREADY_REGISTERED),
         None => {}
     }
-    let (id, alive) = (number(), RecursiveRwLock::new(true));
     let is_io = flags & IO_MEMORY != 0;
-    let region = Region { start, len, kind: Kind::HostRegistered, context, id, is_io, alive, bytes: None };
+    let region = Region { is_io, ..Region::new(start, len, Kind::HostRegistered, context) };
     regions.insert(start, Arc::new(region));
     Ok(())
 }
@@ -280,7 +285,9 @@ fn answer(region: Option<&Region>, asked: u32, addr: u64) -> Outcome<Answer> {
         asked_for::BUFFER_ID => of(|region| region.id),
         asked_for::RANGE_START_ADDR | asked_for::MAPPING_BASE_ADDR => of(|region| region.start),
         asked_for::RANGE_SIZE | asked_for::MAPPING_SIZE => of(|region| region.len),
-        asked_for::IS_LEGACY_CUDA_IPC_CAPABLE => Narrow(device.into()),
+        asked_for::IS_LEGACY_CUDA_IPC_CAPABLE => {
+            Narrow(region.is_some_and(|region| device && region.bytes.is_some()).into())
+        }
         asked_for::SYNC_MEMOPS | asked_for::IS_MANAGED => Narrow(0),
         MAPPED => Narrow(region.is_some().into()),
         DEVICE_POINTER => Wide(region.map_or(0, |_| addr)),
@@ -339,4 +346,85 @@ pub(super) fn close_ipc(addr: u64) -> Outcome {
     current()?;
     address(addr)?;
     Err(CudaStatus::INVALID_VALUE)
+}
+
+/// Granularity of `cuMemCreate`, bytes.
+const GRANULARITY: usize = 2 << 20;
+/// Memory of `cuMemCreate`: its bytes.
+static CREATED: Table<usize> = Table::new();
+/// Reserved addresses: bytes, a number, and the mapping that keeps them.
+static RESERVED: Mutex<BTreeMap<usize, (usize, Handle, Mapped)>> = Mutex::new(BTreeMap::new());
+
+/// Physical memory and reservations made after a handle.
+pub(super) fn virtual_since(first: Handle) -> usize {
+    CREATED.since(first) + RESERVED.lock().values().filter(|(_, number, _)| *number > first).count()
+}
+
+pub(super) fn granularity(place: *mut usize) -> Outcome {
+    put(place, GRANULARITY)
+}
+
+pub(super) fn create(memory: *mut u64, len: usize, prop: *const AllocationProp) -> Outcome {
+    let prop = get(prop)?;
+    let usual = (prop.kind, prop.location.kind) == (1, 1) && len > 0 && len.is_multiple_of(GRANULARITY);
+    require(usual, CudaStatus::INVALID_VALUE)?;
+    put(memory, CREATED.insert(|_| len) as u64)
+}
+
+pub(super) fn release(memory: u64) -> Outcome {
+    CREATED.remove(address(memory)?).map(drop)
+}
+
+pub(super) fn reserve(addr: *mut u64, len: usize, align: usize) -> Outcome {
+    let room = len.checked_add(align).ok_or(CudaStatus::OUT_OF_MEMORY)?;
+    let mapped = memory_file(c"simulated-vmm", room as u64).and_then(|file| Mapped::new(&file, room));
+    let mapped = mapped.map_err(|_| CudaStatus::OUT_OF_MEMORY)?;
+    let start = mapped.addr().next_multiple_of(align);
+    RESERVED.lock().insert(start, (len, number(), mapped));
+    put(addr, start as u64)
+}
+
+/// Whether this is a whole reservation, and whether memory is mapped in it.
+fn reserved(start: usize, len: usize) -> (bool, bool) {
+    (RESERVED.lock().get(&start).is_some_and(|known| known.0 == len), find(start, 1).is_some())
+}
+
+pub(super) fn unreserve(addr: u64, len: usize) -> Outcome {
+    let start = address(addr)?;
+    require(reserved(start, len) == (true, false), CudaStatus::INVALID_VALUE)?;
+    RESERVED.lock().remove(&start).map(drop).ok_or(CudaStatus::INVALID_VALUE)
+}
+
+pub(super) fn map(addr: u64, len: usize, memory: u64) -> Outcome {
+    let start = address(addr)?;
+    let fits = CREATED.get(address(memory)?)? == len && reserved(start, len) == (true, false);
+    require(fits, CudaStatus::INVALID_VALUE)?;
+    REGIONS.lock().insert(start, Arc::new(Region::new(start, len, Kind::Device, current()?)));
+    Ok(())
+}
+
+pub(super) fn unmap(addr: u64, len: usize) -> Outcome {
+    let start = address(addr)?;
+    require(reserved(start, len) == (true, true), CudaStatus::INVALID_VALUE)?;
+    remove(start, Kind::Device).map(drop).ok_or(CudaStatus::INVALID_VALUE)
+}
+
+pub(super) fn set_access(addr: u64, len: usize, access: *const AccessDesc, count: usize) -> Outcome {
+    let usual = count == 1 && get(access)?.flags == ACCESS_READ_WRITE;
+    require(usual && reserved(address(addr)?, len) == (true, true), CudaStatus::INVALID_VALUE)
+}
+
+pub(super) fn retain(memory: *mut u64, addr: *mut c_void) -> Outcome {
+    let region = find(addr.addr(), 1).filter(|region| region.kind == Kind::Device && region.bytes.is_none());
+    let len = region.ok_or(CudaStatus::INVALID_VALUE)?.len;
+    put(memory, CREATED.insert(|_| len) as u64)
+}
+
+/// A descriptor that says no more than that it was exported. Like the driver's, it is not closed on exec.
+pub(super) fn export(place: *mut c_void, memory: u64, kind: u32) -> Outcome {
+    CREATED.get(address(memory)?)?;
+    require(kind == HANDLE_TYPE_FD, CudaStatus::INVALID_VALUE)?;
+    let file = memory_file(c"exported", 0).map_err(|_| CudaStatus::OPERATING_SYSTEM)?;
+    rustix::io::fcntl_setfd(&file, FdFlags::empty()).map_err(|_| CudaStatus::OPERATING_SYSTEM)?;
+    put(place.cast::<i32>(), file.into_raw_fd())
 }

@@ -47,12 +47,6 @@ fn recorded(event: Handle) -> Outcome<Option<Ticket>> {
     Ok(EVENTS.get(event)?.recorded.lock().clone())
 }
 
-pub(super) fn event_wait(stream: Handle, event: Handle, flags: u32) -> Outcome {
-    require(flags <= 1, CudaStatus::INVALID_VALUE)?;
-    let ticket = recorded(event)?;
-    enqueue(stream, |_| Ok(ticket.map_or(Command::Mark, Command::After))).map(drop)
-}
-
 pub(super) fn event_query(event: Handle) -> Outcome {
     let ticket = recorded(event)?;
     unsafe_call()?;
@@ -61,12 +55,6 @@ pub(super) fn event_query(event: Handle) -> Outcome {
         Some(ticket) => ticket.synchronize(),
         None => Ok(()),
     }
-}
-
-pub(super) fn event_synchronize(event: Handle) -> Outcome {
-    let ticket = recorded(event)?;
-    unsafe_call()?;
-    ticket.map_or(Ok(()), |ticket| ticket.synchronize())
 }
 
 pub(super) fn event_destroy(event: Handle) -> Outcome {

@@ -1,4 +1,5 @@
-//! Facts of the real CUDA driver that other tests rely upon, on the simulated one.
+//! Facts of the real CUDA driver that other tests rely upon, on the simulated one: what it refuses, and what does not happen
+//! yet. That work is done and in order is seen by every test of gdsync on streams.
 
 mod graphs;
 mod streams;
@@ -134,12 +135,6 @@ fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
         assert!(start.elapsed() < Duration::from_secs(30), "not {what}");
         std::thread::yield_now();
     }
-}
-
-extern "C" fn count(counter: *mut c_void) {
-    // SAFETY: the tests pass a counter that outlives their streams' work.
-    let counter = unsafe { &*counter.cast::<AtomicU64>() };
-    counter.fetch_add(1, Ordering::SeqCst);
 }
 
 fn counter(counter: &AtomicU64) -> *mut c_void {

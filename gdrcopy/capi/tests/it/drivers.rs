@@ -95,51 +95,6 @@ fn a_size_that_leaves_out_the_end_can_be_mapped() {
 }
 
 #[test]
-fn a_flag_that_the_platform_lacks_is_einval() {
-    let computer = computer(Module { force_pcie: false, ..Module::default() });
-    let library = computer.open().unwrap();
-    let addr = library.alloc(SIZE).unwrap();
-    assert_eq!(library.attribute(2), Ok(0));
-    assert_eq!(library.pin_v2(addr, SIZE, 1), Err(libc::EINVAL));
-    // The platform of the GPU driver lacks it: a number of the kernel that must not come through.
-    assert_eq!(computer.failing("gdrdrv pin", 524, || library.pin_v2(addr, SIZE, 1)), Err(libc::EINVAL));
-    library.close().unwrap();
-}
-
-#[test]
-fn each_platform_has_its_mapping_types() {
-    const TYPES: [(MappingType, u32); 3] =
-        [(MappingType::WriteCombining, 1), (MappingType::Cached, 2), (MappingType::Device, 3)];
-    for version in VERSIONS {
-        for (native, number) in TYPES {
-            let computer = computer(Module { version, mapping_type: native, ..Module::default() });
-            // A module that cannot be asked has one type; the oldest knows no device mappings.
-            if version < (2, 5) && native == MappingType::Device {
-                continue;
-            }
-            let library = computer.open().unwrap();
-            let addr = library.alloc(SIZE).unwrap();
-            let mh = library.pin(addr, SIZE).unwrap();
-            for (wish, flag) in [(None, 0), (Some(1), 1), (Some(2), 2), (Some(3), 3)] {
-                let also_wc = native == MappingType::Cached && wish == Some(1) && version >= (2, 5);
-                let mapped = library.map_as(mh, SIZE, flag);
-                if wish.is_none_or(|wish| wish == number) || also_wc {
-                    let info = library.info(mh).unwrap();
-                    assert_eq!(info.mapping_type, wish.unwrap_or(number));
-                    assert_eq!(info.v1.bits & INFO_WC_MAPPING != 0, info.mapping_type == 1);
-                    library.unmap(mh, mapped.unwrap(), SIZE).unwrap();
-                } else {
-                    assert_eq!(mapped, Err(libc::EOPNOTSUPP), "{version:?} {native:?} {wish:?}");
-                }
-            }
-            assert_eq!(library.map_as(mh, SIZE, 4), Err(libc::EINVAL));
-            library.close().unwrap();
-            computer.check_clean();
-        }
-    }
-}
-
-#[test]
 fn mappings_of_two_types_show_the_same_memory() {
     let computer = computer(Module { mapping_type: MappingType::Cached, ..Module::default() });
     let library = computer.open().unwrap();
@@ -153,46 +108,6 @@ fn mappings_of_two_types_show_the_same_memory() {
     }
     library.close().unwrap();
     computer.check_clean();
-}
-
-/// What becomes of an operation while the driver refuses a request; afterwards everything works and nothing is left.
-#[test]
-fn the_drivers_error_numbers_come_through() {
-    let plain = [libc::EIO, libc::EACCES, libc::EBUSY, libc::ENODEV, libc::ENOMEM, libc::EFAULT];
-    for version in VERSIONS {
-        let computer = computer(Module { version, ..Module::default() });
-        let library = computer.open().unwrap();
-        let addr = library.alloc(SIZE).unwrap();
-        for errno in plain.into_iter().chain([libc::EINVAL]) {
-            let pinned = computer.failing("gdrdrv pin", errno, || library.pin(addr, SIZE));
-            assert_eq!(pinned, Err(errno), "{version:?}");
-        }
-        for errno in plain {
-            let pinned = computer.failing("gdrdrv info", errno, || library.pin(addr, SIZE));
-            assert_eq!(pinned, Err(errno), "{version:?}");
-        }
-        let mh = library.pin(addr, SIZE).unwrap();
-        for errno in plain {
-            assert_eq!(computer.failing("gdrdrv flag", errno, || library.callback_flag(mh)), Err(errno));
-            assert_eq!(computer.failing("gdrdrv mmap", errno, || library.map(mh, SIZE)), Err(errno));
-            assert_eq!(computer.failing("gdrdrv info", errno, || library.map(mh, SIZE)), Err(errno));
-            if version >= (2, 5) && errno != libc::EBUSY {
-                assert_eq!(computer.failing("gdrdrv type", errno, || library.map(mh, SIZE)), Err(errno));
-            }
-        }
-        for errno in [libc::EINVAL, libc::EAGAIN] {
-            assert_eq!(computer.failing("gdrdrv mmap", errno, || library.map(mh, SIZE)), Err(errno));
-        }
-        // GPUs on which the driver holds no memory, as in MIG mode.
-        let pinned = computer.failing("gdrdrv pin", 524, || library.pin(addr, SIZE));
-        assert_eq!(pinned, Err(libc::EOPNOTSUPP));
-        library.works_at(addr, SIZE);
-        // The handle is gone also if the driver refuses.
-        assert_eq!(computer.failing("gdrdrv unpin", libc::EIO, || library.unpin(mh)), Err(libc::EIO));
-        assert_eq!(library.unpin(mh), Err(libc::EINVAL));
-        library.close().unwrap();
-        computer.check_clean();
-    }
 }
 
 #[test]
@@ -291,60 +206,78 @@ fn memory_is_mapped_without_a_module() {
     }
 }
 
-/// The driver's statuses are no error numbers of C.
-#[test]
-fn failures_have_error_numbers_of_c_and_leave_nothing() {
-    let computer = Computer::new(Driver::Rm(RmSettings::default()));
-    let library = computer.open().unwrap();
-    let addr = library.alloc(SIZE).unwrap();
-    library.works_at(addr, SIZE);
-    let mh = library.pin(addr, SIZE).unwrap();
-    const NO_MEMORY: i32 = 0x51;
-    const INVALID_STATE: i32 = 0x40;
-    for status in [NO_MEMORY, INVALID_STATE] {
-        let pinned = computer.failing("rm dup", status, || library.pin(addr, SIZE));
-        assert_eq!(pinned, Err(libc::EIO), "{status:#x}");
-    }
-    assert_eq!(computer.failing("rm map", INVALID_STATE, || library.map(mh, SIZE)), Err(libc::EIO));
-    assert_eq!(computer.failing("rm mmap", libc::EAGAIN, || library.map(mh, SIZE)), Err(libc::EAGAIN));
-    // A mapping that shows other memory is not returned.
-    assert_eq!(computer.failing("rm shift", 1, || library.map(mh, SIZE)), Err(libc::EIO));
-    assert_eq!(computer.failing("cuMemcpyDtoHAsync", 2, || library.map(mh, SIZE)), Err(libc::ENOMEM));
-    let base = library.map(mh, SIZE).unwrap();
-    library.unmap(mh, base, SIZE).unwrap();
-    library.unpin(mh).unwrap();
-    library.works_at(addr, SIZE);
-    library.close().unwrap();
-    computer.check_clean();
+/// What a program does while its driver refuses.
+#[derive(Clone, Copy, Debug)]
+enum Act {
+    Alloc,
+    Pin,
+    Map,
+    Flag,
 }
 
-/// A `CUresult` is no error number of C.
+/// Faults of each driver, with the code of its own and the number that C gets. A `CUresult` or a status of the resource manager is
+/// no number of C.
 #[test]
-fn failures_have_error_numbers_of_c() {
-    let computer = Computer::new(Driver::DmaBuf);
-    let library = computer.open().unwrap();
-    let addr = library.alloc(SIZE).unwrap();
-    library.works_at(addr, SIZE);
-    let statuses = [
-        (1, libc::EINVAL),
-        (2, libc::ENOMEM),
-        (101, libc::EINVAL),
-        (719, libc::EIO),
-        (801, libc::EOPNOTSUPP),
-        (999, libc::EIO),
+fn failures_have_error_numbers_of_c_and_leave_nothing() {
+    use Act::{Alloc, Flag, Map, Pin};
+    let gdrdrv =
+        [libc::EIO, libc::EACCES, libc::ENODEV, libc::ENOMEM, libc::EFAULT].into_iter().flat_map(|errno| {
+            let acts =
+                [("pin", Pin), ("info", Pin), ("flag", Flag), ("mmap", Map), ("info", Map), ("type", Map)];
+            acts.map(|(request, act)| (format!("gdrdrv {request}"), errno, act, errno))
+        });
+    // The last is the kernel's own number, on GPUs of which the driver holds no memory.
+    let gdrdrv = gdrdrv.chain([
+        ("gdrdrv pin".into(), libc::EINVAL, Pin, libc::EINVAL),
+        ("gdrdrv pin".into(), 524, Pin, libc::EOPNOTSUPP),
+    ]);
+    let rm = [
+        ("rm dup", 0x51, Pin, libc::EIO),
+        ("rm dup", 0x40, Pin, libc::EIO),
+        ("rm map", 0x40, Map, libc::EIO),
+        ("rm mmap", libc::EAGAIN, Map, libc::EAGAIN),
+        // A mapping that shows other memory is not returned.
+        ("rm shift", 1, Map, libc::EIO),
+        ("cuMemcpyDtoHAsync", 2, Map, libc::ENOMEM),
+        ("cuMemAlloc", 719, Alloc, libc::EIO),
+        ("cuMemAlloc", 2, Alloc, libc::ENOMEM),
     ];
-    for (status, errno) in statuses {
-        let pinned = computer.failing("cuMemGetHandleForAddressRange", status, || library.pin(addr, SIZE));
-        assert_eq!(pinned, Err(errno), "{status}");
-        assert_eq!(computer.failing("cuMemAlloc", status, || library.alloc(SIZE)), Err(errno), "{status}");
+    let dma_buf = [
+        ("cuMemGetHandleForAddressRange", 1, Pin, libc::EINVAL),
+        ("cuMemGetHandleForAddressRange", 101, Pin, libc::EINVAL),
+        ("cuMemGetHandleForAddressRange", 801, Pin, libc::EOPNOTSUPP),
+        ("cuMemGetHandleForAddressRange", 999, Pin, libc::EIO),
+        ("mmap of a dma-buf", libc::ENOMEM, Map, libc::ENOMEM),
+        ("mmap of a dma-buf", libc::EPERM, Map, libc::EPERM),
+        ("wrong page of a dma-buf", 1, Map, libc::EIO),
+    ];
+    let named = |(name, code, act, errno): (&str, i32, Act, i32)| (name.to_owned(), code, act, errno);
+    for (driver, faults) in [
+        (Driver::Gdrdrv(Module::default()), gdrdrv.collect::<Vec<_>>()),
+        (Driver::Rm(RmSettings::default()), rm.map(named).to_vec()),
+        (Driver::DmaBuf, dma_buf.map(named).to_vec()),
+    ] {
+        let computer = Computer::new(driver);
+        let library = computer.open().unwrap();
+        let addr = library.alloc(SIZE).unwrap();
+        library.works_at(addr, SIZE);
+        let mh = library.pin(addr, SIZE).unwrap();
+        for (name, code, act, errno) in faults {
+            let done = computer.failing(&name, code, || match act {
+                Alloc => library.alloc(SIZE).map(drop),
+                Pin => library.pin(addr, SIZE).map(drop),
+                Map => library.map(mh, SIZE).map(drop),
+                Flag => library.callback_flag(mh).map(drop),
+            });
+            assert_eq!(done, Err(errno), "{name} {code}");
+        }
+        library.works_at(addr, SIZE);
+        // The handle is gone also if the driver refuses.
+        if let Driver::Gdrdrv(_) = driver {
+            assert_eq!(computer.failing("gdrdrv unpin", libc::EIO, || library.unpin(mh)), Err(libc::EIO));
+            assert_eq!(library.unpin(mh), Err(libc::EINVAL));
+        }
+        library.close().unwrap();
+        computer.check_clean();
     }
-    let mh = library.pin(addr, SIZE).unwrap();
-    for errno in [libc::ENOMEM, libc::EAGAIN, libc::EPERM] {
-        let mapped = computer.failing("mmap of a dma-buf", errno, || library.map(mh, SIZE));
-        assert_eq!(mapped, Err(errno));
-    }
-    let mapped = computer.failing("wrong page of a dma-buf", 1, || library.map(mh, SIZE));
-    assert_eq!(mapped, Err(libc::EIO), "a mapping that shows other memory is not handed out");
-    library.map(mh, SIZE).unwrap();
-    library.close().unwrap();
 }

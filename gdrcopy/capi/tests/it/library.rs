@@ -249,26 +249,6 @@ fn cuda_waits_for_the_first_pin() {
     }
 }
 
-#[test]
-fn an_error_at_the_first_use_is_returned_and_tried_again() {
-    let computer = Computer::new(Driver::Rm(RmSettings::default()));
-    let library = computer.open().unwrap();
-    let addr = memory(&computer);
-    for operation in
-        ["cuInit", "open /dev/nvidiactl", "open /dev/nvidia1", "rm alloc device", "rm card info", "rm swap"]
-    {
-        let pinned = computer.failing(operation, libc::EACCES, || library.pin(addr, SIZE));
-        assert_eq!(pinned.unwrap_err(), libc::ENODEV, "{operation}");
-        let allocated = computer.failing(operation, libc::EACCES, || library.alloc(SIZE));
-        assert_eq!(allocated, Err(libc::ENODEV), "{operation}");
-        assert_eq!(library.attribute(1), Ok(1));
-    }
-    computer.check_clean();
-    library.works_at(library.alloc(SIZE).unwrap(), SIZE);
-    library.close().unwrap();
-    computer.check_clean();
-}
-
 const PAGE: u64 = GPU_PAGE_SIZE as u64;
 /// What small allocations share, bytes.
 const BLOCK: usize = 2 << 20;

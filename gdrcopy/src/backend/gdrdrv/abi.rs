@@ -2,6 +2,8 @@
 
 use std::ffi::CStr;
 
+use rustix::ioctl::{Direction, opcode};
+
 /// The device file.
 pub(crate) const PATH: &CStr = c"/dev/gdrdrv";
 
@@ -30,11 +32,8 @@ pub(crate) const fn version(major: u16, minor: u16) -> u32 {
 }
 
 /// `_IOWR(0xDA, nr, size)`; the same value on x86-64, arm64 and ppc64le.
-const fn code(nr: u32, size: usize) -> u32 {
-    assert!(size < 1 << 13);
-    #[expect(clippy::cast_possible_truncation, reason = "checked above")]
-    let size = size as u32;
-    3 << 30 | size << 16 | 0xDA << 8 | nr
+const fn code(nr: u8, size: usize) -> u32 {
+    opcode::from_components(Direction::ReadWrite, 0xDA, nr, size) as u32
 }
 
 /// Most numbers carry the size of a pointer instead of that of the structure.

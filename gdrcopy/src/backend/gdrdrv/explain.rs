@@ -177,7 +177,7 @@ pub(super) fn mapping_type(request: MappingType) -> Error {
         MappingType::WriteCombining => "this platform demands device mappings; ask for no type",
         MappingType::Device => "only platforms that demand them have device mappings; ask for no type",
     };
-    Error::Unsupported { what: format!("a mapping of type {request:?}"), by: "gdrdrv on this platform", fix }
+    request.unsupported("gdrdrv on this platform", fix)
 }
 
 /// The error of a failed `mmap`; the caller has checked the pin's state.

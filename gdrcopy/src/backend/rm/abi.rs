@@ -19,23 +19,16 @@
 /// The type must have the layout that the driver gives to the structure of escape `NUMBER`.
 pub(crate) unsafe trait Escape: Sized {
     /// The escape's number.
-    const NUMBER: u32;
+    const NUMBER: u8;
     /// What the call is for, in errors; also the name of its fault in a simulated driver.
     const NAME: &'static str;
     /// The `ioctl` request: type `'F'`, read and write, size of the structure.
-    const REQUEST: u32 = request(Self::NUMBER, size_of::<Self>());
+    const REQUEST: u32 = rustix::ioctl::opcode::read_write::<Self>(b'F', Self::NUMBER) as u32;
 
     /// What the resource manager said: `NV_STATUS`, 0 where the structure has none.
     fn status(&self) -> u32 {
         0
     }
-}
-
-/// `_IOWR('F', number, size)`.
-#[expect(clippy::cast_possible_truncation, reason = "sizes are far below the 14 bits that a request has")]
-const fn request(number: u32, size: usize) -> u32 {
-    assert!(size < 1 << 14);
-    3 << 30 | (size as u32) << 16 | (b'F' as u32) << 8 | number
 }
 
 /// Parameters with which an object of a class is allocated.
@@ -62,7 +55,7 @@ macro_rules! structures {
     (@implement $name:ident Escape $number:literal $text:literal $($status:ident)?) => {
         // SAFETY: see the layout tests.
         unsafe impl Escape for $name {
-            const NUMBER: u32 = $number;
+            const NUMBER: u8 = $number;
             const NAME: &'static str = $text;
             $(fn status(&self) -> u32 {
                 self.$status
@@ -250,7 +243,7 @@ pub(crate) struct Cards(pub(crate) [Card; MAX_DEVICES]);
 
 // SAFETY: see the layout tests.
 unsafe impl Escape for Cards {
-    const NUMBER: u32 = 200;
+    const NUMBER: u8 = 200;
     const NAME: &'static str = "rm card info";
 }
 
@@ -340,19 +333,4 @@ statuses! {
     TIMEOUT = 0x65, LOST;
     TIMEOUT_RETRY = 0x66, RETRY;
     GENERIC = 0xffff, UNKNOWN;
-}
-
-impl NvStatus {
-    /// Whether the same call may succeed later.
-    pub(crate) fn is_transient(self) -> bool {
-        matches!(
-            self,
-            Self::BUSY_RETRY
-                | Self::TIMEOUT_RETRY
-                | Self::IN_USE
-                | Self::INSUFFICIENT_RESOURCES
-                | Self::NO_MEMORY
-                | Self::OPERATING_SYSTEM
-        )
-    }
 }

@@ -226,7 +226,7 @@ fn errors_of_the_gpu_driver_are_returned_and_leave_nothing() {
     memory.free();
 }
 
-const REQUESTS: [u32; 10] = [
+pub(super) const REQUESTS: [u32; 10] = [
     PinBuffer::CODE,
     UnpinBuffer::CODE,
     GetCallbackFlag::CODE,

@@ -9,8 +9,10 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Object};
 
+use super::pins::REQUESTS;
 use super::rig::{Machine, Map, Memory, Raw, counter, is_persistent};
 use crate::gdrdrv_abi::{self as abi, GetInfo, PinDmaBuf};
+use crate::rig::Numbers;
 
 const THREADS: usize = 8;
 
@@ -74,55 +76,6 @@ fn pins_maps_unmaps_frees() {
     assert_eq!(counter("pins"), 0);
 }
 
-/// dma-bufs that are exported, pinned, moved and closed by many threads.
-#[test]
-fn dmabufs_come_and_go() {
-    let Some(_machine) = Machine::new() else { return };
-    let raw = Raw::open();
-    if raw.attribute(0x1000) != Ok(1) {
-        println!("skipped: no pins of dma-bufs here");
-        return;
-    }
-    let memory = Memory::new(2 * CHUNK);
-    thread::scope(|scope| {
-        for thread in 0..4_u64 {
-            let (raw, memory) = (&raw, &memory);
-            scope.spawn(move || {
-                for round in 0..rounds() / 20 {
-                    let fd = memory.object.export(0, 2 * CHUNK, false).unwrap();
-                    let mut pin = PinDmaBuf { fd: fd.as_raw_fd(), size: CHUNK, ..Default::default() };
-                    raw.call(&mut pin).unwrap();
-                    let map = raw.map(pin.handle, CHUNK).unwrap();
-                    let offset = usize::try_from(thread).unwrap();
-                    map.store(offset, 1);
-                    if round % 4 == thread {
-                        memory.object.move_to(gdsync_testkit::kmod::Backing::Ram).unwrap();
-                    }
-                    assert_eq!(map.load(offset), 1);
-                    drop(map);
-                    raw.unpin(pin.handle).unwrap();
-                }
-            });
-        }
-    });
-}
-
-/// xorshift64*.
-struct Numbers(u64);
-
-impl Numbers {
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
-    }
-
-    fn below(&mut self, end: usize) -> usize {
-        usize::try_from(self.next() >> 33).expect("31 bits") % end
-    }
-}
-
 /// What one thread plays with.
 struct Toys {
     files: Vec<Raw>,
@@ -131,21 +84,6 @@ struct Toys {
     maps: Vec<Map>,
     handles: Vec<u64>,
 }
-
-const CODES: [u32; 12] = [
-    0xC028_DA01,
-    0xC008_DA02,
-    0xC008_DA03,
-    0xC008_DA04,
-    0xC008_DA05,
-    0xC008_DA06,
-    0xC020_DA07,
-    0xC008_DA08,
-    0xC020_DAC0,
-    0xC008_DAFF,
-    0xC008_DA09,
-    0xC028_DA07,
-];
 
 impl Toys {
     fn new() -> Self {
@@ -178,7 +116,10 @@ impl Toys {
     }
 
     fn request(&mut self, numbers: &mut Numbers) {
-        let mut code = CODES[numbers.below(CODES.len())];
+        // Those that there are, one that is not, and one of another size.
+        let others = [0xC008_DA09, 0xC028_DA07];
+        let codes = [&REQUESTS[..], &others].concat();
+        let mut code = codes[numbers.below(codes.len())];
         if numbers.below(50) == 0 {
             code ^= 1 << numbers.below(32);
         }
