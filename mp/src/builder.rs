@@ -68,8 +68,8 @@ impl CommunicatorBuilder {
     }
 
     /// Whether [`CommunicatorBuilder::spawn`] gives each rank CPUs of its own (default yes): an equal share of those that the calling
-    /// thread may use, whole cores next to each other if there are enough. It binds the calling thread of rank 0, and the other
-    /// ranks as a whole; threads that they start stay in their share. Nothing is bound if there are more ranks than CPUs, if the
+    /// thread may use, whole cores next to each other if there are enough. It binds the calling thread of rank 0 until the job is
+    /// over, and the other ranks as a whole; threads that they start stay in their share. Nothing is bound if there are more ranks than CPUs, if the
     /// builder has a [`GPU`](CommunicatorBuilder::gpu), or by a launcher's ranks. `MP_BIND` in the environment (`1` or `0`) overrides it.
     pub fn bind(mut self, bind: bool) -> Self {
         self.0.bind = bind;

@@ -165,8 +165,11 @@ fn preposition(operation: &str) -> &'static str {
 fn reason(operation: &str, rank: usize, cause: &gdsync::Error) -> String {
     let gdsync::Error::Deadline { after, .. } = cause else { return cause.of_rank() };
     let fix = match preposition(operation) {
-        "to" => format!("see that rank {rank} posts a receive for it (Communicator::irecv)"),
-        "from" => format!("nothing has come; see that rank {rank} sends it"),
+        "to" if operation.contains("send") => {
+            format!("see that rank {rank} posts a receive for it (Communicator::irecv)")
+        }
+        "from" if operation != "get" => format!("nothing has come; see that rank {rank} sends it"),
+        // One-sided operations take no part of the rank's program.
         _ => format!("see that rank {rank} lives (Communicator::check)"),
     };
     format!("not complete within {}: {fix}, or allow more time", rounded(*after))
@@ -354,6 +357,14 @@ mod tests {
             (
                 Error::message(1, "send", late()),
                 &["send to rank 1: not complete within 10 s", "Communicator::irecv"],
+            ),
+            (
+                Error::message(1, "put", late()),
+                &["put to rank 1: not complete within 10 s: see that rank 1 lives (Communicator::check)"],
+            ),
+            (
+                Error::message(1, "get", late()),
+                &["get from rank 1: not complete within 10 s: see that rank 1 lives (Communicator::check)"],
             ),
             (
                 Error::message(1, "flush", late()),

@@ -10,6 +10,9 @@ use gdsync_device::copy_engine::ProcessId;
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Fate, Faults, Gid, HcaStats};
 
+/// Packets of a full ring, and the one that is being received.
+const FULL_RING: u64 = MAX_RECORDS as u64 + 1;
+
 /// Links of one HCA by index; indices are reused. Index 0 is the loopback.
 #[derive(Debug, Default)]
 pub(crate) struct Links(Vec<Option<Link>>);
@@ -26,10 +29,8 @@ struct Link {
     down: bool,
     /// Packets were pushed since the peer was last notified.
     needs_notify: bool,
-    /// How often the receive ring was seen empty, or turned over once.
+    /// Packets received. Each time that the receive ring is seen empty, it grows by a full ring of packets.
     drained: u64,
-    /// Packets received since.
-    taken: usize,
     /// Process of the peer, once it has sent references.
     process: Option<ProcessId>,
     /// PID of the peer in this process's namespace.
@@ -104,7 +105,6 @@ impl Links {
             down: false,
             needs_notify: false,
             drained: 0,
-            taken: 0,
             process: None,
             pid,
             readable: false,
@@ -256,16 +256,11 @@ impl Links {
     /// Records whether a receive attempt found a packet.
     pub(crate) fn count_received(&mut self, index: usize, any: bool) {
         if let Some(link) = self.get_mut(index) {
-            link.taken += usize::from(any);
-            // After a full ring of packets, everything sent before has been received.
-            if !any || link.taken > MAX_RECORDS {
-                link.drained += 1;
-                link.taken = 0;
-            }
+            link.drained = link.drained.wrapping_add(if any { 1 } else { FULL_RING });
         }
     }
 
-    /// Grows after everything that the peer had sent has been received.
+    /// For [`Links::has_drained_since`].
     pub(crate) fn drained(&self, index: usize) -> u64 {
         self.get(index).map_or(0, |l| l.drained)
     }
@@ -288,7 +283,8 @@ impl Links {
 
     /// Whether everything that the peer had sent when [`Links::drained`] was `seen` has been received.
     pub(crate) fn has_drained_since(&self, index: usize, seen: u64) -> bool {
-        seen < self.drained(index) || self.is_down(index)
+        // After a full ring of packets, everything sent before has been received.
+        self.drained(index).wrapping_sub(seen) >= FULL_RING || self.is_down(index)
     }
 
     /// Sends delayed packets that are due. Returns whether any remain.
@@ -326,6 +322,33 @@ impl Link {
             if !(due(&delayed) && self.push(&delayed.header, &delayed.body, &[])) {
                 self.delayed.push_back(delayed);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::Port;
+
+    #[test]
+    fn a_link_has_drained_when_it_was_seen_empty_or_after_a_full_ring_of_packets() {
+        let event = EventCount::create().unwrap();
+        let port = Port::open(Gid::random().unwrap(), event, false).unwrap();
+        let mut links = Links::default();
+        let (link, _ring) = links.add(port.loopback().unwrap());
+        for before in [0, 1, MAX_RECORDS - 1, MAX_RECORDS, 3 * MAX_RECORDS + 7] {
+            (0..before).for_each(|_| links.count_received(link, true));
+            let seen = links.drained(link);
+            for received in 0..MAX_RECORDS {
+                assert!(!links.has_drained_since(link, seen), "{received} packets, and {before} before");
+                links.count_received(link, true);
+            }
+            links.count_received(link, true);
+            assert!(links.has_drained_since(link, seen));
+            let seen = links.drained(link);
+            links.count_received(link, false);
+            assert!(links.has_drained_since(link, seen));
         }
     }
 }

@@ -80,7 +80,8 @@ impl HostStreamConfig {
 /// Runs the operations of one stream on its own thread.
 ///
 /// After the last handle is dropped, the thread finishes pending work and ends. The drop joins it if none is pending, or the
-/// stream has failed, unless a host function drops the handle. A panic that drops the handle fails pending work.
+/// stream has failed, unless a host function drops the handle or is not over within [`PATIENCE`]. A panic that drops the handle
+/// fails pending work.
 pub(crate) struct HostEngine {
     fork_guard: ForkGuard,
     shared: Arc<Shared>,
@@ -176,11 +177,24 @@ impl Drop for HostEngine {
         }
         let is_over = self.shared.close();
         if is_over && thread.thread().id() != thread::current().id() {
-            // The thread catches panics. One that escapes cannot be reported here.
-            let _ = thread.join();
+            let shared = &self.shared;
+            // A host function of a failed stream may wait for what the caller drops next.
+            let is_done = || shared.completed() >= shared.submitted();
+            if shared.block_until(Instant::now() + PATIENCE, is_done, || shared.submitted()) {
+                // The thread catches panics. One that escapes cannot be reported here.
+                let _ = thread.join();
+            } else {
+                tracing::error!(
+                    stream = shared.config.name,
+                    "a host function of a dropped stream still runs"
+                );
+            }
         }
     }
 }
+
+/// How long a drop waits for a host function of a failed stream.
+const PATIENCE: Duration = Duration::from_secs(5);
 
 impl fmt::Debug for HostEngine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

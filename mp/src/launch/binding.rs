@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::thread::{ThreadId, current};
 
 use parking_lot::Mutex;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -12,8 +13,8 @@ use crate::path::{choice, variable};
 /// Overrides [`CommunicatorBuilder::bind`](crate::CommunicatorBuilder::bind).
 const VARIABLE: &str = "MP_BIND";
 
-/// The CPUs of a thread before it was bound here, and since.
-static BOUND: Mutex<Option<[CpuSet; 2]>> = Mutex::new(None);
+/// The thread that was bound here, its CPUs before, and since.
+static BOUND: Mutex<Option<(ThreadId, CpuSet, CpuSet)>> = Mutex::new(None);
 
 /// The choice of the program, or of the environment.
 pub(super) fn is_wanted(own: bool) -> Result<bool> {
@@ -21,14 +22,16 @@ pub(super) fn is_wanted(own: bool) -> Result<bool> {
     Ok(choice(own, VARIABLE, variable(VARIABLE).as_deref(), &choices, "0 or 1")?)
 }
 
-/// Gives the calling thread back what [`bind`] took from it in an earlier job.
+/// Gives the calling thread back what [`bind`] took from it, or from the thread that has started it, in a job that is over.
 pub(super) fn unbind() {
     let mut bound = BOUND.lock();
-    let now = sched_getaffinity(None).ok();
-    if let Some([before, _]) = bound.take_if(|[_, since]| Some(*since) == now) {
+    let Some((thread, before, since)) = *bound else { return };
+    // Not if the program has bound it since.
+    if sched_getaffinity(None).is_ok_and(|now| now == since) {
         // The thread had them.
         let _ = sched_setaffinity(None, &before);
     }
+    bound.take_if(|_| thread == current().id());
 }
 
 /// Binds the calling thread, and those that it starts from now on.
@@ -39,7 +42,7 @@ pub(super) fn bind(share: &CpuSet) -> Result<()> {
     };
     let before = sched_getaffinity(None).map_err(failed)?;
     sched_setaffinity(None, share).map_err(failed)?;
-    *BOUND.lock() = Some([before, *share]);
+    *BOUND.lock() = Some((current().id(), before, *share));
     Ok(())
 }
 

@@ -299,6 +299,11 @@ impl CommunicatorBuilder {
     /// or address at fault; [`Error::Child`] when a process of [`CommunicatorBuilder::spawn`] ends before; [`Error::Device`] from
     /// the RDMA device, for a setting out of range, or for an `MP_REG_CACHE`, `MP_LOCAL`, `MP_GPU_PATH` or `MP_BIND` that means nothing.
     pub fn init(self) -> Result<Communicator> {
+        // What comes of the error need not run on the CPUs of one rank.
+        self.start().inspect_err(|_| binding::unbind())
+    }
+
+    fn start(self) -> Result<Communicator> {
         let deadline = Deadline::after(self.0.timeout);
         let resolved = self.resolve()?;
         let (mut bootstrap, mut children) = self.join()?;

@@ -12,6 +12,7 @@ use std::time::Duration;
 use gdsync::error::rounded;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
+use super::binding;
 use super::environment::{Launch, Launcher, Root};
 use crate::error::{Error, Result};
 use crate::exchange::{ChildProcesses, LAST_MOMENTS};
@@ -176,8 +177,8 @@ impl Children {
         Err(failed)
     }
 
-    /// Waits until all have ended; after `limit`, kills the others and says so on standard error.
-    fn end(&mut self, limit: Duration) {
+    /// Waits until all have ended; after `limit`, kills the others and says so on standard error. Returns those.
+    fn end(&mut self, limit: Duration) -> Vec<usize> {
         let deadline = Deadline::after(limit);
         let mut ranks = ChildProcesses::running(self);
         while !ranks.is_empty() && !deadline.is_over() {
@@ -191,6 +192,7 @@ impl Children {
             let _ = child.kill();
             let _ = child.wait();
         }
+        ranks
     }
 
     /// Refuses children that have ended, also those that have ended well.
@@ -259,7 +261,9 @@ impl ChildProcesses for Children {
     }
 
     fn wait(self: Box<Self>, timeout: Duration) -> Result<()> {
-        Children::wait(*self, timeout)
+        let ended = Children::wait(*self, timeout);
+        binding::unbind();
+        ended
     }
 
     fn running(&mut self) -> Vec<usize> {
@@ -282,17 +286,19 @@ impl ChildProcesses for Children {
                 rounded(limit)
             ));
         }
-        self.end(limit);
+        let killed = self.end(limit);
+        binding::unbind();
         if is_silent {
             return;
         }
         let statuses = self.statuses().unwrap_or_default().into_iter();
         let failed: Vec<_> = statuses
+            .filter(|(rank, ..)| !killed.contains(rank))
             .filter_map(|(rank, _, status)| Some(Error::Child { rank, status: status? }))
             .filter(|error| !matches!(error, Error::Child { status, .. } if status.success()))
             .collect();
         failed.iter().for_each(|error| say(&error.to_string()));
-        if !failed.is_empty() {
+        if !failed.is_empty() || !killed.is_empty() {
             exit_with_failure();
         }
     }

@@ -570,6 +570,7 @@ fn spawned_ranks_are_bound_to_cpus_of_their_own() {
         if rank > 0 {
             return;
         }
+        assert_eq!(sched_getaffinity(None).unwrap(), before, "after the job");
         let is_bound = ranks <= cpus && if variable.is_empty() { asked } else { variable == "1" };
         let all = format!("{before:?}");
         match is_bound {

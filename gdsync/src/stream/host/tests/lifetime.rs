@@ -79,6 +79,33 @@ fn a_drop_after_a_failure_joins_too() {
     assert!(shared.upgrade().is_none());
 }
 
+/// As in a panic that drops first the stream, then what its host function waits for.
+#[test]
+fn a_drop_after_a_failure_does_not_wait_for_a_host_function_for_ever() {
+    let engine = engine();
+    let shared = Arc::downgrade(&engine.shared);
+    let (sender, receiver) = mpsc::channel::<()>();
+    let (running_tx, running_rx) = mpsc::channel();
+    submit(
+        &engine,
+        [host_fn(move || {
+            running_tx.send(()).expect("the test listens");
+            let _ = receiver.recv();
+        })],
+    );
+    running_rx.recv_timeout(LONG).expect("it runs");
+    engine.fail(Error::StreamAborted { stream: "stream".into() });
+    let (done_tx, done_rx) = mpsc::channel();
+    let dropping = thread::spawn(move || {
+        drop(engine);
+        drop(sender);
+        done_tx.send(()).expect("the test listens");
+    });
+    done_rx.recv_timeout(LONG).expect("the drop returns");
+    dropping.join().expect("no panic");
+    ends(&shared);
+}
+
 #[test]
 fn a_host_function_may_drop_the_last_handle() {
     let engine = engine();
