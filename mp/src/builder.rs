@@ -76,7 +76,8 @@ impl CommunicatorBuilder {
         self
     }
 
-    /// Messages that can be under way to and from each rank (default 512, at most 32768).
+    /// Messages that can be under way to and from each rank (default 512, at most 32768). With more a call
+    /// [waits for room](Communicator#full-queues).
     pub fn depth(mut self, depth: usize) -> Self {
         self.0.queues.depth = depth;
         self
@@ -98,7 +99,7 @@ impl CommunicatorBuilder {
     }
 
     /// How long the ranks may take to find each other, and to end after a communicator that was dropped without
-    /// [`Communicator::finalize`] (default 30 s).
+    /// [`Communicator::finalize`], and how long a call waits for room in a [full queue](Communicator#full-queues) (default 30 s).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout = timeout;
         self
@@ -237,7 +238,8 @@ impl CommunicatorBuilder {
             self.0.watch.then(|| Watchdog::start(flag.clone(), peers.clone(), rma.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watchdog = watchdog.map_err(|error| Error::spawn("cannot start the watchdog", error, fix))?;
-        Ok(Communicator(Arc::new(Inner {
+        let timeout = self.0.timeout;
+        let inner = Inner {
             rank: exchange.rank(),
             context: devices.main.context,
             pd: devices.main.pd,
@@ -253,7 +255,8 @@ impl CommunicatorBuilder {
             children: Spawned::new(self.0.timeout),
             settings: self.0,
             rma,
-        })))
+        };
+        Ok(Communicator(Arc::new(inner), timeout))
     }
 }
 

@@ -20,6 +20,7 @@ use crate::wait::{Deadline, back_off};
 pub struct PreparedMessage {
     request: Request,
     send: PreparedSend,
+    comm: Communicator,
 }
 
 impl PreparedMessage {
@@ -41,9 +42,9 @@ impl PreparedMessage {
     /// # Errors
     /// [`Error::Message`](crate::Error::Message): the connection is broken, or the stream refuses. The message is taken back.
     pub fn post_on_stream(self, stream: &Stream) -> Result<Request> {
-        let mut batch = Batch::new();
+        let (mut batch, comm) = (Batch::new(), self.comm.clone());
         let request = self.post_in_batch(&mut batch);
-        stream.submit(&mut batch).map_err(|cause| request.failed(cause))?;
+        comm.while_full(|| stream.submit(&mut batch).map_err(|cause| request.failed(cause)))?;
         Ok(request)
     }
 }
@@ -115,7 +116,7 @@ impl Communicator {
             Ok((completion, ()))
         };
         let peer = self.peer(rank)?;
-        Ok(Request::queued(peer, peer.send_with("send on stream", pieces, post)?.0))
+        self.while_full(|| Ok(Request::queued(peer, peer.send_with("send on stream", pieces, post)?.0)))
     }
 
     /// Adds a send to a batch: the stream that the batch is submitted to sends it.
@@ -133,9 +134,11 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
-        let peer = self.peer(rank)?;
-        Ok(Request::queued(peer, peer.send_with("send in a batch", &[(buffer, range)], post)?.0))
+        let mut post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
+        let (peer, pieces) = (self.peer(rank)?, [(buffer, range)]);
+        self.while_full(|| {
+            Ok(Request::queued(peer, peer.send_with("send in a batch", &pieces, &mut post)?.0))
+        })
     }
 
     /// Queues a receive on a stream: it is posted when the stream gets there, and not before. So a loop may receive into one buffer, and
@@ -215,18 +218,21 @@ impl Communicator {
         let failed = |cause| Error::message(rank, "receive on stream", cause);
         refuse_in_capture(stream).map_err(failed)?;
         let mut batch = Batch::new();
-        let request = Request::received(peer, peer.receive_in_batch(&mut batch, pieces)?);
+        let request =
+            self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(&mut batch, pieces)?)))?;
         if waits {
             self.wait_in_batch(&mut batch, &request)?;
         }
         let deadline = Deadline::after(ROOM);
         loop {
-            match stream.submit(&mut batch) {
+            match self.while_full(|| stream.submit(&mut batch).map_err(failed)) {
                 // The last announcement of another stream is still under way.
-                Err(gdsync::Error::Busy { queue: "send", .. }) if !deadline.is_over() => {
+                Err(Error::Message { cause: gdsync::Error::Busy { queue: "send", .. }, .. })
+                    if !deadline.is_over() =>
+                {
                     back_off(deadline.elapsed(), deadline.remaining());
                 }
-                submitted => return submitted.map(|()| request).map_err(failed),
+                submitted => return submitted.map(|()| request),
             }
         }
     }
@@ -246,8 +252,8 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let peer = self.peer(rank)?;
-        Ok(Request::received(peer, peer.receive_in_batch(batch, &[(buffer, range)])?))
+        let (peer, pieces) = (self.peer(rank)?, [(buffer, range)]);
+        self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(batch, &pieces)?)))
     }
 
     /// Prepares a send that a stream will start later. Prepared sends to one rank are posted in the order in which they were
@@ -278,8 +284,8 @@ impl Communicator {
             Ok((completion, send))
         };
         let peer = self.peer(rank)?;
-        let (op, send) = peer.send_with("prepared send", pieces, post)?;
-        Ok(PreparedMessage { request: Request::queued(peer, op), send })
+        let (op, send) = self.while_full(|| peer.send_with("prepared send", pieces, post))?;
+        Ok(PreparedMessage { request: Request::queued(peer, op), send, comm: self.clone() })
     }
 
     /// Posts prepared sends on a stream, all in one submission.
@@ -296,7 +302,7 @@ impl Communicator {
         let requests: Vec<_> =
             messages.into_iter().map(|message| message.post_in_batch(&mut batch)).collect();
         if let Some(first) = requests.first() {
-            stream.submit(&mut batch).map_err(|cause| first.failed(cause))?;
+            self.while_full(|| stream.submit(&mut batch).map_err(|cause| first.failed(cause)))?;
         }
         Ok(requests)
     }
@@ -332,12 +338,14 @@ impl Communicator {
             refuse_in_capture(stream).map_err(|cause| request.failed(cause))?;
         }
         request.catch_up();
-        let waits = match request.for_stream()? {
-            Awaited::Completion(completion) => stream.wait(completion),
-            Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
-            Awaited::Nothing => Ok(()),
-        };
-        waits.map_err(|cause| request.failed(cause))
+        self.while_full(|| {
+            let waits = match request.for_stream()? {
+                Awaited::Completion(completion) => stream.wait(completion),
+                Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
+                Awaited::Nothing => Ok(()),
+            };
+            waits.map_err(|cause| request.failed(cause))
+        })
     }
 
     /// As [`Communicator::wait_on_stream`] for several messages, in one submission.
@@ -356,7 +364,9 @@ impl Communicator {
             last = Some(request);
         }
         match last {
-            Some(request) => stream.submit(&mut batch).map_err(|cause| request.failed(cause)),
+            Some(request) => {
+                self.while_full(|| stream.submit(&mut batch).map_err(|cause| request.failed(cause)))
+            }
             None => Ok(()),
         }
     }

@@ -1,7 +1,9 @@
 //! Messages between processes, sent and awaited by the CPU.
 
+use std::time::Duration;
+
 use crate::common::{LONG, buffer, bytes, job_test, message, says, until};
-use mp::{Communicator, Request, Status};
+use mp::{Communicator, Status};
 
 /// From no byte to many packets.
 const SIZES: [usize; 9] = [0, 1, 7, 64, 4095, 4096, 4097, 70_000, 1 << 20];
@@ -82,27 +84,11 @@ job_test!(requests_outlive_the_queue_depth, 2, Communicator::builder().depth(8),
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let (outbox, inbox) = (buffer(comm, 8 * COUNT), buffer(comm, 8 * COUNT));
     let length = |n: usize| n % 9;
-    let start = |post: &dyn Fn() -> mp::Result<Request>| {
-        let mut request = None;
-        until("the queue never has room", || match post() {
-            Ok(posted) => {
-                request = Some(posted);
-                true
-            }
-            Err(mp::Error::Message { rank, cause: gdsync::Error::QueueFull { depth, .. }, .. }) => {
-                assert_eq!((rank, depth), (peer, 8));
-                comm.progress();
-                false
-            }
-            Err(other) => panic!("{other}"),
-        });
-        request.unwrap()
-    };
     let (mut received, mut sent) = (Vec::new(), Vec::new());
     for n in 0..COUNT {
         outbox.memory().write(8 * n, &message(me, peer, n, length(n))).unwrap();
-        received.push(start(&|| comm.irecv(&inbox, 8 * n..8 * n + 8, peer)));
-        sent.push(start(&|| comm.isend(&outbox, 8 * n..8 * n + length(n), peer)));
+        received.push(comm.irecv(&inbox, 8 * n..8 * n + 8, peer).unwrap());
+        sent.push(comm.isend(&outbox, 8 * n..8 * n + length(n), peer).unwrap());
     }
     for (n, (sent, received)) in sent.iter().zip(&received).enumerate() {
         let expected = Status { rank: peer, bytes: length(n) };
@@ -122,10 +108,11 @@ job_test!(
         let (peer, first) = (1 - comm.rank(), comm.rank() == 0);
         if first {
             let sent: Vec<_> = (0..5).map(|_| comm.isend(&buffer, 0..8, peer).unwrap()).collect();
-            let error = comm.isend(&buffer, 0..8, peer).unwrap_err();
-            let text = error.to_string();
-            says(&text, &["rank 1", "5 of 5"]);
-            says(&text, &["wait for requests, or raise CommunicatorBuilder::depth"]);
+            for timeout in [Duration::ZERO, Duration::from_millis(30)] {
+                let error = comm.with_timeout(timeout).isend(&buffer, 0..8, peer).unwrap_err();
+                says(&error, &["rank 1", "5 of 5"]);
+                says(&error, &["wait for requests, or raise CommunicatorBuilder::depth"]);
+            }
             comm.barrier(LONG).unwrap();
             comm.wait_all(&sent, LONG).unwrap();
             comm.wait(&comm.isend(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
