@@ -40,6 +40,7 @@ impl Default for CommunicatorBuilder {
         Self(Settings {
             context: None,
             spawn: None,
+            size: None,
             bind: true,
             timeout: Duration::from_secs(30),
             watch: true,
@@ -64,6 +65,12 @@ impl CommunicatorBuilder {
     /// thread that stays, best the main thread.
     pub fn spawn(mut self, size: usize) -> Self {
         self.0.spawn = Some(size);
+        self
+    }
+
+    /// How many ranks the program needs: with another number, as a launcher may start, [`CommunicatorBuilder::init`] fails at once.
+    pub fn size(mut self, size: usize) -> Self {
+        self.0.size = Some(size);
         self
     }
 
@@ -148,7 +155,7 @@ impl CommunicatorBuilder {
     /// Builds a communicator of the ranks of `exchange`, without asking for a launcher: for ranks that can talk to each other already.
     ///
     /// # Errors
-    /// [`Error::Launch`] when the rank and size of the exchange make no sense; [`Error::Bootstrap`] when it does not give a part of
+    /// [`Error::Launch`] when the rank and size of the exchange make no sense, or the size is another [one](CommunicatorBuilder::size); [`Error::Bootstrap`] when it does not give a part of
     /// every rank, and what else it returns; [`Error::Device`] from the RDMA device, for a setting out of range, or for a variable
     /// of the environment that means nothing.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
@@ -160,7 +167,19 @@ impl CommunicatorBuilder {
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
         set_own_rank(rank);
+        self.check_size(size)?;
         self.build(Box::new(CheckedExchange(Box::new(exchange))), resolved, deadline)
+    }
+
+    /// Refuses a job of another size than the program needs.
+    pub(crate) fn check_size(&self, size: usize) -> Result<()> {
+        match self.0.size {
+            Some(needed) if needed != size => {
+                let what = format!("this job has {size} ranks, and the program needs {needed}");
+                Err(Error::launch(what, "start as many (mpirun -n, srun -n, CommunicatorBuilder::spawn)"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Checks the settings before anybody is waited for.

@@ -56,8 +56,7 @@ use crate::wait::Deadline;
 /// let comm = Communicator::builder().spawn(1).init()?; // one rank is enough to try it
 /// let peer = comm.rank();
 /// let buffer = comm.register(&Memory::alloc(128)?)?;
-/// let channels = comm.channels(&[(peer, &[(&buffer, 64..128)])], ten)?; // by all ranks
-/// let channel = &channels[0];
+/// let channel = comm.channel(peer, &[(&buffer, 64..128)], ten)?; // by all ranks
 ///
 /// let stream = Stream::host(HostStreamConfig::default())?;
 /// let capture = stream.begin_capture()?;
@@ -390,6 +389,14 @@ impl Communicator {
         // Each rank reports its failure to the others, or learns theirs.
         let connected = built.and_then(|built| self.connect_channels(built, &records));
         agree(&mut **exchange, connected, "its channels", &deadline)
+    }
+
+    /// Makes one channel, to a rank, as [`Communicator::channels`] does: every rank must call this, or that.
+    ///
+    /// # Errors
+    /// Those of [`Communicator::channels`].
+    pub fn channel(&self, rank: usize, places: &[Piece<'_>], timeout: Duration) -> Result<Channel> {
+        Ok(self.channels(&[(rank, places)], timeout)?.swap_remove(0))
     }
 
     fn build_channel(&self, rank: usize, places: &[Piece<'_>]) -> Result<Unconnected> {

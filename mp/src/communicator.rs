@@ -41,6 +41,7 @@ pub struct Communicator(pub(crate) Arc<Inner>, pub(crate) Duration);
 pub(crate) struct Settings {
     pub(crate) context: Option<Context>,
     pub(crate) spawn: Option<usize>,
+    pub(crate) size: Option<usize>,
     pub(crate) bind: bool,
     pub(crate) timeout: Duration,
     pub(crate) watch: bool,
@@ -288,6 +289,27 @@ impl Communicator {
         let status = request.wait_and(timeout, || self.catch_up())?;
         request.finish();
         Ok(status)
+    }
+
+    /// Sends a message to one rank and receives one from another or the same, and blocks until both are complete: as `MPI_Sendrecv`.
+    /// Returns what was received.
+    ///
+    /// # Errors
+    /// Those of [`Communicator::irecv`], [`Communicator::isend`] and [`Communicator::wait`]. What was started goes on then.
+    pub fn sendrecv(
+        &self,
+        send: Piece<'_>,
+        to: usize,
+        receive: Piece<'_>,
+        from: usize,
+        timeout: Duration,
+    ) -> Result<Status> {
+        self.peer(to)?;
+        let deadline = Deadline::after(timeout);
+        let receive = self.irecv_vectored(&[receive], from)?;
+        let send = self.isend_vectored(&[send], to)?;
+        self.wait(&send, deadline.remaining())?;
+        self.wait(&receive, deadline.remaining())
     }
 
     /// Blocks until all messages are complete, or one has failed.

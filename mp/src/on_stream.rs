@@ -84,7 +84,8 @@ impl Communicator {
         self.send_by_stream(stream, pieces, rank, false)
     }
 
-    /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again.
+    /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again: there is no request to wait
+    /// for, and [`Stream::synchronize`] reports a failure.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
@@ -95,8 +96,8 @@ impl Communicator {
         buffer: &Registration,
         range: Range<usize>,
         rank: usize,
-    ) -> Result<Request> {
-        self.send_by_stream(stream, &[(buffer, range)], rank, true)
+    ) -> Result<()> {
+        self.send_by_stream(stream, &[(buffer, range)], rank, true).map(drop)
     }
 
     fn send_by_stream(
@@ -165,7 +166,7 @@ impl Communicator {
     ///     let memory = buffer.memory().clone();
     ///     stream.host_fn(move || memory.write(0, &[round; 64]).expect("it fits"))?; // compute
     ///     let received = comm.irecv_on_stream(&stream, &buffer, 64..128, left)?;
-    ///     let _sent = comm.send_on_stream(&stream, &buffer, 0..64, right)?;
+    ///     comm.send_on_stream(&stream, &buffer, 0..64, right)?;
     ///     comm.wait_on_stream(&stream, &received)?;
     ///     let memory = buffer.memory().clone();
     ///     stream.host_fn(move || assert_eq!(memory.to_vec()[64..], [round; 64]))?; // use it
@@ -190,7 +191,7 @@ impl Communicator {
         self.receive_by_stream(stream, &[(buffer, range)], rank, false)
     }
 
-    /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there. If two ranks both do this before they
+    /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there; [`Stream::synchronize`] reports a failure. If two ranks both do this before they
     /// send to each other, both streams wait until their limit.
     ///
     /// # Errors
@@ -202,8 +203,28 @@ impl Communicator {
         buffer: &Registration,
         range: Range<usize>,
         rank: usize,
-    ) -> Result<Request> {
-        self.receive_by_stream(stream, &[(buffer, range)], rank, true)
+    ) -> Result<()> {
+        self.receive_by_stream(stream, &[(buffer, range)], rank, true).map(drop)
+    }
+
+    /// Queues a send and a receive on a stream, which goes on when both are complete, in any order: as `MPI_Sendrecv`. So ranks that
+    /// exchange messages do not wait for each other for ever.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::irecv_on_stream`] and [`Communicator::isend_on_stream`]. The receive may be queued then.
+    pub fn sendrecv_on_stream(
+        &self,
+        stream: &Stream,
+        send: Piece<'_>,
+        to: usize,
+        receive: Piece<'_>,
+        from: usize,
+    ) -> Result<()> {
+        self.peer(to)?;
+        let received = self.receive_by_stream(stream, &[receive], from, false)?;
+        _ = self.send_by_stream(stream, &[send], to, true)?;
+        self.wait_on_stream(stream, &received)
     }
 
     fn receive_by_stream(

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common::{LONG, buffer, bytes, job_test, message, says, until};
+use crate::common::{LONG, buffer, bytes, job_test, message, says, stream, until};
 use mp::{Communicator, Status};
 
 /// From no byte to many packets.
@@ -161,4 +161,23 @@ job_test!(exchanges_and_barriers_work, 3, |comm| {
     assert_eq!(pids.map(|pid| pid.is_some()), [comm.rank() == 0; 2], "only rank 0 has children");
     assert_eq!(comm.child(0), None);
     assert_eq!(comm.child(3), None);
+});
+
+// Both send first: neither waits for ever. In a ring of the own rank, too.
+job_test!(ranks_send_and_receive_at_once, 3, |comm| {
+    let (me, size) = (comm.rank(), comm.size());
+    let (buffer, s) = (buffer(comm, 128), stream("exchange"));
+    for n in 0..20 {
+        let (left, right) = ((me + size - n % size) % size, (me + n) % size);
+        buffer.memory().write(0, &message(me, right, n, 64)).unwrap();
+        let (send, receive) = ((&buffer, 0..64), (&buffer, 64..128));
+        if n < 10 {
+            let received = comm.sendrecv(send, right, receive, left, LONG).unwrap();
+            assert_eq!(received, Status { rank: left, bytes: 64 });
+        } else {
+            comm.sendrecv_on_stream(&s, send, right, receive, left).unwrap();
+            s.synchronize(LONG).unwrap();
+        }
+        assert_eq!(bytes(&buffer, 64..128), message(left, me, n, 64));
+    }
 });
