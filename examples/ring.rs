@@ -27,11 +27,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     ours.store(rank as u64);
     for _ in 0..ROUNDS {
-        // Posted when the stream gets there: the message cannot overwrite the one before. It comes first, as the send of the other
-        // rank waits for it.
-        let received = comm.irecv_on_stream(&stream, &buffer, 8..16, left)?;
-        let _sent = comm.send_on_stream(&stream, &buffer, 0..8, right)?;
-        comm.wait_on_stream(&stream, &received)?;
+        // The receive is posted when the stream gets there: the message cannot overwrite the one before.
+        comm.sendrecv_on_stream(&stream, (&buffer, 0..8), right, (&buffer, 8..16), left)?;
         let (ours, theirs) = (ours.clone(), theirs.clone());
         stream.host_fn(move || ours.store(theirs.load() + 1))?; // in place of a kernel
     }

@@ -184,10 +184,7 @@ fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
     // One transport for all modes: they differ in who drives it. Receives are posted a window ahead into two slots: the peer sends
     // the next message only after an answer to the one before.
     let builder = placed.builder().intra_host(IntraHostPath::Queues).allow_overlap(true);
-    let comm = builder.spawn(2).timeout(timeout).init()?;
-    if comm.size() != 2 {
-        return Err(format!("a ping-pong has 2 ranks, this job has {}", comm.size()).into());
-    }
+    let comm = builder.spawn(2).size(2).timeout(timeout).init()?;
     let app = AppStream::new(&placed, timeout, PTX)?;
     let marks = recorder.then(recording).transpose()?;
     let mut sheet = Sheet::new(output, comm.rank() == 0, options.sizes.len())?;

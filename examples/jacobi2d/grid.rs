@@ -100,14 +100,13 @@ impl Block {
     }
 
     pub(crate) fn read_row(&self, state: usize, row: usize) -> Result<Vec<f64>> {
-        let mut bytes = vec![0; self.width * NUMBER];
-        self.memory.read(self.row(state, row).start, &mut bytes)?;
-        Ok(numbers(&bytes))
+        let mut numbers = vec![0.0; self.width];
+        self.memory.read_slice(self.row(state, row).start, &mut numbers)?;
+        Ok(numbers)
     }
 
     pub(crate) fn write_row(&self, state: usize, row: usize, numbers: &[f64]) -> Result<()> {
-        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
-        Ok(self.memory.write(self.row(state, row).start, &bytes)?)
+        Ok(self.memory.write_slice(self.row(state, row).start, numbers)?)
     }
 
     /// Computes rows of the other state from `state`, on the CPU.
@@ -133,11 +132,6 @@ impl Block {
         }
         Ok(())
     }
-}
-
-/// Numbers from their bytes.
-pub(crate) fn numbers(bytes: &[u8]) -> Vec<f64> {
-    bytes.as_chunks::<NUMBER>().0.iter().map(|number| f64::from_ne_bytes(*number)).collect()
 }
 
 /// How long the solution of rank 0 may take.
@@ -199,10 +193,12 @@ pub(crate) fn compare(
         difference.add(&block.read_row(state, row)?, &whole[row]);
     }
     let inbox = comm.register(&Memory::alloc(extent.width() * size_of::<f64>())?)?;
+    let mut numbers = vec![0.0; extent.width()];
     for rank in 1..comm.size() {
         for row in extent.rows_of(rank, comm.size()) {
             comm.wait(&comm.irecv(&inbox, 0..inbox.memory().len(), rank)?, timeout)?;
-            difference.add(&numbers(&inbox.memory().to_vec()), &whole[row]);
+            inbox.memory().read_slice(0, &mut numbers)?;
+            difference.add(&numbers, &whole[row]);
         }
     }
     Ok(Some(difference))

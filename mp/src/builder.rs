@@ -40,6 +40,7 @@ impl Default for CommunicatorBuilder {
         Self(Settings {
             context: None,
             spawn: None,
+            size: None,
             bind: true,
             timeout: Duration::from_secs(30),
             watch: true,
@@ -67,6 +68,12 @@ impl CommunicatorBuilder {
         self
     }
 
+    /// How many ranks the program needs: with another number, as a launcher may start, [`CommunicatorBuilder::init`] fails at once.
+    pub fn size(mut self, size: usize) -> Self {
+        self.0.size = Some(size);
+        self
+    }
+
     /// Whether [`CommunicatorBuilder::spawn`] gives each rank CPUs of its own (default yes): an equal share of those that the calling
     /// thread may use, whole cores next to each other if there are enough. It binds the calling thread of rank 0 until the job is
     /// over, and the other ranks as a whole; threads that they start stay in their share. Nothing is bound if there are more ranks than CPUs, if the
@@ -76,7 +83,8 @@ impl CommunicatorBuilder {
         self
     }
 
-    /// Messages that can be under way to and from each rank (default 512, at most 32768).
+    /// Messages that can be under way to and from each rank (default 512, at most 32768). With more a call
+    /// [waits for room](Communicator#full-queues).
     pub fn depth(mut self, depth: usize) -> Self {
         self.0.queues.depth = depth;
         self
@@ -98,7 +106,7 @@ impl CommunicatorBuilder {
     }
 
     /// How long the ranks may take to find each other, and to end after a communicator that was dropped without
-    /// [`Communicator::finalize`] (default 30 s).
+    /// [`Communicator::finalize`], and how long a call waits for room in a [full queue](Communicator#full-queues) (default 30 s).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout = timeout;
         self
@@ -147,7 +155,7 @@ impl CommunicatorBuilder {
     /// Builds a communicator of the ranks of `exchange`, without asking for a launcher: for ranks that can talk to each other already.
     ///
     /// # Errors
-    /// [`Error::Launch`] when the rank and size of the exchange make no sense; [`Error::Bootstrap`] when it does not give a part of
+    /// [`Error::Launch`] when the rank and size of the exchange make no sense, or the size is another [one](CommunicatorBuilder::size); [`Error::Bootstrap`] when it does not give a part of
     /// every rank, and what else it returns; [`Error::Device`] from the RDMA device, for a setting out of range, or for a variable
     /// of the environment that means nothing.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
@@ -159,7 +167,19 @@ impl CommunicatorBuilder {
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
         set_own_rank(rank);
+        self.check_size(size)?;
         self.build(Box::new(CheckedExchange(Box::new(exchange))), resolved, deadline)
+    }
+
+    /// Refuses a job of another size than the program needs.
+    pub(crate) fn check_size(&self, size: usize) -> Result<()> {
+        match self.0.size {
+            Some(needed) if needed != size => {
+                let what = format!("this job has {size} ranks, and the program needs {needed}");
+                Err(Error::launch(what, "start as many (mpirun -n, srun -n, CommunicatorBuilder::spawn)"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Checks the settings before anybody is waited for.
@@ -237,7 +257,8 @@ impl CommunicatorBuilder {
             self.0.watch.then(|| Watchdog::start(flag.clone(), peers.clone(), rma.clone())).transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watchdog = watchdog.map_err(|error| Error::spawn("cannot start the watchdog", error, fix))?;
-        Ok(Communicator(Arc::new(Inner {
+        let timeout = self.0.timeout;
+        let inner = Inner {
             rank: exchange.rank(),
             context: devices.main.context,
             pd: devices.main.pd,
@@ -253,7 +274,8 @@ impl CommunicatorBuilder {
             children: Spawned::new(self.0.timeout),
             settings: self.0,
             rma,
-        })))
+        };
+        Ok(Communicator(Arc::new(inner), timeout))
     }
 }
 

@@ -56,8 +56,7 @@ use crate::wait::Deadline;
 /// let comm = Communicator::builder().spawn(1).init()?; // one rank is enough to try it
 /// let peer = comm.rank();
 /// let buffer = comm.register(&Memory::alloc(128)?)?;
-/// let channels = comm.channels(&[(peer, &[(&buffer, 64..128)])], ten)?; // by all ranks
-/// let channel = &channels[0];
+/// let channel = comm.channel(peer, &[(&buffer, 64..128)], ten)?; // by all ranks
 ///
 /// let stream = Stream::host(HostStreamConfig::default())?;
 /// let capture = stream.begin_capture()?;
@@ -82,6 +81,7 @@ pub struct Channel(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
+    comm: Communicator,
     /// Messages out, and credits in.
     out: Arc<Half>,
     /// Messages in, and credits out.
@@ -206,7 +206,7 @@ impl Channel {
         range: Range<usize>,
     ) -> Result<Completion> {
         const OPERATION: &str = "send through a channel";
-        let Inner { out, room, .. } = &*self.0;
+        let Inner { comm, out, room, .. } = &*self.0;
         let sge = buffer.sge(out.peer.transport.intra_host, &range)?;
         if room.is_none_or(|room| u64::from(sge.len) > room) {
             let cause = gdsync::Error::InvalidArgument {
@@ -217,7 +217,7 @@ impl Channel {
             return Err(out.failed(OPERATION, cause));
         }
         out.pin(buffer.mr(out.peer.transport.intra_host));
-        out.send(batch, &[sge], true).map_err(|cause| out.failed(OPERATION, cause))
+        comm.while_full(|| out.send(batch, &[sge], true).map_err(|cause| out.failed(OPERATION, cause)))
     }
 
     /// Gives the other rank, when the stream gets there, credit for a message into the next place: places are freed in turn, from the
@@ -227,7 +227,7 @@ impl Channel {
     /// [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
     pub fn post_recv_in_batch(&self, batch: &mut Batch) -> Result<()> {
         const OPERATION: &str = "receive through a channel";
-        let into = &self.0.into;
+        let Inner { comm, into, .. } = &*self.0;
         if into.places.is_empty() {
             let cause = gdsync::Error::InvalidArgument {
                 what: "the places of this rank",
@@ -236,7 +236,9 @@ impl Channel {
             };
             return Err(into.failed(OPERATION, cause));
         }
-        into.send(batch, &[], false).map(drop).map_err(|cause| into.failed(OPERATION, cause))
+        comm.while_full(|| {
+            into.send(batch, &[], false).map(drop).map_err(|cause| into.failed(OPERATION, cause))
+        })
     }
 
     /// Holds the stream until the next message is in its place. The returned completion has its length.
@@ -244,10 +246,26 @@ impl Channel {
     /// # Errors
     /// [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
     pub fn wait_recv_in_batch(&self, batch: &mut Batch) -> Result<Completion> {
-        let into = &self.0.into;
-        let wait = into.replenish().and_then(|()| batch.wait_recv(&into.qp));
+        let Inner { comm, into, .. } = &*self.0;
         into.repeat(batch);
-        wait.map_err(|cause| into.failed("wait for a message of a channel", cause))
+        comm.while_full(|| {
+            let wait = into.replenish().and_then(|()| batch.wait_recv(&into.qp));
+            let full = |cause| match cause {
+                // Streams wait for all receives that are posted.
+                gdsync::Error::NothingToWaitFor { qpn, .. } if !into.places.is_empty() => {
+                    let depth = 3 * comm.0.settings.queues.depth as u64;
+                    gdsync::Error::QueueFull {
+                        queue: "receive queue",
+                        qpn,
+                        outstanding: depth,
+                        depth,
+                        untaken: 0,
+                    }
+                }
+                other => other,
+            };
+            wait.map_err(|cause| into.failed("wait for a message of a channel", full(cause)))
+        })
     }
 
     /// As [`Channel::send_in_batch`], on a stream.
@@ -282,7 +300,10 @@ impl Channel {
     fn on<T>(&self, stream: &Stream, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
         let mut batch = Batch::new();
         let added = add(&mut batch)?;
-        stream.submit(&mut batch).map_err(|cause| self.0.out.failed("channel on stream", cause))?;
+        let Inner { comm, out, .. } = &*self.0;
+        comm.while_full(|| {
+            stream.submit(&mut batch).map_err(|cause| out.failed("channel on stream", cause))
+        })?;
         Ok(added)
     }
 }
@@ -329,9 +350,9 @@ impl Unconnected {
     }
 
     /// Connects with the end of the other rank, and posts the first receives.
-    fn connect(self, own: usize, theirs: &Card) -> gdsync::Result<Channel> {
+    fn connect(self, comm: &Communicator, theirs: &Card) -> gdsync::Result<Channel> {
         let Self { peer, pair, places, buffers } = self;
-        pair.name_ranks(own, peer.rank());
+        pair.name_ranks(comm.rank(), peer.rank());
         pair.send.connect(theirs.into)?;
         pair.recv.connect(theirs.out)?;
         peer.transport.accompany(&pair);
@@ -340,7 +361,7 @@ impl Unconnected {
         let into = Half::new(&peer, &pair.recv, &pair, places, buffers);
         out.replenish()?;
         into.replenish()?;
-        Ok(Channel(Arc::new(Inner { out, into, room: theirs.room.checked_sub(1) })))
+        Ok(Channel(Arc::new(Inner { comm: comm.clone(), out, into, room: theirs.room.checked_sub(1) })))
     }
 }
 
@@ -368,6 +389,14 @@ impl Communicator {
         // Each rank reports its failure to the others, or learns theirs.
         let connected = built.and_then(|built| self.connect_channels(built, &records));
         agree(&mut **exchange, connected, "its channels", &deadline)
+    }
+
+    /// Makes one channel, to a rank, as [`Communicator::channels`] does: every rank must call this, or that.
+    ///
+    /// # Errors
+    /// Those of [`Communicator::channels`].
+    pub fn channel(&self, rank: usize, places: &[Piece<'_>], timeout: Duration) -> Result<Channel> {
+        Ok(self.channels(&[(rank, places)], timeout)?.swap_remove(0))
     }
 
     fn build_channel(&self, rank: usize, places: &[Piece<'_>]) -> Result<Unconnected> {
@@ -405,7 +434,7 @@ impl Communicator {
             let rank = channel.peer.rank();
             let theirs = cards[rank].next().ok_or_else(|| other(rank))?;
             let failed = |cause| Error::message(rank, "connect a channel", cause);
-            channel.connect(self.rank(), &theirs).map_err(failed)
+            channel.connect(self, &theirs).map_err(failed)
         };
         let channels = built.into_iter().map(connect).collect::<Result<Vec<_>>>()?;
         match cards.iter_mut().position(|rest| rest.next().is_some()) {

@@ -22,18 +22,26 @@ use crate::request::{DOMAIN, Request, Status};
 use crate::rma_queue::{AllRmaQueues, RmaQueues};
 use crate::shm_fifo::fitting;
 use crate::transport::QueueConfig;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, back_off};
 use crate::watchdog::{self, Watchdog};
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
+///
+/// # Full queues
+/// Calls that start something, by the CPU, on a stream or in a batch, wait for room in a queue or a stream that is full, and move
+/// messages along meanwhile. So a loop may start more than [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth)
+/// operations without counting them. After [`Communicator::timeout`] the call fails with [`gdsync::Error::QueueFull`] or
+/// [`gdsync::Error::StreamFull`], and has started nothing: where two ranks both send more than `depth` messages before either
+/// receives, or a batch holds more than that. [`Communicator::with_timeout`] of zero makes these calls fail at once instead.
 #[derive(Clone, Debug)]
-pub struct Communicator(pub(crate) Arc<Inner>);
+pub struct Communicator(pub(crate) Arc<Inner>, pub(crate) Duration);
 
 /// The settings of a communicator.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub(crate) context: Option<Context>,
     pub(crate) spawn: Option<usize>,
+    pub(crate) size: Option<usize>,
     pub(crate) bind: bool,
     pub(crate) timeout: Duration,
     pub(crate) watch: bool,
@@ -110,6 +118,46 @@ impl Communicator {
         self.0.peers.len()
     }
 
+    /// How long a call waits for room in a full queue: [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), unless
+    /// [`Communicator::with_timeout`] says otherwise.
+    pub fn timeout(&self) -> Duration {
+        self.1
+    }
+
+    /// The same ranks and connections, with another [`Communicator::timeout`], also for windows, channels and collectives that are made
+    /// with it. With zero a call that finds a queue full fails at once.
+    #[must_use]
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self(self.0.clone(), timeout)
+    }
+
+    /// Repeats an attempt, which starts nothing if it fails, while a queue or a stream is full.
+    #[inline]
+    pub(crate) fn while_full<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        match attempt() {
+            Err(error) if error.is_full() && !self.1.is_zero() => self.wait_for_room(attempt),
+            other => other,
+        }
+    }
+
+    #[cold]
+    fn wait_for_room<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        let deadline = Deadline::after(self.1);
+        loop {
+            let is_last = deadline.is_over();
+            self.progress();
+            let has_progressed = self.run_devices();
+            match attempt() {
+                Err(error) if error.is_full() && !is_last => {
+                    if !has_progressed {
+                        back_off(deadline.elapsed(), deadline.remaining());
+                    }
+                }
+                other => return other,
+            }
+        }
+    }
+
     /// The device that messages go through; those between ranks of the same host may have another one: see
     /// [`Communicator::path`].
     pub fn context(&self) -> &Context {
@@ -176,7 +224,7 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
-    /// the connection broke, too many messages are under way, or ([`gdsync::Error::Busy`]) a send to this rank that a stream
+    /// the connection broke, the queue is [full](Communicator#full-queues), or ([`gdsync::Error::Busy`]) a send to this rank that a stream
     /// started is not complete yet: see [`Communicator::isend_on_stream`].
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
         self.isend_vectored(&[(buffer, range)], rank)
@@ -191,7 +239,7 @@ impl Communicator {
     pub fn isend_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = DOMAIN.range(c"isend");
         let peer = self.peer(rank)?;
-        Ok(Request::sent(peer, peer.send(pieces)?))
+        self.while_full(|| Ok(Request::sent(peer, peer.send(pieces)?)))
     }
 
     /// Starts a receive from a rank into the bytes `range` of `buffer`. A longer message is an error on both
@@ -218,7 +266,7 @@ impl Communicator {
     pub fn irecv_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = DOMAIN.range(c"irecv");
         let peer = self.peer(rank)?;
-        Ok(Request::received(peer, peer.receive(pieces, || self.claim(pieces, rank))?))
+        self.while_full(|| Ok(Request::received(peer, peer.receive(pieces, || self.claim(pieces, rank))?)))
     }
 
     /// Claims the memory of a receive; refuses memory of another one.
@@ -243,6 +291,27 @@ impl Communicator {
         Ok(status)
     }
 
+    /// Sends a message to one rank and receives one from another or the same, and blocks until both are complete: as `MPI_Sendrecv`.
+    /// Returns what was received.
+    ///
+    /// # Errors
+    /// Those of [`Communicator::irecv`], [`Communicator::isend`] and [`Communicator::wait`]. What was started goes on then.
+    pub fn sendrecv(
+        &self,
+        send: Piece<'_>,
+        to: usize,
+        receive: Piece<'_>,
+        from: usize,
+        timeout: Duration,
+    ) -> Result<Status> {
+        self.peer(to)?;
+        let deadline = Deadline::after(timeout);
+        let receive = self.irecv_vectored(&[receive], from)?;
+        let send = self.isend_vectored(&[send], to)?;
+        self.wait(&send, deadline.remaining())?;
+        self.wait(&receive, deadline.remaining())
+    }
+
     /// Blocks until all messages are complete, or one has failed.
     ///
     /// # Errors
@@ -262,6 +331,12 @@ impl Communicator {
         self.catch_up();
         self.0.peers.iter().for_each(|peer| peer.recycle());
         RmaQueues::recycle(&mut self.0.rma.lock());
+    }
+
+    /// Runs device work: without it messages would wait for a thread of the device. Returns whether there was any.
+    pub(crate) fn run_devices(&self) -> bool {
+        let intra_host = self.0.intra_host.as_ref().is_some_and(|domain| domain.context.progress());
+        self.0.context.progress() || intra_host
     }
 
     /// Announces receives that were held back to the ranks that wait for them.

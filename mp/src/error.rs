@@ -289,6 +289,12 @@ impl Error {
         }
     }
 
+    /// Whether a queue or a stream has no room now.
+    pub(crate) fn is_full(&self) -> bool {
+        use gdsync::Error::{QueueFull, StreamFull};
+        matches!(self, Self::Message { cause, .. } | Self::Device(cause) if matches!(cause, QueueFull { .. } | StreamFull { .. }))
+    }
+
     pub(crate) fn message(rank: usize, operation: &'static str, cause: gdsync::Error) -> Self {
         Self::Message { rank, operation, cause, bytes: None, room: None }
     }

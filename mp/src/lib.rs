@@ -14,7 +14,7 @@
 //! let stream = Stream::host(HostStreamConfig::default())?;
 //!
 //! let receive = comm.irecv(&buffer, 2048..4096, peer)?;
-//! comm.isend_on_stream(&stream, &buffer, 0..2048, peer)?; // sent by the stream
+//! comm.send_on_stream(&stream, &buffer, 0..2048, peer)?; // sent by the stream
 //! comm.wait_on_stream(&stream, &receive)?; // the stream goes on when the message is in
 //! stream.synchronize(second)?; // errors of the network come out here
 //! comm.finalize(10 * second)

@@ -20,6 +20,7 @@ use crate::wait::{Deadline, back_off};
 pub struct PreparedMessage {
     request: Request,
     send: PreparedSend,
+    comm: Communicator,
 }
 
 impl PreparedMessage {
@@ -41,9 +42,9 @@ impl PreparedMessage {
     /// # Errors
     /// [`Error::Message`](crate::Error::Message): the connection is broken, or the stream refuses. The message is taken back.
     pub fn post_on_stream(self, stream: &Stream) -> Result<Request> {
-        let mut batch = Batch::new();
+        let (mut batch, comm) = (Batch::new(), self.comm.clone());
         let request = self.post_in_batch(&mut batch);
-        stream.submit(&mut batch).map_err(|cause| request.failed(cause))?;
+        comm.while_full(|| stream.submit(&mut batch).map_err(|cause| request.failed(cause)))?;
         Ok(request)
     }
 }
@@ -83,7 +84,8 @@ impl Communicator {
         self.send_by_stream(stream, pieces, rank, false)
     }
 
-    /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again.
+    /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again: there is no request to wait
+    /// for, and [`Stream::synchronize`] reports a failure.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
@@ -94,8 +96,8 @@ impl Communicator {
         buffer: &Registration,
         range: Range<usize>,
         rank: usize,
-    ) -> Result<Request> {
-        self.send_by_stream(stream, &[(buffer, range)], rank, true)
+    ) -> Result<()> {
+        self.send_by_stream(stream, &[(buffer, range)], rank, true).map(drop)
     }
 
     fn send_by_stream(
@@ -115,7 +117,7 @@ impl Communicator {
             Ok((completion, ()))
         };
         let peer = self.peer(rank)?;
-        Ok(Request::queued(peer, peer.send_with("send on stream", pieces, post)?.0))
+        self.while_full(|| Ok(Request::queued(peer, peer.send_with("send on stream", pieces, post)?.0)))
     }
 
     /// Adds a send to a batch: the stream that the batch is submitted to sends it.
@@ -133,9 +135,11 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
-        let peer = self.peer(rank)?;
-        Ok(Request::queued(peer, peer.send_with("send in a batch", &[(buffer, range)], post)?.0))
+        let mut post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
+        let (peer, pieces) = (self.peer(rank)?, [(buffer, range)]);
+        self.while_full(|| {
+            Ok(Request::queued(peer, peer.send_with("send in a batch", &pieces, &mut post)?.0))
+        })
     }
 
     /// Queues a receive on a stream: it is posted when the stream gets there, and not before. So a loop may receive into one buffer, and
@@ -162,7 +166,7 @@ impl Communicator {
     ///     let memory = buffer.memory().clone();
     ///     stream.host_fn(move || memory.write(0, &[round; 64]).expect("it fits"))?; // compute
     ///     let received = comm.irecv_on_stream(&stream, &buffer, 64..128, left)?;
-    ///     let _sent = comm.send_on_stream(&stream, &buffer, 0..64, right)?;
+    ///     comm.send_on_stream(&stream, &buffer, 0..64, right)?;
     ///     comm.wait_on_stream(&stream, &received)?;
     ///     let memory = buffer.memory().clone();
     ///     stream.host_fn(move || assert_eq!(memory.to_vec()[64..], [round; 64]))?; // use it
@@ -187,7 +191,7 @@ impl Communicator {
         self.receive_by_stream(stream, &[(buffer, range)], rank, false)
     }
 
-    /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there. If two ranks both do this before they
+    /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there; [`Stream::synchronize`] reports a failure. If two ranks both do this before they
     /// send to each other, both streams wait until their limit.
     ///
     /// # Errors
@@ -199,8 +203,28 @@ impl Communicator {
         buffer: &Registration,
         range: Range<usize>,
         rank: usize,
-    ) -> Result<Request> {
-        self.receive_by_stream(stream, &[(buffer, range)], rank, true)
+    ) -> Result<()> {
+        self.receive_by_stream(stream, &[(buffer, range)], rank, true).map(drop)
+    }
+
+    /// Queues a send and a receive on a stream, which goes on when both are complete, in any order: as `MPI_Sendrecv`. So ranks that
+    /// exchange messages do not wait for each other for ever.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
+    /// [`Communicator::irecv_on_stream`] and [`Communicator::isend_on_stream`]. The receive may be queued then.
+    pub fn sendrecv_on_stream(
+        &self,
+        stream: &Stream,
+        send: Piece<'_>,
+        to: usize,
+        receive: Piece<'_>,
+        from: usize,
+    ) -> Result<()> {
+        self.peer(to)?;
+        let received = self.receive_by_stream(stream, &[receive], from, false)?;
+        _ = self.send_by_stream(stream, &[send], to, true)?;
+        self.wait_on_stream(stream, &received)
     }
 
     fn receive_by_stream(
@@ -215,18 +239,21 @@ impl Communicator {
         let failed = |cause| Error::message(rank, "receive on stream", cause);
         refuse_in_capture(stream).map_err(failed)?;
         let mut batch = Batch::new();
-        let request = Request::received(peer, peer.receive_in_batch(&mut batch, pieces)?);
+        let request =
+            self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(&mut batch, pieces)?)))?;
         if waits {
             self.wait_in_batch(&mut batch, &request)?;
         }
         let deadline = Deadline::after(ROOM);
         loop {
-            match stream.submit(&mut batch) {
+            match self.while_full(|| stream.submit(&mut batch).map_err(failed)) {
                 // The last announcement of another stream is still under way.
-                Err(gdsync::Error::Busy { queue: "send", .. }) if !deadline.is_over() => {
+                Err(Error::Message { cause: gdsync::Error::Busy { queue: "send", .. }, .. })
+                    if !deadline.is_over() =>
+                {
                     back_off(deadline.elapsed(), deadline.remaining());
                 }
-                submitted => return submitted.map(|()| request).map_err(failed),
+                submitted => return submitted.map(|()| request),
             }
         }
     }
@@ -246,8 +273,8 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let peer = self.peer(rank)?;
-        Ok(Request::received(peer, peer.receive_in_batch(batch, &[(buffer, range)])?))
+        let (peer, pieces) = (self.peer(rank)?, [(buffer, range)]);
+        self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(batch, &pieces)?)))
     }
 
     /// Prepares a send that a stream will start later. Prepared sends to one rank are posted in the order in which they were
@@ -278,8 +305,8 @@ impl Communicator {
             Ok((completion, send))
         };
         let peer = self.peer(rank)?;
-        let (op, send) = peer.send_with("prepared send", pieces, post)?;
-        Ok(PreparedMessage { request: Request::queued(peer, op), send })
+        let (op, send) = self.while_full(|| peer.send_with("prepared send", pieces, post))?;
+        Ok(PreparedMessage { request: Request::queued(peer, op), send, comm: self.clone() })
     }
 
     /// Posts prepared sends on a stream, all in one submission.
@@ -296,7 +323,7 @@ impl Communicator {
         let requests: Vec<_> =
             messages.into_iter().map(|message| message.post_in_batch(&mut batch)).collect();
         if let Some(first) = requests.first() {
-            stream.submit(&mut batch).map_err(|cause| first.failed(cause))?;
+            self.while_full(|| stream.submit(&mut batch).map_err(|cause| first.failed(cause)))?;
         }
         Ok(requests)
     }
@@ -332,12 +359,14 @@ impl Communicator {
             refuse_in_capture(stream).map_err(|cause| request.failed(cause))?;
         }
         request.catch_up();
-        let waits = match request.for_stream()? {
-            Awaited::Completion(completion) => stream.wait(completion),
-            Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
-            Awaited::Nothing => Ok(()),
-        };
-        waits.map_err(|cause| request.failed(cause))
+        self.while_full(|| {
+            let waits = match request.for_stream()? {
+                Awaited::Completion(completion) => stream.wait(completion),
+                Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
+                Awaited::Nothing => Ok(()),
+            };
+            waits.map_err(|cause| request.failed(cause))
+        })
     }
 
     /// As [`Communicator::wait_on_stream`] for several messages, in one submission.
@@ -356,7 +385,9 @@ impl Communicator {
             last = Some(request);
         }
         match last {
-            Some(request) => stream.submit(&mut batch).map_err(|cause| request.failed(cause)),
+            Some(request) => {
+                self.while_full(|| stream.submit(&mut batch).map_err(|cause| request.failed(cause)))
+            }
             None => Ok(()),
         }
     }

@@ -108,17 +108,9 @@ impl fmt::Debug for Shared {
 }
 
 impl Shared {
-    /// Runs device work, as every wait does: without it messages would wait for a thread of the device. Returns whether there was
-    /// any.
-    fn run_devices(&self) -> bool {
-        let inner = &self.comm.0;
-        let intra_host = inner.intra_host.as_ref().is_some_and(|device| device.context.progress());
-        inner.context.progress() || intra_host
-    }
-
     /// Moves all messages along. Returns whether there was device work.
     fn progress(&self) -> bool {
-        let has_worked = self.run_devices();
+        let has_worked = self.comm.run_devices();
         self.engine.lock().progress();
         has_worked
     }
@@ -147,8 +139,9 @@ impl Tagged {
         let mut builder = CommunicatorBuilder(comm.0.settings.clone());
         // A header, and the payload.
         builder.0.queues.max_pieces = builder.0.queues.max_pieces.max(2);
-        let comm = builder.build_beside(comm, deadline)?;
-        let engine = Engine::new(Connections::new(comm.clone())?)?;
+        let comm = builder.build_beside(comm, deadline)?.with_timeout(comm.timeout());
+        // The engine never waits: it starts later what finds a full queue.
+        let engine = Engine::new(Connections::new(comm.with_timeout(Duration::ZERO))?)?;
         Ok(Self(Arc::new(Shared { comm, engine: Mutex::new(engine) })))
     }
 
@@ -173,8 +166,11 @@ impl Tagged {
         }
         let (shared, outcome) = (self.0.clone(), Arc::new(OnceLock::new()));
         let status = Status { rank, tag, bytes: range.len() };
-        let outgoing = Outgoing::new(outcome.clone(), buffer.clone(), range, status);
-        shared.engine.lock().send(rank, outgoing)?;
+        shared.comm.while_full(|| {
+            let outgoing = Outgoing::new(outcome.clone(), buffer.clone(), range.clone(), status);
+            let sent = shared.engine.lock().send(rank, outgoing);
+            sent.inspect_err(|_| _ = shared.progress())
+        })?;
         Ok(Request { shared, outcome, rank: Some(rank), place: None })
     }
 
@@ -388,7 +384,7 @@ impl Request {
                     return known;
                 }
                 self.shared.engine.lock().poll(self.rank);
-                has_worked |= self.shared.run_devices();
+                has_worked |= self.shared.comm.run_devices();
                 spin_loop();
             }
             // Others may wait for this rank meanwhile.

@@ -493,7 +493,7 @@ impl Window {
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::OutsideWindow`]; [`Error::Device`] for a range outside a buffer;
     /// [`Error::Message`] with the reason: a word that is not aligned, too many inline bytes, a connection that broke, or
-    /// that a stream uses now, or too many operations under way.
+    /// that a stream uses now, or a [full](Communicator#full-queues) queue.
     pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
         self.post(rma, Qp::post_send)
     }
@@ -627,8 +627,10 @@ impl Window {
             *first = first.fence();
         }
         let queue = &self.0.queues.queues[rma.rank];
-        let op = queue.post(name, len, (rma.pieces(), intra_host), wrs.len(), |qp| post(qp, &wrs))?;
-        Ok(Request::rma(queue, op))
+        let buffers = (rma.pieces(), intra_host);
+        self.0.comm.while_full(|| {
+            Ok(Request::rma(queue, queue.post(name, len, buffers, wrs.len(), |qp| post(qp, &wrs))?))
+        })
     }
 
     /// The work requests that move data.
@@ -709,7 +711,7 @@ impl Window {
     /// the stream is full or failed, or another stream waits for operations on this rank.
     pub fn flush_on_stream(&self, stream: &Stream, rank: usize) -> Result<()> {
         self.part(rank)?;
-        self.0.queues.queues[rank].flush_on_stream(stream)
+        self.0.comm.while_full(|| self.0.queues.queues[rank].flush_on_stream(stream))
     }
 
     /// Blocks until the 64-bit word at `offset` of the own part satisfies a condition, and returns it. What was put before
@@ -737,7 +739,7 @@ impl Window {
     ) -> Result<()> {
         let mut batch = Batch::new();
         self.wait_signal_in_batch(&mut batch, offset, value, cond)?;
-        Ok(stream.submit(&mut batch)?)
+        self.0.comm.while_full(|| Ok(stream.submit(&mut batch)?))
     }
 
     /// As [`Window::wait_signal`], and the stream that the batch is submitted to waits.

@@ -210,7 +210,7 @@ fn ranks_of_a_launcher_exchange_messages_and_end_together() {
 
     // A launcher decides how many ranks there are.
     for (line, words) in
-        [(LINE, ["2 ranks", "this job has 1"]), ("jacobi2d --ranks 2", ["--ranks", "1 ranks"])]
+        [(LINE, ["needs 2", "this job has 1"]), ("jacobi2d --ranks 2", ["needs 2", "this job has 1"])]
     {
         let error = fails(rank(0, 1, free_port(), line));
         assert!(words.iter().all(|word| error.contains(word)), "{error}");

@@ -53,7 +53,7 @@ fn job() {
         "words" => {
             let window = comm.window(&buffer, 0..64, LONG).unwrap();
             if comm.rank() == 0 {
-                comm.send_on_stream(&stream, &buffer, 0..8, peer).unwrap().rank();
+                comm.send_on_stream(&stream, &buffer, 0..8, peer).unwrap();
             } else {
                 window.wait_signal_on_stream(&stream, 16, 1, Cond::Geq).unwrap();
             }

@@ -23,6 +23,7 @@ pub use gdrcopy::host_page;
 use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
+pub use self::access::Plain;
 pub(crate) use self::pages::check_file_limit;
 pub use self::pages::{check_memfd, clear_eventfd, eventfd, memfd, signal_eventfd};
 pub use self::process::{MARK, Process, user};

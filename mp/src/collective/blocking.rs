@@ -364,6 +364,7 @@ fn run(
     };
     let mut ahead: VecDeque<(usize, Part)> = rounds.iter_mut().enumerate().flat_map(take).collect();
     let mut due: VecDeque<(usize, Due)> = VecDeque::new();
+    let comm = &comm.with_timeout(deadline.remaining());
     for (index, round) in rounds.into_iter().enumerate() {
         // Also those of later rounds, as far as there is room: faster ranks then need not wait.
         while let Some((at, part)) = ahead.front() {

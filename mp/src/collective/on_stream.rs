@@ -20,9 +20,6 @@ use crate::request::Request;
 use crate::transport::refuse_in_capture;
 use crate::wait::Deadline;
 
-/// How long a full stream may take to make room.
-const ROOM: Duration = Duration::from_secs(10);
-
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
 ///
 /// [`Stream::synchronize`] reports failures; this also names the rank.
@@ -92,10 +89,9 @@ impl Collectives {
     /// Holds a stream until the streams of all ranks have arrived.
     ///
     /// # Errors
-    /// [`Error::Message`] names a rank: its connection is broken, too many messages are under way (nothing is queued
-    /// then; synchronize the stream and try again), or another stream uses it. [`Error::Device`]: the stream failed, or
-    /// was full for 10 s ([`StreamFull`](gdsync::Error::StreamFull); nothing is queued then, either, unless another thread has
-    /// taken the room meanwhile). The error of an earlier call.
+    /// [`Error::Message`] names a rank: its connection is broken, its queue stayed [full](Communicator#full-queues), or another stream
+    /// uses it. [`Error::Device`]: the stream failed, or stayed full. Nothing is queued where something is full, unless another thread
+    /// has taken the room meanwhile. The error of an earlier call.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
         let all = || self.others().map(|rank| part(rank, &self.token, 0..0)).collect();
         self.enqueue("barrier", stream, Direct { sends: all(), receives: all(), ..Direct::default() })
@@ -208,15 +204,17 @@ impl Collectives {
     fn admit(&self, operation: &'static str, stream: &Stream, direct: &Direct) -> Result<()> {
         self.unless_failed(|| Ok(()))?;
         refuse_in_capture(stream)?;
-        stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), ROOM)?;
-        // A ready message and a message each way.
-        for part in direct.sends.iter().chain(&direct.receives) {
-            let peer = self.comm.peer(part.rank)?;
-            [Direction::Send, Direction::Recv]
-                .into_iter()
-                .try_for_each(|direction| peer.check_room(direction, 2, operation))?;
-        }
-        Ok(())
+        self.comm.while_full(|| {
+            stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), Duration::ZERO)?;
+            // A ready message and a message each way.
+            for part in direct.sends.iter().chain(&direct.receives) {
+                let peer = self.comm.peer(part.rank)?;
+                [Direction::Send, Direction::Recv]
+                    .into_iter()
+                    .try_for_each(|direction| peer.check_room(direction, 2, operation))?;
+            }
+            Ok(())
+        })
     }
 
     fn submit(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
@@ -278,7 +276,7 @@ impl Direct {
             }
         }
         // Another thread may have taken the room.
-        stream.submit_within(&mut batch, ROOM)?;
+        comm.while_full(|| Ok(stream.submit(&mut batch)?))?;
         Ok(Pending { operation, receives, sends, last })
     }
 }

@@ -295,7 +295,7 @@ impl CommunicatorBuilder {
     /// Joins the job. Every rank must call this.
     ///
     /// # Errors
-    /// [`Error::Launch`] when there is no launcher, and nothing to spawn; [`Error::Bootstrap`] and [`Error::Deadline`] name the rank
+    /// [`Error::Launch`] when there is no launcher, and nothing to spawn, and for another [size](CommunicatorBuilder::size); [`Error::Bootstrap`] and [`Error::Deadline`] name the rank
     /// or address at fault; [`Error::Child`] when a process of [`CommunicatorBuilder::spawn`] ends before; [`Error::Device`] from
     /// the RDMA device, for a setting out of range, or for an `MP_REG_CACHE`, `MP_LOCAL`, `MP_GPU_PATH` or `MP_BIND` that means nothing.
     pub fn init(self) -> Result<Communicator> {
@@ -320,10 +320,12 @@ impl CommunicatorBuilder {
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
         if let Some(launch) = Launch::detect()? {
             set_own_rank(launch.rank);
+            self.check_size(launch.size)?;
             return Ok((Bootstrap::connect(&launch, self.0.timeout)?, None));
         }
         let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
         let size = self.0.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;
+        self.check_size(size)?;
         binding::unbind();
         let shares = if binding::is_wanted(self.0.bind && self.0.queues.gpu.is_none())? {
             binding::shares(size)

@@ -27,7 +27,7 @@ fn place(n: usize) -> Range<usize> {
 /// A channel to `peer` with the first `places` places of a buffer.
 fn channel(comm: &Communicator, peer: usize, inbox: &Registration, places: usize) -> Channel {
     let places: Vec<_> = (0..places).map(|n| (inbox, place(n))).collect();
-    comm.channels(&[(peer, &places)], LONG).unwrap().remove(0)
+    comm.channel(peer, &places, LONG).unwrap()
 }
 
 /// Length of message `n`: those of even and of odd numbers differ.
@@ -159,7 +159,7 @@ job_test!(no_message_meets_a_missing_receive, 2, Communicator::builder().depth(4
     const LAUNCHES: usize = 400;
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let memory = buffer(comm, 2 * PLACE);
-    let channel = channel(comm, peer, &memory, 2 * me);
+    let channel = channel(&comm.with_timeout(Duration::ZERO), peer, &memory, 2 * me);
     let s = stream("full");
     let add = |batch: &mut Batch| match me {
         // A completed wait makes room in the middle of a launch.
@@ -395,7 +395,7 @@ job_test!(ranks_with_other_lists_are_named, 2, |comm| {
     assert!(said(&[(peer, &many)]).contains("Builder::depth"));
 
     // Rank 0 has a small place, rank 1 none.
-    let channel = comm.channels(&[(peer, &places[..1 - me])], LONG).unwrap().remove(0);
+    let channel = comm.channel(peer, &places[..1 - me], LONG).unwrap();
     let s = stream("fitting");
     let said = |error: Error| error.to_string();
     let error = said(channel.send_on_stream(&s, &memory, 0..[0, 65][me]).unwrap_err());

@@ -268,7 +268,7 @@ job_test!(bad_arguments_are_refused_before_anything_is_sent, 3, |comm| {
 
 // Too many at once are refused without harm; after a while there is room again.
 job_test!(full_queues_keep_the_ranks_in_step, 2, Communicator::builder().depth(4), |comm| {
-    let (all, words, s) = (collectives(comm), buffer(comm, 64), stream("full"));
+    let (all, words, s) = (collectives(&comm.with_timeout(Duration::ZERO)), buffer(comm, 64), stream("full"));
     let gate = words.memory().word32(0).unwrap();
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
     let mut queued = 0;
@@ -292,6 +292,7 @@ job_test!(full_queues_keep_the_ranks_in_step, 2, Communicator::builder().depth(4
 // A stream that takes no more refuses before anything is posted. On a GPU its host functions are what is bounded.
 job_test!(full_streams_keep_the_ranks_in_step, 2, |comm| {
     let (all, words) = (collectives(comm), buffer(comm, 64));
+    let hasty = collectives(&comm.with_timeout(Duration::ZERO));
     let s = match gpu() {
         Some(_) => stream("full"),
         None => Stream::host(HostStreamConfig { wait_limit: LONG, depth: 4, ..Default::default() }).unwrap(),
@@ -299,14 +300,14 @@ job_test!(full_streams_keep_the_ranks_in_step, 2, |comm| {
     let gate = words.memory().word32(0).unwrap();
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
     let mut queued: Vec<(Registration, Pending)> = Vec::new();
-    let start = |n: u64| {
+    let start = |all: &Collectives, n: u64| {
         let buffer = buffer(comm, 64);
         buffer.memory().write(0, &(n + comm.rank() as u64).to_ne_bytes()).unwrap();
         let pending = all.allreduce_on_stream::<u64>(&s, &buffer, 0..8, Reduction::Sum)?;
         Ok((buffer, pending))
     };
     let error = loop {
-        match start(queued.len() as u64) {
+        match start(&hasty, queued.len() as u64) {
             Ok(one) => queued.push(one),
             Err(error) => break error,
         }
@@ -315,7 +316,7 @@ job_test!(full_streams_keep_the_ranks_in_step, 2, |comm| {
     assert_eq!(queued.len(), if gpu().is_some() { 24 } else { 3 });
     comm.barrier(LONG).unwrap();
     gate.store(1);
-    queued.push(start(queued.len() as u64).unwrap());
+    queued.push(start(&all, queued.len() as u64).unwrap());
     s.synchronize(LONG).unwrap();
     for (n, (buffer, pending)) in queued.iter().enumerate() {
         pending.wait(LONG).unwrap();

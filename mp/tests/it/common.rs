@@ -16,7 +16,7 @@ use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
 use gdsync_testkit::driver;
-use mp::{Communicator, Error, Registration};
+use mp::{Communicator, Error, Registration, Request};
 
 /// Generous: reached only by a test that fails, even where an emulated machine is busy with other work.
 pub const LONG: Duration = Duration::from_secs(120);
@@ -264,6 +264,32 @@ pub fn bytes(buffer: &Registration, range: Range<usize>) -> Vec<u8> {
     let mut bytes = vec![0; range.len()];
     buffer.memory().read(range.start, &mut bytes).unwrap();
     bytes
+}
+
+/// A send of a stream that waits for it; with the request, which [`Communicator::send_on_stream`] does not return.
+pub fn send_and_wait(
+    comm: &Communicator,
+    s: &Stream,
+    from: &Registration,
+    range: Range<usize>,
+    to: usize,
+) -> Request {
+    let sent = comm.isend_on_stream(s, from, range, to).unwrap();
+    comm.wait_on_stream(s, &sent).unwrap();
+    sent
+}
+
+/// The same of a receive.
+pub fn recv_and_wait(
+    comm: &Communicator,
+    s: &Stream,
+    into: &Registration,
+    range: Range<usize>,
+    from: usize,
+) -> Request {
+    let received = comm.irecv_on_stream(s, into, range, from).unwrap();
+    comm.wait_on_stream(s, &received).unwrap();
+    received
 }
 
 pub fn stream(name: &str) -> Stream {

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::common::{LONG, buffer, bytes, job_test, message, says, stream, until};
+use crate::common::{LONG, buffer, bytes, job_test, message, says, send_and_wait, stream, until};
 use gdsync::stream::{Batch, Stream};
 use mp::{
     Communicator, CommunicatorBuilder, Error, IntraHostPath, Registration, Request, Rma, Signal, Status,
@@ -126,7 +126,7 @@ job_test!(single_receives_are_announced_at_once, 2, unwatched(), |comm| {
         let slot = n * 8..n * 8 + 8;
         if comm.rank() == 0 {
             buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-            let sent = comm.send_on_stream(&s, &buffer, slot, 1).unwrap();
+            let sent = send_and_wait(comm, &s, &buffer, slot, 1);
             s.synchronize(LONG).unwrap();
             comm.wait(&sent, LONG).unwrap();
         } else {
@@ -146,7 +146,7 @@ fn held_back(comm: &Communicator, go_on: impl Fn(&Request)) {
     if comm.rank() == 0 {
         let send = |n: usize| {
             all.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
-            comm.send_on_stream(&s, &all, slot(n), 1).unwrap()
+            send_and_wait(comm, &s, &all, slot(n), 1)
         };
         let sent: Vec<_> = (0..3).map(send).collect();
         comm.wait_all(&sent[..2], LONG).unwrap();
@@ -224,7 +224,7 @@ job_test!(
         let mut told = 0;
         for _ in 0..COUNT {
             if comm.rank() == 0 {
-                let sent = comm.send_on_stream(&s, &buffer, 0..8, 1).unwrap();
+                let sent = send_and_wait(comm, &s, &buffer, 0..8, 1);
                 s.synchronize(LONG).unwrap();
                 comm.wait(&sent, LONG).unwrap();
                 comm.barrier(LONG).unwrap();

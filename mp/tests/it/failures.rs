@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::{
     DONE, LONG, buffer, bytes, ends_well, failed, free_port, is_part_of, job_test, kill, message, myself,
-    ranks, runs, says, stream, succeeds, syndrome, until,
+    ranks, runs, says, send_and_wait, stream, succeeds, syndrome, until,
 };
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{HostStreamConfig, Stream};
@@ -143,11 +143,10 @@ fn waits_in_vain(comm: &Communicator) {
         says(&error, &["rank 0: receive from rank 1: not complete within 50 ms", "see that rank 1 sends it"]);
         // A send of a stream without a receive at the other rank.
         let halo = short("halo");
-        let sent = comm.send_on_stream(&halo, &buffer, 8..16, 1).unwrap();
+        comm.send_on_stream(&halo, &buffer, 8..16, 1).unwrap();
         let said = "stream 'halo' waited 50 ms for a receive of rank 1 (message 1): rank 1 has posted 0; post one there \
                     (Communicator::irecv), or raise its wait_limit";
         assert_eq!(text(&halo), said);
-        drop(sent);
     }
     comm.barrier(LONG).unwrap();
     if comm.rank() == 1 {
@@ -201,7 +200,7 @@ job_test!(dead_ranks_end_messages_and_waits, 3, |comm| {
     // The survivors go on with each other.
     let other = 2 - comm.rank();
     let received = comm.irecv(&buffer, 0..8, other).unwrap();
-    let sent = comm.send_on_stream(&s, &buffer, 8..16, other).unwrap();
+    let sent = send_and_wait(comm, &s, &buffer, 8..16, other);
     comm.wait_on_stream(&s, &received).unwrap();
     s.synchronize(LONG).unwrap();
     assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: other, bytes: 8 });
@@ -239,7 +238,7 @@ job_test!(dead_ranks_release_streams, 2, |comm| {
     }
     let (buffer, s) = (buffer(comm, 64), stream("survivor"));
     let received = comm.irecv(&buffer, 0..8, 1).unwrap();
-    let sent = comm.send_on_stream(&s, &buffer, 8..16, 1).unwrap();
+    let sent = send_and_wait(comm, &s, &buffer, 8..16, 1);
     comm.wait_on_stream(&s, &received).unwrap();
     assert!(matches!(s.synchronize(Duration::from_millis(20)), Err(gdsync::Error::Deadline { .. })));
     kill(comm.child(1).unwrap());

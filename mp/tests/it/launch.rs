@@ -580,3 +580,18 @@ fn spawned_ranks_are_bound_to_cpus_of_their_own() {
     }
     exit(DONE);
 }
+
+/// Before anybody is waited for.
+#[test]
+fn another_number_of_ranks_is_refused() {
+    const NAME: &str = "another_number_of_ranks_is_refused";
+    if !common::is_part_of(NAME) {
+        common::succeeds(&mut common::rank_command(NAME, 2, 3, "9"));
+        return common::succeeds(&mut common::myself(NAME));
+    }
+    let ranks = if env::var_os("RANK").is_some() { "3 ranks" } else { "4 ranks" };
+    let error = Communicator::builder().spawn(4).size(2).timeout(LONG).init().unwrap_err();
+    assert!(matches!(error, Error::Launch { .. }), "{error}");
+    common::says(&error, &["this job has", ranks, "needs 2", "mpirun -n"]);
+    exit(DONE);
+}

@@ -1,7 +1,9 @@
 //! Messages between processes, sent and awaited by the CPU.
 
-use crate::common::{LONG, buffer, bytes, job_test, message, says, until};
-use mp::{Communicator, Request, Status};
+use std::time::Duration;
+
+use crate::common::{LONG, buffer, bytes, job_test, message, says, stream, until};
+use mp::{Communicator, Status};
 
 /// From no byte to many packets.
 const SIZES: [usize; 9] = [0, 1, 7, 64, 4095, 4096, 4097, 70_000, 1 << 20];
@@ -82,27 +84,11 @@ job_test!(requests_outlive_the_queue_depth, 2, Communicator::builder().depth(8),
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let (outbox, inbox) = (buffer(comm, 8 * COUNT), buffer(comm, 8 * COUNT));
     let length = |n: usize| n % 9;
-    let start = |post: &dyn Fn() -> mp::Result<Request>| {
-        let mut request = None;
-        until("the queue never has room", || match post() {
-            Ok(posted) => {
-                request = Some(posted);
-                true
-            }
-            Err(mp::Error::Message { rank, cause: gdsync::Error::QueueFull { depth, .. }, .. }) => {
-                assert_eq!((rank, depth), (peer, 8));
-                comm.progress();
-                false
-            }
-            Err(other) => panic!("{other}"),
-        });
-        request.unwrap()
-    };
     let (mut received, mut sent) = (Vec::new(), Vec::new());
     for n in 0..COUNT {
         outbox.memory().write(8 * n, &message(me, peer, n, length(n))).unwrap();
-        received.push(start(&|| comm.irecv(&inbox, 8 * n..8 * n + 8, peer)));
-        sent.push(start(&|| comm.isend(&outbox, 8 * n..8 * n + length(n), peer)));
+        received.push(comm.irecv(&inbox, 8 * n..8 * n + 8, peer).unwrap());
+        sent.push(comm.isend(&outbox, 8 * n..8 * n + length(n), peer).unwrap());
     }
     for (n, (sent, received)) in sent.iter().zip(&received).enumerate() {
         let expected = Status { rank: peer, bytes: length(n) };
@@ -122,10 +108,11 @@ job_test!(
         let (peer, first) = (1 - comm.rank(), comm.rank() == 0);
         if first {
             let sent: Vec<_> = (0..5).map(|_| comm.isend(&buffer, 0..8, peer).unwrap()).collect();
-            let error = comm.isend(&buffer, 0..8, peer).unwrap_err();
-            let text = error.to_string();
-            says(&text, &["rank 1", "5 of 5"]);
-            says(&text, &["wait for requests, or raise CommunicatorBuilder::depth"]);
+            for timeout in [Duration::ZERO, Duration::from_millis(30)] {
+                let error = comm.with_timeout(timeout).isend(&buffer, 0..8, peer).unwrap_err();
+                says(&error, &["rank 1", "5 of 5"]);
+                says(&error, &["wait for requests, or raise CommunicatorBuilder::depth"]);
+            }
             comm.barrier(LONG).unwrap();
             comm.wait_all(&sent, LONG).unwrap();
             comm.wait(&comm.isend(&buffer, 0..8, peer).unwrap(), LONG).unwrap();
@@ -174,4 +161,23 @@ job_test!(exchanges_and_barriers_work, 3, |comm| {
     assert_eq!(pids.map(|pid| pid.is_some()), [comm.rank() == 0; 2], "only rank 0 has children");
     assert_eq!(comm.child(0), None);
     assert_eq!(comm.child(3), None);
+});
+
+// Both send first: neither waits for ever. In a ring of the own rank, too.
+job_test!(ranks_send_and_receive_at_once, 3, |comm| {
+    let (me, size) = (comm.rank(), comm.size());
+    let (buffer, s) = (buffer(comm, 128), stream("exchange"));
+    for n in 0..20 {
+        let (left, right) = ((me + size - n % size) % size, (me + n) % size);
+        buffer.memory().write(0, &message(me, right, n, 64)).unwrap();
+        let (send, receive) = ((&buffer, 0..64), (&buffer, 64..128));
+        if n < 10 {
+            let received = comm.sendrecv(send, right, receive, left, LONG).unwrap();
+            assert_eq!(received, Status { rank: left, bytes: 64 });
+        } else {
+            comm.sendrecv_on_stream(&s, send, right, receive, left).unwrap();
+            s.synchronize(LONG).unwrap();
+        }
+        assert_eq!(bytes(&buffer, 64..128), message(left, me, n, 64));
+    }
 });

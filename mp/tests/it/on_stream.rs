@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{LONG, buffer, bytes, job_test, message, stream};
-use gdsync::stream::{Batch, Cond};
+use crate::common::{LONG, buffer, bytes, gpu, job_test, message, send_and_wait, stream, until};
+use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
 use mp::{Communicator, Status};
 
 /// Rounds that both sides post ahead. A stream of a GPU takes 24 host functions.
@@ -29,7 +29,7 @@ job_test!(streams_play_ping_pong, 2, |comm| {
             // Written in stream order: the message has what the buffer holds when the stream sends it.
             let memory = outbox.memory().clone();
             s.host_fn(move || memory.write(0, &message(me, peer, n, len)).unwrap()).unwrap();
-            sent.push(comm.send_on_stream(&s, &outbox, 0..len, peer).unwrap());
+            sent.push(send_and_wait(comm, &s, &outbox, 0..len, peer));
             if me == 0 {
                 comm.wait_on_stream(&s, receive).unwrap();
             }
@@ -186,7 +186,7 @@ job_test!(cpu_and_streams_mix, 2, |comm| {
         let sent = match n % 3 {
             0 => comm.isend(&outbox, 0..len, peer).unwrap(),
             1 => comm.isend_on_stream(s, &outbox, 0..len, peer).unwrap(),
-            _ => comm.send_on_stream(s, &outbox, 0..len, peer).unwrap(),
+            _ => send_and_wait(comm, s, &outbox, 0..len, peer),
         };
         if n % 2 == 0 {
             comm.wait_on_stream(s, &received).unwrap();
@@ -212,7 +212,7 @@ job_test!(requests_of_streams_outlive_the_queue_depth, 2, Communicator::builder(
     for n in 0..300 {
         let slot = n % 8 * 8;
         let received = comm.irecv(&buffer, 8 + slot..16 + slot, peer).unwrap();
-        requests.push((comm.send_on_stream(&s, &buffer, 0..n % 9, peer).unwrap(), n % 9));
+        requests.push((send_and_wait(comm, &s, &buffer, 0..n % 9, peer), n % 9));
         comm.wait_on_stream(&s, &received).unwrap();
         requests.push((received, n % 9));
         if n % 8 == 7 {
@@ -223,4 +223,37 @@ job_test!(requests_of_streams_outlive_the_queue_depth, 2, Communicator::builder(
     for (request, bytes) in &requests {
         assert_eq!(request.test().unwrap(), Some(Status { rank: peer, bytes: *bytes }));
     }
+});
+
+// Nothing counts what is under way, and all queues are shorter than the loop.
+job_test!(loops_wait_for_room, 2, Communicator::builder().depth(8), |comm| {
+    const COUNT: usize = 300;
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let s = match gpu() {
+        Some(_) => stream("short"),
+        None => Stream::host(HostStreamConfig { wait_limit: LONG, depth: 8, ..Default::default() }).unwrap(),
+    };
+    let (outbox, inbox, place) = (buffer(comm, 8 * COUNT), buffer(comm, 16 * COUNT), buffer(comm, 8));
+    outbox.memory().write(0, &message(me, peer, 0, 8 * COUNT)).unwrap();
+    let window = comm.window(&inbox, 8 * COUNT..16 * COUNT, LONG).unwrap();
+    let channel = comm.channel(peer, &[(&place, 0..8)], LONG).unwrap();
+    for n in 0..COUNT {
+        let at = 8 * n..8 * n + 8;
+        drop(comm.irecv_on_stream(&s, &inbox, at.clone(), peer).unwrap());
+        drop(comm.isend_on_stream(&s, &outbox, at.clone(), peer).unwrap());
+        drop(window.iput_on_stream(&s, &outbox, at.clone(), peer, at.start).unwrap());
+        channel.post_recv_on_stream(&s).unwrap();
+        drop(channel.send_on_stream(&s, &outbox, at).unwrap());
+        drop(channel.wait_recv_on_stream(&s).unwrap());
+    }
+    s.synchronize(LONG).unwrap();
+    window.flush(peer, LONG).unwrap();
+    comm.barrier(LONG).unwrap();
+    let expected = message(peer, me, 0, 8 * COUNT);
+    until("messages are lost", || {
+        comm.progress();
+        bytes(&inbox, 0..8 * COUNT) == expected
+    });
+    assert_eq!(bytes(&inbox, 8 * COUNT..16 * COUNT), expected);
+    assert_eq!(bytes(&place, 0..8), expected[8 * COUNT - 8..]);
 });

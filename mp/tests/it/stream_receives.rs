@@ -9,7 +9,9 @@ use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use gdsync_testkit::driver;
 use mp::{Communicator, Error, IntraHostPath, Registration};
 
-use crate::common::{LONG, buffer, bytes, host_buffer, job_test, kill, message, stream, until};
+use crate::common::{
+    LONG, buffer, bytes, host_buffer, job_test, kill, message, recv_and_wait, send_and_wait, stream, until,
+};
 use crate::shm_fifo::open;
 
 /// A stream on the simulated driver.
@@ -56,7 +58,7 @@ fn natural_loop(comm: &Communicator, s: &Stream, len: usize) {
         let memory = buffer.memory().clone();
         s.host_fn(move || memory.write(0, &message(me, right, n, len)).unwrap()).unwrap();
         let received = comm.irecv_on_stream(s, &buffer, len..2 * len, left).unwrap();
-        let _sent = comm.send_on_stream(s, &buffer, 0..len, right).unwrap();
+        comm.send_on_stream(s, &buffer, 0..len, right).unwrap();
         comm.wait_on_stream(s, &received).unwrap();
         seen.look(s, &buffer, len, len);
         // A stream of a GPU takes 24 host functions.
@@ -137,11 +139,11 @@ job_test!(streams_play_ping_pong, 2, |comm| {
     buffer.memory().write(64 * me, &message(0, 1, 1, 64)).unwrap();
     for _ in 0..50 {
         if me == 0 {
-            let _ = comm.send_on_stream(&s, &buffer, 0..64, peer).unwrap();
+            comm.send_on_stream(&s, &buffer, 0..64, peer).unwrap();
         }
-        let _ = comm.recv_on_stream(&s, &buffer, 64..128, peer).unwrap();
+        comm.recv_on_stream(&s, &buffer, 64..128, peer).unwrap();
         if me == 1 {
-            let _ = comm.send_on_stream(&s, &buffer, 64..128, peer).unwrap();
+            comm.send_on_stream(&s, &buffer, 64..128, peer).unwrap();
         }
     }
     s.synchronize(LONG).unwrap();
@@ -162,7 +164,7 @@ job_test!(receives_of_cpu_and_streams_keep_their_order, 2, |comm| {
             for n in n..n + 4 {
                 buffer.memory().write(0, &message(0, 1, n, 8)).unwrap();
                 if n % 3 == 0 {
-                    let sent = comm.send_on_stream(&s, &buffer, 0..8, peer).unwrap();
+                    let sent = send_and_wait(comm, &s, &buffer, 0..8, peer);
                     s.synchronize(LONG).unwrap();
                     comm.wait(&sent, LONG).unwrap();
                 } else {
@@ -214,7 +216,7 @@ job_test!(dropped_batches_take_their_receives_back, 2, |comm| {
                 let void = comm.irecv_in_batch(&mut batch, &buffer, 0..8, peer).unwrap();
                 assert!(void.test().unwrap().is_none());
             }
-            let received = comm.recv_on_stream(&s, &buffer, 8192..16384, peer).unwrap();
+            let received = recv_and_wait(comm, &s, &buffer, 8192..16384, peer);
             s.synchronize(LONG).unwrap();
             assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 8);
             let capture = s.begin_capture().unwrap();
@@ -226,7 +228,7 @@ job_test!(dropped_batches_take_their_receives_back, 2, |comm| {
     }
     // The CPU again, announced to a stream.
     if comm.rank() == 0 {
-        let _ = comm.send_on_stream(&s, &buffer, 0..8, peer).unwrap();
+        comm.send_on_stream(&s, &buffer, 0..8, peer).unwrap();
         s.synchronize(LONG).unwrap();
     } else {
         let mut batch = Batch::new();
@@ -246,14 +248,14 @@ fn dead_ranks_end_receives(name: &str, stream: fn() -> Stream) {
     let (buffer, s) = (host_buffer(&comm, 16), stream());
     if comm.rank() == 1 {
         for _ in 0..3 {
-            let _ = comm.send_on_stream(&s, &buffer, 0..8, 0).unwrap();
+            comm.send_on_stream(&s, &buffer, 0..8, 0).unwrap();
         }
         s.synchronize(LONG).unwrap();
         comm.barrier(LONG).unwrap();
         until("killed", || false);
         abort();
     }
-    let requests: Vec<_> = (0..10).map(|_| comm.recv_on_stream(&s, &buffer, 8..16, 1).unwrap()).collect();
+    let requests: Vec<_> = (0..10).map(|_| recv_and_wait(&comm, &s, &buffer, 8..16, 1)).collect();
     comm.barrier(LONG).unwrap();
     kill(comm.child(1).unwrap());
     s.synchronize(LONG).unwrap_err();
@@ -283,14 +285,14 @@ job_test!(aborted_streams_end_their_receives, 2, |comm| {
     if comm.rank() == 0 {
         let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
         s.wait_value32(&gate, 1, Cond::Geq).unwrap();
-        let received = comm.recv_on_stream(&s, &buffer, 0..8, peer).unwrap();
+        let received = recv_and_wait(comm, &s, &buffer, 0..8, peer);
         comm.barrier(LONG).unwrap();
         s.abort();
         comm.wait(&received, LONG).unwrap_err();
         s.synchronize(LONG).unwrap_err();
         comm.irecv(&buffer, 0..8, peer).unwrap_err();
     } else {
-        let sent = comm.send_on_stream(&s, &buffer, 0..8, peer).unwrap();
+        let sent = send_and_wait(comm, &s, &buffer, 0..8, peer);
         comm.barrier(LONG).unwrap();
         comm.wait(&sent, LONG).unwrap_err();
         s.synchronize(LONG).unwrap_err();

@@ -1,9 +1,27 @@
 //! Copies between [`Memory`] and the CPU.
 
+use std::slice;
+
 use gdrcopy::copy::{Copier, copy_shared, load_fence, store_fence};
 
 use super::{Memory, Reach};
 use crate::error::Result;
+
+/// Numbers of which every pattern of bytes is a value: see [`Memory::write_slice`]. Sealed: integers of 8 to 64 bits, `f32` and `f64`.
+pub trait Plain: sealed::Sealed + Copy {}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+macro_rules! plain {
+    ($($type:ty)*) => {
+        $(impl Plain for $type {}
+        impl sealed::Sealed for $type {})*
+    };
+}
+
+plain!(u8 i8 u16 i16 u32 i32 u64 i64 f32 f64);
 
 impl Memory {
     /// Copies bytes at `offset` to `out`. The result may be torn if a device writes meanwhile.
@@ -28,6 +46,37 @@ impl Memory {
         // SAFETY: `dst` is checked for the length, `data` is shared, and the two cannot overlap because no reference to device memory exists.
         unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
         Ok(())
+    }
+
+    /// Copies numbers at `offset`, in bytes, to `out`: see [`Memory::read`].
+    ///
+    /// # Errors
+    /// As [`Memory::read`].
+    pub fn read_slice<T: Plain>(&self, offset: usize, out: &mut [T]) -> Result<()> {
+        // SAFETY: the bytes are those of `out`, which is exclusive; all bytes are values of the sealed `Plain` types, without padding.
+        let bytes = unsafe { slice::from_raw_parts_mut(out.as_mut_ptr().cast(), size_of_val(out)) };
+        self.read(offset, bytes)
+    }
+
+    /// Copies numbers to `offset`, in bytes, as this machine orders their bytes.
+    ///
+    /// ```
+    /// # fn main() -> gdsync_device::Result<()> {
+    /// let memory = gdsync_device::memory::Memory::alloc(64)?;
+    /// memory.write_slice(8, &[1.5, -2.0])?;
+    /// let mut numbers = [0.0; 2];
+    /// memory.read_slice(8, &mut numbers)?;
+    /// assert_eq!(numbers, [1.5, -2.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Memory::write`].
+    pub fn write_slice<T: Plain>(&self, offset: usize, data: &[T]) -> Result<()> {
+        // SAFETY: the bytes are those of `data`, shared as it is; the sealed `Plain` types have no padding.
+        let bytes = unsafe { slice::from_raw_parts(data.as_ptr().cast(), size_of_val(data)) };
+        self.write(offset, bytes)
     }
 
     /// As [`Memory::write`], faster for a few words.
@@ -199,6 +248,20 @@ mod tests {
                 );
             }
         }
+    }
+
+    #[test]
+    fn numbers_are_copied_whole_and_in_bounds() {
+        let memory = Memory::alloc(32).unwrap();
+        memory.write_slice(3, &[-1_i16, 0x1234]).unwrap();
+        let mut bytes = [0; 4];
+        memory.read(3, &mut bytes).unwrap();
+        assert_eq!(bytes, [(-1_i16).to_ne_bytes(), 0x1234_i16.to_ne_bytes()].as_flattened());
+        let mut numbers = [0_u64; 5];
+        for refused in [memory.read_slice(0, &mut numbers), memory.write_slice(1, &[0.0_f64; 4])] {
+            assert!(matches!(refused, Err(crate::Error::OutOfBounds { .. })), "{refused:?}");
+        }
+        memory.read_slice::<u64>(32, &mut []).unwrap();
     }
 
     #[test]
