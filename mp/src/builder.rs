@@ -106,7 +106,7 @@ impl CommunicatorBuilder {
     }
 
     /// How long the ranks may take to find each other, and to end after a communicator that was dropped without
-    /// [`Communicator::finalize`], and how long a call waits for room in a [full queue](Communicator#full-queues) (default 30 s).
+    /// [`Communicator::finalize`], and how long calls wait without a [timeout](Communicator#timeouts) of their own (default 30 s).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.0.timeout = timeout;
         self
@@ -410,8 +410,8 @@ impl Communicator {
     /// [`Error::Bootstrap`] for a rank that the others leave out, and for an exchange of
     /// [`CommunicatorBuilder::init_over`] that cannot regroup; [`Error::Device`] from the RDMA device. A rank that dies in the very last step may leave some ranks with an error and
     /// others with a communicator, in which the next call fails.
-    pub fn shrink(&self, timeout: Duration) -> Result<Shrunk> {
-        let deadline = Deadline::after(timeout);
+    pub fn shrink(&self, timeout: impl Into<Option<Duration>>) -> Result<Shrunk> {
+        let deadline = Deadline::after(self.limit(timeout));
         let transports = self.0.peers.iter().map(|peer| &peer.transport);
         let without: Vec<usize> =
             transports.clone().filter(|one| one.is_given_up()).map(|one| one.rank).collect();

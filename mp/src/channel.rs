@@ -375,8 +375,12 @@ impl Communicator {
     /// [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth), and from the device, whose queues must hold three times as many receives;
     /// [`Error::Bootstrap`] names a rank that is gone, could not make its channels, or has other ones in its list,
     /// [`Error::Deadline`] one that is late.
-    pub fn channels(&self, wanted: &[(usize, &[Piece<'_>])], timeout: Duration) -> Result<Vec<Channel>> {
-        let deadline = Deadline::after(timeout);
+    pub fn channels(
+        &self,
+        wanted: &[(usize, &[Piece<'_>])],
+        timeout: impl Into<Option<Duration>>,
+    ) -> Result<Vec<Channel>> {
+        let deadline = Deadline::after(self.limit(timeout));
         let mut exchange = self.0.exchange.lock();
         let built =
             wanted.iter().map(|(rank, places)| self.build_channel(*rank, places)).collect::<Result<Vec<_>>>();
@@ -395,7 +399,12 @@ impl Communicator {
     ///
     /// # Errors
     /// Those of [`Communicator::channels`].
-    pub fn channel(&self, rank: usize, places: &[Piece<'_>], timeout: Duration) -> Result<Channel> {
+    pub fn channel(
+        &self,
+        rank: usize,
+        places: &[Piece<'_>],
+        timeout: impl Into<Option<Duration>>,
+    ) -> Result<Channel> {
         Ok(self.channels(&[(rank, places)], timeout)?.swap_remove(0))
     }
 

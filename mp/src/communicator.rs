@@ -27,6 +27,9 @@ use crate::watchdog::{self, Watchdog};
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 ///
+/// # Timeouts
+/// Nothing waits for ever. Calls that wait take a `Duration`, or `None` for [`Communicator::timeout`]: `comm.barrier(None)`.
+///
 /// # Full queues
 /// Calls that start something, by the CPU, on a stream or in a batch, wait for room in a queue or a stream that is full, and move
 /// messages along meanwhile. So a loop may start more than [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth)
@@ -118,10 +121,14 @@ impl Communicator {
         self.0.peers.len()
     }
 
-    /// How long a call waits for room in a full queue: [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), unless
+    /// How long a call waits that was given no other timeout, also for room in a full queue: [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), unless
     /// [`Communicator::with_timeout`] says otherwise.
     pub fn timeout(&self) -> Duration {
         self.1
+    }
+
+    pub(crate) fn limit(&self, timeout: impl Into<Option<Duration>>) -> Duration {
+        timeout.into().unwrap_or(self.1)
     }
 
     /// The same ranks and connections, with another [`Communicator::timeout`], also for windows, channels and collectives that are made
@@ -285,8 +292,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Message`] names the rank and why the message failed, or that it is late.
-    pub fn wait(&self, request: &Request, timeout: Duration) -> Result<Status> {
-        let status = request.wait_and(timeout, || self.catch_up())?;
+    pub fn wait(&self, request: &Request, timeout: impl Into<Option<Duration>>) -> Result<Status> {
+        let status = request.wait_and(self.limit(timeout), || self.catch_up())?;
         request.finish();
         Ok(status)
     }
@@ -302,10 +309,10 @@ impl Communicator {
         to: usize,
         receive: Piece<'_>,
         from: usize,
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<Status> {
         self.peer(to)?;
-        let deadline = Deadline::after(timeout);
+        let deadline = Deadline::after(self.limit(timeout));
         let receive = self.irecv_vectored(&[receive], from)?;
         let send = self.isend_vectored(&[send], to)?;
         self.wait(&send, deadline.remaining())?;
@@ -319,9 +326,9 @@ impl Communicator {
     pub fn wait_all<'a>(
         &self,
         requests: impl IntoIterator<Item = &'a Request>,
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<Vec<Status>> {
-        let deadline = Deadline::after(timeout);
+        let deadline = Deadline::after(self.limit(timeout));
         requests.into_iter().map(|request| self.wait(request, deadline.remaining())).collect()
     }
 
@@ -376,18 +383,18 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
-    pub fn barrier(&self, timeout: Duration) -> Result<()> {
+    pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         self.catch_up();
-        self.0.exchange.lock().barrier(timeout)
+        self.0.exchange.lock().barrier(self.limit(timeout))
     }
 
     /// Collects a few bytes of every rank at every rank, in rank order: for addresses and keys, not for data.
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
-    pub fn exchange(&self, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
+    pub fn exchange(&self, bytes: &[u8], timeout: impl Into<Option<Duration>>) -> Result<Vec<Vec<u8>>> {
         self.catch_up();
-        self.0.exchange.lock().allgather(bytes, timeout)
+        self.0.exchange.lock().allgather(bytes, self.limit(timeout))
     }
 
     /// The process of a rank that [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started from here.
@@ -407,8 +414,8 @@ impl Communicator {
     /// # Errors
     /// [`Error::Message`] for an operation on a window that failed, unless a call on that window has reported it; [`Error::Bootstrap`]
     /// and [`Error::Deadline`] as [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
-    pub fn finalize(self, timeout: Duration) -> Result<()> {
-        let deadline = Deadline::after(timeout);
+    pub fn finalize(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let deadline = Deadline::after(self.limit(timeout));
         self.0.children.is_finalized.store(true, Ordering::Relaxed);
         let flushed = RmaQueues::finish_all(&self.0.rma, &deadline);
         // The others need not wait for a rank that this one cannot reach.

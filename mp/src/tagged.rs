@@ -134,8 +134,8 @@ impl Tagged {
     ///
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late; [`Error::Device`] from the device.
-    pub fn new(comm: &Communicator, timeout: Duration) -> Result<Self> {
-        let deadline = Deadline::after(timeout);
+    pub fn new(comm: &Communicator, timeout: impl Into<Option<Duration>>) -> Result<Self> {
+        let deadline = Deadline::after(comm.limit(timeout));
         let mut builder = CommunicatorBuilder(comm.0.settings.clone());
         // A header, and the payload.
         builder.0.queues.max_pieces = builder.0.queues.max_pieces.max(2);
@@ -203,9 +203,9 @@ impl Tagged {
     pub fn wait_all<'a>(
         &self,
         requests: impl IntoIterator<Item = &'a Request>,
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<Vec<Status>> {
-        let deadline = Deadline::after(timeout);
+        let deadline = Deadline::after(self.0.comm.limit(timeout));
         requests.into_iter().map(|request| request.wait(deadline.remaining())).collect()
     }
 
@@ -234,7 +234,7 @@ impl Tagged {
     ///
     /// # Errors
     /// [`Error::Bootstrap`], [`Error::Deadline`] and [`Error::Device`] as [`Tagged::new`].
-    pub fn shrink(&self, survivors: &Shrunk, timeout: Duration) -> Result<Self> {
+    pub fn shrink(&self, survivors: &Shrunk, timeout: impl Into<Option<Duration>>) -> Result<Self> {
         for rank in 0..self.0.comm.size() {
             self.0.engine.lock().drain(rank);
             self.give_up(rank)?;
@@ -247,8 +247,8 @@ impl Tagged {
     ///
     /// # Errors
     /// [`Error::Deadline`], also for a rank that is late; [`Error::Bootstrap`] names a rank that is gone.
-    pub fn destroy(self, timeout: Duration) -> Result<()> {
-        let deadline = Deadline::after(timeout);
+    pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let deadline = Deadline::after(self.0.comm.limit(timeout));
         let mut tended = Duration::ZERO;
         loop {
             self.0.progress();

@@ -103,9 +103,9 @@ impl Communicator {
         &self,
         registration: &Registration,
         range: Range<usize>,
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<Window> {
-        let deadline = Deadline::after(timeout);
+        let deadline = Deadline::after(self.limit(timeout));
         let (rank, size) = (self.rank(), self.size());
         let mut exchange = self.0.exchange.lock();
         let intra_host = self.0.is_all_intra_host();
@@ -158,9 +158,9 @@ impl Window {
         &self,
         registration: &Registration,
         range: Range<usize>,
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<Self> {
-        let deadline = Deadline::after(timeout);
+        let deadline = Deadline::after(self.0.comm.limit(timeout));
         let comm = &self.0.comm;
         let ours = part(registration, &range, self.0.queues.intra_host);
         let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
@@ -189,8 +189,8 @@ impl Window {
     ///
     /// # Errors
     /// [`Error::Message`] for an operation that failed; [`Error::Bootstrap`] and [`Error::Deadline`] for another rank.
-    pub fn destroy(self, timeout: Duration) -> Result<()> {
-        let deadline = Deadline::after(timeout);
+    pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let deadline = Deadline::after(self.0.comm.limit(timeout));
         let flushed = self.0.queues.flush(&deadline);
         let met = self.0.comm.barrier(deadline.remaining());
         flushed.and(met)
@@ -690,17 +690,17 @@ impl Window {
     /// [`Error::NoSuchRank`]; [`Error::Message`] for the first that
     /// failed, also if its request was dropped, and after
     /// `timeout`: they go on then.
-    pub fn flush(&self, rank: usize, timeout: Duration) -> Result<()> {
+    pub fn flush(&self, rank: usize, timeout: impl Into<Option<Duration>>) -> Result<()> {
         self.part(rank)?;
-        self.0.queues.queues[rank].flush(timeout)
+        self.0.queues.queues[rank].flush(self.0.comm.limit(timeout))
     }
 
     /// As [`Window::flush`] for all ranks, one after the other, also after one has failed.
     ///
     /// # Errors
     /// [`Error::Message`] for the first operation that failed, and after `timeout`.
-    pub fn flush_all(&self, timeout: Duration) -> Result<()> {
-        self.0.queues.flush(&Deadline::after(timeout))
+    pub fn flush_all(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        self.0.queues.flush(&Deadline::after(self.0.comm.limit(timeout)))
     }
 
     /// Holds a stream until all operations on a rank are complete that were started so far, or prepared in a batch that is
@@ -720,9 +720,17 @@ impl Window {
     ///
     /// # Errors
     /// [`Error::OutsideWindow`] and [`Error::Device`], as [`Window::word64`]; [`Error::Deadline`] after `timeout`.
-    pub fn wait_signal(&self, offset: usize, value: u64, cond: Cond, timeout: Duration) -> Result<u64> {
+    pub fn wait_signal(
+        &self,
+        offset: usize,
+        value: u64,
+        cond: Cond,
+        timeout: impl Into<Option<Duration>>,
+    ) -> Result<u64> {
         let context = &self.0.comm.0.domain(self.0.queues.intra_host).0;
-        wait_value64_and(&self.word64(offset)?, value, cond, timeout, || context.progress())
+        wait_value64_and(&self.word64(offset)?, value, cond, self.0.comm.limit(timeout), || {
+            context.progress()
+        })
     }
 
     /// As [`Window::wait_signal`], and the stream waits: where the rank that was to signal has died, as long as the

@@ -108,10 +108,10 @@ impl Collectives {
     /// # Errors
     /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] for a rank that is in
     /// another collective; the error of an earlier call.
-    pub fn barrier(&self, timeout: Duration) -> Result<()> {
+    pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let rounds = schedule::barrier(self.comm.rank(), self.comm.size());
         let rounds = self.rounds(&rounds, &self.token, |_| 0..0, &self.token, |_| 0..0);
-        self.run("barrier", rounds, timeout)
+        self.run("barrier", rounds, self.comm.limit(timeout))
     }
 
     /// Copies the bytes `range` of `buffer` of rank `root` to all ranks.
@@ -124,13 +124,13 @@ impl Collectives {
         buffer: &Registration,
         range: Range<usize>,
         root: usize,
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
         self.comm.peer(root)?;
         buffer.check_range(&range)?;
         let rounds = schedule::broadcast(self.comm.rank(), self.comm.size(), root);
         let whole = |_: &Range<usize>| range.clone();
-        self.run("broadcast", self.rounds(&rounds, buffer, whole, buffer, whole), timeout)
+        self.run("broadcast", self.rounds(&rounds, buffer, whole, buffer, whole), self.comm.limit(timeout))
     }
 
     /// Collects a part of every rank at every rank: `range` of `buffer` has one part of equal length for each rank, in rank order, and
@@ -138,11 +138,16 @@ impl Collectives {
     ///
     /// # Errors
     /// [`Error::Message`] and [`Error::Collective`], as [`Collectives::barrier`]; [`Error::Device`] for a range outside the buffer, or a length that is not a multiple of the number of ranks.
-    pub fn allgather(&self, buffer: &Registration, range: Range<usize>, timeout: Duration) -> Result<()> {
+    pub fn allgather(
+        &self,
+        buffer: &Registration,
+        range: Range<usize>,
+        timeout: impl Into<Option<Duration>>,
+    ) -> Result<()> {
         let parts = self.parts(buffer, &range)?;
         let rounds = schedule::allgather(self.comm.rank(), self.comm.size());
         let bytes = |blocks: &Range<usize>| parts.bytes(blocks);
-        self.run("allgather", self.rounds(&rounds, buffer, bytes, buffer, bytes), timeout)
+        self.run("allgather", self.rounds(&rounds, buffer, bytes, buffer, bytes), self.comm.limit(timeout))
     }
 
     /// Sends part r of `from` to rank r, and receives part r of `to` from there. Both ranges have one part of equal length for each rank,
@@ -154,13 +159,13 @@ impl Collectives {
         &self,
         from: (&Registration, Range<usize>),
         to: (&Registration, Range<usize>),
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
         let (send, recv) = self.two_parts(&from, &to)?;
         let rounds = schedule::alltoall(self.comm.rank(), self.comm.size());
         let rounds =
             self.rounds(&rounds, from.0, |blocks| send.bytes(blocks), to.0, |blocks| recv.bytes(blocks));
-        self.run("alltoall", rounds, timeout)
+        self.run("alltoall", rounds, self.comm.limit(timeout))
     }
 
     /// Combines the values in `range` of `buffer` of all ranks, element by element; all ranks get the same bits. The CPU does it, in
@@ -174,7 +179,7 @@ impl Collectives {
         buffer: &Registration,
         range: Range<usize>,
         how: Reduction,
-        timeout: Duration,
+        timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
         check_values::<T>(buffer, &range)?;
         let folds = schedule::allreduce(self.comm.rank(), self.comm.size());
@@ -202,7 +207,7 @@ impl Collectives {
                 },
             }
         });
-        self.run("allreduce", rounds.collect(), timeout)?;
+        self.run("allreduce", rounds.collect(), self.comm.limit(timeout))?;
         self.scratch.give_back(scratch);
         Ok(())
     }

@@ -181,3 +181,15 @@ job_test!(ranks_send_and_receive_at_once, 3, |comm| {
         assert_eq!(bytes(&buffer, 64..128), message(left, me, n, 64));
     }
 });
+
+job_test!(waits_without_a_timeout_take_that_of_the_communicator, 2, |comm| {
+    let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16));
+    let received = comm.irecv(&buffer, 0..8, peer).unwrap();
+    let soon = comm.with_timeout(Duration::from_millis(30));
+    says(&soon.wait(&received, None).unwrap_err(), &["not complete within 30 ms"]);
+    let late = soon.wait_all([&received], Duration::from_millis(20)).unwrap_err();
+    says(&late, &["not complete within 20 ms"]);
+    comm.barrier(None).unwrap();
+    let sent = comm.isend(&buffer, 8..16, peer).unwrap();
+    comm.wait_all([&sent, &received], None).unwrap();
+});
