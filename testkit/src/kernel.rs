@@ -90,20 +90,13 @@ pub struct SimulatedKernel {
     nodes: BTreeMap<CString, Arc<dyn Kernel>>,
     texts: BTreeMap<String, String>,
     files: Mutex<HashMap<FileId, Arc<dyn Kernel>>>,
-    /// How often each device file was opened.
-    opened: Mutex<HashMap<CString, usize>>,
 }
 
 impl SimulatedKernel {
     /// A kernel without devices.
     pub fn new(machine: Arc<Machine>) -> Self {
-        let (nodes, texts, files, opened) = Default::default();
-        Self { machine, nodes, texts, files, opened }
-    }
-
-    /// How often a device file was opened.
-    pub fn opened(&self, path: &CStr) -> usize {
-        self.opened.lock().get(path).copied().unwrap_or(0)
+        let (nodes, texts, files) = Default::default();
+        Self { machine, nodes, texts, files }
     }
 
     /// Adds a device file, whose descriptors are real ones, made with [`DeviceEnd::open`]. The fault `open PATH` of the machine makes its opening fail with an `errno`.
@@ -134,7 +127,6 @@ unsafe impl Kernel for SimulatedKernel {
         }
         let node = self.nodes.get(path).ok_or_else(|| io::Error::from_raw_os_error(libc::ENOENT))?;
         let fd = node.open(path)?;
-        *self.opened.lock().entry(path.to_owned()).or_default() += 1;
         self.files.lock().insert(FileId::of(fd.as_fd())?, node.clone());
         Ok(fd)
     }
