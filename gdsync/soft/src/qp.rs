@@ -280,7 +280,11 @@ impl SoftQp {
                 }
                 self.reset()?;
             }
-            Some(QpState::ERR) => self.go_error(env),
+            Some(QpState::ERR) => {
+                // The application may change their bytes.
+                self.resp.discard_reads();
+                self.go_error(env);
+            }
             Some(QpState::INIT) if env.strict => {
                 env.cqs.check_initial(self.rings.request.send_cqn)?;
                 env.cqs.check_initial(self.rings.request.recv_cqn)?;

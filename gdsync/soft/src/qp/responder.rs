@@ -167,6 +167,11 @@ impl Responder {
         !self.responses.is_empty() || self.is_copying()
     }
 
+    /// Discards READ responses that were not sent.
+    pub(crate) fn discard_reads(&mut self) {
+        self.responses.retain(|response| !matches!(response, Response::Read { .. }));
+    }
+
     /// Queues a NAK unless the same one is queued.
     fn nak(&mut self, psn: u32, code: u8, arg: u32) {
         let same =
