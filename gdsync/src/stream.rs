@@ -239,8 +239,8 @@ impl Stream {
     /// the per-thread default stream.
     ///
     /// # Safety
-    /// `stream` must belong to the context of `gpu` and outlive the result and its clones. It is not destroyed here. It may be
-    /// destroyed before work that was submitted here is done.
+    /// `stream` must belong to the context of `gpu` and outlive the result and its clones, of which a host function must not drop
+    /// the last. It is not destroyed here. It may be destroyed before work that was submitted here is done.
     pub unsafe fn cuda_from_raw(gpu: &Gpu, stream: RawStream, mut config: CudaStreamConfig) -> Result<Self> {
         let number = StreamName::new(&mut config.name);
         let name = config.name.clone();

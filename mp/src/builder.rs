@@ -418,13 +418,14 @@ impl Communicator {
         transports.for_each(|one| one.fail(&gdsync::Error::GivenUp));
         loop {
             let (exchange, former) = self.regroup(&without, &deadline)?;
-            change_own_rank(exchange.rank());
+            let rank = exchange.rank();
             let builder = CommunicatorBuilder(self.0.settings.clone());
             let built = builder.resolve().and_then(|resolved| {
                 builder.build(exchange, resolved, Deadline::after(deadline.remaining()))
             });
             match built {
                 Ok(communicator) => {
+                    change_own_rank(rank);
                     let children = self.0.children.lock().take();
                     *communicator.0.children.lock() = children.map(|children| children.keep(&former));
                     return Ok(Shrunk { communicator, former });

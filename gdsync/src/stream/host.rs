@@ -430,7 +430,7 @@ impl Shared {
         } else {
             tracing::debug!(stream = self.config.name, %error, "stream failed");
         }
-        stop(&self.config.name, &sources, &error);
+        stop(&self.config.name, sources, &error);
         let state = self.state.lock();
         self.released.store(true, Ordering::Release);
         drop(state);

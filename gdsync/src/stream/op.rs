@@ -201,8 +201,9 @@ pub(super) fn to_stop(sources: impl Iterator<Item = Arc<dyn Source>>) -> Vec<Arc
     chosen
 }
 
-/// Stops sources after a failure of the stream. A panic prevents neither the others from being stopped, nor the release.
-pub(super) fn stop(stream: &str, sources: &[Arc<dyn Source>], error: &Error) {
+/// Stops sources after a failure of the stream, and drops them: a queue pair that they hold cannot be reset. A panic prevents
+/// neither the others from being stopped, nor the release.
+pub(super) fn stop(stream: &str, sources: Vec<Arc<dyn Source>>, error: &Error) {
     for source in sources {
         if catch_unwind(AssertUnwindSafe(|| source.fail(error))).is_err() {
             tracing::error!(stream, ?source, "a source panicked while it was stopped");

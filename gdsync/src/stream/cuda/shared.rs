@@ -463,7 +463,7 @@ impl Shared {
             to_stop(pending.flat_map(|submission| sources_of(&submission.ops)).map(|(_, source)| source))
         };
         self.status.fail();
-        stop(&self.config.name, &sources, &error);
+        stop(&self.config.name, sources, &error);
         self.released.store(true, Ordering::Release);
         self.work.notify_one();
     }

@@ -113,10 +113,6 @@ impl Shared {
                 Op::Await(source, _) => source.lost(),
                 _ => None,
             };
-            let awaited = held.and_then(|(place, _)| match view.wait_at(place)? {
-                Op::Await(source, _) if !failed => Some(source.clone()),
-                _ => None,
-            });
             let broken = state.refused.clone().or_else(lost).filter(|_| !failed);
             let pause = match held {
                 _ if failed => RELEASE_CHECK,
@@ -151,8 +147,15 @@ impl Shared {
             if !failed && what.is_none() && broken.is_none() {
                 self.work.wait_for(&mut state, pause);
             }
+            // Cloned only now: a queue pair cannot be reset while a clone exists.
+            let awaited = held.and_then(|(place, _)| match QueueView(&state).wait_at(place)? {
+                Op::Await(source, _) if !self.failed() => Some(source.clone()),
+                _ => None,
+            });
             drop(state);
-            awaited.iter().for_each(|source| source.remind());
+            if let Some(source) = awaited {
+                source.remind();
+            }
             if failed {
                 std::thread::sleep(pause);
             } else if let Some(error) = broken {
