@@ -43,6 +43,8 @@ use crate::wait::Deadline;
 /// iterations that alternate between two buffers two at a time. Let a graph wait for its own sends only: the completion of an
 /// earlier send may be consumed before a launch looks for it, and the launch is refused then.
 ///
+/// Both ranks have the channel. It carries messages to each end that gave places: to both, or to one alone.
+///
 /// The messages of a channel do not mix with those of the communicator or of other channels. What was sent stays registered as long
 /// as the channel, or a graph with messages of it. The queue pairs stay until the communicator goes: reuse channels.
 ///
@@ -241,7 +243,8 @@ impl Channel {
         })
     }
 
-    /// Holds the stream until the next message is in its place. The returned completion has its length.
+    /// Holds the stream until the next message is in its place. The returned completion has its length. Give credit for the message
+    /// before ([`Channel::post_recv_in_batch`]), or the sender's stream waits for that, and this one for the message.
     ///
     /// # Errors
     /// [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
@@ -367,8 +370,11 @@ impl Unconnected {
 
 impl Communicator {
     /// Makes channels, in the order of the list: each to a rank, with the places for what comes from there. Every rank must call this,
-    /// also with an empty list, and both ranks of a channel must list it. Several between the same ranks are paired in order. Without
-    /// places a channel only sends.
+    /// also with an empty list, and both ranks of a channel must list it.
+    ///
+    /// Without places (`&[]`) this end only sends: the channel of one direction is `&[]` at the sender, and places at the receiver.
+    /// Several between the same ranks are paired in order: the n-th that one rank lists with the other is the n-th that the other lists
+    /// with it. So in a ring of two ranks, with a channel to each side, one of them lists its channels the other way round.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside a registration, for more places than half of

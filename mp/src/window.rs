@@ -360,7 +360,7 @@ impl<'a> Rma<'a> {
     }
 
     /// Writes bytes, at most [`MAX_INLINE`], to `offset`. They are copied when the operation is started or added to a
-    /// batch, and need no registration.
+    /// batch, and need no registration. No bytes with a signal are a signal alone, as [`Rma::signal`].
     pub fn put_bytes(bytes: &'a [u8], rank: usize, offset: usize) -> Self {
         Self::new(rank, offset, What::PutBytes(bytes))
     }
