@@ -10,12 +10,16 @@ use gdsync_testkit::driver;
 use mp::{Communicator, Error, IntraHostPath, Registration};
 
 use crate::common::{
-    LONG, buffer, bytes, host_buffer, job_test, kill, message, recv_and_wait, send_and_wait, stream, until,
+    LONG, buffer, bytes, gpu, host_buffer, job_test, kill, message, recv_and_wait, send_and_wait, stream,
+    until,
 };
 use crate::shm_fifo::open;
 
-/// A stream on the simulated driver.
-fn simulated() -> Stream {
+/// A CUDA stream: of the GPU that the ranks use, else on the simulated driver.
+fn cuda_stream() -> Stream {
+    if gpu().is_some() {
+        return stream("cuda");
+    }
     let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
     let config =
         CudaStreamConfig { wait_limit: LONG, via: Via::MemOp, depth: 512, ..CudaStreamConfig::default() };
@@ -74,7 +78,7 @@ fn natural_loop(comm: &Communicator, s: &Stream, len: usize) {
 job_test!(the_natural_loop_is_right, [1, 2, 3], |comm| {
     for len in [8, 100_000] {
         natural_loop(comm, &stream("loop"), len);
-        natural_loop(comm, &simulated(), len);
+        natural_loop(comm, &cuda_stream(), len);
     }
 });
 
@@ -89,7 +93,7 @@ job_test!(
 job_test!(messages_of_the_cpu_wait_for_the_stream, 2, |comm| {
     const COUNT: usize = 11;
     let (peer, buffer) = (1 - comm.rank(), host_buffer(comm, 16384));
-    for (s, len) in [(stream("receiver"), 8), (simulated(), 500), (stream("long"), 5000)] {
+    for (s, len) in [(stream("receiver"), 8), (cuda_stream(), 500), (stream("long"), 5000)] {
         open(comm, &buffer);
         if comm.rank() == 0 {
             for n in 0..COUNT {
@@ -276,7 +280,7 @@ fn dead_ranks_end_receives_of_streams() {
 // No doorbell tells the device of a receive that such a stream posts after the connection has ended.
 #[test]
 fn dead_ranks_end_receives_of_gpu_streams() {
-    dead_ranks_end_receives("dead_ranks_end_receives_of_gpu_streams", simulated);
+    dead_ranks_end_receives("dead_ranks_end_receives_of_gpu_streams", cuda_stream);
 }
 
 // The peer must not wait for a receive that will never be posted.
