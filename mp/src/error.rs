@@ -210,7 +210,8 @@ impl fmt::Display for Error {
                 f,
                 "the receive from {} into bytes {range:?} of its buffer overlaps the outstanding receive from {} into bytes \
                  {other_range:?} of its buffer, and a posted receive is active at once; give each its own bytes, wait for the \
-                 earlier one first, or receive in stream order: Communicator::recv_on_stream",
+                 earlier one first, or receive in stream order: Communicator::irecv_on_stream before the send and wait_on_stream \
+                 after it, or sendrecv_on_stream",
                 rank_or_any(*rank),
                 rank_or_any(*other_rank)
             ),
