@@ -223,7 +223,12 @@ impl Channel {
             let cause = gdsync::Error::InvalidArgument {
                 what: "the message",
                 value: format!("{} bytes", sge.len),
-                expected: "one that fits into the smallest place that the other rank gave Communicator::channels",
+                expected: match room {
+                    Some(_) => {
+                        "one that fits into the smallest place that the other rank gave Communicator::channels"
+                    }
+                    None => "none, as the other rank gave Communicator::channels no place for it",
+                },
             };
             return Err(out.failed(OPERATION, cause));
         }
