@@ -206,8 +206,8 @@ impl Cq {
         self.0.poll()
     }
 
-    /// The number of completions that stream waits have claimed, arrived or not, or that were taken before those. Waits that are dropped
-    /// instead of submitted give theirs back.
+    /// The number of completions that stream waits have claimed, arrived or not, or that were taken before those. Waits
+    /// that are dropped instead of submitted give theirs back.
     pub fn claimed(&self) -> u64 {
         self.0.state.lock().claim_next
     }
