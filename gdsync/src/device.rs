@@ -140,8 +140,9 @@ impl Device {
     pub fn open_with(&self, config: &DeviceConfig) -> Result<Context> {
         match (&self.0, config.route) {
             (Kind::Soft, Some(route @ (Route::Direct | Route::Proxy))) => {
-                let expected = "soft, the only route of soft0: name another device in GDSYNC_DEVICE, or no route in GDSYNC_PATH";
-                Err(Error::invalid("route", route, expected))
+                let expected =
+                    "soft, the only path of soft0: name another device in GDSYNC_DEVICE, or no path";
+                Err(Error::invalid("the path (GDSYNC_PATH, DeviceConfig::route)", route, expected))
             }
             (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
             (Kind::Rdma(survey), _) => connect(survey, config),

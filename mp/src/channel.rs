@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gdsync::stream::{Batch, Replenish, Stream};
+use gdsync::stream::{Batch, PreparedSend, Replenish, Stream};
 use gdsync::verbs::{Completion, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
@@ -129,20 +129,31 @@ impl Half {
         self.posted.lock().buffers.entry(buffer.lkey()).or_insert_with(|| buffer.guard());
     }
 
-    /// Adds a message, which consumes a credit, or credit for one to a batch.
-    fn send(
-        self: &Arc<Self>,
-        batch: &mut Batch,
-        sges: &[Sge],
-        consumes_credit: bool,
-    ) -> gdsync::Result<Completion> {
+    /// Writes a message, or credit for one, for a batch.
+    fn prepare(&self, sges: &[Sge]) -> gdsync::Result<PreparedSend> {
         self.replenish()?;
-        let send = self.qp.prepare_send(&[SendWr::send(sges)])?;
-        if consumes_credit {
-            batch.post_wait(self.qp.prepare_wait_recv()?);
-        }
+        self.qp.prepare_send(&[SendWr::send(sges)])
+    }
+
+    /// Adds a message to a batch, behind a wait for its credit.
+    fn send(self: &Arc<Self>, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
+        let send = self.prepare(sges)?;
+        batch.post_wait(self.qp.prepare_wait_recv()?);
         self.repeat(batch);
         Ok(batch.post(send))
+    }
+
+    /// Adds credit for a message to a batch, if a place is left for it.
+    fn give_credit(self: &Arc<Self>, batch: &mut Batch) -> Result<()> {
+        let credit = self.prepare(&[]).map_err(|cause| self.failed("receive through a channel", cause))?;
+        // The queues count, as launches of graphs go there directly.
+        let given = credit.completion().index().saturating_sub(self.qp.send_gaps());
+        if given.saturating_sub(self.qp.recv_cq().claimed()) >= self.places.len() as u64 {
+            return Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() });
+        }
+        self.repeat(batch);
+        batch.post(credit);
+        Ok(())
     }
 
     /// Has receives posted before each launch of a graph that the batch is recorded for.
@@ -214,21 +225,26 @@ impl Channel {
             let cause = gdsync::Error::InvalidArgument {
                 what: "the message",
                 value: format!("{} bytes", sge.len),
-                expected: "one that fits into the smallest place that the other rank gave Communicator::channels",
+                expected: match room {
+                    Some(_) => {
+                        "one that fits into the smallest place that the other rank gave Communicator::channels"
+                    }
+                    None => "none, as the other rank gave Communicator::channels no place for it",
+                },
             };
             return Err(out.failed(OPERATION, cause));
         }
         out.pin(buffer.mr(out.peer.transport.intra_host));
-        comm.while_full(|| out.send(batch, &[sge], true).map_err(|cause| out.failed(OPERATION, cause)))
+        comm.while_full(|| out.send(batch, &[sge]).map_err(|cause| out.failed(OPERATION, cause)))
     }
 
     /// Gives the other rank, when the stream gets there, credit for a message into the next place: places are freed in turn, from the
-    /// first one on, and never more than there are.
+    /// first one on. Each needs its wait ([`Channel::wait_recv_in_batch`]): no more than there are places may be without one. Both count
+    /// when they are added, those of a capture until it ends and then in each launch. A launch itself is not checked.
     ///
     /// # Errors
-    /// [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
+    /// [`Error::NoFreePlace`] when all places were freed and no wait has been added; [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
     pub fn post_recv_in_batch(&self, batch: &mut Batch) -> Result<()> {
-        const OPERATION: &str = "receive through a channel";
         let Inner { comm, into, .. } = &*self.0;
         if into.places.is_empty() {
             let cause = gdsync::Error::InvalidArgument {
@@ -236,11 +252,9 @@ impl Channel {
                 value: "none".into(),
                 expected: "at least one, given to Communicator::channels",
             };
-            return Err(into.failed(OPERATION, cause));
+            return Err(into.failed("receive through a channel", cause));
         }
-        comm.while_full(|| {
-            into.send(batch, &[], false).map(drop).map_err(|cause| into.failed(OPERATION, cause))
-        })
+        comm.while_full(|| into.give_credit(batch))
     }
 
     /// Holds the stream until the next message is in its place. The returned completion has its length. Give credit for the message
@@ -287,7 +301,7 @@ impl Channel {
     /// As [`Channel::post_recv_in_batch`], on a stream.
     ///
     /// # Errors
-    /// [`Error::Message`] with the reason, also with the refusal of the stream.
+    /// [`Error::NoFreePlace`]; [`Error::Message`] with the reason, also with the refusal of the stream.
     pub fn post_recv_on_stream(&self, stream: &Stream) -> Result<()> {
         self.on(stream, |batch| self.post_recv_in_batch(batch))
     }

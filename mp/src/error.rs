@@ -78,6 +78,13 @@ pub enum Error {
         /// The bytes of its buffer.
         other_range: Range<usize>,
     },
+    /// All places of a channel have a posted receive that no wait has been added for.
+    NoFreePlace {
+        /// The rank at the other end.
+        rank: usize,
+        /// The number of places.
+        places: usize,
+    },
     /// An access would leave the window of a rank.
     OutsideWindow {
         /// The rank whose window it is.
@@ -210,9 +217,16 @@ impl fmt::Display for Error {
                 f,
                 "the receive from {} into bytes {range:?} of its buffer overlaps the outstanding receive from {} into bytes \
                  {other_range:?} of its buffer, and a posted receive is active at once; give each its own bytes, wait for the \
-                 earlier one first, or receive in stream order: Communicator::recv_on_stream",
+                 earlier one first, or receive in stream order: Communicator::irecv_on_stream before the send and wait_on_stream \
+                 after it, or sendrecv_on_stream",
                 rank_or_any(*rank),
                 rank_or_any(*other_rank)
+            ),
+            Self::NoFreePlace { rank, places } => write!(
+                f,
+                "all {places} places of the channel with rank {rank} have a posted receive that nothing waits for, and one more message \
+                 would overwrite the first; add its wait before the next receive (Channel::wait_recv_in_batch or \
+                 wait_recv_on_stream), or give Communicator::channels more places"
             ),
             Self::OutsideWindow { rank, operation, offset, len, size } => write!(
                 f,

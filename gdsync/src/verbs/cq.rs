@@ -206,6 +206,12 @@ impl Cq {
         self.0.poll()
     }
 
+    /// The number of completions that stream waits have claimed, arrived or not, or that were taken before those. Waits
+    /// that are dropped instead of submitted give theirs back.
+    pub fn claimed(&self) -> u64 {
+        self.0.state.lock().claim_next
+    }
+
     /// Takes all arrived completions that no stream wait has claimed, for callers that query each
     /// [`Completion`](super::Completion).
     pub fn drain(&self) {

@@ -98,7 +98,7 @@ impl QpCore {
     pub(crate) fn check_send(&self) -> Result<()> {
         match self.is_ready_to_send() {
             true => Ok(()),
-            false => self.check_state("post_send", &[QpState::RTS], "RTS"),
+            false => self.check_state("post_send", &[QpState::RTS], "RTS (Qp::connect)"),
         }
     }
 

@@ -184,7 +184,7 @@ fn posting_needs_the_right_state() {
     let send = || side.qp.post_send(&[SendWr::nop()]).map(drop);
     let prepare = || side.qp.prepare_send(&[SendWr::nop()]).map(drop);
     let recv = || side.qp.post_recv(&[RecvWr::new(&[])]).map(drop);
-    wrong(send(), &["state RESET", "post_send needs RTS"]);
+    wrong(send(), &["state RESET", "post_send needs RTS (Qp::connect)"]);
     wrong(prepare(), &["state RESET", "needs RTS"]);
     wrong(recv(), &["state RESET", "post_recv needs INIT, RTR or RTS"]);
     side.qp.init().unwrap();

@@ -222,6 +222,47 @@ job_test!(credit_for_a_dropped_channel_does_no_harm, 2, |comm| {
     }
 });
 
+// A second message would overwrite the first before a wait for it.
+job_test!(receives_beyond_the_places_are_refused, 1, |comm| {
+    let memory = buffer(comm, 2 * PLACE);
+    let channel = channel(comm, 0, &memory, 2);
+    let s = stream("beyond");
+    let beyond = |batch: &mut Batch| {
+        let error = channel.post_recv_in_batch(batch).unwrap_err();
+        assert!(matches!(error, Error::NoFreePlace { rank: 0, places: 2 }), "{error}");
+        says(&error, &["rank 0", "2 places", "Channel::wait_recv_in_batch"]);
+    };
+    let three = |s: &Stream| {
+        let mut batch = Batch::new();
+        (0..2).for_each(|_| channel.post_recv_in_batch(&mut batch).unwrap());
+        beyond(&mut batch);
+        let sent: Vec<_> =
+            (0..2).map(|_| channel.send_in_batch(&mut batch, &memory, 0..8).unwrap()).collect();
+        channel.wait_recv_in_batch(&mut batch).unwrap();
+        channel.post_recv_in_batch(&mut batch).unwrap();
+        beyond(&mut batch);
+        let last = channel.send_in_batch(&mut batch, &memory, 0..8).unwrap();
+        (0..2).for_each(|_| drop(channel.wait_recv_in_batch(&mut batch).unwrap()));
+        sent.iter().chain([&last]).for_each(|sent| batch.wait(sent).unwrap());
+        s.submit(&mut batch).unwrap();
+    };
+    let graph = capture(&s, |s| {
+        three(s);
+        Ok(())
+    });
+    for _ in 0..20 {
+        launch(&graph, &s);
+        three(&s);
+        s.synchronize(LONG).unwrap();
+    }
+    // A dropped batch frees its places.
+    for _ in 0..3 {
+        let mut batch = Batch::new();
+        (0..2).for_each(|_| channel.post_recv_in_batch(&mut batch).unwrap());
+        beyond(&mut batch);
+    }
+});
+
 // Also to the own rank.
 job_test!(three_ranks_exchange_with_all, 3, |comm| {
     let (me, all) = (comm.rank(), comm.size());
@@ -399,7 +440,7 @@ job_test!(ranks_with_other_lists_are_named, 2, |comm| {
     let s = stream("fitting");
     let said = |error: Error| error.to_string();
     let error = said(channel.send_on_stream(&s, &memory, 0..[0, 65][me]).unwrap_err());
-    says(&error, &["place"]);
+    says(&error, &[["no place", "smallest place"][me]]);
     if me == 0 {
         channel.post_recv_on_stream(&s).unwrap();
         channel.wait_recv_on_stream(&s).unwrap();

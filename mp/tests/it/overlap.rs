@@ -11,7 +11,7 @@ use crate::common::{LONG, buffer, job_test, says, stream, until};
 #[track_caller]
 fn overlaps<T: std::fmt::Debug>(result: mp::Result<T>, other: Range<usize>) {
     let error = result.unwrap_err();
-    says(&error, &["rank", &format!("{other:?}"), "Communicator::recv_on_stream"]);
+    says(&error, &["rank", &format!("{other:?}"), "Communicator::irecv_on_stream", "wait_on_stream"]);
     assert!(
         matches!(&error, Error::OverlappingReceives { other_range, .. } if *other_range == other),
         "{error:?}"
