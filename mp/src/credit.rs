@@ -382,6 +382,17 @@ impl Credits {
         self.announced.store(posted, Ordering::Relaxed);
     }
 
+    /// Whether the announcement of a stream, and one of the CPU before it, have room.
+    ///
+    /// # Errors
+    /// [`gdsync::Error::QueueFull`].
+    pub(crate) fn check_room(&self) -> gdsync::Result<()> {
+        match &self.route {
+            CreditRoute::Own => Ok(()),
+            CreditRoute::Remote { qp, .. } => with_room(qp, || qp.wait_send_room(2, Duration::ZERO)),
+        }
+    }
+
     /// Adds the announcement of a receive at this index, which the stream has posted before, to a batch.
     ///
     /// # Errors

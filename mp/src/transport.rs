@@ -218,6 +218,7 @@ impl Transport {
 
     /// Adds a receive to a batch: the stream posts and announces it.
     pub(crate) fn receive_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
+        self.credits.check_room()?;
         let completion = batch.post_recv(&self.qp.recv, &RecvWr::new(sges))?;
         mark_only_once(batch);
         // Without it the peer would wait for ever.
