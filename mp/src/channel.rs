@@ -243,7 +243,8 @@ impl Channel {
     /// when they are added, those of a capture until it ends and then in each launch. A launch itself is not checked.
     ///
     /// # Errors
-    /// [`Error::NoFreePlace`] when all places were freed and no wait has been added; [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
+    /// [`Error::NoFreePlace`] when all places were freed and no wait has been added; [`Error::Message`] with the reason: there is no
+    /// place, the connection broke, or too many messages are under way.
     pub fn post_recv_in_batch(&self, batch: &mut Batch) -> Result<()> {
         let Inner { comm, into, .. } = &*self.0;
         if into.places.is_empty() {
