@@ -332,7 +332,8 @@ fn connect(
         .map(|peer| {
             let pd = devices.pd(peer);
             let words = |depth| {
-                let words = pd.build_qp().max_send_wr(depth.max(2)).max_recv_wr(1).max_inline(credit::WORD_BYTES);
+                let words =
+                    pd.build_qp().max_send_wr(depth.max(2)).max_recv_wr(1).max_inline(credit::WORD_BYTES);
                 words.timeout(ACK_TIMEOUT).build()
             };
             let messages = QpPair::build(peer == rank, || queues.build_qp(pd))?;
