@@ -331,7 +331,7 @@ fn connect(
     let pairs = (0..size)
         .map(|peer| {
             let pd = devices.pd(peer);
-            let words = |depth| {
+            let words = |depth: usize| {
                 let words =
                     pd.build_qp().max_send_wr(depth.max(2)).max_recv_wr(1).max_inline(credit::WORD_BYTES);
                 words.timeout(ACK_TIMEOUT).build()
