@@ -198,7 +198,7 @@ impl fmt::Display for Error {
             }
             Self::Deadline { what, after } => write!(
                 f,
-                "{what}: not done within {}; look at what is named here first, or allow more time",
+                "{what}: not done within {}; see what holds up the rank that is named, or allow more time",
                 rounded(*after)
             ),
             Self::Spawn { what, cause: why, fix } => write!(f, "spawn: {what}{}; {fix}", cause(why)),

@@ -32,7 +32,10 @@ pub(super) const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and 
                                    and that no firewall is between";
 pub(super) const FIX_FILES: &str = "raise the limit on open files (ulimit -n)";
 pub(super) const FIX_NETWORK: &str = "check the network of this host";
-const FIX_DEAD: &str = "its own output says why it ended; restart the job";
+const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and its own output may say why; restart the job, or go on \
+                        without it: Communicator::shrink";
+const FIX_FAILED: &str = "the call has failed at all ranks; restart the job, or, if it has begun, make a new communicator by \
+                          Communicator::shrink";
 const FIX_REFUSED: &str = "start all ranks with the same program, size and GDSYNC_JOB_TOKEN, and each rank once; \
                            or use another MASTER_PORT";
 const FIX_PROTOCOL: &str =
@@ -290,7 +293,7 @@ impl Conn {
         match frame.header.kind {
             // Rank 0 reports about others, the others only about themselves.
             Kind::Failed => {
-                Err(Error::bootstrap(format!("rank {}", frame.header.rank), frame.text(), FIX_DEAD))
+                Err(Error::bootstrap(format!("rank {}", frame.header.rank), frame.text(), FIX_FAILED))
             }
             Kind::Refused => {
                 let what = format!("refused this process: {}", frame.text());
