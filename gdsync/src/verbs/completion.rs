@@ -78,9 +78,7 @@ impl Completion {
         let _range = DOMAIN.range(c"wait");
         let mut found = None;
         // A device whose rings a thread reads is not told of receives that a GPU stream posts.
-        // A forked child must not take the lock: a thread of its parent may have held it.
-        let tracker = &self.end.tracker;
-        let rings = !tracker.is_send && self.end.qp.is_here() && tracker.is_of_stream();
+        let rings = self.end.tracker.is_of_stream();
         let awaited = || self.end.awaits(self.n);
         self.end.cq.wait_until(timeout, "waiting for a completion", awaited, || {
             found = self.status().transpose();

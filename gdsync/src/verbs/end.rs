@@ -169,7 +169,7 @@ impl Source for Parts {
     }
 
     fn remind(&self) {
-        if !self.tracker.is_send && self.tracker.is_of_stream() {
+        if self.tracker.is_of_stream() {
             self.qp.provider.ring(self.qp.qpn);
         }
     }

@@ -1,7 +1,6 @@
 //! The receive queue. The CPU writes receives; the CPU or a stream posts them and waits for their completions.
 
 use std::fmt;
-use std::mem;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -91,7 +90,7 @@ impl RecvQueue {
         let posted = first..track.posted;
         if !posted.is_empty() {
             track.exposed = track.posted;
-            track.owner = Owner::Cpu;
+            self.end.tracker.set_owner(&mut track, Owner::Cpu);
             self.end.tracker.publish(&track);
             for n in posted.clone() {
                 let len = track.entry(n).len;
@@ -171,13 +170,14 @@ impl RecvQueue {
             return Err(Error::OutOfOrder { qpn: self.end.qp.qpn, expected: track.exposed, got: n });
         }
         track.exposed = n + 1;
-        Ok(mem::replace(&mut track.owner, owner))
+        Ok(self.end.tracker.set_owner(&mut track, owner))
     }
 
     /// Undoes [`RecvQueue::submit`].
     pub(crate) fn unsubmit(&self, n: u64, before: Owner) {
         let mut track = self.end.tracker.lock();
-        (track.exposed, track.owner) = (n, before);
+        track.exposed = n;
+        self.end.tracker.set_owner(&mut track, before);
     }
 
     /// Takes back prepared receive `n`, which was not submitted. No-op in a forked child.

@@ -1,8 +1,9 @@
 //! The bookkeeping of a queue's work requests between posting and completion.
 
 use std::collections::VecDeque;
+use std::mem;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::old_keys::KeyReader;
@@ -40,6 +41,8 @@ pub(crate) struct Tracker {
     /// Whether a card completes the requests: it does not record completions itself.
     is_card: bool,
     key_reader: OnceLock<KeyReader>,
+    /// Copy of whether a stream owns the queue, readable without the lock.
+    is_of_stream: AtomicBool,
     state: SpinLock<Track>,
 }
 
@@ -130,6 +133,7 @@ impl Tracker {
             log,
             is_card,
             key_reader: OnceLock::new(),
+            is_of_stream: AtomicBool::new(false),
             state: SpinLock::new(state),
         })
     }
@@ -210,9 +214,16 @@ impl Tracker {
         track.posted - track.retired
     }
 
-    /// Whether a stream was the last to post.
+    /// Whether a stream was the last to post, in a receive queue.
+    #[inline]
     pub(crate) fn is_of_stream(&self) -> bool {
-        matches!(self.lock().owner, Owner::Stream(_))
+        self.is_of_stream.load(Ordering::Relaxed)
+    }
+
+    /// Sets the owner of a receive queue. Returns the one before.
+    pub(crate) fn set_owner(&self, track: &mut Track, owner: Owner) -> Owner {
+        self.is_of_stream.store(matches!(owner, Owner::Stream(_)), Ordering::Relaxed);
+        mem::replace(&mut track.owner, owner)
     }
 
     /// Number of resets.
