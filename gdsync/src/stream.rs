@@ -498,7 +498,7 @@ impl Stream {
         if let Some(error) = self.0.engine.error() {
             return Err(error);
         }
-        cores.iter().try_for_each(|core| core.check().map_err(|error| core.of_rank(error)))
+        cores.iter().try_for_each(|core| core.check_naming_rank())
     }
 
     /// Returns the stream's state. Does not block.

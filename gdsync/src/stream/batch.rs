@@ -432,7 +432,7 @@ impl Batch {
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {
             Ok(Ok(())) => {
-                return cores.iter().try_for_each(|core| core.check().map_err(|error| core.of_rank(error)));
+                return cores.iter().try_for_each(|core| core.check_naming_rank());
             }
             Ok(Err(Unsatisfied::Lost(error))) => error.clone(),
             Ok(Err(Unsatisfied::Late(what))) => {

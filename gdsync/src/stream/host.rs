@@ -26,7 +26,7 @@ use parking_lot::Mutex;
 use super::cuda::SubmitGuard;
 use super::engine::Engine;
 use super::execute::{Runner, execute, message_of};
-use super::op::{Op, Ops, Source, Use, sources_of, stop, to_stop};
+use super::op::{Op, Ops, Source, Use, log_failure, sources_of, stop, to_stop};
 use crate::verbs::writers::Writers;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
@@ -425,11 +425,7 @@ impl Shared {
         let queued = state.queue.iter().flat_map(|submission| &submission.sources);
         let sources = to_stop(running.chain(queued).map(|(_, source)| source.clone()));
         drop(state);
-        if self.closing.load(Ordering::Acquire) {
-            tracing::error!(stream = self.config.name, %error, "a dropped stream did not finish its work");
-        } else {
-            tracing::debug!(stream = self.config.name, %error, "stream failed");
-        }
+        log_failure(&self.config.name, self.closing.load(Ordering::Acquire), &error);
         stop(&self.config.name, sources, &error);
         let state = self.state.lock();
         self.released.store(true, Ordering::Release);

@@ -201,6 +201,15 @@ pub(super) fn to_stop(sources: impl Iterator<Item = Arc<dyn Source>>) -> Vec<Arc
     chosen
 }
 
+/// Logs the failure of a stream. Nobody else tells of one that was dropped.
+pub(super) fn log_failure(stream: &str, is_dropped: bool, error: &Error) {
+    if is_dropped {
+        tracing::error!(stream, %error, "a dropped stream did not finish its work");
+    } else {
+        tracing::debug!(stream, %error, "stream failed");
+    }
+}
+
 /// Stops sources after a failure of the stream, and drops them: a queue pair that they hold cannot be reset. A panic prevents
 /// neither the others from being stopped, nor the release.
 pub(super) fn stop(stream: &str, sources: Vec<Arc<dyn Source>>, error: &Error) {

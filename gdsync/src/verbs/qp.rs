@@ -130,12 +130,12 @@ impl QpCore {
         self.health.check()
     }
 
-    /// Its error, with the rank of the peer, for callers that do not know which queue pair has failed.
-    pub(crate) fn of_rank(&self, error: Error) -> Error {
-        match self.log.rank() {
+    /// Like [`QpCore::check`], with the rank of the peer, for callers that do not know which queue pair has failed.
+    pub(crate) fn check_naming_rank(&self) -> Result<()> {
+        self.check().map_err(|error| match self.log.rank() {
             Some(rank) => Error::Rank { rank, reason: Arc::new(error) },
             None => error,
-        }
+        })
     }
 
     /// Like [`QpCore::check`], without reaping the completion queues first.

@@ -30,7 +30,7 @@ use super::plan::{self, Calls};
 use super::watchdog::is_inconclusive;
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::execute::message_of;
-use crate::stream::op::{Op, Ops, sources_of, stop, to_stop};
+use crate::stream::op::{Op, Ops, log_failure, sources_of, stop, to_stop};
 use crate::stream::{ReentrancyCheck, SubmitLock};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::kernel_exec::{Head, KernelExecutor, KernelOp, StatusBlock};
@@ -450,11 +450,7 @@ impl Shared {
         if self.error.set(error.clone()).is_err() {
             return;
         }
-        if self.closing.load(Ordering::Acquire) {
-            tracing::error!(stream = self.config.name, %error, "a dropped stream did not finish its work");
-        } else {
-            tracing::debug!(stream = self.config.name, %error, "stream failed");
-        }
+        log_failure(&self.config.name, self.closing.load(Ordering::Acquire), &error);
         // Before the kernels are told: then they end, and what they leave undone would count as completed.
         let completed = self.completed();
         let sources = {
