@@ -354,16 +354,7 @@ mod tests {
     fn messages_say_which_rank_what_why_and_what_to_do() {
         let late =
             || E::Deadline { what: "waiting for a completion", after: Duration::from_nanos(9_999_999_750) };
-        let failed = |syndrome| {
-            E::from(CompletionError {
-                qpn: 7,
-                wr_id: 0,
-                operation: None,
-                syndrome,
-                vendor: 0,
-                deregistered: false,
-            })
-        };
+        let failed = |syndrome| E::from(CompletionError::new(7, None, syndrome));
         let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 514, depth: 512, untaken: 0 };
         let gone = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 7 }) };
         let broken = "The connection is broken for good: only Communicator::shrink makes a new one";
@@ -457,16 +448,7 @@ mod tests {
 
     #[test]
     fn lost_ranks_have_many_errors() {
-        let failed = |syndrome| {
-            E::from(CompletionError {
-                qpn: 7,
-                wr_id: 0,
-                operation: None,
-                syndrome,
-                vendor: 0,
-                deregistered: false,
-            })
-        };
+        let failed = |syndrome| E::from(CompletionError::new(7, None, syndrome));
         let stopped = |reason| E::QpStopped { qpn: 7, reason: Arc::new(reason) };
         let lost = [
             failed(Syndrome::RETRY_EXC_ERR),

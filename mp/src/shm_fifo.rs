@@ -789,15 +789,7 @@ impl ShmFifo {
         if len > room || len > LONGEST {
             let _ = receive.too_long.set((len, room));
             let (qpn, syndrome) = (transport.qp.recv.qpn(), Syndrome::LOC_LEN_ERR);
-            return Err(CompletionError {
-                qpn,
-                wr_id: 0,
-                operation: None,
-                syndrome,
-                vendor: 0,
-                deregistered: false,
-            }
-            .into());
+            return Err(CompletionError::new(qpn, None, syndrome).into());
         }
         let (mut from, mut rest) = (FifoMemory::body(number, len), len);
         for (buffer, offset, room) in buffers {

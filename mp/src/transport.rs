@@ -265,15 +265,7 @@ impl Transport {
         if self.fifo.as_ref().is_some_and(FifoPair::is_refused) {
             let (qpn, operation) = (self.qp.send.qpn(), Some(Opcode::SEND));
             let syndrome = Syndrome::REM_INV_REQ_ERR;
-            return Err(CompletionError {
-                qpn,
-                wr_id: 0,
-                operation,
-                syndrome,
-                vendor: 0,
-                deregistered: false,
-            }
-            .into());
+            return Err(CompletionError::new(qpn, operation, syndrome).into());
         }
         Ok(())
     }

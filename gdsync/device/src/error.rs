@@ -400,7 +400,7 @@ impl Error {
         Self::InvalidArgument { what, value: value.to_string(), expected }
     }
 
-    /// The text for the connection to a rank: what to do with ranks, and the queue pair last.
+    /// The text for the connection to a rank: advises in terms of ranks, and names the queue pair last.
     pub fn of_rank(&self) -> String {
         match self {
             Self::PeerGone { qpn } => {
@@ -493,13 +493,16 @@ pub struct CompletionError {
 }
 
 impl CompletionError {
+    /// A failure with a syndrome, of no known request.
+    pub fn new(qpn: u32, operation: Option<Opcode>, syndrome: Syndrome) -> Self {
+        Self { qpn, wr_id: 0, operation, syndrome, vendor: 0, deregistered: false }
+    }
+
     /// Whether the request was flushed, because an earlier failure or the user moved the queue pair to ERR.
     pub fn is_flush(&self) -> bool {
         self.syndrome == Syndrome::WR_FLUSH_ERR
     }
-}
 
-impl CompletionError {
     /// As [`Error::of_rank`].
     fn of_rank(&self) -> String {
         let Self { qpn, syndrome, .. } = *self;
@@ -597,17 +600,7 @@ mod tests {
 
     #[test]
     fn errors_of_ranks_speak_of_ranks_and_have_the_queue_pair_last() {
-        let completion = |syndrome| {
-            let error = CompletionError {
-                qpn: 7,
-                wr_id: 0,
-                operation: None,
-                syndrome,
-                vendor: 0,
-                deregistered: false,
-            };
-            Error::from(error)
-        };
+        let completion = |syndrome| Error::from(CompletionError::new(7, None, syndrome));
         let rank = |reason| Error::Rank { rank: 3, reason: Arc::new(reason) }.to_string();
         let stopped = |reason| Error::QpStopped { qpn: 7, reason: Arc::new(reason) };
         let full = Error::QueueFull { queue: "send queue", qpn: 7, outstanding: 514, depth: 512, untaken: 0 };
