@@ -28,7 +28,11 @@ impl OldKeys {
 
     /// A device has given a key again.
     pub(crate) fn remove(&self, lkey: u32) {
-        self.0.lock().retain(|old| *old != lkey);
+        let mut keys = self.0.lock();
+        // Devices rarely give a key again, and a look is quicker than a pass that moves keys.
+        if keys.contains(&lkey) {
+            keys.retain(|old| *old != lkey);
+        }
     }
 
     fn contains(&self, lkey: u32) -> bool {
