@@ -1,4 +1,4 @@
-//! The CUDA driver's calls on the simulated driver: what is asked of it, and what is left over.
+//! The CUDA driver on the simulated one: the calls that it makes, and that it frees all it allocates.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -316,7 +316,7 @@ fn what_a_copy_that_timed_out_may_still_use_is_leaked() {
     rig.send(1, app.addr, 8).unwrap_err();
     assert_eq!(rig.kept(), (4, 3));
     rig.control.mend("cuMemcpyHtoDAsync");
-    // A failed wait: what was lent is not given to others either.
+    // After a failed wait nothing that was lent is reused.
     rig.control.fail("cuStreamQuery", CudaStatus::ILLEGAL_ADDRESS.0);
     rig.send(1, app.addr, 8).unwrap_err();
     rig.control.mend("cuStreamQuery");
@@ -423,7 +423,7 @@ extern "C" fn all_told(count: u32, asked: *const u32, places: *const *mut c_void
         if asked >= newest {
             return 1;
         }
-        // What is not known stays 0.
+        // Unknown fields stay 0.
         told(place, asked, addr);
     }
     0

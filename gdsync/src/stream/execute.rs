@@ -129,7 +129,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
     Ok(())
 }
 
-/// What may end a wait, and so whose work the waiting thread runs.
+/// The device that may end a wait: the waiting thread runs its work.
 enum Waker<'a> {
     /// The device of a queue.
     Queue(&'a dyn Source),

@@ -137,8 +137,8 @@ impl Mr {
         Ok(Sge { addr, len, lkey: self.lkey() })
     }
 
-    /// The remote address of the byte at `offset`: what a peer needs for WRITE, READ and atomics. Send it the two fields along with
-    /// [`Qp::address`](super::Qp::address), over any connection.
+    /// The remote address of the byte at `offset`: what a peer needs for WRITE, READ and atomics. Send it as bytes or text, along
+    /// with [`Qp::address`](super::Qp::address), over any connection.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::Unsupported`] for GPU memory that is [staged](super::Context::stage).

@@ -511,7 +511,7 @@ mod tests {
     #[test]
     fn tokens_may_be_given() {
         assert_eq!(launch(&format!("{SRUN} GDSYNC_JOB_TOKEN={}", u64::MAX)).token, u64::MAX);
-        assert_eq!(launch(&format!("{HYDRA} PMI_FD=8")).token, 0, "that of the session");
+        assert_eq!(launch(&format!("{HYDRA} PMI_FD=8")).token, 0, "none is given");
     }
 
     #[test]

@@ -47,7 +47,7 @@ impl Rows {
 
 /// Words of a row before its check.
 pub(super) const FIELDS: usize = ROW_WORDS - 1;
-/// Flags in the first word: what the row was for is gone; it is of words, not of a queue pair.
+/// Flags in the first word: the queue pair or the words are gone; the row is of words.
 pub(super) const GONE: u64 = 1 << 63;
 pub(super) const OF_WORDS: u64 = 1 << 61;
 
