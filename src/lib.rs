@@ -7,6 +7,7 @@
 //! - [`gdsync`]: verbs queues on mlx5 rings, streams that trigger and await them, the software HCA;
 //! - [`mp`]: messages between ranks, over it.
 
+#![allow(clippy::missing_errors_doc, reason = "for the programs of this package")]
 #![cfg_attr(
     not(test),
     deny(clippy::print_stderr, clippy::print_stdout, reason = "they panic; `out!` and `note!` do not")

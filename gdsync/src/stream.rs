@@ -201,6 +201,7 @@ fn deadline(timeout: Duration) -> Instant {
 
 /// The state of a stream.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct StreamStatus {
     /// Number of submissions not yet completed.
     pub pending: u64,

@@ -62,7 +62,6 @@ pub enum Keep {
 /// Bounds of a [`Cache`], and what it keeps. The environment's `MP_REG_CACHE` overrides
 /// [`CacheConfig::keep`]: `off`, `gpu` or `on`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct CacheConfig {
     /// Which registrations are kept (default all).
     pub keep: Keep,

@@ -8,6 +8,8 @@
 //! GPU memory is memory files; a BAR1 mapping is a mapping of such a file. So what one side writes the other reads, freed
 //! memory stays while something holds it, and wrong offsets show wrong bytes.
 
+#![allow(clippy::missing_errors_doc, reason = "test doubles, not for others")]
+
 mod cuda;
 pub mod driver;
 mod gdrdrv;

@@ -162,6 +162,9 @@ impl Gid {
 }
 
 /// Random bytes from the kernel.
+///
+/// # Errors
+/// [`Error::Sys`] if the system has no random numbers.
 pub fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)

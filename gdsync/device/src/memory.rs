@@ -311,6 +311,7 @@ impl Memory {
     }
 
     /// The same memory under another address in work requests.
+    #[must_use]
     pub fn with_addr(&self, addr: u64) -> Self {
         Self { addr, owner: self.owner.clone(), ..*self }
     }

@@ -142,6 +142,7 @@ impl Log {
     }
 
     /// The handle for events of a device.
+    #[must_use]
     pub fn on(self, gid: Gid) -> Self {
         let device = self.recorder.as_ref().map_or(0, |recorder| recorder.rows.lock().device(gid));
         Self { device, ..self }

@@ -330,6 +330,9 @@ impl Gpu {
     }
 
     /// Makes sure that work of this GPU can use memory of another one.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if the GPUs have no peer access.
     pub fn reach(&self, other: &Gpu) -> Result<()> {
         let (own, theirs) = (&*self.0, &*other.0);
         if own.context == theirs.context {
@@ -351,6 +354,9 @@ impl Gpu {
     }
 
     /// Its copy engine, started by the first call.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] and [`Error::Sys`] if its stream or thread cannot be made.
     pub fn engine(&self) -> Result<Arc<Engine>> {
         let mut slot = self.0.engine.lock();
         if let Some(engine) = slot.upgrade() {
@@ -362,6 +368,9 @@ impl Gpu {
     }
 
     /// The mapper of its memory, opened by the first call.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`] if no backend of gdrcopy can map GPU memory.
     pub fn gdr(&self) -> Result<Gdr> {
         let mut slot = self.0.gdr.lock();
         if let Some(gdr) = &*slot {
@@ -372,6 +381,9 @@ impl Gpu {
     }
 
     /// The calibration, `made` by the first call.
+    ///
+    /// # Errors
+    /// That of `make`.
     pub fn calibrated(&self, make: impl FnOnce() -> Result<Calibration>) -> Result<Calibration> {
         let mut slot = self.0.calibration.lock();
         match &*slot {
