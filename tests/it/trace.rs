@@ -1,9 +1,8 @@
 //! `gdasync trace` on processes that run, hang, and were killed.
 
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use super::common::{Scratch, command, fails, program, run, succeeds};
@@ -11,6 +10,7 @@ use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::mp::Communicator;
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// Generous: reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(120);
@@ -74,19 +74,15 @@ fn job() {
 struct Job {
     rank0: Child,
     pids: [u32; 2],
-    folder: PathBuf,
+    folder: TempDir,
 }
 
 impl Job {
     fn start(role: &str) -> Self {
-        static JOBS: AtomicU32 = AtomicU32::new(0);
-        let n = JOBS.fetch_add(1, Ordering::Relaxed);
-        let folder =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("trace-{role}-{}-{n}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
+        let folder = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let mut command = program(std::env::current_exe().unwrap());
         command.args(["--exact", "trace::job", "--nocapture", "--test-threads=1"]);
-        command.env(ROLE, role).env("GDSYNC_RECORDER_DIR", &folder).env("GDSYNC_PATH", "soft");
+        command.env(ROLE, role).env("GDSYNC_RECORDER_DIR", folder.path()).env("GDSYNC_PATH", "soft");
         let mut rank0 = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(rank0.stdout.take().unwrap()).lines();
         let told = lines.find_map(|line| Some(line.unwrap().split_once("pids ")?.1.to_owned())).unwrap();
@@ -98,7 +94,7 @@ impl Job {
 
     fn trace(&self, args: &[&str]) -> Command {
         let mut command = command("gdasync trace");
-        command.env("GDSYNC_RECORDER_DIR", &self.folder).args(args);
+        command.env("GDSYNC_RECORDER_DIR", self.folder.path()).args(args);
         command
     }
 
@@ -153,7 +149,6 @@ impl Drop for Job {
         // Gone already, where the test has ended it; rank 1 goes with it.
         let _ = self.rank0.kill();
         let _ = self.rank0.wait();
-        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 
@@ -269,14 +264,14 @@ fn foreign_and_broken_files_are_skipped_with_a_reason() {
     let pid = job.pids[0];
     let (report, _) = job.json(&[pid]);
     let real = PathBuf::from(report["processes"][0]["file"].as_str().unwrap());
-    let name = |n: &str| job.folder.join(format!("gdsync-{pid}-{n}.rec"));
+    let name = |n: &str| job.folder.path().join(format!("gdsync-{pid}-{n}.rec"));
     std::fs::write(name("1"), "junk").unwrap();
     std::os::unix::fs::symlink(&real, name("2")).unwrap();
     let fifo = std::ffi::CString::new(name("3").to_str().unwrap()).unwrap();
     // SAFETY: the path is a C string.
     assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o666) }, 0);
     // The recording of another process under this name.
-    let rank1 = std::fs::read_dir(&job.folder).unwrap().map(|entry| entry.unwrap().path());
+    let rank1 = std::fs::read_dir(job.folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let is_rank1 = |path: &PathBuf| path.to_str().unwrap().contains(&format!("-{}-", job.pids[1]));
     std::fs::copy(rank1.into_iter().find(is_rank1).unwrap(), name("4")).unwrap();
     let mut reasons =
@@ -336,7 +331,8 @@ fn healthy_job_is_reported_exported_and_cleaned_up() {
 
     drop(job.rank0.stdin.take());
     assert!(job.rank0.wait().unwrap().success());
-    let left: Vec<_> = std::fs::read_dir(&job.folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let left: Vec<_> =
+        std::fs::read_dir(job.folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert!(left.is_empty(), "{left:?}");
     assert_eq!(succeeds(job.trace(&["--list"])).lines().count(), 1, "only the heading");
 }

@@ -1,11 +1,12 @@
 //! What CUDA says of each GPU, and what happens when it is tried.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt::{self, Display};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gdrcopy::cuda::raw::layout::{
     CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, MemOp, RANGE_HANDLE_DMA_BUF, STREAM_NON_BLOCKING,
@@ -15,6 +16,7 @@ use gdrcopy::cuda::sysfs_address;
 use serde::{Deserialize, Serialize};
 
 use super::{Reporter, is_taken, retain};
+use crate::measure::poll;
 use crate::nvml::{Bar1, Nvml};
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
@@ -83,8 +85,9 @@ impl GpuFacts {
     }
 
     /// Compute capability.
-    pub(in crate::doctor) fn compute(&self) -> (i32, i32) {
-        (self.attribute(attribute::COMPUTE_MAJOR), self.attribute(attribute::COMPUTE_MINOR))
+    pub(in crate::doctor) fn compute(&self) -> (u32, u32) {
+        let number = |attribute| u32::try_from(self.attribute(attribute)).unwrap_or(0);
+        (number(attribute::COMPUTE_MAJOR), number(attribute::COMPUTE_MINOR))
     }
 }
 
@@ -347,16 +350,8 @@ impl<'a> Bench<'a> {
 
     /// Whether a word gets this value in time.
     fn shows(&self, at: usize, value: u64) -> bool {
-        let deadline = Instant::now() + self.patience;
-        loop {
-            if self.word(at).load(Ordering::Acquire) == value {
-                return true;
-            }
-            if Instant::now() >= deadline {
-                return false;
-            }
-            std::thread::yield_now();
-        }
+        let seen = || Ok::<_, Infallible>((self.word(at).load(Ordering::Acquire) == value).then_some(()));
+        poll(self.patience, seen) == Ok(Some(()))
     }
 
     /// Runs the operations.
