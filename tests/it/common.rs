@@ -105,6 +105,12 @@ impl Scratch {
     }
 }
 
+/// A pipe without a writer: opening it blocks.
+pub(crate) fn fifo(path: &Path) {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+}
+
 /// A number that says something: finite and above 0.
 #[track_caller]
 pub(crate) fn positive(value: &Value) -> f64 {

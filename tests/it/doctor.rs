@@ -1,14 +1,14 @@
 //! `gdasync doctor`, on this machine.
 
-use std::ffi::CString;
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::common::{Scratch, command, run, succeeds};
+use super::common::{Scratch, command, fifo, run, succeeds};
+use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -142,15 +142,9 @@ fn missing_device_fails() {
 
 /// In a child between fork and exec: only system calls.
 fn lower_limits() -> std::io::Result<()> {
-    const CAP_IPC_LOCK: libc::c_ulong = 14;
-    let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
-    // SAFETY: a limit that is read.
-    if unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) } != 0 {
-        return Err(std::io::Error::last_os_error());
-    }
+    setrlimit(Resource::Memlock, Rlimit { current: Some(64 << 10), maximum: Some(64 << 10) })?;
     // Where it is refused, the process has no capabilities.
-    // SAFETY: plain numbers.
-    unsafe { libc::prctl(libc::PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0) };
+    let _ = remove_capability_from_bounding_set(CapabilitySet::IPC_LOCK);
     Ok(())
 }
 
@@ -171,13 +165,6 @@ fn lowered_limits_are_found() {
     assert!(memlock["fix"].as_str().unwrap().contains("ulimit -l unlimited"), "{memlock:#}");
 }
 
-/// A pipe without a writer: opening it blocks.
-fn blocking_file(path: &Path) {
-    let name = CString::new(path.as_os_str().as_bytes()).unwrap();
-    // SAFETY: a terminated path.
-    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
-}
-
 fn failed(probes: &[Value]) -> Vec<&str> {
     let failed = probes.iter().filter(|probe| probe["status"] == "fail");
     failed.map(|probe| probe["name"].as_str().unwrap()).collect()
@@ -187,7 +174,7 @@ fn failed(probes: &[Value]) -> Vec<&str> {
 fn blocking_library_affects_no_other_probe() {
     let directory = TempDir::new().unwrap();
     let path = directory.path().join("libibverbs.so.1");
-    blocking_file(&path);
+    fifo(&path);
     let mut command = doctor("--json --only rdma.core,limits,environment --timeout 3");
     command.env("GDSYNC_LIBIBVERBS", &path);
     let (_, probes) = probes(command);
@@ -203,7 +190,7 @@ fn hanging_driver_affects_no_other_probe() {
     let root = TempDir::new().unwrap();
     let port = root.path().join("sys/class/infiniband/mlx5_0/ports/1");
     fs::create_dir_all(&port).unwrap();
-    blocking_file(&port.join("state"));
+    fifo(&port.join("state"));
     let args = "--json --only rdma.link,rdma.gids,limits,environment --timeout 3";
     let (_, probes) = probes(doctor(&format!("{args} --root {}", root.path().display())));
     assert_eq!(failed(&probes), ["rdma.link", "rdma.gids"], "{probes:#?}");

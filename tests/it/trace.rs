@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use super::common::{Scratch, command, fails, program, run, succeeds};
+use super::common::{Scratch, command, fails, fifo, program, run, succeeds};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::mp::Communicator;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -109,10 +110,10 @@ impl Job {
         (serde_json::from_str(&out).unwrap(), code)
     }
 
-    fn signal(&self, rank: usize, signal: i32) {
-        let pid = i32::try_from(self.pids[rank]).unwrap();
-        // SAFETY: a plain call; both processes are there until this job is dropped, rank 1 at least unburied by rank 0.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    /// Both processes are there until this job is dropped, rank 1 at least unburied by rank 0.
+    fn signal(&self, rank: usize, signal: Signal) {
+        let pid = Pid::from_raw(self.pids[rank].cast_signed()).unwrap();
+        kill_process(pid, signal).unwrap();
     }
 
     /// Stops both ranks where each is in its last wait.
@@ -120,7 +121,7 @@ impl Job {
         let end = Instant::now() + LONG;
         loop {
             for (rank, pid) in self.pids.iter().enumerate() {
-                self.signal(rank, libc::SIGSTOP);
+                self.signal(rank, Signal::STOP);
                 while !is_stopped(*pid) {
                     assert!(Instant::now() < end, "{pid} does not stop");
                     std::thread::yield_now();
@@ -133,7 +134,7 @@ impl Job {
                 return;
             }
             assert!(Instant::now() < end, "{report:#}");
-            [0, 1].into_iter().for_each(|rank| self.signal(rank, libc::SIGCONT));
+            [0, 1].into_iter().for_each(|rank| self.signal(rank, Signal::CONT));
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -178,7 +179,7 @@ fn stuck_wait_is_reported_of_live_and_killed_processes() {
     check_wait(&report, 0, &job, 0, "host stream", "alive");
     check_wait(&report, 1, &job, 1, "CPU", "alive");
 
-    job.signal(1, libc::SIGKILL);
+    job.signal(1, Signal::KILL);
     let end = Instant::now() + LONG;
     let (report, code) = loop {
         let (report, code) = job.json(&job.pids);
@@ -267,9 +268,7 @@ fn foreign_and_broken_files_are_skipped_with_a_reason() {
     let name = |n: &str| job.folder.path().join(format!("gdsync-{pid}-{n}.rec"));
     std::fs::write(name("1"), "junk").unwrap();
     std::os::unix::fs::symlink(&real, name("2")).unwrap();
-    let fifo = std::ffi::CString::new(name("3").to_str().unwrap()).unwrap();
-    // SAFETY: the path is a C string.
-    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o666) }, 0);
+    fifo(&name("3"));
     // The recording of another process under this name.
     let rank1 = std::fs::read_dir(job.folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let is_rank1 = |path: &PathBuf| path.to_str().unwrap().contains(&format!("-{}-", job.pids[1]));
