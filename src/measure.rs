@@ -1,6 +1,7 @@
 //! Measuring: payload patterns, CPU clocks, percentiles, and the description of the machine.
 
 use gdsync::memory::Memory;
+use gdsync::verbs::{Qp, QpAddress};
 use hdrhistogram::Histogram;
 use mp::Communicator;
 use rustix::fs::{MemfdFlags, memfd_create};
@@ -11,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// CPU time the calling thread has used.
 pub fn thread_cpu() -> Duration {
@@ -81,6 +82,41 @@ fn command(args: impl Iterator<Item = String>) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
+/// Polls until there is an answer: `None` where none has come within the limit. The clock is read, and the core offered to
+/// others, only now and then.
+pub fn poll<T, E>(
+    limit: Duration,
+    mut ask: impl FnMut() -> std::result::Result<Option<T>, E>,
+) -> std::result::Result<Option<T>, E> {
+    let mut start = None;
+    loop {
+        for _ in 0..4096 {
+            if let Some(answer) = ask()? {
+                return Ok(Some(answer));
+            }
+        }
+        if start.get_or_insert_with(Instant::now).elapsed() > limit {
+            return Ok(None);
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Connects queue pairs with those of the other one of two ranks, in their order.
+pub fn connect<'a>(
+    comm: &Communicator,
+    qps: impl Iterator<Item = &'a Qp> + Clone,
+    timeout: Duration,
+) -> Result<(), Box<dyn std::error::Error>> {
+    let own: Vec<u8> = qps.clone().flat_map(|qp| qp.address().to_bytes()).collect();
+    let all = comm.exchange(&own, timeout)?;
+    let (addresses, rest) = all[1 - comm.rank()].as_chunks();
+    if all[1 - comm.rank()].len() != own.len() || !rest.is_empty() {
+        return Err("the other rank has other queue pairs".into());
+    }
+    qps.zip(addresses).try_for_each(|(qp, address)| Ok(qp.connect(QpAddress::from_bytes(address)?)?))
+}
+
 /// The payload of one message, unique to it: a stale, short, torn or misplaced message does not match.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pattern(u64);
@@ -102,8 +138,13 @@ impl Pattern {
         self.0
     }
 
+    /// The message.
+    pub fn bytes(self, len: usize) -> Vec<u8> {
+        self.flipped(len, 0)
+    }
+
     /// The message, each word xor `flip`.
-    fn bytes(self, len: usize, flip: u64) -> Vec<u8> {
+    fn flipped(self, len: usize, flip: u64) -> Vec<u8> {
         let mut word = self.0;
         let mut out = Vec::with_capacity(len.next_multiple_of(8));
         while out.len() < len {
@@ -116,19 +157,19 @@ impl Pattern {
 
     /// Writes the message.
     pub fn fill(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
-        memory.write(offset, &self.bytes(len, 0))
+        memory.write(offset, &self.bytes(len))
     }
 
     /// Overwrites the range so that every byte differs from the message.
     pub fn spoil(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<()> {
-        memory.write(offset, &self.bytes(len, u64::MAX))
+        memory.write(offset, &self.flipped(len, u64::MAX))
     }
 
     /// Whether the range holds the message.
     pub fn check(self, memory: &Memory, offset: usize, len: usize) -> gdsync::Result<bool> {
         let mut found = vec![0; len];
         memory.read(offset, &mut found)?;
-        Ok(found == self.bytes(len, 0))
+        Ok(found == self.bytes(len))
     }
 }
 
@@ -271,6 +312,17 @@ mod tests {
     }
 
     #[test]
+    fn polls_end_with_an_answer_a_failure_or_the_limit() {
+        assert_eq!(poll(Duration::ZERO, || Ok::<_, ()>(None::<()>)), Ok(None));
+        let mut polls = 0;
+        assert_eq!(
+            poll(Duration::ZERO, || Ok::<_, ()>((polls += 1, (polls == 3).then_some(7)).1)),
+            Ok(Some(7))
+        );
+        assert_eq!(poll(Duration::MAX, || Err::<Option<()>, _>("broken")), Err("broken"));
+    }
+
+    #[test]
     fn pattern_matches_only_its_own_message() {
         let memory = Memory::alloc(1000).unwrap();
         let pattern = Pattern::new(1, 7);
@@ -297,12 +349,12 @@ mod tests {
         let pattern = Pattern::new(1, 7);
         let word = |i: u64| pattern.seed().wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let words = (0..100).flat_map(|i| (word(i) ^ word(i) >> 32).to_le_bytes());
-        assert!(pattern.bytes(800, 0).into_iter().eq(words));
+        assert!(pattern.bytes(800).into_iter().eq(words));
     }
 
     #[test]
     fn first_bytes_of_consecutive_messages_differ() {
-        let first = |n| Pattern::new(0, n).bytes(1, 0);
+        let first = |n| Pattern::new(0, n).bytes(1);
         let same = (0..1000).filter(|&n| first(n) == first(n + 1)).count();
         assert!(same < 20, "a message of one byte can be told from the one before: {same} of 1000 cannot");
     }

@@ -14,7 +14,7 @@ pub use buffers::PTX;
 pub use exchange::{PingPong, Work};
 
 use crate::app_stream::{AppStream, Placement};
-use crate::measure::{PAGE, Samples, process_cpu, share_memory, thread_cpu};
+use crate::measure::{PAGE, Samples, poll, process_cpu, share_memory, thread_cpu};
 use crate::results::{At, Output, Point, Result, Series, Sheet, Unit, plain_table, size_label};
 
 /// Options of a ping-pong.
@@ -320,7 +320,8 @@ impl<'a> Floor<'a> {
             if pings {
                 line.store(mine, Ordering::Release);
             }
-            await_value(line, theirs, start, self.timeout)?;
+            let seen = || Result::Ok((line.load(Ordering::Acquire) == theirs).then_some(()));
+            poll(self.timeout, seen)?.ok_or("the other process does not answer")?;
             if pings {
                 samples.add(start.elapsed());
             } else {
@@ -331,24 +332,4 @@ impl<'a> Floor<'a> {
         line.store(0, Ordering::Release);
         Ok(samples)
     }
-}
-
-/// Spins until the word has this value; yields the core now and then.
-pub fn await_value(
-    word: &std::sync::atomic::AtomicU64,
-    value: u64,
-    since: Instant,
-    timeout: Duration,
-) -> Result<()> {
-    let mut spins = 0u32;
-    while word.load(std::sync::atomic::Ordering::Acquire) != value {
-        spins = spins.wrapping_add(1);
-        if spins.is_multiple_of(1 << 12) {
-            if since.elapsed() > timeout {
-                return Err("the other process does not answer".into());
-            }
-            std::thread::yield_now();
-        }
-    }
-    Ok(())
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use clap::Args;
 use gdasync::gdsync::Error;
 use gdasync::gdsync::error::printable;
-use gdasync::gdsync::recorder::{Queue, Record, Recording, Stage};
+use gdasync::gdsync::recorder::{Event, Queue, Record, Recording, Stage};
 use serde_json::{Value, json};
 
 use report::{Report, micros, status};
@@ -125,18 +125,14 @@ fn is_closed_pipe(error: &(dyn std::error::Error + 'static)) -> bool {
     kind == Some(io::ErrorKind::BrokenPipe)
 }
 
-/// A send and when it reached which stage, in nanoseconds of the monotonic clock.
-#[derive(Clone, Copy, Default)]
+/// A send from when it was enqueued to the last stage that it reached, in nanoseconds of the monotonic clock.
 struct Message {
     device: u8,
     qpn: u32,
     number: u64,
     len: u32,
-    enqueue: Option<u64>,
-    trigger: Option<u64>,
-    fetched: Option<u64>,
-    completed: Option<u64>,
-    released: Option<u64>,
+    begun: u64,
+    ended: Option<u64>,
     status: u8,
 }
 
@@ -145,29 +141,20 @@ fn sends(recording: &Recording) -> Vec<Message> {
     let mut all: Vec<Message> = Vec::new();
     // Where the send of a number is, the last one of it: after a reset numbers are given again.
     let mut places = BTreeMap::new();
-    // When the last doorbell of a queue pair was seen.
-    let mut triggers = BTreeMap::new();
     for record in recording.records.iter().filter(|record| record.event.queue == Queue::Send) {
-        let (event, at) = (&record.event, record.at);
-        let queue = (event.device, event.qpn);
-        let key = (queue, event.number);
-        if event.stage == Stage::Prepared {
+        let Event { stage, device, qpn, number, len, status, .. } = record.event;
+        let key = (device, qpn, number);
+        if stage == Stage::Prepared {
             places.insert(key, all.len());
-            let (device, qpn) = queue;
-            let begun = Message { device, qpn, number: event.number, len: event.len, ..Message::default() };
-            all.push(Message { enqueue: Some(at), ..begun });
-            continue;
-        }
-        if event.stage == Stage::Triggered {
-            triggers.insert(queue, at);
+            all.push(Message { device, qpn, number, len, begun: record.at, ended: None, status: 0 });
             continue;
         }
         let Some(message) = places.get(&key).and_then(|&place| all.get_mut(place)) else { continue };
-        match event.stage {
-            Stage::Fetched => (message.trigger, message.fetched) = (triggers.get(&queue).copied(), Some(at)),
-            Stage::Completed => (message.completed, message.status) = (Some(at), event.status),
-            Stage::Released => message.released = Some(at),
-            _ => {}
+        if matches!(stage, Stage::Fetched | Stage::Completed | Stage::Released) {
+            message.ended = Some(record.at);
+        }
+        if stage == Stage::Completed {
+            message.status = status;
         }
     }
     all
@@ -215,8 +202,7 @@ fn events(recording: &Recording, zero: u64) -> Vec<Value> {
         })
     }));
     for message in sends(recording) {
-        let ended = [message.released, message.completed, message.fetched].into_iter().flatten().next();
-        let (Some(begun), Some(ended)) = (message.enqueue, ended) else { continue };
+        let (begun, Some(ended)) = (message.begun, message.ended) else { continue };
         let id = format!("{pid}.{}.{:#x}.{}.{begun}", message.device, message.qpn, message.number);
         let name = format!("QP {:#x} send {}", message.qpn, message.number);
         let both = [("b", begun), ("e", ended.max(begun))];

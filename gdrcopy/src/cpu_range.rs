@@ -261,10 +261,9 @@ mod tests {
     const LEN: usize = 65_536;
 
     fn range(guard: &Arc<()>) -> CpuRange {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let (prot, null) = (ProtFlags::READ, std::ptr::null_mut());
         // SAFETY: a new anonymous mapping touches none that exists.
-        let raw = unsafe { libc::mmap(std::ptr::null_mut(), LEN, libc::PROT_READ, flags, -1, 0) };
-        assert_ne!(raw, libc::MAP_FAILED);
+        let raw = unsafe { rustix::mm::mmap_anonymous(null, LEN, prot, MapFlags::PRIVATE) }.unwrap();
         let ptr = NonNull::new(raw.cast()).unwrap();
         // SAFETY: the mapping above, which has no other owner.
         unsafe { CpuRange::adopt(ptr, LEN, MappingType::Cached, Some(Box::new(guard.clone()))) }.unwrap()

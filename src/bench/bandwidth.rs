@@ -14,7 +14,7 @@ use gdasync::pingpong::PTX;
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, expected, objection, size_label};
 use serde_json::json;
 
-use super::traffic::{QueuePairs, Shape, Slots};
+use super::traffic::{QueuePairs, Shape, Slots, in_slices};
 use super::two_ranks;
 
 /// Options of `gdasync bench bandwidth`.
@@ -64,9 +64,6 @@ const ROWS: [(&str, Kind); 4] = [
     ("GPU to GPU, shared pinned buffers", Kind::Copied),
     ("GPU to GPU, direct", Kind::Direct),
 ];
-/// All rows run in turn, in this many slices: the speed of shared cores changes from second to second, and a ratio must not
-/// compare two such seconds.
-const SLICES: u64 = 5;
 const RATE_SLICES: u64 = 20;
 
 /// Moves messages there and back: round trips, and the number of wrong slots.
@@ -96,11 +93,6 @@ impl Options {
         sheet.finish(comm, "bandwidth", options, timeout)
     }
 
-    fn slice(&self, bytes: usize) -> u64 {
-        let all = self.iters.map_or(((256 << 20) / bytes as u64).clamp(20, 1000), u64::from);
-        all.div_ceil(SLICES)
-    }
-
     fn bandwidths(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<()> {
         let timeout = self.checks.timeout();
         let mut rows = self.rows(comm, sheet)?;
@@ -109,18 +101,8 @@ impl Options {
             if !sheet.may_start(comm, size_label(bytes), timeout)? {
                 continue;
             }
-            let mut all = vec![Samples::default(); rows.len()];
-            for turn in 0..=SLICES {
-                let warms_up = turn == 0;
-                let count = if warms_up { self.slice(bytes).div_ceil(10) } else { self.slice(bytes) };
-                for ((_, run), samples) in rows.iter_mut().zip(&mut all) {
-                    let (times, wrong) = run(bytes, count)?;
-                    sheet.wrong(wrong);
-                    if !warms_up {
-                        samples.append(&times);
-                    }
-                }
-            }
+            let all = self.iters.map_or(((256 << 20) / bytes as u64).clamp(20, 1000), u64::from);
+            let all = in_slices(&mut rows, all, sheet, |(_, run), count| run(bytes, count))?;
             for ((name, _), samples) in rows.iter().zip(&all).filter(|(_, samples)| samples.count() > 0) {
                 // A round trip is two messages, and a byte per microsecond is 1e-3 GB/s.
                 #[expect(clippy::cast_precision_loss, reason = "sizes are below 2^53")]

@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use clap::{Args, ValueEnum};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
-use gdasync::gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, RemoteAddr, SendWr, Sge, Wc};
-use gdasync::measure::Samples;
+use gdasync::gdsync::verbs::{Access, Mr, Qp, RecvWr, RemoteAddr, SendWr, Sge, Wc};
+use gdasync::measure::{Samples, connect, poll};
 use gdasync::mp::tagged::{self, Tagged};
 use gdasync::mp::{self, Communicator, CommunicatorBuilder, Registration, Request, Window};
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
 use serde_json::json;
 
-use super::traffic::Endpoint;
+use super::traffic::{Endpoint, in_slices};
 use super::two_ranks;
 
 /// Options of `gdasync bench messages`.
@@ -62,8 +62,6 @@ impl Mode {
     }
 }
 
-/// All modes of a size run in turn, in this many slices.
-const SLICES: u64 = 5;
 /// Iterations of a window: all receives are posted before it starts.
 const WINDOW: u64 = 100;
 /// Messages in flight when a rate is measured.
@@ -96,11 +94,6 @@ impl Options {
         sheet.finish(comm, "messages", options, timeout)
     }
 
-    fn slice(&self, bytes: usize) -> u64 {
-        let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
-        all.div_ceil(SLICES)
-    }
-
     fn of_size(
         &self,
         (comm, tagged): (&Communicator, &Tagged),
@@ -109,19 +102,9 @@ impl Options {
         sheet: &mut Sheet,
     ) -> Result<()> {
         let windows = Windows::new((comm, tagged), stream, bytes, &self.checks)?;
-        let slice = self.slice(bytes);
-        let mut all = vec![Samples::default(); self.modes.len()];
-        for turn in 0..=SLICES {
-            for (&mode, samples) in self.modes.iter().zip(&mut all) {
-                let warms_up = turn == 0;
-                let count = if warms_up { slice.div_ceil(10) } else { slice };
-                let (times, wrong) = windows.run(mode, count)?;
-                sheet.wrong(wrong);
-                if !warms_up {
-                    samples.append(&times);
-                }
-            }
-        }
+        let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
+        let mut modes = self.modes.clone();
+        let all = in_slices(&mut modes, all, sheet, |mode, count| windows.run(*mode, count))?;
         for (&mode, samples) in self.modes.iter().zip(&all) {
             // A round trip is two messages.
             let (group, parts) = if mode == Mode::Rate { (RATE, 1) } else { (PING_PONG, 2) };
@@ -278,16 +261,10 @@ impl Bare {
         let mr = pd.register(&Memory::alloc(64)?, Access::all())?;
         let queues = pd.build_qp().max_send_wr(512).max_recv_wr(512).max_send_sge(2).max_recv_sge(2);
         let qp = queues.rnr_retry(7).timeout(17).build()?;
-        let RemoteAddr { addr, rkey } = mr.remote(0)?;
-        let ours = [&qp.address().to_bytes()[..], &addr.to_be_bytes(), &rkey.to_be_bytes()].concat();
-        let records = comm.exchange(&ours, timeout)?;
-        let short = || "a short address";
-        let (theirs, rest) = records[1 - comm.rank()].split_first_chunk().ok_or_else(short)?;
-        let (addr, rkey) = rest.split_first_chunk().ok_or_else(short)?;
-        let rkey = rkey.first_chunk().ok_or_else(short)?;
-        let remote = RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: u32::from_be_bytes(*rkey) };
-        qp.connect(QpAddress::from_bytes(theirs)?)?;
-        Ok(Self { qp, mr, remote })
+        connect(comm, [&qp].into_iter(), timeout)?;
+        let remotes = comm.exchange(&mr.remote(0)?.to_bytes(), timeout)?;
+        let remote = remotes[1 - comm.rank()].first_chunk().ok_or("a short address")?;
+        Ok(Self { qp, mr, remote: RemoteAddr::from_bytes(remote) })
     }
 
     fn round(&self, comm: &Communicator, times: &mut Times, timeout: Duration) -> Result<()> {
@@ -334,20 +311,9 @@ fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Re
     Ok(())
 }
 
-fn take(timeout: Duration, poll: impl Fn() -> Option<Wc>) -> Result<()> {
-    let mut start = None;
-    loop {
-        match poll() {
-            Some(wc) => {
-                wc.ok()?;
-                return Ok(());
-            }
-            None if start.get_or_insert_with(Instant::now).elapsed() > timeout => {
-                return Err("no completion came".into());
-            }
-            None => {}
-        }
-    }
+fn take(timeout: Duration, completion: impl Fn() -> Option<Wc>) -> Result<()> {
+    poll(timeout, || Result::Ok(completion()))?.ok_or("no completion came")?.ok()?;
+    Ok(())
 }
 
 fn round(

@@ -13,7 +13,7 @@ use gdasync::gdsync::hca::SoftHcaConfig;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, CudaStreamConfig, Stream, Via};
 use gdasync::gdsync::verbs::{Access, Context, Mr, OnGpu, Qp, RecvWr, SendWr, Sge};
-use gdasync::measure::Samples;
+use gdasync::measure::{Samples, poll};
 use gdasync::results::{Point, Result, Sheet, Unit};
 use serde_json::json;
 
@@ -170,16 +170,10 @@ impl Side {
     }
 
     fn drain(&self, timeout: Duration) -> Result<()> {
-        let start = Instant::now();
         while self.sent.get() > 0 {
-            match self.qp.poll_send() {
-                Some(wc) => {
-                    wc.ok()?;
-                    self.sent.set(self.sent.get() - 1);
-                }
-                None if start.elapsed() > timeout => return Err("a send does not complete".into()),
-                None => {}
-            }
+            let wc = poll(timeout, || Result::Ok(self.qp.poll_send()))?;
+            wc.ok_or("a send does not complete")?.ok()?;
+            self.sent.set(self.sent.get() - 1);
         }
         Ok(())
     }

@@ -7,10 +7,36 @@ use std::time::{Duration, Instant};
 use gdasync::app_stream::Placed;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
-use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, QpAddress, RecvWr, SendWr};
-use gdasync::measure::{Pattern, Samples};
+use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, RecvWr, SendWr};
+use gdasync::measure::{Pattern, Samples, connect};
 use gdasync::mp::{self, Communicator, Registration, Request};
-use gdasync::results::{Checks, Result, expected};
+use gdasync::results::{Checks, Result, Sheet, expected};
+
+/// All rows run in turn, in this many slices: the speed of shared cores changes from second to second, and a ratio must not
+/// compare two such seconds.
+const SLICES: u64 = 5;
+
+/// Runs `all` iterations of each row, which gives times and counts wrong slots; a tenth of a slice warms up.
+pub(super) fn in_slices<R>(
+    rows: &mut [R],
+    all: u64,
+    sheet: &mut Sheet,
+    mut run: impl FnMut(&mut R, u64) -> Result<(Samples, u64)>,
+) -> Result<Vec<Samples>> {
+    let slice = all.div_ceil(SLICES);
+    let mut samples = vec![Samples::default(); rows.len()];
+    for turn in 0..=SLICES {
+        let count = if turn == 0 { slice.div_ceil(10) } else { slice };
+        for (row, samples) in rows.iter_mut().zip(&mut samples) {
+            let (times, wrong) = run(row, count)?;
+            sheet.wrong(wrong);
+            if turn > 0 {
+                samples.append(&times);
+            }
+        }
+    }
+    Ok(samples)
+}
 
 /// Sends per queue pair that are queued on a stream before it is synchronized.
 const AHEAD: usize = 256;
@@ -67,15 +93,7 @@ impl<'a> QueuePairs<'a> {
         };
         let qps =
             (0..shape.qps).map(|_| builder.clone().build()).collect::<std::result::Result<Vec<_>, _>>()?;
-        let own: Vec<u8> = qps.iter().flat_map(|qp| qp.address().to_bytes()).collect();
-        let all = comm.exchange(&own, timeout)?;
-        let (addresses, rest) = all[1 - comm.rank()].as_chunks();
-        if addresses.len() != qps.len() || !rest.is_empty() {
-            return Err("the other rank has other queue pairs".into());
-        }
-        for (qp, address) in qps.iter().zip(addresses) {
-            qp.connect(QpAddress::from_bytes(address)?)?;
-        }
+        connect(comm, qps.iter(), timeout)?;
         let qps = qps.into_iter().map(|qp| Side { qp, received: 0, posted: 0 }).collect();
         let mut queue_pairs = Self { comm, checks, qps, mr, shape, run: 0 };
         for at in 0..shape.qps {

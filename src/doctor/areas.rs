@@ -1,5 +1,23 @@
 //! What is looked at, by area: each has its probes in a file.
 
+/// An area and its checks: constant and name of each, what is tried, and why one wants to know.
+macro_rules! area {
+    (
+        $area:ident $name:literal $title:literal asks [$($live:expr),*] probes by $probe:expr;
+        $($check:ident $full:literal tried $tried:expr, why $why:expr;)+
+    ) => {
+        $(const $check: Check = Check { name: $full, tried: $tried, why: $why };)+
+
+        pub(super) const $area: Area = Area {
+            name: $name,
+            title: $title,
+            checks: &[$(&$check),+],
+            asks: &[$($live),*],
+            probe: $probe,
+        };
+    };
+}
+
 mod driver;
 pub(super) mod gpu;
 pub(super) mod pci;
@@ -20,15 +38,6 @@ pub(super) struct Area {
     pub(super) probe: fn(&Machine) -> Vec<Probe>,
 }
 
-const fn area(
-    (name, title): (&'static str, &'static str),
-    checks: &'static [&'static Check],
-    asks: &'static [Live],
-    probe: fn(&Machine) -> Vec<Probe>,
-) -> Area {
-    Area { name, title, checks, asks, probe }
-}
-
 /// All areas, in the order of the report.
 pub(super) const AREAS: &[Area] = &[
     driver::DRIVER_AREA,
@@ -47,12 +56,6 @@ pub(super) const AREAS: &[Area] = &[
 /// Whether a probe of this name belongs to what was asked for: names of probes or of areas; nothing for all.
 pub(super) fn is_wanted(name: &str, only: &[String]) -> bool {
     only.is_empty() || only.iter().any(|wanted| wanted == name || wanted == area_of(name))
-}
-
-/// Major and minor number of a version.
-fn numbers(version: &str) -> Option<(u32, u32)> {
-    let mut parts = version.split(|c: char| !c.is_ascii_digit()).map(str::parse);
-    Some((parts.next()?.ok()?, parts.next().and_then(Result::ok).unwrap_or(0)))
 }
 
 /// A number of bytes for people.

@@ -3,11 +3,11 @@
 use super::buffers::{Buffers, Checker, KernelChecker, checker};
 use super::{Cost, Measured, Mode, Options};
 use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
-use crate::measure::{PAGE, Samples, share_memory};
+use crate::measure::{PAGE, Samples, connect, share_memory};
 use crate::results::Result;
 use gdsync::memory::{Memory, Word32, Word64};
 use gdsync::stream::{Batch, Cond, Launch, Stream};
-use gdsync::verbs::{Access, Mr, Qp, QpAddress, RecvWr, SendWr};
+use gdsync::verbs::{Access, Mr, Qp, RecvWr, SendWr};
 use mp::{Communicator, Request};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -391,9 +391,7 @@ impl Connection {
             None => builder,
         };
         let qp = builder.build()?;
-        let addresses = comm.exchange(&qp.address().to_bytes(), timeout)?;
-        let theirs = addresses.get(peer).and_then(|address| address.as_slice().try_into().ok());
-        qp.connect(QpAddress::from_bytes(theirs.ok_or("the peer told no address")?)?)?;
+        connect(comm, [&qp].into_iter(), timeout)?;
         Ok(Self { qp, outgoing: outgoing?, incoming: incoming?, buffers: buffers.clone(), posted: 0 })
     }
 

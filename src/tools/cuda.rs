@@ -8,23 +8,13 @@ use std::time::Instant;
 use cudarc::driver::{CudaContext, result, sys};
 
 use super::Usage;
-use crate::measure::Samples;
+use crate::measure::{Pattern, Samples};
 
 type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 
 /// `len` bytes that differ between seeds, at any offset and in any order of the words.
 pub(super) fn pattern(seed: u32, len: usize) -> Vec<u8> {
-    let mut state = u64::from(seed).wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut bytes = Vec::with_capacity(len.next_multiple_of(8));
-    while bytes.len() < len {
-        // xorshift64, never 0 as the seed is not.
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        bytes.extend_from_slice(&state.to_le_bytes());
-    }
-    bytes.truncate(len);
-    bytes
+    Pattern::new(0, seed.into()).bytes(len)
 }
 
 /// Bytes that are not those expected.

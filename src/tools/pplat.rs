@@ -14,7 +14,7 @@ use serde::Serialize;
 
 use super::cuda::{self, Pinned};
 use super::{Bench, Memory, Program, bytes, usage};
-use crate::measure::Samples;
+use crate::measure::{Samples, poll};
 use crate::results::{Point, Result, Unit};
 
 /// Round trips between CPU and GPU: one side writes data and a flag, the other polls, checks the data and answers.
@@ -256,28 +256,11 @@ fn consume(plan: Rounds, shared: &Shared, data: &[Vec<u8>; 2]) -> Result<u64> {
 /// Waits until the flags of all blocks have a value.
 fn answered(plan: Rounds, shared: &Shared, value: u32) -> Result<()> {
     (0..plan.blocks).try_for_each(|block| {
-        let seen = await_flag(plan.limit, || Ok(shared.cpu_flags.load(block as usize)? == value))?;
+        let flag = || Result::Ok((shared.cpu_flags.load(block as usize)? == value).then_some(()));
         let (round, limit) = (value - 1, plan.limit);
         let error = || format!("timeout: block {block} did not answer round {round} in {limit:?}");
-        if seen { Ok(()) } else { Err(error().into()) }
+        Ok(poll(plan.limit, flag)?.ok_or_else(error)?)
     })
-}
-
-/// Polls; false when the time is over.
-fn await_flag(limit: Duration, mut seen: impl FnMut() -> Result<bool>) -> Result<bool> {
-    let mut start = None;
-    loop {
-        // The clock is read, and the processor offered to others, only now and then.
-        for _ in 0..4096 {
-            if seen()? {
-                return Ok(true);
-            }
-        }
-        if start.get_or_insert_with(Instant::now).elapsed() > limit {
-            return Ok(false);
-        }
-        std::thread::yield_now();
-    }
 }
 
 /// Samples of averages over `each` rounds; rounds that do not fill a sample are left out.
@@ -309,7 +292,10 @@ fn threads(plan: Rounds, shared: &Arc<Shared>) -> End {
 fn run_block(plan: Rounds, shared: &Shared, block: usize, epoch: Instant) -> Result<GpuSide> {
     let mut verdict = GpuSide::default();
     let mine = (block..plan.words).step_by(plan.blocks as usize);
-    let flag = |value| await_flag(plan.limit, || Ok(shared.gpu_flag.load(0)? == value));
+    let flag = |value| {
+        let seen = || Result::Ok((shared.gpu_flag.load(0)? == value).then_some(()));
+        Result::Ok(poll(plan.limit, seen)?.is_some())
+    };
     let now = || u64::try_from(epoch.elapsed().as_nanos()).unwrap_or(u64::MAX);
     shared.cpu_flags.store(block, 1)?;
     if plan.mode == Mode::GpuProduces {
@@ -543,12 +529,8 @@ mod tests {
     }
 
     #[test]
-    fn waits_end_and_samples_are_of_whole_groups() {
+    fn samples_are_of_whole_groups() {
         let samples = samples(&[1, 3, 5, 7, 100].map(Duration::from_micros), 2);
         assert!(samples.count() == 2 && (samples.micros(0.0) - 4.0).abs() < 0.01);
-        assert!(!await_flag(Duration::ZERO, || Ok(false)).unwrap());
-        let mut polls = 0;
-        assert!(await_flag(Duration::ZERO, || Ok((polls += 1, polls == 3).1)).unwrap());
-        assert!(await_flag(Duration::MAX, || Err("broken".into())).is_err());
     }
 }

@@ -289,8 +289,7 @@ impl Cuda for SimulatedCuda {
         const CALL: &str = "cuMemcpyDtoHAsync";
         self.enter(CALL)?;
         self.walk(CALL, device, src, len, |range, offset, done, part| {
-            let mut bytes = vec![0; part];
-            range.object.read(offset, &mut bytes)?;
+            let bytes = range.object.read(offset, part)?;
             // SAFETY: within the `len` bytes that the caller guarantees.
             let at = unsafe { dst.add(done) };
             // SAFETY: within the caller's bytes; `bytes` is a separate allocation.

@@ -122,19 +122,19 @@ impl Gdrdrv {
     }
 
     /// The pins of all open files.
-    pub fn live_pins(&self) -> usize {
+    pub fn live_pins(&self) -> u64 {
         if kmod::is_wanted() {
             return kmod::counter("pins");
         }
-        self.files().values().map(|file| file.pins.len()).sum()
+        self.files().values().map(|file| file.pins.len() as u64).sum()
     }
 
     /// The files that are open.
-    pub fn open_files(&self) -> usize {
+    pub fn open_files(&self) -> u64 {
         if kmod::is_wanted() {
             return kmod::counter("open_files");
         }
-        self.files().len()
+        self.files().len() as u64
     }
 
     /// How often this process has called `ioctl`.

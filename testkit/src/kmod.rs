@@ -176,11 +176,14 @@ pub(crate) fn addresses(first: u64) -> u64 {
     first + (MACHINES.fetch_add(1, Ordering::Relaxed) << 36)
 }
 
-/// A counter of the module.
-pub(crate) fn counter(name: &str) -> usize {
+/// A counter of the module, of `/proc/driver/gdrdrv/stats`.
+///
+/// # Panics
+/// Without the module or such a counter.
+pub fn counter(name: &str) -> u64 {
     let stats = std::fs::read_to_string("/proc/driver/gdrdrv/stats").expect("the module's counters");
-    let value = stats.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
-    value.expect("a counter")
+    let value = stats.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok());
+    value.unwrap_or_else(|| panic!("no {name} in {stats}"))
 }
 
 /// Memory of the emulated GPU: behind PCI where there is room, as on a real one.

@@ -137,8 +137,9 @@ impl Object {
     }
 
     /// Reads bytes, as the GPU would.
-    pub fn read(&self, offset: usize, out: &mut [u8]) -> io::Result<()> {
-        self.file().read_exact_at(out, offset as u64)
+    pub fn read(&self, offset: usize, len: usize) -> io::Result<Vec<u8>> {
+        let mut bytes = vec![0; len];
+        self.file().read_exact_at(&mut bytes, offset as u64).map(|()| bytes)
     }
 
     /// A dma-buf of the memory from `offset` on: a descriptor that stands at this position, see

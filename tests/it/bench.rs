@@ -1,9 +1,9 @@
 //! `gdasync` and its benchmarks, run briefly: what they write, and that wrong data is an error.
 
 use gdasync::gdsync::cuda::Gpu;
-use gdasync::results::{At, Report, Series, Unit};
+use gdasync::results::Report;
 
-use super::common::{Scratch, command, fails, results, run};
+use super::common::{Scratch, check_series, command, fails, results, run};
 
 /// A benchmark with options for a brief run, and the series that it must write: group, name, positions, whether it has ratios.
 struct Brief {
@@ -84,33 +84,11 @@ fn report(brief: &Brief, more: &str) -> (Report, String) {
     (serde_json::from_value(json).unwrap(), out)
 }
 
-/// Checks positions, the order of percentiles, and ratios.
-#[track_caller]
-fn check(series: &Series, places: &[u64], has_ratios: bool) {
-    let Series { name, unit, points, baseline, .. } = series;
-    assert!(
-        points.iter().map(|point| &point.x).eq(&places.iter().copied().map(At::Number).collect::<Vec<_>>()),
-        "{series:?}"
-    );
-    for point in points {
-        let (p50, p99, min) = (point.p50, point.p99, point.min);
-        assert!([p50, p99, min].iter().all(|value| value.is_finite()), "{name}: {point:?}");
-        let is_ordered = match unit {
-            Unit::Micros => 0.0 < min && min <= p50 && p50 <= p99,
-            Unit::PerSecond | Unit::GigabytesPerSecond => 0.0 < min && min <= p99 && p99 <= p50,
-        };
-        assert!(is_ordered, "{name}: {point:?}");
-        if has_ratios {
-            assert!(baseline.is_some() && point.ratio.is_some_and(|ratio| ratio > 0.0), "{name}: {point:?}");
-        }
-    }
-}
-
 #[track_caller]
 fn check_all(brief: &Brief, report: &Report) {
     for &(group, name, places, has_ratios) in brief.series {
         let series = report.find(group, name).unwrap_or_else(|| panic!("{group}, {name} in {report:?}"));
-        check(series, places, has_ratios);
+        check_series(series, places, has_ratios);
     }
 }
 
@@ -141,7 +119,7 @@ fn latency_writes_all_series() {
 fn latency_measures_the_recorder() {
     let brief = Brief { args: "--sizes 8 --iters 20 --modes cpu --recorder", ..LATENCY };
     let (recorded, _) = report(&brief, "");
-    check(recorded.find(RTT, "cpu, recorder paused").unwrap(), &[8], true);
+    check_series(recorded.find(RTT, "cpu, recorder paused").unwrap(), &[8], true);
     let off = command(&format!("GDSYNC_RECORDER=off {}", line(&brief)));
     assert!(fails(off).contains("unset GDSYNC_RECORDER"));
 }
@@ -154,7 +132,7 @@ fn bandwidth_writes_all_series() {
         ["GPU to GPU, copies", "GPU to GPU, shared pinned buffers", "GPU to GPU, direct", "peer to peer"];
     for row in rows {
         match (report.find("bandwidth", row), report.skipped.iter().find(|skipped| skipped.name == row)) {
-            (Some(series), None) => check(series, &[64, 5000], true),
+            (Some(series), None) => check_series(series, &[64, 5000], true),
             (None, Some(skipped)) => assert!(!skipped.reason.is_empty()),
             other => panic!("{row}: {other:?}"),
         }

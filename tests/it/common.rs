@@ -1,11 +1,12 @@
 //! How the tests run the programs of this package.
 
 use std::env;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::atomic::{AtomicU32, Ordering};
 
+use gdasync::results::{At, Series, Unit};
 use serde_json::Value;
+use tempfile::TempPath;
 
 /// A program of this package as a user types it: `GDSYNC_STRICT=1 pingpong --sizes 8`.
 pub(crate) fn command(line: &str) -> Command {
@@ -81,14 +82,14 @@ pub(crate) fn results(line: &str) -> (Value, String) {
 }
 
 /// A file for results, removed when the test is over.
-pub(crate) struct Scratch(PathBuf);
+pub(crate) struct Scratch(TempPath);
 
 impl Scratch {
+    /// A file that a program is to make.
     pub(crate) fn new(name: &str) -> Self {
-        static COUNT: AtomicU32 = AtomicU32::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("{name}-{}-{count}.json", std::process::id());
-        Self(Path::new(env!("CARGO_TARGET_TMPDIR")).join(name))
+        let mut named = tempfile::Builder::new();
+        let named = named.prefix(name).suffix(".json").make_in(env!("CARGO_TARGET_TMPDIR"), |_| Ok(()));
+        Self(named.unwrap().into_temp_path())
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -104,11 +105,10 @@ impl Scratch {
     }
 }
 
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        // A test that failed early has not made it.
-        let _ = std::fs::remove_file(&self.0);
-    }
+/// A pipe without a writer: opening it blocks.
+pub(crate) fn fifo(path: &Path) {
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+    mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
 }
 
 /// A number that says something: finite and above 0.
@@ -117,4 +117,26 @@ pub(crate) fn positive(value: &Value) -> f64 {
     let number = value.as_f64().unwrap_or_else(|| panic!("{value} is no number"));
     assert!(number.is_finite() && number > 0.0, "{number}");
     number
+}
+
+/// Checks positions, the order of percentiles, and ratios.
+#[track_caller]
+pub(crate) fn check_series(series: &Series, places: &[u64], has_ratios: bool) {
+    let Series { name, unit, points, baseline, .. } = series;
+    assert!(
+        points.iter().map(|point| &point.x).eq(&places.iter().copied().map(At::Number).collect::<Vec<_>>()),
+        "{series:?}"
+    );
+    for point in points {
+        let (p50, p99, min) = (point.p50, point.p99, point.min);
+        assert!([p50, p99, min].iter().all(|value| value.is_finite()), "{name}: {point:?}");
+        let is_ordered = match unit {
+            Unit::Micros => 0.0 < min && min <= p50 && p50 <= p99,
+            Unit::PerSecond | Unit::GigabytesPerSecond => 0.0 < min && min <= p99 && p99 <= p50,
+        };
+        assert!(is_ordered, "{name}: {point:?}");
+        if has_ratios {
+            assert!(baseline.is_some() && point.ratio.is_some_and(|ratio| ratio > 0.0), "{name}: {point:?}");
+        }
+    }
 }

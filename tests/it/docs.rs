@@ -15,6 +15,8 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
+use tempfile::TempDir;
+
 use super::common::{program, run};
 
 const NEEDS: &str = "apptainer card docker gpu hosts kubernetes mpirun network root slurm vm";
@@ -274,22 +276,21 @@ fn wrong_option(name: &str, arguments: &[&str]) -> Option<String> {
 }
 
 /// A folder like the repository, where commands run with the programs of this build.
-struct Stage(PathBuf);
+struct Stage(TempDir);
 
 impl Stage {
-    fn new(name: &str) -> Self {
-        let stage =
-            Self(Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("docs-{name}-{}", std::process::id())));
-        fs::create_dir_all(stage.0.join("target/release/examples")).unwrap();
-        fs::create_dir_all(stage.0.join("bin")).unwrap();
+    fn new() -> Self {
+        let stage = Self(TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap());
+        fs::create_dir_all(stage.0.path().join("target/release/examples")).unwrap();
+        fs::create_dir_all(stage.0.path().join("bin")).unwrap();
         for entry in
             fs::read_dir(root()).unwrap().map(Result::unwrap).filter(|entry| entry.file_name() != "target")
         {
-            symlink(entry.path(), stage.0.join(entry.file_name())).unwrap();
+            symlink(entry.path(), stage.0.path().join(entry.file_name())).unwrap();
         }
         let put = |path: String, text: &str| {
-            fs::write(stage.0.join(&path), text).unwrap();
-            fs::set_permissions(stage.0.join(path), fs::Permissions::from_mode(0o755)).unwrap();
+            fs::write(stage.0.path().join(&path), text).unwrap();
+            fs::set_permissions(stage.0.path().join(path), fs::Permissions::from_mode(0o755)).unwrap();
         };
         for (name, path) in ours() {
             let text = format!("#!/bin/sh\nexec '{}' \"$@\" $DOCS_SHORTER\n", path.display());
@@ -310,7 +311,7 @@ impl Stage {
         let path = std::env::var("PATH").unwrap_or_default();
         let mut command = program("timeout");
         command.args(["-k", "5", "120", "bash", "-euo", "pipefail", "-c", &block.text]).current_dir(&self.0);
-        command.env("PATH", format!("{}:{path}", self.0.join("bin").display()));
+        command.env("PATH", format!("{}:{path}", self.0.path().join("bin").display()));
         command.env("DOCS_SHORTER", block.note("shorter").unwrap_or_default());
         // mpirun as root on few cores.
         for name in
@@ -326,12 +327,6 @@ impl Stage {
         } else {
             Err(format!("{}\n{out}\n{err}", output.status))
         }
-    }
-}
-
-impl Drop for Stage {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 
@@ -373,7 +368,7 @@ fn commands_name_programs_and_options_that_exist() {
 
 #[test]
 fn commands_run() {
-    let stage = Stage::new("run");
+    let stage = Stage::new();
     let (mut ran, mut wrong) = (0, Vec::new());
     for document in documents().iter().filter(|document| document.runs()) {
         for block in document.blocks() {
@@ -439,7 +434,7 @@ fn mistakes_in_documents_are_found() {
     let document = Document { path: "docs/guide.md".into(), text: text.into() };
     assert_eq!(document.broken_links().len(), 3, "{:?}", document.broken_links());
     assert!(document.unknown_names(&sources()).len() >= 2, "{:?}", document.unknown_names(&sources()));
-    let stage = Stage::new("mistakes");
+    let stage = Stage::new();
     let block = |text: &str, notes: &str| Block { line: 0, text: text.into(), notes: notes.into() };
     assert!(stage.run(&block("true\nfalse\ntrue", "")).is_err());
     assert!(stage.run(&block("gdasync bench gpu", "")).is_err());

@@ -1,15 +1,16 @@
 //! `gdasync doctor`, on this machine.
 
-use std::ffi::CString;
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::common::{Scratch, command, run, succeeds};
+use super::common::{Scratch, command, fifo, run, succeeds};
+use rustix::process::{Resource, Rlimit, setrlimit};
+use rustix::thread::{CapabilitySet, remove_capability_from_bounding_set};
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// Without the variables of others that the doctor speaks of. Slow machines get time.
 fn doctor(args: &str) -> Command {
@@ -47,29 +48,6 @@ fn of<'a>(probes: &'a [Value], name: &str) -> &'a Value {
 
 fn is_empty(directory: &str) -> bool {
     fs::read_dir(directory).map_or(true, |mut entries| entries.next().is_none())
-}
-
-/// A directory that goes with the test.
-struct Directory(PathBuf);
-
-impl Directory {
-    fn new(name: &str) -> Self {
-        let path =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("doctor-{name}-{}", std::process::id()));
-        let _ = fs::remove_dir_all(&path);
-        fs::create_dir_all(&path).unwrap();
-        Self(path)
-    }
-
-    fn text(&self) -> &str {
-        self.0.to_str().unwrap()
-    }
-}
-
-impl Drop for Directory {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
 }
 
 #[test]
@@ -162,31 +140,19 @@ fn missing_device_fails() {
     assert_ne!(of(&probes, "limits.memlock")["status"], "fail");
 }
 
-/// A root whose kernel has an RDMA device.
-fn root_with_a_device() -> Directory {
-    let root = Directory::new("limits");
-    fs::create_dir_all(root.0.join("sys/class/infiniband/rxe0/ports")).unwrap();
-    root
-}
-
 /// In a child between fork and exec: only system calls.
 fn lower_limits() -> std::io::Result<()> {
-    const CAP_IPC_LOCK: libc::c_ulong = 14;
-    let limit = libc::rlimit { rlim_cur: 64 << 10, rlim_max: 64 << 10 };
-    // SAFETY: a limit that is read.
-    if unsafe { libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) } != 0 {
-        return Err(std::io::Error::last_os_error());
-    }
+    setrlimit(Resource::Memlock, Rlimit { current: Some(64 << 10), maximum: Some(64 << 10) })?;
     // Where it is refused, the process has no capabilities.
-    // SAFETY: plain numbers.
-    unsafe { libc::prctl(libc::PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0) };
+    let _ = remove_capability_from_bounding_set(CapabilitySet::IPC_LOCK);
     Ok(())
 }
 
 #[test]
 fn lowered_limits_are_found() {
-    let root = root_with_a_device();
-    let mut command = doctor(&format!("--json --only limits --root {}", root.text()));
+    let root = TempDir::new().unwrap();
+    fs::create_dir_all(root.path().join("sys/class/infiniband/rxe0/ports")).unwrap();
+    let mut command = doctor(&format!("--json --only limits --root {}", root.path().display()));
     // SAFETY: only system calls.
     unsafe { command.pre_exec(lower_limits) };
     let (status, probes) = probes(command);
@@ -199,13 +165,6 @@ fn lowered_limits_are_found() {
     assert!(memlock["fix"].as_str().unwrap().contains("ulimit -l unlimited"), "{memlock:#}");
 }
 
-/// A pipe without a writer: opening it blocks.
-fn blocking_file(path: &Path) {
-    let name = CString::new(path.as_os_str().as_bytes()).unwrap();
-    // SAFETY: a terminated path.
-    assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
-}
-
 fn failed(probes: &[Value]) -> Vec<&str> {
     let failed = probes.iter().filter(|probe| probe["status"] == "fail");
     failed.map(|probe| probe["name"].as_str().unwrap()).collect()
@@ -213,9 +172,9 @@ fn failed(probes: &[Value]) -> Vec<&str> {
 
 #[test]
 fn blocking_library_affects_no_other_probe() {
-    let directory = Directory::new("blocks");
-    let path = directory.0.join("libibverbs.so.1");
-    blocking_file(&path);
+    let directory = TempDir::new().unwrap();
+    let path = directory.path().join("libibverbs.so.1");
+    fifo(&path);
     let mut command = doctor("--json --only rdma.core,limits,environment --timeout 3");
     command.env("GDSYNC_LIBIBVERBS", &path);
     let (_, probes) = probes(command);
@@ -228,12 +187,12 @@ fn blocking_library_affects_no_other_probe() {
 
 #[test]
 fn hanging_driver_affects_no_other_probe() {
-    let root = Directory::new("hangs");
-    let port = root.0.join("sys/class/infiniband/mlx5_0/ports/1");
+    let root = TempDir::new().unwrap();
+    let port = root.path().join("sys/class/infiniband/mlx5_0/ports/1");
     fs::create_dir_all(&port).unwrap();
-    blocking_file(&port.join("state"));
+    fifo(&port.join("state"));
     let args = "--json --only rdma.link,rdma.gids,limits,environment --timeout 3";
-    let (_, probes) = probes(doctor(&format!("{args} --root {}", root.text())));
+    let (_, probes) = probes(doctor(&format!("{args} --root {}", root.path().display())));
     assert_eq!(failed(&probes), ["rdma.link", "rdma.gids"], "{probes:#?}");
     assert!(of(&probes, "rdma.link")["found"].as_str().unwrap().contains("did not answer"), "{probes:#?}");
 }
@@ -250,12 +209,12 @@ fn card_is_opened_and_chosen() {
     let Some(library) = stand_in() else {
         return eprintln!("skipped: no stand-in for libibverbs; `cargo test --workspace` builds it");
     };
-    let root = Directory::new("card");
-    let card = root.0.join("sys/class/infiniband/mlx5_standin");
-    fs::create_dir_all(root.0.join("sys/bus/pci/drivers/mlx5_core")).unwrap();
+    let root = TempDir::new().unwrap();
+    let card = root.path().join("sys/class/infiniband/mlx5_standin");
+    fs::create_dir_all(root.path().join("sys/bus/pci/drivers/mlx5_core")).unwrap();
     fs::create_dir_all(card.join("device")).unwrap();
     symlink("/sys/bus/pci/drivers/mlx5_core", card.join("device/driver")).unwrap();
-    let mut command = doctor(&format!("--json --only rdma,choice --root {}", root.text()));
+    let mut command = doctor(&format!("--json --only rdma,choice --root {}", root.path().display()));
     command.env("GDSYNC_LIBIBVERBS", &library).env("GDSYNC_LIBMLX5", &library);
     let (_, probes) = probes(command);
     let found = |name: &str| of(&probes, name)["found"].as_str().unwrap().to_owned();

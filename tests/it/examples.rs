@@ -4,9 +4,9 @@ use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use gdasync::results::{At, Point, Report};
+use gdasync::results::Report;
 
-use super::common::{Scratch, command, fails, positive, results, run, succeeds};
+use super::common::{Scratch, check_series, command, fails, positive, results, run, succeeds};
 
 #[test]
 fn small_examples_print_what_they_show() {
@@ -54,16 +54,8 @@ fn pingpong(line: &str, modes: &[&str], sizes: &[u64]) -> (Report, String) {
     assert_eq!(report.options["stream"], "host");
     for group in [RTT, "CPU time per message, posting thread", "CPU time per message, process"] {
         for mode in modes {
-            let points = &report.find(group, mode).unwrap_or_else(|| panic!("{mode} in {report:?}")).points;
-            assert!(
-                points
-                    .iter()
-                    .map(|point| &point.x)
-                    .eq(&sizes.iter().map(|n| At::Number(*n)).collect::<Vec<_>>())
-            );
-            let is_right =
-                |point: &Point| 0.0 < point.min && point.min <= point.p50 && point.p50 <= point.p99;
-            assert!(points.iter().all(is_right), "{points:?}");
+            let series = report.find(group, mode).unwrap_or_else(|| panic!("{mode} in {report:?}"));
+            check_series(series, sizes, false);
         }
     }
     let mut found = report.series.iter().filter(|one| one.group == RTT).map(|one| &*one.name);

@@ -1,16 +1,17 @@
 //! `gdasync trace` on processes that run, hang, and were killed.
 
 use std::io::{BufRead, BufReader};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::common::{Scratch, command, fails, program, run, succeeds};
+use super::common::{Scratch, command, fails, fifo, program, run, succeeds};
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Cond, HostStreamConfig, Stream};
 use gdasync::mp::Communicator;
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
+use tempfile::TempDir;
 
 /// Generous: reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(120);
@@ -74,19 +75,15 @@ fn job() {
 struct Job {
     rank0: Child,
     pids: [u32; 2],
-    folder: PathBuf,
+    folder: TempDir,
 }
 
 impl Job {
     fn start(role: &str) -> Self {
-        static JOBS: AtomicU32 = AtomicU32::new(0);
-        let n = JOBS.fetch_add(1, Ordering::Relaxed);
-        let folder =
-            Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("trace-{role}-{}-{n}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
+        let folder = TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let mut command = program(std::env::current_exe().unwrap());
         command.args(["--exact", "trace::job", "--nocapture", "--test-threads=1"]);
-        command.env(ROLE, role).env("GDSYNC_RECORDER_DIR", &folder).env("GDSYNC_PATH", "soft");
+        command.env(ROLE, role).env("GDSYNC_RECORDER_DIR", folder.path()).env("GDSYNC_PATH", "soft");
         let mut rank0 = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(rank0.stdout.take().unwrap()).lines();
         let told = lines.find_map(|line| Some(line.unwrap().split_once("pids ")?.1.to_owned())).unwrap();
@@ -98,7 +95,7 @@ impl Job {
 
     fn trace(&self, args: &[&str]) -> Command {
         let mut command = command("gdasync trace");
-        command.env("GDSYNC_RECORDER_DIR", &self.folder).args(args);
+        command.env("GDSYNC_RECORDER_DIR", self.folder.path()).args(args);
         command
     }
 
@@ -113,10 +110,10 @@ impl Job {
         (serde_json::from_str(&out).unwrap(), code)
     }
 
-    fn signal(&self, rank: usize, signal: i32) {
-        let pid = i32::try_from(self.pids[rank]).unwrap();
-        // SAFETY: a plain call; both processes are there until this job is dropped, rank 1 at least unburied by rank 0.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+    /// Both processes are there until this job is dropped, rank 1 at least unburied by rank 0.
+    fn signal(&self, rank: usize, signal: Signal) {
+        let pid = Pid::from_raw(self.pids[rank].cast_signed()).unwrap();
+        kill_process(pid, signal).unwrap();
     }
 
     /// Stops both ranks where each is in its last wait.
@@ -124,7 +121,7 @@ impl Job {
         let end = Instant::now() + LONG;
         loop {
             for (rank, pid) in self.pids.iter().enumerate() {
-                self.signal(rank, libc::SIGSTOP);
+                self.signal(rank, Signal::STOP);
                 while !is_stopped(*pid) {
                     assert!(Instant::now() < end, "{pid} does not stop");
                     std::thread::yield_now();
@@ -137,7 +134,7 @@ impl Job {
                 return;
             }
             assert!(Instant::now() < end, "{report:#}");
-            [0, 1].into_iter().for_each(|rank| self.signal(rank, libc::SIGCONT));
+            [0, 1].into_iter().for_each(|rank| self.signal(rank, Signal::CONT));
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -153,7 +150,6 @@ impl Drop for Job {
         // Gone already, where the test has ended it; rank 1 goes with it.
         let _ = self.rank0.kill();
         let _ = self.rank0.wait();
-        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 
@@ -183,7 +179,7 @@ fn stuck_wait_is_reported_of_live_and_killed_processes() {
     check_wait(&report, 0, &job, 0, "host stream", "alive");
     check_wait(&report, 1, &job, 1, "CPU", "alive");
 
-    job.signal(1, libc::SIGKILL);
+    job.signal(1, Signal::KILL);
     let end = Instant::now() + LONG;
     let (report, code) = loop {
         let (report, code) = job.json(&job.pids);
@@ -269,14 +265,12 @@ fn foreign_and_broken_files_are_skipped_with_a_reason() {
     let pid = job.pids[0];
     let (report, _) = job.json(&[pid]);
     let real = PathBuf::from(report["processes"][0]["file"].as_str().unwrap());
-    let name = |n: &str| job.folder.join(format!("gdsync-{pid}-{n}.rec"));
+    let name = |n: &str| job.folder.path().join(format!("gdsync-{pid}-{n}.rec"));
     std::fs::write(name("1"), "junk").unwrap();
     std::os::unix::fs::symlink(&real, name("2")).unwrap();
-    let fifo = std::ffi::CString::new(name("3").to_str().unwrap()).unwrap();
-    // SAFETY: the path is a C string.
-    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o666) }, 0);
+    fifo(&name("3"));
     // The recording of another process under this name.
-    let rank1 = std::fs::read_dir(&job.folder).unwrap().map(|entry| entry.unwrap().path());
+    let rank1 = std::fs::read_dir(job.folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let is_rank1 = |path: &PathBuf| path.to_str().unwrap().contains(&format!("-{}-", job.pids[1]));
     std::fs::copy(rank1.into_iter().find(is_rank1).unwrap(), name("4")).unwrap();
     let mut reasons =
@@ -336,7 +330,8 @@ fn healthy_job_is_reported_exported_and_cleaned_up() {
 
     drop(job.rank0.stdin.take());
     assert!(job.rank0.wait().unwrap().success());
-    let left: Vec<_> = std::fs::read_dir(&job.folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let left: Vec<_> =
+        std::fs::read_dir(job.folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert!(left.is_empty(), "{left:?}");
     assert_eq!(succeeds(job.trace(&["--list"])).lines().count(), 1, "only the heading");
 }

@@ -174,6 +174,8 @@ mod tests {
     use std::os::fd::{AsFd, OwnedFd};
     use std::os::unix::fs::FileExt;
 
+    use rustix::mm::{MapFlags, ProtFlags, mmap};
+
     use super::*;
     use crate::cpu_range::memory_file;
     use crate::cuda::{AllocKind, GpuInfo, PointerInfo};
@@ -275,10 +277,9 @@ mod tests {
     #[test]
     fn a_nonce_finds_writes_that_do_not_arrive() {
         let cuda = Copies(file());
-        let (prot, fd) = (libc::PROT_READ | libc::PROT_WRITE, std::os::fd::AsRawFd::as_raw_fd(&cuda.0));
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: no address is given. A private mapping shows what others write until it is written to.
-        let raw = unsafe { libc::mmap(std::ptr::null_mut(), SIZE, prot, libc::MAP_PRIVATE, fd, 0) };
-        assert_ne!(raw, libc::MAP_FAILED);
+        let raw = unsafe { mmap(std::ptr::null_mut(), SIZE, prot, MapFlags::PRIVATE, &cuda.0, 0) }.unwrap();
         let ptr = std::ptr::NonNull::new(raw.cast()).unwrap();
         // SAFETY: just mapped, nothing else knows it.
         let range = unsafe { CpuRange::adopt(ptr, SIZE, MappingType::Cached, None) }.unwrap();

@@ -4,6 +4,8 @@ use std::ptr::NonNull;
 
 use gdrcopy::{Attribute, BackendKind, Error, Gdr, MappingType, Pin, PinFlags, PinInfo, Result, host_page};
 
+use rustix::process::{Resource, Rlimit, setrlimit};
+
 use crate::rig::{End, Rig, address, each, in_child, open, pattern, peek, poke};
 
 const NONE: PinFlags = PinFlags::empty();
@@ -359,9 +361,8 @@ fn addresses_that_cannot_be_reserved_are_unmapped() {
         let Ok(pin) = host.pin_with(memory.addr(), SIZE, NONE) else { return false };
         let Ok(range) = pin.map_pages(SIZE, None) else { return false };
         let (ptr, len) = (address(&range), range.len());
-        let no_files = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-        // SAFETY: a valid structure.
-        unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const no_files) };
+        let none = Rlimit { current: Some(0), maximum: Some(0) };
+        let _ = setrlimit(Resource::Nofile, none);
         is_taken(ptr, len) && range.revoke().is_ok() && !is_taken(ptr, len)
     });
     assert_eq!(end, End::Said(true));

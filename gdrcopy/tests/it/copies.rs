@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use gdrcopy::MappingType;
 use gdrcopy::copy::{Copier, Routine, full_fence, load_fence, store_fence};
+use gdrcopy::{MappingType, host_page};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 /// A mapping that starts and ends on a page boundary, where inaccessible pages follow.
 pub(crate) struct Guarded {
@@ -19,18 +20,15 @@ pub(crate) struct Guarded {
 impl Guarded {
     /// `len` bytes, rounded up to pages.
     pub(crate) fn new(len: usize) -> Self {
-        // SAFETY: a plain query.
-        let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).expect("page size");
+        let page = host_page();
         let len = len.next_multiple_of(page);
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        let (none, flags) = (ProtFlags::empty(), MapFlags::PRIVATE);
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let pages = unsafe { libc::mmap(ptr::null_mut(), len + 2 * page, libc::PROT_NONE, flags, -1, 0) };
-        assert_ne!(pages, libc::MAP_FAILED, "{}", std::io::Error::last_os_error());
+        let pages = unsafe { mmap_anonymous(ptr::null_mut(), len + 2 * page, none, flags) }.unwrap();
         let pages = pages.cast::<u8>();
         let inner = pages.wrapping_add(page).cast();
         // SAFETY: the pages are those mapped above.
-        let rc = unsafe { libc::mprotect(inner, len, libc::PROT_READ | libc::PROT_WRITE) };
-        assert_eq!(rc, 0, "{}", std::io::Error::last_os_error());
+        unsafe { mprotect(inner, len, MprotectFlags::READ | MprotectFlags::WRITE) }.unwrap();
         Self { pages, page, len }
     }
 
@@ -44,8 +42,7 @@ impl Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         // SAFETY: the mapping is this object's own, and nobody uses it any more.
-        let rc = unsafe { libc::munmap(self.pages.cast(), self.len + 2 * self.page) };
-        assert_eq!(rc, 0, "{}", std::io::Error::last_os_error());
+        unsafe { munmap(self.pages.cast(), self.len + 2 * self.page) }.unwrap();
     }
 }
 

@@ -3,7 +3,6 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::os::fd::AsRawFd;
 use std::sync::Arc;
 
 use gdrcopy::cuda::raw::Api;
@@ -13,6 +12,7 @@ use gdrcopy::system::System;
 use gdrcopy::{Error, Result};
 use gdsync_testkit::driver::{Alive, Control, api, application_context, destroy_context};
 use parking_lot::Mutex;
+use rustix::io::{FdFlags, fcntl_getfd};
 
 use crate::rig::{End, in_child, no_cuda};
 
@@ -344,8 +344,7 @@ fn descriptors_are_closed_on_exec_and_handles_released() {
     let vmm = rig.cuda.alloc(1, 1, AllocKind::Vmm).unwrap();
     let held = rig.control.alive();
     for fd in [rig.cuda.export_fd(vmm).unwrap(), rig.cuda.dma_buf(app.addr, app.addr, 8192, true).unwrap()] {
-        // SAFETY: an open descriptor.
-        assert_eq!(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) }, libc::FD_CLOEXEC);
+        assert_eq!(fcntl_getfd(fd).unwrap(), FdFlags::CLOEXEC);
     }
     rig.control.fail("cuMemExportToShareableHandle", CudaStatus::INVALID_VALUE.0);
     rig.cuda.export_fd(vmm).unwrap_err();

@@ -3,7 +3,7 @@
 mod app;
 
 use std::collections::HashMap;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -52,8 +52,7 @@ fn free(cuda: &dyn Cuda, addr: u64) {
 }
 
 fn close_on_exec(fd: &OwnedFd) -> bool {
-    // SAFETY: an open descriptor.
-    (unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFD) }) == libc::FD_CLOEXEC
+    rustix::io::fcntl_getfd(fd).unwrap() == rustix::io::FdFlags::CLOEXEC
 }
 
 #[test]

@@ -57,8 +57,7 @@ fn a_driver_that_does_not_map_is_refused() {
 fn another_gpu_is_tried_at_its_first_pin() {
     let rig = Rig::with_gpus(2, Module::default());
     let dmabuf = open_dmabuf(&rig.system).unwrap();
-    let alloc = |gpu| rig.machine.memory.lock().alloc(gpu, 4096, MemoryKind::Malloc).unwrap();
-    let (first, second) = (alloc(0), alloc(1));
+    let [first, second] = [0, 1].map(|gpu| rig.memory(gpu, 4096, MemoryKind::Malloc));
     rig.machine.fail(WRONG_PAGE, 1);
     assert!(dmabuf.pin_with(first, 4096, NONE).is_ok());
     assert!(matches!(dmabuf.pin_with(second, 4096, NONE), Err(Error::ProofFailed { .. })));
@@ -107,18 +106,13 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
     let range = pin.map_pages(1001 + len, None).unwrap();
     let bytes = pattern(1, len);
     poke(&range, 1001, &bytes);
-    let mut seen = vec![0; len];
-    let (head, tail) = seen.split_at_mut(piece - 1001);
-    for (addr, part) in [(first + 1001, head), (second, tail)] {
-        // SAFETY: a slice of that length.
-        unsafe { rig.cuda.copy_from_device(0, part.as_mut_ptr(), addr, part.len()) }.unwrap();
-    }
-    assert!(seen == bytes);
+    let (head, tail) = bytes.split_at(piece - 1001);
+    assert!(rig.read(0, first + 1001, head.len()) == head && rig.read(0, second, tail.len()) == tail);
     // A mapping may end before the second piece begins.
     drop(range);
     assert_eq!(pin.map_pages(4096, None).unwrap().len(), 4096);
     // What follows is of another kind, and shorter than asked for.
-    let third = rig.machine.memory.lock().alloc(0, piece, MemoryKind::Pool).unwrap();
+    let third = rig.memory(0, piece, MemoryKind::Pool);
     assert_eq!(third, second + piece as u64);
     assert!(matches!(dmabuf.pin_with(second, 2 * piece + 1, NONE), Err(Error::BeyondAllocation { .. })));
     assert!(dmabuf.pin_with(second, 2 * piece, NONE).is_ok());
@@ -131,26 +125,21 @@ fn each_piece_of_memory_gets_its_own_dma_buf() {
 fn small_memory_in_a_page_with_others_is_compared_by_itself() {
     let rig = Rig::new(Module::default());
     let dmabuf = open_dmabuf(&rig.system).unwrap();
-    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
-    let (before, small, after) = (alloc(512), alloc(5000), alloc(512));
+    let [before, small, after] = [512, 5000, 512].map(|len| rig.memory(0, len, MemoryKind::Malloc));
     assert_eq!((small - before, after - small), (512, 5120));
     rig.machine.memory.lock().free(before).unwrap();
     let pin = dmabuf.pin_with(small, 5000, NONE).unwrap();
     assert!(pin.info().va < small && small.is_multiple_of(512));
     let skip = usize::try_from(small - pin.info().va).unwrap();
     poke(&pin.map_pages(skip + 5000, None).unwrap(), skip + 4999, b"x");
-    let mut seen = 0;
-    // SAFETY: a place for one byte.
-    unsafe { rig.cuda.copy_from_device(0, &raw mut seen, small + 4999, 1) }.unwrap();
-    assert_eq!(seen, b'x');
+    assert_eq!(rig.read(0, small + 4999, 1), b"x");
 }
 
 #[test]
 fn pages_beyond_an_allocation_depend_on_the_driver() {
     let rig = Rig::new(Module::default());
     let dmabuf = open_dmabuf(&rig.system).unwrap();
-    let alloc = |len| rig.machine.memory.lock().alloc(0, len, MemoryKind::Malloc).unwrap();
-    let (start, small, last) = (alloc(5000), alloc(256), alloc(5000));
+    let [start, small, last] = [5000, 256, 5000].map(|len| rig.memory(0, len, MemoryKind::Malloc));
     let (start, object) = (start & !0xfff, rig.machine.memory.lock().find(small).unwrap().object.clone());
     let bytes = pattern(1, object.size);
     object.write(0, &bytes).unwrap();

@@ -57,7 +57,7 @@ fn all_of_them_pin_and_map() {
 fn without_cuda_the_module_checks_the_range() {
     let rig = Rig::new(Module::default());
     let gdrdrv = open_gdrdrv(&rig.without_cuda()).unwrap();
-    let addr = rig.machine.memory.lock().alloc(0, 100, gdrcopy::cuda::MemoryKind::Malloc).unwrap();
+    let addr = rig.memory(0, 100, MemoryKind::Malloc);
     let pin = gdrdrv.pin_with(addr, 100, NONE).unwrap();
     assert_eq!(peek(&pin.map_pages(100, None).unwrap(), 0, 1), [0]);
     let refused = gdrdrv.pin_with(4096, 1, NONE).unwrap_err();
@@ -316,10 +316,10 @@ mod errors {
         it.fail("pin", libc::EINVAL);
         let vmm = it.rig.cuda.alloc(0, 1 << 21, AllocKind::Vmm).unwrap();
         is_sys(&it.gdrdrv.pin_with(vmm, 1, NONE).unwrap_err(), libc::EINVAL, "gpuDirectRDMACapable");
-        let pool = it.rig.machine.memory.lock().alloc(0, 4096, MemoryKind::Pool).unwrap();
+        let pool = it.rig.memory(0, 4096, MemoryKind::Pool);
         is_sys(&it.gdrdrv.pin_with(pool, 1, NONE).unwrap_err(), libc::EINVAL, "cuMemAlloc");
         for kind in [MemoryKind::Managed, MemoryKind::Host] {
-            let addr = it.rig.machine.memory.lock().alloc(0, 4096, kind).unwrap();
+            let addr = it.rig.memory(0, 4096, kind);
             assert!(matches!(it.gdrdrv.pin_with(addr, 1, NONE), Err(Error::NotMappable { .. })));
         }
     }
@@ -415,7 +415,6 @@ mod errors {
 mod volatile {
     use super::*;
 
-    /// A module that takes mappings away when their memory is freed.
     fn volatile() -> Module {
         Module { persistent: false, ..Module::default() }
     }

@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use gdrcopy::cuda::MemoryKind;
 use gdrcopy::planner::{Way, write_by};
 use gdrcopy::system::{Kernel, System};
-use gdrcopy::{BackendKind, Error, Gdr, Mapping, PinFlags};
+use gdrcopy::{BackendKind, Error, Mapping, PinFlags};
 use gdsync_testkit::{Machine, Module, Object, SimulatedKernel};
 
-use crate::rig::{DEVICES, Rig, open_gdrdrv, pattern};
+use crate::rig::{DEVICES, Rig, open, open_gdrdrv, open_rm, pattern};
 
 const NONE: PinFlags = PinFlags::empty();
 const BASE: u64 = 0x7e00_0000_0000;
@@ -31,10 +31,6 @@ fn give(machine: &Machine, len: usize) -> Arc<Object> {
     object
 }
 
-fn open(rig: &Rig, kind: BackendKind) -> Gdr {
-    Gdr::builder().backend(kind).system(rig.system.clone()).open().unwrap()
-}
-
 /// Whether the copy engine is used for a copy of a whole mapping. Writes zeros by the CPU where it is not.
 pub(crate) fn is_copied_by_engine(machine: &Machine, mapping: &Mapping) -> bool {
     machine.fail("cuMemcpyHtoDAsync", 719);
@@ -43,17 +39,11 @@ pub(crate) fn is_copied_by_engine(machine: &Machine, mapping: &Mapping) -> bool 
     copied.is_err()
 }
 
-fn bytes(object: &Object, offset: usize, len: usize) -> Vec<u8> {
-    let mut seen = vec![0; len];
-    object.read(offset, &mut seen).unwrap();
-    seen
-}
-
 #[test]
 fn memory_that_comes_after_the_pin_is_not_the_pinned() {
     let rig = Rig::new(Module::default());
     for kind in [BackendKind::Gdrdrv, BackendKind::DmaBuf, BackendKind::Rm] {
-        let gdr = open(&rig, kind);
+        let gdr = open(&rig.system, kind).unwrap();
         let old = give(&rig.machine, SIZE);
         let pin = gdr.pin(BASE, SIZE).unwrap();
         let new = give(&rig.machine, SIZE);
@@ -64,7 +54,7 @@ fn memory_that_comes_after_the_pin_is_not_the_pinned() {
         assert!(!is_copied_by_engine(&rig.machine, &mapping), "{kind}");
         let data = pattern(5, 1000);
         write_by(Way::CopyEngine, &mapping, 7, &data).unwrap();
-        assert!(bytes(&old, 7, 1000) == data && bytes(&new, 7, 1000) == [0; 1000]);
+        assert!(old.read(7, 1000).unwrap() == data && new.read(7, 1000).unwrap() == [0; 1000]);
     }
 }
 
@@ -122,7 +112,7 @@ fn memory_that_changes_on_the_way_to_the_module_is_refused() {
 #[test]
 fn freed_memory_is_flushed_by_the_cpu_alone() {
     let rig = Rig::new(Module::default());
-    let gdr = open(&rig, BackendKind::Gdrdrv);
+    let gdr = open_gdrdrv(&rig.system).unwrap();
     give(&rig.machine, SIZE);
     let mapping = gdr.pin(BASE, SIZE).unwrap().map().unwrap();
     rig.machine.fail("cuFlushGPUDirectRDMAWrites", 719);
@@ -139,7 +129,7 @@ fn a_mapping_ends_where_the_memory_ends() {
     /// As of a `cuMemAlloc` of 5,000,000 bytes on an H200.
     const BYTES: usize = 5_001_216;
     let rig = Rig::new(Module::default());
-    let gdr = open(&rig, BackendKind::Rm);
+    let gdr = open_rm(&rig.system).unwrap();
     let object = give(&rig.machine, BYTES);
     let rounded = BYTES.next_multiple_of(PAGE);
     for (skip, len) in
@@ -150,7 +140,7 @@ fn a_mapping_ends_where_the_memory_ends() {
         assert_eq!((mapping.addr(), mapping.len()), (BASE + skip as u64, BYTES - skip));
         let last = mapping.len() - 1;
         mapping.write(last, b"!").unwrap();
-        assert_eq!(bytes(&object, BYTES - 1, 1), b"!");
+        assert_eq!(object.read(BYTES - 1, 1).unwrap(), b"!");
         object.write(BYTES - 1, &[0]).unwrap();
         let size = mapping.len();
         assert!(matches!(mapping.write(last, b"!!"), Err(Error::OutOfBounds { size: s, .. }) if s == size));

@@ -15,52 +15,37 @@ use crate::rm_abi::NvStatus;
 /// Addresses where no simulated allocation lies.
 const RESERVED: u64 = 0x7e00_0000_0000;
 
-/// A machine whose memory holds at each byte what belongs to its address.
-struct Bench(Rig);
-
-impl std::ops::Deref for Bench {
-    type Target = Rig;
-
-    fn deref(&self) -> &Rig {
-        &self.0
-    }
+fn with(settings: RmSettings) -> Rig {
+    Rig::with(1, Module::default(), settings)
 }
 
-impl Bench {
-    fn new(gpus: i32) -> Self {
-        Self::with(gpus, RmSettings::default())
-    }
+fn open(rig: &Rig) -> Gdr {
+    open_rm(&rig.system).unwrap()
+}
 
-    fn with(gpus: i32, settings: RmSettings) -> Self {
-        Self(Rig::with(gpus, Module::default(), settings))
-    }
+/// Writes to each byte what belongs to its address.
+fn fill(rig: &Rig, gpu: i32, addr: u64, len: usize) {
+    let bytes: Vec<u8> = (addr..addr + len as u64).map(pattern).collect();
+    rig.write(gpu, addr, &bytes);
+}
 
-    fn open(&self) -> Gdr {
-        open_rm(&self.system).unwrap()
-    }
+/// Filled memory.
+fn alloc(rig: &Rig, gpu: i32, len: usize, kind: MemoryKind) -> u64 {
+    let addr = rig.memory(gpu, len, kind);
+    fill(rig, gpu, addr, len);
+    addr
+}
 
-    fn alloc(&self, gpu: i32, len: usize, kind: MemoryKind) -> u64 {
-        let addr = self.memory(gpu, len, kind);
-        self.fill(gpu, addr, len);
-        addr
+/// Adjacent, filled VMM mappings of one object each.
+fn vmm(rig: &Rig, gpu: i32, sizes: &[usize]) -> u64 {
+    let mut at = RESERVED;
+    for &size in sizes {
+        let object = Object::new(gpu, size).unwrap();
+        rig.machine.memory.lock().insert(at, size, object, 0, MemoryKind::Vmm);
+        fill(rig, gpu, at, size);
+        at += size as u64;
     }
-
-    /// Adjacent VMM mappings of one object each.
-    fn vmm(&self, gpu: i32, sizes: &[usize]) -> u64 {
-        let mut at = RESERVED;
-        for &size in sizes {
-            let object = Object::new(gpu, size).unwrap();
-            self.machine.memory.lock().insert(at, size, object, 0, MemoryKind::Vmm);
-            self.fill(gpu, at, size);
-            at += size as u64;
-        }
-        RESERVED
-    }
-
-    fn fill(&self, gpu: i32, addr: u64, len: usize) {
-        let bytes: Vec<u8> = (addr..addr + len as u64).map(pattern).collect();
-        self.write(gpu, addr, &bytes);
-    }
+    RESERVED
 }
 
 /// What a client of one GPU holds at rest.
@@ -115,47 +100,47 @@ fn a_machine_without_driver_or_gpu_says_what_to_do() {
     let machine = Machine::new(1);
     let cuda = SimulatedCuda::new(&machine);
     let bare = Arc::new(SimulatedKernel::new(machine.clone()));
-    let open = |system: System| open_rm(&system).map(drop);
-    let error = text(open(System::new(bare.clone(), Some(cuda as Arc<dyn Cuda>))));
+    let refused = |system: System| text(open_rm(&system));
+    let error = refused(System::new(bare.clone(), Some(cuda as Arc<dyn Cuda>)));
     assert!(error.contains("/dev/nvidiactl") && error.contains("nvidia-modprobe"), "{error}");
-    assert!(text(open(System::new(bare, no_cuda()))).contains("CUDA"));
+    assert!(refused(System::new(bare, no_cuda())).contains("CUDA"));
 
-    let none = Bench::new(0);
-    assert!(text(open(none.system.clone())).contains("CUDA_VISIBLE_DEVICES"));
+    let none = Rig::with_gpus(0, Module::default());
+    assert!(refused(none.system.clone()).contains("CUDA_VISIBLE_DEVICES"));
     none.check_clean();
 
-    let bench = Bench::new(1);
+    let rig = Rig::new(Module::default());
     for (node, fix) in [("/dev/nvidiactl", "permission"), ("/dev/nvidia0", "permission")] {
-        bench.machine.fail(&format!("open {node}"), libc::EACCES);
-        let error = text(open(bench.system.clone()));
+        rig.machine.fail(&format!("open {node}"), libc::EACCES);
+        let error = refused(rig.system.clone());
         assert!(error.contains(node) && error.contains(fix), "{error}");
-        bench.machine.fail(&format!("open {node}"), 0);
+        rig.machine.fail(&format!("open {node}"), 0);
     }
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
 fn memory_without_a_handle_is_refused_by_kind() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
+    let rig = Rig::new(Module::default());
+    let rm = open(&rig);
     let words = [
         (MemoryKind::Pool, "stream-ordered pool"),
         (MemoryKind::Managed, "managed"),
         (MemoryKind::Host, "host memory"),
     ];
     for (kind, words) in words {
-        let addr = bench.machine.memory.lock().alloc(0, 4096, kind).unwrap();
+        let addr = rig.memory(0, 4096, kind);
         let error = text(pin(&rm, addr, 16));
         assert!(error.contains(words), "{error}");
     }
     assert!(text(pin(&rm, RESERVED - 4096, 16)).contains("no CUDA memory"));
 
-    let vmm = bench.alloc(0, 2 << 20, MemoryKind::Vmm);
-    bench.machine.memory.lock().set_exportable(vmm, false);
+    let vmm = alloc(&rig, 0, 2 << 20, MemoryKind::Vmm);
+    rig.machine.memory.lock().set_exportable(vmm, false);
     let error = text(pin(&rm, vmm, 16));
     assert!(error.contains("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"), "{error}");
     drop(rm);
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
@@ -177,27 +162,27 @@ fn gpus_that_cannot_be_mapped_are_refused() {
         (RmSettings::default(), |cuda| cuda.pci = Some("15".into()), "hexadecimal"),
     ];
     for (settings, change, words) in cases {
-        let bench = Bench::with(1, settings);
-        change(&mut bench.machine.cuda.lock());
-        let error = text(open_rm(&bench.system));
+        let rig = with(settings);
+        change(&mut rig.machine.cuda.lock());
+        let error = text(open_rm(&rig.system));
         assert!(error.contains(words), "{error}");
-        bench.check_clean();
+        rig.check_clean();
     }
-    Bench::with(1, older).open();
+    open(&with(older));
 }
 
 #[test]
 fn a_range_ends_before_memory_of_another_gpu() {
-    let bench = Bench::new(2);
-    let rm = bench.open();
-    let vmm = bench.vmm(0, &[2 << 20, 2 << 20]);
+    let rig = Rig::with_gpus(2, Module::default());
+    let rm = open(&rig);
+    let vmm = vmm(&rig, 0, &[2 << 20, 2 << 20]);
     let other = Object::new(1, 2 << 20).unwrap();
-    bench.machine.memory.lock().insert(vmm + (4 << 20), 2 << 20, other, 0, MemoryKind::Vmm);
+    rig.machine.memory.lock().insert(vmm + (4 << 20), 2 << 20, other, 0, MemoryKind::Vmm);
     for len in [(4 << 20) + 1, 5 << 20, isize::MAX.unsigned_abs()] {
         assert!(matches!(pin(&rm, vmm, len), Err(Error::BeyondAllocation { .. })), "{len}");
     }
     drop(rm);
-    bench.check_clean();
+    rig.check_clean();
 }
 
 /// Calls whose fault is an `NV_STATUS`.
@@ -269,10 +254,10 @@ fn is_of_drop(name: &str) -> bool {
 #[test]
 fn opening_fails_cleanly_at_every_call() {
     for (name, code) in faults() {
-        let bench = Bench::new(1);
-        bench.machine.fail(name, code);
-        let opened = open_rm(&bench.system).map(drop);
-        bench.machine.fail(name, 0);
+        let rig = Rig::new(Module::default());
+        rig.machine.fail(name, code);
+        let opened = open_rm(&rig.system).map(drop);
+        rig.machine.fail(name, 0);
         match opened {
             // Not needed for the proof, or answered otherwise.
             Ok(()) => assert!(
@@ -283,13 +268,13 @@ fn opening_fails_cleanly_at_every_call() {
             ),
             Err(error) => check_error(&error, name, code),
         }
-        assert_eq!(bench.machine.memory.lock().allocations(), 0, "{name} {code:#x}");
+        assert_eq!(rig.machine.memory.lock().allocations(), 0, "{name} {code:#x}");
         if is_of_drop(name) {
             continue;
         }
-        bench.check_clean();
-        bench.open();
-        bench.check_clean();
+        rig.check_clean();
+        open(&rig);
+        rig.check_clean();
     }
 }
 
@@ -297,29 +282,29 @@ fn opening_fails_cleanly_at_every_call() {
 fn pinning_and_mapping_fail_cleanly_at_every_call() {
     for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
         for (name, code) in faults() {
-            let bench = Bench::new(1);
-            let rm = bench.open();
+            let rig = Rig::new(Module::default());
+            let rm = open(&rig);
             let len = 5 << 16;
-            let addr = bench.alloc(0, len, kind);
+            let addr = alloc(&rig, 0, len, kind);
             // The route is proved before anything fails.
             map(&rm, addr, len).unwrap();
-            bench.machine.fail(name, code);
+            rig.machine.fail(name, code);
             let mapped = map(&rm, addr + 99_999, 4 << 15);
             if let Err(error) = &mapped {
                 check_error(error, name, code);
             }
             drop(mapped);
-            bench.machine.fail(name, 0);
+            rig.machine.fail(name, 0);
             if !is_of_drop(name) {
-                assert_eq!(bench.rm.live(), AT_REST, "{name} {code:#x}");
+                assert_eq!(rig.rm.live(), AT_REST, "{name} {code:#x}");
                 let (pin, range) = map(&rm, addr, len).unwrap();
                 check_bytes(&pin, &range, addr, 1000);
             }
             drop(rm);
             if is_of_drop(name) {
-                assert_eq!(bench.rm.live(), Live::default(), "{name} {code:#x}");
+                assert_eq!(rig.rm.live(), Live::default(), "{name} {code:#x}");
             } else {
-                bench.check_clean();
+                rig.check_clean();
             }
         }
     }
@@ -349,85 +334,85 @@ fn check_error(error: &Error, name: &str, code: i32) {
 #[test]
 fn the_second_object_of_a_range_fails_cleanly() {
     let settings = RmSettings { bar1: 5 << 20, ..RmSettings::default() };
-    let bench = Bench::with(1, settings);
-    let rm = bench.open();
-    let base = bench.vmm(0, &[4 << 20, 2 << 20]);
+    let rig = with(settings);
+    let rm = open(&rig);
+    let base = vmm(&rig, 0, &[4 << 20, 2 << 20]);
     let pin = pin(&rm, base, 6 << 20).unwrap();
     let error = refusal(pin.map_pages(6 << 20, None));
     assert!(matches!(error, Error::Exhausted { what: "BAR1 space", len: 0x20_0000, .. }), "{error}");
-    assert_eq!(bench.rm.live(), Live { objects: 3, ..AT_REST });
+    assert_eq!(rig.rm.live(), Live { objects: 3, ..AT_REST });
     let range = pin.map_pages(5 << 20, None).unwrap();
     check_bytes(&pin, &range, base, 5 << 20);
     drop((range, pin, rm));
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
 fn unpin_returns_its_error() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
-    let addr = bench.alloc(0, 4096, MemoryKind::Malloc);
+    let rig = Rig::new(Module::default());
+    let rm = open(&rig);
+    let addr = alloc(&rig, 0, 4096, MemoryKind::Malloc);
     let pin = pin(&rm, addr, 4096).unwrap();
-    bench.machine.fail("rm free", 0x0f);
+    rig.machine.fail("rm free", 0x0f);
     let error = refusal(pin.unpin());
     assert!(matches!(error, Error::Rm { call: "rm free", status: 0x0f, .. }), "{error}");
 }
 
 #[test]
 fn a_proof_that_failed_keeps_its_scratch_memory_and_is_tried_again() {
-    let bench = Bench::new(2);
-    let rm = bench.open();
-    let addr = bench.alloc(1, 4096, MemoryKind::Malloc);
-    let allocations = || bench.machine.memory.lock().allocations();
+    let rig = Rig::with_gpus(2, Module::default());
+    let rm = open(&rig);
+    let addr = alloc(&rig, 1, 4096, MemoryKind::Malloc);
+    let allocations = || rig.machine.memory.lock().allocations();
     let before = allocations();
     for status in [NvStatus::INSUFFICIENT_RESOURCES, NvStatus::BUSY_RETRY, NvStatus::NOT_SUPPORTED] {
-        bench.machine.fail("rm map", status.0.cast_signed());
+        rig.machine.fail("rm map", status.0.cast_signed());
         match refusal(map(&rm, addr, 4096)) {
             Error::Exhausted { .. } => assert_eq!(status, NvStatus::INSUFFICIENT_RESOURCES),
             error => assert!(matches!(error, Error::Rm { status: told, .. } if told == status.0), "{error}"),
         }
         assert_eq!(allocations(), before + 1);
     }
-    bench.machine.fail("rm map", 0);
+    rig.machine.fail("rm map", 0);
     map(&rm, addr, 4096).unwrap();
     drop(rm);
     assert_eq!(allocations(), 1, "the user's");
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
 fn a_vmm_mapping_of_the_object_start_is_detected() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
+    let rig = Rig::new(Module::default());
+    let rm = open(&rig);
     let object = Object::new(0, 4 << 20).unwrap();
-    bench.machine.memory.lock().insert(RESERVED, 2 << 20, object, 2 << 20, MemoryKind::Vmm);
-    bench.fill(0, RESERVED, 2 << 20);
+    rig.machine.memory.lock().insert(RESERVED, 2 << 20, object, 2 << 20, MemoryKind::Vmm);
+    fill(&rig, 0, RESERVED, 2 << 20);
     assert!(matches!(map(&rm, RESERVED, 2 << 20), Err(Error::ProofFailed { .. })));
     drop(rm);
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
 fn a_revoked_range_releases_its_bar1_space() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
+    let rig = Rig::new(Module::default());
+    let rm = open(&rig);
     let sizes = [2 << 20, 4 << 20];
-    let base = bench.vmm(0, &sizes);
+    let base = vmm(&rig, 0, &sizes);
     let (pin, range) = map(&rm, base, sizes.iter().sum()).unwrap();
-    assert_eq!(bench.rm.live().mappings, 2);
+    assert_eq!(rig.rm.live().mappings, 2);
     range.revoke().unwrap();
-    assert_eq!(bench.rm.live(), Live { objects: AT_REST.objects + 2, ..AT_REST });
+    assert_eq!(rig.rm.live(), Live { objects: AT_REST.objects + 2, ..AT_REST });
     pin.unpin().unwrap();
     drop(rm);
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
 fn vmm_ranges_over_several_objects_are_one_range() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
+    let rig = Rig::new(Module::default());
+    let rm = open(&rig);
     let (a, b, c) = (2 << 20, 4 << 20, 1 << 20);
-    let base = bench.vmm(0, &[a, b, c]);
+    let base = vmm(&rig, 0, &[a, b, c]);
     for (skip, len, objects) in [
         (0, a + b + c, 3),
         (0, a, 1),
@@ -439,47 +424,47 @@ fn vmm_ranges_over_several_objects_are_one_range() {
     ] {
         let addr = base + skip as u64;
         let (pin, range) = map(&rm, addr, len).unwrap();
-        assert_eq!(bench.rm.live().mappings, objects);
+        assert_eq!(rig.rm.live().mappings, objects);
         check_bytes(&pin, &range, addr, len);
         let last = usize::try_from(addr - pin.info().va).unwrap() + len - 1;
         store(&range, last, 7);
-        assert_eq!(bench.read(0, addr + len as u64 - 1, 1), [7]);
+        assert_eq!(rig.read(0, addr + len as u64 - 1, 1), [7]);
         drop((range, pin));
-        assert_eq!(bench.rm.live(), AT_REST);
-        bench.fill(0, addr, len);
+        assert_eq!(rig.rm.live(), AT_REST);
+        fill(&rig, 0, addr, len);
     }
     drop(rm);
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
 fn each_gpu_is_found_by_its_address() {
-    let bench = Bench::new(3);
-    let rm = bench.open();
+    let rig = Rig::with_gpus(3, Module::default());
+    let rm = open(&rig);
     for gpu in [2, 0, 1] {
         for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
-            let addr = bench.alloc(gpu, 3 << 16, kind);
+            let addr = alloc(&rig, gpu, 3 << 16, kind);
             let (pin, range) = map(&rm, addr + 5, 100_000).unwrap();
             check_bytes(&pin, &range, addr + 5, 100_000);
         }
     }
-    assert_eq!(bench.rm.live(), Live { files: 4, clients: 1, objects: 3, mappings: 0 });
+    assert_eq!(rig.rm.live(), Live { files: 4, clients: 1, objects: 3, mappings: 0 });
     drop(rm);
-    bench.check_clean();
+    rig.check_clean();
 }
 
 #[test]
 fn memory_that_changes_is_compared_again() {
-    let bench = Bench::new(1);
-    let rm = bench.open();
-    let base = bench.alloc(0, 4096, MemoryKind::Malloc);
+    let rig = Rig::new(Module::default());
+    let rm = open(&rig);
+    let base = alloc(&rig, 0, 4096, MemoryKind::Malloc);
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut byte = 0;
             while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                 byte ^= 1;
-                bench.write(0, base, &[byte]);
+                rig.write(0, base, &[byte]);
             }
         });
         for _ in 0..200 {
@@ -493,5 +478,5 @@ fn memory_that_changes_is_compared_again() {
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
     drop(rm);
-    bench.check_clean();
+    rig.check_clean();
 }

@@ -85,9 +85,8 @@ fn a_range_may_be_rounded_to_pages() {
 
             let (skip, old) = (len(&(pin.info().va..user)), &model[in_block(user)..][..2]);
             poke(&mapped, skip, b"me");
-            let mut seen = [0; 2];
-            object.read(in_block(user), &mut seen).unwrap();
-            assert_eq!(&seen, b"me", "{}: {range:x?}", backend.backend());
+            let seen = object.read(in_block(user), 2).unwrap();
+            assert_eq!(seen, b"me", "{}: {range:x?}", backend.backend());
             object.write(in_block(user), old).unwrap();
             assert_eq!(peek(&mapped, skip, 2), old);
         }
@@ -142,7 +141,7 @@ fn a_range_that_leaves_the_block_is_refused() {
             assert!(refused, "{}: {len}: {pinned:?}", backend.backend());
         }
         // Memory that is no GPU's has no pages of one around it.
-        let host = rig.machine.memory.lock().alloc(0, 512, MemoryKind::Host).unwrap();
+        let host = rig.memory(0, 512, MemoryKind::Host);
         assert!(matches!(pin(host..host + GPU_PAGE), Err(Error::NotMappable { .. })));
         assert_eq!(rig.device.live_pins(), 0);
     });
@@ -166,16 +165,13 @@ fn vmm_memory_has_nothing_around_it() {
 #[test]
 fn the_copy_engine_is_not_used_outside_the_allocation() {
     let (rig, object) = block();
-    let builder = Gdr::builder().backend(BackendKind::Rm).system(rig.system.clone());
-    let gdr = builder.open().unwrap();
+    let gdr = open_rm(&rig.system).unwrap();
     let bytes = pattern(2, len(&(page(3)..page(4))));
     let pin = gdr.pin_with(page(3), bytes.len(), WHOLE_PAGES).unwrap();
     let mapping = pin.map().unwrap();
     assert!(!is_copied_by_engine(&rig.machine, &mapping));
     write_by(Way::CopyEngine, &mapping, 0, &bytes).unwrap();
-    let mut seen = vec![0; bytes.len()];
-    object.read(in_block(page(3)), &mut seen).unwrap();
-    assert!(seen == bytes);
+    assert!(object.read(in_block(page(3)), bytes.len()).unwrap() == bytes);
     // The GPU is known all the same.
     mapping.flush().unwrap();
     rig.machine.cuda.lock().attributes.insert(118, 0);

@@ -3,32 +3,20 @@
 use super::super::live::{Live, attribute};
 use super::super::machine::{Machine, Node};
 use super::super::probe::{Check, Probe};
-use super::super::requirements::{DRIVER, GDRDRV as NEEDED_GDRDRV, OPEN_MODULES};
-use super::{Area, area, numbers};
+use super::super::requirements::{DRIVER, GDRDRV, OPEN_MODULES, numbers};
+use super::Area;
 
-const VERSION: Check = Check {
-    name: "driver.version",
-    tried: "/proc/driver/nvidia/version",
-    why: "what streams and mappings can do follows from the version of the driver",
-};
-const FLAVOUR: Check = Check {
-    name: "driver.flavour",
-    tried: "/proc/driver/nvidia/version",
-    why: "only the open kernel modules export GPU memory as dma-bufs, which RDMA devices register without nvidia-peermem",
-};
-const NODES: Check = Check {
-    name: "driver.nodes",
-    tried: "access(2) to /dev/nvidiactl, /dev/nvidia-uvm and /dev/nvidiaN",
-    why: "CUDA reaches the driver through these files",
-};
-const DOORBELLS: Check = Check {
-    name: "driver.doorbells",
-    tried: "PeerMappingOverride in /proc/driver/nvidia/params, and the user",
-    why: "a GPU rings the doorbell of a card only if its driver lets it map the card's registers (IO memory)",
-};
-
-pub(super) const DRIVER_AREA: Area =
-    area(("driver", "NVIDIA driver"), &[&VERSION, &FLAVOUR, &NODES, &DOORBELLS], &[], probe_driver);
+area! {
+    DRIVER_AREA "driver" "NVIDIA driver" asks [] probes by probe_driver;
+    VERSION "driver.version" tried "/proc/driver/nvidia/version",
+        why "what streams and mappings can do follows from the version of the driver";
+    FLAVOUR "driver.flavour" tried "/proc/driver/nvidia/version",
+        why "only the open kernel modules export GPU memory as dma-bufs, which RDMA devices register without nvidia-peermem";
+    NODES "driver.nodes" tried "access(2) to /dev/nvidiactl, /dev/nvidia-uvm and /dev/nvidiaN",
+        why "CUDA reaches the driver through these files";
+    DOORBELLS "driver.doorbells" tried "PeerMappingOverride in /proc/driver/nvidia/params, and the user",
+        why "a GPU rings the doorbell of a card only if its driver lets it map the card's registers (IO memory)";
+}
 
 fn probe_driver(machine: &Machine) -> Vec<Probe> {
     let Some(text) = machine.system.text("/proc/driver/nvidia/version") else {
@@ -64,7 +52,7 @@ fn version(text: &str) -> Probe {
     match version_in(text).and_then(|version| Some((version, numbers(version)?))) {
         Some((version, pair)) if DRIVER.is_met(pair) => VERSION.ok(format!("{} {version}", DRIVER.name)),
         Some((version, _)) => VERSION.fail(
-            format!("{} {version} is older than {}: no {}", DRIVER.name, DRIVER.least(), DRIVER.for_what),
+            format!("{} {version} is older than {}: no {}", DRIVER.name, DRIVER.least(), DRIVER.for_what()),
             format!("install {} {} or newer", DRIVER.name, DRIVER.least()),
         ),
         None => VERSION.warn(
@@ -85,7 +73,7 @@ fn flavour(machine: &Machine, text: &str) -> Probe {
     match machine.hcas().is_empty() {
         true => FLAVOUR.ok("proprietary kernel modules; there is no RDMA device that would register GPU memory"),
         false => FLAVOUR.warn(
-            format!("proprietary kernel modules: no {}", OPEN_MODULES.for_what),
+            format!("proprietary kernel modules: no {}", OPEN_MODULES.for_what()),
             "on Turing and newer install the open ones (package nvidia-open, or `-m=kernel-open` of the installer); \
              else load nvidia-peermem",
         ),
@@ -146,21 +134,14 @@ fn doorbells(machine: &Machine) -> Probe {
     }
 }
 
-const MODULE: Check = Check {
-    name: "modules.gdrdrv",
-    tried: "/proc/driver/gdrdrv/params, and access(2) to /dev/gdrdrv",
-    why: "GDRCopy's kernel module is the first way to map GPU memory; it is not needed where another one works",
-};
-const PEERMEM: Check = Check {
-    name: "modules.peermem",
-    tried: "/sys/module/nvidia_peermem and nv_peer_mem",
-    why: "RDMA devices register GPU memory by this module where there are no dma-bufs",
-};
-
-pub(super) const MODULES_AREA: Area =
-    area(("modules", "Kernel modules"), &[&MODULE, &PEERMEM], &[Live::Cuda], |machine| {
-        vec![module(machine), peermem(machine)]
-    });
+area! {
+    MODULES_AREA "modules" "Kernel modules" asks [Live::Cuda]
+        probes by |machine| vec![module(machine), peermem(machine)];
+    MODULE "modules.gdrdrv" tried "/proc/driver/gdrdrv/params, and access(2) to /dev/gdrdrv",
+        why "GDRCopy's kernel module is the first way to map GPU memory; it is not needed where another one works";
+    PEERMEM "modules.peermem" tried "/sys/module/nvidia_peermem and nv_peer_mem",
+        why "RDMA devices register GPU memory by this module where there are no dma-bufs";
+}
 
 fn module(machine: &Machine) -> Probe {
     let system = &machine.system;
@@ -186,8 +167,8 @@ fn module(machine: &Machine) -> Probe {
         |text: String| if text.contains("Open Kernel Module") { "opensource" } else { "proprietary" };
     let driver = system.text("/proc/driver/nvidia/version").map(is_open);
     match node {
-        _ if numbers(version).is_some_and(|pair| !NEEDED_GDRDRV.is_met(pair)) => MODULE.fail(
-            format!("{found}, older than {}", NEEDED_GDRDRV.least()),
+        _ if numbers(version).is_some_and(|pair| !GDRDRV.is_met(pair)) => MODULE.fail(
+            format!("{found}, older than {}", GDRDRV.least()),
             "install gdrdrv 2.6, or unload it (`rmmod gdrdrv`): other ways to map work without",
         ),
         Node::Missing => MODULE.warn(
@@ -238,17 +219,13 @@ fn peermem(machine: &Machine) -> Probe {
     }
 }
 
-const ANY: Check = Check {
-    name: "mapping.any",
-    tried: "mapping 64 KiB of GPU 0, writing and reading it back, by each way: the kernel module gdrdrv, mmap of a CUDA dma-buf, the \
-            driver's own resource manager (rm)",
-    why: "CPU mappings cost 0.1 us where cudaMemcpy costs 5: rings, flags and small payload in GPU memory need one way",
-};
-
-pub(super) const MAPPING_AREA: Area =
-    area(("mapping", "CPU mappings of GPU memory"), &[&ANY], &[Live::Cuda, Live::Mapping], |machine| {
-        vec![mapping(machine)]
-    });
+area! {
+    MAPPING_AREA "mapping" "CPU mappings of GPU memory" asks [Live::Cuda, Live::Mapping]
+        probes by |machine| vec![mapping(machine)];
+    ANY "mapping.any" tried "mapping 64 KiB of GPU 0, writing and reading it back, by each way: the kernel module gdrdrv, mmap of a CUDA dma-buf, the \
+         driver's own resource manager (rm)",
+        why "CPU mappings cost 0.1 us where cudaMemcpy costs 5: rings, flags and small payload in GPU memory need one way";
+}
 
 fn mapping(machine: &Machine) -> Probe {
     if !machine.has_driver() {

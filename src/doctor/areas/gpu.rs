@@ -4,65 +4,31 @@ use super::super::live::{Bar1, GpuFacts, Live, attribute};
 use super::super::machine::Machine;
 use super::super::probe::{Check, Probe};
 use super::super::requirements::{self, CUDA};
-use super::{Area, area, bytes};
+use super::{Area, bytes};
 
-const INIT: Check = Check {
-    name: "gpu.cuda",
-    tried: "loading libcuda.so.1, cuDriverGetVersion, cuInit, cuDeviceGetCount",
-    why: "streams of GPUs, and memory on them, come from CUDA; without it host streams do the same in a thread",
-};
-const CLASS: Check = Check {
-    name: "gpu.class",
-    tried: "name and compute capability",
-    why: "what a GPU can do for streams and for RDMA depends on its generation",
-};
-const RDMA: Check = Check {
-    name: "gpu.rdma",
-    tried: "attributes 116 (GPUDirect RDMA) and 110 (also with cuMemCreate)",
-    why: "with GPUDirect RDMA a network card reads and writes GPU memory itself; without it payload is staged",
-};
-const DMA_BUF: Check = Check {
-    name: "gpu.dma_buf",
-    tried: "attribute 124, and cuMemGetHandleForAddressRange of 2 MiB",
-    why: "RDMA devices register GPU memory by a dma-buf, without a module of NVIDIA's",
-};
-const MEMOPS: Check = Check {
-    name: "gpu.memops",
-    tried: "attributes 122 (64-bit operations) and 123 (NOR waits)",
-    why: "64-bit writes ring doorbells, and NOR waits also end when a completion is an error",
-};
-const FLUSH: Check = Check {
-    name: "gpu.flush",
-    tried: "attributes 118 (ordering of inbound writes), 117 (ways to flush) and 98 (flush on a stream)",
-    why: "a completion says that data was sent to GPU memory; whether the GPU sees it then follows from these",
-};
-const MEMOP: Check = Check {
-    name: "gpu.memop_run",
-    tried: "cuStreamBatchMemOp on a new stream: write, wait for the CPU, barrier, write",
-    why: "these operations trigger sends and await completions; an attribute does not tell whether they run here",
-};
-const CAPTURE: Check = Check {
-    name: "gpu.capture",
-    tried: "the same operations captured into a graph, which is launched",
-    why: "CUDA graphs of sends and waits need operations that can be captured",
-};
-const PEERS: Check = Check {
-    name: "gpu.peers",
-    tried: "cuDeviceCanAccessPeer to each other GPU",
-    why: "payload between GPUs that reach each other (NVLink, PCIe) is moved by a copy engine, without the host",
-};
-const BAR1: Check = Check {
-    name: "gpu.bar1",
-    tried: "nvmlDeviceGetBAR1MemoryInfo, else the PCI resources in sysfs",
-    why: "cards and CPUs reach GPU memory through this window: what is registered or mapped at once has to fit",
-};
-
-pub(super) const GPU_AREA: Area = area(
-    ("gpu", "GPUs"),
-    &[&INIT, &CLASS, &RDMA, &DMA_BUF, &MEMOPS, &FLUSH, &MEMOP, &CAPTURE, &PEERS, &BAR1],
-    &[Live::Cuda],
-    probe_gpu,
-);
+area! {
+    GPU_AREA "gpu" "GPUs" asks [Live::Cuda] probes by probe_gpu;
+    INIT "gpu.cuda" tried "loading libcuda.so.1, cuDriverGetVersion, cuInit, cuDeviceGetCount",
+        why "streams of GPUs, and memory on them, come from CUDA; without it host streams do the same in a thread";
+    CLASS "gpu.class" tried "name and compute capability",
+        why "what a GPU can do for streams and for RDMA depends on its generation";
+    RDMA "gpu.rdma" tried "attributes 116 (GPUDirect RDMA) and 110 (also with cuMemCreate)",
+        why "with GPUDirect RDMA a network card reads and writes GPU memory itself; without it payload is staged";
+    DMA_BUF "gpu.dma_buf" tried "attribute 124, and cuMemGetHandleForAddressRange of 2 MiB",
+        why "RDMA devices register GPU memory by a dma-buf, without a module of NVIDIA's";
+    MEMOPS "gpu.memops" tried "attributes 122 (64-bit operations) and 123 (NOR waits)",
+        why "64-bit writes ring doorbells, and NOR waits also end when a completion is an error";
+    FLUSH "gpu.flush" tried "attributes 118 (ordering of inbound writes), 117 (ways to flush) and 98 (flush on a stream)",
+        why "a completion says that data was sent to GPU memory; whether the GPU sees it then follows from these";
+    MEMOP "gpu.memop_run" tried "cuStreamBatchMemOp on a new stream: write, wait for the CPU, barrier, write",
+        why "these operations trigger sends and await completions; an attribute does not tell whether they run here";
+    CAPTURE "gpu.capture" tried "the same operations captured into a graph, which is launched",
+        why "CUDA graphs of sends and waits need operations that can be captured";
+    PEERS "gpu.peers" tried "cuDeviceCanAccessPeer to each other GPU",
+        why "payload between GPUs that reach each other (NVLink, PCIe) is moved by a copy engine, without the host";
+    BAR1 "gpu.bar1" tried "nvmlDeviceGetBAR1MemoryInfo, else the PCI resources in sysfs",
+        why "cards and CPUs reach GPU memory through this window: what is registered or mapped at once has to fit";
+}
 
 /// The result where the compute mode of the GPU keeps this process from using it.
 pub(super) fn taken(check: &Check, gpu: &GpuFacts) -> Option<Probe> {
@@ -138,7 +104,7 @@ fn init(machine: &Machine) -> Probe {
             let pair = (u32::try_from(major).unwrap_or(0), u32::try_from(minor).unwrap_or(0));
             match count {
                 _ if !CUDA.is_met(pair) => INIT.fail(
-                    format!("{found}: older than {}, so no {}", CUDA.least(), CUDA.for_what),
+                    format!("{found}: older than {}, so no {}", CUDA.least(), CUDA.for_what()),
                     format!("install driver {} or newer", requirements::DRIVER.least()),
                 ),
                 0 => INIT.warn(found, "look at CUDA_VISIBLE_DEVICES, and start a container with `--gpus all`"),

@@ -7,21 +7,15 @@ use gdsync::rdma::{Distance, Place};
 use super::super::live::{GpuFacts, Live};
 use super::super::machine::{Hca, Machine};
 use super::super::probe::{Check, Probe};
-use super::{Area, area};
+use super::Area;
 
-const MODE: Check = Check {
-    name: "iommu.mode",
-    tried: "the IOMMU groups of GPUs and cards in sysfs, /sys/class/iommu, /proc/cmdline",
-    why: "an IOMMU that translates sends what devices write to each other up to the CPU, or refuses it",
-};
-const ACS: Check = Check {
-    name: "iommu.acs",
-    tried: "the access control (ACS) of the bridges between GPUs and cards, in their configuration space",
-    why: "bridges that redirect requests send what GPU and card write to each other up to the CPU, or lose it",
-};
-
-pub(super) const IOMMU_AREA: Area =
-    area(("iommu", "IOMMU and PCIe"), &[&MODE, &ACS], &[], |machine| vec![mode(machine), acs(machine)]);
+area! {
+    IOMMU_AREA "iommu" "IOMMU and PCIe" asks [] probes by |machine| vec![mode(machine), acs(machine)];
+    MODE "iommu.mode" tried "the IOMMU groups of GPUs and cards in sysfs, /sys/class/iommu, /proc/cmdline",
+        why "an IOMMU that translates sends what devices write to each other up to the CPU, or refuses it";
+    ACS "iommu.acs" tried "the access control (ACS) of the bridges between GPUs and cards, in their configuration space",
+        why "bridges that redirect requests send what GPU and card write to each other up to the CPU, or lose it";
+}
 
 fn mode(machine: &Machine) -> Probe {
     let system = &machine.system;
@@ -118,26 +112,17 @@ fn access(machine: &Machine, bridge: &str) -> Access {
     Access::Straight
 }
 
-const HCA: Check = Check {
-    name: "topology.gpu_hca",
-    tried: "the PCI path of each GPU to each card with a usable port, in sysfs",
-    why: "GPUDirect RDMA goes straight from card to GPU memory: best through switches (PIX, PXB), slower through a host \
-          bridge (PHB, NODE), worst or not at all across sockets (SYS): the words of `nvidia-smi topo -m`",
-};
-const PEER: Check = Check {
-    name: "topology.gpu_gpu",
-    tried: "NVLink between each GPU and each other by nvmlDeviceGetP2PStatus, their PCI path in sysfs",
-    why: "payload between GPUs of one host goes over NVLink, or over this path: as fast as PCIe through switches (PIX, PXB), \
-          slower through a host bridge (PHB, NODE), slowest or staged across sockets (SYS)",
-};
-const CPUS: Check = Check {
-    name: "topology.cpus",
-    tried: "NUMA node and local CPUs of the device in sysfs, Cpus_allowed_list of this process",
-    why: "threads that poll rings, and memory that a device uses, should be on its NUMA node",
-};
-
-pub(super) const TOPOLOGY_AREA: Area =
-    area(("topology", "Topology"), &[&HCA, &PEER, &CPUS], &[Live::Cuda], probe_topology);
+area! {
+    TOPOLOGY_AREA "topology" "Topology" asks [Live::Cuda] probes by probe_topology;
+    HCA "topology.gpu_hca" tried "the PCI path of each GPU to each card with a usable port, in sysfs",
+        why "GPUDirect RDMA goes straight from card to GPU memory: best through switches (PIX, PXB), slower through a host \
+         bridge (PHB, NODE), worst or not at all across sockets (SYS): the words of `nvidia-smi topo -m`";
+    PEER "topology.gpu_gpu" tried "NVLink between each GPU and each other by nvmlDeviceGetP2PStatus, their PCI path in sysfs",
+        why "payload between GPUs of one host goes over NVLink, or over this path: as fast as PCIe through switches (PIX, PXB), \
+         slower through a host bridge (PHB, NODE), slowest or staged across sockets (SYS)";
+    CPUS "topology.cpus" tried "NUMA node and local CPUs of the device in sysfs, Cpus_allowed_list of this process",
+        why "threads that poll rings, and memory that a device uses, should be on its NUMA node";
+}
 
 /// The word of `nvidia-smi topo -m`.
 fn short(distance: Distance) -> &'static str {

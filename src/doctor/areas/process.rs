@@ -6,32 +6,15 @@ use gdsync::rdma::DeviceConfig;
 use super::super::live::{Live, Route};
 use super::super::machine::Machine;
 use super::super::probe::{Check, Probe};
-use super::{Area, area};
+use super::Area;
 
-const CONTAINER: Check = Check {
-    name: "container.kind",
-    tried: "/.dockerenv, /run/.containerenv, /run/systemd/container, /proc/1/cgroup and the environment",
-    why: "a container sees only the devices, limits and capabilities that it was given",
-};
-const MOUNTS: Check = Check {
-    name: "container.mounts",
-    tried: "/proc/self and /sys/class",
-    why: "devices, limits and paths are looked for in /sys and /proc, and a program that starts its ranks itself needs /proc",
-};
-const DEVICES: Check = Check {
-    name: "container.devices",
-    tried: "device files in /dev for what sysfs and /proc show",
-    why: "sysfs shows the host's devices also where the container may not use them",
-};
-
-pub(super) const CONTAINER_AREA: Area =
-    area(("container", "Container"), &[&CONTAINER, &MOUNTS, &DEVICES], &[], probe_container);
-
-fn probe_container(machine: &Machine) -> Vec<Probe> {
-    let Some(kind) = kind(machine) else {
-        return vec![CONTAINER.ok("none"), mounts(machine), DEVICES.skip("no container")];
-    };
-    vec![CONTAINER.ok(kind), mounts(machine), devices(machine)]
+area! {
+    CONTAINER_AREA "container" "Container" asks []
+        probes by |machine| vec![CONTAINER.ok(kind(machine).unwrap_or_else(|| "none".into())), mounts(machine)];
+    CONTAINER "container.kind" tried "/.dockerenv, /run/.containerenv, /run/systemd/container, /proc/1/cgroup and the environment",
+        why "a container sees only the devices, limits and capabilities that it was given";
+    MOUNTS "container.mounts" tried "/proc/self and /sys/class",
+        why "devices, limits and paths are looked for in /sys and /proc, and a program that starts its ranks itself needs /proc";
 }
 
 fn mounts(machine: &Machine) -> Probe {
@@ -74,84 +57,19 @@ fn kind(machine: &Machine) -> Option<String> {
         .map(str::to_owned)
 }
 
-fn devices(machine: &Machine) -> Probe {
-    let system = &machine.system;
-    let lacks = [
-        (machine.has_driver() && !system.exists("/dev/nvidiactl"), "NVIDIA's device files", "`--gpus all`"),
-        (
-            !machine.hcas().is_empty() && !system.exists("/dev/infiniband"),
-            "/dev/infiniband",
-            "`--device /dev/infiniband --ulimit memlock=-1 --cap-add IPC_LOCK`, and the host's network (`--network host`)",
-        ),
-        (
-            system.exists("/proc/driver/gdrdrv") && !system.exists("/dev/gdrdrv"),
-            "/dev/gdrdrv",
-            "`--device /dev/gdrdrv`",
-        ),
-    ];
-    let lacks: Vec<_> = lacks.into_iter().filter(|(lacking, ..)| *lacking).collect();
-    if lacks.is_empty() {
-        return DEVICES.ok("all that sysfs and /proc show have their files");
-    }
-    let join = |part: fn(&(bool, &'static str, &'static str)) -> &'static str| {
-        lacks.iter().map(part).collect::<Vec<_>>().join(", ")
-    };
-    DEVICES.warn(
-        format!("it was not given {}", join(|lack| lack.1)),
-        format!("start it with {}", join(|lack| lack.2)),
-    )
+area! {
+    ENVIRONMENT_AREA "environment" "Environment" asks []
+        probes by |machine| vec![connections(machine), ours(machine), theirs(machine)];
+    CONNECTIONS "environment.connections" tried channels::VARIABLE,
+        why "as many streams blocked in waits as it says (8, if not set) stop everything else of the process on that GPU";
+    OURS "environment.variables" tried "the variables GDSYNC_*, GDRCOPY_* and MP_*, read as the library does",
+        why "they overrule what is found here; a name with a slip is silently nothing";
+    THEIRS "environment.cuda" tried "variables of CUDA, of drivers' containers and of rdma-core that change what streams and rings do",
+        why "a variable that somebody set once can hide GPUs or make every launch wait";
 }
 
-const CONNECTIONS: Check = Check {
-    name: "environment.connections",
-    tried: channels::VARIABLE,
-    why: "as many streams blocked in waits as it says (8, if not set) stop everything else of the process on that GPU",
-};
-const OURS: Check = Check {
-    name: "environment.variables",
-    tried: "the variables GDSYNC_*, GDRCOPY_* and MP_*, read as the library does",
-    why: "they overrule what is found here; a name with a slip is silently nothing",
-};
-const THEIRS: Check = Check {
-    name: "environment.cuda",
-    tried: "variables of CUDA, of drivers' containers and of rdma-core that change what streams and rings do",
-    why: "a variable that somebody set once can hide GPUs or make every launch wait",
-};
-
-pub(super) const ENVIRONMENT_AREA: Area =
-    area(("environment", "Environment"), &[&CONNECTIONS, &OURS, &THEIRS], &[], |machine| {
-        vec![connections(machine), ours(machine), theirs(machine)]
-    });
-
-/// All that the crates of this repository read.
-pub(in crate::doctor) const KNOWN: &[&str] = &[
-    "GDSYNC_DEVICE",
-    "GDSYNC_PATH",
-    "GDSYNC_PORT",
-    "GDSYNC_GID_INDEX",
-    "GDSYNC_PKEY_INDEX",
-    "GDSYNC_SERVICE_LEVEL",
-    "GDSYNC_TRAFFIC_CLASS",
-    "GDSYNC_LIBIBVERBS",
-    "GDSYNC_LIBMLX5",
-    "GDSYNC_FAULTS",
-    "GDSYNC_BY_REFERENCE",
-    "GDSYNC_CMA",
-    "GDSYNC_STRICT",
-    "GDSYNC_JOB_TOKEN",
-    "GDSYNC_RECORDER",
-    "GDSYNC_RECORDER_DIR",
-    "GDRCOPY_BACKEND",
-    "GDRCOPY_STORE",
-    "GDRCOPY_LOAD",
-    "GDRCOPY_USE_DMABUF_MMAP",
-    "GDRCOPY_ENABLE_LOGGING",
-    "GDRCOPY_LOG_LEVEL",
-    "MP_BIND",
-    "MP_GPU_PATH",
-    "MP_LOCAL",
-    "MP_REG_CACHE",
-];
+/// Has a table of all variables that the crates of this repository read.
+const REFERENCE: &str = include_str!("../../../docs/reference.md");
 
 fn connections(machine: &Machine) -> Probe {
     const FIX: &str = "unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 32 where many streams wait at once";
@@ -170,7 +88,8 @@ fn is_ours(name: &str) -> bool {
 
 fn ours(machine: &Machine) -> Probe {
     let set: Vec<_> = machine.environment.iter().filter(|(name, _)| is_ours(name)).collect();
-    let unknown = set.iter().map(|(name, _)| name.as_str()).filter(|name| !KNOWN.contains(name));
+    let unknown =
+        set.iter().map(|(name, _)| name.as_str()).filter(|name| !REFERENCE.contains(&format!("`{name}`")));
     // What tests and tools of this repository set for themselves.
     let unknown: Vec<_> =
         unknown.filter(|name| !name.contains("_TEST_") && !name.contains("_KMOD_")).collect();
@@ -230,28 +149,16 @@ fn theirs(machine: &Machine) -> Probe {
     THEIRS.ok(if set.is_empty() { "none set".into() } else { set.join(" ") })
 }
 
-const DEVICE: Check = Check {
-    name: "choice.device",
-    tried: "opening the RDMA device that is nearest to GPU 0, as an application does that names none",
-    why: "this is what an application gets",
-};
-const STREAMS: Check = Check {
-    name: "choice.streams",
-    tried: "opening GPU 0",
-    why: "streams of a GPU trigger and wait by themselves; a host stream is a thread that does the same",
-};
-const FASTER: Check = Check {
-    name: "choice.faster",
-    tried: "what stands in the way of a card that a GPU triggers",
-    why: "of all changes to this machine, this one gains most",
-};
-
-pub(super) const CHOICE_AREA: Area = area(
-    ("choice", "What is used here"),
-    &[&DEVICE, &STREAMS, &FASTER],
-    &[Live::Cuda, Live::Choice],
-    |machine| vec![device(machine), streams(machine), faster(machine)],
-);
+area! {
+    CHOICE_AREA "choice" "What is used here" asks [Live::Cuda, Live::Choice]
+        probes by |machine| vec![device(machine), streams(machine), faster(machine)];
+    DEVICE "choice.device" tried "opening the RDMA device that is nearest to GPU 0, as an application does that names none",
+        why "this is what an application gets";
+    STREAMS "choice.streams" tried "opening GPU 0",
+        why "streams of a GPU trigger and wait by themselves; a host stream is a thread that does the same";
+    FASTER "choice.faster" tried "what stands in the way of a card that a GPU triggers",
+        why "of all changes to this machine, this one gains most";
+}
 
 fn device(machine: &Machine) -> Probe {
     let facts = &machine.choice.facts;

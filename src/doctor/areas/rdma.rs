@@ -11,59 +11,30 @@ use super::super::live::{DeviceFacts, Live};
 use super::super::machine::{Hca, Machine, Node};
 use super::super::probe::{Check, Probe};
 use super::super::requirements::{
-    self, CardUse, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, KERNEL as LINUX, LIBIBVERBS, LIBMLX5,
-    Links, MELLANOX, ROCE_V1, ROCE_V2,
+    self, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, LIBIBVERBS, LIBMLX5, LINUX, MELLANOX, ROCE_V1,
+    ROCE_V2, needs, numbers,
 };
-use super::{Area, area, bytes, numbers};
+use super::{Area, bytes};
 
-const CORE: Check = Check {
-    name: "rdma.core",
-    tried: "loading libibverbs.so.1, and the version in the name of its file",
-    why: "every RDMA device is reached through rdma-core; without it messages stay on this host",
-};
-const MLX5: Check = Check {
-    name: "rdma.mlx5",
-    tried: "loading libmlx5.so.1, and the version in the name of its file",
-    why: "direct verbs of libmlx5 make rings that cards read and GPUs trigger",
-};
-const CARD: Check = Check {
-    name: "rdma.card",
-    tried: "driver, PCI device number, firmware and board in sysfs; opening it by libibverbs",
-    why: "mlx5 cards read our rings themselves; to others a thread posts",
-};
-const LINK: Check = Check {
-    name: "rdma.link",
-    tried: "state, rate and link layer of each port in sysfs",
-    why: "queue pairs need a port with a link",
-};
-const GIDS: Check = Check {
-    name: "rdma.gids",
-    tried: "the GID table of each port in sysfs",
-    why: "both sides must use addresses of one kind that can be routed to each other",
-};
-const NODE: Check = Check {
-    name: "rdma.node",
-    tried: "access(2) to /dev/infiniband/uverbsN",
-    why: "devices are opened through these files",
-};
-const DEVX: Check = Check {
-    name: "rdma.devx",
-    tried: "mlx5dv_open_device with DevX",
-    why: "queues in GPU memory, and kernels that post by themselves, take commands of our own (DevX)",
-};
-
-const KERNEL: Check = Check {
-    name: "rdma.kernel",
-    tried: "/proc/sys/kernel/osrelease",
-    why: "older kernels take no dma-bufs for RDMA, so GPU memory needs nvidia-peermem there",
-};
-
-pub(super) const RDMA_AREA: Area = area(
-    ("rdma", "RDMA devices"),
-    &[&CORE, &MLX5, &KERNEL, &CARD, &LINK, &GIDS, &NODE, &DEVX],
-    &[Live::Verbs],
-    probe_rdma,
-);
+area! {
+    RDMA_AREA "rdma" "RDMA devices" asks [Live::Verbs] probes by probe_rdma;
+    CORE "rdma.core" tried "loading libibverbs.so.1, and the version in the name of its file",
+        why "every RDMA device is reached through rdma-core; without it messages stay on this host";
+    MLX5 "rdma.mlx5" tried "loading libmlx5.so.1, and the version in the name of its file",
+        why "direct verbs of libmlx5 make rings that cards read and GPUs trigger";
+    KERNEL "rdma.kernel" tried "/proc/sys/kernel/osrelease",
+        why "older kernels take no dma-bufs for RDMA, so GPU memory needs nvidia-peermem there";
+    CARD "rdma.card" tried "driver, PCI device number, firmware and board in sysfs; opening it by libibverbs",
+        why "mlx5 cards read our rings themselves; to others a thread posts";
+    LINK "rdma.link" tried "state, rate and link layer of each port in sysfs",
+        why "queue pairs need a port with a link";
+    GIDS "rdma.gids" tried "the GID table of each port in sysfs",
+        why "both sides must use addresses of one kind that can be routed to each other";
+    NODE "rdma.node" tried "access(2) to /dev/infiniband/uverbsN",
+        why "devices are opened through these files";
+    DEVX "rdma.devx" tried "mlx5dv_open_device with DevX",
+        why "queues in GPU memory, and kernels that post by themselves, take commands of our own (DevX)";
+}
 
 fn probe_rdma(machine: &Machine) -> Vec<Probe> {
     let hcas = machine.hcas();
@@ -116,9 +87,9 @@ fn core(machine: &Machine, hcas: &[Hca]) -> Probe {
                     CORE.fail(format!("{found}: {}", facts.no_list.as_deref().unwrap_or_default()), "load the module ib_uverbs")
                 }
                 Some(pair) if !LIBIBVERBS.is_met(pair) => {
- CORE.fail(format!("{found} is older than {}: no {}", LIBIBVERBS.least(), LIBIBVERBS.for_what), fix) },
+ CORE.fail(format!("{found} is older than {}: no {}", LIBIBVERBS.least(), LIBIBVERBS.for_what()), fix) },
                 _ if !facts.dma_bufs => CORE.warn(
-                    format!("{found} cannot register dma-bufs ({} needs {})", DMA_BUF_MR.for_what, DMA_BUF_MR.least()),
+                    format!("{found} cannot register dma-bufs ({} needs {})", DMA_BUF_MR.for_what(), DMA_BUF_MR.least()),
                     fix,
                 ),
                 _ => CORE.ok(found),
@@ -137,7 +108,7 @@ fn mlx5(machine: &Machine, hcas: &[Hca]) -> Probe {
     match &machine.verbs.facts.libmlx5 {
         Some(Ok(file)) => match version_of(file) {
             Some(pair) if !LIBMLX5.is_met(pair) => MLX5.warn(
-                format!("{} is older than {}: no {}", file.display(), LIBMLX5.least(), LIBMLX5.for_what),
+                format!("{} is older than {}: no {}", file.display(), LIBMLX5.least(), LIBMLX5.for_what()),
                 fix,
             ),
             Some(pair) if has_card && !DMA_BUF_UMEM.is_met(pair) => MLX5.warn(
@@ -162,7 +133,7 @@ fn kernel(machine: &Machine, hcas: &[Hca]) -> Probe {
     match numbers(&release) {
         None => KERNEL.skip("the release of the kernel cannot be read"),
         Some(pair) if !hcas.is_empty() && !LINUX.is_met(pair) => KERNEL.warn(
-            format!("{} {release} is older than {}: no {}", LINUX.name, LINUX.least(), LINUX.for_what),
+            format!("{} {release} is older than {}: no {}", LINUX.name, LINUX.least(), LINUX.for_what()),
             "use a newer kernel, or load nvidia-peermem",
         ),
         Some(_) => KERNEL.ok(format!("{} {release}", LINUX.name)),
@@ -178,29 +149,27 @@ fn card(machine: &Machine, hca: &Hca, told: Option<&DeviceFacts>) -> Probe {
     };
     let known = number("device").filter(|_| number("vendor") == Some(MELLANOX)).and_then(requirements::card);
     let driver = hca.driver(system).unwrap_or_else(|| "software".into());
-    let mut found =
-        known.map_or_else(|| format!("driver {driver}"), |card| format!("{}, driver {driver}", card.name));
+    let mut found = known
+        .as_ref()
+        .map_or_else(|| format!("driver {driver}"), |card| format!("{}, driver {driver}", card.name));
     for (what, file) in [("firmware", "fw_ver"), ("board", "board_id")] {
         found += &of(file).map(|text| format!(", {what} {text}")).unwrap_or_default();
     }
     if let Some(place) = &hca.place {
         found += &format!(", at {}", place.address);
     }
-    let is_direct = hca.is_mlx5(system) && known.is_none_or(|card| card.use_here == CardUse::Direct);
+    let is_direct = hca.is_mlx5(system) && known.is_none_or(|card| card.is_direct);
     found += if is_direct { ": it reads our rings" } else { ": a thread posts to it" };
     let wrong_link = known.filter(|card| {
-        let is = |link| hca.class.ports().iter().any(|port| port.link == link);
-        card.links == Links::Ethernet && is(LinkLayer::InfiniBand)
-            || card.links == Links::InfiniBand && is(LinkLayer::Ethernet)
+        let has =
+            |link, word| card.links.contains(word) || hca.class.ports().iter().all(|port| port.link != link);
+        !has(LinkLayer::InfiniBand, "InfiniBand") || !has(LinkLayer::Ethernet, "RoCE")
     });
     match told.and_then(|device| device.open.as_ref()) {
-        _ if wrong_link.is_some() => {
-            let links = wrong_link.map(|card| card.links.to_string()).unwrap_or_default();
-            CARD.warn(
-                format!("{found}; its ports should be {links}"),
-                "update firmware and driver; this program may mistake the card",
-            )
-        }
+        _ if let Some(card) = wrong_link => CARD.warn(
+            format!("{found}; its ports should be {}", card.links),
+            "update firmware and driver; this program may mistake the card",
+        ),
         Some(Ok(())) => CARD.ok(found),
         Some(Err(why)) => {
             CARD.fail(format!("{found}; it does not open: {why}"), "see rdma.node, and `ibv_devinfo`")
@@ -254,22 +223,22 @@ fn gids(hca: &Hca) -> Probe {
             GIDS.warn(format!("port {} has none", port.number), fix)
         }
         Some(_) if port.link == LinkLayer::InfiniBand && port.lid == 0 => GIDS.warn(
-            format!("port {} has no LID: {} needs {}", port.number, INFINIBAND.name, INFINIBAND.needs),
+            format!("port {} has no LID: {} needs {}", port.number, INFINIBAND, needs(INFINIBAND)),
             "start a subnet manager (`opensm`) on one host of the network",
         ),
         Some(best) => {
             let (number, count, gid, index) = (port.number, port.gids.len(), best.gid, best.index);
             let is_link_local = gid.0[0] == 0xfe && gid.0[1] & 0xc0 == 0x80;
             let kind = match (port.link, best.kind) {
-                (LinkLayer::InfiniBand, _) => &INFINIBAND,
-                (_, GidKind::IbOrRoceV1) => &ROCE_V1,
-                _ => &ROCE_V2,
+                (LinkLayer::InfiniBand, _) => INFINIBAND,
+                (_, GidKind::IbOrRoceV1) => ROCE_V1,
+                _ => ROCE_V2,
             };
-            let found = format!("{count} at port {number}; {index} would be used: {gid} ({})", kind.name);
+            let found = format!("{count} at port {number}; {index} would be used: {gid} ({kind})");
             match port.link {
                 LinkLayer::Ethernet if is_link_local || best.kind == GidKind::IbOrRoceV1 => GIDS.warn(
                     format!("{found}: peers must be in the same Ethernet segment"),
-                    format!("give its network interface an address (`ip addr add ADDRESS/24 dev DEV`); {} needs {}", ROCE_V2.name, ROCE_V2.needs),
+                    format!("give its network interface an address (`ip addr add ADDRESS/24 dev DEV`); {} needs {}", ROCE_V2, needs(ROCE_V2)),
                 ),
                 _ => GIDS.ok(found),
             }
@@ -290,7 +259,8 @@ fn node(machine: &Machine, hca: &Hca) -> Probe {
     match system.node(&path) {
         Node::Missing => NODE.fail(
             format!("{path} is missing"),
-            "start the container with `--device /dev/infiniband`; on a host look at udev and rdma-core's rules",
+            "start the container with `--device /dev/infiniband`, and on the host's network (`--network host`); on a host look at \
+             udev and rdma-core's rules",
         ),
         Node::Closed => NODE.fail(
             format!("{path} is closed to this user"),
@@ -321,13 +291,11 @@ pub(in crate::doctor) struct Limits {
     pub(in crate::doctor) is_lifted: bool,
 }
 
-const MEMLOCK: Check = Check {
-    name: "limits.memlock",
-    tried: "getrlimit(RLIMIT_MEMLOCK), and mlock of more than that",
-    why: "an RDMA device can only use memory that is locked: rings, buffers and registered regions count",
-};
-pub(super) const LIMITS_AREA: Area =
-    area(("limits", "Limits"), &[&MEMLOCK], &[], |machine| vec![memlock(machine)]);
+area! {
+    LIMITS_AREA "limits" "Limits" asks [] probes by |machine| vec![memlock(machine)];
+    MEMLOCK "limits.memlock" tried "getrlimit(RLIMIT_MEMLOCK), and mlock of more than that",
+        why "an RDMA device can only use memory that is locked: rings, buffers and registered regions count";
+}
 
 /// What a few queue pairs with their buffers take.
 const NEEDED: u64 = 1 << 20;

@@ -1,11 +1,12 @@
 //! What CUDA says of each GPU, and what happens when it is tried.
 
 use std::collections::BTreeMap;
+use std::convert::Infallible;
 use std::ffi::{CStr, c_char, c_void};
 use std::fmt::{self, Display};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gdrcopy::cuda::raw::layout::{
     CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, MemOp, RANGE_HANDLE_DMA_BUF, STREAM_NON_BLOCKING,
@@ -15,6 +16,7 @@ use gdrcopy::cuda::sysfs_address;
 use serde::{Deserialize, Serialize};
 
 use super::{Reporter, is_taken, retain};
+use crate::measure::poll;
 use crate::nvml::{Bar1, Nvml};
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
@@ -76,6 +78,13 @@ pub(in crate::doctor) mod attribute {
     pub(in crate::doctor) const EXCLUSIVE: i32 = 3;
 }
 
+impl CudaFacts {
+    /// The GPU that is looked at.
+    fn last(&mut self) -> &mut GpuFacts {
+        self.gpus.last_mut().expect("a GPU was added before")
+    }
+}
+
 impl GpuFacts {
     /// An attribute; 0 where the driver does not know it.
     pub(in crate::doctor) fn attribute(&self, number: u32) -> i32 {
@@ -83,8 +92,9 @@ impl GpuFacts {
     }
 
     /// Compute capability.
-    pub(in crate::doctor) fn compute(&self) -> (i32, i32) {
-        (self.attribute(attribute::COMPUTE_MAJOR), self.attribute(attribute::COMPUTE_MINOR))
+    pub(in crate::doctor) fn compute(&self) -> (u32, u32) {
+        let number = |attribute| u32::try_from(self.attribute(attribute)).unwrap_or(0);
+        (number(attribute::COMPUTE_MAJOR), number(attribute::COMPUTE_MINOR))
     }
 }
 
@@ -114,16 +124,12 @@ pub(in crate::doctor) fn explore(api: &Api, reporter: &Reporter, patience: Durat
     reporter.step("loading NVML");
     let nvml = Nvml::load();
     for ordinal in 0..count {
-        facts.gpus.push(GpuFacts { ordinal, ..GpuFacts::default() });
-        let note = |gpu: &GpuFacts, facts: &mut CudaFacts| {
-            if let Some(last) = facts.gpus.last_mut() {
-                *last = gpu.clone();
-            }
-            reporter.facts(facts);
-        };
         let mut gpu = GpuFacts { ordinal, ..GpuFacts::default() };
-        let around = Around { count, patience, nvml: &nvml };
-        if let Err(error) = each(api, reporter, &mut gpu, &around, &mut |gpu| note(gpu, &mut facts)) {
+        let told = describe(api, &mut gpu, count, &nvml);
+        facts.gpus.push(gpu);
+        reporter.facts(&facts);
+        if let Err(error) = told.and_then(|device| attempt(api, reporter, &mut facts, device, patience)) {
+            let gpu = facts.last();
             gpu.is_taken = is_taken(&error);
             // No context, so nothing was tried: each trial gets this error.
             let error = text(error);
@@ -131,7 +137,7 @@ pub(in crate::doctor) fn explore(api: &Api, reporter: &Reporter, patience: Durat
                 outcome.get_or_insert_with(|| Err(error.clone()));
             }
         }
-        note(&gpu, &mut facts);
+        reporter.facts(&facts);
     }
     facts
 }
@@ -149,24 +155,11 @@ fn count(api: &Api) -> gdrcopy::Result<i32> {
     Ok(count)
 }
 
-/// What is the same for all GPUs.
-struct Around<'a> {
-    count: i32,
-    patience: Duration,
-    nvml: &'a Result<Nvml, String>,
-}
-
-fn each(
-    api: &Api,
-    reporter: &Reporter,
-    gpu: &mut GpuFacts,
-    &Around { count, patience, nvml }: &Around<'_>,
-    note: &mut dyn FnMut(&GpuFacts),
-) -> gdrcopy::Result<()> {
-    let number = gpu.ordinal;
+/// Asks what a GPU is and has, and gives its handle.
+fn describe(api: &Api, gpu: &mut GpuFacts, count: i32, nvml: &Result<Nvml, String>) -> gdrcopy::Result<i32> {
     let mut device = 0;
     // SAFETY: a place for the answer; the driver checks the ordinal.
-    unsafe { api.device_get(&mut device, number) }?;
+    unsafe { api.device_get(&mut device, gpu.ordinal) }?;
     let told = filled(|buffer, len| {
         // SAFETY: a buffer of this length.
         unsafe { api.device_get_name(buffer, len, device) }
@@ -180,7 +173,7 @@ fn each(
             gpu.attributes.insert(number, value);
         }
     }
-    for other in (0..count).filter(|other| *other != number) {
+    for other in (0..count).filter(|other| *other != gpu.ordinal) {
         let (mut peer, mut can) = (0, 0);
         // SAFETY: a place for the answer; the driver checks the ordinal.
         unsafe { api.device_get(&mut peer, other) }?;
@@ -188,31 +181,45 @@ fn each(
         unsafe { api.device_can_access_peer(&mut can, device, peer) }?;
         gpu.peers.insert(other, can != 0);
         let pci = address(api, peer)?;
-        if let Ok(joined) = nvml.as_ref().map_err(Clone::clone).and_then(|nvml| nvml.nvlink(&gpu.pci, &pci)) {
+        if let Ok(nvml) = nvml
+            && let Ok(joined) = nvml.nvlink(&gpu.pci, &pci)
+        {
             gpu.nvlinks.insert(pci, joined);
         }
     }
     gpu.bar1 = Some(nvml.clone().and_then(|nvml| nvml.bar1(&gpu.pci)));
-    note(gpu);
+    Ok(device)
+}
+
+/// Tries on the last GPU what streams and RDMA devices need of it.
+fn attempt(
+    api: &Api,
+    reporter: &Reporter,
+    facts: &mut CudaFacts,
+    device: i32,
+    patience: Duration,
+) -> gdrcopy::Result<()> {
+    let number = facts.last().ordinal;
     reporter.step(format!("making a context on GPU {number}"));
     let context = retain(api, device)?;
     // SAFETY: retained above.
     let _current = unsafe { Current::enter(api, context) }?;
     let (mut free, mut total) = (0, 0);
     // SAFETY: places for the answers; a context is current.
-    gpu.memory = unsafe { api.mem_get_info(&mut free, &mut total) }.is_ok().then_some(total as u64);
+    facts.last().memory = unsafe { api.mem_get_info(&mut free, &mut total) }.is_ok().then_some(total as u64);
     reporter.step(format!("running stream memory operations on GPU {number}"));
     let bench = Bench::new(api, patience)?;
-    gpu.memop = Some(bench.run().map_err(text));
-    note(gpu);
-    reporter.step(format!("capturing stream memory operations on GPU {number}"));
+    let ran = bench.run().map_err(text);
     // A stuck stream would block the calls that follow.
-    let is_stuck = gpu.memop.as_ref().is_some_and(Result::is_err);
+    let is_stuck = ran.is_err();
+    facts.last().memop = Some(ran);
+    reporter.facts(facts);
+    reporter.step(format!("capturing stream memory operations on GPU {number}"));
     let stuck = || Err("not tried, for the stream does not run".into());
-    gpu.capture = Some(if is_stuck { stuck() } else { bench.capture().map_err(text) });
-    note(gpu);
+    facts.last().capture = Some(if is_stuck { stuck() } else { bench.capture().map_err(text) });
+    reporter.facts(facts);
     reporter.step(format!("exporting memory of GPU {number} as a dma-buf"));
-    gpu.dma_buf = Some(if is_stuck { stuck() } else { dma_buf(api).map_err(text) });
+    facts.last().dma_buf = Some(if is_stuck { stuck() } else { dma_buf(api).map_err(text) });
     Ok(())
 }
 
@@ -347,16 +354,8 @@ impl<'a> Bench<'a> {
 
     /// Whether a word gets this value in time.
     fn shows(&self, at: usize, value: u64) -> bool {
-        let deadline = Instant::now() + self.patience;
-        loop {
-            if self.word(at).load(Ordering::Acquire) == value {
-                return true;
-            }
-            if Instant::now() >= deadline {
-                return false;
-            }
-            std::thread::yield_now();
-        }
+        let seen = || Ok::<_, Infallible>((self.word(at).load(Ordering::Acquire) == value).then_some(()));
+        poll(self.patience, seen) == Ok(Some(()))
     }
 
     /// Runs the operations.

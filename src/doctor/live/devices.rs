@@ -92,19 +92,15 @@ pub(super) fn probe_verbs(reporter: &Reporter) {
     let mut facts = VerbsFacts::default();
     reporter.step("loading libibverbs");
     let verbs = Verbs::load();
-    facts.libibverbs = Some(match verbs {
-        Ok(verbs) => Ok(file_of("libibverbs", verbs.library())),
-        Err(ref error) => Err(error.to_string()),
-    });
+    let file = verbs.as_ref().map(|verbs| file_of("libibverbs", verbs.library()));
+    facts.libibverbs = Some(file.map_err(ToString::to_string));
     reporter.facts(&facts);
     let Ok(verbs) = verbs else { return };
     facts.dma_bufs = verbs.ibv_reg_dmabuf_mr.is_some();
     reporter.step("loading libmlx5");
     let mlx5 = Mlx5::load();
-    facts.libmlx5 = Some(match mlx5 {
-        Ok(mlx5) => Ok(file_of("libmlx5", mlx5.library())),
-        Err(ref error) => Err(error.to_string()),
-    });
+    let file = mlx5.as_ref().map(|mlx5| file_of("libmlx5", mlx5.library()));
+    facts.libmlx5 = Some(file.map_err(ToString::to_string));
     reporter.step("ibv_get_device_list");
     let mut count = 0;
     // SAFETY: a place for the answer. The list is never freed: the process ends soon.
@@ -117,7 +113,6 @@ pub(super) fn probe_verbs(reporter: &Reporter) {
     let list = unsafe { std::slice::from_raw_parts(list.as_ptr(), usize::try_from(count).unwrap_or(0)) };
     reporter.facts(&facts);
     for &device in list {
-        facts.devices.push(DeviceFacts::default());
         let mut one = DeviceFacts { name: name_of(verbs, device), ..DeviceFacts::default() };
         reporter.step(format!("opening {}", one.name));
         // SAFETY: the device is listed.
@@ -130,9 +125,7 @@ pub(super) fn probe_verbs(reporter: &Reporter) {
                 one.devx = Some(open_devx(verbs, mlx5, device));
             }
         }
-        if let Some(last) = facts.devices.last_mut() {
-            *last = one;
-        }
+        facts.devices.push(one);
         reporter.facts(&facts);
     }
 }
@@ -202,20 +195,15 @@ pub(super) fn probe_choice(reporter: &Reporter) {
     reporter.step("opening GPU 0");
     await_first_gpu();
     let gpu = Gpu::open(0);
-    facts.gpu = Some(match &gpu {
-        Ok(gpu) => Ok(gpu.pci_address().unwrap_or_default().to_owned()),
-        Err(error) => Err(error.to_string()),
-    });
+    let address = gpu.as_ref().map(|gpu| gpu.pci_address().unwrap_or_default().to_owned());
+    facts.gpu = Some(address.map_err(ToString::to_string));
     reporter.facts(&facts);
     reporter.step("looking for the nearest RDMA device");
     let device = match &gpu {
         Ok(gpu) => Device::near(gpu),
         Err(_) => Device::find(None),
     };
-    facts.device = Some(match &device {
-        Ok(device) => Ok(device.name().to_owned()),
-        Err(error) => Err(error.to_string()),
-    });
+    facts.device = Some(device.as_ref().map(|one| one.name().to_owned()).map_err(ToString::to_string));
     reporter.facts(&facts);
     let Ok(device) = device else { return };
     reporter.step(format!("opening {}", device.name()));
@@ -228,11 +216,8 @@ pub(super) fn probe_choice(reporter: &Reporter) {
             }));
             facts.wire = context.wire().to_owned();
             facts.not_direct = context.not_direct().map(str::to_owned);
-            reporter.facts(&facts);
         }
-        Err(error) => {
-            facts.route = Some(Err(error.to_string()));
-            reporter.facts(&facts);
-        }
+        Err(error) => facts.route = Some(Err(error.to_string())),
     }
+    reporter.facts(&facts);
 }

@@ -1,10 +1,11 @@
-//! A copy of `/sys`, `/proc` and `/dev` of a machine on which nothing is wrong, and what goes wrong on it. What the doctor then
-//! says is in `snapshots`.
+//! The `/sys`, `/proc` and `/dev` of a machine on which nothing is wrong (`healthy.txt`), and what goes wrong on it. What the
+//! doctor then says is in `snapshots`.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::path::Path;
+
+use tempfile::TempDir;
 
 use super::super::areas::rdma::Limits;
 use super::super::live::{Bar1, CudaFacts, Route, attribute};
@@ -278,105 +279,66 @@ pub(super) const ALONE: &[Case] = &[
     ("a card that is closed", |tree, _| tree.close("dev/infiniband/uverbs0")),
 ];
 
-/// Two sockets; below each a switch with a GPU and a card.
+/// The files of a machine, at first those of `healthy.txt`.
 #[derive(Debug)]
-pub(super) struct Tree(PathBuf);
-
-impl Drop for Tree {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
-    }
-}
+pub(super) struct Tree(TempDir);
 
 pub(super) const GPUS: [&str; 2] = ["0000:03:00.0", "0000:83:00.0"];
 /// The bridges of the first socket: root port, and the switch's ports.
 pub(super) const BRIDGES: [&str; 4] = ["0000:00:01.0", "0000:01:00.0", "0000:02:00.0", "0000:02:01.0"];
 
-pub(super) const OPEN_DRIVER: &str =
-    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build";
-
 impl Tree {
-    pub(super) fn empty() -> Self {
-        static NEXT: AtomicU32 = AtomicU32::new(0);
-        let name = format!("gdasync-doctor-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        // In memory where that can be: a tree is two hundred files.
-        let memory = PathBuf::from("/dev/shm");
-        let root = if memory.is_dir() { memory } else { std::env::temp_dir() }.join(name);
-        let _ = fs::remove_dir_all(&root);
-        for directory in ["sys/bus/pci/devices", "sys/class", "proc/self", "dev"] {
-            fs::create_dir_all(root.join(directory)).unwrap();
-        }
-        fs::set_permissions(&root, fs::Permissions::from_mode(0o755)).unwrap();
-        Self(root)
-    }
-
     pub(super) fn healthy() -> Self {
-        let tree = Self::empty();
-        tree.write("proc/driver/nvidia/version", OPEN_DRIVER);
-        tree.write(
-            "proc/driver/nvidia/params",
-            "EnableStreamMemOPs: 0\nRegistryDwords: \"PeerMappingOverride=1;\"",
-        );
-        tree.write("proc/sys/kernel/osrelease", "6.8.0-45-generic");
-        tree.write("proc/cmdline", "root=/dev/sda1 quiet");
-        tree.write("proc/self/status", "Name:\tgdasync\nCpus_allowed_list:\t0-127");
-        tree.gdrdrv("2.6", "opensource", "yes");
-        fs::create_dir_all(tree.0.join("sys/module/nvidia_peermem")).unwrap();
-        for file in ["nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1", "gdrdrv"] {
-            tree.write(&format!("dev/{file}"), "");
-        }
-        for (at, (domain, cpus)) in [("0", "0-63"), ("8", "64-127")].into_iter().enumerate() {
-            let bus = |bus: &str| format!("0000:{domain}{bus}");
-            let switch = format!("pci{}/{}/{}", bus("0"), bus("0:01.0"), bus("1:00.0"));
-            let (gpu, card) = (
-                format!("{switch}/{}/{}", bus("2:00.0"), bus("3:00.0")),
-                format!("{switch}/{}/{}", bus("2:01.0"), bus("4:00.0")),
-            );
-            tree.pci(&gpu, "0x030200", ("0x10de", "0x2335"), (&at.to_string(), cpus));
-            tree.write(
-                &format!("sys/devices/{gpu}/resource"),
-                "0x0 0xffffff 0x14220c\n0x0 0x3fffffffff 0x14220c",
-            );
-            tree.pci(&card, "0x020700", ("0x15b3", "0x1021"), (&at.to_string(), cpus));
-            tree.write(
-                &format!("proc/driver/nvidia/gpus/{}/information", bus("3:00.0")),
-                "Model: NVIDIA H200",
-            );
-            for port in [bus("0:01.0"), bus("1:00.0"), bus("2:00.0"), bus("2:01.0")] {
-                tree.bridge(&port, 0);
+        // In memory where that can be: a tree is two hundred files.
+        let root = TempDir::new_in("/dev/shm").or_else(|_| TempDir::new()).unwrap();
+        fs::set_permissions(root.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let tree = Self(root);
+        for (n, (bus, cpus)) in [("0", "0-63"), ("8", "64-127")].into_iter().enumerate() {
+            let lines = include_str!("healthy.txt").replace("{n}", &n.to_string());
+            let lines = lines.replace("{bus}", bus).replace("{cpus}", cpus);
+            for line in lines.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+                match (line.split_once(" ="), line.split_once(" -> ")) {
+                    (_, Some((path, target))) => tree.link(path, target),
+                    (Some((path, text)), _) => {
+                        tree.write(path, &text.trim_start().replace("\\n", "\n").replace("\\t", "\t"));
+                    }
+                    _ => fs::create_dir_all(tree.root().join(line)).unwrap(),
+                }
             }
-            tree.hca(at, &card);
+            for bridge in BRIDGES {
+                tree.bridge(&bridge.replacen("0000:0", &format!("0000:{bus}"), 1), 0);
+            }
         }
         tree
     }
 
     pub(super) fn root(&self) -> &Path {
-        &self.0
+        self.0.path()
     }
 
     pub(super) fn write(&self, path: &str, text: &str) {
-        let path = self.0.join(path);
+        let path = self.root().join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::write(&path, format!("{text}\n")).unwrap();
-        if path.starts_with(self.0.join("dev")) {
+        if path.starts_with(self.root().join("dev")) {
             fs::set_permissions(path, fs::Permissions::from_mode(0o666)).unwrap();
         }
     }
 
     /// Takes away a file, a link, or a directory with all in it.
     pub(super) fn remove(&self, path: &str) {
-        let path = self.0.join(path);
+        let path = self.root().join(path);
         let is_directory = path.symlink_metadata().unwrap().is_dir();
         if is_directory { fs::remove_dir_all(path) } else { fs::remove_file(path) }.unwrap();
     }
 
     pub(super) fn rename(&self, from: &str, to: &str) {
-        fs::rename(self.0.join(from), self.0.join(to)).unwrap();
+        fs::rename(self.root().join(from), self.root().join(to)).unwrap();
     }
 
     /// Also to the user of the tests, whose file it is.
     pub(super) fn close(&self, path: &str) {
-        fs::set_permissions(self.0.join(path), fs::Permissions::from_mode(0o000)).unwrap();
+        fs::set_permissions(self.root().join(path), fs::Permissions::from_mode(0o000)).unwrap();
     }
 
     pub(super) fn gdrdrv(&self, version: &str, flavour: &str, persistent: &str) {
@@ -418,40 +380,15 @@ impl Tree {
     }
 
     pub(super) fn config(&self, address: &str, bytes: &[u8]) {
-        let directory = self.0.join("sys/bus/pci/devices").join(address);
+        let directory = self.root().join("sys/bus/pci/devices").join(address);
         fs::create_dir_all(&directory).unwrap();
         fs::write(directory.join("config"), bytes).unwrap();
     }
 
-    /// `mlx5_N` on the card at this path.
-    fn hca(&self, at: usize, card: &str) {
-        let directory = format!("sys/class/infiniband/mlx5_{at}");
-        for (file, text) in [
-            ("fw_ver", "28.39.1002"),
-            ("board_id", "MT_0000000838"),
-            ("node_type", "1: CA"),
-            ("ports/1/state", "4: ACTIVE"),
-            ("ports/1/link_layer", "Ethernet"),
-            ("ports/1/lid", "0x0"),
-            ("ports/1/rate", "400 Gb/sec (4X NDR)"),
-            ("ports/1/gids/0", "fe80:0000:0000:0000:0000:00ff:fe00:0001"),
-            ("ports/1/gid_attrs/types/0", "IB/RoCE v1"),
-            ("ports/1/gids/3", "0000:0000:0000:0000:0000:ffff:0a00:0001"),
-            ("ports/1/gid_attrs/types/3", "RoCE v2"),
-        ] {
-            self.write(&format!("{directory}/{file}"), text);
-        }
-        self.link(&format!("{directory}/device"), &format!("sys/devices/{card}"));
-        fs::create_dir_all(self.0.join("sys/bus/pci/drivers/mlx5_core")).unwrap();
-        self.link(&format!("sys/devices/{card}/driver"), "sys/bus/pci/drivers/mlx5_core");
-        self.write(&format!("sys/class/infiniband_verbs/uverbs{at}/ibdev"), &format!("mlx5_{at}"));
-        self.write(&format!("dev/infiniband/uverbs{at}"), "");
-    }
-
     pub(super) fn link(&self, path: &str, target: &str) {
-        let path = self.0.join(path);
+        let path = self.root().join(path);
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         let _ = fs::remove_file(&path);
-        symlink(self.0.join(target), path).unwrap();
+        symlink(self.root().join(target), path).unwrap();
     }
 }

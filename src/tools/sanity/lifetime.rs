@@ -140,8 +140,7 @@ pub(super) fn partial_unmap(env: &Env) -> Outcome {
     let start = mapping.as_ptr();
     let hole = start.wrapping_add(PAGE);
     // SAFETY: a part of the mapping that nothing touches any more.
-    let rc = unsafe { libc::munmap(hole.cast(), PAGE) };
-    ensure!(rc == 0, "munmap of a part: {}", std::io::Error::last_os_error());
+    unsafe { rustix::mm::munmap(hole.cast(), PAGE) }.map_err(|e| format!("munmap of a part: {e}"))?;
     ensure!(!readable(hole.addr())?, "the part is still there");
     let data = pattern(1, PAGE);
     mapping.write(2 * PAGE, &data)?;

@@ -294,11 +294,10 @@ fn works(computer: &Computer, library: Library, caller: Caller, len: usize) {
         let info = library.info(mh).unwrap().v1;
         assert_eq!((info.va, info.mapped_size), (addr - addr % PAGE, size as u64));
         let user = base.wrapping_byte_add(usize::try_from(addr - info.va).unwrap());
-        let mut seen = [0; 4];
         for at in [0, len / 2, len - 4] {
             store(mh, user.wrapping_byte_add(at), b"user").unwrap();
-            range.object.read(range.offset + at, &mut seen).unwrap();
-            assert_eq!(&seen, b"user", "{caller:?}, {len} bytes");
+            let seen = range.object.read(range.offset + at, 4).unwrap();
+            assert_eq!(seen, b"user", "{caller:?}, {len} bytes");
             range.object.write(range.offset + at, b"CUDA").unwrap();
             assert_eq!(load(mh, user.wrapping_byte_add(at), 4).unwrap(), b"CUDA");
         }

@@ -8,9 +8,10 @@ use std::time::{Duration, Instant};
 
 use gdrcopy::{Error, PinFlags};
 use gdsync_testkit::Module;
-use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object};
+use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, counter};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
-use super::rig::{Failing, Machine, Map, Raw, backings, check, counter};
+use super::rig::{Failing, Machine, Map, Raw, backings, check};
 use crate::contract::check_ranges;
 use crate::gdrdrv_abi::{self as abi, PinDmaBuf};
 use crate::rig::{End, Rig, in_child, open_volatile_gdrdrv, pattern, peek};
@@ -153,15 +154,14 @@ fn wait_until_killed(by_kernel: bool) -> bool {
     if kmod::set_fault(Fault::Copying, 1).is_err() || object.move_to(Backing::Ram).is_err() {
         return false;
     }
-    let mut pipe = [0; 2];
+    let Ok((_reader, writer)) = std::io::pipe() else { return false };
     // SAFETY: a number.
     unsafe { libc::alarm(1) };
-    // SAFETY: room for two descriptors.
-    if !by_kernel || unsafe { libc::pipe(pipe.as_mut_ptr()) } != 0 {
+    if !by_kernel {
         return map.load(0) == 1;
     }
     // SAFETY: the kernel reads the byte, or says that it cannot.
-    unsafe { libc::write(pipe[1], map.at(0).cast(), 1) == 1 }
+    unsafe { libc::write(writer.as_raw_fd(), map.at(0).cast(), 1) == 1 }
 }
 
 #[test]
@@ -196,7 +196,7 @@ fn bad_arguments_and_exporters_that_refuse() {
     let object = Object::new(SIZE, Backing::Ram).unwrap();
     let fd = object.export(0, SIZE, false).unwrap();
     let number = fd.as_raw_fd();
-    let plain = File::from(rustix::fs::memfd_create(c"plain", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    let plain = File::from(memfd_create(c"plain", MemfdFlags::CLOEXEC).unwrap());
     plain.set_len(SIZE).unwrap();
     let read_only = object.export(0, SIZE, true).unwrap();
     let cases = [
@@ -282,14 +282,10 @@ fn udmabuf_is_mapped_too() {
         println!("skipped: no /dev/udmabuf in this kernel");
         return;
     };
-    // SAFETY: a terminated name.
-    let fd = unsafe { libc::memfd_create(c"udmabuf".as_ptr(), libc::MFD_ALLOW_SEALING) };
-    // SAFETY: a new descriptor.
-    let file = File::from(unsafe { OwnedFd::from_raw_fd(check(fd).unwrap()) });
+    let file = File::from(memfd_create(c"udmabuf", MemfdFlags::ALLOW_SEALING).unwrap());
     file.set_len(SIZE).unwrap();
     file.write_all_at(b"hello", PAGE).unwrap();
-    // SAFETY: a descriptor and a number.
-    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }).unwrap();
+    fcntl_add_seals(&file, SealFlags::SHRINK).unwrap();
     let memfd = u32::try_from(file.as_raw_fd()).unwrap();
     let mut args = CreateUdmabuf { memfd, flags: 1, offset: 0, size: SIZE };
     // SAFETY: UDMABUF_CREATE with its structure.

@@ -1,11 +1,13 @@
 //! Mappings of the module, and frees under volatile pins.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault};
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
-use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, backings, counter, errno};
+use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, counter};
+
+use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, backings, errno};
 use crate::gdrdrv_abi::{GetInfo, ReqMappingType};
 use crate::rig::{End, in_child, pattern};
 
@@ -147,7 +149,10 @@ fn no_part_is_unmapped_moved_grown_or_copied() {
         let raw = unsafe { libc::mremap(map.ptr.as_ptr().cast(), old, new, flags) };
         assert_eq!(raw == libc::MAP_FAILED, fails, "{old} {new} {flags}");
     }
-    let room = reserve(map.len);
+    // SAFETY: a new place, at which nothing else is.
+    let room =
+        unsafe { mmap_anonymous(std::ptr::null_mut(), map.len, ProtFlags::empty(), MapFlags::PRIVATE) }
+            .unwrap();
     for flags in [0, libc::MREMAP_DONTUNMAP] {
         let flags = flags | maymove | libc::MREMAP_FIXED;
         // SAFETY: to a place of this test's own.
@@ -164,20 +169,10 @@ fn no_part_is_unmapped_moved_grown_or_copied() {
     // It is where it was, is one mapping, and goes as a whole.
     assert_eq!(map.load(map.len - 1), 1);
     assert_eq!(raw.info(handle).unwrap().mapping_type, CACHED);
-    assert_eq!(super::rig::counter("mappings"), 1);
+    assert_eq!(counter("mappings"), 1);
     raw.unpin(handle).unwrap();
     let (ptr, len) = (map.ptr, map.len);
     assert_eq!(in_child(|| Map { ptr, len }.load(0) == 0), End::Killed(libc::SIGSEGV));
-}
-
-/// Addresses that nothing else is at; `mremap` may put something there.
-fn reserve(len: usize) -> *mut libc::c_void {
-    // SAFETY: a new place.
-    let room = unsafe {
-        libc::mmap(std::ptr::null_mut(), len, libc::PROT_NONE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0)
-    };
-    assert_ne!(room, libc::MAP_FAILED);
-    room
 }
 
 #[test]
@@ -204,7 +199,7 @@ fn a_mapping_outlives_the_descriptor_but_not_the_pin() {
     map.store(77, 5);
     assert_eq!(memory.read(77, 1), [5]);
     map.unmap().unwrap();
-    assert_eq!(super::rig::counter("pins"), 0);
+    assert_eq!(counter("pins"), 0);
 
     // In a child, since it ends by a signal. What it opened goes with it.
     for touched in [true, false] {
@@ -356,21 +351,14 @@ fn concurrent_frees_and_unpins() {
         let handles: Vec<_> = (0..3).map(|_| raw.pin(memory.va, SIZE).unwrap()).collect();
         let map = raw.map(handles[0], SIZE).unwrap();
         map.store(0, 1);
-        let go = AtomicBool::new(false);
+        let start = Barrier::new(2);
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                while !go.load(Ordering::Relaxed) {
-                    std::hint::spin_loop();
-                }
+                start.wait();
                 memory.free();
             });
-            scope.spawn(|| {
-                while !go.load(Ordering::Relaxed) {
-                    std::hint::spin_loop();
-                }
-                handles.iter().for_each(|handle| raw.unpin(*handle).unwrap());
-            });
-            go.store(true, Ordering::Relaxed);
+            start.wait();
+            handles.iter().for_each(|handle| raw.unpin(*handle).unwrap());
         });
         assert_eq!(counter("pins"), 0, "{round}");
     }

@@ -7,14 +7,15 @@ use std::os::unix::net::UnixStream;
 use std::ptr;
 use std::time::{Duration, Instant};
 
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
 };
 
-use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object};
+use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, counter};
 
-use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, counter, is_persistent};
+use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, is_persistent};
 use crate::gdrdrv_abi::{
     self as abi, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PinBuffer, PinBufferV2, PinDmaBuf,
     ReqMappingType, Request, UnpinBuffer,
@@ -303,15 +304,13 @@ fn addresses_that_are_no_memory_are_efault() {
 
 /// A page that can be read only, with a request in it.
 fn read_only<R: Request>(request: R) -> *mut R {
-    let len = 4096;
-    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    let (len, prot) = (4096, ProtFlags::READ | ProtFlags::WRITE);
     // SAFETY: a new mapping; it stays until the process ends.
-    let page = unsafe { libc::mmap(ptr::null_mut(), len, prot, flags, -1, 0) };
-    assert_ne!(page, libc::MAP_FAILED);
+    let page = unsafe { mmap_anonymous(ptr::null_mut(), len, prot, MapFlags::PRIVATE) }.unwrap();
     // SAFETY: room for it, aligned.
     unsafe { page.cast::<R>().write(request) };
     // SAFETY: this test's own page.
-    assert_eq!(unsafe { libc::mprotect(page, len, libc::PROT_READ) }, 0);
+    unsafe { mprotect(page, len, MprotectFlags::READ) }.unwrap();
     page.cast()
 }
 
@@ -323,7 +322,7 @@ fn an_answer_that_cannot_be_delivered_undoes_the_pin() {
     assert_eq!(raw.ioctl(PinBuffer::CODE, old.cast()), Err(libc::EFAULT));
     let new = read_only(PinBufferV2 { addr, size, ..Default::default() });
     assert_eq!(raw.ioctl(PinBufferV2::CODE, new.cast()), Err(libc::EFAULT));
-    assert_eq!(super::rig::counter("pins"), 0);
+    assert_eq!(counter("pins"), 0);
     // What needs no answer works from there.
     let handle = raw.pin(addr, size).unwrap();
     raw.ioctl(UnpinBuffer::CODE, read_only(UnpinBuffer { handle }).cast()).unwrap();
@@ -438,7 +437,6 @@ fn the_last_to_close_may_be_a_child() {
     let (here, there) = UnixStream::pair().unwrap();
     let raw = Raw::open();
     raw.pin(memory.va, OWNED).unwrap();
-    let child = Raw::borrowed(raw.0.as_fd());
     // SAFETY: the child waits for a byte and leaves.
     let pid = unsafe { libc::fork() };
     if pid == 0 {
@@ -447,7 +445,7 @@ fn the_last_to_close_may_be_a_child() {
         // SAFETY: ends this process.
         unsafe { libc::_exit(0) };
     }
-    drop((raw, child));
+    drop(raw);
     assert_eq!(counter("pins"), 1);
     std::io::Write::write_all(&mut &here, &[1]).unwrap();
     let mut status = 0;
@@ -466,13 +464,9 @@ fn a_process_that_dies_leaves_nothing() {
     let Some(_machine) = Machine::new() else { return };
     for device_first in [true, false] {
         let end = in_child(|| {
-            let open = || (Raw::open(), Memory::new(OWNED));
-            let (raw, memory) = if device_first {
-                open()
-            } else {
-                let memory = Memory::new(OWNED);
-                (Raw::open(), memory)
-            };
+            let first = device_first.then(Raw::open);
+            let memory = Memory::new(OWNED);
+            let raw = first.unwrap_or_else(Raw::open);
             let mut maps: Vec<Map> = Vec::new();
             for _ in 0..10 {
                 let Ok(handle) = raw.pin(memory.va, OWNED) else { return false };

@@ -4,17 +4,17 @@ use std::ffi::c_void;
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::gdrdrv_abi::{GetAttr, GetCallbackFlag, GetInfoV2, PinBuffer, PinBufferV2, Request, UnpinBuffer};
-use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, State};
+use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, State, counter};
 
-/// Turns the result of a call that returns -1 and sets `errno` into a `Result`.
-pub(super) fn check(result: i32) -> io::Result<i32> {
-    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(result) }
+/// Turns the result of a call that returns -1 and sets `errno` into a `Result` with that number.
+pub(super) fn check(result: i32) -> Result<i32, i32> {
+    if result == -1 { Err(errno(&io::Error::last_os_error())) } else { Ok(result) }
 }
 
 /// `errno` of a failure.
@@ -32,14 +32,10 @@ impl Raw {
         Self(file.into())
     }
 
-    pub(super) fn borrowed(fd: BorrowedFd<'_>) -> Self {
-        Self(fd.try_clone_to_owned().expect("a descriptor"))
-    }
-
     /// Any request with any argument.
     pub(super) fn ioctl(&self, code: u32, arg: *mut c_void) -> Result<(), i32> {
         // SAFETY: the driver checks the address, and each test passes memory for the answer or none at all.
-        check(unsafe { libc::ioctl(self.0.as_raw_fd(), code.into(), arg) }).map(drop).map_err(|e| errno(&e))
+        check(unsafe { libc::ioctl(self.0.as_raw_fd(), code.into(), arg) }).map(drop)
     }
 
     pub(super) fn call<R: Request>(&self, request: &mut R) -> Result<(), i32> {
@@ -130,16 +126,12 @@ impl Map {
 
     pub(super) fn unmap_part(&self, offset: usize, len: usize) -> Result<(), i32> {
         // SAFETY: a part of this mapping, to which there are no references.
-        check(unsafe { libc::munmap(self.ptr.as_ptr().wrapping_add(offset).cast(), len) })
-            .map(drop)
-            .map_err(|e| errno(&e))
+        check(unsafe { libc::munmap(self.ptr.as_ptr().wrapping_add(offset).cast(), len) }).map(drop)
     }
 
     pub(super) fn protect(&self, offset: usize, len: usize, prot: i32) -> Result<(), i32> {
         // SAFETY: as above.
-        check(unsafe { libc::mprotect(self.ptr.as_ptr().wrapping_add(offset).cast(), len, prot) })
-            .map(drop)
-            .map_err(|e| errno(&e))
+        check(unsafe { libc::mprotect(self.ptr.as_ptr().wrapping_add(offset).cast(), len, prot) }).map(drop)
     }
 }
 
@@ -241,13 +233,6 @@ impl Drop for Failing {
     fn drop(&mut self) {
         kmod::set_fault(self.0, 0).expect("the driver's device");
     }
-}
-
-/// A counter of `/proc/driver/gdrdrv/stats`.
-pub(super) fn counter(name: &str) -> u64 {
-    let stats = fs::read_to_string("/proc/driver/gdrdrv/stats").expect("the module's counters");
-    let line = stats.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' ').map(str::to_owned));
-    line.unwrap_or_else(|| panic!("no {name} in {stats}")).parse().expect("a number")
 }
 
 /// Whether pins survive a free here.

@@ -7,10 +7,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use gdsync_testkit::kmod::{self, Backing, CHUNK, Object};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+
+use gdsync_testkit::kmod::{self, Backing, CHUNK, Object, counter};
 
 use super::pins::REQUESTS;
-use super::rig::{Machine, Map, Memory, Raw, counter, is_persistent};
+use super::rig::{Machine, Map, Memory, Raw, is_persistent};
 use crate::gdrdrv_abi::{self as abi, GetInfo, PinDmaBuf};
 use crate::rig::Numbers;
 
@@ -162,15 +165,9 @@ impl Toys {
         let mut byte = 0_u8;
         let local = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
         let remote = libc::iovec { iov_base: map.at(numbers.below(map.len)).cast(), iov_len: 1 };
-        let mut pipe = [0; 2];
-        // SAFETY: room for two descriptors.
-        if unsafe { libc::pipe(pipe.as_mut_ptr()) } == 0 {
+        if let Ok((_reader, writer)) = std::io::pipe() {
             // SAFETY: the kernel checks the address of the mapping.
-            unsafe { libc::writev(pipe[1], &raw const remote, 1) };
-            // SAFETY: this function's own descriptor, once.
-            unsafe { libc::close(pipe[0]) };
-            // SAFETY: as above.
-            unsafe { libc::close(pipe[1]) };
+            unsafe { libc::writev(writer.as_raw_fd(), &raw const remote, 1) };
         }
         let this = i32::try_from(std::process::id()).expect("a PID");
         // SAFETY: as above; device pages are refused.
@@ -291,12 +288,9 @@ fn no_failure_inside_a_request_leaves_anything() {
     let dma_bufs = Raw::open().attribute(abi::ATTR_EXTENSIONS) == Ok(abi::EXTENSION_DMABUF);
     let dma_buf = PinDmaBuf { fd: fd.as_raw_fd(), size: NTH_SIZE, ..Default::default() };
     each_place("open", |_, _| {
-        // SAFETY: a terminated path.
-        let fd = unsafe { libc::open(c"/dev/gdrdrv".as_ptr(), libc::O_RDWR) };
-        let error = std::io::Error::last_os_error().raw_os_error();
-        // SAFETY: the descriptor just opened, once; of -1 it makes nothing.
-        unsafe { libc::close(fd) };
-        if fd < 0 { Err(error.unwrap_or_default()) } else { Ok(()) }
+        // Of a terminated path, so that nothing is allocated.
+        let opened = rustix::fs::open(c"/dev/gdrdrv", OFlags::RDWR, Mode::empty());
+        opened.map(drop).map_err(Errno::raw_os_error)
     });
     each_place("pin", |raw, _| raw.pin(memory.va, NTH_SIZE).map(drop));
     each_place("pin and unpin", |raw, _| {
