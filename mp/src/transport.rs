@@ -319,8 +319,12 @@ impl Transport {
 }
 
 /// Why graphs refuse messages of a communicator, and what to do.
-const ONLY_ONCE: (&str, &str) =
-    ("a message of a communicator", "each is sent once: send and receive through an mp::Channel");
+const ONLY_ONCE: (&str, &str) = (
+    "a message of a communicator",
+    "before the capture make an mp::Channel (channel = comm.channel(rank, &[(&buffer, range)], None), at both ranks); in the capture write \
+     channel.post_recv_on_stream(stream) where the receive is queued, channel.send_on_stream(stream, &buffer, range) for the send and \
+     channel.wait_recv_on_stream(stream) for the wait",
+);
 
 /// Marks a batch with a message of a communicator: no graph can repeat it.
 pub(crate) fn mark_only_once(batch: &mut Batch) {

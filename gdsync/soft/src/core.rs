@@ -446,9 +446,11 @@ impl Progress for Core {
         }
         for at in 0..self.active.len() {
             let i = self.active[at];
-            if self.qps[i].qp.as_ref().is_some_and(|qp| qp.resp.is_copying() || qp.is_fetching()) {
+            let is_due = |qp: &SoftQp| qp.resp.is_copying() || qp.resp.acks_now || qp.is_fetching();
+            if self.qps[i].qp.as_deref().is_some_and(is_due) {
                 let complete = |qp: &mut SoftQp, env: &mut Env<'_>| {
-                    (qp.resp.is_copying() && qp.complete_copies(env)) | qp.complete_fetches(env)
+                    let any = (qp.resp.is_copying() && qp.complete_copies(env)) | qp.complete_fetches(env);
+                    any | (std::mem::take(&mut qp.resp.acks_now) && qp.send_responses(env))
                 };
                 worked |= self.with(i, complete).unwrap_or(false);
             }

@@ -1,9 +1,9 @@
 //! The devices that may write a word: those with a writable region over it.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
+use std::{fmt, iter};
 
 use gdsync_device::memory::Memory;
 use gdsync_device::{Access, Provider};
@@ -11,39 +11,47 @@ use parking_lot::RwLock;
 use smallvec::SmallVec;
 
 /// The writable regions of the process.
-static REGIONS: RwLock<Regions> = RwLock::new(Regions { by_start: BTreeMap::new(), longest: 0, next: 0 });
+static REGIONS: RwLock<Regions> = RwLock::new(Regions { by_class: BTreeMap::new(), next: 0 });
+
+/// Identifies a region: the logarithm of its length, its first address, and a number.
+type Key = (u32, u64, u64);
 
 #[derive(Default)]
 struct Regions {
-    /// End and device of each region, by its first address and its number.
-    by_start: BTreeMap<(u64, u64), (u64, Weak<dyn Provider>)>,
-    /// No region is longer.
-    longest: u64,
+    /// End and device of each region. A search looks back as far as the longest region of a class, which is at most twice as long
+    /// as the others: it passes few regions that do not contain the address.
+    by_class: BTreeMap<Key, (u64, Weak<dyn Provider>)>,
     /// The number of the next region.
     next: u64,
 }
 
 impl Regions {
-    fn add(&mut self, (start, len): (u64, u64), device: Weak<dyn Provider>) -> (u64, u64) {
-        let key = (start, self.next);
+    fn add(&mut self, (start, len): (u64, u64), device: Weak<dyn Provider>) -> Key {
+        let key = (len.max(1).ilog2(), start, self.next);
         self.next += 1;
-        self.longest = self.longest.max(len);
-        self.by_start.insert(key, (start.saturating_add(len), device));
+        self.by_class.insert(key, (start.saturating_add(len), device));
         key
     }
 
-    fn remove(&mut self, key: (u64, u64)) {
-        self.by_start.remove(&key);
-        if self.by_start.is_empty() {
-            self.longest = 0;
-        }
+    fn remove(&mut self, key: Key) {
+        self.by_class.remove(&key);
+    }
+
+    /// End and device of the regions that may contain `addr`.
+    fn near(&self, addr: u64) -> impl Iterator<Item = &(u64, Weak<dyn Provider>)> {
+        let class_from = |class| self.by_class.range((class, 0, 0)..).next().map(|(&(class, ..), _)| class);
+        let classes = iter::successors(class_from(0), move |class| class_from(class + 1));
+        classes.flat_map(move |class| {
+            let longest = u64::MAX >> (63 - class);
+            let starts = (class, addr.saturating_sub(longest), 0)..=(class, addr, u64::MAX);
+            self.by_class.range(starts).map(|(_, region)| region)
+        })
     }
 
     /// The devices of the regions that contain `addr`, each once.
     fn at(&self, addr: u64) -> SmallVec<[Weak<dyn Provider>; 1]> {
         let mut found = SmallVec::new();
-        let starts = (addr.saturating_sub(self.longest), 0)..=(addr, u64::MAX);
-        for (end, device) in self.by_start.range(starts).map(|(_, region)| region) {
+        for (end, device) in self.near(addr) {
             if *end > addr && !found.iter().any(|known: &Weak<_>| known.ptr_eq(device)) {
                 found.push(device.clone());
             }
@@ -54,7 +62,7 @@ impl Regions {
 
 /// A region in the list, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Listed(Option<(u64, u64)>);
+pub(super) struct Listed(Option<Key>);
 
 impl Listed {
     /// Lists a region if its device may write it.
@@ -153,6 +161,22 @@ mod tests {
         regions.remove(again);
         assert_eq!(devices(&regions, 1500), [0, 1]);
         regions.remove(within);
-        assert_eq!((devices(&regions, 1500), regions.longest), ([0, 0], 0));
+        assert_eq!((devices(&regions, 1500), regions.by_class.len()), ([0, 0], 0));
+    }
+
+    #[test]
+    fn a_search_passes_few_regions_beside_a_long_one() {
+        let device: Arc<dyn Provider> = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+        let mut regions = Regions::default();
+        regions.add((0, 1 << 40), Arc::downgrade(&device));
+        regions.add((0, u64::MAX), Arc::downgrade(&device));
+        regions.add((u64::MAX, 0), Arc::downgrade(&device));
+        (0..10_000).for_each(|n| _ = regions.add((4096 * n, 100 + n % 4000), Arc::downgrade(&device)));
+        for addr in (0..10_000).map(|n| 4096 * n + n % 5000) {
+            let near = regions.near(addr).count();
+            assert!(near <= 10, "{near} regions may contain {addr}");
+            assert_eq!(regions.at(addr).len(), 1);
+        }
+        assert_eq!(regions.at(u64::MAX - 1).len(), 1);
     }
 }

@@ -42,6 +42,8 @@ pub(crate) struct Responder {
     /// The message being received, if it has several packets.
     current: Option<Current>,
     responses: VecDeque<Response>,
+    /// A long message was completed: its acknowledgement does not wait for the next step.
+    pub(crate) acks_now: bool,
     /// A gap was reported and is not filled.
     gap: bool,
     replays: VecDeque<(u32, u64)>,
@@ -197,7 +199,8 @@ impl Responder {
 }
 
 impl SoftQp {
-    /// Handles a request. Its response leaves with the next step, because replies by the application go first.
+    /// Handles a request. Its response leaves with the next step, because replies by the application go first; that of a long message
+    /// leaves with this one, because the receiver may be busy with the message for long before it runs a step.
     pub(crate) fn handle_request(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         if !matches!(self.state, QpState::RTR | QpState::RTS) {
             env.stats.packets_discarded += 1;
@@ -621,6 +624,7 @@ impl SoftQp {
         // Acknowledges long messages on the way, so that the requester's window moves.
         if header.flags & packet::LAST != 0 || header.psn.is_multiple_of(8) {
             self.resp.ack(header.psn.wrapping_add(arrival.packets).wrapping_sub(1));
+            self.resp.acks_now |= arrival.bytes > SEGMENT;
         }
     }
 

@@ -366,6 +366,33 @@ fn endless_message_is_refused() {
     assert_eq!(bed.hca.shared.with(|core| core.with_qp(bed.qp.qpn(), |qp, _| qp.state)), Some(QpState::ERR));
 }
 
+/// The receiver may be busy with a long message before it runs a step again. A reply to a short one goes before its acknowledgement.
+#[test]
+fn long_messages_are_acknowledged_with_their_completion() {
+    let mut bed = Bed::new();
+    for (n, is_long) in [(0, false), (1, true)] {
+        let mut header = bed.header(PacketOp::SEND, bed.expected + n);
+        // One step for all packets: the service thread has none.
+        let mut core = bed.hca.shared.core.lock();
+        let mut push = |header: &Header, len| {
+            let pieces = [Piece { memory: &bed.payload, offset: 0, len }];
+            assert!(bed.ends.tx.try_push(&header.to_bytes(), &[], &pieces).unwrap());
+        };
+        header.flags = packet::FIRST;
+        if is_long {
+            push(&header, SEGMENT);
+            (header.flags, header.psn) = (0, header.psn + 1);
+        }
+        header.flags |= packet::LAST;
+        push(&header, 8);
+        assert!(core.step(&bed.hca.shared.doorbells), "there are packets");
+        assert_eq!(bed.ends.rx.peek().unwrap().is_some(), is_long, "an acknowledgement in the same step");
+        drop(core);
+        bed.step(true);
+        assert!(bed.qp.poll_recv().is_some_and(|wc| wc.syndrome.is_none()));
+    }
+}
+
 #[test]
 fn write_inside_a_send_is_refused_and_receive_flushed() {
     let mut bed = Bed::new();
