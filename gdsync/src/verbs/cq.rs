@@ -63,8 +63,6 @@ struct CqState {
     /// The consumer index as last read from the doorbell record.
     passed: u64,
     slots: Box<[Slot]>,
-    /// Claims released after `poll` had skipped them.
-    released: VecDeque<u64>,
     /// Claims not yet submitted, oldest first: the first and last completion of each.
     unsubmitted: VecDeque<(u64, u64)>,
     /// Number of claims, prepared or submitted, that no stream has passed.
@@ -98,22 +96,21 @@ impl Claims<'_> {
     }
 }
 
+/// The state of one slot.
 #[derive(Clone, Copy)]
-struct Slot {
-    /// The decoded completion and its request number.
-    wc: Option<(u64, Wc)>,
-    taken: SlotOwner,
+enum Slot {
+    /// Free, or its request is posted.
+    Open,
+    /// Decoded, for `poll`.
+    Arrived(Decoded),
+    /// Claimed by a stream wait, for this completion or for a later one. Keeps what is decoded, in case the claim is released.
+    Claimed { is_last: bool, decoded: Option<Decoded> },
+    /// Polled, or nothing to poll: of a cancelled request, or of a queue that is gone.
+    Taken,
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum SlotOwner {
-    No,
-    /// Claimed by a stream wait for this completion.
-    ByStream,
-    /// Claimed by a stream wait for a later completion.
-    Covered,
-    Done,
-}
+/// The number of a request, and its completion.
+type Decoded = (u64, Wc);
 
 impl fmt::Debug for CqInner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -158,15 +155,13 @@ impl Cq {
         let parts = provider.create_cq(log, ring, places)?;
         // The device may round up.
         let log = (parts.ring.len() / CQE_SIZE).trailing_zeros();
-        let slot = Slot { wc: None, taken: SlotOwner::No };
         let state = CqState {
             reaped: 0,
             poll_next: 0,
             claim_next: 0,
             freed: 0,
             passed: 0,
-            slots: vec![slot; 1 << log].into(),
-            released: VecDeque::new(),
+            slots: vec![Slot::Open; 1 << log].into(),
             unsubmitted: VecDeque::new(),
             in_stream: 0,
             stream: 0,
@@ -360,13 +355,11 @@ impl CqInner {
             let n = state.reaped;
             let at = self.index(n);
             let cqe = self.cqe(n);
-            let slot = &mut state.slots[at];
-            slot.wc = None;
-            match Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe)) {
-                Some((number, wc, false)) => slot.wc = Some((number, wc)),
-                // Of a cancelled request, or of a queue that is gone.
-                Some((_, _, true)) | None if slot.taken == SlotOwner::No => slot.taken = SlotOwner::Done,
-                _ => {}
+            let completed = Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe));
+            let known = completed.and_then(|(number, wc, cancelled)| (!cancelled).then_some((number, wc)));
+            match &mut state.slots[at] {
+                Slot::Claimed { decoded, .. } => *decoded = known,
+                slot => *slot = known.map_or(Slot::Taken, Slot::Arrived),
             }
             state.reaped += 1;
         }
@@ -377,20 +370,20 @@ impl CqInner {
         let record = self.consumed.atomic();
         while state.freed < state.reaped {
             let at = self.index(state.freed);
-            match state.slots[at].taken {
-                SlotOwner::No => break,
-                SlotOwner::Done => {}
-                taken @ (SlotOwner::ByStream | SlotOwner::Covered) => {
+            match state.slots[at] {
+                Slot::Open | Slot::Arrived(_) => break,
+                Slot::Taken => {}
+                Slot::Claimed { is_last, .. } => {
                     if state.passed <= state.freed {
                         state.passed = gdsync_shm::freed_slots(record, state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
                     }
-                    state.in_stream -= u64::from(taken == SlotOwner::ByStream);
+                    state.in_stream -= u64::from(is_last);
                 }
             }
-            state.slots[at].taken = SlotOwner::No;
+            state.slots[at] = Slot::Open;
             state.freed += 1;
         }
         let freed = state.freed - before;
@@ -411,24 +404,12 @@ impl CqInner {
     fn take(&self, state: &mut CqState) -> Option<Wc> {
         self.reap_locked(state);
         let mut found = None;
-        while let Some(&n) = state.released.front() {
-            if n >= state.reaped {
-                break;
-            }
-            state.released.pop_front();
-            let slot = &mut state.slots[self.index(n)];
-            slot.taken = SlotOwner::Done;
-            if slot.wc.is_some() {
-                found = slot.wc;
-                break;
-            }
-        }
         while found.is_none() && state.poll_next < state.reaped {
             let slot = &mut state.slots[self.index(state.poll_next)];
             state.poll_next += 1;
-            if slot.taken == SlotOwner::No {
-                slot.taken = SlotOwner::Done;
-                found = slot.wc;
+            if let Slot::Arrived(decoded) = *slot {
+                *slot = Slot::Taken;
+                found = Some(decoded);
             }
         }
         state.claim_next = state.claim_next.max(state.poll_next);
@@ -486,12 +467,11 @@ impl CqInner {
             return Ok(None);
         }
         let first = state.claim_next;
-        for covered in first..n {
-            let at = self.index(covered);
-            state.slots[at].taken = SlotOwner::Covered;
+        for m in first..=n {
+            let slot = &mut state.slots[self.index(m)];
+            let decoded = if let Slot::Arrived(decoded) = *slot { Some(decoded) } else { None };
+            *slot = Slot::Claimed { is_last: m == n, decoded };
         }
-        let at = self.index(n);
-        state.slots[at].taken = SlotOwner::ByStream;
         state.claim_next = n + 1;
         state.in_stream += 1;
         state.unsubmitted.push_back((first, n));
@@ -514,17 +494,16 @@ impl CqInner {
         state.in_stream -= 1;
         for m in first..=n {
             let at = self.index(m);
-            // Decoded without a result: its request was cancelled.
-            let silent = m < state.reaped && state.slots[at].wc.is_none();
-            state.slots[at].taken = if silent { SlotOwner::Done } else { SlotOwner::No };
-            if m < state.poll_next && !silent {
-                // Keep the slot until poll returns it.
-                let order = state.released.partition_point(|&other| other < m);
-                state.released.insert(order, m);
-            }
+            state.slots[at] = match state.slots[at] {
+                Slot::Claimed { decoded: Some(decoded), .. } => Slot::Arrived(decoded),
+                // Its request was cancelled.
+                _ if m < state.reaped => Slot::Taken,
+                _ => Slot::Open,
+            };
         }
+        state.poll_next = state.poll_next.min(first);
         while state.claim_next > state.poll_next.max(state.freed)
-            && state.slots[self.index(state.claim_next - 1)].taken == SlotOwner::No
+            && matches!(state.slots[self.index(state.claim_next - 1)], Slot::Open | Slot::Arrived(_))
         {
             state.claim_next -= 1;
         }
@@ -714,16 +693,12 @@ impl CqInner {
             return;
         }
         state.passed = gdsync_shm::freed_slots(self.consumed.atomic(), state.passed);
-        let by_stream =
-            |n: &u64| matches!(state.slots[self.index(*n)].taken, SlotOwner::ByStream | SlotOwner::Covered);
-        let end = (state.reaped..state.passed).find(|n| !by_stream(n)).unwrap_or(state.passed);
+        let is_claimed = |n: &u64| matches!(state.slots[self.index(*n)], Slot::Claimed { .. });
+        let end = (state.reaped..state.passed).find(|n| !is_claimed(n)).unwrap_or(state.passed);
         if end < state.reaped + 2 || !self.has_arrived(end - 1) {
             return;
         }
         if queue.skip(state.reaped..end, &self.cqe(end - 1)) {
-            for n in state.reaped..end {
-                state.slots[self.index(n)].wc = None;
-            }
             state.reaped = end;
         }
     }

@@ -176,6 +176,14 @@ fn dropped_wait_gives_the_completion_back() {
         s.synchronize(PATIENCE).unwrap();
         assert_eq!(again.status().unwrap().unwrap().wr_id, 7);
         assert_eq!(polled(&a, 1), [8]);
+        // Behind poll too, unless a later one was polled.
+        nops(&[9]);
+        let wait = a.qp.prepare_wait_send().unwrap();
+        wait.completion().wait(PATIENCE).unwrap();
+        assert!(a.qp.poll_send().is_none());
+        drop(wait);
+        run(&s, |batch| drop(batch.wait_send(&a.qp).unwrap()));
+        assert!(a.qp.poll_send().is_none());
         // One claim over several.
         nops(&[9, 10, 11]);
         drop(a.qp.prepare_wait_all_sends().unwrap());

@@ -6,7 +6,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::{CqInner, CqState, SlotOwner};
+use super::{CqInner, CqState, Slot};
 use crate::verbs::track::Tracker;
 use gdsync_device::error::{Error, Result};
 use mlx5_ring::{self as mlx5, Cqe, CqeOpcode, Syndrome};
@@ -113,14 +113,11 @@ impl CqInner {
 
     /// Releases the claims of failed streams, which will not pass them.
     pub(super) fn release_abandoned(&self, state: &mut CqState) {
-        for n in state.freed..state.reaped {
+        for n in state.freed..state.claim_next {
             let slot = &mut state.slots[self.index(n)];
-            if matches!(slot.taken, SlotOwner::ByStream | SlotOwner::Covered) {
-                slot.taken = SlotOwner::Done;
+            if let Slot::Claimed { .. } = slot {
+                *slot = if n < state.reaped { Slot::Taken } else { Slot::Open };
             }
-        }
-        for n in state.reaped..state.claim_next {
-            state.slots[self.index(n)].taken = SlotOwner::No;
         }
         state.claim_next = state.claim_next.min(state.reaped).max(state.poll_next);
         state.in_stream = 0;
@@ -137,16 +134,15 @@ impl CqInner {
         self.room.free(lost);
         // The device owes nothing after a reset.
         self.flushed.lock().retain(|lost| lost.cqe.qpn != tracker.qpn);
-        let CqState { slots, released, freed, reaped, .. } = &mut *state;
-        for n in *freed..*reaped {
-            let slot = &mut slots[self.index(n)];
-            let of_queue =
-                slot.wc.is_none_or(|(_, wc)| wc.qpn == tracker.qpn && wc.is_send() == tracker.is_send);
-            if slot.taken == SlotOwner::No && of_queue {
-                slot.taken = SlotOwner::Done;
+        for n in state.freed..state.reaped {
+            let slot = &mut state.slots[self.index(n)];
+            if let Slot::Arrived((_, wc)) = slot
+                && wc.qpn == tracker.qpn
+                && wc.is_send() == tracker.is_send
+            {
+                *slot = Slot::Taken;
             }
         }
-        released.retain(|&n| slots[self.index(n)].taken == SlotOwner::No);
         self.free(&mut state);
     }
 }
