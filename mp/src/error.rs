@@ -43,6 +43,8 @@ pub enum Error {
         what: String,
         /// The time limit.
         after: Duration,
+        /// What the user can do.
+        fix: &'static str,
     },
     /// A child process or a thread could not be started or controlled.
     Spawn {
@@ -77,6 +79,11 @@ pub enum Error {
         other_rank: Option<usize>,
         /// The bytes of its buffer.
         other_range: Range<usize>,
+    },
+    /// A wait for a message of a channel without a posted receive that it could be for.
+    NoPostedReceive {
+        /// The rank at the other end.
+        rank: usize,
     },
     /// All places of a channel have a posted receive that no wait has been added for.
     NoFreePlace {
@@ -169,17 +176,13 @@ fn preposition(operation: &str) -> &'static str {
 }
 
 /// Why a message failed, in terms of ranks.
-fn reason(operation: &str, rank: usize, cause: &gdsync::Error) -> String {
-    let gdsync::Error::Deadline { after, .. } = cause else { return cause.of_rank() };
-    let fix = match preposition(operation) {
-        "to" if operation.contains("send") => {
-            format!("see that rank {rank} posts a receive for it (Communicator::irecv)")
+fn reason(cause: &gdsync::Error) -> String {
+    match cause {
+        gdsync::Error::Deadline { after, awaited, .. } => {
+            format!("not complete within {}: it waits for {awaited}, or allow more time", rounded(*after))
         }
-        "from" if operation != "get" => format!("nothing has come; see that rank {rank} sends it"),
-        // One-sided operations take no part of the rank's program.
-        _ => format!("see that rank {rank} lives (Communicator::check)"),
-    };
-    format!("not complete within {}: {fix}, or allow more time", rounded(*after))
+        other => other.of_rank(),
+    }
 }
 
 impl fmt::Display for Error {
@@ -196,11 +199,9 @@ impl fmt::Display for Error {
             Self::Bootstrap { peer, what, cause: why, fix } => {
                 write!(f, "bootstrap: {peer}: {what}{}; {fix}", cause(why))
             }
-            Self::Deadline { what, after } => write!(
-                f,
-                "{what}: not done within {}; see what holds up the rank that is named, or allow more time",
-                rounded(*after)
-            ),
+            Self::Deadline { what, after, fix } => {
+                write!(f, "{what}: not done within {}; {fix}, or allow more time", rounded(*after))
+            }
             Self::Spawn { what, cause: why, fix } => write!(f, "spawn: {what}{}; {fix}", cause(why)),
             Self::Child { rank, status } => {
                 write!(f, "rank {rank} ended with {status}; its own output says why")
@@ -228,6 +229,11 @@ impl fmt::Display for Error {
                  would overwrite the first; add its wait before the next receive (Channel::wait_recv_in_batch or \
                  wait_recv_on_stream), or give Communicator::channels more places"
             ),
+            Self::NoPostedReceive { rank } => write!(
+                f,
+                "each posted receive of the channel with rank {rank} has its wait already, so no message would come for another \
+                 one; post a receive before it (Channel::post_recv_in_batch or post_recv_on_stream)"
+            ),
             Self::OutsideWindow { rank, operation, offset, len, size } => write!(
                 f,
                 "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
@@ -240,7 +246,7 @@ impl fmt::Display for Error {
                     (None, Some(room)) => write!(f, " into {room} bytes")?,
                     (Some(bytes), Some(room)) => write!(f, " of {bytes} bytes into {room}")?,
                 }
-                write!(f, ": {}", reason(operation, *rank, cause))
+                write!(f, ": {}", reason(cause))
             }
             Self::Collective { operation, rank, what } => write!(
                 f,
@@ -353,33 +359,22 @@ mod tests {
     #[test]
     fn messages_say_which_rank_what_why_and_what_to_do() {
         let late =
-            || E::Deadline { what: "waiting for a completion", after: Duration::from_nanos(9_999_999_750) };
+            |awaited| E::late("waiting for a completion", Duration::from_nanos(9_999_999_750), awaited);
         let failed = |syndrome| E::from(CompletionError::new(7, None, syndrome));
         let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 514, depth: 512, untaken: 0 };
         let gone = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 7 }) };
         let broken = "The connection is broken for good: only Communicator::shrink makes a new one";
         for (error, says) in [
             (
-                Error::message(1, "receive", late()),
+                Error::message(
+                    1,
+                    "receive",
+                    late("a message from rank 1 (receive 3 of QP 0x7); see that it sends it"),
+                ),
                 &[
-                    "receive from rank 1: not complete within 10 s: nothing has come; see that rank 1 sends it",
+                    "receive from rank 1: not complete within 10 s: it waits for a message from rank 1 (receive 3 of QP 0x7); see \
+                     that it sends it, or allow more time",
                 ][..],
-            ),
-            (
-                Error::message(1, "send", late()),
-                &["send to rank 1: not complete within 10 s", "Communicator::irecv"],
-            ),
-            (
-                Error::message(1, "put", late()),
-                &["put to rank 1: not complete within 10 s: see that rank 1 lives (Communicator::check)"],
-            ),
-            (
-                Error::message(1, "get", late()),
-                &["get from rank 1: not complete within 10 s: see that rank 1 lives (Communicator::check)"],
-            ),
-            (
-                Error::message(1, "flush", late()),
-                &["flush with rank 1: not complete within 10 s", "Communicator::check"],
             ),
             (
                 Error::message(1, "send", full),

@@ -261,9 +261,8 @@ impl Tagged {
                 tended = waited;
             }
             if deadline.is_over() {
-                return Err(
-                    deadline.error("waiting for the tagged messages that this rank has sent".to_owned())
-                );
+                let what = "waiting for the tagged messages that this rank has sent";
+                return Err(deadline.error(what, "see that their ranks receive them (Tagged::irecv)"));
             }
             yield_now();
         }
@@ -392,7 +391,8 @@ impl Request {
             let waited = deadline.elapsed();
             if deadline.is_over() {
                 let whom = self.rank.map_or("any rank".to_owned(), |rank| format!("rank {rank}"));
-                return Err(deadline.error(format!("waiting for a tagged message with {whom}")));
+                let fix = "see that it sends or receives the message, with the same tag";
+                return Err(deadline.error(format!("waiting for a tagged message with {whom}"), fix));
             }
             if waited >= tended + SILENCE {
                 self.shared.comm.progress();

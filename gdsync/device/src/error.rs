@@ -287,7 +287,9 @@ pub enum Error {
     #[error("the application gave the peer up")]
     GivenUp,
     /// The peer ended the connection.
-    #[error("the peer ended the connection: it gave this one up, goes on without it, or left")]
+    #[error(
+        "the peer ended the connection: work of a stream there failed, it gave this one up, or it left; its own output says which"
+    )]
     GivenUpByPeer,
     /// What failed is the connection to a rank: see `Qp::name_ranks`.
     #[error("rank {rank}: {}", reason.of_rank())]
@@ -322,12 +324,14 @@ pub enum Error {
         message: String,
     },
     /// A blocking call did not finish in time. What it waited for goes on.
-    #[error("{what} did not finish within {}", rounded(*.after))]
+    #[error("{what} did not finish within {}: it waits for {awaited}", rounded(*.after))]
     Deadline {
         /// The call.
-        what: &'static str,
+        what: String,
         /// Its time limit.
         after: Duration,
+        /// What it waits for, and what the user can do.
+        awaited: String,
     },
     /// A thread of this library panicked, with a message on standard error.
     #[error(
@@ -419,6 +423,11 @@ impl Error {
             Self::Completion(error) => error.of_rank(),
             other => other.to_string(),
         }
+    }
+
+    /// An [`Error::Deadline`].
+    pub fn late(what: impl Into<String>, after: Duration, awaited: impl Into<String>) -> Self {
+        Self::Deadline { what: what.into(), after, awaited: awaited.into() }
     }
 
     /// Whether a resource that registrations use is exhausted: locked memory, keys, or the GPU's BAR1. With fewer registrations the
