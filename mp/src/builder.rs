@@ -11,12 +11,13 @@ use gdsync::cuda::Gpu;
 use gdsync::rdma::DeviceConfig;
 use gdsync::recorder::Traffic;
 use gdsync::verbs::{Access, Context, OnGpu, Qp, QpAddress, RemoteAddr};
+use gdsync_device::own_rank;
 use parking_lot::Mutex;
 
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
-use crate::error::{Error, Result, change_own_rank, set_own_rank};
+use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, Exchange, Spawned, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
@@ -168,7 +169,7 @@ impl CommunicatorBuilder {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
-        set_own_rank(rank);
+        own_rank::set(rank);
         self.check_size(size)?;
         self.build(Box::new(CheckedExchange(Box::new(exchange))), resolved, deadline)
     }
@@ -431,7 +432,7 @@ impl Communicator {
             });
             match built {
                 Ok(communicator) => {
-                    change_own_rank(rank);
+                    own_rank::change(rank);
                     let children = self.0.children.lock().take();
                     *communicator.0.children.lock() = children.map(|children| children.keep(&former));
                     return Ok(Shrunk { communicator, former });

@@ -230,10 +230,13 @@ impl Channel {
         if room.is_none_or(|room| u64::from(sge.len) > room) {
             let cause = gdsync::Error::InvalidArgument {
                 what: "the message",
-                value: format!("{} bytes", sge.len),
+                value: match room {
+                    Some(room) => format!("{} bytes long, and the smallest place there {room}", sge.len),
+                    None => format!("{} bytes long", sge.len),
+                },
                 expected: match room {
                     Some(_) => {
-                        "one that fits into the smallest place that the other rank gave Communicator::channels"
+                        "one that fits into each place that the other rank gave Communicator::channels"
                     }
                     None => "none, as the other rank gave Communicator::channels no place for it",
                 },
@@ -255,9 +258,9 @@ impl Channel {
         let Inner { comm, into, .. } = &*self.0;
         if into.places.is_empty() {
             let cause = gdsync::Error::InvalidArgument {
-                what: "the places of this rank",
-                value: "none".into(),
-                expected: "at least one, given to Communicator::channels",
+                what: "the number of places of this rank",
+                value: "0".into(),
+                expected: "at least 1, given to Communicator::channels",
             };
             return Err(into.failed("receive through a channel", cause));
         }

@@ -4,12 +4,12 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 use std::process::ExitStatus;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use std::{fmt, io};
 
 use gdsync::error::{printable, rounded};
 use gdsync::mlx5::Syndrome;
+use gdsync_device::own_rank;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -144,25 +144,7 @@ pub enum Error {
     Device(gdsync::Error),
 }
 
-/// The rank of this process: 0 for none yet, else one more; [`SEVERAL`] where it is several.
-static OWN_RANK: AtomicUsize = AtomicUsize::new(0);
-const SEVERAL: usize = usize::MAX;
-
-/// This process is this rank of a job: errors begin with it, unless threads of the process are other ranks.
-pub(crate) fn set_own_rank(rank: usize) {
-    let known = OWN_RANK.compare_exchange(0, rank + 1, Ordering::Relaxed, Ordering::Relaxed);
-    if known.is_err_and(|known| known != rank + 1) {
-        OWN_RANK.store(SEVERAL, Ordering::Relaxed);
-    }
-}
-
-/// The survivors of a job are numbered anew.
-pub(crate) fn change_own_rank(rank: usize) {
-    let change = |known| (known != SEVERAL).then_some(rank + 1);
-    let _ = OWN_RANK.fetch_update(Ordering::Relaxed, Ordering::Relaxed, change);
-}
-
-fn rank_or_any(rank: Option<usize>) -> String {
+pub(crate) fn rank_or_any(rank: Option<usize>) -> String {
     rank.map_or_else(|| "any rank".to_owned(), |rank| format!("rank {rank}"))
 }
 
@@ -187,9 +169,8 @@ fn reason(cause: &gdsync::Error) -> String {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match OWN_RANK.load(Ordering::Relaxed) {
-            0 | SEVERAL => {}
-            own => write!(f, "rank {}: ", own - 1)?,
+        if let Some(own) = own_rank::get() {
+            write!(f, "rank {own}: ")?;
         }
         let cause = |cause: &Option<Arc<io::Error>>| {
             cause.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
@@ -433,7 +414,7 @@ mod tests {
         let error = E::Rank { rank: 2, reason: Arc::new(E::PeerGone { qpn: 7 }) };
         let text = error.to_string();
         assert!(
-            text.starts_with("rank 2: ") && text.ends_with("QP 0x7") && text.contains("shrink"),
+            text.starts_with("connection to rank 2: ") && text.ends_with("QP 0x7") && text.contains("shrink"),
             "{text}"
         );
         let error = Error::from(error);

@@ -649,11 +649,11 @@ impl Window {
                     [result] => *result,
                     _ => self.0.queues.scratch(rma.rank)?,
                 };
-                wrs.push(SendWr::fetch_add(aligned(rma, at)?, add, result));
+                wrs.push(SendWr::fetch_add(aligned(rma, at, rma.offset)?, add, result));
             }
             What::CompareSwap { compare, swap, .. } => {
                 for &result in sges {
-                    wrs.push(SendWr::compare_swap(aligned(rma, at)?, compare, swap, result));
+                    wrs.push(SendWr::compare_swap(aligned(rma, at, rma.offset)?, compare, swap, result));
                 }
             }
         }
@@ -671,7 +671,7 @@ impl Window {
             let expected = "one that was made with Window::beside of the window of the operation";
             return Err(invalid(rma, "the window of the signal", format!("{window:?}"), expected));
         }
-        let at = aligned(rma, window.remote("signal", rma.rank, signal.offset, 8)?)?;
+        let at = aligned(rma, window.remote("signal", rma.rank, signal.offset, 8)?, signal.offset)?;
         let wr = match signal.add {
             true => SendWr::fetch_add(at, signal.value, self.0.queues.scratch(rma.rank)?),
             false => SendWr::write_inline(at, value),
@@ -816,11 +816,12 @@ fn chunks<'a>(mut at: RemoteAddr, sges: &'a [Sge], mut one: impl FnMut(RemoteAdd
 }
 
 /// Refuses a word that the device could not change atomically.
-fn aligned(rma: &Rma<'_>, at: RemoteAddr) -> Result<RemoteAddr> {
+fn aligned(rma: &Rma<'_>, at: RemoteAddr, offset: usize) -> Result<RemoteAddr> {
     if at.addr.is_multiple_of(8) {
         return Ok(at);
     }
-    Err(invalid(rma, "the address of the word at the target", format!("{:#x}", at.addr), "a multiple of 8"))
+    let value = format!("{:#x} (offset {offset} of its window)", at.addr);
+    Err(invalid(rma, "the address of the word at the target", value, "a multiple of 8"))
 }
 
 #[cfg(test)]

@@ -186,6 +186,10 @@ fn full_stream_leaves_the_batch_as_it_was() {
     for _ in 0..3 {
         let error = s.submit(&mut batch).unwrap_err();
         assert!(matches!(&error, Error::StreamFull { stream, depth: 2 } if stream == "full"), "{error}");
+        assert!(
+            error.to_string().contains("wait for room (Stream::submit_within, Stream::wait_room)"),
+            "{error}"
+        );
         let error = s.submit_within(&mut batch, Duration::from_millis(2)).unwrap_err();
         assert!(matches!(error, Error::StreamFull { .. }), "{error}");
         assert_eq!(batch.len(), len);

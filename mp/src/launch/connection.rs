@@ -38,7 +38,7 @@ const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and it
 pub(super) const FIX_LATE: &str = "see what holds up the rank that is named";
 /// The same, in a call of all ranks.
 const FIX_LATE_CALL: &str =
-    "see what holds up the rank that is named; after this only Communicator::shrink, or another job, goes on";
+    "no call of all ranks works any more but Communicator::shrink; see what holds up the rank that is named";
 const FIX_FAILED: &str = "the call has failed at all ranks; restart the job, or, if it has begun, make a new communicator by \
                           Communicator::shrink";
 const FIX_REFUSED: &str = "start all ranks with the same program, size and GDSYNC_JOB_TOKEN, and each rank once; \
@@ -298,7 +298,7 @@ impl Conn {
         match frame.header.kind {
             // Rank 0 reports about others, the others only about themselves.
             Kind::Failed => {
-                let what = format!("{} gave up: {}", self.peer, frame.text());
+                let what = format!("{} ({} gave up)", frame.text(), self.peer);
                 Err(Error::bootstrap(format!("rank {}", frame.header.rank), what, FIX_FAILED))
             }
             Kind::Refused => {
@@ -306,7 +306,7 @@ impl Conn {
                 Err(Error::bootstrap(&self.peer, what, FIX_REFUSED))
             }
             got if got == kind => Ok(frame),
-            got => Err(self.fault(got.instead_of(kind))),
+            got => Err(Error::bootstrap(&self.peer, got.instead_of(kind), FIX_FAILED)),
         }
     }
 

@@ -155,7 +155,7 @@ fn waits_in_vain(comm: &Communicator) {
         // A send of a stream without a receive at the other rank.
         let halo = short("halo");
         comm.send_on_stream(&halo, &buffer, 8..16, 1).unwrap();
-        let said = "stream 'halo' waited 50 ms for a receive of rank 1 (message 1): rank 1 has posted 0; post one there \
+        let said = "stream 'halo' of rank 0 waited 50 ms for a receive of rank 1 (message 1): rank 1 has posted 0; post one there \
                     (Communicator::irecv), or raise its wait_limit";
         assert_eq!(text(&halo), said);
     }
@@ -169,7 +169,7 @@ fn waits_in_vain(comm: &Communicator) {
         says(
             &text(&early),
             &[
-                "stream 'early' waited 50 ms for a message from rank 2 (receive 0 of QP 0x",
+                "stream 'early' of rank 1 waited 50 ms for a message from rank 2 (receive 0 of QP 0x",
                 "behind a wait of its own stream",
             ],
         );

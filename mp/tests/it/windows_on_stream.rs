@@ -437,7 +437,7 @@ job_test!(waits_for_signals_time_out, 1, |comm| {
     window.wait_signal_on_stream(&held, 8, 1, Cond::Geq).unwrap();
     let text = held.synchronize(LONG).unwrap_err().to_string();
     let named = [
-        "waited 20 ms for a signal at offset 8 of a window: ",
+        "of rank 0 waited 20 ms for a signal at offset 8 of a window, until it is ",
         "Geq 0x1",
         "Communicator::lost",
         "or raise its wait_limit",
