@@ -92,8 +92,9 @@ impl OverMpi {
             };
             if start.elapsed() >= timeout {
                 mem::forget(request);
+                let fix = "see what holds up a rank that has not called it";
                 let what = format!("barrier over MPI: waiting for some of {} ranks", self.size);
-                return Err(self.failed.insert(Error::Deadline { what, after: timeout }).clone());
+                return Err(self.failed.insert(Error::Deadline { what, after: timeout, fix }).clone());
             }
             sleep(TICK);
         }

@@ -103,7 +103,7 @@ use crate::verbs::{Completion, Qp, RecvWr, SendWr};
 use cuda::CudaEngine;
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
-use gdsync_device::error::{Error, Result, stream_label};
+use gdsync_device::error::{Error, Result, rounded, stream_label};
 use gdsync_device::memory::{Word32, Word64};
 use gdsync_device::recorder::Stage;
 use gdsync_shm::pending_flag;
@@ -484,7 +484,7 @@ impl Stream {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse_in_launch()?;
         let (seq, deadline) = (self.0.engine.submitted(), deadline(timeout));
-        let late = || Error::Deadline { what: "stream synchronize", after: timeout };
+        let late = || self.late("synchronizing", timeout);
         if !self.0.engine.wait_completed(seq, deadline) {
             return Err(late());
         }
@@ -500,6 +500,19 @@ impl Stream {
             return Err(error);
         }
         cores.iter().try_for_each(|core| core.check_naming_rank())
+    }
+
+    /// The error of a call on the stream that ends before the stream's work: what holds the stream.
+    fn late(&self, call: &str, timeout: Duration) -> Error {
+        let awaited = match self.0.engine.holder() {
+            Some((wait, left)) => format!("{wait}; the stream's wait limit ends that in {}", rounded(left)),
+            None => format!(
+                "{} submission(s), but for no message or word now; see whether a host function or a kernel takes long",
+                self.query().pending
+            ),
+        };
+        let awaited = format!("{awaited}; `gdasync trace {}` shows more", std::process::id());
+        Error::late(format!("{call} {}", stream_label(&self.0.name)), timeout, awaited)
     }
 
     /// Returns the stream's state. Does not block.

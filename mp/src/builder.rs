@@ -2,19 +2,22 @@
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::sleep;
 use std::time::Duration;
 
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::DeviceConfig;
+use gdsync::recorder::Traffic;
 use gdsync::verbs::{Access, Context, OnGpu, Qp, QpAddress, RemoteAddr};
+use gdsync_device::own_rank;
 use parking_lot::Mutex;
 
 use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
-use crate::error::{Error, Result, change_own_rank, set_own_rank};
+use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, Exchange, Spawned, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
@@ -166,7 +169,7 @@ impl CommunicatorBuilder {
             let what = format!("the exchange says that this is rank {rank} of {size}");
             return Err(Error::launch(what, "number the ranks from 0 to size - 1"));
         }
-        set_own_rank(rank);
+        own_rank::set(rank);
         self.check_size(size)?;
         self.build(Box::new(CheckedExchange(Box::new(exchange))), resolved, deadline)
     }
@@ -236,7 +239,10 @@ impl CommunicatorBuilder {
         let devices =
             Devices::share_again(main, intra_host, &inner.paths, self.0.watch, &mut *exchange, limit)?;
         let cache = Cache::new(self.0.cache.clone());
-        self.connect(devices, exchange, cache, deadline)
+        let beside = self.connect(devices, exchange, cache, deadline)?;
+        // The ranks meet in `comm`.
+        beside.0.children.is_finalized.store(true, Ordering::Relaxed);
+        Ok(beside)
     }
 
     fn connect(
@@ -352,8 +358,8 @@ fn connect(
         pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
             let failed = |cause| Error::message(peer, "connect", cause);
             let theirs = Card::from_bytes(table_row(theirs, peer, rank, size)?).map_err(failed)?;
-            messages.name_ranks(rank, peer);
-            credits.iter().for_each(|credits| credits.name_ranks(rank, peer));
+            messages.name_ranks(rank, peer, [Traffic::Messages; 2]);
+            credits.iter().for_each(|credits| credits.name_ranks(rank, peer, Traffic::Announcements));
             messages.connect(theirs.messages).map_err(failed)?;
             let route = match peer == rank {
                 true => CreditRoute::Own,
@@ -426,7 +432,7 @@ impl Communicator {
             });
             match built {
                 Ok(communicator) => {
-                    change_own_rank(rank);
+                    own_rank::change(rank);
                     let children = self.0.children.lock().take();
                     *communicator.0.children.lock() = children.map(|children| children.keep(&former));
                     return Ok(Shrunk { communicator, former });
@@ -444,7 +450,8 @@ impl Communicator {
         deadline: &Deadline,
     ) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
         let exchange = self.0.exchange.try_lock_for(deadline.remaining());
-        let busy = || deadline.error("shrink: waiting for another thread's barrier or exchange".to_owned());
+        let what = "shrink: waiting for a barrier or another call of all ranks in another thread";
+        let busy = || deadline.error(what, "let that end first");
         exchange.ok_or_else(busy)?.regroup(without, deadline.remaining())
     }
 }

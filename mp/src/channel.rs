@@ -19,6 +19,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::recorder::Traffic;
 use gdsync::stream::{Batch, PreparedSend, Replenish, Stream};
 use gdsync::verbs::{Completion, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
@@ -146,14 +147,17 @@ impl Half {
     /// Adds credit for a message to a batch, if a place is left for it.
     fn give_credit(self: &Arc<Self>, batch: &mut Batch) -> Result<()> {
         let credit = self.prepare(&[]).map_err(|cause| self.failed("receive through a channel", cause))?;
-        // The queues count, as launches of graphs go there directly.
-        let given = credit.completion().index().saturating_sub(self.qp.send_gaps());
-        if given.saturating_sub(self.qp.recv_cq().claimed()) >= self.places.len() as u64 {
+        if self.unawaited() > self.places.len() as u64 {
             return Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() });
         }
         self.repeat(batch);
         batch.post(credit);
         Ok(())
+    }
+
+    /// Messages that credit was given for, and that have no wait. The queues count, as launches of graphs go there directly.
+    fn unawaited(&self) -> u64 {
+        self.qp.sends().saturating_sub(self.qp.recv_cq().claimed())
     }
 
     /// Has receives posted before each launch of a graph that the batch is recorded for.
@@ -208,7 +212,7 @@ impl Channel {
     /// at a time.
     ///
     /// # Errors
-    /// [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason: the other rank has no place, or a
+    /// [`Error::Message`] with the reason: the range is outside the buffer, the other rank has no place, or a
     /// smaller one, the connection broke, or more messages are under way than
     /// [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth). A [launch](gdsync::stream::Graph::launch) is refused for
     /// the last two as well.
@@ -220,14 +224,19 @@ impl Channel {
     ) -> Result<Completion> {
         const OPERATION: &str = "send through a channel";
         let Inner { comm, out, room, .. } = &*self.0;
-        let sge = buffer.sge(out.peer.transport.intra_host, &range)?;
+        let sge = buffer
+            .sge(out.peer.transport.intra_host, &range)
+            .map_err(|cause| out.failed(OPERATION, cause))?;
         if room.is_none_or(|room| u64::from(sge.len) > room) {
             let cause = gdsync::Error::InvalidArgument {
                 what: "the message",
-                value: format!("{} bytes", sge.len),
+                value: match room {
+                    Some(room) => format!("{} bytes long, and the smallest place there {room}", sge.len),
+                    None => format!("{} bytes long", sge.len),
+                },
                 expected: match room {
                     Some(_) => {
-                        "one that fits into the smallest place that the other rank gave Communicator::channels"
+                        "one that fits into each place that the other rank gave Communicator::channels"
                     }
                     None => "none, as the other rank gave Communicator::channels no place for it",
                 },
@@ -249,9 +258,9 @@ impl Channel {
         let Inner { comm, into, .. } = &*self.0;
         if into.places.is_empty() {
             let cause = gdsync::Error::InvalidArgument {
-                what: "the places of this rank",
-                value: "none".into(),
-                expected: "at least one, given to Communicator::channels",
+                what: "the number of places of this rank",
+                value: "0".into(),
+                expected: "at least 1, given to Communicator::channels",
             };
             return Err(into.failed("receive through a channel", cause));
         }
@@ -259,37 +268,24 @@ impl Channel {
     }
 
     /// Holds the stream until the next message is in its place. The returned completion has its length. Give credit for the message
-    /// before ([`Channel::post_recv_in_batch`]), or the sender's stream waits for that, and this one for the message.
+    /// before ([`Channel::post_recv_in_batch`]): the sender's stream waits for that.
     ///
     /// # Errors
-    /// [`Error::Message`] with the reason: there is no place, the connection broke, or too many messages are under way.
+    /// [`Error::NoPostedReceive`] when each posted receive has a wait; [`Error::Message`] with the reason: the connection broke.
     pub fn wait_recv_in_batch(&self, batch: &mut Batch) -> Result<Completion> {
-        let Inner { comm, into, .. } = &*self.0;
+        let into = &self.0.into;
+        if into.unawaited() == 0 {
+            return Err(Error::NoPostedReceive { rank: self.rank() });
+        }
         into.repeat(batch);
-        comm.while_full(|| {
-            let wait = into.replenish().and_then(|()| batch.wait_recv(&into.qp));
-            let full = |cause| match cause {
-                // Streams wait for all receives that are posted.
-                gdsync::Error::NothingToWaitFor { qpn, .. } if !into.places.is_empty() => {
-                    let depth = 3 * comm.0.settings.queues.depth as u64;
-                    gdsync::Error::QueueFull {
-                        queue: "receive queue",
-                        qpn,
-                        outstanding: depth,
-                        depth,
-                        untaken: 0,
-                    }
-                }
-                other => other,
-            };
-            wait.map_err(|cause| into.failed("wait for a message of a channel", full(cause)))
-        })
+        let wait = into.replenish().and_then(|()| batch.wait_recv(&into.qp));
+        wait.map_err(|cause| into.failed("wait for a message of a channel", cause))
     }
 
     /// As [`Channel::send_in_batch`], on a stream.
     ///
     /// # Errors
-    /// [`Error::Device`] and [`Error::Message`], as [`Channel::send_in_batch`], also with the refusal of the stream.
+    /// [`Error::Message`], as [`Channel::send_in_batch`], also with the refusal of the stream.
     pub fn send_on_stream(
         &self,
         stream: &Stream,
@@ -310,7 +306,7 @@ impl Channel {
     /// As [`Channel::wait_recv_in_batch`], on a stream.
     ///
     /// # Errors
-    /// [`Error::Message`] with the reason, also with the refusal of the stream.
+    /// [`Error::NoPostedReceive`]; [`Error::Message`] with the reason, also with the refusal of the stream.
     pub fn wait_recv_on_stream(&self, stream: &Stream) -> Result<Completion> {
         self.on(stream, |batch| self.wait_recv_in_batch(batch))
     }
@@ -370,7 +366,7 @@ impl Unconnected {
     /// Connects with the end of the other rank, and posts the first receives.
     fn connect(self, comm: &Communicator, theirs: &Card) -> gdsync::Result<Channel> {
         let Self { peer, pair, places, buffers } = self;
-        pair.name_ranks(comm.rank(), peer.rank());
+        pair.name_ranks(comm.rank(), peer.rank(), [Traffic::ChannelOut, Traffic::ChannelIn]);
         pair.send.connect(theirs.into)?;
         pair.recv.connect(theirs.out)?;
         peer.transport.accompany(&pair);
@@ -442,7 +438,7 @@ impl Communicator {
         let buffers = places.iter().map(|(buffer, _)| buffer.mr(intra_host));
         let buffers = buffers.map(|buffer| (buffer.lkey(), buffer.guard())).collect();
         let places = places.iter().map(|(buffer, range)| buffer.sge(intra_host, range));
-        let places = places.collect::<Result<Vec<_>>>()?;
+        let places = places.collect::<gdsync::Result<Vec<_>>>()?;
         let build = || {
             // With one SGE each send takes one slot of the queue: it is not deeper than asked for.
             let queues = self.0.settings.queues.build_qp(self.0.domain(intra_host).1).max_recv_wr(3 * depth);

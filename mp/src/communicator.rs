@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 use crate::cache::{Cache, CacheConfig, Cached};
 use crate::credit::CreditFlag;
 use crate::error::{Error, Result};
-use crate::exchange::{Exchange, Spawned};
+use crate::exchange::{Exchange, Spawned, say};
 use crate::overlap::{OutstandingReceives, ReceiveClaims};
 use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
 use crate::peer::Peer;
@@ -85,6 +85,14 @@ impl Drop for Inner {
             // They learn it with their next wait for this rank, not by its timeout.
             self.peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::GivenUp));
         }
+        // After a failure, or a shrink, the others know already.
+        let is_whole = !self.peers.iter().any(|peer| peer.transport.has_ended());
+        if self.peers.len() > 1 && is_whole && self.children.are_left_by_surprise() {
+            say(&format!(
+                "rank {} leaves without Communicator::finalize: the others fail in their next call that needs it",
+                self.rank
+            ));
+        }
     }
 }
 
@@ -140,22 +148,36 @@ impl Communicator {
 
     /// Repeats an attempt, which starts nothing if it fails, while a queue or a stream is full.
     #[inline]
-    pub(crate) fn while_full<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    pub(crate) fn while_full<T>(&self, attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        self.retry_while(Error::is_full, attempt)
+    }
+
+    /// As [`Communicator::while_full`], while it fails with an error that ends by itself.
+    #[inline]
+    pub(crate) fn retry_while<T>(
+        &self,
+        ends_by_itself: impl Fn(&Error) -> bool,
+        mut attempt: impl FnMut() -> Result<T>,
+    ) -> Result<T> {
         match attempt() {
-            Err(error) if error.is_full() && !self.1.is_zero() => self.wait_for_room(attempt),
+            Err(error) if ends_by_itself(&error) && !self.1.is_zero() => self.retry(ends_by_itself, attempt),
             other => other,
         }
     }
 
     #[cold]
-    fn wait_for_room<T>(&self, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    fn retry<T>(
+        &self,
+        ends_by_itself: impl Fn(&Error) -> bool,
+        mut attempt: impl FnMut() -> Result<T>,
+    ) -> Result<T> {
         let deadline = Deadline::after(self.1);
         loop {
             let is_last = deadline.is_over();
             self.progress();
             let has_progressed = self.run_devices();
             match attempt() {
-                Err(error) if error.is_full() && !is_last => {
+                Err(error) if ends_by_itself(&error) && !is_last => {
                     if !has_progressed {
                         back_off(deadline.elapsed(), deadline.remaining());
                     }

@@ -41,7 +41,7 @@ pub(crate) const WORD_BYTES: usize = 4;
 pub(crate) const PROBES: usize = 16;
 
 /// How long the queue may be taken by announcements of another stream.
-pub(crate) const ROOM: Duration = Duration::from_secs(5);
+const ROOM: Duration = Duration::from_secs(5);
 
 /// How far ahead of all messages the word of a lost rank is set, so that nothing waits for it any more.
 pub(crate) const OPEN: u32 = 1 << 30;
@@ -409,7 +409,8 @@ impl Credits {
             }
             if deadline.is_over() {
                 let what = "announcing the receives before that of the stream";
-                return Err(gdsync::Error::Deadline { what, after: ROOM });
+                let awaited = "another stream to announce its receives; let it get to them first";
+                return Err(gdsync::Error::late(what, ROOM, awaited));
             }
             yield_now();
         }

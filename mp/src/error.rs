@@ -4,12 +4,12 @@ use std::num::NonZeroU32;
 use std::ops::Range;
 use std::process::ExitStatus;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use std::{fmt, io};
 
 use gdsync::error::{printable, rounded};
 use gdsync::mlx5::Syndrome;
+use gdsync_device::own_rank;
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -43,6 +43,8 @@ pub enum Error {
         what: String,
         /// The time limit.
         after: Duration,
+        /// What the user can do.
+        fix: &'static str,
     },
     /// A child process or a thread could not be started or controlled.
     Spawn {
@@ -77,6 +79,11 @@ pub enum Error {
         other_rank: Option<usize>,
         /// The bytes of its buffer.
         other_range: Range<usize>,
+    },
+    /// A wait for a message of a channel without a posted receive that it could be for.
+    NoPostedReceive {
+        /// The rank at the other end.
+        rank: usize,
     },
     /// All places of a channel have a posted receive that no wait has been added for.
     NoFreePlace {
@@ -137,25 +144,7 @@ pub enum Error {
     Device(gdsync::Error),
 }
 
-/// The rank of this process: 0 for none yet, else one more; [`SEVERAL`] where it is several.
-static OWN_RANK: AtomicUsize = AtomicUsize::new(0);
-const SEVERAL: usize = usize::MAX;
-
-/// This process is this rank of a job: errors begin with it, unless threads of the process are other ranks.
-pub(crate) fn set_own_rank(rank: usize) {
-    let known = OWN_RANK.compare_exchange(0, rank + 1, Ordering::Relaxed, Ordering::Relaxed);
-    if known.is_err_and(|known| known != rank + 1) {
-        OWN_RANK.store(SEVERAL, Ordering::Relaxed);
-    }
-}
-
-/// The survivors of a job are numbered anew.
-pub(crate) fn change_own_rank(rank: usize) {
-    let change = |known| (known != SEVERAL).then_some(rank + 1);
-    let _ = OWN_RANK.fetch_update(Ordering::Relaxed, Ordering::Relaxed, change);
-}
-
-fn rank_or_any(rank: Option<usize>) -> String {
+pub(crate) fn rank_or_any(rank: Option<usize>) -> String {
     rank.map_or_else(|| "any rank".to_owned(), |rank| format!("rank {rank}"))
 }
 
@@ -169,24 +158,19 @@ fn preposition(operation: &str) -> &'static str {
 }
 
 /// Why a message failed, in terms of ranks.
-fn reason(operation: &str, rank: usize, cause: &gdsync::Error) -> String {
-    let gdsync::Error::Deadline { after, .. } = cause else { return cause.of_rank() };
-    let fix = match preposition(operation) {
-        "to" if operation.contains("send") => {
-            format!("see that rank {rank} posts a receive for it (Communicator::irecv)")
+fn reason(cause: &gdsync::Error) -> String {
+    match cause {
+        gdsync::Error::Deadline { after, awaited, .. } => {
+            format!("not complete within {}: it waits for {awaited}, or allow more time", rounded(*after))
         }
-        "from" if operation != "get" => format!("nothing has come; see that rank {rank} sends it"),
-        // One-sided operations take no part of the rank's program.
-        _ => format!("see that rank {rank} lives (Communicator::check)"),
-    };
-    format!("not complete within {}: {fix}, or allow more time", rounded(*after))
+        other => other.of_rank(),
+    }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match OWN_RANK.load(Ordering::Relaxed) {
-            0 | SEVERAL => {}
-            own => write!(f, "rank {}: ", own - 1)?,
+        if let Some(own) = own_rank::get() {
+            write!(f, "rank {own}: ")?;
         }
         let cause = |cause: &Option<Arc<io::Error>>| {
             cause.as_ref().map(|error| format!(": {error}")).unwrap_or_default()
@@ -196,11 +180,9 @@ impl fmt::Display for Error {
             Self::Bootstrap { peer, what, cause: why, fix } => {
                 write!(f, "bootstrap: {peer}: {what}{}; {fix}", cause(why))
             }
-            Self::Deadline { what, after } => write!(
-                f,
-                "{what}: not done within {}; see what holds up the rank that is named, or allow more time",
-                rounded(*after)
-            ),
+            Self::Deadline { what, after, fix } => {
+                write!(f, "{what}: not done within {}; {fix}, or allow more time", rounded(*after))
+            }
             Self::Spawn { what, cause: why, fix } => write!(f, "spawn: {what}{}; {fix}", cause(why)),
             Self::Child { rank, status } => {
                 write!(f, "rank {rank} ended with {status}; its own output says why")
@@ -228,6 +210,11 @@ impl fmt::Display for Error {
                  would overwrite the first; add its wait before the next receive (Channel::wait_recv_in_batch or \
                  wait_recv_on_stream), or give Communicator::channels more places"
             ),
+            Self::NoPostedReceive { rank } => write!(
+                f,
+                "each posted receive of the channel with rank {rank} has its wait already, so no message would come for another \
+                 one; post a receive before it (Channel::post_recv_in_batch or post_recv_on_stream)"
+            ),
             Self::OutsideWindow { rank, operation, offset, len, size } => write!(
                 f,
                 "{operation} of {len} bytes at offset {offset} leaves the window of rank {rank}, which has {size} bytes"
@@ -240,7 +227,7 @@ impl fmt::Display for Error {
                     (None, Some(room)) => write!(f, " into {room} bytes")?,
                     (Some(bytes), Some(room)) => write!(f, " of {bytes} bytes into {room}")?,
                 }
-                write!(f, ": {}", reason(operation, *rank, cause))
+                write!(f, ": {}", reason(cause))
             }
             Self::Collective { operation, rank, what } => write!(
                 f,
@@ -353,33 +340,22 @@ mod tests {
     #[test]
     fn messages_say_which_rank_what_why_and_what_to_do() {
         let late =
-            || E::Deadline { what: "waiting for a completion", after: Duration::from_nanos(9_999_999_750) };
+            |awaited| E::late("waiting for a completion", Duration::from_nanos(9_999_999_750), awaited);
         let failed = |syndrome| E::from(CompletionError::new(7, None, syndrome));
         let full = E::QueueFull { queue: "send queue", qpn: 7, outstanding: 514, depth: 512, untaken: 0 };
         let gone = E::QpStopped { qpn: 7, reason: Arc::new(E::PeerGone { qpn: 7 }) };
         let broken = "The connection is broken for good: only Communicator::shrink makes a new one";
         for (error, says) in [
             (
-                Error::message(1, "receive", late()),
+                Error::message(
+                    1,
+                    "receive",
+                    late("a message from rank 1 (receive 3 of QP 0x7); see that it sends it"),
+                ),
                 &[
-                    "receive from rank 1: not complete within 10 s: nothing has come; see that rank 1 sends it",
+                    "receive from rank 1: not complete within 10 s: it waits for a message from rank 1 (receive 3 of QP 0x7); see \
+                     that it sends it, or allow more time",
                 ][..],
-            ),
-            (
-                Error::message(1, "send", late()),
-                &["send to rank 1: not complete within 10 s", "Communicator::irecv"],
-            ),
-            (
-                Error::message(1, "put", late()),
-                &["put to rank 1: not complete within 10 s: see that rank 1 lives (Communicator::check)"],
-            ),
-            (
-                Error::message(1, "get", late()),
-                &["get from rank 1: not complete within 10 s: see that rank 1 lives (Communicator::check)"],
-            ),
-            (
-                Error::message(1, "flush", late()),
-                &["flush with rank 1: not complete within 10 s", "Communicator::check"],
             ),
             (
                 Error::message(1, "send", full),
@@ -438,7 +414,7 @@ mod tests {
         let error = E::Rank { rank: 2, reason: Arc::new(E::PeerGone { qpn: 7 }) };
         let text = error.to_string();
         assert!(
-            text.starts_with("rank 2: ") && text.ends_with("QP 0x7") && text.contains("shrink"),
+            text.starts_with("connection to rank 2: ") && text.ends_with("QP 0x7") && text.contains("shrink"),
             "{text}"
         );
         let error = Error::from(error);

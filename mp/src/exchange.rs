@@ -1,6 +1,7 @@
 //! The exchange of addresses between ranks, before any queue exists. A communicator is built over an [`Exchange`].
 
 use std::fmt;
+use std::io::{self, Write};
 use std::sync::atomic::AtomicBool;
 use std::thread::panicking;
 use std::time::Duration;
@@ -127,6 +128,11 @@ impl Spawned {
         self.processes.lock()
     }
 
+    /// Whether the ranks were started otherwise, and this one leaves them without saying so.
+    pub(crate) fn are_left_by_surprise(&mut self) -> bool {
+        self.processes.get_mut().is_none() && !*self.is_finalized.get_mut() && !panicking()
+    }
+
     pub(crate) fn are_running(&mut self) -> bool {
         self.processes.get_mut().as_mut().is_some_and(|processes| !processes.running().is_empty())
     }
@@ -139,6 +145,11 @@ impl Drop for Spawned {
         let limit = if is_finalized || panicking() { self.limit.min(LAST_MOMENTS) } else { self.limit };
         processes.leave(limit, is_finalized);
     }
+}
+
+/// Says something on standard error, which may be closed.
+pub(crate) fn say(text: &str) {
+    let _ = writeln!(io::stderr(), "mp: {text}");
 }
 
 /// Takes the first bytes of a record, whose length was checked.

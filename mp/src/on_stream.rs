@@ -6,13 +6,11 @@ use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
 use gdsync::verbs::Sge;
 
 use crate::communicator::Communicator;
-use crate::credit::ROOM;
 use crate::error::{Error, Result};
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
 use crate::request::{Awaited, DOMAIN, Request};
 use crate::transport::{mark_only_once, refuse_in_capture};
-use crate::wait::{Deadline, back_off};
 
 /// A prepared send that is in no stream yet. Dropping it takes it back.
 #[derive(Debug)]
@@ -244,18 +242,13 @@ impl Communicator {
         if waits {
             self.wait_in_batch(&mut batch, &request)?;
         }
-        let deadline = Deadline::after(ROOM);
-        loop {
-            match self.while_full(|| stream.submit(&mut batch).map_err(failed)) {
-                // The last announcement of another stream is still under way.
-                Err(Error::Message { cause: gdsync::Error::Busy { queue: "send", .. }, .. })
-                    if !deadline.is_over() =>
-                {
-                    back_off(deadline.elapsed(), deadline.remaining());
-                }
-                submitted => return submitted.map(|()| request),
-            }
-        }
+        // `Busy`: the last announcement of another stream is still under way.
+        let is_busy = |error: &Error| {
+            matches!(error, Error::Message { cause: gdsync::Error::Busy { queue: "send", .. }, .. })
+        };
+        let submit = || stream.submit(&mut batch).map_err(failed);
+        self.retry_while(|error| error.is_full() || is_busy(error), submit)?;
+        Ok(request)
     }
 
     /// Adds a receive to a batch: the stream that the batch is submitted to posts it, see [`Communicator::irecv_on_stream`].

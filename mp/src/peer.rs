@@ -93,7 +93,8 @@ impl Peer {
             };
             return Err(self.failed(operation, cause));
         }
-        pieces.iter().map(|(buffer, range)| buffer.sge(self.transport.intra_host, range)).collect()
+        let sges = pieces.iter().map(|(buffer, range)| buffer.sge(self.transport.intra_host, range));
+        sges.collect::<gdsync::Result<_>>().map_err(|cause| self.failed(operation, cause))
     }
 
     /// Posts an operation to a queue with `post`, after making room if the queue is full, and pins its buffers until it is complete.

@@ -5,8 +5,6 @@ use std::ops::Range;
 use gdsync::memory::Memory;
 use gdsync::verbs::{Mr, Sge};
 
-use crate::error::{Error, Result};
-
 /// A piece of a message: a range of registered memory.
 pub type Piece<'a> = (&'a Registration, Range<usize>);
 
@@ -50,18 +48,18 @@ impl Registration {
 
     /// A range as one of the devices addresses it.
     #[inline]
-    pub(crate) fn sge(&self, intra_host: bool, range: &Range<usize>) -> Result<Sge> {
+    pub(crate) fn sge(&self, intra_host: bool, range: &Range<usize>) -> gdsync::Result<Sge> {
         let len = range.end.checked_sub(range.start).ok_or_else(|| reversed(range))?;
-        Ok(self.mr(intra_host).sge(range.start, len)?)
+        self.mr(intra_host).sge(range.start, len)
     }
 
     /// Refuses a range that does not lie inside.
-    pub(crate) fn check_range(&self, range: &Range<usize>) -> Result<()> {
+    pub(crate) fn check_range(&self, range: &Range<usize>) -> gdsync::Result<()> {
         let len = range.end.checked_sub(range.start).ok_or_else(|| reversed(range))?;
         let (offset, size) = (range.start, self.memory().len());
         match size.checked_sub(offset).is_some_and(|rest| len <= rest) {
             true => Ok(()),
-            false => Err(Error::Device(gdsync::Error::OutOfBounds { offset, len, size })),
+            false => Err(gdsync::Error::OutOfBounds { offset, len, size }),
         }
     }
 }

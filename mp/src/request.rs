@@ -221,21 +221,24 @@ impl Request {
             return Ok(bytes);
         }
         let (Some(completion), Some(transport)) = (self.completion(), self.transport()) else {
-            return Err(gdsync::Error::Deadline { what: "waiting for a message", after: timeout });
+            let rank = self.rank;
+            let awaited = format!("a message from rank {rank}; see that the rank sends it");
+            return Err(gdsync::Error::late("waiting for a message", timeout, awaited));
         };
         let deadline = Deadline::after(timeout.saturating_sub(waited));
         loop {
             match completion.wait(deadline.remaining().min(SILENCE)) {
                 Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => transport.tend(),
-                Err(gdsync::Error::Deadline { what, .. }) => {
-                    return Err(gdsync::Error::Deadline { what, after: timeout });
+                Err(gdsync::Error::Deadline { what, awaited, .. }) => {
+                    return Err(gdsync::Error::late(what, timeout, awaited));
                 }
                 // It is known, or was forgotten and kept.
                 _ => break,
             }
         }
-        let pending = gdsync::Error::Deadline { what: "waiting for a completion", after: timeout };
-        self.outcome()?.ok_or(pending)
+        let late =
+            || gdsync::Error::late("waiting for a completion", timeout, "what its queue has not told yet");
+        self.outcome()?.ok_or_else(late)
     }
 
     fn completion(&self) -> Option<&Completion> {

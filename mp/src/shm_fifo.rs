@@ -240,6 +240,12 @@ impl RxSide {
         self.len() + self.ahead.len() >= depth
     }
 
+    /// The number of the message for a queued receive.
+    fn number_of(&self, receive: &FifoReceive) -> u64 {
+        let at = self.queued.iter().position(|entry| std::ptr::eq(&*entry.receive, receive));
+        self.receiver.next() + at.unwrap_or(0) as u64
+    }
+
     /// Whether the message for one more receive is in the FIFO, or will be.
     fn takes_next(&self) -> bool {
         let number = self.receiver.next() + self.queued.len() as u64;
@@ -613,8 +619,7 @@ impl ShmFifo {
                 return Err(error);
             }
             if deadline.is_over() {
-                let what = "waiting for the sender to finish a message";
-                return Err(gdsync::Error::Deadline { what, after: deadline.limit() });
+                return Err(unfinished(transport.rank));
             }
             drop(rx);
             yield_now();
@@ -667,8 +672,7 @@ impl ShmFifo {
         while receive.is_queued() && !transport.has_ended() {
             self.take(transport, false);
             if deadline.is_over() {
-                let what = "waiting for the sender to finish a message";
-                transport.fail(&gdsync::Error::Deadline { what, after: CLAIMED });
+                transport.fail(&unfinished(transport.rank));
             }
             back_off(deadline.elapsed(), deadline.remaining());
         }
@@ -854,7 +858,12 @@ impl ShmFifo {
                 return Ok(waited);
             }
             if waited >= timeout {
-                return Err(gdsync::Error::Deadline { what: "waiting for a message", after: timeout });
+                let number = self.lock().number_of(receive);
+                let awaited = format!(
+                    "a message from rank {} (message {number} through shared memory); see that the rank sends it",
+                    transport.rank
+                );
+                return Err(gdsync::Error::late("waiting for a message", timeout, awaited));
             }
             if tended.elapsed() >= SILENCE {
                 // Its message was claimed, and the sender does not finish it.
@@ -864,6 +873,14 @@ impl ShmFifo {
             back_off(waited, timeout - waited);
         }
     }
+}
+
+/// The error for a message that its sender has begun, and does not finish.
+fn unfinished(rank: usize) -> gdsync::Error {
+    let awaited = format!(
+        "rank {rank} to finish a message that it has begun; see that it lives and is not stopped (Communicator::check)"
+    );
+    gdsync::Error::late("receiving through shared memory", CLAIMED, awaited)
 }
 
 fn post(transport: &Transport, buffers: &Buffers) -> gdsync::Result<Completion> {

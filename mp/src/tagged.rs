@@ -77,7 +77,7 @@ pub use matching::{Source, Tag};
 
 use crate::builder::{CommunicatorBuilder, Shrunk};
 use crate::communicator::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, rank_or_any};
 use crate::overlap::ReceiveClaims;
 use crate::registration::Registration;
 use crate::transport::SILENCE;
@@ -171,7 +171,7 @@ impl Tagged {
             let sent = shared.engine.lock().send(rank, outgoing);
             sent.inspect_err(|_| _ = shared.progress())
         })?;
-        Ok(Request { shared, outcome, rank: Some(rank), place: None })
+        Ok(Request { shared, outcome, rank: Some(rank), tag: tag.into(), is_send: true, place: None })
     }
 
     /// Starts a receive into the bytes `range` of `buffer`, of a message from a rank or [`Source::Any`], with a tag or
@@ -187,13 +187,14 @@ impl Tagged {
         source: impl Into<Source>,
         tag: impl Into<Tag>,
     ) -> Result<Request> {
-        let key = self.key(source.into(), tag.into())?;
+        let tag = tag.into();
+        let key = self.key(source.into(), tag)?;
         buffer.check_range(&range)?;
         let _claims = self.0.claim(buffer, &range, key.source())?;
         let (shared, outcome) = (self.0.clone(), Arc::new(OnceLock::new()));
         let incoming = Incoming { outcome: outcome.clone(), buffer: buffer.clone(), range, _claims };
         let place = shared.engine.lock().receive(key, incoming)?;
-        Ok(Request { shared, outcome, rank: key.source(), place })
+        Ok(Request { shared, outcome, rank: key.source(), tag, is_send: false, place })
     }
 
     /// Blocks until all messages are complete, or one has failed.
@@ -261,9 +262,8 @@ impl Tagged {
                 tended = waited;
             }
             if deadline.is_over() {
-                return Err(
-                    deadline.error("waiting for the tagged messages that this rank has sent".to_owned())
-                );
+                let what = "waiting for the tagged messages that this rank has sent";
+                return Err(deadline.error(what, "see that their ranks receive them (Tagged::irecv)"));
             }
             yield_now();
         }
@@ -305,7 +305,8 @@ impl Message {
         if let Some(arrived) = self.arrived.take() {
             shared.engine.lock().give(arrived, incoming);
         }
-        Ok(Request { shared, outcome, rank: Some(self.status.rank), place: None })
+        let Status { rank, tag, .. } = self.status;
+        Ok(Request { shared, outcome, rank: Some(rank), tag: tag.into(), is_send: false, place: None })
     }
 }
 
@@ -349,6 +350,8 @@ pub struct Request {
     outcome: Outcome,
     /// The rank at the other end, if it is known.
     rank: Option<usize>,
+    tag: Tag,
+    is_send: bool,
     /// Where it waits for a message, if it does.
     place: Option<Place>,
 }
@@ -368,6 +371,16 @@ impl Request {
             self.shared.progress();
         }
         self.known().transpose()
+    }
+
+    #[cold]
+    fn late(&self, deadline: &Deadline) -> Error {
+        let (kind, fix) = match self.is_send {
+            true => ("send to", "see that the rank receives it (Tagged::irecv)"),
+            false => ("receive from", "see that it is sent with that tag (Tagged::isend)"),
+        };
+        let rank = rank_or_any(self.rank);
+        deadline.error(format!("tagged {kind} {rank} with {}", self.tag), fix)
     }
 
     /// Blocks until the message is complete. Moves all messages of this rank along, also those of other requests.
@@ -391,8 +404,7 @@ impl Request {
             has_worked |= self.shared.progress();
             let waited = deadline.elapsed();
             if deadline.is_over() {
-                let whom = self.rank.map_or("any rank".to_owned(), |rank| format!("rank {rank}"));
-                return Err(deadline.error(format!("waiting for a tagged message with {whom}")));
+                return Err(self.late(&deadline));
             }
             if waited >= tended + SILENCE {
                 self.shared.comm.progress();

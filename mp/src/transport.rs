@@ -8,6 +8,7 @@ use std::time::Duration;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Word32;
 use gdsync::mlx5::{Opcode, Syndrome};
+use gdsync::recorder::Traffic;
 use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
 use gdsync::verbs::{
     Completion, CompletionError, Cq, MrGuard, OnGpu, Pd, Qp, QpAddress, QpBuilder, RecvWr, SendWr, Sge,
@@ -94,10 +95,10 @@ impl QpPair {
         self.send.is_awaited() || self.recv.is_awaited()
     }
 
-    /// Names both ranks in the flight recorder.
-    pub(crate) fn name_ranks(&self, own: usize, other: usize) {
-        self.send.name_ranks(own, other);
-        self.recv.name_ranks(own, other);
+    /// Names both ranks, and what goes through either queue pair, in errors and in the flight recorder.
+    pub(crate) fn name_ranks(&self, own: usize, other: usize, [send, recv]: [Traffic; 2]) {
+        self.send.name_ranks(own, other, send);
+        self.recv.name_ranks(own, other, recv);
     }
 }
 

@@ -39,8 +39,8 @@ impl Deadline {
         self.remaining().is_zero()
     }
 
-    pub(crate) fn error(&self, what: String) -> Error {
-        Error::Deadline { what, after: self.limit }
+    pub(crate) fn error(&self, what: impl Into<String>, fix: &'static str) -> Error {
+        Error::Deadline { what: what.into(), after: self.limit, fix }
     }
 }
 
@@ -137,7 +137,7 @@ fn until<T: Copy>(
             return Ok(now);
         }
         if deadline.is_over() {
-            return Err(deadline.error(describe(now)));
+            return Err(deadline.error(describe(now), "see that its writer lives and writes it"));
         }
         if !has_progressed {
             back_off(deadline.elapsed(), deadline.remaining());

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
 use gdsync::mlx5::MAX_MESSAGE;
-use gdsync::recorder::{NamedWords, Purpose};
+use gdsync::recorder::{NamedWords, Purpose, Traffic};
 use gdsync::stream::{Batch, Cond, Stream};
 use gdsync::verbs::{Access, Completion, Qp, QpAddress, RemoteAddr, SendWr, Sge};
 use smallvec::SmallVec;
@@ -132,7 +132,7 @@ impl Communicator {
         let connect = |(peer, ((_, table), pair)): (usize, (&(Part, &[u8]), &QpPair))| {
             let failed = |cause| Error::message(peer, "connect a window", cause);
             let theirs = QpAddress::from_bytes(table_row(table, peer, rank, size)?).map_err(failed)?;
-            pair.name_ranks(rank, peer);
+            pair.name_ranks(rank, peer, [Traffic::Window; 2]);
             pair.connect(theirs).map_err(failed)
         };
         let connected = parts.iter().zip(&pairs).enumerate().try_for_each(connect);
@@ -440,7 +440,7 @@ impl<'a> Rma<'a> {
     }
 
     /// The same, as the intra-host device addresses them, or the other one: none for no bytes, several where they are many.
-    fn sges(&self, intra_host: bool) -> Result<Sges> {
+    fn sges(&self, intra_host: bool) -> gdsync::Result<Sges> {
         let mut sges = Sges::new();
         for (buffer, range) in self.pieces() {
             // Also where the range is empty.
@@ -491,8 +491,8 @@ impl Window {
     /// again; a request that is dropped goes on, and its failure comes out of the next call for the same rank.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::OutsideWindow`]; [`Error::Device`] for a range outside a buffer;
-    /// [`Error::Message`] with the reason: a word that is not aligned, too many inline bytes, a connection that broke, or
+    /// [`Error::NoSuchRank`]; [`Error::OutsideWindow`];
+    /// [`Error::Message`] with the reason: a range outside a buffer, a word that is not aligned, too many inline bytes, a connection that broke, or
     /// that a stream uses now, or a [full](Communicator#full-queues) queue.
     pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
         self.post(rma, Qp::post_send)
@@ -600,7 +600,7 @@ impl Window {
         mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
         let intra_host = self.0.queues.intra_host;
-        let sges = rma.sges(intra_host)?;
+        let sges = rma.sges(intra_host).map_err(|cause| Error::message(rma.rank, rma.name(), cause))?;
         let len = match rma.what {
             What::Put(_) | What::Get(_) => {
                 // Only a long list could overflow.
@@ -649,11 +649,11 @@ impl Window {
                     [result] => *result,
                     _ => self.0.queues.scratch(rma.rank)?,
                 };
-                wrs.push(SendWr::fetch_add(aligned(rma, at)?, add, result));
+                wrs.push(SendWr::fetch_add(aligned(rma, at, rma.offset)?, add, result));
             }
             What::CompareSwap { compare, swap, .. } => {
                 for &result in sges {
-                    wrs.push(SendWr::compare_swap(aligned(rma, at)?, compare, swap, result));
+                    wrs.push(SendWr::compare_swap(aligned(rma, at, rma.offset)?, compare, swap, result));
                 }
             }
         }
@@ -671,7 +671,7 @@ impl Window {
             let expected = "one that was made with Window::beside of the window of the operation";
             return Err(invalid(rma, "the window of the signal", format!("{window:?}"), expected));
         }
-        let at = aligned(rma, window.remote("signal", rma.rank, signal.offset, 8)?)?;
+        let at = aligned(rma, window.remote("signal", rma.rank, signal.offset, 8)?, signal.offset)?;
         let wr = match signal.add {
             true => SendWr::fetch_add(at, signal.value, self.0.queues.scratch(rma.rank)?),
             false => SendWr::write_inline(at, value),
@@ -716,7 +716,7 @@ impl Window {
 
     /// Blocks until the 64-bit word at `offset` of the own part satisfies a condition, and returns it. What was put before
     /// the [signal](Signal) is visible then. Wait for a counter with [`Cond::Geq`], which is cyclic. The wait does not know who
-    /// signals: if that rank has died it goes on to its timeout, and [`Communicator::lost`] names the rank.
+    /// signals: if that rank has died it goes on to its timeout, and the error names the ranks that are lost.
     ///
     /// # Errors
     /// [`Error::OutsideWindow`] and [`Error::Device`], as [`Window::word64`]; [`Error::Deadline`] after `timeout`.
@@ -728,9 +728,31 @@ impl Window {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<u64> {
         let context = &self.0.comm.0.domain(self.0.queues.intra_host).0;
-        wait_value64_and(&self.word64(offset)?, value, cond, self.0.comm.limit(timeout), || {
-            context.progress()
+        let (word, limit) = (self.word64(offset)?, self.0.comm.limit(timeout));
+        wait_value64_and(&word, value, cond, limit, || context.progress()).map_err(|error| match error {
+            Error::Deadline { after, .. } => self.late_signal((offset, word.load()), value, cond, after),
+            other => other,
         })
+    }
+
+    /// The error of a wait for a signal: in which rank's window, and who cannot signal it.
+    #[cold]
+    fn late_signal(&self, (offset, word): (usize, u64), value: u64, cond: Cond, after: Duration) -> Error {
+        let comm = &self.0.comm;
+        let lost: Vec<_> = comm.lost().iter().map(|rank| format!("rank {rank}")).collect();
+        let lost = match &lost[..] {
+            [] => "no rank is known to be lost".to_owned(),
+            lost => format!("{} can signal no more", lost.join(", ")),
+        };
+        let what = format!(
+            "wait for a signal at offset {offset} of the window of rank {}, until it is {cond:?} {value:#x} (it is {word:#x}; {lost})",
+            comm.rank()
+        );
+        Error::Deadline {
+            what,
+            after,
+            fix: "see that another rank signals it (Rma::signal, Rma::with_signal)",
+        }
     }
 
     /// As [`Window::wait_signal`], and the stream waits: where the rank that was to signal has died, as long as the
@@ -794,11 +816,12 @@ fn chunks<'a>(mut at: RemoteAddr, sges: &'a [Sge], mut one: impl FnMut(RemoteAdd
 }
 
 /// Refuses a word that the device could not change atomically.
-fn aligned(rma: &Rma<'_>, at: RemoteAddr) -> Result<RemoteAddr> {
+fn aligned(rma: &Rma<'_>, at: RemoteAddr, offset: usize) -> Result<RemoteAddr> {
     if at.addr.is_multiple_of(8) {
         return Ok(at);
     }
-    Err(invalid(rma, "the address of the word at the target", format!("{:#x}", at.addr), "a multiple of 8"))
+    let value = format!("{:#x} (offset {offset} of its window)", at.addr);
+    Err(invalid(rma, "the address of the word at the target", value, "a multiple of 8"))
 }
 
 #[cfg(test)]

@@ -51,7 +51,7 @@ pub(super) struct Waiting {
     /// Of a word.
     pub(super) address: Option<String>,
     pub(super) value: Option<u32>,
-    /// What the word stands for, if the recording has it: a receive of a rank, or a signal.
+    /// What it stands for in terms of ranks, if the recording has that: a message, a free place, a receive, a signal.
     pub(super) purpose: Option<String>,
     pub(super) peer: Option<Other>,
     pub(super) for_s: f64,
@@ -191,11 +191,13 @@ impl Waiting {
         let is_word = awaited.queue == Queue::None;
         let words = recording.words_at(awaited.number).filter(|_| is_word);
         let peer = match words.map(|words| words.purpose) {
-            Some(Purpose::Receives { rank }) => {
-                recording.peers.iter().find(|peer| peer.rank == Some(rank) && !peer.is_gone)
-            }
+            Some(Purpose::Receives { rank }) => recording
+                .peers
+                .iter()
+                .find(|peer| peer.rank.is_some_and(|(known, _)| known == rank) && !peer.is_gone),
             _ => recording.peer(awaited.device, awaited.qpn).filter(|_| !is_word),
         };
+        let awaited_of_rank = || peer?.rank.map(|(rank, traffic)| traffic.awaited(awaited.queue, rank));
         Self {
             stuck: recording.liveness == Liveness::Dead || lasted >= stuck_after,
             by: wait.by.name(),
@@ -206,7 +208,9 @@ impl Waiting {
             sequence: (!is_word).then_some(awaited.number),
             address: is_word.then(|| format!("{:#x}", awaited.number)),
             value: is_word.then_some(awaited.value),
-            purpose: words.map(|words| words.awaited(awaited.number, awaited.value.into())),
+            purpose: words
+                .map(|words| words.awaited(awaited.number, awaited.value.into()))
+                .or_else(awaited_of_rank),
             peer: peer.and_then(|peer| Other::of(known, peer)),
             for_s: seconds(lasted),
             posted: awaited.posted,
@@ -244,7 +248,7 @@ impl Other {
         let found =
             known.iter().find_map(|recording| Some((*recording, recording.peers.iter().find(is_it)?)));
         Some(Self {
-            rank: peer.rank.or(found.and_then(|(recording, _)| recording.rank)),
+            rank: peer.rank.map(|(rank, _)| rank).or(found.and_then(|(recording, _)| recording.rank)),
             qpn,
             gid: gid.to_string(),
             pid: found.map(|(recording, _)| recording.pid),

@@ -71,7 +71,10 @@ fn head(process: &Process, out: &mut dyn Write) -> Result<()> {
 fn waiting(wait: &Waiting, out: &mut dyn Write) -> Result<()> {
     let stuck = if wait.stuck { "STUCK" } else { "waits" };
     let what = match (wait.qpn, wait.sequence, &wait.address) {
-        (Some(qpn), Some(sequence), _) => format!("{} {sequence} of QP {qpn:#x}", wait.queue),
+        (Some(qpn), Some(sequence), _) => {
+            let request = format!("{} {sequence} of QP {qpn:#x}", wait.queue);
+            wait.purpose.as_ref().map_or_else(|| request.clone(), |purpose| format!("{purpose} ({request})"))
+        }
         (_, _, address) => wait.purpose.clone().unwrap_or_else(|| {
             let (address, value) = (address.as_deref().unwrap_or_default(), wait.value.unwrap_or_default());
             format!("the word at {address} (value {value:#x})")

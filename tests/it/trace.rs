@@ -201,7 +201,7 @@ fn stuck_wait_is_reported_of_live_and_killed_processes() {
         &format!("process {pid1} "),
         ", rank 1, dead;",
         "STUCK for ",
-        "waits for receive 3 of QP 0x",
+        "waits for a message from rank 0 (receive 3 of QP 0x",
         "peer rank 0, QP 0x",
         &format!("process {pid0}, alive"),
         "last state: prepared ",
@@ -273,8 +273,16 @@ fn foreign_and_broken_files_are_skipped_with_a_reason() {
     let rank1 = std::fs::read_dir(job.folder.path()).unwrap().map(|entry| entry.unwrap().path());
     let is_rank1 = |path: &PathBuf| path.to_str().unwrap().contains(&format!("-{}-", job.pids[1]));
     std::fs::copy(rank1.into_iter().find(is_rank1).unwrap(), name("4")).unwrap();
-    let mut reasons =
-        vec![("1", "no header"), ("2", "regular file"), ("3", "regular file"), ("4", "of process ")];
+    let mut other = std::fs::read(&real).unwrap();
+    other[7] = b'0';
+    std::fs::write(name("6"), other).unwrap();
+    let mut reasons = vec![
+        ("6", "written by another version"),
+        ("1", "no header"),
+        ("2", "regular file"),
+        ("3", "regular file"),
+        ("4", "of process "),
+    ];
     std::fs::copy(&real, name("5")).unwrap();
     match std::os::unix::fs::chown(name("5"), Some(65_533), None) {
         Ok(()) => reasons.push(("5", "belongs to user 65533")),

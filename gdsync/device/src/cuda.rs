@@ -39,5 +39,8 @@ pub use gpu::{Gpu, Joined, NudgerSlot};
 pub use kernel_exec::KernelExecutor;
 pub use register::{Registered, is_registered};
 
+/// What giving memory back waits for, and what to do.
+const ALL_STREAMS: &str = "all streams of the process, as CUDA does; try again when no stream waits";
+
 /// A `CUstream`. 0 and 1 are the legacy default stream, 2 is the per-thread default stream.
 pub type RawStream = usize;

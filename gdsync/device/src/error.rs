@@ -6,7 +6,7 @@ use std::{fmt, io};
 
 use mlx5_ring::{Opcode, Syndrome, WqeError};
 
-use crate::QpState;
+use crate::{QpState, own_rank};
 
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -274,7 +274,8 @@ pub enum Error {
     },
     /// The stream has the maximum number of pending submissions.
     #[error(
-        "{} is full ({depth} submissions pending); synchronize, or submit with a deadline",
+        "{} is full ({depth} submissions pending); synchronize, wait for room (Stream::submit_within, Stream::wait_room), or raise the \
+         depth of its configuration",
         stream_label(stream)
     )]
     StreamFull {
@@ -287,10 +288,12 @@ pub enum Error {
     #[error("the application gave the peer up")]
     GivenUp,
     /// The peer ended the connection.
-    #[error("the peer ended the connection: it gave this one up, goes on without it, or left")]
+    #[error(
+        "the peer ended the connection: work of a stream there failed, it gave this one up, or it left; its own output says which"
+    )]
     GivenUpByPeer,
     /// What failed is the connection to a rank: see `Qp::name_ranks`.
-    #[error("rank {rank}: {}", reason.of_rank())]
+    #[error("connection to rank {rank}: {}", reason.of_rank())]
     Rank {
         /// The rank at the other end.
         rank: u32,
@@ -322,12 +325,14 @@ pub enum Error {
         message: String,
     },
     /// A blocking call did not finish in time. What it waited for goes on.
-    #[error("{what} did not finish within {}", rounded(*.after))]
+    #[error("{what} did not finish within {}: it waits for {awaited}", rounded(*.after))]
     Deadline {
         /// The call.
-        what: &'static str,
+        what: String,
         /// Its time limit.
         after: Duration,
+        /// What it waits for, and what the user can do.
+        awaited: String,
     },
     /// A thread of this library panicked, with a message on standard error.
     #[error(
@@ -365,13 +370,12 @@ impl fmt::Debug for Error {
     }
 }
 
-/// A stream as errors name it: `stream 'halo'`, or `stream 3` for one without a name, which has its number as its name.
+/// A stream as errors name it: `stream 'halo'`, or `stream 3` for one without a name, which has its number as its name; with the rank of
+/// the process, if it is one.
 pub fn stream_label(name: &str) -> String {
-    if name.bytes().all(|byte| byte.is_ascii_digit()) {
-        format!("stream {name}")
-    } else {
-        format!("stream '{name}'")
-    }
+    let quote = if name.bytes().all(|byte| byte.is_ascii_digit()) { "" } else { "'" };
+    let rank = own_rank::get().map_or_else(String::new, |rank| format!(" of rank {rank}"));
+    format!("stream {quote}{name}{quote}{rank}")
 }
 
 /// How to wait for room in a queue of this name, and how to have more.
@@ -419,6 +423,11 @@ impl Error {
             Self::Completion(error) => error.of_rank(),
             other => other.to_string(),
         }
+    }
+
+    /// An [`Error::Deadline`].
+    pub fn late(what: impl Into<String>, after: Duration, awaited: impl Into<String>) -> Self {
+        Self::Deadline { what: what.into(), after, awaited: awaited.into() }
     }
 
     /// Whether a resource that registrations use is exhausted: locked memory, keys, or the GPU's BAR1. With fewer registrations the
@@ -620,7 +629,7 @@ mod tests {
             ),
         ] {
             for text in [rank(error.clone()), rank(stopped(error))] {
-                assert!(text.starts_with("rank 3: ") && text.ends_with("QP 0x7"), "{text}");
+                assert!(text.starts_with("connection to rank 3: ") && text.ends_with("QP 0x7"), "{text}");
                 assert!(text.contains(says.trim_start_matches("rank 3: ")), "{text}");
                 assert!(!text.contains("connect it again"), "{text}");
             }

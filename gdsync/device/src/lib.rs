@@ -16,6 +16,7 @@ pub mod error;
 mod fault;
 pub mod fork_guard;
 pub mod memory;
+pub mod own_rank;
 mod provider;
 mod qp_state;
 pub mod recorder;

@@ -42,7 +42,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 pub use clock::Clock;
-pub use event::{Awaited, By, Event, Queue, Stage};
+pub use event::{Awaited, By, Event, Queue, Stage, Traffic};
 pub use file::Liveness;
 pub use read::{Record, Recording, Thread, Wait};
 use ring::Recorder;

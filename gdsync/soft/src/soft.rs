@@ -289,8 +289,9 @@ impl Provider for SoftHca {
         if attr.state == Some(QpState::RESET) {
             let end = Instant::now() + timeout;
             if !self.quiesce(qpn).iter().all(|copy| copy.wait(end)) {
-                let what = "a copy into memory of the queue pair";
-                return Err(Error::Deadline { what, after: timeout });
+                let awaited = "the copy engine of a GPU; if it hangs, `dmesg` has an Xid";
+                let what = format!("a copy into memory of QP {qpn:#x}");
+                return Err(Error::late(what, timeout, awaited));
             }
         }
         let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;

@@ -435,10 +435,7 @@ impl Batch {
                 return cores.iter().try_for_each(|core| core.check_naming_rank());
             }
             Ok(Err(Unsatisfied::Lost(error))) => error.clone(),
-            Ok(Err(Unsatisfied::Late(what))) => {
-                tracing::debug!(what, "batch not satisfied in time");
-                Error::Deadline { what: "running a batch", after: timeout }
-            }
+            Ok(Err(Unsatisfied::Late(what))) => Error::late("running a batch", timeout, what.as_str()),
             Err(panic) => Error::HostFnPanicked {
                 stream: "the caller of Batch::run".into(),
                 message: message_of(panic.as_ref()),

@@ -213,6 +213,10 @@ impl Engine for CudaEngine {
             || self.shared.block_until(deadline, || self.shared.failed() || self.shared.has_room())
     }
 
+    fn holder(&self) -> Option<(String, Duration)> {
+        self.fork_guard.is_here().then(|| self.shared.holder())?
+    }
+
     fn fail(&self, error: Error) {
         if self.fork_guard.is_here() {
             self.shared.fail(error);
@@ -378,7 +382,8 @@ fn measure(gpu: &Gpu, via: Via) -> Result<(Duration, Duration)> {
         flag.store(number);
         while answer.load() != round {
             if start.elapsed() > PATIENCE {
-                return Err(Error::Deadline { what: "calibrating the GPU", after: PATIENCE });
+                let awaited = "the GPU to run a wait and a write; see that no other work keeps it busy";
+                return Err(Error::late("calibrating the GPU", PATIENCE, awaited));
             }
             std::hint::spin_loop();
         }

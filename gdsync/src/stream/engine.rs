@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::cuda::SubmitGuard;
 use super::graph::EngineGraph;
@@ -143,6 +143,9 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
 
     /// Blocks until the last refused submission has room, or the deadline. Returns whether it has.
     fn wait_room(&self, deadline: Instant) -> bool;
+
+    /// What the wait that holds the stream waits for, with what to do, and the time until the wait limit.
+    fn holder(&self) -> Option<(String, Duration)>;
 
     /// Fails the engine with `error`, unless it failed before: calls [`super::Source::fail`] for each source of pending
     /// operations, releases the current wait, and drops the rest.

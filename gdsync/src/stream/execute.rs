@@ -55,6 +55,11 @@ pub(super) trait Runner {
 
     /// Sleeps for `nap`, or until released.
     fn nap(&self, nap: Duration);
+
+    /// A wait has held the stream since then; or, with `None`, holds it no more. Default: nobody asks.
+    fn note_holder(&self, wait: Option<(&Op, Instant)>) {
+        let _ = wait;
+    }
 }
 
 /// Why a wait was not satisfied.
@@ -192,7 +197,24 @@ fn wait<'a>(
     if check() {
         return Ok(());
     }
-    let backoff = Backoff::new(runner.spin());
+    let mut is_noted = false;
+    let waited = wait_longer(op, waker, runner, check, &mut is_noted);
+    if is_noted {
+        runner.note_holder(None);
+    }
+    waited
+}
+
+/// The slow half of [`wait`]. Sets `is_noted` when it has named itself as the holder of the stream.
+fn wait_longer<'a>(
+    op: &Op,
+    waker: impl FnOnce() -> Waker<'a>,
+    runner: &impl Runner,
+    check: impl Fn() -> bool,
+    is_noted: &mut bool,
+) -> Result<(), Unsatisfied> {
+    let start = Instant::now();
+    let backoff = Backoff::since(start, runner.spin());
     let mut spinning = backoff;
     let mut waker = waker();
     let (log, by) = runner.log();
@@ -204,7 +226,9 @@ fn wait<'a>(
             return Ok(());
         }
         let waited = backoff.waited();
-        if held.is_none() && waited >= NOTED_AFTER {
+        if !*is_noted && waited >= NOTED_AFTER {
+            *is_noted = true;
+            runner.note_holder(Some((op, start)));
             held = op.awaited().map(|awaited| log.hold(since, awaited, by));
         }
         let left = runner.left(waited);

@@ -232,7 +232,7 @@ impl Launch {
             return Err(Error::invalid("stream to wait for a launch on", format!("{stream:?}"), expected));
         }
         if !stream.0.engine.wait_completed(self.seq, deadline(timeout)) {
-            return Err(Error::Deadline { what: "launch", after: timeout });
+            return Err(stream.late("a launch on", timeout));
         }
         stream.0.engine.error().map_or(Ok(()), Err)
     }

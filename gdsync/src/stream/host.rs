@@ -4,7 +4,7 @@
 //! so dropping the last one ends it, after the pending work.
 //!
 //! No foreign code (sources, host functions, drops of what operations own) runs under the state lock, so all of it may
-//! call back into the engine.
+//! call back into the engine. Only [`Op::describe`] does, which calls nobody back.
 //!
 //! A failure has two steps. Once `error` is set, nothing is accepted and no operation starts. Once all sources are
 //! stopped, `released` is set: then the thread leaves its wait and drops the rest.
@@ -156,6 +156,12 @@ impl Engine for HostEngine {
             )
     }
 
+    fn holder(&self) -> Option<(String, Duration)> {
+        let state = self.fork_guard.is_here().then(|| self.shared.state.lock())?;
+        let (wait, since) = state.holder.as_ref()?;
+        Some((wait.describe(), self.shared.config.wait_limit.saturating_sub(since.elapsed())))
+    }
+
     fn fail(&self, error: Error) {
         if self.fork_guard.is_here() {
             self.shared.fail(error);
@@ -229,6 +235,8 @@ struct State {
     awaited: Option<u64>,
     /// The sources of the running submission: a failure must stop them too.
     running: Vec<Use>,
+    /// A copy of the wait that holds the stream, and since when.
+    holder: Option<(Op, Instant)>,
 }
 
 struct Shared {
@@ -527,5 +535,10 @@ impl Runner for Shared {
 
     fn nap(&self, nap: Duration) {
         self.nap(nap);
+    }
+
+    fn note_holder(&self, wait: Option<(&Op, Instant)>) {
+        // Waits can be copied. The operation outlives its copy, which must not keep a queue pair from a reset.
+        self.state.lock().holder = wait.and_then(|(op, since)| Some((op.again()?, since)));
     }
 }

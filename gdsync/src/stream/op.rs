@@ -98,10 +98,10 @@ impl Op {
 
     /// What it waits for in vain, and what to do.
     pub(super) fn describe(&self) -> String {
-        let (addr, value, word) = match self {
+        let (addr, value, word, cond) = match self {
             Op::Await(source, n) => return source.describe(*n),
-            Op::Wait32 { at, value, .. } => (at.addr(), u64::from(*value), u64::from(at.load())),
-            Op::Wait64 { at, value, .. } => (at.addr(), *value, at.load()),
+            Op::Wait32 { at, value, cond } => (at.addr(), u64::from(*value), u64::from(at.load()), cond),
+            Op::Wait64 { at, value, cond } => (at.addr(), *value, at.load(), cond),
             _ => return format!("{self:?}"),
         };
         let Some(words) = NamedWords::find(addr) else {
@@ -116,8 +116,8 @@ impl Op {
                 format!("{awaited}: rank {rank} has posted {word}; post one there (Communicator::irecv)")
             }
             _ => format!(
-                "{awaited}: {self:?}, and the word is {word:#x}; see that a rank signals it (Communicator::lost names those that \
-                 cannot)"
+                "{awaited}, until it is {cond:?} {value:#x} (it is {word:#x}); see that another rank signals it (Communicator::lost \
+                 names those that cannot)"
             ),
         }
     }

@@ -79,8 +79,8 @@ impl Completion {
         let mut found = None;
         // A device whose rings a thread reads is not told of receives that a GPU stream posts.
         let rings = self.end.tracker.is_of_stream();
-        let awaited = || self.end.awaits(self.n);
-        self.end.cq.wait_until(timeout, "waiting for a completion", awaited, || {
+        let (awaited, describe) = (|| self.end.awaits(self.n), || self.end.source().describe(self.n));
+        self.end.cq.wait_until(timeout, "waiting for a completion", awaited, describe, || {
             found = self.status().transpose();
             if found.is_none() && rings {
                 self.end.qp.provider.ring(self.end.qp.qpn);

@@ -223,6 +223,7 @@ impl Cq {
             timeout,
             "waiting for a completion",
             || self.0.awaits_next(),
+            || self.0.describe_next(),
             || {
                 found = self.poll();
                 found.is_some()
@@ -725,6 +726,20 @@ impl CqInner {
         }
     }
 
+    /// What [`Cq::wait`] waits for, and what to do.
+    fn describe_next(&self) -> String {
+        let state = self.state.lock();
+        match &*state.queues {
+            [queue] if state.attached == 1 => queue.describe(state.poll_next),
+            _ => format!(
+                "the next completion of CQ {:#x}, with {} of its {} queues' requests under way; see that the peers live",
+                self.cqn(),
+                self.room.in_use(),
+                state.attached
+            ),
+        }
+    }
+
     /// Waits until `ready`, a completion, or `timeout`: busy while bulk copies run, even if the cores have other work, because
     /// two threads would have to wake for each message; else asleep. Spurious returns are allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
@@ -747,12 +762,13 @@ impl CqInner {
     }
 
     /// Calls `done` until it is true: spins first, then sleeps between completions of this queue. `awaited` describes
-    /// the wait for the flight recorder.
+    /// the wait for the flight recorder, `describe` for the error.
     pub(crate) fn wait_until(
         &self,
         timeout: Duration,
         what: &'static str,
         awaited: impl Fn() -> Awaited,
+        describe: impl Fn() -> String,
         mut done: impl FnMut() -> bool,
     ) -> Result<()> {
         const SPIN: Duration = Duration::from_micros(50);
@@ -773,7 +789,7 @@ impl CqInner {
             let waited = backoff.waited();
             if waited >= timeout {
                 held.into_iter().for_each(Hold::give_up);
-                return Err(Error::Deadline { what, after: timeout });
+                return Err(Error::late(what, timeout, describe()));
             }
             if waited >= NOTED_AFTER {
                 held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));

@@ -13,7 +13,7 @@ use super::source::{Arrival, SendDoorbell, Source};
 use super::track::{Owner, Track, Tracker};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::recorder::{Awaited, By, Stage};
+use gdsync_device::recorder::{Awaited, By, Queue, Stage, Traffic};
 
 /// Time limit for a card to flush a queue pair in ERR.
 const CARD_FLUSH_TIME: Duration = Duration::from_millis(100);
@@ -225,20 +225,21 @@ impl Source for Parts {
     }
 
     fn describe(&self, n: u64) -> String {
-        let qp = &self.qp;
-        match (qp.log.rank(), self.tracker.is_send) {
-            (Some(rank), true) => format!(
-                "its send to rank {rank} to complete (send {n} of {qp:?}); see that the rank lives and posts receives \
-                 (Communicator::irecv)"
-            ),
-            (Some(rank), false) => format!(
-                "a message from rank {rank} (receive {n} of {qp:?}); see that the rank sends it (a send behind a wait of its own \
-                 stream starts only after that wait)"
-            ),
-            (None, true) => {
-                format!("a send completion of {qp:?}; see that the peer lives and posts receives")
+        let (qp, queue) = (&self.qp, self.tracker.queue());
+        let Some((rank, traffic)) = qp.log.rank() else { return self.tracker.describe(n) };
+        let fix = match (traffic, queue) {
+            (Traffic::Messages, Queue::Send) => {
+                "see that the rank lives and posts receives (Communicator::irecv)".to_owned()
             }
-            (None, false) => format!("a receive completion of {qp:?}; see that the peer lives and sends"),
-        }
+            (Traffic::Messages | Traffic::ChannelIn, Queue::Receive) => {
+                "see that the rank sends it (a send behind a wait of its own stream starts only after that wait)".to_owned()
+            }
+            (Traffic::ChannelOut, Queue::Receive) => {
+                let freed = self.awaits(n).completed;
+                format!("rank {rank} has freed {freed}; call Channel::post_recv_on_stream or post_recv_in_batch there")
+            }
+            _ => "see that the rank lives (Communicator::check)".to_owned(),
+        };
+        format!("{} ({} {n} of {qp:?}); {fix}", traffic.awaited(queue, rank), self.tracker.name())
     }
 }

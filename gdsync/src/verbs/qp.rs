@@ -21,7 +21,7 @@ use super::sq::SendQueue;
 use super::wr::{RecvWr, SendWr, Wc};
 use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::recorder::QpLog;
+use gdsync_device::recorder::{QpLog, Traffic};
 use gdsync_device::{Health, Provider, QpAddress, QpState, TransferPath};
 
 /// A reliable connected queue pair. Clones share it.
@@ -133,7 +133,7 @@ impl QpCore {
     /// Like [`QpCore::check`], with the rank of the peer, for callers that do not know which queue pair has failed.
     pub(crate) fn check_naming_rank(&self) -> Result<()> {
         self.check().map_err(|error| match self.log.rank() {
-            Some(rank) => Error::Rank { rank, reason: Arc::new(error) },
+            Some((rank, _)) => Error::Rank { rank, reason: Arc::new(error) },
             None => error,
         })
     }
@@ -221,17 +221,23 @@ impl Qp {
         [&self.send.end, &self.recv.end].into_iter().any(|end| end.cq.is_awaited())
     }
 
+    /// Number of sends so far, also of prepared ones. Cancelled ones do not count.
+    pub fn sends(&self) -> u64 {
+        let track = self.send.end.tracker.lock();
+        track.posted - track.gaps
+    }
+
     /// Number of cancelled sends that a doorbell has exposed since. They count as requests and send nothing: a layer
     /// that counts messages by the number of their request subtracts them.
     pub fn send_gaps(&self) -> u64 {
         self.send.end.tracker.lock().gaps
     }
 
-    /// Sets the ranks of this process and of the peer, for the flight recorder and for the errors of streams, which name the
-    /// rank then ([`Error::Rank`]).
-    pub fn name_ranks(&self, own: usize, peer: usize) {
+    /// Sets the ranks of this process and of the peer, and what goes between them, for the flight recorder and for errors, which
+    /// name these then ([`Error::Rank`] the rank alone).
+    pub fn name_ranks(&self, own: usize, peer: usize, traffic: Traffic) {
         if let (Ok(own), Ok(peer)) = (own.try_into(), peer.try_into()) {
-            self.core().log.name(own, peer);
+            self.core().log.name(own, peer, traffic);
         }
     }
 }
@@ -286,6 +292,7 @@ impl Qp {
             timeout,
             "waiting for all sends",
             || end.awaits(last()),
+            || end.source().describe(last()),
             || {
                 end.cq.reap();
                 let is_done = || end.tracker.lock().is_idle() || end.qp.check_known().is_err();

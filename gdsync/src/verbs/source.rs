@@ -178,6 +178,6 @@ pub(crate) trait Source: Send + Sync + fmt::Debug {
         let _ = (n, by);
     }
 
-    /// What a wait for completion `n` waits for, such as "a send completion of QP 0x123", and what to do.
+    /// What a wait for completion `n` waits for, such as "send 3 of QP 0x123 to complete", and what to do.
     fn describe(&self, n: u64) -> String;
 }

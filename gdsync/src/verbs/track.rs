@@ -186,6 +186,22 @@ impl Tracker {
         Awaited { queue: self.queue(), device, qpn: self.qpn, number: n, value: 0, posted, completed }
     }
 
+    /// A wait for the completion of request `n`, and what to do.
+    pub(crate) fn describe(&self, n: u64) -> String {
+        let track = self.lock();
+        let is_posted = n < track.posted && track.posted - n <= track.entries.len() as u64;
+        let id = match is_posted {
+            true => format!("wr_id {:#x}", track.entry(n).wr_id),
+            false => "not posted".to_owned(),
+        };
+        let fix = if self.is_send { "posts receives" } else { "sends" };
+        format!(
+            "{} {n} ({id}) of QP {:#x} to complete; see that the peer lives and {fix}",
+            self.name(),
+            self.qpn
+        )
+    }
+
     #[inline]
     pub(crate) fn lock(&self) -> SpinLockGuard<'_, Track> {
         self.state.lock()

@@ -253,3 +253,26 @@ fn fault_plans_and_stream_configurations_are_checked() {
 fn mistakes_are_refused() {
     trybuild::TestCases::new().compile_fail("tests/compile_fail/*.rs");
 }
+
+/// Which queue pair, queue and request.
+#[test]
+fn deadlines_of_the_cpu_say_what_it_waits_for() {
+    let (a, b) = loopback(64, |q| q);
+    let soon = Duration::from_millis(1);
+    let late = |result: Result<(), Error>, words: &[&str]| {
+        assert!(matches!(error(result, words), Error::Deadline { after, .. } if after == soon));
+    };
+    let qpn = a.qp.qpn();
+    let nothing = format!("within 1 ms: it waits for receive 0 (not posted) of QP {qpn:#x} to complete; see");
+    late(a.qp.recv_cq().wait(soon).map(drop), &["waiting for a completion did not finish", &nothing]);
+    let received = a.qp.post_recv(&[RecvWr::new(&[]).id(7)]).unwrap();
+    let receive = format!("it waits for receive 0 (wr_id 0x7) of QP {qpn:#x} to complete");
+    late(received.wait(soon).map(drop), &[&receive, "see that the peer lives and sends"]);
+    late(a.qp.recv_cq().wait(soon).map(drop), &[&receive]);
+    // The peer has posted no receive.
+    let sent = a.qp.post_send(&[SendWr::send(&[]).id(8)]).unwrap();
+    let send = format!("it waits for send 0 (wr_id 0x8) of QP {qpn:#x} to complete");
+    late(sent.wait(soon).map(drop), &[&send, "see that the peer lives and posts receives"]);
+    late(a.qp.wait_all_sends(soon), &["waiting for all sends did not finish within 1 ms: ", &send]);
+    drop(b);
+}

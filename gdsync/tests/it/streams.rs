@@ -38,6 +38,51 @@ fn stream_sends_and_another_receives() {
     }
 }
 
+/// The deadline of a call that comes before the wait limit.
+#[test]
+fn deadline_of_a_call_says_what_holds_the_stream() {
+    for site in sites() {
+        let (a, _b) = site.pair(64, |q| q);
+        a.qp.post_recv(&[RecvWr::new(&[]).id(9)]).unwrap();
+        let (stream, gate) = (site.stream(2 * PATIENCE), gate());
+        // The wait may not have begun when the first calls end.
+        let says = |call: &dyn Fn() -> Result<(), Error>, words: &[&str]| {
+            until(|| {
+                let error = call().unwrap_err();
+                assert!(matches!(error, Error::Deadline { .. }), "{error}");
+                words.iter().all(|words| error.to_string().contains(words))
+            });
+        };
+        let soon = Duration::from_millis(1);
+        let graph = stream.capture(|stream| stream.wait_value32(&gate, 1, Cond::Geq)).unwrap();
+        let launch = graph.launch(&stream).unwrap();
+        stream.wait_recv(&a.qp).unwrap();
+        let word = format!("did not finish within 1 ms: it waits for WAIT32 [{:#x}] Geq 0x1", gate.addr());
+        let limit = "; the stream's wait limit ends that in ";
+        let trace = format!(" s; `gdasync trace {}` shows more", std::process::id());
+        says(&|| stream.synchronize(soon), &["synchronizing stream '", &word, limit, &trace]);
+        says(&|| launch.wait(&stream, soon), &["a launch on stream '", &word, limit, &trace]);
+        gate.store(1);
+        let receive = format!("it waits for receive 0 (wr_id 0x9) of QP {:#x} to complete; see", a.qp.qpn());
+        says(&|| stream.synchronize(soon), &[&receive, limit, &trace]);
+        stream.abort();
+        until(|| stream.query().pending == 0);
+    }
+}
+
+#[test]
+fn deadline_of_a_call_on_a_stream_that_waits_for_nothing_says_so() {
+    for site in sites() {
+        let (open, gate) = std::sync::mpsc::channel::<()>();
+        let stream = site.stream(PATIENCE);
+        stream.host_fn(move || _ = gate.recv()).unwrap();
+        let text = stream.synchronize(Duration::from_millis(5)).unwrap_err().to_string();
+        assert!(text.contains("it waits for 1 submission(s), but for no message or word now"), "{text}");
+        drop(open);
+        stream.synchronize(PATIENCE).unwrap();
+    }
+}
+
 /// What the words of `memory` are at one point of a stream.
 fn snapshot(log: &Arc<Mutex<Vec<Vec<u8>>>>, memory: &Memory) -> impl FnOnce() + Send + 'static + use<> {
     let (log, memory) = (log.clone(), memory.clone());
@@ -141,6 +186,10 @@ fn full_stream_leaves_the_batch_as_it_was() {
     for _ in 0..3 {
         let error = s.submit(&mut batch).unwrap_err();
         assert!(matches!(&error, Error::StreamFull { stream, depth: 2 } if stream == "full"), "{error}");
+        assert!(
+            error.to_string().contains("wait for room (Stream::submit_within, Stream::wait_room)"),
+            "{error}"
+        );
         let error = s.submit_within(&mut batch, Duration::from_millis(2)).unwrap_err();
         assert!(matches!(error, Error::StreamFull { .. }), "{error}");
         assert_eq!(batch.len(), len);

@@ -63,7 +63,11 @@ impl Pending {
         while outcome.is_none() && !deadline.is_over() {
             self.last.done.wait_for(&mut outcome, deadline.remaining());
         }
-        let late = || deadline.error(format!("{}: waiting for its stream", self.operation));
+        let late = || {
+            let what =
+                format!("{}: all its messages are here, but its stream is not through", self.operation);
+            deadline.error(what, "see what holds the stream (`gdasync trace`)")
+        };
         outcome.clone().unwrap_or_else(|| Err(late()))
     }
 }

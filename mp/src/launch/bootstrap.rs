@@ -10,6 +10,8 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync_device::own_rank;
+
 use super::binding;
 use super::connection::{
     Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, send_to_all,
@@ -20,7 +22,7 @@ use super::rendezvous::{self, Listeners, Rendezvous, RootListener};
 use super::spawn::{Children, spawn_bound};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
-use crate::error::{Error, Result, set_own_rank};
+use crate::error::{Error, Result};
 use crate::exchange::Exchange;
 use crate::wait::Deadline;
 
@@ -319,7 +321,7 @@ impl CommunicatorBuilder {
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
         if let Some(launch) = Launch::detect()? {
-            set_own_rank(launch.rank);
+            own_rank::set(launch.rank);
             self.check_size(launch.size)?;
             return Ok((Bootstrap::connect(&launch, self.0.timeout)?, None));
         }
@@ -333,7 +335,7 @@ impl CommunicatorBuilder {
             Vec::new()
         };
         let (launch, listener, mut children) = spawn_bound(size, &shares)?;
-        set_own_rank(launch.rank);
+        own_rank::set(launch.rank);
         if let Some(own) = shares.first() {
             binding::bind(own)?;
             tracing::info!(shares = ?shares, "each rank is bound to CPUs of its own; MP_BIND=0 leaves them unbound");

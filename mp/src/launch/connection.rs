@@ -19,7 +19,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
-use gdsync::error::printable;
+use gdsync::error::{printable, rounded};
 
 use crate::error::{Error, Result};
 use crate::exchange::take;
@@ -34,6 +34,11 @@ pub(super) const FIX_FILES: &str = "raise the limit on open files (ulimit -n)";
 pub(super) const FIX_NETWORK: &str = "check the network of this host";
 const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and its own output may say why; restart the job, or go on \
                         without it: Communicator::shrink";
+/// For ranks that are late.
+pub(super) const FIX_LATE: &str = "see what holds up the rank that is named";
+/// The same, in a call of all ranks.
+const FIX_LATE_CALL: &str =
+    "no call of all ranks works any more but Communicator::shrink; see what holds up the rank that is named";
 const FIX_FAILED: &str = "the call has failed at all ranks; restart the job, or, if it has begun, make a new communicator by \
                           Communicator::shrink";
 const FIX_REFUSED: &str = "start all ranks with the same program, size and GDSYNC_JOB_TOKEN, and each rank once; \
@@ -85,7 +90,7 @@ impl Kind {
             Self::Hello | Self::Welcome => "start-up",
             Self::Refused => "refusal",
             Self::Barrier => "barrier",
-            Self::Allgather => "allgather",
+            Self::Allgather => "allgather (exchange, window or channels)",
             Self::Failed => "failure",
             Self::Init => "CommunicatorBuilder::init",
         }
@@ -96,7 +101,7 @@ impl Kind {
         let what = format!("is in {} while rank 0 is in {}", self.name(), expected.name());
         match self == Self::Init || expected == Self::Init {
             true => format!("{what}: call CommunicatorBuilder::init in all ranks, or init_over in all"),
-            false => what,
+            false => format!("{what}: let all ranks make the same calls, in one order"),
         }
     }
 }
@@ -293,14 +298,15 @@ impl Conn {
         match frame.header.kind {
             // Rank 0 reports about others, the others only about themselves.
             Kind::Failed => {
-                Err(Error::bootstrap(format!("rank {}", frame.header.rank), frame.text(), FIX_FAILED))
+                let what = format!("{} ({} gave up)", frame.text(), self.peer);
+                Err(Error::bootstrap(format!("rank {}", frame.header.rank), what, FIX_FAILED))
             }
             Kind::Refused => {
                 let what = format!("refused this process: {}", frame.text());
                 Err(Error::bootstrap(&self.peer, what, FIX_REFUSED))
             }
             got if got == kind => Ok(frame),
-            got => Err(self.fault(got.instead_of(kind))),
+            got => Err(Error::bootstrap(&self.peer, got.instead_of(kind), FIX_FAILED)),
         }
     }
 
@@ -366,6 +372,7 @@ impl Failure {
         match &self.error {
             Error::Bootstrap { what, cause: Some(cause), .. } => format!("{what}: {cause}"),
             Error::Bootstrap { what, .. } => what.clone(),
+            Error::Deadline { what, after, .. } => format!("{what}: not done within {}", rounded(*after)),
             other => other.to_string(),
         }
     }
@@ -402,7 +409,7 @@ pub(super) fn drive(
         let Some(&(rank, _)) = late.first() else { return Ok(()) };
         if deadline.is_over() {
             let names: Vec<&str> = late.iter().map(|&(_, index)| conns[index].peer.as_str()).collect();
-            let error = deadline.error(format!("{what}: waiting for {}", names.join(", ")));
+            let error = deadline.error(format!("{what}: waiting for {}", names.join(", ")), FIX_LATE_CALL);
             return Err(Failure { rank, error });
         }
         wait(&mut fds, deadline.remaining()).map_err(|error| Failure { rank: 0, error })?;

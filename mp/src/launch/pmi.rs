@@ -147,7 +147,9 @@ impl Client<'_> {
         let name = command.split(' ').next().unwrap_or_default();
         let lost = |error: std::io::Error| match error.kind() {
             std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut => {
-                self.deadline.error(format!("{name} of {WHO}, which some ranks have not called"))
+                let what = format!("{name} of {WHO}, which some ranks have not called");
+                self.deadline
+                    .error(what, "see that the launcher has started all ranks, and that each calls init")
             }
             _ => Error::bootstrap_os(WHO, format!("{name} failed"), error, FIX),
         };

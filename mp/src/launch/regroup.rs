@@ -251,7 +251,7 @@ impl Group {
             if deadline.is_over() {
                 let name = |rank: &u32| format!("rank {rank} at {}", self.listeners.all[*rank as usize]);
                 let names: Vec<_> = late.iter().map(name).collect();
-                let error = deadline.error(format!("shrink: waiting for {} ({FIX_LATE})", names.join(", ")));
+                let error = deadline.error(format!("shrink: waiting for {}", names.join(", ")), FIX_LATE);
                 let frame = self.job.frame(Kind::Failed, late[0], error.to_string().as_bytes());
                 for member in &mut members {
                     if let Member::Joined(conn) = member {

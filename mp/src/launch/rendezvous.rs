@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::connection::{
-    Conn, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait,
+    Conn, FIX_LATE, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait,
 };
 use super::environment::{Root, is_loopback};
 use crate::error::{Error, Result};
@@ -248,7 +248,7 @@ impl Acceptor<'_> {
                     "connections to rank 0 at {address}: waiting for {} (CommunicatorBuilder::timeout){why}",
                     names.join(", ")
                 );
-                return Err(Failure { rank, error: deadline.error(what) });
+                return Err(Failure { rank, error: deadline.error(what, FIX_LATE) });
             }
             let conns = self.pending.iter().map(|(conn, _)| conn).chain(self.ranks.iter().flatten());
             let mut fds: Vec<libc::pollfd> = std::iter::once(self.listener.as_raw_fd())

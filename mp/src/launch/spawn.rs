@@ -1,7 +1,7 @@
 //! Starts the other ranks of a job as child processes on this host, without a launcher.
 
 use std::env;
-use std::io::{self, Write};
+use std::io;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus};
@@ -15,7 +15,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 use super::binding;
 use super::environment::{Launch, Launcher, Root};
 use crate::error::{Error, Result};
-use crate::exchange::{ChildProcesses, LAST_MOMENTS};
+use crate::exchange::{ChildProcesses, LAST_MOMENTS, say};
 use crate::wait::Deadline;
 
 /// How often a wait checks the children.
@@ -167,7 +167,8 @@ impl Children {
             match self.running() {
                 Ok(running) if running.is_empty() => return Ok(()),
                 Ok(running) if deadline.is_over() => {
-                    break deadline.error(format!("end of the children: waiting for {}", running.join(", ")));
+                    let what = format!("end of the children: waiting for {}", running.join(", "));
+                    break deadline.error(what, "see what keeps the rank that is named from its end");
                 }
                 Ok(_) => sleep(TICK.min(deadline.remaining())),
                 Err(failed) => break failed,
@@ -302,11 +303,6 @@ impl ChildProcesses for Children {
             exit_with_failure();
         }
     }
-}
-
-/// Says something on standard error, which may be closed.
-fn say(text: &str) {
-    let _ = writeln!(io::stderr(), "mp: {text}");
 }
 
 /// Makes this process exit with 1 when it ends by itself: no caller gets the error.

@@ -5,6 +5,7 @@
 //! these is the match. Messages are indexed by a shape only once a receive of that shape has been looked up among them.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 
 /// Whose messages a receive takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +36,16 @@ pub enum Tag {
         /// The bits that are compared.
         mask: u64,
     },
+}
+
+impl fmt::Display for Tag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Any => f.write_str("any tag"),
+            Self::Is(tag) => write!(f, "tag {tag:#x}"),
+            Self::Masked { value, mask } => write!(f, "a tag that is {value:#x} in the bits {mask:#x}"),
+        }
+    }
 }
 
 impl From<u64> for Tag {

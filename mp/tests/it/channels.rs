@@ -8,10 +8,10 @@ use std::thread::{sleep, yield_now};
 use std::time::Duration;
 
 use crate::common::{
-    DONE, LONG, buffer, bytes, failed, gpu, host_buffer, job_test, message, says, stream, syndrome,
+    DONE, LONG, buffer, bytes, failed, gpu, host_buffer, job_test, message, says, stream, syndrome, until,
 };
 use gdsync::mlx5::Syndrome;
-use gdsync::stream::{Batch, Graph, Stream, Via};
+use gdsync::stream::{Batch, Graph, HostStreamConfig, Stream, Via};
 use mp::{Channel, Communicator, Error, Registration};
 
 /// Bytes of a place.
@@ -263,6 +263,69 @@ job_test!(receives_beyond_the_places_are_refused, 1, |comm| {
     }
 });
 
+// A stream that waits for a place says so, and on a wait of its own nobody waits in vain.
+job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let memory = buffer(comm, 2 * PLACE);
+    let channel = channel(comm, peer, &memory, 2 * me);
+    let soon = Duration::from_millis(30);
+    let short = || {
+        let config = HostStreamConfig { wait_limit: soon, ..HostStreamConfig::default() };
+        Stream::host(config).unwrap()
+    };
+    if me == 0 {
+        let sent = stream("sends");
+        let first = channel.send_on_stream(&sent, &memory, 0..8).unwrap();
+        comm.barrier(LONG).unwrap();
+        first.wait(LONG).unwrap();
+        sent.synchronize(LONG).unwrap();
+        let s = short();
+        _ = channel.send_on_stream(&s, &memory, 0..8).unwrap();
+        let text = s.synchronize(LONG).unwrap_err().to_string();
+        says(
+            &text,
+            &[
+                "waited 30 ms for a free place of rank 1 in its channel (receive 1 of QP 0x",
+                "; rank 1 has freed 1; call Channel::post_recv_on_stream or post_recv_in_batch there",
+            ],
+        );
+        comm.barrier(LONG).unwrap();
+    } else {
+        comm.barrier(LONG).unwrap();
+        let (s, mut batch) = (stream("receives"), Batch::new());
+        for _ in 0..2 {
+            let error = channel.wait_recv_in_batch(&mut batch).unwrap_err();
+            assert!(matches!(error, Error::NoPostedReceive { rank: 0 }), "{error}");
+            says(&error, &["channel with rank 0", "post a receive before it (Channel::post_recv_in_batch"]);
+            channel.post_recv_in_batch(&mut batch).unwrap();
+            channel.wait_recv_in_batch(&mut batch).unwrap();
+        }
+        // The second one is taken back.
+        drop(batch);
+        assert!(matches!(channel.wait_recv_on_stream(&s), Err(Error::NoPostedReceive { rank: 0 })));
+        receive(&channel, &s).unwrap();
+        s.synchronize(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+    }
+});
+
+// A message that does not come.
+job_test!(wait_for_a_message_of_a_channel_says_so, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let memory = buffer(comm, 2 * PLACE);
+    let channel = channel(comm, peer, &memory, 2 * me);
+    if me == 1 {
+        let s = stream("receives");
+        receive(&channel, &s).unwrap();
+        until("it waits", || {
+            let text = s.synchronize(Duration::from_millis(5)).unwrap_err().to_string();
+            text.contains("it waits for a message from rank 0 through a channel (receive 0 of QP 0x")
+        });
+        s.abort();
+    }
+    comm.barrier(LONG).unwrap();
+});
+
 // Also to the own rank.
 job_test!(three_ranks_exchange_with_all, 3, |comm| {
     let (me, all) = (comm.rank(), comm.size());
@@ -446,7 +509,10 @@ job_test!(ranks_with_other_lists_are_named, 2, |comm| {
         channel.wait_recv_on_stream(&s).unwrap();
     } else {
         assert!(said(channel.post_recv_on_stream(&s).unwrap_err()).contains("places of this rank"));
-        assert!(matches!(channel.send_on_stream(&s, &memory, 100..200), Err(Error::Device(_))));
+        assert!(matches!(
+            channel.send_on_stream(&s, &memory, 100..200),
+            Err(Error::Message { cause: gdsync::Error::OutOfBounds { .. }, .. })
+        ));
         channel.send_on_stream(&s, &memory, 0..64).unwrap();
     }
     s.synchronize(LONG).unwrap();

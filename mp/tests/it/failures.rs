@@ -37,9 +37,13 @@ job_test!(bad_arguments_are_refused, 1, |comm| {
             .map(Result::unwrap_err)
         {
             assert!(
-                matches!(error, Error::Device(gdsync::Error::OutOfBounds { size: 64, .. })),
+                matches!(
+                    error,
+                    Error::Message { rank: 0, cause: gdsync::Error::OutOfBounds { size: 64, .. }, .. }
+                ),
                 "{range:?}: {error}"
             );
+            says(&error, &["rank 0: ", " rank 0: ", "do not fit in a memory of 64 bytes"]);
         }
     }
     #[expect(clippy::reversed_empty_ranges, reason = "what a user may compute")]
@@ -140,11 +144,18 @@ fn waits_in_vain(comm: &Communicator) {
         // A wait of the CPU.
         let received = comm.irecv(&buffer, 0..8, 1).unwrap();
         let error = comm.wait(&received, soon).unwrap_err();
-        says(&error, &["rank 0: receive from rank 1: not complete within 50 ms", "see that rank 1 sends it"]);
+        says(
+            &error,
+            &[
+                "rank 0: receive from rank 1: not complete within 50 ms",
+                "it waits for a message from rank 1 (",
+                "see that the rank sends it",
+            ],
+        );
         // A send of a stream without a receive at the other rank.
         let halo = short("halo");
         comm.send_on_stream(&halo, &buffer, 8..16, 1).unwrap();
-        let said = "stream 'halo' waited 50 ms for a receive of rank 1 (message 1): rank 1 has posted 0; post one there \
+        let said = "stream 'halo' of rank 0 waited 50 ms for a receive of rank 1 (message 1): rank 1 has posted 0; post one there \
                     (Communicator::irecv), or raise its wait_limit";
         assert_eq!(text(&halo), said);
     }
@@ -158,7 +169,7 @@ fn waits_in_vain(comm: &Communicator) {
         says(
             &text(&early),
             &[
-                "stream 'early' waited 50 ms for a message from rank 2 (receive 0 of QP 0x",
+                "stream 'early' of rank 1 waited 50 ms for a message from rank 2 (receive 0 of QP 0x",
                 "behind a wait of its own stream",
             ],
         );
@@ -368,6 +379,41 @@ fn ranks_are_waited_for_without_finalize() {
             catch_unwind(AssertUnwindSafe(panics)).unwrap_err();
         }
         _ => drop(comm),
+    }
+    exit(DONE);
+}
+
+/// Without children to wait for, too: the rank says that it leaves, and the others say who left.
+#[test]
+fn rank_that_leaves_without_finalize_says_so() {
+    const NAME: &str = "rank_that_leaves_without_finalize_says_so";
+    let leaves = "mp: rank 0 leaves without Communicator::finalize: the others fail";
+    if !is_part_of(NAME) {
+        let port = free_port().to_string();
+        let start = |rank: &str| {
+            let mut command = myself(NAME);
+            command.envs([("RANK", rank), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")]);
+            command.env("MASTER_PORT", &port).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let ranks = ["0", "1"].map(start);
+        let said = ranks.map(|rank| {
+            let output = rank.wait_with_output().unwrap();
+            let text = String::from_utf8(output.stderr).unwrap();
+            assert_eq!(output.status.code(), Some(DONE), "{text}");
+            text
+        });
+        assert!(said[0].contains(leaves) && !said[1].contains("leaves without"), "{said:?}");
+        return;
+    }
+    let comm = Communicator::builder().timeout(LONG).init().unwrap();
+    if comm.rank() == 1 {
+        let error = comm.finalize(LONG).unwrap_err();
+        says(
+            &error,
+            &["rank 1: bootstrap: rank 0 (", "left without Communicator::finalize", "Communicator::shrink"],
+        );
+    } else {
+        drop(comm);
     }
     exit(DONE);
 }

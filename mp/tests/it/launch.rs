@@ -290,8 +290,14 @@ fn a_rank_that_gives_up_after_its_contribution_is_named() {
             until("rank 1 gives up", || is_gone.load(Ordering::SeqCst));
         }
         let error = bootstrap.allgather(b"other", LONG).unwrap_err();
-        blames(&error, "rank 1", &["not done within 300 ms"]);
+        blames(&error, "rank 1", &["not done within 300 ms (rank 1 (", " gave up)", "Communicator::shrink"]);
     });
+}
+
+/// That no later call of all ranks works.
+fn says_over(error: &Error) {
+    let text = error.to_string();
+    assert!(text.contains("no call of all ranks works any more but Communicator::shrink"), "{text}");
 }
 
 #[test]
@@ -302,9 +308,20 @@ fn a_late_rank_is_named() {
             let error = bootstrap.barrier(Duration::from_secs(2)).unwrap_err();
             is_over.store(true, Ordering::SeqCst);
             is_late(&error, "waiting for rank 2 (");
+            says_over(&error);
         }
-        1 => blames(&bootstrap.barrier(LONG).unwrap_err(), "rank 2", &[]),
-        _ => until("rank 0 gives up", || is_over.load(Ordering::SeqCst)),
+        rank => {
+            if rank == 2 {
+                until("rank 0 gives up", || is_over.load(Ordering::SeqCst));
+            }
+            let error = bootstrap.barrier(LONG).unwrap_err();
+            let says = [
+                "barrier: waiting for rank 2 (",
+                "within 2 s (rank 0 (",
+                " gave up); the call has failed at all ranks",
+            ];
+            blames(&error, "rank 2", &says);
+        }
     });
 }
 
@@ -315,7 +332,13 @@ fn different_operations_do_not_match() {
             0 => bootstrap.barrier(LONG).unwrap_err(),
             _ => bootstrap.allgather(b"x", LONG).unwrap_err(),
         };
-        blames(&error, "rank 1", &["is in allgather while rank 0 is in barrier"]);
+        blames(
+            &error,
+            "rank 1",
+            &[
+                "is in allgather (exchange, window or channels) while rank 0 is in barrier: let all ranks make the same calls",
+            ],
+        );
     });
 }
 

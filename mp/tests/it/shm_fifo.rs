@@ -261,6 +261,7 @@ job_test!(waits_that_time_out_lose_no_message, 2, |comm| {
                             if after == limit),
                     "{error}"
                 );
+                says(&error, &["it waits for a message from rank 1 (", "see that the rank sends it"]);
             }
             comm.barrier(LONG).unwrap();
             until("the message comes", || received.test().unwrap().is_some());

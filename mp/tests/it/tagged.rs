@@ -5,7 +5,7 @@ use std::process::{abort, exit};
 use std::time::Duration;
 
 use crate::common::{
-    LONG, buffer, bytes, failed, host_buffer, is_part_of, job_test, message, ranks, until, with_gpu,
+    LONG, buffer, bytes, failed, host_buffer, is_part_of, job_test, message, ranks, says, until, with_gpu,
 };
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
@@ -229,7 +229,11 @@ job_test!(receives_are_cancelled_and_messages_probed, 2, |comm| {
     assert!(cancelled.cancel() && !cancelled.cancel(), "once");
     assert!(matches!(cancelled.wait(LONG), Err(Error::Cancelled)));
     let late = tagged.irecv(&buffer, 0..8, peer, 99).unwrap();
-    assert!(matches!(late.wait(Duration::from_millis(20)), Err(Error::Deadline { .. })), "nobody sends it");
+    let error = late.wait(Duration::from_millis(20)).unwrap_err();
+    assert!(matches!(error, Error::Deadline { .. }), "nobody sends it: {error}");
+    let named =
+        format!("tagged receive from rank {peer} with tag 0x63: not done within 20 ms; see that it is sent");
+    says(&error, &[&named]);
     assert!(tagged.iprobe(peer, 5).unwrap().is_none());
     comm.barrier(LONG).unwrap();
     let sent = [5, 6].map(|tag| tagged.isend(&buffer, 16..24, peer, tag).unwrap());

@@ -119,7 +119,13 @@ job_test!(windows_have_different_sizes, 4, |comm| {
     }
     for range in [250..257, 257..257] {
         let error = window.put(&local, range, 3, 0).unwrap_err();
-        assert!(matches!(error, Error::Device(gdsync::Error::OutOfBounds { size: 256, .. })), "{error}");
+        assert!(
+            matches!(
+                error,
+                Error::Message { rank: 3, cause: gdsync::Error::OutOfBounds { size: 256, .. }, .. }
+            ),
+            "{error}"
+        );
     }
     window.flush_all(LONG).unwrap();
     window.destroy(LONG).unwrap();
@@ -447,7 +453,7 @@ job_test!(unaligned_words_are_refused, 2, |comm| {
     }
     for result in [57, 64, usize::MAX] {
         let error = window.start(&Rma::fetch_add(1, peer, 4, &local, result)).unwrap_err();
-        assert!(matches!(error, Error::Device(gdsync::Error::OutOfBounds { .. })), "{error}");
+        assert!(matches!(error, Error::Message { cause: gdsync::Error::OutOfBounds { .. }, .. }), "{error}");
     }
     let add = window.start(&Rma::accumulate(7, peer, 12)).unwrap();
     comm.wait(&add, LONG).unwrap();

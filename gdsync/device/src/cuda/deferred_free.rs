@@ -222,7 +222,7 @@ impl DeferredFreeThread {
         self.0
             .wait_until(PATIENCE, |state| !state.has_leaving(pages))
             .then_some(())
-            .ok_or(Error::Deadline { what, after: PATIENCE })
+            .ok_or_else(|| Error::late(what, PATIENCE, super::ALL_STREAMS))
     }
 
     /// Whether any of these pages is queued.

@@ -424,7 +424,8 @@ impl Gpu {
     /// [`Error::Deadline`] after `timeout`: try again when no stream waits.
     pub fn reclaim(&self, timeout: Duration) -> Result<()> {
         let what = "giving memory back to CUDA";
-        self.0.deferred_free.finish(timeout).then_some(()).ok_or(Error::Deadline { what, after: timeout })
+        let is_done = self.0.deferred_free.finish(timeout);
+        is_done.then_some(()).ok_or_else(|| Error::late(what, timeout, super::ALL_STREAMS))
     }
 
     /// Queues memory to be given back to CUDA.

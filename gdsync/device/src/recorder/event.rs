@@ -90,6 +90,38 @@ codes! {
 }
 
 codes! {
+    /// What goes through a queue pair between two ranks.
+    Traffic {
+        /// Messages.
+        Messages = 1, "messages";
+        /// Messages of a channel out; free places in.
+        ChannelOut = 2, "channel out";
+        /// Messages of a channel in; free places out.
+        ChannelIn = 3, "channel in";
+        /// Operations on the peer's window.
+        Window = 4, "window";
+        /// Announcements of receives.
+        Announcements = 5, "announcements";
+    }
+}
+
+impl Traffic {
+    /// What a wait for the next completion of a queue to or from `rank` waits for.
+    pub fn awaited(self, queue: Queue, rank: u32) -> String {
+        match (self, queue == Queue::Send) {
+            (Self::Messages, true) => format!("its send to rank {rank} to complete"),
+            (Self::Messages, false) => format!("a message from rank {rank}"),
+            (Self::ChannelOut, true) => format!("its send to rank {rank} through a channel to complete"),
+            (Self::ChannelOut, false) => format!("a free place of rank {rank} in its channel"),
+            (Self::ChannelIn, true) => format!("its free place of a channel to be known to rank {rank}"),
+            (Self::ChannelIn, false) => format!("a message from rank {rank} through a channel"),
+            (Self::Window, _) => format!("its operation on the window of rank {rank} to complete"),
+            (Self::Announcements, _) => format!("its announcement of receives to rank {rank} to complete"),
+        }
+    }
+}
+
+codes! {
     /// Originator of an event.
     By {
         /// A thread of the application or of the library.

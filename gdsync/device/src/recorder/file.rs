@@ -180,13 +180,18 @@ fn uninterrupted(call: impl Fn() -> libc::c_int) -> io::Result<()> {
 
 /// The header, if the file has the layout of this release.
 pub(super) fn header_of(file: &File) -> Option<[u64; header::WORDS]> {
+    first_words(file).filter(|words| words[header::MAGIC] == layout::MAGIC)
+}
+
+/// What is where a header would be.
+pub(super) fn first_words(file: &File) -> Option<[u64; header::WORDS]> {
     let mut bytes = [0; header::WORDS * 8];
     file.read_exact_at(&mut bytes, 0).ok()?;
     let mut words = [0; header::WORDS];
     for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
         *word = u64::from_ne_bytes(*bytes);
     }
-    (words[header::MAGIC] == layout::MAGIC).then_some(words)
+    Some(words)
 }
 
 /// Whether the process of a header runs.

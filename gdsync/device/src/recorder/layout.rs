@@ -15,8 +15,13 @@ pub(super) const THREAD_SLOTS: usize = 256;
 /// Maximum number of queue pairs and of words that have a purpose.
 pub(super) const TABLE_ROWS: usize = 1024;
 
-/// "GDSYNCR3" in memory; changes with the layout.
-pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR3");
+/// "GDSYNCR4" in memory; changes with the layout.
+pub(super) const MAGIC: u64 = u64::from_le_bytes(*b"GDSYNCR4");
+
+/// Whether the file of this first word has another layout.
+pub(super) fn is_of_another_release(magic: u64) -> bool {
+    magic != MAGIC && magic.to_le_bytes()[..7] == MAGIC.to_le_bytes()[..7]
+}
 
 /// Words of the header.
 pub(super) mod header {

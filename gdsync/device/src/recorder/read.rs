@@ -147,7 +147,19 @@ impl Recording {
             let value = format!("{} {what}", path.display());
             Error::invalid("recording", value, "a file of this release of the library, whole")
         };
-        let head = file::header_of(&file).ok_or_else(|| not_one("(no header)"))?;
+        let head = file::first_words(&file).ok_or_else(|| not_one("(no header)"))?;
+        match head[header::MAGIC] {
+            layout::MAGIC => {}
+            magic if layout::is_of_another_release(magic) => {
+                let value = format!("{} (written by another version)", path.display());
+                return Err(Error::invalid(
+                    "recording",
+                    value,
+                    "one of this version; the gdasync of the other one reads it",
+                ));
+            }
+            _ => return Err(not_one("(no header)")),
+        }
         let records = head[header::RECORDS];
         let is_fine = records.is_power_of_two() && records <= layout::MOST_RECORDS;
         let capacity =

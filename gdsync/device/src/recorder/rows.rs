@@ -6,7 +6,7 @@ use parking_lot::Mutex;
 
 use super::layout::{self, ROW_WORDS, ROWS, TABLE_ROWS};
 use super::ring::Recorder;
-use super::{By, Event, Log, Queue, Stage};
+use super::{By, Event, Log, Queue, Stage, Traffic};
 use crate::{Gid, QpAddress};
 use gdsync_shm::seqlock;
 
@@ -94,8 +94,8 @@ pub struct Peer {
     pub gid: Gid,
     /// GID and queue pair number of the peer, once connected.
     pub remote: Option<(Gid, u32)>,
-    /// Rank of the peer, if `gdsync-mp` created the queue pair.
-    pub rank: Option<u32>,
+    /// Rank of the peer, if `gdsync-mp` created the queue pair, and what that is for.
+    pub rank: Option<(u32, Traffic)>,
     /// It was destroyed.
     pub is_gone: bool,
 }
@@ -106,7 +106,7 @@ impl Peer {
             .map(|gid| *gid.0.as_chunks::<8>().0.first_chunk().expect("16 bytes"));
         let [own, remote]: [[u64; 2]; 2] = [own, remote].map(|halves| halves.map(u64::from_ne_bytes));
         let flags = u64::from(self.remote.is_some()) << 62 | if self.is_gone { GONE } else { 0 };
-        let rank = self.rank.map_or(0, |rank| u64::from(rank) + 1);
+        let rank = self.rank.map_or(0, |(rank, traffic)| u64::from(rank) << 8 | traffic as u64);
         let remote_qpn = self.remote.map_or(0, |(_, qpn)| qpn);
         let own_qp = u64::from(self.qpn) | u64::from(self.device) << 32;
         [own_qp | flags, rank, u64::from(remote_qpn), own[0], own[1], remote[0], remote[1]]
@@ -126,12 +126,14 @@ impl Peer {
         let [q0, q1, q2, q3, device, ..] = head.to_le_bytes();
         let qpn = u32::from_le_bytes([q0, q1, q2, q3]);
         let remote_qpn = u32::try_from(remote_qpn).ok()?;
+        let [traffic, ..] = rank.to_le_bytes();
+        let named = || Some((u32::try_from(rank >> 8).ok()?, Traffic::from_code(traffic)?));
         Some(Self {
             device,
             qpn,
             gid: gid([o0, o1]),
             remote: (head & 1 << 62 != 0).then_some((gid([r0, r1]), remote_qpn)),
-            rank: rank.checked_sub(1).map(u32::try_from).transpose().ok()?,
+            rank: if rank == 0 { None } else { Some(named()?) },
             is_gone: head & GONE != 0,
         })
     }
@@ -162,8 +164,8 @@ impl QpLog {
         self.row.write(peer.pack());
     }
 
-    /// The rank of the peer, if it was named.
-    pub fn rank(&self) -> Option<u32> {
+    /// The rank of the peer, if it was named, and what goes to it.
+    pub fn rank(&self) -> Option<(u32, Traffic)> {
         self.peer.lock().rank
     }
 
@@ -173,9 +175,9 @@ impl QpLog {
         self.note(Stage::Connected, Queue::None, By::Cpu, remote.qpn.into(), 0);
     }
 
-    /// Records the ranks of this process and of the peer.
-    pub fn name(&self, own: u32, rank: u32) {
-        self.change(|peer| peer.rank = Some(rank));
+    /// Records the ranks of this process and of the peer, and what goes between them.
+    pub fn name(&self, own: u32, rank: u32, traffic: Traffic) {
+        self.change(|peer| peer.rank = Some((rank, traffic)));
         if let Some(recorder) = self.log.recorder() {
             recorder.set_rank(own);
         }
@@ -240,7 +242,8 @@ mod tests {
     fn peers_fit_in_their_rows() {
         let (gid, other) = (Gid::random().unwrap(), Gid::random().unwrap());
         for remote in [None, Some((other, 0xff_ffff)), Some((gid, 0))] {
-            for (rank, is_gone) in [(None, true), (Some(0), false), (Some(u32::MAX), true)] {
+            let ranks = [None, Some((0, Traffic::Messages)), Some((u32::MAX, Traffic::Announcements))];
+            for (rank, is_gone) in ranks.into_iter().zip([true, false, true]) {
                 let peer = Peer { device: 255, qpn: 0xff_ffff, gid, remote, rank, is_gone };
                 assert_eq!(Peer::unpack(peer.pack()), Some(peer));
             }

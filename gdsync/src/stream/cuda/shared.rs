@@ -27,7 +27,7 @@ use super::graph::{self, Captured};
 use super::instance::{Instance, Pool};
 use super::nudger::Nudger;
 use super::plan::{self, Calls};
-use super::watchdog::is_inconclusive;
+use super::watchdog::{WaitIndex, is_inconclusive};
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::execute::message_of;
 use crate::stream::op::{Op, Ops, log_failure, sources_of, stop, to_stop};
@@ -107,6 +107,8 @@ pub(super) struct State {
     /// The last submission that found the queue empty, and when, until the watchdog reads it: its first wait has held
     /// the stream since then.
     pub(super) begun: Option<(u64, Instant)>,
+    /// The wait that holds the stream, and since when, as the watchdog has seen it last.
+    pub(super) held: Option<(WaitIndex, Instant)>,
     /// Pending calls and host functions.
     pub(super) calls: usize,
     pub(super) host_fns: usize,

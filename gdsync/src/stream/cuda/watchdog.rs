@@ -37,7 +37,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const CAPTURES: RangeInclusive<u32> = 900..=908;
 
 /// A wait: the number of its submission, and its index there.
-type WaitIndex = (u64, usize);
+pub(super) type WaitIndex = (u64, usize);
 
 impl Shared {
     /// The main loop: until the engine is dropped and the GPU has released all queued work.
@@ -139,6 +139,7 @@ impl Shared {
                     view.force(place, now - released, now - since.max(released));
                 }
             }
+            state.held = held;
             // With no known holder, or with one whose word may have changed since it was passed, only a mark shows the
             // progress.
             if failed || held.is_none_or(|(_, since)| now - since >= self.max_check_interval()) {
@@ -167,6 +168,16 @@ impl Shared {
             }
         }
         self.destroy();
+    }
+
+    /// As [`Engine::holder`](crate::stream::engine::Engine::holder).
+    pub(super) fn holder(&self) -> Option<(String, Duration)> {
+        let state = self.lock();
+        let view = QueueView(&state);
+        let place = view.holder()?;
+        let known = state.held.filter(|(known, _)| *known == place);
+        let waited = known.map_or(Duration::ZERO, |(_, since)| since.elapsed());
+        Some((view.describe(place, None), self.config.wait_limit.saturating_sub(waited)))
     }
 
     /// Interval between checks of a stream without a known holder: short enough to find one, and request a mark, before

@@ -82,8 +82,12 @@ impl CqInner {
         let mut owed = (self.owed(), Instant::now());
         while owed.0 > 0 {
             if owed.1.elapsed() >= FLUSH_QUIET {
-                let what = "flushing the requests from before the reset (destroy the queue pair instead)";
-                return Err(Error::Deadline { what, after: FLUSH_QUIET });
+                let awaited = format!(
+                    "{} completions that the device owes CQ {:#x}; destroy the queue pair instead",
+                    owed.0,
+                    self.cqn()
+                );
+                return Err(Error::late("flushing the requests from before the reset", FLUSH_QUIET, awaited));
             }
             std::thread::sleep(Duration::from_micros(50));
             let now = self.owed();
