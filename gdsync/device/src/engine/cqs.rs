@@ -32,6 +32,8 @@ struct SoftCq {
     record: Memory,
     event: Arc<CqEvent>,
     log: u32,
+    /// Bytes per entry; the CQE is its end.
+    entry: usize,
     /// Number of completions written.
     produced: u64,
     /// GPU streams wait for completions before this number, as last read.
@@ -72,7 +74,7 @@ impl Cqs {
         CqParts { cqn, ..parts }
     }
 
-    /// Registers a queue whose CQEs are in the initial state. Returns its number.
+    /// Registers a queue of `1 << log` entries whose CQEs are in the initial state. Returns its number.
     pub fn create(
         &mut self,
         ring: Memory,
@@ -82,6 +84,7 @@ impl Cqs {
         ignore_overrun: bool,
     ) -> u32 {
         let cq = SoftCq {
+            entry: ring.len() >> log,
             ring,
             record,
             event,
@@ -160,7 +163,7 @@ impl Cqs {
         }
         cqe.owner = mlx5::lap(cq.produced, cq.log);
         let bytes = cqe.encode();
-        let slot = usize::try_from(cq.produced & ((1 << cq.log) - 1)).expect("a ring index fits") * CQE_SIZE;
+        let slot = cq.offset(cq.produced);
         if cfg!(target_arch = "x86_64") && cq.ring.gpu().is_some() {
             // One burst: the copy stores upwards, so the owner bit goes last or together with the rest. A write-combining buffer that is
             // evicted early may leave in any order (Intel SDM), so a GPU may only check the owner bit, as streams do; the CPU, which
@@ -198,8 +201,8 @@ impl Cqs {
         if cq.produced > 0 || !cq.by_owner {
             return Ok(());
         }
-        for n in 0..1usize << cq.log {
-            let word = cq.ring.atomic32(n * CQE_SIZE + CQE_OP_OWN_OFFSET)?.load(Ordering::Acquire);
+        for n in 0..1 << cq.log {
+            let word = cq.ring.atomic32(cq.offset(n) + CQE_OP_OWN_OFFSET)?.load(Ordering::Acquire);
             let [.., op_own] = word.to_ne_bytes();
             if op_own & 1 == 0 || op_own >> 4 != 15 {
                 let value = format!("{op_own:#04x} in slot {n} of CQ {cqn:#x}");
@@ -215,6 +218,12 @@ fn slot(slots: &mut [Option<SoftCq>], cqn: u32) -> Option<&mut Option<SoftCq>> {
 }
 
 impl SoftCq {
+    /// Offset of the CQE of completion `n` in the ring.
+    fn offset(&self, n: u64) -> usize {
+        let slot = usize::try_from(n & ((1 << self.log) - 1)).expect("a ring index fits");
+        (slot + 1) * self.entry - CQE_SIZE
+    }
+
     fn has_room(&mut self) -> bool {
         // The consumer index may be ahead, if the consumer gave up before these completions.
         let is_room = |cq: &Self| cq.produced.saturating_sub(cq.consumed) < 1 << cq.log;
@@ -252,6 +261,21 @@ mod tests {
             assert!(owned_by_software(word(&ring, n), n, 1), "completion {n} is there");
             record.atomic32(0).unwrap().store(mlx5::cq_ci_record(n + 1), Ordering::Release);
         }
+    }
+
+    #[test]
+    fn a_cqe_is_the_end_of_its_entry() {
+        let CqParts { record, event, .. } = parts(1, OnGpu::empty(), &Places::default()).unwrap();
+        let ring = Memory::alloc(4 * CQE_SIZE).unwrap();
+        ring.fill(0, 4 * CQE_SIZE, 0xf0).unwrap();
+        let mut cqs = Cqs::default();
+        let cqn = cqs.create(ring.clone(), record, event, 1, true);
+        for n in 0..3 {
+            cqs.complete(cqn, Cqe { opcode: CqeOpcode::RESP_SEND, byte_cnt: n, ..Cqe::default() }).unwrap();
+        }
+        let entry = |n: usize| *ring.to_vec()[n * CQE_SIZE..].first_chunk::<CQE_SIZE>().unwrap();
+        assert_eq!([0, 2].map(entry), [[0xf0; CQE_SIZE]; 2], "the first half is not written");
+        assert_eq!([1, 3].map(|n| Cqe::decode(&entry(n)).byte_cnt), [2, 1]);
     }
 
     #[test]
