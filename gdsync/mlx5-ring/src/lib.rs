@@ -48,9 +48,9 @@ pub use decode::{
     DecodeError, DecodedOp, DecodedPayload, MixedList, PayloadPart, SgeList, decode_body, strict_violations,
 };
 pub use doorbell::{
-    BF_OFFSET, CQ_DBREC_CI, CQ_DBREC_SIZE, Doorbell, EMPTY, QP_DBREC_RECV, QP_DBREC_SEND, QP_DBREC_SIZE,
-    cq_ci_record, doorbell_word, extend16, extend24, low16, next_pi_doorbell, record_to_u16, record_to_u24,
-    recv_record, send_record,
+    BF_OFFSET, CQ_DBREC_ARM, CQ_DBREC_CI, CQ_DBREC_SIZE, CqArm, Doorbell, EMPTY, NEVER_ARMED, QP_DBREC_RECV,
+    QP_DBREC_SEND, QP_DBREC_SIZE, cq_ci_record, doorbell_word, extend16, extend24, low16, next_pi_doorbell,
+    record_to_u16, record_to_u24, recv_record, send_record,
 };
 pub use encode::{encode, encode_into};
 pub use opcode::{CqeOpcode, Opcode, Syndrome};

@@ -68,6 +68,9 @@ pub struct CardCq {
     pub ignore_overrun: bool,
     /// Called after each completion.
     pub nudges: Option<Arc<dyn GpuNudge>>,
+    /// Completion channel: called once each time the program arms the queue by the second word of its record, when a
+    /// completion that it asks for has arrived. The card writes what the word holds before the first time.
+    pub channel: Option<Arc<dyn GpuNudge>>,
 }
 
 impl Card {
@@ -110,8 +113,11 @@ impl Card {
     }
 
     /// Creates a completion queue and returns its number.
-    pub fn create_cq(&self, cq: CardCq) -> u32 {
-        let CardCq { ring, entry, record, ignore_overrun, nudges } = cq;
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] if it has a channel, and its record no second word.
+    pub fn create_cq(&self, cq: CardCq) -> Result<u32> {
+        let CardCq { ring, entry, record, ignore_overrun, nudges, channel } = cq;
         let log = (ring.len() / entry).ilog2();
         let event = Arc::<CqEvent>::default();
         if nudges.is_some() {
@@ -120,7 +126,8 @@ impl Card {
         self.0.shared.with(|core| {
             let cqn = core.cqs.create(ring, record, event, log, ignore_overrun);
             core.cqs.read_by_owner(cqn, false);
-            cqn
+            channel.map_or(Ok(()), |channel| core.cqs.set_channel(cqn, channel))?;
+            Ok(cqn)
         })
     }
 

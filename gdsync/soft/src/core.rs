@@ -458,6 +458,7 @@ impl Progress for Core {
                 worked |= self.with(i, complete).unwrap_or(false);
             }
         }
+        self.cqs.check_channels();
         self.steps = self.steps.wrapping_add(1);
         if self.steps.is_multiple_of(STEPS) && self.is_active() {
             let now = Instant::now();

@@ -115,7 +115,7 @@ impl SoftHca {
         async_events: Option<Arc<dyn AsyncEvents>>,
     ) -> Result<Self> {
         config.faults.check()?;
-        let gid = Gid::random()?;
+        let gid = config.gid.map_or_else(Gid::random, Ok)?;
         let event = EventCount::create()?;
         let port = Port::open(gid, event.clone(), async_events.is_some())?;
         let copy_engine = config.copy_engine.clone().unwrap_or_else(|| Arc::new(GpuCopyEngines::default()));

@@ -161,8 +161,8 @@ pub(crate) unsafe fn create(
     words.write(0, &[0; 8]).map_err(|_| libc::EFAULT)?;
 
     let nudges = watch.clone().map(|watch| watch as Arc<dyn GpuNudge>);
-    let cq = CardCq { ring: cqes, entry: CQE, record: words, ignore_overrun, nudges };
-    let cqn = owner.hca.card.create_cq(cq);
+    let cq = CardCq { ring: cqes, entry: CQE, record: words, ignore_overrun, nudges, channel: None };
+    let cqn = owner.hca.card.create_cq(cq).map_err(|_| libc::EFAULT)?;
     channel.inspect(|channel| channel.users.add());
     let base = ibv_cq_ex {
         context,

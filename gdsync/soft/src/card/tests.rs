@@ -1,6 +1,6 @@
 //! A card as the programs of other people use it: rings written by hand, and doorbell records only.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::*;
@@ -23,20 +23,49 @@ impl AsyncEvents for NoEvents {
     fn raise(&self, _: crate::AsyncEvent) {}
 }
 
+/// Counts completion events.
+#[derive(Debug, Default)]
+struct Events(AtomicUsize);
+
+impl GpuNudge for Events {
+    fn nudge(&self) {
+        self.0.fetch_add(1, Ordering::AcqRel);
+    }
+}
+
+impl Events {
+    fn wait(&self, count: usize) {
+        let start = Instant::now();
+        while self.0.load(Ordering::Acquire) < count {
+            assert!(start.elapsed() < TIMEOUT, "no event");
+            std::thread::yield_now();
+        }
+        assert_eq!(self.0.load(Ordering::Acquire), count);
+    }
+}
+
 struct Cq {
     cqn: u32,
     ring: Memory,
+    record: Memory,
     entry: usize,
     ci: u64,
 }
 
 impl Cq {
-    fn new(card: &Card, entry: usize) -> Self {
+    fn new(card: &Card, entry: usize, channel: Option<Arc<dyn GpuNudge>>) -> Self {
         let ring = Memory::alloc(entry << 4).unwrap();
         ring.fill(0, ring.len(), 0xf0).unwrap();
         let record = Memory::alloc(8).unwrap();
-        let cq = CardCq { ring: ring.clone(), entry, record, ignore_overrun: true, nudges: None };
-        Self { cqn: card.create_cq(cq), ring, entry, ci: 0 }
+        let cq = CardCq {
+            ring: ring.clone(),
+            entry,
+            record: record.clone(),
+            ignore_overrun: true,
+            nudges: None,
+            channel,
+        };
+        Self { cqn: card.create_cq(cq).unwrap(), ring, record, entry, ci: 0 }
     }
 
     fn poll(&mut self) -> Option<Cqe> {
@@ -78,6 +107,8 @@ struct Program {
     receives: u64,
     sends: Cq,
     recvs: Cq,
+    /// Of the completion channel of `recvs`.
+    events: Arc<Events>,
 }
 
 /// A segment of a WQE.
@@ -90,10 +121,11 @@ fn inline(bytes: &[u8]) -> Vec<u8> {
 
 impl Program {
     fn new(entry: usize) -> Self {
+        let events = Arc::<Events>::default();
         let card = Card::start(&SoftHcaConfig::default(), Arc::new(NoEvents)).unwrap();
         let memory = Memory::alloc(REGION).unwrap();
         let key = card.register(PD, &memory, memory.addr(), Access::all()).unwrap();
-        let (sends, recvs) = (Cq::new(&card, entry), Cq::new(&card, entry));
+        let (sends, recvs) = (Cq::new(&card, entry, None), Cq::new(&card, entry, Some(events.clone())));
         let [sq, rq, record] = [64 * BB, 16 * 64, 8].map(|len| Memory::alloc(len).unwrap());
         let qp = CardQp {
             pdn: PD,
@@ -108,7 +140,7 @@ impl Program {
             flushes_by_doorbell: false,
         };
         let qpn = card.create_qp(qp).unwrap();
-        Self { card, memory, key, qpn, sq, rq, record, pi: 0, receives: 0, sends, recvs }
+        Self { card, memory, key, qpn, sq, rq, record, pi: 0, receives: 0, sends, recvs, events }
     }
 
     fn connect(&self, to: &Self) {
@@ -269,6 +301,28 @@ fn sends_may_have_as_many_buffers_as_a_wqe_holds() {
         assert_eq!(b.recvs.wait().byte_cnt as usize, payload.len(), "round {round}");
         a.sends.wait();
         assert_eq!([b.bytes(0, 10), b.bytes(64, 90), b.bytes(256, 83)].concat(), payload);
+    }
+}
+
+#[test]
+fn an_armed_queue_gets_one_event() {
+    let (mut a, mut b) = Program::pair(64);
+    for n in 0..20u8 {
+        let word = u32::from_ne_bytes([n % 4 << 4, 0, 0, n]);
+        let record = b.recvs.record.clone();
+        let arm = || record.atomic32(mlx5::CQ_DBREC_ARM).unwrap().store(word, Ordering::Release);
+        if n % 2 == 0 {
+            arm();
+        }
+        b.receive(&[b.sge(0, 64)]);
+        a.post(Opcode::SEND, CE_ALWAYS, &[]);
+        let cqe = b.recvs.wait();
+        assert_eq!(cqe.opcode, CqeOpcode::RESP_SEND);
+        if n % 2 == 1 {
+            // After the completion.
+            arm();
+        }
+        b.events.wait(usize::from(n) + 1);
     }
 }
 

@@ -58,7 +58,8 @@ impl DevxCq {
         let ring = ring_umem.part(input.get64(0x280), 64 << log, 64)?;
         let record = record_umem.part(input.get64(context + 0x1c0), 8, 8)?;
         let ignore_overrun = input.get(context + 0x0e, 1) == 1;
-        let cqn = hca.card.create_cq(CardCq { ring, entry: 64, record, ignore_overrun, nudges: None });
+        let cq = CardCq { ring, entry: 64, record, ignore_overrun, nudges: None, channel: None };
+        let cqn = hca.card.create_cq(cq).map_err(|error| refuse::limit(0x31, error.to_string()))?;
         // Its owner alone polls it.
         hca.card.read_by_owner(cqn);
         ALL.lock().insert(cqn, Arc::default());
