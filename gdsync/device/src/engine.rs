@@ -9,4 +9,4 @@ pub use crate::doorbell_set::WatchedDoorbells;
 pub use cqs::{Cqs, Overrun, parts as cq_parts};
 pub use progress::{Progress, ProgressEngine, ProgressState, RecentCopy};
 pub use progress_thread::ProgressThread;
-pub use rings::{QpTrace, Rings, Wqe};
+pub use rings::{DoorbellSource, QpTrace, Rings, Wqe};

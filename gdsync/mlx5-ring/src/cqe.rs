@@ -2,7 +2,7 @@
 
 use super::opcode::{CqeOpcode, Opcode, Syndrome};
 
-/// Bytes of a CQE. Rings with 128-byte entries are not used.
+/// Bytes of a CQE. In a ring of 128-byte entries it is the second half of each.
 pub const CQE_SIZE: usize = 64;
 
 /// Offset of the CQE's last 32-bit word, with the owner bit. The HCA writes it last.

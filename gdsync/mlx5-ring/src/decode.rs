@@ -7,6 +7,9 @@ use super::opcode::{Opcode, Syndrome};
 use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT};
 use super::wqe::MAX_DS;
 
+/// Bytes of an inline segment's byte count.
+const INLINE_HEADER: usize = 4;
+
 /// A decoded operation. Payload stays in the WQE's bytes; nothing is copied or allocated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DecodedOp {
@@ -57,6 +60,16 @@ pub enum DecodedOp {
     },
 }
 
+impl DecodedOp {
+    /// Payload of a send or RDMA write.
+    pub const fn payload(&self) -> Option<&DecodedPayload> {
+        match self {
+            Self::Send { payload, .. } | Self::Write { payload, .. } => Some(payload),
+            _ => None,
+        }
+    }
+}
+
 /// Location of a WQE's payload.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DecodedPayload {
@@ -64,6 +77,43 @@ pub enum DecodedPayload {
     Sges(SgeList),
     /// Inline, at this range of the WQE's bytes.
     Inline(Range<usize>),
+    /// Segments of both kinds, or several inline ones.
+    Mixed(MixedList),
+}
+
+/// A part of a payload of [`DecodedPayload::Mixed`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PayloadPart<'a> {
+    /// These bytes of the WQE.
+    Inline(&'a [u8]),
+    /// In this SGE.
+    Sge(DataSeg),
+}
+
+/// Inline and pointer segments of a WQE, still encoded in it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MixedList {
+    start: usize,
+    end: usize,
+    total: u32,
+}
+
+impl MixedList {
+    /// Total length in bytes, at most [`MAX_MESSAGE`].
+    pub const fn total_bytes(&self) -> u32 {
+        self.total
+    }
+
+    /// The parts in order, from the bytes of the decoded WQE.
+    pub fn iter(self, wqe: &[u8]) -> impl Iterator<Item = PayloadPart<'_>> {
+        let (segments, _) = wqe.get(self.start..self.end).unwrap_or_default().as_chunks();
+        let mut at = 0;
+        core::iter::from_fn(move || {
+            let (part, next) = mixed_part(segments, at).ok()??;
+            at = next;
+            Some(part)
+        })
+    }
 }
 
 /// SGEs of a WQE, still encoded in it.
@@ -138,7 +188,7 @@ pub enum DecodeError {
         /// Index in the WQE, from 0.
         segment: usize,
     },
-    /// Misplaced inline data: in a read or atomic, or after another data segment.
+    /// Inline data in a read or atomic.
     #[error("segment {segment}: misplaced inline data")]
     MisplacedInline {
         /// Index in the WQE, from 0.
@@ -151,12 +201,6 @@ pub enum DecodeError {
         len: usize,
         /// Room left by `ds`.
         room: usize,
-    },
-    /// Segments behind inline data.
-    #[error("segment {segment}: only one segment of inline data is supported, and nothing behind it")]
-    AfterInline {
-        /// Index of the first in the WQE, from 0.
-        segment: usize,
     },
     /// The message exceeds the maximum length.
     #[error("a message of {len} bytes is too long: at most {max}", max = MAX_MESSAGE)]
@@ -224,19 +268,54 @@ pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
 }
 
 fn payload(segments: &[[u8; SEGMENT]], first: usize) -> Result<DecodedPayload, DecodeError> {
-    let count = segments.get(first).map_or(0, |seg| DataSeg::from_bytes(seg).len);
-    if count & INLINE == 0 {
-        return sge_list(segments, first).map(DecodedPayload::Sges);
+    match sge_list(segments, first) {
+        Ok(list) => Ok(DecodedPayload::Sges(list)),
+        Err(DecodeError::MisplacedInline { segment }) => inline_payload(segments, first, segment),
+        Err(error) => Err(error),
     }
-    let len = (count & !INLINE) as usize;
-    let start = first * SEGMENT + size_of_val(&count);
-    let room = segments.len() * SEGMENT - start;
-    if len > room {
-        return Err(DecodeError::InlineTooLong { len, room });
+}
+
+/// A payload with inline segments, of which `inline` is the first.
+fn inline_payload(
+    segments: &[[u8; SEGMENT]],
+    first: usize,
+    inline: usize,
+) -> Result<DecodedPayload, DecodeError> {
+    let (mut at, mut parts, mut total) = (first, 0, 0);
+    while let Some((part, next)) = mixed_part(segments, at)? {
+        total += match part {
+            PayloadPart::Inline(bytes) => bytes.len() as u64,
+            PayloadPart::Sge(sge) => u64::from(sge.len),
+        };
+        (at, parts) = (next, parts + 1);
     }
-    match (start + len).div_ceil(SEGMENT) {
-        segment if segment < segments.len() => Err(DecodeError::AfterInline { segment }),
-        _ => Ok(DecodedPayload::Inline(start..start + len)),
+    let (start, end) = (first * SEGMENT, segments.len() * SEGMENT);
+    match u32::try_from(total) {
+        Ok(total) if inline == first && parts == 1 => {
+            let start = start + INLINE_HEADER;
+            Ok(DecodedPayload::Inline(start..start + total as usize))
+        }
+        Ok(total) if total <= MAX_MESSAGE => Ok(DecodedPayload::Mixed(MixedList { start, end, total })),
+        _ => Err(DecodeError::TooLong { len: total }),
+    }
+}
+
+/// The part of a payload that begins at segment `at`, and the segment behind it; `None` at the end.
+fn mixed_part(
+    segments: &[[u8; SEGMENT]],
+    at: usize,
+) -> Result<Option<(PayloadPart<'_>, usize)>, DecodeError> {
+    let Some(bytes) = segments.get(at) else { return Ok(None) };
+    let sge = DataSeg::from_bytes(bytes);
+    match sge.len {
+        0 => Err(DecodeError::EmptySge { segment: at }),
+        count if count & INLINE == 0 => Ok(Some((PayloadPart::Sge(sge), at + 1))),
+        count => {
+            let len = (count & !INLINE) as usize;
+            let rest = &segments[at..].as_flattened()[INLINE_HEADER..];
+            let data = rest.get(..len).ok_or(DecodeError::InlineTooLong { len, room: rest.len() })?;
+            Ok(Some((PayloadPart::Inline(data), at + (INLINE_HEADER + len).div_ceil(SEGMENT))))
+        }
     }
 }
 
@@ -380,15 +459,13 @@ mod tests {
             let body = |segs: &[[u8; 16]]| [&[REMOTE][..header], segs].concat();
             let empty = decode(opcode, &body(&[sge(1), sge(0)]));
             assert_eq!(empty, Err(DecodeError::EmptySge { segment: at(2) }));
-            let mixed = decode(opcode, &body(&[sge(1), sge(INLINE | 1)]));
-            assert_eq!(mixed, Err(DecodeError::MisplacedInline { segment: at(2) }));
         }
         let read = decode(Opcode::RDMA_READ, &[REMOTE, sge(INLINE | 1)]);
         assert_eq!(read, Err(DecodeError::MisplacedInline { segment: 2 }));
     }
 
     #[test]
-    fn inline_data_must_fill_its_segments_exactly() {
+    fn inline_data_lies_in_its_segments() {
         let send = |len: u32, segments: usize| {
             decode(Opcode::SEND, &[&[sge(INLINE | len)][..], &vec![[0; 16]; segments - 1]].concat())
         };
@@ -398,10 +475,47 @@ mod tests {
         assert_eq!(send(13, 1), Err(DecodeError::InlineTooLong { len: 13, room: 12 }));
         assert_eq!(send(13, 2), inline(20..33));
         assert_eq!(send(28, 2), inline(20..48));
-        assert_eq!(send(12, 2), Err(DecodeError::AfterInline { segment: 2 }));
+        // The segment behind it is an SGE.
+        assert_eq!(send(12, 2), Err(DecodeError::EmptySge { segment: 2 }));
         assert_eq!(send(988, 62), inline(20..1008));
         let max = (INLINE - 1) as usize;
         assert_eq!(send(INLINE - 1, 62), Err(DecodeError::InlineTooLong { len: max, room: 988 }));
+    }
+
+    #[test]
+    fn inline_and_pointer_segments_may_be_mixed() {
+        let inline = |len: u8| {
+            let mut segment = [len; 16];
+            segment[..4].copy_from_slice(&(INLINE | u32::from(len)).to_be_bytes());
+            segment
+        };
+        let (a, b) = (DataSeg { addr: 0x1000, len: 100, lkey: 7 }, DataSeg { addr: 0x1000, len: 5, lkey: 7 });
+        let parts = |body: &[[u8; 16]]| {
+            let wqe = [&[[0; 16]], body].concat().concat();
+            match decode(Opcode::SEND, body) {
+                Ok(DecodedOp::Send { payload: DecodedPayload::Mixed(list), .. }) => {
+                    let parts = list.iter(&wqe).map(|part| match part {
+                        PayloadPart::Inline(bytes) => (bytes.to_vec(), None),
+                        PayloadPart::Sge(sge) => (vec![], Some(sge)),
+                    });
+                    Ok((list.total_bytes(), parts.collect::<Vec<_>>()))
+                }
+                Ok(other) => panic!("{other:?}"),
+                Err(error) => Err(error),
+            }
+        };
+        // UCX's header of 10 bytes before a buffer, and every other order.
+        let (head, tail) = ((vec![10; 10], None), (vec![3; 3], None));
+        assert_eq!(parts(&[inline(10), sge(100)]), Ok((110, vec![head.clone(), (vec![], Some(a))])));
+        assert_eq!(
+            parts(&[sge(100), inline(10), sge(5), inline(3)]),
+            Ok((118, vec![(vec![], Some(a)), head.clone(), (vec![], Some(b)), tail.clone()]))
+        );
+        assert_eq!(parts(&[inline(10), inline(3)]), Ok((13, vec![head, tail])));
+        assert_eq!(parts(&[sge(1), inline(13)]), Err(DecodeError::InlineTooLong { len: 13, room: 12 }));
+        assert_eq!(parts(&[inline(3), sge(0)]), Err(DecodeError::EmptySge { segment: 2 }));
+        let len = u64::from(MAX_MESSAGE) + 3;
+        assert_eq!(parts(&[inline(3), sge(MAX_MESSAGE)]), Err(DecodeError::TooLong { len }));
     }
 
     #[test]

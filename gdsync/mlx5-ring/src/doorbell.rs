@@ -18,6 +18,12 @@ pub const QP_DBREC_SIZE: usize = 8;
 /// Offset of the consumer counter in a completion queue's doorbell record.
 pub const CQ_DBREC_CI: usize = 0;
 
+/// Offset of the arm word in a completion queue's doorbell record (`MLX5_CQ_ARM_DB`).
+pub const CQ_DBREC_ARM: usize = 4;
+
+/// Arm word of a queue that was never armed. A card writes it, because the first arming is 0, as a cleared record.
+pub const NEVER_ARMED: u32 = u32::MAX;
+
 /// Bytes of a completion queue's doorbell record: consumer counter and arm word.
 pub const CQ_DBREC_SIZE: usize = 8;
 
@@ -42,6 +48,34 @@ pub const fn recv_record(head: u64) -> u32 {
 pub const fn cq_ci_record(ci: u64) -> u32 {
     let [.., hi, mid, lo] = ci.to_be_bytes();
     u32::from_ne_bytes([0, hi, mid, lo])
+}
+
+/// Request for a completion event: the arm word of a completion queue's record.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CqArm {
+    /// Number of events that the program has had, modulo 4.
+    pub sequence: u8,
+    /// Only solicited completions and errors count.
+    pub solicited: bool,
+    /// Completions from this one on count, modulo 2^24.
+    pub ci: u32,
+}
+
+impl CqArm {
+    /// Decodes the word; `None` if the queue was never armed.
+    pub const fn decode(word: u32) -> Option<Self> {
+        let [flags, ..] = word.to_ne_bytes();
+        match word {
+            NEVER_ARMED => None,
+            _ => Some(Self { sequence: flags >> 4 & 3, solicited: flags & 1 != 0, ci: record_to_u24(word) }),
+        }
+    }
+
+    /// Whether there is such a completion, if the last that may count is the one before `end`, at most 2^23 later or
+    /// earlier than [`CqArm::ci`].
+    pub const fn is_due(&self, end: u64) -> bool {
+        (end.wrapping_sub(self.ci as u64) << 40).cast_signed() > 0
+    }
 }
 
 /// The 16-bit counter in a queue pair's record.
@@ -154,6 +188,18 @@ mod tests {
     #[test]
     fn empty_register_has_no_valid_qpn() {
         assert_eq!(Doorbell::decode(EMPTY).qpn, 0x00ff_ffff);
+    }
+
+    #[test]
+    fn arm_words_have_sequence_mode_and_counter() {
+        let word = u32::from_ne_bytes([0x21, 0x12, 0x34, 0x56]);
+        assert_eq!(CqArm::decode(word), Some(CqArm { sequence: 2, solicited: true, ci: 0x12_3456 }));
+        assert_eq!(CqArm::decode(0), Some(CqArm { sequence: 0, solicited: false, ci: 0 }));
+        assert_eq!(CqArm::decode(NEVER_ARMED), None);
+        let arm = |ci| CqArm { sequence: 0, solicited: false, ci };
+        assert!(!arm(7).is_due(7) && arm(7).is_due(8) && !arm(7).is_due(0));
+        // Across the wrap of the counter.
+        assert!(arm(0xff_ffff).is_due(0x100_0000) && !arm(1).is_due(0x100_0000) && !arm(1).is_due(0xff_ffff));
     }
 
     #[test]

@@ -44,11 +44,13 @@ pub use ctrl::{
     CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL, FM_MASK,
     FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like, set_index,
 };
-pub use decode::{DecodeError, DecodedOp, DecodedPayload, SgeList, decode_body, strict_violations};
+pub use decode::{
+    DecodeError, DecodedOp, DecodedPayload, MixedList, PayloadPart, SgeList, decode_body, strict_violations,
+};
 pub use doorbell::{
-    BF_OFFSET, CQ_DBREC_CI, CQ_DBREC_SIZE, Doorbell, EMPTY, QP_DBREC_RECV, QP_DBREC_SEND, QP_DBREC_SIZE,
-    cq_ci_record, doorbell_word, extend16, extend24, low16, next_pi_doorbell, record_to_u16, record_to_u24,
-    recv_record, send_record,
+    BF_OFFSET, CQ_DBREC_ARM, CQ_DBREC_CI, CQ_DBREC_SIZE, CqArm, Doorbell, EMPTY, NEVER_ARMED, QP_DBREC_RECV,
+    QP_DBREC_SEND, QP_DBREC_SIZE, cq_ci_record, doorbell_word, extend16, extend24, low16, next_pi_doorbell,
+    record_to_u16, record_to_u24, recv_record, send_record,
 };
 pub use encode::{encode, encode_into};
 pub use opcode::{CqeOpcode, Opcode, Syndrome};

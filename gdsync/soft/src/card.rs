@@ -1,5 +1,7 @@
 //! The software HCA in the role of a card: rings and doorbell records are memory of the application.
 
+use std::mem::MaybeUninit;
+use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,12 +9,12 @@ use crate::async_event::AsyncEvents;
 use crate::config::SoftHcaConfig;
 use crate::qp::requester::Requester;
 use crate::soft::SoftHca;
-use gdsync_device::engine::{ProgressEngine as _, QpTrace, Rings};
+use gdsync_device::engine::{DoorbellSource, ProgressEngine as _, QpTrace, Rings};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{Access, Gid, HcaStats, MrKeys, Provider as _, QpAttr, QpRequest, QpState};
 use gdsync_device::{CqEvent, GpuNudge};
-use mlx5_ring::{CQE_SIZE, EMPTY};
+use mlx5_ring::EMPTY;
 
 /// A software HCA in the role of a card.
 #[derive(Debug)]
@@ -35,10 +37,40 @@ pub struct CardQp {
     pub rq_stride: usize,
     /// Doorbell record, 8 bytes.
     pub record: Memory,
-    /// Doorbell register. Only the owner of the queue pair writes to it.
-    pub doorbell: Word64,
+    /// Where posted sends are found.
+    pub doorbell: CardDoorbell,
+    /// User index, written into every CQE of the queue pair (`srqn_uidx`).
+    pub uidx: u32,
     /// In ERR, flush only sends that a doorbell announced, not all that the doorbell record counts.
     pub flushes_by_doorbell: bool,
+}
+
+/// Where a card finds the sends posted to a queue pair.
+#[derive(Clone, Debug)]
+pub enum CardDoorbell {
+    /// In this doorbell register, which only the owner of the queue pair writes to.
+    Register(Word64),
+    /// In the doorbell record: it is polled from the first transition on, continuously while there is work and at least
+    /// once per millisecond otherwise.
+    Record,
+}
+
+/// Description of a completion queue whose ring the application allocated and initialized.
+#[derive(Clone, Debug)]
+pub struct CardCq {
+    /// A power of two of entries.
+    pub ring: Memory,
+    /// Bytes per entry: 64, or 128, of which the CQE is the second half.
+    pub entry: usize,
+    /// Doorbell record, 8 bytes.
+    pub record: Memory,
+    /// Keeps completing when the consumer counter says that the ring is full.
+    pub ignore_overrun: bool,
+    /// Called after each completion.
+    pub nudges: Option<Arc<dyn GpuNudge>>,
+    /// Completion channel: called once each time the program arms the queue by the second word of its record, when a
+    /// completion that it asks for has arrived. The card writes what the word holds before the first time.
+    pub channel: Option<Arc<dyn GpuNudge>>,
 }
 
 impl Card {
@@ -48,6 +80,8 @@ impl Card {
     /// [`Error::Sys`] when a thread, socket or shared memory cannot be created; [`Error::InvalidArgument`] for an
     /// invalid fault plan.
     pub fn start(config: &SoftHcaConfig, async_events: Arc<dyn AsyncEvents>) -> Result<Self> {
+        // Inherited by the card's threads: signals are for those of the program.
+        let _blocked = BlockedSignals::all();
         SoftHca::start_with(config, Some(async_events)).map(Self)
     }
 
@@ -78,16 +112,13 @@ impl Card {
         self.0.dereg_mr(MrKeys { lkey: key, rkey: key, is_staged: false });
     }
 
-    /// Creates a completion queue over a power of two of CQEs, initialized by the application, and returns its number.
-    /// `nudges` is called after each completion.
-    pub fn create_cq(
-        &self,
-        ring: Memory,
-        record: Memory,
-        ignore_overrun: bool,
-        nudges: Option<Arc<dyn GpuNudge>>,
-    ) -> u32 {
-        let log = (ring.len() / CQE_SIZE).ilog2();
+    /// Creates a completion queue and returns its number.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] if it has a channel, and its record no second word.
+    pub fn create_cq(&self, cq: CardCq) -> Result<u32> {
+        let CardCq { ring, entry, record, ignore_overrun, nudges, channel } = cq;
+        let log = (ring.len() / entry).ilog2();
         let event = Arc::<CqEvent>::default();
         if nudges.is_some() {
             event.attend(u64::MAX, nudges.as_ref());
@@ -95,7 +126,8 @@ impl Card {
         self.0.shared.with(|core| {
             let cqn = core.cqs.create(ring, record, event, log, ignore_overrun);
             core.cqs.read_by_owner(cqn, false);
-            cqn
+            channel.map_or(Ok(()), |channel| core.cqs.set_channel(cqn, channel))?;
+            Ok(cqn)
         })
     }
 
@@ -124,21 +156,27 @@ impl Card {
     /// # Errors
     /// [`Error::InvalidArgument`] after 16384 queue pairs.
     pub fn create_qp(&self, qp: CardQp) -> Result<u32> {
-        let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, doorbell, flushes_by_doorbell } = qp;
+        let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, .. } = qp;
         let (log_sq, log_rq) = ((sq.len() / mlx5_ring::BB).ilog2(), (rq.len() / rq_stride).ilog2());
         let request =
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
-        doorbell.store(EMPTY);
+        let doorbell = match qp.doorbell {
+            CardDoorbell::Register(register) => {
+                register.store(EMPTY);
+                DoorbellSource::Register(register)
+            }
+            CardDoorbell::Record => DoorbellSource::Record(0),
+        };
         // The application numbers its own requests, so they are not traced.
         let qp_trace = QpTrace::default();
-        let named = flushes_by_doorbell.then_some(0);
+        let named = qp.flushes_by_doorbell.then_some(0);
         let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, qp_trace, named };
-        let (qpn, _) = self.0.add_qp(rings, Arc::default())?;
+        let (qpn, _) = self.0.add_qp(rings, Arc::default(), qp.uidx)?;
         Ok(qpn)
     }
 
-    /// Applies a transition that the driver has checked. `psn` is the first send PSN, set on the way to RTS. In RTS the
-    /// doorbell is polled.
+    /// Applies a transition that the driver has checked. `psn` is the first send PSN, set on the way to RTS. In all states but
+    /// RESET the doorbell is polled.
     ///
     /// # Errors
     /// [`Error::Transition`] when the queue pair is in ERR, [`Error::Peer`] when the peer is not found or gone,
@@ -150,7 +188,7 @@ impl Card {
             });
         }
         self.0.modify_qp(qpn, attr, timeout)?;
-        if attr.state == Some(QpState::RTS) {
+        if attr.state.is_some_and(|state| state != QpState::RESET) {
             self.0.watch(qpn, u64::MAX);
         }
         Ok(())
@@ -175,3 +213,30 @@ impl Card {
         self.0.stats()
     }
 }
+
+/// Blocks all signals of the calling thread until dropped.
+struct BlockedSignals(libc::sigset_t);
+
+impl BlockedSignals {
+    fn all() -> Self {
+        let mut all = MaybeUninit::uninit();
+        // SAFETY: the set is valid for writes.
+        unsafe { libc::sigfillset(all.as_mut_ptr()) };
+        // SAFETY: `sigfillset` has initialized it.
+        let all = unsafe { all.assume_init() };
+        let mut before = all;
+        // SAFETY: both sets are initialized and live.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const all, &raw mut before) };
+        Self(before)
+    }
+}
+
+impl Drop for BlockedSignals {
+    fn drop(&mut self) {
+        // SAFETY: the set is initialized and live.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, ptr::null_mut()) };
+    }
+}
+
+#[cfg(test)]
+mod tests;

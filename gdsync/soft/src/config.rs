@@ -3,10 +3,10 @@
 use std::str::FromStr;
 use std::sync::Arc;
 
-use gdsync_device::FaultPlan;
 use gdsync_device::copy_engine::CopyEngine;
 use gdsync_device::env::variable;
 use gdsync_device::error::{Error, Result};
+use gdsync_device::{FaultPlan, Gid};
 
 /// Default of [`SoftHcaConfig::by_reference`]. On an H200, the CPU reads 32 KiB of GPU memory in 44 us and writes them
 /// in 1.3 us; a copy engine takes 10 us, mostly startup.
@@ -30,13 +30,23 @@ pub struct SoftHcaConfig {
     pub max_regions: usize,
     /// Replaces CUDA's copy engines, for tests.
     pub copy_engine: Option<Arc<dyn CopyEngine>>,
+    /// The GID, which no other HCA of the host may have; a random one by default.
+    pub gid: Option<Gid>,
 }
 
 impl Default for SoftHcaConfig {
     fn default() -> Self {
         let faults = FaultPlan::default();
         let (by_reference, cma) = (BY_REFERENCE, CmaPolicy::default());
-        Self { strict: false, faults, by_reference, cma, max_regions: MAX_REGIONS, copy_engine: None }
+        Self {
+            strict: false,
+            faults,
+            by_reference,
+            cma,
+            max_regions: MAX_REGIONS,
+            copy_engine: None,
+            gid: None,
+        }
     }
 }
 

@@ -327,8 +327,13 @@ impl Core {
     fn poll_watched(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.watched.len() {
-            let before = self.stats.doorbells;
-            self.ring_index(self.watched.get(at));
+            let (index, before) = (self.watched.get(at), self.stats.doorbells);
+            let qp = self.qps[index].qp.as_ref();
+            // In ERR, requests are flushed as they are posted.
+            if !qp.is_some_and(|qp| qp.rings.is_rung() || qp.state == QpState::ERR) {
+                continue;
+            }
+            self.ring_index(index);
             worked |= self.stats.doorbells != before;
         }
         worked
@@ -455,6 +460,7 @@ impl Progress for Core {
                 worked |= self.with(i, complete).unwrap_or(false);
             }
         }
+        self.cqs.check_channels();
         self.steps = self.steps.wrapping_add(1);
         if self.steps.is_multiple_of(STEPS) && self.is_active() {
             let now = Instant::now();
@@ -534,7 +540,12 @@ impl Progress for Core {
 
     fn newly_watched(&mut self) -> Option<Vec<Word64>> {
         let qps = &self.qps;
-        self.watched.changed(|i| qps[i].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
+        self.watched.changed(|i| qps[i].qp.as_ref()?.rings.register().cloned())
+    }
+
+    fn watch_nap(&self) -> Duration {
+        // Of a card, all doorbells come without notice.
+        Duration::from_millis(if self.async_events.has_listener() { 1 } else { 5 })
     }
 
     fn is_attended(&self) -> bool {

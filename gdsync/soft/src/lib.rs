@@ -86,7 +86,7 @@ mod soft;
 mod wire;
 
 pub use async_event::{AsyncEvent, AsyncEvents};
-pub use card::{Card, CardQp};
+pub use card::{Card, CardCq, CardDoorbell, CardQp};
 pub use config::{CmaPolicy, SoftHcaConfig};
 pub use job::job_secret;
 pub use soft::SoftHca;

@@ -48,6 +48,8 @@ pub(crate) struct Env<'a> {
 #[derive(Debug)]
 pub(crate) struct SoftQp {
     pub(crate) rings: Rings,
+    /// User index, written into every CQE.
+    pub(crate) uidx: u32,
     /// Sticky error shared with the verbs layer, for failures without a CQE.
     pub(crate) health: Arc<Health>,
     pub(crate) psn: u32,
@@ -235,6 +237,7 @@ impl SoftQp {
             let is_send = matches!(cqe.opcode, CqeOpcode::REQ | CqeOpcode::REQ_ERR);
             cqe.opcode = if is_send { CqeOpcode::REQ_ERR } else { CqeOpcode::RESP_ERR };
         }
+        cqe.srqn_uidx = self.uidx;
         self.rings.qp_trace.completed(&cqe);
         if env.cqs.complete(cqn, cqe).is_err() {
             self.overrun(cqn, env);

@@ -42,6 +42,8 @@ pub(super) struct Shared {
     pub(super) gid: Gid,
     qpns: QpNumbers,
     strict: bool,
+    /// In the role of a card, whose doorbells come without notice.
+    is_card: bool,
     pub(super) core: Mutex<Core>,
     pub(super) doorbells: DoorbellSet,
     pub(super) rx_hints: RxHints,
@@ -68,6 +70,12 @@ impl ProgressEngine for Shared {
 
     fn progress_state(&self) -> &ProgressState {
         &self.progress
+    }
+
+    fn prepare_thread(&self) {
+        if self.is_card {
+            own_thread_is_a_card();
+        }
     }
 
     fn accept(&self, core: &mut Core) {
@@ -107,16 +115,18 @@ impl SoftHca {
         async_events: Option<Arc<dyn AsyncEvents>>,
     ) -> Result<Self> {
         config.faults.check()?;
-        let gid = Gid::random()?;
+        let gid = config.gid.map_or_else(Gid::random, Ok)?;
         let event = EventCount::create()?;
         let port = Port::open(gid, event.clone(), async_events.is_some())?;
         let copy_engine = config.copy_engine.clone().unwrap_or_else(|| Arc::new(GpuCopyEngines::default()));
         let qpns = QpNumbers::random()?;
-        let core = Core::new(port.loopback()?, config, copy_engine.clone(), async_events, qpns)?;
+        let listener = async_events.clone();
+        let core = Core::new(port.loopback()?, config, copy_engine.clone(), listener, qpns)?;
         let shared = Arc::new(Shared {
             gid,
             qpns,
             strict: config.strict,
+            is_card: async_events.is_some(),
             core: Mutex::new(core),
             doorbells: DoorbellSet::default(),
             rx_hints: RxHints::default(),
@@ -132,8 +142,8 @@ impl SoftHca {
         Ok(Self { shared, _service: service })
     }
 
-    /// Adds a queue pair over `rings`. Returns its QPN and first PSN.
-    pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>) -> Result<(u32, u32)> {
+    /// Adds a queue pair over `rings`, whose CQEs carry the user index `uidx`. Returns its QPN and first PSN.
+    pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>, uidx: u32) -> Result<(u32, u32)> {
         self.shared.progress.watch_health(Shared::THREAD, &health)?;
         let psn = gdsync_device::random_psn()?;
         let mut qpn = 0;
@@ -141,6 +151,7 @@ impl SoftHca {
             qpn = number;
             Box::new(SoftQp {
                 rings: Rings { qpn, ..rings },
+                uidx,
                 health,
                 psn,
                 state: QpState::RESET,
@@ -276,11 +287,11 @@ impl Provider for SoftHca {
             self.shared.copy_engine.adopt(gpu);
         }
         let qp_trace = QpTrace::new(self.shared.gid)?;
-        let rings = Rings { qp_trace, ..Rings::alloc(0, request, places)? };
-        let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
-        let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
+        let (rings, doorbell) = Rings::alloc(0, request, places)?;
+        let rings = Rings { qp_trace, ..rings };
+        let (sq, rq, record) = (rings.sq.clone(), rings.rq.clone(), rings.record.clone());
         let health = Arc::default();
-        let (qpn, psn) = self.add_qp(rings, Arc::clone(&health))?;
+        let (qpn, psn) = self.add_qp(rings, Arc::clone(&health), 0)?;
         let doorbell_watch = Some(self.shared.doorbells.doorbell_watch(self.shared.qpns.index(qpn)));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
     }
@@ -360,6 +371,14 @@ impl Provider for SoftHca {
     fn stats(&self) -> HcaStats {
         self.shared.with(|core| core.stats.clone())
     }
+}
+
+/// Lets the calling thread run as soon as its sleep ends, also on a core where a program spins. A card does not wait for a
+/// time slice either.
+fn own_thread_is_a_card() {
+    // Both affect only the calling thread. The priority may be refused; then wake-ups are later.
+    let _ = rustix::process::setpriority_process(None, -20);
+    let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
 }
 
 /// Interval at which a wait checks again whether the copy is queued behind a stuck one.

@@ -6,7 +6,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gdsync::hca::GpuNudge;
+use gdsync::hca::{CardCq, GpuNudge};
 use gdsync::memory::Memory;
 use gdsync::mlx5;
 use gdsync::mlx5::{CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, Opcode, Syndrome};
@@ -160,8 +160,9 @@ pub(crate) unsafe fn create(
     let words = record.memory(0, 8)?;
     words.write(0, &[0; 8]).map_err(|_| libc::EFAULT)?;
 
-    let nudge = watch.clone().map(|watch| watch as Arc<dyn GpuNudge>);
-    let cqn = owner.hca.card.create_cq(cqes, words, ignore_overrun, nudge);
+    let nudges = watch.clone().map(|watch| watch as Arc<dyn GpuNudge>);
+    let cq = CardCq { ring: cqes, entry: CQE, record: words, ignore_overrun, nudges, channel: None };
+    let cqn = owner.hca.card.create_cq(cq).map_err(|_| libc::EFAULT)?;
     channel.inspect(|channel| channel.users.add());
     let base = ibv_cq_ex {
         context,

@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{env, ptr, thread};
 
-use gdsync::hca::CardQp;
+use gdsync::hca::{CardDoorbell, CardQp};
 use gdsync::memory::{Memory, Word64, host_page};
 use gdsync::verbs::{QpAttr, QpState};
 use parking_lot::Mutex;
@@ -243,7 +243,8 @@ pub(crate) unsafe fn create(
         rq: ring(0, size.receives * size.stride, rq_stride as usize)?,
         rq_stride: rq_stride as usize,
         record: record.memory(0, 8)?,
-        doorbell: register.word(),
+        doorbell: CardDoorbell::Register(register.word()),
+        uidx: 0,
         flushes_by_doorbell: Quirk::FlushesByDoorbell.is_on(),
     };
     let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;

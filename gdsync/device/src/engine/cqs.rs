@@ -22,6 +22,8 @@ pub struct Cqs {
     nudges: Vec<Arc<dyn GpuNudge>>,
     /// Queues that GPU streams wait on.
     attended: Vec<u32>,
+    /// Queues with a completion channel.
+    channels: Vec<u32>,
     /// Flushed requests complete with counter 0, as on some cards.
     pub hide_flush_counters: bool,
 }
@@ -32,6 +34,8 @@ struct SoftCq {
     record: Memory,
     event: Arc<CqEvent>,
     log: u32,
+    /// Bytes per entry; the CQE is its end.
+    entry: usize,
     /// Number of completions written.
     produced: u64,
     /// GPU streams wait for completions before this number, as last read.
@@ -44,6 +48,18 @@ struct SoftCq {
     attended: bool,
     /// Readers may check only the owner bit.
     by_owner: bool,
+    /// Completion channel.
+    channel: Option<Channel>,
+}
+
+/// Completion events of a queue, which its program asks for by the arm word of the doorbell record.
+#[derive(Debug)]
+struct Channel {
+    notifier: Arc<dyn GpuNudge>,
+    /// Sequence number of the arming that was answered last.
+    answered: Option<u8>,
+    /// Number of completions up to the last solicited one or error.
+    solicited: u64,
 }
 
 /// The queue is full and dead: a card raises a CQ error event and writes no more completions.
@@ -72,7 +88,7 @@ impl Cqs {
         CqParts { cqn, ..parts }
     }
 
-    /// Registers a queue whose CQEs are in the initial state. Returns its number.
+    /// Registers a queue of `1 << log` entries whose CQEs are in the initial state. Returns its number.
     pub fn create(
         &mut self,
         ring: Memory,
@@ -82,6 +98,7 @@ impl Cqs {
         ignore_overrun: bool,
     ) -> u32 {
         let cq = SoftCq {
+            entry: ring.len() >> log,
             ring,
             record,
             event,
@@ -93,6 +110,7 @@ impl Cqs {
             overrun: false,
             attended: false,
             by_owner: true,
+            channel: None,
         };
         let index = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
         if index == self.slots.len() {
@@ -134,6 +152,7 @@ impl Cqs {
     /// Removes a completion queue.
     pub fn destroy(&mut self, cqn: u32) {
         self.attended.retain(|&other| other != cqn);
+        self.channels.retain(|&other| other != cqn);
         if let Some(slot) = self.slot(cqn) {
             *slot = None;
         }
@@ -160,7 +179,7 @@ impl Cqs {
         }
         cqe.owner = mlx5::lap(cq.produced, cq.log);
         let bytes = cqe.encode();
-        let slot = usize::try_from(cq.produced & ((1 << cq.log) - 1)).expect("a ring index fits") * CQE_SIZE;
+        let slot = cq.offset(cq.produced);
         if cfg!(target_arch = "x86_64") && cq.ring.gpu().is_some() {
             // One burst: the copy stores upwards, so the owner bit goes last or together with the rest. A write-combining buffer that is
             // evicted early may leave in any order (Intel SDM), so a GPU may only check the owner bit, as streams do; the CPU, which
@@ -179,7 +198,39 @@ impl Cqs {
             self.nudges.push(nudger.clone());
         }
         cq.produced += 1;
+        if let Some(channel) = cq.channel.as_mut().filter(|_| cqe.solicited || cqe.opcode.is_error()) {
+            channel.solicited = cq.produced;
+        }
         Ok(())
+    }
+
+    /// Gives a queue a completion channel: `notifier` is called once each time that the program arms the queue, when a
+    /// completion that it asks for has arrived.
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`] if the doorbell record has no arm word.
+    pub fn set_channel(&mut self, cqn: u32, notifier: Arc<dyn GpuNudge>) -> Result<()> {
+        let Some(Some(cq)) = slot(&mut self.slots, cqn) else { return Ok(()) };
+        cq.record.atomic32(mlx5::CQ_DBREC_ARM)?.store(mlx5::NEVER_ARMED, Ordering::Release);
+        cq.channel = Some(Channel { notifier, answered: None, solicited: 0 });
+        self.channels.push(cqn);
+        Ok(())
+    }
+
+    /// Answers the queues that are armed and have what they were armed for.
+    pub fn check_channels(&mut self) {
+        for &cqn in &self.channels {
+            let Some(Some(cq)) = slot(&mut self.slots, cqn) else { continue };
+            let (Some(channel), Ok(word)) = (&mut cq.channel, cq.record.atomic32(mlx5::CQ_DBREC_ARM)) else {
+                continue;
+            };
+            let Some(arm) = mlx5::CqArm::decode(word.load(Ordering::Acquire)) else { continue };
+            let end = if arm.solicited { channel.solicited } else { cq.produced };
+            if channel.answered != Some(arm.sequence) && arm.is_due(end) {
+                channel.answered = Some(arm.sequence);
+                self.nudges.push(channel.notifier.clone());
+            }
+        }
     }
 
     /// Sets whether readers may check only the owner bit (the default).
@@ -198,8 +249,8 @@ impl Cqs {
         if cq.produced > 0 || !cq.by_owner {
             return Ok(());
         }
-        for n in 0..1usize << cq.log {
-            let word = cq.ring.atomic32(n * CQE_SIZE + CQE_OP_OWN_OFFSET)?.load(Ordering::Acquire);
+        for n in 0..1 << cq.log {
+            let word = cq.ring.atomic32(cq.offset(n) + CQE_OP_OWN_OFFSET)?.load(Ordering::Acquire);
             let [.., op_own] = word.to_ne_bytes();
             if op_own & 1 == 0 || op_own >> 4 != 15 {
                 let value = format!("{op_own:#04x} in slot {n} of CQ {cqn:#x}");
@@ -215,6 +266,12 @@ fn slot(slots: &mut [Option<SoftCq>], cqn: u32) -> Option<&mut Option<SoftCq>> {
 }
 
 impl SoftCq {
+    /// Offset of the CQE of completion `n` in the ring.
+    fn offset(&self, n: u64) -> usize {
+        let slot = usize::try_from(n & ((1 << self.log) - 1)).expect("a ring index fits");
+        (slot + 1) * self.entry - CQE_SIZE
+    }
+
     fn has_room(&mut self) -> bool {
         // The consumer index may be ahead, if the consumer gave up before these completions.
         let is_room = |cq: &Self| cq.produced.saturating_sub(cq.consumed) < 1 << cq.log;
@@ -255,6 +312,21 @@ mod tests {
     }
 
     #[test]
+    fn a_cqe_is_the_end_of_its_entry() {
+        let CqParts { record, event, .. } = parts(1, OnGpu::empty(), &Places::default()).unwrap();
+        let ring = Memory::alloc(4 * CQE_SIZE).unwrap();
+        ring.fill(0, 4 * CQE_SIZE, 0xf0).unwrap();
+        let mut cqs = Cqs::default();
+        let cqn = cqs.create(ring.clone(), record, event, 1, true);
+        for n in 0..3 {
+            cqs.complete(cqn, Cqe { opcode: CqeOpcode::RESP_SEND, byte_cnt: n, ..Cqe::default() }).unwrap();
+        }
+        let entry = |n: usize| *ring.to_vec()[n * CQE_SIZE..].first_chunk::<CQE_SIZE>().unwrap();
+        assert_eq!([0, 2].map(entry), [[0xf0; CQE_SIZE]; 2], "the first half is not written");
+        assert_eq!([1, 3].map(|n| Cqe::decode(&entry(n)).byte_cnt), [2, 1]);
+    }
+
+    #[test]
     fn a_full_queue_is_dead_for_ever() {
         let (mut cqs, cqn, ring, record) = queue(false);
         for _ in 0..2 {
@@ -264,6 +336,48 @@ mod tests {
         record.atomic32(0).unwrap().store(mlx5::cq_ci_record(2), Ordering::Release);
         assert_eq!(cqs.complete(cqn, Cqe::default()), Err(Overrun), "room comes too late");
         assert_eq!(word(&ring, 0).to_ne_bytes()[3] & 1, 0, "nothing was overwritten");
+    }
+
+    #[derive(Debug, Default)]
+    struct Count(std::sync::atomic::AtomicUsize);
+
+    impl GpuNudge for Count {
+        fn nudge(&self) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn an_armed_queue_is_answered_once_by_what_it_was_armed_for() {
+        let (mut cqs, cqn, _ring, record) = queue(true);
+        let count = Arc::<Count>::default();
+        cqs.set_channel(cqn, count.clone()).unwrap();
+        let arm = |cqs: &mut Cqs, word: Option<[u8; 4]>, cqe: Option<(CqeOpcode, bool)>| {
+            let place = record.atomic32(mlx5::CQ_DBREC_ARM).unwrap();
+            word.inspect(|word| place.store(u32::from_ne_bytes(*word), Ordering::Release));
+            cqe.inspect(|&(opcode, solicited)| {
+                cqs.complete(cqn, Cqe { opcode, solicited, ..Cqe::default() }).unwrap()
+            });
+            cqs.check_channels();
+            cqs.take_nudges().iter().for_each(|nudge| nudge.nudge());
+            count.0.swap(0, Ordering::Relaxed)
+        };
+        let plain = Some((CqeOpcode::RESP_SEND, false));
+        assert_eq!(arm(&mut cqs, None, plain), 0, "it was not armed");
+        assert_eq!(arm(&mut cqs, Some([0; 4]), None), 1, "completion 0 is there");
+        assert_eq!(arm(&mut cqs, None, plain), 0, "once");
+        assert_eq!(arm(&mut cqs, Some([0x10, 0, 0, 2]), None), 0, "completion 2 is not there");
+        assert_eq!(arm(&mut cqs, None, plain), 1);
+        assert_eq!(arm(&mut cqs, Some([0x21, 0, 0, 3]), plain), 0, "not solicited");
+        assert_eq!(arm(&mut cqs, None, Some((CqeOpcode::RESP_SEND, true))), 1);
+        assert_eq!(
+            arm(&mut cqs, Some([0x31, 0, 0, 5]), Some((CqeOpcode::REQ_ERR, false))),
+            1,
+            "an error counts"
+        );
+        // Armed for solicited ones, then for any, before there was an event.
+        assert_eq!(arm(&mut cqs, Some([0x01, 0, 0, 6]), plain), 0);
+        assert_eq!(arm(&mut cqs, Some([0x00, 0, 0, 6]), None), 1);
     }
 
     #[test]

@@ -54,6 +54,11 @@ pub trait Progress: Send + fmt::Debug + 'static {
     /// The GPUs to nudge once the lock is released.
     fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>>;
 
+    /// Maximum sleep of the service thread while work may come without notice.
+    fn watch_nap(&self) -> Duration {
+        Duration::from_millis(5)
+    }
+
     /// Whether the service thread must poll: work comes without notice, or GPU streams wait, which cannot run steps.
     fn must_poll(&self) -> bool {
         self.is_watching() || self.is_copying() || self.is_attended()
@@ -142,6 +147,8 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     fn doorbells(&self) -> &DoorbellSet;
     /// What threads share besides the state.
     fn progress_state(&self) -> &ProgressState;
+    /// Called by the service thread when it starts.
+    fn prepare_thread(&self) {}
     /// Called before a step: takes over what other threads have prepared.
     fn accept(&self, _core: &mut Self::Core) {}
     /// Whether arrivals can be seen without the lock.

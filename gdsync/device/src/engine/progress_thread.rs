@@ -21,8 +21,6 @@ const WATCH_SPIN: Duration = Duration::from_millis(1);
 const LINGER: Duration = Duration::from_micros(100);
 /// Polls for work between two looks at timers and clock.
 const POLLS: u32 = 64;
-/// Maximum sleep while work may come without notice.
-const WATCH_NAP: Duration = Duration::from_millis(5);
 /// Maximum sleep; afterwards all doorbells are checked, also those not announced.
 const SLEEP: Duration = Duration::from_millis(100);
 
@@ -83,6 +81,7 @@ struct Worker<S> {
 impl<S: ProgressEngine> Worker<S> {
     fn run(mut self) {
         let shared = self.shared.clone();
+        shared.prepare_thread();
         // After a panic no step runs any more.
         while !self.stop.load(Ordering::Acquire) && shared.guarded(|| self.step()).is_some() {}
     }
@@ -151,7 +150,7 @@ impl<S: ProgressEngine> Worker<S> {
         if let Some(doorbells) = core.newly_watched() {
             self.doorbells = doorbells;
         }
-        let timer = core.next_timer();
+        let (timer, watch_nap) = (core.next_timer(), core.watch_nap());
         let active = core.is_active();
         let is_awake = idle < if is_polling { WATCH_SPIN } else { SPIN } && !gdsync_shm::cores_are_busy();
         if !is_awake {
@@ -166,7 +165,7 @@ impl<S: ProgressEngine> Worker<S> {
         }
         let mut nap = SLEEP;
         if watching {
-            nap = gdsync_shm::nap(idle, SPIN..=WATCH_NAP);
+            nap = gdsync_shm::nap(idle, SPIN..=watch_nap);
         }
         if active {
             // A link may be full, or a timer not be set yet.

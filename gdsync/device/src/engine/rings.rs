@@ -25,12 +25,21 @@ pub struct Rings {
     pub rq: Memory,
     /// The doorbell record, 8 bytes.
     pub record: Memory,
-    /// The doorbell register.
-    pub doorbell: Word64,
+    /// Where posted sends are announced.
+    pub doorbell: DoorbellSource,
     /// The flight recorder's log of the queue pair.
     pub qp_trace: QpTrace,
     /// For cards that flush up to the last doorbell, not up to the record: the block behind the last doorbell.
     pub named: Option<u64>,
+}
+
+/// Where the HCA learns of posted sends.
+#[derive(Clone, Debug)]
+pub enum DoorbellSource {
+    /// A doorbell register.
+    Register(Word64),
+    /// The send counter of the doorbell record, and its value when last taken.
+    Record(u16),
 }
 
 /// A send WQE fetched from the ring.
@@ -60,33 +69,45 @@ fn blocks(ds: u8) -> u64 {
 }
 
 impl Rings {
-    /// Allocates empty rings for queue pair `qpn`, with a doorbell page of its own.
+    /// Allocates empty rings for queue pair `qpn`, with a doorbell page of its own. Also returns the doorbell register.
     ///
     /// # Errors
     /// As [`Places::alloc`].
-    pub fn alloc(qpn: u32, request: &QpRequest, places: &Places) -> Result<Self> {
+    pub fn alloc(qpn: u32, request: &QpRequest, places: &Places) -> Result<(Self, Word64)> {
         let sq = places.alloc(OnGpu::SEND_QUEUE, BB << request.log_sq)?;
         let rq = Memory::alloc(request.rq_stride << request.log_rq)?;
         let record = places.alloc(OnGpu::RECORDS, mlx5::QP_DBREC_SIZE)?;
         let doorbell = places.alloc(OnGpu::empty(), 4096)?.word64(mlx5::BF_OFFSET)?;
         doorbell.store(mlx5::EMPTY);
-        Ok(Self {
+        let rings = Self {
             qpn,
             request: *request,
             sq,
             rq,
             record,
-            doorbell,
+            doorbell: DoorbellSource::Register(doorbell.clone()),
             qp_trace: QpTrace::default(),
             named: None,
-        })
+        };
+        Ok((rings, doorbell))
+    }
+
+    /// The doorbell register, if there is one.
+    pub fn register(&self) -> Option<&Word64> {
+        match &self.doorbell {
+            DoorbellSource::Register(register) => Some(register),
+            DoorbellSource::Record(_) => None,
+        }
     }
 
     /// Resets the rings for the next connection.
     pub fn clear(&mut self) {
         self.qp_trace.reset();
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
-        self.doorbell.store(mlx5::EMPTY);
+        match &mut self.doorbell {
+            DoorbellSource::Register(register) => register.store(mlx5::EMPTY),
+            DoorbellSource::Record(taken) => *taken = 0,
+        }
         self.named = self.named.map(|_| 0);
     }
 
@@ -152,7 +173,10 @@ impl Rings {
     /// Whether the doorbell was rung and not taken.
     #[inline]
     pub fn is_rung(&self) -> bool {
-        protocol::is_rung(self.doorbell.atomic())
+        match &self.doorbell {
+            DoorbellSource::Register(register) => protocol::is_rung(register.atomic()),
+            DoorbellSource::Record(taken) => self.record(mlx5::QP_DBREC_SEND) != *taken,
+        }
     }
 
     /// Takes the doorbell. Returns the block up to which WQEs may be fetched, if there is a new one; `head` is the next block to fetch.
@@ -166,7 +190,11 @@ impl Rings {
         strict: bool,
         stats: &mut HcaStats,
     ) -> std::result::Result<Option<u64>, Syndrome> {
-        let Some(value) = protocol::take_doorbell(self.doorbell.atomic()) else { return Ok(None) };
+        let register = match &mut self.doorbell {
+            DoorbellSource::Register(register) => register,
+            &mut DoorbellSource::Record(taken) => return Ok(self.take_record(taken, head, state, stats)),
+        };
+        let Some(value) = protocol::take_doorbell(register.atomic()) else { return Ok(None) };
         stats.doorbells += 1;
         let doorbell = Doorbell::decode(value);
         if doorbell.qpn != self.qpn {
@@ -209,6 +237,24 @@ impl Rings {
         }
         self.qp_trace.triggered(self.qpn);
         Ok(Some(target))
+    }
+
+    /// Takes a new send counter. Returns the block up to which WQEs may be fetched, if the queue pair may send.
+    fn take_record(&mut self, taken: u16, head: u64, state: QpState, stats: &mut HcaStats) -> Option<u64> {
+        let counter = self.record(mlx5::QP_DBREC_SEND);
+        // Before RTS it stays to be taken.
+        if counter == taken || !matches!(state, QpState::RTS | QpState::ERR) {
+            return None;
+        }
+        self.doorbell = DoorbellSource::Record(counter);
+        stats.doorbells += 1;
+        let target = mlx5::extend16(head, counter);
+        if target - head > self.blocks() {
+            stats.violation("a doorbell record runs ahead of the ring");
+            return None;
+        }
+        self.qp_trace.triggered(self.qpn);
+        (state == QpState::RTS).then_some(target)
     }
 
     /// Decodes the WQE fetched at block `head`.

@@ -16,7 +16,6 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{DoorbellSet, GpuNudge, MAX_QPS};
 use gdsync_device::{HcaStats, QpState};
-use gdsync_shm as protocol;
 
 /// Completions per poll call.
 const BURST: usize = 32;
@@ -177,7 +176,7 @@ impl Core {
         for at in 0..self.watched.len() {
             let index = self.watched.get(at);
             let qp = self.slots.get(index).and_then(|slot| slot.qp.as_ref());
-            if qp.is_some_and(|qp| protocol::is_rung(qp.rings.doorbell.atomic())) {
+            if qp.is_some_and(|qp| qp.rings.is_rung()) {
                 self.read_doorbell(index);
                 worked = true;
             }
@@ -364,7 +363,7 @@ impl Progress for Core {
 
     fn newly_watched(&mut self) -> Option<Vec<Word64>> {
         let slots = &self.slots;
-        self.watched.changed(|index| slots[index].qp.as_ref().map(|qp| qp.rings.doorbell.clone()))
+        self.watched.changed(|index| slots[index].qp.as_ref()?.rings.register().cloned())
     }
 
     fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>> {

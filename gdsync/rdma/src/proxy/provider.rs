@@ -251,15 +251,16 @@ impl Provider for Proxy {
             error
         };
         let make = || {
-            let rings = Rings { qp_trace: QpTrace::new(self.gid())?, ..Rings::alloc(qpn, request, places)? };
+            let (rings, doorbell) = Rings::alloc(qpn, request, places)?;
+            let rings = Rings { qp_trace: QpTrace::new(self.gid())?, ..rings };
             let region = self.register_ring(&domain, &device, &rings)?;
-            Ok((rings, region, random_psn()?))
+            Ok((rings, doorbell, region, random_psn()?))
         };
-        let (rings, region, psn) = make().map_err(release)?;
+        let (rings, doorbell, region, psn) = make().map_err(release)?;
         let health: Arc<Health> = Arc::default();
         self.shared.progress_state.watch_health(Shared::THREAD, &health)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
-        let (record, doorbell) = (rings.record.clone(), rings.doorbell.clone());
+        let record = rings.record.clone();
         let own = Arc::clone(&health);
         let make = |place| ProxyQp::new(device, rings, region, psn, own, place);
         let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;

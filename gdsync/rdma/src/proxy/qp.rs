@@ -23,7 +23,7 @@ use gdsync_device::engine::{Cqs, Rings, Wqe};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{HcaStats, Health, QpAttr, QpState, random_psn};
-use mlx5_ring::{Cqe, CqeOpcode, DecodedOp, Opcode, Syndrome, low16};
+use mlx5_ring::{Cqe, CqeOpcode, DecodedOp, DecodedPayload, Opcode, Syndrome, low16};
 
 /// How long a device in ERR may take to return its requests.
 pub(super) const DRAIN: Duration = Duration::from_secs(2);
@@ -547,6 +547,10 @@ impl ProxyQp {
             Ok(op) => op,
             Err(syndrome) => return Posted::Failed(Failure { syndrome, vendor: 0 }, None),
         };
+        if let Some(DecodedPayload::Mixed(_)) = op.payload() {
+            // Only other programs write such WQEs.
+            return Posted::Failed(Failure { syndrome: Syndrome::LOC_QP_OP_ERR, vendor: 0 }, None);
+        }
         let bytes = match &op {
             DecodedOp::Read { sges, .. } => sges.total_bytes(),
             DecodedOp::CompareSwap { .. } | DecodedOp::FetchAdd { .. } => 8,

@@ -50,9 +50,8 @@ pub(super) fn sge(seg: DataSeg) -> ibv_sge {
 
 /// Inline bytes of a send in its WQE.
 pub(super) fn inline_bytes(op: &DecodedOp) -> Option<Range<usize>> {
-    match op {
-        DecodedOp::Send { payload: DecodedPayload::Inline(range), .. }
-        | DecodedOp::Write { payload: DecodedPayload::Inline(range), .. } => Some(range.clone()),
+    match op.payload() {
+        Some(DecodedPayload::Inline(range)) => Some(range.clone()),
         _ => None,
     }
 }
@@ -85,6 +84,8 @@ impl Request {
             flags |= ibv_send_flags::IBV_SEND_SOLICITED;
         }
         let payload = |payload: &DecodedPayload| match (payload, inline) {
+            // Refused before.
+            (DecodedPayload::Mixed(_), _) => Buffers::new(),
             (DecodedPayload::Sges(list), _) => list.iter(bytes).map(sge).collect(),
             (DecodedPayload::Inline(_), Inline::Later(buffers)) => buffers,
             (DecodedPayload::Inline(range), Inline::Now) => {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::Error;
-use gdsync::hca::{CardQp, Gid};
+use gdsync::hca::{CardCq, CardDoorbell, CardQp, Gid};
 use gdsync::verbs::{Access, QpAddress, QpAttr, QpState};
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::devx_set;
@@ -58,7 +58,8 @@ impl DevxCq {
         let ring = ring_umem.part(input.get64(0x280), 64 << log, 64)?;
         let record = record_umem.part(input.get64(context + 0x1c0), 8, 8)?;
         let ignore_overrun = input.get(context + 0x0e, 1) == 1;
-        let cqn = hca.card.create_cq(ring, record, ignore_overrun, None);
+        let cq = CardCq { ring, entry: 64, record, ignore_overrun, nudges: None, channel: None };
+        let cqn = hca.card.create_cq(cq).map_err(|error| refuse::limit(0x31, error.to_string()))?;
         // Its owner alone polls it.
         hca.card.read_by_owner(cqn);
         ALL.lock().insert(cqn, Arc::default());
@@ -191,7 +192,8 @@ impl DevxQp {
             rq,
             rq_stride,
             record,
-            doorbell,
+            doorbell: CardDoorbell::Register(doorbell),
+            uidx: 0,
             flushes_by_doorbell: Quirk::FlushesByDoorbell.is_on(),
         };
         let made = hca.card.create_qp(parts).map_err(|error| refuse::limit(0x42, error.to_string()));

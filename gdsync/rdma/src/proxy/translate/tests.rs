@@ -27,7 +27,7 @@ fn rings() -> Rings {
         max_send_sge: 1,
         max_inline: 64,
     };
-    Rings::alloc(QPN, &request, &Places::default()).unwrap()
+    Rings::alloc(QPN, &request, &Places::default()).unwrap().0
 }
 
 /// Writes an operation's WQE to the ring at block `at` and fetches it as the proxy does.

@@ -124,11 +124,7 @@ impl SoftQp {
 
     /// The SGE of a payload with exactly one.
     pub(super) fn one_buffer(op: &DecodedOp, wqe: &Wqe) -> Option<DataSeg> {
-        let payload = match op {
-            DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => payload,
-            _ => return None,
-        };
-        let DecodedPayload::Sges(list) = payload else { return None };
+        let DecodedPayload::Sges(list) = op.payload()? else { return None };
         list.iter(wqe.as_bytes()).next().filter(|_| list.len() == 1)
     }
 

@@ -1,5 +1,6 @@
 //! Fetches WQEs and cuts messages into packets.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use smallvec::SmallVec;
@@ -12,7 +13,7 @@ use crate::wire::Piece;
 use gdsync_device::QpState;
 use gdsync_device::engine::Wqe;
 use gdsync_device::memory::Memory;
-use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, Syndrome};
+use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, PayloadPart, Syndrome};
 
 /// Sends in progress; further WQEs stay in the ring.
 const MAX_PENDING: usize = 256;
@@ -127,6 +128,7 @@ impl SoftQp {
             DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => match payload {
                 DecodedPayload::Inline(range) => (Kind::Message, range.len()),
                 DecodedPayload::Sges(list) => (Kind::Message, list.total_bytes() as usize),
+                DecodedPayload::Mixed(list) => (Kind::Message, list.total_bytes() as usize),
             },
             DecodedOp::Read { sges, .. } => {
                 for sge in sges.iter(wqe.as_bytes()) {
@@ -265,7 +267,7 @@ impl SoftQp {
         offset: usize,
         env: &Env<'_>,
     ) -> Result<Option<(Memory, usize)>, Syndrome> {
-        let (DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. }) = op else {
+        let Some(payload @ DecodedPayload::Sges(_)) = op.payload() else {
             return Err(Syndrome::LOC_QP_OP_ERR);
         };
         let (psn, total) = (self.req.pending[i].psn, self.req.pending[i].len);
@@ -308,17 +310,55 @@ impl SoftQp {
                     }
                     // A card checks the whole SGE, even if this packet takes only a part.
                     let piece = self.local(&sge, false, env)?;
-                    if offset >= piece.len {
-                        offset -= piece.len;
-                        continue;
+                    if let Some(part) = take_part(piece.len, &mut offset, &mut len) {
+                        pieces.push(Piece { offset: piece.offset + part.start, len: part.len(), ..piece });
                     }
-                    let take = len.min(piece.len - offset);
-                    pieces.push(Piece { offset: piece.offset + offset, len: take, ..piece });
-                    offset = 0;
-                    len -= take;
+                }
+            }
+            DecodedPayload::Mixed(list) => {
+                for part in list.iter(wqe) {
+                    if len == 0 {
+                        break;
+                    }
+                    match part {
+                        PayloadPart::Inline(bytes) => {
+                            let Some(part) = take_part(bytes.len(), &mut offset, &mut len) else { continue };
+                            // Inline bytes are sent before pieces, so pieces ahead of them become inline.
+                            for piece in pieces.drain(..) {
+                                let at = ext.len();
+                                ext.resize(at + piece.len, 0);
+                                let read = piece.memory.read(piece.offset, &mut ext[at..]);
+                                read.map_err(|_| Syndrome::LOC_QP_OP_ERR)?;
+                            }
+                            ext.extend_from_slice(&bytes[part]);
+                        }
+                        PayloadPart::Sge(sge) => {
+                            let piece = self.local(&sge, false, env)?;
+                            if let Some(part) = take_part(piece.len, &mut offset, &mut len) {
+                                pieces.push(Piece {
+                                    offset: piece.offset + part.start,
+                                    len: part.len(),
+                                    ..piece
+                                });
+                            }
+                        }
+                    }
                 }
             }
         }
         Ok(())
     }
+}
+
+/// The range that a packet takes of the next `size` bytes of a payload: it begins `offset` bytes on and has `len` bytes
+/// left.
+fn take_part(size: usize, offset: &mut usize, len: &mut usize) -> Option<Range<usize>> {
+    if *offset >= size {
+        *offset -= size;
+        return None;
+    }
+    let begin = std::mem::take(offset);
+    let take = (size - begin).min(*len);
+    *len -= take;
+    Some(begin..begin + take)
 }
