@@ -20,7 +20,7 @@ use rustix::net::{
 
 use super::super::cuda::{compare, pattern};
 use super::mapping::{PAGE, SIZE, joined, write_and_check};
-use super::{Env, Outcome, fail, partner, persistent, receive, refused, send, waive};
+use super::{Env, Outcome, Stop, fail, partner, persistent, receive, refused, send, waive};
 use crate::nvml::{Bar1, Nvml};
 
 /// An allocation by CUDA itself, without alignment to GPU pages.
@@ -140,7 +140,8 @@ pub(super) fn partial_unmap(env: &Env) -> Outcome {
     let start = mapping.as_ptr();
     let hole = start.wrapping_add(PAGE);
     // SAFETY: a part of the mapping that nothing touches any more.
-    unsafe { rustix::mm::munmap(hole.cast(), PAGE) }.map_err(|e| format!("munmap of a part: {e}"))?;
+    unsafe { rustix::mm::munmap(hole.cast(), PAGE) }
+        .map_err(|e| Stop::Failed(format!("munmap of a part: {e}")))?;
     ensure!(!readable(hole.addr())?, "the part is still there");
     let data = pattern(1, PAGE);
     mapping.write(2 * PAGE, &data)?;
