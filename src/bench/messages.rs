@@ -19,7 +19,8 @@ use super::two_ranks;
 /// Options of `gdasync bench messages`.
 #[derive(Args)]
 #[command(after_long_help = "\
-What the numbers mean: ping-pong is half a round trip, the mean of windows of 100 iterations; the ratios are to mode sync. \
+What the numbers mean: ping-pong is half a round trip, the mean of windows of 100 iterations; from 64 KiB on by the CPU, a single \
+one. The ratios are to mode sync. \
 `time per message` is that of one of 16 in flight. Calls: the time of one call with 8 bytes, of mp and of gdsync below it.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, 1 to 1073741824 each.
@@ -64,6 +65,8 @@ impl Mode {
 
 /// Iterations of a window: all receives are posted before it starts.
 const WINDOW: u64 = 100;
+/// From this size on, round trips by the CPU are timed one by one, as `ucx_perftest` does: a mean shows what else the cores did.
+const TIMED_SINGLY: usize = 64 << 10;
 /// Messages in flight when a rate is measured.
 const IN_FLIGHT: usize = 16;
 const PING_PONG: &str = "half round trip";
@@ -120,7 +123,21 @@ struct Windows<'a> {
     end: Endpoint<'a>,
     tagged: &'a Tagged,
     stream: &'a Stream,
+    bytes: usize,
     timeout: Duration,
+}
+
+/// The times of single round trips, if they are wanted.
+struct Single(Option<Samples>);
+
+impl Single {
+    fn time(&mut self, round: impl FnOnce() -> Result<()>) -> Result<()> {
+        let Some(times) = &mut self.0 else { return round() };
+        let start = Instant::now();
+        round()?;
+        times.add(start.elapsed());
+        Ok(())
+    }
 }
 
 impl<'a> Windows<'a> {
@@ -132,7 +149,7 @@ impl<'a> Windows<'a> {
     ) -> Result<Self> {
         let peer = 1 - comm.rank();
         let end = Endpoint::new(comm, checks, bytes, (peer, peer))?;
-        Ok(Self { end, tagged, stream, timeout: checks.timeout() })
+        Ok(Self { end, tagged, stream, bytes, timeout: checks.timeout() })
     }
 
     /// Runs `count` iterations: the times of round trips, or of messages for a rate, and the number of wrong slots.
@@ -149,14 +166,18 @@ impl<'a> Windows<'a> {
                 .map(|n| self.tagged.irecv(&self.end.buffer, self.end.slots.received(n), self.end.to, n))
                 .collect::<mp::Result<_>>()?;
             self.end.comm.barrier(self.timeout)?;
+            let mut single = Single((self.bytes >= TIMED_SINGLY).then(Samples::default));
             let start = Instant::now();
             match mode {
-                Mode::Sync => self.by_cpu(&received)?,
+                Mode::Sync => self.by_cpu(&received, &mut single)?,
                 Mode::Async => self.by_stream(&received)?,
-                Mode::Tagged => self.by_tag(&tagged)?,
+                Mode::Tagged => self.by_tag(&tagged, &mut single)?,
                 Mode::Rate => self.one_way(&received, window)?,
             }
-            samples.add_mean(start.elapsed(), window);
+            match single.0 {
+                Some(times) if times.count() > 0 => samples.append(&times),
+                _ => samples.add_mean(start.elapsed(), window),
+            }
             wrong += self.end.wrong(receives)?;
             left -= window;
         }
@@ -167,24 +188,26 @@ impl<'a> Windows<'a> {
         self.end.comm.rank() == 0
     }
 
-    fn by_cpu(&self, received: &[Request]) -> Result<()> {
-        for receive in received {
-            let sent = self.pings().then(|| self.end.send()).transpose()?;
-            self.end.comm.wait(receive, self.timeout)?;
-            let sent = sent.map_or_else(|| self.end.send(), Ok)?;
-            self.end.comm.wait(&sent, self.timeout)?;
-        }
-        Ok(())
+    fn by_cpu(&self, received: &[Request], single: &mut Single) -> Result<()> {
+        received.iter().try_for_each(|receive| {
+            single.time(|| {
+                let sent = self.pings().then(|| self.end.send()).transpose()?;
+                self.end.comm.wait(receive, self.timeout)?;
+                let sent = sent.map_or_else(|| self.end.send(), Ok)?;
+                Ok(self.end.comm.wait(&sent, self.timeout).map(drop)?)
+            })
+        })
     }
 
-    fn by_tag(&self, received: &[tagged::Request]) -> Result<()> {
-        for (tag, receive) in (0..).zip(received) {
-            let send = || self.tagged.isend(&self.end.buffer, self.end.slots.sent(), self.end.to, tag);
-            let sent = self.pings().then(send).transpose()?;
-            receive.wait(self.timeout)?;
-            sent.map_or_else(send, Ok)?.wait(self.timeout)?;
-        }
-        Ok(())
+    fn by_tag(&self, received: &[tagged::Request], single: &mut Single) -> Result<()> {
+        (0..).zip(received).try_for_each(|(tag, receive)| {
+            single.time(|| {
+                let send = || self.tagged.isend(&self.end.buffer, self.end.slots.sent(), self.end.to, tag);
+                let sent = self.pings().then(send).transpose()?;
+                receive.wait(self.timeout)?;
+                Ok(sent.map_or_else(send, Ok)?.wait(self.timeout).map(drop)?)
+            })
+        })
     }
 
     fn by_stream(&self, received: &[Request]) -> Result<()> {

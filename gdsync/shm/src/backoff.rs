@@ -2,7 +2,7 @@
 //!
 //! On a core with other work a yield costs a whole time slice (3 ms), and a thread that spins loses its claim to run at once
 //! when it is needed; a thread that sleeps keeps it. So a yield that took long is remembered: for a while no thread of the
-//! process yields, and each sleeps after the short spin. Waits amid bulk copies poll all the same.
+//! process yields, and each sleeps after the short spin. Waits amid bulk copies poll longer, without a yield.
 
 use std::ops::RangeInclusive;
 use std::sync::OnceLock;
@@ -44,8 +44,11 @@ pub fn cores_are_busy() -> bool {
     until > 0 && now() < until
 }
 
-/// Yields the core, and remembers a yield that took long.
+/// Yields the core, and remembers a yield that took long: for a while after one it only spins.
 pub fn yield_core() {
+    if cores_are_busy() {
+        return std::hint::spin_loop();
+    }
     let before = now();
     std::thread::yield_now();
     note_yield(before, now());

@@ -705,6 +705,8 @@ impl CqInner {
     }
 }
 
+/// Polls this long amid bulk copies on cores that have other work, perhaps the peer: twice 1 MiB there and back.
+const BUSY_POLL: Duration = Duration::from_micros(300);
 /// Maximum sleep between two checks of the queue; a completion wakes the sleeper earlier.
 const PARK: Duration = Duration::from_millis(5);
 
@@ -744,7 +746,8 @@ impl CqInner {
     /// two threads would have to wake for each message; else asleep. Spurious returns are allowed.
     pub(crate) fn park(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         let start = Instant::now();
-        while self.provider.has_copied_recently() && start.elapsed() < timeout {
+        let has_time = |waited| waited < timeout && (waited < BUSY_POLL || !gdsync_shm::cores_are_busy());
+        while self.provider.has_copied_recently() && has_time(start.elapsed()) {
             if ready() {
                 return;
             }
