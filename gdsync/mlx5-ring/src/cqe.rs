@@ -19,7 +19,7 @@ const OWNER_BIT: u32 = 1 << 24;
 
 /// A CQE (`mlx5_cqe64`, or `mlx5_err_cqe` for error opcodes) in native numbers.
 ///
-/// The error layout has no `imm`, `byte_cnt` and `timestamp`, the other no `syndrome` and `vendor`: they decode to 0,
+/// The error layout has no `imm`, `byte_cnt`, `timestamp`, `slid` and `flags_rqpn`, the other no `syndrome` and `vendor`: they decode to 0,
 /// and encoding drops them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cqe {
@@ -49,6 +49,10 @@ pub struct Cqe {
     pub timestamp: u64,
     /// SRQ number, or user index of the queue pair.
     pub srqn_uidx: u32,
+    /// LID of the sender of a datagram.
+    pub slid: u16,
+    /// QPN of the sender of a datagram (24 bits), its service level (4 bits), and whether there is a GRH (2 bits).
+    pub flags_rqpn: u32,
 }
 
 impl Cqe {
@@ -75,6 +79,8 @@ impl Cqe {
                 imm: u32::from_be_bytes(field(bytes, 36)),
                 byte_cnt: u32::from_be_bytes(field(bytes, 44)),
                 timestamp: u64::from_be_bytes(field(bytes, 48)),
+                slid: u16::from_be_bytes(field(bytes, 22)),
+                flags_rqpn: u32::from_be_bytes(field(bytes, 24)),
                 ..common
             }
         }
@@ -88,6 +94,8 @@ impl Cqe {
         if self.opcode.is_error() {
             put(54, &[self.vendor, self.syndrome.0]);
         } else {
+            put(22, &self.slid.to_be_bytes());
+            put(24, &self.flags_rqpn.to_be_bytes());
             put(36, &self.imm.to_be_bytes());
             put(44, &self.byte_cnt.to_be_bytes());
             put(48, &self.timestamp.to_be_bytes());
@@ -206,8 +214,10 @@ mod tests {
     #[test]
     fn every_field_has_its_bytes() {
         let zero = Cqe::default();
-        let cases: [(Cqe, &[(usize, u8)]); 12] = [
+        let cases: [(Cqe, &[(usize, u8)]); 14] = [
             (Cqe { srqn_uidx: 0x0102_0304, ..zero }, &[(32, 1), (33, 2), (34, 3), (35, 4)]),
+            (Cqe { slid: 0x0102, ..zero }, &[(22, 1), (23, 2)]),
+            (Cqe { flags_rqpn: 0x0102_0304, ..zero }, &[(24, 1), (25, 2), (26, 3), (27, 4)]),
             (Cqe { imm: 0x0102_0304, ..zero }, &[(36, 1), (37, 2), (38, 3), (39, 4)]),
             (Cqe { byte_cnt: 0x0102_0304, ..zero }, &[(44, 1), (45, 2), (46, 3), (47, 4)]),
             (
@@ -321,7 +331,8 @@ mod tests {
 
     prop_compose! {
         fn any_cqe()(
-            numbers: [u32; 3],
+            numbers: [u32; 4],
+            slid: u16,
             timestamp: u64,
             wqe_counter: u16,
             opcode in 0u8..16,
@@ -337,7 +348,7 @@ mod tests {
             if opcode.is_error() {
                 Cqe { syndrome: Syndrome(codes[1]), vendor: codes[2], ..common }
             } else {
-                Cqe { imm: numbers[1], byte_cnt: numbers[2], timestamp, ..common }
+                Cqe { imm: numbers[1], byte_cnt: numbers[2], timestamp, slid, flags_rqpn: numbers[3], ..common }
             }
         }
     }

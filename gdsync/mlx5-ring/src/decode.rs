@@ -202,6 +202,9 @@ pub enum DecodeError {
         /// Room left by `ds`.
         room: usize,
     },
+    /// The address of a datagram has the compact form.
+    #[error("a compact address vector, which is not supported")]
+    CompactAddress,
     /// The message exceeds the maximum length.
     #[error("a message of {len} bytes is too long: at most {max}", max = MAX_MESSAGE)]
     TooLong {
@@ -267,7 +270,7 @@ pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
     })
 }
 
-fn payload(segments: &[[u8; SEGMENT]], first: usize) -> Result<DecodedPayload, DecodeError> {
+pub(super) fn payload(segments: &[[u8; SEGMENT]], first: usize) -> Result<DecodedPayload, DecodeError> {
     match sge_list(segments, first) {
         Ok(list) => Ok(DecodedPayload::Sges(list)),
         Err(DecodeError::MisplacedInline { segment }) => inline_payload(segments, first, segment),

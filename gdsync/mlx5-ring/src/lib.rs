@@ -16,6 +16,7 @@
 //! | `wqe` | send operations and encoded send WQEs |
 //! | `encode` | encoding of send WQEs |
 //! | `decode` | decoding of send WQEs, with the errors a card reports and violations it may tolerate |
+//! | `datagram` | WQEs of datagram queue pairs (UD) |
 //! | `cqe` | CQEs and their owner bit |
 //! | `doorbell` | doorbell records and the doorbell register |
 #![cfg_attr(not(test), no_std)]
@@ -26,6 +27,7 @@ compile_error!("only little-endian hosts are supported, because GPUs share words
 
 mod cqe;
 mod ctrl;
+mod datagram;
 mod decode;
 mod doorbell;
 mod encode;
@@ -44,6 +46,7 @@ pub use ctrl::{
     CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL, FM_MASK,
     FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like, set_index,
 };
+pub use datagram::{AddressVector, decode_datagram};
 pub use decode::{
     DecodeError, DecodedOp, DecodedPayload, MixedList, PayloadPart, SgeList, decode_body, strict_violations,
 };
@@ -55,7 +58,7 @@ pub use doorbell::{
 pub use encode::{encode, encode_into};
 pub use opcode::{CqeOpcode, Opcode, Syndrome};
 pub use segment::{
-    DataSeg, INLINE, INVALID_LKEY, InvalidRemoteAddr, MAX_MESSAGE, RemoteAddr, SEGMENT, WqeError,
-    decode_recv, encode_recv, recv_stride,
+    DataSeg, INLINE, INVALID_LKEY, InvalidRemoteAddr, MAX_MESSAGE, RemoteAddr, SEGMENT, SRQ_LINK, WqeError,
+    decode_recv, encode_recv, recv_stride, srq_next,
 };
 pub use wqe::{BB, MAX_DS, MAX_QPN, MAX_WQE_BYTES, Payload, SendOp, WqeBytes, WqeFlags};

@@ -193,6 +193,15 @@ pub fn encode_recv(sges: &[DataSeg], stride: usize, out: &mut [u8]) -> Result<()
     Ok(())
 }
 
+/// Bytes of the segment in front of the SGEs of a receive WQE in a shared receive queue (`mlx5_wqe_srq_next_seg`).
+pub const SRQ_LINK: usize = SEGMENT;
+
+/// Index of the WQE behind one of a shared receive queue, from its link segment.
+pub const fn srq_next(link: &[u8; SRQ_LINK]) -> u16 {
+    let [_, _, hi, lo, ..] = *link;
+    u16::from_be_bytes([hi, lo])
+}
+
 /// The SGEs of a receive WQE up to the terminator, from all bytes of its stride.
 ///
 /// Lengths are not checked; the HCA checks them and the keys when a message arrives.
@@ -240,6 +249,11 @@ mod tests {
     const SGE: DataSeg = DataSeg { addr: 0x0102_0304_0506_0708, len: 0x1000, lkey: 0x2122_2324 };
     const SGE_BYTES: [u8; 16] = [0, 0, 0x10, 0, 0x21, 0x22, 0x23, 0x24, 1, 2, 3, 4, 5, 6, 7, 8];
     const END: [u8; 16] = [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
+    #[test]
+    fn links_of_shared_receive_queues_have_their_bytes() {
+        assert_eq!(srq_next(&[9, 9, 0x12, 0x34, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9]), 0x1234);
+    }
 
     #[test]
     fn strides_are_powers_of_two() {

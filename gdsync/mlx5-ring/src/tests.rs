@@ -111,6 +111,9 @@ fn no_bytes_hurt_the_decoders() {
         let ctrl = decode_ctrl(bytes.first_chunk().unwrap());
         assert_eq!(ctrl.to_bytes(), bytes[..SEGMENT]);
         strict_violations(&ctrl, &bytes);
+        if let Ok((op, _)) = decode_datagram(&ctrl, &bytes) {
+            assert!(op.payload().is_some() || ctrl.opcode == Opcode::NOP);
+        }
         let Ok(op) = decode_body(&ctrl, &bytes) else { return };
         if let Some(DecodedPayload::Mixed(list)) = op.payload() {
             let lens = list.iter(&bytes).map(|part| match part {

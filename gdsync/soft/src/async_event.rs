@@ -17,6 +17,10 @@ pub enum AsyncEvent {
     QpRequestError(u32),
     /// A peer's request violated access rights (`IBV_EVENT_QP_ACCESS_ERR`).
     QpAccessError(u32),
+    /// A queue pair in ERR takes nothing more from its shared receive queue (`IBV_EVENT_QP_LAST_WQE_REACHED`).
+    QpLastWqeReached(u32),
+    /// A shared receive queue has fewer receives than its limit (`IBV_EVENT_SRQ_LIMIT_REACHED`).
+    SrqLimitReached(u32),
 }
 
 impl AsyncEvent {

@@ -1,5 +1,6 @@
 //! The software HCA in the role of a card: rings and doorbell records are memory of the application.
 
+use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
@@ -7,14 +8,15 @@ use std::time::Duration;
 
 use crate::async_event::AsyncEvents;
 use crate::config::SoftHcaConfig;
+use crate::qp::datagram::Datagrams;
 use crate::qp::requester::Requester;
-use crate::soft::SoftHca;
+use crate::soft::{Role, SoftHca};
 use gdsync_device::engine::{DoorbellSource, ProgressEngine as _, QpTrace, Rings};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{Access, Gid, HcaStats, MrKeys, Provider as _, QpAttr, QpRequest, QpState};
 use gdsync_device::{CqEvent, GpuNudge};
-use mlx5_ring::EMPTY;
+use mlx5_ring::{AddressVector, EMPTY};
 
 /// A software HCA in the role of a card.
 #[derive(Debug)]
@@ -41,8 +43,24 @@ pub struct CardQp {
     pub doorbell: CardDoorbell,
     /// User index, written into every CQE of the queue pair (`srqn_uidx`).
     pub uidx: u32,
+    /// What its packets are.
+    pub transport: CardTransport,
+    /// Shared receive queue; `rq` is not used then.
+    pub srqn: Option<u32>,
     /// In ERR, flush only sends that a doorbell announced, not all that the doorbell record counts.
     pub flushes_by_doorbell: bool,
+}
+
+/// Description of a shared receive queue whose ring the application allocated and linked. A receive memory pool (RMP) is
+/// one, too.
+#[derive(Clone, Debug)]
+pub struct CardSrq {
+    /// Receive WQEs, each led by a link to the next one. The first is consumed first.
+    pub ring: Memory,
+    /// Bytes per WQE.
+    pub stride: usize,
+    /// Doorbell record: its first word counts the receives posted.
+    pub record: Memory,
 }
 
 /// Where a card finds the sends posted to a queue pair.
@@ -53,6 +71,31 @@ pub enum CardDoorbell {
     /// In the doorbell record: it is polled from the first transition on, continuously while there is work and at least
     /// once per millisecond otherwise.
     Record,
+}
+
+/// The transport of a queue pair.
+#[derive(Clone, Debug)]
+pub enum CardTransport {
+    /// Reliable connection (RC).
+    Connection,
+    /// Datagrams (UD) of at most `mtu` bytes, 4096 at most. [`Card::set_qkey`] sets the Q_Key, which is 0 before. Payload
+    /// lies in memory with a CPU mapping.
+    Datagrams {
+        /// Maximum payload in bytes.
+        mtu: u32,
+        /// The addresses of the network.
+        network: Arc<dyn Network>,
+    },
+}
+
+/// The addresses of the network that a card is on: where its datagrams go.
+pub trait Network: Send + Sync + fmt::Debug {
+    /// The GID by which the card at an address is named ([`SoftHcaConfig::gid`]); `None` drops the datagram.
+    fn destination(&self, to: &AddressVector) -> Option<Gid>;
+    /// The own GID of an index.
+    fn source(&self, index: u8) -> Gid;
+    /// The own LID, on InfiniBand. 0 is RoCE, where every datagram has a GRH.
+    fn lid(&self) -> u16;
 }
 
 /// Description of a completion queue whose ring the application allocated and initialized.
@@ -151,12 +194,38 @@ impl Card {
         self.0.destroy_cq(cqn);
     }
 
-    /// Creates a queue pair and returns its number.
+    /// Creates a shared receive queue and returns its number.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] after 16384 queue pairs.
+    /// [`Error::InvalidArgument`] for a ring without room for one WQE, or a record of less than 4 bytes.
+    pub fn create_srq(&self, srq: CardSrq) -> Result<u32> {
+        let CardSrq { ring, stride, record } = srq;
+        let srqn = self.0.shared.with(|core| core.srqs.create(ring, stride, record));
+        srqn.ok_or_else(|| {
+            Error::invalid("stride of a shared receive queue", stride, "32 to the ring's length")
+        })
+    }
+
+    /// Asks for [`AsyncEvent::SrqLimitReached`](crate::AsyncEvent::SrqLimitReached) once fewer than `limit` receives are
+    /// left; 0 takes that back.
+    pub fn set_srq_limit(&self, srqn: u32, limit: u32) {
+        self.0.shared.with(|core| core.srqs.set_limit(srqn, limit, &mut core.async_events));
+    }
+
+    /// Destroys a shared receive queue that no queue pair uses.
+    pub fn destroy_srq(&self, srqn: u32) {
+        self.0.shared.with(|core| core.srqs.destroy(srqn));
+    }
+
+    /// Creates a queue pair and returns its number. Rings of less than one entry are replaced.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] after 16384 queue pairs, [`Error::Sys`] without memory.
     pub fn create_qp(&self, qp: CardQp) -> Result<u32> {
-        let CardQp { pdn, send_cqn, recv_cqn, sq, rq, rq_stride, record, .. } = qp;
+        let CardQp { pdn, send_cqn, recv_cqn, record, .. } = qp;
+        let rq_stride = qp.rq_stride.max(mlx5_ring::SEGMENT);
+        let sq = at_least(qp.sq, mlx5_ring::BB)?;
+        let rq = at_least(qp.rq, rq_stride)?;
         let (log_sq, log_rq) = ((sq.len() / mlx5_ring::BB).ilog2(), (rq.len() / rq_stride).ilog2());
         let request =
             QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
@@ -169,9 +238,14 @@ impl Card {
         };
         // The application numbers its own requests, so they are not traced.
         let qp_trace = QpTrace::default();
+        let datagrams = match qp.transport {
+            CardTransport::Connection => None,
+            CardTransport::Datagrams { mtu, network } => Some(Datagrams::new(mtu, network)),
+        };
+        let role = Role { uidx: qp.uidx, srqn: qp.srqn, datagrams };
         let named = qp.flushes_by_doorbell.then_some(0);
         let rings = Rings { qpn: 0, request, sq, rq, record, doorbell, qp_trace, named };
-        let (qpn, _) = self.0.add_qp(rings, Arc::default(), qp.uidx)?;
+        let (qpn, _) = self.0.add_qp(rings, Arc::default(), role)?;
         Ok(qpn)
     }
 
@@ -194,6 +268,13 @@ impl Card {
         Ok(())
     }
 
+    /// Sets the Q_Key of a datagram queue pair.
+    pub fn set_qkey(&self, qpn: u32, qkey: u32) {
+        self.0.shared.with(|core| {
+            core.with_qp(qpn, |qp, _| qp.datagrams.iter_mut().for_each(|datagrams| datagrams.set_qkey(qkey)))
+        });
+    }
+
     /// State of a queue pair.
     ///
     /// # Errors
@@ -212,6 +293,11 @@ impl Card {
     pub fn stats(&self) -> HcaStats {
         self.0.stats()
     }
+}
+
+/// A ring, or memory of `least` bytes if it has no entry: a queue that the program does not use.
+fn at_least(ring: Memory, least: usize) -> Result<Memory> {
+    if ring.len() < least { Memory::alloc(least) } else { Ok(ring) }
 }
 
 /// Blocks all signals of the calling thread until dropped.

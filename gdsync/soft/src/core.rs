@@ -6,12 +6,14 @@ use std::time::{Duration, Instant};
 use super::config::SoftHcaConfig;
 use super::keys::Keys;
 use super::links::{Body, Links};
-use super::packet::Header;
+use super::packet::{Header, PacketOp};
 use super::qp::{Env, SoftQp};
 use super::wire::{LinkEnds, RxRing};
 use crate::async_event::{AsyncEventQueue, AsyncEvents};
 use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
+use crate::peers::Peers;
+use crate::srq::Srqs;
 use crate::wire::RxHints;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Progress, WatchedDoorbells};
@@ -43,9 +45,11 @@ pub(crate) struct Core {
     qpns: QpNumbers,
     pub(crate) keys: Keys,
     pub(crate) cqs: Cqs,
+    pub(crate) srqs: Srqs,
+    pub(crate) peers: Peers,
     pub(crate) faults: Faults,
     pub(crate) stats: HcaStats,
-    async_events: AsyncEventQueue,
+    pub(crate) async_events: AsyncEventQueue,
     pending_flush: PendingFlush,
     pub(crate) copy_engine: Arc<dyn CopyEngine>,
     /// Minimum payload for references to GPU memory.
@@ -124,6 +128,8 @@ impl Core {
             qpns,
             keys: Keys::new()?,
             cqs: Cqs::default(),
+            srqs: Srqs::default(),
+            peers: Peers::default(),
             faults: qpns.faults(config.faults.clone()),
             stats: HcaStats::default(),
             async_events: AsyncEventQueue::new(async_events),
@@ -167,6 +173,8 @@ impl Core {
         let mut env = Env {
             keys: &self.keys,
             cqs: &mut self.cqs,
+            srqs: &mut self.srqs,
+            peers: &mut self.peers,
             links: &mut self.links,
             faults: &mut self.faults,
             stats: &mut self.stats,
@@ -379,6 +387,9 @@ impl Core {
         let peer = self.links.peer(link);
         let done = self.find(header.dst).and_then(|i| {
             self.with(i, |qp, env| {
+                if header.op == PacketOp::DATAGRAM {
+                    return qp.handle_datagram(header, body, env);
+                }
                 // Drop packets of any but the connected queue pair.
                 let from = qp.remote.is_some_and(|r| r.qpn == header.src && Some(r.gid) == peer);
                 if from && header.is_response() {

@@ -81,12 +81,14 @@ mod job;
 mod keys;
 mod links;
 mod packet;
+mod peers;
 mod qp;
 mod soft;
+mod srq;
 mod wire;
 
 pub use async_event::{AsyncEvent, AsyncEvents};
-pub use card::{Card, CardCq, CardDoorbell, CardQp};
+pub use card::{Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport, Network};
 pub use config::{CmaPolicy, SoftHcaConfig};
 pub use job::job_secret;
 pub use soft::SoftHca;

@@ -44,6 +44,9 @@ impl PacketOp {
     /// Revokes all references in READ responses: a region was deregistered or the queue pair ends, so the bytes may
     /// change. The requester asks again.
     pub(crate) const REVOKE: Self = Self(12);
+    /// To a datagram queue pair. Extension header: the GRH. `rkey` is the Q_Key; `psn` holds LID (bits 0 to 15) and service
+    /// level of the sender.
+    pub(crate) const DATAGRAM: Self = Self(13);
 }
 
 pub(crate) const FIRST: u8 = 1;
@@ -53,6 +56,9 @@ pub(crate) const SOLICITED: u8 = 8;
 /// The body ends in a reference to the payload instead of its `len` bytes. Such a message or READ response has one packet.
 /// In a READ: the response may be a reference.
 pub(crate) const REFERENCE: u8 = 16;
+
+/// The GRH of the datagram counts.
+pub(crate) const GRH: u8 = 32;
 
 /// NAK code: packets before the received one were lost; `psn` is the expected one.
 pub(crate) const NAK_SEQUENCE: u8 = 0;

@@ -1,5 +1,6 @@
 //! A queue pair of the software HCA: rings, state and doorbell.
 
+pub(crate) mod datagram;
 pub(crate) mod requester;
 pub(crate) mod responder;
 pub(crate) mod staging;
@@ -12,12 +13,15 @@ use super::links::Links;
 use crate::async_event::{AsyncEvent, AsyncEventQueue};
 use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
+use crate::peers::Peers;
+use crate::srq::Srqs;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Rings};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Access, Faults, HcaStats, Health, QpAddress, QpAttr, QpState, random_psn};
 use mlx5_ring::{Cqe, CqeOpcode, Opcode, Syndrome};
 
+use datagram::Datagrams;
 use requester::Requester;
 use responder::Responder;
 use staging::{ReceiveStaging, Stage};
@@ -30,6 +34,8 @@ const PIECE: usize = 512 << 10;
 pub(crate) struct Env<'a> {
     pub(crate) keys: &'a Keys,
     pub(crate) cqs: &'a mut Cqs,
+    pub(crate) srqs: &'a mut Srqs,
+    pub(crate) peers: &'a mut Peers,
     pub(crate) links: &'a mut Links,
     pub(crate) faults: &'a mut Faults,
     pub(crate) stats: &'a mut HcaStats,
@@ -50,6 +56,10 @@ pub(crate) struct SoftQp {
     pub(crate) rings: Rings,
     /// User index, written into every CQE.
     pub(crate) uidx: u32,
+    /// Shared receive queue, in place of the ring for receives.
+    pub(crate) srqn: Option<u32>,
+    /// Sends and receives datagrams, in place of messages of a connection.
+    pub(crate) datagrams: Option<Box<Datagrams>>,
     /// Sticky error shared with the verbs layer, for failures without a CQE.
     pub(crate) health: Arc<Health>,
     pub(crate) psn: u32,
@@ -190,6 +200,13 @@ impl SoftQp {
         let flushed = Cqe { opcode: CqeOpcode::RESP_ERR, syndrome: Syndrome::WR_FLUSH_ERR, ..Cqe::default() };
         for counter in self.resp.stop() {
             self.complete_recv(flushed, counter, env);
+        }
+        if self.srqn.is_some() {
+            // What is left in a shared queue is for others.
+            if self.resp.ends() {
+                env.async_events.raise(AsyncEvent::QpLastWqeReached(self.rings.qpn));
+            }
+            return;
         }
         let tail = self.resp.tail();
         let end = self.rings.recv_record(tail);

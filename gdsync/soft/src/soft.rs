@@ -10,7 +10,9 @@ use crate::async_event::AsyncEvents;
 use crate::config::{MAX_REGIONS, SoftHcaConfig};
 use crate::core::{Core, QpNumbers};
 use crate::packet::Export;
+use crate::peers::Connector;
 use crate::qp::SoftQp;
+use crate::qp::datagram::Datagrams;
 use crate::qp::requester::Requester;
 use crate::qp::responder::Responder;
 use crate::qp::staging::{ReceiveStaging, Stage};
@@ -34,11 +36,24 @@ const TIMEOUT: Duration = Duration::from_secs(12);
 pub struct SoftHca {
     pub(super) shared: Arc<Shared>,
     _service: ProgressThread<Shared>,
+    /// Makes links for datagrams, which only a card has.
+    _connector: Option<Connector>,
+}
+
+/// What queue pairs of a card have besides rings.
+#[derive(Debug, Default)]
+pub(super) struct Role {
+    /// User index, written into every CQE.
+    pub(super) uidx: u32,
+    /// Shared receive queue.
+    pub(super) srqn: Option<u32>,
+    /// Sends and receives datagrams.
+    pub(super) datagrams: Option<Box<Datagrams>>,
 }
 
 /// State shared by the service thread and callers.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(crate) struct Shared {
     pub(super) gid: Gid,
     qpns: QpNumbers,
     strict: bool,
@@ -46,8 +61,8 @@ pub(super) struct Shared {
     is_card: bool,
     pub(super) core: Mutex<Core>,
     pub(super) doorbells: DoorbellSet,
-    pub(super) rx_hints: RxHints,
-    pub(super) port: Port,
+    pub(crate) rx_hints: RxHints,
+    pub(crate) port: Port,
     pub(super) event: EventCount,
     progress: ProgressState,
     next_pd: AtomicU64,
@@ -139,11 +154,12 @@ impl SoftHca {
             stuck_copies: StuckCopies::default(),
         });
         let service = ProgressThread::start(shared.clone())?;
-        Ok(Self { shared, _service: service })
+        let connector = shared.is_card.then(|| Connector::start(shared.clone())).transpose()?;
+        Ok(Self { shared, _service: service, _connector: connector })
     }
 
-    /// Adds a queue pair over `rings`, whose CQEs carry the user index `uidx`. Returns its QPN and first PSN.
-    pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>, uidx: u32) -> Result<(u32, u32)> {
+    /// Adds a queue pair over `rings`, in the role of `role`. Returns its QPN and first PSN.
+    pub(super) fn add_qp(&self, rings: Rings, health: Arc<Health>, role: Role) -> Result<(u32, u32)> {
         self.shared.progress.watch_health(Shared::THREAD, &health)?;
         let psn = gdsync_device::random_psn()?;
         let mut qpn = 0;
@@ -151,7 +167,9 @@ impl SoftHca {
             qpn = number;
             Box::new(SoftQp {
                 rings: Rings { qpn, ..rings },
-                uidx,
+                uidx: role.uidx,
+                srqn: role.srqn,
+                datagrams: role.datagrams,
                 health,
                 psn,
                 state: QpState::RESET,
@@ -291,7 +309,7 @@ impl Provider for SoftHca {
         let rings = Rings { qp_trace, ..rings };
         let (sq, rq, record) = (rings.sq.clone(), rings.rq.clone(), rings.record.clone());
         let health = Arc::default();
-        let (qpn, psn) = self.add_qp(rings, Arc::clone(&health), 0)?;
+        let (qpn, psn) = self.add_qp(rings, Arc::clone(&health), Role::default())?;
         let doorbell_watch = Some(self.shared.doorbells.doorbell_watch(self.shared.qpns.index(qpn)));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
     }

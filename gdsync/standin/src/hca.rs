@@ -96,6 +96,8 @@ impl AsyncEvents for Roster {
             AsyncEvent::QpFatal(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_FATAL),
             AsyncEvent::QpRequestError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_REQ_ERR),
             AsyncEvent::QpAccessError(qpn) => (&self.qps, qpn, ibv_event_type::IBV_EVENT_QP_ACCESS_ERR),
+            // There are no shared receive queues.
+            AsyncEvent::QpLastWqeReached(_) | AsyncEvent::SrqLimitReached(_) => return,
         };
         // Under the lock, so that the object is not gone meanwhile.
         if let Some(Concerned { events, element }) = objects.0.lock().get(&number) {

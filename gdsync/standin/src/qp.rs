@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{env, ptr, thread};
 
-use gdsync::hca::{CardDoorbell, CardQp};
+use gdsync::hca::{CardDoorbell, CardQp, CardTransport};
 use gdsync::memory::{Memory, Word64, host_page};
 use gdsync::verbs::{QpAttr, QpState};
 use parking_lot::Mutex;
@@ -245,6 +245,8 @@ pub(crate) unsafe fn create(
         record: record.memory(0, 8)?,
         doorbell: CardDoorbell::Register(register.word()),
         uidx: 0,
+        transport: CardTransport::Connection,
+        srqn: None,
         flushes_by_doorbell: Quirk::FlushesByDoorbell.is_on(),
     };
     let qpn = owner.hca.card.create_qp(parts).map_err(|_| libc::ENOMEM)?;

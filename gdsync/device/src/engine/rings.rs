@@ -268,6 +268,24 @@ impl Rings {
         strict: bool,
         stats: &mut HcaStats,
     ) -> std::result::Result<DecodedOp, Syndrome> {
+        self.check(wqe, head, strict, stats)?;
+        mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|error| {
+            tracing::debug!(qpn = self.qpn, %error, "malformed WQE");
+            error.syndrome()
+        })
+    }
+
+    /// Checks that the WQE fetched at block `head` was written for it, and in strict mode also its reserved bits.
+    ///
+    /// # Errors
+    /// The syndrome with which it fails.
+    pub fn check(
+        &self,
+        wqe: &Wqe,
+        head: u64,
+        strict: bool,
+        stats: &mut HcaStats,
+    ) -> std::result::Result<(), Syndrome> {
         let stale = wqe.ctrl.index != low16(head) || wqe.ctrl.qpn != self.qpn;
         if stale {
             stats.violation("a doorbell exposed a WQE of another index or QP: it was not written yet");
@@ -277,10 +295,7 @@ impl Rings {
             stats.violation(what);
             return Err(Syndrome::LOC_QP_OP_ERR);
         }
-        mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()).map_err(|error| {
-            tracing::debug!(qpn = self.qpn, %error, "malformed WQE");
-            error.syndrome()
-        })
+        Ok(())
     }
 }
 

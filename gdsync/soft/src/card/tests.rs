@@ -3,7 +3,10 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use parking_lot::Mutex;
+
 use super::*;
+use crate::AsyncEvent;
 use gdsync_device::QpAddress;
 use mlx5_ring::{
     self as mlx5, BB, CE_ALWAYS, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, Ctrl, DataSeg, INLINE, Opcode,
@@ -16,11 +19,30 @@ const UIDX: u32 = 0x51d;
 /// Bytes of the registered region.
 const REGION: usize = 1 << 20;
 
-#[derive(Debug)]
-struct NoEvents;
+/// Collects asynchronous events.
+#[derive(Debug, Default)]
+struct Raised(Mutex<Vec<AsyncEvent>>);
 
-impl AsyncEvents for NoEvents {
-    fn raise(&self, _: crate::AsyncEvent) {}
+impl AsyncEvents for Raised {
+    fn raise(&self, event: AsyncEvent) {
+        self.0.lock().push(event);
+    }
+}
+
+impl Raised {
+    /// Waits for these events, in this order.
+    fn wait(&self, events: &[AsyncEvent]) {
+        let start = Instant::now();
+        while *self.0.lock() != events {
+            assert!(start.elapsed() < TIMEOUT, "{:?}", self.0.lock());
+            std::thread::yield_now();
+        }
+    }
+}
+
+fn card() -> (Arc<Card>, Arc<Raised>) {
+    let raised = Arc::<Raised>::default();
+    (Arc::new(Card::start(&SoftHcaConfig::default(), raised.clone()).unwrap()), raised)
 }
 
 /// Counts completion events.
@@ -95,7 +117,7 @@ impl Cq {
 
 /// A program with one queue pair.
 struct Program {
-    card: Card,
+    card: Arc<Card>,
     memory: Memory,
     key: u32,
     qpn: u32,
@@ -121,8 +143,11 @@ fn inline(bytes: &[u8]) -> Vec<u8> {
 
 impl Program {
     fn new(entry: usize) -> Self {
+        Self::on(card().0, entry, None, CardTransport::Connection)
+    }
+
+    fn on(card: Arc<Card>, entry: usize, srqn: Option<u32>, transport: CardTransport) -> Self {
         let events = Arc::<Events>::default();
-        let card = Card::start(&SoftHcaConfig::default(), Arc::new(NoEvents)).unwrap();
         let memory = Memory::alloc(REGION).unwrap();
         let key = card.register(PD, &memory, memory.addr(), Access::all()).unwrap();
         let (sends, recvs) = (Cq::new(&card, entry, None), Cq::new(&card, entry, Some(events.clone())));
@@ -137,6 +162,8 @@ impl Program {
             record: record.clone(),
             doorbell: CardDoorbell::Record,
             uidx: UIDX,
+            transport,
+            srqn,
             flushes_by_doorbell: false,
         };
         let qpn = card.create_qp(qp).unwrap();
@@ -144,9 +171,12 @@ impl Program {
     }
 
     fn connect(&self, to: &Self) {
-        let remote = QpAddress::new(to.card.gid(), to.qpn, 7);
+        self.go_to_rts(Some(QpAddress::new(to.card.gid(), to.qpn, 7)));
+    }
+
+    fn go_to_rts(&self, remote: Option<QpAddress>) {
         let init = QpAttr::to(QpState::INIT).access(Access::all());
-        let rtr = QpAttr::to(QpState::RTR).remote(remote).path_mtu(1024).max_dest_rd_atomic(16);
+        let rtr = QpAttr { remote, ..QpAttr::to(QpState::RTR) }.path_mtu(1024).max_dest_rd_atomic(16);
         let rts = QpAttr::to(QpState::RTS).timeout(14).retry_cnt(7).rnr_retry(7).max_rd_atomic(16);
         for (attr, psn) in [(init, None), (rtr.min_rnr_timer(1), None), (rts, Some(7))] {
             self.card.modify_qp(self.qpn, &attr, psn, TIMEOUT).unwrap();
@@ -308,7 +338,7 @@ fn sends_may_have_as_many_buffers_as_a_wqe_holds() {
 fn an_armed_queue_gets_one_event() {
     let (mut a, mut b) = Program::pair(64);
     for n in 0..20u8 {
-        let word = u32::from_ne_bytes([n % 4 << 4, 0, 0, n]);
+        let word = u32::from_ne_bytes([(n % 4) << 4, 0, 0, n]);
         let record = b.recvs.record.clone();
         let arm = || record.atomic32(mlx5::CQ_DBREC_ARM).unwrap().store(word, Ordering::Release);
         if n % 2 == 0 {
@@ -372,4 +402,323 @@ fn a_queue_pair_begins_anew_after_a_reset() {
         assert_eq!(a.sends.wait().wqe_counter, index);
     }
     assert_eq!((a.sends.poll(), b.recvs.poll()), (None, None));
+}
+
+/// A shared receive queue as libmlx5 fills it: free entries are a list, and one that is given back becomes its end.
+struct Srq {
+    srqn: u32,
+    ring: Memory,
+    record: Memory,
+    head: u16,
+    tail: u16,
+    posted: u64,
+}
+
+const SRQ_STRIDE: usize = 64;
+
+impl Srq {
+    fn new(card: &Card, entries: u16) -> Self {
+        let ring = Memory::alloc(usize::from(entries) * SRQ_STRIDE).unwrap();
+        let record = Memory::alloc(8).unwrap();
+        let of_card = CardSrq { ring: ring.clone(), stride: SRQ_STRIDE, record: record.clone() };
+        let srqn = card.create_srq(of_card).unwrap();
+        let srq = Self { srqn, ring, record, head: 0, tail: entries - 1, posted: 0 };
+        (0..entries).for_each(|n| srq.link(n, (n + 1) % entries));
+        srq
+    }
+
+    fn link(&self, entry: u16, next: u16) {
+        self.ring.write(usize::from(entry) * SRQ_STRIDE + 2, &next.to_be_bytes()).unwrap();
+    }
+
+    /// Posts a receive and returns its index.
+    fn post(&mut self, sge: &[u8]) -> u16 {
+        let (index, at) = (self.head, usize::from(self.head) * SRQ_STRIDE);
+        let mut next = [0; 2];
+        self.ring.read(at + 2, &mut next).unwrap();
+        self.head = u16::from_be_bytes(next);
+        let end = [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+        self.ring.write(at + 16, &[sge, &end].concat()).unwrap();
+        self.posted += 1;
+        self.record.atomic32(0).unwrap().store(mlx5::recv_record(self.posted), Ordering::Release);
+        index
+    }
+
+    fn free(&mut self, index: u16) {
+        self.link(self.tail, index);
+        self.tail = index;
+    }
+}
+
+#[test]
+fn queue_pairs_share_a_receive_queue() {
+    let (b, raised) = card();
+    let mut srq = Srq::new(&b, 8);
+    let mut receivers =
+        [(); 2].map(|()| Program::on(b.clone(), 64, Some(srq.srqn), CardTransport::Connection));
+    let mut senders = [(); 2].map(|()| Program::new(64));
+    for (a, b) in senders.iter().zip(&receivers) {
+        a.connect(b);
+        b.connect(a);
+    }
+    let sge = receivers[0].sge(0, 64);
+    // Posted in a changing order of indices, because they are not given back in the order in which they were taken.
+    let mut posted: std::collections::VecDeque<_> = (0..6).map(|_| srq.post(&sge)).collect();
+    let mut used = Vec::new();
+    for n in 0..200u8 {
+        let which = usize::from(n % 3 == 0);
+        senders[which].post(Opcode::SEND, CE_ALWAYS, &[inline(&[n; 20])]);
+        let cqe = receivers[which].recvs.wait();
+        assert_eq!((cqe.opcode, cqe.byte_cnt, cqe.qpn), (CqeOpcode::RESP_SEND, 20, receivers[which].qpn));
+        assert_eq!(Some(cqe.wqe_counter), posted.pop_front(), "message {n}");
+        assert_eq!(receivers[0].bytes(0, 20), [n; 20]);
+        senders[which].sends.wait();
+        used.push(cqe.wqe_counter);
+        if used.len() == 3 {
+            used.drain(..).rev().for_each(|index| srq.free(index));
+            posted.extend((0..3).map(|_| srq.post(&sge)));
+        }
+    }
+    assert_eq!(*raised.0.lock(), []);
+}
+
+#[test]
+fn an_empty_shared_receive_queue_holds_senders_up() {
+    let (b, raised) = card();
+    let mut srq = Srq::new(&b, 8);
+    let mut receiver = Program::on(b, 64, Some(srq.srqn), CardTransport::Connection);
+    let mut a = Program::new(64);
+    a.connect(&receiver);
+    receiver.connect(&a);
+    a.post(Opcode::SEND, CE_ALWAYS, &[inline(&[5; 20])]);
+    let start = Instant::now();
+    while receiver.card.stats().rnr_naks == 0 {
+        assert!(start.elapsed() < TIMEOUT && a.sends.poll().is_none());
+        std::thread::yield_now();
+    }
+    srq.post(&receiver.sge(0, 64));
+    assert_eq!([a.sends.wait().opcode, receiver.recvs.wait().opcode], [CqeOpcode::REQ, CqeOpcode::RESP_SEND]);
+    // The event comes once, when fewer than the limit are left.
+    (0..4).for_each(|_| _ = srq.post(&receiver.sge(0, 64)));
+    receiver.card.set_srq_limit(srq.srqn, 3);
+    for n in 0..3 {
+        assert_eq!(raised.0.lock().len(), usize::from(n == 2), "{n} of four are taken");
+        a.post(Opcode::SEND, CE_ALWAYS, &[]);
+        a.sends.wait();
+        receiver.recvs.wait();
+    }
+    raised.wait(&[AsyncEvent::SrqLimitReached(srq.srqn)]);
+    // The end of a queue pair takes nothing, and is reported.
+    receiver.card.modify_qp(receiver.qpn, &QpAttr::to(QpState::ERR), None, TIMEOUT).unwrap();
+    raised.wait(&[AsyncEvent::SrqLimitReached(srq.srqn), AsyncEvent::QpLastWqeReached(receiver.qpn)]);
+    assert_eq!(receiver.recvs.poll(), None);
+}
+
+/// A network of cards, by GID or LID.
+#[derive(Debug)]
+struct Net {
+    own: Gid,
+    lid: u16,
+    lids: Mutex<Vec<(u16, Gid)>>,
+}
+
+impl Network for Net {
+    fn destination(&self, to: &AddressVector) -> Option<Gid> {
+        let of_lid = self.lids.lock().iter().find(|(lid, _)| *lid == to.rlid).map(|(_, gid)| *gid);
+        of_lid.or((self.lid == 0).then_some(Gid(to.rgid)))
+    }
+
+    fn source(&self, _: u8) -> Gid {
+        self.own
+    }
+
+    fn lid(&self) -> u16 {
+        self.lid
+    }
+}
+
+const QKEY: u32 = 0x1111_1111;
+
+/// A program with a datagram queue pair in RTS.
+fn datagrams(lid: u16, lids: &[(u16, Gid)]) -> Program {
+    let card = card().0;
+    let network = Arc::new(Net { own: card.gid(), lid, lids: Mutex::new(lids.to_vec()) });
+    let program = Program::on(card, 64, None, CardTransport::Datagrams { mtu: 1024, network });
+    program.card.set_qkey(program.qpn, QKEY);
+    program.go_to_rts(None);
+    program
+}
+
+fn address(to: &Program) -> AddressVector {
+    AddressVector {
+        qkey: QKEY,
+        qpn: to.qpn,
+        rgid: to.card.gid().0,
+        hop_limit: 9,
+        tclass: 3,
+        ..AddressVector::default()
+    }
+}
+
+#[test]
+fn datagrams_carry_their_sender() {
+    let (mut a, mut b) = (datagrams(0, &[]), datagrams(0, &[]));
+    a.memory.write(0, &pattern(1024)).unwrap();
+    let to = address(&b);
+    // The first waits for the link.
+    for len in [0, 1, 1000, 1024] {
+        b.receive(&[b.sge(0, 40), b.sge(100, 1024)]);
+        let body: Vec<_> =
+            [to.to_bytes().to_vec()].into_iter().chain((len > 0).then(|| a.sge(0, len))).collect();
+        let index = a.post(Opcode::SEND, CE_ALWAYS, &body);
+        let cqe = a.sends.wait();
+        assert_eq!((cqe.opcode, cqe.wqe_counter), (CqeOpcode::REQ, index));
+        let cqe = b.recvs.wait();
+        assert_eq!(
+            (cqe.opcode, cqe.byte_cnt as usize, cqe.srqn_uidx),
+            (CqeOpcode::RESP_SEND, 40 + len, UIDX)
+        );
+        assert_eq!((cqe.qpn, cqe.flags_rqpn, cqe.slid), (b.qpn, a.qpn | 1 << 28, 0));
+        let grh = b.bytes(0, 40);
+        assert_eq!((grh[0] >> 4, grh[7]), (6, 9));
+        assert_eq!((&grh[8..24], &grh[24..]), (&a.card.gid().0[..], &b.card.gid().0[..]));
+        assert_eq!(b.bytes(100, len), pattern(len));
+    }
+    // Inline, and to itself, with immediate data and the own Q_Key.
+    a.receive(&[a.sge(4096, 100)]);
+    let to = AddressVector { qkey: 1 << 31, ..address(&a) };
+    a.post(Opcode::SEND_IMM, CE_ALWAYS, &[to.to_bytes().to_vec(), inline(&[6; 30])]);
+    let cqe = a.recvs.wait();
+    assert_eq!((cqe.opcode, cqe.byte_cnt, a.bytes(4136, 30)), (CqeOpcode::RESP_SEND_IMM, 70, vec![6; 30]));
+}
+
+#[test]
+fn datagrams_find_a_lid() {
+    let mut b = datagrams(0xb, &[]);
+    let mut a = datagrams(0xa, &[(0xb, b.card.gid())]);
+    b.receive(&[b.sge(0, 2000)]);
+    let to = AddressVector { rlid: 0xb, sl: 5, rgid: [0; 16], ..address(&b) };
+    a.post(Opcode::SEND, CE_ALWAYS, &[to.to_bytes().to_vec(), inline(&[6; 30])]);
+    let cqe = b.recvs.wait();
+    assert_eq!((cqe.flags_rqpn, cqe.slid, cqe.byte_cnt), (a.qpn | 5 << 24, 0xa, 70));
+    assert_eq!(b.bytes(0, 70), [[0; 40].to_vec(), vec![6; 30]].concat());
+}
+
+#[test]
+fn datagrams_that_nobody_takes_are_lost() {
+    let (mut a, mut b) = (datagrams(0, &[]), datagrams(0, &[]));
+    let to = address(&b);
+    let nowhere = AddressVector { rgid: Gid::random().unwrap().0, ..to };
+    let bad_key = AddressVector { qkey: QKEY + 1, ..to };
+    let connection = Program::new(64);
+    let other_kind = AddressVector { qpn: connection.qpn, rgid: connection.card.gid().0, ..to };
+    let mut send = |to: &AddressVector, n: u8| {
+        let index = a.post(Opcode::SEND, CE_ALWAYS, &[to.to_bytes().to_vec(), inline(&[n; 30])]);
+        let cqe = a.sends.wait();
+        assert_eq!((cqe.opcode, cqe.wqe_counter), (CqeOpcode::REQ, index), "the sender does not know");
+    };
+    // No receive is posted.
+    send(&to, 1);
+    let start = Instant::now();
+    while b.card.stats().packets_discarded == 0 {
+        assert!(start.elapsed() < TIMEOUT, "nothing came");
+        std::thread::yield_now();
+    }
+    b.receive(&[b.sge(0, 100)]);
+    for (to, n) in [(&nowhere, 2), (&bad_key, 3), (&other_kind, 4), (&to, 5)] {
+        send(to, n);
+    }
+    assert_eq!((b.recvs.wait().byte_cnt, b.bytes(40, 30)), (70, vec![5; 30]));
+    assert_eq!((b.recvs.poll(), b.card.stats().packets_discarded), (None, 2));
+}
+
+#[test]
+fn datagrams_that_do_not_fit_end_their_queue_pair() {
+    let (mut a, mut b) = (datagrams(0, &[]), datagrams(0, &[]));
+    let to = address(&b).to_bytes().to_vec();
+    b.receive(&[b.sge(0, 69)]);
+    a.post(Opcode::SEND, 0, &[to.clone(), inline(&[1; 30])]);
+    assert_eq!(b.recvs.wait().syndrome, Syndrome::LOC_LEN_ERR);
+    assert_eq!(b.card.state(b.qpn).unwrap(), QpState::ERR);
+    let long = a.post(Opcode::SEND, 0, &[to.clone(), a.sge(0, 1025)]);
+    let next = a.post(Opcode::SEND, 0, &[to]);
+    let failed = [(long, Syndrome::LOC_LEN_ERR), (next, Syndrome::WR_FLUSH_ERR)];
+    assert_eq!([(); 2].map(|()| a.sends.wait()).map(|cqe| (cqe.wqe_counter, cqe.syndrome)), failed);
+}
+
+/// Programs look for the version and the check sum (`ibv_init_ah_from_wc`), and compare the addresses.
+#[test]
+fn between_ipv4_addresses_the_grh_is_an_ip_header() {
+    let ip = |last| Gid([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 10, 1, 2, last]);
+    let card = card().0;
+    let network = |own| Arc::new(Net { own, lid: 0, lids: Mutex::new(vec![(7, card.gid())]) });
+    let transport = |own| CardTransport::Datagrams { mtu: 4096, network: network(own) };
+    let mut a = Program::on(card.clone(), 64, None, transport(ip(3)));
+    let mut b = Program::on(card.clone(), 64, None, transport(ip(4)));
+    [&a, &b].into_iter().for_each(|program| program.go_to_rts(None));
+    b.receive(&[b.sge(0, 5000)]);
+    let to = AddressVector { qkey: 0, rgid: ip(4).0, rlid: 7, ..address(&b) };
+    a.post(Opcode::SEND, CE_ALWAYS, &[to.to_bytes().to_vec(), a.sge(8192, 4096)]);
+    assert_eq!(b.recvs.wait().byte_cnt, 4136);
+    let header = b.bytes(20, 20);
+    let sum: u32 = header.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum();
+    assert_eq!((sum & 0xffff) + (sum >> 16), 0xffff, "check sum");
+    assert_eq!((header[0], header[1], header[8], header[9]), (0x45, 3, 9, 17));
+    assert_eq!((&header[12..16], &header[16..]), (&[10, 1, 2, 3][..], &[10, 1, 2, 4][..]));
+    assert_eq!(b.bytes(0, 20), [0; 20]);
+}
+
+/// Any process of the user may send datagrams.
+#[test]
+fn random_datagrams_do_not_break_the_card() {
+    const GUARD: usize = 4096;
+    bolero::check!().for_each(|input: &[u8]| {
+        let mut b = datagrams(0, &[]);
+        b.memory.fill(0, REGION, 0xc5).unwrap();
+        let port =
+            crate::wire::Port::open(Gid::random().unwrap(), crate::wire::EventCount::create().unwrap(), true);
+        let mut ends = port.unwrap().connect(b.card.gid(), TIMEOUT).unwrap();
+        let payload = Memory::alloc(2 * crate::packet::SEGMENT).unwrap();
+        let mut is_posted = false;
+        for bytes in input.chunks(16).take(64) {
+            let byte = |n: usize| bytes.get(n).copied().unwrap_or(0);
+            if !std::mem::replace(&mut is_posted, true) {
+                b.receive(&[b.sge(GUARD, 40), b.sge(GUARD + 64, usize::from(byte(0)) * 32)]);
+            }
+            let received = b.card.stats().packets_received;
+            let op = crate::packet::PacketOp(if byte(1) < 200 { 13 } else { byte(2) });
+            let mut header =
+                crate::packet::Header::new(op, b.qpn, 0x1234, u32::from(byte(3)) << (byte(4) % 32));
+            header.flags = if byte(5) < 200 { 3 | byte(5) & 0x2c } else { byte(6) };
+            header.rkey = if byte(7) < 250 { QKEY } else { 0 };
+            let len = match byte(8) % 4 {
+                0 => usize::from(byte(9)),
+                1 => usize::from(byte(9)) * 16,
+                2 => 4096 + usize::from(byte(9) % 3) - 1,
+                _ => usize::from(byte(9)) * 64,
+            };
+            header.len = u32::try_from(len).unwrap().wrapping_add(u32::from(byte(10) == 1));
+            let pieces = [crate::wire::Piece { memory: &payload, offset: 0, len }];
+            let ext = vec![7; 40 - usize::from(byte(11) == 1)];
+            assert!(ends.tx.try_push(&header.to_bytes(), &ext, &pieces).unwrap());
+            ends.event.notify();
+            let start = Instant::now();
+            while b.card.stats().packets_received == received {
+                assert!(start.elapsed() < TIMEOUT, "the packet is not received");
+                std::thread::yield_now();
+            }
+            while let Some(cqe) = b.recvs.poll() {
+                assert!(cqe.byte_cnt <= 4136);
+                is_posted = false;
+            }
+            if b.card.state(b.qpn).unwrap() == QpState::ERR {
+                b.card.modify_qp(b.qpn, &QpAttr::to(QpState::RESET), None, TIMEOUT).unwrap();
+                (b.receives, is_posted) = (0, false);
+                b.go_to_rts(None);
+            }
+        }
+        let bytes = b.bytes(0, REGION);
+        let is_whole = |guard: &[u8]| guard.iter().all(|byte| *byte == 0xc5);
+        assert!(is_whole(&bytes[..GUARD]) && is_whole(&bytes[GUARD + 64 + 255 * 32..]));
+    });
 }

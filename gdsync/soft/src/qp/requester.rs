@@ -159,9 +159,14 @@ impl Requester {
         self.target = self.target.max(target);
     }
 
+    /// Whether there are WQEs to fetch.
+    pub(super) fn has_unfetched(&self) -> bool {
+        self.head < self.target
+    }
+
     /// Whether it has work or waits for responses.
     pub(crate) fn is_active(&self) -> bool {
-        !self.pending.is_empty() || self.head < self.target
+        !self.pending.is_empty() || self.has_unfetched()
     }
 
     /// Whether sends are outstanding.

@@ -17,11 +17,12 @@ use super::{Env, SoftQp};
 use crate::async_event::AsyncEvent;
 use crate::links::Body;
 use crate::packet::{self, Header, PacketOp, REFERENCE_BYTES, SEGMENT, ahead, segments};
+use crate::srq::Sges;
 use crate::wire::Piece;
 use gdsync_device::copy_engine::Ticket;
 use gdsync_device::memory::Memory;
 use gdsync_device::{Access, QpAttr, QpState};
-use mlx5_ring::{Cqe, CqeOpcode, DataSeg, MAX_MESSAGE, Syndrome, low16};
+use mlx5_ring::{Cqe, CqeOpcode, MAX_MESSAGE, Syndrome, low16};
 
 /// Responses queued for the link; a READ counts once. Further requests are dropped as if lost. More than a peer that
 /// takes responses has in flight.
@@ -51,13 +52,17 @@ pub(crate) struct Responder {
     max_reads: usize,
     copies: Copies,
     pub(crate) grants: Grants,
+    /// Receives of a shared receive queue that were taken for messages to be sent again.
+    put_back: VecDeque<u16>,
+    /// The end of a queue pair with a shared receive queue was reported.
+    has_ended: bool,
 }
 
 #[derive(Debug)]
 struct Current {
     /// Counter of the receive; `None` for a WRITE.
     counter: Option<u16>,
-    sges: SmallVec<[DataSeg; 4]>,
+    sges: Sges,
     received: usize,
 }
 
@@ -162,7 +167,13 @@ impl Responder {
     pub(crate) fn stop(&mut self) -> Vec<u16> {
         let mut counters = self.take_abandoned();
         counters.extend(self.current.take().and_then(|current| current.counter));
+        counters.extend(self.put_back.drain(..));
         counters
+    }
+
+    /// Notes that no receive will be consumed any more. Returns whether that is new.
+    pub(crate) fn ends(&mut self) -> bool {
+        !std::mem::replace(&mut self.has_ended, true)
     }
 
     pub(crate) fn is_active(&self) -> bool {
@@ -540,25 +551,37 @@ fn note_multi_packet(header: &Header, env: &mut Env<'_>) {
 }
 
 impl SoftQp {
-    fn has_receive(&mut self) -> bool {
+    pub(super) fn has_receive(&mut self, env: &mut Env<'_>) -> bool {
+        if let Some(srqn) = self.srqn {
+            return !self.resp.put_back.is_empty() || env.srqs.has_receive(srqn);
+        }
         if self.resp.posted == self.resp.tail {
             self.resp.posted = self.rings.recv_record(self.resp.tail);
         }
         self.resp.posted > self.resp.tail
     }
 
-    /// Scatter list of the next receive.
-    fn next_receive(&self) -> SmallVec<[DataSeg; 4]> {
-        self.rings.receive(self.resp.tail)
+    /// Consumes the next receive, which there must be. Returns its counter and scatter list.
+    pub(super) fn take_receive(&mut self, env: &mut Env<'_>) -> (u16, Sges) {
+        let Some(srqn) = self.srqn else {
+            let sges = self.rings.receive(self.resp.tail);
+            return (self.resp.consume(), sges);
+        };
+        let put_back = self.resp.put_back.pop_front();
+        let taken = match put_back {
+            Some(index) => env.srqs.read(srqn, index).map(|sges| (index, sges)),
+            None => env.srqs.take(srqn, env.async_events),
+        };
+        // The program destroyed the queue: a receive without buffers.
+        taken.unwrap_or_default()
     }
 
     fn handle_send(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
         if header.flags & packet::FIRST != 0 {
-            if !self.has_receive() {
+            if !self.has_receive(env) {
                 return Err(Refusal::NotReady);
             }
-            let sges = self.next_receive();
-            let counter = self.resp.consume();
+            let (counter, sges) = self.take_receive(env);
             if let Some(local) = env.faults.next_recv() {
                 return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
             }
@@ -636,7 +659,7 @@ impl SoftQp {
         self.allow(Access::REMOTE_WRITE)?;
         note_multi_packet(header, env);
         let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
-        if notify && !self.has_receive() {
+        if notify && !self.has_receive(env) {
             return Err(Refusal::NotReady);
         }
         let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
@@ -666,7 +689,10 @@ impl SoftQp {
         let is_last = header.flags & packet::LAST != 0;
         let mut counter = None;
         if notify {
-            let taken = self.resp.consume();
+            let taken = match self.srqn {
+                Some(_) => self.take_receive(env).0,
+                None => self.resp.consume(),
+            };
             if let Some(local) = env.faults.next_recv() {
                 return Err(Refusal::Receive { counter: taken, local, remote: Syndrome::REM_OP_ERR });
             }

@@ -48,6 +48,7 @@ pub(crate) fn raise(raised: AsyncEvent) {
         AsyncEvent::QpFatal(qpn) => (false, qpn, WQ_CATAS_ERROR),
         AsyncEvent::QpRequestError(qpn) => (false, qpn, WQ_INVAL_REQ_ERROR),
         AsyncEvent::QpAccessError(qpn) => (false, qpn, WQ_ACCESS_ERROR),
+        AsyncEvent::QpLastWqeReached(_) | AsyncEvent::SrqLimitReached(_) => return,
     };
     let all = SUBSCRIPTIONS.lock();
     for told in all.iter().filter(|told| (told.is_cq, told.number, told.kind) == (is_cq, number, kind)) {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::Error;
-use gdsync::hca::{CardCq, CardDoorbell, CardQp, Gid};
+use gdsync::hca::{CardCq, CardDoorbell, CardQp, CardTransport, Gid};
 use gdsync::verbs::{Access, QpAddress, QpAttr, QpState};
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::devx_set;
@@ -194,6 +194,8 @@ impl DevxQp {
             record,
             doorbell: CardDoorbell::Register(doorbell),
             uidx: 0,
+            transport: CardTransport::Connection,
+            srqn: None,
             flushes_by_doorbell: Quirk::FlushesByDoorbell.is_on(),
         };
         let made = hca.card.create_qp(parts).map_err(|error| refuse::limit(0x42, error.to_string()));

@@ -36,6 +36,9 @@ impl SoftQp {
         if self.state != QpState::RTS || self.req.rnr_until.is_some() {
             return false;
         }
+        if self.datagrams.is_some() {
+            return self.advance_datagrams(env);
+        }
         let mut worked = false;
         loop {
             let i = self.req.unsent;
@@ -288,7 +291,7 @@ impl SoftQp {
 
     /// Collects `len` bytes of a payload at `offset`: inline bytes into `ext`, SGEs into `pieces`.
     #[expect(clippy::too_many_arguments, reason = "two outputs, two inputs, one range, one environment")]
-    fn gather<'k>(
+    pub(in crate::qp) fn gather<'k>(
         &self,
         payload: &DecodedPayload,
         wqe: &[u8],

@@ -250,8 +250,9 @@ impl Responder {
         abandoned.extend(list.drain(..).filter_map(|m| m.arrival.counter));
     }
 
-    /// Returns to the state before the first message and asks for its payload.
-    fn go_back(&mut self) {
+    /// Returns to the state before the first message and asks for its payload. `is_shared`: receives come from a shared
+    /// receive queue, which does not take them back.
+    fn go_back(&mut self, is_shared: bool) {
         let Some(first) = self.copies.list.front() else { return };
         let psn = first.arrival.header.psn;
         let (reason, is_host) = (first.ticket.failure(), first.read.is_some());
@@ -261,8 +262,13 @@ impl Responder {
         } else {
             tracing::warn!(reason, "{what}")
         }
-        let taken = self.copies.list.iter().filter(|m| m.arrival.counter.is_some()).count();
-        self.tail -= taken as u64;
+        let taken = self.copies.list.iter().filter_map(|m| m.arrival.counter);
+        if is_shared {
+            let taken: Vec<_> = taken.collect();
+            taken.into_iter().rev().for_each(|index| self.put_back.push_front(index));
+        } else {
+            self.tail -= taken.count() as u64;
+        }
         self.expected = psn;
         self.gap = false;
         self.copies.list.clear();
@@ -289,7 +295,7 @@ impl SoftQp {
             self.allow(Access::REMOTE_WRITE)?;
         }
         let takes = !is_write || header.flags & packet::IMM != 0;
-        if takes && !self.has_receive() {
+        if takes && !self.has_receive(env) {
             return Err(Refusal::NotReady);
         }
         let cannot_open = Refusal::Reference(Reason::CANNOT_OPEN);
@@ -307,8 +313,7 @@ impl SoftQp {
         }
         let mut counter = None;
         if takes {
-            let sges = self.next_receive();
-            let taken = self.resp.consume();
+            let (taken, sges) = self.take_receive(env);
             counter = Some(taken);
             let failed = |(local, remote)| Refusal::Receive { counter: taken, local, remote };
             if let Some(local) = env.faults.next_recv() {
@@ -442,7 +447,7 @@ impl SoftQp {
                         return true;
                     }
                     env.stats.references_refused += 1;
-                    self.resp.go_back();
+                    self.resp.go_back(self.srqn.is_some());
                     return true;
                 }
                 State::Refused(_) => {}

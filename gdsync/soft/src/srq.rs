@@ -1,0 +1,121 @@
+//! Shared receive queues: a ring whose entries are linked, from which many queue pairs take receives.
+
+use smallvec::SmallVec;
+
+use crate::async_event::{AsyncEvent, AsyncEventQueue};
+use gdsync_device::memory::Memory;
+use gdsync_shm as protocol;
+use mlx5_ring::{self as mlx5, DataSeg};
+
+/// Scatter list of a receive.
+pub(crate) type Sges = SmallVec<[DataSeg; 4]>;
+
+/// The first SRQN, large enough to reveal byte-order mistakes.
+const BASE: u32 = 0x5a1;
+
+/// The shared receive queues of an HCA, by number.
+#[derive(Debug, Default)]
+pub(crate) struct Srqs(Vec<Option<Srq>>);
+
+/// The receive at an index of the ring is filled, taken, and put back at the end of the list by the program, which sets
+/// the link of the entry before it.
+#[derive(Debug)]
+struct Srq {
+    ring: Memory,
+    stride: usize,
+    /// Its first word counts the receives posted, modulo 2^16.
+    record: Memory,
+    /// Index of the next receive.
+    head: u16,
+    taken: u64,
+    /// Reports when fewer receives than this are left; 0 after the report.
+    limit: u64,
+}
+
+impl Srqs {
+    /// Adds a queue and returns its number; `None` if the ring holds no entry.
+    pub(crate) fn create(&mut self, ring: Memory, stride: usize, record: Memory) -> Option<u32> {
+        let is_usable = stride >= mlx5::SRQ_LINK + mlx5::SEGMENT && ring.len() >= stride;
+        if !is_usable || record.atomic32(0).is_err() {
+            return None;
+        }
+        let srq = Srq { ring, stride, record, head: 0, taken: 0, limit: 0 };
+        let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
+        self.0.resize_with(self.0.len().max(index + 1), || None);
+        self.0[index] = Some(srq);
+        Some(BASE + u32::try_from(index).ok()?)
+    }
+
+    pub(crate) fn destroy(&mut self, srqn: u32) {
+        if let Some(slot) = self.slot(srqn) {
+            *slot = None;
+        }
+    }
+
+    fn slot(&mut self, srqn: u32) -> Option<&mut Option<Srq>> {
+        self.0.get_mut(srqn.checked_sub(BASE)? as usize)
+    }
+
+    fn get(&mut self, srqn: u32) -> Option<&mut Srq> {
+        self.slot(srqn)?.as_mut()
+    }
+
+    /// Asks for an event when fewer than `limit` receives are left.
+    pub(crate) fn set_limit(&mut self, srqn: u32, limit: u32, async_events: &mut AsyncEventQueue) {
+        if let Some(srq) = self.get(srqn) {
+            srq.limit = limit.into();
+            srq.check_limit(srqn, async_events);
+        }
+    }
+
+    /// Whether a receive is posted.
+    pub(crate) fn has_receive(&mut self, srqn: u32) -> bool {
+        self.get(srqn).is_some_and(|srq| srq.left() > 0)
+    }
+
+    /// Takes the next receive, which there must be: its index and buffers.
+    pub(crate) fn take(&mut self, srqn: u32, async_events: &mut AsyncEventQueue) -> Option<(u16, Sges)> {
+        let srq = self.get(srqn)?;
+        let index = srq.head;
+        let (next, sges) = srq.read(index)?;
+        srq.head = next;
+        srq.taken += 1;
+        srq.check_limit(srqn, async_events);
+        Some((index, sges))
+    }
+
+    /// Buffers of a receive that was taken.
+    pub(crate) fn read(&mut self, srqn: u32, index: u16) -> Option<Sges> {
+        Some(self.get(srqn)?.read(index)?.1)
+    }
+}
+
+impl Srq {
+    fn entries(&self) -> usize {
+        self.ring.len() / self.stride
+    }
+
+    /// Number of receives posted and not taken; 0 if the record is out of range.
+    fn left(&self) -> u64 {
+        let record = self.record.atomic32(0).expect("checked when created");
+        let left = mlx5::extend16(self.taken, protocol::recorded(record)) - self.taken;
+        if left > self.entries() as u64 { 0 } else { left }
+    }
+
+    /// Link and buffers of an entry.
+    fn read(&self, index: u16) -> Option<(u16, Sges)> {
+        // The program writes the links.
+        let at = usize::from(index) % self.entries() * self.stride;
+        let mut wqe: SmallVec<[u8; 128]> = SmallVec::from_elem(0, self.stride);
+        self.ring.read(at, &mut wqe).ok()?;
+        let (link, sges) = wqe.split_first_chunk()?;
+        Some((mlx5::srq_next(link), mlx5::decode_recv(sges).collect()))
+    }
+
+    fn check_limit(&mut self, srqn: u32, async_events: &mut AsyncEventQueue) {
+        if self.left() < self.limit {
+            self.limit = 0;
+            async_events.raise(AsyncEvent::SrqLimitReached(srqn));
+        }
+    }
+}
