@@ -414,7 +414,7 @@ mod tests {
         let error = E::Rank { rank: 2, reason: Arc::new(E::PeerGone { qpn: 7 }) };
         let text = error.to_string();
         assert!(
-            text.starts_with("connection to rank 2: ") && text.ends_with("QP 0x7") && text.contains("shrink"),
+            text.contains(" to rank 2: ") && text.ends_with("QP 0x7") && text.contains("shrink"),
             "{text}"
         );
         let error = Error::from(error);

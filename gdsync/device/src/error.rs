@@ -293,7 +293,7 @@ pub enum Error {
     )]
     GivenUpByPeer,
     /// What failed is the connection to a rank: see `Qp::name_ranks`.
-    #[error("connection to rank {rank}: {}", reason.of_rank())]
+    #[error("connection{} to rank {rank}: {}", own_rank_label(), reason.of_rank())]
     Rank {
         /// The rank at the other end.
         rank: u32,
@@ -374,8 +374,12 @@ impl fmt::Debug for Error {
 /// the process, if it is one.
 pub fn stream_label(name: &str) -> String {
     let quote = if name.bytes().all(|byte| byte.is_ascii_digit()) { "" } else { "'" };
-    let rank = own_rank::get().map_or_else(String::new, |rank| format!(" of rank {rank}"));
-    format!("stream {quote}{name}{quote}{rank}")
+    format!("stream {quote}{name}{quote}{}", own_rank_label())
+}
+
+/// Whose a stream or a connection is.
+fn own_rank_label() -> String {
+    own_rank::get().map_or_else(String::new, |rank| format!(" of rank {rank}"))
 }
 
 /// How to wait for room in a queue of this name, and how to have more.

@@ -37,8 +37,7 @@ const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and it
 /// For ranks that are late.
 pub(super) const FIX_LATE: &str = "see what holds up the rank that is named";
 /// The same, in a call of all ranks.
-const FIX_LATE_CALL: &str =
-    "no call of all ranks works any more but Communicator::shrink; see what holds up the rank that is named";
+const FIX_LATE_CALL: &str = "all later calls of all ranks fail, but for Communicator::shrink if the job has begun; see what holds up the rank that is named";
 const FIX_FAILED: &str = "the call has failed at all ranks; restart the job, or, if it has begun, make a new communicator by \
                           Communicator::shrink";
 const FIX_REFUSED: &str = "start all ranks with the same program, size and GDSYNC_JOB_TOKEN, and each rank once; \

@@ -297,7 +297,7 @@ fn a_rank_that_gives_up_after_its_contribution_is_named() {
 /// That no later call of all ranks works.
 fn says_over(error: &Error) {
     let text = error.to_string();
-    assert!(text.contains("no call of all ranks works any more but Communicator::shrink"), "{text}");
+    assert!(text.contains("all later calls of all ranks fail, but for Communicator::shrink"), "{text}");
 }
 
 #[test]
