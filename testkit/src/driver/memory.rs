@@ -376,6 +376,8 @@ pub(super) fn release(memory: u64) -> Outcome {
 }
 
 pub(super) fn reserve(addr: *mut u64, len: usize, align: usize) -> Outcome {
+    // 0: the default alignment.
+    let align = align.max(host_page());
     let room = len.checked_add(align).ok_or(CudaStatus::OUT_OF_MEMORY)?;
     let mapped = memory_file(c"simulated-vmm", room as u64).and_then(|file| Mapped::new(&file, room));
     let mapped = mapped.map_err(|_| CudaStatus::OUT_OF_MEMORY)?;
