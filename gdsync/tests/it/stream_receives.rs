@@ -28,7 +28,7 @@ fn held() -> (Stream, Word32) {
 #[test]
 fn one_buffer_receives_many_messages_in_stream_order() {
     const COUNT: usize = 40;
-    let (a, b) = pair(8 * COUNT, |q| q);
+    let (a, b) = pair(8 * COUNT, |q| q.rnr_retry(7));
     let (s, gate) = held();
     let seen = Arc::new(Mutex::new(Vec::new()));
     for n in 0..COUNT {
@@ -55,7 +55,7 @@ fn one_buffer_receives_many_messages_in_stream_order() {
 
 #[test]
 fn others_post_when_the_stream_has_posted_all() {
-    let (a, b) = pair(64, |q| q);
+    let (a, b) = pair(64, |q| q.rnr_retry(7));
     let ((s, gate), other) = (held(), stream("other"));
     let by_cpu = || b.qp.post_recv(&[RecvWr::new(&[b.mr.sge(8, 8).unwrap()]).id(4)]);
     let mut batch = Batch::new();
@@ -80,7 +80,7 @@ fn others_post_when_the_stream_has_posted_all() {
 
 #[test]
 fn dropped_batches_take_their_receives_back() {
-    let (a, b) = pair(64, |q| q.max_recv_wr(4));
+    let (a, b) = pair(64, |q| q.rnr_retry(7).max_recv_wr(4));
     let s = stream("receiver");
     for _ in 0..10 {
         let [mut first, mut second] = [Batch::new(), Batch::new()];
@@ -106,7 +106,7 @@ fn dropped_batches_take_their_receives_back() {
 
 #[test]
 fn an_aborted_stream_ends_receives_that_it_has_not_posted() {
-    let (a, b) = pair(64, |q| q);
+    let (a, b) = pair(64, |q| q.rnr_retry(7));
     let (s, _gate) = held();
     let mut batch = Batch::new();
     let posted = post(&mut batch, &b);
