@@ -1,6 +1,5 @@
 //! The software HCA in the role of a card: rings and doorbell records are memory of the application.
 
-use std::fmt;
 use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::Arc;
@@ -8,6 +7,7 @@ use std::time::Duration;
 
 use crate::async_event::AsyncEvents;
 use crate::config::SoftHcaConfig;
+use crate::network::Network;
 use crate::qp::datagram::Datagrams;
 use crate::qp::requester::Requester;
 use crate::soft::{Role, SoftHca};
@@ -16,7 +16,7 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{Access, Gid, HcaStats, MrKeys, Provider as _, QpAttr, QpRequest, QpState};
 use gdsync_device::{CqEvent, GpuNudge};
-use mlx5_ring::{AddressVector, EMPTY};
+use mlx5_ring::EMPTY;
 
 /// A software HCA in the role of a card.
 #[derive(Debug)]
@@ -86,16 +86,6 @@ pub enum CardTransport {
         /// The addresses of the network.
         network: Arc<dyn Network>,
     },
-}
-
-/// The addresses of the network that a card is on: where its datagrams go.
-pub trait Network: Send + Sync + fmt::Debug {
-    /// The GID by which the card at an address is named ([`SoftHcaConfig::gid`]); `None` drops the datagram.
-    fn destination(&self, to: &AddressVector) -> Option<Gid>;
-    /// The own GID of an index.
-    fn source(&self, index: u8) -> Gid;
-    /// The own LID, on InfiniBand. 0 is RoCE, where every datagram has a GRH.
-    fn lid(&self) -> u16;
 }
 
 /// Description of a completion queue whose ring the application allocated and initialized.

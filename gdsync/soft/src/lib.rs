@@ -23,6 +23,18 @@
 //!   doorbell from then on. It busy-polls first, then backs off to one eighth of the time waited, at most 5 ms.
 //! - A doorbell that was never announced: found within 100 ms.
 //!
+//! # As a card
+//!
+//! [`Card`] reads rings that other code allocated and filled: libmlx5, UCX, any program that writes mlx5 rings by itself.
+//! Sends are found in doorbell registers, or by the send counters of the doorbell records, which tell everything that
+//! registers do. Records are polled: continuously while there is work, then less and less, at least once per
+//! millisecond. The service thread of a card asks for the highest priority, so that programs that spin on its core do not
+//! delay it, and its threads block signals, which are for the program.
+//!
+//! It offers RC and UD queue pairs, shared receive queues, completion channels, CQEs of 64 and 128 bytes, sends without
+//! completion, and payloads that mix inline data and buffers. Datagrams are single packets; the links that they need are
+//! made by a thread of their own. Not offered: inline data in CQEs, compressed CQEs, memory windows, XRC, DC, UMR.
+//!
 //! # Payload in GPU memory
 //!
 //! CPU reads of GPU memory are slow, CPU writes are fast, and some GPU memory is not mapped at all. The HCA takes the
@@ -80,6 +92,7 @@ mod core;
 mod job;
 mod keys;
 mod links;
+mod network;
 mod packet;
 mod peers;
 mod qp;
@@ -88,7 +101,8 @@ mod srq;
 mod wire;
 
 pub use async_event::{AsyncEvent, AsyncEvents};
-pub use card::{Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport, Network};
+pub use card::{Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport};
 pub use config::{CmaPolicy, SoftHcaConfig};
 pub use job::job_secret;
+pub use network::Network;
 pub use soft::SoftHca;

@@ -8,13 +8,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::links::Links;
-use crate::soft::Shared;
-use gdsync_device::engine::ProgressEngine as _;
 use gdsync_device::error::{Error, Result};
+use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::{Condvar, Gid};
 
-/// How long a peer may take to answer.
-const PATIENCE: Duration = Duration::from_secs(1);
 /// Datagrams for a peer that did not answer are dropped this long before it is asked again.
 const RETRY: Duration = Duration::from_millis(200);
 /// Peers remembered.
@@ -61,7 +58,13 @@ impl Peers {
         Reach::Soon
     }
 
-    fn tried(&mut self, peer: Gid, has_link: bool) {
+    /// What the thread that makes links is asked for.
+    pub(crate) fn requests(&self) -> Arc<Requests> {
+        self.requests.clone()
+    }
+
+    /// Notes that the attempt to make a link has ended.
+    pub(crate) fn tried(&mut self, peer: Gid, has_link: bool) {
         if has_link {
             self.attempts.remove(&peer);
         } else {
@@ -72,7 +75,7 @@ impl Peers {
 
 /// Requests for links.
 #[derive(Debug, Default)]
-struct Requests {
+pub(crate) struct Requests {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -86,28 +89,34 @@ struct State {
 /// The thread that makes links; joined on drop.
 #[derive(Debug)]
 pub(crate) struct Connector {
-    shared: Arc<Shared>,
+    fork_guard: ForkGuard,
     requests: Arc<Requests>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Connector {
-    pub(crate) fn start(shared: Arc<Shared>) -> Result<Self> {
-        let requests = shared.with(|core| core.peers.requests.clone());
-        let (own_shared, own_requests) = (shared.clone(), requests.clone());
+    /// Starts the thread, which calls `connect` for each peer.
+    pub(crate) fn start(
+        requests: Arc<Requests>,
+        fork_guard: ForkGuard,
+        connect: impl Fn(Gid) + Send + 'static,
+    ) -> Result<Self> {
+        let own = requests.clone();
         let thread = std::thread::Builder::new()
             .name("gdsync-connect".into())
-            .spawn(move || run(&own_shared, &own_requests))
+            .spawn(move || {
+                while let Some(peer) = own.next() {
+                    connect(peer);
+                }
+            })
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
-        Ok(Self { shared, requests, thread: Some(thread) })
+        Ok(Self { fork_guard, requests, thread: Some(thread) })
     }
 }
 
 impl Drop for Connector {
     fn drop(&mut self) {
-        let Some(thread) = self.shared.progress_state().fork_guard.take_thread(&mut self.thread) else {
-            return;
-        };
+        let Some(thread) = self.fork_guard.take_thread(&mut self.thread) else { return };
         self.requests.state.lock().stops = true;
         self.requests.changed.notify_one();
         // The panic hook has reported a panic of the thread.
@@ -115,25 +124,13 @@ impl Drop for Connector {
     }
 }
 
-fn run(shared: &Shared, requests: &Requests) {
-    loop {
-        let mut state = requests.state.lock();
+impl Requests {
+    /// Waits for a request; `None` at the end.
+    fn next(&self) -> Option<Gid> {
+        let mut state = self.state.lock();
         while state.wanted.is_empty() && !state.stops {
-            requests.changed.wait(&mut state);
+            self.changed.wait(&mut state);
         }
-        if state.stops {
-            return;
-        }
-        let peer = state.wanted.remove(0);
-        drop(state);
-        let ends = shared.port.connect(peer, PATIENCE);
-        shared.with(|core| {
-            if let Err(error) = &ends {
-                tracing::debug!(%error, "software HCA: datagrams are dropped");
-            }
-            core.peers.tried(peer, ends.is_ok());
-            ends.into_iter().for_each(|ends| _ = core.add_link(ends, &shared.rx_hints));
-        });
-        shared.wake();
+        if state.stops { None } else { Some(state.wanted.remove(0)) }
     }
 }

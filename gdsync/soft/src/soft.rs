@@ -53,7 +53,7 @@ pub(super) struct Role {
 
 /// State shared by the service thread and callers.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(super) struct Shared {
     pub(super) gid: Gid,
     qpns: QpNumbers,
     strict: bool,
@@ -61,8 +61,8 @@ pub(crate) struct Shared {
     is_card: bool,
     pub(super) core: Mutex<Core>,
     pub(super) doorbells: DoorbellSet,
-    pub(crate) rx_hints: RxHints,
-    pub(crate) port: Port,
+    pub(super) rx_hints: RxHints,
+    pub(super) port: Port,
     pub(super) event: EventCount,
     progress: ProgressState,
     next_pd: AtomicU64,
@@ -154,7 +154,7 @@ impl SoftHca {
             stuck_copies: StuckCopies::default(),
         });
         let service = ProgressThread::start(shared.clone())?;
-        let connector = shared.is_card.then(|| Connector::start(shared.clone())).transpose()?;
+        let connector = shared.is_card.then(|| connector(&shared)).transpose()?;
         Ok(Self { shared, _service: service, _connector: connector })
     }
 
@@ -389,6 +389,26 @@ impl Provider for SoftHca {
     fn stats(&self) -> HcaStats {
         self.shared.with(|core| core.stats.clone())
     }
+}
+
+/// How long a peer of a datagram may take to answer.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Starts the thread that makes links for datagrams.
+fn connector(shared: &Arc<Shared>) -> Result<Connector> {
+    let requests = shared.with(|core| core.peers.requests());
+    let own = shared.clone();
+    Connector::start(requests, shared.progress.fork_guard, move |peer| {
+        let ends = own.port.connect(peer, PATIENCE);
+        own.with(|core| {
+            core.peers.tried(peer, ends.is_ok());
+            match ends {
+                Ok(ends) => drop(core.add_link(ends, &own.rx_hints)),
+                Err(error) => tracing::debug!(%error, "software HCA: datagrams are dropped"),
+            }
+        });
+        own.wake();
+    })
 }
 
 /// Lets the calling thread run as soon as its sleep ends, also on a core where a program spins. A card does not wait for a

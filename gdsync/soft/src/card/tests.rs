@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::*;
 use crate::AsyncEvent;
 use gdsync_device::QpAddress;
+use mlx5_ring::AddressVector;
 use mlx5_ring::{
     self as mlx5, BB, CE_ALWAYS, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, CqeOpcode, Ctrl, DataSeg, INLINE, Opcode,
     RemoteAddr, SEGMENT, Syndrome, low16,

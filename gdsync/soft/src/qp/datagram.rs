@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::{Env, SoftQp};
-use crate::card::Network;
 use crate::links::Body;
+use crate::network::Network;
 use crate::packet::{self, Header, PacketOp};
 use crate::peers::Reach;
 use crate::wire::Piece;
