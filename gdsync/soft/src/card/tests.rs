@@ -302,6 +302,17 @@ fn inline_and_pointer_segments_arrive_in_order() {
     assert_eq!(b.bytes(100_000, sent.len()), sent);
 }
 
+#[test]
+fn reads_of_no_bytes_need_no_key() {
+    let (mut a, _b) = Program::pair(64);
+    for body in [vec![RemoteAddr::default().to_bytes().to_vec()], vec![]] {
+        let index = a.post(Opcode::RDMA_READ, CE_ALWAYS, &body);
+        let cqe = a.sends.wait();
+        let expected = if body.is_empty() { Syndrome::LOC_QP_OP_ERR } else { Syndrome::default() };
+        assert_eq!((cqe.wqe_counter, cqe.syndrome, cqe.byte_cnt), (index, expected, 0));
+    }
+}
+
 /// As UCX's flushes: a NOP, and an empty WRITE to address 0 with key 0.
 #[test]
 fn flushes_complete_after_what_is_before_them() {
