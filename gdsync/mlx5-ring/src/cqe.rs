@@ -51,7 +51,8 @@ pub struct Cqe {
     pub srqn_uidx: u32,
     /// LID of the sender of a datagram.
     pub slid: u16,
-    /// QPN of the sender of a datagram (24 bits), its service level (4 bits), and whether there is a GRH (2 bits).
+    /// QPN of the sender of a datagram (24 bits), its service level (4 bits; on RoCE 2 if the GRH is an IPv4 header), and
+    /// whether there is a GRH (2 bits).
     pub flags_rqpn: u32,
 }
 

@@ -35,7 +35,7 @@ pub enum DecodedOp {
     Read {
         /// Source.
         remote: RemoteAddr,
-        /// Destination; never empty.
+        /// Destination; empty for a READ of no bytes.
         sges: SgeList,
     },
     /// Compare-and-swap of a remote 64-bit word.
@@ -238,8 +238,7 @@ pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
     let &Ctrl { opcode, opmod, ds, .. } = ctrl;
     let (min, max) = match opcode {
         Opcode::NOP | Opcode::SEND | Opcode::SEND_IMM => (1, MAX_DS),
-        Opcode::RDMA_WRITE | Opcode::RDMA_WRITE_IMM => (2, MAX_DS),
-        Opcode::RDMA_READ => (3, MAX_DS),
+        Opcode::RDMA_WRITE | Opcode::RDMA_WRITE_IMM | Opcode::RDMA_READ => (2, MAX_DS),
         Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => (4, 4),
         _ => return Err(DecodeError::Opcode(opcode)),
     };
@@ -430,7 +429,7 @@ mod tests {
             (0x0b, 1, 63),
             (0x08, 2, 63),
             (0x09, 2, 63),
-            (0x10, 3, 63),
+            (0x10, 2, 63),
             (0x11, 4, 4),
             (0x12, 4, 4),
         ] {

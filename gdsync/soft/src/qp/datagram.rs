@@ -91,8 +91,9 @@ impl SoftQp {
         }
         let network = &*datagrams.network;
         let has_grh = to.has_grh || network.lid() == 0;
-        let mut ext = SmallVec::new();
-        ext.extend_from_slice(&if has_grh { grh(network, &to, len) } else { [0; GRH] });
+        let (header, kind) = if has_grh { grh(network, &to, len) } else { ([0; GRH], 0) };
+        let sl = if network.lid() == 0 { kind } else { to.sl };
+        let mut ext = SmallVec::from_slice(&header);
         let qkey = if to.qkey & OWN_QKEY == 0 { to.qkey } else { datagrams.qkey };
         let (destination, slid) = (network.destination(&to), network.lid());
         let mut pieces: SmallVec<[Piece<'_>; 4]> = SmallVec::new();
@@ -107,7 +108,7 @@ impl SoftQp {
             Reach::Never => return Ok(true),
         };
         // A datagram has no PSN; the place holds its LID and service level.
-        let psn = u32::from(to.sl) << 16 | u32::from(slid);
+        let psn = u32::from(sl) << 16 | u32::from(slid);
         let mut header = Header::new(PacketOp::DATAGRAM, to.qpn, self.rings.qpn, psn);
         header.flags = packet::FIRST | packet::LAST;
         header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
@@ -180,12 +181,17 @@ fn is_datagram(header: &Header, body: usize) -> bool {
         && body == GRH + payload
 }
 
+/// On RoCE, in place of the service level in a CQE: the GRH is an IPv4 header.
+const IPV4: u8 = 2;
+
 /// The GRH of a datagram, or what RoCE v2 puts in its place: between IPv4 addresses, 20 unused bytes and the IP header.
-fn grh(network: &dyn Network, to: &AddressVector, len: usize) -> [u8; GRH] {
+/// Also returns its kind, [`IPV4`] or 0.
+fn grh(network: &dyn Network, to: &AddressVector, len: usize) -> ([u8; GRH], u8) {
     let (from, rgid) = (network.source(to.sgid_index), gdsync_device::Gid(to.rgid));
     let len = u16::try_from(len).unwrap_or(u16::MAX);
     let mut out = [0; GRH];
-    if from.is_ipv4() && rgid.is_ipv4() {
+    let is_ipv4 = from.is_ipv4() && rgid.is_ipv4();
+    if is_ipv4 {
         let (_, ip) = out.split_at_mut(GRH - 20);
         // IP, UDP, BTH and DETH headers, and the check sum.
         ip[2..4].copy_from_slice(&len.saturating_add(20 + 8 + 12 + 8 + 4).to_be_bytes());
@@ -207,5 +213,5 @@ fn grh(network: &dyn Network, to: &AddressVector, len: usize) -> [u8; GRH] {
         out[8..24].copy_from_slice(&from.0);
         out[24..].copy_from_slice(&rgid.0);
     }
-    out
+    (out, if is_ipv4 { IPV4 } else { 0 })
 }

@@ -349,7 +349,9 @@ impl SoftQp {
                 Response::Read { psn, rkey, addr, left, done, .. } => {
                     (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
                     let len = left.min(SEGMENT);
-                    match self.read_source(&response, env) {
+                    let source = if left == 0 { None } else { Some(self.read_source(&response, env)) };
+                    match source.transpose().map(Option::flatten) {
+                        Ok(None) if left == 0 => {}
                         Ok(Some((memory, offset))) => found = Some((memory, offset, len)),
                         // Being staged from a GPU.
                         Ok(None) => break,
@@ -448,9 +450,11 @@ impl SoftQp {
         let invalid = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
         let Some(addr) = body.word(0) else { return Err(invalid) };
         let left = header.len as usize;
-        env.keys
-            .remote(header.rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ)
-            .map_err(Refusal::Remote)?;
+        // A READ of no bytes needs no key, either.
+        if left > 0 {
+            let place = env.keys.remote(header.rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ);
+            place.map_err(Refusal::Remote)?;
+        }
         let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
         let by_reference = header.flags & packet::REFERENCE != 0;
         for response in &mut self.resp.responses {
