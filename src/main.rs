@@ -6,6 +6,7 @@
 )]
 
 mod bench;
+mod card;
 mod plot;
 mod trace;
 
@@ -30,6 +31,7 @@ enum Command {
     /// Measures this machine, each figure with its baseline in the same run.
     #[command(subcommand)]
     Bench(bench::Bench),
+    Card(card::Options),
     /// Probes this machine: what works, what does not, why it matters and what to do.
     Doctor(Doctor),
     /// The tools of GDRCopy: do CPU mappings of GPU memory work here, and how fast are they?
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
     match parse::<Cli>().command {
         Command::Doctor(doctor) => doctor.run(),
         Command::Gdrcopy(tool) => tool.run(),
+        Command::Card(options) => options.run(),
         Command::Bench(bench) => end(bench.run().map(|()| ExitCode::SUCCESS)),
         Command::Plot(options) => end(options.run()),
         Command::Report(options) => end(options.run()),

@@ -17,6 +17,11 @@ const CRATES: &[(&str, &str, &[&str])] = &[
     ("gdsync-soft", "gdsync/soft", &["mlx5-ring", "gdsync-shm", "rdma-core-sys", "gdrcopy", "gdsync-device"]),
     ("gdsync-rdma", "gdsync/rdma", &["mlx5-ring", "gdsync-shm", "rdma-core-sys", "gdrcopy", "gdsync-device"]),
     (
+        "gdsync-card",
+        "gdsync/card",
+        &["mlx5-ring", "gdsync-shm", "rdma-core-sys", "gdrcopy", "gdsync-device", "gdsync-soft"],
+    ),
+    (
         "gdsync",
         "gdsync",
         &[

@@ -1,6 +1,7 @@
 //! The tests of the command line, the examples and the documents: they run the programs as users do.
 
 mod bench;
+mod card;
 mod common;
 mod docs;
 mod doctor;

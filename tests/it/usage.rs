@@ -6,7 +6,7 @@ use super::common::{command, run, succeeds};
 
 /// Command lines, and what their help has.
 const HELP: &[(&str, &str)] = &[
-    ("gdasync --help", "bench|doctor|gdrcopy|plot|report|trace|Usage: gdasync"),
+    ("gdasync --help", "bench|card|doctor|gdrcopy|plot|report|trace|Usage: gdasync"),
     ("gdasync bench --help", "latency|bandwidth|messages|copy|trigger|stream|scale"),
     ("gdasync bench latency --help", "What the numbers mean|--json|--budget"),
     ("gdasync bench bandwidth --help", "What the numbers mean|--json|--budget"),
@@ -15,6 +15,7 @@ const HELP: &[(&str, &str)] = &[
     ("gdasync bench trigger --help", "What the numbers mean|--json|--budget"),
     ("gdasync bench stream --help", "What the numbers mean|--json|--budget"),
     ("gdasync bench scale --help", "What the numbers mean|--json|--budget"),
+    ("gdasync card --help", "--link|--devices|PROGRAM|GDASYNC_CARD_LOG"),
     ("gdasync doctor --help", "--only|--json|--list|--timeout"),
     ("gdasync trace --help", "3 a wait is stuck|--perfetto|--stuck-after|--clean"),
     (
@@ -77,6 +78,9 @@ const ERRORS: &[(&str, i32, &str)] = &[
     ("gdasync bench trigger --busy a", 2, "--busy"),
     ("gdasync bench trigger --rounds 19", 2, "--rounds"),
     ("gdasync bench trigger --timeout 0", 2, "--timeout"),
+    ("gdasync card", 2, "PROGRAM"),
+    ("gdasync card --link fast true", 2, "--link|ib, eth"),
+    ("gdasync card --devices 0 true", 2, "--devices"),
     ("gdasync doctor --only gpus", 2, "--only gpus: there is no such probe or area"),
     ("gdasync doctor --timeout 0", 2, "--timeout"),
     ("gdasync doctor --live moon", 2, "moon"),

@@ -1,0 +1,180 @@
+//! Completion queues and completion channels.
+
+use std::sync::Arc;
+
+use gdsync_device::GpuNudge;
+use gdsync_soft::CardCq;
+use mlx5_ring::CQ_DBREC_SIZE;
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use super::device::{MAX_CQE, VECTORS};
+use super::memory::ring;
+use super::{Context, Result};
+use crate::abi::{
+    Plain, ib_uverbs_create_comp_channel, ib_uverbs_create_comp_channel_resp, ib_uverbs_create_cq,
+    ib_uverbs_create_cq_resp, ib_uverbs_destroy_cq, ib_uverbs_destroy_cq_resp, ib_uverbs_ex_create_cq,
+    ib_uverbs_ex_create_cq_resp, mlx5_ib_create_cq, mlx5_ib_create_cq_resp,
+};
+use crate::command::Command;
+use crate::events::{EventPipe, into_program};
+use crate::hca::{EventSource, Hca};
+use crate::user::User;
+
+/// A completion queue.
+#[derive(Debug)]
+pub(super) struct Cq {
+    hca: &'static Hca,
+    pub(super) cqn: u32,
+    source: Arc<EventSource>,
+    notifier: Option<Arc<Notifier>>,
+}
+
+impl Drop for Cq {
+    fn drop(&mut self) {
+        self.hca.owners.cqs.remove(self.cqn);
+        self.hca.card.destroy_cq(self.cqn);
+    }
+}
+
+/// Sends the completion events of a queue to its channel.
+#[derive(Debug)]
+struct Notifier {
+    channel: Arc<EventPipe>,
+    user_handle: u64,
+    /// Events sent.
+    sent: Mutex<u32>,
+}
+
+impl GpuNudge for Notifier {
+    fn nudge(&self) {
+        let mut sent = self.sent.lock();
+        *sent += u32::from(self.channel.send(&self.user_handle.to_ne_bytes()));
+    }
+}
+
+impl Notifier {
+    /// Takes back the events that the program has not read. Returns how many it has read.
+    fn finish(&self) -> u32 {
+        let sent = self.sent.lock();
+        let handle = self.user_handle.to_ne_bytes();
+        sent.saturating_sub(self.channel.take_back(|record| record == handle))
+    }
+}
+
+/// What both forms of the command say.
+struct Wanted {
+    user_handle: u64,
+    cqe: u32,
+    comp_vector: u32,
+    comp_channel: i32,
+}
+
+/// `MLX5_IB_CREATE_CQ_FLAGS_UAR_PAGE_INDEX`; the others ask for what is not there.
+const UAR_PAGE_INDEX: u16 = 1 << 1;
+/// `IB_UVERBS_CQ_FLAGS_TIMESTAMP_COMPLETION`, `IB_UVERBS_CQ_FLAGS_IGNORE_OVERRUN`
+const KNOWN_FLAGS: u32 = 1 | 1 << 1;
+
+impl Context {
+    pub(super) fn create_channel(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let _: ib_uverbs_create_comp_channel = command.request()?;
+        command.check_response::<ib_uverbs_create_comp_channel_resp>()?;
+        let (pipe, program) = EventPipe::new(8)?;
+        let fd = into_program(program);
+        self.channels.lock().insert(fd, Arc::new(pipe));
+        self.new_channels.lock().push(fd);
+        command.respond(user, &ib_uverbs_create_comp_channel_resp { fd: fd.cast_unsigned() })
+    }
+
+    pub(super) fn create_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_create_cq = command.request()?;
+        let ib_uverbs_create_cq { user_handle, cqe, comp_vector, comp_channel, .. } = request;
+        command.check_response::<ib_uverbs_create_cq_resp>()?;
+        let wanted = Wanted { user_handle, cqe, comp_vector, comp_channel };
+        let driver = command.driver_request::<ib_uverbs_create_cq, _>();
+        let (cq_handle, cqn) = self.make_cq(&wanted, &driver)?;
+        let response = ib_uverbs_create_cq_resp { cq_handle, cqe };
+        self.answer_cq(user, command, cq_handle, &response, cqn)
+    }
+
+    pub(super) fn create_cq_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_ex_create_cq = command.request()?;
+        let ib_uverbs_ex_create_cq { user_handle, cqe, comp_vector, comp_channel, flags, .. } = request;
+        if request.comp_mask != 0 || request.reserved != 0 {
+            return Err(Errno::INVAL);
+        }
+        if flags & !KNOWN_FLAGS != 0 {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let wanted = Wanted { user_handle, cqe, comp_vector, comp_channel };
+        let driver = command.driver_request::<ib_uverbs_ex_create_cq, _>();
+        let (cq_handle, cqn) = self.make_cq(&wanted, &driver)?;
+        let response = ib_uverbs_ex_create_cq_resp {
+            base: ib_uverbs_create_cq_resp { cq_handle, cqe },
+            comp_mask: 0,
+            response_length: u32::try_from(size_of::<ib_uverbs_ex_create_cq_resp>()).unwrap_or_default(),
+        };
+        self.answer_cq(user, command, cq_handle, &response, cqn)
+    }
+
+    fn answer_cq<R: Plain>(
+        &self,
+        user: &dyn User,
+        command: &Command<'_>,
+        handle: u32,
+        response: &R,
+        cqn: u32,
+    ) -> Result<()> {
+        let driver = mlx5_ib_create_cq_resp { cqn, reserved: 0 };
+        let answered = command.respond(user, response);
+        answered.and_then(|()| command.respond_driver::<R, _>(user, &driver)).inspect_err(|_| {
+            _ = self.cqs.remove(handle);
+        })
+    }
+
+    fn make_cq(&self, wanted: &Wanted, driver: &mlx5_ib_create_cq) -> Result<(u32, u32)> {
+        let entry = driver.cqe_size as usize;
+        let odd = driver.flags & !UAR_PAGE_INDEX != 0 || driver.cqe_comp_en != 0;
+        if odd || !matches!(entry, 64 | 128) || wanted.cqe > MAX_CQE || wanted.comp_vector >= VECTORS {
+            return Err(Errno::INVAL);
+        }
+        let channel = match wanted.comp_channel {
+            -1 => None,
+            fd => Some(self.channels.lock().get(&fd).cloned().ok_or(Errno::BADF)?),
+        };
+        let entries = (wanted.cqe as usize + 1).next_power_of_two();
+        let buffer = ring(driver.buf_addr, entries * entry, 64)?;
+        let record = ring(driver.db_addr, CQ_DBREC_SIZE, 8)?;
+        let notifier = channel.map(|channel| {
+            Arc::new(Notifier { channel, user_handle: wanted.user_handle, sent: Mutex::new(0) })
+        });
+        let source = self.event_source(wanted.user_handle)?;
+        let cqn = self.hca.card.create_cq(CardCq {
+            ring: buffer,
+            entry,
+            record,
+            // UCX writes no consumer counters.
+            ignore_overrun: true,
+            nudges: None,
+            channel: notifier.clone().map(|notifier| notifier as _),
+        });
+        let cqn = cqn.map_err(|_| Errno::NOMEM)?;
+        self.hca.owners.cqs.add(cqn, &source);
+        let handle = self.new_handle();
+        self.cqs.add(handle, Arc::new(Cq { hca: self.hca, cqn, source, notifier }));
+        Ok((handle, cqn))
+    }
+
+    pub(super) fn destroy_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_destroy_cq = command.request()?;
+        command.check_response::<ib_uverbs_destroy_cq_resp>()?;
+        let cq = self.cqs.remove(request.cq_handle)?;
+        let (source, notifier) = (cq.source.clone(), cq.notifier.clone());
+        drop(cq);
+        let response = ib_uverbs_destroy_cq_resp {
+            comp_events_reported: notifier.map_or(0, |notifier| notifier.finish()),
+            async_events_reported: source.finish(),
+        };
+        command.respond(user, &response)
+    }
+}

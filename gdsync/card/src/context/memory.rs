@@ -1,0 +1,137 @@
+//! Protection domains and memory regions.
+
+use std::sync::Arc;
+
+use gdsync_device::Access;
+use gdsync_device::memory::Memory;
+use rustix::io::Errno;
+
+use super::{Context, Pd, Result};
+use crate::abi::{
+    ib_uverbs_alloc_pd, ib_uverbs_alloc_pd_resp, ib_uverbs_dealloc_pd, ib_uverbs_dereg_mr, ib_uverbs_reg_mr,
+    ib_uverbs_reg_mr_resp, mlx5_ib_alloc_pd_resp,
+};
+use crate::command::Command;
+use crate::hca::Hca;
+use crate::user::{User, pin};
+
+/// A memory region.
+#[derive(Debug)]
+pub(super) struct Mr {
+    hca: &'static Hca,
+    key: u32,
+    _pd: Arc<Pd>,
+}
+
+impl Drop for Mr {
+    fn drop(&mut self) {
+        self.hca.card.deregister(self.key);
+    }
+}
+
+/// `enum ib_access_flags`
+mod flag {
+    pub(super) const LOCAL_WRITE: u32 = 1;
+    pub(super) const REMOTE_WRITE: u32 = 1 << 1;
+    pub(super) const REMOTE_ATOMIC: u32 = 1 << 3;
+    pub(super) const MW_BIND: u32 = 1 << 4;
+    pub(super) const ZERO_BASED: u32 = 1 << 5;
+    pub(super) const ON_DEMAND: u32 = 1 << 6;
+    pub(super) const HUGETLB: u32 = 1 << 7;
+    /// Those that a kernel may ignore: relaxed ordering and others.
+    pub(super) const OPTIONAL: u32 = 0x3ff0_0000;
+}
+
+impl Context {
+    pub(super) fn alloc_pd(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let _: ib_uverbs_alloc_pd = command.request()?;
+        let pdn = self.hca.card.alloc_pd().map_err(|_| Errno::NOMEM)?;
+        let pd_handle = self.new_handle();
+        command.respond(user, &ib_uverbs_alloc_pd_resp { pd_handle })?;
+        command.respond_driver::<ib_uverbs_alloc_pd_resp, _>(user, &mlx5_ib_alloc_pd_resp { pdn })?;
+        self.pds.add(pd_handle, Arc::new(Pd { pdn }));
+        Ok(())
+    }
+
+    pub(super) fn dealloc_pd(&self, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_dealloc_pd = command.request()?;
+        self.pds.remove(request.pd_handle).map(drop)
+    }
+
+    pub(super) fn reg_mr(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_reg_mr = command.request()?;
+        let ib_uverbs_reg_mr { start, length, hca_va, access_flags, .. } = request;
+        command.check_response::<ib_uverbs_reg_mr_resp>()?;
+        check_access(access_flags)?;
+        let page = rustix::param::page_size() as u64;
+        if length == 0 || start % page != hca_va % page || start.checked_add(length).is_none() {
+            return Err(Errno::INVAL);
+        }
+        let pd = self.pds.get(request.pd_handle)?;
+        let access = Access::from_bits_truncate(access_flags & Access::all().bits());
+        let memory = region(start, length, access)?;
+        let key = self.hca.card.register(pd.pdn, &memory, hca_va, access).map_err(|_| Errno::NOMEM)?;
+        let mr = Arc::new(Mr { hca: self.hca, key, _pd: pd });
+        let mr_handle = self.new_handle();
+        command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: key, rkey: key })?;
+        self.mrs.add(mr_handle, mr);
+        Ok(())
+    }
+
+    pub(super) fn dereg_mr(&self, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_dereg_mr = command.request()?;
+        self.mrs.remove(request.mr_handle).map(drop)
+    }
+}
+
+/// Rights that the kernel accepts (`ib_check_mr_access`).
+fn check_access(flags: u32) -> Result<()> {
+    let known = Access::all().bits() | flag::MW_BIND | flag::ZERO_BASED | flag::ON_DEMAND | flag::HUGETLB;
+    let needs_local = flags & (flag::REMOTE_WRITE | flag::REMOTE_ATOMIC) != 0;
+    if needs_local && flags & flag::LOCAL_WRITE == 0 || flags & !(known | flag::OPTIONAL) != 0 {
+        return Err(Errno::INVAL);
+    }
+    if flags & flag::ON_DEMAND != 0 { Err(Errno::OPNOTSUPP) } else { Ok(()) }
+}
+
+/// The memory of a region, which must be writable unless only reading is allowed.
+fn region(start: u64, length: u64, access: Access) -> Result<Memory> {
+    let writes = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
+    pin(start, length, !access.intersects(writes))?;
+    wrap(start, usize::try_from(length).map_err(|_| Errno::INVAL)?)
+}
+
+/// The memory of a ring or doorbell record, which must be writable.
+///
+/// # Errors
+/// `EFAULT`, or `EINVAL` for a wrong alignment or no length.
+pub(super) fn ring(addr: u64, len: usize, align: u64) -> Result<Memory> {
+    if !addr.is_multiple_of(align) || len == 0 {
+        return Err(Errno::INVAL);
+    }
+    pin(addr, len as u64, false)?;
+    wrap(addr, len)
+}
+
+fn wrap(addr: u64, len: usize) -> Result<Memory> {
+    let base = std::ptr::with_exposed_provenance_mut(usize::try_from(addr).map_err(|_| Errno::FAULT)?);
+    // SAFETY: the range is mapped with the rights that the card needs, as `pin` checked. The program keeps it until it
+    // ends the object: it gave the memory to a device, and accesses it as shared with one.
+    unsafe { Memory::from_raw(base, len) }.map_err(|_| Errno::FAULT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rights_are_those_of_the_kernel() {
+        for flags in [0, 1, 3, 5, 9, 0xf, 1 << 20 | 1, 4, 0x10, 0x80] {
+            assert_eq!(check_access(flags), Ok(()), "{flags:#x}");
+        }
+        for flags in [2, 8, 0xa, 0x100, 1 << 31] {
+            assert_eq!(check_access(flags), Err(Errno::INVAL), "{flags:#x}");
+        }
+        assert_eq!(check_access(0x41), Err(Errno::OPNOTSUPP), "on-demand paging");
+    }
+}

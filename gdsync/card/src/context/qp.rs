@@ -1,0 +1,315 @@
+//! Queue pairs and address handles: made, queried, destroyed.
+
+use std::sync::Arc;
+
+use gdsync_device::memory::Memory;
+use gdsync_device::mtu_bytes;
+use gdsync_soft::{CardDoorbell, CardQp, CardTransport};
+use mlx5_ring::{BB, QP_DBREC_SIZE};
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use super::cq::Cq;
+use super::device::{MAX_QP_WR, MAX_SGE, active_mtu};
+use super::memory::ring;
+use super::srq::Srq;
+use super::{Context, Pd, Result};
+use crate::abi::{
+    Plain, ib_uverbs_create_ah, ib_uverbs_create_ah_resp, ib_uverbs_create_qp, ib_uverbs_create_qp_resp,
+    ib_uverbs_destroy_ah, ib_uverbs_destroy_qp, ib_uverbs_destroy_qp_resp, ib_uverbs_ex_create_qp,
+    ib_uverbs_ex_create_qp_resp, ib_uverbs_modify_qp, ib_uverbs_query_qp, ib_uverbs_query_qp_resp,
+    mlx5_ib_create_ah_resp, mlx5_ib_create_qp, mlx5_ib_create_qp_resp,
+};
+use crate::command::Command;
+use crate::hca::{EventSource, Hca, PortNetwork};
+use crate::user::User;
+
+/// `enum ib_qp_type`, those that are there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum QpType {
+    Rc = 2,
+    Ud = 4,
+}
+
+/// A queue pair.
+#[derive(Debug)]
+pub(super) struct Qp {
+    pub(super) hca: &'static Hca,
+    pub(super) qpn: u32,
+    pub(super) kind: QpType,
+    pub(super) source: Arc<EventSource>,
+    caps: Caps,
+    sq_sig_all: u8,
+    /// What was set so far.
+    pub(super) attr: Mutex<ib_uverbs_modify_qp>,
+    _pd: Arc<Pd>,
+    _cqs: [Arc<Cq>; 2],
+    _srq: Option<Arc<Srq>>,
+}
+
+impl Drop for Qp {
+    fn drop(&mut self) {
+        self.hca.owners.qps.remove(self.qpn);
+        self.hca.card.destroy_qp(self.qpn);
+    }
+}
+
+/// An address handle. The card needs none: libmlx5 writes the address into each request.
+#[derive(Debug)]
+pub(super) struct Ah {
+    _pd: Arc<Pd>,
+}
+
+/// Capacities.
+#[derive(Clone, Copy, Debug)]
+struct Caps {
+    max_send_wr: u32,
+    max_recv_wr: u32,
+    max_send_sge: u32,
+    max_recv_sge: u32,
+    max_inline_data: u32,
+}
+
+/// Flags that change nothing here: `MLX5_QP_FLAG_SCATTER_CQE`, `MLX5_QP_FLAG_BFREG_INDEX`,
+/// `MLX5_QP_FLAG_ALLOW_SCATTER_CQE`, `MLX5_QP_FLAG_UAR_PAGE_INDEX`.
+const KNOWN_FLAGS: u32 = 1 << 1 | 1 << 3 | 1 << 8 | 1 << 10;
+/// In responses: no doorbell register was chosen, the program has its own.
+const OWN_REGISTER: u32 = u32::MAX;
+
+impl Context {
+    pub(super) fn create_qp(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_create_qp = command.request()?;
+        command.check_response::<ib_uverbs_create_qp_resp>()?;
+        // The extended form has the same fields behind the response.
+        let extended = ib_uverbs_ex_create_qp {
+            user_handle: request.user_handle,
+            pd_handle: request.pd_handle,
+            send_cq_handle: request.send_cq_handle,
+            recv_cq_handle: request.recv_cq_handle,
+            srq_handle: request.srq_handle,
+            max_send_wr: request.max_send_wr,
+            max_recv_wr: request.max_recv_wr,
+            max_send_sge: request.max_send_sge,
+            max_recv_sge: request.max_recv_sge,
+            max_inline_data: request.max_inline_data,
+            sq_sig_all: request.sq_sig_all,
+            qp_type: request.qp_type,
+            is_srq: request.is_srq,
+            ..Default::default()
+        };
+        let driver = command.driver_request::<ib_uverbs_create_qp, _>();
+        let response = self.make_qp(&extended, &driver)?;
+        self.answer_qp(user, command, response.qp_handle, &response)
+    }
+
+    pub(super) fn create_qp_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_ex_create_qp = command.request()?;
+        if request.comp_mask != 0 {
+            return Err(Errno::INVAL);
+        }
+        if request.create_flags != 0 {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let driver = command.driver_request::<ib_uverbs_ex_create_qp, _>();
+        let base = self.make_qp(&request, &driver)?;
+        let response_length = u32::try_from(size_of::<ib_uverbs_ex_create_qp_resp>()).unwrap_or_default();
+        let response = ib_uverbs_ex_create_qp_resp { base, comp_mask: 0, response_length };
+        self.answer_qp(user, command, base.qp_handle, &response)
+    }
+
+    fn answer_qp<R: Plain>(
+        &self,
+        user: &dyn User,
+        command: &Command<'_>,
+        handle: u32,
+        response: &R,
+    ) -> Result<()> {
+        let driver = mlx5_ib_create_qp_resp { bfreg_index: OWN_REGISTER, ..Default::default() };
+        let answered = command.respond(user, response);
+        answered.and_then(|()| command.respond_driver::<R, _>(user, &driver)).inspect_err(|_| {
+            _ = self.qps.remove(handle);
+        })
+    }
+
+    fn make_qp(
+        &self,
+        wanted: &ib_uverbs_ex_create_qp,
+        driver: &mlx5_ib_create_qp,
+    ) -> Result<ib_uverbs_create_qp_resp> {
+        let kind = match wanted.qp_type {
+            2 => QpType::Rc,
+            4 => QpType::Ud,
+            // UC, raw packets, XRC, and what a driver names (DCT, DCI).
+            3 | 8..=10 | 0xff => return Err(Errno::OPNOTSUPP),
+            _ => return Err(Errno::INVAL),
+        };
+        if driver.flags & !KNOWN_FLAGS != 0 {
+            return Err(Errno::OPNOTSUPP);
+        }
+        let caps = Caps {
+            max_send_wr: wanted.max_send_wr,
+            max_recv_wr: wanted.max_recv_wr,
+            max_send_sge: wanted.max_send_sge,
+            max_recv_sge: wanted.max_recv_sge,
+            max_inline_data: wanted.max_inline_data,
+        };
+        let excessive = caps.max_send_wr > MAX_QP_WR || caps.max_recv_wr > MAX_QP_WR;
+        if excessive || caps.max_send_sge > MAX_SGE || caps.max_recv_sge > MAX_SGE {
+            return Err(Errno::INVAL);
+        }
+        let pd = self.pds.get(wanted.pd_handle)?;
+        let send_cq = self.cqs.get(wanted.send_cq_handle)?;
+        let recv_cq = self.cqs.get(wanted.recv_cq_handle)?;
+        let srq = (wanted.is_srq != 0).then(|| self.srqs.get(wanted.srq_handle)).transpose()?;
+        let rings = Rings::of(driver)?;
+        let port = self.hca.port;
+        let transport = match kind {
+            QpType::Rc => CardTransport::Connection,
+            QpType::Ud => CardTransport::Datagrams {
+                mtu: mtu_bytes(active_mtu(port.link)).unwrap_or(256),
+                network: Arc::new(PortNetwork(port)),
+            },
+        };
+        let qp = CardQp {
+            pdn: pd.pdn,
+            send_cqn: send_cq.cqn,
+            recv_cqn: recv_cq.cqn,
+            sq: rings.sq,
+            rq: rings.rq,
+            rq_stride: rings.stride,
+            record: rings.record,
+            doorbell: CardDoorbell::Record,
+            uidx: driver.uidx,
+            transport,
+            srqn: srq.as_ref().map(|srq| srq.srqn),
+            flushes_by_doorbell: false,
+        };
+        let source = self.event_source(wanted.user_handle)?;
+        let qpn = self.hca.card.create_qp(qp).map_err(|_| Errno::NOMEM)?;
+        self.hca.owners.qps.add(qpn, &source);
+        let qp_handle = self.new_handle();
+        let qp = Qp {
+            hca: self.hca,
+            qpn,
+            kind,
+            source,
+            caps,
+            sq_sig_all: wanted.sq_sig_all,
+            attr: Mutex::default(),
+            _pd: pd,
+            _cqs: [send_cq, recv_cq],
+            _srq: srq,
+        };
+        self.qps.add(qp_handle, Arc::new(qp));
+        Ok(ib_uverbs_create_qp_resp {
+            qp_handle,
+            qpn,
+            max_send_wr: caps.max_send_wr,
+            max_recv_wr: caps.max_recv_wr,
+            max_send_sge: caps.max_send_sge,
+            max_recv_sge: caps.max_recv_sge,
+            max_inline_data: caps.max_inline_data,
+            reserved: 0,
+        })
+    }
+
+    pub(super) fn query_qp(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_query_qp = command.request()?;
+        command.check_response::<ib_uverbs_query_qp_resp>()?;
+        let qp = self.qps.get(request.qp_handle)?;
+        let state = qp.hca.card.state(qp.qpn).map_err(|_| Errno::INVAL)?.0;
+        let attr = *qp.attr.lock();
+        let caps = qp.caps;
+        let response = ib_uverbs_query_qp_resp {
+            dest: attr.dest,
+            alt_dest: attr.alt_dest,
+            max_send_wr: caps.max_send_wr,
+            max_recv_wr: caps.max_recv_wr,
+            max_send_sge: caps.max_send_sge,
+            max_recv_sge: caps.max_recv_sge,
+            max_inline_data: caps.max_inline_data,
+            qkey: attr.qkey,
+            rq_psn: attr.rq_psn,
+            sq_psn: attr.sq_psn,
+            dest_qp_num: attr.dest_qp_num,
+            qp_access_flags: attr.qp_access_flags,
+            pkey_index: attr.pkey_index,
+            qp_state: state,
+            cur_qp_state: state,
+            path_mtu: attr.path_mtu,
+            max_rd_atomic: attr.max_rd_atomic,
+            max_dest_rd_atomic: attr.max_dest_rd_atomic,
+            min_rnr_timer: attr.min_rnr_timer,
+            port_num: attr.port_num,
+            timeout: attr.timeout,
+            retry_cnt: attr.retry_cnt,
+            rnr_retry: attr.rnr_retry,
+            sq_sig_all: qp.sq_sig_all,
+            ..Default::default()
+        };
+        command.respond(user, &response)
+    }
+
+    pub(super) fn destroy_qp(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_destroy_qp = command.request()?;
+        command.check_response::<ib_uverbs_destroy_qp_resp>()?;
+        let qp = self.qps.remove(request.qp_handle)?;
+        let source = qp.source.clone();
+        drop(qp);
+        command.respond(user, &ib_uverbs_destroy_qp_resp { events_reported: source.finish() })
+    }
+
+    pub(super) fn create_ah(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_create_ah = command.request()?;
+        command.check_response::<ib_uverbs_create_ah_resp>()?;
+        let pd = self.pds.get(request.pd_handle)?;
+        self.check_path(&request.attr.into())?;
+        let ah_handle = self.new_handle();
+        command.respond(user, &ib_uverbs_create_ah_resp { ah_handle })?;
+        let [.., a, b, c] = request.attr.grh.dgid;
+        let driver = mlx5_ib_create_ah_resp {
+            response_length: u32::try_from(size_of::<mlx5_ib_create_ah_resp>()).unwrap_or_default(),
+            dmac: [0x00, 0x02, 0xc9, a, b, c],
+            reserved: [0; 6],
+        };
+        command.respond_driver::<ib_uverbs_create_ah_resp, _>(user, &driver)?;
+        self.ahs.add(ah_handle, Arc::new(Ah { _pd: pd }));
+        Ok(())
+    }
+
+    pub(super) fn destroy_ah(&self, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_destroy_ah = command.request()?;
+        self.ahs.remove(request.ah_handle).map(drop)
+    }
+}
+
+/// The rings of a queue pair as libmlx5 lays them out: receives first, sends behind.
+struct Rings {
+    sq: Memory,
+    rq: Memory,
+    stride: usize,
+    record: Memory,
+}
+
+impl Rings {
+    fn of(driver: &mlx5_ib_create_qp) -> Result<Self> {
+        let size = |count: u32, shift: u32, most: usize| {
+            let (count, stride) = (count as usize, 1usize.checked_shl(shift).unwrap_or(0));
+            let valid = count == 0 || count.is_power_of_two() && (16..=512).contains(&stride);
+            (valid && count <= most).then_some((count, stride)).ok_or(Errno::INVAL)
+        };
+        let blocks = driver.sq_wqe_count.checked_next_power_of_two().ok_or(Errno::INVAL)?;
+        let (blocks, block) = size(if driver.sq_wqe_count == 0 { 0 } else { blocks }, 6, 1 << 16)?;
+        let (receives, stride) = size(driver.rq_wqe_count, driver.rq_wqe_shift, 1 << 16)?;
+        let sends = driver.buf_addr.checked_add((receives * stride) as u64).ok_or(Errno::FAULT)?;
+        // A queue that is not there is one entry of this process, which nobody fills.
+        let absent = |len: usize| Memory::alloc(len).map_err(|_| Errno::NOMEM);
+        let (rq, stride) = match receives {
+            0 => (absent(16)?, 16),
+            _ => (ring(driver.buf_addr, receives * stride, 64)?, stride),
+        };
+        let sq = if blocks == 0 { absent(BB)? } else { ring(sends, blocks * block, 64)? };
+        let record = ring(driver.db_addr, QP_DBREC_SIZE, 8)?;
+        Ok(Self { sq, rq, stride, record })
+    }
+}

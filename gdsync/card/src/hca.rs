@@ -1,0 +1,158 @@
+//! The software HCA behind an emulated device, and whom its events concern.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+
+use gdsync_device::Gid;
+use gdsync_device::error::Error;
+use gdsync_soft::{AsyncEvent, AsyncEvents, Card, Network, SoftHcaConfig};
+use mlx5_ring::AddressVector;
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use crate::abi::{bytes_of, ib_uverbs_async_event_desc};
+use crate::address::{Link, Path, Port};
+use crate::events::EventPipe;
+use crate::log::log;
+
+/// How many numbers are tried for a port: another process may have the same.
+const ATTEMPTS: usize = 64;
+
+/// A running HCA. It ends with the process.
+#[derive(Debug)]
+pub(crate) struct Hca {
+    pub(crate) card: Card,
+    pub(crate) port: Port,
+    pub(crate) owners: Arc<Owners>,
+}
+
+impl Hca {
+    /// Starts one whose port has a number that no other process of the host has.
+    ///
+    /// # Errors
+    /// `ENODEV`, with the reason in the log.
+    pub(crate) fn start(link: Link) -> Result<Self, Errno> {
+        let refused = |error: &dyn std::fmt::Display| {
+            log!("the software HCA does not start: {error}");
+            Errno::NODEV
+        };
+        let config = SoftHcaConfig::from_env().map_err(|error| refused(&error))?;
+        let owners = Arc::new(Owners::default());
+        let mut last = None;
+        for _ in 0..ATTEMPTS {
+            let random = gdsync_device::random().map_err(|error| refused(&error))?;
+            let port = Port { link, number: link.number(u32::from_ne_bytes(random)) };
+            let config = SoftHcaConfig { gid: Some(port.link_local()), ..config.clone() };
+            match Card::start(&config, owners.clone()) {
+                Ok(card) => return Ok(Self { card, port, owners }),
+                Err(Error::Sys { source, .. }) if source.kind() == std::io::ErrorKind::AddrInUse => {
+                    last = Some(source);
+                }
+                Err(error) => return Err(refused(&error)),
+            }
+        }
+        Err(refused(&format!("no free address among {ATTEMPTS}: {last:?}")))
+    }
+}
+
+/// The addresses that the datagrams of a port may have.
+#[derive(Debug)]
+pub(crate) struct PortNetwork(pub(crate) Port);
+
+impl Network for PortNetwork {
+    fn destination(&self, to: &AddressVector) -> Option<Gid> {
+        let link = self.0.link;
+        let path = if link == Link::InfiniBand { Path::Lid(to.rlid) } else { Path::Gid(Gid(to.rgid)) };
+        link.canonical(path)
+    }
+
+    fn source(&self, index: u8) -> Gid {
+        self.0.gid(index.into()).map_or(self.0.link_local(), |(gid, _)| gid)
+    }
+
+    fn lid(&self) -> u16 {
+        self.0.lid()
+    }
+}
+
+/// A queue whose asynchronous events a program reads.
+#[derive(Debug)]
+pub(crate) struct EventSource {
+    pipe: Arc<EventPipe>,
+    /// The program's name of the object.
+    user_handle: u64,
+    /// Records sent.
+    sent: Mutex<u32>,
+}
+
+impl EventSource {
+    pub(crate) fn new(pipe: Arc<EventPipe>, user_handle: u64) -> Arc<Self> {
+        Arc::new(Self { pipe, user_handle, sent: Mutex::new(0) })
+    }
+
+    /// Sends an event of type `event_type` (`enum ib_event_type`).
+    pub(crate) fn raise(&self, event_type: u32) {
+        let record = ib_uverbs_async_event_desc { element: self.user_handle, event_type, reserved: 0 };
+        let mut sent = self.sent.lock();
+        *sent += u32::from(self.pipe.send(bytes_of(&record)));
+    }
+
+    /// Takes back what the program has not read. Returns how many events it has read or will have read.
+    pub(crate) fn finish(&self) -> u32 {
+        let sent = self.sent.lock();
+        let element = self.user_handle.to_ne_bytes();
+        sent.saturating_sub(self.pipe.take_back(|record| record.starts_with(&element)))
+    }
+}
+
+/// `enum ib_event_type`.
+mod event_type {
+    pub(super) const CQ_ERR: u32 = 0;
+    pub(super) const QP_FATAL: u32 = 1;
+    pub(super) const QP_REQ_ERR: u32 = 2;
+    pub(super) const QP_ACCESS_ERR: u32 = 3;
+    pub(super) const SRQ_LIMIT_REACHED: u32 = 15;
+    pub(super) const QP_LAST_WQE_REACHED: u32 = 16;
+}
+
+/// The objects of an HCA that events may concern, by number.
+#[derive(Debug, Default)]
+pub(crate) struct Owners {
+    pub(crate) cqs: Numbered,
+    pub(crate) qps: Numbered,
+    pub(crate) srqs: Numbered,
+}
+
+/// Objects of a kind.
+#[derive(Debug, Default)]
+pub(crate) struct Numbered(Mutex<HashMap<u32, Weak<EventSource>>>);
+
+impl Numbered {
+    pub(crate) fn add(&self, number: u32, source: &Arc<EventSource>) {
+        self.0.lock().insert(number, Arc::downgrade(source));
+    }
+
+    pub(crate) fn remove(&self, number: u32) {
+        self.0.lock().remove(&number);
+    }
+
+    fn raise(&self, number: u32, event_type: u32) {
+        let source = self.0.lock().get(&number).and_then(Weak::upgrade);
+        if let Some(source) = source {
+            source.raise(event_type);
+        }
+    }
+}
+
+impl AsyncEvents for Owners {
+    fn raise(&self, event: AsyncEvent) {
+        match event {
+            AsyncEvent::CqError(cqn) => self.cqs.raise(cqn, event_type::CQ_ERR),
+            AsyncEvent::QpFatal(qpn) => self.qps.raise(qpn, event_type::QP_FATAL),
+            AsyncEvent::QpRequestError(qpn) => self.qps.raise(qpn, event_type::QP_REQ_ERR),
+            AsyncEvent::QpLastWqeReached(qpn) => self.qps.raise(qpn, event_type::QP_LAST_WQE_REACHED),
+            AsyncEvent::SrqLimitReached(srqn) => self.srqs.raise(srqn, event_type::SRQ_LIMIT_REACHED),
+            AsyncEvent::QpAccessError(qpn) => self.qps.raise(qpn, event_type::QP_ACCESS_ERR),
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Programs that are killed leave nothing, and a program without the card is as it was.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use crate::{card, finish, has, start};
+
+/// Abstract sockets of HCAs, shared memory files and temporary files.
+fn traces() -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for dir in ["/dev/shm", "/tmp"] {
+        let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+        let names = entries.map(|entry| entry.path().display().to_string());
+        found.extend(names.filter(|name| name.contains("gdasync") || name.contains("uverbs")));
+    }
+    found
+}
+
+/// Processes that have this word in their environment, which children inherit.
+fn processes(word: &str) -> usize {
+    let entries = std::fs::read_dir("/proc").expect("there is /proc").flatten();
+    let environments = entries.filter_map(|entry| std::fs::read(entry.path().join("environ")).ok());
+    environments.filter(|text| text.windows(word.len()).any(|part| part == word.as_bytes())).count()
+}
+
+#[test]
+fn a_killed_program_leaves_nothing() {
+    if !has("ibv_rc_pingpong") {
+        return;
+    }
+    let before = traces();
+    let word = format!("GDASYNC_TEST_MARK={}", std::process::id());
+    let (name, value) = word.split_once('=').expect("it has one");
+    let mut server = start(card("ibv_rc_pingpong", "eth").args(["-g", "1", "-p", "0"]).env(name, value));
+    let maps = format!("/proc/{}/maps", server.id());
+    let end = Instant::now() + Duration::from_secs(30);
+    // Its doorbell page is mapped.
+    while !std::fs::read_to_string(&maps).is_ok_and(|maps| maps.contains("uverbs")) {
+        assert!(server.try_wait().expect("it is a child").is_none(), "it has ended by itself");
+        assert!(Instant::now() < end, "it does not open the device");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    server.kill().expect("it runs");
+    let output = finish(server);
+    assert!(!output.status.success());
+    assert_eq!(processes(&word), 0);
+    assert_eq!(traces(), before);
+}
+
+/// Builds a program of this folder against the installed libibverbs. Says so if it cannot.
+fn build(name: &str, source: &str) -> Option<std::path::PathBuf> {
+    let dir = std::env::temp_dir().join(format!("card-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&dir).expect("a scratch directory");
+    let (file, binary) = (dir.join("program.c"), dir.join("program"));
+    std::fs::write(&file, source).expect("a scratch directory");
+    let built = std::process::Command::new("cc").arg("-o").arg(&binary).arg(&file).arg("-libverbs").output();
+    match built {
+        Ok(built) if built.status.success() => Some(binary),
+        Ok(built) => {
+            let text = String::from_utf8_lossy(&built.stderr).into_owned();
+            assert!(text.contains("verbs.h") || text.contains("-libverbs"), "{text}");
+            eprintln!("skipped: libibverbs-dev is not installed: {text}");
+            None
+        }
+        Err(error) => {
+            eprintln!("skipped: there is no C compiler: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn cycles_leave_no_descriptors_and_no_memory() {
+    let Some(binary) = build("cycles", include_str!("cycles.c")) else { return };
+    let program = binary.to_str().expect("temporary directories have plain names");
+    let text = crate::run(program, "eth", &["2000"]);
+    std::fs::remove_dir_all(binary.parent().expect("it is in a directory")).expect("it is ours");
+    let mut words = text.split_whitespace();
+    assert_eq!(words.next(), Some("descriptors"), "{text}");
+    assert_eq!(words.next(), Some("0"), "{text}");
+    let pages: i64 = words.nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
+    // Two thousand cycles that each lost 100 bytes would be 50 pages.
+    assert!(pages < 50, "{text}");
+    assert!(text.contains("child"), "{text}");
+}

@@ -1,0 +1,41 @@
+//! `gdasync card` runs programs on the emulated card, as they are.
+
+use super::common::{command, run};
+
+/// Whether rdma-core is installed. Says so if it is not.
+fn has_rdma_core() -> bool {
+    let (output, _, error) = run(command("gdasync card true"));
+    if !output.status.success() {
+        assert!(error.contains("is not installed") && error.contains("install the package"), "{error}");
+        eprintln!("skipped: {error}");
+    }
+    output.status.success()
+}
+
+#[test]
+fn programs_run_on_the_card_of_the_chosen_kind() {
+    if !has_rdma_core() {
+        return;
+    }
+    for (options, layer) in
+        [("", "Ethernet"), ("--link eth", "Ethernet"), ("--link ib --devices 2", "InfiniBand")]
+    {
+        let line = format!("gdasync card {options} cat /sys/class/infiniband/mlx5_0/ports/1/link_layer");
+        let (output, text, error) = run(command(&line));
+        assert!(output.status.success(), "{error}");
+        assert_eq!(text, format!("{layer}\n"), "{line}");
+    }
+    let (_, text, error) = run(command("gdasync card --devices 2 ls /sys/class/infiniband"));
+    assert_eq!(text, "mlx5_0\nmlx5_1\n", "{error}");
+}
+
+#[test]
+fn the_exit_status_is_that_of_the_program() {
+    if !has_rdma_core() {
+        return;
+    }
+    assert_eq!(run(command("gdasync card false")).0.status.code(), Some(1));
+    let (output, _, error) = run(command("gdasync card /no/such/program --help"));
+    assert_eq!(output.status.code(), Some(127));
+    assert!(error.contains("/no/such/program: No such file"), "{error}");
+}
