@@ -1,8 +1,8 @@
 //! An emulated mlx5 card for any program: this library is preloaded and plays the kernel.
 //!
 //! `gdasync card PROGRAM` preloads it. The program's unmodified libibverbs and libmlx5 then find the device `mlx5_0`: its
-//! files under `/sys` and `/dev/infiniband` are in memory ([`sysfs`]), its descriptor is a file in memory whose pages are
-//! doorbell pages ([`process`]), and the commands that they write to it are carried out here ([`context`]) by a software
+//! files under `/sys` and `/dev/infiniband` are in memory (`sysfs`), its descriptor is a file in memory whose pages are
+//! doorbell pages (`process`), and the commands that they write to it are carried out here (`context`) by a software
 //! HCA ([`gdsync_soft::Card`]), which reads the rings that libmlx5 writes. Each process has an HCA and an address of its
 //! own; those of one host reach each other.
 //!
