@@ -52,7 +52,7 @@ impl Link {
             (_, Path::Gid(gid)) => gid,
         };
         if self == Self::Ethernet && gid.is_ipv4() {
-            let [.., a, b, c] = gid.0;
+            let [.., 10, a, b, c] = gid.0 else { return None };
             return Some(port(self, u32::from_be_bytes([0, a, b, c])).link_local());
         }
         Some(gid)
@@ -149,6 +149,9 @@ mod tests {
                 assert_eq!(Link::Ethernet.canonical(Path::Gid(gid)), Some(eth.link_local()), "{gid}");
             }
             assert_eq!(Link::Ethernet.canonical(Path::Lid(7)), None, "Ethernet has no LIDs");
+            let mut foreign = eth.gid(3).unwrap().0;
+            foreign.0[12] = 192;
+            assert_eq!(Link::Ethernet.canonical(Path::Gid(foreign)), None, "{foreign} is no card's");
             let ib = port(Link::InfiniBand, number);
             assert_eq!(ib.gid(1), None);
             for path in [Path::Gid(ib.gid(0).unwrap().0), Path::Lid(ib.lid())] {

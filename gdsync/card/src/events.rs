@@ -15,6 +15,8 @@ use crate::log::log;
 pub(crate) struct EventPipe {
     read: OwnedFd,
     write: OwnedFd,
+    /// Takes records back: a read of the shared pipe may block, as another thread may have taken the record.
+    own: (OwnedFd, OwnedFd),
     /// Bytes of a record.
     record: usize,
     /// Records are written whole, and taken back only by one thread.
@@ -31,7 +33,8 @@ impl EventPipe {
         // Only of this end: the program chooses whether its reads block.
         rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK)?;
         let read = rustix::io::fcntl_dupfd_cloexec(&program, 0)?;
-        Ok((Self { read, write, record, lock: Mutex::new(()) }, program))
+        let own = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
+        Ok((Self { read, write, own, record, lock: Mutex::new(()) }, program))
     }
 
     /// Sends a record. Returns whether there was room.
@@ -48,15 +51,13 @@ impl EventPipe {
     /// Takes back the records that the program has not read and `is_stale` holds of. Returns how many.
     pub(crate) fn take_back(&self, is_stale: impl Fn(&[u8]) -> bool) -> u32 {
         let _whole = self.lock.lock();
-        // A pipe of its own, because a read of the shared one may block: another thread may have taken the record.
-        let Ok((own_read, own_write)) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC) else { return 0 };
+        let (own_read, own_write) = &self.own;
         let mut kept = Vec::new();
         let mut taken = 0;
         let mut record = vec![0; self.record];
         let flags = SpliceFlags::NONBLOCK;
-        while rustix::pipe::splice(&self.read, None, &own_write, None, self.record, flags) == Ok(self.record)
-        {
-            if rustix::io::read(&own_read, &mut record) != Ok(self.record) {
+        while rustix::pipe::splice(&self.read, None, own_write, None, self.record, flags) == Ok(self.record) {
+            if rustix::io::read(own_read, &mut record) != Ok(self.record) {
                 break;
             }
             if is_stale(&record) {

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use gdsync_device::Gid;
 use gdsync_device::error::Error;
+use gdsync_device::{Gid, GpuNudge};
 use gdsync_soft::{AsyncEvent, AsyncEvents, Card, Network, SoftHcaConfig};
 use mlx5_ring::AddressVector;
 use parking_lot::Mutex;
@@ -81,27 +81,40 @@ pub(crate) struct EventSource {
     pipe: Arc<EventPipe>,
     /// The program's name of the object.
     user_handle: u64,
-    /// Records sent.
-    sent: Mutex<u32>,
+    /// Records sent. `None` once they are taken back: the HCA reports outside its lock, so an event may come later than the end of
+    /// its object.
+    sent: Mutex<Option<u32>>,
 }
 
 impl EventSource {
     pub(crate) fn new(pipe: Arc<EventPipe>, user_handle: u64) -> Arc<Self> {
-        Arc::new(Self { pipe, user_handle, sent: Mutex::new(0) })
+        Arc::new(Self { pipe, user_handle, sent: Mutex::new(Some(0)) })
     }
 
     /// Sends an event of type `event_type` (`enum ib_event_type`).
     pub(crate) fn raise(&self, event_type: u32) {
         let record = ib_uverbs_async_event_desc { element: self.user_handle, event_type, reserved: 0 };
-        let mut sent = self.sent.lock();
-        *sent += u32::from(self.pipe.send(bytes_of(&record)));
+        self.send(bytes_of(&record));
+    }
+
+    fn send(&self, record: &[u8]) {
+        if let Some(sent) = &mut *self.sent.lock() {
+            *sent += u32::from(self.pipe.send(record));
+        }
     }
 
     /// Takes back what the program has not read. Returns how many events it has read or will have read.
     pub(crate) fn finish(&self) -> u32 {
-        let sent = self.sent.lock();
+        let sent = self.sent.lock().take().unwrap_or_default();
         let element = self.user_handle.to_ne_bytes();
         sent.saturating_sub(self.pipe.take_back(|record| record.starts_with(&element)))
+    }
+}
+
+/// Completion events: records of eight bytes.
+impl GpuNudge for EventSource {
+    fn nudge(&self) {
+        self.send(&self.user_handle.to_ne_bytes());
     }
 }
 
@@ -154,5 +167,24 @@ impl AsyncEvents for Owners {
             AsyncEvent::SrqLimitReached(srqn) => self.srqs.raise(srqn, event_type::SRQ_LIMIT_REACHED),
             AsyncEvent::QpAccessError(qpn) => self.qps.raise(qpn, event_type::QP_ACCESS_ERR),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_after_the_end_of_their_object_are_not_sent() {
+        let (pipe, program) = EventPipe::new(8).unwrap();
+        let pipe = Arc::new(pipe);
+        let [ended, other] = [1, 2].map(|handle| EventSource::new(pipe.clone(), handle));
+        ended.nudge();
+        assert_eq!(ended.finish(), 0, "the program has read none");
+        ended.nudge();
+        other.nudge();
+        let mut record = [0; 8];
+        rustix::io::read(&program, &mut record).unwrap();
+        assert_eq!(u64::from_ne_bytes(record), 2);
     }
 }

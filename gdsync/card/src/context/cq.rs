@@ -2,10 +2,8 @@
 
 use std::sync::Arc;
 
-use gdsync_device::GpuNudge;
 use gdsync_soft::CardCq;
 use mlx5_ring::CQ_DBREC_SIZE;
-use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::device::{MAX_CQE, VECTORS};
@@ -27,38 +25,13 @@ pub(super) struct Cq {
     hca: &'static Hca,
     pub(super) cqn: u32,
     source: Arc<EventSource>,
-    notifier: Option<Arc<Notifier>>,
+    notifier: Option<Arc<EventSource>>,
 }
 
 impl Drop for Cq {
     fn drop(&mut self) {
         self.hca.owners.cqs.remove(self.cqn);
         self.hca.card.destroy_cq(self.cqn);
-    }
-}
-
-/// Sends the completion events of a queue to its channel.
-#[derive(Debug)]
-struct Notifier {
-    channel: Arc<EventPipe>,
-    user_handle: u64,
-    /// Events sent.
-    sent: Mutex<u32>,
-}
-
-impl GpuNudge for Notifier {
-    fn nudge(&self) {
-        let mut sent = self.sent.lock();
-        *sent += u32::from(self.channel.send(&self.user_handle.to_ne_bytes()));
-    }
-}
-
-impl Notifier {
-    /// Takes back the events that the program has not read. Returns how many it has read.
-    fn finish(&self) -> u32 {
-        let sent = self.sent.lock();
-        let handle = self.user_handle.to_ne_bytes();
-        sent.saturating_sub(self.channel.take_back(|record| record == handle))
     }
 }
 
@@ -145,9 +118,7 @@ impl Context {
         let entries = (wanted.cqe as usize + 1).next_power_of_two();
         let buffer = ring(driver.buf_addr, entries * entry, 64)?;
         let record = ring(driver.db_addr, CQ_DBREC_SIZE, 8)?;
-        let notifier = channel.map(|channel| {
-            Arc::new(Notifier { channel, user_handle: wanted.user_handle, sent: Mutex::new(0) })
-        });
+        let notifier = channel.map(|channel| EventSource::new(channel, wanted.user_handle));
         let source = self.event_source(wanted.user_handle)?;
         let cqn = self.hca.card.create_cq(CardCq {
             ring: buffer,

@@ -212,7 +212,7 @@ impl Context {
         let room = Call::place(call.base, &attr);
         let entries = (0..self.hca.port.link.gids()).filter_map(|index| self.gid_entry(index).ok());
         let entries: Vec<_> = entries.collect();
-        if entries.len() * size > room.len {
+        if entries.len().checked_mul(size).is_none_or(|len| len > room.len) {
             return Err(Errno::INVAL);
         }
         for (n, entry) in entries.iter().enumerate() {

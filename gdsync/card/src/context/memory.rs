@@ -64,7 +64,8 @@ impl Context {
         command.check_response::<ib_uverbs_reg_mr_resp>()?;
         check_access(access_flags)?;
         let page = rustix::param::page_size() as u64;
-        if length == 0 || start % page != hca_va % page || start.checked_add(length).is_none() {
+        let wraps = |from: u64| from.checked_add(length).is_none();
+        if length == 0 || start % page != hca_va % page || wraps(start) || wraps(hca_va) {
             return Err(Errno::INVAL);
         }
         let pd = self.pds.get(request.pd_handle)?;
@@ -115,8 +116,8 @@ pub(super) fn ring(addr: u64, len: usize, align: u64) -> Result<Memory> {
 
 fn wrap(addr: u64, len: usize) -> Result<Memory> {
     let base = std::ptr::with_exposed_provenance_mut(usize::try_from(addr).map_err(|_| Errno::FAULT)?);
-    // SAFETY: the range is mapped with the rights that the card needs, as `pin` checked. The program keeps it until it
-    // ends the object: it gave the memory to a device, and accesses it as shared with one.
+    // SAFETY: the range is mapped with the rights that the card needs, as `pin` checked. That it stays so until the object ends is up
+    // to the program: nothing pins its pages here. A program that unmaps them first, which a kernel would let it, ends by a fault.
     unsafe { Memory::from_raw(base, len) }.map_err(|_| Errno::FAULT)
 }
 

@@ -298,9 +298,9 @@ impl Rings {
             let valid = count == 0 || count.is_power_of_two() && (16..=512).contains(&stride);
             (valid && count <= most).then_some((count, stride)).ok_or(Errno::INVAL)
         };
-        let blocks = driver.sq_wqe_count.checked_next_power_of_two().ok_or(Errno::INVAL)?;
-        let (blocks, block) = size(if driver.sq_wqe_count == 0 { 0 } else { blocks }, 6, 1 << 16)?;
-        let (receives, stride) = size(driver.rq_wqe_count, driver.rq_wqe_shift, 1 << 16)?;
+        // The record counts to 2^16, where a full ring would look empty.
+        let (blocks, block) = size(driver.sq_wqe_count, 6, 1 << 15)?;
+        let (receives, stride) = size(driver.rq_wqe_count, driver.rq_wqe_shift, 1 << 15)?;
         let sends = driver.buf_addr.checked_add((receives * stride) as u64).ok_or(Errno::FAULT)?;
         // A queue that is not there is one entry of this process, which nobody fills.
         let absent = |len: usize| Memory::alloc(len).map_err(|_| Errno::NOMEM);

@@ -49,7 +49,7 @@ impl Context {
         let request: ib_uverbs_create_srq = command.request()?;
         command.check_response::<ib_uverbs_create_srq_resp>()?;
         let driver: mlx5_ib_create_srq = command.driver_request::<ib_uverbs_create_srq, _>();
-        let ib_uverbs_create_srq { max_wr, max_sge, srq_limit, .. } = request;
+        let ib_uverbs_create_srq { max_wr, max_sge, .. } = request;
         if max_wr >= MAX_QP_WR || max_sge > MAX_SRQ_SGE || driver.flags != 0 {
             return Err(Errno::INVAL);
         }
@@ -73,7 +73,6 @@ impl Context {
             limit: Mutex::new(0),
             _pd: pd,
         };
-        srq.set_limit(srq_limit);
         let srq_handle = self.new_handle();
         let response =
             ib_uverbs_create_srq_resp { srq_handle, max_wr: srq.max_wr, max_sge: srq.max_sge, srqn };
