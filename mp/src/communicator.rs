@@ -337,8 +337,8 @@ impl Communicator {
         let deadline = Deadline::after(self.limit(timeout));
         let receive = self.irecv_vectored(&[receive], from)?;
         let send = self.isend_vectored(&[send], to)?;
-        self.wait(&send, deadline.remaining())?;
-        self.wait(&receive, deadline.remaining())
+        let wait = |request| self.wait(request, deadline.remaining());
+        wait(&send).and_then(|_| wait(&receive)).map_err(|error| error.of_waits(deadline.limit()))
     }
 
     /// Blocks until all messages are complete, or one has failed.
@@ -351,7 +351,8 @@ impl Communicator {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Vec<Status>> {
         let deadline = Deadline::after(self.limit(timeout));
-        requests.into_iter().map(|request| self.wait(request, deadline.remaining())).collect()
+        let wait = |request| self.wait(request, deadline.remaining());
+        requests.into_iter().map(|request| wait(request).map_err(|e| e.of_waits(deadline.limit()))).collect()
     }
 
     /// Moves messages along, releases what complete ones held, and asks silent ranks whether they are alive. Only needed by threads

@@ -199,8 +199,8 @@ impl fmt::Display for Error {
                 f,
                 "the receive from {} into bytes {range:?} of its buffer overlaps the outstanding receive from {} into bytes \
                  {other_range:?} of its buffer, and a posted receive is active at once; give each its own bytes, wait for the \
-                 earlier one first, or receive in stream order: Communicator::irecv_on_stream before the send and wait_on_stream \
-                 after it, or sendrecv_on_stream",
+                 earlier one first, or receive in stream order: sendrecv_on_stream, or Communicator::irecv_on_stream, \
+                 send_on_stream, wait_on_stream",
                 rank_or_any(*rank),
                 rank_or_any(*other_rank)
             ),
@@ -290,6 +290,16 @@ impl Error {
         }
     }
 
+    /// The error of one of several waits that had `limit` together.
+    pub(crate) fn of_waits(mut self, limit: Duration) -> Self {
+        if let Self::Deadline { after, .. }
+        | Self::Message { cause: gdsync::Error::Deadline { after, .. }, .. } = &mut self
+        {
+            *after = limit;
+        }
+        self
+    }
+
     /// Whether a queue or a stream has no room now.
     pub(crate) fn is_full(&self) -> bool {
         use gdsync::Error::{QueueFull, StreamFull};
@@ -334,6 +344,18 @@ mod tests {
 
     fn message(cause: E) -> Error {
         Error::message(3, "send", cause)
+    }
+
+    #[test]
+    fn waits_together_name_the_limit_of_all() {
+        let late = |what: &str| E::late(what, Duration::from_micros(3), "a message");
+        for error in [
+            message(late("waiting for a completion")),
+            Error::Deadline { what: "x".into(), after: Duration::ZERO, fix: "" },
+        ] {
+            let text = error.of_waits(Duration::from_millis(20)).to_string();
+            assert!(text.contains("within 20 ms"), "{text}");
+        }
     }
 
     /// The sentences of failed messages: which peer, what, why, and what to do; the queue pair last.

@@ -51,8 +51,9 @@ impl Communicator {
     /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then. Graphs
     /// refuse it: see [`Channel`](crate::Channel).
     ///
-    /// Until it is complete, the CPU and other streams cannot send to the same rank. The stream does not wait for that: wait for the
-    /// request, or use [`Communicator::send_on_stream`].
+    /// Until it is complete, do not write what it sends, and the CPU and other streams cannot send to the same rank. The stream does
+    /// not wait for that, so work queued behind it may change the bytes: wait for the request, or use
+    /// [`Communicator::send_on_stream`].
     ///
     /// # Errors
     /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Device`](crate::Error::Device) for a range outside the buffer; [`Error::Message`](crate::Error::Message) with the reason, also [`Busy`](gdsync::Error::Busy) for a send of the CPU or of another stream; and inside

@@ -207,7 +207,8 @@ impl Tagged {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Vec<Status>> {
         let deadline = Deadline::after(self.0.comm.limit(timeout));
-        requests.into_iter().map(|request| request.wait(deadline.remaining())).collect()
+        let wait = |request: &Request| request.wait(deadline.remaining());
+        requests.into_iter().map(|request| wait(request).map_err(|e| e.of_waits(deadline.limit()))).collect()
     }
 
     /// Moves messages along, and asks silent ranks whether they are alive. Only needed by programs that neither wait nor test for

@@ -293,15 +293,15 @@ pub fn recv_and_wait(
 }
 
 pub fn stream(name: &str) -> Stream {
-    let (name, wait_limit) = (name.into(), LONG);
-    match gpu() {
-        None => Stream::host(HostStreamConfig { name, wait_limit, ..HostStreamConfig::default() }),
-        Some((gpu, via)) => {
-            let default = CudaStreamConfig::default();
-            Stream::cuda(gpu, CudaStreamConfig { name, wait_limit, via: *via, depth: 512, ..default })
-        }
-    }
-    .unwrap()
+    let Some((gpu, via)) = gpu() else { return host_stream(name) };
+    let (name, wait_limit, default) = (name.into(), LONG, CudaStreamConfig::default());
+    Stream::cuda(gpu, CudaStreamConfig { name, wait_limit, via: *via, depth: 512, ..default }).unwrap()
+}
+
+/// A host stream, also where others are on a GPU.
+pub fn host_stream(name: &str) -> Stream {
+    let default = HostStreamConfig::default();
+    Stream::host(HostStreamConfig { name: name.into(), wait_limit: LONG, ..default }).unwrap()
 }
 
 /// Waits until `done`.

@@ -11,8 +11,8 @@ use gdsync_testkit::driver;
 use mp::{Communicator, Error, IntraHostPath, Registration};
 
 use crate::common::{
-    LONG, buffer, bytes, gpu, host_buffer, job_test, kill, message, recv_and_wait, send_and_wait, stream,
-    until,
+    LONG, buffer, bytes, gpu, host_buffer, host_stream, job_test, kill, message, recv_and_wait,
+    send_and_wait, stream, until,
 };
 use crate::shm_fifo::open;
 
@@ -218,7 +218,7 @@ const CALLS: [&str; 4] = [
 // The loop is refused in a graph, with the calls to write instead; what these do is right in each launch, amid eager messages.
 job_test!(graphs_refuse_the_loop_and_say_what_to_write, 2, |comm| {
     const LAUNCHES: u64 = 1000;
-    let (me, peer, buffer, s) = (comm.rank(), 1 - comm.rank(), host_buffer(comm, 32), stream("graph"));
+    let (me, peer, buffer, s) = (comm.rank(), 1 - comm.rank(), host_buffer(comm, 32), host_stream("graph"));
     let refused = |record: &dyn Fn() -> mp::Result<()>| {
         let capture = s.begin_capture().unwrap();
         let error = record().unwrap_err().to_string();
