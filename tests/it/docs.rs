@@ -19,7 +19,7 @@ use tempfile::TempDir;
 
 use super::common::{program, run};
 
-const NEEDS: &str = "apptainer card docker gpu hosts kubernetes mpirun network root slurm vm";
+const NEEDS: &str = "apptainer card docker gpu hosts kubernetes mpirun network packages root slurm vm";
 /// Prefixes of variables of this repository.
 const FAMILIES: [&str; 4] = ["GDSYNC_", "GDRCOPY_", "GDASYNC_", "MP_"];
 

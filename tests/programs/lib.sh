@@ -1,0 +1,90 @@
+# shellcheck shell=bash
+# What families use: packages, programs under the card, verdicts.
+
+# need COMMAND:PACKAGE...: a command is a name, or the path of a file. Installs what is missing, or returns 77 and says what.
+need() {
+    local pair command missing=()
+    for pair; do
+        command=${pair%%:*}
+        [ -e "$command" ] || command -v "$command" >/dev/null || missing+=("${pair#*:}")
+    done
+    ((${#missing[@]})) || return 0
+    if ((EUID == 0)) && command -v apt-get >/dev/null; then
+        echo "installs ${missing[*]}"
+        timeout 300 apt-get -qq update >/dev/null 2>&1 || true
+        DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq --yes --no-install-recommends install "${missing[@]}" \
+            >/dev/null 2>&1 && return
+    fi
+    echo "skipped: these packages are not installed: ${missing[*]}"
+    return 77
+}
+
+# card LINK PROGRAM ARGUMENT...: a program on the card, which ends within the family's patience.
+card() {
+    timeout --kill-after=5 "$patience" "$GDASYNC" card --link "$1" "${@:2}"
+}
+
+# report NAME STATUS PATTERN FILE SINCE: a line with the verdict. The program's own words must have the pattern.
+report() {
+    local name=$1 status=$2 pattern=$3 file=$4 took=$((SECONDS - $5)) verdict=ok
+    case $status in
+        0) [ -z "$pattern" ] || grep -Eq -- "$pattern" "$file" || verdict="FAILED: it did not print $pattern" ;;
+        124 | 137) verdict="FAILED: no end in $patience s" ;;
+        *) verdict="FAILED, status $status" ;;
+    esac
+    printf '%-64s %s (%d s)\n' "$name" "$verdict" "$took"
+    [ "$verdict" = ok ] && return
+    failed=$((failed + 1))
+    tail -n 25 "$file" | sed 's/^/    /'
+}
+
+# A file for what a program prints.
+log_of() {
+    echo "$out/${1//[^A-Za-z0-9_.-]/_}.log"
+}
+
+# check NAME PATTERN COMMAND...
+check() {
+    local name=$1 pattern=$2 file since=$SECONDS status=0
+    shift 2
+    file=$(log_of "$name")
+    "$@" >"$file" 2>&1 || status=$?
+    report "$name" "$status" "$pattern" "$file" "$since"
+}
+
+# A port that nobody listens at.
+free_port() {
+    local port
+    while port=$((20000 + RANDOM % 12000)) && listens "$port"; do :; done
+    echo "$port"
+}
+
+listens() {
+    local suffix
+    printf -v suffix ':%04X' "$1"
+    awk -v suffix="$suffix" '$4 == "0A" && $2 ~ suffix "$" { found = 1 } END { exit !found }' /proc/net/tcp{,6}
+}
+
+# pair LINK PATTERN PROGRAM ARGUMENT...: a server, and its client with the same arguments, both under the card.
+# The client has to print the pattern. `client=(...)` are further arguments of the client.
+pair() {
+    local link=$1 pattern=$2 since=$SECONDS status=0 name file port server tries
+    shift 2
+    name="$*${client[*]:+ ${client[*]}} (${label:-}$link)"
+    file=$(log_of "$name")
+    port=$(free_port)
+    card "$link" "$@" -p "$port" >"$file.server" 2>&1 &
+    server=$!
+    for ((tries = 0; tries < 600; tries++)); do
+        listens "$port" || ! kill -0 $server 2>/dev/null || sleep 0.05
+    done
+    card "$link" "$@" -p "$port" "${client[@]}" 127.0.0.1 >"$file" 2>&1 || status=$?
+    ((status == 0)) || kill $server 2>/dev/null || true
+    wait $server || ((status)) || { status=$? && cat "$file.server" >>"$file"; }
+    report "$name" "$status" "$pattern" "$file" "$since"
+}
+
+# Changes `link`. Where both would take long, programs take turns.
+other_link() {
+    if [ "$link" = eth ]; then link=ib; else link=eth; fi
+}
