@@ -20,6 +20,8 @@ pub(super) const VECTORS: u32 = 4;
 pub(super) const MAX_CQE: u32 = (1 << 22) - 1;
 pub(super) const MAX_QP_WR: u32 = 32768;
 pub(super) const MAX_SGE: u32 = 30;
+/// Of a receive queue: its longest WQE has 512 bytes.
+pub(super) const MAX_RECV_SGE: u32 = 32;
 pub(super) const MAX_SRQ_SGE: u32 = 31;
 pub(super) const MAX_RD_ATOMIC: u8 = 16;
 /// `enum ib_mtu`: 1024 bytes on Ethernet, 4096 on InfiniBand.

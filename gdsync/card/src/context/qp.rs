@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::cq::Cq;
-use super::device::{MAX_QP_WR, MAX_SGE, active_mtu};
+use super::device::{MAX_QP_WR, MAX_RECV_SGE, MAX_SGE, active_mtu};
 use super::memory::ring;
 use super::srq::Srq;
 use super::{Context, Pd, Result};
@@ -154,7 +154,7 @@ impl Context {
             max_inline_data: wanted.max_inline_data,
         };
         let excessive = caps.max_send_wr > MAX_QP_WR || caps.max_recv_wr > MAX_QP_WR;
-        if excessive || caps.max_send_sge > MAX_SGE || caps.max_recv_sge > MAX_SGE {
+        if excessive || caps.max_send_sge > MAX_SGE || caps.max_recv_sge > MAX_RECV_SGE {
             return Err(Errno::INVAL);
         }
         let pd = self.pds.get(wanted.pd_handle)?;

@@ -1,5 +1,6 @@
 //! The card under the installed rdma-core. Programs that are not installed are skipped, and the test says so.
 
+mod differential;
 mod programs;
 mod robustness;
 
@@ -73,4 +74,19 @@ fn succeeded(name: &str, output: &Output) -> String {
 fn run(program: &str, link: &str, arguments: &[&str]) -> String {
     let output = finish(start(card(program, link).args(arguments)));
     succeeded(program, &output)
+}
+
+/// Whether this process runs under the card. If not, runs this test again under it, which must succeed.
+fn again_under_the_card(test: &str) -> bool {
+    const MARK: &str = "GDASYNC_TEST_UNDER_CARD";
+    if std::env::var_os(MARK).is_some() {
+        return true;
+    }
+    let program = std::env::current_exe().expect("this test has a path");
+    let mut again = card(program.to_str().expect("cargo's paths are plain"), "eth");
+    let output = finish(start(again.env(MARK, "1").args([test, "--exact", "--nocapture"])));
+    let text = succeeded(test, &output);
+    assert!(text.contains("1 passed"), "{text}");
+    eprint!("{}", String::from_utf8_lossy(&output.stderr));
+    false
 }
