@@ -87,9 +87,9 @@ impl Peer {
     fn sges(&self, operation: &'static str, pieces: &[Piece<'_>]) -> Result<Sges> {
         if count(pieces) > self.transport.max_pieces {
             let cause = gdsync::Error::InvalidArgument {
-                what: "pieces of a message",
+                what: "number of pieces",
                 value: count(pieces).to_string(),
-                expected: "at most CommunicatorBuilder::max_pieces",
+                expected: "at most CommunicatorBuilder::max_pieces, which may be raised",
             };
             return Err(self.failed(operation, cause));
         }
