@@ -93,7 +93,9 @@ fn calls_in_a_child_are_refused() {
     for (what, call) in calls {
         assert!(in_child(call), "{what}");
     }
-    assert!(in_child(|| b.qp.poll_recv().is_none() && b.memory().to_vec() == [0; 4096]));
+    assert!(in_child(|| b.qp.poll_recv().is_none()));
+    // Before Linux 5.12 libibverbs takes registered memory out of children altogether.
+    assert!(is_device_named() || in_child(|| b.memory().to_vec() == [0; 4096]));
     works(&a, &b, 2);
 }
 

@@ -2,6 +2,7 @@
 
 mod batch_run;
 mod by_reference;
+mod card;
 mod child;
 mod cma;
 mod common;
