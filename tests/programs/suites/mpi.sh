@@ -6,8 +6,6 @@ packages=(
     mpirun.openmpi:openmpi-bin mpicc.openmpi:libopenmpi-dev mpirun.mpich:mpich mpicc.mpich:libmpich-dev
     gcc:gcc /etc/libibverbs.d/mlx5.driver:ibverbs-providers
 )
-# All ranks share the machine's cores and poll.
-patience=${PATIENCE:-120}
 
 # UCX logs the transport of each endpoint: a run by shared memory or TCP would prove nothing.
 runs() {
