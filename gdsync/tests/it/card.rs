@@ -65,3 +65,8 @@ fn run(route: &str, modules: &[&str]) {
 fn direct_route_passes_the_same_tests() {
     passes("direct");
 }
+
+#[test]
+fn proxy_passes_the_same_tests() {
+    passes("proxy");
+}

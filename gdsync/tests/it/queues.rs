@@ -95,7 +95,7 @@ fn addresses_lead_back_as_text_and_as_bytes() {
 /// With requests outstanding, completed but not polled, and polled, in every mixture that fits.
 #[test]
 fn after_a_reset_completions_belong_to_the_new_requests() {
-    let build = |q: gdsync::verbs::QpBuilder| q.max_send_wr(4).max_recv_wr(4).rnr_retry(7);
+    let build = |q: gdsync::verbs::QpBuilder| q.max_send_wr(4).max_recv_wr(4);
     for (a, b) in [loopback(4096, build), pair(4096, build)] {
         let mut id = 100;
         for round in 0..40u64 {
