@@ -81,6 +81,17 @@ pub enum DecodedPayload {
     Mixed(MixedList),
 }
 
+impl DecodedPayload {
+    /// Total length in bytes, at most [`MAX_MESSAGE`].
+    pub const fn total_bytes(&self) -> usize {
+        match self {
+            Self::Inline(range) => range.end - range.start,
+            Self::Sges(list) => list.total as usize,
+            Self::Mixed(list) => list.total as usize,
+        }
+    }
+}
+
 /// A part of a payload of [`DecodedPayload::Mixed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PayloadPart<'a> {

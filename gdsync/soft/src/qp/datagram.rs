@@ -17,7 +17,7 @@ use crate::peers::Reach;
 use crate::wire::Piece;
 use gdsync_device::QpState;
 use gdsync_device::engine::Wqe;
-use mlx5_ring::{self as mlx5, AddressVector, Cqe, CqeOpcode, DecodedOp, DecodedPayload, Syndrome};
+use mlx5_ring::{self as mlx5, AddressVector, Cqe, CqeOpcode, DecodedOp, Syndrome};
 
 /// Bytes of a GRH.
 const GRH: usize = 40;
@@ -81,11 +81,7 @@ impl SoftQp {
         let (op, to) = mlx5::decode_datagram(&wqe.ctrl, bytes).map_err(|error| error.syndrome())?;
         let DecodedOp::Send { payload, imm } = op else { return Ok(true) };
         let Some(datagrams) = &self.datagrams else { return Err(Syndrome::LOC_QP_OP_ERR) };
-        let len = match &payload {
-            DecodedPayload::Inline(range) => range.len(),
-            DecodedPayload::Sges(list) => list.total_bytes() as usize,
-            DecodedPayload::Mixed(list) => list.total_bytes() as usize,
-        };
+        let len = payload.total_bytes();
         if len > datagrams.mtu {
             return Err(Syndrome::LOC_LEN_ERR);
         }

@@ -128,11 +128,9 @@ impl SoftQp {
         let op = self.rings.inspect(wqe, self.req.head, env.strict, env.stats)?;
         let (kind, len) = match &op {
             DecodedOp::Nop => (Kind::Nop, 0),
-            DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => match payload {
-                DecodedPayload::Inline(range) => (Kind::Message, range.len()),
-                DecodedPayload::Sges(list) => (Kind::Message, list.total_bytes() as usize),
-                DecodedPayload::Mixed(list) => (Kind::Message, list.total_bytes() as usize),
-            },
+            DecodedOp::Send { payload, .. } | DecodedOp::Write { payload, .. } => {
+                (Kind::Message, payload.total_bytes())
+            }
             DecodedOp::Read { sges, .. } => {
                 for sge in sges.iter(wqe.as_bytes()) {
                     self.local(&sge, true, env)?;
@@ -311,11 +309,7 @@ impl SoftQp {
                     if len == 0 {
                         break;
                     }
-                    // A card checks the whole SGE, even if this packet takes only a part.
-                    let piece = self.local(&sge, false, env)?;
-                    if let Some(part) = take_part(piece.len, &mut offset, &mut len) {
-                        pieces.push(Piece { offset: piece.offset + part.start, len: part.len(), ..piece });
-                    }
+                    self.gather_sge(&sge, &mut offset, &mut len, pieces, env)?;
                 }
             }
             DecodedPayload::Mixed(list) => {
@@ -336,18 +330,28 @@ impl SoftQp {
                             ext.extend_from_slice(&bytes[part]);
                         }
                         PayloadPart::Sge(sge) => {
-                            let piece = self.local(&sge, false, env)?;
-                            if let Some(part) = take_part(piece.len, &mut offset, &mut len) {
-                                pieces.push(Piece {
-                                    offset: piece.offset + part.start,
-                                    len: part.len(),
-                                    ..piece
-                                });
-                            }
+                            self.gather_sge(&sge, &mut offset, &mut len, pieces, env)?;
                         }
                     }
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Collects what a packet takes of an SGE.
+    fn gather_sge<'k>(
+        &self,
+        sge: &DataSeg,
+        offset: &mut usize,
+        len: &mut usize,
+        pieces: &mut SmallVec<[Piece<'k>; 4]>,
+        env: &Env<'k>,
+    ) -> Result<(), Syndrome> {
+        // A card checks the whole SGE, even if this packet takes only a part.
+        let piece = self.local(sge, false, env)?;
+        if let Some(part) = take_part(piece.len, offset, len) {
+            pieces.push(Piece { offset: piece.offset + part.start, len: part.len(), ..piece });
         }
         Ok(())
     }
