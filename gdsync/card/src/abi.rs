@@ -28,6 +28,13 @@ pub(crate) fn read_padded<T: Plain>(bytes: &[u8]) -> T {
     unsafe { value.assume_init() }
 }
 
+/// Bytes of a structure, for the response that says how long it is.
+pub(crate) const fn length<T: Plain>() -> u32 {
+    #[expect(clippy::cast_possible_truncation, reason = "structures are short")]
+    let length = size_of::<T>() as u32;
+    length
+}
+
 /// A structure for the test that compares it with the headers: name, size, and the offset of each field.
 #[cfg(test)]
 pub(crate) type Layout = (&'static str, usize, &'static [(&'static str, usize)]);

@@ -2,7 +2,7 @@
 
 use gdsync_device::Gid;
 
-/// Where an address of the other side leads: what a path names.
+/// The address of another port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Path {
     Lid(u16),
@@ -41,6 +41,14 @@ impl Link {
         match self {
             Self::Ethernet => 1 + random % 0xff_fffe,
             Self::InfiniBand => 1 + random % 0xbfff,
+        }
+    }
+
+    /// The one of an address's two forms that leads to its port.
+    pub(crate) fn path(self, lid: u16, gid: [u8; 16]) -> Path {
+        match self {
+            Self::Ethernet => Path::Gid(Gid(gid)),
+            Self::InfiniBand => Path::Lid(lid),
         }
     }
 

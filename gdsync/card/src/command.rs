@@ -120,13 +120,15 @@ impl<'a> Command<'a> {
         self.output.put(user, response)
     }
 
-    /// Writes the response of the driver, behind one of the core of type `C`.
-    pub(crate) fn respond_driver<C: Plain, T: Plain>(
+    /// Writes the response of the core, and behind it that of the driver.
+    pub(crate) fn respond_both<C: Plain, D: Plain>(
         &self,
         user: &dyn User,
-        response: &T,
+        core: &C,
+        driver: &D,
     ) -> Result<(), Errno> {
-        self.driver_place::<C>().put(user, response)
+        self.respond(user, core)?;
+        self.driver_place::<C>().put(user, driver)
     }
 
     /// Writes a response of the driver that is only bytes.

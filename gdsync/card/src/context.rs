@@ -71,7 +71,7 @@ pub(crate) struct Context {
     /// Set by GET_CONTEXT.
     async_events: OnceLock<Arc<EventPipe>>,
     handles: AtomicU32,
-    // Ended in this order: what uses others comes first.
+    // Dropped in this order: objects before those that they use.
     qps: Table<qp::Qp>,
     srqs: Table<srq::Srq>,
     cqs: Table<cq::Cq>,

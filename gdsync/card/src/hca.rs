@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use crate::abi::{bytes_of, ib_uverbs_async_event_desc};
-use crate::address::{Link, Path, Port};
+use crate::address::{Link, Port};
 use crate::events::EventPipe;
 use crate::log::log;
 
@@ -62,8 +62,7 @@ pub(crate) struct PortNetwork(pub(crate) Port);
 impl Network for PortNetwork {
     fn destination(&self, to: &AddressVector) -> Option<Gid> {
         let link = self.0.link;
-        let path = if link == Link::InfiniBand { Path::Lid(to.rlid) } else { Path::Gid(Gid(to.rgid)) };
-        link.canonical(path)
+        link.canonical(link.path(to.rlid, to.rgid))
     }
 
     fn source(&self, index: u8) -> Gid {

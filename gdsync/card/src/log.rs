@@ -1,4 +1,4 @@
-//! The log of the card: what a program asked for that is not there, and what went wrong.
+//! The log of the card: requests of the program that are not supported, and failures.
 
 use std::fmt;
 use std::os::fd::OwnedFd;

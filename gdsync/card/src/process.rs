@@ -1,8 +1,8 @@
 //! What this process has of the card: its HCAs, its open descriptors, and the files it sees.
 //!
 //! A forked child has none of its parent's threads, so it starts anew at its first use, and the parent's open devices
-//! are of no use to it. A child of `vfork` shares the parent's memory until it executes a program: what it closes stays
-//! open in the parent.
+//! are of no use to it. A child of `vfork` shares the parent's memory until it executes a program: descriptors that it
+//! closes stay open in the parent.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
@@ -73,7 +73,7 @@ pub(crate) struct Process {
 
 // SAFETY: the pointer is null or to a box that is never freed, which is shared.
 unsafe impl Send for Process {}
-// SAFETY: as above.
+// SAFETY: the pointer is null or to a box that is never freed, which is shared.
 unsafe impl Sync for Process {}
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(std::ptr::null_mut());

@@ -10,9 +10,9 @@ use super::device::{MAX_CQE, VECTORS};
 use super::memory::ring;
 use super::{Context, Result};
 use crate::abi::{
-    Plain, ib_uverbs_create_comp_channel, ib_uverbs_create_comp_channel_resp, ib_uverbs_create_cq,
+    ib_uverbs_create_comp_channel, ib_uverbs_create_comp_channel_resp, ib_uverbs_create_cq,
     ib_uverbs_create_cq_resp, ib_uverbs_destroy_cq, ib_uverbs_destroy_cq_resp, ib_uverbs_ex_create_cq,
-    ib_uverbs_ex_create_cq_resp, mlx5_ib_create_cq, mlx5_ib_create_cq_resp,
+    ib_uverbs_ex_create_cq_resp, length, mlx5_ib_create_cq, mlx5_ib_create_cq_resp,
 };
 use crate::command::Command;
 use crate::events::{EventPipe, into_program};
@@ -65,9 +65,11 @@ impl Context {
         command.check_response::<ib_uverbs_create_cq_resp>()?;
         let wanted = Wanted { user_handle, cqe, comp_vector, comp_channel };
         let driver = command.driver_request::<ib_uverbs_create_cq, _>();
-        let (cq_handle, cqn) = self.make_cq(&wanted, &driver)?;
-        let response = ib_uverbs_create_cq_resp { cq_handle, cqe };
-        self.answer_cq(user, command, cq_handle, &response, cqn)
+        let (cq, cq_handle) = (self.make_cq(&wanted, &driver)?, self.new_handle());
+        let core = ib_uverbs_create_cq_resp { cq_handle, cqe };
+        command.respond_both(user, &core, &mlx5_ib_create_cq_resp { cqn: cq.cqn, reserved: 0 })?;
+        self.cqs.add(cq_handle, Arc::new(cq));
+        Ok(())
     }
 
     pub(super) fn create_cq_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
@@ -81,31 +83,18 @@ impl Context {
         }
         let wanted = Wanted { user_handle, cqe, comp_vector, comp_channel };
         let driver = command.driver_request::<ib_uverbs_ex_create_cq, _>();
-        let (cq_handle, cqn) = self.make_cq(&wanted, &driver)?;
-        let response = ib_uverbs_ex_create_cq_resp {
+        let (cq, cq_handle) = (self.make_cq(&wanted, &driver)?, self.new_handle());
+        let core = ib_uverbs_ex_create_cq_resp {
             base: ib_uverbs_create_cq_resp { cq_handle, cqe },
             comp_mask: 0,
-            response_length: u32::try_from(size_of::<ib_uverbs_ex_create_cq_resp>()).unwrap_or_default(),
+            response_length: length::<ib_uverbs_ex_create_cq_resp>(),
         };
-        self.answer_cq(user, command, cq_handle, &response, cqn)
+        command.respond_both(user, &core, &mlx5_ib_create_cq_resp { cqn: cq.cqn, reserved: 0 })?;
+        self.cqs.add(cq_handle, Arc::new(cq));
+        Ok(())
     }
 
-    fn answer_cq<R: Plain>(
-        &self,
-        user: &dyn User,
-        command: &Command<'_>,
-        handle: u32,
-        response: &R,
-        cqn: u32,
-    ) -> Result<()> {
-        let driver = mlx5_ib_create_cq_resp { cqn, reserved: 0 };
-        let answered = command.respond(user, response);
-        answered.and_then(|()| command.respond_driver::<R, _>(user, &driver)).inspect_err(|_| {
-            _ = self.cqs.remove(handle);
-        })
-    }
-
-    fn make_cq(&self, wanted: &Wanted, driver: &mlx5_ib_create_cq) -> Result<(u32, u32)> {
+    fn make_cq(&self, wanted: &Wanted, driver: &mlx5_ib_create_cq) -> Result<Cq> {
         let entry = driver.cqe_size as usize;
         let odd = driver.flags & !UAR_PAGE_INDEX != 0 || driver.cqe_comp_en != 0;
         if odd || !matches!(entry, 64 | 128) || wanted.cqe > MAX_CQE || wanted.comp_vector >= VECTORS {
@@ -131,9 +120,7 @@ impl Context {
         });
         let cqn = cqn.map_err(|_| Errno::NOMEM)?;
         self.hca.owners.cqs.add(cqn, &source);
-        let handle = self.new_handle();
-        self.cqs.add(handle, Arc::new(Cq { hca: self.hca, cqn, source, notifier }));
-        Ok((handle, cqn))
+        Ok(Cq { hca: self.hca, cqn, source, notifier })
     }
 
     pub(super) fn destroy_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {

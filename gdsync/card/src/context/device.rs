@@ -8,7 +8,7 @@ use super::{Context, Result};
 use crate::abi::{
     ib_uverbs_async_event_desc, ib_uverbs_ex_query_device, ib_uverbs_ex_query_device_resp,
     ib_uverbs_get_context, ib_uverbs_get_context_resp, ib_uverbs_query_device_resp, ib_uverbs_query_port,
-    ib_uverbs_query_port_resp, mlx5_ib_alloc_ucontext_req_v2, mlx5_ib_alloc_ucontext_resp,
+    ib_uverbs_query_port_resp, length, mlx5_ib_alloc_ucontext_req_v2, mlx5_ib_alloc_ucontext_resp,
 };
 use crate::address::Link;
 use crate::command::Command;
@@ -49,9 +49,9 @@ impl Context {
         let (pipe, program) = EventPipe::new(size_of::<ib_uverbs_async_event_desc>())?;
         let fd = into_program(program);
         let response = ib_uverbs_get_context_resp { async_fd: fd.cast_unsigned(), num_comp_vectors: VECTORS };
-        command.respond(user, &response)?;
-        command.respond_driver::<ib_uverbs_get_context_resp, _>(
+        command.respond_both(
             user,
+            &response,
             &mlx5_ib_alloc_ucontext_resp {
                 qp_tab_size: 1 << 18,
                 bf_reg_size: 512,
@@ -63,7 +63,7 @@ impl Context {
                 max_recv_wr: MAX_QP_WR,
                 max_srq_recv_wr: MAX_QP_WR - 1,
                 num_ports: 1,
-                response_length: u32::try_from(size_of::<mlx5_ib_alloc_ucontext_resp>()).unwrap_or_default(),
+                response_length: length::<mlx5_ib_alloc_ucontext_resp>(),
                 cqe_version: 1,
                 // MLX5_USER_CMDS_SUPP_UHW_QUERY_DEVICE | MLX5_USER_CMDS_SUPP_UHW_CREATE_AH
                 cmds_supp_uhw: 3,

@@ -91,8 +91,7 @@ impl Call<'_> {
         }
     }
 
-    fn place(at: u64, attr: &ib_uverbs_attr) -> Place {
-        debug_assert!(at != 0 || attr.data != 0);
+    fn place(attr: &ib_uverbs_attr) -> Place {
         Place { addr: attr.data, len: attr.len.into() }
     }
 
@@ -111,7 +110,7 @@ impl Call<'_> {
         if usize::from(attr.len) < size_of::<T>() {
             return Err(Errno::NOSPC);
         }
-        Self::place(self.base, &attr).put(self.user, value)?;
+        Self::place(&attr).put(self.user, value)?;
         self.mark(at)
     }
 
@@ -209,7 +208,7 @@ impl Context {
         let size = call.number(abi::UVERBS_ATTR_QUERY_GID_TABLE_ENTRY_SIZE)?;
         let size = usize::try_from(size).ok().filter(|&size| size > 0).ok_or(Errno::INVAL)?;
         let (at, attr) = call.find(abi::UVERBS_ATTR_QUERY_GID_TABLE_RESP_ENTRIES)?;
-        let room = Call::place(call.base, &attr);
+        let room = Call::place(&attr);
         let entries = (0..self.hca.port.link.gids()).filter_map(|index| self.gid_entry(index).ok());
         let entries: Vec<_> = entries.collect();
         if entries.len().checked_mul(size).is_none_or(|len| len > room.len) {

@@ -47,8 +47,8 @@ impl Context {
         let _: ib_uverbs_alloc_pd = command.request()?;
         let pdn = self.hca.card.alloc_pd().map_err(|_| Errno::NOMEM)?;
         let pd_handle = self.new_handle();
-        command.respond(user, &ib_uverbs_alloc_pd_resp { pd_handle })?;
-        command.respond_driver::<ib_uverbs_alloc_pd_resp, _>(user, &mlx5_ib_alloc_pd_resp { pdn })?;
+        let core = ib_uverbs_alloc_pd_resp { pd_handle };
+        command.respond_both(user, &core, &mlx5_ib_alloc_pd_resp { pdn })?;
         self.pds.add(pd_handle, Arc::new(Pd { pdn }));
         Ok(())
     }

@@ -6,14 +6,14 @@ use gdsync_device::error::Error;
 use gdsync_device::{Access, Gid, QpAddress, QpAttr, QpState, mtu_bytes};
 use rustix::io::Errno;
 
-use super::device::{MAX_RD_ATOMIC, active_mtu};
+use super::device::MAX_RD_ATOMIC;
 use super::qp::{Qp, QpType};
 use super::{Context, Result};
 use crate::abi::{
     ib_uverbs_ah_attr, ib_uverbs_ex_modify_qp, ib_uverbs_ex_modify_qp_resp, ib_uverbs_modify_qp,
-    ib_uverbs_qp_dest,
+    ib_uverbs_qp_dest, length,
 };
-use crate::address::{Link, Path};
+use crate::address::Link;
 use crate::command::Command;
 use crate::log::log;
 use crate::user::User;
@@ -87,7 +87,7 @@ impl Context {
     pub(super) fn modify_qp_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
         let request: ib_uverbs_ex_modify_qp = command.request()?;
         self.modify(&request.base)?;
-        let response_length = u32::try_from(size_of::<ib_uverbs_ex_modify_qp_resp>()).unwrap_or_default();
+        let response_length = length::<ib_uverbs_ex_modify_qp_resp>();
         if command.response_len() > 0 {
             command.respond(user, &ib_uverbs_ex_modify_qp_resp { comp_mask: 0, response_length })?;
         }
@@ -108,7 +108,7 @@ impl Context {
         }
         let to = if given & mask::STATE != 0 { attr.qp_state } else { from };
         check(qp.kind, from, to, given)?;
-        ranges(attr, active_mtu(self.hca.port.link))?;
+        ranges(attr)?;
         let step = self.step(&qp, attr, to)?;
         let psn = (given & mask::SQ_PSN != 0).then_some(attr.sq_psn & 0x00ff_ffff);
         qp.hca.card.modify_qp(qp.qpn, &step, psn, PATIENCE).map_err(|error| {
@@ -158,22 +158,20 @@ impl Context {
         if route.is_global != 0 && port.gid(route.sgid_index.into()).is_none() {
             return Err(Errno::INVAL);
         }
-        let path = match port.link {
-            Link::Ethernet if route.is_global == 0 => return Err(Errno::INVAL),
-            Link::Ethernet => Path::Gid(Gid(route.dgid)),
-            Link::InfiniBand => Path::Lid(route.dlid),
-        };
-        port.link.canonical(path).ok_or(Errno::INVAL)
+        if port.link == Link::Ethernet && route.is_global == 0 {
+            return Err(Errno::INVAL);
+        }
+        port.link.canonical(port.link.path(route.dlid, route.dgid)).ok_or(Errno::INVAL)
     }
 }
 
 /// # Errors
 /// `EINVAL`
-fn ranges(attr: &ib_uverbs_modify_qp, active_mtu: u8) -> Result<()> {
+fn ranges(attr: &ib_uverbs_modify_qp) -> Result<()> {
     let bad = [
         (mask::PORT, attr.port_num != 1),
         (mask::PKEY_INDEX, attr.pkey_index != 0),
-        (mask::PATH_MTU, !(1..=active_mtu.max(5)).contains(&attr.path_mtu)),
+        (mask::PATH_MTU, !(1..=5).contains(&attr.path_mtu)),
         (mask::MIN_RNR_TIMER, attr.min_rnr_timer > 31),
         (mask::TIMEOUT, attr.timeout > 31),
         (mask::RETRY_CNT, attr.retry_cnt > 7),

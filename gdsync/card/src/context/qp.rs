@@ -5,7 +5,7 @@ use std::sync::Arc;
 use gdsync_device::memory::Memory;
 use gdsync_device::mtu_bytes;
 use gdsync_soft::{CardDoorbell, CardQp, CardTransport};
-use mlx5_ring::{BB, QP_DBREC_SIZE};
+use mlx5_ring::QP_DBREC_SIZE;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
@@ -15,11 +15,12 @@ use super::memory::ring;
 use super::srq::Srq;
 use super::{Context, Pd, Result};
 use crate::abi::{
-    Plain, ib_uverbs_create_ah, ib_uverbs_create_ah_resp, ib_uverbs_create_qp, ib_uverbs_create_qp_resp,
+    ib_uverbs_create_ah, ib_uverbs_create_ah_resp, ib_uverbs_create_qp, ib_uverbs_create_qp_resp,
     ib_uverbs_destroy_ah, ib_uverbs_destroy_qp, ib_uverbs_destroy_qp_resp, ib_uverbs_ex_create_qp,
-    ib_uverbs_ex_create_qp_resp, ib_uverbs_modify_qp, ib_uverbs_query_qp, ib_uverbs_query_qp_resp,
+    ib_uverbs_ex_create_qp_resp, ib_uverbs_modify_qp, ib_uverbs_query_qp, ib_uverbs_query_qp_resp, length,
     mlx5_ib_create_ah_resp, mlx5_ib_create_qp, mlx5_ib_create_qp_resp,
 };
+use crate::address::Port;
 use crate::command::Command;
 use crate::hca::{EventSource, Hca, PortNetwork};
 use crate::user::User;
@@ -40,7 +41,7 @@ pub(super) struct Qp {
     pub(super) source: Arc<EventSource>,
     caps: Caps,
     sq_sig_all: u8,
-    /// What was set so far.
+    /// The attributes set so far, for QUERY_QP.
     pub(super) attr: Mutex<ib_uverbs_modify_qp>,
     _pd: Arc<Pd>,
     _cqs: [Arc<Cq>; 2],
@@ -51,6 +52,23 @@ impl Drop for Qp {
     fn drop(&mut self) {
         self.hca.owners.qps.remove(self.qpn);
         self.hca.card.destroy_qp(self.qpn);
+    }
+}
+
+impl Qp {
+    /// The response to its creation.
+    fn created(&self, qp_handle: u32) -> ib_uverbs_create_qp_resp {
+        let Caps { max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data } = self.caps;
+        ib_uverbs_create_qp_resp {
+            qp_handle,
+            qpn: self.qpn,
+            max_send_wr,
+            max_recv_wr,
+            max_send_sge,
+            max_recv_sge,
+            max_inline_data,
+            reserved: 0,
+        }
     }
 }
 
@@ -73,8 +91,10 @@ struct Caps {
 /// Flags that change nothing here: `MLX5_QP_FLAG_SCATTER_CQE`, `MLX5_QP_FLAG_BFREG_INDEX`,
 /// `MLX5_QP_FLAG_ALLOW_SCATTER_CQE`, `MLX5_QP_FLAG_UAR_PAGE_INDEX`.
 const KNOWN_FLAGS: u32 = 1 << 1 | 1 << 3 | 1 << 8 | 1 << 10;
-/// In responses: no doorbell register was chosen, the program has its own.
-const OWN_REGISTER: u32 = u32::MAX;
+/// The driver's response to a creation: no doorbell register was chosen, the program has its own.
+fn own_register() -> mlx5_ib_create_qp_resp {
+    mlx5_ib_create_qp_resp { bfreg_index: u32::MAX, ..Default::default() }
+}
 
 impl Context {
     pub(super) fn create_qp(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
@@ -98,8 +118,10 @@ impl Context {
             ..Default::default()
         };
         let driver = command.driver_request::<ib_uverbs_create_qp, _>();
-        let response = self.make_qp(&extended, &driver)?;
-        self.answer_qp(user, command, response.qp_handle, &response)
+        let (qp, qp_handle) = (self.make_qp(&extended, &driver)?, self.new_handle());
+        command.respond_both(user, &qp.created(qp_handle), &own_register())?;
+        self.qps.add(qp_handle, Arc::new(qp));
+        Ok(())
     }
 
     pub(super) fn create_qp_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
@@ -111,31 +133,15 @@ impl Context {
             return Err(Errno::OPNOTSUPP);
         }
         let driver = command.driver_request::<ib_uverbs_ex_create_qp, _>();
-        let base = self.make_qp(&request, &driver)?;
-        let response_length = u32::try_from(size_of::<ib_uverbs_ex_create_qp_resp>()).unwrap_or_default();
-        let response = ib_uverbs_ex_create_qp_resp { base, comp_mask: 0, response_length };
-        self.answer_qp(user, command, base.qp_handle, &response)
+        let (qp, qp_handle) = (self.make_qp(&request, &driver)?, self.new_handle());
+        let response_length = length::<ib_uverbs_ex_create_qp_resp>();
+        let core = ib_uverbs_ex_create_qp_resp { base: qp.created(qp_handle), comp_mask: 0, response_length };
+        command.respond_both(user, &core, &own_register())?;
+        self.qps.add(qp_handle, Arc::new(qp));
+        Ok(())
     }
 
-    fn answer_qp<R: Plain>(
-        &self,
-        user: &dyn User,
-        command: &Command<'_>,
-        handle: u32,
-        response: &R,
-    ) -> Result<()> {
-        let driver = mlx5_ib_create_qp_resp { bfreg_index: OWN_REGISTER, ..Default::default() };
-        let answered = command.respond(user, response);
-        answered.and_then(|()| command.respond_driver::<R, _>(user, &driver)).inspect_err(|_| {
-            _ = self.qps.remove(handle);
-        })
-    }
-
-    fn make_qp(
-        &self,
-        wanted: &ib_uverbs_ex_create_qp,
-        driver: &mlx5_ib_create_qp,
-    ) -> Result<ib_uverbs_create_qp_resp> {
+    fn make_qp(&self, wanted: &ib_uverbs_ex_create_qp, driver: &mlx5_ib_create_qp) -> Result<Qp> {
         let kind = match wanted.qp_type {
             2 => QpType::Rc,
             4 => QpType::Ud,
@@ -187,8 +193,7 @@ impl Context {
         let source = self.event_source(wanted.user_handle)?;
         let qpn = self.hca.card.create_qp(qp).map_err(|_| Errno::NOMEM)?;
         self.hca.owners.qps.add(qpn, &source);
-        let qp_handle = self.new_handle();
-        let qp = Qp {
+        Ok(Qp {
             hca: self.hca,
             qpn,
             kind,
@@ -199,17 +204,6 @@ impl Context {
             _pd: pd,
             _cqs: [send_cq, recv_cq],
             _srq: srq,
-        };
-        self.qps.add(qp_handle, Arc::new(qp));
-        Ok(ib_uverbs_create_qp_resp {
-            qp_handle,
-            qpn,
-            max_send_wr: caps.max_send_wr,
-            max_recv_wr: caps.max_recv_wr,
-            max_send_sge: caps.max_send_sge,
-            max_recv_sge: caps.max_recv_sge,
-            max_inline_data: caps.max_inline_data,
-            reserved: 0,
         })
     }
 
@@ -265,14 +259,14 @@ impl Context {
         let pd = self.pds.get(request.pd_handle)?;
         self.check_path(&request.attr.into())?;
         let ah_handle = self.new_handle();
-        command.respond(user, &ib_uverbs_create_ah_resp { ah_handle })?;
         let [.., a, b, c] = request.attr.grh.dgid;
+        let peer = Port { link: self.hca.port.link, number: u32::from_be_bytes([0, a, b, c]) };
         let driver = mlx5_ib_create_ah_resp {
-            response_length: u32::try_from(size_of::<mlx5_ib_create_ah_resp>()).unwrap_or_default(),
-            dmac: [0x00, 0x02, 0xc9, a, b, c],
+            response_length: length::<mlx5_ib_create_ah_resp>(),
+            dmac: peer.mac(),
             reserved: [0; 6],
         };
-        command.respond_driver::<ib_uverbs_create_ah_resp, _>(user, &driver)?;
+        command.respond_both(user, &ib_uverbs_create_ah_resp { ah_handle }, &driver)?;
         self.ahs.add(ah_handle, Arc::new(Ah { _pd: pd }));
         Ok(())
     }
@@ -302,14 +296,13 @@ impl Rings {
         let (blocks, block) = size(driver.sq_wqe_count, 6, 1 << 15)?;
         let (receives, stride) = size(driver.rq_wqe_count, driver.rq_wqe_shift, 1 << 15)?;
         let sends = driver.buf_addr.checked_add((receives * stride) as u64).ok_or(Errno::FAULT)?;
-        // A queue that is not there is one entry of this process, which nobody fills.
-        let absent = |len: usize| Memory::alloc(len).map_err(|_| Errno::NOMEM);
-        let (rq, stride) = match receives {
-            0 => (absent(16)?, 16),
-            _ => (ring(driver.buf_addr, receives * stride, 64)?, stride),
-        };
-        let sq = if blocks == 0 { absent(BB)? } else { ring(sends, blocks * block, 64)? };
         let record = ring(driver.db_addr, QP_DBREC_SIZE, 8)?;
+        // The card replaces an empty ring: a queue that the program does not use.
+        let part = |addr, len| match len {
+            0 => record.slice(0, 0).map_err(|_| Errno::FAULT),
+            _ => ring(addr, len, 64),
+        };
+        let (rq, sq) = (part(driver.buf_addr, receives * stride)?, part(sends, blocks * block)?);
         Ok(Self { sq, rq, stride, record })
     }
 }

@@ -74,11 +74,8 @@ impl Context {
             _pd: pd,
         };
         let srq_handle = self.new_handle();
-        let response =
-            ib_uverbs_create_srq_resp { srq_handle, max_wr: srq.max_wr, max_sge: srq.max_sge, srqn };
-        command.respond(user, &response)?;
-        let driver = mlx5_ib_create_srq_resp { srqn, reserved: 0 };
-        command.respond_driver::<ib_uverbs_create_srq_resp, _>(user, &driver)?;
+        let core = ib_uverbs_create_srq_resp { srq_handle, max_wr: srq.max_wr, max_sge: srq.max_sge, srqn };
+        command.respond_both(user, &core, &mlx5_ib_create_srq_resp { srqn, reserved: 0 })?;
         self.srqs.add(srq_handle, Arc::new(srq));
         Ok(())
     }

@@ -349,7 +349,7 @@ mod tests {
         let found = realpath(c"/sys/class/infiniband/mlx5_0".as_ptr(), std::ptr::null_mut());
         // SAFETY: it is a string of `malloc`.
         let text = unsafe { CStr::from_ptr(found) }.to_str().unwrap().to_owned();
-        // SAFETY: as above.
+        // SAFETY: it comes from `malloc`, and nothing uses it any more.
         unsafe { libc::free(found.cast()) };
         assert_eq!(text, "/sys/devices/pcicafe:00/cafe:00:01.0/cafe:01:00.0/infiniband/mlx5_0");
     }

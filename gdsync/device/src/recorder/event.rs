@@ -90,7 +90,7 @@ codes! {
 }
 
 codes! {
-    /// What goes through a queue pair between two ranks.
+    /// The kind of traffic on a queue pair between two ranks.
     Traffic {
         /// Messages.
         Messages = 1, "messages";
