@@ -1,5 +1,5 @@
-//! The crate of this name in the registry is not used: it builds rdma-core 18 with tools that are not there, does not
-//! compile on today's Rust, and has no `mlx5dv`. This one declares what it needs by hand.
+//! Published as `gdsync-rdma-core-sys`. The `rdma-core-sys` of the registry is not used: it builds rdma-core 18 with tools
+//! that are not there, does not compile on today's Rust, and has no `mlx5dv`. This one declares what it needs by hand.
 //!
 //! Types, constants and the `static inline` functions of libibverbs (`infiniband/verbs.h`) and libmlx5 (direct verbs and
 //! DevX, `infiniband/mlx5dv.h`), under their names in C, as of rdma-core 44. Nothing is linked and nothing of rdma-core is
