@@ -1,5 +1,7 @@
 //! libmlx5: direct verbs and DevX, `infiniband/mlx5dv.h`.
 
+pub mod ifc;
+
 use std::ffi::{c_int, c_void};
 
 use libc::off_t;

@@ -1,49 +1,9 @@
-//! Layouts of firmware commands. Offsets are in bits, as in `mlx5_ifc.h`.
+//! Firmware commands, made field by field.
 
-use rdma_core_sys::mlx5::{devx_get, devx_set, devx_set64};
+use rdma_core_sys::mlx5::ifc::{Field, Opcode, Status, answer, cap, command, cqc, create_cq, create_qp, qpc};
 
-/// `MLX5_CMD_OP_*`
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u16)]
-pub(super) enum Opcode {
-    QueryHcaCap = 0x100,
-    CreateCq = 0x400,
-    CreateQp = 0x500,
-    Rst2Init = 0x502,
-    Init2Rtr = 0x503,
-    Rtr2Rts = 0x504,
-    Rts2Rts = 0x505,
-    ToErr = 0x507,
-    ToRst = 0x50a,
-    QueryQp = 0x50b,
-    Init2Init = 0x50e,
-}
-
-impl Opcode {
-    /// Name in the manual.
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            Self::QueryHcaCap => "QUERY_HCA_CAP",
-            Self::CreateCq => "CREATE_CQ",
-            Self::CreateQp => "CREATE_QP",
-            Self::Rst2Init => "RST2INIT_QP",
-            Self::Init2Rtr => "INIT2RTR_QP",
-            Self::Rtr2Rts => "RTR2RTS_QP",
-            Self::Rts2Rts => "RTS2RTS_QP",
-            Self::ToErr => "2ERR_QP",
-            Self::ToRst => "2RST_QP",
-            Self::QueryQp => "QUERY_QP",
-            Self::Init2Init => "INIT2INIT_QP",
-        }
-    }
-}
-
-/// Bytes of a command with a context: 272.
-const LONG: usize = 0x880 / 8;
-/// Bytes of a command with only a number.
-const SHORT: usize = 0x80 / 8;
 /// Bytes of an answer with at most a number.
-pub(super) const ANSWER: usize = 0x80 / 8;
+pub(super) const ANSWER: usize = command::SHORT;
 
 /// A command.
 #[derive(Clone, Debug)]
@@ -52,50 +12,20 @@ pub(super) struct Command {
     bytes: Vec<u8>,
     /// Bytes of the answer.
     pub(super) answer: usize,
-    /// Offset of the context in bytes.
+    /// Offset of the context in bits.
     context: usize,
 }
 
 /// Status and syndrome of an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Status {
-    pub(super) status: u32,
-    pub(super) syndrome: u32,
-}
-
-impl Status {
-    pub(super) fn of(answer: &[u8]) -> Self {
-        Self { status: devx_get(answer, 0, 8), syndrome: devx_get(answer, 0x20, 32) }
-    }
-
-    /// `MLX5_CMD_STAT_*`
-    pub(super) fn name(self) -> &'static str {
-        match self.status {
-            0x00 => "no status of the firmware",
-            0x01 => "internal error",
-            0x02 => "bad operation",
-            0x03 => "bad parameter",
-            0x04 => "bad system state",
-            0x05 => "bad resource",
-            0x06 => "resource busy",
-            0x08 => "limit exceeded",
-            0x09 => "bad resource state",
-            0x0a => "bad index",
-            0x0f => "no resources",
-            0x10 => "bad QP state",
-            0x30 => "bad packet",
-            0x40 => "bad size",
-            0x50 => "bad input length",
-            0x51 => "bad output length",
-            _ => "unknown status",
-        }
-    }
+pub(super) fn status(answer: &[u8]) -> (Status, u32) {
+    let status = answer::STATUS.get(answer);
+    (Status(u8::try_from(status).expect("8 bits")), answer::SYNDROME.get(answer))
 }
 
 impl Command {
     fn new(opcode: Opcode, len: usize, context: usize, answer: usize) -> Self {
         let mut bytes = vec![0; len];
-        devx_set(&mut bytes, 0, 16, u32::from(opcode as u16));
+        command::OPCODE.set(&mut bytes, opcode.0.into());
         Self { opcode, bytes, answer, context }
     }
 
@@ -104,30 +34,30 @@ impl Command {
     }
 
     /// Sets a field of the command.
-    fn head(mut self, offset: usize, width: u32, value: u32) -> Self {
-        devx_set(&mut self.bytes, offset, width, value);
+    fn head(mut self, field: Field, value: u32) -> Self {
+        field.set(&mut self.bytes, value);
         self
     }
 
     /// Sets a 64-bit field of the command.
-    fn head64(mut self, offset: usize, value: u64) -> Self {
-        devx_set64(&mut self.bytes, offset, value);
+    fn head64(mut self, field: Field, value: u64) -> Self {
+        field.set64(&mut self.bytes, value);
         self
     }
 
     /// Sets a field of the context.
-    pub(super) fn set(self, offset: usize, width: u32, value: u32) -> Self {
-        let at = self.context + offset;
-        self.head(at, width, value)
+    pub(super) fn set(self, field: Field, value: u32) -> Self {
+        let field = field.inside(self.context);
+        self.head(field, value)
     }
 
     /// Sets a 64-bit field of the context.
-    fn set64(self, offset: usize, value: u64) -> Self {
-        let at = self.context + offset;
-        self.head64(at, value)
+    fn set64(self, field: Field, value: u64) -> Self {
+        let field = field.inside(self.context);
+        self.head64(field, value)
     }
 
-    /// Sets bytes of the context.
+    /// Sets bytes of the context, from a bit on.
     pub(super) fn put(mut self, offset: usize, bytes: &[u8]) -> Self {
         let at = (self.context + offset) / 8;
         self.bytes[at..at + bytes.len()].copy_from_slice(bytes);
@@ -155,17 +85,17 @@ pub(super) struct CqFields {
 
 /// CREATE_CQ: 64-byte CQEs, neither compressed nor collapsed, without overrun checks.
 pub(super) fn create_cq(fields: &CqFields) -> Command {
-    Command::new(Opcode::CreateCq, LONG, 0x80, ANSWER)
-        .set(0x06, 1, 1) // dbr_umem_valid
-        .set(0x0e, 1, 1) // oi
-        .set(0x20, 32, fields.record.umem)
-        .set(0x63, 5, fields.log_entries)
-        .set(0x68, 24, fields.uar_page)
-        .set(0xb8, 8, fields.eqn)
-        .set64(0x1c0, fields.record.offset)
-        .head64(0x280, fields.ring.offset)
-        .head(0x2c0, 32, fields.ring.umem)
-        .head(0x2e0, 1, 1) // cq_umem_valid
+    Command::new(Opcode::CREATE_CQ, command::LONG, create_cq::CONTEXT, ANSWER)
+        .set(cqc::DBR_UMEM_VALID, 1)
+        .set(cqc::OI, 1)
+        .set(cqc::DBR_UMEM_ID, fields.record.umem)
+        .set(cqc::LOG_CQ_SIZE, fields.log_entries)
+        .set(cqc::UAR_PAGE, fields.uar_page)
+        .set(cqc::C_EQN, fields.eqn)
+        .set64(cqc::DBR_ADDR, fields.record.offset)
+        .head64(create_cq::CQ_UMEM_OFFSET, fields.ring.offset)
+        .head(create_cq::CQ_UMEM_ID, fields.ring.umem)
+        .head(create_cq::CQ_UMEM_VALID, 1)
 }
 
 /// Fields of a queue pair.
@@ -187,21 +117,21 @@ pub(super) struct QpFields {
 
 /// CREATE_QP: reliable connected. `cs_req` and `cs_res` stay 0: payload never goes into a CQE.
 pub(super) fn create_qp(fields: &QpFields) -> Command {
-    Command::new(Opcode::CreateQp, LONG, 0xc0, ANSWER)
-        .set(0x13, 2, MIGRATED)
-        .set(0x28, 24, fields.pdn)
-        .set(0x49, 4, fields.log_rq)
-        .set(0x4d, 3, fields.log_rq_stride)
-        .set(0x51, 4, fields.log_sq)
-        .set(0x68, 24, fields.uar_page)
-        .set(0x3e8, 24, fields.send_cqn)
-        .set(0x4e8, 24, fields.recv_cqn)
-        .set64(0x500, fields.record.offset)
-        .set(0x683, 1, 1) // dbr_umem_valid
-        .set(0x720, 32, fields.record.umem)
-        .head64(0x800, fields.rings.offset)
-        .head(0x840, 32, fields.rings.umem)
-        .head(0x860, 1, 1) // wq_umem_valid
+    Command::new(Opcode::CREATE_QP, command::LONG, create_qp::CONTEXT, ANSWER)
+        .set(qpc::PM_STATE, MIGRATED)
+        .set(qpc::PD, fields.pdn)
+        .set(qpc::LOG_RQ_SIZE, fields.log_rq)
+        .set(qpc::LOG_RQ_STRIDE, fields.log_rq_stride)
+        .set(qpc::LOG_SQ_SIZE, fields.log_sq)
+        .set(qpc::UAR_PAGE, fields.uar_page)
+        .set(qpc::CQN_SND, fields.send_cqn)
+        .set(qpc::CQN_RCV, fields.recv_cqn)
+        .set64(qpc::DBR_ADDR, fields.record.offset)
+        .set(qpc::DBR_UMEM_VALID, 1)
+        .set(qpc::DBR_UMEM_ID, fields.record.umem)
+        .head64(create_qp::WQ_UMEM_OFFSET, fields.rings.offset)
+        .head(create_qp::WQ_UMEM_ID, fields.rings.umem)
+        .head(create_qp::WQ_UMEM_VALID, 1)
 }
 
 /// `pm_state` without path migration.
@@ -209,27 +139,29 @@ pub(super) const MIGRATED: u32 = 3;
 
 /// Transition of queue pair `qpn` with a context and `optional` parameter bits.
 pub(super) fn step(opcode: Opcode, qpn: u32, optional: u32) -> Command {
-    Command::new(opcode, LONG, 0xc0, ANSWER).head(0x48, 24, qpn).head(0x80, 32, optional)
+    Command::new(opcode, command::LONG, create_qp::CONTEXT, ANSWER)
+        .head(command::NUMBER, qpn)
+        .head(command::OPT_PARAM_MASK, optional)
 }
 
 /// Transition to ERR or RST, without parameters.
 pub(super) fn end(opcode: Opcode, qpn: u32) -> Command {
-    Command::new(opcode, SHORT, 0, ANSWER).head(0x48, 24, qpn)
+    Command::new(opcode, command::SHORT, 0, ANSWER).head(command::NUMBER, qpn)
 }
 
 /// QUERY_QP; [`queried_state`] reads the answer.
 pub(super) fn query_qp(qpn: u32) -> Command {
-    Command::new(Opcode::QueryQp, SHORT, 0, LONG).head(0x48, 24, qpn)
+    Command::new(Opcode::QUERY_QP, command::SHORT, 0, command::LONG).head(command::NUMBER, qpn)
 }
 
 /// State in the answer of [`query_qp`]: 0 RST, 1 INIT, 2 RTR, 3 RTS, 6 ERR.
 pub(super) fn queried_state(answer: &[u8]) -> u32 {
-    devx_get(answer, 0xc0, 4)
+    qpc::STATE.inside(create_qp::CONTEXT).get(answer)
 }
 
 /// QUERY_HCA_CAP: current general capabilities.
 pub(super) fn query_hca_cap() -> Command {
-    Command::new(Opcode::QueryHcaCap, SHORT, 0, (0x80 + 0x8000) / 8).head(0x30, 16, 1)
+    Command::new(Opcode::QUERY_HCA_CAP, command::SHORT, 0, cap::ANSWER).head(command::OP_MOD, cap::GENERAL)
 }
 
 /// Maximum queue sizes of a card.
@@ -242,13 +174,13 @@ pub(super) struct Limits {
 impl Limits {
     /// Reads the answer of [`query_hca_cap`].
     pub(super) fn of(answer: &[u8]) -> Self {
-        Self { log_max_qp: devx_get(answer, 0x80 + 0x88, 8), log_max_cq: devx_get(answer, 0x80 + 0xc8, 8) }
+        Self { log_max_qp: cap::LOG_MAX_QP_SZ.get(answer), log_max_cq: cap::LOG_MAX_CQ_SZ.get(answer) }
     }
 }
 
 /// Number of the created object.
 pub(super) fn created(answer: &[u8]) -> u32 {
-    devx_get(answer, 0x48, 24)
+    answer::NUMBER.get(answer)
 }
 
 #[cfg(test)]
@@ -337,14 +269,14 @@ mod tests {
 
     #[test]
     fn commands_without_a_context_are_short() {
-        let command = end(Opcode::ToErr, 0xab_cdef);
+        let command = end(Opcode::TO_ERR_QP, 0xab_cdef);
         assert_eq!((command.bytes().len(), command.answer), (16, 16));
         assert_eq!(written(&command), [(0, 5), (1, 7), (9, 0xab), (10, 0xcd), (11, 0xef)]);
         let command = query_qp(3);
         assert_eq!((written(&command), command.answer), (vec![(0, 5), (1, 0x0b), (11, 3)], 272));
         let command = query_hca_cap();
         assert_eq!((written(&command), command.answer), (vec![(0, 1), (7, 1)], 4112));
-        let command = step(Opcode::Rts2Rts, 1, 0x40);
+        let command = step(Opcode::RTS2RTS_QP, 1, 0x40);
         assert_eq!(written(&command), [(0, 5), (1, 5), (11, 1), (19, 0x40)]);
     }
 
@@ -354,9 +286,7 @@ mod tests {
         answer[0] = 0x03;
         answer[4..8].copy_from_slice(&[0x00, 0x3b, 0x29, 0xff]);
         answer[8..12].copy_from_slice(&[0xee, 0x12, 0x34, 0x56]);
-        let status = Status::of(&answer);
-        assert_eq!(status, Status { status: 3, syndrome: 0x3b_29ff });
-        assert_eq!((status.name(), created(&answer)), ("bad parameter", 0x12_3456));
+        assert_eq!((status(&answer), created(&answer)), ((Status::BAD_PARAM, 0x3b_29ff), 0x12_3456));
         (answer[16 + 0x11], answer[16 + 0x19]) = (15, 22);
         assert_eq!(Limits::of(&answer), Limits { log_max_qp: 15, log_max_cq: 22 });
         answer[24] = 0x6f;

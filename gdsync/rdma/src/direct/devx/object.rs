@@ -6,13 +6,14 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 use rdma_core_sys::Mlx5;
+use rdma_core_sys::mlx5::ifc::{Opcode, Status, event};
 use rdma_core_sys::mlx5::{
     mlx5dv_devx_async_event_hdr, mlx5dv_devx_create_event_channel_flags as flags, mlx5dv_devx_event_channel,
     mlx5dv_devx_obj,
 };
 use rdma_core_sys::verbs::ibv_event_type;
 
-use super::mailbox::{Command, Opcode, Status};
+use super::mailbox::{Command, status};
 use crate::Raw;
 use crate::explain::last_errno;
 use crate::{Event, EventSource, FailedCq, Open};
@@ -120,14 +121,14 @@ fn run(
 }
 
 fn refused(call: &'static str, open: &Open, opcode: Opcode, answer: &[u8], errno: i32) -> Error {
-    let status = Status::of(answer);
-    let Status { status: code, syndrome } = status;
+    let (status, syndrome) = status(answer);
     Error::Verbs {
         call,
         subject: format!(
-            "{} on {} (status {code:#x}, {}; syndrome {syndrome:#x})",
+            "{} on {} (status {:#x}, {}; syndrome {syndrome:#x})",
             opcode.name(),
             open.name(),
+            status.0,
             status.name()
         ),
         // Some releases return negative numbers.
@@ -138,24 +139,24 @@ fn refused(call: &'static str, open: &Open, opcode: Opcode, answer: &[u8], errno
 
 /// Advice for a refused command.
 fn advice(opcode: Opcode, status: Status, errno: i32) -> String {
-    let is_create = matches!(opcode, Opcode::CreateCq | Opcode::CreateQp);
-    match (status.status, errno) {
-        (0, libc::EOPNOTSUPP | libc::ENOSYS | libc::EPERM | libc::EACCES | libc::EINVAL)
-            if opcode == Opcode::QueryHcaCap =>
+    let is_create = matches!(opcode, Opcode::CREATE_CQ | Opcode::CREATE_QP);
+    match (status, errno) {
+        (Status::OK, libc::EOPNOTSUPP | libc::ENOSYS | libc::EPERM | libc::EACCES | libc::EINVAL)
+            if opcode == Opcode::QUERY_HCA_CAP =>
         {
             NO_DEVX.into()
         }
-        (0, libc::EIO | libc::ENODEV) => {
+        (Status::OK, libc::EIO | libc::ENODEV) => {
             "the device is gone or in a fatal state: check `dmesg`, and open it again".into()
         }
-        (0, libc::EOPNOTSUPP | libc::ENOSYS) => NO_DEVX.into(),
-        (0, libc::EPERM | libc::EACCES) => {
+        (Status::OK, libc::EOPNOTSUPP | libc::ENOSYS) => NO_DEVX.into(),
+        (Status::OK, libc::EPERM | libc::EACCES) => {
             "the kernel does not let this process send the command: check its access to /dev/infiniband".into()
         }
-        (0x08 | 0x0f, _) | (_, libc::ENOMEM | libc::EAGAIN) if is_create => {
+        (Status::LIM_ERR | Status::NO_RES, _) | (_, libc::ENOMEM | libc::EAGAIN) if is_create => {
             "the card has no more of these: destroy some, also of other processes".into()
         }
-        (0x10 | 0x09, _) => {
+        (Status::BAD_QP_STATE | Status::BAD_RES_STATE, _) => {
             "the queue pair is not in the state that this step begins with: a failure may have put it into ERR".into()
         }
         _ => "the firmware does not take this: report the status and syndrome with the firmware's version (`ibv_devinfo`), \
@@ -164,17 +165,9 @@ fn advice(opcode: Opcode, status: Status, errno: i32) -> String {
     }
 }
 
-/// `MLX5_EVENT_TYPE_*` of the firmware.
-mod kind {
-    pub(super) const CQ_ERROR: u16 = 0x04;
-    pub(super) const WQ_CATAS_ERROR: u16 = 0x05;
-    pub(super) const WQ_INVAL_REQ_ERROR: u16 = 0x10;
-    pub(super) const WQ_ACCESS_ERROR: u16 = 0x11;
-}
-
 /// Events subscribed for a queue pair, and for a completion queue.
-pub(super) const OF_QP: &[u16] = &[kind::WQ_CATAS_ERROR, kind::WQ_INVAL_REQ_ERROR, kind::WQ_ACCESS_ERROR];
-pub(super) const OF_CQ: &[u16] = &[kind::CQ_ERROR];
+pub(super) const OF_QP: &[u16] = &[event::WQ_CATAS_ERROR, event::WQ_INVAL_REQ_ERROR, event::WQ_ACCESS_ERROR];
+pub(super) const OF_CQ: &[u16] = &[event::CQ_ERROR];
 
 /// An event channel.
 pub(in crate::direct) struct EventChannel {
@@ -204,14 +197,14 @@ fn cookie(kind: u16, number: u32) -> u64 {
 }
 
 /// Decodes a cookie; `None` for an unknown type.
-fn event(cookie: u64) -> Option<Event> {
+fn decode(cookie: u64) -> Option<Event> {
     let number = u32::try_from(cookie & u64::from(u32::MAX)).expect("masked");
     let of_qp = |kind| Event::QueuePair { qpn: number, kind };
     Some(match u16::try_from(cookie >> 32).ok()? {
-        kind::CQ_ERROR => Event::CompletionQueue(FailedCq::Number(number)),
-        kind::WQ_CATAS_ERROR => of_qp(ibv_event_type::IBV_EVENT_QP_FATAL),
-        kind::WQ_INVAL_REQ_ERROR => of_qp(ibv_event_type::IBV_EVENT_QP_REQ_ERR),
-        kind::WQ_ACCESS_ERROR => of_qp(ibv_event_type::IBV_EVENT_QP_ACCESS_ERR),
+        event::CQ_ERROR => Event::CompletionQueue(FailedCq::Number(number)),
+        event::WQ_CATAS_ERROR => of_qp(ibv_event_type::IBV_EVENT_QP_FATAL),
+        event::WQ_INVAL_REQ_ERROR => of_qp(ibv_event_type::IBV_EVENT_QP_REQ_ERR),
+        event::WQ_ACCESS_ERROR => of_qp(ibv_event_type::IBV_EVENT_QP_ACCESS_ERR),
         _ => return None,
     })
 }
@@ -260,7 +253,7 @@ impl EventSource for EventChannel {
         let mut head = mlx5dv_devx_async_event_hdr::zeroed();
         // SAFETY: the buffer holds an event header without data.
         let got = unsafe { get(self.raw.as_ptr(), &raw mut head, size_of_val(&head)) };
-        if got < 0 { Err(io::Error::last_os_error()) } else { Ok(event(head.cookie)) }
+        if got < 0 { Err(io::Error::last_os_error()) } else { Ok(decode(head.cookie)) }
     }
 }
 
@@ -270,19 +263,19 @@ mod tests {
 
     #[test]
     fn refusals_have_distinct_advice() {
-        let advice_of = |opcode, status, errno| advice(opcode, Status { status, syndrome: 0 }, errno);
-        assert!(advice_of(Opcode::QueryHcaCap, 0, libc::EOPNOTSUPP).contains("UCTX_EN"));
-        assert!(advice_of(Opcode::QueryHcaCap, 0, libc::EINVAL).contains("user contexts"));
-        assert!(advice_of(Opcode::CreateQp, 0x08, libc::ENOMEM).contains("no more"));
-        assert!(advice_of(Opcode::Init2Rtr, 0x10, libc::EINVAL).contains("state"));
-        assert!(advice_of(Opcode::CreateCq, 0x03, libc::EINVAL).contains("syndrome"));
-        assert!(advice_of(Opcode::CreateCq, 0, libc::EIO).contains("dmesg"));
+        let advice_of = |opcode, status, errno| advice(opcode, Status(status), errno);
+        assert!(advice_of(Opcode::QUERY_HCA_CAP, 0, libc::EOPNOTSUPP).contains("UCTX_EN"));
+        assert!(advice_of(Opcode::QUERY_HCA_CAP, 0, libc::EINVAL).contains("user contexts"));
+        assert!(advice_of(Opcode::CREATE_QP, 0x08, libc::ENOMEM).contains("no more"));
+        assert!(advice_of(Opcode::INIT2RTR_QP, 0x10, libc::EINVAL).contains("state"));
+        assert!(advice_of(Opcode::CREATE_CQ, 0x03, libc::EINVAL).contains("syndrome"));
+        assert!(advice_of(Opcode::CREATE_CQ, 0, libc::EIO).contains("dmesg"));
     }
 
     #[test]
     fn events_are_decoded_from_cookies() {
         let decoded: Vec<_> =
-            OF_CQ.iter().chain(OF_QP).map(|&kind| event(cookie(kind, 0xff_ffff)).unwrap()).collect();
+            OF_CQ.iter().chain(OF_QP).map(|&kind| decode(cookie(kind, 0xff_ffff)).unwrap()).collect();
         let of_qp = |kind| Event::QueuePair { qpn: 0xff_ffff, kind };
         let expected = [
             Event::CompletionQueue(FailedCq::Number(0xff_ffff)),
@@ -291,7 +284,7 @@ mod tests {
             of_qp(ibv_event_type::IBV_EVENT_QP_ACCESS_ERR),
         ];
         assert_eq!(decoded, expected);
-        assert_eq!(event(cookie(0x13, 1)), None);
-        assert_eq!(event(u64::MAX), None);
+        assert_eq!(decode(cookie(0x13, 1)), None);
+        assert_eq!(decode(u64::MAX), None);
     }
 }

@@ -3,12 +3,13 @@
 use std::ptr::NonNull;
 
 use rdma_core_sys::Mlx5;
+use rdma_core_sys::mlx5::ifc::{Opcode, path, qpc};
 use rdma_core_sys::mlx5::{mlx5_wqe_av, mlx5dv_ah, mlx5dv_obj, mlx5dv_obj_type};
 use rdma_core_sys::verbs::{
     ibv_access_flags as access, ibv_ah, ibv_ah_attr, ibv_qp_attr, ibv_qp_attr_mask as mask,
 };
 
-use super::mailbox::{Command, MIGRATED, Opcode, end, step};
+use super::mailbox::{Command, MIGRATED, end, step};
 use crate::explain::{Call, failed, last_errno};
 use crate::{Domain, GidEntry, GidKind, LinkLayer};
 use gdsync_device::QpState;
@@ -24,8 +25,6 @@ const RNR_TIMEOUT: u32 = 1 << 6;
 const LONGEST: u32 = 30;
 /// `atomic_mode`: 8 bytes, as in InfiniBand.
 const EIGHT_BYTES: u32 = 3;
-/// Offset of the primary path in the context.
-const PATH: usize = 0xc0;
 
 /// Command for the checked transition `from` to `to` with `attr`; `given` is its path.
 pub(super) fn command(
@@ -36,60 +35,61 @@ pub(super) fn command(
     route: Option<&Route>,
 ) -> Command {
     let opcode = match (from, to) {
-        (_, QpState::ERR) => return end(Opcode::ToErr, qpn),
-        (_, QpState::RESET) => return end(Opcode::ToRst, qpn),
-        (QpState::RESET, _) => Opcode::Rst2Init,
-        (QpState::INIT, QpState::INIT) => Opcode::Init2Init,
-        (QpState::INIT, _) => Opcode::Init2Rtr,
-        (QpState::RTR, _) => Opcode::Rtr2Rts,
-        _ => Opcode::Rts2Rts,
+        (_, QpState::ERR) => return end(Opcode::TO_ERR_QP, qpn),
+        (_, QpState::RESET) => return end(Opcode::TO_RST_QP, qpn),
+        (QpState::RESET, _) => Opcode::RST2INIT_QP,
+        (QpState::INIT, QpState::INIT) => Opcode::INIT2INIT_QP,
+        (QpState::INIT, _) => Opcode::INIT2RTR_QP,
+        (QpState::RTR, _) => Opcode::RTR2RTS_QP,
+        _ => Opcode::RTS2RTS_QP,
     };
     let has = |bit| given.contains(bit);
     // Required parameters need no bit.
     let mut optional = 0;
-    if has(mask::IBV_QP_ACCESS_FLAGS) && opcode != Opcode::Rst2Init {
+    if has(mask::IBV_QP_ACCESS_FLAGS) && opcode != Opcode::RST2INIT_QP {
         optional |= RRE | RAE | RWE;
     }
-    if has(mask::IBV_QP_MIN_RNR_TIMER) && opcode != Opcode::Init2Rtr {
+    if has(mask::IBV_QP_MIN_RNR_TIMER) && opcode != Opcode::INIT2RTR_QP {
         optional |= RNR_TIMEOUT;
     }
-    let mut command = step(opcode, qpn, optional).set(0x13, 2, MIGRATED);
+    let mut command = step(opcode, qpn, optional).set(qpc::PM_STATE, MIGRATED);
     if has(mask::IBV_QP_ACCESS_FLAGS) {
         let may = |bit| u32::from(attr.qp_access_flags.contains(bit));
         let atomic = may(access::IBV_ACCESS_REMOTE_ATOMIC);
         command = command
-            .set(0x48c, 4, atomic * EIGHT_BYTES)
-            .set(0x490, 1, may(access::IBV_ACCESS_REMOTE_READ))
-            .set(0x491, 1, may(access::IBV_ACCESS_REMOTE_WRITE))
-            .set(0x492, 1, atomic);
+            .set(qpc::ATOMIC_MODE, atomic * EIGHT_BYTES)
+            .set(qpc::RRE, may(access::IBV_ACCESS_REMOTE_READ))
+            .set(qpc::RWE, may(access::IBV_ACCESS_REMOTE_WRITE))
+            .set(qpc::RAE, atomic);
     }
     if has(mask::IBV_QP_PORT) {
-        command =
-            command.set(PATH + 0x10, 16, attr.pkey_index.into()).set(PATH + 0x128, 8, attr.port_num.into());
+        command = command
+            .set(path::PKEY_INDEX, attr.pkey_index.into())
+            .set(path::VHCA_PORT_NUM, attr.port_num.into());
     }
     if let Some(route) = route {
         command = route
             .put(command)
-            .set(0x40, 3, attr.path_mtu.0)
-            .set(0x43, 5, LONGEST)
-            .set(0xa8, 24, attr.dest_qp_num)
-            .set(0x4a8, 24, attr.rq_psn);
+            .set(qpc::MTU, attr.path_mtu.0)
+            .set(qpc::LOG_MSG_MAX, LONGEST)
+            .set(qpc::REMOTE_QPN, attr.dest_qp_num)
+            .set(qpc::NEXT_RCV_PSN, attr.rq_psn);
     }
     if has(mask::IBV_QP_MIN_RNR_TIMER) {
-        command = command.set(0x4a3, 5, attr.min_rnr_timer.into());
+        command = command.set(qpc::MIN_RNR_NAK, attr.min_rnr_timer.into());
     }
     if has(mask::IBV_QP_MAX_DEST_RD_ATOMIC) {
-        command = command.set(0x488, 3, log(attr.max_dest_rd_atomic));
+        command = command.set(qpc::LOG_RRA_MAX, log(attr.max_dest_rd_atomic));
     }
     if has(mask::IBV_QP_MAX_QP_RD_ATOMIC) {
-        command = command.set(0x388, 3, log(attr.max_rd_atomic));
+        command = command.set(qpc::LOG_SRA_MAX, log(attr.max_rd_atomic));
     }
     if has(mask::IBV_QP_SQ_PSN) {
         command = command
-            .set(PATH + 0x40, 5, attr.timeout.into())
-            .set(0x38d, 3, attr.retry_cnt.into())
-            .set(0x390, 3, attr.rnr_retry.into())
-            .set(0x3c8, 24, attr.sq_psn);
+            .set(path::ACK_TIMEOUT, attr.timeout.into())
+            .set(qpc::RETRY_COUNT, attr.retry_cnt.into())
+            .set(qpc::RNR_RETRY, attr.rnr_retry.into())
+            .set(qpc::NEXT_SEND_PSN, attr.sq_psn);
     }
     command
 }
@@ -191,33 +191,31 @@ impl Route {
         let mut command = match self.link {
             LinkLayer::Ethernet => {
                 let is_v2 = self.kind == GidKind::RoceV2;
-                let command = command.put(PATH + 0x130, &self.mac).set(PATH + 0x121, 3, sl & 7);
+                let command = command.put(path::RMAC, &self.mac).set(path::ETH_PRIO, sl & 7);
                 if is_v2 {
-                    command.set(PATH + 0x10a, 6, u32::from(grh.traffic_class >> 2)).set(
-                        PATH + 0x110,
-                        16,
-                        self.udp_port.into(),
-                    )
+                    command
+                        .set(path::DSCP, u32::from(grh.traffic_class >> 2))
+                        .set(path::UDP_SPORT, self.udp_port.into())
                 } else {
                     command
                 }
             }
             LinkLayer::InfiniBand | LinkLayer::Unknown => command
-                .set(PATH + 0x28, 1, self.attr.is_global.into())
-                .set(PATH + 0x30, 16, self.attr.dlid.into())
-                .set(PATH + 0x124, 4, sl),
+                .set(path::GRH, self.attr.is_global.into())
+                .set(path::RLID, self.attr.dlid.into())
+                .set(path::SL, sl),
         };
         if self.attr.is_global != 0 {
             // SAFETY: every bit pattern of the union is a valid byte array.
             let gid = unsafe { grh.dgid.raw };
             command = command
-                .set(PATH + 0x48, 8, grh.sgid_index.into())
-                .set(PATH + 0x58, 8, grh.hop_limit.into())
-                .set(PATH + 0x64, 8, grh.traffic_class.into())
-                .set(PATH + 0x6c, 20, grh.flow_label & 0xf_ffff)
-                .put(PATH + 0x80, &gid);
+                .set(path::SRC_ADDR_INDEX, grh.sgid_index.into())
+                .set(path::HOP_LIMIT, grh.hop_limit.into())
+                .set(path::TCLASS, grh.traffic_class.into())
+                .set(path::FLOW_LABEL, grh.flow_label & 0xf_ffff)
+                .put(path::RGID, &gid);
         }
-        command.set(PATH + 0x128, 8, self.attr.port_num.into())
+        command.set(path::VHCA_PORT_NUM, self.attr.port_num.into())
     }
 }
 
