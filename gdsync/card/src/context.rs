@@ -2,6 +2,7 @@
 
 mod cq;
 mod device;
+mod devx;
 mod ioctl;
 mod memory;
 mod modify;
@@ -40,6 +41,10 @@ impl<T> Table<T> {
         self.0.lock().get(&handle).cloned().ok_or(Errno::INVAL)
     }
 
+    fn find(&self, is_it: impl Fn(&T) -> bool) -> Option<Arc<T>> {
+        self.0.lock().values().find(|object| is_it(object)).cloned()
+    }
+
     fn add(&self, handle: u32, object: Arc<T>) {
         self.0.lock().insert(handle, object);
     }
@@ -72,6 +77,7 @@ pub(crate) struct Context {
     async_events: OnceLock<Arc<EventPipe>>,
     handles: AtomicU32,
     // Dropped in this order: objects before those that they use.
+    devx: devx::Devx,
     qps: Table<qp::Qp>,
     srqs: Table<srq::Srq>,
     cqs: Table<cq::Cq>,
@@ -92,6 +98,7 @@ impl Context {
             file,
             async_events: OnceLock::new(),
             handles: AtomicU32::new(0),
+            devx: devx::Devx::default(),
             qps: Table::default(),
             srqs: Table::default(),
             cqs: Table::default(),
@@ -128,6 +135,7 @@ impl Context {
     /// The program closes the descriptor of a channel. The channel ends with its last completion queue.
     pub(crate) fn close_channel(&self, fd: RawFd) {
         self.channels.lock().remove(&fd);
+        self.devx.close_channel(fd);
     }
 
     /// Runs a write command.

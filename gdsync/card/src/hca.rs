@@ -74,6 +74,11 @@ impl Network for PortNetwork {
     }
 }
 
+/// Who is told of the asynchronous events of an object.
+pub(crate) trait Listener: std::fmt::Debug + Send + Sync {
+    fn raise(&self, event: AsyncEvent);
+}
+
 /// A queue whose asynchronous events a program reads.
 #[derive(Debug)]
 pub(crate) struct EventSource {
@@ -90,12 +95,6 @@ impl EventSource {
         Arc::new(Self { pipe, user_handle, sent: Mutex::new(Some(0)) })
     }
 
-    /// Sends an event of type `event_type` (`enum ib_event_type`).
-    pub(crate) fn raise(&self, event_type: u32) {
-        let record = ib_uverbs_async_event_desc { element: self.user_handle, event_type, reserved: 0 };
-        self.send(bytes_of(&record));
-    }
-
     fn send(&self, record: &[u8]) {
         if let Some(sent) = &mut *self.sent.lock() {
             *sent += u32::from(self.pipe.send(record));
@@ -110,21 +109,27 @@ impl EventSource {
     }
 }
 
+/// Asynchronous events, by the numbers of `enum ib_event_type`.
+impl Listener for EventSource {
+    fn raise(&self, event: AsyncEvent) {
+        let event_type = match event {
+            AsyncEvent::CqError(_) => 0,
+            AsyncEvent::QpFatal(_) => 1,
+            AsyncEvent::QpRequestError(_) => 2,
+            AsyncEvent::QpAccessError(_) => 3,
+            AsyncEvent::SrqLimitReached(_) => 15,
+            AsyncEvent::QpLastWqeReached(_) => 16,
+        };
+        let record = ib_uverbs_async_event_desc { element: self.user_handle, event_type, reserved: 0 };
+        self.send(bytes_of(&record));
+    }
+}
+
 /// Completion events: records of eight bytes.
 impl GpuNudge for EventSource {
     fn nudge(&self) {
         self.send(&self.user_handle.to_ne_bytes());
     }
-}
-
-/// `enum ib_event_type`.
-mod event_type {
-    pub(super) const CQ_ERR: u32 = 0;
-    pub(super) const QP_FATAL: u32 = 1;
-    pub(super) const QP_REQ_ERR: u32 = 2;
-    pub(super) const QP_ACCESS_ERR: u32 = 3;
-    pub(super) const SRQ_LIMIT_REACHED: u32 = 15;
-    pub(super) const QP_LAST_WQE_REACHED: u32 = 16;
 }
 
 /// The objects of an HCA that events may concern, by number.
@@ -137,35 +142,37 @@ pub(crate) struct Owners {
 
 /// Objects of a kind.
 #[derive(Debug, Default)]
-pub(crate) struct Numbered(Mutex<HashMap<u32, Weak<EventSource>>>);
+pub(crate) struct Numbered(Mutex<HashMap<u32, Weak<dyn Listener>>>);
 
 impl Numbered {
-    pub(crate) fn add(&self, number: u32, source: &Arc<EventSource>) {
-        self.0.lock().insert(number, Arc::downgrade(source));
+    pub(crate) fn add<L: Listener + 'static>(&self, number: u32, listener: &Arc<L>) {
+        let listener: Weak<L> = Arc::downgrade(listener);
+        self.0.lock().insert(number, listener);
     }
 
     pub(crate) fn remove(&self, number: u32) {
         self.0.lock().remove(&number);
     }
 
-    fn raise(&self, number: u32, event_type: u32) {
-        let source = self.0.lock().get(&number).and_then(Weak::upgrade);
-        if let Some(source) = source {
-            source.raise(event_type);
+    fn raise(&self, number: u32, event: AsyncEvent) {
+        let listener = self.0.lock().get(&number).and_then(Weak::upgrade);
+        if let Some(listener) = listener {
+            listener.raise(event);
         }
     }
 }
 
 impl AsyncEvents for Owners {
     fn raise(&self, event: AsyncEvent) {
-        match event {
-            AsyncEvent::CqError(cqn) => self.cqs.raise(cqn, event_type::CQ_ERR),
-            AsyncEvent::QpFatal(qpn) => self.qps.raise(qpn, event_type::QP_FATAL),
-            AsyncEvent::QpRequestError(qpn) => self.qps.raise(qpn, event_type::QP_REQ_ERR),
-            AsyncEvent::QpLastWqeReached(qpn) => self.qps.raise(qpn, event_type::QP_LAST_WQE_REACHED),
-            AsyncEvent::SrqLimitReached(srqn) => self.srqs.raise(srqn, event_type::SRQ_LIMIT_REACHED),
-            AsyncEvent::QpAccessError(qpn) => self.qps.raise(qpn, event_type::QP_ACCESS_ERR),
-        }
+        let (objects, number) = match event {
+            AsyncEvent::CqError(number) => (&self.cqs, number),
+            AsyncEvent::SrqLimitReached(number) => (&self.srqs, number),
+            AsyncEvent::QpFatal(number)
+            | AsyncEvent::QpRequestError(number)
+            | AsyncEvent::QpAccessError(number)
+            | AsyncEvent::QpLastWqeReached(number) => (&self.qps, number),
+        };
+        objects.raise(number, event);
     }
 }
 

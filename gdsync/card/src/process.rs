@@ -51,7 +51,7 @@ pub(crate) enum Open {
     },
     /// A directory of the emulated files.
     Dir(String),
-    /// A completion channel of this context.
+    /// A channel of completions or DevX events of this context.
     Channel(Weak<Context>),
     /// Opened by the parent process.
     Inherited,
@@ -217,6 +217,13 @@ impl Process {
     /// Runs a write command.
     pub(crate) fn write(&self, context: &Arc<Context>, bytes: &[u8]) -> Result<(), Errno> {
         context.write(&ThisProcess, bytes)?;
+        self.know_channels(context);
+        Ok(())
+    }
+
+    /// Runs an `RDMA_VERBS_IOCTL`.
+    pub(crate) fn ioctl(&self, context: &Arc<Context>, addr: u64) -> Result<(), Errno> {
+        context.ioctl(&ThisProcess, addr)?;
         self.know_channels(context);
         Ok(())
     }

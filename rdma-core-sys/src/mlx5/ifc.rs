@@ -332,6 +332,40 @@ pub mod cap {
     }
 }
 
+/// Capabilities of atomics, from the start of the answer of QUERY_HCA_CAP.
+pub mod atomic_cap {
+    use super::{Field, field};
+
+    const CAPABILITY: usize = 0x80;
+    /// Of `op_mod`, above the bit for the current values.
+    pub const TYPE: u32 = 3;
+
+    fields! {
+        REQ_8B_ENDIANNESS_MODE = (CAPABILITY + 0x40, 2);
+        OPERATIONS = (CAPABILITY + 0x90, 16);
+        SIZE_QP = (CAPABILITY + 0xb0, 16);
+    }
+}
+
+/// QUERY_ROCE_ADDRESS: the entry in the command, and the fields of the answer.
+pub mod query_roce_address {
+    use super::{Field, field};
+
+    const ADDRESS: usize = 0x80;
+    /// Bytes of the answer.
+    pub const ANSWER: usize = (ADDRESS + 0x100) / 8;
+    /// 16 bytes.
+    pub const SOURCE_L3_ADDRESS: usize = ADDRESS;
+    /// 6 bytes.
+    pub const SOURCE_MAC: usize = ADDRESS + 0x90;
+
+    fields! {
+        INDEX = (0x40, 16);
+        ROCE_L3_TYPE = (ADDRESS + 0xd4, 4);
+        ROCE_VERSION = (ADDRESS + 0xd8, 8);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

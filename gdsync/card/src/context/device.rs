@@ -43,9 +43,6 @@ impl Context {
         if self.async_events.get().is_some() || !REQUESTS.contains(&len) || driver.comp_mask != 0 {
             return Err(Errno::INVAL);
         }
-        if driver.flags & DEVX != 0 {
-            return Err(Errno::OPNOTSUPP);
-        }
         let (pipe, program) = EventPipe::new(size_of::<ib_uverbs_async_event_desc>())?;
         let fd = into_program(program);
         let response = ib_uverbs_get_context_resp { async_fd: fd.cast_unsigned(), num_comp_vectors: VECTORS };
@@ -74,7 +71,11 @@ impl Context {
                 ..Default::default()
             },
         )?;
-        self.async_events.set(Arc::new(pipe)).map_err(|_| Errno::INVAL)
+        self.async_events.set(Arc::new(pipe)).map_err(|_| Errno::INVAL)?;
+        if driver.flags & DEVX != 0 {
+            self.devx.grant();
+        }
+        Ok(())
     }
 
     /// What the device can do. Without what is not there: memory windows, XRC, send with invalidate, flow steering.

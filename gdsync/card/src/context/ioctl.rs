@@ -1,4 +1,4 @@
-//! The commands that libmlx5 gives only by ioctl: doorbell pages and GIDs.
+//! The commands that libmlx5 gives only by ioctl: doorbell pages and GIDs; and DevX, which is in its own module.
 
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
@@ -69,7 +69,7 @@ fn object_name(object: u16) -> &'static str {
 }
 
 /// An ioctl with its attributes.
-struct Call<'a> {
+pub(super) struct Call<'a> {
     user: &'a dyn User,
     /// Where the first attribute is.
     base: u64,
@@ -83,12 +83,36 @@ impl Call<'_> {
     }
 
     /// A number of at most 8 bytes, which lies in the attribute itself.
-    fn number(&self, id: u16) -> Result<u64> {
+    pub(super) fn number(&self, id: u16) -> Result<u64> {
         let (_, attr) = self.find(id)?;
         match attr.len {
             0..=8 => Ok(attr.data),
             _ => Err(Errno::INVAL),
         }
+    }
+
+    /// Bytes that the program gives. As many as a number has lie in the attribute itself.
+    pub(super) fn bytes(&self, id: u16) -> Result<Vec<u8>> {
+        let (_, attr) = self.find(id)?;
+        let len = usize::from(attr.len);
+        if len <= size_of_val(&attr.data) {
+            return Ok(attr.data.to_ne_bytes()[..len].to_vec());
+        }
+        let mut bytes = vec![0; len];
+        self.user.read(attr.data, &mut bytes)?;
+        Ok(bytes)
+    }
+
+    /// Bytes that there is room for.
+    pub(super) fn room(&self, id: u16) -> Result<usize> {
+        self.find(id).map(|(_, attr)| attr.len.into())
+    }
+
+    /// Writes bytes, for which there is room, to where the attribute points.
+    pub(super) fn put_bytes(&self, id: u16, bytes: &[u8]) -> Result<()> {
+        let (at, attr) = self.find(id)?;
+        self.user.write(attr.data, bytes)?;
+        self.mark(at)
     }
 
     fn place(attr: &ib_uverbs_attr) -> Place {
@@ -105,7 +129,7 @@ impl Call<'_> {
     }
 
     /// Writes to where the attribute points.
-    fn put<T: Plain>(&self, id: u16, value: &T) -> Result<()> {
+    pub(super) fn put<T: Plain>(&self, id: u16, value: &T) -> Result<()> {
         let (at, attr) = self.find(id)?;
         if usize::from(attr.len) < size_of::<T>() {
             return Err(Errno::NOSPC);
@@ -115,7 +139,7 @@ impl Call<'_> {
     }
 
     /// Writes a handle into the attribute.
-    fn put_handle(&self, id: u16, handle: u32) -> Result<()> {
+    pub(super) fn put_handle(&self, id: u16, handle: u32) -> Result<()> {
         let (at, attr) = self.find(id)?;
         self.user.write(self.addr(at), bytes_of(&ib_uverbs_attr { data: handle.into(), ..attr }))
     }
@@ -142,6 +166,13 @@ impl Context {
             (abi::MLX5_IB_OBJECT_UAR, abi::MLX5_IB_METHOD_UAR_OBJ_DESTROY) => self.destroy_uar(&call),
             (abi::UVERBS_OBJECT_DEVICE, abi::UVERBS_METHOD_QUERY_GID_ENTRY) => self.query_gid(&call),
             (abi::UVERBS_OBJECT_DEVICE, abi::UVERBS_METHOD_QUERY_GID_TABLE) => self.query_gids(&call),
+            (
+                object @ (abi::MLX5_IB_OBJECT_DEVX
+                | abi::MLX5_IB_OBJECT_DEVX_OBJ
+                | abi::MLX5_IB_OBJECT_DEVX_UMEM
+                | abi::MLX5_IB_OBJECT_DEVX_ASYNC_EVENT_FD),
+                method,
+            ) => self.devx(&call, object, method),
             _ => Err(Errno::PROTONOSUPPORT),
         };
         done.inspect_err(|error| {
@@ -167,6 +198,11 @@ impl Context {
         call.put_handle(abi::MLX5_IB_ATTR_UAR_OBJ_ALLOC_HANDLE, handle)?;
         uars.insert(handle, Uar { page });
         Ok(())
+    }
+
+    /// Whether the program has this doorbell page.
+    pub(super) fn has_uar(&self, page: u32) -> bool {
+        self.uars.lock().values().any(|uar| uar.page == page)
     }
 
     fn destroy_uar(&self, call: &Call<'_>) -> Result<()> {

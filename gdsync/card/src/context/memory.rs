@@ -86,7 +86,7 @@ impl Context {
 }
 
 /// Rights that the kernel accepts (`ib_check_mr_access`).
-fn check_access(flags: u32) -> Result<()> {
+pub(super) fn check_access(flags: u32) -> Result<()> {
     let known = Access::all().bits() | flag::MW_BIND | flag::ZERO_BASED | flag::ON_DEMAND | flag::HUGETLB;
     let needs_local = flags & (flag::REMOTE_WRITE | flag::REMOTE_ATOMIC) != 0;
     if needs_local && flags & flag::LOCAL_WRITE == 0 || flags & !(known | flag::OPTIONAL) != 0 {

@@ -19,7 +19,7 @@ use crate::log::log;
 use crate::user::User;
 
 /// How long a peer may take to be found.
-const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// `enum ib_qp_attr_mask`
 mod mask {
@@ -57,11 +57,11 @@ mod state {
 
 /// A network path, as QP attributes and address handles name it.
 pub(super) struct Route {
-    is_global: u8,
-    port_num: u8,
-    sgid_index: u8,
-    dlid: u16,
-    dgid: [u8; 16],
+    pub(super) is_global: u8,
+    pub(super) port_num: u8,
+    pub(super) sgid_index: u8,
+    pub(super) dlid: u16,
+    pub(super) dgid: [u8; 16],
 }
 
 impl From<ib_uverbs_ah_attr> for Route {

@@ -43,7 +43,7 @@ pub(crate) extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
             if request != RDMA_VERBS_IOCTL {
                 return Err(Errno::NOTTY);
             }
-            context.ioctl(&ThisProcess, argument as u64).map(|()| 0)
+            Process::this().ioctl(&context, argument as u64).map(|()| 0)
         }),
         Some(Open::Inherited) if request == RDMA_VERBS_IOCTL => finish(|| Err(Errno::IO)),
         _ => {

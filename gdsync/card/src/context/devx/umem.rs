@@ -1,0 +1,99 @@
+//! Memory registered for queues of DevX: host memory, or a dma-buf.
+
+use std::os::fd::{BorrowedFd, RawFd};
+use std::sync::Arc;
+
+use gdsync_device::Access;
+use gdsync_device::memory::Memory;
+use rdma_core_sys::mlx5::ifc::Status;
+use rustix::io::Errno;
+
+use super::firmware::Refusal;
+use crate::abi;
+use crate::context::ioctl::Call;
+use crate::context::memory::{check_access, ring};
+use crate::context::{Context, Result};
+use crate::log::log;
+
+/// Registered memory.
+#[derive(Debug)]
+pub(super) struct Umem {
+    memory: Memory,
+    /// Whether the card may write to it.
+    pub(super) is_writable: bool,
+}
+
+/// Smallest page of the host: registrations are of pages of this size or larger.
+const PAGE: u64 = 4096;
+
+impl Umem {
+    /// `len` bytes at `offset`, a multiple of `align` in the host's memory.
+    pub(super) fn part(&self, offset: u64, len: usize, align: u64) -> std::result::Result<Memory, Refusal> {
+        let total = self.memory.len() as u64;
+        let end = offset.checked_add(len as u64).filter(|&end| end <= total);
+        let start = usize::try_from(offset).ok().filter(|_| end.is_some()).ok_or_else(|| {
+            Refusal::new(Status::BAD_SIZE, format!("{len} bytes at {offset:#x} leave a umem of {total}"))
+        })?;
+        if !self.memory.addr().wrapping_add(offset).is_multiple_of(align) {
+            return Err(Refusal::parameter(format!("offset {offset:#x} is not aligned to {align}")));
+        }
+        self.memory.slice(start, len).map_err(|error| Refusal::parameter(error.to_string()))
+    }
+}
+
+impl Context {
+    pub(super) fn register_umem(&self, call: &Call<'_>) -> Result<()> {
+        let addr = call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_ADDR)?;
+        let len = call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_LEN)?;
+        let len = usize::try_from(len).ok().filter(|&len| len > 0).ok_or(Errno::INVAL)?;
+        let access = call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_ACCESS)?;
+        let access = u32::try_from(access).map_err(|_| Errno::INVAL)?;
+        check_access(access)?;
+        let sizes = call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_PGSZ_BITMAP);
+        if sizes.is_ok_and(|sizes| sizes & PAGE == 0) {
+            return Err(Errno::INVAL);
+        }
+        let memory = match call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_DMABUF_FD) {
+            // Programs may register memory that they only let the card read; its pages are written to all the same.
+            Err(_) => ring(addr, len, 1)?,
+            Ok(fd) => dma_buf(RawFd::try_from(fd).map_err(|_| Errno::BADF)?, addr, len)?,
+        };
+        let handle = self.new_handle();
+        call.put(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_OUT_ID, &handle)?;
+        call.put_handle(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_HANDLE, handle)?;
+        let umem =
+            Umem { memory, is_writable: Access::from_bits_truncate(access).contains(Access::LOCAL_WRITE) };
+        self.devx.umems.add(handle, Arc::new(umem));
+        Ok(())
+    }
+
+    /// The registered memory of this number.
+    pub(super) fn umem(&self, number: u32) -> std::result::Result<Arc<Umem>, Refusal> {
+        self.devx.umems.get(number).map_err(|_| Refusal::resource(format!("umem {number:#x} is not there")))
+    }
+}
+
+/// `len` bytes of a dma-buf from `offset` on, through a mapping of it.
+///
+/// # Errors
+/// `EBADF`, `EINVAL` for a range that leaves it, `EOPNOTSUPP` for one that cannot be mapped.
+fn dma_buf(fd: RawFd, offset: u64, len: usize) -> Result<Memory> {
+    if fd < 0 {
+        return Err(Errno::BADF);
+    }
+    // SAFETY: used while the program runs this command; the calls fail if the descriptor is closed.
+    let file = unsafe { BorrowedFd::borrow_raw(fd) };
+    let size = u64::try_from(rustix::fs::fstat(file)?.st_size).map_err(|_| Errno::INVAL)?;
+    // One of a simulated GPU stands where it begins in the GPU's memory; a real one at 0.
+    let begin = rustix::fs::tell(file).unwrap_or(0);
+    let start = begin.checked_add(offset).ok_or(Errno::INVAL)?;
+    let end = start.checked_add(len as u64).filter(|&end| end <= size).ok_or(Errno::INVAL)?;
+    let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) else {
+        return Err(Errno::INVAL);
+    };
+    let mapped = Memory::map_shared(file, end).and_then(|memory| memory.slice(start, len));
+    mapped.map_err(|error| {
+        log!("a dma-buf cannot be mapped: {error}");
+        Errno::OPNOTSUPP
+    })
+}
