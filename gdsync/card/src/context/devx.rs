@@ -65,6 +65,17 @@ fn handle(call: &Call<'_>, id: u16) -> Result<u32> {
     u32::try_from(call.number(id)?).map_err(|_| Errno::NOENT)
 }
 
+/// Ends an object.
+///
+/// # Errors
+/// `ENOENT` if it is not there, `EBUSY` if another object uses it.
+fn remove<T>(objects: &Table<T>, handle: u32) -> Result<()> {
+    match objects.remove(handle) {
+        Err(Errno::INVAL) => Err(Errno::NOENT),
+        removed => removed.map(drop),
+    }
+}
+
 impl Context {
     /// Runs a method of DevX.
     ///
@@ -92,7 +103,7 @@ impl Context {
             (abi::MLX5_IB_OBJECT_DEVX_OBJ, abi::MLX5_IB_METHOD_DEVX_OBJ_CREATE) => self.create_object(call),
             (abi::MLX5_IB_OBJECT_DEVX_OBJ, abi::MLX5_IB_METHOD_DEVX_OBJ_DESTROY) => {
                 let handle = handle(call, abi::MLX5_IB_ATTR_DEVX_OBJ_DESTROY_HANDLE)?;
-                self.devx.objects.remove(handle).map(drop)
+                remove(&self.devx.objects, handle)
             }
             (abi::MLX5_IB_OBJECT_DEVX_OBJ, abi::MLX5_IB_METHOD_DEVX_OBJ_MODIFY) => {
                 let handle = handle(call, abi::MLX5_IB_ATTR_DEVX_OBJ_MODIFY_HANDLE)?;
@@ -105,7 +116,7 @@ impl Context {
             (abi::MLX5_IB_OBJECT_DEVX_UMEM, abi::MLX5_IB_METHOD_DEVX_UMEM_REG) => self.register_umem(call),
             (abi::MLX5_IB_OBJECT_DEVX_UMEM, abi::MLX5_IB_METHOD_DEVX_UMEM_DEREG) => {
                 let handle = handle(call, abi::MLX5_IB_ATTR_DEVX_UMEM_DEREG_HANDLE)?;
-                self.devx.umems.remove(handle).map(drop)
+                remove(&self.devx.umems, handle)
             }
             (abi::MLX5_IB_OBJECT_DEVX_ASYNC_EVENT_FD, abi::MLX5_IB_METHOD_DEVX_ASYNC_EVENT_FD_ALLOC) => {
                 self.alloc_event_fd(call)
@@ -201,3 +212,6 @@ fn run(
     call.put_bytes(output, response.bytes())?;
     done.map_err(|_| Errno::REMOTEIO)
 }
+
+#[cfg(test)]
+mod tests;

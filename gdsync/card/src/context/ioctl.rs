@@ -205,6 +205,11 @@ impl Context {
         self.uars.lock().values().any(|uar| uar.page == page)
     }
 
+    #[cfg(test)]
+    pub(super) fn add_uar(&self, page: u32) {
+        self.uars.lock().insert(self.new_handle(), Uar { page });
+    }
+
     fn destroy_uar(&self, call: &Call<'_>) -> Result<()> {
         let handle = call.number(abi::MLX5_IB_ATTR_UAR_OBJ_DESTROY_HANDLE)?;
         let handle = u32::try_from(handle).map_err(|_| Errno::NOENT)?;

@@ -12,9 +12,9 @@ use crate::address::Link;
 
 /// A program whose only memory are these bytes, from `BASE` on.
 #[derive(Debug)]
-struct Program(Mutex<Vec<u8>>);
+pub(super) struct Program(pub(super) Mutex<Vec<u8>>);
 
-const BASE: u64 = 0x1_0000;
+pub(super) const BASE: u64 = 0x1_0000;
 
 impl Program {
     fn range(len: usize, addr: u64, size: usize) -> Result<std::ops::Range<usize>> {
@@ -58,7 +58,7 @@ fn command(number: u32, out_words: u16, body: &[u8]) -> Vec<u8> {
 }
 
 /// An open context. The descriptors that a program would get are closed.
-fn open() -> Context {
+pub(super) fn open() -> Context {
     let context = Context::new(hca(), file());
     let program = Program(Mutex::new(vec![0; 4096]));
     let mut body = [0; 40];
@@ -70,7 +70,7 @@ fn open() -> Context {
     context
 }
 
-fn close_channels(context: &Context) {
+pub(super) fn close_channels(context: &Context) {
     for fd in context.take_new_channels() {
         context.close_channel(fd);
         // SAFETY: the context gave it to the program, which is this test.

@@ -27,6 +27,10 @@ pub(super) struct Umem {
 const PAGE: u64 = 4096;
 
 impl Umem {
+    pub(super) fn new(memory: Memory, is_writable: bool) -> Self {
+        Self { memory, is_writable }
+    }
+
     /// `len` bytes at `offset`, a multiple of `align` in the host's memory.
     pub(super) fn part(&self, offset: u64, len: usize, align: u64) -> std::result::Result<Memory, Refusal> {
         let total = self.memory.len() as u64;
@@ -61,8 +65,7 @@ impl Context {
         let handle = self.new_handle();
         call.put(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_OUT_ID, &handle)?;
         call.put_handle(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_HANDLE, handle)?;
-        let umem =
-            Umem { memory, is_writable: Access::from_bits_truncate(access).contains(Access::LOCAL_WRITE) };
+        let umem = Umem::new(memory, Access::from_bits_truncate(access).contains(Access::LOCAL_WRITE));
         self.devx.umems.add(handle, Arc::new(umem));
         Ok(())
     }
