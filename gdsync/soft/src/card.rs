@@ -243,7 +243,7 @@ impl Card {
     /// RESET the doorbell is polled.
     ///
     /// # Errors
-    /// [`Error::Transition`] when the queue pair is in ERR, [`Error::Peer`] when the peer is not found or gone,
+    /// [`Error::Transition`] when the queue pair is in ERR, [`Error::Deadline`] when copies into it do not end in time before a reset,
     /// [`Error::InvalidArgument`] for an unknown QPN or an invalid completion queue.
     pub fn modify_qp(&self, qpn: u32, attr: &QpAttr, psn: Option<u32>, timeout: Duration) -> Result<()> {
         if let Some(psn) = psn {
