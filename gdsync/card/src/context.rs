@@ -130,6 +130,14 @@ impl Context {
         self.channels.lock().remove(&fd);
     }
 
+    /// The program duplicated the descriptor of a channel.
+    pub(crate) fn duplicate_channel(&self, from: RawFd, to: RawFd) {
+        let mut channels = self.channels.lock();
+        if let Some(pipe) = channels.get(&from).cloned() {
+            channels.insert(to, pipe);
+        }
+    }
+
     /// Runs a write command.
     ///
     /// # Errors

@@ -101,7 +101,7 @@ mod srq;
 mod wire;
 
 pub use async_event::{AsyncEvent, AsyncEvents};
-pub use card::{Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport};
+pub use card::{BlockedSignals, Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport};
 pub use config::{CmaPolicy, SoftHcaConfig};
 pub use job::job_secret;
 pub use network::Network;

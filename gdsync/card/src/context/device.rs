@@ -1,5 +1,6 @@
 //! Contexts, and what a device and its port report.
 
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -47,8 +48,8 @@ impl Context {
             return Err(Errno::OPNOTSUPP);
         }
         let (pipe, program) = EventPipe::new(size_of::<ib_uverbs_async_event_desc>())?;
-        let fd = into_program(program);
-        let response = ib_uverbs_get_context_resp { async_fd: fd.cast_unsigned(), num_comp_vectors: VECTORS };
+        let async_fd = program.as_raw_fd().cast_unsigned();
+        let response = ib_uverbs_get_context_resp { async_fd, num_comp_vectors: VECTORS };
         command.respond_both(
             user,
             &response,
@@ -74,7 +75,9 @@ impl Context {
                 ..Default::default()
             },
         )?;
-        self.async_events.set(Arc::new(pipe)).map_err(|_| Errno::INVAL)
+        self.async_events.set(Arc::new(pipe)).map_err(|_| Errno::INVAL)?;
+        into_program(program);
+        Ok(())
     }
 
     /// What the device can do. Without what is not there: memory windows, XRC, send with invalidate, flow steering.
