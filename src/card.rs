@@ -86,10 +86,18 @@ fn find_library() -> Result<PathBuf, String> {
     let dir = binary.parent().ok_or("the own path has no directory")?;
     // The last one is where cargo puts it for tests.
     let places = [beside(dir), beside(&dir.join("../lib")), beside(&dir.join("deps"))];
-    places.iter().find(|path| path.exists()).cloned().ok_or_else(|| {
+    let library = places.iter().find(|path| path.exists()).ok_or_else(|| {
         format!(
             "{LIBRARY} is neither in {} nor in ../lib; build it with `cargo build -p gdsync-card`, or put it there",
             dir.display()
         )
-    })
+    })?;
+    // The dynamic linker separates the libraries of LD_PRELOAD by both, and knows no quotes.
+    if library.as_os_str().as_encoded_bytes().iter().any(|byte| b" :".contains(byte)) {
+        return Err(format!(
+            "{} cannot be preloaded, as its path has a blank or colon; put the two files into another directory",
+            library.display()
+        ));
+    }
+    Ok(library.clone())
 }

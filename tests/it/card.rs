@@ -39,3 +39,21 @@ fn the_exit_status_is_that_of_the_program() {
     assert_eq!(output.status.code(), Some(127));
     assert!(error.contains("/no/such/program: No such file"), "{error}");
 }
+
+#[test]
+fn a_path_that_cannot_be_preloaded_is_an_error() {
+    if !has_rdma_core() {
+        return;
+    }
+    let dir = std::env::temp_dir().join(format!("gdasync card {}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let binary = std::path::Path::new(env!("CARGO_BIN_EXE_gdasync"));
+    std::fs::copy(binary, dir.join("gdasync")).unwrap();
+    std::fs::write(dir.join("libgdasync_card.so"), "").unwrap();
+    let mut card = std::process::Command::new(dir.join("gdasync"));
+    card.args(["card", "true"]);
+    let (output, _, error) = run(card);
+    std::fs::remove_dir_all(&dir).unwrap();
+    assert!(!output.status.success());
+    assert!(error.contains("blank or colon") && error.contains("another directory"), "{error}");
+}

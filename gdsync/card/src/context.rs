@@ -138,6 +138,14 @@ impl Context {
         self.devx.close_channel(fd);
     }
 
+    /// The program duplicated the descriptor of a channel.
+    pub(crate) fn duplicate_channel(&self, from: RawFd, to: RawFd) {
+        let mut channels = self.channels.lock();
+        if let Some(pipe) = channels.get(&from).cloned() {
+            channels.insert(to, pipe);
+        }
+    }
+
     /// Runs a write command.
     ///
     /// # Errors

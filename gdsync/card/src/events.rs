@@ -1,8 +1,12 @@
 //! Event descriptors: pipes from which programs read records of completion and asynchronous events.
 
+use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::sync::{Arc, Weak};
 
+use gdsync_soft::BlockedSignals;
 use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::OFlags;
 use rustix::io::Errno;
 use rustix::pipe::{PipeFlags, SpliceFlags};
@@ -19,9 +23,14 @@ pub(crate) struct EventPipe {
     own: (OwnedFd, OwnedFd),
     /// Bytes of a record.
     record: usize,
-    /// Records are written whole, and taken back only by one thread.
-    lock: Mutex<()>,
+    /// Bytes of records for which the pipe had no room. Records are written whole, and taken back, only under this lock.
+    waiting: Mutex<VecDeque<u8>>,
 }
+
+/// Bytes that are written whole, or not: `PIPE_BUF`.
+const WHOLE: usize = 4096;
+/// How long the thread that waits for room keeps a pipe that nobody else has.
+const LINGER: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
 impl EventPipe {
     /// A pipe of records of this size, and the descriptor for the program.
@@ -34,40 +43,72 @@ impl EventPipe {
         rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK)?;
         let read = rustix::io::fcntl_dupfd_cloexec(&program, 0)?;
         let own = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        Ok((Self { read, write, own, record, lock: Mutex::new(()) }, program))
+        Ok((Self { read, write, own, record, waiting: Mutex::default() }, program))
     }
 
-    /// Sends a record. Returns whether there was room.
-    pub(crate) fn send(&self, record: &[u8]) -> bool {
+    /// Sends a record, at once or when the program has read others.
+    pub(crate) fn send(self: &Arc<Self>, record: &[u8]) {
         debug_assert_eq!(record.len(), self.record);
-        let _whole = self.lock.lock();
-        let sent = rustix::io::write(&self.write, record).is_ok_and(|count| count == record.len());
-        if !sent {
-            log!("an event is lost: the program does not read its events, and the pipe is full");
+        let mut waiting = self.waiting.lock();
+        let is_full = !waiting.is_empty();
+        waiting.extend(record);
+        if !is_full && !self.write(&mut waiting) {
+            self.write_later();
         }
-        sent
+    }
+
+    /// Writes what waits, while there is room. Returns whether all is written.
+    fn write(&self, waiting: &mut VecDeque<u8>) -> bool {
+        while !waiting.is_empty() {
+            let len = waiting.len().min(WHOLE / self.record * self.record);
+            if rustix::io::write(&self.write, &waiting.make_contiguous()[..len]) != Ok(len) {
+                return false;
+            }
+            waiting.drain(..len);
+        }
+        true
+    }
+
+    /// Starts a thread that writes what waits: the program reads without a call to this library.
+    fn write_later(self: &Arc<Self>) {
+        let pipe = Arc::downgrade(self);
+        let _signals_are_for_the_program = BlockedSignals::all();
+        let thread = std::thread::Builder::new().name("gdasync-events".into());
+        if let Err(error) = thread.spawn(move || while Self::waits_for_room(&pipe) {}) {
+            log!("events of a program that does not read them wait for ever: {error}");
+        }
+    }
+
+    /// Waits a moment for room, and writes. Returns whether something is left.
+    fn waits_for_room(pipe: &Weak<Self>) -> bool {
+        let Some(pipe) = pipe.upgrade() else { return false };
+        _ = poll(&mut [PollFd::new(&pipe.write, PollFlags::OUT)], Some(&LINGER));
+        !pipe.write(&mut pipe.waiting.lock())
     }
 
     /// Takes back the records that the program has not read and `is_stale` holds of. Returns how many.
-    pub(crate) fn take_back(&self, is_stale: impl Fn(&[u8]) -> bool) -> u32 {
-        let _whole = self.lock.lock();
+    pub(crate) fn take_back(self: &Arc<Self>, is_stale: impl Fn(&[u8]) -> bool) -> u32 {
+        let mut waiting = self.waiting.lock();
+        let was_full = !waiting.is_empty();
         let (own_read, own_write) = &self.own;
-        let mut kept = Vec::new();
-        let mut taken = 0;
+        let mut all = Vec::new();
         let mut record = vec![0; self.record];
         let flags = SpliceFlags::NONBLOCK;
         while rustix::pipe::splice(&self.read, None, own_write, None, self.record, flags) == Ok(self.record) {
             if rustix::io::read(own_read, &mut record) != Ok(self.record) {
                 break;
             }
-            if is_stale(&record) {
-                taken += 1;
-            } else {
-                kept.extend_from_slice(&record);
-            }
+            all.extend_from_slice(&record);
         }
-        _ = rustix::io::write(&self.write, &kept);
-        taken
+        all.extend(waiting.drain(..));
+        let kept = all.chunks(self.record).filter(|record| !is_stale(record));
+        waiting.extend(kept.flatten());
+        let taken = (all.len() - waiting.len()) / self.record;
+        // A thread waits for room if one did before.
+        if !self.write(&mut waiting) && !was_full {
+            self.write_later();
+        }
+        u32::try_from(taken).unwrap_or(u32::MAX)
     }
 }
 
@@ -84,9 +125,9 @@ mod tests {
 
     #[test]
     fn unread_records_of_one_source_are_taken_back() {
-        let (pipe, program) = EventPipe::new(8).unwrap();
+        let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
         for n in [1u64, 2, 1, 3] {
-            assert!(pipe.send(&n.to_ne_bytes()));
+            pipe.send(&n.to_ne_bytes());
         }
         let mut record = [0; 8];
         rustix::io::read(&program, &mut record).unwrap();
@@ -101,10 +142,33 @@ mod tests {
 
     #[test]
     fn a_closed_descriptor_ends_nothing() {
-        let (pipe, program) = EventPipe::new(16).unwrap();
+        let (pipe, program) = EventPipe::new(16).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
         drop(program);
-        assert!(pipe.send(&[0; 16]));
-        while pipe.send(&[0; 16]) {}
+        for _ in 0..10_000 {
+            pipe.send(&[0; 16]);
+        }
         assert_eq!(pipe.take_back(|_| false), 0);
+    }
+
+    #[test]
+    fn events_wait_for_a_program_that_does_not_read() {
+        const COUNT: u64 = 30_000;
+        let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
+        let (mut bytes, mut next) = (vec![0; 80_000], 0);
+        for n in 0..COUNT {
+            pipe.send(&n.to_ne_bytes());
+        }
+        assert!(!pipe.waiting.lock().is_empty(), "a pipe holds less");
+        assert_eq!(pipe.take_back(|record| record[0] == 7), u32::try_from(COUNT.div_ceil(256)).unwrap());
+        while next < COUNT {
+            // Blocks until there are more.
+            let len = rustix::io::read(&program, &mut bytes).unwrap();
+            for record in bytes[..len].as_chunks::<8>().0 {
+                next += u64::from(next % 256 == 7);
+                assert_eq!(u64::from_ne_bytes(*record), next);
+                next += 1;
+            }
+        }
+        assert!(pipe.waiting.lock().is_empty());
     }
 }

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use crate::abi::{bytes_of, ib_uverbs_async_event_desc};
 use crate::address::{Link, Port};
 use crate::events::EventPipe;
-use crate::log::log;
+use crate::log::{follow_hca, log};
 
 /// How many numbers are tried for a port: another process may have the same.
 const ATTEMPTS: usize = 64;
@@ -36,6 +36,7 @@ impl Hca {
             log!("the software HCA does not start: {error}");
             Errno::NODEV
         };
+        follow_hca();
         let config = SoftHcaConfig::from_env().map_err(|error| refused(&error))?;
         let owners = Arc::new(Owners::default());
         let mut last = None;
@@ -97,7 +98,8 @@ impl EventSource {
 
     fn send(&self, record: &[u8]) {
         if let Some(sent) = &mut *self.sent.lock() {
-            *sent += u32::from(self.pipe.send(record));
+            *sent += 1;
+            self.pipe.send(record);
         }
     }
 

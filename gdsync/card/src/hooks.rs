@@ -113,6 +113,12 @@ enum Target {
     Nothing,
 }
 
+/// Whether an absolute path has a name that all emulated files have in theirs. Others are not looked for.
+fn may_lead_to_the_card(path: &[u8]) -> bool {
+    let has = |word: &[u8]| path.windows(word.len()).any(|part| part == word);
+    (path.starts_with(b"/sys/") || path.starts_with(b"/dev/")) && (has(b"infiniband") || has(b"cafe:"))
+}
+
 /// What a path of the program names, if it is of the card; relative paths are looked at from directories of the card.
 fn target(dir: c_int, path: *const c_char, follow: bool) -> Option<Target> {
     if path.is_null() {
@@ -121,7 +127,7 @@ fn target(dir: c_int, path: *const c_char, follow: bool) -> Option<Target> {
     // SAFETY: the program gives it to a function that takes a string.
     let path = unsafe { CStr::from_ptr(path) }.to_bytes();
     let absolute = path.first() == Some(&b'/');
-    if absolute && !path.starts_with(b"/sys/") && !path.starts_with(b"/dev/infiniband") {
+    if absolute && !may_lead_to_the_card(path) {
         return None;
     }
     if !absolute && (dir == libc::AT_FDCWD || !may_be_ours(dir)) {
@@ -147,4 +153,23 @@ fn target(dir: c_int, path: *const c_char, follow: bool) -> Option<Target> {
 /// What a descriptor is, if it is of the card.
 fn descriptor(fd: c_int) -> Option<Open> {
     if may_be_ours(fd) { inside(|| Process::find(fd))? } else { None }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::address::Link;
+    use crate::sysfs::Tree;
+
+    #[test]
+    fn every_emulated_file_is_found_by_its_path_and_others_are_not_looked_for() {
+        for path in Tree::new(2, Link::Ethernet).paths() {
+            assert!(may_lead_to_the_card(path.as_bytes()), "{path}");
+        }
+        for path in
+            ["/sys/class/net/lo/mtu", "/sys/devices/system/cpu/online", "/dev/null", "/home/infiniband/x"]
+        {
+            assert!(!may_lead_to_the_card(path.as_bytes()), "{path}");
+        }
+    }
 }

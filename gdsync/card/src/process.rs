@@ -66,7 +66,9 @@ pub(crate) struct Process {
     /// Processes that this one was forked from, directly or not.
     parents: *const Process,
     link: Link,
-    hcas: Vec<OnceLock<Result<Hca, Errno>>>,
+    hcas: Vec<OnceLock<Hca>>,
+    /// Held while an HCA starts.
+    starting: Mutex<()>,
     tree: OnceLock<Tree>,
     open: Mutex<HashMap<RawFd, Open>>,
 }
@@ -117,6 +119,7 @@ impl Process {
             parents,
             link: Link::from_env(),
             hcas: (0..devices).map(|_| OnceLock::new()).collect(),
+            starting: Mutex::default(),
             tree: OnceLock::new(),
             open: Mutex::default(),
         }
@@ -127,10 +130,15 @@ impl Process {
         self.tree.get_or_init(|| Tree::new(self.hcas.len(), self.link))
     }
 
-    /// The HCA of a device, started by the first call.
+    /// The HCA of a device, started by the first call. One that does not start is tried again by the next call.
     pub(crate) fn hca(&'static self, device: usize) -> Result<&'static Hca, Errno> {
         let hca = self.hcas.get(device).ok_or(Errno::NODEV)?;
-        hca.get_or_init(|| Hca::start(self.link)).as_ref().map_err(|errno| *errno)
+        let _one = self.starting.lock();
+        if let Some(hca) = hca.get() {
+            return Ok(hca);
+        }
+        let started = Hca::start(self.link)?;
+        Ok(hca.get_or_init(|| started))
     }
 
     /// What a file holds.
@@ -205,9 +213,21 @@ impl Process {
         }
     }
 
+    /// As [`Process::forget`], of all in a range.
+    pub(crate) fn forget_range(range: std::ops::Range<RawFd>) {
+        let Some(process) = Self::existing() else { return };
+        let known: Vec<_> = process.open.lock().keys().copied().filter(|fd| range.contains(fd)).collect();
+        known.into_iter().for_each(Self::forget);
+    }
+
     /// The program duplicated a descriptor.
     pub(crate) fn duplicated(from: RawFd, to: RawFd) {
         if let (Some(open), Some(process)) = (Self::find(from), Self::existing()) {
+            if let Open::Channel(context) = &open
+                && let Some(context) = context.upgrade()
+            {
+                context.duplicate_channel(from, to);
+            }
             // SAFETY: the program has just got it, and this call only looks at it.
             let file = unsafe { BorrowedFd::borrow_raw(to) };
             _ = process.know(file, open);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 
 use crate::address::{Link, Port};
 
@@ -79,6 +80,16 @@ pub(crate) struct Tree {
     nodes: BTreeMap<String, Node>,
     /// Directories below which there are only emulated files.
     roots: Vec<String>,
+}
+
+/// What `stat` says of an emulated file's device: one without a name, as that of sysfs.
+pub(crate) const FILE_SYSTEM: u64 = 0xcafe;
+
+/// The number of an emulated file in its file system.
+pub(crate) fn inode(path: &str) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    path.hash(&mut hasher);
+    hasher.finish() | 1
 }
 
 /// The number of a device file.
@@ -295,6 +306,13 @@ mod tests {
         match tree.find(path, true) {
             Found::Node(_, Node::File(Content::Text(text))) => Some(text.clone()),
             _ => None,
+        }
+    }
+
+    impl Tree {
+        /// All paths, also by way of links.
+        pub(crate) fn paths(&self) -> impl Iterator<Item = &String> {
+            self.nodes.keys()
         }
     }
 

@@ -6,7 +6,7 @@ mod progress_thread;
 mod rings;
 
 pub use crate::doorbell_set::WatchedDoorbells;
-pub use cqs::{Cqs, Overrun, parts as cq_parts};
+pub use cqs::{Cqs, Indices, Overrun, parts as cq_parts};
 pub use progress::{Progress, ProgressEngine, ProgressState, RecentCopy};
 pub use progress_thread::ProgressThread;
 pub use rings::{DoorbellSource, QpTrace, Rings, Wqe};

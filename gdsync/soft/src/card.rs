@@ -113,7 +113,6 @@ impl Card {
     /// [`Error::Sys`] when a thread, socket or shared memory cannot be created; [`Error::InvalidArgument`] for an
     /// invalid fault plan.
     pub fn start(config: &SoftHcaConfig, async_events: Arc<dyn AsyncEvents>) -> Result<Self> {
-        // Inherited by the card's threads: signals are for those of the program.
         let _blocked = BlockedSignals::all();
         SoftHca::start_with(config, Some(async_events)).map(Self)
     }
@@ -243,7 +242,7 @@ impl Card {
     /// RESET the doorbell is polled.
     ///
     /// # Errors
-    /// [`Error::Transition`] when the queue pair is in ERR, [`Error::Peer`] when the peer is not found or gone,
+    /// [`Error::Transition`] when the queue pair is in ERR, [`Error::Deadline`] when copies into it do not end in time before a reset,
     /// [`Error::InvalidArgument`] for an unknown QPN or an invalid completion queue.
     pub fn modify_qp(&self, qpn: u32, attr: &QpAttr, psn: Option<u32>, timeout: Duration) -> Result<()> {
         if let Some(psn) = psn {
@@ -290,11 +289,14 @@ fn at_least(ring: Memory, least: usize) -> Result<Memory> {
     if ring.len() < least { Memory::alloc(least) } else { Ok(ring) }
 }
 
-/// Blocks all signals of the calling thread until dropped.
-struct BlockedSignals(libc::sigset_t);
+/// Blocks all signals of the calling thread until dropped. Threads that it starts meanwhile have them blocked: signals are
+/// for those of the program.
+#[derive(Debug)]
+pub struct BlockedSignals(libc::sigset_t);
 
 impl BlockedSignals {
-    fn all() -> Self {
+    /// Blocks all.
+    pub fn all() -> Self {
         let mut all = MaybeUninit::uninit();
         // SAFETY: the set is valid for writes.
         unsafe { libc::sigfillset(all.as_mut_ptr()) };

@@ -7,7 +7,7 @@ use super::config::SoftHcaConfig;
 use super::keys::Keys;
 use super::links::{Body, Links};
 use super::packet::{Header, PacketOp};
-use super::qp::{Env, SoftQp};
+use super::qp::{Env, SoftQp, UNLINKED};
 use super::wire::{LinkEnds, RxRing};
 use crate::async_event::{AsyncEventQueue, AsyncEvents};
 use crate::config::CmaPolicy;
@@ -285,14 +285,23 @@ impl Core {
         self.links.find(peer)
     }
 
-    /// Adds a link and its hint for threads that do not hold the lock.
+    /// Adds a link and its hint for threads that do not hold the lock. Queue pairs that wait for it go on.
     pub(crate) fn add_link(&mut self, ends: LinkEnds, rx_hints: &RxHints) -> usize {
+        let peer = ends.peer;
         let (link, ring) = self.links.add(ends);
         if let Some((number, hint)) = ring.hint() {
             rx_hints.add(number, hint);
         }
         self.rings.resize_with(self.rings.len().max(link + 1), || None);
         self.rings[link] = Some(ring);
+        for i in 0..self.qps.len() {
+            self.with(i, |qp, env| {
+                if qp.link == UNLINKED && qp.remote.is_some_and(|remote| remote.gid == peer) {
+                    qp.link = link;
+                    qp.advance(env);
+                }
+            });
+        }
         link
     }
 

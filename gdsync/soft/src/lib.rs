@@ -32,8 +32,8 @@
 //! delay it, and its threads block signals, which are for the program.
 //!
 //! It offers RC and UD queue pairs, shared receive queues, completion channels, CQEs of 64 and 128 bytes, sends without
-//! completion, and payloads that mix inline data and buffers. Datagrams are single packets; the links that they need are
-//! made by a thread of their own. Not offered: inline data in CQEs, compressed CQEs, memory windows, XRC, DC, UMR.
+//! completion, and payloads that mix inline data and buffers. Datagrams are single packets. Links are made by threads of
+//! their own: a queue pair goes to RTR without its peer, and a peer that is not there is a retry error of the first send. Not offered: inline data in CQEs, compressed CQEs, memory windows, XRC, DC, UMR.
 //!
 //! # Payload in GPU memory
 //!
@@ -101,7 +101,7 @@ mod srq;
 mod wire;
 
 pub use async_event::{AsyncEvent, AsyncEvents};
-pub use card::{Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport};
+pub use card::{BlockedSignals, Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport};
 pub use config::{CmaPolicy, SoftHcaConfig};
 pub use job::job_secret;
 pub use network::Network;

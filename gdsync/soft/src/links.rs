@@ -1,15 +1,19 @@
 //! Sending ends of the links to other HCAs, with fault injection.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::packet::{self, Header};
-use super::wire::{EventCount, LinkEnds, MAX_RECORDS, PeerSocket, Piece, Record, RxRing, TxRing};
+use super::wire::{EventCount, LinkEnds, MAX_RECORDS, PeerSocket, Piece, PushError, Record, RxRing, TxRing};
 use crate::packet::Reference;
 use gdsync_device::copy_engine::ProcessId;
+use gdsync_device::error::Result;
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Fate, Faults, Gid, HcaStats};
+use mlx5_ring::Syndrome;
 
+/// How long the ring of a link may be full before its peer counts as silent.
+const STALL: Duration = Duration::from_millis(100);
 /// Packets of a full ring, and the one that is being received.
 const FULL_RING: u64 = MAX_RECORDS as u64 + 1;
 
@@ -39,6 +43,8 @@ struct Link {
     readable: bool,
     /// Packets delayed by the fault plan.
     delayed: VecDeque<Delayed>,
+    /// Since when the ring has been full.
+    full_since: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -63,11 +69,12 @@ impl Body<'_> {
         self.record.body_len
     }
 
-    /// Copies a part. The caller checked the range against body and memory.
-    pub(crate) fn copy_to(&self, at: usize, memory: &Memory, offset: usize, len: usize) {
-        self.ring
-            .copy_body_to(self.record, at, memory, offset, len)
-            .expect("checked against body and region");
+    /// Copies a part.
+    ///
+    /// # Errors
+    /// As [`Memory::copy_from`].
+    pub(crate) fn copy_to(&self, at: usize, memory: &Memory, offset: usize, len: usize) -> Result<()> {
+        self.ring.copy_body_to(self.record, at, memory, offset, len)
     }
 
     /// `N` bytes at offset `at`.
@@ -109,6 +116,7 @@ impl Links {
             pid,
             readable: false,
             delayed: VecDeque::new(),
+            full_since: None,
         });
         let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
         match self.0.get_mut(index) {
@@ -123,6 +131,11 @@ impl Links {
         if let Some(slot) = self.0.get_mut(index) {
             *slot = None;
         }
+    }
+
+    /// Whether the peer has taken no packet for so long that it counts as silent.
+    pub(crate) fn is_stalled(&self, index: usize) -> bool {
+        self.get(index).and_then(|link| link.full_since).is_some_and(|since| since.elapsed() >= STALL)
     }
 
     /// Index of a live link to `peer`.
@@ -167,6 +180,9 @@ impl Links {
     }
 
     /// Sends a packet. Returns false if the ring is full. Packets on a dead link are dropped.
+    ///
+    /// # Errors
+    /// [`Syndrome::LOC_PROT_ERR`] if a piece cannot be read.
     #[expect(clippy::too_many_arguments, reason = "packet parts, fault plan and counters")]
     pub(crate) fn send(
         &mut self,
@@ -177,16 +193,17 @@ impl Links {
         number: u64,
         faults: &mut Faults,
         stats: &mut HcaStats,
-    ) -> bool {
-        let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
+    ) -> std::result::Result<bool, Syndrome> {
+        let unreadable = |_| Syndrome::LOC_PROT_ERR;
+        let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return Ok(true) };
         let fate = faults.fate(header.src, number);
         if fate == Fate::Pass && link.delayed.is_empty() {
-            let sent = link.push(header, ext, pieces);
+            let sent = link.push(header, ext, pieces).map_err(unreadable)?;
             if sent {
                 stats.packets_sent += 1;
                 faults.count_packet();
             }
-            return sent;
+            return Ok(sent);
         }
         if fate != Fate::Pass {
             stats.packets_faulted += 1;
@@ -196,27 +213,27 @@ impl Links {
             for piece in pieces {
                 let at = body.len();
                 body.resize(at + piece.len, 0);
-                piece.memory.read(piece.offset, &mut body[at..]).expect("pieces lie in their memory");
+                piece.memory.read(piece.offset, &mut body[at..]).map_err(unreadable)?;
             }
-            Delayed { header: *header, body, until }
+            Ok(Delayed { header: *header, body, until })
         };
         match fate {
             Fate::Drop => {}
-            Fate::Reorder => link.delayed.push_back(hold(None)),
-            Fate::Delay(by) => link.delayed.push_back(hold(Some(Instant::now() + by))),
+            Fate::Reorder => link.delayed.push_back(hold(None)?),
+            Fate::Delay(by) => link.delayed.push_back(hold(Some(Instant::now() + by))?),
             Fate::Pass | Fate::Duplicate => {
-                if !link.push(header, ext, pieces) {
-                    return false;
+                if !link.push(header, ext, pieces).map_err(unreadable)? {
+                    return Ok(false);
                 }
                 if fate == Fate::Duplicate {
-                    link.push(header, ext, pieces);
+                    link.push(header, ext, pieces).map_err(unreadable)?;
                 }
                 link.release(|delayed| delayed.until.is_none());
             }
         }
         stats.packets_sent += 1;
         faults.count_packet();
-        true
+        Ok(true)
     }
 
     /// Sends a WITHDRAW or REVOKE, bypassing the fault plan, and drops the sender's delayed references. Returns false if
@@ -224,7 +241,7 @@ impl Links {
     pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
         let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
         link.delayed.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
-        link.push(header, &[], &[])
+        link.push_bytes(header, &[])
     }
 
     /// Records the process of the peer.
@@ -303,23 +320,31 @@ impl Link {
         self.broken || !self.socket.is_alive()
     }
 
-    fn push(&mut self, header: &Header, ext: &[u8], pieces: &[Piece<'_>]) -> bool {
+    /// # Errors
+    /// As reading a piece.
+    fn push(&mut self, header: &Header, ext: &[u8], pieces: &[Piece<'_>]) -> Result<bool> {
         match self.tx.try_push(&header.to_bytes(), ext, pieces) {
             Ok(sent) => {
                 self.needs_notify |= sent;
-                sent
+                self.full_since = if sent { None } else { self.full_since.or_else(|| Some(Instant::now())) };
+                Ok(sent)
             }
-            Err(error) => {
+            Err(PushError::Payload(error)) => Err(error),
+            Err(PushError::Corrupt(error)) => {
                 tracing::error!(peer = %self.peer, %error, "software HCA: link taken down");
                 self.broken = true;
-                true
+                Ok(true)
             }
         }
     }
 
+    fn push_bytes(&mut self, header: &Header, ext: &[u8]) -> bool {
+        self.push(header, ext, &[]).expect("only pieces cannot be read")
+    }
+
     fn release(&mut self, due: impl Fn(&Delayed) -> bool) {
         for delayed in std::mem::take(&mut self.delayed) {
-            if !(due(&delayed) && self.push(&delayed.header, &delayed.body, &[])) {
+            if !(due(&delayed) && self.push_bytes(&delayed.header, &delayed.body)) {
                 self.delayed.push_back(delayed);
             }
         }
@@ -330,6 +355,28 @@ impl Link {
 mod tests {
     use super::*;
     use crate::wire::Port;
+
+    #[test]
+    fn a_peer_that_takes_nothing_is_silent_until_it_takes_a_packet() {
+        let port = Port::open(Gid::random().unwrap(), EventCount::create().unwrap(), false).unwrap();
+        let mut links = Links::default();
+        let (link, mut ring) = links.add(port.loopback().unwrap());
+        let header = Header::new(packet::PacketOp::DATAGRAM, 1, 2, 3);
+        let push = |links: &mut Links| links.get_mut(link).unwrap().push_bytes(&header, &[0; 1000]);
+        while push(&mut links) {
+            assert!(!links.is_stalled(link));
+        }
+        let start = Instant::now();
+        while !links.is_stalled(link) {
+            assert!(start.elapsed() < Duration::from_secs(20), "it is full");
+            assert!(!push(&mut links));
+        }
+        while let Some(record) = ring.peek().unwrap() {
+            ring.pop(record);
+        }
+        assert!(links.is_stalled(link), "nothing was sent since");
+        assert!(push(&mut links) && !links.is_stalled(link));
+    }
 
     #[test]
     fn a_link_has_drained_when_it_was_seen_empty_or_after_a_full_ring_of_packets() {

@@ -1,4 +1,4 @@
-//! Links for datagrams: made by a thread of their own, because the step must not wait for a handshake.
+//! Links of a card: made by threads of their own, because the step must not wait for a handshake.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,17 +12,29 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::{Condvar, Gid};
 
-/// Datagrams for a peer that did not answer are dropped this long before it is asked again.
+/// A peer that did not answer is not asked again for this long.
 const RETRY: Duration = Duration::from_millis(200);
+/// How long datagrams wait for the first link to a peer. Later ones are dropped until there is a link.
+const WAIT: Duration = Duration::from_millis(300);
 /// Peers remembered.
 const MAX: usize = 1024;
+/// Attempts under way at once, each in a thread.
+const MAX_ATTEMPTS: usize = 64;
 
-/// Peers that datagrams were sent to and no link leads to.
+/// Peers that something was sent to and no link leads to.
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
-    /// When the last attempt failed; `None` while one is under way.
-    attempts: BTreeMap<Gid, Option<Instant>>,
+    attempts: BTreeMap<Gid, Attempt>,
     requests: Arc<Requests>,
+}
+
+/// The last attempt to make a link.
+#[derive(Debug)]
+struct Attempt {
+    /// When it began, or ended.
+    since: Instant,
+    under_way: bool,
+    is_first: bool,
 }
 
 /// Where a datagram goes.
@@ -41,21 +53,23 @@ impl Peers {
         if let Some(link) = links.find(peer) {
             return Reach::Link(link);
         }
-        match self.attempts.get(&peer) {
-            Some(None) => return Reach::Soon,
-            Some(Some(at)) if at.elapsed() < RETRY => return Reach::Never,
+        let last = self.attempts.get(&peer);
+        match last {
+            Some(at) if at.under_way && at.is_first && at.since.elapsed() < WAIT => return Reach::Soon,
+            Some(at) if at.under_way || at.since.elapsed() < RETRY => return Reach::Never,
             _ => {}
         }
+        let is_first = last.is_none();
         if self.attempts.len() >= MAX {
-            self.attempts.retain(|_, failed| failed.is_none());
+            self.attempts.retain(|_, attempt| attempt.under_way);
         }
-        if self.attempts.len() >= MAX {
+        if self.attempts.values().filter(|attempt| attempt.under_way).count() >= MAX_ATTEMPTS {
             return Reach::Never;
         }
-        self.attempts.insert(peer, None);
+        self.attempts.insert(peer, Attempt { since: Instant::now(), under_way: true, is_first });
         self.requests.state.lock().wanted.push(peer);
         self.requests.changed.notify_one();
-        Reach::Soon
+        if is_first { Reach::Soon } else { Reach::Never }
     }
 
     /// What the thread that makes links is asked for.
@@ -67,8 +81,8 @@ impl Peers {
     pub(crate) fn tried(&mut self, peer: Gid, has_link: bool) {
         if has_link {
             self.attempts.remove(&peer);
-        } else {
-            self.attempts.insert(peer, Some(Instant::now()));
+        } else if let Some(attempt) = self.attempts.get_mut(&peer) {
+            (attempt.since, attempt.under_way) = (Instant::now(), false);
         }
     }
 }
@@ -86,7 +100,7 @@ struct State {
     stops: bool,
 }
 
-/// The thread that makes links; joined on drop.
+/// The thread that starts a thread for each attempt; joined on drop. An attempt has a deadline, and ends by itself.
 #[derive(Debug)]
 pub(crate) struct Connector {
     fork_guard: ForkGuard,
@@ -95,18 +109,23 @@ pub(crate) struct Connector {
 }
 
 impl Connector {
-    /// Starts the thread, which calls `connect` for each peer.
+    /// Starts the thread, which has `connect` called for each peer.
     pub(crate) fn start(
         requests: Arc<Requests>,
         fork_guard: ForkGuard,
-        connect: impl Fn(Gid) + Send + 'static,
+        connect: impl Fn(Gid) + Send + Sync + 'static,
     ) -> Result<Self> {
-        let own = requests.clone();
+        let (own, connect) = (requests.clone(), Arc::new(connect));
         let thread = std::thread::Builder::new()
             .name("gdsync-connect".into())
             .spawn(move || {
                 while let Some(peer) = own.next() {
-                    connect(peer);
+                    // A silent peer does not hold up others.
+                    let attempt = connect.clone();
+                    let thread = std::thread::Builder::new().name("gdsync-connect".into());
+                    if thread.spawn(move || attempt(peer)).is_err() {
+                        connect(peer);
+                    }
                 }
             })
             .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;

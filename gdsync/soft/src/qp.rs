@@ -13,7 +13,7 @@ use super::links::Links;
 use crate::async_event::{AsyncEvent, AsyncEventQueue};
 use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
-use crate::peers::Peers;
+use crate::peers::{Peers, Reach};
 use crate::srq::Srqs;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Rings};
@@ -25,6 +25,9 @@ use datagram::Datagrams;
 use requester::Requester;
 use responder::Responder;
 use staging::{ReceiveStaging, Stage};
+
+/// Index of no link: that of a card's queue pair which is not linked yet.
+pub(crate) const UNLINKED: usize = usize::MAX;
 
 /// Bytes of a cross-memory attach per step: 20 to 50 us under the HCA's lock.
 const PIECE: usize = 512 << 10;
@@ -314,12 +317,22 @@ impl SoftQp {
         if let Some(remote) = attr.remote {
             self.remote = Some(remote);
             self.resp.expect(remote.psn);
+            self.link = link.unwrap_or(UNLINKED);
+            self.seek_link(env);
         }
-        self.link = link.unwrap_or(self.link);
         self.resp.configure(attr);
         self.req.configure(attr);
         self.state = to;
         Ok(self.psn)
+    }
+
+    /// Takes the link to the peer, or asks for one.
+    pub(crate) fn seek_link(&mut self, env: &mut Env<'_>) {
+        if let Some(remote) = self.remote.filter(|_| self.link == UNLINKED)
+            && let Reach::Link(link) = env.peers.reach(remote.gid, env.links)
+        {
+            self.link = link;
+        }
     }
 
     fn reset(&mut self) -> Result<()> {

@@ -36,7 +36,7 @@ const TIMEOUT: Duration = Duration::from_secs(12);
 pub struct SoftHca {
     pub(super) shared: Arc<Shared>,
     _service: ProgressThread<Shared>,
-    /// Makes links for datagrams, which only a card has.
+    /// Makes the links of a card.
     _connector: Option<Connector>,
 }
 
@@ -323,7 +323,9 @@ impl Provider for SoftHca {
                 return Err(Error::late(what, timeout, awaited));
             }
         }
-        let link = attr.remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
+        // A card finds out by its packets whether there is a peer.
+        let remote = attr.remote.filter(|_| !self.shared.is_card);
+        let link = remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
         let result = self.shared.with(|core| {
             if attr.state == Some(QpState::RESET) {
                 core.unwatch(qpn, &self.shared.doorbells);
@@ -391,10 +393,10 @@ impl Provider for SoftHca {
     }
 }
 
-/// How long a peer of a datagram may take to answer.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a peer of a card may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Starts the thread that makes links for datagrams.
+/// Starts the thread that makes the links of a card.
 fn connector(shared: &Arc<Shared>) -> Result<Connector> {
     let requests = shared.with(|core| core.peers.requests());
     let own = shared.clone();
@@ -404,7 +406,7 @@ fn connector(shared: &Arc<Shared>) -> Result<Connector> {
             core.peers.tried(peer, ends.is_ok());
             match ends {
                 Ok(ends) => drop(core.add_link(ends, &own.rx_hints)),
-                Err(error) => tracing::debug!(%error, "software HCA: datagrams are dropped"),
+                Err(error) => tracing::debug!(%error, "software HCA: packets for this peer are lost"),
             }
         });
         own.wake();

@@ -3,6 +3,7 @@
 use smallvec::SmallVec;
 
 use crate::async_event::{AsyncEvent, AsyncEventQueue};
+use gdsync_device::engine::Indices;
 use gdsync_device::memory::Memory;
 use gdsync_shm as protocol;
 use mlx5_ring::{self as mlx5, DataSeg};
@@ -15,7 +16,7 @@ const BASE: u32 = 0x5a1;
 
 /// The shared receive queues of an HCA, by number.
 #[derive(Debug, Default)]
-pub(crate) struct Srqs(Vec<Option<Srq>>);
+pub(crate) struct Srqs(Vec<Option<Srq>>, Indices);
 
 /// The receive at an index of the ring is filled, taken, and put back at the end of the list by the program, which sets
 /// the link of the entry before it.
@@ -40,15 +41,15 @@ impl Srqs {
             return None;
         }
         let srq = Srq { ring, stride, record, head: 0, taken: 0, limit: 0 };
-        let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
+        let index = self.1.take();
         self.0.resize_with(self.0.len().max(index + 1), || None);
         self.0[index] = Some(srq);
         Some(BASE + u32::try_from(index).ok()?)
     }
 
     pub(crate) fn destroy(&mut self, srqn: u32) {
-        if let Some(slot) = self.slot(srqn) {
-            *slot = None;
+        if self.slot(srqn).and_then(Option::take).is_some() {
+            self.1.give_back((srqn - BASE) as usize);
         }
     }
 

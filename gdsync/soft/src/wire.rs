@@ -8,8 +8,10 @@ use std::time::Duration;
 use gdsync_device::error::Result;
 use gdsync_device::memory::{Memory, Word32};
 use gdsync_shm::event_count;
+#[cfg(test)]
+pub(crate) use port::name;
 pub(crate) use port::{LinkEnds, PeerSocket, Port};
-pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, Record, RxHints, RxRing, TxRing};
+pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, Record, RxHints, RxRing, TxRing};
 use rustix::thread::futex::{self, Timespec};
 
 mod port;

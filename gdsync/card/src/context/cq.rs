@@ -1,5 +1,6 @@
 //! Completion queues and completion channels.
 
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
 use gdsync_soft::CardCq;
@@ -53,10 +54,12 @@ impl Context {
         let _: ib_uverbs_create_comp_channel = command.request()?;
         command.check_response::<ib_uverbs_create_comp_channel_resp>()?;
         let (pipe, program) = EventPipe::new(8)?;
+        command
+            .respond(user, &ib_uverbs_create_comp_channel_resp { fd: program.as_raw_fd().cast_unsigned() })?;
         let fd = into_program(program);
         self.channels.lock().insert(fd, Arc::new(pipe));
         self.new_channels.lock().push(fd);
-        command.respond(user, &ib_uverbs_create_comp_channel_resp { fd: fd.cast_unsigned() })
+        Ok(())
     }
 
     pub(super) fn create_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {

@@ -1,5 +1,6 @@
 //! Contexts, and what a device and its port report.
 
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
 use rustix::io::Errno;
@@ -44,8 +45,8 @@ impl Context {
             return Err(Errno::INVAL);
         }
         let (pipe, program) = EventPipe::new(size_of::<ib_uverbs_async_event_desc>())?;
-        let fd = into_program(program);
-        let response = ib_uverbs_get_context_resp { async_fd: fd.cast_unsigned(), num_comp_vectors: VECTORS };
+        let async_fd = program.as_raw_fd().cast_unsigned();
+        let response = ib_uverbs_get_context_resp { async_fd, num_comp_vectors: VECTORS };
         command.respond_both(
             user,
             &response,
@@ -75,6 +76,7 @@ impl Context {
         if driver.flags & DEVX != 0 {
             self.devx.grant();
         }
+        into_program(program);
         Ok(())
     }
 

@@ -99,7 +99,15 @@ pub(super) fn check_access(flags: u32) -> Result<()> {
 fn region(start: u64, length: u64, access: Access) -> Result<Memory> {
     let writes = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
     pin(start, length, !access.intersects(writes))?;
-    wrap(start, usize::try_from(length).map_err(|_| Errno::INVAL)?)
+    let (base, len) = (address(start)?, usize::try_from(length).map_err(|_| Errno::INVAL)?);
+    // Nothing pins its pages here: the program may unmap them first.
+    // SAFETY: the range was mapped when `pin` checked it. Only atomics of a peer use words of it; a program that unmaps them at that
+    // very moment ends by a fault.
+    unsafe { Memory::of_program(base, len) }.map_err(|_| Errno::FAULT)
+}
+
+fn address(addr: u64) -> Result<*mut u8> {
+    usize::try_from(addr).map(std::ptr::with_exposed_provenance_mut).map_err(|_| Errno::FAULT)
 }
 
 /// The memory of a ring or doorbell record, which must be writable.
@@ -111,14 +119,9 @@ pub(super) fn ring(addr: u64, len: usize, align: u64) -> Result<Memory> {
         return Err(Errno::INVAL);
     }
     pin(addr, len as u64, false)?;
-    wrap(addr, len)
-}
-
-fn wrap(addr: u64, len: usize) -> Result<Memory> {
-    let base = std::ptr::with_exposed_provenance_mut(usize::try_from(addr).map_err(|_| Errno::FAULT)?);
     // SAFETY: the range is mapped with the rights that the card needs, as `pin` checked. That it stays so until the object ends is up
-    // to the program: nothing pins its pages here. A program that unmaps them first, which a kernel would let it, ends by a fault.
-    unsafe { Memory::from_raw(base, len) }.map_err(|_| Errno::FAULT)
+    // to the program, which gives rings to its driver: nothing pins its pages here.
+    unsafe { Memory::from_raw(address(addr)?, len) }.map_err(|_| Errno::FAULT)
 }
 
 #[cfg(test)]

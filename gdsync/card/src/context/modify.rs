@@ -18,7 +18,7 @@ use crate::command::Command;
 use crate::log::log;
 use crate::user::User;
 
-/// How long a peer may take to be found.
+/// How long a reset may wait for copies into the memory of a queue pair.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// `enum ib_qp_attr_mask`
@@ -114,7 +114,7 @@ impl Context {
         qp.hca.card.modify_qp(qp.qpn, &step, psn, PATIENCE).map_err(|error| {
             log!("MODIFY_QP to {}: {error}", QpState(to));
             match error {
-                Error::Peer { .. } | Error::Deadline { .. } => Errno::TIMEDOUT,
+                Error::Deadline { .. } => Errno::TIMEDOUT,
                 _ => Errno::INVAL,
             }
         })?;

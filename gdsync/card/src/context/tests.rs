@@ -95,6 +95,26 @@ fn nothing_works_before_get_context() {
 }
 
 #[test]
+fn a_response_that_cannot_be_written_leaves_no_descriptor() {
+    // Others of this process come and go: pipes with an end for the program are counted.
+    let descriptors = || {
+        let links = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+        links.filter(|link| std::fs::read_link(link.path()).is_ok_and(|to| to.starts_with("pipe:"))).count()
+    };
+    let (context, program) = (open(), Program(Mutex::new(Vec::new())));
+    let channel = command(abi::IB_USER_VERBS_CMD_CREATE_COMP_CHANNEL, 2, &BASE.to_ne_bytes());
+    let mut body = [0; 40];
+    body[..8].copy_from_slice(&BASE.to_ne_bytes());
+    let get_context = command(abi::IB_USER_VERBS_CMD_GET_CONTEXT, 20, &body);
+    let before = descriptors();
+    for _ in 0..200 {
+        assert_eq!(context.write(&program, &channel), Err(Errno::FAULT));
+        assert_eq!(Context::new(hca(), file()).write(&program, &get_context), Err(Errno::FAULT));
+    }
+    assert!(descriptors() < before + 200, "descriptors are left");
+}
+
+#[test]
 fn any_bytes_are_no_harm_as_a_command() {
     let context = AssertUnwindSafe(open());
     check!().with_type::<Vec<u8>>().for_each(|bytes| {

@@ -1,6 +1,6 @@
-//! Functions that take descriptors: `write`, `ioctl`, `close`, `dup`, and `socket`.
+//! Functions that take descriptors: `write`, `ioctl`, those that close and duplicate, and `socket`.
 
-use std::ffi::{c_int, c_ulong, c_void};
+use std::ffi::{c_int, c_uint, c_ulong, c_void};
 
 use rustix::io::Errno;
 
@@ -52,28 +52,91 @@ pub(crate) extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: *mut c_voi
     }
 }
 
-#[cfg_attr(not(test), unsafe(no_mangle))]
-pub(crate) extern "C" fn close(fd: c_int) -> c_int {
+/// A descriptor is closed.
+fn forget(fd: c_int) {
     if may_be_ours(fd) {
         finish(|| {
             Process::forget(fd);
             Ok(0)
         });
     }
+}
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn close(fd: c_int) -> c_int {
+    forget(fd);
     next!(close(fd => c_int) -> c_int, else -1)
+}
+
+/// Descriptors in a range are closed, not the last one.
+fn forget_range(range: std::ops::Range<c_int>) {
+    finish(|| {
+        Process::forget_range(range);
+        Ok(0)
+    });
+}
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
+    if flags & libc::CLOSE_RANGE_CLOEXEC.cast_signed() == 0 && first <= last {
+        let number = |fd: c_uint| c_int::try_from(fd).unwrap_or(c_int::MAX);
+        forget_range(number(first)..number(last).saturating_add(1));
+    }
+    next!(close_range(first => c_uint, last => c_uint, flags => c_int) -> c_int, else {
+        finish(|| Err(Errno::NOSYS))
+    })
+}
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn closefrom(first: c_int) {
+    forget_range(first.max(0)..c_int::MAX);
+    next!(closefrom(first => c_int) -> (), else ());
+}
+
+/// A call duplicated a descriptor. Returns the new one, or -1.
+fn duplicated(fd: c_int, new: c_int) -> c_int {
+    if new >= 0 && new != fd {
+        // What it was is closed.
+        forget(new);
+        if may_be_ours(fd) {
+            finish(|| {
+                Process::duplicated(fd, new);
+                Ok(0)
+            });
+        }
+    }
+    new
 }
 
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub(crate) extern "C" fn dup(fd: c_int) -> c_int {
-    let new = next!(dup(fd => c_int) -> c_int, else -1);
-    if new >= 0 && may_be_ours(fd) {
-        finish(|| {
-            Process::duplicated(fd, new);
-            Ok(0)
-        });
-    }
-    new
+    duplicated(fd, next!(dup(fd => c_int) -> c_int, else -1))
 }
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn dup2(fd: c_int, to: c_int) -> c_int {
+    duplicated(fd, next!(dup2(fd => c_int, to => c_int) -> c_int, else -1))
+}
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn dup3(fd: c_int, to: c_int, flags: c_int) -> c_int {
+    duplicated(fd, next!(dup3(fd => c_int, to => c_int, flags => c_int) -> c_int, else -1))
+}
+
+macro_rules! fcntls {
+    ($($name:ident)*) => {$(
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        pub(crate) extern "C" fn $name(fd: c_int, command: c_int, argument: c_ulong) -> c_int {
+            let done = next!($name(fd => c_int, command => c_int, argument => c_ulong) -> c_int, else -1);
+            match command {
+                libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => duplicated(fd, done),
+                _ => done,
+            }
+        }
+    )*};
+}
+
+fcntls! { fcntl fcntl64 }
 
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub(crate) extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int {
@@ -81,4 +144,48 @@ pub(crate) extern "C" fn socket(domain: c_int, kind: c_int, protocol: c_int) -> 
         return finish(|| Err(Errno::PROTONOSUPPORT));
     }
     next!(socket(domain => c_int, kind => c_int, protocol => c_int) -> c_int, else -1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::files::open;
+    use super::*;
+
+    fn is_dir(fd: c_int) -> bool {
+        matches!(descriptor(fd), Some(Open::Dir(_)))
+    }
+
+    #[test]
+    fn duplicates_are_known_and_closed_ones_are_not() {
+        let fd = open(c"/sys/class/infiniband".as_ptr(), libc::O_DIRECTORY, 0);
+        let file = open(c"/dev/null".as_ptr(), libc::O_RDONLY, 0);
+        // Numbers that no other test gets.
+        let duplicates = [
+            dup(fd),
+            dup2(fd, 1000),
+            dup3(fd, 1001, libc::O_CLOEXEC),
+            fcntl(fd, libc::F_DUPFD, 1002),
+            fcntl64(fd, libc::F_DUPFD_CLOEXEC, 1003),
+        ];
+        assert_eq!(close(fd), 0);
+        assert!(!is_dir(fd));
+        assert!(duplicates.iter().all(|&fd| is_dir(fd)), "{duplicates:?}");
+        assert_eq!(dup2(file, 1000), 1000);
+        assert!(!is_dir(1000), "it was replaced");
+        assert_eq!(dup2(duplicates[0], duplicates[0]), duplicates[0]);
+        assert!(is_dir(duplicates[0]));
+        assert_eq!(dup2(-1, 1001), -1);
+        assert!(is_dir(1001), "nothing was replaced");
+        let cloexec = libc::CLOSE_RANGE_CLOEXEC.cast_signed();
+        assert_eq!(
+            (close_range(1001, 1002, cloexec), is_dir(1001)),
+            (0, true),
+            "only when a program is executed"
+        );
+        assert_eq!(close_range(1001, 1002, 0), 0);
+        assert_eq!([1001, 1002, 1003].map(is_dir), [false, false, true]);
+        for fd in [file, 1000, 1003, duplicates[0]] {
+            assert_eq!(close(fd), 0);
+        }
+    }
 }

@@ -1,13 +1,14 @@
 //! Functions that list directories. A directory of the card is a `DIR` of our own.
 
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_long, c_void};
 
 use libc::{AT_FDCWD, DIR, dirent};
 use rustix::io::Errno;
 
-use super::{Target, descriptor, finish, next, target};
+use super::{Failure as _, Target, descriptor, finish, inside, next, target};
 use crate::process::{Open, Process};
-use crate::sysfs::Node;
+use crate::sysfs::{Node, inode};
+use crate::user::set_errno;
 
 /// First 8 bytes of a `DIR` of ours. That of the C library begins with a descriptor and a lock, which are small.
 const MAGIC: u64 = 0xcafe_d14a_cafe_d14a;
@@ -19,6 +20,15 @@ struct Listing {
     fd: c_int,
     at: usize,
     entries: Vec<dirent>,
+}
+
+impl Listing {
+    /// The next entry, or null.
+    fn next(&mut self) -> *mut dirent {
+        let entry = self.entries.get_mut(self.at);
+        self.at += usize::from(entry.is_some());
+        entry.map_or(std::ptr::null_mut(), std::ptr::from_mut)
+    }
 }
 
 /// The entries of a directory.
@@ -33,14 +43,19 @@ fn entries(path: &str) -> Vec<dirent> {
         (name.to_owned(), kind)
     });
     let all = [(".".to_owned(), libc::DT_DIR), ("..".to_owned(), libc::DT_DIR)].into_iter().chain(inside);
-    all.zip(1..).map(|((name, kind), number)| entry(&name, kind, number)).collect()
+    let number = |name: &str| match name {
+        "." => inode(path),
+        ".." => inode(path.rsplit_once('/').map_or("", |(above, _)| above)),
+        _ => inode(&format!("{path}/{name}")),
+    };
+    all.zip(1..).map(|((name, kind), next)| entry(&name, number(&name), kind, next)).collect()
 }
 
-fn entry(name: &str, kind: u8, number: u64) -> dirent {
+/// An entry; `next` is the position behind it.
+fn entry(name: &str, number: u64, kind: u8, next: i64) -> dirent {
     // SAFETY: any bytes are a value of this structure.
     let mut entry: dirent = unsafe { std::mem::zeroed() };
-    entry.d_ino = number;
-    entry.d_off = number.cast_signed();
+    (entry.d_ino, entry.d_off) = (number, next);
     entry.d_reclen = u16::try_from(size_of::<dirent>()).unwrap_or_default();
     entry.d_type = kind;
     for (to, from) in entry.d_name.iter_mut().zip(name.bytes()) {
@@ -93,15 +108,52 @@ macro_rules! readdirs {
             if !is_ours(dir) {
                 return next!($name(dir => *mut DIR) -> *mut dirent, else std::ptr::null_mut());
             }
-            let listing = listing(dir);
-            let entry = listing.entries.get_mut(listing.at);
-            listing.at += 1;
-            entry.map_or(std::ptr::null_mut(), |entry| std::ptr::from_mut(entry))
+            listing(dir).next()
         }
     )*};
 }
 
 readdirs! { readdir readdir64 }
+
+macro_rules! reentrant_readdirs {
+    ($($name:ident)*) => {$(
+        #[cfg_attr(not(test), unsafe(no_mangle))]
+        pub(crate) extern "C" fn $name(dir: *mut DIR, entry: *mut dirent, result: *mut *mut dirent) -> c_int {
+            if !is_ours(dir) {
+                return next!($name(
+                    dir => *mut DIR, entry => *mut dirent, result => *mut *mut dirent
+                ) -> c_int, else libc::ENOSYS);
+            }
+            // SAFETY: null, or an entry of the directory.
+            let found = unsafe { listing(dir).next().as_ref() };
+            // SAFETY: the program gives a place for an entry.
+            let given = found.map(|found| unsafe { entry.write(*found) });
+            // SAFETY: the program gives a place for the result.
+            unsafe { result.write(if given.is_some() { entry } else { std::ptr::null_mut() }) };
+            0
+        }
+    )*};
+}
+
+reentrant_readdirs! { readdir_r readdir64_r }
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn telldir(dir: *mut DIR) -> c_long {
+    if is_ours(dir) {
+        c_long::try_from(listing(dir).at).unwrap_or_default()
+    } else {
+        next!(telldir(dir => *mut DIR) -> c_long, else -1)
+    }
+}
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn seekdir(dir: *mut DIR, position: c_long) {
+    if is_ours(dir) {
+        listing(dir).at = usize::try_from(position).unwrap_or_default();
+    } else {
+        next!(seekdir(dir => *mut DIR, position => c_long) -> (), else ());
+    }
+}
 
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub(crate) extern "C" fn rewinddir(dir: *mut DIR) {
@@ -131,10 +183,10 @@ pub(crate) extern "C" fn closedir(dir: *mut DIR) -> c_int {
 type Filter = Option<unsafe extern "C" fn(*const dirent) -> c_int>;
 type Compare = Option<unsafe extern "C" fn(*mut *const dirent, *mut *const dirent) -> c_int>;
 
-/// The entries that the program wants, in memory of `malloc`.
+/// The entries that the program wants, in memory of `malloc`. The program's functions run outside: they may ask for files.
 fn scan(path: &str, out: *mut *mut *mut dirent, filter: Filter, compare: Compare) -> Result<c_int, Errno> {
     let mut chosen = Vec::new();
-    for entry in entries(path) {
+    for entry in inside(|| entries(path)).ok_or(Errno::IO)? {
         // SAFETY: it is a function for an entry.
         if filter.is_some_and(|filter| unsafe { filter(&raw const entry) } == 0) {
             continue;
@@ -177,7 +229,10 @@ macro_rules! scandirs {
             compare: Compare,
         ) -> c_int {
             match target(AT_FDCWD, path, true) {
-                Some(Target::Node(path, Node::Dir)) => finish(|| scan(&path, out, filter, compare)),
+                Some(Target::Node(path, Node::Dir)) => scan(&path, out, filter, compare).unwrap_or_else(|error| {
+                    set_errno(error.raw_os_error());
+                    c_int::FAILED
+                }),
                 Some(Target::Node(..)) => finish(|| Err(Errno::NOTDIR)),
                 Some(Target::Nothing) => finish(|| Err(Errno::NOENT)),
                 None => next!($name(
@@ -215,6 +270,18 @@ mod tests {
         rewinddir(dir);
         assert!(!readdir(dir).is_null());
         assert!(dirfd(dir) >= 0);
+        // SAFETY: any bytes are a value of this structure.
+        let (mut place, mut result) = (unsafe { std::mem::zeroed() }, std::ptr::null_mut());
+        for (at, expected) in [(1, ".."), (3, "uverbs0"), (0, ".")] {
+            seekdir(dir, at);
+            assert_eq!(telldir(dir), at);
+            assert_eq!(readdir64_r(dir, &raw mut place, &raw mut result), 0);
+            assert_eq!((result, name(&place).as_str()), (&raw mut place, expected));
+            assert_eq!(place.d_off, telldir(dir));
+        }
+        seekdir(dir, 4);
+        assert_eq!(readdir_r(dir, &raw mut place, &raw mut result), 0);
+        assert!(result.is_null() && readdir(dir).is_null(), "the end");
         assert_eq!(closedir(dir), 0);
     }
 
@@ -232,6 +299,10 @@ mod tests {
         unsafe extern "C" fn visible(entry: *const dirent) -> c_int {
             // SAFETY: the caller gives an entry.
             let name = name(unsafe { &*entry });
+            // As a program does that looks at what it finds.
+            let dir = opendir(c"/sys/class/infiniband_verbs".as_ptr());
+            assert!(is_ours(dir));
+            closedir(dir);
             c_int::from(!name.starts_with('.'))
         }
         let mut found = std::ptr::null_mut();

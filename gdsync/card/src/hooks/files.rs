@@ -1,6 +1,6 @@
 //! Functions that take paths: opening files, and asking about them.
 
-use std::ffi::{CString, c_char, c_int, c_uint};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint};
 
 use libc::{AT_FDCWD, AT_SYMLINK_NOFOLLOW, FILE, mode_t};
 use rustix::io::Errno;
@@ -8,7 +8,8 @@ use rustix::io::Errno;
 use super::{Target, descriptor, finish, next, target};
 use crate::events::into_program;
 use crate::process::{Open, Process, text_file};
-use crate::sysfs::{Node, device_number};
+use crate::sysfs::{FILE_SYSTEM, Node, device_number, inode};
+use crate::user::last_errno;
 
 /// Opens what a path names.
 fn open_target(target: Target, flags: c_int) -> Result<c_int, Errno> {
@@ -53,16 +54,32 @@ opens! {
     __openat64_2(dir);
 }
 
+/// Opens a file as a stream, if it may be opened in this mode.
+fn open_stream(target: Target, mode: *const c_char) -> Result<*mut FILE, Errno> {
+    // SAFETY: the program gives a string.
+    let text = unsafe { CStr::from_ptr(mode) }.to_bytes();
+    let flags = match text {
+        [b'r', rest @ ..] if !rest.contains(&b'+') => libc::O_RDONLY,
+        [b'r' | b'w' | b'a', ..] => libc::O_RDWR,
+        _ => return Err(Errno::INVAL),
+    };
+    let fd = open_target(target, flags)?;
+    // SAFETY: the descriptor is new, and the mode is the program's.
+    let stream = unsafe { libc::fdopen(fd, mode) };
+    if stream.is_null() {
+        let error = last_errno();
+        super::descriptors::close(fd);
+        return Err(Errno::from_raw_os_error(error));
+    }
+    Ok(stream)
+}
+
 macro_rules! fopens {
     ($($name:ident)*) => {$(
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub(crate) extern "C" fn $name(path: *const c_char, mode: *const c_char) -> *mut FILE {
             match target(AT_FDCWD, path, true) {
-                Some(target) => finish(|| {
-                    let fd = open_target(target, libc::O_RDONLY)?;
-                    // SAFETY: the descriptor is new, and the mode is the program's.
-                    Ok(unsafe { libc::fdopen(fd, mode) })
-                }),
+                Some(target) => finish(|| open_stream(target, mode)),
                 None => next!($name(path => *const c_char, mode => *const c_char) -> *mut FILE, else std::ptr::null_mut()),
             }
         }
@@ -71,8 +88,13 @@ macro_rules! fopens {
 
 fopens! { fopen fopen64 }
 
+/// The path of a device file.
+fn device_path(device: usize) -> String {
+    format!("/dev/infiniband/uverbs{device}")
+}
+
 /// What `stat` says of a node.
-fn fill(out: *mut libc::stat, node: &Node) -> Result<c_int, Errno> {
+fn fill(out: *mut libc::stat, path: &str, node: &Node) -> Result<c_int, Errno> {
     let (mode, size, number) = match node {
         Node::Dir => (libc::S_IFDIR | 0o755, 0, 0),
         Node::File(_) => (libc::S_IFREG | 0o444, 4096, 0),
@@ -82,6 +104,7 @@ fn fill(out: *mut libc::stat, node: &Node) -> Result<c_int, Errno> {
     // SAFETY: any bytes are a value of this structure.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     (stat.st_mode, stat.st_size, stat.st_rdev) = (mode, size, number);
+    (stat.st_dev, stat.st_ino) = (FILE_SYSTEM, inode(path));
     stat.st_nlink = 1;
     stat.st_blksize = 4096;
     if out.is_null() {
@@ -94,7 +117,7 @@ fn fill(out: *mut libc::stat, node: &Node) -> Result<c_int, Errno> {
 
 fn stat_target(target: Target, out: *mut libc::stat) -> c_int {
     finish(|| match target {
-        Target::Node(_, node) => fill(out, &node),
+        Target::Node(path, node) => fill(out, &path, &node),
         Target::Nothing => Err(Errno::NOENT),
     })
 }
@@ -135,8 +158,10 @@ macro_rules! fstats {
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub(crate) extern "C" fn $name($($version: c_int,)? fd: c_int, out: *mut libc::stat) -> c_int {
             match descriptor(fd) {
-                Some(Open::Device { device, .. }) => finish(|| fill(out, &Node::Device(device))),
-                Some(Open::Dir(_)) => finish(|| fill(out, &Node::Dir)),
+                Some(Open::Device { device, .. }) => {
+                    finish(|| fill(out, &device_path(device), &Node::Device(device)))
+                }
+                Some(Open::Dir(path)) => finish(|| fill(out, &path, &Node::Dir)),
                 _ => next!($name($($version => c_int,)? fd => c_int, out => *mut libc::stat) -> c_int, else missing()),
             }
         }
@@ -155,9 +180,9 @@ macro_rules! fstatats {
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub(crate) extern "C" fn $name(dir: c_int, path: *const c_char, out: *mut libc::stat, flags: c_int) -> c_int {
             if is_empty(path, flags)
-                && let Some(Open::Dir(_)) = descriptor(dir)
+                && let Some(Open::Dir(path)) = descriptor(dir)
             {
-                return finish(|| fill(out, &Node::Dir));
+                return finish(|| fill(out, &path, &Node::Dir));
             }
             match target(dir, path, flags & AT_SYMLINK_NOFOLLOW == 0) {
                 Some(target) => stat_target(target, out),
@@ -187,8 +212,10 @@ pub(crate) extern "C" fn statx(
 ) -> c_int {
     let node = if is_empty(path, flags) {
         match descriptor(dir) {
-            Some(Open::Dir(_)) => Some(Target::Node(String::new(), Node::Dir)),
-            Some(Open::Device { device, .. }) => Some(Target::Node(String::new(), Node::Device(device))),
+            Some(Open::Dir(path)) => Some(Target::Node(path, Node::Dir)),
+            Some(Open::Device { device, .. }) => {
+                Some(Target::Node(device_path(device), Node::Device(device)))
+            }
             _ => None,
         }
     } else {
@@ -211,6 +238,10 @@ pub(crate) extern "C" fn statx(
         // SAFETY: any bytes are a value of this structure.
         let mut extended: libc::statx = unsafe { std::mem::zeroed() };
         extended.stx_mask = libc::STATX_TYPE | libc::STATX_MODE | libc::STATX_NLINK | libc::STATX_SIZE;
+        extended.stx_mask |= libc::STATX_INO;
+        extended.stx_ino = stat.st_ino;
+        (extended.stx_dev_major, extended.stx_dev_minor) =
+            (libc::major(stat.st_dev), libc::minor(stat.st_dev));
         extended.stx_mode = u16::try_from(stat.st_mode).unwrap_or_default();
         extended.stx_nlink = 1;
         extended.stx_size = stat.st_size.unsigned_abs();
@@ -317,7 +348,7 @@ pub(crate) extern "C" fn canonicalize_file_name(path: *const c_char) -> *mut c_c
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::{CStr, c_void};
+    use std::ffi::c_void;
 
     use super::*;
 
@@ -338,7 +369,7 @@ mod tests {
         assert!(class >= 0 && verbs >= 0);
         assert_eq!(read(openat(verbs, c"ibdev".as_ptr(), libc::O_RDONLY, 0)), "mlx5_0\n");
         assert_eq!(openat(verbs, c"nothing".as_ptr(), libc::O_RDONLY, 0), -1);
-        assert_eq!(crate::user::last_errno(), libc::ENOENT);
+        assert_eq!(last_errno(), libc::ENOENT);
         for fd in [class, verbs] {
             assert_eq!(super::super::descriptors::close(fd), 0);
         }
@@ -362,5 +393,40 @@ mod tests {
         assert_eq!((out.st_mode & libc::S_IFMT, out.st_rdev), (libc::S_IFCHR, device_number(0)));
         assert_eq!(stat(c"/dev/infiniband/uverbs9".as_ptr(), &raw mut out), -1);
         assert_eq!(access(c"/dev/infiniband/uverbs0".as_ptr(), libc::R_OK | libc::W_OK), 0);
+    }
+
+    #[test]
+    fn files_have_numbers() {
+        // SAFETY: any bytes are a value of this structure.
+        let mut out: [libc::stat; 3] = unsafe { std::mem::zeroed() };
+        let paths = [c"/sys/class/infiniband/mlx5_0/node_type", c"/sys/class/infiniband/mlx5_0/fw_ver"];
+        assert_eq!(paths.map(|path| stat(path.as_ptr(), &raw mut out[0])), [0; 2]);
+        assert_eq!(stat(paths[1].as_ptr(), &raw mut out[1]), 0);
+        assert_eq!((out[0].st_dev, out[0].st_ino), (out[1].st_dev, out[1].st_ino), "the same file");
+        assert_eq!(stat(paths[0].as_ptr(), &raw mut out[2]), 0);
+        assert!(out[2].st_dev == out[1].st_dev && out[2].st_ino != out[1].st_ino, "another one");
+        // SAFETY: any bytes are a value of this structure.
+        let mut extended: libc::statx = unsafe { std::mem::zeroed() };
+        assert_eq!(statx(AT_FDCWD, paths[0].as_ptr(), 0, libc::STATX_INO, &raw mut extended), 0);
+        assert_eq!(extended.stx_ino, out[2].st_ino);
+    }
+
+    #[test]
+    fn streams_are_only_read() {
+        let path = c"/sys/class/infiniband/mlx5_0/node_type";
+        for (mode, error) in
+            [(c"w", libc::EACCES), (c"a", libc::EACCES), (c"r+", libc::EACCES), (c"x", libc::EINVAL)]
+        {
+            assert!(fopen(path.as_ptr(), mode.as_ptr()).is_null(), "{mode:?}");
+            assert_eq!(last_errno(), error, "{mode:?}");
+        }
+        let stream = fopen(path.as_ptr(), c"re".as_ptr());
+        let mut line = [0; 16];
+        // SAFETY: the stream is open, and the buffer has this size.
+        assert!(!unsafe { libc::fgets(line.as_mut_ptr(), 16, stream) }.is_null());
+        // SAFETY: `fgets` ended it with 0.
+        assert_eq!(unsafe { CStr::from_ptr(line.as_ptr()) }, c"1: CA\n");
+        // SAFETY: it is open, and the test's own.
+        unsafe { libc::fclose(stream) };
     }
 }

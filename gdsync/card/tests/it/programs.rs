@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::{card, finish, has, run, start, succeeded};
 
 /// A port that nobody listens at.
-fn free_port() -> u16 {
+pub(crate) fn free_port() -> u16 {
     TcpListener::bind("0.0.0.0:0").expect("there are free ports").local_addr().expect("it is bound").port()
 }
 
@@ -24,7 +24,7 @@ fn is_listening(port: u16) -> bool {
 }
 
 /// Waits until a server listens or has ended.
-fn await_server(server: &mut Child, port: u16) {
+pub(crate) fn await_server(server: &mut Child, port: u16) {
     let end = Instant::now() + Duration::from_secs(60);
     while !is_listening(port) && server.try_wait().expect("it is a child").is_none() {
         assert!(Instant::now() < end, "the server does not listen");

@@ -24,11 +24,20 @@ fn processes(word: &str) -> usize {
 }
 
 #[test]
-fn a_killed_program_leaves_nothing() {
+fn a_program_killed_at_any_moment_leaves_nothing() {
     if !has("ibv_rc_pingpong") {
         return;
     }
     let before = traces();
+    for delay in (0..20).map(|n| Duration::from_millis(n * n / 4)) {
+        let word = format!("GDASYNC_TEST_DELAY={}-{delay:?}", std::process::id());
+        let (name, value) = word.split_once('=').expect("it has one");
+        let mut program = start(card("ibv_devinfo", "eth").arg("-v").env(name, value));
+        std::thread::sleep(delay);
+        program.kill().expect("it was not waited for");
+        finish(program);
+        assert_eq!(processes(&word), 0);
+    }
     let word = format!("GDASYNC_TEST_MARK={}", std::process::id());
     let (name, value) = word.split_once('=').expect("it has one");
     let mut server = start(card("ibv_rc_pingpong", "eth").args(["-g", "1", "-p", "0"]).env(name, value));
@@ -73,13 +82,49 @@ fn build(name: &str, source: &str) -> Option<std::path::PathBuf> {
 fn cycles_leave_no_descriptors_and_no_memory() {
     let Some(binary) = build("cycles", include_str!("cycles.c")) else { return };
     let program = binary.to_str().expect("temporary directories have plain names");
-    let text = crate::run(program, "eth", &["2000"]);
+    let is_long = std::env::var_os("GDSYNC_TEST_TIER").is_some_and(|tier| tier == "long");
+    let text = crate::run(program, "eth", &[if is_long { "10000" } else { "600" }]);
     std::fs::remove_dir_all(binary.parent().expect("it is in a directory")).expect("it is ours");
     let mut words = text.split_whitespace();
     assert_eq!(words.next(), Some("descriptors"), "{text}");
     assert_eq!(words.next(), Some("0"), "{text}");
     let pages: i64 = words.nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
-    // Two thousand cycles that each lost 100 bytes would be 50 pages.
-    assert!(pages < 50, "{text}");
+    // Cycles that each lost 270 bytes would be 40 pages.
+    assert!(pages < 40, "{text}");
     assert!(text.contains("child"), "{text}");
+}
+
+#[test]
+fn mishaps_of_a_program_are_errors() {
+    let Some(binary) = build("mishaps", include_str!("mishaps.c")) else { return };
+    let text = crate::run(binary.to_str().expect("temporary directories have plain names"), "eth", &[]);
+    std::fs::remove_dir_all(binary.parent().expect("it is in a directory")).expect("it is ours");
+    assert_eq!(text, "errors\n");
+}
+
+/// What the HCA reports is in the log. The peer is killed while it works.
+#[test]
+fn the_end_of_a_peer_is_in_the_log() {
+    if !has("ibv_rc_pingpong") {
+        return;
+    }
+    let log = std::env::temp_dir().join(format!("card-log-{}", std::process::id()));
+    let port = crate::programs::free_port().to_string();
+    let arguments = ["-g", "1", "-e", "-n", "100000000", "-p", &port];
+    let mut server = start(card("ibv_rc_pingpong", "eth").args(arguments).env("GDASYNC_CARD_LOG", &log));
+    crate::programs::await_server(&mut server, port.parse().expect("it is a number"));
+    let mut client = start(card("ibv_rc_pingpong", "eth").args(arguments).arg("127.0.0.1"));
+    let maps = format!("/proc/{}/maps", server.id());
+    let end = Instant::now() + Duration::from_secs(60);
+    while !std::fs::read_to_string(&maps).is_ok_and(|maps| maps.contains("gdsync-link")) {
+        assert!(client.try_wait().expect("it is a child").is_none(), "it has ended by itself");
+        assert!(Instant::now() < end, "they are not linked");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    client.kill().expect("it runs");
+    finish(client);
+    assert!(!finish(server).status.success());
+    let text = std::fs::read_to_string(&log).expect("the log of the server");
+    std::fs::remove_file(&log).expect("it is ours");
+    assert!(text.contains("peer is gone"), "{text}");
 }

@@ -1,5 +1,6 @@
 //! Completion queues of engines: writing CQEs.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -12,10 +13,39 @@ use mlx5_ring::{self as mlx5, CQE_OP_OWN_OFFSET, CQE_SIZE, Cqe, INITIAL_CQE};
 /// The first CQN, large enough to reveal byte-order mistakes.
 const BASE: u32 = 0x8a1;
 
+/// Indices of objects. A freed one rests before it is given again, so that late events of its object do not meet the next one.
+#[derive(Debug, Default)]
+pub struct Indices {
+    made: usize,
+    free: VecDeque<usize>,
+}
+
+impl Indices {
+    /// Freed indices that rest.
+    const RESTING: usize = 64;
+
+    /// An index that no object has.
+    pub fn take(&mut self) -> usize {
+        if self.free.len() > Self::RESTING
+            && let Some(index) = self.free.pop_front()
+        {
+            return index;
+        }
+        self.made += 1;
+        self.made - 1
+    }
+
+    /// Frees an index.
+    pub fn give_back(&mut self, index: usize) {
+        self.free.push_back(index);
+    }
+}
+
 /// The completion queues of an engine.
 #[derive(Debug, Default)]
 pub struct Cqs {
     slots: Vec<Option<SoftCq>>,
+    indices: Indices,
     /// Number of CQEs written, which is also their timestamp.
     written: u64,
     /// GPUs to nudge after the step.
@@ -112,10 +142,8 @@ impl Cqs {
             by_owner: true,
             channel: None,
         };
-        let index = self.slots.iter().position(Option::is_none).unwrap_or(self.slots.len());
-        if index == self.slots.len() {
-            self.slots.push(None);
-        }
+        let index = self.indices.take();
+        self.slots.resize_with(self.slots.len().max(index + 1), || None);
         self.slots[index] = Some(cq);
         BASE + u32::try_from(index).expect("CQNs have 24 bits and memory ends before")
     }
@@ -153,8 +181,8 @@ impl Cqs {
     pub fn destroy(&mut self, cqn: u32) {
         self.attended.retain(|&other| other != cqn);
         self.channels.retain(|&other| other != cqn);
-        if let Some(slot) = self.slot(cqn) {
-            *slot = None;
+        if self.slot(cqn).and_then(Option::take).is_some() {
+            self.indices.give_back((cqn - BASE) as usize);
         }
     }
 
@@ -225,7 +253,9 @@ impl Cqs {
                 continue;
             };
             let Some(arm) = mlx5::CqArm::decode(word.load(Ordering::Acquire)) else { continue };
-            let end = if arm.solicited { channel.solicited } else { cq.produced };
+            // One that is long ago is as none, and 24 bits do not tell it from one to come. A ring has at most 2^22 entries.
+            let solicited = channel.solicited.max(cq.produced.saturating_sub(1 << 22));
+            let end = if arm.solicited { solicited } else { cq.produced };
             if channel.answered != Some(arm.sequence) && arm.is_due(end) {
                 channel.answered = Some(arm.sequence);
                 self.nudges.push(channel.notifier.clone());
@@ -378,6 +408,39 @@ mod tests {
         // Armed for solicited ones, then for any, before there was an event.
         assert_eq!(arm(&mut cqs, Some([0x01, 0, 0, 6]), plain), 0);
         assert_eq!(arm(&mut cqs, Some([0x00, 0, 0, 6]), None), 1);
+    }
+
+    #[test]
+    fn a_solicited_completion_of_long_ago_is_none() {
+        let (mut cqs, cqn, _ring, record) = queue(true);
+        let count = Arc::<Count>::default();
+        cqs.set_channel(cqn, count.clone()).unwrap();
+        for produced in [1 << 22, (1 << 23) + 1, 1 << 24, (1 << 24) + 7] {
+            slot(&mut cqs.slots, cqn).unwrap().as_mut().unwrap().produced = produced;
+            let arm = mlx5::cq_ci_record(produced) | u32::from_ne_bytes([1, 0, 0, 0]);
+            record.atomic32(mlx5::CQ_DBREC_ARM).unwrap().store(arm, Ordering::Release);
+            cqs.check_channels();
+            assert!(cqs.take_nudges().is_empty(), "nothing solicited since {produced}");
+        }
+    }
+
+    #[test]
+    fn numbers_rest_before_they_are_used_again() {
+        let mut cqs = Cqs::default();
+        let create = |cqs: &mut Cqs| {
+            let CqParts { ring, record, event, .. } = parts(1, OnGpu::empty(), &Places::default()).unwrap();
+            cqs.create(ring, record, event, 1, true)
+        };
+        let mut last = VecDeque::new();
+        for _ in 0..1000 {
+            let cqn = create(&mut cqs);
+            assert!(!last.contains(&cqn), "{cqn:#x}");
+            cqs.destroy(cqn);
+            cqs.destroy(cqn);
+            last.push_front(cqn);
+            last.truncate(60);
+        }
+        assert!(cqs.slots.len() < 100, "numbers are used again");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::slice;
 
 use gdrcopy::copy::{Copier, copy_shared, load_fence, store_fence};
 
+use super::process::copy_checked;
 use super::{Memory, Reach};
 use crate::error::Result;
 
@@ -30,6 +31,10 @@ impl Memory {
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let src = self.check(offset, out.len())?;
+        if let Reach::Checked = self.reach {
+            // SAFETY: `out` is exclusive.
+            return unsafe { copy_checked(src.as_ptr(), out.as_mut_ptr(), out.len()) };
+        }
         // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
         // because no reference to device memory exists.
         unsafe { load(self.reach, src.as_ptr(), out.as_mut_ptr(), out.len()) };
@@ -43,6 +48,10 @@ impl Memory {
     #[inline]
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         let dst = self.check(offset, data.len())?;
+        if let Reach::Checked = self.reach {
+            // SAFETY: the range is of this memory.
+            return unsafe { copy_checked(data.as_ptr(), dst.as_ptr(), data.len()) };
+        }
         // SAFETY: `dst` is checked for the length, `data` is shared, and the two cannot overlap because no reference to device memory exists.
         unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
         Ok(())
@@ -86,7 +95,7 @@ impl Memory {
     #[inline]
     pub fn write_words(&self, offset: usize, words: &[[u8; 8]]) -> Result<()> {
         let dst = self.check(offset, size_of_val(words))?.cast::<u64>();
-        if !self.is_host() || !dst.is_aligned() {
+        if !matches!(self.reach, Reach::Host) || !dst.is_aligned() {
             return self.write(offset, words.as_flattened());
         }
         for (at, word) in words.iter().enumerate() {
@@ -111,10 +120,15 @@ impl Memory {
             let mut all = vec![0; len];
             src.read(src_offset, &mut all)?;
             self.write(offset, &all)?;
-        } else if let Reach::Host = src.reach {
+        } else if let (Reach::Checked, Reach::Host) | (Reach::Host | Reach::Checked, Reach::Checked) =
+            (self.reach, src.reach)
+        {
+            // SAFETY: the range is of this memory.
+            unsafe { copy_checked(from.as_ptr(), to.as_ptr(), len) }?;
+        } else if let (Reach::Host, false) = (src.reach, matches!(self.reach, Reach::Checked)) {
             // SAFETY: both ranges were checked, and do not overlap.
             unsafe { store(self.reach, from.as_ptr(), to.as_ptr(), len) };
-        } else if let Reach::Host = self.reach {
+        } else if let (Reach::Host, false) = (self.reach, matches!(src.reach, Reach::Checked)) {
             // SAFETY: both ranges were checked; a mapping and host memory do not overlap.
             unsafe { load(src.reach, from.as_ptr(), to.as_ptr(), len) };
         } else {
@@ -148,14 +162,11 @@ impl Memory {
     /// # Errors
     /// [`Error::OutOfBounds`](crate::Error::OutOfBounds), [`Error::NotMapped`](crate::Error::NotMapped).
     pub fn fill(&self, offset: usize, len: usize, byte: u8) -> Result<()> {
-        let dst = self.check(offset, len)?;
+        self.check(offset, len)?;
         let part = [byte; 4096];
-        for at in (0..len).step_by(part.len()) {
-            let to = dst.as_ptr().wrapping_add(at);
-            // SAFETY: the range was checked, and this part lies in it; nobody else has the array.
-            unsafe { store(self.reach, part.as_ptr(), to, part.len().min(len - at)) };
-        }
-        Ok(())
+        (0..len)
+            .step_by(part.len())
+            .try_for_each(|at| self.write(offset + at, &part[..part.len().min(len - at)]))
     }
 
     /// A copy of all bytes; empty if the CPU cannot access them.
@@ -176,7 +187,7 @@ impl Memory {
 unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     match reach {
         // SAFETY: what the caller promised.
-        Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },
+        Reach::Host | Reach::Checked | Reach::Engine => unsafe { copy(src, dst, len) },
         Reach::Mapped(kind) => {
             // SAFETY: what the caller promised; the destination is a mapping of this kind.
             unsafe { Copier::best().to_device(kind, dst, src, len) };
@@ -193,7 +204,7 @@ unsafe fn store(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
 unsafe fn load(reach: Reach, src: *const u8, dst: *mut u8, len: usize) {
     match reach {
         // SAFETY: what the caller promised.
-        Reach::Host | Reach::Engine => unsafe { copy(src, dst, len) },
+        Reach::Host | Reach::Checked | Reach::Engine => unsafe { copy(src, dst, len) },
         Reach::Mapped(kind) => {
             // Orders the loads after that of the word that announced the bytes: loads from a mapping are speculative.
             load_fence(kind);
@@ -262,6 +273,38 @@ mod tests {
             assert!(matches!(refused, Err(crate::Error::OutOfBounds { .. })), "{refused:?}");
         }
         memory.read_slice::<u64>(32, &mut []).unwrap();
+    }
+
+    #[test]
+    fn memory_that_its_program_unmapped_is_an_error() {
+        let (host, owner) = (Memory::alloc(8192).unwrap(), Memory::alloc(8192).unwrap());
+        let ptr = owner.check(0, 8192).unwrap().as_ptr();
+        // SAFETY: the only other accesses are those of `owner`.
+        let program = unsafe { Memory::of_program(ptr, 8192) }.unwrap();
+        let slice = program.slice(96, 200).unwrap();
+        slice.write(4, b"of the program").unwrap();
+        host.copy_from(100, &program, 100, 14).unwrap();
+        program.copy_from(4090, &host, 100, 14).unwrap();
+        program.copy_from(4080, &program, 4090, 14).unwrap();
+        let mut bytes = [0; 14];
+        owner.read(4080, &mut bytes).unwrap();
+        assert_eq!(&bytes, b"of the program");
+        assert_eq!(
+            program.atomic64(4080).unwrap().load(std::sync::atomic::Ordering::Relaxed).to_ne_bytes(),
+            *b"of the p"
+        );
+        // Not unmapped: another thread could map something there.
+        // SAFETY: it is the second page of `owner`, which nobody uses any more.
+        assert_eq!(unsafe { libc::mprotect(ptr.wrapping_add(4096).cast(), 4096, libc::PROT_NONE) }, 0);
+        let is_fault = |result: Result<()>| matches!(result, Err(crate::Error::Sys { .. }));
+        assert!(is_fault(program.read(4090, &mut bytes)));
+        assert!(is_fault(program.write(5000, &bytes)));
+        assert!(is_fault(program.fill(4096, 8, 0)));
+        assert!(is_fault(program.write_words(4096, &[[0; 8]])));
+        assert!(is_fault(host.copy_from(0, &program, 4000, 200)));
+        assert!(is_fault(program.copy_from(4090, &host, 0, 8)));
+        assert!(is_fault(program.atomic64(4096).map(drop)));
+        program.read(4080, &mut bytes).unwrap();
     }
 
     #[test]

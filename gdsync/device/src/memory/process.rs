@@ -3,7 +3,8 @@
 use std::io;
 use std::mem::MaybeUninit;
 
-use super::{Memory, Reach};
+use super::Memory;
+use crate::error::{Error, Result};
 
 /// Bytes of a process's mark.
 pub const MARK: usize = 12;
@@ -57,10 +58,30 @@ impl Process {
     }
 }
 
+/// Copies within this process, by the kernel, which checks that both ranges are mapped.
+///
+/// # Safety
+/// If `to` is mapped, the caller may write to it.
+pub(super) unsafe fn copy_checked(from: *const u8, to: *mut u8, len: usize) -> Result<()> {
+    let [local, remote] =
+        [to, from.cast_mut()].map(|base| libc::iovec { iov_base: base.cast(), iov_len: len });
+    let pid = std::process::id().cast_signed();
+    // SAFETY: the kernel checks both ranges; the caller may write to the local one.
+    let copied = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
+    if usize::try_from(copied) == Ok(len) {
+        return Ok(());
+    }
+    let error =
+        if copied < 0 { io::Error::last_os_error() } else { io::Error::from_raw_os_error(libc::EFAULT) };
+    Err(Error::os("a copy of registered memory", error, "deregister memory before it is unmapped"))
+}
+
 impl Memory {
     /// The address of the bytes at `offset`, for processes that read them; `None` for GPU memory.
     pub fn host_addr(&self, offset: usize) -> Option<u64> {
-        let Reach::Host = self.reach else { return None };
+        if !self.is_host() {
+            return None;
+        }
         Some(self.check(offset, 0).ok()?.addr().get() as u64)
     }
 

@@ -346,6 +346,56 @@ fn sends_may_have_as_many_buffers_as_a_wqe_holds() {
     }
 }
 
+/// A card goes to RTR without its peer, and finds out by its packets.
+#[test]
+fn a_peer_that_is_not_there_is_a_retry_error() {
+    let mut a = Program::new(64);
+    a.go_to_rts(Some(QpAddress::new(Gid::random().unwrap(), 0x1234, 7)));
+    let [first, second] = [(); 2].map(|()| a.post(Opcode::SEND, CE_ALWAYS, &[]));
+    let failed = [(first, Syndrome::RETRY_EXC_ERR), (second, Syndrome::WR_FLUSH_ERR)];
+    assert_eq!([(); 2].map(|()| a.sends.wait()).map(|cqe| (cqe.wqe_counter, cqe.syndrome)), failed);
+}
+
+#[test]
+fn unmapped_memory_is_a_protection_error_and_no_fault() {
+    let unmapped = |program: &mut Program| {
+        let owner = Memory::alloc(8192).unwrap();
+        let base = std::ptr::with_exposed_provenance_mut(usize::try_from(owner.addr()).unwrap());
+        // SAFETY: nothing else uses the pages.
+        let memory = unsafe { Memory::of_program(base, 8192) }.unwrap();
+        program.key = program.card.register(PD, &memory, memory.addr(), Access::all()).unwrap();
+        program.memory = memory;
+        // As if unmapped; but no other thread can map something there.
+        // SAFETY: the pages are those of `owner`, and nobody uses them any more.
+        assert_eq!(unsafe { libc::mprotect(base.cast(), 8192, libc::PROT_NONE) }, 0);
+        owner
+    };
+    let (mut a, mut b) = Program::pair(64);
+    let _pages = unmapped(&mut a);
+    b.receive(&[b.sge(0, 100)]);
+    a.post(Opcode::SEND, 0, &[a.sge(8, 50)]);
+    assert_eq!(a.sends.wait().syndrome, Syndrome::LOC_PROT_ERR);
+
+    for opcode in [Opcode::RDMA_READ, Opcode::RDMA_WRITE, Opcode::ATOMIC_FA] {
+        let (mut a, mut b) = Program::pair(64);
+        let _pages = unmapped(&mut b);
+        let mut body = vec![b.remote(8)];
+        body.extend((opcode == Opcode::ATOMIC_FA).then(|| vec![0; 16]));
+        body.push(a.sge(0, 8));
+        a.post(opcode, 0, &body);
+        let refused = [Syndrome::REM_OP_ERR, Syndrome::REM_INV_REQ_ERR];
+        let syndrome = a.sends.wait().syndrome;
+        assert!(refused.contains(&syndrome), "{opcode:?}: {syndrome:?}");
+    }
+
+    let (mut a, mut b) = Program::pair(64);
+    let _pages = unmapped(&mut b);
+    b.receive(&[b.sge(0, 100)]);
+    a.post(Opcode::SEND, 0, &[a.sge(8, 50)]);
+    assert_eq!(a.sends.wait().syndrome, Syndrome::REM_OP_ERR);
+    assert_eq!(b.recvs.wait().syndrome, Syndrome::LOC_PROT_ERR);
+}
+
 #[test]
 fn an_armed_queue_gets_one_event() {
     let (mut a, mut b) = Program::pair(64);
@@ -642,6 +692,28 @@ fn datagrams_that_nobody_takes_are_lost() {
     }
     assert_eq!((b.recvs.wait().byte_cnt, b.bytes(40, 30)), (70, vec![5; 30]));
     assert_eq!((b.recvs.poll(), b.card.stats().packets_discarded), (None, 2));
+}
+
+#[test]
+fn a_silent_peer_does_not_hold_up_datagrams_for_others() {
+    use std::io::Read as _;
+    use std::os::linux::net::SocketAddrExt as _;
+    let (mut a, mut b) = (datagrams(0, &[]), datagrams(0, &[]));
+    let silent = Gid::random().unwrap();
+    let name = std::os::unix::net::SocketAddr::from_abstract_name(crate::wire::name(silent)).unwrap();
+    // Takes connections and does not answer, as a stopped process.
+    let listener = std::os::unix::net::UnixListener::bind_addr(&name).unwrap();
+    b.receive(&[b.sge(0, 100)]);
+    for to in [AddressVector { rgid: silent.0, ..address(&b) }, address(&b)] {
+        a.post(Opcode::SEND, CE_ALWAYS, &[to.to_bytes().to_vec(), inline(&[6; 30])]);
+    }
+    assert_eq!((b.recvs.wait().byte_cnt, b.bytes(40, 30)), (70, vec![6; 30]));
+    let (mut stream, _) = listener.accept().unwrap();
+    stream.set_nonblocking(true).unwrap();
+    let mut bytes = [0; 1024];
+    assert!(stream.read(&mut bytes).unwrap() > 0, "a greeting");
+    let still = stream.read(&mut bytes).map_err(|error| error.kind());
+    assert_eq!(still, Err(std::io::ErrorKind::WouldBlock), "it is still waited for");
 }
 
 #[test]

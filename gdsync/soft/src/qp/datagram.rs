@@ -1,11 +1,10 @@
 //! Datagrams (UD): sends to any queue pair of the network, without acknowledgement.
 //!
 //! A datagram is one packet: the 40 bytes of its GRH, which the receive gets too, then the payload. It is lost if the
-//! receiver has no receive posted or another Q_Key. A send waits for the [link](crate::peers) to a new peer, and for room
-//! on it up to [`STALL`]; then it is dropped.
+//! receiver has no receive posted or another Q_Key. A send waits a moment for the [link](crate::peers) to a new peer, or for room
+//! on it. If the peer stays silent, this one and all that follow are dropped at once.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -23,8 +22,6 @@ use mlx5_ring::{self as mlx5, AddressVector, Cqe, CqeOpcode, DecodedOp, Syndrome
 const GRH: usize = 40;
 /// Maximum payload.
 pub(crate) const MAX_MTU: usize = 4096;
-/// How long a full link delays a queue pair, before datagrams for it are dropped.
-const STALL: Duration = Duration::from_millis(100);
 /// In a Q_Key of a WQE: the queue pair's own is used.
 const OWN_QKEY: u32 = 1 << 31;
 
@@ -35,13 +32,11 @@ pub(crate) struct Datagrams {
     /// Maximum payload.
     mtu: usize,
     network: Arc<dyn Network>,
-    /// Since when the next send finds its link full.
-    stalled: Option<Instant>,
 }
 
 impl Datagrams {
     pub(crate) fn new(mtu: u32, network: Arc<dyn Network>) -> Box<Self> {
-        Box::new(Self { qkey: 0, mtu: (mtu as usize).min(MAX_MTU), network, stalled: None })
+        Box::new(Self { qkey: 0, mtu: (mtu as usize).min(MAX_MTU), network })
     }
 
     pub(crate) fn set_qkey(&mut self, qkey: u32) {
@@ -112,14 +107,9 @@ impl SoftQp {
         header.flags |= if imm.is_some() { packet::IMM } else { 0 };
         (header.imm, header.rkey) = (imm.unwrap_or(0), qkey);
         header.len = u32::try_from(len).expect("at most the MTU");
-        let sent = env.links.send(link, &header, &ext, &pieces, self.packets, env.faults, env.stats);
+        let sent = env.links.send(link, &header, &ext, &pieces, self.packets, env.faults, env.stats)?;
         self.packets += u64::from(sent);
-        let Some(datagrams) = &mut self.datagrams else { return Ok(true) };
-        let drops = !sent && datagrams.stalled.get_or_insert_with(Instant::now).elapsed() >= STALL;
-        if sent {
-            datagrams.stalled = None;
-        }
-        Ok(sent || drops)
+        Ok(sent || env.links.is_stalled(link))
     }
 
     /// Receives a datagram, which any process of the user may have sent. Returns whether it was accepted.

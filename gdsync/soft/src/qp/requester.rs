@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use self::fetch::Fetch;
 use self::refer::Referred;
-use super::{Env, SoftQp, staging};
+use super::{Env, SoftQp, UNLINKED, staging};
 use crate::links::Body;
 use crate::packet::{self, Header, PacketOp, SEGMENT, ahead};
 use gdsync_device::copy_engine::{Status, Ticket};
@@ -311,7 +311,9 @@ impl SoftQp {
             }
             return;
         }
-        let under_way = self.req.pending.iter().any(|p| p.sent > p.done);
+        // Without a link, packets are lost.
+        let is_lost = self.link == UNLINKED && self.req.has_pending();
+        let under_way = is_lost || self.req.pending.iter().any(|p| p.sent > p.done);
         match self.req.deadline {
             _ if !under_way => self.req.deadline = None,
             None => self.req.deadline = self.req.timeout.map(|t| now + t),
@@ -373,6 +375,7 @@ impl SoftQp {
     fn retransmit(&mut self, env: &mut Env<'_>) {
         env.stats.retransmissions += 1;
         self.req.go_back();
+        self.seek_link(env);
     }
 
     /// Retransmits after a lost response. Later responses report the same gap; once is enough.
@@ -502,7 +505,7 @@ impl SoftQp {
             let take = (body.len() - at).min(piece.len - offset);
             let to = piece.offset + offset;
             if piece.memory.is_mapped() {
-                body.copy_to(at, piece.memory, to, take);
+                body.copy_to(at, piece.memory, to, take).map_err(|_| Syndrome::LOC_PROT_ERR)?;
                 env.pending_flush.written(sge.lkey, piece.memory);
             } else {
                 let (key, memory) = (sge.lkey, piece.memory.clone());

@@ -370,8 +370,14 @@ impl SoftQp {
             let link = self.link;
             let piece =
                 found.as_ref().map(|(memory, offset, len)| Piece { memory, offset: *offset, len: *len });
-            if !env.links.send(link, &header, &ext, piece.as_slice(), self.packets, env.faults, env.stats) {
-                break;
+            match env.links.send(link, &header, &ext, piece.as_slice(), self.packets, env.faults, env.stats) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(_) => {
+                    self.resp.responses.pop_front();
+                    self.refuse(header.psn, &Refusal::Remote(Syndrome::REM_OP_ERR), env);
+                    continue;
+                }
             }
             self.packets += 1;
             any = true;
@@ -676,12 +682,12 @@ impl SoftQp {
                 .keys
                 .remote(header.rkey, self.rings.request.pdn, addr, len, Access::REMOTE_WRITE)
                 .map_err(Refusal::Remote)?;
+            let refused = |_| Refusal::Remote(Syndrome::REM_OP_ERR);
             if memory.is_mapped() {
-                body.copy_to(8, memory, at, len);
+                body.copy_to(8, memory, at, len).map_err(refused)?;
                 env.pending_flush.written(header.rkey, memory);
             } else {
                 let piece = staging::Piece { from: 8, key: header.rkey, memory: memory.clone(), at, len };
-                let refused = |_| Refusal::Remote(Syndrome::REM_OP_ERR);
                 copy = Some(self.receive_staging.put(body, vec![piece], env.copy_engine).map_err(refused)?);
             }
         }

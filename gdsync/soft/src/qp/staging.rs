@@ -209,12 +209,12 @@ impl ReceiveStaging {
         let (slot, mut begin) = (self.next, self.next * SEGMENT);
         let keys = pieces.iter().map(|piece| piece.key).collect();
         let parts = pieces.into_iter().map(|Piece { from, memory: to, at, len, .. }| {
-            body.copy_to(from, &memory, begin, len);
+            body.copy_to(from, &memory, begin, len)?;
             let part = Part { from: Source::Here(memory.clone(), begin), to, at, len };
             begin += len;
-            part
+            Ok(part)
         });
-        let ticket = copy_engine.start(parts.collect());
+        let ticket = copy_engine.start(parts.collect::<error::Result<_>>()?);
         self.slots[slot] = Some(Packet { ticket: ticket.clone(), keys });
         self.next = (slot + 1) % SLOTS;
         self.since = Some(Instant::now());

@@ -219,7 +219,7 @@ impl Drop for Port {
 }
 
 /// Name of a port's socket. The 64-bit hash matches 2^56 GIDs, so `/proc/net/unix` does not reveal the GID.
-fn name(gid: Gid) -> String {
+pub(crate) fn name(gid: Gid) -> String {
     let mut hasher = DefaultHasher::new();
     gid.0.hash(&mut hasher);
     format!("gdsync/{:016x}", hasher.finish())

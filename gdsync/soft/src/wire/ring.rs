@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
-use gdsync_device::error::Result;
+use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_shm::packet_ring::{self, Consumer, Corrupt, Found, LINE, Lines, Producer};
 
@@ -58,6 +58,20 @@ fn at(line: u64) -> usize {
     LINE + usize::try_from(line).expect("lines fit in memory") * LINE
 }
 
+/// Why a record was not appended.
+#[derive(Debug)]
+pub(crate) enum PushError {
+    Corrupt(Corrupt),
+    /// A piece cannot be read: its program has unmapped it.
+    Payload(Error),
+}
+
+impl From<Corrupt> for PushError {
+    fn from(corrupt: Corrupt) -> Self {
+        Self::Corrupt(corrupt)
+    }
+}
+
 /// Producer end.
 #[derive(Debug)]
 pub(crate) struct TxRing {
@@ -91,14 +105,13 @@ impl TxRing {
         header: &[u8; HEADER],
         ext: &[u8],
         pieces: &[Piece<'_>],
-    ) -> std::result::Result<bool, Corrupt> {
+    ) -> std::result::Result<bool, PushError> {
         let body = ext.len() + pieces.iter().map(|p| p.len).sum::<usize>();
         assert!(body <= MAX_BODY, "packets are cut to the size of records");
         let len = u32::try_from(body).expect("checked above");
         let Some(line) = self.producer.reserve(&self.ring, len)? else { return Ok(false) };
         let memory = &self.ring.0;
-        let place =
-            |result: Result<()>| result.expect("reserved lines lie in the ring, pieces in their memory");
+        let place = |result: Result<()>| result.expect("reserved lines lie in the ring");
         let start = at(line);
         place(memory.write(start + 4, header));
         let mut to = start + 4 + HEADER;
@@ -107,7 +120,7 @@ impl TxRing {
             to += ext.len();
         }
         for piece in pieces {
-            place(memory.copy_from(to, piece.memory, piece.offset, piece.len));
+            memory.copy_from(to, piece.memory, piece.offset, piece.len).map_err(PushError::Payload)?;
             to += piece.len;
         }
         self.producer.publish(&self.ring, len);
@@ -438,7 +451,7 @@ mod tests {
         }
         memory.write(0, &u64::MAX.to_le_bytes()).unwrap();
         let broken = (0..100).find_map(|_| tx.try_push(&[0; HEADER], &[0; MAX_BODY], &[]).err());
-        assert_eq!(broken.map(|c| c.what), Some("position"));
+        assert!(matches!(broken, Some(PushError::Corrupt(Corrupt { what: "position", .. }))), "{broken:?}");
     }
 
     #[test]

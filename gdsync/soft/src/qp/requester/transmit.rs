@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::{Kind, Pending};
 use crate::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
 use crate::qp::staging::Staged;
-use crate::qp::{Env, SoftQp};
+use crate::qp::{Env, SoftQp, UNLINKED};
 use crate::wire::Piece;
 use gdsync_device::QpState;
 use gdsync_device::engine::Wqe;
@@ -65,7 +65,7 @@ impl SoftQp {
             } else {
                 break;
             }
-            if !self.req.may_begin(i) {
+            if !self.req.may_begin(i) || self.link == UNLINKED {
                 break;
             }
             let before = self.req.pending[i].sent;
@@ -249,9 +249,13 @@ impl SoftQp {
             if header.op == PacketOp::SEND || header.op == PacketOp::WRITE {
                 header.len = u32::try_from(size).expect("a packet is short");
             }
-            let sent = env.links.send(self.link, &header, &ext, &pieces, self.packets, env.faults, env.stats);
-            if !sent {
-                return false;
+            match env.links.send(self.link, &header, &ext, &pieces, self.packets, env.faults, env.stats) {
+                Ok(true) => {}
+                Ok(false) => return false,
+                Err(syndrome) => {
+                    self.req.pending[i].error = Some(syndrome);
+                    return false;
+                }
             }
             self.packets += 1;
             self.req.note_sent(i, self.req.pending[i].sent + step);
@@ -325,7 +329,7 @@ impl SoftQp {
                                 let at = ext.len();
                                 ext.resize(at + piece.len, 0);
                                 let read = piece.memory.read(piece.offset, &mut ext[at..]);
-                                read.map_err(|_| Syndrome::LOC_QP_OP_ERR)?;
+                                read.map_err(|_| Syndrome::LOC_PROT_ERR)?;
                             }
                             ext.extend_from_slice(&bytes[part]);
                         }
