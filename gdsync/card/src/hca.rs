@@ -1,6 +1,7 @@
 //! The software HCA behind an emulated device, and whom its events concern.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
 
 use gdsync_device::error::Error;
@@ -14,6 +15,7 @@ use crate::abi::{bytes_of, ib_uverbs_async_event_desc};
 use crate::address::{Link, Port};
 use crate::events::EventPipe;
 use crate::log::{follow_hca, log};
+use crate::modes::Modes;
 
 /// How many numbers are tried for a port: another process may have the same.
 const ATTEMPTS: usize = 64;
@@ -24,6 +26,9 @@ pub(crate) struct Hca {
     pub(crate) card: Card,
     pub(crate) port: Port,
     pub(crate) owners: Arc<Owners>,
+    pub(crate) modes: Modes,
+    /// Queue pairs made so far.
+    made: AtomicU32,
 }
 
 impl Hca {
@@ -38,6 +43,7 @@ impl Hca {
         };
         follow_hca();
         let config = SoftHcaConfig::from_env().map_err(|error| refused(&error))?;
+        let modes = Modes::from_env().map_err(|error| refused(&error))?;
         let owners = Arc::new(Owners::default());
         let mut last = None;
         for _ in 0..ATTEMPTS {
@@ -45,7 +51,10 @@ impl Hca {
             let port = Port { link, number: link.number(u32::from_ne_bytes(random)) };
             let config = SoftHcaConfig { gid: Some(port.link_local()), ..config.clone() };
             match Card::start(&config, owners.clone()) {
-                Ok(card) => return Ok(Self { card, port, owners }),
+                Ok(card) => {
+                    card.hide_flush_counters(modes.no_flush_counter);
+                    return Ok(Self { card, port, owners, modes, made: AtomicU32::new(0) });
+                }
                 Err(Error::Sys { source, .. }) if source.kind() == std::io::ErrorKind::AddrInUse => {
                     last = Some(source);
                 }
@@ -53,6 +62,11 @@ impl Hca {
             }
         }
         Err(refused(&format!("no free address among {ATTEMPTS}: {last:?}")))
+    }
+
+    /// Whether the next queue pair hears no doorbell.
+    pub(crate) fn is_next_deaf(&self) -> bool {
+        self.made.fetch_add(1, Ordering::Relaxed) < self.modes.deaf
     }
 }
 

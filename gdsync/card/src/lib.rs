@@ -18,6 +18,7 @@ mod hca;
 #[cfg_attr(test, allow(dead_code, reason = "tests call only some of what the linker calls"))]
 mod hooks;
 mod log;
+mod modes;
 mod process;
 mod sysfs;
 mod user;

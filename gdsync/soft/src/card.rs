@@ -68,6 +68,9 @@ pub struct CardSrq {
 pub enum CardDoorbell {
     /// In this doorbell register, which only the owner of the queue pair writes to.
     Register(Word64),
+    /// In any of these doorbell registers, which other queue pairs may be rung by as well. The last doorbell written to one
+    /// must not be of another queue pair while its own waits to be read.
+    Shared([Word64; 4]),
     /// In the doorbell record: it is polled from the first transition on, continuously while there is work and at least
     /// once per millisecond otherwise.
     Record,
@@ -223,6 +226,7 @@ impl Card {
                 register.store(EMPTY);
                 DoorbellSource::Register(register)
             }
+            CardDoorbell::Shared(registers) => DoorbellSource::Shared(registers),
             CardDoorbell::Record => DoorbellSource::Record(0),
         };
         // The application numbers its own requests, so they are not traced.

@@ -20,7 +20,7 @@ const ALONE: &str = "GDSYNC_TEST_ALONE";
 /// This program, to run one test in another process.
 pub fn rerun(test: &str) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]);
+    command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]);
     command
 }
 
@@ -30,16 +30,23 @@ pub fn rerun(test: &str) -> Command {
 /// For tests that look at the whole process (threads, files, CPU time), fork, or change what other tests use: the environment,
 /// limits, the simulated CUDA driver.
 pub fn is_own_process() -> bool {
+    is_own_process_with(None)
+}
+
+/// As [`is_own_process`], with this variable in its environment.
+pub fn is_own_process_with(variable: Option<(&str, &str)>) -> bool {
     thread_local! {
         static PASSED: Cell<bool> = const { Cell::new(false) };
     }
     // The main thread runs tests only with `--test-threads=1`.
     let thread = thread::current();
     let Some(test) = thread.name().filter(|name| *name != "main" && env::var_os(ALONE).is_none()) else {
+        let is_set = |(name, value)| env::var(name).is_ok_and(|set| set == value);
+        assert!(variable.is_none_or(is_set), "{variable:?} is not set, and there is only one test thread");
         return true;
     };
     if !PASSED.get() {
-        let output = rerun(test).env(ALONE, "1").output().unwrap();
+        let output = rerun(test).env(ALONE, "1").envs(variable).output().unwrap();
         let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
         println!("{out}");
@@ -52,6 +59,11 @@ pub fn is_own_process() -> bool {
 macro_rules! own_process {
     () => {
         if !$crate::child::is_own_process() {
+            return;
+        }
+    };
+    ($variable:literal = $value:literal) => {
+        if !$crate::child::is_own_process_with(Some(($variable, $value))) {
             return;
         }
     };

@@ -78,7 +78,7 @@ impl Context {
     pub(super) fn create_cq_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
         let request: ib_uverbs_ex_create_cq = command.request()?;
         let ib_uverbs_ex_create_cq { user_handle, cqe, comp_vector, comp_channel, flags, .. } = request;
-        if request.comp_mask != 0 || request.reserved != 0 {
+        if request.comp_mask != 0 || request.reserved != 0 || self.hca.modes.no_cq_ex {
             return Err(Errno::INVAL);
         }
         if flags & !KNOWN_FLAGS != 0 {

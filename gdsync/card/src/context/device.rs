@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use rustix::io::Errno;
 
+use super::ioctl::pages_per_uar;
 use super::{Context, Result};
 use crate::abi::{
     ib_uverbs_async_event_desc, ib_uverbs_ex_query_device, ib_uverbs_ex_query_device_resp,
@@ -68,7 +69,7 @@ impl Context {
                 // MLX5_USER_INLINE_MODE_L2
                 eth_min_inline: 2,
                 log_uar_size: 12,
-                num_uars_per_page: 1,
+                num_uars_per_page: pages_per_uar(),
                 ..Default::default()
             },
         )?;
@@ -106,8 +107,8 @@ impl Context {
             max_qp_rd_atom: MAX_RD_ATOMIC.into(),
             max_res_rd_atom: 1 << 18,
             max_qp_init_rd_atom: MAX_RD_ATOMIC.into(),
-            // IB_ATOMIC_HCA
-            atomic_cap: 1,
+            // IB_ATOMIC_HCA or IB_ATOMIC_NONE
+            atomic_cap: u32::from(!self.hca.modes.no_atomics),
             max_ah: i32::MAX.cast_unsigned(),
             max_srq: 1 << 23,
             max_srq_wr: MAX_QP_WR - 1,

@@ -1,5 +1,9 @@
 //! The commands that libmlx5 gives only by ioctl: doorbell pages and GIDs; and DevX, which is in its own module.
 
+use std::os::fd::AsFd as _;
+
+use gdsync_device::memory::{Memory, Word64, host_page};
+use mlx5_ring::BF_OFFSET;
 use rustix::fs::FallocateFlags;
 use rustix::io::Errno;
 
@@ -9,16 +13,24 @@ use crate::address::Link;
 use crate::log::log;
 use crate::user::{Place, User, get};
 
-/// A doorbell page.
+/// The doorbell pages in a page of the host.
 #[derive(Debug)]
 pub(super) struct Uar {
+    /// The first one.
     page: u32,
 }
 
 /// Bytes of a doorbell page.
 const PAGE: u64 = 4096;
+/// Bytes of half a register. libmlx5 writes to the halves in turns.
+const BF_HALF: usize = 0x100;
 /// Numbers of doorbell pages: CQs name theirs by 16 bits.
-const PAGES: std::ops::Range<u32> = 1..1 << 16;
+const PAGES: std::ops::Range<u32> = 0..1 << 16;
+/// Doorbell pages in a page of the host, which libmlx5 maps and uses together.
+pub(super) fn pages_per_uar() -> u32 {
+    u32::try_from(host_page() / 4096).unwrap_or(1)
+}
+
 /// Attributes of the largest command.
 const MAX_ATTRS: usize = 64;
 /// Marks an attribute that the kernel has written.
@@ -190,10 +202,12 @@ impl Context {
         }
         let handle = self.new_handle();
         let mut uars = self.uars.lock();
-        let page = PAGES.clone().find(|page| uars.values().all(|uar| uar.page != *page));
+        let pages = PAGES.step_by(pages_per_uar() as usize);
+        let page = pages.skip(1).find(|page| uars.values().all(|uar| uar.page != *page));
         let page = page.ok_or(Errno::NOMEM)?;
         call.put(abi::MLX5_IB_ATTR_UAR_OBJ_ALLOC_MMAP_OFFSET, &(u64::from(page) * PAGE))?;
-        call.put(abi::MLX5_IB_ATTR_UAR_OBJ_ALLOC_MMAP_LENGTH, &4096u32)?;
+        let length = pages_per_uar() * 4096;
+        call.put(abi::MLX5_IB_ATTR_UAR_OBJ_ALLOC_MMAP_LENGTH, &length)?;
         call.put(abi::MLX5_IB_ATTR_UAR_OBJ_ALLOC_PAGE_ID, &page)?;
         call.put_handle(abi::MLX5_IB_ATTR_UAR_OBJ_ALLOC_HANDLE, handle)?;
         uars.insert(handle, Uar { page });
@@ -210,13 +224,29 @@ impl Context {
         self.uars.lock().insert(self.new_handle(), Uar { page });
     }
 
+    /// Where the program may ring for a queue pair that uses this page: two registers of two halves each.
+    ///
+    /// # Errors
+    /// `EINVAL` for a page that is not there, `ENOMEM`.
+    pub(super) fn registers(&self, page: u32) -> Result<[Word64; 4]> {
+        if self.uars.lock().values().all(|uar| uar.page != page / pages_per_uar() * pages_per_uar()) {
+            return Err(Errno::INVAL);
+        }
+        let [at, end] = [page, page + 1].map(|page| usize::try_from(u64::from(page) * PAGE));
+        let (at, end) = (at.map_err(|_| Errno::NOMEM)?, end.map_err(|_| Errno::NOMEM)?);
+        let file = Memory::map_shared(self.file.as_fd(), end).map_err(|_| Errno::NOMEM)?;
+        let word = |half: usize| file.word64(at + BF_OFFSET + half * BF_HALF).map_err(|_| Errno::NOMEM);
+        Ok([word(0)?, word(1)?, word(2)?, word(3)?])
+    }
+
     fn destroy_uar(&self, call: &Call<'_>) -> Result<()> {
         let handle = call.number(abi::MLX5_IB_ATTR_UAR_OBJ_DESTROY_HANDLE)?;
         let handle = u32::try_from(handle).map_err(|_| Errno::NOENT)?;
         let uar = self.uars.lock().remove(&handle).ok_or(Errno::NOENT)?;
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        // If it is refused, the page keeps what was written to it, which nobody reads.
-        _ = rustix::fs::fallocate(&self.file, hole, u64::from(uar.page) * PAGE, PAGE);
+        // If it is refused, the page keeps what was written to it: doorbells of a queue pair that is gone.
+        let length = u64::from(pages_per_uar()) * PAGE;
+        _ = rustix::fs::fallocate(&self.file, hole, u64::from(uar.page) * PAGE, length);
         Ok(())
     }
 
@@ -231,7 +261,7 @@ impl Context {
             gid: [a, b].map(u64::from_ne_bytes),
             gid_index: index,
             port_num: 1,
-            gid_type: kind as u32,
+            gid_type: if self.hca.modes.no_gid_type { u32::MAX } else { kind as u32 },
             netdev_ifindex: if port.link == Link::Ethernet { INTERFACE_INDEX } else { 0 },
         })
     }

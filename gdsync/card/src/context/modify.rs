@@ -109,6 +109,15 @@ impl Context {
         let to = if given & mask::STATE != 0 { attr.qp_state } else { from };
         check(qp.kind, from, to, given)?;
         ranges(attr)?;
+        let modes = &qp.hca.modes;
+        let allows_atomics = attr.qp_access_flags & Access::REMOTE_ATOMIC.bits() != 0;
+        if modes.no_atomics && given & mask::ACCESS_FLAGS != 0 && allows_atomics {
+            // As mlx5_ib (`set_qpc_atomic_flags`).
+            return Err(Errno::OPNOTSUPP);
+        }
+        if modes.late_flush && to == state::ERR {
+            delay()?;
+        }
         let step = self.step(&qp, attr, to)?;
         let psn = (given & mask::SQ_PSN != 0).then_some(attr.sq_psn & 0x00ff_ffff);
         qp.hca.card.modify_qp(qp.qpn, &step, psn, PATIENCE).map_err(|error| {
@@ -163,6 +172,13 @@ impl Context {
         }
         port.link.canonical(port.link.path(route.dlid, route.dgid)).ok_or(Errno::INVAL)
     }
+}
+
+/// Waits up to 10 ms.
+fn delay() -> Result<()> {
+    let [random, ..] = gdsync_device::random::<4>().map_err(|_| Errno::IO)?;
+    std::thread::sleep(Duration::from_micros(u64::from(random) * 40));
+    Ok(())
 }
 
 /// # Errors

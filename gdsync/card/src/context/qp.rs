@@ -90,7 +90,8 @@ struct Caps {
 
 /// Flags that change nothing here: `MLX5_QP_FLAG_SCATTER_CQE`, `MLX5_QP_FLAG_BFREG_INDEX`,
 /// `MLX5_QP_FLAG_ALLOW_SCATTER_CQE`, `MLX5_QP_FLAG_UAR_PAGE_INDEX`.
-const KNOWN_FLAGS: u32 = 1 << 1 | 1 << 3 | 1 << 8 | 1 << 10;
+const KNOWN_FLAGS: u32 = 1 << 1 | 1 << 3 | 1 << 8 | UAR_PAGE_INDEX;
+const UAR_PAGE_INDEX: u32 = 1 << 10;
 /// The driver's response to a creation: no doorbell register was chosen, the program has its own.
 fn own_register() -> mlx5_ib_create_qp_resp {
     mlx5_ib_create_qp_resp { bfreg_index: u32::MAX, ..Default::default() }
@@ -168,6 +169,7 @@ impl Context {
         let recv_cq = self.cqs.get(wanted.recv_cq_handle)?;
         let srq = (wanted.is_srq != 0).then(|| self.srqs.get(wanted.srq_handle)).transpose()?;
         let rings = Rings::of(driver)?;
+        let doorbell = self.doorbell(driver)?;
         let port = self.hca.port;
         let transport = match kind {
             QpType::Rc => CardTransport::Connection,
@@ -184,11 +186,11 @@ impl Context {
             rq: rings.rq,
             rq_stride: rings.stride,
             record: rings.record,
-            doorbell: CardDoorbell::Record,
+            doorbell,
             uidx: driver.uidx,
             transport,
             srqn: srq.as_ref().map(|srq| srq.srqn),
-            flushes_by_doorbell: false,
+            flushes_by_doorbell: self.hca.modes.flush_by_doorbell,
         };
         let source = self.event_source(wanted.user_handle)?;
         let qpn = self.hca.card.create_qp(qp).map_err(|_| Errno::NOMEM)?;
@@ -205,6 +207,19 @@ impl Context {
             _cqs: [send_cq, recv_cq],
             _srq: srq,
         })
+    }
+
+    /// Where its doorbells are found.
+    fn doorbell(&self, driver: &mlx5_ib_create_qp) -> Result<CardDoorbell> {
+        if self.hca.is_next_deaf() {
+            // One that nobody knows.
+            let lost = Memory::alloc(8).and_then(|memory| memory.word64(0)).map_err(|_| Errno::NOMEM)?;
+            return Ok(CardDoorbell::Register(lost));
+        }
+        if self.hca.modes.reads_registers() && driver.flags & UAR_PAGE_INDEX != 0 {
+            return self.registers(driver.bfreg_index).map(CardDoorbell::Shared);
+        }
+        Ok(CardDoorbell::Record)
     }
 
     pub(super) fn query_qp(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {

@@ -1,5 +1,7 @@
 //! The rings of a queue pair as an HCA reads them: doorbell, doorbell record and WQEs, with the checks.
 
+use std::sync::atomic::Ordering;
+
 use gdsync_shm as protocol;
 use mlx5_ring::{
     self as mlx5, BB, Cqe, CqeOpcode, Ctrl, DataSeg, DecodedOp, Doorbell, Opcode, Syndrome, low16,
@@ -38,6 +40,8 @@ pub struct Rings {
 pub enum DoorbellSource {
     /// A doorbell register.
     Register(Word64),
+    /// Registers that doorbells of other queue pairs are written to as well.
+    Shared([Word64; 4]),
     /// The send counter of the doorbell record, and its value when last taken.
     Record(u16),
 }
@@ -96,7 +100,7 @@ impl Rings {
     pub fn register(&self) -> Option<&Word64> {
         match &self.doorbell {
             DoorbellSource::Register(register) => Some(register),
-            DoorbellSource::Record(_) => None,
+            DoorbellSource::Shared(_) | DoorbellSource::Record(_) => None,
         }
     }
 
@@ -106,6 +110,7 @@ impl Rings {
         self.record.fill(0, 8, 0).expect("a doorbell record has 8 bytes");
         match &mut self.doorbell {
             DoorbellSource::Register(register) => register.store(mlx5::EMPTY),
+            DoorbellSource::Shared(_) => while self.take_shared().is_some() {},
             DoorbellSource::Record(taken) => *taken = 0,
         }
         self.named = self.named.map(|_| 0);
@@ -175,6 +180,9 @@ impl Rings {
     pub fn is_rung(&self) -> bool {
         match &self.doorbell {
             DoorbellSource::Register(register) => protocol::is_rung(register.atomic()),
+            DoorbellSource::Shared(registers) => {
+                registers.iter().any(|register| self.names_this(register.load()))
+            }
             DoorbellSource::Record(taken) => self.record(mlx5::QP_DBREC_SEND) != *taken,
         }
     }
@@ -190,11 +198,12 @@ impl Rings {
         strict: bool,
         stats: &mut HcaStats,
     ) -> std::result::Result<Option<u64>, Syndrome> {
-        let register = match &mut self.doorbell {
-            DoorbellSource::Register(register) => register,
+        let value = match &mut self.doorbell {
+            DoorbellSource::Register(register) => protocol::take_doorbell(register.atomic()),
+            DoorbellSource::Shared(_) => self.take_shared(),
             &mut DoorbellSource::Record(taken) => return Ok(self.take_record(taken, head, state, stats)),
         };
-        let Some(value) = protocol::take_doorbell(register.atomic()) else { return Ok(None) };
+        let Some(value) = value else { return Ok(None) };
         stats.doorbells += 1;
         let doorbell = Doorbell::decode(value);
         if doorbell.qpn != self.qpn {
@@ -237,6 +246,24 @@ impl Rings {
         }
         self.qp_trace.triggered(self.qpn);
         Ok(Some(target))
+    }
+
+    /// Whether a doorbell is one of this queue pair.
+    fn names_this(&self, value: u64) -> bool {
+        value != mlx5::EMPTY && Doorbell::decode(value).qpn == self.qpn
+    }
+
+    /// Takes a doorbell of this queue pair out of a shared register.
+    fn take_shared(&self) -> Option<u64> {
+        let DoorbellSource::Shared(registers) = &self.doorbell else { return None };
+        registers.iter().find_map(|register| {
+            let value = register.load();
+            let is_taken = || {
+                let register = register.atomic();
+                register.compare_exchange(value, mlx5::EMPTY, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            };
+            (self.names_this(value) && is_taken()).then_some(value)
+        })
     }
 
     /// Takes a new send counter. Returns the block up to which WQEs may be fetched, if the queue pair may send.

@@ -148,6 +148,16 @@ impl Program {
     }
 
     fn on(card: Arc<Card>, entry: usize, srqn: Option<u32>, transport: CardTransport) -> Self {
+        Self::rung_by(card, entry, srqn, transport, CardDoorbell::Record)
+    }
+
+    fn rung_by(
+        card: Arc<Card>,
+        entry: usize,
+        srqn: Option<u32>,
+        transport: CardTransport,
+        doorbell: CardDoorbell,
+    ) -> Self {
         let events = Arc::<Events>::default();
         let memory = Memory::alloc(REGION).unwrap();
         let key = card.register(PD, &memory, memory.addr(), Access::all()).unwrap();
@@ -161,7 +171,7 @@ impl Program {
             rq: rq.clone(),
             rq_stride: 64,
             record: record.clone(),
-            doorbell: CardDoorbell::Record,
+            doorbell,
             uidx: UIDX,
             transport,
             srqn,
@@ -807,4 +817,32 @@ fn random_datagrams_do_not_break_the_card() {
         let is_whole = |guard: &[u8]| guard.iter().all(|byte| *byte == 0xc5);
         assert!(is_whole(&bytes[..GUARD]) && is_whole(&bytes[GUARD + 64 + 255 * 32..]));
     });
+}
+
+/// As libmlx5 and the queue pairs of a doorbell page use its registers.
+#[test]
+fn doorbells_in_shared_registers_are_found_by_their_qpn() {
+    let page = Memory::alloc(4096).unwrap();
+    let registers = [0x800, 0x900, 0xa00, 0xb00].map(|at| page.word64(at).unwrap());
+    let card = card().0;
+    let program = || {
+        let doorbell = CardDoorbell::Shared(registers.clone());
+        Program::rung_by(card.clone(), 64, None, CardTransport::Connection, doorbell)
+    };
+    let (mut a, mut b) = (program(), program());
+    a.connect(&b);
+    b.connect(&a);
+    for round in 0..40u8 {
+        for (from, to) in [(&mut a, 0), (&mut b, 2)] {
+            let index = from.post(Opcode::NOP, CE_ALWAYS, &[]);
+            // The record alone says nothing.
+            assert!((0..100).all(|_| from.sends.poll().is_none()));
+            let at = usize::try_from((from.pi - 1) % 64).unwrap() * BB;
+            let mut first = [0; 8];
+            from.sq.read(at, &mut first).unwrap();
+            registers[to + usize::from(round % 2)].store(u64::from_ne_bytes(first));
+            assert_eq!(from.sends.wait().wqe_counter, index);
+        }
+    }
+    assert_eq!(card.stats().violations, 0);
 }

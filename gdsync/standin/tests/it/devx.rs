@@ -37,7 +37,7 @@ fn pair(gpu: &Gpu, what: OnGpu, bytes: usize, build: impl Fn(QpBuilder) -> QpBui
 
 #[test]
 fn all_works_on_larger_pages() {
-    pages::run_again_on_larger(&["devx::", "lifecycle::", "--skip", "kernel_could", "--skip", "for_kernels"]);
+    pages::run_again_on_larger(&["devx::", "--skip", "kernel_could", "--skip", "for_kernels"]);
 }
 
 /// What is asked for lies on the GPU, and nothing else does; more than two laps of every ring.

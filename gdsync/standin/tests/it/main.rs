@@ -11,16 +11,16 @@ mod common;
 #[path = "../../../tests/it/devices.rs"]
 mod devices;
 mod devx;
-mod direct;
 #[path = "../../../tests/it/forks.rs"]
 mod forks;
+#[path = "../../../tests/it/card/lifecycle.rs"]
 mod lifecycle;
+#[path = "../../../tests/it/card/pages.rs"]
 mod pages;
 #[path = "../../../tests/it/processes.rs"]
 mod processes;
 #[path = "../../../tests/it/queues.rs"]
 mod queues;
-mod quirks;
 mod setup;
 #[path = "../../../tests/it/simulated.rs"]
 mod simulated;

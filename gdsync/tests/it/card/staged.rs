@@ -10,8 +10,8 @@ use gdsync::cuda::Gpu;
 use gdsync::rdma::Route;
 use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAttr, QpState, RecvWr, SendWr, Staging, Transport};
 
+use super::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, open_by, simulated_gpu};
 use crate::common::{Side, pattern, received, reconnect, sent, until};
-use crate::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, open_by, simulated_gpu};
 
 const LEN: usize = 300_000;
 /// `CUDA_ERROR_LAUNCH_FAILED`.
@@ -57,10 +57,11 @@ fn ends(gpu: &Gpu) -> (End, End) {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn thread_stages_what_the_card_does_not_reach() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
-    assert_eq!(a.side.context.description(), "CPU proxy of mlx5_standin");
+    assert_eq!(a.side.context.description(), "CPU proxy of mlx5_0");
     let path = a.side.qp.transfer_path(&a.mr, 100).unwrap();
     assert_eq!(path.transport(), Transport::Staging);
     for why in [a.side.context.not_direct().unwrap(), path.reason()] {
@@ -82,6 +83,7 @@ fn thread_stages_what_the_card_does_not_reach() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn reads_and_atomics_bring_into_gpu_memory_and_a_fence_waits_for_that() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -113,6 +115,7 @@ fn reads_and_atomics_bring_into_gpu_memory_and_a_fence_waits_for_that() {
 
 /// A WRITE with an immediate value takes a receive, whose buffers stay as they are. What ends at once holds up no fence behind it.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn receive_of_an_immediate_value_stays_as_it_was() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -133,6 +136,7 @@ fn receive_of_an_immediate_value_stays_as_it_was() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn peers_cannot_name_it() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -146,6 +150,7 @@ fn peers_cannot_name_it() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn who_opens_the_device_decides() {
     let bench = Bench::with(|_| {});
     let (gpu, context) = (&bench.gpu, open_by(Some(Route::Proxy), Some(&bench.gpu)).unwrap());
@@ -165,6 +170,7 @@ fn who_opens_the_device_decides() {
 
 /// The queue pair says why, and works again once the copies do.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn copy_that_fails_breaks_the_queue_pair() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -205,6 +211,7 @@ fn copy_that_fails_breaks_the_queue_pair() {
 
 /// Everything posted has one completion when the queue pair breaks amidst copies.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn abort_amidst_copies_flushes_the_rest() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -229,6 +236,7 @@ fn abort_amidst_copies_flushes_the_rest() {
 
 /// Memory that only copy engines reach.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn memory_without_a_mapping_is_staged_too() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -273,6 +281,7 @@ fn send(from: &End, mr: &gdsync::verbs::Mr, len: usize) {
 
 /// What a copy on its way out would overwrite comes after it.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn send_is_flushed_when_its_copy_has_ended() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -294,6 +303,7 @@ fn send_is_flushed_when_its_copy_has_ended() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn receive_that_lands_is_told_when_it_has() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -319,6 +329,7 @@ fn receive_that_lands_is_told_when_it_has() {
 
 /// Whoever ends something that copies use comes back when they have ended.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn reset_destruction_and_deregistration_wait_for_copies() {
     let bench = bench();
     let ended_amidst = |name: &str, lands: bool, end: &mut (dyn FnMut(&mut Option<End>) + Send)| {
@@ -360,6 +371,7 @@ fn reset_destruction_and_deregistration_wait_for_copies() {
 
 /// It is told, and its memory is left alone until it does end.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn copy_that_does_not_end_is_told_and_its_memory_kept() {
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
@@ -391,6 +403,7 @@ fn copy_that_does_not_end_is_told_and_its_memory_kept() {
 
 /// One that copies nothing holds up no other, and a message may be of the memory of both.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn every_gpu_copies_its_own_memory() {
     let bench = Bench::with(|control| (0..2).for_each(|gpu| control.attribute(gpu, DMA_BUF_SUPPORTED, 0)));
     let second = simulated_gpu(1);
@@ -421,6 +434,7 @@ fn every_gpu_copies_its_own_memory() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn gpu_without_a_copy_engine_is_refused_with_the_cause() {
     let bench = bench();
     let context = open_by(None, Some(&bench.gpu)).unwrap();

@@ -1,5 +1,5 @@
 //! A kernel whose pages are larger than 4 KiB, as those of aarch64 may be: a test program runs some of its tests again as if on one.
-//! `sysconf` tells the size then, `mmap` and `mincore` keep to it, and the stand-in has several doorbell pages in one page of the host.
+//! `sysconf` tells the size then, `mmap` and `mincore` keep to it, and the card has several doorbell pages in one page of the host.
 
 use std::ffi::{c_int, c_long, c_void};
 use std::process::Command;
@@ -92,6 +92,7 @@ unsafe extern "C" fn mincore(addr: *mut c_void, len: usize, resident: *mut u8) -
 
 /// Only asked for in a process with larger pages.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn pages_are_as_large_as_the_kernel_says() {
     if let Some(page) = larger() {
         assert_eq!(host_page(), page);
@@ -107,7 +108,12 @@ pub(crate) fn run_again_on_larger(names: &[&str]) {
     }
     for page in ["16384", "65536"] {
         let mut again = Command::new(std::env::current_exe().unwrap());
-        let done = again.arg("pages::pages_are").args(names).env(SIZE, page).output().unwrap();
+        let done = again
+            .args(["--include-ignored", "pages::pages_are"])
+            .args(names)
+            .env(SIZE, page)
+            .output()
+            .unwrap();
         let [out, err] = [&done.stdout, &done.stderr].map(|text| String::from_utf8_lossy(text));
         assert!(done.status.success(), "with pages of {page} bytes:\n{out}\n{err}");
         assert!(out.contains("pages_are_as_large_as_the_kernel_says ... ok"), "{out}");

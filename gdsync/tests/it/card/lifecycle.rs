@@ -7,12 +7,12 @@ use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 
+use super::setup::{Bench, HAS_DEVX, open};
 use crate::child::own_process;
 use crate::common::{
     PATIENCE, Side, bytes, connect, hca, message, pattern, received, reconnect, sent, stream, stream_with,
     until,
 };
-use crate::setup::{Bench, complaints, open};
 
 /// Where the queues of a test are, and its GPU if they are there.
 struct Rig {
@@ -22,7 +22,8 @@ struct Rig {
 impl Rig {
     /// Queues in host memory, then those in GPU memory.
     fn all() -> impl Iterator<Item = Self> {
-        [false, true].into_iter().map(|on_gpu| if on_gpu { Self::on_gpu(OnGpu::all()) } else { Self::host() })
+        let places = if HAS_DEVX { &[false, true][..] } else { &[false] };
+        places.iter().map(|&on_gpu| if on_gpu { Self::on_gpu(OnGpu::all()) } else { Self::host() })
     }
 
     fn host() -> Self {
@@ -55,6 +56,7 @@ fn small(q: QpBuilder) -> QpBuilder {
 /// Streams ring the doorbells, and wait by the owner bit, over more than two laps: a completion queue that begins with owner 0
 /// would let them through before the first message.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn streams_send_and_wait_over_laps() {
     for rig in Rig::all() {
         let (a, b) = rig.pair(4096, small);
@@ -79,6 +81,7 @@ fn streams_send_and_wait_over_laps() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
     for rig in Rig::all() {
         let (a, b) = rig.pair(64, |q| q);
@@ -103,9 +106,10 @@ fn wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
 
 /// The side whose memory was asked for wrongly posted nothing, so an asynchronous event tells it.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn target_learns_that_a_peer_was_refused() {
-    let on_gpu = [OnGpu::all(), OnGpu::SEND_QUEUE, OnGpu::empty()].map(Some);
-    for what in [None].into_iter().chain(on_gpu) {
+    let places = [None, Some(OnGpu::empty()), Some(OnGpu::all()), Some(OnGpu::SEND_QUEUE)];
+    for what in &places[..if HAS_DEVX { 4 } else { 2 }] {
         let rig = what.map_or_else(Rig::host, Rig::on_gpu);
         let (a, b) = rig.pair(64, |q| q);
         let mut wrong = b.mr.remote(0).unwrap();
@@ -126,6 +130,7 @@ fn target_learns_that_a_peer_was_refused() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn receives_are_flushed_by_err() {
     for rig in Rig::all() {
         let (a, b) = rig.pair(64, |q| q.max_recv_wr(8));
@@ -145,6 +150,7 @@ fn receives_are_flushed_by_err() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn peer_without_receives_ends_the_retries() {
     for rig in Rig::all() {
         let (a, _b) = rig.pair(64, |q| q.min_rnr_timer(1).rnr_retry(1).timeout(8).retry_cnt(1));
@@ -153,8 +159,8 @@ fn peer_without_receives_ends_the_retries() {
     }
 }
 
-/// Without a complaint of the stand-in.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn queue_pair_is_reset_and_used_again() {
     own_process!();
     for rig in Rig::all() {
@@ -172,12 +178,12 @@ fn queue_pair_is_reset_and_used_again() {
         }
         message(&a, &b, 99);
     }
-    assert_eq!(complaints(), "");
 }
 
 /// A stream gives up waiting, the library completes in place of the card, and the queue pair is reset: what comes then must be
 /// where both expect it.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn completions_stay_in_step_after_a_stream_gave_up() {
     for rig in Rig::all() {
         let (a, b) = rig.pair(64, small);
@@ -197,6 +203,7 @@ fn completions_stay_in_step_after_a_stream_gave_up() {
 
 /// Transitions that repeat a state, with their optional attributes; those out of turn never reach the card.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn rights_and_timers_change_between_transitions() {
     for rig in Rig::all() {
         let a = rig.side(64, |q| q);

@@ -8,24 +8,9 @@ use gdsync::rdma::Route;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Context, OnGpu, RecvWr, SendWr};
 
+use super::setup::{Bench, open, open_by};
 use crate::child::own_process;
 use crate::common::{PATIENCE, Side, connect, hca, message, received, reconnect, stream_with};
-use crate::setup::{Bench, Setting, open, open_by};
-
-/// Doorbells of queues that the application reads itself are lost.
-const DEAF: u32 = 1;
-/// The library is of rdma-core 28.
-const OLD_LIBRARY: u32 = 2;
-/// A queue pair in ERR flushes only the sends that a doorbell named.
-const FLUSHES_BY_DOORBELL: u32 = 4;
-/// A queue pair goes to ERR up to 10 ms after it was told to.
-const LATE_FLUSHES: u32 = 8;
-/// Completions of flushed requests do not say of which request they are.
-const NO_FLUSH_COUNTERS: u32 = 16;
-
-fn quirks(bits: u32) -> Setting {
-    Setting::of(c"gdsync_standin_quirks", bits, 0)
-}
 
 /// Messages travel whoever reads the rings.
 fn talk(context: &Context) {
@@ -34,18 +19,18 @@ fn talk(context: &Context) {
 }
 
 #[test]
-fn without_quirks_the_card_reads_the_rings() {
+#[ignore = "`card` runs it on the card"]
+fn without_modes_the_card_reads_the_rings() {
     own_process!();
-    let _quirks = quirks(0);
     let context = hca();
     assert_eq!(context.not_direct(), None);
     talk(&context);
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn card_that_does_not_see_our_doorbells_is_left_to_the_proxy() {
-    own_process!();
-    let _quirks = quirks(DEAF);
+    own_process!("GDASYNC_CARD_MODES" = "deaf=1");
     let context = hca();
     let why = context.not_direct().expect("the self-test fails");
     assert!(why.contains("rang its doorbell") && why.contains("no completion"), "{why}");
@@ -54,17 +39,17 @@ fn card_that_does_not_see_our_doorbells_is_left_to_the_proxy() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn route_that_was_asked_for_is_not_tested() {
-    own_process!();
-    let _quirks = quirks(DEAF);
+    own_process!("GDASYNC_CARD_MODES" = "deaf=1");
     let context = open_by(Some(Route::Direct), None).unwrap();
-    assert_eq!((context.description(), context.not_direct()), ("mlx5 card mlx5_standin", None));
+    assert_eq!((context.description(), context.not_direct()), ("mlx5 card mlx5_0", None));
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn library_that_is_too_old_is_left_to_the_proxy() {
-    own_process!();
-    let _quirks = quirks(OLD_LIBRARY);
+    own_process!("GDASYNC_CARD_MODES" = "no-cq-ex");
     let context = hca();
     let why = context.not_direct().expect("no completion queue can be made");
     assert!(why.contains("rdma-core 31"), "{why}");
@@ -111,8 +96,7 @@ fn hide(gpu: &Gpu, a: &Side) {
 }
 
 /// Whatever happened to `a`: after a reset the completions must be where the library expects them.
-fn stays_in_step(quirk: u32, happens: impl Fn(&Gpu, &Side, u64)) {
-    let _quirks = quirks(quirk);
+fn stays_in_step(happens: impl Fn(&Gpu, &Side, u64)) {
     let bench = Bench::take();
     let gpu = &bench.gpu;
     let side = || Side::new(&open(gpu), 64, |q| q.max_send_wr(8).max_recv_wr(4).on_gpu(gpu, OnGpu::empty()));
@@ -126,22 +110,24 @@ fn stays_in_step(quirk: u32, happens: impl Fn(&Gpu, &Side, u64)) {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn sends_that_were_never_rung_for_are_flushed_by_a_doorbell() {
-    own_process!();
-    stays_in_step(FLUSHES_BY_DOORBELL, |gpu, a, _| hide(gpu, a));
+    own_process!("GDASYNC_CARD_MODES" = "flush-by-doorbell");
+    stays_in_step(|gpu, a, _| hide(gpu, a));
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn flushes_that_come_late_are_waited_for() {
-    own_process!();
-    stays_in_step(LATE_FLUSHES, |gpu, a, round| give_up(gpu, a, 1 + round % 3));
-    stays_in_step(LATE_FLUSHES, |gpu, a, _| hide(gpu, a));
+    own_process!("GDASYNC_CARD_MODES" = "late-flush,register");
+    stays_in_step(|gpu, a, round| give_up(gpu, a, 1 + round % 3));
+    stays_in_step(|gpu, a, _| hide(gpu, a));
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn flush_with_another_counter_is_a_flush() {
-    own_process!();
-    let _quirks = quirks(NO_FLUSH_COUNTERS);
+    own_process!("GDASYNC_CARD_MODES" = "no-flush-counter");
     let (a, _b) = connect(Side::new(&hca(), 64, |q| q), Side::new(&hca(), 64, |q| q));
     a.qp.post_recv(&[RecvWr::new(&[]).id(3); 3]).unwrap();
     a.qp.abort().unwrap();
