@@ -22,7 +22,7 @@ fn main() -> mp::Result<()> {
 
     let buffer = comm.register(&Memory::alloc(8)?)?;
     buffer.memory().write(0, &own.to_ne_bytes())?;
-    Collectives::new(&comm)?.allreduce::<f64>(&buffer, 0..8, Reduction::Sum, limit)?;
+    Collectives::new(&comm, limit)?.allreduce::<f64>(&buffer, 0..8, Reduction::Sum, limit)?;
     let mut bytes = [0; 8];
     buffer.memory().read(0, &mut bytes)?;
     let by_us = f64::from_ne_bytes(bytes);

@@ -16,7 +16,7 @@ use crate::error::{Error, Result};
 use crate::exchange::{Exchange, Spawned, say};
 use crate::overlap::{OutstandingReceives, ReceiveClaims};
 use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
-use crate::peer::Peer;
+use crate::peer::{Beside, Peer};
 use crate::registration::{Piece, Registration};
 use crate::request::{DOMAIN, Request, Status};
 use crate::rma_queue::{AllRmaQueues, RmaQueues};
@@ -68,11 +68,13 @@ pub(crate) struct Inner {
     pub(crate) paths: Vec<PeerPath>,
     pub(crate) cache: Cache,
     pub(crate) flag: Arc<CreditFlag>,
-    /// Dropped before `_credits`, which it uses.
+    /// Dropped before `credits`, which it uses.
     pub(crate) _watchdog: Option<Watchdog>,
     pub(crate) peers: Arc<[Arc<Peer>]>,
     /// The words that the peers write.
-    pub(crate) _credits: Registration,
+    pub(crate) credits: Registration,
+    /// The connections of collectives, which the other ranks may still use after these were dropped here, with their words.
+    pub(crate) besides: Mutex<Vec<Beside>>,
     pub(crate) settings: Settings,
     pub(crate) rma: AllRmaQueues,
     /// `None` if they may overlap.

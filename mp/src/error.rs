@@ -118,14 +118,16 @@ pub enum Error {
         /// Bytes of its receive, if they are known.
         room: Option<NonZeroU32>,
     },
-    /// A rank called another collective, or with another size.
+    /// A rank called another collective, or with other arguments.
     Collective {
-        /// The collective of this rank.
-        operation: &'static str,
+        /// The call of this rank: its name, its arguments and its number.
+        call: String,
         /// The rank at the other end.
         rank: usize,
-        /// What is wrong.
+        /// What that rank did: the same of its call.
         what: String,
+        /// What the user can do.
+        fix: &'static str,
     },
     /// A message does not fit into the receive that it matched. It is lost; nothing else is.
     Truncated {
@@ -229,10 +231,9 @@ impl fmt::Display for Error {
                 }
                 write!(f, ": {}", reason(cause))
             }
-            Self::Collective { operation, rank, what } => write!(
-                f,
-                "{operation} with rank {rank}: {what}; let all ranks call the same collectives with the same sizes, in one order"
-            ),
+            Self::Collective { call, rank, what, fix } => {
+                write!(f, "rank {rank} {what} where this rank called {call}; {fix}")
+            }
             Self::Truncated { rank, tag, bytes, room } => write!(
                 f,
                 "the message of {bytes} bytes from rank {rank} with tag {tag:#x} does not fit into the {room} bytes of its receive; \
@@ -274,6 +275,16 @@ fn is_peer_lost(error: &gdsync::Error) -> bool {
         E::PeerGone { .. } | E::Peer { .. } | E::GivenUp | E::GivenUpByPeer => true,
         E::Completion(failed) => failed.syndrome == Syndrome::RETRY_EXC_ERR,
         E::QpStopped { reason, .. } | E::Rank { reason, .. } => is_peer_lost(reason),
+        _ => false,
+    }
+}
+
+/// Whether a queue pair was ended by the rank at its other end, which lives.
+pub(crate) fn is_given_up_by_peer(error: &gdsync::Error) -> bool {
+    use gdsync::Error as E;
+    match error {
+        E::GivenUpByPeer => true,
+        E::QpStopped { reason, .. } | E::Rank { reason, .. } => is_given_up_by_peer(reason),
         _ => false,
     }
 }

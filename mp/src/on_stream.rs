@@ -134,11 +134,18 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
+        self.isend_vectored_in_batch(batch, &[(buffer, range)], rank)
+    }
+
+    pub(crate) fn isend_vectored_in_batch(
+        &self,
+        batch: &mut Batch,
+        pieces: &[Piece<'_>],
+        rank: usize,
+    ) -> Result<Request> {
         let mut post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
-        let (peer, pieces) = (self.peer(rank)?, [(buffer, range)]);
-        self.while_full(|| {
-            Ok(Request::queued(peer, peer.send_with("send in a batch", &pieces, &mut post)?.0))
-        })
+        let peer = self.peer(rank)?;
+        self.while_full(|| Ok(Request::queued(peer, peer.send_with("send in a batch", pieces, &mut post)?.0)))
     }
 
     /// Queues a receive on a stream: it is posted when the stream gets there, and not before. So a loop may receive into one buffer, and

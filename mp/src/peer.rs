@@ -10,9 +10,9 @@ use smallvec::SmallVec;
 use crate::error::{Error, Result};
 use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
 use crate::overlap::ReceiveClaims;
-use crate::registration::Piece;
+use crate::registration::{Piece, Registration};
 use crate::shm_fifo::{FifoReceive, ShmFifo};
-use crate::transport::{DRAIN, Transport, mark_only_once};
+use crate::transport::{Companion, DRAIN, Transport, mark_only_once};
 
 /// A rank, and the operations under way with it.
 #[derive(Debug)]
@@ -22,6 +22,9 @@ pub(crate) struct Peer {
     /// By direction.
     in_flight: [Mutex<InFlight>; 2],
 }
+
+/// The peers of connections beside those of a communicator, and the words that they write.
+pub(crate) type Beside = (Arc<[Arc<Peer>]>, Registration);
 
 /// A send that was started.
 pub(crate) enum Sent {
@@ -67,6 +70,17 @@ impl Drop for Gate {
 /// A message that is sent.
 fn sent<'a, 'b>(pieces: &'a [Piece<'b>], sges: &'a [Sge]) -> (&'a [Piece<'b>], &'a [Sge], ReceiveClaims) {
     (pieces, sges, ReceiveClaims::new())
+}
+
+/// The connection of collectives to the same rank.
+impl Companion for Peer {
+    fn end(&self, error: &gdsync::Error) {
+        self.transport.fail(error);
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.in_flight.iter().any(|in_flight| !in_flight.lock().is_empty())
+    }
 }
 
 impl Peer {
@@ -345,7 +359,7 @@ impl Peer {
         }
         is_awaited |= self.recycle_fifo();
         if is_awaited
-            || self.transport.companions().iter().any(|qp| qp.is_awaited())
+            || self.transport.companions().iter().any(|companion| companion.is_awaited())
             || self.transport.check().is_err()
         {
             self.transport.tend();

@@ -1,6 +1,7 @@
 //! The connection to one rank: how it is built, its queue pair, the credits beside it, and whether the rank is alive.
 
 use std::collections::HashMap;
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -85,20 +86,35 @@ impl QpPair {
     }
 
     /// Ends all operations: see [`Qp::stop`].
-    pub(crate) fn stop(&self, error: &gdsync::Error) {
+    fn stop(&self, error: &gdsync::Error) {
         self.send.stop(error);
         self.recv.stop(error);
-    }
-
-    /// Whether a stream waits for completions of either.
-    pub(crate) fn is_awaited(&self) -> bool {
-        self.send.is_awaited() || self.recv.is_awaited()
     }
 
     /// Names both ranks, and what goes through either queue pair, in errors and in the flight recorder.
     pub(crate) fn name_ranks(&self, own: usize, other: usize, [send, recv]: [Traffic; 2]) {
         self.send.name_ranks(own, other, send);
         self.recv.name_ranks(own, other, recv);
+    }
+}
+
+/// What ends with the connection to a rank: the queue pairs of windows and channels, and the connection of collectives.
+pub(crate) trait Companion: fmt::Debug + Send + Sync {
+    /// Ends all operations.
+    fn end(&self, error: &gdsync::Error);
+
+    /// Whether anything waits for the rank.
+    fn is_awaited(&self) -> bool;
+}
+
+impl Companion for QpPair {
+    fn end(&self, error: &gdsync::Error) {
+        self.stop(error);
+    }
+
+    /// Whether a stream waits for completions of either.
+    fn is_awaited(&self) -> bool {
+        self.send.is_awaited() || self.recv.is_awaited()
     }
 }
 
@@ -123,8 +139,7 @@ pub(crate) struct Transport {
     one_sided: AtomicU64,
     has_ended: AtomicBool,
     is_given_up: AtomicBool,
-    /// See [`Transport::companions`].
-    companions: Mutex<Vec<Weak<QpPair>>>,
+    companions: Mutex<Vec<Weak<dyn Companion>>>,
     /// Queue pairs of channels that were dropped here, but perhaps not by the rank, and what they still send.
     retired: Mutex<Vec<(Qp, KeyedPins)>>,
 }
@@ -278,16 +293,16 @@ impl Transport {
         }
     }
 
-    /// Ends the connection of a window or a channel when this one ends.
-    pub(crate) fn accompany(&self, qp: &Arc<QpPair>) {
+    /// Ends the companion when this connection ends.
+    pub(crate) fn accompany<T: Companion + 'static>(&self, companion: &Arc<T>) {
         let mut companions = self.companions.lock();
-        companions.retain(|qp| qp.strong_count() > 0);
-        companions.push(Arc::downgrade(qp));
+        companions.retain(|other| other.strong_count() > 0);
+        companions.push(Arc::<T>::downgrade(companion));
         drop(companions);
         if self.has_ended.load(Ordering::Relaxed)
             && let Err(error) = self.check()
         {
-            qp.stop(&error);
+            companion.end(&error);
         }
     }
 
@@ -296,8 +311,7 @@ impl Transport {
         self.retired.lock().push((qp.clone(), sends));
     }
 
-    /// The connections of windows and channels to the same rank.
-    pub(crate) fn companions(&self) -> Vec<Arc<QpPair>> {
+    pub(crate) fn companions(&self) -> Vec<Arc<dyn Companion>> {
         self.companions.lock().iter().filter_map(Weak::upgrade).collect()
     }
 
@@ -315,7 +329,7 @@ impl Transport {
         self.qp.stop(error);
         self.fifo.iter().for_each(FifoPair::shut);
         self.credits.end(error);
-        self.companions().iter().for_each(|qp| qp.stop(error));
+        self.companions().iter().for_each(|companion| companion.end(error));
     }
 }
 

@@ -9,19 +9,24 @@ use std::time::Duration;
 use gdsync::memory::Memory;
 use parking_lot::Mutex;
 
+use super::call::{Call, HEADER, Operation, Slots};
+use super::message::{Arrival, Due, Part, Started};
 use super::reduce::{Number, Reduction};
 use super::schedule::{self, Exchange, Fold};
+use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
-use crate::error::{Error, Result};
-use crate::overlap::ReceiveClaims;
+use crate::error::{Error, Result, is_given_up_by_peer};
 use crate::registration::Registration;
-use crate::request::{Request, Status};
+use crate::request::Request;
 use crate::wait::Deadline;
 
-/// The collectives of a communicator: make one in every rank.
+/// The collectives of a communicator.
+///
+/// It has queue pairs of its own: its messages do not mix with those of the communicator or of other `Collectives`. They end with the
+/// connections of the communicator, and stay until it goes: reuse it.
 ///
 /// Threads may share it; their calls run one at a time. A call that fails after it has sent something leaves the ranks out of
-/// step: every later call returns its error, and the contents of the buffers are undefined.
+/// step: every later call returns its error, the other ranks learn it in theirs, and the contents of the buffers are undefined.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -32,7 +37,7 @@ use crate::wait::Deadline;
 /// # fn main() -> mp::Result<()> {
 /// let second = Duration::from_secs(1);
 /// let comm = Communicator::builder().spawn(4).init()?;
-/// let all = Collectives::new(&comm)?;
+/// let all = Collectives::new(&comm, second)?; // by all ranks
 /// let sums = comm.register(&Memory::alloc(8 * 3)?)?;
 /// sums.memory().write(8, &1.5_f64.to_ne_bytes())?;
 /// all.allreduce::<f64>(&sums, 0..24, Reduction::Sum, second)?; // 0, 6, 0 in every rank
@@ -41,12 +46,49 @@ use crate::wait::Deadline;
 /// # }
 /// ```
 pub struct Collectives {
-    pub(super) comm: Communicator,
-    /// For empty messages.
-    pub(super) token: Registration,
+    /// The communicator of the application.
+    comm: Communicator,
+    /// The connections of the collectives: the same ranks.
+    pub(super) context: Communicator,
+    pub(super) slots: Arc<Slots>,
     /// Locked during every call.
-    failed: Mutex<Option<Error>>,
+    state: Mutex<State>,
     pub(super) scratch: Scratch,
+}
+
+/// How long a rank that has found another call waits until the others have its messages, which say so.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+/// What the calls of this rank have come to.
+#[derive(Default)]
+pub(super) struct State {
+    failed: Option<Error>,
+    /// Calls so far.
+    number: u64,
+    /// Those on streams that nobody has seen complete, oldest first.
+    pub(super) started: VecDeque<Arc<Started>>,
+}
+
+impl State {
+    /// Forgets what is complete on streams.
+    ///
+    /// # Errors
+    /// Of an earlier call.
+    fn look_back(&mut self) -> Result<()> {
+        if self.failed.is_none() {
+            while let Some(first) = self.started.front() {
+                match first.outcome() {
+                    Ok(None) => break,
+                    Ok(Some(())) => _ = self.started.pop_front(),
+                    Err(error) => {
+                        self.failed = Some(error);
+                        break;
+                    }
+                }
+            }
+        }
+        self.failed.clone().map_or(Ok(()), Err)
+    }
 }
 
 impl fmt::Debug for Collectives {
@@ -89,13 +131,23 @@ impl Parts {
 }
 
 impl Collectives {
-    /// The collectives of `comm`. Nothing is sent.
+    /// Connects the ranks of `comm` for collectives. Every rank must call this, in the same order if it makes several.
     ///
     /// # Errors
-    /// [`Error::Device`] when a few bytes cannot be registered.
-    pub fn new(comm: &Communicator) -> Result<Self> {
-        let token = comm.register(&Memory::alloc(64)?)?;
-        Ok(Self { comm: comm.clone(), token, failed: Mutex::default(), scratch: Scratch::default() })
+    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late; [`Error::Device`] from the device.
+    pub fn new(comm: &Communicator, timeout: impl Into<Option<Duration>>) -> Result<Self> {
+        let deadline = Deadline::after(comm.limit(timeout));
+        let mut builder = CommunicatorBuilder(comm.0.settings.clone());
+        let queues = &mut builder.0.queues;
+        // A header, the part, and room for what is not due; on streams also a ready message and a long part.
+        (queues.max_pieces, queues.depth) = (queues.max_pieces.max(3), queues.depth.max(3));
+        let context = builder.build_beside(comm, deadline)?.with_timeout(comm.timeout());
+        let peers = &context.0.peers;
+        comm.0.besides.lock().push((peers.clone(), context.0.credits.clone()));
+        comm.0.peers.iter().zip(peers.iter()).for_each(|(peer, beside)| peer.transport.accompany(beside));
+        let slots = Slots::new(&context)?;
+        let (state, scratch) = Default::default();
+        Ok(Self { comm: comm.clone(), context, slots, state, scratch })
     }
 
     /// The communicator.
@@ -106,12 +158,13 @@ impl Collectives {
     /// Blocks until every rank has called it.
     ///
     /// # Errors
-    /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] for a rank that is in
-    /// another collective; the error of an earlier call.
+    /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] a rank that has called another
+    /// collective, or with other arguments, or has given up; the error of an earlier call.
     pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let rounds = schedule::barrier(self.comm.rank(), self.comm.size());
-        let rounds = self.rounds(&rounds, &self.token, |_| 0..0, &self.token, |_| 0..0);
-        self.run("barrier", rounds, self.comm.limit(timeout))
+        let nothing = &self.slots.spill;
+        let rounds = self.rounds(&rounds, nothing, |_| 0..0, nothing, |_| 0..0);
+        self.run(Operation::Barrier, 0, rounds, timeout)
     }
 
     /// Copies the bytes `range` of `buffer` of rank `root` to all ranks.
@@ -130,7 +183,8 @@ impl Collectives {
         buffer.check_range(&range)?;
         let rounds = schedule::broadcast(self.comm.rank(), self.comm.size(), root);
         let whole = |_: &Range<usize>| range.clone();
-        self.run("broadcast", self.rounds(&rounds, buffer, whole, buffer, whole), self.comm.limit(timeout))
+        let (operation, rounds) = (broadcast(root), self.rounds(&rounds, buffer, whole, buffer, whole));
+        self.run(operation, range.len(), rounds, timeout)
     }
 
     /// Collects a part of every rank at every rank: `range` of `buffer` has one part of equal length for each rank, in rank order, and
@@ -147,7 +201,8 @@ impl Collectives {
         let parts = self.parts(buffer, &range)?;
         let rounds = schedule::allgather(self.comm.rank(), self.comm.size());
         let bytes = |blocks: &Range<usize>| parts.bytes(blocks);
-        self.run("allgather", self.rounds(&rounds, buffer, bytes, buffer, bytes), self.comm.limit(timeout))
+        let rounds = self.rounds(&rounds, buffer, bytes, buffer, bytes);
+        self.run(Operation::Allgather, range.len(), rounds, timeout)
     }
 
     /// Sends part r of `from` to rank r, and receives part r of `to` from there. Both ranges have one part of equal length for each rank,
@@ -165,7 +220,7 @@ impl Collectives {
         let rounds = schedule::alltoall(self.comm.rank(), self.comm.size());
         let rounds =
             self.rounds(&rounds, from.0, |blocks| send.bytes(blocks), to.0, |blocks| recv.bytes(blocks));
-        self.run("alltoall", rounds, self.comm.limit(timeout))
+        self.run(Operation::Alltoall, from.1.len(), rounds, timeout)
     }
 
     /// Combines the values in `range` of `buffer` of all ranks, element by element; all ranks get the same bits. The CPU does it, in
@@ -207,23 +262,89 @@ impl Collectives {
                 },
             }
         });
-        self.run("allreduce", rounds.collect(), self.comm.limit(timeout))?;
+        self.run(allreduce::<T>(how), len, rounds.collect(), timeout)?;
         self.scratch.give_back(scratch);
         Ok(())
     }
 
-    fn run(&self, operation: &'static str, rounds: Vec<Round>, timeout: Duration) -> Result<()> {
-        let deadline = Deadline::after(timeout);
-        self.unless_failed(|| run(&self.comm, operation, rounds, &deadline))
+    fn run(
+        &self,
+        operation: Operation,
+        bytes: usize,
+        rounds: Vec<Round>,
+        timeout: impl Into<Option<Duration>>,
+    ) -> Result<()> {
+        let deadline = Deadline::after(self.comm.limit(timeout));
+        let context = self.context.with_timeout(deadline.limit());
+        self.call(operation, false, bytes, &deadline, |call, _| {
+            run(&context, &self.slots, call, rounds, &deadline)
+        })
     }
 
-    /// Runs what sends, unless an earlier call failed, and keeps its error.
-    pub(super) fn unless_failed<T>(&self, body: impl FnOnce() -> Result<T>) -> Result<T> {
-        let mut failed = self.failed.lock();
-        match &*failed {
-            Some(error) => Err(error.clone()),
-            None => body().inspect_err(|error| *failed = Some(error.clone())),
+    /// Refuses if an earlier call has failed.
+    pub(super) fn check(&self) -> Result<()> {
+        self.state.lock().look_back()
+    }
+
+    /// Runs the part of a call that sends, unless an earlier one has failed. Keeps its error, and tells the other ranks of it.
+    pub(super) fn call<T>(
+        &self,
+        operation: Operation,
+        is_on_stream: bool,
+        bytes: usize,
+        deadline: &Deadline,
+        body: impl FnOnce(Call, &mut State) -> Result<T>,
+    ) -> Result<T> {
+        let mut state = self.state.lock();
+        state.look_back()?;
+        state.number += 1;
+        let call = Call { operation, is_on_stream, number: state.number, bytes: bytes as u64 };
+        body(call, &mut state).map_err(|error| {
+            let error = call.explain(error, deadline.limit());
+            state.failed = Some(error.clone());
+            self.give_up(call, &error);
+            error
+        })
+    }
+
+    /// Ends the part of this rank, and tells the others.
+    #[cold]
+    fn give_up(&self, call: Call, error: &Error) {
+        let end =
+            || self.context.0.peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::GivenUp));
+        if error.is_rank_lost() {
+            // The others learn it, also those that do not wait for the lost one.
+            if let Error::Message { rank, cause, .. } = error
+                && !is_given_up_by_peer(cause)
+                && let Ok(peer) = self.comm.peer(*rank)
+            {
+                peer.transport.fail(cause);
+            }
+            return end();
         }
+        let Ok(sent) = self.send_farewell(call) else { return };
+        if matches!(error, Error::Collective { .. }) {
+            let deadline = Deadline::after(FAREWELL);
+            sent.iter().for_each(|sent| _ = self.context.wait(sent, deadline.remaining()));
+            // Nothing is received any more that a rank still sends.
+            end();
+        }
+    }
+
+    /// Starts to tell the other ranks, as far as they are there and their queues have room, that nothing more comes.
+    fn send_farewell(&self, call: Call) -> Result<Vec<Request>> {
+        let call = Call { operation: Operation::GaveUp, ..call };
+        // In memory of its own: messages of the failed call may still come into the slots.
+        let memory = Memory::alloc(HEADER)?;
+        memory.write(0, &call.to_bytes())?;
+        let (header, context) = (self.context.register(&memory)?, self.context.with_timeout(Duration::ZERO));
+        Ok(self.others().filter_map(|rank| context.isend(&header, 0..HEADER, rank).ok()).collect())
+    }
+
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        // From the next rank on, so that not all start with the same one.
+        let (me, size) = (self.context.rank(), self.context.size());
+        (1..size).map(move |step| (me + step) % size)
     }
 
     fn rounds(
@@ -313,14 +434,6 @@ pub(super) fn combine<T: Number>(
     Ok(buffer.memory().flush()?)
 }
 
-/// One message of a round.
-#[derive(Clone, Debug)]
-pub(super) struct Part {
-    pub(super) rank: usize,
-    pub(super) buffer: Registration,
-    pub(super) range: Range<usize>,
-}
-
 /// What the CPU does with the messages of a round.
 pub(super) type Step = Box<dyn FnOnce() -> Result<()> + Send>;
 
@@ -332,60 +445,45 @@ struct Round {
     then: Option<Step>,
 }
 
-/// A receive under way, and the length that it expects.
-#[derive(Clone, Debug)]
-pub(super) struct Due {
-    pub(super) request: Request,
-    pub(super) bytes: usize,
+pub(super) fn broadcast(root: usize) -> Operation {
+    Operation::Broadcast { root: u32::try_from(root).expect("there are not so many ranks") }
 }
 
-impl Due {
-    pub(super) fn receive(comm: &Communicator, part: &Part) -> Result<Self> {
-        let (peer, pieces) = (comm.peer(part.rank)?, [(&part.buffer, part.range.clone())]);
-        // Unchecked: on a stream the next call of a collective may be enqueued while this one is under way, and its messages come later.
-        let request = Request::received(peer, peer.receive(&pieces, || Ok(ReceiveClaims::new()))?);
-        Ok(Self { request, bytes: part.range.len() })
-    }
-
-    /// Refuses another length: there are no tags, so lengths show a rank that is in another collective.
-    pub(super) fn check(&self, operation: &'static str, status: Status) -> Result<()> {
-        if status.bytes == self.bytes {
-            return Ok(());
-        }
-        let what = format!("{} bytes came where {} were due", status.bytes, self.bytes);
-        Err(Error::Collective { operation, rank: status.rank, what })
-    }
+pub(super) fn allreduce<T: Number>(how: Reduction) -> Operation {
+    Operation::Allreduce { element: T::ELEMENT, how }
 }
 
 /// Runs the rounds.
 fn run(
     comm: &Communicator,
-    operation: &'static str,
+    slots: &Arc<Slots>,
+    call: Call,
     mut rounds: Vec<Round>,
     deadline: &Deadline,
 ) -> Result<()> {
     let take = |(index, round): (usize, &mut Round)| -> Vec<_> {
-        std::mem::take(&mut round.receives).into_iter().map(|part| (index, part)).collect()
+        let parts = std::mem::take(&mut round.receives).into_iter();
+        parts.flat_map(Part::arrivals).map(|arrival| (index, arrival)).collect()
     };
-    let mut ahead: VecDeque<(usize, Part)> = rounds.iter_mut().enumerate().flat_map(take).collect();
+    let mut ahead: VecDeque<(usize, Arrival)> = rounds.iter_mut().enumerate().flat_map(take).collect();
     let mut due: VecDeque<(usize, Due)> = VecDeque::new();
-    let comm = &comm.with_timeout(deadline.remaining());
+    let header = slots.with_header(comm, &call)?;
     for (index, round) in rounds.into_iter().enumerate() {
         // Also those of later rounds, as far as there is room: faster ranks then need not wait.
-        while let Some((at, part)) = ahead.front() {
-            match Due::receive(comm, part) {
+        while let Some((at, arrival)) = ahead.front() {
+            match arrival.receive(comm, slots) {
                 Ok(receive) => due.push_back((*at, receive)),
                 Err(Error::Message { cause: gdsync::Error::QueueFull { .. }, .. }) if *at > index => break,
                 Err(error) => return Err(error),
             }
             ahead.pop_front();
         }
-        let sends: Result<Vec<_>> =
-            round.sends.iter().map(|part| comm.isend(&part.buffer, part.range.clone(), part.rank)).collect();
+        let send = |part: &Part| part.send(&header, |pieces| comm.isend_vectored(pieces, part.rank));
+        let sends: Result<Vec<_>> = round.sends.iter().map(send).collect();
         while let Some((_, receive)) = due.pop_front_if(|(at, _)| *at == index) {
-            receive.check(operation, comm.wait(&receive.request, deadline.remaining())?)?;
+            receive.check(&call, comm.wait(&receive.request, deadline.remaining())?)?;
         }
-        comm.wait_all(&sends?, deadline.remaining())?;
+        comm.wait_all(sends?.iter().flatten(), deadline.remaining())?;
         round.then.map_or(Ok(()), |then| then())?;
     }
     Ok(())

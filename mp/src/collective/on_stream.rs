@@ -7,41 +7,29 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::stream::{Batch, Stream};
-use gdsync_device::Condvar;
-use parking_lot::Mutex;
 
-use super::blocking::{Collectives, Due, Part, Step, check_values, combine};
+use super::blocking::{Collectives, Step, allreduce, broadcast, check_values, combine};
+use super::call::{Call, Operation};
+use super::message::{Last, Part, Started};
 use super::reduce::{Number, Reduction};
-use crate::communicator::Communicator;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::in_flight::Direction;
-use crate::registration::Registration;
+use crate::registration::{Piece, Registration};
 use crate::request::Request;
 use crate::transport::refuse_in_capture;
 use crate::wait::Deadline;
 
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
 ///
-/// [`Stream::synchronize`] reports failures; this also names the rank.
+/// [`Stream::synchronize`] reports failures of messages; this also names the rank, and one that called something else. So does the
+/// next call of the [`Collectives`].
 #[derive(Clone)]
 #[must_use = "a collective nobody asks for may fail unnoticed"]
-pub struct Pending {
-    operation: &'static str,
-    receives: Vec<Due>,
-    sends: Vec<Request>,
-    last: Arc<Last>,
-}
-
-/// The last step of a collective, by a host function of the stream.
-#[derive(Default)]
-struct Last {
-    outcome: Mutex<Option<Result<()>>>,
-    done: Condvar,
-}
+pub struct Pending(Arc<Started>);
 
 impl fmt::Debug for Pending {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pending({})", self.operation)
+        write!(f, "Pending({})", self.0.call)
     }
 }
 
@@ -49,33 +37,24 @@ impl Pending {
     /// Blocks until this rank has sent and received its messages, and has combined the values.
     ///
     /// # Errors
-    /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] for one that is in
-    /// another collective; [`Error::Deadline`] when all messages came but the stream is late.
+    /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] one that has called another
+    /// collective, or with other arguments; [`Error::Deadline`] when all messages came but the stream is late.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        let deadline = Deadline::after(timeout);
-        for receive in &self.receives {
-            receive.check(self.operation, receive.request.wait(deadline.remaining())?)?;
-        }
-        for send in &self.sends {
-            send.wait(deadline.remaining())?;
-        }
-        let mut outcome = self.last.outcome.lock();
+        let (Started { call, receives, sends, last, .. }, deadline) = (&*self.0, Deadline::after(timeout));
+        let wait = |request: &Request| {
+            request.wait(deadline.remaining()).map_err(|error| call.explain(error, timeout))
+        };
+        receives.iter().try_for_each(|due| due.check(call, wait(&due.request)?))?;
+        sends.iter().try_for_each(|send| wait(send).map(drop))?;
+        let mut outcome = last.outcome.lock();
         while outcome.is_none() && !deadline.is_over() {
-            self.last.done.wait_for(&mut outcome, deadline.remaining());
+            last.done.wait_for(&mut outcome, deadline.remaining());
         }
         let late = || {
-            let what =
-                format!("{}: all its messages are here, but its stream is not through", self.operation);
+            let what = format!("{call}: all its messages are here, but its stream is not through");
             deadline.error(what, "see what holds the stream (`gdasync trace`)")
         };
         outcome.clone().unwrap_or_else(|| Err(late()))
-    }
-}
-
-impl Last {
-    fn finish(&self, outcome: Result<()>) {
-        *self.outcome.lock() = Some(outcome);
-        self.done.notify_all();
     }
 }
 
@@ -97,8 +76,9 @@ impl Collectives {
     /// uses it. [`Error::Device`]: the stream failed, or stayed full. Nothing is queued where something is full, unless another thread
     /// has taken the room meanwhile. The error of an earlier call.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
-        let all = || self.others().map(|rank| part(rank, &self.token, 0..0)).collect();
-        self.enqueue("barrier", stream, Direct { sends: all(), receives: all(), ..Direct::default() })
+        let all = || self.others().map(|rank| part(rank, &self.slots.spill, 0..0)).collect();
+        let direct = Direct { sends: all(), receives: all(), ..Direct::default() };
+        self.enqueue(Operation::Barrier, 0, stream, direct)
     }
 
     /// Queues a [`Collectives::broadcast`].
@@ -112,14 +92,15 @@ impl Collectives {
         range: Range<usize>,
         root: usize,
     ) -> Result<Pending> {
-        self.comm.peer(root)?;
+        self.context.peer(root)?;
         buffer.check_range(&range)?;
         let to = |rank| part(rank, buffer, range.clone());
-        let (sends, receives) = match self.comm.rank() == root {
+        let (sends, receives) = match self.context.rank() == root {
             true => (self.others().map(to).collect(), vec![]),
             false => (vec![], vec![to(root)]),
         };
-        self.enqueue("broadcast", stream, Direct { sends, receives, handshake: true, then: None })
+        let direct = Direct { sends, receives, handshake: true, then: None };
+        self.enqueue(broadcast(root), range.len(), stream, direct)
     }
 
     /// Queues a [`Collectives::allgather`].
@@ -134,9 +115,10 @@ impl Collectives {
     ) -> Result<Pending> {
         let parts = self.parts(buffer, &range)?;
         let block = |rank| parts.bytes(&(rank..rank + 1));
-        let sends = self.others().map(|rank| part(rank, buffer, block(self.comm.rank()))).collect();
+        let sends = self.others().map(|rank| part(rank, buffer, block(self.context.rank()))).collect();
         let receives = self.others().map(|rank| part(rank, buffer, block(rank))).collect();
-        self.enqueue("allgather", stream, Direct { sends, receives, handshake: true, then: None })
+        let direct = Direct { sends, receives, handshake: true, then: None };
+        self.enqueue(Operation::Allgather, range.len(), stream, direct)
     }
 
     /// Queues a [`Collectives::alltoall`].
@@ -150,10 +132,11 @@ impl Collectives {
         to: (&Registration, Range<usize>),
     ) -> Result<Pending> {
         let (send, recv) = self.two_parts(&from, &to)?;
-        let all = || self.others().chain([self.comm.rank()]);
+        let all = || self.others().chain([self.context.rank()]);
         let sends = all().map(|rank| part(rank, from.0, send.bytes(&(rank..rank + 1)))).collect();
         let receives = all().map(|rank| part(rank, to.0, recv.bytes(&(rank..rank + 1)))).collect();
-        self.enqueue("alltoall", stream, Direct { sends, receives, handshake: true, then: None })
+        let direct = Direct { sends, receives, handshake: true, then: None };
+        self.enqueue(Operation::Alltoall, from.1.len(), stream, direct)
     }
 
     /// Queues a [`Collectives::allreduce`]: a host function of the stream combines the values, in rank order. Each rank
@@ -170,8 +153,8 @@ impl Collectives {
         how: Reduction,
     ) -> Result<Pending> {
         check_values::<T>(buffer, &range)?;
-        let (me, size, len) = (self.comm.rank(), self.comm.size(), range.len());
-        let scratch = self.scratch.take(&self.comm, len * size)?;
+        let (me, size, len) = (self.context.rank(), self.context.size(), range.len());
+        let scratch = self.scratch.take(&self.context, len * size)?;
         let values_of = move |rank| rank * len..(rank + 1) * len;
         let sends = self.others().map(|rank| part(rank, buffer, range.clone())).collect();
         let receives = self.others().map(|rank| part(rank, &scratch, values_of(rank))).collect();
@@ -189,40 +172,45 @@ impl Collectives {
         };
         let direct = Direct { sends, receives, handshake: false, then: Some(Box::new(then)) };
         // After a later failure messages may still arrive in it.
-        self.admit("allreduce", stream, &direct).inspect_err(|_| self.scratch.give_back(unused))?;
-        self.submit("allreduce", stream, direct)
+        self.admit(stream, &direct).inspect_err(|_| self.scratch.give_back(unused))?;
+        self.submit(allreduce::<T>(how), len, stream, direct)
     }
 
-    fn others(&self) -> impl Iterator<Item = usize> {
-        // From the next rank on, so that not all start with the same one.
-        let (me, size) = (self.comm.rank(), self.comm.size());
-        (1..size).map(move |step| (me + step) % size)
-    }
-
-    fn enqueue(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
-        self.admit(operation, stream, &direct)?;
-        self.submit(operation, stream, direct)
+    fn enqueue(
+        &self,
+        operation: Operation,
+        bytes: usize,
+        stream: &Stream,
+        direct: Direct,
+    ) -> Result<Pending> {
+        self.admit(stream, &direct)?;
+        self.submit(operation, bytes, stream, direct)
     }
 
     /// Refuses before anything is sent: the ranks stay in step.
-    fn admit(&self, operation: &'static str, stream: &Stream, direct: &Direct) -> Result<()> {
-        self.unless_failed(|| Ok(()))?;
+    fn admit(&self, stream: &Stream, direct: &Direct) -> Result<()> {
+        self.check()?;
         refuse_in_capture(stream)?;
-        self.comm.while_full(|| {
+        self.context.while_full(|| {
             stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), Duration::ZERO)?;
-            // A ready message and a message each way.
+            // A ready message and the part each way.
             for part in direct.sends.iter().chain(&direct.receives) {
-                let peer = self.comm.peer(part.rank)?;
+                let (peer, count) = (self.context.peer(part.rank)?, 2 + usize::from(part.is_long()));
                 [Direction::Send, Direction::Recv]
                     .into_iter()
-                    .try_for_each(|direction| peer.check_room(direction, 2, operation))?;
+                    .try_for_each(|direction| peer.check_room(direction, count, "collective on stream"))?;
             }
             Ok(())
         })
     }
 
-    fn submit(&self, operation: &'static str, stream: &Stream, direct: Direct) -> Result<Pending> {
-        self.unless_failed(|| direct.submit(&self.comm, &self.token, operation, stream))
+    fn submit(&self, operation: Operation, bytes: usize, stream: &Stream, direct: Direct) -> Result<Pending> {
+        let deadline = Deadline::after(self.context.timeout());
+        self.call(operation, true, bytes, &deadline, |call, state| {
+            let started = direct.submit(self, call, stream)?;
+            state.started.push_back(started.clone());
+            Ok(Pending(started))
+        })
     }
 }
 
@@ -235,71 +223,58 @@ impl Direct {
     fn ops(&self) -> usize {
         // A wait for credit, a send, and a wait for each message and ready message; one more for the host function.
         const EACH: usize = 3;
-        let messages = (self.sends.len() + self.receives.len()) * if self.handshake { 2 } else { 1 };
-        messages * EACH + 1
+        let messages = |part: &Part| 1 + usize::from(part.is_long()) + usize::from(self.handshake);
+        self.sends.iter().chain(&self.receives).map(messages).sum::<usize>() * EACH + 1
     }
 
-    fn submit(
-        self,
-        comm: &Communicator,
-        token: &Registration,
-        operation: &'static str,
-        stream: &Stream,
-    ) -> Result<Pending> {
+    fn submit(self, all: &Collectives, call: Call, stream: &Stream) -> Result<Arc<Started>> {
+        let (comm, slots) = (&all.context, &all.slots);
         let mut batch = Batch::new();
+        let header = slots.with_header(comm, &call)?;
         let (mut receives, mut sends, mut ready) = (Vec::new(), Vec::new(), BTreeMap::new());
+        let receive = |part: Part| part.arrivals().map(|arrival| arrival.receive(comm, slots));
         if self.handshake {
             // The own rank needs none.
             let other = |part: &&Part| part.rank != comm.rank();
-            for part in self.sends.iter().filter(other) {
-                ready.insert(part.rank, Due::receive(comm, &self::part(part.rank, token, 0..0))?);
+            for to in self.sends.iter().filter(other) {
+                let due = receive(part(to.rank, &slots.spill, 0..0)).collect::<Result<Vec<_>>>()?;
+                ready.insert(to.rank, due);
             }
-            for part in self.receives.iter().filter(other) {
-                sends.push(comm.isend_in_batch(&mut batch, token, 0..0, part.rank)?);
+            for from in self.receives.iter().filter(other) {
+                sends.push(comm.isend_in_batch(&mut batch, &header.buffer, header.range(), from.rank)?);
             }
         }
-        let data = self.receives.iter().map(|part| Due::receive(comm, part)).collect::<Result<Vec<_>>>()?;
+        let data = self.receives.into_iter().flat_map(receive).collect::<Result<Vec<_>>>()?;
         for part in &self.sends {
-            if let Some(ready) = ready.remove(&part.rank) {
-                comm.wait_in_batch(&mut batch, &ready.request)?;
-                receives.push(ready);
+            for due in ready.remove(&part.rank).into_iter().flatten() {
+                comm.wait_in_batch(&mut batch, &due.request)?;
+                receives.push(due);
             }
-            sends.push(comm.isend_in_batch(&mut batch, &part.buffer, part.range.clone(), part.rank)?);
+            let send = |pieces: &[Piece<'_>]| comm.isend_vectored_in_batch(&mut batch, pieces, part.rank);
+            sends.extend(part.send(&header, send)?);
         }
         receives.extend(data);
         let waits = receives.iter().map(|due| &due.request).chain(&sends);
         waits.into_iter().try_for_each(|request| comm.wait_in_batch(&mut batch, request))?;
-        let last = Arc::new(Last::default());
+        let started = Arc::new(Started { call, receives, sends, _header: header, last: Last::default() });
         match self.then {
-            None => last.finish(Ok(())),
+            None => started.last.finish(Ok(())),
             Some(then) => {
-                let (receives, sends, last) = (receives.clone(), sends.clone(), last.clone());
-                batch.host_fn(move || {
-                    last.finish(arrived(operation, &receives, &sends).and_then(|()| then()))
-                });
+                let started = started.clone();
+                batch.host_fn(move || started.last.finish(started.arrived().and_then(|()| then())));
             }
         }
         // Another thread may have taken the room.
         comm.while_full(|| Ok(stream.submit(&mut batch)?))?;
-        Ok(Pending { operation, receives, sends, last })
+        Ok(started)
     }
-}
-
-/// Checks all messages, by the host function: a stream goes on after failures.
-fn arrived(operation: &'static str, receives: &[Due], sends: &[Request]) -> Result<()> {
-    let missing = |request: &Request| {
-        let what = "the stream went on though the message is not complete".to_owned();
-        Error::Collective { operation, rank: request.rank(), what }
-    };
-    for receive in receives {
-        receive.check(operation, receive.request.test()?.ok_or_else(|| missing(&receive.request))?)?;
-    }
-    sends.iter().try_for_each(|send| send.test()?.map(drop).ok_or_else(|| missing(send)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::communicator::Communicator;
+    use crate::error::Error;
     use gdsync::memory::Memory;
     use gdsync::stream::HostStreamConfig;
 
@@ -308,7 +283,7 @@ mod tests {
     #[test]
     fn refused_collectives_return_their_scratch() -> Result<()> {
         let comm = Communicator::builder().spawn(1).init()?;
-        let (all, buffer) = (Collectives::new(&comm)?, comm.register(&Memory::alloc(64)?)?);
+        let (all, buffer) = (Collectives::new(&comm, LONG)?, comm.register(&Memory::alloc(64)?)?);
         let stream = Stream::host(HostStreamConfig::default())?;
         let start = || all.allreduce_on_stream::<u64>(&stream, &buffer, 0..64, Reduction::Sum);
         let free = || all.scratch.0.lock().iter().map(|one| one.memory().addr()).collect::<Vec<_>>();

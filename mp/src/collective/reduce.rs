@@ -22,15 +22,21 @@ pub trait Number: sealed::Sealed + Copy + fmt::Debug + Send + 'static {}
 
 pub(super) mod sealed {
     pub trait Sealed: Sized {
+        /// Its index in [`ELEMENTS`](super::ELEMENTS).
+        const ELEMENT: u8;
         /// Combines two slices of equal length, a whole number of values each, into the first.
         fn combine(into: &mut [u8], with: &[u8], how: super::Reduction);
     }
 }
 
+/// The names of all numbers, by their index on the wire.
+pub(super) const ELEMENTS: [&str; 5] = ["f32", "f64", "i32", "i64", "u64"];
+
 macro_rules! number {
-    ($type:ty, $sum:expr, $min:expr, $max:expr) => {
+    ($type:ty, $element:expr, $sum:expr, $min:expr, $max:expr) => {
         impl Number for $type {}
         impl sealed::Sealed for $type {
+            const ELEMENT: u8 = $element;
             fn combine(into: &mut [u8], with: &[u8], how: Reduction) {
                 let operation: fn($type, $type) -> $type = match how {
                     Reduction::Sum => $sum,
@@ -45,9 +51,10 @@ macro_rules! number {
             }
         }
     };
-    (float $type:ty) => {
+    (float $type:ty, $element:expr) => {
         number!(
             $type,
+            $element,
             // One NaN for all: the bits that an addition keeps depend on the order of its operands.
             |a, b| if (a + b).is_nan() { <$type>::NAN } else { a + b },
             |a, b| match a.total_cmp(&b) {
@@ -62,16 +69,16 @@ macro_rules! number {
             }
         );
     };
-    (integer $type:ty) => {
-        number!($type, <$type>::wrapping_add, <$type as Ord>::min, <$type as Ord>::max);
+    (integer $type:ty, $element:expr) => {
+        number!($type, $element, <$type>::wrapping_add, <$type as Ord>::min, <$type as Ord>::max);
     };
 }
 
-number!(float f32);
-number!(float f64);
-number!(integer i32);
-number!(integer i64);
-number!(integer u64);
+number!(float f32, 0);
+number!(float f64, 1);
+number!(integer i32, 2);
+number!(integer i64, 3);
+number!(integer u64, 4);
 
 #[cfg(test)]
 mod tests {

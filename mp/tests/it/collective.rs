@@ -13,7 +13,7 @@ fn parts(parts: usize, len: usize, n: usize, ends: impl Fn(usize) -> (usize, usi
 }
 
 fn collectives(comm: &Communicator) -> Collectives {
-    Collectives::new(comm).unwrap()
+    Collectives::new(comm, LONG).unwrap()
 }
 
 /// The two forms of each collective as one.
@@ -218,15 +218,15 @@ job_test!(barriers_hold_streams_until_all_arrive, 3, |comm| {
 job_test!(two_communicators_at_once, 4, |first| {
     let second = Communicator::builder().timeout(LONG).init_over(first.clone()).unwrap();
     assert_eq!((second.rank(), second.size()), (first.rank(), first.size()));
+    // Both share one exchange.
+    let both = [first, &second].map(|comm| (comm, collectives(comm)));
     std::thread::scope(|scope| {
-        for comm in [first, &second] {
+        for (comm, all) in &both {
             scope.spawn(move || {
-                let all = collectives(comm);
                 for n in 0..4 {
                     for stream in [None, Some(stream("one of two"))] {
-                        let form = Form { all: &all, stream };
+                        let form = Form { all, stream };
                         form.play(n, 1000 * n);
-                        // Both share one exchange.
                         let sum = buffer(comm, 64);
                         sum.memory().write(4, &1_i64.to_ne_bytes()).unwrap();
                         form.allreduce::<i64>(&sum, 8, Reduction::Sum);
@@ -236,6 +236,7 @@ job_test!(two_communicators_at_once, 4, |first| {
             });
         }
     });
+    drop(both);
     // A rank that exits early breaks its connections.
     second.finalize(LONG).unwrap();
 });
@@ -325,27 +326,137 @@ job_test!(full_streams_keep_the_ranks_in_step, 2, |comm| {
     all.barrier(LONG).unwrap();
 });
 
+/// What a mismatch says, with the calls of both.
+fn differs(result: mp::Result<()>, rank: usize, texts: &[&str]) -> String {
+    let error = result.unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, Error::Collective { rank: other, .. } if other == rank), "{text}");
+    says(&text, texts);
+    text
+}
+
+const GAVE_UP: &str = "gave up its collectives after an error of its own";
+
 job_test!(disagreeing_ranks_get_errors, 2, |comm| {
-    let (all, buffer) = (collectives(comm), buffer(comm, 64));
-    if comm.rank() == 0 {
-        all.broadcast(&buffer, 0..8, 0, LONG).unwrap();
-    } else {
-        let error = all.broadcast(&buffer, 0..16, 0, LONG).unwrap_err();
-        let text = error.to_string();
-        assert!(matches!(error, Error::Collective { operation: "broadcast", rank: 0, .. }), "{text}");
-        says(&text, &["8 bytes came where 16 were due"]);
-        assert_eq!(all.barrier(LONG).unwrap_err().to_string(), text, "it stays so");
-        let later = all.barrier_on_stream(&stream("late")).unwrap_err();
-        assert_eq!(later.to_string(), text);
+    let buffer = buffer(comm, 20000);
+    // The header comes with the part, or before it.
+    for (len, other) in [(8, 16), (16, 8), (8, 10000), (10000, 8), (9000, 10000)] {
+        let all = collectives(comm);
+        if comm.rank() == 0 {
+            match all.broadcast(&buffer, 0..len, 0, LONG) {
+                Ok(()) => {
+                    _ = differs(all.barrier(LONG), 1, &["rank 1 ", GAVE_UP, "this rank called barrier #2"])
+                }
+                // Rank 1 does not receive it.
+                Err(error) => says(&error.to_string(), &["broadcast with rank 1: "]),
+            }
+        } else {
+            let ours = format!("where this rank called broadcast(root 0) #1 of {other} bytes");
+            let theirs = format!("rank 0 called broadcast(root 0) #1 of {len} bytes");
+            let text = differs(all.broadcast(&buffer, 0..other, 0, LONG), 0, &[&ours, &theirs]);
+            assert_eq!(all.barrier(LONG).unwrap_err().to_string(), text, "it stays so");
+            let later = all.barrier_on_stream(&stream("late")).unwrap_err();
+            assert_eq!(later.to_string(), text);
+        }
+        // Nothing else is lost.
+        comm.check(1 - comm.rank()).unwrap();
+        comm.barrier(LONG).unwrap();
     }
+});
+
+// Of equal size: without headers each would take the messages of the other.
+job_test!(other_collectives_of_equal_size_name_both, 2, |comm| {
+    let (me, buffer) = (comm.rank(), buffer(comm, 64));
+    let other = 1 - me;
+    let sum = |all: &Collectives, how| all.allreduce::<f32>(&buffer, 0..8, how, LONG);
+    let broadcast = "broadcast(root 0) #1 of 8 bytes";
+    let all = collectives(comm);
+    if me == 0 {
+        all.broadcast(&buffer, 0..8, 0, LONG).unwrap();
+        differs(
+            all.barrier(LONG),
+            1,
+            &["rank 1 called allreduce(f32, sum) #1 of 8 bytes", "this rank called barrier #2"],
+        );
+    } else {
+        differs(
+            sum(&all, Reduction::Sum),
+            0,
+            &[broadcast, "this rank called allreduce(f32, sum) #1 of 8 bytes"],
+        );
+    }
+    comm.barrier(LONG).unwrap();
+    let all = collectives(comm);
+    match me {
+        0 => {
+            differs(sum(&all, Reduction::Min), other, &["allreduce(f32, max) #1 ", "allreduce(f32, min) #1 "])
+        }
+        _ => {
+            differs(sum(&all, Reduction::Max), other, &["allreduce(f32, min) #1 ", "allreduce(f32, max) #1 "])
+        }
+    };
+    comm.barrier(LONG).unwrap();
+    let (all, s) = (collectives(comm), stream("equal"));
+    let pending = match me {
+        0 => all.allgather_on_stream(&s, &buffer, 0..16),
+        _ => all.alltoall_on_stream(&s, (&buffer, 0..16), (&buffer, 16..32)),
+    };
+    let pending = pending.unwrap();
+    let texts = ["allgather_on_stream #1 of 16 bytes", "alltoall_on_stream #1 of 16 bytes"];
+    let text = differs(pending.wait(LONG), other, &texts);
+    assert_eq!(all.barrier(LONG).unwrap_err().to_string(), text, "the next call says it, too");
+    comm.barrier(LONG).unwrap();
+});
+
+// The messages of the communicator are its own.
+job_test!(receives_posted_before_a_collective_keep_their_messages, 2, |comm| {
+    let (me, other, memory) = (comm.rank(), 1 - comm.rank(), buffer(comm, 256));
+    let all = collectives(comm);
+    for n in 0..4 {
+        memory.memory().fill(0, 256, 0).unwrap();
+        memory.memory().write(128, &message(me, other, n, 64)).unwrap();
+        let received = comm.irecv(&memory, 0..64, other).unwrap();
+        let sum = buffer(comm, 64);
+        sum.memory().write(0, &7_u64.to_ne_bytes()).unwrap();
+        all.allreduce::<u64>(&sum, 0..64, Reduction::Max, LONG).unwrap();
+        all.barrier(LONG).unwrap();
+        assert_eq!(bytes(&sum, 0..8), 7_u64.to_ne_bytes());
+        assert!(received.test().unwrap().is_none(), "nothing was sent to it");
+        all.barrier(LONG).unwrap();
+        let sent = comm.isend(&memory, 128..192, other).unwrap();
+        assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 64);
+        comm.wait(&sent, LONG).unwrap();
+        assert!(bytes(&memory, 0..64) == message(other, me, n, 64));
+    }
+});
+
+// What ends the connection to a rank ends its collectives.
+job_test!(ranks_that_are_given_up_end_collectives, 2, |comm| {
+    let all = collectives(comm);
+    if comm.rank() == 0 {
+        let error = all.barrier(LONG).unwrap_err();
+        assert!(error.is_rank_lost() && error.to_string().contains("barrier with rank 1"), "{error}");
+    } else {
+        comm.give_up(0).unwrap();
+        let error = all.barrier(LONG).unwrap_err();
+        assert!(matches!(error, Error::Message { rank: 0, .. }) && error.is_rank_lost(), "{error}");
+    }
+    comm.barrier(LONG).unwrap();
 });
 
 job_test!(missing_ranks_are_named, 3, |comm| {
     let all = collectives(comm);
     if comm.rank() != 1 {
         let error = all.barrier(Duration::from_millis(300)).unwrap_err();
-        assert!(matches!(&error, Error::Message { cause: gdsync::Error::Deadline { .. }, .. }), "{error}");
-        assert!(matches!(all.barrier(LONG), Err(Error::Message { .. })), "the ranks are out of step");
+        let is_late = matches!(error, Error::Message { rank: 1, cause: gdsync::Error::Deadline { .. }, .. });
+        assert!(is_late, "{error}");
+        says(
+            &error.to_string(),
+            &[
+                "barrier with rank 1: not complete within 300 ms: it waits for rank 1 to get through barrier #1",
+            ],
+        );
+        assert_eq!(all.barrier(LONG).unwrap_err().to_string(), error.to_string(), "out of step");
     }
     comm.barrier(LONG).unwrap();
 });

@@ -646,7 +646,7 @@ fn play(comm: &Communicator) -> mp::Result<()> {
     for peer in 0..all {
         assert!(bytes(&inbox, range(peer)) == message(peer, me, all, len), "from rank {peer} of {all}");
     }
-    let collectives = Collectives::new(comm)?;
+    let collectives = Collectives::new(comm, LONG)?;
     let sum = buffer(comm, 8);
     sum.memory().write(0, &(1_u64 << me).to_ne_bytes()).unwrap();
     collectives.allreduce::<u64>(&sum, 0..8, Reduction::Sum, LONG)?;

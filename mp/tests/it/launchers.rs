@@ -25,7 +25,7 @@ fn rank(kind: impl Fn(&Root) -> bool) {
             let (me, size) = (comm.rank(), comm.size());
             let buffer = buffer(comm, size * 100);
             buffer.memory().write(me * 100, &message(me, 0, 1, 100)).unwrap();
-            Collectives::new(comm).unwrap().allgather(&buffer, 0..size * 100, LONG).unwrap();
+            Collectives::new(comm, LONG).unwrap().allgather(&buffer, 0..size * 100, LONG).unwrap();
             let expected: Vec<_> = (0..size).flat_map(|rank| message(rank, 0, 1, 100)).collect();
             assert!(bytes(&buffer, 0..size * 100) == expected);
         }
@@ -334,7 +334,7 @@ fn a_rank_that_is_killed() {
         let comm = Communicator::builder().timeout(LONG).init().unwrap();
         assert_eq!(Launch::detect().unwrap().map(|launch| launch.launcher), Some(Launcher::Slurm));
         let (me, buffer) = (comm.rank(), buffer(&comm, 300));
-        let collectives = Collectives::new(&comm).unwrap();
+        let collectives = Collectives::new(&comm, LONG).unwrap();
         buffer.memory().write(me * 100, &message(me, 0, 1, 100)).unwrap();
         collectives.allgather(&buffer, 0..300, LONG).unwrap();
         // What was sent to it has been answered.
