@@ -80,7 +80,7 @@ impl Context {
     /// Runs a method of DevX.
     ///
     /// # Errors
-    /// The `errno` of the kernel. `EREMOTEIO` if the firmware refuses, whose status is in the answer then.
+    /// The `errno` of the kernel. `EREMOTEIO` or `EOPNOTSUPP` if the firmware refuses, whose status is in the answer then.
     pub(super) fn devx(&self, call: &Call<'_>, object: u16, method: u16) -> Result<()> {
         self.devx.check()?;
         match (object, method) {
@@ -195,7 +195,7 @@ impl Context {
 /// Runs a command of the attribute `input` by `firmware`, and writes the answer to the attribute `output`.
 ///
 /// # Errors
-/// `EREMOTEIO` if it is refused. The answer has the status then.
+/// `EREMOTEIO` or `EOPNOTSUPP` if it is refused. The answer has the status then.
 fn run(
     call: &Call<'_>,
     input: u16,
@@ -210,7 +210,7 @@ fn run(
         response.refuse(refusal);
     }
     call.put_bytes(output, response.bytes())?;
-    done.map_err(|_| Errno::REMOTEIO)
+    done.map_err(|refusal| refusal.errno())
 }
 
 #[cfg(test)]

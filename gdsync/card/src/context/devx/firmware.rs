@@ -4,6 +4,8 @@ use std::fmt;
 
 use rdma_core_sys::mlx5::ifc::{Field, Opcode, Status, answer, atomic_cap, cap, command, query_roce_address};
 
+use rustix::io::Errno;
+
 use crate::address::GidType;
 use crate::context::Context;
 
@@ -82,7 +84,18 @@ impl Refusal {
         Self { status, why: why.into() }
     }
 
-    /// An operation or a field that this card does not have.
+    /// A command that this card does not have, here.
+    pub(super) fn operation(opcode: Opcode, why: &str) -> Self {
+        Self::new(Status::BAD_OP, format!("{:#x} {why}", opcode.0))
+    }
+
+    /// `EREMOTEIO`, whereupon libmlx5 looks at the status. A command that is not there fails as if the kernel did not let it pass,
+    /// which programs take for "not supported".
+    pub(super) fn errno(&self) -> Errno {
+        if self.status == Status::BAD_OP { Errno::OPNOTSUPP } else { Errno::REMOTEIO }
+    }
+
+    /// A field that asks for what this card does not do.
     pub(super) fn parameter(why: impl Into<String>) -> Self {
         Self::new(Status::BAD_PARAM, why)
     }
@@ -139,9 +152,7 @@ impl Context {
             // No ports are bonded: all zero.
             Opcode::QUERY_LAG => Ok(()),
             Opcode::QUERY_ROCE_ADDRESS => self.query_roce_address(input, response),
-            other => {
-                Err(Refusal::new(Status::BAD_OP, format!("{:#x} is not a command of the device", other.0)))
-            }
+            other => Err(Refusal::operation(other, "is not a command of the device")),
         }
     }
 

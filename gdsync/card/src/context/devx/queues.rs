@@ -37,7 +37,7 @@ pub(super) fn create(context: &Context, input: &[u8]) -> Result<Object> {
         Opcode::CREATE_CQ => Cq::create(context, input).map(Object::Cq),
         Opcode::CREATE_QP => Qp::create(context, input).map(Object::Qp),
         Opcode::CREATE_RMP => Rmp::create(context, input).map(Object::Rmp),
-        other => Err(Refusal::new(Status::BAD_OP, format!("{:#x} creates nothing here", other.0))),
+        other => Err(Refusal::operation(other, "creates nothing here")),
     }
 }
 
@@ -85,7 +85,7 @@ impl Object {
                 response.put(create_qp::CONTEXT / 8, &qp.context.lock());
                 set_state(hca, qp.qpn, response)
             }
-            (_, other) => Err(Refusal::new(Status::BAD_OP, format!("{:#x} does not ask for this", other.0))),
+            (_, other) => Err(Refusal::operation(other, "does not ask for this")),
         }
     }
 }
@@ -102,8 +102,9 @@ pub(super) fn same(input: &[u8], number: u32) -> Result<()> {
 
 /// QUERY_QP of a queue pair made by verbs: its state.
 pub(super) fn query_verbs_qp(hca: &Hca, qpn: u32, input: &[u8], response: &mut Response) -> Result<()> {
-    if opcode(input) != Opcode::QUERY_QP {
-        return Err(Refusal::new(Status::BAD_OP, "only QUERY_QP asks for a queue pair"));
+    let opcode = opcode(input);
+    if opcode != Opcode::QUERY_QP {
+        return Err(Refusal::operation(opcode, "does not ask for a queue pair"));
     }
     same(input, qpn)?;
     response.at_least(command::LONG)?;

@@ -75,7 +75,7 @@ impl Context {
     pub(super) fn modify_object(&self, object: &Object, input: &[u8]) -> Result<()> {
         let opcode = opcode(input);
         let Object::Qp(qp) = object else {
-            return Err(Refusal::new(Status::BAD_OP, format!("{:#x} changes no queue pair", opcode.0)));
+            return Err(Refusal::operation(opcode, "changes no other object"));
         };
         same(input, qp.qpn)?;
         // One transition at a time.
@@ -84,13 +84,11 @@ impl Context {
         let (to, step) = match opcode {
             Opcode::TO_ERR_QP => (QpState::ERR, None),
             Opcode::TO_RST_QP => (QpState::RESET, None),
-            _ => match Step::of(opcode) {
-                Some(step) => (step.to, Some(step)),
-                None => {
-                    let why = format!("{:#x} changes no queue pair", opcode.0);
-                    return Err(Refusal::new(Status::BAD_OP, why));
-                }
-            },
+            _ => {
+                let step = Step::of(opcode);
+                let step = step.ok_or_else(|| Refusal::operation(opcode, "changes no queue pair"))?;
+                (step.to, Some(step))
+            }
         };
         let (mut attr, mut psn) = (QpAttr::to(to), None);
         let mut new = known.clone();
