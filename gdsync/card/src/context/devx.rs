@@ -10,7 +10,7 @@ mod steps;
 mod umem;
 
 use std::collections::HashMap;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
@@ -161,10 +161,12 @@ impl Context {
             return Err(Errno::OPNOTSUPP);
         }
         let (pipe, program) = EventPipe::new(size_of::<u64>())?;
+        let fd = program.as_raw_fd().cast_unsigned();
+        call.put_handle(abi::MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_HANDLE, fd)?;
         let fd = into_program(program);
         self.devx.channels.lock().insert(fd, Arc::new(pipe));
         self.new_channels.lock().push(fd);
-        call.put_handle(abi::MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_HANDLE, fd.cast_unsigned())
+        Ok(())
     }
 
     fn subscribe(&self, call: &Call<'_>) -> Result<()> {
