@@ -76,7 +76,8 @@ pair() {
     card "$link" "$@" -p "$port" >"$file.server" 2>&1 &
     server=$!
     for ((tries = 0; tries < 600; tries++)); do
-        listens "$port" || ! kill -0 $server 2>/dev/null || sleep 0.05
+        ! listens "$port" && kill -0 $server 2>/dev/null || break
+        sleep 0.05
     done
     card "$link" "$@" -p "$port" "${client[@]}" 127.0.0.1 >"$file" 2>&1 || status=$?
     ((status == 0)) || kill $server 2>/dev/null || true

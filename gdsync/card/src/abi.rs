@@ -146,6 +146,9 @@ structures! {
         uar_page_index: u16, reserved0: u16, reserved1: u32,
     }
     mlx5_ib_create_cq_resp { cqn: u32, reserved: u32, }
+    ib_uverbs_resize_cq { response: u64, cq_handle: u32, cqe: u32, }
+    ib_uverbs_resize_cq_resp { cqe: u32, reserved: u32, }
+    mlx5_ib_resize_cq { buf_addr: u64, cqe_size: u16, reserved0: u16, reserved1: u32, }
     ib_uverbs_destroy_cq { response: u64, cq_handle: u32, reserved: u32, }
     ib_uverbs_destroy_cq_resp { comp_events_reported: u32, async_events_reported: u32, }
     ib_uverbs_global_route {
@@ -250,9 +253,11 @@ constants! { COMMANDS: u32;
     IB_USER_VERBS_CMD_CREATE_AH = 5,
     IB_USER_VERBS_CMD_DESTROY_AH = 8,
     IB_USER_VERBS_CMD_REG_MR = 9,
+    IB_USER_VERBS_CMD_REREG_MR = 11,
     IB_USER_VERBS_CMD_DEREG_MR = 13,
     IB_USER_VERBS_CMD_CREATE_COMP_CHANNEL = 17,
     IB_USER_VERBS_CMD_CREATE_CQ = 18,
+    IB_USER_VERBS_CMD_RESIZE_CQ = 19,
     IB_USER_VERBS_CMD_DESTROY_CQ = 20,
     IB_USER_VERBS_CMD_CREATE_QP = 24,
     IB_USER_VERBS_CMD_QUERY_QP = 25,

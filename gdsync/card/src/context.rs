@@ -7,6 +7,7 @@ mod ioctl;
 mod memory;
 mod modify;
 mod qp;
+mod rereg;
 mod srq;
 
 use std::collections::HashMap;
@@ -178,10 +179,12 @@ impl Context {
             abi::IB_USER_VERBS_CMD_CREATE_AH => self.create_ah(user, command),
             abi::IB_USER_VERBS_CMD_DESTROY_AH => self.destroy_ah(command),
             abi::IB_USER_VERBS_CMD_REG_MR => self.reg_mr(user, command),
+            abi::IB_USER_VERBS_CMD_REREG_MR => self.rereg_mr(user, command),
             abi::IB_USER_VERBS_CMD_DEREG_MR => self.dereg_mr(command),
             abi::IB_USER_VERBS_CMD_CREATE_COMP_CHANNEL => self.create_channel(user, command),
             abi::IB_USER_VERBS_CMD_CREATE_CQ => self.create_cq(user, command),
             EX_CREATE_CQ => self.create_cq_extended(user, command),
+            abi::IB_USER_VERBS_CMD_RESIZE_CQ => self.resize_cq(user, command),
             abi::IB_USER_VERBS_CMD_DESTROY_CQ => self.destroy_cq(user, command),
             abi::IB_USER_VERBS_CMD_CREATE_QP => self.create_qp(user, command),
             EX_CREATE_QP => self.create_qp_extended(user, command),

@@ -142,6 +142,14 @@ impl Card {
         Ok(keys.lkey)
     }
 
+    /// Replaces what a key stands for, as REREG_MR does. Nothing uses the old memory afterwards.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown key.
+    pub fn reregister(&self, key: u32, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<()> {
+        self.0.replace_region(key, pdn, &memory.with_addr(iova), access)
+    }
+
     /// Deregisters a key.
     pub fn deregister(&self, key: u32) {
         self.0.dereg_mr(MrKeys { lkey: key, rkey: key, is_staged: false });
@@ -164,6 +172,15 @@ impl Card {
             channel.map_or(Ok(()), |channel| core.cqs.set_channel(cqn, channel))?;
             Ok(cqn)
         })
+    }
+
+    /// Goes on in another ring, whose CQEs are in the initial state; the last CQE in the old ring says so. The program has
+    /// to copy from the old ring what it has not read.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown number, or a queue that is overrun.
+    pub fn resize_cq(&self, cqn: u32, ring: Memory) -> Result<()> {
+        self.0.shared.with(|core| core.cqs.resize(cqn, ring))
     }
 
     /// Sets that the application polls only owner bits. The owner bit is then written last.

@@ -70,6 +70,20 @@ impl Keys {
         self.slots.len() - self.free.len()
     }
 
+    /// Replaces the region of a key. The caller drops the returned one outside of locks.
+    pub(crate) fn replace(
+        &mut self,
+        key: u32,
+        pdn: u32,
+        memory: &Memory,
+        access: Access,
+        export: Option<Arc<Export>>,
+    ) -> Option<impl Sized + use<>> {
+        let (index, variant) = self.split(key);
+        let region = self.slots.get_mut(index).filter(|slot| slot.variant == variant)?.region.as_mut()?;
+        Some(std::mem::replace(region, Region { pdn, memory: memory.clone(), access, export }))
+    }
+
     /// Removes a key. The caller drops the returned region outside of locks.
     pub(crate) fn deregister(&mut self, key: u32) -> Option<impl Sized + use<>> {
         let (index, variant) = self.split(key);
@@ -177,6 +191,20 @@ mod tests {
         for bit in 0..32 {
             assert!(keys.local(key ^ 1 << bit, 7, base, 1, false).is_err(), "bit {bit} of the key matters");
         }
+    }
+
+    #[test]
+    fn replaced_region_is_all_that_its_key_grants() {
+        let mut keys = Keys::new().unwrap();
+        let [old, new] = [(); 2].map(|()| Memory::alloc(8).unwrap());
+        let key = keys.register(1, &old, Access::LOCAL_WRITE, None);
+        assert!(keys.replace(key, 2, &new, Access::empty(), None).is_some());
+        assert!(keys.local(key, 2, new.addr(), 8, false).is_ok());
+        assert!(keys.local(key, 2, new.addr(), 8, true).is_err(), "the old rights");
+        assert!(keys.local(key, 1, new.addr(), 8, false).is_err(), "the old protection domain");
+        assert!(keys.local(key, 2, old.addr(), 8, false).is_err(), "the old memory");
+        keys.deregister(key);
+        assert!(keys.replace(key, 1, &old, Access::empty(), None).is_none());
     }
 
     #[test]

@@ -190,6 +190,40 @@ impl SoftHca {
     }
 
     /// Stops new copies into a queue pair's memory and returns those in progress.
+    /// The handle of memory for peers. Tells the copy engine about its GPU.
+    fn export(&self, memory: &Memory) -> Option<Arc<Export>> {
+        if let Some(gpu) = memory.gpu() {
+            self.shared.copy_engine.adopt(gpu);
+        }
+        self.shared.copy_engine.export(memory).map(|handle| Export::new(memory, handle))
+    }
+
+    /// Replaces the region of a key. Nothing uses the old one afterwards.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown key.
+    pub(super) fn replace_region(&self, key: u32, pdn: u32, memory: &Memory, access: Access) -> Result<()> {
+        let export = self.export(memory);
+        let old = self.shared.with(|core| core.keys.replace(key, pdn, memory, access, export));
+        let old = old.ok_or_else(|| Error::invalid("memory key", key, "one of this HCA"))?;
+        self.end_region(key, old);
+        Ok(())
+    }
+
+    /// Drops a region once nothing uses it.
+    fn end_region(&self, key: u32, region: impl Sized) {
+        let copies = self.shared.with(|core| core.copies_on(key));
+        while !self.shared.with(|core| core.revoke(key)) {
+            std::thread::yield_now();
+        }
+        if !self.shared.stuck_copies.wait(&copies, Instant::now() + TIMEOUT) {
+            tracing::error!(
+                "a copy into a deregistered memory region has not ended and may still write to it"
+            );
+        }
+        drop(region);
+    }
+
     fn quiesce(&self, qpn: u32) -> Vec<Ticket> {
         loop {
             match self.shared.with(|core| core.with_qp(qpn, |qp, env| qp.quiesce(env))) {
@@ -252,10 +286,7 @@ impl Provider for SoftHca {
     fn dealloc_pd(&self, _pdn: u32) {}
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
-        if let Some(gpu) = memory.gpu() {
-            self.shared.copy_engine.adopt(gpu);
-        }
-        let export = self.shared.copy_engine.export(memory).map(|handle| Export::new(memory, handle));
+        let export = self.export(memory);
         let most = self.shared.max_regions;
         let key = self
             .shared
@@ -270,17 +301,8 @@ impl Provider for SoftHca {
     }
 
     fn dereg_mr(&self, keys: MrKeys) {
-        let (region, copies) =
-            self.shared.with(|core| (core.keys.deregister(keys.lkey), core.copies_on(keys.lkey)));
-        while !self.shared.with(|core| core.revoke(keys.lkey)) {
-            std::thread::yield_now();
-        }
-        if !self.shared.stuck_copies.wait(&copies, Instant::now() + TIMEOUT) {
-            tracing::error!(
-                "a copy into a deregistered memory region has not ended and may still write to it"
-            );
-        }
-        drop(region);
+        let region = self.shared.with(|core| core.keys.deregister(keys.lkey));
+        self.end_region(keys.lkey, region);
     }
 
     fn transfer_path(&self, qpn: u32, lkey: u32, memory: &Memory, len: usize) -> TransferPath {

@@ -26,6 +26,10 @@ programs() {
     for implementation in openmpi mpich; do
         check "mpicc.$implementation exchange.c" '' \
             timeout 60 "mpicc.$implementation" -O2 -Wall -o "exchange.$implementation" "$here/suites/exchange.c"
+        if ((brief)); then
+            runs eth rc_mlx5,ud_mlx5 $implementation 2
+            continue
+        fi
         for link in eth ib; do
             for tls in rc_verbs,ud_verbs rc_mlx5,ud_mlx5; do
                 runs "$link" $tls $implementation 2

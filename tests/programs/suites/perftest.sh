@@ -6,6 +6,12 @@ packages=(ib_write_bw:perftest /etc/libibverbs.d/mlx5.driver:ibverbs-providers)
 
 programs() {
     local link=ib line client=()
+    if ((brief)); then
+        pair eth '^ *[0-9]+ +48 +[0-9.]+ ' ib_write_bw --post_list 8 -n 48
+        pair ib '^ *[0-9]+ +48 +[0-9.]+ ' ib_send_bw -e -n 48
+        pair eth '^ *[0-9]+ +48 +[0-9.]+ ' ib_atomic_bw -n 48
+        return
+    fi
     while read -r line; do
         other_link
         # The row of results: bytes, iterations (of all queue pairs), figures. --post_list wants a multiple of 8.

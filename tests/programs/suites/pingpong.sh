@@ -6,6 +6,13 @@ packages=(ibv_devinfo:ibverbs-utils /etc/libibverbs.d/mlx5.driver:ibverbs-provid
 
 programs() {
     local link program options client=()
+    if ((brief)); then
+        check "ibv_devinfo -v" 'hca_id:.mlx5_0' card eth ibv_devinfo -v
+        pair eth '50 iters in' ibv_rc_pingpong -c -n 50 -g 1
+        pair ib '50 iters in' ibv_ud_pingpong -c -n 50 -e
+        pair eth '50 iters in' ibv_srq_pingpong -c -n 50 -g 3 -e
+        return
+    fi
     for link in eth ib; do
         check "ibv_devinfo -v ($link)" 'hca_id:.mlx5_0' card "$link" ibv_devinfo -v
     done

@@ -7,6 +7,12 @@ packages=(ucx_perftest:ucx-utils /etc/libibverbs.d/mlx5.driver:ibverbs-providers
 programs() {
     local link test client label transport
     local -x UCX_TLS UCX_NET_DEVICES=mlx5_0:1
+    if ((brief)); then
+        client=(-t tag_lat -n 50 -w 5)
+        UCX_TLS=rc_verbs,ud_verbs pair ib 'Final: +50 ' ucx_perftest
+        UCX_TLS=rc_mlx5,ud_mlx5 pair eth 'Final: +50 ' ucx_perftest
+        return
+    fi
     for link in eth ib; do
         for transport in rc_verbs ud_verbs rc_mlx5 ud_mlx5; do
             UCX_TLS=all UCX_NET_DEVICES=all \

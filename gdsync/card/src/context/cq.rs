@@ -3,6 +3,7 @@
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 
+use gdsync_device::memory::Memory;
 use gdsync_soft::CardCq;
 use mlx5_ring::CQ_DBREC_SIZE;
 use rustix::io::Errno;
@@ -13,7 +14,8 @@ use super::{Context, Result};
 use crate::abi::{
     ib_uverbs_create_comp_channel, ib_uverbs_create_comp_channel_resp, ib_uverbs_create_cq,
     ib_uverbs_create_cq_resp, ib_uverbs_destroy_cq, ib_uverbs_destroy_cq_resp, ib_uverbs_ex_create_cq,
-    ib_uverbs_ex_create_cq_resp, length, mlx5_ib_create_cq, mlx5_ib_create_cq_resp,
+    ib_uverbs_ex_create_cq_resp, ib_uverbs_resize_cq, ib_uverbs_resize_cq_resp, length, mlx5_ib_create_cq,
+    mlx5_ib_create_cq_resp, mlx5_ib_resize_cq,
 };
 use crate::command::Command;
 use crate::events::{EventPipe, into_program};
@@ -25,6 +27,8 @@ use crate::user::User;
 pub(super) struct Cq {
     hca: &'static Hca,
     pub(super) cqn: u32,
+    /// Bytes of an entry.
+    entry: usize,
     source: Arc<EventSource>,
     notifier: Option<Arc<EventSource>>,
 }
@@ -107,8 +111,7 @@ impl Context {
             -1 => None,
             fd => Some(self.channels.lock().get(&fd).cloned().ok_or(Errno::BADF)?),
         };
-        let entries = (wanted.cqe as usize + 1).next_power_of_two();
-        let buffer = ring(driver.buf_addr, entries * entry, 64)?;
+        let buffer = buffer(driver.buf_addr, wanted.cqe, entry)?;
         let record = ring(driver.db_addr, CQ_DBREC_SIZE, 8)?;
         let notifier = channel.map(|channel| EventSource::new(channel, wanted.user_handle));
         let source = self.event_source(wanted.user_handle)?;
@@ -123,7 +126,21 @@ impl Context {
         });
         let cqn = cqn.map_err(|_| Errno::NOMEM)?;
         self.hca.owners.cqs.add(cqn, &source);
-        Ok(Cq { hca: self.hca, cqn, source, notifier })
+        Ok(Cq { hca: self.hca, cqn, entry, source, notifier })
+    }
+
+    pub(super) fn resize_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
+        let request: ib_uverbs_resize_cq = command.request()?;
+        command.check_response::<ib_uverbs_resize_cq_resp>()?;
+        let driver: mlx5_ib_resize_cq = command.driver_request::<ib_uverbs_resize_cq, _>();
+        let cq = self.cqs.get(request.cq_handle)?;
+        // libmlx5 does not change the size of entries.
+        if !(1..=MAX_CQE).contains(&request.cqe) || usize::from(driver.cqe_size) != cq.entry {
+            return Err(Errno::INVAL);
+        }
+        let buffer = buffer(driver.buf_addr, request.cqe, cq.entry)?;
+        self.hca.card.resize_cq(cq.cqn, buffer).map_err(|_| Errno::INVAL)?;
+        command.respond(user, &ib_uverbs_resize_cq_resp { cqe: request.cqe, reserved: 0 })
     }
 
     pub(super) fn destroy_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
@@ -138,4 +155,9 @@ impl Context {
         };
         command.respond(user, &response)
     }
+}
+
+/// The ring of a queue of more than `cqe` entries.
+fn buffer(addr: u64, cqe: u32, entry: usize) -> Result<Memory> {
+    ring(addr, (cqe as usize + 1).next_power_of_two() * entry, 64)
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use gdsync_device::Access;
 use gdsync_device::memory::Memory;
+use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::{Context, Pd, Result};
@@ -19,8 +20,34 @@ use crate::user::{User, pin};
 #[derive(Debug)]
 pub(super) struct Mr {
     hca: &'static Hca,
-    key: u32,
-    _pd: Arc<Pd>,
+    pub(super) key: u32,
+    /// Changed by REREG_MR.
+    pub(super) wanted: Mutex<Wanted>,
+}
+
+/// What a region is registered with.
+#[derive(Clone, Debug)]
+pub(super) struct Wanted {
+    pub(super) pd: Arc<Pd>,
+    pub(super) start: u64,
+    pub(super) length: u64,
+    pub(super) hca_va: u64,
+    pub(super) access_flags: u32,
+}
+
+impl Wanted {
+    /// Checks it as the kernel does. The memory, and the rights that the HCA knows.
+    pub(super) fn check(&self) -> Result<(Memory, Access)> {
+        let Self { start, length, hca_va, .. } = *self;
+        check_access(self.access_flags)?;
+        let page = rustix::param::page_size() as u64;
+        let wraps = |from: u64| from.checked_add(length).is_none();
+        if length == 0 || start % page != hca_va % page || wraps(start) || wraps(hca_va) {
+            return Err(Errno::INVAL);
+        }
+        let access = Access::from_bits_truncate(self.access_flags & Access::all().bits());
+        Ok((region(start, length, access)?, access))
+    }
 }
 
 impl Drop for Mr {
@@ -62,17 +89,12 @@ impl Context {
         let request: ib_uverbs_reg_mr = command.request()?;
         let ib_uverbs_reg_mr { start, length, hca_va, access_flags, .. } = request;
         command.check_response::<ib_uverbs_reg_mr_resp>()?;
-        check_access(access_flags)?;
-        let page = rustix::param::page_size() as u64;
-        let wraps = |from: u64| from.checked_add(length).is_none();
-        if length == 0 || start % page != hca_va % page || wraps(start) || wraps(hca_va) {
-            return Err(Errno::INVAL);
-        }
         let pd = self.pds.get(request.pd_handle)?;
-        let access = Access::from_bits_truncate(access_flags & Access::all().bits());
-        let memory = region(start, length, access)?;
-        let key = self.hca.card.register(pd.pdn, &memory, hca_va, access).map_err(|_| Errno::NOMEM)?;
-        let mr = Arc::new(Mr { hca: self.hca, key, _pd: pd });
+        let wanted = Wanted { pd, start, length, hca_va, access_flags };
+        let (memory, access) = wanted.check()?;
+        let pdn = wanted.pd.pdn;
+        let key = self.hca.card.register(pdn, &memory, hca_va, access).map_err(|_| Errno::NOMEM)?;
+        let mr = Arc::new(Mr { hca: self.hca, key, wanted: Mutex::new(wanted) });
         let mr_handle = self.new_handle();
         command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: key, rkey: key })?;
         self.mrs.add(mr_handle, mr);

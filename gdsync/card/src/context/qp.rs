@@ -40,6 +40,8 @@ pub(super) struct Qp {
     pub(super) kind: QpType,
     pub(super) source: Arc<EventSource>,
     caps: Caps,
+    /// Entries of the receive queue and of each scatter list, for QUERY_QP.
+    receives: (u32, u32),
     sq_sig_all: u8,
     /// The attributes set so far, for QUERY_QP.
     pub(super) attr: Mutex<ib_uverbs_modify_qp>,
@@ -170,6 +172,10 @@ impl Context {
         let srq = (wanted.is_srq != 0).then(|| self.srqs.get(wanted.srq_handle)).transpose()?;
         let rings = Rings::of(driver)?;
         let doorbell = self.doorbell(driver)?;
+        let receives = match driver.rq_wqe_count {
+            0 => (0, 0),
+            entries => (entries, (1 << driver.rq_wqe_shift) / 16),
+        };
         let port = self.hca.port;
         let transport = match kind {
             QpType::Rc => CardTransport::Connection,
@@ -201,6 +207,7 @@ impl Context {
             kind,
             source,
             caps,
+            receives,
             sq_sig_all: wanted.sq_sig_all,
             attr: Mutex::default(),
             _pd: pd,
@@ -228,14 +235,15 @@ impl Context {
         let qp = self.qps.get(request.qp_handle)?;
         let state = qp.hca.card.state(qp.qpn).map_err(|_| Errno::INVAL)?.0;
         let attr = *qp.attr.lock();
-        let caps = qp.caps;
+        // The program knows its send queue better, and libmlx5 answers by itself.
+        let (caps, (max_recv_wr, max_recv_sge)) = (qp.caps, qp.receives);
         let response = ib_uverbs_query_qp_resp {
             dest: attr.dest,
             alt_dest: attr.alt_dest,
             max_send_wr: caps.max_send_wr,
-            max_recv_wr: caps.max_recv_wr,
+            max_recv_wr,
             max_send_sge: caps.max_send_sge,
-            max_recv_sge: caps.max_recv_sge,
+            max_recv_sge,
             max_inline_data: caps.max_inline_data,
             qkey: attr.qkey,
             rq_psn: attr.rq_psn,

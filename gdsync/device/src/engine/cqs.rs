@@ -232,6 +232,26 @@ impl Cqs {
         Ok(())
     }
 
+    /// Goes on in another ring of the same entries, whose CQEs are in the initial state. A CQE in the old ring says so.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an unknown queue, one that is full, or a ring too short for what is not read yet.
+    pub fn resize(&mut self, cqn: u32, ring: Memory) -> Result<()> {
+        let cq = self.slot(cqn).and_then(Option::as_mut);
+        let cq = cq.ok_or_else(|| Error::invalid("CQN", cqn, "a completion queue of this HCA"))?;
+        let log = (ring.len() / cq.entry).ilog2();
+        cq.consumed = gdsync_shm::freed_slots(cq.record.atomic32(0)?, cq.consumed);
+        let unread = cq.produced.saturating_sub(cq.consumed);
+        let room = 1u64 << log.min(cq.log);
+        if cq.overrun || unread >= room {
+            return Err(Error::invalid("entries of a completion queue", room, "more than what is unread"));
+        }
+        self.complete(cqn, Cqe { opcode: mlx5::CqeOpcode::RESIZE, ..Cqe::default() }).expect("it has room");
+        let cq = self.slot(cqn).and_then(Option::as_mut).expect("it was there");
+        (cq.ring, cq.log) = (ring, log);
+        Ok(())
+    }
+
     /// Gives a queue a completion channel: `notifier` is called once each time that the program arms the queue, when a
     /// completion that it asks for has arrived.
     ///
@@ -441,6 +461,26 @@ mod tests {
             last.truncate(60);
         }
         assert!(cqs.slots.len() < 100, "numbers are used again");
+    }
+
+    #[test]
+    fn a_resized_queue_goes_on_in_its_new_ring() {
+        let (mut cqs, cqn, old, record) = queue(false);
+        let new = parts(2, OnGpu::empty(), &Places::default()).unwrap().ring;
+        let complete = |cqs: &mut Cqs| cqs.complete(cqn, Cqe { opcode: CqeOpcode::REQ, ..Cqe::default() });
+        let cqe = |ring: &Memory, n: usize| Cqe::decode(ring.to_vec()[n * CQE_SIZE..].first_chunk().unwrap());
+        for _ in 0..2 {
+            complete(&mut cqs).unwrap();
+        }
+        assert!(cqs.resize(cqn, new.clone()).is_err(), "the old ring has no room to say so");
+        record.atomic32(0).unwrap().store(mlx5::cq_ci_record(1), Ordering::Release);
+        cqs.resize(cqn, new.clone()).unwrap();
+        assert_eq!([0, 1].map(|n| cqe(&old, n).opcode), [CqeOpcode::RESIZE, CqeOpcode::REQ]);
+        complete(&mut cqs).unwrap();
+        assert_eq!([1, 2, 3].map(|n| cqe(&new, n).opcode.0), [15, 15, 0], "completion 3 is in slot 3 of 4");
+        record.atomic32(0).unwrap().store(mlx5::cq_ci_record(3), Ordering::Release);
+        complete(&mut cqs).unwrap();
+        assert_eq!((cqe(&new, 0).opcode, cqe(&new, 0).owner), (CqeOpcode::REQ, 1), "the second lap of four");
     }
 
     #[test]
