@@ -138,8 +138,7 @@ impl Card {
     /// # Errors
     /// [`Error::Verbs`] when [`SoftHcaConfig::max_regions`] are registered.
     pub fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
-        let keys = self.0.reg_mr(pdn, &memory.with_addr(iova), access)?;
-        Ok(keys.lkey)
+        self.0.register(pdn, memory, iova, access)
     }
 
     /// Deregisters a key.

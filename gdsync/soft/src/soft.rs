@@ -225,6 +225,24 @@ impl SoftHca {
         let ends = self.shared.port.connect(peer, timeout)?;
         Ok(self.shared.with(|core| core.add_link(ends, &self.shared.rx_hints)))
     }
+
+    /// Registers memory under this address of its first byte in work requests. Returns its key.
+    pub(crate) fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
+        if let Some(gpu) = memory.gpu() {
+            self.shared.copy_engine.adopt(gpu);
+        }
+        let export = self.shared.copy_engine.export(memory).map(|handle| Export::new(memory, handle));
+        let most = self.shared.max_regions;
+        let key = self.shared.with(|core| {
+            (core.keys.len() < most).then(|| core.keys.register(pdn, memory, iova, access, export))
+        });
+        key.ok_or_else(|| Error::Verbs {
+            call: "registering memory",
+            subject: format!("{memory:?} on the software HCA"),
+            source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
+            advice: format!("all {most} regions are in use; deregister some"),
+        })
+    }
 }
 
 impl Provider for SoftHca {
@@ -252,20 +270,7 @@ impl Provider for SoftHca {
     fn dealloc_pd(&self, _pdn: u32) {}
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
-        if let Some(gpu) = memory.gpu() {
-            self.shared.copy_engine.adopt(gpu);
-        }
-        let export = self.shared.copy_engine.export(memory).map(|handle| Export::new(memory, handle));
-        let most = self.shared.max_regions;
-        let key = self
-            .shared
-            .with(|core| (core.keys.len() < most).then(|| core.keys.register(pdn, memory, access, export)));
-        let key = key.ok_or_else(|| Error::Verbs {
-            call: "registering memory",
-            subject: format!("{memory:?} on the software HCA"),
-            source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
-            advice: format!("all {most} regions are in use; deregister some"),
-        })?;
+        let key = self.register(pdn, memory, memory.addr(), access)?;
         Ok(MrKeys { lkey: key, rkey: key, is_staged: false })
     }
 

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use gdsync_device::Access;
+use gdsync_device::cuda::Gpu;
 use gdsync_device::memory::Memory;
 use rustix::io::Errno;
 
@@ -13,14 +14,28 @@ use crate::abi::{
 };
 use crate::command::Command;
 use crate::hca::Hca;
+use crate::log::log;
 use crate::user::{User, pin};
 
 /// A memory region.
 #[derive(Debug)]
 pub(super) struct Mr {
     hca: &'static Hca,
-    key: u32,
+    pub(super) key: u32,
     _pd: Arc<Pd>,
+}
+
+impl Mr {
+    pub(super) fn new(
+        hca: &'static Hca,
+        pd: Arc<Pd>,
+        memory: &Memory,
+        iova: u64,
+        access: Access,
+    ) -> Result<Arc<Self>> {
+        let key = hca.card.register(pd.pdn, memory, iova, access).map_err(|_| Errno::NOMEM)?;
+        Ok(Arc::new(Self { hca, key, _pd: pd }))
+    }
 }
 
 impl Drop for Mr {
@@ -71,10 +86,9 @@ impl Context {
         let pd = self.pds.get(request.pd_handle)?;
         let access = Access::from_bits_truncate(access_flags & Access::all().bits());
         let memory = region(start, length, access)?;
-        let key = self.hca.card.register(pd.pdn, &memory, hca_va, access).map_err(|_| Errno::NOMEM)?;
-        let mr = Arc::new(Mr { hca: self.hca, key, _pd: pd });
+        let mr = Mr::new(self.hca, pd, &memory, hca_va, access)?;
         let mr_handle = self.new_handle();
-        command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: key, rkey: key })?;
+        command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: mr.key, rkey: mr.key })?;
         self.mrs.add(mr_handle, mr);
         Ok(())
     }
@@ -95,19 +109,35 @@ pub(super) fn check_access(flags: u32) -> Result<()> {
     if flags & flag::ON_DEMAND != 0 { Err(Errno::OPNOTSUPP) } else { Ok(()) }
 }
 
-/// The memory of a region, which must be writable unless only reading is allowed.
+/// The memory of a region: host memory, which must be writable unless only reading is allowed, or GPU memory.
 fn region(start: u64, length: u64, access: Access) -> Result<Memory> {
     let writes = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-    pin(start, length, !access.intersects(writes))?;
-    let (base, len) = (address(start)?, usize::try_from(length).map_err(|_| Errno::INVAL)?);
+    let size = usize::try_from(length).map_err(|_| Errno::INVAL)?;
+    if let Err(errno) = pin(start, length, !access.intersects(writes)) {
+        // As a kernel with nvidia-peermem: what has no pages may be of a GPU.
+        return on_gpu(start, size)?.ok_or(errno);
+    }
     // Nothing pins its pages here: the program may unmap them first.
     // SAFETY: the range was mapped when `pin` checked it. Only atomics of a peer use words of it; a program that unmaps them at that
     // very moment ends by a fault.
-    unsafe { Memory::of_program(base, len) }.map_err(|_| Errno::FAULT)
+    unsafe { Memory::of_program(address(start)?, size) }.map_err(|_| Errno::FAULT)
 }
 
 fn address(addr: u64) -> Result<*mut u8> {
     usize::try_from(addr).map(std::ptr::with_exposed_provenance_mut).map_err(|_| Errno::FAULT)
+}
+
+/// The memory at an address, if it is of a GPU.
+///
+/// # Errors
+/// `EFAULT`, with the reason in the log.
+pub(super) fn on_gpu(addr: u64, len: usize) -> Result<Option<Memory>> {
+    // SAFETY: CUDA knows the range. That it stays allocated until the region ends is up to the program; where it is mapped, the mapping
+    // keeps it.
+    unsafe { Gpu::find(addr, len) }.map_err(|error| {
+        log!("GPU memory of {len} bytes at {addr:#x} cannot be registered: {error}");
+        Errno::FAULT
+    })
 }
 
 /// The memory of a ring or doorbell record, which must be writable.
