@@ -3,6 +3,7 @@
 mod cq;
 mod device;
 mod devx;
+mod dmabuf;
 mod ioctl;
 mod memory;
 mod modify;
@@ -18,6 +19,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
+#[cfg(target_arch = "x86_64")]
+pub(crate) use self::dmabuf::exported;
 use crate::abi;
 use crate::command::{Command, name};
 use crate::events::EventPipe;

@@ -1,5 +1,7 @@
 //! The functions of the C library that this library stands in front of.
 
+#[cfg(target_arch = "x86_64")]
+mod cuda;
 mod descriptors;
 mod directories;
 mod files;

@@ -105,6 +105,11 @@ impl Tree {
             tree.root(root);
         }
         tree.text("/sys/class/infiniband_verbs/abi_version", "6");
+        // Programs look here whether a card reaches GPU memory by its address.
+        for module in ["/sys/module/nvidia_peermem", "/sys/kernel/mm/memory_peers/nv_mem"] {
+            tree.root(module);
+            tree.text(&format!("{module}/version"), "1.3");
+        }
         for device in 0..devices {
             tree.device(device, link);
         }
@@ -133,8 +138,10 @@ impl Tree {
     }
 
     fn device(&mut self, device: usize, link: Link) {
-        let bdf = format!("cafe:{:02x}:00.0", device + 1);
-        let pci = format!("/sys/devices/pcicafe:00/cafe:00:{:02x}.0/{bdf}", device + 1);
+        let bus = format!("cafe:{:02x}", device + 1);
+        let bdf = format!("{bus}:00.0");
+        let bridge = format!("/sys/devices/pcicafe:00/cafe:00:{:02x}.0", device + 1);
+        let pci = format!("{bridge}/{bdf}");
         self.root(&pci);
         let (name, verbs) = (format!("mlx5_{device}"), format!("uverbs{device}"));
         let ib = format!("{pci}/infiniband/{name}");
@@ -145,6 +152,9 @@ impl Tree {
         let slot = format!("/sys/bus/pci/devices/{bdf}");
         self.roots.push(slot.clone());
         self.nodes.insert(slot, Node::Link(pci.clone()));
+        // NCCL finds the device from here.
+        self.nodes.insert(format!("/sys/class/pci_bus/{bus}"), Node::Link(format!("{bridge}/pci_bus/{bus}")));
+        self.nodes.insert(format!("{pci}/subsystem"), Node::Link("/sys/bus/pci".to_owned()));
 
         // SAFETY: asks for a number. (The standard library's count opens files, which would come back here.)
         let cpus = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
@@ -245,6 +255,7 @@ impl Tree {
         let mut left: Vec<String> = parts(path);
         let mut done = String::new();
         let mut links = 0;
+        let mut led_to = None;
         while let Some(part) = left.pop() {
             if part == ".." {
                 done.truncate(done.rfind('/').unwrap_or(0));
@@ -264,12 +275,15 @@ impl Tree {
                     return Found::Nothing;
                 }
                 left.extend(parts(target));
+                led_to = Some(target);
                 done.clear();
             }
         }
         match self.nodes.get(&done) {
             Some(node) => Found::Node(done, node),
             None if self.is_claimed(&done) => Found::Nothing,
+            // Out of the emulated files.
+            None if led_to == Some(&done) => Found::Node(done, &Node::Dir),
             None => Found::Elsewhere,
         }
     }
@@ -323,6 +337,7 @@ mod tests {
             "/sys/class/infiniband/mlx5_1/device/vendor",
             "/sys/class/infiniband_verbs/uverbs1/device/vendor",
             "/sys/bus/pci/devices/cafe:02:00.0/vendor",
+            "/sys/class/pci_bus/cafe:02/../../cafe:02:00.0/vendor",
             "//sys/class/./infiniband//mlx5_1/../../vendor",
             "/sys/class/net/../infiniband/mlx5_1/device/infiniband/../vendor",
         ] {
@@ -330,6 +345,8 @@ mod tests {
         }
         assert_eq!(text(&tree, "/sys/class/infiniband_verbs/uverbs1/ibdev").as_deref(), Some("mlx5_1\n"));
         assert_eq!(text(&tree, "/sys/class/infiniband_verbs/uverbs1/dev").as_deref(), Some("231:193\n"));
+        let subsystem = tree.find("/sys/class/infiniband/mlx5_0/device/subsystem", true);
+        assert_eq!(subsystem, Found::Node("/sys/bus/pci".to_owned(), &Node::Dir));
         let link = tree.find("/sys/class/infiniband/mlx5_0", false);
         assert!(matches!(link, Found::Node(_, Node::Link(_))), "{link:?}");
     }
@@ -345,7 +362,10 @@ mod tests {
         ] {
             assert_eq!(tree.find(path, true), Found::Nothing, "{path}");
         }
-        for path in ["/sys/class/net", "/sys/class/infiniband_mad", "/sys", "/", "/sys/class/infiniband/.."] {
+        let around = "/sys/class/pci_bus/cafe:01/../max_link_speed";
+        for path in
+            ["/sys/class/net", around, "/sys/class/infiniband_mad", "/sys", "/", "/sys/class/infiniband/.."]
+        {
             assert_eq!(tree.find(path, true), Found::Elsewhere, "{path}");
         }
         assert_eq!(tree.find("/dev/infiniband/uverbs0", true).node(), Some(&Node::Device(0)));

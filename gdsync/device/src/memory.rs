@@ -328,12 +328,6 @@ impl Memory {
         }
     }
 
-    /// The same memory under another address in work requests.
-    #[must_use]
-    pub fn with_addr(&self, addr: u64) -> Self {
-        Self { addr, owner: self.owner.clone(), ..*self }
-    }
-
     /// A weak handle.
     pub fn downgrade(&self) -> WeakMemory {
         let &Self { ptr, len, addr, reach, ref owner } = self;

@@ -138,8 +138,7 @@ impl Card {
     /// # Errors
     /// [`Error::Verbs`] when [`SoftHcaConfig::max_regions`] are registered.
     pub fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
-        let keys = self.0.reg_mr(pdn, &memory.with_addr(iova), access)?;
-        Ok(keys.lkey)
+        self.0.register(pdn, memory, iova, access)
     }
 
     /// Replaces what a key stands for, as REREG_MR does. Nothing uses the old memory afterwards.
@@ -147,7 +146,7 @@ impl Card {
     /// # Errors
     /// [`Error::InvalidArgument`] for an unknown key.
     pub fn reregister(&self, key: u32, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<()> {
-        self.0.replace_region(key, pdn, &memory.with_addr(iova), access)
+        self.0.replace_region(key, pdn, memory, iova, access)
     }
 
     /// Deregisters a key.

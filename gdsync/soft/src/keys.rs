@@ -28,6 +28,8 @@ struct Slot {
 struct Region {
     pdn: u32,
     memory: Memory,
+    /// Address of the first byte in work requests.
+    iova: u64,
     access: Access,
     /// Exported memory handle for peers, if it can be exported.
     export: Option<Arc<Export>>,
@@ -45,10 +47,11 @@ impl Keys {
         &mut self,
         pdn: u32,
         memory: &Memory,
+        iova: u64,
         access: Access,
         export: Option<Arc<Export>>,
     ) -> u32 {
-        let region = Some(Region { pdn, memory: memory.clone(), access, export });
+        let region = Some(Region { pdn, memory: memory.clone(), iova, access, export });
         let index = self.free.pop().unwrap_or(self.slots.len());
         if index == self.slots.len() {
             self.slots.push(Slot { variant: 0, region: None });
@@ -76,12 +79,13 @@ impl Keys {
         key: u32,
         pdn: u32,
         memory: &Memory,
+        iova: u64,
         access: Access,
         export: Option<Arc<Export>>,
     ) -> Option<impl Sized + use<>> {
         let (index, variant) = self.split(key);
         let region = self.slots.get_mut(index).filter(|slot| slot.variant == variant)?.region.as_mut()?;
-        Some(std::mem::replace(region, Region { pdn, memory: memory.clone(), access, export }))
+        Some(std::mem::replace(region, Region { pdn, memory: memory.clone(), iova, access, export }))
     }
 
     /// Removes a key. The caller drops the returned region outside of locks.
@@ -121,7 +125,7 @@ impl Keys {
         if region.pdn != pdn || !region.access.contains(access) {
             return None;
         }
-        let offset = usize::try_from(addr.checked_sub(region.memory.addr())?).ok()?;
+        let offset = usize::try_from(addr.checked_sub(region.iova)?).ok()?;
         (offset.checked_add(len)? <= region.memory.len()).then_some((&region.memory, offset))
     }
 
@@ -179,7 +183,7 @@ mod tests {
     fn key_grants_only_its_range_pd_and_access() {
         let mut keys = Keys::new().unwrap();
         let memory = Memory::alloc(100).unwrap();
-        let key = keys.register(7, &memory, Access::LOCAL_WRITE | Access::REMOTE_READ, None);
+        let key = keys.register(7, &memory, memory.addr(), Access::LOCAL_WRITE | Access::REMOTE_READ, None);
         let base = memory.addr();
         assert_eq!(keys.local(key, 7, base + 60, 40, true).unwrap().1, 60);
         assert_eq!(keys.local(key, 7, base + 61, 40, true).unwrap_err(), Syndrome::LOC_PROT_ERR);
@@ -197,26 +201,26 @@ mod tests {
     fn replaced_region_is_all_that_its_key_grants() {
         let mut keys = Keys::new().unwrap();
         let [old, new] = [(); 2].map(|()| Memory::alloc(8).unwrap());
-        let key = keys.register(1, &old, Access::LOCAL_WRITE, None);
-        assert!(keys.replace(key, 2, &new, Access::empty(), None).is_some());
+        let key = keys.register(1, &old, old.addr(), Access::LOCAL_WRITE, None);
+        assert!(keys.replace(key, 2, &new, new.addr(), Access::empty(), None).is_some());
         assert!(keys.local(key, 2, new.addr(), 8, false).is_ok());
         assert!(keys.local(key, 2, new.addr(), 8, true).is_err(), "the old rights");
         assert!(keys.local(key, 1, new.addr(), 8, false).is_err(), "the old protection domain");
         assert!(keys.local(key, 2, old.addr(), 8, false).is_err(), "the old memory");
         keys.deregister(key);
-        assert!(keys.replace(key, 1, &old, Access::empty(), None).is_none());
+        assert!(keys.replace(key, 1, &old, old.addr(), Access::empty(), None).is_none());
     }
 
     #[test]
     fn stale_key_fails_after_its_slot_is_reused() {
         let mut keys = Keys::new().unwrap();
         let memory = Memory::alloc(8).unwrap();
-        let old = keys.register(1, &memory, Access::empty(), None);
+        let old = keys.register(1, &memory, memory.addr(), Access::empty(), None);
         assert_eq!(keys.len(), 1);
         assert!(keys.deregister(old).is_some());
         assert!(keys.deregister(old).is_none());
         assert_eq!(keys.len(), 0);
-        let new = keys.register(1, &memory, Access::empty(), None);
+        let new = keys.register(1, &memory, memory.addr(), Access::empty(), None);
         assert_eq!(keys.split(old).0, keys.split(new).0);
         assert!(keys.local(old, 1, memory.addr(), 8, false).is_err());
         assert!(keys.local(new, 1, memory.addr(), 8, false).is_ok());

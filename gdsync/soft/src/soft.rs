@@ -189,7 +189,6 @@ impl SoftHca {
         Ok((qpn, psn))
     }
 
-    /// Stops new copies into a queue pair's memory and returns those in progress.
     /// The handle of memory for peers. Tells the copy engine about its GPU.
     fn export(&self, memory: &Memory) -> Option<Arc<Export>> {
         if let Some(gpu) = memory.gpu() {
@@ -202,9 +201,16 @@ impl SoftHca {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an unknown key.
-    pub(super) fn replace_region(&self, key: u32, pdn: u32, memory: &Memory, access: Access) -> Result<()> {
+    pub(crate) fn replace_region(
+        &self,
+        key: u32,
+        pdn: u32,
+        memory: &Memory,
+        iova: u64,
+        access: Access,
+    ) -> Result<()> {
         let export = self.export(memory);
-        let old = self.shared.with(|core| core.keys.replace(key, pdn, memory, access, export));
+        let old = self.shared.with(|core| core.keys.replace(key, pdn, memory, iova, access, export));
         let old = old.ok_or_else(|| Error::invalid("memory key", key, "one of this HCA"))?;
         self.end_region(key, old);
         Ok(())
@@ -224,6 +230,7 @@ impl SoftHca {
         drop(region);
     }
 
+    /// Stops new copies into a queue pair's memory and returns those in progress.
     fn quiesce(&self, qpn: u32) -> Vec<Ticket> {
         loop {
             match self.shared.with(|core| core.with_qp(qpn, |qp, env| qp.quiesce(env))) {
@@ -259,6 +266,21 @@ impl SoftHca {
         let ends = self.shared.port.connect(peer, timeout)?;
         Ok(self.shared.with(|core| core.add_link(ends, &self.shared.rx_hints)))
     }
+
+    /// Registers memory under this address of its first byte in work requests. Returns its key.
+    pub(crate) fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
+        let export = self.export(memory);
+        let most = self.shared.max_regions;
+        let key = self.shared.with(|core| {
+            (core.keys.len() < most).then(|| core.keys.register(pdn, memory, iova, access, export))
+        });
+        key.ok_or_else(|| Error::Verbs {
+            call: "registering memory",
+            subject: format!("{memory:?} on the software HCA"),
+            source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
+            advice: format!("all {most} regions are in use; deregister some"),
+        })
+    }
 }
 
 impl Provider for SoftHca {
@@ -286,17 +308,7 @@ impl Provider for SoftHca {
     fn dealloc_pd(&self, _pdn: u32) {}
 
     fn reg_mr(&self, pdn: u32, memory: &Memory, access: Access) -> Result<MrKeys> {
-        let export = self.export(memory);
-        let most = self.shared.max_regions;
-        let key = self
-            .shared
-            .with(|core| (core.keys.len() < most).then(|| core.keys.register(pdn, memory, access, export)));
-        let key = key.ok_or_else(|| Error::Verbs {
-            call: "registering memory",
-            subject: format!("{memory:?} on the software HCA"),
-            source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
-            advice: format!("all {most} regions are in use; deregister some"),
-        })?;
+        let key = self.register(pdn, memory, memory.addr(), access)?;
         Ok(MrKeys { lkey: key, rkey: key, is_staged: false })
     }
 

@@ -1,4 +1,4 @@
-//! The commands that libmlx5 gives only by ioctl: doorbell pages and GIDs; and DevX, which is in its own module.
+//! The commands that libraries give only by ioctl: doorbell pages and GIDs; DevX and dma-bufs, which are in modules of their own.
 
 use std::os::fd::AsFd as _;
 
@@ -178,6 +178,7 @@ impl Context {
             (abi::MLX5_IB_OBJECT_UAR, abi::MLX5_IB_METHOD_UAR_OBJ_DESTROY) => self.destroy_uar(&call),
             (abi::UVERBS_OBJECT_DEVICE, abi::UVERBS_METHOD_QUERY_GID_ENTRY) => self.query_gid(&call),
             (abi::UVERBS_OBJECT_DEVICE, abi::UVERBS_METHOD_QUERY_GID_TABLE) => self.query_gids(&call),
+            (abi::UVERBS_OBJECT_MR, abi::UVERBS_METHOD_REG_DMABUF_MR) => self.register_dmabuf(&call),
             (
                 object @ (abi::MLX5_IB_OBJECT_DEVX
                 | abi::MLX5_IB_OBJECT_DEVX_OBJ
@@ -188,8 +189,9 @@ impl Context {
             _ => Err(Errno::PROTONOSUPPORT),
         };
         done.inspect_err(|error| {
-            // An entry that is not there is no news: programs ask for all. Nor is what follows as a write command.
-            if *error != Errno::NODATA && !has_write_form(&header) {
+            // An entry that is not there is no news: programs ask for all. Nor is a question with a descriptor of -1, and what follows as
+            // a write command.
+            if !matches!(*error, Errno::NODATA | Errno::BADF) && !has_write_form(&header) {
                 log!("ioctl of {}, method {:#x}: {error}", object_name(header.object_id), header.method_id);
             }
         })

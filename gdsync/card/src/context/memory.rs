@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use gdsync_device::Access;
+use gdsync_device::cuda::Gpu;
 use gdsync_device::memory::Memory;
 use parking_lot::Mutex;
 use rustix::io::Errno;
@@ -14,6 +15,7 @@ use crate::abi::{
 };
 use crate::command::Command;
 use crate::hca::Hca;
+use crate::log::log;
 use crate::user::{User, pin};
 
 /// A memory region.
@@ -47,6 +49,19 @@ impl Wanted {
         }
         let access = Access::from_bits_truncate(self.access_flags & Access::all().bits());
         Ok((region(start, length, access)?, access))
+    }
+}
+
+impl Mr {
+    pub(super) fn new(
+        hca: &'static Hca,
+        memory: &Memory,
+        access: Access,
+        wanted: Wanted,
+    ) -> Result<Arc<Self>> {
+        let key =
+            hca.card.register(wanted.pd.pdn, memory, wanted.hca_va, access).map_err(|_| Errno::NOMEM)?;
+        Ok(Arc::new(Self { hca, key, wanted: Mutex::new(wanted) }))
     }
 }
 
@@ -92,11 +107,9 @@ impl Context {
         let pd = self.pds.get(request.pd_handle)?;
         let wanted = Wanted { pd, start, length, hca_va, access_flags };
         let (memory, access) = wanted.check()?;
-        let pdn = wanted.pd.pdn;
-        let key = self.hca.card.register(pdn, &memory, hca_va, access).map_err(|_| Errno::NOMEM)?;
-        let mr = Arc::new(Mr { hca: self.hca, key, wanted: Mutex::new(wanted) });
+        let mr = Mr::new(self.hca, &memory, access, wanted)?;
         let mr_handle = self.new_handle();
-        command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: key, rkey: key })?;
+        command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: mr.key, rkey: mr.key })?;
         self.mrs.add(mr_handle, mr);
         Ok(())
     }
@@ -117,19 +130,35 @@ pub(super) fn check_access(flags: u32) -> Result<()> {
     if flags & flag::ON_DEMAND != 0 { Err(Errno::OPNOTSUPP) } else { Ok(()) }
 }
 
-/// The memory of a region, which must be writable unless only reading is allowed.
+/// The memory of a region: host memory, which must be writable unless only reading is allowed, or GPU memory.
 fn region(start: u64, length: u64, access: Access) -> Result<Memory> {
     let writes = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
-    pin(start, length, !access.intersects(writes))?;
-    let (base, len) = (address(start)?, usize::try_from(length).map_err(|_| Errno::INVAL)?);
+    let size = usize::try_from(length).map_err(|_| Errno::INVAL)?;
+    if let Err(errno) = pin(start, length, !access.intersects(writes)) {
+        // As a kernel with nvidia-peermem: what has no pages may be of a GPU.
+        return on_gpu(start, size)?.ok_or(errno);
+    }
     // Nothing pins its pages here: the program may unmap them first.
     // SAFETY: the range was mapped when `pin` checked it. Only atomics of a peer use words of it; a program that unmaps them at that
     // very moment ends by a fault.
-    unsafe { Memory::of_program(base, len) }.map_err(|_| Errno::FAULT)
+    unsafe { Memory::of_program(address(start)?, size) }.map_err(|_| Errno::FAULT)
 }
 
 fn address(addr: u64) -> Result<*mut u8> {
     usize::try_from(addr).map(std::ptr::with_exposed_provenance_mut).map_err(|_| Errno::FAULT)
+}
+
+/// The memory at an address, if it is of a GPU.
+///
+/// # Errors
+/// `EFAULT`, with the reason in the log.
+pub(super) fn on_gpu(addr: u64, len: usize) -> Result<Option<Memory>> {
+    // SAFETY: CUDA knows the range. That it stays allocated until the region ends is up to the program; where it is mapped, the mapping
+    // keeps it.
+    unsafe { Gpu::find(addr, len) }.map_err(|error| {
+        log!("GPU memory of {len} bytes at {addr:#x} cannot be registered: {error}");
+        Errno::FAULT
+    })
 }
 
 /// The memory of a ring or doorbell record, which must be writable.

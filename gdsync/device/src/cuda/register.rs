@@ -26,6 +26,8 @@ use crate::memory::{Memory, host_page};
 const PORTABLE_MAPPED: u32 = 3;
 /// `CU_MEMHOSTREGISTER_IOMEMORY`: the registers of a device, which has no pages of memory.
 const IO_MEMORY: u32 = 4;
+/// Bytes of a page of GPU memory, as cards reach it.
+const GPU_PAGE: usize = 64 << 10;
 /// Maximum wait for CUDA to unregister device registers; waiting streams delay it.
 const FORGET: Duration = Duration::from_secs(600);
 /// What fails without permission, and the remedy.
@@ -311,6 +313,32 @@ impl Gpu {
         }
     }
 
+    /// The GPU memory at an address, of whichever GPU, as [`Gpu::wrap`] gives it. `None` if this process has not loaded `libcuda`,
+    /// which this call does not load, or if the address is not in GPU memory.
+    ///
+    /// A card reaches whole pages of GPU memory, so the range may end up to 64 KiB behind the allocation. The result ends with it.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a range that exceeds its allocation further, [`Error::Unsupported`] for a GPU or driver that is
+    /// too old, [`Error::Cuda`].
+    ///
+    /// # Safety
+    /// As [`Gpu::wrap`].
+    pub unsafe fn find(addr: u64, len: usize) -> Result<Option<Memory>> {
+        if !is_loaded() {
+            return Ok(None);
+        }
+        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        let info = pointer_info(&api, addr).map_err(Error::cuda("asking CUDA what an address is"))?;
+        if !matches!(info.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool) {
+            return Ok(None);
+        }
+        let len = within(&info, addr, len);
+        check_range(&info, addr, len)?;
+        let gpu = Self::open(info.device)?;
+        Ok(Some(gpu.wrap_own(&info, addr, len)))
+    }
+
     /// Memory of this GPU, mapped if possible.
     fn wrap_own(&self, info: &PointerInfo, addr: u64, len: usize) -> Memory {
         let mapped = self.gdr().and_then(|gdr| gdr.map(addr, len).map_err(Error::cuda("mapping GPU memory")));
@@ -330,6 +358,27 @@ impl Gpu {
         unsafe { self.api().pointer_get_attribute((&raw mut value).cast(), attribute, addr) }
             .map_err(Error::cuda("finding host memory on the GPU"))?;
         Ok(value)
+    }
+}
+
+/// Whether the program has loaded `libcuda`.
+fn is_loaded() -> bool {
+    // SAFETY: the name is a string; with this flag nothing is loaded.
+    let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+    if library.is_null() {
+        return false;
+    }
+    // SAFETY: gives back the reference that the call above took. Others hold the library.
+    unsafe { libc::dlclose(library) };
+    true
+}
+
+/// The length of a range without what a page of the GPU holds behind its allocation.
+fn within(info: &PointerInfo, addr: u64, len: usize) -> usize {
+    let rest = addr.checked_sub(info.base).and_then(|at| info.size.checked_sub(usize::try_from(at).ok()?));
+    match rest {
+        Some(rest) if rest > 0 && len <= rest.saturating_add(GPU_PAGE - 1) => len.min(rest),
+        _ => len,
     }
 }
 
@@ -360,15 +409,36 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_range_must_lie_in_its_allocation() {
-        let info = PointerInfo {
+    fn a_page_of_the_gpu_ends_with_its_allocation() {
+        let info = info();
+        for (addr, len, left) in [
+            (0x1000, 0x1000, 0x100),
+            (0x1080, 0x80, 0x80),
+            (0x1080, 0x81, 0x80),
+            (0x1000, 0x100ff, 0x100),
+            // Further behind, before, and behind the allocation: for `check_range` to refuse.
+            (0x1000, 0x10100, 0x10100),
+            (0xfff, 1, 1),
+            (0x1100, 1, 1),
+        ] {
+            assert_eq!(within(&info, addr, len), left, "{addr:#x} {len:#x}");
+        }
+    }
+
+    fn info() -> PointerInfo {
+        PointerInfo {
             kind: MemoryKind::Malloc,
             device: 0,
             base: 0x1000,
             size: 0x100,
             buffer_id: 1,
             exportable: false,
-        };
+        }
+    }
+
+    #[test]
+    fn a_range_must_lie_in_its_allocation() {
+        let info = info();
         for (addr, len, ok) in [
             (0x1000, 0x100, true),
             (0x10ff, 1, true),

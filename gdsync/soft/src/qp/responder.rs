@@ -494,11 +494,22 @@ impl SoftQp {
             .keys
             .remote(header.rkey, self.rings.request.pdn, addr, 8, Access::REMOTE_ATOMIC)
             .map_err(Refusal::Remote)?;
-        let word = memory.atomic64(offset).map_err(|_| invalid())?;
-        let value = if header.op == PacketOp::FETCH_ADD {
-            word.fetch_add(a, Ordering::AcqRel)
+        let value = if !memory.is_mapped() {
+            let adds = header.op == PacketOp::FETCH_ADD;
+            let new = |old: u64| match adds {
+                true => old.wrapping_add(a),
+                false if old == a => b,
+                false => old,
+            };
+            let old = self.receive_staging.change(memory, offset, new, env.copy_engine);
+            old.ok_or(Refusal::Remote(Syndrome::REM_OP_ERR))?
         } else {
-            word.compare_exchange(a, b, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|old| old)
+            let word = memory.atomic64(offset).map_err(|_| invalid())?;
+            if header.op == PacketOp::FETCH_ADD {
+                word.fetch_add(a, Ordering::AcqRel)
+            } else {
+                word.compare_exchange(a, b, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|old| old)
+            }
         };
         if self.resp.replays.len() == REPLAYS {
             self.resp.replays.pop_front();

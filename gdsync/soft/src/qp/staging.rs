@@ -23,6 +23,8 @@ const CHUNKS: usize = 2;
 const SMALL: usize = 4 << 10;
 /// Time limit of a copy.
 const LIMIT: Duration = Duration::from_secs(10);
+/// Time limit of the two copies of an atomic operation, for which the HCA waits.
+const ATOMIC_LIMIT: Duration = Duration::from_secs(1);
 
 /// Chunks of the message being sent.
 #[derive(Debug, Default)]
@@ -199,13 +201,7 @@ impl ReceiveStaging {
         pieces: Vec<Piece>,
         copy_engine: &dyn CopyEngine,
     ) -> error::Result<Ticket> {
-        let memory = match &self.memory {
-            Some(memory) => memory.clone(),
-            None => {
-                self.slots.resize_with(SLOTS, || None);
-                self.memory.insert(Memory::alloc(SLOTS * SEGMENT)?).clone()
-            }
-        };
+        let memory = self.memory()?;
         let (slot, mut begin) = (self.next, self.next * SEGMENT);
         let keys = pieces.iter().map(|piece| piece.key).collect();
         let parts = pieces.into_iter().map(|Piece { from, memory: to, at, len, .. }| {
@@ -219,6 +215,38 @@ impl ReceiveStaging {
         self.next = (slot + 1) % SLOTS;
         self.since = Some(Instant::now());
         Ok(ticket)
+    }
+
+    /// The slots, and a word behind them for atomic operations.
+    fn memory(&mut self) -> error::Result<Memory> {
+        if let Some(memory) = &self.memory {
+            return Ok(memory.clone());
+        }
+        self.slots.resize_with(SLOTS, || None);
+        Ok(self.memory.insert(Memory::alloc(SLOTS * SEGMENT + 8)?).clone())
+    }
+
+    /// Changes a word by copying it out and back, behind the copies in progress. Waits for both copies, some 20 us, so atomic
+    /// operations of the HCA exclude each other. They do not exclude the GPU. Returns the old value; `None` if a copy failed.
+    pub(super) fn change(
+        &mut self,
+        memory: &Memory,
+        at: usize,
+        change: impl FnOnce(u64) -> u64,
+        copy_engine: &dyn CopyEngine,
+    ) -> Option<u64> {
+        let (here, place) = (self.memory().ok()?, SLOTS * SEGMENT);
+        let end = Instant::now() + ATOMIC_LIMIT;
+        let copy = |from: (&Memory, usize), to: (&Memory, usize)| {
+            let from = Source::Here(from.0.clone(), from.1);
+            let ticket = copy_engine.start(vec![Part { from, to: to.0.clone(), at: to.1, len: 8 }]);
+            (ticket.wait(end) && matches!(ticket.status(), Status::Done)).then_some(())
+        };
+        copy((memory, at), (&here, place))?;
+        let word = here.word64(place).ok()?;
+        let old = word.load();
+        word.store(change(old));
+        copy((&here, place), (memory, at)).map(|()| old)
     }
 }
 

@@ -1,4 +1,4 @@
-//! Memory registered for queues of DevX: host memory, or a dma-buf.
+//! Memory registered for queues of DevX: of the host, or of a GPU, by address or dma-buf.
 
 use std::os::fd::{BorrowedFd, RawFd};
 use std::sync::Arc;
@@ -10,8 +10,9 @@ use rustix::io::Errno;
 
 use super::firmware::Refusal;
 use crate::abi;
+use crate::context::dmabuf::gpu_addr;
 use crate::context::ioctl::Call;
-use crate::context::memory::{check_access, ring};
+use crate::context::memory::{check_access, on_gpu, ring};
 use crate::context::{Context, Result};
 use crate::log::log;
 
@@ -59,9 +60,16 @@ impl Context {
         }
         let memory = match call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_DMABUF_FD) {
             // Programs may register memory that they only let the card read; its pages are written to all the same.
-            Err(_) => ring(addr, len, 1)?,
+            Err(_) => match ring(addr, len, 1) {
+                Err(Errno::FAULT) => on_gpu(addr, len)?.ok_or(Errno::FAULT)?,
+                memory => memory?,
+            },
             Ok(fd) => dma_buf(RawFd::try_from(fd).map_err(|_| Errno::BADF)?, addr, len)?,
         };
+        if !memory.is_mapped() {
+            log!("GPU memory for queues cannot be mapped for the card");
+            return Err(Errno::OPNOTSUPP);
+        }
         let handle = self.new_handle();
         call.put(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_OUT_ID, &handle)?;
         call.put_handle(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_HANDLE, handle)?;
@@ -76,13 +84,17 @@ impl Context {
     }
 }
 
-/// `len` bytes of a dma-buf from `offset` on, through a mapping of it.
+/// `len` bytes of a dma-buf from `offset` on, through a mapping of it, or of its GPU memory.
 ///
 /// # Errors
 /// `EBADF`, `EINVAL` for a range that leaves it, `EOPNOTSUPP` for one that cannot be mapped.
 fn dma_buf(fd: RawFd, offset: u64, len: usize) -> Result<Memory> {
     if fd < 0 {
         return Err(Errno::BADF);
+    }
+    if let Some(start) = gpu_addr(fd) {
+        let addr = start.checked_add(offset).ok_or(Errno::INVAL)?;
+        return on_gpu(addr, len)?.ok_or(Errno::INVAL);
     }
     // SAFETY: used while the program runs this command; the calls fail if the descriptor is closed.
     let file = unsafe { BorrowedFd::borrow_raw(fd) };

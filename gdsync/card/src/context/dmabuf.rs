@@ -1,0 +1,92 @@
+//! Memory regions of dma-bufs.
+
+use std::collections::VecDeque;
+use std::os::fd::{BorrowedFd, RawFd};
+
+use gdsync_device::Access;
+use parking_lot::Mutex;
+use rustix::fs::SeekFrom;
+use rustix::io::Errno;
+
+use super::ioctl::Call;
+use super::memory::{Mr, Wanted, check_access, on_gpu};
+use super::{Context, Result};
+use crate::abi;
+use crate::log::log;
+
+/// A file, and the GPU address of its first byte.
+type Exported = ([u64; 2], u64);
+
+/// The dma-bufs that CUDA made most recently for this program.
+static EXPORTED: Mutex<VecDeque<Exported>> = Mutex::new(VecDeque::new());
+/// The most that are kept: programs register a dma-buf when they have made it.
+const MOST: usize = 1024;
+
+/// What identifies a file.
+fn identity(fd: RawFd) -> Option<[u64; 2]> {
+    // SAFETY: used for one call, which fails if the descriptor is closed.
+    let file = unsafe { BorrowedFd::borrow_raw(fd) };
+    rustix::fs::fstat(file).ok().map(|stat| [stat.st_dev, stat.st_ino])
+}
+
+/// CUDA made a dma-buf of the memory at this address.
+#[cfg(target_arch = "x86_64")]
+pub(crate) fn exported(fd: RawFd, addr: u64) {
+    let Some(identity) = identity(fd) else { return };
+    let mut exported = EXPORTED.lock();
+    if exported.len() == MOST {
+        exported.pop_front();
+    }
+    exported.push_back((identity, addr));
+}
+
+/// The GPU address of the first byte of a dma-buf that CUDA made for this program.
+pub(super) fn gpu_addr(fd: RawFd) -> Option<u64> {
+    let identity = identity(fd)?;
+    EXPORTED.lock().iter().rev().find(|(known, _)| *known == identity).map(|(_, addr)| *addr)
+}
+
+impl Context {
+    /// Registers a part of a dma-buf of a GPU, which cannot be mapped. Where its memory is, the call that made it told; if that was
+    /// not seen, it is the address that the program gives the region (iova), as most do. Other dma-bufs are not supported.
+    pub(super) fn register_dmabuf(&self, call: &Call<'_>) -> Result<()> {
+        let half = |number: u64| u32::try_from(number).map_err(|_| Errno::INVAL);
+        let pd = half(call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_PD_HANDLE)?)?;
+        let offset = call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_OFFSET)?;
+        let length = call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_LENGTH)?;
+        let iova = call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_IOVA)?;
+        let fd = half(call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_FD)?)?.cast_signed();
+        let access = half(call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_ACCESS_FLAGS)?)?;
+        let pd = self.pds.get(pd)?;
+        check_access(access)?;
+        let page = rustix::param::page_size() as u64;
+        let end = offset.checked_add(length).ok_or(Errno::OVERFLOW)?;
+        if offset % page != iova % page || iova.checked_add(length).is_none() {
+            return Err(Errno::INVAL);
+        }
+        // Libraries find out by -1 whether dma-bufs are supported.
+        if fd < 0 {
+            return Err(Errno::BADF);
+        }
+        // SAFETY: used for one call, which fails if the descriptor is closed.
+        let file = unsafe { BorrowedFd::borrow_raw(fd) };
+        let size = rustix::fs::seek(file, SeekFrom::End(0))?;
+        if length == 0 || end > size {
+            return Err(Errno::INVAL);
+        }
+        let addr =
+            gpu_addr(fd).map_or(Some(iova), |start| start.checked_add(offset)).ok_or(Errno::OVERFLOW)?;
+        let memory = on_gpu(addr, usize::try_from(length).map_err(|_| Errno::INVAL)?)?.ok_or_else(|| {
+            log!("a dma-buf of {size} bytes of unknown memory: at {addr:#x} CUDA has none of a GPU");
+            Errno::OPNOTSUPP
+        })?;
+        let wanted = Wanted { pd, start: addr, length, hca_va: iova, access_flags: access };
+        let mr = Mr::new(self.hca, &memory, Access::from_bits_truncate(access), wanted)?;
+        let handle = self.new_handle();
+        call.put(abi::UVERBS_ATTR_REG_DMABUF_MR_RESP_LKEY, &mr.key)?;
+        call.put(abi::UVERBS_ATTR_REG_DMABUF_MR_RESP_RKEY, &mr.key)?;
+        call.put_handle(abi::UVERBS_ATTR_REG_DMABUF_MR_HANDLE, handle)?;
+        self.mrs.add(handle, mr);
+        Ok(())
+    }
+}
