@@ -34,6 +34,7 @@ const CRATES: &[(&str, &str, &[&str])] = &[
             "gdsync-rdma",
         ],
     ),
+    ("gdsync-capi", "gdsync/capi", &["rdma-core-sys", "gdrcopy", "gdsync"]),
 ];
 
 /// Concepts that still use each other. Nothing may be added here.

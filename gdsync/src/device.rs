@@ -1,5 +1,6 @@
 //! The devices that can be opened: RDMA devices of the machine, and the software HCA.
 
+use std::ptr::NonNull;
 use std::sync::Arc;
 
 use gdsync_device::cuda::Gpu;
@@ -9,9 +10,10 @@ use gdsync_rdma::direct::Direct;
 use gdsync_rdma::proxy::Proxy;
 use gdsync_rdma::{DeviceConfig, NearGpu, Port, Route, Survey};
 use gdsync_soft::SoftHcaConfig;
+use rdma_core_sys::verbs::{ibv_context, ibv_pd};
 
 use crate::probe::{probe, self_test, test_gpu_memory};
-use crate::verbs::Context;
+use crate::verbs::{Context, Pd};
 
 /// Name of the software HCA.
 const SOFT: &str = "soft0";
@@ -147,6 +149,30 @@ impl Device {
             (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
             (Kind::Rdma(survey), _) => connect(survey, config),
         }
+    }
+}
+
+impl Device {
+    /// Uses a device and a protection domain that the application has opened by libibverbs, of an mlx5 card that reads the rings
+    /// itself. Keys of regions of this domain serve in the work requests of its queue pairs. Both stay the application's,
+    /// as do the events of the device: a failure that only an event reports is not noticed here.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] unless it is an mlx5 card; [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] as in
+    /// [`Device::open`], also if the self-test of the card fails.
+    ///
+    /// # Safety
+    /// `context` must be open and `pd` be one of it, until the result, its clones and all that is made with them are gone:
+    /// see [`Qp::destroy`](crate::verbs::Qp::destroy).
+    pub unsafe fn adopt(context: NonNull<ibv_context>, pd: NonNull<ibv_pd>) -> Result<Pd> {
+        // SAFETY: as the caller promises.
+        let open = unsafe { gdsync_rdma::Open::adopt(context, &DeviceConfig::from_env()?) }?;
+        let direct = Direct::start(&open)?;
+        // SAFETY: as the caller promises.
+        let pdn = unsafe { direct.adopt_pd(pd) };
+        let pd = Context::with(Arc::new(direct), None, probe)?.pd(pdn);
+        self_test(&pd)?;
+        Ok(pd)
     }
 }
 

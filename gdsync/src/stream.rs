@@ -92,7 +92,7 @@ pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
-pub use prepared::{PreparedSend, PreparedWait};
+pub use prepared::{PreparedSend, PreparedWait, SendWords, WaitWords};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 
 use crate::nvtx::DOMAIN;
@@ -500,6 +500,11 @@ impl Stream {
             return Err(error);
         }
         cores.iter().try_for_each(|core| core.check_naming_rank())
+    }
+
+    /// No longer reports failures of `qp` from earlier submissions, for which [`Stream::synchronize`] keeps it.
+    pub fn forget(&self, qp: &Qp) {
+        self.0.lock().used.retain(|(core, _)| !Arc::ptr_eq(core, qp.core()));
     }
 
     /// The error of a call on the stream that ends before the stream's work: what holds the stream.

@@ -127,6 +127,7 @@ entry_points! {
     mem_host_unregister = "cuMemHostUnregister" (addr: *mut c_void);
     mem_host_get_device_pointer = "cuMemHostGetDevicePointer_v2" (addr: *mut u64, host: *mut c_void, flags: u32);
     stream_get_ctx = "cuStreamGetCtx" (stream: Handle, context: *mut Handle);
+    stream_get_id = "cuStreamGetId" (stream: Handle, id: *mut u64);
     stream_batch_mem_op = "cuStreamBatchMemOp_v2" (stream: Handle, count: u32, ops: *mut MemOp, flags: u32);
     launch_host_func = "cuLaunchHostFunc" (stream: Handle, function: extern "C" fn(*mut c_void), data: *mut c_void);
     launch_kernel = "cuLaunchKernel"

@@ -446,6 +446,43 @@ impl Error {
         }
     }
 
+    /// The nearest error number of `errno.h`, for interfaces in C. Full queues and streams are `ENOMEM`, as in libibverbs.
+    pub fn errno(&self) -> i32 {
+        let known = |number: Option<i32>| number.filter(|&number| number > 0).unwrap_or(libc::EIO);
+        match self {
+            Self::InvalidArgument { .. }
+            | Self::OutOfBounds { .. }
+            | Self::NotMapped { .. }
+            | Self::Transition { .. }
+            | Self::WrongState { .. }
+            | Self::WorkRequest { .. }
+            | Self::NothingToWaitFor { .. }
+            | Self::OutOfOrder { .. }
+            | Self::UnexpectedCqe { .. } => libc::EINVAL,
+            Self::Sys { source, .. } | Self::Verbs { source, .. } => known(source.raw_os_error()),
+            Self::Cuda { source, .. } => known(Some(source.errno())),
+            Self::NoDevice { .. } | Self::Library(_) | Self::Device { .. } => libc::ENODEV,
+            Self::UnsupportedTransport { .. } | Self::Unsupported { .. } | Self::GraphWaits { .. } => {
+                libc::EOPNOTSUPP
+            }
+            Self::QueueFull { .. } | Self::StreamFull { .. } => libc::ENOMEM,
+            Self::Busy { .. } => libc::EBUSY,
+            Self::PeerGone { .. } | Self::Peer { .. } | Self::GivenUp | Self::GivenUpByPeer => {
+                libc::ECONNRESET
+            }
+            Self::QpStopped { reason, .. } | Self::Rank { reason, .. } => reason.errno(),
+            Self::StreamAborted { .. } => libc::ECANCELED,
+            Self::StreamWait { .. } | Self::Deadline { .. } => libc::ETIMEDOUT,
+            Self::OtherProcess { .. } => libc::EACCES,
+            Self::Completion(_)
+            | Self::Forgotten { .. }
+            | Self::Reset { .. }
+            | Self::TakenBack { .. }
+            | Self::HostFnPanicked { .. }
+            | Self::Panicked { .. } => libc::EIO,
+        }
+    }
+
     /// Maps errors of CUDA to [`Error::Cuda`].
     pub fn cuda(what: &'static str) -> impl Fn(gdrcopy::Error) -> Self {
         move |source| Self::Cuda { what, source: Arc::new(source) }

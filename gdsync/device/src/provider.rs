@@ -4,11 +4,13 @@
 
 use std::borrow::Cow;
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gdsync_shm::SpinLock;
+use rdma_core_sys::verbs::ibv_qp;
 
 use super::address::{Gid, QpAddress};
 use super::attr::{Access, MAX_RD_ATOMIC, QpAttr};
@@ -144,6 +146,10 @@ pub trait Provider: Send + Sync + fmt::Debug {
     /// # Errors
     /// Of the device, if it refuses the transition, or the peer cannot be reached.
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, timeout: Duration) -> Result<u32>;
+    /// The queue pair of libibverbs behind a queue pair, if there is one.
+    fn raw_qp(&self, _qpn: u32) -> Option<NonNull<ibv_qp>> {
+        None
+    }
     /// Destroys a queue pair.
     fn destroy_qp(&self, qpn: u32);
     /// Maximum number of outstanding READs and atomics of a queue pair, at most [`MAX_RD_ATOMIC`].

@@ -28,7 +28,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
-use rdma_core_sys::verbs::ibv_cq;
+use rdma_core_sys::verbs::{ibv_cq, ibv_pd, ibv_qp};
 
 use self::devx::{Devx, DevxQp, EventChannel, Object, Umem};
 use self::queues::{VerbsCq, VerbsQp};
@@ -45,8 +45,9 @@ use gdsync_device::{
 
 /// An mlx5 card.
 pub struct Direct {
-    /// First field, so that its thread ends before the rest is dropped.
-    _events: Events,
+    /// First field, so that its thread ends before the rest is dropped. `None` on a device that the application has opened:
+    /// it reads the events.
+    _events: Option<Events>,
     shared: Arc<Shared>,
     mlx5: &'static Mlx5,
     objects: Objects,
@@ -143,6 +144,11 @@ trait QpObject: Send + Sync + fmt::Debug {
     /// Applies a checked transition from state `from`; `psn` is the first PSN.
     fn modify(&self, from: QpState, psn: u32, attr: &QpAttr) -> Result<()>;
 
+    /// The object of libibverbs, if it is one.
+    fn raw(&self) -> Option<NonNull<ibv_qp>> {
+        None
+    }
+
     /// Whether messages are written in address order, if known.
     fn writes_in_order(&self) -> Option<bool> {
         None
@@ -181,7 +187,9 @@ impl Direct {
         let base = Arc::new(open.alloc_pd()?);
         let shared = Arc::<Shared>::default();
         let channel = EventChannel::open(open, mlx5);
-        let events = {
+        let events = if open.is_adopted() {
+            None
+        } else {
             let (open, shared) = (open.clone(), shared.clone());
             let more = channel.clone().map(|channel| channel as Arc<dyn EventSource>);
             Events::read(&open.clone(), more, move |event| {
@@ -200,6 +208,7 @@ impl Direct {
                     None => record(),
                 }
             })?
+            .into()
         };
         Ok(Self {
             _events: events,
@@ -216,6 +225,15 @@ impl Direct {
             description: format!("mlx5 card {}", open.name()),
             wire: open.link(),
         })
+    }
+
+    /// Uses a protection domain that the application has allocated, until [`Provider::dealloc_pd`]; it is not freed then.
+    ///
+    /// # Safety
+    /// It must be one of the open device, and outlive `self` and all that is made in it.
+    pub unsafe fn adopt_pd(&self, pd: NonNull<ibv_pd>) -> u32 {
+        // SAFETY: as the caller promises.
+        unsafe { self.objects.adopt_pd(pd) }
     }
 
     fn cq(&self, cqn: u32) -> Result<Arc<Cq>> {
@@ -328,6 +346,10 @@ impl Provider for Direct {
         let to = attr.state.unwrap_or(from);
         *state = (to, if to == QpState::RESET { fresh } else { psn });
         Ok(state.1)
+    }
+
+    fn raw_qp(&self, qpn: u32) -> Option<NonNull<ibv_qp>> {
+        self.qp(qpn).ok()?.object.raw()
     }
 
     fn destroy_qp(&self, qpn: u32) {

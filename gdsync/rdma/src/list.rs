@@ -101,7 +101,7 @@ impl Listed<'_> {
         let context = unsafe { self.list.verbs.ibv_open_device(self.device.as_ptr()) };
         let context = NonNull::new(context)
             .ok_or_else(|| failed_last("ibv_open_device", self.name(), &Call::Open { node: self.node() }))?;
-        Ok(Handle { verbs: self.list.verbs, raw: Raw(context), name: self.name() })
+        Ok(Handle { verbs: self.list.verbs, raw: Raw(context), name: self.name(), is_adopted: false })
     }
 
     /// Queries the ports of the device; empty if it cannot be opened.
@@ -130,15 +130,20 @@ fn prepare_fork(verbs: &Verbs) {
     }
 }
 
-/// An open device, closed on drop.
+/// An open device, closed on drop unless the application has opened it.
 pub(super) struct Handle {
     pub(super) verbs: &'static Verbs,
     pub(super) raw: Raw<ibv_context>,
     pub(super) name: String,
+    /// The application has opened it, closes it, and reads its events.
+    pub(super) is_adopted: bool,
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        if self.is_adopted {
+            return;
+        }
         // SAFETY: opened once, closed only here; objects on the device keep this handle, so none are left.
         let errno = unsafe { self.verbs.ibv_close_device(self.raw.as_ptr()) };
         if errno != 0 {
@@ -148,6 +153,21 @@ impl Drop for Handle {
 }
 
 impl Handle {
+    /// A device that the application has opened.
+    ///
+    /// # Safety
+    /// `context` must be one of libibverbs and stay open while the result lives.
+    pub(super) unsafe fn adopt(context: NonNull<ibv_context>) -> Result<Self> {
+        let verbs = Verbs::load()?;
+        // SAFETY: the context is open.
+        let device = unsafe { (*context.as_ptr()).device };
+        // SAFETY: the device of an open context.
+        let name = unsafe { verbs.ibv_get_device_name(device) };
+        // SAFETY: libibverbs returns a C string of the device, which lives as long as the context.
+        let name = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+        Ok(Self { verbs, raw: Raw(context), name, is_adopted: true })
+    }
+
     pub(super) fn attr(&self) -> Result<ibv_device_attr> {
         let mut attr = ibv_device_attr::zeroed();
         // SAFETY: the device is open and `attr` is writable.

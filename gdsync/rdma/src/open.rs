@@ -46,8 +46,25 @@ impl Open {
         if listed.is_iwarp() {
             return Err(Error::UnsupportedTransport { device: name.to_owned(), transport: "iWARP" });
         }
-        let unusable = |why: String| Error::Device { device: name.to_owned(), why };
-        let handle = listed.open()?;
+        Self::with(listed.open()?, config)
+    }
+
+    /// Uses a device that the application has opened. It stays open when this is dropped, and the application reads its
+    /// events.
+    ///
+    /// # Errors
+    /// Those of [`Open::device`].
+    ///
+    /// # Safety
+    /// `context` must be a context of libibverbs that stays open while the result and all that is made on it live.
+    pub unsafe fn adopt(context: NonNull<ibv_context>, config: &DeviceConfig) -> Result<Arc<Self>> {
+        config.check()?;
+        // SAFETY: as the caller promises.
+        Self::with(unsafe { Handle::adopt(context) }?, config)
+    }
+
+    fn with(handle: Handle, config: &DeviceConfig) -> Result<Arc<Self>> {
+        let unusable = |why: String| Error::Device { device: handle.name.clone(), why };
         let attr = handle.attr()?;
         let (port, needs_grh) = choose_port(handle.ports()?, config.port).map_err(unusable)?;
         let gid = choose_gid(&port, config.gid_index).map_err(unusable)?;
@@ -67,6 +84,11 @@ impl Open {
     /// Name of the device.
     pub fn name(&self) -> &str {
         &self.handle.name
+    }
+
+    /// Whether the application has opened it, and reads its events.
+    pub(crate) fn is_adopted(&self) -> bool {
+        self.handle.is_adopted
     }
 
     /// Whether libmlx5 is its driver.

@@ -250,10 +250,11 @@ fn order_copies(gpu: &Gpu, memory: &Memory) {
     }
 }
 
-/// A protection domain, freed on drop. Objects created in it keep it alive.
+/// A protection domain, freed on drop unless the application has allocated it. Objects created in it keep it alive.
 pub(crate) struct Domain {
     open: Arc<Open>,
     pd: Raw<ibv_pd>,
+    is_adopted: bool,
 }
 
 impl fmt::Debug for Domain {
@@ -268,7 +269,7 @@ impl Open {
         // SAFETY: the device is open while `self` lives.
         let pd = unsafe { self.verbs().ibv_alloc_pd(self.context().as_ptr()) };
         let pd = NonNull::new(pd).ok_or_else(|| failed_last("ibv_alloc_pd", self.name(), &Call::Other))?;
-        Ok(Domain { open: self.clone(), pd: Raw(pd) })
+        Ok(Domain { open: self.clone(), pd: Raw(pd), is_adopted: false })
     }
 }
 
@@ -284,6 +285,9 @@ impl Domain {
 
 impl Drop for Domain {
     fn drop(&mut self) {
+        if self.is_adopted {
+            return;
+        }
         // SAFETY: allocated by `alloc_pd`, freed only here.
         let errno = unsafe { self.open.verbs().ibv_dealloc_pd(self.pd.as_ptr()) };
         if errno != 0 {
@@ -308,10 +312,22 @@ impl Objects {
     }
 
     pub(crate) fn alloc_pd(&self) -> Result<u32> {
-        let domain = Arc::new(self.open.alloc_pd()?);
+        Ok(self.add(self.open.alloc_pd()?))
+    }
+
+    /// Uses a protection domain of the application.
+    ///
+    /// # Safety
+    /// It must be one of the open device, and not be freed before the result is given to [`Objects::dealloc_pd`] and all that
+    /// was made in it is dropped.
+    pub(crate) unsafe fn adopt_pd(&self, pd: NonNull<ibv_pd>) -> u32 {
+        self.add(Domain { open: self.open.clone(), pd: Raw(pd), is_adopted: true })
+    }
+
+    fn add(&self, domain: Domain) -> u32 {
         let pdn = self.next_domain.fetch_add(1, Ordering::Relaxed);
-        self.domains.lock().insert(pdn, domain);
-        Ok(pdn)
+        self.domains.lock().insert(pdn, Arc::new(domain));
+        pdn
     }
 
     pub(crate) fn dealloc_pd(&self, pdn: u32) {

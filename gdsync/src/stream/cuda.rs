@@ -313,6 +313,9 @@ pub struct CudaStreamConfig {
     ///
     /// [`Stream::capture`]: crate::stream::Stream::capture
     pub captured_by_others: bool,
+    /// Whether the application may destroy a stream of its own while the `Stream` lives (default `false`). Each submission
+    /// then marks its end, and only submissions call CUDA with the stream. Later submissions are errors of the application.
+    pub may_be_destroyed: bool,
 }
 
 impl Default for CudaStreamConfig {
@@ -324,6 +327,7 @@ impl Default for CudaStreamConfig {
             via: Via::default(),
             nudge: Nudge::default(),
             captured_by_others: true,
+            may_be_destroyed: false,
         }
     }
 }

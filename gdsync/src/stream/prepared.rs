@@ -3,15 +3,17 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::op::{DoorbellValue, Op, Ops, Source};
+use super::op::{Cond, DoorbellValue, Op, Ops, Source};
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::sq::{OfStream, QueueState, SendQueue, Template, Written};
+use crate::verbs::stream_name;
 use crate::verbs::track::Owner;
 use crate::verbs::{Completion, Qp, RecvWr, SendWr};
 use gdsync_device::GpuNudge;
+use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::Stage;
 
@@ -279,6 +281,69 @@ impl PreparedWait {
     }
 }
 
+/// What a kernel writes to start prepared sends: the record, then the doorbell, with system-scope fences in between.
+#[derive(Clone, Copy, Debug)]
+pub struct SendWords {
+    /// The doorbell record's address on the GPU.
+    pub record: u64,
+    /// Its new value, as the word holds it.
+    pub record_value: u32,
+    /// The doorbell's address on the GPU: eight bytes, write-only.
+    pub doorbell: u64,
+    /// What to write there.
+    pub doorbell_value: u64,
+}
+
+/// What a kernel polls to wait for a completion, and writes afterwards.
+#[derive(Clone, Copy, Debug)]
+pub struct WaitWords {
+    /// The address of the completion's word on the GPU.
+    pub word: u64,
+    /// The condition that the word must satisfy, with `value` as its operand.
+    pub cond: Cond,
+    /// The operand.
+    pub value: u32,
+    /// The address of the consumer index on the GPU.
+    pub index: u64,
+    /// What to write there once the condition holds: the completion can be taken then.
+    pub index_value: u32,
+}
+
+/// Kernels as the user of a queue.
+const KERNELS: OfStream = OfStream { id: stream_name::KERNELS, by_gpu: true };
+
+impl PreparedSend {
+    /// Hands the sends to a kernel of `gpu`, which must start them in prepare order. They count as submitted.
+    ///
+    /// # Errors
+    /// [`Error::OutOfOrder`], [`Error::Busy`]; [`Error::Cuda`] if the GPU does not reach the words; the error that broke the
+    /// queue pair. The sends are taken back.
+    pub fn words(mut self, gpu: &Gpu) -> Result<SendWords> {
+        let queue = self.queue.clone();
+        let (_, record, doorbell) = queue.places();
+        let (record, doorbell) = (record.gpu_addr(gpu)?, doorbell.gpu_addr(gpu)?);
+        self.submit(KERNELS)?;
+        self.ensure_watched();
+        let DoorbellValue { record: record_value, doorbell: doorbell_value } = self.sends.doorbell_value();
+        Ok(SendWords { record, record_value, doorbell, doorbell_value })
+    }
+}
+
+impl PreparedWait {
+    /// Hands the wait to a kernel of `gpu`. It counts as submitted.
+    ///
+    /// # Errors
+    /// Those of [`PreparedSend::words`]. The completion is given back.
+    pub fn words(mut self, gpu: &Gpu) -> Result<WaitWords> {
+        let claim = self.claim.clone();
+        let arrival = claim.end.cq.arrival(claim.n);
+        let (word, index) = (arrival.word_on(gpu)?.addr, arrival.index_on(gpu)?);
+        self.submit(KERNELS)?;
+        self.ensure_attended(None);
+        Ok(WaitWords { word, cond: arrival.cond, value: arrival.value, index, index_value: arrival.passed })
+    }
+}
+
 impl Drop for PreparedWait {
     fn drop(&mut self) {
         if !self.submitted && self.range.is_some() {
@@ -306,6 +371,16 @@ impl Qp {
     /// [`Error::Unsupported`] on a shared completion queue; the error that broke the queue pair.
     pub fn prepare_wait_send(&self) -> Result<PreparedWait> {
         PreparedWait::new(&self.send.end, ClaimRange::Next(1))
+    }
+
+    /// Claims the completions up to that of one request of this queue pair, for a stream.
+    ///
+    /// # Errors
+    /// [`Error::NothingToWaitFor`] when it is claimed or taken already; [`Error::Unsupported`] on a shared completion queue;
+    /// [`Error::Reset`]; the error that broke the queue pair.
+    pub fn prepare_wait(&self, completion: &Completion) -> Result<PreparedWait> {
+        completion.check_life()?;
+        PreparedWait::new(&completion.end, ClaimRange::Through(completion.n))
     }
 
     /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.

@@ -54,6 +54,22 @@ impl Completion {
         }
     }
 
+    /// Takes the completion as [`poll`](super::Cq::poll) does, successful or not, also after a stream has passed a wait for it.
+    /// `None` while it has not arrived, and while a stream, or a prepared wait, holds it. For interfaces whose programs poll
+    /// every completion in order.
+    ///
+    /// # Errors
+    /// [`Error::Forgotten`]; [`Error::Reset`]; [`Error::OtherProcess`].
+    pub fn take(&self) -> Result<Option<Wc>> {
+        self.end.qp.check_process()?;
+        self.check_life()?;
+        if !self.end.cq.take_number(self.n) {
+            return Ok(None);
+        }
+        let known = self.end.tracker.outcome(self.n, || self.end.cq.cqe(self.n)).flatten();
+        known.map(Some).ok_or(Error::Forgotten { qpn: self.end.qp.qpn })
+    }
+
     /// Whether the request was cancelled, for example by dropping its batch, and its number is not in use. It never
     /// completes.
     pub fn is_taken_back(&self) -> bool {

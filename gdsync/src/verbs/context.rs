@@ -109,10 +109,15 @@ impl Context {
     /// Errors of the device: [`Error::Verbs`](crate::Error::Verbs) or [`Error::Sys`](crate::Error::Sys).
     pub fn alloc_pd(&self) -> Result<Pd> {
         self.fork_guard.check()?;
-        let (provider, fork_guard, pdn) = (self.provider.clone(), self.fork_guard, self.provider.alloc_pd()?);
+        Ok(self.pd(self.provider.alloc_pd()?))
+    }
+
+    /// Protection domain `pdn` of the provider, which the result frees.
+    pub(crate) fn pd(&self, pdn: u32) -> Pd {
+        let (provider, fork_guard) = (self.provider.clone(), self.fork_guard);
         let (writable_gpus, old_keys) = Default::default();
         let (probe, _log) = (self.probe, self.log.clone());
-        Ok(Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, old_keys, probe, _log })))
+        Pd(Arc::new(PdInner { provider, fork_guard, pdn, writable_gpus, old_keys, probe, _log }))
     }
 
     /// Creates a completion queue that queue pairs can share and the CPU polls.

@@ -425,6 +425,29 @@ impl CqInner {
         Some(wc)
     }
 
+    /// Takes completion `n`, unless it has not arrived or a stream wait holds it. Returns whether it is taken, now or before.
+    pub(crate) fn take_number(&self, n: u64) -> bool {
+        let take = || {
+            let mut state = self.state.lock();
+            self.reap_locked(&mut state);
+            self.free(&mut state);
+            if n >= state.reaped {
+                return false;
+            }
+            if n >= state.freed {
+                let at = self.index(n);
+                match &mut state.slots[at] {
+                    Slot::Claimed { .. } => return state.passed > n,
+                    slot => *slot = Slot::Taken,
+                }
+                state.claim_next = state.claim_next.max(n + 1);
+                self.free(&mut state);
+            }
+            true
+        };
+        take() || (self.provider.progress() && take())
+    }
+
     /// Whether a claim reaps first. Reaping in batches costs less: CQEs come from another core's cache. A ring in GPU
     /// memory, with about a microsecond per read, is reaped only when necessary.
     #[inline]

@@ -4,6 +4,7 @@ mod build;
 mod connect;
 
 use std::fmt;
+use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU32, Ordering};
 use std::time::Duration;
@@ -23,6 +24,7 @@ use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::{QpLog, Traffic};
 use gdsync_device::{Health, Provider, QpAddress, QpState, TransferPath};
+use rdma_core_sys::verbs::ibv_qp;
 
 /// A reliable connected queue pair. Clones share it.
 ///
@@ -149,6 +151,12 @@ impl Qp {
     /// The queue pair number, 24 bits.
     pub fn qpn(&self) -> u32 {
         self.core().qpn
+    }
+
+    /// The queue pair of libibverbs behind it, on a card that reads the rings itself unless they are in GPU memory. Its state may
+    /// be changed only by [`Qp::modify_raw`]; it must not be posted to, polled or destroyed.
+    pub fn raw(&self) -> Option<NonNull<ibv_qp>> {
+        self.core().provider.raw_qp(self.qpn())
     }
 
     /// The address that a peer needs to connect. A reset changes it, so that late packets of the old connection are not

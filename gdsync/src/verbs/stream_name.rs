@@ -10,6 +10,9 @@ use parking_lot::RwLock;
 /// The number of the CPU while it runs a batch.
 pub(crate) const CPU: u64 = 0;
 
+/// The number of kernels that ring and wait by words: see `PreparedSend::words`.
+pub(crate) const KERNELS: u64 = u64::MAX;
+
 /// The names that applications gave.
 static GIVEN: RwLock<BTreeMap<u64, Arc<str>>> = RwLock::new(BTreeMap::new());
 
@@ -45,6 +48,7 @@ impl Drop for StreamName {
 pub(crate) fn describe(id: u64) -> String {
     match GIVEN.read().get(&id) {
         _ if id == CPU => "the CPU, which runs a batch".to_owned(),
+        _ if id == KERNELS => "the kernels that have the words of its requests".to_owned(),
         Some(name) => stream_label(name),
         None => stream_label(&id.to_string()),
     }

@@ -158,6 +158,10 @@ pub(super) fn get_context(stream: Handle, context: *mut Handle) -> Outcome {
     put(context, resolve(stream)?.context.handle)
 }
 
+pub(super) fn get_id(stream: Handle, id: *mut u64) -> Outcome {
+    put(id, resolve(stream)?.number as u64)
+}
+
 pub(super) fn batch_mem_op(stream: Handle, count: u32, ops: *mut MemOp, flags: u32) -> Outcome {
     enqueue_anywhere(stream, |context| memop::batch(context, count, ops, flags).map(Command::MemOps))
         .map(drop)

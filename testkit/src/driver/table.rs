@@ -34,22 +34,31 @@ fn call(name: &'static str, act: impl FnOnce() -> Outcome) -> u32 {
     }
 }
 
-/// Makes entry points of the lines, each with its name in the manual, and the table of them. An entry point does what an expression
-/// says, or what a function of the same arguments does.
+/// The name in the manual: a symbol without its version.
+const fn name_of(symbol: &'static str) -> &'static str {
+    match symbol.as_bytes() {
+        [name @ .., b'_', b'v', b'2'] => symbol.split_at(name.len()).0,
+        _ => symbol,
+    }
+}
+
+/// Makes entry points of the lines, each with its symbol in the driver's library, and the table of them. An entry point does what an
+/// expression says, or what a function of the same arguments does. They are exported, for the library `gdsync-simulated-cuda`.
 macro_rules! table {
     (@act ($($arg:ident),*) => $function:path) => { $function($($arg),*) };
     (@act ($($arg:ident),*) $body:expr) => { $body };
-    ($($field:ident = $name:literal ($($arg:ident: $ty:ty),*) $(=> $function:path)? $({ $body:expr })?;)*) => {
+    ($($field:ident = $symbol:literal ($($arg:ident: $ty:ty),*) $(=> $function:path)? $({ $body:expr })?;)*) => {
         /// The names of all entry points that there are.
-        pub(super) const NAMES: &[&str] = &[$($name),*];
+        pub(super) const NAMES: &[&str] = &[$(name_of($symbol)),*];
 
         /// The simulated driver's entry points. Those that are missing are `None`.
         #[expect(improper_ctypes_definitions, reason = "the table passes an IPC handle as an array")]
         pub fn api() -> Api {
             Api {
                 $($field: {
+                    #[unsafe(export_name = $symbol)]
                     extern "C" fn entry($($arg: $ty),*) -> u32 {
-                        call($name, || table!(@act ($($arg),*) $(=> $function)? $($body)?))
+                        call(name_of($symbol), || table!(@act ($($arg),*) $(=> $function)? $($body)?))
                     }
                     Some(entry)
                 },)*
@@ -71,11 +80,11 @@ table! {
         (value: *mut i32, attribute: u32, device: i32) => context::attribute;
     primary_ctx_retain = "cuDevicePrimaryCtxRetain"
         (context: *mut Handle, device: i32) => context::primary_retain;
-    primary_ctx_release = "cuDevicePrimaryCtxRelease" (device: i32) => context::primary_release;
+    primary_ctx_release = "cuDevicePrimaryCtxRelease_v2" (device: i32) => context::primary_release;
     primary_ctx_get_state = "cuDevicePrimaryCtxGetState"
         (device: i32, flags: *mut u32, active: *mut i32) => context::primary_state;
-    ctx_push_current = "cuCtxPushCurrent" (context: Handle) => context::push;
-    ctx_pop_current = "cuCtxPopCurrent" (context: *mut Handle) => context::pop;
+    ctx_push_current = "cuCtxPushCurrent_v2" (context: Handle) => context::push;
+    ctx_pop_current = "cuCtxPopCurrent_v2" (context: *mut Handle) => context::pop;
     ctx_get_current = "cuCtxGetCurrent" (context: *mut Handle) => context::get_current;
     ctx_get_device = "cuCtxGetDevice" (device: *mut i32) => context::current_device;
     ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange"
@@ -95,20 +104,20 @@ table! {
     pointer_set_attribute = "cuPointerSetAttribute"
         (value: *const c_void, attribute: u32, addr: u64) => memory::set_attribute;
     ipc_get_mem_handle = "cuIpcGetMemHandle" (handle: *mut [u8; 64], addr: u64) => memory::ipc_handle;
-    ipc_open_mem_handle = "cuIpcOpenMemHandle"
+    ipc_open_mem_handle = "cuIpcOpenMemHandle_v2"
         (addr: *mut u64, handle: [u8; 64], flags: u32) => memory::open_ipc;
     ipc_close_mem_handle = "cuIpcCloseMemHandle" (addr: u64) => memory::close_ipc;
-    mem_alloc = "cuMemAlloc" (addr: *mut u64, len: usize) => memory::alloc;
-    mem_free = "cuMemFree" (addr: u64) => memory::free;
-    mem_get_info = "cuMemGetInfo" (free: *mut usize, total: *mut usize) => memory::info;
+    mem_alloc = "cuMemAlloc_v2" (addr: *mut u64, len: usize) => memory::alloc;
+    mem_free = "cuMemFree_v2" (addr: u64) => memory::free;
+    mem_get_info = "cuMemGetInfo_v2" (free: *mut usize, total: *mut usize) => memory::info;
     mem_get_handle_for_address_range = "cuMemGetHandleForAddressRange"
         (handle: *mut c_void, addr: u64, len: usize, kind: u32, _flags: u64)
         { memory::dma_buf(handle, addr, len, kind) };
     mem_host_alloc = "cuMemHostAlloc" (addr: *mut *mut c_void, len: usize, flags: u32) => memory::host_alloc;
     mem_free_host = "cuMemFreeHost" (addr: *mut c_void) => memory::free_host;
-    mem_host_register = "cuMemHostRegister" (addr: *mut c_void, len: usize, flags: u32) => memory::register;
+    mem_host_register = "cuMemHostRegister_v2" (addr: *mut c_void, len: usize, flags: u32) => memory::register;
     mem_host_unregister = "cuMemHostUnregister" (addr: *mut c_void) => memory::unregister;
-    mem_host_get_device_pointer = "cuMemHostGetDevicePointer"
+    mem_host_get_device_pointer = "cuMemHostGetDevicePointer_v2"
         (addr: *mut u64, host: *mut c_void, flags: u32) => memory::host_device_pointer;
     mem_get_allocation_granularity = "cuMemGetAllocationGranularity"
         (granularity: *mut usize, _prop: *const AllocationProp, _option: u32)
@@ -132,9 +141,10 @@ table! {
         (stream: *mut Handle, flags: u32, priority: i32) => stream::create;
     stream_query = "cuStreamQuery" (stream: Handle) => stream::query;
     stream_synchronize = "cuStreamSynchronize" (stream: Handle) => stream::synchronize;
-    stream_destroy = "cuStreamDestroy" (stream: Handle) => stream::destroy;
+    stream_destroy = "cuStreamDestroy_v2" (stream: Handle) => stream::destroy;
     stream_get_ctx = "cuStreamGetCtx" (stream: Handle, context: *mut Handle) => stream::get_context;
-    stream_batch_mem_op = "cuStreamBatchMemOp"
+    stream_get_id = "cuStreamGetId" (stream: Handle, id: *mut u64) => stream::get_id;
+    stream_batch_mem_op = "cuStreamBatchMemOp_v2"
         (stream: Handle, count: u32, ops: *mut MemOp, flags: u32) => stream::batch_mem_op;
     launch_host_func = "cuLaunchHostFunc"
         (stream: Handle, function: extern "C" fn(*mut c_void), data: *mut c_void) => stream::launch_host;
@@ -152,10 +162,10 @@ table! {
     event_create = "cuEventCreate" (event: *mut Handle, flags: u32) => objects::event_create;
     event_record = "cuEventRecord" (event: Handle, stream: Handle) => objects::event_record;
     event_query = "cuEventQuery" (event: Handle) => objects::event_query;
-    event_destroy = "cuEventDestroy" (event: Handle) => objects::event_destroy;
-    memcpy_to_device_async = "cuMemcpyHtoDAsync"
+    event_destroy = "cuEventDestroy_v2" (event: Handle) => objects::event_destroy;
+    memcpy_to_device_async = "cuMemcpyHtoDAsync_v2"
         (dst: u64, src: *const c_void, len: usize, stream: Handle) => stream::copy_to_device;
-    memcpy_to_host_async = "cuMemcpyDtoHAsync"
+    memcpy_to_host_async = "cuMemcpyDtoHAsync_v2"
         (dst: *mut c_void, src: u64, len: usize, stream: Handle) => stream::copy_to_host;
     memcpy_async = "cuMemcpyAsync" (dst: u64, src: u64, len: usize, stream: Handle) => stream::copy_any;
     memcpy_peer_async = "cuMemcpyPeerAsync"
@@ -163,9 +173,9 @@ table! {
         { stream::copy_peer((dst, dst_context), (src, src_context), len, stream) };
     memset_d32_async = "cuMemsetD32Async"
         (dst: u64, value: u32, count: usize, stream: Handle) => stream::fill;
-    stream_begin_capture = "cuStreamBeginCapture" (stream: Handle, mode: u32) => stream::begin_capture;
+    stream_begin_capture = "cuStreamBeginCapture_v2" (stream: Handle, mode: u32) => stream::begin_capture;
     stream_end_capture = "cuStreamEndCapture" (stream: Handle, graph: *mut Handle) => stream::end_capture;
-    stream_get_capture_info = "cuStreamGetCaptureInfo"
+    stream_get_capture_info = "cuStreamGetCaptureInfo_v2"
         (stream: Handle, status: *mut u32, id: *mut u64, graph: *mut Handle, dependencies: *mut *const Handle,
          count: *mut usize)
         => stream::capture_info;
@@ -176,6 +186,6 @@ table! {
     graph_exec_destroy = "cuGraphExecDestroy" (exec: Handle) => objects::destroy_exec;
     graph_exec_mem_op_node_set_params = "cuGraphExecBatchMemOpNodeSetParams"
         (exec: Handle, node: Handle, params: *const MemOpNodeParams) => objects::set_mem_ops;
-    graph_exec_kernel_node_set_params = "cuGraphExecKernelNodeSetParams"
+    graph_exec_kernel_node_set_params = "cuGraphExecKernelNodeSetParams_v2"
         (exec: Handle, node: Handle, params: *const KernelNodeParams) => objects::set_kernel;
 }

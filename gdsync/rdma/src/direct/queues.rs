@@ -283,6 +283,10 @@ impl QpObject for VerbsQp {
         unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }
     }
 
+    fn raw(&self) -> Option<NonNull<ibv_qp>> {
+        Some(*self.raw)
+    }
+
     fn writes_in_order(&self) -> Option<bool> {
         // SAFETY: the queue pair lives until `self` is dropped.
         unsafe { self.base.open().writes_in_order(self.raw.as_ptr()) }

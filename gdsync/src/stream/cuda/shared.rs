@@ -157,7 +157,7 @@ impl Shared {
         let head = Head { status: status.addr(), limit_ns, submission: 0, count: 0 };
         let marks = gpu.alloc_host_piece(16)?;
         let (mark, mark_after, mark_addr) = (marks.word64(0)?, marks.word64(8)?, marks.gpu_addr(gpu)?);
-        let log = Log::open()?;
+        let (log, is_given_back) = (Log::open()?, config.may_be_destroyed);
         Ok(Arc::new_cyclic(|own| Self {
             handle_exposed: (!owned && config.captured_by_others).into(),
             config,
@@ -181,7 +181,7 @@ impl Shared {
             error: OnceLock::new(),
             released: AtomicBool::new(false),
             closing: AtomicBool::new(false),
-            is_given_back: AtomicBool::new(false),
+            is_given_back: is_given_back.into(),
             dropping: AtomicUsize::new(0),
             own: own.clone(),
         }))
@@ -227,7 +227,7 @@ impl Shared {
         let mut calls = Calls::new(self.by_kernel());
         calls.add(&self.gpu, ops)?;
         let seq = self.submitted() + 1;
-        let marks = guard.unmarked + 1 >= MARK_EVERY;
+        let marks = self.config.may_be_destroyed || guard.unmarked + 1 >= MARK_EVERY;
         if marks {
             calls.mark(self.mark_of(seq));
         }
@@ -657,7 +657,7 @@ impl Shared {
             self.fail(Error::StreamAborted { stream: self.config.name.clone() });
         }
         let is_over = is_over || self.failed();
-        self.is_given_back.store(!self.owned && !is_over, Ordering::Release);
+        self.is_given_back.store(self.config.may_be_destroyed || !self.owned && !is_over, Ordering::Release);
         if !self.owned && !is_over {
             let driver_task: Weak<dyn DriverTask> = self.own.clone();
             self.gpu.end_driver_task(&driver_task);

@@ -12,7 +12,9 @@ use crate::verbs::track::Track;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::{By, Queue, Stage};
 use gdsync_device::{Access, QpAddress, QpAttr, QpState};
-use gdsync_shm::reset;
+use gdsync_shm::{Backoff, reset};
+use rdma_core_sys::Verbs;
+use rdma_core_sys::verbs::{ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_state};
 
 /// Time limit for a transition that contacts the peer.
 const CONNECT: Duration = Duration::from_secs(10);
@@ -119,6 +121,42 @@ impl Qp {
         Ok(())
     }
 
+    /// Changes attributes of the queue pair of libibverbs behind it (see [`Qp::raw`]) as `ibv_modify_qp`, for programs that
+    /// bring their own address vectors. To RESET as [`Qp::modify`] does.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where there is none; [`Error::Verbs`] if the device refuses; those of [`Qp::modify`].
+    pub fn modify_raw(&self, attr: &ibv_qp_attr, mask: ibv_qp_attr_mask) -> Result<()> {
+        let core = self.core();
+        core.health.fork_guard.check()?;
+        let raw = self.raw().ok_or(Error::Unsupported {
+            what: "ibv_modify_qp",
+            by: "a queue pair that libibverbs has not made",
+            fix: "use Qp::modify",
+        })?;
+        let to = mask.contains(ibv_qp_attr_mask::IBV_QP_STATE).then_some(attr.qp_state);
+        if to == Some(ibv_qp_state::IBV_QPS_RESET) {
+            return self.modify(&QpAttr::to(QpState::RESET));
+        }
+        let _modifying = core.modifying.lock();
+        let mut attr = *attr;
+        // SAFETY: the queue pair lives until `core` is dropped.
+        let errno = unsafe { Verbs::load()?.ibv_modify_qp(raw.as_ptr(), &raw mut attr, mask) };
+        if errno != 0 {
+            let advice = "compare the attributes with the manual page of ibv_modify_qp for this transition";
+            return Err(Error::Verbs {
+                call: "ibv_modify_qp",
+                subject: format!("{self:?}"),
+                source: Arc::new(std::io::Error::from_raw_os_error(errno)),
+                advice: advice.into(),
+            });
+        }
+        if let Some(to) = to.and_then(|to| u8::try_from(to.0).ok()) {
+            core.state.store(to, Ordering::Release);
+        }
+        Ok(())
+    }
+
     /// Resets the device's queue pair and discards posted requests. Posting and claiming are refused meanwhile.
     fn reset(&self, from: QpState, attr: &QpAttr) -> Result<()> {
         let core = self.core();
@@ -211,6 +249,31 @@ impl Qp {
     /// [`Error::Transition`] from the device.
     pub fn abort(&self) -> Result<()> {
         self.modify(&QpAttr::to(QpState::ERR))
+    }
+
+    /// Stops the queue pair, drops this handle, and blocks until the queue pair is destroyed: until no stream has work of it
+    /// left. All other clones must be gone.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout`; it is then destroyed when the stream has passed its work.
+    pub fn destroy(self, timeout: Duration) -> Result<()> {
+        let (qpn, core) = (self.qpn(), Arc::downgrade(self.core()));
+        if self.core().state() != QpState::RESET {
+            self.stop(&Error::GivenUp);
+        }
+        drop(self);
+        let backoff = Backoff::new(Duration::from_micros(50));
+        while core.strong_count() > 0 {
+            let waited = backoff.waited();
+            if waited >= timeout {
+                let awaited = format!("a stream that has work of QP {qpn:#x}; synchronize it first");
+                return Err(Error::late("destroying a queue pair", timeout, awaited));
+            }
+            if !backoff.spin_after(waited) {
+                std::thread::sleep(Duration::from_micros(100));
+            }
+        }
+        Ok(())
     }
 
     /// Like [`Qp::abort`], for an external reason such as a lost peer. Outstanding requests, streams that wait for them

@@ -1,0 +1,484 @@
+//! Queue pairs of the program, the completions that it has not polled, and what it has prepared.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_int;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use gdsync::Device;
+use gdsync::cuda::Gpu;
+use gdsync::stream::{PreparedSend, PreparedWait};
+use gdsync::verbs::{Completion, OnGpu, Pd, Qp, RecvWr, SendWr, Wc};
+use parking_lot::{Mutex, MutexGuard, RwLock};
+use rdma_core_sys::verbs::{
+    ibv_context, ibv_pd, ibv_qp, ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_init_attr, ibv_qp_state, ibv_qp_type,
+    ibv_recv_wr, ibv_send_wr, ibv_wc,
+};
+
+use crate::abi::{ON_GPU, WQ_ON_GPU, gds_cq, gds_qp, gds_request};
+use crate::guard::{Error, Result, report};
+use crate::streams;
+use crate::work::{completion, with_recv, with_send};
+
+/// How long the end of a queue pair waits for streams, and for CUDA to forget the registers of the card.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// A queue pair of the program.
+#[derive(Debug)]
+pub(crate) struct Pair {
+    /// The program's structure.
+    of: usize,
+    pub(crate) qp: Qp,
+    pub(crate) gpu: Gpu,
+    domain: (usize, usize),
+    /// Every send completes with success reported.
+    signals_all: bool,
+    send: Side,
+    recv: Side,
+}
+
+/// One queue of a [`Pair`].
+#[derive(Debug)]
+struct Side {
+    /// The program's `gds_cq_t`.
+    cq: usize,
+    /// Requests that may be posted and not polled.
+    room: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// Requests posted, or prepared, and not polled, in order.
+    pending: VecDeque<Pending>,
+    /// How many of them waits have claimed, from the front.
+    claimed: usize,
+    sends: HashMap<u64, Vec<PreparedSend>>,
+    waits: HashMap<u64, PreparedWait>,
+}
+
+#[derive(Debug)]
+struct Pending {
+    completion: Completion,
+    is_signalled: bool,
+}
+
+/// What a handle of the program is.
+#[derive(Clone, Debug)]
+enum Handle {
+    Qp(Arc<Pair>),
+    SendCq(Arc<Pair>),
+    RecvCq(Arc<Pair>),
+}
+
+/// The live handles by address. The structures themselves are never freed, so that no address is that of two.
+static HANDLES: RwLock<Option<HashMap<usize, Handle>>> = RwLock::new(None);
+
+/// A protection domain of the program in use.
+struct InUse {
+    /// Context and domain.
+    key: (usize, usize),
+    pd: Pd,
+    /// Number of queue pairs.
+    users: usize,
+}
+
+static DOMAINS: Mutex<Vec<InUse>> = Mutex::new(Vec::new());
+
+/// A completion queue of the program: its pair, and whether it is that of sends.
+#[derive(Clone, Debug)]
+pub(crate) struct Cq(Arc<Pair>, bool);
+
+fn handle(what: &'static str, at: usize) -> Result<Handle> {
+    let found = HANDLES.read().as_ref().and_then(|handles| handles.get(&at).cloned());
+    found.ok_or_else(|| {
+        Error::invalid(what, format!("{at:#x}"), "one of a queue pair of gds_create_qp that lives")
+    })
+}
+
+/// The queue pair of a `gds_qp_t`.
+pub(crate) fn pair(at: *const gds_qp) -> Result<Arc<Pair>> {
+    match handle("queue pair", at.addr())? {
+        Handle::Qp(pair) => Ok(pair),
+        _ => Err(Error::invalid("queue pair", format!("{at:p}"), "a gds_qp_t, not a gds_cq_t")),
+    }
+}
+
+/// The queue of a `gds_cq_t`.
+pub(crate) fn cq(at: usize) -> Result<Cq> {
+    match handle("completion queue", at)? {
+        Handle::SendCq(pair) => Ok(Cq(pair, true)),
+        Handle::RecvCq(pair) => Ok(Cq(pair, false)),
+        Handle::Qp(_) => {
+            Err(Error::invalid("completion queue", format!("{at:#x}"), "a gds_cq_t, not a gds_qp_t"))
+        }
+    }
+}
+
+/// The number of a new request.
+fn next_id() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// Creates a queue pair.
+///
+/// # Safety
+/// Context and domain must be open, until the queue pair is destroyed.
+pub(crate) unsafe fn create(
+    pd: NonNull<ibv_pd>,
+    context: NonNull<ibv_context>,
+    attr: &mut ibv_qp_init_attr,
+    gpu_id: c_int,
+    flags: c_int,
+) -> Result<*mut gds_qp> {
+    if flags & !ON_GPU != 0 {
+        let expected = "GDS_CREATE_QP_TX_CQ_ON_GPU, _RX_CQ_ON_GPU and _WQ_DBREC_ON_GPU";
+        let name =
+            if flags & !(ON_GPU | WQ_ON_GPU) == 0 { "GDS_CREATE_QP_WQ_ON_GPU" } else { "unknown flags" };
+        return Err(Error::invalid("flags", format!("{flags:#x} ({name})"), expected));
+    }
+    match attr.qp_type {
+        ibv_qp_type::IBV_QPT_RC if attr.srq.is_null() => {}
+        ibv_qp_type::IBV_QPT_UD => {
+            let (what, by) = ("a queue pair of type UD", "this version of the library");
+            return Err(Error::Unsupported { what, by, fix: "use RC" });
+        }
+        other => {
+            return Err(Error::invalid("qp_type", other.0, "IBV_QPT_RC, without a shared receive queue"));
+        }
+    }
+    // SAFETY: the caller's domain is allocated.
+    if unsafe { (*pd.as_ptr()).context } != context.as_ptr() {
+        return Err(Error::invalid("protection domain", format!("{pd:p}"), "one of the context"));
+    }
+    let gpu = Gpu::open(gpu_id)?;
+    let domain = (context.as_ptr().addr(), pd.as_ptr().addr());
+    // SAFETY: as the caller promises.
+    let adopted = unsafe { Domain::adopt(context, pd, domain) }?;
+    let size = |value: u32| usize::try_from(value.max(1)).unwrap_or(usize::MAX);
+    let cap = attr.cap;
+    let builder = adopted.pd.build_qp().max_send_wr(size(cap.max_send_wr)).max_recv_wr(size(cap.max_recv_wr));
+    let builder = builder.max_send_sge(size(cap.max_send_sge)).max_recv_sge(cap.max_recv_sge.max(1));
+    let qp = builder.max_inline(size(cap.max_inline_data)).on_gpu(&gpu, OnGpu::empty()).build()?;
+    let raw = qp.raw().ok_or_else(|| Error::invalid("queue pair", "in GPU memory", "one of libibverbs"))?;
+    // SAFETY: the queue pair was just created, and nobody changes it.
+    let &ibv_qp { send_cq, recv_cq, .. } = unsafe { raw.as_ref() };
+    (attr.send_cq, attr.recv_cq) = (send_cq, recv_cq);
+    // Never freed: see `HANDLES`.
+    let [send, recv] =
+        [send_cq, recv_cq].map(|cq| ptr::from_mut(Box::leak(Box::new(gds_cq { cq, curr_offset: 0 }))));
+    let of = gds_qp { qp: raw.as_ptr(), send_cq: send, recv_cq: recv, dev_context: context.as_ptr() };
+    let of = ptr::from_mut(Box::leak(Box::new(of)));
+    let side = |cq: *mut gds_cq, room: u32| Side {
+        cq: cq.expose_provenance(),
+        room: size(room).next_power_of_two(),
+        state: Mutex::default(),
+    };
+    let pair = Arc::new(Pair {
+        of: of.addr(),
+        qp,
+        gpu,
+        domain,
+        signals_all: attr.sq_sig_all != 0,
+        send: side(send, cap.max_send_wr),
+        recv: side(recv, cap.max_recv_wr),
+    });
+    let mut handles = HANDLES.write();
+    let handles = handles.get_or_insert_default();
+    handles.insert(send.addr(), Handle::SendCq(pair.clone()));
+    handles.insert(recv.addr(), Handle::RecvCq(pair.clone()));
+    handles.insert(of.addr(), Handle::Qp(pair));
+    adopted.keep();
+    Ok(of)
+}
+
+/// Destroys a queue pair.
+pub(crate) fn destroy(at: *const gds_qp) -> Result<()> {
+    let pair = pair(at)?;
+    {
+        let mut handles = HANDLES.write();
+        let handles = handles.get_or_insert_default();
+        // Of two threads one gets here first.
+        handles
+            .remove(&pair.of)
+            .ok_or_else(|| Error::invalid("queue pair", format!("{at:p}"), "one that lives"))?;
+        handles.remove(&pair.send.cq);
+        handles.remove(&pair.recv.cq);
+    }
+    let start = Instant::now();
+    let mut shared = pair;
+    // Other threads may be in calls with it.
+    let Pair { qp, gpu, domain, send, recv, .. } = loop {
+        match Arc::try_unwrap(shared) {
+            Ok(pair) => break pair,
+            Err(_) if start.elapsed() > PATIENCE => {
+                return Err(Error::late(
+                    "gds_destroy_qp",
+                    PATIENCE,
+                    "other threads, which use the queue pair",
+                ));
+            }
+            Err(other) => shared = other,
+        }
+        std::thread::yield_now();
+    };
+    drop((send, recv));
+    streams::forget(&qp);
+    let ended = qp.destroy(PATIENCE);
+    if Domain::release(domain) {
+        // The program may close the device now: CUDA must not know its registers any more.
+        if let Err(error) = gpu.reclaim(PATIENCE) {
+            tracing::warn!(%error, "CUDA still knows the doorbell registers of a device that may be closed");
+        }
+    }
+    ended
+}
+
+/// A use of a protection domain, given back on drop unless it is kept.
+struct Domain {
+    pd: Pd,
+    key: Option<(usize, usize)>,
+}
+
+impl Domain {
+    /// # Safety
+    /// As [`create`].
+    unsafe fn adopt(context: NonNull<ibv_context>, pd: NonNull<ibv_pd>, key: (usize, usize)) -> Result<Self> {
+        let mut domains = DOMAINS.lock();
+        if let Some(known) = domains.iter_mut().find(|known| known.key == key) {
+            known.users += 1;
+            return Ok(Self { pd: known.pd.clone(), key: Some(key) });
+        }
+        // SAFETY: as the caller promises; `release` ends it with the last queue pair.
+        let pd = unsafe { Device::adopt(context, pd) }?;
+        domains.push(InUse { key, pd: pd.clone(), users: 1 });
+        Ok(Self { pd, key: Some(key) })
+    }
+
+    fn keep(mut self) {
+        self.key = None;
+    }
+
+    /// Gives a use back. Returns whether it was the last one.
+    fn release(key: (usize, usize)) -> bool {
+        let mut domains = DOMAINS.lock();
+        let Some(at) = domains.iter().position(|known| known.key == key) else { return false };
+        domains[at].users -= 1;
+        let is_last = domains[at].users == 0;
+        let ended = is_last.then(|| domains.swap_remove(at));
+        drop(ended);
+        is_last
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            Self::release(key);
+        }
+    }
+}
+
+impl Side {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+}
+
+impl Pair {
+    /// Changes attributes as `ibv_modify_qp`.
+    pub(crate) fn modify(&self, attr: &ibv_qp_attr, mask: c_int) -> Result<()> {
+        let mask = ibv_qp_attr_mask::from_bits_retain(u32::from_ne_bytes(mask.to_ne_bytes()));
+        let resets =
+            mask.contains(ibv_qp_attr_mask::IBV_QP_STATE) && attr.qp_state == ibv_qp_state::IBV_QPS_RESET;
+        let (mut sends, mut receives) = (self.send.lock(), self.recv.lock());
+        self.qp.modify_raw(attr, mask)?;
+        if resets {
+            (*sends, *receives) = Default::default();
+        }
+        Ok(())
+    }
+
+    /// Refuses a request for which a full queue has no room.
+    fn check_room(&self, state: &State, is_send: bool) -> Result<()> {
+        let (queue, side) = if is_send { ("send queue", &self.send) } else { ("receive queue", &self.recv) };
+        if state.pending.len() < side.room {
+            return Ok(());
+        }
+        let (outstanding, depth) = (state.pending.len() as u64, side.room as u64);
+        Err(Error::QueueFull { queue, qpn: self.qp.qpn(), outstanding, depth, untaken: 0 })
+    }
+
+    fn is_signalled(&self, wr: &ibv_send_wr) -> bool {
+        self.signals_all || crate::work::is_signalled(wr)
+    }
+
+    /// Posts a send by the CPU.
+    pub(crate) fn post_send(&self, wr: &ibv_send_wr) -> Result<()> {
+        let mut state = self.send.lock();
+        self.check_room(&state, true)?;
+        let post = |send: &SendWr<'_>| self.qp.post_send(std::slice::from_ref(send));
+        let completion = with_send(wr, post)?;
+        state.pending.push_back(Pending { completion, is_signalled: self.is_signalled(wr) });
+        Ok(())
+    }
+
+    /// Posts a receive.
+    pub(crate) fn post_recv(&self, wr: &ibv_recv_wr) -> Result<()> {
+        let mut state = self.recv.lock();
+        self.check_room(&state, false)?;
+        let post = |receive: &RecvWr<'_>| self.qp.post_recv(std::slice::from_ref(receive));
+        let completion = with_recv(wr, post)?;
+        state.pending.push_back(Pending { completion, is_signalled: true });
+        Ok(())
+    }
+
+    /// Prepares a list of sends, all or none. On an error also returns the send that failed.
+    pub(crate) fn prepare(&self, wrs: &[&ibv_send_wr]) -> std::result::Result<gds_request, (Error, usize)> {
+        let mut state = self.send.lock();
+        let mut prepared = Vec::with_capacity(wrs.len());
+        for (at, wr) in wrs.iter().enumerate() {
+            let one = self.check_room(&state, true).and_then(|()| {
+                with_send(wr, |send: &SendWr<'_>| self.qp.prepare_send(std::slice::from_ref(send)))
+            });
+            match one {
+                Ok(send) => {
+                    let (completion, is_signalled) = (send.completion(), self.is_signalled(wr));
+                    state.pending.push_back(Pending { completion, is_signalled });
+                    prepared.push(send);
+                }
+                Err(error) => {
+                    let before = state.pending.len() - prepared.len();
+                    state.pending.truncate(before);
+                    // From the back: each is taken back whole.
+                    while prepared.pop().is_some() {}
+                    return Err((error, at));
+                }
+            }
+        }
+        let id = next_id();
+        state.sends.insert(id, prepared);
+        Ok(gds_request::new(self.of, id))
+    }
+
+    /// Takes prepared sends, to post them.
+    pub(crate) fn take_sends(&self, id: u64) -> Result<Vec<PreparedSend>> {
+        self.send.lock().sends.remove(&id).ok_or_else(|| posted("send"))
+    }
+
+    /// Gives prepared sends back that were not posted.
+    pub(crate) fn put_sends(&self, id: u64, sends: Vec<PreparedSend>) {
+        self.send.lock().sends.insert(id, sends);
+    }
+
+    /// Forgets sends that a refused submission has taken back.
+    pub(crate) fn forget(&self, sends: &[Completion]) {
+        let mut state = self.send.lock();
+        for send in sends {
+            let is_it = |pending: &Pending| pending.completion.index() == send.index();
+            if let Some(at) = state.pending.iter().rposition(is_it) {
+                state.pending.remove(at);
+                state.claimed -= usize::from(at < state.claimed);
+            }
+        }
+    }
+}
+
+fn posted(what: &str) -> Error {
+    Error::invalid(
+        "request",
+        format!("a {what} that was posted, or never prepared"),
+        "one that was prepared and not posted",
+    )
+}
+
+impl Cq {
+    fn side(&self) -> &Side {
+        if self.1 { &self.0.send } else { &self.0.recv }
+    }
+
+    pub(crate) fn gpu(&self) -> &Gpu {
+        &self.0.gpu
+    }
+
+    /// Claims the next signalled completion. Returns the wait, and what [`Cq::claims_again`] needs to undo the claim.
+    fn claim(&self, state: &mut State) -> Result<PreparedWait> {
+        let next = (state.claimed..state.pending.len()).find(|&at| state.pending[at].is_signalled);
+        let queue = if self.1 { "send" } else { "receive" };
+        let at = next.ok_or(Error::NothingToWaitFor { queue, qpn: self.0.qp.qpn() })?;
+        let wait = self.0.qp.prepare_wait(&state.pending[at].completion)?;
+        state.claimed = at + 1;
+        self.count(1);
+        Ok(wait)
+    }
+
+    /// Adds to `curr_offset`, which programs may look at.
+    fn count(&self, claims: u32) {
+        let cq = ptr::with_exposed_provenance_mut::<gds_cq>(self.side().cq);
+        // SAFETY: the structure is never freed, and written only here, under the lock of the side.
+        let offset = unsafe { &raw mut (*cq).curr_offset };
+        // SAFETY: as above.
+        let before = unsafe { offset.read() };
+        // SAFETY: as above.
+        unsafe { offset.write(before.wrapping_add(claims)) };
+    }
+
+    /// Prepares a wait for the next signalled completion.
+    pub(crate) fn prepare(&self) -> Result<gds_request> {
+        let mut state = self.side().lock();
+        let wait = self.claim(&mut state)?;
+        let id = next_id();
+        state.waits.insert(id, wait);
+        Ok(gds_request::new(self.side().cq, id))
+    }
+
+    /// Has `submit` take a wait for the next signalled completion; on an error it is as if nothing was claimed.
+    pub(crate) fn wait(&self, submit: impl FnOnce(PreparedWait) -> Result<()>) -> Result<()> {
+        let mut state = self.side().lock();
+        let before = state.claimed;
+        let wait = self.claim(&mut state)?;
+        submit(wait).inspect_err(|_| {
+            state.claimed = before;
+            self.count(u32::MAX);
+        })
+    }
+
+    /// Takes a prepared wait, to post it or to give the completion back.
+    pub(crate) fn take_wait(&self, id: u64) -> Result<PreparedWait> {
+        self.side().lock().waits.remove(&id).ok_or_else(|| posted("wait"))
+    }
+
+    /// Gives a prepared wait back that was not posted.
+    pub(crate) fn put_wait(&self, id: u64, wait: PreparedWait) {
+        self.side().lock().waits.insert(id, wait);
+    }
+
+    /// Takes completions in order into `out`. Returns their number.
+    pub(crate) fn poll(&self, out: &mut [std::mem::MaybeUninit<ibv_wc>]) -> Result<usize> {
+        let mut state = self.side().lock();
+        let mut count = 0;
+        while count < out.len() {
+            let Some(front) = state.pending.front() else { break };
+            let taken: Option<Option<Wc>> = match front.completion.take() {
+                Ok(None) => break,
+                Ok(Some(wc)) => Some(Some(wc).filter(|wc| front.is_signalled || wc.syndrome.is_some())),
+                Err(Error::Reset { .. }) => Some(None),
+                Err(_) if count > 0 => break,
+                Err(error) => return Err(error),
+            };
+            state.pending.pop_front();
+            state.claimed = state.claimed.saturating_sub(1);
+            if let Some(Some(wc)) = taken {
+                if let Err(error) = wc.ok() {
+                    report("gds_poll_cq", error, false);
+                }
+                out[count].write(completion(&wc));
+                count += 1;
+            }
+        }
+        Ok(count)
+    }
+}

@@ -1,0 +1,111 @@
+//! The C interface: layouts and symbols, headers, installation, and C programs on the emulated card and a simulated GPU.
+
+mod headers;
+mod programs;
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// The longest that a program may run; it is ended then and the test fails.
+const DEADLINE: Duration = Duration::from_secs(300);
+
+fn package(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// A library that Cargo built along with this test.
+fn built(name: &str) -> PathBuf {
+    let mut dir = std::env::current_exe().expect("this test has a file");
+    while dir.pop() {
+        let library = dir.join(name);
+        if library.exists() {
+            return library;
+        }
+    }
+    panic!("{name} is not there; Cargo builds it with these tests");
+}
+
+/// An empty directory of one test alone.
+fn fresh_directory(name: &str) -> PathBuf {
+    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    // It is there if the test ran before.
+    let _ = fs::remove_dir_all(&directory);
+    fs::create_dir_all(&directory).expect("a directory for a test");
+    directory
+}
+
+/// Runs a command to its end.
+fn finish(command: &mut Command) -> Output {
+    let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = piped.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let pid = i32::try_from(child.id()).expect("a process id");
+    let output = std::thread::spawn(move || child.wait_with_output());
+    let start = Instant::now();
+    while !output.is_finished() {
+        if start.elapsed() > DEADLINE {
+            // SAFETY: the child is not waited for yet, so the number is still its own.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+            panic!("{command:?} did not end");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    output.join().expect("waiting does not panic").expect("the output can be read")
+}
+
+fn said(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// The compiler with every warning an error, and the headers. Those of rdma-core are not ours to check.
+fn compiler(compiler: &str, flags: &[&str]) -> Command {
+    let mut command = Command::new(compiler);
+    command.args(flags).args(["-Wall", "-Wextra", "-Werror", "-g", "-pthread"]);
+    for headers in ["include", "tests/c/include", "../../gdrcopy/capi/include"] {
+        command.arg("-I").arg(package(headers));
+    }
+    command
+}
+
+/// Whether the headers and libraries of rdma-core are installed. Says so if they are not.
+fn has_rdma_core() -> bool {
+    let loaded = [rdma_core_sys::Verbs::load().err(), rdma_core_sys::Mlx5::load().err()];
+    if let Some(error) = loaded.into_iter().flatten().next() {
+        println!("skipped: {error}");
+        return false;
+    }
+    let has_header = Path::new("/usr/include/infiniband/verbs.h").exists();
+    if !has_header {
+        println!("skipped: infiniband/verbs.h is not installed (libibverbs-dev)");
+    }
+    has_header
+}
+
+/// A compiled program of `tests/c`, in a directory with links to the libraries under the names that it looks for.
+struct Program(PathBuf);
+
+impl Program {
+    fn compile(name: &str) -> Self {
+        let directory = fresh_directory(name);
+        let link = |library: &str, name: &str| symlink(built(library), directory.join(name)).expect("a link");
+        ["libgdsync.so", "libgdsync.so.2"].into_iter().for_each(|name| link("libgdsync_c.so", name));
+        ["libcuda.so", "libcuda.so.1"].into_iter().for_each(|name| link("libsimulated_cuda.so", name));
+        let mut command = compiler("gcc", &["-std=gnu11", "-pedantic"]);
+        command.arg(package(&format!("tests/c/{name}.c"))).arg("-o").arg(directory.join("program"));
+        let output = finish(command.arg("-L").arg(&directory).args(["-lgdsync", "-lcuda", "-libverbs"]));
+        assert!(output.status.success(), "{name}.c: {}", said(&output));
+        Self(directory)
+    }
+
+    /// Runs on the emulated card.
+    fn run(&self, environment: &[(&str, &str)]) -> Output {
+        let mut command = Command::new(self.0.join("program"));
+        for variable in ["GDS_ENABLE_DEBUG", "GDSYNC_CAPI_WAIT_LIMIT", "GDSYNC_FAULTS"] {
+            command.env_remove(variable);
+        }
+        command.env("LD_LIBRARY_PATH", &self.0).env("LD_PRELOAD", built("libgdasync_card.so"));
+        finish(command.envs(environment.iter().copied()))
+    }
+}
