@@ -273,12 +273,12 @@ fn queues_are_made_used_and_ended() {
     let nop = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 0];
     let mut nop: [u8; 16] = nop;
     nop[4..8].copy_from_slice(&(qp.1 << 8 | 1).to_be_bytes());
+    // No completion has this opcode.
+    bench.memory.fill(0, 64, 0xff).unwrap();
     bench.memory.write(0x2000 + (64 << 3), &nop).unwrap();
     bench.memory.write(usize::try_from(RECORD).unwrap() + 128 + 4, &1u32.to_be_bytes()).unwrap();
     let start = std::time::Instant::now();
     let mut cqe = [0; 64];
-    // The first opcode of a completion is not 0xf.
-    bench.memory.fill(0, 64, 0xff).unwrap();
     while cqe[63] >> 4 != 0 || cqe == [0; 64] {
         assert!(start.elapsed().as_secs() < 20, "{cqe:?}");
         bench.memory.read(0, &mut cqe).unwrap();
