@@ -7,6 +7,7 @@
 //! in write-combining buffers, so stores of this module end with a fence. Host memory is registered with CUDA when a GPU first uses it.
 
 mod access;
+mod checked;
 mod pages;
 mod process;
 mod word;

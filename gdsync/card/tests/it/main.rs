@@ -10,8 +10,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+/// Whether tests run with the counts of the tier `long`.
+fn is_long() -> bool {
+    std::env::var_os("GDSYNC_TEST_TIER").is_some_and(|tier| tier == "long")
+}
+
 /// A program that takes longer than this hangs.
-const PATIENCE: Duration = Duration::from_secs(120);
+fn patience() -> Duration {
+    Duration::from_secs(if is_long() { 1200 } else { 120 })
+}
 
 /// The library, which cargo has built beside this test.
 fn library() -> PathBuf {
@@ -48,7 +55,7 @@ fn start(command: &mut Command) -> Child {
 
 /// Waits for the end of a program, whose output is short. One that hangs is killed, and fails.
 fn finish(mut child: Child) -> Output {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + patience();
     let status = loop {
         match child.try_wait().expect("it is a child of this process") {
             Some(status) => break status,

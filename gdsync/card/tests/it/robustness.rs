@@ -82,8 +82,7 @@ pub(crate) fn build(name: &str, source: &str, arguments: &[&str]) -> Option<std:
 fn cycles_leave_no_descriptors_and_no_memory() {
     let Some(binary) = build("cycles", include_str!("cycles.c"), &["-libverbs"]) else { return };
     let program = binary.to_str().expect("temporary directories have plain names");
-    let is_long = std::env::var_os("GDSYNC_TEST_TIER").is_some_and(|tier| tier == "long");
-    let text = crate::run(program, "eth", &[if is_long { "10000" } else { "600" }]);
+    let text = crate::run(program, "eth", &[if crate::is_long() { "10000" } else { "600" }]);
     std::fs::remove_dir_all(binary.parent().expect("it is in a directory")).expect("it is ours");
     let mut words = text.split_whitespace();
     assert_eq!(words.next(), Some("descriptors"), "{text}");

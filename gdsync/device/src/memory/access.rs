@@ -4,8 +4,7 @@ use std::slice;
 
 use gdrcopy::copy::{Copier, copy_shared, load_fence, store_fence};
 
-use super::process::copy_checked;
-use super::{Memory, Reach};
+use super::{Memory, Reach, checked};
 use crate::error::Result;
 
 /// Numbers of which every pattern of bytes is a value: see [`Memory::write_slice`]. Sealed: integers of 8 to 64 bits, `f32` and `f64`.
@@ -32,8 +31,7 @@ impl Memory {
     pub fn read(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let src = self.check(offset, out.len())?;
         if let Reach::Checked = self.reach {
-            // SAFETY: `out` is exclusive.
-            return unsafe { copy_checked(src.as_ptr(), out.as_mut_ptr(), out.len()) };
+            return checked::load(src.as_ptr(), out);
         }
         // SAFETY: `src` is checked for the length, `out` is exclusive, and the two cannot overlap
         // because no reference to device memory exists.
@@ -50,7 +48,7 @@ impl Memory {
         let dst = self.check(offset, data.len())?;
         if let Reach::Checked = self.reach {
             // SAFETY: the range is of this memory.
-            return unsafe { copy_checked(data.as_ptr(), dst.as_ptr(), data.len()) };
+            return unsafe { checked::store(data, dst.as_ptr()) };
         }
         // SAFETY: `dst` is checked for the length, `data` is shared, and the two cannot overlap because no reference to device memory exists.
         unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
@@ -120,15 +118,10 @@ impl Memory {
             let mut all = vec![0; len];
             src.read(src_offset, &mut all)?;
             self.write(offset, &all)?;
-        } else if let (Reach::Checked, Reach::Host) | (Reach::Host | Reach::Checked, Reach::Checked) =
-            (self.reach, src.reach)
-        {
-            // SAFETY: the range is of this memory.
-            unsafe { copy_checked(from.as_ptr(), to.as_ptr(), len) }?;
-        } else if let (Reach::Host, false) = (src.reach, matches!(self.reach, Reach::Checked)) {
+        } else if let (Reach::Host | Reach::Mapped(_), Reach::Host) = (self.reach, src.reach) {
             // SAFETY: both ranges were checked, and do not overlap.
             unsafe { store(self.reach, from.as_ptr(), to.as_ptr(), len) };
-        } else if let (Reach::Host, false) = (self.reach, matches!(src.reach, Reach::Checked)) {
+        } else if let (Reach::Host, Reach::Mapped(_)) = (self.reach, src.reach) {
             // SAFETY: both ranges were checked; a mapping and host memory do not overlap.
             unsafe { load(src.reach, from.as_ptr(), to.as_ptr(), len) };
         } else {

@@ -4,7 +4,6 @@ use std::io;
 use std::mem::MaybeUninit;
 
 use super::Memory;
-use crate::error::{Error, Result};
 
 /// Bytes of a process's mark.
 pub const MARK: usize = 12;
@@ -56,24 +55,6 @@ impl Process {
         }
         if got == MARK + len { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EFAULT)) }
     }
-}
-
-/// Copies within this process, by the kernel, which checks that both ranges are mapped.
-///
-/// # Safety
-/// If `to` is mapped, the caller may write to it.
-pub(super) unsafe fn copy_checked(from: *const u8, to: *mut u8, len: usize) -> Result<()> {
-    let [local, remote] =
-        [to, from.cast_mut()].map(|base| libc::iovec { iov_base: base.cast(), iov_len: len });
-    let pid = std::process::id().cast_signed();
-    // SAFETY: the kernel checks both ranges; the caller may write to the local one.
-    let copied = unsafe { libc::process_vm_readv(pid, &raw const local, 1, &raw const remote, 1, 0) };
-    if usize::try_from(copied) == Ok(len) {
-        return Ok(());
-    }
-    let error =
-        if copied < 0 { io::Error::last_os_error() } else { io::Error::from_raw_os_error(libc::EFAULT) };
-    Err(Error::os("a copy of registered memory", error, "deregister memory before it is unmapped"))
 }
 
 impl Memory {
