@@ -1,22 +1,30 @@
 # shellcheck shell=bash
 # What families use: packages, programs under the card, verdicts.
 
-# need COMMAND:PACKAGE...: a command is a name, or the path of a file. Installs what is missing, or returns 77 and says what.
+# need COMMAND:PACKAGE...: a command is a name, or the path of a file (a pattern). Installs what is missing, or returns 77
+# and says what.
 need() {
-    local pair command missing=()
-    for pair; do
-        command=${pair%%:*}
-        [ -e "$command" ] || command -v "$command" >/dev/null || missing+=("${pair#*:}")
-    done
+    local -a missing
+    find_missing "$@"
     ((${#missing[@]})) || return 0
     if ((EUID == 0)) && command -v apt-get >/dev/null; then
-        echo "installs ${missing[*]}"
+        echo "installs ${missing[*]#*:}"
         timeout 300 apt-get -qq update >/dev/null 2>&1 || true
-        DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq --yes --no-install-recommends install "${missing[@]}" \
-            >/dev/null 2>&1 && return
+        DEBIAN_FRONTEND=noninteractive timeout 600 apt-get -qq --yes --no-install-recommends install "${missing[@]#*:}" \
+            >/dev/null 2>&1 && find_missing "$@" && ((${#missing[@]} == 0)) && return
     fi
-    echo "skipped: these packages are not installed: ${missing[*]}"
+    # A package may lack what another release's has.
+    echo "skipped: there is no ${missing[*]%%:*} (packages ${missing[*]#*:})"
     return 77
+}
+
+find_missing() {
+    local pair command
+    missing=()
+    for pair; do
+        command=${pair%%:*}
+        compgen -G "$command" >/dev/null || command -v "$command" >/dev/null || missing+=("$pair")
+    done
 }
 
 # card LINK PROGRAM ARGUMENT...: a program on the card, which ends within the family's patience.

@@ -4,7 +4,7 @@
 # shellcheck disable=SC2034
 packages=(
     mpirun.openmpi:openmpi-bin mpicc.openmpi:libopenmpi-dev mpirun.mpich:mpich mpicc.mpich:libmpich-dev
-    gcc:gcc /etc/libibverbs.d/mlx5.driver:ibverbs-providers
+    gcc:gcc "/usr/lib/*/ucx/libuct_ib.so.0:libucx0" /etc/libibverbs.d/mlx5.driver:ibverbs-providers
 )
 
 # UCX logs the transport of each endpoint: a run by shared memory or TCP would prove nothing.
