@@ -118,7 +118,8 @@ enum Target {
 /// Whether an absolute path has a name that all emulated files have in theirs. Others are not looked for.
 fn may_lead_to_the_card(path: &[u8]) -> bool {
     let has = |word: &[u8]| path.windows(word.len()).any(|part| part == word);
-    (path.starts_with(b"/sys/") || path.starts_with(b"/dev/")) && (has(b"infiniband") || has(b"cafe:"))
+    (path.starts_with(b"/sys/") || path.starts_with(b"/dev/"))
+        && (has(b"infiniband") || has(b"cafe:") || has(b"_peer"))
 }
 
 /// What a path of the program names, if it is of the card; relative paths are looked at from directories of the card.
