@@ -325,8 +325,28 @@ pub mod cap {
         LOG_MAX_QP = (CAPABILITY + 0x9b, 5);
         LOG_MAX_CQ_SZ = (CAPABILITY + 0xc8, 8);
         LOG_MAX_CQ = (CAPABILITY + 0xdb, 5);
+        PORT_TYPE = (CAPABILITY + 0x1b6, 2);
         LOG_MAX_MSG = (CAPABILITY + 0x1c3, 5);
+        CQE_VERSION = (CAPABILITY + 0x1fc, 4);
+        RC = (CAPABILITY + 0x23f, 1);
+        MAX_WQE_SZ_SQ = (CAPABILITY + 0x290, 16);
+        MAX_WQE_SZ_RQ = (CAPABILITY + 0x2b0, 16);
         LOG_MAX_RMP = (CAPABILITY + 0x383, 5);
+    }
+}
+
+/// Capabilities of RoCE, from the start of the answer of QUERY_HCA_CAP.
+pub mod roce_cap {
+    use super::{Field, field};
+
+    const CAPABILITY: usize = 0x80;
+    /// Of `op_mod`, above the bit for the current values.
+    pub const TYPE: u32 = 4;
+
+    fields! {
+        MAX_SRC_UDP_PORT = (CAPABILITY + 0xc0, 16);
+        MIN_SRC_UDP_PORT = (CAPABILITY + 0xd0, 16);
+        ADDRESS_TABLE_SIZE = (CAPABILITY + 0xf0, 16);
     }
 }
 

@@ -21,6 +21,9 @@ use crate::user::User;
 pub(super) const VECTORS: u32 = 4;
 pub(super) const MAX_CQE: u32 = (1 << 22) - 1;
 pub(super) const MAX_QP_WR: u32 = 32768;
+/// Bytes of a WQE.
+pub(super) const MAX_SQ_DESC: u16 = 1024;
+pub(super) const MAX_RQ_DESC: u16 = 512;
 pub(super) const MAX_SGE: u32 = 30;
 /// Of a receive queue: its longest WQE has 512 bytes.
 pub(super) const MAX_RECV_SGE: u32 = 32;
@@ -59,8 +62,8 @@ impl Context {
                 bf_reg_size: 512,
                 tot_bfregs: 0,
                 cache_line_size: 64,
-                max_sq_desc_sz: 1024,
-                max_rq_desc_sz: 512,
+                max_sq_desc_sz: MAX_SQ_DESC,
+                max_rq_desc_sz: MAX_RQ_DESC,
                 max_send_wqebb: MAX_QP_WR,
                 max_recv_wr: MAX_QP_WR,
                 max_srq_recv_wr: MAX_QP_WR - 1,

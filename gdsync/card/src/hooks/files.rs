@@ -393,6 +393,9 @@ mod tests {
         assert_eq!((out.st_mode & libc::S_IFMT, out.st_rdev), (libc::S_IFCHR, device_number(0)));
         assert_eq!(stat(c"/dev/infiniband/uverbs9".as_ptr(), &raw mut out), -1);
         assert_eq!(access(c"/dev/infiniband/uverbs0".as_ptr(), libc::R_OK | libc::W_OK), 0);
+        for path in [c"/sys/module/nvidia_peermem/version", c"/sys/kernel/mm/memory_peers/nv_mem/version"] {
+            assert_eq!(access(path.as_ptr(), libc::F_OK), 0, "{path:?}");
+        }
     }
 
     #[test]

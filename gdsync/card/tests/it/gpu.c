@@ -111,6 +111,9 @@ int main(int argc, char **argv)
     CHECK((fd = memfd_create("other", 0)) >= 0 && !ftruncate(fd, LEN));
     CHECK(!ibv_reg_dmabuf_mr(pd, 0, LEN, (uint64_t)none, fd, ALL) && errno == EOPNOTSUPP && !close(fd));
 
+    /* Queues are read by the CPU, which needs a mapping. */
+    CHECK(!mlx5dv_devx_umem_reg(context, (void *)gpu[0], 4096, IBV_ACCESS_LOCAL_WRITE) && errno == EOPNOTSUPP);
+
     CHECK(cq = ibv_create_cq(context, 16, NULL, NULL, 0));
     struct ibv_qp_init_attr init = { .send_cq = cq, .recv_cq = cq, .qp_type = IBV_QPT_RC,
         .cap = { .max_send_wr = 8, .max_recv_wr = 8, .max_send_sge = 1, .max_recv_sge = 1 } };

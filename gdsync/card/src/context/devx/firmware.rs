@@ -2,12 +2,14 @@
 
 use std::fmt;
 
-use rdma_core_sys::mlx5::ifc::{Field, Opcode, Status, answer, atomic_cap, cap, command, query_roce_address};
-
+use rdma_core_sys::mlx5::ifc::{
+    Field, Opcode, Status, answer, atomic_cap, cap, command, query_roce_address, roce_cap,
+};
 use rustix::io::Errno;
 
-use crate::address::GidType;
+use crate::address::{GidType, Link};
 use crate::context::Context;
+use crate::context::device::{MAX_RQ_DESC, MAX_SQ_DESC};
 
 /// The command of a mailbox.
 pub(super) fn opcode(input: &[u8]) -> Opcode {
@@ -138,6 +140,8 @@ pub(super) fn require(input: &[u8], fields: &[(Field, u32, &str)]) -> Result<(),
     Ok(())
 }
 
+/// The first UDP source port of RoCE v2.
+pub(super) const MIN_UDP_SPORT: u32 = 0xc000;
 /// Log2 of the largest queues, and of how many queues there may be.
 pub(super) const LOG_MAX_QP_SZ: u32 = 15;
 pub(super) const LOG_MAX_CQ_SZ: u32 = 22;
@@ -179,6 +183,7 @@ impl Context {
 
     fn query_hca_cap(&self, input: &[u8], response: &mut Response) -> Result<(), Refusal> {
         response.at_least(cap::ANSWER)?;
+        let link = self.hca.port.link;
         // The last bit asks for the maximum or the current values, which are the same. What is not set is not there.
         match command::OP_MOD.get(input) >> 1 {
             0 => {
@@ -186,6 +191,11 @@ impl Context {
                 response.set(cap::LOG_MAX_QP, LOG_MAX_QP);
                 response.set(cap::LOG_MAX_CQ_SZ, LOG_MAX_CQ_SZ);
                 response.set(cap::LOG_MAX_CQ, LOG_MAX_CQ);
+                response.set(cap::PORT_TYPE, u32::from(link == Link::Ethernet));
+                response.set(cap::CQE_VERSION, 1);
+                response.set(cap::RC, 1);
+                response.set(cap::MAX_WQE_SZ_SQ, MAX_SQ_DESC.into());
+                response.set(cap::MAX_WQE_SZ_RQ, MAX_RQ_DESC.into());
                 response.set(cap::LOG_MAX_RMP, LOG_MAX_QP);
                 // UCX makes its queues by DevX where this is 30. Before 1.22 it also needs mkeys of mlx5dv then, but does not ask for
                 // them: its writes and atomics reach wrong addresses.
@@ -196,6 +206,11 @@ impl Context {
                 response.set(atomic_cap::REQ_8B_ENDIANNESS_MODE, 1);
                 response.set(atomic_cap::OPERATIONS, 3);
                 response.set(atomic_cap::SIZE_QP, 8);
+            }
+            roce_cap::TYPE if link == Link::Ethernet => {
+                response.set(roce_cap::ADDRESS_TABLE_SIZE, link.gids());
+                response.set(roce_cap::MIN_SRC_UDP_PORT, MIN_UDP_SPORT);
+                response.set(roce_cap::MAX_SRC_UDP_PORT, u16::MAX.into());
             }
             _ => {}
         }

@@ -246,7 +246,6 @@ impl Qp {
             input,
             &[
                 (qpc(qpc::ST), 0, "st: other queue pairs than RC"),
-                (qpc(qpc::PM_STATE), 3, "pm_state"),
                 (qpc(qpc::NO_SQ), 0, "no_sq"),
                 (qpc(qpc::SEND_DBR_MODE), 0, "send_dbr_mode"),
                 (qpc(qpc::PAGE_OFFSET), 0, "page_offset"),
@@ -272,7 +271,10 @@ impl Qp {
         let (rq, sq) = (slice(0, rq_len)?, slice(rq_len, BB << log_sq)?);
         let place = (qpc(qpc::DBR_UMEM_ID), qpc(qpc::DBR_ADDR));
         let (record_umem, record) = part(context, input, place, QP_DBREC_SIZE, 8)?;
-        let (send_cqn, recv_cqn) = (qpc(qpc::CQN_SND).get(input), qpc(qpc::CQN_RCV).get(input));
+        let send_cqn = qpc(qpc::CQN_SND).get(input);
+        // Without receives it is not looked at, and programs leave it 0.
+        let has_receives = rq_len > 0 || srq.is_some();
+        let recv_cqn = if has_receives { qpc(qpc::CQN_RCV).get(input) } else { send_cqn };
         let cqs = [context.completions(send_cqn)?, context.completions(recv_cqn)?];
         let pdn = qpc(qpc::PD).get(input);
         let pd = context.pds.find(|pd| pd.pdn == pdn);

@@ -4,7 +4,7 @@ use gdsync_device::error::Error;
 use gdsync_device::{Access, QpAddress, QpAttr, QpState, mtu_bytes};
 use rdma_core_sys::mlx5::ifc::{Field, Opcode, Status, command, create_qp, path, qpc};
 
-use super::firmware::{Refusal, at_least, narrow, opcode};
+use super::firmware::{MIN_UDP_SPORT, Refusal, at_least, narrow, opcode};
 use super::queues::{Object, same};
 use crate::address::{GidType, Link, Port};
 use crate::context::Context;
@@ -56,7 +56,6 @@ impl Step {
                     path::UDP_SPORT,
                     path::ETH_PRIO,
                     path::SL,
-                    path::VHCA_PORT_NUM,
                 ],
             ),
             Opcode::RTR2RTS_QP => step(
@@ -187,7 +186,7 @@ fn check_ethernet(context: &[u8], port: Port, sgid_index: u8, dgid: &[u8; 16], r
         return Err(Refusal::parameter("hop_limit is 0, so the packets end at the first router"));
     }
     let is_v2 = port.gid(sgid_index.into()).is_some_and(|(_, kind)| kind == GidType::RoceV2);
-    if is_v2 && path::UDP_SPORT.get(context) < 0xc000 {
+    if is_v2 && path::UDP_SPORT.get(context) < MIN_UDP_SPORT {
         return Err(Refusal::parameter("udp_sport is below those of RoCE v2"));
     }
     Ok(())

@@ -6,7 +6,7 @@ use bolero::check;
 use gdsync_device::memory::Memory;
 use rdma_core_sys::mlx5::ifc::{
     Field, Opcode, Status, answer, atomic_cap, cap, command, cqc, create_cq, create_qp, event, path, qpc,
-    query_roce_address, rmp_wq,
+    query_roce_address, rmp_wq, roce_cap,
 };
 use rustix::fd::{FromRawFd as _, OwnedFd};
 
@@ -239,7 +239,6 @@ const TO_RTS: &[(Field, u32)] = &[(qpc::NEXT_SEND_PSN, 5), (path::ACK_TIMEOUT, 1
 
 fn to_rtr(qp: (u64, u32)) -> Vec<(Field, u32)> {
     vec![
-        (path::VHCA_PORT_NUM, 1),
         (path::SRC_ADDR_INDEX, 1),
         (path::HOP_LIMIT, 1),
         (path::UDP_SPORT, 0xc001),
@@ -359,6 +358,11 @@ fn the_device_tells_what_it_can() {
     let (done, caps) = run(&context, OTHER, None, &input, cap::ANSWER);
     done.unwrap();
     assert_eq!((cap::LOG_MAX_QP_SZ.get(&caps), cap::LOG_MAX_CQ_SZ.get(&caps)), (15, 22));
+    let longest = (cap::MAX_WQE_SZ_SQ.get(&caps), cap::MAX_WQE_SZ_RQ.get(&caps));
+    assert_eq!((longest, cap::RC.get(&caps), cap::PORT_TYPE.get(&caps)), ((1024, 512), 1, 1));
+    let (_, roce) = run(&context, OTHER, None, &general(9), cap::ANSWER);
+    let ports = (roce_cap::MIN_SRC_UDP_PORT.get(&roce), roce_cap::MAX_SRC_UDP_PORT.get(&roce));
+    assert_eq!((roce_cap::ADDRESS_TABLE_SIZE.get(&roce), ports), (16, (0xc000, 0xffff)));
     // UCX takes queues of DevX at 30, and 1.13 is then wrong without mkeys of its own.
     assert_eq!(cap::LOG_MAX_MSG.get(&caps), 0);
     let (_, caps) = run(&context, OTHER, None, &general(7), cap::ANSWER);
