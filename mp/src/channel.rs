@@ -16,7 +16,7 @@
 
 use std::mem;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gdsync::recorder::Traffic;
@@ -40,8 +40,8 @@ use crate::wait::Deadline;
 /// ([`Channel::post_recv_in_batch`]), in each launch anew; the sender's stream waits for that. So a sender may be any number of
 /// launches ahead: it waits without retries of the device, up to its stream's wait limit.
 ///
-/// Let a graph post and await a multiple of the number of places, so that each launch uses the same ones: with two places, capture
-/// iterations that alternate between two buffers two at a time. Let a graph wait for its own sends only: the completion of an
+/// Let a graph post and await a multiple of the number of places: with two places, capture iterations that alternate between two
+/// buffers two at a time. A launch that would begin at another place than the first one is refused. Let a graph wait for its own sends only: the completion of an
 /// earlier send may be consumed before a launch looks for it, and the launch is refused then.
 ///
 /// Both ranks have the channel. It carries messages to each end that gave places: to both, or to one alone.
@@ -151,6 +151,8 @@ impl Half {
             return Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() });
         }
         self.repeat(batch);
+        let places: Arc<dyn Replenish> = Arc::new(SamePlace { half: self.clone(), first: OnceLock::new() });
+        batch.before_launches(&places);
         batch.post(credit);
         Ok(())
     }
@@ -196,6 +198,29 @@ impl Replenish for Half {
             }
         }
         Ok(())
+    }
+}
+
+/// Refuses launches of a graph that begin at another place than the first one: what the graph does with the places would be done
+/// with others.
+#[derive(Debug)]
+struct SamePlace {
+    half: Arc<Half>,
+    first: OnceLock<u64>,
+}
+
+impl Replenish for SamePlace {
+    fn replenish(&self) -> gdsync::Result<()> {
+        let place = self.half.qp.sends() % self.half.places.len() as u64;
+        match *self.first.get_or_init(|| place) == place {
+            true => Ok(()),
+            false => Err(gdsync::Error::Unsupported {
+                what: "a launch whose receives are for other places of the channel than those of its first launch",
+                by: "a graph, which uses the same memory each time",
+                fix: "capture as many iterations as the channel has places (with two, one for each), or a graph for each place, launched \
+                      in turn, or give Communicator::channels one place",
+            }),
+        }
     }
 }
 
@@ -249,7 +274,8 @@ impl Channel {
 
     /// Gives the other rank, when the stream gets there, credit for a message into the next place: places are freed in turn, from the
     /// first one on. Each needs its wait ([`Channel::wait_recv_in_batch`]): no more than there are places may be without one. Both count
-    /// when they are added, those of a capture until it ends and then in each launch. A launch itself is not checked.
+    /// when they are added, those of a capture until it ends and then in each launch. A launch
+    /// is only refused ([`gdsync::Error::Unsupported`]) if it begins at another place than the first one of its graph.
     ///
     /// # Errors
     /// [`Error::NoFreePlace`] when all places were freed and no wait has been added; [`Error::Message`] with the reason: there is no

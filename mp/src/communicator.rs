@@ -1,8 +1,8 @@
 //! Communicators: ranks that can send messages to each other.
 
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
@@ -36,8 +36,14 @@ use crate::watchdog::{self, Watchdog};
 /// operations without counting them. After [`Communicator::timeout`] the call fails with [`gdsync::Error::QueueFull`] or
 /// [`gdsync::Error::StreamFull`], and has started nothing: where two ranks both send more than `depth` messages before either
 /// receives, or a batch holds more than that. [`Communicator::with_timeout`] of zero makes these calls fail at once instead.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Communicator(pub(crate) Arc<Inner>, pub(crate) Duration);
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Communicator(rank {} of {})", self.rank(), self.size())
+    }
+}
 
 /// The settings of a communicator.
 #[derive(Clone, Debug)]
@@ -425,34 +431,6 @@ impl Communicator {
     /// The process of a rank that [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started from here.
     pub fn child(&self, rank: usize) -> Option<u32> {
         self.0.children.lock().as_ref()?.pid(rank)
-    }
-
-    /// Waits for the operations of windows, for all ranks, then for the processes that
-    /// [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started. If one of them fails, the others have two seconds to
-    /// say what they have seen, and are killed then.
-    ///
-    /// All ranks call it before they end. A process that drops its communicator instead, while ranks that it has started work, says so
-    /// on standard error and ends its connections. It waits for them, as long as
-    /// [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), then kills them, and names them. It exits with 1 if one was
-    /// killed or has failed.
-    ///
-    /// # Errors
-    /// [`Error::Message`] for an operation on a window that failed, unless a call on that window has reported it; [`Error::Bootstrap`]
-    /// and [`Error::Deadline`] as [`Communicator::barrier`]; [`Error::Child`] for a process that failed.
-    pub fn finalize(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
-        let deadline = Deadline::after(self.limit(timeout));
-        self.0.children.is_finalized.store(true, Ordering::Relaxed);
-        let flushed = RmaQueues::finish_all(&self.0.rma, &deadline);
-        // The others need not wait for a rank that this one cannot reach.
-        let met = self.barrier(deadline.remaining());
-        flushed.and(met).map_err(|error| match &mut *self.0.children.lock() {
-            Some(children) => children.explain(error),
-            None => error,
-        })?;
-        match self.0.children.lock().take() {
-            Some(children) => children.wait(deadline.remaining()),
-            None => Ok(()),
-        }
     }
 }
 

@@ -187,6 +187,11 @@ impl Numbers {
         self.number(index, all.before(index, self.depth))
     }
 
+    /// The number of the message at this index, which was posted.
+    fn of(&self, index: u64) -> u32 {
+        low32((index + 1).wrapping_sub(self.skipped.lock().before(index, self.depth)))
+    }
+
     fn number(&self, index: u64, skipped: u64) -> u32 {
         let number = low32((index + 1).wrapping_sub(skipped));
         self.latest.store(number, Ordering::Relaxed);
@@ -334,6 +339,16 @@ impl Credits {
         let arrived = low32(index).wrapping_add(1);
         // Two threads may store in any order; the next message corrects it.
         self.arrived.store(arrived, Ordering::Relaxed);
+    }
+
+    /// Receives that the peer has posted for this rank and announced, modulo 2^32.
+    pub(crate) fn granted(&self) -> u32 {
+        self.ready.load()
+    }
+
+    /// The number, from 1 and modulo 2^32, of a message that was posted to the queue.
+    pub(crate) fn number_of(&self, index: u64) -> u32 {
+        self.numbers.of(index)
     }
 
     /// Receives posted for the peer, modulo 2^32.

@@ -129,6 +129,14 @@ pub enum Error {
         /// What the user can do.
         fix: &'static str,
     },
+    /// [`Communicator::finalize`](crate::Communicator::finalize) or [`Tagged::destroy`](crate::tagged::Tagged::destroy) was called with
+    /// messages that nobody receives, or with work on streams that did not end. They are lost with the communicator.
+    Unfinished {
+        /// What was under way, with which ranks: how many messages, and their sizes.
+        what: String,
+        /// How long it was waited for.
+        after: Duration,
+    },
     /// A message does not fit into the receive that it matched. It is lost; nothing else is.
     Truncated {
         /// The rank that sent it.
@@ -180,7 +188,7 @@ impl fmt::Display for Error {
         match self {
             Self::Launch { what, fix } => write!(f, "launch: {what}; {fix}"),
             Self::Bootstrap { peer, what, cause: why, fix } => {
-                write!(f, "bootstrap: {peer}: {what}{}; {fix}", cause(why))
+                write!(f, "{peer}: {what}{}; {fix}", cause(why))
             }
             Self::Deadline { what, after, fix } => {
                 write!(f, "{what}: not done within {}; {fix}, or allow more time", rounded(*after))
@@ -234,9 +242,14 @@ impl fmt::Display for Error {
             Self::Collective { call, rank, what, fix } => {
                 write!(f, "rank {rank} {what} where this rank called {call}; {fix}")
             }
+            Self::Unfinished { what, after } => write!(
+                f,
+                "unfinished after {}: {what}; receive each message, and synchronize streams, before the end",
+                rounded(*after)
+            ),
             Self::Truncated { rank, tag, bytes, room } => write!(
                 f,
-                "the message of {bytes} bytes from rank {rank} with tag {tag:#x} does not fit into the {room} bytes of its receive; \
+                "the message of {bytes} bytes from rank {rank} with tag {tag} does not fit into the {room} bytes of its receive; \
                  ask for its size first (Tagged::improbe), or receive into more"
             ),
             Self::Cancelled => {
@@ -307,6 +320,14 @@ impl Error {
         | Self::Message { cause: gdsync::Error::Deadline { after, .. }, .. } = &mut self
         {
             *after = limit;
+        }
+        self
+    }
+
+    /// The error of a call of all ranks, returned again by a later one.
+    pub(crate) fn of_earlier_call(mut self) -> Self {
+        if let Self::Deadline { what, .. } | Self::Bootstrap { what, .. } = &mut self {
+            *what = format!("an earlier call of all ranks has failed: {what}");
         }
         self
     }

@@ -70,6 +70,11 @@ impl InFlightOp {
         }
     }
 
+    /// Bytes of a send, or of the buffers of a receive.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     fn kept(&self) -> Option<usize> {
         let bytes = self.kept_bytes.load(Ordering::Relaxed);
         usize::try_from(bytes).ok().filter(|_| bytes != UNKNOWN)

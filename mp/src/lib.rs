@@ -93,6 +93,7 @@ mod communicator;
 mod credit;
 pub mod error;
 mod exchange;
+mod finalize;
 mod in_flight;
 pub mod launch;
 mod on_stream;

@@ -26,6 +26,21 @@ pub(crate) struct Peer {
 /// The peers of connections beside those of a communicator, and the words that they write.
 pub(crate) type Beside = (Arc<[Arc<Peer>]>, Registration);
 
+/// What is under way with a rank that finalizes: bytes of sends that it has not received, bytes of messages in the FIFO without a
+/// receive, and whether a stream waits for it.
+#[derive(Debug, Default)]
+pub(crate) struct Unfinished {
+    pub(crate) sends: Vec<usize>,
+    pub(crate) unread: Vec<usize>,
+    pub(crate) is_awaited: bool,
+}
+
+impl Unfinished {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.sends.is_empty() && self.unread.is_empty() && !self.is_awaited
+    }
+}
+
 /// A send that was started.
 pub(crate) enum Sent {
     /// Through the FIFO: its length, and the send of the queue pair before it, if that is under way.
@@ -38,6 +53,8 @@ pub(crate) enum Received {
     Fifo(Arc<FifoReceive>),
     Queue(Arc<InFlightOp>),
 }
+
+const RECEIVE_ON_STREAM: &str = "receive on stream";
 
 /// Pieces as the device addresses them: mostly one.
 type Sges = SmallVec<[Sge; 2]>;
@@ -79,7 +96,7 @@ impl Companion for Peer {
     }
 
     fn is_awaited(&self) -> bool {
-        self.in_flight.iter().any(|in_flight| !in_flight.lock().is_empty())
+        self.transport.qp.is_awaited()
     }
 }
 
@@ -298,14 +315,14 @@ impl Peer {
         batch: &mut Batch,
         pieces: &[Piece<'_>],
     ) -> Result<Received> {
-        const RECEIVE: &str = "receive on stream";
-        let sges = self.sges(RECEIVE, pieces)?;
+        let sges = self.sges(RECEIVE_ON_STREAM, pieces)?;
         // The lock keeps other threads from opening the FIFO and from posting receives.
         let mut in_flight = self.in_flight[Direction::Recv as usize].lock();
         in_flight.drop_taken_back();
         if let Some(fifo) = &self.fifo
-            && let Some(receive) =
-                fifo.receive_in_order(&self.transport, pieces).map_err(|cause| self.failed(RECEIVE, cause))?
+            && let Some(receive) = fifo
+                .receive_in_order(&self.transport, pieces)
+                .map_err(|cause| self.failed(RECEIVE_ON_STREAM, cause))?
         {
             // Its message is in the FIFO already: the stream lets it into the buffer.
             let gate = Gate { peer: self.clone(), receive: receive.clone() };
@@ -316,7 +333,7 @@ impl Peer {
         }
         let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive_in_batch(batch, sges)?, ()));
         let message = (pieces, &sges[..], ReceiveClaims::new());
-        let (op, ()) = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE, message, post)?;
+        let (op, ()) = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE_ON_STREAM, message, post)?;
         Ok(Received::Queue(op))
     }
 
@@ -345,6 +362,29 @@ impl Peer {
     pub(crate) fn watch(&self) -> bool {
         self.transport.credits.catch_up();
         self.fifo.as_ref().is_some_and(|fifo| fifo.watch(&self.transport))
+    }
+
+    /// What is under way, but for receives of the CPU: nothing once the connection has ended.
+    pub(crate) fn unfinished(&self) -> Unfinished {
+        if self.transport.has_ended() {
+            return Unfinished::default();
+        }
+        let [sends, receives] = self.in_flight.each_ref().map(|in_flight| {
+            let mut in_flight = in_flight.lock();
+            in_flight.drop_taken_back();
+            in_flight.retire();
+            let mut ops = in_flight.ops().cloned().collect::<Vec<_>>();
+            // Queues complete in order: those before a complete one were taken back.
+            let over = ops.iter().rposition(|op| !matches!(op.outcome(), Ok(None)));
+            ops.drain(..over.map_or(0, |last| last + 1));
+            ops
+        });
+        let is_by_stream = receives.iter().any(|op| op.operation == RECEIVE_ON_STREAM);
+        let is_awaited = is_by_stream
+            || self.transport.qp.is_awaited()
+            || self.transport.companions().iter().any(|companion| companion.is_awaited());
+        let unread = self.fifo.as_ref().map(ShmFifo::unread).unwrap_or_default();
+        Unfinished { sends: sends.iter().map(|op| op.bytes()).collect(), unread, is_awaited }
     }
 
     /// Takes completions, releases buffers, and asks a silent rank whether it is alive if anything is under way.

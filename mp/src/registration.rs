@@ -1,5 +1,6 @@
 //! Registered memory, and ranges of it as pieces of messages.
 
+use std::fmt;
 use std::ops::Range;
 
 use gdsync::memory::Memory;
@@ -9,11 +10,17 @@ use gdsync::verbs::{Mr, Sge};
 pub type Piece<'a> = (&'a Registration, Range<usize>);
 
 /// Memory that messages can be sent from and received into. Clones share the registration.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Registration {
     mr: Mr,
     /// The registration with the device for ranks of the same host, if the communicator has one.
     intra_host: Option<Mr>,
+}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Registration({} bytes at {:#x})", self.memory().len(), self.memory().addr())
+    }
 }
 
 impl Registration {

@@ -1,9 +1,11 @@
 //! Requests: messages and one-sided operations under way.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Word32;
+use gdsync::stream::Cond;
 use gdsync::verbs::Completion;
 
 use crate::error::{Error, Result};
@@ -18,15 +20,26 @@ use crate::wait::Deadline;
 pub(crate) static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp");
 
 /// A message under way. Dropping it detaches: the message goes on, and its resources are released when it is complete.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 #[must_use = "a message nobody waits for may fail unnoticed"]
 pub struct Request {
     rank: usize,
     state: State,
 }
 
+impl fmt::Debug for Request {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let operation = match &self.state {
+            State::Queue(_, op) | State::Rma(_, op) => op.operation,
+            State::Sent(_) | State::SentAfter(..) => "send",
+            State::Fifo(..) => "receive",
+        };
+        write!(f, "Request({operation}, rank {})", self.rank)
+    }
+}
+
 /// Where it is under way.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 enum State {
     /// In a queue of the rank's queue pair.
     Queue(Arc<Peer>, Arc<InFlightOp>),
@@ -230,6 +243,7 @@ impl Request {
             match completion.wait(deadline.remaining().min(SILENCE)) {
                 Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => transport.tend(),
                 Err(gdsync::Error::Deadline { what, awaited, .. }) => {
+                    let awaited = self.awaited_receive().unwrap_or_else(|| awaited.to_string());
                     return Err(gdsync::Error::late(what, timeout, awaited));
                 }
                 // It is known, or was forgotten and kept.
@@ -239,6 +253,19 @@ impl Request {
         let late =
             || gdsync::Error::late("waiting for a completion", timeout, "what its queue has not told yet");
         self.outcome()?.ok_or_else(late)
+    }
+
+    /// The receive that a message waits for, if it is not posted.
+    fn awaited_receive(&self) -> Option<String> {
+        let State::Queue(peer, op) = &self.state else { return None };
+        let posted = peer.transport.credits.granted();
+        let number = peer.transport.credits.number_of(op.index());
+        let is_awaited =
+            op.direction == Direction::Send && self.is_message() && !Cond::Geq.holds32(posted, number);
+        is_awaited.then(|| {
+            let rank = self.rank;
+            format!("receive {number} of rank {rank}: rank {rank} has posted {posted}; post one there (Communicator::irecv)")
+        })
     }
 
     fn completion(&self) -> Option<&Completion> {

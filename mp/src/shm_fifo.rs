@@ -176,8 +176,18 @@ struct TxSide {
     count: u64,
 }
 
-/// The receiver's side.
+/// The length of a run after which the FIFO opens.
 #[derive(Debug)]
+struct WantedRun(u32);
+
+impl Default for WantedRun {
+    fn default() -> Self {
+        Self(SHORT_RUN)
+    }
+}
+
+/// The receiver's side.
+#[derive(Debug, Default)]
 struct RxSide {
     receiver: Receiver,
     /// Receives that are not posted, oldest first: the next message is for the first of them.
@@ -193,34 +203,13 @@ struct RxSide {
     last_posted: Option<Arc<FifoReceive>>,
     /// Receives in a row that the CPU could have filled.
     run: u32,
-    /// The length of a run after which the FIFO opens.
-    wanted_run: u32,
+    wanted_run: WantedRun,
     /// The message that was next when the FIFO was opened last.
     opened_at: u64,
     /// The message that was next at the last poll of the watchdog, and how many polls found the same.
     idle: (u64, u32),
     /// Nothing is received any more: streams that wait for it go on.
     is_over: bool,
-}
-
-impl Default for RxSide {
-    fn default() -> Self {
-        let (receiver, [queued, posted, spent], ahead, last_posted) = Default::default();
-        let (run, wanted_run, opened_at, idle, is_over) = (0, SHORT_RUN, 0, (0, 0), false);
-        Self {
-            receiver,
-            queued,
-            posted,
-            spent,
-            ahead,
-            last_posted,
-            run,
-            wanted_run,
-            opened_at,
-            idle,
-            is_over,
-        }
-    }
 }
 
 impl RxSide {
@@ -277,8 +266,9 @@ impl RxSide {
     /// The FIFO is closed for a reason that is likely to recur: it opens later.
     fn open_later(&mut self) {
         let taken = self.receiver.next() - self.opened_at;
-        let wanted = if taken / 16 > u64::from(self.wanted_run) { SHORT_RUN } else { self.wanted_run * 2 };
-        (self.run, self.wanted_run) = (0, wanted.min(LONG_RUN));
+        let wanted =
+            if taken / 16 > u64::from(self.wanted_run.0) { SHORT_RUN } else { self.wanted_run.0 * 2 };
+        (self.run, self.wanted_run) = (0, WantedRun(wanted.min(LONG_RUN)));
     }
 
     /// A receive for the next request, made of one that is over if no request has that any more.
@@ -511,7 +501,7 @@ impl ShmFifo {
     ) {
         let mut rx = self.lock();
         rx.run = if can_be_filled(pieces) { rx.run.saturating_add(1) } else { 0 };
-        let is_wanted = rx.run >= rx.wanted_run && self.memory.rx.run() >= rx.wanted_run;
+        let is_wanted = rx.run >= rx.wanted_run.0 && self.memory.rx.run() >= rx.wanted_run.0;
         if !is_wanted || rx.receiver.end() != Some(rx.receiver.next()) || transport.has_ended() {
             return;
         }
@@ -534,6 +524,17 @@ impl ShmFifo {
         let mut rx = self.lock();
         self.pump(transport, &mut rx, look);
         !rx.queued.is_empty()
+    }
+
+    /// Bytes of the messages that have no receive, as far as they are there.
+    pub(crate) fn unread(&self) -> Vec<usize> {
+        let rx = self.lock();
+        let first = rx.receiver.next() + rx.queued.len() as u64;
+        let message = |number| match peek(&self.memory.rx, number) {
+            Next::Message(len) => Some(len as usize),
+            _ => None,
+        };
+        (first..first + FifoMemory::capacity(0)).map_while(message).collect()
     }
 
     /// Takes the message in the next cell, if there is one.

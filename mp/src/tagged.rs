@@ -248,7 +248,8 @@ impl Tagged {
     /// too. Cancel receives that no message has matched before.
     ///
     /// # Errors
-    /// [`Error::Deadline`], also for a rank that is late; [`Error::Bootstrap`] names a rank that is gone.
+    /// [`Error::Deadline`], also for a rank that is late; [`Error::Bootstrap`] names a rank that is gone; [`Error::Unfinished`] names
+    /// messages that have come and were not received.
     pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let deadline = Deadline::after(self.0.comm.limit(timeout));
         let mut tended = Duration::ZERO;
@@ -263,12 +264,23 @@ impl Tagged {
                 tended = waited;
             }
             if deadline.is_over() {
-                let what = "waiting for the tagged messages that this rank has sent";
+                let announced = list(&self.0.engine.lock().announced(), "to");
+                let what =
+                    format!("waiting until the tagged messages of this rank are received ({announced})");
                 return Err(deadline.error(what, "see that their ranks receive them (Tagged::irecv)"));
             }
             yield_now();
         }
-        self.0.comm.barrier(deadline.remaining())
+        self.0.comm.barrier(deadline.remaining())?;
+        self.0.progress();
+        match &self.0.engine.lock().unreceived()[..] {
+            [] => Ok(()),
+            left => {
+                let what =
+                    format!("tagged messages not received here ({}): {}", left.len(), list(left, "from"));
+                Err(Error::Unfinished { what, after: deadline.elapsed() })
+            }
+        }
     }
 
     fn key(&self, source: Source, tag: Tag) -> Result<Key> {
@@ -277,6 +289,16 @@ impl Tagged {
         }
         Ok(Key::new(source, tag))
     }
+}
+
+/// The first few of many messages.
+fn list(all: &[Status], preposition: &str) -> String {
+    const SHOWN: usize = 4;
+    let one = |Status { rank, tag, bytes }: &Status| {
+        format!("{bytes} bytes with tag {tag} {preposition} rank {rank}")
+    };
+    let shown: Vec<_> = all.iter().take(SHOWN).map(one).collect();
+    format!("{}{}", shown.join(", "), if all.len() > SHOWN { ", ..." } else { "" })
 }
 
 /// A message taken by [`Tagged::improbe`], which no receive gets. Dropped without a receive it returns to its place among the others.

@@ -103,7 +103,7 @@ pub(crate) trait Companion: fmt::Debug + Send + Sync {
     /// Ends all operations.
     fn end(&self, error: &gdsync::Error);
 
-    /// Whether anything waits for the rank.
+    /// Whether a stream waits for the rank.
     fn is_awaited(&self) -> bool;
 }
 
@@ -112,7 +112,6 @@ impl Companion for QpPair {
         self.stop(error);
     }
 
-    /// Whether a stream waits for completions of either.
     fn is_awaited(&self) -> bool {
         self.send.is_awaited() || self.recv.is_awaited()
     }

@@ -587,7 +587,7 @@ impl fmt::Display for CompletionError {
             Some(opcode) => write!(f, "{opcode}")?,
             None => f.write_str("receive")?,
         }
-        write!(f, " with wr_id {:#x} failed: {}, vendor code {:#x}", self.wr_id, self.syndrome, self.vendor)?;
+        write!(f, " with wr_id {} failed: {}, vendor code {:#x}", self.wr_id, self.syndrome, self.vendor)?;
         let is_explained = self.deregistered && self.syndrome == Syndrome::LOC_PROT_ERR;
         write!(f, "; {}", if is_explained { DEREGISTERED } else { hint(self.syndrome) })
     }

@@ -191,7 +191,7 @@ impl Tracker {
         let track = self.lock();
         let is_posted = n < track.posted && track.posted - n <= track.entries.len() as u64;
         let id = match is_posted {
-            true => format!("wr_id {:#x}", track.entry(n).wr_id),
+            true => format!("wr_id {}", track.entry(n).wr_id),
             false => "not posted".to_owned(),
         };
         let fix = if self.is_send { "posts receives" } else { "sends" };

@@ -279,7 +279,7 @@ fn wait_of_a_short_batch_in_a_row_has_its_deadline() {
             stream.submit(&mut batch).unwrap();
         }
         let error = stream.synchronize(PATIENCE).unwrap_err();
-        let name = format!("receive 3 (wr_id 0x0) of QP {:#x} to complete", a.qp.qpn());
+        let name = format!("receive 3 (wr_id 0) of QP {:#x} to complete", a.qp.qpn());
         assert!(
             matches!(&error, Error::StreamWait { what, after: LIMIT, .. } if what.contains(&name)),
             "{error}"

@@ -266,12 +266,12 @@ fn deadlines_of_the_cpu_say_what_it_waits_for() {
     let nothing = format!("within 1 ms: it waits for receive 0 (not posted) of QP {qpn:#x} to complete; see");
     late(a.qp.recv_cq().wait(soon).map(drop), &["waiting for a completion did not finish", &nothing]);
     let received = a.qp.post_recv(&[RecvWr::new(&[]).id(7)]).unwrap();
-    let receive = format!("it waits for receive 0 (wr_id 0x7) of QP {qpn:#x} to complete");
+    let receive = format!("it waits for receive 0 (wr_id 7) of QP {qpn:#x} to complete");
     late(received.wait(soon).map(drop), &[&receive, "see that the peer lives and sends"]);
     late(a.qp.recv_cq().wait(soon).map(drop), &[&receive]);
     // The peer has posted no receive.
     let sent = a.qp.post_send(&[SendWr::send(&[]).id(8)]).unwrap();
-    let send = format!("it waits for send 0 (wr_id 0x8) of QP {qpn:#x} to complete");
+    let send = format!("it waits for send 0 (wr_id 8) of QP {qpn:#x} to complete");
     late(sent.wait(soon).map(drop), &[&send, "see that the peer lives and posts receives"]);
     late(a.qp.wait_all_sends(soon), &["waiting for all sends did not finish within 1 ms: ", &send]);
     drop(b);

@@ -63,7 +63,7 @@ fn deadline_of_a_call_says_what_holds_the_stream() {
         says(&|| stream.synchronize(soon), &["synchronizing stream '", &word, limit, &trace]);
         says(&|| launch.wait(&stream, soon), &["a launch on stream '", &word, limit, &trace]);
         gate.store(1);
-        let receive = format!("it waits for receive 0 (wr_id 0x9) of QP {:#x} to complete; see", a.qp.qpn());
+        let receive = format!("it waits for receive 0 (wr_id 9) of QP {:#x} to complete; see", a.qp.qpn());
         says(&|| stream.synchronize(soon), &[&receive, limit, &trace]);
         stream.abort();
         until(|| stream.query().pending == 0);

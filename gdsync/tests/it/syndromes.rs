@@ -67,7 +67,7 @@ fn assert_broken(side: &Side, syndrome: Syndrome, wr_id: u64) {
         let text = error.to_string();
         let names = [
             format!("QP {:#x}", side.qp.qpn()),
-            format!("wr_id {wr_id:#x}"),
+            format!("wr_id {wr_id}"),
             syndrome.name().unwrap().into(),
             "vendor code 0x0".into(),
         ];

@@ -180,7 +180,7 @@ impl Bootstrap {
         operation: impl FnOnce(&mut Self) -> std::result::Result<T, Failure>,
     ) -> Result<T> {
         if let Some(error) = &self.failed {
-            return Err(error.clone());
+            return Err(error.clone().of_earlier_call());
         }
         operation(self).map_err(|mut failure| {
             if self.rank != 0 {

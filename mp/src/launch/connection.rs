@@ -20,6 +20,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::error::{printable, rounded};
+use gdsync_device::own_rank;
 
 use crate::error::{Error, Result};
 use crate::exchange::take;
@@ -89,7 +90,9 @@ impl Kind {
             Self::Hello | Self::Welcome => "start-up",
             Self::Refused => "refusal",
             Self::Barrier => "barrier",
-            Self::Allgather => "allgather (exchange, window or channels)",
+            Self::Allgather => {
+                "a call of all ranks (exchange, window, channels, Tagged::new, Collectives::new, finalize)"
+            }
             Self::Failed => "failure",
             Self::Init => "CommunicatorBuilder::init",
         }
@@ -297,8 +300,12 @@ impl Conn {
         match frame.header.kind {
             // Rank 0 reports about others, the others only about themselves.
             Kind::Failed => {
-                let what = format!("{} ({} gave up)", frame.text(), self.peer);
-                Err(Error::bootstrap(format!("rank {}", frame.header.rank), what, FIX_FAILED))
+                let (rank, text) = (frame.header.rank as usize, frame.text());
+                let (peer, what) = match own_rank::get() == Some(rank) {
+                    true => (self.peer.clone(), format!("it gave up because of this rank: {text}")),
+                    false => (format!("rank {rank}"), format!("{text} ({} gave up)", self.peer)),
+                };
+                Err(Error::bootstrap(peer, what, FIX_FAILED))
             }
             Kind::Refused => {
                 let what = format!("refused this process: {}", frame.text());

@@ -717,6 +717,16 @@ impl Engine {
         self.matcher.cancel(place)
     }
 
+    /// Messages that have come and that no receive has taken.
+    pub(super) fn unreceived(&self) -> Vec<Status> {
+        self.matcher.messages().map(status_of).collect()
+    }
+
+    /// Messages that were announced, and that their ranks have not taken.
+    pub(super) fn announced(&self) -> Vec<Status> {
+        self.peers.iter().flat_map(|peer| peer.announced.values().map(|send| send.status)).collect()
+    }
+
     pub(super) fn is_idle(&self) -> bool {
         self.peers.iter().all(TaggedPeer::is_idle)
     }

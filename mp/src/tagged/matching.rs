@@ -42,7 +42,7 @@ impl fmt::Display for Tag {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Any => f.write_str("any tag"),
-            Self::Is(tag) => write!(f, "tag {tag:#x}"),
+            Self::Is(tag) => write!(f, "tag {tag}"),
             Self::Masked { value, mask } => write!(f, "a tag that is {value:#x} in the bits {mask:#x}"),
         }
     }
@@ -193,6 +193,11 @@ impl<R, M> Matcher<R, M> {
         self.index_by(key.shape);
         let (_, number) = self.index.range((key, 0)..=(key, u64::MAX)).next()?;
         self.messages.get(number)
+    }
+
+    /// The messages that no receive has taken, oldest first.
+    pub(super) fn messages(&self) -> impl Iterator<Item = &Arrival<M>> {
+        self.messages.values()
     }
 
     /// Removes the message that [`Matcher::find`] finds.

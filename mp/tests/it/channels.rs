@@ -264,6 +264,28 @@ job_test!(receives_beyond_the_places_are_refused, 1, |comm| {
 });
 
 // A stream that waits for a place says so, and on a wait of its own nobody waits in vain.
+// One iteration over two places would use the other place in each second launch.
+job_test!(launches_at_another_place_are_refused, 1, |comm| {
+    let (outbox, inbox) = (buffer(comm, PLACE), buffer(comm, 2 * PLACE));
+    let (channel, s) = (channel(comm, 0, &inbox, 2), stream("places"));
+    let iteration = |s: &Stream| {
+        channel.post_recv_on_stream(s)?;
+        channel.send_on_stream(s, &outbox, 0..8).map(drop)?;
+        channel.wait_recv_on_stream(s).map(drop)
+    };
+    let (one, other) = (capture(&s, iteration), capture(&s, iteration));
+    launch(&one, &s);
+    let error = one.launch_within(&s, LONG).unwrap_err().to_string();
+    says(&error, &["other places of the channel", "as many iterations as the channel has places"]);
+    // In turn each has its place.
+    for _ in 0..3 {
+        launch(&other, &s);
+        launch(&one, &s);
+    }
+    iteration(&s).unwrap();
+    s.synchronize(LONG).unwrap();
+});
+
 job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let memory = buffer(comm, 2 * PLACE);

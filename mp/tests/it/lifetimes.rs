@@ -1,8 +1,11 @@
 //! Requests and registrations that are dropped while their messages are under way.
 
-use crate::common::{LONG, buffer, bytes, gpu, job_test, mapped, message, stream, until};
+use std::time::Duration;
+
+use crate::common::{LONG, buffer, bytes, gpu, job_test, mapped, message, says, stream, until};
 use gdsync::memory::Memory;
-use mp::Communicator;
+use gdsync::stream::Cond;
+use mp::{Communicator, Error};
 
 job_test!(dropped_requests_still_arrive, 2, |comm| {
     let (me, peer) = (comm.rank(), 1 - comm.rank());
@@ -106,4 +109,77 @@ job_test!(taken_back_messages_do_not_unpin_earlier_ones, 2, |comm| {
         comm.wait(&received, LONG).unwrap();
         assert!(memory.to_vec() == message(0, 1, 0, SIZE));
     }
+});
+
+/// Another communicator of the same ranks, which started no processes: it can be finalized more than once.
+fn beside(comm: &Communicator) -> Communicator {
+    Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap()
+}
+
+fn unfinished(comm: &Communicator, timeout: Duration, texts: &[&str]) {
+    let error = comm.clone().finalize(timeout).unwrap_err();
+    assert!(matches!(error, Error::Unfinished { .. }), "{error}");
+    says(&error.to_string(), texts);
+}
+
+job_test!(finalize_names_messages_that_nobody_receives, 2, |comm| {
+    let (me, comm) = (comm.rank(), beside(comm));
+    let memory = buffer(&comm, 1 << 14);
+    if me == 0 {
+        let sends = [64, 10000].map(|len| comm.isend(&memory, 0..len, 1).unwrap());
+        unfinished(&comm, LONG, &["2 sends to rank 1 (64, 10000 bytes) not received there"]);
+        // Nothing is lost.
+        comm.wait_all(&sends, LONG).unwrap();
+    } else {
+        comm.clone().finalize(LONG).unwrap();
+        for len in [64, 10000] {
+            let received = comm.irecv(&memory, 0..len, 0).unwrap();
+            assert_eq!(comm.wait(&received, LONG).unwrap().bytes, len);
+        }
+    }
+    comm.finalize(LONG).unwrap();
+});
+
+job_test!(finalize_names_messages_in_the_fifo, 2, |comm| {
+    let (me, comm) = (comm.rank(), beside(comm));
+    let memory = buffer(&comm, 128);
+    for _ in 0..100 {
+        comm.sendrecv((&memory, 0..8), 1 - me, (&memory, 64..72), 1 - me, LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+    let (before, _) = comm.fifo_messages(1 - me).unwrap();
+    let sends: Vec<_> = (0..3).map(|_| comm.isend(&memory, 0..8, 1 - me).unwrap()).collect();
+    let (sent, _) = comm.fifo_messages(1 - me).unwrap();
+    let by_fifo = comm.exchange(&[u8::from(sent == before + 3)], LONG).unwrap();
+    let has_fifo = by_fifo.iter().all(|by_fifo| by_fifo[..] == [1]);
+    if has_fifo {
+        unfinished(&comm, LONG, &["3 messages from rank ", " (8, 8, 8 bytes) not received here"]);
+    }
+    for _ in 0..3 {
+        let received = comm.irecv(&memory, 64..72, 1 - me).unwrap();
+        assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 8);
+    }
+    comm.wait_all(&sends, LONG).unwrap();
+    comm.finalize(LONG).unwrap();
+});
+
+job_test!(finalize_waits_for_streams_and_names_them, 2, |comm| {
+    let (me, comm) = (comm.rank(), beside(comm));
+    let (peer, memory, s) = (1 - me, buffer(&comm, 256), stream("late"));
+    let gate = Memory::alloc(4).unwrap().word32(0).unwrap();
+    memory.memory().write(0, &message(me, peer, 0, 64)).unwrap();
+    s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+    comm.sendrecv_on_stream(&s, (&memory, 0..64), peer, (&memory, 128..192), peer).unwrap();
+    let rank = format!("rank {peer}");
+    unfinished(&comm, Duration::from_secs(2), &["work of a stream that waits for", &rank, "(64 bytes)"]);
+    comm.barrier(LONG).unwrap();
+    gate.store(1);
+    comm.clone().finalize(LONG).unwrap();
+    assert!(bytes(&memory, 128..192) == message(peer, me, 0, 64), "it waits");
+});
+
+// As ever: no message was meant for it.
+job_test!(finalize_drops_receives_without_a_message, 2, |comm| {
+    let memory = buffer(comm, 64);
+    drop(comm.irecv(&memory, 0..64, 1 - comm.rank()).unwrap());
 });

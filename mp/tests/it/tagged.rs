@@ -51,6 +51,25 @@ fn pairs(comm: &Communicator, tagged: Tagged) {
     tagged.destroy(LONG).unwrap();
 }
 
+job_test!(messages_that_nobody_received_are_named, 2, |comm| {
+    let (tagged, memory) = (Tagged::new(comm, LONG).unwrap(), buffer(comm, 64));
+    if comm.rank() == 0 {
+        for tag in [7, 9] {
+            tagged.isend(&memory, 0..8, 1, tag).unwrap().wait(LONG).unwrap();
+        }
+        tagged.destroy(LONG).unwrap();
+    } else {
+        let error = tagged.destroy(LONG).unwrap_err();
+        assert!(matches!(error, Error::Unfinished { .. }), "{error}");
+        says(
+            &error,
+            &[
+                "tagged messages not received here (2): 8 bytes with tag 7 from rank 0, 8 bytes with tag 9 from rank 0",
+            ],
+        );
+    }
+});
+
 job_test!(ranks_exchange_all_sizes, [1, 2, 4], all_pairs);
 
 job_test!(
@@ -232,7 +251,7 @@ job_test!(receives_are_cancelled_and_messages_probed, 2, |comm| {
     let error = late.wait(Duration::from_millis(20)).unwrap_err();
     assert!(matches!(error, Error::Deadline { .. }), "nobody sends it: {error}");
     let named =
-        format!("tagged receive from rank {peer} with tag 0x63: not done within 20 ms; see that it is sent");
+        format!("tagged receive from rank {peer} with tag 99: not done within 20 ms; see that it is sent");
     says(&error, &[&named]);
     assert!(tagged.iprobe(peer, 5).unwrap().is_none());
     comm.barrier(LONG).unwrap();

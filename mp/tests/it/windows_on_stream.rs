@@ -413,12 +413,12 @@ job_test!(unreported_failures_are_reported_by_finalize, 2, |comm| {
     if comm.rank() == 1 {
         drop((window, target));
         comm.barrier(LONG).unwrap();
-        return comm.barrier(LONG).unwrap();
+        return comm.clone().finalize(LONG).unwrap();
     }
     comm.barrier(LONG).unwrap();
     window.put(&target, 0..8, 1, 0).unwrap();
     drop(window);
-    // It passes the barrier, and reports the failure.
+    // It meets the other rank, and reports the failure.
     let error = comm.clone().finalize(LONG).unwrap_err();
     failed(&error, 1, &[Syndrome::REM_ACCESS_ERR]);
 });

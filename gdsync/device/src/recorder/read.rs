@@ -230,9 +230,9 @@ impl Recording {
         let read = |path: PathBuf| Self::read_of(&path, pid).map_err(|error| left_out(&path, error)).ok();
         let mut all: Vec<_> = files.filter_map(read).collect();
         if all.is_empty() {
-            let expected = "a process with a recording: `gdasync trace --list` lists them; it has none if it has ended in \
+            let expected = "one that has a recording: `gdasync trace --list` lists them; a process has none if it has ended in \
                             order, or runs with GDSYNC_RECORDER=off";
-            return Err(Error::invalid("process", pid, expected));
+            return Err(Error::invalid("the process to trace", pid, expected));
         }
         all.sort_by_key(|recording| std::cmp::Reverse(recording.begun));
         Ok(all)
