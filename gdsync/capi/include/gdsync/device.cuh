@@ -1,14 +1,11 @@
 /*
  * Words that kernels write and wait for: see mlx5.h, whose structures say which. C++, by nvcc or the host's compiler.
- * Include gdsync.h first.
  */
 
 #ifndef GDSYNC_DEVICE_CUH
 #define GDSYNC_DEVICE_CUH
 
-#ifndef __GDSYNC_H__
-#error "include gdsync.h first"
-#endif
+#include <gdsync.h>
 
 #include <assert.h>
 #include <stddef.h>
