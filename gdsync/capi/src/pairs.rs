@@ -228,13 +228,14 @@ pub(crate) fn destroy(at: *const gds_qp) -> Result<()> {
     drop((send, recv));
     streams::forget(&qp);
     let ended = qp.destroy(PATIENCE);
-    if Domain::release(domain) {
-        // The program may close the device now: CUDA must not know its registers any more.
-        if let Err(error) = gpu.reclaim(PATIENCE) {
-            tracing::warn!(%error, "CUDA still knows the doorbell registers of a device that may be closed");
-        }
+    let Some(pd) = Domain::release(domain) else { return ended };
+    // The program may free the domain and close the device now: nothing of them may be in use any more, and CUDA must not know
+    // the registers.
+    ended.and(pd.close(PATIENCE))?;
+    if let Err(error) = gpu.reclaim(PATIENCE) {
+        tracing::warn!(%error, "CUDA still knows the doorbell registers of a device that may be closed");
     }
-    ended
+    Ok(())
 }
 
 /// A use of a protection domain, given back on drop unless it is kept.
@@ -262,15 +263,12 @@ impl Domain {
         self.key = None;
     }
 
-    /// Gives a use back. Returns whether it was the last one.
-    fn release(key: (usize, usize)) -> bool {
+    /// Gives a use back. Returns the domain if it was the last one.
+    fn release(key: (usize, usize)) -> Option<Pd> {
         let mut domains = DOMAINS.lock();
-        let Some(at) = domains.iter().position(|known| known.key == key) else { return false };
+        let at = domains.iter().position(|known| known.key == key)?;
         domains[at].users -= 1;
-        let is_last = domains[at].users == 0;
-        let ended = is_last.then(|| domains.swap_remove(at));
-        drop(ended);
-        is_last
+        (domains[at].users == 0).then(|| domains.swap_remove(at).pd)
     }
 }
 

@@ -2,17 +2,19 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::cq::Cq;
 use super::mr::{Mr, WritableGpus};
 use super::old_keys::OldKeys;
 use super::qp::QpBuilder;
 use gdsync_device::cuda::Gpu;
-use gdsync_device::error::Result;
+use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::Memory;
 use gdsync_device::recorder::Log;
 use gdsync_device::{Access, FaultPlan, Gid, HcaStats, OnGpu, Places, Provider, Staging};
+use gdsync_shm::Backoff;
 use gdsync_soft::{SoftHca, SoftHcaConfig};
 
 /// An open device. Clones share it.
@@ -241,8 +243,38 @@ impl Pd {
         Mr::register(self.clone(), memory, access)
     }
 
+    /// Blocks until all that was made in it is gone, also what streams kept, and frees it; with the last domain also the device.
+    /// All other clones must be gone.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout`; it is then freed with the last object in it.
+    pub fn close(self, timeout: Duration) -> Result<()> {
+        let is_last = || Arc::strong_count(&self.0) == 1 && Arc::strong_count(&self.0.provider) == 1;
+        wait_until_gone(timeout, "freeing a protection domain", is_last)
+    }
+
     /// Starts building a queue pair.
     pub fn build_qp(&self) -> QpBuilder {
         QpBuilder::new(self.clone())
     }
+}
+
+/// Blocks until objects that streams keep are gone.
+pub(crate) fn wait_until_gone(
+    timeout: Duration,
+    what: &'static str,
+    is_gone: impl Fn() -> bool,
+) -> Result<()> {
+    let backoff = Backoff::new(Duration::from_micros(50));
+    while !is_gone() {
+        let waited = backoff.waited();
+        if waited >= timeout {
+            let awaited = "a stream that has work with it; synchronize the stream first";
+            return Err(Error::late(what, timeout, awaited));
+        }
+        if !backoff.spin_after(waited) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+    Ok(())
 }

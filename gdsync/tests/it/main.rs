@@ -16,6 +16,7 @@ mod faults;
 mod forks;
 mod graphs;
 mod graphs_model;
+mod interfaces;
 mod interop;
 mod kernel_steps;
 mod model;

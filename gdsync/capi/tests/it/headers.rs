@@ -14,7 +14,8 @@ use gdsync_c::{
 
 use crate::{built, compiler, finish, fresh_directory, has_rdma_core, package, said};
 
-const HEADERS: [&str; 4] = ["gdsync.h", "gdsync/core.h", "gdsync/tools.h", "gdsync/mlx5.h"];
+const HEADERS: [&str; 5] =
+    ["gdsync.h", "gdsync/core.h", "gdsync/tools.h", "gdsync/mlx5.h", "gdsync/device.cuh"];
 
 #[test]
 fn the_headers_compile_as_c_and_cplusplus() {
@@ -30,6 +31,9 @@ fn the_headers_compile_as_c_and_cplusplus() {
         for (program, language, standards) in
             [("gcc", "c", &["c99", "c11", "gnu17"][..]), ("g++", "c++", &["c++11", "c++17", "c++20"])]
         {
+            if language == "c" && header.ends_with(".cuh") {
+                continue;
+            }
             for standard in standards {
                 // Anonymous unions are in C99 by an extension, which rdma-core uses as well.
                 let standard = format!("-std={standard}");

@@ -6,13 +6,14 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::{Qp, QpCore};
+use crate::verbs::context::wait_until_gone;
 use crate::verbs::cq::Claims;
 use crate::verbs::end::QueueEnd;
 use crate::verbs::track::Track;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::{By, Queue, Stage};
 use gdsync_device::{Access, QpAddress, QpAttr, QpState};
-use gdsync_shm::{Backoff, reset};
+use gdsync_shm::reset;
 use rdma_core_sys::Verbs;
 use rdma_core_sys::verbs::{ibv_qp_attr, ibv_qp_attr_mask, ibv_qp_state};
 
@@ -257,23 +258,12 @@ impl Qp {
     /// # Errors
     /// [`Error::Deadline`] after `timeout`; it is then destroyed when the stream has passed its work.
     pub fn destroy(self, timeout: Duration) -> Result<()> {
-        let (qpn, core) = (self.qpn(), Arc::downgrade(self.core()));
+        let core = Arc::downgrade(self.core());
         if self.core().state() != QpState::RESET {
             self.stop(&Error::GivenUp);
         }
         drop(self);
-        let backoff = Backoff::new(Duration::from_micros(50));
-        while core.strong_count() > 0 {
-            let waited = backoff.waited();
-            if waited >= timeout {
-                let awaited = format!("a stream that has work of QP {qpn:#x}; synchronize it first");
-                return Err(Error::late("destroying a queue pair", timeout, awaited));
-            }
-            if !backoff.spin_after(waited) {
-                std::thread::sleep(Duration::from_micros(100));
-            }
-        }
-        Ok(())
+        wait_until_gone(timeout, "destroying a queue pair", || core.strong_count() == 0)
     }
 
     /// Like [`Qp::abort`], for an external reason such as a lost peer. Outstanding requests, streams that wait for them
