@@ -58,6 +58,7 @@ impl Context {
             return Err(Errno::INVAL);
         }
         let memory = match call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_DMABUF_FD) {
+            Ok(_) if self.hca.modes.no_dma_buf => return Err(Errno::OPNOTSUPP),
             // Programs may register memory that they only let the card read; its pages are written to all the same.
             Err(_) => ring(addr, len, 1)?,
             Ok(fd) => dma_buf(RawFd::try_from(fd).map_err(|_| Errno::BADF)?, addr, len)?,
