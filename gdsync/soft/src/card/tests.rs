@@ -492,7 +492,8 @@ impl Srq {
     fn new(card: &Card, entries: u16) -> Self {
         let ring = Memory::alloc(usize::from(entries) * SRQ_STRIDE).unwrap();
         let record = Memory::alloc(8).unwrap();
-        let of_card = CardSrq { ring: ring.clone(), stride: SRQ_STRIDE, record: record.clone() };
+        let of_card =
+            CardSrq { ring: ring.clone(), stride: SRQ_STRIDE, record: record.clone(), is_cyclic: false };
         let srqn = card.create_srq(of_card).unwrap();
         let srq = Self { srqn, ring, record, head: 0, tail: entries - 1, posted: 0 };
         (0..entries).for_each(|n| srq.link(n, (n + 1) % entries));

@@ -59,6 +59,7 @@ impl Context {
             return Err(Errno::INVAL);
         }
         let memory = match call.number(abi::MLX5_IB_ATTR_DEVX_UMEM_REG_DMABUF_FD) {
+            Ok(_) if self.hca.modes.no_dma_buf => return Err(Errno::OPNOTSUPP),
             // Programs may register memory that they only let the card read; its pages are written to all the same.
             Err(_) => match ring(addr, len, 1) {
                 Err(Errno::FAULT) => on_gpu(addr, len)?.ok_or(Errno::FAULT)?,
