@@ -66,9 +66,6 @@ pub mod verbs;
 pub mod hca {
     pub use gdsync_device::GpuNudge;
     pub use gdsync_device::{FaultPlan, Gid, HcaStats};
-    pub use gdsync_soft::{
-        AsyncEvent, AsyncEvents, Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport,
-    };
     pub use gdsync_soft::{CmaPolicy, SoftHcaConfig, job_secret};
 }
 pub use device::Device;

@@ -1,11 +1,12 @@
 //! The facts that probes judge: the kernel's files, and the answers of the probing processes.
 
 use std::collections::BTreeMap;
+use std::ffi::CString;
 use std::fs;
+use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
 use gdsync::rdma::{Place, SysfsDevice, gpus};
-use rustix::fs::Access;
 
 use super::areas::rdma::Limits;
 use super::live::{Answer, ChoiceFacts, CudaFacts, MappingFacts, VerbsFacts};
@@ -132,10 +133,15 @@ impl System {
     /// Asks for the rights of this process without opening the file, which could start something.
     pub(super) fn node(&self, path: &str) -> Node {
         let path = self.path(path);
-        match path.exists().then(|| rustix::fs::access(path, Access::READ_OK | Access::WRITE_OK)) {
-            None => Node::Missing,
-            Some(Ok(())) => Node::Usable,
-            Some(Err(_)) => Node::Closed,
+        let Some(name) = path.exists().then(|| CString::new(path.as_os_str().as_bytes()).ok()).flatten()
+        else {
+            return Node::Missing;
+        };
+        // By the C library, which the emulated card stands in front of.
+        // SAFETY: the name ends with 0.
+        match unsafe { libc::access(name.as_ptr(), libc::R_OK | libc::W_OK) } {
+            0 => Node::Usable,
+            _ => Node::Closed,
         }
     }
 

@@ -3,7 +3,7 @@
 use super::common::{command, run};
 
 /// Whether rdma-core is installed. Says so if it is not.
-fn has_rdma_core() -> bool {
+pub(crate) fn has_rdma_core() -> bool {
     let (output, _, error) = run(command("gdasync card true"));
     if !output.status.success() {
         assert!(error.contains("is not installed") && error.contains("install the package"), "{error}");

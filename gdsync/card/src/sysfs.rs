@@ -181,6 +181,7 @@ impl Tree {
             self.text(&format!("{pci}/{file}"), text);
         }
         self.add(&format!("{pci}/net/{INTERFACE}"), Node::Dir);
+        self.add(&format!("{pci}/driver"), Node::Link("/sys/bus/pci/drivers/mlx5_core".into()));
 
         for (file, text) in [
             ("dev", format!("{MAJOR}:{}", MINOR as usize + device).as_str()),

@@ -184,19 +184,9 @@ impl Card {
         self.0.shared.with(|core| core.cqs.resize(cqn, ring))
     }
 
-    /// Sets that the application polls only owner bits. The owner bit is then written last.
-    pub fn read_by_owner(&self, cqn: u32) {
-        self.0.shared.with(|core| core.cqs.read_by_owner(cqn, true));
-    }
-
     /// Sets whether flush CQEs omit the WQE counter.
     pub fn hide_flush_counters(&self, hide: bool) {
         self.0.shared.with(|core| core.cqs.hide_flush_counters = hide);
-    }
-
-    /// Reads the doorbell of a queue pair that was just rung.
-    pub fn ring(&self, qpn: u32) {
-        self.0.ring(qpn);
     }
 
     /// Destroys a completion queue.

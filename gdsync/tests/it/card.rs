@@ -9,8 +9,7 @@ mod pages;
 mod setup;
 mod staged;
 
-use std::path::PathBuf;
-use std::process::Command;
+use gdsync_testkit::card;
 
 /// Modules that run on any device. The slow ones run as in the fast tier.
 const MODULES: &[&str] = &[
@@ -43,48 +42,21 @@ const OF_CARDS: &[&str] = &[
     "card::staged::",
 ];
 
-/// Tests that need the software HCA of this process, or what the card lacks.
+/// Tests that need the software HCA of this process. (A filter is a part of a name: `processes::` has one of `cuda_payload`.)
 const LEFT_OUT: &[&str] = &[
     "errors::fault_plans_and_stream_configurations_are_checked",
     "errors::mistakes_are_refused",
     "cuda_payload::",
-    // The card registers no dma-bufs as regions.
-    "payload_and_queues_share_the_gpu",
-    "gpu_that_may_not_ring_is_helped_by_the_proxy",
-    "gpu_whose_streams_cannot_flush_waits_for_no_payload_in_its_memory",
-    "payload_in_gpu_memory_is_sent_from_there",
-    "payload_in_memory_of_another_gpu_must_be_ordered_for_all",
-    "who_opens_the_device_decides",
 ];
 
 /// What the card may find wrong about rings.
 const VIOLATION: &str = "violation of the ring formats";
 
-/// The library, which cargo has built beside this test.
-fn library() -> PathBuf {
-    let mut dir = std::env::current_exe().unwrap();
-    while dir.pop() {
-        let library = dir.join("libgdasync_card.so");
-        if library.exists() {
-            return library;
-        }
-    }
-    panic!("cargo builds libgdasync_card.so with these tests");
-}
-
-/// Whether rdma-core is installed. Says so if it is not.
-fn has_rdma_core() -> bool {
-    let missing = [rdma_core_sys::Verbs::load().err(), rdma_core_sys::Mlx5::load().err()];
-    let missing = missing.into_iter().flatten().next();
-    missing.iter().for_each(|error| println!("skipped: {error}"));
-    missing.is_none()
-}
-
 /// Runs tests of this program in another process on the card, which finds posted sends as `modes` says and checks what it reads.
 fn run(route: &str, modes: &str, filters: &[&str]) {
-    let mut again = Command::new(std::env::current_exe().unwrap());
+    let Some(mut again) = card::command(std::env::current_exe().unwrap()) else { return };
     again.arg("--include-ignored").args(filters).args(LEFT_OUT.iter().flat_map(|test| ["--skip", test]));
-    again.env("LD_PRELOAD", library()).env("GDSYNC_PATH", route).env("GDSYNC_TEST_DEVICE", setup::CARD);
+    again.env("GDSYNC_PATH", route).env("GDSYNC_TEST_DEVICE", card::DEVICE);
     again.env("GDASYNC_CARD_MODES", modes).env("GDASYNC_CARD_LOG", "-").env("GDSYNC_STRICT", "1");
     let output = again.env("GDSYNC_TEST_TIER", "fast").output().unwrap();
     let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
@@ -95,17 +67,13 @@ fn run(route: &str, modes: &str, filters: &[&str]) {
 /// The library chooses the direct route. The card looks at the doorbell registers.
 #[test]
 fn direct_route_passes_the_same_tests() {
-    if has_rdma_core() {
-        // It counts what the whole process has.
-        run("direct", "", &["verbs_cycles::"]);
-        run("", "register", &[MODULES, OF_CARDS].concat());
-    }
+    // It counts what the whole process has.
+    run("direct", "", &["verbs_cycles::"]);
+    run("", "register", &[MODULES, OF_CARDS].concat());
 }
 
 #[test]
 fn proxy_passes_the_same_tests() {
-    if has_rdma_core() {
-        run("proxy", "", &["verbs_cycles::"]);
-        run("proxy", "", MODULES);
-    }
+    run("proxy", "", &["verbs_cycles::"]);
+    run("proxy", "", MODULES);
 }

@@ -1,5 +1,5 @@
 //! Processes that run one test of this program: tests that need a process of their own, and the peers of other tests.
-#![allow(dead_code, unreachable_pub, reason = "the program for the stand-in uses a part")]
+#![allow(unreachable_pub, reason = "modules of a test program")]
 
 use std::cell::Cell;
 use std::io::{BufRead, BufReader, Write};

@@ -1,5 +1,5 @@
 //! What the integration tests of this crate share.
-#![allow(dead_code, unreachable_pub, reason = "the program for the stand-in uses a part")]
+#![allow(unreachable_pub, reason = "modules of a test program")]
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,4 @@
 //! A GPU where there is none: the simulated driver, and the kernels of `kernel_exec.cu` and the code of `gdsync.cuh` in Rust.
-#![allow(dead_code, reason = "the program for the stand-in uses a part")]
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};

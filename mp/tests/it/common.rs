@@ -1,5 +1,5 @@
 //! Fixtures of the tests: jobs of real processes, and messages with checkable contents.
-#![allow(dead_code, unreachable_pub, reason = "other test programs include this file, and use parts of it")]
+#![allow(unreachable_pub, reason = "a module of a test program")]
 
 use std::env;
 use std::fmt::Display;
@@ -33,7 +33,7 @@ pub fn myself(name: &str) -> Command {
     let thread = std::thread::current();
     // The name starts with the module.
     let test = thread.name().filter(|test| test.ends_with(&format!("::{name}"))).unwrap_or(name);
-    command.args(["--exact", test, "--nocapture", "--test-threads=1"]).env(JOB, name);
+    command.args(["--exact", test, "--include-ignored", "--nocapture", "--test-threads=1"]).env(JOB, name);
     for launcher in ["RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_", "PMI_", "PMIX_", "SLURM_", "GDSYNC_JOB_TOKEN"]
     {
         let vars = env::vars_os().map(|(name, _)| name.to_string_lossy().into_owned());
@@ -49,6 +49,11 @@ pub fn is_part_of(name: &str) -> bool {
     env::var(JOB).is_ok_and(|job| job == name)
 }
 
+/// If set, there are no dma-bufs of simulated GPUs.
+pub const GPU_WITHOUT_DMA_BUF: &str = "GDSYNC_TEST_NO_DMA_BUF";
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`
+const DMA_BUF_SUPPORTED: u32 = 124;
+
 /// The GPU of this rank, if `GDSYNC_TEST_GPU` is set (`memop` or `kernel`, which drive its streams): then streams are on it, and
 /// buffers in its memory. Ranks use the GPUs in turn; without a GPU each has a simulated one.
 pub fn gpu() -> Option<&'static (Gpu, Via)> {
@@ -58,7 +63,15 @@ pub fn gpu() -> Option<&'static (Gpu, Via)> {
         let rank: i32 = env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
         let gpu = match Gpu::count() {
             Ok(count) if count > 0 => Gpu::open(rank % count),
-            _ => Gpu::open_with(driver::api(), 0, driver::gdr().ok()),
+            _ => {
+                if env::var_os(GPU_WITHOUT_DMA_BUF).is_some() {
+                    let control = driver::Control::take();
+                    control.attribute(0, DMA_BUF_SUPPORTED, 0);
+                    // As long as the process is there.
+                    std::mem::forget(control);
+                }
+                Gpu::open_with(driver::api(), 0, driver::gdr().ok())
+            }
         };
         Some((gpu.unwrap(), via))
     })

@@ -1,6 +1,7 @@
 //! The tests of communicators. Most run in several processes: the test starts this program again with the name of the test.
 
 mod cache;
+mod card;
 mod channels;
 mod collective;
 mod common;

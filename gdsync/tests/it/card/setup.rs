@@ -6,8 +6,7 @@ use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::Context;
 use gdsync_testkit::driver::{self, Control};
 
-/// The device.
-pub(crate) const CARD: &str = "mlx5_0";
+pub(crate) use gdsync_testkit::card::DEVICE as CARD;
 
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 pub(crate) const DMA_BUF_SUPPORTED: u32 = 124;

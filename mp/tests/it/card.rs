@@ -1,0 +1,27 @@
+//! Ranks on the emulated card, which does not reach the memory of their simulated GPUs: tests of messages run again with all
+//! buffers there and all streams on GPUs, and those of what is different.
+
+mod staged;
+
+use gdsync_testkit::card;
+
+use crate::common::GPU_WITHOUT_DMA_BUF;
+
+const MODULES: &[&str] = &["card::staged::", "messages::", "on_stream::", "tagged::"];
+
+#[test]
+fn messages_are_staged_on_the_card() {
+    let Some(mut again) = card::command(std::env::current_exe().unwrap()) else { return };
+    again.args(MODULES).args([
+        "--include-ignored",
+        "--skip",
+        "staged_on_the_card",
+        "--skip",
+        "windows_on_stream::",
+    ]);
+    again.env("GDSYNC_DEVICE", card::DEVICE).env("MP_LOCAL", "device");
+    again.env("GDSYNC_TEST_GPU", "memop").env(GPU_WITHOUT_DMA_BUF, "1").env("GDSYNC_TEST_TIER", "fast");
+    let output = again.output().unwrap();
+    let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    assert!(output.status.success() && !out.contains("running 0 tests"), "{}\n{out}\n{err}", output.status);
+}
