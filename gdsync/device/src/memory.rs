@@ -311,6 +311,14 @@ impl Memory {
         Ok(Self { reach: Reach::Checked, ..memory })
     }
 
+    /// Opens the file by way of which memory of programs is copied ([`Memory::of_program`]). Else the first copy does.
+    ///
+    /// # Errors
+    /// [`Error::Sys`].
+    pub fn prepare_checked_copies() -> Result<()> {
+        checked::prepare()
+    }
+
     /// Write-only registers of a device.
     ///
     /// # Safety

@@ -119,6 +119,7 @@ impl Card {
     /// invalid fault plan.
     pub fn start(config: &SoftHcaConfig, async_events: Arc<dyn AsyncEvents>) -> Result<Self> {
         let _blocked = BlockedSignals::all();
+        Memory::prepare_checked_copies()?;
         SoftHca::start_with(config, Some(async_events)).map(Self)
     }
 

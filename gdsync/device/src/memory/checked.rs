@@ -1,11 +1,14 @@
 //! Copies from and to memory that its program may have unmapped: by the kernel, which checks the addresses.
 //!
-//! They go by way of a file in memory, of which each thread has one. `process_vm_readv` would do without it, but waits for threads that
+//! They go by way of a file in memory, of which each process has one. `process_vm_readv` would do without it, but waits for threads that
 //! map and unmap memory: up to a third of a second where 16 of them share two cores, against a microsecond.
 
-use std::cell::RefCell;
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::ptr;
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use parking_lot::Mutex;
 
 use super::{Memory, memfd};
 use crate::error::{Error, Result};
@@ -18,32 +21,42 @@ const SIZE: usize = 64 << 10;
 struct Bounce {
     file: OwnedFd,
     memory: Memory,
-    /// A child has the file of its parent.
+}
+
+/// That of a process.
+struct OfProcess {
     fork_guard: ForkGuard,
+    bounce: Mutex<Bounce>,
 }
 
-thread_local! {
-    static BOUNCE: RefCell<Option<Bounce>> = const { RefCell::new(None) };
-}
+/// That of this process or, in a forked child that has not copied yet, of its parent. Never freed: threads may use it until the
+/// process ends.
+static CURRENT: AtomicPtr<OfProcess> = AtomicPtr::new(ptr::null_mut());
 
-impl Bounce {
-    fn new() -> Result<Self> {
-        let file = memfd(c"gdsync-bounce", SIZE)?;
-        let memory = Memory::map_shared(file.as_fd(), SIZE)?;
-        Ok(Self { file, memory, fork_guard: ForkGuard::default() })
-    }
-
-    /// Calls `copy` with that of this thread.
-    fn with(copy: impl FnOnce(&Self) -> Result<()>) -> Result<()> {
-        let used = BOUNCE.try_with(|bounce| {
-            let mut bounce = bounce.borrow_mut();
-            if bounce.as_ref().is_none_or(|bounce| !bounce.fork_guard.is_here()) {
-                *bounce = Some(Self::new()?);
+impl OfProcess {
+    /// That of this process, made by the first call.
+    fn this() -> Result<&'static Self> {
+        loop {
+            let known = CURRENT.load(Ordering::Acquire);
+            // SAFETY: null, or a box that is never freed, published with Release.
+            if let Some(this) = unsafe { known.as_ref() }.filter(|known| known.fork_guard.is_here()) {
+                return Ok(this);
             }
-            bounce.as_ref().map_or(Ok(()), copy)
-        });
-        used.unwrap_or_else(|_| Err(fault(io::ErrorKind::Other.into())))
+            let file = memfd(c"gdsync-bounce", SIZE)?;
+            let memory = Memory::map_shared(file.as_fd(), SIZE)?;
+            let bounce = Mutex::new(Bounce { file, memory });
+            let new = Box::into_raw(Box::new(Self { fork_guard: ForkGuard::default(), bounce }));
+            if CURRENT.compare_exchange(known, new, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                // SAFETY: it comes from `into_raw` above and was not published.
+                drop(unsafe { Box::from_raw(new) });
+            }
+        }
     }
+}
+
+/// Opens the file, which else the first copy does.
+pub(super) fn prepare() -> Result<()> {
+    OfProcess::this().map(|_| ())
 }
 
 fn fault(error: io::Error) -> Error {
@@ -62,14 +75,13 @@ fn moved(count: isize, len: usize) -> Result<()> {
 
 /// Copies from the program.
 pub(super) fn load(from: *const u8, out: &mut [u8]) -> Result<()> {
-    Bounce::with(|bounce| {
-        out.chunks_mut(SIZE).zip((0..).step_by(SIZE)).try_for_each(|(out, at)| {
-            // SAFETY: the kernel checks the address, and only reads.
-            let count =
-                unsafe { libc::pwrite(bounce.file.as_raw_fd(), from.wrapping_add(at).cast(), out.len(), 0) };
-            moved(count, out.len())?;
-            bounce.memory.read(0, out)
-        })
+    let bounce = OfProcess::this()?.bounce.lock();
+    out.chunks_mut(SIZE).zip((0..).step_by(SIZE)).try_for_each(|(out, at)| {
+        // SAFETY: the kernel checks the address, and only reads.
+        let count =
+            unsafe { libc::pwrite(bounce.file.as_raw_fd(), from.wrapping_add(at).cast(), out.len(), 0) };
+        moved(count, out.len())?;
+        bounce.memory.read(0, out)
     })
 }
 
@@ -78,13 +90,12 @@ pub(super) fn load(from: *const u8, out: &mut [u8]) -> Result<()> {
 /// # Safety
 /// If `to` is mapped, the caller may write to it.
 pub(super) unsafe fn store(data: &[u8], to: *mut u8) -> Result<()> {
-    Bounce::with(|bounce| {
-        data.chunks(SIZE).zip((0..).step_by(SIZE)).try_for_each(|(data, at)| {
-            bounce.memory.write(0, data)?;
-            // SAFETY: the kernel checks the address, and the caller may write there.
-            let count =
-                unsafe { libc::pread(bounce.file.as_raw_fd(), to.wrapping_add(at).cast(), data.len(), 0) };
-            moved(count, data.len())
-        })
+    let bounce = OfProcess::this()?.bounce.lock();
+    data.chunks(SIZE).zip((0..).step_by(SIZE)).try_for_each(|(data, at)| {
+        bounce.memory.write(0, data)?;
+        // SAFETY: the kernel checks the address, and the caller may write there.
+        let count =
+            unsafe { libc::pread(bounce.file.as_raw_fd(), to.wrapping_add(at).cast(), data.len(), 0) };
+        moved(count, data.len())
     })
 }
