@@ -57,8 +57,7 @@ programs() {
     check 'a completion fails' 'raised the following async exception.*network error' fails
 }
 
-# NCCL's connection ends, PyTorch's watchdog sees it, and ends the process. By default it first waits a minute for dumps of what
-# the ranks have done.
+# NCCL's connection ends, PyTorch's watchdog sees it, gives the ranks time for dumps, and ends the process.
 fails() {
     local status=0
     GDSYNC_FAULTS=fail-send=15@40 TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=500 ranks eth || status=$?
