@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, RawFd};
 
 use gdsync_device::Access;
+use gdsync_device::memory::Memory;
 use parking_lot::Mutex;
 use rustix::fs::SeekFrom;
 use rustix::io::Errno;
@@ -46,9 +47,33 @@ pub(super) fn gpu_addr(fd: RawFd) -> Option<u64> {
     EXPORTED.lock().iter().rev().find(|(known, _)| *known == identity).map(|(_, addr)| *addr)
 }
 
+/// Where a dma-buf begins in its file, and its length. One of a simulated GPU stands where it begins in the GPU's memory; a real one
+/// at 0.
+fn extent(file: BorrowedFd<'_>) -> Result<(u64, u64)> {
+    let begin = rustix::fs::tell(file).unwrap_or(0);
+    let end = rustix::fs::seek(file, SeekFrom::End(0))?;
+    _ = rustix::fs::seek(file, SeekFrom::Start(begin));
+    Ok((begin, end.saturating_sub(begin)))
+}
+
+/// `len` bytes of a dma-buf from `offset` on, through a mapping of it.
+///
+/// # Errors
+/// `EINVAL` for a range that leaves it, `EOPNOTSUPP` for one that cannot be mapped.
+pub(super) fn mapping(file: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Memory> {
+    let (begin, size) = extent(file)?;
+    offset.checked_add(len as u64).filter(|&end| end <= size).ok_or(Errno::INVAL)?;
+    let start = usize::try_from(begin + offset).map_err(|_| Errno::INVAL)?;
+    let mapped = Memory::map_shared(file, start + len).and_then(|memory| memory.slice(start, len));
+    mapped.map_err(|error| {
+        log!("a dma-buf cannot be mapped, and CUDA knows no memory of it: {error}");
+        Errno::OPNOTSUPP
+    })
+}
+
 impl Context {
-    /// Registers a part of a dma-buf of a GPU, which cannot be mapped. Where its memory is, the call that made it told; if that was
-    /// not seen, it is the address that the program gives the region (iova), as most do. Other dma-bufs are not supported.
+    /// Registers a part of a dma-buf. One of a GPU cannot be mapped: where its memory is, the call that made it told; if that was not
+    /// seen, it is the address that the program gives the region (iova), as most do. Others, as of simulated GPUs, are mapped.
     pub(super) fn register_dmabuf(&self, call: &Call<'_>) -> Result<()> {
         let half = |number: u64| u32::try_from(number).map_err(|_| Errno::INVAL);
         let pd = half(call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_PD_HANDLE)?)?;
@@ -70,16 +95,17 @@ impl Context {
         }
         // SAFETY: used for one call, which fails if the descriptor is closed.
         let file = unsafe { BorrowedFd::borrow_raw(fd) };
-        let size = rustix::fs::seek(file, SeekFrom::End(0))?;
+        let (_, size) = extent(file)?;
         if length == 0 || end > size {
             return Err(Errno::INVAL);
         }
         let addr =
             gpu_addr(fd).map_or(Some(iova), |start| start.checked_add(offset)).ok_or(Errno::OVERFLOW)?;
-        let memory = on_gpu(addr, usize::try_from(length).map_err(|_| Errno::INVAL)?)?.ok_or_else(|| {
-            log!("a dma-buf of {size} bytes of unknown memory: at {addr:#x} CUDA has none of a GPU");
-            Errno::OPNOTSUPP
-        })?;
+        let len = usize::try_from(length).map_err(|_| Errno::INVAL)?;
+        let memory = match on_gpu(addr, len)? {
+            Some(memory) => memory,
+            None => mapping(file, offset, len)?,
+        };
         let wanted = Wanted { pd, start: addr, length, hca_va: iova, access_flags: access };
         let mr = Mr::new(self.hca, &memory, Access::from_bits_truncate(access), wanted)?;
         let handle = self.new_handle();

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
 #include <stdint.h>
@@ -107,8 +108,9 @@ int main(int argc, char **argv)
     CHECK(!ibv_reg_dmabuf_mr(pd, 0, LEN + 4096, gpu[0], fd, ALL) && errno == EINVAL);
     struct ibv_mr *by_dmabuf = ibv_reg_dmabuf_mr(pd, 0, LEN, 0, fd, ALL);
     CHECK(by_dmabuf && !close(fd));
-    /* Another one of this size, which is not the driver's. */
-    CHECK((fd = memfd_create("other", 0)) >= 0 && !ftruncate(fd, LEN));
+    /* Another one of this size, which is not the driver's, and cannot be mapped. */
+    CHECK((fd = memfd_create("other", MFD_ALLOW_SEALING)) >= 0 && !ftruncate(fd, LEN));
+    CHECK(!fcntl(fd, F_ADD_SEALS, F_SEAL_WRITE));
     CHECK(!ibv_reg_dmabuf_mr(pd, 0, LEN, (uint64_t)none, fd, ALL) && errno == EOPNOTSUPP && !close(fd));
 
     /* Queues are read by the CPU, which needs a mapping. */

@@ -15,7 +15,11 @@ use crate::common::{PATIENCE, Side, bytes, connect, hca, message, pattern, recei
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn all_works_on_larger_pages() {
-    pages::run_again_on_larger(&["card::direct::stream_of_a_gpu", "card::direct::payload_in_gpu", "card::lifecycle::streams"]);
+    pages::run_again_on_larger(&[
+        "card::direct::stream_of_a_gpu",
+        "card::direct::payload_in_gpu",
+        "card::lifecycle::streams",
+    ]);
 }
 
 /// `CUDA_ERROR_NOT_PERMITTED`.

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::firmware::Refusal;
 use crate::abi;
-use crate::context::dmabuf::gpu_addr;
+use crate::context::dmabuf::{gpu_addr, mapping};
 use crate::context::ioctl::Call;
 use crate::context::memory::{check_access, on_gpu, ring};
 use crate::context::{Context, Result};
@@ -98,18 +98,5 @@ fn dma_buf(fd: RawFd, offset: u64, len: usize) -> Result<Memory> {
         return on_gpu(addr, len)?.ok_or(Errno::INVAL);
     }
     // SAFETY: used while the program runs this command; the calls fail if the descriptor is closed.
-    let file = unsafe { BorrowedFd::borrow_raw(fd) };
-    let size = u64::try_from(rustix::fs::fstat(file)?.st_size).map_err(|_| Errno::INVAL)?;
-    // One of a simulated GPU stands where it begins in the GPU's memory; a real one at 0.
-    let begin = rustix::fs::tell(file).unwrap_or(0);
-    let start = begin.checked_add(offset).ok_or(Errno::INVAL)?;
-    let end = start.checked_add(len as u64).filter(|&end| end <= size).ok_or(Errno::INVAL)?;
-    let (Ok(start), Ok(end)) = (usize::try_from(start), usize::try_from(end)) else {
-        return Err(Errno::INVAL);
-    };
-    let mapped = Memory::map_shared(file, end).and_then(|memory| memory.slice(start, len));
-    mapped.map_err(|error| {
-        log!("a dma-buf cannot be mapped: {error}");
-        Errno::OPNOTSUPP
-    })
+    mapping(unsafe { BorrowedFd::borrow_raw(fd) }, offset, len)
 }
