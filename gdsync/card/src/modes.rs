@@ -24,6 +24,12 @@ pub(crate) struct Modes {
     pub(crate) no_cq_ex: bool,
     /// The types of GIDs are not told.
     pub(crate) no_gid_type: bool,
+    /// Contexts have no DevX.
+    pub(crate) no_devx: bool,
+    /// DevX registers no dma-bufs.
+    pub(crate) no_dma_buf: bool,
+    /// DevX tells that messages may have 1 GiB, whereupon UCX makes its queues by DevX.
+    pub(crate) log_max_msg: bool,
 }
 
 impl Modes {
@@ -43,6 +49,9 @@ impl Modes {
             ("no-atomics", &mut modes.no_atomics),
             ("no-cq-ex", &mut modes.no_cq_ex),
             ("no-gid-type", &mut modes.no_gid_type),
+            ("no-devx", &mut modes.no_devx),
+            ("no-dma-buf", &mut modes.no_dma_buf),
+            ("log-max-msg", &mut modes.log_max_msg),
         ];
         for item in text.split(',').map(str::trim).filter(|item| !item.is_empty()) {
             if let Some((_, flag)) = flags.iter_mut().find(|(name, _)| *name == item) {

@@ -202,7 +202,8 @@ impl Handle {
 
     /// GID table entries by port.
     fn gids(&self, room: &mut Vec<ibv_gid_entry>) -> Vec<(u32, GidEntry)> {
-        room.resize(4096, ibv_gid_entry::zeroed());
+        // More do not fit into the kernel's command, and libibverbs then reads sysfs.
+        room.resize(usize::from(u16::MAX) / size_of::<ibv_gid_entry>(), ibv_gid_entry::zeroed());
         // SAFETY: the device is open and `room` is writable for its length.
         let count = unsafe { self.verbs.query_gid_table(self.raw.as_ptr(), room) };
         match count.map(usize::try_from) {

@@ -61,6 +61,8 @@ pub struct CardSrq {
     pub stride: usize,
     /// Doorbell record: its first word counts the receives posted.
     pub record: Memory,
+    /// WQEs are consumed in the order of the ring, a power of two of entries, and their links do not count.
+    pub is_cyclic: bool,
 }
 
 /// Where a card finds the sends posted to a queue pair.
@@ -207,8 +209,8 @@ impl Card {
     /// # Errors
     /// [`Error::InvalidArgument`] for a ring without room for one WQE, or a record of less than 4 bytes.
     pub fn create_srq(&self, srq: CardSrq) -> Result<u32> {
-        let CardSrq { ring, stride, record } = srq;
-        let srqn = self.0.shared.with(|core| core.srqs.create(ring, stride, record));
+        let CardSrq { ring, stride, record, is_cyclic } = srq;
+        let srqn = self.0.shared.with(|core| core.srqs.create(ring, stride, record, is_cyclic));
         srqn.ok_or_else(|| {
             Error::invalid("stride of a shared receive queue", stride, "32 to the ring's length")
         })

@@ -26,6 +26,8 @@ struct Srq {
     stride: usize,
     /// Its first word counts the receives posted, modulo 2^16.
     record: Memory,
+    /// Receives are taken in the order of the ring: the links do not count.
+    is_cyclic: bool,
     /// Index of the next receive.
     head: u16,
     taken: u64,
@@ -35,12 +37,18 @@ struct Srq {
 
 impl Srqs {
     /// Adds a queue and returns its number; `None` if the ring holds no entry.
-    pub(crate) fn create(&mut self, ring: Memory, stride: usize, record: Memory) -> Option<u32> {
+    pub(crate) fn create(
+        &mut self,
+        ring: Memory,
+        stride: usize,
+        record: Memory,
+        is_cyclic: bool,
+    ) -> Option<u32> {
         let is_usable = stride >= mlx5::SRQ_LINK + mlx5::SEGMENT && ring.len() >= stride;
         if !is_usable || record.atomic32(0).is_err() {
             return None;
         }
-        let srq = Srq { ring, stride, record, head: 0, taken: 0, limit: 0 };
+        let srq = Srq { ring, stride, record, is_cyclic, head: 0, taken: 0, limit: 0 };
         let index = self.1.take();
         self.0.resize_with(self.0.len().max(index + 1), || None);
         self.0[index] = Some(srq);
@@ -79,7 +87,7 @@ impl Srqs {
         let srq = self.get(srqn)?;
         let index = srq.head;
         let (next, sges) = srq.read(index)?;
-        srq.head = next;
+        srq.head = if srq.is_cyclic { index.wrapping_add(1) & srq.mask() } else { next };
         srq.taken += 1;
         srq.check_limit(srqn, async_events);
         Some((index, sges))
@@ -92,6 +100,11 @@ impl Srqs {
 }
 
 impl Srq {
+    /// Of indices, as a cyclic ring has a power of two of entries.
+    fn mask(&self) -> u16 {
+        u16::try_from(self.entries() - 1).unwrap_or(u16::MAX)
+    }
+
     fn entries(&self) -> usize {
         self.ring.len() / self.stride
     }

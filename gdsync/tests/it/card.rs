@@ -1,6 +1,7 @@
 //! The real libibverbs and libmlx5, on the emulated card: the tests that need a device run again over it, by both routes, and those
 //! of cards, GPUs that ring doorbells, and what differs between cards.
 
+mod devx;
 mod direct;
 mod lifecycle;
 mod modes;
@@ -33,20 +34,20 @@ const MODULES: &[&str] = &[
 ];
 
 /// Modules of the card, whose tests do not run without it.
-const OF_CARDS: &[&str] =
-    &["card::direct::", "card::lifecycle::", "card::modes::", "card::pages::", "card::staged::"];
+const OF_CARDS: &[&str] = &[
+    "card::devx::",
+    "card::direct::",
+    "card::lifecycle::",
+    "card::modes::",
+    "card::pages::",
+    "card::staged::",
+];
 
-/// Tests that need the software HCA of this process, or what the card lacks.
+/// Tests that need the software HCA of this process.
 const LEFT_OUT: &[&str] = &[
     "errors::fault_plans_and_stream_configurations_are_checked",
     "errors::mistakes_are_refused",
     "cuda_payload::",
-    // The card takes no dma-bufs.
-    "gpu_that_may_not_ring_is_helped_by_the_proxy",
-    "gpu_whose_streams_cannot_flush_waits_for_no_payload_in_its_memory",
-    "payload_in_gpu_memory_is_sent_from_there",
-    "payload_in_memory_of_another_gpu_must_be_ordered_for_all",
-    "who_opens_the_device_decides",
 ];
 
 /// What the card may find wrong about rings.

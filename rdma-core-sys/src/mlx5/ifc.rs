@@ -303,8 +303,6 @@ pub mod rmp_wq {
         DBR_ADDR = (WQ + 0x80, 64);
         LOG_WQ_STRIDE = (WQ + 0x10c, 4);
         LOG_WQ_SZ = (WQ + 0x11b, 5);
-        DBR_UMEM_VALID = (WQ + 0x120, 1);
-        WQ_UMEM_VALID = (WQ + 0x121, 1);
         DBR_UMEM_ID = (WQ + 0x140, 32);
         WQ_UMEM_ID = (WQ + 0x160, 32);
         WQ_UMEM_OFFSET = (WQ + 0x180, 64);

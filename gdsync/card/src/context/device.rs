@@ -45,6 +45,9 @@ impl Context {
         if self.async_events.get().is_some() || !REQUESTS.contains(&len) || driver.comp_mask != 0 {
             return Err(Errno::INVAL);
         }
+        if driver.flags & DEVX != 0 && self.hca.modes.no_devx {
+            return Err(Errno::OPNOTSUPP);
+        }
         let (pipe, program) = EventPipe::new(size_of::<ib_uverbs_async_event_desc>())?;
         let async_fd = program.as_raw_fd().cast_unsigned();
         let response = ib_uverbs_get_context_resp { async_fd, num_comp_vectors: VECTORS };

@@ -218,7 +218,7 @@ impl Context {
 
     /// Whether the program has this doorbell page.
     pub(super) fn has_uar(&self, page: u32) -> bool {
-        self.uars.lock().values().any(|uar| uar.page == page)
+        self.uars.lock().values().any(|uar| uar.page == page / pages_per_uar() * pages_per_uar())
     }
 
     #[cfg(test)]
@@ -231,7 +231,7 @@ impl Context {
     /// # Errors
     /// `EINVAL` for a page that is not there, `ENOMEM`.
     pub(super) fn registers(&self, page: u32) -> Result<[Word64; 4]> {
-        if self.uars.lock().values().all(|uar| uar.page != page / pages_per_uar() * pages_per_uar()) {
+        if !self.has_uar(page) {
             return Err(Errno::INVAL);
         }
         let [at, end] = [page, page + 1].map(|page| usize::try_from(u64::from(page) * PAGE));

@@ -175,7 +175,7 @@ impl Context {
 }
 
 /// Waits up to 10 ms.
-fn delay() -> Result<()> {
+pub(super) fn delay() -> Result<()> {
     let [random, ..] = gdsync_device::random::<4>().map_err(|_| Errno::IO)?;
     std::thread::sleep(Duration::from_micros(u64::from(random) * 40));
     Ok(())

@@ -171,7 +171,8 @@ impl Context {
         let recv_cq = self.cqs.get(wanted.recv_cq_handle)?;
         let srq = (wanted.is_srq != 0).then(|| self.srqs.get(wanted.srq_handle)).transpose()?;
         let rings = Rings::of(driver)?;
-        let doorbell = self.doorbell(driver)?;
+        let page = (driver.flags & UAR_PAGE_INDEX != 0).then_some(driver.bfreg_index);
+        let doorbell = self.doorbell(page)?;
         let receives = match driver.rq_wqe_count {
             0 => (0, 0),
             entries => (entries, (1 << driver.rq_wqe_shift) / 16),
@@ -216,17 +217,17 @@ impl Context {
         })
     }
 
-    /// Where its doorbells are found.
-    fn doorbell(&self, driver: &mlx5_ib_create_qp) -> Result<CardDoorbell> {
+    /// Where the doorbells of a new queue pair are found: `page` is that of its register, unless others share it.
+    pub(super) fn doorbell(&self, page: Option<u32>) -> Result<CardDoorbell> {
         if self.hca.is_next_deaf() {
             // One that nobody knows.
             let lost = Memory::alloc(8).and_then(|memory| memory.word64(0)).map_err(|_| Errno::NOMEM)?;
             return Ok(CardDoorbell::Register(lost));
         }
-        if self.hca.modes.reads_registers() && driver.flags & UAR_PAGE_INDEX != 0 {
-            return self.registers(driver.bfreg_index).map(CardDoorbell::Shared);
+        match page.filter(|_| self.hca.modes.reads_registers()) {
+            Some(page) => self.registers(page).map(CardDoorbell::Shared),
+            None => Ok(CardDoorbell::Record),
         }
-        Ok(CardDoorbell::Record)
     }
 
     pub(super) fn query_qp(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {

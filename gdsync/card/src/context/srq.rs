@@ -60,7 +60,7 @@ impl Context {
         let memory = ring(driver.buf_addr, entries * stride, 64)?;
         let record = ring(driver.db_addr, 8, 8)?;
         let source = self.event_source(request.user_handle)?;
-        let made = self.hca.card.create_srq(CardSrq { ring: memory, stride, record });
+        let made = self.hca.card.create_srq(CardSrq { ring: memory, stride, record, is_cyclic: false });
         let srqn = made.map_err(|_| Errno::NOMEM)?;
         self.hca.owners.srqs.add(srqn, &source);
         let number = |n: usize| u32::try_from(n).map_err(|_| Errno::INVAL);

@@ -146,21 +146,44 @@ fn ucx_passes() {
     for test in ["tag_lat", "tag_bw", "ucp_put_lat", "ucp_get", "ucp_fadd"] {
         for transports in ["rc_verbs,ud_verbs", "rc_mlx5,ud_mlx5"] {
             for link in ["eth", "ib"] {
-                let port = free_port();
-                let number = port.to_string();
-                let program = |arguments: &[&str]| {
-                    let mut command = card("ucx_perftest", link);
-                    command.args(["-p", &number]).args(arguments);
-                    start(command.env("UCX_TLS", transports).env("UCX_NET_DEVICES", "mlx5_0:1"))
-                };
-                let mut server = program(&[]);
-                await_server(&mut server, port);
-                let client = finish(program(&["127.0.0.1", "-t", test, "-n", "100", "-w", "5"]));
-                let server = finish(server);
-                let name = format!("{test} over {transports}, {link}");
-                succeeded(&name, &server);
-                assert!(succeeded(&name, &client).contains("Final:"), "{name}");
+                ucx(test, link, &[("UCX_TLS", transports)]);
             }
+        }
+    }
+}
+
+/// One test of `ucx_perftest` between two processes. Returns what the client printed.
+fn ucx(test: &str, link: &str, variables: &[(&str, &str)]) -> String {
+    let port = free_port();
+    let number = port.to_string();
+    let program = |arguments: &[&str]| {
+        let mut command = card("ucx_perftest", link);
+        command.args(["-p", &number]).args(arguments).envs(variables.iter().copied());
+        start(command.env("UCX_NET_DEVICES", "mlx5_0:1"))
+    };
+    let mut server = program(&[]);
+    await_server(&mut server, port);
+    let client = finish(program(&["127.0.0.1", "-t", test, "-n", "100", "-w", "5"]));
+    let server = finish(server);
+    let name = format!("{test}, {variables:?}, {link}");
+    succeeded(&name, &server);
+    let printed = succeeded(&name, &client);
+    assert!(printed.contains("Final:"), "{name}");
+    printed
+}
+
+/// UCX makes queue pairs and shared receive queues by DevX where messages may have 1 GiB.
+#[test]
+fn ucx_passes_by_devx() {
+    if !has("ucx_perftest") {
+        return;
+    }
+    let variables =
+        [("UCX_TLS", "rc_mlx5,ud_mlx5"), ("GDASYNC_CARD_MODES", "log-max-msg"), ("UCX_LOG_LEVEL", "debug")];
+    for link in ["eth", "ib"] {
+        for test in ["tag_lat", "tag_bw", "ucp_get"] {
+            let printed = ucx(test, link, &variables);
+            assert!(printed.contains("opened DEVX md"), "{printed}");
         }
     }
 }

@@ -10,13 +10,10 @@ mod child;
 mod common;
 #[path = "../../../tests/it/devices.rs"]
 mod devices;
-mod devx;
 #[path = "../../../tests/it/forks.rs"]
 mod forks;
 #[path = "../../../tests/it/card/lifecycle.rs"]
 mod lifecycle;
-#[path = "../../../tests/it/card/pages.rs"]
-mod pages;
 #[path = "../../../tests/it/processes.rs"]
 mod processes;
 #[path = "../../../tests/it/queues.rs"]

@@ -86,9 +86,6 @@ impl Drop for Setting {
     }
 }
 
-/// Whether queues can be in GPU memory.
-pub(crate) const HAS_DEVX: bool = true;
-
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 pub(crate) const DMA_BUF_SUPPORTED: u32 = 124;
 

@@ -7,7 +7,7 @@ use gdsync::mlx5::Syndrome;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
 use gdsync::verbs::{Access, OnGpu, QpAttr, QpBuilder, QpState, RecvWr, SendWr};
 
-use super::setup::{Bench, HAS_DEVX, open};
+use super::setup::{Bench, open};
 use crate::child::own_process;
 use crate::common::{
     PATIENCE, Side, bytes, connect, hca, message, pattern, received, reconnect, sent, stream, stream_with,
@@ -22,8 +22,7 @@ struct Rig {
 impl Rig {
     /// Queues in host memory, then those in GPU memory.
     fn all() -> impl Iterator<Item = Self> {
-        let places = if HAS_DEVX { &[false, true][..] } else { &[false] };
-        places.iter().map(|&on_gpu| if on_gpu { Self::on_gpu(OnGpu::all()) } else { Self::host() })
+        [false, true].into_iter().map(|on_gpu| if on_gpu { Self::on_gpu(OnGpu::all()) } else { Self::host() })
     }
 
     fn host() -> Self {
@@ -108,8 +107,7 @@ fn wrong_key_is_the_root_cause_and_the_rest_is_flushed() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn target_learns_that_a_peer_was_refused() {
-    let places = [None, Some(OnGpu::empty()), Some(OnGpu::all()), Some(OnGpu::SEND_QUEUE)];
-    for what in &places[..if HAS_DEVX { 4 } else { 2 }] {
+    for what in [None, Some(OnGpu::empty()), Some(OnGpu::all()), Some(OnGpu::SEND_QUEUE)] {
         let rig = what.map_or_else(Rig::host, Rig::on_gpu);
         let (a, b) = rig.pair(64, |q| q);
         let mut wrong = b.mr.remote(0).unwrap();

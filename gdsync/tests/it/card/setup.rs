@@ -9,9 +9,6 @@ use gdsync_testkit::driver::{self, Control};
 /// The device.
 pub(crate) const CARD: &str = "mlx5_0";
 
-/// Whether queues can be in GPU memory.
-pub(crate) const HAS_DEVX: bool = false;
-
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 pub(crate) const DMA_BUF_SUPPORTED: u32 = 124;
 

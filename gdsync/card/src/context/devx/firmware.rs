@@ -143,12 +143,14 @@ pub(super) const LOG_MAX_QP_SZ: u32 = 15;
 pub(super) const LOG_MAX_CQ_SZ: u32 = 22;
 const LOG_MAX_QP: u32 = 14;
 const LOG_MAX_CQ: u32 = 20;
+/// 1 GiB
+pub(super) const LOG_MAX_MSG: u32 = 30;
 
 impl Context {
     /// A command that is not about an object.
     pub(super) fn general(&self, input: &[u8], response: &mut Response) -> Result<(), Refusal> {
         match opcode(input) {
-            Opcode::QUERY_HCA_CAP => query_hca_cap(input, response),
+            Opcode::QUERY_HCA_CAP => self.query_hca_cap(input, response),
             // No ports are bonded: all zero.
             Opcode::QUERY_LAG => Ok(()),
             Opcode::QUERY_ROCE_ADDRESS => self.query_roce_address(input, response),
@@ -174,26 +176,29 @@ impl Context {
         response.set(query_roce_address::ROCE_VERSION, if kind == GidType::RoceV2 { 2 } else { 0 });
         Ok(())
     }
-}
 
-fn query_hca_cap(input: &[u8], response: &mut Response) -> Result<(), Refusal> {
-    response.at_least(cap::ANSWER)?;
-    // The last bit asks for the maximum or the current values, which are the same. What is not set is not there.
-    match command::OP_MOD.get(input) >> 1 {
-        0 => {
-            response.set(cap::LOG_MAX_QP_SZ, LOG_MAX_QP_SZ);
-            response.set(cap::LOG_MAX_QP, LOG_MAX_QP);
-            response.set(cap::LOG_MAX_CQ_SZ, LOG_MAX_CQ_SZ);
-            response.set(cap::LOG_MAX_CQ, LOG_MAX_CQ);
-            response.set(cap::LOG_MAX_RMP, LOG_MAX_QP);
+    fn query_hca_cap(&self, input: &[u8], response: &mut Response) -> Result<(), Refusal> {
+        response.at_least(cap::ANSWER)?;
+        // The last bit asks for the maximum or the current values, which are the same. What is not set is not there.
+        match command::OP_MOD.get(input) >> 1 {
+            0 => {
+                response.set(cap::LOG_MAX_QP_SZ, LOG_MAX_QP_SZ);
+                response.set(cap::LOG_MAX_QP, LOG_MAX_QP);
+                response.set(cap::LOG_MAX_CQ_SZ, LOG_MAX_CQ_SZ);
+                response.set(cap::LOG_MAX_CQ, LOG_MAX_CQ);
+                response.set(cap::LOG_MAX_RMP, LOG_MAX_QP);
+                // UCX makes its queues by DevX where this is 30. Before 1.22 it also needs mkeys of mlx5dv then, but does not ask for
+                // them: its writes and atomics reach wrong addresses.
+                response.set(cap::LOG_MAX_MSG, if self.hca.modes.log_max_msg { LOG_MAX_MSG } else { 0 });
+            }
+            atomic_cap::TYPE if !self.hca.modes.no_atomics => {
+                // Compare and swap, fetch and add, of 8 bytes, in the byte order of the host.
+                response.set(atomic_cap::REQ_8B_ENDIANNESS_MODE, 1);
+                response.set(atomic_cap::OPERATIONS, 3);
+                response.set(atomic_cap::SIZE_QP, 8);
+            }
+            _ => {}
         }
-        atomic_cap::TYPE => {
-            // Compare and swap, fetch and add, of 8 bytes, in the byte order of the host.
-            response.set(atomic_cap::REQ_8B_ENDIANNESS_MODE, 1);
-            response.set(atomic_cap::OPERATIONS, 3);
-            response.set(atomic_cap::SIZE_QP, 8);
-        }
-        _ => {}
+        Ok(())
     }
-    Ok(())
 }

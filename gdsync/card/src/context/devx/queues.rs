@@ -1,10 +1,12 @@
 //! Completion queues, queue pairs and receive memory pools (RMP) in registered memory: created and asked about.
+//!
+//! Bits that say that the numbers of the memory are valid do not count: UCX leaves them 0, and memory is never named otherwise.
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use gdsync_device::memory::Memory;
-use gdsync_soft::{CardCq, CardDoorbell, CardQp, CardSrq, CardTransport};
+use gdsync_soft::{CardCq, CardQp, CardSrq, CardTransport};
 use mlx5_ring::{BB, CQ_DBREC_SIZE, QP_DBREC_SIZE};
 use parking_lot::Mutex;
 use rdma_core_sys::mlx5::ifc::{
@@ -161,11 +163,9 @@ impl Cq {
         require(
             input,
             &[
-                (cqc(cqc::DBR_UMEM_VALID), 1, "dbr_umem_valid"),
                 (cqc(cqc::CC), 0, "cc"),
                 (cqc(cqc::CQE_COMP_EN), 0, "cqe_comp_en"),
                 (cqc(cqc::PAGE_OFFSET), 0, "page_offset"),
-                (create_cq::CQ_UMEM_VALID, 1, "cq_umem_valid"),
             ],
         )?;
         let entry = match cqc(cqc::CQE_SZ).get(input) {
@@ -231,7 +231,7 @@ impl Drop for Qp {
     }
 }
 
-/// `MLX5_RES_SCAT_DATA`, `rq_type`: a receive queue of its own, a shared one, none.
+/// `rq_type`: a receive queue of its own, a shared one, none.
 mod rq_type {
     pub(super) const REGULAR: u32 = 0;
     pub(super) const SRQ_RMP: u32 = 1;
@@ -250,8 +250,6 @@ impl Qp {
                 (qpc(qpc::NO_SQ), 0, "no_sq"),
                 (qpc(qpc::SEND_DBR_MODE), 0, "send_dbr_mode"),
                 (qpc(qpc::PAGE_OFFSET), 0, "page_offset"),
-                (qpc(qpc::DBR_UMEM_VALID), 1, "dbr_umem_valid"),
-                (create_qp::WQ_UMEM_VALID, 1, "wq_umem_valid"),
             ],
         )?;
         let (log_sq, log_rq) = (qpc(qpc::LOG_SQ_SIZE).get(input), qpc(qpc::LOG_RQ_SIZE).get(input));
@@ -288,7 +286,8 @@ impl Qp {
             rq,
             rq_stride,
             record,
-            doorbell: CardDoorbell::Record,
+            // libmlx5 before 45 has one page for all queue pairs of DevX, whose doorbells overwrite each other.
+            doorbell: context.doorbell(None).map_err(|errno| limit(&errno))?,
             uidx: qpc(qpc::USER_INDEX).get(input),
             transport: CardTransport::Connection,
             srqn: srq.as_ref().map(|(srqn, _)| *srqn),
@@ -311,6 +310,12 @@ impl Qp {
     }
 }
 
+/// `MLX5_WQ_TYPE_*`
+mod wq_type {
+    pub(super) const LINKED_LIST: u32 = 0;
+    pub(super) const CYCLIC: u32 = 1;
+}
+
 /// A receive memory pool: the shared receive queue of DevX.
 #[derive(Debug)]
 pub(super) struct Rmp {
@@ -330,14 +335,11 @@ impl Drop for Rmp {
 impl Rmp {
     fn create(context: &Context, input: &[u8]) -> Result<Self> {
         at_least(input, command::LONG)?;
-        require(
-            input,
-            &[
-                (rmp_wq::WQ_TYPE, 0, "wq_type: other queues than linked lists"),
-                (rmp_wq::DBR_UMEM_VALID, 1, "dbr_umem_valid"),
-                (rmp_wq::WQ_UMEM_VALID, 1, "wq_umem_valid"),
-            ],
-        )?;
+        let is_cyclic = match rmp_wq::WQ_TYPE.get(input) {
+            wq_type::LINKED_LIST => false,
+            wq_type::CYCLIC => true,
+            other => return Err(Refusal::parameter(format!("wq_type is {other}"))),
+        };
         let (log, log_stride) = (rmp_wq::LOG_WQ_SZ.get(input), rmp_wq::LOG_WQ_STRIDE.get(input));
         if log > LOG_MAX_QP_SZ || !(5..=9).contains(&log_stride) {
             return Err(limit(&format!("a queue of 2^{log} entries of 2^{log_stride} bytes")));
@@ -347,7 +349,7 @@ impl Rmp {
         let (ring_umem, ring) = part(context, input, place, stride << log, 64)?;
         let place = (rmp_wq::DBR_UMEM_ID, rmp_wq::DBR_ADDR);
         let (record_umem, record) = part(context, input, place, 8, 8)?;
-        let made = context.hca.card.create_srq(CardSrq { ring, stride, record });
+        let made = context.hca.card.create_srq(CardSrq { ring, stride, record, is_cyclic });
         let rmpn = made.map_err(|error| limit(&error))?;
         let subscriptions = Arc::<Subscriptions>::default();
         context.hca.owners.srqs.add(rmpn, &subscriptions);

@@ -9,7 +9,7 @@ use super::queues::{Object, same};
 use crate::address::{GidType, Link, Port};
 use crate::context::Context;
 use crate::context::device::{MAX_RD_ATOMIC, active_mtu};
-use crate::context::modify::{PATIENCE, Route};
+use crate::context::modify::{PATIENCE, Route, delay};
 
 type Result<T> = std::result::Result<T, Refusal>;
 
@@ -111,6 +111,9 @@ impl Context {
             let sets =
                 |field| step.fields.contains(&field) || rights.contains(&field) || timer.contains(&field);
             if sets(qpc::RRE) {
+                if self.hca.modes.no_atomics && qpc::RAE.get(&new) == 1 {
+                    return Err(Refusal::parameter("rae is set, and there are no atomics"));
+                }
                 attr.access = Some(access(&new));
             }
             if sets(qpc::MIN_RNR_NAK) {
@@ -131,6 +134,9 @@ impl Context {
                 }
                 _ => {}
             }
+        }
+        if self.hca.modes.late_flush && to == QpState::ERR {
+            delay().map_err(|errno| Refusal::new(Status::INT_ERR, errno.to_string()))?;
         }
         qp.hca.card.modify_qp(qp.qpn, &attr, psn, PATIENCE).map_err(|error| match error {
             Error::Peer { .. } | Error::Deadline { .. } => {

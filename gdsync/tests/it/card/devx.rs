@@ -1,4 +1,4 @@
-//! Queues in GPU memory by DevX, with the simulated driver for a GPU, whose dma-bufs the stand-in maps.
+//! Queues in GPU memory by DevX, with the simulated driver for a GPU, whose dma-bufs the card maps.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,23 +10,20 @@ use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Access, DeviceCq, DeviceQp, OnGpu, QpBuilder, SendWr};
 use gdsync::{Error, hca};
 
+use super::pages;
+use super::setup::{Bench, CARD, DMA_BUF_SUPPORTED, assert_says, open, simulated_gpu};
 use crate::child::own_process;
 use crate::common::{PATIENCE, Side, bytes, connect, message, pattern, sent, until};
-use crate::pages;
-use crate::setup::{
-    Bench, CARD, DMA_BUF_SUPPORTED, Setting, assert_says, complaints, entry, open, simulated_gpu,
-};
 
-/// Registered memory that the firmware knows: all of it, and what came as a dma-buf.
-fn umems() -> [usize; 2] {
-    // SAFETY: the type is that of the function.
-    let count: extern "C" fn(bool) -> usize = unsafe { std::mem::transmute(entry(c"gdsync_standin_umems")) };
-    [count(false), count(true)]
+/// Dma-bufs that the driver gave so far.
+fn dma_bufs(bench: &Bench) -> u64 {
+    bench.control.calls("cuMemGetHandleForAddressRange")
 }
 
-/// The device has no DevX (0), or one that takes no dma-buf (1) or has no dedicated doorbell pages (3).
-fn devx(level: u32) -> Setting {
-    Setting::of(c"gdsync_standin_devx", level, 2)
+/// Mappings of GPU memory, of which registrations by dma-buf are some.
+fn mappings() -> usize {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains("memfd:simulated-cuda")).count()
 }
 
 /// Two connected sides whose queues are on the GPU as far as `what` says.
@@ -36,38 +33,41 @@ fn pair(gpu: &Gpu, what: OnGpu, bytes: usize, build: impl Fn(QpBuilder) -> QpBui
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn all_works_on_larger_pages() {
-    pages::run_again_on_larger(&["devx::", "--skip", "kernel_could", "--skip", "for_kernels"]);
+    pages::run_again_on_larger(&["card::devx::", "--skip", "kernel_could", "--skip", "for_kernels"]);
 }
 
 /// What is asked for lies on the GPU, and nothing else does; more than two laps of every ring.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn every_placement_works_over_laps() {
     own_process!();
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
+    // The GPU keeps what it has allocated once.
+    drop(pair(&gpu, OnGpu::all(), 64, |q| q));
     for bits in 1..16 {
         let what = OnGpu::from_bits(bits).unwrap();
-        let before = umems();
+        let (before, idle) = (dma_bufs(&bench), mappings());
         let (a, b) = pair(&gpu, what, 64, |q| q.max_send_wr(4).max_recv_wr(4));
-        let now = umems();
-        // Of each side: both completion queues and the rings, with a record each.
-        assert_eq!(now[0] - before[0], 2 * 6, "{what:?}");
+        // Of each side: the rings, two completion queues, and a record each.
         let on_gpu = [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS]
-            .map(|one| usize::from(what.contains(one)));
+            .map(|one| u64::from(what.contains(one)));
         let expected = on_gpu[0] + on_gpu[1] + on_gpu[2] + 3 * on_gpu[3];
-        assert_eq!(now[1] - before[1], 2 * expected, "{what:?}");
+        assert_eq!(dma_bufs(&bench) - before, 2 * expected, "{what:?}");
         for round in 0..12 {
             message(&a, &b, round);
             message(&b, &a, round + 1000);
         }
         drop((a, b));
-        assert_eq!(umems(), before, "{what:?}");
+        gpu.reclaim(PATIENCE).unwrap();
+        assert_eq!(mappings(), idle, "{what:?}");
     }
-    assert_eq!(complaints(), "");
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn writes_reads_and_atomics() {
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
@@ -100,6 +100,7 @@ fn writes_reads_and_atomics() {
 
 /// Queue pairs of verbs and of DevX speak to each other, and share a completion queue of verbs.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn both_kinds_go_together() {
     own_process!();
     let bench = Bench::take();
@@ -117,10 +118,10 @@ fn both_kinds_go_together() {
     let c = Side::new(&context, 64, |q| q.on_gpu(&gpu, OnGpu::SEND_CQ));
     let error = c.pd.build_qp().send_cq(&c.qp.send_cq()).build().unwrap_err();
     assert!(matches!(error, Error::Unsupported { by: "mlx5 cards", .. }), "{error:?}");
-    assert_eq!(complaints(), "");
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn payload_and_queues_share_the_gpu() {
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
@@ -140,11 +141,12 @@ fn payload_and_queues_share_the_gpu() {
 
 /// Sizes at both ends of what can be asked for.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn queues_of_every_size_can_be_made() {
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
-    let before = umems();
+    let before = mappings();
     for what in [OnGpu::empty(), OnGpu::all()] {
         for (sends, receives, sges, inline) in
             [(1, 1, 1, 0), (1, 1, 32, 512), (2, 3, 3, 60), (1000, 4000, 1, 64), (32768, 32768, 1, 0)]
@@ -165,16 +167,18 @@ fn queues_of_every_size_can_be_made() {
         let (a, b) = pair(&gpu, OnGpu::all(), 64, |q| q);
         message(&a, &b, 1);
     }
-    assert_eq!(umems(), before);
+    gpu.reclaim(PATIENCE).unwrap();
+    assert_eq!(mappings(), before);
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn without_devx_the_command_and_its_needs_are_named() {
+    own_process!("GDASYNC_CARD_MODES" = "no-devx");
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     let context = open(&gpu);
     let pd = context.alloc_pd().unwrap();
-    let less = devx(0);
     for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
         let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
         assert!(matches!(error, Error::Verbs { call: "mlx5dv_devx_general_cmd", .. }), "{error:?}");
@@ -184,19 +188,15 @@ fn without_devx_the_command_and_its_needs_are_named() {
     let side = || Side::new(&context, 64, |q| q);
     let (a, b) = connect(side(), side());
     message(&a, &b, 1);
-    // Nor is the refusal remembered.
-    drop(less);
-    pd.build_qp().on_gpu(&gpu, OnGpu::all()).build().unwrap();
 }
 
 #[test]
-fn without_dma_bufs_both_ways_are_named() {
+#[ignore = "`card` runs it on the card"]
+fn without_dma_bufs_of_the_kernel_both_ways_are_named() {
+    own_process!("GDASYNC_CARD_MODES" = "no-dma-buf");
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
-    let before = umems();
     let pd = open(&gpu).alloc_pd().unwrap();
-    // The kernel's side.
-    let less = devx(1);
     for what in [OnGpu::SEND_QUEUE, OnGpu::SEND_CQ, OnGpu::RECV_CQ, OnGpu::RECORDS] {
         let error = pd.build_qp().on_gpu(&gpu, what).build().unwrap_err();
         assert!(matches!(error, Error::Device { .. }), "{error:?}");
@@ -204,10 +204,12 @@ fn without_dma_bufs_both_ways_are_named() {
         assert_says(&error, &["before rdma-core 43", "MLX5DV_UMEM_MASK_DMABUF"]);
         assert!(!error.to_string().contains("rdma-core 35"), "{error}");
     }
-    drop(less);
-    // What was made before it was refused is gone.
-    assert_eq!(umems(), before);
-    // The GPU driver's.
+}
+
+#[test]
+#[ignore = "`card` runs it on the card"]
+fn without_dma_bufs_of_the_driver_both_ways_are_named() {
+    let bench = Bench::take();
     bench.control.attribute(0, DMA_BUF_SUPPORTED, 0);
     let closed = simulated_gpu(0);
     let pd = open(&closed).alloc_pd().unwrap();
@@ -217,19 +219,12 @@ fn without_dma_bufs_both_ways_are_named() {
     closed.reclaim(PATIENCE).unwrap();
 }
 
+/// The firmware must know what version of RoCE packets are, and the address of entry 1 is none of IPv4.
 #[test]
-fn without_dedicated_doorbell_pages_others_are_taken() {
-    let bench = Bench::take();
-    let _less = devx(3);
-    let (a, b) = pair(&bench.gpu, OnGpu::all(), 64, |q| q);
-    message(&a, &b, 1);
-}
-
-/// The firmware must know what version of RoCE packets are, and the address of the stand-in is none of IPv4.
-#[test]
+#[ignore = "`card` runs it on the card"]
 fn gid_of_unknown_kind_is_refused_for_queues_in_gpu_memory() {
+    own_process!("GDASYNC_CARD_MODES" = "no-gid-type");
     let bench = Bench::take();
-    let _without = Setting::of(c"gdsync_standin_gid_kinds", 0, 1);
     let context = {
         let config =
             DeviceConfig { route: Some(Route::Direct), gid_index: Some(1), ..DeviceConfig::default() };
@@ -247,9 +242,10 @@ fn gid_of_unknown_kind_is_refused_for_queues_in_gpu_memory() {
 
 /// Some virtual functions have none.
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn without_atomics_queue_pairs_connect_without_the_right() {
+    own_process!("GDASYNC_CARD_MODES" = "no-atomics");
     let bench = Bench::take();
-    let _without = Setting::of(c"gdsync_standin_atomics", 0, 1);
     for what in [OnGpu::empty(), OnGpu::all()] {
         let (a, b) = pair(&bench.gpu, what, 64, |q| q);
         message(&a, &b, 1);
@@ -260,6 +256,7 @@ fn without_atomics_queue_pairs_connect_without_the_right() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn peer_without_an_address_is_named() {
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
@@ -292,6 +289,7 @@ fn poll(gpu: &Gpu, cq: &DeviceCq, n: u32) -> Cqe {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn kernel_could_post_and_poll() {
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
@@ -322,6 +320,7 @@ fn kernel_could_post_and_poll() {
 }
 
 #[test]
+#[ignore = "`card` runs it on the card"]
 fn what_is_not_for_kernels_is_refused() {
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
