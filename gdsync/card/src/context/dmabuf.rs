@@ -6,7 +6,6 @@ use std::os::fd::{BorrowedFd, RawFd};
 use gdsync_device::Access;
 use gdsync_device::memory::Memory;
 use parking_lot::Mutex;
-use rustix::fs::SeekFrom;
 use rustix::io::Errno;
 
 use super::ioctl::Call;
@@ -42,38 +41,49 @@ pub(crate) fn exported(fd: RawFd, addr: u64) {
 }
 
 /// The GPU address of the first byte of a dma-buf that CUDA made for this program.
-pub(super) fn gpu_addr(fd: RawFd) -> Option<u64> {
+fn gpu_addr(fd: RawFd) -> Option<u64> {
     let identity = identity(fd)?;
     EXPORTED.lock().iter().rev().find(|(known, _)| *known == identity).map(|(_, addr)| *addr)
 }
 
-/// Where a dma-buf begins in its file, and its length. One of a simulated GPU stands where it begins in the GPU's memory; a real one
-/// at 0.
-fn extent(file: BorrowedFd<'_>) -> Result<(u64, u64)> {
-    let begin = rustix::fs::tell(file).unwrap_or(0);
-    let end = rustix::fs::seek(file, SeekFrom::End(0))?;
-    _ = rustix::fs::seek(file, SeekFrom::Start(begin));
-    Ok((begin, end.saturating_sub(begin)))
-}
-
-/// `len` bytes of a dma-buf from `offset` on, through a mapping of it.
+/// `len` bytes of a dma-buf of a GPU from `offset` on. Where its memory is, the call that made it told; if that was not seen, it may be
+/// at `expected`. A dma-buf that can be mapped, as those of simulated GPUs, is mapped. Others are not supported.
 ///
 /// # Errors
-/// `EINVAL` for a range that leaves it, `EOPNOTSUPP` for one that cannot be mapped.
-pub(super) fn mapping(file: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Memory> {
-    let (begin, size) = extent(file)?;
-    offset.checked_add(len as u64).filter(|&end| end <= size).ok_or(Errno::INVAL)?;
-    let start = usize::try_from(begin + offset).map_err(|_| Errno::INVAL)?;
-    let mapped = Memory::map_shared(file, start + len).and_then(|memory| memory.slice(start, len));
+/// `EBADF`, `EINVAL` for a range that leaves it, `EOPNOTSUPP`.
+pub(super) fn memory(fd: RawFd, offset: u64, len: u64, expected: Option<u64>) -> Result<Memory> {
+    // Libraries find out by -1 whether dma-bufs are supported.
+    if fd < 0 {
+        return Err(Errno::BADF);
+    }
+    // SAFETY: used for the calls below, which fail if the descriptor is closed.
+    let file = unsafe { BorrowedFd::borrow_raw(fd) };
+    let size = u64::try_from(rustix::fs::fstat(file)?.st_size).map_err(|_| Errno::INVAL)?;
+    // One of a simulated GPU stands where it begins in the GPU's memory; the others cannot tell.
+    let begin = rustix::fs::tell(file).unwrap_or(0);
+    let start = begin.checked_add(offset).ok_or(Errno::OVERFLOW)?;
+    let end = start.checked_add(len).ok_or(Errno::OVERFLOW)?;
+    if len == 0 || end > size {
+        return Err(Errno::INVAL);
+    }
+    let [start, end, len] = [start, end, len].map(usize::try_from);
+    let (Ok(start), Ok(end), Ok(len)) = (start, end, len) else { return Err(Errno::INVAL) };
+    let told = gpu_addr(fd).map(|first| first.checked_add(offset).ok_or(Errno::OVERFLOW)).transpose()?;
+    if let Some(addr) = told.or(expected)
+        && let Some(memory) = on_gpu(addr, len)?
+    {
+        return Ok(memory);
+    }
+    let mapped = Memory::map_shared(file, end).and_then(|memory| memory.slice(start, len));
     mapped.map_err(|error| {
-        log!("a dma-buf cannot be mapped, and CUDA knows no memory of it: {error}");
+        log!("a dma-buf of {size} bytes: CUDA does not know where its memory is, and it cannot be mapped: {error}");
         Errno::OPNOTSUPP
     })
 }
 
 impl Context {
-    /// Registers a part of a dma-buf. One of a GPU cannot be mapped: where its memory is, the call that made it told; if that was not
-    /// seen, it is the address that the program gives the region (iova), as most do. Others, as of simulated GPUs, are mapped.
+    /// Registers a part of a dma-buf of a GPU. If the call that made it was not seen, its memory is at the address that the program
+    /// gives the region (iova), as most do.
     pub(super) fn register_dmabuf(&self, call: &Call<'_>) -> Result<()> {
         let half = |number: u64| u32::try_from(number).map_err(|_| Errno::INVAL);
         let pd = half(call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_PD_HANDLE)?)?;
@@ -85,28 +95,11 @@ impl Context {
         let pd = self.pds.get(pd)?;
         check_access(access)?;
         let page = rustix::param::page_size() as u64;
-        let end = offset.checked_add(length).ok_or(Errno::OVERFLOW)?;
         if offset % page != iova % page || iova.checked_add(length).is_none() {
             return Err(Errno::INVAL);
         }
-        // Libraries find out by -1 whether dma-bufs are supported.
-        if fd < 0 {
-            return Err(Errno::BADF);
-        }
-        // SAFETY: used for one call, which fails if the descriptor is closed.
-        let file = unsafe { BorrowedFd::borrow_raw(fd) };
-        let (_, size) = extent(file)?;
-        if length == 0 || end > size {
-            return Err(Errno::INVAL);
-        }
-        let addr =
-            gpu_addr(fd).map_or(Some(iova), |start| start.checked_add(offset)).ok_or(Errno::OVERFLOW)?;
-        let len = usize::try_from(length).map_err(|_| Errno::INVAL)?;
-        let memory = match on_gpu(addr, len)? {
-            Some(memory) => memory,
-            None => mapping(file, offset, len)?,
-        };
-        let wanted = Wanted { pd, start: addr, length, hca_va: iova, access_flags: access };
+        let memory = memory(fd, offset, length, Some(iova))?;
+        let wanted = Wanted { pd, start: memory.addr(), length, hca_va: iova, access_flags: access };
         let mr = Mr::new(self.hca, &memory, Access::from_bits_truncate(access), wanted)?;
         let handle = self.new_handle();
         call.put(abi::UVERBS_ATTR_REG_DMABUF_MR_RESP_LKEY, &mr.key)?;

@@ -181,7 +181,7 @@ fn ucx_passes_by_devx() {
     let variables =
         [("UCX_TLS", "rc_mlx5,ud_mlx5"), ("GDASYNC_CARD_MODES", "log-max-msg"), ("UCX_LOG_LEVEL", "debug")];
     for link in ["eth", "ib"] {
-        for test in ["tag_lat", "tag_bw"] {
+        for test in ["tag_lat", "tag_bw", "ucp_get"] {
             let printed = ucx(test, link, &variables);
             assert!(printed.contains("opened DEVX md"), "{printed}");
         }

@@ -587,6 +587,32 @@ fn an_empty_shared_receive_queue_holds_senders_up() {
     assert_eq!(receiver.recvs.poll(), None);
 }
 
+/// The links, which say otherwise, do not count.
+#[test]
+fn a_cyclic_receive_queue_is_taken_in_the_order_of_its_ring() {
+    let (b, _) = card();
+    let ring = Memory::alloc(4 * SRQ_STRIDE).unwrap();
+    let record = Memory::alloc(8).unwrap();
+    let of_card = CardSrq { ring: ring.clone(), stride: SRQ_STRIDE, record: record.clone(), is_cyclic: true };
+    let srqn = b.create_srq(of_card).unwrap();
+    let mut receiver = Program::on(b, 64, Some(srqn), CardTransport::Connection);
+    let mut a = Program::new(64);
+    a.connect(&receiver);
+    receiver.connect(&a);
+    let end = [0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    for n in 0..4 {
+        ring.write(n * SRQ_STRIDE + 16, &[&receiver.sge(100 * n, 64)[..], &end].concat()).unwrap();
+    }
+    for n in 0..10u8 {
+        record.atomic32(0).unwrap().store(mlx5::recv_record(u64::from(n) + 1), Ordering::Release);
+        a.post(Opcode::SEND, CE_ALWAYS, &[inline(&[n; 20])]);
+        let slot = u16::from(n % 4);
+        assert_eq!(receiver.recvs.wait().wqe_counter, slot);
+        assert_eq!(receiver.bytes(100 * usize::from(slot), 20), [n; 20]);
+        a.sends.wait();
+    }
+}
+
 /// A network of cards, by GID or LID.
 #[derive(Debug)]
 struct Net {

@@ -1,6 +1,6 @@
 //! Memory registered for queues of DevX: of the host, or of a GPU, by address or dma-buf.
 
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::RawFd;
 use std::sync::Arc;
 
 use gdsync_device::Access;
@@ -10,10 +10,9 @@ use rustix::io::Errno;
 
 use super::firmware::Refusal;
 use crate::abi;
-use crate::context::dmabuf::{gpu_addr, mapping};
 use crate::context::ioctl::Call;
 use crate::context::memory::{check_access, on_gpu, ring};
-use crate::context::{Context, Result};
+use crate::context::{Context, Result, dmabuf};
 use crate::log::log;
 
 /// Registered memory.
@@ -65,7 +64,10 @@ impl Context {
                 Err(Errno::FAULT) => on_gpu(addr, len)?.ok_or(Errno::FAULT)?,
                 memory => memory?,
             },
-            Ok(fd) => dma_buf(RawFd::try_from(fd).map_err(|_| Errno::BADF)?, addr, len)?,
+            Ok(fd) => {
+                let fd = RawFd::try_from(fd).map_err(|_| Errno::BADF)?;
+                dmabuf::memory(fd, addr, len as u64, None)?
+            }
         };
         if !memory.is_mapped() {
             log!("GPU memory for queues cannot be mapped for the card");
@@ -83,20 +85,4 @@ impl Context {
     pub(super) fn umem(&self, number: u32) -> std::result::Result<Arc<Umem>, Refusal> {
         self.devx.umems.get(number).map_err(|_| Refusal::resource(format!("umem {number:#x} is not there")))
     }
-}
-
-/// `len` bytes of a dma-buf from `offset` on, through a mapping of it, or of its GPU memory.
-///
-/// # Errors
-/// `EBADF`, `EINVAL` for a range that leaves it, `EOPNOTSUPP` for one that cannot be mapped.
-fn dma_buf(fd: RawFd, offset: u64, len: usize) -> Result<Memory> {
-    if fd < 0 {
-        return Err(Errno::BADF);
-    }
-    if let Some(start) = gpu_addr(fd) {
-        let addr = start.checked_add(offset).ok_or(Errno::INVAL)?;
-        return on_gpu(addr, len)?.ok_or(Errno::INVAL);
-    }
-    // SAFETY: used while the program runs this command; the calls fail if the descriptor is closed.
-    mapping(unsafe { BorrowedFd::borrow_raw(fd) }, offset, len)
 }
