@@ -24,6 +24,8 @@ pub(crate) struct Modes {
     pub(crate) no_cq_ex: bool,
     /// The types of GIDs are not told.
     pub(crate) no_gid_type: bool,
+    /// The modules through which cards reach GPU memory by its address are not loaded.
+    pub(crate) no_peermem: bool,
     /// Contexts have no DevX.
     pub(crate) no_devx: bool,
     /// DevX registers no dma-bufs.
@@ -49,6 +51,7 @@ impl Modes {
             ("no-atomics", &mut modes.no_atomics),
             ("no-cq-ex", &mut modes.no_cq_ex),
             ("no-gid-type", &mut modes.no_gid_type),
+            ("no-peermem", &mut modes.no_peermem),
             ("no-devx", &mut modes.no_devx),
             ("no-dma-buf", &mut modes.no_dma_buf),
             ("log-max-msg", &mut modes.log_max_msg),

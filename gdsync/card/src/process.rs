@@ -18,6 +18,7 @@ use crate::address::Link;
 use crate::context::Context;
 use crate::events::into_program;
 use crate::hca::Hca;
+use crate::modes::Modes;
 use crate::sysfs::{Content, Tree};
 use crate::user::ThisProcess;
 
@@ -127,7 +128,13 @@ impl Process {
 
     /// The emulated files.
     pub(crate) fn tree(&self) -> &Tree {
-        self.tree.get_or_init(|| Tree::new(self.hcas.len(), self.link))
+        self.tree.get_or_init(|| {
+            let tree = Tree::new(self.hcas.len(), self.link);
+            match Modes::from_env() {
+                Ok(modes) if modes.no_peermem => tree.without_peer_memory(),
+                _ => tree,
+            }
+        })
     }
 
     /// The HCA of a device, started by the first call. One that does not start is tried again by the next call.

@@ -11,6 +11,8 @@ pub(crate) const INTERFACE: &str = "lo";
 /// Character devices of verbs have this major number; minors begin at 192.
 pub(crate) const MAJOR: u32 = 231;
 const MINOR: u32 = 192;
+/// Where programs look whether a card reaches GPU memory by its address.
+const PEER_MEMORY: [&str; 2] = ["/sys/module/nvidia_peermem", "/sys/kernel/mm/memory_peers/nv_mem"];
 /// The most links on a path.
 const MAX_LINKS: usize = 40;
 
@@ -105,8 +107,7 @@ impl Tree {
             tree.root(root);
         }
         tree.text("/sys/class/infiniband_verbs/abi_version", "6");
-        // Programs look here whether a card reaches GPU memory by its address.
-        for module in ["/sys/module/nvidia_peermem", "/sys/kernel/mm/memory_peers/nv_mem"] {
+        for module in PEER_MEMORY {
             tree.root(module);
             tree.text(&format!("{module}/version"), "1.3");
         }
@@ -114,6 +115,15 @@ impl Tree {
             tree.device(device, link);
         }
         tree
+    }
+
+    /// As where the modules for GPU memory are not loaded.
+    pub(crate) fn without_peer_memory(mut self) -> Self {
+        for module in PEER_MEMORY {
+            self.roots.retain(|root| root != module);
+            self.nodes.retain(|path, _| !path.starts_with(module));
+        }
+        self
     }
 
     fn root(&mut self, path: &str) {

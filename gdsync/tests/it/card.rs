@@ -69,7 +69,7 @@ fn run(route: &str, modes: &str, filters: &[&str]) {
 fn direct_route_passes_the_same_tests() {
     // It counts what the whole process has.
     run("direct", "", &["verbs_cycles::"]);
-    run("", "register", &[MODULES, OF_CARDS].concat());
+    run("", "register,no-peermem", &[MODULES, OF_CARDS].concat());
 }
 
 #[test]

@@ -19,7 +19,10 @@ fn messages_are_staged_on_the_card() {
         "--skip",
         "windows_on_stream::",
     ]);
-    again.env("GDSYNC_DEVICE", card::DEVICE).env("MP_LOCAL", "device");
+    again
+        .env("GDASYNC_CARD_MODES", "no-peermem")
+        .env("GDSYNC_DEVICE", card::DEVICE)
+        .env("MP_LOCAL", "device");
     again.env("GDSYNC_TEST_GPU", "memop").env(GPU_WITHOUT_DMA_BUF, "1").env("GDSYNC_TEST_TIER", "fast");
     let output = again.output().unwrap();
     let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));

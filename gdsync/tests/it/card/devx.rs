@@ -193,7 +193,7 @@ fn without_devx_the_command_and_its_needs_are_named() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn without_dma_bufs_of_the_kernel_both_ways_are_named() {
-    own_process!("GDASYNC_CARD_MODES" = "no-dma-buf");
+    own_process!("GDASYNC_CARD_MODES" = "no-dma-buf,no-peermem");
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
     let pd = open(&gpu).alloc_pd().unwrap();
