@@ -220,7 +220,7 @@ fn stuck_wait_is_reported_of_live_and_killed_processes() {
     let removed = succeeds(job.trace(&["--clean"]));
     assert_eq!(removed.trim(), file);
     let error = fails(job.trace(&[&pid1.to_string()]));
-    assert!(error.contains("a process with a recording"), "{error}");
+    assert!(error.contains("expected one that has a recording"), "{error}");
     assert_eq!(job.json(&[pid0]).1, 3);
 }
 

@@ -78,7 +78,7 @@ pub(crate) fn broke(side: &Side, wr_id: u64, syndrome: Syndrome) {
     assert_eq!((e.qpn, e.wr_id, e.syndrome, e.vendor), (side.qp.qpn(), wr_id, syndrome, 0), "{error}");
     let text = error.to_string();
     for part in
-        [format!("QP {:#x}", e.qpn), format!("{wr_id:#x}"), syndrome.to_string(), "vendor code 0x0".into()]
+        [format!("QP {:#x}", e.qpn), format!("wr_id {wr_id}"), syndrome.to_string(), "vendor code 0x0".into()]
     {
         assert!(text.contains(&part), "{text} lacks {part}");
     }
