@@ -52,7 +52,7 @@ fn pairs(comm: &Communicator, tagged: Tagged) {
 }
 
 job_test!(messages_that_nobody_received_are_named, 2, |comm| {
-    let (tagged, memory) = (Tagged::new(comm, LONG).unwrap(), buffer(comm, 64));
+    let (tagged, memory) = (Tagged::new(comm, LONG).unwrap(), host_buffer(comm, 64));
     if comm.rank() == 0 {
         for tag in [7, 9] {
             tagged.isend(&memory, 0..8, 1, tag).unwrap().wait(LONG).unwrap();
