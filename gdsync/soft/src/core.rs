@@ -285,7 +285,8 @@ impl Core {
         self.links.find(peer)
     }
 
-    /// Adds a link and its hint for threads that do not hold the lock. Queue pairs that wait for it go on.
+    /// Adds a link and its hint for threads that do not hold the lock. Datagrams that wait for it are sent, and queue pairs
+    /// go on.
     pub(crate) fn add_link(&mut self, ends: LinkEnds, rx_hints: &RxHints) -> usize {
         let peer = ends.peer;
         let (link, ring) = self.links.add(ends);
@@ -294,6 +295,11 @@ impl Core {
         }
         self.rings.resize_with(self.rings.len().max(link + 1), || None);
         self.rings[link] = Some(ring);
+        for (packet, number) in self.peers.take_waiting(peer) {
+            let (header, faults, stats) = (&packet.header, &mut self.faults, &mut self.stats);
+            let sent = self.links.send(link, header, &packet.body, &[], number, faults, stats);
+            sent.expect("only pieces cannot be read");
+        }
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
                 if qp.link == UNLINKED && qp.remote.is_some_and(|remote| remote.gid == peer) {
@@ -302,6 +308,7 @@ impl Core {
                 }
             });
         }
+        self.links.ring();
         link
     }
 

@@ -47,10 +47,37 @@ struct Link {
     full_since: Option<Instant>,
 }
 
+/// A packet outside of a ring.
+#[derive(Debug)]
+pub(crate) struct OwnedPacket {
+    pub(crate) header: Header,
+    pub(crate) body: Vec<u8>,
+}
+
+impl OwnedPacket {
+    /// Copies the parts of a packet.
+    ///
+    /// # Errors
+    /// [`Syndrome::LOC_PROT_ERR`] if a piece cannot be read.
+    pub(crate) fn copy(
+        header: &Header,
+        ext: &[u8],
+        pieces: &[Piece<'_>],
+    ) -> std::result::Result<Self, Syndrome> {
+        let mut body = ext.to_vec();
+        for piece in pieces {
+            let at = body.len();
+            body.resize(at + piece.len, 0);
+            let read = piece.memory.read(piece.offset, &mut body[at..]);
+            read.map_err(|_| Syndrome::LOC_PROT_ERR)?;
+        }
+        Ok(Self { header: *header, body })
+    }
+}
+
 #[derive(Debug)]
 struct Delayed {
-    header: Header,
-    body: Vec<u8>,
+    packet: OwnedPacket,
     /// `None`: until another packet has passed it.
     until: Option<Instant>,
 }
@@ -208,15 +235,7 @@ impl Links {
         if fate != Fate::Pass {
             stats.packets_faulted += 1;
         }
-        let hold = |until| {
-            let mut body = ext.to_vec();
-            for piece in pieces {
-                let at = body.len();
-                body.resize(at + piece.len, 0);
-                piece.memory.read(piece.offset, &mut body[at..]).map_err(unreadable)?;
-            }
-            Ok(Delayed { header: *header, body, until })
-        };
+        let hold = |until| Ok(Delayed { packet: OwnedPacket::copy(header, ext, pieces)?, until });
         match fate {
             Fate::Drop => {}
             Fate::Reorder => link.delayed.push_back(hold(None)?),
@@ -240,7 +259,8 @@ impl Links {
     /// the ring is full.
     pub(crate) fn withdraw(&mut self, index: usize, header: &Header) -> bool {
         let Some(link) = self.get_mut(index).filter(|l| !l.down && !l.broken) else { return true };
-        link.delayed.retain(|h| h.header.src != header.src || h.header.flags & packet::REFERENCE == 0);
+        link.delayed
+            .retain(|h| h.packet.header.src != header.src || h.packet.header.flags & packet::REFERENCE == 0);
         link.push_bytes(header, &[])
     }
 
@@ -344,7 +364,7 @@ impl Link {
 
     fn release(&mut self, due: impl Fn(&Delayed) -> bool) {
         for delayed in std::mem::take(&mut self.delayed) {
-            if !(due(&delayed) && self.push_bytes(&delayed.header, &delayed.body)) {
+            if !(due(&delayed) && self.push_bytes(&delayed.packet.header, &delayed.packet.body)) {
                 self.delayed.push_back(delayed);
             }
         }

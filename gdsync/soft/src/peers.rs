@@ -7,15 +7,17 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::links::Links;
+use crate::links::{Links, OwnedPacket};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::{Condvar, Gid};
 
 /// A peer that did not answer is not asked again for this long.
 const RETRY: Duration = Duration::from_millis(200);
-/// How long datagrams wait for the first link to a peer. Later ones are dropped until there is a link.
-const WAIT: Duration = Duration::from_millis(300);
+/// Datagrams copied for a link that is being made. They fit into its ring.
+const MAX_WAITING: usize = 64;
+/// How long more of them are held up, for the first link to a peer.
+const WAIT: Duration = Duration::from_secs(1);
 /// Peers remembered.
 const MAX: usize = 1024;
 /// Attempts under way at once, each in a thread.
@@ -35,41 +37,54 @@ struct Attempt {
     since: Instant,
     under_way: bool,
     is_first: bool,
+    waiting: Waiting,
 }
 
+/// Datagrams for a link that is being made, in order, each with its number for the fault plan.
+pub(crate) type Waiting = Vec<(OwnedPacket, u64)>;
+
 /// Where a datagram goes.
-pub(crate) enum Reach {
+pub(crate) enum Reach<'a> {
     /// Over this link.
     Link(usize),
-    /// Over a link that is being made.
-    Soon,
+    /// Into the list of a link that is being made.
+    Soon(&'a mut Waiting),
+    /// The list is full, and the link may come soon.
+    Full,
     /// Nowhere.
     Never,
 }
 
 impl Peers {
     /// How to reach a peer; asks for a link if there is none.
-    pub(crate) fn reach(&mut self, peer: Gid, links: &Links) -> Reach {
+    pub(crate) fn reach(&mut self, peer: Gid, links: &Links) -> Reach<'_> {
         if let Some(link) = links.find(peer) {
             return Reach::Link(link);
         }
         let last = self.attempts.get(&peer);
-        match last {
-            Some(at) if at.under_way && at.is_first && at.since.elapsed() < WAIT => return Reach::Soon,
-            Some(at) if at.under_way || at.since.elapsed() < RETRY => return Reach::Never,
-            _ => {}
+        if last.is_none_or(|last| !last.under_way && last.since.elapsed() >= RETRY) {
+            let is_first = last.is_none();
+            if self.attempts.len() >= MAX {
+                self.attempts.retain(|_, attempt| attempt.under_way);
+            }
+            if self.attempts.values().filter(|attempt| attempt.under_way).count() >= MAX_ATTEMPTS {
+                return Reach::Never;
+            }
+            let attempt = Attempt { since: Instant::now(), under_way: true, is_first, waiting: Vec::new() };
+            self.attempts.insert(peer, attempt);
+            self.requests.state.lock().wanted.push(peer);
+            self.requests.changed.notify_one();
         }
-        let is_first = last.is_none();
-        if self.attempts.len() >= MAX {
-            self.attempts.retain(|_, attempt| attempt.under_way);
+        match self.attempts.get_mut(&peer).filter(|attempt| attempt.under_way) {
+            Some(attempt) if attempt.waiting.len() < MAX_WAITING => Reach::Soon(&mut attempt.waiting),
+            Some(attempt) if attempt.is_first && attempt.since.elapsed() < WAIT => Reach::Full,
+            _ => Reach::Never,
         }
-        if self.attempts.values().filter(|attempt| attempt.under_way).count() >= MAX_ATTEMPTS {
-            return Reach::Never;
-        }
-        self.attempts.insert(peer, Attempt { since: Instant::now(), under_way: true, is_first });
-        self.requests.state.lock().wanted.push(peer);
-        self.requests.changed.notify_one();
-        if is_first { Reach::Soon } else { Reach::Never }
+    }
+
+    /// Takes the datagrams that wait for a link to this peer.
+    pub(crate) fn take_waiting(&mut self, peer: Gid) -> Waiting {
+        self.attempts.get_mut(&peer).map(|attempt| std::mem::take(&mut attempt.waiting)).unwrap_or_default()
     }
 
     /// What the thread that makes links is asked for.
@@ -77,12 +92,13 @@ impl Peers {
         self.requests.clone()
     }
 
-    /// Notes that the attempt to make a link has ended.
+    /// Notes that the attempt to make a link has ended. Datagrams that still wait for it are dropped.
     pub(crate) fn tried(&mut self, peer: Gid, has_link: bool) {
         if has_link {
             self.attempts.remove(&peer);
         } else if let Some(attempt) = self.attempts.get_mut(&peer) {
             (attempt.since, attempt.under_way) = (Instant::now(), false);
+            attempt.waiting = Vec::new();
         }
     }
 }
@@ -151,5 +167,40 @@ impl Requests {
             self.changed.wait(&mut state);
         }
         if state.stops { None } else { Some(state.wanted.remove(0)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::packet::{Header, PacketOp};
+
+    fn put(peers: &mut Peers, peer: Gid) -> bool {
+        let Reach::Soon(waiting) = peers.reach(peer, &Links::default()) else { return false };
+        let header = Header::new(PacketOp::DATAGRAM, 1, 2, 3);
+        waiting.push((OwnedPacket::copy(&header, &[], &[]).unwrap(), 0));
+        true
+    }
+
+    #[test]
+    fn datagrams_wait_as_long_as_the_attempt_for_their_peer() {
+        let (mut peers, [silent, other]) = (Peers::default(), [Gid([1; 16]), Gid([2; 16])]);
+        assert!((0..MAX_WAITING).all(|_| put(&mut peers, silent)) && !put(&mut peers, silent));
+        assert!(put(&mut peers, other));
+        for (since, waits) in [(Instant::now() + RETRY * 1000, true), (Instant::now() - WAIT, false)] {
+            peers.attempts.get_mut(&silent).unwrap().since = since;
+            assert_eq!(matches!(peers.reach(silent, &Links::default()), Reach::Full), waits);
+        }
+        assert_eq!(*peers.requests.state.lock().wanted, [silent, other]);
+        peers.tried(silent, false);
+        assert!(peers.take_waiting(silent).is_empty());
+        peers.attempts.get_mut(&silent).unwrap().since = Instant::now() - RETRY;
+        assert!((0..MAX_WAITING).all(|_| put(&mut peers, silent)), "it is asked again");
+        assert!(matches!(peers.reach(silent, &Links::default()), Reach::Never), "it held up sends once");
+        assert_eq!(peers.take_waiting(other).len(), 1);
+        assert!(put(&mut peers, other), "it is under way");
+        peers.tried(other, true);
+        assert!(put(&mut peers, other), "its link has gone since");
+        assert_eq!(*peers.requests.state.lock().wanted, [silent, other, silent, other]);
     }
 }

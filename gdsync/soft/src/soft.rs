@@ -437,11 +437,12 @@ fn connector(shared: &Arc<Shared>) -> Result<Connector> {
     Connector::start(requests, shared.progress.fork_guard, move |peer| {
         let ends = own.port.connect(peer, PATIENCE);
         own.with(|core| {
-            core.peers.tried(peer, ends.is_ok());
+            let has_link = ends.is_ok();
             match ends {
                 Ok(ends) => drop(core.add_link(ends, &own.rx_hints)),
                 Err(error) => tracing::debug!(%error, "software HCA: packets for this peer are lost"),
             }
+            core.peers.tried(peer, has_link);
         });
         own.wake();
     })

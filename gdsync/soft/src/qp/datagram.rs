@@ -1,15 +1,16 @@
 //! Datagrams (UD): sends to any queue pair of the network, without acknowledgement.
 //!
 //! A datagram is one packet: the 40 bytes of its GRH, which the receive gets too, then the payload. It is lost if the
-//! receiver has no receive posted or another Q_Key. A send waits a moment for the [link](crate::peers) to a new peer, or for room
-//! on it. If the peer stays silent, this one and all that follow are dropped at once.
+//! receiver has no receive posted or another Q_Key. While the [link](crate::peers) to a peer is being made, datagrams
+//! for it are copied and complete; they are dropped if the peer does not answer. A burst of more, or one that fills the link,
+//! waits a moment for room. If the peer stays silent, what follows is dropped at once.
 
 use std::sync::Arc;
 
 use smallvec::SmallVec;
 
 use super::{Env, SoftQp};
-use crate::links::Body;
+use crate::links::{Body, OwnedPacket};
 use crate::network::Network;
 use crate::packet::{self, Header, PacketOp};
 use crate::peers::Reach;
@@ -93,11 +94,6 @@ impl SoftQp {
             return Err(Syndrome::LOC_PROT_ERR);
         }
         let Some(destination) = destination else { return Ok(true) };
-        let link = match env.peers.reach(destination, env.links) {
-            Reach::Link(link) => link,
-            Reach::Soon => return Ok(false),
-            Reach::Never => return Ok(true),
-        };
         // A datagram has no PSN; the place holds its LID and service level.
         let psn = u32::from(sl) << 16 | u32::from(slid);
         let mut header = Header::new(PacketOp::DATAGRAM, to.qpn, self.rings.qpn, psn);
@@ -107,6 +103,16 @@ impl SoftQp {
         header.flags |= if imm.is_some() { packet::IMM } else { 0 };
         (header.imm, header.rkey) = (imm.unwrap_or(0), qkey);
         header.len = u32::try_from(len).expect("at most the MTU");
+        let link = match env.peers.reach(destination, env.links) {
+            Reach::Link(link) => link,
+            Reach::Soon(waiting) => {
+                waiting.push((OwnedPacket::copy(&header, &ext, &pieces)?, self.packets));
+                self.packets += 1;
+                return Ok(true);
+            }
+            Reach::Full => return Ok(false),
+            Reach::Never => return Ok(true),
+        };
         let sent = env.links.send(link, &header, &ext, &pieces, self.packets, env.faults, env.stats)?;
         self.packets += u64::from(sent);
         Ok(sent || env.links.is_stalled(link))
