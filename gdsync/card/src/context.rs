@@ -23,7 +23,7 @@ use rustix::io::Errno;
 pub(crate) use self::dmabuf::exported;
 use crate::abi;
 use crate::command::{Command, name};
-use crate::events::EventPipe;
+use crate::events::{EventPipe, into_program};
 use crate::hca::{EventSource, Hca};
 use crate::log::log;
 use crate::user::User;
@@ -65,6 +65,13 @@ impl<T> Table<T> {
     }
 }
 
+/// Which events come by a channel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Events {
+    Completions,
+    Devx,
+}
+
 /// A protection domain.
 #[derive(Debug)]
 struct Pd {
@@ -85,7 +92,7 @@ pub(crate) struct Context {
     qps: Table<qp::Qp>,
     srqs: Table<srq::Srq>,
     cqs: Table<cq::Cq>,
-    channels: Mutex<HashMap<RawFd, Arc<EventPipe>>>,
+    channels: Mutex<HashMap<RawFd, (Events, Arc<EventPipe>)>>,
     /// Descriptors of channels made since [`Context::take_new_channels`].
     new_channels: Mutex<Vec<RawFd>>,
     mrs: Table<memory::Mr>,
@@ -131,22 +138,39 @@ impl Context {
         Ok(EventSource::new(self.async_events()?.clone(), user_handle))
     }
 
+    /// Gives the descriptor of a new channel to the program.
+    fn add_channel(&self, events: Events, pipe: EventPipe, program: OwnedFd) {
+        let fd = into_program(program);
+        self.channels.lock().insert(fd, (events, Arc::new(pipe)));
+        self.new_channels.lock().push(fd);
+    }
+
+    /// The channel of a descriptor.
+    ///
+    /// # Errors
+    /// `EBADF`, also if other events come by it.
+    fn channel(&self, events: Events, fd: RawFd) -> Result<Arc<EventPipe>> {
+        let channels = self.channels.lock();
+        let known = channels.get(&fd).filter(|(known, _)| *known == events);
+        known.map(|(_, pipe)| pipe.clone()).ok_or(Errno::BADF)
+    }
+
     /// Descriptors of channels that the program got since the last call.
     pub(crate) fn take_new_channels(&self) -> Vec<RawFd> {
         std::mem::take(&mut *self.new_channels.lock())
     }
 
-    /// The program closes the descriptor of a channel. The channel ends with its last completion queue.
+    /// The program closes the descriptor of a channel. One of completions ends with its last completion queue, one of DevX with its
+    /// last descriptor, and with it the subscriptions.
     pub(crate) fn close_channel(&self, fd: RawFd) {
         self.channels.lock().remove(&fd);
-        self.devx.close_channel(fd);
     }
 
     /// The program duplicated the descriptor of a channel.
     pub(crate) fn duplicate_channel(&self, from: RawFd, to: RawFd) {
         let mut channels = self.channels.lock();
-        if let Some(pipe) = channels.get(&from).cloned() {
-            channels.insert(to, pipe);
+        if let Some(channel) = channels.get(&from).cloned() {
+            channels.insert(to, channel);
         }
     }
 

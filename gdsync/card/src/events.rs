@@ -13,7 +13,7 @@ use rustix::pipe::{PipeFlags, SpliceFlags};
 
 use crate::log::log;
 
-/// A pipe. The program owns one more descriptor of its reading end; these two keep a write from failing after the
+/// A pipe of which each read takes one record, as from a kernel. The program owns one more descriptor of its reading end; these two keep a write from failing after the
 /// program closed that one.
 #[derive(Debug)]
 pub(crate) struct EventPipe {
@@ -23,12 +23,18 @@ pub(crate) struct EventPipe {
     own: (OwnedFd, OwnedFd),
     /// Bytes of a record.
     record: usize,
-    /// Bytes of records for which the pipe had no room. Records are written whole, and taken back, only under this lock.
-    waiting: Mutex<VecDeque<u8>>,
+    /// Records are written, and taken back, only under this lock.
+    waiting: Mutex<Waiting>,
 }
 
-/// Bytes that are written whole, or not: `PIPE_BUF`.
-const WHOLE: usize = 4096;
+/// Records for which the pipe had no room.
+#[derive(Debug, Default)]
+struct Waiting {
+    bytes: VecDeque<u8>,
+    /// Whether a thread writes them when there is room.
+    has_thread: bool,
+}
+
 /// How long the thread that waits for room keeps a pipe that nobody else has.
 const LINGER: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 
@@ -39,8 +45,8 @@ impl EventPipe {
     /// `EMFILE` or `ENFILE`.
     pub(crate) fn new(record: usize) -> Result<(Self, OwnedFd), Errno> {
         let (program, write) = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
-        // Only of this end: the program chooses whether its reads block.
-        rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK)?;
+        // Only of this end: the program chooses whether its reads block. `O_DIRECT` makes each write a packet.
+        rustix::fs::fcntl_setfl(&write, OFlags::NONBLOCK | OFlags::DIRECT)?;
         let read = rustix::io::fcntl_dupfd_cloexec(&program, 0)?;
         let own = rustix::pipe::pipe_with(PipeFlags::CLOEXEC)?;
         Ok((Self { read, write, own, record, waiting: Mutex::default() }, program))
@@ -50,46 +56,50 @@ impl EventPipe {
     pub(crate) fn send(self: &Arc<Self>, record: &[u8]) {
         debug_assert_eq!(record.len(), self.record);
         let mut waiting = self.waiting.lock();
-        let is_full = !waiting.is_empty();
-        waiting.extend(record);
-        if !is_full && !self.write(&mut waiting) {
-            self.write_later();
+        waiting.bytes.extend(record);
+        self.write(&mut waiting);
+    }
+
+    /// Writes what waits, at once or when there is room.
+    fn write(self: &Arc<Self>, waiting: &mut Waiting) {
+        if !self.write_now(waiting) && !waiting.has_thread {
+            waiting.has_thread = self.write_later();
         }
     }
 
     /// Writes what waits, while there is room. Returns whether all is written.
-    fn write(&self, waiting: &mut VecDeque<u8>) -> bool {
-        while !waiting.is_empty() {
-            let len = waiting.len().min(WHOLE / self.record * self.record);
-            if rustix::io::write(&self.write, &waiting.make_contiguous()[..len]) != Ok(len) {
+    fn write_now(&self, waiting: &mut Waiting) -> bool {
+        while !waiting.bytes.is_empty() {
+            let record = &waiting.bytes.make_contiguous()[..self.record];
+            if rustix::io::write(&self.write, record) != Ok(self.record) {
                 return false;
             }
-            waiting.drain(..len);
+            waiting.bytes.drain(..self.record);
         }
         true
     }
 
-    /// Starts a thread that writes what waits: the program reads without a call to this library.
-    fn write_later(self: &Arc<Self>) {
+    /// Starts a thread that writes what waits: the program reads without a call to this library. Returns whether there is one.
+    fn write_later(self: &Arc<Self>) -> bool {
         let pipe = Arc::downgrade(self);
         let _signals_are_for_the_program = BlockedSignals::all();
         let thread = std::thread::Builder::new().name("gdasync-events".into());
-        if let Err(error) = thread.spawn(move || while Self::waits_for_room(&pipe) {}) {
-            log!("events of a program that does not read them wait for ever: {error}");
-        }
+        let started = thread.spawn(move || while Self::waits_for_room(&pipe) {});
+        started.inspect_err(|error| log!("unread events wait for the next one: {error}")).is_ok()
     }
 
     /// Waits a moment for room, and writes. Returns whether something is left.
     fn waits_for_room(pipe: &Weak<Self>) -> bool {
         let Some(pipe) = pipe.upgrade() else { return false };
         _ = poll(&mut [PollFd::new(&pipe.write, PollFlags::OUT)], Some(&LINGER));
-        !pipe.write(&mut pipe.waiting.lock())
+        let mut waiting = pipe.waiting.lock();
+        waiting.has_thread = !pipe.write_now(&mut waiting);
+        waiting.has_thread
     }
 
     /// Takes back the records that the program has not read and `is_stale` holds of. Returns how many.
     pub(crate) fn take_back(self: &Arc<Self>, is_stale: impl Fn(&[u8]) -> bool) -> u32 {
         let mut waiting = self.waiting.lock();
-        let was_full = !waiting.is_empty();
         let (own_read, own_write) = &self.own;
         let mut all = Vec::new();
         let mut record = vec![0; self.record];
@@ -100,14 +110,11 @@ impl EventPipe {
             }
             all.extend_from_slice(&record);
         }
-        all.extend(waiting.drain(..));
+        all.extend(waiting.bytes.drain(..));
         let kept = all.chunks(self.record).filter(|record| !is_stale(record));
-        waiting.extend(kept.flatten());
-        let taken = (all.len() - waiting.len()) / self.record;
-        // A thread waits for room if one did before.
-        if !self.write(&mut waiting) && !was_full {
-            self.write_later();
-        }
+        waiting.bytes.extend(kept.flatten());
+        let taken = (all.len() - waiting.bytes.len()) / self.record;
+        self.write(&mut waiting);
         u32::try_from(taken).unwrap_or(u32::MAX)
     }
 }
@@ -154,21 +161,32 @@ mod tests {
     fn events_wait_for_a_program_that_does_not_read() {
         const COUNT: u64 = 30_000;
         let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
-        let (mut bytes, mut next) = (vec![0; 80_000], 0);
+        let (mut bytes, mut next) = ([0; 16], 0);
         for n in 0..COUNT {
             pipe.send(&n.to_ne_bytes());
         }
-        assert!(!pipe.waiting.lock().is_empty(), "a pipe holds less");
+        assert!(pipe.waiting.lock().has_thread, "a pipe holds less");
         assert_eq!(pipe.take_back(|record| record[0] == 7), u32::try_from(COUNT.div_ceil(256)).unwrap());
         while next < COUNT {
-            // Blocks until there are more.
-            let len = rustix::io::read(&program, &mut bytes).unwrap();
-            for record in bytes[..len].as_chunks::<8>().0 {
-                next += u64::from(next % 256 == 7);
-                assert_eq!(u64::from_ne_bytes(*record), next);
-                next += 1;
-            }
+            // Blocks until there is one.
+            assert_eq!(rustix::io::read(&program, &mut bytes), Ok(8), "one record for each read");
+            next += u64::from(next % 256 == 7);
+            assert_eq!(bytes, [next, 0].map(u64::to_ne_bytes).concat()[..]);
+            next += 1;
         }
-        assert!(pipe.waiting.lock().is_empty());
+        assert!(pipe.waiting.lock().bytes.is_empty());
+    }
+
+    #[test]
+    fn events_that_no_thread_could_write_come_before_the_next_one() {
+        let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
+        rustix::io::ioctl_fionbio(&program, true).unwrap();
+        pipe.waiting.lock().bytes.extend(1u64.to_ne_bytes());
+        pipe.send(&2u64.to_ne_bytes());
+        let mut record = [0; 8];
+        for n in [1u64, 2] {
+            assert_eq!(rustix::io::read(&program, &mut record), Ok(8));
+            assert_eq!(u64::from_ne_bytes(record), n);
+        }
     }
 }

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use super::device::{MAX_CQE, VECTORS};
 use super::memory::ring;
-use super::{Context, Result};
+use super::{Context, Events, Result};
 use crate::abi::{
     ib_uverbs_create_comp_channel, ib_uverbs_create_comp_channel_resp, ib_uverbs_create_cq,
     ib_uverbs_create_cq_resp, ib_uverbs_destroy_cq, ib_uverbs_destroy_cq_resp, ib_uverbs_ex_create_cq,
@@ -18,7 +18,7 @@ use crate::abi::{
     mlx5_ib_create_cq_resp, mlx5_ib_resize_cq,
 };
 use crate::command::Command;
-use crate::events::{EventPipe, into_program};
+use crate::events::EventPipe;
 use crate::hca::{EventSource, Hca};
 use crate::user::User;
 
@@ -60,9 +60,7 @@ impl Context {
         let (pipe, program) = EventPipe::new(8)?;
         command
             .respond(user, &ib_uverbs_create_comp_channel_resp { fd: program.as_raw_fd().cast_unsigned() })?;
-        let fd = into_program(program);
-        self.channels.lock().insert(fd, Arc::new(pipe));
-        self.new_channels.lock().push(fd);
+        self.add_channel(Events::Completions, pipe, program);
         Ok(())
     }
 
@@ -109,7 +107,7 @@ impl Context {
         }
         let channel = match wanted.comp_channel {
             -1 => None,
-            fd => Some(self.channels.lock().get(&fd).cloned().ok_or(Errno::BADF)?),
+            fd => Some(self.channel(Events::Completions, fd)?),
         };
         let buffer = buffer(driver.buf_addr, wanted.cqe, entry)?;
         let record = ring(driver.db_addr, CQ_DBREC_SIZE, 8)?;

@@ -9,19 +9,17 @@ mod queues;
 mod steps;
 mod umem;
 
-use std::collections::HashMap;
 use std::os::fd::{AsRawFd as _, RawFd};
 use std::sync::{Arc, OnceLock};
 
-use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use self::firmware::{Refusal, Response};
 use super::device::VECTORS;
 use super::ioctl::Call;
-use super::{Context, Result, Table};
+use super::{Context, Events, Result, Table};
 use crate::abi;
-use crate::events::{EventPipe, into_program};
+use crate::events::EventPipe;
 use crate::log::log;
 
 /// What a context has of DevX.
@@ -32,17 +30,11 @@ pub(super) struct Devx {
     objects: Table<queues::Object>,
     /// By number, which is also the handle.
     umems: Table<umem::Umem>,
-    channels: Mutex<HashMap<RawFd, Arc<EventPipe>>>,
 }
 
 impl Devx {
     pub(super) fn grant(&self) {
         _ = self.granted.set(());
-    }
-
-    /// The program closes the descriptor of an event channel, which ends the subscriptions.
-    pub(super) fn close_channel(&self, fd: RawFd) {
-        self.channels.lock().remove(&fd);
     }
 
     fn check(&self) -> Result<()> {
@@ -163,16 +155,14 @@ impl Context {
         let (pipe, program) = EventPipe::new(size_of::<u64>())?;
         let fd = program.as_raw_fd().cast_unsigned();
         call.put_handle(abi::MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_HANDLE, fd)?;
-        let fd = into_program(program);
-        self.devx.channels.lock().insert(fd, Arc::new(pipe));
-        self.new_channels.lock().push(fd);
+        self.add_channel(Events::Devx, pipe, program);
         Ok(())
     }
 
     fn subscribe(&self, call: &Call<'_>) -> Result<()> {
         let fd = call.number(abi::MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_HANDLE)?;
         let fd = RawFd::try_from(fd).map_err(|_| Errno::BADF)?;
-        let pipe = self.devx.channels.lock().get(&fd).cloned().ok_or(Errno::BADF)?;
+        let pipe = self.channel(Events::Devx, fd)?;
         // An event to another descriptor, and events of the device.
         if call.number(abi::MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_NUM).is_ok() {
             return Err(Errno::OPNOTSUPP);

@@ -19,7 +19,7 @@ struct Subscription {
     pipe: Weak<EventPipe>,
 }
 
-/// The subscriptions to an object.
+/// The subscriptions to an object; none once it has ended: the HCA reports outside its lock, so an event may come later.
 #[derive(Debug, Default)]
 pub(super) struct Subscriptions(Mutex<Vec<Subscription>>);
 
@@ -36,12 +36,10 @@ impl Subscriptions {
             }
         }
     }
-}
 
-/// What the program has not read ends with the object.
-impl Drop for Subscriptions {
-    fn drop(&mut self) {
-        for Subscription { cookie, pipe, .. } in self.0.get_mut() {
+    /// The object has ended, and with it what the program has not read.
+    pub(super) fn finish(&self) {
+        for Subscription { cookie, pipe, .. } in std::mem::take(&mut *self.0.lock()) {
             pipe.upgrade().map(|pipe| pipe.take_back(|record| record == cookie.to_ne_bytes()));
         }
     }
@@ -64,5 +62,27 @@ impl Listener for Subscriptions {
 impl GpuNudge for Subscriptions {
     fn nudge(&self) {
         self.send(event::COMP);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_after_the_end_of_their_object_are_not_sent() {
+        let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
+        let [ended, new] = [(); 2].map(|()| Subscriptions::default());
+        ended.add(&[event::COMP], 7, &pipe);
+        ended.nudge();
+        ended.finish();
+        ended.nudge();
+        // An object at the same address has the same cookie.
+        new.add(&[event::COMP], 7, &pipe);
+        new.nudge();
+        drop(ended);
+        let mut records = [0; 16];
+        assert_eq!(rustix::io::read(&program, &mut records), Ok(8), "one record, of the new object");
+        assert_eq!(pipe.take_back(|_| true), 0);
     }
 }

@@ -153,6 +153,7 @@ impl Drop for Cq {
     fn drop(&mut self) {
         self.hca.owners.cqs.remove(self.cqn);
         self.hca.card.destroy_cq(self.cqn);
+        self.subscriptions.finish();
     }
 }
 
@@ -228,6 +229,7 @@ impl Drop for Qp {
     fn drop(&mut self) {
         self.hca.owners.qps.remove(self.qpn);
         self.hca.card.destroy_qp(self.qpn);
+        self.subscriptions.finish();
     }
 }
 
@@ -331,6 +333,7 @@ impl Drop for Rmp {
     fn drop(&mut self) {
         self.hca.owners.srqs.remove(self.rmpn);
         self.hca.card.destroy_srq(self.rmpn);
+        self.subscriptions.finish();
     }
 }
 

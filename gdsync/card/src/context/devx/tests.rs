@@ -4,6 +4,7 @@ use std::panic::AssertUnwindSafe;
 
 use bolero::check;
 use gdsync_device::memory::Memory;
+use parking_lot::Mutex;
 use rdma_core_sys::mlx5::ifc::{
     Field, Opcode, Status, answer, atomic_cap, cap, command, cqc, create_cq, create_qp, event, path, qpc,
     query_roce_address, rmp_wq, roce_cap,
@@ -403,7 +404,11 @@ fn events_come_as_cookies_and_end_with_their_object() {
     rustix::io::ioctl_fionbio(&events, true).unwrap();
     let cq = bench.create(&bench.cq()).unwrap();
     let qp = bench.create(&bench.qp(cq.1)).unwrap();
+    // A duplicate is as good.
+    let duplicate = i32::MAX;
+    bench.context.duplicate_channel(i32::try_from(fd).unwrap(), duplicate);
     let subscribe = |object: u64, kinds: &[u8], cookie| {
+        let fd = u64::from(duplicate.cast_unsigned());
         let attrs = [
             (abi::MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_HANDLE, Attr::Value(fd)),
             (abi::MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE, Attr::Value(object)),
@@ -434,8 +439,11 @@ fn events_come_as_cookies_and_end_with_their_object() {
     destroy(&bench.context, qp.0).unwrap();
     assert_eq!(read(), Ok(12));
     assert_eq!(read(), Err(Errno::AGAIN));
-    // The channel ends the subscriptions.
+    // The channel ends the subscriptions, with its last descriptor.
     bench.context.close_channel(i32::try_from(fd).unwrap());
+    raise(gdsync_soft::AsyncEvent::CqError(cq.1));
+    assert_eq!(read(), Ok(12));
+    bench.context.close_channel(duplicate);
     raise(gdsync_soft::AsyncEvent::CqError(cq.1));
     assert_eq!(rustix::io::read(&events, &mut [0; 8]), Ok(0), "nobody writes to it any more");
 }
