@@ -46,6 +46,8 @@ struct Side {
     cq: usize,
     /// Requests that may be posted and not polled.
     room: usize,
+    /// The submit lock: held from a claim until a stream has its wait, so that streams get waits in the order of their claims.
+    submit: Mutex<()>,
     state: Mutex<State>,
 }
 
@@ -53,7 +55,7 @@ struct Side {
 struct State {
     /// Requests posted, or prepared, and not polled, in order.
     pending: VecDeque<Pending>,
-    /// How many of them waits have claimed, from the front.
+    /// Index after the last claimed one.
     claimed: usize,
     sends: HashMap<u64, Vec<PreparedSend>>,
     waits: HashMap<u64, PreparedWait>,
@@ -63,6 +65,14 @@ struct State {
 struct Pending {
     completion: Completion,
     is_signalled: bool,
+    /// A wait is for it.
+    is_claimed: bool,
+}
+
+impl Pending {
+    fn new(completion: Completion, is_signalled: bool) -> Self {
+        Self { completion, is_signalled, is_claimed: false }
+    }
 }
 
 /// What a handle of the program is.
@@ -175,6 +185,7 @@ pub(crate) unsafe fn create(
     let side = |cq: *mut gds_cq, room: u32| Side {
         cq: cq.expose_provenance(),
         room: size(room).next_power_of_two(),
+        submit: Mutex::default(),
         state: Mutex::default(),
     };
     let pair = Arc::new(Pair {
@@ -320,7 +331,7 @@ impl Pair {
         self.check_room(&state, true)?;
         let post = |send: &SendWr<'_>| self.qp.post_send(std::slice::from_ref(send));
         let completion = with_send(wr, post)?;
-        state.pending.push_back(Pending { completion, is_signalled: self.is_signalled(wr) });
+        state.pending.push_back(Pending::new(completion, self.is_signalled(wr)));
         Ok(())
     }
 
@@ -330,7 +341,7 @@ impl Pair {
         self.check_room(&state, false)?;
         let post = |receive: &RecvWr<'_>| self.qp.post_recv(std::slice::from_ref(receive));
         let completion = with_recv(wr, post)?;
-        state.pending.push_back(Pending { completion, is_signalled: true });
+        state.pending.push_back(Pending::new(completion, true));
         Ok(())
     }
 
@@ -344,8 +355,7 @@ impl Pair {
             });
             match one {
                 Ok(send) => {
-                    let (completion, is_signalled) = (send.completion(), self.is_signalled(wr));
-                    state.pending.push_back(Pending { completion, is_signalled });
+                    state.pending.push_back(Pending::new(send.completion(), self.is_signalled(wr)));
                     prepared.push(send);
                 }
                 Err(error) => {
@@ -402,12 +412,13 @@ impl Cq {
         &self.0.gpu
     }
 
-    /// Claims the next signalled completion. Returns the wait, and what [`Cq::claims_again`] needs to undo the claim.
+    /// Claims the next signalled completion.
     fn claim(&self, state: &mut State) -> Result<PreparedWait> {
         let next = (state.claimed..state.pending.len()).find(|&at| state.pending[at].is_signalled);
         let queue = if self.1 { "send" } else { "receive" };
         let at = next.ok_or(Error::NothingToWaitFor { queue, qpn: self.0.qp.qpn() })?;
         let wait = self.0.qp.prepare_wait(&state.pending[at].completion)?;
+        state.pending[at].is_claimed = true;
         state.claimed = at + 1;
         self.count(1);
         Ok(wait)
@@ -435,13 +446,24 @@ impl Cq {
 
     /// Has `submit` take a wait for the next signalled completion; on an error it is as if nothing was claimed.
     pub(crate) fn wait(&self, submit: impl FnOnce(PreparedWait) -> Result<()>) -> Result<()> {
-        let mut state = self.side().lock();
-        let before = state.claimed;
-        let wait = self.claim(&mut state)?;
-        submit(wait).inspect_err(|_| {
-            state.claimed = before;
-            self.count(u32::MAX);
-        })
+        let _submit = self.side().submit.lock();
+        // `submit` may wait for the stream, whose callbacks may need the state.
+        let wait = self.claim(&mut self.side().lock())?;
+        let claim = wait.completion();
+        submit(wait).inspect_err(|_| self.unclaim(&claim))
+    }
+
+    /// Undoes the claim of a wait that no stream has.
+    fn unclaim(&self, claim: &Completion) {
+        let state = &mut *self.side().lock();
+        self.count(u32::MAX);
+        let is_it = |pending: &&mut Pending| pending.completion.index() == claim.index();
+        let Some(pending) = state.pending.iter_mut().find(is_it) else { return };
+        pending.is_claimed = false;
+        // What is before a later claim is not claimed again, as in the queue itself.
+        while state.claimed > 0 && !state.pending[state.claimed - 1].is_claimed {
+            state.claimed -= 1;
+        }
     }
 
     /// Takes a prepared wait, to post it or to give the completion back.

@@ -29,6 +29,11 @@ fn requests_are_posted_waited_for_and_polled_in_every_way() {
 }
 
 #[test]
+fn threads_do_not_hold_up_each_other() {
+    passes("threads", &[&[]]);
+}
+
+#[test]
 fn misuse_has_an_error_number_and_a_line() {
     let Some(log) = passes("misuse", &[&[]]) else { return };
     let lines: Vec<_> = log.lines().collect();
