@@ -261,9 +261,18 @@ static void failed(void)
 {
     struct ibv_sge sge;
     struct ibv_send_wr wr = word_send(&sge, 60, 1), *bad = NULL;
+    gds_send_request_t send;
+    gds_wait_request_t wait;
+    gds_descriptor_t list[2];
     sge.lkey ^= 0xffffff00;
-    OK(gds_stream_queue_send(s.stream, a, &wr, &bad));
-    OK(gds_stream_wait_cq(s.stream, a->send_cq, 0));
+    OK(gds_prepare_send(a, &wr, &bad, &send));
+    OK(gds_prepare_wait_cq(a->send_cq, &wait, 0));
+    list[0].tag = GDS_TAG_SEND;
+    list[0].send = &send;
+    list[1].tag = GDS_TAG_WAIT;
+    list[1].wait = &wait;
+    /* At once: a wait that is posted after the failure is refused. */
+    OK(gds_stream_post_descriptors(s.stream, 2, list, 0));
     finish();
     struct ibv_wc wc = poll_one(a->send_cq);
     CHECK(wc.wr_id, 60);
