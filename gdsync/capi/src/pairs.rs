@@ -3,8 +3,8 @@
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use gdsync::Device;
@@ -32,7 +32,7 @@ pub(crate) struct Pair {
     of: usize,
     pub(crate) qp: Qp,
     pub(crate) gpu: Gpu,
-    domain: (usize, usize),
+    domain: Arc<Pd>,
     /// Every send completes with success reported.
     signals_all: bool,
     send: Side,
@@ -86,16 +86,8 @@ enum Handle {
 /// The live handles by address. The structures themselves are never freed, so that no address is that of two.
 static HANDLES: RwLock<Option<HashMap<usize, Handle>>> = RwLock::new(None);
 
-/// A protection domain of the program in use.
-struct InUse {
-    /// Context and domain.
-    key: (usize, usize),
-    pd: Pd,
-    /// Number of queue pairs.
-    users: usize,
-}
-
-static DOMAINS: Mutex<Vec<InUse>> = Mutex::new(Vec::new());
+/// Protection domains of the program, by context and domain, while queue pairs use them.
+static DOMAINS: Mutex<Vec<([usize; 2], Weak<Pd>)>> = Mutex::new(Vec::new());
 
 /// A completion queue of the program: its pair, and whether it is that of sends.
 #[derive(Clone, Debug)]
@@ -165,12 +157,11 @@ pub(crate) unsafe fn create(
         return Err(Error::invalid("protection domain", format!("{pd:p}"), "one of the context"));
     }
     let gpu = Gpu::open(gpu_id)?;
-    let domain = (context.as_ptr().addr(), pd.as_ptr().addr());
     // SAFETY: as the caller promises.
-    let adopted = unsafe { Domain::adopt(context, pd, domain) }?;
+    let domain = unsafe { adopt(context, pd) }?;
     let size = |value: u32| usize::try_from(value.max(1)).unwrap_or(usize::MAX);
     let cap = attr.cap;
-    let builder = adopted.pd.build_qp().max_send_wr(size(cap.max_send_wr)).max_recv_wr(size(cap.max_recv_wr));
+    let builder = domain.build_qp().max_send_wr(size(cap.max_send_wr)).max_recv_wr(size(cap.max_recv_wr));
     let builder = builder.max_send_sge(size(cap.max_send_sge)).max_recv_sge(cap.max_recv_sge.max(1));
     let qp = builder.max_inline(size(cap.max_inline_data)).on_gpu(&gpu, OnGpu::empty()).build()?;
     let raw = qp.raw().ok_or_else(|| Error::invalid("queue pair", "in GPU memory", "one of libibverbs"))?;
@@ -202,7 +193,6 @@ pub(crate) unsafe fn create(
     handles.insert(send.addr(), Handle::SendCq(pair.clone()));
     handles.insert(recv.addr(), Handle::RecvCq(pair.clone()));
     handles.insert(of.addr(), Handle::Qp(pair));
-    adopted.keep();
     Ok(of)
 }
 
@@ -219,6 +209,8 @@ pub(crate) fn destroy(at: *const gds_qp) -> Result<()> {
         handles.remove(&pair.send.cq);
         handles.remove(&pair.recv.cq);
     }
+    // Ends the waits of other threads for its completions.
+    pair.qp.stop(&Error::GivenUp);
     let start = Instant::now();
     let mut shared = pair;
     // Other threads may be in calls with it.
@@ -239,7 +231,7 @@ pub(crate) fn destroy(at: *const gds_qp) -> Result<()> {
     drop((send, recv));
     streams::forget(&qp);
     let ended = qp.destroy(PATIENCE);
-    let Some(pd) = Domain::release(domain) else { return ended };
+    let Some(pd) = Arc::into_inner(domain) else { return ended };
     // The program may free the domain and close the device now: nothing of them may be in use any more, and CUDA must not know
     // the registers.
     ended.and(pd.close(PATIENCE))?;
@@ -249,46 +241,27 @@ pub(crate) fn destroy(at: *const gds_qp) -> Result<()> {
     Ok(())
 }
 
-/// A use of a protection domain, given back on drop unless it is kept.
-struct Domain {
-    pd: Pd,
-    key: Option<(usize, usize)>,
-}
-
-impl Domain {
-    /// # Safety
-    /// As [`create`].
-    unsafe fn adopt(context: NonNull<ibv_context>, pd: NonNull<ibv_pd>, key: (usize, usize)) -> Result<Self> {
-        let mut domains = DOMAINS.lock();
-        if let Some(known) = domains.iter_mut().find(|known| known.key == key) {
-            known.users += 1;
-            return Ok(Self { pd: known.pd.clone(), key: Some(key) });
-        }
-        // SAFETY: as the caller promises; `release` ends it with the last queue pair.
-        let pd = unsafe { Device::adopt(context, pd) }?;
-        domains.push(InUse { key, pd: pd.clone(), users: 1 });
-        Ok(Self { pd, key: Some(key) })
+/// The device of a protection domain of the program, which its queue pairs share.
+///
+/// # Safety
+/// As [`create`].
+unsafe fn adopt(context: NonNull<ibv_context>, pd: NonNull<ibv_pd>) -> Result<Arc<Pd>> {
+    let key = [context.as_ptr().addr(), pd.as_ptr().addr()];
+    let find = |domains: &[(_, Weak<Pd>)]| domains.iter().find(|(at, _)| *at == key)?.1.upgrade();
+    if let Some(known) = find(&DOMAINS.lock()) {
+        return Ok(known);
     }
-
-    fn keep(mut self) {
-        self.key = None;
+    // Without the lock: the card's self-test takes a while.
+    // SAFETY: as the caller promises; it ends with the last queue pair.
+    let own = Arc::new(unsafe { Device::adopt(context, pd) }?);
+    let mut domains = DOMAINS.lock();
+    domains.retain(|(_, pd)| pd.strong_count() > 0);
+    if let Some(first) = find(&domains) {
+        // Another thread was faster. `own` is dropped after the lock.
+        return Ok(first);
     }
-
-    /// Gives a use back. Returns the domain if it was the last one.
-    fn release(key: (usize, usize)) -> Option<Pd> {
-        let mut domains = DOMAINS.lock();
-        let at = domains.iter().position(|known| known.key == key)?;
-        domains[at].users -= 1;
-        (domains[at].users == 0).then(|| domains.swap_remove(at).pd)
-    }
-}
-
-impl Drop for Domain {
-    fn drop(&mut self) {
-        if let Some(key) = self.key {
-            Self::release(key);
-        }
-    }
+    domains.push((key, Arc::downgrade(&own)));
+    Ok(own)
 }
 
 impl Side {

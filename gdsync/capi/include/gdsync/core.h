@@ -64,8 +64,8 @@ struct gds_qp *gds_create_qp(struct ibv_pd *pd, struct ibv_context *context, gds
                              int gpu_id, int flags);
 
 /*
- * Also ends what streams have of it. ETIMEDOUT if a stream, held by other work, still has some after ten seconds; the
- * handle is gone nevertheless. NULL is 0.
+ * Also ends what streams have of it, and waits of other threads. ETIMEDOUT if a stream or a thread, held by other work,
+ * still has some after ten seconds: the handle is gone nevertheless, but keep domain and context open. NULL is 0.
  */
 int gds_destroy_qp(struct gds_qp *qp);
 
