@@ -65,14 +65,16 @@ pub(crate) fn lent(raw: RawStream) -> Result<Arc<Lent>> {
     };
     // SAFETY: a stream of this context; that it is destroyed is allowed by the configuration.
     let stream = unsafe { Stream::cuda_from_raw(&gpu, raw, config) }?;
+    let own = Arc::new(Lent { stream, gpu });
     let mut kept = kept().lock();
     let now = kept.uses;
-    let lent = kept.streams.entry(id).or_insert_with(|| (Arc::new(Lent { stream, gpu }), now)).0.clone();
+    // Another thread may have been faster.
+    let lent = kept.streams.entry(id).or_insert_with(|| (own.clone(), now)).0.clone();
     let oldest = kept.streams.iter().min_by_key(|(_, (_, used))| *used).map(|(id, _)| *id);
     let ended = oldest.filter(|_| kept.streams.len() > KEPT).and_then(|id| kept.streams.remove(&id));
     drop(kept);
-    // Its end may take a while.
-    drop(ended);
+    // The end of a stream may take a while.
+    drop((ended, own));
     Ok(lent)
 }
 
