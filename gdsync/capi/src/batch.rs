@@ -187,10 +187,11 @@ impl<'a> List<'a> {
         }
     }
 
-    /// Posts everything, all or nothing. Sends of a list that a stream refuses are taken back.
+    /// Posts everything, all or nothing. Sends of a list that is refused are taken back, claims of its waits given back.
     pub(crate) fn post(mut self) -> Result<()> {
         let mut batch = Batch::new();
         let mut posted: Vec<(Arc<Pair>, Vec<Completion>)> = Vec::new();
+        let mut claimed = Vec::new();
         let is_flush = |item: &Item| matches!(item, Item::WaitWord(.., true));
         let last_flush = self.items.iter().rposition(is_flush).filter(|_| self.gpu().is_some());
         for (at, item) in self.items.drain(..).enumerate() {
@@ -198,7 +199,7 @@ impl<'a> List<'a> {
                 Item::Sends(pair, _, sends) => {
                     posted.push((pair, sends.into_iter().map(|send| batch.post(send)).collect()));
                 }
-                Item::Wait(_, _, wait) => drop(batch.post_wait(wait)),
+                Item::Wait(cq, _, wait) => claimed.push((cq, batch.post_wait(wait))),
                 Item::WaitWord(word, value, cond, _) => batch.wait_value32(&word, value, cond),
                 Item::Write(word, value) => batch.write_value32(&word, value),
                 Item::Barrier => batch.barrier(),
@@ -212,10 +213,9 @@ impl<'a> List<'a> {
             Target::Cpu => batch.run(wait_limit()),
         };
         // What was run, or is queued, is out of the batch.
-        let is_refused = done.is_err() && !batch.is_empty();
-        drop(batch);
-        if is_refused {
+        if done.is_err() && !batch.is_empty() {
             posted.iter().for_each(|(pair, sends)| pair.forget(sends));
+            claimed.iter().for_each(|(cq, claim)| cq.unclaim(claim));
         }
         done
     }

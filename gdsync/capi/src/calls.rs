@@ -570,12 +570,7 @@ pub unsafe extern "C" fn gds_mlx5_get_send_info(
         let infos = non_null("mlx5_infos", infos)?;
         for (at, request) in requests.iter().enumerate() {
             let (pair, _, sends) = take_sends(request)?;
-            let mut last = None;
-            for send in sends {
-                let completion = send.completion();
-                last = Some(send.words(&pair.gpu).inspect_err(|_| pair.forget(&[completion]))?);
-            }
-            let words = last.ok_or_else(|| Error::invalid("request", "empty", "one of gds_prepare_send"))?;
+            let words = pair.words(sends)?;
             let info = gds_mlx5_send_info {
                 membar: 1,
                 dbrec_ptr: words.record,
@@ -608,7 +603,8 @@ pub unsafe extern "C" fn gds_mlx5_get_wait_info(
         let infos = non_null("mlx5_infos", infos)?;
         for (at, request) in requests.iter().enumerate() {
             let (cq, _, wait) = take_wait(request, None)?;
-            let words = wait.words(cq.gpu())?;
+            let claim = wait.completion();
+            let words = wait.words(cq.gpu()).inspect_err(|_| cq.unclaim(&claim))?;
             let info = gds_mlx5_wait_info {
                 cond: match words.cond {
                     gdsync::stream::Cond::Geq => 0,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use gdsync::Device;
 use gdsync::cuda::Gpu;
-use gdsync::stream::{PreparedSend, PreparedWait};
+use gdsync::stream::{PreparedSend, PreparedWait, SendWords};
 use gdsync::verbs::{Completion, OnGpu, Pd, Qp, RecvWr, SendWr, Wc};
 use parking_lot::{Mutex, MutexGuard, RwLock};
 use rdma_core_sys::verbs::{
@@ -355,15 +355,39 @@ impl Pair {
         self.send.lock().sends.insert(id, sends);
     }
 
-    /// Forgets sends that a refused submission has taken back.
+    /// Hands sends to a kernel. Returns the words of the last one; what is refused is taken back.
+    pub(crate) fn words(&self, sends: Vec<PreparedSend>) -> Result<SendWords> {
+        // From here on nobody prepares sends, which could get the numbers of those taken back.
+        let mut state = self.send.lock();
+        let mut words = Err(Error::invalid("request", "empty", "one of gds_prepare_send"));
+        let mut left: VecDeque<_> = sends.into();
+        while let Some(send) = left.pop_front() {
+            let refused = send.completion();
+            words = send.words(&self.gpu);
+            if words.is_err() {
+                state.forget(&refused);
+                // From the back: each is taken back whole.
+                while let Some(send) = left.pop_back() {
+                    state.forget(&send.completion());
+                }
+            }
+        }
+        words
+    }
+
+    /// Forgets sends of a refused submission, before they are taken back: then others get their numbers.
     pub(crate) fn forget(&self, sends: &[Completion]) {
         let mut state = self.send.lock();
-        for send in sends {
-            let is_it = |pending: &Pending| pending.completion.index() == send.index();
-            if let Some(at) = state.pending.iter().rposition(is_it) {
-                state.pending.remove(at);
-                state.claimed -= usize::from(at < state.claimed);
-            }
+        sends.iter().for_each(|send| state.forget(send));
+    }
+}
+
+impl State {
+    fn forget(&mut self, send: &Completion) {
+        let is_it = |pending: &Pending| pending.completion.index() == send.index();
+        if let Some(at) = self.pending.iter().rposition(is_it) {
+            self.pending.remove(at);
+            self.claimed -= usize::from(at < self.claimed);
         }
     }
 }
@@ -427,7 +451,7 @@ impl Cq {
     }
 
     /// Undoes the claim of a wait that no stream has.
-    fn unclaim(&self, claim: &Completion) {
+    pub(crate) fn unclaim(&self, claim: &Completion) {
         let state = &mut *self.side().lock();
         self.count(u32::MAX);
         let is_it = |pending: &&mut Pending| pending.completion.index() == claim.index();

@@ -27,7 +27,7 @@ typedef struct gds_mlx5_send_info {
     uint64_t db_value;
 } gds_mlx5_send_info_t;
 
-/* Requests count as posted. */
+/* Requests count as posted. One that is refused is taken back. */
 int gds_mlx5_get_send_info(int count, const gds_send_request_t *requests, gds_mlx5_send_info_t *mlx5_infos);
 
 /* The kernel waits until cqe_ptr satisfies the condition, then writes flag_value to flag_ptr. */

@@ -256,6 +256,73 @@ static void mapped_memory(void)
     CHECK(gds_alloc_mapped_memory(&desc, 64, GDS_MEMORY_IO), EINVAL);
 }
 
+/* What a stream or a kernel refuses is taken back: sends are as if never posted, and completions can be claimed again. */
+static void refused(void)
+{
+    static uint32_t gate;
+    struct ibv_sge sge[2];
+    struct ibv_send_wr wr[2] = {word_send(&sge[0], 51, 1), word_send(&sge[1], 52, 2)}, *bad = NULL;
+    gds_send_request_t send;
+    gds_wait_request_t wait, next;
+    gds_mlx5_send_info_t out;
+    gds_mlx5_wait_info_t in;
+    CUstream other;
+    gds_descriptor_t list[3];
+    list[0].tag = GDS_TAG_WAIT_VALUE32;
+    OK(gds_prepare_wait_value32(&list[0].wait32, &gate, 1, GDS_WAIT_COND_EQ, GDS_MEMORY_HOST));
+    list[1].tag = GDS_TAG_SEND;
+    list[1].send = &send;
+    list[2].tag = GDS_TAG_WAIT;
+    list[2].wait = &wait;
+    OK(cuStreamCreateWithPriority(&other, CU_STREAM_NON_BLOCKING, 0));
+    for (int i = 0; i < 3; i++)
+        OK(post_receive(&s, b, 51 + i, 4 * i, 4));
+    OK(gds_prepare_send(a, wr, &bad, &send));
+    OK(gds_prepare_wait_cq(a->send_cq, &wait, 0));
+    OK(gds_stream_post_descriptors(s.stream, 3, list, 0));
+    /* The stream has the send queue now. */
+    unsigned claims = a->send_cq->curr_offset;
+    OK(gds_prepare_send(a, &wr[1], &bad, &send));
+    OK(gds_prepare_wait_cq(a->send_cq, &wait, 0));
+    CHECK(gds_stream_post_descriptors(other, 2, list + 1, 0), EBUSY);
+    CHECK(a->send_cq->curr_offset, claims);
+    wr[0].next = &wr[1];
+    OK(gds_prepare_send(a, wr, &bad, &send));
+    CHECK(gds_mlx5_get_send_info(1, &send, &out), EBUSY);
+    CHECK(gds_stream_post_send(s.stream, &send), EINVAL);
+    __atomic_store_n(&gate, 1, __ATOMIC_RELEASE);
+    finish();
+    OK(cuStreamDestroy(other));
+    expect(a->send_cq, 51, IBV_WC_SUCCESS);
+    wr[0].wr_id = 53;
+    OK(gds_post_send(a, wr, &bad));
+    expect(a->send_cq, 53, IBV_WC_SUCCESS);
+    expect(a->send_cq, 52, IBV_WC_SUCCESS);
+    none(a->send_cq);
+    for (int i = 0; i < 3; i++)
+        expect(b->recv_cq, 51 + i, IBV_WC_SUCCESS);
+    /* Waits behind a prepared one that is not posted yet. */
+    for (int i = 0; i < 2; i++)
+        OK(post_receive(&s, b, 54 + i, 4 * i, 4));
+    claims = b->recv_cq->curr_offset;
+    OK(gds_prepare_wait_cq(b->recv_cq, &wait, 0));
+    OK(gds_prepare_wait_cq(b->recv_cq, &next, 0));
+    CHECK(gds_stream_post_wait_cq(s.stream, &next), EINVAL);
+    CHECK(gds_stream_wait_cq(s.stream, b->recv_cq, 0), EINVAL);
+    OK(gds_prepare_wait_cq(b->recv_cq, &next, 0));
+    CHECK(gds_mlx5_get_wait_info(1, &next, &in), EINVAL);
+    CHECK(b->recv_cq->curr_offset, claims + 1);
+    OK(gds_stream_post_wait_cq(s.stream, &wait));
+    OK(gds_stream_wait_cq(s.stream, b->recv_cq, 0));
+    CHECK(b->recv_cq->curr_offset, claims + 2);
+    OK(gds_post_send(a, wr, &bad));
+    finish();
+    for (int i = 0; i < 2; i++) {
+        expect(a->send_cq, 53 - i, IBV_WC_SUCCESS);
+        expect(b->recv_cq, 54 + i, IBV_WC_SUCCESS);
+    }
+}
+
 /* A failed send ends the wait of the stream, and the next poll tells. */
 static void failed(void)
 {
@@ -302,6 +369,7 @@ int main(void)
     posted_by_cpu();
     by_words();
     mapped_memory();
+    refused();
     failed();
     OK(gds_destroy_qp(a));
     OK(gds_destroy_qp(b));
