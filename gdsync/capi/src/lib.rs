@@ -15,9 +15,10 @@
 //! - **Handles** are checked: `NULL`, destroyed and foreign ones are `EINVAL`, and no address is used for two. Of a request and its
 //!   copies one can be posted, once.
 //! - **Any thread** may make any call. A forked child gets `EACCES`.
-//! - **A wait** is for a request that is posted or prepared; else it is `EINVAL`.
+//! - **A wait** is for a request that is posted or prepared; else it is `EINVAL`. Waits of a queue must be posted in the order of their
+//!   claims: behind a prepared wait that is not posted, `gds_stream_wait_cq` is `EINVAL`.
 //! - **Prepared sends** of a queue pair must be posted in order (`EINVAL`), and by one stream at a time (`EBUSY`). If a stream refuses
-//!   sends, they are taken back.
+//!   sends, they are taken back, and claims of waits given back.
 //! - **RC only**, for now: `gds_create_qp` refuses UD with `EOPNOTSUPP`. Also only cards that read the rings themselves.
 //! - **`GDS_CREATE_QP_TX_CQ_ON_GPU`, `_RX_CQ_ON_GPU`, `_WQ_DBREC_ON_GPU`** are accepted; the queues are in host memory.
 //! - **The per-thread default stream** is `EOPNOTSUPP`. Streams need a driver of CUDA 12.

@@ -82,7 +82,10 @@ int gds_post_recv(struct gds_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr 
  */
 int gds_poll_cq(struct gds_cq *cq, int num_entries, struct ibv_wc *wc);
 
-/* In stream order: a send, all of the list or none; a wait for the next signalled completion that no wait has claimed. */
+/*
+ * In stream order: a send, all of the list or none; a wait for the next signalled completion that no wait has claimed.
+ * EINVAL while an earlier completion of the queue is claimed by a prepared wait that is not posted.
+ */
 int gds_stream_queue_send(CUstream stream, struct gds_qp *qp, gds_send_wr *wr, gds_send_wr **bad_wr);
 int gds_stream_wait_cq(CUstream stream, struct gds_cq *cq, int flags);
 
@@ -205,7 +208,10 @@ typedef struct gds_descriptor {
     };
 } gds_descriptor_t;
 
-/* In order, all or nothing. What is pointed to is not used after the call, but for the words. flags must be 0. */
+/*
+ * In order, all or nothing: if the stream refuses the list, its sends are taken back and its claims given back. What is
+ * pointed to is not used after the call, but for the words. flags must be 0.
+ */
 int gds_stream_post_descriptors(CUstream stream, size_t n_descs, gds_descriptor_t *descs, int flags);
 
 /* The same by the calling thread, which does not call CUDA: allowed in a callback of a stream. Words are of the CPU. */
