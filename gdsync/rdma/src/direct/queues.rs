@@ -279,6 +279,10 @@ impl QpObject for VerbsQp {
     }
 
     fn modify(&self, from: QpState, psn: u32, attr: &QpAttr) -> Result<()> {
+        // As libibverbs knows it: programs change it by the raw queue pair too.
+        // SAFETY: the queue pair lives until `self` is dropped, and the caller locks out other changes.
+        let known = unsafe { (*self.raw.as_ptr()).state };
+        let from = u8::try_from(known.0).map_or(from, QpState);
         // SAFETY: the queue pair lives until `self` is dropped.
         unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }
     }

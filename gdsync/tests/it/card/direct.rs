@@ -1,11 +1,13 @@
 //! Cards that read the rings themselves, and GPUs whose streams ring their doorbells.
 
 use gdsync::cuda::{Flush, Gpu};
+use gdsync::hca::Gid;
 use gdsync::memory::Memory;
 use gdsync::rdma::Route;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Mr, OnGpu, RecvWr, SendWr, Transport};
+use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAddress, RecvWr, SendWr, Transport};
 use gdsync::{Error, Result};
+use rdma_core_sys::verbs::{ibv_qp_attr, ibv_qp_attr_mask as mask, ibv_qp_state};
 
 use super::pages;
 use super::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, open, open_by, simulated_gpu};
@@ -48,6 +50,20 @@ fn round_trips(gpu: &Gpu, a: &Side, b: &Side) {
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(bytes(b, 1000, 100), [round; 100]);
     }
+}
+
+/// As programs of libgdsync do, which bring their own address vectors.
+#[test]
+#[ignore = "`card` runs it on the card"]
+fn refused_step_after_a_raw_one_names_its_state() {
+    let bench = Bench::take();
+    let side = Side::new(&open(&bench.gpu), 4096, |q| q);
+    let mut attr = ibv_qp_attr::zeroed();
+    (attr.qp_state, attr.port_num) = (ibv_qp_state::IBV_QPS_INIT, 1);
+    let given = [mask::IBV_QP_STATE, mask::IBV_QP_PKEY_INDEX, mask::IBV_QP_PORT, mask::IBV_QP_ACCESS_FLAGS];
+    side.qp.modify_raw(&attr, given.into_iter().collect()).unwrap();
+    let nobody = QpAddress::new(Gid([0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff, 203, 0, 113, 9]), 0x123, 0);
+    assert_says(&side.qp.connect(nobody).unwrap_err(), &["INIT to RTR"]);
 }
 
 #[test]
