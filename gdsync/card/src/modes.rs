@@ -10,7 +10,7 @@ const VARIABLE: &str = "GDASYNC_CARD_MODES";
 pub(crate) struct Modes {
     /// Sends are found by the doorbell register, not by the doorbell record.
     pub(crate) register: bool,
-    /// The first so many queue pairs of a device hear no doorbell.
+    /// The first so many queue pairs of each device of a process hear no doorbell.
     pub(crate) deaf: u32,
     /// In ERR, a queue pair flushes only the sends that a doorbell announced, not all that the record counts.
     pub(crate) flush_by_doorbell: bool,

@@ -18,6 +18,7 @@ use crate::address::Link;
 use crate::context::Context;
 use crate::events::into_program;
 use crate::hca::Hca;
+use crate::log::log;
 use crate::modes::Modes;
 use crate::sysfs::{Content, Tree};
 use crate::user::ThisProcess;
@@ -29,7 +30,7 @@ const MAX_DEVICES: usize = 8;
 /// Descriptors below this number can be of the card.
 const MAX_FDS: usize = 1 << 16;
 /// Bytes of a device file: 2^20 doorbell pages, none of which exists before it is used.
-const FILE: u64 = 4 << 30;
+const FILE: usize = 4 << 30;
 
 /// By descriptor: the inode of a file of the card that it had when it was opened, or 0. Read by each interposed call.
 static INODES: [AtomicU64; MAX_FDS] = [const { AtomicU64::new(0) }; MAX_FDS];
@@ -159,8 +160,10 @@ impl Process {
     /// Opens a device.
     pub(crate) fn open_device(&'static self, device: usize) -> Result<RawFd, Errno> {
         let hca = self.hca(device)?;
-        let file = rustix::fs::memfd_create(c"uverbs", MemfdFlags::CLOEXEC)?;
-        rustix::fs::ftruncate(&file, FILE)?;
+        let file = gdsync_device::memory::memfd(c"uverbs", FILE).map_err(|error| {
+            log!("a device needs a file of {FILE} bytes in memory, of which it uses few: {error}");
+            Errno::NOMEM
+        })?;
         let doorbells = rustix::io::fcntl_dupfd_cloexec(&file, 0)?;
         let context = Arc::new(Context::new(hca, doorbells));
         self.adopt(file, Open::Device { context, device })

@@ -297,7 +297,7 @@ impl Memory {
 
     /// Host memory of a program that may unmap it at any time, where a card would have its pages pinned. Copies from and to it are
     /// made by the kernel and fail with [`Error::Sys`] (`EFAULT`) instead of by a signal; each takes about a microsecond longer. Words
-    /// are checked before they are returned.
+    /// are checked before they are returned: that they are mapped, and may be written to.
     ///
     /// # Errors
     /// As [`Memory::from_raw`].
@@ -308,7 +308,15 @@ impl Memory {
     pub unsafe fn of_program(ptr: *mut u8, len: usize) -> Result<Self> {
         // SAFETY: what the caller promised; that it stays mapped is only needed for `Reach::Host`.
         let memory = unsafe { Self::from_raw(ptr, len) }?;
-        Ok(Self { reach: Reach::Checked, ..memory })
+        Ok(memory.checked())
+    }
+
+    /// The same host memory, accessed as that of [`Memory::of_program`]: its file may be truncated. A word
+    /// ([`Memory::atomic64`]) must stay in the file while it is used.
+    #[must_use]
+    pub fn checked(self) -> Self {
+        let reach = if let Reach::Host = self.reach { Reach::Checked } else { self.reach };
+        Self { reach, ..self }
     }
 
     /// Opens the file by way of which memory of programs is copied ([`Memory::of_program`]). Else the first copy does.
@@ -499,7 +507,7 @@ impl Memory {
             return Err(Error::invalid("word address", format!("{ptr:#?}"), "a multiple of the word size"));
         }
         if let Reach::Checked = self.reach {
-            self.read(offset, &mut [0; 8][..size_of::<T>()])?;
+            checked::check_writable(ptr.cast())?;
         }
         Ok(ptr)
     }

@@ -98,7 +98,8 @@ impl Context {
         if offset % page != iova % page || iova.checked_add(length).is_none() {
             return Err(Errno::INVAL);
         }
-        let memory = memory(fd, offset, length, Some(iova))?;
+        // Whoever has a file may truncate it.
+        let memory = memory(fd, offset, length, Some(iova))?.checked();
         let wanted = Wanted { pd, start: memory.addr(), length, hca_va: iova, access_flags: access };
         let mr = Mr::new(self.hca, &memory, Access::from_bits_truncate(access), wanted)?;
         let handle = self.new_handle();

@@ -55,7 +55,7 @@ macro_rules! found {
     }};
 }
 
-/// What `dlsym` returns for a name of the above. Null for others.
+/// What `dlsym` returns for a name of the above that leads into `libcuda`. Null for others.
 unsafe extern "C" fn choose(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     let mut next = DLSYM.load(Ordering::Acquire);
     if next.is_null() {
@@ -72,11 +72,25 @@ unsafe extern "C" fn choose(handle: *mut c_void, name: *const c_char) -> *mut c_
     let next: Dlsym = unsafe { std::mem::transmute(next) };
     // SAFETY: the program's arguments.
     let found = unsafe { next(handle, name) };
-    if found.is_null() {
-        return found;
+    // Another library that stands before the driver gets to it by a call of its own: through us, it would come back.
+    if !is_of_driver(found) {
+        return std::ptr::null_mut();
     }
     place.store(found, Ordering::Release);
     ours
+}
+
+/// Whether a function is in `libcuda`.
+fn is_of_driver(function: *const c_void) -> bool {
+    // SAFETY: any bytes are a value of this structure.
+    let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: the address is only compared, and the place is valid.
+    if unsafe { libc::dladdr(function, &raw mut info) } == 0 || info.dli_fname.is_null() {
+        return false;
+    }
+    // SAFETY: the loader's string, of a library that is there.
+    let path = unsafe { CStr::from_ptr(info.dli_fname) }.to_bytes();
+    path.rsplit(|&byte| byte == b'/').next().is_some_and(|name| name.starts_with(b"libcuda.so"))
 }
 
 /// Jumps on with the program's registers and stack, unless `choose` has an answer.
@@ -113,7 +127,7 @@ fn replace(name: *const c_char, place: *mut *mut c_void, version: c_int, status:
         if let Some((ours, known)) = stand_in(name) {
             // SAFETY: the driver has just written there.
             let found = unsafe { place.read() };
-            if !found.is_null() && found != ours {
+            if is_of_driver(found) {
                 known.store(found, Ordering::Release);
                 // SAFETY: as above.
                 unsafe { place.write(ours) };

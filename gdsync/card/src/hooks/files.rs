@@ -179,12 +179,7 @@ macro_rules! fstatats {
     ($($name:ident)*) => {$(
         #[cfg_attr(not(test), unsafe(no_mangle))]
         pub(crate) extern "C" fn $name(dir: c_int, path: *const c_char, out: *mut libc::stat, flags: c_int) -> c_int {
-            if is_empty(path, flags)
-                && let Some(Open::Dir(path)) = descriptor(dir)
-            {
-                return finish(|| fill(out, &path, &Node::Dir));
-            }
-            match target(dir, path, flags & AT_SYMLINK_NOFOLLOW == 0) {
+            match target_at(dir, path, flags) {
                 Some(target) => stat_target(target, out),
                 None => next!($name(
                     dir => c_int, path => *const c_char, out => *mut libc::stat, flags => c_int
@@ -196,10 +191,18 @@ macro_rules! fstatats {
 
 fstatats! { fstatat fstatat64 }
 
-/// Whether a call asks about its descriptor.
-fn is_empty(path: *const c_char, flags: c_int) -> bool {
+/// What a path names, or the descriptor if the call asks about that.
+fn target_at(dir: c_int, path: *const c_char, flags: c_int) -> Option<Target> {
     // SAFETY: the program gives a string or nothing.
-    flags & libc::AT_EMPTY_PATH != 0 && (path.is_null() || unsafe { *path } == 0)
+    let is_empty = flags & libc::AT_EMPTY_PATH != 0 && (path.is_null() || unsafe { *path } == 0);
+    if !is_empty {
+        return target(dir, path, flags & AT_SYMLINK_NOFOLLOW == 0);
+    }
+    match descriptor(dir)? {
+        Open::Dir(path) => Some(Target::Node(path, Node::Dir)),
+        Open::Device { device, .. } => Some(Target::Node(device_path(device), Node::Device(device))),
+        _ => None,
+    }
 }
 
 #[cfg_attr(not(test), unsafe(no_mangle))]
@@ -210,18 +213,7 @@ pub(crate) extern "C" fn statx(
     mask: c_uint,
     out: *mut libc::statx,
 ) -> c_int {
-    let node = if is_empty(path, flags) {
-        match descriptor(dir) {
-            Some(Open::Dir(path)) => Some(Target::Node(path, Node::Dir)),
-            Some(Open::Device { device, .. }) => {
-                Some(Target::Node(device_path(device), Node::Device(device)))
-            }
-            _ => None,
-        }
-    } else {
-        target(dir, path, flags & AT_SYMLINK_NOFOLLOW == 0)
-    };
-    let Some(node) = node else {
+    let Some(node) = target_at(dir, path, flags) else {
         return next!(statx(
             dir => c_int, path => *const c_char, flags => c_int, mask => c_uint, out => *mut libc::statx
         ) -> c_int, else missing());
@@ -391,6 +383,12 @@ mod tests {
         let mut out: libc::stat = unsafe { std::mem::zeroed() };
         assert_eq!(stat(c"/dev/infiniband/uverbs0".as_ptr(), &raw mut out), 0);
         assert_eq!((out.st_mode & libc::S_IFMT, out.st_rdev), (libc::S_IFCHR, device_number(0)));
+        let fd = open(c"/dev/infiniband/uverbs0".as_ptr(), libc::O_RDWR, 0);
+        // SAFETY: any bytes are a value of this structure.
+        let mut of_fd: libc::stat = unsafe { std::mem::zeroed() };
+        assert_eq!(fstatat(fd, c"".as_ptr(), &raw mut of_fd, libc::AT_EMPTY_PATH), 0);
+        assert_eq!((of_fd.st_mode, of_fd.st_rdev), (out.st_mode, out.st_rdev), "by its descriptor");
+        assert_eq!(super::super::descriptors::close(fd), 0);
         assert_eq!(stat(c"/dev/infiniband/uverbs9".as_ptr(), &raw mut out), -1);
         assert_eq!(access(c"/dev/infiniband/uverbs0".as_ptr(), libc::R_OK | libc::W_OK), 0);
         for path in [c"/sys/module/nvidia_peermem/version", c"/sys/kernel/mm/memory_peers/nv_mem/version"] {

@@ -1,4 +1,5 @@
 /* What goes wrong in a program is an error, as under a kernel, and no end of the program. */
+#define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
 #include <infiniband/verbs.h>
@@ -68,6 +69,12 @@ int main(void)
     CHECK(sends(connected(nobody, 7), mr, memory) == IBV_WC_RETRY_EXC_ERR);
     CHECK(munmap(memory, 8192) == 0);
     CHECK(sends(connected(own, 0), mr, memory) == IBV_WC_LOC_PROT_ERR);
+    /* A file in place of a dma-buf, which shrinks. */
+    int file = memfd_create("shrinks", 0);
+    CHECK(file >= 0 && ftruncate(file, 4096) == 0);
+    mr = ibv_reg_dmabuf_mr(pd, 0, 4096, 0x10000, file, IBV_ACCESS_LOCAL_WRITE);
+    CHECK(mr && ftruncate(file, 0) == 0);
+    CHECK(sends(connected(own, 0), mr, (void *)0x10000) == IBV_WC_LOC_PROT_ERR);
     puts("errors");
     return 0;
 }

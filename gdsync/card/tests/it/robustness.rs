@@ -67,7 +67,9 @@ pub(crate) fn build(name: &str, source: &str, arguments: &[&str]) -> Option<std:
         Ok(built) if built.status.success() => Some(binary),
         Ok(built) => {
             let text = String::from_utf8_lossy(&built.stderr).into_owned();
-            assert!(text.contains("infiniband/") || text.contains("-libverbs"), "{text}");
+            let is_header = |line: &str| line.contains("infiniband/") && line.contains(".h: No such file");
+            let is_missing = text.lines().any(|line| is_header(line) || line.contains("cannot find -l"));
+            assert!(is_missing, "{text}");
             eprintln!("skipped: libibverbs-dev is not installed: {text}");
             None
         }
@@ -99,6 +101,19 @@ fn mishaps_of_a_program_are_errors() {
     let text = crate::run(binary.to_str().expect("temporary directories have plain names"), "eth", &[]);
     std::fs::remove_dir_all(binary.parent().expect("it is in a directory")).expect("it is ours");
     assert_eq!(text, "errors\n");
+}
+
+#[test]
+fn a_limit_of_file_sizes_is_an_error() {
+    if !has("ibv_devinfo") {
+        return;
+    }
+    let mut limited = card("sh", "eth");
+    limited.args(["-c", "ulimit -f 100; exec ibv_devinfo"]).env("GDASYNC_CARD_LOG", "-");
+    let output = finish(start(&mut limited));
+    assert!(output.status.code().is_some_and(|code| code > 0), "{}", output.status);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(text.contains("ulimit -f"), "{text}");
 }
 
 /// What the HCA reports is in the log. The peer is killed while it works.

@@ -233,6 +233,8 @@ unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
+
     use gdrcopy::MappingType;
 
     use super::*;
@@ -298,6 +300,24 @@ mod tests {
         assert!(is_fault(program.copy_from(4090, &host, 0, 8)));
         assert!(is_fault(program.atomic64(4096).map(drop)));
         program.read(4080, &mut bytes).unwrap();
+        // SAFETY: nobody writes to the first page of `owner` any more.
+        assert_eq!(unsafe { libc::mprotect(ptr.cast(), 4096, libc::PROT_READ) }, 0);
+        assert!(is_fault(program.atomic64(4080).map(drop)), "an atomic operation writes");
+        program.read(4080, &mut bytes).unwrap();
+        assert_eq!(&bytes[..8], b"of the p");
+    }
+
+    #[test]
+    fn a_file_that_was_truncated_is_an_error() {
+        let file = rustix::fs::memfd_create(c"truncated", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 4096).unwrap();
+        let memory = Memory::map_shared(file.as_fd(), 4096).unwrap().checked();
+        memory.write(0, &[7; 16]).unwrap();
+        rustix::fs::ftruncate(&file, 0).unwrap();
+        let is_fault = |result: Result<()>| matches!(result, Err(crate::Error::Sys { .. }));
+        assert!(is_fault(memory.read(0, &mut [0; 16])));
+        assert!(is_fault(memory.write(0, &[7; 16])));
+        assert!(is_fault(memory.atomic64(0).map(drop)));
     }
 
     #[test]

@@ -5,8 +5,8 @@
 
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
-use std::ptr;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use parking_lot::Mutex;
 
@@ -85,17 +85,60 @@ pub(super) fn load(from: *const u8, out: &mut [u8]) -> Result<()> {
     })
 }
 
-/// Copies to the program.
+/// Copies to the program. What [`head`] leaves out is visible last: programs poll it, and the kernel copies in any order.
 ///
 /// # Safety
 /// If `to` is mapped, the caller may write to it.
 pub(super) unsafe fn store(data: &[u8], to: *mut u8) -> Result<()> {
     let bounce = OfProcess::this()?.bounce.lock();
-    data.chunks(SIZE).zip((0..).step_by(SIZE)).try_for_each(|(data, at)| {
+    let (first, last) = data.split_at(head(to.addr(), data.len()));
+    let chunks = first.chunks(SIZE).zip((0..).step_by(SIZE)).chain([(last, first.len())]);
+    chunks.filter(|(data, _)| !data.is_empty()).try_for_each(|(data, at)| {
         bounce.memory.write(0, data)?;
         // SAFETY: the kernel checks the address, and the caller may write there.
         let count =
             unsafe { libc::pread(bounce.file.as_raw_fd(), to.wrapping_add(at).cast(), data.len(), 0) };
         moved(count, data.len())
     })
+}
+
+/// How many of `len` bytes at `addr` come before the last 8, or before what of these is in the last cache line.
+fn head(addr: usize, len: usize) -> usize {
+    const LINE: usize = 64;
+    let last = addr.wrapping_add(len).wrapping_sub(1) % LINE + 1;
+    len - len.min(last).min(8)
+}
+
+/// Checks that a word may be written to, without a change: `FUTEX_WAKE_OP` adds 0 to it. Unlike `MADV_POPULATE_WRITE` it does not wait
+/// for threads that map and unmap memory.
+pub(super) fn check_writable(word: NonNull<u32>) -> Result<()> {
+    static NOBODY_WAITS: AtomicU32 = AtomicU32::new(0);
+    let (call, operation) = (libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG, libc::FUTEX_OP_ADD << 28);
+    // SAFETY: the kernel checks the address of the word, and leaves it as it is.
+    let done = unsafe {
+        libc::syscall(libc::SYS_futex, NOBODY_WAITS.as_ptr(), call, 0, 0_usize, word.as_ptr(), operation)
+    };
+    if done < 0 { Err(fault(io::Error::last_os_error())) } else { Ok(()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::head;
+
+    #[test]
+    fn the_last_bytes_of_the_last_line_come_last() {
+        for (addr, len, expected) in [
+            (64, 0, 0),
+            (64, 1, 0),
+            (68, 8, 0),
+            (64, 16, 8),
+            (60, 8, 4),
+            (64, 64, 56),
+            (64, 68, 64),
+            (0, 4096, 4088),
+            (1, 4096, 4095),
+        ] {
+            assert_eq!(head(addr, len), expected, "{len} bytes at {addr}");
+        }
+    }
 }

@@ -20,11 +20,13 @@ struct Step {
     fields: &'static [Field],
 }
 
-const RIGHTS: &[Field] = &[qpc::ATOMIC_MODE, qpc::RRE, qpc::RWE, qpc::RAE];
-/// `MLX5_QP_OPTPAR_RRE`, `MLX5_QP_OPTPAR_RAE`, `MLX5_QP_OPTPAR_RWE`
-const OPT_RIGHTS: u32 = 1 << 1 | 1 << 2 | 1 << 3;
-/// `MLX5_QP_OPTPAR_RNR_TIMEOUT`
-const OPT_RNR_TIMEOUT: u32 = 1 << 6;
+/// Bits of `opt_param_mask`, and the fields that each sets: `MLX5_QP_OPTPAR_RRE`, `_RAE`, `_RWE` and `_RNR_TIMEOUT`.
+const OPTIONAL: [(u32, &[Field]); 4] = [
+    (1 << 1, &[qpc::RRE]),
+    (1 << 2, &[qpc::RAE, qpc::ATOMIC_MODE]),
+    (1 << 3, &[qpc::RWE]),
+    (1 << 6, &[qpc::MIN_RNR_NAK]),
+];
 
 impl Step {
     fn of(opcode: Opcode) -> Option<Self> {
@@ -98,18 +100,17 @@ impl Context {
             }
             at_least(input, command::LONG)?;
             let optional = command::OPT_PARAM_MASK.get(input);
-            if optional & !(OPT_RIGHTS | OPT_RNR_TIMEOUT) != 0 {
+            if OPTIONAL.iter().fold(optional, |rest, (bit, _)| rest & !bit) != 0 {
                 return Err(Refusal::parameter(format!("opt_param_mask is {optional:#x}")));
             }
             let given = &input[create_qp::CONTEXT / 8..];
-            let rights = if optional & OPT_RIGHTS != 0 { RIGHTS } else { &[] };
-            let timer: &[Field] = if optional & OPT_RNR_TIMEOUT != 0 { &[qpc::MIN_RNR_NAK] } else { &[] };
-            for field in step.fields.iter().chain(rights).chain(timer) {
+            let chosen = OPTIONAL.iter().filter(|(bit, _)| optional & bit != 0);
+            let fields: Vec<_> = step.fields.iter().chain(chosen.flat_map(|(_, fields)| *fields)).collect();
+            for field in &fields {
                 field.set(&mut new, field.get(given));
             }
-            let sets =
-                |field| step.fields.contains(&field) || rights.contains(&field) || timer.contains(&field);
-            if sets(qpc::RRE) {
+            let sets = |field| fields.contains(&&field);
+            if sets(qpc::RRE) || sets(qpc::RAE) || sets(qpc::RWE) {
                 if self.hca.modes.no_atomics && qpc::RAE.get(&new) == 1 {
                     return Err(Refusal::parameter("rae is set, and there are no atomics"));
                 }
@@ -138,9 +139,7 @@ impl Context {
             delay().map_err(|errno| Refusal::new(Status::INT_ERR, errno.to_string()))?;
         }
         qp.hca.card.modify_qp(qp.qpn, &attr, psn, PATIENCE).map_err(|error| match error {
-            Error::Peer { .. } | Error::Deadline { .. } => {
-                Refusal::new(Status::BAD_SYS_STATE, error.to_string())
-            }
+            Error::Deadline { .. } => Refusal::new(Status::BAD_SYS_STATE, error.to_string()),
             _ => Refusal::parameter(error.to_string()),
         })?;
         *known = new;

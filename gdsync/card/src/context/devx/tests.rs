@@ -269,6 +269,11 @@ fn queues_are_made_used_and_ended() {
     let asked =
         [qpc::STATE, qpc::RWE, qpc::REMOTE_QPN, qpc::NEXT_SEND_PSN].map(|field| bench.field(qp, field));
     assert_eq!(asked, [3, 1, qp.1, 5]);
+    // Each right by its own bit: that of RRE, with RWE 0.
+    let allow = Mailbox::new(Opcode::RTS2RTS_QP).set(command::NUMBER, qp.1).set(qpc(qpc::RRE), 1);
+    let allow = allow.set(command::OPT_PARAM_MASK, 1 << 1);
+    run(&bench.context, MODIFY, Some(qp.0), &allow.0, command::SHORT).0.unwrap();
+    assert_eq!([qpc::RRE, qpc::RWE].map(|field| bench.field(qp, field)), [1, 1]);
     // A NOP with a completion, found by the doorbell record, as no register is written.
     let nop = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 8, 0, 0, 0, 0];
     let mut nop: [u8; 16] = nop;
