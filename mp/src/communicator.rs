@@ -501,6 +501,10 @@ impl Exchange for Communicator {
         self.exchange(bytes, timeout)
     }
 
+    fn barrier(&mut self, timeout: Duration) -> Result<()> {
+        Self::barrier(self, timeout)
+    }
+
     fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
         Self::regroup(self, without, &Deadline::after(timeout))
     }

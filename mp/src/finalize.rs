@@ -12,7 +12,7 @@ use crate::wait::{Deadline, back_off};
 /// How long sends that no stream waits for may take to be received once all ranks finalize: no rank posts receives by the CPU then.
 const UNRECEIVED: Duration = Duration::from_secs(1);
 
-/// What a rank tells the others.
+/// What a rank tells the others, with the milliseconds that it has left.
 const NOTHING: u8 = 0;
 const MESSAGES: u8 = 1;
 const STREAMS: u8 = 2;
@@ -56,6 +56,8 @@ impl Communicator {
 
     /// Meets all ranks, and waits for what is under way on any.
     fn leave(&self, deadline: &Deadline) -> Result<()> {
+        // What others sent before they came is here then. Also, the exchange notices ranks that are in another call.
+        self.barrier(deadline.remaining())?;
         self.progress();
         let unfinished = self.unfinished();
         let state = match unfinished.iter().any(|(_, one)| one.is_awaited) {
@@ -63,12 +65,28 @@ impl Communicator {
             false if unfinished.is_empty() => NOTHING,
             false => MESSAGES,
         };
-        let states = self.exchange(&[state], deadline.remaining())?;
-        let limit = match states.iter().flatten().max() {
-            None | Some(&NOTHING) => return Ok(()),
+        let millis = u32::try_from(deadline.remaining().as_millis()).unwrap_or(u32::MAX);
+        let told = [&[state][..], &millis.to_le_bytes()].concat();
+        let states = self.exchange(&told, deadline.remaining())?;
+        let (mut state, mut millis) = (state, millis);
+        for (rank, theirs) in states.iter().enumerate() {
+            let [theirs, left @ ..] = <[u8; 5]>::try_from(&theirs[..]).map_err(|_| {
+                let what = "is in a call of all ranks while this one is in finalize";
+                Error::bootstrap(
+                    format!("rank {rank}"),
+                    what,
+                    "let all ranks make the same calls, in one order",
+                )
+            })?;
+            (state, millis) = (state.max(theirs), millis.min(u32::from_le_bytes(left)));
+        }
+        // All ranks wait as long as the one with the least time left.
+        let remaining = Duration::from_millis(millis.into());
+        let limit = match state {
+            NOTHING => return Ok(()),
             // The rest is for the ranks to meet again.
-            Some(&MESSAGES) => UNRECEIVED.min(deadline.remaining() / 2),
-            Some(_) => deadline.remaining() / 4 * 3,
+            MESSAGES => UNRECEIVED.min(remaining / 2),
+            _ => remaining / 4 * 3,
         };
         let limit = Deadline::after(limit);
         let left = loop {
@@ -83,9 +101,9 @@ impl Communicator {
             }
         };
         // A rank that leaves ends what the others still do with it.
-        self.exchange(&[state], deadline.remaining())?;
+        let met = self.barrier(deadline.remaining());
         match left.iter().flat_map(|(rank, one)| describe(*rank, one)).collect::<Vec<_>>() {
-            parts if parts.is_empty() => Ok(()),
+            parts if parts.is_empty() => met,
             parts => Err(Error::Unfinished { what: parts.join("; "), after: limit.limit() }),
         }
     }
@@ -94,8 +112,8 @@ impl Communicator {
     /// the processes that [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started. If one of them fails, the others
     /// have two seconds to say what they have seen, and are killed then.
     ///
-    /// Once all ranks have called it, sends that nobody receives have a second, and streams three quarters of the timeout. Receives of
-    /// the CPU that got no message are dropped.
+    /// Once all ranks have called it, sends that nobody receives have a second, and streams three quarters of the time that is left to
+    /// the rank with the least. Receives of the CPU that got no message are dropped.
     ///
     /// All ranks call it before they end. A process that drops its communicator instead, while ranks that it has started work, says so
     /// on standard error and ends its connections. It waits for them, as long as

@@ -1,11 +1,15 @@
 //! Requests and registrations that are dropped while their messages are under way.
 
+use std::fmt;
+use std::process::exit;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::common::{LONG, buffer, bytes, gpu, job_test, mapped, message, says, stream, until};
+use crate::common::{DONE, LONG, buffer, bytes, gpu, job_test, mapped, message, says, stream, until};
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
-use mp::{Communicator, Error};
+use mp::{Communicator, Error, Exchange};
 
 job_test!(dropped_requests_still_arrive, 2, |comm| {
     let (me, peer) = (comm.rank(), 1 - comm.rank());
@@ -163,6 +167,81 @@ job_test!(finalize_names_messages_in_the_fifo, 2, |comm| {
     comm.finalize(LONG).unwrap();
 });
 
+/// Calls `before` once, before its next exchange.
+#[derive(Clone)]
+struct Hooked {
+    comm: Communicator,
+    before: Arc<Mutex<Option<Hook>>>,
+}
+
+type Hook = Box<dyn FnOnce() + Send>;
+
+impl fmt::Debug for Hooked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hooked")
+    }
+}
+
+impl Exchange for Hooked {
+    fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> mp::Result<Vec<Vec<u8>>> {
+        if let Some(before) = self.before.lock().unwrap().take() {
+            before();
+        }
+        self.comm.exchange(bytes, timeout)
+    }
+}
+
+// The other rank is in finalize already, and sends no more once this one is.
+job_test!(finalize_names_messages_that_come_while_it_waits, 2, |base| {
+    let (me, exchange) = (base.rank(), Hooked { comm: base.clone(), before: Arc::default() });
+    let comm = Communicator::builder().timeout(LONG).init_over(exchange.clone()).unwrap();
+    let memory = buffer(&comm, 128);
+    for _ in 0..100 {
+        comm.sendrecv((&memory, 0..8), 1 - me, (&memory, 64..72), 1 - me, LONG).unwrap();
+    }
+    let is_by_fifo = Arc::new(AtomicBool::new(false));
+    let (base, sender, sends, by_fifo) = (base.clone(), comm.clone(), memory.clone(), is_by_fifo.clone());
+    *exchange.before.lock().unwrap() = Some(Box::new(move || {
+        base.barrier(LONG).unwrap();
+        if me == 0 {
+            let (before, _) = sender.fifo_messages(1).unwrap();
+            drop(sender.isend(&sends, 0..8, 1).unwrap());
+            by_fifo.store(sender.fifo_messages(1).unwrap().0 > before, Ordering::Relaxed);
+        }
+    }));
+    let result = comm.clone().finalize(LONG);
+    let has_fifo = comm.exchange(&[u8::from(is_by_fifo.load(Ordering::Relaxed))], LONG).unwrap()[0] == [1];
+    match result {
+        Err(error) if me == 1 && has_fifo => {
+            says(&error, &["1 message from rank 0 (8 bytes) not received here"]);
+        }
+        other => assert!(other.is_ok() == (me == 0) || !has_fifo, "{other:?}"),
+    }
+    let received = (me == 1).then(|| comm.irecv(&memory, 64..72, 0).unwrap());
+    received.iter().for_each(|received| _ = comm.wait(received, LONG).unwrap());
+    comm.finalize(LONG).unwrap();
+});
+
+job_test!(finalize_notices_ranks_in_another_call, 2, |comm| {
+    let result = match comm.rank() {
+        0 => comm.clone().finalize(LONG),
+        _ => comm.exchange(b"x", LONG).map(drop),
+    };
+    let error = result.unwrap_err();
+    assert!(matches!(error, Error::Bootstrap { .. }), "{error}");
+    says(&error, &["rank 1", "call of all ranks"]);
+    // Nothing is left to meet in.
+    exit(if comm.rank() == 0 { DONE } else { 0 });
+});
+
 job_test!(finalize_waits_for_streams_and_names_them, 2, |comm| {
     let (me, comm) = (comm.rank(), beside(comm));
     let (peer, memory, s) = (1 - me, buffer(&comm, 256), stream("late"));
@@ -171,7 +250,10 @@ job_test!(finalize_waits_for_streams_and_names_them, 2, |comm| {
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
     comm.sendrecv_on_stream(&s, (&memory, 0..64), peer, (&memory, 128..192), peer).unwrap();
     let rank = format!("rank {peer}");
-    unfinished(&comm, Duration::from_secs(2), &["work of a stream that waits for", &rank, "(64 bytes)"]);
+    comm.barrier(LONG).unwrap();
+    // All wait as long as the one with the least time.
+    let timeout = if me == 0 { LONG } else { Duration::from_secs(4) };
+    unfinished(&comm, timeout, &["work of a stream that waits for", &rank, "(64 bytes)"]);
     comm.barrier(LONG).unwrap();
     gate.store(1);
     comm.clone().finalize(LONG).unwrap();
