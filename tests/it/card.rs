@@ -45,10 +45,11 @@ fn a_path_that_cannot_be_preloaded_is_an_error() {
     if !has_rdma_core() {
         return;
     }
-    let dir = std::env::temp_dir().join(format!("gdasync card {}", std::process::id()));
-    std::fs::create_dir_all(&dir).unwrap();
     let binary = std::path::Path::new(env!("CARGO_BIN_EXE_gdasync"));
-    std::fs::copy(binary, dir.join("gdasync")).unwrap();
+    let dir = binary.with_file_name(format!("gdasync card {}", std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    // A copy that is still open for writing in a child of another thread cannot be run.
+    std::fs::hard_link(binary, dir.join("gdasync")).unwrap();
     std::fs::write(dir.join("libgdasync_card.so"), "").unwrap();
     let mut card = std::process::Command::new(dir.join("gdasync"));
     card.args(["card", "true"]);

@@ -263,7 +263,6 @@ job_test!(receives_beyond_the_places_are_refused, 1, |comm| {
     }
 });
 
-// A stream that waits for a place says so, and on a wait of its own nobody waits in vain.
 // One iteration over two places would use the other place in each second launch.
 job_test!(launches_at_another_place_are_refused, 1, |comm| {
     let (outbox, inbox) = (buffer(comm, PLACE), buffer(comm, 2 * PLACE));
@@ -286,6 +285,7 @@ job_test!(launches_at_another_place_are_refused, 1, |comm| {
     s.synchronize(LONG).unwrap();
 });
 
+// A stream that waits for a place says so, and on a wait of its own nobody waits in vain.
 job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let memory = buffer(comm, 2 * PLACE);
