@@ -266,8 +266,9 @@ impl Stream {
         self.0.engine.raw()
     }
 
+    /// Its number in this process: clones have the same, other streams have others.
     #[inline]
-    fn id(&self) -> u64 {
+    pub fn id(&self) -> u64 {
         self.0.number.id()
     }
 

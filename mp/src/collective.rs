@@ -1,7 +1,7 @@
 //! Operations of all ranks together: barrier, broadcast, allgather, alltoall, allreduce.
 //!
 //! They have connections of their own: a receive of the communicator takes no message of a collective. All ranks call the same
-//! collectives with the same arguments in the same order, and all of them the blocking form or all the one on streams. Each message
+//! collectives with the same arguments in the same order, each call in the blocking form at all ranks or on a stream at all. Each message
 //! says in a header which call it is of, with its number; another one is [`Error::Collective`](crate::Error::Collective), which names
 //! both.
 //!

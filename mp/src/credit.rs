@@ -32,8 +32,11 @@ use crate::wait::Deadline;
 
 /// Bytes per rank in the table: a cache line, as each has another writer.
 const ENTRY: usize = 64;
-/// Offset, behind the word, of a word that is not 0 when streams of the peer send to this rank.
+/// Offset, behind the word, of a word that is not 0 when streams of the peer send to this rank, or it has aborted.
 const WANTED: usize = 4;
+/// Bits of that word: streams send; a failed collective ends the connection.
+const WANTS: u32 = 1;
+const ABORTS: u32 = 2;
 /// Bytes of each.
 pub(crate) const WORD_BYTES: usize = 4;
 
@@ -221,8 +224,9 @@ pub(crate) struct Credits {
     ready: Word32,
     /// Whether its streams send to us.
     wanted: Word32,
-    /// Whether ours send to it.
+    /// Whether ours send to it, and whether a failed collective ends the connection.
     wants: AtomicBool,
+    aborts: AtomicBool,
     /// Announcing is free, or there is no watchdog to do it later.
     is_prompt: bool,
     numbers: Numbers,
@@ -291,11 +295,12 @@ impl Credits {
             Mutex::new(Announcement { written: None, asked: None, is_new: true, looked: Instant::now() });
         let [posted, announced, arrived] = [0; 3].map(AtomicU32::new);
         let is_prompt = matches!(route, CreditRoute::Own) || !flag.has_watchdog;
-        let (wants, has_ended) = Default::default();
+        let (wants, aborts, has_ended) = Default::default();
         Ok(Self {
             ready,
             wanted,
             wants,
+            aborts,
             is_prompt,
             numbers: Numbers::new(depth),
             posted,
@@ -453,23 +458,40 @@ impl Credits {
         if self.has_ended.load(Ordering::Relaxed) {
             return;
         }
-        let wants = u32::from(self.wants.load(Ordering::Relaxed)).to_le_bytes();
+        let bit = |is_set: &AtomicBool, bit| if is_set.load(Ordering::Relaxed) { bit } else { 0 };
+        let bits = (bit(&self.wants, WANTS) | bit(&self.aborts, ABORTS)).to_le_bytes();
         let word = RemoteAddr { addr: word.addr + WANTED as u64, ..*word };
-        if let Ok(asked) = with_room(probe, || probe.post_send(&[SendWr::write_inline(word, &wants)])) {
+        if let Ok(asked) = with_room(probe, || probe.post_send(&[SendWr::write_inline(word, &bits)])) {
             (last.asked, last.is_new) = (Some(asked), true);
         }
+    }
+
+    /// Tells the peer, before [`Credits::end`], that a failed collective ends the connection. Returns the write.
+    pub(crate) fn tell_abort(&self) -> Option<Completion> {
+        self.aborts.store(true, Ordering::Relaxed);
+        let mut last = self.last.lock();
+        self.ask(&mut last);
+        last.asked.clone()
+    }
+
+    /// Whether the peer has said so.
+    pub(crate) fn is_aborted(&self) -> bool {
+        self.wanted.load() & ABORTS != 0
     }
 
     /// Announces what is held back, and asks after `pause` whether the peer is alive.
     ///
     /// # Errors
-    /// Why the write failed; [`gdsync::Error::GivenUpByPeer`] where it has [ended](Self::end) the connection.
+    /// Why the write failed; [`gdsync::Error::GivenUpByPeer`] or [`gdsync::Error::Aborted`] where it has [ended](Self::end) the
+    /// connection.
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
         if let CreditRoute::Remote { qp, probe, .. } = &self.route {
             let mut last = self.last.lock();
-            qp.check()
-                .and_then(|()| probe.check())
-                .map_err(|error| if is_refusal(&error) { gdsync::Error::GivenUpByPeer } else { error })?;
+            qp.check().and_then(|()| probe.check()).map_err(|error| match is_refusal(&error) {
+                true if self.is_aborted() => gdsync::Error::Aborted,
+                true => gdsync::Error::GivenUpByPeer,
+                false => error,
+            })?;
             if last.is_new {
                 (last.is_new, last.looked) = (false, Instant::now());
             }

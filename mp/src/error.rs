@@ -282,7 +282,7 @@ impl From<gdsync::Error> for Error {
 }
 
 /// Whether a queue pair failed because the other side cannot be reached.
-fn is_peer_lost(error: &gdsync::Error) -> bool {
+pub(crate) fn is_peer_lost(error: &gdsync::Error) -> bool {
     use gdsync::Error as E;
     match error {
         E::PeerGone { .. } | E::Peer { .. } | E::GivenUp | E::GivenUpByPeer => true,
@@ -298,6 +298,16 @@ pub(crate) fn is_given_up_by_peer(error: &gdsync::Error) -> bool {
     match error {
         E::GivenUpByPeer => true,
         E::QpStopped { reason, .. } | E::Rank { reason, .. } => is_given_up_by_peer(reason),
+        _ => false,
+    }
+}
+
+/// Whether a failed collective ended the connection, here or at the other rank.
+pub(crate) fn is_aborted(error: &gdsync::Error) -> bool {
+    use gdsync::Error as E;
+    match error {
+        E::Aborted => true,
+        E::QpStopped { reason, .. } | E::Rank { reason, .. } => is_aborted(reason),
         _ => false,
     }
 }
@@ -487,8 +497,12 @@ mod tests {
             stopped(E::GivenUpByPeer),
             E::GivenUp,
         ];
-        let other =
-            [failed(Syndrome::LOC_LEN_ERR), stopped(failed(Syndrome::REM_INV_REQ_ERR)), E::Reset { qpn: 7 }];
+        let other = [
+            failed(Syndrome::LOC_LEN_ERR),
+            stopped(failed(Syndrome::REM_INV_REQ_ERR)),
+            stopped(E::Aborted),
+            E::Reset { qpn: 7 },
+        ];
         for (errors, is_lost) in [(&lost[..], true), (&other[..], false)] {
             for error in errors {
                 assert_eq!(message(error.clone()).is_rank_lost(), is_lost, "{error}");

@@ -8,7 +8,7 @@ use gdsync::memory::Word32;
 use gdsync::stream::Cond;
 use gdsync::verbs::Completion;
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, is_peer_lost};
 use crate::in_flight::{Direction, InFlightOp};
 use crate::peer::{Peer, Received, Sent};
 use crate::rma_queue::RmaQueue;
@@ -264,7 +264,13 @@ impl Request {
             op.direction == Direction::Send && self.is_message() && !Cond::Geq.holds32(posted, number);
         is_awaited.then(|| {
             let rank = self.rank;
-            format!("receive {number} of rank {rank}: rank {rank} has posted {posted}; post one there (Communicator::irecv)")
+            match peer.fifo {
+                // Messages of the FIFO do not count here.
+                Some(_) => format!("a receive of rank {rank}, which has not posted it; post one there (Communicator::irecv)"),
+                None => format!(
+                    "receive {number} of rank {rank}: rank {rank} has posted {posted}; post one there (Communicator::irecv)"
+                ),
+            }
         })
     }
 
@@ -325,6 +331,12 @@ impl Request {
                 known.unwrap_or(error.into())
             }
             other => other,
+        };
+        // It may have stopped answering before it was asked.
+        let is_aborted = |transport: &Transport| transport.credits.is_aborted();
+        let cause = match is_peer_lost(&cause) && self.transport().is_some_and(is_aborted) {
+            true => gdsync::Error::Aborted,
+            false => cause,
         };
         // Not where it ended with the connection: then another message was at fault.
         let is_its_own = matches!(cause, gdsync::Error::Completion(_)) && !is_flushed;

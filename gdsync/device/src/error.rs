@@ -292,6 +292,11 @@ pub enum Error {
         "the peer ended the connection: work of a stream there failed, it gave this one up, or it left; its own output says which"
     )]
     GivenUpByPeer,
+    /// A call over several connections failed, at this end or at the peer, and ended all of them.
+    #[error(
+        "the connection was ended after a call over several of them had failed, here or at the peer; see the error of that call"
+    )]
+    Aborted,
     /// What failed is the connection to a rank: see `Qp::name_ranks`.
     #[error("connection{} to rank {rank}: {}", own_rank_label(), reason.of_rank())]
     Rank {
@@ -467,9 +472,11 @@ impl Error {
             }
             Self::QueueFull { .. } | Self::StreamFull { .. } => libc::ENOMEM,
             Self::Busy { .. } => libc::EBUSY,
-            Self::PeerGone { .. } | Self::Peer { .. } | Self::GivenUp | Self::GivenUpByPeer => {
-                libc::ECONNRESET
-            }
+            Self::PeerGone { .. }
+            | Self::Peer { .. }
+            | Self::GivenUp
+            | Self::GivenUpByPeer
+            | Self::Aborted => libc::ECONNRESET,
             Self::QpStopped { reason, .. } | Self::Rank { reason, .. } => reason.errno(),
             Self::StreamAborted { .. } => libc::ECANCELED,
             Self::StreamWait { .. } | Self::Deadline { .. } => libc::ETIMEDOUT,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Memory;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use super::call::{Call, HEADER, Operation, Slots};
 use super::message::{Arrival, Due, Part, Started};
@@ -26,7 +26,8 @@ use crate::wait::Deadline;
 /// connections of the communicator, and stay until it goes: reuse it.
 ///
 /// Threads may share it; their calls run one at a time. A call that fails after it has sent something leaves the ranks out of
-/// step: every later call returns its error, the other ranks learn it in theirs, and the contents of the buffers are undefined.
+/// step: every later call returns its error, and the other ranks learn it in theirs. The contents of its buffers are undefined, and
+/// may be written until the `Collectives` are dropped, which ends their connections.
 ///
 /// ```no_run
 /// use std::time::Duration;
@@ -46,18 +47,23 @@ use crate::wait::Deadline;
 /// # }
 /// ```
 pub struct Collectives {
+    pub(super) core: Arc<Core>,
+    pub(super) slots: Arc<Slots>,
+    pub(super) scratch: Scratch,
+}
+
+/// What those that are pending on streams share with the [`Collectives`]: the connections, and whether a call has failed.
+pub(super) struct Core {
     /// The communicator of the application.
     comm: Communicator,
     /// The connections of the collectives: the same ranks.
     pub(super) context: Communicator,
-    pub(super) slots: Arc<Slots>,
     /// Locked during every call.
     state: Mutex<State>,
-    pub(super) scratch: Scratch,
 }
 
-/// How long a rank that has found another call waits until the others have its messages, which say so.
-const FAREWELL: Duration = Duration::from_secs(1);
+/// How long a rank that has found another call waits until the others have its abort notice.
+const ABORT_NOTICE: Duration = Duration::from_secs(1);
 
 /// What the calls of this rank have come to.
 #[derive(Default)]
@@ -69,31 +75,157 @@ pub(super) struct State {
     pub(super) started: VecDeque<Arc<Started>>,
 }
 
-impl State {
+/// Whether a wait is over, and what it waits for goes on.
+fn is_late(error: &Error) -> bool {
+    matches!(error, Error::Deadline { .. } | Error::Message { cause: gdsync::Error::Deadline { .. }, .. })
+}
+
+impl Core {
+    /// # Errors
+    /// [`Error::Deadline`] while another thread is in a call.
+    fn lock(&self, deadline: &Deadline) -> Result<MutexGuard<'_, State>> {
+        self.state.try_lock_for(deadline.remaining()).ok_or_else(|| {
+            let what = "waiting for the collective of another thread";
+            deadline.error(what, "see what that waits for, or make Collectives for each thread")
+        })
+    }
+
     /// Forgets what is complete on streams.
     ///
     /// # Errors
     /// Of an earlier call.
-    fn look_back(&mut self) -> Result<()> {
-        if self.failed.is_none() {
-            while let Some(first) = self.started.front() {
-                match first.outcome() {
-                    Ok(None) => break,
-                    Ok(Some(())) => _ = self.started.pop_front(),
-                    Err(error) => {
-                        self.failed = Some(error);
-                        break;
-                    }
-                }
+    fn look_back(&self, state: &mut State, deadline: &Deadline) -> Result<()> {
+        while state.failed.is_none()
+            && let Some(first) = state.started.front().cloned()
+        {
+            match first.outcome() {
+                Ok(None) => break,
+                Ok(Some(())) => _ = state.started.pop_front(),
+                Err(error) => self.fail(state, first.call, &error, deadline),
             }
         }
-        self.failed.clone().map_or(Ok(()), Err)
+        state.failed.clone().map_or(Ok(()), Err)
+    }
+
+    /// Waits for what is under way on streams: their queues are theirs until then.
+    ///
+    /// # Errors
+    /// Of an earlier call, also that it is late.
+    fn wait_started(&self, state: &mut State, deadline: &Deadline) -> Result<()> {
+        while let Some(first) = state.started.front().cloned() {
+            if let Err(error) = first.wait(deadline) {
+                if !is_late(&error) {
+                    self.fail(state, first.call, &error, deadline);
+                }
+                return Err(error);
+            }
+            state.started.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Waits for a call on a stream.
+    pub(super) fn wait(&self, started: &Started, deadline: &Deadline) -> Result<()> {
+        started.wait(deadline).inspect_err(|error| {
+            // A call of another thread that has the lock finds it in the next one.
+            if !is_late(error)
+                && let Ok(mut state) = self.lock(deadline)
+            {
+                self.fail(&mut state, started.call, error, deadline);
+            }
+        })
+    }
+
+    /// Runs the part of a call that sends, after `admit`, which may refuse it, unless an earlier one has failed. Keeps its error, and
+    /// tells the other ranks of it.
+    pub(super) fn call<A, T>(
+        &self,
+        operation: Operation,
+        is_on_stream: bool,
+        bytes: usize,
+        deadline: &Deadline,
+        admit: impl FnOnce(&mut State) -> Result<A>,
+        body: impl FnOnce(A, Call, &mut State) -> Result<T>,
+    ) -> Result<T> {
+        let mut state = self.lock(deadline)?;
+        self.look_back(&mut state, deadline)?;
+        let admitted = admit(&mut state)?;
+        state.number += 1;
+        let call = Call { operation, is_on_stream, number: state.number, bytes: bytes as u64 };
+        body(admitted, call, &mut state).map_err(|error| {
+            let error = call.explain(error, deadline.limit());
+            self.fail(&mut state, call, &error, deadline);
+            error
+        })
+    }
+
+    /// Keeps the first error, which ends the part of this rank, and tells the others.
+    #[cold]
+    fn fail(&self, state: &mut State, call: Call, error: &Error, deadline: &Deadline) {
+        if state.failed.is_none() {
+            state.failed = Some(error.clone());
+            self.abort(call, error, deadline);
+        }
+    }
+
+    fn abort(&self, call: Call, error: &Error, deadline: &Deadline) {
+        if error.is_rank_lost() {
+            // The others learn it, also those that do not wait for the lost one.
+            if let Error::Message { rank, cause, .. } = error
+                && !is_given_up_by_peer(cause)
+                && let Ok(peer) = self.comm.peer(*rank)
+            {
+                peer.transport.fail(cause);
+            }
+            self.context.0.peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::GivenUp));
+            return;
+        }
+        let sent = self.send_abort_notice(call).unwrap_or_default();
+        if matches!(error, Error::Collective { .. }) {
+            let limit = Deadline::after(ABORT_NOTICE.min(deadline.remaining()));
+            sent.iter().for_each(|sent| _ = self.context.wait(sent, limit.remaining()));
+            // Nothing is received any more that a rank still sends.
+            self.end(deadline.remaining());
+        }
+    }
+
+    /// Ends the connections. No rank is lost: the others are told before.
+    fn end(&self, limit: Duration) {
+        let (peers, limit) = (&self.context.0.peers, Deadline::after(ABORT_NOTICE.min(limit)));
+        let told: Vec<_> = peers.iter().filter_map(|peer| peer.transport.credits.tell_abort()).collect();
+        told.iter().for_each(|told| _ = told.wait(limit.remaining()));
+        peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::Aborted));
+    }
+
+    /// Starts to tell the other ranks, as far as they are there and their queues have room, that nothing more comes.
+    fn send_abort_notice(&self, call: Call) -> Result<Vec<Request>> {
+        let call = Call { operation: Operation::GaveUp, ..call };
+        // In memory of its own: messages of the failed call may still come into the slots.
+        let memory = Memory::alloc(HEADER)?;
+        memory.write(0, &call.to_bytes())?;
+        let (header, context) = (self.context.register(&memory)?, self.context.with_timeout(Duration::ZERO));
+        Ok(self.others().filter_map(|rank| context.isend(&header, 0..HEADER, rank).ok()).collect())
+    }
+
+    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        // From the next rank on, so that not all start with the same one.
+        let (me, size) = (self.context.rank(), self.context.size());
+        (1..size).map(move |step| (me + step) % size)
+    }
+}
+
+impl Drop for Collectives {
+    fn drop(&mut self) {
+        // Receives of a call that is late are still in buffers of the application.
+        if self.core.lock(&Deadline::after(ABORT_NOTICE)).is_ok_and(|state| state.failed.is_some()) {
+            self.core.end(ABORT_NOTICE);
+        }
     }
 }
 
 impl fmt::Debug for Collectives {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Collectives(rank {} of {})", self.comm.rank(), self.comm.size())
+        write!(f, "Collectives(rank {} of {})", self.core.comm.rank(), self.core.comm.size())
     }
 }
 
@@ -146,22 +278,42 @@ impl Collectives {
         comm.0.besides.lock().push((peers.clone(), context.0.credits.clone()));
         comm.0.peers.iter().zip(peers.iter()).for_each(|(peer, beside)| peer.transport.accompany(beside));
         let slots = Slots::new(&context)?;
-        let (state, scratch) = Default::default();
-        Ok(Self { comm: comm.clone(), context, slots, state, scratch })
+        let core = Arc::new(Core { comm: comm.clone(), context, state: Mutex::default() });
+        Ok(Self { core, slots, scratch: Scratch::default() })
+    }
+
+    /// Waits for the calls on streams, and then for all ranks, which must call this too, and gives the connections back. Without it
+    /// they stay until the communicator goes. The last [`Pending`](super::Pending) releases the memory.
+    ///
+    /// # Errors
+    /// That of an earlier call, also where it is late; [`Error::Deadline`] for a rank that is late; [`Error::Bootstrap`] names a rank
+    /// that is gone.
+    pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let Core { comm, context, .. } = &*self.core;
+        let deadline = Deadline::after(comm.limit(timeout));
+        let mut state = self.core.lock(&deadline)?;
+        let earlier = self.core.look_back(&mut state, &deadline);
+        let earlier = earlier.and_then(|()| self.core.wait_started(&mut state, &deadline));
+        drop(state);
+        // Other ranks may still need what they have of this one.
+        comm.barrier(deadline.remaining())?;
+        comm.0.besides.lock().retain(|(peers, _)| !Arc::ptr_eq(peers, &context.0.peers));
+        earlier
     }
 
     /// The communicator.
     pub fn communicator(&self) -> &Communicator {
-        &self.comm
+        &self.core.comm
     }
 
     /// Blocks until every rank has called it.
     ///
     /// # Errors
     /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] a rank that has called another
-    /// collective, or with other arguments, or has given up; the error of an earlier call.
+    /// collective, or with other arguments, or has given up; the error of an earlier call. Nothing is sent where calls on streams are
+    /// not through in time, or ([`Error::Deadline`]) that of another thread.
     pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
-        let rounds = schedule::barrier(self.comm.rank(), self.comm.size());
+        let rounds = schedule::barrier(self.core.comm.rank(), self.core.comm.size());
         let nothing = &self.slots.spill;
         let rounds = self.rounds(&rounds, nothing, |_| 0..0, nothing, |_| 0..0);
         self.run(Operation::Barrier, 0, rounds, timeout)
@@ -179,9 +331,9 @@ impl Collectives {
         root: usize,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
-        self.comm.peer(root)?;
+        self.core.comm.peer(root)?;
         buffer.check_range(&range)?;
-        let rounds = schedule::broadcast(self.comm.rank(), self.comm.size(), root);
+        let rounds = schedule::broadcast(self.core.comm.rank(), self.core.comm.size(), root);
         let whole = |_: &Range<usize>| range.clone();
         let (operation, rounds) = (broadcast(root), self.rounds(&rounds, buffer, whole, buffer, whole));
         self.run(operation, range.len(), rounds, timeout)
@@ -199,7 +351,7 @@ impl Collectives {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
         let parts = self.parts(buffer, &range)?;
-        let rounds = schedule::allgather(self.comm.rank(), self.comm.size());
+        let rounds = schedule::allgather(self.core.comm.rank(), self.core.comm.size());
         let bytes = |blocks: &Range<usize>| parts.bytes(blocks);
         let rounds = self.rounds(&rounds, buffer, bytes, buffer, bytes);
         self.run(Operation::Allgather, range.len(), rounds, timeout)
@@ -217,7 +369,7 @@ impl Collectives {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
         let (send, recv) = self.two_parts(&from, &to)?;
-        let rounds = schedule::alltoall(self.comm.rank(), self.comm.size());
+        let rounds = schedule::alltoall(self.core.comm.rank(), self.core.comm.size());
         let rounds =
             self.rounds(&rounds, from.0, |blocks| send.bytes(blocks), to.0, |blocks| recv.bytes(blocks));
         self.run(Operation::Alltoall, from.1.len(), rounds, timeout)
@@ -237,9 +389,9 @@ impl Collectives {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
         check_values::<T>(buffer, &range)?;
-        let folds = schedule::allreduce(self.comm.rank(), self.comm.size());
+        let folds = schedule::allreduce(self.core.comm.rank(), self.core.comm.size());
         let len = range.len();
-        let scratch = self.scratch.take(&self.comm, len * folds.len())?;
+        let scratch = self.scratch.take(&self.core.comm, len * folds.len())?;
         let rounds = folds.into_iter().enumerate().map(|(i, fold)| {
             let part =
                 |rank, buffer: &Registration, range| vec![Part { rank, buffer: buffer.clone(), range }];
@@ -274,77 +426,11 @@ impl Collectives {
         rounds: Vec<Round>,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
-        let deadline = Deadline::after(self.comm.limit(timeout));
-        let context = self.context.with_timeout(deadline.limit());
-        self.call(operation, false, bytes, &deadline, |call, _| {
-            run(&context, &self.slots, call, rounds, &deadline)
+        let (core, deadline) = (&self.core, Deadline::after(self.core.comm.limit(timeout)));
+        let admit = |state: &mut State| core.wait_started(state, &deadline);
+        core.call(operation, false, bytes, &deadline, admit, |(), call, _| {
+            run(&core.context, &self.slots, call, rounds, &deadline)
         })
-    }
-
-    /// Refuses if an earlier call has failed.
-    pub(super) fn check(&self) -> Result<()> {
-        self.state.lock().look_back()
-    }
-
-    /// Runs the part of a call that sends, unless an earlier one has failed. Keeps its error, and tells the other ranks of it.
-    pub(super) fn call<T>(
-        &self,
-        operation: Operation,
-        is_on_stream: bool,
-        bytes: usize,
-        deadline: &Deadline,
-        body: impl FnOnce(Call, &mut State) -> Result<T>,
-    ) -> Result<T> {
-        let mut state = self.state.lock();
-        state.look_back()?;
-        state.number += 1;
-        let call = Call { operation, is_on_stream, number: state.number, bytes: bytes as u64 };
-        body(call, &mut state).map_err(|error| {
-            let error = call.explain(error, deadline.limit());
-            state.failed = Some(error.clone());
-            self.give_up(call, &error);
-            error
-        })
-    }
-
-    /// Ends the part of this rank, and tells the others.
-    #[cold]
-    fn give_up(&self, call: Call, error: &Error) {
-        let end =
-            || self.context.0.peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::GivenUp));
-        if error.is_rank_lost() {
-            // The others learn it, also those that do not wait for the lost one.
-            if let Error::Message { rank, cause, .. } = error
-                && !is_given_up_by_peer(cause)
-                && let Ok(peer) = self.comm.peer(*rank)
-            {
-                peer.transport.fail(cause);
-            }
-            return end();
-        }
-        let Ok(sent) = self.send_farewell(call) else { return };
-        if matches!(error, Error::Collective { .. }) {
-            let deadline = Deadline::after(FAREWELL);
-            sent.iter().for_each(|sent| _ = self.context.wait(sent, deadline.remaining()));
-            // Nothing is received any more that a rank still sends.
-            end();
-        }
-    }
-
-    /// Starts to tell the other ranks, as far as they are there and their queues have room, that nothing more comes.
-    fn send_farewell(&self, call: Call) -> Result<Vec<Request>> {
-        let call = Call { operation: Operation::GaveUp, ..call };
-        // In memory of its own: messages of the failed call may still come into the slots.
-        let memory = Memory::alloc(HEADER)?;
-        memory.write(0, &call.to_bytes())?;
-        let (header, context) = (self.context.register(&memory)?, self.context.with_timeout(Duration::ZERO));
-        Ok(self.others().filter_map(|rank| context.isend(&header, 0..HEADER, rank).ok()).collect())
-    }
-
-    pub(super) fn others(&self) -> impl Iterator<Item = usize> + use<> {
-        // From the next rank on, so that not all start with the same one.
-        let (me, size) = (self.context.rank(), self.context.size());
-        (1..size).map(move |step| (me + step) % size)
     }
 
     fn rounds(
@@ -366,7 +452,7 @@ impl Collectives {
 
     pub(super) fn parts(&self, buffer: &Registration, range: &Range<usize>) -> Result<Parts> {
         buffer.check_range(range)?;
-        let size = self.comm.size();
+        let size = self.core.comm.size();
         if !range.len().is_multiple_of(size) {
             return Err(invalid(
                 "the length of the range",
@@ -402,7 +488,7 @@ impl Collectives {
     }
 }
 
-fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Error {
+pub(super) fn invalid(what: &'static str, value: impl ToString, expected: &'static str) -> Error {
     Error::Device(gdsync::Error::InvalidArgument { what, value: value.to_string(), expected })
 }
 
@@ -478,10 +564,20 @@ fn run(
             }
             ahead.pop_front();
         }
-        let send = |part: &Part| part.send(&header, |pieces| comm.isend_vectored(pieces, part.rank));
+        let send = |part: &Part| {
+            part.send(&header, |pieces| {
+                comm.with_timeout(deadline.remaining()).isend_vectored(pieces, part.rank)
+            })
+        };
         let sends: Result<Vec<_>> = round.sends.iter().map(send).collect();
         while let Some((_, receive)) = due.pop_front_if(|(at, _)| *at == index) {
-            receive.check(&call, comm.wait(&receive.request, deadline.remaining())?)?;
+            // What has come may say why a send failed.
+            let limit = if sends.is_ok() { deadline.remaining() } else { Duration::ZERO };
+            match comm.wait(&receive.request, limit) {
+                Ok(status) => receive.check(&call, status)?,
+                Err(error) if sends.is_ok() => return Err(error),
+                Err(_) => {}
+            }
         }
         comm.wait_all(sends?.iter().flatten(), deadline.remaining())?;
         round.then.map_or(Ok(()), |then| then())?;

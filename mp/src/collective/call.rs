@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 
 use super::reduce::{ELEMENTS, Reduction};
 use crate::communicator::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, is_aborted};
 use crate::exchange::take;
 use crate::registration::Registration;
 
@@ -141,9 +141,7 @@ impl Call {
         let (what, fix) = match other {
             Some(other) if other == *self && bytes - HEADER == due => return Ok(()),
             Some(other) if other == *self => (wrong_length(bytes - HEADER, due), FIX_PROGRAM),
-            Some(Self { operation: Operation::GaveUp, .. }) => {
-                ("gave up its collectives after an error of its own".to_owned(), "see the error of that rank")
-            }
+            Some(Self { operation: Operation::GaveUp, .. }) => return Err(self.gave_up(rank)),
             Some(other) => (format!("called {other}"), FIX),
             None => ("sent something that is no collective".to_owned(), FIX_PROGRAM),
         };
@@ -165,6 +163,11 @@ impl Call {
         Error::Collective { call: self.to_string(), rank, what, fix }
     }
 
+    fn gave_up(&self, rank: usize) -> Error {
+        let what = "gave up its collectives after an error of its own".to_owned();
+        self.differs(rank, what, "see the error of that rank")
+    }
+
     /// The error of a message of this call, in terms of the collective.
     pub(super) fn explain(&self, error: Error, limit: Duration) -> Error {
         match error.of_waits(limit) {
@@ -174,6 +177,8 @@ impl Call {
                 );
                 Error::message(rank, self.operation.name(), gdsync::Error::late(what, after, awaited))
             }
+            // The abort notice did not reach this rank.
+            Error::Message { rank, cause, .. } if is_aborted(&cause) => self.gave_up(rank),
             Error::Message { rank, cause, .. } => Error::message(rank, self.operation.name(), cause),
             other => other,
         }

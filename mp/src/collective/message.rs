@@ -8,12 +8,13 @@ use gdsync_device::Condvar;
 use parking_lot::Mutex;
 use smallvec::{SmallVec, smallvec};
 
-use super::call::{Call, SHORT, Slot, Slots};
+use super::call::{Call, HEADER, SHORT, Slot, Slots};
 use crate::communicator::Communicator;
 use crate::error::Result;
 use crate::overlap::ReceiveClaims;
 use crate::registration::{Piece, Registration};
 use crate::request::{Request, Status};
+use crate::wait::Deadline;
 
 /// What a rank sends to another one, or receives from it.
 #[derive(Clone, Debug)]
@@ -71,7 +72,7 @@ impl Arrival {
         // Unchecked: on a stream the next call of a collective may be enqueued while this one is under way, and its messages come later.
         let request = Request::received(peer, peer.receive(&pieces, || Ok(ReceiveClaims::new()))?);
         drop(pieces);
-        Ok(Due { request, header, bytes })
+        Ok(Due { request, header, part: (buffer.clone(), range.start..range.start + bytes) })
     }
 }
 
@@ -80,16 +81,22 @@ impl Arrival {
 pub(super) struct Due {
     pub(super) request: Request,
     header: Option<Slot>,
-    /// Bytes of the part that it expects.
-    bytes: usize,
+    part: (Registration, Range<usize>),
 }
 
 impl Due {
     /// Checks what came.
-    pub(super) fn check(&self, call: &Call, status: Status) -> Result<()> {
+    pub(super) fn check(&self, call: &Call, Status { rank, bytes }: Status) -> Result<()> {
+        let (buffer, due) = &self.part;
         match &self.header {
-            Some(slot) => call.check(status.rank, &slot.header()?, status.bytes, self.bytes),
-            None => call.check_part(status.rank, status.bytes, self.bytes),
+            Some(slot) => call.check(rank, &slot.header()?, bytes, due.len()),
+            // Perhaps an abort notice in its place: a long part is longer than that.
+            None if bytes == HEADER => {
+                let mut header = [0; HEADER];
+                buffer.memory().read(due.start, &mut header)?;
+                call.check(rank, &header, bytes, due.len())
+            }
+            None => call.check_part(rank, bytes, due.len()),
         }
     }
 }
@@ -97,6 +104,8 @@ impl Due {
 /// A collective that was queued on a stream, and its messages.
 pub(super) struct Started {
     pub(super) call: Call,
+    /// [`Stream::id`](gdsync::stream::Stream::id)
+    pub(super) stream: u64,
     pub(super) receives: Vec<Due>,
     pub(super) sends: Vec<Request>,
     /// Of what it sends.
@@ -112,20 +121,44 @@ pub(super) struct Last {
 }
 
 impl Started {
+    fn test(&self, request: &Request) -> Result<Option<Status>> {
+        request.test().map_err(|error| self.call.explain(error, Duration::ZERO))
+    }
+
     /// Whether it is complete: `None` if not yet.
     pub(super) fn outcome(&self) -> Result<Option<()>> {
-        let test =
-            |request: &Request| request.test().map_err(|error| self.call.explain(error, Duration::ZERO));
         for due in &self.receives {
-            let Some(status) = test(&due.request)? else { return Ok(None) };
+            let Some(status) = self.test(&due.request)? else { return Ok(None) };
             due.check(&self.call, status)?;
         }
         for send in &self.sends {
-            if test(send)?.is_none() {
+            if self.test(send)?.is_none() {
                 return Ok(None);
             }
         }
         self.last.outcome.lock().clone().transpose()
+    }
+
+    /// Blocks until it is complete.
+    ///
+    /// # Errors
+    /// [`Error::Message`](crate::Error::Message), [`Error::Collective`](crate::Error::Collective); [`Error::Deadline`](crate::Error::Deadline)
+    /// where all messages came.
+    pub(super) fn wait(&self, deadline: &Deadline) -> Result<()> {
+        let wait = |request: &Request| {
+            request.wait(deadline.remaining()).map_err(|error| self.call.explain(error, deadline.limit()))
+        };
+        self.receives.iter().try_for_each(|due| due.check(&self.call, wait(&due.request)?))?;
+        self.sends.iter().try_for_each(|send| wait(send).map(drop))?;
+        let mut outcome = self.last.outcome.lock();
+        while outcome.is_none() && !deadline.is_over() {
+            self.last.done.wait_for(&mut outcome, deadline.remaining());
+        }
+        let late = || {
+            let what = format!("{}: all its messages are here, but its stream is not through", self.call);
+            deadline.error(what, "see what holds the stream (`gdasync trace`)")
+        };
+        outcome.clone().unwrap_or_else(|| Err(late()))
     }
 
     /// Checks all messages, by the host function: a stream goes on after failures.
@@ -136,9 +169,9 @@ impl Started {
             self.call.differs(request.rank(), what, fix)
         };
         for due in &self.receives {
-            due.check(&self.call, due.request.test()?.ok_or_else(|| missing(&due.request))?)?;
+            due.check(&self.call, self.test(&due.request)?.ok_or_else(|| missing(&due.request))?)?;
         }
-        self.sends.iter().try_for_each(|send| send.test()?.map(drop).ok_or_else(|| missing(send)))
+        self.sends.iter().try_for_each(|send| self.test(send)?.map(drop).ok_or_else(|| missing(send)))
     }
 }
 
@@ -146,5 +179,32 @@ impl Last {
     pub(super) fn finish(&self, outcome: Result<()>) {
         *self.outcome.lock() = Some(outcome);
         self.done.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gdsync::memory::Memory;
+
+    use super::*;
+    use crate::collective::call::Operation;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// The header was sent, and then the part could not be.
+    #[test]
+    fn abort_notices_are_read_in_place_of_a_part() -> Result<()> {
+        let comm = Communicator::builder().spawn(1).init()?;
+        let (slots, buffer) = (Slots::new(&comm)?, comm.register(&Memory::alloc(2 * SHORT)?)?);
+        let part = Part { rank: 0, buffer, range: 0..SHORT + 1 };
+        let due = Arrival { part, has_header: false }.receive(&comm, &slots)?;
+        let call = Call { operation: Operation::Allgather, is_on_stream: false, number: 3, bytes: 64 };
+        let notice = slots.with_header(&comm, &Call { operation: Operation::GaveUp, ..call })?;
+        let sent = comm.isend(&notice.buffer, notice.range(), 0)?;
+        let text = due.check(&call, comm.wait(&due.request, LONG)?).unwrap_err().to_string();
+        assert!(text.contains("rank 0 gave up its collectives"), "{text}");
+        comm.wait(&sent, LONG)?;
+        drop((due, notice, slots));
+        comm.finalize(LONG)
     }
 }

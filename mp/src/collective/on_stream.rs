@@ -8,14 +8,13 @@ use std::time::Duration;
 
 use gdsync::stream::{Batch, Stream};
 
-use super::blocking::{Collectives, Step, allreduce, broadcast, check_values, combine};
+use super::blocking::{Collectives, Core, State, Step, allreduce, broadcast, check_values, combine, invalid};
 use super::call::{Call, Operation};
 use super::message::{Last, Part, Started};
 use super::reduce::{Number, Reduction};
 use crate::error::Result;
 use crate::in_flight::Direction;
 use crate::registration::{Piece, Registration};
-use crate::request::Request;
 use crate::transport::refuse_in_capture;
 use crate::wait::Deadline;
 
@@ -25,7 +24,7 @@ use crate::wait::Deadline;
 /// next call of the [`Collectives`].
 #[derive(Clone)]
 #[must_use = "a collective nobody asks for may fail unnoticed"]
-pub struct Pending(Arc<Started>);
+pub struct Pending(Arc<Started>, Arc<Core>);
 
 impl fmt::Debug for Pending {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -38,23 +37,9 @@ impl Pending {
     ///
     /// # Errors
     /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] one that has called another
-    /// collective, or with other arguments; [`Error::Deadline`] when all messages came but the stream is late.
+    /// collective, or with other arguments, or has given up; [`Error::Deadline`] when all messages came but the stream is late.
     pub fn wait(&self, timeout: Duration) -> Result<()> {
-        let (Started { call, receives, sends, last, .. }, deadline) = (&*self.0, Deadline::after(timeout));
-        let wait = |request: &Request| {
-            request.wait(deadline.remaining()).map_err(|error| call.explain(error, timeout))
-        };
-        receives.iter().try_for_each(|due| due.check(call, wait(&due.request)?))?;
-        sends.iter().try_for_each(|send| wait(send).map(drop))?;
-        let mut outcome = last.outcome.lock();
-        while outcome.is_none() && !deadline.is_over() {
-            last.done.wait_for(&mut outcome, deadline.remaining());
-        }
-        let late = || {
-            let what = format!("{call}: all its messages are here, but its stream is not through");
-            deadline.error(what, "see what holds the stream (`gdasync trace`)")
-        };
-        outcome.clone().unwrap_or_else(|| Err(late()))
+        self.1.wait(&self.0, &Deadline::after(timeout))
     }
 }
 
@@ -73,12 +58,13 @@ impl Collectives {
     ///
     /// # Errors
     /// [`Error::Message`] names a rank: its connection is broken, its queue stayed [full](Communicator#full-queues), or another stream
-    /// uses it. [`Error::Device`]: the stream failed, or stayed full. Nothing is queued where something is full, unless another thread
-    /// has taken the room meanwhile. The error of an earlier call.
+    /// uses it. [`Error::Device`]: the stream failed, or stayed full, or an earlier collective is not through on another stream. Nothing
+    /// is queued then, unless another thread has taken the room meanwhile. [`Error::Deadline`]: another thread is in a call. The error
+    /// of an earlier call.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
-        let all = || self.others().map(|rank| part(rank, &self.slots.spill, 0..0)).collect();
+        let all = || self.core.others().map(|rank| part(rank, &self.slots.spill, 0..0)).collect();
         let direct = Direct { sends: all(), receives: all(), ..Direct::default() };
-        self.enqueue(Operation::Barrier, 0, stream, direct)
+        self.enqueue(Operation::Barrier, 0, stream, direct, None)
     }
 
     /// Queues a [`Collectives::broadcast`].
@@ -92,15 +78,15 @@ impl Collectives {
         range: Range<usize>,
         root: usize,
     ) -> Result<Pending> {
-        self.context.peer(root)?;
+        self.core.context.peer(root)?;
         buffer.check_range(&range)?;
         let to = |rank| part(rank, buffer, range.clone());
-        let (sends, receives) = match self.context.rank() == root {
-            true => (self.others().map(to).collect(), vec![]),
+        let (sends, receives) = match self.core.context.rank() == root {
+            true => (self.core.others().map(to).collect(), vec![]),
             false => (vec![], vec![to(root)]),
         };
         let direct = Direct { sends, receives, handshake: true, then: None };
-        self.enqueue(broadcast(root), range.len(), stream, direct)
+        self.enqueue(broadcast(root), range.len(), stream, direct, None)
     }
 
     /// Queues a [`Collectives::allgather`].
@@ -115,10 +101,11 @@ impl Collectives {
     ) -> Result<Pending> {
         let parts = self.parts(buffer, &range)?;
         let block = |rank| parts.bytes(&(rank..rank + 1));
-        let sends = self.others().map(|rank| part(rank, buffer, block(self.context.rank()))).collect();
-        let receives = self.others().map(|rank| part(rank, buffer, block(rank))).collect();
+        let sends =
+            self.core.others().map(|rank| part(rank, buffer, block(self.core.context.rank()))).collect();
+        let receives = self.core.others().map(|rank| part(rank, buffer, block(rank))).collect();
         let direct = Direct { sends, receives, handshake: true, then: None };
-        self.enqueue(Operation::Allgather, range.len(), stream, direct)
+        self.enqueue(Operation::Allgather, range.len(), stream, direct, None)
     }
 
     /// Queues a [`Collectives::alltoall`].
@@ -132,11 +119,11 @@ impl Collectives {
         to: (&Registration, Range<usize>),
     ) -> Result<Pending> {
         let (send, recv) = self.two_parts(&from, &to)?;
-        let all = || self.others().chain([self.context.rank()]);
+        let all = || self.core.others().chain([self.core.context.rank()]);
         let sends = all().map(|rank| part(rank, from.0, send.bytes(&(rank..rank + 1)))).collect();
         let receives = all().map(|rank| part(rank, to.0, recv.bytes(&(rank..rank + 1)))).collect();
         let direct = Direct { sends, receives, handshake: true, then: None };
-        self.enqueue(Operation::Alltoall, from.1.len(), stream, direct)
+        self.enqueue(Operation::Alltoall, from.1.len(), stream, direct, None)
     }
 
     /// Queues a [`Collectives::allreduce`]: a host function of the stream combines the values, in rank order. Each rank
@@ -153,11 +140,11 @@ impl Collectives {
         how: Reduction,
     ) -> Result<Pending> {
         check_values::<T>(buffer, &range)?;
-        let (me, size, len) = (self.context.rank(), self.context.size(), range.len());
-        let scratch = self.scratch.take(&self.context, len * size)?;
+        let (me, size, len) = (self.core.context.rank(), self.core.context.size(), range.len());
+        let scratch = self.scratch.take(&self.core.context, len * size)?;
         let values_of = move |rank| rank * len..(rank + 1) * len;
-        let sends = self.others().map(|rank| part(rank, buffer, range.clone())).collect();
-        let receives = self.others().map(|rank| part(rank, &scratch, values_of(rank))).collect();
+        let sends = self.core.others().map(|rank| part(rank, buffer, range.clone())).collect();
+        let receives = self.core.others().map(|rank| part(rank, &scratch, values_of(rank))).collect();
         let (buffer, pool, unused) = (buffer.clone(), self.scratch.clone(), scratch.clone());
         let then = move || {
             // In rank order, with the own values in their place, so that all ranks round alike.
@@ -171,45 +158,55 @@ impl Collectives {
             Ok(())
         };
         let direct = Direct { sends, receives, handshake: false, then: Some(Box::new(then)) };
-        // After a later failure messages may still arrive in it.
-        self.admit(stream, &direct).inspect_err(|_| self.scratch.give_back(unused))?;
-        self.submit(allreduce::<T>(how), len, stream, direct)
+        self.enqueue(allreduce::<T>(how), len, stream, direct, Some(unused))
     }
 
+    /// Gives `scratch` back if nothing is sent; after a later failure messages may still arrive in it.
     fn enqueue(
         &self,
         operation: Operation,
         bytes: usize,
         stream: &Stream,
         direct: Direct,
+        scratch: Option<Registration>,
     ) -> Result<Pending> {
-        self.admit(stream, &direct)?;
-        self.submit(operation, bytes, stream, direct)
+        let (core, deadline) = (&self.core, Deadline::after(self.core.context.timeout()));
+        let admit = |state: &mut State| match self.admit(state, stream, &direct, &deadline) {
+            Ok(()) => Ok(direct),
+            Err(error) => {
+                scratch.into_iter().for_each(|unused| self.scratch.give_back(unused));
+                Err(error)
+            }
+        };
+        core.call(operation, true, bytes, &deadline, admit, |direct, call, state| {
+            let started = direct.submit(self, &deadline, call, stream)?;
+            state.started.push_back(started.clone());
+            Ok(Pending(started, core.clone()))
+        })
     }
 
     /// Refuses before anything is sent: the ranks stay in step.
-    fn admit(&self, stream: &Stream, direct: &Direct) -> Result<()> {
-        self.check()?;
+    fn admit(&self, state: &State, stream: &Stream, direct: &Direct, deadline: &Deadline) -> Result<()> {
+        if let Some(other) = state.started.iter().find(|started| started.stream != stream.id()) {
+            let value = format!("another one than that of {}, which is not through", other.call);
+            return Err(invalid(
+                "the stream",
+                value,
+                "the same one, or wait for the earlier collective first",
+            ));
+        }
         refuse_in_capture(stream)?;
-        self.context.while_full(|| {
+        let context = self.core.context.with_timeout(deadline.remaining());
+        context.while_full(|| {
             stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), Duration::ZERO)?;
             // A ready message and the part each way.
             for part in direct.sends.iter().chain(&direct.receives) {
-                let (peer, count) = (self.context.peer(part.rank)?, 2 + usize::from(part.is_long()));
+                let (peer, count) = (context.peer(part.rank)?, 2 + usize::from(part.is_long()));
                 [Direction::Send, Direction::Recv]
                     .into_iter()
                     .try_for_each(|direction| peer.check_room(direction, count, "collective on stream"))?;
             }
             Ok(())
-        })
-    }
-
-    fn submit(&self, operation: Operation, bytes: usize, stream: &Stream, direct: Direct) -> Result<Pending> {
-        let deadline = Deadline::after(self.context.timeout());
-        self.call(operation, true, bytes, &deadline, |call, state| {
-            let started = direct.submit(self, call, stream)?;
-            state.started.push_back(started.clone());
-            Ok(Pending(started))
         })
     }
 }
@@ -227,8 +224,14 @@ impl Direct {
         self.sends.iter().chain(&self.receives).map(messages).sum::<usize>() * EACH + 1
     }
 
-    fn submit(self, all: &Collectives, call: Call, stream: &Stream) -> Result<Arc<Started>> {
-        let (comm, slots) = (&all.context, &all.slots);
+    fn submit(
+        self,
+        all: &Collectives,
+        deadline: &Deadline,
+        call: Call,
+        stream: &Stream,
+    ) -> Result<Arc<Started>> {
+        let (comm, slots) = (&all.core.context.with_timeout(deadline.remaining()), &all.slots);
         let mut batch = Batch::new();
         let header = slots.with_header(comm, &call)?;
         let (mut receives, mut sends, mut ready) = (Vec::new(), Vec::new(), BTreeMap::new());
@@ -256,7 +259,8 @@ impl Direct {
         receives.extend(data);
         let waits = receives.iter().map(|due| &due.request).chain(&sends);
         waits.into_iter().try_for_each(|request| comm.wait_in_batch(&mut batch, request))?;
-        let started = Arc::new(Started { call, receives, sends, _header: header, last: Last::default() });
+        let (stream_id, last) = (stream.id(), Last::default());
+        let started = Arc::new(Started { call, stream: stream_id, receives, sends, _header: header, last });
         match self.then {
             None => started.last.finish(Ok(())),
             Some(then) => {

@@ -193,3 +193,18 @@ job_test!(waits_without_a_timeout_take_that_of_the_communicator, 2, |comm| {
     let sent = comm.isend(&buffer, 8..16, peer).unwrap();
     comm.wait_all([&sent, &received], None).unwrap();
 });
+
+// The count of the queue is not that of the messages where some came through the FIFO.
+job_test!(late_sends_say_what_they_wait_for, 2, |comm| {
+    let (peer, buffer) = (1 - comm.rank(), buffer(comm, 20_000));
+    for _ in 0..100 {
+        comm.sendrecv((&buffer, 0..8), peer, (&buffer, 64..72), peer, LONG).unwrap();
+    }
+    let sent = comm.isend(&buffer, 0..10_000, peer).unwrap();
+    let error = comm.wait(&sent, Duration::from_millis(30)).unwrap_err().to_string();
+    says(&error, &["not complete within 30 ms", "post one there (Communicator::irecv)"]);
+    assert!(!comm.path(peer).unwrap().has_fifo() || !error.contains("has posted "), "{error}");
+    comm.barrier(LONG).unwrap();
+    let received = comm.irecv(&buffer, 10_000..20_000, peer).unwrap();
+    comm.wait_all([&received, &sent], LONG).unwrap();
+});
