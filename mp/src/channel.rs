@@ -16,6 +16,7 @@
 
 use std::mem;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -151,7 +152,8 @@ impl Half {
             return Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() });
         }
         self.repeat(batch);
-        let places: Arc<dyn Replenish> = Arc::new(SamePlace { half: self.clone(), first: OnceLock::new() });
+        let places: Arc<dyn Replenish> =
+            Arc::new(SamePlace { half: self.clone(), first: OnceLock::new(), next: AtomicU64::new(0) });
         batch.before_launches(&places);
         batch.post(credit);
         Ok(())
@@ -207,12 +209,15 @@ impl Replenish for Half {
 struct SamePlace {
     half: Arc<Half>,
     first: OnceLock<u64>,
+    /// Of the launch that was tried last.
+    next: AtomicU64,
 }
 
 impl Replenish for SamePlace {
     fn replenish(&self) -> gdsync::Result<()> {
         let place = self.half.qp.sends() % self.half.places.len() as u64;
-        match *self.first.get_or_init(|| place) == place {
+        self.next.store(place, Ordering::Relaxed);
+        match self.first.get().is_none_or(|first| *first == place) {
             true => Ok(()),
             false => Err(gdsync::Error::Unsupported {
                 what: "a launch whose receives are for other places of the channel than those of its first launch",
@@ -221,6 +226,10 @@ impl Replenish for SamePlace {
                       in turn, or give Communicator::channels one place",
             }),
         }
+    }
+
+    fn launched(&self) {
+        self.first.get_or_init(|| self.next.load(Ordering::Relaxed));
     }
 }
 

@@ -66,6 +66,9 @@ pub trait Replenish: fmt::Debug + Send + Sync {
     /// # Errors
     /// On an error nothing is launched.
     fn replenish(&self) -> Result<()>;
+
+    /// Called after each launch that was accepted.
+    fn launched(&self) {}
 }
 
 /// A host function that can be called repeatedly.

@@ -138,6 +138,11 @@ impl Stream {
                 (seq, _) => {
                     let seq = seq?;
                     self.notify(&batch);
+                    for part in batches.iter().flatten() {
+                        if let Part::Before(hook) = part {
+                            hook.launched();
+                        }
+                    }
                     return Ok(Launch { completions, stream, seq });
                 }
             }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::process::exit;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::{sleep, yield_now};
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::common::{
     DONE, LONG, buffer, bytes, failed, gpu, host_buffer, job_test, message, says, stream, syndrome, until,
 };
 use gdsync::mlx5::Syndrome;
-use gdsync::stream::{Batch, Graph, HostStreamConfig, Stream, Via};
+use gdsync::stream::{Batch, Graph, HostStreamConfig, Replenish, Stream, Via};
 use mp::{Channel, Communicator, Error, Registration};
 
 /// Bytes of a place.
@@ -283,7 +283,30 @@ job_test!(launches_at_another_place_are_refused, 1, |comm| {
     }
     iteration(&s).unwrap();
     s.synchronize(LONG).unwrap();
+    // One that is refused for another reason has no place yet.
+    let refusal = Arc::new(Refusal(AtomicBool::new(true)));
+    let last = capture(&s, |s| {
+        iteration(s)?;
+        let (mut batch, hook) = (Batch::new(), refusal.clone() as Arc<dyn Replenish>);
+        batch.before_launches(&hook);
+        batch.write_value32(&inbox.memory().word32(0)?, 0);
+        Ok(s.submit(&mut batch)?)
+    });
+    last.launch_within(&s, LONG).unwrap_err();
+    iteration(&s).unwrap();
+    refusal.0.store(false, Ordering::Relaxed);
+    launch(&last, &s);
 });
+
+/// Refuses launches while it is set.
+#[derive(Debug)]
+struct Refusal(AtomicBool);
+
+impl Replenish for Refusal {
+    fn replenish(&self) -> gdsync::Result<()> {
+        if self.0.load(Ordering::Relaxed) { Err(gdsync::Error::GivenUp) } else { Ok(()) }
+    }
+}
 
 // A stream that waits for a place says so, and on a wait of its own nobody waits in vain.
 job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
