@@ -142,8 +142,8 @@ impl Device {
     pub fn open_with(&self, config: &DeviceConfig) -> Result<Context> {
         match (&self.0, config.route) {
             (Kind::Soft, Some(route @ (Route::Direct | Route::Proxy))) => {
-                let expected =
-                    "soft, the only path of soft0: name another device in GDSYNC_DEVICE, or no path";
+                let expected = "soft, the only path of soft0: direct needs an mlx5 card, proxy an RDMA device: name one in \
+                                GDSYNC_DEVICE, if this machine has one, or no path (unset GDSYNC_PATH)";
                 Err(Error::invalid("the path (GDSYNC_PATH, DeviceConfig::route)", route, expected))
             }
             (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),

@@ -479,11 +479,12 @@ impl Stream {
     /// used since the last call.
     ///
     /// # Errors
-    /// [`Error::Deadline`] after `timeout` (the work continues); the stream's error; the root cause of the first broken
-    /// queue pair. After such an error the stream has run to its end *without* receiving what it waited for.
+    /// [`Error::Deadline`] after `timeout` (the work continues); [`Error::Unsupported`] within a host function of the stream, which
+    /// would wait for itself; the stream's error; the root cause of the first broken queue pair. After such an error the stream has run to its end *without* receiving what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse_in_launch()?;
+        self.0.engine.check_wait()?;
         let (seq, deadline) = (self.0.engine.submitted(), deadline(timeout));
         let late = || self.late("synchronizing", timeout);
         if !self.0.engine.wait_completed(seq, deadline) {

@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use crate::abi::{bytes_of, ib_uverbs_async_event_desc};
 use crate::address::{Link, Port};
 use crate::events::EventPipe;
-use crate::log::{follow_hca, log};
+use crate::log::{failure, follow_hca};
 use crate::modes::Modes;
 
 /// How many numbers are tried for a port: another process may have the same.
@@ -35,10 +35,10 @@ impl Hca {
     /// Starts one whose port has a number that no other process of the host has.
     ///
     /// # Errors
-    /// `ENODEV`, with the reason in the log.
+    /// `ENODEV`, with the reason in the log, or on standard error.
     pub(crate) fn start(link: Link) -> Result<Self, Errno> {
         let refused = |error: &dyn std::fmt::Display| {
-            log!("the software HCA does not start: {error}");
+            failure(format_args!("the software HCA does not start: {error}"));
             Errno::NODEV
         };
         follow_hca();

@@ -2,7 +2,7 @@
 
 use std::fmt::{self, Write as _};
 use std::os::fd::OwnedFd;
-use std::sync::OnceLock;
+use std::sync::{Once, OnceLock};
 
 use rustix::fs::{Mode, OFlags};
 use tracing::field::{Field, Visit};
@@ -34,9 +34,24 @@ fn target() -> Option<&'static Target> {
     target.as_ref()
 }
 
-/// Writes a line. System calls are made directly, so that no interposed function is called.
+/// Writes a line, if there is a log.
 pub(crate) fn line(text: fmt::Arguments<'_>) {
-    let Some(target) = target() else { return };
+    if let Some(target) = target() {
+        write(target, text);
+    }
+}
+
+/// Writes why there is no card: to standard error, and once, unless there is a log.
+pub(crate) fn failure(text: fmt::Arguments<'_>) {
+    static SAID: Once = Once::new();
+    match target() {
+        Some(target) => write(target, text),
+        None => SAID.call_once(|| write(&Target::Stderr, text)),
+    }
+}
+
+/// System calls are made directly, so that no interposed function is called.
+fn write(target: &Target, text: fmt::Arguments<'_>) {
     let line = format!("gdasync card [{}]: {text}\n", std::process::id());
     _ = match target {
         Target::Stderr => rustix::io::write(rustix::stdio::stderr(), line.as_bytes()),

@@ -156,9 +156,13 @@ impl QpAttr {
             (QpState::RTR, QpState::RTS) => (RTS, &["access", "min_rnr_timer"]),
             (QpState::RTS, QpState::RTS) => (&[], &["access", "min_rnr_timer"]),
             _ => {
-                return fail(
-                    "the order is RESET, INIT, RTR, RTS; ERR and RESET can be reached from any state".into(),
-                );
+                let order = "the order is RESET, INIT, RTR, RTS; ERR and RESET can be reached from any state";
+                return fail(match from {
+                    QpState::ERR => {
+                        format!("{order}: reset it first (Qp::modify to RESET), or build another")
+                    }
+                    _ => order.into(),
+                });
             }
         };
         for (name, given, value, rule) in self.given() {

@@ -611,8 +611,8 @@ fn hint(syndrome: Syndrome) -> &'static str {
         }
         Syndrome::LOC_QP_OP_ERR => "the work request is malformed or not allowed on this queue pair",
         Syndrome::LOC_PROT_ERR => {
-            "the memory region was dropped too early, lacks LOCAL_WRITE, or has another lkey or range; keep it until the request \
-             is complete"
+            "the memory region was dropped too early, is of another Pd than the queue pair, lacks LOCAL_WRITE, or has another lkey or \
+             range; keep it until the request is complete"
         }
         Syndrome::WR_FLUSH_ERR => {
             "an earlier failure or a stop of the queue pair flushed it; look for the first error"
@@ -625,7 +625,7 @@ fn hint(syndrome: Syndrome) -> &'static str {
         }
         Syndrome::REM_OP_ERR => "the peer failed while handling the request; look at its error",
         Syndrome::RETRY_EXC_ERR => {
-            "the peer does not answer: it died, its queue pair is gone or in error, or the network is down"
+            "the peer does not answer: it died, its queue pair is gone, in error or not connected to this one, or the network is down"
         }
         Syndrome::RNR_RETRY_EXC_ERR => {
             "the peer posted no receive in time; post receives earlier, or raise rnr_retry"

@@ -43,6 +43,14 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// Refuses a wait for the engine from a thread that the engine waits for.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] within a host function.
+    fn check_wait(&self) -> Result<()> {
+        self.check_reentrancy()
+    }
+
     /// Queues operations. The caller holds the submit lock. On refusal `ops` is unchanged.
     ///
     /// # Errors

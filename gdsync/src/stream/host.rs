@@ -116,6 +116,17 @@ impl Engine for HostEngine {
         "host"
     }
 
+    fn check_wait(&self) -> Result<()> {
+        match self.thread.as_ref().is_some_and(|thread| thread.thread().id() == thread::current().id()) {
+            false => Ok(()),
+            true => Err(Error::Unsupported {
+                what: "synchronizing a stream from a host function of this stream",
+                by: "the stream, which would wait for itself",
+                fix: "make the call on another thread",
+            }),
+        }
+    }
+
     fn submit(&self, _guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
         self.fork_guard.check()?;
         ops.iter().try_for_each(Op::check)?;

@@ -106,7 +106,11 @@ impl QpCore {
 
     /// Refuses receives on a broken queue pair or in a state without a receive queue.
     pub(crate) fn check_recv(&self) -> Result<()> {
-        self.check_state("post_recv", &[QpState::INIT, QpState::RTR, QpState::RTS], "INIT, RTR or RTS")
+        self.check_state(
+            "post_recv",
+            &[QpState::INIT, QpState::RTR, QpState::RTS],
+            "INIT, RTR or RTS (Qp::init or Qp::connect)",
+        )
     }
 
     fn check_state(&self, what: &'static str, good: &[QpState], needs: &'static str) -> Result<()> {

@@ -28,6 +28,8 @@ pub(crate) struct SendQueue {
     qpn: u32,
 }
 
+const INLINE: &str = "at most QpBuilder::max_inline: raise it (to 512 at most), or send from a region";
+
 /// Limits of one request, as the QP was built.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
@@ -50,7 +52,7 @@ impl Limits {
                 if data.len() > self.inline =>
             {
                 let value = format!("{}, where {} fit", data.len(), self.inline);
-                Err(Error::invalid("inline data length", value, "at most the QP's max_inline"))
+                Err(Error::invalid("inline data length", value, INLINE))
             }
             SendOp::Send { payload: Payload::Sges(sges), .. }
             | SendOp::Write { payload: Payload::Sges(sges), .. }
@@ -69,7 +71,8 @@ impl Limits {
         let buffers = sges.iter().filter(|sge| sge.len > 0).count();
         if buffers > self.sges {
             let value = format!("{buffers}, where {} fit", self.sges);
-            return Err(Error::invalid("buffers of a send", value, "at most the QP's max_send_sge"));
+            let expected = "at most QpBuilder::max_send_sge: raise it";
+            return Err(Error::invalid("the number of buffers of a send", value, expected));
         }
         Ok(())
     }

@@ -186,12 +186,13 @@ fn posting_needs_the_right_state() {
     let recv = || side.qp.post_recv(&[RecvWr::new(&[])]).map(drop);
     wrong(send(), &["state RESET", "post_send needs RTS (Qp::connect)"]);
     wrong(prepare(), &["state RESET", "needs RTS"]);
-    wrong(recv(), &["state RESET", "post_recv needs INIT, RTR or RTS"]);
+    wrong(recv(), &["state RESET", "post_recv needs INIT, RTR or RTS (Qp::init or Qp::connect)"]);
     side.qp.init().unwrap();
     wrong(send(), &["state INIT", "needs RTS"]);
     recv().unwrap();
     side.qp.abort().unwrap();
     wrong(recv(), &["state ERR"]);
+    error(side.qp.connect(side.qp.address()), &["from ERR to RTR", "reset it first", "build another"]);
 }
 
 #[test]
@@ -203,10 +204,16 @@ fn work_requests_that_fit_nowhere_are_refused_and_leave_no_trace() {
     invalid(a.qp.post_send(&[]), &["sends to post", "at least one"]);
     invalid(a.qp.post_recv(&[]), &["receives to post", "at least one"]);
     invalid(a.qp.prepare_send(&[]), &["sends to prepare", "at least one"]);
-    invalid(post(SendWr::send_inline(&[0; 21])), &["inline data length is 21, where 20 fit", "max_inline"]);
+    invalid(
+        post(SendWr::send_inline(&[0; 21])),
+        &["inline data length is 21, where 20 fit", "QpBuilder::max_inline: raise it"],
+    );
     invalid(post(SendWr::write_inline(remote, &[0; 21])), &["inline data length is 21", "max_inline"]);
     for sges in [3, 30, 63] {
-        invalid(post(SendWr::send(&[sge; 63][..sges])), &["buffers of a send is", "max_send_sge"]);
+        invalid(
+            post(SendWr::send(&[sge; 63][..sges])),
+            &["number of buffers of a send is", "QpBuilder::max_send_sge: raise it"],
+        );
     }
     let wqe = |result, words: &[&str]| match error(result, words) {
         Error::WorkRequest { source, .. } => source,

@@ -83,6 +83,20 @@ fn deadline_of_a_call_on_a_stream_that_waits_for_nothing_says_so() {
     }
 }
 
+#[test]
+fn host_function_that_synchronizes_its_own_stream_is_refused() {
+    for site in sites() {
+        let stream = Arc::new(site.stream(PATIENCE));
+        let (tell, told) = std::sync::mpsc::channel();
+        let own = stream.clone();
+        stream.host_fn(move || _ = tell.send(own.synchronize(PATIENCE))).unwrap();
+        let error = told.recv().unwrap().unwrap_err();
+        assert!(matches!(error, Error::Unsupported { .. }), "{error:?}");
+        assert!(error.to_string().contains("on another thread"), "{error}");
+        stream.synchronize(PATIENCE).unwrap();
+    }
+}
+
 /// What the words of `memory` are at one point of a stream.
 fn snapshot(log: &Arc<Mutex<Vec<Vec<u8>>>>, memory: &Memory) -> impl FnOnce() + Send + 'static + use<> {
     let (log, memory) = (log.clone(), memory.clone());

@@ -570,7 +570,7 @@ impl ProxyQp {
         let Some(mut request) = Request::of(&op, wqe, inline) else { return Posted::Done };
         if request.buffers() > granted.send_sge {
             let expected = "at most QpBuilder::max_send_sge";
-            return refused(Error::invalid("buffers of a send", request.buffers(), expected));
+            return refused(Error::invalid("the number of buffers of a send", request.buffers(), expected));
         }
         let number = self.first.wrapping_add(u32::try_from(self.sends.len()).expect("fewer than blocks"));
         let pieces = match env.shadows.redirect(request.buffers_mut(), self.device.open().name()) {
