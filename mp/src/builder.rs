@@ -235,7 +235,7 @@ impl CommunicatorBuilder {
         let mut exchange = Box::new(comm.clone());
         let inner = &comm.0;
         let main = DeviceDomain { context: inner.context.clone(), pd: inner.pd.clone() };
-        let (intra_host, limit) = (inner.intra_host.clone(), deadline.remaining());
+        let (intra_host, limit) = ((inner.intra_host.clone(), inner.domain), deadline.remaining());
         let devices =
             Devices::share_again(main, intra_host, &inner.paths, self.0.watch, &mut *exchange, limit)?;
         let cache = Cache::new(self.0.cache.clone());
@@ -269,6 +269,7 @@ impl CommunicatorBuilder {
             context: devices.main.context,
             pd: devices.main.pd,
             intra_host: devices.intra_host,
+            domain: devices.domain,
             paths: devices.paths,
             cache,
             flag,
@@ -334,7 +335,8 @@ fn connect(
     let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
     let table = credit::table(size)?;
     let intra_host = devices.intra_host.as_ref().map(|device| device.pd.register(&table, access));
-    let table = Registration::new(devices.main.pd.register(&table, access)?, intra_host.transpose()?);
+    let table =
+        Registration::new(devices.main.pd.register(&table, access)?, intra_host.transpose()?, devices.domain);
     let pairs = (0..size)
         .map(|peer| {
             let pd = devices.pd(peer);
@@ -374,7 +376,8 @@ fn connect(
             };
             let credits = Credits::new(table.memory(), peer, queues.depth, route, flag.clone())?;
             let fifo = devices.fifos.get_mut(peer).and_then(Option::take);
-            Ok(Transport::new(peer, devices.paths[peer].is_intra_host(), messages, queues, credits, fifo))
+            let via = (devices.paths[peer].is_intra_host(), devices.domain);
+            Ok(Transport::new(peer, via, messages, queues, credits, fifo))
         });
     Ok((transports.collect::<Result<_>>()?, table))
 }

@@ -28,6 +28,7 @@ use parking_lot::Mutex;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::exchange::{agree, take};
+use crate::overlap::overlap;
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
 use crate::transport::{KeyedPins, QpPair};
@@ -258,8 +259,10 @@ impl Channel {
     ) -> Result<Completion> {
         const OPERATION: &str = "send through a channel";
         let Inner { comm, out, room, .. } = &*self.0;
+        let transport = &out.peer.transport;
         let sge = buffer
-            .sge(out.peer.transport.intra_host, &range)
+            .check_domain(transport.domain)
+            .and_then(|()| buffer.sge(transport.intra_host, &range))
             .map_err(|cause| out.failed(OPERATION, cause))?;
         if room.is_none_or(|room| u64::from(sge.len) > room) {
             let cause = gdsync::Error::InvalidArgument {
@@ -277,7 +280,7 @@ impl Channel {
             };
             return Err(out.failed(OPERATION, cause));
         }
-        out.pin(buffer.mr(out.peer.transport.intra_host));
+        out.pin(buffer.mr(transport.intra_host));
         comm.while_full(|| out.send(batch, &[sge]).map_err(|cause| out.failed(OPERATION, cause)))
     }
 
@@ -422,8 +425,11 @@ impl Communicator {
     /// Several between the same ranks are paired in order: the n-th that one rank lists with the other is the n-th that the other lists
     /// with it. So in a ring of two ranks, with a channel to each side, one of them lists its channels the other way round.
     ///
+    /// The places of a channel must not overlap. That they are apart from other channels, receives and windows is not checked.
+    ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside a registration, for more places than half of
+    /// [`Error::NoSuchRank`]; [`Error::Message`] for places of a channel that overlap; [`Error::Device`] for a range outside a registration,
+    /// for a registration of another communicator, for more places than half of
     /// [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth), and from the device, whose queues must hold three times as many receives;
     /// [`Error::Bootstrap`] names a rank that is gone, could not make its channels, or has other ones in its list,
     /// [`Error::Deadline`] one that is late.
@@ -470,26 +476,31 @@ impl Communicator {
                 expected: "at most half of CommunicatorBuilder::depth",
             }));
         }
+        places.iter().try_for_each(|(buffer, _)| buffer.check_domain(peer.transport.domain))?;
         let buffers = places.iter().map(|(buffer, _)| buffer.mr(intra_host));
         let buffers = buffers.map(|buffer| (buffer.lkey(), buffer.guard())).collect();
-        let places = places.iter().map(|(buffer, range)| buffer.sge(intra_host, range));
-        let places = places.collect::<gdsync::Result<Vec<_>>>()?;
+        let sges = places.iter().map(|(buffer, range)| buffer.sge(intra_host, range));
+        let sges = sges.collect::<gdsync::Result<Vec<_>>>()?;
+        refuse_overlap(places).map_err(|cause| Error::message(rank, "channel", cause))?;
         let build = || {
             // With one SGE each send takes one slot of the queue: it is not deeper than asked for.
             let queues = self.0.settings.queues.build_qp(self.0.domain(intra_host).1).max_recv_wr(3 * depth);
             queues.max_send_sge(1).max_recv_sge(1).max_inline(0).build()
         };
         let pair = Arc::new(QpPair { send: build()?, recv: build()? });
-        Ok(Unconnected { peer, pair, places, buffers })
+        Ok(Unconnected { peer, pair, places: sges, buffers })
     }
 
     /// Connects each with its other end.
     fn connect_channels(&self, built: Vec<Unconnected>, records: &[Vec<u8>]) -> Result<Vec<Channel>> {
         let cards = records.iter().enumerate().map(|(rank, record)| cards_for(self.rank(), rank, record));
         let mut cards = cards.collect::<Result<Vec<_>>>()?;
-        let other = |rank| {
-            let what = "it lists another number of channels with this rank than this rank with it";
-            Error::bootstrap(format!("rank {rank}"), what, "let both ranks of each channel ask for it")
+        let mut counts: Vec<_> = cards.iter().map(|theirs| (theirs.len(), 0)).collect();
+        built.iter().for_each(|channel| counts[channel.peer.rank()].1 += 1);
+        let other = |rank: usize| {
+            let (theirs, ours) = counts[rank];
+            let what = format!("it lists {theirs} channels with this rank, and this rank {ours} with it");
+            Error::bootstrap(format!("rank {rank}"), what, "let both ranks of each channel list it")
         };
         let connect = |channel: Unconnected| {
             let rank = channel.peer.rank();
@@ -502,6 +513,24 @@ impl Communicator {
             Some(rank) => Err(other(rank)),
             None => Ok(channels),
         }
+    }
+}
+
+/// Refuses places that overlap: a message would overwrite one that was not read yet.
+fn refuse_overlap(places: &[Piece<'_>]) -> gdsync::Result<()> {
+    // By address, so that only neighbours need be compared.
+    let mut sorted: Vec<_> = places.iter().filter(|(_, range)| !range.is_empty()).collect();
+    sorted.sort_by_key(|(buffer, range)| buffer.memory().addr() + range.start as u64);
+    match sorted.windows(2).find(|pair| overlap(pair[0], pair[1])) {
+        Some(pair) => Err(gdsync::Error::InvalidArgument {
+            what: "a place",
+            value: format!(
+                "bytes {:?} of its buffer, which overlap another one, bytes {:?}",
+                pair[0].1, pair[1].1
+            ),
+            expected: "bytes of its own for each place of a channel",
+        }),
+        None => Ok(()),
     }
 }
 

@@ -14,10 +14,10 @@ use crate::cache::{Cache, CacheConfig, Cached};
 use crate::credit::CreditFlag;
 use crate::error::{Error, Result};
 use crate::exchange::{Exchange, Spawned, say};
-use crate::overlap::{OutstandingReceives, ReceiveClaims};
+use crate::overlap::{OutstandingReceives, ReceiveClaims, overlap};
 use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
 use crate::peer::{Beside, Peer};
-use crate::registration::{Piece, Registration};
+use crate::registration::{DomainId, Piece, Registration};
 use crate::request::{DOMAIN, Request, Status};
 use crate::rma_queue::{AllRmaQueues, RmaQueues};
 use crate::shm_fifo::fitting;
@@ -71,6 +71,7 @@ pub(crate) struct Inner {
     pub(crate) pd: Pd,
     /// The device for ranks of the same host, if messages with any rank go through it.
     pub(crate) intra_host: Option<DeviceDomain>,
+    pub(crate) domain: DomainId,
     pub(crate) paths: Vec<PeerPath>,
     pub(crate) cache: Cache,
     pub(crate) flag: Arc<CreditFlag>,
@@ -122,7 +123,7 @@ impl Inner {
     /// Registers memory with all devices that messages go through.
     pub(crate) fn register(&self, memory: &Memory, access: Access) -> gdsync::Result<Registration> {
         let intra_host = self.intra_host.as_ref().map(|domain| domain.pd.register(memory, access));
-        Ok(Registration::new(self.pd.register(memory, access)?, intra_host.transpose()?))
+        Ok(Registration::new(self.pd.register(memory, access)?, intra_host.transpose()?, self.domain))
     }
 }
 
@@ -285,7 +286,8 @@ impl Communicator {
     ///
     /// **A posted receive is active at once.** The message may be written into the buffer at any time until the request is complete,
     /// also before a stream has got to work that was enqueued earlier. So outstanding receives of a communicator must not overlap,
-    /// and a loop over one buffer on a stream needs [`Communicator::recv_on_stream`], which receives when the stream gets there.
+    /// and a loop over one buffer on a stream needs [`Communicator::recv_on_stream`], which receives when the stream gets there. That
+    /// a receive is apart from windows, places of channels and what is sent is not checked.
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::OverlappingReceives`]; [`Error::Message`] with
@@ -329,10 +331,11 @@ impl Communicator {
     }
 
     /// Sends a message to one rank and receives one from another or the same, and blocks until both are complete: as `MPI_Sendrecv`.
-    /// Returns what was received.
+    /// Returns what was received. The two ranges must not overlap.
     ///
     /// # Errors
-    /// Those of [`Communicator::irecv`], [`Communicator::isend`] and [`Communicator::wait`]. What was started goes on then.
+    /// [`Error::Message`] for ranges that overlap; those of [`Communicator::irecv`], [`Communicator::isend`] and
+    /// [`Communicator::wait`]. What was started goes on then.
     pub fn sendrecv(
         &self,
         send: Piece<'_>,
@@ -341,12 +344,29 @@ impl Communicator {
         from: usize,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Status> {
-        self.peer(to)?;
+        self.check_sendrecv(&send, to, &receive)?;
         let deadline = Deadline::after(self.limit(timeout));
         let receive = self.irecv_vectored(&[receive], from)?;
         let send = self.isend_vectored(&[send], to)?;
         let wait = |request| self.wait(request, deadline.remaining());
         wait(&send).and_then(|_| wait(&receive)).map_err(|error| error.of_waits(deadline.limit()))
+    }
+
+    /// Refuses the pieces of a sendrecv that overlap: either message might get the bytes of the other.
+    pub(crate) fn check_sendrecv(&self, send: &Piece<'_>, to: usize, receive: &Piece<'_>) -> Result<()> {
+        self.peer(to)?;
+        if !overlap(send, receive) {
+            return Ok(());
+        }
+        let cause = gdsync::Error::InvalidArgument {
+            what: "the range to receive into",
+            value: format!(
+                "bytes {:?} of its buffer, which overlap the range to send, bytes {:?}",
+                receive.1, send.1
+            ),
+            expected: "bytes of its own",
+        };
+        Err(Error::message(to, "sendrecv", cause))
     }
 
     /// Blocks until all messages are complete, or one has failed.

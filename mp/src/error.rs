@@ -11,6 +11,10 @@ use gdsync::error::{printable, rounded};
 use gdsync::mlx5::Syndrome;
 use gdsync_device::own_rank;
 
+/// What a process can do that joins its job once more.
+pub(crate) const SECOND_INIT: &str =
+    "use that Communicator, which clones and threads share; only all ranks at once can make another one";
+
 /// Result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -338,6 +342,15 @@ impl Error {
     pub(crate) fn of_earlier_call(mut self) -> Self {
         if let Self::Deadline { what, .. } | Self::Bootstrap { what, .. } = &mut self {
             *what = format!("an earlier call of all ranks has failed: {what}");
+        }
+        self
+    }
+
+    /// The error of a process that has joined its job before.
+    pub(crate) fn of_second_init(mut self) -> Self {
+        if let Self::Deadline { what, fix, .. } | Self::Bootstrap { what, fix, .. } = &mut self {
+            what.push_str("; this process has joined its job already");
+            *fix = SECOND_INIT;
         }
         self
     }

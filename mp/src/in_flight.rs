@@ -183,7 +183,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::registration::Registration;
+    use crate::registration::{DomainId, Registration};
 
     /// Generous: reached only by a test that fails.
     const LONG: Duration = Duration::from_secs(60);
@@ -231,7 +231,7 @@ mod tests {
             qps[0].connect(qps[1].address())?;
             qps[1].connect(qps[0].address())?;
             let (list, model, queued, completed) = Default::default();
-            let buffer = Registration::new(register()?, None);
+            let buffer = Registration::new(register()?, None, DomainId::new());
             Ok(Self { qps, mr: register()?, buffer, list, model, queued, completed })
         }
 

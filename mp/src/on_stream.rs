@@ -227,7 +227,7 @@ impl Communicator {
         receive: Piece<'_>,
         from: usize,
     ) -> Result<()> {
-        self.peer(to)?;
+        self.check_sendrecv(&send, to, &receive)?;
         let received = self.receive_by_stream(stream, &[receive], from, false)?;
         _ = self.send_by_stream(stream, &[send], to, true)?;
         self.wait_on_stream(stream, &received)

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use crate::error::{Error, Result};
-use crate::registration::Piece;
+use crate::registration::{Piece, Registration};
 
 /// The memory of the outstanding receives of a communicator, by address: disjoint ranges.
 #[derive(Debug, Default)]
@@ -88,4 +88,13 @@ impl OutstandingReceives {
         all.insert(start, Outstanding { end, rank, offset: range.start });
         Ok(())
     }
+}
+
+/// Whether two pieces have bytes in common.
+pub(crate) fn overlap((one, range): &Piece<'_>, (other, other_range): &Piece<'_>) -> bool {
+    let at = |buffer: &Registration, offset| buffer.memory().addr().saturating_add(offset as u64);
+    !range.is_empty()
+        && !other_range.is_empty()
+        && at(one, range.start) < at(other, other_range.end)
+        && at(other, other_range.start) < at(one, range.end)
 }

@@ -16,7 +16,7 @@ use gdsync::verbs::{Context, Pd, Qp, Staging, TransferPath};
 
 use crate::error::{Error, Result};
 use crate::exchange::Exchange;
-use crate::registration::Registration;
+use crate::registration::{DomainId, Registration};
 use crate::shm_memory::{FifoPair, share};
 use crate::wait::Deadline;
 
@@ -249,6 +249,7 @@ impl DeviceDomain {
 pub(crate) struct Devices {
     pub(crate) main: DeviceDomain,
     pub(crate) intra_host: Option<DeviceDomain>,
+    pub(crate) domain: DomainId,
     pub(crate) paths: Vec<PeerPath>,
     /// Those shared with each rank.
     pub(crate) fifos: Vec<Option<FifoPair>>,
@@ -343,7 +344,7 @@ impl Devices {
         for (path, fifo) in paths.iter_mut().zip(&fifos) {
             path.has_fifo = fifo.is_some();
         }
-        Ok(Self { main, intra_host, paths, fifos })
+        Ok(Self { main, intra_host, domain: DomainId::new(), paths, fifos })
     }
 
     /// The devices of a communicator for another one of the same ranks, with FIFOs of its own where the ranks have some. All ranks
@@ -353,7 +354,7 @@ impl Devices {
     /// Of the exchange.
     pub(crate) fn share_again(
         main: DeviceDomain,
-        intra_host: Option<DeviceDomain>,
+        (intra_host, domain): (Option<DeviceDomain>, DomainId),
         paths: &[PeerPath],
         has_watchdog: bool,
         exchange: &mut dyn Exchange,
@@ -363,7 +364,7 @@ impl Devices {
         let fifos = share(&wanted, exchange, timeout)?;
         let path = |(path, fifo): (&PeerPath, &Option<FifoPair>)| path.clone().with_fifo_if(fifo.is_some());
         let paths = paths.iter().zip(&fifos).map(path).collect();
-        Ok(Self { main, intra_host, paths, fifos })
+        Ok(Self { main, intra_host, domain, paths, fifos })
     }
 
     /// The domain that a rank is reached in.

@@ -124,7 +124,10 @@ impl Peer {
             };
             return Err(self.failed(operation, cause));
         }
-        let sges = pieces.iter().map(|(buffer, range)| buffer.sge(self.transport.intra_host, range));
+        let sges = pieces.iter().map(|(buffer, range)| {
+            buffer.check_domain(self.transport.domain)?;
+            buffer.sge(self.transport.intra_host, range)
+        });
         sges.collect::<gdsync::Result<_>>().map_err(|cause| self.failed(operation, cause))
     }
 

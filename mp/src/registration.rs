@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use gdsync::memory::Memory;
 use gdsync::verbs::{Mr, Sge};
@@ -9,12 +10,24 @@ use gdsync::verbs::{Mr, Sge};
 /// A piece of a message: a range of registered memory.
 pub type Piece<'a> = (&'a Registration, Range<usize>);
 
+/// Whose protection domains memory is registered with: a communicator has its own, but for those that are built beside another one.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct DomainId(u64);
+
+impl DomainId {
+    pub(crate) fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+}
+
 /// Memory that messages can be sent from and received into. Clones share the registration.
 #[derive(Clone)]
 pub struct Registration {
     mr: Mr,
     /// The registration with the device for ranks of the same host, if the communicator has one.
     intra_host: Option<Mr>,
+    domain: DomainId,
 }
 
 impl fmt::Debug for Registration {
@@ -24,8 +37,14 @@ impl fmt::Debug for Registration {
 }
 
 impl Registration {
-    pub(crate) fn new(mr: Mr, intra_host: Option<Mr>) -> Self {
-        Self { mr, intra_host }
+    pub(crate) fn new(mr: Mr, intra_host: Option<Mr>, domain: DomainId) -> Self {
+        Self { mr, intra_host, domain }
+    }
+
+    /// Refuses the registration of another communicator: its keys mean nothing to the queue pairs of this one.
+    #[inline]
+    pub(crate) fn check_domain(&self, domain: DomainId) -> gdsync::Result<()> {
+        if self.domain == domain { Ok(()) } else { Err(of_another()) }
     }
 
     /// A part of the memory. It keeps the whole registered. Ranges count from the start of the part.
@@ -34,7 +53,7 @@ impl Registration {
     /// [`gdsync::Error::OutOfBounds`] when the part does not lie inside.
     pub fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
         let intra_host = self.intra_host.as_ref().map(|mr| mr.slice(offset, len)).transpose()?;
-        Ok(Self { mr: self.mr.slice(offset, len)?, intra_host })
+        Ok(Self { mr: self.mr.slice(offset, len)?, intra_host, domain: self.domain })
     }
 
     /// The memory.
@@ -68,6 +87,15 @@ impl Registration {
             true => Ok(()),
             false => Err(gdsync::Error::OutOfBounds { offset, len, size }),
         }
+    }
+}
+
+#[cold]
+fn of_another() -> gdsync::Error {
+    gdsync::Error::InvalidArgument {
+        what: "the buffer",
+        value: "registered with another communicator".into(),
+        expected: "one that is registered with this one (Communicator::register; after a shrink, again)",
     }
 }
 

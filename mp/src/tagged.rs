@@ -402,8 +402,13 @@ impl Request {
             true => ("send to", "see that the rank receives it (Tagged::irecv)"),
             false => ("receive from", "see that it is sent with that tag (Tagged::isend)"),
         };
+        let is_of = |status: &Status| self.rank.is_none_or(|rank| rank == status.rank);
+        let other = (!self.is_send).then(|| self.shared.engine.lock().unreceived().into_iter().find(is_of));
+        let other = other.flatten().map_or_else(String::new, |Status { rank, tag, .. }| {
+            format!(" (rank {rank} has sent one with tag {tag}, which nobody receives)")
+        });
         let rank = rank_or_any(self.rank);
-        deadline.error(format!("tagged {kind} {rank} with {}", self.tag), fix)
+        deadline.error(format!("tagged {kind} {rank} with {}{other}", self.tag), fix)
     }
 
     /// Blocks until the message is complete. Moves all messages of this rank along, also those of other requests.

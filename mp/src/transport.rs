@@ -18,6 +18,7 @@ use parking_lot::Mutex;
 
 use crate::credit::{Credits, low32};
 use crate::in_flight::Direction;
+use crate::registration::DomainId;
 use crate::shm_memory::FifoPair;
 
 /// How long a rank may be silent before a wait asks whether it is alive.
@@ -126,6 +127,7 @@ pub(crate) struct Transport {
     pub(crate) rank: usize,
     /// It goes through the device for ranks of the same host.
     pub(crate) intra_host: bool,
+    pub(crate) domain: DomainId,
     pub(crate) qp: QpPair,
     /// Messages in each direction.
     pub(crate) depth: usize,
@@ -146,7 +148,7 @@ pub(crate) struct Transport {
 impl Transport {
     pub(crate) fn new(
         rank: usize,
-        intra_host: bool,
+        (intra_host, domain): (bool, DomainId),
         qp: QpPair,
         queues: &QueueConfig,
         credits: Credits,
@@ -157,6 +159,7 @@ impl Transport {
         Self {
             rank,
             intra_host,
+            domain,
             qp,
             depth: queues.depth,
             max_pieces: queues.max_pieces as usize,

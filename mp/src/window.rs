@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
@@ -16,7 +17,7 @@ use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::exchange::{agree, table_row, take};
 use crate::path::BufferPath;
-use crate::registration::{Piece, Registration};
+use crate::registration::{DomainId, Piece, Registration};
 use crate::request::Request;
 use crate::rma_queue::RmaQueues;
 use crate::transport::QpPair;
@@ -110,7 +111,7 @@ impl Communicator {
         let mut exchange = self.0.exchange.lock();
         let intra_host = self.0.is_all_intra_host();
         let (_, pd) = self.0.domain(intra_host);
-        let ours = part(registration, &range, intra_host).and_then(|part| {
+        let ours = part(registration, &range, (intra_host, self.0.domain)).and_then(|part| {
             let build = || {
                 let queues = self.0.settings.queues.build_qp(pd).max_recv_wr(1);
                 queues.max_send_sge(MAX_SGES).max_inline(MAX_INLINE)
@@ -162,7 +163,7 @@ impl Window {
     ) -> Result<Self> {
         let deadline = Deadline::after(self.0.comm.limit(timeout));
         let comm = &self.0.comm;
-        let ours = part(registration, &range, self.0.queues.intra_host);
+        let ours = part(registration, &range, (self.0.queues.intra_host, comm.0.domain));
         let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
         let records = comm.0.exchange.lock().allgather(&record, deadline.remaining())?;
         ours?;
@@ -265,7 +266,12 @@ impl Window {
 }
 
 /// The part of this rank.
-fn part(registration: &Registration, range: &Range<usize>, intra_host: bool) -> Result<Part> {
+fn part(
+    registration: &Registration,
+    range: &Range<usize>,
+    (intra_host, domain): (bool, DomainId),
+) -> Result<Part> {
+    registration.check_domain(domain)?;
     let mr = registration.mr(intra_host);
     let access = mr.access();
     if access != Access::all() {
@@ -440,10 +446,11 @@ impl<'a> Rma<'a> {
     }
 
     /// The same, as the intra-host device addresses them, or the other one: none for no bytes, several where they are many.
-    fn sges(&self, intra_host: bool) -> gdsync::Result<Sges> {
+    fn sges(&self, (intra_host, domain): (bool, DomainId)) -> gdsync::Result<Sges> {
         let mut sges = Sges::new();
         for (buffer, range) in self.pieces() {
             // Also where the range is empty.
+            buffer.check_domain(domain)?;
             buffer.check_range(range)?;
             let mut start = range.start;
             while start < range.end {
@@ -492,7 +499,8 @@ impl Window {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::OutsideWindow`];
-    /// [`Error::Message`] with the reason: a range outside a buffer, a word that is not aligned, too many inline bytes, a connection that broke, or
+    /// [`Error::Message`] with the reason: a range outside a buffer, a registration of another communicator, a communicator that was
+    /// finalized, a word that is not aligned, too many inline bytes, a connection that broke, or
     /// that a stream uses now, or a [full](Communicator#full-queues) queue.
     pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
         self.post(rma, Qp::post_send)
@@ -600,7 +608,16 @@ impl Window {
         mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
         let intra_host = self.0.queues.intra_host;
-        let sges = rma.sges(intra_host).map_err(|cause| Error::message(rma.rank, rma.name(), cause))?;
+        let inner = &self.0.comm.0;
+        let failed = |cause| Error::message(rma.rank, rma.name(), cause);
+        if inner.children.is_finalized.load(Ordering::Relaxed) {
+            return Err(failed(gdsync::Error::Unsupported {
+                what: "an operation on a window",
+                by: "a communicator after Communicator::finalize",
+                fix: "finalize last",
+            }));
+        }
+        let sges = rma.sges((intra_host, inner.domain)).map_err(failed)?;
         let len = match rma.what {
             What::Put(_) | What::Get(_) => {
                 // Only a long list could overflow.

@@ -14,7 +14,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 
 use super::{Cache, CacheConfig, CacheStats, Cached, Keep};
-use crate::registration::Registration;
+use crate::registration::{DomainId, Registration};
 
 /// Host memory, a device with few regions, and a cache.
 struct Fixture {
@@ -35,7 +35,7 @@ impl Fixture {
     }
 
     fn register(&self, memory: &Memory) -> gdsync::Result<Registration> {
-        self.pd.register(memory, Access::LOCAL_WRITE).map(|mr| Registration::new(mr, None))
+        self.pd.register(memory, Access::LOCAL_WRITE).map(|mr| Registration::new(mr, None, DomainId::new()))
     }
 
     /// The addresses of a part of the memory.

@@ -22,7 +22,7 @@ use super::rendezvous::{self, Listeners, Rendezvous, RootListener};
 use super::spawn::{Children, spawn_bound};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, SECOND_INIT};
 use crate::exchange::Exchange;
 use crate::wait::Deadline;
 
@@ -320,10 +320,18 @@ impl CommunicatorBuilder {
     }
 
     fn join(&self) -> Result<(Bootstrap, Option<Children>)> {
+        let has_joined = own_rank::get().is_some();
         if let Some(launch) = Launch::detect()? {
             own_rank::set(launch.rank);
             self.check_size(launch.size)?;
-            return Ok((Bootstrap::connect(&launch, self.0.timeout)?, None));
+            let connected = Bootstrap::connect(&launch, self.0.timeout);
+            return Ok((
+                connected.map_err(|error| if has_joined { error.of_second_init() } else { error })?,
+                None,
+            ));
+        }
+        if has_joined && self.0.spawn.is_none() {
+            return Err(Error::launch("this process has joined its job already", SECOND_INIT));
         }
         let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
         let size = self.0.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;

@@ -35,9 +35,7 @@ pub(super) const FIX_FILES: &str = "raise the limit on open files (ulimit -n)";
 pub(super) const FIX_NETWORK: &str = "check the network of this host";
 const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and its own output may say why; restart the job, or go on \
                         without it: Communicator::shrink";
-/// For ranks that are late.
-pub(super) const FIX_LATE: &str = "see what holds up the rank that is named";
-/// The same, in a call of all ranks.
+/// For ranks that are late in a call of all ranks.
 const FIX_LATE_CALL: &str = "all later calls of all ranks fail, but for Communicator::shrink if the job has begun; see what holds up the rank that is named";
 const FIX_FAILED: &str = "the call has failed at all ranks; restart the job, or, if it has begun, make a new communicator by \
                           Communicator::shrink";

@@ -227,7 +227,10 @@ impl Vars<'_> {
         match text.parse() {
             Ok(number) => Ok(Some(number)),
             Err(_) => Err(Error::launch(
-                format!("{name} is '{text}': not a number in its range"),
+                match name {
+                    "MASTER_PORT" => format!("{name} is '{text}': expected 1 to 65535"),
+                    _ => format!("{name} is '{text}': not a number in its range"),
+                },
                 "set it to a decimal number, or start the program through its launcher",
             )),
         }
@@ -528,7 +531,10 @@ mod tests {
             ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE is 0"),
             ("RANK=0 WORLD_SIZE=0 MASTER_ADDR=a", "WORLD_SIZE is 0"),
             ("RANK=0 WORLD_SIZE=65537 MASTER_ADDR=a", "WORLD_SIZE is 65537"),
-            ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=65536", "MASTER_PORT is '65536'"),
+            (
+                "RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=65536",
+                "MASTER_PORT is '65536': expected 1 to 65535",
+            ),
             ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=0", "MASTER_PORT is '0'"),
             ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a:1", "MASTER_ADDR is 'a:1'"),
             ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a LOCAL_RANK=y", "LOCAL_RANK is 'y'"),

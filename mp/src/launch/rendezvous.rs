@@ -8,11 +8,13 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::connection::{
-    Conn, FIX_LATE, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait,
+    Conn, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait,
 };
 use super::environment::{Root, is_loopback};
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
+
+const FIX_MISSING: &str = "see that each was started, with the same MASTER_ADDR and MASTER_PORT";
 
 /// Longest wait for one answer to a connection request; a lost packet must not use up the whole limit.
 const DIAL: Duration = Duration::from_secs(5);
@@ -125,7 +127,8 @@ pub(super) fn listen(root: &str) -> Result<TcpListener> {
         bind_any(port)
     };
     bound.map_err(|error| {
-        let fix = "stop what uses the port, or set MASTER_PORT to a free one for all ranks";
+        let fix = "another process has RANK=0 of this job, or something else uses the port: stop it, or set MASTER_PORT to a free one \
+                   for all ranks";
         Error::bootstrap_os(root, "rank 0 cannot listen", error, fix)
     })
 }
@@ -248,7 +251,7 @@ impl Acceptor<'_> {
                     "connections to rank 0 at {address}: waiting for {} (CommunicatorBuilder::timeout){why}",
                     names.join(", ")
                 );
-                return Err(Failure { rank, error: deadline.error(what, FIX_LATE) });
+                return Err(Failure { rank, error: deadline.error(what, FIX_MISSING) });
             }
             let conns = self.pending.iter().map(|(conn, _)| conn).chain(self.ranks.iter().flatten());
             let mut fds: Vec<libc::pollfd> = std::iter::once(self.listener.as_raw_fd())

@@ -525,6 +525,34 @@ job_test!(graphs_refuse_messages_of_a_communicator, 2, |comm| {
     assert_eq!(bytes(&memory, 64..128), message(peer, me, 0, 64));
 });
 
+job_test!(places_that_overlap_are_refused, 1, |comm| {
+    let memory = buffer(comm, 128);
+    let again = comm.register(memory.memory()).unwrap();
+    let said = |places: &[(&Registration, Range<usize>)]| comm.channel(0, places, LONG).unwrap_err();
+    let error = said(&[(&memory, 0..16), (&memory, 64..72), (&again, 8..24)]);
+    says(&error, &["channel with rank 0", "bytes 0..16", "bytes 8..24", "overlap"]);
+    says(&said(&[(&memory, 40..48), (&memory, 40..48)]), &["bytes 40..48"]);
+    comm.channel(0, &[(&memory, 8..16), (&memory, 0..8), (&memory, 4..4)], LONG).unwrap();
+});
+
+// Another communicator has protection domains of its own.
+job_test!(registrations_of_another_communicator_are_refused, 2, |comm| {
+    let (peer, s) = (1 - comm.rank(), stream("another"));
+    let other = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+    let (own, foreign) = (buffer(comm, 128), buffer(&other, 128));
+    let words = ["the buffer is registered with another communicator", "after a shrink"];
+    says(&comm.isend(&foreign, 0..8, peer).unwrap_err(), &words);
+    says(&comm.irecv(&foreign, 0..8, peer).unwrap_err(), &words);
+    says(&comm.irecv(&foreign.part(8, 8).unwrap(), 0..8, peer).unwrap_err(), &words);
+    says(&comm.send_on_stream(&s, &foreign, 0..8, peer).unwrap_err(), &words);
+    says(&comm.recv_on_stream(&s, &foreign, 0..8, peer).unwrap_err(), &words);
+    says(&comm.channel(peer, &[(&foreign, 0..8)], LONG).unwrap_err(), &words);
+    let channel = comm.channel(peer, &[(&own, 0..8)], LONG).unwrap();
+    says(&channel.send_on_stream(&s, &foreign, 0..8).unwrap_err(), &words);
+    // The connection is whole.
+    comm.sendrecv((&own, 0..8), peer, (&own, 8..16), peer, LONG).unwrap();
+});
+
 job_test!(ranks_with_other_lists_are_named, 2, |comm| {
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let memory = buffer(comm, 128);
@@ -533,7 +561,8 @@ job_test!(ranks_with_other_lists_are_named, 2, |comm| {
     // One of the two wants more than the other.
     let both = [(peer, places), (peer, places)];
     let error = said(&both[me..]);
-    says(&error, &[&format!("rank {peer}"), "channels"]);
+    let counts = format!("it lists {} channels with this rank, and this rank {} with it", 1 + me, 2 - me);
+    says(&error, &[&format!("rank {peer}"), &counts]);
     // Rank 1 cannot make one.
     let outside: &[_] = &[(&memory, 100..200)];
     let error = said(&[(peer, if me == 1 { outside } else { places })]);

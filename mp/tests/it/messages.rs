@@ -182,6 +182,27 @@ job_test!(ranks_send_and_receive_at_once, 3, |comm| {
     }
 });
 
+job_test!(sendrecv_refuses_ranges_that_overlap, 2, |comm| {
+    let (peer, buffer, s) = (1 - comm.rank(), buffer(comm, 128), stream("exchange"));
+    let part = buffer.part(32, 64).unwrap();
+    let refused =
+        [(&buffer, 0..64, &buffer, 0..64), (&buffer, 8..9, &buffer, 0..64), (&buffer, 0..40, &part, 0..16)];
+    for (out, send, into, receive) in refused {
+        let words =
+            [&format!("sendrecv to rank {peer}"), &format!("{send:?}"), &format!("{receive:?}"), "overlap"];
+        let error = comm.sendrecv((out, send.clone()), peer, (into, receive.clone()), peer, LONG);
+        says(&error.unwrap_err(), &words);
+        says(&comm.sendrecv_on_stream(&s, (out, send), peer, (into, receive), peer).unwrap_err(), &words);
+    }
+    comm.sendrecv((&buffer, 32..64), peer, (&part, 32..64), peer, LONG).unwrap();
+});
+
+job_test!(a_second_init_says_so, 2, |comm| {
+    let error = Communicator::builder().timeout(Duration::from_millis(200)).init().unwrap_err();
+    says(&error, &["this process has joined its job already", "use that Communicator"]);
+    comm.barrier(LONG).unwrap();
+});
+
 job_test!(waits_without_a_timeout_take_that_of_the_communicator, 2, |comm| {
     let (peer, buffer) = (1 - comm.rank(), buffer(comm, 16));
     let received = comm.irecv(&buffer, 0..8, peer).unwrap();

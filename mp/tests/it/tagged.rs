@@ -261,6 +261,8 @@ job_test!(receives_are_cancelled_and_messages_probed, 2, |comm| {
     assert_eq!(tagged.iprobe(Source::Any, Tag::Any).unwrap(), Some(status), "the first one");
     let taken = tagged.improbe(peer, Tag::Any).unwrap().unwrap();
     assert_eq!(tagged.iprobe(Source::Any, Tag::Any).unwrap().unwrap().tag, 6, "nobody else gets it");
+    let words = ["with tag 99", &format!("rank {peer} has sent one with tag 6, which nobody receives")];
+    says(&late.wait(Duration::from_millis(20)).unwrap_err(), &words);
     let waits = tagged.irecv(&buffer, 24..32, Source::Any, 5).unwrap();
     assert_eq!(waits.test().unwrap(), None);
     // It returns to its place, and to the receive that has come since.

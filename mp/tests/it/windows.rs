@@ -598,3 +598,22 @@ fn writes_of_another_thread_are_seen() {
         }
     });
 }
+
+job_test!(windows_refuse_registrations_of_another_communicator, 2, |comm| {
+    let other = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+    let (own, foreign) = (buffer(comm, 64), buffer(&other, 64));
+    let words = ["the buffer is registered with another communicator"];
+    says(&comm.window(&foreign, 0..8, LONG).unwrap_err(), &words);
+    let window = comm.window(&own, 0..64, LONG).unwrap();
+    says(&window.beside(&foreign, 0..8, LONG).unwrap_err(), &words);
+    says(&window.put(&foreign, 0..8, 1 - comm.rank(), 0).unwrap_err(), &words);
+});
+
+job_test!(windows_refuse_operations_after_finalize, 2, |comm| {
+    let other = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+    let memory = buffer(&other, 64);
+    let window = other.window(&memory, 0..64, LONG).unwrap();
+    other.finalize(LONG).unwrap();
+    let error = window.put(&memory, 0..8, 1 - comm.rank(), 8).unwrap_err();
+    says(&error, &["put to rank", "after Communicator::finalize"]);
+});
