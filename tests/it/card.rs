@@ -29,6 +29,22 @@ fn programs_run_on_the_card_of_the_chosen_kind() {
     assert_eq!(text, "mlx5_0\nmlx5_1\n", "{error}");
 }
 
+/// A program says only that it cannot open the device.
+#[test]
+fn variables_that_are_wrong_are_told_on_standard_error() {
+    if !has_rdma_core() {
+        return;
+    }
+    for (name, value) in [("GDASYNC_CARD_MODES", "blah"), ("GDSYNC_FAULTS", "blah=1")] {
+        let mut card = command("gdasync card cat /sys/class/infiniband/mlx5_0/ports/1/gids/0");
+        card.env(name, value).env_remove("GDASYNC_CARD_LOG");
+        let (output, _, error) = run(card);
+        assert!(!output.status.success());
+        let told = format!("the software HCA does not start: {name} is '{value}'");
+        assert_eq!(error.matches(&told).count(), 1, "{error}");
+    }
+}
+
 #[test]
 fn the_exit_status_is_that_of_the_program() {
     if !has_rdma_core() {
