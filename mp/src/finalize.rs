@@ -113,7 +113,8 @@ impl Communicator {
     /// have two seconds to say what they have seen, and are killed then.
     ///
     /// Once all ranks have called it, sends that nobody receives have a second, and streams three quarters of the time that is left to
-    /// the rank with the least. Receives of the CPU that got no message are dropped.
+    /// the rank with the least. Receives of the CPU that got no message are dropped. Messages that nobody received are named, but for
+    /// tagged ones, which [`Tagged::destroy`](crate::tagged::Tagged::destroy) names, and those of streams that have failed.
     ///
     /// All ranks call it before they end. A process that drops its communicator instead, while ranks that it has started work, says so
     /// on standard error and ends its connections. It waits for them, as long as
