@@ -480,7 +480,8 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Deadline`] after `timeout` (the work continues); [`Error::Unsupported`] within a host function of the stream, which
-    /// would wait for itself; the stream's error; the root cause of the first broken queue pair. After such an error the stream has run to its end *without* receiving what it waited for.
+    /// would wait for itself; the stream's error; the root cause of the first broken queue pair. After such an error the stream has
+    /// run to its end *without* receiving what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse_in_launch()?;

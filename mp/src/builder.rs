@@ -79,8 +79,9 @@ impl CommunicatorBuilder {
 
     /// Whether [`CommunicatorBuilder::spawn`] gives each rank CPUs of its own (default yes): an equal share of those that the calling
     /// thread may use, whole cores next to each other if there are enough. It binds the calling thread of rank 0 until the job is
-    /// over, and the other ranks as a whole; threads that they start stay in their share. Nothing is bound if there are more ranks than CPUs, if the
-    /// builder has a [`GPU`](CommunicatorBuilder::gpu), or by a launcher's ranks. `MP_BIND` in the environment (`1` or `0`) overrides it.
+    /// over, and the other ranks as a whole; threads that they start stay in their share. Nothing is bound if there are more ranks
+    /// than CPUs, if the builder has a [`GPU`](CommunicatorBuilder::gpu), or by a launcher's ranks. `MP_BIND` in the environment
+    /// (`1` or `0`) overrides it.
     pub fn bind(mut self, bind: bool) -> Self {
         self.0.bind = bind;
         self
@@ -158,9 +159,9 @@ impl CommunicatorBuilder {
     /// Builds a communicator of the ranks of `exchange`, without asking for a launcher: for ranks that can talk to each other already.
     ///
     /// # Errors
-    /// [`Error::Launch`] when the rank and size of the exchange make no sense, or the size is another [one](CommunicatorBuilder::size); [`Error::Bootstrap`] when it does not give a part of
-    /// every rank, and what else it returns; [`Error::Device`] from the RDMA device, for a setting out of range, or for a variable
-    /// of the environment that means nothing.
+    /// [`Error::Launch`] when the rank and size of the exchange make no sense, or the size is another
+    /// [one](CommunicatorBuilder::size); [`Error::Bootstrap`] when it does not give a part of every rank, and what else it returns;
+    /// [`Error::Device`] from the RDMA device, for a setting out of range, or for a variable of the environment that means nothing.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
         let deadline = Deadline::after(self.0.timeout);
         let resolved = self.resolve()?;
@@ -419,8 +420,8 @@ impl Communicator {
     /// # Errors
     /// [`Error::Deadline`] names ranks that are alive and have not called this: it may be called again, by all.
     /// [`Error::Bootstrap`] for a rank that the others leave out, and for an exchange of
-    /// [`CommunicatorBuilder::init_over`] that cannot regroup; [`Error::Device`] from the RDMA device. A rank that dies in the very last step may leave some ranks with an error and
-    /// others with a communicator, in which the next call fails.
+    /// [`CommunicatorBuilder::init_over`] that cannot regroup; [`Error::Device`] from the RDMA device. A rank that dies in the very
+    /// last step may leave some ranks with an error and others with a communicator, in which the next call fails.
     pub fn shrink(&self, timeout: impl Into<Option<Duration>>) -> Result<Shrunk> {
         let deadline = Deadline::after(self.limit(timeout));
         let transports = self.0.peers.iter().map(|peer| &peer.transport);

@@ -43,8 +43,8 @@ use crate::wait::Deadline;
 /// launches ahead: it waits without retries of the device, up to its stream's wait limit.
 ///
 /// Let a graph post and await a multiple of the number of places: with two places, capture iterations that alternate between two
-/// buffers two at a time. A launch that would begin at another place than the first one is refused. Let a graph wait for its own sends only: the completion of an
-/// earlier send may be consumed before a launch looks for it, and the launch is refused then.
+/// buffers two at a time. A launch that would begin at another place than the first one is refused. Let a graph wait for its own
+/// sends only: the completion of an earlier send may be consumed before a launch looks for it, and the launch is refused then.
 ///
 /// Both ranks have the channel. It carries messages to each end that gave places: to both, or to one alone.
 ///
@@ -285,9 +285,9 @@ impl Channel {
     }
 
     /// Gives the other rank, when the stream gets there, credit for a message into the next place: places are freed in turn, from the
-    /// first one on. Each needs its wait ([`Channel::wait_recv_in_batch`]): no more than there are places may be without one. Both count
-    /// when they are added, those of a capture until it ends and then in each launch. A launch
-    /// is only refused ([`gdsync::Error::Unsupported`]) if it begins at another place than the first one of its graph.
+    /// first one on. Each needs its wait ([`Channel::wait_recv_in_batch`]): no more than there are places may be without one. Both
+    /// count when they are added, those of a capture until it ends and then in each launch. A launch is only refused
+    /// ([`gdsync::Error::Unsupported`]) if it begins at another place than the first one of its graph.
     ///
     /// # Errors
     /// [`Error::NoFreePlace`] when all places were freed and no wait has been added; [`Error::Message`] with the reason: there is no
@@ -428,11 +428,11 @@ impl Communicator {
     /// The places of a channel must not overlap. That they are apart from other channels, receives and windows is not checked.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`]; [`Error::Message`] for places of a channel that overlap; [`Error::Device`] for a range outside a registration,
-    /// for a registration of another communicator, for more places than half of
-    /// [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth), and from the device, whose queues must hold three times as many receives;
-    /// [`Error::Bootstrap`] names a rank that is gone, could not make its channels, or has other ones in its list,
-    /// [`Error::Deadline`] one that is late.
+    /// [`Error::NoSuchRank`]; [`Error::Message`] for places of a channel that overlap; [`Error::Device`] for a range outside a
+    /// registration, for a registration of another communicator, for more places than half of
+    /// [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth), and from the device, whose queues must hold three times
+    /// as many receives; [`Error::Bootstrap`] names a rank that is gone, could not make its channels, or has other ones in its
+    /// list, [`Error::Deadline`] one that is late.
     pub fn channels(
         &self,
         wanted: &[(usize, &[Piece<'_>])],

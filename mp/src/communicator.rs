@@ -138,8 +138,8 @@ impl Communicator {
         self.0.peers.len()
     }
 
-    /// How long a call waits that was given no other timeout, also for room in a full queue: [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), unless
-    /// [`Communicator::with_timeout`] says otherwise.
+    /// How long a call waits that was given no other timeout, also for room in a full queue:
+    /// [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), unless [`Communicator::with_timeout`] says otherwise.
     pub fn timeout(&self) -> Duration {
         self.1
     }
@@ -262,8 +262,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer; [`Error::Message`] with the reason:
-    /// the connection broke, the queue is [full](Communicator#full-queues), or ([`gdsync::Error::Busy`]) a send to this rank that a stream
-    /// started is not complete yet: see [`Communicator::isend_on_stream`].
+    /// the connection broke, the queue is [full](Communicator#full-queues), or ([`gdsync::Error::Busy`]) a send to this rank that a
+    /// stream started is not complete yet: see [`Communicator::isend_on_stream`].
     pub fn isend(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<Request> {
         self.isend_vectored(&[(buffer, range)], rank)
     }

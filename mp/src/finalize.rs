@@ -118,8 +118,8 @@ impl Communicator {
     ///
     /// All ranks call it before they end. A process that drops its communicator instead, while ranks that it has started work, says so
     /// on standard error and ends its connections. It waits for them, as long as
-    /// [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), then kills them, and names them. It exits with 1 if one was
-    /// killed or has failed.
+    /// [`CommunicatorBuilder::timeout`](crate::CommunicatorBuilder::timeout), then kills them, and names them. It exits with 1 if
+    /// one was killed or has failed.
     ///
     /// # Errors
     /// [`Error::Message`] for an operation on a window that failed, unless a call on that window has reported it; [`Error::Bootstrap`]

@@ -50,7 +50,8 @@
 //! | `mp_put_prepare`, `mp_iput_post_on_stream` | [`Window::start_in_batch`], [`Stream::submit`](gdsync::stream::Stream::submit) |
 //! | `mp_iput_post_all_on_stream` | the same, with all in one batch |
 //! | `mp_wait32` | [`wait_value32`], [`wait_value64`]; [`Window::wait_signal`] |
-//! | `mp_wait32_on_stream`, `mp_wait_dword_*_on_stream` | [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32), [`Window::wait_signal_on_stream`] |
+//! | `mp_wait32_on_stream`, `mp_wait_dword_*_on_stream` | [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32),
+//! [`Window::wait_signal_on_stream`] |
 //! | none | [`Rma::with_signal`], [`Rma::fetch_add`], [`Rma::accumulate`], [`Rma::compare_swap`] |
 //!
 //! # Graphs

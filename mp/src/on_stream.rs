@@ -48,16 +48,17 @@ impl PreparedMessage {
 }
 
 impl Communicator {
-    /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then. Graphs
-    /// refuse it: see [`Channel`](crate::Channel).
+    /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then.
+    /// Graphs refuse it: see [`Channel`](crate::Channel).
     ///
     /// Until it is complete, do not write what it sends, and the CPU and other streams cannot send to the same rank. The stream does
     /// not wait for that, so work queued behind it may change the bytes: wait for the request, or use
     /// [`Communicator::send_on_stream`].
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Device`](crate::Error::Device) for a range outside the buffer; [`Error::Message`](crate::Error::Message) with the reason, also [`Busy`](gdsync::Error::Busy) for a send of the CPU or of another stream; and inside
-    /// [`Error::Message`](crate::Error::Message) the stream's refusals.
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Device`](crate::Error::Device) for a range outside the buffer;
+    /// [`Error::Message`](crate::Error::Message) with the reason, also [`Busy`](gdsync::Error::Busy) for a send of the CPU or of
+    /// another stream; and inside [`Error::Message`](crate::Error::Message) the stream's refusals.
     pub fn isend_on_stream(
         &self,
         stream: &Stream,
@@ -71,8 +72,8 @@ impl Communicator {
     /// As [`Communicator::isend_on_stream`], of several pieces.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::isend_on_stream`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend_on_stream`].
     pub fn isend_vectored_on_stream(
         &self,
         stream: &Stream,
@@ -87,8 +88,8 @@ impl Communicator {
     /// for, and [`Stream::synchronize`] reports a failure.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::isend_on_stream`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend_on_stream`].
     pub fn send_on_stream(
         &self,
         stream: &Stream,
@@ -125,8 +126,8 @@ impl Communicator {
     /// the same rank in a later batch would wait for one receive more than it needs.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::isend`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend`].
     pub fn isend_in_batch(
         &self,
         batch: &mut Batch,
@@ -148,8 +149,8 @@ impl Communicator {
         self.while_full(|| Ok(Request::queued(peer, peer.send_with("send in a batch", pieces, &mut post)?.0)))
     }
 
-    /// Queues a receive on a stream: it is posted when the stream gets there, and not before. So a loop may receive into one buffer, and
-    /// the work between one message and the next is done with what came. The stream does not wait for the message: see
+    /// Queues a receive on a stream: it is posted when the stream gets there, and not before. So a loop may receive into one
+    /// buffer, and the work between one message and the next is done with what came. The stream does not wait for the message: see
     /// [`Communicator::wait_on_stream`], or use [`Communicator::recv_on_stream`].
     ///
     /// Where ranks exchange messages, queue this before the send: a send waits for the receive of its peer. Messages match receives in
@@ -185,8 +186,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`Error::NoSuchRank`](crate::Error::NoSuchRank); [`Error::Device`](crate::Error::Device) for a range outside the buffer;
-    /// [`Error::Message`](crate::Error::Message) with the reason, also [`Busy`](gdsync::Error::Busy) for receives of another stream, and
-    /// the stream's refusals.
+    /// [`Error::Message`](crate::Error::Message) with the reason, also [`Busy`](gdsync::Error::Busy) for receives of another
+    /// stream, and the stream's refusals.
     pub fn irecv_on_stream(
         &self,
         stream: &Stream,
@@ -197,12 +198,12 @@ impl Communicator {
         self.receive_by_stream(stream, &[(buffer, range)], rank, false)
     }
 
-    /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there; [`Stream::synchronize`] reports a failure. If two ranks both do this before they
-    /// send to each other, both streams wait until their limit.
+    /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there; [`Stream::synchronize`] reports a
+    /// failure. If two ranks both do this before they send to each other, both streams wait until their limit.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::irecv_on_stream`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::irecv_on_stream`].
     pub fn recv_on_stream(
         &self,
         stream: &Stream,
@@ -217,8 +218,9 @@ impl Communicator {
     /// exchange messages do not wait for each other for ever.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::irecv_on_stream`] and [`Communicator::isend_on_stream`]. The receive may be queued then.
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::irecv_on_stream`] and [`Communicator::isend_on_stream`]. The
+    /// receive may be queued then.
     pub fn sendrecv_on_stream(
         &self,
         stream: &Stream,
@@ -265,8 +267,8 @@ impl Communicator {
     /// A batch that is dropped instead takes the receive back; the request is void then. Drop the newest first.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::irecv`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::irecv`].
     pub fn irecv_in_batch(
         &self,
         batch: &mut Batch,
@@ -282,8 +284,8 @@ impl Communicator {
     /// prepared; other sends to it have to wait until all are posted or dropped.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::isend`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend`].
     pub fn prepare_send(
         &self,
         buffer: &Registration,
@@ -296,8 +298,8 @@ impl Communicator {
     /// As [`Communicator::prepare_send`], of several pieces.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and [`Error::Message`](crate::Error::Message), as
-    /// [`Communicator::isend`].
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend`].
     pub fn prepare_send_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
         let post = |peer: &Peer, sges: &[Sge]| {
             let send = peer.prepare_send(sges)?;

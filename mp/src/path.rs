@@ -97,7 +97,8 @@ pub enum GpuPath {
     /// None of it is: it goes through pinned host memory, for an RDMA device too.
     Staged,
     /// Payload is fetched from the length on at which that is not slower than staging between the first two ranks of the host when
-    /// the communicator is built, if these ask for it and have a GPU ([`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu)); otherwise as [`GpuPath::BySize`].
+    /// the communicator is built, if these ask for it and have a GPU
+    /// ([`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu)); otherwise as [`GpuPath::BySize`].
     Measured,
 }
 

@@ -52,8 +52,9 @@
 //!
 //! # Dead ranks
 //!
-//! The death of a rank fails what is under way with it. A receive from [`Source::Any`] goes on as long as another rank might send; it fails when all
-//! others are lost. Messages that had arrived whole can be received afterwards. [`Tagged::shrink`] goes on without dead ranks.
+//! The death of a rank fails what is under way with it. A receive from [`Source::Any`] goes on as long as another rank might send;
+//! it fails when all others are lost. Messages that had arrived whole can be received afterwards. [`Tagged::shrink`] goes on
+//! without dead ranks.
 //!
 //! # GPU memory
 //!
@@ -414,7 +415,8 @@ impl Request {
     /// Blocks until the message is complete. Moves all messages of this rank along, also those of other requests.
     ///
     /// # Errors
-    /// [`Error::Message`], [`Error::Truncated`] and [`Error::Cancelled`], as [`Request::test`]; [`Error::Deadline`] after `timeout`: the message goes on.
+    /// [`Error::Message`], [`Error::Truncated`] and [`Error::Cancelled`], as [`Request::test`]; [`Error::Deadline`] after
+    /// `timeout`: the message goes on.
     pub fn wait(&self, timeout: Duration) -> Result<Status> {
         let deadline = Deadline::after(timeout);
         let mut tended = Duration::ZERO;

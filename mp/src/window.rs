@@ -551,8 +551,8 @@ impl Window {
     /// As [`Window::iput`], without a request: [`Window::flush`] waits for all of a rank.
     ///
     /// # Errors
-    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`], also for earlier
-    /// operations.
+    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`], also for
+    /// earlier operations.
     pub fn put(&self, from: &Registration, range: Range<usize>, rank: usize, offset: usize) -> Result<()> {
         self.iput(from, range, rank, offset).map(drop)
     }

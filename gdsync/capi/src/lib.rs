@@ -22,8 +22,8 @@
 //! - **RC only**, for now: `gds_create_qp` refuses UD with `EOPNOTSUPP`. Also only cards that read the rings themselves.
 //! - **`GDS_CREATE_QP_TX_CQ_ON_GPU`, `_RX_CQ_ON_GPU`, `_WQ_DBREC_ON_GPU`** are accepted; the queues are in host memory.
 //! - **The per-thread default stream** is `EOPNOTSUPP`. Streams need a driver of CUDA 12.
-//! - **Not exported**: `gds_create_cq`, `gds_register_mem`, `gds_unregister_mem`, `gds_map_mem`, `gds_append_wait_cq`, `gds_post_pokes`, which
-//!   libgdsync exports without declaring them.
+//! - **Not exported**: `gds_create_cq`, `gds_register_mem`, `gds_unregister_mem`, `gds_map_mem`, `gds_append_wait_cq`,
+//!   `gds_post_pokes`, which libgdsync exports without declaring them.
 
 mod abi;
 mod batch;

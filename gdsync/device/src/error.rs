@@ -375,8 +375,8 @@ impl fmt::Debug for Error {
     }
 }
 
-/// A stream as errors name it: `stream 'halo'`, or `stream 3` for one without a name, which has its number as its name; with the rank of
-/// the process, if it is one.
+/// A stream as errors name it: `stream 'halo'`, or `stream 3` for one without a name, which has its number as its name; with the
+/// rank of the process, if it is one.
 pub fn stream_label(name: &str) -> String {
     let quote = if name.bytes().all(|byte| byte.is_ascii_digit()) { "" } else { "'" };
     format!("stream {quote}{name}{quote}{}", own_rank_label())

@@ -3,8 +3,9 @@
 //! Rings, doorbell records, doorbells and payload are [`Memory`]. No `&[u8]` or `&mut [u8]` refers to it: bytes are copied in and out,
 //! words are atomics. Accesses are bounds-checked, and a clone keeps the bytes mapped, so a late access cannot fault.
 //!
-//! The bytes are in host memory, or on a GPU behind a mapping (`gdrcopy`). Through a mapping a load takes a microsecond, and stores stay
-//! in write-combining buffers, so stores of this module end with a fence. Host memory is registered with CUDA when a GPU first uses it.
+//! The bytes are in host memory, or on a GPU behind a mapping (`gdrcopy`). Through a mapping a load takes a microsecond, and stores
+//! stay in write-combining buffers, so stores of this module end with a fence. Host memory is registered with CUDA when a GPU first
+//! uses it.
 
 mod access;
 mod checked;
@@ -284,8 +285,8 @@ impl Memory {
     /// The range must stay mapped, readable and writable until every clone of the result is gone, and
     /// no Rust reference to it may be used meanwhile, except `&AtomicU32`-like or `&UnsafeCell`-like ones.
     ///
-    /// Once a GPU has used it, it must stay mapped until [`Gpu::reclaim`] has returned: until then CUDA has the pages registered, and would
-    /// use them instead of new memory at the same address.
+    /// Once a GPU has used it, it must stay mapped until [`Gpu::reclaim`] has returned: until then CUDA has the pages registered,
+    /// and would use them instead of new memory at the same address.
     pub unsafe fn from_raw(ptr: *mut u8, len: usize) -> Result<Self> {
         let ok =
             len > 0 && (ptr as usize).checked_add(len).is_some_and(|end| end <= isize::MAX.unsigned_abs());
@@ -424,8 +425,8 @@ impl Memory {
         matches!(self.reach, Reach::Host | Reach::Checked)
     }
 
-    /// Whether the CPU can access the bytes. If not, as in memory of a stream-ordered pool, queues use copy engines, and reads and writes
-    /// here fail with [`Error::NotMapped`].
+    /// Whether the CPU can access the bytes. If not, as in memory of a stream-ordered pool, queues use copy engines, and reads and
+    /// writes here fail with [`Error::NotMapped`].
     pub fn is_mapped(&self) -> bool {
         !matches!(self.reach, Reach::Engine)
     }

@@ -33,7 +33,8 @@
 //!
 //! It offers RC and UD queue pairs, shared receive queues, completion channels, CQEs of 64 and 128 bytes, sends without
 //! completion, and payloads that mix inline data and buffers. Datagrams are single packets. Links are made by threads of
-//! their own: a queue pair goes to RTR without its peer, and a peer that is not there is a retry error of the first send. Not offered: inline data in CQEs, compressed CQEs, memory windows, XRC, DC, UMR.
+//! their own: a queue pair goes to RTR without its peer, and a peer that is not there is a retry error of the first send. Not
+//! offered: inline data in CQEs, compressed CQEs, memory windows, XRC, DC, UMR.
 //!
 //! # Payload in GPU memory
 //!
@@ -43,9 +44,12 @@
 //! | payload | path |
 //! |---|---|
 //! | up to 4 KiB, or from host memory | packets; the CPU reads and writes through the mapping |
-//! | host to host, 64 KiB and more: messages of one buffer, READs | cross-memory attach (CMA): the CPU of the receiver, or of the requester of the READ, reads the other process, see below |
-//! | from GPU memory, [`SoftHcaConfig::by_reference`] bytes and more, one buffer | by reference: one packet names the payload, a copy engine of the receiver's GPU fetches it, over NVLink or through CUDA IPC (GPUDirect v2) |
-//! | other payload from GPU memory; receivers that cannot follow a reference; READ responses | staged: a copy engine copies chunks to pinned host memory, packets are cut from there (GPUDirect v1) |
+//! | host to host, 64 KiB and more: messages of one buffer, READs | cross-memory attach (CMA): the CPU of the receiver, or of the
+//! requester of the READ, reads the other process, see below |
+//! | from GPU memory, [`SoftHcaConfig::by_reference`] bytes and more, one buffer | by reference: one packet names the payload, a
+//! copy engine of the receiver's GPU fetches it, over NVLink or through CUDA IPC (GPUDirect v2) |
+//! | other payload from GPU memory; receivers that cannot follow a reference; READ responses | staged: a copy engine copies chunks
+//! to pinned host memory, packets are cut from there (GPUDirect v1) |
 //! | into GPU memory without a mapping | packets go to pinned host memory, a copy engine copies them on |
 //!
 //! Some receivers cannot follow a reference: pool and `cuMemCreate` memory, containers that do not share IPC, GPUs
@@ -81,9 +85,9 @@
 //!
 //! Queue pairs of one process use a loopback ring. Other processes of the host are linked through shared memory, handed
 //! over an abstract Unix socket whose name is a hash of the [`Gid`](gdsync_device::Gid). Both must run as one user in one
-//! network namespace and belong to one job ([`job_secret`]). When a process dies, its links report it at once: outstanding sends fail with a retry error,
-//! everything else is flushed. (A card runs into its timeouts; so does this HCA when a peer is only silent.) A dead link
-//! is freed when no queue pair is connected over it.
+//! network namespace and belong to one job ([`job_secret`]). When a process dies, its links report it at once: outstanding sends
+//! fail with a retry error, everything else is flushed. (A card runs into its timeouts; so does this HCA when a peer is only
+//! silent.) A dead link is freed when no queue pair is connected over it.
 
 mod async_event;
 mod card;

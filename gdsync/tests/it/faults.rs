@@ -166,7 +166,8 @@ pub(crate) struct Bed {
     pub(crate) control: Option<Control>,
 }
 
-/// Runs a test on the first GPU, in a process of its own: once to settle what is made only once, and then to see that all is given back.
+/// Runs a test on the first GPU, in a process of its own: once to settle what is made only once, and then to see that all is given
+/// back.
 pub(crate) fn on_gpu(mut test: impl FnMut(&Bed, Pass)) {
     let _gpu = WholeGpu::take();
     own_process!();

@@ -343,7 +343,8 @@ impl Collectives {
     /// each rank has filled in its own.
     ///
     /// # Errors
-    /// [`Error::Message`] and [`Error::Collective`], as [`Collectives::barrier`]; [`Error::Device`] for a range outside the buffer, or a length that is not a multiple of the number of ranks.
+    /// [`Error::Message`] and [`Error::Collective`], as [`Collectives::barrier`]; [`Error::Device`] for a range outside the buffer,
+    /// or a length that is not a multiple of the number of ranks.
     pub fn allgather(
         &self,
         buffer: &Registration,
@@ -357,11 +358,12 @@ impl Collectives {
         self.run(Operation::Allgather, range.len(), rounds, timeout)
     }
 
-    /// Sends part r of `from` to rank r, and receives part r of `to` from there. Both ranges have one part of equal length for each rank,
-    /// in rank order.
+    /// Sends part r of `from` to rank r, and receives part r of `to` from there. Both ranges have one part of equal length for each
+    /// rank, in rank order.
     ///
     /// # Errors
-    /// [`Error::Message`], [`Error::Collective`] and [`Error::Device`], as [`Collectives::allgather`], also for two ranges that overlap or differ in length.
+    /// [`Error::Message`], [`Error::Collective`] and [`Error::Device`], as [`Collectives::allgather`], also for two ranges that
+    /// overlap or differ in length.
     pub fn alltoall(
         &self,
         from: (&Registration, Range<usize>),
@@ -379,8 +381,8 @@ impl Collectives {
     /// GPU memory through its mapping. It is meant for a few values: each rank sends all of them to log2(ranks) others.
     ///
     /// # Errors
-    /// [`Error::Message`] and [`Error::Collective`], as [`Collectives::barrier`]; [`Error::Device`] for GPU memory without a mapping, or a length that is not a whole
-    /// number of values.
+    /// [`Error::Message`] and [`Error::Collective`], as [`Collectives::barrier`]; [`Error::Device`] for GPU memory without a
+    /// mapping, or a length that is not a whole number of values.
     pub fn allreduce<T: Number>(
         &self,
         buffer: &Registration,

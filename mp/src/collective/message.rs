@@ -69,7 +69,8 @@ impl Arrival {
             None => smallvec![part],
         };
         let peer = comm.peer(*rank)?;
-        // Unchecked: on a stream the next call of a collective may be enqueued while this one is under way, and its messages come later.
+        // Unchecked: on a stream the next call of a collective may be enqueued while this one is under way, and its messages come
+        // later.
         let request = Request::received(peer, peer.receive(&pieces, || Ok(ReceiveClaims::new()))?);
         drop(pieces);
         Ok(Due { request, header, part: (buffer.clone(), range.start..range.start + bytes) })
@@ -142,8 +143,8 @@ impl Started {
     /// Blocks until it is complete.
     ///
     /// # Errors
-    /// [`Error::Message`](crate::Error::Message), [`Error::Collective`](crate::Error::Collective); [`Error::Deadline`](crate::Error::Deadline)
-    /// where all messages came.
+    /// [`Error::Message`](crate::Error::Message), [`Error::Collective`](crate::Error::Collective);
+    /// [`Error::Deadline`](crate::Error::Deadline) where all messages came.
     pub(super) fn wait(&self, deadline: &Deadline) -> Result<()> {
         let wait = |request: &Request| {
             request.wait(deadline.remaining()).map_err(|error| self.call.explain(error, deadline.limit()))

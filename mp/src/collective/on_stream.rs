@@ -58,9 +58,9 @@ impl Collectives {
     ///
     /// # Errors
     /// [`Error::Message`] names a rank: its connection is broken, its queue stayed [full](Communicator#full-queues), or another stream
-    /// uses it. [`Error::Device`]: the stream failed, or stayed full, or an earlier collective is not through on another stream. Nothing
-    /// is queued then, unless another thread has taken the room meanwhile. [`Error::Deadline`]: another thread is in a call. The error
-    /// of an earlier call.
+    /// uses it. [`Error::Device`]: the stream failed, or stayed full, or an earlier collective is not through on another stream.
+    /// Nothing is queued then, unless another thread has taken the room meanwhile. [`Error::Deadline`]: another thread is in a
+    /// call. The error of an earlier call.
     pub fn barrier_on_stream(&self, stream: &Stream) -> Result<Pending> {
         let all = || self.core.others().map(|rank| part(rank, &self.slots.spill, 0..0)).collect();
         let direct = Direct { sends: all(), receives: all(), ..Direct::default() };

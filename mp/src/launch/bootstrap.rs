@@ -297,9 +297,10 @@ impl CommunicatorBuilder {
     /// Joins the job. Every rank must call this.
     ///
     /// # Errors
-    /// [`Error::Launch`] when there is no launcher, and nothing to spawn, and for another [size](CommunicatorBuilder::size); [`Error::Bootstrap`] and [`Error::Deadline`] name the rank
-    /// or address at fault; [`Error::Child`] when a process of [`CommunicatorBuilder::spawn`] ends before; [`Error::Device`] from
-    /// the RDMA device, for a setting out of range, or for an `MP_REG_CACHE`, `MP_LOCAL`, `MP_GPU_PATH` or `MP_BIND` that means nothing.
+    /// [`Error::Launch`] when there is no launcher, and nothing to spawn, and for another [size](CommunicatorBuilder::size);
+    /// [`Error::Bootstrap`] and [`Error::Deadline`] name the rank or address at fault; [`Error::Child`] when a process of
+    /// [`CommunicatorBuilder::spawn`] ends before; [`Error::Device`] from the RDMA device, for a setting out of range, or for an
+    /// `MP_REG_CACHE`, `MP_LOCAL`, `MP_GPU_PATH` or `MP_BIND` that means nothing.
     pub fn init(self) -> Result<Communicator> {
         // What comes of the error need not run on the CPUs of one rank.
         self.start().inspect_err(|_| binding::unbind())

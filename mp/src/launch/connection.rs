@@ -72,7 +72,8 @@ pub(super) enum Kind {
     Allgather = 5,
     /// The job cannot go on because of the rank in the header; the payload says why.
     Failed = 6,
-    /// One rank's part of an exchange that [`CommunicatorBuilder::init`](crate::CommunicatorBuilder::init) makes before it builds the communicator.
+    /// One rank's part of an exchange that [`CommunicatorBuilder::init`](crate::CommunicatorBuilder::init) makes before it builds
+    /// the communicator.
     Init = 7,
 }
 

@@ -189,8 +189,8 @@ impl Context {
             _ => Err(Errno::PROTONOSUPPORT),
         };
         done.inspect_err(|error| {
-            // An entry that is not there is no news: programs ask for all. Nor is a question with a descriptor of -1, and what follows as
-            // a write command.
+            // An entry that is not there is no news: programs ask for all. Nor is a question with a descriptor of -1, and what
+            // follows as a write command.
             if !matches!(*error, Errno::NODATA | Errno::BADF) && !has_write_form(&header) {
                 log!("ioctl of {}, method {:#x}: {error}", object_name(header.object_id), header.method_id);
             }

@@ -1,7 +1,7 @@
 //! Registration of host memory with CUDA, and memory of the application.
 //!
-//! CUDA registers whole pages, each once. Memories of the application may share a page; then they share its registration, which is given
-//! back when the last of them is dropped.
+//! CUDA registers whole pages, each once. Memories of the application may share a page; then they share its registration, which is
+//! given back when the last of them is dropped.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -278,7 +278,8 @@ impl Gpu {
     /// | `cudaMallocAsync`; memory that cannot be mapped | GPU memory that only copy engines access: [`Memory::is_mapped`] |
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an address unknown to CUDA, memory of another GPU, or a range that exceeds its allocation; [`Error::Unsupported`] for managed memory; [`Error::Cuda`].
+    /// [`Error::InvalidArgument`] for an address unknown to CUDA, memory of another GPU, or a range that exceeds its allocation;
+    /// [`Error::Unsupported`] for managed memory; [`Error::Cuda`].
     ///
     /// # Safety
     /// The memory must stay allocated until every clone of the result is dropped, and no Rust reference to it may be used meanwhile.

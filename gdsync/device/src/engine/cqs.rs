@@ -209,9 +209,9 @@ impl Cqs {
         let bytes = cqe.encode();
         let slot = cq.offset(cq.produced);
         if cfg!(target_arch = "x86_64") && cq.ring.gpu().is_some() {
-            // One burst: the copy stores upwards, so the owner bit goes last or together with the rest. A write-combining buffer that is
-            // evicted early may leave in any order (Intel SDM), so a GPU may only check the owner bit, as streams do; the CPU, which
-            // reads the rest, is ordered by its own load. Storing the word a second time would cost 0.2 us.
+            // One burst: the copy stores upwards, so the owner bit goes last or together with the rest. A write-combining buffer
+            // that is evicted early may leave in any order (Intel SDM), so a GPU may only check the owner bit, as streams do; the
+            // CPU, which reads the rest, is ordered by its own load. Storing the word a second time would cost 0.2 us.
             cq.ring.write(slot, &bytes).expect("CQEs lie in the ring");
         } else {
             cq.ring.write(slot, &bytes[..CQE_OP_OWN_OFFSET]).expect("CQEs lie in the ring");

@@ -50,7 +50,8 @@ impl Memory {
             // SAFETY: the range is of this memory.
             return unsafe { checked::store(data, dst.as_ptr()) };
         }
-        // SAFETY: `dst` is checked for the length, `data` is shared, and the two cannot overlap because no reference to device memory exists.
+        // SAFETY: `dst` is checked for the length, `data` is shared, and the two cannot overlap because no reference to device
+        // memory exists.
         unsafe { store(self.reach, data.as_ptr(), dst.as_ptr(), data.len()) };
         Ok(())
     }
