@@ -1,5 +1,6 @@
 //! Shared-memory links between the software HCAs of one host: two packet rings, set up over a Unix socket.
 
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,6 +23,16 @@ const SIZE: usize = 4096;
 /// Offsets of the two words, on separate cache lines.
 const SLEEPERS: usize = 0;
 const SEQUENCE: usize = 64;
+
+/// Repeats a system call that a signal interrupts. Stopping and continuing a process does, too, where the call has a timeout.
+fn uninterrupted(mut call: impl FnMut() -> isize) -> io::Result<usize> {
+    loop {
+        match usize::try_from(call()).map_err(|_| io::Error::last_os_error()) {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            done => return done,
+        }
+    }
+}
 
 /// Threads of any process may sleep and notify. Clones share it.
 #[derive(Clone, Debug)]

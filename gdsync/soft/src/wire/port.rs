@@ -23,8 +23,8 @@ use std::{fmt, fs, io};
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::EventCount;
 use super::ring::{MappingPool, RING_BYTES, RxRing, TxRing};
+use super::{EventCount, uninterrupted};
 use crate::job;
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
@@ -549,12 +549,9 @@ fn send_with_fds(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Result
     // SAFETY: `CMSG_SPACE(payload)` bytes fit in `control`, so the descriptors fit behind the header.
     unsafe { data.copy_from_nonoverlapping(fds.as_ptr().cast(), size_of_val(fds)) };
     // SAFETY: the message points to live buffers of the stated lengths.
-    let sent = unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
-    match usize::try_from(sent) {
-        Ok(n) if n == bytes.len() => Ok(()),
-        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
-        Err(_) => Err(io::Error::last_os_error()),
-    }
+    let send = || unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
+    let sent = uninterrupted(send)?;
+    if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
 /// Receives one message and its descriptors. Fails if there are too many.
@@ -563,8 +560,8 @@ fn receive_with_fds(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize,
     let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
     let mut message = message_header(&mut iov, &mut control, CONTROL);
     // SAFETY: the message points to live buffers of the stated lengths.
-    let got = unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
-    let Ok(got) = usize::try_from(got) else { return Err(io::Error::last_os_error()) };
+    let receive = || unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
+    let got = uninterrupted(receive)?;
     let mut fds = Vec::new();
     // SAFETY: `recvmsg` filled in the control buffer and its length.
     let mut cmsg = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
