@@ -518,7 +518,11 @@ job_test!(other_collectives_of_equal_size_name_both, 2, |comm| {
     };
     let pending = pending.unwrap();
     let texts = ["allgather_on_stream #1 of 16 bytes", "alltoall_on_stream #1 of 16 bytes"];
-    let text = differs(pending.wait(LONG), other, &texts);
+    // The rank that sees it first may end the connection before the other one has read the header.
+    let error = pending.wait(LONG).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, Error::Collective { rank, .. } if rank == other), "{text}");
+    assert!(text.contains(GAVE_UP) || texts.iter().all(|part| text.contains(part)), "{text}");
     assert_eq!(all.barrier(LONG).unwrap_err().to_string(), text, "the next call says it, too");
     comm.barrier(LONG).unwrap();
 });
