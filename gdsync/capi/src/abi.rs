@@ -50,7 +50,7 @@ pub struct gds_qp {
 #[repr(C, packed)]
 #[derive(Clone, Copy)]
 pub struct gds_request {
-    /// [`gds_request::MAGIC`], unless it was never prepared.
+    /// The mark of a request, unless it was never prepared.
     pub magic: u64,
     /// The address of its `gds_qp_t` or `gds_cq_t`.
     pub of: u64,

@@ -17,6 +17,8 @@ use crate::in_flight::Direction;
 use crate::registration::{Piece, Registration};
 use crate::transport::refuse_in_capture;
 use crate::wait::Deadline;
+#[cfg(doc)]
+use crate::{Communicator, Error};
 
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
 ///
