@@ -46,7 +46,7 @@ pub struct gds_qp {
     pub dev_context: *mut ibv_context,
 }
 
-/// `gds_send_request_t` and `gds_wait_request_t`: what identifies a prepared request, at any alignment.
+/// `gds_send_request_t` and `gds_wait_request_t`: the number of a prepared request and its queue, at any alignment.
 #[repr(C, packed)]
 #[derive(Clone, Copy)]
 pub struct gds_request {

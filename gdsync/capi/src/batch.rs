@@ -212,7 +212,7 @@ impl<'a> List<'a> {
             Target::Stream(lent) => lent.stream.submit_within(&mut batch, wait_limit()),
             Target::Cpu => batch.run(wait_limit()),
         };
-        // What was run, or is queued, is out of the batch.
+        // The batch keeps the operations that were neither run nor queued.
         if done.is_err() && !batch.is_empty() {
             posted.iter().for_each(|(pair, sends)| pair.forget(sends));
             claimed.iter().for_each(|(cq, claim)| cq.unclaim(claim));

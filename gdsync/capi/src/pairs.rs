@@ -457,7 +457,7 @@ impl Cq {
         let is_it = |pending: &&mut Pending| pending.completion.index() == claim.index();
         let Some(pending) = state.pending.iter_mut().find(is_it) else { return };
         pending.is_claimed = false;
-        // What is before a later claim is not claimed again, as in the queue itself.
+        // A completion before a later claim cannot be claimed again, as in the queue itself.
         while state.claimed > 0 && !state.pending[state.claimed - 1].is_claimed {
             state.claimed -= 1;
         }

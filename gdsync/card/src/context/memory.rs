@@ -135,7 +135,7 @@ fn region(start: u64, length: u64, access: Access) -> Result<Memory> {
     let writes = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_ATOMIC;
     let size = usize::try_from(length).map_err(|_| Errno::INVAL)?;
     if let Err(errno) = pin(start, length, !access.intersects(writes)) {
-        // As a kernel with nvidia-peermem: what has no pages may be of a GPU.
+        // As a kernel with nvidia-peermem: an address without pages may be of a GPU.
         return on_gpu(start, size)?.ok_or(errno);
     }
     // Nothing pins its pages here: the program may unmap them first.

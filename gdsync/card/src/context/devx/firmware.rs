@@ -184,7 +184,7 @@ impl Context {
     fn query_hca_cap(&self, input: &[u8], response: &mut Response) -> Result<(), Refusal> {
         response.at_least(cap::ANSWER)?;
         let link = self.hca.port.link;
-        // The last bit asks for the maximum or the current values, which are the same. What is not set is not there.
+        // The last bit asks for the maximum or the current values, which are the same. A capability that is not set is absent.
         match command::OP_MOD.get(input) >> 1 {
             0 => {
                 response.set(cap::LOG_MAX_QP_SZ, LOG_MAX_QP_SZ);

@@ -122,7 +122,7 @@ impl Context {
             match step.to {
                 QpState::INIT => check_port(&new)?,
                 QpState::RTR => {
-                    // What has more bits than a field.
+                    // GID and MAC are longer than a field.
                     for range in [path::RGID / 8..path::RGID / 8 + 16, path::RMAC / 8..path::RMAC / 8 + 6] {
                         new[range.clone()].copy_from_slice(&given[range]);
                     }
