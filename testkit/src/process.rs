@@ -1,6 +1,8 @@
 //! Forked children for tests of crashes and forks, and tests that need a process of their own.
 
-use std::process::Command;
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 /// How a child ended.
 #[derive(Debug, PartialEq, Eq)]
@@ -58,4 +60,40 @@ pub fn is_alone(test: &str) -> bool {
     assert!(run.status.success(), "{text}{}", String::from_utf8_lossy(&run.stderr));
     assert!(text.contains("1 passed"), "no test is named {test}");
     false
+}
+
+/// Runs a command without input to its end, and returns what it printed.
+///
+/// # Panics
+/// If it does not start, or runs longer than `limit`; it is killed then.
+pub fn run_within(command: &mut Command, limit: Duration) -> Output {
+    let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = piped.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let pid = i32::try_from(child.id()).expect("a process id");
+    let output = std::thread::spawn(move || child.wait_with_output());
+    let start = Instant::now();
+    while !output.is_finished() {
+        if start.elapsed() > limit {
+            // SAFETY: the child is not waited for yet, so the number is still its own.
+            unsafe { libc::kill(pid, libc::SIGKILL) };
+            panic!("{command:?} did not end");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    output.join().expect("waiting does not panic").expect("the output can be read")
+}
+
+/// What a program printed, on both streams.
+pub fn printed(output: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+}
+
+/// A library that cargo has built with this test: beside it, or above.
+///
+/// # Panics
+/// If it is not there: the package of the test needs that of the library among its development dependencies.
+pub fn built(library: &str) -> PathBuf {
+    let test = std::env::current_exe().expect("a test has a path");
+    let found = test.ancestors().map(|dir| dir.join(library)).find(|library| library.exists());
+    found.unwrap_or_else(|| panic!("cargo builds {library} with the tests of packages that depend on it"))
 }

@@ -6,14 +6,15 @@ use std::fs;
 use std::mem::offset_of;
 use std::os::unix::process::ExitStatusExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output};
+use std::time::Duration;
 
 use gdrapi::{
     GDR_MAPPING_TYPE_NONE, GPU_PAGE_SIZE, INFO_MAPPED, INFO_WC_MAPPING, VERSION, gdr_info_v1_t,
     gdr_info_v2_t, gdr_mh_t, gdr_t,
 };
 use gdrcopy::{Attribute, MappingType, PinFlags};
+use gdsync_testkit::process::{printed, run_within};
 
 /// The longest that a program may run; it is ended then and the test fails.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -43,30 +44,8 @@ pub(crate) fn fresh_directory(name: &str) -> PathBuf {
 #[derive(Debug)]
 pub(crate) struct Program(PathBuf);
 
-/// Runs a command to its end.
 pub(crate) fn finish(command: &mut Command) -> Output {
-    let child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let pid = i32::try_from(child.id()).expect("a process id");
-    let output = std::thread::spawn(move || child.wait_with_output());
-    let start = Instant::now();
-    while !output.is_finished() {
-        if start.elapsed() > DEADLINE {
-            // SAFETY: the child is not waited for yet, so the number is still its own.
-            unsafe { libc::kill(pid, libc::SIGKILL) };
-            panic!("{command:?} did not end");
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    output.join().expect("waiting does not panic").expect("the output can be read")
-}
-
-fn said(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+    run_within(command, DEADLINE)
 }
 
 impl Program {
@@ -92,7 +71,7 @@ impl Program {
                 .arg(&directory)
                 .args(["-Wl,--as-needed", "-lgdrapi", "-ldl"]),
         );
-        assert!(output.status.success(), "{name}.c: {}", said(&output));
+        assert!(output.status.success(), "{name}.c: {}", printed(&output));
         Self(directory)
     }
 
@@ -111,7 +90,7 @@ impl Program {
     /// Runs a program that checks itself.
     pub(crate) fn passes(&self) {
         let output = self.run::<&str>(&[], &[("GDRCOPY_BACKEND", "host"), ("GDRCOPY_ENABLE_LOGGING", "")]);
-        assert!(output.status.success(), "{}: {}", output.status, said(&output));
+        assert!(output.status.success(), "{}: {}", output.status, printed(&output));
     }
 }
 

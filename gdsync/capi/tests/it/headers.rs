@@ -12,7 +12,9 @@ use gdsync_c::{
     gds_write_value32,
 };
 
-use crate::{built, compiler, finish, fresh_directory, has_rdma_core, package, said};
+use gdsync_testkit::process::{built, printed};
+
+use crate::{compiler, finish, fresh_directory, has_rdma_core, package};
 
 const HEADERS: [&str; 5] =
     ["gdsync.h", "gdsync/core.h", "gdsync/tools.h", "gdsync/mlx5.h", "gdsync/device.cuh"];
@@ -39,7 +41,7 @@ fn the_headers_compile_as_c_and_cplusplus() {
                 let standard = format!("-std={standard}");
                 let mut command = compiler(program, &["-x", language, &standard, "-fsyntax-only"]);
                 let output = finish(command.arg(&source));
-                assert!(output.status.success(), "{header} {standard}: {}", said(&output));
+                assert!(output.status.success(), "{header} {standard}: {}", printed(&output));
             }
         }
     }
@@ -53,7 +55,7 @@ fn layouts_and_numbers_agree() {
     let program = fresh_directory("layout").join("program");
     let mut command = compiler("gcc", &["-std=c11"]);
     let output = finish(command.arg(package("tests/c/layout.c")).arg("-o").arg(&program));
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", printed(&output));
     let text = String::from_utf8(finish(&mut Command::new(program)).stdout).unwrap();
     let mut in_c: BTreeMap<&str, usize> = text
         .lines()
@@ -135,7 +137,7 @@ fn a_staged_installation_has_all_parts_and_can_be_repeated() {
         let mut command = Command::new("sh");
         command.arg(package("install")).args(["--destdir", stage_arg, "--prefix=/opt/gds"]);
         let output = finish(command.arg("--library").arg(&library));
-        assert!(output.status.success(), "{}", said(&output));
+        assert!(output.status.success(), "{}", printed(&output));
         let (lib, include) = (stage.join("opt/gds/lib"), stage.join("opt/gds/include"));
         assert_eq!(fs::read(lib.join("libgdsync.so.2.2")).unwrap(), fs::read(&library).unwrap());
         assert_eq!(link(&lib.join("libgdsync.so.2")), Path::new("libgdsync.so.2.2"));

@@ -6,26 +6,17 @@ mod programs;
 use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Output};
+use std::time::Duration;
+
+use gdsync_testkit::card;
+use gdsync_testkit::process::{built, printed, run_within};
 
 /// The longest that a program may run; it is ended then and the test fails.
 const DEADLINE: Duration = Duration::from_secs(300);
 
 fn package(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
-
-/// A library that Cargo built along with this test.
-fn built(name: &str) -> PathBuf {
-    let mut dir = std::env::current_exe().expect("this test has a file");
-    while dir.pop() {
-        let library = dir.join(name);
-        if library.exists() {
-            return library;
-        }
-    }
-    panic!("{name} is not there; Cargo builds it with these tests");
 }
 
 /// An empty directory of one test alone.
@@ -37,26 +28,8 @@ fn fresh_directory(name: &str) -> PathBuf {
     directory
 }
 
-/// Runs a command to its end.
 fn finish(command: &mut Command) -> Output {
-    let piped = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let child = piped.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    let pid = i32::try_from(child.id()).expect("a process id");
-    let output = std::thread::spawn(move || child.wait_with_output());
-    let start = Instant::now();
-    while !output.is_finished() {
-        if start.elapsed() > DEADLINE {
-            // SAFETY: the child is not waited for yet, so the number is still its own.
-            unsafe { libc::kill(pid, libc::SIGKILL) };
-            panic!("{command:?} did not end");
-        }
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    output.join().expect("waiting does not panic").expect("the output can be read")
-}
-
-fn said(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+    run_within(command, DEADLINE)
 }
 
 /// The compiler with every warning an error, and the headers. Those of rdma-core are not ours to check.
@@ -71,14 +44,12 @@ fn compiler(compiler: &str, flags: &[&str]) -> Command {
 
 /// Whether the headers and libraries of rdma-core are installed. Says so if they are not.
 fn has_rdma_core() -> bool {
-    let loaded = [rdma_core_sys::Verbs::load().err(), rdma_core_sys::Mlx5::load().err()];
-    if let Some(error) = loaded.into_iter().flatten().next() {
-        println!("skipped: {error}");
+    if !card::has_rdma_core() {
         return false;
     }
     let has_header = Path::new("/usr/include/infiniband/verbs.h").exists();
     if !has_header {
-        println!("skipped: infiniband/verbs.h is not installed (libibverbs-dev)");
+        eprintln!("skipped: infiniband/verbs.h is not installed (libibverbs-dev)");
     }
     has_header
 }
@@ -95,7 +66,7 @@ impl Program {
         let mut command = compiler("gcc", &["-std=gnu11", "-pedantic"]);
         command.arg(package(&format!("tests/c/{name}.c"))).arg("-o").arg(directory.join("program"));
         let output = finish(command.arg("-L").arg(&directory).args(["-lgdsync", "-lcuda", "-libverbs"]));
-        assert!(output.status.success(), "{name}.c: {}", said(&output));
+        assert!(output.status.success(), "{name}.c: {}", printed(&output));
         Self(directory)
     }
 
@@ -105,7 +76,7 @@ impl Program {
         for variable in ["GDS_ENABLE_DEBUG", "GDSYNC_CAPI_WAIT_LIMIT", "GDSYNC_FAULTS"] {
             command.env_remove(variable);
         }
-        command.env("LD_LIBRARY_PATH", &self.0).env("LD_PRELOAD", built("libgdasync_card.so"));
+        command.env("LD_LIBRARY_PATH", &self.0).env("LD_PRELOAD", card::library());
         finish(command.envs(environment.iter().copied()))
     }
 }

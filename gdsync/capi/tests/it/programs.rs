@@ -1,6 +1,8 @@
 //! C programs that check themselves, on the emulated card and the simulated CUDA driver.
 
-use crate::{Program, has_rdma_core, said};
+use gdsync_testkit::process::printed;
+
+use crate::{Program, has_rdma_core};
 
 /// What a program says, which must pass in each environment.
 fn passes(name: &str, environments: &[&[(&str, &str)]]) -> Option<String> {
@@ -10,8 +12,8 @@ fn passes(name: &str, environments: &[&[(&str, &str)]]) -> Option<String> {
     let program = Program::compile(name);
     let run = |environment: &&[(&str, &str)]| {
         let output = program.run(environment);
-        assert!(output.status.success(), "{environment:?}: {}: {}", output.status, said(&output));
-        said(&output)
+        assert!(output.status.success(), "{environment:?}: {}: {}", output.status, printed(&output));
+        printed(&output)
     };
     Some(environments.iter().map(run).collect())
 }

@@ -6,9 +6,11 @@ mod programs;
 mod robustness;
 
 use std::io::Read as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
+
+use gdsync_testkit::card::library;
 
 /// Whether tests run with the counts of the tier `long`.
 fn is_long() -> bool {
@@ -18,18 +20,6 @@ fn is_long() -> bool {
 /// A program that takes longer than this hangs.
 fn patience() -> Duration {
     Duration::from_secs(if is_long() { 1200 } else { 120 })
-}
-
-/// The library, which cargo has built beside this test.
-fn library() -> PathBuf {
-    let mut dir = std::env::current_exe().expect("this test has a path");
-    while dir.pop() {
-        let library = dir.join("libgdasync_card.so");
-        if library.exists() {
-            return library;
-        }
-    }
-    panic!("cargo builds libgdasync_card.so with these tests");
 }
 
 /// Whether a program is installed. Says so if it is not.
