@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gdsync::stream::PreparedSend;
@@ -40,6 +41,8 @@ pub(crate) struct Request {
     /// A put that nobody can wait for.
     pub(crate) is_unwaited: bool,
     pub(crate) completion: Completion,
+    /// A kernel starts it.
+    is_of_kernel: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -87,7 +90,9 @@ impl Peer {
             match post(&self.qp) {
                 Ok((completion, state)) => {
                     let (peer, state) = (self.clone(), Mutex::new(state));
-                    let request = Arc::new(Request { peer, is_send, is_unwaited, completion, state });
+                    let is_of_kernel = AtomicBool::new(false);
+                    let request = Request { peer, is_send, is_unwaited, completion, is_of_kernel, state };
+                    let request = Arc::new(request);
                     flow.push_back(request.clone());
                     return Ok(request);
                 }
@@ -155,17 +160,33 @@ impl Peer {
         }
     }
 
-    /// Calls `hand_over` with a prepared send, which is taken back if it fails. Meanwhile nobody prepares others, which could get
-    /// its number.
+    /// Hands a prepared send to a kernel by `hand_over`, when the sends of others before it are complete. If that fails, it is
+    /// taken back; meanwhile nobody prepares others, which could get its number.
     pub(crate) fn hand_over<T>(
         &self,
         request: &Arc<Request>,
         hand_over: impl FnOnce() -> gdsync::Result<T>,
     ) -> Result<T> {
-        let mut flow = self.sends.lock();
+        let is_of_others = |other: &Arc<Request>| {
+            let is_of_kernel = other.is_of_kernel.load(Ordering::Relaxed);
+            !is_of_kernel && matches!(other.completion.status(), Ok(None))
+        };
+        let backoff = Backoff::new(Duration::from_micros(50));
+        let mut flow = loop {
+            let flow = self.sends.lock();
+            let mut before = flow.iter().take_while(|other| !Arc::ptr_eq(other, request));
+            if backoff.waited() > PATIENCE.min(wait_limit()) || !before.any(is_of_others) {
+                break flow;
+            }
+            drop(flow);
+            pause(&backoff);
+        };
         let done = hand_over().map_err(Failure::from);
         match &done {
-            Ok(_) => request.note_posted(),
+            Ok(_) => {
+                request.is_of_kernel.store(true, Ordering::Relaxed);
+                request.note_posted();
+            }
             Err(failure) => request.forget(&mut flow, failure),
         }
         done

@@ -3,7 +3,9 @@
 #ifndef CHECK_H
 #define CHECK_H
 
+#ifndef WITH_MPI
 #define MP_NO_MPI
+#endif
 
 #include <errno.h>
 #include <signal.h>
@@ -69,7 +71,7 @@ static void release(void *self)
     released++;
 }
 
-static struct mp_exchange exchange(void)
+static inline struct mp_exchange exchange(void)
 {
     struct mp_exchange e;
     memset(&e, 0, sizeof e);

@@ -36,3 +36,15 @@ fn misuse_has_an_error_number_and_a_line() {
         assert!(log.contains(line), "{log}");
     }
 }
+
+#[test]
+fn ranks_tell_each_other_when_they_are_ready() {
+    let program = Program::compile("comm");
+    let mut said = program.passes(Hca::Soft, &[]);
+    if card::has_rdma_core() {
+        said += &program.passes(Hca::Card, &[]);
+    }
+    // Two misuses of each rank, on purpose.
+    let lines: Vec<_> = said.lines().collect();
+    assert!(lines.len() % 4 == 0 && lines.iter().all(|line| line.contains("no such peer")), "{said}");
+}
