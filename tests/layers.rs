@@ -34,7 +34,9 @@ const CRATES: &[(&str, &str, &[&str])] = &[
             "gdsync-rdma",
         ],
     ),
-    ("gdsync-capi", "gdsync/capi", &["rdma-core-sys", "gdrcopy", "gdsync"]),
+    ("gdsync-capi-support", "gdsync/capi/support", &["gdrcopy", "gdsync"]),
+    ("gdsync-capi", "gdsync/capi", &["rdma-core-sys", "gdrcopy", "gdsync", "gdsync-capi-support"]),
+    ("gdsync-mp-capi", "mp/capi", &["gdsync-device", "gdsync", "gdsync-capi-support"]),
 ];
 
 /// Concepts that still use each other. Nothing may be added here.

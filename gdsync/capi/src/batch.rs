@@ -14,8 +14,8 @@ use crate::abi::{
 };
 use crate::guard::{Error, Result, wait_limit};
 use crate::pairs::{self, Cq, Pair};
-use crate::streams::Lent;
 use crate::words::{check_flags, word};
+use gdsync_capi_support::streams::Lent;
 
 /// Bytes of a `gds_write_memory_t`: each word is an operation.
 const MAX_BYTES: usize = 4096;

@@ -13,8 +13,8 @@ use crate::abi::*;
 use crate::batch::{List, Target, cond, take_sends, take_wait};
 use crate::guard::{self, Error, Result, no_flags, non_null, run, status};
 use crate::pairs::{self, cq, pair};
-use crate::streams::{current_gpu, lent};
 use crate::words::{self, check_flags};
+use gdsync_capi_support::streams::{current_gpu, lent};
 
 /// Requests of one list.
 const MAX_LIST: usize = 1 << 16;

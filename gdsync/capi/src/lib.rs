@@ -30,7 +30,6 @@ mod batch;
 mod calls;
 mod guard;
 mod pairs;
-mod streams;
 mod words;
 mod work;
 

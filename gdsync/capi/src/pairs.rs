@@ -19,8 +19,8 @@ use rdma_core_sys::verbs::{
 
 use crate::abi::{ON_GPU, WQ_ON_GPU, gds_cq, gds_qp, gds_request};
 use crate::guard::{Error, Result, report};
-use crate::streams;
 use crate::work::{completion, with_recv, with_send};
+use gdsync_capi_support::streams;
 
 /// How long the end of a queue pair waits for streams, and for CUDA to forget the registers of the card.
 const PATIENCE: Duration = Duration::from_secs(10);

@@ -1,31 +1,19 @@
 //! Words of the program that streams wait for and write, and memory for them.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::{Memory, Word32, host_page};
+use gdsync::memory::{Memory, Word32};
 use parking_lot::Mutex;
 
 use crate::abi::{MEMORY_GPU, MEMORY_HOST, MEMORY_MASK, gds_mem_desc};
 use crate::guard::{Error, Result};
-use crate::streams::current_gpu;
+use gdsync_capi_support::pages;
+use gdsync_capi_support::streams::current_gpu;
 
 /// Memory of [`alloc`], by its address on the GPU, and its address for the CPU.
 static MAPPED: Mutex<BTreeMap<u64, (Memory, usize)>> = Mutex::new(BTreeMap::new());
-
-/// Host pages that stay registered.
-static PAGES: Mutex<Option<Pages>> = Mutex::new(None);
-
-/// How many pages: 64 MiB on hosts with pages of 4 KiB.
-const KEPT: usize = 16384;
-
-#[derive(Default)]
-struct Pages {
-    /// By address, with the time of the last use.
-    pages: HashMap<usize, (Memory, u64)>,
-    uses: u64,
-}
 
 /// Checks the flags of a word: one kind of memory, and of `others` any.
 pub(crate) fn check_flags(flags: c_int, others: c_int) -> Result<()> {
@@ -52,7 +40,8 @@ pub(crate) fn word(gpu: Option<&Gpu>, at: usize, flags: c_int) -> Result<Word32>
     match (flags & MEMORY_MASK, gpu) {
         // SAFETY: the program keeps the word until the call returns.
         (MEMORY_HOST, None) => unsafe { Memory::from_raw(ptr, 4) }?.word32(0),
-        (MEMORY_HOST, Some(_)) => page(at - at % host_page())?.word32(at % host_page()),
+        // SAFETY: the program keeps the page mapped: see GDS_MEMORY_HOST in the header.
+        (MEMORY_HOST, Some(_)) => unsafe { pages::word(at) },
         // SAFETY: the program keeps the memory until the stream has passed.
         (MEMORY_GPU, Some(gpu)) => unsafe { gpu.wrap(at as u64, 4) }?.word32(0),
         _ => Err(Error::Unsupported {
@@ -72,27 +61,6 @@ fn mapped(at: usize) -> Option<Result<Word32>> {
             .find_map(|base| at.checked_sub(base).filter(|at| *at < memory.len()))?;
         Some(memory.word32(offset))
     })
-}
-
-/// A page of the program's host memory.
-fn page(at: usize) -> Result<Memory> {
-    let mut pages = PAGES.lock();
-    let Pages { pages, uses } = pages.get_or_insert_default();
-    *uses += 1;
-    if let Some((memory, used)) = pages.get_mut(&at) {
-        *used = *uses;
-        return Ok(memory.clone());
-    }
-    let ptr = std::ptr::with_exposed_provenance_mut::<u8>(at);
-    // SAFETY: the page has a word of the program, which keeps it mapped: see GDS_MEMORY_HOST in the header.
-    let memory = unsafe { Memory::from_raw(ptr, host_page()) }?;
-    if pages.len() >= KEPT
-        && let Some(oldest) = pages.iter().min_by_key(|(_, (_, used))| *used).map(|(at, _)| *at)
-    {
-        pages.remove(&oldest);
-    }
-    pages.insert(at, (memory.clone(), *uses));
-    Ok(memory)
 }
 
 /// Allocates memory that the GPU of the current context and the CPU reach.

@@ -7,18 +7,21 @@ use gdrcopy::cuda::raw::Api;
 use gdsync::cuda::{Gpu, RawStream};
 use gdsync::stream::{CudaStreamConfig, Stream};
 use gdsync::verbs::Qp;
+use gdsync::{Error, Result};
 use parking_lot::Mutex;
 
-use crate::guard::{Error, Result, wait_limit};
+use crate::guard::wait_limit;
 
 /// Streams that are kept. Each has a thread; one more ends the one that was used longest ago.
 const KEPT: usize = 256;
 
 /// A stream of the program, and its GPU.
 #[derive(Debug)]
-pub(crate) struct Lent {
-    pub(crate) stream: Stream,
-    pub(crate) gpu: Gpu,
+pub struct Lent {
+    /// The stream.
+    pub stream: Stream,
+    /// Its GPU.
+    pub gpu: Gpu,
 }
 
 #[derive(Default)]
@@ -43,7 +46,10 @@ fn api() -> Result<&'static Api> {
 }
 
 /// The stream behind a handle of the program.
-pub(crate) fn lent(raw: RawStream) -> Result<Arc<Lent>> {
+///
+/// # Errors
+/// [`Error::Cuda`], and those of [`Stream::cuda_from_raw`].
+pub fn lent(raw: RawStream) -> Result<Arc<Lent>> {
     let mut id = 0;
     // SAFETY: a place for the answer; the program vouches for its stream.
     unsafe { api()?.stream_get_id(raw, &mut id) }.map_err(Error::cuda("identifying the stream"))?;
@@ -79,13 +85,16 @@ pub(crate) fn lent(raw: RawStream) -> Result<Arc<Lent>> {
 }
 
 /// Has no stream keep this queue pair but by work that it still has.
-pub(crate) fn forget(qp: &Qp) {
+pub fn forget(qp: &Qp) {
     let all: Vec<_> = kept().lock().streams.values().map(|(lent, _)| lent.clone()).collect();
     all.iter().for_each(|lent| lent.stream.forget(qp));
 }
 
 /// The GPU of the calling thread's context.
-pub(crate) fn current_gpu() -> Result<Gpu> {
+///
+/// # Errors
+/// [`Error::InvalidArgument`] without a context; [`Error::Cuda`].
+pub fn current_gpu() -> Result<Gpu> {
     gpu_of(0)
 }
 

@@ -1,0 +1,102 @@
+/*
+ * Messages that kernels send and wait for. The CPU prepares a send, or posts a receive, and get_descriptors turns the request into
+ * words, which it hands to the kernel. C++, by nvcc or the host's compiler.
+ */
+
+#ifndef MP_DEVICE_CUH
+#define MP_DEVICE_CUH
+
+#include <assert.h>
+
+#include <gdsync/device.cuh>
+#include <mp.h>
+
+namespace mp {
+
+namespace mlx5 {
+
+typedef gdsync::isem32_t isem32_t;
+
+typedef struct send_desc {
+    gdsync::isem32_t dbrec;
+    gdsync::isem64_t db;
+} send_desc_t;
+
+typedef struct wait_desc {
+    gdsync::wait_cond_t sema_cond;
+    gdsync::isem32_t sema;
+    gdsync::isem32_t flag;
+} wait_desc_t;
+
+/* A word of host memory. */
+static inline int get_descriptors(isem32_t *psem, uint32_t *ptr, uint32_t value)
+{
+    struct mp_word_words words;
+    int error = mpx_get_word(ptr, value, &words);
+    if (error)
+        return error;
+    psem->ptr = words.ptr;
+    psem->value = words.value;
+    return MP_SUCCESS;
+}
+
+/* A prepared send or put, which counts as posted. Kernels start those of a peer in the order of their preparation. */
+static inline int get_descriptors(send_desc_t *sinfo, mp_request_t *req)
+{
+    struct mp_send_words words;
+    int error = mpx_get_send(req, &words);
+    if (error)
+        return error;
+    sinfo->dbrec.ptr = words.dbrec_ptr;
+    sinfo->dbrec.value = words.dbrec_value;
+    sinfo->db.ptr = words.db_ptr;
+    sinfo->db.value = words.db_value;
+    return MP_SUCCESS;
+}
+
+/* The completion of a request. The kernel must signal after its wait: only then can the CPU mp_wait for the request. */
+static inline int get_descriptors(wait_desc_t *winfo, mp_request_t *req)
+{
+    struct mp_wait_words words;
+    int error = mpx_get_wait(req, &words);
+    if (error)
+        return error;
+    winfo->sema_cond = (gdsync::wait_cond_t)words.cond;
+    winfo->sema.ptr = words.sema_ptr;
+    winfo->sema.value = words.sema_value;
+    winfo->flag.ptr = words.flag_ptr;
+    winfo->flag.value = words.flag_value;
+    return MP_SUCCESS;
+}
+
+} /* namespace mlx5 */
+
+#ifdef __CUDACC__
+
+namespace device {
+
+namespace mlx5 {
+
+using namespace gdsync::device;
+
+__device__ inline void send(mp::mlx5::send_desc_t &info)
+{
+    release(info.dbrec);
+    __threadfence_system();
+    release(info.db);
+}
+
+/* 0, or gdsync::ERROR_TIMEOUT. */
+__device__ inline int wait(mp::mlx5::wait_desc_t &info) { return gdsync::device::wait(info.sema, info.sema_cond); }
+
+__device__ inline void signal(mp::mlx5::wait_desc_t &info) { release(info.flag); }
+
+} /* namespace mlx5 */
+
+} /* namespace device */
+
+#endif
+
+} /* namespace mp */
+
+#endif

@@ -1,0 +1,50 @@
+//! C programs that check themselves, as two ranks.
+
+use gdsync_testkit::card;
+
+use crate::{Hca, Program};
+
+#[test]
+fn ranks_exchange_messages_in_every_way() {
+    let program = Program::compile("messages");
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let launcher = [("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)];
+    let lossy = [("GDSYNC_FAULTS", "seed=1,drop=0.01,duplicate=0.01")];
+    let said = program.passes(Hca::Soft, &lossy) + &program.passes(Hca::Soft, &launcher);
+    assert!(said.is_empty(), "{said}");
+    if card::has_rdma_core() {
+        let links = [[("GDASYNC_CARD_LINK", "eth")], [("GDASYNC_CARD_LINK", "ib")]];
+        let said: String = links.iter().map(|link| program.passes(Hca::Card, link)).collect();
+        assert!(said.is_empty(), "{said}");
+    }
+}
+
+#[test]
+fn misuse_has_an_error_number_and_a_line() {
+    let program = Program::compile("misuse");
+    for hca in [Hca::Soft, Hca::Card] {
+        if hca == Hca::Card && !card::has_rdma_core() {
+            continue;
+        }
+        let log = program.passes(hca, &[]);
+        assert!(log.lines().count() > 150, "{log}");
+        for line in log.lines() {
+            assert!(line.starts_with("mp: mp"), "{line}");
+        }
+        assert!(!log.contains("panicked"), "{log}");
+        let line = "mp: mp_wait: rank 1: ";
+        assert!(log.contains(line), "{log}");
+    }
+}
+
+#[test]
+fn ranks_tell_each_other_when_they_are_ready() {
+    let program = Program::compile("comm");
+    let mut said = program.passes(Hca::Soft, &[]);
+    if card::has_rdma_core() {
+        said += &program.passes(Hca::Card, &[]);
+    }
+    // Two misuses of each rank, on purpose.
+    let lines: Vec<_> = said.lines().collect();
+    assert!(lines.len() % 4 == 0 && lines.iter().all(|line| line.contains("no such peer")), "{said}");
+}
