@@ -2,10 +2,11 @@
 
 use core::ops::Range;
 
+use super::atomic::MaskedAtomic;
 use super::ctrl::{CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE_AND_INITIATOR_SMALL, FM_MASK, SOLICITED};
 use super::opcode::{Opcode, Syndrome};
 use super::segment::{DataSeg, INLINE, MAX_MESSAGE, RemoteAddr, SEGMENT};
-use super::wqe::MAX_DS;
+use super::wqe::{MAX_DS, MAX_QPN};
 
 /// Bytes of an inline segment's byte count.
 const INLINE_HEADER: usize = 4;
@@ -57,6 +58,22 @@ pub enum DecodedOp {
         add: u64,
         /// Destination of the old value, 8 bytes.
         result: DataSeg,
+    },
+    /// Atomic operation on chosen bits of a remote word.
+    MaskedAtomic {
+        /// The word. Its alignment is not checked here.
+        remote: RemoteAddr,
+        /// Operation.
+        atomic: MaskedAtomic,
+        /// Destination of the old value, as long as the word.
+        result: DataSeg,
+    },
+    /// Holds the queue until a completion queue has this completion.
+    Wait {
+        /// Number of the completion queue.
+        cqn: u32,
+        /// Low bits of the completion's number, from 0.
+        index: u32,
     },
 }
 
@@ -166,7 +183,7 @@ pub enum DecodeError {
     #[error("opcode {0} is not supported")]
     Opcode(Opcode),
     /// Unsupported operation modifier.
-    #[error("{opcode} has opmod {opmod:#x}, expected 0")]
+    #[error("{opcode} has an opmod of {opmod:#x}, which is not supported")]
     Opmod {
         /// Opcode.
         opcode: Opcode,
@@ -222,11 +239,13 @@ pub enum DecodeError {
         /// Length in bytes.
         len: u64,
     },
-    /// The result buffer of an atomic is not 8 bytes long.
-    #[error("the result of an atomic takes 8 bytes, not {len}")]
+    /// The result buffer of an atomic is not as long as the word.
+    #[error("the result of an atomic takes {size} bytes, not {len}")]
     AtomicResult {
         /// Length in bytes.
         len: u32,
+        /// Bytes of the word.
+        size: u8,
     },
 }
 
@@ -251,9 +270,15 @@ pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
         Opcode::NOP | Opcode::SEND | Opcode::SEND_IMM => (1, MAX_DS),
         Opcode::RDMA_WRITE | Opcode::RDMA_WRITE_IMM | Opcode::RDMA_READ => (2, MAX_DS),
         Opcode::ATOMIC_CS | Opcode::ATOMIC_FA => (4, 4),
+        Opcode::ATOMIC_MASKED_CS | Opcode::ATOMIC_MASKED_FA => {
+            let ds = 3 + MaskedAtomic::segments(opcode, opmod);
+            (ds, ds)
+        }
+        Opcode::WAIT => (2, 2),
         _ => return Err(DecodeError::Opcode(opcode)),
     };
-    if opmod != 0 {
+    let is_masked = matches!(opcode, Opcode::ATOMIC_MASKED_CS | Opcode::ATOMIC_MASKED_FA);
+    if opmod != 0 && !is_masked {
         return Err(DecodeError::Opmod { opcode, opmod });
     }
     if ds < min || ds > max {
@@ -275,6 +300,16 @@ pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
         Opcode::RDMA_READ => {
             let remote = RemoteAddr::from_bytes(&segments[1]);
             DecodedOp::Read { remote, sges: sge_list(segments, 2)? }
+        }
+        Opcode::WAIT => {
+            let [_, _, index, cqn] = words(&segments[1]);
+            DecodedOp::Wait { cqn: cqn & MAX_QPN, index }
+        }
+        Opcode::ATOMIC_MASKED_CS | Opcode::ATOMIC_MASKED_FA => {
+            let (operands, last) = (&segments[2..segments.len() - 1], segments.len() - 1);
+            let atomic = MaskedAtomic::decode(opcode, opmod, operands)?;
+            let result = atomic_result(segments, last, atomic.size)?;
+            DecodedOp::MaskedAtomic { remote: RemoteAddr::from_bytes(&segments[1]), atomic, result }
         }
         _ => atomic(opcode, segments)?,
     })
@@ -352,16 +387,29 @@ fn sge_list(segments: &[[u8; SEGMENT]], first: usize) -> Result<SgeList, DecodeE
 fn atomic(opcode: Opcode, segments: &[[u8; SEGMENT]]) -> Result<DecodedOp, DecodeError> {
     let remote = RemoteAddr::from_bytes(&segments[1]);
     let [swap_or_add, compare] = halves(&segments[2]);
-    let result = DataSeg::from_bytes(&segments[3]);
-    match result.len {
-        8 if opcode == Opcode::ATOMIC_CS => {
-            Ok(DecodedOp::CompareSwap { remote, compare, swap: swap_or_add, result })
-        }
+    let result = atomic_result(segments, 3, 8)?;
+    Ok(if opcode == Opcode::ATOMIC_CS {
+        DecodedOp::CompareSwap { remote, compare, swap: swap_or_add, result }
+    } else {
         // The second operand of a fetch-and-add is undefined; rdma-core leaves stale bytes there.
-        8 => Ok(DecodedOp::FetchAdd { remote, add: swap_or_add, result }),
-        len if len & INLINE != 0 => Err(DecodeError::MisplacedInline { segment: 3 }),
-        len => Err(DecodeError::AtomicResult { len }),
+        DecodedOp::FetchAdd { remote, add: swap_or_add, result }
+    })
+}
+
+/// Where the old value of a word of `size` bytes goes: the SGE in `segment`.
+fn atomic_result(segments: &[[u8; SEGMENT]], segment: usize, size: u8) -> Result<DataSeg, DecodeError> {
+    let result = DataSeg::from_bytes(&segments[segment]);
+    match result.len {
+        len if len == u32::from(size) => Ok(result),
+        len if len & INLINE != 0 => Err(DecodeError::MisplacedInline { segment }),
+        len => Err(DecodeError::AtomicResult { len, size }),
     }
+}
+
+fn words(segment: &[u8; SEGMENT]) -> [u32; 4] {
+    let mut words = [0; 4];
+    words.iter_mut().zip(segment.as_chunks().0).for_each(|(word, bytes)| *word = u32::from_be_bytes(*bytes));
+    words
 }
 
 fn halves(segment: &[u8; SEGMENT]) -> [u64; 2] {
@@ -380,6 +428,8 @@ pub fn strict_violations(ctrl: &Ctrl, wqe: &[u8]) -> Option<&'static str> {
             | Opcode::RDMA_READ
             | Opcode::ATOMIC_CS
             | Opcode::ATOMIC_FA
+            | Opcode::ATOMIC_MASKED_CS
+            | Opcode::ATOMIC_MASKED_FA
     );
     let ce = ctrl.fm_ce_se & CE_MASK;
     let checks = [
@@ -399,6 +449,7 @@ pub fn strict_violations(ctrl: &Ctrl, wqe: &[u8]) -> Option<&'static str> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::atomic::MaskedOp;
     use super::super::ctrl::decode_ctrl;
     use super::*;
 
@@ -417,7 +468,7 @@ mod tests {
 
     #[test]
     fn only_supported_opcodes_are_accepted() {
-        let accepted = [0x00, 0x08, 0x09, 0x0a, 0x0b, 0x10, 0x11, 0x12];
+        let accepted = [0x00, 0x08, 0x09, 0x0a, 0x0b, 0x0f, 0x10, 0x11, 0x12, 0x14, 0x15];
         for opcode in (0..=255).map(Opcode).filter(|op| !accepted.contains(&op.0)) {
             let err = decode(opcode, &[REMOTE, REMOTE, sge(8)]).unwrap_err();
             assert_eq!(err, DecodeError::Opcode(opcode));
@@ -441,6 +492,7 @@ mod tests {
             (0x08, 2, 63),
             (0x09, 2, 63),
             (0x10, 2, 63),
+            (0x0f, 2, 2),
             (0x11, 4, 4),
             (0x12, 4, 4),
         ] {
@@ -544,13 +596,47 @@ mod tests {
         assert_eq!(wide, DecodeError::TooLong { len: 62 * u64::from(INLINE - 1) });
     }
 
+    /// As UCX (`uct_rc_mlx5_txqp_dptr_post`) and DOCA GPUNetIO (`doca_gpu_dev_verbs_wqe_prepare_wait`) write them.
+    #[test]
+    fn masked_atomics_and_waits_are_decoded() {
+        let masked = |opcode, opmod, operands: &[[u8; 16]], len| {
+            let body = [&[REMOTE], operands, &[sge(len)]].concat();
+            let ctrl = Ctrl { opcode, opmod, ds: u8::try_from(1 + body.len()).unwrap(), ..Ctrl::default() };
+            match decode_body(&ctrl, &[&[ctrl.to_bytes()], &body[..]].concat().concat()) {
+                Ok(DecodedOp::MaskedAtomic { atomic: MaskedAtomic { size, op }, result, .. }) => {
+                    assert_eq!((u32::from(size), result.len), (len, len));
+                    Ok(op)
+                }
+                Ok(other) => panic!("{other:?}"),
+                Err(error) => Err(error),
+            }
+        };
+        let (cs, fa) = (Opcode::ATOMIC_MASKED_CS, Opcode::ATOMIC_MASKED_FA);
+        let (four, eight) = ([1, 2, 3, 4].map(u32::to_be_bytes), [[1u64, 2], [3, 4]]);
+        let four = *four.concat().first_chunk().unwrap();
+        let eight = eight.map(|half| *half.map(u64::to_be_bytes).concat().first_chunk().unwrap());
+        let swap = MaskedOp::CompareSwap { swap: 1, compare: 2, swap_mask: 3, compare_mask: 4 };
+        let add = MaskedOp::FetchAdd { add: 1, boundary: 2 };
+        assert_eq!(masked(cs, 8, &[four], 4), Ok(swap));
+        assert_eq!(masked(cs, 9, &eight, 8), Ok(swap));
+        assert_eq!(masked(fa, 8, &[four], 4), Ok(add));
+        assert_eq!(masked(fa, 9, &eight[..1], 8), Ok(add));
+        assert_eq!(masked(fa, 8, &[four], 8), Err(DecodeError::AtomicResult { len: 8, size: 4 }));
+        assert_eq!(masked(cs, 9, &eight[..1], 8).unwrap_err().syndrome(), Syndrome::LOC_QP_OP_ERR);
+        for opmod in [0, 1, 7, 10] {
+            assert_eq!(masked(fa, opmod, &[four], 8), Err(DecodeError::Opmod { opcode: fa, opmod }));
+        }
+        let wait = [0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 2, 3, 0, 0xa, 0xb, 0xc];
+        assert_eq!(decode(Opcode::WAIT, &[wait]), Ok(DecodedOp::Wait { cqn: 0xa_0b0c, index: 0x1_0203 }));
+    }
+
     #[test]
     fn atomic_result_must_have_eight_bytes() {
         for opcode in [Opcode::ATOMIC_CS, Opcode::ATOMIC_FA] {
             let atomic = |len| decode(opcode, &[REMOTE, [0; 16], sge(len)]);
             assert!(atomic(8).is_ok());
-            assert_eq!(atomic(4), Err(DecodeError::AtomicResult { len: 4 }));
-            assert_eq!(atomic(0), Err(DecodeError::AtomicResult { len: 0 }));
+            assert_eq!(atomic(4), Err(DecodeError::AtomicResult { len: 4, size: 8 }));
+            assert_eq!(atomic(0), Err(DecodeError::AtomicResult { len: 0, size: 8 }));
             assert_eq!(atomic(INLINE | 8), Err(DecodeError::MisplacedInline { segment: 3 }));
         }
     }

@@ -15,6 +15,7 @@
 //! | `ctrl` | the control segment, first in every send WQE |
 //! | `wqe` | send operations and encoded send WQEs |
 //! | `encode` | encoding of send WQEs |
+//! | `atomic` | atomic operations on chosen bits |
 //! | `decode` | decoding of send WQEs, with the errors a card reports and violations it may tolerate |
 //! | `datagram` | WQEs of datagram queue pairs (UD) |
 //! | `cqe` | CQEs and their owner bit |
@@ -25,6 +26,7 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("only little-endian hosts are supported, because GPUs share words with the host");
 
+mod atomic;
 mod cqe;
 mod ctrl;
 mod datagram;
@@ -39,6 +41,7 @@ mod strategies;
 mod tests;
 mod wqe;
 
+pub use atomic::{MaskedAtomic, MaskedOp};
 pub use cqe::{
     CQE_OP_OWN_OFFSET, CQE_SIZE, Cond, Cqe, INITIAL_CQE, lap, op_own_word, owned_by_software, wait_condition,
 };

@@ -38,6 +38,7 @@ impl Plain {
             DecodedOp::FetchAdd { remote, add, result } => {
                 Self { remote, operands: [add, 0], sges: vec![result], ..base }
             }
+            other => panic!("nothing here encodes {other:?}"),
         }
     }
 }

@@ -25,16 +25,16 @@ impl PacketOp {
     pub(crate) const WRITE: Self = Self(2);
     /// Extension header: remote address. `len` is the number of bytes requested.
     pub(crate) const READ: Self = Self(3);
-    /// Extension header: remote address, compare, swap.
+    /// Extension header: remote address, compare, swap, the masks of both. `len` is the size of the word, as for FETCH_ADD.
     pub(crate) const COMPARE_SWAP: Self = Self(4);
-    /// Extension header: remote address, addend, 0.
+    /// Extension header: remote address, addend, field boundaries, 0, 0.
     pub(crate) const FETCH_ADD: Self = Self(5);
     /// Acknowledges all packets up to `psn`.
     pub(crate) const ACK: Self = Self(6);
     /// Negative acknowledgement of packet `psn`; `code` is the reason.
     pub(crate) const NAK: Self = Self(7);
     pub(crate) const READ_RESPONSE: Self = Self(8);
-    /// Extension header: the old value.
+    /// Extension header: the old value. One of 4 bytes is in network order, as cards return it.
     pub(crate) const ATOMIC_RESPONSE: Self = Self(9);
     /// The receiver is still copying the payload that packet `psn` references.
     pub(crate) const COPYING: Self = Self(10);

@@ -328,6 +328,7 @@ pub mod cap {
         PORT_TYPE = (CAPABILITY + 0x1b6, 2);
         LOG_MAX_MSG = (CAPABILITY + 0x1c3, 5);
         CQE_VERSION = (CAPABILITY + 0x1fc, 4);
+        ATOMIC = (CAPABILITY + 0x21e, 1);
         RC = (CAPABILITY + 0x23f, 1);
         MAX_WQE_SZ_SQ = (CAPABILITY + 0x290, 16);
         MAX_WQE_SZ_RQ = (CAPABILITY + 0x2b0, 16);
@@ -360,8 +361,10 @@ pub mod atomic_cap {
 
     fields! {
         REQ_8B_ENDIANNESS_MODE = (CAPABILITY + 0x40, 2);
+        SUPPORTED_REQ_8B_ENDIANNESS_MODE_1 = (CAPABILITY + 0x46, 1);
         OPERATIONS = (CAPABILITY + 0x90, 16);
         SIZE_QP = (CAPABILITY + 0xb0, 16);
+        SIZE_DC = (CAPABILITY + 0xd0, 16);
     }
 }
 
@@ -398,6 +401,51 @@ mod tests {
         assert_eq!(field(8, 4).inside(0x20).get(&[0, 0, 0, 0, 0, 0x30, 0, 0]), 3);
         field(4, 4).inside(0x40).set(&mut bytes, 0);
         assert_eq!(bytes[8], 0xf0);
+    }
+
+    /// The bytes that a field of ones has, by `mlx5_ifc.h` of NVIDIA's DOCA (`create_rmp_in`, `query_hca_cap_out`).
+    #[test]
+    fn receive_pools_and_capabilities_are_where_the_manual_has_them() {
+        let golden: &[(Field, usize, &[u8])] = &[
+            (rmp_wq::WQ_TYPE, 0x50, &[0xf0]),
+            (rmp_wq::PD, 0x59, &[0xff; 3]),
+            (rmp_wq::DBR_ADDR, 0x60, &[0xff; 8]),
+            (rmp_wq::LOG_WQ_STRIDE, 0x71, &[0x0f]),
+            (rmp_wq::LOG_WQ_SZ, 0x73, &[0x1f]),
+            (rmp_wq::DBR_UMEM_ID, 0x78, &[0xff; 4]),
+            (rmp_wq::WQ_UMEM_ID, 0x7c, &[0xff; 4]),
+            (rmp_wq::WQ_UMEM_OFFSET, 0x80, &[0xff; 8]),
+            (cap::LOG_MAX_SRQ_SZ, 0x20, &[0xff]),
+            (cap::LOG_MAX_QP_SZ, 0x21, &[0xff]),
+            (cap::LOG_MAX_QP, 0x23, &[0x1f]),
+            (cap::LOG_MAX_CQ_SZ, 0x29, &[0xff]),
+            (cap::LOG_MAX_CQ, 0x2b, &[0x1f]),
+            (cap::PORT_TYPE, 0x46, &[0x03]),
+            (cap::LOG_MAX_MSG, 0x48, &[0x1f]),
+            (cap::CQE_VERSION, 0x4f, &[0x0f]),
+            (cap::ATOMIC, 0x53, &[0x02]),
+            (cap::RC, 0x57, &[0x01]),
+            (cap::MAX_WQE_SZ_SQ, 0x62, &[0xff; 2]),
+            (cap::MAX_WQE_SZ_RQ, 0x66, &[0xff; 2]),
+            (cap::LOG_MAX_RMP, 0x80, &[0x1f]),
+            (roce_cap::MAX_SRC_UDP_PORT, 0x28, &[0xff; 2]),
+            (roce_cap::MIN_SRC_UDP_PORT, 0x2a, &[0xff; 2]),
+            (roce_cap::ADDRESS_TABLE_SIZE, 0x2e, &[0xff; 2]),
+            (atomic_cap::REQ_8B_ENDIANNESS_MODE, 0x18, &[0xc0]),
+            (atomic_cap::SUPPORTED_REQ_8B_ENDIANNESS_MODE_1, 0x18, &[0x02]),
+            (atomic_cap::OPERATIONS, 0x22, &[0xff; 2]),
+            (atomic_cap::SIZE_QP, 0x26, &[0xff; 2]),
+            (atomic_cap::SIZE_DC, 0x2a, &[0xff; 2]),
+        ];
+        for &(field, at, ones) in golden {
+            let (mut bytes, mut expected) = ([0; 0x100], [0; 0x100]);
+            expected[at..at + ones.len()].copy_from_slice(ones);
+            match field.width {
+                64 => field.set64(&mut bytes, u64::MAX),
+                width => field.set(&mut bytes, u32::MAX >> (32 - width)),
+            }
+            assert_eq!(bytes, expected, "{field:x?}");
+        }
     }
 
     #[test]

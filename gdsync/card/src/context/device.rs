@@ -29,10 +29,8 @@ pub(super) const MAX_SGE: u32 = 30;
 pub(super) const MAX_RECV_SGE: u32 = 32;
 pub(super) const MAX_SRQ_SGE: u32 = 31;
 pub(super) const MAX_RD_ATOMIC: u8 = 16;
-/// `enum ib_mtu`: 1024 bytes on Ethernet, 4096 on InfiniBand.
-pub(super) fn active_mtu(link: Link) -> u8 {
-    if link == Link::Ethernet { 3 } else { 5 }
-}
+/// `enum ib_mtu`: 4096 bytes. On Ethernet, the network interface (the loopback) has room for larger packets.
+pub(super) const MTU: u8 = 5;
 
 /// Bytes of a request of libmlx5 that has them all, and of older ones.
 const REQUESTS: std::ops::RangeInclusive<usize> = 8..=size_of::<mlx5_ib_alloc_ucontext_req_v2>();
@@ -171,8 +169,8 @@ impl Context {
             sm_lid: u16::from(is_ib),
             // IB_PORT_ACTIVE
             state: 4,
-            max_mtu: 5,
-            active_mtu: active_mtu(port.link),
+            max_mtu: MTU,
+            active_mtu: MTU,
             max_vl_num: 4,
             subnet_timeout: 18,
             // 2X of NDR

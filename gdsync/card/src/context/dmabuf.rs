@@ -3,13 +3,12 @@
 use std::collections::VecDeque;
 use std::os::fd::{BorrowedFd, RawFd};
 
-use gdsync_device::Access;
 use gdsync_device::memory::Memory;
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::ioctl::Call;
-use super::memory::{Mr, Wanted, check_access, on_gpu};
+use super::memory::{Mr, Wanted, on_gpu};
 use super::{Context, Result};
 use crate::abi;
 use crate::log::log;
@@ -93,15 +92,10 @@ impl Context {
         let fd = half(call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_FD)?)?.cast_signed();
         let access = half(call.number(abi::UVERBS_ATTR_REG_DMABUF_MR_ACCESS_FLAGS)?)?;
         let pd = self.pds.get(pd)?;
-        check_access(access)?;
-        let page = rustix::param::page_size() as u64;
-        if offset % page != iova % page || iova.checked_add(length).is_none() {
-            return Err(Errno::INVAL);
-        }
         // Whoever has a file may truncate it.
-        let memory = memory(fd, offset, length, Some(iova))?.checked();
-        let wanted = Wanted { pd, start: memory.addr(), length, hca_va: iova, access_flags: access };
-        let mr = Mr::new(self.hca, &memory, Access::from_bits_truncate(access), wanted)?;
+        let dma_buf = Some(memory(fd, offset, length, Some(iova))?.checked());
+        let wanted = Wanted { pd, start: offset, length, hca_va: iova, access_flags: access, dma_buf };
+        let mr = Mr::new(self.hca, wanted)?;
         let handle = self.new_handle();
         call.put(abi::UVERBS_ATTR_REG_DMABUF_MR_RESP_LKEY, &mr.key)?;
         call.put(abi::UVERBS_ATTR_REG_DMABUF_MR_RESP_RKEY, &mr.key)?;

@@ -35,6 +35,8 @@ pub(super) struct Wanted {
     pub(super) length: u64,
     pub(super) hca_va: u64,
     pub(super) access_flags: u32,
+    /// Memory of a dma-buf, which has no address of the program.
+    pub(super) dma_buf: Option<Memory>,
 }
 
 impl Wanted {
@@ -48,19 +50,16 @@ impl Wanted {
             return Err(Errno::INVAL);
         }
         let access = Access::from_bits_truncate(self.access_flags & Access::all().bits());
-        Ok((region(start, length, access)?, access))
+        let memory = self.dma_buf.clone().map_or_else(|| region(start, length, access), Ok)?;
+        Ok((memory, access))
     }
 }
 
 impl Mr {
-    pub(super) fn new(
-        hca: &'static Hca,
-        memory: &Memory,
-        access: Access,
-        wanted: Wanted,
-    ) -> Result<Arc<Self>> {
-        let key =
-            hca.card.register(wanted.pd.pdn, memory, wanted.hca_va, access).map_err(|_| Errno::NOMEM)?;
+    pub(super) fn new(hca: &'static Hca, wanted: Wanted) -> Result<Arc<Self>> {
+        let (memory, access) = wanted.check()?;
+        let key = hca.card.register(wanted.pd.pdn, &memory, wanted.hca_va, access);
+        let key = key.map_err(|_| Errno::NOMEM)?;
         Ok(Arc::new(Self { hca, key, wanted: Mutex::new(wanted) }))
     }
 }
@@ -105,9 +104,8 @@ impl Context {
         let ib_uverbs_reg_mr { start, length, hca_va, access_flags, .. } = request;
         command.check_response::<ib_uverbs_reg_mr_resp>()?;
         let pd = self.pds.get(request.pd_handle)?;
-        let wanted = Wanted { pd, start, length, hca_va, access_flags };
-        let (memory, access) = wanted.check()?;
-        let mr = Mr::new(self.hca, &memory, access, wanted)?;
+        let wanted = Wanted { pd, start, length, hca_va, access_flags, dma_buf: None };
+        let mr = Mr::new(self.hca, wanted)?;
         let mr_handle = self.new_handle();
         command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: mr.key, rkey: mr.key })?;
         self.mrs.add(mr_handle, mr);

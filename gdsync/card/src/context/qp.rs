@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::cq::Cq;
-use super::device::{MAX_QP_WR, MAX_RECV_SGE, MAX_SGE, active_mtu};
+use super::device::{MAX_QP_WR, MAX_RECV_SGE, MAX_SGE, MTU};
 use super::memory::ring;
 use super::srq::Srq;
 use super::{Context, Pd, Result};
@@ -181,7 +181,7 @@ impl Context {
         let transport = match kind {
             QpType::Rc => CardTransport::Connection,
             QpType::Ud => CardTransport::Datagrams {
-                mtu: mtu_bytes(active_mtu(port.link)).unwrap_or(256),
+                mtu: mtu_bytes(MTU).unwrap_or(256),
                 network: Arc::new(PortNetwork(port)),
             },
         };

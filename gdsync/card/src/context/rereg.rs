@@ -31,6 +31,8 @@ impl Context {
         let mut wanted = current.clone();
         if has(flag::TRANSLATION) {
             (wanted.start, wanted.length, wanted.hca_va) = (request.start, request.length, request.hca_va);
+            // The new memory is the program's, as the kernel has it.
+            wanted.dma_buf = None;
         }
         if has(flag::PD) {
             wanted.pd = self.pds.get(request.pd_handle)?;

@@ -94,6 +94,37 @@ fn nothing_works_before_get_context() {
     assert_eq!(context.write(&program, &short), Err(Errno::NOSPC));
 }
 
+/// libibverbs does not ask for it, but a program may.
+#[test]
+fn a_dma_buf_stays_registered_when_its_rights_change() {
+    use super::memory::{Mr, Wanted};
+    let context = open();
+    let pd = Arc::new(Pd { pdn: 7 });
+    let dma_buf = gdsync_device::memory::Memory::alloc(4096).unwrap();
+    let wanted = Wanted { pd, start: 0, length: 4096, hca_va: 0, access_flags: 1, dma_buf: Some(dma_buf) };
+    context.mrs.add(1, Mr::new(context.hca, wanted).unwrap());
+    let program = Program(Mutex::new(vec![0; 64]));
+    let rereg = |flags, start, access_flags| {
+        let request = abi::ib_uverbs_rereg_mr {
+            response: BASE,
+            mr_handle: 1,
+            flags,
+            start,
+            length: 4096,
+            hca_va: start,
+            access_flags,
+            ..Default::default()
+        };
+        context.write(&program, &command(abi::IB_USER_VERBS_CMD_REREG_MR, 2, bytes_of(&request)))
+    };
+    let is_dma_buf = || context.mrs.get(1).unwrap().wanted.lock().dma_buf.is_some();
+    assert_eq!(rereg(1 << 2, 0, 3), Ok(()));
+    assert!(is_dma_buf(), "its address is none of the program's");
+    let mine = gdsync_device::memory::Memory::alloc(4096).unwrap();
+    assert_eq!(rereg(1, mine.addr(), 0), Ok(()));
+    assert!(!is_dma_buf(), "its memory was exchanged");
+}
+
 #[test]
 fn a_response_that_cannot_be_written_leaves_no_descriptor() {
     // Others of this process come and go: pipes with an end for the program are counted.

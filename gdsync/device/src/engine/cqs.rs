@@ -186,6 +186,13 @@ impl Cqs {
         }
     }
 
+    /// Whether a queue has this completion, by the low bits of its number, from 0. `None` if the queue is not there.
+    pub fn has_completed(&mut self, cqn: u32, index: u32) -> Option<bool> {
+        let produced = self.slot(cqn)?.as_ref()?.produced;
+        let low = u32::try_from(produced & u64::from(u32::MAX)).unwrap_or_default();
+        Some(low.wrapping_sub(index).cast_signed() > 0)
+    }
+
     fn slot(&mut self, cqn: u32) -> Option<&mut Option<SoftCq>> {
         slot(&mut self.slots, cqn)
     }

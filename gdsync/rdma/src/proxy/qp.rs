@@ -547,7 +547,9 @@ impl ProxyQp {
             Ok(op) => op,
             Err(syndrome) => return Posted::Failed(Failure { syndrome, vendor: 0 }, None),
         };
-        if let Some(DecodedPayload::Mixed(_)) = op.payload() {
+        let is_foreign = matches!(op, DecodedOp::MaskedAtomic { .. } | DecodedOp::Wait { .. })
+            || matches!(op.payload(), Some(DecodedPayload::Mixed(_)));
+        if is_foreign {
             // Only other programs write such WQEs.
             return Posted::Failed(Failure { syndrome: Syndrome::LOC_QP_OP_ERR, vendor: 0 }, None);
         }

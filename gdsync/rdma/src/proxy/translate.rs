@@ -99,7 +99,7 @@ impl Request {
             }
         };
         let (opcode, imm, target, payload) = match op {
-            DecodedOp::Nop => return None,
+            DecodedOp::Nop | DecodedOp::MaskedAtomic { .. } | DecodedOp::Wait { .. } => return None,
             DecodedOp::Send { payload: data, imm: None } => {
                 (ibv_wr_opcode::IBV_WR_SEND, 0, Target::None, payload(data))
             }

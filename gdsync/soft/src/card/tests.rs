@@ -214,9 +214,13 @@ impl Program {
 
     /// Posts a WQE and returns its index. The counter in the record is the only announcement.
     fn post(&mut self, opcode: Opcode, fm_ce_se: u8, body: &[Vec<u8>]) -> u16 {
+        self.post_with(0, opcode, fm_ce_se, body)
+    }
+
+    fn post_with(&mut self, opmod: u8, opcode: Opcode, fm_ce_se: u8, body: &[Vec<u8>]) -> u16 {
         let body = body.concat();
         let (index, ds) = (low16(self.pi), u8::try_from(1 + body.len() / SEGMENT).unwrap());
-        let ctrl = Ctrl { index, opcode, qpn: self.qpn, ds, fm_ce_se, ..Ctrl::default() };
+        let ctrl = Ctrl { opmod, index, opcode, qpn: self.qpn, ds, fm_ce_se, ..Ctrl::default() };
         let wqe = [&ctrl.to_bytes(), &body[..]].concat();
         for block in wqe.chunks(BB) {
             let at = usize::try_from(self.pi % 64).unwrap() * BB;
@@ -322,6 +326,65 @@ fn reads_of_no_bytes_need_no_key() {
         let expected = if body.is_empty() { Syndrome::LOC_QP_OP_ERR } else { Syndrome::default() };
         assert_eq!((cqe.wqe_counter, cqe.syndrome, cqe.byte_cnt), (index, expected, 0));
     }
+}
+
+#[test]
+fn masked_atomics_change_chosen_bits_of_words_of_4_and_8_bytes() {
+    let (mut a, b) = Program::pair(64);
+    let word = |at: usize| b.memory.word64(at).unwrap();
+    word(64).store(0x1122_3344_5566_7788);
+    let mut run = |opcode, opmod: u8, operands: Vec<u8>, at, len| {
+        let segments = [b.remote(at), operands, a.sge(8, len)];
+        let index = a.post_with(opmod, opcode, CE_ALWAYS, &segments);
+        let cqe = a.sends.wait();
+        assert_eq!((cqe.wqe_counter, cqe.opcode, cqe.byte_cnt as usize), (index, CqeOpcode::REQ, len));
+        a.bytes(8, len)
+    };
+    let be32 = |words: [u32; 4]| words.map(u32::to_be_bytes).concat();
+    let be64 = |words: &[u64]| words.iter().flat_map(|word| word.to_be_bytes()).collect::<Vec<_>>();
+    // Old values of 8 bytes come in the order of the host, those of 4 bytes in that of the network.
+    let old = run(Opcode::ATOMIC_MASKED_CS, 9, be64(&[0xff, 0x88, 0xff00_00ff, 0xff]), 64, 8);
+    assert_eq!(old, 0x1122_3344_5566_7788u64.to_le_bytes());
+    assert_eq!(word(64).load(), 0x1122_3344_0066_77ff);
+    let old = run(Opcode::ATOMIC_MASKED_FA, 9, be64(&[0x11, u64::MAX]), 64, 8);
+    assert_eq!(old, 0x1122_3344_0066_77ffu64.to_le_bytes());
+    assert_eq!(word(64).load(), 0x1122_3344_0066_77ee, "fields of one bit");
+    let old = run(Opcode::ATOMIC_MASKED_FA, 8, be32([0xf000_0000, 0, 0, 0]), 68, 4);
+    assert_eq!(old, 0x1122_3344u32.to_be_bytes());
+    assert_eq!(word(64).load(), 0x0122_3344_0066_77ee, "nothing is carried out of the word");
+    let old = run(Opcode::ATOMIC_MASKED_CS, 8, be32([7, 0, u32::MAX, 0]), 64, 4);
+    assert_eq!(old, 0x0066_77eeu32.to_be_bytes());
+    assert_eq!(word(64).load(), 0x0122_3344_0000_0007);
+    a.post_with(8, Opcode::ATOMIC_MASKED_FA, CE_ALWAYS, &[b.remote(66), be32([1, 0, 0, 0]), a.sge(8, 4)]);
+    assert_eq!(a.sends.wait().syndrome, Syndrome::REM_INV_REQ_ERR, "it is not aligned");
+}
+
+/// As DOCA GPUNetIO counts the ends of its sends: on a companion queue pair, which waits for the completion of the first.
+#[test]
+fn a_wait_holds_the_queue_until_another_one_has_completed() {
+    let (mut a, b) = Program::pair(64);
+    let mut companion = Program::on(a.card.clone(), 64, None, CardTransport::Connection);
+    let loopback = Program::on(a.card.clone(), 64, None, CardTransport::Connection);
+    companion.connect(&loopback);
+    loopback.connect(&companion);
+    let wait = |cqn: u32, index: u32| {
+        [[0; 8].to_vec(), index.to_be_bytes().to_vec(), cqn.to_be_bytes().to_vec()].concat()
+    };
+    for index in 0..20 {
+        let held = companion.post(Opcode::WAIT, CE_ALWAYS, &[wait(a.sends.cqn, index)]);
+        companion.post(Opcode::RDMA_WRITE, CE_ALWAYS, &[loopback.remote(0), inline(&index.to_le_bytes())]);
+        // Its own sends go on, and are not held.
+        a.post(Opcode::RDMA_WRITE, 0, &[b.remote(0), inline(&[1; 8])]);
+        assert_eq!((companion.sends.poll(), a.sends.poll()), (None, None));
+        a.post(Opcode::RDMA_WRITE, CE_ALWAYS, &[b.remote(8), inline(&[2; 8])]);
+        let cqe = companion.sends.wait();
+        assert_eq!((cqe.wqe_counter, cqe.send_opcode), (held, Opcode::WAIT));
+        assert_eq!(a.sends.poll().map(|cqe| cqe.opcode), Some(CqeOpcode::REQ), "it was complete before");
+        assert_eq!(companion.sends.wait().opcode, CqeOpcode::REQ);
+        assert_eq!(loopback.bytes(0, 4), index.to_le_bytes());
+    }
+    companion.post(Opcode::WAIT, CE_ALWAYS, &[wait(0xff_fffe, 0)]);
+    assert_eq!(companion.sends.wait().syndrome, Syndrome::LOC_QP_OP_ERR, "no such queue");
 }
 
 /// As UCX's flushes: a NOP, and an empty WRITE to address 0 with key 0.

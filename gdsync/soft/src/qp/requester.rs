@@ -538,11 +538,11 @@ impl SoftQp {
         }
         let wqe = self.rings.fetch(begin);
         let result = match mlx5::decode_body(&wqe.ctrl, wqe.as_bytes()) {
-            Ok(DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. })
-                if body.len() == 8 =>
-            {
-                self.scatter(std::iter::once(result), 0, body, 0, env)
-            }
+            Ok(
+                DecodedOp::CompareSwap { result, .. }
+                | DecodedOp::FetchAdd { result, .. }
+                | DecodedOp::MaskedAtomic { result, .. },
+            ) if body.len() == result.len as usize => self.scatter(std::iter::once(result), 0, body, 0, env),
             _ => Err(Syndrome::BAD_RESP_ERR),
         };
         let p = self.req.find(header.psn).expect("found above");

@@ -22,7 +22,7 @@ use crate::wire::Piece;
 use gdsync_device::copy_engine::Ticket;
 use gdsync_device::memory::Memory;
 use gdsync_device::{Access, QpAttr, QpState};
-use mlx5_ring::{Cqe, CqeOpcode, MAX_MESSAGE, Syndrome, low16};
+use mlx5_ring::{Cqe, CqeOpcode, MAX_MESSAGE, MaskedAtomic, MaskedOp, Syndrome, low16};
 
 /// Responses queued for the link; a READ counts once. Further requests are dropped as if lost. More than a peer that
 /// takes responses has in flight.
@@ -47,7 +47,7 @@ pub(crate) struct Responder {
     pub(crate) acks_now: bool,
     /// A gap was reported and is not filled.
     gap: bool,
-    replays: VecDeque<(u32, u64)>,
+    replays: VecDeque<Replay>,
     rnr_timer: u8,
     max_reads: usize,
     copies: Copies,
@@ -85,10 +85,7 @@ enum Response {
         /// The requester takes a reference.
         by_reference: bool,
     },
-    Atomic {
-        psn: u32,
-        value: u64,
-    },
+    Atomic(Replay),
     /// The message of this packet is still being copied.
     Copying(u32),
 }
@@ -97,9 +94,17 @@ impl Response {
     fn psn(&self) -> u32 {
         match *self {
             Self::Ack(psn) | Self::Copying(psn) => psn,
-            Self::Nak { psn, .. } | Self::Read { psn, .. } | Self::Atomic { psn, .. } => psn,
+            Self::Nak { psn, .. } | Self::Read { psn, .. } | Self::Atomic(Replay { psn, .. }) => psn,
         }
     }
+}
+
+/// The old value of a word that an atomic operation changed.
+#[derive(Clone, Copy, Debug)]
+struct Replay {
+    psn: u32,
+    value: u64,
+    size: u8,
 }
 
 /// Why a request was refused.
@@ -196,7 +201,7 @@ impl Responder {
 
     /// Whether the number of queued READ and atomic responses is below the agreed limit.
     fn has_room_for_read(&self) -> bool {
-        let waits = |a: &&Response| matches!(a, Response::Read { .. } | Response::Atomic { .. });
+        let waits = |a: &&Response| matches!(a, Response::Read { .. } | Response::Atomic(_));
         self.responses.iter().filter(waits).count() < self.max_reads.max(1)
     }
 
@@ -282,11 +287,11 @@ impl SoftQp {
                 }
             }
             PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
-                let same = |a: &Response| matches!(a, Response::Atomic { psn, .. } if *psn == header.psn);
+                let same = |a: &Response| matches!(a, Response::Atomic(done) if done.psn == header.psn);
                 if !self.resp.responses.iter().any(same)
-                    && let Some(&(psn, value)) = self.resp.replays.iter().find(|(psn, _)| *psn == header.psn)
+                    && let Some(&done) = self.resp.replays.iter().find(|done| done.psn == header.psn)
                 {
-                    self.resp.responses.push_back(Response::Atomic { psn, value });
+                    self.resp.responses.push_back(Response::Atomic(done));
                 }
             }
             _ if self.resp.is_copied(header.psn) => {
@@ -336,9 +341,13 @@ impl SoftQp {
                 Response::Nak { psn, code, arg } => {
                     (header.op, header.psn, header.code, header.len) = (PacketOp::NAK, psn, code, arg);
                 }
-                Response::Atomic { psn, value } => {
+                Response::Atomic(Replay { psn, value, size }) => {
                     (header.op, header.psn) = (PacketOp::ATOMIC_RESPONSE, psn);
-                    ext.extend_from_slice(&value.to_le_bytes());
+                    if size == 4 {
+                        ext.extend_from_slice(&value.to_be_bytes()[4..]);
+                    } else {
+                        ext.extend_from_slice(&value.to_le_bytes());
+                    }
                 }
                 Response::Read { psn, rkey, .. } if let Some(reference) = self.grant(&response, env) => {
                     (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
@@ -405,7 +414,7 @@ fn extension(op: PacketOp) -> Result<usize, Refusal> {
     match op {
         PacketOp::SEND => Ok(0),
         PacketOp::WRITE | PacketOp::READ => Ok(8),
-        PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => Ok(24),
+        PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => Ok(40),
         _ => Err(INVALID),
     }
 }
@@ -421,7 +430,9 @@ fn check_sizes(header: &Header, body: usize) -> Result<(), Refusal> {
     let ends = packet::FIRST | packet::LAST;
     let flags = header.flags & ends;
     let is_message = matches!(header.op, PacketOp::SEND | PacketOp::WRITE);
+    let is_atomic = matches!(header.op, PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD);
     require(match flags {
+        _ if is_atomic => payload == 0 && matches!(header.len, 4 | 8),
         _ if !is_message => payload == 0 && header.len <= MAX_MESSAGE,
         _ if header.flags & packet::REFERENCE != 0 => {
             flags == ends && payload == REFERENCE_BYTES && (1..=MAX_MESSAGE).contains(&header.len)
@@ -484,38 +495,42 @@ impl SoftQp {
 
     fn handle_atomic(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
         self.allow(Access::REMOTE_ATOMIC)?;
-        let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
-        let [addr, a, b] = [0, 1, 2].map(|i| body.word(i));
-        let (addr, a, b) = (addr.ok_or_else(invalid)?, a.ok_or_else(invalid)?, b.ok_or_else(invalid)?);
-        if !addr.is_multiple_of(8) || !self.resp.has_room_for_read() {
-            return Err(invalid());
+        let word = |i| body.word(i).ok_or(INVALID);
+        let (addr, [a, b, c, d]) = (word(0)?, [word(1)?, word(2)?, word(3)?, word(4)?]);
+        let op = if header.op == PacketOp::FETCH_ADD {
+            MaskedOp::FetchAdd { add: a, boundary: b }
+        } else {
+            MaskedOp::CompareSwap { compare: a, swap: b, compare_mask: c, swap_mask: d }
+        };
+        // Checked: 4 or 8.
+        let atomic = MaskedAtomic { size: if header.len == 4 { 4 } else { 8 }, op };
+        let (size, len) = (atomic.size, usize::from(atomic.size));
+        if !addr.is_multiple_of(size.into()) || !self.resp.has_room_for_read() {
+            return Err(INVALID);
         }
         let (memory, offset) = env
             .keys
-            .remote(header.rkey, self.rings.request.pdn, addr, 8, Access::REMOTE_ATOMIC)
+            .remote(header.rkey, self.rings.request.pdn, addr, len, Access::REMOTE_ATOMIC)
             .map_err(Refusal::Remote)?;
         let value = if !memory.is_mapped() {
-            let adds = header.op == PacketOp::FETCH_ADD;
-            let new = |old: u64| match adds {
-                true => old.wrapping_add(a),
-                false if old == a => b,
-                false => old,
-            };
-            let old = self.receive_staging.change(memory, offset, new, env.copy_engine);
+            let old = self.receive_staging.change(memory, offset, atomic, env.copy_engine);
             old.ok_or(Refusal::Remote(Syndrome::REM_OP_ERR))?
+        } else if size == 4 {
+            let word = memory.atomic32(offset).map_err(|_| INVALID)?;
+            // Checked: the new value has as many bits.
+            let new = |old: u32| u32::try_from(atomic.apply(old.into())).ok();
+            word.fetch_update(Ordering::AcqRel, Ordering::Acquire, new).unwrap_or_else(|old| old).into()
         } else {
-            let word = memory.atomic64(offset).map_err(|_| invalid())?;
-            if header.op == PacketOp::FETCH_ADD {
-                word.fetch_add(a, Ordering::AcqRel)
-            } else {
-                word.compare_exchange(a, b, Ordering::AcqRel, Ordering::Acquire).unwrap_or_else(|old| old)
-            }
+            let word = memory.atomic64(offset).map_err(|_| INVALID)?;
+            let new = |old| Some(atomic.apply(old));
+            word.fetch_update(Ordering::AcqRel, Ordering::Acquire, new).unwrap_or_else(|old| old)
         };
         if self.resp.replays.len() == REPLAYS {
             self.resp.replays.pop_front();
         }
-        self.resp.replays.push_back((header.psn, value));
-        self.resp.responses.push_back(Response::Atomic { psn: header.psn, value });
+        let done = Replay { psn: header.psn, value, size };
+        self.resp.replays.push_back(done);
+        self.resp.responses.push_back(Response::Atomic(done));
         Ok(())
     }
 

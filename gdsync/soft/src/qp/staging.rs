@@ -13,7 +13,7 @@ use crate::packet::SEGMENT;
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
 use gdsync_device::error;
 use gdsync_device::memory::Memory;
-use mlx5_ring::Syndrome;
+use mlx5_ring::{MaskedAtomic, Syndrome};
 
 /// Bytes of a chunk: large against the startup of a copy engine (about 10 us).
 const CHUNK: usize = 256 << 10;
@@ -232,20 +232,21 @@ impl ReceiveStaging {
         &mut self,
         memory: &Memory,
         at: usize,
-        change: impl FnOnce(u64) -> u64,
+        atomic: MaskedAtomic,
         copy_engine: &dyn CopyEngine,
     ) -> Option<u64> {
         let (here, place) = (self.memory().ok()?, SLOTS * SEGMENT);
         let end = Instant::now() + ATOMIC_LIMIT;
         let copy = |from: (&Memory, usize), to: (&Memory, usize)| {
             let from = Source::Here(from.0.clone(), from.1);
-            let ticket = copy_engine.start(vec![Part { from, to: to.0.clone(), at: to.1, len: 8 }]);
+            let len = usize::from(atomic.size);
+            let ticket = copy_engine.start(vec![Part { from, to: to.0.clone(), at: to.1, len }]);
             (ticket.wait(end) && matches!(ticket.status(), Status::Done)).then_some(())
         };
         copy((memory, at), (&here, place))?;
         let word = here.word64(place).ok()?;
-        let old = word.load();
-        word.store(change(old));
+        let old = word.load() & atomic.mask();
+        word.store(atomic.apply(old));
         copy((&here, place), (memory, at)).map(|()| old)
     }
 }

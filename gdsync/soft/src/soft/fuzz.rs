@@ -254,7 +254,7 @@ impl Bed {
         header.flags = flags;
         header.rkey = if random.one_in(50) { random.word() } else { self.mr.rkey() };
         header.code = random.of(&[0, 0, 1, 0x13, 0xfe, 5, 99]);
-        header.len = random.of(&[8, 100, 5000, 40_000, 0, MAX_MESSAGE, MAX_MESSAGE + 1, u32::MAX]);
+        header.len = random.of(&[8, 4, 100, 5000, 40_000, 0, MAX_MESSAGE, MAX_MESSAGE + 1, u32::MAX]);
         if random.one_in(50) {
             header.src = random.word();
         }
@@ -265,7 +265,7 @@ impl Bed {
         match op {
             PacketOp::WRITE | PacketOp::READ => ext.extend(addr.to_le_bytes()),
             PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => {
-                [addr, 1, 2].iter().for_each(|word| ext.extend(word.to_le_bytes()));
+                [addr, 1, 2, 3, 4].iter().for_each(|word| ext.extend(word.to_le_bytes()));
             }
             PacketOp::ATOMIC_RESPONSE => ext.extend(7u64.to_le_bytes()),
             _ => {}

@@ -193,6 +193,7 @@ impl Context {
                 response.set(cap::LOG_MAX_CQ, LOG_MAX_CQ);
                 response.set(cap::PORT_TYPE, u32::from(link == Link::Ethernet));
                 response.set(cap::CQE_VERSION, 1);
+                response.set(cap::ATOMIC, u32::from(!self.hca.modes.no_atomics));
                 response.set(cap::RC, 1);
                 response.set(cap::MAX_WQE_SZ_SQ, MAX_SQ_DESC.into());
                 response.set(cap::MAX_WQE_SZ_RQ, MAX_RQ_DESC.into());
@@ -202,10 +203,14 @@ impl Context {
                 response.set(cap::LOG_MAX_MSG, if self.hca.modes.log_max_msg { LOG_MAX_MSG } else { 0 });
             }
             atomic_cap::TYPE if !self.hca.modes.no_atomics => {
-                // Compare and swap, fetch and add, of 8 bytes, in the byte order of the host.
+                // The old value of 8 bytes comes in the byte order of the host.
                 response.set(atomic_cap::REQ_8B_ENDIANNESS_MODE, 1);
-                response.set(atomic_cap::OPERATIONS, 3);
-                response.set(atomic_cap::SIZE_QP, 8);
+                response.set(atomic_cap::SUPPORTED_REQ_8B_ENDIANNESS_MODE_1, 1);
+                // Compare and swap, fetch and add, and both with masks, of 4 and 8 bytes.
+                response.set(atomic_cap::OPERATIONS, 0xf);
+                response.set(atomic_cap::SIZE_QP, 4 | 8);
+                // Programs ask for this, too, where they use no DC.
+                response.set(atomic_cap::SIZE_DC, 4 | 8);
             }
             roce_cap::TYPE if link == Link::Ethernet => {
                 response.set(roce_cap::ADDRESS_TABLE_SIZE, link.gids());

@@ -8,7 +8,7 @@ use super::firmware::{MIN_UDP_SPORT, Refusal, at_least, narrow, opcode};
 use super::queues::{Object, same};
 use crate::address::{GidType, Link, Port};
 use crate::context::Context;
-use crate::context::device::{MAX_RD_ATOMIC, active_mtu};
+use crate::context::device::{MAX_RD_ATOMIC, MTU};
 use crate::context::modify::{PATIENCE, Route, delay};
 
 type Result<T> = std::result::Result<T, Refusal>;
@@ -149,7 +149,7 @@ impl Context {
     fn to_rtr(&self, attr: &mut QpAttr, context: &[u8]) -> Result<()> {
         check_port(context)?;
         let mtu = narrow(qpc::MTU.get(context));
-        if !(1..=active_mtu(self.hca.port.link)).contains(&mtu) {
+        if !(1..=MTU).contains(&mtu) {
             return Err(Refusal::parameter(format!("mtu is {mtu}")));
         }
         attr.path_mtu = mtu_bytes(mtu);

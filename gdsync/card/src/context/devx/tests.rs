@@ -243,7 +243,7 @@ fn to_rtr(qp: (u64, u32)) -> Vec<(Field, u32)> {
         (path::SRC_ADDR_INDEX, 1),
         (path::HOP_LIMIT, 1),
         (path::UDP_SPORT, 0xc001),
-        (qpc::MTU, 3),
+        (qpc::MTU, 5),
         (qpc::LOG_MSG_MAX, 30),
         (qpc::REMOTE_QPN, qp.1),
         (qpc::NEXT_RCV_PSN, 5),
@@ -342,7 +342,7 @@ fn what_the_firmware_does_not_have_is_refused() {
     assert_eq!(bench.step(qp, Opcode::RST2INIT_QP, &[]), Err(Status::BAD_PARAM), "no port");
     bench.step(qp, Opcode::RST2INIT_QP, TO_INIT).unwrap();
     for (field, value) in
-        [(qpc::MTU, 0), (qpc::MTU, 5), (path::HOP_LIMIT, 0), (path::UDP_SPORT, 1), (qpc::LOG_RRA_MAX, 5)]
+        [(qpc::MTU, 0), (qpc::MTU, 6), (path::HOP_LIMIT, 0), (path::UDP_SPORT, 1), (qpc::LOG_RRA_MAX, 5)]
     {
         let mut fields = to_rtr(qp);
         fields.push((field, value));
@@ -372,7 +372,7 @@ fn the_device_tells_what_it_can() {
     // UCX takes queues of DevX at 30, and 1.13 is then wrong without mkeys of its own.
     assert_eq!(cap::LOG_MAX_MSG.get(&caps), 0);
     let (_, caps) = run(&context, OTHER, None, &general(7), cap::ANSWER);
-    assert_eq!((atomic_cap::OPERATIONS.get(&caps), atomic_cap::SIZE_QP.get(&caps)), (3, 8));
+    assert_eq!((atomic_cap::OPERATIONS.get(&caps), atomic_cap::SIZE_QP.get(&caps)), (0xf, 12));
     assert_eq!(run(&context, OTHER, None, &general(1), 16).0, Err(Status::BAD_OUTPUT_LEN));
     let roce = |index| {
         let input = Mailbox::new(Opcode::QUERY_ROCE_ADDRESS).set(query_roce_address::INDEX, index);

@@ -13,7 +13,10 @@ use crate::wire::Piece;
 use gdsync_device::QpState;
 use gdsync_device::engine::Wqe;
 use gdsync_device::memory::Memory;
-use mlx5_ring::{self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, PayloadPart, Syndrome};
+use mlx5_ring::{
+    self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, MaskedAtomic, MaskedOp, PayloadPart,
+    RemoteAddr, Syndrome,
+};
 
 /// Sends in progress; further WQEs stay in the ring.
 const MAX_PENDING: usize = 256;
@@ -26,7 +29,7 @@ enum Admit {
     Ready(DecodedOp),
     /// Completes with an error.
     Failed,
-    /// Must wait for READs or atomics in progress.
+    /// Must wait for READs or atomics in progress, or for another completion queue.
     Stall,
 }
 
@@ -91,7 +94,13 @@ impl SoftQp {
         let is_read = matches!(kind, Kind::Read | Kind::Atomic);
         let fetch = self.fetch_for(&op, wqe, len, env);
         let is_behind = fetch.is_none() && self.is_behind_fetch(kind);
-        if (is_read && reads >= self.req.max_reads.max(1)) || (wqe.ctrl.fence() && reads > 0) || is_behind {
+        let is_early =
+            matches!(op, DecodedOp::Wait { cqn, index } if env.cqs.has_completed(cqn, index) == Some(false));
+        if (is_read && reads >= self.req.max_reads.max(1))
+            || (wqe.ctrl.fence() && reads > 0)
+            || is_behind
+            || is_early
+        {
             return Admit::Stall;
         }
         env.stats.wqes += 1;
@@ -137,9 +146,15 @@ impl SoftQp {
                 }
                 (Kind::Read, sges.total_bytes() as usize)
             }
-            DecodedOp::CompareSwap { result, .. } | DecodedOp::FetchAdd { result, .. } => {
+            DecodedOp::CompareSwap { result, .. }
+            | DecodedOp::FetchAdd { result, .. }
+            | DecodedOp::MaskedAtomic { result, .. } => {
                 self.local(result, true, env)?;
-                (Kind::Atomic, 8)
+                (Kind::Atomic, result.len as usize)
+            }
+            &DecodedOp::Wait { cqn, index } => {
+                env.cqs.has_completed(cqn, index).ok_or(Syndrome::LOC_QP_OP_ERR)?;
+                (Kind::Nop, 0)
             }
         };
         // The application writes WQEs itself and may exceed the maximum.
@@ -190,7 +205,7 @@ impl SoftQp {
             let mut step = 1;
             let gathered = match op {
                 // The WQE was overwritten.
-                DecodedOp::Nop => Err(Syndrome::LOC_QP_OP_ERR),
+                DecodedOp::Nop | DecodedOp::Wait { .. } => Err(Syndrome::LOC_QP_OP_ERR),
                 DecodedOp::Send { payload, imm } => {
                     immediate(*imm);
                     self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)
@@ -212,17 +227,18 @@ impl SoftQp {
                     Ok(())
                 }
                 DecodedOp::CompareSwap { remote, compare, swap, .. } => {
-                    header.op = PacketOp::COMPARE_SWAP;
-                    header.rkey = remote.rkey;
-                    [remote.addr, *compare, *swap]
-                        .iter()
-                        .for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
+                    let [compare, swap, all] = [*compare, *swap, u64::MAX];
+                    let op = MaskedOp::CompareSwap { compare, swap, compare_mask: all, swap_mask: all };
+                    atomic(&mut header, &mut ext, *remote, MaskedAtomic { size: 8, op });
                     Ok(())
                 }
                 DecodedOp::FetchAdd { remote, add, .. } => {
-                    header.op = PacketOp::FETCH_ADD;
-                    header.rkey = remote.rkey;
-                    [remote.addr, *add, 0].iter().for_each(|w| ext.extend_from_slice(&w.to_le_bytes()));
+                    let op = MaskedOp::FetchAdd { add: *add, boundary: 0 };
+                    atomic(&mut header, &mut ext, *remote, MaskedAtomic { size: 8, op });
+                    Ok(())
+                }
+                DecodedOp::MaskedAtomic { remote, atomic: op, .. } => {
+                    atomic(&mut header, &mut ext, *remote, *op);
                     Ok(())
                 }
             };
@@ -359,6 +375,19 @@ impl SoftQp {
         }
         Ok(())
     }
+}
+
+/// Fills in the packet of an atomic operation.
+fn atomic(header: &mut Header, ext: &mut SmallVec<[u8; 96]>, remote: RemoteAddr, atomic: MaskedAtomic) {
+    (header.rkey, header.len) = (remote.rkey, atomic.size.into());
+    let (op, operands) = match atomic.op {
+        MaskedOp::CompareSwap { compare, swap, compare_mask, swap_mask } => {
+            (PacketOp::COMPARE_SWAP, [compare, swap, compare_mask, swap_mask])
+        }
+        MaskedOp::FetchAdd { add, boundary } => (PacketOp::FETCH_ADD, [add, boundary, 0, 0]),
+    };
+    header.op = op;
+    [remote.addr].iter().chain(&operands).for_each(|word| ext.extend_from_slice(&word.to_le_bytes()));
 }
 
 /// The range that a packet takes of the next `size` bytes of a payload: it begins `offset` bytes on and has `len` bytes
