@@ -68,6 +68,7 @@ impl<T> Table<T> {
 /// Which events come by a channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Events {
+    Asynchronous,
     Completions,
     Devx,
 }
@@ -135,13 +136,13 @@ impl Context {
     }
 
     fn event_source(&self, user_handle: u64) -> Result<Arc<EventSource>> {
-        Ok(EventSource::new(self.async_events()?.clone(), user_handle))
+        Ok(EventSource::new(self.async_events()?, user_handle))
     }
 
     /// Gives the descriptor of a new channel to the program.
-    fn add_channel(&self, events: Events, pipe: EventPipe, program: OwnedFd) {
+    fn add_channel(&self, events: Events, pipe: Arc<EventPipe>, program: OwnedFd) {
         let fd = into_program(program);
-        self.channels.lock().insert(fd, (events, Arc::new(pipe)));
+        self.channels.lock().insert(fd, (events, pipe));
         self.new_channels.lock().push(fd);
     }
 
@@ -153,6 +154,11 @@ impl Context {
         let channels = self.channels.lock();
         let known = channels.get(&fd).filter(|(known, _)| *known == events);
         known.map(|(_, pipe)| pipe.clone()).ok_or(Errno::BADF)
+    }
+
+    /// Bytes that a read of this channel must have room for. A kernel refuses others.
+    pub(crate) fn event_size(&self, fd: RawFd) -> Option<usize> {
+        self.channels.lock().get(&fd).map(|(_, pipe)| pipe.record())
     }
 
     /// Descriptors of channels that the program got since the last call.

@@ -52,6 +52,11 @@ impl EventPipe {
         Ok((Self { read, write, own, record, waiting: Mutex::default() }, program))
     }
 
+    /// Bytes of a record.
+    pub(crate) fn record(&self) -> usize {
+        self.record
+    }
+
     /// Sends a record, at once or when the program has read others.
     pub(crate) fn send(self: &Arc<Self>, record: &[u8]) {
         debug_assert_eq!(record.len(), self.record);

@@ -9,6 +9,7 @@ use gdsync_device::{Gid, GpuNudge};
 use gdsync_soft::{AsyncEvent, AsyncEvents, Card, Network, SoftHcaConfig};
 use mlx5_ring::AddressVector;
 use parking_lot::Mutex;
+use rdma_core_sys::mlx5::ifc::event;
 use rustix::io::Errno;
 
 use crate::abi::{bytes_of, ib_uverbs_async_event_desc};
@@ -89,62 +90,100 @@ impl Network for PortNetwork {
     }
 }
 
-/// Who is told of the asynchronous events of an object.
-pub(crate) trait Listener: std::fmt::Debug + Send + Sync {
-    fn raise(&self, event: AsyncEvent);
+/// Which events of an object a channel is told of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Wanted {
+    /// Asynchronous ones of verbs: records of the object's name and the number (`enum ib_event_type`).
+    Asynchronous,
+    /// Completions of a queue that is armed: records of its name.
+    Completions,
+    /// Those of DevX with this number (`MLX5_EVENT_TYPE_*`): records of its name.
+    Devx(u16),
 }
 
-/// A queue whose asynchronous events a program reads.
+/// A channel that is told of an object's events.
 #[derive(Debug)]
-pub(crate) struct EventSource {
-    pipe: Arc<EventPipe>,
-    /// The program's name of the object.
-    user_handle: u64,
-    /// Records sent. `None` once they are taken back: the HCA reports outside its lock, so an event may come later than the end of
-    /// its object.
-    sent: Mutex<Option<u32>>,
+struct Subscription {
+    wanted: Wanted,
+    /// The program's name of the object: its handle, or a cookie.
+    name: u64,
+    pipe: Weak<EventPipe>,
+    /// Channels of verbs stay until the object ends, those of DevX end with their last descriptor.
+    _kept: Option<Arc<EventPipe>>,
+    /// Records sent.
+    sent: u32,
+}
+
+/// An object whose events a program reads. There are no subscriptions once it has ended: the HCA reports outside its lock, so an event
+/// may come later than the end of its object.
+#[derive(Debug, Default)]
+pub(crate) struct EventSource(Mutex<Vec<Subscription>>);
+
+/// Events of an object that a program has read or will have read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reported {
+    pub(crate) asynchronous: u32,
+    pub(crate) completions: u32,
 }
 
 impl EventSource {
-    pub(crate) fn new(pipe: Arc<EventPipe>, user_handle: u64) -> Arc<Self> {
-        Arc::new(Self { pipe, user_handle, sent: Mutex::new(Some(0)) })
+    /// An object of verbs.
+    pub(crate) fn new(pipe: &Arc<EventPipe>, user_handle: u64) -> Arc<Self> {
+        let source = Self::default();
+        source.subscribe(Wanted::Asynchronous, pipe, user_handle);
+        Arc::new(source)
     }
 
-    fn send(&self, record: &[u8]) {
-        if let Some(sent) = &mut *self.sent.lock() {
-            *sent += 1;
-            self.pipe.send(record);
+    pub(crate) fn subscribe(&self, wanted: Wanted, pipe: &Arc<EventPipe>, name: u64) {
+        let kept = (!matches!(wanted, Wanted::Devx(_))).then(|| pipe.clone());
+        self.0.lock().push(Subscription { wanted, name, pipe: Arc::downgrade(pipe), _kept: kept, sent: 0 });
+    }
+
+    fn send(&self, wanted: Wanted, record: impl Fn(u64) -> Vec<u8>) {
+        for subscription in self.0.lock().iter_mut().filter(|subscription| subscription.wanted == wanted) {
+            if let Some(pipe) = subscription.pipe.upgrade() {
+                subscription.sent += 1;
+                pipe.send(&record(subscription.name));
+            }
         }
     }
 
-    /// Takes back what the program has not read. Returns how many events it has read or will have read.
-    pub(crate) fn finish(&self) -> u32 {
-        let sent = self.sent.lock().take().unwrap_or_default();
-        let element = self.user_handle.to_ne_bytes();
-        sent.saturating_sub(self.pipe.take_back(|record| record.starts_with(&element)))
+    /// The object has ended, and with it what the program has not read.
+    pub(crate) fn finish(&self) -> Reported {
+        let mut reported = Reported::default();
+        for Subscription { wanted, name, pipe, sent, .. } in std::mem::take(&mut *self.0.lock()) {
+            let Some(pipe) = pipe.upgrade() else { continue };
+            let read = sent.saturating_sub(pipe.take_back(|record| record.starts_with(&name.to_ne_bytes())));
+            match wanted {
+                Wanted::Asynchronous => reported.asynchronous += read,
+                Wanted::Completions => reported.completions += read,
+                Wanted::Devx(_) => {}
+            }
+        }
+        reported
     }
-}
 
-/// Asynchronous events, by the numbers of `enum ib_event_type`.
-impl Listener for EventSource {
     fn raise(&self, event: AsyncEvent) {
-        let event_type = match event {
-            AsyncEvent::CqError(_) => 0,
-            AsyncEvent::QpFatal(_) => 1,
-            AsyncEvent::QpRequestError(_) => 2,
-            AsyncEvent::QpAccessError(_) => 3,
-            AsyncEvent::SrqLimitReached(_) => 15,
-            AsyncEvent::QpLastWqeReached(_) => 16,
+        let (event_type, devx) = match event {
+            AsyncEvent::CqError(_) => (0, event::CQ_ERROR),
+            AsyncEvent::QpFatal(_) => (1, event::WQ_CATAS_ERROR),
+            AsyncEvent::QpRequestError(_) => (2, event::WQ_INVAL_REQ_ERROR),
+            AsyncEvent::QpAccessError(_) => (3, event::WQ_ACCESS_ERROR),
+            AsyncEvent::SrqLimitReached(_) => (15, event::SRQ_RQ_LIMIT),
+            AsyncEvent::QpLastWqeReached(_) => (16, event::SRQ_LAST_WQE),
         };
-        let record = ib_uverbs_async_event_desc { element: self.user_handle, event_type, reserved: 0 };
-        self.send(bytes_of(&record));
+        self.send(Wanted::Asynchronous, |element| {
+            bytes_of(&ib_uverbs_async_event_desc { element, event_type, reserved: 0 }).to_vec()
+        });
+        self.send(Wanted::Devx(devx), |cookie| cookie.to_ne_bytes().to_vec());
     }
 }
 
-/// Completion events: records of eight bytes.
 impl GpuNudge for EventSource {
     fn nudge(&self) {
-        self.send(&self.user_handle.to_ne_bytes());
+        for wanted in [Wanted::Completions, Wanted::Devx(event::COMP)] {
+            self.send(wanted, |name| name.to_ne_bytes().to_vec());
+        }
     }
 }
 
@@ -158,12 +197,11 @@ pub(crate) struct Owners {
 
 /// Objects of a kind.
 #[derive(Debug, Default)]
-pub(crate) struct Numbered(Mutex<HashMap<u32, Weak<dyn Listener>>>);
+pub(crate) struct Numbered(Mutex<HashMap<u32, Weak<EventSource>>>);
 
 impl Numbered {
-    pub(crate) fn add<L: Listener + 'static>(&self, number: u32, listener: &Arc<L>) {
-        let listener: Weak<L> = Arc::downgrade(listener);
-        self.0.lock().insert(number, listener);
+    pub(crate) fn add(&self, number: u32, source: &Arc<EventSource>) {
+        self.0.lock().insert(number, Arc::downgrade(source));
     }
 
     pub(crate) fn remove(&self, number: u32) {
@@ -171,9 +209,9 @@ impl Numbered {
     }
 
     fn raise(&self, number: u32, event: AsyncEvent) {
-        let listener = self.0.lock().get(&number).and_then(Weak::upgrade);
-        if let Some(listener) = listener {
-            listener.raise(event);
+        let source = self.0.lock().get(&number).and_then(Weak::upgrade);
+        if let Some(source) = source {
+            source.raise(event);
         }
     }
 }
@@ -198,15 +236,30 @@ mod tests {
 
     #[test]
     fn events_after_the_end_of_their_object_are_not_sent() {
-        let (pipe, program) = EventPipe::new(8).unwrap();
-        let pipe = Arc::new(pipe);
-        let [ended, other] = [1, 2].map(|handle| EventSource::new(pipe.clone(), handle));
-        ended.nudge();
-        assert_eq!(ended.finish(), 0, "the program has read none");
-        ended.nudge();
-        other.nudge();
-        let mut record = [0; 8];
-        rustix::io::read(&program, &mut record).unwrap();
-        assert_eq!(u64::from_ne_bytes(record), 2);
+        let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
+        let read = || {
+            let mut records = [0; 16];
+            assert_eq!(rustix::io::read(&program, &mut records), Ok(8), "one record for each read");
+            u64::from_ne_bytes(*records.first_chunk().unwrap())
+        };
+        for wanted in [Wanted::Completions, Wanted::Devx(event::COMP)] {
+            let [ended, other, new] = [1, 2, 1].map(|name| {
+                let source = EventSource::default();
+                source.subscribe(wanted, &pipe, name);
+                source
+            });
+            ended.nudge();
+            assert_eq!(read(), 1);
+            ended.nudge();
+            let completions = u32::from(wanted == Wanted::Completions);
+            assert_eq!(ended.finish(), Reported { completions, asynchronous: 0 }, "one was read");
+            ended.nudge();
+            other.nudge();
+            // An object at the same address has the same name.
+            new.nudge();
+            drop(ended);
+            assert_eq!([read(), read()], [2, 1]);
+        }
+        assert_eq!(pipe.take_back(|_| true), 0);
     }
 }

@@ -104,19 +104,38 @@ pub(crate) fn pin(addr: u64, len: u64, read_only: bool) -> Result<(), Errno> {
     })
 }
 
+/// A mapping of this process.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub(crate) range: std::ops::Range<u64>,
+    is_writable: bool,
+    /// What is mapped, as the kernel names it.
+    pub(crate) name: String,
+}
+
+/// The mappings that overlap a range.
+pub(crate) fn mappings(range: std::ops::Range<u64>) -> Vec<Mapping> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let all = maps.lines().filter_map(Mapping::parse);
+    all.filter(|mapping| mapping.range.start < range.end && range.start < mapping.range.end).collect()
+}
+
+impl Mapping {
+    /// A line of `/proc/self/maps`.
+    fn parse(line: &str) -> Option<Self> {
+        let mut words = line.split_ascii_whitespace();
+        let (from, to) = words.next()?.split_once('-')?;
+        let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).ok());
+        let is_writable = words.next()?.as_bytes().get(1) == Some(&b'w');
+        // Offset, device and inode are between.
+        Some(Self { range: from?..to?, is_writable, name: words.skip(3).collect::<Vec<_>>().join(" ") })
+    }
+}
+
 /// Whether all mappings in this range may be written to.
 fn is_writable(first: u64, end: u64) -> bool {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    let overlapping = maps.lines().filter_map(|line| {
-        let (range, rest) = line.split_once(' ')?;
-        let (from, to) = range.split_once('-')?;
-        let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16));
-        (from.ok()? < end && to.ok()? > first).then_some(rest)
-    });
-    overlapping
-        .map(|rights| rights.as_bytes().get(1) == Some(&b'w'))
-        .fold(None, |all, one| Some(all.unwrap_or(true) && one))
-        == Some(true)
+    let mappings = mappings(first..end);
+    !mappings.is_empty() && mappings.iter().all(|mapping| mapping.is_writable)
 }
 
 /// `errno` of this thread.
@@ -160,6 +179,18 @@ mod tests {
         let addr = TEXT.as_ptr() as u64;
         assert_eq!(pin(addr, 8, true), Ok(()));
         assert_eq!(pin(addr, 8, false), Err(Errno::FAULT));
+    }
+
+    #[test]
+    fn mappings_have_ranges_rights_and_names() {
+        let line = "7f00-8000 rw-s 00009000 00:01 4242                  /memfd:uverbs (deleted)";
+        let expected =
+            Mapping { range: 0x7f00..0x8000, is_writable: true, name: "/memfd:uverbs (deleted)".into() };
+        assert_eq!(Mapping::parse(line), Some(expected));
+        assert!(!Mapping::parse("1000-2000 r--p 00000000 00:00 0").unwrap().is_writable);
+        assert_eq!(Mapping::parse("nonsense"), None);
+        let here = mappings(line.as_ptr() as u64..line.as_ptr() as u64 + 1);
+        assert!(matches!(&here[..], [Mapping { name, .. }] if name.starts_with('/')), "{here:?}");
     }
 
     #[test]

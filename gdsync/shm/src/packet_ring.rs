@@ -114,6 +114,11 @@ impl Producer {
         self.advance(ring, lines_of(len), RECORD | len);
     }
 
+    /// Whether the consumer has found the ring empty since the last record.
+    pub fn is_drained<R: Lines>(&self, ring: &R) -> bool {
+        ring.consumed().load(Relaxed) == self.at
+    }
+
     /// Line of the next record, if it fits before the end.
     pub fn line<R: Lines>(&self, ring: &R) -> u64 {
         self.at & (ring.count() - 1)
@@ -179,6 +184,7 @@ impl Consumer {
             let marker = ring.marker(line).load(Acquire);
             let len = marker & !RECORD;
             if marker == 0 {
+                self.publish(ring);
                 return Ok(None);
             } else if marker == PAD && line != 0 {
                 self.at += left;
@@ -200,10 +206,16 @@ impl Consumer {
         self.at = found.end;
         let publish = self.at - self.published >= ring.count() / 4;
         if publish {
+            self.publish(ring);
+        }
+        publish
+    }
+
+    fn publish<R: Lines>(&mut self, ring: &R) {
+        if self.published != self.at {
             // Release: the reads of these lines happen before the producer's next writes to them.
             ring.consumed().store(self.at, Release);
             self.published = self.at;
         }
-        publish
     }
 }

@@ -165,6 +165,11 @@ impl Links {
         self.get(index).and_then(|link| link.full_since).is_some_and(|since| since.elapsed() >= STALL)
     }
 
+    /// Whether the peer is alive and has not taken all packets that were sent to it.
+    pub(crate) fn holds_packets(&self, index: usize) -> bool {
+        self.get(index).is_some_and(|l| !l.down && !l.is_lost() && !l.tx.is_drained())
+    }
+
     /// Index of a live link to `peer`.
     pub(crate) fn find(&self, peer: Gid) -> Option<usize> {
         let leads_there = |l: &Link| l.peer == peer && !l.down && !l.is_lost();

@@ -82,6 +82,11 @@ impl Peers {
         }
     }
 
+    /// Whether an attempt to reach this peer is under way.
+    pub(crate) fn is_sought(&self, peer: Gid) -> bool {
+        self.attempts.get(&peer).is_some_and(|attempt| attempt.under_way)
+    }
+
     /// Takes the datagrams that wait for a link to this peer.
     pub(crate) fn take_waiting(&mut self, peer: Gid) -> Waiting {
         self.attempts.get_mut(&peer).map(|attempt| std::mem::take(&mut attempt.waiting)).unwrap_or_default()

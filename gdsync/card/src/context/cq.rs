@@ -19,7 +19,7 @@ use crate::abi::{
 };
 use crate::command::Command;
 use crate::events::EventPipe;
-use crate::hca::{EventSource, Hca};
+use crate::hca::{self, EventSource, Hca, Reported};
 use crate::user::User;
 
 /// A completion queue.
@@ -30,7 +30,6 @@ pub(super) struct Cq {
     /// Bytes of an entry.
     entry: usize,
     source: Arc<EventSource>,
-    notifier: Option<Arc<EventSource>>,
 }
 
 impl Drop for Cq {
@@ -60,7 +59,7 @@ impl Context {
         let (pipe, program) = EventPipe::new(8)?;
         command
             .respond(user, &ib_uverbs_create_comp_channel_resp { fd: program.as_raw_fd().cast_unsigned() })?;
-        self.add_channel(Events::Completions, pipe, program);
+        self.add_channel(Events::Completions, Arc::new(pipe), program);
         Ok(())
     }
 
@@ -111,8 +110,10 @@ impl Context {
         };
         let buffer = buffer(driver.buf_addr, wanted.cqe, entry)?;
         let record = ring(driver.db_addr, CQ_DBREC_SIZE, 8)?;
-        let notifier = channel.map(|channel| EventSource::new(channel, wanted.user_handle));
         let source = self.event_source(wanted.user_handle)?;
+        if let Some(channel) = &channel {
+            source.subscribe(hca::Wanted::Completions, channel, wanted.user_handle);
+        }
         let cqn = self.hca.card.create_cq(CardCq {
             ring: buffer,
             entry,
@@ -120,11 +121,11 @@ impl Context {
             // UCX writes no consumer counters.
             ignore_overrun: true,
             nudges: None,
-            channel: notifier.clone().map(|notifier| notifier as _),
+            channel: channel.map(|_| source.clone() as _),
         });
         let cqn = cqn.map_err(|_| Errno::NOMEM)?;
         self.hca.owners.cqs.add(cqn, &source);
-        Ok(Cq { hca: self.hca, cqn, entry, source, notifier })
+        Ok(Cq { hca: self.hca, cqn, entry, source })
     }
 
     pub(super) fn resize_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
@@ -145,11 +146,12 @@ impl Context {
         let request: ib_uverbs_destroy_cq = command.request()?;
         command.check_response::<ib_uverbs_destroy_cq_resp>()?;
         let cq = self.cqs.remove(request.cq_handle)?;
-        let (source, notifier) = (cq.source.clone(), cq.notifier.clone());
+        let source = cq.source.clone();
         drop(cq);
+        let Reported { completions, asynchronous } = source.finish();
         let response = ib_uverbs_destroy_cq_resp {
-            comp_events_reported: notifier.map_or(0, |notifier| notifier.finish()),
-            async_events_reported: source.finish(),
+            comp_events_reported: completions,
+            async_events_reported: asynchronous,
         };
         command.respond(user, &response)
     }

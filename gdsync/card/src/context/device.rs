@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use super::ioctl::pages_per_uar;
-use super::{Context, Result};
+use super::{Context, Events, Result};
 use crate::abi::{
     ib_uverbs_async_event_desc, ib_uverbs_ex_query_device, ib_uverbs_ex_query_device_resp,
     ib_uverbs_get_context, ib_uverbs_get_context_resp, ib_uverbs_query_device_resp, ib_uverbs_query_port,
@@ -14,7 +14,7 @@ use crate::abi::{
 };
 use crate::address::Link;
 use crate::command::Command;
-use crate::events::{EventPipe, into_program};
+use crate::events::EventPipe;
 use crate::user::User;
 
 /// Completion vectors.
@@ -77,11 +77,12 @@ impl Context {
                 ..Default::default()
             },
         )?;
-        self.async_events.set(Arc::new(pipe)).map_err(|_| Errno::INVAL)?;
+        let pipe = Arc::new(pipe);
+        self.async_events.set(pipe.clone()).map_err(|_| Errno::INVAL)?;
         if driver.flags & DEVX != 0 {
             self.devx.grant();
         }
-        into_program(program);
+        self.add_channel(Events::Asynchronous, pipe, program);
         Ok(())
     }
 

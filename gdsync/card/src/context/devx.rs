@@ -3,7 +3,6 @@
 //! The kernel's part is here: attributes, handles, and which object a command is for. What the firmware does with a command,
 //! a function of its bytes, is in the modules below.
 
-mod events;
 mod firmware;
 mod queues;
 mod steps;
@@ -20,6 +19,7 @@ use super::ioctl::Call;
 use super::{Context, Events, Result, Table};
 use crate::abi;
 use crate::events::EventPipe;
+use crate::hca::Wanted;
 use crate::log::log;
 
 /// What a context has of DevX.
@@ -155,7 +155,7 @@ impl Context {
         let (pipe, program) = EventPipe::new(size_of::<u64>())?;
         let fd = program.as_raw_fd().cast_unsigned();
         call.put_handle(abi::MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_HANDLE, fd)?;
-        self.add_channel(Events::Devx, pipe, program);
+        self.add_channel(Events::Devx, Arc::new(pipe), program);
         Ok(())
     }
 
@@ -179,7 +179,7 @@ impl Context {
         if !rest.is_empty() || kinds.is_empty() || !kinds.iter().all(|kind| object.events().contains(kind)) {
             return Err(Errno::INVAL);
         }
-        object.subscriptions().add(&kinds, cookie, &pipe);
+        kinds.iter().for_each(|&kind| object.source().subscribe(Wanted::Devx(kind), &pipe, cookie));
         Ok(())
     }
 }

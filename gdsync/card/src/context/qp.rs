@@ -274,7 +274,7 @@ impl Context {
         let qp = self.qps.remove(request.qp_handle)?;
         let source = qp.source.clone();
         drop(qp);
-        command.respond(user, &ib_uverbs_destroy_qp_resp { events_reported: source.finish() })
+        command.respond(user, &ib_uverbs_destroy_qp_resp { events_reported: source.finish().asynchronous })
     }
 
     pub(super) fn create_ah(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {

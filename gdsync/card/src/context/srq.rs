@@ -108,7 +108,7 @@ impl Context {
         let srq = self.srqs.remove(request.srq_handle)?;
         let source = srq.source.clone();
         drop(srq);
-        command.respond(user, &ib_uverbs_destroy_srq_resp { events_reported: source.finish() })
+        command.respond(user, &ib_uverbs_destroy_srq_resp { events_reported: source.finish().asynchronous })
     }
 }
 

@@ -64,9 +64,7 @@ pub(super) fn open() -> Context {
     let mut body = [0; 40];
     body[..8].copy_from_slice(&BASE.to_ne_bytes());
     context.write(&program, &command(abi::IB_USER_VERBS_CMD_GET_CONTEXT, 20, &body)).unwrap();
-    let fd: u32 = crate::abi::read_padded(&program.0.lock()[..4]);
-    // SAFETY: the context gave it to the program, which is this test.
-    drop(unsafe { OwnedFd::from_raw_fd(fd.cast_signed()) });
+    close_channels(&context);
     context
 }
 

@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 use super::inside;
 use crate::context::exported;
+use crate::user::mappings;
 
 /// `CU_MEMHOSTREGISTER_IOMEMORY`
 const IO_MEMORY: c_uint = 4;
@@ -178,12 +179,5 @@ unsafe extern "C" fn export(handle: *mut c_void, addr: u64, len: usize, kind: c_
 
 /// Whether a doorbell page of a device is mapped here.
 fn is_doorbell(addr: u64) -> bool {
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-    maps.lines().filter(|line| line.contains("/memfd:uverbs")).any(|line| {
-        let range = line.split(' ').next().and_then(|range| range.split_once('-'));
-        let [from, to] = range.map_or([0, 0], |(from, to)| {
-            [from, to].map(|text| u64::from_str_radix(text, 16).unwrap_or_default())
-        });
-        (from..to).contains(&addr)
-    })
+    mappings(addr..addr.saturating_add(1)).iter().any(|mapping| mapping.name.starts_with("/memfd:uverbs"))
 }

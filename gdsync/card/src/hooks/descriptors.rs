@@ -1,10 +1,10 @@
-//! Functions that take descriptors: `write`, `ioctl`, those that close and duplicate, and `socket`.
+//! Functions that take descriptors: `read`, `write`, `ioctl`, those that close and duplicate, and `socket`.
 
 use std::ffi::{c_int, c_uint, c_ulong, c_void};
 
 use rustix::io::Errno;
 
-use super::{descriptor, finish, next};
+use super::{descriptor, finish, inside, next};
 use crate::process::{Open, Process, may_be_ours};
 use crate::user::{ThisProcess, User as _};
 
@@ -34,6 +34,32 @@ pub(crate) extern "C" fn write(fd: c_int, buffer: *const c_void, count: usize) -
             next!(write(fd => c_int, buffer => *const c_void, count => usize) -> isize, else -1)
         }
     }
+}
+
+/// Whether a read of a channel has no room for an event, which a kernel refuses.
+fn is_too_small(fd: c_int, count: usize) -> bool {
+    match descriptor(fd) {
+        Some(Open::Channel(context)) => {
+            inside(|| context.upgrade()?.event_size(fd)).flatten().is_some_and(|size| count < size)
+        }
+        _ => false,
+    }
+}
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn read(fd: c_int, buffer: *mut c_void, count: usize) -> isize {
+    if is_too_small(fd, count) {
+        return finish(|| Err(Errno::INVAL));
+    }
+    next!(read(fd => c_int, buffer => *mut c_void, count => usize) -> isize, else -1)
+}
+
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub(crate) extern "C" fn __read_chk(fd: c_int, buffer: *mut c_void, count: usize, size: usize) -> isize {
+    if is_too_small(fd, count) {
+        return finish(|| Err(Errno::INVAL));
+    }
+    next!(__read_chk(fd => c_int, buffer => *mut c_void, count => usize, size => usize) -> isize, else -1)
 }
 
 #[cfg_attr(not(test), unsafe(no_mangle))]

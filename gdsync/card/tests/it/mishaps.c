@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <infiniband/verbs.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -57,6 +58,10 @@ int main(void)
     unsetenv("GDSYNC_FAULTS");
     context = ibv_open_device(list[0]);
     CHECK(context);
+    /* Too small for an event. */
+    char small[8];
+    CHECK(fcntl(context->async_fd, F_SETFL, O_NONBLOCK) == 0);
+    CHECK(read(context->async_fd, small, sizeof small) == -1 && errno == EINVAL);
     pd = ibv_alloc_pd(context);
     CHECK(pd);
     union ibv_gid own, nobody;

@@ -387,6 +387,22 @@ fn a_wait_holds_the_queue_until_another_one_has_completed() {
     assert_eq!(companion.sends.wait().syndrome, Syndrome::LOC_QP_OP_ERR, "no such queue");
 }
 
+#[test]
+fn a_peer_that_gets_no_processor_is_not_given_up() {
+    let (mut a, mut b) = Program::pair(64);
+    a.card.modify_qp(a.qpn, &QpAttr::default().timeout(1).retry_cnt(1), None, TIMEOUT).unwrap();
+    for _ in 0..3 {
+        b.receive(&[b.sge(0, 64)]);
+        b.card.clone().0.shared.with(|_| {
+            a.post(Opcode::SEND, CE_ALWAYS, &[inline(&[1; 30])]);
+            // Many times the patience of the queue pair: 8 us, twice.
+            std::thread::sleep(Duration::from_millis(20));
+            assert_eq!(a.sends.poll(), None);
+        });
+        assert_eq!((a.sends.wait().syndrome, b.recvs.wait().byte_cnt), (Syndrome::default(), 30));
+    }
+}
+
 /// As UCX's flushes: a NOP, and an empty WRITE to address 0 with key 0.
 #[test]
 fn flushes_complete_after_what_is_before_them() {

@@ -319,6 +319,9 @@ impl SoftQp {
             None => self.req.deadline = self.req.timeout.map(|t| now + t),
             Some(deadline) if now >= deadline => {
                 self.req.deadline = None;
+                if self.awaits_processor(env) {
+                    return;
+                }
                 if self.req.retries == 0 {
                     self.fail(Syndrome::RETRY_EXC_ERR, env);
                 } else {
@@ -330,6 +333,17 @@ impl SoftQp {
             }
             Some(_) => {}
         }
+    }
+}
+
+impl SoftQp {
+    /// Whether packets wait for a peer whose HCA gets no time of a processor. A card needs none, so that is no timeout of a card.
+    fn awaits_processor(&self, env: &Env<'_>) -> bool {
+        let waits = match self.remote {
+            Some(remote) if self.link == UNLINKED => env.peers.is_sought(remote.gid),
+            _ => env.links.holds_packets(self.link),
+        };
+        waits && env.async_events.has_listener()
     }
 }
 

@@ -99,6 +99,11 @@ impl TxRing {
         self.ring.0.prefetch_to_write(at(self.producer.line(&self.ring)));
     }
 
+    /// Whether the consumer has taken all records.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.producer.is_drained(&self.ring)
+    }
+
     /// Appends a record with body `ext` and then `pieces`. Returns false if the ring is full.
     pub(crate) fn try_push(
         &mut self,

@@ -13,12 +13,11 @@ use rdma_core_sys::mlx5::ifc::{
     Field, Opcode, Status, command, cqc, create_cq, create_qp, event, qpc, rmp_wq,
 };
 
-use super::events::Subscriptions;
 use super::firmware::{LOG_MAX_CQ_SZ, LOG_MAX_QP_SZ, Refusal, Response, at_least, opcode, require};
 use super::is_event_queue;
 use super::umem::Umem;
 use crate::context::{Context, Pd};
-use crate::hca::Hca;
+use crate::hca::{EventSource, Hca};
 
 type Result<T> = std::result::Result<T, Refusal>;
 
@@ -52,11 +51,11 @@ impl Object {
         }
     }
 
-    pub(super) fn subscriptions(&self) -> &Arc<Subscriptions> {
+    pub(super) fn source(&self) -> &Arc<EventSource> {
         match self {
-            Self::Cq(cq) => &cq.subscriptions,
-            Self::Qp(qp) => &qp.subscriptions,
-            Self::Rmp(rmp) => &rmp.subscriptions,
+            Self::Cq(cq) => &cq.source,
+            Self::Qp(qp) => &qp.source,
+            Self::Rmp(rmp) => &rmp.source,
         }
     }
 
@@ -143,7 +142,7 @@ fn limit(error: &dyn ToString) -> Refusal {
 pub(super) struct Cq {
     hca: &'static Hca,
     cqn: u32,
-    subscriptions: Arc<Subscriptions>,
+    source: Arc<EventSource>,
     /// As it was created.
     context: Vec<u8>,
     _umems: [Arc<Umem>; 2],
@@ -153,7 +152,7 @@ impl Drop for Cq {
     fn drop(&mut self) {
         self.hca.owners.cqs.remove(self.cqn);
         self.hca.card.destroy_cq(self.cqn);
-        self.subscriptions.finish();
+        self.source.finish();
     }
 }
 
@@ -190,7 +189,7 @@ impl Cq {
         }
         let place = (cqc(cqc::DBR_UMEM_ID), cqc(cqc::DBR_ADDR));
         let (record_umem, record) = part(context, input, place, CQ_DBREC_SIZE, 8)?;
-        let subscriptions = Arc::<Subscriptions>::default();
+        let source = Arc::<EventSource>::default();
         let cq = CardCq {
             ring,
             entry,
@@ -198,12 +197,12 @@ impl Cq {
             ignore_overrun: cqc(cqc::OI).get(input) == 1,
             nudges: None,
             // Writes to the arm word of the record.
-            channel: record_umem.is_writable.then(|| subscriptions.clone() as _),
+            channel: record_umem.is_writable.then(|| source.clone() as _),
         };
         let cqn = context.hca.card.create_cq(cq).map_err(|error| limit(&error))?;
-        context.hca.owners.cqs.add(cqn, &subscriptions);
+        context.hca.owners.cqs.add(cqn, &source);
         let bytes = input[create_cq::CONTEXT / 8..create_cq::CONTEXT / 8 + CQC].to_vec();
-        Ok(Self { hca: context.hca, cqn, subscriptions, context: bytes, _umems: [ring_umem, record_umem] })
+        Ok(Self { hca: context.hca, cqn, source, context: bytes, _umems: [ring_umem, record_umem] })
     }
 }
 
@@ -216,7 +215,7 @@ const QPC: usize = 232;
 pub(super) struct Qp {
     pub(super) hca: &'static Hca,
     pub(super) qpn: u32,
-    subscriptions: Arc<Subscriptions>,
+    source: Arc<EventSource>,
     /// As it was created, with what transitions have set.
     pub(super) context: Mutex<Vec<u8>>,
     _pd: Arc<Pd>,
@@ -229,7 +228,7 @@ impl Drop for Qp {
     fn drop(&mut self) {
         self.hca.owners.qps.remove(self.qpn);
         self.hca.card.destroy_qp(self.qpn);
-        self.subscriptions.finish();
+        self.source.finish();
     }
 }
 
@@ -298,13 +297,13 @@ impl Qp {
             flushes_by_doorbell: false,
         };
         let qpn = context.hca.card.create_qp(parts).map_err(|error| limit(&error))?;
-        let subscriptions = Arc::<Subscriptions>::default();
-        context.hca.owners.qps.add(qpn, &subscriptions);
+        let source = Arc::<EventSource>::default();
+        context.hca.owners.qps.add(qpn, &source);
         let bytes = input[create_qp::CONTEXT / 8..create_qp::CONTEXT / 8 + QPC].to_vec();
         Ok(Self {
             hca: context.hca,
             qpn,
-            subscriptions,
+            source,
             context: Mutex::new(bytes),
             _pd: pd,
             _cqs: cqs,
@@ -325,7 +324,7 @@ mod wq_type {
 pub(super) struct Rmp {
     hca: &'static Hca,
     rmpn: u32,
-    subscriptions: Arc<Subscriptions>,
+    source: Arc<EventSource>,
     _umems: [Arc<Umem>; 2],
 }
 
@@ -333,7 +332,7 @@ impl Drop for Rmp {
     fn drop(&mut self) {
         self.hca.owners.srqs.remove(self.rmpn);
         self.hca.card.destroy_srq(self.rmpn);
-        self.subscriptions.finish();
+        self.source.finish();
     }
 }
 
@@ -356,9 +355,9 @@ impl Rmp {
         let (record_umem, record) = part(context, input, place, 8, 8)?;
         let made = context.hca.card.create_srq(CardSrq { ring, stride, record, is_cyclic });
         let rmpn = made.map_err(|error| limit(&error))?;
-        let subscriptions = Arc::<Subscriptions>::default();
-        context.hca.owners.srqs.add(rmpn, &subscriptions);
-        Ok(Self { hca: context.hca, rmpn, subscriptions, _umems: [ring_umem, record_umem] })
+        let source = Arc::<EventSource>::default();
+        context.hca.owners.srqs.add(rmpn, &source);
+        Ok(Self { hca: context.hca, rmpn, source, _umems: [ring_umem, record_umem] })
     }
 }
 
