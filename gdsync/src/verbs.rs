@@ -1,4 +1,4 @@
-//! RC verbs on mlx5 rings: devices, protection domains, memory regions, completion queues and queue pairs.
+//! Verbs on mlx5 rings: devices, protection domains, memory regions, completion queues and queue pairs.
 
 mod completion;
 mod context;
@@ -26,4 +26,4 @@ pub use gdsync_device::{
 };
 pub use mr::{Mr, MrGuard};
 pub use qp::{Qp, QpBuilder};
-pub use wr::{RecvWr, RemoteAddr, SendWr, Sge, Wc};
+pub use wr::{RecvWr, RemoteAddr, SendWr, Sender, Sge, Wc};

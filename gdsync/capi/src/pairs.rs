@@ -35,6 +35,7 @@ pub(crate) struct Pair {
     domain: Arc<Pd>,
     /// Every send completes with success reported.
     signals_all: bool,
+    is_datagram: bool,
     send: Side,
     recv: Side,
 }
@@ -143,15 +144,13 @@ pub(crate) unsafe fn create(
         return Err(Error::invalid("flags", format!("{flags:#x} ({name})"), expected));
     }
     match attr.qp_type {
-        ibv_qp_type::IBV_QPT_RC if attr.srq.is_null() => {}
-        ibv_qp_type::IBV_QPT_UD => {
-            let (what, by) = ("a queue pair of type UD", "this version of the library");
-            return Err(Error::Unsupported { what, by, fix: "use RC" });
-        }
+        ibv_qp_type::IBV_QPT_RC | ibv_qp_type::IBV_QPT_UD if attr.srq.is_null() => {}
         other => {
-            return Err(Error::invalid("qp_type", other.0, "IBV_QPT_RC, without a shared receive queue"));
+            let expected = "IBV_QPT_RC or IBV_QPT_UD, without a shared receive queue";
+            return Err(Error::invalid("qp_type", other.0, expected));
         }
     }
+    let is_datagram = attr.qp_type == ibv_qp_type::IBV_QPT_UD;
     // SAFETY: the caller's domain is allocated.
     if unsafe { (*pd.as_ptr()).context } != context.as_ptr() {
         return Err(Error::invalid("protection domain", format!("{pd:p}"), "one of the context"));
@@ -163,6 +162,8 @@ pub(crate) unsafe fn create(
     let cap = attr.cap;
     let builder = domain.build_qp().max_send_wr(size(cap.max_send_wr)).max_recv_wr(size(cap.max_recv_wr));
     let builder = builder.max_send_sge(size(cap.max_send_sge)).max_recv_sge(cap.max_recv_sge.max(1));
+    // The program sets the Q_Key by `gds_modify_qp`.
+    let builder = if is_datagram { builder.datagrams(0) } else { builder };
     let qp = builder.max_inline(size(cap.max_inline_data)).on_gpu(&gpu, OnGpu::empty()).build()?;
     let raw = qp.raw().ok_or_else(|| Error::invalid("queue pair", "in GPU memory", "one of libibverbs"))?;
     // SAFETY: the queue pair was just created, and nobody changes it.
@@ -185,6 +186,7 @@ pub(crate) unsafe fn create(
         gpu,
         domain,
         signals_all: attr.sq_sig_all != 0,
+        is_datagram,
         send: side(send, cap.max_send_wr),
         recv: side(recv, cap.max_recv_wr),
     });
@@ -303,7 +305,7 @@ impl Pair {
         let mut state = self.send.lock();
         self.check_room(&state, true)?;
         let post = |send: &SendWr<'_>| self.qp.post_send(std::slice::from_ref(send));
-        let completion = with_send(wr, post)?;
+        let completion = with_send(wr, self.is_datagram, post)?;
         state.pending.push_back(Pending::new(completion, self.is_signalled(wr)));
         Ok(())
     }
@@ -324,7 +326,8 @@ impl Pair {
         let mut prepared = Vec::with_capacity(wrs.len());
         for (at, wr) in wrs.iter().enumerate() {
             let one = self.check_room(&state, true).and_then(|()| {
-                with_send(wr, |send: &SendWr<'_>| self.qp.prepare_send(std::slice::from_ref(send)))
+                let prepare = |send: &SendWr<'_>| self.qp.prepare_send(std::slice::from_ref(send));
+                with_send(wr, self.is_datagram, prepare)
             });
             match one {
                 Ok(send) => {
@@ -486,13 +489,14 @@ impl Cq {
                 Err(_) if count > 0 => break,
                 Err(error) => return Err(error),
             };
+            let sender = self.0.is_datagram.then(|| front.completion.sender().ok().flatten()).flatten();
             state.pending.pop_front();
             state.claimed = state.claimed.saturating_sub(1);
             if let Some(Some(wc)) = taken {
                 if let Err(error) = wc.ok() {
                     report("gds_poll_cq", error, false);
                 }
-                out[count].write(completion(&wc));
+                out[count].write(completion(&wc, sender));
                 count += 1;
             }
         }

@@ -2,15 +2,16 @@
 
 use std::ffi::c_int;
 
-use gdsync::mlx5::{CqeOpcode, Opcode, Payload, SendOp, Syndrome, WqeFlags};
-use gdsync::verbs::{RecvWr, RemoteAddr, SendWr, Sge, Wc};
+use gdsync::mlx5::{AddressVector, CqeOpcode, Opcode, Payload, SendOp, Syndrome, WqeFlags};
+use gdsync::rdma::direct::address_vector;
+use gdsync::verbs::{RecvWr, RemoteAddr, SendWr, Sender, Sge, Wc};
 use rdma_core_sys::verbs::{
     ibv_recv_wr, ibv_send_flags, ibv_send_wr, ibv_sge, ibv_wc, ibv_wc_flags, ibv_wc_opcode, ibv_wc_status,
     ibv_wr_opcode,
 };
 use smallvec::SmallVec;
 
-use crate::guard::{Error, Result};
+use crate::guard::{Error, Result, non_null};
 
 /// Buffers of a request that are stored inline.
 type Sges = SmallVec<[Sge; 4]>;
@@ -37,8 +38,12 @@ fn sges(list: *const ibv_sge, count: c_int) -> Result<Sges> {
     Ok(list.iter().map(|sge| Sge { addr: sge.addr, len: sge.length, lkey: sge.lkey }).collect())
 }
 
-/// Calls `post` with a send of the program.
-pub(crate) fn with_send<T>(wr: &ibv_send_wr, post: impl FnOnce(&SendWr<'_>) -> Result<T>) -> Result<T> {
+/// Calls `post` with a send of the program, on a queue pair of datagrams if `is_datagram`.
+pub(crate) fn with_send<T>(
+    wr: &ibv_send_wr,
+    is_datagram: bool,
+    post: impl FnOnce(&SendWr<'_>) -> Result<T>,
+) -> Result<T> {
     let sges = sges(wr.sg_list, wr.num_sge)?;
     let mut bytes = SmallVec::<[u8; 64]>::new();
     let is_inline = wr.send_flags.contains(ibv_send_flags::IBV_SEND_INLINE);
@@ -76,7 +81,16 @@ pub(crate) fn with_send<T>(wr: &ibv_send_wr, post: impl FnOnce(&SendWr<'_>) -> R
             result.ok_or_else(|| Error::invalid("num_sge of an atomic", sges.len(), "1, not inline"))?;
         Ok::<_, Error>((RemoteAddr { addr: atomic.remote_addr, rkey: atomic.rkey }, atomic, result))
     };
+    let mut to = AddressVector::default();
+    if is_datagram {
+        // SAFETY: every bit pattern is valid, and the program sets this part for such a queue pair.
+        let ud = unsafe { wr.wr.ud };
+        // SAFETY: the program passes a handle of its device.
+        to = unsafe { address_vector(non_null("wr.ud.ah", ud.ah)?, ud.remote_qpn, ud.remote_qkey) }?;
+    }
     let op = match wr.opcode {
+        ibv_wr_opcode::IBV_WR_SEND if is_datagram => SendOp::Datagram { to: &to, payload, imm: None },
+        ibv_wr_opcode::IBV_WR_SEND_WITH_IMM if is_datagram => SendOp::Datagram { to: &to, payload, imm },
         ibv_wr_opcode::IBV_WR_SEND => SendOp::Send { payload, imm: None },
         ibv_wr_opcode::IBV_WR_SEND_WITH_IMM => SendOp::Send { payload, imm },
         ibv_wr_opcode::IBV_WR_RDMA_WRITE => SendOp::Write { remote: remote(), payload, imm: None },
@@ -109,8 +123,8 @@ pub(crate) fn with_recv<T>(wr: &ibv_recv_wr, post: impl FnOnce(&RecvWr<'_>) -> R
     post(&RecvWr::new(&sges).id(wr.wr_id))
 }
 
-/// A completion for the program.
-pub(crate) fn completion(wc: &Wc) -> ibv_wc {
+/// A completion for the program; of a datagram also who sent it.
+pub(crate) fn completion(wc: &Wc, sender: Option<Sender>) -> ibv_wc {
     let mut out = ibv_wc::zeroed();
     out.wr_id = wc.wr_id;
     out.status = status(wc.syndrome);
@@ -128,7 +142,13 @@ pub(crate) fn completion(wc: &Wc) -> ibv_wc {
     };
     if let Some(imm) = wc.imm {
         out.imm_data = imm.to_be();
-        out.wc_flags = ibv_wc_flags::IBV_WC_WITH_IMM;
+        out.wc_flags |= ibv_wc_flags::IBV_WC_WITH_IMM;
+    }
+    if let Some(sender) = sender {
+        (out.src_qp, out.slid, out.sl) = (sender.qpn, sender.lid, sender.sl);
+        if sender.has_grh {
+            out.wc_flags |= ibv_wc_flags::IBV_WC_GRH;
+        }
     }
     out
 }

@@ -135,11 +135,12 @@ impl QpAttr {
         wrong.map_or(Ok(()), |(name, value, rule)| Err(Error::invalid(name, value, rule)))
     }
 
-    /// Checks the transition of queue pair `qpn` from `from` and returns the state it leads to.
+    /// Checks the transition of queue pair `qpn` from `from` and returns the state it leads to. Steps of a datagram queue pair have
+    /// no attributes.
     ///
     /// # Errors
     /// [`Error::Transition`] if there is no such step, or an attribute is missing, not allowed or out of range.
-    pub fn check(&self, qpn: u32, from: QpState) -> Result<QpState> {
+    pub fn check(&self, qpn: u32, from: QpState, is_datagram: bool) -> Result<QpState> {
         const INIT: &[&str] = &["access"];
         const RTR: &[&str] = &["remote", "path_mtu", "max_dest_rd_atomic", "min_rnr_timer"];
         const RTS: &[&str] = &["timeout", "retry_cnt", "rnr_retry", "max_rd_atomic"];
@@ -165,6 +166,8 @@ impl QpAttr {
                 });
             }
         };
+        let (required, optional): (&[&str], &[&str]) =
+            if is_datagram { (&[], &[]) } else { (required, optional) };
         for (name, given, value, rule) in self.given() {
             if required.contains(&name) && !given {
                 return fail(format!("attribute {name} is required"));
@@ -214,7 +217,7 @@ mod tests {
                     || matches!(step, (QpState::RESET | QpState::INIT, QpState::INIT))
                     || matches!(step, (QpState::INIT, QpState::RTR) | (QpState::RTR, QpState::RTS));
                 let attr = if step == (QpState::RTS, QpState::RTS) { QpAttr::to(to) } else { complete(to) };
-                let result = attr.check(1, from);
+                let result = attr.check(1, from, false);
                 assert_eq!(
                     result.is_ok(),
                     legal || step == (QpState::RTS, QpState::RTS),
@@ -229,7 +232,7 @@ mod tests {
 
     #[test]
     fn missing_forbidden_and_large_attributes_are_named() {
-        let text = |attr: QpAttr, from| attr.check(0x77, from).unwrap_err().to_string();
+        let text = |attr: QpAttr, from| attr.check(0x77, from, false).unwrap_err().to_string();
         assert!(text(QpAttr::to(QpState::INIT), QpState::RESET).contains("access is required"));
         assert!(
             text(complete(QpState::RTS).remote(address()), QpState::RTR).contains("remote is not allowed")
@@ -243,5 +246,8 @@ mod tests {
         assert!(text(QpAttr::default(), QpState::RTS).contains("no target state"));
         let missing = QpAttr { max_rd_atomic: None, ..complete(QpState::RTS) };
         assert!(text(missing, QpState::RTR).contains("QP 0x77"));
+        assert_eq!(QpAttr::to(QpState::INIT).check(1, QpState::RESET, true).unwrap(), QpState::INIT);
+        let refused = complete(QpState::RTR).check(1, QpState::INIT, true).unwrap_err().to_string();
+        assert!(refused.contains("remote is not allowed"), "{refused}");
     }
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gdsync_shm::SpinLock;
+use mlx5_ring::AddressVector;
 use rdma_core_sys::verbs::ibv_qp;
 
 use super::address::{Gid, QpAddress};
@@ -52,6 +53,8 @@ pub struct QpRequest {
     pub max_send_sge: usize,
     /// Maximum inline bytes of a send, as requested.
     pub max_inline: usize,
+    /// Q_Key of a datagram queue pair (UD); `None` for a connection (RC).
+    pub qkey: Option<u32>,
 }
 
 /// A queue pair as created by the device, in state RESET.
@@ -85,6 +88,13 @@ pub struct MrKeys {
     /// The region is staged in host memory: peers cannot access the GPU memory by the remote key.
     pub is_staged: bool,
 }
+
+/// What a device without datagram queue pairs says.
+pub const NO_DATAGRAMS: Error = Error::Unsupported {
+    what: "a datagram queue pair (UD) with its queues in host memory",
+    by: "this device or path",
+    fix: "use an mlx5 card that reads the rings itself (GDSYNC_PATH=direct), without OnGpu",
+};
 
 /// A device: creates rings, which something behind it consumes. Implement this to run the verbs and streams of `gdsync` on a device of
 /// your own.
@@ -140,6 +150,17 @@ pub trait Provider: Send + Sync + fmt::Debug {
     /// # Errors
     /// Of the device, if it has no more or refuses the sizes.
     fn create_qp(&self, request: &QpRequest, places: &Places) -> Result<QpParts>;
+    /// Whether it has datagram queue pairs, whose queues lie in host memory.
+    fn has_datagrams(&self) -> bool {
+        false
+    }
+    /// The address of a queue pair for datagrams of a protection domain.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without datagrams; [`Error::Peer`] if the address cannot be reached from this port.
+    fn datagram_address(&self, _pdn: u32, _to: &QpAddress, _qkey: u32) -> Result<AddressVector> {
+        Err(NO_DATAGRAMS)
+    }
     /// Changes the state of a queue pair. `attr` has passed [`QpAttr::check`]. Blocks at most `timeout`, to resolve the address of the
     /// peer. Returns the first packet sequence number of this side, which a reset changes.
     ///

@@ -15,6 +15,10 @@ pub struct AddressVector {
     pub qpn: u32,
     /// Service level, 4 bits.
     pub sl: u8,
+    /// Code of the static rate, 4 bits; 0 is that of the link.
+    pub static_rate: u8,
+    /// Low 7 bits of the sender's LID that are not those of its port.
+    pub src_path_bits: u8,
     /// LID of the receiver; on RoCE a hint of the UDP source port.
     pub rlid: u16,
     /// MAC address of the receiver.
@@ -46,7 +50,7 @@ impl AddressVector {
         let mut put = |at: usize, bytes: &[u8]| out[at..at + bytes.len()].copy_from_slice(bytes);
         put(0, &self.qkey.to_be_bytes());
         put(8, &(self.qpn & 0xff_ffff | EXTENDED).to_be_bytes());
-        put(12, &[self.sl & 0xf]);
+        put(12, &[self.static_rate << 4 | self.sl & 0xf, self.src_path_bits & 0x7f]);
         put(14, &self.rlid.to_be_bytes());
         put(20, &self.rmac);
         put(26, &[self.tclass, self.hop_limit]);
@@ -66,6 +70,8 @@ impl AddressVector {
             qkey: word(0),
             qpn: dqp & 0xff_ffff,
             sl: bytes[12] & 0xf,
+            static_rate: bytes[12] >> 4,
+            src_path_bits: bytes[13] & 0x7f,
             rlid: u16::from_be_bytes([bytes[14], bytes[15]]),
             rmac: [0; 6],
             tclass: bytes[26],
@@ -112,16 +118,18 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::tests::changed;
-    use super::super::{DataSeg, DecodedPayload};
+    use super::super::{DataSeg, DecodedPayload, Payload, SendOp, WqeFlags, encode};
     use super::*;
 
     #[test]
     fn every_field_has_its_bytes() {
         let zero = AddressVector::default();
-        let cases: [(AddressVector, &[(usize, u8)]); 11] = [
+        let cases: [(AddressVector, &[(usize, u8)]); 13] = [
             (AddressVector { qkey: 0x0102_0304, ..zero }, &[(0, 1), (1, 2), (2, 3), (3, 4)]),
             (AddressVector { qpn: 0x01_0203, ..zero }, &[(9, 1), (10, 2), (11, 3)]),
             (AddressVector { sl: 0xf, ..zero }, &[(12, 0xf)]),
+            (AddressVector { static_rate: 3, ..zero }, &[(12, 0x30)]),
+            (AddressVector { src_path_bits: 0x7f, ..zero }, &[(13, 0x7f)]),
             (AddressVector { rlid: 0x0102, ..zero }, &[(14, 1), (15, 2)]),
             (
                 AddressVector { rmac: [1, 2, 3, 4, 5, 6], ..zero },
@@ -157,6 +165,14 @@ mod tests {
         };
         assert_eq!((list.total_bytes(), to), (9, vector));
         assert!(matches!(decode(Opcode::SEND, 4), Ok((DecodedOp::Send { imm: None, .. }, _))));
+        let sges = [DataSeg { addr: 0x1000, len: 9, lkey: 8 }];
+        let op = SendOp::Datagram { to: &vector, payload: Payload::Sges(&sges), imm: Some(9) };
+        let encoded = encode(&op, 7, 0, WqeFlags::default()).unwrap();
+        assert_eq!(
+            (encoded.ds(), &encoded.as_bytes()[16..]),
+            (5, &[&vector.to_bytes()[..], &sge].concat()[..])
+        );
+        assert_eq!((encoded.as_bytes()[3], op.payload_bytes()), (Opcode::SEND_IMM.0, 9));
         assert_eq!(decode(Opcode::NOP, 1).unwrap().0, DecodedOp::Nop);
         assert!(matches!(decode(Opcode::SEND, 3), Err(DecodeError::Ds { ds: 3, min: 4, .. })));
         assert!(matches!(decode(Opcode::SEND, 6), Err(DecodeError::Truncated { ds: 6, .. })));

@@ -40,6 +40,11 @@ pub fn encode_into(
             body.payload(payload)?;
             (if imm.is_some() { Opcode::SEND_IMM } else { Opcode::SEND }, imm)
         }
+        SendOp::Datagram { to, payload, imm } => {
+            to.to_bytes().as_chunks().0.iter().for_each(|segment| body.push(*segment));
+            body.payload(payload)?;
+            (if imm.is_some() { Opcode::SEND_IMM } else { Opcode::SEND }, imm)
+        }
         SendOp::Write { remote, payload, imm } => {
             body.push(remote.to_bytes());
             body.payload(payload)?;

@@ -2,6 +2,7 @@
 
 use core::fmt;
 
+use super::AddressVector;
 use super::ctrl::{CE_ALWAYS, FM_FENCE_AND_INITIATOR_SMALL, SOLICITED, blocks};
 use super::segment::{DataSeg, RemoteAddr, SEGMENT};
 
@@ -35,6 +36,15 @@ pub enum SendOp<'a> {
     Nop,
     /// Send: consumes a receive WQE of the peer.
     Send {
+        /// Payload.
+        payload: Payload<'a>,
+        /// Immediate data for the receiver's CQE.
+        imm: Option<u32>,
+    },
+    /// Send on a datagram queue pair.
+    Datagram {
+        /// The receiver.
+        to: &'a AddressVector,
         /// Payload.
         payload: Payload<'a>,
         /// Immediate data for the receiver's CQE.
@@ -87,10 +97,12 @@ impl SendOp<'_> {
             _ => sges.iter().fold(0u32, |sum, sge| sum.saturating_add(sge.len)),
         };
         match self {
-            Self::Send { payload, .. } | Self::Write { payload, .. } => match payload {
-                Payload::Sges(sges) => sum(sges),
-                Payload::Inline(data) => u32::try_from(data.len()).unwrap_or(u32::MAX),
-            },
+            Self::Send { payload, .. } | Self::Datagram { payload, .. } | Self::Write { payload, .. } => {
+                match payload {
+                    Payload::Sges(sges) => sum(sges),
+                    Payload::Inline(data) => u32::try_from(data.len()).unwrap_or(u32::MAX),
+                }
+            }
             Self::Read { sges, .. } => sum(sges),
             Self::CompareSwap { .. } | Self::FetchAdd { .. } => 8,
             Self::Nop => 0,

@@ -15,6 +15,7 @@
 //! Completions raise no events; waiters poll. A thread reads asynchronous events and records failures without a CQE as
 //! the error of the queue pair.
 
+mod datagram;
 mod devx;
 mod queues;
 mod registers;
@@ -26,10 +27,12 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
+use mlx5_ring::AddressVector;
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
 use rdma_core_sys::verbs::{ibv_cq, ibv_pd, ibv_qp};
 
+pub use self::datagram::address_vector;
 use self::devx::{Devx, DevxQp, EventChannel, Object, Umem};
 use self::queues::{VerbsCq, VerbsQp};
 use self::registers::{Registers, Uar};
@@ -39,8 +42,8 @@ use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{
-    Access, CqParts, FaultPlan, Gid, HcaStats, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr, QpParts,
-    QpRequest, QpState, TransferPath, random_psn,
+    Access, CqParts, FaultPlan, Gid, HcaStats, MrKeys, NO_DATAGRAMS, OnGpu, Places, Provider, QpAddress,
+    QpAttr, QpParts, QpRequest, QpState, TransferPath, random_psn,
 };
 
 /// An mlx5 card.
@@ -319,6 +322,9 @@ impl Provider for Direct {
         let (domain, psn) = (self.objects.domain(request.pdn)?, random_psn()?);
         let cqs = [self.cq(request.send_cqn)?, self.cq(request.recv_cqn)?];
         let (object, parts): (Box<dyn QpObject>, _) = if needs_devx(places) {
+            if request.qkey.is_some() {
+                return Err(NO_DATAGRAMS);
+            }
             let (qp, parts) = DevxQp::create(&self.devx()?, &domain, &cqs, request, places)?;
             (Box::new(qp), parts)
         } else {
@@ -336,6 +342,14 @@ impl Provider for Direct {
         let qp = Qp { object, state: Mutex::new((QpState::RESET, psn)), cqs };
         self.shared.qps.lock().insert(qpn, Arc::new(qp));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch: None })
+    }
+
+    fn has_datagrams(&self) -> bool {
+        true
+    }
+
+    fn datagram_address(&self, pdn: u32, to: &QpAddress, qkey: u32) -> Result<AddressVector> {
+        datagram::address(&self.objects.domain(pdn)?, to, qkey)
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, _timeout: Duration) -> Result<u32> {

@@ -26,6 +26,8 @@ pub(super) struct From {
     pub(super) pkey_index: u16,
     pub(super) service_level: u8,
     pub(super) traffic_class: u8,
+    /// Q_Key of a datagram queue pair.
+    pub(super) qkey: Option<u32>,
 }
 
 /// Hop limit of packets.
@@ -92,6 +94,10 @@ impl From {
             out.pkey_index = self.pkey_index;
             out.port_num = self.port;
             given |= mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT;
+            if let Some(qkey) = self.qkey {
+                out.qkey = qkey;
+                given |= mask::IBV_QP_QKEY;
+            }
         }
         if let Some(remote) = &attr.remote {
             out.ah_attr = self.route(remote)?;
@@ -113,7 +119,7 @@ impl From {
         set(attr.retry_cnt, &mut out.retry_cnt, mask::IBV_QP_RETRY_CNT);
         set(attr.rnr_retry, &mut out.rnr_retry, mask::IBV_QP_RNR_RETRY);
         set(attr.max_rd_atomic, &mut out.max_rd_atomic, mask::IBV_QP_MAX_QP_RD_ATOMIC);
-        if attr.timeout.is_some() {
+        if attr.timeout.is_some() || self.qkey.is_some() && state == QpState::RTS {
             // RTR to RTS.
             out.sq_psn = psn;
             given |= mask::IBV_QP_SQ_PSN;
@@ -123,7 +129,7 @@ impl From {
 }
 
 impl Open {
-    fn from(&self) -> From {
+    fn from(&self, qkey: Option<u32>) -> From {
         let (port, gid, config) = (self.port(), self.gid(), self.config());
         From {
             port: port.number,
@@ -136,15 +142,24 @@ impl Open {
             pkey_index: config.pkey_index,
             service_level: config.service_level,
             traffic_class: config.traffic_class,
+            qkey,
         }
     }
 
-    /// Builds a transition that passed [`QpAttr::check`] and its attribute mask; `psn` is the first send PSN.
+    /// Attributes of an address handle for a peer.
     ///
     /// # Errors
     /// [`Error::Peer`] for an address that this port cannot reach.
-    pub(crate) fn step(&self, psn: u32, attr: &QpAttr) -> Result<(ibv_qp_attr, mask)> {
-        self.from().build(attr, psn)
+    pub(crate) fn route(&self, peer: &QpAddress) -> Result<ibv_ah_attr> {
+        self.from(None).route(peer)
+    }
+
+    /// Builds a transition that passed [`QpAttr::check`] and its attribute mask; `psn` is the first send PSN, `qkey` of datagrams.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] for an address that this port cannot reach.
+    pub(crate) fn step(&self, qkey: Option<u32>, psn: u32, attr: &QpAttr) -> Result<(ibv_qp_attr, mask)> {
+        self.from(qkey).build(attr, psn)
     }
 
     /// Applies a transition that passed [`QpAttr::check`] to a queue pair in state `from`; `psn` is its first send PSN.
@@ -158,11 +173,12 @@ impl Open {
         &self,
         qp: *mut ibv_qp,
         qpn: u32,
+        qkey: Option<u32>,
         psn: u32,
         from: QpState,
         attr: &QpAttr,
     ) -> Result<()> {
-        let (mut raw, given) = self.step(psn, attr)?;
+        let (mut raw, given) = self.step(qkey, psn, attr)?;
         // SAFETY: the caller guarantees that `qp` is live.
         let errno = unsafe { self.verbs().ibv_modify_qp(qp, &raw mut raw, given) };
         if errno == 0 {
@@ -258,6 +274,7 @@ mod tests {
             pkey_index: 1,
             service_level: 4,
             traffic_class: 106,
+            qkey: None,
         }
     }
 
@@ -322,6 +339,15 @@ mod tests {
             (attr.sq_psn, attr.timeout, attr.retry_cnt, attr.rnr_retry, attr.max_rd_atomic),
             (0xabc, 14, 7, 6, 8)
         );
+
+        let datagrams = From { qkey: Some(9), ..from };
+        let (attr, given) = datagrams.build(&QpAttr::to(QpState::INIT), 0).unwrap();
+        let expected = mask::IBV_QP_STATE | mask::IBV_QP_PKEY_INDEX | mask::IBV_QP_PORT | mask::IBV_QP_QKEY;
+        assert_eq!((attr.qkey, given), (9, expected));
+        let (_, given) = datagrams.build(&QpAttr::to(QpState::RTR), 0).unwrap();
+        assert_eq!(given, mask::IBV_QP_STATE);
+        let (attr, given) = datagrams.build(&QpAttr::to(QpState::RTS), 0xabc).unwrap();
+        assert_eq!((attr.sq_psn, given), (0xabc, mask::IBV_QP_STATE | mask::IBV_QP_SQ_PSN));
 
         // A change in RTS.
         let (_, given) = from.build(&QpAttr::to(QpState::RTS).min_rnr_timer(1), 0).unwrap();

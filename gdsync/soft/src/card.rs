@@ -228,8 +228,17 @@ impl Card {
         let sq = at_least(qp.sq, mlx5_ring::BB)?;
         let rq = at_least(qp.rq, rq_stride)?;
         let (log_sq, log_rq) = ((sq.len() / mlx5_ring::BB).ilog2(), (rq.len() / rq_stride).ilog2());
-        let request =
-            QpRequest { pdn, send_cqn, recv_cqn, log_sq, log_rq, rq_stride, max_send_sge: 1, max_inline: 0 };
+        let request = QpRequest {
+            pdn,
+            send_cqn,
+            recv_cqn,
+            log_sq,
+            log_rq,
+            rq_stride,
+            max_send_sge: 1,
+            max_inline: 0,
+            qkey: None,
+        };
         let doorbell = match qp.doorbell {
             CardDoorbell::Register(register) => {
                 register.store(EMPTY);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::end::QueueEnd;
-use super::wr::Wc;
+use super::wr::{Sender, Wc};
 use crate::nvtx::DOMAIN;
 use gdsync_device::error::{Error, Result};
 
@@ -68,6 +68,15 @@ impl Completion {
         }
         let known = self.end.tracker.outcome(self.n, || self.end.cq.cqe(self.n)).flatten();
         known.map(Some).ok_or(Error::Forgotten { qpn: self.end.qp.qpn })
+    }
+
+    /// Who sent the datagram of a receive that has completed. `None` for others, and when the result is no longer known.
+    ///
+    /// # Errors
+    /// Those of [`Completion::status`].
+    pub fn sender(&self) -> Result<Option<Sender>> {
+        let is_datagram = !self.end.tracker.is_send && self.end.qp.is_datagram;
+        Ok(self.status()?.filter(|_| is_datagram).map(|_| self.end.tracker.sender(self.n)))
     }
 
     /// Whether the request was cancelled, for example by dropping its batch, and its number is not in use. It never

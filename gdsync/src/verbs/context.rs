@@ -13,9 +13,10 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::Memory;
 use gdsync_device::recorder::Log;
-use gdsync_device::{Access, FaultPlan, Gid, HcaStats, OnGpu, Places, Provider, Staging};
+use gdsync_device::{Access, FaultPlan, Gid, HcaStats, OnGpu, Places, Provider, QpAddress, Staging};
 use gdsync_shm::Backoff;
 use gdsync_soft::{SoftHca, SoftHcaConfig};
+use mlx5_ring::AddressVector;
 
 /// An open device. Clones share it.
 #[derive(Clone)]
@@ -241,6 +242,15 @@ impl Pd {
     /// as in `ibv_reg_mr`; errors of the device.
     pub fn register(&self, memory: &Memory, access: Access) -> Result<Mr> {
         Mr::register(self.clone(), memory, access)
+    }
+
+    /// The address of a [datagram](QpBuilder::datagrams) queue pair that has this Q_Key. The first PSN of `to` does not matter.
+    ///
+    /// # Errors
+    /// [`Error::Peer`](crate::Error::Peer) if it cannot be reached from this port; [`Error::Unsupported`](crate::Error::Unsupported)
+    /// on a device without datagrams; [`Error::Verbs`](crate::Error::Verbs).
+    pub fn datagram_address(&self, to: &QpAddress, qkey: u32) -> Result<AddressVector> {
+        self.provider().datagram_address(self.pdn(), to, qkey)
     }
 
     /// Blocks until all that was made in it is gone, also what streams kept, and frees it; with the last domain also the device.

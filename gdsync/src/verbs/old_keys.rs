@@ -40,24 +40,35 @@ impl OldKeys {
     }
 }
 
+/// What requests a ring has.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Ring {
+    Sends,
+    Datagrams,
+    /// Entries of so many bytes.
+    Receives(usize),
+}
+
 /// Reads the keys of requests in a ring.
 #[derive(Debug)]
 pub(crate) struct KeyReader {
     ring: Memory,
-    /// Bytes of an entry of a receive queue; `None` for a send queue.
-    stride: Option<usize>,
+    kind: Ring,
     old_keys: Arc<OldKeys>,
 }
 
 impl KeyReader {
-    pub(crate) fn new(ring: &Memory, stride: Option<usize>, old_keys: &Arc<OldKeys>) -> Self {
-        Self { ring: ring.clone(), stride, old_keys: old_keys.clone() }
+    pub(crate) fn new(ring: &Memory, kind: Ring, old_keys: &Arc<OldKeys>) -> Self {
+        Self { ring: ring.clone(), kind, old_keys: old_keys.clone() }
     }
 
     /// Whether a request names a key that was deregistered.
     pub(crate) fn names_old_key(&self, entry: &Entry) -> bool {
-        let unit = self.stride.unwrap_or(BB);
-        let mut wqe = vec![0; self.stride.unwrap_or(usize::from(entry.ds) * SEGMENT)];
+        let (unit, len) = match self.kind {
+            Ring::Receives(stride) => (stride, stride),
+            Ring::Sends | Ring::Datagrams => (BB, usize::from(entry.ds) * SEGMENT),
+        };
+        let mut wqe = vec![0; len];
         let units = (self.ring.len() / unit) as u64;
         let at = usize::try_from(entry.begin % units).expect("a ring index fits in memory") * unit;
         let to_end = wqe.len().min(self.ring.len() - at);
@@ -66,11 +77,13 @@ impl KeyReader {
             return false;
         }
         let is_old = |seg: DataSeg| self.old_keys.contains(seg.lkey);
-        if self.stride.is_some() {
-            return mlx5::decode_recv(&wqe).any(is_old);
-        }
         let Some(first) = wqe.first_chunk() else { return false };
-        match mlx5::decode_body(&mlx5::decode_ctrl(first), &wqe) {
+        let op = match self.kind {
+            Ring::Receives(_) => return mlx5::decode_recv(&wqe).any(is_old),
+            Ring::Sends => mlx5::decode_body(&mlx5::decode_ctrl(first), &wqe),
+            Ring::Datagrams => mlx5::decode_datagram(&mlx5::decode_ctrl(first), &wqe).map(|(op, _)| op),
+        };
+        match op {
             Ok(
                 DecodedOp::Send { payload: DecodedPayload::Sges(sges), .. }
                 | DecodedOp::Write { payload: DecodedPayload::Sges(sges), .. }

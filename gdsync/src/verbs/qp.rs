@@ -26,7 +26,7 @@ use gdsync_device::recorder::{QpLog, Traffic};
 use gdsync_device::{Health, Provider, QpAddress, QpState, TransferPath};
 use rdma_core_sys::verbs::ibv_qp;
 
-/// A reliable connected queue pair. Clones share it.
+/// A reliable connected queue pair, or one of [datagrams](QpBuilder::datagrams). Clones share it.
 ///
 /// It is destroyed when the last clone is dropped *and* no stream has work of it left.
 #[derive(Clone)]
@@ -47,6 +47,7 @@ pub(crate) struct QpCore {
     send_cq: Arc<CqInner>,
     recv_cq: Arc<CqInner>,
     defaults: Connect,
+    pub(crate) is_datagram: bool,
     pub(crate) log: QpLog,
     pub(super) pd: Pd,
 }

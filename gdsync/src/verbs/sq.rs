@@ -35,19 +35,31 @@ const INLINE: &str = "at most QpBuilder::max_inline: raise it (to 512 at most), 
 pub(crate) struct Limits {
     pub(crate) sges: usize,
     pub(crate) inline: usize,
+    pub(crate) is_datagram: bool,
 }
 
 impl Limits {
-    /// Blocks of the largest request: control segment, remote address, then SGEs or inline data.
+    /// Blocks of the largest request: control segment, remote address or address vector, then SGEs or inline data.
     pub(crate) fn blocks(self) -> usize {
-        (32 + (16 * self.sges).max((4 + self.inline).next_multiple_of(16))).div_ceil(BB)
+        let address = if self.is_datagram { mlx5::AddressVector::BYTES } else { 16 };
+        (16 + address + (16 * self.sges).max((4 + self.inline).next_multiple_of(16))).div_ceil(BB)
     }
 
     #[inline]
     fn check(self, op: &mlx5::SendOp<'_>) -> Result<()> {
         use mlx5::{Payload, SendOp};
+        let fits = match op {
+            SendOp::Nop => true,
+            SendOp::Datagram { .. } => self.is_datagram,
+            _ => !self.is_datagram,
+        };
+        if !fits {
+            let expected = "datagrams on a datagram queue pair, and on no other";
+            return Err(Error::invalid("operation", format!("{op:?}"), expected));
+        }
         match *op {
             SendOp::Send { payload: Payload::Inline(data), .. }
+            | SendOp::Datagram { payload: Payload::Inline(data), .. }
             | SendOp::Write { payload: Payload::Inline(data), .. }
                 if data.len() > self.inline =>
             {
@@ -55,6 +67,7 @@ impl Limits {
                 Err(Error::invalid("inline data length", value, INLINE))
             }
             SendOp::Send { payload: Payload::Sges(sges), .. }
+            | SendOp::Datagram { payload: Payload::Sges(sges), .. }
             | SendOp::Write { payload: Payload::Sges(sges), .. }
             | SendOp::Read { sges, .. }
                 if sges.len() > self.sges =>

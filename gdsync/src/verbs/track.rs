@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, OnceLock};
 
 use super::old_keys::KeyReader;
-use super::wr::Wc;
+use super::wr::{Sender, Wc};
 use gdsync_device::Health;
 use gdsync_device::error::Error;
 use gdsync_device::recorder::{Awaited, By, Event, Log, Queue, Stage};
@@ -77,7 +77,7 @@ pub(crate) struct Entry {
     /// Index of the request's first block, and its block count.
     pub(crate) begin: u64,
     pub(crate) blocks: u8,
-    /// The doorbell that exposes everything through this request.
+    /// Of a send the doorbell that exposes everything through it; of a completed receive its sender: LID, flags and QPN.
     pub(crate) doorbell: u64,
     pub(crate) ds: u8,
     pub(crate) cancelled: bool,
@@ -289,9 +289,8 @@ impl Tracker {
     /// The result of a completed request. Decodes its CQE if it was skipped.
     fn decode_skipped(&self, track: &mut Track, n: u64, read_cqe: impl FnOnce() -> Cqe) -> Option<Wc> {
         if track.entry(n).skipped {
-            let entry = *track.entry(n);
-            let wc = Some(self.wc(&entry, &read_cqe()));
-            *track.entry_mut(n) = Entry { skipped: false, wc, ..entry };
+            self.keep(track, n, &read_cqe());
+            track.entry_mut(n).skipped = false;
         }
         track.entry(n).wc
     }
@@ -328,6 +327,28 @@ impl Tracker {
         true
     }
 
+    /// Keeps what the CQE of request `n` says.
+    fn keep(&self, track: &mut Track, n: u64, cqe: &Cqe) -> Wc {
+        let wc = self.wc(track.entry(n), cqe);
+        let entry = track.entry_mut(n);
+        entry.wc = Some(wc);
+        if !self.is_send {
+            entry.doorbell = u64::from(cqe.slid) << 32 | u64::from(cqe.flags_rqpn);
+        }
+        wc
+    }
+
+    /// The sender of the datagram that completed receive `n` has, whose outcome is known.
+    pub(crate) fn sender(&self, n: u64) -> Sender {
+        let [_, _, lid @ .., flags, q0, q1, q2] = self.lock().entry(n).doorbell.to_be_bytes();
+        Sender {
+            qpn: u32::from_be_bytes([0, q0, q1, q2]),
+            lid: u16::from_be_bytes(lid),
+            sl: flags & 0xf,
+            has_grh: flags >> 4 & 3 != 0,
+        }
+    }
+
     /// Decodes the CQE of a request.
     fn wc(&self, entry: &Entry, cqe: &Cqe) -> Wc {
         let failed = cqe.opcode.is_error();
@@ -356,8 +377,7 @@ impl Tracker {
         let mut track = self.state.lock();
         let n = track.retired;
         let entry = (n < track.posted).then(|| *track.entry(n))?;
-        let wc = self.wc(&entry, cqe);
-        track.entry_mut(n).wc = Some(wc);
+        let wc = self.keep(&mut track, n, cqe);
         track.retired += 1;
         track.tail = entry.end();
         self.retired.store(track.retired, Ordering::Relaxed);

@@ -2,7 +2,7 @@
 
 use gdsync_device::CompletionError;
 
-use mlx5_ring::{CqeOpcode, Opcode, Payload, SendOp, Syndrome, WqeFlags};
+use mlx5_ring::{AddressVector, CqeOpcode, Opcode, Payload, SendOp, Syndrome, WqeFlags};
 
 pub use mlx5_ring::{DataSeg as Sge, RemoteAddr};
 
@@ -31,6 +31,12 @@ impl<'a> SendWr<'a> {
     /// SEND of bytes that are copied into the queue now (inline data).
     pub fn send_inline(bytes: &'a [u8]) -> Self {
         Self::new(SendOp::Send { payload: Payload::Inline(bytes), imm: None })
+    }
+
+    /// Send of the SGEs' bytes on a [datagram](super::QpBuilder::datagrams) queue pair, to an address of
+    /// [`Pd::datagram_address`](super::Pd::datagram_address).
+    pub fn datagram(to: &'a AddressVector, sges: &'a [Sge]) -> Self {
+        Self::new(SendOp::Datagram { to, payload: Payload::Sges(sges), imm: None })
     }
 
     /// RDMA WRITE to `remote`.
@@ -70,10 +76,12 @@ impl<'a> SendWr<'a> {
         self
     }
 
-    /// Adds immediate data to a SEND or WRITE. Has no effect on other operations.
+    /// Adds immediate data to a SEND, WRITE or datagram. Has no effect on other operations.
     #[must_use]
     pub fn imm(mut self, value: u32) -> Self {
-        if let SendOp::Send { imm, .. } | SendOp::Write { imm, .. } = &mut self.op {
+        if let SendOp::Send { imm, .. } | SendOp::Datagram { imm, .. } | SendOp::Write { imm, .. } =
+            &mut self.op
+        {
             *imm = Some(value);
         }
         self
@@ -133,6 +141,20 @@ pub struct Wc {
     /// The request failed, and a memory region that it names is known to have been deregistered before its completion was
     /// read.
     pub deregistered: bool,
+}
+
+/// Who sent a datagram: see [`Completion::sender`](super::Completion::sender).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Sender {
+    /// Its queue pair, 24 bits.
+    pub qpn: u32,
+    /// The LID of its port; 0 on RoCE.
+    pub lid: u16,
+    /// Service level.
+    pub sl: u8,
+    /// Whether the GRH in the receive buffer counts.
+    pub has_grh: bool,
 }
 
 impl Wc {

@@ -58,6 +58,7 @@ impl Raw {
             rq_stride,
             max_send_sge: 1,
             max_inline: 64,
+            qkey: None,
         };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
         let itself = hca.address(qp.qpn, qp.psn);

@@ -174,6 +174,7 @@ flag_sets! {
     }
 
     flags ibv_wc_flags: c_uint {
+        IBV_WC_GRH = 1 << 0,
         IBV_WC_WITH_IMM = 1 << 1,
     }
 

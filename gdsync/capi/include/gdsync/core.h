@@ -56,7 +56,7 @@ typedef struct gds_qp {
 } gds_qp_t;
 
 /*
- * Creates an RC queue pair with completion queues of its own, for streams of the GPU with this CUDA ordinal, in its
+ * Creates a queue pair of type RC or UD with completion queues of its own, for streams of the GPU with this CUDA ordinal, in its
  * primary context. Reads cap, qp_type and sq_sig_all; sets send_cq and recv_cq. NULL on failure, with errno. Destroy it
  * before its domain and context.
  */

@@ -141,8 +141,6 @@ static void refused_queue_pairs(void)
     NONE(s.pd, s.context, &attr, 0, 1 << 3, EINVAL);
     NONE(s.pd, s.context, &attr, 0, GDS_CREATE_QP_WQ_ON_GPU, EINVAL);
     NONE(s.pd, s.context, &attr, -1, 0, EINVAL);
-    attr.qp_type = IBV_QPT_UD;
-    NONE(s.pd, s.context, &attr, 0, 0, EOPNOTSUPP);
     attr.qp_type = IBV_QPT_UC;
     NONE(s.pd, s.context, &attr, 0, 0, EINVAL);
     attr.qp_type = IBV_QPT_RC;

@@ -126,6 +126,8 @@ fn init(mlx5: &Mlx5, open: &Open, object: &mut mlx5dv_obj, kind: mlx5dv_obj_type
 pub(super) struct VerbsQp {
     raw: Raw<ibv_qp>,
     qpn: u32,
+    /// Q_Key of a datagram queue pair.
+    qkey: Option<u32>,
     domain: Option<RingDomain>,
     thread_domain: Option<ThreadDomain>,
     registers: Arc<Registers>,
@@ -201,7 +203,7 @@ impl VerbsQp {
         attr.cap.max_recv_wr = receives;
         attr.cap.max_send_sge = 1;
         attr.cap.max_recv_sge = recv_sges;
-        attr.qp_type = ibv_qp_type::IBV_QPT_RC;
+        attr.qp_type = if request.qkey.is_some() { ibv_qp_type::IBV_QPT_UD } else { ibv_qp_type::IBV_QPT_RC };
         attr.sq_sig_all = 1;
         attr.comp_mask = ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD;
         attr.pd = domain.raw().as_ptr();
@@ -226,6 +228,7 @@ impl VerbsQp {
         let qp = Self {
             raw: Raw(raw),
             qpn,
+            qkey: request.qkey,
             domain: Some(domain),
             thread_domain,
             registers: registers.clone(),
@@ -284,7 +287,7 @@ impl QpObject for VerbsQp {
         let known = unsafe { (*self.raw.as_ptr()).state };
         let from = u8::try_from(known.0).map_or(from, QpState);
         // SAFETY: the queue pair lives until `self` is dropped.
-        unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, psn, from, attr) }
+        unsafe { self.base.open().modify(self.raw.as_ptr(), self.qpn, self.qkey, psn, from, attr) }
     }
 
     fn raw(&self) -> Option<NonNull<ibv_qp>> {

@@ -328,7 +328,7 @@ impl DeviceQp {
     pub(super) fn modify(&self, psn: u32, from: QpState, attr: &QpAttr) -> Result<()> {
         let attr = adapted(attr, self.open().attr().vendor_id);
         // SAFETY: the queue pair is of this device and lives until `self` is dropped.
-        unsafe { self.open().modify(self.qp.as_ptr(), self.qpn, psn, from, &attr) }
+        unsafe { self.open().modify(self.qp.as_ptr(), self.qpn, None, psn, from, &attr) }
     }
 
     /// Posts a send. The device checks keys and addresses.

@@ -38,6 +38,7 @@ impl Side {
             rq_stride,
             max_send_sge: 1,
             max_inline: 64,
+            qkey: None,
         };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
         Self { hca, recv_cq, qp }

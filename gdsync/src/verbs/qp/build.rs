@@ -10,7 +10,7 @@ use super::{Qp, QpCore};
 use crate::verbs::context::Pd;
 use crate::verbs::cq::Cq;
 use crate::verbs::end::QueueEnd;
-use crate::verbs::old_keys::KeyReader;
+use crate::verbs::old_keys::{KeyReader, Ring};
 use crate::verbs::rq::RecvQueue;
 use crate::verbs::source::SendDoorbell;
 use crate::verbs::sq::{Limits, SendQueue};
@@ -18,7 +18,7 @@ use crate::verbs::track::Tracker;
 use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::recorder::{Log, QpLog};
-use gdsync_device::{Access, OnGpu, Places, QpParts, QpRequest, QpState};
+use gdsync_device::{Access, NO_DATAGRAMS, OnGpu, Places, QpParts, QpRequest, QpState};
 use mlx5_ring as mlx5;
 
 /// Builds a [`Qp`].
@@ -33,6 +33,7 @@ pub struct QpBuilder {
     max_send_sge: usize,
     max_recv_sge: u32,
     max_inline: usize,
+    qkey: Option<u32>,
     places: Places,
     connect: Connect,
 }
@@ -58,6 +59,7 @@ impl QpBuilder {
             max_send_sge: 1,
             max_recv_sge: 1,
             max_inline: 64,
+            qkey: None,
             places: Places::default(),
             connect: Connect::default(),
         }
@@ -86,6 +88,14 @@ impl QpBuilder {
         retry_cnt: u8 => connect.retry_cnt,
         /// Retries after "receiver not ready"; 7 means unlimited (default 6).
         rnr_retry: u8 => connect.rnr_retry,
+    }
+
+    /// Makes a datagram queue pair (UD) with this Q_Key: it sends [`SendWr::datagram`](crate::verbs::SendWr::datagram) to any
+    /// other that has the key, in one packet each, and is made ready by [`Qp::activate`]. The first 40 bytes of a receive get the GRH.
+    /// A datagram that finds no receive is lost. Only on mlx5 cards that read the rings themselves.
+    pub fn datagrams(mut self, qkey: u32) -> Self {
+        self.qkey = Some(qkey);
+        self
     }
 
     /// Remote access rights (default: all that a region allows and the device supports; some virtual functions have no
@@ -137,7 +147,8 @@ impl QpBuilder {
         check("max_inline", self.max_inline, 0..=512, "0 to 512")?;
         self.connect.check()?;
 
-        let limits = Limits { sges: self.max_send_sge, inline: self.max_inline };
+        let limits =
+            Limits { sges: self.max_send_sge, inline: self.max_inline, is_datagram: self.qkey.is_some() };
         let blocks = self.max_send_wr * limits.blocks();
         let log_sq = blocks.next_power_of_two().trailing_zeros();
         if log_sq > 15 {
@@ -150,6 +161,9 @@ impl QpBuilder {
         let log_rq = self.max_recv_wr.next_power_of_two().trailing_zeros();
         let rq_stride = mlx5::recv_stride(self.max_recv_sge);
         let provider = self.pd.provider().clone();
+        if limits.is_datagram && !provider.has_datagrams() {
+            return Err(NO_DATAGRAMS);
+        }
         let places = &self.places;
         if let Some(gpu) = &places.gpu {
             provider.admit(gpu, &mut || self.pd.probe(gpu))?;
@@ -172,6 +186,7 @@ impl QpBuilder {
             rq_stride,
             max_send_sge: self.max_send_sge,
             max_inline: self.max_inline,
+            qkey: self.qkey,
         };
         let QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch } =
             provider.create_qp(&request, places)?;
@@ -187,13 +202,15 @@ impl QpBuilder {
             send_cq: send_cq.clone(),
             recv_cq: recv_cq.clone(),
             defaults: self.connect,
+            is_datagram: limits.is_datagram,
             log,
             pd: self.pd,
         });
         let send_tracker = Tracker::new(qpn, true, 1 << log_sq, health.clone(), found.clone());
         let recv_tracker = Tracker::new(qpn, false, 1 << log_rq, health, found);
-        send_tracker.read_keys_by(KeyReader::new(&sq, None, core.pd.old_keys()));
-        recv_tracker.read_keys_by(KeyReader::new(&rq, Some(rq_stride), core.pd.old_keys()));
+        let queue = if limits.is_datagram { Ring::Datagrams } else { Ring::Sends };
+        send_tracker.read_keys_by(KeyReader::new(&sq, queue, core.pd.old_keys()));
+        recv_tracker.read_keys_by(KeyReader::new(&rq, Ring::Receives(rq_stride), core.pd.old_keys()));
         send_cq.attach(&send_tracker);
         recv_cq.attach(&recv_tracker);
         let record_may_lag = core.provider.record_may_lag();

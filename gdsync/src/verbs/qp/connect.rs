@@ -110,7 +110,7 @@ impl Qp {
         // Held until the reset is complete, so that a later transition cannot enable posting in between.
         let modifying = core.modifying.lock();
         let from = if core.health.check().is_err() { QpState::ERR } else { core.state() };
-        let to = attr.check(core.qpn, from)?;
+        let to = attr.check(core.qpn, from, core.is_datagram)?;
         if to == QpState::RESET {
             self.reset(from, attr)?;
         } else {
@@ -233,6 +233,16 @@ impl Qp {
         let rd_atomic = with.rd_atomic.unwrap_or_else(|| self.core().provider.rd_atomic());
         self.modify(&with.rtr(rd_atomic).remote(remote))?;
         self.modify(&with.rts(rd_atomic))
+    }
+
+    /// Moves a fresh [datagram](super::QpBuilder::datagrams) queue pair through INIT and RTR to RTS.
+    ///
+    /// # Errors
+    /// [`Error::Transition`] for a queue pair of connections, or one in another state.
+    pub fn activate(&self) -> Result<()> {
+        [QpState::INIT, QpState::RTR, QpState::RTS]
+            .into_iter()
+            .try_for_each(|to| self.modify(&QpAttr::to(to)))
     }
 
     /// Moves a fresh queue pair to INIT, where receives can be posted before the peer sends.

@@ -68,6 +68,51 @@ fn refused_step_after_a_raw_one_names_its_state() {
 
 #[test]
 #[ignore = "`card` runs it on the card"]
+fn datagrams_leave_and_arrive_on_streams() {
+    const QKEY: u32 = 0x1111_1111;
+    let bench = Bench::take();
+    let gpu = bench.gpu.clone();
+    let side = || {
+        let side =
+            Side::new(&open(&gpu), 4096, |q| q.datagrams(QKEY).max_send_wr(4).on_gpu(&gpu, OnGpu::empty()));
+        side.qp.activate().unwrap();
+        side
+    };
+    let (a, b) = (side(), side());
+    let stream = Stream::cuda(&gpu, CudaStreamConfig::default()).unwrap();
+    for (from, to, round) in [(&a, &b, 1u8), (&b, &a, 2), (&a, &a, 3)] {
+        let address = from.pd.datagram_address(&to.qp.address(), QKEY).unwrap();
+        from.memory().write(0, &[round; 100]).unwrap();
+        let received = to.qp.post_recv(&[RecvWr::new(&[to.mr.sge(1000, 140).unwrap()])]).unwrap();
+        let mut batch = Batch::new();
+        let sges = [from.mr.sge(0, 100).unwrap()];
+        batch.send(&from.qp, &SendWr::datagram(&address, &sges).imm(round.into())).unwrap();
+        batch.wait_send(&from.qp).unwrap();
+        batch.wait_recv(&to.qp).unwrap();
+        stream.submit(&mut batch).unwrap();
+        stream.synchronize(PATIENCE).unwrap();
+        let wc = received.status().unwrap().unwrap();
+        assert_eq!((wc.byte_len, wc.imm), (140, Some(round.into())));
+        let sender = received.sender().unwrap().unwrap();
+        assert_eq!((sender.qpn, sender.lid), (from.qp.qpn(), from.qp.address().lid));
+        assert_eq!(bytes(to, 1040, 100), [round; 100], "behind the GRH");
+    }
+    // Operations of the other kind are refused.
+    let error = a.qp.post_send(&[SendWr::send(&[])]).unwrap_err();
+    assert_says(&error, &["Send {", "datagrams on a datagram queue pair"]);
+    let connected = Side::new(&open(&gpu), 64, |q| q);
+    assert!(matches!(connected.qp.activate().unwrap_err(), Error::Transition { .. }));
+    assert!(matches!(a.qp.connect(b.qp.address()).unwrap_err(), Error::Transition { .. }));
+    // A thread that reads the rings, and queues in GPU memory.
+    let proxy = open_by(Some(Route::Proxy), None).unwrap().alloc_pd().unwrap();
+    let on_gpu = a.pd.build_qp().on_gpu(&gpu, OnGpu::SEND_CQ);
+    for refused in [proxy.build_qp(), on_gpu] {
+        assert_says(&refused.datagrams(QKEY).build().unwrap_err(), &["UD", "GDSYNC_PATH=direct"]);
+    }
+}
+
+#[test]
+#[ignore = "`card` runs it on the card"]
 fn gpu_that_may_not_ring_is_refused_with_the_fix() {
     let bench = Bench::take();
     let (gpu, control) = (bench.gpu.clone(), &bench.control);

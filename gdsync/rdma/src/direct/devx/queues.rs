@@ -170,7 +170,7 @@ impl QpObject for DevxQp {
     fn modify(&self, from: QpState, psn: u32, attr: &QpAttr) -> Result<()> {
         let to = attr.state.unwrap_or(from);
         let open = &self.devx.open;
-        let (raw, given) = open.step(psn, attr)?;
+        let (raw, given) = open.step(None, psn, attr)?;
         let route = match &attr.remote {
             None => None,
             Some(remote) => {

@@ -26,6 +26,7 @@ fn rings() -> Rings {
         rq_stride: 64,
         max_send_sge: 1,
         max_inline: 64,
+        qkey: None,
     };
     Rings::alloc(QPN, &request, &Places::default()).unwrap().0
 }
