@@ -20,7 +20,7 @@ use crate::failure::{Failure, LIBRARY, Result};
 use crate::handles::MARK;
 use crate::job::{self, Job, MAX_PIECES, exchange_limit, job};
 use crate::memory::{REGISTRATIONS, Registration, WINDOWS, Window, length};
-use crate::request::{Peer, REQUESTS, Request, State, pause};
+use crate::request::{Peer, REQUESTS, Request, State, patience, pause};
 use crate::submission::{Item, Items, LISTS, List};
 
 /// Requests of one call.
@@ -114,18 +114,18 @@ impl How {
     fn send(self, peer: &Arc<Peer>, wr: &SendWr<'_>, is_unwaited: bool) -> Result<Handle> {
         let mark = if is_unwaited { MARK } else { 0 };
         let wr = std::slice::from_ref(wr);
-        let prepare = || {
-            peer.add((true, is_unwaited), guard::wait_limit(), |qp| {
+        let prepare = |patience| {
+            peer.add((true, is_unwaited), patience, |qp| {
                 let send = qp.prepare_send(wr)?;
                 Ok((send.completion(), State::Prepared(send)))
             })
         };
         let request = match self {
             Self::ByCpu => peer.add_now((true, is_unwaited), |qp| qp.post_send(wr))?,
-            Self::Prepared => return Ok(REQUESTS.insert(prepare()?, mark)),
+            Self::Prepared => return Ok(REQUESTS.insert(prepare(patience())?, mark)),
             Self::Stream(stream, waits) => {
                 let _submit = peer.submit.lock();
-                let request = prepare()?;
+                let request = prepare(guard::wait_limit())?;
                 let mut items = Items::default();
                 items.add(Item::Send(request.clone(), request.take_prepared(State::Listed)?));
                 if waits {

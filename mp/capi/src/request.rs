@@ -14,7 +14,8 @@ use parking_lot::Mutex;
 use crate::failure::{Failure, LIBRARY, Result};
 use crate::handles::Table;
 
-/// How long a call of the CPU waits for room in a queue, and any call for a queue that another stream uses.
+/// How long a call of the CPU waits for room in a queue, and any call for a queue that another stream uses, unless the limit of waits
+/// is shorter.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 pub(crate) static REQUESTS: Table<Request> = Table::new(1, "request");
@@ -55,6 +56,11 @@ pub(crate) enum State {
     Done(Result<()>),
 }
 
+/// [`PATIENCE`], or the limit of waits.
+pub(crate) fn patience() -> Duration {
+    PATIENCE.min(wait_limit())
+}
+
 /// Waits a moment between two polls.
 pub(crate) fn pause(backoff: &Backoff) {
     if !backoff.spin() {
@@ -84,7 +90,7 @@ impl Peer {
         patience: Duration,
         post: impl Fn(&Qp) -> gdsync::Result<(Completion, State)>,
     ) -> Result<Arc<Request>> {
-        let backoff = Backoff::new(PATIENCE.min(Duration::from_micros(50)));
+        let backoff = Backoff::new(Duration::from_micros(50));
         loop {
             let mut flow = self.flow(is_send).lock();
             match post(&self.qp) {
@@ -111,7 +117,7 @@ impl Peer {
         kind: (bool, bool),
         post: impl Fn(&Qp) -> gdsync::Result<Completion>,
     ) -> Result<Arc<Request>> {
-        let request = self.add(kind, PATIENCE.min(wait_limit()), |qp| Ok((post(qp)?, State::Posted)))?;
+        let request = self.add(kind, patience(), |qp| Ok((post(qp)?, State::Posted)))?;
         request.note_posted();
         Ok(request)
     }
@@ -152,7 +158,7 @@ impl Peer {
         let backoff = Backoff::new(Duration::from_micros(50));
         loop {
             match attempt() {
-                Err(Error::Busy { .. }) if backoff.waited() < PATIENCE.min(wait_limit()) => {}
+                Err(Error::Busy { .. }) if backoff.waited() < patience() => {}
                 other => return other,
             }
             self.progress();
@@ -175,7 +181,7 @@ impl Peer {
         let mut flow = loop {
             let flow = self.sends.lock();
             let mut before = flow.iter().take_while(|other| !Arc::ptr_eq(other, request));
-            if backoff.waited() > PATIENCE.min(wait_limit()) || !before.any(is_of_others) {
+            if backoff.waited() > patience() || !before.any(is_of_others) {
                 break flow;
             }
             drop(flow);

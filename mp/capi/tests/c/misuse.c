@@ -264,6 +264,17 @@ static void limited(void)
     OK(cuStreamSynchronize(other));
     REFUSED(mp_wait32_on_stream(&word, 1, MP_WAIT_AND, other), ETIMEDOUT);
     OK(cuStreamDestroy(other));
+    /* More prepared sends than a queue holds, which nobody posts. */
+    static mp_request_t many[10000];
+    mp_desc_queue_t list;
+    int count = 0, error;
+    OK(mp_desc_queue_alloc(&list));
+    while (!(error = mp_send_prepare(bytes, 10, peer, &reg, &many[count])))
+        OK(mp_desc_queue_add_send(&list, &many[count++]));
+    CHECK(error, ENOMEM);
+    TRUE(count >= 512);
+    OK(mp_desc_queue_free(&list));
+    REFUSED(mp_wait(&many[0]), MP_FAILURE);
     OK(mpx_set_wait_limit(0));
     meet();
     OK(mp_isend(bytes, 10, peer, &reg, &send));
