@@ -47,6 +47,8 @@ const LEFT_OUT: &[&str] = &[
     "errors::fault_plans_and_stream_configurations_are_checked",
     "errors::mistakes_are_refused",
     "cuda_payload::",
+    // A card acknowledges for a process that is stopped.
+    "processes::stopped_peer_costs_the_timeouts",
 ];
 
 /// What the card may find wrong about rings.
