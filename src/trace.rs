@@ -41,7 +41,7 @@ pub(crate) struct Options {
     /// Removes the recordings of your processes that have ended.
     #[arg(long, conflicts_with_all = ["targets", "perfetto", "json"])]
     clean: bool,
-    /// Shows this many of the last records of each process.
+    /// Shows this many of the last records of each process, without the sends of mp's watchdog (--perfetto has them).
     #[arg(short = 'n', long, value_name = "COUNT", default_value_t = 20)]
     records: usize,
     /// Seconds after which a wait counts as stuck.

@@ -1,5 +1,6 @@
 //! The report on the recordings of processes: waits, queue pairs, last records.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use gdasync::gdsync::mlx5::Syndrome;
@@ -159,7 +160,6 @@ impl Process {
         let since = |time: u64| seconds(recording.now.saturating_sub(time));
         let waits =
             recording.open_waits().map(|wait| Waiting::of(recording, known, wait, stuck_after)).collect();
-        let first = recording.records.len().saturating_sub(records);
         Self {
             pid: recording.pid,
             command: recording.command.clone(),
@@ -175,12 +175,34 @@ impl Process {
             lost: recording.lost,
             waits,
             queue_pairs: recording.peers.iter().map(|peer| QueuePair::of(recording, known, peer)).collect(),
-            last_records: recording.records[first..]
-                .iter()
-                .map(|record| Line::of(recording, record))
-                .collect(),
+            last_records: last_records(recording, records),
         }
     }
+}
+
+/// Without the sends of `mp`'s watchdog, whose heartbeats would soon be all that is seen.
+fn last_records(recording: &Recording, count: usize) -> Vec<Line> {
+    let send = |record: &Record| {
+        let Event { queue, device, qpn, number, .. } = record.event;
+        (queue == Queue::Send).then_some((device, qpn, number))
+    };
+    let is_watchdogs = |record: &&Record| {
+        record.event.stage == Stage::Prepared && recording.threads[record.thread].name == "mp-watch"
+    };
+    let hidden: HashSet<_> = recording.records.iter().filter(is_watchdogs).filter_map(send).collect();
+    let shown = |record: &&Record| {
+        record.event.status != 0 || send(record).is_none_or(|send| !hidden.contains(&send))
+    };
+    let mut last: Vec<_> = recording
+        .records
+        .iter()
+        .rev()
+        .filter(shown)
+        .take(count)
+        .map(|record| Line::of(recording, record))
+        .collect();
+    last.reverse();
+    last
 }
 
 impl Waiting {

@@ -307,6 +307,33 @@ fn foreign_and_broken_files_are_skipped_with_a_reason() {
 }
 
 #[test]
+fn heartbeats_do_not_hide_what_the_application_did() {
+    let job = Job::start("end");
+    let pid = job.pids[0].to_string();
+    let scratch = Scratch::new("trace-heartbeats");
+    let end = Instant::now() + LONG;
+    let is_prepared =
+        |event: &Value| event["name"].as_str().is_some_and(|name| name.starts_with("prepared send"));
+    loop {
+        succeeds(job.trace(&["--perfetto", scratch.text(), "--stuck-after", "86400", &pid]));
+        let trace = scratch.json();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let watchdog =
+            events.iter().find(|event| event["args"]["name"] == "mp-watch").unwrap_or(&Value::Null);
+        if events.iter().any(|event| event["tid"] == watchdog["tid"] && is_prepared(event)) {
+            break;
+        }
+        assert!(Instant::now() < end, "no heartbeat");
+        std::thread::yield_now();
+    }
+    let (report, _) = job.json(&job.pids[..1]);
+    let last = report["processes"][0]["last_records"].as_array().unwrap();
+    assert_eq!(last.len(), 20);
+    let of_watchdog = |line: &&Value| line["thread"] == "mp-watch" && line["stage"] == "prepared";
+    assert_eq!(last.iter().find(of_watchdog), None);
+}
+
+#[test]
 fn healthy_job_is_reported_exported_and_cleaned_up() {
     let mut job = Job::start("end");
     let pids = job.pids.map(|pid| pid.to_string());
