@@ -18,13 +18,14 @@ use crate::cache::{Cache, CacheConfig};
 use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
-use crate::exchange::{CheckedExchange, Exchange, Spawned, table_row, take};
+use crate::exchange::{CheckedExchange, CommonCall, Exchange, Spawned, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
 use crate::peer::Peer;
 use crate::registration::Registration;
+use crate::rma_queue::AllRmaQueues;
 use crate::transport::{ACK_TIMEOUT, QpPair, QueueConfig, Transport};
 use crate::wait::Deadline;
-use crate::watchdog::Watchdog;
+use crate::watchdog::{AllWatched, Watchdog};
 
 /// Builds a [`Communicator`].
 #[derive(Clone, Debug)]
@@ -163,6 +164,7 @@ impl CommunicatorBuilder {
     /// [one](CommunicatorBuilder::size); [`Error::Bootstrap`] when it does not give a part of every rank, and what else it returns;
     /// [`Error::Device`] from the RDMA device, for a setting out of range, or for a variable of the environment that means nothing.
     pub fn init_over(self, exchange: impl Exchange + 'static) -> Result<Communicator> {
+        let _call = CommonCall::InitOver.enter();
         let deadline = Deadline::after(self.0.timeout);
         let resolved = self.resolve()?;
         let (rank, size) = (exchange.rank(), exchange.size());
@@ -259,9 +261,10 @@ impl CommunicatorBuilder {
         // No rank may send before all can receive.
         exchange.barrier(deadline.remaining())?;
         let peers: Arc<[Arc<Peer>]> = transports.into_iter().map(Peer::new).map(Arc::new).collect();
-        let rma: Arc<Mutex<Vec<_>>> = Arc::default();
+        let (rma, watched): (AllRmaQueues, AllWatched) = Default::default();
         let watchdog =
-            self.0.watch.then(|| Watchdog::start(flag.clone(), peers.clone(), rma.clone())).transpose();
+            self.0.watch.then(|| Watchdog::start(flag.clone(), peers.clone(), rma.clone(), watched.clone()));
+        let watchdog = watchdog.transpose();
         let fix = "allow the process another thread, or build with watch(false)";
         let watchdog = watchdog.map_err(|error| Error::spawn("cannot start the watchdog", error, fix))?;
         let timeout = self.0.timeout;
@@ -283,6 +286,7 @@ impl CommunicatorBuilder {
             children: Spawned::new(self.0.timeout),
             settings: self.0,
             rma,
+            watched,
         };
         Ok(Communicator(Arc::new(inner), timeout))
     }
@@ -333,7 +337,7 @@ fn connect(
     timeout: Duration,
 ) -> Result<(Vec<Transport>, Registration)> {
     let (rank, size) = (exchange.rank(), exchange.size());
-    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE;
+    let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ;
     let table = credit::table(size)?;
     let intra_host = devices.intra_host.as_ref().map(|device| device.pd.register(&table, access));
     let table =
@@ -342,8 +346,7 @@ fn connect(
         .map(|peer| {
             let pd = devices.pd(peer);
             let words = |depth: usize| {
-                let words =
-                    pd.build_qp().max_send_wr(depth.max(2)).max_recv_wr(1).max_inline(credit::WORD_BYTES);
+                let words = pd.build_qp().max_send_wr(depth.max(2)).max_recv_wr(1).max_inline(credit::INLINE);
                 words.timeout(ACK_TIMEOUT).build()
             };
             let messages = QpPair::build(peer == rank, || queues.build_qp(pd))?;
@@ -423,6 +426,7 @@ impl Communicator {
     /// [`CommunicatorBuilder::init_over`] that cannot regroup; [`Error::Device`] from the RDMA device. A rank that dies in the very
     /// last step may leave some ranks with an error and others with a communicator, in which the next call fails.
     pub fn shrink(&self, timeout: impl Into<Option<Duration>>) -> Result<Shrunk> {
+        let _call = CommonCall::Shrink.enter();
         let deadline = Deadline::after(self.limit(timeout));
         let transports = self.0.peers.iter().map(|peer| &peer.transport);
         let without: Vec<usize> =

@@ -27,7 +27,7 @@ use parking_lot::Mutex;
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::exchange::{agree, take};
+use crate::exchange::{CommonCall, agree, take};
 use crate::overlap::overlap;
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
@@ -438,7 +438,7 @@ impl Communicator {
         wanted: &[(usize, &[Piece<'_>])],
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Vec<Channel>> {
-        let deadline = Deadline::after(self.limit(timeout));
+        let (_call, deadline) = (CommonCall::Channels.enter(), Deadline::after(self.limit(timeout)));
         let mut exchange = self.0.exchange.lock();
         let built =
             wanted.iter().map(|(rank, places)| self.build_channel(*rank, places)).collect::<Result<Vec<_>>>();

@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
@@ -23,7 +24,7 @@ use crate::rma_queue::{AllRmaQueues, RmaQueues};
 use crate::shm_fifo::fitting;
 use crate::transport::QueueConfig;
 use crate::wait::{Deadline, back_off};
-use crate::watchdog::{self, Watchdog};
+use crate::watchdog::{self, AllWatched, Watchdog};
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
 ///
@@ -84,18 +85,22 @@ pub(crate) struct Inner {
     pub(crate) besides: Mutex<Vec<Beside>>,
     pub(crate) settings: Settings,
     pub(crate) rma: AllRmaQueues,
+    /// What the watchdog also looks after.
+    pub(crate) watched: AllWatched,
     /// `None` if they may overlap.
     pub(crate) outstanding: Option<Arc<OutstandingReceives>>,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if self.children.are_running() {
-            // They learn it with their next wait for this rank, not by its timeout.
-            self.peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::GivenUp));
-        }
         // After a failure, or a shrink, the others know already.
         let is_whole = !self.peers.iter().any(|peer| peer.transport.has_ended());
+        if self.children.are_running() {
+            // They learn it with their next wait for this rank, not by its timeout.
+            let why = "this rank dropped its Communicator before that; keep it, and end with Communicator::finalize";
+            let error = gdsync::Error::Aborted { why: why.to_owned() };
+            self.peers.iter().for_each(|peer| peer.transport.fail(&error));
+        }
         if self.peers.len() > 1 && is_whole && self.children.are_left_by_surprise() {
             say(&format!(
                 "rank {} leaves without Communicator::finalize: the others fail in their next call that needs it",
@@ -446,6 +451,16 @@ impl Communicator {
     pub fn exchange(&self, bytes: &[u8], timeout: impl Into<Option<Duration>>) -> Result<Vec<Vec<u8>>> {
         self.catch_up();
         self.0.exchange.lock().allgather(bytes, self.limit(timeout))
+    }
+
+    /// # Errors
+    /// [`gdsync::Error::Unsupported`] after [`Communicator::finalize`].
+    pub(crate) fn refuse_finalized(&self, what: &'static str) -> gdsync::Result<()> {
+        if !self.0.children.is_finalized.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let by = "a communicator after Communicator::finalize";
+        Err(gdsync::Error::Unsupported { what, by, fix: "finalize last" })
     }
 
     /// The process of a rank that [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started from here.

@@ -24,9 +24,10 @@ use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::Syndrome;
 use gdsync::recorder::{NamedWords, Purpose};
 use gdsync::stream::{Batch, Cond};
-use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr};
+use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr, Sge};
 use gdsync_device::Condvar;
 use parking_lot::{Mutex, MutexGuard};
+use smallvec::SmallVec;
 
 use crate::wait::Deadline;
 
@@ -37,8 +38,14 @@ const WANTED: usize = 4;
 /// Bits of that word: streams send; a failed collective ends the connection.
 const WANTS: u32 = 1;
 const ABORTS: u32 = 2;
-/// Bytes of each.
-pub(crate) const WORD_BYTES: usize = 4;
+/// Offset of the note of an abort, which is written with the second word: the header of the call that has failed.
+const NOTE: usize = 8;
+pub(crate) const NOTE_BYTES: usize = 24;
+/// The longest write to the table.
+pub(crate) const INLINE: usize = NOTE + NOTE_BYTES - WANTED;
+
+/// Bytes behind the entries, which the other ranks read: the calls of collectives.
+pub(crate) const CALLS_BYTES: usize = 256;
 
 /// Questions whether the peer is alive that can be under way.
 pub(crate) const PROBES: usize = 16;
@@ -51,12 +58,17 @@ pub(crate) const OPEN: u32 = 1 << 30;
 
 /// The memory for the words of `size` ranks.
 pub(crate) fn table(size: usize) -> gdsync::Result<Memory> {
-    Memory::alloc(size * ENTRY)
+    Memory::alloc(calls_offset(size) + CALLS_BYTES)
 }
 
 /// The offset of the word of `rank` in the table.
 pub(crate) fn offset(rank: usize) -> usize {
     rank * ENTRY
+}
+
+/// The offset of the calls of collectives.
+pub(crate) fn calls_offset(size: usize) -> usize {
+    size * ENTRY
 }
 
 /// A count modulo 2^32.
@@ -224,6 +236,7 @@ pub(crate) struct Credits {
     ready: Word32,
     /// Whether its streams send to us.
     wanted: Word32,
+    note: Memory,
     /// Whether ours send to it, and whether a failed collective ends the connection.
     wants: AtomicBool,
     aborts: AtomicBool,
@@ -289,6 +302,7 @@ impl Credits {
     ) -> gdsync::Result<Self> {
         let ready = table.word32(offset(rank))?;
         let wanted = table.word32(offset(rank) + WANTED)?;
+        let note = table.slice(offset(rank) + NOTE, NOTE_BYTES)?;
         let purpose = Purpose::Receives { rank: u32::try_from(rank).unwrap_or(u32::MAX) };
         let name = NamedWords::new(ready.addr(), 4, purpose);
         let last =
@@ -299,6 +313,7 @@ impl Credits {
         Ok(Self {
             ready,
             wanted,
+            note,
             wants,
             aborts,
             is_prompt,
@@ -452,31 +467,50 @@ impl Credits {
         Ok(())
     }
 
-    /// Asks the peer whether it is alive, and tells it whether streams send to it.
-    fn ask(&self, last: &mut Announcement) {
+    /// Asks the peer whether it is alive, and tells it whether streams send to it, with a note of an abort.
+    fn ask(&self, last: &mut Announcement, note: &[u8]) {
         let CreditRoute::Remote { probe, word, .. } = &self.route else { return };
         if self.has_ended.load(Ordering::Relaxed) {
             return;
         }
         let bit = |is_set: &AtomicBool, bit| if is_set.load(Ordering::Relaxed) { bit } else { 0 };
-        let bits = (bit(&self.wants, WANTS) | bit(&self.aborts, ABORTS)).to_le_bytes();
+        let mut bytes: SmallVec<[u8; INLINE]> =
+            SmallVec::from_slice(&(bit(&self.wants, WANTS) | bit(&self.aborts, ABORTS)).to_le_bytes());
+        bytes.extend_from_slice(note);
         let word = RemoteAddr { addr: word.addr + WANTED as u64, ..*word };
-        if let Ok(asked) = with_room(probe, || probe.post_send(&[SendWr::write_inline(word, &bits)])) {
+        if let Ok(asked) = with_room(probe, || probe.post_send(&[SendWr::write_inline(word, &bytes)])) {
             (last.asked, last.is_new) = (Some(asked), true);
         }
     }
 
-    /// Tells the peer, before [`Credits::end`], that a failed collective ends the connection. Returns the write.
-    pub(crate) fn tell_abort(&self) -> Option<Completion> {
+    /// Tells the peer, before [`Credits::end`], that a failed collective ends the connection, and which. Returns the write.
+    pub(crate) fn tell_abort(&self, note: &[u8; NOTE_BYTES]) -> Option<Completion> {
         self.aborts.store(true, Ordering::Relaxed);
         let mut last = self.last.lock();
-        self.ask(&mut last);
+        self.ask(&mut last, note);
         last.asked.clone()
     }
 
     /// Whether the peer has said so.
     pub(crate) fn is_aborted(&self) -> bool {
         self.wanted.load() & ABORTS != 0
+    }
+
+    /// What the peer has said of it.
+    pub(crate) fn abort_note(&self) -> Option<[u8; NOTE_BYTES]> {
+        let mut note = [0; NOTE_BYTES];
+        (self.is_aborted() && self.note.read(0, &mut note).is_ok()).then_some(note)
+    }
+
+    /// Starts to read the calls of collectives in the table of the peer, where this rank is `rank` of `size`; `None` where that is
+    /// not possible now.
+    pub(crate) fn read_calls(&self, rank: usize, size: usize, into: Sge) -> Option<Completion> {
+        let CreditRoute::Remote { probe, word, .. } = &self.route else { return None };
+        if self.has_ended.load(Ordering::Relaxed) {
+            return None;
+        }
+        let from = RemoteAddr { addr: word.addr + (calls_offset(size) - offset(rank)) as u64, ..*word };
+        with_room(probe, || probe.post_send(&[SendWr::read(from, &[into])])).ok()
     }
 
     /// Announces what is held back, and asks after `pause` whether the peer is alive.
@@ -488,7 +522,7 @@ impl Credits {
         if let CreditRoute::Remote { qp, probe, .. } = &self.route {
             let mut last = self.last.lock();
             qp.check().and_then(|()| probe.check()).map_err(|error| match is_refusal(&error) {
-                true if self.is_aborted() => gdsync::Error::Aborted,
+                true if self.is_aborted() => aborted_by_peer(),
                 true => gdsync::Error::GivenUpByPeer,
                 false => error,
             })?;
@@ -497,7 +531,7 @@ impl Credits {
             }
             let is_answered = last.asked.as_ref().is_none_or(|asked| !matches!(asked.status(), Ok(None)));
             if is_answered && last.looked.elapsed() >= pause {
-                self.ask(&mut last);
+                self.ask(&mut last, &[]);
             }
             self.announce(&mut last);
         }
@@ -529,7 +563,7 @@ impl Credits {
     fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
         if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
             // The peer announces its receives at once from here on.
-            self.ask(&mut self.last.lock());
+            self.ask(&mut self.last.lock(), &[]);
         }
         (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
     }
@@ -549,6 +583,12 @@ impl Credits {
         }
         self.ready.store(self.numbers.latest.load(Ordering::Relaxed).wrapping_add(OPEN));
     }
+}
+
+/// The error of a connection that a failed collective of the peer has ended.
+pub(crate) fn aborted_by_peer() -> gdsync::Error {
+    let why = "a call of several ranks has failed at the other rank; see its error there";
+    gdsync::Error::Aborted { why: why.to_owned() }
 }
 
 /// Whether one count is ahead of another, modulo 2^32.

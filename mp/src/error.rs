@@ -244,7 +244,7 @@ impl fmt::Display for Error {
                 write!(f, ": {}", reason(cause))
             }
             Self::Collective { call, rank, what, fix } => {
-                write!(f, "rank {rank} {what} where this rank called {call}; {fix}")
+                f.write_str(&Self::describe_collective(call, *rank, what, fix))
             }
             Self::Unfinished { what, after } => write!(
                 f,
@@ -310,7 +310,7 @@ pub(crate) fn is_given_up_by_peer(error: &gdsync::Error) -> bool {
 pub(crate) fn is_aborted(error: &gdsync::Error) -> bool {
     use gdsync::Error as E;
     match error {
-        E::Aborted => true,
+        E::Aborted { .. } => true,
         E::QpStopped { reason, .. } | E::Rank { reason, .. } => is_aborted(reason),
         _ => false,
     }
@@ -359,6 +359,11 @@ impl Error {
     pub(crate) fn is_full(&self) -> bool {
         use gdsync::Error::{QueueFull, StreamFull};
         matches!(self, Self::Message { cause, .. } | Self::Device(cause) if matches!(cause, QueueFull { .. } | StreamFull { .. }))
+    }
+
+    /// The text of [`Error::Collective`].
+    pub(crate) fn describe_collective(call: &str, rank: usize, what: &str, fix: &str) -> String {
+        format!("rank {rank} {what} where this rank called {call}; {fix}")
     }
 
     pub(crate) fn message(rank: usize, operation: &'static str, cause: gdsync::Error) -> Self {
@@ -513,7 +518,7 @@ mod tests {
         let other = [
             failed(Syndrome::LOC_LEN_ERR),
             stopped(failed(Syndrome::REM_INV_REQ_ERR)),
-            stopped(E::Aborted),
+            stopped(E::Aborted { why: String::new() }),
             E::Reset { qpn: 7 },
         ];
         for (errors, is_lost) in [(&lost[..], true), (&other[..], false)] {

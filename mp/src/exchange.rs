@@ -1,5 +1,6 @@
 //! The exchange of addresses between ranks, before any queue exists. A communicator is built over an [`Exchange`].
 
+use std::cell::Cell;
 use std::fmt;
 use std::io::{self, Write};
 use std::sync::atomic::AtomicBool;
@@ -48,6 +49,90 @@ pub trait Exchange: fmt::Debug + Send {
         let _ = (without, timeout);
         let what = "its exchange cannot leave ranks out";
         Err(Error::bootstrap("this rank", what, "build it with Communicator::init, or restart the job"))
+    }
+}
+
+/// The calls that all ranks make together, which exchange once or more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CommonCall {
+    Init,
+    InitOver,
+    Barrier,
+    Exchange,
+    Window,
+    WindowBeside,
+    WindowDestroy,
+    Channels,
+    TaggedNew,
+    TaggedDestroy,
+    CollectivesNew,
+    CollectivesDestroy,
+    Shrink,
+    Finalize,
+}
+
+thread_local! {
+    static CURRENT: Cell<Option<CommonCall>> = const { Cell::new(None) };
+}
+
+impl CommonCall {
+    /// The order is that of the wire.
+    pub(crate) const ALL: [Self; 14] = [
+        Self::Init,
+        Self::InitOver,
+        Self::Barrier,
+        Self::Exchange,
+        Self::Window,
+        Self::WindowBeside,
+        Self::WindowDestroy,
+        Self::Channels,
+        Self::TaggedNew,
+        Self::TaggedDestroy,
+        Self::CollectivesNew,
+        Self::CollectivesDestroy,
+        Self::Shrink,
+        Self::Finalize,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Init => "CommunicatorBuilder::init",
+            Self::InitOver => "CommunicatorBuilder::init_over",
+            Self::Barrier => "barrier",
+            Self::Exchange => "exchange",
+            Self::Window => "window",
+            Self::WindowBeside => "Window::beside",
+            Self::WindowDestroy => "Window::destroy",
+            Self::Channels => "channels",
+            Self::TaggedNew => "Tagged::new",
+            Self::TaggedDestroy => "Tagged::destroy",
+            Self::CollectivesNew => "Collectives::new",
+            Self::CollectivesDestroy => "Collectives::destroy",
+            Self::Shrink => "shrink",
+            Self::Finalize => "finalize",
+        }
+    }
+
+    /// The exchanges of this thread are of this call until the result is dropped, unless they are of another one that makes it.
+    pub(crate) fn enter(self) -> InCall {
+        let before = CURRENT.get();
+        CURRENT.set(before.or(Some(self)));
+        InCall(before)
+    }
+
+    /// The call that this thread is in.
+    pub(crate) fn current_or(other: Self) -> Self {
+        CURRENT.get().unwrap_or(other)
+    }
+}
+
+/// See [`CommonCall::enter`].
+#[must_use]
+pub(crate) struct InCall(Option<CommonCall>);
+
+impl Drop for InCall {
+    fn drop(&mut self) {
+        CURRENT.set(self.0);
     }
 }
 

@@ -1,6 +1,7 @@
 //! A rank, the messages under way to and from it, and which way each message takes: the FIFO or the queue pair.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 
 use gdsync::stream::{Batch, PreparedSend};
 use gdsync::verbs::{Completion, SendWr, Sge};
@@ -21,6 +22,14 @@ pub(crate) struct Peer {
     pub(crate) fifo: Option<ShmFifo>,
     /// By direction.
     in_flight: [Mutex<InFlight>; 2],
+    pub(crate) tagged: TaggedCounts,
+}
+
+/// Tagged messages to a rank that were sent, and from it that a receive has taken: so finalize finds those that none takes.
+#[derive(Debug, Default)]
+pub(crate) struct TaggedCounts {
+    pub(crate) sent: AtomicU64,
+    pub(crate) received: AtomicU64,
 }
 
 /// The peers of connections beside those of a communicator, and the words that they write.
@@ -103,7 +112,7 @@ impl Companion for Peer {
 impl Peer {
     pub(crate) fn new(transport: Transport) -> Self {
         let fifo = transport.fifo.clone().map(ShmFifo::new);
-        Self { transport, fifo, in_flight: Default::default() }
+        Self { transport, fifo, in_flight: Default::default(), tagged: TaggedCounts::default() }
     }
 
     pub(crate) fn rank(&self) -> usize {
@@ -388,6 +397,18 @@ impl Peer {
             || self.transport.companions().iter().any(|companion| companion.is_awaited());
         let unread = self.fifo.as_ref().map(ShmFifo::unread).unwrap_or_default();
         Unfinished { sends: sends.iter().map(|op| op.bytes()).collect(), unread, is_awaited }
+    }
+
+    /// Whether messages are under way, as far as anybody has looked.
+    pub(crate) fn is_awaited(&self) -> bool {
+        self.in_flight.iter().any(|in_flight| !in_flight.lock().is_empty()) || self.recycle_fifo()
+    }
+
+    /// Why a stream of this rank has ended the connection: it had waited too long for the rank.
+    pub(crate) fn given_up_by_stream(&self) -> Option<gdsync::Error> {
+        let error = self.transport.check().err()?;
+        let gdsync::Error::QpStopped { reason, .. } = error else { return None };
+        matches!(*reason, gdsync::Error::StreamWait { .. }).then(|| Arc::unwrap_or_clone(reason))
     }
 
     /// Takes completions, releases buffers, and asks a silent rank whether it is alive if anything is under way.

@@ -8,6 +8,7 @@ use gdsync::memory::Word32;
 use gdsync::stream::Cond;
 use gdsync::verbs::Completion;
 
+use crate::credit::aborted_by_peer;
 use crate::error::{Error, Result, is_peer_lost};
 use crate::in_flight::{Direction, InFlightOp};
 use crate::peer::{Peer, Received, Sent};
@@ -335,7 +336,7 @@ impl Request {
         // It may have stopped answering before it was asked.
         let is_aborted = |transport: &Transport| transport.credits.is_aborted();
         let cause = match is_peer_lost(&cause) && self.transport().is_some_and(is_aborted) {
-            true => gdsync::Error::Aborted,
+            true => aborted_by_peer(),
             false => cause,
         };
         // Not where it ended with the connection: then another message was at fault.

@@ -79,6 +79,7 @@ pub use matching::{Source, Tag};
 use crate::builder::{CommunicatorBuilder, Shrunk};
 use crate::communicator::Communicator;
 use crate::error::{Error, Result, rank_or_any};
+use crate::exchange::CommonCall;
 use crate::overlap::ReceiveClaims;
 use crate::registration::Registration;
 use crate::transport::SILENCE;
@@ -136,13 +137,14 @@ impl Tagged {
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late; [`Error::Device`] from the device.
     pub fn new(comm: &Communicator, timeout: impl Into<Option<Duration>>) -> Result<Self> {
-        let deadline = Deadline::after(comm.limit(timeout));
+        let (_call, deadline) = (CommonCall::TaggedNew.enter(), Deadline::after(comm.limit(timeout)));
         let mut builder = CommunicatorBuilder(comm.0.settings.clone());
         // A header, and the payload.
         builder.0.queues.max_pieces = builder.0.queues.max_pieces.max(2);
+        let counted = comm.0.peers.clone();
         let comm = builder.build_beside(comm, deadline)?.with_timeout(comm.timeout());
         // The engine never waits: it starts later what finds a full queue.
-        let engine = Engine::new(Connections::new(comm.with_timeout(Duration::ZERO))?)?;
+        let engine = Engine::new(Connections::new(comm.with_timeout(Duration::ZERO))?, counted)?;
         Ok(Self(Arc::new(Shared { comm, engine: Mutex::new(engine) })))
     }
 
@@ -252,6 +254,7 @@ impl Tagged {
     /// [`Error::Deadline`], also for a rank that is late; [`Error::Bootstrap`] names a rank that is gone; [`Error::Unfinished`] names
     /// messages that have come and were not received.
     pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let _call = CommonCall::TaggedDestroy.enter();
         let deadline = Deadline::after(self.0.comm.limit(timeout));
         let mut tended = Duration::ZERO;
         loop {
@@ -274,9 +277,11 @@ impl Tagged {
         }
         self.0.comm.barrier(deadline.remaining())?;
         self.0.progress();
-        match &self.0.engine.lock().unreceived()[..] {
+        let engine = self.0.engine.lock();
+        match &engine.unreceived()[..] {
             [] => Ok(()),
             left => {
+                left.iter().for_each(|status| engine.count(status));
                 let what =
                     format!("tagged messages not received here ({}): {}", left.len(), list(left, "from"));
                 Err(Error::Unfinished { what, after: deadline.elapsed() })

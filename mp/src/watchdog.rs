@@ -4,9 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
-use std::{io, mem};
+use std::{fmt, io, mem};
 
-use parking_lot::MutexGuard;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::credit::CreditFlag;
 use crate::peer::Peer;
@@ -33,7 +33,16 @@ pub(crate) fn answer(flag: &CreditFlag, peers: &[Arc<Peer>], look: impl Fn(&Peer
     is_set
 }
 
-fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
+/// What the watchdog looks after beside connections.
+pub(crate) trait Watched: fmt::Debug + Send + Sync {
+    /// Called every [`SILENCE`].
+    fn look(&self);
+}
+
+/// That of a communicator.
+pub(crate) type AllWatched = Arc<Mutex<Vec<Arc<dyn Watched>>>>;
+
+fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues, watched: &AllWatched) {
     let (mut tended, mut polls) = (Instant::now(), 0);
     let mut stop = flag.lock();
     while !*stop {
@@ -54,6 +63,7 @@ fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues) {
                 polls = POLLS;
             }
             if tended.elapsed() >= SILENCE {
+                watched.lock().iter().for_each(|one| one.look());
                 peers.iter().for_each(|peer| peer.recycle());
                 RmaQueues::recycle(&mut rma.lock());
                 tended = Instant::now();
@@ -76,10 +86,11 @@ impl Watchdog {
         flag: Arc<CreditFlag>,
         peers: Arc<[Arc<Peer>]>,
         rma: AllRmaQueues,
+        watched: AllWatched,
     ) -> io::Result<Self> {
-        let watched = flag.clone();
+        let pending = flag.clone();
         let run = move || {
-            if catch_unwind(AssertUnwindSafe(|| run(&watched, &peers, &rma))).is_err() {
+            if catch_unwind(AssertUnwindSafe(|| run(&pending, &peers, &rma, &watched))).is_err() {
                 // Nothing announces the receives of the connections any more.
                 let error = gdsync::Error::Panicked { thread: "mp-watch" };
                 peers.iter().for_each(|peer| peer.transport.fail(&error));

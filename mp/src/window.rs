@@ -3,7 +3,6 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use gdsync::memory::{Word32, Word64};
@@ -15,7 +14,7 @@ use smallvec::SmallVec;
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::exchange::{agree, table_row, take};
+use crate::exchange::{CommonCall, agree, table_row, take};
 use crate::path::BufferPath;
 use crate::registration::{DomainId, Piece, Registration};
 use crate::request::Request;
@@ -106,7 +105,7 @@ impl Communicator {
         range: Range<usize>,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Window> {
-        let deadline = Deadline::after(self.limit(timeout));
+        let (_call, deadline) = (CommonCall::Window.enter(), Deadline::after(self.limit(timeout)));
         let (rank, size) = (self.rank(), self.size());
         let mut exchange = self.0.exchange.lock();
         let intra_host = self.0.is_all_intra_host();
@@ -161,8 +160,8 @@ impl Window {
         range: Range<usize>,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Self> {
-        let deadline = Deadline::after(self.0.comm.limit(timeout));
-        let comm = &self.0.comm;
+        let (_call, comm) = (CommonCall::WindowBeside.enter(), &self.0.comm);
+        let deadline = Deadline::after(comm.limit(timeout));
         let ours = part(registration, &range, (self.0.queues.intra_host, comm.0.domain));
         let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
         let records = comm.0.exchange.lock().allgather(&record, deadline.remaining())?;
@@ -189,8 +188,11 @@ impl Window {
     /// this too. Clones that are left keep the memory accessible.
     ///
     /// # Errors
-    /// [`Error::Message`] for an operation that failed; [`Error::Bootstrap`] and [`Error::Deadline`] for another rank.
+    /// [`Error::Message`] for an operation that failed; [`Error::Bootstrap`] and [`Error::Deadline`] for another rank;
+    /// [`Error::Device`] after [`Communicator::finalize`], which has done all that.
     pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        let _call = CommonCall::WindowDestroy.enter();
+        self.0.comm.refuse_finalized("the end of a window")?;
         let deadline = Deadline::after(self.0.comm.limit(timeout));
         let flushed = self.0.queues.flush(&deadline);
         let met = self.0.comm.barrier(deadline.remaining());
@@ -610,13 +612,7 @@ impl Window {
         let intra_host = self.0.queues.intra_host;
         let inner = &self.0.comm.0;
         let failed = |cause| Error::message(rma.rank, rma.name(), cause);
-        if inner.children.is_finalized.load(Ordering::Relaxed) {
-            return Err(failed(gdsync::Error::Unsupported {
-                what: "an operation on a window",
-                by: "a communicator after Communicator::finalize",
-                fix: "finalize last",
-            }));
-        }
+        self.0.comm.refuse_finalized("an operation on a window").map_err(failed)?;
         let sges = rma.sges((intra_host, inner.domain)).map_err(failed)?;
         let len = match rma.what {
             What::Put(_) | What::Get(_) => {
@@ -762,7 +758,7 @@ impl Window {
             lost => format!("{} can signal no more", lost.join(", ")),
         };
         let what = format!(
-            "wait for a signal at offset {offset} of the window of rank {}, until it is {cond:?} {value:#x} (it is {word:#x}; {lost})",
+            "wait for a signal at offset {offset} of the window of rank {}, until it is Cond::{cond:?} {value} (it is {word}; {lost})",
             comm.rank()
         );
         Error::Deadline {

@@ -292,11 +292,13 @@ pub enum Error {
         "the peer ended the connection: work of a stream there failed, it gave this one up, or it left; its own output says which"
     )]
     GivenUpByPeer,
-    /// A call over several connections failed, at this end or at the peer, and ended all of them.
-    #[error(
-        "the connection was ended after a call over several of them had failed, here or at the peer; see the error of that call"
-    )]
-    Aborted,
+    /// What uses the connection ended it, though both ends are alive: a call over several connections failed, at this end or at the
+    /// peer, or its owner was dropped.
+    #[error("{why}")]
+    Aborted {
+        /// What ended it, and what the user can do.
+        why: String,
+    },
     /// What failed is the connection to a rank: see `Qp::name_ranks`.
     #[error("connection{} to rank {rank}: {}", own_rank_label(), reason.of_rank())]
     Rank {
@@ -425,7 +427,7 @@ impl Error {
                 (outstanding + untaken).min(*depth)
             ),
             Self::Busy { queue, qpn, owner } => format!(
-                "the {queue} queue still belongs to {owner}; wait for the requests of that first; QP {qpn:#x}"
+                "the {queue} queue still belongs to {owner}; synchronize that first, or wait for its requests; QP {qpn:#x}"
             ),
             Self::QpStopped { reason, .. } => format!("the connection was ended: {}", reason.of_rank()),
             Self::Rank { reason, .. } => reason.of_rank(),
@@ -476,7 +478,7 @@ impl Error {
             | Self::Peer { .. }
             | Self::GivenUp
             | Self::GivenUpByPeer
-            | Self::Aborted => libc::ECONNRESET,
+            | Self::Aborted { .. } => libc::ECONNRESET,
             Self::QpStopped { reason, .. } | Self::Rank { reason, .. } => reason.errno(),
             Self::StreamAborted { .. } => libc::ECANCELED,
             Self::StreamWait { .. } | Self::Deadline { .. } => libc::ETIMEDOUT,
@@ -569,7 +571,7 @@ impl CompletionError {
                  (Communicator::shrink)"
             }
             Syndrome::LOC_LEN_ERR => {
-                "the message is longer than its receive; receive into more, or use mp::tagged for unknown lengths. The \
+                "the message is longer than its receive (messages match receives in the order of the calls); receive into more, or use mp::tagged for unknown lengths. The \
                  connection is broken for good: only Communicator::shrink makes a new one"
             }
             Syndrome::REM_INV_REQ_ERR if self.operation.is_none_or(|opcode| opcode == Opcode::SEND) => {

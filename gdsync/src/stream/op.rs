@@ -116,7 +116,7 @@ impl Op {
                 format!("{awaited}: rank {rank} has posted {word}; post one there (Communicator::irecv)")
             }
             _ => format!(
-                "{awaited}, until it is {cond:?} {value:#x} (it is {word:#x}); see that another rank signals it (Communicator::lost \
+                "{awaited}, until it is Cond::{cond:?} {value} (it is {word}); see that another rank signals it (Communicator::lost \
                  names those that cannot)"
             ),
         }

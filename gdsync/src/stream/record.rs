@@ -170,10 +170,11 @@ impl Recording {
 }
 
 impl Part {
-    /// The queue of its sends.
-    pub(super) fn send_end(&self) -> Option<&Arc<QueueEnd>> {
+    /// The queue that it uses.
+    pub(super) fn queue_end(&self) -> Option<&Arc<QueueEnd>> {
         match self {
             Part::Sends(queue, _) => Some(&queue.end),
+            Part::Wait { awaited: WaitTarget::Next(end, _) | WaitTarget::All(end), .. } => Some(end),
             _ => None,
         }
     }

@@ -139,10 +139,15 @@ impl QpCore {
 
     /// Like [`QpCore::check`], with the rank of the peer, for callers that do not know which queue pair has failed.
     pub(crate) fn check_naming_rank(&self) -> Result<()> {
-        self.check().map_err(|error| match self.log.rank() {
+        self.check().map_err(|error| self.name_rank(error))
+    }
+
+    /// The error of this queue pair, with the rank of the peer.
+    pub(crate) fn name_rank(&self, error: Error) -> Error {
+        match self.log.rank() {
             Some((rank, _)) => Error::Rank { rank, reason: Arc::new(error) },
             None => error,
-        })
+        }
     }
 
     /// Like [`QpCore::check`], without reaping the completion queues first.

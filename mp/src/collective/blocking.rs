@@ -10,12 +10,14 @@ use gdsync::memory::Memory;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::call::{Call, HEADER, Operation, Slots};
+use super::calls::Calls;
 use super::message::{Arrival, Due, Part, Started};
-use super::reduce::{Number, Reduction};
+use super::reduce::{ELEMENTS, Number, Reduction};
 use super::schedule::{self, Exchange, Fold};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result, is_given_up_by_peer};
+use crate::exchange::CommonCall;
 use crate::registration::Registration;
 use crate::request::Request;
 use crate::wait::Deadline;
@@ -58,6 +60,7 @@ pub(super) struct Core {
     comm: Communicator,
     /// The connections of the collectives: the same ranks.
     pub(super) context: Communicator,
+    pub(super) calls: Arc<Calls>,
     /// Locked during every call.
     state: Mutex<State>,
 }
@@ -151,9 +154,11 @@ impl Core {
         self.look_back(&mut state, deadline)?;
         let admitted = admit(&mut state)?;
         state.number += 1;
-        let call = Call { operation, is_on_stream, number: state.number, bytes: bytes as u64 };
+        let (number, bytes, has_given_up) = (state.number, bytes as u64, false);
+        let call = Call { operation, is_on_stream, number, bytes, has_given_up };
+        self.calls.publish(&call)?;
         body(admitted, call, &mut state).map_err(|error| {
-            let error = call.explain(error, deadline.limit());
+            let error = self.calls.explain(&call, error, deadline.limit());
             self.fail(&mut state, call, &error, deadline);
             error
         })
@@ -185,21 +190,13 @@ impl Core {
             let limit = Deadline::after(ABORT_NOTICE.min(deadline.remaining()));
             sent.iter().for_each(|sent| _ = self.context.wait(sent, limit.remaining()));
             // Nothing is received any more that a rank still sends.
-            self.end(deadline.remaining());
+            self.calls.end(&call, error, deadline.remaining());
         }
-    }
-
-    /// Ends the connections. No rank is lost: the others are told before.
-    fn end(&self, limit: Duration) {
-        let (peers, limit) = (&self.context.0.peers, Deadline::after(ABORT_NOTICE.min(limit)));
-        let told: Vec<_> = peers.iter().filter_map(|peer| peer.transport.credits.tell_abort()).collect();
-        told.iter().for_each(|told| _ = told.wait(limit.remaining()));
-        peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::Aborted));
     }
 
     /// Starts to tell the other ranks, as far as they are there and their queues have room, that nothing more comes.
     fn send_abort_notice(&self, call: Call) -> Result<Vec<Request>> {
-        let call = Call { operation: Operation::GaveUp, ..call };
+        let call = Call { has_given_up: true, ..call };
         // In memory of its own: messages of the failed call may still come into the slots.
         let memory = Memory::alloc(HEADER)?;
         memory.write(0, &call.to_bytes())?;
@@ -217,8 +214,11 @@ impl Core {
 impl Drop for Collectives {
     fn drop(&mut self) {
         // Receives of a call that is late are still in buffers of the application.
-        if self.core.lock(&Deadline::after(ABORT_NOTICE)).is_ok_and(|state| state.failed.is_some()) {
-            self.core.end(ABORT_NOTICE);
+        let core = &self.core;
+        if let Ok(state) = core.lock(&Deadline::after(ABORT_NOTICE))
+            && let (Some(error), Some(call)) = (&state.failed, core.calls.own(state.number))
+        {
+            core.calls.end(&call, error, ABORT_NOTICE);
         }
     }
 }
@@ -268,7 +268,7 @@ impl Collectives {
     /// # Errors
     /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late; [`Error::Device`] from the device.
     pub fn new(comm: &Communicator, timeout: impl Into<Option<Duration>>) -> Result<Self> {
-        let deadline = Deadline::after(comm.limit(timeout));
+        let (_call, deadline) = (CommonCall::CollectivesNew.enter(), Deadline::after(comm.limit(timeout)));
         let mut builder = CommunicatorBuilder(comm.0.settings.clone());
         let queues = &mut builder.0.queues;
         // A header, the part, and room for what is not due; on streams also a ready message and a long part.
@@ -278,7 +278,8 @@ impl Collectives {
         comm.0.besides.lock().push((peers.clone(), context.0.credits.clone()));
         comm.0.peers.iter().zip(peers.iter()).for_each(|(peer, beside)| peer.transport.accompany(beside));
         let slots = Slots::new(&context)?;
-        let core = Arc::new(Core { comm: comm.clone(), context, state: Mutex::default() });
+        let calls = slots.calls.clone();
+        let core = Arc::new(Core { comm: comm.clone(), context, calls, state: Mutex::default() });
         Ok(Self { core, slots, scratch: Scratch::default() })
     }
 
@@ -289,7 +290,8 @@ impl Collectives {
     /// That of an earlier call, also where it is late; [`Error::Deadline`] for a rank that is late; [`Error::Bootstrap`] names a rank
     /// that is gone.
     pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
-        let Core { comm, context, .. } = &*self.core;
+        let (_call, Core { comm, context, .. }) = (CommonCall::CollectivesDestroy.enter(), &*self.core);
+        comm.refuse_finalized("the end of collectives")?;
         let deadline = Deadline::after(comm.limit(timeout));
         let mut state = self.core.lock(&deadline)?;
         let earlier = self.core.look_back(&mut state, &deadline);
@@ -322,8 +324,8 @@ impl Collectives {
     /// Copies the bytes `range` of `buffer` of rank `root` to all ranks.
     ///
     /// # Errors
-    /// [`Error::Message`] and [`Error::Collective`] as [`Collectives::barrier`]; [`Error::NoSuchRank`]; [`Error::Device`] for a range
-    /// outside the buffer.
+    /// [`Error::Message`] and [`Error::Collective`] as [`Collectives::barrier`]; [`Error::Device`] for a root that is no rank, or a
+    /// range outside the buffer.
     pub fn broadcast(
         &self,
         buffer: &Registration,
@@ -331,7 +333,7 @@ impl Collectives {
         root: usize,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
-        self.core.comm.peer(root)?;
+        self.check_root(root)?;
         buffer.check_range(&range)?;
         let rounds = schedule::broadcast(self.core.comm.rank(), self.core.comm.size(), root);
         let whole = |_: &Range<usize>| range.clone();
@@ -351,7 +353,7 @@ impl Collectives {
         range: Range<usize>,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<()> {
-        let parts = self.parts(buffer, &range)?;
+        let parts = self.parts("the range of the allgather", buffer, &range)?;
         let rounds = schedule::allgather(self.core.comm.rank(), self.core.comm.size());
         let bytes = |blocks: &Range<usize>| parts.bytes(blocks);
         let rounds = self.rounds(&rounds, buffer, bytes, buffer, bytes);
@@ -452,17 +454,29 @@ impl Collectives {
         exchanges.iter().map(round).collect()
     }
 
-    pub(super) fn parts(&self, buffer: &Registration, range: &Range<usize>) -> Result<Parts> {
-        buffer.check_range(range)?;
+    pub(super) fn check_root(&self, root: usize) -> Result<()> {
         let size = self.core.comm.size();
-        if !range.len().is_multiple_of(size) {
-            return Err(invalid(
-                "the length of the range",
-                range.len(),
-                "a part of equal length for each rank",
-            ));
+        if root < size {
+            return Ok(());
         }
-        Ok(Parts { start: range.start, part: range.len() / size })
+        let value = format!("rank {root}, and the communicator has ranks 0 to {}", size - 1);
+        Err(invalid("the root of the broadcast", value, "one of these"))
+    }
+
+    /// The parts of the range of a collective, which must be one for each rank.
+    pub(super) fn parts(
+        &self,
+        what: &'static str,
+        buffer: &Registration,
+        range: &Range<usize>,
+    ) -> Result<Parts> {
+        buffer.check_range(range)?;
+        let (len, size) = (range.len(), self.core.comm.size());
+        if !len.is_multiple_of(size) {
+            let value = format!("{len} bytes long, no multiple of the {size} ranks");
+            return Err(invalid(what, value, "one part of equal length for each rank"));
+        }
+        Ok(Parts { start: range.start, part: len / size })
     }
 
     pub(super) fn two_parts(
@@ -470,9 +484,12 @@ impl Collectives {
         from: &(&Registration, Range<usize>),
         to: &(&Registration, Range<usize>),
     ) -> Result<(Parts, Parts)> {
-        let parts = (self.parts(from.0, &from.1)?, self.parts(to.0, &to.1)?);
+        const TO: &str = "the range to receive into of the alltoall";
+        let sent = self.parts("the range to send of the alltoall", from.0, &from.1)?;
+        let parts = (sent, self.parts(TO, to.0, &to.1)?);
         if parts.0.part != parts.1.part {
-            return Err(invalid("the length of the second range", to.1.len(), "that of the first"));
+            let value = format!("{} bytes long, and the one to send {}", to.1.len(), from.1.len());
+            return Err(invalid(TO, value, "equal lengths"));
         }
         let ends = |(buffer, range): &(&Registration, Range<usize>)| {
             let base = buffer.memory().addr();
@@ -480,11 +497,8 @@ impl Collectives {
         };
         let (one, other) = (ends(from), ends(to));
         if one.0 < other.1 && other.0 < one.1 {
-            return Err(invalid(
-                "the two ranges",
-                format!("{:?} and {:?}", from.1, to.1),
-                "apart from each other",
-            ));
+            let value = format!("bytes {:?}, which overlap those to send, bytes {:?}", to.1, from.1);
+            return Err(invalid(TO, value, "bytes of its own"));
         }
         Ok(parts)
     }
@@ -497,8 +511,11 @@ pub(super) fn invalid(what: &'static str, value: impl ToString, expected: &'stat
 /// Refuses a range that is not a whole number of values, before anything is sent.
 pub(super) fn check_values<T: Number>(buffer: &Registration, range: &Range<usize>) -> Result<()> {
     buffer.check_range(range)?;
-    if !range.len().is_multiple_of(size_of::<T>()) {
-        return Err(invalid("the length of the range", range.len(), "a whole number of values"));
+    let (len, size) = (range.len(), size_of::<T>());
+    if !len.is_multiple_of(size) {
+        let of = ELEMENTS[usize::from(T::ELEMENT)];
+        let value = format!("{len} bytes long, no multiple of {size}, the bytes of {of}");
+        return Err(invalid("the range of the allreduce", value, "a whole number of values"));
     }
     Ok(())
 }
@@ -576,7 +593,7 @@ fn run(
             // What has come may say why a send failed.
             let limit = if sends.is_ok() { deadline.remaining() } else { Duration::ZERO };
             match comm.wait(&receive.request, limit) {
-                Ok(status) => receive.check(&call, status)?,
+                Ok(status) => receive.check(&call, &slots.calls, status)?,
                 Err(error) if sends.is_ok() => return Err(error),
                 Err(_) => {}
             }

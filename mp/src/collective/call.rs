@@ -3,19 +3,21 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Duration;
 
 use gdsync::memory::Memory;
 use parking_lot::Mutex;
 
+use super::calls::Calls;
 use super::reduce::{ELEMENTS, Reduction};
 use crate::communicator::Communicator;
-use crate::error::{Error, Result, is_aborted};
+use crate::error::{Error, Result};
 use crate::exchange::take;
 use crate::registration::Registration;
 
 /// Bytes of a header.
-pub(super) const HEADER: usize = 24;
+pub(super) const HEADER: usize = crate::credit::NOTE_BYTES;
+/// Bytes between two headers in memory.
+pub(super) const STEP: usize = 32;
 /// Bytes of the longest message with a header: what the shared-memory FIFO takes. Each receive of a header has room for it.
 const LONGEST: usize = 4096;
 /// Bytes of the longest part that is in one message with its header. The header of a longer one is a message of its own before it.
@@ -37,8 +39,6 @@ pub(super) enum Operation {
         element: u8,
         how: Reduction,
     },
-    /// The rank takes no more part: an earlier call of it has failed.
-    GaveUp,
 }
 
 impl Operation {
@@ -49,7 +49,6 @@ impl Operation {
             Self::Allgather => "allgather",
             Self::Alltoall => "alltoall",
             Self::Allreduce { .. } => "allreduce",
-            Self::GaveUp => "end of collectives",
         }
     }
 }
@@ -66,7 +65,13 @@ pub(super) struct Call {
     pub(super) number: u64,
     /// Bytes of the range.
     pub(super) bytes: u64,
+    /// The rank takes no more part after this call, which has failed there.
+    pub(super) has_given_up: bool,
 }
+
+/// Bits of a header.
+const ON_STREAM: u8 = 1;
+const GAVE_UP: u8 = 2;
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -82,7 +87,7 @@ impl fmt::Display for Call {
         }
         write!(f, " #{}", self.number)?;
         match self.operation {
-            Operation::Barrier | Operation::GaveUp => Ok(()),
+            Operation::Barrier => Ok(()),
             _ => write!(f, " of {} bytes", self.bytes),
         }
     }
@@ -99,10 +104,11 @@ impl Call {
                 let how = REDUCTIONS.iter().zip(0..).find(|(other, _)| **other == how);
                 (5, how.map_or(0, |(_, index)| index), element, 0)
             }
-            Operation::GaveUp => (6, 0, 0, 0),
         };
+        let bit = |is_set: bool, bit: u8| if is_set { bit } else { 0 };
+        let bits = bit(self.is_on_stream, ON_STREAM) | bit(self.has_given_up, GAVE_UP);
         let mut bytes = [0; HEADER];
-        bytes[..4].copy_from_slice(&[operation, detail, element, u8::from(self.is_on_stream)]);
+        bytes[..4].copy_from_slice(&[operation, detail, element, bits]);
         bytes[4..8].copy_from_slice(&u32::to_le_bytes(root));
         bytes[8..16].copy_from_slice(&self.number.to_le_bytes());
         bytes[16..].copy_from_slice(&self.bytes.to_le_bytes());
@@ -110,9 +116,9 @@ impl Call {
     }
 
     /// The call of a header; `None` for bytes that are none.
-    fn from_bytes(bytes: &[u8; HEADER]) -> Option<Self> {
+    pub(super) fn from_bytes(bytes: &[u8; HEADER]) -> Option<Self> {
         let rest = &mut &bytes[..];
-        let [operation, detail, element, form] = take(rest);
+        let [operation, detail, element, bits] = take(rest);
         let root = u32::from_le_bytes(take(rest));
         let [number, len] = [take(rest), take(rest)].map(u64::from_le_bytes);
         let operation = match operation {
@@ -124,28 +130,43 @@ impl Call {
                 ELEMENTS.get(usize::from(element))?;
                 Operation::Allreduce { element, how: *REDUCTIONS.get(usize::from(detail))? }
             }
-            6 => Operation::GaveUp,
             _ => return None,
         };
-        let call = Self { operation, is_on_stream: form == 1, number, bytes: len };
+        let (is_on_stream, has_given_up) = (bits & ON_STREAM != 0, bits & GAVE_UP != 0);
+        let call = Self { operation, is_on_stream, number, bytes: len, has_given_up };
         // What does not belong to the operation is 0.
         (call.to_bytes() == *bytes).then_some(call)
     }
 
-    /// Checks a message of a rank: its header, and that it has `due` bytes behind it. What ranks send is checked here only.
+    /// Checks a message of a rank: its header, and that it has `due` bytes behind it. What ranks send is checked here only. `own` are
+    /// the calls of this rank by their number: the error is of that with the same one.
     ///
     /// # Errors
     /// [`Error::Collective`].
-    pub(super) fn check(&self, rank: usize, header: &[u8; HEADER], bytes: usize, due: usize) -> Result<()> {
-        let other = Self::from_bytes(header).filter(|_| bytes >= HEADER);
-        let (what, fix) = match other {
-            Some(other) if other == *self && bytes - HEADER == due => return Ok(()),
-            Some(other) if other == *self => (wrong_length(bytes - HEADER, due), FIX_PROGRAM),
-            Some(Self { operation: Operation::GaveUp, .. }) => return Err(self.gave_up(rank)),
-            Some(other) => (format!("called {other}"), FIX),
-            None => ("sent something that is no collective".to_owned(), FIX_PROGRAM),
+    pub(super) fn check(
+        &self,
+        rank: usize,
+        header: &[u8; HEADER],
+        bytes: usize,
+        due: usize,
+        own: impl Fn(u64) -> Option<Self>,
+    ) -> Result<()> {
+        let Some(sent) = Self::from_bytes(header).filter(|_| bytes >= HEADER) else {
+            return Err(self.differs(rank, "sent something that is no collective".to_owned(), FIX_PROGRAM));
         };
-        Err(self.differs(rank, what, fix))
+        if sent == *self {
+            return match bytes - HEADER == due {
+                true => Ok(()),
+                false => Err(self.differs(rank, wrong_length(bytes - HEADER, due), FIX_PROGRAM)),
+            };
+        }
+        let other = Self { has_given_up: false, ..sent };
+        let ours = if other.number == self.number { Some(*self) } else { own(other.number) };
+        Err(match ours {
+            Some(ours) if ours != other => ours.differs(rank, format!("called {other}"), FIX),
+            _ if sent.has_given_up => self.gave_up(rank),
+            _ => self.differs(rank, format!("called {other}"), FIX),
+        })
     }
 
     /// Checks the length of a part that came behind its header.
@@ -163,24 +184,28 @@ impl Call {
         Error::Collective { call: self.to_string(), rank, what, fix }
     }
 
-    fn gave_up(&self, rank: usize) -> Error {
+    pub(super) fn gave_up(&self, rank: usize) -> Error {
         let what = "gave up its collectives after an error of its own".to_owned();
         self.differs(rank, what, "see the error of that rank")
     }
 
-    /// The error of a message of this call, in terms of the collective.
-    pub(super) fn explain(&self, error: Error, limit: Duration) -> Error {
-        match error.of_waits(limit) {
-            Error::Message { rank, cause: gdsync::Error::Deadline { what, after, .. }, .. } => {
-                let awaited = format!(
-                    "rank {rank} to get through {self}; see whether that rank has called it, or for whom it waits itself"
-                );
-                Error::message(rank, self.operation.name(), gdsync::Error::late(what, after, awaited))
+    /// What a message of a rank is waited for, where the last call there that is known has the number `seen`.
+    pub(super) fn awaited(&self, rank: usize, seen: Option<u64>) -> String {
+        let other = match self.operation {
+            Operation::Barrier => " (Communicator::barrier is another one)",
+            _ => "",
+        };
+        match seen {
+            None => format!(
+                "rank {rank} to get through {self}; see whether that rank has called it, or for whom it waits itself"
+            ),
+            Some(0) => {
+                format!("rank {rank} to call {self} of these Collectives{other}; see what holds it up")
             }
-            // The abort notice did not reach this rank.
-            Error::Message { rank, cause, .. } if is_aborted(&cause) => self.gave_up(rank),
-            Error::Message { rank, cause, .. } => Error::message(rank, self.operation.name(), cause),
-            other => other,
+            Some(seen) if seen < self.number => {
+                format!("rank {rank} to call {self}, whose last call is #{seen}{other}; see what holds it up")
+            }
+            Some(_) => format!("rank {rank}, which has called {self} too; see for whom it waits itself"),
         }
     }
 }
@@ -197,6 +222,7 @@ pub(super) struct Slots {
     free: Mutex<Vec<(Registration, usize)>>,
     /// For what comes behind a header and has no place: the header says why.
     pub(super) spill: Registration,
+    pub(super) calls: Arc<Calls>,
 }
 
 /// The memory of one header. Dropping it frees it: to be done when no message can arrive in it any more.
@@ -208,19 +234,16 @@ pub(super) struct Slot {
 }
 
 impl Slots {
-    /// Bytes between two.
-    const STEP: usize = 32;
-
     pub(super) fn new(comm: &Communicator) -> Result<Arc<Self>> {
         let spill = comm.register(&Memory::alloc(LONGEST)?)?;
-        Ok(Arc::new(Self { free: Mutex::default(), spill }))
+        Ok(Arc::new(Self { free: Mutex::default(), spill, calls: Calls::new(comm)? }))
     }
 
     pub(super) fn take(self: &Arc<Self>, comm: &Communicator) -> Result<Slot> {
         let mut free = self.free.lock();
         if free.is_empty() {
             let page = comm.register(&Memory::alloc(LONGEST)?)?;
-            free.extend((0..LONGEST / Self::STEP).map(|slot| (page.clone(), slot * Self::STEP)));
+            free.extend((0..LONGEST / STEP).map(|slot| (page.clone(), slot * STEP)));
         }
         let (buffer, offset) = free.pop().expect("there is one now");
         Ok(Slot { slots: self.clone(), buffer, offset })
@@ -235,6 +258,10 @@ impl Slots {
 }
 
 impl Slot {
+    pub(super) fn calls(&self) -> &Calls {
+        &self.slots.calls
+    }
+
     pub(super) fn range(&self) -> Range<usize> {
         self.offset..self.offset + HEADER
     }
@@ -257,7 +284,7 @@ mod tests {
     use super::*;
 
     fn call(operation: Operation) -> Call {
-        Call { operation, is_on_stream: false, number: 3, bytes: 64 }
+        Call { operation, is_on_stream: false, number: 3, bytes: 64, has_given_up: false }
     }
 
     #[test]
@@ -279,9 +306,9 @@ mod tests {
                 Operation::Allgather,
                 Operation::Alltoall,
                 Operation::Allreduce { element: 4, how: Reduction::Max },
-                Operation::GaveUp,
             ];
             let ours = call(all[usize::from(*base) % all.len()]);
+            let earlier = |number| (number < 3).then_some(Call { number, ..ours });
             // Small changes of a good header.
             let mut header = ours.to_bytes();
             header.iter_mut().zip(change).for_each(|(byte, change)| *byte ^= change & change >> 4);
@@ -289,11 +316,14 @@ mod tests {
                 assert_eq!(read.to_bytes(), header, "there is one header for each call");
             }
             let (bytes, due) = (usize::from(*bytes), usize::from(*due));
-            match ours.check(5, &header, bytes, due) {
+            match ours.check(5, &header, bytes, due, earlier) {
                 Ok(()) => assert!(header == ours.to_bytes() && bytes == HEADER + due),
                 Err(error) => {
                     let text = error.to_string();
-                    assert!(text.contains("rank 5") && text.contains(&ours.to_string()), "{text}");
+                    let number = Call::from_bytes(&header).map_or(3, |call| call.number);
+                    let named = earlier(number).unwrap_or(ours);
+                    let says = [ours, named].map(|call| text.contains(&call.to_string()));
+                    assert!(text.contains("rank 5") && says.contains(&true), "{text}");
                     assert!(!text.chars().any(char::is_control), "{text}");
                 }
             }

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use smallvec::{SmallVec, smallvec};
 
 use super::call::{Call, HEADER, SHORT, Slot, Slots};
+use super::calls::Calls;
 use crate::communicator::Communicator;
 use crate::error::Result;
 use crate::overlap::ReceiveClaims;
@@ -87,15 +88,15 @@ pub(super) struct Due {
 
 impl Due {
     /// Checks what came.
-    pub(super) fn check(&self, call: &Call, Status { rank, bytes }: Status) -> Result<()> {
+    pub(super) fn check(&self, call: &Call, calls: &Calls, Status { rank, bytes }: Status) -> Result<()> {
         let (buffer, due) = &self.part;
         match &self.header {
-            Some(slot) => call.check(rank, &slot.header()?, bytes, due.len()),
+            Some(slot) => calls.check(call, rank, &slot.header()?, bytes, due.len()),
             // Perhaps an abort notice in its place: a long part is longer than that.
             None if bytes == HEADER => {
                 let mut header = [0; HEADER];
                 buffer.memory().read(due.start, &mut header)?;
-                call.check(rank, &header, bytes, due.len())
+                calls.check(call, rank, &header, bytes, due.len())
             }
             None => call.check_part(rank, bytes, due.len()),
         }
@@ -110,7 +111,7 @@ pub(super) struct Started {
     pub(super) receives: Vec<Due>,
     pub(super) sends: Vec<Request>,
     /// Of what it sends.
-    pub(super) _header: Slot,
+    pub(super) header: Slot,
     pub(super) last: Last,
 }
 
@@ -122,15 +123,19 @@ pub(super) struct Last {
 }
 
 impl Started {
+    fn calls(&self) -> &Calls {
+        self.header.calls()
+    }
+
     fn test(&self, request: &Request) -> Result<Option<Status>> {
-        request.test().map_err(|error| self.call.explain(error, Duration::ZERO))
+        request.test().map_err(|error| self.calls().explain(&self.call, error, Duration::ZERO))
     }
 
     /// Whether it is complete: `None` if not yet.
     pub(super) fn outcome(&self) -> Result<Option<()>> {
         for due in &self.receives {
             let Some(status) = self.test(&due.request)? else { return Ok(None) };
-            due.check(&self.call, status)?;
+            due.check(&self.call, self.calls(), status)?;
         }
         for send in &self.sends {
             if self.test(send)?.is_none() {
@@ -147,9 +152,11 @@ impl Started {
     /// [`Error::Deadline`](crate::Error::Deadline) where all messages came.
     pub(super) fn wait(&self, deadline: &Deadline) -> Result<()> {
         let wait = |request: &Request| {
-            request.wait(deadline.remaining()).map_err(|error| self.call.explain(error, deadline.limit()))
+            let explain = |error| self.calls().explain(&self.call, error, deadline.limit());
+            request.wait(deadline.remaining()).map_err(explain)
         };
-        self.receives.iter().try_for_each(|due| due.check(&self.call, wait(&due.request)?))?;
+        let check = |due: &Due| due.check(&self.call, self.calls(), wait(&due.request)?);
+        self.receives.iter().try_for_each(check)?;
         self.sends.iter().try_for_each(|send| wait(send).map(drop))?;
         let mut outcome = self.last.outcome.lock();
         while outcome.is_none() && !deadline.is_over() {
@@ -170,7 +177,8 @@ impl Started {
             self.call.differs(request.rank(), what, fix)
         };
         for due in &self.receives {
-            due.check(&self.call, self.test(&due.request)?.ok_or_else(|| missing(&due.request))?)?;
+            let status = self.test(&due.request)?.ok_or_else(|| missing(&due.request))?;
+            due.check(&self.call, self.calls(), status)?;
         }
         self.sends.iter().try_for_each(|send| self.test(send)?.map(drop).ok_or_else(|| missing(send)))
     }
@@ -199,10 +207,11 @@ mod tests {
         let (slots, buffer) = (Slots::new(&comm)?, comm.register(&Memory::alloc(2 * SHORT)?)?);
         let part = Part { rank: 0, buffer, range: 0..SHORT + 1 };
         let due = Arrival { part, has_header: false }.receive(&comm, &slots)?;
-        let call = Call { operation: Operation::Allgather, is_on_stream: false, number: 3, bytes: 64 };
-        let notice = slots.with_header(&comm, &Call { operation: Operation::GaveUp, ..call })?;
+        let operation = Operation::Allgather;
+        let call = Call { operation, is_on_stream: false, number: 3, bytes: 64, has_given_up: false };
+        let notice = slots.with_header(&comm, &Call { has_given_up: true, ..call })?;
         let sent = comm.isend(&notice.buffer, notice.range(), 0)?;
-        let text = due.check(&call, comm.wait(&due.request, LONG)?).unwrap_err().to_string();
+        let text = due.check(&call, &slots.calls, comm.wait(&due.request, LONG)?).unwrap_err().to_string();
         assert!(text.contains("rank 0 gave up its collectives"), "{text}");
         comm.wait(&sent, LONG)?;
         drop((due, notice, slots));

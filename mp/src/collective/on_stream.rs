@@ -12,13 +12,13 @@ use super::blocking::{Collectives, Core, State, Step, allreduce, broadcast, chec
 use super::call::{Call, Operation};
 use super::message::{Last, Part, Started};
 use super::reduce::{Number, Reduction};
-use crate::error::Result;
+#[cfg(doc)]
+use crate::Communicator;
+use crate::error::{Error, Result};
 use crate::in_flight::Direction;
 use crate::registration::{Piece, Registration};
 use crate::transport::refuse_in_capture;
 use crate::wait::Deadline;
-#[cfg(doc)]
-use crate::{Communicator, Error};
 
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
 ///
@@ -72,7 +72,7 @@ impl Collectives {
     /// Queues a [`Collectives::broadcast`].
     ///
     /// # Errors
-    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`]; [`Error::NoSuchRank`].
+    /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::broadcast`].
     pub fn broadcast_on_stream(
         &self,
         stream: &Stream,
@@ -80,7 +80,7 @@ impl Collectives {
         range: Range<usize>,
         root: usize,
     ) -> Result<Pending> {
-        self.core.context.peer(root)?;
+        self.check_root(root)?;
         buffer.check_range(&range)?;
         let to = |rank| part(rank, buffer, range.clone());
         let (sends, receives) = match self.core.context.rank() == root {
@@ -101,7 +101,7 @@ impl Collectives {
         buffer: &Registration,
         range: Range<usize>,
     ) -> Result<Pending> {
-        let parts = self.parts(buffer, &range)?;
+        let parts = self.parts("the range of the allgather", buffer, &range)?;
         let block = |rank| parts.bytes(&(rank..rank + 1));
         let sends =
             self.core.others().map(|rank| part(rank, buffer, block(self.core.context.rank()))).collect();
@@ -262,7 +262,7 @@ impl Direct {
         let waits = receives.iter().map(|due| &due.request).chain(&sends);
         waits.into_iter().try_for_each(|request| comm.wait_in_batch(&mut batch, request))?;
         let (stream_id, last) = (stream.id(), Last::default());
-        let started = Arc::new(Started { call, stream: stream_id, receives, sends, _header: header, last });
+        let started = Arc::new(Started { call, stream: stream_id, receives, sends, header, last });
         match self.then {
             None => started.last.finish(Ok(())),
             Some(then) => {
@@ -270,8 +270,10 @@ impl Direct {
                 batch.host_fn(move || started.last.finish(started.arrived().and_then(|()| then())));
             }
         }
-        // Another thread may have taken the room.
-        comm.while_full(|| Ok(stream.submit(&mut batch)?))?;
+        // Another thread may have taken the room, and another stream may not be past its last wait though the messages are complete.
+        let passes =
+            |error: &Error| error.is_full() || matches!(error, Error::Device(gdsync::Error::Busy { .. }));
+        comm.retry_while(passes, || Ok(stream.submit(&mut batch)?))?;
         Ok(started)
     }
 }
@@ -280,7 +282,6 @@ impl Direct {
 mod tests {
     use super::*;
     use crate::communicator::Communicator;
-    use crate::error::Error;
     use gdsync::memory::Memory;
     use gdsync::stream::HostStreamConfig;
 

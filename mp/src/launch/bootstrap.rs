@@ -10,6 +10,7 @@ use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::error::rounded;
 use gdsync_device::own_rank;
 
 use super::binding;
@@ -23,7 +24,7 @@ use super::spawn::{Children, spawn_bound};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result, SECOND_INIT};
-use crate::exchange::Exchange;
+use crate::exchange::{CommonCall, Exchange};
 use crate::wait::Deadline;
 
 /// The connections of one rank: rank 0 has one to each, the others one to rank 0.
@@ -83,6 +84,7 @@ impl Bootstrap {
         conn.send(job.frame(Kind::Hello, rank, &[]));
         let mut bootstrap = Self::new(rank, job, vec![conn]);
         bootstrap.guarded(|this| this.exchange_with_root(Kind::Welcome, 1, &deadline)).map(drop)?;
+        bootstrap.peers.iter_mut().for_each(|root| root.peer = "rank 0".to_owned());
         Ok(bootstrap)
     }
 
@@ -150,7 +152,7 @@ impl Bootstrap {
                 "exchange addresses here, and data over the network",
             ));
         }
-        self.exchange(Kind::Allgather, bytes, timeout)
+        self.exchange(CommonCall::current_or(CommonCall::Exchange), bytes, timeout)
     }
 
     /// Returns after every rank has called it.
@@ -158,7 +160,7 @@ impl Bootstrap {
     /// # Errors
     /// [`Error::Bootstrap`] and [`Error::Deadline`], as [`Bootstrap::allgather`].
     pub fn barrier(&mut self, timeout: Duration) -> Result<()> {
-        self.exchange(Kind::Barrier, &[], timeout).map(drop)
+        self.exchange(CommonCall::current_or(CommonCall::Barrier), &[], timeout).map(drop)
     }
 
     /// Checks, without waiting, whether the other ranks are alive. Rank 0 sees all of them, and reports to the others; these see
@@ -192,8 +194,13 @@ impl Bootstrap {
         })
     }
 
-    pub(super) fn exchange(&mut self, kind: Kind, bytes: &[u8], timeout: Duration) -> Result<Vec<Vec<u8>>> {
-        let deadline = Deadline::after(timeout);
+    pub(super) fn exchange(
+        &mut self,
+        call: CommonCall,
+        bytes: &[u8],
+        timeout: Duration,
+    ) -> Result<Vec<Vec<u8>>> {
+        let (kind, deadline) = (Kind::Call(call), Deadline::after(timeout));
         self.guarded(|this| {
             if this.rank == 0 {
                 let parts = this.collect(kind, bytes, &deadline)?;
@@ -225,7 +232,7 @@ impl Bootstrap {
         deadline: &Deadline,
     ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
         let mut parts: Vec<Option<Vec<u8>>> = vec![None; self.peers.len()];
-        drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
+        let driven = drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
             if parts[index].is_none() && conn.fill()? {
                 parts[index] = Some(conn.take(kind)?.payload);
             }
@@ -234,7 +241,22 @@ impl Bootstrap {
                 conn.expect_silence(kind)?;
             }
             Ok(Step { done: parts[index].is_some(), events: libc::POLLIN })
-        })?;
+        });
+        if let Err(Failure { rank, error: Error::Deadline { after, .. } }) = &driven {
+            let (name, limit) = (kind.name(), rounded(*after));
+            for (conn, part) in self.peers.iter_mut().zip(&parts) {
+                conn.told = Some(match part {
+                    None => (
+                        0,
+                        format!(
+                            "it waited {limit} for this rank in {name}, and gave up (call it earlier, or allow more time there)"
+                        ),
+                    ),
+                    Some(_) => (*rank, format!("it did not call {name} within {limit}, and rank 0 gave up")),
+                });
+            }
+        }
+        driven?;
         Ok(std::iter::once(own.to_vec()).chain(parts.into_iter().flatten()).collect())
     }
 
@@ -247,8 +269,8 @@ impl Bootstrap {
     ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
         let mut ranks = 0..count;
         let mut parts = Vec::new();
-        let what = format!("{} (rank 0 answers when all ranks are in it)", kind.name());
-        drive(&mut self.peers, 0, &what, deadline, |_, root| {
+        let what = format!("{} (rank 0 answers when all ranks have called it)", kind.name());
+        let driven = drive(&mut self.peers, 0, &what, deadline, |_, root| {
             // Read first: if rank 0 gave up, its reason is better than a failed write.
             while !ranks.is_empty() && root.fill()? {
                 let frame = root.take(kind)?;
@@ -259,7 +281,13 @@ impl Bootstrap {
             }
             let write = if root.flush()? { 0 } else { libc::POLLOUT };
             Ok(Step { done: ranks.is_empty(), events: libc::POLLIN | write })
-        })?;
+        });
+        if let Err(Failure { error: Error::Deadline { after, .. }, .. }) = &driven {
+            let what =
+                format!("it waited {} for the others in {}, and gave up", rounded(*after), kind.name());
+            self.peers.iter_mut().for_each(|root| root.told = Some((self.rank, what.clone())));
+        }
+        driven?;
         Ok(parts)
     }
 }
@@ -307,6 +335,7 @@ impl CommunicatorBuilder {
     }
 
     fn start(self) -> Result<Communicator> {
+        let _call = CommonCall::Init.enter();
         let deadline = Deadline::after(self.0.timeout);
         let resolved = self.resolve()?;
         let (mut bootstrap, mut children) = self.join()?;

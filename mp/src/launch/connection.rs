@@ -20,10 +20,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::error::{printable, rounded};
-use gdsync_device::own_rank;
 
 use crate::error::{Error, Result};
-use crate::exchange::take;
+use crate::exchange::{CommonCall, take};
 use crate::wait::Deadline;
 
 /// Most bytes one rank may contribute to an exchange.
@@ -36,7 +35,8 @@ pub(super) const FIX_NETWORK: &str = "check the network of this host";
 const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and its own output may say why; restart the job, or go on \
                         without it: Communicator::shrink";
 /// For ranks that are late in a call of all ranks.
-const FIX_LATE_CALL: &str = "all later calls of all ranks fail, but for Communicator::shrink if the job has begun; see what holds up the rank that is named";
+const FIX_LATE_CALL: &str = "all later calls of all ranks fail, but for Communicator::shrink if the job has begun; see what holds up the ranks \
+                             that have not called it";
 const FIX_FAILED: &str = "the call has failed at all ranks; restart the job, or, if it has begun, make a new communicator by \
                           Communicator::shrink";
 const FIX_REFUSED: &str = "start all ranks with the same program, size and GDSYNC_JOB_TOKEN, and each rank once; \
@@ -48,7 +48,7 @@ const FIX_PROTOCOL: &str =
 const MAGIC: [u8; 4] = *b"GDSB";
 
 /// Changes with the meaning of any field.
-const VERSION: u16 = 2;
+const VERSION: u16 = 3;
 
 /// Length of the header.
 pub(super) const HEADER: usize = 28;
@@ -58,52 +58,50 @@ const MAX_TEXT: usize = 4096;
 
 /// The kinds of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u16)]
 pub(super) enum Kind {
     /// A rank introduces itself to rank 0.
-    Hello = 1,
+    Hello,
     /// Rank 0: all ranks are here.
-    Welcome = 2,
+    Welcome,
     /// Rank 0 does not accept the sender of a hello; the payload says why.
-    Refused = 3,
-    /// One rank's part of a barrier.
-    Barrier = 4,
-    /// One rank's part of an allgather.
-    Allgather = 5,
+    Refused,
     /// The job cannot go on because of the rank in the header; the payload says why.
-    Failed = 6,
-    /// One rank's part of an exchange that [`CommunicatorBuilder::init`](crate::CommunicatorBuilder::init) makes before it builds
-    /// the communicator.
-    Init = 7,
+    Failed,
+    /// One rank's part of an exchange in this call.
+    Call(CommonCall),
 }
 
 impl Kind {
+    fn all() -> impl Iterator<Item = (u16, Self)> {
+        let others = [Self::Hello, Self::Welcome, Self::Refused, Self::Failed];
+        (1..).zip(others.into_iter().chain(CommonCall::ALL.map(Self::Call)))
+    }
+
+    fn to_wire(self) -> u16 {
+        Self::all().find(|(_, kind)| *kind == self).map_or(0, |(value, _)| value)
+    }
+
     fn from_wire(value: u16) -> Option<Self> {
-        use Kind::{Allgather, Barrier, Failed, Hello, Init, Refused, Welcome};
-        let all = [Hello, Welcome, Refused, Barrier, Allgather, Failed, Init];
-        all.into_iter().find(|&kind| kind as u16 == value)
+        Self::all().find(|(other, _)| *other == value).map(|(_, kind)| kind)
     }
 
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Hello | Self::Welcome => "start-up",
             Self::Refused => "refusal",
-            Self::Barrier => "barrier",
-            Self::Allgather => {
-                "a call of all ranks (exchange, window, channels, Tagged::new, Collectives::new, finalize)"
-            }
             Self::Failed => "failure",
-            Self::Init => "CommunicatorBuilder::init",
+            Self::Call(call) => call.name(),
         }
     }
 
-    /// The error of a rank that is in this operation, as rank 0 reports it to all.
-    pub(super) fn instead_of(self, expected: Self) -> String {
-        let what = format!("is in {} while rank 0 is in {}", self.name(), expected.name());
-        match self == Self::Init || expected == Self::Init {
-            true => format!("{what}: call CommunicatorBuilder::init in all ranks, or init_over in all"),
-            false => format!("{what}: let all ranks make the same calls, in one order"),
-        }
+    /// The error of a rank that is in this operation, `whose` in another one.
+    fn instead_of(self, expected: Self, whose: &str) -> String {
+        let init = Self::Call(CommonCall::Init);
+        let fix = match self == init || expected == init {
+            true => "call CommunicatorBuilder::init in all ranks, or init_over in all",
+            false => "let all ranks make the same calls, in one order",
+        };
+        format!("it is in {}, and {whose} in {}: {fix}", self.name(), expected.name())
     }
 }
 
@@ -122,7 +120,7 @@ impl Header {
         let mut out = [0; HEADER];
         out[0..4].copy_from_slice(&MAGIC);
         out[4..6].copy_from_slice(&VERSION.to_be_bytes());
-        out[6..8].copy_from_slice(&(self.kind as u16).to_be_bytes());
+        out[6..8].copy_from_slice(&self.kind.to_wire().to_be_bytes());
         out[8..12].copy_from_slice(&self.rank.to_be_bytes());
         out[12..16].copy_from_slice(&self.size.to_be_bytes());
         out[16..24].copy_from_slice(&self.token.to_be_bytes());
@@ -197,6 +195,8 @@ pub(super) struct Conn {
     input: Vec<u8>,
     /// The bytes that are being sent, and how many of them have left.
     output: Option<(Arc<[u8]>, usize)>,
+    /// What it is told of a failure in place of the reason: the rank that it is about, and what happened.
+    pub(super) told: Option<(u32, String)>,
 }
 
 impl fmt::Debug for Conn {
@@ -210,7 +210,7 @@ impl Conn {
     pub(super) fn new(stream: TcpStream, peer: String) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
-        Ok(Self { stream, peer, max_payload: 0, input: Vec::new(), output: None })
+        Ok(Self { stream, peer, max_payload: 0, input: Vec::new(), output: None, told: None })
     }
 
     /// The addresses of both ends.
@@ -299,19 +299,17 @@ impl Conn {
         match frame.header.kind {
             // Rank 0 reports about others, the others only about themselves.
             Kind::Failed => {
-                let (rank, text) = (frame.header.rank as usize, frame.text());
-                let (peer, what) = match own_rank::get() == Some(rank) {
-                    true => (self.peer.clone(), format!("it gave up because of this rank: {text}")),
-                    false => (format!("rank {rank}"), format!("{text} ({} gave up)", self.peer)),
-                };
-                Err(Error::bootstrap(peer, what, FIX_FAILED))
+                Err(Error::bootstrap(format!("rank {}", frame.header.rank), frame.text(), FIX_FAILED))
             }
             Kind::Refused => {
                 let what = format!("refused this process: {}", frame.text());
                 Err(Error::bootstrap(&self.peer, what, FIX_REFUSED))
             }
             got if got == kind => Ok(frame),
-            got => Err(Error::bootstrap(&self.peer, got.instead_of(kind), FIX_FAILED)),
+            got => {
+                self.told = Some((0, kind.instead_of(got, "this rank")));
+                Err(Error::bootstrap(&self.peer, got.instead_of(kind, "rank 0"), FIX_FAILED))
+            }
         }
     }
 
@@ -460,8 +458,10 @@ pub(super) fn wait(fds: &mut [libc::pollfd], limit: Duration) -> Result<()> {
 
 /// Tells the peers that the job cannot go on, as far as they still listen.
 pub(super) fn announce(peers: &mut [Conn], job: &Job, failure: &Failure) {
-    let frame = job.frame(Kind::Failed, failure.rank, failure.reason().as_bytes());
-    peers.iter_mut().for_each(|conn| conn.farewell(frame.clone()));
+    for conn in peers {
+        let (rank, what) = conn.told.take().unwrap_or_else(|| (failure.rank, failure.reason()));
+        conn.farewell(job.frame(Kind::Failed, rank, what.as_bytes()));
+    }
 }
 
 #[cfg(test)]
@@ -481,7 +481,7 @@ mod tests {
 
     #[test]
     fn layout_is_fixed() {
-        let expected = b"GDSB\x00\x02\x00\x06\x01\x02\x03\x04\x05\x06\x07\x08\
+        let expected = b"GDSB\x00\x03\x00\x04\x01\x02\x03\x04\x05\x06\x07\x08\
                          \x11\x12\x13\x14\x15\x16\x17\x18\x00\x00\x00\x09";
         assert_eq!(&encoded(), expected);
     }

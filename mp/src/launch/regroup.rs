@@ -20,6 +20,7 @@ use super::connection::{
 };
 use super::rendezvous::{Listeners, bind_any};
 use crate::error::{Error, Result};
+use crate::exchange::CommonCall;
 use crate::wait::Deadline;
 
 /// Longest wait for one answer to a connection request.
@@ -76,7 +77,7 @@ impl Bootstrap {
         let is_local = self.peers.iter().all(|conn| {
             conn.addresses().is_ok_and(|(here, there)| here.is_loopback() && there.is_loopback())
         });
-        let locals = self.exchange(Kind::Init, &[u8::from(is_local)], deadline.remaining())?;
+        let locals = self.exchange(CommonCall::Init, &[u8::from(is_local)], deadline.remaining())?;
         let is_one_host = locals.iter().all(|local| local[..] == [1]);
         let listener = match is_one_host {
             true => TcpListener::bind((own_loopback(here), 0)),
@@ -95,7 +96,7 @@ impl Bootstrap {
             SocketAddr::from((ip, address.port())).to_string()
         });
         let addresses =
-            self.exchange(Kind::Init, address.unwrap_or_default().as_bytes(), deadline.remaining())?;
+            self.exchange(CommonCall::Init, address.unwrap_or_default().as_bytes(), deadline.remaining())?;
         let (_, own) =
             listener.map_err(|error| Error::bootstrap_os("this rank", "cannot listen", error, FIX_FILES))?;
         let root = if is_root { Ipv4Addr::LOCALHOST.into() } else { there };
@@ -156,7 +157,7 @@ impl Bootstrap {
     /// Ends this exchange, so that no rank waits in it for this one.
     fn leave(&mut self) {
         if self.failed.is_none() {
-            let what = "has left to shrink the communicator, as all surviving ranks have to";
+            let what = "it has left to shrink the communicator, as all surviving ranks have to";
             let error = Error::bootstrap(format!("rank {}", self.rank), what, "call Communicator::shrink");
             announce(&mut self.peers, &self.job, &Failure { rank: self.rank, error });
         }
@@ -227,6 +228,7 @@ impl Group {
         let ranks = ranks(&answer.payload);
         let own = ranks.iter().position(|&rank| rank == self.rank as usize);
         let own = own.filter(|&own| own > 0).ok_or_else(|| conn.fault("has left this rank out"))?;
+        conn.peer = format!("rank 0 (before: rank {leader})");
         Ok(Some((self.bootstrap(own, &ranks, vec![conn]), ranks)))
     }
 

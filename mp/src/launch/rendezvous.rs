@@ -212,7 +212,10 @@ pub(super) fn accept(
     let outcome = acceptor.run(&address, deadline, check);
     let mut conns: Vec<Conn> = acceptor.ranks.into_iter().flatten().collect();
     match outcome {
-        Ok(()) => Ok(conns),
+        Ok(()) => {
+            conns.iter_mut().zip(1..).for_each(|(conn, rank)| conn.peer = format!("rank {rank}"));
+            Ok(conns)
+        }
         Err(failure) => {
             announce(&mut conns, &job, &failure);
             Err(failure.error)

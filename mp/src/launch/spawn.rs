@@ -282,7 +282,8 @@ impl ChildProcesses for Children {
         let running: Vec<_> = ChildProcesses::running(&mut *self).iter().map(usize::to_string).collect();
         if !is_silent && !running.is_empty() {
             say(&format!(
-                "rank 0 leaves without Communicator::finalize while others work (rank {}): they have {} to end",
+                "rank 0 leaves without Communicator::finalize while others work (rank {}): they have {} to end; an error that it returns is \
+                 printed then",
                 running.join(", "),
                 rounded(limit)
             ));

@@ -6,6 +6,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -17,6 +18,7 @@ use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::exchange::take;
 use crate::overlap::ReceiveClaims;
+use crate::peer::Peer;
 use crate::registration::Registration;
 use crate::request::Request;
 
@@ -533,13 +535,15 @@ pub(super) struct Engine {
     connections: Connections,
     peers: Vec<TaggedPeer>,
     matcher: Matcher<Incoming, Payload>,
+    /// Those of the communicator, which counts the messages of all.
+    counted: Arc<[Arc<Peer>]>,
 }
 
 impl Engine {
-    pub(super) fn new(connections: Connections) -> Result<Self> {
+    pub(super) fn new(connections: Connections, counted: Arc<[Arc<Peer>]>) -> Result<Self> {
         let ranks = 0..connections.comm.size();
         let peers = ranks.map(|rank| TaggedPeer::new(rank, &connections)).collect::<Result<_>>()?;
-        Ok(Self { connections, peers, matcher: Matcher::default() })
+        Ok(Self { connections, peers, matcher: Matcher::default(), counted })
     }
 
     /// Moves all messages along, also those that [`Engine::poll`] does not look at.
@@ -604,6 +608,7 @@ impl Engine {
         let head = &mut head[..bytes.min(Header::MAX_BYTES)];
         inbox.read(at, head)?;
         let header = Header::from_bytes(head).ok_or_else(malformed)?;
+        let counted = &self.counted[rank].tagged.received;
         let payload = bytes - Header::BYTES;
         let peer = &mut self.peers[rank];
         peer.credits = peer.credits.saturating_add(header.credits).min(CREDITS);
@@ -617,6 +622,7 @@ impl Engine {
                 let bytes = bytes as usize;
                 match self.matcher.receive_for(rank, tag) {
                     Some(incoming) => {
+                        counted.fetch_add(1, Ordering::Relaxed);
                         peer.accept(Matched { incoming, status: Status { rank, tag, bytes }, id, from });
                     }
                     None => self.keep(rank, tag, Payload::Announced { id, bytes, from })?,
@@ -624,6 +630,7 @@ impl Engine {
             }
             Kind::Eager { tag } => match self.matcher.receive_for(rank, tag) {
                 Some(incoming) => {
+                    counted.fetch_add(1, Ordering::Relaxed);
                     let status = Status { rank, tag, bytes: payload };
                     let from = at + Header::BYTES;
                     deliver(incoming, status, |to, start| to.copy_from(start, inbox, from, payload));
@@ -655,6 +662,7 @@ impl Engine {
             return Err(error.clone());
         }
         peer.send(outgoing)?;
+        self.counted[rank].tagged.sent.fetch_add(1, Ordering::Relaxed);
         if let Err(error) = peer.flush(&self.connections) {
             self.lose(rank, error);
         }
@@ -676,6 +684,7 @@ impl Engine {
     /// Gives a message that has arrived to a receive.
     pub(super) fn give(&mut self, arrived: Unexpected, incoming: Incoming) {
         let status = status_of(&arrived);
+        self.count(&status);
         let peer = &mut self.peers[status.rank];
         peer.unexpected.remove(&arrived.message);
         match arrived.message {
@@ -720,6 +729,11 @@ impl Engine {
     /// Messages that have come and that no receive has taken.
     pub(super) fn unreceived(&self) -> Vec<Status> {
         self.matcher.messages().map(status_of).collect()
+    }
+
+    /// Counts a message that a receive takes, or an error names.
+    pub(super) fn count(&self, status: &Status) {
+        self.counted[status.rank].tagged.received.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Messages that were announced, and that their ranks have not taken.

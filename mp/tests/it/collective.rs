@@ -248,18 +248,29 @@ job_test!(bad_arguments_are_refused_before_anything_is_sent, 3, |comm| {
         Error::Device(error) => assert!(error.to_string().contains(word), "{error}"),
         other => panic!("{other}"),
     };
-    device(all.allgather(&buffer, 0..10, LONG), "a part of equal length for each rank");
+    device(
+        all.allgather(&buffer, 0..10, LONG),
+        "10 bytes long, no multiple of the 3 ranks: expected one part",
+    );
     device(all.broadcast(&buffer, 90..97, 0, LONG), "7 bytes at offset 90");
     #[expect(clippy::reversed_empty_ranges, reason = "that is the mistake")]
     device(all.broadcast(&buffer, 9..3, 0, LONG), "9..3");
-    device(all.alltoall((&buffer, 0..30), (&buffer, 27..57), LONG), "apart from each other");
-    device(all.alltoall((&buffer, 0..30), (&buffer, 30..90), LONG), "that of the first");
-    device(all.allreduce::<f64>(&buffer, 0..12, Reduction::Sum, LONG), "a whole number of values");
-    device(all.allgather_on_stream(&s, &buffer, 0..10).map(drop), "a part of equal length");
-    let error = all.broadcast(&buffer, 0..1, 3, LONG).unwrap_err();
-    assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
-    let error = all.broadcast_on_stream(&s, &buffer, 0..1, 3).unwrap_err();
-    assert!(matches!(error, Error::NoSuchRank { rank: 3, size: 3 }), "{error}");
+    device(
+        all.alltoall((&buffer, 0..30), (&buffer, 27..57), LONG),
+        "bytes 27..57, which overlap those to send, bytes 0..30",
+    );
+    device(
+        all.alltoall((&buffer, 0..30), (&buffer, 30..90), LONG),
+        "60 bytes long, and the one to send 30: expected equal lengths",
+    );
+    device(
+        all.allreduce::<f64>(&buffer, 0..12, Reduction::Sum, LONG),
+        "12 bytes long, no multiple of 8, the bytes of f64",
+    );
+    device(all.allgather_on_stream(&s, &buffer, 0..10).map(drop), "one part of equal length");
+    let no_root = "the root of the broadcast is rank 3, and the communicator has ranks 0 to 2: expected one";
+    device(all.broadcast(&buffer, 0..1, 3, LONG), no_root);
+    device(all.broadcast_on_stream(&s, &buffer, 0..1, 3).map(drop), no_root);
     let capture = s.begin_capture().unwrap();
     device(all.barrier_on_stream(&s).map(drop), "mp::Channel");
     drop(capture);
@@ -343,16 +354,10 @@ job_test!(disagreeing_ranks_get_errors, 2, |comm| {
     for (len, other) in [(8, 16), (16, 8), (8, 10000), (10000, 8), (9000, 10000)] {
         let all = collectives(comm);
         if comm.rank() == 0 {
-            match all.broadcast(&buffer, 0..len, 0, LONG) {
-                Ok(()) => {
-                    _ = differs(all.barrier(LONG), 1, &["rank 1 ", GAVE_UP, "this rank called barrier #2"])
-                }
-                // Rank 1 does not receive it: nobody is lost.
-                Err(error) => {
-                    assert!(!error.is_rank_lost(), "{error}");
-                    differs(Err(error), 1, &["rank 1 ", GAVE_UP]);
-                }
-            }
+            let called = |rank, len| format!("{rank} called broadcast(root 0) #1 of {len} bytes");
+            // Rank 1 may not receive it: nobody is lost.
+            let result = all.broadcast(&buffer, 0..len, 0, LONG).and_then(|()| all.barrier(LONG));
+            differs(result, 1, &[&called("rank 1", other), &called("this rank", len)]);
         } else {
             let ours = format!("where this rank called broadcast(root 0) #1 of {other} bytes");
             let theirs = format!("rank 0 called broadcast(root 0) #1 of {len} bytes");
@@ -380,7 +385,7 @@ job_test!(late_ranks_learn_that_others_gave_up, 3, |comm| {
     if comm.rank() == 2 {
         let error = all.barrier(LONG).unwrap_err();
         assert!(matches!(error, Error::Collective { .. }) && !error.is_rank_lost(), "{error}");
-        says(&error, &[GAVE_UP, "this rank called barrier #1"]);
+        says(&error, &["called allreduce(f64, sum) #1", "this rank called barrier #1"]);
     }
     comm.barrier(LONG).unwrap();
 });
@@ -395,7 +400,7 @@ job_test!(failures_on_streams_are_told, 3, |comm| {
             let next = || pending.wait(LONG).and_then(|()| all.barrier_on_stream(&s)?.wait(LONG));
             let error = next().unwrap_err();
             assert!(matches!(error, Error::Collective { .. }) && !error.is_rank_lost(), "{error}");
-            says(&error, &[GAVE_UP]);
+            says(&error, &["rank 2 called broadcast_on_stream(root 0) #1 of 16 bytes"]);
         } else if by_next_call {
             // It may end with the connections of the other rank.
             _ = s.synchronize(LONG);
@@ -491,7 +496,7 @@ job_test!(other_collectives_of_equal_size_name_both, 2, |comm| {
         differs(
             all.barrier(LONG),
             1,
-            &["rank 1 called allreduce(f32, sum) #1 of 8 bytes", "this rank called barrier #2"],
+            &["rank 1 called allreduce(f32, sum) #1 of 8 bytes", "this rank called broadcast(root 0) #1"],
         );
     } else {
         differs(
@@ -570,12 +575,71 @@ job_test!(missing_ranks_are_named, 2, |comm| {
         let is_late = matches!(error, Error::Message { rank: 1, cause: gdsync::Error::Deadline { .. }, .. });
         assert!(is_late, "{error}");
         says(
-            &error.to_string(),
-            &[
-                "barrier with rank 1: not complete within 300 ms: it waits for rank 1 to get through barrier #1",
-            ],
+            &error,
+            &["barrier with rank 1: not complete within 300 ms: it waits for rank 1 to ", " barrier #1"],
         );
         assert_eq!(all.barrier(LONG).unwrap_err().to_string(), error.to_string(), "out of step");
+    }
+    comm.barrier(LONG).unwrap();
+});
+
+// No header of one comes to the other: each finds what the other has called by reading it.
+job_test!(different_roots_are_found, 3, |comm| {
+    for is_on_stream in [false, true] {
+        let (all, buffer, s) = (collectives(comm), buffer(comm, 64), stream("roots"));
+        let me = comm.rank();
+        // The last rank agrees with the first one, and may be through before the error is found.
+        let root = usize::from(me == 1);
+        let form = if is_on_stream { "_on_stream" } else { "" };
+        let result = match is_on_stream {
+            true => all.broadcast_on_stream(&s, &buffer, 0..8, root).and_then(|pending| {
+                let synchronized = s.synchronize(LONG);
+                let waited = pending.wait(LONG);
+                if me < 2 {
+                    let other = format!("rank {} called broadcast_on_stream(root {})", 1 - me, 1 - root);
+                    says(&synchronized.unwrap_err(), &[&other]);
+                }
+                waited
+            }),
+            false => all.broadcast(&buffer, 0..8, root, LONG),
+        };
+        if me < 2 {
+            let error = result.unwrap_err();
+            assert!(matches!(error, Error::Collective { .. }), "{error}");
+            let called = |root: usize| format!("called broadcast{form}(root {root}) #1 of 8 bytes");
+            says(
+                &error,
+                &[&format!("rank {} ", 1 - me), &called(1 - root), &format!("this rank {}", called(root))],
+            );
+        }
+        assert!(comm.lost().is_empty());
+        comm.barrier(LONG).unwrap();
+    }
+});
+
+// The root of a short broadcast waits for nobody: the next call is the first to find it.
+job_test!(different_roots_are_found_by_the_next_call, 2, |comm| {
+    let (all, buffer, me) = (collectives(comm), buffer(comm, 64), comm.rank());
+    // Afterwards short messages go through the shared memory FIFO, if there is one.
+    for _ in 0..4 {
+        all.barrier(LONG).unwrap();
+    }
+    let error = all.broadcast(&buffer, 0..8, me, LONG).and_then(|()| all.barrier(LONG)).unwrap_err();
+    let other = format!("rank {} called broadcast(root {}) #5", 1 - me, 1 - me);
+    says(&error, &[&other, &format!("this rank called broadcast(root {me}) #5")]);
+    comm.barrier(LONG).unwrap();
+});
+
+job_test!(late_calls_say_what_the_other_rank_has_called, 2, |comm| {
+    let all = collectives(comm);
+    all.allreduce::<u64>(&buffer(comm, 64), 0..8, Reduction::Sum, LONG).unwrap();
+    if comm.rank() == 0 {
+        // The watchdog looks four times a second.
+        let error = all.barrier(Duration::from_secs(3)).unwrap_err();
+        says(
+            &error,
+            &["rank 1 to call barrier #2, whose last call is #1", "Communicator::barrier is another one"],
+        );
     }
     comm.barrier(LONG).unwrap();
 });

@@ -408,7 +408,14 @@ fn rank_that_leaves_without_finalize_says_so() {
     let comm = Communicator::builder().timeout(LONG).init().unwrap();
     if comm.rank() == 1 {
         let error = comm.finalize(LONG).unwrap_err();
-        says(&error, &["rank 1: rank 0 (", "left without Communicator::finalize", "Communicator::shrink"]);
+        says(
+            &error,
+            &[
+                "rank 1: rank 0: closed the connection",
+                "left without Communicator::finalize",
+                "Communicator::shrink",
+            ],
+        );
     } else {
         drop(comm);
     }
@@ -550,8 +557,8 @@ fn init_and_init_over_do_not_mix() {
         let error = error.unwrap_err().to_string();
         eprintln!("{error}");
         assert!(
-            error.contains("is in CommunicatorBuilder::init while")
-                || error.contains("rank 0 is in CommunicatorBuilder::init"),
+            error.contains("in CommunicatorBuilder::init, and ")
+                || error.contains("in CommunicatorBuilder::init: call"),
             "{error}"
         );
         says(&error, &["call CommunicatorBuilder::init in all ranks, or init_over in all"]);

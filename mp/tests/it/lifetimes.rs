@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use crate::common::{DONE, LONG, buffer, bytes, gpu, job_test, mapped, message, says, stream, until};
 use gdsync::memory::Memory;
-use gdsync::stream::Cond;
+use gdsync::stream::{Cond, HostStreamConfig, Stream};
+use mp::tagged::Tagged;
 use mp::{Communicator, Error, Exchange};
 
 job_test!(dropped_requests_still_arrive, 2, |comm| {
@@ -192,7 +193,9 @@ impl Exchange for Hooked {
     }
 
     fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> mp::Result<Vec<Vec<u8>>> {
-        if let Some(before) = self.before.lock().unwrap().take() {
+        // Not in the condition: it may set another one.
+        let before = self.before.lock().unwrap().take();
+        if let Some(before) = before {
             before();
         }
         self.comm.exchange(bytes, timeout)
@@ -237,7 +240,11 @@ job_test!(finalize_notices_ranks_in_another_call, 2, |comm| {
     };
     let error = result.unwrap_err();
     assert!(matches!(error, Error::Bootstrap { .. }), "{error}");
-    says(&error, &["rank 1", "call of all ranks"]);
+    let what = [
+        "rank 1: it is in exchange, and rank 0 in finalize",
+        "rank 0: it is in finalize, and this rank in exchange",
+    ];
+    says(&error, &[what[comm.rank()]]);
     // Nothing is left to meet in.
     exit(if comm.rank() == 0 { DONE } else { 0 });
 });
@@ -258,6 +265,45 @@ job_test!(finalize_waits_for_streams_and_names_them, 2, |comm| {
     gate.store(1);
     comm.clone().finalize(LONG).unwrap();
     assert!(bytes(&memory, 128..192) == message(peer, me, 0, 64), "it waits");
+});
+
+// Its failure is nowhere else: nobody synchronizes.
+job_test!(finalize_names_streams_that_give_up_meanwhile, 2, |base| {
+    let exchange = Hooked { comm: base.clone(), before: Arc::default() };
+    let comm = Communicator::builder().timeout(LONG).init_over(exchange.clone()).unwrap();
+    if base.rank() == 1 {
+        return comm.finalize(LONG).unwrap();
+    }
+    let memory = buffer(&comm, 64);
+    let config = HostStreamConfig { wait_limit: Duration::from_millis(50), ..HostStreamConfig::default() };
+    let (s, go) = (Stream::host(config).unwrap(), Arc::new(AtomicBool::new(false)));
+    let (begins, sender, before) = (go.clone(), comm.clone(), exchange.before.clone());
+    s.host_fn(move || until("finalize does not come", || begins.load(Ordering::Relaxed))).unwrap();
+    comm.send_on_stream(&s, &memory, 0..8, 1).unwrap();
+    // Before the second exchange it is known what is under way.
+    let hook: Hook = Box::new(move || {
+        go.store(true, Ordering::Relaxed);
+        until("it still waits", || sender.check(1).is_err());
+    });
+    *exchange.before.lock().unwrap() = Some(Box::new(move || *before.lock().unwrap() = Some(hook)));
+    unfinished(&comm, LONG, &["messages with rank 1: ", "waited 50 ms for a receive of rank 1 (message 1)"]);
+});
+
+job_test!(finalize_names_tagged_messages_that_nobody_receives, 2, |comm| {
+    let (me, comm) = (comm.rank(), beside(comm));
+    let (tagged, memory) = (Tagged::new(&comm, LONG).unwrap(), buffer(&comm, 64));
+    if me == 0 {
+        for tag in 0..3 {
+            tagged.isend(&memory, 0..8, 1, tag).unwrap().wait(LONG).unwrap();
+        }
+    } else {
+        tagged.irecv(&memory, 0..8, 0, 1).unwrap().wait(LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+    drop(tagged);
+    let left =
+        ["2 tagged messages to rank 1 not received there", "2 tagged messages from rank 0 not received here"];
+    unfinished(&comm, LONG, &[left[me]]);
 });
 
 // As ever: no message was meant for it.

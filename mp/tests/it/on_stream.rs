@@ -165,7 +165,7 @@ job_test!(sends_are_in_stream_order, 2, |comm| {
         "the CPU may not overtake the stream: {error}"
     );
     let text = error.to_string();
-    assert!(text.contains("wait for the requests") && !text.contains("one QP per stream"), "{text}");
+    assert!(text.contains("wait for its requests") && !text.contains("one QP per stream"), "{text}");
     buffer.memory().write(0, b"released").unwrap();
     word.store(1);
     comm.wait(&sent, LONG).unwrap();

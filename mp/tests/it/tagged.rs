@@ -210,6 +210,9 @@ fn flood(comm: &Communicator) {
     let sent: Vec<_> = (0..100).map(|_| tagged.isend(&outbox, 0..8, peer, 1).unwrap()).collect();
     tagged.wait_all(&sent, LONG).unwrap();
     meet(comm, &tagged);
+    for _ in 0..100 {
+        tagged.irecv(&inbox, 0..8, peer, 1).unwrap().wait(LONG).unwrap();
+    }
 }
 
 job_test!(both_sides_may_flood, 2, flood);
@@ -391,6 +394,8 @@ fn survivors_shrink_and_go_on() {
     let comm = with_gpu(Communicator::builder()).timeout(LONG).init().unwrap();
     let tagged = Tagged::new(&comm, LONG).unwrap();
     let buffer = host_buffer(&comm, 1 << 16);
+    // The others are through with Tagged::new, too.
+    comm.barrier(LONG).unwrap();
     if comm.rank() == 1 {
         abort();
     }

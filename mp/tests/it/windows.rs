@@ -616,4 +616,6 @@ job_test!(windows_refuse_operations_after_finalize, 2, |comm| {
     other.finalize(LONG).unwrap();
     let error = window.put(&memory, 0..8, 1 - comm.rank(), 8).unwrap_err();
     says(&error, &["put to rank", "after Communicator::finalize"]);
+    let error = window.destroy(LONG).unwrap_err();
+    says(&error, &["the end of a window", "after Communicator::finalize; finalize last"]);
 });

@@ -429,7 +429,7 @@ job_test!(waits_for_signals_time_out, 1, |comm| {
     let soon = Duration::from_millis(20);
     let error = window.wait_signal(8, 1, Cond::Geq, soon).unwrap_err();
     assert!(matches!(error, Error::Deadline { after, .. } if after == soon), "{error}");
-    let named = "rank 0: wait for a signal at offset 8 of the window of rank 0, until it is Geq 0x1 (it is 0x0; no rank is known to \
+    let named = "rank 0: wait for a signal at offset 8 of the window of rank 0, until it is Cond::Geq 1 (it is 0; no rank is known to \
                  be lost): not done within 20 ms; see that another rank signals it (Rma::signal";
     says(&error, &[named]);
     let config = HostStreamConfig { wait_limit: soon, ..HostStreamConfig::default() };
@@ -437,8 +437,7 @@ job_test!(waits_for_signals_time_out, 1, |comm| {
     window.wait_signal_on_stream(&held, 8, 1, Cond::Geq).unwrap();
     let text = held.synchronize(LONG).unwrap_err().to_string();
     let named = [
-        "of rank 0 waited 20 ms for a signal at offset 8 of a window, until it is ",
-        "Geq 0x1",
+        "of rank 0 waited 20 ms for a signal at offset 8 of a window, until it is Cond::Geq 1 (it is 0)",
         "Communicator::lost",
         "or raise its wait_limit",
     ];
