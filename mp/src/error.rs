@@ -246,11 +246,16 @@ impl fmt::Display for Error {
             Self::Collective { call, rank, what, fix } => {
                 f.write_str(&Self::describe_collective(call, *rank, what, fix))
             }
-            Self::Unfinished { what, after } => write!(
-                f,
-                "unfinished after {}: {what}; receive each message, and synchronize streams, before the end",
-                rounded(*after)
-            ),
+            Self::Unfinished { what, after } => {
+                let after = match after.is_zero() {
+                    true => String::new(),
+                    false => format!(" after {}", rounded(*after)),
+                };
+                write!(
+                    f,
+                    "unfinished{after}: {what}; receive each message, and synchronize streams, before the end"
+                )
+            }
             Self::Truncated { rank, tag, bytes, room } => write!(
                 f,
                 "the message of {bytes} bytes from rank {rank} with tag {tag} does not fit into the {room} bytes of its receive; \

@@ -83,7 +83,11 @@ impl Communicator {
             let to = u32::from_le_bytes(take(rest)) as usize;
             (to == self.rank()).then(|| [take(rest), take(rest)].map(u64::from_le_bytes))
         });
-        let (Some([sent, received]), Some(peer)) = (row, self.0.peers.get(rank)) else { return Vec::new() };
+        // A rank that has exchanged none tells nothing.
+        let [sent, received] = row.unwrap_or_default();
+        let Some(peer) = self.0.peers.get(rank).filter(|peer| !peer.transport.has_ended()) else {
+            return Vec::new();
+        };
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let left = |more: u64, less: u64| usize::try_from(more.saturating_sub(less)).unwrap_or(usize::MAX);
         let to = left(of(&peer.tagged.sent), received);
@@ -147,7 +151,10 @@ impl Communicator {
         }));
         match parts.is_empty() {
             true => met,
-            false => Err(Error::Unfinished { what: parts.join("; "), after: limit.elapsed() }),
+            false => {
+                let after = if state == NOTHING { Duration::ZERO } else { limit.elapsed() };
+                Err(Error::Unfinished { what: parts.join("; "), after })
+            }
         }
     }
 

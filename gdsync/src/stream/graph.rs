@@ -111,7 +111,7 @@ impl Stream {
             let mut batch = Batch::new();
             let mut completions = Vec::new();
             let mut ends = Vec::with_capacity(batches.len());
-            let mut failed = None;
+            let mut full = None;
             let seq = self.while_full(deadline, || {
                 let mut state = self.state()?;
                 if state.recording.is_some() {
@@ -121,7 +121,7 @@ impl Stream {
                 for parts in &batches[ends.len()..] {
                     for part in parts {
                         let made = part.again(&mut batch, &mut completions);
-                        made.inspect_err(|_| failed = part.queue_end())?;
+                        made.inspect_err(|_| full = part.send_end())?;
                     }
                     batch.part = batch.len();
                     ends.push(batch.part);
@@ -129,17 +129,18 @@ impl Stream {
                 let State { used, guard, .. } = &mut *state;
                 self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops, &ends))
             });
-            match (seq, failed) {
+            match (seq, full) {
                 (Err(Error::QueueFull { .. }), Some(end)) if !is_last => {
                     // Takes back what was made, so that it does not fill the queue.
                     drop(batch);
                     waiting.pause(end);
                 }
-                (Err(error), Some(end)) if !matches!(error, Error::QueueFull { .. }) => {
-                    return Err(end.qp.name_rank(error));
-                }
                 (seq, _) => {
-                    let seq = seq?;
+                    let named = |error| {
+                        let mut parts = batches.iter().flatten();
+                        parts.find_map(|part| part.name_rank(&error)).unwrap_or(error)
+                    };
+                    let seq = seq.map_err(named)?;
                     self.notify(&batch);
                     for part in batches.iter().flatten() {
                         if let Part::Before(hook) = part {

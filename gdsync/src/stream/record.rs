@@ -170,13 +170,27 @@ impl Recording {
 }
 
 impl Part {
-    /// The queue that it uses.
-    pub(super) fn queue_end(&self) -> Option<&Arc<QueueEnd>> {
+    /// The queue of its sends.
+    pub(super) fn send_end(&self) -> Option<&Arc<QueueEnd>> {
         match self {
             Part::Sends(queue, _) => Some(&queue.end),
-            Part::Wait { awaited: WaitTarget::Next(end, _) | WaitTarget::All(end), .. } => Some(end),
             _ => None,
         }
+    }
+
+    /// Names the rank in the error of a queue pair that it uses.
+    pub(super) fn name_rank(&self, error: &Error) -> Option<Error> {
+        let failed = match error {
+            Error::Busy { qpn, .. } | Error::PeerGone { qpn } | Error::QpStopped { qpn, .. } => *qpn,
+            Error::Completion(error) => error.qpn,
+            _ => return None,
+        };
+        let end = match self {
+            Part::Sends(queue, _) => &queue.end,
+            Part::Wait { awaited: WaitTarget::Next(end, _) | WaitTarget::All(end), .. } => end,
+            _ => return None,
+        };
+        (end.qp.qpn == failed).then(|| end.qp.name_rank(error.clone()))
     }
 
     /// Adds it to `batch` again.

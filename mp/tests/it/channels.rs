@@ -11,7 +11,7 @@ use crate::common::{
     DONE, LONG, buffer, bytes, failed, gpu, host_buffer, job_test, message, says, stream, syndrome, until,
 };
 use gdsync::mlx5::Syndrome;
-use gdsync::stream::{Batch, Graph, HostStreamConfig, Replenish, Stream, Via};
+use gdsync::stream::{Batch, Cond, Graph, HostStreamConfig, Replenish, Stream, Via};
 use mp::{Channel, Communicator, Error, Registration};
 
 /// Bytes of a place.
@@ -591,4 +591,34 @@ job_test!(ranks_with_other_lists_are_named, 2, |comm| {
     }
     s.synchronize(LONG).unwrap();
     assert!(comm.channels(&[], LONG).unwrap().is_empty());
+});
+
+job_test!(launches_that_are_refused_name_the_rank, 2, |comm| {
+    let (peer, memory) = (1 - comm.rank(), buffer(comm, 128));
+    let channel = comm.channel(peer, &[(&memory, 64..72)], LONG).unwrap();
+    let (s, other) = (stream("graph"), stream("other"));
+    let gate = memory.memory().word32(96).unwrap();
+    let capture = s.begin_capture().unwrap();
+    channel.post_recv_on_stream(&s).unwrap();
+    let sent = channel.send_on_stream(&s, &memory, 0..8).unwrap();
+    channel.wait_recv_on_stream(&s).unwrap();
+    s.wait(&sent).unwrap();
+    let graph = capture.end().unwrap();
+    s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+    graph.launch(&s).unwrap();
+    let error = graph.launch(&other).unwrap_err();
+    let is_busy = |reason: &gdsync::Error| matches!(reason, gdsync::Error::Busy { .. });
+    assert!(matches!(&error, gdsync::Error::Rank { reason, .. } if is_busy(reason)), "{error}");
+    says(
+        &error,
+        &[
+            &format!("to rank {peer}: the "),
+            "queue still belongs to stream 'graph'",
+            "synchronize that first",
+        ],
+    );
+    comm.barrier(LONG).unwrap();
+    gate.store(1);
+    s.synchronize(LONG).unwrap();
+    comm.barrier(LONG).unwrap();
 });

@@ -293,11 +293,9 @@ job_test!(finalize_names_tagged_messages_that_nobody_receives, 2, |comm| {
     let (me, comm) = (comm.rank(), beside(comm));
     let (tagged, memory) = (Tagged::new(&comm, LONG).unwrap(), buffer(&comm, 64));
     if me == 0 {
-        for tag in 0..3 {
+        for tag in 0..2 {
             tagged.isend(&memory, 0..8, 1, tag).unwrap().wait(LONG).unwrap();
         }
-    } else {
-        tagged.irecv(&memory, 0..8, 0, 1).unwrap().wait(LONG).unwrap();
     }
     comm.barrier(LONG).unwrap();
     drop(tagged);
