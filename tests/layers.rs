@@ -37,6 +37,7 @@ const CRATES: &[(&str, &str, &[&str])] = &[
     ("gdsync-capi-support", "gdsync/capi/support", &["gdrcopy", "gdsync"]),
     ("gdsync-capi", "gdsync/capi", &["rdma-core-sys", "gdrcopy", "gdsync", "gdsync-capi-support"]),
     ("gdsync-mp-capi", "mp/capi", &["gdsync-device", "gdsync", "gdsync-capi-support"]),
+    ("gdasync-capi", "capi", &["gdsync-device", "gdsync", "gdsync-mp", "gdsync-capi-support"]),
 ];
 
 /// Concepts that still use each other. Nothing may be added here.

@@ -1,5 +1,7 @@
 //! The errors of this crate: what failed, why, and what the user can do about it.
 
+mod errno;
+
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::process::ExitStatus;

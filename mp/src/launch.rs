@@ -35,18 +35,22 @@
 
 //!
 //! [`Bootstrap`] connects the ranks by TCP through rank 0, and [`spawn_self`] starts the other ranks on this host.
-//! [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) also binds each of them to CPUs of its own.
+//! [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) also binds each of them to CPUs of its own. Processes without a
+//! job connect in pairs, when they like: [`Listener`]. [`Communicator::split`](crate::Communicator::split) makes parts of a job.
 
 mod binding;
 mod bootstrap;
 mod connection;
 mod environment;
+mod pairwise;
 mod pmi;
 mod regroup;
 mod rendezvous;
 mod spawn;
+mod split;
 
 pub use bootstrap::Bootstrap;
 pub use connection::MAX_PAYLOAD;
 pub use environment::{Launch, Launcher, Root};
+pub use pairwise::Listener;
 pub use spawn::{Children, spawn_command, spawn_self};

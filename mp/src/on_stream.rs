@@ -138,7 +138,12 @@ impl Communicator {
         self.isend_vectored_in_batch(batch, &[(buffer, range)], rank)
     }
 
-    pub(crate) fn isend_vectored_in_batch(
+    /// As [`Communicator::isend_in_batch`], of several pieces.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend`].
+    pub fn isend_vectored_in_batch(
         &self,
         batch: &mut Batch,
         pieces: &[Piece<'_>],
@@ -276,8 +281,22 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        let (peer, pieces) = (self.peer(rank)?, [(buffer, range)]);
-        self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(batch, &pieces)?)))
+        self.irecv_vectored_in_batch(batch, &[(buffer, range)], rank)
+    }
+
+    /// As [`Communicator::irecv_in_batch`], into several pieces.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::irecv`].
+    pub fn irecv_vectored_in_batch(
+        &self,
+        batch: &mut Batch,
+        pieces: &[Piece<'_>],
+        rank: usize,
+    ) -> Result<Request> {
+        let peer = self.peer(rank)?;
+        self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(batch, pieces)?)))
     }
 
     /// Prepares a send that a stream will start later. Prepared sends to one rank are posted in the order in which they were

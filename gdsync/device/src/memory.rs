@@ -9,6 +9,7 @@
 
 mod access;
 mod checked;
+mod dma_buf;
 mod pages;
 mod process;
 mod word;
@@ -26,6 +27,7 @@ use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
 pub use self::access::Plain;
+use self::dma_buf::DmaBuf;
 pub(crate) use self::pages::check_file_limit;
 pub use self::pages::{check_memfd, clear_eventfd, eventfd, memfd, signal_eventfd};
 pub use self::process::{MARK, Process, user};
@@ -104,6 +106,8 @@ enum Bytes {
         ptr: NonNull<u8>,
         len: usize,
     },
+    /// A dma-buf of another driver, mapped.
+    DmaBuf(Arc<DmaBuf>),
     /// Registers of a device, mapped while the guard lives.
     Io {
         ptr: NonNull<u8>,
@@ -131,7 +135,7 @@ impl Bytes {
             Bytes::Gpu { gpu, mapping } => Some((gpu, Some(mapping))),
             Bytes::Buffer(buffer) => Some((buffer.gpu(), Some(buffer.mapping()))),
             Bytes::Unmapped { gpu, .. } => Some((gpu, None)),
-            Bytes::Mapped { .. } | Bytes::Borrowed { .. } | Bytes::Io { .. } => None,
+            Bytes::Mapped { .. } | Bytes::Borrowed { .. } | Bytes::DmaBuf(_) | Bytes::Io { .. } => None,
         }
     }
 }
@@ -156,6 +160,11 @@ impl Drop for Owner {
         }
         if let Bytes::Io { guard, .. } = &self.bytes {
             return registered.into_iter().for_each(|registered| registered.unregister_before(guard.clone()));
+        }
+        if let Bytes::DmaBuf(mapped) = &self.bytes {
+            return registered
+                .into_iter()
+                .for_each(|registered| registered.unregister_before(mapped.clone()));
         }
         if let Bytes::Mapped { ptr, len } = self.bytes {
             if registered.is_some_and(|registered| registered.recycle(ptr, len)) {
@@ -373,6 +382,7 @@ impl Memory {
         let (start, len, is_io) = match self.owner.bytes {
             Bytes::Io { ptr, len, .. } => (ptr, len, true),
             Bytes::Mapped { ptr, len } | Bytes::Borrowed { ptr, len } => (ptr, len, false),
+            Bytes::DmaBuf(ref mapped) => (mapped.ptr, mapped.len, false),
             Bytes::Gpu { .. } | Bytes::Buffer(_) | Bytes::Unmapped { .. } => unreachable!("it is on a GPU"),
         };
         let offset = self.ptr.as_ptr() as u64 - start.as_ptr() as u64;

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -92,9 +92,10 @@ impl Region {
     /// # Errors
     /// [`Error::Verbs`] if registration fails; [`Error::Device`] for GPU memory if neither way works.
     pub(crate) fn register(domain: &Arc<Domain>, memory: &Memory, access: Access) -> Result<Self> {
-        match memory.gpu() {
-            None => Self::register_host(domain, memory, access),
-            Some(gpu) => Self::register_gpu(domain, gpu, memory, access),
+        match (memory.gpu(), memory.dma_buf()) {
+            (Some(gpu), _) => Self::register_gpu(domain, gpu, memory, access),
+            (None, Some((fd, offset))) => Self::by_dma_buf(domain, memory, (fd, offset), access),
+            (None, None) => Self::register_host(domain, memory, access),
         }
     }
 
@@ -142,7 +143,10 @@ impl Region {
     }
 
     fn register_gpu(domain: &Arc<Domain>, gpu: &Gpu, memory: &Memory, access: Access) -> Result<Self> {
-        let dma_buf = match Self::by_dma_buf(domain, gpu, memory, access) {
+        let exported = Pages::export(gpu, memory);
+        let by_dma_buf = exported
+            .and_then(|pages| Self::by_dma_buf(domain, memory, (pages.fd.as_fd(), pages.offset), access));
+        let dma_buf = match by_dma_buf {
             Ok(region) => return Ok(region),
             // A lack of resources, not of support.
             Err(error) if error.is_exhausted() => return Err(error),
@@ -163,7 +167,12 @@ impl Region {
         Err(Error::Device { device, why: no_gpu_path(&dma_buf, &peermem) })
     }
 
-    fn by_dma_buf(domain: &Arc<Domain>, gpu: &Gpu, memory: &Memory, access: Access) -> Result<Self> {
+    fn by_dma_buf(
+        domain: &Arc<Domain>,
+        memory: &Memory,
+        (fd, offset): (BorrowedFd<'_>, u64),
+        access: Access,
+    ) -> Result<Self> {
         let open = domain.open();
         let Some(register) = open.verbs().ibv_reg_dmabuf_mr else {
             return Err(Error::Unsupported {
@@ -172,7 +181,6 @@ impl Region {
                 fix: "install rdma-core 34 or newer",
             });
         };
-        let Pages { fd, offset, .. } = Pages::export(gpu, memory)?;
         let (addr, len) = (memory.addr(), memory.len());
         let rights = rights(access);
         // SAFETY: the range lies in the dma-buf; the region keeps `memory` alive.

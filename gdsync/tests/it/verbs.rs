@@ -1,8 +1,12 @@
 //! Every operation posted by the CPU, within one HCA and between two: bytes, completions, and what stays untouched.
 
+use std::os::fd::AsFd;
+
 use crate::common::{PATIENCE, Side, assert_clean, bytes, loopback, pair, pattern, receive, received, sent};
+use gdsync::Error;
+use gdsync::memory::Memory;
 use gdsync::mlx5::{CqeOpcode, Opcode};
-use gdsync::verbs::{QpBuilder, RecvWr, RemoteAddr, SendWr, Sge, Wc};
+use gdsync::verbs::{Access, QpBuilder, RecvWr, RemoteAddr, SendWr, Sge, Wc};
 
 /// Payload of one packet of the software HCA.
 const SEGMENT: usize = 16 * 1024;
@@ -66,6 +70,35 @@ fn wc(
         vendor: 0,
         deregistered: false,
     }
+}
+
+/// A file in shared memory in place of the dma-buf of another driver.
+#[test]
+fn dma_bufs_are_sent_from_and_received_into() {
+    const OFFSET: u64 = 4096 + 64;
+    let (all, file) = Memory::shared(c"dma-buf", 4 * 4096).unwrap();
+    let whole = |offset, len| Memory::of_dma_buf(file.as_fd(), offset, len);
+    for (offset, len) in [(0, 0), (0, 4 * 4096 + 1), (4 * 4096, 1), (u64::MAX, 2)] {
+        assert!(matches!(whole(offset, len), Err(Error::InvalidArgument { .. })), "{offset} {len}");
+    }
+    let (a, b) = &pair(4096, |q| q);
+    let (data, memory) = (pattern(700, 3), whole(OFFSET, 2048).unwrap());
+    let regions = [a, b].map(|side| side.pd.register(&memory, Access::all()).unwrap());
+    assert_eq!(memory.dma_buf().map(|(_, offset)| offset), Some(OFFSET));
+    assert_eq!(memory.slice(10, 20).unwrap().dma_buf().map(|(_, offset)| offset), Some(OFFSET + 10));
+    drop(memory);
+    all.write(4096 + 64 + 100, &data).unwrap();
+    receive(b, 1, 0, 700);
+    a.qp.post_send(&[SendWr::send(&[regions[0].sge(100, 700).unwrap()])]).unwrap();
+    received(b);
+    sent(a);
+    assert_eq!(bytes(b, 0, 700), data);
+    b.qp.post_recv(&[RecvWr::new(&[regions[1].sge(1000, 700).unwrap()])]).unwrap();
+    a.memory().write(0, &data).unwrap();
+    a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 700).unwrap()])]).unwrap();
+    received(b);
+    sent(a);
+    assert_eq!(all.to_vec()[4096 + 64 + 1000..][..700], data);
 }
 
 #[test]

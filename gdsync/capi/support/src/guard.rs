@@ -53,8 +53,7 @@ impl Library {
             // In one piece: other processes write there too. A closed standard error is no reason to fail.
             let _ = std::io::stderr().write_all(format!("{}: {text}\n", self.name).as_bytes());
         }
-        // A thread that ends has no place for it any more.
-        let _ = LAST.try_with(|last| last.replace(CString::new(text.replace('\0', "")).unwrap_or_default()));
+        set_last_error(&text);
     }
 
     /// Runs a call, and reports its error under the call's name.
@@ -66,16 +65,14 @@ impl Library {
         name: &'static str,
         call: impl FnOnce() -> std::result::Result<T, E>,
     ) -> std::result::Result<T, c_int> {
-        // What a call holds is behind locks, which the unwinding releases.
-        match catch_unwind(AssertUnwindSafe(|| self.with_messages(call))) {
+        match no_panic(|| self.with_messages(call)) {
             Ok(Ok(value)) => Ok(value),
             Ok(Err(error)) => {
                 self.report(name, &error, !error.is_retried());
                 Err(error.errno())
             }
-            Err(panic) => {
-                std::mem::forget(panic);
-                self.report(name, "panicked, which is a defect of this library", true);
+            Err(panicked) => {
+                self.report(name, panicked, true);
                 Err(libc::EIO)
             }
         }
@@ -107,7 +104,37 @@ impl Library {
     }
 }
 
-/// The text of the last [`Library::report`] of this thread, until the next one.
+/// A call that panicked. The panic hook has printed why.
+#[derive(Clone, Copy, Debug)]
+pub struct Panicked;
+
+impl fmt::Display for Panicked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("panicked, which is a defect of this library")
+    }
+}
+
+/// Runs a call.
+///
+/// # Errors
+/// [`Panicked`].
+#[inline]
+pub fn no_panic<T>(call: impl FnOnce() -> T) -> std::result::Result<T, Panicked> {
+    // What a call holds is behind locks, which the unwinding releases.
+    catch_unwind(AssertUnwindSafe(call)).map_err(|thrown| {
+        // It may panic when it is dropped.
+        std::mem::forget(thrown);
+        Panicked
+    })
+}
+
+/// Keeps the reason of a failure for [`last_error`].
+pub fn set_last_error(text: &str) {
+    // A thread that ends has no place for it any more.
+    let _ = LAST.try_with(|last| last.replace(CString::new(text.replace('\0', "")).unwrap_or_default()));
+}
+
+/// The text of the last [`set_last_error`] of this thread, until the next one.
 pub fn last_error() -> *const c_char {
     LAST.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
 }

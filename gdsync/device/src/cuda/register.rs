@@ -326,18 +326,19 @@ impl Gpu {
     /// # Safety
     /// As [`Gpu::wrap`].
     pub unsafe fn find(addr: u64, len: usize) -> Result<Option<Memory>> {
-        if !is_loaded() {
-            return Ok(None);
-        }
-        let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
-        let info = pointer_info(&api, addr).map_err(Error::cuda("asking CUDA what an address is"))?;
-        if !matches!(info.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool) {
-            return Ok(None);
-        }
+        let Some(info) = find_info(addr)? else { return Ok(None) };
         let len = within(&info, addr, len);
         check_range(&info, addr, len)?;
         let gpu = Self::open(info.device)?;
         Ok(Some(gpu.wrap_own(&info, addr, len)))
+    }
+
+    /// The GPU that the memory at an address is on; `None` as from [`Gpu::find`].
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn at(addr: u64) -> Result<Option<Self>> {
+        find_info(addr)?.map(|info| Self::open(info.device)).transpose()
     }
 
     /// Memory of this GPU, mapped if possible.
@@ -372,6 +373,16 @@ fn is_loaded() -> bool {
     // SAFETY: gives back the reference that the call above took. Others hold the library.
     unsafe { libc::dlclose(library) };
     true
+}
+
+/// What CUDA knows of GPU memory at an address; `None` if it is not loaded or knows none.
+fn find_info(addr: u64) -> Result<Option<PointerInfo>> {
+    if !is_loaded() {
+        return Ok(None);
+    }
+    let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+    let info = pointer_info(&api, addr).map_err(Error::cuda("asking CUDA what an address is"))?;
+    Ok(Some(info).filter(|info| matches!(info.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool)))
 }
 
 /// The length of a range without what a page of the GPU holds behind its allocation.

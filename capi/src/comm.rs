@@ -1,0 +1,404 @@
+//! Communicators: made over an exchange of the caller, a launcher, or between two processes.
+
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+use std::{io, slice};
+
+use mp::collective::Collectives;
+use mp::launch::Listener;
+use mp::tagged::Tagged;
+use mp::{Communicator, CommunicatorBuilder, Exchange};
+use parking_lot::Mutex;
+
+use crate::abi::{Raw, gda_exchange};
+use crate::context::{Ctx, context};
+use crate::guard::{Foreign, Result, input, invalid, non_null, number, place, rank, status, timeout, values};
+use crate::handles::{Guard, Table};
+use crate::request::{Joined, join};
+
+const TAGGED: u32 = 1;
+const COLLECTIVES: u32 = 2;
+
+/// A communicator, with what its flags ask for.
+#[derive(Debug)]
+pub(crate) struct Comm {
+    pub(crate) ctx: Arc<Ctx>,
+    /// Fails at once where a queue is full.
+    pub(crate) comm: Communicator,
+    pub(crate) tagged: Option<Tagged>,
+    /// Until the communicator is destroyed.
+    pub(crate) collectives: Mutex<Option<Collectives>>,
+    flags: u32,
+    /// Its handle has ended; memory and requests may still refer to it.
+    has_ended: AtomicBool,
+}
+
+pub(crate) static COMMS: Table<Arc<Comm>> = Table::new(2, "gda_comm_t");
+static LISTENERS: Table<Arc<(Arc<Ctx>, Listener)>> = Table::new(3, "gda_listen_t");
+
+pub(crate) fn comm(raw: Raw) -> Result<Guard<Arc<Comm>>> {
+    COMMS.get(raw)
+}
+
+/// What is left of a time that calls share.
+struct Remaining(Instant, Duration);
+
+impl Remaining {
+    fn of(ns: i64) -> Self {
+        Self(Instant::now(), timeout(ns))
+    }
+
+    fn get(&self) -> Duration {
+        self.1.saturating_sub(self.0.elapsed())
+    }
+}
+
+fn check_flags(flags: u32) -> Result<()> {
+    match flags & !(TAGGED | COLLECTIVES) {
+        0 => Ok(()),
+        _ => Err(invalid("flags", format_args!("{flags:#x}"), "GDA_TAGGED, GDA_COLLECTIVES or 0")),
+    }
+}
+
+impl Comm {
+    fn new(ctx: &Arc<Ctx>, built: Communicator, flags: u32, limit: &Remaining) -> Result<Arc<Self>> {
+        let comm = built.with_timeout(Duration::ZERO);
+        let tagged = (flags & TAGGED != 0).then(|| Tagged::new(&comm, limit.get())).transpose()?;
+        let collectives =
+            (flags & COLLECTIVES != 0).then(|| Collectives::new(&built, limit.get())).transpose()?;
+        let (collectives, has_ended) = (Mutex::new(collectives), AtomicBool::new(false));
+        let made = Arc::new(Self { ctx: ctx.clone(), comm, tagged, collectives, flags, has_ended });
+        ctx.comms.lock().push(Arc::downgrade(&made));
+        Ok(made)
+    }
+
+    /// Refuses a communicator that was destroyed.
+    #[inline]
+    pub(crate) fn check(&self) -> Result<()> {
+        match self.has_ended.load(Ordering::Relaxed) {
+            false => Ok(()),
+            true => Err(invalid("the communicator", "destroyed", "one that lives")),
+        }
+    }
+
+    pub(crate) fn progress(&self) {
+        match &self.tagged {
+            Some(tagged) => tagged.progress(),
+            None => self.comm.progress(),
+        }
+    }
+
+    fn destroy(&self, limit: &Remaining) -> Result<()> {
+        self.has_ended.store(true, Ordering::Relaxed);
+        let collectives = self.collectives.lock().take().map(|collectives| collectives.destroy(limit.get()));
+        let tagged = self.tagged.clone().map(|tagged| tagged.destroy(limit.get()));
+        let ended = self.comm.clone().finalize(limit.get());
+        Ok(collectives.unwrap_or(Ok(())).and(tagged.unwrap_or(Ok(()))).and(ended)?)
+    }
+}
+
+/// An exchange of the caller.
+#[derive(Debug)]
+struct Embedded(gda_exchange, usize, usize);
+
+// SAFETY: the header says that its functions may be called on each thread that makes calls.
+unsafe impl Send for Embedded {}
+
+impl Embedded {
+    fn new(exchange: gda_exchange) -> Result<Self> {
+        let (this, size) = (rank(exchange.rank)?, rank(exchange.size)?);
+        if exchange.allgather.is_none() {
+            return Err(invalid("allgather", "NULL", "a function"));
+        }
+        Ok(Self(exchange, this, size))
+    }
+
+    /// As many bytes of each rank as `mine` has.
+    fn gather(&self, mine: &[u8], timeout: Duration) -> mp::Result<Vec<u8>> {
+        let (Self(exchange, _, size), mut all) = (self, vec![0; mine.len() * self.2]);
+        let ns = i64::try_from(timeout.as_nanos()).unwrap_or(-1);
+        let (from, to) = (mine.as_ptr().cast::<c_void>(), all.as_mut_ptr().cast::<c_void>());
+        let allgather = exchange.allgather.expect("checked by new");
+        // SAFETY: the caller's function, with as many bytes to read and to write as it is told.
+        let result = unsafe { allgather(exchange.this, from, mine.len(), to, ns) };
+        if result == 0 {
+            return Ok(all);
+        }
+        let cause = Arc::new(io::Error::from_raw_os_error(result.checked_abs().unwrap_or(libc::EIO)));
+        let (what, fix) =
+            (format!("allgather over {size} ranks has failed"), "see the program that embeds this");
+        Err(mp::Error::Bootstrap { peer: "the exchange".into(), what, cause: Some(cause), fix })
+    }
+}
+
+impl Exchange for Embedded {
+    fn rank(&self) -> usize {
+        self.1
+    }
+
+    fn size(&self) -> usize {
+        self.2
+    }
+
+    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> mp::Result<Vec<Vec<u8>>> {
+        let limit = Remaining(Instant::now(), timeout);
+        let lens = self.gather(&bytes.len().to_ne_bytes(), limit.get())?;
+        let (lens, _) = lens.as_chunks();
+        let lens: Vec<_> = lens.iter().map(|len| usize::from_ne_bytes(*len)).collect();
+        let most = lens.iter().copied().max().unwrap_or(0);
+        // A rank that sends nonsense must not make this one run out of memory.
+        if most > mp::launch::MAX_PAYLOAD {
+            let what = format!("has returned a length of {most} bytes");
+            let (peer, fix) =
+                ("the exchange".into(), "let allgather return what each rank passed, in rank order");
+            return Err(mp::Error::Bootstrap { peer, what, cause: None, fix });
+        }
+        let mut mine = bytes.to_vec();
+        mine.resize(most, 0);
+        let all = if most == 0 { Vec::new() } else { self.gather(&mine, limit.get())? };
+        Ok(lens.iter().enumerate().map(|(rank, len)| all[rank * most..][..*len].to_vec()).collect())
+    }
+}
+
+impl Drop for Embedded {
+    fn drop(&mut self) {
+        if let Some(release) = self.0.release {
+            // SAFETY: the caller's function, once.
+            unsafe { release(self.0.this) };
+        }
+    }
+}
+
+/// See the header.
+///
+/// # Safety
+/// The structure must be as long as it says, and its functions callable until it is released.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_comm_create(
+    ctx: Raw,
+    exchange: *const gda_exchange,
+    flags: u32,
+    timeout_ns: i64,
+    comm: *mut Raw,
+) -> c_int {
+    status("gda_comm_create", || {
+        let comm = place("comm", comm)?;
+        check_flags(flags)?;
+        let (ctx, limit) = (context(ctx)?, Remaining::of(timeout_ns));
+        let builder = ctx.builder().timeout(limit.get());
+        let built = if exchange.is_null() {
+            builder.init()?
+        } else {
+            // SAFETY: the caller vouches for its size.
+            let exchange = unsafe { input("exchange", exchange) }?;
+            builder.init_over(Embedded::new(exchange)?)?
+        };
+        *comm = COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)?;
+        Ok(())
+    })
+}
+
+fn c_number(value: usize) -> c_int {
+    c_int::try_from(value).unwrap_or(c_int::MAX)
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn gda_comm_rank(raw: Raw) -> c_int {
+    number("gda_comm_rank", || Ok(c_number(comm(raw)?.comm.rank())))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn gda_comm_size(raw: Raw) -> c_int {
+    number("gda_comm_size", || Ok(c_number(comm(raw)?.comm.size())))
+}
+
+/// See the header.
+///
+/// # Safety
+/// `part` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_comm_split(
+    raw: Raw,
+    color: c_int,
+    key: c_int,
+    timeout_ns: i64,
+    part: *mut Raw,
+) -> c_int {
+    status("gda_comm_split", || {
+        let (part, limit) = (place("part", part)?, Remaining::of(timeout_ns));
+        let whole = comm(raw)?.clone();
+        // In the order of the keys, negative ones first.
+        let key = u64::from(key.cast_unsigned() ^ 1 << 31);
+        let built = whole.comm.split(u64::try_from(color).ok(), key, limit.get())?;
+        *part = match built {
+            Some(built) => COMMS.insert(Comm::new(&whole.ctx, built, whole.flags, &limit)?)?,
+            None => 0,
+        };
+        Ok(())
+    })
+}
+
+/// See the header.
+///
+/// # Safety
+/// `survivors` must be null or valid for a write; `former` null, or valid for the size of the communicator.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_comm_shrink(
+    raw: Raw,
+    timeout_ns: i64,
+    survivors: *mut Raw,
+    former: *mut c_int,
+) -> c_int {
+    status("gda_comm_shrink", || {
+        let (survivors, limit) = (place("survivors", survivors)?, Remaining::of(timeout_ns));
+        let whole = comm(raw)?.clone();
+        let shrunk = whole.comm.shrink(limit.get())?;
+        let made = Comm::new(&whole.ctx, shrunk.communicator, whole.flags, &limit)?;
+        if !former.is_null() {
+            // SAFETY: not null, so of the size of the former communicator, of which these are a part.
+            let ranks = unsafe { slice::from_raw_parts_mut(former, shrunk.former.len()) };
+            ranks.iter_mut().zip(&shrunk.former).for_each(|(to, rank)| *to = c_number(*rank));
+        }
+        *survivors = COMMS.insert(made)?;
+        Ok(())
+    })
+}
+
+/// See the header.
+///
+/// # Safety
+/// `ranks` must be null or valid for `room` writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_comm_lost(raw: Raw, ranks: *mut c_int, room: c_int) -> c_int {
+    number("gda_comm_lost", || {
+        let lost = comm(raw)?.comm.lost();
+        let room = if ranks.is_null() { 0 } else { usize::try_from(room).unwrap_or(0) };
+        for (place, rank) in lost.iter().take(room).enumerate() {
+            // SAFETY: below the room of the caller's list.
+            let to = unsafe { ranks.add(place) };
+            // SAFETY: writable: the caller guarantees it.
+            unsafe { to.write(c_number(*rank)) };
+        }
+        Ok(c_number(lost.len()))
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn gda_comm_abort(raw: Raw, of: c_int) -> c_int {
+    status("gda_comm_abort", || {
+        let comm = comm(raw)?.clone();
+        let ranks = if of < 0 { 0..comm.comm.size() } else { rank(of)?..rank(of)? + 1 };
+        for rank in ranks {
+            comm.comm.give_up(rank)?;
+            comm.tagged.as_ref().map_or(Ok(()), |tagged| tagged.give_up(rank))?;
+        }
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn gda_comm_destroy(raw: Raw, timeout_ns: i64) -> c_int {
+    status("gda_comm_destroy", || COMMS.take(raw)?.destroy(&Remaining::of(timeout_ns)))
+}
+
+/// See the header.
+///
+/// # Safety
+/// `address` must be valid for `*len` writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_listen(
+    ctx: Raw,
+    address: *mut c_void,
+    len: *mut usize,
+    listener: *mut Raw,
+) -> c_int {
+    status("gda_listen", || {
+        let (len, listener) = (place("len", len)?, place("listener", listener)?);
+        let (ctx, to) = (context(ctx)?, non_null("address", address.cast::<u8>())?);
+        let made = Listener::bind(None)?;
+        let bytes = made.address()?;
+        if *len < bytes.len() {
+            return Err(invalid("len", *len, "GDA_ADDRESS_MAX"));
+        }
+        // SAFETY: the place has as many bytes: the caller guarantees it.
+        unsafe { slice::from_raw_parts_mut(to, bytes.len()) }.copy_from_slice(&bytes);
+        *len = bytes.len();
+        *listener = LISTENERS.insert(Arc::new((ctx, made)))?;
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn gda_listen_close(listener: Raw) -> c_int {
+    status("gda_listen_close", || LISTENERS.take(listener).map(drop))
+}
+
+/// Makes a communicator of two, on this thread or on one of its own.
+fn pair(
+    ctx: &Arc<Ctx>,
+    (flags, timeout_ns): (u32, i64),
+    (comm, req): (*mut Raw, *mut Raw),
+    connect: impl FnOnce(CommunicatorBuilder) -> mp::Result<Communicator> + Send + 'static,
+) -> Result<()> {
+    let to = place("comm", comm)?;
+    check_flags(flags)?;
+    let ctx = ctx.clone();
+    let make = move || -> Result<Joined> {
+        let limit = Remaining::of(timeout_ns);
+        let built = connect(ctx.builder().timeout(limit.get()))?;
+        COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)
+    };
+    if req.is_null() {
+        *to = make()?;
+        return Ok(());
+    }
+    join(Foreign(comm.cast()), place("req", req)?, make)
+}
+
+/// See the header.
+///
+/// # Safety
+/// `comm` must be valid for a write until the request has ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_accept(
+    listener: Raw,
+    flags: u32,
+    timeout_ns: i64,
+    comm: *mut Raw,
+    req: *mut Raw,
+) -> c_int {
+    status("gda_accept", || {
+        let listener = LISTENERS.get(listener)?.clone();
+        let ctx = listener.0.clone();
+        pair(&ctx, (flags, timeout_ns), (comm, req), move |builder| listener.1.accept(builder))
+    })
+}
+
+/// See the header.
+///
+/// # Safety
+/// `address` must be valid for `len` bytes; `comm` for a write until the request has ended.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_connect(
+    ctx: Raw,
+    address: *const c_void,
+    len: usize,
+    flags: u32,
+    timeout_ns: i64,
+    comm: *mut Raw,
+    req: *mut Raw,
+) -> c_int {
+    status("gda_connect", || {
+        let len = c_int::try_from(len).map_err(|_| invalid("len", len, "what gda_listen has set"))?;
+        // SAFETY: the caller vouches for the length.
+        let address = unsafe { values("address", address.cast::<u8>(), len) }?.to_vec();
+        pair(&context(ctx)?, (flags, timeout_ns), (comm, req), move |builder| builder.connect_to(&address))
+    })
+}

@@ -1,0 +1,118 @@
+//! Communicators of processes that connect in pairs, and parts of a communicator.
+
+use std::io::Write;
+use std::net::{IpAddr, Ipv4Addr, TcpStream};
+use std::thread::scope;
+use std::time::Duration;
+
+use gdsync::memory::Memory;
+use mp::launch::Listener;
+use mp::{Communicator, CommunicatorBuilder, Error};
+
+use crate::common::{LONG, buffer, bytes, job_test, says};
+
+const LOOPBACK: Option<IpAddr> = Some(IpAddr::V4(Ipv4Addr::LOCALHOST));
+
+fn builder() -> CommunicatorBuilder {
+    Communicator::builder().timeout(LONG)
+}
+
+/// Two threads in place of two processes.
+fn connected(listener: &Listener) -> (Communicator, Communicator) {
+    let address = listener.address().unwrap();
+    assert!(address.len() <= 64);
+    scope(|scope| {
+        let other = scope.spawn(|| builder().connect_to(&address).unwrap());
+        (listener.accept(builder()).unwrap(), other.join().unwrap())
+    })
+}
+
+fn message(from: &Communicator, to: &Communicator, value: u8) {
+    let [source, target] = [from, to].map(|comm| comm.register(&Memory::alloc(64).unwrap()).unwrap());
+    source.memory().fill(0, 64, value).unwrap();
+    let receive = to.irecv(&target, 0..64, from.rank()).unwrap();
+    let send = from.isend(&source, 0..64, to.rank()).unwrap();
+    assert_eq!(to.wait(&receive, LONG).unwrap().bytes, 64);
+    from.wait(&send, LONG).unwrap();
+    assert_eq!(target.memory().to_vec(), [value; 64]);
+}
+
+#[test]
+fn a_listener_accepts_several_one_after_the_other() {
+    let listener = Listener::bind(LOOPBACK).unwrap();
+    let pairs = [connected(&listener), connected(&listener)];
+    for (value, (one, other)) in (1..).zip(&pairs) {
+        assert_eq!([one.rank(), other.rank(), one.size(), other.size()], [0, 1, 2, 2]);
+        message(one, other, value);
+        message(other, one, 10 * value);
+    }
+    for (one, other) in pairs {
+        scope(|scope| {
+            let other = scope.spawn(|| other.finalize(LONG).unwrap());
+            one.finalize(LONG).unwrap();
+            other.join().unwrap();
+        });
+    }
+}
+
+#[test]
+fn strangers_take_no_place() {
+    let listener = Listener::bind(LOOPBACK).unwrap();
+    let address = listener.address().unwrap();
+    let at = std::str::from_utf8(&address[8..]).unwrap();
+    // One leaves, one says nonsense, one has another number.
+    drop(TcpStream::connect(at).unwrap());
+    let mut nonsense = TcpStream::connect(at).unwrap();
+    nonsense.write_all(&[7; 64]).unwrap();
+    let mut guessed = address.clone();
+    guessed[0] ^= 1;
+    scope(|scope| {
+        let stranger = scope.spawn(|| builder().connect_to(&guessed).unwrap_err());
+        let right = scope.spawn(|| builder().connect_to(&address).unwrap());
+        let one = listener.accept(builder()).unwrap();
+        message(&one, &right.join().unwrap(), 5);
+        assert!(matches!(stranger.join().unwrap(), Error::Bootstrap { .. }));
+    });
+}
+
+#[test]
+fn addresses_that_lead_nowhere_are_errors() {
+    let listener = Listener::bind(LOOPBACK).unwrap();
+    let short = || Communicator::builder().timeout(Duration::from_millis(50));
+    says(&listener.accept(short()).unwrap_err(), &["waiting for a connection", "50 ms"]);
+    for wrong in [&[][..], &[1; 7], &[1; 8], b"12345678127.0.0.1", b"12345678\xff\xff"] {
+        says(&short().connect_to(wrong).unwrap_err(), &["no address of a listener"]);
+    }
+    let address = listener.address().unwrap();
+    drop(listener);
+    assert!(matches!(short().connect_to(&address).unwrap_err(), Error::Bootstrap { .. }));
+}
+
+job_test!(parts_have_their_own_ranks_and_outlive_the_whole, [1, 4, 5], |comm| {
+    let (me, size) = (comm.rank(), comm.size());
+    // Three parts by remainder, the last rank first; rank 3 takes no part.
+    let color = (me != 3).then_some(me as u64 % 3);
+    let part = comm.split(color, (size - me) as u64, LONG).unwrap();
+    let part = match (part, color) {
+        (None, None) => return,
+        (part, color) => {
+            assert_eq!(part.is_some(), color.is_some());
+            part.unwrap()
+        }
+    };
+    let mut members: Vec<_> = (0..size).filter(|rank| *rank != 3 && rank % 3 == me % 3).collect();
+    members.reverse();
+    assert_eq!((part.size(), members[part.rank()]), (members.len(), me));
+    let names = part.exchange(&[u8::try_from(me).unwrap()], LONG).unwrap();
+    assert_eq!(names.concat(), members.iter().map(|rank| u8::try_from(*rank).unwrap()).collect::<Vec<_>>());
+    // Messages of the part and of the whole do not mix, and memory is of one of them.
+    let (of_part, of_whole) = (buffer(&part, 16), buffer(comm, 16));
+    let (next, last) = ((part.rank() + 1) % part.size(), (part.rank() + part.size() - 1) % part.size());
+    of_part.memory().write(0, &[u8::try_from(me).unwrap()]).unwrap();
+    let receive = part.irecv(&of_part, 8..9, last).unwrap();
+    let send = part.isend(&of_part, 0..1, next).unwrap();
+    part.wait_all([&receive, &send], LONG).unwrap();
+    assert_eq!(usize::from(bytes(&of_part, 8..9)[0]), members[last]);
+    assert!(part.isend(&of_whole, 0..1, next).is_err());
+    part.finalize(LONG).unwrap();
+});
