@@ -262,7 +262,7 @@ fn list(queue: *const Handle, add: impl FnOnce(&mut Items) -> Result<()>) -> Res
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mp_query_param(param: c_int, value: *mut c_int) -> c_int {
     status("mp_query_param", || {
-        let refuse = || Err(Failure::invalid("param", param, "MP_PARAM_VERSION"));
+        let refuse = || Err(Failure::invalid("param", param, "MP_PARAM_VERSION, which is 0"));
         // SAFETY: the caller guarantees it.
         unsafe { store("value", value, || if param == 0 { Ok(VERSION) } else { refuse() }) }
     })
@@ -578,11 +578,15 @@ pub unsafe extern "C" fn mp_wait32(ptr: *mut u32, value: u32, flags: c_int) -> c
         // SAFETY: an aligned word of the program, which others change as a whole.
         let word = unsafe { AtomicU32::from_ptr(ptr.as_ptr()) };
         let (backoff, limit) = (Backoff::new(Duration::from_micros(50)), guard::wait_limit());
+        let job = job().ok();
         while !cond.holds32(word.load(Ordering::Acquire), value) {
             if backoff.waited() > limit {
                 return Err(Error::late("a wait for a word", limit, "whoever writes it").into());
             }
-            pause(&backoff);
+            // A put of a peer may be what changes it.
+            if !job.as_ref().is_some_and(|job| job.progress()) {
+                pause(&backoff);
+            }
         }
         Ok(())
     })

@@ -9,7 +9,7 @@ use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::recorder::Traffic;
-use gdsync::verbs::{OnGpu, Pd, QpAddress};
+use gdsync::verbs::{Context, OnGpu, Pd, QpAddress};
 use gdsync_capi_support::guard::wait_limit;
 use gdsync_capi_support::streams;
 use gdsync_device::fork_guard::ForkGuard;
@@ -40,6 +40,7 @@ const RNR_RETRY: u8 = 7;
 pub(crate) struct Job {
     fork_guard: ForkGuard,
     pub(crate) exchange: Mutex<Box<dyn Exchange>>,
+    context: Context,
     pub(crate) pd: Pd,
     pub(crate) gpu: Gpu,
     /// By rank.
@@ -65,6 +66,11 @@ pub(crate) fn exchange_limit() -> Duration {
 }
 
 impl Job {
+    /// Runs work of a device without a thread that waits for it at once.
+    pub(crate) fn progress(&self) -> bool {
+        self.context.progress()
+    }
+
     pub(crate) fn peer(&self, rank: c_int) -> Result<&Arc<Peer>> {
         let peer = usize::try_from(rank).ok().and_then(|rank| self.peers.get(rank)?.as_ref());
         peer.ok_or_else(|| Failure::invalid("peer", rank, "a rank of the list that mp_init was given"))
@@ -183,18 +189,18 @@ fn init<'a>(
     // All ranks exchange, also those that have failed.
     let made = peers().and_then(|peers| make(rank, size, peers, flags, gpu));
     let mut table = vec![0; size * QpAddress::BYTES];
-    for peer in made.iter().flat_map(|made| made.2.iter()) {
+    for peer in made.iter().flat_map(|made| made.peers.iter()) {
         let row = peer.rank * QpAddress::BYTES..(peer.rank + 1) * QpAddress::BYTES;
         table[row].copy_from_slice(&peer.qp.address().to_bytes());
     }
     let tables = exchange.allgather(&table, exchange_limit());
     let connected = made.and_then(|made| {
         let tables = tables?;
-        made.2.iter().try_for_each(|peer| join(peer, rank, &tables[peer.rank]))?;
+        made.peers.iter().try_for_each(|peer| join(peer, rank, &tables[peer.rank]))?;
         Ok(made)
     });
     let answers = exchange.allgather(&[u8::from(connected.is_ok())], exchange_limit());
-    let (gpu, pd, all) = connected?;
+    let Made { gpu, context, pd, peers: all } = connected?;
     if let Some(failed) = answers?.iter().position(|answer| answer != &[1]) {
         return Err(Failure::new(format!("rank {failed} could not connect: see its error")));
     }
@@ -205,7 +211,7 @@ fn init<'a>(
     }
     let complete = Memory::alloc(8)?;
     let exchange = Mutex::new(exchange);
-    let job = Job { fork_guard: ForkGuard::default(), exchange, pd, gpu, peers, complete };
+    let job = Job { fork_guard: ForkGuard::default(), exchange, context, pd, gpu, peers, complete };
     *JOB.write() = Some(Arc::new(job));
     Ok(())
 }
@@ -220,14 +226,16 @@ fn join(peer: &Peer, rank: usize, table: &[u8]) -> Result<()> {
     Ok(peer.qp.connect(QpAddress::from_bytes(row)?)?)
 }
 
+/// What this rank has before it connects.
+struct Made {
+    gpu: Gpu,
+    context: Context,
+    pd: Pd,
+    peers: Vec<Arc<Peer>>,
+}
+
 /// Opens the device, and makes a queue pair for each peer.
-fn make(
-    rank: usize,
-    size: usize,
-    peers: &[c_int],
-    flags: c_int,
-    gpu: c_int,
-) -> Result<(Gpu, Pd, Vec<Arc<Peer>>)> {
+fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> Result<Made> {
     let on_gpu = match flags {
         0 => OnGpu::empty(),
         1 => OnGpu::SEND_QUEUE,
@@ -244,7 +252,8 @@ fn make(
             found.ok_or_else(|| Failure::new(format!("no device has {part} in its name (MP_USE_IB_HCA)")))?
         }
     };
-    let pd = device.open()?.alloc_pd()?;
+    let context = device.open()?;
+    let pd = context.alloc_pd()?;
     let mut all: Vec<Arc<Peer>> = Vec::new();
     for &number in peers {
         let peer = usize::try_from(number).unwrap_or(usize::MAX);
@@ -257,7 +266,7 @@ fn make(
         qp.name_ranks(rank, peer, Traffic::Messages);
         all.push(Peer::new(peer, qp));
     }
-    Ok((gpu, pd, all))
+    Ok(Made { gpu, context, pd, peers: all })
 }
 
 /// Waits for all ranks, and disconnects.

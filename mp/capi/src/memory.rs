@@ -63,7 +63,7 @@ impl Registration {
     pub(crate) fn check_host(&self) -> Result<()> {
         match self.mr.memory().is_host() {
             true => Ok(()),
-            false => Err(Failure::invalid("MP_PUT_INLINE", "GPU memory", "bytes of host memory")),
+            false => Err(Failure::invalid("buffer of an inline put", "GPU memory", "host memory")),
         }
     }
 }

@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn failures_become_error_numbers_and_reasons() {
-        let library = Library { name: "test", debug: "GDSYNC_NO_SUCH_VARIABLE" };
+        let library = Library { name: "test", debug: "NO_SUCH_VARIABLE" };
         assert_eq!(library.status("call", || Ok::<_, Error>(())), 0);
         assert_eq!(library.status("first", || no_flags(3)), libc::EINVAL);
         // SAFETY: terminated, and no other call of this thread.
