@@ -1,6 +1,7 @@
 //! The tests of the command line, the examples and the documents: they run the programs as users do.
 
 mod bench;
+mod c_libraries;
 mod card;
 mod common;
 mod docs;

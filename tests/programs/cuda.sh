@@ -32,7 +32,7 @@ c_libraries() {
 }
 
 # cuda: sets `has_gpu`, the array `cuda` of flags to compile with, and `cuda_libraries` to link with. Without a GPU the simulated
-# driver is in $lib, and headers come from NVIDIA's wheels.
+# driver and a runtime over it are in $lib, and headers come from NVIDIA's wheels.
 cuda() {
     local wheels=$target/programs-cuda
     if has_gpu=1 && command -v nvcc >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
@@ -54,6 +54,6 @@ cuda() {
         done
     fi
     cuda=(-I "$wheels/nvidia/cu13/include")
-    gcc -O2 -Wall -c "${cuda[@]}" -o runtime.o "$here/suites/cuda/runtime.c"
-    cuda_libraries=(runtime.o -L "$lib" -lcuda)
+    gcc -shared -fPIC -O1 -Wall "${cuda[@]}" "$here"/suites/cuda/{driver,runtime}.c -o "$lib/libcudart.so" -L "$lib" -lcuda
+    cuda_libraries=(-L "$lib" -lcudart -lcuda)
 }

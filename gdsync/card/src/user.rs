@@ -1,5 +1,6 @@
 //! The program's memory as the kernel sees it: addresses that may be wrong, and that fail with `EFAULT`.
 
+use gdsync_device::memory::host_page;
 use rustix::io::Errno;
 
 use crate::abi::{Plain, bytes_of, read_padded};
@@ -81,7 +82,7 @@ pub(crate) fn get<T: Plain>(user: &dyn User, addr: u64) -> Result<T, Errno> {
 /// Checks that memory for the card can be read, and written to unless `read_only`, and brings it in, as the kernel does
 /// when it pins pages.
 pub(crate) fn pin(addr: u64, len: u64, read_only: bool) -> Result<(), Errno> {
-    let page = rustix::param::page_size() as u64;
+    let page = host_page() as u64;
     let end = addr.checked_add(len).filter(|&end| end <= i64::MAX.unsigned_abs()).ok_or(Errno::FAULT)?;
     let first = addr & !(page - 1);
     let size = end.next_multiple_of(page) - first;

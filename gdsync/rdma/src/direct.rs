@@ -184,7 +184,11 @@ impl Direct {
             return Err(Error::Unsupported {
                 what: "reading rings by itself (GDSYNC_PATH=direct)",
                 by: "a device that is no mlx5 card",
-                fix: "leave GDSYNC_PATH unset, or use proxy",
+                fix: if open.is_adopted() {
+                    "open an mlx5 card, or the emulated one (gdasync card)"
+                } else {
+                    "leave GDSYNC_PATH unset, or use proxy"
+                },
             });
         }
         let base = Arc::new(open.alloc_pd()?);

@@ -6,56 +6,26 @@ packages=(
     mpirun.openmpi:openmpi-bin mpicxx.openmpi:libopenmpi-dev g++:g++ git:git python3:python3
     /etc/libibverbs.d/mlx5.driver:ibverbs-providers
 )
-# A checkout of LibMP, and a folder with cuda_runtime.h; else both are fetched.
-: "${LIBMP:=}" "${CUDA_INCLUDE:=}"
-pinned=b53e95b2a03ac4037c4bac2e879ec718256359b1
-cuda=(nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88)
 patience=${PATIENCE:-400}
-kept=$target/libmp
 
-# fetch: LibMP's source and CUDA's headers, once.
-fetch() {
-    mkdir -p "$kept"
-    if [ -z "$LIBMP" ]; then
-        LIBMP=$kept/source
-        if [ ! -e "$LIBMP/examples" ]; then
-            git init -q "$LIBMP" &&
-                timeout 300 git -C "$LIBMP" fetch -q --depth 1 https://github.com/gpudirect/libmp $pinned &&
-                git -C "$LIBMP" checkout -q FETCH_HEAD || return
-        fi
-    fi
-    if [ -z "$CUDA_INCLUDE" ]; then
-        CUDA_INCLUDE=$kept/nvidia/cu13/include
-        if [ ! -e "$CUDA_INCLUDE/crt/host_config.h" ]; then
-            (cd "$kept" && timeout 300 python3 -m pip download -q --no-deps "${cuda[@]}" &&
-                for wheel in *.whl; do python3 -m zipfile -e "$wheel" .; done) || return
-        fi
-    fi
-}
+# shellcheck source=tests/programs/cuda.sh
+. "$here/cuda.sh"
 
-# The libraries under the names that programs look for, and the programs.
 build() {
-    local library compile program
-    (cd "$repository" && timeout 1800 cargo build --quiet -p gdsync-mp-capi -p gdsync-simulated-cuda --lib) || return
-    for library in mp:libmp_c.so cuda:libsimulated_cuda.so; do
-        ln -s "$target/debug/${library#*:}" "lib${library%:*}.so"
-    done
-    ln -s libmp.so libmp.so.2
-    ln -s libcuda.so libcuda.so.1
-    gcc -shared -fPIC -O1 -Wall -I "$CUDA_INCLUDE" "$here/suites/cudart.c" -o libcudart.so -L. -lcuda || return
+    local program compile libraries=(-L "$lib" -lmp "${cuda_libraries[@]}")
     # Without optimisation: comm_pingpong has functions that return nothing where they should.
-    compile=(-w -O0 -I "$CUDA_INCLUDE" -I "$repository/mp/capi/include" -I "$repository/gdsync/capi/include"
+    compile=(-w -O0 "${cuda[@]}" -I "$repository/mp/capi/include" -I "$repository/gdsync/capi/include"
         -I "$repository/gdrcopy/capi/include")
     for program in mp_putget mp_sendrecv mp_sendrecv_stream; do
-        mpicc.openmpi "${compile[@]}" "$LIBMP/examples/$program.c" -o $program -L. -lmp -lcudart -lcuda || return
+        mpicc.openmpi "${compile[@]}" "source/examples/$program.c" -o $program "${libraries[@]}" || return
     done
-    program=$LIBMP/comm_library/examples/comm_pingpong.cpp
+    program=source/comm_library/examples/comm_pingpong.cpp
     # By LibMP's layer for applications, and by ours: it includes "../comm.h".
-    mpicxx.openmpi "${compile[@]}" "$LIBMP/comm_library/comm.cpp" "$program" -o comm_pingpong -L. -lmp -lcudart -lcuda || return
+    mpicxx.openmpi "${compile[@]}" "source/comm_library/comm.cpp" "$program" -o comm_pingpong "${libraries[@]}" || return
     mkdir -p ours/examples
     cp "$program" ours/examples
     cp "$repository/mp/capi/include/comm.h" ours
-    mpicxx.openmpi "${compile[@]}" ours/examples/comm_pingpong.cpp -o comm_pingpong.ours -L. -lmp -lcudart -lcuda
+    mpicxx.openmpi "${compile[@]}" ours/examples/comm_pingpong.cpp -o comm_pingpong.ours "${libraries[@]}"
 }
 
 # ranks PATTERN COUNT PROGRAM VARIABLE=VALUE...: on the card, and on the software HCA. MPI itself uses neither.
@@ -66,7 +36,7 @@ ranks() {
     for hca in "$link" soft; do
         start=("$GDASYNC" card --link "$link")
         [ "$hca" != soft ] || start=(env GDSYNC_DEVICE=soft0)
-        check "$program, $count ranks $* ($hca)" "$pattern" env "$@" LD_LIBRARY_PATH="$PWD" timeout --kill-after=5 "$patience" \
+        check "$program, $count ranks $* ($hca)" "$pattern" env "$@" LD_LIBRARY_PATH="$lib" timeout --kill-after=5 "$patience" \
             mpirun.openmpi --allow-run-as-root --oversubscribe --mca pml ob1 --mca btl ^openib -n "$count" \
             "${start[@]}" "./$program"
     done
@@ -78,7 +48,9 @@ programs() {
         echo "they run with what is installed"
         return
     fi
-    fetch >fetch.log 2>&1 || { echo "skipped: cannot fetch LibMP or CUDA's headers; set LIBMP and CUDA_INCLUDE" && exit 77; }
+    c_libraries gdsync-mp-capi
+    cuda
+    source_of https://github.com/gpudirect/libmp b53e95b2a03ac4037c4bac2e879ec718256359b1 source
     check 'compile them' '' build
     ranks '^SendRecv test passed validation with message size: 65536' 2 mp_sendrecv
     ranks '^# SendRecv test passed validation with message size: 65536' 2 mp_sendrecv_stream

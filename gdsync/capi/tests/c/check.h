@@ -116,6 +116,7 @@ struct place {
 static inline struct place place_of(struct side *s, gds_qp_t *qp)
 {
     struct place p;
+    memset(&p, 0, sizeof p); /* also what lies between its fields: it is written to a pipe */
     struct ibv_port_attr port;
     OK(ibv_query_port(s->context, 1, &port));
     p.qpn = qp->qp->qp_num;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::mem::offset_of;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use gdsync_c::{
@@ -123,36 +123,4 @@ fn only_the_functions_of_the_headers_are_exported() {
         assert!(headers.contains(&format!("{function}(")), "{function}");
     }
     assert!(binutils("readelf", &["--dynamic"]).contains("soname: [libgdsync.so.2]"));
-}
-
-fn link(path: &Path) -> PathBuf {
-    fs::read_link(path).unwrap()
-}
-
-#[test]
-fn a_staged_installation_has_all_parts_and_can_be_repeated() {
-    let stage = fresh_directory("stage");
-    let (library, stage_arg) = (built("libgdsync_c.so"), stage.to_str().unwrap());
-    for _ in 0..2 {
-        let mut command = Command::new("sh");
-        command.arg(package("install")).args(["--destdir", stage_arg, "--prefix=/opt/gds"]);
-        let output = finish(command.arg("--library").arg(&library));
-        assert!(output.status.success(), "{}", printed(&output));
-        let (lib, include) = (stage.join("opt/gds/lib"), stage.join("opt/gds/include"));
-        assert_eq!(fs::read(lib.join("libgdsync.so.2.2")).unwrap(), fs::read(&library).unwrap());
-        assert_eq!(link(&lib.join("libgdsync.so.2")), Path::new("libgdsync.so.2.2"));
-        assert_eq!(link(&lib.join("libgdsync.so")), Path::new("libgdsync.so.2"));
-        for header in HEADERS {
-            assert_eq!(
-                fs::read(include.join(header)).unwrap(),
-                fs::read(package("include").join(header)).unwrap()
-            );
-        }
-        let pc = fs::read_to_string(lib.join("pkgconfig/gdsync.pc")).unwrap();
-        assert!(
-            pc.contains("\nlibdir=/opt/gds/lib\n") && !pc.contains('@') && !pc.contains(stage_arg),
-            "{pc}"
-        );
-        assert_eq!(fs::read_dir(&lib).unwrap().count(), 4, "nothing is left over");
-    }
 }

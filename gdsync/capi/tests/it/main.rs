@@ -32,6 +32,11 @@ fn finish(command: &mut Command) -> Output {
     run_within(command, DEADLINE)
 }
 
+/// What checks the memory of programs: "valgrind", or "address", gcc's sanitizer. `.ci/long c_memory` sets it.
+fn checker() -> Option<String> {
+    std::env::var("C_CHECK").ok()
+}
+
 /// The compiler with every warning an error, and the headers. Those of rdma-core are not ours to check.
 fn compiler(compiler: &str, flags: &[&str]) -> Command {
     let mut command = Command::new(compiler);
@@ -64,6 +69,9 @@ impl Program {
         ["libgdsync.so", "libgdsync.so.2"].into_iter().for_each(|name| link("libgdsync_c.so", name));
         ["libcuda.so", "libcuda.so.1"].into_iter().for_each(|name| link("libsimulated_cuda.so", name));
         let mut command = compiler("gcc", &["-std=gnu11", "-pedantic"]);
+        if checker().as_deref() == Some("address") {
+            command.args(["-fsanitize=address", "-fno-omit-frame-pointer"]);
+        }
         command.arg(package(&format!("tests/c/{name}.c"))).arg("-o").arg(directory.join("program"));
         let output = finish(command.arg("-L").arg(&directory).args(["-lgdsync", "-lcuda", "-libverbs"]));
         assert!(output.status.success(), "{name}.c: {}", printed(&output));
@@ -72,11 +80,26 @@ impl Program {
 
     /// Runs on the emulated card.
     fn run(&self, environment: &[(&str, &str)]) -> Output {
-        let mut command = Command::new(self.0.join("program"));
+        let (program, mut preloaded) = (self.0.join("program"), card::library().into_os_string());
+        let mut command = Command::new(&program);
+        match checker().as_deref() {
+            Some("valgrind") => {
+                command = Command::new("valgrind");
+                command.args(["--quiet", "--error-exitcode=99"]).arg(program);
+            }
+            Some("address") => {
+                let found = finish(Command::new("gcc").arg("-print-file-name=libasan.so")).stdout;
+                let runtime = String::from_utf8(found).expect("a path");
+                preloaded = format!("{} {}", runtime.trim(), preloaded.display()).into();
+                // Handles are never freed, so that no address is that of two.
+                command.env("ASAN_OPTIONS", "detect_leaks=0");
+            }
+            _ => {}
+        }
         for variable in ["GDS_ENABLE_DEBUG", "GDSYNC_CAPI_WAIT_LIMIT", "GDSYNC_FAULTS"] {
             command.env_remove(variable);
         }
-        command.env("LD_LIBRARY_PATH", &self.0).env("LD_PRELOAD", card::library());
+        command.env("LD_LIBRARY_PATH", &self.0).env("LD_PRELOAD", preloaded);
         finish(command.envs(environment.iter().copied()))
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use gdsync_device::Access;
 use gdsync_device::cuda::Gpu;
-use gdsync_device::memory::Memory;
+use gdsync_device::memory::{Memory, host_page};
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
@@ -44,7 +44,7 @@ impl Wanted {
     pub(super) fn check(&self) -> Result<(Memory, Access)> {
         let Self { start, length, hca_va, .. } = *self;
         check_access(self.access_flags)?;
-        let page = rustix::param::page_size() as u64;
+        let page = host_page() as u64;
         let wraps = |from: u64| from.checked_add(length).is_none();
         if length == 0 || start % page != hca_va % page || wraps(start) || wraps(hca_va) {
             return Err(Errno::INVAL);

@@ -100,23 +100,3 @@ fn only_the_functions_of_the_header_are_exported() {
         assert!(!dynamic.contains(needed), "{dynamic}");
     }
 }
-
-#[test]
-fn a_staged_installation_has_all_parts() {
-    let stage = fresh_directory("stage");
-    let (library, stage_arg) = (built("libmp_c.so"), stage.to_str().unwrap());
-    let mut command = Command::new("sh");
-    command.arg(package("install")).args(["--destdir", stage_arg, "--prefix=/opt/mp"]);
-    let output = finish(command.arg("--library").arg(&library));
-    assert!(output.status.success(), "{}", printed(&output));
-    let (lib, include) = (stage.join("opt/mp/lib"), stage.join("opt/mp/include"));
-    assert_eq!(fs::read(lib.join("libmp.so.2.0")).unwrap(), fs::read(&library).unwrap());
-    assert_eq!(fs::read_link(lib.join("libmp.so.2")).unwrap(), Path::new("libmp.so.2.0"));
-    for header in HEADERS {
-        let installed = fs::read(include.join(header)).unwrap();
-        assert_eq!(installed, fs::read(package("include").join(header)).unwrap());
-    }
-    assert_eq!(fs::read_to_string(lib.join("libmpcomm.so")).unwrap(), "INPUT(-lmp)\n");
-    let pc = fs::read_to_string(lib.join("pkgconfig/mp.pc")).unwrap();
-    assert!(pc.contains("\nlibdir=/opt/mp/lib\n") && !pc.contains('@') && !pc.contains(stage_arg), "{pc}");
-}

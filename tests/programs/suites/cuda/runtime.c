@@ -1,103 +1,178 @@
 /*
- * What programs call of CUDA that the simulated driver lacks: the runtime, and old entry points of the driver, by newer
- * ones. Work is only waited for; kernels, times and profiles are nothing.
+ * What programs use of CUDA's runtime, without kernels, over the simulated driver (testkit/cuda). NVIDIA's own runtime asks
+ * the driver for tables that it does not document.
  */
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
-enum { STREAMS = 64 };
-static CUstream streams[STREAMS];
+#define CU(call)                                                                                                       \
+    do {                                                                                                               \
+        CUresult result_ = (call);                                                                                     \
+        if (result_ != CUDA_SUCCESS)                                                                                   \
+            return (cudaError_t)result_;                                                                               \
+    } while (0)
 
-CUresult cuStreamCreate(CUstream *stream, unsigned flags)
+enum { MAX_STREAMS = 64 };
+static cudaStream_t streams[MAX_STREAMS];
+
+/* The primary context of the GPU, current on the calling thread. */
+static cudaError_t enter(int device)
 {
-    CUresult result = cuStreamCreateWithPriority(stream, flags, 0);
-    for (int i = 0; result == CUDA_SUCCESS && i < STREAMS; i++) {
+    CUcontext current = NULL, context;
+    CU(cuInit(0));
+    CU(cuCtxGetCurrent(&current));
+    if (current)
+        return cudaSuccess;
+    CU(cuDevicePrimaryCtxRetain(&context, device));
+    CU(cuCtxPushCurrent(context));
+    return cudaSuccess;
+}
+
+#define ENTER()                                                                                                        \
+    do {                                                                                                               \
+        cudaError_t error_ = enter(0);                                                                                 \
+        if (error_ != cudaSuccess)                                                                                     \
+            return error_;                                                                                             \
+    } while (0)
+
+cudaError_t cudaGetDeviceCount(int *count)
+{
+    CU(cuInit(0));
+    CU(cuDeviceGetCount(count));
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) { return enter(device); }
+
+cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device)
+{
+    memset(properties, 0, sizeof *properties);
+    properties->multiProcessorCount = 1;
+    CU(cuDeviceGetName(properties->name, sizeof properties->name, device));
+    return cudaSuccess;
+}
+
+const char *cudaGetErrorString(cudaError_t error)
+{
+    static char text[32];
+    snprintf(text, sizeof text, "error %d", error);
+    return text;
+}
+
+cudaError_t cudaMalloc(void **memory, size_t size)
+{
+    CUdeviceptr address;
+    ENTER();
+    CU(cuMemAlloc(&address, size));
+    *memory = (void *)address;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void *memory)
+{
+    ENTER();
+    CU(memory ? cuMemFree((CUdeviceptr)memory) : CUDA_SUCCESS);
+    return cudaSuccess;
+}
+
+cudaError_t cudaHostAlloc(void **memory, size_t size, unsigned flags)
+{
+    ENTER();
+    CU(cuMemHostAlloc(memory, size, flags));
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocHost(void **memory, size_t size) { return cudaHostAlloc(memory, size, 0); }
+
+cudaError_t cudaFreeHost(void *memory)
+{
+    CU(cuMemFreeHost(memory));
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags)
+{
+    ENTER();
+    CU(cuStreamCreateWithPriority(stream, flags, 0));
+    for (int i = 0; i < MAX_STREAMS; i++) {
         if (!streams[i]) {
             streams[i] = *stream;
-            return CUDA_SUCCESS;
+            return cudaSuccess;
         }
     }
-    return result == CUDA_SUCCESS ? CUDA_ERROR_OUT_OF_MEMORY : result;
+    return cudaErrorMemoryAllocation;
 }
 
-CUresult cuCtxSynchronize(void)
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream)
 {
-    CUresult result = CUDA_SUCCESS;
-    /* A stream that was destroyed is no error. */
-    for (int i = 0; i < STREAMS; i++) {
-        if (streams[i] && cuStreamQuery(streams[i]) == CUDA_ERROR_NOT_READY && result == CUDA_SUCCESS)
-            result = cuStreamSynchronize(streams[i]);
-    }
-    return result;
+    for (int i = 0; i < MAX_STREAMS; i++)
+        if (streams[i] == stream)
+            streams[i] = NULL;
+    CU(cuStreamDestroy(stream));
+    return cudaSuccess;
 }
 
-CUresult cuCtxSetCurrent(CUcontext context)
+cudaError_t cudaStreamQuery(cudaStream_t stream)
 {
-    return cuCtxPushCurrent(context);
+    CU(cuStreamQuery(stream));
+    return cudaSuccess;
 }
 
-CUresult cuEventSynchronize(CUevent event)
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
 {
-    CUresult result;
-    while ((result = cuEventQuery(event)) == CUDA_ERROR_NOT_READY)
-        usleep(20);
-    return result;
+    CU(cuStreamSynchronize(stream));
+    return cudaSuccess;
 }
 
-/* The caller waits in place of the stream. */
-CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
+cudaError_t cudaDeviceSynchronize(void)
 {
-    (void)stream;
-    return flags ? CUDA_ERROR_INVALID_VALUE : cuEventSynchronize(event);
+    ENTER();
+    CU(cuStreamSynchronize(NULL));
+    for (int i = 0; i < MAX_STREAMS; i++)
+        if (streams[i])
+            CU(cuStreamSynchronize(streams[i]));
+    return cudaSuccess;
 }
 
-/* The simulated GPU's memory is the program's. */
-CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t count)
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t size, enum cudaMemcpyKind kind, cudaStream_t stream)
 {
-    memset((void *)to, value, count);
-    return CUDA_SUCCESS;
+    (void)kind;
+    ENTER();
+    CU(cuMemcpyAsync((CUdeviceptr)to, (CUdeviceptr)from, size, stream));
+    return cudaSuccess;
 }
 
-struct callback {
-    CUstream stream;
-    CUstreamCallback call;
-    void *data;
-};
-
-static void run(void *data)
+cudaError_t cudaMemcpy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind)
 {
-    struct callback *callback = data;
-    callback->call(callback->stream, CUDA_SUCCESS, callback->data);
-    free(callback);
+    cudaError_t error = cudaMemcpyAsync(to, from, size, kind, NULL);
+    return error ? error : cudaStreamSynchronize(NULL);
 }
 
-CUresult cuStreamAddCallback(CUstream stream, CUstreamCallback call, void *data, unsigned flags)
+/* The driver has no call for bytes: copies as many. */
+cudaError_t cudaMemsetAsync(void *memory, int value, size_t size, cudaStream_t stream)
 {
-    struct callback *callback = malloc(sizeof *callback);
-    if (flags || !callback)
-        return CUDA_ERROR_INVALID_VALUE;
-    *callback = (struct callback){stream, call, data};
-    return cuLaunchHostFunc(stream, run, callback);
+    void *bytes = malloc(size);
+    if (!bytes)
+        return cudaErrorMemoryAllocation;
+    memset(bytes, value, size);
+    cudaError_t error = cudaMemcpyAsync(memory, bytes, size, cudaMemcpyDefault, stream);
+    if (error)
+        return error;
+    CU(cuLaunchHostFunc(stream, free, bytes));
+    return cudaSuccess;
 }
 
-CUresult cuGetErrorString(CUresult result, const char **text)
+/* Of registered memory it is synchronous. */
+cudaError_t cudaMemset(void *memory, int value, size_t size)
 {
-    *text = result == CUDA_SUCCESS ? "no error" : "an error of the simulated driver";
-    return CUDA_SUCCESS;
-}
-
-CUresult cuProfilerStart(void)
-{
-    return CUDA_SUCCESS;
-}
-
-CUresult cuProfilerStop(void)
-{
-    return CUDA_SUCCESS;
+    cudaError_t error = cudaMemsetAsync(memory, value, size, NULL);
+    return error ? error : cudaStreamSynchronize(NULL);
 }
 
 cudaError_t cudaGetLastError(void)
