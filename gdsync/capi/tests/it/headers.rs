@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::mem::offset_of;
-use std::path::Path;
 use std::process::Command;
 
 use gdsync_c::{
