@@ -11,8 +11,6 @@ use mp_c::{Handle, VERSION, mp_exchange, mp_send_words, mp_wait_words, mp_word_w
 
 use crate::{compiler, finish, fresh_directory, package};
 
-const HEADERS: [&str; 3] = ["mp.h", "mp/device.cuh", "comm.h"];
-
 #[test]
 fn the_headers_compile_as_c_and_cplusplus() {
     let has_verbs = Path::new("/usr/include/infiniband/verbs.h").exists();
