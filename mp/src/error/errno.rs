@@ -46,7 +46,7 @@ mod tests {
 
     #[test]
     fn numbers_say_what_kind_of_error_it_is() {
-        let full = || gdsync::Error::StreamFull { pending: 1, depth: 1 };
+        let full = || gdsync::Error::StreamFull { stream: "stream 1".into(), depth: 1 };
         let refused = std::io::Error::from_raw_os_error(libc::ECONNREFUSED);
         for (error, number) in [
             (Error::message(1, "send", full()), libc::EAGAIN),
