@@ -236,14 +236,9 @@ struct Made {
 
 /// Opens the device, and makes a queue pair for each peer.
 fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> Result<Made> {
-    let on_gpu = match flags {
-        0 => OnGpu::empty(),
-        1 => OnGpu::SEND_QUEUE,
-        2 => OnGpu::RECV_CQ,
-        3 => OnGpu::SEND_CQ,
-        4 => OnGpu::RECORDS,
-        _ => return Err(Failure::invalid("flags", flags, "one of MP_INIT_DEFAULT to MP_INIT_DBREC_ON_GPU")),
-    };
+    if !(0..=4).contains(&flags) {
+        return Err(Failure::invalid("flags", flags, "one of MP_INIT_DEFAULT to MP_INIT_DBREC_ON_GPU"));
+    }
     let gpu = Gpu::open(gpu)?;
     let device = match std::env::var("MP_USE_IB_HCA").ok().filter(|part| !part.is_empty()) {
         None => Device::near(&gpu)?,
@@ -262,7 +257,7 @@ fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> 
         }
         let builder = pd.build_qp().max_send_wr(DEPTH).max_recv_wr(DEPTH).max_inline(MAX_INLINE);
         let builder = builder.max_send_sge(MAX_PIECES as usize).max_recv_sge(MAX_PIECES);
-        let qp = builder.rnr_retry(RNR_RETRY).timeout(ACK_TIMEOUT).on_gpu(&gpu, on_gpu).build()?;
+        let qp = builder.rnr_retry(RNR_RETRY).timeout(ACK_TIMEOUT).on_gpu(&gpu, OnGpu::empty()).build()?;
         qp.name_ranks(rank, peer, Traffic::Messages);
         all.push(Peer::new(peer, qp));
     }

@@ -40,7 +40,10 @@ static inline int get_descriptors(isem32_t *psem, uint32_t *ptr, uint32_t value)
     return MP_SUCCESS;
 }
 
-/* A prepared send or put, which counts as posted. Kernels start those of a peer in the order of their preparation. */
+/*
+ * A prepared send or put, which counts as posted. Sends to one peer share a word: kernels start them one after the other, in the
+ * order of their preparation; lanes of a warp do by themselves.
+ */
 static inline int get_descriptors(send_desc_t *sinfo, mp_request_t *req)
 {
     struct mp_send_words words;
@@ -54,7 +57,10 @@ static inline int get_descriptors(send_desc_t *sinfo, mp_request_t *req)
     return MP_SUCCESS;
 }
 
-/* The completion of a request. The kernel must signal after its wait: only then can the CPU mp_wait for the request. */
+/*
+ * The completion of a request. The kernel must signal after its wait: only then can the CPU mp_wait for the request. Requests of one
+ * peer and direction share a word: kernels signal them one after the other, in order; lanes of a warp do by themselves.
+ */
 static inline int get_descriptors(wait_desc_t *winfo, mp_request_t *req)
 {
     struct mp_wait_words words;
@@ -79,17 +85,34 @@ namespace mlx5 {
 
 using namespace gdsync::device;
 
+/* Has the lanes that are here act one after the other: their descriptors may share a word, whose last value must be the last one's. */
+template <typename Act> __device__ inline void in_lane_order(Act act)
+{
+    unsigned lane, here = __activemask();
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    for (unsigned left = here; left; left &= left - 1) {
+        if (lane == (unsigned)__ffs((int)left) - 1)
+            act();
+        __syncwarp(here);
+    }
+}
+
 __device__ inline void send(mp::mlx5::send_desc_t &info)
 {
-    release(info.dbrec);
-    __threadfence_system();
-    release(info.db);
+    in_lane_order([&info] {
+        release(info.dbrec);
+        __threadfence_system();
+        release(info.db);
+    });
 }
 
 /* 0, or gdsync::ERROR_TIMEOUT. */
 __device__ inline int wait(mp::mlx5::wait_desc_t &info) { return gdsync::device::wait(info.sema, info.sema_cond); }
 
-__device__ inline void signal(mp::mlx5::wait_desc_t &info) { release(info.flag); }
+__device__ inline void signal(mp::mlx5::wait_desc_t &info)
+{
+    in_lane_order([&info] { release(info.flag); });
+}
 
 } /* namespace mlx5 */
 
