@@ -72,7 +72,11 @@ impl<'a> Buffers<'a> {
     pub(crate) unsafe fn new(bufs: *const gda_buf, n: c_int) -> Result<Self> {
         // SAFETY: the caller vouches for the number.
         let bufs: &[gda_buf] = unsafe { values("bufs", bufs, n) }?;
-        let mems = bufs.iter().map(|buf| MEMS.get(buf.mem)).collect::<Result<_>>()?;
+        // Loops: to collect results costs as much as the rest of a short message's call.
+        let mut mems = SmallVec::new();
+        for buf in bufs {
+            mems.push(MEMS.get(buf.mem)?);
+        }
         Ok(Self { bufs, mems, comm: None })
     }
 
@@ -102,8 +106,13 @@ impl<'a> Buffers<'a> {
     }
 
     /// The ranges.
+    #[inline]
     pub(crate) fn pieces(&self) -> Result<Pieces<'_>> {
-        self.bufs.iter().zip(&self.mems).map(|(buf, mem)| Ok((mem.registration(), buf.range()?))).collect()
+        let mut pieces = Pieces::new();
+        for (buf, mem) in self.bufs.iter().zip(&self.mems) {
+            pieces.push((mem.registration(), buf.range()?));
+        }
+        Ok(pieces)
     }
 }
 

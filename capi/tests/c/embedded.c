@@ -38,15 +38,16 @@ static void message(gda_comm_t comm)
 {
     static char bytes[256];
     gda_mem_t mem;
-    gda_req_t received;
+    gda_req_t received, sent;
     int me = gda_comm_rank(comm);
     CHECK(gda_comm_size(comm), 2);
     OK(gda_mem_reg(comm, bytes, sizeof bytes, 0, &mem));
     struct gda_buf out = {mem, 0, 16}, in = {mem, 128, 16};
     memset(bytes, 7 + me, 16);
     OK(gda_recv(comm, !me, &in, 1, NULL, &received));
-    OK(gda_send(comm, !me, &out, 1, NULL, NULL));
+    OK(gda_send(comm, !me, &out, 1, NULL, &sent));
     TRUE(status_of(received).len == 16 && bytes[128] == 7 + !me && bytes[143] == 7 + !me);
+    OK(gda_req_wait(sent, PATIENCE, NULL));
     OK(gda_mem_dereg(mem));
 }
 

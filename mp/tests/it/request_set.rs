@@ -32,6 +32,7 @@ job_test!(whichever_is_complete_first, 2, |comm| {
     let all: [&dyn AnyRequest; 3] = [&late, &plain, &put];
     let (which, outcome) = wait_any(&all, LONG).unwrap();
     assert_eq!((which, outcome.unwrap()), (2, Outcome { rank: peer, bytes: 8, tag: None }));
+    comm.barrier(LONG).unwrap();
     comm.isend(&memory, 512..517, peer).map(drop).unwrap();
     let (which, outcome) = wait_any(&all[..2], LONG).unwrap();
     assert_eq!((which, outcome.unwrap()), (1, Outcome { rank: peer, bytes: 5, tag: None }));
