@@ -1,4 +1,4 @@
-//! The C interface: layouts, symbols, installation, and C programs that run on plain memory.
+//! The C interface: layouts, symbols, and C programs that run on plain memory.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;

@@ -1,4 +1,4 @@
-//! The C interface: layouts and symbols, headers, installation, and C programs on the emulated card and a simulated GPU.
+//! The C interface: layouts and symbols, headers, and C programs on the emulated card and a simulated GPU.
 
 mod headers;
 mod programs;

@@ -1,4 +1,4 @@
-//! The headers, the symbols, and the installation.
+//! The headers and the symbols.
 
 use std::collections::BTreeMap;
 use std::fs;
