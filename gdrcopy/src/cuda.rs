@@ -1,7 +1,9 @@
 //! The CUDA driver, as far as mappings need it: found at run time, behind a trait so that it can be replaced.
 
 mod driver;
+mod objects;
 pub mod raw;
+mod relocation;
 
 use std::fmt;
 use std::os::fd::OwnedFd;
@@ -9,6 +11,7 @@ use std::sync::Arc;
 
 pub use crate::error::CudaStatus;
 pub use driver::{EntryPoints, sysfs_address};
+pub use objects::{Objects, Piece};
 
 pub(crate) use driver::Installed;
 
@@ -56,8 +59,6 @@ pub struct PointerInfo {
     pub size: usize,
     /// A number that CUDA gives to no other allocation of this process.
     pub buffer_id: u64,
-    /// VMM memory that can be exported as a POSIX file descriptor.
-    pub exportable: bool,
 }
 
 /// How [`Cuda::alloc`] allocates memory.
@@ -104,24 +105,19 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     /// [`Error::Cuda`].
     fn buffer_id(&self, addr: u64) -> Result<u64>;
 
-    /// `cuIpcGetMemHandle` of the allocation that begins at `base`.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    fn ipc_handle(&self, base: u64) -> Result<[u8; 64]>;
-
-    /// Exports the physical memory under a VMM address as a file descriptor.
-    ///
-    /// # Errors
-    /// [`Error::Cuda`].
-    fn export_fd(&self, addr: u64) -> Result<OwnedFd>;
-
     /// `cuMemGetHandleForAddressRange` for a dma-buf of whole host pages; `pcie` forces BAR1. `memory` is an address in the
     /// allocation, since the pages may begin before it.
     ///
     /// # Errors
     /// [`Error::Cuda`].
     fn dma_buf(&self, memory: u64, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd>;
+
+    /// The objects of the resource manager that a range of whole host pages consists of, neither more nor fewer bytes; for memory that
+    /// could be exported by [`dma_buf`](Self::dma_buf).
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]; [`Error::Unsupported`] if the driver does not show the objects.
+    fn objects(&self, memory: u64, addr: u64, len: usize) -> Result<Objects>;
 
     /// Allocates GPU memory with `SYNC_MEMOPS` set; aligned to 64 KiB.
     ///
@@ -155,7 +151,19 @@ pub trait Cuda: Send + Sync + fmt::Debug {
     ///
     /// # Safety
     /// `dst` must be writable for `len` bytes.
-    unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()>;
+    unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
+        // SAFETY: the caller guarantees it.
+        unsafe { self.gather_from_device(device, dst, &[src], len) }
+    }
+
+    /// Copies pieces of `len` bytes of one allocation to adjacent host memory, and waits once.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    ///
+    /// # Safety
+    /// `dst` must be writable for `len` bytes of each piece.
+    unsafe fn gather_from_device(&self, device: i32, dst: *mut u8, src: &[u64], len: usize) -> Result<()>;
 
     /// `cuFlushGPUDirectRDMAWrites` to the owner's scope, in the context of the memory at this address: afterwards the GPU's running
     /// kernels see what reached it over PCIe before. Does nothing if the GPU needs no flush.

@@ -331,7 +331,7 @@ impl CudaStatus {
     }
 
     #[cold]
-    fn error_of(self, symbol: &'static str) -> Error {
+    pub(crate) fn error_of(self, symbol: &'static str) -> Error {
         Error::Cuda { call: name_of(symbol), status: self, fix: self.fix() }
     }
 }

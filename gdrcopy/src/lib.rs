@@ -8,10 +8,10 @@
 //! |---|---|---|
 //! | `gdrdrv` | the kernel module of GDRCopy 2.0 to 2.6, or ours | the old bytes, until unpin. A module that takes mappings away is refused unless [`GdrBuilder::allow_volatile`] |
 //! | `dmabuf` | CUDA 13.3 | the old bytes, until unpin |
-//! | `rm` | a stock driver: no module, no privilege | the old bytes, until unpin |
+//! | `rm` | a stock driver with NVIDIA's open kernel modules; no module of its own, no privilege | the old bytes, until unpin |
 //! | `host` | nothing: plain memory, for machines without a GPU | the old bytes, until unpin |
 //!
-//! [`Pin`] describes the one exception to "the old bytes".
+//! [`Pin`] describes the exceptions to "the old bytes".
 //!
 //! ```
 //! # fn main() -> gdrcopy::Result<()> {
@@ -30,8 +30,11 @@
 //!
 //! # Rules
 //!
-//! - Any address and length within one CUDA allocation can be pinned and mapped; the library aligns. A mapping begins at the
-//!   byte that was asked for.
+//! - Any address and length within one CUDA allocation can be pinned and mapped, whether of `cuMemAlloc`, `cuMemCreate` or a pool
+//!   (`cuMemAllocAsync`), and a range of several adjacent `cuMemMap` mappings; the library aligns. A mapping begins at the byte that
+//!   was asked for.
+//! - `rm` replaces libcuda's import of `ioctl`, for libcuda alone and for the rest of the process, to learn which objects memory
+//!   consists of. All calls but its own questions pass through unchanged. The library cannot be unloaded then.
 //! - A [`Mapping`] keeps its [`Pin`] alive, and a pin its backend. Drop them in any order, on any thread.
 //! - [`Gdr::open`] initialises CUDA, except with `gdrdrv` and `host`; children forked afterwards cannot use CUDA.
 //!   [`GdrBuilder::survey`] delays that until the first use.

@@ -12,9 +12,9 @@ use crate::types::{MappingType, PinFlags};
 /// Pinned GPU memory. Unpinned when this value and its mapping are dropped.
 ///
 /// GPU memory may be freed while it is pinned. On every backend that [`Gdr::open`](crate::Gdr::open) chooses, the physical memory
-/// stays until unpin and a mapping continues to show the old bytes, with one exception: `cuMemAlloc` memory of less than 2 MiB
-/// lies in a block that several allocations share, and CUDA may give its place to a new allocation of this process. The same
-/// happens with GDRCopy. It never happens to a [`GpuBuffer`], to larger or to `cuMemCreate` memory.
+/// stays until unpin and a mapping continues to show the old bytes, with two exceptions: `cuMemAlloc` memory of less than 2 MiB
+/// lies in a block that several allocations share, memory of a pool in its chunks, and CUDA may give its place to a new allocation of
+/// this process. The same happens with GDRCopy. It never happens to a [`GpuBuffer`], to larger or to `cuMemCreate` memory.
 #[derive(Debug)]
 pub struct Pin(Arc<PinnedMemory>);
 

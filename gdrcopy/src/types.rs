@@ -10,7 +10,7 @@ pub enum BackendKind {
     Gdrdrv,
     /// `mmap` of a CUDA dma-buf: CUDA 13.3 and newer, no module.
     DmaBuf,
-    /// The NVIDIA driver's own resource-manager interface: stock drivers, no module.
+    /// The NVIDIA driver's own resource-manager interface: stock drivers with open kernel modules, no module of GDRCopy.
     Rm,
     /// Plain memory, for machines without a GPU.
     Host,

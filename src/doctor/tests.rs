@@ -69,7 +69,10 @@ fn healthy(tree: &Tree) -> Machine {
             count: Some(Ok(2)),
             gpus: vec![gpu(0, GPUS[0]), gpu(1, GPUS[1])],
         }),
-        mapping: told(MappingFacts { backends: ["gdrdrv", "dmabuf", "rm"].map(backend).into() }),
+        mapping: told(MappingFacts {
+            backends: ["gdrdrv", "dmabuf", "rm"].map(backend).into(),
+            gdrapi: Some(Ok("rm".into())),
+        }),
         verbs: told(VerbsFacts {
             libibverbs: Some(Ok("/usr/lib/libibverbs.so.1.14.52.0".into())),
             libmlx5: Some(Ok("/usr/lib/libmlx5.so.1.24.52.0".into())),

@@ -6,7 +6,9 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use gdrcopy::cuda::{AllocKind, Cuda, CudaSource, CudaStatus, GpuInfo, MemoryKind, PointerInfo};
+use gdrcopy::cuda::{
+    AllocKind, Cuda, CudaSource, CudaStatus, GpuInfo, MemoryKind, Objects, Piece, PointerInfo,
+};
 use gdrcopy::{Error, Result};
 use parking_lot::Mutex;
 
@@ -170,56 +172,14 @@ impl Cuda for SimulatedCuda {
                 base: if bounded { range.base } else { 0 },
                 size: if bounded { range.len } else { 0 },
                 buffer_id: range.buffer_id,
-                exportable: range.kind == MemoryKind::Vmm && range.exportable,
             },
-            None => PointerInfo {
-                kind: MemoryKind::Unknown,
-                device: -1,
-                base: addr,
-                size: 0,
-                buffer_id: 0,
-                exportable: false,
-            },
+            None => PointerInfo { kind: MemoryKind::Unknown, device: -1, base: addr, size: 0, buffer_id: 0 },
         })
     }
 
     fn buffer_id(&self, addr: u64) -> Result<u64> {
         self.enter("cuPointerGetAttribute")?;
         Ok(self.machine.memory.lock().find(addr).map_or(0, |range| range.buffer_id))
-    }
-
-    /// The layout is that seen on an H200 with driver 580: size of the allocation, pages of its block, offset in
-    /// it, the resource manager's client and object.
-    fn ipc_handle(&self, base: u64) -> Result<[u8; 64]> {
-        const CALL: &str = "cuIpcGetMemHandle";
-        self.enter(CALL)?;
-        let range = self.range(CALL, base)?;
-        if range.kind != MemoryKind::Malloc || range.base != base {
-            return Err(refusal(CALL, CudaStatus::INVALID_VALUE));
-        }
-        let object = self.machine.memory.lock().object_handle(&range.object);
-        let word = |value: usize| u32::try_from(value).map_err(|_| refusal(CALL, CudaStatus::NOT_SUPPORTED));
-        let mut handle = [0; 64];
-        handle[16..24].copy_from_slice(&(range.len as u64).to_le_bytes());
-        handle[24..28].copy_from_slice(&word(range.object.size >> 12)?.to_le_bytes());
-        handle[28..32].copy_from_slice(&word(range.offset)?.to_le_bytes());
-        handle[48..52].copy_from_slice(&CLIENT.to_le_bytes());
-        handle[52..56].copy_from_slice(&object.to_le_bytes());
-        Ok(handle)
-    }
-
-    fn export_fd(&self, addr: u64) -> Result<OwnedFd> {
-        const CALL: &str = "cuMemExportToShareableHandle";
-        self.enter("cuMemRetainAllocationHandle")?;
-        let range = self.range("cuMemRetainAllocationHandle", addr)?;
-        if range.kind != MemoryKind::Vmm {
-            return Err(refusal("cuMemRetainAllocationHandle", CudaStatus::INVALID_VALUE));
-        }
-        self.enter(CALL)?;
-        if !range.exportable {
-            return Err(refusal(CALL, CudaStatus::INVALID_VALUE));
-        }
-        range.object.fd().try_clone_to_owned().map_err(|e| file_error(CALL, e))
     }
 
     /// See [`dma_buf_offset`](super::dma_buf_offset). Pages that an allocation fills only in part are given whole;
@@ -245,6 +205,30 @@ impl Cuda for SimulatedCuda {
         }
         let object_base = first.base - first.offset as u64;
         first.object.dma_buf(addr - object_base).map_err(|e| file_error(CALL, e))
+    }
+
+    /// Of whatever lies in the driver's objects, whether allocated or not.
+    fn objects(&self, memory: u64, addr: u64, len: usize) -> Result<Objects> {
+        const CALL: &str = "cuMemGetHandleForAddressRange";
+        self.enter(CALL)?;
+        let refused = || refusal(CALL, CudaStatus::INVALID_VALUE);
+        if !addr.is_multiple_of(HOST_PAGE) || !(len as u64).is_multiple_of(HOST_PAGE) || len == 0 {
+            return Err(refused());
+        }
+        let mut all = self.machine.memory.lock();
+        all.find(memory).ok_or_else(|| unknown(memory))?;
+        let (mut pieces, mut done) = (Vec::new(), 0);
+        while done < len {
+            let (object, offset, rest) = all.exported(addr + done as u64).ok_or_else(refused)?;
+            let part = rest.min(len - done);
+            pieces.push(Piece {
+                object: all.object_handle(&object),
+                offset: offset as u64,
+                len: part as u64,
+            });
+            done += part;
+        }
+        Ok(Objects { client: CLIENT, pieces })
     }
 
     fn alloc(&self, device: i32, len: usize, kind: AllocKind) -> Result<u64> {
@@ -285,17 +269,20 @@ impl Cuda for SimulatedCuda {
         })
     }
 
-    unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
+    unsafe fn gather_from_device(&self, device: i32, dst: *mut u8, src: &[u64], len: usize) -> Result<()> {
         const CALL: &str = "cuMemcpyDtoHAsync";
-        self.enter(CALL)?;
-        self.walk(CALL, device, src, len, |range, offset, done, part| {
-            let bytes = range.object.read(offset, part)?;
-            // SAFETY: within the `len` bytes that the caller guarantees.
-            let at = unsafe { dst.add(done) };
-            // SAFETY: within the caller's bytes; `bytes` is a separate allocation.
-            unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), part) };
-            Ok(())
-        })
+        for (index, &src) in src.iter().enumerate() {
+            self.enter(CALL)?;
+            self.walk(CALL, device, src, len, |range, offset, done, part| {
+                let bytes = range.object.read(offset, part)?;
+                // SAFETY: within the bytes that the caller guarantees.
+                let at = unsafe { dst.add(index * len + done) };
+                // SAFETY: within the caller's bytes; `bytes` is a separate allocation.
+                unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), part) };
+                Ok(())
+            })?;
+        }
+        Ok(())
     }
 
     fn flush(&self, device: i32, memory: u64) -> Result<()> {

@@ -102,8 +102,6 @@ pub struct Object {
     /// Bytes.
     pub size: usize,
     bytes: Bytes,
-    /// The inode, by which descriptors of this memory are known.
-    inode: u64,
 }
 
 impl Object {
@@ -114,9 +112,7 @@ impl Object {
         } else {
             Bytes::File(memory_file(c"gpu-memory", size as u64)?)
         };
-        let mut object = Self { gpu, size, bytes, inode: 0 };
-        object.inode = object.file().metadata()?.ino();
-        Ok(Arc::new(object))
+        Ok(Arc::new(Self { gpu, size, bytes }))
     }
 
     fn file(&self) -> &File {
@@ -175,8 +171,6 @@ pub struct VaRange {
     pub offset: usize,
     /// How it was made.
     pub kind: MemoryKind,
-    /// VMM memory made for export as a file descriptor.
-    pub exportable: bool,
     /// Never the same for two allocations.
     pub buffer_id: u64,
 }
@@ -254,8 +248,7 @@ impl Memory {
         let buffer_id = self.next_id;
         self.next_id += 1;
         self.object_handle(&object);
-        let exportable = kind == MemoryKind::Vmm;
-        let range = VaRange { base, len, object, offset, kind, exportable, buffer_id };
+        let range = VaRange { base, len, object, offset, kind, buffer_id };
         if let Some((memory, (va, offset, len))) = self.shown_by(&range) {
             memory.show(va, offset, len).expect("free addresses");
         }
@@ -269,13 +262,6 @@ impl Memory {
         let shown = chunks(range);
         let shared = self.ranges.values().any(|other| chunks(other).0 == shown.0);
         (!shared).then_some((memory, shown))
-    }
-
-    /// Makes VMM memory exportable, as it is at first, or not.
-    pub fn set_exportable(&mut self, base: u64, exportable: bool) {
-        if let Some(range) = self.ranges.get_mut(&base) {
-            range.exportable = exportable;
-        }
     }
 
     /// The handle of an object in the resource manager, under [`CLIENT`].
@@ -294,12 +280,6 @@ impl Memory {
     /// The live object of a handle.
     pub fn object_by_handle(&self, handle: u32) -> Option<Arc<Object>> {
         self.objects.get(&handle)?.upgrade()
-    }
-
-    /// The live object whose memory a file descriptor shows.
-    pub fn object_by_fd(&self, fd: BorrowedFd<'_>) -> io::Result<Option<Arc<Object>>> {
-        let inode = File::from(fd.try_clone_to_owned()?).metadata()?.ino();
-        Ok(self.objects.values().filter_map(Weak::upgrade).find(|object| object.inode == inode))
     }
 
     /// Memory of live objects of a GPU, bytes.
@@ -342,6 +322,22 @@ impl Memory {
             let offset = usize::try_from(offset).ok().filter(|offset| *offset < range.object.size)?;
             Some((range, offset))
         })
+    }
+
+    /// What the driver exports at an address: the object, the place in it, and how many bytes follow. Virtual memory ends with its
+    /// mapping, other memory with its object.
+    pub(crate) fn exported(&self, addr: u64) -> Option<(Arc<Object>, usize, usize)> {
+        let of = |range: &VaRange| {
+            if !matches!(range.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool) {
+                return None;
+            }
+            let is_virtual = range.kind == MemoryKind::Vmm;
+            let (skip, len) = if is_virtual { (0, range.len) } else { (range.offset, range.object.size) };
+            let inside = usize::try_from(addr.checked_sub(range.base - skip as u64)?).ok()?;
+            let rest = len.checked_sub(inside).filter(|rest| *rest > 0)?;
+            Some((range.object.clone(), range.offset - skip + inside, rest))
+        };
+        self.find(addr).into_iter().chain(self.ranges.values()).find_map(of)
     }
 
     /// An allocation with at least a byte in `len` bytes at `addr`.

@@ -175,19 +175,6 @@ impl SimulatedRm {
                 info.device = (gpu + FIRST_INSTANCE).cast_unsigned();
                 answer(call.params, info);
             }
-            (abi::Import::COMMAND, None) => {
-                self.fault(abi::Import::NAME)?;
-                let mut import: abi::Import = parameters(call.params, call.params_size)?;
-                if import.kind != abi::Import::RM || import.fd < 0 {
-                    return Err(NvStatus::INVALID_PARAMETER);
-                }
-                // SAFETY: the caller of the call keeps it open.
-                let fd = unsafe { BorrowedFd::borrow_raw(import.fd) };
-                let found = self.machine.memory.lock().object_by_fd(fd).ok().flatten();
-                let memory = found.ok_or(NvStatus::INVALID_PARAMETER)?;
-                import.object = client.add_memory(import.parent, import.object, memory)?;
-                answer(call.params, import);
-            }
             (abi::GpuInfoQuery::COMMAND, Some(Kind::Subdevice)) => {
                 self.fault(abi::GpuInfoQuery::NAME)?;
                 if !self.settings.knows_partitioned {

@@ -2,8 +2,8 @@
 //! compares data.
 
 use std::hash::{BuildHasher, RandomState};
-use std::sync::atomic::{Ordering, fence};
 
+use crate::copy::{self, Copier};
 use crate::cpu_range::CpuRange;
 use crate::cuda::Cuda;
 use crate::error::{Error, Result, check_bounds};
@@ -60,8 +60,20 @@ impl Views<'_> {
     /// it is for the user's memory; it cannot detect other memory with equal bytes.
     pub(crate) fn compare(&self, offset: usize, len: usize) -> Result<()> {
         let probe = len.min(PROBE);
-        self.compare_at(offset, probe)?;
-        if len > PROBE { self.compare_at(offset + len - probe, probe) } else { Ok(()) }
+        let ends = [offset, offset + len - probe];
+        // Mostly both are equal at once.
+        let (mut seen, mut shown) = ([[0; PROBE]; 2], [[0; PROBE]; 2]);
+        let src = ends.map(|offset| self.addr + offset as u64);
+        // SAFETY: an array with room for both.
+        unsafe { self.cuda.gather_from_device(self.device, shown.as_mut_ptr().cast(), &src, probe) }?;
+        let shown = shown.as_flattened();
+        for (&offset, seen) in ends.iter().zip(&mut seen) {
+            load(self.range, offset, &mut seen[..probe])?;
+        }
+        if seen[0][..probe] == shown[..probe] && seen[1][..probe] == shown[probe..2 * probe] {
+            return Ok(());
+        }
+        ends.iter().try_for_each(|&offset| self.compare_at(offset, probe))
     }
 
     fn compare_at(&self, offset: usize, len: usize) -> Result<()> {
@@ -120,51 +132,23 @@ fn random() -> [u8; PROBE] {
 
 /// Reads through the mapping.
 pub(super) fn load(range: &CpuRange, offset: usize, out: &mut [u8]) -> Result<()> {
-    fence(Ordering::SeqCst);
-    each(range, offset, out.len(), |ptr, at, len| {
-        if len == 8 {
-            // SAFETY: aligned and inside the mapping; volatile, since the GPU writes here too.
-            let word = unsafe { ptr.cast::<u64>().read_volatile() };
-            out[at..at + 8].copy_from_slice(&word.to_ne_bytes());
-        } else {
-            // SAFETY: inside the mapping; volatile, since the GPU writes here too.
-            out[at] = unsafe { ptr.read_volatile() };
-        }
-    })
+    check_bounds(offset, out.len(), range.len())?;
+    copy::load_fence(range.kind());
+    // SAFETY: inside the mapping, checked above.
+    let src = unsafe { range.ptr().as_ptr().add(offset) };
+    // SAFETY: inside a mapping of this kind, which consists of pages; `out` is host memory.
+    unsafe { Copier::best().from_device(range.kind(), out.as_mut_ptr(), src, out.len()) };
+    Ok(())
 }
 
 /// Writes through the mapping.
 pub(super) fn store(range: &CpuRange, offset: usize, data: &[u8]) -> Result<()> {
-    each(range, offset, data.len(), |ptr, at, len| {
-        if let Ok(word) = data[at..at + len].try_into() {
-            // SAFETY: aligned and inside the mapping; volatile, since the GPU reads here too.
-            unsafe { ptr.cast::<u64>().write_volatile(u64::from_ne_bytes(word)) };
-        } else {
-            // SAFETY: inside the mapping; volatile, since the GPU reads here too.
-            unsafe { ptr.write_volatile(data[at]) };
-        }
-    })?;
-    fence(Ordering::SeqCst);
-    Ok(())
-}
-
-/// Visits a part of the mapping in aligned words, and in bytes where a word does not fit.
-fn each(
-    range: &CpuRange,
-    offset: usize,
-    len: usize,
-    mut visit: impl FnMut(*mut u8, usize, usize),
-) -> Result<()> {
-    check_bounds(offset, len, range.len())?;
-    let mut at = 0;
-    while at < len {
-        // Mappings begin at a page, so the offset decides the alignment.
-        let step = if (offset + at).is_multiple_of(8) && len - at >= 8 { 8 } else { 1 };
-        // SAFETY: inside the mapping, checked above.
-        let ptr = unsafe { range.ptr().as_ptr().add(offset + at) };
-        visit(ptr, at, step);
-        at += step;
-    }
+    check_bounds(offset, data.len(), range.len())?;
+    // SAFETY: inside the mapping, checked above.
+    let dst = unsafe { range.ptr().as_ptr().add(offset) };
+    // SAFETY: inside a mapping of this kind; `data` is host memory.
+    unsafe { Copier::best().to_device(range.kind(), dst, data.as_ptr(), data.len()) };
+    copy::full_fence();
     Ok(())
 }
 
@@ -178,7 +162,7 @@ mod tests {
 
     use super::*;
     use crate::cpu_range::memory_file;
-    use crate::cuda::{AllocKind, GpuInfo, PointerInfo};
+    use crate::cuda::{AllocKind, GpuInfo, Objects, PointerInfo};
     use crate::system::{Kernel, Linux};
     use crate::types::MappingType;
 
@@ -205,10 +189,13 @@ mod tests {
             self.0.write_all_at(bytes, dst - ADDR).map_err(|e| Error::sys("pwrite", e, ""))
         }
 
-        unsafe fn copy_from_device(&self, _: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
+        unsafe fn gather_from_device(&self, _: i32, dst: *mut u8, src: &[u64], len: usize) -> Result<()> {
             // SAFETY: the caller guarantees the ranges; the proofs pass initialised arrays.
-            let bytes = unsafe { std::slice::from_raw_parts_mut(dst, len) };
-            self.0.read_exact_at(bytes, src - ADDR).map_err(|e| Error::sys("pread", e, ""))
+            let bytes = unsafe { std::slice::from_raw_parts_mut(dst, len * src.len()) };
+            let mut pieces = bytes.chunks_exact_mut(len).zip(src);
+            pieces
+                .try_for_each(|(bytes, src)| self.0.read_exact_at(bytes, src - ADDR))
+                .map_err(|e| Error::sys("pread", e, ""))
         }
 
         unsafe fn free(&self, _: u64) -> Result<()> {
@@ -221,9 +208,8 @@ mod tests {
             device_attribute(i32, u32) -> i32;
             pointer(u64) -> PointerInfo;
             buffer_id(u64) -> u64;
-            ipc_handle(u64) -> [u8; 64];
-            export_fd(u64) -> OwnedFd;
             dma_buf(u64, u64, usize, bool) -> OwnedFd;
+            objects(u64, u64, usize) -> Objects;
             alloc(i32, usize, AllocKind) -> u64;
             flush(i32, u64) -> ();
         }

@@ -1,21 +1,18 @@
 //! No module: the NVIDIA driver's resource-manager interface.
 //!
 //! The driver maps GPU memory for the CPU on request of one of its clients. CUDA is such a client. This backend is another client in
-//! the same process: it obtains a handle for CUDA's memory object and asks the driver to map it.
+//! the same process: it duplicates the objects that CUDA's memory consists of, and asks the driver to map them. Which objects these
+//! are is seen when CUDA is about to export the memory ([`Cuda::objects`]): any GPU memory, of one allocation or of several adjacent
+//! ones.
 //!
-//! - `cuMemCreate` memory is exported by CUDA as a file descriptor and imported.
-//! - `cuMemAlloc` memory is duplicated from CUDA's client. The CUDA IPC handle contains the object's handles; its layout is not
-//!   documented, so every number is compared with CUDA's information.
-//! - Stream-ordered pool memory can be neither exported nor duplicated, and is refused.
+//! The interface is not documented for other clients. So it is proved with the backend's own memory at its first use on each GPU, in
+//! both directions, and each mapping of the user's memory is compared with what CUDA shows before it is returned. The comparison never
+//! writes to the user's memory, since a running kernel's result could be lost; so it cannot detect other memory with equal bytes. A
+//! mapping that ends before the requested byte is not compared. Of a range beyond its allocation ([`PinFlags::WHOLE_PAGES`]), the part
+//! in the allocation is compared.
 //!
-//! The interface is not documented for other clients. So each kind of memory is proved with the backend's own memory at its first use
-//! on each GPU, in both directions, and each mapping of the user's memory is compared with what CUDA shows before it is returned. The
-//! comparison never writes to the user's memory, since a running kernel's result could be lost; so it cannot detect other memory with
-//! equal bytes. A mapping that ends before the requested byte is not compared. Of a range beyond its allocation
-//! ([`PinFlags::WHOLE_PAGES`]), the part in the first allocation is compared.
-//!
-//! A pin keeps the memory: after a free the mapping shows the old bytes. Mappings are write-combined BAR1 mappings; each takes one
-//! open file. Measured on an H200 with driver 580.159.04.
+//! A pin keeps the memory: after a free the mapping shows the old bytes. Mappings are write-combined BAR1 mappings; each object takes
+//! one open file. Measured on an H200 with driver 580.159.04.
 
 pub(crate) mod abi;
 mod client;
@@ -29,12 +26,12 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use self::abi::{Escape, NvStatus};
-use self::client::{Block, Client, Object, refused};
+use self::client::{Client, Object, refused};
 use super::locate::{Part, locate};
-use super::proof::Views;
+use super::proof::{PROBE, Views};
 use super::{Allocation, Backend, CudaAllocation, Pinned};
 use crate::cpu_range::{CpuRange, Reservation};
-use crate::cuda::{AllocKind, Cuda, GpuInfo, MemoryKind};
+use crate::cuda::{AllocKind, Cuda, CudaStatus, GpuInfo, MemoryKind, Objects, PointerInfo};
 use crate::error::{Error, Result};
 use crate::system::System;
 use crate::types::{BackendKind, GPU_PAGE, MappingType, PinFlags, host_page};
@@ -55,7 +52,7 @@ impl Rm {
         Client::open(system.kernel.clone()).map(drop)
     }
 
-    /// Opens the driver and proves that `cuMemAlloc` memory of the first GPU can be mapped.
+    /// Opens the driver and proves that memory of the first GPU can be mapped.
     pub(crate) fn open(system: &System) -> Result<Self> {
         let cuda = system.cuda()?.clone();
         let client = Client::open(system.kernel.clone())?;
@@ -66,7 +63,7 @@ impl Rm {
         })?;
         let this = Self { cuda, gpus: Mutex::default(), client };
         let gpu = this.gpu(first)?;
-        gpu.prove(&this.cuda, AllocKind::Malloc)?;
+        gpu.prove(&this.cuda)?;
         Ok(this)
     }
 
@@ -95,19 +92,8 @@ impl Backend for Rm {
             return Err(Error::invalid("length", len, "at least one byte"));
         }
         let part = locate(&*self.cuda, addr, len, flags)?;
-        let kind = match part.memory.kind {
-            MemoryKind::Malloc => AllocKind::Malloc,
-            MemoryKind::Vmm => AllocKind::Vmm,
-            _ => {
-                return Err(Error::NotMappable {
-                    addr,
-                    found: "memory of a stream-ordered pool, which has no handle to share",
-                    fix: "allocate with cuMemAlloc or cuMemCreate, or use the gdrdrv or dmabuf backend",
-                });
-            }
-        };
         let gpu = self.gpu(part.memory.device)?;
-        gpu.prove(&self.cuda, kind)?;
+        gpu.prove(&self.cuda)?;
         Ok(Box::new(RmPin::new(&gpu, &self.cuda, part, addr, len)?))
     }
 
@@ -116,23 +102,21 @@ impl Backend for Rm {
     }
 }
 
-/// Bytes of scratch memory: more than a GPU page, and small enough to share a block with others.
+/// Bytes of scratch memory for the proof: more than a GPU page.
 const SCRATCH: usize = 192 << 10;
-/// How many allocations are made to get one that does not begin its block.
-const TRIES: usize = 4;
 
-/// The proof that a kind of memory of a GPU can be mapped.
+/// The proof that memory of a GPU can be mapped.
 #[derive(Debug, Default)]
 struct Proof {
     works: bool,
     /// Kept until the backend closes: CUDA would wait for all work of the GPU to free it, perhaps for a stream that waits for the
     /// thread that pins here.
-    scratch: Vec<CudaAllocation>,
+    scratch: Option<CudaAllocation>,
 }
 
 /// Adds the cause that the driver does not report.
 fn explain(gpu: &Gpu, error: Error) -> Error {
-    if matches!(error, Error::Rm { .. }) && gpu.is_confidential() {
+    if matches!(error, Error::Rm { .. } | Error::Cuda { .. }) && gpu.is_confidential() {
         return Error::Unsupported {
             what: "mapping memory under confidential computing".into(),
             by: "the GPU, which hides it from the CPU",
@@ -142,37 +126,10 @@ fn explain(gpu: &Gpu, error: Error) -> Error {
     error
 }
 
-fn prove(
-    gpu: &Arc<Gpu>,
-    cuda: &Arc<dyn Cuda>,
-    kind: AllocKind,
-    scratch: &mut Vec<CudaAllocation>,
-) -> Result<()> {
-    for index in 0..TRIES {
-        // An earlier attempt may have allocated it.
-        if index == scratch.len() {
-            scratch.push(CudaAllocation::of_kind(cuda, gpu.ordinal, SCRATCH, kind)?);
-        }
-        let scratch = &scratch[index];
-        let part = locate(&**cuda, scratch.addr(), SCRATCH, PinFlags::empty())?;
-        let pin = RmPin::new(gpu, cuda, part, scratch.addr(), SCRATCH)?;
-        let inner = pin.segments[0].offset != 0;
-        let mut range = pin.map(pin.pinned_len(), None)?;
-        let first = usize::try_from(scratch.addr() - pin.va()).expect("pinned memory fits the address space");
-        let offsets = [first, first + SCRATCH / 2 - 32, first + SCRATCH - 64];
-        Views { cuda: &**cuda, device: gpu.ordinal, addr: pin.va(), range: &range }.nonce(&offsets)?;
-        range.release()?;
-        Box::new(pin).unpin()?;
-        // CUDA gives every VMM allocation an object of its own.
-        if inner || kind == AllocKind::Vmm {
-            break;
-        }
-    }
-    Ok(())
-}
-
 /// `CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES`: 1 where CPU and GPU share a coherent link.
 const COHERENT: u32 = 100;
+/// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
+const DMA_BUF: u32 = 124;
 
 /// An opened GPU.
 #[derive(Debug)]
@@ -184,14 +141,17 @@ struct Gpu {
     node: CString,
     /// CUDA device ordinal.
     ordinal: i32,
-    /// By [`AllocKind`].
-    proofs: [Mutex<Proof>; 2],
+    proof: Mutex<Proof>,
 }
 
 impl Gpu {
     fn open(client: &Arc<Client>, cuda: &dyn Cuda, info: &GpuInfo) -> Result<Self> {
         if cuda.device_attribute(info.ordinal, COHERENT)? != 0 {
             return Err(refuse("a GPU with a coherent link to the CPU", "use the gdrdrv or dmabuf backend"));
+        }
+        if cuda.device_attribute(info.ordinal, DMA_BUF)? == 0 {
+            let fix = "install NVIDIA's open kernel modules (for GPUs from Turing on), or load gdrdrv";
+            return Err(refuse("a GPU without dma-bufs", fix));
         }
         let card = find_card(client, info)?;
         let node = CString::new(format!("/dev/nvidia{}", card.minor)).expect("no NUL in digits");
@@ -208,7 +168,7 @@ impl Gpu {
         if is_partitioned(&device, id.subdevice, info)? {
             return Err(refuse("a multi-instance GPU (MIG)", "use the gdrdrv backend, or turn MIG off"));
         }
-        Ok(Self { device, _file: file, node, ordinal: info.ordinal, proofs: Default::default() })
+        Ok(Self { device, _file: file, node, ordinal: info.ordinal, proof: Mutex::default() })
     }
 
     fn device(&self) -> u32 {
@@ -219,13 +179,36 @@ impl Gpu {
         self.device.client()
     }
 
-    /// Proves once that a kind of memory can be mapped.
-    fn prove(self: &Arc<Self>, cuda: &Arc<dyn Cuda>, kind: AllocKind) -> Result<()> {
-        let mut proof = self.proofs[kind as usize].lock();
+    /// Proves once that memory can be mapped.
+    fn prove(self: &Arc<Self>, cuda: &Arc<dyn Cuda>) -> Result<()> {
+        let mut proof = self.proof.lock();
         if !proof.works {
-            prove(self, cuda, kind, &mut proof.scratch).map_err(|error| explain(self, error))?;
-            tracing::debug!(gpu = self.ordinal, ?kind, "resource-manager mappings proved");
+            self.try_mapping(cuda, &mut proof.scratch).map_err(|error| explain(self, error))?;
+            tracing::debug!(gpu = self.ordinal, "resource-manager mappings proved");
             proof.works = true;
+        }
+        Ok(())
+    }
+
+    fn try_mapping(
+        self: &Arc<Self>,
+        cuda: &Arc<dyn Cuda>,
+        scratch: &mut Option<CudaAllocation>,
+    ) -> Result<()> {
+        let scratch = match scratch {
+            Some(scratch) => scratch,
+            None => scratch.insert(CudaAllocation::new(cuda, self.ordinal, SCRATCH)?),
+        };
+        // The second range begins inside its object.
+        for skip in [0, SCRATCH / 3] {
+            let (addr, len) = (scratch.addr() + skip as u64, SCRATCH - skip);
+            let pin = RmPin::new(self, cuda, locate(&**cuda, addr, len, PinFlags::empty())?, addr, len)?;
+            let mut range = pin.map_unproven(pin.pinned_len())?;
+            let first = range_len(addr - pin.va);
+            let offsets = [first, first + len / 2 - 32, first + len - PROBE];
+            Views { cuda: &**cuda, device: self.ordinal, addr: pin.va, range: &range }.nonce(&offsets)?;
+            range.release()?;
+            Box::new(pin).unpin()?;
         }
         Ok(())
     }
@@ -292,9 +275,13 @@ fn is_partitioned(device: &Object, instance: u32, info: &GpuInfo) -> Result<bool
 struct RmPin {
     cuda: Arc<dyn Cuda>,
     gpu: Arc<Gpu>,
+    va: u64,
     /// Adjacent, in order of address.
     segments: Vec<Segment>,
-    /// Requested bytes after the last object. A mapping has a hole there.
+    /// The requested range in each of its allocations; the rest may be other allocations or nothing. A mapping is returned only if
+    /// these are live and have the same bytes.
+    parts: Vec<Part>,
+    /// Requested bytes after the last segment. A mapping has a hole there.
     hole: usize,
 }
 
@@ -302,144 +289,58 @@ struct RmPin {
 #[derive(Debug)]
 struct Segment {
     memory: Arc<Memory>,
-    va: u64,
-    len: usize,
     /// Where in the object the part begins.
     offset: u64,
-    /// The part of the requested range in this allocation; the rest may be other allocations or nothing. A mapping is returned only
-    /// if the allocation is live and has the same bytes.
-    part: Part,
-}
-
-/// A memory object with a handle of this client.
-#[derive(Debug)]
-struct MemoryObject {
-    object: Object,
-    /// Its address.
-    base: u64,
-    /// Its size, bytes.
-    size: u64,
-}
-
-impl MemoryObject {
-    fn end(&self) -> u64 {
-        self.base.saturating_add(self.size)
-    }
+    len: usize,
 }
 
 impl RmPin {
-    /// Pins a range that was located, on a GPU where this kind of memory is proved.
-    fn new(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, mut part: Part, addr: u64, len: usize) -> Result<Self> {
-        let beyond = |base, size| Error::BeyondAllocation { addr, len, base, size };
-        let mut pin = Self { cuda: cuda.clone(), gpu: gpu.clone(), segments: Vec::new(), hole: 0 };
-        let mut rest = addr..addr + len as u64;
-        loop {
-            let object = pin.object(&part, rest.start)?;
-            let end = object.end();
-            if part.memory.kind == MemoryKind::Malloc {
-                // The range may go beyond the allocation, but not beyond its block, except for the last page: blocks end at
-                // any multiple of 4 KiB, and a range rounded to GPU pages reaches beyond.
-                let last = end.checked_next_multiple_of(GPU_PAGE).unwrap_or(end).saturating_add(GPU_PAGE);
-                if rest.start < object.base || rest.end > last {
-                    return Err(beyond(object.base, range_len(object.size)));
+    /// Pins a range whose first allocation was located.
+    fn new(gpu: &Arc<Gpu>, cuda: &Arc<dyn Cuda>, first: Part, addr: u64, len: usize) -> Result<Self> {
+        let range = addr..addr + len as u64;
+        let parts = parts(&**cuda, first, &range)?;
+        let (cuda, gpu, va) = (cuda.clone(), gpu.clone(), addr - addr % GPU_PAGE);
+        let mut pin = Self { cuda, gpu, va, segments: Vec::new(), parts, hole: 0 };
+        let filled = pin.fill(&range);
+        // Unless all parts are live now, the handles may have named other memory already.
+        pin.check_live().and(filled)?;
+        Ok(pin)
+    }
+
+    /// Duplicates the objects of the range, each of which keeps its memory.
+    fn fill(&mut self, range: &Range<u64>) -> Result<()> {
+        let (objects, end) = objects(&*self.cuda, &self.parts, self.va, range)?;
+        let (client, device) = (self.gpu.client(), self.gpu.device());
+        let mut known = HashMap::new();
+        for piece in &objects.pieces {
+            let memory = match known.get(&piece.object) {
+                Some(memory) => Arc::clone(memory),
+                None => {
+                    let object = client.dup(device, objects.client, piece.object)?;
+                    let memory = Arc::new(Memory { object, gpu: self.gpu.clone() });
+                    known.insert(piece.object, memory.clone());
+                    memory
                 }
-                let asked = rest.end.next_multiple_of(host_page() as u64);
-                pin.hole = range_len(asked.saturating_sub(end));
+            };
+            let len =
+                usize::try_from(piece.len).map_err(|_| Error::invalid("length", piece.len, "a size"))?;
+            self.segments.push(Segment { memory, offset: piece.offset, len });
+        }
+        self.hole = range_len(range.end.next_multiple_of(host_page() as u64).saturating_sub(end));
+        Ok(())
+    }
+
+    fn check_live(&self) -> Result<()> {
+        for part in &self.parts {
+            if !part.is_live(&*self.cuda)? {
+                return Err(Error::Invalidated);
             }
-            pin.segments.push(pin.segment(object, &part, &rest)?);
-            if end >= rest.end || pin.hole > 0 {
-                return Ok(pin);
-            }
-            rest.start = end;
-            let memory = pin.cuda.pointer(rest.start)?;
-            let last = part.memory;
-            if memory.kind != MemoryKind::Vmm || memory.device != last.device || memory.base != rest.start {
-                return Err(beyond(last.base, last.size));
-            }
-            part = Part::of(memory, &rest);
         }
+        Ok(())
     }
 
-    /// A handle for the memory object at `at`; the object may be a block with more allocations.
-    fn object(&self, part: &Part, at: u64) -> Result<MemoryObject> {
-        let (client, device, memory) = (self.gpu.client(), self.gpu.device(), &part.memory);
-        part.bytes()?;
-        if memory.kind == MemoryKind::Malloc {
-            let Block { client: source, object, base, size } =
-                Block::from_ipc(&self.cuda.ipc_handle(memory.base)?, memory)?;
-            return Ok(MemoryObject { object: client.dup(device, source, object)?, base, size });
-        }
-        if !memory.exportable {
-            return Err(Error::NotMappable {
-                addr: at,
-                found: "memory that CUDA does not export",
-                fix: "create it with CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR",
-            });
-        }
-        if !memory.base.is_multiple_of(GPU_PAGE) || !(memory.size as u64).is_multiple_of(GPU_PAGE) {
-            return Err(Error::NotMappable {
-                addr: at,
-                found: "memory mapped with a granularity below 64 KiB",
-                fix: "map it with the granularity that CUDA recommends",
-            });
-        }
-        let fd = self.cuda.export_fd(at)?;
-        Ok(MemoryObject {
-            object: client.import(device, fd.as_fd())?,
-            base: memory.base,
-            size: memory.size as u64,
-        })
-    }
-
-    /// The part of an object that a range needs: whole GPU pages, but nothing outside the object.
-    fn segment(&self, found: MemoryObject, part: &Part, range: &Range<u64>) -> Result<Segment> {
-        let va = (range.start - range.start % GPU_PAGE).max(found.base);
-        let end = range.end.checked_next_multiple_of(GPU_PAGE).unwrap_or(u64::MAX).min(found.end());
-        Ok(Segment {
-            memory: Arc::new(Memory { object: found.object, gpu: self.gpu.clone() }),
-            va,
-            len: usize::try_from(end - va)
-                .map_err(|_| Error::invalid("length", end - va, "an address space's"))?,
-            offset: va - found.base,
-            part: part.clone(),
-        })
-    }
-}
-
-/// A distance inside a pinned range, whose length is a `usize`.
-#[expect(clippy::cast_possible_truncation, reason = "not longer than the range")]
-fn range_len(distance: u64) -> usize {
-    distance as usize
-}
-
-impl Pinned for RmPin {
-    fn va(&self) -> u64 {
-        self.segments[0].va
-    }
-
-    fn pinned_len(&self) -> usize {
-        self.backed_len() + self.hole
-    }
-
-    fn backed_len(&self) -> usize {
-        self.segments.iter().map(|segment| segment.len).sum()
-    }
-
-    fn located(&self) -> Option<&Part> {
-        self.segments.first().map(|segment| &segment.part)
-    }
-
-    #[expect(clippy::cast_possible_truncation, reason = "64 KiB")]
-    fn page_size(&self) -> u32 {
-        GPU_PAGE as u32
-    }
-
-    fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
-        self.gpu.client().check_owner()?;
-        if let Some(other) = request.filter(|&kind| kind != MappingType::WriteCombining) {
-            let by = "the rm backend, whose mappings go through BAR1";
-            return Err(other.unsupported(by, "ask for write combining, or for no type"));
-        }
+    /// Maps the first `len` bytes without a comparison.
+    fn map_unproven(&self, len: usize) -> Result<CpuRange> {
         let size = self.pinned_len();
         let len = match len.checked_next_multiple_of(host_page()) {
             Some(rounded) if rounded <= size && rounded > 0 => rounded,
@@ -459,8 +360,88 @@ impl Pinned for RmPin {
         }
         // WC: what the driver uses for BAR1 by default (`nvidia_mmap_helper` in `nv-mmap.c` of the open kernel
         // modules 580.142).
-        let range = reservation.into_range(MappingType::WriteCombining, Some(Box::new(mappings)))?;
-        self.segments.iter().try_for_each(|segment| segment.part.compare(&*self.cuda, self.va(), &range))?;
+        reservation.into_range(MappingType::WriteCombining, Some(Box::new(mappings)))
+    }
+}
+
+/// The allocations of a range. VMM memory may continue in adjacent mappings.
+fn parts(cuda: &dyn Cuda, first: Part, range: &Range<u64>) -> Result<Vec<Part>> {
+    let mut parts = vec![first];
+    loop {
+        let last = &parts[parts.len() - 1];
+        let (memory, end) = (&last.memory, last.bytes()?.end);
+        if end >= range.end || memory.kind != MemoryKind::Vmm {
+            return Ok(parts);
+        }
+        let next = cuda.pointer(end)?;
+        if next.kind != MemoryKind::Vmm || next.device != memory.device || next.base != end {
+            return Err(beyond(range, memory));
+        }
+        parts.push(Part::of(next, range));
+    }
+}
+
+/// The objects of the GPU pages of a range from `va` on; returns their end as well. CUDA refuses pages outside its block of memory:
+/// blocks end at any multiple of 4 KiB. Then the objects end with the last allocation.
+fn objects(cuda: &dyn Cuda, parts: &[Part], va: u64, range: &Range<u64>) -> Result<(Objects, u64)> {
+    let (start, last) = (parts[0].bytes()?.start, &parts[parts.len() - 1]);
+    let ask = |end: u64| Ok((cuda.objects(start, va, range_len(end - va))?, end));
+    let pages = |end: u64| end.checked_next_multiple_of(GPU_PAGE).unwrap_or(u64::MAX - GPU_PAGE);
+    let whole = pages(range.end);
+    match ask(whole) {
+        Err(Error::Cuda { status: CudaStatus::INVALID_VALUE, .. }) => {
+            let end = last.bytes()?.end;
+            // A range that was rounded to GPU pages may reach beyond a block.
+            if range.end > pages(end) + GPU_PAGE {
+                return Err(beyond(range, &last.memory));
+            }
+            ask(end.next_multiple_of(host_page() as u64).min(whole))
+        }
+        result => result,
+    }
+}
+
+fn beyond(range: &Range<u64>, memory: &PointerInfo) -> Error {
+    let len = range_len(range.end - range.start);
+    Error::BeyondAllocation { addr: range.start, len, base: memory.base, size: memory.size }
+}
+
+/// A distance inside a pinned range, whose length is a `usize`.
+#[expect(clippy::cast_possible_truncation, reason = "not longer than the range")]
+fn range_len(distance: u64) -> usize {
+    distance as usize
+}
+
+impl Pinned for RmPin {
+    fn va(&self) -> u64 {
+        self.va
+    }
+
+    fn pinned_len(&self) -> usize {
+        self.backed_len() + self.hole
+    }
+
+    fn backed_len(&self) -> usize {
+        self.segments.iter().map(|segment| segment.len).sum()
+    }
+
+    fn located(&self) -> Option<&Part> {
+        self.parts.first()
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "64 KiB")]
+    fn page_size(&self) -> u32 {
+        GPU_PAGE as u32
+    }
+
+    fn map(&self, len: usize, request: Option<MappingType>) -> Result<CpuRange> {
+        self.gpu.client().check_owner()?;
+        if let Some(other) = request.filter(|&kind| kind != MappingType::WriteCombining) {
+            let by = "the rm backend, whose mappings go through BAR1";
+            return Err(other.unsupported(by, "ask for write combining, or for no type"));
+        }
+        let range = self.map_unproven(len)?;
+        self.parts.iter().try_for_each(|part| part.compare(&*self.cuda, self.va, &range))?;
         Ok(range)
     }
 
@@ -468,7 +449,7 @@ impl Pinned for RmPin {
         self.gpu.client().check_owner()?;
         let mut result = Ok(());
         for segment in self.segments {
-            // A mapping that is still there gives the memory back later.
+            // A further segment or a mapping that is still there gives the memory back later.
             if let Some(memory) = Arc::into_inner(segment.memory) {
                 result = result.and(memory.object.free());
             }

@@ -18,9 +18,12 @@ use super::raw::layout::{
     STREAM_NON_BLOCKING, pointer_attribute,
 };
 use super::raw::{self, Api, Current, Relaxed};
-use super::{AllocKind, Cuda, CudaSource, CudaStatus, GpuInfo, PointerInfo, unknown};
+use super::{
+    AllocKind, Cuda, CudaSource, CudaStatus, GpuInfo, Objects, Piece, PointerInfo, objects, unknown,
+};
 use crate::error::{Error, Result};
 use crate::fork::Owner;
+use crate::types::host_page;
 
 /// The `libcuda` of this machine.
 #[derive(Debug)]
@@ -169,32 +172,6 @@ impl Cuda for Driver {
         raw::buffer_id(&self.api, addr)
     }
 
-    fn ipc_handle(&self, base: u64) -> Result<[u8; 64]> {
-        let _current = self.memory_context(base)?.1.enter(&self.api)?;
-        let mut handle = [0; 64];
-        // SAFETY: a place for the answer; the driver checks the address.
-        unsafe { self.api.ipc_get_mem_handle(&mut handle, base) }?;
-        Ok(handle)
-    }
-
-    fn export_fd(&self, addr: u64) -> Result<OwnedFd> {
-        self.owner.check()?;
-        let _relaxed = Relaxed::enter(&self.api);
-        let mut memory = 0;
-        // SAFETY: a place for the answer; the driver checks the address and does not look behind it.
-        unsafe {
-            self.api
-                .mem_retain_allocation_handle(&mut memory, std::ptr::without_provenance_mut(address(addr)?))
-        }?;
-        let fd = received_fd(|fd| {
-            // SAFETY: a place for the descriptor; the handle was given above.
-            unsafe { self.api.mem_export_to_shareable_handle(fd.cast(), memory, HANDLE_TYPE_FD, 0) }
-        });
-        // SAFETY: retained above, given back once.
-        unsafe { self.api.mem_release(memory) }?;
-        fd
-    }
-
     fn dma_buf(&self, memory: u64, addr: u64, len: usize, pcie: bool) -> Result<OwnedFd> {
         let _current = self.memory_context(memory)?.1.enter(&self.api)?;
         let flags = if pcie { RANGE_FLAG_PCIE } else { 0 };
@@ -204,6 +181,25 @@ impl Cuda for Driver {
                 self.api.mem_get_handle_for_address_range(fd.cast(), addr, len, RANGE_HANDLE_DMA_BUF, flags)
             }
         })
+    }
+
+    fn objects(&self, memory: u64, addr: u64, len: usize) -> Result<Objects> {
+        self.owner.check()?;
+        let Some(entry) = self.api.mem_get_handle_for_address_range else {
+            return Err(raw::missing("cuMemGetHandleForAddressRange"));
+        };
+        let named = |addr, len| objects::named_by(entry as usize, || self.dma_buf(memory, addr, len, false));
+        let [pool] = raw::one_by_one(&self.api, memory, [pointer_attribute::MEMPOOL_HANDLE])?;
+        if pool != 0 {
+            return self.pool_objects(named, memory, addr, len);
+        }
+        let (objects, exported) = named(addr, len)?;
+        exported?;
+        if objects.len() == Some(len as u64) {
+            Ok(objects)
+        } else {
+            Err(objects::refuse("it names other bytes"))
+        }
     }
 
     fn alloc(&self, device: i32, len: usize, kind: AllocKind) -> Result<u64> {
@@ -244,16 +240,26 @@ impl Cuda for Driver {
         self.on_stream(device, dst, len, start, |_| {})
     }
 
-    unsafe fn copy_from_device(&self, device: i32, dst: *mut u8, src: u64, len: usize) -> Result<()> {
-        let start = |stream: &CopyStream| {
-            let to = stream.pinned(len).unwrap_or(dst);
-            // SAFETY: the caller guarantees `dst`, the pinned buffer is long enough; the driver checks the GPU side.
-            unsafe { self.api.memcpy_to_host_async(to.cast(), src, len, stream.stream) }
+    unsafe fn gather_from_device(&self, device: i32, dst: *mut u8, src: &[u64], len: usize) -> Result<()> {
+        let (Some(&first), Some(all)) = (src.first(), len.checked_mul(src.len())) else {
+            return Err(Error::invalid(
+                "number of pieces",
+                src.len(),
+                "at least one, within the address space",
+            ));
         };
-        self.on_stream(device, src, len, start, |stream| {
-            if let Some(pinned) = stream.pinned(len) {
-                // SAFETY: the copy into the pinned buffer is over; the caller guarantees `dst`.
-                unsafe { dst.copy_from_nonoverlapping(pinned, len) };
+        let start = |stream: &CopyStream| {
+            let to = stream.pinned(all).unwrap_or(dst);
+            src.iter().enumerate().try_for_each(|(index, &src)| {
+                let to = to.wrapping_add(index * len);
+                // SAFETY: the caller guarantees `dst`, the pinned buffer is long enough; the driver checks the GPU side.
+                unsafe { self.api.memcpy_to_host_async(to.cast(), src, len, stream.stream) }
+            })
+        };
+        self.on_stream(device, first, all, start, |stream| {
+            if let Some(pinned) = stream.pinned(all) {
+                // SAFETY: the copies into the pinned buffer are over; the caller guarantees `dst`.
+                unsafe { dst.copy_from_nonoverlapping(pinned, all) };
             }
         })
     }
@@ -268,9 +274,48 @@ impl Cuda for Driver {
     }
 }
 
-/// A GPU address as a number of pointer size.
-fn address(addr: u64) -> Result<usize> {
-    usize::try_from(addr).map_err(|_| Error::invalid("address", addr, "at most the size of a pointer"))
+impl Driver {
+    /// The objects of memory of a pool: one for each chunk.
+    ///
+    /// libcuda (580.159) exports no range that begins outside live allocations, although those of a pool share pages; and of a range that
+    /// does not begin its chunk it takes the end for as far from the chunk's beginning. So one live page of each chunk is asked for. Its
+    /// object and place are right, its size is not looked at.
+    fn pool_objects(
+        &self,
+        named: impl Fn(u64, usize) -> Result<(Objects, Result<()>)>,
+        memory: u64,
+        addr: u64,
+        len: usize,
+    ) -> Result<Objects> {
+        let (page, end) = (host_page(), addr.saturating_add(len as u64));
+        let (mut objects, mut at, mut inside) = (Objects::default(), addr, memory);
+        while at < end {
+            let asked = [pointer_attribute::MAPPING_BASE_ADDR, pointer_attribute::MAPPING_SIZE];
+            let [chunk, size] = raw::one_by_one(&self.api, inside, asked)?;
+            let chunk_end = chunk.saturating_add(size);
+            let id = |at| raw::buffer_id(&self.api, at);
+            let own = inside.next_multiple_of(page as u64);
+            let live = if (chunk..chunk_end).contains(&own) && id(own)? == id(inside)? {
+                Some(own)
+            } else {
+                (chunk..chunk_end).step_by(page).find(|&at| id(at).is_ok_and(|id| id != 0))
+            };
+            let Some(live) = live.filter(|_| (chunk..chunk_end).contains(&at)) else {
+                return Err(CudaStatus::INVALID_VALUE.error_of("cuMemGetHandleForAddressRange"));
+            };
+            // A size that it takes for 0 it refuses before it names anything.
+            let (some, _) = named(live, page).or_else(|_| named(live, 2 * page))?;
+            let to = end.min(chunk_end);
+            let place = |piece: &Piece| Some((piece.object, (piece.offset + at).checked_sub(live)?));
+            let Some((object, offset)) = some.pieces.first().and_then(place) else {
+                return Err(objects::refuse("it names no object of a pool"));
+            };
+            objects.client = some.client;
+            objects.pieces.push(Piece { object, offset, len: to - at });
+            (at, inside) = (to, to);
+        }
+        Ok(objects)
+    }
 }
 
 /// Reads a text that the driver writes into a buffer of a given size.

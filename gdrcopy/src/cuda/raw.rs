@@ -14,8 +14,8 @@ use std::sync::OnceLock;
 use cudarc::driver::sys;
 
 use self::layout::{
-    AccessDesc, AllocationProp, CAPTURE_RELAXED, HANDLE_TYPE_FD, Handle, KernelNodeParams,
-    MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST, MemOp, MemOpNodeParams, pointer_attribute as attribute,
+    AccessDesc, AllocationProp, CAPTURE_RELAXED, Handle, KernelNodeParams, MEMORY_TYPE_DEVICE,
+    MEMORY_TYPE_HOST, MemOp, MemOpNodeParams, pointer_attribute as attribute,
 };
 use super::{CudaStatus, MemoryKind, PointerInfo};
 use crate::error::{Error, Result, name_of};
@@ -113,9 +113,6 @@ entry_points! {
     mem_map = "cuMemMap" (addr: u64, len: usize, offset: usize, memory: u64, flags: u64);
     mem_unmap = "cuMemUnmap" (addr: u64, len: usize);
     mem_set_access = "cuMemSetAccess" (addr: u64, len: usize, access: *const AccessDesc, count: usize);
-    mem_retain_allocation_handle = "cuMemRetainAllocationHandle" (memory: *mut u64, addr: *mut c_void);
-    mem_export_to_shareable_handle = "cuMemExportToShareableHandle"
-        (handle: *mut c_void, memory: u64, kind: u32, flags: u64);
     mem_get_handle_for_address_range = "cuMemGetHandleForAddressRange"
         (handle: *mut c_void, addr: u64, len: usize, kind: u32, flags: u64);
     flush_gpu_direct_rdma_writes = "cuFlushGPUDirectRDMAWrites" (target: u32, scope: u32);
@@ -182,7 +179,7 @@ fn present() -> bool {
 }
 
 #[cold]
-fn missing(symbol: &'static str) -> Error {
+pub(super) fn missing(symbol: &'static str) -> Error {
     Error::Unsupported {
         what: name_of(symbol).into(),
         by: "the installed CUDA driver",
@@ -271,7 +268,7 @@ pub(super) fn attributes<const N: usize>(api: &Api, addr: u64, asked: [u32; N]) 
 }
 
 /// As [`attributes`], for drivers that do not know all of them.
-fn one_by_one<const N: usize>(api: &Api, addr: u64, asked: [u32; N]) -> Result<[u64; N]> {
+pub(super) fn one_by_one<const N: usize>(api: &Api, addr: u64, asked: [u32; N]) -> Result<[u64; N]> {
     let mut answers = [0; N];
     for (answer, asked) in answers.iter_mut().zip(asked) {
         let place = std::ptr::from_mut::<u64>(answer);
@@ -298,7 +295,7 @@ pub(super) fn buffer_id(api: &Api, addr: u64) -> Result<u64> {
 /// # Errors
 /// [`Error::Cuda`].
 pub fn pointer_info(api: &Api, addr: u64) -> Result<PointerInfo> {
-    let [memory, managed, pool, ipc, device, buffer_id, fds, start, size, mapping_start, mapping_size] =
+    let [memory, managed, pool, ipc, device, buffer_id, start, size, mapping_start, mapping_size] =
         attributes(
             api,
             addr,
@@ -309,7 +306,6 @@ pub fn pointer_info(api: &Api, addr: u64) -> Result<PointerInfo> {
                 attribute::IS_LEGACY_CUDA_IPC_CAPABLE,
                 attribute::DEVICE_ORDINAL,
                 attribute::BUFFER_ID,
-                attribute::ALLOWED_HANDLE_TYPES,
                 attribute::RANGE_START_ADDR,
                 attribute::RANGE_SIZE,
                 attribute::MAPPING_BASE_ADDR,
@@ -324,14 +320,7 @@ pub fn pointer_info(api: &Api, addr: u64) -> Result<PointerInfo> {
         MEMORY_TYPE_DEVICE => MemoryKind::Vmm,
         _ => {
             let device = -1;
-            return Ok(PointerInfo {
-                kind: MemoryKind::Unknown,
-                device,
-                base: addr,
-                size: 0,
-                buffer_id,
-                exportable: false,
-            });
+            return Ok(PointerInfo { kind: MemoryKind::Unknown, device, base: addr, size: 0, buffer_id });
         }
     };
     // The range of VMM memory is the whole reservation. Drivers before CUDA 12 do not tell single mappings.
@@ -343,7 +332,6 @@ pub fn pointer_info(api: &Api, addr: u64) -> Result<PointerInfo> {
         base,
         size: usize::from_ne_bytes(size.to_ne_bytes()),
         buffer_id,
-        exportable: vmm && fds & u64::from(HANDLE_TYPE_FD) != 0,
     })
 }
 

@@ -41,7 +41,6 @@ fn fields_lie_where_the_headers_put_them() {
         }
         Subdevice 4 { instance 0 }
         IdInfo 32 { gpu_id 0, flags 4, device 8, subdevice 12, sli 16, board 20, gpu 24, numa 28 }
-        Import 20 { fd 0, kind 4, device 8, parent 12, object 16 }
         GpuInfoEntry 8 { index 0, data 4 }
         GpuInfoQuery 16 { entries 0, list 8 }
         ConfidentialCompute 4 { client 0 }

@@ -125,7 +125,7 @@ fn what_is_missing_is_named_where_it_is_needed() {
     let app = App::new();
     let old = source(Api { mem_get_handle_for_address_range: None, ..api() }).initialise().unwrap();
     assert!(lacks(old.dma_buf(app.addr, app.addr, 4096, true).map(drop), "cuMemGetHandleForAddressRange"));
-    old.ipc_handle(app.addr).unwrap();
+    assert!(lacks(old.objects(app.addr, app.addr, 4096).map(drop), "cuMemGetHandleForAddressRange"));
 
     match System::real().cuda() {
         Err(error @ Error::Sys { .. }) => {
@@ -142,14 +142,11 @@ fn what_is_missing_is_named_where_it_is_needed() {
 fn every_call_leaves_the_context_and_a_capture_alone() {
     let (rig, app) = (Rig::new(), App::new());
     let (cuda, addr) = (&*rig.cuda, app.addr);
-    let vmm = cuda.alloc(1, 1, AllocKind::Vmm).unwrap();
-    let calls: [(&str, &dyn Fn() -> Result<()>); 9] = [
+    let calls: [(&str, &dyn Fn() -> Result<()>); 7] = [
         ("cuMemAlloc", &|| cuda.alloc(0, 1, AllocKind::Malloc).map(drop)),
         ("cuMemSetAccess", &|| cuda.alloc(1, 1, AllocKind::Vmm).map(drop)),
         ("cuMemcpyHtoDAsync", &|| rig.send(1, addr, 8)),
         ("cuStreamQuery", &|| rig.send(1, addr, 8)),
-        ("cuIpcGetMemHandle", &|| cuda.ipc_handle(addr).map(drop)),
-        ("cuMemExportToShareableHandle", &|| cuda.export_fd(vmm).map(drop)),
         ("cuMemGetHandleForAddressRange", &|| cuda.dma_buf(addr, addr, 4096, true).map(drop)),
         ("cuFlushGPUDirectRDMAWrites", &|| cuda.flush(1, addr)),
         ("cuCtxPushCurrent", &|| cuda.flush(1, addr)),
@@ -267,7 +264,7 @@ fn memory_of_another_context_is_copied_there_without_making_a_primary_one() {
     assert_eq!((left.streams, left.retained), (0, 0), "the application may destroy its context at any time");
     assert!(matches!(rig.send(0, app.addr, 8), Err(Error::InvalidArgument { what: "device", .. })));
     assert!(matches!(rig.send(1, 0x1234, 8), Err(Error::NotMappable { addr: 0x1234, .. })));
-    assert!(matches!(rig.cuda.ipc_handle(0x1234), Err(Error::NotMappable { addr: 0x1234, .. })));
+    assert!(matches!(rig.cuda.objects(0x1234, 0x1000, 4096), Err(Error::NotMappable { addr: 0x1234, .. })));
 }
 
 #[test]
@@ -339,16 +336,10 @@ fn without_a_bounce_buffer_copies_are_waited_for() {
 }
 
 #[test]
-fn descriptors_are_closed_on_exec_and_handles_released() {
+fn descriptors_are_closed_on_exec() {
     let (rig, app) = (Rig::new(), App::new());
-    let vmm = rig.cuda.alloc(1, 1, AllocKind::Vmm).unwrap();
-    let held = rig.control.alive();
-    for fd in [rig.cuda.export_fd(vmm).unwrap(), rig.cuda.dma_buf(app.addr, app.addr, 8192, true).unwrap()] {
-        assert_eq!(fcntl_getfd(fd).unwrap(), FdFlags::CLOEXEC);
-    }
-    rig.control.fail("cuMemExportToShareableHandle", CudaStatus::INVALID_VALUE.0);
-    rig.cuda.export_fd(vmm).unwrap_err();
-    assert_eq!(rig.control.alive(), held);
+    let fd = rig.cuda.dma_buf(app.addr, app.addr, 8192, true).unwrap();
+    assert_eq!(fcntl_getfd(fd).unwrap(), FdFlags::CLOEXEC);
 }
 
 #[test]
@@ -362,7 +353,7 @@ fn a_forked_child_is_refused_and_releases_nothing() {
         let refused = |result: Result<()>| matches!(result, Err(Error::OtherProcess { .. }));
         let all = refused(cuda.flush(1, app.addr))
             && refused(cuda.pointer(app.addr).map(drop))
-            && refused(cuda.export_fd(app.addr).map(drop))
+            && refused(cuda.objects(app.addr, app.addr, 4096).map(drop))
             && refused(cuda.alloc(0, 1, AllocKind::Vmm).map(drop))
             // SAFETY: a whole array.
             && refused(unsafe { cuda.copy_to_device(1, app.addr, [1; 8].as_ptr(), 8) });
@@ -435,12 +426,8 @@ fn kinds_of_memory_are_distinguished() {
     let cuda =
         source(Api { pointer_get_attribute: Some(told), pointer_get_attributes: Some(all_told), ..api() });
     let cuda = cuda.initialise().unwrap();
-    let range = [
-        (attribute::RANGE_START_ADDR, ADDR),
-        (attribute::RANGE_SIZE, 1 << 30),
-        (attribute::BUFFER_ID, 9),
-        (attribute::ALLOWED_HANDLE_TYPES, 9),
-    ];
+    let range =
+        [(attribute::RANGE_START_ADDR, ADDR), (attribute::RANGE_SIZE, 1 << 30), (attribute::BUFFER_ID, 9)];
     let device = (attribute::MEMORY_TYPE, 2);
     let cases: [(MemoryKind, &[(u32, u64)]); 6] = [
         (MemoryKind::Malloc, &[device, (attribute::IS_LEGACY_CUDA_IPC_CAPABLE, 1)]),
@@ -453,8 +440,8 @@ fn kinds_of_memory_are_distinguished() {
     for (kind, attributes) in cases {
         *TOLD.lock() = (attributes.iter().chain(&range).copied().collect(), u32::MAX);
         let info = cuda.pointer(ADDR).unwrap();
-        let seen = (info.kind, info.base, info.size, info.buffer_id, info.exportable);
-        assert_eq!(seen, (kind, ADDR, 1 << 30, 9, kind == MemoryKind::Vmm), "{attributes:?}");
+        let seen = (info.kind, info.base, info.size, info.buffer_id);
+        assert_eq!(seen, (kind, ADDR, 1 << 30, 9), "{attributes:?}");
     }
     // VMM memory is reported by mapping, if the driver can: not one of CUDA 11.
     let mapping = [(attribute::MAPPING_BASE_ADDR, ADDR + (2 << 20)), (attribute::MAPPING_SIZE, 4 << 20)];

@@ -1,6 +1,7 @@
 //! The CUDA driver on a real GPU. Without one, every test says so and passes.
 
 mod app;
+mod mapped;
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -9,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use gdrcopy::Error;
-use gdrcopy::cuda::{AllocKind, Cuda, CudaStatus, MemoryKind};
+use gdrcopy::cuda::{AllocKind, Cuda, MemoryKind};
 use gdrcopy::system::System;
 
 const KINDS: [AllocKind; 2] = [AllocKind::Malloc, AllocKind::Vmm];
@@ -82,7 +83,6 @@ fn memory_of_both_kinds_is_aligned_holds_bytes_and_goes() {
             assert!(addr.is_multiple_of(65_536));
             assert_eq!((info.kind == MemoryKind::Malloc, info.device), (kind == AllocKind::Malloc, 0));
             assert_eq!(info.kind == MemoryKind::Vmm, kind == AllocKind::Vmm);
-            assert_eq!(info.exportable, kind == AllocKind::Vmm);
             assert!(info.base <= addr && addr + len as u64 <= info.base + info.size as u64);
             let last = cuda.pointer(addr + len as u64 - 1).unwrap();
             assert_eq!((last.base, last.size, last.buffer_id), (info.base, info.size, info.buffer_id));
@@ -111,8 +111,6 @@ fn kinds_of_foreign_memory_are_told_apart() {
 
     let pool = app::malloc_from_pool(300);
     assert_eq!(kind(pool), MemoryKind::Pool);
-    let error = cuda.ipc_handle(pool).unwrap_err();
-    assert!(matches!(error, Error::Cuda { status: CudaStatus::INVALID_VALUE, .. }), "{error}");
     write(&*cuda, pool, b"pool").unwrap();
     assert_eq!(read(&*cuda, pool, 4).unwrap(), b"pool");
     app::free(pool);
@@ -148,28 +146,17 @@ fn neighbours_in_one_reservation_are_two_mappings() {
 }
 
 #[test]
-fn descriptors_and_handles_are_exported() {
+fn memory_is_exported_and_its_objects_are_named() {
     let Some((cuda, _gpu)) = gpu() else { return };
-    let vmm = cuda.alloc(0, 4 << 20, AllocKind::Vmm).unwrap();
-    assert!(close_on_exec(&cuda.export_fd(vmm + 4096).unwrap()));
-
-    let malloc = cuda.alloc(0, 4 << 20, AllocKind::Malloc).unwrap();
-    println!("export of cuMemAlloc memory: {}", cuda.export_fd(malloc).unwrap_err());
-    let base = cuda.pointer(malloc).unwrap().base;
-    for (word, bytes) in cuda.ipc_handle(base).unwrap().chunks(4).enumerate() {
-        println!(
-            "  IPC handle, byte {:2}: {:#010x}",
-            4 * word,
-            u32::from_le_bytes(bytes.try_into().unwrap())
-        );
-    }
-    println!("IPC handle of VMM memory: {:?}", cuda.ipc_handle(vmm).map(drop));
-
+    let [vmm, malloc] = [AllocKind::Vmm, AllocKind::Malloc].map(|kind| cuda.alloc(0, 4 << 20, kind).unwrap());
     for addr in [vmm, malloc] {
         if cuda.device_attribute(0, 124).unwrap() == 0 {
             println!("skipped: no dma-buf export here");
             break;
         }
+        let objects = cuda.objects(addr, addr + 65_536, 1 << 20).unwrap();
+        println!("{objects:x?}");
+        assert_eq!(objects.pieces.iter().map(|piece| piece.len).sum::<u64>(), 1 << 20);
         for pcie in [false, true] {
             match cuda.dma_buf(addr, addr, 65_536, pcie) {
                 Ok(fd) => assert!(close_on_exec(&fd)),
@@ -196,13 +183,10 @@ fn the_callers_context_is_unchanged() {
             write(&*cuda, addr, b"there").unwrap();
             assert_eq!(read(&*cuda, addr, 5).unwrap(), b"there");
             check("copy");
-            let info = cuda.pointer(addr).unwrap();
-            let _ = cuda.ipc_handle(info.base);
-            check("ipc_handle");
             let _ = cuda.dma_buf(addr, addr, 4096, false);
             check("dma_buf");
-            let _ = cuda.export_fd(addr);
-            check("export_fd");
+            let _ = cuda.objects(addr, addr, 4096);
+            check("objects");
             cuda.flush(0, addr).unwrap();
             check("flush");
             free(&*cuda, addr);
@@ -263,9 +247,7 @@ fn a_capture_stays_valid() {
                 let addr = cuda.alloc(0, len, kind).unwrap();
                 write(&*cuda, addr, &pattern(len, 1)).unwrap();
                 assert!(read(&*cuda, addr, len).unwrap() == pattern(len, 1));
-                let base = cuda.pointer(addr).unwrap().base;
-                let _ =
-                    (cuda.ipc_handle(base), cuda.export_fd(addr), cuda.dma_buf(addr, addr, 65_536, false));
+                let _ = (cuda.objects(addr, addr, 65_536), cuda.dma_buf(addr, addr, 65_536, false));
                 cuda.flush(0, addr).unwrap();
                 free(&*cuda, addr);
             }
@@ -296,9 +278,8 @@ fn nothing_waits(cuda: &Arc<dyn Cuda>, held: impl FnOnce() -> Box<dyn Send>) {
             cuda.pointer(addr).unwrap();
             step.send("dma_buf").unwrap();
             let _ = cuda.dma_buf(addr, addr, 65_536, false);
-            step.send("export_fd, ipc_handle").unwrap();
-            let _ = cuda.export_fd(addr);
-            let _ = cuda.ipc_handle(cuda.pointer(addr).unwrap().base);
+            step.send("objects").unwrap();
+            let _ = cuda.objects(addr, addr, 65_536);
             step.send("flush").unwrap();
             cuda.flush(0, addr).unwrap();
         }

@@ -9,6 +9,7 @@ mod dmabuf;
 mod gdrdrv;
 mod kmod;
 mod located;
+mod objects;
 mod pin_stress;
 mod rig;
 mod rm;

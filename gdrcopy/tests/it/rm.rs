@@ -1,16 +1,21 @@
 //! The resource manager's backend on a simulated driver: refusals, mappings, and every call failing.
 
+use std::ffi::{CStr, c_void};
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdrcopy::cuda::{Cuda, MemoryKind};
-use gdrcopy::system::System;
+use gdrcopy::system::{Kernel, System};
 use gdrcopy::{Error, Gdr, Mapping, Pin, PinFlags, Result};
 use gdsync_testkit::{
     CudaSettings, Live, Machine, Module, Object, RmSettings, SimulatedCuda, SimulatedKernel,
 };
 
 use crate::rig::{Rig, no_cuda, open_rm};
-use crate::rm_abi::NvStatus;
+use crate::rm_abi::{Dup, Escape, NvStatus};
 
 /// Addresses where no simulated allocation lies.
 const RESERVED: u64 = 0x7e00_0000_0000;
@@ -47,6 +52,9 @@ fn vmm(rig: &Rig, gpu: i32, sizes: &[usize]) -> u64 {
     }
     RESERVED
 }
+
+/// The memory of GPUs.
+const KINDS: [MemoryKind; 3] = [MemoryKind::Malloc, MemoryKind::Vmm, MemoryKind::Pool];
 
 /// What a client of one GPU holds at rest.
 const AT_REST: Live = Live { files: 2, clients: 1, objects: 1, mappings: 0 };
@@ -120,25 +128,15 @@ fn a_machine_without_driver_or_gpu_says_what_to_do() {
 }
 
 #[test]
-fn memory_without_a_handle_is_refused_by_kind() {
+fn memory_that_is_no_gpus_is_refused_by_kind() {
     let rig = Rig::new(Module::default());
     let rm = open(&rig);
-    let words = [
-        (MemoryKind::Pool, "stream-ordered pool"),
-        (MemoryKind::Managed, "managed"),
-        (MemoryKind::Host, "host memory"),
-    ];
-    for (kind, words) in words {
+    for (kind, words) in [(MemoryKind::Managed, "managed"), (MemoryKind::Host, "host memory")] {
         let addr = rig.memory(0, 4096, kind);
         let error = text(pin(&rm, addr, 16));
         assert!(error.contains(words), "{error}");
     }
     assert!(text(pin(&rm, RESERVED - 4096, 16)).contains("no CUDA memory"));
-
-    let vmm = alloc(&rig, 0, 2 << 20, MemoryKind::Vmm);
-    rig.machine.memory.lock().set_exportable(vmm, false);
-    let error = text(pin(&rm, vmm, 16));
-    assert!(error.contains("CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"), "{error}");
     drop(rm);
     rig.check_clean();
 }
@@ -152,7 +150,8 @@ fn gpus_that_cannot_be_mapped_are_refused() {
     // A driver without the query; then the name tells a partition.
     let older = RmSettings { knows_partitioned: false, ..partitioned };
     type Change = fn(&mut CudaSettings);
-    let cases: [(RmSettings, Change, &str); 7] = [
+    let cases: [(RmSettings, Change, &str); 8] = [
+        (RmSettings::default(), |cuda| cuda.attributes.extend([(124, 0)]), "open kernel modules"),
         (confidential, |_| {}, "confidential"),
         (partitioned, |_| {}, "MIG"),
         (older, |cuda| cuda.name = "NVIDIA H200 MIG 1g.18gb".into(), "MIG"),
@@ -186,14 +185,13 @@ fn a_range_ends_before_memory_of_another_gpu() {
 }
 
 /// Calls whose fault is an `NV_STATUS`.
-const CALLS: [&str; 10] = [
+const CALLS: [&str; 9] = [
     "rm alloc",
     "rm id info",
     "rm alloc device",
     "rm alloc subdevice",
     "rm gpu info",
     "rm dup",
-    "rm import",
     "rm map",
     "rm unmap",
     "rm free",
@@ -224,12 +222,11 @@ const ERRNO_CALLS: [&str; 11] = [
     "rm mmap",
 ];
 
-const CUDA_CALLS: [&str; 9] = [
+const CUDA_CALLS: [&str; 8] = [
     "cuDeviceGetCount",
     "cuDeviceGetAttribute",
     "cuPointerGetAttributes",
-    "cuIpcGetMemHandle",
-    "cuMemRetainAllocationHandle",
+    "cuMemGetHandleForAddressRange",
     "cuMemAlloc",
     "cuMemCreate",
     "cuMemcpyHtoDAsync",
@@ -261,9 +258,7 @@ fn opening_fails_cleanly_at_every_call() {
         match opened {
             // Not needed for the proof, or answered otherwise.
             Ok(()) => assert!(
-                is_of_drop(name)
-                    || ["rm import", "rm gpu info", "cuMemRetainAllocationHandle", "cuMemCreate"]
-                        .contains(&name),
+                is_of_drop(name) || ["rm gpu info", "cuMemCreate"].contains(&name),
                 "{name} {code:#x}"
             ),
             Err(error) => check_error(&error, name, code),
@@ -280,7 +275,7 @@ fn opening_fails_cleanly_at_every_call() {
 
 #[test]
 fn pinning_and_mapping_fail_cleanly_at_every_call() {
-    for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
+    for kind in KINDS {
         for (name, code) in faults() {
             let rig = Rig::new(Module::default());
             let rm = open(&rig);
@@ -381,13 +376,89 @@ fn a_proof_that_failed_keeps_its_scratch_memory_and_is_tried_again() {
 }
 
 #[test]
-fn a_vmm_mapping_of_the_object_start_is_detected() {
+fn a_part_of_an_object_is_mapped() {
     let rig = Rig::new(Module::default());
     let rm = open(&rig);
     let object = Object::new(0, 4 << 20).unwrap();
     rig.machine.memory.lock().insert(RESERVED, 2 << 20, object, 2 << 20, MemoryKind::Vmm);
     fill(&rig, 0, RESERVED, 2 << 20);
+    let (pin, range) = map(&rm, RESERVED + 4096, 1 << 20).unwrap();
+    check_bytes(&pin, &range, RESERVED + 4096, 1 << 20);
+    drop((range, pin));
+    rig.machine.fail("rm at start", 1);
     assert!(matches!(map(&rm, RESERVED, 2 << 20), Err(Error::ProofFailed { .. })));
+    drop(rm);
+    rig.check_clean();
+}
+
+#[test]
+fn an_object_under_two_addresses_is_held_once() {
+    let rig = Rig::new(Module::default());
+    let rm = open(&rig);
+    let (half, object) = (1 << 20, Object::new(0, 2 << 20).unwrap());
+    for (at, offset) in [(0, half), (half, 0)] {
+        let base = RESERVED + at as u64;
+        rig.machine.memory.lock().insert(base, half, object.clone(), offset, MemoryKind::Vmm);
+        fill(&rig, 0, base, half);
+    }
+    let (pin, range) = map(&rm, RESERVED, 2 * half).unwrap();
+    assert_eq!(rig.rm.live(), Live { files: 4, objects: 2, mappings: 2, ..AT_REST });
+    check_bytes(&pin, &range, RESERVED, 2 * half);
+    drop((range, pin, rm));
+    rig.check_clean();
+}
+
+/// A machine where the memory at [`RESERVED`] is freed and made anew when an object is duplicated.
+#[derive(Debug)]
+struct Late {
+    kernel: Arc<dyn Kernel>,
+    machine: Arc<Machine>,
+    armed: AtomicBool,
+}
+
+// SAFETY: the other kernel's mappings.
+unsafe impl Kernel for Late {
+    fn open(&self, path: &CStr) -> io::Result<OwnedFd> {
+        self.kernel.open(path)
+    }
+
+    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
+        if request == Dup::REQUEST && self.armed.swap(false, Ordering::Relaxed) {
+            let mut memory = self.machine.memory.lock();
+            let old = memory.free(RESERVED).unwrap();
+            memory.insert(RESERVED, old.len, Object::new(0, old.len)?, 0, old.kind);
+        }
+        // SAFETY: the caller guarantees it.
+        unsafe { self.kernel.ioctl(fd, request, arg) }
+    }
+
+    unsafe fn mmap(
+        &self,
+        fd: BorrowedFd<'_>,
+        len: usize,
+        offset: u64,
+        at: Option<NonNull<u8>>,
+    ) -> io::Result<NonNull<u8>> {
+        // SAFETY: the caller guarantees it.
+        unsafe { self.kernel.mmap(fd, len, offset, at) }
+    }
+}
+
+#[test]
+fn memory_that_is_freed_on_the_way_is_refused() {
+    let rig = Rig::new(Module::default());
+    let (kernel, machine) = (rig.system.kernel().clone(), rig.machine.clone());
+    let late = Arc::new(Late { kernel, machine, armed: AtomicBool::new(false) });
+    let rm = open_rm(&System::new(late.clone(), Some(rig.cuda.clone()))).unwrap();
+    let base = vmm(&rig, 0, &[2 << 20]);
+    // With the object kept alive, its handle names it still; without, the handle names nothing.
+    let kept = rig.machine.memory.lock().find(base).unwrap().object.clone();
+    late.armed.store(true, Ordering::Relaxed);
+    assert!(matches!(pin(&rm, base, 4096), Err(Error::Invalidated)));
+    drop(kept);
+    late.armed.store(true, Ordering::Relaxed);
+    assert!(matches!(pin(&rm, base, 4096), Err(Error::Invalidated)));
+    assert!(map(&rm, base, 4096).is_ok());
     drop(rm);
     rig.check_clean();
 }
@@ -442,7 +513,7 @@ fn each_gpu_is_found_by_its_address() {
     let rig = Rig::with_gpus(3, Module::default());
     let rm = open(&rig);
     for gpu in [2, 0, 1] {
-        for kind in [MemoryKind::Malloc, MemoryKind::Vmm] {
+        for kind in KINDS {
             let addr = alloc(&rig, gpu, 3 << 16, kind);
             let (pin, range) = map(&rm, addr + 5, 100_000).unwrap();
             check_bytes(&pin, &range, addr + 5, 100_000);
@@ -458,11 +529,11 @@ fn memory_that_changes_is_compared_again() {
     let rig = Rig::new(Module::default());
     let rm = open(&rig);
     let base = alloc(&rig, 0, 4096, MemoryKind::Malloc);
-    let stop = std::sync::atomic::AtomicBool::new(false);
+    let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut byte = 0;
-            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 byte ^= 1;
                 rig.write(0, base, &[byte]);
             }
@@ -475,7 +546,7 @@ fn memory_that_changes_is_compared_again() {
                 Err(other) => panic!("{other}"),
             }
         }
-        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
     });
     drop(rm);
     rig.check_clean();

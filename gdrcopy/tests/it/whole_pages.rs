@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use gdrcopy::cuda::{AllocKind, MemoryKind};
 use gdrcopy::planner::{Way, write_by};
-use gdrcopy::{BackendKind, Error, Gdr, PinFlags};
+use gdrcopy::{Error, Gdr, PinFlags};
 use gdsync_testkit::{Module, Object};
 
 use crate::located::is_copied_by_engine;
@@ -115,11 +115,7 @@ fn without_the_flag_each_is_refused() {
 fn a_range_that_leaves_the_block_is_refused() {
     each(|rig, _, backend| {
         let pin = |range: Range<u64>| backend.pin_with(range.start, len(&range), WHOLE_PAGES).map(drop);
-        // The backend without a module knows the block, the other one only what CUDA says.
-        let (base, size) = match backend.backend() {
-            BackendKind::Rm => (BLOCK, SIZE),
-            _ => LAST,
-        };
+        let (base, size) = LAST;
         for range in [page(31)..page(34), LAST.0..page(33) + 1, page(31)..page(1000)] {
             match pin(range.clone()) {
                 Err(Error::BeyondAllocation { addr, len: told, base: b, size: s }) => {

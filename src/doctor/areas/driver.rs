@@ -221,10 +221,12 @@ fn peermem(machine: &Machine) -> Probe {
 
 area! {
     MAPPING_AREA "mapping" "CPU mappings of GPU memory" asks [Live::Cuda, Live::Mapping]
-        probes by |machine| vec![mapping(machine)];
+        probes by |machine| vec![mapping(machine), nccl(machine)];
     ANY "mapping.any" tried "mapping 64 KiB of GPU 0, writing and reading it back, by each way: the kernel module gdrdrv, mmap of a CUDA dma-buf, the \
          driver's own resource manager (rm)",
         why "CPU mappings cost 0.1 us where cudaMemcpy costs 5: rings, flags and small payload in GPU memory need one way";
+    NCCL "mapping.nccl" tried "gdr_open of libgdrapi.so, as NCCL loads it; attributes of the GPUs",
+        why "NCCL's RMA and GIN over sockets need GDRCopy";
 }
 
 fn mapping(machine: &Machine) -> Probe {
@@ -247,5 +249,32 @@ fn mapping(machine: &Machine) -> Probe {
             format!("GPU memory cannot be mapped here: {refused}"),
             "`GDRCOPY_BACKEND=rm RUST_LOG=debug gdasync gdrcopy sanity` says more; rings stay in host memory meanwhile",
         ),
+    }
+}
+
+fn nccl(machine: &Machine) -> Probe {
+    const INSTALL: &str = "`capi/install --only gdrapi` installs ours, which needs no module";
+    if !machine.has_driver() {
+        return NCCL.skip("the NVIDIA driver is not loaded");
+    }
+    let lacks = machine.cuda.facts.gpus.iter().find_map(|gpu| match gpu {
+        _ if gpu.attributes.is_empty() => None,
+        _ if gpu.attribute(attribute::COMPUTE_MAJOR) < 7 => Some((gpu, "is older than Volta")),
+        _ if gpu.attribute(attribute::RDMA_WITH_VMM) == 0 => {
+            Some((gpu, "has no GPUDirect RDMA of cuMemCreate memory"))
+        }
+        _ => None,
+    });
+    let serves = match lacks {
+        Some((gpu, what)) => format!("no: GPU {} {what}", gpu.ordinal),
+        None => "yes".into(),
+    };
+    match &machine.mapping.facts.gdrapi {
+        _ if machine.mapping.trouble.is_some() => NCCL.skip("not reached; see mapping.any"),
+        None => NCCL.skip("NCCL would find no GDRCopy: there is no libgdrapi.so").advice(INSTALL),
+        Some(Ok(way)) => {
+            NCCL.ok(format!("NCCL would find GDRCopy: yes, by {way}; RMA and GIN over sockets: {serves}"))
+        }
+        Some(Err(why)) => NCCL.warn(format!("NCCL would find libgdrapi.so and no GDRCopy: {why}"), INSTALL),
     }
 }

@@ -1,6 +1,6 @@
 //! The ways to map GPU memory, libibverbs and libmlx5, and what this library opens: each tried.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::io;
 use std::path::PathBuf;
 use std::ptr::NonNull;
@@ -19,6 +19,8 @@ use super::{Reporter, await_first_gpu};
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct MappingFacts {
     pub(in crate::doctor) backends: Vec<Backend>,
+    /// What opened in the `libgdrapi.so` that NCCL would load, or why it did not; `None` where there is no such library.
+    pub(in crate::doctor) gdrapi: Option<Result<String, String>>,
 }
 
 /// One way.
@@ -39,6 +41,47 @@ pub(super) fn probe_mapping(reporter: &Reporter) {
         facts.backends.push(Backend { name: kind.name().to_owned(), outcome });
         reporter.facts(&facts);
     }
+    reporter.step("gdr_open of libgdrapi.so");
+    facts.gdrapi = open_gdrapi();
+    reporter.facts(&facts);
+}
+
+/// Loads `libgdrapi.so` as NCCL does, and opens it.
+fn open_gdrapi() -> Option<Result<String, String>> {
+    type Open = unsafe extern "C" fn() -> *mut c_void;
+    type Describe = unsafe extern "C" fn(*mut c_void, *mut c_char, usize) -> c_int;
+    // SAFETY: a library that other programs load, too.
+    let library = unsafe { libc::dlopen(c"libgdrapi.so".as_ptr(), libc::RTLD_NOW) };
+    if library.is_null() {
+        return None;
+    }
+    // SAFETY: a loaded library and a name.
+    let open = unsafe { libc::dlsym(library, c"gdr_open".as_ptr()) };
+    if open.is_null() {
+        return Some(Err("it has no gdr_open".into()));
+    }
+    // SAFETY: the function of GDRCopy's interface.
+    let open: Open = unsafe { std::mem::transmute(open) };
+    // SAFETY: always callable.
+    let opened = unsafe { open() };
+    if opened.is_null() {
+        return Some(Err(
+            "gdr_open fails; GDRCOPY_ENABLE_LOGGING=1 GDRCOPY_LOG_LEVEL=1 has it say why".into()
+        ));
+    }
+    // SAFETY: a loaded library and a name.
+    let describe = unsafe { libc::dlsym(library, c"gdrx_describe".as_ptr()) };
+    if describe.is_null() {
+        return Some(Ok("the library of NVIDIA".into()));
+    }
+    // SAFETY: the function of our own library.
+    let describe: Describe = unsafe { std::mem::transmute(describe) };
+    let mut line = [0_u8; 64];
+    // SAFETY: what was opened above, and a place of this size.
+    unsafe { describe(opened, line.as_mut_ptr().cast(), line.len()) };
+    let line = String::from_utf8_lossy(&line);
+    let backend = line.split([' ', ';', '\0']).next().unwrap_or_default();
+    Some(Ok(backend.to_owned()))
 }
 
 /// Maps memory of the first GPU, and reads back what was written.

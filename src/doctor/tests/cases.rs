@@ -55,6 +55,11 @@ pub(super) const DRIVER: &[Case] = &[
         machine.mapping.facts.backends.clear();
         machine.mapping.trouble = Some("no answer within 4s".into());
     }),
+    ("no libgdrapi", |_, machine| machine.mapping.facts.gdrapi = None),
+    ("NVIDIA's libgdrapi without its module", |_, machine| {
+        machine.mapping.facts.gdrapi = Some(Err("gdr_open fails".into()))
+    }),
+    ("a GPU that NCCL's RMA does not serve", |_, machine| set(machine, attribute::RDMA_WITH_VMM, 0)),
     ("gdrdrv without a file", |tree, _| tree.remove("dev/gdrdrv")),
     ("an old gdrdrv", |tree, _| tree.gdrdrv("1.3", "opensource", "yes")),
     ("gdrdrv for another driver", |tree, _| tree.gdrdrv("2.6", "proprietary", "yes")),

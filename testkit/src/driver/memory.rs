@@ -9,12 +9,11 @@ use std::sync::Arc;
 
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::layout::{
-    ACCESS_READ_WRITE, AccessDesc, AllocationProp, HANDLE_TYPE_FD, Handle, MEMORY_TYPE_DEVICE,
-    MEMORY_TYPE_HOST, RANGE_HANDLE_DMA_BUF, pointer_attribute as asked_for,
+    ACCESS_READ_WRITE, AccessDesc, AllocationProp, Handle, MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST,
+    RANGE_HANDLE_DMA_BUF, pointer_attribute as asked_for,
 };
 use gdrcopy::host_page;
 use parking_lot::{Mutex, RecursiveRwLock};
-use rustix::io::FdFlags;
 
 use super::context::{Context, Table, current, number};
 use super::status::{LAUNCH_TIMEOUT, NOT_REGISTERED};
@@ -414,19 +413,4 @@ pub(super) fn unmap(addr: u64, len: usize) -> Outcome {
 pub(super) fn set_access(addr: u64, len: usize, access: *const AccessDesc, count: usize) -> Outcome {
     let usual = count == 1 && get(access)?.flags == ACCESS_READ_WRITE;
     require(usual && reserved(address(addr)?, len) == (true, true), CudaStatus::INVALID_VALUE)
-}
-
-pub(super) fn retain(memory: *mut u64, addr: *mut c_void) -> Outcome {
-    let region = find(addr.addr(), 1).filter(|region| region.kind == Kind::Device && region.bytes.is_none());
-    let len = region.ok_or(CudaStatus::INVALID_VALUE)?.len;
-    put(memory, CREATED.insert(|_| len) as u64)
-}
-
-/// A descriptor that says no more than that it was exported. Like the driver's, it is not closed on exec.
-pub(super) fn export(place: *mut c_void, memory: u64, kind: u32) -> Outcome {
-    CREATED.get(address(memory)?)?;
-    require(kind == HANDLE_TYPE_FD, CudaStatus::INVALID_VALUE)?;
-    let file = memory_file(c"exported", 0).map_err(|_| CudaStatus::OPERATING_SYSTEM)?;
-    rustix::io::fcntl_setfd(&file, FdFlags::empty()).map_err(|_| CudaStatus::OPERATING_SYSTEM)?;
-    put(place.cast::<i32>(), file.into_raw_fd())
 }

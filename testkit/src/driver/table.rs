@@ -133,10 +133,6 @@ table! {
     mem_unmap = "cuMemUnmap" (addr: u64, len: usize) => memory::unmap;
     mem_set_access = "cuMemSetAccess"
         (addr: u64, len: usize, access: *const AccessDesc, count: usize) => memory::set_access;
-    mem_retain_allocation_handle = "cuMemRetainAllocationHandle"
-        (memory: *mut u64, addr: *mut c_void) => memory::retain;
-    mem_export_to_shareable_handle = "cuMemExportToShareableHandle"
-        (place: *mut c_void, memory: u64, kind: u32, _flags: u64) { memory::export(place, memory, kind) };
     stream_create = "cuStreamCreateWithPriority"
         (stream: *mut Handle, flags: u32, priority: i32) => stream::create;
     stream_query = "cuStreamQuery" (stream: Handle) => stream::query;

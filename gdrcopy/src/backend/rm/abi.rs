@@ -2,8 +2,7 @@
 //!
 //! Taken from the headers of NVIDIA's open kernel modules (github.com/NVIDIA/open-gpu-kernel-modules, MIT),
 //! version 580.142: `nvos.h`, `class/cl0080.h`, `class/cl2080.h`, `class/clcb33.h`,
-//! `ctrl/ctrl0000/ctrl0000gpu.h`, `ctrl/ctrl0000/ctrl0000unix.h`, `ctrl/ctrl2080/ctrl2080gpu.h` and
-//! `ctrl/ctrlcb33.h` under `src/common/sdk/nvidia/inc`; `nv_escape.h`, `nv-ioctl.h`, `nv-ioctl-numbers.h` and
+//! `ctrl/ctrl0000/ctrl0000gpu.h`, `ctrl/ctrl2080/ctrl2080gpu.h` and `ctrl/ctrlcb33.h` under `src/common/sdk/nvidia/inc`; `nv_escape.h`, `nv-ioctl.h`, `nv-ioctl-numbers.h` and
 //! `nv-unix-nvos-params-wrappers.h` under `src/nvidia/arch/nvalloc/unix/include`.
 //!
 //! Compiled, the headers of 535.43.02, 535.54.03, 535.104.05, 535.129.03, 535.288.01, 545.29.06, 550.163.01,
@@ -177,17 +176,6 @@ structures! {
         gpu_id: u32, flags: u32, device: u32, subdevice: u32, sli: u32, board: u32, gpu: u32, numa: i32,
     }
 
-    /// `NV0000_CTRL_OS_UNIX_IMPORT_OBJECT_FROM_FD_PARAMS`.
-    Import: Control 0x3d06 "rm import" {
-        fd: i32,
-        /// [`Import::RM`].
-        kind: u32,
-        device: u32,
-        parent: u32,
-        /// 0 lets the resource manager choose; the handle on return.
-        object: u32,
-    }
-
     /// `NV2080_CTRL_GPU_GET_INFO_PARAMS`. Its successor's size changes from version to version.
     GpuInfoQuery: Control 0x2080_0101 "rm gpu info" {
         entries: u32, list: u64,
@@ -249,11 +237,6 @@ unsafe impl Escape for Cards {
 
 /// Allocation of a root client, `NV01_ROOT_CLIENT`; it has no parameters.
 pub(crate) const ROOT_CLIENT: u32 = 0x41;
-
-impl Import {
-    /// `NV0000_CTRL_OS_UNIX_EXPORT_OBJECT_TYPE_RM`.
-    pub(crate) const RM: u32 = 1;
-}
 
 /// `NV2080_CTRL_GPU_INFO`.
 #[repr(C)]

@@ -6,6 +6,9 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
 use cudarc::driver::sys;
+use gdrcopy::cuda::raw::layout::{
+    ACCESS_READ_WRITE, ALLOCATION_PINNED, AccessDesc, AllocationProp, LOCATION_DEVICE, MemLocation,
+};
 
 /// `CUcontext`, `CUstream`.
 pub(crate) type Handle = usize;
@@ -91,6 +94,19 @@ pub(crate) fn free(addr: u64) {
     cu!("cuMemFree_v2", addr => u64);
 }
 
+/// Copies to the GPU.
+pub(crate) fn write(addr: u64, bytes: &[u8]) {
+    cu!("cuMemcpyHtoD_v2", addr => u64, bytes.as_ptr().cast() => *const c_void, bytes.len() => usize);
+    cu!("cuCtxSynchronize");
+}
+
+/// Copies from the GPU.
+pub(crate) fn read(addr: u64, len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    cu!("cuMemcpyDtoH_v2", bytes.as_mut_ptr().cast() => *mut c_void, addr => u64, len => usize);
+    bytes
+}
+
 /// From the default pool of the current GPU, ready for use.
 pub(crate) fn malloc_from_pool(len: usize) -> u64 {
     let (mut addr, stream) = (0, Stream::new());
@@ -141,6 +157,49 @@ impl Drop for Neighbours {
         for memory in self.memory {
             cu!("cuMemRelease", memory => u64);
         }
+    }
+}
+
+/// VMM memory of several chunks, side by side.
+pub(crate) struct Chunks {
+    pub(crate) base: u64,
+    pub(crate) len: usize,
+}
+
+impl Chunks {
+    /// `count` chunks of 2 MiB, with the handle type for descriptors or none, for GPUDirect RDMA or not.
+    pub(crate) fn new(count: usize, handle_types: u32, gpu_direct_rdma: u8) -> Self {
+        const CHUNK: usize = 2 << 20;
+        let location = MemLocation { kind: LOCATION_DEVICE, id: 0 };
+        let prop = AllocationProp {
+            kind: ALLOCATION_PINNED,
+            handle_types,
+            location,
+            win32_meta_data: 0,
+            compression: 0,
+            gpu_direct_rdma,
+            usage: 0,
+            reserved: [0; 4],
+        };
+        let (mut base, len) = (0, count * CHUNK);
+        cu!("cuMemAddressReserve", &mut base => *mut u64, len => usize, 0 => usize, 0 => u64, 0 => u64);
+        for at in (base..base + len as u64).step_by(CHUNK) {
+            let mut memory = 0;
+            cu!("cuMemCreate",
+                &mut memory => *mut u64, CHUNK => usize, &prop => *const AllocationProp, 0 => u64);
+            cu!("cuMemMap", at => u64, CHUNK => usize, 0 => usize, memory => u64, 0 => u64);
+            cu!("cuMemRelease", memory => u64);
+        }
+        let access = AccessDesc { location, flags: ACCESS_READ_WRITE };
+        cu!("cuMemSetAccess", base => u64, len => usize, &access => *const AccessDesc, 1 => usize);
+        Self { base, len }
+    }
+}
+
+impl Drop for Chunks {
+    fn drop(&mut self) {
+        cu!("cuMemUnmap", self.base => u64, self.len => usize);
+        cu!("cuMemAddressFree", self.base => u64, self.len => usize);
     }
 }
 

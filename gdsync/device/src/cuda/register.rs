@@ -273,9 +273,9 @@ impl Gpu {
     ///
     /// | memory | result |
     /// |---|---|
-    /// | `cudaMalloc`; `cuMemCreate`, exportable | GPU memory, mapped for the CPU |
+    /// | `cudaMalloc`, `cudaMallocAsync`, `cuMemCreate` | GPU memory, mapped for the CPU |
+    /// | the same where gdrcopy cannot map it | GPU memory that only copy engines access: [`Memory::is_mapped`] |
     /// | `cudaHostAlloc`, `cudaHostRegister` | host memory, already registered |
-    /// | `cudaMallocAsync`; memory that cannot be mapped | GPU memory that only copy engines access: [`Memory::is_mapped`] |
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an address unknown to CUDA, memory of another GPU, or a range that exceeds its allocation;
@@ -438,14 +438,7 @@ mod tests {
     }
 
     fn info() -> PointerInfo {
-        PointerInfo {
-            kind: MemoryKind::Malloc,
-            device: 0,
-            base: 0x1000,
-            size: 0x100,
-            buffer_id: 1,
-            exportable: false,
-        }
+        PointerInfo { kind: MemoryKind::Malloc, device: 0, base: 0x1000, size: 0x100, buffer_id: 1 }
     }
 
     #[test]
