@@ -23,6 +23,7 @@ const MODULES: &[&str] = &[
     "processes::",
     "queues::",
     "raw_doorbells::",
+    "regressions::",
     "room::",
     "stream_receives::",
     "streams::",
@@ -47,6 +48,13 @@ const LEFT_OUT: &[&str] = &[
     "errors::fault_plans_and_stream_configurations_are_checked",
     "errors::mistakes_are_refused",
     "cuda_payload::",
+    // They inject faults.
+    "regressions::late_packet_of_the_former_connection_is_not_taken",
+    "regressions::long_read_survives_losses",
+    "regressions::longest_timeouts_are_no_panic",
+    // It knows at once that a peer is gone.
+    "regressions::hot_poller_learns_of_the_death_of_its_peer",
+    "regressions::queue_pair_in_error_leaves_it_by_reset_only",
     // A card acknowledges for a process that is stopped.
     "processes::stopped_peer_costs_the_timeouts",
 ];

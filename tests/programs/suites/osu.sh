@@ -30,21 +30,22 @@ runs() {
 }
 
 programs() {
-    local implementation link tls
+    local implementation link=eth tls
     for implementation in openmpi mpich; do
         mkdir "$implementation"
         check "builds with $implementation" '' timeout 600 bash -ec '
             cd "$1" && "$OSU_SOURCE/configure" CC="mpicc.$1" CXX="mpicxx.$1"
-            make -C c/util && make -k -C c/mpi/pt2pt/standard && make -k -C c/mpi/collective/blocking
+            make -C c/mpi/pt2pt/standard && make -C c/mpi/collective/blocking
         ' - "$implementation"
         for tls in rc_mlx5,ud_mlx5 rc_verbs,ud_verbs; do
             other_link
             runs "$implementation" "$link" 2 osu_latency -i 20 -x 2 -m 0:65536
             runs "$implementation" "$link" 2 osu_bw -i 5 -x 1 -m 1:65536
-            runs "$implementation" "$link" 2 osu_allreduce -i 5 -x 1 -m 4:16384
+            # Not of bytes: Open MPI 4.1 adds them with saturation where the CPU has AVX, which OSU takes for wrong data.
+            runs "$implementation" "$link" 2 osu_allreduce -T mpi_int -i 5 -x 1 -m 4:16384
         done
         # Four ranks that poll take long on few cores.
         tls=rc_mlx5,ud_mlx5
-        runs "$implementation" eth 4 osu_allreduce -i 2 -x 0 -m 4:64
+        runs "$implementation" eth 4 osu_allreduce -T mpi_int -i 2 -x 0 -m 4:64
     done
 }
