@@ -150,6 +150,7 @@ impl Core {
         admit: impl FnOnce(&mut State) -> Result<A>,
         body: impl FnOnce(A, Call, &mut State) -> Result<T>,
     ) -> Result<T> {
+        self.comm.refuse_finalized("a collective")?;
         let mut state = self.lock(deadline)?;
         self.look_back(&mut state, deadline)?;
         let admitted = admit(&mut state)?;
@@ -313,7 +314,8 @@ impl Collectives {
     /// # Errors
     /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] a rank that has called another
     /// collective, or with other arguments, or has given up; the error of an earlier call. Nothing is sent where calls on streams are
-    /// not through in time, or ([`Error::Deadline`]) that of another thread.
+    /// not through in time, or ([`Error::Deadline`]) that of another thread, and ([`Error::Device`]) after
+    /// [`Communicator::finalize`].
     pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let rounds = schedule::barrier(self.core.comm.rank(), self.core.comm.size());
         let nothing = &self.slots.spill;

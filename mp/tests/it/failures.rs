@@ -408,14 +408,8 @@ fn rank_that_leaves_without_finalize_says_so() {
     let comm = Communicator::builder().timeout(LONG).init().unwrap();
     if comm.rank() == 1 {
         let error = comm.finalize(LONG).unwrap_err();
-        says(
-            &error,
-            &[
-                "rank 1: rank 0: closed the connection",
-                "left without Communicator::finalize",
-                "Communicator::shrink",
-            ],
-        );
+        // It closes the connection, or its system resets it.
+        says(&error, &["rank 1: rank 0: ", "left without Communicator::finalize", "Communicator::shrink"]);
     } else {
         drop(comm);
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use crate::common::{LONG, buffer, bytes, job_test, mapped, message, says, until};
 use gdsync::memory::Memory;
 use gdsync::stream::Cond;
+use mp::collective::Collectives;
 use mp::{Communicator, Error, MAX_INLINE, Rma, Signal, Status, wait_value32, wait_value64};
 
 /// Every rank puts to every rank, itself included, and gets it back.
@@ -609,11 +610,14 @@ job_test!(windows_refuse_registrations_of_another_communicator, 2, |comm| {
     says(&window.put(&foreign, 0..8, 1 - comm.rank(), 0).unwrap_err(), &words);
 });
 
-job_test!(windows_refuse_operations_after_finalize, 2, |comm| {
+job_test!(windows_and_collectives_refuse_operations_after_finalize, 2, |comm| {
     let other = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
     let memory = buffer(&other, 64);
     let window = other.window(&memory, 0..64, LONG).unwrap();
+    let all = Collectives::new(&other, LONG).unwrap();
     other.finalize(LONG).unwrap();
+    says(&all.barrier(LONG).unwrap_err(), &["a collective is not supported", "after Communicator::finalize"]);
+    says(&all.destroy(LONG).unwrap_err(), &["after Communicator::finalize; finalize last"]);
     let error = window.put(&memory, 0..8, 1 - comm.rank(), 8).unwrap_err();
     says(&error, &["put to rank", "after Communicator::finalize"]);
     let error = window.destroy(LONG).unwrap_err();
