@@ -435,7 +435,7 @@ impl Memory {
         matches!(self.reach, Reach::Host | Reach::Checked)
     }
 
-    /// Whether the CPU can access the bytes. If not, as in memory of a stream-ordered pool, queues use copy engines, and reads and
+    /// Whether the CPU can access the bytes. If not, as in GPU memory that no backend maps, queues use copy engines, and reads and
     /// writes here fail with [`Error::NotMapped`].
     pub fn is_mapped(&self) -> bool {
         !matches!(self.reach, Reach::Engine)
