@@ -1,6 +1,5 @@
 //! Atomic operations on chosen bits of a remote word.
 
-use super::decode::DecodeError;
 use super::opcode::Opcode;
 use super::segment::SEGMENT;
 
@@ -63,8 +62,8 @@ impl MaskedAtomic {
         if opcode == Opcode::ATOMIC_MASKED_CS && opmod == EIGHT_BYTES { 2 } else { 1 }
     }
 
-    /// The operation of a WQE with these operands.
-    pub(super) fn decode(opcode: Opcode, opmod: u8, operands: &[[u8; SEGMENT]]) -> Result<Self, DecodeError> {
+    /// The operation of a WQE with these operands; `None` for an unknown `opmod`.
+    pub(super) fn decode(opcode: Opcode, opmod: u8, operands: &[[u8; SEGMENT]]) -> Option<Self> {
         let mut words = [0; 4];
         let size = match opmod {
             FOUR_BYTES => {
@@ -80,7 +79,7 @@ impl MaskedAtomic {
                 words.iter_mut().zip(whole).for_each(|(word, whole)| *word = u64::from_be_bytes(*whole));
                 8
             }
-            _ => return Err(DecodeError::Opmod { opcode, opmod }),
+            _ => return None,
         };
         let [first, second, swap_mask, compare_mask] = words;
         let op = if opcode == Opcode::ATOMIC_MASKED_CS {
@@ -88,7 +87,7 @@ impl MaskedAtomic {
         } else {
             MaskedOp::FetchAdd { add: first, boundary: second }
         };
-        Ok(Self { size, op })
+        Some(Self { size, op })
     }
 }
 
