@@ -62,7 +62,7 @@ impl MaskedAtomic {
         if opcode == Opcode::ATOMIC_MASKED_CS && opmod == EIGHT_BYTES { 2 } else { 1 }
     }
 
-    /// The operation of a WQE with these operands. `None` for another `opmod`.
+    /// The operation of a WQE with these operands; `None` for an unknown `opmod`.
     pub(super) fn decode(opcode: Opcode, opmod: u8, operands: &[[u8; SEGMENT]]) -> Option<Self> {
         let mut words = [0; 4];
         let size = match opmod {

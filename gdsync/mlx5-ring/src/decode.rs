@@ -307,8 +307,8 @@ pub fn decode_body(ctrl: &Ctrl, wqe: &[u8]) -> Result<DecodedOp, DecodeError> {
         }
         Opcode::ATOMIC_MASKED_CS | Opcode::ATOMIC_MASKED_FA => {
             let (operands, last) = (&segments[2..segments.len() - 1], segments.len() - 1);
-            let atomic =
-                MaskedAtomic::decode(opcode, opmod, operands).ok_or(DecodeError::Opmod { opcode, opmod })?;
+            let atomic = MaskedAtomic::decode(opcode, opmod, operands);
+            let atomic = atomic.ok_or(DecodeError::Opmod { opcode, opmod })?;
             let result = atomic_result(segments, last, atomic.size)?;
             DecodedOp::MaskedAtomic { remote: RemoteAddr::from_bytes(&segments[1]), atomic, result }
         }

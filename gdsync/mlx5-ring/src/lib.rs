@@ -13,6 +13,7 @@
 //! | `opcode` | opcodes and error syndromes |
 //! | `segment` | 16-byte segments, and receive WQEs |
 //! | `ctrl` | the control segment, first in every send WQE |
+//! | `address_vector` | the address of a datagram |
 //! | `wqe` | send operations and encoded send WQEs |
 //! | `encode` | encoding of send WQEs |
 //! | `atomic` | atomic operations on chosen bits |
@@ -26,6 +27,7 @@
 #[cfg(not(target_endian = "little"))]
 compile_error!("only little-endian hosts are supported, because GPUs share words with the host");
 
+mod address_vector;
 mod atomic;
 mod cqe;
 mod ctrl;
@@ -41,6 +43,7 @@ mod strategies;
 mod tests;
 mod wqe;
 
+pub use address_vector::AddressVector;
 pub use atomic::{MaskedAtomic, MaskedOp};
 pub use cqe::{
     CQE_OP_OWN_OFFSET, CQE_SIZE, Cond, Cqe, INITIAL_CQE, lap, op_own_word, owned_by_software, wait_condition,
@@ -49,7 +52,7 @@ pub use ctrl::{
     CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL, FM_MASK,
     FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like, set_index,
 };
-pub use datagram::{AddressVector, decode_datagram};
+pub use datagram::decode_datagram;
 pub use decode::{
     DecodeError, DecodedOp, DecodedPayload, MixedList, PayloadPart, SgeList, decode_body, strict_violations,
 };

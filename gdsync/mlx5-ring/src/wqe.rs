@@ -2,7 +2,7 @@
 
 use core::fmt;
 
-use super::AddressVector;
+use super::address_vector::AddressVector;
 use super::ctrl::{CE_ALWAYS, FM_FENCE_AND_INITIATOR_SMALL, SOLICITED, blocks};
 use super::segment::{DataSeg, RemoteAddr, SEGMENT};
 
