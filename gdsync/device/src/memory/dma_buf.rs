@@ -36,7 +36,7 @@ impl Memory {
     /// [`Error::InvalidArgument`] for no bytes or a range that leaves it; [`Error::Sys`] if it cannot be mapped.
     pub fn of_dma_buf(fd: BorrowedFd<'_>, offset: u64, len: usize) -> Result<Self> {
         let failed = |error: rustix::io::Errno| Error::os("dma-buf", error.into(), "pass an open dma-buf");
-        let size = rustix::fs::seek(fd, rustix::fs::SeekFrom::End(0)).map_err(failed)?;
+        let size = u64::try_from(rustix::fs::fstat(fd).map_err(failed)?.st_size).unwrap_or(0);
         let end = offset.checked_add(len as u64).filter(|&end| len > 0 && end <= size);
         let end = end.and_then(|end| usize::try_from(end).ok()).ok_or_else(|| Error::InvalidArgument {
             what: "the range of the dma-buf",
