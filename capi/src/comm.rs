@@ -7,16 +7,14 @@ use std::time::{Duration, Instant};
 use std::{io, slice};
 
 use mp::collective::Collectives;
-use mp::launch::Listener;
 use mp::tagged::Tagged;
-use mp::{Communicator, CommunicatorBuilder, Exchange};
+use mp::{Communicator, Exchange};
 use parking_lot::Mutex;
 
 use crate::abi::{Raw, gda_exchange};
-use crate::context::{Ctx, context};
-use crate::guard::{Foreign, Result, input, invalid, non_null, number, place, rank, status, timeout, values};
+use crate::context::{Ctx, Progress, context};
+use crate::guard::{Result, input, invalid, number, place, rank, status, timeout};
 use crate::handles::{Guard, Table};
-use crate::request::{Joined, join};
 
 const TAGGED: u32 = 1;
 const COLLECTIVES: u32 = 2;
@@ -36,26 +34,25 @@ pub(crate) struct Comm {
 }
 
 pub(crate) static COMMS: Table<Arc<Comm>> = Table::new(2, "gda_comm_t");
-static LISTENERS: Table<Arc<(Arc<Ctx>, Listener)>> = Table::new(3, "gda_listen_t");
 
 pub(crate) fn comm(raw: Raw) -> Result<Guard<Arc<Comm>>> {
     COMMS.get(raw)
 }
 
 /// What is left of a time that calls share.
-struct Remaining(Instant, Duration);
+pub(crate) struct Remaining(Instant, Duration);
 
 impl Remaining {
-    fn of(ns: i64) -> Self {
+    pub(crate) fn of(ns: i64) -> Self {
         Self(Instant::now(), timeout(ns))
     }
 
-    fn get(&self) -> Duration {
+    pub(crate) fn get(&self) -> Duration {
         self.1.saturating_sub(self.0.elapsed())
     }
 }
 
-fn check_flags(flags: u32) -> Result<()> {
+pub(crate) fn check_flags(flags: u32) -> Result<()> {
     match flags & !(TAGGED | COLLECTIVES) {
         0 => Ok(()),
         _ => Err(invalid("flags", format_args!("{flags:#x}"), "GDA_TAGGED, GDA_COLLECTIVES or 0")),
@@ -63,14 +60,20 @@ fn check_flags(flags: u32) -> Result<()> {
 }
 
 impl Comm {
-    fn new(ctx: &Arc<Ctx>, built: Communicator, flags: u32, limit: &Remaining) -> Result<Arc<Self>> {
+    pub(crate) fn new(
+        ctx: &Arc<Ctx>,
+        built: Communicator,
+        flags: u32,
+        limit: &Remaining,
+    ) -> Result<Arc<Self>> {
         let comm = built.with_timeout(Duration::ZERO);
         let tagged = (flags & TAGGED != 0).then(|| Tagged::new(&comm, limit.get())).transpose()?;
         let collectives =
             (flags & COLLECTIVES != 0).then(|| Collectives::new(&built, limit.get())).transpose()?;
         let (collectives, has_ended) = (Mutex::new(collectives), AtomicBool::new(false));
         let made = Arc::new(Self { ctx: ctx.clone(), comm, tagged, collectives, flags, has_ended });
-        ctx.comms.lock().push(Arc::downgrade(&made));
+        let comm: Arc<dyn Progress> = made.clone();
+        ctx.comms.lock().push(Arc::downgrade(&comm));
         Ok(made)
     }
 
@@ -83,19 +86,21 @@ impl Comm {
         }
     }
 
-    pub(crate) fn progress(&self) {
-        match &self.tagged {
-            Some(tagged) => tagged.progress(),
-            None => self.comm.progress(),
-        }
-    }
-
     fn destroy(&self, limit: &Remaining) -> Result<()> {
         self.has_ended.store(true, Ordering::Relaxed);
         let collectives = self.collectives.lock().take().map(|collectives| collectives.destroy(limit.get()));
         let tagged = self.tagged.clone().map(|tagged| tagged.destroy(limit.get()));
         let ended = self.comm.clone().finalize(limit.get());
         Ok(collectives.unwrap_or(Ok(())).and(tagged.unwrap_or(Ok(()))).and(ended)?)
+    }
+}
+
+impl Progress for Comm {
+    fn progress(&self) {
+        match &self.tagged {
+            Some(tagged) => tagged.progress(),
+            None => self.comm.progress(),
+        }
     }
 }
 
@@ -305,100 +310,4 @@ pub extern "C" fn gda_comm_abort(raw: Raw, of: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_comm_destroy(raw: Raw, timeout_ns: i64) -> c_int {
     status("gda_comm_destroy", || COMMS.take(raw)?.destroy(&Remaining::of(timeout_ns)))
-}
-
-/// See the header.
-///
-/// # Safety
-/// `address` must be valid for `*len` writes.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gda_listen(
-    ctx: Raw,
-    address: *mut c_void,
-    len: *mut usize,
-    listener: *mut Raw,
-) -> c_int {
-    status("gda_listen", || {
-        let (len, listener) = (place("len", len)?, place("listener", listener)?);
-        let (ctx, to) = (context(ctx)?, non_null("address", address.cast::<u8>())?);
-        let made = Listener::bind(None)?;
-        let bytes = made.address()?;
-        if *len < bytes.len() {
-            return Err(invalid("len", *len, "GDA_ADDRESS_MAX"));
-        }
-        // SAFETY: the place has as many bytes: the caller guarantees it.
-        unsafe { slice::from_raw_parts_mut(to, bytes.len()) }.copy_from_slice(&bytes);
-        *len = bytes.len();
-        *listener = LISTENERS.insert(Arc::new((ctx, made)))?;
-        Ok(())
-    })
-}
-
-/// See the header.
-#[unsafe(no_mangle)]
-pub extern "C" fn gda_listen_close(listener: Raw) -> c_int {
-    status("gda_listen_close", || LISTENERS.take(listener).map(drop))
-}
-
-/// Makes a communicator of two, on this thread or on one of its own.
-fn pair(
-    ctx: &Arc<Ctx>,
-    (flags, timeout_ns): (u32, i64),
-    (comm, req): (*mut Raw, *mut Raw),
-    connect: impl FnOnce(CommunicatorBuilder) -> mp::Result<Communicator> + Send + 'static,
-) -> Result<()> {
-    let to = place("comm", comm)?;
-    check_flags(flags)?;
-    let ctx = ctx.clone();
-    let make = move || -> Result<Joined> {
-        let limit = Remaining::of(timeout_ns);
-        let built = connect(ctx.builder().timeout(limit.get()))?;
-        COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)
-    };
-    if req.is_null() {
-        *to = make()?;
-        return Ok(());
-    }
-    join(Foreign(comm.cast()), place("req", req)?, make)
-}
-
-/// See the header.
-///
-/// # Safety
-/// `comm` must be valid for a write until the request has ended.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gda_accept(
-    listener: Raw,
-    flags: u32,
-    timeout_ns: i64,
-    comm: *mut Raw,
-    req: *mut Raw,
-) -> c_int {
-    status("gda_accept", || {
-        let listener = LISTENERS.get(listener)?.clone();
-        let ctx = listener.0.clone();
-        pair(&ctx, (flags, timeout_ns), (comm, req), move |builder| listener.1.accept(builder))
-    })
-}
-
-/// See the header.
-///
-/// # Safety
-/// `address` must be valid for `len` bytes; `comm` for a write until the request has ended.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gda_connect(
-    ctx: Raw,
-    address: *const c_void,
-    len: usize,
-    flags: u32,
-    timeout_ns: i64,
-    comm: *mut Raw,
-    req: *mut Raw,
-) -> c_int {
-    status("gda_connect", || {
-        let len = c_int::try_from(len).map_err(|_| invalid("len", len, "what gda_listen has set"))?;
-        // SAFETY: the caller vouches for the length.
-        let address = unsafe { values("address", address.cast::<u8>(), len) }?.to_vec();
-        pair(&context(ctx)?, (flags, timeout_ns), (comm, req), move |builder| builder.connect_to(&address))
-    })
 }

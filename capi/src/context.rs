@@ -1,6 +1,7 @@
 //! Contexts: a device, its settings, and what moves its messages along.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::fmt;
 use std::os::fd::AsRawFd;
 use std::sync::{Arc, Weak};
 
@@ -12,9 +13,13 @@ use mp::{Communicator, CommunicatorBuilder, RequestSet};
 use parking_lot::Mutex;
 
 use crate::abi::{IN_PROGRESS, Raw, VERSION, gda_config, gda_info_t};
-use crate::comm::Comm;
 use crate::guard::{Result, checked_size, input, number, output, place, set_logger, status, text};
 use crate::handles::Table;
+
+/// What `gda_progress` moves along.
+pub(crate) trait Progress: fmt::Debug + Send + Sync {
+    fn progress(&self);
+}
 
 /// An open device.
 #[derive(Debug)]
@@ -24,7 +29,7 @@ pub(crate) struct Ctx {
     builder: CommunicatorBuilder,
     /// Requests with functions to call.
     pub(crate) requests: RequestSet,
-    pub(crate) comms: Mutex<Vec<Weak<Comm>>>,
+    pub(crate) comms: Mutex<Vec<Weak<dyn Progress>>>,
 }
 
 pub(crate) static CONTEXTS: Table<Arc<Ctx>> = Table::new(1, "gda_ctx_t");

@@ -55,6 +55,7 @@ pub(crate) fn invalid(what: &str, value: impl fmt::Display, expected: &str) -> E
 }
 
 /// Keeps the reason of a failure, tells the logger, and returns the negative error number.
+#[cold]
 pub(crate) fn report(name: &str, error: &Error) -> c_int {
     let (errno, text) = (error.errno(), format!("{name}: {error}"));
     set_last_error(&text);
@@ -64,6 +65,7 @@ pub(crate) fn report(name: &str, error: &Error) -> c_int {
 }
 
 /// Runs a call that returns a number that is not negative.
+#[inline]
 pub(crate) fn number(name: &'static str, call: impl FnOnce() -> Result<c_int>) -> c_int {
     match no_panic(call) {
         Ok(Ok(number)) => number,

@@ -117,6 +117,7 @@ impl<T: 'static> Table<T> {
         self.unknown(raw)
     }
 
+    #[inline]
     fn pop(&'static self) -> Option<usize> {
         let mut head = self.free.load(Ordering::Acquire);
         loop {
@@ -131,6 +132,7 @@ impl<T: 'static> Table<T> {
         }
     }
 
+    #[inline]
     fn push(&'static self, place: usize) {
         let mut head = self.free.load(Ordering::Relaxed);
         loop {
@@ -146,6 +148,7 @@ impl<T: 'static> Table<T> {
     }
 
     /// Adds an object under a new handle.
+    #[inline]
     pub(crate) fn insert(&'static self, object: T) -> Result<Raw> {
         check_process()?;
         let place = match self.pop() {
@@ -187,6 +190,7 @@ impl<T: 'static> Table<T> {
     }
 
     /// Takes an object out for a while: others are refused.
+    #[inline]
     pub(crate) fn borrow(&'static self, raw: Raw) -> Result<Borrowed<T>> {
         let slot = self.find(raw)?;
         let mut word = slot.word.load(Ordering::Relaxed);
