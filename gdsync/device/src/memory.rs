@@ -441,6 +441,18 @@ impl Memory {
         !matches!(self.reach, Reach::Engine)
     }
 
+    /// Whether the first and the last byte can be read, of host memory that the caller owns. A card refuses to register other memory.
+    pub fn is_readable(&self) -> bool {
+        if !matches!((self.reach, &self.owner.bytes), (Reach::Host, Bytes::Borrowed { .. })) {
+            return true;
+        }
+        let first = self.ptr.as_ptr().cast_const();
+        [first, first.wrapping_add(self.len - 1)].into_iter().all(|byte| {
+            // No file to copy through says nothing of the memory.
+            !matches!(checked::load(byte, &mut [0]), Err(error) if error.errno() == libc::EFAULT)
+        })
+    }
+
     /// Length in bytes.
     #[expect(clippy::len_without_is_empty, reason = "a Memory is never empty")]
     pub fn len(&self) -> usize {

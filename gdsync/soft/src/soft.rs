@@ -269,17 +269,25 @@ impl SoftHca {
 
     /// Registers memory under this address of its first byte in work requests. Returns its key.
     pub(crate) fn register(&self, pdn: u32, memory: &Memory, iova: u64, access: Access) -> Result<u32> {
+        let failed = |errno, advice| Error::Verbs {
+            call: "registering memory",
+            subject: format!("{memory:?} on the software HCA"),
+            source: Arc::new(std::io::Error::from_raw_os_error(errno)),
+            advice,
+        };
+        if !memory.is_readable() {
+            let (addr, len) = (memory.addr(), memory.len());
+            return Err(failed(
+                libc::EFAULT,
+                format!("{len} bytes at {addr:#x} are not all mapped, or not readable"),
+            ));
+        }
         let export = self.export(memory);
         let most = self.shared.max_regions;
         let key = self.shared.with(|core| {
             (core.keys.len() < most).then(|| core.keys.register(pdn, memory, iova, access, export))
         });
-        key.ok_or_else(|| Error::Verbs {
-            call: "registering memory",
-            subject: format!("{memory:?} on the software HCA"),
-            source: Arc::new(std::io::Error::from_raw_os_error(libc::ENOSPC)),
-            advice: format!("all {most} regions are in use; deregister some"),
-        })
+        key.ok_or_else(|| failed(libc::ENOSPC, format!("all {most} regions are in use; deregister some")))
     }
 }
 

@@ -2,9 +2,11 @@
 
 use std::os::fd::AsFd;
 
-use crate::common::{PATIENCE, Side, assert_clean, bytes, loopback, pair, pattern, receive, received, sent};
+use crate::common::{
+    PATIENCE, Side, assert_clean, bytes, hca, loopback, pair, pattern, receive, received, sent,
+};
 use gdsync::Error;
-use gdsync::memory::Memory;
+use gdsync::memory::{Memory, host_page};
 use gdsync::mlx5::{CqeOpcode, Opcode};
 use gdsync::verbs::{Access, QpBuilder, RecvWr, RemoteAddr, SendWr, Sge, Wc};
 
@@ -363,5 +365,23 @@ fn reads_beyond_the_limit_wait_their_turn() {
         assert!(bytes(a, 0, 2 * SEGMENT) == pattern(2 * SEGMENT, 3));
         assert_eq!(bytes(b, 3 * SEGMENT, 8), 20u64.to_ne_bytes());
         done(a, b);
+    }
+}
+
+#[test]
+fn memory_that_is_not_mapped_is_refused_as_by_a_card() {
+    let (context, page) = (hca(), host_page());
+    let pd = context.alloc_pd().unwrap();
+    let anywhere = std::ptr::null_mut();
+    let (rights, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+    // SAFETY: new memory, anywhere.
+    let two = unsafe { libc::mmap(anywhere, 2 * page, rights, flags, -1, 0) }.cast::<u8>();
+    // SAFETY: the second of these pages, which nothing uses.
+    assert_eq!(unsafe { libc::munmap(two.wrapping_add(page).cast(), page) }, 0);
+    for (len, is_there) in [(page, true), (page + 1, false)] {
+        // SAFETY: registered, and not used: the registration is refused or ends here.
+        let memory = unsafe { Memory::from_raw(two, len) }.unwrap();
+        let refused = pd.register(&memory, Access::all()).err();
+        assert_eq!(refused.map(|error| error.errno()), (!is_there).then_some(libc::EFAULT), "{len}");
     }
 }
