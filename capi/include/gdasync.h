@@ -3,12 +3,12 @@
  *
  * - Calls return GDA_OK (0), GDA_IN_PROGRESS (1) or a negative error number of errno.h. gda_last_error() has the reason, in words, of
  *   the last failure of the calling thread. Nothing exits, aborts or prints.
- * - Calls start something and return. Only those with `timeout_ns` wait: 0 asks and returns, -1 waits for ever. A queue or stream
- *   without room now is -EAGAIN: call gda_progress, and try again.
- * - Handles are numbers: NULL, ended and foreign ones are -EINVAL. Any thread may make any call. One that another thread waits with is
- *   -EBUSY. A forked child gets -EACCES.
- * - Structures begin with their size, set by the caller: later versions may append to them.
- * - Functions of the caller are called without a lock held, and may make any call. They must return, not longjmp or throw.
+ * - Calls start something and return. Only those with `timeout_ns` wait: 0 looks once, -1 waits for ever, other negative values are
+ *   -EINVAL. A call that finds no room in a queue or a stream returns -EAGAIN: call gda_progress, and try again.
+ * - Handles are numbers. One that is NULL, ended or of another type is -EINVAL; one that another thread waits with is -EBUSY.
+ * - Any thread may make any call. A process that was forked after the first call gets -EACCES.
+ * - Structures begin with `struct_size`, which the caller sets to sizeof: later versions may append fields.
+ * - The library calls the caller's functions without a lock held, and they may make any call. They must return, not longjmp or throw.
  */
 
 #ifndef GDASYNC_H
@@ -41,12 +41,13 @@ typedef struct gda_graph *gda_graph_t;   /* recorded work to launch again */
 /* The version of the library: GDA_VERSION of its header. */
 uint32_t gda_version(void);
 
-/* The reason of the last failure of this thread, until the next one; never NULL. */
+/* The reason of the last failure of the calling thread. Valid until its next failure; never NULL. */
 const char *gda_last_error(void);
 
 enum { GDA_LOG_ERROR = 1, GDA_LOG_WARN, GDA_LOG_INFO, GDA_LOG_DEBUG };
 
-/* Has messages up to this level passed to `log`, one line each, on the thread that has them; NULL for none. For the whole process. */
+/* Sets the function that gets the library's messages up to `level`, one line each, for the whole process; NULL: none. It is called on
+ * the thread that has the message. */
 int gda_set_logger(void (*log)(void *self, int level, const char *text), void *self, int level);
 
 /* ---- Contexts ---- */
@@ -55,8 +56,8 @@ struct gda_config {
     uint32_t struct_size;
     int32_t gpu;         /* the CUDA device whose streams are used, -1 for none */
     const char *device;  /* a name such as mlx5_0, or soft0 for a software device; NULL: the best one */
-    uint32_t depth;      /* messages under way to and from each rank, 0: 512 */
-    uint32_t max_pieces; /* pieces of a message, 0: 2 */
+    uint32_t depth;      /* messages under way to each rank, and from it: at most 32768; 0: 512 */
+    uint32_t max_pieces; /* pieces of a message: at most 30; 0: 2 */
 };
 
 struct gda_info {
@@ -67,15 +68,15 @@ struct gda_info {
     char device[128];
 };
 
-/* What it leaves open, variables of the environment say: GDSYNC_DEVICE, MP_LOCAL and others. */
+/* Fields that are 0 or NULL take their values from environment variables (GDSYNC_DEVICE and others), except `gpu`: 0 is the first GPU. */
 int gda_open(const struct gda_config *config, gda_ctx_t *ctx);
 int gda_info(gda_ctx_t ctx, struct gda_info *info);
-/* The device is closed with the last communicator. */
+/* The device stays open until its last communicator is destroyed. */
 int gda_close(gda_ctx_t ctx);
 
-/* Moves messages of all communicators along, and calls the functions of gda_req_on_done. */
+/* Moves the messages of all communicators along, and calls the functions of gda_req_on_done whose requests are complete. */
 int gda_progress(gda_ctx_t ctx);
-/* A descriptor for poll and epoll, or an error; not to be read or closed. */
+/* A descriptor for poll and epoll, or an error. The caller must not read or close it. */
 int gda_event_fd(gda_ctx_t ctx);
 /* Makes the descriptor readable when the next request of gda_req_on_done is complete. GDA_IN_PROGRESS: one is complete already;
  * call gda_progress, and do not sleep. */
@@ -83,15 +84,15 @@ int gda_arm(gda_ctx_t ctx);
 
 /* ---- Communicators ---- */
 
-/* How ranks exchange addresses. All ranks make the same calls in the same order. 0 is success, a negative error number a failure. */
+/* The caller's way to exchange addresses between ranks. All ranks make the same calls in the same order. */
 struct gda_exchange {
     uint32_t struct_size;
     int32_t rank, size;
     int32_t reserved; /* 0 */
     void *self;
-    /* Gives every rank the `len` bytes of each rank, in rank order. The same `len` everywhere. */
+    /* Gives every rank the `len` bytes of each rank, in rank order; `len` is the same at all. Returns 0 or a negative error number. */
     int (*allgather)(void *self, const void *mine, size_t len, void *all, int64_t timeout_ns);
-    /* The communicator is gone; may be NULL. */
+    /* Called when the communicator no longer needs the exchange; may be NULL. */
     void (*release)(void *self);
 };
 
@@ -100,29 +101,31 @@ enum {
     GDA_COLLECTIVES = 2 /* gda_barrier and the other collectives */
 };
 
-/* By all ranks. Without an exchange by the variables of a launcher (mpirun, srun, torchrun, RANK and WORLD_SIZE). */
+/* Called by all ranks. `exchange` NULL: the ranks find each other by the variables of a launcher (mpirun, srun, torchrun, or RANK and
+ * WORLD_SIZE). */
 int gda_comm_create(gda_ctx_t ctx, const struct gda_exchange *exchange, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm);
 /* The rank and the number of ranks, or an error. */
 int gda_comm_rank(gda_comm_t comm);
 int gda_comm_size(gda_comm_t comm);
-/* By all ranks: those of one color get a communicator, in the order of keys. A negative color gets NULL. */
+/* Called by all ranks. Ranks of one color get a communicator, in the order of their keys; a rank with a negative color gets NULL. */
 int gda_comm_split(gda_comm_t comm, int color, int key, int64_t timeout_ns, gda_comm_t *part);
-/* By all ranks that live: a communicator of them, in their order. `former` (may be NULL) has room for the size of `comm` and gets their
- * ranks there. Only of a launcher's communicators and their parts. */
+/* Called by all ranks that live, which get a communicator in the same order. `former` (may be NULL) gets their ranks in `comm`, and needs
+ * room for its size. Only for communicators of a launcher and their parts. */
 int gda_comm_shrink(gda_comm_t comm, int64_t timeout_ns, gda_comm_t *survivors, int *former);
 /* The ranks that can no longer be reached: their number, or an error. `ranks` (may be NULL) gets the first `room`. */
 int gda_comm_lost(gda_comm_t comm, int *ranks, int room);
-/* Ends all that is under way with a rank, or with all (-1), which learn that. */
+/* Ends the connection to a rank, or to all (-1): operations under way fail, here and there. */
 int gda_comm_abort(gda_comm_t comm, int rank);
-/* By all ranks, after all messages are received. The handle ends also if it fails. */
+/* Called by all ranks, after all messages are received. Waits for sends and one-sided operations. What is not complete then, such as a
+ * receive without a message, ends: its request is -ECANCELED. The handle ends also if the call fails. */
 int gda_comm_destroy(gda_comm_t comm, int64_t timeout_ns);
 
-/* Pairs of processes that meet when they like: each pair is a communicator, where the listener is rank 0 and the other one rank 1.
- * `address` gets at most GDA_ADDRESS_MAX bytes, which the caller brings to the others. */
+/* Processes that connect in pairs, at any time. Each pair is a communicator: the listener is rank 0, the other one rank 1. `address` has
+ * room for `*len` bytes (GDA_ADDRESS_MAX are enough) and `*len` gets their number; the caller brings them to the other process. */
 #define GDA_ADDRESS_MAX 64
 int gda_listen(gda_ctx_t ctx, void *address, size_t *len, gda_listen_t *listener);
 int gda_listen_close(gda_listen_t listener);
-/* With `req` on a thread of the library, and `comm` is set before the request is complete; with NULL they wait. */
+/* `req` NULL: they wait. Else they return at once, and `comm` is set before the request is complete. */
 int gda_accept(gda_listen_t listener, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
 int gda_connect(gda_ctx_t ctx, const void *address, size_t len, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
 
@@ -132,11 +135,12 @@ enum {
     GDA_CACHED = 1 /* kept registered after gda_mem_dereg; not for windows. See gda_mem_invalidate. */
 };
 
-/* Host or GPU memory: CUDA is asked which. It must stay allocated until it is deregistered and all messages of it are complete. */
+/* Registers host or GPU memory; CUDA is asked which it is. It must stay allocated until it is deregistered and all its messages are
+ * complete. Memory that is not mapped is -EFAULT; a software device looks at the first and last byte only. */
 int gda_mem_reg(gda_comm_t comm, void *addr, size_t len, uint32_t flags, gda_mem_t *mem);
-/* Bytes of a dma-buf of another driver than CUDA. The descriptor may be closed afterwards. */
+/* Registers bytes of a dma-buf of another driver than CUDA. The descriptor may be closed afterwards. */
 int gda_mem_reg_dmabuf(gda_comm_t comm, int fd, uint64_t offset, size_t len, gda_mem_t *mem);
-/* Cached host memory is about to be unmapped or freed. */
+/* Tells that cached host memory is about to be unmapped or freed. */
 int gda_mem_invalidate(gda_comm_t comm, void *addr, size_t len);
 int gda_mem_dereg(gda_mem_t mem);
 
@@ -148,34 +152,37 @@ struct gda_buf {
 
 /* ---- Messages ----
  *
- * `stream` NULL: by the CPU, now. `req` NULL: nobody asks for the request. A send that is complete at once sets `req` to NULL.
+ * `stream` NULL: the CPU starts the message now. Else the stream starts it when it gets there, and goes on: it waits for the message
+ * only at gda_req_on_stream. `req` NULL: the caller does not ask for the outcome. A send that is complete at once sets `*req` to NULL.
  */
 
-/* Without tags: messages between two ranks arrive in the order of the sends. A longer message than its receive ends the connection. */
+/* Without tags: receives from a rank get its messages in the order of the sends. A message longer than its receive ends the connection. */
 int gda_send(gda_comm_t comm, int rank, const struct gda_buf *bufs, int n, gda_stream_t stream, gda_req_t *req);
 int gda_recv(gda_comm_t comm, int rank, const struct gda_buf *bufs, int n, gda_stream_t stream, gda_req_t *req);
 
 #define GDA_ANY_RANK (-1)
 
-/* With tags, by the CPU; communicators with GDA_TAGGED. A receive takes what has the bits of `tag` where `mask` has ones. */
+/* With tags, by the CPU, on communicators with GDA_TAGGED. A receive takes a message whose tag equals `tag` in the bits of `mask`. Only
+ * gda_trecv takes GDA_ANY_RANK. */
 int gda_tsend(gda_comm_t comm, int rank, uint64_t tag, const struct gda_buf *buf, gda_req_t *req);
 int gda_trecv(gda_comm_t comm, int rank, uint64_t tag, uint64_t mask, const struct gda_buf *buf, gda_req_t *req);
 
 /* ---- Requests ----
  *
- * A request ends with the call that tells its outcome. A NULL request is complete.
+ * The call that tells the outcome of a request ends it. A NULL request is complete.
  */
 
 struct gda_status {
     uint32_t struct_size;
-    int32_t rank; /* at the other end */
+    int32_t rank; /* the one at the other end */
     uint64_t len; /* bytes sent or received */
     uint64_t tag;
 };
 
 /* GDA_OK: complete, and the request has ended. GDA_IN_PROGRESS: not yet. A failure ends the request. `status` may be NULL. */
 int gda_req_wait(gda_req_t req, int64_t timeout_ns, struct gda_status *status);
-/* As gda_req_wait, for the one that is complete first: `which` gets its place, which is set to NULL. With none, `which` is -1. */
+/* As gda_req_wait, for the first that is complete: `which` gets its index in `reqs`, and that entry becomes NULL. `which` is -1 if none is
+ * complete, and where all are NULL. */
 int gda_req_wait_any(gda_req_t *reqs, int n, int64_t timeout_ns, int *which, struct gda_status *status);
 /* Hands the request over: gda_progress calls `done` once, with GDA_OK or the error. `status` is valid during the call. */
 int gda_req_on_done(gda_ctx_t ctx, gda_req_t req, void (*done)(void *self, int result, const struct gda_status *status), void *self);
@@ -183,41 +190,42 @@ int gda_req_on_done(gda_ctx_t ctx, gda_req_t req, void (*done)(void *self, int r
 int gda_req_on_stream(gda_req_t req, gda_stream_t stream);
 /* Cancels a tagged receive that no message has matched: its outcome is -ECANCELED. GDA_IN_PROGRESS: it goes on. */
 int gda_req_cancel(gda_req_t req);
-/* Nobody asks for the outcome: the operation goes on. */
+/* Ends the request without its outcome; the operation goes on. */
 int gda_req_free(gda_req_t req);
 
 /* ---- One-sided operations ---- */
 
-/* A change of a 64-bit word of the target's window, after the operation. */
+/* A 64-bit word of the target's window, which changes after the operation. */
 struct gda_signal {
     uint64_t offset, value;
     int32_t add;      /* 0: set to the value, 1: add the value */
     int32_t reserved; /* 0 */
 };
 
-/* By all ranks; sizes may differ. Puts and signals to one rank take effect in order. */
+/* Called by all ranks; sizes may differ. Puts and signals to one rank take effect in order. */
 int gda_win_create(gda_comm_t comm, gda_mem_t mem, uint64_t offset, uint64_t len, int64_t timeout_ns, gda_win_t *win);
 int gda_put(gda_win_t win, int rank, uint64_t offset, const struct gda_buf *bufs, int n, const struct gda_signal *signal,
             gda_stream_t stream, gda_req_t *req);
-/* At most 64 bytes, copied now; with none and a signal, the signal alone. */
+/* Puts at most 64 bytes, which are copied before it returns. With `len` 0 it only signals. */
 int gda_put_bytes(gda_win_t win, int rank, uint64_t offset, const void *bytes, size_t len, const struct gda_signal *signal,
                   gda_stream_t stream, gda_req_t *req);
 int gda_get(gda_win_t win, int rank, uint64_t offset, const struct gda_buf *bufs, int n, gda_stream_t stream, gda_req_t *req);
 
 enum { GDA_ADD = 1, GDA_COMPARE_SWAP };
 
-/* On the 64-bit word at `offset`: adds `value`, or sets it if the word is `compare`. `result` gets the old value; with GDA_ADD it
- * may be NULL. */
+/* Changes the 64-bit word at `offset`: GDA_ADD adds `value`, GDA_COMPARE_SWAP sets it to `value` if it is `compare`. `result` gets the old
+ * value; with GDA_ADD it may be NULL. */
 int gda_atomic(gda_win_t win, int rank, uint64_t offset, int op, uint64_t value, uint64_t compare, const struct gda_buf *result,
                gda_stream_t stream, gda_req_t *req);
 
 enum { GDA_GEQ, GDA_EQ, GDA_AND, GDA_NOR };
 
-/* Until the 64-bit word of the own window satisfies the condition (GDA_GEQ is cyclic). Streams have a limit of their own. */
+/* Waits until the 64-bit word at `offset` of the own window meets the condition (GDA_GEQ is cyclic). A stream waits as long as its
+ * `wait_limit_ns`, and `timeout_ns` is not used. */
 int gda_wait_signal(gda_win_t win, uint64_t offset, uint64_t value, int cond, gda_stream_t stream, int64_t timeout_ns);
-/* All operations to a rank, or to all (-1), are complete, on a stream when it goes on (not for batches). */
+/* Waits until all operations to a rank, or to all (-1), are complete. With a stream, the stream waits. Not for batches. */
 int gda_win_flush(gda_win_t win, int rank, gda_stream_t stream, int64_t timeout_ns);
-/* By all ranks. */
+/* Called by all ranks. */
 int gda_win_destroy(gda_win_t win, int64_t timeout_ns);
 
 /* ---- Streams, batches, graphs ---- */
@@ -227,21 +235,23 @@ enum {
     GDA_STREAM_KERNEL = 2 /* waits and writes by kernels: streams that launch gda_graph_t of steps */
 };
 
-/* A CUstream of the context's GPU, which must live until the close. `wait_limit_ns` (0: 30 s, -1: none) ends a wait of the stream. */
+/* Opens a CUstream of the context's GPU, which must live until gda_stream_close; NULL is the default stream of CUDA. With GDA_STREAM_HOST
+ * `cuda_stream` is NULL. A wait of the stream that takes longer than `wait_limit_ns` fails (0: 30 s, -1: no limit). */
 int gda_stream_open(gda_ctx_t ctx, void *cuda_stream, uint32_t flags, int64_t wait_limit_ns, gda_stream_t *stream);
-/* Waits for what was enqueued by this library. The first failure comes out here; a stream that has failed stays so. */
+/* Waits for the work that this library has enqueued, and returns its first failure. A stream that has failed stays so. */
 int gda_stream_sync(gda_stream_t stream, int64_t timeout_ns);
-/* Calls `fn` in order, on a thread of the library. It must not call this library. Not for captures. */
+/* Calls `fn` when the stream gets there, on a thread of the library. `fn` must not call this library. Not for captures. */
 int gda_stream_call(gda_stream_t stream, void (*fn)(void *self), void *self);
 int gda_stream_close(gda_stream_t stream);
 
-/* Records what is enqueued on `batch`, for one submission. It is closed by gda_stream_close: what was not submitted is taken back. */
+/* Makes a batch, which records what is enqueued on it, for one submission. gda_stream_close ends it, and takes back what was not
+ * submitted. */
 int gda_batch_begin(gda_ctx_t ctx, gda_stream_t *batch);
 /* The batch is empty afterwards. If it fails with -EAGAIN it may be submitted again. */
 int gda_batch_submit(gda_stream_t batch, gda_stream_t stream);
 
-/* Between these calls the work of the stream, also kernels of the caller, is recorded. Of messages only those of channels can be
- * repeated, and one-sided operations. */
+/* Between these two calls the stream records its work, also kernels of the caller, and runs none. Only messages of channels and one-sided
+ * operations can be recorded. */
 int gda_capture_begin(gda_stream_t stream);
 int gda_capture_end(gda_stream_t stream, gda_graph_t *graph);
 int gda_graph_launch(gda_graph_t graph, gda_stream_t stream);
@@ -253,20 +263,22 @@ int gda_graph_destroy(gda_graph_t graph);
 
 /* ---- Channels: messages on streams, between the same memory again and again; in graphs, too ---- */
 
-/* By all ranks, those without a channel with rank -1. `places` get the messages of the other rank, in turn. */
+/* Called by all ranks; those that want no channel pass rank -1 and get NULL. `places` get the messages of the other rank, in turn. */
 int gda_chan_create(gda_comm_t comm, int rank, const struct gda_buf *places, int n, int64_t timeout_ns, gda_chan_t *chan);
-/* The next place is free, when the stream gets there. */
+/* Frees the next place for a message, when the stream gets there. */
 int gda_chan_post(gda_chan_t chan, gda_stream_t stream);
 /* Sends when the other rank has a free place. */
 int gda_chan_send(gda_chan_t chan, const struct gda_buf *buf, gda_stream_t stream);
-/* The stream goes on when the last send has left its buffer; with GDA_CHAN_RECV when the next message is in its place. */
+/* Makes the stream wait: with GDA_CHAN_SENT until the buffer of the last send may be changed, with GDA_CHAN_RECV until the next message is
+ * in its place. */
 enum { GDA_CHAN_SENT, GDA_CHAN_RECV };
 int gda_chan_wait(gda_chan_t chan, int what, gda_stream_t stream);
 int gda_chan_destroy(gda_chan_t chan);
 
 /* ---- Collectives: communicators with GDA_COLLECTIVES, by all ranks in the same order ----
  *
- * With a stream they are enqueued, and wait for room there; else they wait. Not in batches or captures.
+ * With a stream they are enqueued; the call waits only for room there. Without, the call waits until the collective is complete. Not in
+ * batches or captures.
  */
 
 enum { GDA_INT32 = 1, GDA_INT64, GDA_UINT64, GDA_FLOAT, GDA_DOUBLE };

@@ -22,7 +22,7 @@ struct Chan {
     sent: Mutex<Option<Completion>>,
 }
 
-static CHANNELS: Table<Chan> = Table::new(9, "gda_chan_t");
+static CHANNELS: Table<Chan> = Table::new(9);
 
 fn channel(raw: Raw) -> Result<Guard<Chan>> {
     let chan = CHANNELS.get(raw)?;
@@ -56,7 +56,7 @@ pub unsafe extern "C" fn gda_chan_create(
                 &of_one
             }
         };
-        let made = comm.comm.channels(wanted, timeout(timeout_ns))?.pop();
+        let made = comm.comm.channels(wanted, timeout(timeout_ns)?)?.pop();
         *chan = match made {
             Some(channel) => CHANNELS.insert(Chan { comm: comm.clone(), channel, sent: Mutex::default() })?,
             None => 0,
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn gda_chan_send(chan: Raw, buf: *const gda_buf, stream: R
     status("gda_chan_send", || {
         let chan = channel(chan)?;
         // SAFETY: the caller vouches for the buffer.
-        let buffers = unsafe { Buffers::new(buf, 1) }?;
+        let buffers = unsafe { Buffers::one(buf) }?;
         let (buffer, range) = buffers.pieces()?.swap_remove(0);
         let sent = on(stream, |batch| Ok(chan.channel.send_in_batch(batch, buffer, range)?))?;
         *chan.sent.lock() = Some(sent);

@@ -34,7 +34,7 @@ fn run(
 /// The pointer must be null or valid.
 unsafe fn buffer<'a>(buf: *const gda_buf) -> Result<Buffers<'a>> {
     // SAFETY: the caller vouches for the buffer.
-    unsafe { Buffers::new(buf, 1) }
+    unsafe { Buffers::one(buf) }
 }
 
 /// See the header.
@@ -43,7 +43,7 @@ pub extern "C" fn gda_barrier(comm: Raw, stream: Raw, timeout_ns: i64) -> c_int 
     status("gda_barrier", || {
         run(comm, stream, |all, stream| match stream {
             Some(stream) => Ok(Some(all.barrier_on_stream(stream)?)),
-            None => Ok(all.barrier(timeout(timeout_ns)).map(|()| None)?),
+            None => Ok(all.barrier(timeout(timeout_ns)?).map(|()| None)?),
         })
     })
 }
@@ -66,7 +66,7 @@ pub unsafe extern "C" fn gda_broadcast(
         let (into, range) = buffers.pieces()?.swap_remove(0);
         run(comm, stream, |all, stream| match stream {
             Some(stream) => Ok(Some(all.broadcast_on_stream(stream, into, range, root)?)),
-            None => Ok(all.broadcast(into, range, root, timeout(timeout_ns)).map(|()| None)?),
+            None => Ok(all.broadcast(into, range, root, timeout(timeout_ns)?).map(|()| None)?),
         })
     })
 }
@@ -100,7 +100,7 @@ pub unsafe extern "C" fn gda_allreduce(
                     match stream {
                         Some(stream) => Some(all.allreduce_on_stream::<$number>(stream, values, range, op)?),
                         None => {
-                            all.allreduce::<$number>(values, range, op, timeout(timeout_ns))?;
+                            all.allreduce::<$number>(values, range, op, timeout(timeout_ns)?)?;
                             None
                         }
                     }
@@ -135,7 +135,7 @@ pub unsafe extern "C" fn gda_allgather(
         let (into, range) = buffers.pieces()?.swap_remove(0);
         run(comm, stream, |all, stream| match stream {
             Some(stream) => Ok(Some(all.allgather_on_stream(stream, into, range)?)),
-            None => Ok(all.allgather(into, range, timeout(timeout_ns)).map(|()| None)?),
+            None => Ok(all.allgather(into, range, timeout(timeout_ns)?).map(|()| None)?),
         })
     })
 }
@@ -159,7 +159,7 @@ pub unsafe extern "C" fn gda_alltoall(
         let (from, to) = (from.pieces()?.swap_remove(0), to.pieces()?.swap_remove(0));
         run(comm, stream, |all, stream| match stream {
             Some(stream) => Ok(Some(all.alltoall_on_stream(stream, from, to)?)),
-            None => Ok(all.alltoall(from, to, timeout(timeout_ns)).map(|()| None)?),
+            None => Ok(all.alltoall(from, to, timeout(timeout_ns)?).map(|()| None)?),
         })
     })
 }

@@ -13,8 +13,9 @@ use parking_lot::Mutex;
 
 use crate::abi::{Raw, gda_exchange};
 use crate::context::{Ctx, Progress, context};
-use crate::guard::{Result, input, invalid, number, place, rank, status, timeout};
+use crate::guard::{Error, Result, input, invalid, number, place, rank, status, timeout};
 use crate::handles::{Guard, Table};
+use crate::words::in_c;
 
 const TAGGED: u32 = 1;
 const COLLECTIVES: u32 = 2;
@@ -31,9 +32,11 @@ pub(crate) struct Comm {
     flags: u32,
     /// Its handle has ended; memory and requests may still refer to it.
     has_ended: AtomicBool,
+    /// It has left the others: what is not complete will not be.
+    is_gone: AtomicBool,
 }
 
-pub(crate) static COMMS: Table<Arc<Comm>> = Table::new(2, "gda_comm_t");
+pub(crate) static COMMS: Table<Arc<Comm>> = Table::new(2);
 
 pub(crate) fn comm(raw: Raw) -> Result<Guard<Arc<Comm>>> {
     COMMS.get(raw)
@@ -43,8 +46,8 @@ pub(crate) fn comm(raw: Raw) -> Result<Guard<Arc<Comm>>> {
 pub(crate) struct Remaining(Instant, Duration);
 
 impl Remaining {
-    pub(crate) fn of(ns: i64) -> Self {
-        Self(Instant::now(), timeout(ns))
+    pub(crate) fn of(ns: i64) -> Result<Self> {
+        Ok(Self(Instant::now(), timeout(ns)?))
     }
 
     pub(crate) fn get(&self) -> Duration {
@@ -70,8 +73,9 @@ impl Comm {
         let tagged = (flags & TAGGED != 0).then(|| Tagged::new(&comm, limit.get())).transpose()?;
         let collectives =
             (flags & COLLECTIVES != 0).then(|| Collectives::new(&built, limit.get())).transpose()?;
-        let (collectives, has_ended) = (Mutex::new(collectives), AtomicBool::new(false));
-        let made = Arc::new(Self { ctx: ctx.clone(), comm, tagged, collectives, flags, has_ended });
+        let (kept, collectives) = (ctx.clone(), Mutex::new(collectives));
+        let (has_ended, is_gone) = Default::default();
+        let made = Arc::new(Self { ctx: kept, comm, tagged, collectives, flags, has_ended, is_gone });
         let comm: Arc<dyn Progress> = made.clone();
         ctx.comms.lock().push(Arc::downgrade(&comm));
         Ok(made)
@@ -86,12 +90,23 @@ impl Comm {
         }
     }
 
+    /// Whether what is not complete yet will not be.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::Relaxed)
+    }
+
     fn destroy(&self, limit: &Remaining) -> Result<()> {
         self.has_ended.store(true, Ordering::Relaxed);
         let collectives = self.collectives.lock().take().map(|collectives| collectives.destroy(limit.get()));
         let tagged = self.tagged.clone().map(|tagged| tagged.destroy(limit.get()));
         let ended = self.comm.clone().finalize(limit.get());
-        Ok(collectives.unwrap_or(Ok(())).and(tagged.unwrap_or(Ok(()))).and(ended)?)
+        self.is_gone.store(true, Ordering::Relaxed);
+        match collectives {
+            Some(Err(error @ mp::Error::Collective { .. })) => {
+                Err(Error::Own(libc::EINVAL, format!("an earlier collective has failed: {}", in_c(&error))))
+            }
+            collectives => Ok(collectives.unwrap_or(Ok(())).and(tagged.unwrap_or(Ok(()))).and(ended)?),
+        }
     }
 }
 
@@ -128,12 +143,17 @@ impl Embedded {
         let allgather = exchange.allgather.expect("checked by new");
         // SAFETY: the caller's function, with as many bytes to read and to write as it is told.
         let result = unsafe { allgather(exchange.this, from, mine.len(), to, ns) };
-        if result == 0 {
-            return Ok(all);
-        }
-        let cause = Arc::new(io::Error::from_raw_os_error(result.checked_abs().unwrap_or(libc::EIO)));
-        let (what, fix) =
-            (format!("allgather over {size} ranks has failed"), "see the program that embeds this");
+        let (what, errno, fix) = match result {
+            0 => return Ok(all),
+            1.. => {
+                (format!("allgather returned {result}"), libc::EINVAL, "return 0 or a negative error number")
+            }
+            _ => {
+                let what = format!("allgather over {size} ranks has failed");
+                (what, result.checked_neg().unwrap_or(libc::EIO), "see the program that embeds this")
+            }
+        };
+        let cause = Arc::new(io::Error::from_raw_os_error(errno));
         Err(mp::Error::Bootstrap { peer: "the exchange".into(), what, cause: Some(cause), fix })
     }
 }
@@ -191,7 +211,7 @@ pub unsafe extern "C" fn gda_comm_create(
     status("gda_comm_create", || {
         let comm = place("comm", comm)?;
         check_flags(flags)?;
-        let (ctx, limit) = (context(ctx)?, Remaining::of(timeout_ns));
+        let (ctx, limit) = (context(ctx)?, Remaining::of(timeout_ns)?);
         let builder = ctx.builder().timeout(limit.get());
         let built = if exchange.is_null() {
             builder.init()?
@@ -234,7 +254,7 @@ pub unsafe extern "C" fn gda_comm_split(
     part: *mut Raw,
 ) -> c_int {
     status("gda_comm_split", || {
-        let (part, limit) = (place("part", part)?, Remaining::of(timeout_ns));
+        let (part, limit) = (place("part", part)?, Remaining::of(timeout_ns)?);
         let whole = comm(raw)?.clone();
         // In the order of the keys, negative ones first.
         let key = u64::from(key.cast_unsigned() ^ 1 << 31);
@@ -259,7 +279,7 @@ pub unsafe extern "C" fn gda_comm_shrink(
     former: *mut c_int,
 ) -> c_int {
     status("gda_comm_shrink", || {
-        let (survivors, limit) = (place("survivors", survivors)?, Remaining::of(timeout_ns));
+        let (survivors, limit) = (place("survivors", survivors)?, Remaining::of(timeout_ns)?);
         let whole = comm(raw)?.clone();
         let shrunk = whole.comm.shrink(limit.get())?;
         let made = Comm::new(&whole.ctx, shrunk.communicator, whole.flags, &limit)?;
@@ -309,5 +329,8 @@ pub extern "C" fn gda_comm_abort(raw: Raw, of: c_int) -> c_int {
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_comm_destroy(raw: Raw, timeout_ns: i64) -> c_int {
-    status("gda_comm_destroy", || COMMS.take(raw)?.destroy(&Remaining::of(timeout_ns)))
+    status("gda_comm_destroy", || {
+        let limit = Remaining::of(timeout_ns)?;
+        COMMS.take(raw)?.destroy(&limit)
+    })
 }

@@ -13,8 +13,11 @@ use mp::{Communicator, CommunicatorBuilder, RequestSet};
 use parking_lot::Mutex;
 
 use crate::abi::{IN_PROGRESS, Raw, VERSION, gda_config, gda_info_t};
-use crate::guard::{Result, checked_size, input, number, output, place, set_logger, status, text};
+use crate::guard::{
+    Error, Result, checked_size, input, invalid, number, output, place, set_logger, status, text,
+};
 use crate::handles::Table;
+use crate::words::in_c;
 
 /// What `gda_progress` moves along.
 pub(crate) trait Progress: fmt::Debug + Send + Sync {
@@ -32,7 +35,7 @@ pub(crate) struct Ctx {
     pub(crate) comms: Mutex<Vec<Weak<dyn Progress>>>,
 }
 
-pub(crate) static CONTEXTS: Table<Arc<Ctx>> = Table::new(1, "gda_ctx_t");
+pub(crate) static CONTEXTS: Table<Arc<Ctx>> = Table::new(1);
 
 pub(crate) fn context(raw: Raw) -> Result<Arc<Ctx>> {
     CONTEXTS.get(raw).map(|ctx| ctx.clone())
@@ -42,7 +45,19 @@ impl Ctx {
     fn open(config: &gda_config) -> Result<Self> {
         // SAFETY: a text, or NULL: the header asks for it.
         let name = unsafe { text("device", config.device) }?;
-        let gpu = if config.gpu < 0 { None } else { Some(Gpu::open(config.gpu)?) };
+        let within = |what: &str, value: u32, most: u32| match value <= most {
+            true => Ok(()),
+            false => Err(invalid(what, value, &format!("at most {most}"))),
+        };
+        within("depth", config.depth, 32768)?;
+        within("max_pieces", config.max_pieces, 30)?;
+        let open = |gpu| {
+            Gpu::open(gpu).map_err(|error| {
+                let text = format!("gpu is {gpu}: {}; set it to -1 for no GPU", in_c(&error));
+                Error::Own(error.errno(), text)
+            })
+        };
+        let gpu = if config.gpu < 0 { None } else { Some(open(config.gpu)?) };
         let wanted = DeviceConfig { gpu: gpu.clone(), ..DeviceConfig::from_env()? };
         let device = Device::find(name)?.open_with(&wanted)?;
         let mut builder = Communicator::builder().context(&device);

@@ -9,6 +9,7 @@ use parking_lot::RwLock;
 use tracing_subscriber::fmt::writer::MakeWriter;
 
 use crate::abi::Sized32;
+use crate::words::in_c;
 
 /// Why a call failed.
 #[derive(Debug)]
@@ -23,7 +24,7 @@ pub(crate) type Result<T> = std::result::Result<T, Error>;
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Mp(error) => error.fmt(f),
+            Self::Mp(error) => f.write_str(&in_c(error)),
             Self::Own(_, text) => f.write_str(text),
         }
     }
@@ -160,8 +161,12 @@ pub(crate) unsafe fn text<'a>(what: &str, pointer: *const c_char) -> Result<Opti
     text.to_str().map(Some).map_err(|_| invalid(what, "not UTF-8", "a name"))
 }
 
-pub(crate) fn timeout(ns: i64) -> Duration {
-    u64::try_from(ns).map_or(Duration::MAX, Duration::from_nanos)
+pub(crate) fn timeout(ns: i64) -> Result<Duration> {
+    match u64::try_from(ns) {
+        Ok(ns) => Ok(Duration::from_nanos(ns)),
+        Err(_) if ns == -1 => Ok(Duration::MAX),
+        Err(_) => Err(invalid("the timeout", format_args!("{ns} ns"), "-1 (for ever), 0 or more")),
+    }
 }
 
 pub(crate) fn size(what: &str, value: u64) -> Result<usize> {

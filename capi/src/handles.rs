@@ -22,6 +22,20 @@ const PLACE_BITS: u32 = 24;
 const KIND_BITS: u32 = 8;
 const MAX_PLACES: usize = 1 << PLACE_BITS;
 
+/// The types of the header, by kind.
+const KINDS: [&str; 10] = [
+    "",
+    "gda_ctx_t",
+    "gda_comm_t",
+    "gda_listen_t",
+    "gda_mem_t",
+    "gda_req_t",
+    "gda_stream_t",
+    "gda_graph_t",
+    "gda_win_t",
+    "gda_chan_t",
+];
+
 /// In the word of a place: there is an object.
 const LIVE: u64 = 1;
 /// One call has the object for itself.
@@ -32,6 +46,10 @@ const READERS: u64 = (1 << 32) - READER;
 /// One more object had the place. Wraps.
 const TURN: u64 = 1 << 32;
 
+fn kind_of(raw: Raw) -> usize {
+    raw >> PLACE_BITS & ((1 << KIND_BITS) - 1)
+}
+
 fn turn_of(word: u64) -> u32 {
     (word >> 32) as u32
 }
@@ -39,8 +57,6 @@ fn turn_of(word: u64) -> u32 {
 /// The objects of one kind.
 pub(crate) struct Table<T: 'static> {
     kind: u8,
-    /// The type of the header, for errors.
-    name: &'static str,
     slots: OnceLock<boxcar::Vec<Slot<T>>>,
     /// The first free place and one more, or 0; above it a count of changes, so that none goes unnoticed.
     free: AtomicU64,
@@ -83,12 +99,32 @@ fn check_process() -> Result<()> {
     static OWNER: OnceLock<ForkGuard> = OnceLock::new();
     let owner = OWNER.get_or_init(ForkGuard::default);
     // One load; the error is made elsewhere.
-    if owner.is_here() { Ok(()) } else { Ok(owner.check()?) }
+    if owner.is_here() { Ok(()) } else { Err(forked(*owner)) }
+}
+
+#[cold]
+fn forked(owner: ForkGuard) -> Error {
+    match owner.check() {
+        Err(gdsync::Error::OtherProcess { owner, .. }) => {
+            let text = format!(
+                "this process was forked from process {owner}, which uses the library, and cannot use it; start processes before \
+                 gda_open, or have the child call exec"
+            );
+            Error::Own(libc::EACCES, text)
+        }
+        other => Error::Own(libc::EACCES, format!("{other:?}")),
+    }
 }
 
 impl<T: 'static> Table<T> {
-    pub(crate) const fn new(kind: u8, name: &'static str) -> Self {
-        Self { kind, name, slots: OnceLock::new(), free: AtomicU64::new(0) }
+    /// Of a kind of [`KINDS`].
+    pub(crate) const fn new(kind: u8) -> Self {
+        Self { kind, slots: OnceLock::new(), free: AtomicU64::new(0) }
+    }
+
+    /// The type of the header, for errors.
+    fn name(&self) -> &'static str {
+        KINDS[usize::from(self.kind)]
     }
 
     fn slots(&'static self) -> &'static boxcar::Vec<Slot<T>> {
@@ -99,22 +135,29 @@ impl<T: 'static> Table<T> {
     #[inline]
     fn find(&'static self, raw: Raw) -> Result<&'static Slot<T>> {
         check_process()?;
-        let kind = raw >> PLACE_BITS & 0xff;
-        let slot = self.slots().get(raw & (MAX_PLACES - 1)).filter(|_| kind == usize::from(self.kind));
+        let slot =
+            self.slots().get(raw & (MAX_PLACES - 1)).filter(|_| kind_of(raw) == usize::from(self.kind));
         slot.ok_or_else(|| self.unknown(raw))
     }
 
     #[cold]
     fn unknown(&self, raw: Raw) -> Error {
-        let value = if raw == 0 { "NULL".into() } else { format!("{raw:#x}") };
-        invalid(self.name, value, "a handle that has not ended")
+        let value = match KINDS.get(kind_of(raw)).filter(|_| raw >> (PLACE_BITS + KIND_BITS) < 1 << 12) {
+            _ if raw == 0 => "NULL".into(),
+            // Numbers with more turns may be addresses.
+            Some(other) if !other.is_empty() && *other != self.name() => {
+                format!("{raw:#x}, which is a {other}")
+            }
+            _ => format!("{raw:#x}"),
+        };
+        invalid(self.name(), value, "a handle that has not ended")
     }
 
     /// Why a place with this word has no object for the handle.
     #[cold]
     fn refusal(&self, raw: Raw, word: u64) -> Error {
         if is_of(raw, word) && word & TAKEN != 0 {
-            return Error::Own(libc::EBUSY, format!("another call waits with this {}", self.name));
+            return Error::Own(libc::EBUSY, format!("another call waits with this {}", self.name()));
         }
         self.unknown(raw)
     }
@@ -159,7 +202,10 @@ impl<T: 'static> Table<T> {
                 let (word, next, object) = (AtomicU64::new(0), AtomicU32::new(0), UnsafeCell::new(None));
                 let place = self.slots().push(Slot { word, next, object });
                 if place >= MAX_PLACES {
-                    return Err(Error::Own(libc::ENOMEM, format!("{MAX_PLACES} of {}: end some", self.name)));
+                    return Err(Error::Own(
+                        libc::ENOMEM,
+                        format!("{MAX_PLACES} of {}: end some", self.name()),
+                    ));
                 }
                 place
             }
@@ -266,8 +312,8 @@ mod tests {
 
     #[test]
     fn handles_end_and_are_told_apart() {
-        static FIRST: Table<u32> = Table::new(1, "first");
-        static SECOND: Table<u32> = Table::new(2, "second");
+        static FIRST: Table<u32> = Table::new(1);
+        static SECOND: Table<u32> = Table::new(2);
         let errno = |result: Result<u32>| match result {
             Err(Error::Own(errno, _)) => errno,
             other => panic!("{other:?}"),
@@ -295,7 +341,7 @@ mod tests {
 
     #[test]
     fn threads_share_places_and_end_each_object_once() {
-        static TABLE: Table<Box<[u64; 4]>> = Table::new(3, "object");
+        static TABLE: Table<Box<[u64; 4]>> = Table::new(3);
         const ROUNDS: u64 = 5_000;
         let handle = AtomicUsize::new(0);
         let ended: u64 = std::thread::scope(|scope| {

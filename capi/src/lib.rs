@@ -20,6 +20,7 @@ mod pair;
 mod request;
 mod stream;
 mod window;
+mod words;
 
 pub use abi::*;
 pub use channel::*;

@@ -42,7 +42,7 @@ impl Mem {
     }
 }
 
-pub(crate) static MEMS: Table<Mem> = Table::new(4, "gda_mem_t");
+pub(crate) static MEMS: Table<Mem> = Table::new(4);
 
 /// The memory that the buffers of a call are in. It stays registered while this lives.
 pub(crate) struct Buffers<'a> {
@@ -78,6 +78,16 @@ impl<'a> Buffers<'a> {
             mems.push(MEMS.get(buf.mem)?);
         }
         Ok(Self { bufs, mems, comm: None })
+    }
+
+    /// One buffer.
+    ///
+    /// # Safety
+    /// The pointer must be null or valid.
+    pub(crate) unsafe fn one(buf: *const gda_buf) -> Result<Self> {
+        non_null("buf", buf.cast_mut())?;
+        // SAFETY: the caller vouches for it.
+        unsafe { Self::new(buf, 1) }
     }
 
     /// The same, of a call with this communicator.

@@ -7,7 +7,7 @@ use mp::tagged::{Source, Tag, Tagged};
 
 use crate::abi::{Raw, gda_buf};
 use crate::comm::Comm;
-use crate::guard::{Error, Result, rank, status};
+use crate::guard::{Error, Result, invalid, non_null, rank, status};
 use crate::memory::Buffers;
 use crate::request::{Request, give, give_send};
 use crate::stream::on;
@@ -54,6 +54,13 @@ pub unsafe extern "C" fn gda_recv(
         // SAFETY: the caller vouches for the buffers.
         let buffers = unsafe { Buffers::of(comm, bufs, n) }?;
         let (comm, pieces) = (buffers.comm(), buffers.pieces()?);
+        if from == ANY_RANK {
+            return Err(invalid(
+                "the rank",
+                "GDA_ANY_RANK",
+                "one of the communicator; gda_trecv receives from any",
+            ));
+        }
         let received = match stream {
             0 => comm.comm.irecv_vectored(&pieces, rank(from)?)?,
             _ => on(stream, |batch| Ok(comm.comm.irecv_vectored_in_batch(batch, &pieces, rank(from)?)?))?,
@@ -81,11 +88,12 @@ pub unsafe extern "C" fn gda_tsend(
     req: *mut Raw,
 ) -> c_int {
     status("gda_tsend", || {
+        non_null("buf", buf.cast_mut())?;
         // SAFETY: the caller vouches for the buffer.
         let buffers = unsafe { Buffers::of(comm, buf, 1) }?;
         let (comm, (buffer, range)) = (buffers.comm(), buffers.pieces()?.swap_remove(0));
         let sent = tagged(comm)?.isend(buffer, range, rank(to)?, tag)?;
-        give(req, || Request::Tagged(sent))
+        give(req, || Request::Tagged(comm.clone(), sent))
     })
 }
 
@@ -103,6 +111,7 @@ pub unsafe extern "C" fn gda_trecv(
     req: *mut Raw,
 ) -> c_int {
     status("gda_trecv", || {
+        non_null("buf", buf.cast_mut())?;
         // SAFETY: the caller vouches for the buffer.
         let buffers = unsafe { Buffers::of(comm, buf, 1) }?;
         let (comm, (buffer, range)) = (buffers.comm(), buffers.pieces()?.swap_remove(0));
@@ -113,7 +122,7 @@ pub unsafe extern "C" fn gda_trecv(
             _ => Tag::Masked { value: tag, mask },
         };
         let received = tagged(comm)?.irecv(buffer, range, source, tag)?;
-        give(req, || Request::Tagged(received))
+        give(req, || Request::Tagged(comm.clone(), received))
     })
 }
 

@@ -10,11 +10,11 @@ use mp::{Communicator, CommunicatorBuilder};
 use crate::abi::Raw;
 use crate::comm::{COMMS, Comm, Remaining, check_flags};
 use crate::context::{Ctx, context};
-use crate::guard::{Foreign, Result, invalid, non_null, place, status, values};
+use crate::guard::{Foreign, Result, invalid, non_null, place, status, timeout, values};
 use crate::handles::Table;
 use crate::request::{Joined, join};
 
-static LISTENERS: Table<Arc<(Arc<Ctx>, Listener)>> = Table::new(3, "gda_listen_t");
+static LISTENERS: Table<Arc<(Arc<Ctx>, Listener)>> = Table::new(3);
 
 /// See the header.
 ///
@@ -58,9 +58,10 @@ fn pair(
 ) -> Result<()> {
     let to = place("comm", comm)?;
     check_flags(flags)?;
+    timeout(timeout_ns)?;
     let ctx = ctx.clone();
     let make = move || -> Result<Joined> {
-        let limit = Remaining::of(timeout_ns);
+        let limit = Remaining::of(timeout_ns)?;
         let built = connect(ctx.builder().timeout(limit.get()))?;
         COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)
     };

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 use std::thread::Builder;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use mp::{AnyRequest, Outcome, tagged, wait_any};
 use parking_lot::{Condvar, Mutex};
@@ -20,25 +20,53 @@ use crate::stream::on;
 /// An operation under way.
 pub(crate) enum Request {
     Message(Arc<Comm>, mp::Request),
-    Tagged(tagged::Request),
+    Tagged(Arc<Comm>, tagged::Request),
     Join(Join),
 }
 
-pub(crate) static REQUESTS: Table<Request> = Table::new(5, "gda_req_t");
+pub(crate) static REQUESTS: Table<Request> = Table::new(5);
 
 impl AnyRequest for Request {
     fn outcome(&self) -> Option<mp::Result<Outcome>> {
-        match self {
+        let outcome = match self {
             Self::Message(_, request) => request.outcome(),
-            Self::Tagged(request) => request.outcome(),
+            Self::Tagged(_, request) => request.outcome(),
             Self::Join(join) => join.outcome(Duration::ZERO),
+        };
+        match outcome {
+            Some(Ok(outcome)) => Some(Ok(outcome)),
+            // The connections end with the communicator.
+            Some(Err(error)) if !error.is_rank_lost() => Some(Err(error)),
+            lost if self.comm().is_none_or(|comm| !comm.is_gone()) => lost,
+            _ => Some(Err(mp::Error::Cancelled)),
         }
     }
 }
 
 impl Request {
-    /// What became of it; `None` if it goes on.
+    fn comm(&self) -> Option<&Arc<Comm>> {
+        match self {
+            Self::Message(comm, _) | Self::Tagged(comm, _) => Some(comm),
+            Self::Join(_) => None,
+        }
+    }
+
+    /// What became of it; `None` if it goes on. Looks now and then whether the communicator was destroyed.
     fn wait(&self, timeout: Duration) -> Option<mp::Result<Outcome>> {
+        const LOOK: Duration = Duration::from_millis(100);
+        let (mut start, mut left) = (None, timeout);
+        loop {
+            let outcome = self.wait_once(left.min(LOOK));
+            if outcome.is_some() || left <= LOOK {
+                return outcome;
+            }
+            // Messages that are soon complete need no clock.
+            let start = *start.get_or_insert_with(|| Instant::now() - LOOK);
+            left = timeout.saturating_sub(start.elapsed());
+        }
+    }
+
+    fn wait_once(&self, timeout: Duration) -> Option<mp::Result<Outcome>> {
         let done = match self {
             _ if timeout.is_zero() => return self.outcome(),
             Self::Join(join) => return join.outcome(timeout),
@@ -46,7 +74,7 @@ impl Request {
                 let status = comm.comm.wait(request, timeout);
                 status.map(|status| Outcome { rank: status.rank, bytes: status.bytes, tag: None })
             }
-            Self::Tagged(request) => request.wait(timeout).map(|status| Outcome {
+            Self::Tagged(_, request) => request.wait(timeout).map(|status| Outcome {
                 rank: status.rank,
                 bytes: status.bytes,
                 tag: Some(status.tag),
@@ -57,6 +85,7 @@ impl Request {
             Err(
                 mp::Error::Deadline { .. } | mp::Error::Message { cause: gdsync::Error::Deadline { .. }, .. },
             ) => self.outcome(),
+            Err(error) if error.is_rank_lost() => self.outcome(),
             done => Some(done),
         }
     }
@@ -158,6 +187,17 @@ fn fill(outcome: Outcome) -> impl FnOnce(&mut gda_status) {
     }
 }
 
+/// The error of an operation of this communicator.
+fn explain(comm: Option<&Arc<Comm>>, error: mp::Error) -> Error {
+    match error {
+        mp::Error::Cancelled if comm.is_some_and(|comm| comm.is_gone()) => {
+            let text = "the communicator was destroyed before this operation was complete; wait for it first";
+            Error::Own(libc::ECANCELED, text.into())
+        }
+        other => other.into(),
+    }
+}
+
 /// Refuses a place for the status that is none.
 fn check(place: *mut gda_status) -> Result<()> {
     if place.is_null() { Ok(()) } else { checked_size("status", place).map(drop) }
@@ -172,8 +212,8 @@ unsafe fn finish(
     outcome: mp::Result<Outcome>,
     place: *mut gda_status,
 ) -> Result<()> {
-    drop(request.end());
-    let outcome = outcome?;
+    let request = request.end();
+    let outcome = outcome.map_err(|error| explain(request.comm(), error))?;
     // SAFETY: its size was checked.
     unsafe { output(place, fill(outcome)) };
     Ok(())
@@ -191,7 +231,7 @@ pub unsafe extern "C" fn gda_req_wait(req: Raw, timeout_ns: i64, status: *mut gd
             return Ok(0);
         }
         let request = REQUESTS.borrow(req)?;
-        match request.object().wait(timeout(timeout_ns)) {
+        match request.object().wait(timeout(timeout_ns)?) {
             None => Ok(IN_PROGRESS),
             // SAFETY: its size was checked.
             Some(outcome) => unsafe { finish(request, outcome, status) }.map(|()| 0),
@@ -230,7 +270,7 @@ pub unsafe extern "C" fn gda_req_wait_any(
         }
         let borrowed = places.iter().map(|&place| REQUESTS.borrow(all[place])).collect::<Result<Vec<_>>>()?;
         let requests: Vec<_> = borrowed.iter().map(|one| one.object() as &dyn AnyRequest).collect();
-        let (index, outcome) = match wait_any(&requests, timeout(timeout_ns)) {
+        let (index, outcome) = match wait_any(&requests, timeout(timeout_ns)?) {
             Err(mp::Error::Deadline { .. }) => return Ok(IN_PROGRESS),
             other => other?,
         };
@@ -259,6 +299,8 @@ pub unsafe extern "C" fn gda_req_on_done(
     status("gda_req_on_done", || {
         let done = done.ok_or_else(|| invalid("done", "NULL", "a function"))?;
         let (ctx, this) = (context(ctx)?, Foreign(this));
+        let request = if req == 0 { None } else { Some(REQUESTS.take(req)?) };
+        let comm = request.as_ref().and_then(|request| request.comm().cloned());
         let call = move |outcome: mp::Result<Outcome>| {
             let struct_size = u32::try_from(size_of::<gda_status>()).unwrap_or(0);
             let mut status = gda_status { struct_size, rank: -1, len: 0, tag: 0 };
@@ -267,15 +309,14 @@ pub unsafe extern "C" fn gda_req_on_done(
                     fill(outcome)(&mut status);
                     0
                 }
-                Err(error) => report("gda_req_on_done", &error.into()),
+                Err(error) => report("gda_req_on_done", &explain(comm.as_ref(), error)),
             };
             // SAFETY: the caller's function, once.
             unsafe { done(this.get(), result, &raw const status) };
         };
-        if req == 0 {
-            call(Ok(Outcome::default()));
-        } else {
-            ctx.requests.add(REQUESTS.take(req)?, call);
+        match request {
+            None => call(Ok(Outcome::default())),
+            Some(request) => ctx.requests.add(request, call),
         }
         Ok(())
     })
@@ -305,7 +346,7 @@ pub extern "C" fn gda_req_on_stream(req: Raw, stream: Raw) -> c_int {
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_req_cancel(req: Raw) -> c_int {
     number("gda_req_cancel", || match REQUESTS.borrow(req)?.object() {
-        Request::Tagged(request) => Ok(if request.cancel() { 0 } else { IN_PROGRESS }),
+        Request::Tagged(_, request) => Ok(if request.cancel() { 0 } else { IN_PROGRESS }),
         _ => Err(Error::Own(libc::EOPNOTSUPP, "only receives with tags can be cancelled".into())),
     })
 }

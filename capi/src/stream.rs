@@ -37,8 +37,8 @@ enum Program {
     Steps(KernelSteps),
 }
 
-static STREAMS: Table<Arc<Queue>> = Table::new(6, "gda_stream_t");
-static GRAPHS: Table<Arc<Mutex<Program>>> = Table::new(7, "gda_graph_t");
+static STREAMS: Table<Arc<Queue>> = Table::new(6);
+static GRAPHS: Table<Arc<Mutex<Program>>> = Table::new(7);
 
 impl Queue {
     /// The stream, unless it is a batch.
@@ -75,8 +75,8 @@ pub(crate) fn on<T>(raw: Raw, record: impl FnOnce(&mut Batch) -> Result<T>) -> R
     }
 }
 
-fn limit(ns: i64) -> Duration {
-    if ns == 0 { HostStreamConfig::default().wait_limit } else { timeout(ns) }
+fn limit(ns: i64) -> Result<Duration> {
+    if ns == 0 { Ok(HostStreamConfig::default().wait_limit) } else { timeout(ns) }
 }
 
 /// See the header.
@@ -92,15 +92,18 @@ pub unsafe extern "C" fn gda_stream_open(
     stream: *mut Raw,
 ) -> c_int {
     status("gda_stream_open", || {
-        let (to, ctx, wait_limit) = (place("stream", stream)?, context(ctx)?, limit(wait_limit_ns));
+        let (to, ctx, wait_limit) = (place("stream", stream)?, context(ctx)?, limit(wait_limit_ns)?);
         let stream = match flags {
             HOST if cuda_stream.is_null() => {
                 Stream::host(HostStreamConfig { wait_limit, ..Default::default() })?
             }
             HOST => return Err(invalid("cuda_stream", "a stream", "NULL with GDA_STREAM_HOST")),
             0 | KERNEL => {
-                let gpu = ctx.gpu.as_ref();
-                let gpu = gpu.ok_or_else(|| invalid("the context's GPU", "-1", "that of the stream"))?;
+                let none = || {
+                    let what = "GDA_STREAM_HOST for a stream without CUDA, or the stream's GPU in gda_config";
+                    invalid("gpu of the context", -1, what)
+                };
+                let gpu = ctx.gpu.as_ref().ok_or_else(none)?;
                 let via = if flags == KERNEL { Via::Kernel } else { CudaStreamConfig::default().via };
                 let config = CudaStreamConfig { wait_limit, via, ..CudaStreamConfig::default() };
                 // SAFETY: a stream of this GPU, which lives as long: the caller guarantees it.
@@ -126,7 +129,7 @@ pub extern "C" fn gda_stream_sync(stream: Raw, timeout_ns: i64) -> c_int {
     status("gda_stream_sync", || {
         let queue = queue(stream)?;
         // With the rank whose message has failed, in the text.
-        Ok(queue.stream()?.stream.synchronize(timeout(timeout_ns))?)
+        Ok(queue.stream()?.stream.synchronize(timeout(timeout_ns)?)?)
     })
 }
 

@@ -17,7 +17,7 @@ use crate::stream::{on, queue};
 /// A window with its communicator.
 type Win = (Arc<Comm>, Window);
 
-static WINDOWS: Table<Win> = Table::new(8, "gda_win_t");
+static WINDOWS: Table<Win> = Table::new(8);
 
 fn window(raw: Raw) -> Result<Guard<Win>> {
     let win = WINDOWS.get(raw)?;
@@ -43,7 +43,7 @@ pub unsafe extern "C" fn gda_win_create(
         let range = gda_buf { mem, offset, len }.range()?;
         // Not locked while the other ranks are waited for.
         let registration = MEMS.get(mem)?.registration().clone();
-        let made = owner.comm.window(&registration, range, timeout(timeout_ns))?;
+        let made = owner.comm.window(&registration, range, timeout(timeout_ns)?)?;
         *win = WINDOWS.insert((owner, made))?;
         Ok(())
     })
@@ -210,13 +210,12 @@ pub extern "C" fn gda_wait_signal(
     status("gda_wait_signal", || {
         let offset = size("offset", offset)?;
         let all = [Cond::Geq, Cond::Eq, Cond::And, Cond::Nor];
-        let cond = usize::try_from(cond).ok().and_then(|cond| all.get(cond)).copied();
-        let cond =
-            cond.ok_or_else(|| invalid("cond", "another number", "GDA_GEQ, GDA_EQ, GDA_AND or GDA_NOR"))?;
+        let known = usize::try_from(cond).ok().and_then(|cond| all.get(cond)).copied();
+        let cond = known.ok_or_else(|| invalid("cond", cond, "GDA_GEQ, GDA_EQ, GDA_AND or GDA_NOR"))?;
         // Not locked while it waits.
         let window = window(win)?.1.clone();
         match stream {
-            0 => Ok(window.wait_signal(offset, value, cond, timeout(timeout_ns)).map(drop)?),
+            0 => Ok(window.wait_signal(offset, value, cond, timeout(timeout_ns)?).map(drop)?),
             _ => on(stream, |batch| Ok(window.wait_signal_in_batch(batch, offset, value, cond)?)),
         }
     })
@@ -229,8 +228,8 @@ pub extern "C" fn gda_win_flush(win: Raw, of: c_int, stream: Raw, timeout_ns: i6
         let window = window(win)?.1.clone();
         let ranks = if of < 0 { 0..window.communicator().size() } else { rank(of)?..rank(of)? + 1 };
         match stream {
-            0 if of < 0 => Ok(window.flush_all(timeout(timeout_ns))?),
-            0 => Ok(window.flush(ranks.start, timeout(timeout_ns))?),
+            0 if of < 0 => Ok(window.flush_all(timeout(timeout_ns)?)?),
+            0 => Ok(window.flush(ranks.start, timeout(timeout_ns)?)?),
             _ => {
                 let queue = queue(stream)?;
                 let stream = &queue.stream()?.stream;
@@ -244,8 +243,9 @@ pub extern "C" fn gda_win_flush(win: Raw, of: c_int, stream: Raw, timeout_ns: i6
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_win_destroy(win: Raw, timeout_ns: i64) -> c_int {
     status("gda_win_destroy", || {
+        let limit = timeout(timeout_ns)?;
         let (comm, window) = WINDOWS.take(win)?;
         comm.check()?;
-        Ok(window.destroy(timeout(timeout_ns))?)
+        Ok(window.destroy(limit)?)
     })
 }

@@ -69,6 +69,7 @@ pub(crate) enum CommonCall {
     CollectivesDestroy,
     Shrink,
     Finalize,
+    Split,
 }
 
 thread_local! {
@@ -77,7 +78,7 @@ thread_local! {
 
 impl CommonCall {
     /// The order is that of the wire.
-    pub(crate) const ALL: [Self; 14] = [
+    pub(crate) const ALL: [Self; 15] = [
         Self::Init,
         Self::InitOver,
         Self::Barrier,
@@ -92,6 +93,7 @@ impl CommonCall {
         Self::CollectivesDestroy,
         Self::Shrink,
         Self::Finalize,
+        Self::Split,
     ];
 
     pub(crate) fn name(self) -> &'static str {
@@ -109,6 +111,7 @@ impl CommonCall {
             Self::CollectivesNew => "Collectives::new",
             Self::CollectivesDestroy => "Collectives::destroy",
             Self::Shrink => "shrink",
+            Self::Split => "split",
             Self::Finalize => "finalize",
         }
     }

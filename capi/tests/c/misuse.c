@@ -3,6 +3,7 @@
 #include "check.h"
 
 #include <pthread.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
 
 static int lines, failures;
@@ -25,12 +26,27 @@ static void logger(void *self, int level, const char *text)
         failures++;                                                                                                    \
     } while (0)
 
+/* The last failure is told with these words. */
+#define SAYS(words)                                                                                                    \
+    do {                                                                                                               \
+        if (!strstr(gda_last_error(), words)) {                                                                        \
+            fprintf(stderr, "%s:%d: no '%s' in: %s\n", __FILE__, __LINE__, words, gda_last_error());                   \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
 static int nobody(void *self, const void *mine, size_t len, void *all, int64_t timeout_ns)
 {
     (void)self;
     (void)timeout_ns;
     memcpy(all, mine, len);
     return 0;
+}
+
+static int refuses(void *self, const void *mine, size_t len, void *all, int64_t timeout_ns)
+{
+    (void)mine, (void)len, (void)all, (void)timeout_ns;
+    return *(int *)self;
 }
 
 static void done(void *self, int result, const struct gda_status *status)
@@ -47,7 +63,11 @@ static int launched(void *self, uint64_t program)
 
 static void *wait_long(void *req)
 {
-    return (void *)(intptr_t)gda_req_wait(req, PATIENCE, NULL);
+    int got;
+    /* The other thread may look right now. */
+    while ((got = gda_req_wait(req, PATIENCE, NULL)) == -EBUSY)
+        usleep(100);
+    return (void *)(intptr_t)got;
 }
 
 /* Two threads wait for one request: one of them is told. */
@@ -83,6 +103,7 @@ static void in_child(struct side *s, gda_stream_t stream, gda_req_t req)
     if (child == 0) {
         OK(gda_set_logger(NULL, NULL, 0));
         CHECK(gda_open(&config, &ctx), -EACCES);
+        SAYS("before gda_open, or have the child call exec");
         CHECK(gda_send(s->comm, 0, &out, 1, NULL, NULL), -EACCES);
         CHECK(gda_req_wait(req, PATIENCE, NULL), -EACCES);
         CHECK(gda_stream_sync(stream, PATIENCE), -EACCES);
@@ -94,6 +115,54 @@ static void in_child(struct side *s, gda_stream_t stream, gda_req_t req)
     }
     CHECK(waitpid(child, &status, 0), child);
     CHECK(status, 0);
+}
+
+/* Memory that is not there: none of it, or its end. */
+static void not_mapped(struct side *s)
+{
+    gda_mem_t mem;
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    char *two = mmap(NULL, 2 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TRUE(two != MAP_FAILED);
+    CHECK(munmap(two + page, page), 0);
+    FAILS(gda_mem_reg(s->comm, (void *)0x1000, 64, 0, &mem), EFAULT);
+    SAYS("64 bytes at 0x1000 are not all mapped");
+    FAILS(gda_mem_reg(s->comm, two, 2 * page, GDA_CACHED, &mem), EFAULT);
+    OK(gda_mem_reg(s->comm, two, page, 0, &mem));
+    OK(gda_mem_dereg(mem));
+    CHECK(munmap(two, page), 0);
+}
+
+/* Receives that a communicator ends with: of one a thread waits. */
+static void destroyed(gda_ctx_t ctx)
+{
+    struct gda_exchange exchange = {sizeof exchange, 0, 1, 0, NULL, nobody, NULL};
+    gda_comm_t comm;
+    gda_mem_t mem;
+    gda_req_t reqs[4];
+    pthread_t thread;
+    void *result;
+    int which, told = 1;
+    static char bytes[64];
+    OK(gda_comm_create(ctx, &exchange, GDA_TAGGED, PATIENCE, &comm));
+    OK(gda_mem_reg(comm, bytes, sizeof bytes, 0, &mem));
+    struct gda_buf bufs[] = {{mem, 0, 8}, {mem, 8, 8}, {mem, 16, 8}, {mem, 24, 8}};
+    OK(gda_recv(comm, 0, &bufs[0], 1, NULL, &reqs[0]));
+    OK(gda_recv(comm, 0, &bufs[1], 1, NULL, &reqs[1]));
+    OK(gda_trecv(comm, 0, 1, UINT64_MAX, &bufs[2], &reqs[2]));
+    OK(gda_recv(comm, 0, &bufs[3], 1, NULL, &reqs[3]));
+    OK(gda_req_on_done(ctx, reqs[3], done, &told));
+    OK(pthread_create(&thread, NULL, wait_long, reqs[0]));
+    OK(gda_comm_destroy(comm, PATIENCE));
+    OK(pthread_join(thread, &result));
+    CHECK((intptr_t)result, -ECANCELED);
+    FAILS(gda_req_wait_any(&reqs[1], 1, -1, &which, NULL), ECANCELED);
+    SAYS("the communicator was destroyed before");
+    FAILS(gda_req_wait(reqs[2], -1, NULL), ECANCELED);
+    while (told == 1)
+        OK(gda_progress(ctx));
+    CHECK(told, -ECANCELED);
+    OK(gda_mem_dereg(mem));
 }
 
 int main(void)
@@ -139,9 +208,16 @@ int main(void)
     TRUE(strstr(gda_last_error(), "no_such_device"));
     config.device = NULL;
     config.depth = 1 << 30;
-    OK(gda_open(&config, &ctx));
-    FAILS(gda_comm_create(ctx, NULL, 0, PATIENCE, &comm), EINVAL);
-    OK(gda_close(ctx));
+    FAILS(gda_open(&config, &ctx), EINVAL);
+    SAYS("depth is 1073741824: expected at most 32768");
+    config.depth = 32768;
+    config.max_pieces = 31;
+    FAILS(gda_open(&config, &ctx), EINVAL);
+    config.max_pieces = 30;
+    config.gpu = 99;
+    TRUE(gda_open(&config, &ctx) < 0);
+    SAYS("gpu is 99: ");
+    SAYS("-1 for no GPU");
 
     struct side s = open_side(-1, GDA_TAGGED | GDA_COLLECTIVES);
     struct gda_buf out = range(&s, 0, 8), past = range(&s, BYTES, 8), wraps = range(&s, UINT64_MAX, 8), no = {NULL, 0, 8};
@@ -162,6 +238,13 @@ int main(void)
     exchange.rank = 0;
     exchange.allgather = NULL;
     FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm), EINVAL);
+    exchange.allgather = refuses;
+    exchange.self = &which;
+    which = 1;
+    FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm), EINVAL);
+    SAYS("allgather returned 1: ");
+    which = -EIO;
+    FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm), EIO);
     exchange.allgather = nobody;
     OK(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm));
     FAILS(gda_tsend(comm, 0, 1, &out, NULL), EINVAL);
@@ -183,16 +266,25 @@ int main(void)
     FAILS(gda_mem_reg_dmabuf(s.comm, -1, 0, 8, &mem), EINVAL);
     FAILS(gda_send(s.comm, 7, &out, 1, NULL, NULL), EINVAL);
     FAILS(gda_send(s.comm, -1, &out, 1, NULL, NULL), EINVAL);
+    FAILS(gda_recv(s.comm, GDA_ANY_RANK, &out, 1, NULL, &req), EINVAL);
+    SAYS("gda_trecv");
     FAILS(gda_send(s.comm, 0, NULL, 1, NULL, NULL), EINVAL);
     FAILS(gda_send(s.comm, 0, &out, -1, NULL, NULL), EINVAL);
     FAILS(gda_send(s.comm, 0, &past, 1, NULL, NULL), EINVAL);
     FAILS(gda_send(s.comm, 0, &wraps, 1, NULL, NULL), EINVAL);
     FAILS(gda_send(s.comm, 0, &no, 1, NULL, NULL), EINVAL);
+    struct gda_buf of_comm = {(gda_mem_t)(void *)s.comm, 0, 8};
+    FAILS(gda_send(s.comm, 0, &of_comm, 1, NULL, NULL), EINVAL);
+    SAYS(", which is a gda_comm_t");
     FAILS(gda_send(s.comm, 0, &out, 1, (gda_stream_t)(void *)s.comm, NULL), EINVAL);
     FAILS(gda_trecv(s.comm, -2, 0, 0, &out, &req), EINVAL);
     FAILS(gda_trecv(s.comm, 0, 0, 0, NULL, &req), EINVAL);
+    SAYS("buf is NULL");
+    FAILS(gda_allreduce(s.comm, NULL, GDA_INT32, GDA_SUM, NULL, PATIENCE), EINVAL);
+    SAYS("buf is NULL");
     OK(gda_recv(s.comm, 0, &out, 1, NULL, &req));
     FAILS(gda_recv(s.comm, 0, &out, 1, NULL, NULL), EINVAL);
+    SAYS("gda_recv, gda_send and gda_req_on_stream");
     FAILS(gda_req_cancel(req), EOPNOTSUPP);
     status.struct_size = 8;
     FAILS(gda_req_wait(req, 0, &status), EINVAL);
@@ -201,11 +293,19 @@ int main(void)
     FAILS(gda_req_wait_any(NULL, 1, 0, &which, NULL), EINVAL);
     FAILS(gda_req_on_done(s.ctx, req, NULL, NULL), EINVAL);
     CHECK(gda_req_wait(req, 0, &status), GDA_IN_PROGRESS);
+    FAILS(gda_req_wait(req, -7, &status), EINVAL);
+    SAYS("-7 ns: expected -1 (for ever)");
+    FAILS(gda_req_wait_any(&req, 1, -2, &which, NULL), EINVAL);
+    FAILS(gda_barrier(s.comm, NULL, -2), EINVAL);
+    not_mapped(&s);
+    destroyed(s.ctx);
 
     /* Streams, batches and graphs. */
     FAILS(gda_stream_open(s.ctx, &s, GDA_STREAM_HOST, 0, &stream), EINVAL);
     FAILS(gda_stream_open(s.ctx, NULL, 64, 0, &stream), EINVAL);
     FAILS(gda_stream_open(s.ctx, NULL, 0, 0, &stream), EINVAL);
+    SAYS("GDA_STREAM_HOST");
+    FAILS(gda_stream_open(s.ctx, NULL, GDA_STREAM_HOST, -2, &stream), EINVAL);
     stream = host_stream(s.ctx);
     OK(gda_batch_begin(s.ctx, &batch));
     FAILS(gda_batch_submit(stream, stream), EINVAL);
@@ -221,6 +321,7 @@ int main(void)
     FAILS(gda_steps_record(stream, &stream, 1, &graph), EINVAL);
     OK(gda_capture_begin(stream));
     FAILS(gda_send(s.comm, 0, &out, 1, stream, NULL), EOPNOTSUPP);
+    SAYS("gda_chan_create");
     OK(gda_capture_end(stream, &graph));
     FAILS(gda_steps_launch(graph, stream, launched, NULL), EINVAL);
     OK(gda_graph_destroy(graph));
@@ -234,6 +335,13 @@ int main(void)
     FAILS(gda_atomic(win, 0, 0, 9, 0, 0, &out, NULL, NULL), EINVAL);
     FAILS(gda_atomic(win, 0, 0, GDA_COMPARE_SWAP, 0, 0, NULL, NULL, NULL), EINVAL);
     FAILS(gda_wait_signal(win, 0, 0, 9, NULL, 0), EINVAL);
+    SAYS("cond is 9");
+    FAILS(gda_wait_signal(win, 0, 1, GDA_GEQ, NULL, 0), ETIMEDOUT);
+    SAYS("GDA_GEQ 1");
+    SAYS("(gda_put or gda_put_bytes with a signal)");
+    /* The handle lives on. */
+    FAILS(gda_win_destroy(win, -2), EINVAL);
+    FAILS(gda_comm_destroy(s.comm, -2), EINVAL);
     OK(gda_win_destroy(win, PATIENCE));
     FAILS(gda_chan_create(s.comm, 5, &out, 1, PATIENCE, &chan), EINVAL);
     OK(gda_chan_create(s.comm, 0, NULL, 0, PATIENCE, &chan));

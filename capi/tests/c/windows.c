@@ -135,6 +135,27 @@ static void from_gpus(struct side *s, CUstream stream)
     free(host);
 }
 
+/* Ranks that make other calls: the one that waits, and the end, say which. */
+static void calls_that_differ(struct side *s)
+{
+    gda_comm_t comm, part;
+    OK(gda_comm_create(s->ctx, NULL, GDA_COLLECTIVES, PATIENCE, &comm));
+    gda_mem_t mem;
+    OK(gda_mem_reg(comm, s->bytes, 8, 0, &mem));
+    struct gda_buf buf = {mem, 0, 8};
+    CHECK(gda_broadcast(comm, &buf, s->rank, NULL, PATIENCE), -EINVAL);
+    CHECK(gda_comm_destroy(comm, PATIENCE), -EINVAL);
+    TRUE(strstr(gda_last_error(), "an earlier collective has failed"));
+    OK(gda_mem_dereg(mem));
+    OK(gda_comm_create(s->ctx, NULL, 0, PATIENCE, &comm));
+    if (s->rank == 0) {
+        CHECK(gda_comm_split(comm, 0, 0, 100000000, &part), -ETIMEDOUT);
+        TRUE(strstr(gda_last_error(), "split: waiting for rank 1"));
+    }
+    OK(gda_barrier(s->comm, NULL, PATIENCE));
+    TRUE(gda_comm_destroy(comm, PATIENCE) < 0);
+}
+
 int main(void)
 {
     CUdevice device;
@@ -156,6 +177,7 @@ int main(void)
             in_graphs(&s, all[i]);
     }
     from_gpus(&s, raw);
+    calls_that_differ(&s);
     OK(gda_stream_close(host));
     OK(gda_stream_close(cuda));
     close_side(&s);

@@ -8,7 +8,7 @@ use super::pairwise::{job, listen_for_part, new_token};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
-use crate::exchange::take;
+use crate::exchange::{CommonCall, take};
 use crate::wait::Deadline;
 
 /// What a rank tells the others.
@@ -55,7 +55,7 @@ impl Communicator {
         key: u64,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Option<Self>> {
-        let deadline = Deadline::after(self.limit(timeout));
+        let (_call, deadline) = (CommonCall::Split.enter(), Deadline::after(self.limit(timeout)));
         let (listener, at) = listen_for_part()?;
         let own = Part { color, key, token: new_token()?, at: at.to_string() };
         let all = self.exchange(&own.to_bytes(), deadline.remaining())?;
