@@ -8,7 +8,8 @@
  * - Handles are numbers. One that is NULL, ended or of another type is -EINVAL; one that another thread waits with is -EBUSY.
  * - Any thread may make any call. A process that was forked after the first call gets -EACCES.
  * - Structures begin with `struct_size`, which the caller sets to sizeof: later versions may append fields.
- * - The library calls the caller's functions without a lock held, and they may make any call. They must return, not longjmp or throw.
+ * - The library calls the caller's functions without a lock held. They may make any call, except those of gda_stream_call. They must
+ *   return, not longjmp or throw.
  */
 
 #ifndef GDASYNC_H
@@ -68,7 +69,8 @@ struct gda_info {
     char device[128];
 };
 
-/* Fields that are 0 or NULL take their values from environment variables (GDSYNC_DEVICE and others), except `gpu`: 0 is the first GPU. */
+/* Environment variables give the rest: GDSYNC_DEVICE the device if `device` is NULL; GDSYNC_PATH, MP_LOCAL, MP_GPU_PATH and others the
+ * settings that have no field. `gpu` 0 is the first GPU. */
 int gda_open(const struct gda_config *config, gda_ctx_t *ctx);
 int gda_info(gda_ctx_t ctx, struct gda_info *info);
 /* The device stays open until its last communicator is destroyed. */
@@ -152,8 +154,9 @@ struct gda_buf {
 
 /* ---- Messages ----
  *
- * `stream` NULL: the CPU starts the message now. Else the stream starts it when it gets there, and goes on: it waits for the message
- * only at gda_req_on_stream. `req` NULL: the caller does not ask for the outcome. A send that is complete at once sets `*req` to NULL.
+ * `stream` NULL: the CPU starts the message now. Else the stream starts it when it gets there: a send waits there for its receive to be
+ * posted. Neither holds the stream until the message has gone or come: gda_req_on_stream does. `req` NULL: the caller does not ask for
+ * the outcome. A send that is complete at once sets `*req` to NULL.
  */
 
 /* Without tags: receives from a rank get its messages in the order of the sends. A message longer than its receive ends the connection. */
