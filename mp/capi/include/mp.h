@@ -87,7 +87,10 @@ int mp_init_with(const struct mp_exchange *exchange, const int *peers, int count
 /* The same among all ranks that a launcher has started: mpirun, srun, torchrun, or RANK, WORLD_SIZE and MASTER_ADDR. */
 int mp_init_env(const int *peers, int count, int flags, int gpu_id);
 
-/* Waits for all ranks, then disconnects. Requests and windows end; registrations stay until they are deregistered. */
+/*
+ * Waits for all ranks, then disconnects. Requests and windows end, and with MP_FAILURE the waits of other threads for them;
+ * registrations stay until they are deregistered.
+ */
 void mp_finalize(void);
 
 /* ---- Messages by the CPU ---------------------------------------------------------------------------------------- */
@@ -102,7 +105,8 @@ int mp_deregister(mp_reg_t *reg);
 
 /*
  * A receive may be posted after its send: the send waits then. If a queue is full, or a stream has sends to the same peer, they wait
- * for up to ten seconds: ENOMEM, EBUSY. EINVAL to send while a prepared send to this peer is not posted.
+ * for up to ten seconds: ENOMEM, EBUSY, as for a thread that sends to the same peer by a stream. EINVAL to send while a prepared send
+ * to this peer is not posted.
  */
 int mp_irecv(void *buf, int size, int peer, mp_reg_t *reg, mp_request_t *req);
 int mp_isend(void *buf, int size, int peer, mp_reg_t *reg, mp_request_t *req);

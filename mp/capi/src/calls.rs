@@ -114,18 +114,21 @@ impl How {
     fn send(self, peer: &Arc<Peer>, wr: &SendWr<'_>, is_unwaited: bool) -> Result<Handle> {
         let mark = if is_unwaited { MARK } else { 0 };
         let wr = std::slice::from_ref(wr);
-        let prepare = |patience| {
-            peer.add((true, is_unwaited), patience, |qp| {
+        let prepare = |in_turn, patience| {
+            peer.add((true, is_unwaited), in_turn, patience, |qp| {
                 let send = qp.prepare_send(wr)?;
                 Ok((send.completion(), State::Prepared(send)))
             })
         };
         let request = match self {
-            Self::ByCpu => peer.add_now((true, is_unwaited), |qp| qp.post_send(wr))?,
-            Self::Prepared => return Ok(REQUESTS.insert(prepare(patience())?, mark)),
+            Self::ByCpu => {
+                let _submit = peer.lock_submit(patience())?;
+                peer.add_now((true, is_unwaited), |qp| qp.post_send(wr))?
+            }
+            Self::Prepared => return Ok(REQUESTS.insert(prepare(false, patience())?, mark)),
             Self::Stream(stream, waits) => {
-                let _submit = peer.submit.lock();
-                let request = prepare(guard::wait_limit())?;
+                let _submit = peer.lock_submit(guard::wait_limit())?;
+                let request = prepare(true, guard::wait_limit())?;
                 let mut items = Items::default();
                 items.add(Item::Send(request.clone(), request.take_prepared(State::Listed)?));
                 if waits {

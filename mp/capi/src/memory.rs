@@ -120,8 +120,10 @@ fn part(bytes: &[u8]) -> Option<(RemoteAddr, u64)> {
     let (addr, rest) = rest.split_first_chunk()?;
     let (rkey, rest) = rest.split_first_chunk()?;
     let (size, rest) = rest.split_first_chunk()?;
-    let remote = RemoteAddr { addr: u64::from_be_bytes(*addr), rkey: u32::from_be_bytes(*rkey) };
-    (*ok == 1 && rest.is_empty()).then_some((remote, u64::from_be_bytes(*size)))
+    let (addr, size) = (u64::from_be_bytes(*addr), u64::from_be_bytes(*size));
+    addr.checked_add(size)?;
+    let remote = RemoteAddr { addr, rkey: u32::from_be_bytes(*rkey) };
+    (*ok == 1 && rest.is_empty()).then_some((remote, size))
 }
 
 /// A length of the program.

@@ -9,7 +9,7 @@ use gdsync::stream::PreparedSend;
 use gdsync::verbs::{Completion, Qp};
 use gdsync::{Error, shm::Backoff};
 use gdsync_capi_support::guard::wait_limit;
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::failure::{Failure, LIBRARY, Result};
 use crate::handles::Table;
@@ -25,8 +25,8 @@ pub(crate) static REQUESTS: Table<Request> = Table::new(1, "request");
 pub(crate) struct Peer {
     pub(crate) rank: usize,
     pub(crate) qp: Qp,
-    /// The submit lock: held from the preparation of sends until a stream has them, so that it gets them in order.
-    pub(crate) submit: Mutex<()>,
+    /// The submit lock: held from the preparation of sends until the device or a stream has them, so that it gets them in order.
+    submit: Mutex<()>,
     sends: Flow,
     receives: Flow,
 }
@@ -83,10 +83,20 @@ impl Peer {
         if is_send { &self.sends } else { &self.receives }
     }
 
-    /// Makes a request by `post`. While a queue is full, or busy, progresses and tries again.
+    /// Locks out other threads that send.
+    pub(crate) fn lock_submit(&self, patience: Duration) -> Result<MutexGuard<'_, ()>> {
+        self.submit.try_lock_for(patience).ok_or_else(|| {
+            let owner = "another thread, which waits for room in it or in a stream".into();
+            Error::Busy { queue: "send", qpn: self.qp.qpn(), owner }.into()
+        })
+    }
+
+    /// Makes a request by `post`. While a queue is full, or busy, progresses and tries again. Of `in_turn` sends, none may be
+    /// prepared and not posted before it: a full queue would have no room before that is.
     pub(crate) fn add(
         self: &Arc<Self>,
         (is_send, is_unwaited): (bool, bool),
+        in_turn: bool,
         patience: Duration,
         post: impl Fn(&Qp) -> gdsync::Result<(Completion, State)>,
     ) -> Result<Arc<Request>> {
@@ -101,6 +111,10 @@ impl Peer {
                     let request = Arc::new(request);
                     flow.push_back(request.clone());
                     return Ok(request);
+                }
+                Err(Error::QueueFull { .. }) if in_turn && flow.iter().any(|before| before.is_unposted()) => {
+                    let value = "behind one that is prepared and not posted";
+                    return Err(Failure::invalid("send", value, "the prepared ones to be posted first"));
                 }
                 Err(Error::QueueFull { .. } | Error::Busy { .. }) if backoff.waited() < patience => {}
                 Err(error) => return Err(error.into()),
@@ -117,7 +131,7 @@ impl Peer {
         kind: (bool, bool),
         post: impl Fn(&Qp) -> gdsync::Result<Completion>,
     ) -> Result<Arc<Request>> {
-        let request = self.add(kind, patience(), |qp| Ok((post(qp)?, State::Posted)))?;
+        let request = self.add(kind, true, patience(), |qp| Ok((post(qp)?, State::Posted)))?;
         request.note_posted();
         Ok(request)
     }
@@ -201,7 +215,12 @@ impl Peer {
     /// Disconnects.
     pub(crate) fn stop(&self) {
         self.qp.stop(&Error::GivenUp);
-        [&self.sends, &self.receives].into_iter().for_each(|flow| flow.lock().clear());
+        for flow in [&self.sends, &self.receives] {
+            // Threads may wait for them.
+            let ended =
+                || Err(Failure::new(format!("rank {}: mp_finalize has ended the request", self.rank)));
+            flow.lock().drain(..).for_each(|request| request.finish(ended()));
+        }
     }
 }
 
@@ -217,6 +236,11 @@ impl Request {
     /// Its outcome, if it is complete.
     pub(crate) fn outcome(&self) -> Option<Result<()>> {
         if let State::Done(outcome) = &*self.state.lock() { Some(outcome.clone()) } else { None }
+    }
+
+    /// Whether it is prepared and not posted.
+    fn is_unposted(&self) -> bool {
+        matches!(&*self.state.lock(), State::Prepared(_) | State::Listed)
     }
 
     /// Takes the prepared send, to post it or for a list.

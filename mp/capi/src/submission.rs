@@ -62,7 +62,8 @@ impl Items {
         // In one order by all threads.
         peers.sort_by_key(|peer| peer.rank);
         peers.dedup_by_key(|peer| peer.rank);
-        let _submit: Vec<_> = peers.iter().map(|peer| peer.submit.lock()).collect();
+        let _submit: Vec<_> =
+            peers.iter().map(|peer| peer.lock_submit(wait_limit())).collect::<Result<_>>()?;
         self.post_locked(stream)
     }
 

@@ -232,6 +232,76 @@ static void two_threads(void)
     OK(mp_wait(&send));
 }
 
+enum { RACES = 200 };
+
+static void *send_by_cpu(void *unused)
+{
+    mp_request_t send;
+    for (int i = 0; i < RACES; i++) {
+        OK(mp_isend(bytes, 10, peer, &reg, &send));
+        OK(mp_wait(&send));
+    }
+    return unused;
+}
+
+static void *receive_all(void *unused)
+{
+    static mp_request_t receives[2 * RACES];
+    for (int i = 0; i < 2 * RACES; i++)
+        OK(mp_irecv(bytes + 10, 10, peer, &reg, &receives[i]));
+    OK(mp_wait_all(2 * RACES, receives));
+    return unused;
+}
+
+/* A thread sends by the CPU while another one sends by a stream. */
+static void racing_sends(void)
+{
+    pthread_t threads[2];
+    mp_request_t send;
+    OK(pthread_create(&threads[0], NULL, send_by_cpu, NULL));
+    OK(pthread_create(&threads[1], NULL, receive_all, NULL));
+    for (int i = 0; i < RACES; i++) {
+        OK(mp_isend_on_stream(bytes, 10, peer, &reg, &send, stream));
+        OK(mp_wait(&send));
+    }
+    for (int i = 0; i < 2; i++)
+        OK(pthread_join(threads[i], NULL));
+}
+
+/* A send that waits for room could wait for ever: nobody posts the sends that fill the queue. */
+static void behind_prepared_sends(void)
+{
+    mp_request_t request;
+    mp_desc_queue_t list;
+    OK(mp_desc_queue_alloc(&list));
+    OK(mpx_set_wait_limit(100));
+    while (mp_send_prepare(bytes, 10, peer, &reg, &request) == 0)
+        OK(mp_desc_queue_add_send(&list, &request));
+    OK(mpx_set_wait_limit(0));
+    REFUSED(mp_isend_on_stream(bytes, 10, peer, &reg, &request, stream), EINVAL);
+    REFUSED(mp_isend(bytes, 10, peer, &reg, &request), EINVAL);
+    OK(mp_desc_queue_free(&list));
+}
+
+static void *wait_for_the_end(void *request)
+{
+    REFUSED(mp_wait((mp_request_t *)request), MP_FAILURE);
+    return request;
+}
+
+/* A thread waits for a message while another one ends the job. */
+static void finalized(void)
+{
+    pthread_t thread;
+    mp_request_t receive;
+    OK(mp_irecv(bytes, 10, peer, &reg, &receive));
+    OK(pthread_create(&thread, NULL, wait_for_the_end, &receive));
+    /* It waits when it sleeps between its polls. */
+    OK(usleep(20000));
+    mp_finalize();
+    OK(pthread_join(thread, NULL));
+}
+
 static void forked(void)
 {
     int status;
@@ -312,10 +382,16 @@ static void test(void)
     handles();
     prepared();
     two_threads();
+    racing_sends();
+    behind_prepared_sends();
     forked();
     limited();
     lost(0);
     mp_finalize();
+    OK(mp_init_with(&e, &peer, 1, MP_INIT_DEFAULT, 0));
+    OK(mp_deregister(&reg));
+    OK(mp_register(bytes, sizeof bytes, &reg));
+    finalized();
     OK(mp_deregister(&reg));
     REFUSED(mp_deregister(&reg), EINVAL);
     OK(cuStreamDestroy(stream));
