@@ -213,7 +213,7 @@ fn mistake(command: &str) -> Option<String> {
     let trim = |word| str::trim_matches(word, ['[', ']', '"', '\'', '(', ')', '`', '$']);
     let words: Vec<&str> = command.split_whitespace().map(trim).filter(|word| !word.is_empty()).collect();
     let is_script = |word: &str| {
-        let ours = [".ci/", "benchmarks/", "gdrcopy/", "kmod/", "packages/", "tests/"];
+        let ours = [".ci/", "benchmarks/", "capi/", "gdrcopy/", "kmod/", "packages/", "tests/"];
         ours.iter().any(|folder| word.starts_with(folder)) && !word.contains('=')
     };
     // Also behind `mpirun -n 2`, `sudo` and the like.

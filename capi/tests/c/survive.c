@@ -62,10 +62,24 @@ int main(void)
     OK(gda_mem_dereg(s.mem));
     /* The other ranks have left it. */
     TRUE(gda_comm_destroy(s.comm, 1000000) < 0);
-    /* An abort ends it everywhere. */
-    OK(gda_comm_abort(survivors, -1));
-    CHECK(gda_comm_lost(survivors, NULL, 0), 3);
-    gda_comm_destroy(survivors, 1000000);
+    /* An abort ends it everywhere; by one rank, when the others have all that was sent to them. */
+    OK(gda_mem_reg(survivors, s.bytes, BYTES, 0, &s.mem));
+    in = range(&s, 0, 64);
+    none = range(&s, 128, 0);
+    if (gda_comm_rank(survivors) == 0) {
+        for (int i = 0; i < 2; i++) {
+            gda_req_t ready;
+            OK(gda_trecv(survivors, GDA_ANY_RANK, 1, UINT64_MAX, &in, &ready));
+            OK(gda_req_wait(ready, PATIENCE, NULL));
+        }
+        OK(gda_comm_abort(survivors, -1));
+        CHECK(gda_comm_lost(survivors, NULL, 0), 3);
+    } else {
+        OK(gda_recv(survivors, 0, &in, 1, NULL, &never));
+        OK(gda_tsend(survivors, 0, 1, &none, NULL));
+        CHECK(gda_req_wait(never, PATIENCE, NULL), -ECONNRESET);
+    }
+    TRUE(gda_comm_destroy(survivors, 1000000) < 0);
     OK(gda_close(s.ctx));
     free(s.bytes);
     return 0;
