@@ -476,7 +476,8 @@ impl Stream {
     }
 
     /// Blocks until all earlier submissions have run. Then reports the first failure of the stream, or of a queue pair
-    /// used since the last call.
+    /// used since the last call. While the stream is being captured, this waits for what was submitted before: what is captured has not
+    /// run.
     ///
     /// # Errors
     /// [`Error::Deadline`] after `timeout` (the work continues); [`Error::Unsupported`] within a host function of the stream, which

@@ -255,7 +255,7 @@ impl fmt::Display for Error {
                 };
                 write!(
                     f,
-                    "unfinished{after}: {what}; receive each message, and synchronize streams, before the end"
+                    "unfinished{after}: {what}; receive each message, synchronize streams, and end or drop captures and batches, before the end"
                 )
             }
             Self::Truncated { rank, tag, bytes, room } => write!(
@@ -354,12 +354,14 @@ impl Error {
     }
 
     /// The error of a process that has joined its job before.
-    pub(crate) fn of_second_init(mut self) -> Self {
-        if let Self::Deadline { what, fix, .. } | Self::Bootstrap { what, fix, .. } = &mut self {
-            what.push_str("; this process has joined its job already");
-            *fix = SECOND_INIT;
+    pub(crate) fn of_second_init(self) -> Self {
+        match self {
+            Self::Deadline { what, .. } | Self::Bootstrap { what, .. } => Self::launch(
+                format!("this process has joined its job already, and the other ranks join none ({what})"),
+                SECOND_INIT,
+            ),
+            other => other,
         }
-        self
     }
 
     /// Whether a queue or a stream has no room now.

@@ -251,9 +251,16 @@ impl Request {
                 _ => break,
             }
         }
-        let late =
-            || gdsync::Error::late("waiting for a completion", timeout, "what its queue has not told yet");
-        self.outcome()?.ok_or_else(late)
+        self.outcome()?.ok_or_else(|| match completion.is_taken_back() {
+            true => gdsync::Error::InvalidArgument {
+                what: "the batch of this message",
+                value: "dropped before a stream got it".into(),
+                expected: "Stream::submit for it before the wait",
+            },
+            false => {
+                gdsync::Error::late("waiting for a completion", timeout, "what its queue has not told yet")
+            }
+        })
     }
 
     /// The receive that a message waits for, if it is not posted.

@@ -107,7 +107,7 @@ impl Communicator {
     ) -> Result<Window> {
         let (_call, deadline) = (CommonCall::Window.enter(), Deadline::after(self.limit(timeout)));
         let (rank, size) = (self.rank(), self.size());
-        let mut exchange = self.0.exchange.lock();
+        let mut exchange = self.open_exchange()?;
         let intra_host = self.0.is_all_intra_host();
         let (_, pd) = self.0.domain(intra_host);
         let ours = part(registration, &range, (intra_host, self.0.domain)).and_then(|part| {
@@ -164,7 +164,7 @@ impl Window {
         let deadline = Deadline::after(comm.limit(timeout));
         let ours = part(registration, &range, (self.0.queues.intra_host, comm.0.domain));
         let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
-        let records = comm.0.exchange.lock().allgather(&record, deadline.remaining())?;
+        let records = comm.open_exchange()?.allgather(&record, deadline.remaining())?;
         ours?;
         let parts = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
         Ok(Self::of(comm, registration, range, parts, self.0.queues.clone()))
@@ -232,7 +232,7 @@ impl Window {
     /// [`Error::OutsideWindow`]; [`Error::Device`] for memory that the CPU cannot reach, or an address that is not a multiple
     /// of 4.
     pub fn word32(&self, offset: usize) -> Result<Word32> {
-        Ok(self.0.registration.memory().word32(self.own("word", offset, 4)?)?)
+        Ok(self.0.registration.memory().word32(self.word_at(offset, 4)?)?)
     }
 
     /// As [`Window::word32`], of 64 bits.
@@ -240,13 +240,30 @@ impl Window {
     /// # Errors
     /// [`Error::OutsideWindow`] and [`Error::Device`], as [`Window::word32`], for an address that is not a multiple of 8.
     pub fn word64(&self, offset: usize) -> Result<Word64> {
-        Ok(self.0.registration.memory().word64(self.own("word", offset, 8)?)?)
+        Ok(self.0.registration.memory().word64(self.word_at(offset, 8)?)?)
     }
 
     /// Where an access to the own part is in its registration.
     fn own(&self, operation: &'static str, offset: usize, len: usize) -> Result<usize> {
         self.remote(operation, self.0.comm.rank(), offset, len)?;
         Ok(self.0.range.start + offset)
+    }
+
+    /// Where a word of the own part is in its memory.
+    fn word_at(&self, offset: usize, len: usize) -> Result<usize> {
+        let at = self.own("word", offset, len)?;
+        if (self.0.registration.memory().addr() + at as u64).is_multiple_of(len as u64) {
+            return Ok(at);
+        }
+        Err(Error::Device(gdsync::Error::InvalidArgument {
+            what: "the offset of the word in its window",
+            value: offset.to_string(),
+            expected: if len == 4 {
+                "a word at a multiple of 4 bytes"
+            } else {
+                "a word at a multiple of 8 bytes"
+            },
+        }))
     }
 
     fn part(&self, rank: usize) -> Result<&Part> {

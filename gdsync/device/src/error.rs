@@ -421,10 +421,17 @@ impl Error {
             Self::PeerGone { qpn } => {
                 format!("its process is gone; go on without it (Communicator::shrink); QP {qpn:#x}")
             }
-            Self::GivenUp | Self::GivenUpByPeer => format!("{self}; go on without it (Communicator::shrink)"),
+            Self::GivenUp => format!(
+                "{self}; go on without it (Communicator::shrink), and after a shrink with windows and channels of the new communicator"
+            ),
+            Self::GivenUpByPeer => format!("{self}; go on without it (Communicator::shrink)"),
             Self::QueueFull { queue, qpn, outstanding, depth, untaken } => format!(
                 "the {queue} is full ({} of {depth} in use); wait for requests, or raise CommunicatorBuilder::depth; QP {qpn:#x}",
                 (outstanding + untaken).min(*depth)
+            ),
+            Self::Busy { queue, qpn, owner } if owner == "the CPU" => format!(
+                "the {queue} queue still belongs to the CPU: wait for the requests of its messages with that rank first, and submit or drop \
+                 batches; QP {qpn:#x}"
             ),
             Self::Busy { queue, qpn, owner } => format!(
                 "the {queue} queue still belongs to {owner}; synchronize that first, or wait for its requests; QP {qpn:#x}"

@@ -235,8 +235,11 @@ impl Source for Parts {
                 "see that the rank sends it (a send behind a wait of its own stream starts only after that wait)".to_owned()
             }
             (Traffic::ChannelOut, Queue::Receive) => {
-                let freed = self.awaits(n).completed;
-                format!("rank {rank} has freed {freed}; call Channel::post_recv_on_stream or post_recv_in_batch there")
+                // They complete in order: this is the first that has not.
+                format!("rank {rank} has freed {n}; call Channel::post_recv_on_stream or post_recv_in_batch there")
+            }
+            (Traffic::Collectives, _) => {
+                "see that the rank has called it, too, and what its stream waits for".to_owned()
             }
             _ => "see that the rank lives (Communicator::check)".to_owned(),
         };

@@ -29,7 +29,7 @@ use crate::wait::Deadline;
 pub const MAX_PAYLOAD: usize = 64 << 20;
 
 pub(super) const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and MASTER_PORT name its host and port, \
-                                   and that no firewall is between";
+                                   that each RANK is started once, and that no firewall is between";
 pub(super) const FIX_FILES: &str = "raise the limit on open files (ulimit -n)";
 pub(super) const FIX_NETWORK: &str = "check the network of this host";
 const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and its own output may say why; restart the job, or go on \

@@ -158,7 +158,13 @@ impl Target {
                     Self::Address(root) => root.clone(),
                     Self::File(path) => path.display().to_string(),
                 };
-                let what = format!("rank 0 could not be reached for {:?}", deadline.limit());
+                let limit = deadline.limit();
+                let what = match self {
+                    Self::Address(root) if root.to_socket_addrs().is_err() => {
+                        format!("this host could not resolve the name for {limit:?}")
+                    }
+                    _ => format!("rank 0 could not be reached for {limit:?}"),
+                };
                 return Err(Error::bootstrap_os(root, what, error, FIX_ROOT));
             }
             sleep(pause.min(deadline.remaining()));
@@ -325,5 +331,20 @@ impl Acceptor<'_> {
         let job = Job { token: 0, ..self.job };
         conn.farewell(job.frame(Kind::Refused, 0, why.as_bytes()));
         self.rejected = Some(format!("{}, because {why}", conn.peer));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_without_an_address_are_told() {
+        let target = Target::Address("no.such.host.invalid:29500".into());
+        let text = target.dial(&Deadline::after(Duration::from_millis(1))).unwrap_err().to_string();
+        assert!(
+            text.contains("this host could not resolve the name") && text.contains("MASTER_ADDR"),
+            "{text}"
+        );
     }
 }

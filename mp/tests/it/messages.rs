@@ -199,7 +199,7 @@ job_test!(sendrecv_refuses_ranges_that_overlap, 2, |comm| {
 
 job_test!(a_second_init_says_so, 2, |comm| {
     let error = Communicator::builder().timeout(Duration::from_millis(200)).init().unwrap_err();
-    says(&error, &["this process has joined its job already", "use that Communicator"]);
+    says(&error, &["launch: this process has joined its job already", "use that Communicator"]);
     comm.barrier(LONG).unwrap();
 });
 

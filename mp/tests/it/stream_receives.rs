@@ -364,3 +364,11 @@ job_test!(aborted_streams_end_their_receives, 2, |comm| {
         s.synchronize(LONG).unwrap_err();
     }
 });
+
+job_test!(dropped_batches_are_named_by_the_waits_for_their_messages, 1, |comm| {
+    let (memory, mut batch) = (buffer(comm, 64), Batch::new());
+    let received = comm.irecv_in_batch(&mut batch, &memory, 0..8, 0).unwrap();
+    drop(batch);
+    let text = comm.wait(&received, LONG).unwrap_err().to_string();
+    assert!(text.contains("the batch of this message is dropped before a stream got it"), "{text}");
+});

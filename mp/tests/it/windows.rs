@@ -608,6 +608,9 @@ job_test!(windows_refuse_registrations_of_another_communicator, 2, |comm| {
     let window = comm.window(&own, 0..64, LONG).unwrap();
     says(&window.beside(&foreign, 0..8, LONG).unwrap_err(), &words);
     says(&window.put(&foreign, 0..8, 1 - comm.rank(), 0).unwrap_err(), &words);
+    let error = window.word64(12).unwrap_err();
+    says(&error, &["offset of the word in its window is 12", "a multiple of 8 bytes"]);
+    window.word32(12).unwrap();
 });
 
 job_test!(windows_and_collectives_refuse_operations_after_finalize, 2, |comm| {
