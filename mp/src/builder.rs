@@ -48,7 +48,13 @@ impl Default for CommunicatorBuilder {
             bind: true,
             timeout: Duration::from_secs(30),
             watch: true,
-            queues: QueueConfig { depth: 512, max_pieces: 2, gpu: None, on_gpu: OnGpu::empty() },
+            queues: QueueConfig {
+                depth: 512,
+                max_pieces: 2,
+                traffic: Traffic::Messages,
+                gpu: None,
+                on_gpu: OnGpu::empty(),
+            },
             cache: CacheConfig::default(),
             intra_host: IntraHostPath::Soft,
             gpu_path: GpuPath::BySize,
@@ -284,6 +290,7 @@ impl CommunicatorBuilder {
             exchange: Mutex::new(exchange),
             outstanding: (!self.0.allow_overlap).then(Arc::default),
             children: Spawned::new(self.0.timeout),
+            is_over: Arc::default(),
             settings: self.0,
             rma,
             watched,
@@ -365,7 +372,7 @@ fn connect(
         pairs.into_iter().zip(&cards).enumerate().map(|(peer, ((messages, credits), theirs))| {
             let failed = |cause| Error::message(peer, "connect", cause);
             let theirs = Card::from_bytes(table_row(theirs, peer, rank, size)?).map_err(failed)?;
-            messages.name_ranks(rank, peer, [Traffic::Messages; 2]);
+            messages.name_ranks(rank, peer, [queues.traffic; 2]);
             credits.iter().for_each(|credits| credits.name_ranks(rank, peer, Traffic::Announcements));
             messages.connect(theirs.messages).map_err(failed)?;
             let route = match peer == rank {
@@ -378,7 +385,8 @@ fn connect(
                     CreditRoute::Remote { qp, probe, word: theirs.word }
                 }
             };
-            let credits = Credits::new(table.memory(), peer, queues.depth, route, flag.clone())?;
+            let of_queue = (queues.depth, queues.traffic);
+            let credits = Credits::new(table.memory(), peer, of_queue, route, flag.clone())?;
             let fifo = devices.fifos.get_mut(peer).and_then(Option::take);
             let via = (devices.paths[peer].is_intra_host(), devices.domain);
             Ok(Transport::new(peer, via, messages, queues, credits, fifo))

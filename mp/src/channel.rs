@@ -16,7 +16,7 @@
 
 use std::mem;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ use gdsync::stream::{Batch, PreparedSend, Replenish, Stream};
 use gdsync::verbs::{Completion, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, refuse_over};
 use crate::error::{Error, Result};
 use crate::exchange::{CommonCall, agree, take};
 use crate::overlap::overlap;
@@ -100,6 +100,8 @@ struct Inner {
 struct Half {
     peer: Arc<Peer>,
     qp: Qp,
+    /// [`Communicator::finalize`] has found nothing left at any rank.
+    is_over: Arc<AtomicBool>,
     /// Of both directions: the transport stops them when it fails.
     _pair: Arc<QpPair>,
     /// The places of messages, or none for credits.
@@ -117,6 +119,7 @@ struct Posted {
 
 impl Half {
     fn new(
+        comm: &Communicator,
         peer: &Arc<Peer>,
         qp: &Qp,
         pair: &Arc<QpPair>,
@@ -124,7 +127,8 @@ impl Half {
         buffers: KeyedPins,
     ) -> Arc<Self> {
         let posted = Mutex::new(Posted { next: 0, buffers });
-        Arc::new(Self { peer: peer.clone(), qp: qp.clone(), _pair: pair.clone(), places, posted })
+        let (peer, qp, is_over) = (peer.clone(), qp.clone(), comm.0.is_over.clone());
+        Arc::new(Self { peer, qp, is_over, _pair: pair.clone(), places, posted })
     }
 
     /// Pins a buffer.
@@ -190,6 +194,7 @@ impl Drop for Half {
 
 impl Replenish for Half {
     fn replenish(&self) -> gdsync::Result<()> {
+        refuse_over(&self.is_over, "a message of a channel")?;
         let mut posted = self.posted.lock();
         // First: a completion drained here has consumed its receive.
         self.qp.send_cq().drain();
@@ -408,9 +413,9 @@ impl Unconnected {
         pair.send.connect(theirs.into)?;
         pair.recv.connect(theirs.out)?;
         peer.transport.accompany(&pair);
-        let out = Half::new(&peer, &pair.send, &pair, vec![None], KeyedPins::new());
+        let out = Half::new(comm, &peer, &pair.send, &pair, vec![None], KeyedPins::new());
         let places = places.into_iter().map(Some).collect();
-        let into = Half::new(&peer, &pair.recv, &pair, places, buffers);
+        let into = Half::new(comm, &peer, &pair.recv, &pair, places, buffers);
         out.replenish()?;
         into.replenish()?;
         Ok(Channel(Arc::new(Inner { comm: comm.clone(), out, into, room: theirs.room.checked_sub(1) })))
@@ -439,7 +444,7 @@ impl Communicator {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Vec<Channel>> {
         let (_call, deadline) = (CommonCall::Channels.enter(), Deadline::after(self.limit(timeout)));
-        let mut exchange = self.0.exchange.lock();
+        let mut exchange = self.open_exchange()?;
         let built =
             wanted.iter().map(|(rank, places)| self.build_channel(*rank, places)).collect::<Result<Vec<_>>>();
         // An empty record says that it has failed.

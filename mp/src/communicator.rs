@@ -3,13 +3,13 @@
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::verbs::{Access, Context, Pd};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::cache::{Cache, CacheConfig, Cached};
 use crate::credit::CreditFlag;
@@ -68,6 +68,8 @@ pub(crate) struct Inner {
     pub(crate) exchange: Mutex<Box<dyn Exchange>>,
     /// Dropped after the exchange, so that they learn that it is gone, and before the rest, which tells them, too.
     pub(crate) children: Spawned,
+    /// [`Communicator::finalize`] has found nothing left at any rank.
+    pub(crate) is_over: Arc<AtomicBool>,
     pub(crate) context: Context,
     pub(crate) pd: Pd,
     /// The device for ranks of the same host, if messages with any rank go through it.
@@ -281,7 +283,7 @@ impl Communicator {
     /// pieces.
     pub fn isend_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = DOMAIN.range(c"isend");
-        let peer = self.peer(rank)?;
+        let peer = self.open_peer(rank, "send")?;
         self.while_full(|| Ok(Request::sent(peer, peer.send(pieces)?)))
     }
 
@@ -309,7 +311,7 @@ impl Communicator {
     /// [`Error::Message`] with the reason, also for too many pieces.
     pub fn irecv_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<Request> {
         let _range = DOMAIN.range(c"irecv");
-        let peer = self.peer(rank)?;
+        let peer = self.open_peer(rank, "receive")?;
         self.while_full(|| Ok(Request::received(peer, peer.receive(pieces, || self.claim(pieces, rank))?)))
     }
 
@@ -438,29 +440,46 @@ impl Communicator {
     /// [`Collectives::barrier`](crate::collective::Collectives::barrier) for that.
     ///
     /// # Errors
-    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
+    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late; [`Error::Device`] after
+    /// [`Communicator::finalize`].
     pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         self.catch_up();
-        self.0.exchange.lock().barrier(self.limit(timeout))
+        self.open_exchange()?.barrier(self.limit(timeout))
     }
 
     /// Collects a few bytes of every rank at every rank, in rank order: for addresses and keys, not for data.
     ///
     /// # Errors
-    /// [`Error::Bootstrap`] names a rank that is gone, [`Error::Deadline`] one that is late.
+    /// [`Error::Bootstrap`], [`Error::Deadline`] and [`Error::Device`], as [`Communicator::barrier`].
     pub fn exchange(&self, bytes: &[u8], timeout: impl Into<Option<Duration>>) -> Result<Vec<Vec<u8>>> {
         self.catch_up();
-        self.0.exchange.lock().allgather(bytes, self.limit(timeout))
+        self.open_exchange()?.allgather(bytes, self.limit(timeout))
     }
 
     /// # Errors
     /// [`gdsync::Error::Unsupported`] after [`Communicator::finalize`].
     pub(crate) fn refuse_finalized(&self, what: &'static str) -> gdsync::Result<()> {
-        if !self.0.children.is_finalized.load(Ordering::Relaxed) {
-            return Ok(());
-        }
-        let by = "a communicator after Communicator::finalize";
-        Err(gdsync::Error::Unsupported { what, by, fix: "finalize last" })
+        refuse_over(&self.0.is_over, what)
+    }
+
+    /// A rank that a message is started with.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`]; [`Error::Message`] after [`Communicator::finalize`].
+    #[inline]
+    pub(crate) fn open_peer(&self, rank: usize, operation: &'static str) -> Result<&Arc<Peer>> {
+        let peer = self.peer(rank)?;
+        self.refuse_finalized("a message").map_err(|cause| Error::message(rank, operation, cause))?;
+        Ok(peer)
+    }
+
+    /// The exchange, for a call of all ranks.
+    ///
+    /// # Errors
+    /// [`Error::Device`] after [`Communicator::finalize`].
+    pub(crate) fn open_exchange(&self) -> Result<MutexGuard<'_, Box<dyn Exchange>>> {
+        self.refuse_finalized("a call of all ranks")?;
+        Ok(self.0.exchange.lock())
     }
 
     /// The process of a rank that [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started from here.
@@ -523,6 +542,17 @@ impl Communicator {
 }
 
 /// The ranks of one communicator can make another.
+/// # Errors
+/// [`gdsync::Error::Unsupported`] after [`Communicator::finalize`].
+#[inline]
+pub(crate) fn refuse_over(is_over: &AtomicBool, what: &'static str) -> gdsync::Result<()> {
+    if !is_over.load(Ordering::Relaxed) {
+        return Ok(());
+    }
+    let by = "a communicator after Communicator::finalize";
+    Err(gdsync::Error::Unsupported { what, by, fix: "finalize last" })
+}
+
 impl Exchange for Communicator {
     fn rank(&self) -> usize {
         self.rank()

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::Syndrome;
-use gdsync::recorder::{NamedWords, Purpose};
+use gdsync::recorder::{NamedWords, Purpose, Traffic};
 use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr, Sge};
 use gdsync_device::Condvar;
@@ -296,14 +296,18 @@ impl Credits {
     pub(crate) fn new(
         table: &Memory,
         rank: usize,
-        depth: usize,
+        (depth, traffic): (usize, Traffic),
         route: CreditRoute,
         flag: Arc<CreditFlag>,
     ) -> gdsync::Result<Self> {
         let ready = table.word32(offset(rank))?;
         let wanted = table.word32(offset(rank) + WANTED)?;
         let note = table.slice(offset(rank) + NOTE, NOTE_BYTES)?;
-        let purpose = Purpose::Receives { rank: u32::try_from(rank).unwrap_or(u32::MAX) };
+        let number = u32::try_from(rank).unwrap_or(u32::MAX);
+        let purpose = match traffic {
+            Traffic::Collectives => Purpose::Collectives { rank: number },
+            _ => Purpose::Receives { rank: number },
+        };
         let name = NamedWords::new(ready.addr(), 4, purpose);
         let last =
             Mutex::new(Announcement { written: None, asked: None, is_new: true, looked: Instant::now() });

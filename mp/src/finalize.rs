@@ -105,7 +105,8 @@ impl Communicator {
     /// Meets all ranks, and waits for what is under way on any.
     fn leave(&self, deadline: &Deadline) -> Result<()> {
         // What others sent before they came is here then. Also, the exchange notices ranks that are in another call.
-        self.barrier(deadline.remaining())?;
+        let tell = |bytes: &[u8]| self.0.exchange.lock().allgather(bytes, deadline.remaining());
+        self.0.exchange.lock().barrier(deadline.remaining())?;
         self.progress();
         let unfinished = self.unfinished();
         let state = match unfinished.iter().any(|(_, one)| one.is_awaited) {
@@ -115,7 +116,7 @@ impl Communicator {
         };
         let millis = u32::try_from(deadline.remaining().as_millis()).unwrap_or(u32::MAX);
         let told = [&[state][..], &millis.to_le_bytes(), &self.tagged()].concat();
-        let states = self.exchange(&told, deadline.remaining())?;
+        let states = tell(&told)?;
         let (mut state, mut millis, mut parts) = (state, millis, Vec::new());
         for (rank, theirs) in states.iter().enumerate() {
             let (&[theirs, ref left @ ..], tagged) = theirs.split_first_chunk::<5>().ok_or_else(|| {
@@ -138,19 +139,21 @@ impl Communicator {
             _ => remaining / 4 * 3,
         };
         let limit = Deadline::after(limit);
-        let mut met = Ok(());
+        let mut met = Ok(true);
         if state != NOTHING {
             let left = self.wait_unfinished(&limit);
             parts.extend(left.iter().flat_map(|(rank, one)| describe(*rank, one)));
             // A rank that leaves ends what the others still do with it.
-            met = self.barrier(deadline.remaining());
+            met = tell(&[u8::from(left.is_empty())]).map(|all| all.iter().all(|done| done[..] == [1]));
         }
+        // Ranks with something left may still receive it.
+        self.0.is_over.store(matches!(met, Ok(true)), Ordering::Relaxed);
         parts.extend(unfinished.iter().filter_map(|(rank, _)| {
             let why = self.0.peers[*rank].given_up_by_stream()?;
             Some(format!("messages with rank {rank}: {why}"))
         }));
         match parts.is_empty() {
-            true => met,
+            true => met.map(drop),
             false => {
                 let after = if state == NOTHING { Duration::ZERO } else { limit.elapsed() };
                 Err(Error::Unfinished { what: parts.join("; "), after })
@@ -180,7 +183,8 @@ impl Communicator {
     /// Once all ranks have called it, sends that nobody receives have a second, and streams three quarters of the time that is left to
     /// the rank with the least. Receives of the CPU that got no message are dropped. Messages that nobody received are named: those of
     /// the communicator, tagged ones, and those of streams that stop waiting for a rank meanwhile. Collectives and windows need not be
-    /// destroyed before; their operations are complete afterwards, and no more can be started.
+    /// destroyed before; their operations are complete afterwards. Once it has returned well at all ranks, nothing more can be
+    /// started, also through clones of the communicator, and launches of graphs with channels are refused.
     ///
     /// All ranks call it before they end. A process that drops its communicator instead, while ranks that it has started work, says so
     /// on standard error and ends its connections. It waits for them, as long as

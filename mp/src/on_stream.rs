@@ -116,7 +116,7 @@ impl Communicator {
             stream.submit(&mut batch)?;
             Ok((completion, ()))
         };
-        let peer = self.peer(rank)?;
+        let peer = self.open_peer(rank, "send on stream")?;
         self.while_full(|| Ok(Request::queued(peer, peer.send_with("send on stream", pieces, post)?.0)))
     }
 
@@ -150,7 +150,7 @@ impl Communicator {
         rank: usize,
     ) -> Result<Request> {
         let mut post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
-        let peer = self.peer(rank)?;
+        let peer = self.open_peer(rank, "send in a batch")?;
         self.while_full(|| Ok(Request::queued(peer, peer.send_with("send in a batch", pieces, &mut post)?.0)))
     }
 
@@ -248,7 +248,7 @@ impl Communicator {
         waits: bool,
     ) -> Result<Request> {
         let _range = DOMAIN.range(c"irecv_on_stream");
-        let peer = self.peer(rank)?;
+        let peer = self.open_peer(rank, "receive on stream")?;
         let failed = |cause| Error::message(rank, "receive on stream", cause);
         refuse_in_capture(stream).map_err(failed)?;
         let mut batch = Batch::new();
@@ -295,7 +295,7 @@ impl Communicator {
         pieces: &[Piece<'_>],
         rank: usize,
     ) -> Result<Request> {
-        let peer = self.peer(rank)?;
+        let peer = self.open_peer(rank, "receive in a batch")?;
         self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(batch, pieces)?)))
     }
 
@@ -326,7 +326,7 @@ impl Communicator {
             peer.transport.credits.skip(completion.index());
             Ok((completion, send))
         };
-        let peer = self.peer(rank)?;
+        let peer = self.open_peer(rank, "prepared send")?;
         let (op, send) = self.while_full(|| peer.send_with("prepared send", pieces, post))?;
         Ok(PreparedMessage { request: Request::queued(peer, op), send, comm: self.clone() })
     }

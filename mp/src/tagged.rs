@@ -99,6 +99,8 @@ pub struct Tagged(Arc<Shared>);
 
 /// The part that requests hold.
 struct Shared {
+    /// The communicator of the application.
+    whole: Communicator,
     comm: Communicator,
     engine: Mutex<Engine>,
 }
@@ -142,10 +144,11 @@ impl Tagged {
         // A header, and the payload.
         builder.0.queues.max_pieces = builder.0.queues.max_pieces.max(2);
         let counted = comm.0.peers.clone();
-        let comm = builder.build_beside(comm, deadline)?.with_timeout(comm.timeout());
+        let (whole, comm) =
+            (comm.clone(), builder.build_beside(comm, deadline)?.with_timeout(comm.timeout()));
         // The engine never waits: it starts later what finds a full queue.
         let engine = Engine::new(Connections::new(comm.with_timeout(Duration::ZERO))?, counted)?;
-        Ok(Self(Arc::new(Shared { comm, engine: Mutex::new(engine) })))
+        Ok(Self(Arc::new(Shared { whole, comm, engine: Mutex::new(engine) })))
     }
 
     /// Starts a send of the bytes `range` of `buffer` to a rank.
@@ -160,7 +163,7 @@ impl Tagged {
         rank: usize,
         tag: u64,
     ) -> Result<Request> {
-        self.0.comm.peer(rank)?;
+        self.0.whole.open_peer(rank, "tagged send")?;
         buffer.check_range(&range)?;
         if range.len() > gdsync::mlx5::MAX_MESSAGE as usize {
             let (what, value) = ("the length of the message", range.len().to_string());
@@ -190,6 +193,7 @@ impl Tagged {
         source: impl Into<Source>,
         tag: impl Into<Tag>,
     ) -> Result<Request> {
+        self.0.whole.refuse_finalized("a tagged receive")?;
         let tag = tag.into();
         let key = self.key(source.into(), tag)?;
         buffer.check_range(&range)?;
@@ -406,7 +410,10 @@ impl Request {
     fn late(&self, deadline: &Deadline) -> Error {
         let (kind, fix) = match self.is_send {
             true => ("send to", "see that the rank receives it (Tagged::irecv)"),
-            false => ("receive from", "see that it is sent with that tag (Tagged::isend)"),
+            false => (
+                "receive from",
+                "see that it is sent with that tag (Tagged::isend), by the same Tagged: the first, the second, ... that all ranks made",
+            ),
         };
         let is_of = |status: &Status| self.rank.is_none_or(|rank| rank == status.rank);
         let other = (!self.is_send).then(|| self.shared.engine.lock().unreceived().into_iter().find(is_of));

@@ -38,6 +38,8 @@ pub(crate) struct QueueConfig {
     pub(crate) depth: usize,
     /// Pieces of a message.
     pub(crate) max_pieces: u32,
+    /// For errors and recordings.
+    pub(crate) traffic: Traffic,
     pub(crate) gpu: Option<Gpu>,
     pub(crate) on_gpu: OnGpu,
 }
@@ -114,7 +116,8 @@ impl Companion for QpPair {
     }
 
     fn is_awaited(&self) -> bool {
-        self.send.is_awaited() || self.recv.is_awaited()
+        // What has ended is not awaited any more.
+        !self.send.is_broken() && (self.send.is_awaited() || self.recv.is_awaited())
     }
 }
 

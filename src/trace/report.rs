@@ -213,7 +213,7 @@ impl Waiting {
         let is_word = awaited.queue == Queue::None;
         let words = recording.words_at(awaited.number).filter(|_| is_word);
         let peer = match words.map(|words| words.purpose) {
-            Some(Purpose::Receives { rank }) => recording
+            Some(Purpose::Receives { rank } | Purpose::Collectives { rank }) => recording
                 .peers
                 .iter()
                 .find(|peer| peer.rank.is_some_and(|(known, _)| known == rank) && !peer.is_gone),

@@ -115,6 +115,11 @@ impl Op {
             Purpose::Receives { rank } => {
                 format!("{awaited}: rank {rank} has posted {word}; post one there (Communicator::irecv)")
             }
+            Purpose::Collectives { .. } => {
+                format!(
+                    "{awaited}, which it has not; call it there on a stream, too, or see what that rank waits for"
+                )
+            }
             _ => format!(
                 "{awaited}, until it is Cond::{cond:?} {value} (it is {word}); see that another rank signals it (Communicator::lost \
                  names those that cannot)"

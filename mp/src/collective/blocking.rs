@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Memory;
+use gdsync::recorder::Traffic;
 use parking_lot::{Mutex, MutexGuard};
 
 use super::call::{Call, HEADER, Operation, Slots};
@@ -274,6 +275,7 @@ impl Collectives {
         let queues = &mut builder.0.queues;
         // A header, the part, and room for what is not due; on streams also a ready message and a long part.
         (queues.max_pieces, queues.depth) = (queues.max_pieces.max(3), queues.depth.max(3));
+        queues.traffic = Traffic::Collectives;
         let context = builder.build_beside(comm, deadline)?.with_timeout(comm.timeout());
         let peers = &context.0.peers;
         comm.0.besides.lock().push((peers.clone(), context.0.credits.clone()));

@@ -25,7 +25,7 @@ const KEPT: usize = CALLS_BYTES / STEP;
 const READ: Duration = Duration::from_millis(5);
 
 /// How long a rank that ends its connections waits until the others have its note.
-const NOTE: Duration = Duration::from_secs(1);
+pub(super) const NOTE: Duration = Duration::from_secs(1);
 
 /// The calls of this rank, and what it knows of those of the others.
 ///

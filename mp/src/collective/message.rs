@@ -9,9 +9,9 @@ use parking_lot::Mutex;
 use smallvec::{SmallVec, smallvec};
 
 use super::call::{Call, HEADER, SHORT, Slot, Slots};
-use super::calls::Calls;
+use super::calls::{Calls, NOTE};
 use crate::communicator::Communicator;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::overlap::ReceiveClaims;
 use crate::registration::{Piece, Registration};
 use crate::request::{Request, Status};
@@ -148,8 +148,7 @@ impl Started {
     /// Blocks until it is complete.
     ///
     /// # Errors
-    /// [`Error::Message`](crate::Error::Message), [`Error::Collective`](crate::Error::Collective);
-    /// [`Error::Deadline`](crate::Error::Deadline) where all messages came.
+    /// [`Error::Message`], [`Error::Collective`]; [`Error::Deadline`] where all messages came.
     pub(super) fn wait(&self, deadline: &Deadline) -> Result<()> {
         let wait = |request: &Request| {
             let explain = |error| self.calls().explain(&self.call, error, deadline.limit());
@@ -169,8 +168,17 @@ impl Started {
         outcome.clone().unwrap_or_else(|| Err(late()))
     }
 
-    /// Checks all messages, by the host function: a stream goes on after failures.
+    /// Checks all messages, by the host function: a stream goes on after failures. Another call of a rank ends the connections, so
+    /// that `Stream::synchronize` fails, too.
     pub(super) fn arrived(&self) -> Result<()> {
+        let checked = self.check();
+        if let Err(error @ Error::Collective { .. }) = &checked {
+            self.calls().end(&self.call, error, NOTE);
+        }
+        checked
+    }
+
+    fn check(&self) -> Result<()> {
         let missing = |request: &Request| {
             let fix = "see Stream::synchronize for what ended its waits";
             let what = "had not done its part when the stream went on".to_owned();

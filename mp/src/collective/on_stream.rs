@@ -1,4 +1,5 @@
-//! Collectives that a stream starts and waits for.
+//! Collectives that a stream starts and waits for. The last step of each is a host function, which checks what the ranks have called: the
+//! stream compares no headers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -17,13 +18,12 @@ use crate::Communicator;
 use crate::error::{Error, Result};
 use crate::in_flight::Direction;
 use crate::registration::{Piece, Registration};
-use crate::transport::refuse_in_capture;
 use crate::wait::Deadline;
 
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
 ///
-/// [`Stream::synchronize`] reports failures of messages; this also names the rank, and one that called something else. So does the
-/// next call of the [`Collectives`].
+/// [`Stream::synchronize`] reports failures of messages, and a rank that called something else: by then the work behind the collective
+/// may have run, with old data. This also names the collective, and so does the next call of the [`Collectives`].
 #[derive(Clone)]
 #[must_use = "a collective nobody asks for may fail unnoticed"]
 pub struct Pending(Arc<Started>, Arc<Core>);
@@ -57,6 +57,9 @@ struct Direct {
 
 impl Collectives {
     /// Holds a stream until the streams of all ranks have arrived.
+    ///
+    /// The last step of each collective on a stream is a host function. A stream of a GPU takes 24 of them: with more ahead of it the
+    /// call waits for room.
     ///
     /// # Errors
     /// [`Error::Message`] names a rank: its connection is broken, its queue stayed [full](Communicator#full-queues), or another stream
@@ -129,8 +132,7 @@ impl Collectives {
     }
 
     /// Queues a [`Collectives::allreduce`]: a host function of the stream combines the values, in rank order. Each rank
-    /// sends its values to all others. A stream of a GPU takes 24 host functions: with more of these ahead of it the call waits
-    /// for room.
+    /// sends its values to all others.
     ///
     /// # Errors
     /// [`Error::Message`] and [`Error::Device`], as [`Collectives::barrier_on_stream`] and [`Collectives::allreduce`].
@@ -197,10 +199,10 @@ impl Collectives {
                 "the same one, or wait for the earlier collective first",
             ));
         }
-        refuse_in_capture(stream)?;
+        stream.refuse_in_capture("a collective", "call it before or after the launch of the graph")?;
         let context = self.core.context.with_timeout(deadline.remaining());
         context.while_full(|| {
-            stream.wait_room(direct.ops(), usize::from(direct.then.is_some()), Duration::ZERO)?;
+            stream.wait_room(direct.ops(), 1, Duration::ZERO)?;
             // A ready message and the part each way.
             for part in direct.sends.iter().chain(&direct.receives) {
                 let (peer, count) = (context.peer(part.rank)?, 2 + usize::from(part.is_long()));
@@ -263,13 +265,11 @@ impl Direct {
         waits.into_iter().try_for_each(|request| comm.wait_in_batch(&mut batch, request))?;
         let (stream_id, last) = (stream.id(), Last::default());
         let started = Arc::new(Started { call, stream: stream_id, receives, sends, header, last });
-        match self.then {
-            None => started.last.finish(Ok(())),
-            Some(then) => {
-                let started = started.clone();
-                batch.host_fn(move || started.last.finish(started.arrived().and_then(|()| then())));
-            }
-        }
+        let (checked, then) = (started.clone(), self.then);
+        batch.host_fn(move || {
+            let arrived = checked.arrived();
+            checked.last.finish(arrived.and_then(|()| then.map_or(Ok(()), |then| then())));
+        });
         // Another thread may have taken the room, and another stream may not be past its last wait though the messages are complete.
         let passes =
             |error: &Error| error.is_full() || matches!(error, Error::Device(gdsync::Error::Busy { .. }));
@@ -299,7 +299,8 @@ mod tests {
         assert_eq!(first.len(), 1);
         let capture = stream.begin_capture()?;
         for _ in 0..2 {
-            assert!(matches!(start(), Err(Error::Device(gdsync::Error::Unsupported { .. }))));
+            let error = start().unwrap_err();
+            assert!(error.to_string().contains("a collective is not supported"), "{error}");
             assert_eq!(free(), first, "neither given back to the device nor another one");
         }
         drop(capture);

@@ -309,3 +309,34 @@ job_test!(finalize_drops_receives_without_a_message, 2, |comm| {
     let memory = buffer(comm, 64);
     drop(comm.irecv(&memory, 0..64, 1 - comm.rank()).unwrap());
 });
+
+// At once, also through a clone.
+job_test!(nothing_starts_after_finalize, 2, |comm| {
+    let peer = 1 - comm.rank();
+    let over = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+    let (memory, s, tagged) = (buffer(&over, 64), stream("late"), Tagged::new(&over, LONG).unwrap());
+    let channel = over.channel(peer, &[(&memory, 0..8)], LONG).unwrap();
+    let capture = s.begin_capture().unwrap();
+    channel.post_recv_on_stream(&s).unwrap();
+    channel.send_on_stream(&s, &memory, 8..16).unwrap();
+    channel.wait_recv_on_stream(&s).unwrap();
+    let graph = capture.end().unwrap();
+    graph.launch(&s).unwrap();
+    s.synchronize(LONG).unwrap();
+    over.clone().finalize(LONG).unwrap();
+    let refused = |error: Error| says(&error, &["after Communicator::finalize; finalize last"]);
+    says(&over.isend(&memory, 0..8, peer).unwrap_err(), &[&format!("send to rank {peer}: a message ")]);
+    refused(over.isend(&memory, 0..8, peer).unwrap_err());
+    refused(over.irecv(&memory, 0..8, peer).unwrap_err());
+    refused(over.send_on_stream(&s, &memory, 0..8, peer).unwrap_err());
+    refused(over.irecv_on_stream(&s, &memory, 0..8, peer).unwrap_err());
+    refused(over.prepare_send(&memory, 0..8, peer).unwrap_err());
+    refused(tagged.isend(&memory, 0..8, peer, 1).unwrap_err());
+    refused(tagged.irecv(&memory, 0..8, peer, 1).unwrap_err());
+    refused(graph.launch(&s).unwrap_err().into());
+    refused(over.barrier(LONG).unwrap_err());
+    refused(Tagged::new(&over, LONG).unwrap_err());
+    refused(over.channel(peer, &[(&memory, 0..8)], LONG).unwrap_err());
+    refused(over.window(&memory, 0..8, LONG).unwrap_err());
+    s.synchronize(LONG).unwrap();
+});

@@ -102,6 +102,8 @@ codes! {
         Window = 4, "window";
         /// Announcements of receives.
         Announcements = 5, "announcements";
+        /// Messages of collectives.
+        Collectives = 6, "collectives";
     }
 }
 
@@ -116,6 +118,8 @@ impl Traffic {
             (Self::ChannelIn, true) => format!("its free place of a channel to be known to rank {rank}"),
             (Self::ChannelIn, false) => format!("a message from rank {rank} through a channel"),
             (Self::Window, _) => format!("its operation on the window of rank {rank} to complete"),
+            (Self::Collectives, true) => format!("its part of a collective to reach rank {rank}"),
+            (Self::Collectives, false) => format!("the part of rank {rank} of a collective"),
             (Self::Announcements, _) => format!("its announcement of receives to rank {rank} to complete"),
         }
     }

@@ -18,6 +18,11 @@ pub enum Purpose {
         /// The rank.
         rank: u32,
     },
+    /// The same, for messages of collectives.
+    Collectives {
+        /// The rank.
+        rank: u32,
+    },
     /// Any rank signals there: the memory of a window.
     Signals,
 }
@@ -45,6 +50,9 @@ impl Words {
     pub fn awaited(&self, addr: u64, value: u64) -> String {
         match self.purpose {
             Purpose::Receives { rank } => format!("a receive of rank {rank} (message {value})"),
+            Purpose::Collectives { rank } => {
+                format!("rank {rank} to call a collective (message {value} to it)")
+            }
             Purpose::Signals => format!("a signal at offset {} of a window", addr.saturating_sub(self.addr)),
         }
     }
@@ -53,6 +61,7 @@ impl Words {
         let (kind, rank) = match self.purpose {
             Purpose::Receives { rank } => (1, rank),
             Purpose::Signals => (2, 0),
+            Purpose::Collectives { rank } => (3, rank),
         };
         let gone = if self.is_gone { GONE } else { 0 };
         [OF_WORDS | gone | kind, rank.into(), self.addr, self.len, 0, 0, 0]
@@ -63,6 +72,7 @@ impl Words {
         let purpose = match head & !GONE ^ OF_WORDS {
             1 => Purpose::Receives { rank: rank.try_into().ok()? },
             2 => Purpose::Signals,
+            3 => Purpose::Collectives { rank: rank.try_into().ok()? },
             _ => return None,
         };
         Some(Self { addr, len, purpose, is_gone: head & GONE != 0 })
@@ -117,7 +127,10 @@ mod tests {
 
     #[test]
     fn words_fit_in_their_rows_and_are_no_queue_pairs() {
-        for purpose in [Purpose::Receives { rank: u32::MAX }, Purpose::Signals] {
+        let most = u32::MAX;
+        for purpose in
+            [Purpose::Receives { rank: most }, Purpose::Collectives { rank: most }, Purpose::Signals]
+        {
             for is_gone in [false, true] {
                 let words = Words { addr: u64::MAX - 1, len: 1, purpose, is_gone };
                 assert_eq!(Words::unpack(words.pack()), Some(words));
