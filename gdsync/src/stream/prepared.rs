@@ -401,3 +401,39 @@ impl Qp {
         PreparedWait::new(&self.recv.end, ClaimRange::Next(1))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::Ordering;
+    use std::time::Duration;
+
+    use super::OfStream;
+    use crate::verbs::{Context, SendWr};
+    use gdsync_soft::SoftHcaConfig;
+
+    #[test]
+    fn a_consumer_index_that_goes_back_frees_nothing() {
+        let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
+        let qp = pd.build_qp().build().unwrap();
+        qp.connect(qp.address()).unwrap();
+        let sends: Vec<_> = (0..3).map(|_| qp.post_send(&[SendWr::nop()]).unwrap()).collect();
+        sends[2].wait(Duration::from_secs(60)).unwrap();
+        let await_by_kernel = |n: usize| {
+            qp.prepare_wait(&sends[n]).unwrap().submit(OfStream { id: 1, by_gpu: false }).unwrap();
+        };
+        let signal = |index| {
+            let record = qp.send.end.cq.parts().record.atomic32(0).unwrap();
+            record.store(mlx5_ring::cq_ci_record(index), Ordering::Release);
+        };
+        let is_taken = |n: usize| sends[n].take().unwrap().is_some();
+        [0, 1].into_iter().for_each(await_by_kernel);
+        assert!(!is_taken(0));
+        signal(2);
+        assert!(is_taken(0) && is_taken(1));
+        await_by_kernel(2);
+        signal(1);
+        assert!(!is_taken(2), "no kernel has passed it");
+        signal(3);
+        assert!(is_taken(2));
+    }
+}

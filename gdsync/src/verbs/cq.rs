@@ -366,9 +366,14 @@ impl CqInner {
         }
     }
 
+    /// The consumer index, which was `last` before. Kernels that signal out of order set it back, which must not count as a lap.
+    fn passed(&self, last: u64) -> u64 {
+        let passed = gdsync_shm::freed_slots(self.consumed.atomic(), last);
+        if passed - last <= 2 * self.capacity() { passed } else { last }
+    }
+
     fn free(&self, state: &mut CqState) {
         let before = state.freed;
-        let record = self.consumed.atomic();
         while state.freed < state.reaped {
             let at = self.index(state.freed);
             match state.slots[at] {
@@ -376,7 +381,7 @@ impl CqInner {
                 Slot::Taken => {}
                 Slot::Claimed { is_last, .. } => {
                     if state.passed <= state.freed {
-                        state.passed = gdsync_shm::freed_slots(record, state.passed);
+                        state.passed = self.passed(state.passed);
                     }
                     if state.passed <= state.freed {
                         break;
@@ -396,7 +401,7 @@ impl CqInner {
             // While a stream waits here, only the stream writes the consumer index.
             if state.in_stream == 0 && state.unsubmitted.is_empty() && state.passed < state.freed {
                 state.passed = state.freed;
-                gdsync_shm::free_slots(record, state.freed);
+                gdsync_shm::free_slots(self.consumed.atomic(), state.freed);
                 self.parts.record.fence();
             }
         }
@@ -716,7 +721,7 @@ impl CqInner {
         if state.in_stream == 0 || state.attached != 1 || !queue.may_skip(self.capacity()) {
             return;
         }
-        state.passed = gdsync_shm::freed_slots(self.consumed.atomic(), state.passed);
+        state.passed = self.passed(state.passed);
         let is_claimed = |n: &u64| matches!(state.slots[self.index(*n)], Slot::Claimed { .. });
         let end = (state.reaped..state.passed).find(|n| !is_claimed(n)).unwrap_or(state.passed);
         if end < state.reaped + 2 || !self.has_arrived(end - 1) {
