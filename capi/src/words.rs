@@ -64,6 +64,7 @@ const WORDS: &[(&str, &str)] = &[
     ("Gpu::alloc, Gpu::wrap", "gda_mem_reg with a GPU in gda_config"),
     ("Listener::address", "gda_listen"),
     ("Memory::from_raw", "gda_mem_reg without a GPU"),
+    ("Stream::submit", "gda_batch_submit"),
     ("Stream::synchronize", "gda_stream_sync"),
     ("Tagged::destroy", "gda_comm_destroy with GDA_TAGGED"),
     ("Tagged::irecv", "gda_trecv"),
