@@ -31,7 +31,7 @@ const TICK: Duration = Duration::from_millis(250);
 /// # fn main() -> mp::Result<()> {
 /// # let minute = Duration::from_secs(60);
 /// let listener = Listener::bind(None)?;
-/// tell(&listener.address()); // by whatever the processes have
+/// tell(&listener.address()?); // by whatever the processes have
 /// let comm = listener.accept(Communicator::builder().timeout(minute))?;
 /// // In the other process:
 /// let comm = Communicator::builder().timeout(minute).connect_to(&told())?;
