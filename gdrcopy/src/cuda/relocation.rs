@@ -276,6 +276,10 @@ mod tests {
 
     /// As two copies of the library do it. The test program is linked with full RELRO.
     #[test]
+    #[cfg_attr(
+        target_arch = "aarch64",
+        ignore = "the entry is a JUMP_SLOT, where a function of the test program itself is taken for an unbound entry"
+    )]
     fn replacements_are_chained() {
         replacement!(first, FIRST, FIRST_CALLED);
         replacement!(second, SECOND, SECOND_CALLED);
