@@ -32,7 +32,7 @@ pub(crate) struct Comm {
     flags: u32,
     /// Its handle has ended; memory and requests may still refer to it.
     has_ended: AtomicBool,
-    /// It has left the others: what is not complete will not be.
+    /// The connections to the other ranks have ended: requests that are not complete never will be.
     is_gone: AtomicBool,
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn comm(raw: Raw) -> Result<Guard<Arc<Comm>>> {
     COMMS.get(raw)
 }
 
-/// What is left of a time that calls share.
+/// The rest of a timeout that several calls share.
 pub(crate) struct Remaining(Instant, Duration);
 
 impl Remaining {

@@ -225,9 +225,8 @@ impl<T: 'static> Table<T> {
     pub(crate) fn get(&'static self, raw: Raw) -> Result<Guard<T>> {
         let slot = self.find(raw)?;
         let word = slot.word.fetch_add(READER, Ordering::Acquire);
-        // SAFETY: counted as a reader, and dereferenced only if it is there and nobody had taken it before: who takes it waits for readers.
         let object = match is_of(raw, word) && word & (LIVE | TAKEN) == LIVE {
-            // SAFETY: as above.
+            // SAFETY: the object is there. The reader counted above keeps it: a thread that takes it waits for all readers.
             true => unsafe { (*slot.object.get()).as_ref() },
             false => None,
         };

@@ -31,7 +31,7 @@ pub(crate) struct Submitter {
     capture: Mutex<Option<Capture>>,
 }
 
-/// What is recorded and launched again.
+/// Recorded work that is launched any number of times.
 enum Program {
     Graph(Graph),
     Steps(KernelSteps),

@@ -580,7 +580,7 @@ pub unsafe extern "C" fn gds_mlx5_get_send_info(
             };
             // SAFETY: the caller guarantees the array.
             let place = unsafe { infos.add(at) };
-            // SAFETY: as above.
+            // SAFETY: inside the array, which the caller guarantees to be writable.
             unsafe { place.write(info) };
         }
         Ok(())
@@ -619,7 +619,7 @@ pub unsafe extern "C" fn gds_mlx5_get_wait_info(
             };
             // SAFETY: the caller guarantees the array.
             let place = unsafe { infos.add(at) };
-            // SAFETY: as above.
+            // SAFETY: inside the array, which the caller guarantees to be writable.
             unsafe { place.write(info) };
         }
         Ok(())

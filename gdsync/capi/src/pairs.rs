@@ -429,9 +429,9 @@ impl Cq {
         let cq = ptr::with_exposed_provenance_mut::<gds_cq>(self.side().cq);
         // SAFETY: the structure is never freed, and written only here, under the lock of the side.
         let offset = unsafe { &raw mut (*cq).curr_offset };
-        // SAFETY: as above.
+        // SAFETY: the structure is never freed, and the lock of the side is held.
         let before = unsafe { offset.read() };
-        // SAFETY: as above.
+        // SAFETY: the structure is never freed, and the lock of the side is held.
         unsafe { offset.write(before.wrapping_add(claims)) };
     }
 

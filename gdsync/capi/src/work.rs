@@ -74,7 +74,7 @@ pub(crate) fn with_send<T>(
         RemoteAddr { addr: rdma.remote_addr, rkey: rdma.rkey }
     };
     let atomic = || {
-        // SAFETY: as above.
+        // SAFETY: every bit pattern is valid, and the operation says that the program has set this part.
         let atomic = unsafe { wr.wr.atomic };
         let result = sges.first().copied().filter(|_| sges.len() == 1 && !is_inline);
         let result =

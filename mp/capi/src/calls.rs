@@ -326,7 +326,7 @@ pub unsafe extern "C" fn mp_register(addr: *mut c_void, length: usize, reg: *mut
             let new = unsafe { Registration::new(&job()?.pd, addr.expose_provenance(), length) }?;
             Ok(REGISTRATIONS.insert(Arc::new(new), 0))
         };
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees that it is null or writable.
         unsafe { store("mp_reg_t *", reg, register) }
     })
 }
@@ -553,7 +553,7 @@ pub unsafe extern "C" fn mp_window_create(addr: *mut c_void, size: usize, window
             let new = Window::new(own, size, &mut **job.exchange.lock(), exchange_limit())?;
             Ok(WINDOWS.insert(Arc::new(new), 0))
         };
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees that it is null or writable.
         unsafe { store("mp_window_t *", window, create) }
     })
 }

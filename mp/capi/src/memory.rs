@@ -32,7 +32,7 @@ impl Registration {
         // SAFETY: the caller's promise.
         let memory = match unsafe { Gpu::find(base as u64, len) }? {
             Some(memory) => memory,
-            // SAFETY: as above.
+            // SAFETY: the caller guarantees that it stays allocated.
             None => unsafe { Memory::from_raw(std::ptr::with_exposed_provenance_mut(base), len) }?,
         };
         if let Some(gpu) = memory.gpu() {

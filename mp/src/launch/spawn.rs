@@ -313,7 +313,7 @@ fn exit_with_failure() {
         unsafe {
             libc::fflush(std::ptr::null_mut());
         }
-        // SAFETY: as above.
+        // SAFETY: ends the process; allowed in a handler of exit.
         unsafe { libc::_exit(1) }
     }
     static ONCE: Once = Once::new();

@@ -130,7 +130,7 @@ fn replace(name: *const c_char, place: *mut *mut c_void, version: c_int, status:
             let found = unsafe { place.read() };
             if is_of_driver(found) {
                 known.store(found, Ordering::Release);
-                // SAFETY: as above.
+                // SAFETY: the driver has just written there.
                 unsafe { place.write(ours) };
             }
         }
