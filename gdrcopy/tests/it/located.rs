@@ -1,19 +1,14 @@
 //! Which memory a pin takes itself for, and what of it mappings reach.
 
-use std::ffi::{CStr, c_void};
-use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdrcopy::cuda::MemoryKind;
 use gdrcopy::planner::{Way, write_by};
-use gdrcopy::system::{Kernel, System};
+use gdrcopy::system::System;
 use gdrcopy::{BackendKind, Error, Mapping, PinFlags};
 use gdsync_testkit::{Machine, Module, Object, SimulatedKernel};
 
-use crate::rig::{DEVICES, Rig, open, open_gdrdrv, open_rm, pattern};
+use crate::rig::{DEVICES, Interrupted, Rig, open, open_gdrdrv, open_rm, pattern};
 
 const NONE: PinFlags = PinFlags::empty();
 const BASE: u64 = 0x7e00_0000_0000;
@@ -58,52 +53,18 @@ fn memory_that_comes_after_the_pin_is_not_the_pinned() {
     }
 }
 
-/// A module under which the memory is freed and given anew while a call is on its way to it.
-#[derive(Debug)]
-struct Interrupted {
-    module: Arc<dyn Kernel>,
-    machine: Arc<Machine>,
-    armed: AtomicBool,
-}
-
-// SAFETY: the module's mappings.
-unsafe impl Kernel for Interrupted {
-    fn open(&self, path: &CStr) -> io::Result<OwnedFd> {
-        self.module.open(path)
-    }
-
-    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
-        if self.armed.swap(false, Ordering::Relaxed) {
-            give(&self.machine, SIZE);
-        }
-        // SAFETY: the caller guarantees it.
-        unsafe { self.module.ioctl(fd, request, arg) }
-    }
-
-    unsafe fn mmap(
-        &self,
-        fd: BorrowedFd<'_>,
-        len: usize,
-        offset: u64,
-        at: Option<NonNull<u8>>,
-    ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller guarantees it.
-        unsafe { self.module.mmap(fd, len, offset, at) }
-    }
-}
-
 #[test]
 fn memory_that_changes_on_the_way_to_the_module_is_refused() {
     let rig = Rig::new(Module::default());
-    let (module, machine) = (rig.device.clone(), rig.machine.clone());
-    let late = Arc::new(Interrupted { module, machine, armed: AtomicBool::new(false) });
+    let make_anew = |machine: &Machine| drop(give(machine, SIZE));
+    let late = Interrupted::new(rig.device.clone(), &rig.machine, None, make_anew);
     let kernel = SimulatedKernel::new(rig.machine.clone())
         .with_device("/dev/gdrdrv", late.clone())
         .with_text("/proc/devices", DEVICES);
     let system = System::new(Arc::new(kernel), Some(rig.cuda.clone()));
     let gdrdrv = open_gdrdrv(&system).unwrap();
     give(&rig.machine, SIZE);
-    late.armed.store(true, Ordering::Relaxed);
+    late.arm();
     assert!(matches!(gdrdrv.pin_with(BASE, SIZE, NONE), Err(Error::Invalidated)));
     assert_eq!(rig.device.live_pins(), 0);
     assert!(gdrdrv.pin_with(BASE, SIZE, NONE).is_ok());

@@ -1,10 +1,14 @@
 //! The library on simulated machines, one backend at a time, with the names that the tests use.
 
+use std::ffi::{CStr, c_void};
+use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdrcopy::cuda::{Cuda, MemoryKind};
-use gdrcopy::system::System;
+use gdrcopy::system::{Kernel, System};
 use gdrcopy::{BackendKind, Error, Gdr, Mapping, Result};
 use gdsync_testkit::{
     Gdrdrv as Device, Live, Machine, Module, RmSettings, SimulatedCuda, SimulatedKernel, SimulatedRm, kmod,
@@ -173,5 +177,59 @@ impl Numbers {
 
     pub(crate) fn below(&mut self, end: usize) -> usize {
         usize::try_from(self.next() & 0x7fff_ffff).expect("31 bits") % end
+    }
+}
+
+/// A kernel, or a device of it, under which memory changes while a call is on its way to it.
+#[derive(Debug)]
+pub(crate) struct Interrupted {
+    kernel: Arc<dyn Kernel>,
+    machine: Arc<Machine>,
+    /// The call; any one without it.
+    request: Option<u32>,
+    change: fn(&Machine),
+    armed: AtomicBool,
+}
+
+impl Interrupted {
+    pub(crate) fn new(
+        kernel: Arc<dyn Kernel>,
+        machine: &Arc<Machine>,
+        request: Option<u32>,
+        change: fn(&Machine),
+    ) -> Arc<Self> {
+        Arc::new(Self { kernel, machine: machine.clone(), request, change, armed: AtomicBool::new(false) })
+    }
+
+    /// Has the change made before the next such call.
+    pub(crate) fn arm(&self) {
+        self.armed.store(true, Ordering::Relaxed);
+    }
+}
+
+// SAFETY: the other kernel's mappings.
+unsafe impl Kernel for Interrupted {
+    fn open(&self, path: &CStr) -> io::Result<OwnedFd> {
+        self.kernel.open(path)
+    }
+
+    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
+        let is_it = self.request.is_none_or(|wanted| wanted == request);
+        if is_it && self.armed.swap(false, Ordering::Relaxed) {
+            (self.change)(&self.machine);
+        }
+        // SAFETY: the caller guarantees it.
+        unsafe { self.kernel.ioctl(fd, request, arg) }
+    }
+
+    unsafe fn mmap(
+        &self,
+        fd: BorrowedFd<'_>,
+        len: usize,
+        offset: u64,
+        at: Option<NonNull<u8>>,
+    ) -> io::Result<NonNull<u8>> {
+        // SAFETY: the caller guarantees it.
+        unsafe { self.kernel.mmap(fd, len, offset, at) }
     }
 }

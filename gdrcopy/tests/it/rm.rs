@@ -1,20 +1,16 @@
 //! The resource manager's backend on a simulated driver: refusals, mappings, and every call failing.
 
-use std::ffi::{CStr, c_void};
-use std::io;
-use std::os::fd::{BorrowedFd, OwnedFd};
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdrcopy::cuda::{Cuda, MemoryKind};
-use gdrcopy::system::{Kernel, System};
+use gdrcopy::system::System;
 use gdrcopy::{Error, Gdr, Mapping, Pin, PinFlags, Result};
 use gdsync_testkit::{
     CudaSettings, Live, Machine, Module, Object, RmSettings, SimulatedCuda, SimulatedKernel,
 };
 
-use crate::rig::{Rig, no_cuda, open_rm};
+use crate::rig::{Interrupted, Rig, no_cuda, open_rm};
 use crate::rm_abi::{Dup, Escape, NvStatus};
 
 /// Addresses where no simulated allocation lies.
@@ -408,55 +404,24 @@ fn an_object_under_two_addresses_is_held_once() {
     rig.check_clean();
 }
 
-/// A machine where the memory at [`RESERVED`] is freed and made anew when an object is duplicated.
-#[derive(Debug)]
-struct Late {
-    kernel: Arc<dyn Kernel>,
-    machine: Arc<Machine>,
-    armed: AtomicBool,
-}
-
-// SAFETY: the other kernel's mappings.
-unsafe impl Kernel for Late {
-    fn open(&self, path: &CStr) -> io::Result<OwnedFd> {
-        self.kernel.open(path)
-    }
-
-    unsafe fn ioctl(&self, fd: BorrowedFd<'_>, request: u32, arg: *mut c_void) -> io::Result<()> {
-        if request == Dup::REQUEST && self.armed.swap(false, Ordering::Relaxed) {
-            let mut memory = self.machine.memory.lock();
-            let old = memory.free(RESERVED).unwrap();
-            memory.insert(RESERVED, old.len, Object::new(0, old.len)?, 0, old.kind);
-        }
-        // SAFETY: the caller guarantees it.
-        unsafe { self.kernel.ioctl(fd, request, arg) }
-    }
-
-    unsafe fn mmap(
-        &self,
-        fd: BorrowedFd<'_>,
-        len: usize,
-        offset: u64,
-        at: Option<NonNull<u8>>,
-    ) -> io::Result<NonNull<u8>> {
-        // SAFETY: the caller guarantees it.
-        unsafe { self.kernel.mmap(fd, len, offset, at) }
-    }
-}
-
 #[test]
 fn memory_that_is_freed_on_the_way_is_refused() {
     let rig = Rig::new(Module::default());
-    let (kernel, machine) = (rig.system.kernel().clone(), rig.machine.clone());
-    let late = Arc::new(Late { kernel, machine, armed: AtomicBool::new(false) });
+    let kernel = rig.system.kernel().clone();
+    let make_anew = |machine: &Machine| {
+        let mut memory = machine.memory.lock();
+        let old = memory.free(RESERVED).unwrap();
+        memory.insert(RESERVED, old.len, Object::new(0, old.len).unwrap(), 0, old.kind);
+    };
+    let late = Interrupted::new(kernel, &rig.machine, Some(Dup::REQUEST), make_anew);
     let rm = open_rm(&System::new(late.clone(), Some(rig.cuda.clone()))).unwrap();
     let base = vmm(&rig, 0, &[2 << 20]);
     // With the object kept alive, its handle names it still; without, the handle names nothing.
     let kept = rig.machine.memory.lock().find(base).unwrap().object.clone();
-    late.armed.store(true, Ordering::Relaxed);
+    late.arm();
     assert!(matches!(pin(&rm, base, 4096), Err(Error::Invalidated)));
     drop(kept);
-    late.armed.store(true, Ordering::Relaxed);
+    late.arm();
     assert!(matches!(pin(&rm, base, 4096), Err(Error::Invalidated)));
     assert!(map(&rm, base, 4096).is_ok());
     drop(rm);
