@@ -10,6 +10,7 @@
 
 #![allow(clippy::missing_errors_doc, reason = "test doubles, not for others")]
 
+pub mod c;
 pub mod card;
 mod cuda;
 pub mod driver;

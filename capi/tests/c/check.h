@@ -1,28 +1,15 @@
-/* Checks that end the program with the line that failed, and the library's reason. */
+/* A rank of a launcher's job, for checks of the library. */
 
 #ifndef CHECK_H
 #define CHECK_H
 
 #include <errno.h>
 #include <gdasync.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
-/* A call must return this. */
-#define CHECK(call, expected)                                                                                          \
-    do {                                                                                                               \
-        long got_ = (long)(call), expected_ = (long)(expected);                                                        \
-        if (got_ != expected_) {                                                                                       \
-            fprintf(stderr, "%s:%d: %s is %ld, not %ld (%s)\n", __FILE__, __LINE__, #call, got_, expected_,            \
-                    gda_last_error());                                                                                 \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
-
-#define OK(call) CHECK(call, 0)
-#define TRUE(condition) CHECK(!(condition), 0)
+#define REASON gda_last_error()
+#include <checks.h>
 
 /* What anything may take. */
 #define PATIENCE ((int64_t)60 * 1000000000)

@@ -2,7 +2,6 @@
 
 #include "check.h"
 
-#include <cuda.h>
 #include <poll.h>
 
 static void by_cpu(struct side *s)
@@ -150,19 +149,6 @@ static void functions(struct side *s, int sleeps)
     OK(gda_barrier(s->comm, NULL, PATIENCE));
 }
 
-static CUstream cuda_stream(void)
-{
-    CUdevice device;
-    CUcontext context;
-    CUstream stream;
-    OK(cuInit(0));
-    OK(cuDeviceGet(&device, 0));
-    OK(cuDevicePrimaryCtxRetain(&context, device));
-    OK(cuCtxPushCurrent(context));
-    OK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0));
-    return stream;
-}
-
 static void called(void *self)
 {
     ++*(int *)self;
@@ -171,7 +157,7 @@ static void called(void *self)
 int main(void)
 {
     int calls = 0;
-    CUstream raw = cuda_stream();
+    CUstream raw = make_stream();
     struct side s = open_side(0, GDA_TAGGED | GDA_COLLECTIVES);
     gda_stream_t host = host_stream(s.ctx), cuda;
     by_cpu(&s);

@@ -2,7 +2,6 @@
 
 #include "check.h"
 
-#include <cuda.h>
 
 static void one_sided(struct side *s, gda_stream_t stream)
 {
@@ -158,14 +157,7 @@ static void calls_that_differ(struct side *s)
 
 int main(void)
 {
-    CUdevice device;
-    CUcontext context;
-    CUstream raw;
-    OK(cuInit(0));
-    OK(cuDeviceGet(&device, 0));
-    OK(cuDevicePrimaryCtxRetain(&context, device));
-    OK(cuCtxPushCurrent(context));
-    OK(cuStreamCreateWithPriority(&raw, CU_STREAM_NON_BLOCKING, 0));
+    CUstream raw = make_stream();
     struct side s = open_side(0, GDA_COLLECTIVES);
     gda_stream_t host = host_stream(s.ctx), cuda;
     OK(gda_stream_open(s.ctx, raw, 0, PATIENCE, &cuda));

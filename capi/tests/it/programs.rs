@@ -2,7 +2,7 @@
 
 use gdsync_testkit::process::printed;
 
-use crate::{Program, finish};
+use crate::{PACKAGE, Program};
 
 fn job(name: &str, size: usize) -> Vec<String> {
     Program::compile(name, &[&format!("tests/c/{name}.c")]).job(size, &[])
@@ -25,7 +25,7 @@ fn ranks_are_split_and_survive_one_that_dies() {
 
 #[test]
 fn programs_bring_their_own_exchange_or_connect_in_pairs() {
-    let output = finish(&mut Program::compile("embedded", &["tests/c/embedded.c"]).command(&[]));
+    let output = PACKAGE.finish(&mut Program::compile("embedded", &["tests/c/embedded.c"]).command(&[]));
     assert!(output.status.success(), "{}: {}", output.status, printed(&output));
 }
 

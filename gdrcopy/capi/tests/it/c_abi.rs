@@ -1,11 +1,9 @@
 //! The C interface: layouts, symbols, and C programs that run on plain memory.
 
-use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
-use std::fs;
 use std::mem::offset_of;
 use std::os::unix::process::ExitStatusExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::Duration;
 
@@ -14,39 +12,22 @@ use gdrapi::{
     gdr_info_v2_t, gdr_mh_t, gdr_t,
 };
 use gdrcopy::{Attribute, MappingType, PinFlags};
-use gdsync_testkit::process::{printed, run_within};
+use gdsync_testkit::c::Package;
+use gdsync_testkit::process::printed;
 
-/// The longest that a program may run; it is ended then and the test fails.
-const DEADLINE: Duration = Duration::from_secs(120);
-
-pub(crate) fn package(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
-
-/// The `libgdrapi.so` that Cargo built along with this test.
-pub(crate) fn library() -> PathBuf {
-    let test = std::env::current_exe().expect("this test has a file");
-    let library = test.parent().expect("in a directory").join("libgdrapi.so");
-    assert!(library.is_file(), "{} is not there; Cargo builds it beside its tests", library.display());
-    library
-}
-
-/// An empty directory of one test alone.
-pub(crate) fn fresh_directory(name: &str) -> PathBuf {
-    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    // It is there if the test ran before.
-    let _ = std::fs::remove_dir_all(&directory);
-    std::fs::create_dir_all(&directory).expect("a directory for a test");
-    directory
-}
+const PACKAGE: Package = Package {
+    root: env!("CARGO_MANIFEST_DIR"),
+    scratch: env!("CARGO_TARGET_TMPDIR"),
+    includes: &["include"],
+    file: "libgdrapi.so",
+    name: "libgdrapi",
+    version: 2,
+    limit: Duration::from_secs(120),
+};
 
 /// A compiled program of `tests/c`, in a directory with links to the library.
 #[derive(Debug)]
 pub(crate) struct Program(PathBuf);
-
-pub(crate) fn finish(command: &mut Command) -> Output {
-    run_within(command, DEADLINE)
-}
 
 impl Program {
     /// Compiles with every warning an error. A test uses a program that no other uses.
@@ -55,23 +36,10 @@ impl Program {
     }
 
     pub(crate) fn compile_with(name: &str, compiler: &str, flags: &[&str]) -> Self {
-        let directory = fresh_directory(&format!("{name}-{compiler}"));
-        for link in ["libgdrapi.so", "libgdrapi.so.2"] {
-            std::os::unix::fs::symlink(library(), directory.join(link)).expect("a link to the library");
-        }
-        let output = finish(
-            Command::new(compiler)
-                .args(flags)
-                .args(["-Wall", "-Wextra", "-Werror", "-g", "-pthread", "-I"])
-                .arg(package("include"))
-                .arg(package(&format!("tests/c/{name}.c")))
-                .arg("-o")
-                .arg(directory.join("program"))
-                .arg("-L")
-                .arg(&directory)
-                .args(["-Wl,--as-needed", "-lgdrapi", "-ldl"]),
-        );
-        assert!(output.status.success(), "{name}.c: {}", printed(&output));
+        let directory = PACKAGE.linked(&format!("{name}-{compiler}"), &[]);
+        let libraries = ["-Wl,--as-needed", "-lgdrapi", "-ldl"];
+        let compiler = PACKAGE.compiler(compiler, flags);
+        PACKAGE.compile(compiler, &[&format!("tests/c/{name}.c")], &directory, &libraries);
         Self(directory)
     }
 
@@ -84,7 +52,7 @@ impl Program {
             command.env_remove(variable);
         }
         command.env("LD_LIBRARY_PATH", &self.0).args(arguments);
-        finish(command.envs(environment.iter().copied()))
+        PACKAGE.finish(command.envs(environment.iter().copied()))
     }
 
     /// Runs a program that checks itself.
@@ -96,14 +64,6 @@ impl Program {
 
 #[test]
 fn layouts_and_numbers_agree() {
-    let output = Program::compile("layout").run::<&str>(&[], &[]);
-    assert!(output.status.success(), "{output:?}");
-    let text = String::from_utf8(output.stdout).unwrap();
-    let mut in_c: BTreeMap<&str, usize> = text
-        .lines()
-        .map(|line| line.rsplit_once(' ').expect("a name and a number"))
-        .map(|(name, number)| (name, number.parse().expect("a number")))
-        .collect();
     let in_v1 = |offset: usize| offset_of!(gdr_info_v2_t, v1) + offset;
     let here = [
         ("sizeof gdr_t", size_of::<gdr_t>()),
@@ -132,37 +92,16 @@ fn layouts_and_numbers_agree() {
         ("mapped", INFO_MAPPED as usize),
         ("wc_mapping", INFO_WC_MAPPING as usize),
     ];
-    for (name, number) in here {
-        assert_eq!(in_c.remove(name), Some(number), "{name}");
-    }
-    assert!(in_c.is_empty(), "printed by layout.c only: {in_c:?}");
+    PACKAGE.check_layout(&["-std=gnu99", "-pedantic"], &here);
     // As in GDRCopy 2.6 on 64-bit platforms.
     assert_eq!((size_of::<gdr_info_v1_t>(), size_of::<gdr_info_v2_t>()), (40, 48));
     assert_eq!(offset_of!(gdr_info_v1_t, bits), 36);
 }
 
-/// What a program of binutils, which gcc needs too, prints of the library.
-fn binutils(program: &str, flags: &[&str]) -> String {
-    let output = finish(Command::new(program).args(flags).arg(library()));
-    assert!(output.status.success(), "{output:?}");
-    String::from_utf8(output.stdout).unwrap()
-}
-
 #[test]
 fn only_the_functions_of_the_header_are_exported() {
-    let symbols = binutils("nm", &["--dynamic", "--defined-only", "--format=posix"]);
-    let exported: BTreeSet<&str> = symbols.lines().filter_map(|line| line.split(' ').next()).collect();
-    let list = fs::read_to_string(package("exports.txt")).unwrap();
-    let functions: BTreeSet<&str> = list.lines().collect();
-    assert_eq!(exported, functions);
-
-    // All of them are in the header, `gdr_get_info` in the macro.
-    let header = std::fs::read_to_string(package("include/gdrapi.h")).unwrap();
-    for function in functions.into_iter().filter(|name| *name != "gdr_get_info") {
-        assert!(header.contains(&format!("{function}(")), "{function}");
-    }
-
-    assert!(binutils("readelf", &["--dynamic"]).contains("soname: [libgdrapi.so.2]"));
+    // `gdr_get_info` is in the macro.
+    PACKAGE.check_exports(&["gdrapi.h"], &["gdr_get_info"]);
 }
 
 #[test]

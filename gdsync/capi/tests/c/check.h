@@ -1,11 +1,9 @@
-/* Checks that end the program with the line that failed, and the library's reason. */
+/* What test programs of libgdsync share. */
 
 #ifndef CHECK_H
 #define CHECK_H
 
 #include <errno.h>
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
@@ -14,19 +12,8 @@
 #include <gdsync/mlx5.h>
 #include <gdsync/tools.h>
 
-/* A call must return this. */
-#define CHECK(call, expected)                                                                                          \
-    do {                                                                                                               \
-        long got_ = (long)(call), expected_ = (long)(expected);                                                        \
-        if (got_ != expected_) {                                                                                       \
-            fprintf(stderr, "%s:%d: %s is %ld, not %ld (%s)\n", __FILE__, __LINE__, #call, got_, expected_,            \
-                    gdsx_last_error());                                                                                \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
-
-#define OK(call) CHECK(call, 0)
-#define TRUE(condition) CHECK(!(condition), 0)
+#define REASON gdsx_last_error()
+#include <checks.h>
 
 /* Seconds that anything may take. */
 enum { PATIENCE = 60 };
@@ -71,13 +58,7 @@ static inline struct side open_side(void)
     memset(s.bytes, 0, BYTES);
     s.mr = ibv_reg_mr(s.pd, s.bytes, BYTES, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ);
     TRUE(s.mr);
-    CUdevice device;
-    CUcontext cuda;
-    OK(cuInit(0));
-    OK(cuDeviceGet(&device, 0));
-    OK(cuDevicePrimaryCtxRetain(&cuda, device));
-    OK(cuCtxPushCurrent(cuda));
-    OK(cuStreamCreateWithPriority(&s.stream, CU_STREAM_NON_BLOCKING, 0));
+    s.stream = make_stream();
     return s;
 }
 

@@ -3,48 +3,27 @@
 mod headers;
 mod programs;
 
-use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
+use gdsync_testkit::c::Package;
 use gdsync_testkit::card;
-use gdsync_testkit::process::{built, printed, run_within};
 
-/// The longest that a program may run; it is ended then and the test fails.
-const DEADLINE: Duration = Duration::from_secs(300);
-
-fn package(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
-
-/// An empty directory of one test alone.
-fn fresh_directory(name: &str) -> PathBuf {
-    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
-    // It is there if the test ran before.
-    let _ = fs::remove_dir_all(&directory);
-    fs::create_dir_all(&directory).expect("a directory for a test");
-    directory
-}
-
-fn finish(command: &mut Command) -> Output {
-    run_within(command, DEADLINE)
-}
+/// The headers of rdma-core are not ours to check.
+const PACKAGE: Package = Package {
+    root: env!("CARGO_MANIFEST_DIR"),
+    scratch: env!("CARGO_TARGET_TMPDIR"),
+    includes: &["include", "tests/c/include", "../../gdrcopy/capi/include"],
+    file: "libgdsync_c.so",
+    name: "libgdsync",
+    version: 2,
+    limit: Duration::from_secs(300),
+};
 
 /// What checks the memory of programs: "valgrind", or "address", gcc's sanitizer. `.ci/long c_memory` sets it.
 fn checker() -> Option<String> {
     std::env::var("C_CHECK").ok()
-}
-
-/// The compiler with every warning an error, and the headers. Those of rdma-core are not ours to check.
-fn compiler(compiler: &str, flags: &[&str]) -> Command {
-    let mut command = Command::new(compiler);
-    command.args(flags).args(["-Wall", "-Wextra", "-Werror", "-g", "-pthread"]);
-    for headers in ["include", "tests/c/include", "../../gdrcopy/capi/include"] {
-        command.arg("-I").arg(package(headers));
-    }
-    command
 }
 
 /// Whether the headers and libraries of rdma-core are installed. Says so if they are not.
@@ -64,17 +43,13 @@ struct Program(PathBuf);
 
 impl Program {
     fn compile(name: &str) -> Self {
-        let directory = fresh_directory(name);
-        let link = |library: &str, name: &str| symlink(built(library), directory.join(name)).expect("a link");
-        ["libgdsync.so", "libgdsync.so.2"].into_iter().for_each(|name| link("libgdsync_c.so", name));
-        ["libcuda.so", "libcuda.so.1"].into_iter().for_each(|name| link("libsimulated_cuda.so", name));
-        let mut command = compiler("gcc", &["-std=gnu11", "-pedantic"]);
+        let directory = PACKAGE.linked_with_cuda(name);
+        let mut compiler = PACKAGE.compiler("gcc", &["-std=gnu11", "-pedantic"]);
         if checker().as_deref() == Some("address") {
-            command.args(["-fsanitize=address", "-fno-omit-frame-pointer"]);
+            compiler.args(["-fsanitize=address", "-fno-omit-frame-pointer"]);
         }
-        command.arg(package(&format!("tests/c/{name}.c"))).arg("-o").arg(directory.join("program"));
-        let output = finish(command.arg("-L").arg(&directory).args(["-lgdsync", "-lcuda", "-libverbs"]));
-        assert!(output.status.success(), "{name}.c: {}", printed(&output));
+        let libraries = ["-lgdsync", "-lcuda", "-libverbs"];
+        PACKAGE.compile(compiler, &[&format!("tests/c/{name}.c")], &directory, &libraries);
         Self(directory)
     }
 
@@ -88,7 +63,7 @@ impl Program {
                 command.args(["--quiet", "--error-exitcode=99"]).arg(program);
             }
             Some("address") => {
-                let found = finish(Command::new("gcc").arg("-print-file-name=libasan.so")).stdout;
+                let found = PACKAGE.finish(Command::new("gcc").arg("-print-file-name=libasan.so")).stdout;
                 let runtime = String::from_utf8(found).expect("a path");
                 preloaded = format!("{} {}", runtime.trim(), preloaded.display()).into();
                 // Handles are never freed, so that no address is that of two.
@@ -100,6 +75,6 @@ impl Program {
             command.env_remove(variable);
         }
         command.env("LD_LIBRARY_PATH", &self.0).env("LD_PRELOAD", preloaded);
-        finish(command.envs(environment.iter().copied()))
+        PACKAGE.finish(command.envs(environment.iter().copied()))
     }
 }

@@ -1,4 +1,4 @@
-/* Two ranks, and checks that end the program with the line that failed and the library's reason. */
+/* Two ranks of a job, for checks of the library. */
 
 #ifndef CHECK_H
 #define CHECK_H
@@ -19,24 +19,21 @@
 
 #include <mp.h>
 
-/* A call must return this. */
-#define CHECK(call, expected)                                                                                          \
-    do {                                                                                                               \
-        long got_ = (long)(call), expected_ = (long)(expected);                                                        \
-        if (got_ != expected_) {                                                                                       \
-            fprintf(stderr, "%s:%d: rank %d: %s is %ld, not %ld (%s)\n", __FILE__, __LINE__, rank, #call, got_,        \
-                    expected_, mpx_last_error());                                                                      \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
+static int rank, peer, released;
 
-#define OK(call) CHECK(call, 0)
-#define TRUE(condition) CHECK(!(condition), 0)
+/* The library's reason, with the rank. */
+static inline const char *reason(void)
+{
+    static char text[1024];
+    snprintf(text, sizeof text, "rank %d: %s", rank, mpx_last_error());
+    return text;
+}
+
+#define REASON reason()
+#include <checks.h>
 
 /* Seconds that the program may take. */
 enum { PATIENCE = 120 };
-
-static int rank, peer, released;
 
 /* A connection to the other rank, for the exchange. */
 static int pipe_end = -1;
@@ -89,19 +86,6 @@ static inline struct mp_exchange exchange(void)
 static inline void meet(void)
 {
     OK(barrier(&pipe_end));
-}
-
-static CUstream make_stream(void)
-{
-    CUstream stream;
-    CUdevice device;
-    CUcontext context;
-    OK(cuInit(0));
-    OK(cuDeviceGet(&device, 0));
-    OK(cuDevicePrimaryCtxRetain(&context, device));
-    OK(cuCtxPushCurrent(context));
-    OK(cuStreamCreateWithPriority(&stream, CU_STREAM_NON_BLOCKING, 0));
-    return stream;
 }
 
 /* Runs `test` as two ranks: forks before anything is opened. */

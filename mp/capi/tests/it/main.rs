@@ -4,47 +4,29 @@
 mod headers;
 mod programs;
 
-use std::fs;
-use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
+use gdsync_testkit::c::Package;
 use gdsync_testkit::card;
-use gdsync_testkit::process::{built, printed, run_within};
+use gdsync_testkit::process::printed;
 
-/// The longest that a program may run; it is ended then and the test fails.
-const DEADLINE: Duration = Duration::from_secs(300);
-
-fn package(path: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
-
-/// An empty directory of one test alone.
-fn fresh_directory(name: &str) -> PathBuf {
-    let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("mp-{name}"));
-    // It is there if the test ran before.
-    let _ = fs::remove_dir_all(&directory);
-    fs::create_dir_all(&directory).expect("a directory for a test");
-    directory
-}
-
-fn finish(command: &mut Command) -> Output {
-    run_within(command, DEADLINE)
-}
-
-/// The compiler with every warning an error, and the headers.
-fn compiler(compiler: &str, flags: &[&str]) -> Command {
-    let mut command = Command::new(compiler);
-    command.args(flags).args(["-Wall", "-Wextra", "-Werror", "-g", "-pthread"]);
-    let theirs = ["tests/c/include", "../../gdsync/capi/tests/c/include"];
-    for headers in
-        ["include", "../../gdsync/capi/include", "../../gdrcopy/capi/include"].iter().chain(&theirs)
-    {
-        command.arg("-I").arg(package(headers));
-    }
-    command
-}
+const PACKAGE: Package = Package {
+    root: env!("CARGO_MANIFEST_DIR"),
+    scratch: env!("CARGO_TARGET_TMPDIR"),
+    includes: &[
+        "include",
+        "../../gdsync/capi/include",
+        "../../gdrcopy/capi/include",
+        "tests/c/include",
+        "../../gdsync/capi/tests/c/include",
+    ],
+    file: "libmp_c.so",
+    name: "libmp",
+    version: 2,
+    limit: Duration::from_secs(300),
+};
 
 /// A device that programs run on.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -58,14 +40,9 @@ struct Program(PathBuf);
 
 impl Program {
     fn compile(name: &str) -> Self {
-        let directory = fresh_directory(name);
-        let link = |library: &str, name: &str| symlink(built(library), directory.join(name)).expect("a link");
-        ["libmp.so", "libmp.so.2"].into_iter().for_each(|name| link("libmp_c.so", name));
-        ["libcuda.so", "libcuda.so.1"].into_iter().for_each(|name| link("libsimulated_cuda.so", name));
-        let mut command = compiler("gcc", &["-std=gnu11", "-pedantic"]);
-        command.arg(package(&format!("tests/c/{name}.c"))).arg("-o").arg(directory.join("program"));
-        let output = finish(command.arg("-L").arg(&directory).args(["-lmp", "-lcuda"]));
-        assert!(output.status.success(), "{name}.c: {}", printed(&output));
+        let directory = PACKAGE.linked_with_cuda(name);
+        let compiler = PACKAGE.compiler("gcc", &["-std=gnu11", "-pedantic"]);
+        PACKAGE.compile(compiler, &[&format!("tests/c/{name}.c")], &directory, &["-lmp", "-lcuda"]);
         Self(directory)
     }
 
@@ -87,7 +64,7 @@ impl Program {
             Hca::Soft => command.env("GDSYNC_DEVICE", "soft0"),
             Hca::Card => command.env("LD_PRELOAD", card::library()).env("MP_USE_IB_HCA", "lx5_"),
         };
-        let output = finish(command.envs(environment.iter().copied()));
+        let output = PACKAGE.finish(command.envs(environment.iter().copied()));
         assert!(output.status.success(), "{hca:?} {environment:?}: {}: {}", output.status, printed(&output));
         printed(&output)
     }
