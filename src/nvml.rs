@@ -49,11 +49,11 @@ impl Nvml {
         };
         // SAFETY: the type is that of the function in nvml.h.
         let init = unsafe { transmute::<*mut c_void, Init>(find(c"nvmlInit_v2")?) };
-        // SAFETY: as above.
+        // SAFETY: the type is that of the function in nvml.h.
         let by_pci = unsafe { transmute::<*mut c_void, ByPci>(find(c"nvmlDeviceGetHandleByPciBusId_v2")?) };
-        // SAFETY: as above.
+        // SAFETY: the type is that of the function in nvml.h.
         let bar1 = unsafe { transmute::<*mut c_void, Bar1Info>(find(c"nvmlDeviceGetBAR1MemoryInfo")?) };
-        // SAFETY: as above.
+        // SAFETY: the type is that of the function in nvml.h.
         let peer_status = unsafe { transmute::<*mut c_void, PeerStatus>(find(c"nvmlDeviceGetP2PStatus")?) };
         // SAFETY: it may be called at any time.
         checked("nvmlInit", unsafe { init() })?;

@@ -4,7 +4,8 @@
  * - Calls return GDA_OK (0), GDA_IN_PROGRESS (1) or a negative error number of errno.h. gda_last_error() has the reason, in words, of
  *   the last failure of the calling thread. Nothing exits, aborts or prints.
  * - Calls start something and return. Only those with `timeout_ns` wait: 0 looks once, -1 waits for ever, other negative values are
- *   -EINVAL. A call that finds no room in a queue or a stream returns -EAGAIN: call gda_progress, and try again.
+ *   -EINVAL. A call that finds no room in a queue or a stream, or a queue with work of another stream, returns -EAGAIN: call
+ *   gda_progress, and try again.
  * - Handles are numbers. One that is NULL, ended or of another type is -EINVAL; one that another thread waits with is -EBUSY.
  * - Any thread may make any call. A process that was forked after the first call gets -EACCES.
  * - Structures begin with `struct_size`, which the caller sets to sizeof: later versions may append fields.

@@ -103,11 +103,11 @@ fn bare_word<'a>(direction: Direction, mapping: &'a Mapping, bytes: usize) -> Op
         match (direction, bytes) {
             // SAFETY: the mapping is longer than a word and page-aligned.
             (Direction::ToGpu, 4) => unsafe { ptr.cast::<u32>().write_volatile(1) },
-            // SAFETY: as above.
+            // SAFETY: the mapping is longer than a word and page-aligned.
             (Direction::ToGpu, _) => unsafe { ptr.cast::<u64>().write_volatile(1) },
-            // SAFETY: as above.
+            // SAFETY: the mapping is longer than a word and page-aligned.
             (Direction::FromGpu, 4) => _ = unsafe { ptr.cast::<u32>().read_volatile() },
-            // SAFETY: as above.
+            // SAFETY: the mapping is longer than a word and page-aligned.
             (Direction::FromGpu, _) => _ = unsafe { ptr.cast::<u64>().read_volatile() },
         }
         match direction {
@@ -265,7 +265,7 @@ impl Cuda {
 
     fn read(&self, out: &mut [u8]) -> Result<()> {
         self.context.bind_to_thread()?;
-        // SAFETY: as above.
+        // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
         Ok(unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast::<c_void>(), self.addr, out.len()) }
             .result()?)
     }

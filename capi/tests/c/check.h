@@ -14,6 +14,16 @@
 /* What anything may take. */
 #define PATIENCE ((int64_t)60 * 1000000000)
 
+/* As OK, where the last work of another stream with the peer may have to complete first. */
+#define SOON(s, call)                                                                                                  \
+    do {                                                                                                               \
+        int soon_;                                                                                                     \
+        do                                                                                                             \
+            OK(gda_progress((s)->ctx));                                                                                \
+        while ((soon_ = (call)) == -EAGAIN);                                                                           \
+        OK(soon_);                                                                                                     \
+    } while (0)
+
 static inline gda_ctx_t open_ctx(int gpu)
 {
     struct gda_config config = {.struct_size = sizeof config, .gpu = gpu};

@@ -33,12 +33,12 @@ static void by_stream(struct side *s, gda_stream_t stream, int is_batch)
         if (is_batch)
             OK(gda_batch_begin(s->ctx, &on));
         memset(s->bytes + 4096, i * 2 + s->rank, 512);
-        OK(gda_recv(s->comm, s->peer, &from, 1, on, &received));
-        OK(gda_send(s->comm, s->peer, &to, 1, on, &sent));
+        SOON(s, gda_recv(s->comm, s->peer, &from, 1, on, &received));
+        SOON(s, gda_send(s->comm, s->peer, &to, 1, on, &sent));
         OK(gda_req_on_stream(received, on));
         OK(gda_req_on_stream(sent, on));
         if (is_batch) {
-            OK(gda_batch_submit(on, stream));
+            SOON(s, gda_batch_submit(on, stream));
             OK(gda_stream_close(on));
         }
         OK(gda_stream_sync(stream, PATIENCE));

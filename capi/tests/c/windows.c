@@ -13,11 +13,11 @@ static void one_sided(struct side *s, gda_stream_t stream)
     memset(s->bytes, 0, BYTES);
     OK(gda_win_create(s->comm, s->mem, 0, 16384, PATIENCE, &win));
     memset(s->bytes + 32768, 'a' + s->rank, 100);
-    OK(gda_put(win, s->peer, 0, &from, 1, &set, stream, &req));
+    SOON(s, gda_put(win, s->peer, 0, &from, 1, &set, stream, &req));
     OK(gda_wait_signal(win, 1024, 1, GDA_GEQ, NULL, PATIENCE));
     TRUE(s->bytes[0] == 'a' + s->peer && s->bytes[99] == 'a' + s->peer && s->bytes[100] == 0);
     OK(gda_req_wait(req, PATIENCE, NULL));
-    OK(gda_put_bytes(win, s->peer, 200, "bytes", 5, &add, stream, NULL));
+    SOON(s, gda_put_bytes(win, s->peer, 200, "bytes", 5, &add, stream, NULL));
     OK(gda_wait_signal(win, 1032, 5, GDA_EQ, stream, PATIENCE));
     if (stream)
         OK(gda_stream_sync(stream, PATIENCE));
@@ -50,10 +50,10 @@ static void one_sided(struct side *s, gda_stream_t stream)
 static void exchange(struct side *s, gda_chan_t chan, gda_stream_t on)
 {
     struct gda_buf out = range(s, 0, 64);
-    OK(gda_chan_post(chan, on));
-    OK(gda_chan_send(chan, &out, on));
-    OK(gda_chan_wait(chan, GDA_CHAN_RECV, on));
-    OK(gda_chan_wait(chan, GDA_CHAN_SENT, on));
+    SOON(s, gda_chan_post(chan, on));
+    SOON(s, gda_chan_send(chan, &out, on));
+    SOON(s, gda_chan_wait(chan, GDA_CHAN_RECV, on));
+    SOON(s, gda_chan_wait(chan, GDA_CHAN_SENT, on));
 }
 
 static void in_graphs(struct side *s, gda_stream_t stream)
@@ -86,7 +86,7 @@ static void collectives(struct side *s, gda_stream_t stream)
     for (int i = 0; i < 4; i++)
         values[i] = s->rank + i;
     OK(gda_barrier(s->comm, stream, PATIENCE));
-    OK(gda_allreduce(s->comm, &four, GDA_DOUBLE, GDA_SUM, stream, PATIENCE));
+    SOON(s, gda_allreduce(s->comm, &four, GDA_DOUBLE, GDA_SUM, stream, PATIENCE));
     if (stream)
         OK(gda_stream_sync(stream, PATIENCE));
     TRUE(values[0] == 1 && values[3] == 7);

@@ -83,15 +83,15 @@ impl Direction {
         let around = vec![AROUND; margin];
         // SAFETY: the range and its margins are writable, as the caller of this helper makes sure.
         unsafe { dst.wrapping_sub(margin).write_bytes(AROUND, len + 2 * margin) };
-        // SAFETY: as above.
+        // SAFETY: the source has `len` writable bytes, as the caller of this helper makes sure.
         unsafe { src.copy_from_nonoverlapping(expected.as_ptr(), len) };
         match self {
             // SAFETY: both ranges are valid and apart, and nothing else uses them.
             Self::To(copier) => unsafe { copier.to_device(kind, dst, src, len) },
-            // SAFETY: as above.
+            // SAFETY: both ranges are valid and apart, and nothing else uses them.
             Self::From(copier) => unsafe { copier.from_device(kind, dst, src, len) },
         }
-        // SAFETY: as above; it was initialised.
+        // SAFETY: the range and its margins were initialised above.
         let got = unsafe { std::slice::from_raw_parts(dst.wrapping_sub(margin), len + 2 * margin) };
         let place = || format!("{self:?} {kind:?}: {len} bytes, device {device:p}, host {host:p}");
         assert!(got[margin..][..len] == expected[..], "{}: wrong bytes {:?}", place(), &got[margin..][..len]);

@@ -56,20 +56,20 @@ fn what_is_no_memory_of_the_gpu_is_refused() {
     let _alone = alone();
     let Some(first) = gpu(0) else { return };
     let plain = Memory::alloc(4096).unwrap();
-    // SAFETY: nothing comes of it.
+    // SAFETY: it is refused, so nothing uses the memory.
     let unknown = unsafe { first.wrap(plain.addr(), 4096) }.unwrap_err();
     assert!(unknown.to_string().contains("from_raw"), "{unknown}");
     for kind in [Kind::Malloc, Kind::Pinned, Kind::Registered] {
         let memory = memory(&first, kind, 4096).unwrap();
-        // SAFETY: as above.
+        // SAFETY: it is refused, so nothing uses the memory.
         let outside = unsafe { first.wrap(memory.addr() + 1, 64 << 20) }.unwrap_err();
         assert!(outside.to_string().contains("inside one allocation"), "{outside}");
-        // SAFETY: as above.
+        // SAFETY: it is refused, so nothing uses the memory.
         assert!(unsafe { first.wrap(memory.addr(), 0) }.is_err());
     }
     if let Some(second) = gpu(1) {
         let memory = memory(&first, Kind::Malloc, 4096).unwrap();
-        // SAFETY: as above.
+        // SAFETY: it is refused, so nothing uses the memory.
         let other = unsafe { second.wrap(memory.addr(), 4096) }.unwrap_err();
         assert!(other.to_string().contains("GPU 0 for GPU 1"), "{other}");
     }
@@ -78,7 +78,7 @@ fn what_is_no_memory_of_the_gpu_is_refused() {
     // SAFETY: a place for the answer. `CU_MEM_ATTACH_GLOBAL`.
     match unsafe { first.api().mem_alloc_managed(&mut managed, 4096, 1) } {
         Ok(()) => {
-            // SAFETY: as above.
+            // SAFETY: it is refused, so nothing uses the memory.
             let error = unsafe { first.wrap(managed, 4096) }.unwrap_err();
             assert!(error.to_string().contains("managed memory"), "{error}");
         }

@@ -334,14 +334,14 @@ fn simulated(params: &[*mut c_void]) {
     for i in 0..call.count {
         // SAFETY: memory of the test.
         unsafe { at(call.sent).write_volatile(call.first + i) };
-        // SAFETY: as above.
+        // SAFETY: memory of the test.
         let step = unsafe { at(call.order + 4 * i).cast::<u32>().read() };
         let result = steps.run(step);
-        // SAFETY: as above.
+        // SAFETY: memory of the test.
         unsafe { at(call.log + 16 * i).write_volatile(result) };
-        // SAFETY: as above.
+        // SAFETY: memory of the test.
         let received = unsafe { at(call.received).read_volatile() };
-        // SAFETY: as above.
+        // SAFETY: memory of the test.
         unsafe { at(call.log + 16 * i + 8).write_volatile(received) };
         if result == FAILED {
             return;

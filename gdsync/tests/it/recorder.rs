@@ -363,11 +363,11 @@ fn files_of_other_users_are_not_even_opened() {
     let fd = file.as_raw_fd();
     // SAFETY: a plain call on a live descriptor: the signal of a broken lease is one that is ignored.
     assert_eq!(unsafe { libc::fcntl(fd, F_SETSIG, libc::SIGURG) }, 0);
-    // SAFETY: as above.
+    // SAFETY: a plain call on a live descriptor.
     let leased = unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) } == 0;
     if let (true, Ok(())) = (leased, std::os::unix::fs::chown(&path, Some(65_533), None)) {
         run_child(&[("GDSYNC_RECORDER_DIR", folder.to_str().unwrap())]);
-        // SAFETY: as above.
+        // SAFETY: a plain call on a live descriptor.
         let lease = unsafe { libc::fcntl(fd, libc::F_GETLEASE) };
         assert_eq!(lease, libc::F_WRLCK, "somebody has opened it");
     } else {

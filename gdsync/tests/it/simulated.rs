@@ -53,7 +53,7 @@ fn word32(addr: u64) -> &'static AtomicU32 {
 
 fn word64(addr: u64) -> &'static AtomicU64 {
     let ptr = std::ptr::with_exposed_provenance_mut(usize::try_from(addr).unwrap());
-    // SAFETY: as above.
+    // SAFETY: words that the submission keeps alive.
     unsafe { AtomicU64::from_ptr(ptr) }
 }
 

@@ -68,7 +68,7 @@ impl Plain {
     }
 
     pub(crate) fn set(&self, value: u64) {
-        // SAFETY: as above.
+        // SAFETY: the pointer is valid, and loom fails the test before a race is one.
         self.0.with_mut(|p| unsafe { *p = value });
     }
 }

@@ -5,7 +5,7 @@ use super::Error;
 impl Error {
     /// The number of `errno.h` that says what kind of error it is; never 0.
     ///
-    /// `EAGAIN`: a queue or a stream has no room now. `ETIMEDOUT`: not done in time. `ECONNRESET`: a rank is lost, or the exchange with
+    /// `EAGAIN`: a queue or a stream has no room now, or the queue has work of another stream. `ETIMEDOUT`: not done in time. `ECONNRESET`: a rank is lost, or the exchange with
     /// it failed. `EMSGSIZE`: a message is longer than its receive. `ECANCELED`: a receive was cancelled. `EBUSY`: something is
     /// still in use. `EACCES`: a call of a forked child. `EINVAL`: an argument is wrong. Others are those of the device or the system.
     pub fn errno(&self) -> i32 {
@@ -18,6 +18,8 @@ impl Error {
         };
         match self {
             _ if self.is_full() => libc::EAGAIN,
+            Self::Message { cause: gdsync::Error::Busy { .. }, .. }
+            | Self::Device(gdsync::Error::Busy { .. }) => libc::EAGAIN,
             Self::Message { cause, .. } | Self::Device(cause) => cause.errno(),
             Self::Bootstrap { cause, .. } => of_system(cause, libc::ECONNRESET),
             Self::Spawn { cause, .. } => of_system(cause, libc::EIO),
@@ -47,10 +49,12 @@ mod tests {
     #[test]
     fn numbers_say_what_kind_of_error_it_is() {
         let full = || gdsync::Error::StreamFull { stream: "stream 1".into(), depth: 1 };
+        let busy = gdsync::Error::Busy { queue: "send", qpn: 7, owner: "stream 1".into() };
         let refused = std::io::Error::from_raw_os_error(libc::ECONNREFUSED);
         for (error, number) in [
             (Error::message(1, "send", full()), libc::EAGAIN),
             (Error::Device(full()), libc::EAGAIN),
+            (Error::message(1, "send", busy), libc::EAGAIN),
             (Error::message(1, "send", gdsync::Error::GivenUp), libc::ECONNRESET),
             (Error::Cancelled, libc::ECANCELED),
             (Error::Truncated { rank: 1, tag: 2, bytes: 3, room: 2 }, libc::EMSGSIZE),

@@ -128,7 +128,7 @@ pub unsafe fn ibv_dealloc_td(td: *mut ibv_td) -> c_int {
     // SAFETY: the caller guarantees the domain.
     let context = unsafe { (*td).context };
     match operation!(context, dealloc_td: fn(*mut ibv_td) -> c_int) {
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees the domain.
         Some(dealloc) => unsafe { dealloc(td) },
         None => libc::EOPNOTSUPP,
     }
@@ -191,7 +191,7 @@ impl Verbs {
         // SAFETY: the caller guarantees the attributes.
         let mask = unsafe { (*attr).comp_mask };
         if mask == ibv_qp_init_attr_mask::IBV_QP_INIT_ATTR_PD {
-            // SAFETY: as above.
+            // SAFETY: the caller guarantees the attributes.
             let pd = unsafe { (*attr).pd };
             // SAFETY: the attributes begin with the shorter ones.
             return unsafe { self.ibv_create_qp(pd, attr.cast()) };
@@ -221,7 +221,7 @@ impl Verbs {
             return unsafe { register(pd, addr, length, addr as u64, access) };
         }
         let access = access.difference(ibv_access_flags::IBV_ACCESS_OPTIONAL_RANGE);
-        // SAFETY: as above.
+        // SAFETY: the caller guarantees the arguments.
         unsafe { self.ibv_reg_mr(pd, addr, length, access) }
     }
 

@@ -19,7 +19,7 @@ fn a_missing_library_is_named() {
         assert!(text.contains(part), "{text:?} lacks {part:?}");
     }
 
-    // SAFETY: as above.
+    // SAFETY: there is nothing at this path to run.
     let error = unsafe { Mlx5::load_from(Path::new("/nowhere/libmlx5.so.1")) }.unwrap_err().to_string();
     for part in ["/nowhere/libmlx5.so.1", "ibverbs-providers (Debian, Ubuntu)", "GDSYNC_LIBMLX5"] {
         assert!(error.contains(part), "{error:?} lacks {part:?}");
@@ -105,9 +105,9 @@ fn names_events() {
     // SAFETY: it is a constant of the library.
     let text = unsafe { std::ffi::CStr::from_ptr(text) };
     assert_eq!(text.to_str(), Ok("local access violation work queue error"));
-    // SAFETY: as above.
+    // SAFETY: the library has a text for each number.
     let text = unsafe { verbs.ibv_wc_status_str(ibv_wc_status::IBV_WC_WR_FLUSH_ERR) };
-    // SAFETY: as above.
+    // SAFETY: it is a constant of the library.
     let text = unsafe { std::ffi::CStr::from_ptr(text) };
     assert!(text.to_bytes().to_ascii_lowercase().starts_with(b"work request flushed"), "{text:?}");
 }

@@ -110,7 +110,7 @@ extern "C" fn hasty(_stream: Handle, count: u32, ops: *mut MemOp, _flags: u32) -
     for at in 0..count as usize {
         // SAFETY: the caller passes so many operations.
         let place = unsafe { ops.add(at) };
-        // SAFETY: as above.
+        // SAFETY: the caller passes so many operations.
         let op = unsafe { place.read() };
         if op.operation == MemOp::WRITE_64 {
             let word = std::ptr::with_exposed_provenance::<AtomicU64>(usize::try_from(op.address).unwrap());

@@ -134,9 +134,9 @@ fn the_legacy_stream_invalidates_captures_of_blocking_streams() {
 
 /// Adds its second parameter to the word that the first one names.
 fn add(params: &[*mut c_void]) {
-    // SAFETY: as registered below.
+    // SAFETY: the kernel is registered with these two parameters.
     let addr = unsafe { params[0].cast::<u64>().read() };
-    // SAFETY: as above.
+    // SAFETY: the kernel is registered with these two parameters.
     let value = unsafe { params[1].cast::<u32>().read() };
     let word = std::ptr::with_exposed_provenance_mut(usize::try_from(addr).unwrap());
     // SAFETY: the tests pass words of GPU memory.

@@ -110,7 +110,7 @@ impl Map {
     }
 
     pub(super) fn store(&self, offset: usize, value: u8) {
-        // SAFETY: as above.
+        // SAFETY: inside the mapping; where the driver took the page, the signal is what the test is about.
         unsafe { self.at(offset).write_volatile(value) };
     }
 
@@ -130,7 +130,7 @@ impl Map {
     }
 
     pub(super) fn protect(&self, offset: usize, len: usize, prot: i32) -> Result<(), i32> {
-        // SAFETY: as above.
+        // SAFETY: a part of this mapping, to which there are no references.
         check(unsafe { libc::mprotect(self.ptr.as_ptr().wrapping_add(offset).cast(), len, prot) }).map(drop)
     }
 }

@@ -170,7 +170,7 @@ impl Toys {
             unsafe { libc::writev(writer.as_raw_fd(), &raw const remote, 1) };
         }
         let this = i32::try_from(std::process::id()).expect("a PID");
-        // SAFETY: as above; device pages are refused.
+        // SAFETY: the kernel checks the address of the mapping, and refuses device pages.
         unsafe { libc::process_vm_readv(this, &raw const local, 1, &raw const remote, 1, 0) };
     }
 

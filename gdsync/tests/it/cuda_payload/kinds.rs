@@ -151,7 +151,7 @@ pub(crate) fn memory(gpu: &Gpu, kind: Kind, len: usize) -> Option<Memory> {
             let mut addr = 0;
             // SAFETY: a place for the answer, and a stream.
             let made = unsafe { api.mem_alloc_async(&mut addr, len, stream(gpu)) };
-            // SAFETY: as above.
+            // SAFETY: the stream is the test's own.
             made.and_then(|()| unsafe { api.stream_synchronize(stream(gpu)) }).map(|()| addr)
         }
     };
@@ -187,9 +187,9 @@ fn virtual_memory(api: &Api, device: i32, len: usize) -> gdrcopy::Result<u64> {
     // SAFETY: places for answers and a description.
     unsafe { api.mem_get_allocation_granularity(&mut granularity, &prop, GRANULARITY_MINIMUM) }?;
     let len = len.next_multiple_of(granularity);
-    // SAFETY: as above.
+    // SAFETY: a place for the answer and a description.
     unsafe { api.mem_create(&mut handle, len, &prop, 0) }?;
-    // SAFETY: as above.
+    // SAFETY: a place for the answer.
     unsafe { api.mem_address_reserve(&mut addr, len, 0, 0, 0) }?;
     // SAFETY: reserved above.
     unsafe { api.mem_map(addr, len, 0, handle, 0) }?;
