@@ -481,8 +481,8 @@ impl Stream {
     ///
     /// # Errors
     /// [`Error::Deadline`] after `timeout` (the work continues); [`Error::Unsupported`] within a host function of the stream, which
-    /// would wait for itself; the stream's error; the root cause of the first broken queue pair. After such an error the stream has
-    /// run to its end *without* receiving what it waited for.
+    /// would wait for itself; the stream's error; the root cause of the first broken queue pair, but not a peer that went when all
+    /// requests were complete. After such an error the stream has run to its end *without* receiving what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse_in_launch()?;
@@ -503,7 +503,7 @@ impl Stream {
         if let Some(error) = self.0.engine.error() {
             return Err(error);
         }
-        cores.iter().try_for_each(|core| core.check_naming_rank())
+        cores.iter().try_for_each(|core| core.check_requests())
     }
 
     /// No longer reports failures of `qp` from earlier submissions, for which [`Stream::synchronize`] keeps it.

@@ -406,6 +406,8 @@ impl HcaStats {
 #[derive(Debug, Default)]
 pub struct Health {
     broken: AtomicBool,
+    /// Whether a request has completed with an error.
+    has_failed_request: AtomicBool,
     /// The process that created the queue pair.
     pub fork_guard: ForkGuard,
     error: SpinLock<Option<Error>>,
@@ -415,6 +417,9 @@ impl Health {
     /// Records a failure unless there is one. Any other failure replaces a flush.
     pub fn record(&self, error: Error) {
         let flush = |e: &Error| matches!(e, Error::Completion(c) if c.is_flush());
+        if matches!(error, Error::Completion(_)) {
+            self.has_failed_request.store(true, Ordering::Relaxed);
+        }
         let mut slot = self.error.lock();
         if slot.as_ref().is_none_or(|known| flush(known) && !flush(&error)) {
             *slot = Some(error);
@@ -440,9 +445,22 @@ impl Health {
         self.error.lock().clone().map_or(Ok(()), Err)
     }
 
+    /// Checks that no request has failed. A peer that went when all were complete is no failure of theirs.
+    ///
+    /// # Errors
+    /// As [`Health::check`].
+    pub fn check_requests(&self) -> Result<()> {
+        let is_complete = || !self.has_failed_request.load(Ordering::Relaxed);
+        self.check().or_else(|error| match error {
+            Error::PeerGone { .. } if is_complete() => Ok(()),
+            error => Err(error),
+        })
+    }
+
     /// Clears the failure, for a reset.
     pub fn clear(&self) {
         *self.error.lock() = None;
+        self.has_failed_request.store(false, Ordering::Relaxed);
         self.broken.store(false, Ordering::Release);
     }
 }

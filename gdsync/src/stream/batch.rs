@@ -435,7 +435,7 @@ impl Batch {
         let outcome = catch_unwind(AssertUnwindSafe(all));
         let failure = match &outcome {
             Ok(Ok(())) => {
-                return cores.iter().try_for_each(|core| core.check_naming_rank());
+                return cores.iter().try_for_each(|core| core.check_requests());
             }
             Ok(Err(Unsatisfied::Lost(error))) => error.clone(),
             Ok(Err(Unsatisfied::Late(what))) => Error::late("running a batch", timeout, what.as_str()),

@@ -50,7 +50,11 @@ impl Completion {
         match known {
             Some(Some(wc)) => Ok(Some(wc.ok()?)),
             Some(None) => self.end.qp.check().and(Err(Error::Forgotten { qpn: self.end.qp.qpn })),
-            None => self.end.qp.check().map(|()| None),
+            None => self.end.qp.check().map(|()| None).or_else(|error| {
+                // It may have arrived since, before the peer went.
+                self.end.cq.reap();
+                outcome().flatten().filter(|wc| wc.ok().is_ok()).map(Some).ok_or(error)
+            }),
         }
     }
 

@@ -137,9 +137,12 @@ impl QpCore {
         self.health.check()
     }
 
-    /// Like [`QpCore::check`], with the rank of the peer, for callers that do not know which queue pair has failed.
-    pub(crate) fn check_naming_rank(&self) -> Result<()> {
-        self.check().map_err(|error| self.name_rank(error))
+    /// The root cause if a request has failed, with the rank of the peer, for callers that do not know which queue pair it is.
+    pub(crate) fn check_requests(&self) -> Result<()> {
+        self.check_process()?;
+        self.send_cq.reap();
+        self.recv_cq.reap();
+        self.health.check_requests().map_err(|error| self.name_rank(error))
     }
 
     /// The error of this queue pair, with the rank of the peer.

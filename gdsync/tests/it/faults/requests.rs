@@ -7,10 +7,10 @@ use gdsync::hca::FaultPlan;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::Cond;
-use gdsync::verbs::{Access, QpAttr, QpState, RemoteAddr, SendWr, Sge};
+use gdsync::verbs::{Access, QpAttr, QpState, RecvWr, RemoteAddr, SendWr, Sge};
 
 use super::{FLUSH, RETRY, Rig, broke, hasty, lost_its_peer, matrix, messages, patient, post_recvs, writes};
-use crate::common::{PATIENCE, Side, connect, gate, hca, until};
+use crate::common::{PATIENCE, Side, connect, gate, hca, stream, until};
 
 const AT_ONCE: Duration = Duration::ZERO;
 /// The timers of [`hasty`]: two times 131 us without an answer.
@@ -283,4 +283,19 @@ fn device_of_the_peer_goes_away() {
         lost_its_peer(&a);
         rig.recover(&stream, &a, &rig.side(&rig.b, patient));
     });
+}
+
+/// Only later calls learn of it.
+#[test]
+fn peer_that_leaves_fails_no_work_that_was_complete() {
+    let (a, b) = connect(Side::new(&hca(), 4096, patient), Side::new(&hca(), 4096, patient));
+    b.qp.post_recv(&[RecvWr::new(&[])]).unwrap();
+    let s = stream("complete");
+    s.send(&a.qp, &SendWr::send(&[])).unwrap();
+    s.wait_send(&a.qp).unwrap();
+    until(|| s.query().pending == 0);
+    drop(b);
+    until(|| a.qp.check().is_err());
+    s.synchronize(PATIENCE).unwrap();
+    lost_its_peer(&a);
 }
