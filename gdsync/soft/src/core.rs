@@ -571,7 +571,7 @@ impl Progress for Core {
     }
 
     fn watch_nap(&self) -> Duration {
-        // Of a card, all doorbells come without notice.
+        // Of a card, all doorbells are watched.
         Duration::from_millis(if self.async_events.has_listener() { 1 } else { 5 })
     }
 

@@ -57,7 +57,7 @@ pub(super) struct Shared {
     pub(super) gid: Gid,
     qpns: QpNumbers,
     strict: bool,
-    /// In the role of a card, whose doorbells come without notice.
+    /// In the role of a card, whose doorbells are all watched.
     is_card: bool,
     pub(super) core: Mutex<Core>,
     pub(super) doorbells: DoorbellSet,

@@ -107,7 +107,7 @@ impl Raw {
 }
 
 #[test]
-fn announced_doorbells_are_found() {
+fn watched_doorbells_are_found() {
     let mut raw = Raw::new();
     for n in 0..100 {
         let doorbell = raw.write_nop();
@@ -127,7 +127,7 @@ fn announced_doorbells_are_found() {
 }
 
 #[test]
-fn doorbells_that_nobody_announced_are_found() {
+fn doorbells_that_nobody_watches_are_found() {
     let mut raw = Raw::new();
     for n in 0..3 {
         let doorbell = raw.write_nop();
@@ -227,7 +227,7 @@ fn a_reset_ends_the_watch() {
     hca.watch(raw.qp.qpn, 1);
     assert!(hca.is_watching());
     hca.modify_qp(raw.qp.qpn, &QpAttr::to(QpState::RESET), PATIENCE).unwrap();
-    assert!(!hca.is_watching(), "what was announced will not be rung");
+    assert!(!hca.is_watching(), "what was watched will not be rung");
 }
 
 #[test]

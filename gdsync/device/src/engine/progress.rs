@@ -24,28 +24,28 @@ pub trait Progress: Send + fmt::Debug + 'static {
     fn step(&mut self, doorbells: &DoorbellSet) -> bool;
     /// Takes the doorbell of a queue pair and runs its sends.
     fn ring(&mut self, index: usize, doorbells: &DoorbellSet);
-    /// Takes all doorbells, also those not announced.
+    /// Takes all doorbells, also those not watched.
     fn look_at_all(&mut self);
     /// Runs timers that have expired.
     fn tick(&mut self, now: Instant);
-    /// Called when idle for a while: stops polling doorbells that were rung as far as announced, and queues that no stream waits on.
+    /// Called when idle for a while: stops watching doorbells that were rung up to their watch limit, and queues that no stream waits on.
     /// Not earlier, because the next send or wait of a stream is cheaper while they are polled.
     fn drop_idle_watches(&mut self, doorbells: &DoorbellSet);
-    /// Called before sleeping: the next announcement of a doorbell must notify the engine.
+    /// Called before sleeping: the next doorbell watch must wake the engine.
     fn unwatch_all(&self, doorbells: &DoorbellSet);
     /// Whether there is unfinished work, or a running timer.
     fn is_active(&self) -> bool;
     /// Whether packets or completions have arrived.
     fn has_arrivals(&mut self) -> bool;
-    /// Whether a doorbell may be written without notice.
+    /// Whether a doorbell is watched: it may be written without waking the engine.
     fn is_watching(&self) -> bool;
-    /// Whether copies are under way, which end without notice.
+    /// Whether copies are under way, whose end must be polled for.
     fn is_copying(&self) -> bool;
     /// Whether streams of GPUs wait on a completion queue.
     fn is_attended(&self) -> bool;
     /// When the next timer expires.
     fn next_timer(&self) -> Option<Instant>;
-    /// The doorbells that may be written without notice, if they have changed since the last call.
+    /// The watched doorbells, if they have changed since the last call.
     fn newly_watched(&mut self) -> Option<Vec<Word64>>;
     /// When the last long message or copy began, here or at a peer, if one has since the last call.
     fn take_copied(&mut self) -> Option<Instant> {
@@ -54,12 +54,12 @@ pub trait Progress: Send + fmt::Debug + 'static {
     /// The GPUs to nudge once the lock is released.
     fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>>;
 
-    /// Maximum sleep of the service thread while work may come without notice.
+    /// Maximum sleep of the service thread while it must poll.
     fn watch_nap(&self) -> Duration {
         Duration::from_millis(5)
     }
 
-    /// Whether the service thread must poll: work comes without notice, or GPU streams wait, which cannot run steps.
+    /// Whether the service thread must poll: doorbells are watched, copies are under way, or GPU streams wait, which cannot run steps.
     fn must_poll(&self) -> bool {
         self.is_watching() || self.is_copying() || self.is_attended()
     }
@@ -294,7 +294,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
         self.wake_if_unattended();
     }
 
-    /// A doorbell will be written without notice, up to the producer index `pi`.
+    /// Watches a doorbell, which may be written up to the producer index `pi` without waking the engine.
     fn watch_doorbell(&self, index: usize, pi: u64) {
         // Without the lock, which the service thread holds most of the time.
         if self.doorbells().announce(index, pi) {

@@ -15,13 +15,13 @@ use crate::memory::Word64;
 const SPIN: Duration = Duration::from_micros(20);
 /// How often it checks whether other threads still run steps.
 const DEFER: Duration = Duration::from_millis(1);
-/// Polls this long for work that comes without notice.
+/// Polls this long for watched doorbells and for copies.
 const WATCH_SPIN: Duration = Duration::from_millis(1);
-/// Watches of doorbells and completion queues stay this long after the last work: meanwhile new work need not be announced.
+/// Watches of doorbells and completion queues stay this long after the last work: meanwhile new work needs no new watch.
 const LINGER: Duration = Duration::from_micros(100);
 /// Polls for work between two looks at timers and clock.
 const POLLS: u32 = 64;
-/// Maximum sleep; afterwards all doorbells are checked, also those not announced.
+/// Maximum sleep; afterwards all doorbells are checked, also those not watched.
 const SLEEP: Duration = Duration::from_millis(100);
 
 /// The service thread, joined on drop.

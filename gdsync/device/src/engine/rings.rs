@@ -27,7 +27,7 @@ pub struct Rings {
     pub rq: Memory,
     /// The doorbell record, 8 bytes.
     pub record: Memory,
-    /// Where posted sends are announced.
+    /// Where doorbells for posted sends are written.
     pub doorbell: DoorbellSource,
     /// The flight recorder's log of the queue pair.
     pub qp_trace: QpTrace,
