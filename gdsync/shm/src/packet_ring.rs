@@ -114,7 +114,7 @@ impl Producer {
         self.advance(ring, lines_of(len), RECORD | len);
     }
 
-    /// Whether the consumer has found the ring empty since the last record.
+    /// Whether the consumer has popped all records, and published that.
     pub fn is_drained<R: Lines>(&self, ring: &R) -> bool {
         ring.consumed().load(Relaxed) == self.at
     }
@@ -184,7 +184,6 @@ impl Consumer {
             let marker = ring.marker(line).load(Acquire);
             let len = marker & !RECORD;
             if marker == 0 {
-                self.publish(ring);
                 return Ok(None);
             } else if marker == PAD && line != 0 {
                 self.at += left;
@@ -211,7 +210,8 @@ impl Consumer {
         publish
     }
 
-    fn publish<R: Lines>(&mut self, ring: &R) {
+    /// Shows the producer all that was popped.
+    pub fn publish<R: Lines>(&mut self, ring: &R) {
         if self.published != self.at {
             // Release: the reads of these lines happen before the producer's next writes to them.
             ring.consumed().store(self.at, Release);

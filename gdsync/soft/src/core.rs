@@ -348,6 +348,13 @@ impl Core {
         rings.any(|(l, ring)| links.peer(l) == peer && !links.is_down(l) && ring.has_record())
     }
 
+    /// Whether a timeout has passed, but packets of the peer wait: this HCA had no time of a processor to take them.
+    fn may_be_answered(&mut self, index: usize, now: Instant) -> bool {
+        let qp = self.qps[index].qp.as_ref().filter(|qp| qp.req.is_late(now));
+        let peer = qp.and_then(|qp| qp.remote).map(|remote| remote.gid);
+        peer.is_some() && self.has_packet_of(peer)
+    }
+
     fn poll_watched(&mut self) -> bool {
         let mut worked = false;
         for at in 0..self.watched.len() {
@@ -373,6 +380,10 @@ impl Core {
             let record = match ring.peek() {
                 Ok(Some(record)) => record,
                 Ok(None) => {
+                    // Once the responses have left, which is at the beginning of the next step.
+                    if !any || self.active.is_empty() {
+                        ring.publish();
+                    }
                     self.links.count_received(link, false);
                     break;
                 }
@@ -521,7 +532,9 @@ impl Progress for Core {
         self.has_delayed = self.links.tick(now);
         for at in 0..self.active.len() {
             let i = self.active[at];
-            self.with(i, |qp, env| qp.tick(now, env));
+            if !self.may_be_answered(i, now) {
+                self.with(i, |qp, env| qp.tick(now, env));
+            }
         }
         for link in 0..self.rings.len() {
             if self.links.is_newly_dead(link) && !self.has_packet_of(self.links.peer(link)) {

@@ -14,6 +14,9 @@
 //! Acknowledgements leave with the step after the one that received the message, so that replies go first. If no thread
 //! polls again, the service thread sends them within a millisecond.
 //!
+//! Packets that the peer has not handled are no timeout while its process lives and is not stopped: its HCA waits for a processor. A
+//! process that is stopped, or whose state in `/proc` cannot be read, costs the timeouts and retries.
+//!
 //! # What wakes it
 //!
 //! - A doorbell rung by the CPU or by a host stream: the ringing thread runs the step at once.

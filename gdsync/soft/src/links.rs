@@ -165,9 +165,11 @@ impl Links {
         self.get(index).and_then(|link| link.full_since).is_some_and(|since| since.elapsed() >= STALL)
     }
 
-    /// Whether the peer is alive and has not taken all packets that were sent to it.
-    pub(crate) fn holds_packets(&self, index: usize) -> bool {
-        self.get(index).is_some_and(|l| !l.down && !l.is_lost() && !l.tx.is_drained())
+    /// Whether the peer has not handled all packets that were sent to it, though its process lives and is not stopped, unless that
+    /// `may_be_stopped`.
+    pub(crate) fn awaits_processor(&self, index: usize, may_be_stopped: bool) -> bool {
+        let runs = |link: &Link| may_be_stopped || link.pid.is_some_and(may_run);
+        self.get(index).is_some_and(|l| !l.down && !l.is_lost() && !l.tx.is_drained() && runs(l))
     }
 
     /// Index of a live link to `peer`.
@@ -376,10 +378,43 @@ impl Link {
     }
 }
 
+/// Whether a process of this PID exists and is not stopped, as far as can be known.
+fn may_run(pid: libc::pid_t) -> bool {
+    if u32::try_from(pid) == Ok(std::process::id()) {
+        return true;
+    }
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    // The name before the state may contain brackets.
+    stat.rsplit_once(") ").is_some_and(|(_, state)| !state.starts_with(['T', 't', 'Z', 'X']))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
+
     use super::*;
     use crate::wire::Port;
+
+    #[test]
+    fn a_process_may_run_until_it_is_stopped_or_ends() {
+        let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
+        let pid = libc::pid_t::try_from(child.id()).unwrap();
+        let becomes = |runs| {
+            let start = Instant::now();
+            while may_run(pid) != runs {
+                assert!(start.elapsed() < Duration::from_secs(20), "it should be {runs}");
+                std::thread::yield_now();
+            }
+        };
+        assert!(may_run(pid) && may_run(std::process::id().cast_signed()));
+        for (signal, runs) in [(libc::SIGSTOP, false), (libc::SIGCONT, true), (libc::SIGKILL, false)] {
+            // SAFETY: a plain call; the child has not been waited for, so the number is still its own.
+            assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
+            becomes(runs);
+        }
+        child.wait().unwrap();
+        assert!(!may_run(pid));
+    }
 
     #[test]
     fn a_peer_that_takes_nothing_is_silent_until_it_takes_a_packet() {

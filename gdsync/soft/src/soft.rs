@@ -93,6 +93,10 @@ impl ProgressEngine for Shared {
         }
     }
 
+    fn close(&self) {
+        self.port.close();
+    }
+
     fn accept(&self, core: &mut Core) {
         if self.port.has_accepted() {
             for ends in self.port.take_accepted() {

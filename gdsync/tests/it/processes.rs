@@ -23,16 +23,11 @@ fn side() -> Side {
     Side::new(&hca(), 4096, build)
 }
 
-/// One whose peer may be kept from a core for two seconds by other programs.
-fn patient_side() -> Side {
-    Side::new(&hca(), 4096, |q| build(q).timeout(16))
-}
-
 /// Not a test of its own: the other process of every test here.
 #[test]
 fn child() {
     let Some(role) = role() else { return };
-    let side = if role == "pong" { patient_side() } else { side() };
+    let side = side();
     meet_parent(&side);
     let s = stream("child");
     match role.as_str() {
@@ -58,7 +53,7 @@ fn child() {
 
 #[test]
 fn streams_of_two_processes_play_ping_pong() {
-    let side = patient_side();
+    let side = side();
     let (mut peer, _) = Peer::start("processes::child", "pong", &side);
     let s = stream("parent");
     let right = Arc::default();

@@ -149,6 +149,8 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     fn progress_state(&self) -> &ProgressState;
     /// Called by the service thread when it starts.
     fn prepare_thread(&self) {}
+    /// Called by the service thread when a step has panicked: peers must learn that none follows.
+    fn close(&self) {}
     /// Called before a step: takes over what other threads have prepared.
     fn accept(&self, _core: &mut Self::Core) {}
     /// Whether arrivals can be seen without the lock.

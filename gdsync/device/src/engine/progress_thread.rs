@@ -82,8 +82,12 @@ impl<S: ProgressEngine> Worker<S> {
     fn run(mut self) {
         let shared = self.shared.clone();
         shared.prepare_thread();
-        // After a panic no step runs any more.
-        while !self.stop.load(Ordering::Acquire) && shared.guarded(|| self.step()).is_some() {}
+        while !self.stop.load(Ordering::Acquire) {
+            // After a panic no step runs any more.
+            if shared.guarded(|| self.step()).is_none() {
+                return shared.close();
+            }
+        }
     }
 
     /// Runs a step, defers to other threads, or rests.

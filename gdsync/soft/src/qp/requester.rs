@@ -266,6 +266,11 @@ impl Requester {
         self.pending.iter().find(|p| !p.is_done()).map_or(self.next_psn, |p| p.psn.wrapping_add(p.done))
     }
 
+    /// Whether the retransmission deadline has passed.
+    pub(crate) fn is_late(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|deadline| now >= deadline)
+    }
+
     /// When `tick` must run next.
     pub(crate) fn next_timer(&self) -> Option<Instant> {
         self.rnr_until.or(self.deadline)
@@ -337,13 +342,13 @@ impl SoftQp {
 }
 
 impl SoftQp {
-    /// Whether packets wait for a peer whose HCA gets no time of a processor. A card needs none, so that is no timeout of a card.
+    /// Whether packets wait for a peer whose HCA gets no time of a processor. A card needs none, so that is no timeout.
     fn awaits_processor(&self, env: &Env<'_>) -> bool {
-        let waits = match self.remote {
+        match self.remote {
             Some(remote) if self.link == UNLINKED => env.peers.is_sought(remote.gid),
-            _ => env.links.holds_packets(self.link),
-        };
-        waits && env.async_events.has_listener()
+            // A card also acknowledges for a process that is stopped.
+            _ => env.links.awaits_processor(self.link, env.async_events.has_listener()),
+        }
     }
 }
 

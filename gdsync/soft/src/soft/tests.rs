@@ -191,6 +191,53 @@ fn packets_sent_before_peer_death_are_received() {
     assert_eq!(Cqe::decode(&cqe).opcode, CqeOpcode::RESP_SEND);
 }
 
+#[test]
+fn a_peer_that_gets_no_processor_is_not_given_up() {
+    let contexts = [(); 2].map(|()| Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap()));
+    let build = |hca: &Arc<SoftHca>| {
+        let pd = Context::over(hca.clone()).alloc_pd().unwrap();
+        pd.build_qp().timeout(1).retry_cnt(1).build().unwrap()
+    };
+    for peer in &contexts {
+        let (a, b) = (build(&contexts[0]), build(peer));
+        a.connect(b.address()).unwrap();
+        b.connect(a.address()).unwrap();
+        b.post_recv(&[RecvWr::new(&[])]).unwrap();
+        peer.shared.with(|_| {
+            a.post_send(&[SendWr::send(&[])]).unwrap();
+            // Many times the patience of the queue pair: 8 us, twice.
+            std::thread::sleep(Duration::from_millis(20));
+        });
+        a.send_cq().wait(TIMEOUT).unwrap().ok().unwrap();
+    }
+}
+
+#[test]
+fn what_has_arrived_is_taken_before_a_timeout_counts() {
+    let (a, b) = (Side::new(), Side::new());
+    a.connect(&b);
+    b.connect(&a);
+    let start = Instant::now();
+    let until = |done: &mut dyn FnMut() -> bool| {
+        while !done() {
+            assert!(start.elapsed() < TIMEOUT);
+            std::thread::yield_now();
+        }
+    };
+    let stopped = b.hca.shared.core.lock();
+    a.send();
+    until(&mut || a.hca.stats().packets_sent > 0);
+    let mut core = a.hca.shared.core.lock();
+    b.hca.shared.unlock(stopped);
+    a.hca.shared.accept(&mut core);
+    until(&mut || core.has_arrivals());
+    // The first call may only set the timer.
+    for late in [0, 1] {
+        core.tick(Instant::now() + late * TIMEOUT);
+    }
+    assert_eq!(core.stats.retransmissions, 0);
+}
+
 /// Reports copies as done without copying.
 #[derive(Debug)]
 struct Idle;
@@ -255,6 +302,11 @@ fn panic_in_a_step_breaks_queue_pairs_and_streams() {
     let (a, b) = (build(), build());
     a.connect(b.address()).unwrap();
     b.connect(a.address()).unwrap();
+    let there = Context::over(Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap()));
+    let (peer, c) = (there.alloc_pd().unwrap().build_qp().rnr_retry(7).build().unwrap(), build());
+    peer.connect(c.address()).unwrap();
+    c.connect(peer.address()).unwrap();
+    let unanswered = peer.post_send(&[SendWr::send(&[])]).unwrap();
     let [by_cpu, by_stream] = [(); 2].map(|()| b.post_recv(&[RecvWr::new(&[])]).unwrap());
     let stream = gdsync::stream::Stream::host(gdsync::stream::HostStreamConfig::default()).unwrap();
     stream.wait(&by_cpu).unwrap();
@@ -266,6 +318,7 @@ fn panic_in_a_step_breaks_queue_pairs_and_streams() {
     assert!(matches!(stream.synchronize(LONG), Err(gdsync_device::Error::Panicked { .. })));
     assert!(matches!(a.check(), Err(gdsync_device::Error::Panicked { .. })));
     assert!(pd.build_qp().build().is_err());
+    assert!(matches!(unanswered.wait(TIMEOUT), Err(gdsync_device::Error::Completion(_))));
 }
 
 /// Never reached.

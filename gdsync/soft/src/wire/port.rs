@@ -103,7 +103,7 @@ struct Shared {
     stop: AtomicBool,
     /// Whether processes of all jobs may connect, as to a card.
     any_job: bool,
-    /// Whether the control thread has panicked. Set under the lock of `watched`.
+    /// Whether a thread of the HCA has panicked. Set under the lock of `watched`.
     failed: AtomicBool,
     #[cfg(test)]
     panics: AtomicBool,
@@ -184,6 +184,11 @@ impl Port {
         let response = handshake_connect(&stream, peer, &self.shared, deadline);
         let (file, event) = response.map_err(|e| failed(format!("the handshake failed: {e}")))?;
         self.shared.link(peer, &file, 0, event, stream)
+    }
+
+    /// Closes all links, and makes no more, after a panic.
+    pub(crate) fn close(&self) {
+        self.shared.close();
     }
 
     /// The loopback link, over private memory.
@@ -336,6 +341,17 @@ impl Shared {
         gdsync_device::signal_eventfd(&self.wake_fd);
     }
 
+    fn close(&self) {
+        let mut watched = self.watched.lock();
+        self.failed.store(true, Ordering::Release);
+        for (_, (stream, alive)) in watched.drain() {
+            let _ = stream.shutdown(std::net::Shutdown::Both);
+            alive.store(false, Ordering::Release);
+        }
+        drop(watched);
+        self.event.notify_always();
+    }
+
     /// Creates this side's ends over the shared rings; `side` is 0 for the connecting side.
     fn link(
         &self,
@@ -378,11 +394,7 @@ impl Control {
     fn run_guarded(mut self) {
         let shared = self.shared.clone();
         if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
-            let mut watched = shared.watched.lock();
-            shared.failed.store(true, Ordering::Release);
-            watched.drain().for_each(|(_, (_stream, alive))| alive.store(false, Ordering::Release));
-            drop(watched);
-            shared.event.notify_always();
+            shared.close();
         }
     }
 

@@ -99,7 +99,7 @@ impl TxRing {
         self.ring.0.prefetch_to_write(at(self.producer.line(&self.ring)));
     }
 
-    /// Whether the consumer has taken all records.
+    /// Whether the consumer has done with all records: [`RxRing::publish`].
     pub(crate) fn is_drained(&self) -> bool {
         self.producer.is_drained(&self.ring)
     }
@@ -229,6 +229,11 @@ impl RxRing {
         len: usize,
     ) -> Result<()> {
         memory.copy_from(to, &self.ring.0, self.body(record, offset, len)?, len)
+    }
+
+    /// Shows the producer that nothing more will come of the records popped so far.
+    pub(crate) fn publish(&mut self) {
+        self.consumer.publish(&self.ring);
     }
 
     /// Frees the record's lines. Returns whether the producer may be waiting for them.

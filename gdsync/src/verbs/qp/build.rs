@@ -82,7 +82,8 @@ impl QpBuilder {
         path_mtu: u32 => connect.path_mtu,
         /// RNR timer code (default 12: 0.64 ms).
         min_rnr_timer: u8 => connect.min_rnr_timer,
-        /// Acknowledge timeout, `4.096 us * 2^timeout` (default 14: 67 ms).
+        /// Acknowledge timeout, `4.096 us * 2^timeout` (default 14: 67 ms). The software HCA counts none while the peer's process
+        /// lives, is not stopped, and has packets to handle: it waits for a processor.
         timeout: u8 => connect.timeout,
         /// Retries after a timeout (default 7).
         retry_cnt: u8 => connect.retry_cnt,
