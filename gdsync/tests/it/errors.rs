@@ -264,7 +264,7 @@ fn mistakes_are_refused() {
 /// Which queue pair, queue and request.
 #[test]
 fn deadlines_of_the_cpu_say_what_it_waits_for() {
-    let (a, b) = loopback(64, |q| q);
+    let (a, b) = loopback(64, |q| q.rnr_retry(7));
     let soon = Duration::from_millis(1);
     let late = |result: Result<(), Error>, words: &[&str]| {
         assert!(matches!(error(result, words), Error::Deadline { after, .. } if after == soon));

@@ -137,11 +137,16 @@ fn receive_that_is_too_short_fails_both_sides() {
 
 #[test]
 fn no_receive_in_time_is_told_as_that() {
-    let Some((a, b)) = pair(|q| q.rnr_retry(1).min_rnr_timer(1)) else { return };
+    let (Some(one), Some(other)) = (device(), device()) else { return };
+    let (a, b) =
+        connect(Side::new(&one, SIZE, |q| q.rnr_retry(1)), Side::new(&other, SIZE, |q| q.min_rnr_timer(1)));
     a.qp.post_send(&[SendWr::send(&[]).id(1), SendWr::send(&[]).id(2)]).unwrap();
     assert_eq!(syndromes(&a, &[1, 2]), [Some(Syndrome::RNR_RETRY_EXC_ERR), FLUSHED]);
     reconnect(&a.qp, &b.qp);
-    exchange(&a, &b, 3);
+    // Its one retry may come before a receive that the proxy's thread posts.
+    a.qp.post_send(&[SendWr::write_inline(b.mr.remote(0).unwrap(), &[1; 8])]).unwrap();
+    sent(&a).ok().unwrap();
+    message(&b, &a, 3);
 }
 
 /// What the device refuses when it is posted is an error of the work request, in its turn, and the queue pair says why.
@@ -238,13 +243,11 @@ fn killed_peer_ends_sends_with_a_retry_error() {
     peer.kill();
     s.send(&side.qp, &write.id(5)).unwrap();
     s.wait_send(&side.qp).unwrap();
-    let start = Instant::now();
     let error = s.synchronize(PATIENCE).unwrap_err();
     assert!(
         matches!(&error, Error::Completion(e) if e.syndrome == Syndrome::RETRY_EXC_ERR && e.wr_id == 5),
         "{error}"
     );
-    assert!(start.elapsed() < Duration::from_secs(10));
 }
 
 /// The sleeping service thread is woken by the device: nobody polls here.

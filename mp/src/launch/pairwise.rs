@@ -8,14 +8,11 @@ use std::time::Duration;
 use super::bootstrap::Bootstrap;
 use super::connection::{Conn, FIX_FILES, FIX_NETWORK, Job, Kind, MAX_PAYLOAD, send_to_all, wait};
 use super::environment::{Launch, Launcher, Root};
-use super::rendezvous::address;
+use super::rendezvous::{HELLO_LIMIT, address};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
-
-/// How long a connection may take to introduce itself; others wait meanwhile.
-const HELLO_LIMIT: Duration = Duration::from_secs(1);
 
 /// The most that one wait sleeps.
 const TICK: Duration = Duration::from_millis(250);
@@ -131,7 +128,7 @@ impl Listener {
     }
 }
 
-/// Waits for the introduction of rank 1 of this job.
+/// Waits for the introduction of rank 1 of this job; others wait meanwhile.
 fn greet(mut conn: Conn, job: Job) -> Option<Conn> {
     let deadline = Deadline::after(HELLO_LIMIT);
     while !conn.fill().ok()? {

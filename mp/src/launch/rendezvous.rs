@@ -23,7 +23,7 @@ const DIAL: Duration = Duration::from_secs(5);
 const MAX_PAUSE: Duration = Duration::from_millis(500);
 
 /// How long a connection may take to send its hello.
-const HELLO_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(5);
 
 /// How often pending connections are checked.
 const TICK: Duration = Duration::from_millis(250);

@@ -324,6 +324,8 @@ job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
         _ = channel.send_on_stream(&sent, &memory, 0..8).unwrap();
         comm.barrier(LONG).unwrap();
         sent.synchronize(LONG).unwrap();
+        // The stream that fails takes the connection with it, and what is still under way there.
+        comm.barrier(LONG).unwrap();
         let s = short();
         _ = channel.send_on_stream(&s, &memory, 0..8).unwrap();
         let text = s.synchronize(LONG).unwrap_err().to_string();
@@ -350,6 +352,7 @@ job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
         assert!(matches!(channel.wait_recv_on_stream(&s), Err(Error::NoPostedReceive { rank: 0 })));
         receive(&channel, &s).unwrap();
         s.synchronize(LONG).unwrap();
+        comm.barrier(LONG).unwrap();
         comm.barrier(LONG).unwrap();
     }
 });

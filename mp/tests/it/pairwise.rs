@@ -67,11 +67,11 @@ fn strangers_take_no_place() {
     let mut guessed = address.clone();
     guessed[0] ^= 1;
     scope(|scope| {
-        let stranger = scope.spawn(|| builder().connect_to(&guessed).unwrap_err());
-        let right = scope.spawn(|| builder().connect_to(&address).unwrap());
-        let one = listener.accept(builder()).unwrap();
-        message(&one, &right.join().unwrap(), 5);
-        assert!(matches!(stranger.join().unwrap(), Error::Bootstrap { .. }));
+        let accepted = scope.spawn(|| listener.accept(builder()).unwrap());
+        // First: what connects after the right one is not looked at.
+        assert!(matches!(builder().connect_to(&guessed).unwrap_err(), Error::Bootstrap { .. }));
+        let right = builder().connect_to(&address).unwrap();
+        message(&accepted.join().unwrap(), &right, 5);
     });
 }
 

@@ -414,6 +414,8 @@ job_test!(receives_that_the_cpu_cannot_fill_fail_alone, 2, |comm| {
                     );
                     assert!(is_told, "{error}");
                 }
+            } else {
+                comm.wait(&received, LONG).unwrap();
             }
             let next = comm.irecv(&buffer, 0..8, peer).unwrap();
             assert_eq!(comm.wait(&next, LONG).unwrap().bytes, 7, "the one behind it");
