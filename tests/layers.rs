@@ -38,6 +38,7 @@ const CRATES: &[(&str, &str, &[&str])] = &[
     ("gdsync-capi", "gdsync/capi", &["rdma-core-sys", "gdrcopy", "gdsync", "gdsync-capi-support"]),
     ("gdsync-mp-capi", "mp/capi", &["gdsync-device", "gdsync", "gdsync-capi-support"]),
     ("gdasync-capi", "capi", &["gdsync-device", "gdsync", "gdsync-mp", "gdsync-capi-support"]),
+    ("gdasync-nccl", "nccl", &["gdsync", "gdsync-mp", "gdsync-capi-support"]),
 ];
 
 /// Concepts that still use each other. Nothing may be added here.

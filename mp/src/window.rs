@@ -46,7 +46,7 @@ type SendWrs<'a> = SmallVec<[SendWr<'a>; 2]>;
 ///
 /// After the last clone is dropped, operations under way go on, but the other ranks lose access: see [`Window::destroy`].
 #[derive(Clone)]
-pub struct Window(Arc<Inner>);
+pub struct Window(Arc<Inner>, Arc<RmaQueues>);
 
 struct Inner {
     comm: Communicator,
@@ -55,7 +55,6 @@ struct Inner {
     range: Range<usize>,
     /// The parts of all ranks.
     parts: Vec<Part>,
-    queues: Arc<RmaQueues>,
     /// Tells errors and recordings that the words of the own part are signals.
     _name: NamedWords,
 }
@@ -162,12 +161,12 @@ impl Window {
     ) -> Result<Self> {
         let (_call, comm) = (CommonCall::WindowBeside.enter(), &self.0.comm);
         let deadline = Deadline::after(comm.limit(timeout));
-        let ours = part(registration, &range, (self.0.queues.intra_host, comm.0.domain));
+        let ours = part(registration, &range, (self.1.intra_host, comm.0.domain));
         let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
         let records = comm.open_exchange()?.allgather(&record, deadline.remaining())?;
         ours?;
         let parts = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
-        Ok(Self::of(comm, registration, range, parts, self.0.queues.clone()))
+        Ok(Self::of(comm, registration, range, parts, self.1.clone()))
     }
 
     fn of(
@@ -181,7 +180,25 @@ impl Window {
         let (comm, registration) = (comm.clone(), registration.clone());
         let addr = registration.memory().addr() + range.start as u64;
         let name = NamedWords::new(addr, range.len() as u64, Purpose::Signals);
-        Self(Arc::new(Inner { comm, registration, range, parts, queues, _name: name }))
+        Self(Arc::new(Inner { comm, registration, range, parts, _name: name }), queues)
+    }
+
+    /// This window over the connections of another one, at no cost: operations through it are ordered with those of the other, and not
+    /// with those of this one. So several queues lead to the same memory.
+    ///
+    /// # Errors
+    /// [`Error::Device`] for a window of another communicator.
+    pub fn through(&self, other: &Window) -> Result<Self> {
+        if !Arc::ptr_eq(&self.0.comm.0, &other.0.comm.0) {
+            let cause = gdsync::Error::InvalidArgument {
+                what: "the window whose connections are used",
+                value: format!("{other:?}, of another communicator"),
+                expected: "one of the same communicator",
+            };
+            return Err(Error::Device(cause));
+        }
+        other.1.lead_to(self.0.registration.memory());
+        Ok(Self(self.0.clone(), other.1.clone()))
     }
 
     /// Ends the window after all that is under way: waits for the own operations, then for all ranks, which must call
@@ -194,7 +211,7 @@ impl Window {
         let _call = CommonCall::WindowDestroy.enter();
         self.0.comm.refuse_finalized("the end of a window")?;
         let deadline = Deadline::after(self.0.comm.limit(timeout));
-        let flushed = self.0.queues.flush(&deadline);
+        let flushed = self.1.flush(&deadline);
         let met = self.0.comm.barrier(deadline.remaining());
         flushed.and(met)
     }
@@ -211,7 +228,7 @@ impl Window {
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer.
     pub fn path_of(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<BufferPath> {
-        let Inner { comm, queues, .. } = &*self.0;
+        let (comm, queues) = (&self.0.comm, &self.1);
         self.part(rank)?;
         let path = comm.path(rank)?.of_windows(queues.intra_host, comm.context());
         BufferPath::new(path, &queues.queues[rank].qp.send, buffer, &range)
@@ -626,7 +643,7 @@ impl Window {
         rma: &Rma<'_>,
         mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
-        let intra_host = self.0.queues.intra_host;
+        let intra_host = self.1.intra_host;
         let inner = &self.0.comm.0;
         let failed = |cause| Error::message(rma.rank, rma.name(), cause);
         self.0.comm.refuse_finalized("an operation on a window").map_err(failed)?;
@@ -656,7 +673,7 @@ impl Window {
         {
             *first = first.fence();
         }
-        let queue = &self.0.queues.queues[rma.rank];
+        let queue = &self.1.queues[rma.rank];
         let buffers = (rma.pieces(), intra_host);
         self.0.comm.while_full(|| {
             Ok(Request::rma(queue, queue.post(name, len, buffers, wrs.len(), |qp| post(qp, &wrs))?))
@@ -677,7 +694,7 @@ impl Window {
             What::Add { add, .. } => {
                 let result = match sges {
                     [result] => *result,
-                    _ => self.0.queues.scratch(rma.rank)?,
+                    _ => self.1.scratch(rma.rank)?,
                 };
                 wrs.push(SendWr::fetch_add(aligned(rma, at, rma.offset)?, add, result));
             }
@@ -697,13 +714,13 @@ impl Window {
     /// The work request that signals with a `value`.
     fn signal<'a>(&self, rma: &Rma<'_>, signal: &Signal<'_>, value: &'a [u8; 8]) -> Result<SendWr<'a>> {
         let window = signal.window.unwrap_or(self);
-        if !Arc::ptr_eq(&window.0.queues, &self.0.queues) {
+        if !Arc::ptr_eq(&window.1, &self.1) {
             let expected = "one that was made with Window::beside of the window of the operation";
             return Err(invalid(rma, "the window of the signal", format!("{window:?}"), expected));
         }
         let at = aligned(rma, window.remote("signal", rma.rank, signal.offset, 8)?, signal.offset)?;
         let wr = match signal.add {
-            true => SendWr::fetch_add(at, signal.value, self.0.queues.scratch(rma.rank)?),
+            true => SendWr::fetch_add(at, signal.value, self.1.scratch(rma.rank)?),
             false => SendWr::write_inline(at, value),
         };
         // Writes need no fence among themselves.
@@ -722,7 +739,7 @@ impl Window {
     /// `timeout`: they go on then.
     pub fn flush(&self, rank: usize, timeout: impl Into<Option<Duration>>) -> Result<()> {
         self.part(rank)?;
-        self.0.queues.queues[rank].flush(self.0.comm.limit(timeout))
+        self.1.queues[rank].flush(self.0.comm.limit(timeout))
     }
 
     /// As [`Window::flush`] for all ranks, one after the other, also after one has failed.
@@ -730,7 +747,7 @@ impl Window {
     /// # Errors
     /// [`Error::Message`] for the first operation that failed, and after `timeout`.
     pub fn flush_all(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
-        self.0.queues.flush(&Deadline::after(self.0.comm.limit(timeout)))
+        self.1.flush(&Deadline::after(self.0.comm.limit(timeout)))
     }
 
     /// Holds a stream until all operations on a rank are complete that were started so far, or prepared in a batch that is
@@ -741,7 +758,7 @@ impl Window {
     /// the stream is full or failed, or another stream waits for operations on this rank.
     pub fn flush_on_stream(&self, stream: &Stream, rank: usize) -> Result<()> {
         self.part(rank)?;
-        self.0.comm.while_full(|| self.0.queues.queues[rank].flush_on_stream(stream))
+        self.0.comm.while_full(|| self.1.queues[rank].flush_on_stream(stream))
     }
 
     /// Blocks until the 64-bit word at `offset` of the own part satisfies a condition, and returns it. What was put before
@@ -757,7 +774,7 @@ impl Window {
         cond: Cond,
         timeout: impl Into<Option<Duration>>,
     ) -> Result<u64> {
-        let context = &self.0.comm.0.domain(self.0.queues.intra_host).0;
+        let context = &self.0.comm.0.domain(self.1.intra_host).0;
         let (word, limit) = (self.word64(offset)?, self.0.comm.limit(timeout));
         wait_value64_and(&word, value, cond, limit, || context.progress()).map_err(|error| match error {
             Error::Deadline { after, .. } => self.late_signal((offset, word.load()), value, cond, after),
@@ -815,7 +832,7 @@ impl Window {
     ) -> Result<()> {
         batch.wait_value64(&self.word64(offset)?, value, cond);
         // There is no completion here that makes the data visible.
-        if self.0.queues.needs_flush() {
+        if self.1.needs_flush() {
             batch.flush();
         }
         Ok(())

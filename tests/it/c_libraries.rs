@@ -8,11 +8,12 @@ use std::time::Duration;
 use gdsync_testkit::process::{built, printed, run_within};
 
 /// Each library, its version, its folder, and what cargo calls it.
-const LIBRARIES: [(&str, &str, &str, &str); 4] = [
+const LIBRARIES: [(&str, &str, &str, &str); 5] = [
     ("gdrapi", "2.6", "gdrcopy/capi", "libgdrapi.so"),
     ("gdsync", "2.2", "gdsync/capi", "libgdsync_c.so"),
     ("mp", "2.0", "mp/capi", "libmp_c.so"),
     ("gdasync", "0.1", "capi", "libgdasync_c.so"),
+    ("nccl-rma-gda", "0.1", "nccl", "libnccl_rma_gda.so"),
 ];
 
 fn root(path: &str) -> PathBuf {

@@ -10,7 +10,7 @@ pub const FAILURE: c_int = 1;
 pub const VERSION: c_int = 2 << 16;
 
 /// A handle: `mp_reg_t`, `mp_request_t`, `mp_window_t` or `mp_desc_queue_t`. Pointers for C, to nothing.
-pub type Handle = usize;
+pub use gdsync_capi_support::handles::Handle;
 
 pub(crate) const PUT_INLINE: c_int = 1;
 pub(crate) const PUT_NOWAIT: c_int = 2;

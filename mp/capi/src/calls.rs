@@ -17,11 +17,11 @@ use smallvec::SmallVec;
 
 use crate::abi::*;
 use crate::failure::{Failure, LIBRARY, Result};
-use crate::handles::MARK;
 use crate::job::{self, Job, MAX_PIECES, exchange_limit, job};
 use crate::memory::{REGISTRATIONS, Registration, WINDOWS, Window, length};
 use crate::request::{Peer, REQUESTS, Request, State, patience, pause};
 use crate::submission::{Item, Items, LISTS, List};
+use gdsync_capi_support::handles::MARK;
 
 /// Requests of one call.
 const MAX_COUNT: u32 = 1 << 20;
@@ -337,7 +337,7 @@ pub unsafe extern "C" fn mp_register(addr: *mut c_void, length: usize, reg: *mut
 /// `reg` must be null or readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mp_deregister(reg: *mut Handle) -> c_int {
-    status("mp_deregister", || REGISTRATIONS.remove(read("mp_reg_t *", reg)?).map(drop))
+    status("mp_deregister", || Ok(REGISTRATIONS.remove(read("mp_reg_t *", reg)?).map(drop)?))
 }
 
 /// `mp_irecv`
@@ -564,7 +564,7 @@ pub unsafe extern "C" fn mp_window_create(addr: *mut c_void, size: usize, window
 /// `window` must be null or readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mp_window_destroy(window: *mut Handle) -> c_int {
-    status("mp_window_destroy", || WINDOWS.remove(read("mp_window_t *", window)?).map(drop))
+    status("mp_window_destroy", || Ok(WINDOWS.remove(read("mp_window_t *", window)?).map(drop)?))
 }
 
 /// `mp_wait32`

@@ -23,7 +23,6 @@
 mod abi;
 mod calls;
 mod failure;
-mod handles;
 mod job;
 mod memory;
 mod request;

@@ -8,7 +8,7 @@ use std::ffi::c_int;
 use std::time::Duration;
 
 use crate::failure::{Failure, Result};
-use crate::handles::Table;
+use gdsync_capi_support::handles::Table;
 
 pub(crate) static REGISTRATIONS: Table<Registration> = Table::new(2, "registration");
 pub(crate) static WINDOWS: Table<Window> = Table::new(3, "window");

@@ -12,7 +12,7 @@ use gdsync_capi_support::guard::wait_limit;
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::failure::{Failure, LIBRARY, Result};
-use crate::handles::Table;
+use gdsync_capi_support::handles::Table;
 
 /// How long a call of the CPU waits for room in a queue, and any call for a queue that another stream uses, unless the limit of waits
 /// is shorter.

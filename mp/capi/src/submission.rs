@@ -11,8 +11,8 @@ use gdsync_capi_support::streams::lent;
 use parking_lot::Mutex;
 
 use crate::failure::{Failure, Result};
-use crate::handles::Table;
 use crate::request::{Peer, Request};
+use gdsync_capi_support::handles::Table;
 
 pub(crate) static LISTS: Table<List> = Table::new(4, "mp_desc_queue_t");
 

@@ -345,6 +345,28 @@ job_test!(signals_go_to_a_window_beside, 2, |comm| {
     window.destroy(LONG).unwrap();
 });
 
+// The same memory over the connections of another window: the signal of that one comes behind the put.
+job_test!(a_window_goes_through_the_connections_of_another, 2, |comm| {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    let (outbox, target, words) = (buffer(comm, 4096), buffer(comm, 4096), buffer(comm, 8));
+    let (window, signals) = (comm.window(&target, 0..4096, LONG), comm.window(&words, 0..8, LONG));
+    let (window, signals) = (window.unwrap(), signals.unwrap());
+    let put = Rma::put(&outbox, 0..4096, peer, 0);
+    let put = |signals| put.clone().with_signal(Signal::add(0, 1).of(signals));
+    says(&window.start(&put(&signals)).unwrap_err(), &["Window::beside"]);
+    let through = window.through(&signals).unwrap();
+    for n in 1..=100_u64 {
+        outbox.memory().write(0, &message(me, peer, usize::try_from(n).unwrap(), 4096)).unwrap();
+        comm.wait(&through.start(&put(&signals)).unwrap(), LONG).unwrap();
+        signals.wait_signal(0, n, Cond::Eq, LONG).unwrap();
+        assert!(target.memory().to_vec() == message(peer, me, usize::try_from(n).unwrap(), 4096));
+        comm.barrier(LONG).unwrap();
+    }
+    let other = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+    let foreign = other.window(&buffer(&other, 8), 0..8, LONG).unwrap();
+    says(&window.through(&foreign).unwrap_err(), &["of another communicator"]);
+});
+
 // After the signal the source may be overwritten.
 job_test!(gets_signal_after_reading, 2, |comm| {
     const LEN: usize = 200_000;

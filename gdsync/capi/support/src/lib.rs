@@ -1,5 +1,6 @@
-//! Shared by the libraries for C: guards around calls, the streams of a program, and the pages of its words.
+//! Shared by the libraries for C: guards around calls, handles, the streams of a program, and the pages of its words.
 
 pub mod guard;
+pub mod handles;
 pub mod pages;
 pub mod streams;

@@ -5,27 +5,32 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 
-use crate::abi::Handle;
-use crate::failure::{Failure, Result};
+use gdsync::{Error, Result};
+
+/// What the program gets.
+pub type Handle = usize;
 
 /// Bits of the number and of [`MARK`]; above them is the kind, which no address of a program has there.
 const BITS: u32 = 56;
 /// Marks a handle that cannot be waited for.
-pub(crate) const MARK: Handle = 1 << (BITS - 1);
+pub const MARK: Handle = 1 << (BITS - 1);
 
 /// The handles of one kind.
-pub(crate) struct Table<T> {
+#[derive(Debug)]
+pub struct Table<T> {
     kind: usize,
     what: &'static str,
     rows: RwLock<(usize, BTreeMap<Handle, Arc<T>>)>,
 }
 
 impl<T> Table<T> {
-    pub(crate) const fn new(kind: u8, what: &'static str) -> Self {
+    /// An empty table; no other one has this `kind`.
+    pub const fn new(kind: u8, what: &'static str) -> Self {
         Self { kind: (kind as usize) << BITS, what, rows: RwLock::new((0, BTreeMap::new())) }
     }
 
-    pub(crate) fn insert(&self, value: Arc<T>, mark: Handle) -> Handle {
+    /// Adds an object, under a new handle.
+    pub fn insert(&self, value: Arc<T>, mark: Handle) -> Handle {
         let (last, rows) = &mut *self.rows.write();
         *last += 1;
         let handle = self.kind | mark | *last;
@@ -34,40 +39,51 @@ impl<T> Table<T> {
     }
 
     /// A handle of what has ended.
-    pub(crate) fn ended_handle(&self, mark: Handle) -> Handle {
+    pub fn ended_handle(&self, mark: Handle) -> Handle {
         let (last, _) = &mut *self.rows.write();
         *last += 1;
         self.kind | mark | *last
     }
 
     /// What a handle is for; `None` if that was ended.
-    pub(crate) fn find(&self, handle: Handle) -> Result<Option<Arc<T>>> {
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for what is no handle of this table.
+    pub fn find(&self, handle: Handle) -> Result<Option<Arc<T>>> {
         let (last, rows) = &*self.rows.read();
         match rows.get(&handle) {
             Some(found) => Ok(Some(found.clone())),
             None if (self.kind + 1..=self.kind | *last).contains(&(handle & !MARK)) => Ok(None),
             None => {
                 let value = if handle == 0 { "NULL".into() } else { format!("{handle:#x}") };
-                Err(Failure::invalid(self.what, value, "a handle of this library"))
+                Err(Error::invalid(self.what, value, "a handle of this library"))
             }
         }
     }
 
-    pub(crate) fn get(&self, handle: Handle) -> Result<Arc<T>> {
+    /// What a handle is for.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], also if it was ended.
+    pub fn get(&self, handle: Handle) -> Result<Arc<T>> {
         self.find(handle)?.ok_or_else(|| self.ended())
     }
 
-    fn ended(&self) -> Failure {
-        Failure::invalid(self.what, "one that was ended", "one that lives")
+    fn ended(&self) -> Error {
+        Error::invalid(self.what, "one that was ended", "one that lives")
     }
 
     /// Ends a handle. Of two threads one succeeds.
-    pub(crate) fn remove(&self, handle: Handle) -> Result<Arc<T>> {
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], as [`Table::get`].
+    pub fn remove(&self, handle: Handle) -> Result<Arc<T>> {
         self.find(handle)?;
         self.rows.write().1.remove(&handle).ok_or_else(|| self.ended())
     }
 
-    pub(crate) fn clear(&self) {
+    /// Ends all handles.
+    pub fn clear(&self) {
         let ended = std::mem::take(&mut self.rows.write().1);
         // Without the lock.
         drop(ended);
