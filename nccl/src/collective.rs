@@ -197,6 +197,13 @@ impl Collective {
         // SAFETY: the caller's promise.
         let memory = unsafe { crate::region::memory(data, size, kind) };
         let made = memory.map_err(Error::from).and_then(|memory| self.comm.register(&memory));
+        if let Ok(made) = &made
+            && let Err(error) = made.memory().word64(0)
+        {
+            report::info(&format!(
+                "copy engines move {size} bytes at {data:?}, at a higher latency: {error}"
+            ));
+        }
         // If it fails at one rank it must fail at all, before keys are exchanged: NCCL tries it again.
         let votes = self.comm.exchange(&[u8::from(made.is_ok())], self.connect_limit)?;
         let registration = made?;

@@ -57,6 +57,7 @@ const LEFT_OUT: &[&str] = &[
     "regressions::queue_pair_in_error_leaves_it_by_reset_only",
     // A card acknowledges for a process that is stopped.
     "processes::stopped_peer_costs_the_timeouts",
+    "processes::peer_that_is_stopped_with_a_full_ring_costs_the_timeouts_too",
 ];
 
 /// What the card may find wrong about rings.

@@ -125,6 +125,20 @@ fn stopped_peer_costs_the_timeouts() {
     }
 }
 
+/// More is sent to a stopped peer than it has room for: the ring stays full, and nothing is sent again.
+#[test]
+fn peer_that_is_stopped_with_a_full_ring_costs_the_timeouts_too() {
+    let side = Side::new(&hca(), 4096, |q| build(q).max_send_wr(1024));
+    let (peer, remote) = Peer::start("processes::child", "silent", &side);
+    peer.stop();
+    let write = || SendWr::write_inline(remote, &[1; 8]);
+    let sent: Vec<_> = (0..1000).map(|_| side.qp.post_send(&[write()]).unwrap()).collect();
+    let first = sent[0].wait(PATIENCE).unwrap_err();
+    assert!(matches!(first, Error::Completion(_)), "{first}");
+    retry_exceeded(&side);
+    peer.resume();
+}
+
 #[test]
 fn peer_that_was_stopped_for_a_moment_is_not_lost() {
     let side = Side::new(&hca(), 4096, |q| q.timeout(16).retry_cnt(7));

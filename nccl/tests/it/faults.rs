@@ -14,6 +14,8 @@ enum Phase {
     Idle,
     /// Puts to it and from it are under way.
     Puts,
+    /// It has one half of a long put.
+    Transfer,
     /// In a teardown of which it has not said anything.
     Teardown,
 }
@@ -22,20 +24,26 @@ enum Phase {
 fn lose(mut ranks: Rank, signal: c_int, phase: Phase, place: Place) {
     let library = Library::open();
     let plugin = Plugin::connect(&library, &mut ranks, place);
-    let (signals, data) = (plugin.signals(), plugin.register(1 << 20, 0));
+    let half = if phase == Phase::Transfer { 1 << 25 } else { 1 << 18 };
+    let (signals, data) = (plugin.signals(), plugin.register(2 * half, 0));
+    data.memory.fill(0, half, 1).unwrap();
     let (lost, rank) = (ranks.size - 1, ranks.rank);
-    let put = |to| plugin.put(0, ((&data, 0), (&data, 1 << 19)), 1 << 18, to, Some((&signals, rank, 1)));
+    let put = |to| plugin.put(0, ((&data, 0), (&data, half)), half, to, Some((&signals, rank, 1)));
     ranks.barrier();
     if ranks.rank == lost {
         match phase {
             Phase::Idle => {}
             Phase::Puts => (0..20).for_each(|_| _ = put(0)),
+            Phase::Transfer => {
+                let (_started, first) = (put(0), data.memory.word64(half).unwrap());
+                plugin.until("the beginning of a put", || first.load() != 0);
+            }
             Phase::Teardown => ranks.close_exchange(),
         }
         ranks.raise(signal);
     }
     let mut under_way = Vec::new();
-    if phase == Phase::Puts {
+    if matches!(phase, Phase::Puts | Phase::Transfer) {
         // Until it is lost, at the latest: then all requests are complete.
         plugin.until("the loss", || {
             under_way.retain(|&request| !plugin.is_complete(request));
@@ -98,6 +106,17 @@ fn a_rank_is_stopped_in_puts() {
 #[test]
 fn a_rank_is_killed_in_puts_of_gpus() {
     loss("faults::a_rank_is_killed_in_puts_of_gpus", 3, libc::SIGKILL, Phase::Puts, Place::Gpu);
+}
+
+#[test]
+fn a_rank_is_stopped_in_puts_of_gpus() {
+    loss("faults::a_rank_is_stopped_in_puts_of_gpus", 2, libc::SIGSTOP, Phase::Puts, Place::Gpu);
+}
+
+/// The ring to it is full then: nothing can be sent again.
+#[test]
+fn a_rank_is_stopped_in_a_long_put() {
+    loss("faults::a_rank_is_stopped_in_a_long_put", 2, libc::SIGSTOP, Phase::Transfer, Place::Gpu);
 }
 
 #[test]

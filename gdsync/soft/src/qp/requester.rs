@@ -316,9 +316,9 @@ impl SoftQp {
             }
             return;
         }
-        // Without a link, packets are lost.
-        let is_lost = self.link == UNLINKED && self.req.has_pending();
-        let under_way = is_lost || self.req.pending.iter().any(|p| p.sent > p.done);
+        // Without a link, packets are lost; a peer that takes none gets none of those that wait.
+        let is_held = self.link == UNLINKED || env.links.is_stalled(self.link);
+        let under_way = is_held && self.req.has_pending() || self.req.pending.iter().any(|p| p.sent > p.done);
         match self.req.deadline {
             _ if !under_way => self.req.deadline = None,
             None => self.req.deadline = self.req.timeout.map(|t| now + t),

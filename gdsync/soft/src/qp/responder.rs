@@ -512,18 +512,31 @@ impl SoftQp {
             .keys
             .remote(header.rkey, self.rings.request.pdn, addr, len, Access::REMOTE_ATOMIC)
             .map_err(Refusal::Remote)?;
+        // Payload in write-combining buffers goes first.
+        memory.fence();
+        // The CPU changes a word of a GPU by a load and a store: a locked instruction would lock the bus. Atomic operations of this HCA
+        // exclude each other anyway.
         let value = if !memory.is_mapped() {
             let old = self.receive_staging.change(memory, offset, atomic, env.copy_engine);
             old.ok_or(Refusal::Remote(Syndrome::REM_OP_ERR))?
         } else if size == 4 {
-            let word = memory.atomic32(offset).map_err(|_| INVALID)?;
+            let word = memory.word32(offset).map_err(|_| INVALID)?;
             // Checked: the new value has as many bits.
             let new = |old: u32| u32::try_from(atomic.apply(old.into())).ok();
-            word.fetch_update(Ordering::AcqRel, Ordering::Acquire, new).unwrap_or_else(|old| old).into()
+            match memory.is_host() {
+                true => word.atomic().fetch_update(Ordering::AcqRel, Ordering::Acquire, new),
+                false => Ok(word.load()).inspect(|&old| word.store(new(old).unwrap_or(old))),
+            }
+            .unwrap_or_else(|old| old)
+            .into()
         } else {
-            let word = memory.atomic64(offset).map_err(|_| INVALID)?;
+            let word = memory.word64(offset).map_err(|_| INVALID)?;
             let new = |old| Some(atomic.apply(old));
-            word.fetch_update(Ordering::AcqRel, Ordering::Acquire, new).unwrap_or_else(|old| old)
+            match memory.is_host() {
+                true => word.atomic().fetch_update(Ordering::AcqRel, Ordering::Acquire, new),
+                false => Ok(word.load()).inspect(|&old| word.store(atomic.apply(old))),
+            }
+            .unwrap_or_else(|old| old)
         };
         if self.resp.replays.len() == REPLAYS {
             self.resp.replays.pop_front();
