@@ -1,16 +1,22 @@
 // Two ranks on two GPUs: puts with signals on streams, eager and in graphs (`put`), or an exchange by a kernel (`gin`). Checks all data.
+// `fault kill|stop eager|graph before|in|after` loses rank 1 at a put, and prints how long the stream of rank 0 waits.
 #include <cuda_runtime.h>
 #include <nccl.h>
 #include <nccl_device.h>
 
 #include <algorithm>
 #include <chrono>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <dlfcn.h>
 #include <sys/wait.h>
+#include <thread>
 #include <unistd.h>
 #include <vector>
+
+#include <gda_nccl.h>
 
 #define CUDA(call)                                                                                       \
     do {                                                                                                 \
@@ -24,10 +30,13 @@
     } while (0)
 
 static int rank;
+// What follows the failure of a call where rank 1 may be lost.
+static void (*after_loss)();
 
 [[noreturn]] static void stop(const char *what, const char *why) {
     printf("rank %d: %s: %s\n", rank, what, why);
     fflush(stdout);
+    if (after_loss) after_loss();
     _exit(1);
 }
 
@@ -166,6 +175,120 @@ static void kernels(Rank &me) {
     for (void *memory : {from, to}) NCCL(ncclMemFree(memory));
 }
 
+using Clock = std::chrono::system_clock;
+
+static pid_t lost_child;
+
+static double since(Clock::time_point start) {
+    return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Prints a text unless the program ends before.
+static void give_up_after(int seconds, const char *text) {
+    std::thread([=] {
+        sleep(seconds);
+        printf("fault: %s for %d s\n", text, seconds);
+        fflush(stdout);
+        kill(lost_child, SIGKILL);
+        _exit(3);
+    }).detach();
+}
+
+// What the plug-in says, if it is loaded.
+static void print_status(Clock::time_point ended) {
+    const char *plugin = getenv("NCCL_RMA_PLUGIN");
+    void *library = plugin ? dlopen(plugin, RTLD_NOW | RTLD_NOLOAD) : nullptr;
+    if (!library) return;
+    auto status = reinterpret_cast<decltype(&gda_nccl_status)>(dlsym(library, "gda_nccl_status"));
+    gda_nccl_failure failure{};
+    // The report comes behind the release of the streams.
+    for (int tries = 0; status(&failure, 1) == 0; tries++) {
+        if (tries == 1000) stop("gda_nccl_status", "tells nothing");
+        usleep(10000);
+    }
+    double told = std::chrono::duration<double>(ended.time_since_epoch()).count() - failure.time * 1e-9;
+    printf("fault: gda_nccl_status: rank %d: %s; the stream ended %.1f ms after it\n", failure.rank, failure.cause, told * 1e3);
+}
+
+static ncclComm_t with_loss;
+static cudaGraphExec_t loss_graph;
+
+// What a program does after a loss.
+static void end_after_loss() {
+    after_loss = nullptr;
+    // ncclCommAbort waits for graphs that hold the communicator.
+    if (loss_graph) CUDA(cudaGraphExecDestroy(loss_graph));
+    auto aborted = Clock::now();
+    ncclResult_t result = ncclCommAbort(with_loss);
+    printf("fault: ncclCommAbort: %s after %.3f s\n", ncclGetErrorString(result), since(aborted));
+    void *memory;
+    CUDA(cudaMalloc(&memory, 1 << 20));
+    CUDA(cudaMemset(memory, 0, 1 << 20));
+    CUDA(cudaDeviceSynchronize());
+    printf("fault: the GPU is usable\n");
+    fflush(stdout);
+    kill(lost_child, SIGKILL);
+    _exit(0);
+}
+
+static void lose_rank_1(Rank &me, pid_t child, char **arguments) {
+    bool stops = strcmp(arguments[2], "stop") == 0, in_graph = strcmp(arguments[3], "graph") == 0;
+    bool before = strcmp(arguments[4], "before") == 0, inside = strcmp(arguments[4], "in") == 0;
+    void *buffer;
+    ncclWindow_t window;
+    NCCL(ncclMemAlloc(&buffer, 2 * LARGEST));
+    NCCL(ncclCommWindowRegister(me.comm, buffer, 2 * LARGEST, &window, NCCL_WIN_COLL_SYMMETRIC));
+    auto bytes = static_cast<unsigned char *>(buffer);
+    size_t count = inside ? LARGEST : 8;
+    auto rounds = [&](unsigned number) {
+        for (unsigned round = 0; round < number; round++) round_of_puts(me, bytes, window, count, round);
+    };
+    rounds(1);
+    if (in_graph) {
+        cudaGraph_t captured;
+        CUDA(cudaStreamBeginCapture(me.stream, cudaStreamCaptureModeThreadLocal));
+        rounds(4);
+        CUDA(cudaStreamEndCapture(me.stream, &captured));
+        CUDA(cudaGraphInstantiate(&loss_graph, captured, 0));
+        CUDA(cudaGraphDestroy(captured));
+    }
+    auto start = [&] {
+        if (in_graph)
+            CUDA(cudaGraphLaunch(loss_graph, me.stream));
+        else
+            rounds(4);
+    };
+    CUDA(cudaStreamSynchronize(me.stream));
+    if (!before) start();
+    if (!before && !inside) CUDA(cudaStreamSynchronize(me.stream));
+    if (rank == 1) {
+        if (inside) usleep(2000);
+        kill(getpid(), stops ? SIGSTOP : SIGKILL);
+        for (;;) pause();
+    }
+    // A call may find the loss first.
+    with_loss = me.comm;
+    lost_child = child;
+    after_loss = end_after_loss;
+    if (!inside) start();
+    siginfo_t info;
+    waitid(P_PID, child, &info, WEXITED | WSTOPPED | WNOWAIT);
+    auto lost = Clock::now();
+    cudaError_t state;
+    while ((state = cudaStreamQuery(me.stream)) == cudaErrorNotReady && since(lost) < 25) usleep(200);
+    auto ended = Clock::now();
+    if (state == cudaErrorNotReady) {
+        printf("fault: the stream waits for ever (25 s)\n");
+        give_up_after(10, "ncclCommAbort waits");
+    } else {
+        printf("fault: the stream ended %.3f s after the loss: %s\n", std::chrono::duration<double>(ended - lost).count(),
+               cudaGetErrorString(state));
+        print_status(ended);
+        give_up_after(30, "ncclCommAbort waits");
+    }
+    end_after_loss();
+}
+
 int main(int, char **arguments) {
     int pipe_of_id[2];
     if (pipe(pipe_of_id) != 0) return 1;
@@ -186,7 +309,9 @@ int main(int, char **arguments) {
     CUDA(cudaStreamCreateWithFlags(&me.stream, cudaStreamNonBlocking));
     CUDA(cudaMalloc(&me.wrong, sizeof *me.wrong));
     CUDA(cudaMemset(me.wrong, 0, sizeof *me.wrong));
-    if (strcmp(arguments[1], "gin") == 0)
+    if (strcmp(arguments[1], "fault") == 0)
+        lose_rank_1(me, child, arguments);
+    else if (strcmp(arguments[1], "gin") == 0)
         kernels(me);
     else
         puts_and_signals(me);

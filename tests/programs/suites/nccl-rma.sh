@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# NCCL's puts and signals, and GIN from kernels, over sockets with our libgdrapi: two ranks on two GPUs, without the card
+# NCCL's puts and signals, and GIN from kernels, over sockets with our libgdrapi and by our plug-in: two ranks on two GPUs, no card
 
 # shellcheck disable=SC2034
 packages=()
@@ -35,27 +35,45 @@ build() {
         return
     fi
     ln -sf "$nccl/lib/libnccl.so.2" libnccl.so
-    nvcc -std=c++17 -O2 -arch=native -I "$nccl/include" -L . -o nccl-rma "$here/suites/nccl-rma.cu" -lnccl
+    nvcc -std=c++17 -O2 -arch=native -I "$nccl/include" -I "$repository/nccl/include" -L . -o nccl-rma \
+        "$here/suites/nccl-rma.cu" -lnccl -ldl
 }
 
-# runs WHAT NAME VARIABLE=VALUE...: the data, and that it went this way.
+# runs WHAT NAME PLUGIN VARIABLE=VALUE...: the data, and that it went this way.
 runs() {
-    local name="$1, $2" what=$1
-    check "$name" "^$what: both ranks: all data right" env "${@:3}" timeout "$patience" ./nccl-rma "$what"
-    check "$name: by the socket backend, with GDRCopy" . grep -E 'Assigned plugin RMA_SOCKET_PROXY' "$(log_of "$name")"
+    local name="$1, $2" what=$1 plugin=$3
+    check "$name" "^$what: both ranks: all data right" env "${@:4}" timeout "$patience" ./nccl-rma "$what"
+    check "$name: by $plugin" . grep -E "Assigned plugin $plugin to comm" "$(log_of "$name")"
+}
+
+# Rank 1 is lost before, in or after a put: the stream of rank 0 ends, and so does ncclCommAbort.
+loses() {
+    local how mode when name
+    for how in kill stop; do
+        for mode in eager graph; do
+            for when in before in after; do
+                name="rank 1 is lost: $how, $mode, $when"
+                check "$name" '^fault: the GPU is usable' env "$@" timeout 120 ./nccl-rma fault "$how" "$mode" "$when"
+            done
+        done
+    done
 }
 
 programs() {
-    c_libraries gdrapi
+    c_libraries gdrapi gdasync-nccl
     # The driver's own.
     rm -f "$lib"/libcuda.so*
+    local plugin=$lib/libnccl-rma-gda.so
+    [ -e "$plugin" ] || ln -s "$target/debug/libnccl_rma_gda.so" "$plugin"
     check 'build' '' build
     ((failed == 0)) || return 0
     local -x LD_LIBRARY_PATH=$lib:$nccl/lib:${LD_LIBRARY_PATH:-}
     local what
     for what in put gin; do
         # Each rank a team of its own: then neither NVLink nor shared memory serves.
-        runs $what 'teams of one' NCCL_LSA_TEAM_SIZE=1
-        runs $what 'P2P and shared memory off' NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
+        runs $what 'teams of one' RMA_SOCKET_PROXY NCCL_LSA_TEAM_SIZE=1
+        runs $what 'P2P and shared memory off' RMA_SOCKET_PROXY NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1
+        runs $what 'plug-in' GDA NCCL_LSA_TEAM_SIZE=1 NCCL_RMA_PLUGIN="$plugin"
     done
+    loses NCCL_LSA_TEAM_SIZE=1 NCCL_RMA_PLUGIN="$plugin"
 }
