@@ -16,6 +16,8 @@ impl QpState {
     pub const RTR: Self = Self(2);
     /// Ready to send.
     pub const RTS: Self = Self(3);
+    /// A datagram could not be sent: sends complete with a flush error, receives go on.
+    pub const SQE: Self = Self(5);
     /// Everything posted completes with a flush error.
     pub const ERR: Self = Self(6);
 }
@@ -27,6 +29,7 @@ impl fmt::Display for QpState {
             Self::INIT => "INIT",
             Self::RTR => "RTR",
             Self::RTS => "RTS",
+            Self::SQE => "SQE",
             Self::ERR => "ERR",
             Self(other) => return write!(f, "state {other}"),
         })

@@ -97,8 +97,10 @@ impl SoftQp {
             Ok(None) => {}
             Err(syndrome) => self.fail(syndrome, env),
         }
-        if self.state == QpState::ERR {
-            self.flush(env);
+        match self.state {
+            QpState::ERR => self.flush(env),
+            QpState::SQE => self.flush_sends(env),
+            _ => {}
         }
     }
 
@@ -186,7 +188,7 @@ impl SoftQp {
         (self.withdraw(env) & self.revoke(env)).then_some(copies)
     }
 
-    fn flush_sends(&mut self, env: &mut Env<'_>) {
+    pub(super) fn flush_sends(&mut self, env: &mut Env<'_>) {
         while let Some((index, opcode, syndrome)) = self.req.flush_pending() {
             self.complete_send(index, opcode, Some(syndrome), 0, env);
         }

@@ -24,9 +24,9 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::{Found, Word32};
 use gdsync_device::recorder::{Awaited, By, Event, Hold, Log, NOTED_AFTER, Queue, Stage};
-use gdsync_device::{CqParts, GpuNudge, OnGpu, Places, Provider};
+use gdsync_device::{CqParts, GpuNudge, OnGpu, Places, Provider, QpAttr, QpState};
 use gdsync_shm::{Backoff, SpinLock};
-use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe};
+use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 
 /// A completion queue. Clones share it. It is destroyed when the last clone and its last queue pair are gone.
 #[derive(Clone, Debug)]
@@ -49,6 +49,14 @@ pub(crate) struct CqInner {
     has_flushed: AtomicBool,
     /// `parking_lot`, not the spin lock: pollers contend and need fairness.
     state: Mutex<CqState>,
+}
+
+/// The limit of a move to ERR.
+const STOP: Duration = Duration::from_secs(10);
+
+/// The first send of a queue pair that fails; the next ones are flushed.
+fn is_failed_send(cqe: &Cqe) -> bool {
+    cqe.opcode == CqeOpcode::REQ_ERR && cqe.syndrome != Syndrome::WR_FLUSH_ERR
 }
 
 struct CqState {
@@ -356,13 +364,26 @@ impl CqInner {
             let n = state.reaped;
             let at = self.index(n);
             let cqe = self.cqe(n);
-            let completed = Tracker::find(&state.queues, &cqe).and_then(|queue| queue.complete(&cqe));
+            let queue = Tracker::find(&state.queues, &cqe);
+            let completed = queue.and_then(|queue| queue.complete(&cqe));
+            if queue.is_some_and(|queue| queue.is_of_datagrams()) && is_failed_send(&cqe) {
+                self.end_receives(cqe.qpn);
+            }
             let known = completed.and_then(|(number, wc, cancelled)| (!cancelled).then_some((number, wc)));
             match &mut state.slots[at] {
                 Slot::Claimed { decoded, .. } => *decoded = known,
                 slot => *slot = known.map_or(Slot::Taken, Slot::Arrived),
             }
             state.reaped += 1;
+        }
+    }
+
+    /// Moves a queue pair to ERR whose datagram has failed. The device has stopped its sends only (SQE): receives, and what waits for
+    /// them, would not end.
+    #[cold]
+    fn end_receives(&self, qpn: u32) {
+        if let Err(error) = self.provider.modify_qp(qpn, &QpAttr::to(QpState::ERR), STOP) {
+            tracing::error!(qpn, %error, "queue pair could not be stopped");
         }
     }
 

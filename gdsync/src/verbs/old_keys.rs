@@ -62,6 +62,10 @@ impl KeyReader {
         Self { ring: ring.clone(), kind, old_keys: old_keys.clone() }
     }
 
+    pub(crate) fn is_of_datagrams(&self) -> bool {
+        matches!(self.kind, Ring::Datagrams)
+    }
+
     /// Whether a request names a key that was deregistered.
     pub(crate) fn names_old_key(&self, entry: &Entry) -> bool {
         let (unit, len) = match self.kind {

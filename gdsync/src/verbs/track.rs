@@ -372,6 +372,11 @@ impl Tracker {
         queues.iter().find(|q| q.qpn == cqe.qpn && q.is_send == is_send_cqe(cqe))
     }
 
+    /// Whether its requests are datagrams to send.
+    pub(crate) fn is_of_datagrams(&self) -> bool {
+        self.key_reader.get().is_some_and(KeyReader::is_of_datagrams)
+    }
+
     /// Retires the oldest request. Returns its number, its completion, and whether it was cancelled.
     pub(crate) fn complete(&self, cqe: &Cqe) -> Option<(u64, Wc, bool)> {
         let mut track = self.state.lock();

@@ -216,8 +216,8 @@ impl Rings {
             *named = if is_ahead { last + blocks(doorbell.ds) } else { *named };
         }
         if state != QpState::RTS {
-            // In ERR the record decides what is flushed; before RTS a card's behaviour is undefined.
-            if state != QpState::ERR {
+            // In ERR and SQE the record decides what is flushed; before RTS a card's behaviour is undefined.
+            if !matches!(state, QpState::ERR | QpState::SQE) {
                 stats.violation("a doorbell was rung before the QP was ready to send");
             }
             return Ok(None);

@@ -64,7 +64,8 @@ impl SoftQp {
                 self.complete_send(index, opcode, error, 0, env);
             }
             if error.is_some() {
-                self.go_error(env);
+                self.state = QpState::SQE;
+                self.flush_sends(env);
             }
         }
         worked
@@ -122,7 +123,7 @@ impl SoftQp {
     pub(crate) fn handle_datagram(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> bool {
         let Some(datagrams) = &self.datagrams else { return false };
         let is_valid = is_datagram(header, body.len()) && header.rkey == datagrams.qkey;
-        let receives = matches!(self.state, QpState::RTR | QpState::RTS);
+        let receives = matches!(self.state, QpState::RTR | QpState::RTS | QpState::SQE);
         if !is_valid || !receives || !self.has_receive(env) {
             return false;
         }

@@ -5,7 +5,7 @@ use gdsync::hca::Gid;
 use gdsync::memory::Memory;
 use gdsync::rdma::Route;
 use gdsync::stream::{Batch, CudaStreamConfig, Stream};
-use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAddress, RecvWr, SendWr, Transport};
+use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAddress, QpAttr, QpState, RecvWr, SendWr, Sge, Transport};
 use gdsync::{Error, Result};
 use rdma_core_sys::verbs::{ibv_qp_attr, ibv_qp_attr_mask as mask, ibv_qp_state};
 
@@ -97,6 +97,19 @@ fn datagrams_leave_and_arrive_on_streams() {
         assert_eq!((sender.qpn, sender.lid), (from.qp.qpn(), from.qp.address().lid));
         assert_eq!(bytes(to, 1040, 100), [round; 100], "behind the GRH");
     }
+    // A send that fails stops the sends only: the reset moves receives, for which a stream waits, to ERR.
+    let late = a.qp.post_recv(&[RecvWr::new(&[a.mr.sge(1000, 140).unwrap()])]).unwrap();
+    let mut batch = Batch::new();
+    batch.wait(&late).unwrap();
+    stream.submit(&mut batch).unwrap();
+    let address = a.pd.datagram_address(&b.qp.address(), QKEY).unwrap();
+    let unknown = Sge { lkey: !a.mr.lkey(), ..a.mr.sge(0, 8).unwrap() };
+    let failed = a.qp.post_send(&[SendWr::datagram(&address, &[unknown])]).unwrap();
+    assert!(matches!(failed.wait(PATIENCE), Err(Error::Completion(_))));
+    stream.synchronize(PATIENCE).unwrap_err();
+    a.qp.modify(&QpAttr::to(QpState::RESET)).unwrap();
+    a.qp.activate().unwrap();
+    a.qp.post_send(&[SendWr::nop()]).unwrap().wait(PATIENCE).unwrap();
     // Operations of the other kind are refused.
     let error = a.qp.post_send(&[SendWr::send(&[])]).unwrap_err();
     assert_says(&error, &["Send {", "datagrams on a datagram queue pair"]);
