@@ -1,5 +1,6 @@
 //! The installation of the C libraries.
 
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -70,6 +71,41 @@ fn a_staged_installation_has_all_parts_and_can_be_repeated() {
     assert_eq!(files(&include).len(), headers);
     // Three names, pkg-config's file; libmpcomm.so; two files of CMake.
     assert_eq!(files(&lib).len(), 4 * LIBRARIES.len() + 3, "nothing is left over: {:?}", files(&lib));
+}
+
+#[test]
+fn packages_have_the_library_under_its_names() {
+    let (out, library) = (tempfile::tempdir().unwrap(), built("libgdrapi.so"));
+    let run = |program: &str, arguments: &[&dyn AsRef<OsStr>]| {
+        let mut command = Command::new(program);
+        arguments.iter().for_each(|argument| _ = command.arg(argument));
+        let output = finish(command.env("PYTHONPATH", out.path().join("wheel")));
+        assert!(output.status.success(), "{}", printed(&output));
+        printed(&output)
+    };
+    let folder = out.path();
+    run(
+        "sh",
+        &[&root("capi/package"), &folder, &"--only", &"gdrapi", &"--built", &library.parent().unwrap()],
+    );
+    let made = files(folder);
+    let package = |kind: &str| made.iter().find(|path| path.extension().is_some_and(|found| found == kind));
+    let same = |path: &Path| assert!(fs::read(path).unwrap() == fs::read(&library).unwrap(), "{path:?}");
+    if let Some(deb) = package("deb") {
+        assert_eq!(run("dpkg-deb", &[&"--field", deb, &"Provides"]), "libgdrapi, gdasync-cmake\n");
+        run("dpkg-deb", &[&"--extract", deb, &folder.join("deb")]);
+        let installed = files(&folder.join("deb"));
+        let links: Vec<_> = installed.iter().filter(|path| path.to_str().unwrap().contains(".so")).collect();
+        assert_eq!(links.len(), 3, "{installed:?}");
+        links.iter().for_each(|link| same(link));
+    }
+    if let Some(wheel) = package("whl") {
+        run("python3", &[&"-m", &"zipfile", &"-e", wheel, &folder.join("wheel")]);
+        let lib = run("python3", &[&"-m", &"gdasync_gdrapi"]);
+        same(&Path::new(lib.trim()).join("libgdrapi.so"));
+        same(&Path::new(lib.trim()).join("libgdrapi.so.2"));
+    }
+    assert!(!made.is_empty() || Command::new("dpkg-deb").arg("--version").output().is_err());
 }
 
 #[test]
