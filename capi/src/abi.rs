@@ -5,6 +5,20 @@ use std::ffi::{c_char, c_int, c_void};
 /// A handle of the header: a number in place of a pointer, 0 for NULL.
 pub type Raw = usize;
 
+/// The types of the header that are handles, by kind.
+pub(crate) const KINDS: [&str; 10] = [
+    "",
+    "gda_ctx_t",
+    "gda_comm_t",
+    "gda_listen_t",
+    "gda_mem_t",
+    "gda_req_t",
+    "gda_stream_t",
+    "gda_graph_t",
+    "gda_win_t",
+    "gda_chan_t",
+];
+
 /// `GDA_VERSION`
 pub const VERSION: u32 = 1;
 

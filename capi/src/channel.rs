@@ -4,14 +4,14 @@ use std::ffi::c_int;
 use std::sync::Arc;
 
 use gdsync::verbs::Completion;
-use mp::Channel;
+use gdsync_capi_support::handles::{Guard, Table};
+use mp::{Channel, Piece};
 use parking_lot::Mutex;
 
-use crate::abi::{Raw, gda_buf};
+use crate::abi::{KINDS, Raw, gda_buf};
 use crate::comm::Comm;
-use crate::guard::{Result, invalid, place, rank, status, timeout};
-use crate::handles::{Guard, Table};
-use crate::memory::Buffers;
+use crate::guard::{Result, end, invalid, place, rank, status, timeout};
+use crate::memory::{Buffers, with_pieces};
 use crate::stream::on;
 
 /// A channel, and its last send.
@@ -22,7 +22,7 @@ struct Chan {
     sent: Mutex<Option<Completion>>,
 }
 
-static CHANNELS: Table<Chan> = Table::new(9);
+static CHANNELS: Table<Chan> = Table::new(9, &KINDS);
 
 fn channel(raw: Raw) -> Result<Guard<Chan>> {
     let chan = CHANNELS.get(raw)?;
@@ -45,22 +45,22 @@ pub unsafe extern "C" fn gda_chan_create(
 ) -> c_int {
     status("gda_chan_create", || {
         let chan = place("chan", chan)?;
+        let create = |comm: &Arc<Comm>, pieces: &[Piece<'_>]| {
+            let of_one;
+            let wanted: &[_] = match with {
+                -1 => &[],
+                _ => {
+                    of_one = [(rank(with)?, pieces)];
+                    &of_one
+                }
+            };
+            let made = comm.comm.channels(wanted, timeout(timeout_ns)?)?.pop();
+            let keep =
+                |channel| CHANNELS.insert(Chan { comm: comm.clone(), channel, sent: Mutex::default() });
+            Ok(made.map_or(Ok(0), keep)?)
+        };
         // SAFETY: the caller vouches for the buffers.
-        let buffers = unsafe { Buffers::of(comm, places, n) }?;
-        let (comm, pieces) = (buffers.comm(), buffers.pieces()?);
-        let of_one;
-        let wanted: &[_] = match with {
-            -1 => &[],
-            _ => {
-                of_one = [(rank(with)?, &pieces[..])];
-                &of_one
-            }
-        };
-        let made = comm.comm.channels(wanted, timeout(timeout_ns)?)?.pop();
-        *chan = match made {
-            Some(channel) => CHANNELS.insert(Chan { comm: comm.clone(), channel, sent: Mutex::default() })?,
-            None => 0,
-        };
+        *chan = unsafe { with_pieces(comm, places, n, create) }?;
         Ok(())
     })
 }
@@ -114,5 +114,5 @@ pub extern "C" fn gda_chan_wait(chan: Raw, what: c_int, stream: Raw) -> c_int {
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_chan_destroy(chan: Raw) -> c_int {
-    status("gda_chan_destroy", || CHANNELS.take(chan).map(drop))
+    end("gda_chan_destroy", &CHANNELS, chan)
 }

@@ -6,15 +6,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use std::{io, slice};
 
+use gdsync_capi_support::handles::{Guard, Table};
 use mp::collective::Collectives;
 use mp::tagged::Tagged;
 use mp::{Communicator, Exchange};
 use parking_lot::Mutex;
 
-use crate::abi::{Raw, gda_exchange};
+use crate::abi::{KINDS, Raw, gda_exchange};
 use crate::context::{Ctx, Progress, context};
 use crate::guard::{Error, Result, input, invalid, number, place, rank, status, timeout};
-use crate::handles::{Guard, Table};
 use crate::words::in_c;
 
 const TAGGED: u32 = 1;
@@ -36,10 +36,10 @@ pub(crate) struct Comm {
     is_gone: AtomicBool,
 }
 
-pub(crate) static COMMS: Table<Arc<Comm>> = Table::new(2);
+pub(crate) static COMMS: Table<Arc<Comm>> = Table::new(2, &KINDS);
 
 pub(crate) fn comm(raw: Raw) -> Result<Guard<Arc<Comm>>> {
-    COMMS.get(raw)
+    Ok(COMMS.get(raw)?)
 }
 
 /// The rest of a timeout that several calls share.

@@ -9,14 +9,14 @@ use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::rdma::DeviceConfig;
 use gdsync::verbs::Context;
+use gdsync_capi_support::handles::Table;
 use mp::{Communicator, CommunicatorBuilder, RequestSet};
 use parking_lot::Mutex;
 
-use crate::abi::{IN_PROGRESS, Raw, VERSION, gda_config, gda_info_t};
+use crate::abi::{IN_PROGRESS, KINDS, Raw, VERSION, gda_config, gda_info_t};
 use crate::guard::{
-    Error, Result, checked_size, input, invalid, number, output, place, set_logger, status, text,
+    Error, Result, checked_size, end, input, invalid, number, output, place, set_logger, status, text,
 };
-use crate::handles::Table;
 use crate::words::in_c;
 
 /// What `gda_progress` moves along.
@@ -35,10 +35,10 @@ pub(crate) struct Ctx {
     pub(crate) comms: Mutex<Vec<Weak<dyn Progress>>>,
 }
 
-pub(crate) static CONTEXTS: Table<Arc<Ctx>> = Table::new(1);
+pub(crate) static CONTEXTS: Table<Arc<Ctx>> = Table::new(1, &KINDS);
 
 pub(crate) fn context(raw: Raw) -> Result<Arc<Ctx>> {
-    CONTEXTS.get(raw).map(|ctx| ctx.clone())
+    Ok(CONTEXTS.get(raw)?.clone())
 }
 
 impl Ctx {
@@ -155,7 +155,7 @@ pub unsafe extern "C" fn gda_info(ctx: Raw, info: *mut gda_info_t) -> c_int {
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_close(ctx: Raw) -> c_int {
-    status("gda_close", || CONTEXTS.take(ctx).map(drop))
+    end("gda_close", &CONTEXTS, ctx)
 }
 
 /// See the header.

@@ -5,10 +5,11 @@ use std::time::Duration;
 use std::{fmt, io, slice};
 
 use gdsync_capi_support::guard::{no_panic, set_last_error};
+use gdsync_capi_support::handles::{Refusal, Table};
 use parking_lot::RwLock;
 use tracing_subscriber::fmt::writer::MakeWriter;
 
-use crate::abi::Sized32;
+use crate::abi::{Raw, Sized32};
 use crate::words::in_c;
 
 /// Why a call failed.
@@ -39,6 +40,12 @@ impl From<mp::Error> for Error {
 impl From<gdsync::Error> for Error {
     fn from(error: gdsync::Error) -> Self {
         Self::Mp(error.into())
+    }
+}
+
+impl From<Refusal> for Error {
+    fn from(refusal: Refusal) -> Self {
+        Self::Own(refusal.errno, refusal.text)
     }
 }
 
@@ -79,6 +86,14 @@ pub(crate) fn number(name: &'static str, call: impl FnOnce() -> Result<c_int>) -
 #[inline]
 pub(crate) fn status(name: &'static str, call: impl FnOnce() -> Result<()>) -> c_int {
     number(name, || call().map(|()| 0))
+}
+
+/// Ends a handle.
+pub(crate) fn end<T>(name: &'static str, table: &'static Table<T>, raw: Raw) -> c_int {
+    status(name, || {
+        table.take(raw)?;
+        Ok(())
+    })
 }
 
 /// A place of the caller's for an answer.

@@ -3,7 +3,7 @@
 //! `include/gdasync.h` says what each function does. This crate adds three things to `mp`: handles that can be checked, error numbers,
 //! and no call that waits without a timeout.
 //!
-//! - **Handles** are numbers (`handles`); no number is used twice for 2^32 objects of its place.
+//! - **Handles** are numbers ([`gdsync_capi_support::handles`]); no number is used twice for 2^32 objects of its place.
 //! - **Communicators** fail at once where a queue is full ([`Communicator::with_timeout`](mp::Communicator::with_timeout) of zero).
 //! - **Errors** are [`mp::Error::errno`], negative; the text is kept for `gda_last_error` and passed to the logger.
 
@@ -13,7 +13,6 @@ mod collective;
 mod comm;
 mod context;
 mod guard;
-mod handles;
 mod memory;
 mod message;
 mod pair;

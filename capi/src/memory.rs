@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
+use gdsync_capi_support::handles::{Guard, Table};
 use mp::cache::Cached;
 use mp::{Piece, Registration};
 use smallvec::SmallVec;
 
-use crate::abi::{Raw, gda_buf};
+use crate::abi::{KINDS, Raw, gda_buf};
 use crate::comm::{Comm, comm};
-use crate::guard::{Result, invalid, non_null, place, size, status, values};
-use crate::handles::{Guard, Table};
+use crate::guard::{Result, end, invalid, non_null, place, size, status, values};
 
 const CACHED: u32 = 1;
 
@@ -42,14 +42,12 @@ impl Mem {
     }
 }
 
-pub(crate) static MEMS: Table<Mem> = Table::new(4);
+pub(crate) static MEMS: Table<Mem> = Table::new(4, &KINDS);
 
 /// The memory that the buffers of a call are in. It stays registered while this lives.
 pub(crate) struct Buffers<'a> {
     bufs: &'a [gda_buf],
     mems: SmallVec<[Guard<Mem>; 2]>,
-    /// If it is not that of the memory.
-    comm: Option<Guard<Arc<Comm>>>,
 }
 
 /// Pieces of a message, mostly few.
@@ -64,20 +62,15 @@ impl gda_buf {
 }
 
 impl<'a> Buffers<'a> {
-    /// The buffers of a call with this communicator.
+    /// The buffers of a call.
     ///
     /// # Safety
     /// The pointer must be null or valid for `n` buffers.
-    #[inline]
     pub(crate) unsafe fn new(bufs: *const gda_buf, n: c_int) -> Result<Self> {
         // SAFETY: the caller vouches for the number.
         let bufs: &[gda_buf] = unsafe { values("bufs", bufs, n) }?;
-        // Loops: to collect results costs as much as the rest of a short message's call.
-        let mut mems = SmallVec::new();
-        for buf in bufs {
-            mems.push(MEMS.get(buf.mem)?);
-        }
-        Ok(Self { bufs, mems, comm: None })
+        let mems = bufs.iter().map(|buf| MEMS.get(buf.mem)).collect::<std::result::Result<_, _>>()?;
+        Ok(Self { bufs, mems })
     }
 
     /// One buffer.
@@ -90,40 +83,40 @@ impl<'a> Buffers<'a> {
         unsafe { Self::new(buf, 1) }
     }
 
-    /// The same, of a call with this communicator.
-    ///
-    /// # Safety
-    /// As [`Buffers::new`].
-    #[inline]
-    pub(crate) unsafe fn of(raw: Raw, bufs: *const gda_buf, n: c_int) -> Result<Self> {
-        // SAFETY: the caller vouches for the number.
-        let mut this = unsafe { Self::new(bufs, n) }?;
-        // One look-up less: memory keeps its communicator.
-        if this.mems.is_empty() || this.mems.iter().any(|mem| mem.of != raw) {
-            this.comm = Some(comm(raw)?);
-        }
-        if this.mems.iter().any(|mem| mem.of != raw) {
-            return Err(invalid("the memory", "of another communicator", "registered with that of the call"));
-        }
-        this.comm().check()?;
-        Ok(this)
-    }
-
-    /// The communicator of the call.
-    pub(crate) fn comm(&self) -> &Arc<Comm> {
-        let comm = self.comm.as_deref().or(self.mems.first().map(|first| &first.comm));
-        comm.expect("looked up if there is no memory")
-    }
-
     /// The ranges.
-    #[inline]
     pub(crate) fn pieces(&self) -> Result<Pieces<'_>> {
-        let mut pieces = Pieces::new();
-        for (buf, mem) in self.bufs.iter().zip(&self.mems) {
-            pieces.push((mem.registration(), buf.range()?));
-        }
-        Ok(pieces)
+        self.bufs.iter().zip(&self.mems).map(|(buf, mem)| Ok((mem.registration(), buf.range()?))).collect()
     }
+}
+
+/// Has `start` begin a message of these buffers on a communicator.
+///
+/// # Safety
+/// The pointer must be null or valid for `n` buffers.
+#[inline]
+pub(crate) unsafe fn with_pieces<T>(
+    raw: Raw,
+    bufs: *const gda_buf,
+    n: c_int,
+    start: impl Fn(&Arc<Comm>, &[Piece<'_>]) -> Result<T>,
+) -> Result<T> {
+    if n == 1 && !bufs.is_null() {
+        // SAFETY: not null, so valid: the caller guarantees it.
+        let buf = unsafe { &*bufs };
+        let mem = MEMS.get(buf.mem)?;
+        // Most messages: no list, and no look-up of the communicator, which the memory keeps.
+        if mem.of == raw {
+            mem.comm.check()?;
+            return start(&mem.comm, &[(mem.registration(), buf.range()?)]);
+        }
+    }
+    // SAFETY: the caller vouches for the number.
+    let (comm, buffers) = (comm(raw)?, unsafe { Buffers::new(bufs, n) }?);
+    if buffers.mems.iter().any(|mem| mem.of != raw) {
+        return Err(invalid("the memory", "of another communicator", "registered with that of the call"));
+    }
+    comm.check()?;
+    start(&comm, &buffers.pieces()?)
 }
 
 fn insert(of: Raw, comm: Arc<Comm>, registration: Kept, mem: *mut Raw) -> Result<()> {
@@ -207,5 +200,5 @@ pub extern "C" fn gda_mem_invalidate(raw: Raw, addr: *mut c_void, len: usize) ->
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_mem_dereg(mem: Raw) -> c_int {
-    status("gda_mem_dereg", || MEMS.take(mem).map(drop))
+    end("gda_mem_dereg", &MEMS, mem)
 }

@@ -3,12 +3,13 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
+use mp::Piece;
 use mp::tagged::{Source, Tag, Tagged};
 
 use crate::abi::{Raw, gda_buf};
 use crate::comm::Comm;
 use crate::guard::{Error, Result, invalid, non_null, rank, status};
-use crate::memory::Buffers;
+use crate::memory::with_pieces;
 use crate::request::{Request, give, give_send};
 use crate::stream::on;
 
@@ -26,14 +27,15 @@ pub unsafe extern "C" fn gda_send(
     req: *mut Raw,
 ) -> c_int {
     status("gda_send", || {
-        // SAFETY: the caller vouches for the buffers.
-        let buffers = unsafe { Buffers::of(comm, bufs, n) }?;
-        let (comm, pieces) = (buffers.comm(), buffers.pieces()?);
-        let sent = match stream {
-            0 => comm.comm.isend_vectored(&pieces, rank(to)?)?,
-            _ => on(stream, |batch| Ok(comm.comm.isend_vectored_in_batch(batch, &pieces, rank(to)?)?))?,
+        let start = |comm: &Arc<Comm>, pieces: &[Piece<'_>]| {
+            let sent = match stream {
+                0 => comm.comm.isend_vectored(pieces, rank(to)?)?,
+                _ => on(stream, |batch| Ok(comm.comm.isend_vectored_in_batch(batch, pieces, rank(to)?)?))?,
+            };
+            give_send(req, sent, comm)
         };
-        give_send(req, sent, comm)
+        // SAFETY: the caller vouches for the buffers.
+        unsafe { with_pieces(comm, bufs, n, start) }
     })
 }
 
@@ -51,9 +53,6 @@ pub unsafe extern "C" fn gda_recv(
     req: *mut Raw,
 ) -> c_int {
     status("gda_recv", || {
-        // SAFETY: the caller vouches for the buffers.
-        let buffers = unsafe { Buffers::of(comm, bufs, n) }?;
-        let (comm, pieces) = (buffers.comm(), buffers.pieces()?);
         if from == ANY_RANK {
             return Err(invalid(
                 "the rank",
@@ -61,11 +60,17 @@ pub unsafe extern "C" fn gda_recv(
                 "one of the communicator; gda_trecv receives from any",
             ));
         }
-        let received = match stream {
-            0 => comm.comm.irecv_vectored(&pieces, rank(from)?)?,
-            _ => on(stream, |batch| Ok(comm.comm.irecv_vectored_in_batch(batch, &pieces, rank(from)?)?))?,
+        let start = |comm: &Arc<Comm>, pieces: &[Piece<'_>]| {
+            let received = match stream {
+                0 => comm.comm.irecv_vectored(pieces, rank(from)?)?,
+                _ => {
+                    on(stream, |batch| Ok(comm.comm.irecv_vectored_in_batch(batch, pieces, rank(from)?)?))?
+                }
+            };
+            give(req, || Request::Message(comm.clone(), received))
         };
-        give(req, || Request::Message(comm.clone(), received))
+        // SAFETY: the caller vouches for the buffers.
+        unsafe { with_pieces(comm, bufs, n, start) }
     })
 }
 
@@ -89,11 +94,12 @@ pub unsafe extern "C" fn gda_tsend(
 ) -> c_int {
     status("gda_tsend", || {
         non_null("buf", buf.cast_mut())?;
+        let start = |comm: &Arc<Comm>, pieces: &[Piece<'_>]| {
+            let sent = tagged(comm)?.isend(pieces[0].0, pieces[0].1.clone(), rank(to)?, tag)?;
+            give(req, || Request::Tagged(comm.clone(), sent))
+        };
         // SAFETY: the caller vouches for the buffer.
-        let buffers = unsafe { Buffers::of(comm, buf, 1) }?;
-        let (comm, (buffer, range)) = (buffers.comm(), buffers.pieces()?.swap_remove(0));
-        let sent = tagged(comm)?.isend(buffer, range, rank(to)?, tag)?;
-        give(req, || Request::Tagged(comm.clone(), sent))
+        unsafe { with_pieces(comm, buf, 1, start) }
     })
 }
 
@@ -112,17 +118,18 @@ pub unsafe extern "C" fn gda_trecv(
 ) -> c_int {
     status("gda_trecv", || {
         non_null("buf", buf.cast_mut())?;
-        // SAFETY: the caller vouches for the buffer.
-        let buffers = unsafe { Buffers::of(comm, buf, 1) }?;
-        let (comm, (buffer, range)) = (buffers.comm(), buffers.pieces()?.swap_remove(0));
         let source = if from == ANY_RANK { Source::Any } else { rank(from)?.into() };
         let tag = match mask {
             u64::MAX => Tag::Is(tag),
             0 => Tag::Any,
             _ => Tag::Masked { value: tag, mask },
         };
-        let received = tagged(comm)?.irecv(buffer, range, source, tag)?;
-        give(req, || Request::Tagged(comm.clone(), received))
+        let start = |comm: &Arc<Comm>, pieces: &[Piece<'_>]| {
+            let received = tagged(comm)?.irecv(pieces[0].0, pieces[0].1.clone(), source, tag)?;
+            give(req, || Request::Tagged(comm.clone(), received))
+        };
+        // SAFETY: the caller vouches for the buffer.
+        unsafe { with_pieces(comm, buf, 1, start) }
     })
 }
 

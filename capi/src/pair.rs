@@ -4,17 +4,17 @@ use std::ffi::{c_int, c_void};
 use std::slice;
 use std::sync::Arc;
 
+use gdsync_capi_support::handles::Table;
 use mp::launch::Listener;
 use mp::{Communicator, CommunicatorBuilder};
 
-use crate::abi::Raw;
+use crate::abi::{KINDS, Raw};
 use crate::comm::{COMMS, Comm, Remaining, check_flags};
 use crate::context::{Ctx, context};
-use crate::guard::{Foreign, Result, invalid, non_null, place, status, timeout, values};
-use crate::handles::Table;
+use crate::guard::{Foreign, Result, end, invalid, non_null, place, status, timeout, values};
 use crate::request::{Joined, join};
 
-static LISTENERS: Table<Arc<(Arc<Ctx>, Listener)>> = Table::new(3);
+static LISTENERS: Table<Arc<(Arc<Ctx>, Listener)>> = Table::new(3, &KINDS);
 
 /// See the header.
 ///
@@ -46,7 +46,7 @@ pub unsafe extern "C" fn gda_listen(
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_listen_close(listener: Raw) -> c_int {
-    status("gda_listen_close", || LISTENERS.take(listener).map(drop))
+    end("gda_listen_close", &LISTENERS, listener)
 }
 
 /// Makes a communicator of two, on this thread or on one of its own.
@@ -63,7 +63,7 @@ fn pair(
     let make = move || -> Result<Joined> {
         let limit = Remaining::of(timeout_ns)?;
         let built = connect(ctx.builder().timeout(limit.get()))?;
-        COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)
+        Ok(COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)?)
     };
     if req.is_null() {
         *to = make()?;

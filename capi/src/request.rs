@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
+use gdsync_capi_support::handles::{Borrowed, Table};
 use mp::{AnyRequest, Outcome, tagged, wait_any};
 use parking_lot::{Condvar, Mutex};
 
-use crate::abi::{IN_PROGRESS, Raw, gda_status};
+use crate::abi::{IN_PROGRESS, KINDS, Raw, gda_status};
 use crate::comm::Comm;
 use crate::context::context;
 use crate::guard::{
     Error, Foreign, Result, checked_size, invalid, non_null, number, output, place, report, status, timeout,
 };
-use crate::handles::{Borrowed, Table};
 use crate::stream::on;
 
 /// An operation under way.
@@ -24,7 +24,10 @@ pub(crate) enum Request {
     Join(Join),
 }
 
-pub(crate) static REQUESTS: Table<Request> = Table::new(5);
+pub(crate) static REQUESTS: Table<Request> = Table::new(5, &KINDS);
+
+/// How long a wait goes on before it looks whether the communicator was destroyed.
+const LOOK: Duration = Duration::from_millis(100);
 
 impl AnyRequest for Request {
     fn outcome(&self) -> Option<mp::Result<Outcome>> {
@@ -51,35 +54,37 @@ impl Request {
         }
     }
 
-    /// What became of it; `None` if it goes on. Looks now and then whether the communicator was destroyed.
-    fn wait(&self, timeout: Duration) -> Option<mp::Result<Outcome>> {
-        const LOOK: Duration = Duration::from_millis(100);
-        let (mut start, mut left) = (None, timeout);
-        loop {
-            let outcome = self.wait_once(left.min(LOOK));
-            if outcome.is_some() || left <= LOOK {
-                return outcome;
-            }
-            // Messages that are soon complete need no clock.
-            let start = *start.get_or_insert_with(|| Instant::now() - LOOK);
+    /// Goes on after a wait of [`LOOK`], and looks now and then whether the communicator was destroyed.
+    #[cold]
+    fn wait_longer(
+        &self,
+        mut outcome: Option<mp::Result<Outcome>>,
+        timeout: Duration,
+    ) -> Option<mp::Result<Outcome>> {
+        let (start, timeout) = (Instant::now(), timeout.saturating_sub(LOOK));
+        let mut left = timeout;
+        while outcome.is_none() && !left.is_zero() {
+            outcome = self.wait_once(left.min(LOOK));
             left = timeout.saturating_sub(start.elapsed());
         }
+        outcome
     }
 
     fn wait_once(&self, timeout: Duration) -> Option<mp::Result<Outcome>> {
-        let done = match self {
-            _ if timeout.is_zero() => return self.outcome(),
-            Self::Join(join) => return join.outcome(timeout),
-            Self::Message(comm, request) => {
-                let status = comm.comm.wait(request, timeout);
-                status.map(|status| Outcome { rank: status.rank, bytes: status.bytes, tag: None })
-            }
-            Self::Tagged(_, request) => request.wait(timeout).map(|status| Outcome {
+        match self {
+            _ if timeout.is_zero() => self.outcome(),
+            Self::Join(join) => join.outcome(timeout),
+            Self::Message(comm, request) => self.settle(comm.comm.wait(request, timeout).map(of_message)),
+            Self::Tagged(_, request) => self.settle(request.wait(timeout).map(|status| Outcome {
                 rank: status.rank,
                 bytes: status.bytes,
                 tag: Some(status.tag),
-            }),
-        };
+            })),
+        }
+    }
+
+    /// What a wait says of it.
+    fn settle(&self, done: mp::Result<Outcome>) -> Option<mp::Result<Outcome>> {
         match done {
             // Late, or failed so.
             Err(
@@ -89,6 +94,10 @@ impl Request {
             done => Some(done),
         }
     }
+}
+
+fn of_message(status: mp::Status) -> Outcome {
+    Outcome { rank: status.rank, bytes: status.bytes, tag: None }
 }
 
 /// Hands a request to the caller, if it wants one.
@@ -212,10 +221,10 @@ unsafe fn finish(
     outcome: mp::Result<Outcome>,
     place: *mut gda_status,
 ) -> Result<()> {
-    let request = request.end();
-    let outcome = outcome.map_err(|error| explain(request.comm(), error))?;
+    let outcome = outcome.map_err(|error| explain(request.comm(), error));
+    request.discard();
     // SAFETY: its size was checked.
-    unsafe { output(place, fill(outcome)) };
+    unsafe { output(place, fill(outcome?)) };
     Ok(())
 }
 
@@ -230,8 +239,22 @@ pub unsafe extern "C" fn gda_req_wait(req: Raw, timeout_ns: i64, status: *mut gd
         if req == 0 {
             return Ok(0);
         }
-        let request = REQUESTS.borrow(req)?;
-        match request.object().wait(timeout(timeout_ns)?) {
+        let (request, timeout) = (REQUESTS.borrow(req)?, timeout(timeout_ns)?);
+        let first = timeout.min(LOOK);
+        let outcome = match &*request {
+            // Messages that are soon complete take no clock, and their outcome is not moved: that costs as much as the rest.
+            Request::Message(comm, message) if !first.is_zero() => match comm.comm.wait(message, first) {
+                Ok(done) => {
+                    request.discard();
+                    // SAFETY: its size was checked.
+                    unsafe { output(status, fill(of_message(done))) };
+                    return Ok(0);
+                }
+                failed => request.settle(failed.map(of_message)),
+            },
+            other => other.wait_once(first),
+        };
+        match request.wait_longer(outcome, timeout) {
             None => Ok(IN_PROGRESS),
             // SAFETY: its size was checked.
             Some(outcome) => unsafe { finish(request, outcome, status) }.map(|()| 0),
@@ -268,8 +291,9 @@ pub unsafe extern "C" fn gda_req_wait_any(
         if places.is_empty() {
             return Ok(0);
         }
-        let borrowed = places.iter().map(|&place| REQUESTS.borrow(all[place])).collect::<Result<Vec<_>>>()?;
-        let requests: Vec<_> = borrowed.iter().map(|one| one.object() as &dyn AnyRequest).collect();
+        let borrowed = places.iter().map(|&place| REQUESTS.borrow(all[place]));
+        let borrowed = borrowed.collect::<std::result::Result<Vec<_>, _>>()?;
+        let requests: Vec<_> = borrowed.iter().map(|one| &**one as &dyn AnyRequest).collect();
         let (index, outcome) = match wait_any(&requests, timeout(timeout_ns)?) {
             Err(mp::Error::Deadline { .. }) => return Ok(IN_PROGRESS),
             other => other?,
@@ -330,7 +354,7 @@ pub extern "C" fn gda_req_on_stream(req: Raw, stream: Raw) -> c_int {
             return Ok(());
         }
         let request = REQUESTS.borrow(req)?;
-        match request.object() {
+        match &*request {
             Request::Message(comm, request) => {
                 on(stream, |batch| Ok(comm.comm.wait_in_batch(batch, request)?))
             }
@@ -345,7 +369,7 @@ pub extern "C" fn gda_req_on_stream(req: Raw, stream: Raw) -> c_int {
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_req_cancel(req: Raw) -> c_int {
-    number("gda_req_cancel", || match REQUESTS.borrow(req)?.object() {
+    number("gda_req_cancel", || match &*REQUESTS.borrow(req)? {
         Request::Tagged(_, request) => Ok(if request.cancel() { 0 } else { IN_PROGRESS }),
         _ => Err(Error::Own(libc::EOPNOTSUPP, "only receives with tags can be cancelled".into())),
     })
@@ -354,5 +378,10 @@ pub extern "C" fn gda_req_cancel(req: Raw) -> c_int {
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_req_free(req: Raw) -> c_int {
-    status("gda_req_free", || if req == 0 { Ok(()) } else { REQUESTS.take(req).map(drop) })
+    status("gda_req_free", || {
+        if req != 0 {
+            REQUESTS.borrow(req)?.discard();
+        }
+        Ok(())
+    })
 }

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::stream::{Batch, Capture, CudaStreamConfig, Graph, HostStreamConfig, KernelSteps, Stream, Via};
+use gdsync_capi_support::handles::Table;
 use parking_lot::Mutex;
 
-use crate::abi::Raw;
+use crate::abi::{KINDS, Raw};
 use crate::context::context;
-use crate::guard::{Error, Foreign, Result, invalid, place, status, timeout, values};
-use crate::handles::Table;
+use crate::guard::{Error, Foreign, Result, end, invalid, place, status, timeout, values};
 
 const HOST: u32 = 1;
 const KERNEL: u32 = 2;
@@ -37,8 +37,8 @@ enum Program {
     Steps(KernelSteps),
 }
 
-static STREAMS: Table<Arc<Queue>> = Table::new(6);
-static GRAPHS: Table<Arc<Mutex<Program>>> = Table::new(7);
+static STREAMS: Table<Arc<Queue>> = Table::new(6, &KINDS);
+static GRAPHS: Table<Arc<Mutex<Program>>> = Table::new(7, &KINDS);
 
 impl Queue {
     /// The stream, unless it is a batch.
@@ -58,7 +58,7 @@ impl Queue {
 }
 
 pub(crate) fn queue(raw: Raw) -> Result<Arc<Queue>> {
-    STREAMS.get(raw).map(|queue| queue.clone())
+    Ok(STREAMS.get(raw)?.clone())
 }
 
 /// Enqueues what `record` adds to a batch: on a stream at once, in a batch of the caller with the rest of it.
@@ -157,7 +157,7 @@ pub unsafe extern "C" fn gda_stream_call(
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_stream_close(stream: Raw) -> c_int {
-    status("gda_stream_close", || STREAMS.take(stream).map(drop))
+    end("gda_stream_close", &STREAMS, stream)
 }
 
 /// See the header.
@@ -214,7 +214,7 @@ pub unsafe extern "C" fn gda_capture_end(stream: Raw, graph: *mut Raw) -> c_int 
 }
 
 fn program(raw: Raw) -> Result<Arc<Mutex<Program>>> {
-    GRAPHS.get(raw).map(|program| program.clone())
+    Ok(GRAPHS.get(raw)?.clone())
 }
 
 /// See the header.
@@ -293,5 +293,5 @@ pub unsafe extern "C" fn gda_steps_launch(
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_graph_destroy(graph: Raw) -> c_int {
-    status("gda_graph_destroy", || GRAPHS.take(graph).map(drop))
+    end("gda_graph_destroy", &GRAPHS, graph)
 }

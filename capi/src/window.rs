@@ -4,12 +4,12 @@ use std::ffi::{c_int, c_void};
 use std::sync::Arc;
 
 use gdsync::stream::Cond;
+use gdsync_capi_support::handles::{Guard, Table};
 use mp::{Rma, Signal, Window};
 
-use crate::abi::{Raw, gda_buf, gda_signal};
+use crate::abi::{KINDS, Raw, gda_buf, gda_signal};
 use crate::comm::{Comm, comm};
 use crate::guard::{Result, invalid, place, rank, size, status, timeout, values};
-use crate::handles::{Guard, Table};
 use crate::memory::{Buffers, MEMS};
 use crate::request::{Request, give};
 use crate::stream::{on, queue};
@@ -17,7 +17,7 @@ use crate::stream::{on, queue};
 /// A window with its communicator.
 type Win = (Arc<Comm>, Window);
 
-static WINDOWS: Table<Win> = Table::new(8);
+static WINDOWS: Table<Win> = Table::new(8, &KINDS);
 
 fn window(raw: Raw) -> Result<Guard<Win>> {
     let win = WINDOWS.get(raw)?;

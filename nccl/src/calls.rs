@@ -6,7 +6,7 @@ use std::ptr;
 use std::sync::Arc;
 
 use gdsync_capi_support::guard::no_panic;
-use gdsync_capi_support::handles::Table;
+use gdsync_capi_support::handles::{self, Table};
 
 use crate::abi::{
     Config, GetRmaProperties, HANDLE_BYTES, Handle, INTERNAL_ERROR, INVALID_ARGUMENT, Iput, Iput14,
@@ -15,15 +15,15 @@ use crate::abi::{
 };
 use crate::collective::Collective;
 use crate::listen::Listener;
-use crate::operation::{At, Contexts, REGIONS, Request, SignalAt};
+use crate::operation::{At, Contexts, KINDS, REGIONS, Request, SignalAt};
 use crate::{device, report};
 
 /// The plug-in, as opened for a communicator with this hash.
-static OPENED: Table<u64> = Table::new(0x61, "the context of init");
-static LISTENERS: Table<Listener> = Table::new(0x62, "a listenComm");
-static COLLECTIVES: Table<Collective> = Table::new(0x63, "a collComm");
-static CONTEXTS: Table<Contexts> = Table::new(0x64, "an rmaCtx");
-static REQUESTS: Table<Request> = Table::new(0x66, "a request");
+static OPENED: Table<u64> = Table::new(1, &KINDS);
+static LISTENERS: Table<Arc<Listener>> = Table::new(2, &KINDS);
+static COLLECTIVES: Table<Arc<Collective>> = Table::new(3, &KINDS);
+static CONTEXTS: Table<Arc<Contexts>> = Table::new(4, &KINDS);
+static REQUESTS: Table<Arc<Request>> = Table::new(6, &KINDS);
 
 /// Contexts of one call; NCCL makes a few.
 const MAX_CONTEXTS: c_int = 1024;
@@ -43,6 +43,12 @@ impl From<gdsync::Error> for Refusal {
             matches!(error, gdsync::Error::InvalidArgument { .. } | gdsync::Error::OutOfBounds { .. });
         let result = if is_argument { INVALID_ARGUMENT } else { SYSTEM_ERROR };
         Self { result, text: error.to_string() }
+    }
+}
+
+impl From<handles::Refusal> for Refusal {
+    fn from(refusal: handles::Refusal) -> Self {
+        Self { result: INVALID_ARGUMENT, text: refusal.text }
     }
 }
 
@@ -100,12 +106,12 @@ unsafe fn start(
     call: impl FnOnce(&Contexts) -> Request,
 ) -> NcclResult {
     status(name, || {
-        let contexts = CONTEXTS.get(contexts.addr())?;
+        let contexts = CONTEXTS.get(contexts.addr())?.clone();
         let request = no_panic(|| call(&contexts)).unwrap_or_else(|panicked| {
             contexts.collective.fail(contexts.collective.rank(), &panicked.to_string());
             Request::Ready
         });
-        let request = REQUESTS.insert(Arc::new(request), 0);
+        let request = REQUESTS.insert(Arc::new(request))?;
         // SAFETY: the caller's promise.
         unsafe { put("the place for the request", place, to_handle(request)) }
     })
@@ -119,7 +125,7 @@ unsafe extern "C" fn init(place: *mut Handle, comm: u64, logger: Option<Logger>)
             return Err(invalid("the RDMA device", "none", expected));
         }
         // SAFETY: NCCL passes a place.
-        unsafe { put("the place for the context", place, to_handle(OPENED.insert(Arc::new(comm), 0))) }
+        unsafe { put("the place for the context", place, to_handle(OPENED.insert(comm)?)) }
     });
     if opened != SUCCESS {
         report::close();
@@ -129,7 +135,7 @@ unsafe extern "C" fn init(place: *mut Handle, comm: u64, logger: Option<Logger>)
 
 unsafe extern "C" fn finalize(opened: Handle) -> NcclResult {
     status("finalize", || {
-        OPENED.remove(opened.addr())?;
+        OPENED.take(opened.addr())?;
         report::close();
         Ok(())
     })
@@ -165,7 +171,7 @@ unsafe extern "C" fn listen(
         let listener = Listener::open(*OPENED.get(opened.addr())?, number)?;
         // SAFETY: NCCL passes a place of that many bytes.
         unsafe { put("the place for the handle", handle.cast(), listener.handle()?) }?;
-        let listener = LISTENERS.insert(Arc::new(listener), 0);
+        let listener = LISTENERS.insert(Arc::new(listener))?;
         // SAFETY: NCCL passes a place.
         unsafe { put("the place for the listenComm", place, to_handle(listener)) }
     })
@@ -181,7 +187,7 @@ unsafe extern "C" fn connect(
     place: *mut Handle,
 ) -> NcclResult {
     status("connect", || {
-        let listener = LISTENERS.get(listener.addr())?;
+        let listener = LISTENERS.get(listener.addr())?.clone();
         let ranks = usize::try_from(rank).ok().zip(usize::try_from(size).ok());
         let ranks = ranks.filter(|(rank, size)| rank < size);
         let ranks = ranks.ok_or_else(|| {
@@ -197,14 +203,14 @@ unsafe extern "C" fn connect(
         }
         // SAFETY: a handle has so many bytes, of any alignment.
         let root = unsafe { root.cast::<[u8; HANDLE_BYTES]>().read_unaligned() };
-        let collective = COLLECTIVES.insert(Collective::connect(&listener, &root, ranks)?, 0);
+        let collective = COLLECTIVES.insert(Collective::connect(&listener, &root, ranks)?)?;
         // SAFETY: NCCL passes a place.
         unsafe { put("the place for the collComm", place, to_handle(collective)) }
     })
 }
 
 unsafe extern "C" fn close_listen(listener: Handle) -> NcclResult {
-    status("closeListen", || Ok(LISTENERS.remove(listener.addr()).map(drop)?))
+    status("closeListen", || Ok(LISTENERS.take(listener.addr()).map(drop)?))
 }
 
 unsafe extern "C" fn create_context(
@@ -213,20 +219,20 @@ unsafe extern "C" fn create_context(
     place: *mut Handle,
 ) -> NcclResult {
     status("createContext", || {
-        let collective = COLLECTIVES.get(collective.addr())?;
+        let collective = COLLECTIVES.get(collective.addr())?.clone();
         // SAFETY: NCCL passes a configuration.
         let config = unsafe { config.as_ref() }.ok_or_else(|| invalid("the configuration", "NULL", "one"))?;
         let count = config.contexts;
         let count = usize::try_from(count).ok().filter(|_| count <= MAX_CONTEXTS);
         let count = count.ok_or_else(|| invalid("the number of contexts", config.contexts, "1 to 1024"))?;
-        let contexts = CONTEXTS.insert(Arc::new(Contexts::new(collective, count)?), 0);
+        let contexts = CONTEXTS.insert(Arc::new(Contexts::new(collective, count)?))?;
         // SAFETY: NCCL passes a place.
         unsafe { put("the place for the rmaCtx", place, to_handle(contexts)) }
     })
 }
 
 unsafe extern "C" fn destroy_context(contexts: Handle) -> NcclResult {
-    status("destroyContext", || Ok(CONTEXTS.remove(contexts.addr()).map(drop)?))
+    status("destroyContext", || Ok(CONTEXTS.take(contexts.addr()).map(drop)?))
 }
 
 unsafe extern "C" fn reg_mr_sym(
@@ -238,13 +244,13 @@ unsafe extern "C" fn reg_mr_sym(
     place: *mut Handle,
 ) -> NcclResult {
     status("regMrSym", || {
-        let collective = COLLECTIVES.get(collective.addr())?;
+        let collective = COLLECTIVES.get(collective.addr())?.clone();
         if kind != PTR_HOST && kind != PTR_CUDA {
             return Err(invalid("the type of the memory", kind, "NCCL_PTR_HOST (1) or NCCL_PTR_CUDA (2)"));
         }
         // SAFETY: NCCL keeps it allocated until it is deregistered.
         let region = unsafe { collective.register((data, size), kind, flags) }?;
-        let region = REGIONS.insert(region, 0);
+        let region = REGIONS.insert(region)?;
         // SAFETY: NCCL passes a place.
         unsafe { put("the place for the mhandle", place, to_handle(region)) }
     })
@@ -267,8 +273,8 @@ unsafe extern "C" fn reg_mr_sym_dma_buf(
 
 unsafe extern "C" fn dereg_mr_sym(collective: Handle, region: Handle) -> NcclResult {
     status("deregMrSym", || {
-        let region = REGIONS.remove(region.addr())?;
-        if let Ok(collective) = COLLECTIVES.get(collective.addr()) {
+        let region = REGIONS.take(region.addr())?;
+        if let Ok(collective) = COLLECTIVES.get(collective.addr()).map(|found| found.clone()) {
             collective.remove(&region);
         }
         Ok(())
@@ -277,7 +283,7 @@ unsafe extern "C" fn dereg_mr_sym(collective: Handle, region: Handle) -> NcclRes
 
 unsafe extern "C" fn close_coll(collective: Handle) -> NcclResult {
     status("closeColl", || {
-        COLLECTIVES.remove(collective.addr())?.close();
+        COLLECTIVES.take(collective.addr())?.close();
         Ok(())
     })
 }
@@ -358,13 +364,14 @@ unsafe extern "C" fn iflush(
 
 unsafe extern "C" fn test(collective: Handle, request: Handle, place: *mut c_int) -> NcclResult {
     status("test", || {
-        let (collective, started) = (COLLECTIVES.get(collective.addr())?, REQUESTS.get(request.addr())?);
+        let (collective, started) =
+            (COLLECTIVES.get(collective.addr())?.clone(), REQUESTS.get(request.addr())?.clone());
         let is_complete = no_panic(|| started.is_complete(&collective)).unwrap_or_else(|panicked| {
             collective.fail(collective.rank(), &panicked.to_string());
             true
         });
         if is_complete {
-            REQUESTS.remove(request.addr())?;
+            REQUESTS.take(request.addr())?;
         }
         // SAFETY: NCCL passes a place.
         unsafe { put("the place for the answer", place, is_complete.into()) }
@@ -373,14 +380,14 @@ unsafe extern "C" fn test(collective: Handle, request: Handle, place: *mut c_int
 
 unsafe extern "C" fn rma_progress(contexts: Handle) -> NcclResult {
     status("rmaProgress", || {
-        CONTEXTS.get(contexts.addr())?.collective.progress();
+        CONTEXTS.get(contexts.addr())?.clone().collective.progress();
         Ok(())
     })
 }
 
 unsafe extern "C" fn query_last_error(contexts: Handle, place: *mut bool) -> NcclResult {
     status("queryLastError", || {
-        let has_failed = CONTEXTS.get(contexts.addr())?.collective.has_failed();
+        let has_failed = CONTEXTS.get(contexts.addr())?.clone().collective.has_failed();
         // SAFETY: NCCL passes a place.
         unsafe { put("the place for the answer", place, has_failed) }
     })

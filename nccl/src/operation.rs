@@ -10,7 +10,25 @@ use crate::abi::SIGNAL_INC;
 use crate::collective::{Collective, why};
 use crate::region::Region;
 
-pub(crate) static REGIONS: Table<Region> = Table::new(0x65, "a registration (mhandle)");
+/// The kinds of handles.
+pub(crate) const KINDS: [&str; 7] = [
+    "",
+    "the context of init",
+    "a listenComm",
+    "a collComm",
+    "an rmaCtx",
+    "a registration (mhandle)",
+    "a request",
+];
+
+pub(crate) static REGIONS: Table<Arc<Region>> = Table::new(5, &KINDS);
+
+fn region(handle: Handle) -> gdsync::Result<Arc<Region>> {
+    let found = REGIONS.get(handle).map(|region| region.clone());
+    found.map_err(|_| {
+        gdsync::Error::invalid("a registration (mhandle)", format!("{handle:#x}"), "one of regMrSym")
+    })
+}
 
 /// Queue pairs to all ranks, for each context of NCCL.
 #[derive(Debug)]
@@ -49,7 +67,7 @@ fn number(value: u64) -> gdsync::Result<usize> {
 
 impl At {
     fn find(&self) -> gdsync::Result<(Arc<Region>, usize)> {
-        Ok((REGIONS.get(self.region)?, number(self.offset)?))
+        Ok((region(self.region)?, number(self.offset)?))
     }
 }
 
@@ -134,7 +152,7 @@ impl Contexts {
 
     /// Makes what complete gets have brought visible to kernels that run.
     pub(crate) fn flush(&self, region: Handle) -> Request {
-        let flushed = REGIONS.get(region).and_then(|region| region.registration.memory().flush());
+        let flushed = self::region(region).and_then(|region| region.registration.memory().flush());
         if let Err(error) = flushed {
             self.collective.fail(self.collective.rank(), &error.to_string());
         }

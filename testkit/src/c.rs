@@ -28,6 +28,11 @@ pub struct Package {
     pub limit: Duration,
 }
 
+/// What checks the memory of programs: "valgrind", or "address", gcc's sanitizer. `.ci/long c_memory` sets it.
+fn checker() -> Option<String> {
+    std::env::var("C_CHECK").ok()
+}
+
 impl Package {
     /// Runs a command, which must end within the limit.
     pub fn finish(&self, command: &mut Command) -> Output {
@@ -58,6 +63,9 @@ impl Package {
     pub fn compiler(&self, compiler: &str, flags: &[&str]) -> Command {
         let mut command = Command::new(compiler);
         command.args(flags).args(["-Wall", "-Wextra", "-Werror", "-g", "-pthread"]);
+        if checker().as_deref() == Some("address") {
+            command.args(["-fsanitize=address", "-fno-omit-frame-pointer"]);
+        }
         for headers in self.includes {
             command.arg("-I").arg(self.path(headers));
         }
@@ -96,6 +104,29 @@ impl Package {
         compiler.arg("-o").arg(directory.join("program")).arg("-L").arg(directory).args(libraries);
         let output = self.finish(&mut compiler);
         assert!(output.status.success(), "{sources:?}: {}", printed(&output));
+    }
+
+    /// The program of a directory, with these libraries preloaded, under what checks memory if that is asked for.
+    #[must_use]
+    pub fn program(&self, directory: &Path, preloaded: &[PathBuf]) -> Command {
+        let mut command = Command::new(directory.join("program"));
+        let mut preloaded = preloaded.to_vec();
+        match checker().as_deref() {
+            Some("valgrind") => {
+                command = Command::new("valgrind");
+                command.args(["--quiet", "--error-exitcode=99"]).arg(directory.join("program"));
+            }
+            Some("address") => {
+                let found = self.finish(Command::new("gcc").arg("-print-file-name=libasan.so"));
+                preloaded.insert(0, printed(&found).trim().into());
+                // Handles are never freed, so that no address is that of two.
+                command.env("ASAN_OPTIONS", "detect_leaks=0");
+            }
+            _ => {}
+        }
+        let preloaded: Vec<_> = preloaded.iter().map(|library| library.display().to_string()).collect();
+        command.env("LD_LIBRARY_PATH", directory).env("LD_PRELOAD", preloaded.join(" "));
+        command
     }
 
     /// Compiles a text in all standards of C (`gcc`) or C++ (`g++`), without a program.

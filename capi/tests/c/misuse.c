@@ -103,7 +103,7 @@ static void in_child(struct side *s, gda_stream_t stream, gda_req_t req)
     if (child == 0) {
         OK(gda_set_logger(NULL, NULL, 0));
         CHECK(gda_open(&config, &ctx), -EACCES);
-        SAYS("before gda_open, or have the child call exec");
+        SAYS("before its first call, or have the child call exec");
         CHECK(gda_send(s->comm, 0, &out, 1, NULL, NULL), -EACCES);
         CHECK(gda_req_wait(req, PATIENCE, NULL), -EACCES);
         CHECK(gda_stream_sync(stream, PATIENCE), -EACCES);

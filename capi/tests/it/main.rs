@@ -35,8 +35,8 @@ impl Program {
     }
 
     fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(self.0.join("program"));
-        command.args(arguments).env("LD_LIBRARY_PATH", &self.0);
+        let mut command = PACKAGE.program(&self.0, &[]);
+        command.args(arguments);
         command
     }
 

@@ -118,6 +118,7 @@ entry_points! {
     flush_gpu_direct_rdma_writes = "cuFlushGPUDirectRDMAWrites" (target: u32, scope: u32);
     ctx_get_current = "cuCtxGetCurrent" (context: *mut Handle);
     ctx_get_device = "cuCtxGetDevice" (device: *mut i32);
+    ctx_get_id = "cuCtxGetId" (context: Handle, id: *mut u64);
     ctx_enable_peer_access = "cuCtxEnablePeerAccess" (peer: Handle, flags: u32);
     device_can_access_peer = "cuDeviceCanAccessPeer" (can: *mut i32, device: i32, peer: i32);
     mem_host_register = "cuMemHostRegister_v2" (addr: *mut c_void, len: usize, flags: u32);

@@ -7,7 +7,7 @@ pub(crate) use gdsync::{Error, Result};
 use gdsync_capi_support::guard::Library;
 pub(crate) use gdsync_capi_support::guard::{last_error, no_flags, non_null, set_wait_limit, wait_limit};
 
-const LIBRARY: Library = Library { name: "gdsync", debug: "GDS_ENABLE_DEBUG" };
+pub(crate) const LIBRARY: Library = Library { name: "gdsync", debug: "GDS_ENABLE_DEBUG" };
 
 pub(crate) fn report(name: &str, reason: impl fmt::Display, is_printed: bool) {
     LIBRARY.report(name, reason, is_printed);

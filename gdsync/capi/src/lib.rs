@@ -20,7 +20,7 @@
 //! - **Prepared sends** of a queue pair must be posted in order (`EINVAL`), and by one stream at a time (`EBUSY`). If a stream refuses
 //!   sends, they are taken back, and claims of waits given back.
 //! - **Only mlx5 cards that read the rings themselves**: for another `ibv_context`, `gds_create_qp` is `EOPNOTSUPP`.
-//! - **`GDS_CREATE_QP_TX_CQ_ON_GPU`, `_RX_CQ_ON_GPU`, `_WQ_DBREC_ON_GPU`** are accepted; the queues are in host memory.
+//! - **`GDS_CREATE_QP_TX_CQ_ON_GPU`, `_RX_CQ_ON_GPU`, `_WQ_DBREC_ON_GPU`** are accepted; the queues are in host memory, which one line on standard error says.
 //! - **The per-thread default stream** is `EOPNOTSUPP`. Streams need a driver of CUDA 12.
 //! - **Not exported**: `gds_create_cq`, `gds_register_mem`, `gds_unregister_mem`, `gds_map_mem`, `gds_append_wait_cq`,
 //!   `gds_post_pokes`, which libgdsync exports without declaring them.

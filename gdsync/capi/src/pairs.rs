@@ -18,9 +18,9 @@ use rdma_core_sys::verbs::{
 };
 
 use crate::abi::{ON_GPU, WQ_ON_GPU, gds_cq, gds_qp, gds_request};
-use crate::guard::{Error, Result, report};
+use crate::guard::{Error, LIBRARY, Result, report, wait_limit};
 use crate::work::{completion, with_recv, with_send};
-use gdsync_capi_support::streams;
+use gdsync_capi_support::{process, streams};
 
 /// How long the end of a queue pair waits for streams, and for CUDA to forget the registers of the card.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -87,7 +87,8 @@ enum Handle {
 /// The live handles by address. The structures themselves are never freed, so that no address is that of two.
 static HANDLES: RwLock<Option<HashMap<usize, Handle>>> = RwLock::new(None);
 
-/// Protection domains of the program, by context and domain, while queue pairs use them.
+/// Protection domains of the program, by context and domain, while queue pairs use them: so long the program keeps both, and nothing
+/// else has their addresses.
 static DOMAINS: Mutex<Vec<([usize; 2], Weak<Pd>)>> = Mutex::new(Vec::new());
 
 /// A completion queue of the program: its pair, and whether it is that of sends.
@@ -155,6 +156,15 @@ pub(crate) unsafe fn create(
     if unsafe { (*pd.as_ptr()).context } != context.as_ptr() {
         return Err(Error::invalid("protection domain", format!("{pd:p}"), "one of the context"));
     }
+    if flags != 0 {
+        static ONCE: std::sync::Once = std::sync::Once::new();
+        ONCE.call_once(|| {
+            LIBRARY.announce(
+                "gds_create_qp: GDS_CREATE_QP_*_ON_GPU: the queues are in host memory; libmlx5, which makes an ibv_qp, puts them there",
+            );
+        });
+    }
+    process::claim();
     let gpu = Gpu::open(gpu_id)?;
     // SAFETY: as the caller promises.
     let domain = unsafe { adopt(context, pd) }?;
@@ -190,12 +200,17 @@ pub(crate) unsafe fn create(
         send: side(send, cap.max_send_wr),
         recv: side(recv, cap.max_recv_wr),
     });
+    publish(pair);
+    Ok(of)
+}
+
+/// Lets the program use a queue pair by its handles.
+fn publish(pair: Arc<Pair>) {
     let mut handles = HANDLES.write();
     let handles = handles.get_or_insert_default();
-    handles.insert(send.addr(), Handle::SendCq(pair.clone()));
-    handles.insert(recv.addr(), Handle::RecvCq(pair.clone()));
-    handles.insert(of.addr(), Handle::Qp(pair));
-    Ok(of)
+    handles.insert(pair.send.cq, Handle::SendCq(pair.clone()));
+    handles.insert(pair.recv.cq, Handle::RecvCq(pair.clone()));
+    handles.insert(pair.of, Handle::Qp(pair));
 }
 
 /// Destroys a queue pair.
@@ -213,18 +228,18 @@ pub(crate) fn destroy(at: *const gds_qp) -> Result<()> {
     }
     // Ends the waits of other threads for its completions.
     pair.qp.stop(&Error::GivenUp);
-    let start = Instant::now();
+    let (start, patience) = (Instant::now(), PATIENCE.min(wait_limit()));
     let mut shared = pair;
     // Other threads may be in calls with it.
     let Pair { qp, gpu, domain, send, recv, .. } = loop {
         match Arc::try_unwrap(shared) {
             Ok(pair) => break pair,
-            Err(_) if start.elapsed() > PATIENCE => {
-                return Err(Error::late(
-                    "gds_destroy_qp",
-                    PATIENCE,
-                    "other threads, which use the queue pair",
-                ));
+            Err(used) if start.elapsed() > patience => {
+                // The program may call again, and must not free the domain before.
+                let (queue, qpn) = ("send and receive", used.qp.qpn());
+                publish(used);
+                let owner = "a call of another thread; let it end, and destroy the queue pair again".into();
+                return Err(Error::Busy { queue, qpn, owner });
             }
             Err(other) => shared = other,
         }
@@ -501,5 +516,33 @@ impl Cq {
             }
         }
         Ok(count)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forked_children_are_refused_though_a_thread_held_a_lock() {
+        process::claim();
+        let held = HANDLES.write();
+        // SAFETY: the child makes one call, and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // A call that waits for the lock is ended.
+            // SAFETY: no conditions.
+            unsafe { libc::alarm(60) };
+            // SAFETY: no queue pair.
+            let refused =
+                unsafe { crate::gds_post_send(ptr::dangling_mut(), ptr::null_mut(), ptr::null_mut()) };
+            // SAFETY: no conditions.
+            unsafe { libc::_exit(refused) };
+        }
+        drop(held);
+        let mut status = 0;
+        // SAFETY: a place for the answer.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!((libc::WIFEXITED(status), libc::WEXITSTATUS(status)), (true, libc::EACCES));
     }
 }

@@ -168,9 +168,11 @@ static inline int comm_init(MPI_Comm comm, int gpu_id)
     }
     if ((error = mp_init(comm, peers, count, MP_INIT_DEFAULT, gpu_id)))
         return error;
-    if ((error = mp_register(s->told, sizeof s->told, &s->told_reg)))
+    if ((error = mp_window_create(s->ready, sizeof s->ready, &s->window))) {
+        mp_finalize(); /* all ranks are here */
         return error;
-    return mp_window_create(s->ready, sizeof s->ready, &s->window);
+    }
+    return mp_register(s->told, sizeof s->told, &s->told_reg);
 }
 
 static inline void comm_finalize(void)
@@ -222,14 +224,24 @@ static inline int comm_send_ready(int rank, comm_request_t *req)
 
 static inline int comm_wait_ready_on_stream(int rank, comm_stream_t stream)
 {
+    struct comm_state_ *s = &comm_state_;
     int error = comm_rank_(rank);
-    return error ? error : mp_wait_dword_geq_on_stream(&comm_state_.ready[rank], comm_state_.expected[rank]++, stream);
+    if (!error)
+        error = mp_wait_dword_geq_on_stream(&s->ready[rank], s->expected[rank], stream);
+    if (!error)
+        s->expected[rank]++;
+    return error;
 }
 
 static inline int comm_wait_ready(int rank)
 {
+    struct comm_state_ *s = &comm_state_;
     int error = comm_rank_(rank);
-    return error ? error : mp_wait32(&comm_state_.ready[rank], comm_state_.expected[rank]++, MP_WAIT_GEQ);
+    if (!error)
+        error = mp_wait32(&s->ready[rank], s->expected[rank], MP_WAIT_GEQ);
+    if (!error)
+        s->expected[rank]++;
+    return error;
 }
 
 static inline int comm_test_ready(int rank, int *is_ready)
@@ -314,11 +326,11 @@ static inline int comm_progress(void)
     return (int)(n - left);
 }
 
-/* Waits for all requests. */
+/* Waits for all requests. After a failure keeps those that are not complete. */
 static inline int comm_flush(void)
 {
     int error = mp_wait_all((uint32_t)comm_state_.n, comm_state_.requests);
-    comm_state_.n = 0;
+    comm_progress();
     return error;
 }
 
@@ -362,8 +374,10 @@ static inline int comm_prepare_isend(void *buf, size_t count, MPI_Datatype type,
         return MP_FAILURE;
     if ((error = mp_send_prepare(buf, bytes, rank, (mp_reg_t *)reg, (mp_request_t *)req)))
         return error;
-    if ((error = mpx_get_send((mp_request_t *)req, &words)))
+    if ((error = mpx_get_send((mp_request_t *)req, &words))) {
+        mp_wait((mp_request_t *)req); /* it was taken back, and ends so */
         return error;
+    }
     d->tx[d->n_tx].dbrec = words.dbrec_ptr;
     d->tx[d->n_tx].dbrec_value = words.dbrec_value;
     d->tx[d->n_tx].db = words.db_ptr;

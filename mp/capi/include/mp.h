@@ -62,7 +62,7 @@ int mp_query_param(mp_param_t param, int *value);
 
 enum mp_init_flags {
     MP_INIT_DEFAULT = 0,
-    MP_INIT_WQ_ON_GPU, /* this and the next three: accepted; the queues are in host memory */
+    MP_INIT_WQ_ON_GPU, /* this and the next three: in host memory, with a line on standard error, where the device refuses */
     MP_INIT_RX_CQ_ON_GPU,
     MP_INIT_TX_CQ_ON_GPU,
     MP_INIT_DBREC_ON_GPU

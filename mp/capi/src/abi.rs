@@ -9,8 +9,11 @@ pub const FAILURE: c_int = 1;
 /// Version of the interface: `major << 16 | minor`.
 pub const VERSION: c_int = 2 << 16;
 
-/// A handle: `mp_reg_t`, `mp_request_t`, `mp_window_t` or `mp_desc_queue_t`. Pointers for C, to nothing.
+/// `mp_reg_t`, `mp_request_t`, `mp_window_t` and `mp_desc_queue_t`. Pointers for C, to nothing.
 pub use gdsync_capi_support::handles::Handle;
+
+/// The kinds of handles.
+pub(crate) const KINDS: [&str; 5] = ["", "request", "registration", "window", "mp_desc_queue_t"];
 
 pub(crate) const PUT_INLINE: c_int = 1;
 pub(crate) const PUT_NOWAIT: c_int = 2;

@@ -11,6 +11,7 @@ use gdsync::memory::Word32;
 use gdsync::shm::Backoff;
 use gdsync::stream::{Cond, PreparedSend};
 use gdsync::verbs::{RecvWr, RemoteAddr, SendWr, Sge};
+use gdsync_capi_support::handles::MARK;
 use gdsync_capi_support::{guard, pages};
 use libc::iovec;
 use smallvec::SmallVec;
@@ -19,9 +20,8 @@ use crate::abi::*;
 use crate::failure::{Failure, LIBRARY, Result};
 use crate::job::{self, Job, MAX_PIECES, exchange_limit, job};
 use crate::memory::{REGISTRATIONS, Registration, WINDOWS, Window, length};
-use crate::request::{Peer, REQUESTS, Request, State, patience, pause};
-use crate::submission::{Item, Items, LISTS, List};
-use gdsync_capi_support::handles::MARK;
+use crate::request::{Peer, REQUESTS, Request, State, find, patience, pause};
+use crate::submission::{Item, Items, LISTS};
 
 /// Requests of one call.
 const MAX_COUNT: u32 = 1 << 20;
@@ -73,8 +73,10 @@ struct Message {
 impl Message {
     /// One buffer.
     fn new(buf: *const c_void, size: c_int, peer: c_int, reg: *const Handle) -> Result<Self> {
-        let peer = job()?.peer(peer)?.clone();
+        let job = job()?;
+        let peer = job.peer(peer)?.clone();
         let registration = REGISTRATIONS.get(read("mp_reg_t *", reg)?)?;
+        registration.check(&job)?;
         let pieces = registration.sge(buf.expose_provenance(), length(size)?)?.into_iter().collect();
         Ok(Self { peer, pieces })
     }
@@ -83,9 +85,11 @@ impl Message {
     fn vector(vector: *const iovec, count: c_int, peer: c_int, reg: *const Handle) -> Result<Self> {
         let refuse = || Failure::invalid("nblocks", count, "1 to 30");
         let count = u32::try_from(count).ok().filter(|count| (1..=MAX_PIECES).contains(count));
-        let peer = job()?.peer(peer)?.clone();
+        let job = job()?;
+        let peer = job.peer(peer)?.clone();
         let vector = items("iovec", vector, count.ok_or_else(refuse)?)?;
         let registration = REGISTRATIONS.get(read("mp_reg_t *", reg)?)?;
+        registration.check(&job)?;
         let piece = |v: &iovec| registration.sge(v.iov_base.expose_provenance(), v.iov_len).transpose();
         Ok(Self { peer, pieces: vector.iter().filter_map(piece).collect::<Result<_>>()? })
     }
@@ -93,7 +97,7 @@ impl Message {
     fn irecv(&self) -> Result<Handle> {
         let wr = RecvWr::new(&self.pieces);
         let request = self.peer.add_now((false, false), |qp| qp.post_recv(&[wr]))?;
-        Ok(REQUESTS.insert(request, 0))
+        Ok(REQUESTS.insert(request)?)
     }
 
     fn send(&self, how: How) -> Result<Handle> {
@@ -125,7 +129,7 @@ impl How {
                 let _submit = peer.lock_submit(patience())?;
                 peer.add_now((true, is_unwaited), |qp| qp.post_send(wr))?
             }
-            Self::Prepared => return Ok(REQUESTS.insert(prepare(false, patience())?, mark)),
+            Self::Prepared => return Ok(REQUESTS.insert(prepare(false, patience())?)? | mark),
             Self::Stream(stream, waits) => {
                 let _submit = peer.lock_submit(guard::wait_limit())?;
                 let request = prepare(true, guard::wait_limit())?;
@@ -138,7 +142,11 @@ impl How {
                 request
             }
         };
-        Ok(if is_unwaited { REQUESTS.ended_handle(MARK) } else { REQUESTS.insert(request, 0) })
+        let handle = REQUESTS.insert(request)?;
+        if is_unwaited {
+            REQUESTS.take(handle)?;
+        }
+        Ok(handle | mark)
     }
 }
 
@@ -183,10 +191,10 @@ impl Access {
 
 /// A prepared send that is taken for a list or a stream. One that nobody can wait for ends with it.
 fn take_prepared(handle: Handle) -> Result<(Arc<Request>, PreparedSend)> {
-    let request = REQUESTS.get(handle)?;
+    let request = REQUESTS.get(handle & !MARK)?.clone();
     let send = request.take_prepared(State::Listed)?;
     if request.is_unwaited {
-        REQUESTS.remove(handle)?;
+        REQUESTS.take(handle & !MARK)?;
     }
     Ok((request, send))
 }
@@ -200,7 +208,7 @@ fn post_prepared(handles: &[Handle], stream: RawStream, waits: bool) -> Result<(
     }
     if waits {
         for &handle in handles.iter().filter(|&handle| handle & MARK == 0) {
-            items.add(Item::Wait(REQUESTS.get(handle)?));
+            items.add(Item::Wait(REQUESTS.get(handle)?.clone()));
         }
     }
     items.post(stream)
@@ -211,7 +219,7 @@ fn awaited(handle: Handle, list: bool) -> Result<Option<Arc<Request>>> {
     if handle & MARK != 0 {
         return Err(Failure::invalid("request to wait for", "a put with MP_PUT_NOWAIT", "one without"));
     }
-    let request = REQUESTS.find(handle)?;
+    let request = find(handle)?;
     request.iter().try_for_each(|request| request.check_waitable(list))?;
     Ok(request)
 }
@@ -233,7 +241,7 @@ fn wait_all(handles: &[Handle]) -> Result<()> {
         let done = request.wait();
         if request.outcome().is_some() {
             // Another thread may have ended it.
-            let _ = REQUESTS.remove(handle);
+            let _ = REQUESTS.take(handle);
         }
         failed = failed.or(done.err());
     }
@@ -254,7 +262,7 @@ fn cond(flags: c_int, count: usize) -> Result<Cond> {
 }
 
 fn list(queue: *const Handle, add: impl FnOnce(&mut Items) -> Result<()>) -> Result<()> {
-    let list = LISTS.get(read("mp_desc_queue_t *", queue)?)?;
+    let list = LISTS.get(read("mp_desc_queue_t *", queue)?)?.clone();
     add(&mut list.0.lock())
 }
 
@@ -323,8 +331,8 @@ pub unsafe extern "C" fn mp_register(addr: *mut c_void, length: usize, reg: *mut
     status("mp_register", || {
         let register = || {
             // SAFETY: the caller guarantees it.
-            let new = unsafe { Registration::new(&job()?.pd, addr.expose_provenance(), length) }?;
-            Ok(REGISTRATIONS.insert(Arc::new(new), 0))
+            let new = unsafe { Registration::new(&*job()?, addr.expose_provenance(), length) }?;
+            Ok(REGISTRATIONS.insert(new)?)
         };
         // SAFETY: the caller guarantees that it is null or writable.
         unsafe { store("mp_reg_t *", reg, register) }
@@ -337,7 +345,10 @@ pub unsafe extern "C" fn mp_register(addr: *mut c_void, length: usize, reg: *mut
 /// `reg` must be null or readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mp_deregister(reg: *mut Handle) -> c_int {
-    status("mp_deregister", || Ok(REGISTRATIONS.remove(read("mp_reg_t *", reg)?).map(drop)?))
+    status("mp_deregister", || {
+        REGISTRATIONS.take(read("mp_reg_t *", reg)?)?;
+        Ok(())
+    })
 }
 
 /// `mp_irecv`
@@ -524,7 +535,7 @@ pub unsafe extern "C" fn mp_progress_all(count: u32, req: *mut Handle) -> c_int 
     let complete = LIBRARY.run("mp_progress_all", || {
         let mut complete = 0;
         for &handle in items("req", req, count)? {
-            let Some(request) = REQUESTS.find(handle)? else {
+            let Some(request) = find(handle)? else {
                 complete += 1;
                 continue;
             };
@@ -549,9 +560,9 @@ pub unsafe extern "C" fn mp_window_create(addr: *mut c_void, size: usize, window
         let create = || {
             let job = job()?;
             // SAFETY: the caller guarantees it.
-            let own = unsafe { Registration::new(&job.pd, addr.expose_provenance(), size) };
+            let own = unsafe { Registration::new(&job, addr.expose_provenance(), size) };
             let new = Window::new(own, size, &mut **job.exchange.lock(), exchange_limit())?;
-            Ok(WINDOWS.insert(Arc::new(new), 0))
+            Ok(WINDOWS.insert(new)?)
         };
         // SAFETY: the caller guarantees that it is null or writable.
         unsafe { store("mp_window_t *", window, create) }
@@ -564,7 +575,10 @@ pub unsafe extern "C" fn mp_window_create(addr: *mut c_void, size: usize, window
 /// `window` must be null or readable.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mp_window_destroy(window: *mut Handle) -> c_int {
-    status("mp_window_destroy", || Ok(WINDOWS.remove(read("mp_window_t *", window)?).map(drop)?))
+    status("mp_window_destroy", || {
+        WINDOWS.take(read("mp_window_t *", window)?)?;
+        Ok(())
+    })
 }
 
 /// `mp_wait32`
@@ -622,7 +636,7 @@ pub unsafe extern "C" fn mp_wait32_on_stream(
 pub unsafe extern "C" fn mp_desc_queue_alloc(dq: *mut Handle) -> c_int {
     // SAFETY: the caller guarantees it.
     status("mp_desc_queue_alloc", || unsafe {
-        store("mp_desc_queue_t *", dq, || Ok(LISTS.insert(Arc::new(List::default()), 0)))
+        store("mp_desc_queue_t *", dq, || Ok(LISTS.insert(Arc::default())?))
     })
 }
 
@@ -633,7 +647,7 @@ pub unsafe extern "C" fn mp_desc_queue_alloc(dq: *mut Handle) -> c_int {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mp_desc_queue_free(dq: *mut Handle) -> c_int {
     status("mp_desc_queue_free", || {
-        LISTS.remove(read("mp_desc_queue_t *", dq)?)?;
+        LISTS.take(read("mp_desc_queue_t *", dq)?)?;
         // SAFETY: the caller guarantees it.
         unsafe { store("mp_desc_queue_t *", dq, || Ok(0)) }
     })
@@ -811,7 +825,7 @@ pub unsafe extern "C" fn mpx_get_wait(req: *mut Handle, words: *mut mp_wait_word
         let get = || {
             let handle = read("req", req)?;
             awaited(handle, false)?;
-            wait_words(&*job()?, &*REQUESTS.get(handle)?)
+            wait_words(&*job()?, &REQUESTS.get(handle)?.clone())
         };
         // SAFETY: the caller guarantees it.
         unsafe { store("words", words, get) }

@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::fmt;
 
 use gdsync_capi_support::guard::{self, Library};
+use gdsync_capi_support::handles::Refusal;
 
 use crate::abi::FAILURE;
 
@@ -49,6 +50,12 @@ impl guard::Failure for Failure {
 impl From<gdsync::Error> for Failure {
     fn from(error: gdsync::Error) -> Self {
         Self { errno: error.errno(), reason: error.to_string() }
+    }
+}
+
+impl From<Refusal> for Failure {
+    fn from(Refusal { errno, text }: Refusal) -> Self {
+        Self { errno, reason: text }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use gdsync::Device;
@@ -11,8 +12,7 @@ use gdsync::memory::Memory;
 use gdsync::recorder::Traffic;
 use gdsync::verbs::{Context, OnGpu, Pd, QpAddress};
 use gdsync_capi_support::guard::wait_limit;
-use gdsync_capi_support::streams;
-use gdsync_device::fork_guard::ForkGuard;
+use gdsync_capi_support::{process, streams};
 use mp::Exchange;
 use mp::launch::{Bootstrap, Launch};
 use parking_lot::{Mutex, RwLock};
@@ -38,7 +38,8 @@ const RNR_RETRY: u8 = 7;
 /// This rank among the others.
 #[derive(Debug)]
 pub(crate) struct Job {
-    fork_guard: ForkGuard,
+    /// Jobs of this process that were before.
+    pub(crate) number: u64,
     pub(crate) exchange: Mutex<Box<dyn Exchange>>,
     context: Context,
     pub(crate) pd: Pd,
@@ -54,10 +55,7 @@ static JOB: RwLock<Option<Arc<Job>>> = RwLock::new(None);
 /// The job of this process.
 pub(crate) fn job() -> Result<Arc<Job>> {
     let job = JOB.read().clone();
-    let job =
-        job.ok_or_else(|| Failure::new("this process has no job: call mp_init first, mp_finalize last"))?;
-    job.fork_guard.check()?;
-    Ok(job)
+    job.ok_or_else(|| Failure::new("this process has no job: call mp_init first, mp_finalize last"))
 }
 
 /// The limit of an exchange.
@@ -210,8 +208,9 @@ fn init<'a>(
         peers[rank] = Some(peer);
     }
     let complete = Memory::alloc(8)?;
-    let exchange = Mutex::new(exchange);
-    let job = Job { fork_guard: ForkGuard::default(), exchange, context, pd, gpu, peers, complete };
+    static NUMBERS: AtomicU64 = AtomicU64::new(0);
+    let (exchange, number) = (Mutex::new(exchange), NUMBERS.fetch_add(1, Ordering::Relaxed));
+    let job = Job { number, exchange, context, pd, gpu, peers, complete };
     *JOB.write() = Some(Arc::new(job));
     Ok(())
 }
@@ -236,9 +235,11 @@ struct Made {
 
 /// Opens the device, and makes a queue pair for each peer.
 fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> Result<Made> {
-    if !(0..=4).contains(&flags) {
-        return Err(Failure::invalid("flags", flags, "one of MP_INIT_DEFAULT to MP_INIT_DBREC_ON_GPU"));
-    }
+    let places = [OnGpu::empty(), OnGpu::SEND_QUEUE, OnGpu::RECV_CQ, OnGpu::SEND_CQ, OnGpu::RECORDS];
+    let wanted = usize::try_from(flags).ok().and_then(|at| places.get(at).copied());
+    let mut on_gpu = wanted
+        .ok_or_else(|| Failure::invalid("flags", flags, "one of MP_INIT_DEFAULT to MP_INIT_DBREC_ON_GPU"))?;
+    process::claim();
     let gpu = Gpu::open(gpu)?;
     let device = match std::env::var("MP_USE_IB_HCA").ok().filter(|part| !part.is_empty()) {
         None => Device::near(&gpu)?,
@@ -255,9 +256,19 @@ fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> 
         if peer >= size || peer == rank || all.iter().any(|known| known.rank == peer) {
             return Err(Failure::invalid("peers", number, "each another rank, once"));
         }
-        let builder = pd.build_qp().max_send_wr(DEPTH).max_recv_wr(DEPTH).max_inline(MAX_INLINE);
-        let builder = builder.max_send_sge(MAX_PIECES as usize).max_recv_sge(MAX_PIECES);
-        let qp = builder.rnr_retry(RNR_RETRY).timeout(ACK_TIMEOUT).on_gpu(&gpu, OnGpu::empty()).build()?;
+        let build = |on_gpu| {
+            let builder = pd.build_qp().max_send_wr(DEPTH).max_recv_wr(DEPTH).max_inline(MAX_INLINE);
+            let builder = builder.max_send_sge(MAX_PIECES as usize).max_recv_sge(MAX_PIECES);
+            builder.rnr_retry(RNR_RETRY).timeout(ACK_TIMEOUT).on_gpu(&gpu, on_gpu).build()
+        };
+        let qp = match build(on_gpu) {
+            Err(error) if !on_gpu.is_empty() => {
+                LIBRARY.announce(&format!("mp_init: the queues are in host memory: {error}"));
+                on_gpu = OnGpu::empty();
+                build(on_gpu)?
+            }
+            built => built?,
+        };
         qp.name_ranks(rank, peer, Traffic::Messages);
         all.push(Peer::new(peer, qp));
     }

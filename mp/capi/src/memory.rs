@@ -2,16 +2,18 @@
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Mr, Pd, RemoteAddr, Sge};
+use gdsync::verbs::{Access, Mr, RemoteAddr, Sge};
+use gdsync_capi_support::handles::Table;
 use mp::Exchange;
 use std::ffi::c_int;
 use std::time::Duration;
 
+use crate::abi::KINDS;
 use crate::failure::{Failure, Result};
-use gdsync_capi_support::handles::Table;
+use crate::job::Job;
 
-pub(crate) static REGISTRATIONS: Table<Registration> = Table::new(2, "registration");
-pub(crate) static WINDOWS: Table<Window> = Table::new(3, "window");
+pub(crate) static REGISTRATIONS: Table<Registration> = Table::new(2, &KINDS);
+pub(crate) static WINDOWS: Table<Window> = Table::new(3, &KINDS);
 
 /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: calls such as `cudaMemset` of this memory return when they are done.
 const SYNC_MEMOPS: u32 = 6;
@@ -21,6 +23,8 @@ const SYNC_MEMOPS: u32 = 6;
 pub(crate) struct Registration {
     mr: Mr,
     base: usize,
+    /// [`Job::number`]
+    job: u64,
 }
 
 impl Registration {
@@ -28,7 +32,7 @@ impl Registration {
     ///
     /// # Safety
     /// It must stay allocated until the result is gone.
-    pub(crate) unsafe fn new(pd: &Pd, base: usize, len: usize) -> Result<Self> {
+    pub(crate) unsafe fn new(job: &Job, base: usize, len: usize) -> Result<Self> {
         // SAFETY: the caller's promise.
         let memory = match unsafe { Gpu::find(base as u64, len) }? {
             Some(memory) => memory,
@@ -46,7 +50,15 @@ impl Registration {
             }
         }
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
-        Ok(Self { mr: pd.register(&memory, access)?, base })
+        Ok(Self { mr: job.pd.register(&memory, access)?, base, job: job.number })
+    }
+
+    /// Refuses memory from before `mp_finalize`: the devices of this job do not know it.
+    pub(crate) fn check(&self, job: &Job) -> Result<()> {
+        match self.job == job.number {
+            true => Ok(()),
+            false => Err(Failure::invalid("registration", "one of an earlier job", "one since this mp_init")),
+        }
     }
 
     /// Bytes of it; none for a length of 0.

@@ -9,16 +9,31 @@ use gdsync::stream::PreparedSend;
 use gdsync::verbs::{Completion, Qp};
 use gdsync::{Error, shm::Backoff};
 use gdsync_capi_support::guard::wait_limit;
+use gdsync_capi_support::handles::{Handle, MARK, Table};
 use parking_lot::{Mutex, MutexGuard};
 
+use crate::abi::KINDS;
 use crate::failure::{Failure, LIBRARY, Result};
-use gdsync_capi_support::handles::Table;
 
 /// How long a call of the CPU waits for room in a queue, and any call for a queue that another stream uses, unless the limit of waits
 /// is shorter.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-pub(crate) static REQUESTS: Table<Request> = Table::new(1, "request");
+pub(crate) static REQUESTS: Table<Arc<Request>> = Table::new(1, &KINDS);
+
+/// The request of a handle, marked or not; `None` if it was ended.
+pub(crate) fn find(handle: Handle) -> Result<Option<Arc<Request>>> {
+    let handle = handle & !MARK;
+    loop {
+        match REQUESTS.get(handle) {
+            Ok(request) => return Ok(Some(request.clone())),
+            // Another thread is about to end it.
+            Err(refusal) if refusal.errno == libc::EBUSY => std::thread::yield_now(),
+            Err(_) if REQUESTS.has_ended(handle).unwrap_or(false) => return Ok(None),
+            Err(refusal) => return Err(refusal.into()),
+        }
+    }
+}
 
 /// A rank that this one is connected with.
 #[derive(Debug)]

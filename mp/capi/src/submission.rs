@@ -7,14 +7,15 @@ use gdsync::cuda::{Flush, RawStream};
 use gdsync::memory::Word32;
 use gdsync::stream::{Batch, Cond, PreparedSend};
 use gdsync_capi_support::guard::wait_limit;
+use gdsync_capi_support::handles::Table;
 use gdsync_capi_support::streams::lent;
 use parking_lot::Mutex;
 
+use crate::abi::KINDS;
 use crate::failure::{Failure, Result};
 use crate::request::{Peer, Request};
-use gdsync_capi_support::handles::Table;
 
-pub(crate) static LISTS: Table<List> = Table::new(4, "mp_desc_queue_t");
+pub(crate) static LISTS: Table<Arc<List>> = Table::new(4, &KINDS);
 
 /// An operation.
 #[derive(Debug)]

@@ -252,6 +252,10 @@ pub(super) fn current_device(device: *mut i32) -> Outcome {
     put(device, current()?.device)
 }
 
+pub(super) fn get_id(context: Handle, id: *mut u64) -> Outcome {
+    put(id, CONTEXTS.get(context)?.handle as u64)
+}
+
 pub(super) fn priorities(least: *mut i32, greatest: *mut i32) -> Outcome {
     current()?;
     put_wanted(least, 0)?;

@@ -87,6 +87,7 @@ table! {
     ctx_pop_current = "cuCtxPopCurrent_v2" (context: *mut Handle) => context::pop;
     ctx_get_current = "cuCtxGetCurrent" (context: *mut Handle) => context::get_current;
     ctx_get_device = "cuCtxGetDevice" (device: *mut i32) => context::current_device;
+    ctx_get_id = "cuCtxGetId" (context: Handle, id: *mut u64) => context::get_id;
     ctx_get_stream_priority_range = "cuCtxGetStreamPriorityRange"
         (least: *mut i32, greatest: *mut i32) => context::priorities;
     ctx_enable_peer_access = "cuCtxEnablePeerAccess"

@@ -34,7 +34,7 @@ int gds_query_param(gds_param_t param, int *value);
 enum gds_create_qp_flags {
     GDS_CREATE_QP_DEFAULT = 0,
     GDS_CREATE_QP_WQ_ON_GPU = 1 << 0, /* refused, as in libgdsync */
-    GDS_CREATE_QP_TX_CQ_ON_GPU = 1 << 1, /* the next three: accepted; the queues are in host memory */
+    GDS_CREATE_QP_TX_CQ_ON_GPU = 1 << 1, /* the next three: accepted; one line on standard error, see gds_create_qp */
     GDS_CREATE_QP_RX_CQ_ON_GPU = 1 << 2,
     GDS_CREATE_QP_WQ_DBREC_ON_GPU = 1 << 5
 };
@@ -58,14 +58,16 @@ typedef struct gds_qp {
 /*
  * Creates a queue pair of type RC or UD with completion queues of its own, for streams of the GPU with this CUDA ordinal, in its
  * primary context. Reads cap, qp_type and sq_sig_all; sets send_cq and recv_cq. NULL on failure, with errno. Destroy it
- * before its domain and context.
+ * before its domain and context. With GDS_CREATE_QP_*_ON_GPU the queues are in host memory too: the caller gets an ibv_qp, which only
+ * libmlx5 can make, and it allocates queues in host memory.
  */
 struct gds_qp *gds_create_qp(struct ibv_pd *pd, struct ibv_context *context, gds_qp_init_attr_t *qp_init_attr,
                              int gpu_id, int flags);
 
 /*
- * Also ends what streams have of it, and waits of other threads. ETIMEDOUT if a stream or a thread, held by other work,
- * still has some after ten seconds: the handle is gone nevertheless, but keep domain and context open. NULL is 0.
+ * Also ends what streams have of it, and waits of other threads. EBUSY if another thread is still in a call with it after ten
+ * seconds (or the limit of waits): it lives, stopped; call again. ETIMEDOUT if a stream, held by other work, still has some after ten
+ * seconds: the handle is gone nevertheless, but keep domain and context open. NULL is 0.
  */
 int gds_destroy_qp(struct gds_qp *qp);
 
@@ -78,7 +80,8 @@ int gds_post_recv(struct gds_qp *qp, struct ibv_recv_wr *wr, struct ibv_recv_wr 
 
 /*
  * The number of completions, or a negative error number. In order, each once: also those that a stream has waited for,
- * which are held back until the stream has passed its wait. Successful sends without IBV_SEND_SIGNALED have none.
+ * which are held back until the stream has passed its wait. Successful sends without IBV_SEND_SIGNALED have none. pkey_index and
+ * dlid_path_bits are 0.
  */
 int gds_poll_cq(struct gds_cq *cq, int num_entries, struct ibv_wc *wc);
 

@@ -27,7 +27,10 @@ typedef struct gds_mlx5_send_info {
     uint64_t db_value;
 } gds_mlx5_send_info_t;
 
-/* Requests count as posted. One that is refused is taken back. */
+/*
+ * Requests count as posted. One that is refused is taken back; if the queue pair breaks in the middle of a list of sends, those before
+ * count as posted and are flushed.
+ */
 int gds_mlx5_get_send_info(int count, const gds_send_request_t *requests, gds_mlx5_send_info_t *mlx5_infos);
 
 /* The kernel waits until cqe_ptr satisfies the condition, then writes flag_value to flag_ptr. */

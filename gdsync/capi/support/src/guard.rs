@@ -3,7 +3,6 @@
 use std::cell::RefCell;
 use std::ffi::{CString, c_char, c_int};
 use std::fmt;
-use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::NonNull;
 use std::sync::OnceLock;
@@ -12,6 +11,8 @@ use std::time::Duration;
 
 use gdsync::{Error, Result};
 use tracing::dispatcher::{self, Dispatch};
+
+use crate::process;
 
 thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
@@ -50,10 +51,18 @@ impl Library {
     pub fn report(&self, call: &str, reason: impl fmt::Display, is_printed: bool) {
         let text = format!("{call}: {reason}");
         if is_printed {
-            // In one piece: other processes write there too. A closed standard error is no reason to fail.
-            let _ = std::io::stderr().write_all(format!("{}: {text}\n", self.name).as_bytes());
+            self.announce(&text);
         }
         set_last_error(&text);
+    }
+
+    /// Writes a line to standard error.
+    pub fn announce(&self, text: &str) {
+        let line = format!("{}: {text}\n", self.name);
+        // In one piece: other processes write there too. Without the lock of `std::io::stderr`, which a thread may hold that a forked
+        // child does not have. A closed standard error is no reason to fail.
+        // SAFETY: the bytes of the line.
+        unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
     }
 
     /// Runs a call, and reports its error under the call's name.
@@ -65,6 +74,11 @@ impl Library {
         name: &'static str,
         call: impl FnOnce() -> std::result::Result<T, E>,
     ) -> std::result::Result<T, c_int> {
+        // Before any lock: see `process`.
+        if let Err(refusal) = process::check() {
+            self.report(name, &refusal.text, true);
+            return Err(refusal.errno);
+        }
         match no_panic(|| self.with_messages(call)) {
             Ok(Ok(value)) => Ok(value),
             Ok(Err(error)) => {

@@ -1,115 +1,435 @@
-//! Handles: numbers that look like pointers, point to nothing and are never used twice.
+//! Handles: numbers for what the program has opened.
+//!
+//! A number has the place in a table, the kind of the table, and how often the place was used before. So an ended handle, one of
+//! another kind and a random number are recognised. Places are not freed. Each place has one word, which tells whose turn it is and
+//! who uses it: a message takes few of these steps, as it should cost little more than in Rust.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::cell::UnsafeCell;
+use std::ffi::c_int;
+use std::fmt;
+use std::hint::spin_loop;
+use std::mem::ManuallyDrop;
+use std::ops::Deref;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::thread::yield_now;
 
-use parking_lot::RwLock;
+use crate::process;
 
-use gdsync::{Error, Result};
-
-/// What the program gets.
+/// A handle: a number in place of a pointer, 0 for NULL.
 pub type Handle = usize;
 
-/// Bits of the number and of [`MARK`]; above them is the kind, which no address of a program has there.
-const BITS: u32 = 56;
-/// Marks a handle that cannot be waited for.
-pub const MARK: Handle = 1 << (BITS - 1);
+/// A bit that no handle of a table has: for the caller.
+pub const MARK: Handle = 1 << 23;
 
-/// The handles of one kind.
-#[derive(Debug)]
-pub struct Table<T> {
-    kind: usize,
-    what: &'static str,
-    rows: RwLock<(usize, BTreeMap<Handle, Arc<T>>)>,
+/// Bits of a place in its table, and [`MARK`].
+const PLACE_BITS: u32 = 24;
+/// Bits of the kind.
+const KIND_BITS: u32 = 8;
+const MAX_PLACES: usize = MARK;
+
+/// In the word of a place: there is an object.
+const LIVE: u64 = 1;
+/// One call has the object for itself.
+const TAKEN: u64 = 2;
+/// One more call reads the object.
+const READER: u64 = 4;
+const READERS: u64 = (1 << 32) - READER;
+
+fn kind_of(raw: Handle) -> usize {
+    raw >> PLACE_BITS & ((1 << KIND_BITS) - 1)
 }
 
-impl<T> Table<T> {
-    /// An empty table; no other one has this `kind`.
-    pub const fn new(kind: u8, what: &'static str) -> Self {
-        Self { kind: (kind as usize) << BITS, what, rows: RwLock::new((0, BTreeMap::new())) }
+fn turn_of(word: u64) -> u32 {
+    (word >> 32) as u32
+}
+
+/// Why a handle is refused.
+#[derive(Debug)]
+pub struct Refusal {
+    /// The number of the error.
+    pub errno: c_int,
+    /// The reason.
+    pub text: String,
+}
+
+/// The objects of one kind.
+pub struct Table<T: 'static> {
+    kind: u8,
+    /// What the kinds of the library are called, by number; that of 0 is not used.
+    names: &'static [&'static str],
+    slots: OnceLock<boxcar::Vec<Slot<T>>>,
+    /// The first free place and one more, or 0; above it a count of changes, so that none goes unnoticed.
+    free: AtomicU64,
+}
+
+struct Slot<T> {
+    word: AtomicU64,
+    /// The next free place and one more, or 0.
+    next: AtomicU32,
+    object: UnsafeCell<Option<T>>,
+}
+
+// SAFETY: readers share the object, as `T: Sync` allows; who sets `TAKEN`, or adds one to a place of its own, has it alone, and may be
+// another thread than the one that made it, as `T: Send` allows.
+unsafe impl<T: Send + Sync> Sync for Slot<T> {}
+
+/// An object that cannot end meanwhile. Drop it before anything waits.
+#[derive(Debug)]
+pub struct Guard<T: 'static> {
+    slot: &'static Slot<T>,
+    object: &'static T,
+}
+
+impl<T> Deref for Guard<T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        self.object
+    }
+}
+
+impl<T> Drop for Guard<T> {
+    fn drop(&mut self) {
+        self.slot.word.fetch_sub(READER, Ordering::Release);
+    }
+}
+
+impl<T> fmt::Debug for Table<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl<T> fmt::Debug for Slot<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.word.load(Ordering::Relaxed))
+    }
+}
+
+impl<T: 'static> Table<T> {
+    /// For objects of this kind, one of `names`.
+    pub const fn new(kind: u8, names: &'static [&'static str]) -> Self {
+        Self { kind, names, slots: OnceLock::new(), free: AtomicU64::new(0) }
     }
 
-    /// Adds an object, under a new handle.
-    pub fn insert(&self, value: Arc<T>, mark: Handle) -> Handle {
-        let (last, rows) = &mut *self.rows.write();
-        *last += 1;
-        let handle = self.kind | mark | *last;
-        rows.insert(handle, value);
-        handle
+    fn name(&self) -> &'static str {
+        self.names[usize::from(self.kind)]
     }
 
-    /// A handle of what has ended.
-    pub fn ended_handle(&self, mark: Handle) -> Handle {
-        let (last, _) = &mut *self.rows.write();
-        *last += 1;
-        self.kind | mark | *last
+    fn slots(&'static self) -> &'static boxcar::Vec<Slot<T>> {
+        self.slots.get_or_init(boxcar::Vec::new)
     }
 
-    /// What a handle is for; `None` if that was ended.
+    /// The slot of a handle of this kind.
+    #[inline]
+    fn find(&'static self, raw: Handle) -> Result<&'static Slot<T>, Refusal> {
+        process::check()?;
+        let place = raw & ((1 << PLACE_BITS) - 1);
+        let slot = self.slots().get(place).filter(|_| kind_of(raw) == usize::from(self.kind));
+        slot.ok_or_else(|| self.unknown(raw))
+    }
+
+    #[cold]
+    fn unknown(&self, raw: Handle) -> Refusal {
+        let value = match self.names.get(kind_of(raw)).filter(|_| raw >> (PLACE_BITS + KIND_BITS) < 1 << 12) {
+            _ if raw == 0 => "NULL".into(),
+            // Numbers with more turns may be addresses.
+            Some(other) if !other.is_empty() && *other != self.name() => {
+                format!("{raw:#x}, which is a {other}")
+            }
+            _ => format!("{raw:#x}"),
+        };
+        let text = format!("{} is {value}: expected a handle that has not ended", self.name());
+        Refusal { errno: libc::EINVAL, text }
+    }
+
+    /// Why a place with this word has no object for the handle.
+    #[cold]
+    fn refusal(&self, raw: Handle, word: u64) -> Refusal {
+        if is_of(raw, word) && word & TAKEN != 0 {
+            return Refusal {
+                errno: libc::EBUSY,
+                text: format!("another call waits with this {}", self.name()),
+            };
+        }
+        self.unknown(raw)
+    }
+
+    /// Whether there was an object with this handle, which has ended.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for what is no handle of this table.
-    pub fn find(&self, handle: Handle) -> Result<Option<Arc<T>>> {
-        let (last, rows) = &*self.rows.read();
-        match rows.get(&handle) {
-            Some(found) => Ok(Some(found.clone())),
-            None if (self.kind + 1..=self.kind | *last).contains(&(handle & !MARK)) => Ok(None),
-            None => {
-                let value = if handle == 0 { "NULL".into() } else { format!("{handle:#x}") };
-                Err(Error::invalid(self.what, value, "a handle of this library"))
+    /// Where it is no handle of this kind.
+    pub fn has_ended(&'static self, raw: Handle) -> Result<bool, Refusal> {
+        let word = self.find(raw)?.word.load(Ordering::Relaxed);
+        let turn = raw >> (PLACE_BITS + KIND_BITS);
+        match turn_of(word) as usize {
+            now if turn < now => Ok(true),
+            now if turn == now && word & LIVE != 0 => Ok(false),
+            _ => Err(self.unknown(raw)),
+        }
+    }
+
+    #[inline]
+    fn pop(&'static self) -> Option<usize> {
+        let mut head = self.free.load(Ordering::Acquire);
+        loop {
+            let place = (head & u64::from(u32::MAX)).checked_sub(1)?;
+            let place = usize::try_from(place).ok()?;
+            let next = u64::from(self.slots()[place].next.load(Ordering::Relaxed));
+            let new = (head >> 32).wrapping_add(1) << 32 | next;
+            match self.free.compare_exchange_weak(head, new, Ordering::Acquire, Ordering::Acquire) {
+                Ok(_) => return Some(place),
+                Err(now) => head = now,
             }
         }
     }
 
-    /// What a handle is for.
+    #[inline]
+    fn push(&'static self, place: usize) {
+        let mut head = self.free.load(Ordering::Relaxed);
+        loop {
+            // The lower half.
+            #[expect(clippy::cast_possible_truncation)]
+            self.slots()[place].next.store(head as u32, Ordering::Relaxed);
+            let new = (head >> 32).wrapping_add(1) << 32 | (place as u64 + 1);
+            match self.free.compare_exchange_weak(head, new, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(now) => head = now,
+            }
+        }
+    }
+
+    /// Adds an object under a new handle.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], also if it was ended.
-    pub fn get(&self, handle: Handle) -> Result<Arc<T>> {
-        self.find(handle)?.ok_or_else(|| self.ended())
+    /// `ENOMEM` with eight million objects; `EACCES` in a forked child.
+    #[inline]
+    pub fn insert(&'static self, object: T) -> Result<Handle, Refusal> {
+        process::claim();
+        process::check()?;
+        let place = match self.pop() {
+            Some(place) => place,
+            None => self.grow()?,
+        };
+        let slot = &self.slots()[place];
+        // SAFETY: a place that is not `LIVE` is only of who has got it from the free list, or has just made it.
+        unsafe { *slot.object.get() = Some(object) };
+        let turn = turn_of(slot.word.load(Ordering::Relaxed));
+        // Nobody else changes the word of a place that is not `LIVE`.
+        slot.word.store(u64::from(turn) << 32 | LIVE, Ordering::Release);
+        // The kind is never 0, and neither is the number.
+        let above = (turn as usize) << KIND_BITS | usize::from(self.kind);
+        Ok(above << PLACE_BITS | place)
     }
 
-    fn ended(&self) -> Error {
-        Error::invalid(self.what, "one that was ended", "one that lives")
+    #[cold]
+    fn grow(&'static self) -> Result<usize, Refusal> {
+        let (word, next, object) = (AtomicU64::new(0), AtomicU32::new(0), UnsafeCell::new(None));
+        let place = self.slots().push(Slot { word, next, object });
+        if place < MAX_PLACES {
+            return Ok(place);
+        }
+        let text = format!("{MAX_PLACES} of {}: end some", self.name());
+        Err(Refusal { errno: libc::ENOMEM, text })
     }
 
-    /// Ends a handle. Of two threads one succeeds.
+    /// The object of a handle.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], as [`Table::get`].
-    pub fn remove(&self, handle: Handle) -> Result<Arc<T>> {
-        self.find(handle)?;
-        self.rows.write().1.remove(&handle).ok_or_else(|| self.ended())
+    /// `EINVAL` for what is no handle of a live object of this kind; `EBUSY` while a call has it for itself; `EACCES` in a forked
+    /// child.
+    #[inline]
+    pub fn get(&'static self, raw: Handle) -> Result<Guard<T>, Refusal> {
+        let slot = self.find(raw)?;
+        self.change(slot, raw, |word| word + READER)?;
+        // SAFETY: the object is there. The reader counted above keeps it: a thread that takes it waits for all readers.
+        let object = unsafe { (*slot.object.get()).as_ref() }.expect("it is live");
+        Ok(Guard { slot, object })
     }
 
-    /// Ends all handles.
-    pub fn clear(&self) {
-        let ended = std::mem::take(&mut self.rows.write().1);
-        // Without the lock.
-        drop(ended);
+    /// Changes the word of a place that has the object of this handle, which no call has for itself.
+    #[inline]
+    fn change(&self, slot: &Slot<T>, raw: Handle, new: impl Fn(u64) -> u64) -> Result<(), Refusal> {
+        let mut word = slot.word.load(Ordering::Relaxed);
+        loop {
+            if !is_of(raw, word) || word & (LIVE | TAKEN) != LIVE {
+                return Err(self.refusal(raw, word));
+            }
+            match slot.word.compare_exchange_weak(word, new(word), Ordering::Acquire, Ordering::Relaxed) {
+                Ok(_) => return Ok(()),
+                Err(now) => word = now,
+            }
+        }
+    }
+
+    /// Takes an object out for a while: others are refused.
+    ///
+    /// # Errors
+    /// Those of [`Table::get`].
+    #[inline]
+    pub fn borrow(&'static self, raw: Handle) -> Result<Borrowed<T>, Refusal> {
+        let slot = self.find(raw)?;
+        self.change(slot, raw, |word| word | TAKEN)?;
+        // Readers do not wait, so they are soon gone.
+        for turn in 0_u32.. {
+            if slot.word.load(Ordering::Acquire) & READERS == 0 {
+                break;
+            }
+            if turn < 100 { spin_loop() } else { yield_now() }
+        }
+        Ok(Borrowed { table: self, slot, place: raw & (MAX_PLACES - 1) })
+    }
+
+    /// Ends a handle: of several callers one gets its object.
+    ///
+    /// # Errors
+    /// Those of [`Table::get`].
+    pub fn take(&'static self, raw: Handle) -> Result<T, Refusal> {
+        Ok(self.borrow(raw)?.end())
+    }
+
+    /// Ends all handles, but those that calls have for themselves.
+    pub fn clear(&'static self) {
+        for (place, slot) in self.slots() {
+            let turn = turn_of(slot.word.load(Ordering::Relaxed)) as usize;
+            let raw = (turn << KIND_BITS | usize::from(self.kind)) << PLACE_BITS | place;
+            drop(self.take(raw));
+        }
+    }
+}
+
+/// Whether a handle is of the present turn of a place.
+fn is_of(raw: Handle, word: u64) -> bool {
+    (raw as u64) >> (PLACE_BITS + KIND_BITS) == u64::from(turn_of(word))
+}
+
+/// An object that one call has alone. It is put back unless it is ended.
+#[derive(Debug)]
+pub struct Borrowed<T: 'static> {
+    table: &'static Table<T>,
+    slot: &'static Slot<T>,
+    place: usize,
+}
+
+impl<T> Deref for Borrowed<T> {
+    type Target = T;
+
+    #[inline]
+    fn deref(&self) -> &T {
+        // SAFETY: this call has set `TAKEN`, and there were no readers left.
+        unsafe { (*self.slot.object.get()).as_ref() }.expect("it is live")
+    }
+}
+
+impl<T> Borrowed<T> {
+    /// Ends the handle, and hands over its object.
+    #[inline]
+    pub fn end(self) -> T {
+        // SAFETY: this call has set `TAKEN`, and there were no readers left.
+        let object = unsafe { (*self.slot.object.get()).take() }.expect("it is live");
+        self.free();
+        object
+    }
+
+    /// Ends the handle and its object, where it lies.
+    #[inline]
+    pub fn discard(self) {
+        // SAFETY: this call has set `TAKEN`, and there were no readers left.
+        unsafe { *self.slot.object.get() = None };
+        self.free();
+    }
+
+    #[inline]
+    fn free(self) {
+        let Self { table, slot, place } = *ManuallyDrop::new(self);
+        let turn = turn_of(slot.word.load(Ordering::Relaxed)).wrapping_add(1);
+        // Nobody else changes the word of a place that is taken and has no readers.
+        slot.word.store(u64::from(turn) << 32, Ordering::Release);
+        table.push(place);
+    }
+}
+
+impl<T> Drop for Borrowed<T> {
+    fn drop(&mut self) {
+        self.slot.word.fetch_and(!TAKEN, Ordering::Release);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
 
     #[test]
-    fn a_handle_is_of_its_kind_and_ends_once() {
-        let (table, other) = (Table::new(1, "number"), Table::new(2, "number"));
-        let (first, second) = (table.insert(Arc::new(7), 0), table.insert(Arc::new(8), MARK));
-        other.insert(Arc::new(9), 0);
-        assert_eq!(*table.get(second).unwrap(), 8);
-        assert_eq!(*table.remove(first).unwrap(), 7);
-        assert!(table.find(first).unwrap().is_none());
-        for ended in [table.get(first), table.remove(first)] {
-            assert!(ended.unwrap_err().to_string().contains("was ended"));
+    fn handles_end_and_are_told_apart() {
+        static FIRST: Table<u32> = Table::new(1, &["", "first", "second"]);
+        static SECOND: Table<u32> = Table::new(2, &["", "first", "second"]);
+        let errno = |result: Result<u32, Refusal>| result.unwrap_err().errno;
+        let read = |table: &'static Table<u32>, raw| table.get(raw).map(|guard| *guard);
+        let (a, b) = (FIRST.insert(7).unwrap(), SECOND.insert(8).unwrap());
+        assert_eq!((read(&FIRST, a).unwrap(), read(&SECOND, b).unwrap()), (7, 8));
+        for wrong in [0, b, a + 1, a | MARK, a | 1 << 40, usize::MAX] {
+            assert_eq!(errno(read(&FIRST, wrong)), libc::EINVAL, "{wrong:#x}");
         }
-        for unknown in [0, 1, second + 1] {
-            assert!(table.find(unknown).is_err());
-        }
-        assert!(other.find(first).is_err());
-        table.clear();
-        assert!(table.find(second).unwrap().is_none());
+        assert_eq!(
+            SECOND.get(a).unwrap_err().text,
+            format!("second is {a:#x}, which is a first: expected a handle that has not ended")
+        );
+        let borrowed = FIRST.borrow(a).unwrap();
+        assert_eq!(errno(read(&FIRST, a)), libc::EBUSY);
+        assert_eq!(errno(FIRST.take(a)), libc::EBUSY);
+        drop(borrowed);
+        assert_eq!(FIRST.take(a).unwrap(), 7);
+        let c = FIRST.insert(9).unwrap();
+        assert!(c != a && c & (MAX_PLACES - 1) == a & (MAX_PLACES - 1), "the place is used again");
+        assert_eq!(errno(FIRST.take(a)), libc::EINVAL);
+        let (one, other) = (FIRST.get(c).unwrap(), FIRST.get(c).unwrap());
+        assert_eq!((*one, *other), (9, 9));
+        drop((one, other));
+        assert_eq!(FIRST.borrow(c).unwrap().end(), 9);
+        assert_eq!(errno(read(&FIRST, c)), libc::EINVAL);
+        let (d, e) = (FIRST.insert(1).unwrap(), FIRST.insert(2).unwrap());
+        FIRST.borrow(e).unwrap().discard();
+        assert!(!FIRST.has_ended(d).unwrap());
+        FIRST.clear();
+        assert!([a, c, d, e].into_iter().all(|ended| FIRST.has_ended(ended).unwrap()));
+        assert_eq!(FIRST.has_ended(d | 1 << 40).unwrap_err().errno, libc::EINVAL);
+    }
+
+    #[test]
+    fn threads_share_places_and_end_each_object_once() {
+        static TABLE: Table<Box<[u64; 4]>> = Table::new(1, &["", "number"]);
+        const ROUNDS: u64 = 5_000;
+        let handle = AtomicUsize::new(0);
+        let ended: u64 = std::thread::scope(|scope| {
+            let work = |thread: u64| {
+                let (handle, mut ended) = (&handle, 0);
+                move || {
+                    for round in 0..ROUNDS {
+                        let new = TABLE.insert(Box::new([thread << 32 | round; 4])).unwrap();
+                        // One that another thread has made, may read or may end.
+                        let old = handle.swap(new, Ordering::Relaxed);
+                        if let Ok(object) = TABLE.get(old) {
+                            assert_eq!(object[0], object[3]);
+                        }
+                        let now = handle.load(Ordering::Relaxed);
+                        for raw in [old, now, old] {
+                            if let Ok(object) = TABLE.take(raw) {
+                                assert_eq!(object[0], object[3]);
+                                ended += 1;
+                            }
+                        }
+                    }
+                    ended
+                }
+            };
+            let threads: Vec<_> = (0..4).map(|thread| scope.spawn(work(thread))).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        });
+        let left = u64::from(TABLE.take(handle.load(Ordering::Relaxed)).is_ok());
+        assert_eq!(ended + left, 4 * ROUNDS);
+        assert!(TABLE.slots().count() <= 64, "places are used again");
     }
 }

@@ -3,4 +3,5 @@
 pub mod guard;
 pub mod handles;
 pub mod pages;
+pub mod process;
 pub mod streams;

@@ -11,6 +11,7 @@ use gdsync::{Error, Result};
 use parking_lot::Mutex;
 
 use crate::guard::wait_limit;
+use crate::process;
 
 /// Streams that are kept. Each has a thread; one more ends the one that was used longest ago.
 const KEPT: usize = 256;
@@ -41,6 +42,7 @@ fn api() -> Result<&'static Api> {
     if let Some(api) = API.get() {
         return Ok(api);
     }
+    process::claim();
     let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
     Ok(API.get_or_init(|| api))
 }
@@ -100,9 +102,10 @@ pub fn current_gpu() -> Result<Gpu> {
 
 /// The GPU and context of a stream; of 0, those that are current.
 fn gpu_of(raw: RawStream) -> Result<Gpu> {
-    static OTHERS: Mutex<Vec<Gpu>> = Mutex::new(Vec::new());
+    /// By the driver's number of the context: its address may be that of another one after its end.
+    static OTHERS: Mutex<Vec<(u64, Gpu)>> = Mutex::new(Vec::new());
     let api = api()?;
-    let (mut context, mut current, mut device) = (0, 0, 0);
+    let (mut context, mut current, mut device, mut id) = (0, 0, 0, 0);
     // SAFETY: a place for the answer.
     unsafe { api.ctx_get_current(&mut current) }.map_err(Error::cuda("finding the context"))?;
     if raw == 0 {
@@ -116,9 +119,15 @@ fn gpu_of(raw: RawStream) -> Result<Gpu> {
         return Err(Error::invalid("CUDA context", "none", "one that is current on the calling thread"));
     }
     let is_it = |gpu: &Gpu| gpu.raw_context() == context;
-    let mut others = OTHERS.lock();
-    if let Some(gpu) = Gpu::opened().into_iter().chain(others.iter().cloned()).find(is_it) {
+    // Those keep their contexts.
+    if let Some(gpu) = Gpu::opened().into_iter().find(is_it) {
         return Ok(gpu);
+    }
+    // SAFETY: a place for the answer; the context is current, or that of a live stream.
+    unsafe { api.ctx_get_id(context, &mut id) }.map_err(Error::cuda("identifying the context"))?;
+    let mut others = OTHERS.lock();
+    if let Some((_, gpu)) = others.iter().find(|(known, _)| *known == id) {
+        return Ok(gpu.clone());
     }
     if context == current {
         // SAFETY: a place for the answer; a context is current.
@@ -137,6 +146,6 @@ fn gpu_of(raw: RawStream) -> Result<Gpu> {
     }
     // SAFETY: the program vouches for its stream, and keeps its contexts.
     let gpu = unsafe { Gpu::of_stream(raw) }?;
-    others.push(gpu.clone());
+    others.push((id, gpu.clone()));
     Ok(gpu)
 }

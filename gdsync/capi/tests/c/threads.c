@@ -143,7 +143,7 @@ static void destroyed_while_awaited(void)
     a = make_qp(&s, 16);
 }
 
-/* It waits for a word, which nobody can end: the queue pair, and the use of the domain, end with it. */
+/* It waits for a word, which only the program can end: the queue pair is destroyed after that. */
 static void destroyed_too_early(void)
 {
     static struct poster p;
@@ -155,10 +155,15 @@ static void destroyed_too_early(void)
     p.list[2].tag = GDS_TAG_SEND;
     p.list[2].send = &send;
     pthread_t thread = start(&p);
-    CHECK(gds_destroy_qp(a), ETIMEDOUT);
+    OK(gdsx_set_wait_limit(50));
+    CHECK(gds_destroy_qp(a), EBUSY);
+    CHECK(gds_destroy_qp(a), EBUSY);
+    OK(gdsx_set_wait_limit(0));
     set(&p.gate);
     OK(pthread_join(thread, NULL));
     TRUE(p.result != 0);
+    OK(gds_destroy_qp(a));
+    CHECK(gds_destroy_qp(a), EINVAL);
     a = make_qp(&s, 16);
 }
 

@@ -59,7 +59,8 @@ static inline int get_descriptors(send_desc_t *sinfo, mp_request_t *req)
 
 /*
  * The completion of a request. The kernel must signal after its wait: only then can the CPU mp_wait for the request. Requests of one
- * peer and direction share a word: kernels signal them one after the other, in order; lanes of a warp do by themselves.
+ * peer and direction share a word, which the last one's signal moves past those before it: blocks and kernels signal one after the
+ * other, in order, lanes of a warp as they come.
  */
 static inline int get_descriptors(wait_desc_t *winfo, mp_request_t *req)
 {
@@ -106,12 +107,31 @@ __device__ inline void send(mp::mlx5::send_desc_t &info)
     });
 }
 
-/* 0, or gdsync::ERROR_TIMEOUT. */
-__device__ inline int wait(mp::mlx5::wait_desc_t &info) { return gdsync::device::wait(info.sema, info.sema_cond); }
+/* 0, or gdsync::ERROR_TIMEOUT. Lanes that begin to wait together all have their completions when one of them returns. */
+__device__ inline int wait(mp::mlx5::wait_desc_t &info)
+{
+    unsigned here = __activemask();
+    int error = gdsync::device::wait(info.sema, info.sema_cond);
+    __syncwarp(here);
+    return error;
+}
 
+/*
+ * Moves a consumer index, which is big-endian and has 24 bits, forward and never back: lanes that have waited apart come here in any
+ * order, and the index of the last completion stands for those before it.
+ */
 __device__ inline void signal(mp::mlx5::wait_desc_t &info)
 {
-    in_lane_order([&info] { release(info.flag); });
+    const unsigned value = info.flag.value;
+    unsigned seen = *info.flag.access_once(), before, ahead;
+    for (;; seen = before) {
+        ahead = (__byte_perm(value, 0, 0x0123) - __byte_perm(seen, 0, 0x0123)) & 0xffffff;
+        if (ahead == 0 || ahead >= 1u << 23)
+            return;
+        before = atomicCAS(info.flag.ptr, seen, value);
+        if (before == seen)
+            return;
+    }
 }
 
 } /* namespace mlx5 */

@@ -134,6 +134,22 @@ static void by_kernel(int round)
     check_in(round);
 }
 
+/* A wait that failed is tried again, and then has not counted. */
+static void late(void)
+{
+    comm_request_t ready;
+    if (rank == 0) {
+        OK(mpx_set_wait_limit(20));
+        CHECK(comm_wait_ready(peer), ETIMEDOUT);
+        OK(mpx_set_wait_limit(0));
+    }
+    meet();
+    if (rank == 1)
+        OK(comm_send_ready(peer, &ready));
+    else
+        OK(comm_wait_ready(peer));
+}
+
 static void test(void)
 {
     comm_request_t request;
@@ -144,6 +160,7 @@ static void test(void)
         by_stream(round);
         by_kernel(round);
     }
+    late();
     CHECK(comm_isend(out, COUNT, 4, &out_reg, 2, &request), MP_FAILURE);
     CHECK(comm_isend(out, COUNT, 4, &out_reg, rank, &request), MP_FAILURE);
     OK(comm_deregister(&in_reg));

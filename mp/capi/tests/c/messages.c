@@ -297,16 +297,16 @@ static void floods(void)
 
 static void test(void)
 {
-    int peers[1] = {peer};
+    int peers[1] = {peer}, flags = getenv("INIT_FLAGS") ? atoi(getenv("INIT_FLAGS")) : MP_INIT_DEFAULT;
     struct mp_exchange e = exchange();
     stream = make_stream();
     /* As a launcher tells it. */
     setenv("RANK", rank ? "1" : "0", 1);
     for (int round = 0; round < 2; round++) {
         if (getenv("MASTER_ADDR"))
-            OK(mp_init_env(peers, 1, MP_INIT_DEFAULT, 0));
+            OK(mp_init_env(peers, 1, flags, 0));
         else
-            OK(mp_init_with(&e, peers, 1, MP_INIT_DEFAULT, 0));
+            OK(mp_init_with(&e, peers, 1, flags, 0));
         OK(mp_register(in, BYTES, &in_reg));
         OK(mp_register(out, BYTES, &out_reg));
         by_cpu();

@@ -1,8 +1,9 @@
 //! C programs that check themselves, as two ranks.
 
 use gdsync_testkit::card;
+use gdsync_testkit::process::printed;
 
-use crate::{Hca, Program};
+use crate::{Hca, PACKAGE, Program, has_verbs_header};
 
 #[test]
 fn ranks_exchange_messages_in_every_way() {
@@ -12,6 +13,13 @@ fn ranks_exchange_messages_in_every_way() {
     let lossy = [("GDSYNC_FAULTS", "seed=1,drop=0.01,duplicate=0.01")];
     let said = program.passes(Hca::Soft, &lossy) + &program.passes(Hca::Soft, &launcher);
     assert!(said.is_empty(), "{said}");
+    // The CPU does not reach the memory of a simulated GPU. MP_INIT_RX_CQ_ON_GPU
+    let said = program.passes(Hca::Soft, &[("INIT_FLAGS", "2")]);
+    assert!(
+        said.lines().all(|line| line.starts_with("mp: mp_init: the queues are in host memory: ")),
+        "{said}"
+    );
+    assert!(!said.is_empty());
     if card::has_rdma_core() {
         let links = [[("GDASYNC_CARD_LINK", "eth")], [("GDASYNC_CARD_LINK", "ib")]];
         let said: String = links.iter().map(|link| program.passes(Hca::Card, link)).collect();
@@ -44,7 +52,19 @@ fn ranks_tell_each_other_when_they_are_ready() {
     if card::has_rdma_core() {
         said += &program.passes(Hca::Card, &[]);
     }
-    // Two misuses of each rank, on purpose.
-    let lines: Vec<_> = said.lines().collect();
-    assert!(lines.len() % 4 == 0 && lines.iter().all(|line| line.contains("no such peer")), "{said}");
+    // Two misuses of each rank, and a wait that is late, on purpose.
+    let expected = |line: &str| line.contains("no such peer") || line.contains("mp_wait32: ");
+    assert!(said.lines().count().is_multiple_of(5) && said.lines().all(expected), "{said}");
+}
+
+#[test]
+fn lanes_of_a_kernel_signal_in_any_order() {
+    if !has_verbs_header() {
+        return;
+    }
+    let directory = PACKAGE.linked_with_cuda("lanes");
+    let compiler = PACKAGE.compiler("g++", &["-std=c++11"]);
+    PACKAGE.compile(compiler, &["tests/c/lanes.cpp"], &directory, &["-lmp", "-lcuda"]);
+    let output = PACKAGE.finish(&mut PACKAGE.program(&directory, &[]));
+    assert!(output.status.success(), "{}", printed(&output));
 }
