@@ -9,6 +9,9 @@ pub(crate) enum Path {
     Gid(Gid),
 }
 
+/// The last unicast LID.
+const LAST_LID: u16 = 0xbfff;
+
 /// The link layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Link {
@@ -40,7 +43,7 @@ impl Link {
     pub(crate) fn number(self, random: u32) -> u32 {
         match self {
             Self::Ethernet => 1 + random % 0xff_fffe,
-            Self::InfiniBand => 1 + random % 0xbfff,
+            Self::InfiniBand => 1 + random % u32::from(LAST_LID),
         }
     }
 
@@ -52,18 +55,22 @@ impl Link {
         }
     }
 
-    /// The GID by which the HCA at an address is named: the link-local one, whichever form the address has.
+    /// The GID by which the HCA at an address is named: the link-local one, whichever form the address has. `None` for an address
+    /// that no port of this link has.
     pub(crate) fn canonical(self, path: Path) -> Option<Gid> {
         let gid = match (self, path) {
-            (Self::InfiniBand, Path::Lid(lid)) => return Some(port(self, u32::from(lid)).link_local()),
-            (Self::Ethernet, Path::Lid(_)) => return None,
+            (Self::InfiniBand, Path::Lid(lid @ 1..=LAST_LID)) => {
+                return Some(port(self, lid.into()).link_local());
+            }
+            (_, Path::Lid(_)) => return None,
             (_, Path::Gid(gid)) => gid,
         };
+        let [.., a, b, c] = gid.0;
+        let number = u32::from_be_bytes([0, a, b, c]);
         if self == Self::Ethernet && gid.is_ipv4() {
-            let [.., 10, a, b, c] = gid.0 else { return None };
-            return Some(port(self, u32::from_be_bytes([0, a, b, c])).link_local());
+            return (gid.0[12] == 10).then(|| port(self, number).link_local());
         }
-        Some(gid)
+        (self == Self::InfiniBand || gid != port(Self::InfiniBand, number).link_local()).then_some(gid)
     }
 }
 
@@ -162,9 +169,13 @@ mod tests {
             assert_eq!(Link::Ethernet.canonical(Path::Gid(foreign)), None, "{foreign} is no card's");
             let ib = port(Link::InfiniBand, number);
             assert_eq!(ib.gid(1), None);
+            assert_eq!(Link::Ethernet.canonical(Path::Gid(ib.link_local())), None, "it is of the other link");
             for path in [Path::Gid(ib.gid(0).unwrap().0), Path::Lid(ib.lid())] {
                 assert_eq!(Link::InfiniBand.canonical(path), Some(ib.link_local()));
             }
+        }
+        for lid in [0, 0xc000, u16::MAX] {
+            assert_eq!(Link::InfiniBand.canonical(Path::Lid(lid)), None, "{lid} is no port's");
         }
     }
 

@@ -41,7 +41,7 @@ pub(crate) fn line(text: fmt::Arguments<'_>) {
     }
 }
 
-/// Writes why there is no card: to standard error, and once, unless there is a log.
+/// Writes why there is no card, or no peer: to standard error, and once, unless there is a log.
 pub(crate) fn failure(text: fmt::Arguments<'_>) {
     static SAID: Once = Once::new();
     match target() {

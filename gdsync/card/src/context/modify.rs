@@ -15,7 +15,7 @@ use crate::abi::{
 };
 use crate::address::Link;
 use crate::command::Command;
-use crate::log::log;
+use crate::log::{failure, log};
 use crate::user::User;
 
 /// How long a reset may wait for copies into the memory of a queue pair.
@@ -170,7 +170,13 @@ impl Context {
         if port.link == Link::Ethernet && route.is_global == 0 {
             return Err(Errno::INVAL);
         }
-        port.link.canonical(port.link.path(route.dlid, route.dgid)).ok_or(Errno::INVAL)
+        port.link.canonical(port.link.path(route.dlid, route.dgid)).ok_or_else(|| {
+            let link = port.link;
+            failure(format_args!(
+                "no card on {link:?} has the address of the peer: start both with the same --link"
+            ));
+            Errno::INVAL
+        })
     }
 }
 

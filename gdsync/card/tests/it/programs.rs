@@ -97,6 +97,29 @@ fn ibv_rc_pingpong_passes() {
 }
 
 #[test]
+fn peers_on_two_links_are_told() {
+    let program = "ibv_rc_pingpong";
+    if !has(program) {
+        return;
+    }
+    let port = free_port();
+    let arguments = ["-g", "0", "-p", &port.to_string()];
+    let mut server = start(card(program, "ib").args(arguments));
+    await_server(&mut server, port);
+    let client = finish(start(card(program, "eth").args(arguments).arg("127.0.0.1")));
+    let server = finish(server);
+    // The server connects first.
+    assert!(!server.status.success() && !client.status.success());
+    let said = String::from_utf8_lossy(&server.stderr);
+    for words in [
+        "no card on InfiniBand has the address of the peer: start both with the same --link",
+        "Failed to modify QP to RTR",
+    ] {
+        assert!(said.contains(words), "{said}");
+    }
+}
+
+#[test]
 fn datagrams_and_shared_receive_queues_pass() {
     for program in ["ibv_ud_pingpong", "ibv_srq_pingpong"] {
         if !has(program) {
