@@ -69,7 +69,7 @@ pub mod hca {
     pub use gdsync_soft::{CmaPolicy, SoftHcaConfig, job_secret};
 }
 pub use device::Device;
-pub use gdsync_device::{Error, Result, copy_engine, cuda, error, memory, recorder};
+pub use gdsync_device::{Error, Result, copy_engine, cuda, env, error, memory, recorder};
 pub use gdsync_rdma as rdma;
 /// Lock-free hand-overs between threads, processes and devices: FIFO of short messages, packet rings, doorbells.
 pub use gdsync_shm as shm;

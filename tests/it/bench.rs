@@ -237,6 +237,20 @@ fn unwritable_recorder_folder_is_a_warning() {
 }
 
 #[test]
+fn misspelt_variables_are_warned_of() {
+    let variables = "GDSYNC_DEVCE=soft0 MP_LOCL=queues RUST_LOG=warn";
+    let (output, _, logged) =
+        run(command(&format!("{variables} gdasync bench latency --sizes 8 --iters 10 --modes cpu")));
+    assert!(output.status.success(), "{logged}");
+    for name in ["GDSYNC_DEVCE", "MP_LOCL"] {
+        assert!(
+            logged.contains(&format!("{name} is no variable of this library: correct its name")),
+            "{logged}"
+        );
+    }
+}
+
+#[test]
 fn benchmarks_run_on_cuda_streams() {
     if !Gpu::count().is_ok_and(|count| count > 0) {
         return eprintln!("skipped: CUDA shows no GPU");

@@ -12,6 +12,7 @@ mod cq_event;
 pub mod cuda;
 mod doorbell_set;
 pub mod engine;
+pub mod env;
 pub mod error;
 mod fault;
 pub mod fork_guard;
@@ -34,13 +35,3 @@ pub use provider::{
     TransferPath, Transport,
 };
 pub use qp_state::QpState;
-
-/// Environment variables that change how the library behaves.
-pub mod env {
-    /// The value of a variable; an empty one counts as unset.
-    pub fn variable(name: &str) -> Option<String> {
-        // Lossy, so that a value that is not UTF-8 is reported as wrong and not overlooked.
-        let value = std::env::var_os(name)?.to_string_lossy().trim().to_owned();
-        (!value.is_empty()).then_some(value)
-    }
-}

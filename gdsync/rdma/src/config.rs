@@ -4,7 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use gdsync_device::cuda::Gpu;
-use gdsync_device::env::variable;
+use gdsync_device::env::{variable, warn_of_misspelt};
 use gdsync_device::error::{Error, Result};
 
 /// What consumes a device's rings.
@@ -62,11 +62,12 @@ pub struct DeviceConfig {
 }
 
 impl DeviceConfig {
-    /// Reads the environment variables.
+    /// Reads the environment variables. The log warns of those that are misspelt.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a value that does not parse.
     pub fn from_env() -> Result<Self> {
+        warn_of_misspelt();
         Self::from_variables(variable)
     }
 

@@ -11,16 +11,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::error::rounded;
+use gdsync_device::env::variable;
 use gdsync_device::own_rank;
 
 use super::binding;
 use super::connection::{
-    Conn, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, send_to_all,
+    Conn, FIX_DEAD, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, Step, announce, drive, send_to_all,
 };
-use super::environment::{Launch, Root};
+use super::environment::{Launch, Launcher, Root};
 use super::pmi;
 use super::rendezvous::{self, Listeners, Rendezvous, RootListener};
-use super::spawn::{Children, spawn_bound};
+use super::spawn::{Children, SPAWNED, spawn_bound};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result, SECOND_INIT};
@@ -83,7 +84,14 @@ impl Bootstrap {
         let rank = u32::try_from(launch.rank).expect("checked to be below the size");
         conn.send(job.frame(Kind::Hello, rank, &[]));
         let mut bootstrap = Self::new(rank, job, vec![conn]);
-        bootstrap.guarded(|this| this.exchange_with_root(Kind::Welcome, 1, &deadline)).map(drop)?;
+        let welcomed = bootstrap.guarded(|this| this.exchange_with_root(Kind::Welcome, 1, &deadline));
+        welcomed.map_err(|error| match error {
+            Error::Bootstrap { peer, what, cause, fix: FIX_DEAD } => {
+                let fix = "it ended, or had all its ranks already: see that each RANK is started once";
+                Error::Bootstrap { peer, what, cause, fix }
+            }
+            other => other,
+        })?;
         bootstrap.peers.iter_mut().for_each(|root| root.peer = "rank 0".to_owned());
         Ok(bootstrap)
     }
@@ -354,6 +362,10 @@ impl CommunicatorBuilder {
         if let Some(launch) = Launch::detect()? {
             own_rank::set(launch.rank);
             self.check_size(launch.size)?;
+            // Its rank 0 meets the ranks once, and spawns others for another job.
+            if has_joined && launch.launcher == Launcher::Env && variable(SPAWNED).is_some() {
+                return Err(Error::launch("this process has joined its job already", SECOND_INIT));
+            }
             let connected = Bootstrap::connect(&launch, self.0.timeout);
             return Ok((
                 connected.map_err(|error| if has_joined { error.of_second_init() } else { error })?,

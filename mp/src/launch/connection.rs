@@ -32,7 +32,7 @@ pub(super) const FIX_ROOT: &str = "check that rank 0 runs, that MASTER_ADDR and 
                                    that each RANK is started once, and that no firewall is between";
 pub(super) const FIX_FILES: &str = "raise the limit on open files (ulimit -n)";
 pub(super) const FIX_NETWORK: &str = "check the network of this host";
-const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and its own output may say why; restart the job, or go on \
+pub(super) const FIX_DEAD: &str = "it ended, or left without Communicator::finalize, and its own output may say why; restart the job, or go on \
                         without it: Communicator::shrink";
 /// For ranks that are late in a call of all ranks.
 const FIX_LATE_CALL: &str = "all later calls of all ranks fail, but for Communicator::shrink if the job has begun; see what holds up the ranks \

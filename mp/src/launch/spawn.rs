@@ -18,6 +18,9 @@ use crate::error::{Error, Result};
 use crate::exchange::{ChildProcesses, LAST_MOMENTS, say};
 use crate::wait::Deadline;
 
+/// Set in the ranks that a process has spawned.
+pub(super) const SPAWNED: &str = "MP_SPAWNED";
+
 /// How often a wait checks the children.
 const TICK: Duration = Duration::from_millis(5);
 
@@ -101,6 +104,7 @@ pub fn spawn_command(
         command.env("MASTER_ADDR", address.ip().to_string());
         command.env("MASTER_PORT", address.port().to_string());
         command.env("GDSYNC_JOB_TOKEN", launch.token.to_string());
+        command.env(SPAWNED, "1");
         // A torchrun around us keeps another port than this one.
         command.env_remove("TORCHELASTIC_USE_AGENT_STORE");
         // SAFETY: between fork and exec the closure only makes two system calls and allocates nothing.

@@ -239,6 +239,23 @@ fn ranks_are_unique() {
 }
 
 #[test]
+fn a_rank_that_is_not_welcomed_learns_that_it_may_be_one_too_many() {
+    let (listener, root) = socket();
+    scope(|scope| {
+        scope.spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.read_exact(&mut vec![0; hello(0, 1, 2).len()]).unwrap();
+        });
+        let error = Bootstrap::connect(&launch(1, 2, &root), LONG).unwrap_err();
+        blames(
+            &error,
+            "rank 0",
+            &["closed the connection", "had all its ranks already: see that each RANK is started once"],
+        );
+    });
+}
+
+#[test]
 fn other_versions_are_refused_on_both_sides() {
     with_rank_0(2, |root| {
         let answer = answer(stranger(root, &hello(4, 1, 2)));

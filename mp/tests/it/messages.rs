@@ -198,8 +198,9 @@ job_test!(sendrecv_refuses_ranges_that_overlap, 2, |comm| {
 });
 
 job_test!(a_second_init_says_so, 2, |comm| {
-    let error = Communicator::builder().timeout(Duration::from_millis(200)).init().unwrap_err();
-    says(&error, &["launch: this process has joined its job already", "use that Communicator"]);
+    // At once, also in the ranks that were started.
+    let error = Communicator::builder().timeout(LONG).init().unwrap_err();
+    says(&error, &["launch: this process has joined its job already; use that Communicator"]);
     comm.barrier(LONG).unwrap();
 });
 

@@ -1,6 +1,7 @@
 //! What surrounds this process (container, variables), and what the library chooses in it.
 
 use gdsync::cuda::channels;
+use gdsync::env::{is_known, is_misspelt};
 use gdsync::rdma::DeviceConfig;
 
 use super::super::live::{Live, Route};
@@ -68,9 +69,6 @@ area! {
         why "a variable that somebody set once can hide GPUs or make every launch wait";
 }
 
-/// Has a table of all variables that the crates of this repository read.
-const REFERENCE: &str = include_str!("../../../docs/reference.md");
-
 fn connections(machine: &Machine) -> Probe {
     const FIX: &str = "unset CUDA_DEVICE_MAX_CONNECTIONS, or set it to 32 where many streams wait at once";
     match machine.variable(channels::VARIABLE).map(|text| (text, channels::asked(text))) {
@@ -81,18 +79,10 @@ fn connections(machine: &Machine) -> Probe {
     }
 }
 
-fn is_ours(name: &str) -> bool {
-    ["GDSYNC_", "GDRCOPY_"].iter().any(|prefix| name.starts_with(prefix))
-        || matches!(name, "MP_BIND" | "MP_GPU_PATH" | "MP_LOCAL" | "MP_REG_CACHE")
-}
-
 fn ours(machine: &Machine) -> Probe {
-    let set: Vec<_> = machine.environment.iter().filter(|(name, _)| is_ours(name)).collect();
-    let unknown =
-        set.iter().map(|(name, _)| name.as_str()).filter(|name| !REFERENCE.contains(&format!("`{name}`")));
-    // What tests and tools of this repository set for themselves.
-    let unknown: Vec<_> =
-        unknown.filter(|name| !name.contains("_TEST_") && !name.contains("_KMOD_")).collect();
+    let misspelt: Vec<_> =
+        machine.environment.keys().map(String::as_str).filter(|name| is_misspelt(name)).collect();
+    let set: Vec<_> = machine.environment.iter().filter(|(name, _)| is_known(name)).collect();
     let found = set.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" ");
     let lookup = |name: &str| machine.variable(name).map(str::to_owned);
     if let Err(error) = DeviceConfig::from_variables(lookup) {
@@ -105,8 +95,8 @@ fn ours(machine: &Machine) -> Probe {
         return OURS.fail(format!("{found}: {error}"), "correct or unset GDRCOPY_BACKEND");
     }
     match () {
-        () if !unknown.is_empty() => OURS.warn(
-            format!("{} is no variable of this library", unknown.join(", ")),
+        () if !misspelt.is_empty() => OURS.warn(
+            format!("{} is no variable of this library", misspelt.join(", ")),
             "correct its name, or unset it; docs/reference.md has the table of all variables",
         ),
         () if set.is_empty() => OURS.ok("none set"),
