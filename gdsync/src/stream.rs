@@ -88,6 +88,7 @@ pub use batch::Replenish;
 pub(crate) use cuda::SubmitGuard;
 pub use cuda::{CudaStreamConfig, Nudge, Via, calibrate};
 use engine::Engine;
+use graph::within_capture;
 pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
@@ -476,26 +477,33 @@ impl Stream {
     }
 
     /// Blocks until all earlier submissions have run. Then reports the first failure of the stream, or of a queue pair
-    /// used since the last call. While the stream is being captured, this waits for what was submitted before: what is captured has not
-    /// run.
+    /// used since the last call.
     ///
     /// # Errors
-    /// [`Error::Deadline`] after `timeout` (the work continues); [`Error::Unsupported`] within a host function of the stream, which
-    /// would wait for itself; the stream's error; the root cause of the first broken queue pair, but not a peer that went when all
-    /// requests were complete. After such an error the stream has run to its end *without* receiving what it waited for.
+    /// [`Error::Deadline`] after `timeout` (the work continues); [`Error::Unsupported`] while the stream is being captured (what is
+    /// captured has not run), and within a host function of the stream, which would wait for itself; the stream's error; the root
+    /// cause of the first broken queue pair, but not a peer that went when all requests were complete. After such an error the stream
+    /// has run to its end *without* receiving what it waited for.
     pub fn synchronize(&self, timeout: Duration) -> Result<()> {
         let _range = DOMAIN.range(c"synchronize");
         steps::refuse_in_launch()?;
         self.0.engine.check_wait()?;
-        let (seq, deadline) = (self.0.engine.submitted(), deadline(timeout));
+        let deadline = deadline(timeout);
         let late = || self.late("synchronizing", timeout);
+        let lock = || -> Result<_> {
+            // Its holder may be blocked in the driver.
+            let patience = Instant::now() + Duration::from_millis(1);
+            let state = self.0.submit_lock.try_lock_until(deadline.max(patience)).ok_or_else(late)?;
+            Ok(StateGuard { inner: &self.0, state: Some(state) })
+        };
+        if lock()?.recording.is_some() {
+            return Err(within_capture("synchronizing"));
+        }
+        let seq = self.0.engine.submitted();
         if !self.0.engine.wait_completed(seq, deadline) {
             return Err(late());
         }
-        // The holder of the submit lock may be blocked in the driver.
-        let patience = Instant::now() + Duration::from_millis(1);
-        let state = self.0.submit_lock.try_lock_until(deadline.max(patience)).ok_or_else(late)?;
-        let mut state = StateGuard { inner: &self.0, state: Some(state) };
+        let mut state = lock()?;
         let cores: Vec<_> = state.used.iter().map(|(core, _)| core.clone()).collect();
         // Later submissions, perhaps of another thread, are checked by the next call.
         state.used.retain(|(_, last)| *last > seq);

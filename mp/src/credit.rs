@@ -21,7 +21,6 @@ use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Memory, Word32};
-use gdsync::mlx5::Syndrome;
 use gdsync::recorder::{NamedWords, Purpose, Traffic};
 use gdsync::stream::{Batch, Cond};
 use gdsync::verbs::{Access, Completion, Qp, QpAttr, QpState, RemoteAddr, SendWr, Sge};
@@ -525,10 +524,13 @@ impl Credits {
     pub(crate) fn tend(&self, pause: Duration) -> gdsync::Result<()> {
         if let CreditRoute::Remote { qp, probe, .. } = &self.route {
             let mut last = self.last.lock();
-            qp.check().and_then(|()| probe.check()).map_err(|error| match is_refusal(&error) {
-                true if self.is_aborted() => aborted_by_peer(),
-                true => gdsync::Error::GivenUpByPeer,
-                false => error,
+            qp.check().and_then(|()| probe.check()).map_err(|error| match error {
+                // Each write is valid as long as the peer takes any.
+                gdsync::Error::Completion(refused) if refused.is_refusal() => match self.is_aborted() {
+                    true => aborted_by_peer(),
+                    false => gdsync::Error::GivenUpByPeer,
+                },
+                other => other,
             })?;
             if last.is_new {
                 (last.is_new, last.looked) = (false, Instant::now());
@@ -609,12 +611,6 @@ fn with_room<T>(qp: &Qp, post: impl Fn() -> gdsync::Result<T>) -> gdsync::Result
         }
         other => Err(other),
     })
-}
-
-/// Whether the peer refuses all writes: each write is valid as long as it takes any.
-fn is_refusal(error: &gdsync::Error) -> bool {
-    let refusals = [Syndrome::REM_INV_REQ_ERR, Syndrome::REM_ACCESS_ERR];
-    matches!(error, gdsync::Error::Completion(error) if refusals.contains(&error.syndrome))
 }
 
 #[cfg(test)]

@@ -280,13 +280,19 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {}
 
+/// The cause of an error that names the rank itself.
+pub(crate) fn without_rank(cause: gdsync::Error) -> gdsync::Error {
+    match cause {
+        gdsync::Error::Rank { reason, .. } => Arc::unwrap_or_clone(reason),
+        other => other,
+    }
+}
+
 /// The error of a stream that knows the rank is one of a message with it.
 impl From<gdsync::Error> for Error {
     fn from(error: gdsync::Error) -> Self {
         match error {
-            gdsync::Error::Rank { rank, reason } => {
-                Self::message(rank as usize, "work of a stream", Arc::unwrap_or_clone(reason))
-            }
+            gdsync::Error::Rank { rank, .. } => Self::message(rank as usize, "work of a stream", error),
             other => Self::Device(other),
         }
     }
@@ -376,7 +382,7 @@ impl Error {
     }
 
     pub(crate) fn message(rank: usize, operation: &'static str, cause: gdsync::Error) -> Self {
-        Self::Message { rank, operation, cause, bytes: None, room: None }
+        Self::Message { rank, operation, cause: without_rank(cause), bytes: None, room: None }
     }
 
     pub(crate) fn launch(what: impl Into<String>, fix: &'static str) -> Self {

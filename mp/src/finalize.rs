@@ -18,6 +18,8 @@ const UNRECEIVED: Duration = Duration::from_secs(1);
 const NOTHING: u8 = 0;
 const MESSAGES: u8 = 1;
 const STREAMS: u8 = 2;
+/// Work that no stream has got: nothing of it will come.
+const UNSUBMITTED: u8 = 3;
 
 /// What a rank tells another one of tagged messages: how many it has sent to it, and received from it.
 const TAGGED_BYTES: usize = 20;
@@ -35,8 +37,14 @@ fn count(number: usize, what: &str) -> String {
 }
 
 fn describe(rank: usize, unfinished: &Unfinished) -> Vec<String> {
-    let Unfinished { sends, unread, is_awaited } = unfinished;
+    let Unfinished { sends, unread, is_awaited, has_unsubmitted } = unfinished;
     let mut parts = Vec::new();
+    if *has_unsubmitted {
+        // Its sends and waits are among the others.
+        return vec![format!(
+            "a capture that has not ended, or a batch not submitted, has work with rank {rank}"
+        )];
+    }
     if !sends.is_empty() {
         parts.push(format!(
             "{} to rank {rank} ({}) not received there",
@@ -109,10 +117,12 @@ impl Communicator {
         self.0.exchange.lock().barrier(deadline.remaining())?;
         self.progress();
         let unfinished = self.unfinished();
-        let state = match unfinished.iter().any(|(_, one)| one.is_awaited) {
-            true => STREAMS,
-            false if unfinished.is_empty() => NOTHING,
-            false => MESSAGES,
+        let any = |is: fn(&Unfinished) -> bool| unfinished.iter().any(|(_, one)| is(one));
+        let state = match () {
+            () if any(|one| one.has_unsubmitted) => UNSUBMITTED,
+            () if any(|one| one.is_awaited) => STREAMS,
+            () if unfinished.is_empty() => NOTHING,
+            () => MESSAGES,
         };
         let millis = u32::try_from(deadline.remaining().as_millis()).unwrap_or(u32::MAX);
         let told = [&[state][..], &millis.to_le_bytes(), &self.tagged()].concat();
@@ -133,7 +143,7 @@ impl Communicator {
         // All ranks wait as long as the one with the least time left.
         let remaining = Duration::from_millis(millis.into());
         let limit = match state {
-            NOTHING => Duration::ZERO,
+            NOTHING | UNSUBMITTED => Duration::ZERO,
             // The rest is for the ranks to meet again.
             MESSAGES => UNRECEIVED.min(remaining / 2),
             _ => remaining / 4 * 3,
@@ -155,7 +165,7 @@ impl Communicator {
         match parts.is_empty() {
             true => met.map(drop),
             false => {
-                let after = if state == NOTHING { Duration::ZERO } else { limit.elapsed() };
+                let after = if limit.limit().is_zero() { Duration::ZERO } else { limit.elapsed() };
                 Err(Error::Unfinished { what: parts.join("; "), after })
             }
         }
@@ -181,7 +191,8 @@ impl Communicator {
     /// have two seconds to say what they have seen, and are killed then.
     ///
     /// Once all ranks have called it, sends that nobody receives have a second, and streams three quarters of the time that is left to
-    /// the rank with the least. Receives of the CPU that got no message are dropped. Messages that nobody received are named: those of
+    /// the rank with the least; nothing is waited for while a capture has not ended, or a batch not submitted, that has work with a
+    /// rank. Receives of the CPU that got no message are dropped. Messages that nobody received are named: those of
     /// the communicator, tagged ones, and those of streams that stop waiting for a rank meanwhile. Collectives and windows need not be
     /// destroyed before; their operations are complete afterwards. Once it has returned well at all ranks, nothing more can be
     /// started, also through clones of the communicator, and launches of graphs with channels are refused.

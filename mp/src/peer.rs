@@ -36,17 +36,18 @@ pub(crate) struct TaggedCounts {
 pub(crate) type Beside = (Arc<[Arc<Peer>]>, Registration);
 
 /// What is under way with a rank that finalizes: bytes of sends that it has not received, bytes of messages in the FIFO without a
-/// receive, and whether a stream waits for it.
+/// receive, whether a stream waits for it, and whether a batch or a capture that no stream has got yet holds work with it.
 #[derive(Debug, Default)]
 pub(crate) struct Unfinished {
     pub(crate) sends: Vec<usize>,
     pub(crate) unread: Vec<usize>,
     pub(crate) is_awaited: bool,
+    pub(crate) has_unsubmitted: bool,
 }
 
 impl Unfinished {
     pub(crate) fn is_empty(&self) -> bool {
-        self.sends.is_empty() && self.unread.is_empty() && !self.is_awaited
+        self.sends.is_empty() && self.unread.is_empty() && !self.is_awaited && !self.has_unsubmitted
     }
 }
 
@@ -106,6 +107,10 @@ impl Companion for Peer {
 
     fn is_awaited(&self) -> bool {
         self.transport.qp.is_awaited()
+    }
+
+    fn has_unsubmitted(&self) -> bool {
+        self.transport.qp.has_unsubmitted()
     }
 }
 
@@ -392,11 +397,15 @@ impl Peer {
             ops
         });
         let is_by_stream = receives.iter().any(|op| op.operation == RECEIVE_ON_STREAM);
+        let companions = self.transport.companions();
         let is_awaited = is_by_stream
             || self.transport.qp.is_awaited()
-            || self.transport.companions().iter().any(|companion| companion.is_awaited());
+            || companions.iter().any(|companion| companion.is_awaited());
+        let has_unsubmitted = self.transport.qp.has_unsubmitted()
+            || companions.iter().any(|companion| companion.has_unsubmitted());
         let unread = self.fifo.as_ref().map(ShmFifo::unread).unwrap_or_default();
-        Unfinished { sends: sends.iter().map(|op| op.bytes()).collect(), unread, is_awaited }
+        let sends = sends.iter().map(|op| op.bytes()).collect();
+        Unfinished { sends, unread, is_awaited, has_unsubmitted }
     }
 
     /// Whether messages are under way, as far as anybody has looked.

@@ -9,7 +9,7 @@ use gdsync::stream::Cond;
 use gdsync::verbs::Completion;
 
 use crate::credit::aborted_by_peer;
-use crate::error::{Error, Result, is_peer_lost};
+use crate::error::{Error, Result, is_peer_lost, without_rank};
 use crate::in_flight::{Direction, InFlightOp};
 use crate::peer::{Peer, Received, Sent};
 use crate::rma_queue::RmaQueue;
@@ -239,6 +239,13 @@ impl Request {
             let awaited = format!("a message from rank {rank}; see that the rank sends it");
             return Err(gdsync::Error::late("waiting for a message", timeout, awaited));
         };
+        if completion.is_unsubmitted() {
+            return Err(gdsync::Error::InvalidArgument {
+                what: "this message",
+                value: "in a batch that was not submitted, or prepared and not posted".into(),
+                expected: "Stream::submit for it before the wait",
+            });
+        }
         let deadline = Deadline::after(timeout.saturating_sub(waited));
         loop {
             match completion.wait(deadline.remaining().min(SILENCE)) {
@@ -328,6 +335,7 @@ impl Request {
 
     /// The error of this request for what a queue says.
     pub(crate) fn failed(&self, cause: gdsync::Error) -> Error {
+        let cause = without_rank(cause);
         let is_flushed = matches!(&cause, gdsync::Error::Completion(error) if error.is_flush());
         let cause = match cause {
             // It was flushed with the connection, which has the reason.

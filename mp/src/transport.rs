@@ -108,6 +108,9 @@ pub(crate) trait Companion: fmt::Debug + Send + Sync {
 
     /// Whether a stream waits for the rank.
     fn is_awaited(&self) -> bool;
+
+    /// Whether a batch or a capture that no stream has got yet holds work with the rank.
+    fn has_unsubmitted(&self) -> bool;
 }
 
 impl Companion for QpPair {
@@ -118,6 +121,10 @@ impl Companion for QpPair {
     fn is_awaited(&self) -> bool {
         // What has ended is not awaited any more.
         !self.send.is_broken() && (self.send.is_awaited() || self.recv.is_awaited())
+    }
+
+    fn has_unsubmitted(&self) -> bool {
+        !self.send.is_broken() && (self.send.has_unsubmitted() || self.recv.has_unsubmitted())
     }
 }
 

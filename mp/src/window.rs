@@ -301,13 +301,29 @@ impl Window {
     }
 }
 
+/// The error of a range or a buffer that no window can be made of.
+fn of_window(error: gdsync::Error) -> gdsync::Error {
+    use gdsync::Error as E;
+    match error {
+        E::OutOfBounds { offset, len, size } => E::InvalidArgument {
+            what: "the window",
+            value: format!("{len} bytes at offset {offset} of a buffer of {size} bytes"),
+            expected: "bytes inside the buffer",
+        },
+        E::InvalidArgument { value, expected, .. } => {
+            E::InvalidArgument { what: "the buffer of the window", value, expected }
+        }
+        other => other,
+    }
+}
+
 /// The part of this rank.
 fn part(
     registration: &Registration,
     range: &Range<usize>,
     (intra_host, domain): (bool, DomainId),
 ) -> Result<Part> {
-    registration.check_domain(domain)?;
+    registration.check_domain(domain).and_then(|()| registration.check_range(range)).map_err(of_window)?;
     let mr = registration.mr(intra_host);
     let access = mr.access();
     if access != Access::all() {
@@ -317,7 +333,6 @@ fn part(
             expected: "one of Communicator::register: peers have no access to cached registrations",
         }));
     }
-    registration.check_range(range)?;
     Ok(Part { at: mr.remote(range.start)?, size: range.len() })
 }
 

@@ -436,6 +436,10 @@ impl Error {
             Self::Busy { queue, qpn, owner } => format!(
                 "the {queue} queue still belongs to {owner}; synchronize that first, or wait for its requests; QP {qpn:#x}"
             ),
+            Self::OutOfOrder { qpn, .. } => format!(
+                "an earlier message was prepared or added to a batch, and is not posted: post messages, and submit batches, in the order \
+                 in which they were made, or drop the earlier one; QP {qpn:#x}"
+            ),
             Self::QpStopped { reason, .. } => format!("the connection was ended: {}", reason.of_rank()),
             Self::Rank { reason, .. } => reason.of_rank(),
             Self::Completion(error) => error.of_rank(),
@@ -554,6 +558,8 @@ pub struct CompletionError {
     pub syndrome: Syndrome,
     /// The vendor code; 0 from the software HCA.
     pub vendor: u8,
+    /// Bytes of the request: of a receive its room. 0 where they are not known.
+    pub bytes: u32,
     /// A memory region that the request names was deregistered while it was under way.
     pub deregistered: bool,
 }
@@ -561,7 +567,7 @@ pub struct CompletionError {
 impl CompletionError {
     /// A failure with a syndrome, of no known request.
     pub fn new(qpn: u32, operation: Option<Opcode>, syndrome: Syndrome) -> Self {
-        Self { qpn, wr_id: 0, operation, syndrome, vendor: 0, deregistered: false }
+        Self { qpn, wr_id: 0, operation, syndrome, vendor: 0, bytes: 0, deregistered: false }
     }
 
     /// Whether the request was flushed, because an earlier failure or the user moved the queue pair to ERR.
@@ -569,24 +575,29 @@ impl CompletionError {
         self.syndrome == Syndrome::WR_FLUSH_ERR
     }
 
+    /// Whether the peer allows no such request: its queue pair or its memory has no right for it.
+    pub fn is_refusal(&self) -> bool {
+        [Syndrome::REM_INV_REQ_ERR, Syndrome::REM_ACCESS_ERR].contains(&self.syndrome)
+    }
+
     /// As [`Error::of_rank`].
     fn of_rank(&self) -> String {
-        let Self { qpn, syndrome, .. } = *self;
+        let Self { qpn, syndrome, bytes, .. } = *self;
+        let bytes = if bytes == 0 { String::new() } else { format!(" of {bytes} bytes") };
         let why = match syndrome {
             Syndrome::RETRY_EXC_ERR => {
-                "it does not answer: its process or host is gone, or the network is down; go on without it \
-                 (Communicator::shrink)"
+                "it does not answer: its process or host is gone, or the network is down; go on without it (Communicator::shrink)".into()
             }
-            Syndrome::LOC_LEN_ERR => {
-                "the message is longer than its receive (messages match receives in the order of the calls); receive into more, or use mp::tagged for unknown lengths. The \
+            Syndrome::LOC_LEN_ERR => format!(
+                "the message is longer than its receive{bytes} (messages match receives in the order of the calls); receive into more, or \
+                 use mp::tagged for unknown lengths. The connection is broken for good: only Communicator::shrink makes a new one"
+            ),
+            Syndrome::REM_INV_REQ_ERR if self.operation.is_none_or(|opcode| opcode == Opcode::SEND) => format!(
+                "the message{bytes} is longer than its receive there; send less, or use mp::tagged for unknown lengths. The \
                  connection is broken for good: only Communicator::shrink makes a new one"
-            }
-            Syndrome::REM_INV_REQ_ERR if self.operation.is_none_or(|opcode| opcode == Opcode::SEND) => {
-                "the message is longer than its receive there; send less, or use mp::tagged for unknown lengths. The \
-                 connection is broken for good: only Communicator::shrink makes a new one"
-            }
+            ),
             Syndrome::WR_FLUSH_ERR => {
-                "an earlier failure of the connection ended it; look for the first error"
+                "an earlier failure of the connection ended it; look for the first error".into()
             }
             _ => return self.to_string(),
         };

@@ -95,7 +95,17 @@ impl Batch {
             let covers = |(_, c): &(_, Completion)| c.end.cq.covers(c.n, stream.id, &c.end.tracker);
             self.covered().iter().try_for_each(covers)
         };
-        parts().inspect_err(|_| self.unmark())
+        parts().map_err(|error| {
+            self.unmark();
+            match error {
+                // The caller may not know which of its queue pairs it is.
+                Error::OutOfOrder { qpn, .. } => match self.cores().find(|core| core.qpn == qpn) {
+                    Some(core) => core.name_rank(error),
+                    None => error,
+                },
+                other => other,
+            }
+        })
     }
 
     /// Undoes [`Batch::mark`], including a partial one.

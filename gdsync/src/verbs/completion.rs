@@ -89,6 +89,12 @@ impl Completion {
         self.n >= self.end.tracker.posted()
     }
 
+    /// Whether the request is in a batch or a capture that no stream has got yet, or was prepared and not posted: nothing happens
+    /// before.
+    pub fn is_unsubmitted(&self) -> bool {
+        self.end.tracker.unsubmitted().contains(&self.n)
+    }
+
     /// Refuses a request that a reset has discarded. Its number may be in use again.
     pub(crate) fn check_life(&self) -> Result<()> {
         match self.end.tracker.is_lost(self.n, self.life) {

@@ -147,10 +147,13 @@ impl QpCore {
 
     /// The error of this queue pair, with the rank of the peer.
     pub(crate) fn name_rank(&self, error: Error) -> Error {
-        match self.log.rank() {
-            Some((rank, _)) => Error::Rank { rank, reason: Arc::new(error) },
-            None => error,
-        }
+        let Some((rank, traffic)) = self.log.rank() else { return error };
+        let reason = match (traffic, error) {
+            // Each announcement is valid as long as the rank takes any.
+            (Traffic::Announcements, Error::Completion(error)) if error.is_refusal() => Error::GivenUpByPeer,
+            (_, error) => error,
+        };
+        Error::Rank { rank, reason: Arc::new(reason) }
     }
 
     /// Like [`QpCore::check`], without reaping the completion queues first.
@@ -240,6 +243,13 @@ impl Qp {
     /// Whether a stream is known to wait for completions of this queue pair.
     pub fn is_awaited(&self) -> bool {
         [&self.send.end, &self.recv.end].into_iter().any(|end| end.cq.is_awaited())
+    }
+
+    /// Whether requests of this queue pair, or waits for them, are in a batch or a capture that no stream has got yet, or were
+    /// prepared and not posted.
+    pub fn has_unsubmitted(&self) -> bool {
+        let mut ends = [&self.send.end, &self.recv.end].into_iter();
+        ends.any(|end| !end.tracker.unsubmitted().is_empty() || end.cq.claims().has_prepared())
     }
 
     /// Number of sends so far, also of prepared ones. Cancelled ones do not count.

@@ -14,7 +14,7 @@ use super::wr::RecvWr;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word32, host_fence};
 use gdsync_device::recorder::{By, Queue, Stage};
-use mlx5_ring as mlx5;
+use mlx5_ring::{self as mlx5, WqeError};
 
 pub(crate) struct RecvQueue {
     pub(crate) end: Arc<QueueEnd>,
@@ -218,8 +218,17 @@ impl RecvQueue {
             return Err(self.full(track));
         }
         let mut wqe: SmallVec<[u8; 64]> = SmallVec::from_elem(0, self.stride);
-        mlx5::encode_recv(wr.sges, self.stride, &mut wqe)
-            .map_err(|e| Error::WorkRequest { qpn, source: e })?;
+        mlx5::encode_recv(wr.sges, self.stride, &mut wqe).map_err(|error| match error {
+            WqeError::TooManySges { got, max } => {
+                let value = format!("{got}, where {max} fit");
+                Error::invalid(
+                    "the number of buffers of a receive",
+                    value,
+                    "at most QpBuilder::max_recv_sge: raise it",
+                )
+            }
+            source => Error::WorkRequest { qpn, source },
+        })?;
         if !self.end.cq.reserve() {
             return Err(self.end.cq_full(track.posted - track.retired));
         }

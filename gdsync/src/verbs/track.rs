@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use super::old_keys::KeyReader;
 use super::wr::{Sender, Wc};
 use gdsync_device::Health;
-use gdsync_device::error::Error;
+use gdsync_device::error::{CompletionError, Error};
 use gdsync_device::recorder::{Awaited, By, Event, Log, Queue, Stage};
 use gdsync_shm::{SpinLock, SpinLockGuard, producer_index};
 use mlx5_ring::{Cqe, CqeOpcode, MAX_WQE_BYTES, Opcode, Syndrome, low16};
@@ -224,6 +224,12 @@ impl Tracker {
         low16(self.lock().entry(n).begin)
     }
 
+    /// Numbers of the requests that were written for a stream, and not submitted to it.
+    pub(crate) fn unsubmitted(&self) -> Range<u64> {
+        let track = self.lock();
+        track.exposed..track.posted
+    }
+
     /// Number of outstanding requests.
     pub(crate) fn outstanding(&self) -> u64 {
         let track = self.lock();
@@ -395,7 +401,7 @@ impl Tracker {
             });
         }
         if let Err(error) = wc.ok() {
-            self.health.record(error.into());
+            self.health.record(CompletionError { bytes: entry.len, ..error }.into());
         }
         if cqe.opcode.is_error() && cqe.format == 0 && cqe.wqe_counter != low16(entry.begin) {
             // Old firmware may write wrong counters into flush CQEs. Their order identifies the request.

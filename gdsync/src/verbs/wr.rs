@@ -176,6 +176,7 @@ impl Wc {
                 operation: if self.is_send() { Some(self.send_opcode) } else { None },
                 syndrome,
                 vendor: self.vendor,
+                bytes: 0,
                 deregistered: self.deregistered,
             }),
         }

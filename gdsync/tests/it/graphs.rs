@@ -391,6 +391,11 @@ fn captures(site: &Site) {
             let refused = stream.host_fn(|| {}).unwrap_err();
             assert!(refused.to_string().contains("host function in a graph"), "{refused}");
             assert!(matches!(stream.begin_capture(), Err(Error::Unsupported { .. })));
+            let error = stream.synchronize(PATIENCE).unwrap_err().to_string();
+            assert!(
+                error.contains("synchronizing is not supported by a stream that is being captured"),
+                "{error}"
+            );
             stream.wait_send(&a.qp)?;
             stream.wait_send(&a.qp).map(drop)
         });

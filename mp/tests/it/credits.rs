@@ -66,6 +66,7 @@ job_test!(prepared_messages_are_sent_when_posted, 2, |comm| {
             matches!(error, Error::Message { rank: 1, cause: gdsync::Error::OutOfOrder { .. }, .. }),
             "{error}"
         );
+        says(&error, &["to rank 1: an earlier message was prepared or added to a batch, and is not posted"]);
         drop(late);
         let mut batch = Batch::new();
         sent.push(prepare(3).post_in_batch(&mut batch));

@@ -497,6 +497,21 @@ job_test!(given_up_ranks_learn_it_soon, 3, |comm| {
     comm.barrier(LONG).unwrap();
 });
 
+// The peer learns it by the announcement of the receive, which is a write of the library.
+job_test!(streams_that_announce_receives_learn_that_they_were_given_up, 2, |comm| {
+    let (buffer, s) = (buffer(comm, 64), stream("left"));
+    if comm.rank() == 1 {
+        comm.give_up(0).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+    if comm.rank() == 0 {
+        comm.recv_on_stream(&s, &buffer, 0..8, 1).unwrap();
+        let error = s.synchronize(LONG).unwrap_err().into();
+        assert!(is_left(&error, 1), "{error}");
+    }
+    comm.barrier(LONG).unwrap();
+});
+
 /// Starts ranks by hand, each with the variables of its launcher, and waits for all of them.
 fn by_hand<const N: usize>(name: &str, ranks: &[[(&str, &str); N]]) -> Vec<Output> {
     let port = free_port().to_string();

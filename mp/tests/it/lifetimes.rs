@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::common::{DONE, LONG, buffer, bytes, gpu, job_test, mapped, message, says, stream, until};
 use gdsync::memory::Memory;
-use gdsync::stream::{Cond, HostStreamConfig, Stream};
+use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
 use mp::tagged::Tagged;
 use mp::{Communicator, Error, Exchange};
 
@@ -265,6 +265,23 @@ job_test!(finalize_waits_for_streams_and_names_them, 2, |comm| {
     gate.store(1);
     comm.clone().finalize(LONG).unwrap();
     assert!(bytes(&memory, 128..192) == message(peer, me, 0, 64), "it waits");
+});
+
+job_test!(finalize_waits_for_nothing_that_no_stream_has_got, 2, |comm| {
+    let (peer, comm) = (1 - comm.rank(), beside(comm));
+    let (memory, s, mut batch) = (buffer(&comm, 64), stream("captured"), Batch::new());
+    let channel = comm.channel(peer, &[(&memory, 0..8)], LONG).unwrap();
+    let held = format!(
+        "unfinished: a capture that has not ended, or a batch not submitted, has work with rank {peer}; "
+    );
+    let capture = s.begin_capture().unwrap();
+    channel.post_recv_on_stream(&s).unwrap();
+    unfinished(&comm, LONG, &[&held]);
+    drop(capture);
+    let _void = comm.isend_in_batch(&mut batch, &memory, 8..16, peer).unwrap();
+    unfinished(&comm, LONG, &[&held]);
+    drop(batch);
+    comm.finalize(LONG).unwrap();
 });
 
 // Its failure is nowhere else: nobody synchronizes.

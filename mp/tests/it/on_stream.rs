@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::common::{LONG, buffer, bytes, gpu, job_test, message, send_and_wait, stream, until};
+use crate::common::{LONG, buffer, bytes, gpu, job_test, message, says, send_and_wait, stream, until};
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
 use mp::{Communicator, Status};
@@ -80,6 +80,35 @@ job_test!(batches_play_ping_pong, 2, |comm| {
             assert!(bytes(&inbox, range(i)) == message(peer, me, round * AHEAD + i, 100), "{round}, {i}");
         }
     }
+});
+
+job_test!(batches_are_submitted_in_the_order_of_their_messages, 1, |comm| {
+    let (memory, s) = (buffer(comm, 64), stream("order"));
+    let received = [0, 8].map(|at| comm.irecv(&memory, at..at + 8, 0).unwrap());
+    let mut batches = [Batch::new(), Batch::new()];
+    let sent = batches.each_mut().map(|batch| comm.isend_in_batch(batch, &memory, 32..40, 0).unwrap());
+    let error = s.submit(&mut batches[1]).unwrap_err();
+    says(&error, &["to rank 0: an earlier message was prepared or added to a batch, and is not posted"]);
+    batches.iter_mut().for_each(|batch| s.submit(batch).unwrap());
+    comm.wait_all(received.iter().chain(&sent), LONG).unwrap();
+});
+
+job_test!(messages_longer_than_their_receive_tell_both_lengths_on_streams, 2, |comm| {
+    let (memory, s) = (buffer(comm, 64), stream("longer"));
+    if comm.rank() == 0 {
+        comm.send_on_stream(&s, &memory, 0..16, 1).unwrap();
+        says(
+            &s.synchronize(LONG).unwrap_err(),
+            &["to rank 1: the message of 16 bytes is longer than its receive there"],
+        );
+    } else {
+        comm.recv_on_stream(&s, &memory, 0..8, 0).unwrap();
+        says(
+            &s.synchronize(LONG).unwrap_err(),
+            &["to rank 0: the message is longer than its receive of 8 bytes"],
+        );
+    }
+    comm.barrier(LONG).unwrap();
 });
 
 // Messages of a dropped batch are not sent.

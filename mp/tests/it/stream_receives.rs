@@ -11,7 +11,7 @@ use gdsync_testkit::driver;
 use mp::{Communicator, Error, IntraHostPath, Registration};
 
 use crate::common::{
-    LONG, buffer, bytes, gpu, host_buffer, host_stream, job_test, kill, message, recv_and_wait,
+    LONG, buffer, bytes, gpu, host_buffer, host_stream, job_test, kill, message, recv_and_wait, says,
     send_and_wait, stream, until,
 };
 use crate::shm_fifo::open;
@@ -365,9 +365,19 @@ job_test!(aborted_streams_end_their_receives, 2, |comm| {
     }
 });
 
-job_test!(dropped_batches_are_named_by_the_waits_for_their_messages, 1, |comm| {
+job_test!(waits_for_messages_of_batches_without_a_stream_name_these, 1, |comm| {
     let (memory, mut batch) = (buffer(comm, 64), Batch::new());
     let received = comm.irecv_in_batch(&mut batch, &memory, 0..8, 0).unwrap();
+    let sent = comm.isend_in_batch(&mut batch, &memory, 8..16, 0).unwrap();
+    let prepared = comm.prepare_send(&memory, 8..16, 0).unwrap();
+    for request in [&received, &sent, prepared.request()] {
+        let error = comm.wait(request, LONG).unwrap_err();
+        says(
+            &error,
+            &["this message is in a batch that was not submitted", "expected Stream::submit for it before"],
+        );
+    }
+    drop(prepared);
     drop(batch);
     let text = comm.wait(&received, LONG).unwrap_err().to_string();
     assert!(text.contains("the batch of this message is dropped before a stream got it"), "{text}");

@@ -625,8 +625,15 @@ fn writes_of_another_thread_are_seen() {
 job_test!(windows_refuse_registrations_of_another_communicator, 2, |comm| {
     let other = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
     let (own, foreign) = (buffer(comm, 64), buffer(&other, 64));
-    let words = ["the buffer is registered with another communicator"];
-    says(&comm.window(&foreign, 0..8, LONG).unwrap_err(), &words);
+    says(
+        &comm.window(&foreign, 0..8, LONG).unwrap_err(),
+        &["the buffer of the window is registered with another communicator"],
+    );
+    says(
+        &comm.window(&own, 1..66, LONG).unwrap_err(),
+        &["the window is 65 bytes at offset 1 of a buffer of 64 bytes: expected bytes inside the buffer"],
+    );
+    let words = ["is registered with another communicator"];
     let window = comm.window(&own, 0..64, LONG).unwrap();
     says(&window.beside(&foreign, 0..8, LONG).unwrap_err(), &words);
     says(&window.put(&foreign, 0..8, 1 - comm.rank(), 0).unwrap_err(), &words);
