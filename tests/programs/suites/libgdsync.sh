@@ -41,10 +41,6 @@ ranks() {
 programs() {
     local options iterations=100 soon=()
     local sanity=('' -f -m -N) poll_lat=('' '-c -P 4' '-p 4' '-w -m')
-    if [ -n "$release" ]; then
-        echo "they run with what is installed"
-        return
-    fi
     c_libraries gdrapi gdsync-capi
     cuda
     source_of https://github.com/gpudirect/libgdsync f4506e0cba6ecc30ffb6972029fe9b2fae93f867 source

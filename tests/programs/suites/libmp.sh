@@ -44,10 +44,6 @@ ranks() {
 
 programs() {
     local link=ib program count async
-    if [ -n "$release" ]; then
-        echo "they run with what is installed"
-        return
-    fi
     c_libraries gdsync-mp-capi
     cuda
     source_of https://github.com/gpudirect/libmp b53e95b2a03ac4037c4bac2e879ec718256359b1 source

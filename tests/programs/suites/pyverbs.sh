@@ -4,7 +4,7 @@
 # shellcheck disable=SC2034
 packages=(
     /usr/lib/python3/dist-packages/pyverbs/__init__.py:python3-pyverbs
-    /usr/share/doc/rdma-core:rdma-core /etc/libibverbs.d/mlx5.driver:ibverbs-providers
+    /usr/share/doc/rdma-core:rdma-core /etc/libibverbs.d/mlx5.driver:ibverbs-providers ip:iproute2
 )
 patience=${PATIENCE:-300}
 
