@@ -1,5 +1,6 @@
 //! The devices that can be opened: RDMA devices of the machine, and the software HCA.
 
+use std::net::IpAddr;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -9,7 +10,7 @@ use gdsync_device::{Error, Provider as _, Result};
 use gdsync_rdma::direct::Direct;
 use gdsync_rdma::proxy::Proxy;
 use gdsync_rdma::{DeviceConfig, NearGpu, Port, Route, Survey};
-use gdsync_soft::SoftHcaConfig;
+use gdsync_soft::{SoftHcaConfig, tcp_address};
 use rdma_core_sys::verbs::{ibv_context, ibv_pd};
 
 use crate::probe::{probe, self_test, test_gpu_memory};
@@ -17,14 +18,18 @@ use crate::verbs::{Context, Pd};
 
 /// Name of the software HCA.
 const SOFT: &str = "soft0";
+/// Name of the software HCA over TCP, perhaps followed by `:ADDRESS`.
+const TCP: &str = "tcp";
 
-/// A device that can be opened: an RDMA device of the machine, or the software HCA, which always exists.
+/// A device that can be opened: an RDMA device of the machine, or the software HCA, which always exists: `soft0` for processes of
+/// this host, over shared memory, and `tcp` for those of other hosts, over TCP.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device(Kind);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Kind {
     Soft,
+    Tcp { name: String, address: IpAddr },
     Rdma(Box<Survey>),
 }
 
@@ -38,17 +43,26 @@ impl Device {
     /// The device called `name`, else the one that `GDSYNC_DEVICE` names, else the usable one nearest to a GPU, else
     /// `soft0`; a log line says why.
     ///
+    /// `tcp` is the software HCA over TCP, at the address from which this host reaches `MASTER_ADDR`, or else other hosts;
+    /// `tcp:ADDRESS` names the address, or the network interface that has it. It listens there on a port that the system chooses.
+    /// The addresses of its queue pairs hold both: the GID is the IP address, the LID the port.
+    ///
     /// # Errors
-    /// [`Error::NoDevice`] lists the existing devices; [`Error::Library`] if the library that `GDSYNC_LIBIBVERBS` or
+    /// [`Error::NoDevice`] lists the existing devices; [`Error::InvalidArgument`] if `tcp` has no address;
+    /// [`Error::Library`] if the library that `GDSYNC_LIBIBVERBS` or
     /// `GDSYNC_LIBMLX5` names cannot be loaded, except for `soft0`.
     pub fn find(name: Option<&str>) -> Result<Device> {
         let wanted = name.map(str::to_owned).or_else(|| variable("GDSYNC_DEVICE"));
         match wanted {
             Some(wanted) if wanted == SOFT => Ok(Device(Kind::Soft)),
+            Some(name) if name.split(':').next() == Some(TCP) => {
+                let address = tcp_address(name.split_once(':').map(|(_, address)| address))?;
+                Ok(Device(Kind::Tcp { name, address }))
+            }
             Some(wanted) => {
                 gdsync_rdma::check_named()?;
                 let all = Self::list();
-                let available = || all.iter().map(Device::name).collect::<Vec<_>>().join(", ");
+                let available = || all.iter().map(Device::name).chain([TCP]).collect::<Vec<_>>().join(", ");
                 let found = all.iter().find(|device| device.name() == wanted).cloned();
                 found.ok_or_else(|| Error::NoDevice { name: wanted, available: available() })
             }
@@ -81,17 +95,18 @@ impl Device {
         Ok(Device(Kind::Soft))
     }
 
-    /// The device's name, such as `mlx5_0`, or `soft0`.
+    /// The device's name, such as `mlx5_0`, `soft0`, or `tcp:10.1.2.3`.
     pub fn name(&self) -> &str {
         match &self.0 {
             Kind::Soft => SOFT,
+            Kind::Tcp { name, .. } => name,
             Kind::Rdma(survey) => &survey.name,
         }
     }
 
     /// Whether it is the software HCA.
     pub fn is_software(&self) -> bool {
-        self.0 == Kind::Soft
+        matches!(self.0, Kind::Soft | Kind::Tcp { .. })
     }
 
     fn survey(&self) -> Option<&Survey> {
@@ -141,10 +156,13 @@ impl Device {
     /// memory, sockets or a thread.
     pub fn open_with(&self, config: &DeviceConfig) -> Result<Context> {
         match (&self.0, config.route) {
-            (Kind::Soft, Some(route @ (Route::Direct | Route::Proxy))) => {
-                let expected = "soft, the only path of soft0: direct needs an mlx5 card, proxy an RDMA device: name one in \
+            (Kind::Soft | Kind::Tcp { .. }, Some(route @ (Route::Direct | Route::Proxy))) => {
+                let expected = "soft, the only path of soft0 and tcp: direct needs an mlx5 card, proxy an RDMA device: name one in \
                                 GDSYNC_DEVICE, if this machine has one, or no path (unset GDSYNC_PATH)";
                 Err(Error::invalid("the path (GDSYNC_PATH, DeviceConfig::route)", route, expected))
+            }
+            (Kind::Tcp { address, .. }, _) => {
+                Context::soft(&SoftHcaConfig { tcp: Some(*address), ..SoftHcaConfig::from_env()? })
             }
             (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
             (Kind::Rdma(survey), _) => connect(survey, config),

@@ -19,7 +19,7 @@ use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, CommonCall, Exchange, Spawned, table_row, take};
-use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath};
+use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, variable};
 use crate::peer::Peer;
 use crate::registration::Registration;
 use crate::rma_queue::AllRmaQueues;
@@ -225,16 +225,23 @@ impl CommunicatorBuilder {
         resolved: Resolved,
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let context = match &self.0.context {
-            Some(context) => context.clone(),
+        let (context, is_default) = match &self.0.context {
+            Some(context) => (context.clone(), false),
             None => {
                 let config = DeviceConfig { gpu: self.0.queues.gpu.clone(), ..DeviceConfig::from_env()? };
-                Device::find(None)?.open_with(&config)?
+                let is_named = variable("GDSYNC_DEVICE").is_some_and(|name| !name.is_empty());
+                (Device::find(None)?.open_with(&config)?, !is_named && config.route.is_none())
             }
         };
         let Resolved { cache, intra_host, gpu_path } = resolved;
         let wanted = (&intra_host, gpu_path, self.0.queues.gpu.as_ref());
-        let devices = Devices::agree(&context, wanted, self.0.watch, &mut *exchange, deadline.remaining())?;
+        let devices = Devices::agree(
+            (&context, is_default),
+            wanted,
+            self.0.watch,
+            &mut *exchange,
+            deadline.remaining(),
+        )?;
         self.connect(devices, exchange, cache, deadline)
     }
 

@@ -1,5 +1,5 @@
-//! Which device the messages with each rank go through: the RDMA device, or for ranks of the same host the software HCA over
-//! shared memory.
+//! Which device the messages with each rank go through: the RDMA device, without one the software HCA over TCP, or for ranks of the
+//! same host the software HCA over shared memory.
 
 mod probe;
 
@@ -10,8 +10,9 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
+use gdsync::Device;
 use gdsync::cuda::Gpu;
-use gdsync::hca::SoftHcaConfig;
+use gdsync::hca::{SoftHcaConfig, join_job};
 use gdsync::verbs::{Context, Pd, Qp, Staging, TransferPath};
 
 use crate::error::{Error, Result};
@@ -260,21 +261,24 @@ pub(crate) struct Devices {
 type Refusals = Vec<Option<&'static str>>;
 
 impl Devices {
-    /// Decides with the other ranks. All must call it. FIFOs need the watchdog.
+    /// Decides with the other ranks. All must call it. FIFOs need the watchdog. A context that `is_default`, the software HCA over
+    /// shared memory, gives way to one over TCP if ranks are on other hosts.
     ///
     /// # Errors
-    /// Of the exchange, and [`Error::Device`] from a device.
+    /// Of the exchange, [`Error::Bootstrap`] if ranks of other hosts are not reached, and [`Error::Device`] from a device.
     pub(crate) fn agree(
-        context: &Context,
+        (context, is_default): (&Context, bool),
         (wanted, gpu_path, gpu): (&IntraHostPath, GpuPath, Option<&Gpu>),
         has_watchdog: bool,
         exchange: &mut dyn Exchange,
         timeout: Duration,
     ) -> Result<Self> {
+        let is_near = !context.reaches_other_hosts();
+        let may_change = is_default && is_near;
+        let no_device = (is_near && matches!(wanted, IntraHostPath::Soft | IntraHostPath::Queues))
+            .then_some("no RDMA device is used");
         let refusal = match wanted {
-            IntraHostPath::Soft | IntraHostPath::Queues if context.is_software() => {
-                Some("no RDMA device is used")
-            }
+            IntraHostPath::Soft | IntraHostPath::Queues if !may_change => no_device,
             IntraHostPath::Device => Some("this rank asked for it (MP_LOCAL, or the builder)"),
             IntraHostPath::Soft
             | IntraHostPath::Queues
@@ -285,17 +289,30 @@ impl Devices {
         let measures = matches!(wanted, IntraHostPath::Measured);
         let fifo = has_watchdog && matches!(wanted, IntraHostPath::Soft);
         let measures_gpu = gpu_path == GpuPath::Measured && gpu.is_some();
-        let mine = Card { wants: refusal.is_none(), measures, measures_gpu, fifo, host: host() };
-        let cards = read_cards(&exchange.allgather(&mine.to_bytes(), timeout)?)?;
-        let refusals = refusals(exchange.rank(), refusal, &mine, &cards);
+        let (wants, network) = (refusal.is_none(), network(context).to_owned());
+        let secret = u64::from_ne_bytes(gdsync_device::random()?);
+        let mine = Card { wants, measures, measures_gpu, fifo, may_change, secret, network, host: host() };
+        let mut cards = read_cards(&exchange.allgather(&mine.to_bytes(), timeout)?)?;
+        let is_spread = change_networks(&mut cards);
+        let mine = &cards[exchange.rank()];
+        if is_spread {
+            check_networks(&cards)?;
+            join_job(cards[0].secret)?;
+        }
+        let (refusal, main) = match may_change {
+            true if is_spread => (refusal, Device::find(Some("tcp"))?.open()?),
+            _ => (no_device.or(refusal), context.clone()),
+        };
+        let refusals = refusals(exchange.rank(), refusal, mine, &cards);
         let is_needed =
             refusals.iter().enumerate().any(|(rank, why)| why.is_none() && rank != exchange.rank());
         let intra_host = match wanted {
             _ if !is_needed => None,
             IntraHostPath::Through(context) => Some(DeviceDomain::new(context.clone())?),
+            _ if may_change => Some(DeviceDomain::new(context.clone())?),
             _ => Some(DeviceDomain::new(Context::soft(&SoftHcaConfig::from_env()?)?)?),
         };
-        let main = DeviceDomain::new(context.clone())?;
+        let main = DeviceDomain::new(main)?;
         intra_host.iter().chain([&main]).for_each(|device| gpu_path.apply(&device.context));
         let costs = match cards.iter().any(|card| card.measures) {
             true => {
@@ -313,6 +330,9 @@ impl Devices {
                 (Some(_), None, Some(costs)) => (&main, costs.reason().into()),
                 (Some(near), None, None) => (near, "the rank is on this host".into()),
                 (None, None, _) => (&main, "no other rank is on this host".into()),
+                (_, Some(why), _) if *why == ELSEWHERE && main.context.is_software() => {
+                    (&main, format!("{why}, and no RDMA device is used").into())
+                }
                 (_, Some(why), _) => (&main, (*why).into()),
             };
             let is_intra_host = intra_host.as_ref().is_some_and(|near| std::ptr::eq(device, near));
@@ -323,11 +343,11 @@ impl Devices {
         let intra_host = intra_host.filter(|_| paths.iter().any(PeerPath::is_intra_host));
         if cards.iter().any(|card| card.measures_gpu) {
             // Ranks of a host are all reached alike, or do not measure.
-            let pair = gpu_pair(&mine, &cards)
+            let pair = gpu_pair(mine, &cards)
                 .filter(|[first, second]| paths[*first].is_intra_host == paths[*second].is_intra_host);
             let is_intra_host = pair.is_some_and(|[first, _]| paths[first].is_intra_host);
             let device = intra_host.as_ref().filter(|_| is_intra_host).unwrap_or(&main);
-            let pair = pair.filter(|_| mine.measures_gpu && device.context.is_software());
+            let pair = pair.filter(|_| mine.measures_gpu && !device.context.reaches_other_hosts());
             probe::compare_gpu_paths(
                 pair,
                 (&device.context, &device.pd),
@@ -337,7 +357,7 @@ impl Devices {
             )?;
         }
         let is_beside = |(peer, theirs): (usize, &Card)| {
-            let is_here = peer != exchange.rank() && theirs.shares_memory_with(&mine);
+            let is_here = peer != exchange.rank() && theirs.shares_memory_with(mine);
             mine.fifo && theirs.fifo && is_here
         };
         let wanted: Vec<_> = cards.iter().enumerate().map(is_beside).collect();
@@ -388,26 +408,87 @@ struct Card {
     measures_gpu: bool,
     /// It would use FIFOs.
     fifo: bool,
+    /// It takes TCP in place of its device if ranks are on other hosts.
+    may_change: bool,
+    /// Random; that of rank 0 is the secret of a job that has none.
+    secret: u64,
+    /// Its [`network`].
+    network: String,
     /// Its [`host`].
     host: Vec<u8>,
 }
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        let flags = [self.wants, self.measures, self.measures_gpu, self.fifo];
-        [&flags.map(u8::from), &self.host[..]].concat()
+        let flags = [self.wants, self.measures, self.measures_gpu, self.fifo, self.may_change];
+        let len = u8::try_from(self.network.len()).expect("a few words");
+        let secret = self.secret.to_be_bytes();
+        [&flags.map(u8::from)[..], &[len], &secret, self.network.as_bytes(), &self.host].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (flags, host) = bytes.split_first_chunk()?;
-        let [wants, measures, measures_gpu, fifo] = flags.map(|flag| flag != 0);
-        Some(Self { wants, measures, measures_gpu, fifo, host: host.to_vec() })
+        let (&[ref flags @ .., len], rest) = bytes.split_first_chunk::<6>()?;
+        let flags: [u8; 5] = *flags;
+        let [wants, measures, measures_gpu, fifo, may_change] = flags.map(|flag| flag != 0);
+        let (secret, rest) = rest.split_first_chunk()?;
+        let secret = u64::from_be_bytes(*secret);
+        let (network, host) = rest.split_at_checked(len.into())?;
+        let network = String::from_utf8(network.to_vec()).ok()?;
+        Some(Self { wants, measures, measures_gpu, fifo, may_change, secret, network, host: host.to_vec() })
     }
 
     fn shares_memory_with(&self, other: &Self) -> bool {
         !self.host.is_empty() && self.host == other.host
     }
 }
+
+/// Over shared memory, by software.
+const SHARED_MEMORY: &str = "the software HCA over shared memory (soft0)";
+/// Over TCP, by software.
+const TCP: &str = "the software HCA over TCP (tcp)";
+
+/// What carries the messages of a device: ranks of other hosts must have the same.
+fn network(context: &Context) -> &'static str {
+    match (context.is_software(), context.reaches_other_hosts()) {
+        (false, _) => "an RDMA device",
+        (true, false) => SHARED_MEMORY,
+        (true, true) => TCP,
+    }
+}
+
+/// Whether ranks are on different hosts. Those that may change take TCP then, and without it no intra-host device.
+fn change_networks(cards: &mut [Card]) -> bool {
+    let mut known = cards.iter().filter(|card| !card.host.is_empty());
+    let is_spread = known.next().is_some_and(|first| known.any(|card| card.host != first.host));
+    for card in cards.iter_mut().filter(|card| card.may_change) {
+        if is_spread {
+            TCP.clone_into(&mut card.network);
+        } else {
+            card.wants = false;
+        }
+    }
+    is_spread
+}
+
+/// Checks that ranks of different hosts have one network, which leaves the host. All ranks come to the same answer.
+fn check_networks(cards: &[Card]) -> Result<()> {
+    let mut known = cards.iter().enumerate().filter(|(_, card)| !card.host.is_empty());
+    let Some((first, one)) = known.next() else { return Ok(()) };
+    let Some((rank, other)) =
+        known.find(|(_, card)| card.network != one.network || card.network == SHARED_MEMORY)
+    else {
+        return Ok(());
+    };
+    let what = format!(
+        "it uses {}, rank {first} {}, and they are on different hosts, or others are",
+        other.network, one.network
+    );
+    let fix = "let all ranks use RDMA devices, or GDSYNC_DEVICE=tcp; `gdasync doctor` says what a host has";
+    Err(Error::bootstrap(format!("rank {rank}"), what, fix))
+}
+
+/// Why a rank is not reached through the intra-host device.
+const ELSEWHERE: &str = "the rank is on another host";
 
 fn read_cards(cards: &[Vec<u8>]) -> Result<Vec<Card>> {
     let read = |(peer, card): (usize, &Vec<u8>)| {
@@ -424,7 +505,7 @@ fn refusals(rank: usize, own: Option<&'static str>, mine: &Card, cards: &[Card])
     let refusal = |(peer, theirs): (usize, &Card)| {
         let is_here = peer == rank || theirs.shares_memory_with(mine);
         match own {
-            _ if !is_here => Some("the rank is on another host"),
+            _ if !is_here => Some(ELSEWHERE),
             Some(why) => Some(why),
             None if !theirs.wants => Some("the other rank asked for it"),
             None => None,
@@ -470,6 +551,9 @@ mod tests {
             measures: host == "a",
             measures_gpu: host == "b",
             fifo: false,
+            may_change: false,
+            secret: 1,
+            network: SHARED_MEMORY.into(),
             host: host.into(),
         };
         let cards = [
@@ -494,6 +578,40 @@ mod tests {
         assert_eq!([0, 1, 3, 4].map(pair), [Some([0, 1]), Some([0, 1]), None, None]);
         assert_eq!(read_cards(&bytes).unwrap(), cards);
         assert!(read_cards(&[vec![1]]).is_err());
+    }
+
+    #[test]
+    fn ranks_of_other_hosts_have_the_same_network() {
+        let card = |may_change, network: &str, host: &str| Card {
+            wants: true,
+            measures: false,
+            measures_gpu: false,
+            fifo: false,
+            may_change,
+            secret: 2,
+            network: network.into(),
+            host: host.into(),
+        };
+        let rdma = "an RDMA device";
+        let decide = |mut cards: Vec<Card>| {
+            let is_spread = change_networks(&mut cards);
+            (is_spread, check_networks(&cards).map_err(|error| error.to_string()), cards)
+        };
+        let near = decide(vec![card(true, SHARED_MEMORY, "a"), card(true, SHARED_MEMORY, "a")]);
+        assert!(!near.0 && near.2.iter().all(|card| !card.wants), "one host stays as it was");
+        assert!(!decide(vec![card(true, SHARED_MEMORY, "a"), card(false, SHARED_MEMORY, "")]).0, "not known");
+        let far = decide(vec![card(true, SHARED_MEMORY, "a"), card(true, SHARED_MEMORY, "b")]);
+        assert!(far.0 && far.1.is_ok() && far.2.iter().all(|card| card.network == TCP && card.wants));
+        let named =
+            decide(vec![card(false, TCP, "a"), card(true, SHARED_MEMORY, "b"), card(false, TCP, "a")]);
+        assert!(named.0 && named.1.is_ok());
+        for (first, second) in [(TCP, rdma), (rdma, SHARED_MEMORY), (SHARED_MEMORY, SHARED_MEMORY)] {
+            let error = decide(vec![card(false, first, "a"), card(false, second, "b")]).1.unwrap_err();
+            assert!(
+                [first, second, "rank 1", "GDSYNC_DEVICE=tcp"].iter().all(|part| error.contains(part)),
+                "{error}"
+            );
+        }
     }
 
     #[test]
@@ -530,7 +648,10 @@ mod tests {
 
     #[test]
     fn processes_are_on_their_own_host() {
-        let card = |host| Card { wants: true, measures: false, measures_gpu: false, fifo: false, host };
+        let card = |host| {
+            let [wants, measures, measures_gpu, fifo, may_change] = [false; 5];
+            Card { wants, measures, measures_gpu, fifo, may_change, secret: 1, network: TCP.into(), host }
+        };
         let (here, elsewhere) = (card(host()), card([&host()[..], b"!"].concat()));
         assert!(here.shares_memory_with(&card(host())), "{here:?}");
         assert!(!here.shares_memory_with(&elsewhere));

@@ -84,6 +84,7 @@ fn healthy(tree: &Tree) -> Machine {
             gpu: Some(Ok(GPUS[0].into())),
             device: Some(Ok("mlx5_0".into())),
             route: Some(Ok(Route::Direct)),
+            tcp: Some(Ok("10.1.2.3".into())),
             wire: "RoCE v2".into(),
             not_direct: None,
         }),

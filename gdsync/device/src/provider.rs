@@ -107,6 +107,10 @@ pub trait Provider: Send + Sync + fmt::Debug {
     fn is_software(&self) -> bool {
         false
     }
+    /// Whether peers may be on other hosts.
+    fn reaches_other_hosts(&self) -> bool {
+        !self.is_software()
+    }
     /// The GID of its port.
     fn gid(&self) -> Gid;
     /// The address of a queue pair of this device, for peers.

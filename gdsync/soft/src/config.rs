@@ -1,5 +1,6 @@
 //! Configuration of a software HCA.
 
+use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 
@@ -32,6 +33,9 @@ pub struct SoftHcaConfig {
     pub copy_engine: Option<Arc<dyn CopyEngine>>,
     /// The GID, which no other HCA of the host may have; a random one by default.
     pub gid: Option<Gid>,
+    /// Links go over TCP from this address of the machine, also to other hosts; see [`tcp_address`](crate::tcp_address). `None`, the
+    /// default: through shared memory.
+    pub tcp: Option<IpAddr>,
 }
 
 impl Default for SoftHcaConfig {
@@ -46,6 +50,7 @@ impl Default for SoftHcaConfig {
             max_regions: MAX_REGIONS,
             copy_engine: None,
             gid: None,
+            tcp: None,
         }
     }
 }

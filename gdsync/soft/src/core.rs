@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use super::config::SoftHcaConfig;
 use super::keys::Keys;
-use super::links::{Body, Links};
+use super::links::Links;
 use super::packet::{Header, PacketOp};
 use super::qp::{Env, SoftQp, UNLINKED};
-use super::wire::{LinkEnds, RxRing};
+use super::wire::{Body, Ends, Peer, Rx, Sockets};
 use crate::async_event::{AsyncEventQueue, AsyncEvents};
 use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
@@ -20,7 +20,7 @@ use gdsync_device::engine::{Cqs, Progress, WatchedDoorbells};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{DoorbellSet, GpuNudge, MAX_QPS};
-use gdsync_device::{FaultPlan, Faults, Gid, HcaStats, QpState, Shuffle, TransferPath};
+use gdsync_device::{FaultPlan, Faults, HcaStats, QpState, Shuffle, TransferPath};
 
 /// Maximum packets per link and step.
 const BURST: usize = 64;
@@ -28,6 +28,8 @@ const BURST: usize = 64;
 const ROUNDS: usize = 8;
 /// Steps between clock reads.
 const STEPS: u32 = 64;
+/// Up to this many sockets are read without asking the kernel which are ready.
+const FEW_SOCKETS: u32 = 2;
 /// Interval between timer checks.
 const TICK: Duration = Duration::from_micros(20);
 /// Smallest QPN. Lower ones are reserved, and small numbers would hide byte-order mistakes.
@@ -60,7 +62,9 @@ pub(crate) struct Core {
     copied: Option<Instant>,
     links: Links,
     /// Receiving ends of the links, by link index.
-    rings: Vec<Option<RxRing>>,
+    rx: Vec<Option<Rx>>,
+    /// Sockets of links over TCP.
+    sockets: Option<Arc<Sockets>>,
     /// Boxed, so that taking one out to work on it is cheap.
     qps: Vec<Slot>,
     /// Indices of queue pairs with work or timers.
@@ -114,14 +118,15 @@ impl QpNumbers {
 
 impl Core {
     pub(crate) fn new(
-        loopback: LinkEnds,
+        loopback: Ends,
+        sockets: Option<Arc<Sockets>>,
         config: &SoftHcaConfig,
         copy_engine: Arc<dyn CopyEngine>,
         async_events: Option<Arc<dyn AsyncEvents>>,
         qpns: QpNumbers,
     ) -> Result<Self> {
         let mut links = Links::default();
-        let rings = vec![Some(links.add(loopback).1)];
+        let rx = vec![Some(links.add(loopback).1)];
         Ok(Self {
             #[cfg(test)]
             panics: false,
@@ -139,7 +144,8 @@ impl Core {
             cma: config.cma,
             copied: None,
             links,
-            rings,
+            rx,
+            sockets,
             qps: Vec::new(),
             active: Vec::new(),
             watched: WatchedDoorbells::default(),
@@ -225,18 +231,24 @@ impl Core {
         qp
     }
 
-    /// Runs `work` on queue pair `qpn`.
+    /// Runs `work` on queue pair `qpn`, and has its packets delivered: no step may follow.
     pub(crate) fn with_qp<T>(
         &mut self,
         qpn: u32,
         work: impl FnOnce(&mut SoftQp, &mut Env<'_>) -> T,
     ) -> Option<T> {
         let i = self.find(qpn)?;
-        self.with(i, work)
+        let result = self.with(i, work);
+        self.links.ring();
+        result
     }
 
     fn ring_index(&mut self, index: usize) {
         self.with(index, |qp, env| {
+            // One write to a socket takes both; a reply would overtake them otherwise.
+            if !env.links.takes_references(qp.link) {
+                qp.send_responses(env);
+            }
             qp.take_doorbell(env);
             qp.advance(env);
         });
@@ -265,13 +277,13 @@ impl Core {
     /// Number of links including the loopback, and of link slots, for tests.
     #[cfg(test)]
     pub(super) fn count_links(&self) -> (usize, usize) {
-        (self.rings.iter().flatten().count(), self.rings.len())
+        (self.rx.iter().flatten().count(), self.rx.len())
     }
 
     /// Index of the newest link, for tests.
     #[cfg(test)]
     pub(super) fn newest_link(&self) -> usize {
-        self.rings.len() - 1
+        self.rx.len() - 1
     }
 
     /// Whether the peer of a link is gone and that has not been handled, for tests.
@@ -281,28 +293,30 @@ impl Core {
     }
 
     /// Index of a live link to `peer`.
-    pub(crate) fn link_to(&self, peer: Gid) -> Option<usize> {
+    pub(crate) fn link_to(&self, peer: Peer) -> Option<usize> {
         self.links.find(peer)
     }
 
     /// Adds a link and its hint for threads that do not hold the lock. Datagrams that wait for it are sent, and queue pairs
     /// go on.
-    pub(crate) fn add_link(&mut self, ends: LinkEnds, rx_hints: &RxHints) -> usize {
-        let peer = ends.peer;
-        let (link, ring) = self.links.add(ends);
-        if let Some((number, hint)) = ring.hint() {
+    pub(crate) fn add_link(&mut self, ends: Ends, rx_hints: &RxHints) -> usize {
+        let peer = ends.peer();
+        let (link, rx) = self.links.add(ends);
+        if let Rx::Memory(ring) = &rx
+            && let Some((number, hint)) = ring.hint()
+        {
             rx_hints.add(number, hint);
         }
-        self.rings.resize_with(self.rings.len().max(link + 1), || None);
-        self.rings[link] = Some(ring);
-        for (packet, number) in self.peers.take_waiting(peer) {
+        self.rx.resize_with(self.rx.len().max(link + 1), || None);
+        self.rx[link] = Some(rx);
+        for (packet, number) in self.peers.take_waiting(peer.gid) {
             let (header, faults, stats) = (&packet.header, &mut self.faults, &mut self.stats);
             let sent = self.links.send(link, header, &packet.body, &[], number, faults, stats);
             sent.expect("only pieces cannot be read");
         }
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
-                if qp.link == UNLINKED && qp.remote.is_some_and(|remote| remote.gid == peer) {
+                if qp.link == UNLINKED && qp.peer == Some(peer) {
                     qp.link = link;
                     qp.advance(env);
                 }
@@ -314,11 +328,11 @@ impl Core {
 
     /// Frees dead links over which no queue pair is connected.
     pub(crate) fn drop_dead_links(&mut self) {
-        for link in 0..self.rings.len() {
+        for link in 0..self.rx.len() {
             let is_used = || self.qps.iter().filter_map(|slot| slot.qp.as_ref()).any(|qp| qp.uses(link));
             if self.links.is_left_over(link) && !is_used() {
                 self.links.remove(link);
-                self.rings[link] = None;
+                self.rx[link] = None;
             }
         }
     }
@@ -342,16 +356,16 @@ impl Core {
 
     /// Whether a packet of this peer waits. Packets sent before the peer died are still processed. There are two links
     /// to a peer if both sides connected at once.
-    fn has_packet_of(&mut self, peer: Option<Gid>) -> bool {
+    fn has_packet_of(&mut self, peer: Option<Peer>) -> bool {
         let links = &self.links;
-        let mut rings = self.rings.iter_mut().enumerate().filter_map(|(l, ring)| Some((l, ring.as_mut()?)));
-        rings.any(|(l, ring)| links.peer(l) == peer && !links.is_down(l) && ring.has_record())
+        let mut ends = self.rx.iter_mut().enumerate().filter_map(|(l, rx)| Some((l, rx.as_mut()?)));
+        ends.any(|(l, rx)| links.peer(l) == peer && !links.is_down(l) && rx.has_packet())
     }
 
     /// Whether a timeout has passed, but packets of the peer wait: this HCA had no time of a processor to take them.
     fn may_be_answered(&mut self, index: usize, now: Instant) -> bool {
         let qp = self.qps[index].qp.as_ref().filter(|qp| qp.req.is_late(now));
-        let peer = qp.and_then(|qp| qp.remote).map(|remote| remote.gid);
+        let peer = qp.and_then(|qp| qp.peer);
         peer.is_some() && self.has_packet_of(peer)
     }
 
@@ -374,40 +388,57 @@ impl Core {
         if self.links.is_down(link) {
             return false;
         }
-        let mut any = false;
+        // Taken out, because the queue pairs borrow the rest of `self`.
+        let Some(mut rx) = self.rx[link].take() else { return false };
+        let (mut any, mut is_corrupt) = (false, false);
         for _ in 0..BURST {
-            let Some(ring) = self.rings[link].as_mut() else { break };
-            let record = match ring.peek() {
-                Ok(Some(record)) => record,
+            let packet = match rx.peek() {
+                Ok(Some(packet)) => packet,
                 Ok(None) => {
                     // Once the responses have left, which is at the beginning of the next step.
                     if !any || self.active.is_empty() {
-                        ring.publish();
+                        rx.publish();
                     }
                     self.links.count_received(link, false);
                     break;
                 }
                 Err(error) => {
                     tracing::error!(%error, "software HCA: link taken down");
-                    self.handle_peer_death(link);
+                    is_corrupt = true;
                     break;
                 }
             };
             any = true;
             self.links.count_received(link, true);
             self.stats.packets_received += 1;
-            let header = Header::from_bytes(&record.header);
-            // Taken out, because the queue pair borrows the rest of `self`.
-            let Some(mut ring) = self.rings[link].take() else { break };
+            let header = Header::from_bytes(packet.header());
             if !self.faults.is_dead() {
-                self.dispatch(link, &header, &Body { ring: &ring, record: &record, link });
+                self.dispatch(link, &header, &rx.body(&packet, link));
             }
-            if ring.pop(record) {
+            if rx.pop(packet) {
                 self.links.notify_one(link);
             }
-            self.rings[link] = Some(ring);
+        }
+        self.rx[link] = Some(rx);
+        if is_corrupt {
+            self.handle_peer_death(link);
         }
         any
+    }
+
+    /// Finds out which sockets have packets.
+    fn look_at_sockets(&mut self) {
+        let Some(sockets) = self.sockets.as_deref().filter(|sockets| sockets.links() > 0) else { return };
+        let look = |rx: Option<&mut Option<Rx>>| {
+            if let Some(Some(Rx::Tcp(rx))) = rx {
+                rx.set_ready();
+            }
+        };
+        if sockets.links() > FEW_SOCKETS {
+            sockets.take_ready(|link| look(self.rx.get_mut(link)));
+        } else {
+            self.rx.iter_mut().for_each(|rx| look(Some(rx)));
+        }
     }
 
     fn dispatch(&mut self, link: usize, header: &Header, body: &Body<'_>) {
@@ -418,7 +449,7 @@ impl Core {
                     return qp.handle_datagram(header, body, env);
                 }
                 // Drop packets of any but the connected queue pair.
-                let from = qp.remote.is_some_and(|r| r.qpn == header.src && Some(r.gid) == peer);
+                let from = qp.peer == peer && qp.remote.is_some_and(|r| r.qpn == header.src);
                 if from && header.is_response() {
                     qp.handle_response(header, body, env);
                     qp.advance(env);
@@ -445,7 +476,7 @@ impl Core {
         let is_card = self.async_events.has_listener();
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
-                let lost = qp.link == link || qp.remote.map(|r| r.gid) == peer;
+                let lost = qp.link == link || qp.peer == peer;
                 if lost && (!is_card || qp.is_copying()) && matches!(qp.state, QpState::RTR | QpState::RTS) {
                     qp.lose_peer(env);
                 }
@@ -484,7 +515,8 @@ impl Progress for Core {
                 self.active.swap_remove(at);
             }
         }
-        for link in 0..self.rings.len() {
+        self.look_at_sockets();
+        for link in 0..self.rx.len() {
             worked |= self.receive(link);
         }
         for at in 0..self.active.len() {
@@ -506,8 +538,7 @@ impl Progress for Core {
                 self.tick(now);
             }
         }
-        self.links.ring();
-        worked
+        worked | self.links.ring()
     }
 
     // Run to completion, in case the peer is on this HCA: its state is in this core's cache.
@@ -536,8 +567,10 @@ impl Progress for Core {
                 self.with(i, |qp, env| qp.tick(now, env));
             }
         }
-        for link in 0..self.rings.len() {
-            if self.links.is_newly_dead(link) && !self.has_packet_of(self.links.peer(link)) {
+        for link in 0..self.rx.len() {
+            let may_have_packets =
+                |core: &mut Self| core.links.end_others(link) || core.has_packet_of(core.links.peer(link));
+            if self.links.is_newly_dead(link) && !may_have_packets(self) {
                 self.handle_peer_death(link);
             }
         }
@@ -561,8 +594,8 @@ impl Progress for Core {
 
     fn has_arrivals(&mut self) -> bool {
         let links = &self.links;
-        let mut rings = self.rings.iter_mut().enumerate().filter_map(|(l, ring)| Some((l, ring.as_mut()?)));
-        rings.any(|(l, ring)| links.is_newly_dead(l) || !links.is_down(l) && ring.has_record())
+        let mut ends = self.rx.iter_mut().enumerate().filter_map(|(l, rx)| Some((l, rx.as_mut()?)));
+        ends.any(|(l, rx)| links.is_newly_dead(l) || !links.is_down(l) && rx.has_packet())
     }
 
     fn is_watching(&self) -> bool {

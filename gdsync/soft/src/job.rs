@@ -24,7 +24,18 @@ pub fn job_secret() -> Result<u64> {
     Ok(*DRAWN.get_or_init(|| drawn))
 }
 
-/// The same, without drawing one.
+/// Makes this process part of the job with this secret, unless it is part of one.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] as [`job_secret`].
+pub fn join_job(secret: u64) -> Result<()> {
+    if current()?.is_none() {
+        DRAWN.get_or_init(|| secret);
+    }
+    Ok(())
+}
+
+/// The secret of this process's job, if it is part of one.
 pub(crate) fn current() -> Result<Option<u64>> {
     if let Some(drawn) = DRAWN.get() {
         return Ok(Some(*drawn));

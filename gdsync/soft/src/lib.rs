@@ -47,7 +47,7 @@
 //! | payload | path |
 //! |---|---|
 //! | up to 4 KiB, or from host memory | packets; the CPU reads and writes through the mapping |
-//! | host to host, 64 KiB and more: messages of one buffer, READs | cross-memory attach (CMA): the CPU of the receiver, or of the
+//! | host to host over shared memory, 64 KiB and more: messages of one buffer, READs | cross-memory attach (CMA): the CPU of the receiver, or of the
 //! requester of the READ, reads the other process, see below |
 //! | from GPU memory, [`SoftHcaConfig::by_reference`] bytes and more, one buffer | by reference: one packet names the payload, a
 //! copy engine of the receiver's GPU fetches it, over NVLink or through CUDA IPC (GPUDirect v2) |
@@ -91,6 +91,15 @@
 //! network namespace and belong to one job ([`job_secret`]). When a process dies, its links report it at once: outstanding sends
 //! fail with a retry error, everything else is flushed. (A card runs into its timeouts; so does this HCA when a peer is only
 //! silent.) A dead link is freed when no queue pair is connected over it.
+//!
+//! # Other hosts
+//!
+//! With [`SoftHcaConfig::tcp`] links are TCP connections, also inside the host. The GID is the IP address that the HCA listens at,
+//! the LID of its queue pairs' addresses the port. Packets are the same, as frames of the byte stream; references are not sent and
+//! not followed, so payload in GPU memory is read through its mapping or staged. What a step sends leaves by one call of the socket, an
+//! acknowledgement with the reply. Packets on their way use up no retry: TCP repeats them. It also tells the end of a peer's
+//! process, and after 3.5 s without any answer, or without room at the peer, the end of the link. A listener greets whoever
+//! connects; both sides prove that they know the [`job_secret`].
 
 mod async_event;
 mod card;
@@ -110,6 +119,7 @@ mod wire;
 pub use async_event::{AsyncEvent, AsyncEvents};
 pub use card::{BlockedSignals, Card, CardCq, CardDoorbell, CardQp, CardSrq, CardTransport};
 pub use config::{CmaPolicy, SoftHcaConfig};
-pub use job::job_secret;
+pub use job::{job_secret, join_job};
 pub use network::Network;
 pub use soft::SoftHca;
+pub use wire::tcp_address;

@@ -4,12 +4,12 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::packet::{self, Header};
-use super::wire::{EventCount, LinkEnds, MAX_RECORDS, PeerSocket, Piece, PushError, Record, RxRing, TxRing};
+use super::wire::{Ends, MAX_RECORDS, Peer, Piece, PushError, Rx, Tx};
 use crate::packet::Reference;
 use gdsync_device::copy_engine::ProcessId;
 use gdsync_device::error::Result;
-use gdsync_device::memory::{Memory, Process};
-use gdsync_device::{Fate, Faults, Gid, HcaStats};
+use gdsync_device::memory::Process;
+use gdsync_device::{Fate, Faults, HcaStats};
 use mlx5_ring::Syndrome;
 
 /// How long the ring of a link may be full before its peer counts as silent.
@@ -23,16 +23,14 @@ pub(crate) struct Links(Vec<Option<Link>>);
 
 #[derive(Debug)]
 struct Link {
-    peer: Gid,
-    tx: TxRing,
-    event: EventCount,
-    socket: PeerSocket,
+    peer: Peer,
+    tx: Tx,
     /// The ring is corrupt; nothing more is sent.
     broken: bool,
     /// The corruption or the peer's death has been handled.
     down: bool,
-    /// Packets were pushed since the peer was last notified.
-    needs_notify: bool,
+    /// Packets were pushed that the peer does not know of, or that wait for a socket.
+    undelivered: bool,
     /// Packets received. Each time that the receive ring is seen empty, it grows by a full ring of packets.
     drained: u64,
     /// Process of the peer, once it has sent references.
@@ -82,41 +80,6 @@ struct Delayed {
     until: Option<Instant>,
 }
 
-/// Body of a received packet, still in the ring.
-#[derive(Debug)]
-pub(crate) struct Body<'a> {
-    pub(crate) ring: &'a RxRing,
-    pub(crate) record: &'a Record,
-    /// Index of the link.
-    pub(crate) link: usize,
-}
-
-impl Body<'_> {
-    pub(crate) fn len(&self) -> usize {
-        self.record.body_len
-    }
-
-    /// Copies a part.
-    ///
-    /// # Errors
-    /// As [`Memory::copy_from`].
-    pub(crate) fn copy_to(&self, at: usize, memory: &Memory, offset: usize, len: usize) -> Result<()> {
-        self.ring.copy_body_to(self.record, at, memory, offset, len)
-    }
-
-    /// `N` bytes at offset `at`.
-    pub(crate) fn array<const N: usize>(&self, at: usize) -> Option<[u8; N]> {
-        let mut bytes = [0; N];
-        self.ring.read_body(self.record, at, &mut bytes).ok()?;
-        Some(bytes)
-    }
-
-    /// The `i`-th little-endian 64-bit word.
-    pub(crate) fn word(&self, i: usize) -> Option<u64> {
-        self.array(8 * i).map(u64::from_le_bytes)
-    }
-}
-
 impl Links {
     fn get(&self, index: usize) -> Option<&Link> {
         self.0.get(index)?.as_ref()
@@ -127,17 +90,18 @@ impl Links {
     }
 
     /// Adds a link. Returns its index and receiving end.
-    pub(crate) fn add(&mut self, ends: LinkEnds) -> (usize, RxRing) {
-        let LinkEnds { peer, tx, rx, event, socket } = ends;
-        let pid = socket.pid();
+    pub(crate) fn add(&mut self, ends: Ends) -> (usize, Rx) {
+        let peer = ends.peer();
+        let (mut tx, rx) = ends.split();
+        let pid = tx.pid();
+        let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
+        tx.begin(index);
         let link = Some(Link {
             peer,
             tx,
-            event,
-            socket,
             broken: false,
             down: false,
-            needs_notify: false,
+            undelivered: false,
             drained: 0,
             process: None,
             pid,
@@ -145,7 +109,6 @@ impl Links {
             delayed: VecDeque::new(),
             full_since: None,
         });
-        let index = self.0.iter().position(Option::is_none).unwrap_or(self.0.len());
         match self.0.get_mut(index) {
             Some(slot) => *slot = link,
             None => self.0.push(link),
@@ -165,26 +128,39 @@ impl Links {
         self.get(index).and_then(|link| link.full_since).is_some_and(|since| since.elapsed() >= STALL)
     }
 
+    /// Whether packets to this peer may name memory in place of payload.
+    pub(crate) fn takes_references(&self, index: usize) -> bool {
+        self.get(index).is_none_or(|link| link.tx.takes_references())
+    }
+
     /// Whether the peer has not handled all packets that were sent to it, though its process lives and is not stopped, unless that
-    /// `may_be_stopped`.
+    /// `may_be_stopped`. Over TCP: whether its system has not received them, which TCP repeats, until it reports the end of the link.
     pub(crate) fn awaits_processor(&self, index: usize, may_be_stopped: bool) -> bool {
-        let runs = |link: &Link| may_be_stopped || link.pid.is_some_and(may_run);
+        let runs =
+            |link: &Link| may_be_stopped || !link.tx.takes_references() || link.pid.is_some_and(may_run);
         self.get(index).is_some_and(|l| !l.down && !l.is_lost() && !l.tx.is_drained() && runs(l))
     }
 
     /// Index of a live link to `peer`.
-    pub(crate) fn find(&self, peer: Gid) -> Option<usize> {
+    pub(crate) fn find(&self, peer: Peer) -> Option<usize> {
         let leads_there = |l: &Link| l.peer == peer && !l.down && !l.is_lost();
         self.0.iter().position(|link| link.as_ref().is_some_and(leads_there))
     }
 
-    pub(crate) fn peer(&self, index: usize) -> Option<Gid> {
+    pub(crate) fn peer(&self, index: usize) -> Option<Peer> {
         self.get(index).map(|l| l.peer)
     }
 
     /// Whether the peer died or the ring is corrupt, and that has not been handled.
     pub(crate) fn is_newly_dead(&self, index: usize) -> bool {
         self.get(index).is_some_and(|l| !l.down && l.is_lost())
+    }
+
+    /// Ends the other links to the peer of a link. Returns whether its last packets may still come over one of them.
+    pub(crate) fn end_others(&mut self, index: usize) -> bool {
+        let peer = self.peer(index);
+        let others = self.0.iter_mut().flatten().filter(|link| Some(link.peer) == peer && !link.down);
+        others.map(|link| link.tx.end()).filter(|comes| *comes).count() > 0
     }
 
     /// Whether a link is unusable.
@@ -309,19 +285,20 @@ impl Links {
         self.get(index).map_or(0, |l| l.drained)
     }
 
-    /// Notifies peers of pushed packets.
-    pub(crate) fn ring(&mut self) {
-        for link in self.0.iter_mut().flatten() {
-            if std::mem::take(&mut link.needs_notify) {
-                link.event.notify();
-            }
+    /// Has pushed packets delivered. Returns whether a link that was full may have room.
+    pub(crate) fn ring(&mut self) -> bool {
+        let mut has_room = false;
+        for link in self.0.iter_mut().flatten().filter(|link| link.undelivered) {
+            link.undelivered = !link.tx.deliver();
+            has_room |= !link.undelivered && link.full_since.is_some();
         }
+        has_room
     }
 
     /// Notifies the peer of a link that its ring has room.
     pub(crate) fn notify_one(&self, index: usize) {
         if let Some(link) = self.get(index) {
-            link.event.notify();
+            link.tx.notify();
         }
     }
 
@@ -344,7 +321,7 @@ impl Links {
 
 impl Link {
     fn is_lost(&self) -> bool {
-        self.broken || !self.socket.is_alive()
+        self.broken || !self.tx.is_alive()
     }
 
     /// # Errors
@@ -352,7 +329,7 @@ impl Link {
     fn push(&mut self, header: &Header, ext: &[u8], pieces: &[Piece<'_>]) -> Result<bool> {
         match self.tx.try_push(&header.to_bytes(), ext, pieces) {
             Ok(sent) => {
-                self.needs_notify |= sent;
+                self.undelivered |= sent;
                 self.full_since = if sent { None } else { self.full_since.or_else(|| Some(Instant::now())) };
                 Ok(sent)
             }
@@ -393,7 +370,13 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
-    use crate::wire::Port;
+    use crate::wire::{Event, EventCount, loopback};
+    use gdsync_device::Gid;
+
+    fn own() -> Ends {
+        let event = Event::Memory(EventCount::create().unwrap());
+        loopback(Peer::near(Gid([1; 16])), event).unwrap()
+    }
 
     #[test]
     fn a_process_may_run_until_it_is_stopped_or_ends() {
@@ -418,9 +401,8 @@ mod tests {
 
     #[test]
     fn a_peer_that_takes_nothing_is_silent_until_it_takes_a_packet() {
-        let port = Port::open(Gid::random().unwrap(), EventCount::create().unwrap(), false).unwrap();
         let mut links = Links::default();
-        let (link, mut ring) = links.add(port.loopback().unwrap());
+        let (link, mut rx) = links.add(own());
         let header = Header::new(packet::PacketOp::DATAGRAM, 1, 2, 3);
         let push = |links: &mut Links| links.get_mut(link).unwrap().push_bytes(&header, &[0; 1000]);
         while push(&mut links) {
@@ -431,8 +413,8 @@ mod tests {
             assert!(start.elapsed() < Duration::from_secs(20), "it is full");
             assert!(!push(&mut links));
         }
-        while let Some(record) = ring.peek().unwrap() {
-            ring.pop(record);
+        while let Some(packet) = rx.peek().unwrap() {
+            rx.pop(packet);
         }
         assert!(links.is_stalled(link), "nothing was sent since");
         assert!(push(&mut links) && !links.is_stalled(link));
@@ -440,10 +422,8 @@ mod tests {
 
     #[test]
     fn a_link_has_drained_when_it_was_seen_empty_or_after_a_full_ring_of_packets() {
-        let event = EventCount::create().unwrap();
-        let port = Port::open(Gid::random().unwrap(), event, false).unwrap();
         let mut links = Links::default();
-        let (link, _ring) = links.add(port.loopback().unwrap());
+        let (link, _rx) = links.add(own());
         for before in [0, 1, MAX_RECORDS - 1, MAX_RECORDS, 3 * MAX_RECORDS + 7] {
             (0..before).for_each(|_| links.count_received(link, true));
             let seen = links.drained(link);

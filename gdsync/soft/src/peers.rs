@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use crate::links::{Links, OwnedPacket};
+use crate::wire::Peer;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::{Condvar, Gid};
@@ -58,7 +59,7 @@ pub(crate) enum Reach<'a> {
 impl Peers {
     /// How to reach a peer; asks for a link if there is none.
     pub(crate) fn reach(&mut self, peer: Gid, links: &Links) -> Reach<'_> {
-        if let Some(link) = links.find(peer) {
+        if let Some(link) = links.find(Peer::near(peer)) {
             return Reach::Link(link);
         }
         let last = self.attempts.get(&peer);

@@ -15,6 +15,7 @@ use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
 use crate::peers::{Peers, Reach};
 use crate::srq::Srqs;
+use crate::wire::Peer;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Rings};
 use gdsync_device::error::{Error, Result};
@@ -69,6 +70,8 @@ pub(crate) struct SoftQp {
     pub(crate) state: QpState,
     pub(crate) access: Access,
     pub(crate) remote: Option<QpAddress>,
+    /// The HCA of `remote`.
+    pub(crate) peer: Option<Peer>,
     /// Index of the link to the remote HCA.
     pub(crate) link: usize,
     pub(crate) req: Requester,
@@ -281,19 +284,24 @@ impl SoftQp {
         }
     }
 
-    /// Applies a transition that the caller checked. `link` is the link to `attr.remote`. Returns this side's first
-    /// PSN.
-    pub(crate) fn modify(&mut self, attr: &QpAttr, link: Option<usize>, env: &mut Env<'_>) -> Result<u32> {
+    /// Applies a transition that the caller checked. `peer` is the HCA of `attr.remote`, and the link to it if there is one. Returns
+    /// this side's first PSN.
+    pub(crate) fn modify(
+        &mut self,
+        attr: &QpAttr,
+        peer: Option<(Peer, Option<usize>)>,
+        env: &mut Env<'_>,
+    ) -> Result<u32> {
         let to = attr.state.unwrap_or(self.state);
         if self.state == QpState::ERR && !matches!(to, QpState::ERR | QpState::RESET) {
             let why = "the HCA moved it to ERR; reset it first".into();
             return Err(Error::Transition { qpn: self.rings.qpn, from: QpState::ERR, to, why });
         }
         // The peer may have died since, and the link's index may be reused.
-        let is_gone =
-            |remote: &QpAddress, link| env.links.is_down(link) || env.links.peer(link) != Some(remote.gid);
-        if let Some(remote) = attr.remote.filter(|remote| link.is_some_and(|link| is_gone(remote, link))) {
-            return Err(Error::Peer { peer: remote.gid.to_string(), why: "its process has ended".into() });
+        if let Some((peer, Some(link))) = peer
+            && (env.links.is_down(link) || env.links.peer(link) != Some(peer))
+        {
+            return Err(Error::Peer { peer: peer.to_string(), why: "its process has ended".into() });
         }
         self.access = attr.access.unwrap_or(self.access);
         match attr.state {
@@ -316,8 +324,8 @@ impl SoftQp {
             }
             _ => {}
         }
-        if let Some(remote) = attr.remote {
-            self.remote = Some(remote);
+        if let (Some(remote), Some((peer, link))) = (attr.remote, peer) {
+            (self.remote, self.peer) = (Some(remote), Some(peer));
             self.resp.expect(remote.psn);
             self.link = link.unwrap_or(UNLINKED);
             self.seek_link(env);
@@ -344,7 +352,7 @@ impl SoftQp {
         self.resp = Responder::default();
         self.sends.forget();
         self.responses.forget();
-        self.remote = None;
+        (self.remote, self.peer) = (None, None);
         self.rings.clear();
         Ok(())
     }

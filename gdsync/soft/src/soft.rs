@@ -16,7 +16,7 @@ use crate::qp::datagram::Datagrams;
 use crate::qp::requester::Requester;
 use crate::qp::responder::Responder;
 use crate::qp::staging::{ReceiveStaging, Stage};
-use crate::wire::{EventCount, Port, RxHints};
+use crate::wire::{Event, EventCount, HcaPort, Peer, Port, RxHints, Sockets, TcpPort, loopback};
 use gdsync_device::DoorbellSet;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::cuda::GpuCopyEngines;
@@ -24,8 +24,8 @@ use gdsync_device::engine::{ProgressEngine, ProgressState, ProgressThread, QpTra
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{
-    Access, CqParts, FaultPlan, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAttr, QpParts,
-    QpRequest, QpState, TransferPath,
+    Access, CqParts, FaultPlan, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr,
+    QpParts, QpRequest, QpState, TransferPath,
 };
 
 /// How long destroying a queue pair or region waits for copies into it, per hung GPU. Longer than a copy's own limit.
@@ -54,7 +54,8 @@ pub(super) struct Role {
 /// State shared by the service thread and callers.
 #[derive(Debug)]
 pub(super) struct Shared {
-    pub(super) gid: Gid,
+    /// As its links know it.
+    pub(super) own: Peer,
     qpns: QpNumbers,
     strict: bool,
     /// In the role of a card, whose doorbells are all watched.
@@ -62,8 +63,8 @@ pub(super) struct Shared {
     pub(super) core: Mutex<Core>,
     pub(super) doorbells: DoorbellSet,
     pub(super) rx_hints: RxHints,
-    pub(super) port: Port,
-    pub(super) event: EventCount,
+    pub(super) port: HcaPort,
+    pub(super) event: Event,
     progress: ProgressState,
     next_pd: AtomicU64,
     max_regions: usize,
@@ -106,7 +107,14 @@ impl ProgressEngine for Shared {
     }
 
     fn has_arrivals(&self) -> bool {
-        self.rx_hints.any() || self.port.has_accepted()
+        self.rx_hints.any() || self.port.has_accepted() || self.sockets().is_some_and(Sockets::is_ready)
+    }
+
+    fn may_have_arrivals(&self) -> bool {
+        // A step asks the sockets, at the same cost.
+        self.rx_hints.any()
+            || self.port.has_accepted()
+            || self.sockets().is_some_and(|sockets| sockets.links() > 0)
     }
 
     fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
@@ -115,6 +123,12 @@ impl ProgressEngine for Shared {
 
     fn wake(&self) {
         self.event.notify();
+    }
+}
+
+impl Shared {
+    fn sockets(&self) -> Option<&Sockets> {
+        if let Event::Sockets(sockets) = &self.event { Some(sockets) } else { None }
     }
 }
 
@@ -134,15 +148,30 @@ impl SoftHca {
         async_events: Option<Arc<dyn AsyncEvents>>,
     ) -> Result<Self> {
         config.faults.check()?;
-        let gid = config.gid.map_or_else(Gid::random, Ok)?;
-        let event = EventCount::create()?;
-        let port = Port::open(gid, event.clone(), async_events.is_some())?;
+        let (own, port, event) = match config.tcp {
+            Some(address) => {
+                let port = TcpPort::open(address)?;
+                let event = Event::Sockets(port.sockets().clone());
+                (port.own(), HcaPort::Tcp(port), event)
+            }
+            None => {
+                let gid = config.gid.map_or_else(Gid::random, Ok)?;
+                let event = EventCount::create()?;
+                let port = Port::open(gid, event.clone(), async_events.is_some())?;
+                (Peer::near(gid), HcaPort::Memory(port), Event::Memory(event))
+            }
+        };
         let copy_engine = config.copy_engine.clone().unwrap_or_else(|| Arc::new(GpuCopyEngines::default()));
         let qpns = QpNumbers::random()?;
         let listener = async_events.clone();
-        let core = Core::new(port.loopback()?, config, copy_engine.clone(), listener, qpns)?;
+        let loopback = loopback(own, event.clone())?;
+        let sockets = match &event {
+            Event::Sockets(sockets) => Some(sockets.clone()),
+            Event::Memory(_) => None,
+        };
+        let core = Core::new(loopback, sockets, config, copy_engine.clone(), listener, qpns)?;
         let shared = Arc::new(Shared {
-            gid,
+            own,
             qpns,
             strict: config.strict,
             is_card: async_events.is_some(),
@@ -179,6 +208,7 @@ impl SoftHca {
                 state: QpState::RESET,
                 access: Access::empty(),
                 remote: None,
+                peer: None,
                 link: 0,
                 req: Requester::new(psn),
                 resp: Responder::default(),
@@ -255,8 +285,8 @@ impl SoftHca {
     }
 
     /// Index of the link to `peer`; connects if there is none.
-    fn link(&self, peer: Gid, timeout: Duration) -> Result<usize> {
-        if peer == self.shared.gid {
+    fn link(&self, peer: Peer, timeout: Duration) -> Result<usize> {
+        if peer == self.shared.own {
             return Ok(0);
         }
         let known = self.shared.with(|core| {
@@ -301,7 +331,19 @@ impl Provider for SoftHca {
     }
 
     fn wire(&self) -> &str {
-        "shared memory"
+        match self.shared.port {
+            HcaPort::Memory(_) => "shared memory",
+            HcaPort::Tcp(_) => "TCP",
+        }
+    }
+
+    fn reaches_other_hosts(&self) -> bool {
+        matches!(self.shared.port, HcaPort::Tcp(_))
+    }
+
+    fn address(&self, qpn: u32, psn: u32) -> QpAddress {
+        let Peer { gid, port } = self.shared.own;
+        QpAddress::new(gid, qpn, psn).with_lid(port)
     }
 
     fn is_software(&self) -> bool {
@@ -309,7 +351,7 @@ impl Provider for SoftHca {
     }
 
     fn gid(&self) -> Gid {
-        self.shared.gid
+        self.shared.own.gid
     }
 
     fn alloc_pd(&self) -> Result<u32> {
@@ -350,7 +392,7 @@ impl Provider for SoftHca {
         if let Some(gpu) = &places.gpu {
             self.shared.copy_engine.adopt(gpu);
         }
-        let qp_trace = QpTrace::new(self.shared.gid)?;
+        let qp_trace = QpTrace::new(self.shared.own.gid)?;
         let (rings, doorbell) = Rings::alloc(0, request, places)?;
         let rings = Rings { qp_trace, ..rings };
         let (sq, rq, record) = (rings.sq.clone(), rings.rq.clone(), rings.record.clone());
@@ -371,12 +413,14 @@ impl Provider for SoftHca {
         }
         // A card finds out by its packets whether there is a peer.
         let remote = attr.remote.filter(|_| !self.shared.is_card);
-        let link = remote.map(|remote| self.link(remote.gid, timeout)).transpose()?;
+        let peer_of = |remote: QpAddress| self.shared.port.peer_of(&remote);
+        let link = remote.map(|remote| self.link(peer_of(remote), timeout)).transpose()?;
+        let peer = attr.remote.map(|remote| (peer_of(remote), link));
         let result = self.shared.with(|core| {
             if attr.state == Some(QpState::RESET) {
                 core.unwatch(qpn, &self.shared.doorbells);
             }
-            let result = core.with_qp(qpn, |qp, env| qp.modify(attr, link, env));
+            let result = core.with_qp(qpn, |qp, env| qp.modify(attr, peer, env));
             if attr.state == Some(QpState::RESET) {
                 core.drop_dead_links();
             }
@@ -447,7 +491,7 @@ fn connector(shared: &Arc<Shared>) -> Result<Connector> {
     let requests = shared.with(|core| core.peers.requests());
     let own = shared.clone();
     Connector::start(requests, shared.progress.fork_guard, move |peer| {
-        let ends = own.port.connect(peer, PATIENCE);
+        let ends = own.port.connect(Peer::near(peer), PATIENCE);
         own.with(|core| {
             let has_link = ends.is_ok();
             match ends {

@@ -1,4 +1,4 @@
-//! Shared-memory links between the software HCAs of one host: two packet rings, set up over a Unix socket.
+//! Links between software HCAs: of one host over packet rings in shared memory, set up over a Unix socket; of any hosts over TCP.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,14 +9,19 @@ use std::time::Duration;
 use gdsync_device::error::Result;
 use gdsync_device::memory::{Memory, Word32};
 use gdsync_shm::event_count;
+pub(crate) use link::{Body, Ends, HcaPort, Peer, Rx, Tx, loopback};
+pub(crate) use port::Port;
 #[cfg(test)]
-pub(crate) use port::name;
-pub(crate) use port::{LinkEnds, PeerSocket, Port};
-pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, Record, RxHints, RxRing, TxRing};
+pub(crate) use port::{LinkEnds, name};
+pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, RxHints};
 use rustix::thread::futex::{self, Timespec};
+pub use tcp::tcp_address;
+pub(crate) use tcp::{Sockets, TcpPort};
 
+mod link;
 mod port;
 mod ring;
+mod tcp;
 
 /// Bytes of the shared memory file.
 const SIZE: usize = 4096;
@@ -86,6 +91,33 @@ impl EventCount {
         let timeout = Timespec::try_from(timeout).ok();
         // Errors are ends of the sleep: the number has changed, a signal came, or the time is over.
         let _ = futex::wait(self.sequence.atomic(), futex::Flags::empty(), ticket, timeout.as_ref());
+    }
+}
+
+/// Where the threads of an HCA sleep. Clones share it.
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    /// Packets arrive through shared memory.
+    Memory(EventCount),
+    /// Packets arrive at sockets.
+    Sockets(Arc<Sockets>),
+}
+
+impl Event {
+    /// Wakes all sleepers. Without sleepers this costs a fence and a load.
+    pub(crate) fn notify(&self) {
+        match self {
+            Self::Memory(event) => event.notify(),
+            Self::Sockets(sockets) => sockets.notify(),
+        }
+    }
+
+    /// Sleeps unless `ready`, until notified, until a packet may have arrived, or for `timeout`. May wake spuriously.
+    pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        match self {
+            Self::Memory(event) => event.sleep(ready, timeout),
+            Self::Sockets(sockets) => sockets.sleep(ready, timeout),
+        }
     }
 }
 

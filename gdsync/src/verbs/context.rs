@@ -101,6 +101,11 @@ impl Context {
         self.provider.is_software()
     }
 
+    /// Whether its peers may be on other hosts: not those of the software HCA over shared memory.
+    pub fn reaches_other_hosts(&self) -> bool {
+        self.provider.reaches_other_hosts()
+    }
+
     /// The address of the HCA.
     pub fn gid(&self) -> Gid {
         self.provider.gid()

@@ -24,6 +24,14 @@ pub fn rerun(test: &str) -> Command {
     command
 }
 
+/// This program, to run the tests whose names contain one of these in another process.
+pub fn rerun_all(tests: &[&str]) -> Command {
+    let mut command = Command::new(env::current_exe().unwrap());
+    // One after the other, beside the tests of this process.
+    command.args(tests).args(["--skip", "tcp::", "--test-threads=2"]);
+    command
+}
+
 /// Whether this process runs no other test. If it may, the calling test runs in a process of its own, and passes there before this
 /// returns false.
 ///

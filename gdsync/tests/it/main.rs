@@ -32,6 +32,7 @@ mod simulated;
 mod stream_receives;
 mod streams;
 mod syndromes;
+mod tcp;
 mod verbs;
 mod verbs_cycles;
 mod verbs_device;

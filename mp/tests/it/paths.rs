@@ -3,6 +3,7 @@
 use crate::common::{
     LONG, buffer, bytes, host_buffer, is_part_of, job_test, job_with, message, myself, prints, stream,
 };
+use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::Memory;
@@ -74,6 +75,29 @@ fn all_windows(comm: &Communicator) {
 fn two_devices() -> CommunicatorBuilder {
     Communicator::builder().context(&hca()).intra_host(IntraHostPath::Through(hca()))
 }
+
+/// A device over TCP, also between ranks of this host.
+fn tcp() -> CommunicatorBuilder {
+    let context = Device::find(Some("tcp:lo")).unwrap().open().unwrap();
+    Communicator::builder().context(&context)
+}
+
+job_test!(ranks_reach_each_other_over_tcp, 3, tcp().intra_host(IntraHostPath::Device), |comm| {
+    for rank in 0..3 {
+        let path = comm.path(rank).unwrap();
+        assert_eq!((path.wire(), path.is_intra_host()), ("TCP", false), "{path}");
+    }
+    all_pairs(comm);
+    all_windows(comm);
+});
+
+job_test!(ranks_of_a_host_use_shared_memory_beside_tcp, 2, tcp(), |comm| {
+    for rank in 0..2 {
+        let path = comm.path(rank).unwrap();
+        assert_eq!((path.wire(), path.is_intra_host()), ("shared memory", true), "{path}");
+    }
+    all_pairs(comm);
+});
 
 job_test!(ranks_of_a_host_use_the_intra_host_device, 3, two_devices(), |comm| {
     for rank in 0..3 {

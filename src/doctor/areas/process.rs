@@ -1,5 +1,7 @@
 //! What surrounds this process (container, variables), and what the library chooses in it.
 
+use std::borrow::Cow;
+
 use gdsync::cuda::channels;
 use gdsync::env::{is_known, is_misspelt};
 use gdsync::rdma::DeviceConfig;
@@ -161,8 +163,19 @@ fn device(machine: &Machine) -> Probe {
         (None, trouble) => return DEVICE.fail(trouble.as_deref().unwrap_or("nothing was told"), again),
     };
     match (&facts.route, &machine.choice.trouble) {
-        (Some(Ok(Route::Soft)), _) => DEVICE
-            .ok(format!("{name}, the software HCA, over {}: between processes of this host", facts.wire)),
+        (Some(Ok(Route::Soft)), _) => {
+            let near = "between processes of this host";
+            let reach: Cow<'_, str> = match &facts.tcp {
+                _ if facts.wire == "TCP" => "also between hosts; their ports must be open to each other".into(),
+                Some(Ok(address)) => format!(
+                    "{near}; ranks of mp on other hosts over TCP at {address}, on ports that the systems choose and that must be open"
+                )
+                .into(),
+                Some(Err(why)) => format!("{near}; others are not reached: {why}").into(),
+                None => near.into(),
+            };
+            DEVICE.ok(format!("{name}, the software HCA, over {}: {reach}", facts.wire))
+        }
         (Some(Ok(Route::Proxy)), _) => {
             let why = facts.not_direct.as_deref().unwrap_or("the card does not read our rings");
             DEVICE

@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 use gdrcopy::{BackendKind, Gdr};
 use gdsync::Device;
 use gdsync::cuda::Gpu;
+use gdsync::hca::tcp_address;
 use rdma_core_sys::mlx5::{mlx5dv_context_attr, mlx5dv_context_attr_flags};
 use rdma_core_sys::verbs::{ibv_context, ibv_device};
 use rdma_core_sys::{Mlx5, Verbs};
@@ -219,6 +220,8 @@ pub(in crate::doctor) struct ChoiceFacts {
     pub(in crate::doctor) device: Option<Result<String, String>>,
     /// Who reads the rings, or why the device does not open.
     pub(in crate::doctor) route: Option<Result<Route, String>>,
+    /// The address of the device `tcp`, or why it has none.
+    pub(in crate::doctor) tcp: Option<Result<String, String>>,
     /// How bytes travel.
     pub(in crate::doctor) wire: String,
     /// Why the card does not read the rings itself.
@@ -246,6 +249,7 @@ pub(super) fn probe_choice(reporter: &Reporter) {
         Ok(gpu) => Device::near(gpu),
         Err(_) => Device::find(None),
     };
+    facts.tcp = Some(tcp_address(None).map(|address| address.to_string()).map_err(|error| error.to_string()));
     facts.device = Some(device.as_ref().map(|one| one.name().to_owned()).map_err(ToString::to_string));
     reporter.facts(&facts);
     let Ok(device) = device else { return };

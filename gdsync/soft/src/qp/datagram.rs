@@ -10,11 +10,11 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::{Env, SoftQp};
-use crate::links::{Body, OwnedPacket};
+use crate::links::OwnedPacket;
 use crate::network::Network;
 use crate::packet::{self, Header, PacketOp};
 use crate::peers::Reach;
-use crate::wire::Piece;
+use crate::wire::{Body, Piece};
 use gdsync_device::QpState;
 use gdsync_device::engine::Wqe;
 use mlx5_ring::{self as mlx5, AddressVector, Cqe, CqeOpcode, DecodedOp, Syndrome};

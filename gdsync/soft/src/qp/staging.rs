@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::{Env, SoftQp};
-use crate::links::Body;
 use crate::packet::SEGMENT;
+use crate::wire::Body;
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
 use gdsync_device::error;
 use gdsync_device::memory::Memory;

@@ -6,7 +6,7 @@ use super::*;
 use crate::CmaPolicy;
 use crate::packet::{self, Header, PacketOp, SEGMENT};
 use crate::packet::{REFERENCE_BYTES, Reference};
-use crate::wire::{LinkEnds, Piece};
+use crate::wire::{LinkEnds, Peer, Piece};
 use gdsync::verbs::{Context, Mr, Qp, RecvWr, SendWr, Wc};
 use gdsync_device::QpAddress;
 use gdsync_device::engine::Progress as _;
@@ -60,7 +60,9 @@ struct Bed {
     memory: Memory,
     mr: Mr,
     ends: LinkEnds,
-    port: Port,
+    gid: Gid,
+    /// Keeps the link open.
+    _port: Port,
     payload: Memory,
     /// Expected PSN, and opcode of the current message.
     expected: u32,
@@ -85,25 +87,26 @@ impl Bed {
         let qp = pd.build_qp().build().unwrap();
         let gid = Gid::random().unwrap();
         let port = Port::open(gid, EventCount::create().unwrap(), false).unwrap();
-        let ends = port.connect(hca.shared.gid, TIMEOUT).unwrap();
+        let ends = port.connect(hca.shared.own.gid, TIMEOUT).unwrap();
         // Otherwise the queue pair would open a second link and respond there.
         let start = Instant::now();
         while hca.shared.with(|core| {
             hca.shared.accept(core);
-            core.link_to(gid).is_none()
+            core.link_to(Peer::near(gid)).is_none()
         }) {
             assert!(start.elapsed() < TIMEOUT, "the link is not accepted");
             std::thread::yield_now();
         }
         let payload = Memory::alloc(2 * SEGMENT).unwrap();
         let (expected, message, posted, next_id) = (0, None, HashSet::new(), 0);
-        let mut bed = Self { hca, qp, memory, mr, ends, port, payload, expected, message, posted, next_id };
+        let mut bed =
+            Self { hca, qp, memory, mr, ends, gid, _port: port, payload, expected, message, posted, next_id };
         bed.connect(7);
         bed
     }
 
     fn connect(&mut self, psn: u32) {
-        self.qp.connect(QpAddress::new(self.port.loopback().unwrap().peer, PEER, psn)).unwrap();
+        self.qp.connect(QpAddress::new(self.gid, PEER, psn)).unwrap();
         (self.expected, self.message) = (psn, None);
         for _ in 0..DEPTH {
             self.receive();

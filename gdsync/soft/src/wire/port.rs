@@ -24,11 +24,11 @@ use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::ring::{MappingPool, RING_BYTES, RxRing, TxRing};
-use super::{EventCount, uninterrupted};
+use super::{Event, EventCount, Peer, uninterrupted};
 use crate::job;
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, user};
+use gdsync_device::memory::user;
 
 /// First bytes of a greeting: protocol and version.
 const MAGIC: &[u8; 8] = b"gdswire6";
@@ -52,11 +52,11 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(2);
 /// This side's ends of a link.
 #[derive(Debug)]
 pub(crate) struct LinkEnds {
-    pub(crate) peer: Gid,
+    pub(crate) peer: Peer,
     pub(crate) tx: TxRing,
     pub(crate) rx: RxRing,
     /// Notifies the peer.
-    pub(crate) event: EventCount,
+    pub(crate) event: Event,
     pub(crate) socket: PeerSocket,
 }
 
@@ -68,6 +68,11 @@ pub(crate) struct PeerSocket {
 }
 
 impl PeerSocket {
+    /// Of the link of an HCA to itself.
+    pub(super) fn own() -> Self {
+        Self { alive: Arc::new(AtomicBool::new(true)), stream: None }
+    }
+
     pub(crate) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }
@@ -189,14 +194,6 @@ impl Port {
     /// Closes all links, and makes no more, after a panic.
     pub(crate) fn close(&self) {
         self.shared.close();
-    }
-
-    /// The loopback link, over private memory.
-    pub(crate) fn loopback(&self) -> Result<LinkEnds> {
-        let memory = Memory::alloc(RING_BYTES)?;
-        let socket = PeerSocket { alive: Arc::new(AtomicBool::new(true)), stream: None };
-        let (tx, rx) = (TxRing::new(memory.clone()), RxRing::new(memory));
-        Ok(LinkEnds { peer: self.shared.gid, tx, rx, event: self.shared.event.clone(), socket })
     }
 
     /// Whether peers connected since [`Port::take_accepted`].
@@ -376,7 +373,8 @@ impl Shared {
         self.wake_control();
         let tx = TxRing::of_link(&mapping, side * RING_SPAN)?;
         let rx = RxRing::of_link(&mapping, (1 - side) * RING_SPAN)?;
-        Ok(LinkEnds { peer, tx, rx, event, socket: PeerSocket { alive, stream: Some(stream) } })
+        let (event, socket) = (Event::Memory(event), PeerSocket { alive, stream: Some(stream) });
+        Ok(LinkEnds { peer: Peer::near(peer), tx, rx, event, socket })
     }
 }
 
@@ -651,7 +649,7 @@ mod tests {
         let ((a, _), (b, b_gid)) = (port(), port());
         let mut near = a.connect(b_gid, TIMEOUT).unwrap();
         let mut far = accepted(&b);
-        assert_eq!((near.peer, far.peer), (b_gid, a.shared.gid));
+        assert_eq!((near.peer.gid, far.peer.gid), (b_gid, a.shared.gid));
         exchange(&mut near, &mut far, 1);
         exchange(&mut far, &mut near, 2);
         drop(far);
@@ -683,14 +681,6 @@ mod tests {
         let mut other = b.connect(a_gid, TIMEOUT).unwrap();
         exchange(&mut near, &mut accepted(&b), 3);
         exchange(&mut other, &mut accepted(&a), 4);
-    }
-
-    #[test]
-    fn loopback_link_returns_what_is_sent() {
-        let (a, _) = port();
-        let mut ends = a.loopback().unwrap();
-        assert!(ends.tx.try_push(&[9; 28], &[], &[]).unwrap());
-        assert_eq!(ends.rx.peek().unwrap().unwrap().header, [9; 28]);
     }
 
     #[test]
@@ -803,7 +793,7 @@ mod tests {
         // Another process serves this GID and has linked itself.
         let mut child = child_of(gid).spawn().unwrap();
         let theirs = accepted(&a);
-        assert!(!claim(theirs.peer), "the process that serves it is another one");
+        assert!(!claim(theirs.peer.gid), "the process that serves it is another one");
         assert!(theirs.socket.is_alive(), "its link goes on");
         child.kill().unwrap();
         child.wait().unwrap();

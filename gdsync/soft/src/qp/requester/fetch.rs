@@ -4,10 +4,9 @@
 //! complete. If the kernel refuses the copy, or the responder revokes the reference, the READ is sent again.
 
 use super::{Kind, Pending};
-use crate::links::Body;
 use crate::packet::{REFERENCE_BYTES, Reference, ahead};
 use crate::qp::{Env, PIECE, SoftQp};
-use crate::wire::Piece;
+use crate::wire::{Body, Piece};
 use gdsync_device::engine::Wqe;
 use gdsync_device::memory::{Memory, Process};
 use mlx5_ring::{self as mlx5, DecodedOp, Syndrome};
@@ -40,7 +39,7 @@ impl SoftQp {
     pub(super) fn fetch_for(&self, op: &DecodedOp, wqe: &Wqe, len: usize, env: &Env<'_>) -> Option<Fetch> {
         let DecodedOp::Read { sges, .. } = op else { return None };
         let is_long = env.cma.threshold().is_some_and(|least| len >= least.max(1));
-        if !is_long || self.req.cannot_fetch {
+        if !is_long || self.req.cannot_fetch || !env.links.takes_references(self.link) {
             return None;
         }
         let mut memories = sges.iter(wqe.as_bytes()).map(|sge| env.keys.memory(sge.lkey));

@@ -106,7 +106,7 @@ impl SoftQp {
         env: &Env<'_>,
     ) -> Option<Referred> {
         let key = Self::one_buffer(op, wqe)?.lkey;
-        if len == 0 || self.is_refused(key) {
+        if len == 0 || !env.links.takes_references(self.link) || self.is_refused(key) {
             return None;
         }
         if env.keys.export(key).is_some() {
@@ -119,6 +119,7 @@ impl SoftQp {
     fn may_be_read(&self, key: u32, len: usize, env: &Env<'_>) -> bool {
         env.cma.threshold().is_some_and(|least| len >= least)
             && !self.req.references.is_unreadable
+            && env.links.takes_references(self.link)
             && env.keys.memory(key).is_some_and(Memory::is_host)
     }
 
@@ -136,13 +137,15 @@ impl SoftQp {
     /// Transfer path of a message of `len` bytes of `memory`, whose key is `key`.
     pub(crate) fn transfer_path(&self, key: u32, memory: &Memory, len: usize, env: &Env<'_>) -> TransferPath {
         let least = env.by_reference.max(1);
-        let is_exported = env.keys.export(key).is_some();
+        let is_near = env.links.takes_references(self.link);
+        let is_exported = env.keys.export(key).is_some() && is_near;
         if len >= least && is_exported && !self.is_refused(key) {
             return TransferPath::new(Transport::PeerToPeer, format!("{len} bytes are at least {least}"));
         }
         if Self::is_staged(memory, len, env) {
             let reason = match () {
                 () if !memory.is_mapped() => "it has no CPU mapping".into(),
+                () if !is_near => "the peer may be on another host".into(),
                 () if least == usize::MAX => "references are turned off".into(),
                 () if len < least => {
                     format!("{len} bytes are below the {least} of references, and too many for CPU reads")

@@ -21,10 +21,11 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::{Arrival, Refusal, Responder, Response};
-use crate::links::{Body, Links};
+use crate::links::Links;
 use crate::packet::{self, Header, PacketOp, REFERENCE_BYTES, Reference, ahead, segments};
 use crate::qp::requester::Reason;
 use crate::qp::{Env, PIECE, SoftQp};
+use crate::wire::Body;
 use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Access, QpState};
@@ -299,6 +300,9 @@ impl SoftQp {
             return Err(Refusal::NotReady);
         }
         let cannot_open = Refusal::Reference(Reason::CANNOT_OPEN);
+        if !env.links.takes_references(body.link) {
+            return Err(cannot_open);
+        }
         let payload = if reference.is_to_host() {
             Payload::Host(env.links.host_memory(body.link, &reference).ok_or(cannot_open)?)
         } else {

@@ -49,7 +49,8 @@ impl SoftQp {
         let &Response::Read { rkey, addr, left, done: 0, by_reference: true, .. } = response else {
             return None;
         };
-        if !matches!(self.state, QpState::RTR | QpState::RTS) || self.resp.is_closed() {
+        let is_near = env.links.takes_references(self.link);
+        if !is_near || !matches!(self.state, QpState::RTR | QpState::RTS) || self.resp.is_closed() {
             return None;
         }
         // Memory that copy engines read is staged.

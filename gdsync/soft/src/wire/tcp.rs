@@ -1,0 +1,460 @@
+//! TCP links between software HCAs of any hosts: listener, greeting, death of a peer.
+//!
+//! The listener is bound to one address of this host, which is the GID, and its port is the LID. A control thread accepts
+//! connections and [greets](greeting); connections that have not proved the job's secret cost a descriptor and a hundred bytes
+//! each, at most [`MAX_PENDING_GREETINGS`] of them, for at most [`PATIENCE`].
+//!
+//! The kernel reports the end of a peer's process at once, and that of its host or of the network after [`SILENCE`].
+
+mod address;
+mod frames;
+mod greeting;
+mod sockets;
+
+use std::fmt;
+use std::io::{self, Read as _, Write as _};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+
+use self::frames::Connection;
+use self::greeting::{ANSWER, HELLO, Hello, NONCE, PROOF, WELCOME};
+use super::Peer;
+use crate::job;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::{Gid, random};
+
+pub use address::tcp_address;
+pub(crate) use frames::{Frame, TcpRx, TcpTx};
+pub(crate) use sockets::Sockets;
+
+/// Name of the control thread.
+const THREAD: &str = "gdsync-tcp";
+/// Maximum connections before their greeting; the oldest is closed for a new one.
+const MAX_PENDING_GREETINGS: usize = 64;
+/// How long a greeting may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// A peer whose system acknowledges nothing for this long is gone. Longer than a link that is down for 2 s: TCP repeats after 0.2,
+/// 0.6, 1.4 and 3 s.
+const SILENCE: Duration = Duration::from_millis(3500);
+/// Without traffic, the peer's system is asked this often.
+const PROBE: Duration = Duration::from_secs(1);
+/// Pause of the listener after accept fails, as when descriptors run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Pause before a connection that was closed in the greeting is tried again.
+const CONNECT_PAUSE: Duration = Duration::from_millis(20);
+/// Tries, where the peer closes connections in the greeting.
+const CONNECT_TRIES: u32 = 5;
+
+/// This side's ends of a link.
+#[derive(Debug)]
+pub(crate) struct TcpEnds {
+    pub(crate) peer: Peer,
+    pub(crate) tx: TcpTx,
+    pub(crate) rx: TcpRx,
+}
+
+/// The listener of one HCA.
+pub(crate) struct TcpPort {
+    shared: Arc<Shared>,
+    control: Option<JoinHandle<()>>,
+}
+
+struct Shared {
+    own: Peer,
+    sockets: Arc<Sockets>,
+    /// Event fd that makes the control thread read `stop` again.
+    wake_fd: OwnedFd,
+    stop: AtomicBool,
+    /// The control thread has panicked.
+    failed: AtomicBool,
+    accepted: Mutex<Vec<TcpEnds>>,
+    has_accepted: AtomicBool,
+    /// Those of all links.
+    connections: Mutex<Vec<Weak<Connection>>>,
+}
+
+impl fmt::Debug for TcpPort {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "TcpPort({})", self.shared.own)
+    }
+}
+
+impl TcpPort {
+    /// Listens at this address, on a port that the system chooses.
+    ///
+    /// # Errors
+    /// [`Error::Sys`] if the address is not one of this host, or descriptors or threads run out.
+    pub(crate) fn open(address: IpAddr) -> Result<Self> {
+        job::current()?;
+        let listener = TcpListener::bind((address, 0))
+            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+            .map_err(|e| Error::os("bind of a TCP socket", e, "name an address of this host: tcp:ADDRESS"))?;
+        let local = listener
+            .local_addr()
+            .map_err(|e| Error::os("getsockname", e, "report this: a bound socket has an address"))?;
+        let shared = Arc::new(Shared {
+            own: Peer::at(local),
+            sockets: Arc::new(Sockets::new()?),
+            wake_fd: gdsync_device::eventfd()?,
+            stop: AtomicBool::new(false),
+            failed: AtomicBool::new(false),
+            accepted: Mutex::default(),
+            has_accepted: AtomicBool::new(false),
+            connections: Mutex::default(),
+        });
+        let control = Control { shared: shared.clone(), listener, pending: Vec::new(), paused: None };
+        let control = std::thread::Builder::new()
+            .name(THREAD.into())
+            .spawn(move || control.run_guarded())
+            .map_err(|e| Error::os("starting a thread", e, "raise the limit of processes (ulimit -u)"))?;
+        Ok(Self { shared, control: Some(control) })
+    }
+
+    /// The address of the HCA.
+    pub(crate) fn own(&self) -> Peer {
+        self.shared.own
+    }
+
+    /// The sockets of its links.
+    pub(crate) fn sockets(&self) -> &Arc<Sockets> {
+        &self.shared.sockets
+    }
+
+    /// Connects to the HCA `peer`.
+    ///
+    /// # Errors
+    /// [`Error::Peer`] if it does not answer, or is of another job; [`Error::Panicked`].
+    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<TcpEnds> {
+        if self.shared.failed.load(Ordering::Acquire) {
+            return Err(Error::Panicked { thread: THREAD });
+        }
+        let deadline = Instant::now() + timeout;
+        let mut tries = 1;
+        loop {
+            match self.try_connect(peer, deadline) {
+                Ok(stream) => return Ok(self.shared.ends(peer, stream)),
+                // Strangers may have pushed this side out.
+                Err(why) if why.is_closed() && tries < CONNECT_TRIES && Instant::now() < deadline => {
+                    tries += 1;
+                    std::thread::sleep(CONNECT_PAUSE);
+                }
+                Err(why) => return Err(Error::Peer { peer: peer.to_string(), why: why.to_string() }),
+            }
+        }
+    }
+
+    fn try_connect(&self, peer: Peer, deadline: Instant) -> std::result::Result<TcpStream, Failure> {
+        let mut stream =
+            dial(self.shared.own.address().ip(), peer.address(), deadline).map_err(Failure::Dial)?;
+        let greet = Failure::Greeting;
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        stream.set_read_timeout(Some(left)).map_err(greet)?;
+        stream.set_write_timeout(Some(left)).map_err(greet)?;
+        let secret = secret().map_err(|error| Failure::Refused(error.to_string()))?;
+        let nonce = random().map_err(|error| Failure::Refused(error.to_string()))?;
+        let hello = Hello { to: peer, from: self.shared.own, nonce }.to_bytes();
+        stream.write_all(&hello).map_err(greet)?;
+        let mut answer = [0; ANSWER];
+        stream.read_exact(&mut answer).map_err(greet)?;
+        let proof = greeting::check_answer(secret, &hello, &answer);
+        stream.write_all(&proof.map_err(|why| Failure::Refused(why.to_owned()))?).map_err(greet)?;
+        // The peer has the link when this side begins to use it, even if this side ends at once.
+        stream.read_exact(&mut [0; WELCOME.len()]).map_err(greet)?;
+        prepare(&stream).map_err(greet)?;
+        Ok(stream)
+    }
+
+    /// Closes all links, and makes no more, after a panic.
+    pub(crate) fn close(&self) {
+        self.shared.close();
+    }
+
+    /// Whether peers connected since [`TcpPort::take_accepted`].
+    pub(crate) fn has_accepted(&self) -> bool {
+        self.shared.has_accepted.load(Ordering::Acquire)
+    }
+
+    /// Links that peers opened.
+    pub(crate) fn take_accepted(&self) -> Vec<TcpEnds> {
+        let mut accepted = self.shared.accepted.lock();
+        self.shared.has_accepted.store(false, Ordering::Release);
+        std::mem::take(&mut *accepted)
+    }
+}
+
+impl Drop for TcpPort {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::Release);
+        gdsync_device::signal_eventfd(&self.shared.wake_fd);
+        if let Some(control) = self.control.take() {
+            // The panic hook reported a panic there.
+            let _ = control.join();
+        }
+    }
+}
+
+/// Why a connection was not made.
+#[derive(Debug)]
+enum Failure {
+    Dial(io::Error),
+    Greeting(io::Error),
+    Refused(String),
+}
+
+impl Failure {
+    /// The peer closed the connection in the greeting.
+    fn is_closed(&self) -> bool {
+        use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+        matches!(self, Self::Greeting(e) if matches!(e.kind(), BrokenPipe | ConnectionReset | UnexpectedEof))
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Dial(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                write!(f, "no process serves this address ({error}); start it first")
+            }
+            Self::Dial(error) => write!(
+                f,
+                "its host cannot be reached over TCP ({error}); check route and firewall: all ports between the hosts of a job must \
+                 be open, or name another address of this host: GDSYNC_DEVICE=tcp:ADDRESS"
+            ),
+            Self::Greeting(error) => write!(
+                f,
+                "the greeting failed ({error}); use the same version and GDSYNC_JOB_TOKEN in both processes, without NAT between \
+                 them"
+            ),
+            Self::Refused(why) => f.write_str(why),
+        }
+    }
+}
+
+/// The secret in greetings; 0 if there is none.
+fn secret() -> Result<u64> {
+    Ok(job::current()?.unwrap_or(0))
+}
+
+/// Connects from the address `from`, which is how the peer knows this HCA.
+fn dial(from: IpAddr, to: SocketAddr, deadline: Instant) -> io::Result<TcpStream> {
+    let family = if to.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    rustix::net::bind(&socket, &SocketAddr::new(from, 0))?;
+    match rustix::net::connect(&socket, &to) {
+        Err(rustix::io::Errno::INPROGRESS) => {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let mut fds = [PollFd::new(&socket, PollFlags::OUT)];
+            let ready = loop {
+                match poll(&mut fds, Timespec::try_from(left).ok().as_ref()) {
+                    Err(rustix::io::Errno::INTR) if Instant::now() < deadline => {}
+                    done => break done?,
+                }
+            };
+            if ready == 0 {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            sockopt::socket_error(&socket)??;
+        }
+        done => done?,
+    }
+    let stream = TcpStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
+}
+
+/// Prepares the socket of a link: small packets leave at once, and a silent peer is noticed.
+fn prepare(stream: &TcpStream) -> io::Result<()> {
+    stream.set_nonblocking(true)?;
+    stream.set_nodelay(true)?;
+    sockopt::set_socket_keepalive(stream, true)?;
+    sockopt::set_tcp_keepidle(stream, PROBE)?;
+    sockopt::set_tcp_keepintvl(stream, PROBE)?;
+    sockopt::set_tcp_user_timeout(stream, u32::try_from(SILENCE.as_millis()).expect("a few seconds"))?;
+    Ok(())
+}
+
+impl Shared {
+    fn close(&self) {
+        self.failed.store(true, Ordering::Release);
+        self.connections.lock().iter().filter_map(Weak::upgrade).for_each(|connection| connection.close());
+        self.sockets.notify();
+    }
+
+    fn ends(&self, peer: Peer, stream: TcpStream) -> TcpEnds {
+        let connection = Connection::new(stream, self.sockets.clone());
+        let mut connections = self.connections.lock();
+        connections.retain(|connection| connection.strong_count() > 0);
+        connections.push(Arc::downgrade(&connection));
+        TcpEnds { peer, tx: TcpTx::new(connection.clone()), rx: TcpRx::new(connection) }
+    }
+}
+
+/// The control thread. It blocks in `poll`.
+struct Control {
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    /// Connections in their greeting, the oldest first.
+    pending: Vec<Greeting>,
+    /// No connection is accepted before this time.
+    paused: Option<Instant>,
+}
+
+/// The greeting of an accepted connection.
+struct Greeting {
+    stream: TcpStream,
+    from: Gid,
+    until: Instant,
+    bytes: [u8; HELLO],
+    got: usize,
+    /// The hello, its bytes, and the nonce of the answer.
+    answered: Option<(Hello, [u8; HELLO], [u8; NONCE])>,
+}
+
+impl Control {
+    /// Runs until the port is dropped. A panic closes all links, and the port makes no more.
+    fn run_guarded(mut self) {
+        let shared = self.shared.clone();
+        if catch_unwind(AssertUnwindSafe(|| self.run())).is_err() {
+            shared.close();
+        }
+    }
+
+    fn run(&mut self) {
+        while !self.shared.stop.load(Ordering::Acquire) {
+            let ready = self.wait();
+            let now = Instant::now();
+            if ready[0] {
+                gdsync_device::clear_eventfd(&self.shared.wake_fd);
+            }
+            for i in (0..self.pending.len()).rev() {
+                if !ready[2 + i] && now < self.pending[i].until {
+                    continue;
+                }
+                let done = if ready[2 + i] {
+                    self.pending[i].advance(self.shared.own)
+                } else {
+                    Err("it took too long".into())
+                };
+                match done {
+                    Ok(None) => {}
+                    Ok(Some(peer)) => {
+                        let greeting = self.pending.remove(i);
+                        self.accepted(peer, greeting.stream);
+                    }
+                    Err(why) => {
+                        let greeting = self.pending.remove(i);
+                        let from = greeting.from;
+                        tracing::info!(?from, why, "software HCA: closed a connection in its greeting");
+                    }
+                }
+            }
+            if ready[1] {
+                self.accept();
+            }
+        }
+    }
+
+    /// Waits. Returns what is ready: the event fd, the listener, and each greeting.
+    fn wait(&mut self) -> Vec<bool> {
+        self.paused = self.paused.filter(|until| Instant::now() < *until);
+        let listens = if self.paused.is_none() { PollFlags::IN } else { PollFlags::empty() };
+        let mut fds =
+            vec![PollFd::new(&self.shared.wake_fd, PollFlags::IN), PollFd::new(&self.listener, listens)];
+        fds.extend(self.pending.iter().map(|greeting| PollFd::new(&greeting.stream, PollFlags::IN)));
+        let ends = self.pending.iter().map(|greeting| greeting.until).chain(self.paused);
+        let timeout = ends.min().map(|end| end.saturating_duration_since(Instant::now()));
+        // After an error, as an interruption, nothing is ready.
+        let _ = poll(&mut fds, timeout.and_then(|left| Timespec::try_from(left).ok()).as_ref());
+        fds.iter().map(|fd| !fd.revents().is_empty()).collect()
+    }
+
+    fn accept(&mut self) {
+        loop {
+            let (stream, from) = match self.listener.accept() {
+                Ok(accepted) => accepted,
+                Err(error) => {
+                    if error.kind() != io::ErrorKind::WouldBlock {
+                        tracing::warn!(%error, "software HCA: accept failed; trying again");
+                        self.paused = Some(Instant::now() + ACCEPT_PAUSE);
+                    }
+                    return;
+                }
+            };
+            if stream.set_nonblocking(true).is_err() {
+                continue;
+            }
+            if self.pending.len() == MAX_PENDING_GREETINGS {
+                self.pending.remove(0);
+            }
+            let (from, until) = (Peer::at(from).gid, Instant::now() + PATIENCE);
+            self.pending.push(Greeting { stream, from, until, bytes: [0; HELLO], got: 0, answered: None });
+        }
+    }
+
+    /// Takes over the connection of a peer.
+    fn accepted(&self, peer: Peer, stream: TcpStream) {
+        if let Err(error) = prepare(&stream) {
+            tracing::warn!(%error, %peer, "software HCA: a link was not accepted");
+            return;
+        }
+        let mut accepted = self.shared.accepted.lock();
+        // Under the lock, so that no packet leaves before. An empty socket takes it as a whole.
+        if (&stream).write(WELCOME).is_err() {
+            return;
+        }
+        accepted.push(self.shared.ends(peer, stream));
+        self.shared.has_accepted.store(true, Ordering::Release);
+        drop(accepted);
+        self.shared.sockets.notify();
+    }
+}
+
+impl Greeting {
+    /// Reads what has arrived, and no byte behind the greeting. Returns the peer once it has proved the secret.
+    ///
+    /// # Errors
+    /// Why the connection is to be closed.
+    fn advance(&mut self, own: Peer) -> std::result::Result<Option<Peer>, String> {
+        let wanted = if self.answered.is_none() { HELLO } else { PROOF };
+        match (&self.stream).read(&mut self.bytes[self.got..wanted]) {
+            Ok(0) => return Err("it was closed".into()),
+            Ok(count) => self.got += count,
+            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            Err(error) => return Err(error.to_string()),
+        }
+        if self.got < wanted {
+            return Ok(None);
+        }
+        let text = |error: Error| error.to_string();
+        let secret = secret().map_err(text)?;
+        if let Some((hello, bytes, nonce)) = &self.answered {
+            let proof = self.bytes.first_chunk().expect("a hello is longer than a proof");
+            return match greeting::is_proof(secret, bytes, nonce, proof) {
+                true => Ok(Some(hello.from)),
+                false => Err("it has another GDSYNC_JOB_TOKEN".into()),
+            };
+        }
+        let hello = Hello::read(&self.bytes, own, self.from)?;
+        let nonce = random().map_err(text)?;
+        let answer = greeting::answer(secret, &self.bytes, &nonce);
+        // An empty socket takes it as a whole.
+        if (&self.stream).write(&answer).map_err(|error| error.to_string())? != answer.len() {
+            return Err("its socket is full".into());
+        }
+        (self.answered, self.got) = (Some((hello, self.bytes, nonce)), 0);
+        Ok(None)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,323 @@
+//! The two ends of a TCP link: packets as frames of a byte stream.
+//!
+//! A frame is the length of its body (32 bits, little-endian), the packet's header, and the body. Lengths are checked here,
+//! everything else by the queue pair that the packet is for.
+
+use std::io::{self, Read as _, Write as _};
+use std::net::{Shutdown, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use super::Sockets;
+use crate::wire::ring::{HEADER, MAX_BODY, Piece};
+use gdsync_device::error::Result;
+
+/// Bytes ahead of a body.
+const PREFIX: usize = 4 + HEADER;
+/// Bytes that wait for the socket, and bytes taken from it. Several of the largest frames, so that the socket is called rarely.
+const BUFFER: usize = 256 << 10;
+/// From this many bytes on the socket is given what waits, before the step ends.
+const ENOUGH: usize = 64 << 10;
+/// How long the end of a link waits for its last bytes to leave, and for the peer to close.
+const FAREWELL: Duration = Duration::from_millis(200);
+/// How long the last packets of a peer may take of which another link has ended.
+const LAST_PACKETS: Duration = Duration::from_secs(1);
+
+/// The connection of a link. Both ends of the link share it.
+#[derive(Debug)]
+pub(super) struct Connection {
+    stream: TcpStream,
+    alive: AtomicBool,
+    sockets: Arc<Sockets>,
+}
+
+impl Connection {
+    pub(super) fn new(stream: TcpStream, sockets: Arc<Sockets>) -> Arc<Self> {
+        Arc::new(Self { stream, alive: AtomicBool::new(true), sockets })
+    }
+
+    /// Both sides see its end.
+    pub(super) fn close(&self) {
+        // It may have ended already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Acquire)
+    }
+
+    /// The connection carries nothing any more.
+    fn lose(&self, why: &dyn std::fmt::Display) {
+        if self.alive.swap(false, Ordering::AcqRel) {
+            tracing::debug!(%why, "software HCA: TCP link ended");
+            self.sockets.remove(&self.stream);
+            // The peer learns it; it may have closed its end already.
+            let _ = self.stream.shutdown(Shutdown::Write);
+        }
+    }
+}
+
+/// Bytes in order: appended at the end, taken from the front.
+#[derive(Debug)]
+struct Buffer {
+    bytes: Vec<u8>,
+    begin: usize,
+    end: usize,
+}
+
+impl Buffer {
+    fn new() -> Self {
+        Self { bytes: vec![0; BUFFER], begin: 0, end: 0 }
+    }
+
+    fn content(&self) -> &[u8] {
+        &self.bytes[self.begin..self.end]
+    }
+
+    /// The room behind the content, of at least `len` bytes if that many are free.
+    fn room(&mut self, len: usize) -> &mut [u8] {
+        if self.begin == self.end {
+            (self.begin, self.end) = (0, 0);
+        } else if BUFFER - self.end < len {
+            self.bytes.copy_within(self.begin..self.end, 0);
+            (self.begin, self.end) = (0, self.end - self.begin);
+        }
+        &mut self.bytes[self.end..]
+    }
+}
+
+/// Sending end.
+#[derive(Debug)]
+pub(crate) struct TcpTx {
+    connection: Arc<Connection>,
+    waiting: Buffer,
+    /// Index of the link, once it has one.
+    index: Option<usize>,
+    /// The socket is watched for room.
+    is_full: bool,
+    /// Nothing is sent any more since then.
+    ended: Option<Instant>,
+}
+
+impl TcpTx {
+    pub(super) fn new(connection: Arc<Connection>) -> Self {
+        Self { connection, waiting: Buffer::new(), index: None, is_full: false, ended: None }
+    }
+
+    /// Watches the socket for link `index`.
+    pub(crate) fn begin(&mut self, index: usize) {
+        self.index = Some(index);
+        if let Err(error) = self.connection.sockets.add(&self.connection.stream, index) {
+            self.connection.lose(&error);
+        }
+    }
+
+    pub(crate) fn is_alive(&self) -> bool {
+        self.connection.is_alive()
+    }
+
+    /// Sends no more. The peer closes its end then, if it has not ended. Returns whether to wait for that.
+    pub(crate) fn end(&mut self) -> bool {
+        let since = *self.ended.get_or_insert_with(|| {
+            // It may have closed its end already.
+            let _ = self.connection.stream.shutdown(Shutdown::Write);
+            Instant::now()
+        });
+        self.is_alive() && since.elapsed() < LAST_PACKETS
+    }
+
+    /// Whether the peer's system has received all bytes.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.waiting.content().is_empty() && unacknowledged(&self.connection.stream) == 0
+    }
+
+    /// Appends a frame. Returns false if there is no room.
+    ///
+    /// # Errors
+    /// As reading a piece.
+    pub(crate) fn try_push(
+        &mut self,
+        header: &[u8; HEADER],
+        ext: &[u8],
+        pieces: &[Piece<'_>],
+    ) -> Result<bool> {
+        let body = ext.len() + pieces.iter().map(|piece| piece.len).sum::<usize>();
+        assert!(body <= MAX_BODY, "packets are cut to the size of frames");
+        let len = PREFIX + body;
+        if self.waiting.room(len).len() < len {
+            self.flush();
+            if self.waiting.room(len).len() < len {
+                return Ok(false);
+            }
+        }
+        let room = &mut self.waiting.room(len)[..len];
+        let (prefix, mut room) = room.split_at_mut(PREFIX);
+        prefix[..4].copy_from_slice(&u32::try_from(body).expect("checked above").to_le_bytes());
+        prefix[4..].copy_from_slice(header);
+        room[..ext.len()].copy_from_slice(ext);
+        room = &mut room[ext.len()..];
+        for piece in pieces {
+            let (to, rest) = room.split_at_mut(piece.len);
+            piece.memory.read(piece.offset, to)?;
+            room = rest;
+        }
+        self.waiting.end += len;
+        if self.waiting.content().len() >= ENOUGH {
+            self.flush();
+        }
+        Ok(true)
+    }
+
+    /// Gives the socket what it takes. Returns whether nothing waits any more.
+    pub(crate) fn flush(&mut self) -> bool {
+        while self.connection.is_alive() && !self.waiting.content().is_empty() {
+            match (&self.connection.stream).write(self.waiting.content()) {
+                Ok(count) => self.waiting.begin += count,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    self.watch_room(true);
+                    return false;
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => self.connection.lose(&error),
+            }
+        }
+        self.watch_room(false);
+        true
+    }
+
+    fn watch_room(&mut self, is_full: bool) {
+        if let Some(index) = self.index.filter(|_| self.is_full != is_full) {
+            self.is_full = is_full;
+            self.connection.sockets.watch_room(&self.connection.stream, index, is_full);
+        }
+    }
+}
+
+impl Drop for TcpTx {
+    /// Sends what waits, and reads until the peer has closed its end: bytes that arrive at a closed socket would discard those
+    /// on their way to the peer.
+    fn drop(&mut self) {
+        if !self.connection.is_alive() {
+            return;
+        }
+        let mut stream = &self.connection.stream;
+        let mut farewell = || {
+            stream.set_nonblocking(false)?;
+            stream.set_write_timeout(Some(FAREWELL))?;
+            stream.set_read_timeout(Some(FAREWELL))?;
+            stream.write_all(self.waiting.content())?;
+            stream.shutdown(Shutdown::Write)?;
+            while stream.read(&mut [0; 4096])? > 0 {}
+            Ok::<_, io::Error>(())
+        };
+        // Nobody is left to be told.
+        let _ = farewell();
+        self.connection.lose(&"it was closed");
+    }
+}
+
+/// Bytes that the peer's system has not acknowledged.
+fn unacknowledged(stream: &TcpStream) -> usize {
+    use std::os::fd::AsRawFd as _;
+    let mut count: libc::c_int = 0;
+    // SAFETY: the request writes an integer to `count`.
+    let done = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };
+    if done == 0 { usize::try_from(count).unwrap_or(0) } else { 0 }
+}
+
+/// A received packet, still in the buffer.
+#[derive(Debug)]
+pub(crate) struct Frame {
+    pub(crate) header: [u8; HEADER],
+    pub(crate) body_len: usize,
+}
+
+/// Receiving end.
+#[derive(Debug)]
+pub(crate) struct TcpRx {
+    connection: Arc<Connection>,
+    received: Buffer,
+    /// The socket may have more bytes.
+    is_ready: bool,
+}
+
+impl TcpRx {
+    pub(super) fn new(connection: Arc<Connection>) -> Self {
+        Self { connection, received: Buffer::new(), is_ready: true }
+    }
+
+    /// The socket may have bytes.
+    pub(crate) fn set_ready(&mut self) {
+        self.is_ready = true;
+    }
+
+    /// The next packet, if any.
+    pub(crate) fn peek(&mut self) -> Option<Frame> {
+        loop {
+            match first_frame(self.received.content()) {
+                Ok(Some(frame)) => return Some(frame),
+                Ok(None) if self.is_ready => self.fill(),
+                Ok(None) => return None,
+                Err(why) => {
+                    if self.connection.is_alive() {
+                        tracing::error!(why, "software HCA: TCP link taken down");
+                    }
+                    self.connection.lose(&why);
+                    return None;
+                }
+            }
+        }
+    }
+
+    /// Whether a packet waits.
+    pub(crate) fn has_packet(&mut self) -> bool {
+        // Also of a socket that is no longer watched.
+        self.is_ready = true;
+        self.peek().is_some()
+    }
+
+    pub(crate) fn body(&self, frame: &Frame) -> &[u8] {
+        &self.received.content()[PREFIX..PREFIX + frame.body_len]
+    }
+
+    /// Frees the bytes of a packet.
+    pub(crate) fn pop(&mut self, frame: &Frame) {
+        self.received.begin += PREFIX + frame.body_len;
+    }
+
+    /// Takes what the socket has.
+    fn fill(&mut self) {
+        let room = self.received.room(PREFIX + MAX_BODY);
+        let size = room.len();
+        match (&self.connection.stream).read(room) {
+            Ok(0) => {
+                self.is_ready = false;
+                self.connection.lose(&"the peer closed it");
+            }
+            Ok(count) => {
+                self.received.end += count;
+                self.is_ready = count == size;
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => {
+                self.is_ready = false;
+                if error.kind() != io::ErrorKind::WouldBlock {
+                    self.connection.lose(&error);
+                }
+            }
+        }
+    }
+}
+
+/// The frame that begins these bytes, if they hold all of it.
+fn first_frame(bytes: &[u8]) -> std::result::Result<Option<Frame>, &'static str> {
+    let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX>() else { return Ok(None) };
+    let (len, header) = prefix.split_first_chunk().expect("a prefix holds a length");
+    let body_len = u32::from_le_bytes(*len) as usize;
+    if body_len > MAX_BODY {
+        return Err("the peer sent a frame that is too long");
+    }
+    let header = header.try_into().expect("the rest of a prefix is a header");
+    Ok((rest.len() >= body_len).then_some(Frame { header, body_len }))
+}

@@ -1,0 +1,107 @@
+//! Sleep until a socket of an HCA is ready, or another thread wakes it.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
+use rustix::io::Errno;
+
+use gdsync_device::error::{Error, Result};
+
+/// Sockets taken from the kernel per call.
+const BATCH: usize = 64;
+
+/// The sockets of an HCA's links, and an event fd that wakes those who sleep on them. Any thread may sleep and notify.
+#[derive(Debug)]
+pub(crate) struct Sockets {
+    epoll: OwnedFd,
+    /// Readable while `signalled`.
+    wake: OwnedFd,
+    sleepers: AtomicU32,
+    /// A notification has not been seen by all sleepers.
+    signalled: Mutex<bool>,
+    /// Number of links.
+    links: AtomicU32,
+}
+
+impl Sockets {
+    pub(super) fn new() -> Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(|e| Error::os("epoll_create1", e.into(), "raise the limit of open files (ulimit -n)"))?;
+        let (sleepers, links) = (AtomicU32::new(0), AtomicU32::new(0));
+        Ok(Self { epoll, wake: gdsync_device::eventfd()?, sleepers, signalled: Mutex::new(false), links })
+    }
+
+    /// Watches the socket of link `index`.
+    pub(super) fn add(&self, socket: impl AsFd, index: usize) -> rustix::io::Result<()> {
+        epoll::add(&self.epoll, socket, epoll::EventData::new_u64(index as u64), epoll::EventFlags::IN)?;
+        self.links.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Watches the socket of link `index` for room, too, or no longer.
+    pub(super) fn watch_room(&self, socket: impl AsFd, index: usize, room: bool) {
+        let flags = if room { epoll::EventFlags::IN | epoll::EventFlags::OUT } else { epoll::EventFlags::IN };
+        // Fails only for sockets that are not watched.
+        let _ = epoll::modify(&self.epoll, socket, epoll::EventData::new_u64(index as u64), flags);
+    }
+
+    /// Stops watching a socket.
+    pub(super) fn remove(&self, socket: impl AsFd) {
+        if epoll::delete(&self.epoll, socket).is_ok() {
+            self.links.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Number of links whose sockets are watched.
+    pub(crate) fn links(&self) -> u32 {
+        self.links.load(Ordering::Relaxed)
+    }
+
+    /// Calls `ready` with the indices of links whose sockets are ready. Returns whether there were any.
+    pub(crate) fn take_ready(&self, mut ready: impl FnMut(usize)) -> bool {
+        let mut events = Vec::with_capacity(BATCH);
+        // Without an event, as after an interruption, the next call looks again.
+        let _ =
+            epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&Timespec::default()));
+        events.iter().for_each(|event| ready(usize::try_from(event.data.u64()).unwrap_or(usize::MAX)));
+        !events.is_empty()
+    }
+
+    /// Whether a socket is ready.
+    pub(crate) fn is_ready(&self) -> bool {
+        self.links() > 0 && self.take_ready(|_| ())
+    }
+
+    /// Wakes all sleepers. Without sleepers this costs a fence and a load.
+    pub(crate) fn notify(&self) {
+        // Orders the work before the look at the sleepers; a sleeper announces itself before it looks for work.
+        fence(Ordering::SeqCst);
+        if self.sleepers.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let mut signalled = self.signalled.lock();
+        if self.sleepers.load(Ordering::Relaxed) > 0 && !std::mem::replace(&mut *signalled, true) {
+            gdsync_device::signal_eventfd(&self.wake);
+        }
+    }
+
+    /// Sleeps unless `ready`, until notified, until a socket is ready, or for `timeout`. May wake spuriously.
+    pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        if !ready() {
+            let mut fds = [&self.wake, &self.epoll].map(|fd| PollFd::new(fd, PollFlags::IN));
+            // Errors are ends of the sleep.
+            let _: std::result::Result<usize, Errno> =
+                poll(&mut fds, Timespec::try_from(timeout).ok().as_ref());
+        }
+        // The last one out takes the signal: those still asleep must see it.
+        let mut signalled = self.signalled.lock();
+        if self.sleepers.fetch_sub(1, Ordering::SeqCst) == 1 && std::mem::take(&mut *signalled) {
+            gdsync_device::clear_eventfd(&self.wake);
+        }
+    }
+}
