@@ -30,7 +30,8 @@ impl Program {
     fn compile(name: &str, sources: &[&str]) -> Self {
         let directory = PACKAGE.linked_with_cuda(name);
         let compiler = PACKAGE.compiler("gcc", &["-std=gnu11", "-pedantic", "-O1"]);
-        PACKAGE.compile(compiler, sources, &directory, &["-lgdasync", "-lcuda"]);
+        // With CUDA also where a program does not use it, as applications for GPUs have it.
+        PACKAGE.compile(compiler, sources, &directory, &["-Wl,--no-as-needed", "-lgdasync", "-lcuda"]);
         Self(directory)
     }
 

@@ -315,7 +315,7 @@ impl Gpu {
     }
 
     /// The GPU memory at an address, of whichever GPU, as [`Gpu::wrap`] gives it. `None` if this process has not loaded `libcuda`,
-    /// which this call does not load, or if the address is not in GPU memory.
+    /// which this call does not load, or not initialised it, or if the address is not in GPU memory.
     ///
     /// A card reaches whole pages of GPU memory, so the range may end up to 64 KiB behind the allocation. The result ends with it.
     ///
@@ -375,13 +375,17 @@ fn is_loaded() -> bool {
     true
 }
 
-/// What CUDA knows of GPU memory at an address; `None` if it is not loaded or knows none.
+/// What CUDA knows of GPU memory at an address; `None` if it is not loaded or initialised, or knows none.
 fn find_info(addr: u64) -> Result<Option<PointerInfo>> {
     if !is_loaded() {
         return Ok(None);
     }
     let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
-    let info = pointer_info(&api, addr).map_err(Error::cuda("asking CUDA what an address is"))?;
+    let info = match pointer_info(&api, addr) {
+        // A program of the host, linked with CUDA.
+        Err(gdrcopy::Error::Cuda { status: CudaStatus::NOT_INITIALIZED, .. }) => return Ok(None),
+        known => known.map_err(Error::cuda("asking CUDA what an address is"))?,
+    };
     Ok(Some(info).filter(|info| matches!(info.kind, MemoryKind::Malloc | MemoryKind::Vmm | MemoryKind::Pool)))
 }
 
