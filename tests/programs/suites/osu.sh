@@ -7,7 +7,7 @@ packages=(
     "/usr/lib/*/ucx/libuct_ib.so.0:libucx0" /etc/libibverbs.d/mlx5.driver:ibverbs-providers
 )
 
-# No package has them: https://mvapich.cse.ohio-state.edu/benchmarks/
+# No package has them: https://mvapich.cse.ohio-state.edu/benchmarks/ (a checkout needs `autoreconf -fi` first)
 if ! [ -x "${OSU_SOURCE:-}/configure" ]; then
     echo "== osu"
     echo "skipped: OSU_SOURCE names no folder with the source of the OSU micro-benchmarks (7.4)"

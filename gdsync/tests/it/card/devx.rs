@@ -10,8 +10,8 @@ use gdsync::rdma::{DeviceConfig, Route};
 use gdsync::verbs::{Access, DeviceCq, DeviceQp, OnGpu, QpBuilder, SendWr};
 use gdsync::{Error, hca};
 
+use super::pages;
 use super::setup::{Bench, CARD, DMA_BUF_SUPPORTED, assert_says, open, simulated_gpu};
-use super::{has_dma_bufs, pages};
 use crate::child::own_process;
 use crate::common::{PATIENCE, Side, bytes, connect, message, pattern, sent, until};
 
@@ -193,9 +193,6 @@ fn without_devx_the_command_and_its_needs_are_named() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn without_dma_bufs_of_the_kernel_both_ways_are_named() {
-    if !has_dma_bufs() {
-        return;
-    }
     own_process!("GDASYNC_CARD_MODES" = "no-dma-buf,no-peermem");
     let bench = Bench::take();
     let gpu = bench.gpu.clone();
@@ -212,9 +209,6 @@ fn without_dma_bufs_of_the_kernel_both_ways_are_named() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn without_dma_bufs_of_the_driver_both_ways_are_named() {
-    if !has_dma_bufs() {
-        return;
-    }
     let bench = Bench::take();
     bench.control.attribute(0, DMA_BUF_SUPPORTED, 0);
     let closed = simulated_gpu(0);
