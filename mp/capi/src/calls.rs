@@ -76,7 +76,7 @@ impl Message {
         let job = job()?;
         let peer = job.peer(peer)?.clone();
         let registration = REGISTRATIONS.get(read("mp_reg_t *", reg)?)?;
-        registration.check(&job)?;
+        registration.check(job.number)?;
         let pieces = registration.sge(buf.expose_provenance(), length(size)?)?.into_iter().collect();
         Ok(Self { peer, pieces })
     }
@@ -89,7 +89,7 @@ impl Message {
         let peer = job.peer(peer)?.clone();
         let vector = items("iovec", vector, count.ok_or_else(refuse)?)?;
         let registration = REGISTRATIONS.get(read("mp_reg_t *", reg)?)?;
-        registration.check(&job)?;
+        registration.check(job.number)?;
         let piece = |v: &iovec| registration.sge(v.iov_base.expose_provenance(), v.iov_len).transpose();
         Ok(Self { peer, pieces: vector.iter().filter_map(piece).collect::<Result<_>>()? })
     }
@@ -330,8 +330,9 @@ pub extern "C" fn mp_finalize() {
 pub unsafe extern "C" fn mp_register(addr: *mut c_void, length: usize, reg: *mut Handle) -> c_int {
     status("mp_register", || {
         let register = || {
+            let job = job()?;
             // SAFETY: the caller guarantees it.
-            let new = unsafe { Registration::new(&*job()?, addr.expose_provenance(), length) }?;
+            let new = unsafe { Registration::new((&job.pd, job.number), addr.expose_provenance(), length) }?;
             Ok(REGISTRATIONS.insert(new)?)
         };
         // SAFETY: the caller guarantees that it is null or writable.
@@ -560,7 +561,7 @@ pub unsafe extern "C" fn mp_window_create(addr: *mut c_void, size: usize, window
         let create = || {
             let job = job()?;
             // SAFETY: the caller guarantees it.
-            let own = unsafe { Registration::new(&job, addr.expose_provenance(), size) };
+            let own = unsafe { Registration::new((&job.pd, job.number), addr.expose_provenance(), size) };
             let new = Window::new(own, size, &mut **job.exchange.lock(), exchange_limit())?;
             Ok(WINDOWS.insert(new)?)
         };

@@ -2,7 +2,7 @@
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use gdsync::verbs::{Access, Mr, RemoteAddr, Sge};
+use gdsync::verbs::{Access, Mr, Pd, RemoteAddr, Sge};
 use gdsync_capi_support::handles::Table;
 use mp::Exchange;
 use std::ffi::c_int;
@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use crate::abi::KINDS;
 use crate::failure::{Failure, Result};
-use crate::job::Job;
 
 pub(crate) static REGISTRATIONS: Table<Registration> = Table::new(2, &KINDS);
 pub(crate) static WINDOWS: Table<Window> = Table::new(3, &KINDS);
@@ -23,7 +22,7 @@ const SYNC_MEMOPS: u32 = 6;
 pub(crate) struct Registration {
     mr: Mr,
     base: usize,
-    /// [`Job::number`]
+    /// The number of its job.
     job: u64,
 }
 
@@ -32,7 +31,7 @@ impl Registration {
     ///
     /// # Safety
     /// It must stay allocated until the result is gone.
-    pub(crate) unsafe fn new(job: &Job, base: usize, len: usize) -> Result<Self> {
+    pub(crate) unsafe fn new((pd, job): (&Pd, u64), base: usize, len: usize) -> Result<Self> {
         // SAFETY: the caller's promise.
         let memory = match unsafe { Gpu::find(base as u64, len) }? {
             Some(memory) => memory,
@@ -50,12 +49,12 @@ impl Registration {
             }
         }
         let access = Access::LOCAL_WRITE | Access::REMOTE_WRITE | Access::REMOTE_READ | Access::REMOTE_ATOMIC;
-        Ok(Self { mr: job.pd.register(&memory, access)?, base, job: job.number })
+        Ok(Self { mr: pd.register(&memory, access)?, base, job })
     }
 
     /// Refuses memory from before `mp_finalize`: the devices of this job do not know it.
-    pub(crate) fn check(&self, job: &Job) -> Result<()> {
-        match self.job == job.number {
+    pub(crate) fn check(&self, job: u64) -> Result<()> {
+        match self.job == job {
             true => Ok(()),
             false => Err(Failure::invalid("registration", "one of an earlier job", "one since this mp_init")),
         }

@@ -5,7 +5,6 @@
 //! who uses it: a message takes few of these steps, as it should cost little more than in Rust.
 
 use std::cell::UnsafeCell;
-use std::ffi::c_int;
 use std::fmt;
 use std::hint::spin_loop;
 use std::mem::ManuallyDrop;
@@ -15,6 +14,8 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::thread::yield_now;
 
 use crate::process;
+
+pub use crate::process::Refusal;
 
 /// A handle: a number in place of a pointer, 0 for NULL.
 pub type Handle = usize;
@@ -42,15 +43,6 @@ fn kind_of(raw: Handle) -> usize {
 
 fn turn_of(word: u64) -> u32 {
     (word >> 32) as u32
-}
-
-/// Why a handle is refused.
-#[derive(Debug)]
-pub struct Refusal {
-    /// The number of the error.
-    pub errno: c_int,
-    /// The reason.
-    pub text: String,
 }
 
 /// The objects of one kind.
