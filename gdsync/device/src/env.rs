@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn slips_are_found_and_variables_of_others_are_not() {
-        let slips = "GDSYNC_DEVCE GDSYNC_PATHS GDRCOPY_BACKND MP_LOCL MP_LCOAL MP_REG_CASH MP_BINDS";
+        let slips = "GDSYNC_DEVCE GDSYNC_PATHS GDRCOPY_BACKND MP_LOCL MP_LCOAL MP_REG_CASHE MP_BINDS";
         for name in slips.split(' ') {
             assert!(is_misspelt(name), "{name}");
         }
