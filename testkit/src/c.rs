@@ -114,7 +114,8 @@ impl Package {
         match checker().as_deref() {
             Some("valgrind") => {
                 command = Command::new("valgrind");
-                command.args(["--quiet", "--error-exitcode=99"]).arg(directory.join("program"));
+                let known = concat!("--suppressions=", env!("CARGO_MANIFEST_DIR"), "/valgrind.supp");
+                command.args(["--quiet", "--error-exitcode=99", known]).arg(directory.join("program"));
             }
             Some("address") => {
                 let found = self.finish(Command::new("gcc").arg("-print-file-name=libasan.so"));
