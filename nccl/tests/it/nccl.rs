@@ -102,7 +102,7 @@ unsafe extern "C" fn log(
 ) {
     // SAFETY: terminated texts.
     assert_eq!(unsafe { CStr::from_ptr(format) }, c"%s");
-    // SAFETY: as before.
+    // SAFETY: a terminated text.
     println!("log: {}", unsafe { CStr::from_ptr(text) }.to_string_lossy());
 }
 
@@ -142,7 +142,7 @@ impl Library {
         let count = unsafe { status(ptr::null_mut(), 0) };
         let empty = Failure { comm: 0, time: 0, rank: 0, own_rank: 0, cause: [0; CAUSE_BYTES] };
         let mut failures = vec![empty; count.try_into().unwrap()];
-        // SAFETY: as many as that.
+        // SAFETY: the table gave so many devices.
         assert!(unsafe { status(failures.as_mut_ptr(), count) } >= count);
         failures
     }
@@ -454,13 +454,13 @@ impl Plugin {
         // SAFETY: handles that are ended once.
         ok(unsafe { (self.table.destroy_context)(self.contexts) });
         for region in regions {
-            // SAFETY: as before.
+            // SAFETY: a handle that is ended once.
             ok(unsafe { (self.table.dereg_mr_sym)(self.collective, region.handle) });
         }
-        // SAFETY: as before.
+        // SAFETY: a handle that is ended once.
         ok(unsafe { (self.table.close_coll)(self.collective) });
         for opened in self.opened {
-            // SAFETY: as before.
+            // SAFETY: a handle that is ended once.
             ok(unsafe { (self.table.finalize)(opened) });
         }
     }
