@@ -66,7 +66,9 @@ pub mod verbs;
 pub mod hca {
     pub use gdsync_device::GpuNudge;
     pub use gdsync_device::{FaultPlan, Gid, HcaStats};
-    pub use gdsync_soft::{CmaPolicy, SoftHcaConfig, job_secret, join_job, tcp_address};
+    pub use gdsync_soft::{
+        CmaPolicy, Interface, SoftHcaConfig, interfaces, job_secret, join_job, tcp_address,
+    };
 }
 pub use device::Device;
 pub use gdsync_device::{Error, Result, copy_engine, cuda, env, error, memory, recorder};

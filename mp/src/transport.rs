@@ -119,7 +119,7 @@ impl Companion for QpPair {
     }
 
     fn is_awaited(&self) -> bool {
-        // What has ended is not awaited any more.
+        // No stream waits on a broken queue pair any more.
         !self.send.is_broken() && (self.send.is_awaited() || self.recv.is_awaited())
     }
 

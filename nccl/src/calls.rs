@@ -288,13 +288,16 @@ unsafe extern "C" fn close_coll(collective: Handle) -> NcclResult {
     })
 }
 
+fn at(region: Handle, offset: u64) -> At {
+    At { region: region.addr(), offset }
+}
+
 /// The arguments of a put, without flags, which are hints.
 #[rustfmt::skip]
 unsafe extern "C" fn iput14(
     contexts: Handle, context: c_int, from: u64, source: Handle, size: usize, to: u64, target: Handle, rank: u32,
     place: *mut Handle,
 ) -> NcclResult {
-    let at = |region: Handle, offset| At { region: region.addr(), offset };
     // SAFETY: NCCL passes a place.
     unsafe { start("iput", contexts, place, |all| all.put(context, (at(source, from), at(target, to)), size, rank, None)) }
 }
@@ -314,7 +317,6 @@ unsafe extern "C" fn iput_signal14(
     contexts: Handle, context: c_int, from: u64, source: Handle, size: usize, to: u64, target: Handle, rank: u32,
     signal_offset: u64, signals: Handle, value: u64, op: u32, _is_strong: bool, place: *mut Handle,
 ) -> NcclResult {
-    let at = |region: Handle, offset| At { region: region.addr(), offset };
     let signal = SignalAt { at: at(signals, signal_offset), value, op };
     let call = |all: &Contexts| all.put(context, (at(source, from), at(target, to)), size, rank, Some(signal));
     // SAFETY: NCCL passes a place.
@@ -337,7 +339,6 @@ unsafe extern "C" fn iget14(
     contexts: Handle, context: c_int, from: u64, source: Handle, size: usize, to: u64, target: Handle, rank: u32,
     place: *mut Handle,
 ) -> NcclResult {
-    let at = |region: Handle, offset| At { region: region.addr(), offset };
     // SAFETY: NCCL passes a place.
     unsafe { start("iget", contexts, place, |all| all.get(context, (at(source, from), at(target, to)), size, rank)) }
 }

@@ -38,7 +38,7 @@ const LOST: u32 = 2;
 const ALIVE: u8 = 0;
 /// One is lost, and words are being released.
 const RELEASING: u8 = 1;
-/// What waits may go on.
+/// All that waited may go on.
 const RELEASED: u8 = 2;
 
 /// Another rank.

@@ -1,10 +1,11 @@
 //! The socket that the ranks meet at: `listen` opens one at each rank, `connect` uses that of rank 0.
 
-use std::ffi::{CStr, c_int};
+use std::ffi::c_int;
 use std::hash::{BuildHasher, RandomState};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
+use gdsync::hca::interfaces;
 use gdsync::{Error, Result};
 use mp::launch::{Bootstrap, Launch, Launcher, Root};
 
@@ -96,7 +97,7 @@ fn own_address() -> Result<IpAddr> {
         return text.parse().map_err(|_| Error::invalid(ADDRESS, text, "an IP address of this host"));
     }
     let wanted = std::env::var(INTERFACES).unwrap_or_default();
-    let found = choose(&wanted, &interfaces()?);
+    let found = choose(&wanted, &usable()?);
     found.ok_or_else(|| Error::invalid(INTERFACES, wanted, "an interface of this host that has an address"))
 }
 
@@ -113,44 +114,10 @@ fn choose(wanted: &str, interfaces: &[(String, IpAddr)]) -> Option<IpAddr> {
 }
 
 /// The interfaces that are up, with their addresses; no link-local ones.
-fn interfaces() -> Result<Vec<(String, IpAddr)>> {
-    let mut first = std::ptr::null_mut();
-    // SAFETY: a place for the list.
-    if unsafe { libc::getifaddrs(&raw mut first) } != 0 {
-        return Err(Error::last_os("getifaddrs", FIX));
-    }
-    let (mut found, mut next) = (Vec::new(), first);
-    // SAFETY: an entry of the list, or null at its end.
-    while let Some(entry) = unsafe { next.as_ref() } {
-        next = entry.ifa_next;
-        let flags = libc::c_int::try_from(entry.ifa_flags).unwrap_or(0);
-        if entry.ifa_addr.is_null() || flags & libc::IFF_UP == 0 {
-            continue;
-        }
-        // SAFETY: a terminated name of the list.
-        let name = unsafe { CStr::from_ptr(entry.ifa_name) }.to_string_lossy().into_owned();
-        // SAFETY: every address begins with its family.
-        let address = match c_int::from(unsafe { (*entry.ifa_addr).sa_family }) {
-            libc::AF_INET => {
-                // SAFETY: the family says what it is.
-                let at = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in>().read_unaligned() };
-                IpAddr::V4(Ipv4Addr::from(u32::from_be(at.sin_addr.s_addr)))
-            }
-            libc::AF_INET6 => {
-                // SAFETY: the family says what it is.
-                let at = unsafe { entry.ifa_addr.cast::<libc::sockaddr_in6>().read_unaligned() };
-                IpAddr::V6(Ipv6Addr::from(at.sin6_addr.s6_addr))
-            }
-            _ => continue,
-        };
-        let is_local_to_link = matches!(address, IpAddr::V6(ip) if ip.is_unicast_link_local());
-        if !is_local_to_link {
-            found.push((name, address));
-        }
-    }
-    // SAFETY: the list from above, which nothing uses any more.
-    unsafe { libc::freeifaddrs(first) };
-    Ok(found)
+fn usable() -> Result<Vec<(String, IpAddr)>> {
+    let is_local_to_link = |address: &IpAddr| matches!(address, IpAddr::V6(ip) if ip.is_unicast_link_local());
+    let all = interfaces()?.into_iter().filter(|one| one.is_up && !is_local_to_link(&one.address));
+    Ok(all.map(|one| (one.name, one.address)).collect())
 }
 
 #[cfg(test)]

@@ -122,4 +122,4 @@ pub use config::{CmaPolicy, SoftHcaConfig};
 pub use job::{job_secret, join_job};
 pub use network::Network;
 pub use soft::SoftHca;
-pub use wire::tcp_address;
+pub use wire::{Interface, interfaces, tcp_address};

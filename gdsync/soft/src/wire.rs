@@ -3,19 +3,20 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gdsync_device::error::Result;
 use gdsync_device::memory::{Memory, Word32};
 use gdsync_shm::event_count;
 pub(crate) use link::{Body, Ends, HcaPort, Peer, Rx, Tx, loopback};
+use parking_lot::Mutex;
 pub(crate) use port::Port;
 #[cfg(test)]
 pub(crate) use port::{LinkEnds, name};
 pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, RxHints};
 use rustix::thread::futex::{self, Timespec};
-pub use tcp::tcp_address;
+pub use tcp::{Interface, interfaces, tcp_address};
 pub(crate) use tcp::{Sockets, TcpPort};
 
 mod link;
@@ -36,6 +37,44 @@ fn uninterrupted(mut call: impl FnMut() -> isize) -> io::Result<usize> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             done => return done,
         }
+    }
+}
+
+/// Links that peers opened and the HCA has not taken over.
+#[derive(Debug)]
+struct Accepted<T> {
+    links: Mutex<Vec<T>>,
+    any: AtomicBool,
+}
+
+impl<T> Default for Accepted<T> {
+    fn default() -> Self {
+        Self { links: Mutex::default(), any: AtomicBool::new(false) }
+    }
+}
+
+impl<T> Accepted<T> {
+    /// Adds the link that `make` returns, if any, and returns whether it did. Until `make` has returned, no link is taken.
+    fn add(&self, make: impl FnOnce() -> Option<T>) -> bool {
+        let mut links = self.links.lock();
+        let made = make();
+        let is_made = made.is_some();
+        links.extend(made);
+        if is_made {
+            self.any.store(true, Ordering::Release);
+        }
+        is_made
+    }
+
+    /// Whether there are any.
+    fn any(&self) -> bool {
+        self.any.load(Ordering::Acquire)
+    }
+
+    fn take(&self) -> Vec<T> {
+        let mut links = self.links.lock();
+        self.any.store(false, Ordering::Release);
+        std::mem::take(&mut *links)
     }
 }
 

@@ -68,7 +68,7 @@ fn strangers_take_no_place() {
     guessed[0] ^= 1;
     scope(|scope| {
         let accepted = scope.spawn(|| listener.accept(builder()).unwrap());
-        // First: what connects after the right one is not looked at.
+        // It comes first: the listener looks at no connection after that of the right peer.
         assert!(matches!(builder().connect_to(&guessed).unwrap_err(), Error::Bootstrap { .. }));
         let right = builder().connect_to(&address).unwrap();
         message(&accepted.join().unwrap(), &right, 5);

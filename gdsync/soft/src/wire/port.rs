@@ -24,7 +24,7 @@ use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::ring::{MappingPool, RING_BYTES, RxRing, TxRing};
-use super::{Event, EventCount, Peer, uninterrupted};
+use super::{Accepted, Event, EventCount, Peer, uninterrupted};
 use crate::job;
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
@@ -117,8 +117,7 @@ struct Shared {
     next: AtomicU64,
     /// Mappings of the links' rings.
     mappings: MappingPool,
-    accepted: Mutex<Vec<LinkEnds>>,
-    has_accepted: AtomicBool,
+    accepted: Accepted<LinkEnds>,
 }
 
 impl fmt::Debug for Port {
@@ -149,8 +148,7 @@ impl Port {
             watched: Mutex::default(),
             next: AtomicU64::new(0),
             mappings: MappingPool::default(),
-            accepted: Mutex::default(),
-            has_accepted: AtomicBool::new(false),
+            accepted: Accepted::default(),
         });
         let control =
             Control { shared: shared.clone(), listener, greeting_pending: Vec::new(), paused: None };
@@ -198,14 +196,12 @@ impl Port {
 
     /// Whether peers connected since [`Port::take_accepted`].
     pub(crate) fn has_accepted(&self) -> bool {
-        self.shared.has_accepted.load(Ordering::Acquire)
+        self.shared.accepted.any()
     }
 
     /// Links that peers opened.
     pub(crate) fn take_accepted(&self) -> Vec<LinkEnds> {
-        let mut accepted = self.shared.accepted.lock();
-        self.shared.has_accepted.store(false, Ordering::Release);
-        std::mem::take(&mut *accepted)
+        self.shared.accepted.take()
     }
 }
 
@@ -497,10 +493,7 @@ impl Control {
         let answer = greeting(peer, self.shared.gid, self.shared.secret()?);
         send_with_fds(&stream, &answer, &[self.shared.event.fd().as_raw_fd()])?;
         let ends = self.shared.link(peer, &file, 1, event, stream)?;
-        let mut accepted = self.shared.accepted.lock();
-        accepted.push(ends);
-        self.shared.has_accepted.store(true, Ordering::Release);
-        drop(accepted);
+        self.shared.accepted.add(|| Some(ends));
         self.shared.event.notify();
         Ok(())
     }

@@ -27,12 +27,12 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use self::frames::Connection;
 use self::greeting::{ANSWER, HELLO, Hello, NONCE, PROOF, WELCOME};
-use super::Peer;
+use super::{Accepted, Peer};
 use crate::job;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Gid, random};
 
-pub use address::tcp_address;
+pub use address::{Interface, interfaces, tcp_address};
 pub(crate) use frames::{Frame, TcpRx, TcpTx};
 pub(crate) use sockets::Sockets;
 
@@ -76,8 +76,7 @@ struct Shared {
     stop: AtomicBool,
     /// The control thread has panicked.
     failed: AtomicBool,
-    accepted: Mutex<Vec<TcpEnds>>,
-    has_accepted: AtomicBool,
+    accepted: Accepted<TcpEnds>,
     /// Those of all links.
     connections: Mutex<Vec<Weak<Connection>>>,
 }
@@ -107,8 +106,7 @@ impl TcpPort {
             wake_fd: gdsync_device::eventfd()?,
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
-            accepted: Mutex::default(),
-            has_accepted: AtomicBool::new(false),
+            accepted: Accepted::default(),
             connections: Mutex::default(),
         });
         let control = Control { shared: shared.clone(), listener, pending: Vec::new(), paused: None };
@@ -180,14 +178,12 @@ impl TcpPort {
 
     /// Whether peers connected since [`TcpPort::take_accepted`].
     pub(crate) fn has_accepted(&self) -> bool {
-        self.shared.has_accepted.load(Ordering::Acquire)
+        self.shared.accepted.any()
     }
 
     /// Links that peers opened.
     pub(crate) fn take_accepted(&self) -> Vec<TcpEnds> {
-        let mut accepted = self.shared.accepted.lock();
-        self.shared.has_accepted.store(false, Ordering::Release);
-        std::mem::take(&mut *accepted)
+        self.shared.accepted.take()
     }
 }
 
@@ -407,15 +403,11 @@ impl Control {
             tracing::warn!(%error, %peer, "software HCA: a link was not accepted");
             return;
         }
-        let mut accepted = self.shared.accepted.lock();
-        // Under the lock, so that no packet leaves before. An empty socket takes it as a whole.
-        if (&stream).write(WELCOME).is_err() {
-            return;
+        // Before the link is taken, so that no packet leaves before. An empty socket takes it as a whole.
+        let welcome = || (&stream).write(WELCOME).is_ok().then(|| self.shared.ends(peer, stream));
+        if self.shared.accepted.add(welcome) {
+            self.shared.sockets.notify();
         }
-        accepted.push(self.shared.ends(peer, stream));
-        self.shared.has_accepted.store(true, Ordering::Release);
-        drop(accepted);
-        self.shared.sockets.notify();
     }
 }
 

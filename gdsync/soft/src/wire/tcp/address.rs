@@ -8,7 +8,7 @@ use gdsync_device::error::{Error, Result};
 
 /// Where the ranks of a job meet, as launchers tell it.
 const MEETING: &str = "MASTER_ADDR";
-/// Addresses of no host, for documentation: who asks for the route to them gets the default route.
+/// Addresses that are reserved for documentation: the route to them is the default route.
 const ELSEWHERE: [IpAddr; 2] =
     [IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1))];
 
@@ -59,28 +59,50 @@ fn source(target: IpAddr) -> Option<IpAddr> {
 
 /// The first address of an interface that packets can be sent from: IPv4 first.
 fn of_interface(name: &str) -> Option<IpAddr> {
-    let mut found = Vec::new();
+    let found = interfaces().ok()?.into_iter().filter(|one| one.name == name).map(|one| one.address);
+    let is_usable = |address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    found.filter(is_usable).min_by_key(IpAddr::is_ipv6)
+}
+
+/// An address of a network interface of this host.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Interface {
+    /// The name of the interface.
+    pub name: String,
+    /// The address.
+    pub address: IpAddr,
+    /// Whether the interface is up.
+    pub is_up: bool,
+}
+
+/// All IP addresses of the network interfaces of this host, in the order of the system.
+///
+/// # Errors
+/// [`Error::Sys`] of `getifaddrs`.
+pub fn interfaces() -> Result<Vec<Interface>> {
     let mut list = std::ptr::null_mut();
     // SAFETY: `list` is valid for writing the list's head.
     if unsafe { libc::getifaddrs(&raw mut list) } != 0 {
-        return None;
+        return Err(Error::last_os("getifaddrs", "raise the limit of memory, or name an IP address"));
     }
-    let mut at = list;
-    while !at.is_null() {
-        // SAFETY: `at` is an entry of the list, which lives until it is freed below.
-        let entry = unsafe { &*at };
-        // SAFETY: the name of an entry is a C string of the list.
-        let is_it = unsafe { CStr::from_ptr(entry.ifa_name) }.to_bytes() == name.as_bytes();
-        if is_it && !entry.ifa_addr.is_null() {
-            // SAFETY: an address that is not null points to a socket address of its family, which the list holds.
-            found.extend(unsafe { ip(entry.ifa_addr) });
+    let (mut found, mut next) = (Vec::new(), list);
+    // SAFETY: `next` is an entry of the list, which lives until it is freed below, or null at its end.
+    while let Some(entry) = unsafe { next.as_ref() } {
+        next = entry.ifa_next;
+        if entry.ifa_addr.is_null() {
+            continue;
         }
-        at = entry.ifa_next;
+        // SAFETY: an address that is not null points to a socket address of its family, which the list holds.
+        let Some(address) = (unsafe { ip(entry.ifa_addr) }) else { continue };
+        // SAFETY: the name of an entry is a C string of the list.
+        let name = unsafe { CStr::from_ptr(entry.ifa_name) }.to_string_lossy().into_owned();
+        let is_up = libc::c_int::try_from(entry.ifa_flags).is_ok_and(|flags| flags & libc::IFF_UP != 0);
+        found.push(Interface { name, address, is_up });
     }
     // SAFETY: `getifaddrs` made the list, and nothing of it is used from here on.
     unsafe { libc::freeifaddrs(list) };
-    let is_usable = |address: &IpAddr| !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local());
-    found.into_iter().filter(is_usable).min_by_key(IpAddr::is_ipv6)
+    Ok(found)
 }
 
 /// The IP address in a socket address, if it has one.
@@ -88,7 +110,7 @@ fn of_interface(name: &str) -> Option<IpAddr> {
 /// # Safety
 /// `address` points to a socket address of its family.
 unsafe fn ip(address: *const libc::sockaddr) -> Option<IpAddr> {
-    // SAFETY: as the caller says; every socket address begins with its family.
+    // SAFETY: the caller vouches for the address, and every socket address begins with its family.
     match i32::from(unsafe { (*address).sa_family }) {
         libc::AF_INET => {
             // SAFETY: the family says that it is one of IPv4.

@@ -49,7 +49,7 @@ impl Hello {
     /// Reads a hello for `own`, from a socket whose other end has the address `from`.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// The text says what is wrong with the hello.
     pub(super) fn read(bytes: &[u8; HELLO], own: Peer, from: Gid) -> Result<Self, &'static str> {
         let peer = |at: usize| Peer {
             gid: Gid(std::array::from_fn(|i| bytes[at + i])),
@@ -97,7 +97,7 @@ pub(super) fn answer(secret: u64, hello: &[u8; HELLO], nonce: &[u8; NONCE]) -> [
 /// Checks an answer. Returns the proof that this side sends.
 ///
 /// # Errors
-/// What is wrong with the answer.
+/// The text says what is wrong with the answer.
 pub(super) fn check_answer(
     secret: u64,
     hello: &[u8; HELLO],
