@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::thread::{Builder, JoinHandle, park_timeout};
 use std::time::{Duration, Instant};
 
+use gdsync::env::variable;
 use gdsync::memory::Memory;
 use gdsync::verbs::Context;
 use mp::{AnyRequest, Communicator, Error, IntraHostPath, Registration, Request, Result, Window};
@@ -90,7 +91,7 @@ pub(crate) fn why(error: &Error) -> String {
 }
 
 fn connect_limit() -> Result<Duration> {
-    let Some(text) = std::env::var(CONNECT).ok().filter(|text| !text.is_empty()) else {
+    let Some(text) = variable(CONNECT) else {
         return Ok(Duration::from_secs(60));
     };
     let seconds = text.parse().ok().filter(|seconds| (1..=86_400).contains(seconds));

@@ -5,6 +5,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpListener};
 use std::time::Duration;
 
+use gdsync::env::variable;
 use gdsync::hca::interfaces;
 use gdsync::{Error, Result};
 use mp::launch::{Bootstrap, Launch, Launcher, Root};
@@ -93,10 +94,10 @@ fn read(handle: &[u8; HANDLE_BYTES]) -> Result<(SocketAddr, u64)> {
 
 /// The address of this host that other ranks reach.
 fn own_address() -> Result<IpAddr> {
-    if let Some(text) = std::env::var(ADDRESS).ok().filter(|text| !text.is_empty()) {
+    if let Some(text) = variable(ADDRESS) {
         return text.parse().map_err(|_| Error::invalid(ADDRESS, text, "an IP address of this host"));
     }
-    let wanted = std::env::var(INTERFACES).unwrap_or_default();
+    let wanted = variable(INTERFACES).unwrap_or_default();
     let found = choose(&wanted, &usable()?);
     found.ok_or_else(|| Error::invalid(INTERFACES, wanted, "an interface of this host that has an address"))
 }

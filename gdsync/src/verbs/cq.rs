@@ -5,16 +5,18 @@
 //! that stream.
 
 mod flushed;
+mod room;
 
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
 use self::flushed::FlushCqe;
+use self::room::Room;
 use super::source::Arrival;
 use super::sq::OfStream;
 use super::stream_name;
@@ -639,77 +641,7 @@ impl CqInner {
         self.reap();
         self.state.lock().in_stream > 0
     }
-}
 
-/// Counts the slots that are reserved or not yet freed: never more than the ring has. A request is posted only with a
-/// slot reserved for its completion.
-#[derive(Debug)]
-struct Room {
-    slots: u64,
-    /// Set while only one queue completes here. The reserving thread has locked that queue, so plain stores suffice.
-    is_own: AtomicBool,
-    /// Number reserved so far.
-    reserved: AtomicU64,
-    /// Number freed so far; written under the completion queue's lock.
-    freed: AtomicU64,
-}
-
-impl Room {
-    fn new(slots: u64) -> Self {
-        let (reserved, freed) = Default::default();
-        Self { slots, is_own: AtomicBool::new(true), reserved, freed }
-    }
-
-    /// Switches to atomic updates, for several queues. Afterwards, a thread that has not seen the change holds the
-    /// first queue's lock.
-    fn share(&self) {
-        self.is_own.store(false, Ordering::Relaxed);
-    }
-
-    /// Slots reserved and not freed.
-    fn in_use(&self) -> u64 {
-        let freed = self.freed.load(Ordering::Acquire);
-        self.reserved.load(Ordering::Relaxed).saturating_sub(freed)
-    }
-
-    /// Reserves a slot for a request of a queue that the caller has locked.
-    #[inline]
-    fn reserve(&self) -> bool {
-        // Acquire: each freed slot was reserved before.
-        let freed = self.freed.load(Ordering::Acquire);
-        if !self.is_own.load(Ordering::Relaxed) {
-            return self.reserve_shared(freed);
-        }
-        let reserved = self.reserved.load(Ordering::Relaxed);
-        let fits = reserved - freed < self.slots;
-        if fits {
-            self.reserved.store(reserved + 1, Ordering::Relaxed);
-        }
-        fits
-    }
-
-    #[cold]
-    fn reserve_shared(&self, freed: u64) -> bool {
-        let more = |reserved: u64| (reserved - freed < self.slots).then_some(reserved + 1);
-        self.reserved.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
-    }
-
-    /// Returns reservations of requests that are not posted. The caller has locked their queue.
-    fn take_back(&self, count: u64) {
-        if self.is_own.load(Ordering::Relaxed) {
-            self.reserved.store(self.reserved.load(Ordering::Relaxed) - count, Ordering::Relaxed);
-        } else {
-            self.reserved.fetch_sub(count, Ordering::Relaxed);
-        }
-    }
-
-    /// Frees slots. The caller has locked the completion queue.
-    fn free(&self, count: u64) {
-        self.freed.store(self.freed.load(Ordering::Relaxed) + count, Ordering::Release);
-    }
-}
-
-impl CqInner {
     /// Notifies the device that a GPU stream, which cannot run device work, waits for completion `n`, unless the device
     /// attends to it already. `nudger`, where used, wakes the GPU after the CQE is written. Call after an unlock that is
     /// an atomic read-modify-write.
@@ -719,9 +651,7 @@ impl CqInner {
             self.provider.attend(self.parts.cqn);
         }
     }
-}
 
-impl CqInner {
     /// Reads the CQE of completion `n`, which has arrived and whose slot is not reusable yet.
     pub(crate) fn cqe(&self, n: u64) -> Cqe {
         if self.has_flushed.load(Ordering::Acquire)

@@ -241,7 +241,7 @@ fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> 
         .ok_or_else(|| Failure::invalid("flags", flags, "one of MP_INIT_DEFAULT to MP_INIT_DBREC_ON_GPU"))?;
     process::claim();
     let gpu = Gpu::open(gpu)?;
-    let device = match std::env::var("MP_USE_IB_HCA").ok().filter(|part| !part.is_empty()) {
+    let device = match gdsync::env::variable("MP_USE_IB_HCA") {
         None => Device::near(&gpu)?,
         Some(part) => {
             let found = Device::list().into_iter().find(|device| device.name().contains(&part));
