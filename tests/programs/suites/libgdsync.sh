@@ -34,7 +34,7 @@ build() {
 # Two ranks.
 ranks() {
     local root=()
-    ! mpirun --version | grep -q 'Open MPI' || root=(--allow-run-as-root --oversubscribe)
+    ! grep -q 'Open MPI' <(mpirun --version) || root=(--allow-run-as-root --oversubscribe)
     timeout --kill-after=5 "$patience" mpirun "${root[@]}" -n 2 "$GDASYNC" card --link ib "$@"
 }
 

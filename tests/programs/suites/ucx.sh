@@ -7,7 +7,8 @@ packages=(ucx_perftest:ucx-utils "/usr/lib/*/ucx/libuct_ib.so.0:libucx0" /etc/li
 # perftest LINK PATTERN: two processes with the arguments `client`. Some releases build ucx_perftest to be started by MPI.
 perftest() {
     local link=$1 mpi=(mpirun.openmpi --allow-run-as-root --oversubscribe -n 2 --mca pml ucx --mca btl self)
-    if ! ldd "$(command -v ucx_perftest)" | grep -q libmpi; then
+    # Not by a pipe: with `pipefail`, ldd's SIGPIPE at grep's early end would count as no match.
+    if ! grep -q libmpi <(ldd "$(command -v ucx_perftest)"); then
         pair "$link" "$2" ucx_perftest
         return
     fi

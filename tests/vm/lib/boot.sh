@@ -38,9 +38,9 @@ boot() {
 
     if [ -s "$share/status" ]; then
         status=$(<"$share/status")
-        if grep -vE "${tolerated:-^$}" "$share/dmesg" | grep -qE "$complaints"; then
+        if grep -qE "$complaints" <(grep -vE "${tolerated:-^$}" "$share/dmesg"); then
             why="the guest's kernel complained:"
-            grep -vE "${tolerated:-^$}" "$share/dmesg" | grep -E -m1 -A30 "$complaints" >"$share/reason"
+            grep -E -m1 -A30 "$complaints" <(grep -vE "${tolerated:-^$}" "$share/dmesg") >"$share/reason"
             [ "$status" != 0 ] || status=125
         fi
     else

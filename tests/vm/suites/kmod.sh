@@ -70,7 +70,7 @@ other_drivers() {
         # Nothing holds it.
         [ $driver = none ] || rmmod "${driver//-/_}"
     done
-    dmesg | grep -q 'gdrdrv: nv-p2p-dummy is loaded in place of the NVIDIA driver'
+    [[ $(dmesg) = *'gdrdrv: nv-p2p-dummy is loaded in place of the NVIDIA driver'* ]]
     unload
 }
 

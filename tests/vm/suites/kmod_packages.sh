@@ -37,7 +37,7 @@ rpm_() {
     for file in $(cd /tmp/deb && find . -type f ! -path './usr/share/doc/*'); do
         cmp "/tmp/deb/$file" "/$file"
     done
-    rpm -qp --scripts "$VM_OUT"/packages/*.rpm | grep -q 'dkms install -m gdasync-gdrdrv'
+    [[ $(rpm -qp --scripts "$VM_OUT"/packages/*.rpm) = *'dkms install -m gdasync-gdrdrv'* ]]
     rpm -e --nodeps --noscripts gdasync-gdrdrv-dkms
     ! ls -d /usr/src/gdasync-gdrdrv-*
 }
