@@ -25,8 +25,9 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // What an operation is. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
-// write that goes to the next word when the stream has failed.
-enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK };
+// write that goes to the next word when the stream has failed. ADD_64 adds to a word; LENGTH is the length of the next COPY,
+// which is from `value` to `addr`. Steps have no copies.
+enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, ADD_64, LENGTH, COPY };
 enum Cond : u32 { GEQ, EQ, AND, NOR };
 // NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one.
 enum Flag : u32 { NEAR = 1, LAST = 2 };
@@ -139,6 +140,11 @@ static __device__ __forceinline__ void store_64(u64 addr, u64 value)
     asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(addr), "l"(value) : "memory");
 }
 
+static __device__ __forceinline__ void add_64(u64 addr, u64 value)
+{
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(addr), "l"(value) : "memory");
+}
+
 // What was written before is seen by all who see what is written behind it, and what was seen before came before what is
 // read behind it. A barrier of the application, `__threadfence_system`, orders all.
 static __device__ __forceinline__ void fence()
@@ -245,7 +251,7 @@ static __device__ __forceinline__ bool is_wait(const Op &op)
 
 static __device__ __forceinline__ bool has_fence(u32 kind)
 {
-    return kind == WRITE_32 || kind == WRITE_64 || kind == BARRIER || kind == MARK;
+    return kind == WRITE_32 || kind == WRITE_64 || kind == BARRIER || kind == MARK || kind == ADD_64;
 }
 
 // What a wait has seen comes before what is done behind it: by another look, which is quicker than a fence. A word in memory
@@ -277,14 +283,17 @@ static __device__ __forceinline__ void act(const Head &head, const Op &op, bool 
     switch (op.kind) {
     case WRITE_32:
     case WRITE_64:
+    case ADD_64:
         if (!fenced)
             fence();
         if (failed)
             break;
         if (op.kind == WRITE_32)
             store_32(op.addr, (u32)op.value);
-        else
+        else if (op.kind == WRITE_64)
             store_64(op.addr, op.value);
+        else
+            add_64(op.addr, op.value);
         break;
     case INDEX:
         if (!failed)

@@ -70,6 +70,7 @@ mod execute;
 mod graph;
 mod host;
 mod op;
+mod peer;
 mod prepared;
 mod record;
 mod steps;
@@ -93,6 +94,7 @@ pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
+pub use peer::PeerSignal;
 pub use prepared::{PreparedSend, PreparedWait, SendWords, WaitWords};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 

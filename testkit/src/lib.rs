@@ -16,6 +16,7 @@ mod cuda;
 pub mod driver;
 mod gdrdrv;
 mod kernel;
+pub mod kernels;
 pub mod kmod;
 mod machine;
 pub mod process;

@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use std::{fmt, ptr};
 
+use crate::address::Gid;
 use crate::cuda::Gpu;
 use crate::memory::{Memory, Word32};
 
@@ -77,6 +78,20 @@ impl Source {
 
 /// Identifies a process among all that ever run on this machine.
 pub type ProcessId = [u8; 16];
+
+/// Random identifier of this process, which peers read to verify the PID.
+pub fn nonce() -> &'static [u8; 16] {
+    static NONCE: OnceLock<[u8; 16]> = OnceLock::new();
+    // All zero without random numbers; then no HCA opens, so the value is never used.
+    NONCE.get_or_init(|| Gid::random().map_or([0; 16], |gid| gid.0))
+}
+
+/// Identifier of this process. It includes the PID, so a forked child differs.
+pub fn this_process() -> ProcessId {
+    let mut id = *nonce();
+    id[..4].copy_from_slice(&std::process::id().to_le_bytes());
+    id
+}
 
 /// Handle by which another process opens memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -25,6 +25,7 @@ mod deferred_free;
 mod driver_tasks;
 mod free_list;
 mod gpu;
+mod ipc;
 pub mod kernel_exec;
 mod other_processes;
 mod register;
@@ -36,6 +37,7 @@ pub use deferred_free::{Activity, gate, watch_activity};
 pub use driver_tasks::DriverTask;
 pub use free_list::{Buffer, Pages};
 pub use gpu::{Gpu, Joined, NudgerSlot};
+pub use ipc::{IpcHandles, IpcOpening};
 pub use kernel_exec::KernelExecutor;
 pub use register::{Registered, is_registered};
 

@@ -11,6 +11,7 @@ mod access;
 mod checked;
 mod dma_buf;
 mod pages;
+mod peer;
 mod process;
 mod word;
 
@@ -30,6 +31,7 @@ pub use self::access::Plain;
 use self::dma_buf::DmaBuf;
 pub(crate) use self::pages::check_file_limit;
 pub use self::pages::{check_memfd, clear_eventfd, eventfd, memfd, signal_eventfd};
+pub use self::peer::{ExportedMemory, PeerMemory};
 pub use self::process::{MARK, Process, user};
 pub use self::word::{Found, Place, Word32, Word64};
 use crate::cuda::{Buffer, Flush, Gpu, Pages, Registered};
@@ -84,6 +86,10 @@ impl WeakMemory {
     pub fn upgrade(&self) -> Option<Memory> {
         let Parts { ptr, len, addr, reach } = self.memory;
         Some(Memory { ptr, len, addr, reach, owner: self.owner.upgrade()? })
+    }
+
+    fn is_there(&self) -> bool {
+        self.owner.strong_count() > 0
     }
 }
 

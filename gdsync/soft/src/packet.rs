@@ -1,14 +1,13 @@
 //! Packet format between software HCAs: InfiniBand RC transport with larger packets.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
 use crate::wire::HEADER;
-use gdsync_device::Gid;
-use gdsync_device::copy_engine::{Handle, ProcessId, Source};
+use gdsync_device::copy_engine::{Handle, ProcessId, Source, nonce, this_process};
 use gdsync_device::memory::{MARK, Memory, Process, WeakMemory};
 
 /// Payload bytes per packet, in place of a card's path MTU.
@@ -137,20 +136,6 @@ static EXPORTS: Mutex<BTreeMap<u64, WeakMemory>> = Mutex::new(BTreeMap::new());
 
 /// Token of references to host memory.
 const HOST: u64 = 0;
-
-/// Random identifier of this process, which peers read to verify the PID.
-fn nonce() -> &'static [u8; 16] {
-    static NONCE: OnceLock<[u8; 16]> = OnceLock::new();
-    // All zero without random numbers; then no HCA opens, so the value is never used.
-    NONCE.get_or_init(|| Gid::random().map_or([0; 16], |gid| gid.0))
-}
-
-/// Identifier of this process. It includes the PID, so a forked child differs.
-fn this_process() -> ProcessId {
-    let mut id = *nonce();
-    id[..4].copy_from_slice(&std::process::id().to_le_bytes());
-    id
-}
 
 /// Keeps a memory region in the export table until dropped.
 #[derive(Debug)]

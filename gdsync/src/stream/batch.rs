@@ -435,7 +435,7 @@ impl Batch {
     /// # Panics
     /// Resumes the panic of a host function, after stopping the queue pairs of the batch.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
-        self.ops.iter().try_for_each(Op::check)?;
+        self.ops.iter().try_for_each(Op::check_on_cpu)?;
         self.mark(CPU)?;
         let cores: Vec<_> = self.cores().cloned().collect();
         let ops = mem::take(&mut self.ops);

@@ -109,7 +109,8 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 || cond.holds64(at.load(), value),
             );
         }
-        Op::Barrier | Op::Flush => fence(Ordering::SeqCst),
+        // Copies between GPUs are refused at submission.
+        Op::Barrier | Op::Flush | Op::Peer(_) => fence(Ordering::SeqCst),
         Op::Trigger(source, value) => {
             fence(Ordering::SeqCst);
             source.send_doorbell().into_iter().for_each(|send_doorbell| send_doorbell.ring(value));

@@ -129,13 +129,13 @@ impl Engine for HostEngine {
 
     fn submit(&self, _guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
         self.fork_guard.check()?;
-        ops.iter().try_for_each(Op::check)?;
+        ops.iter().try_for_each(Op::check_on_cpu)?;
         self.shared.submit(ops)
     }
 
     fn record(&self, _guard: &mut SubmitGuard, ops: &[Op]) -> Result<()> {
         self.fork_guard.check()?;
-        ops.iter().try_for_each(Op::check)
+        ops.iter().try_for_each(Op::check_on_cpu)
     }
 
     fn completed(&self) -> u64 {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::peer::PeerCopy;
 pub(crate) use crate::verbs::source::{Arrival, DoorbellValue, SendDoorbell, Source};
 pub use mlx5_ring::Cond;
 
@@ -66,6 +67,8 @@ pub(crate) enum Op {
     Await(Arc<dyn Source>, u64),
     /// A system-scope memory barrier.
     Barrier,
+    /// Copies between GPUs, and signals: see [`PeerCopy`].
+    Peer(Arc<PeerCopy>),
     /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to later operations.
     Flush,
     /// Runs a function on the CPU, in stream order.
@@ -82,6 +85,7 @@ impl Op {
                 at.memory().is_known_to_gpus()
             }
             Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
+            Self::Peer(copy) => copy.is_found(),
             Self::Barrier | Self::Flush | Self::HostFn(_) => true,
         }
     }
@@ -140,6 +144,18 @@ impl Op {
         }
     }
 
+    /// Refuses what a CPU cannot run, too.
+    pub(super) fn check_on_cpu(&self) -> Result<()> {
+        match self {
+            Op::Peer(_) => Err(Error::Unsupported {
+                what: "a copy to or from memory of a peer",
+                by: "streams that a CPU runs",
+                fix: "submit it to a stream of a GPU (Stream::cuda)",
+            }),
+            _ => self.check(),
+        }
+    }
+
     /// Copies the operation; `None` for a host function, which can be called only once.
     pub(super) fn again(&self) -> Option<Self> {
         Some(match self {
@@ -152,6 +168,7 @@ impl Op {
                 Op::PostRecv { source: source.clone(), record: record.clone(), value: *value }
             }
             Op::Await(source, n) => Op::Await(source.clone(), *n),
+            Op::Peer(copy) => Op::Peer(copy.clone()),
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
             Op::HostFn(_) => return None,
@@ -166,6 +183,7 @@ impl fmt::Debug for Op {
             Op::Write64 { at, value } => write!(f, "WRITE64 [{:#x}] <- {value:#x}", at.addr()),
             Op::Wait32 { at, value, cond, .. } => write!(f, "WAIT32 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Wait64 { at, value, cond, .. } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
+            Op::Peer(copy) => write!(f, "{copy:?}"),
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),
             Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),

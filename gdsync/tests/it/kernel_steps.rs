@@ -15,7 +15,7 @@ use gdsync_testkit::driver;
 
 use crate::common::{PATIENCE, Side, assert_clean, gates, tier, until};
 use crate::place::{Place, is_real, places};
-use crate::simulated::{COMPLETION_ERROR, FAILED, OK, Progress};
+use gdsync_testkit::kernels::{COMPLETION_ERROR, FAILED, OK, Progress};
 
 /// Messages of a launch, in each direction.
 const BOUNCES: u32 = 6;
@@ -191,7 +191,7 @@ fn steps_run_once_and_in_order() {
         let apps = [App::new(&place, &[1, 0, 0, 1, 2, 3, 4, 99, 5, 6, 5]), App::new(&place, &all(1))];
         (0..2).for_each(|who| drop(launch(&table, who, &steps[who], &apps[who], 0)));
         table.finish();
-        let told = crate::simulated::OUT_OF_ORDER;
+        let told = gdsync_testkit::kernels::OUT_OF_ORDER;
         assert_eq!(apps[0].results(), [told, OK, told, OK, OK, OK, OK, told, OK, told, told]);
     }
 }
@@ -213,7 +213,7 @@ fn second_kernel_goes_on_where_the_first_ended() {
         launch(&table, 1, &steps[1], &other, 0);
         table.finish();
         assert_eq!(apps[0].results(), [OK, OK]);
-        assert_eq!(apps[1].results(), [crate::simulated::OUT_OF_ORDER, OK, OK, OK, OK]);
+        assert_eq!(apps[1].results(), [gdsync_testkit::kernels::OUT_OF_ORDER, OK, OK, OK, OK]);
     }
 }
 

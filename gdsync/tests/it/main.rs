@@ -20,6 +20,7 @@ mod interfaces;
 mod interop;
 mod kernel_steps;
 mod model;
+mod peer_copies;
 mod place;
 mod prepared;
 mod processes;

@@ -5,7 +5,7 @@
 //!
 //! Only the thread calls CUDA, because calls may block on a lock of the driver. Then only copies are delayed.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 
 use crate::Condvar;
 use gdrcopy::cuda::raw::layout::{Handle as RawHandle, MemOp, STREAM_NON_BLOCKING};
-use gdrcopy::cuda::raw::{Api, pointer_info};
+use gdrcopy::cuda::raw::pointer_info;
 use gdrcopy::cuda::{CudaStatus, MemoryKind};
 use gdsync_shm::Backoff;
 use parking_lot::{Mutex, RwLock};
 
 use super::Gpu;
-use super::deferred_free::DeferredFree;
+use super::ipc::IpcOpening;
 use crate::copy_engine::{CopyEngine, FRESH, Handle, Part, ProcessId, Source, Ticket};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Word32};
@@ -96,7 +96,6 @@ impl Engine {
             stream,
             running: VecDeque::new(),
             last: Instant::now(),
-            handles: Handles::default(),
             broken: None,
         };
         std::thread::Builder::new()
@@ -185,7 +184,6 @@ struct Worker {
     running: VecDeque<Running>,
     /// Start of the last copy.
     last: Instant,
-    handles: Handles,
     /// Why the stream has failed, if it has.
     broken: Option<String>,
 }
@@ -195,7 +193,7 @@ struct Running {
     value: u32,
     ticket: Ticket,
     parts: Vec<Part>,
-    opened: Vec<Key>,
+    opened: Vec<IpcOpening>,
     since: Instant,
     /// Why only a part of it was enqueued, if so.
     failure: Option<String>,
@@ -207,7 +205,7 @@ impl Drop for Running {
         if !self.ticket.is_over() {
             self.ticket.fail(PANICKED);
             // Leaked, because the GPU may still access the memory.
-            std::mem::forget(std::mem::take(&mut self.parts));
+            std::mem::forget((std::mem::take(&mut self.parts), std::mem::take(&mut self.opened)));
         }
     }
 }
@@ -231,12 +229,12 @@ impl Worker {
         while let Some(job) = self.next() {
             match job {
                 Some(Job::Copy { parts, ticket }) => self.copy(parts, ticket),
-                Some(Job::Forget(process)) => self.handles.close_idle(&self.gpu, Some(process)),
+                Some(Job::Forget(process)) => self.gpu.ipc_handles().close_idle(&self.gpu, Some(process)),
                 None => {}
             }
             self.reap();
         }
-        self.handles.close_idle(&self.gpu, None);
+        self.gpu.ipc_handles().close_idle(&self.gpu, None);
         // SAFETY: made here, destroyed once; nothing runs on it.
         if let Err(error) = unsafe { gpu.api().stream_destroy(self.stream.stream) } {
             tracing::debug!(%error, "a stream for copies was not destroyed");
@@ -278,7 +276,7 @@ impl Worker {
         if let Err(error) = marked {
             // The end of the parts enqueued cannot be detected: their memory is leaked, and waiters time out.
             self.broken = Some(error.to_string());
-            std::mem::forget(parts);
+            std::mem::forget((parts, opened));
             return;
         }
         self.stream.last = value;
@@ -291,7 +289,7 @@ impl Worker {
     }
 
     /// Enqueues one part.
-    fn begin(&mut self, part: &Part, opened: &mut Vec<Key>) -> Result<()> {
+    fn begin(&mut self, part: &Part, opened: &mut Vec<IpcOpening>) -> Result<()> {
         let (api, own) = (self.gpu.api(), self.gpu.raw_context());
         let (to, to_context) = self.find(&part.to)?;
         let dst = to + part.at as u64;
@@ -301,8 +299,9 @@ impl Worker {
                 (from + *at as u64, context)
             }
             Source::Peer { process, handle, at } => {
-                let (key, base) = self.handles.acquire(&self.gpu, *process, handle)?;
-                opened.push(key);
+                let opening = IpcOpening::new(&self.gpu, *process, handle, true)?;
+                let base = opening.base();
+                opened.push(opening);
                 (base + handle.offset + at, Some(own))
             }
         };
@@ -336,7 +335,6 @@ impl Worker {
                 None => copy.ticket.done(),
                 Some(why) => copy.ticket.fail(why),
             }
-            copy.opened.iter().for_each(|key| self.handles.release(key));
             release_parts(std::mem::take(&mut copy.parts));
         }
         if self.running.front().is_some_and(|r| r.since.elapsed() > SUSPICIOUS) {
@@ -450,83 +448,4 @@ fn handle(gpu: &Gpu, addr: u64) -> Result<Handle> {
         }
     }
     Ok(Handle { ipc, buffer, offset })
-}
-
-/// Maximum number of open allocations.
-const MOST: usize = 64;
-/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`.
-const LAZY_PEER_ACCESS: u32 = 1;
-
-/// An allocation of another process: process, IPC handle, allocation number.
-pub(super) type Key = (ProcessId, [u8; 64], u64);
-
-/// Open allocations in the context of a GPU.
-#[derive(Debug, Default)]
-pub(super) struct Handles {
-    open: HashMap<Key, Opened>,
-    clock: u64,
-}
-
-#[derive(Debug)]
-struct Opened {
-    addr: u64,
-    /// Number of copies that use it.
-    users: usize,
-    /// `clock` at the last use.
-    used: u64,
-}
-
-impl Handles {
-    /// Opens an allocation until [`Handles::release`]. Returns its address. The context must be current.
-    pub(super) fn acquire(&mut self, gpu: &Gpu, process: ProcessId, handle: &Handle) -> Result<(Key, u64)> {
-        self.clock += 1;
-        let (key, used) = ((process, handle.ipc, handle.buffer), self.clock);
-        if let Some(opened) = self.open.get_mut(&key) {
-            (opened.users, opened.used) = (opened.users + 1, used);
-            return Ok((key, opened.addr));
-        }
-        if self.open.len() >= MOST {
-            let idle = self.open.iter().filter(|(_, opened)| opened.users == 0);
-            let oldest = idle.min_by_key(|(_, opened)| opened.used).map(|(key, _)| *key);
-            let full = || Error::invalid("allocations of peers in use", MOST, "fewer at a time");
-            self.close(gpu, &oldest.ok_or_else(full)?);
-        }
-        let addr = open(gpu.api(), handle.ipc)?;
-        self.open.insert(key, Opened { addr, users: 1, used });
-        Ok((key, addr))
-    }
-
-    /// Ends a use.
-    pub(super) fn release(&mut self, key: &Key) {
-        if let Some(opened) = self.open.get_mut(key) {
-            opened.users -= 1;
-        }
-    }
-
-    /// Closes unused allocations, of `process` or all.
-    pub(super) fn close_idle(&mut self, gpu: &Gpu, process: Option<ProcessId>) {
-        let of = |key: &Key| process.is_none_or(|process| key.0 == process);
-        let idle: Vec<_> = self
-            .open
-            .iter()
-            .filter(|(key, opened)| opened.users == 0 && of(key))
-            .map(|(key, _)| *key)
-            .collect();
-        idle.iter().for_each(|key| self.close(gpu, key));
-    }
-
-    /// Closes an allocation later, when no stream waits.
-    fn close(&mut self, gpu: &Gpu, key: &Key) {
-        if let Some(Opened { addr, .. }) = self.open.remove(key) {
-            gpu.defer_free(DeferredFree::Ipc { addr });
-        }
-    }
-}
-
-fn open(api: &Api, handle: [u8; 64]) -> Result<u64> {
-    let mut addr = 0;
-    // SAFETY: a place for the answer; the driver checks the handle.
-    unsafe { api.ipc_open_mem_handle(&mut addr, handle, LAZY_PEER_ACCESS) }
-        .map_err(Error::cuda("opening memory of a peer"))?;
-    Ok(addr)
 }

@@ -16,6 +16,7 @@ use super::channels::ChannelPressure;
 use super::deferred_free::{DeferredFree, DeferredFreeThread};
 use super::driver_tasks::{DriverTask, DriverTasks};
 use super::free_list::{Arena, FreeList};
+use super::ipc::IpcHandles;
 use super::kernel_exec::{Head, KernelExecutor, KernelOp, SMALL};
 use super::other_processes::Sign;
 use super::{Buffer, Engine, RawStream};
@@ -50,6 +51,7 @@ struct Inner {
     driver_tasks: DriverTasks,
     /// Loaded when opened, because loading later waits for streams.
     kernel_exec: Result<Arc<KernelExecutor>>,
+    ipc_handles: IpcHandles,
     nudger: NudgerSlot,
     channel_pressure: Arc<ChannelPressure>,
     sign: Sign,
@@ -205,8 +207,8 @@ impl Gpu {
         capabilities: Capabilities,
         gdr: Option<Gdr>,
     ) -> Self {
-        let (reached, arena, free_list, deferred_free, driver_tasks, nudger, calibration, engine) =
-            Default::default();
+        let (reached, arena, free_list, deferred_free, driver_tasks) = Default::default();
+        let (ipc_handles, nudger, calibration, engine) = Default::default();
         let gdr = Mutex::new(gdr);
         let mut pci = [0; 32];
         // SAFETY: the buffer has room for 31 characters and a zero.
@@ -237,6 +239,7 @@ impl Gpu {
             deferred_free,
             driver_tasks,
             kernel_exec,
+            ipc_handles,
             nudger,
             channel_pressure: ChannelPressure::of_context(context),
             sign,
@@ -477,6 +480,11 @@ impl Gpu {
         let memory = Memory::alloc(len)?;
         memory.gpu_addr(self)?;
         Ok(memory)
+    }
+
+    /// The memory of other processes that is open for it.
+    pub fn ipc_handles(&self) -> &IpcHandles {
+        &self.0.ipc_handles
     }
 
     /// The stream that wakes the other streams.

@@ -74,6 +74,127 @@ extern "C" __global__ void __launch_bounds__(32) gds_run_at(u64 at)
         run(program.head, program.ops);
 }
 
+// The share of a copy that thread `thread` of `threads` does. Both ends may begin at any byte.
+static __device__ void copy_share(u64 to, u64 from, u64 len, u64 thread, u64 threads)
+{
+    // Up to the first 16 bytes of the destination, and behind the last.
+    const u64 before = min((u64)(0 - to) & 15, len), behind = (len - before) & 15;
+    if (thread < before)
+        ((char *)to)[thread] = ((const char *)from)[thread];
+    if (thread < behind)
+        ((char *)to)[len - behind + thread] = ((const char *)from)[len - behind + thread];
+    uint4 *const out = (uint4 *)(to + before);
+    from += before;
+    const u64 count = (len - before) / 16;
+    u64 i = thread;
+    if (from % 16 == 0) {
+        const uint4 *const in = (const uint4 *)from;
+        // Four loads are under way at a time.
+        for (; i + 3 * threads < count; i += 4 * threads) {
+            const uint4 a = in[i], b = in[i + threads], c = in[i + 2 * threads], d = in[i + 3 * threads];
+            out[i] = a, out[i + threads] = b, out[i + 2 * threads] = c, out[i + 3 * threads] = d;
+        }
+        for (; i < count; i += threads)
+            out[i] = in[i];
+        return;
+    }
+    // Words that have a byte of the source, which is to be found at a bit of each.
+    const u32 *const in = (const u32 *)(from & ~(u64)3);
+    const u32 bit = 8 * (u32)(from & 3);
+    for (; i < count; i += threads) {
+        const u32 *const at = in + 4 * i;
+        const u32 a = at[0], b = at[1], c = at[2], d = at[3], e = bit ? at[4] : 0;
+        out[i] = make_uint4(__funnelshift_r(a, b, bit), __funnelshift_r(b, c, bit), __funnelshift_r(c, d, bit),
+                            __funnelshift_r(d, e, bit));
+    }
+}
+
+// A program with copies. One thread does the other operations, all of the block copy. With several blocks the program is
+// waits, which each block makes, a copy, of which each has a share, and the rest, which the last block does alone.
+static __device__ void run_copies(const Head &head, const Op *ops)
+{
+    __shared__ u32 stopped, last;
+    const bool first = threadIdx.x == 0;
+    u32 failed = first ? detail::has_failed(head) : 0, errors = 0;
+    bool alone = gridDim.x == 1, fenced = false;
+    u64 len = 0;
+    for (u64 i = 0; i < head.count; ++i) {
+        const Op op = ops[i];
+        if (op.kind == LENGTH) {
+            len = op.value;
+            continue;
+        }
+        if (op.kind != COPY) {
+            if (!first)
+                continue;
+            if (detail::is_wait(op)) {
+                detail::wait(head, op, &failed, &errors);
+                // The CPU fails a stream before it ends its waits: nothing that a peer takes for good comes behind these.
+                failed |= detail::has_failed(head);
+                if (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind))
+                    detail::order(op);
+            } else {
+                detail::act(head, op, fenced, failed, &errors);
+            }
+            fenced = false;
+            continue;
+        }
+        if (first)
+            stopped = failed;
+        // What the first thread has waited for, all may read; what all have written, it orders before what it does next.
+        __syncthreads();
+        if (!stopped) {
+            const u64 block = alone ? 0 : blockIdx.x;
+            copy_share(op.addr, op.value, len, block * blockDim.x + threadIdx.x, (alone ? 1 : gridDim.x) * (u64)blockDim.x);
+        }
+        __syncthreads();
+        fenced = false;
+        if (alone)
+            continue;
+        // Behind the status: blocks that are done, and those that copied nothing, which makes the program fail.
+        if (first) {
+            u32 *const done = (u32 *)(head.status + 1);
+            detail::fence();
+            const u32 all = atomicAdd(done, failed ? 0x10001 : 1) + (failed ? 0x10001 : 1);
+            last = (all & 0xffff) == gridDim.x;
+            failed = all >> 16;
+            if (last)
+                *done = 0;
+            detail::fence();
+        }
+        __syncthreads();
+        if (!last)
+            break;
+        alone = fenced = true;
+    }
+    if (first)
+        detail::tell(head, &errors);
+}
+
+extern "C" __global__ void __launch_bounds__(512) gds_copy_12(const __grid_constant__ Parameter<12> program)
+{
+    run_copies(program.head, program.ops);
+}
+
+extern "C" __global__ void __launch_bounds__(512) gds_copy_160(const __grid_constant__ Parameter<160> program)
+{
+    run_copies(program.head, program.ops);
+}
+
+extern "C" __global__ void __launch_bounds__(512) gds_copy_at(u64 at)
+{
+    __shared__ Piece pieces[sizeof(Parameter<160>) / sizeof(Piece)];
+    const Parameter<160> &program = *(const Parameter<160> *)pieces;
+    if (threadIdx.x < 32)
+        copy(pieces, at, threadIdx.x);
+    __syncthreads();
+    const u64 used = sizeof(Head) + program.head.count * sizeof(Op);
+    for (u32 i = 32 + threadIdx.x; i * sizeof(Piece) < used; i += blockDim.x)
+        copy(pieces, at, i);
+    __syncthreads();
+    run_copies(program.head, program.ops);
+}
+
 // Behind a kernel of the application that runs steps: runs those that it has left, and marks the stream.
 extern "C" __global__ void __launch_bounds__(1) gds_finish(const Program *program)
 {

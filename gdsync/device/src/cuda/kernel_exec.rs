@@ -1,5 +1,5 @@
-//! The kernel executor: runs stream operations as a program in one thread of a kernel. The device code is `kernel_exec.cu` and
-//! `gdsync.cuh`.
+//! The kernel executor: runs stream operations as a program in one thread of a kernel, and copies in all threads of its blocks.
+//! The device code is `kernel_exec.cu` and `gdsync.cuh`.
 
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
@@ -121,8 +121,11 @@ mod kind {
     pub(super) const BARRIER: u32 = 5;
     pub(super) const INDEX: u32 = 6;
     pub(super) const MARK: u32 = 7;
+    pub(super) const ADD_64: u32 = 8;
+    pub(super) const LENGTH: u32 = 9;
+    pub(super) const COPY: u32 = 10;
     /// Not in the header: no kernel does it.
-    pub(super) const FLUSH: u32 = 8;
+    pub(super) const FLUSH: u32 = 11;
 }
 
 /// `Flag` of `gdsync.cuh`.
@@ -131,6 +134,8 @@ mod flag {
     pub(super) const NEAR: u16 = 1;
     /// The last operation of a step.
     pub(super) const LAST: u16 = 2;
+    /// Not in the header: no memory operation does it, as that would also happen when the stream has failed.
+    pub(super) const BY_KERNEL: u16 = 4;
 }
 
 impl KernelOp {
@@ -154,6 +159,23 @@ impl KernelOp {
     #[inline]
     pub const fn write64(addr: u64, value: u64) -> Self {
         Self::of(kind::WRITE_64, addr, value)
+    }
+
+    /// Writes a 64-bit word in memory of a peer, or adds to it, by a kernel.
+    #[inline]
+    pub const fn signal64(addr: u64, value: u64, add: bool) -> Self {
+        Self::by_kernel(if add { kind::ADD_64 } else { kind::WRITE_64 }, addr, value)
+    }
+
+    /// Copies `len` bytes by a kernel, in two operations.
+    #[inline]
+    pub const fn copy(to: u64, from: u64, len: u64) -> [Self; 2] {
+        [Self::by_kernel(kind::LENGTH, 0, len), Self::by_kernel(kind::COPY, to, from)]
+    }
+
+    #[inline]
+    const fn by_kernel(kind: u32, addr: u64, value: u64) -> Self {
+        Self { flags: flag::BY_KERNEL, ..Self::of(kind, addr, value) }
     }
 
     /// Writes a consumer index or a send record, without ordering earlier writes before it.
@@ -195,7 +217,19 @@ impl KernelOp {
     /// Whether a kernel executes a fence before it.
     #[inline]
     pub const fn is_fenced(&self) -> bool {
-        matches!(self.kind, kind::WRITE_32 | kind::WRITE_64 | kind::MARK)
+        matches!(self.kind, kind::WRITE_32 | kind::WRITE_64 | kind::MARK | kind::ADD_64)
+    }
+
+    /// Whether it waits for a word until that has reached a value. A word that only grows still has then when it is looked at again.
+    #[inline]
+    pub fn is_wait_for_growth(&self) -> bool {
+        matches!(self.kind, kind::WAIT_32 | kind::WAIT_64) && self.cond == Cond::Geq.code()
+    }
+
+    /// Whether only a kernel does it.
+    #[inline]
+    pub const fn needs_kernel(&self) -> bool {
+        self.flags & flag::BY_KERNEL != 0
     }
 
     /// Whether it is [`KernelOp::FLUSH`].
@@ -237,6 +271,8 @@ pub struct GivenUp {
 }
 
 const STATUS_BYTES: usize = 24;
+/// The counter of blocks behind it.
+const COUNTER_BYTES: usize = 8;
 
 impl StatusBlock {
     /// Allocates a status block on the GPU, where kernels read it fast, or in host memory if GPU memory cannot be mapped.
@@ -244,9 +280,9 @@ impl StatusBlock {
     /// # Errors
     /// As [`Memory::alloc`] and [`Memory::gpu_addr`].
     pub fn new(gpu: &Gpu) -> Result<Self> {
-        let memory = gpu.alloc_piece(STATUS_BYTES).or_else(|error| {
+        let memory = gpu.alloc_piece(STATUS_BYTES + COUNTER_BYTES).or_else(|error| {
             tracing::info!(%error, "the status of a stream is in host memory");
-            Memory::alloc(STATUS_BYTES)
+            Memory::alloc(STATUS_BYTES + COUNTER_BYTES)
         })?;
         let addr = memory.gpu_addr(gpu)?;
         Ok(Self { memory, addr })
@@ -275,14 +311,57 @@ impl StatusBlock {
     }
 }
 
-/// The kernels, loaded in a context.
+/// Blocks of a kernel, and the threads of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Blocks: several for a program of waits and a long copy, with what comes behind it.
+    pub blocks: u32,
+    /// Threads; 0 for the kernels without copies.
+    threads: u32,
+}
+
+impl Grid {
+    /// Of a program without copies.
+    const SINGLE: Self = Self { blocks: 1, threads: 0 };
+
+    /// The grid of a program.
+    #[inline]
+    pub fn of(ops: &[KernelOp]) -> Self {
+        let of_peers = ops.iter().filter(|op| op.needs_kernel());
+        let lengths = of_peers.map(|op| if op.kind == kind::LENGTH { op.value } else { 0 });
+        lengths.max().map_or(Self::SINGLE, Self::of_copy)
+    }
+
+    /// The grid for a copy of `len` bytes.
+    fn of_copy(len: u64) -> Self {
+        let (blocks, threads) = match len {
+            0..513 => (1, 32),
+            513..8_193 => (1, 256),
+            8_193..32_768 => (1, 512),
+            32_768..131_072 => (8, 512),
+            131_072..524_288 => (16, 512),
+            524_288..2_097_152 => (32, 512),
+            2_097_152.. => (64, 512),
+        };
+        Self { blocks, threads }
+    }
+}
+
+/// Kernels of one kind.
 #[derive(Debug)]
-pub struct KernelExecutor {
-    module: Handle,
+struct Kernels {
     small: Handle,
     large: Handle,
     /// Reads its program from memory.
     at: Handle,
+}
+
+/// The kernels, loaded in a context.
+#[derive(Debug)]
+pub struct KernelExecutor {
+    module: Handle,
+    single: Kernels,
+    copying: Kernels,
     /// Runs behind a kernel that runs steps.
     finish: Handle,
 }
@@ -299,9 +378,12 @@ impl KernelExecutor {
         unsafe { api.module_load_data(&mut module, PTX.as_ptr().cast()) }
             .map_err(Error::cuda("loading the kernels"))?;
         let function = |name| function(api, module, name);
-        let (small, large) = (function(c"gds_run_12")?, function(c"gds_run_160")?);
-        let (at, finish) = (function(c"gds_run_at")?, function(c"gds_finish")?);
-        Ok(Self { module, small, large, at, finish })
+        let kernels = |[small, large, at]: [&'static CStr; 3]| {
+            Ok::<_, Error>(Kernels { small: function(small)?, large: function(large)?, at: function(at)? })
+        };
+        let single = kernels([c"gds_run_12", c"gds_run_160", c"gds_run_at"])?;
+        let copying = kernels([c"gds_copy_12", c"gds_copy_160", c"gds_copy_at"])?;
+        Ok(Self { module, single, copying, finish: function(c"gds_finish")? })
     }
 
     /// Unloads the kernels. Their context must be current and about to be released.
@@ -317,9 +399,9 @@ impl KernelExecutor {
     /// # Errors
     /// Of CUDA.
     pub fn launch(&self, api: &Api, stream: RawStream, head: Head, ops: &[KernelOp]) -> gdrcopy::Result<()> {
-        self.with_program(head, ops, |function, params| {
+        self.with_program(head, ops, |function, grid, params| {
             // SAFETY: the function takes this one parameter.
-            unsafe { launch(api, function, stream, params) }
+            unsafe { launch(api, function, grid, stream, params) }
         })
     }
 
@@ -330,7 +412,7 @@ impl KernelExecutor {
     pub fn finish(&self, api: &Api, stream: RawStream, mut address: u64) -> gdrcopy::Result<()> {
         let mut params = [(&raw mut address).cast::<c_void>()];
         // SAFETY: the function takes an address, of steps that the submission keeps.
-        unsafe { launch(api, self.finish, stream, params.as_mut_ptr()) }
+        unsafe { launch(api, self.finish, Grid::SINGLE, stream, params.as_mut_ptr()) }
     }
 
     /// Sets the operations of a kernel node of a graph, from the next launch on. The context must be current.
@@ -344,30 +426,46 @@ impl KernelExecutor {
         head: Head,
         ops: &[KernelOp],
     ) -> gdrcopy::Result<()> {
-        self.with_program(head, ops, |function, params| {
+        self.with_program(head, ops, |function, grid, params| {
             // SAFETY: a graph and a node of it, as the caller says, and the one parameter of the function, which the
             // driver copies.
-            unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params(function, 1, params)) }
+            unsafe {
+                api.graph_exec_kernel_node_set_params(graph, node, &node_params(function, grid, params))
+            }
         })
     }
 
-    /// Sets a kernel node of a graph to run the program at this address of the GPU. The context must be current.
+    /// Sets a kernel node of a graph to run the program at this address of the GPU, of this grid. The context must be current.
     ///
     /// # Errors
     /// Of CUDA.
-    pub fn point(&self, api: &Api, (graph, node): (Handle, Handle), mut address: u64) -> gdrcopy::Result<()> {
+    pub fn point(
+        &self,
+        api: &Api,
+        (graph, node): (Handle, Handle),
+        grid: Grid,
+        mut address: u64,
+    ) -> gdrcopy::Result<()> {
         let mut params = [(&raw mut address).cast::<c_void>()];
-        let node_params = node_params(self.at, FETCHERS, params.as_mut_ptr());
+        let at = self.of(grid).at;
+        let grid = Grid { threads: grid.threads.max(FETCHERS), ..grid };
+        let node_params = node_params(at, grid, params.as_mut_ptr());
         // SAFETY: a graph and a node of it, as the caller says; the driver copies the one parameter of the function.
         unsafe { api.graph_exec_kernel_node_set_params(graph, node, &node_params) }
     }
 
-    /// Calls `call` with the kernel for `ops` and its parameters.
+    /// The kernels for programs of this grid.
+    #[inline]
+    fn of(&self, grid: Grid) -> &Kernels {
+        if grid == Grid::SINGLE { &self.single } else { &self.copying }
+    }
+
+    /// Calls `call` with the kernel for `ops`, its grid and its parameters.
     fn with_program<T>(
         &self,
         head: Head,
         ops: &[KernelOp],
-        call: impl FnOnce(Handle, *mut *mut c_void) -> T,
+        call: impl FnOnce(Handle, Grid, *mut *mut c_void) -> T,
     ) -> T {
         fn sized<const N: usize, T>(
             head: Head,
@@ -382,15 +480,17 @@ impl KernelExecutor {
             let mut params = [std::ptr::from_mut(&mut program).cast::<c_void>()];
             call(params.as_mut_ptr())
         }
+        let grid = Grid::of(ops);
+        let kernels = self.of(grid);
         if ops.len() <= SMALL {
-            sized::<SMALL, T>(head, ops, |params| call(self.small, params))
+            sized::<SMALL, T>(head, ops, |params| call(kernels.small, grid, params))
         } else {
-            sized::<LARGE, T>(head, ops, |params| call(self.large, params))
+            sized::<LARGE, T>(head, ops, |params| call(kernels.large, grid, params))
         }
     }
 }
 
-/// Launches a kernel of one thread.
+/// Launches a kernel.
 ///
 /// # Safety
 /// The function must take these parameters, which the driver copies.
@@ -398,16 +498,22 @@ impl KernelExecutor {
 unsafe fn launch(
     api: &Api,
     function: Handle,
+    Grid { blocks, threads }: Grid,
     stream: RawStream,
     params: *mut *mut c_void,
 ) -> gdrcopy::Result<()> {
+    let (threads, no_extra) = (threads.max(1), std::ptr::null_mut());
     // SAFETY: the caller guarantees the parameters.
-    unsafe { api.launch_kernel(function, 1, 1, 1, 1, 1, 1, 0, stream, params, std::ptr::null_mut()) }
+    unsafe { api.launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, params, no_extra) }
 }
 
-/// Parameters of a kernel node of one block.
-fn node_params(function: Handle, threads: u32, params: *mut *mut c_void) -> KernelNodeParams {
-    let (grid, block) = ([1; 3], [threads, 1, 1]);
+/// Parameters of a kernel node.
+fn node_params(
+    function: Handle,
+    Grid { blocks, threads }: Grid,
+    params: *mut *mut c_void,
+) -> KernelNodeParams {
+    let (grid, block) = ([blocks, 1, 1], [threads.max(1), 1, 1]);
     let extra = std::ptr::null_mut();
     KernelNodeParams { function, grid, block, shared: 0, params, extra, kernel: 0, context: 0 }
 }
@@ -441,10 +547,12 @@ mod tests {
     #[test]
     fn the_header_says_the_same() {
         let kinds = ["WRITE_32", "WRITE_64", "WAIT_32", "WAIT_64", "WAIT_CQE", "BARRIER", "INDEX", "MARK"];
-        assert_eq!(names("Kind"), kinds);
+        let of_kernels = ["ADD_64", "LENGTH", "COPY"];
+        assert_eq!(names("Kind"), [&kinds[..], &of_kernels].concat());
         let numbers = [kind::WRITE_32, kind::WRITE_64, kind::WAIT_32, kind::WAIT_64, kind::WAIT_CQE];
         assert_eq!(numbers, [0, 1, 2, 3, 4]);
         assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK], [5, 6, 7]);
+        assert_eq!([kind::ADD_64, kind::LENGTH, kind::COPY], [8, 9, 10]);
         let flags = format!("enum Flag : u32 {{ NEAR = {}, LAST = {} }};", flag::NEAR, flag::LAST);
         assert!(HEADER.contains(&flags), "{flags}");
         let conds = names("Cond").into_iter().zip([Cond::Geq, Cond::Eq, Cond::And, Cond::Nor]);
@@ -469,6 +577,9 @@ mod tests {
             ("gds_run_12", format!(".align 8 .b8 gds_run_12_param_0[{small}]")),
             ("gds_run_160", format!(".align 8 .b8 gds_run_160_param_0[{large}]")),
             ("gds_run_at", ".u64 gds_run_at_param_0".to_owned()),
+            ("gds_copy_12", format!(".align 8 .b8 gds_copy_12_param_0[{small}]")),
+            ("gds_copy_160", format!(".align 8 .b8 gds_copy_160_param_0[{large}]")),
+            ("gds_copy_at", ".u64 gds_copy_at_param_0".to_owned()),
             ("gds_finish", ".u64 gds_finish_param_0".to_owned()),
         ] {
             let entry = format!(".visible .entry {kernel}(\n\t.param {parameter}\n)");

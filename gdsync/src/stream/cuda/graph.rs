@@ -16,7 +16,7 @@ use super::plan::{self, Call};
 use super::shared::{CompletedSubmissions, MARK_EVERY, Shared, SubmitGuard};
 use crate::stream::op::{Op, Ops};
 use gdsync_device::cuda::Gpu;
-use gdsync_device::cuda::kernel_exec::Program;
+use gdsync_device::cuda::kernel_exec::{Grid, Program};
 use gdsync_device::error::{Error, Result};
 
 /// `CU_STREAM_CAPTURE_STATUS_NONE`.
@@ -42,9 +42,10 @@ pub(super) struct Node {
 enum Shape {
     /// Memory operations of these kinds.
     MemOps(SmallVec<[u32; 8]>),
-    /// A kernel of this many operations.
+    /// A kernel of this many operations, and its grid.
     Kernel {
         ops: usize,
+        grid: Grid,
     },
     HostFn,
 }
@@ -71,7 +72,9 @@ struct OwnedGraph {
 impl Shape {
     fn of(call: &Call, by_kernel: bool) -> Self {
         match call {
-            Call::Ops(ops) if by_kernel && plan::fits_kernel(ops) => Shape::Kernel { ops: ops.len() },
+            Call::Ops(ops) if plan::runs_by_kernel(ops, by_kernel) => {
+                Shape::Kernel { ops: ops.len(), grid: Grid::of(ops) }
+            }
             Call::Ops(ops) => Shape::MemOps(ops.iter().map(|op| op.memop().operation).collect()),
             Call::HostFn(_) => Shape::HostFn,
         }
@@ -204,10 +207,10 @@ impl Shared {
 }
 
 impl Node {
-    /// The number of operations, for a kernel node.
-    pub(super) fn kernel_ops(&self) -> Option<usize> {
+    /// The number of operations and the grid, for a kernel node.
+    pub(super) fn kernel(&self) -> Option<(usize, Grid)> {
         match self.shape {
-            Shape::Kernel { ops } => Some(ops),
+            Shape::Kernel { ops, grid } => Some((ops, grid)),
             Shape::MemOps(_) | Shape::HostFn => None,
         }
     }

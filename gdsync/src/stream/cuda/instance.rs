@@ -67,7 +67,7 @@ impl Pool {
     ) -> Result<Self> {
         let in_memory = kernel_exec.is_some()
             && nodes.len() >= IN_MEMORY
-            && nodes.iter().all(|node| node.kernel_ops().is_some());
+            && nodes.iter().all(|node| node.kernel().is_some());
         let one = || {
             let mut instance =
                 Instance { gpu: gpu.clone(), kernel_exec: kernel_exec.cloned(), exec: 0, programs: None };
@@ -134,7 +134,8 @@ impl Instance {
         let (Some(kernel_exec), Some(programs)) = (&self.kernel_exec, &self.programs) else { return Ok(()) };
         let each = || nodes.iter().zip(&programs.places);
         let point = |api: &Api, (node, place): (&Node, &usize)| {
-            kernel_exec.point(api, (self.exec, node.handle), programs.addr + *place as u64)
+            let Some((_, grid)) = node.kernel() else { return Ok(()) };
+            kernel_exec.point(api, (self.exec, node.handle), grid, programs.addr + *place as u64)
         };
         let pointed = self.gpu.within(|api| each().try_for_each(|each| point(api, each)));
         pointed.map_err(Error::cuda("preparing a graph"))
@@ -161,7 +162,7 @@ impl Instance {
     fn arm_each(&self, api: &Api, head: Head, nodes: &[Node], calls: &[Call]) -> gdrcopy::Result<()> {
         for (node, call) in nodes.iter().zip(calls) {
             match (call, &self.kernel_exec) {
-                (Call::Ops(ops), Some(kernel_exec)) if plan::fits_kernel(ops) => {
+                (Call::Ops(ops), Some(kernel_exec)) if node.kernel().is_some() => {
                     kernel_exec.arm(api, (self.exec, node.handle), head, ops)?;
                 }
                 (Call::Ops(ops), _) => self.arm_memops(api, node.handle, ops)?,
@@ -211,7 +212,7 @@ impl Programs {
         let mut places = Vec::with_capacity(nodes.len());
         for node in nodes {
             places.push(len);
-            len += kernel_exec::room(node.kernel_ops().unwrap_or_default());
+            len += kernel_exec::room(node.kernel().map_or(0, |(ops, _)| ops));
         }
         Self::new(gpu, len, places)
     }

@@ -9,7 +9,7 @@ use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
 use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
-use gdsync_device::cuda::kernel_exec::{self, KernelOp, Program};
+use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Place};
@@ -37,6 +37,9 @@ pub(super) struct Calls {
     last: Program,
     /// A deferred barrier, dropped if the next operation is fenced.
     barrier: bool,
+    by_kernel: bool,
+    /// Whether the last call is a kernel of a stream whose other calls are memory operations.
+    is_last_by_kernel: bool,
     host_fns: usize,
 }
 
@@ -47,10 +50,11 @@ fn max_ops(by_kernel: bool) -> usize {
 
 /// Upper bound for the calls of any submission of `ops` operations and `host_fns` host functions, including the mark.
 pub(super) fn max_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize {
-    // Per operation: barrier, wait, flush, index. Pairs that must share a call may leave a call up to two short.
+    // Per operation: barrier, wait, flush, index. Operations that must share a call may leave a call up to three short.
     const STEPS: usize = 4;
-    // A host function is a call of its own and ends the previous one.
-    (ops * STEPS + 1).div_ceil(max_ops(by_kernel) - 2) + 2 * host_fns
+    // A host function is a call of its own and ends the previous one. Copies to peers may, too, but are not counted here: a batch
+    // of many may find less room than was waited for.
+    (ops * STEPS + 1).div_ceil(max_ops(by_kernel) - 3) + 2 * host_fns
 }
 
 /// Deferred consumer indices.
@@ -65,6 +69,8 @@ impl Calls {
             before: Vec::new(),
             last: Program::new(),
             barrier: false,
+            by_kernel,
+            is_last_by_kernel: false,
             host_fns: 0,
         }
     }
@@ -72,7 +78,7 @@ impl Calls {
     /// Adds operations that must share a call.
     #[inline]
     fn put<const N: usize>(&mut self, steps: [KernelOp; N]) {
-        if self.last.len() + N + usize::from(self.barrier) > self.max {
+        if self.last.len() + N + usize::from(self.barrier) > self.max || self.is_last_by_kernel {
             self.end();
         }
         for step in steps {
@@ -84,9 +90,35 @@ impl Calls {
         }
     }
 
+    /// Adds a copy, a signal, or both. Memory operations end before and after it. A copy by several blocks has only waits before it
+    /// in its call, which each block makes: so for words that only grow, and by a few blocks, as these hold multiprocessors meanwhile.
+    fn put_copy(&mut self, steps: &[KernelOp]) {
+        const WAITING_BLOCKS: u32 = 16;
+        self.flush_barrier();
+        let may_follow = match Grid::of(steps).blocks {
+            _ if !self.by_kernel => self.last.is_empty(),
+            1 => !self.last.iter().any(KernelOp::is_flush),
+            2..=WAITING_BLOCKS => self.last.iter().all(KernelOp::is_wait_for_growth),
+            _ => self.last.is_empty(),
+        };
+        if !may_follow || self.last.len() + steps.len() + 1 > self.max {
+            self.end();
+        }
+        self.last.extend_from_slice(steps);
+        self.is_last_by_kernel = !self.by_kernel;
+    }
+
+    /// Adds a flush, which no kernel does.
+    fn put_flush(&mut self) {
+        if self.last.iter().any(KernelOp::needs_kernel) {
+            self.end();
+        }
+        self.put([KernelOp::FLUSH]);
+    }
+
     /// Defers a barrier, for which the call keeps room.
     fn put_barrier(&mut self) {
-        if self.last.len() == self.max {
+        if self.last.len() == self.max || self.is_last_by_kernel {
             self.end();
         }
         self.barrier = true;
@@ -105,6 +137,7 @@ impl Calls {
     #[cold]
     fn end(&mut self) {
         self.flush_barrier();
+        self.is_last_by_kernel = false;
         if !self.last.is_empty() {
             self.before.push(Call::Ops(mem::take(&mut self.last)));
         }
@@ -135,7 +168,7 @@ impl Calls {
                     let [wait, index] = awaited(gpu, &**source, &source.arrival(n))?;
                     self.put([wait]);
                     if gpu.capabilities().flush == Flush::OnStream {
-                        self.put([KernelOp::FLUSH]);
+                        self.put_flush();
                     }
                     // The last index of a queue supersedes earlier ones.
                     indices.retain(|other| other.addr != index.addr);
@@ -155,10 +188,17 @@ impl Calls {
                     self.pass(&mut indices);
                     self.put([KernelOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
                 }
+                Op::Peer(ref copy) => {
+                    if !self.by_kernel {
+                        gpu.kernel_exec()?;
+                    }
+                    let steps = copy.steps(gpu)?;
+                    self.put_copy(&steps);
+                }
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),
-                    Flush::OnStream => self.put([KernelOp::FLUSH]),
+                    Flush::OnStream => self.put_flush(),
                     Flush::OnCpu | Flush::Impossible => return Err(no_flush()),
                 },
                 Op::HostFn(_) => {
@@ -234,10 +274,11 @@ pub(super) fn awaited(gpu: &Gpu, source: &dyn Source, arrival: &Arrival<'_>) -> 
     Ok([KernelOp::wait_cqe(word, arrival.value, arrival.cond), KernelOp::index(index, arrival.passed)])
 }
 
-/// Whether a kernel can run these operations. A flush needs the front end.
+/// Whether a kernel runs these operations, of a stream of kernels or of memory operations. A flush needs the front end, a copy a
+/// kernel.
 #[inline]
-pub(super) fn fits_kernel(ops: &[KernelOp]) -> bool {
-    !ops.iter().any(KernelOp::is_flush)
+pub(super) fn runs_by_kernel(ops: &[KernelOp], by_kernel: bool) -> bool {
+    if by_kernel { !ops.iter().any(KernelOp::is_flush) } else { ops.iter().any(KernelOp::needs_kernel) }
 }
 
 /// Calls `call` with the number of operations of one call, and with them as memory operations, each written in place.
@@ -270,7 +311,14 @@ pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
     let mut calls = Calls { max: usize::MAX, ..Calls::new(true) };
     calls.add(gpu, ops)?;
     calls.flush_barrier();
-    if calls.host_fns > 0 || !fits_kernel(&calls.last) {
+    if calls.last.iter().any(KernelOp::needs_kernel) {
+        return Err(Error::Unsupported {
+            what: "a copy to or from memory of a peer in a step of a kernel",
+            by: "kernel steps, which one thread runs",
+            fix: "submit it to the stream before or after the kernel",
+        });
+    }
+    if calls.host_fns > 0 || !runs_by_kernel(&calls.last, true) {
         return Err(Error::Unsupported {
             what: "a host function, or a flush that only the front end of this GPU can do, in a step of a kernel",
             by: "kernels, which can do neither",

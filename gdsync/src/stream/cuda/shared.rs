@@ -63,7 +63,9 @@ pub(super) struct Shared {
     needs_context: bool,
     /// Whether the application has the stream's handle, and may be capturing it.
     handle_exposed: AtomicBool,
+    /// `None` on streams of memory operations if the kernels are not there.
     pub(super) kernel_exec: Option<Arc<KernelExecutor>>,
+    by_kernel: bool,
     pub(super) nudger: Option<Arc<dyn GpuNudge>>,
     pub(super) status: StatusBlock,
     /// The header of all kernel programs.
@@ -146,9 +148,10 @@ impl Shared {
             Via::Auto => super::calibrate(gpu)?.via,
             chosen => chosen,
         };
-        let kernel_exec = (via == Via::Kernel).then(|| gpu.kernel_exec()).transpose()?;
+        let by_kernel = via == Via::Kernel;
+        let kernel_exec = if by_kernel { Some(gpu.kernel_exec()?) } else { gpu.kernel_exec().ok() };
         let nudges = match config.nudge {
-            Nudge::Auto => kernel_exec.is_none(),
+            Nudge::Auto => !by_kernel,
             chosen => chosen == Nudge::On,
         };
         let nudger = if nudges { Some(Nudger::of(gpu)? as Arc<dyn GpuNudge>) } else { None };
@@ -167,6 +170,7 @@ impl Shared {
             owned,
             needs_context: stream <= PER_THREAD || gpu.capabilities().driver_version < ANYWHERE,
             kernel_exec,
+            by_kernel,
             nudger,
             status,
             head,
@@ -382,7 +386,8 @@ impl Shared {
     /// Queues operations by one call. The context must be current.
     pub(super) fn run(&self, seq: u64, ops: &[KernelOp]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
-        if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| plan::fits_kernel(ops)) {
+        let runs_by_kernel = plan::runs_by_kernel(ops, self.by_kernel);
+        if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| runs_by_kernel) {
             return kernel_exec.launch(api, self.stream, self.head(seq), ops);
         }
         plan::with_memops(ops, |count, memops| {
@@ -468,7 +473,7 @@ impl Shared {
 
     /// Whether kernels run the operations. Kernels keep deadlines themselves.
     pub(super) fn by_kernel(&self) -> bool {
-        self.kernel_exec.is_some()
+        self.by_kernel
     }
 
     /// Destroys the stream, if it is ours. CUDA finishes what it still runs.

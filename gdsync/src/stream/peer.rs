@@ -1,0 +1,213 @@
+//! Copies between GPUs of a host by their own kernels, with a signal behind the data.
+//!
+//! A kernel of the stream stores into memory of the peer, over NVLink or PCIe; streams there wait for a word in their own memory. No
+//! queue, doorbell or thread of a CPU is on the way.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::op::Op;
+use super::{Batch, Stream};
+use gdsync_device::cuda::Gpu;
+use gdsync_device::cuda::kernel_exec::KernelOp;
+use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::{Memory, PeerMemory};
+
+/// A 64-bit word of a peer that a stream writes or adds to, behind the data that it has put there.
+#[derive(Clone, Debug)]
+pub struct PeerSignal {
+    /// The memory of the word.
+    pub to: PeerMemory,
+    /// Its offset there, so that the word is aligned.
+    pub offset: usize,
+    /// Its new value, or what is added.
+    pub value: u64,
+    /// Whether to add. The addition is atomic to those of other GPUs by kernels, not to those of CPUs or of software HCAs.
+    pub add: bool,
+}
+
+/// A copy, a signal, or a copy with a signal behind it.
+pub(crate) struct PeerCopy {
+    /// Source, destination and length.
+    copy: Option<(Side, Side, usize)>,
+    signal: Option<PeerSignal>,
+}
+
+/// One end of a copy.
+enum Side {
+    Own(Memory),
+    /// Memory of a peer, from an offset on.
+    Peer(PeerMemory, usize),
+}
+
+/// What kernels do for a copy.
+pub(super) type Steps = SmallVec<[KernelOp; 3]>;
+
+impl Side {
+    fn addr(&self, gpu: &Gpu, len: usize) -> Result<u64> {
+        match self {
+            Self::Own(memory) => memory.gpu_addr(gpu),
+            Self::Peer(memory, offset) => memory.gpu_addr(gpu, *offset, len),
+        }
+    }
+}
+
+impl fmt::Debug for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Own(memory) => write!(f, "[{:#x}]", memory.addr()),
+            Self::Peer(_, offset) => write!(f, "[peer + {offset:#x}]"),
+        }
+    }
+}
+
+impl fmt::Debug for PeerCopy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some((from, to, len)) = &self.copy {
+            write!(f, "COPY {to:?} <- {from:?} {len} B")?;
+        }
+        let Some(PeerSignal { offset, value, add, .. }) = &self.signal else { return Ok(()) };
+        write!(f, "SIGNAL [peer + {offset:#x}] {} {value:#x}", if *add { "+=" } else { "<-" })
+    }
+}
+
+impl PeerCopy {
+    /// Whether its memory is mapped for GPUs.
+    pub(super) fn is_found(&self) -> bool {
+        let is_known = |side: &Side| match side {
+            Side::Own(memory) => memory.is_known_to_gpus(),
+            Side::Peer(..) => true,
+        };
+        self.copy.iter().all(|(from, to, _)| is_known(from) && is_known(to))
+    }
+
+    /// What the kernels of `gpu` do.
+    pub(super) fn steps(&self, gpu: &Gpu) -> Result<Steps> {
+        let mut steps = Steps::new();
+        if let Some((from, to, len)) = &self.copy {
+            steps.extend(KernelOp::copy(to.addr(gpu, *len)?, from.addr(gpu, *len)?, *len as u64));
+        }
+        if let Some(PeerSignal { to, offset, value, add }) = &self.signal {
+            let addr = to.gpu_addr(gpu, *offset, 8)?;
+            if !addr.is_multiple_of(8) {
+                return Err(Error::invalid(
+                    "signal of a peer",
+                    format!("{addr:#x}"),
+                    "an aligned 64-bit word",
+                ));
+            }
+            steps.push(KernelOp::signal64(addr, *value, *add));
+        }
+        Ok(steps)
+    }
+}
+
+impl Batch {
+    /// Copies `range` of `from` to `offset` in memory of a peer, by a kernel of the stream; then signals, if asked to. Who has seen the
+    /// signal sees the data, of this copy and of all earlier work of the stream. A stream that has failed copies and signals nothing.
+    ///
+    /// Streams of [`Via::MemOp`](super::Via::MemOp) launch a kernel for this, too. Long copies use several multiprocessors (8 of 64 KiB,
+    /// 64 of 2 MiB and more).
+    ///
+    /// # Errors
+    /// [`Error::OutOfBounds`]. At submission [`Error::Unsupported`] on host streams and in kernel steps; [`Error::InvalidArgument`] for
+    /// memory that is open for another GPU; [`Error::Cuda`].
+    pub fn put_peer(
+        &mut self,
+        from: &Memory,
+        range: Range<usize>,
+        to: &PeerMemory,
+        offset: usize,
+        signal: Option<PeerSignal>,
+    ) -> Result<()> {
+        let (from, len) = part(from, range)?;
+        within(to, offset, len)?;
+        self.peer(Side::Own(from), Side::Peer(to.clone(), offset), len, signal)
+    }
+
+    /// Copies from `offset` in memory of a peer to `range` of `to`, by a kernel of the stream: see [`Batch::put_peer`].
+    ///
+    /// # Errors
+    /// As [`Batch::put_peer`].
+    pub fn get_peer(
+        &mut self,
+        from: &PeerMemory,
+        offset: usize,
+        to: &Memory,
+        range: Range<usize>,
+    ) -> Result<()> {
+        let (to, len) = part(to, range)?;
+        within(from, offset, len)?;
+        self.peer(Side::Peer(from.clone(), offset), Side::Own(to), len, None)
+    }
+
+    /// Signals a peer behind all earlier work of the stream: see [`Batch::put_peer`].
+    ///
+    /// # Errors
+    /// As [`Batch::put_peer`].
+    pub fn signal_peer(&mut self, signal: PeerSignal) -> Result<()> {
+        within(&signal.to, signal.offset, 8)?;
+        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: Some(signal) })));
+        Ok(())
+    }
+
+    fn peer(&mut self, from: Side, to: Side, len: usize, signal: Option<PeerSignal>) -> Result<()> {
+        signal.as_ref().map_or(Ok(()), |signal| within(&signal.to, signal.offset, 8))?;
+        let copy = (len > 0).then_some((from, to, len));
+        if copy.is_some() || signal.is_some() {
+            self.ops.push(Op::Peer(Arc::new(PeerCopy { copy, signal })));
+        }
+        Ok(())
+    }
+}
+
+impl Stream {
+    /// Copies to memory of a peer and signals, in stream order: see [`Batch::put_peer`].
+    ///
+    /// # Errors
+    /// As [`Batch::put_peer`]; [`Error::StreamFull`]; the error that failed the stream.
+    pub fn put_peer(
+        &self,
+        from: &Memory,
+        range: Range<usize>,
+        to: &PeerMemory,
+        offset: usize,
+        signal: Option<PeerSignal>,
+    ) -> Result<()> {
+        self.submit_one(|batch| batch.put_peer(from, range, to, offset, signal))
+    }
+
+    /// Copies from memory of a peer, in stream order: see [`Batch::get_peer`].
+    ///
+    /// # Errors
+    /// As [`Stream::put_peer`].
+    pub fn get_peer(&self, from: &PeerMemory, offset: usize, to: &Memory, range: Range<usize>) -> Result<()> {
+        self.submit_one(|batch| batch.get_peer(from, offset, to, range))
+    }
+
+    /// Signals a peer, in stream order: see [`Batch::signal_peer`].
+    ///
+    /// # Errors
+    /// As [`Stream::put_peer`].
+    pub fn signal_peer(&self, signal: PeerSignal) -> Result<()> {
+        self.submit_one(|batch| batch.signal_peer(signal))
+    }
+}
+
+/// The range of own memory, and its length.
+fn part(memory: &Memory, range: Range<usize>) -> Result<(Memory, usize)> {
+    let len = range.len();
+    let part = if len == 0 { memory.clone() } else { memory.slice(range.start, len)? };
+    Ok((part, len))
+}
+
+/// Checks a range of memory of a peer.
+fn within(memory: &PeerMemory, offset: usize, len: usize) -> Result<()> {
+    match offset.checked_add(len) {
+        Some(end) if end <= memory.len() => Ok(()),
+        _ => Err(Error::OutOfBounds { offset, len, size: memory.len() }),
+    }
+}

@@ -1,0 +1,257 @@
+//! Copies and signals into memory of another GPU, by kernels of streams; GPUs of one process, and of two.
+
+mod processes;
+
+use std::time::Duration;
+
+use gdsync::Error;
+use gdsync::cuda::Gpu;
+use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, PeerSignal, Stream, Via};
+
+use crate::common::{PATIENCE, pattern, stream, tier};
+use crate::place::{places, shared};
+
+/// Lengths of one block and of several, in which 16 bytes go up or not.
+const LENGTHS: [usize; 14] =
+    [1, 8, 15, 16, 17, 511, 513, 8_192, 8_193, 32_768, 65_537, 300_003, 600_000, 2_200_001];
+/// Bytes that no copy may touch, on both sides.
+const MARGIN: usize = 64;
+const ROOM: usize = 2_300_000;
+
+/// Two GPUs, or twice the only one.
+fn gpus() -> Option<[Gpu; 2]> {
+    // Takes the permit of this test.
+    let first = places().next()?.gpu;
+    Some([first.clone(), shared(1).unwrap_or(first)])
+}
+
+/// Memory of one GPU, and a word, and what the other GPU has opened of it.
+struct Target {
+    memory: Memory,
+    word: Word64,
+    peer: PeerMemory,
+}
+
+/// Where the word is.
+const WORD: usize = ROOM;
+
+impl Target {
+    fn new(on: &Gpu, reached_by: &Gpu) -> Self {
+        let memory = on.alloc(ROOM + 8).unwrap();
+        memory.fill(0, memory.len(), 0).unwrap();
+        let exported = ExportedMemory::from_bytes(&memory.export().unwrap().to_bytes()).unwrap();
+        let peer = PeerMemory::open(reached_by, &exported).unwrap();
+        Self { word: memory.word64(WORD).unwrap(), memory, peer }
+    }
+
+    fn signal(&self, value: u64, add: bool) -> PeerSignal {
+        PeerSignal { to: self.peer.clone(), offset: WORD, value, add }
+    }
+
+    /// Whether these bytes are at `offset`, and nothing is beside them; then all are 0 again.
+    fn takes(&self, offset: usize, bytes: &[u8]) -> bool {
+        let mut found = vec![0; bytes.len() + 2 * MARGIN];
+        self.memory.read(offset - MARGIN, &mut found).unwrap();
+        self.memory.fill(offset, bytes.len(), 0).unwrap();
+        self.memory.flush().unwrap();
+        let (before, rest) = found.split_at(MARGIN);
+        let (inside, behind) = rest.split_at(bytes.len());
+        inside == bytes && before.iter().chain(behind).all(|byte| *byte == 0)
+    }
+}
+
+fn stream_on(gpu: &Gpu, via: Via, wait_limit: Duration) -> Stream {
+    let name = format!("{via} on {}", gpu.ordinal());
+    Stream::cuda(gpu, CudaStreamConfig { name, via, wait_limit, ..CudaStreamConfig::default() }).unwrap()
+}
+
+/// Memory of the sender, with a pattern.
+fn source(gpu: &Gpu, seed: usize) -> (Memory, Vec<u8>) {
+    let (memory, bytes) = (gpu.alloc(ROOM).unwrap(), pattern(ROOM, seed));
+    memory.write(0, &bytes).unwrap();
+    memory.flush().unwrap();
+    (memory, bytes)
+}
+
+#[test]
+fn puts_are_whole_when_their_signal_is_seen() {
+    let Some([a, b]) = gpus() else { return };
+    for via in [Via::Kernel, Via::MemOp] {
+        let (from, bytes) = source(&a, 1);
+        let to = Target::new(&b, &a);
+        let gate = Memory::alloc(8).unwrap().word64(0).unwrap();
+        let streams = [stream_on(&a, via, PATIENCE), stream_on(&b, via, PATIENCE)];
+        let mut signals = 0;
+        for len in LENGTHS {
+            for (start, offset) in [(0, MARGIN), (3, MARGIN), (16, MARGIN + 5), (7, MARGIN + 9)] {
+                signals += 1;
+                // The signal is set, or added to; alone, or behind a wait in the same batch.
+                let signal = to.signal(if start == 3 { 1 } else { signals }, start == 3);
+                let mut batch = Batch::new();
+                if offset % 2 == 1 {
+                    batch.wait_value64(&gate, signals, Cond::Geq);
+                }
+                batch.put_peer(&from, start..start + len, &to.peer, offset, Some(signal)).unwrap();
+                streams[0].submit(&mut batch).unwrap();
+                streams[1].wait_value64(&to.word, signals, Cond::Geq).unwrap();
+                gate.store(signals);
+                streams[1].synchronize(PATIENCE).unwrap();
+                assert!(
+                    to.takes(offset, &bytes[start..start + len]),
+                    "{via}: {len} from {start} to {offset}"
+                );
+                assert_eq!(to.word.load(), signals, "{via}");
+            }
+        }
+        streams[0].synchronize(PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn gets_bring_what_the_peer_has() {
+    let Some([a, b]) = gpus() else { return };
+    let (there, bytes) = source(&b, 2);
+    let there = PeerMemory::open(&a, &there.export().unwrap()).unwrap();
+    let here = Target::new(&a, &a);
+    for via in [Via::Kernel, Via::MemOp] {
+        let stream = stream_on(&a, via, PATIENCE);
+        for len in LENGTHS {
+            for (start, offset) in [(32, MARGIN), (5, MARGIN + 16), (1, MARGIN + 11)] {
+                stream.get_peer(&there, start, &here.memory, offset..offset + len).unwrap();
+                stream.synchronize(PATIENCE).unwrap();
+                assert!(here.takes(offset, &bytes[start..start + len]), "{via}: {len} from {start}");
+            }
+        }
+    }
+}
+
+/// Copies of any length, waits, writes and signals in one batch: what is behind a copy is done once, and after it.
+#[test]
+fn batches_of_many_operations_keep_their_order() {
+    let Some([a, b]) = gpus() else { return };
+    for via in [Via::Kernel, Via::MemOp] {
+        let (from, bytes) = source(&a, 3);
+        let (there, here) = (Target::new(&b, &a), a.alloc(ROOM).unwrap());
+        let words = Memory::alloc(16).unwrap();
+        let [ready, done] = [0, 8].map(|at| words.word64(at).unwrap());
+        let stream = stream_on(&a, via, PATIENCE);
+        for (round, len) in [700_000, 100, 70_000, 40_000, 20_000].into_iter().enumerate() {
+            let n = round as u64 + 1;
+            let mut batch = Batch::new();
+            batch.wait_value64(&ready, n, Cond::Geq);
+            batch.put_peer(&from, 1..1 + len, &there.peer, MARGIN, Some(there.signal(1, true))).unwrap();
+            batch.wait_value64(&ready, n, Cond::Eq);
+            batch.get_peer(&there.peer, MARGIN, &here, 0..len).unwrap();
+            batch.barrier();
+            // Back to where it came from, somewhere else.
+            batch.put_peer(&here, 0..len, &there.peer, MARGIN + len + 1, None).unwrap();
+            batch.signal_peer(there.signal(1, true)).unwrap();
+            batch.write_value64(&done, n);
+            stream.submit(&mut batch).unwrap();
+            ready.store(n);
+            stream.synchronize(PATIENCE).unwrap();
+            assert_eq!((done.load(), there.word.load()), (n, 2 * n), "{via}");
+            let mut found = vec![0; 2 * len + 1];
+            there.memory.read(MARGIN, &mut found).unwrap();
+            assert!(found[..len] == bytes[1..=len] && found[len + 1..] == bytes[1..=len], "{via}: {len}");
+        }
+    }
+}
+
+/// Few kernels are changed by each launch, many read their programs from memory.
+#[test]
+fn graphs_copy_again_in_each_launch() {
+    let Some([a, b]) = gpus() else { return };
+    for (via, batches) in [(Via::Kernel, 1), (Via::Kernel, 6), (Via::MemOp, 1), (Via::MemOp, 6)] {
+        let (from, to) = (a.alloc(ROOM).unwrap(), Target::new(&b, &a));
+        let streams = [stream_on(&a, via, PATIENCE), stream_on(&b, via, PATIENCE)];
+        let part = |i: usize| (i * 300_000, [9, 66_000, 290_001, 8_200, 131_072, 33_333][i]);
+        let graph = streams[0]
+            .capture(|stream| {
+                (0..batches).try_for_each(|i| {
+                    let (at, len) = part(i);
+                    stream.put_peer(&from, at..at + len, &to.peer, MARGIN + at, Some(to.signal(1, true)))
+                })
+            })
+            .unwrap();
+        for round in 1..=tier(3, 8, 50) {
+            let bytes = pattern(ROOM, round);
+            from.write(0, &bytes).unwrap();
+            from.flush().unwrap();
+            graph.launch_within(&streams[0], PATIENCE).unwrap();
+            streams[1].wait_value64(&to.word, (round * batches) as u64, Cond::Geq).unwrap();
+            streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
+            for (at, len) in (0..batches).map(part) {
+                assert!(to.takes(MARGIN + at, &bytes[at..at + len]), "{via}, {batches}: {len}");
+            }
+        }
+    }
+}
+
+/// A stream whose wait ends by the limit copies and signals nothing behind it, also in graphs.
+#[test]
+fn failed_streams_copy_nothing() {
+    let Some([a, b]) = gpus() else { return };
+    let (from, to) = (source(&a, 4).0, Target::new(&b, &a));
+    for via in [Via::Kernel, Via::MemOp] {
+        for len in [8, 20_000, 100_000, 700_000] {
+            for in_graph in [false, true] {
+                let never = Memory::alloc(8).unwrap().word64(0).unwrap();
+                let stream = stream_on(&a, via, Duration::from_millis(50));
+                let put = |stream: &Stream| {
+                    let mut batch = Batch::new();
+                    batch.wait_value64(&never, 1, Cond::Geq);
+                    batch.put_peer(&from, 0..len, &to.peer, 0, Some(to.signal(1, true)))?;
+                    batch.put_peer(&from, 0..8, &to.peer, 0, Some(to.signal(1, false)))?;
+                    stream.submit(&mut batch)
+                };
+                let submitted = match in_graph {
+                    true => stream.capture(put).and_then(|graph| graph.launch(&stream)).map(drop),
+                    false => put(&stream),
+                };
+                submitted.unwrap();
+                let error = stream.synchronize(PATIENCE).unwrap_err();
+                assert!(matches!(error, Error::StreamWait { .. }), "{via}: {error}");
+                drop(stream);
+                assert_eq!(to.word.load(), 0, "{via}: {len}");
+                assert!(to.takes(MARGIN, &vec![0; len]), "{via}: {len}");
+            }
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_copied_is_refused() {
+    let Some([a, b]) = gpus() else { return };
+    let (from, to) = (a.alloc(4096).unwrap(), Target::new(&b, &a));
+    let mut batch = Batch::new();
+    let beyond = batch.put_peer(&from, 0..8, &to.peer, WORD + 1, None).unwrap_err();
+    assert!(matches!(beyond, Error::OutOfBounds { offset, .. } if offset == WORD + 1), "{beyond}");
+    assert!(batch.put_peer(&from, 4090..4097, &to.peer, 0, None).is_err());
+    assert!(batch.get_peer(&to.peer, usize::MAX, &from, 0..8).is_err());
+    let signal = PeerSignal { offset: WORD + 1, ..to.signal(1, false) };
+    assert!(batch.put_peer(&from, 0..8, &to.peer, 0, Some(signal)).is_err());
+    assert!(batch.is_empty(), "nothing of it is in the batch");
+    batch.put_peer(&from, 5..5, &to.peer, 0, None).unwrap();
+    assert!(batch.is_empty(), "nothing to do");
+
+    batch.put_peer(&from, 0..8, &to.peer, 0, None).unwrap();
+    let host = stream("host").submit(&mut batch).unwrap_err();
+    assert!(host.to_string().contains("Stream::cuda"), "{host}");
+    assert!(batch.run(PATIENCE).is_err());
+    let on_a = stream_on(&a, Via::Kernel, PATIENCE);
+    let steps = on_a.record_steps(|stream| stream.submit(&mut batch)).unwrap_err();
+    assert!(steps.to_string().contains("step of a kernel"), "{steps}");
+    let signal = PeerSignal { offset: 4, ..to.signal(1, false) };
+    let unaligned = on_a.signal_peer(signal).unwrap_err();
+    assert!(unaligned.to_string().contains("aligned 64-bit word"), "{unaligned}");
+    on_a.synchronize(PATIENCE).unwrap();
+
+    let host = Memory::alloc(4096).unwrap().export().unwrap_err();
+    assert!(host.to_string().contains("host memory"), "{host}");
+    let exported = from.export().unwrap();
+    drop((batch, from));
+    let gone = PeerMemory::open(&b, &exported).unwrap_err();
+    assert!(gone.to_string().contains("has not freed"), "{gone}");
+}

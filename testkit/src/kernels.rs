@@ -1,0 +1,277 @@
+//! The kernels of `kernel_exec.cu` and the code of `gdsync.cuh` in Rust, for the simulated driver.
+//!
+//! Bytes that a copy writes arrive in no order, some of them only when a fence follows. A grid of several blocks runs as one.
+
+use std::ffi::c_void;
+use std::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::time::{Duration, Instant};
+
+use crate::driver;
+
+/// Makes the kernels known to the driver, before a GPU is opened.
+pub fn register() {
+    driver::kernel("gds_run_12", &[32 + 24 * 12], |params| run(params, false));
+    driver::kernel("gds_run_160", &[32 + 24 * 160], |params| run(params, false));
+    driver::kernel("gds_run_at", &[8], |params| run_at(params, false));
+    driver::kernel("gds_copy_12", &[32 + 24 * 12], |params| run(params, true));
+    driver::kernel("gds_copy_160", &[32 + 24 * 160], |params| run(params, true));
+    driver::kernel("gds_copy_at", &[8], |params| run_at(params, true));
+    driver::kernel("gds_finish", &[8], |params| {
+        // SAFETY: an address of steps.
+        Progress::new(unsafe { params[0].cast::<u64>().read() }).finish();
+    });
+}
+
+/// `Head` of `gdsync.cuh`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Head {
+    status: u64,
+    limit_ns: u64,
+    submission: u64,
+    count: u64,
+}
+
+/// `Op` of `gdsync.cuh`.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+struct Op {
+    kind: u32,
+    cond: u16,
+    flags: u16,
+    addr: u64,
+    value: u64,
+}
+
+fn word32(addr: u64) -> &'static AtomicU32 {
+    let ptr = with_exposed_provenance_mut(usize::try_from(addr).unwrap());
+    // SAFETY: words that the submission keeps alive.
+    unsafe { AtomicU32::from_ptr(ptr) }
+}
+
+fn word64(addr: u64) -> &'static AtomicU64 {
+    let ptr = with_exposed_provenance_mut(usize::try_from(addr).unwrap());
+    // SAFETY: words that the submission keeps alive.
+    unsafe { AtomicU64::from_ptr(ptr) }
+}
+
+fn low(value: u64) -> u32 {
+    u32::try_from(value & 0xffff_ffff).unwrap()
+}
+
+/// The parameter is the program's address.
+fn run_at(params: &[*mut c_void], copies: bool) {
+    // SAFETY: an address.
+    let at = unsafe { params[0].cast::<u64>().read() };
+    run(&[with_exposed_provenance_mut(usize::try_from(at).unwrap())], copies);
+}
+
+/// With `copies` it looks again behind each wait whether the stream has failed.
+fn run(params: &[*mut c_void], copies: bool) {
+    // SAFETY: the parameter is a head and operations.
+    let head = unsafe { params[0].cast::<Head>().read() };
+    // SAFETY: behind the head.
+    let first = unsafe { params[0].cast::<Head>().add(1) }.cast::<Op>();
+    // SAFETY: so many are there.
+    let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(head.count).unwrap()) };
+    let mut failed = has_failed(&head);
+    let mut errors = 0;
+    let (mut len, mut late) = (0, Late::default());
+    for op in ops {
+        match op.kind {
+            9 => len = usize::try_from(op.value).unwrap(),
+            10 if !failed => late.copy(op.addr, op.value, len),
+            10 => {}
+            _ => {
+                if is_fenced(op.kind) {
+                    late.arrive();
+                }
+                execute(&head, op, &mut failed, &mut errors);
+                failed |= copies && matches!(op.kind, 2..=4) && has_failed(&head);
+            }
+        }
+    }
+    late.arrive();
+    tell(&head, errors);
+}
+
+/// Whether a kernel executes a fence before, or as, an operation of this kind.
+fn is_fenced(kind: u32) -> bool {
+    matches!(kind, 0 | 1 | 5 | 7 | 8)
+}
+
+/// Bytes that copies have written and that nobody sees yet, by address.
+#[derive(Default)]
+struct Late(Vec<(u64, u8)>);
+
+impl Late {
+    fn copy(&mut self, to: u64, from: u64, len: usize) {
+        // Behind a barrier of the block it sees what it has written.
+        self.arrive();
+        // SAFETY: memory that the submission keeps alive; who writes to it meanwhile is in error.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(with_exposed_provenance::<u8>(usize::try_from(from).unwrap()), len)
+        };
+        let mut stride = usize::try_from((to ^ from) % 65_536).unwrap() | 1;
+        while gcd(stride, len) > 1 {
+            stride += 2;
+        }
+        let order = (0..len).map(|i| (i * stride + stride) % len);
+        self.0.extend(order.map(|i| (to + i as u64, bytes[i])));
+        let late = self.0.split_off(len / 2);
+        self.arrive();
+        self.0 = late;
+    }
+
+    fn arrive(&mut self) {
+        for (to, byte) in self.0.drain(..) {
+            let at = with_exposed_provenance_mut::<u8>(usize::try_from(to).unwrap());
+            // SAFETY: memory that the submission keeps alive.
+            unsafe { at.write_volatile(byte) };
+        }
+        fence(Ordering::SeqCst);
+    }
+}
+
+fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}
+
+fn has_failed(head: &Head) -> bool {
+    word32(head.status).load(Ordering::Relaxed) != 0
+}
+
+fn tell(head: &Head, errors: u32) {
+    if errors > 0 {
+        word32(head.status + 4).fetch_add(errors, Ordering::SeqCst);
+    }
+}
+
+fn execute(head: &Head, op: &Op, failed: &mut bool, errors: &mut u32) {
+    match op.kind {
+        2..=4 => {
+            if !wait(op, head.limit_ns, *failed, errors) && !*failed {
+                *failed = true;
+                word64(head.status + 8).store(head.submission, Ordering::Relaxed);
+                word64(head.status + 16).store(op.addr, Ordering::Relaxed);
+                word32(head.status).store(1, Ordering::SeqCst);
+            }
+        }
+        0 | 6 if !*failed => word32(op.addr).store(low(op.value), Ordering::SeqCst),
+        1 if !*failed => word64(op.addr).store(op.value, Ordering::SeqCst),
+        8 if !*failed => _ = word64(op.addr).fetch_add(op.value, Ordering::SeqCst),
+        7 => word64(if *failed { op.addr + 8 } else { op.addr }).store(op.value, Ordering::SeqCst),
+        _ => fence(Ordering::SeqCst),
+    }
+}
+
+/// `Result` of `gdsync.cuh`: it was run.
+pub const OK: u64 = 0;
+/// The stream has failed.
+pub const FAILED: u64 = 1;
+/// A completion with an error.
+pub const COMPLETION_ERROR: u64 = 2;
+/// It is not the next one.
+pub const OUT_OF_ORDER: u64 = 3;
+
+/// `Steps` of `gdsync.cuh`.
+#[derive(Debug)]
+pub struct Progress {
+    head: Head,
+    cursor: u64,
+    ops: u64,
+    next: u32,
+    place: u32,
+    dead: bool,
+}
+
+impl Progress {
+    /// A view of the steps at an address.
+    pub fn new(program: u64) -> Self {
+        let word = |at: u64| word64(program + at).load(Ordering::SeqCst);
+        let head = Head { status: word(0), limit_ns: word(8), submission: word(16), count: word(24) };
+        let where_ = word(32);
+        let (cursor, ops) = (program + 32, program + 48);
+        Self { head, cursor, ops, next: low(where_), place: low(where_ >> 32), dead: false }
+    }
+
+    /// Runs step `i`.
+    pub fn run(&mut self, i: u32) -> u64 {
+        match () {
+            () if self.dead => FAILED,
+            () if i == self.next && u64::from(i) < self.head.count => self.step(),
+            () if has_failed(&self.head) => FAILED,
+            () => OUT_OF_ORDER,
+        }
+    }
+
+    fn finish(&mut self) {
+        while u64::from(self.next) < self.head.count && self.step() != FAILED {}
+        while self.op().kind != 7 {
+            self.place += 1;
+        }
+        // Behind the mark the memory may be another launch's.
+        execute(&self.head, &self.op(), &mut has_failed(&self.head), &mut 0);
+    }
+
+    fn op(&self) -> Op {
+        let at = usize::try_from(self.ops + 24 * u64::from(self.place)).unwrap();
+        // SAFETY: the place of an operation in memory that the submission keeps alive.
+        unsafe { with_exposed_provenance::<Op>(at).read() }
+    }
+
+    fn step(&mut self) -> u64 {
+        let (mut failed, mut errors) = (has_failed(&self.head), 0);
+        loop {
+            let op = self.op();
+            self.place += 1;
+            execute(&self.head, &op, &mut failed, &mut errors);
+            // The last of the step.
+            if op.flags & 2 != 0 {
+                break;
+            }
+        }
+        failed |= errors > 0 && has_failed(&self.head);
+        tell(&self.head, errors);
+        self.dead = failed;
+        self.next += 1;
+        if failed {
+            return FAILED;
+        }
+        word64(self.cursor).store(u64::from(self.place) << 32 | u64::from(self.next), Ordering::SeqCst);
+        if errors > 0 { COMPLETION_ERROR } else { OK }
+    }
+}
+
+fn wait(op: &Op, limit_ns: u64, failed: bool, errors: &mut u32) -> bool {
+    let start = Instant::now();
+    loop {
+        let met = if op.kind == 3 {
+            let (word, value) = (word64(op.addr).load(Ordering::SeqCst), op.value);
+            match op.cond {
+                0 => word.wrapping_sub(value).cast_signed() >= 0,
+                1 => word == value,
+                2 => word & value != 0,
+                _ => !(word | value) != 0,
+            }
+        } else {
+            let (word, value) = (word32(op.addr).load(Ordering::SeqCst), low(op.value));
+            let met = match op.cond {
+                0 => word.wrapping_sub(value).cast_signed() >= 0,
+                1 => word == value,
+                2 => word & value != 0,
+                _ => !(word | value) != 0,
+            };
+            *errors += u32::from(met && op.kind == 4 && word >> 28 >= 13);
+            met
+        };
+        if met || failed {
+            return met;
+        }
+        if start.elapsed() > Duration::from_nanos(limit_ns) {
+            return false;
+        }
+        std::thread::sleep(Duration::from_micros(20));
+    }
+}
