@@ -26,11 +26,12 @@ typedef unsigned long long u64;
 
 // What an operation is. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
 // write that goes to the next word when the stream has failed. ADD_64 adds to a word; LENGTH is the length of the next COPY,
-// which is from `value` to `addr`. Steps have no copies.
+// which is from `value` to `addr`.
 enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, ADD_64, LENGTH, COPY };
 enum Cond : u32 { GEQ, EQ, AND, NOR };
-// NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one.
-enum Flag : u32 { NEAR = 1, LAST = 2 };
+// NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one. PEER: a copy between
+// GPUs, or a signal behind it, which must not follow a wait that the CPU ends because the stream has failed.
+enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4 };
 
 struct Op {
     u32 kind;
@@ -311,6 +312,41 @@ static __device__ __forceinline__ void act(const Head &head, const Op &op, bool 
     }
 }
 
+// The share of a copy that thread `thread` of `threads` does. Both ends may begin at any byte.
+static __device__ void copy_share(u64 to, u64 from, u64 len, u64 thread, u64 threads)
+{
+    // Up to the first 16 bytes of the destination, and behind the last.
+    const u64 before = min((u64)(0 - to) & 15, len), behind = (len - before) & 15;
+    for (u64 i = thread; i < before + behind; i += threads) {
+        const u64 at = i < before ? i : len - behind + i - before;
+        ((char *)to)[at] = ((const char *)from)[at];
+    }
+    uint4 *const out = (uint4 *)(to + before);
+    from += before;
+    const u64 count = (len - before) / 16;
+    u64 i = thread;
+    if (from % 16 == 0) {
+        const uint4 *const in = (const uint4 *)from;
+        // Four loads are under way at a time.
+        for (; i + 3 * threads < count; i += 4 * threads) {
+            const uint4 a = in[i], b = in[i + threads], c = in[i + 2 * threads], d = in[i + 3 * threads];
+            out[i] = a, out[i + threads] = b, out[i + 2 * threads] = c, out[i + 3 * threads] = d;
+        }
+        for (; i < count; i += threads)
+            out[i] = in[i];
+        return;
+    }
+    // Words that have a byte of the source, which is to be found at a bit of each.
+    const u32 *const in = (const u32 *)(from & ~(u64)3);
+    const u32 bit = 8 * (u32)(from & 3);
+    for (; i < count; i += threads) {
+        const u32 *const at = in + 4 * i;
+        const u32 a = at[0], b = at[1], c = at[2], d = at[3], e = bit ? at[4] : 0;
+        out[i] = make_uint4(__funnelshift_r(a, b, bit), __funnelshift_r(b, c, bit), __funnelshift_r(c, d, bit),
+                            __funnelshift_r(d, e, bit));
+    }
+}
+
 // An operation on its way from memory. What takes it apart waits for it.
 struct Coming {
     u64 what;
@@ -330,6 +366,19 @@ static __device__ __forceinline__ Coming fetch(const Op *at)
 }
 
 } // namespace detail
+
+namespace detail {
+
+// A copy that a block makes within a step; in place of a `Result`.
+struct Copy {
+    u64 to, from, len;
+};
+enum : int { COPYING = -1 };
+
+} // namespace detail
+
+class Steps;
+static __device__ int block_step(Steps &steps, u32 i);
 
 // A thread's view of the steps of a launch. One thread of the kernel runs them, or one after the other, each with a view of
 // its own that it made behind the last step of the one before. A kernel need not run all: those that it leaves are run
@@ -351,6 +400,9 @@ public:
         place = (u32)(where >> 32);
         dead = false;
         published = false;
+        is_within = false;
+        has_met_errors = false;
+        length = 0;
         look_ahead();
     }
 
@@ -371,20 +423,14 @@ public:
     }
 
     // Runs step `i`: its sends leave, with what this thread and those that it has met at a barrier have written, and its
-    // waits are over when this returns. A wait takes as long as a wait of the stream may. Returns a `Result`.
-    __device__ int run(u32 i)
-    {
-        if (dead)
-            return FAILED;
-        if (i != next || i >= count())
-            return detail::has_failed(head) ? FAILED : OUT_OF_ORDER;
-        return step();
-    }
+    // waits are over when this returns. A wait takes as long as a wait of the stream may. This thread alone makes the copies between
+    // GPUs that are in it; `block_step` has the block make them. Returns a `Result`.
+    __device__ int run(u32 i) { return run(i, nullptr); }
 
     // Runs what is left, and what comes behind the last step: for the library.
     __device__ void finish()
     {
-        while (next < count() && step() != FAILED)
+        while (next < count() && step(nullptr) != FAILED)
             ;
         // Behind a failure only the mark is left to do.
         Op op = coming.op();
@@ -396,20 +442,59 @@ public:
     }
 
 private:
-    __device__ __forceinline__ int step()
+    friend __device__ int block_step(Steps &steps, u32 i);
+
+    __device__ __forceinline__ int run(u32 i, detail::Copy *copy)
+    {
+        if (dead)
+            return FAILED;
+        if (i != next || i >= count())
+            return detail::has_failed(head) ? FAILED : OUT_OF_ORDER;
+        return step(copy);
+    }
+
+    // Up to the next copy, which it leaves to the caller if there is a place for it.
+    __device__ __forceinline__ int step(detail::Copy *copy)
     {
         u32 failed = has_failed, errors = 0;
-        if (!published) {
+        bool waited = false;
+        // Behind a copy of the block, only its writes are left to order.
+        const bool begins = !is_within;
+        is_within = false;
+        if (begins && !published) {
             failed = detail::has_failed(head);
             // While that is on its way: what the block has written is seen by all before what the first operation writes. If that
             // is a wait, the fence of a later step has less to do.
             detail::fence();
         }
-        for (bool fenced = true;; fenced = published) {
+        for (bool fenced = begins;; fenced = published) {
             const Op op = coming.op();
             const bool last = op.flags & LAST;
             ++place;
-            if (detail::is_wait(op)) {
+            if (op.flags & PEER && waited) {
+                failed |= detail::has_failed(head);
+                waited = false;
+            }
+            if (op.kind == LENGTH) {
+                length = op.value;
+                coming = detail::fetch(ops + place);
+            } else if (op.kind == COPY) {
+                // An operation of the step is behind it.
+                coming = detail::fetch(ops + place);
+                published = false;
+                if (failed)
+                    continue;
+                if (copy) {
+                    *copy = {op.addr, op.value, length};
+                    is_within = true;
+                    has_failed = 0;
+                    has_met_errors |= errors != 0;
+                    detail::tell(head, &errors);
+                    return detail::COPYING;
+                }
+                detail::copy_share(op.addr, op.value, length, 0, 1);
+            } else if (detail::is_wait(op)) {
+                waited = true;
                 // The next one is on its way meanwhile. It would hold up a write.
                 if (!last)
                     coming = detail::fetch(ops + place);
@@ -430,9 +515,11 @@ private:
                 break;
         }
         // A stream that fails has its queues complete with errors.
-        if (errors)
+        has_met_errors |= errors != 0;
+        if (has_met_errors)
             failed |= detail::has_failed(head);
-        const int result = failed ? FAILED : errors ? COMPLETION_ERROR : OK;
+        const int result = failed ? FAILED : has_met_errors ? COMPLETION_ERROR : OK;
+        has_met_errors = false;
         detail::tell(head, &errors);
         dead = failed != 0;
         ++next;
@@ -460,18 +547,30 @@ private:
     bool dead;
     // What the next send carries is seen by all.
     bool published;
+    // The step has been left for a copy of the block; it has met completions with errors.
+    bool is_within;
+    bool has_met_errors;
+    // Of the next copy.
+    u64 length;
 };
 
 // The same for all threads of a block: step `i` is run when all have come, what they wrote before is sent, and what has
-// arrived all may read. Every thread gets the result. All call it, with views made of the same program.
+// arrived all may read. All make the copies between GPUs. Every thread gets the result. All call it, with views made of the same
+// program.
 static __device__ inline int block_step(Steps &steps, u32 i)
 {
     __shared__ int result;
-    __syncthreads();
-    if (threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0)
-        result = steps.run(i);
-    __syncthreads();
-    return result;
+    __shared__ detail::Copy copy;
+    const u32 thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+    for (;;) {
+        __syncthreads();
+        if (thread == 0)
+            result = steps.run(i, &copy);
+        __syncthreads();
+        if (result != detail::COPYING)
+            return result;
+        detail::copy_share(copy.to, copy.from, copy.len, thread, (u64)blockDim.x * blockDim.y * blockDim.z);
+    }
 }
 
 } // namespace gds

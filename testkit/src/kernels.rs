@@ -79,21 +79,15 @@ fn run(params: &[*mut c_void], copies: bool) {
     let mut errors = 0;
     let (mut len, mut late) = (0, Late::default());
     for op in ops {
-        match op.kind {
-            9 => len = usize::try_from(op.value).unwrap(),
-            10 if !failed => late.copy(op.addr, op.value, len),
-            10 => {}
-            _ => {
-                if is_fenced(op.kind) {
-                    late.arrive();
-                }
-                execute(&head, op, &mut failed, &mut errors);
-                failed |= copies && matches!(op.kind, 2..=4) && has_failed(&head);
-            }
-        }
+        late.execute(&head, op, &mut len, &mut failed, &mut errors);
+        failed |= copies && is_wait(op.kind) && has_failed(&head);
     }
     late.arrive();
     tell(&head, errors);
+}
+
+fn is_wait(kind: u32) -> bool {
+    matches!(kind, 2..=4)
 }
 
 /// Whether a kernel executes a fence before, or as, an operation of this kind.
@@ -106,6 +100,21 @@ fn is_fenced(kind: u32) -> bool {
 struct Late(Vec<(u64, u8)>);
 
 impl Late {
+    /// Any operation; `len` is the length of the next copy.
+    fn execute(&mut self, head: &Head, op: &Op, len: &mut usize, failed: &mut bool, errors: &mut u32) {
+        match op.kind {
+            9 => *len = usize::try_from(op.value).unwrap(),
+            10 if !*failed => self.copy(op.addr, op.value, *len),
+            10 => {}
+            kind => {
+                if is_fenced(kind) {
+                    self.arrive();
+                }
+                execute(head, op, failed, errors);
+            }
+        }
+    }
+
     fn copy(&mut self, to: u64, from: u64, len: usize) {
         // Behind a barrier of the block it sees what it has written.
         self.arrive();
@@ -223,15 +232,20 @@ impl Progress {
 
     fn step(&mut self) -> u64 {
         let (mut failed, mut errors) = (has_failed(&self.head), 0);
+        let (mut len, mut late, mut waited) = (0, Late::default(), false);
         loop {
             let op = self.op();
             self.place += 1;
-            execute(&self.head, &op, &mut failed, &mut errors);
+            // A copy between GPUs, or its signal.
+            failed |= op.flags & 4 != 0 && waited && has_failed(&self.head);
+            late.execute(&self.head, &op, &mut len, &mut failed, &mut errors);
+            waited |= is_wait(op.kind);
             // The last of the step.
             if op.flags & 2 != 0 {
                 break;
             }
         }
+        late.arrive();
         failed |= errors > 0 && has_failed(&self.head);
         tell(&self.head, errors);
         self.dead = failed;

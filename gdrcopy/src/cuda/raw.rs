@@ -121,6 +121,7 @@ entry_points! {
     ctx_get_id = "cuCtxGetId" (context: Handle, id: *mut u64);
     ctx_enable_peer_access = "cuCtxEnablePeerAccess" (peer: Handle, flags: u32);
     device_can_access_peer = "cuDeviceCanAccessPeer" (can: *mut i32, device: i32, peer: i32);
+    device_get_p2p_attribute = "cuDeviceGetP2PAttribute" (value: *mut i32, attribute: u32, device: i32, peer: i32);
     mem_host_register = "cuMemHostRegister_v2" (addr: *mut c_void, len: usize, flags: u32);
     mem_host_unregister = "cuMemHostUnregister" (addr: *mut c_void);
     mem_host_get_device_pointer = "cuMemHostGetDevicePointer_v2" (addr: *mut u64, host: *mut c_void, flags: u32);

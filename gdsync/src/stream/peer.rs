@@ -25,8 +25,23 @@ pub struct PeerSignal {
     pub offset: usize,
     /// Its new value, or what is added.
     pub value: u64,
-    /// Whether to add. The addition is atomic to those of other GPUs by kernels, not to those of CPUs or of software HCAs.
+    /// Whether to add. The addition is atomic to those of other GPUs by kernels, not to those of CPUs or of software HCAs. It needs
+    /// [`PeerMemory::can_add`].
     pub add: bool,
+}
+
+impl PeerSignal {
+    fn check(&self) -> Result<()> {
+        within(&self.to, self.offset, 8)?;
+        if self.add && !self.to.can_add() {
+            return Err(Error::Unsupported {
+                what: "adding to a word in memory of a peer",
+                by: "the link between the GPUs, which has no atomics (PCIe)",
+                fix: "write the signal's value instead of adding to it, or use a queue pair",
+            });
+        }
+        Ok(())
+    }
 }
 
 /// A copy, a signal, or a copy with a signal behind it.
@@ -109,11 +124,11 @@ impl Batch {
     /// Copies `range` of `from` to `offset` in memory of a peer, by a kernel of the stream; then signals, if asked to. Who has seen the
     /// signal sees the data, of this copy and of all earlier work of the stream. A stream that has failed copies and signals nothing.
     ///
-    /// Streams of [`Via::MemOp`](super::Via::MemOp) launch a kernel for this, too. Long copies use several multiprocessors (8 of 64 KiB,
-    /// 64 of 2 MiB and more).
+    /// Streams of [`Via::MemOp`](super::Via::MemOp) launch a kernel for this, too. Copies of more than 96 KiB use 16 multiprocessors, of
+    /// 4 MiB and more 64. In [`KernelSteps`](super::KernelSteps) the application's block copies.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]. At submission [`Error::Unsupported`] on host streams and in kernel steps; [`Error::InvalidArgument`] for
+    /// [`Error::OutOfBounds`]; [`Error::Unsupported`] to add over PCIe. At submission [`Error::Unsupported`] on host streams; [`Error::InvalidArgument`] for
     /// memory that is open for another GPU; [`Error::Cuda`].
     pub fn put_peer(
         &mut self,
@@ -149,13 +164,13 @@ impl Batch {
     /// # Errors
     /// As [`Batch::put_peer`].
     pub fn signal_peer(&mut self, signal: PeerSignal) -> Result<()> {
-        within(&signal.to, signal.offset, 8)?;
+        signal.check()?;
         self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: Some(signal) })));
         Ok(())
     }
 
     fn peer(&mut self, from: Side, to: Side, len: usize, signal: Option<PeerSignal>) -> Result<()> {
-        signal.as_ref().map_or(Ok(()), |signal| within(&signal.to, signal.offset, 8))?;
+        signal.as_ref().map_or(Ok(()), PeerSignal::check)?;
         let copy = (len > 0).then_some((from, to, len));
         if copy.is_some() || signal.is_some() {
             self.ops.push(Op::Peer(Arc::new(PeerCopy { copy, signal })));

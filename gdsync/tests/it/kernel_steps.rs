@@ -8,13 +8,13 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use gdsync::Error;
-use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, KernelSteps, Launch, Stream, Via};
+use gdsync::memory::{Memory, PeerMemory};
+use gdsync::stream::{Batch, Cond, KernelSteps, Launch, PeerSignal, Stream, Via};
 use gdsync::verbs::{QpBuilder, RecvWr, SendWr};
 use gdsync_testkit::driver;
 
-use crate::common::{PATIENCE, Side, assert_clean, gates, tier, until};
-use crate::place::{Place, is_real, places};
+use crate::common::{PATIENCE, Side, assert_clean, gates, pattern, tier, until};
+use crate::place::{Place, is_real, places, shared};
 use gdsync_testkit::kernels::{COMPLETION_ERROR, FAILED, OK, Progress};
 
 /// Messages of a launch, in each direction.
@@ -214,6 +214,95 @@ fn second_kernel_goes_on_where_the_first_ended() {
         table.finish();
         assert_eq!(apps[0].results(), [OK, OK]);
         assert_eq!(apps[1].results(), [gdsync_testkit::kernels::OUT_OF_ORDER, OK, OK, OK, OK]);
+    }
+}
+
+/// A copy in each step, of what the kernel has written before it: by its block; by the stream for steps that are left.
+#[test]
+fn steps_copy_into_memory_of_a_peer() {
+    const LENGTHS: [usize; 5] = [8, 4_000, 100_001, 17, 30_000];
+    const ROOM: usize = 100_096;
+    const WORD: usize = 5 * ROOM;
+    for (place, ran) in kernel_places().take(1).flat_map(|place| [5, 3, 0].map(|ran| (place.clone(), ran))) {
+        let there = shared(1).unwrap_or_else(|| place.gpu.clone());
+        let (from, to) = (place.gpu.alloc(ROOM).unwrap(), there.alloc(WORD + 8).unwrap());
+        let bytes = pattern(ROOM, ran);
+        from.write(0, &bytes).unwrap();
+        to.fill(0, to.len(), 0).unwrap();
+        to.flush().unwrap();
+        let peer = PeerMemory::open(&place.gpu, &to.export().unwrap()).unwrap();
+        let gate = Memory::alloc(8).unwrap().word64(0).unwrap();
+        gate.memory().gpu_addr(&place.gpu).unwrap();
+        let stream = place.stream(PATIENCE);
+        let steps = stream.record_steps(|stream| {
+            (0..).zip(LENGTHS).try_for_each(|(i, len)| {
+                let signal = PeerSignal { to: peer.clone(), offset: WORD, value: 1, add: true };
+                let mut batch = Batch::new();
+                batch.wait_value64(&gate, i, Cond::Geq);
+                // The last step ends with a copy.
+                let at = usize::try_from(i).unwrap() * ROOM + 5;
+                batch.put_peer(&from, 0..len, &peer, at, Some(signal).filter(|_| i < 4))?;
+                stream.submit(&mut batch)
+            })
+        });
+        let app = App::new(&place, &[0, 1, 2, 3, 4][..ran]);
+        let launched = steps.unwrap().launch(&stream, |program| {
+            app.launch(&place, &stream, program, &from, 0);
+            Ok::<_, Error>(())
+        });
+        launched.unwrap();
+        gate.store(4);
+        stream.synchronize(PATIENCE).unwrap();
+        assert_eq!((app.results(), to.word64(WORD).unwrap().load()), (vec![OK; ran], 4));
+        let mut expected = vec![0; WORD];
+        for (i, len) in LENGTHS.into_iter().enumerate() {
+            let part = &mut expected[i * ROOM + 5..][..len];
+            part.copy_from_slice(&bytes[..len]);
+            if let Some(last) = ran.checked_sub(1) {
+                part[..8].copy_from_slice(&(i.min(last) as u64).to_ne_bytes());
+            }
+        }
+        assert!(to.to_vec()[..WORD] == expected, "{ran} steps by the kernel");
+    }
+}
+
+/// A step whose wait fails copies and signals nothing, nor do those behind it.
+#[test]
+fn steps_of_a_failed_stream_copy_nothing() {
+    for place in kernel_places().take(1) {
+        let (from, to) = (place.gpu.alloc(4096).unwrap(), place.gpu.alloc(4096).unwrap());
+        from.fill(0, 4096, 7).unwrap();
+        to.fill(0, 4096, 0).unwrap();
+        to.flush().unwrap();
+        let peer = PeerMemory::open(&place.gpu, &to.export().unwrap()).unwrap();
+        let gate = Memory::alloc(8).unwrap().word64(0).unwrap();
+        gate.memory().gpu_addr(&place.gpu).unwrap();
+        for aborted in [false, true] {
+            let stream = place.stream(if aborted { PATIENCE } else { LIMIT });
+            let steps = stream.record_steps(|stream| {
+                (0..2).try_for_each(|_| {
+                    let mut batch = Batch::new();
+                    batch.wait_value64(&gate, 1, Cond::Geq);
+                    let signal = PeerSignal { to: peer.clone(), offset: 4088, value: 1, add: false };
+                    batch.put_peer(&from, 8..4000, &peer, 8, Some(signal))?;
+                    stream.submit(&mut batch)
+                })
+            });
+            let app = App::new(&place, &[0, 1]);
+            let launched = steps.unwrap().launch(&stream, |program| {
+                app.launch(&place, &stream, program, &from, 0);
+                Ok::<_, Error>(())
+            });
+            launched.unwrap();
+            if aborted {
+                stream.abort();
+            }
+            stream.synchronize(PATIENCE).unwrap_err();
+            drop(stream);
+            assert_eq!(app.log()[0].0, FAILED);
+            assert!(to.to_vec().iter().all(|byte| *byte == 0), "aborted: {aborted}");
+            gate.store(0);
+        }
     }
 }
 

@@ -266,6 +266,11 @@ pub(super) fn can_access_peer(can: *mut i32, device: i32, peer: i32) -> Outcome 
     put(can, i32::from(check(device)? != check(peer)?))
 }
 
+pub(super) fn p2p_attribute(value: *mut i32, attribute: u32, device: i32, peer: i32) -> Outcome {
+    require((1..=4).contains(&attribute) && check(device)? != check(peer)?, CudaStatus::INVALID_VALUE)?;
+    put(value, control::p2p_attribute(attribute))
+}
+
 pub(super) fn enable_peer_access(peer: Handle, flags: u32) -> Outcome {
     let context = current()?;
     stream::unsafe_call()?;

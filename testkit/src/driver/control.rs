@@ -86,6 +86,11 @@ impl Control {
         SETTINGS.lock().attributes.insert((device, number), value);
     }
 
+    /// Sets an attribute of the link between the GPUs: `CUdevice_P2PAttribute`.
+    pub fn p2p_attribute(&self, number: u32, value: i32) {
+        SETTINGS.lock().p2p_attributes.insert(number, value);
+    }
+
     /// The driver's version, `1000 * major + 10 * minor`. Before 13.0, calls on streams need a current context.
     pub fn version(&self, version: i32) {
         SETTINGS.lock().version = version;
@@ -239,6 +244,7 @@ pub(super) struct Fault {
 pub(super) struct Settings {
     pub(super) faults: BTreeMap<&'static str, Fault>,
     pub(super) attributes: BTreeMap<(i32, u32), i32>,
+    pub(super) p2p_attributes: BTreeMap<u32, i32>,
     pub(super) depth: usize,
     pub(super) patience: Duration,
     pub(super) loses_io: bool,
@@ -251,6 +257,7 @@ impl Settings {
         Self {
             faults: BTreeMap::new(),
             attributes: BTreeMap::new(),
+            p2p_attributes: BTreeMap::new(),
             depth: DEPTH,
             patience: PATIENCE,
             loses_io: false,
@@ -305,6 +312,12 @@ pub(super) fn attribute(device: i32, number: u32) -> Outcome<i32> {
     let told = SETTINGS.lock().attributes.get(&(device, number)).copied();
     let usual = || ATTRIBUTES.iter().find(|(known, _)| *known == number).map_or(0, |(_, value)| *value);
     Ok(told.unwrap_or_else(usual))
+}
+
+/// An attribute of the link between the GPUs: all that it can, and the best rank, 0.
+pub(super) fn p2p_attribute(number: u32) -> i32 {
+    let told = SETTINGS.lock().p2p_attributes.get(&number).copied();
+    told.unwrap_or_else(|| (number != 1).into())
 }
 
 /// How many submissions, and host functions among them, a stream takes.

@@ -94,6 +94,8 @@ table! {
         (peer: Handle, flags: u32) => context::enable_peer_access;
     device_can_access_peer = "cuDeviceCanAccessPeer"
         (can: *mut i32, device: i32, peer: i32) => context::can_access_peer;
+    device_get_p2p_attribute = "cuDeviceGetP2PAttribute"
+        (value: *mut i32, attribute: u32, device: i32, peer: i32) => context::p2p_attribute;
     flush_gpu_direct_rdma_writes = "cuFlushGPUDirectRDMAWrites"
         (target: u32, scope: u32) => context::flush_writes;
     thread_exchange_stream_capture_mode = "cuThreadExchangeStreamCaptureMode"

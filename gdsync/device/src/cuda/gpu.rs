@@ -210,12 +210,8 @@ impl Gpu {
         let (reached, arena, free_list, deferred_free, driver_tasks) = Default::default();
         let (ipc_handles, nudger, calibration, engine) = Default::default();
         let gdr = Mutex::new(gdr);
-        let mut pci = [0; 32];
-        // SAFETY: the buffer has room for 31 characters and a zero.
-        let named = unsafe { api.device_get_pci_bus_id(pci.as_mut_ptr().cast(), 32, device) };
-        let pci = CStr::from_bytes_until_nul(&pci).unwrap_or_default().to_string_lossy();
-        let pci = if named.is_ok() { &*pci } else { "" };
-        let (sign, pci) = (Sign::new(pci), sysfs_address(pci));
+        let (name, pci) = pci_of(&api, device);
+        let sign = Sign::new(&name);
         // SAFETY: retained by the caller, or kept alive as the maker of this value promised.
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
@@ -258,6 +254,10 @@ impl Gpu {
         let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
         // SAFETY: no flags are defined.
         unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+        Self::count_with(&api)
+    }
+
+    fn count_with(api: &Api) -> Result<i32> {
         let mut count = 0;
         // SAFETY: a place for the answer.
         unsafe { api.device_get_count(&mut count) }.map_err(Error::cuda("counting GPUs"))?;
@@ -354,6 +354,41 @@ impl Gpu {
             }
             Err(error) => Err(Error::cuda("reaching the memory of another GPU")(error)),
         }
+    }
+
+    /// Whether its kernels can add to words of the GPU at this PCI address, as other kernels see it in one step: over NVLink, but mostly
+    /// not over PCIe, and not if this process does not see that GPU.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if they do not access its memory at all; [`Error::Cuda`].
+    pub fn adds_to(&self, pci: &str) -> Result<bool> {
+        /// `CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED`, `CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED`.
+        const ACCESS: u32 = 2;
+        const ATOMICS: u32 = 3;
+        if self.pci_address() == Some(pci) {
+            return Ok(true);
+        }
+        let failed = Error::cuda("asking for the access to another GPU");
+        let (api, mut found) = (&self.0.api, None);
+        for device in 0..Self::count_with(api)? {
+            found = found.or((pci_of(api, device).1.as_deref() == Some(pci)).then_some(device));
+        }
+        let Some(peer) = found else { return Ok(false) };
+        let has = |attribute| {
+            let mut value = 0;
+            // SAFETY: a place for the answer; the driver checks the devices.
+            unsafe { api.device_get_p2p_attribute(&mut value, attribute, self.0.device, peer) }
+                .map(|()| value != 0)
+                .map_err(&failed)
+        };
+        if !has(ACCESS)? {
+            return Err(Error::Unsupported {
+                what: "access to the memory of another GPU of this host",
+                by: "the link between these GPUs (nvidia-smi topo -p2p r)",
+                fix: "use GPUs with NVLink or peer access over PCIe, or a queue pair",
+            });
+        }
+        has(ATOMICS)
     }
 
     /// Its copy engine, started by the first call.
@@ -509,6 +544,17 @@ impl Gpu {
     pub fn free_list(&self) -> &FreeList {
         &self.0.free_list
     }
+}
+
+/// The PCI address of a device, as CUDA writes it and as in sysfs; empty if CUDA does not know it.
+fn pci_of(api: &Api, device: i32) -> (String, Option<String>) {
+    let mut pci = [0; 32];
+    // SAFETY: the buffer has room for 31 characters and a zero.
+    let named = unsafe { api.device_get_pci_bus_id(pci.as_mut_ptr().cast(), 32, device) };
+    let pci = CStr::from_bytes_until_nul(&pci).unwrap_or_default().to_string_lossy();
+    let pci = if named.is_ok() { pci.into_owned() } else { String::new() };
+    let in_sysfs = sysfs_address(&pci);
+    (pci, in_sysfs)
 }
 
 /// Streams and graphs in the pool afterwards.

@@ -74,41 +74,6 @@ extern "C" __global__ void __launch_bounds__(32) gds_run_at(u64 at)
         run(program.head, program.ops);
 }
 
-// The share of a copy that thread `thread` of `threads` does. Both ends may begin at any byte.
-static __device__ void copy_share(u64 to, u64 from, u64 len, u64 thread, u64 threads)
-{
-    // Up to the first 16 bytes of the destination, and behind the last.
-    const u64 before = min((u64)(0 - to) & 15, len), behind = (len - before) & 15;
-    if (thread < before)
-        ((char *)to)[thread] = ((const char *)from)[thread];
-    if (thread < behind)
-        ((char *)to)[len - behind + thread] = ((const char *)from)[len - behind + thread];
-    uint4 *const out = (uint4 *)(to + before);
-    from += before;
-    const u64 count = (len - before) / 16;
-    u64 i = thread;
-    if (from % 16 == 0) {
-        const uint4 *const in = (const uint4 *)from;
-        // Four loads are under way at a time.
-        for (; i + 3 * threads < count; i += 4 * threads) {
-            const uint4 a = in[i], b = in[i + threads], c = in[i + 2 * threads], d = in[i + 3 * threads];
-            out[i] = a, out[i + threads] = b, out[i + 2 * threads] = c, out[i + 3 * threads] = d;
-        }
-        for (; i < count; i += threads)
-            out[i] = in[i];
-        return;
-    }
-    // Words that have a byte of the source, which is to be found at a bit of each.
-    const u32 *const in = (const u32 *)(from & ~(u64)3);
-    const u32 bit = 8 * (u32)(from & 3);
-    for (; i < count; i += threads) {
-        const u32 *const at = in + 4 * i;
-        const u32 a = at[0], b = at[1], c = at[2], d = at[3], e = bit ? at[4] : 0;
-        out[i] = make_uint4(__funnelshift_r(a, b, bit), __funnelshift_r(b, c, bit), __funnelshift_r(c, d, bit),
-                            __funnelshift_r(d, e, bit));
-    }
-}
-
 // A program with copies. One thread does the other operations, all of the block copy. With several blocks the program is
 // waits, which each block makes, a copy, of which each has a share, and the rest, which the last block does alone.
 static __device__ void run_copies(const Head &head, const Op *ops)
@@ -145,7 +110,7 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         __syncthreads();
         if (!stopped) {
             const u64 block = alone ? 0 : blockIdx.x;
-            copy_share(op.addr, op.value, len, block * blockDim.x + threadIdx.x, (alone ? 1 : gridDim.x) * (u64)blockDim.x);
+            detail::copy_share(op.addr, op.value, len, block * blockDim.x + threadIdx.x, (alone ? 1 : gridDim.x) * (u64)blockDim.x);
         }
         __syncthreads();
         fenced = false;

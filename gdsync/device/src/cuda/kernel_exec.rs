@@ -134,8 +134,8 @@ mod flag {
     pub(super) const NEAR: u16 = 1;
     /// The last operation of a step.
     pub(super) const LAST: u16 = 2;
-    /// Not in the header: no memory operation does it, as that would also happen when the stream has failed.
-    pub(super) const BY_KERNEL: u16 = 4;
+    /// A copy between GPUs, or its signal: no memory operation does it, as that would also happen when the stream has failed.
+    pub(super) const PEER: u16 = 4;
 }
 
 impl KernelOp {
@@ -175,7 +175,7 @@ impl KernelOp {
 
     #[inline]
     const fn by_kernel(kind: u32, addr: u64, value: u64) -> Self {
-        Self { flags: flag::BY_KERNEL, ..Self::of(kind, addr, value) }
+        Self { flags: flag::PEER, ..Self::of(kind, addr, value) }
     }
 
     /// Writes a consumer index or a send record, without ordering earlier writes before it.
@@ -229,7 +229,13 @@ impl KernelOp {
     /// Whether only a kernel does it.
     #[inline]
     pub const fn needs_kernel(&self) -> bool {
-        self.flags & flag::BY_KERNEL != 0
+        self.flags & flag::PEER != 0
+    }
+
+    /// Whether it is a copy, which is not the last operation of a step.
+    #[inline]
+    pub const fn is_copy(&self) -> bool {
+        self.kind == kind::COPY
     }
 
     /// Whether it is [`KernelOp::FLUSH`].
@@ -336,12 +342,12 @@ impl Grid {
     fn of_copy(len: u64) -> Self {
         let (blocks, threads) = match len {
             0..513 => (1, 32),
-            513..8_193 => (1, 256),
-            8_193..32_768 => (1, 512),
-            32_768..131_072 => (8, 512),
-            131_072..524_288 => (16, 512),
-            524_288..2_097_152 => (32, 512),
-            2_097_152.. => (64, 512),
+            // Two H200s, NVLink: a block copies 64 KiB in 1 us, which the count of several blocks takes too. From 16 blocks on
+            // 1 MiB does not arrive earlier.
+            513..98_305 => (1, 512),
+            98_305..1_048_577 => (16, 512),
+            1_048_577..4_194_304 => (32, 512),
+            4_194_304.. => (64, 512),
         };
         Self { blocks, threads }
     }
@@ -553,7 +559,8 @@ mod tests {
         assert_eq!(numbers, [0, 1, 2, 3, 4]);
         assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK], [5, 6, 7]);
         assert_eq!([kind::ADD_64, kind::LENGTH, kind::COPY], [8, 9, 10]);
-        let flags = format!("enum Flag : u32 {{ NEAR = {}, LAST = {} }};", flag::NEAR, flag::LAST);
+        let [near, last, peer] = [flag::NEAR, flag::LAST, flag::PEER];
+        let flags = format!("enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer} }};");
         assert!(HEADER.contains(&flags), "{flags}");
         let conds = names("Cond").into_iter().zip([Cond::Geq, Cond::Eq, Cond::And, Cond::Nor]);
         for (at, (name, cond)) in conds.enumerate() {

@@ -28,6 +28,8 @@ pub struct ExportedMemory {
     number: u64,
     handle: Handle,
     len: u64,
+    /// The PCI address of its GPU, padded with zeros.
+    pci: [u8; 16],
 }
 
 impl fmt::Debug for ExportedMemory {
@@ -67,19 +69,22 @@ impl Memory {
         exported.retain(|_, memory| memory.is_there());
         exported.insert(number, self.downgrade());
         let handle = Handle { ipc, buffer: info.buffer_id, offset: self.addr().saturating_sub(info.base) };
-        Ok(ExportedMemory { process: this_process(), number, handle, len: self.len() as u64 })
+        let mut pci = [0; 16];
+        let known = gpu.pci_address().unwrap_or_default().bytes();
+        pci.iter_mut().zip(known).for_each(|(to, from)| *to = from);
+        Ok(ExportedMemory { process: this_process(), number, handle, len: self.len() as u64, pci })
     }
 }
 
 impl ExportedMemory {
     /// Length of [`ExportedMemory::to_bytes`].
-    pub const BYTES: usize = 120;
+    pub const BYTES: usize = 136;
 
     /// Its bytes, for another process of this host.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         let numbers = [self.number, self.handle.buffer, self.handle.offset, self.len].map(u64::to_le_bytes);
-        let parts = [&TAG[..], &self.process, &self.handle.ipc];
+        let parts = [&TAG[..], &self.process, &self.handle.ipc, &self.pci];
         let all = parts.into_iter().chain(numbers.iter().map(|number| &number[..])).flatten();
         bytes.iter_mut().zip(all).for_each(|(to, from)| *to = *from);
         bytes
@@ -94,10 +99,11 @@ impl ExportedMemory {
             let rest = bytes.strip_prefix(&TAG).filter(|_| bytes.len() == Self::BYTES)?;
             let (process, rest) = rest.split_first_chunk()?;
             let (ipc, rest) = rest.split_first_chunk()?;
+            let (pci, rest) = rest.split_first_chunk()?;
             let (numbers, _) = rest.as_chunks::<8>();
             let number = |at: usize| numbers.get(at).map(|bytes| u64::from_le_bytes(*bytes));
             let handle = Handle { ipc: *ipc, buffer: number(1)?, offset: number(2)? };
-            Some(Self { process: *process, number: number(0)?, handle, len: number(3)? })
+            Some(Self { process: *process, number: number(0)?, handle, len: number(3)?, pci: *pci })
         };
         let expected = "what ExportedMemory::to_bytes of the same release gave";
         parsed().ok_or_else(|| Error::invalid("exported memory", format!("{} bytes", bytes.len()), expected))
@@ -108,6 +114,7 @@ impl ExportedMemory {
 #[derive(Clone, Debug)]
 pub struct PeerMemory {
     len: usize,
+    can_add: bool,
     origin: Origin,
 }
 
@@ -124,17 +131,19 @@ impl PeerMemory {
     /// An allocation is opened once, however often this is called. Call it before streams wait: CUDA may block.
     ///
     /// # Errors
-    /// [`Error::Cuda`] where the GPUs have no peer access, or if the memory was freed; [`Error::InvalidArgument`] if it is not in the
-    /// allocation that it names.
+    /// [`Error::Unsupported`] where the GPUs have no peer access; [`Error::Cuda`] if the memory was freed, or in another container;
+    /// [`Error::InvalidArgument`] if it is not in the allocation that it names.
     pub fn open(gpu: &Gpu, exported: &ExportedMemory) -> Result<Self> {
-        let ExportedMemory { process, number, ref handle, len } = *exported;
+        let ExportedMemory { process, number, ref handle, len, ref pci } = *exported;
         let gone = |what| Error::invalid("exported memory", what, "memory that its owner has not freed");
         let len = usize::try_from(len).map_err(|_| gone("longer than the address space"))?;
+        let end = pci.iter().position(|byte| *byte == 0).unwrap_or(pci.len());
+        let can_add = gpu.adds_to(&String::from_utf8_lossy(&pci[..end]))?;
         if process == this_process() {
             let memory = EXPORTED.lock().get(&number).and_then(WeakMemory::upgrade);
             let memory = memory.filter(|memory| memory.len() == len).ok_or_else(|| gone("freed"))?;
             memory.gpu_addr(gpu)?;
-            return Ok(Self { len, origin: Origin::Here(memory) });
+            return Ok(Self { len, can_add, origin: Origin::Here(memory) });
         }
         let opening = IpcOpening::new(gpu, process, handle, false)?;
         let size = {
@@ -147,13 +156,18 @@ impl PeerMemory {
             return Err(Error::invalid("exported memory", value, "a part of the allocation that it names"));
         }
         let addr = opening.base() + handle.offset;
-        Ok(Self { len, origin: Origin::Opened(Arc::new(opening), addr) })
+        Ok(Self { len, can_add, origin: Origin::Opened(Arc::new(opening), addr) })
     }
 
     /// Length in bytes.
     #[expect(clippy::len_without_is_empty, reason = "never empty, as Memory")]
     pub fn len(&self) -> usize {
         self.len
+    }
+
+    /// Whether kernels can add to its words in one step, as other GPUs see it. Over PCIe they mostly cannot.
+    pub fn can_add(&self) -> bool {
+        self.can_add
     }
 
     /// The address for `gpu` of `len` bytes at `offset`.
@@ -183,12 +197,12 @@ mod tests {
     #[test]
     fn bytes_of_exports_are_checked() {
         let handle = Handle { ipc: std::array::from_fn(|i| u8::try_from(i).unwrap()), buffer: 3, offset: 4 };
-        let exported = ExportedMemory { process: [7; 16], number: 2, handle, len: 5 };
+        let exported = ExportedMemory { process: [7; 16], number: 2, handle, len: 5, pci: [6; 16] };
         let bytes = exported.to_bytes();
         assert_eq!(ExportedMemory::from_bytes(&bytes).unwrap(), exported);
         let mut other = bytes;
         other[3] ^= 1;
-        for wrong in [&bytes[..119], &[&bytes[..], &[0]].concat(), &other, &[]] {
+        for wrong in [&bytes[..135], &[&bytes[..], &[0]].concat(), &other, &[]] {
             assert!(ExportedMemory::from_bytes(wrong).is_err(), "{wrong:?}");
         }
     }

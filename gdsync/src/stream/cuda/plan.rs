@@ -96,6 +96,7 @@ impl Calls {
         const WAITING_BLOCKS: u32 = 16;
         self.flush_barrier();
         let may_follow = match Grid::of(steps).blocks {
+            _ if self.is_step() => true,
             _ if !self.by_kernel => self.last.is_empty(),
             1 => !self.last.iter().any(KernelOp::is_flush),
             2..=WAITING_BLOCKS => self.last.iter().all(KernelOp::is_wait_for_growth),
@@ -108,9 +109,14 @@ impl Calls {
         self.is_last_by_kernel = !self.by_kernel;
     }
 
+    /// Whether it is the program of a kernel step, which one block runs.
+    fn is_step(&self) -> bool {
+        self.max == usize::MAX
+    }
+
     /// Adds a flush, which no kernel does.
     fn put_flush(&mut self) {
-        if self.last.iter().any(KernelOp::needs_kernel) {
+        if !self.is_step() && self.last.iter().any(KernelOp::needs_kernel) {
             self.end();
         }
         self.put([KernelOp::FLUSH]);
@@ -310,14 +316,8 @@ pub(super) fn list(gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<Vec<Call>> 
 pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
     let mut calls = Calls { max: usize::MAX, ..Calls::new(true) };
     calls.add(gpu, ops)?;
+    calls.barrier |= calls.last.last().is_some_and(KernelOp::is_copy);
     calls.flush_barrier();
-    if calls.last.iter().any(KernelOp::needs_kernel) {
-        return Err(Error::Unsupported {
-            what: "a copy to or from memory of a peer in a step of a kernel",
-            by: "kernel steps, which one thread runs",
-            fix: "submit it to the stream before or after the kernel",
-        });
-    }
     if calls.host_fns > 0 || !runs_by_kernel(&calls.last, true) {
         return Err(Error::Unsupported {
             what: "a host function, or a flush that only the front end of this GPU can do, in a step of a kernel",
@@ -341,7 +341,8 @@ mod tests {
     use gdsync_testkit::driver;
 
     use super::*;
-    use crate::stream::{Cond, Ops};
+    use crate::stream::{Batch, Cond, Ops};
+    use gdsync_device::memory::PeerMemory;
 
     /// `INDEX` of `kernel_exec.cu` has no fence before it, unlike `WRITE_32`.
     #[test]
@@ -355,6 +356,55 @@ mod tests {
         let calls = list(&gpu, &ops, true).unwrap();
         let [Call::Ops(program)] = &calls[..] else { panic!("{calls:?}") };
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
+    }
+
+    /// A wide copy has in its kernel only waits before it that every block may make, and anything behind it.
+    #[test]
+    fn copies_share_a_kernel_with_what_each_block_may_do() {
+        gdsync_testkit::kernels::register();
+        let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
+        let memory = gpu.alloc(4 << 20).unwrap();
+        let peer = PeerMemory::open(&gpu, &memory.export().unwrap()).unwrap();
+        let word = memory.word64(0).unwrap();
+        // Of each call the number of operations, and the blocks.
+        let calls = |by_kernel, add: &dyn Fn(&mut Batch)| {
+            let mut batch = Batch::new();
+            add(&mut batch);
+            let calls = list(&gpu, &batch.ops, by_kernel).unwrap();
+            let each = calls.iter().map(|call| match call {
+                Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel)),
+                Call::HostFn(_) => panic!("{call:?}"),
+            });
+            each.collect::<Vec<_>>()
+        };
+        let wait = |batch: &mut Batch, cond| batch.wait_value64(&word, 1, cond);
+        let put = |batch: &mut Batch, len| batch.put_peer(&memory, 0..len, &peer, 0, None).unwrap();
+        let one = |ops, blocks| vec![(ops, blocks, true)];
+        let all = |len, cond| {
+            let (wait, put, word) = (&wait, &put, &word);
+            move |batch: &mut Batch| {
+                wait(batch, cond);
+                put(batch, len);
+                batch.write_value64(word, 2);
+                put(batch, 100);
+                wait(batch, Cond::Eq);
+            }
+        };
+        assert_eq!(calls(true, &all(8, Cond::Eq)), one(7, 1));
+        assert_eq!(calls(true, &all(100_000, Cond::Geq)), one(7, 16));
+        let behind_a_wait = |blocks| vec![(1, 1, true), (6, blocks, true)];
+        assert_eq!(calls(true, &all(100_000, Cond::Eq)), behind_a_wait(16), "the word may change again");
+        assert_eq!(calls(true, &all(4 << 20, Cond::Geq)), behind_a_wait(64), "too many blocks to wait");
+        let two = |batch: &mut Batch| (0..2).for_each(|_| put(batch, 100_000));
+        assert_eq!(calls(true, &two), vec![(2, 16, true); 2]);
+        let barrier = |batch: &mut Batch| {
+            batch.barrier();
+            put(batch, 100_000);
+        };
+        assert_eq!(calls(true, &barrier), vec![(1, 1, true), (2, 16, true)]);
+        let by_memops = calls(false, &all(100_000, Cond::Geq));
+        let expected = [(1, 1, false), (2, 16, true), (1, 1, false), (2, 1, true), (1, 1, false)];
+        assert_eq!(by_memops, expected, "kernels for copies only");
     }
 
     #[test]

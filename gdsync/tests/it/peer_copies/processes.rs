@@ -11,7 +11,9 @@ use crate::place::is_real;
 
 /// Longest message.
 const ROOM: usize = 1 << 20;
-const WORD: usize = ROOM + 64;
+/// A message arrives while the one before is looked at.
+const SLOT: usize = ROOM + 64;
+const WORD: usize = 2 * SLOT;
 
 /// A process: memory into which the other puts messages, and memory from which it puts its own.
 struct Here {
@@ -50,6 +52,7 @@ impl Here {
     fn play(&self, peer: &PeerMemory, first: bool) {
         for round in 0..tier(60, 400, 5_000) {
             let (len, start, offset) = message(round);
+            let offset = offset + round % 2 * SLOT;
             let value = round as u64 + 1;
             let (own, theirs) =
                 (pattern(len, 2 * round + usize::from(first)), pattern(len, 2 * round + usize::from(!first)));
