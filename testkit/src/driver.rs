@@ -1,7 +1,7 @@
 //! A simulated CUDA driver: the entry points of [`Api`], on streams that really run.
 //!
 //! [`api`] returns the table, [`gdr`] maps the memory behind it, [`kernel()`] makes a Rust function a kernel, and [`Control`] makes
-//! calls fail and counts them. There is one driver per process, and it works inside one process only.
+//! calls fail and counts them. There is one driver per process; processes share memory by IPC handles only.
 //!
 //! # Model
 //!
@@ -21,7 +21,8 @@
 //!   the manual says, and invalidate the captures.
 //! - **Graphs** run as one submission, after the previous launch of the same executable graph. Their nodes can be changed while the
 //!   captured graph exists.
-//! - **IPC handles** can be obtained, but not opened: CUDA refuses with 201 in this process, and this driver with 801 in another one.
+//! - **IPC handles** open in other processes of this driver while the owner runs, as further mappings of the same bytes; in the own
+//!   process CUDA refuses with 201. Memory of `cuMemCreate` has none.
 //! - **Not modelled**: the order of the legacy stream with others (except that using it invalidates captures of blocking streams),
 //!   priorities, limits that streams share, and which memory a virtual address shows.
 //! - Entry points called by kernels and host functions fail with 800.

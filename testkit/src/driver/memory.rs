@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom};
 use std::os::fd::{AsRawFd, IntoRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
 use gdrcopy::cuda::CudaStatus;
@@ -54,9 +55,12 @@ pub(super) struct Bytes {
 
 impl Bytes {
     pub(super) fn new(len: usize) -> io::Result<(usize, Self)> {
-        let len = len.next_multiple_of(host_page());
-        let file = memory_file(c"simulated-cuda", len as u64)?;
-        let mapped = Mapped::new(&file, len)?;
+        Self::of(memory_file(c"simulated-cuda", len.next_multiple_of(host_page()) as u64)?, len)
+    }
+
+    /// Maps a memory file.
+    fn of(file: File, len: usize) -> io::Result<(usize, Self)> {
+        let mapped = Mapped::new(&file, len.next_multiple_of(host_page()))?;
         Ok((mapped.addr(), Self { file, mapped: Mutex::new(Some(mapped)) }))
     }
 }
@@ -257,7 +261,7 @@ const MAPPED: u32 = 13;
 const END: u32 = 21;
 /// `CU_DEVICE_INVALID`.
 const NO_DEVICE: i32 = -2;
-/// The first bytes of this driver's IPC handles; the process, and the address of the memory follow.
+/// The first bytes of this driver's IPC handles; the process, and the descriptor, length and inode of the memory file follow.
 const IPC: [u8; 8] = *b"sim-cuda";
 
 /// An answer of 32 or 64 bits.
@@ -326,25 +330,45 @@ pub(super) fn ipc_handle(handle: *mut [u8; 64], addr: u64) -> Outcome {
     current()?;
     let region = find(address(addr)?, 1).filter(|region| region.kind == Kind::Device);
     let region = region.ok_or(CudaStatus::INVALID_VALUE)?;
+    let file = &region.bytes.as_ref().ok_or(CudaStatus::INVALID_VALUE)?.file;
     let mut bytes = [0; 64];
     bytes[..8].copy_from_slice(&IPC);
     bytes[8..12].copy_from_slice(&std::process::id().to_ne_bytes());
-    bytes[16..24].copy_from_slice(&region.start.to_ne_bytes());
+    bytes[12..16].copy_from_slice(&file.as_raw_fd().to_ne_bytes());
+    bytes[16..24].copy_from_slice(&(region.len as u64).to_ne_bytes());
+    bytes[24..32]
+        .copy_from_slice(&file.metadata().map_err(|_| CudaStatus::OPERATING_SYSTEM)?.ino().to_ne_bytes());
     put(handle, bytes)
 }
 
+/// Maps the memory file of the other process once more. Its bytes stay when that process frees them or ends.
 pub(super) fn open_ipc(addr: *mut u64, handle: [u8; 64], flags: u32) -> Outcome {
-    current()?;
-    require(!addr.is_null() && flags == 1 && handle.starts_with(&IPC), CudaStatus::INVALID_VALUE)?;
-    let ours = handle[8..12] == std::process::id().to_ne_bytes();
-    Err(if ours { CudaStatus::INVALID_CONTEXT } else { CudaStatus::NOT_SUPPORTED })
+    let context = current()?;
+    let mut rest = handle.strip_prefix(&IPC).ok_or(CudaStatus::INVALID_VALUE)?;
+    require(!addr.is_null() && flags == 1, CudaStatus::INVALID_VALUE)?;
+    let [process, fd] = [0; 2].map(|_: u8| u32::from_ne_bytes(take(&mut rest)));
+    let [len, inode] = [0; 2].map(|_: u8| u64::from_ne_bytes(take(&mut rest)));
+    require(process != std::process::id(), CudaStatus::INVALID_CONTEXT)?;
+    let file = File::options().read(true).write(true).open(format!("/proc/{process}/fd/{fd}"));
+    let file = file.map_err(|_| CudaStatus::INVALID_VALUE)?;
+    let is_it = file.metadata().is_ok_and(|found| found.ino() == inode && found.len() >= len);
+    require(is_it, CudaStatus::INVALID_VALUE)?;
+    let len = usize::try_from(len).map_err(|_| CudaStatus::INVALID_VALUE)?;
+    let (start, bytes) = Bytes::of(file, len).map_err(|_| CudaStatus::OUT_OF_MEMORY)?;
+    let region = Region { bytes: Some(bytes), ..Region::new(start, len, Kind::Device, context) };
+    REGIONS.lock().insert(start, Arc::new(region));
+    put(addr, start as u64)
 }
 
-/// As nothing was opened, there is nothing to close.
+/// The first bytes of an IPC handle that are left.
+fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
+    let (first, behind) = rest.split_first_chunk().expect("a handle is longer");
+    *rest = behind;
+    *first
+}
+
 pub(super) fn close_ipc(addr: u64) -> Outcome {
-    current()?;
-    address(addr)?;
-    Err(CudaStatus::INVALID_VALUE)
+    give_back(address(addr)?, Kind::Device, CudaStatus::INVALID_VALUE)
 }
 
 /// Granularity of `cuMemCreate`, bytes.
