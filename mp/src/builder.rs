@@ -19,7 +19,7 @@ use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, CommonCall, Exchange, Spawned, table_row, take};
-use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, variable};
+use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, NearPath, variable};
 use crate::peer::Peer;
 use crate::registration::Registration;
 use crate::rma_queue::AllRmaQueues;
@@ -37,6 +37,7 @@ pub(crate) struct Resolved {
     cache: Cache,
     intra_host: IntraHostPath,
     gpu_path: GpuPath,
+    near: NearPath,
 }
 
 impl Default for CommunicatorBuilder {
@@ -58,6 +59,7 @@ impl Default for CommunicatorBuilder {
             cache: CacheConfig::default(),
             intra_host: IntraHostPath::Soft,
             gpu_path: GpuPath::BySize,
+            near: NearPath::Auto,
             allow_overlap: false,
         })
     }
@@ -157,6 +159,13 @@ impl CommunicatorBuilder {
         self
     }
 
+    /// Whether CUDA streams write and read the windows of ranks of the same host by peer copies (default [`NearPath::Auto`]).
+    /// `MP_NEAR` in the environment overrides it.
+    pub fn near(mut self, path: NearPath) -> Self {
+        self.0.near = path;
+        self
+    }
+
     /// What the registration cache keeps (default: see [`CacheConfig`]). `MP_REG_CACHE` in the environment overrides it.
     pub fn cache(mut self, config: CacheConfig) -> Self {
         self.0.cache = config;
@@ -196,7 +205,7 @@ impl CommunicatorBuilder {
 
     /// Checks the settings before anybody is waited for.
     pub(crate) fn resolve(&self) -> Result<Resolved> {
-        let Settings { queues, cache, intra_host, gpu_path, .. } = &self.0;
+        let Settings { queues, cache, intra_host, gpu_path, near, .. } = &self.0;
         let within = |what, value: usize, range: RangeInclusive<usize>, expected| match range.contains(&value)
         {
             true => Ok(()),
@@ -215,12 +224,13 @@ impl CommunicatorBuilder {
             cache: Cache::new(cache.clone().or_environment()?),
             intra_host: intra_host.clone().or_environment()?,
             gpu_path: gpu_path.or_environment()?,
+            near: near.or_environment()?,
         })
     }
 
     /// Chooses devices with the other ranks, and connects to them.
     pub(crate) fn build(
-        self,
+        mut self,
         mut exchange: Box<dyn Exchange>,
         resolved: Resolved,
         deadline: Deadline,
@@ -233,7 +243,8 @@ impl CommunicatorBuilder {
                 (Device::find(None)?.open_with(&config)?, !is_named && config.route.is_none())
             }
         };
-        let Resolved { cache, intra_host, gpu_path } = resolved;
+        let Resolved { cache, intra_host, gpu_path, near } = resolved;
+        self.0.near = near;
         let wanted = (&intra_host, gpu_path, self.0.queues.gpu.as_ref());
         let devices = Devices::agree(
             (&context, is_default),
@@ -300,6 +311,7 @@ impl CommunicatorBuilder {
             is_over: Arc::default(),
             settings: self.0,
             rma,
+            exports: Mutex::default(),
             watched,
         };
         Ok(Communicator(Arc::new(inner), timeout))

@@ -16,7 +16,7 @@ use crate::credit::CreditFlag;
 use crate::error::{Error, Result};
 use crate::exchange::{Exchange, Spawned, say};
 use crate::overlap::{OutstandingReceives, ReceiveClaims, overlap};
-use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, PeerPath};
+use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, NearPath, PeerPath};
 use crate::peer::{Beside, Peer};
 use crate::registration::{DomainId, Piece, Registration};
 use crate::request::{DOMAIN, Request, Status};
@@ -59,6 +59,7 @@ pub(crate) struct Settings {
     pub(crate) cache: CacheConfig,
     pub(crate) intra_host: IntraHostPath,
     pub(crate) gpu_path: GpuPath,
+    pub(crate) near: NearPath,
     pub(crate) allow_overlap: bool,
 }
 
@@ -87,6 +88,8 @@ pub(crate) struct Inner {
     pub(crate) besides: Mutex<Vec<Beside>>,
     pub(crate) settings: Settings,
     pub(crate) rma: AllRmaQueues,
+    /// Parts of windows that kernels of other ranks may still access, also those of dropped windows.
+    pub(crate) exports: Mutex<Vec<Memory>>,
     /// What the watchdog also looks after.
     pub(crate) watched: AllWatched,
     /// `None` if they may overlap.

@@ -119,7 +119,7 @@ pub use communicator::Communicator;
 pub use error::{Error, Result};
 pub use exchange::Exchange;
 pub use on_stream::PreparedMessage;
-pub use path::{BufferPath, GpuPath, IntraHostPath, PeerPath};
+pub use path::{BufferPath, GpuPath, IntraHostPath, NearPath, PeerPath};
 pub use registration::{Piece, Registration};
 pub use request::{Request, Status};
 pub use request_set::{AnyRequest, Outcome, RequestSet, wait_any};

@@ -137,6 +137,35 @@ impl GpuPath {
     }
 }
 
+/// Whether CUDA streams write and read the windows of ranks of the same host by peer copies: kernels that access the memory of the
+/// other GPU directly, over NVLink or PCIe. The environment's `MP_NEAR` overrides it: `auto`, `peer` or `queues`.
+///
+/// See [`Window`](crate::Window#peer-copies), and [`Window::path_of`](crate::Window::path_of) for what a window does and why.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NearPath {
+    /// Where that is possible.
+    Auto,
+    /// As [`NearPath::Auto`], and no window is made whose GPU memory, on the same host, is not reached so.
+    PeerCopies,
+    /// No: all operations go through queue pairs. Other ranks have no peer copies into memory of this one, either.
+    Queues,
+}
+
+impl NearPath {
+    const VARIABLE: &str = "MP_NEAR";
+
+    /// With the choice of the environment.
+    pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
+        self.or(variable(Self::VARIABLE).as_deref())
+    }
+
+    fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
+        let choices = [("auto", Self::Auto), ("peer", Self::PeerCopies), ("queues", Self::Queues)];
+        choice(self, Self::VARIABLE, variable, &choices, "auto, peer or queues")
+    }
+}
+
 /// The path of messages with a rank, and why: see [`Communicator::path`](crate::Communicator::path). It is written as
 /// `software HCA over shared memory, short messages through a shared-memory FIFO: the rank is on this host`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -144,6 +173,7 @@ pub struct PeerPath {
     device: String,
     wire: String,
     reason: Cow<'static, str>,
+    is_on_this_host: bool,
     is_intra_host: bool,
     has_fifo: bool,
 }
@@ -162,6 +192,11 @@ impl PeerPath {
     /// Why it is this one.
     pub fn reason(&self) -> &str {
         &self.reason
+    }
+
+    /// Whether the rank is known to be on this host.
+    pub(crate) fn is_on_this_host(&self) -> bool {
+        self.is_on_this_host
     }
 
     /// Whether the device is the one for ranks of the same host, beside that of the communicator.
@@ -200,12 +235,17 @@ impl fmt::Display for PeerPath {
 
 /// The path of bytes of a buffer to a rank, and why: see [`Communicator::path_of`](crate::Communicator::path_of) and
 /// [`Window::path_of`](crate::Window::path_of). It is written as `software HCA over shared memory: the rank is on this host;
-/// copied by the CPU: it is host memory`.
+/// copied by the CPU: it is host memory`; of a window with what streams do: `; by CUDA streams with peer copies`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BufferPath {
     path: PeerPath,
     transfer: TransferPath,
+    /// Of windows.
+    copies: Option<CopiesOrNot>,
 }
+
+/// Whether streams use peer copies, or why not.
+pub(crate) type CopiesOrNot = std::result::Result<(), Cow<'static, str>>;
 
 impl BufferPath {
     /// The device. [`PeerPath::has_fifo`] says whether these bytes go through the FIFO instead while it is open: they are short and in
@@ -222,13 +262,35 @@ impl BufferPath {
     /// The path of the bytes `range` of a buffer by this queue pair of the device of `path`.
     pub(crate) fn new(path: PeerPath, qp: &Qp, buffer: &Registration, range: &Range<usize>) -> Result<Self> {
         let len = buffer.sge(path.is_intra_host, range)?.len as usize;
-        Ok(Self { transfer: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path })
+        Ok(Self { transfer: qp.transfer_path(buffer.mr(path.is_intra_host), len)?, path, copies: None })
+    }
+
+    /// The path of a window whose streams have peer copies, or not.
+    pub(crate) fn with_copies(self, copies: CopiesOrNot) -> Self {
+        Self { copies: Some(copies), ..self }
+    }
+
+    /// Whether CUDA streams move the bytes by [peer copies](crate::Window#peer-copies), without the device; or why not.
+    ///
+    /// # Errors
+    /// The reason.
+    pub fn peer_copies(&self) -> std::result::Result<(), &str> {
+        match &self.copies {
+            Some(Ok(())) => Ok(()),
+            Some(Err(why)) => Err(why),
+            None => Err("messages go through queue pairs"),
+        }
     }
 }
 
 impl fmt::Display for BufferPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}; {}", self.path, self.transfer)
+        write!(f, "{}; {}", self.path, self.transfer)?;
+        match &self.copies {
+            Some(Ok(())) => f.write_str("; by CUDA streams with peer copies"),
+            Some(Err(why)) => write!(f, "; by CUDA streams no other way: {why}"),
+            None => Ok(()),
+        }
     }
 }
 
@@ -337,7 +399,8 @@ impl Devices {
             };
             let is_intra_host = intra_host.as_ref().is_some_and(|near| std::ptr::eq(device, near));
             let (device, wire) = (device.context.description().to_owned(), device.context.wire().to_owned());
-            PeerPath { device, wire, reason, is_intra_host, has_fifo: false }
+            let is_on_this_host = *why != Some(ELSEWHERE);
+            PeerPath { device, wire, reason, is_on_this_host, is_intra_host, has_fifo: false }
         };
         let mut paths: Vec<_> = refusals.iter().map(path).collect();
         let intra_host = intra_host.filter(|_| paths.iter().any(PeerPath::is_intra_host));
@@ -639,6 +702,11 @@ mod tests {
         ] {
             assert_eq!(GpuPath::Staged.or(variable).unwrap(), expected, "{variable:?}");
         }
+        assert_eq!(NearPath::Auto.or(Some(" peer ")).unwrap(), NearPath::PeerCopies);
+        assert_eq!(NearPath::PeerCopies.or(Some("queues")).unwrap(), NearPath::Queues);
+        assert_eq!(NearPath::Queues.or(None).unwrap(), NearPath::Queues);
+        let error = NearPath::Auto.or(Some("nvlink")).unwrap_err().to_string();
+        assert!(error.contains("MP_NEAR") && error.contains("'nvlink'"), "{error}");
         let error = GpuPath::BySize.or(Some("ipc")).unwrap_err().to_string();
         assert!(
             error.contains("MP_GPU_PATH") && error.contains("'ipc'") && error.contains("staged"),

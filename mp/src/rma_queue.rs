@@ -1,7 +1,7 @@
 //! The queue pairs of windows: one to each rank, beside those of messages, which they neither wait for nor hold up.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::Duration;
 
 use gdsync::cuda::Flush;
@@ -30,9 +30,34 @@ pub(crate) struct RmaQueue {
     /// Whether a call has returned why the connection is broken.
     is_reported: AtomicBool,
     in_flight: Mutex<InFlight>,
+    /// What streams have started: [`FRESH`], [`BY_QUEUE`] or [`BY_COPIES`].
+    streams: AtomicU8,
 }
 
+/// No stream has started an operation.
+const FRESH: u8 = 0;
+/// Streams have, through the queue pair alone: no peer copies any more, which might overtake them.
+const BY_QUEUE: u8 = 1;
+/// Streams access memory of the rank by peer copies. What they start through the queue pair they wait for, so that nothing overtakes it.
+const BY_COPIES: u8 = 2;
+
 impl RmaQueue {
+    /// Lets streams use peer copies from now on, unless they have started operations without.
+    pub(crate) fn allow_copies(&self) {
+        _ = self.streams.compare_exchange(FRESH, BY_COPIES, Ordering::Relaxed, Ordering::Relaxed);
+    }
+
+    /// Whether streams use peer copies.
+    pub(crate) fn has_copies(&self) -> bool {
+        self.streams.load(Ordering::Relaxed) == BY_COPIES
+    }
+
+    /// Whether a stream that starts an operation now shares the rank's memory with peer copies; without them there will be none.
+    pub(crate) fn starts_beside_copies(&self) -> bool {
+        let before = self.streams.compare_exchange(FRESH, BY_QUEUE, Ordering::Relaxed, Ordering::Relaxed);
+        before == Err(BY_COPIES)
+    }
+
     /// Posts an operation on `bytes` bytes that takes `wqes` work requests, after making room if the queue is full, and pins its
     /// buffers until it is complete.
     pub(crate) fn post(
@@ -170,9 +195,10 @@ impl RmaQueues {
         let scratch = pd.register(&Memory::alloc(8 * pairs.len())?, Access::LOCAL_WRITE)?;
         let queue = |(peer, qp): (&Arc<Peer>, QpPair)| {
             let ([has_failed, is_reported], in_flight) = Default::default();
+            let streams = AtomicU8::new(FRESH);
             let (peer, qp) = (peer.clone(), Arc::new(qp));
             peer.transport.accompany(&qp);
-            Arc::new(RmaQueue { peer, qp, depth, has_failed, is_reported, in_flight })
+            Arc::new(RmaQueue { peer, qp, depth, has_failed, is_reported, in_flight, streams })
         };
         let queues = peers.iter().zip(pairs).map(queue).collect();
         let queues = Arc::new(Self { queues, intra_host, scratch, needs_flush: AtomicBool::new(false) });

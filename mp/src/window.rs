@@ -1,5 +1,6 @@
 //! Windows: memory that other ranks read and write without taking part, and the operations on them.
 
+mod near;
 mod rma;
 
 use std::fmt;
@@ -7,10 +8,11 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gdsync::memory::{Word32, Word64};
+use gdsync::memory::{Memory, Word32, Word64};
 use gdsync::recorder::{NamedWords, Purpose, Traffic};
-use gdsync::stream::{Batch, Cond, Stream};
+use gdsync::stream::{Batch, Cond, PeerSignal, Stream};
 use gdsync::verbs::{Access, Completion, Qp, QpAddress, RemoteAddr, SendWr, Sge};
+use smallvec::smallvec;
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
@@ -21,8 +23,9 @@ use crate::request::Request;
 use crate::rma_queue::RmaQueues;
 use crate::transport::QpPair;
 use crate::wait::{Deadline, wait_value64_and};
+use near::{Copy, Near, Offer, PeerCopies};
 pub use rma::{MAX_INLINE, Rma, Signal};
-use rma::{MAX_SGES, SendWrs, What, chunks};
+use rma::{MAX_SGES, Plan, SendWrs, What, chunks};
 
 /// A part of each rank's memory that all ranks may read and write without the owner. Clones share it; any thread may use it.
 ///
@@ -37,6 +40,20 @@ use rma::{MAX_SGES, SendWrs, What, chunks};
 /// to each other.
 ///
 /// After the last clone is dropped, operations under way go on, but the other ranks lose access: see [`Window::destroy`].
+///
+/// # Peer copies
+/// Where both ranks are on one host and the part of the target is memory of a GPU (of `cudaMalloc`) that the own GPU reaches, CUDA
+/// streams put, get and set signals by kernels that access that memory themselves, over NVLink or PCIe: no queue and no CPU is on the
+/// way. [`Window::path_of`] says whether, or why not; [`NearPath`](crate::NearPath) and `MP_NEAR` choose. The own GPU is that of the own
+/// part, else [`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu).
+///
+/// Other operations go through the queue pairs: those of the CPU and of host streams, to or from several pieces or other memory, bytes,
+/// words that are added to or swapped. The order is the same, as streams wait for what they start through a queue pair. A word that
+/// ranks add to must not be set by another one at the same time.
+///
+/// Batches with such operations are for CUDA streams of this GPU; host streams and kernel steps refuse them
+/// ([`gdsync::Error::Unsupported`]). Make windows before streams wait: CUDA may block meanwhile. Memory that others have opened stays
+/// allocated until [`Window::destroy`], or until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap) memory must stay as long.
 #[derive(Clone)]
 pub struct Window(Arc<Inner>, Arc<RmaQueues>);
 
@@ -47,6 +64,8 @@ struct Inner {
     range: Range<usize>,
     /// The parts of all ranks.
     parts: Vec<Part>,
+    /// Those that kernels of the own GPU access.
+    near: Near,
     /// Tells errors and recordings that the words of the own part are signals.
     _name: NamedWords,
 }
@@ -109,32 +128,46 @@ impl Communicator {
             let pairs = (0..size).map(|peer| QpPair::build(peer == rank, build));
             Ok((part, pairs.collect::<gdsync::Result<Vec<_>>>()?))
         });
-        let record = match &ours {
+        let (record, exported) = match &ours {
             Ok((part, pairs)) => {
                 let addresses = pairs.iter().flat_map(|pair| pair.address().to_bytes());
-                part.to_bytes().into_iter().chain(addresses).collect()
+                let (mut record, exported) = self.record_of(part, registration, &range);
+                record.extend(addresses);
+                (record, exported)
             }
-            Err(_) => Vec::new(),
+            Err(_) => Default::default(),
         };
         let records = exchange.allgather(&record, deadline.remaining())?;
         // An error here all ranks see alike, and none goes on.
         let pairs = ours.map(|(_, pairs)| pairs)?;
-        let parts = parts_of(&records)?;
-        let connect = |(peer, ((_, table), pair)): (usize, (&(Part, &[u8]), &QpPair))| {
+        let (parts, tables): (Vec<_>, Vec<_>) = parts_of(&records)?.into_iter().unzip();
+        let connect = |(peer, (table, pair)): (usize, (&&[u8], &QpPair))| {
             let failed = |cause| Error::message(peer, "connect a window", cause);
             let theirs = QpAddress::from_bytes(table_row(table, peer, rank, size)?).map_err(failed)?;
             pair.name_ranks(rank, peer, [Traffic::Window; 2]);
             pair.connect(theirs).map_err(failed)
         };
-        let connected = parts.iter().zip(&pairs).enumerate().try_for_each(connect);
+        let connected = tables.iter().zip(&pairs).enumerate().try_for_each(connect);
         let depth = self.0.settings.queues.depth;
-        let queues = connected
-            .and_then(|()| RmaQueues::new(&self.0.peers, (intra_host, pd), depth, pairs, &self.0.rma));
+        let made = connected.and_then(|()| {
+            let queues = RmaQueues::new(&self.0.peers, (intra_host, pd), depth, pairs, &self.0.rma)?;
+            Ok((queues, Near::open(self, registration, &parts)?))
+        });
         // No rank may write before all are connected.
-        let queues = agree(&mut **exchange, queues, "its window", &deadline)?;
+        let (queues, near) = agree(&mut **exchange, made, "its window", &deadline)?;
         drop(exchange);
-        let parts = parts.into_iter().map(|(part, _)| part).collect();
-        Ok(Window::of(self, registration, range, parts, queues))
+        Ok(Window::of(self, (registration, range, exported), (parts, near), queues))
+    }
+
+    /// What this rank tells the others of its part of a window, and the memory that their GPUs may access then.
+    fn record_of(
+        &self,
+        part: &Part,
+        registration: &Registration,
+        range: &Range<usize>,
+    ) -> (Vec<u8>, Option<Memory>) {
+        let (offer, exported) = Offer::new(self.0.settings.near, registration, range);
+        ([&part.to_bytes()[..], &offer.to_bytes()].concat(), exported)
     }
 }
 
@@ -154,25 +187,29 @@ impl Window {
         let (_call, comm) = (CommonCall::WindowBeside.enter(), &self.0.comm);
         let deadline = Deadline::after(comm.limit(timeout));
         let ours = part(registration, &range, (self.1.intra_host, comm.0.domain));
-        let record = ours.as_ref().map(|part| part.to_bytes()).unwrap_or_default();
+        let told = ours.as_ref().map(|part| comm.record_of(part, registration, &range));
+        let (record, exported) = told.unwrap_or_default();
         let records = comm.open_exchange()?.allgather(&record, deadline.remaining())?;
         ours?;
-        let parts = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
-        Ok(Self::of(comm, registration, range, parts, self.1.clone()))
+        let parts: Vec<_> = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
+        let near = Near::open(comm, registration, &parts)?;
+        Ok(Self::of(comm, (registration, range, exported), (parts, near), self.1.clone()))
     }
 
     fn of(
         comm: &Communicator,
-        registration: &Registration,
-        range: Range<usize>,
-        parts: Vec<Part>,
+        (registration, range, exported): (&Registration, Range<usize>, Option<Memory>),
+        (parts, near): (Vec<(Part, Offer)>, Near),
         queues: Arc<RmaQueues>,
     ) -> Self {
+        comm.0.exports.lock().extend(exported);
         queues.lead_to(registration.memory());
+        near.ranks().for_each(|rank| queues.queues[rank].allow_copies());
+        let parts = parts.into_iter().map(|(part, _)| part).collect();
         let (comm, registration) = (comm.clone(), registration.clone());
         let addr = registration.memory().addr() + range.start as u64;
         let name = NamedWords::new(addr, range.len() as u64, Purpose::Signals);
-        Self(Arc::new(Inner { comm, registration, range, parts, _name: name }), queues)
+        Self(Arc::new(Inner { comm, registration, range, parts, near, _name: name }), queues)
     }
 
     /// This window over the connections of another one, at no cost: operations through it are ordered with those of the other, and not
@@ -190,11 +227,13 @@ impl Window {
             return Err(Error::Device(cause));
         }
         other.1.lead_to(self.0.registration.memory());
+        self.0.near.ranks().for_each(|rank| other.1.queues[rank].allow_copies());
         Ok(Self(self.0.clone(), other.1.clone()))
     }
 
     /// Ends the window after all that is under way: waits for the own operations, then for all ranks, which must call
-    /// this too. Clones that are left keep the memory accessible.
+    /// this too. Clones that are left keep the memory accessible for queue pairs; peer copies through them are an error that
+    /// nothing finds, as the owner may free the memory.
     ///
     /// # Errors
     /// [`Error::Message`] for an operation that failed; [`Error::Bootstrap`] and [`Error::Deadline`] for another rank;
@@ -205,6 +244,13 @@ impl Window {
         let deadline = Deadline::after(self.0.comm.limit(timeout));
         let flushed = self.1.flush(&deadline);
         let met = self.0.comm.barrier(deadline.remaining());
+        if met.is_ok() {
+            let (memory, mut exports) = (self.0.registration.memory(), self.0.comm.0.exports.lock());
+            let start = memory.addr() + self.0.range.start as u64;
+            let own =
+                exports.iter().position(|part| (part.addr(), part.len()) == (start, self.0.range.len()));
+            own.map(|own| exports.swap_remove(own));
+        }
         flushed.and(met)
     }
 
@@ -223,7 +269,18 @@ impl Window {
         let (comm, queues) = (&self.0.comm, &self.1);
         self.part(rank)?;
         let path = comm.path(rank)?.of_windows(queues.intra_host, comm.context());
-        BufferPath::new(path, &queues.queues[rank].qp.send, buffer, &range)
+        let path = BufferPath::new(path, &queues.queues[rank].qp.send, buffer, &range)?;
+        Ok(path.with_copies(match self.0.near.part(rank) {
+            Err(why) => Err(why.clone()),
+            Ok(_) if !queues.queues[rank].has_copies() => {
+                Err("streams have used these connections before a window with GPU memory was made over them"
+                    .into())
+            }
+            Ok(_) if !self.0.near.is_near(buffer.memory()) => {
+                Err("the buffer is not in memory of the GPU of the window".into())
+            }
+            Ok(_) => Ok(()),
+        }))
     }
 
     /// Bytes of the window of a rank.
@@ -328,19 +385,26 @@ fn part(
     Ok(Part { at: mr.remote(range.start)?, size: range.len() })
 }
 
-/// The parts of all ranks, and what follows them in their records.
-fn parts_of(records: &[Vec<u8>]) -> Result<Vec<(Part, &[u8])>> {
+/// The part of a rank, and what follows it in its record.
+type Record<'a> = ((Part, Offer), &'a [u8]);
+
+/// The parts of all ranks.
+fn parts_of(records: &[Vec<u8>]) -> Result<Vec<Record<'_>>> {
     let part = |(rank, record): (usize, &Vec<u8>)| {
-        let (what, fix) = match record.is_empty() {
-            true => ("it could not make its part of the window", "see the error of that rank"),
-            false => ("its part of the window has a wrong form", "run the same version everywhere"),
+        let parsed = || {
+            let (part, rest) = records[rank].split_first_chunk()?;
+            let (offer, rest) = rest.split_first_chunk()?;
+            Some(((Part::from_bytes(part)?, Offer::from_bytes(offer)), rest))
         };
-        let wrong = || Error::bootstrap(format!("rank {rank}"), what, fix);
-        let (part, _) = record.split_first_chunk().ok_or_else(wrong)?;
-        Part::from_bytes(part).map(|part| (part, rank)).ok_or_else(wrong)
+        parsed().ok_or_else(|| {
+            let (what, fix) = match record.is_empty() {
+                true => ("it could not make its part of the window", "see the error of that rank"),
+                false => ("its part of the window has a wrong form", "run the same version everywhere"),
+            };
+            Error::bootstrap(format!("rank {rank}"), what, fix)
+        })
     };
-    let parts = records.iter().enumerate().map(part).collect::<Result<Vec<_>>>()?;
-    Ok(parts.into_iter().map(|(part, rank)| (part, &records[rank][Part::BYTES..])).collect())
+    records.iter().enumerate().map(part).collect()
 }
 
 /// Starting operations.
@@ -354,7 +418,7 @@ impl Window {
     /// finalized, a word that is not aligned, too many inline bytes, a connection that broke, or
     /// that a stream uses now, or a [full](Communicator#full-queues) queue.
     pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
-        self.post(rma, Qp::post_send)
+        self.post(rma, None, |qp, plan| qp.post_send(&plan.wrs))
     }
 
     /// Queues an operation on a stream: it starts when the stream gets there, with what local buffers hold then. In a graph each
@@ -364,11 +428,11 @@ impl Window {
     /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`], also with the
     /// refusal of the stream.
     pub fn start_on_stream(&self, stream: &Stream, rma: &Rma<'_>) -> Result<Request> {
-        self.post(rma, |qp, wrs| match wrs {
-            [wr] => Ok(stream.send(qp, wr)?),
+        self.post(rma, Some(self.0.near.is_for(stream)), |qp, plan| match &plan.wrs[..] {
+            [wr] if plan.is_plain() => Ok(stream.send(qp, wr)?),
             _ => {
                 let mut batch = Batch::new();
-                let completion = batch.sends(qp, wrs)?;
+                let completion = plan.add(&mut batch, qp)?;
                 stream.submit(&mut batch)?;
                 Ok(completion)
             }
@@ -382,7 +446,7 @@ impl Window {
     /// # Errors
     /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`].
     pub fn start_in_batch(&self, batch: &mut Batch, rma: &Rma<'_>) -> Result<Request> {
-        self.post(rma, |qp, wrs| batch.sends(qp, wrs))
+        self.post(rma, Some(true), |qp, plan| plan.add(batch, qp))
     }
 
     /// Starts to write the bytes `range` of `from` to `offset` of the window of a rank: see [`Rma::put`].
@@ -452,11 +516,12 @@ impl Window {
         self.start_on_stream(stream, &Rma::get(into, range, rank, offset))
     }
 
-    /// Checks an operation, and has its work requests posted.
+    /// Checks an operation, and has it posted: by the CPU, or by a stream, which may take peer copies or not.
     fn post(
         &self,
         rma: &Rma<'_>,
-        mut post: impl FnMut(&Qp, &[SendWr<'_>]) -> gdsync::Result<Completion>,
+        stream: Option<bool>,
+        mut post: impl FnMut(&Qp, &Plan<'_>) -> gdsync::Result<Completion>,
     ) -> Result<Request> {
         let intra_host = self.1.intra_host;
         let inner = &self.0.comm.0;
@@ -478,21 +543,63 @@ impl Window {
             None => self.remote(name, rma.rank, rma.offset, len)?,
         };
         let value = rma.signal.as_ref().map_or([0; 8], |signal| signal.value.to_ne_bytes());
-        let mut wrs = SendWrs::new();
-        self.data(rma, at, &sges, &mut wrs)?;
+        let mut plan = Plan::default();
+        self.data(rma, at, &sges, &mut plan.wrs)?;
         if let Some(signal) = &rma.signal {
-            wrs.push(self.signal(rma, signal, &value)?);
+            plan.wrs.push(self.signal(rma, signal, &value)?);
         }
         if rma.fence
-            && let Some(first) = wrs.first_mut()
+            && let Some(first) = plan.wrs.first_mut()
         {
             *first = first.fence();
         }
         let queue = &self.1.queues[rma.rank];
+        if let Some(takes_copies) = stream
+            && queue.starts_beside_copies()
+        {
+            plan.waits = true;
+            if takes_copies {
+                self.by_copies(rma, &mut plan);
+            }
+        }
         let buffers = (rma.pieces(), intra_host);
         self.0.comm.while_full(|| {
-            Ok(Request::rma(queue, queue.post(name, len, buffers, wrs.len(), |qp| post(qp, &wrs))?))
+            Ok(Request::rma(queue, queue.post(name, len, buffers, plan.wrs.len(), |qp| post(qp, &plan))?))
         })
+    }
+
+    /// Has a kernel of the stream move the data, and set the signal, where the memory at both ends allows it. Words are added to through
+    /// the queue pair alone: additions of GPUs and of the software HCA's CPU would not be atomic to each other.
+    fn by_copies<'a>(&'a self, rma: &'a Rma<'_>, plan: &mut Plan<'a>) {
+        let near = &self.0.near;
+        let copy = match (&rma.what, near.part(rma.rank)) {
+            (What::Signal, _) | (What::PutBytes([]), _) => None,
+            (What::Put(pieces) | What::Get(pieces), Ok(target)) => match pieces.list() {
+                [(buffer, range)] if near.is_near(buffer.memory()) => Some(Copy {
+                    puts: matches!(rma.what, What::Put(_)),
+                    local: buffer.memory(),
+                    range: range.clone(),
+                    target,
+                    offset: rma.offset,
+                }),
+                _ => return,
+            },
+            _ => return,
+        };
+        let word = |signal: &Signal<'_>| {
+            let to = signal.window.unwrap_or(self).0.near.part(rma.rank).as_ref().ok()?;
+            let &Signal { offset, value, add, .. } = signal;
+            (!add).then(|| PeerSignal { to: to.clone(), offset, value, add })
+        };
+        let signal = rma.signal.as_ref().and_then(word);
+        if copy.is_none() && signal.is_none() {
+            return;
+        }
+        let wr = plan.wrs.pop().filter(|_| rma.signal.is_some() && signal.is_none());
+        // The request is complete when the queue pair gets behind the copy.
+        plan.wrs = smallvec![wr.unwrap_or_else(SendWr::nop)];
+        plan.waits = wr.is_some();
+        plan.copies = Some(PeerCopies { copy, signal });
     }
 
     /// The work requests that move data.

@@ -120,6 +120,10 @@ impl Engine for CudaEngine {
         "cuda"
     }
 
+    fn gpu(&self) -> Option<&Gpu> {
+        self.shared.kernel_exec.as_ref().map(|_| &self.shared.gpu)
+    }
+
     fn raw(&self) -> Option<RawStream> {
         self.shared.expose_handle();
         Some(self.shared.stream)

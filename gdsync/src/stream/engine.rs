@@ -8,7 +8,7 @@ use super::cuda::SubmitGuard;
 use super::graph::EngineGraph;
 use super::op::{Op, Ops};
 use gdsync_device::GpuNudge;
-use gdsync_device::cuda::RawStream;
+use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
 
 /// Runs operations in order. [`super::Stream`] relies on:
@@ -23,6 +23,11 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
 
     /// The `CUstream` behind it, if there is one.
     fn raw(&self) -> Option<RawStream> {
+        None
+    }
+
+    /// The GPU whose kernels it launches.
+    fn gpu(&self) -> Option<&Gpu> {
         None
     }
 

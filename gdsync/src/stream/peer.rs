@@ -10,7 +10,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::op::Op;
-use super::{Batch, Stream};
+use super::{Batch, StateGuard, Stream};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::cuda::kernel_exec::KernelOp;
 use gdsync_device::error::{Error, Result};
@@ -180,6 +180,15 @@ impl Batch {
 }
 
 impl Stream {
+    /// Whether a batch with copies to or from memory that is open for this GPU can be submitted now: to streams of the GPU, but not while
+    /// kernel steps are recorded.
+    pub fn takes_peer_copies(&self, gpu: &Gpu) -> bool {
+        let is_of_gpu = self.0.engine.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context());
+        let records_steps =
+            |state: &StateGuard<'_>| state.recording.as_ref().is_some_and(|r| r.sizes.is_some());
+        is_of_gpu && self.state().is_ok_and(|state| !records_steps(&state))
+    }
+
     /// Copies to memory of a peer and signals, in stream order: see [`Batch::put_peer`].
     ///
     /// # Errors

@@ -3,10 +3,12 @@
 use std::ops::Range;
 
 use gdsync::mlx5::MAX_MESSAGE;
-use gdsync::verbs::{RemoteAddr, SendWr, Sge};
+use gdsync::stream::Batch;
+use gdsync::verbs::{Completion, Qp, RemoteAddr, SendWr, Sge};
 use smallvec::SmallVec;
 
 use super::Window;
+use super::near::PeerCopies;
 use crate::registration::{DomainId, Piece, Registration};
 
 /// SGEs of a work request: as many as need no more room than inline data.
@@ -61,7 +63,7 @@ pub(super) enum Pieces<'a> {
 }
 
 impl<'a> Pieces<'a> {
-    fn list(&self) -> &[Piece<'a>] {
+    pub(super) fn list(&self) -> &[Piece<'a>] {
         match self {
             Self::One(piece) => std::slice::from_ref(piece),
             Self::Many(pieces) => pieces,
@@ -208,6 +210,37 @@ impl<'a> Signal<'a> {
     pub fn of(mut self, window: &'a Window) -> Self {
         self.window = Some(window);
         self
+    }
+}
+
+/// How an operation is carried out.
+#[derive(Default)]
+pub(super) struct Plan<'a> {
+    /// By a kernel of the stream, before the work requests.
+    pub(super) copies: Option<PeerCopies<'a>>,
+    pub(super) wrs: SendWrs<'a>,
+    /// The stream waits for the work requests: peer copies may follow.
+    pub(super) waits: bool,
+}
+
+impl Plan<'_> {
+    /// Whether it is nothing but work requests.
+    pub(super) fn is_plain(&self) -> bool {
+        self.copies.is_none() && !self.waits
+    }
+
+    /// Adds it to a batch.
+    pub(super) fn add(&self, batch: &mut Batch, qp: &Qp) -> gdsync::Result<Completion> {
+        if self.is_plain() {
+            return batch.sends(qp, &self.wrs);
+        }
+        let send = qp.prepare_send(&self.wrs)?;
+        self.copies.iter().try_for_each(|copies| copies.add(batch))?;
+        let completion = batch.post(send);
+        if self.waits {
+            batch.wait(&completion)?;
+        }
+        Ok(completion)
     }
 }
 

@@ -15,7 +15,7 @@ use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
-use gdsync_testkit::driver;
+use gdsync_testkit::{driver, kernels};
 use mp::{Communicator, Error, Registration, Request};
 
 /// Generous: reached only by a test that fails, even where an emulated machine is busy with other work.
@@ -70,12 +70,18 @@ pub fn gpu() -> Option<&'static (Gpu, Via)> {
                     // As long as the process is there.
                     std::mem::forget(control);
                 }
-                Gpu::open_with(driver::api(), 0, driver::gdr().ok())
+                simulated_gpu(0)
             }
         };
         Some((gpu.unwrap(), via))
     })
     .as_ref()
+}
+
+/// A simulated GPU, whose kernels are there.
+pub fn simulated_gpu(ordinal: i32) -> gdsync::Result<Gpu> {
+    kernels::register();
+    Gpu::open_with(driver::api(), ordinal, driver::gdr().ok())
 }
 
 /// A builder with the [`gpu`] of this rank.
@@ -240,6 +246,12 @@ pub fn failed(error: &Error, with: usize, syndromes: &[Syndrome]) {
         }
         other => panic!("{other}"),
     }
+}
+
+/// Checks the rank of a failed operation.
+#[track_caller]
+pub fn failed_rank(error: &Error, with: usize) {
+    assert!(matches!(error, Error::Message { rank, .. } if *rank == with), "{error}");
 }
 
 /// The syndrome of a failed queue pair, or of the one that stopped it.

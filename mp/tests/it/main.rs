@@ -17,6 +17,7 @@ mod on_stream;
 mod overlap;
 mod pairwise;
 mod paths;
+mod peer_copies;
 mod request_set;
 mod shm_fifo;
 mod stream_receives;
