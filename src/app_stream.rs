@@ -405,6 +405,16 @@ impl Kernels {
         Ok(unsafe { Stream::cuda_from_raw(gpu, self.stream.cu_stream().addr(), config) }?)
     }
 
+    /// The stream, for libraries that put their own work on it.
+    pub fn stream(&self) -> &Arc<CudaStream> {
+        self.stream
+    }
+
+    /// Makes the context of the stream current for the calling thread.
+    pub fn bind(&self) -> Result<()> {
+        Ok(self.stream.context().bind_to_thread()?)
+    }
+
     /// Blocks until everything on the stream is done, which its wait limit bounds.
     pub fn synchronize(&self) -> Result<()> {
         Ok(self.stream.synchronize()?)

@@ -3,6 +3,7 @@
 mod bandwidth;
 mod copy;
 mod messages;
+mod peers;
 mod scale;
 mod stream;
 mod traffic;
@@ -34,6 +35,8 @@ pub(crate) enum Bench {
     Bandwidth(bandwidth::Options),
     /// The messaging layer: ping-pong, tags, rates, overlap with work, and what calls add to gdsync's.
     Messages(messages::Options),
+    /// Messages between two GPUs of this host, beside those of NCCL and NVSHMEM.
+    Peers(peers::Options),
     /// CPU mappings of GPU memory against CUDA copies: by path, routine and number of threads.
     Copy(copy::Options),
     /// Triggers and waits on CUDA streams, in every way CUDA has, on an idle and a busy GPU.
@@ -52,6 +55,7 @@ impl Bench {
             }
             Bench::Bandwidth(options) => options.run(),
             Bench::Messages(options) => options.run(),
+            Bench::Peers(options) => options.run(),
             Bench::Copy(options) => options.run(),
             Bench::Trigger(options) => options.run(),
             Bench::Stream(options) => options.run(),

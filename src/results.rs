@@ -418,10 +418,11 @@ impl Sheet {
         of_group.for_each(Series::compare_with_first);
     }
 
-    /// Sets the ratios of a group, at each position, to the best series but these.
-    pub fn compare_with_best(&mut self, group: &str, others: &[&str]) {
+    /// Sets the ratios of a group, at each position, to the best series but these, which has this name then.
+    pub fn compare_with_best(&mut self, group: &str, others: &[&str], name: &str) {
         let of_group: Vec<_> = self.series.iter().filter(|series| series.group == group).cloned().collect();
-        let mut best = Series { name: "best single path".into(), points: Vec::new(), ..of_group[0].clone() };
+        let Some(first) = of_group.first() else { return };
+        let mut best = Series { name: name.into(), points: Vec::new(), ..first.clone() };
         for series in of_group.iter().filter(|series| !others.contains(&series.name.as_str())) {
             for point in &series.points {
                 match best.points.iter_mut().find(|known| known.x == point.x) {

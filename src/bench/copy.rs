@@ -146,7 +146,7 @@ impl Bench {
             let point = Point::time(bytes as u64, samples, 1);
             sheet.add_point(group, &path.name, "bytes", Unit::Micros, point);
         }
-        sheet.compare_with_best(group, &[PLANNER, BARE]);
+        sheet.compare_with_best(group, &[PLANNER, BARE], "best single path");
         Ok(())
     }
 

@@ -1,0 +1,187 @@
+//! NVSHMEM: put with signal and wait, on streams.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::ptr::null_mut;
+
+use cudarc::driver::result;
+use gdasync::app_stream::Kernels;
+use gdasync::results::Result;
+
+use super::library::{Library, declare};
+use super::{Repeat, Rig, Way, capture_foreign};
+
+/// `nvshmemx_uniqueid_t`.
+#[repr(C)]
+struct UniqueId {
+    version: c_int,
+    internal: [u8; 124],
+}
+
+/// `nvshmemx_init_attr_t`.
+#[repr(C)]
+struct InitAttr {
+    version: c_int,
+    mpi: *mut c_void,
+    args: InitArgs,
+}
+
+/// `nvshmemx_init_args_t`.
+#[repr(C)]
+struct InitArgs {
+    version: c_int,
+    id: UniqueIdArgs,
+    content: [u8; 96],
+}
+
+/// `nvshmemx_uniqueid_args_t`.
+#[repr(C)]
+struct UniqueIdArgs {
+    version: c_int,
+    id: *mut UniqueId,
+    rank: c_int,
+    size: c_int,
+}
+
+const _: () = {
+    assert!(size_of::<UniqueId>() == 128);
+    assert!(size_of::<UniqueIdArgs>() == 24);
+    assert!(size_of::<InitArgs>() == 128);
+    assert!(size_of::<InitAttr>() == 144);
+};
+
+/// The first version of a structure of this size.
+const fn version(size: c_int) -> c_int {
+    (1 << 16) + size
+}
+
+/// `NVSHMEMX_INIT_WITH_UNIQUEID`.
+const WITH_UNIQUE_ID: c_uint = 1 << 3;
+/// `NVSHMEM_SIGNAL_SET`.
+const SET: c_int = 9;
+/// `NVSHMEM_CMP_EQ`.
+const EQUAL: c_int = 0;
+
+declare! {
+    /// The host's interface.
+    struct Functions {
+        version: "nvshmemx_vendor_get_version_info" (major: *mut c_int, minor: *mut c_int, patch: *mut c_int) -> ();
+        unique_id: "nvshmemx_get_uniqueid" (id: *mut UniqueId) -> c_int;
+        set_args: "nvshmemx_set_attr_uniqueid_args"
+            (rank: c_int, size: c_int, id: *const UniqueId, attr: *mut InitAttr) -> c_int;
+        init: "nvshmemx_hostlib_init_attr" (flags: c_uint, attr: *mut InitAttr) -> c_int;
+        finalize: "nvshmemx_hostlib_finalize" () -> ();
+        malloc: "nvshmem_malloc" (bytes: usize) -> *mut c_void;
+        calloc: "nvshmem_calloc" (count: usize, bytes: usize) -> *mut c_void;
+        put_signal: "nvshmemx_putmem_signal_on_stream"
+            (to: *mut c_void, from: *const c_void, bytes: usize, word: *mut u64, value: u64, how: c_int, peer: c_int,
+             stream: *mut c_void) -> ();
+        wait_signal: "nvshmemx_signal_wait_until_on_stream"
+            (word: *mut u64, cond: c_int, value: u64, stream: *mut c_void) -> ();
+    }
+}
+
+struct Nvshmem<'a> {
+    functions: Functions,
+    kernels: &'a Kernels,
+    buffer: *mut c_void,
+    /// One of eager messages, two that messages of graphs take in turn.
+    words: *mut u64,
+    room: usize,
+    peer: c_int,
+}
+
+/// Opens the library at both ranks: its version, and what it can do.
+pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn Way + 'a>>)> {
+    let library = Library::load(name)?;
+    // SAFETY: the types are those of nvshmemx.h.
+    let functions = unsafe { Functions::find(&library) }?;
+    rig.kernels.bind()?;
+    let mut id = UniqueId { version: version(128), internal: [0; 124] };
+    if rig.comm.rank() == 0 {
+        // SAFETY: a place for the answer.
+        checked("nvshmemx_get_uniqueid", unsafe { (functions.unique_id)(&mut id) })?;
+    }
+    id.internal = rig.of_first(id.internal)?;
+    let args = UniqueIdArgs { version: version(24), id: null_mut(), rank: -1, size: -1 };
+    let args = InitArgs { version: version(128), id: args, content: [0; 96] };
+    let mut attr = InitAttr { version: version(144), mpi: null_mut(), args };
+    let rank = c_int::try_from(rig.comm.rank())?;
+    // SAFETY: an id that stays until the initialisation, and attributes.
+    let told = unsafe { (functions.set_args)(rank, 2, &id, &mut attr) };
+    checked("nvshmemx_set_attr_uniqueid_args", told)?;
+    // SAFETY: attributes that were set; both ranks call it.
+    checked("nvshmemx_hostlib_init_attr", unsafe { (functions.init)(WITH_UNIQUE_ID, &mut attr) })?;
+    let (mut major, mut minor, mut patch) = (0, 0, 0);
+    // SAFETY: places for the answer.
+    unsafe { (functions.version)(&mut major, &mut minor, &mut patch) };
+    // SAFETY: both ranks call it with the same length.
+    let buffer = unsafe { (functions.malloc)(2 * rig.room) };
+    // SAFETY: both ranks call it with the same length.
+    let words = unsafe { (functions.calloc)(8, 8) }.cast::<u64>();
+    if buffer.is_null() || words.is_null() {
+        return Err("nvshmem_malloc: no memory; NVSHMEM_SYMMETRIC_SIZE allows more".into());
+    }
+    let nvshmem = Nvshmem { functions, kernels: rig.kernels, buffer, words, room: rig.room, peer: 1 - rank };
+    Ok((format!("NVSHMEM {major}.{minor}.{patch}"), vec![Box::new(nvshmem)]))
+}
+
+impl Nvshmem<'_> {
+    /// The word of a message, and the value that signals it. In graphs, whose values are the same in each launch, it is 0 before.
+    fn signal(&self, n: u64, is_captured: bool) -> (*mut u64, u64) {
+        match is_captured {
+            true => (self.words.wrapping_add(if n.is_multiple_of(2) { 2 } else { 3 }), 1),
+            false => (self.words, n),
+        }
+    }
+
+    fn stream(&self) -> *mut c_void {
+        self.kernels.stream().cu_stream().cast()
+    }
+}
+
+impl Way for Nvshmem<'_> {
+    fn name(&self) -> String {
+        "NVSHMEM put and signal".into()
+    }
+
+    fn buffers(&self) -> (u64, u64) {
+        let first = self.buffer.addr() as u64;
+        (first, first + self.room as u64)
+    }
+
+    fn send(&self, bytes: usize, n: u64, is_captured: bool) -> Result<()> {
+        let (word, value) = self.signal(n, is_captured);
+        let to = self.buffer.wrapping_byte_add(self.room);
+        // SAFETY: both parts of the symmetric buffer, a symmetric word, and a stream that lives.
+        unsafe {
+            (self.functions.put_signal)(to, self.buffer, bytes, word, value, SET, self.peer, self.stream());
+        }
+        Ok(())
+    }
+
+    fn receive(&self, _bytes: usize, n: u64, is_captured: bool) -> Result<()> {
+        let (word, value) = self.signal(n, is_captured);
+        // SAFETY: a symmetric word, and a stream that lives.
+        unsafe { (self.functions.wait_signal)(word, EQUAL, value, self.stream()) };
+        if is_captured {
+            let stream = self.kernels.stream().cu_stream();
+            // SAFETY: a word of device memory, which the stream alone uses now.
+            unsafe { result::memset_d8_async(word.addr() as u64, 0, 8, stream) }?;
+        }
+        Ok(())
+    }
+
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
+        capture_foreign(self.kernels, fill)
+    }
+
+    fn close(&self) -> Result<()> {
+        // SAFETY: nothing is under way; both ranks call it.
+        unsafe { (self.functions.finalize)() };
+        Ok(())
+    }
+}
+
+fn checked(call: &str, status: c_int) -> Result<()> {
+    if status == 0 { Ok(()) } else { Err(format!("{call}: status {status}").into()) }
+}
