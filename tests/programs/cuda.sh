@@ -1,14 +1,5 @@
 # shellcheck shell=bash
-# What families of CUDA programs use: their sources, our C libraries, and CUDA.
-
-# source_of ADDRESS COMMIT FOLDER: the sources of a commit. SOURCES=FOLDER may have repositories by the last part of their address.
-source_of() {
-    local address=$1
-    [ -z "${SOURCES:-}" ] || address=$SOURCES/$(basename "$1")
-    git init --quiet "$3" && git -C "$3" fetch --quiet --depth 1 "$address" "$2" && git -C "$3" checkout --quiet FETCH_HEAD && return
-    echo "skipped: cannot fetch $2 of $address"
-    exit 77
-}
+# What families of CUDA programs use: our C libraries, and CUDA.
 
 # c_libraries NAME...: builds of gdsync/capi and others, as their installation names them, in $lib. C_LIBRARIES=FOLDER has them built.
 c_libraries() {

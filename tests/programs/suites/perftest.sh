@@ -36,10 +36,10 @@ END
     faults
 }
 
-# Packets are lost, doubled and reordered: the HCA sends them again, and a program sees nothing of it.
+# Packets are lost, doubled, late and reordered: the HCA sends them again, and a program sees nothing of it.
 faults() {
     local link=ib label="faults, " client=()
-    local -x GDSYNC_FAULTS=seed=1,drop=0.02,duplicate=0.02,reorder=0.02
+    local -x GDSYNC_FAULTS=seed=1,drop=0.02,duplicate=0.02,delay=0.02:200,reorder=0.02
     pair "$link" '^ *[0-9]+ +48 +[0-9.]+ ' ib_write_bw -n 48
     pair "$link" '^ *[0-9]+ +48 +[0-9.]+ ' ib_send_lat -n 48
 }

@@ -26,4 +26,7 @@ programs() {
             pair "$link" '100 iters in' "$program" -c -n 100 $options
         done
     done
+    # A completion fails as if the peer were gone.
+    label="failed completion, " ends=1 GDSYNC_FAULTS=fail-send=15@10 \
+        pair ib 'Failed status transport retry counter exceeded' ibv_rc_pingpong -n 100
 }
