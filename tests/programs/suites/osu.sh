@@ -7,6 +7,9 @@ packages=(
     "/usr/lib/*/ucx/libuct_ib.so.0:libucx0" /etc/libibverbs.d/mlx5.driver:ibverbs-providers
 )
 
+# Processes of MPICH that poll wait for each other a slice of time.
+patience=${PATIENCE:-600}
+
 # runs IMPLEMENTATION LINK RANKS BENCHMARK ARGUMENT...
 runs() {
     local implementation=$1 link=$2 ranks=$3 benchmark=$4
@@ -31,7 +34,7 @@ programs() {
         mkdir "$implementation"
         check "builds with $implementation" '' timeout 600 bash -ec '
             cd "$1" && ../source/configure CC="mpicc.$1" CXX="mpicxx.$1"
-            make -C c/mpi/pt2pt/standard && make -C c/mpi/collective/blocking
+            make -C c/mpi/pt2pt/standard osu_latency osu_bw && make -C c/mpi/collective/blocking osu_allreduce
         ' - "$implementation"
         for tls in rc_mlx5,ud_mlx5 rc_verbs,ud_verbs; do
             other_link
