@@ -5,6 +5,7 @@
 #include <nccl_device.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstdio>
@@ -210,6 +211,8 @@ static void print_status(Clock::time_point ended) {
     printf("fault: gda_nccl_status: rank %d: %s; the stream ended %.1f ms after it\n", failure.rank, failure.cause, told * 1e3);
 }
 
+// From rank 0 to rank 1: the communicator's id, and when to be lost.
+static int pipe_to_1[2];
 static ncclComm_t with_loss;
 static cudaGraphExec_t loss_graph;
 
@@ -259,6 +262,16 @@ static void lose_rank_1(Rank &me, pid_t child, char **arguments) {
             rounds(4);
     };
     CUDA(cudaStreamSynchronize(me.stream));
+    char go = 0;
+    if (rank == 0) {
+        // A call may find the loss first.
+        with_loss = me.comm;
+        lost_child = child;
+        after_loss = end_after_loss;
+        if (write(pipe_to_1[1], &go, 1) != 1) stop("write", strerror(errno));
+    } else if (read(pipe_to_1[0], &go, 1) != 1) {
+        stop("read", strerror(errno));
+    }
     if (!before) start();
     if (!before && !inside) CUDA(cudaStreamSynchronize(me.stream));
     if (rank == 1) {
@@ -266,10 +279,6 @@ static void lose_rank_1(Rank &me, pid_t child, char **arguments) {
         kill(getpid(), stops ? SIGSTOP : SIGKILL);
         for (;;) pause();
     }
-    // A call may find the loss first.
-    with_loss = me.comm;
-    lost_child = child;
-    after_loss = end_after_loss;
     if (!inside) start();
     siginfo_t info;
     waitid(P_PID, child, &info, WEXITED | WSTOPPED | WNOWAIT);
@@ -290,8 +299,7 @@ static void lose_rank_1(Rank &me, pid_t child, char **arguments) {
 }
 
 int main(int, char **arguments) {
-    int pipe_of_id[2];
-    if (pipe(pipe_of_id) != 0) return 1;
+    if (pipe(pipe_to_1) != 0) return 1;
     pid_t child = fork();
     rank = child == 0;
     Rank me{};
@@ -299,8 +307,8 @@ int main(int, char **arguments) {
     ncclUniqueId id;
     if (rank == 0) {
         NCCL(ncclGetUniqueId(&id));
-        if (write(pipe_of_id[1], &id, sizeof id) != sizeof id) return 1;
-    } else if (read(pipe_of_id[0], &id, sizeof id) != sizeof id) {
+        if (write(pipe_to_1[1], &id, sizeof id) != sizeof id) return 1;
+    } else if (read(pipe_to_1[0], &id, sizeof id) != sizeof id) {
         return 1;
     }
     NCCL(ncclCommInitRank(&me.comm, RANKS, id, rank));
