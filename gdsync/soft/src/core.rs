@@ -354,8 +354,8 @@ impl Core {
         self.active.iter().filter_map(|&i| self.qps[i].qp.as_ref()).flat_map(|qp| qp.copies_on(key)).collect()
     }
 
-    /// Whether a packet of this peer waits. Packets sent before the peer died are still processed. There are two links
-    /// to a peer if both sides connected at once.
+    /// Whether a packet of this peer waits. Packets sent before the peer died are still processed. In shared memory there are two
+    /// links to a peer if both sides connected at once.
     fn has_packet_of(&mut self, peer: Option<Peer>) -> bool {
         let links = &self.links;
         let mut ends = self.rx.iter_mut().enumerate().filter_map(|(l, rx)| Some((l, rx.as_mut()?)));
@@ -568,9 +568,7 @@ impl Progress for Core {
             }
         }
         for link in 0..self.rx.len() {
-            let may_have_packets =
-                |core: &mut Self| core.links.end_others(link) || core.has_packet_of(core.links.peer(link));
-            if self.links.is_newly_dead(link) && !may_have_packets(self) {
+            if self.links.is_newly_dead(link) && !self.has_packet_of(self.links.peer(link)) {
                 self.handle_peer_death(link);
             }
         }

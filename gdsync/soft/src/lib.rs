@@ -94,7 +94,7 @@
 //!
 //! # Other hosts
 //!
-//! With [`SoftHcaConfig::tcp`] links are TCP connections, also inside the host. The GID is the IP address that the HCA listens at,
+//! With [`SoftHcaConfig::tcp`] links are TCP connections, one for two HCAs, also inside the host. The GID is the IP address that the HCA listens at,
 //! the LID of its queue pairs' addresses the port. Packets are the same, as frames of the byte stream; references are not sent and
 //! not followed, so payload in GPU memory is read through its mapping or staged. What a step sends leaves by one call of the socket, an
 //! acknowledgement with the reply. Packets on their way use up no retry: TCP repeats them. It also tells the end of a peer's

@@ -156,13 +156,6 @@ impl Links {
         self.get(index).is_some_and(|l| !l.down && l.is_lost())
     }
 
-    /// Ends the other links to the peer of a link. Returns whether its last packets may still come over one of them.
-    pub(crate) fn end_others(&mut self, index: usize) -> bool {
-        let peer = self.peer(index);
-        let others = self.0.iter_mut().flatten().filter(|link| Some(link.peer) == peer && !link.down);
-        others.map(|link| link.tx.end()).filter(|comes| *comes).count() > 0
-    }
-
     /// Whether a link is unusable.
     pub(crate) fn is_down(&self, index: usize) -> bool {
         self.get(index).is_none_or(|l| l.down)

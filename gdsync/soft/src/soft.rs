@@ -31,6 +31,9 @@ use gdsync_device::{
 /// How long destroying a queue pair or region waits for copies into it, per hung GPU. Longer than a copy's own limit.
 const TIMEOUT: Duration = Duration::from_secs(12);
 
+/// Between two looks whether the peer's own connection has come.
+const CROSSED_PAUSE: Duration = Duration::from_micros(200);
+
 /// A software HCA. Dropping it ends its threads and links.
 #[derive(Debug)]
 pub struct SoftHca {
@@ -289,16 +292,26 @@ impl SoftHca {
         if peer == self.shared.own {
             return Ok(0);
         }
-        let known = self.shared.with(|core| {
-            self.shared.accept(core);
-            core.link_to(peer)
-        });
-        if let Some(link) = known {
-            return Ok(link);
+        let deadline = Instant::now() + timeout;
+        loop {
+            let known = self.shared.with(|core| {
+                self.shared.accept(core);
+                core.link_to(peer)
+            });
+            if let Some(link) = known {
+                return Ok(link);
+            }
+            // Without the lock: the handshake with the peer's thread takes a while.
+            let left = deadline.saturating_duration_since(Instant::now());
+            if let Some(ends) = self.shared.port.connect(peer, left)? {
+                return Ok(self.shared.with(|core| core.add_link(ends, &self.shared.rx_hints)));
+            }
+            if left.is_zero() {
+                let why = "its own connection to this process has not come; repeat the call".into();
+                return Err(Error::Peer { peer: peer.to_string(), why });
+            }
+            std::thread::sleep(CROSSED_PAUSE);
         }
-        // Without the lock: the handshake with the peer's thread takes a while.
-        let ends = self.shared.port.connect(peer, timeout)?;
-        Ok(self.shared.with(|core| core.add_link(ends, &self.shared.rx_hints)))
     }
 
     /// Registers memory under this address of its first byte in work requests. Returns its key.
@@ -495,7 +508,7 @@ fn connector(shared: &Arc<Shared>) -> Result<Connector> {
         own.with(|core| {
             let has_link = ends.is_ok();
             match ends {
-                Ok(ends) => drop(core.add_link(ends, &own.rx_hints)),
+                Ok(ends) => drop(ends.map(|ends| core.add_link(ends, &own.rx_hints))),
                 Err(error) => tracing::debug!(%error, "software HCA: packets for this peer are lost"),
             }
             core.peers.tried(peer, has_link);

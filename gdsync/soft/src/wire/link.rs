@@ -14,7 +14,7 @@ use gdsync_device::{Gid, QpAddress};
 use gdsync_shm::packet_ring::Corrupt;
 
 /// An HCA, as its links know it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Peer {
     /// The GID; over TCP an IP address.
     pub(crate) gid: Gid,
@@ -65,14 +65,14 @@ impl HcaPort {
         }
     }
 
-    /// Connects to the HCA `peer`.
+    /// Connects to the HCA `peer`. Returns `None` if its own connection is the link.
     ///
     /// # Errors
     /// As [`Port::connect`] and [`TcpPort::connect`].
-    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Ends> {
+    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<Ends>> {
         match self {
-            Self::Memory(port) => port.connect(peer.gid, timeout).map(Ends::Memory),
-            Self::Tcp(port) => port.connect(peer, timeout).map(Ends::Tcp),
+            Self::Memory(port) => port.connect(peer.gid, timeout).map(|ends| Some(Ends::Memory(ends))),
+            Self::Tcp(port) => Ok(port.connect(peer, timeout)?.map(Ends::Tcp)),
         }
     }
 
@@ -162,11 +162,6 @@ impl Tx {
             Self::Memory { socket, .. } => socket.is_alive(),
             Self::Tcp(tx) => tx.is_alive(),
         }
-    }
-
-    /// Ends a link to a peer of which another link has ended. Returns whether its last packets are still to come.
-    pub(crate) fn end(&mut self) -> bool {
-        if let Self::Tcp(tx) = self { tx.end() } else { false }
     }
 
     /// Whether the peer has taken all packets; over TCP, its system.

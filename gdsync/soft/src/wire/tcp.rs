@@ -26,7 +26,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use self::frames::Connection;
-use self::greeting::{ANSWER, HELLO, Hello, NONCE, PROOF, WELCOME};
+use self::greeting::{ANSWER, CROSSED, HELLO, Hello, NONCE, PROOF, WELCOME};
 use super::{Accepted, Peer};
 use crate::job;
 use gdsync_device::error::{Error, Result};
@@ -77,8 +77,34 @@ struct Shared {
     /// The control thread has panicked.
     failed: AtomicBool,
     accepted: Accepted<TcpEnds>,
-    /// Those of all links.
-    connections: Mutex<Vec<Weak<Connection>>>,
+    connections: Mutex<Connections>,
+}
+
+/// The connections of a port. Two ports have one, whichever connects.
+#[derive(Default)]
+struct Connections {
+    links: Vec<(Peer, Weak<Connection>)>,
+    /// Those that this side connects to.
+    dialed: Vec<Peer>,
+}
+
+impl Connections {
+    fn has(&self, peer: Peer) -> bool {
+        let lives = |link: &Weak<Connection>| link.upgrade().is_some_and(|link| link.is_alive());
+        self.links.iter().any(|(to, link)| *to == peer && lives(link))
+    }
+
+    /// Whether the port `own` takes a connection of `peer`. If both connect at once, that of the smaller address stays.
+    fn takes(&self, peer: Peer, own: Peer) -> bool {
+        !(self.has(peer) || own < peer && self.dialed.contains(&peer))
+    }
+
+    fn add(&mut self, peer: Peer, stream: TcpStream, sockets: &Arc<Sockets>) -> TcpEnds {
+        let connection = Connection::new(stream, sockets.clone());
+        self.links.retain(|(_, connection)| connection.strong_count() > 0);
+        self.links.push((peer, Arc::downgrade(&connection)));
+        TcpEnds { peer, tx: TcpTx::new(connection.clone()), rx: TcpRx::new(connection) }
+    }
 }
 
 impl fmt::Debug for TcpPort {
@@ -127,19 +153,33 @@ impl TcpPort {
         &self.shared.sockets
     }
 
-    /// Connects to the HCA `peer`.
+    /// Connects to the HCA `peer`. Returns `None` if a link to it exists, or its own connection will be the link.
     ///
     /// # Errors
     /// [`Error::Peer`] if it does not answer, or is of another job; [`Error::Panicked`].
-    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<TcpEnds> {
+    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<TcpEnds>> {
         if self.shared.failed.load(Ordering::Acquire) {
             return Err(Error::Panicked { thread: THREAD });
         }
+        let mut connections = self.shared.connections.lock();
+        if connections.has(peer) {
+            return Ok(None);
+        }
+        connections.dialed.push(peer);
+        drop(connections);
+        let stream = self.keep_connecting(peer, timeout);
+        let mut connections = self.shared.connections.lock();
+        let at = connections.dialed.iter().position(|dialed| *dialed == peer).expect("added above");
+        connections.dialed.swap_remove(at);
+        Ok(stream?.map(|stream| connections.add(peer, stream, &self.shared.sockets)))
+    }
+
+    fn keep_connecting(&self, peer: Peer, timeout: Duration) -> Result<Option<TcpStream>> {
         let deadline = Instant::now() + timeout;
         let mut tries = 1;
         loop {
             match self.try_connect(peer, deadline) {
-                Ok(stream) => return Ok(self.shared.ends(peer, stream)),
+                Ok(stream) => return Ok(stream),
                 // Strangers may have pushed this side out.
                 Err(why) if why.is_closed() && tries < CONNECT_TRIES && Instant::now() < deadline => {
                     tries += 1;
@@ -150,7 +190,7 @@ impl TcpPort {
         }
     }
 
-    fn try_connect(&self, peer: Peer, deadline: Instant) -> std::result::Result<TcpStream, Failure> {
+    fn try_connect(&self, peer: Peer, deadline: Instant) -> std::result::Result<Option<TcpStream>, Failure> {
         let mut stream =
             dial(self.shared.own.address().ip(), peer.address(), deadline).map_err(Failure::Dial)?;
         let greet = Failure::Greeting;
@@ -166,9 +206,13 @@ impl TcpPort {
         let proof = greeting::check_answer(secret, &hello, &answer);
         stream.write_all(&proof.map_err(|why| Failure::Refused(why.to_owned()))?).map_err(greet)?;
         // The peer has the link when this side begins to use it, even if this side ends at once.
-        stream.read_exact(&mut [0; WELCOME.len()]).map_err(greet)?;
+        let mut verdict = [0];
+        stream.read_exact(&mut verdict).map_err(greet)?;
+        if verdict == CROSSED {
+            return Ok(None);
+        }
         prepare(&stream).map_err(greet)?;
-        Ok(stream)
+        Ok(Some(stream))
     }
 
     /// Closes all links, and makes no more, after a panic.
@@ -282,16 +326,9 @@ fn prepare(stream: &TcpStream) -> io::Result<()> {
 impl Shared {
     fn close(&self) {
         self.failed.store(true, Ordering::Release);
-        self.connections.lock().iter().filter_map(Weak::upgrade).for_each(|connection| connection.close());
+        let connections = self.connections.lock();
+        connections.links.iter().filter_map(|(_, link)| link.upgrade()).for_each(|link| link.close());
         self.sockets.notify();
-    }
-
-    fn ends(&self, peer: Peer, stream: TcpStream) -> TcpEnds {
-        let connection = Connection::new(stream, self.sockets.clone());
-        let mut connections = self.connections.lock();
-        connections.retain(|connection| connection.strong_count() > 0);
-        connections.push(Arc::downgrade(&connection));
-        TcpEnds { peer, tx: TcpTx::new(connection.clone()), rx: TcpRx::new(connection) }
     }
 }
 
@@ -403,8 +440,13 @@ impl Control {
             tracing::warn!(%error, %peer, "software HCA: a link was not accepted");
             return;
         }
-        // Before the link is taken, so that no packet leaves before. An empty socket takes it as a whole.
-        let welcome = || (&stream).write(WELCOME).is_ok().then(|| self.shared.ends(peer, stream));
+        let welcome = || {
+            let mut connections = self.shared.connections.lock();
+            let is_taken = connections.takes(peer, self.shared.own);
+            // Before the link is taken, so that no packet leaves before. An empty socket takes it.
+            let is_told = (&stream).write(&if is_taken { WELCOME } else { CROSSED }).is_ok();
+            (is_taken && is_told).then(|| connections.add(peer, stream, &self.shared.sockets))
+        };
         if self.shared.accepted.add(welcome) {
             self.shared.sockets.notify();
         }

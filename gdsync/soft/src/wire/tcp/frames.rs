@@ -7,7 +7,7 @@ use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Sockets;
 use crate::wire::ring::{HEADER, MAX_BODY, Piece};
@@ -21,8 +21,6 @@ const BUFFER: usize = 256 << 10;
 const ENOUGH: usize = 64 << 10;
 /// How long the end of a link waits for its last bytes to leave, and for the peer to close.
 const FAREWELL: Duration = Duration::from_millis(200);
-/// How long the last packets of a peer may take of which another link has ended.
-const LAST_PACKETS: Duration = Duration::from_secs(1);
 
 /// The connection of a link. Both ends of the link share it.
 #[derive(Debug)]
@@ -43,7 +41,7 @@ impl Connection {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    fn is_alive(&self) -> bool {
+    pub(super) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }
 
@@ -96,13 +94,11 @@ pub(crate) struct TcpTx {
     index: Option<usize>,
     /// The socket is watched for room.
     is_full: bool,
-    /// Nothing is sent any more since then.
-    ended: Option<Instant>,
 }
 
 impl TcpTx {
     pub(super) fn new(connection: Arc<Connection>) -> Self {
-        Self { connection, waiting: Buffer::new(), index: None, is_full: false, ended: None }
+        Self { connection, waiting: Buffer::new(), index: None, is_full: false }
     }
 
     /// Watches the socket for link `index`.
@@ -115,16 +111,6 @@ impl TcpTx {
 
     pub(crate) fn is_alive(&self) -> bool {
         self.connection.is_alive()
-    }
-
-    /// Sends no more. The peer closes its end then, if it has not ended. Returns whether to wait for that.
-    pub(crate) fn end(&mut self) -> bool {
-        let since = *self.ended.get_or_insert_with(|| {
-            // It may have closed its end already.
-            let _ = self.connection.stream.shutdown(Shutdown::Write);
-            Instant::now()
-        });
-        self.is_alive() && since.elapsed() < LAST_PACKETS
     }
 
     /// Whether the peer's system has received all bytes.

@@ -5,7 +5,7 @@
 //!   hello:  magic, to, from, largest body, nonce  ->
 //!                                                 <- answer: magic, nonce, HMAC(secret, "answer" hello nonce)
 //!   proof:  HMAC(secret, "proof" hello nonce)     ->
-//!                                                 <- welcome: it has the link
+//!                                                 <- welcome: it has the link; or crossed: it has another, or makes it
 //! ```
 //!
 //! The secret itself is not sent, and nonces make each proof good for one connection.
@@ -23,7 +23,9 @@ pub(super) const ANSWER: usize = 56;
 pub(super) const PROOF: usize = 32;
 pub(super) const NONCE: usize = 16;
 /// Says that the accepting side has the link.
-pub(super) const WELCOME: &[u8; 1] = b"w";
+pub(super) const WELCOME: [u8; 1] = *b"w";
+/// Says that there is a link already, or that the accepting side connects, too, and its connection will be the link.
+pub(super) const CROSSED: [u8; 1] = *b"c";
 
 /// What a connecting side says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -30,7 +30,7 @@ fn accepted(port: &TcpPort) -> TcpEnds {
 }
 
 fn linked(a: &TcpPort, b: &TcpPort) -> (TcpEnds, TcpEnds) {
-    let near = a.connect(b.own(), TIMEOUT).unwrap();
+    let near = a.connect(b.own(), TIMEOUT).unwrap().expect("no other link");
     let far = accepted(b);
     assert_eq!((near.peer, far.peer), (b.own(), a.own()));
     (near, far)
@@ -83,6 +83,33 @@ fn packets_of_all_sizes_arrive_in_order_both_ways() {
         std::mem::swap(&mut near, &mut far);
     }
     until("all are acknowledged", || near.tx.is_drained() && far.tx.is_drained());
+}
+
+#[test]
+fn two_ports_that_connect_at_once_have_one_link() {
+    for _ in 0..20 {
+        let (a, b) = (port(), port());
+        let start = std::sync::Barrier::new(2);
+        let connect = |from: &TcpPort, to: &TcpPort| {
+            start.wait();
+            from.connect(to.own(), TIMEOUT).unwrap()
+        };
+        let made = std::thread::scope(|scope| {
+            let other = scope.spawn(|| connect(&b, &a));
+            [connect(&a, &b), other.join().unwrap()]
+        });
+        let [near, far] = made;
+        assert!(near.is_some() != far.is_some(), "one of them");
+        let (maker, taker) = if near.is_some() { (&a, &b) } else { (&b, &a) };
+        let far_end = accepted(taker);
+        assert_eq!(far_end.peer, maker.own());
+        assert!(!maker.has_accepted() && !taker.has_accepted());
+        // Neither makes another one while it lives.
+        assert!(a.connect(b.own(), TIMEOUT).unwrap().is_none());
+        assert!(b.connect(a.own(), TIMEOUT).unwrap().is_none());
+        drop((near, far, far_end));
+        linked(&a, &b);
+    }
 }
 
 #[test]
