@@ -1,6 +1,6 @@
 //! Random traffic: messages of every size by CPU and streams, between two ranks, between eight, and while ranks are killed.
 //!
-//! `GDSYNC_TEST_MESSAGES=N`: how many messages. `GDSYNC_TEST_KILLS=N`: how many jobs in which ranks are killed.
+//! `tests/hosts/run` runs some of these on several hosts. `GDSYNC_TEST_MESSAGES=N`: how many messages. `GDSYNC_TEST_KILLS=N`: how many jobs in which ranks are killed.
 
 use std::collections::VecDeque;
 use std::env;
@@ -18,12 +18,13 @@ use crate::common::{
 };
 use gdsync::stream::{Batch, Stream};
 use mp::{Communicator, Error, Registration, Request, Result, Status};
+use rustix::time::{ClockId, clock_gettime};
 
 const RANKS: usize = 8;
 
 /// Messages of a window, at most, and bytes of the largest.
 const WINDOW: usize = 48;
-const LARGEST: usize = 20_000;
+const LARGEST: usize = 64 << 10;
 
 /// A number below `of`, the same for all who ask with the same arguments.
 fn chance(what: usize, seed: usize, n: usize, of: usize) -> usize {
@@ -97,6 +98,10 @@ struct Setup {
 impl Setup {
     fn new(comm: &Communicator) -> Self {
         let [outbox, inbox] = [(); 2].map(|()| buffer(comm, WINDOW * LARGEST));
+        // All pages are there from now on: the tests look at the memory of the process.
+        for buffer in [&outbox, &inbox] {
+            buffer.memory().write(0, &vec![0; WINDOW * LARGEST]).unwrap();
+        }
         Self { outbox, inbox, sends: stream("sends"), waits: stream("waits") }
     }
 }
@@ -235,6 +240,37 @@ fn eight_ranks_mix_all_kinds_in_constant_memory() {
         }
         // Nothing is kept of messages that are over.
         assert!(resident() < early + 8192, "{} KiB after {early}", resident());
+    });
+}
+
+/// How long ranks are idle.
+const IDLE: Duration = Duration::from_secs(2);
+
+/// CPU time of all threads of this process.
+fn cpu() -> Duration {
+    clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap()
+}
+
+#[test]
+fn idle_ranks_use_no_cpu() {
+    job("idle_ranks_use_no_cpu", RANKS, |comm| {
+        let setup = Setup::new(comm);
+        (0..RANKS - 1).for_each(|window| {
+            let peer = comm.rank() ^ (1 + window);
+            play(comm, &setup, window, peer, peer).unwrap();
+        });
+        comm.exchange(&[], LONG).unwrap();
+        // What lingers after work ends here.
+        sleep(IDLE / 10);
+        let before = cpu();
+        sleep(IDLE);
+        let used = u64::try_from((cpu() - before).as_nanos()).unwrap();
+        let all = comm.exchange(&used.to_le_bytes(), LONG).unwrap();
+        let all = all.iter().map(|used| u64::from_le_bytes(*used.first_chunk().unwrap())).sum();
+        let used = Duration::from_nanos(all);
+        println!("{RANKS} idle ranks used {used:?} of CPU in {IDLE:?}");
+        // Of a debug build on a busy machine; a thread that polls would use 100 %.
+        assert!(used < IDLE / 10, "{used:?}");
     });
 }
 
