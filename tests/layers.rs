@@ -39,6 +39,7 @@ const CRATES: &[(&str, &str, &[&str])] = &[
     ("gdsync-mp-capi", "mp/capi", &["gdsync-device", "gdsync", "gdsync-capi-support"]),
     ("gdasync-capi", "capi", &["gdsync-device", "gdsync", "gdsync-mp", "gdsync-capi-support"]),
     ("gdasync-nccl", "nccl", &["gdsync", "gdsync-mp", "gdsync-capi-support"]),
+    ("gdasync-python", "python", &["gdsync", "gdsync-mp"]),
 ];
 
 /// Concepts that still use each other. Nothing may be added here.

@@ -56,10 +56,13 @@ pub(super) fn spawn_bound(size: usize, shares: &[CpuSet]) -> Result<(Launch, Tcp
     let program = env::current_exe().map_err(|error| {
         Error::spawn("find the path of this program", error, "mount /proc, or use spawn_command")
     })?;
-    let arguments: Vec<_> = env::args_os().skip(1).collect();
+    let mut arguments = env::args_os();
+    // Under its own name, by which programs such as Python find what belongs to them.
+    let name = arguments.next();
+    let arguments: Vec<_> = arguments.collect();
     spawn_command(size, |rank| {
         let mut command = Command::new(&program);
-        command.args(&arguments);
+        command.arg0(name.as_deref().unwrap_or(program.as_os_str())).args(&arguments);
         if let Some(share) = shares.get(rank).copied() {
             // SAFETY: between fork and exec the closure only makes a system call and allocates nothing.
             unsafe { command.pre_exec(move || Ok(sched_setaffinity(None, &share)?)) };

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::unix::process::ExitStatusExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitStatus, Stdio, exit};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc;
@@ -19,6 +19,8 @@ use mp::{Communicator, Error};
 
 /// For waits that time out.
 const SHORT: Duration = Duration::from_millis(300);
+/// What the program that starts itself is called.
+const NAME: &str = "a-name-of-its-own";
 
 fn launch(rank: usize, size: usize, root: &str) -> Launch {
     let (local_rank, local_size, root) = (rank, Some(size), Root::At(root.to_owned()));
@@ -464,6 +466,7 @@ fn exchange(mut bootstrap: Bootstrap) {
 #[test]
 fn parent() {
     match env::var(ROLE).as_deref() {
+        Ok("self") if env::args().next().as_deref() != Some(NAME) => panic!("started under another name"),
         Ok("self") => match Launch::detect().unwrap() {
             None => {
                 let (launch, listener, children) = spawn_self(3).unwrap();
@@ -496,7 +499,7 @@ fn children_exchange_with_rank_0() {
 
 #[test]
 fn a_program_starts_itself() {
-    common::succeeds(&mut myself("launch::parent", "self"));
+    common::succeeds(myself("launch::parent", "self").arg0(NAME));
 }
 
 #[test]

@@ -1,0 +1,284 @@
+//! Communicators: messages, and calls of all ranks.
+
+use std::sync::Arc;
+
+use gdsync::cuda::Gpu;
+use mp::collective::{Collectives, Reduction};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::buffer::{Buffer, Part};
+use crate::channel::Channel;
+use crate::error::OrRaise;
+use crate::exchange::OfPython;
+use crate::request::Request;
+use crate::shared::Shared;
+use crate::stream::Submitter;
+use crate::tensor::Number;
+use crate::wait::{on_thread, seconds, seconds_or};
+use crate::window::Window;
+
+/// See `_gdasync.pyi`.
+#[pyclass(frozen, module = "gdasync")]
+pub(crate) struct Communicator(Arc<Shared>);
+
+/// Joins the ranks of a launcher, of an exchange, or of processes that it starts.
+#[pyfunction]
+pub(crate) fn init(
+    py: Python<'_>,
+    exchange: Option<&Bound<'_, PyAny>>,
+    gpu: Option<i32>,
+    spawn: Option<usize>,
+    timeout: f64,
+) -> PyResult<Communicator> {
+    let mut builder = mp::Communicator::builder().timeout(seconds(timeout)?);
+    if let Some(gpu) = gpu {
+        builder = builder.gpu(&py.detach(|| Gpu::open(gpu)).or_raise(py, "init", None)?);
+    }
+    let made = match (exchange, spawn) {
+        (Some(exchange), _) => {
+            let exchange = OfPython::new(exchange)?;
+            on_thread(py, move || builder.init_over(exchange))?
+        }
+        // Linux ends the processes with the thread that starts them.
+        (None, Some(ranks)) => py.detach(|| builder.spawn(ranks).init()),
+        (None, None) => on_thread(py, move || builder.init())?,
+    };
+    Ok(Communicator(Shared::new(made.or_raise(py, "init", None)?)))
+}
+
+impl Communicator {
+    /// Starts a message, on a stream if its memory or the caller has one. The stream then `waits` for it, or not.
+    fn message(
+        &self,
+        operation: &'static str,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+        (is_send, waits): (bool, bool),
+    ) -> PyResult<(Request, bool)> {
+        let (py, shared) = (tensor.py(), &self.0);
+        let part = Part::of(&shared.comm, tensor, !is_send, false)?;
+        let (stream, memory, range) =
+            (Submitter::of(stream, part.gpu, py)?, &part.registration, 0..part.len());
+        let started = match &stream {
+            None => shared.start(py, (operation, rank), |comm| match is_send {
+                true => comm.isend(memory, range.clone(), rank),
+                false => comm.irecv(memory, range.clone(), rank),
+            })?,
+            Some(stream) => shared.submit(py, (operation, Some(rank)), stream, |comm, batch| {
+                let started = match is_send {
+                    true => comm.isend_in_batch(batch, memory, range.clone(), rank)?,
+                    false => comm.irecv_in_batch(batch, memory, range.clone(), rank)?,
+                };
+                if waits {
+                    comm.wait_in_batch(batch, &started)?;
+                }
+                Ok(started)
+            })?,
+        };
+        Ok((Request::new(shared, operation, started, Some(part), stream.as_deref()), stream.is_some()))
+    }
+
+    /// As `message`; the CPU waits for it where no stream does.
+    fn message_and_wait(
+        &self,
+        operation: &'static str,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+        is_send: bool,
+    ) -> PyResult<()> {
+        let (request, is_on_stream) = self.message(operation, tensor, rank, stream, (is_send, true))?;
+        if is_on_stream { Ok(()) } else { request.wait_for(tensor.py(), self.0.comm.timeout()).map(drop) }
+    }
+
+    /// Runs a collective; the first one makes what all need. A failed one takes it along.
+    fn collective(
+        &self,
+        py: Python<'_>,
+        operation: &str,
+        timeout: Option<f64>,
+        call: impl FnOnce(&Collectives, std::time::Duration) -> mp::Result<()> + Send + 'static,
+    ) -> PyResult<()> {
+        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
+        let run = move || {
+            let mut made = shared.collectives.lock();
+            let all = match made.take() {
+                Some(all) => all,
+                None => Arc::new(Collectives::new(&shared.comm, limit)?),
+            };
+            call(&all, limit)?;
+            *made = Some(all);
+            Ok(())
+        };
+        on_thread(py, run)?.or_raise(py, operation, None)
+    }
+}
+
+#[pymethods]
+impl Communicator {
+    #[getter]
+    fn rank(&self) -> usize {
+        self.0.comm.rank()
+    }
+
+    #[getter]
+    fn size(&self) -> usize {
+        self.0.comm.size()
+    }
+
+    fn path(&self, py: Python<'_>, rank: usize) -> PyResult<String> {
+        self.0.comm.path(rank).map(ToString::to_string).or_raise(py, "path", Some(rank))
+    }
+
+    fn lost(&self) -> Vec<usize> {
+        self.0.comm.lost()
+    }
+
+    fn register(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+        Part::of(&self.0.comm, tensor, true, true).map(Buffer)
+    }
+
+    #[pyo3(signature = (tensor, rank, *, stream=None))]
+    fn send(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        self.message_and_wait("send", tensor, rank, stream, true)
+    }
+
+    #[pyo3(signature = (tensor, rank, *, stream=None))]
+    fn recv(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        self.message_and_wait("recv", tensor, rank, stream, false)
+    }
+
+    #[pyo3(signature = (tensor, rank, *, stream=None))]
+    fn isend(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Request> {
+        self.message("isend", tensor, rank, stream, (true, false)).map(|(request, _)| request)
+    }
+
+    #[pyo3(signature = (tensor, rank, *, stream=None))]
+    fn irecv(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Request> {
+        self.message("irecv", tensor, rank, stream, (false, false)).map(|(request, _)| request)
+    }
+
+    #[pyo3(signature = (tensor, timeout=None))]
+    fn window(&self, tensor: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Window> {
+        Window::make(&self.0, tensor, timeout, |comm, part, limit| {
+            comm.window(&part.registration, 0..part.len(), limit)
+        })
+    }
+
+    #[pyo3(signature = (wanted, timeout=None))]
+    fn channels(
+        &self,
+        py: Python<'_>,
+        wanted: Vec<(usize, Vec<Bound<'_, PyAny>>)>,
+        timeout: Option<f64>,
+    ) -> PyResult<Vec<Channel>> {
+        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
+        let place = |place: &Bound<'_, PyAny>| Part::of(&self.0.comm, place, true, true);
+        let parts = wanted.iter().map(|(_, places)| places.iter().map(place).collect());
+        let parts = parts.collect::<PyResult<Vec<Vec<Part>>>>()?;
+        let ranks: Vec<_> = wanted.iter().map(|(rank, _)| *rank).collect();
+        let held: Vec<Vec<_>> =
+            parts.iter().map(|parts| parts.iter().map(|part| part.clone_ref(py)).collect()).collect();
+        let make = move || {
+            let pieces =
+                held.iter().map(|parts| parts.iter().map(|part| (&part.registration, 0..part.len())));
+            let pieces: Vec<Vec<_>> = pieces.map(Iterator::collect).collect();
+            let list: Vec<_> = ranks.into_iter().zip(pieces.iter().map(Vec::as_slice)).collect();
+            shared.comm.channels(&list, limit)
+        };
+        let made = on_thread(py, make)?.or_raise(py, "channels", None)?;
+        let made = made.into_iter().zip(parts);
+        Ok(made.map(|(channel, places)| Channel::new(&self.0, channel, places)).collect())
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn barrier(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        self.collective(py, "barrier", timeout, Collectives::barrier)
+    }
+
+    #[pyo3(signature = (tensor, op="sum", timeout=None))]
+    fn allreduce(&self, tensor: &Bound<'_, PyAny>, op: &str, timeout: Option<f64>) -> PyResult<()> {
+        let how = match op {
+            "sum" => Reduction::Sum,
+            "min" => Reduction::Min,
+            "max" => Reduction::Max,
+            _ => return Err(PyValueError::new_err(format!("op is '{op}': expected sum, min or max"))),
+        };
+        let part = Part::of(&self.0.comm, tensor, true, false)?;
+        if part.gpu.is_some() {
+            return Err(PyTypeError::new_err("allreduce combines by the CPU: pass a tensor in its memory"));
+        }
+        let number = part.number.ok_or_else(|| {
+            PyTypeError::new_err("allreduce is of numbers: expected int32, int64, uint64, float32 or float64")
+        })?;
+        self.collective(tensor.py(), "allreduce", timeout, move |all, limit| {
+            let (values, range) = (&part.registration, 0..part.len());
+            match number {
+                Number::I32 => all.allreduce::<i32>(values, range, how, limit),
+                Number::I64 => all.allreduce::<i64>(values, range, how, limit),
+                Number::U64 => all.allreduce::<u64>(values, range, how, limit),
+                Number::F32 => all.allreduce::<f32>(values, range, how, limit),
+                Number::F64 => all.allreduce::<f64>(values, range, how, limit),
+            }
+        })
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn shrink(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Self> {
+        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
+        let shrunk = on_thread(py, move || shared.comm.shrink(limit))?.or_raise(py, "shrink", None)?;
+        Ok(Self(Shared::new(shrunk.communicator)))
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn finalize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
+        let finalize = move || {
+            drop(shared.collectives.lock().take());
+            mp::Communicator::clone(&shared.comm).finalize(limit)
+        };
+        on_thread(py, finalize)?.or_raise(py, "finalize", None)
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    /// Without an exception: what has failed would be waited for in vain.
+    #[pyo3(signature = (kind, _value, _traceback))]
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: Option<&Bound<'_, PyAny>>,
+        _value: Option<&Bound<'_, PyAny>>,
+        _traceback: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        if kind.is_none() { self.finalize(py, None) } else { Ok(()) }
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Communicator(rank {} of {})", self.rank(), self.size())
+    }
+}

@@ -1,0 +1,135 @@
+//! What the objects of a communicator share: the communicator itself, and tensors of operations that nobody waits for.
+
+use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
+use std::process;
+use std::sync::Arc;
+
+use gdsync::stream::Batch;
+use gdsync::verbs::Completion;
+use mp::Communicator;
+use mp::collective::Collectives;
+use parking_lot::Mutex;
+use pyo3::prelude::*;
+
+use crate::buffer::Part;
+use crate::error::OrRaise;
+use crate::stream::Submitter;
+use crate::wait::{is_full, sliced};
+
+/// An operation under way, and its memory.
+pub(crate) enum Pending {
+    Request(mp::Request),
+    Sent(Completion),
+}
+
+impl Pending {
+    fn is_over(&self) -> bool {
+        match self {
+            Self::Request(request) => !matches!(request.test(), Ok(None)),
+            Self::Sent(completion) => !matches!(completion.status(), Ok(None)),
+        }
+    }
+}
+
+/// A communicator, with what it keeps.
+pub(crate) struct Shared {
+    /// Dropped before `kept`: then no device uses its memory any more.
+    pub(crate) comm: ManuallyDrop<Communicator>,
+    /// The process that made it.
+    owner: u32,
+    kept: Mutex<VecDeque<(Pending, Part)>>,
+    /// Made by the first collective.
+    pub(crate) collectives: Mutex<Option<Arc<Collectives>>>,
+}
+
+impl Shared {
+    pub(crate) fn new(comm: Communicator) -> Arc<Self> {
+        let (kept, collectives) = Default::default();
+        Arc::new(Self { comm: ManuallyDrop::new(comm), owner: process::id(), kept, collectives })
+    }
+
+    /// Keeps the memory of an operation until that is complete. Each call looks at two of those that are kept.
+    pub(crate) fn keep(&self, pending: Pending, part: Part) {
+        let mut over = Vec::new();
+        let mut kept = self.kept.lock();
+        for _ in 0..kept.len().min(2) {
+            match kept.pop_front() {
+                Some((pending, part)) if pending.is_over() => over.push(part),
+                other => kept.extend(other),
+            }
+        }
+        if !pending.is_over() {
+            kept.push_back((pending, part));
+        }
+        // Unlocked first: what is dropped may run code of Python.
+        drop(kept);
+    }
+
+    /// Starts an operation of the CPU, and waits for room.
+    ///
+    /// # Errors
+    /// The exception of the operation, or of a signal handler.
+    pub(crate) fn start<T: Send>(
+        &self,
+        py: Python<'_>,
+        (operation, rank): (&str, usize),
+        mut start: impl FnMut(&Communicator) -> mp::Result<T> + Send,
+    ) -> PyResult<T> {
+        let attempt = |slice| start(&self.comm.with_timeout(slice));
+        sliced(py, self.comm.timeout(), is_full, attempt)?.or_raise(py, operation, Some(rank))
+    }
+
+    /// Has a stream do what `record` adds to a batch, and waits for room.
+    ///
+    /// # Errors
+    /// The exception of the operation, or of a signal handler.
+    pub(crate) fn submit<T: Send>(
+        &self,
+        py: Python<'_>,
+        (operation, rank): (&str, Option<usize>),
+        stream: &Submitter,
+        mut record: impl FnMut(&Communicator, &mut Batch) -> mp::Result<T> + Send,
+    ) -> PyResult<T> {
+        let attempt = |slice| {
+            let _order = stream.order.lock();
+            let mut batch = Batch::new();
+            let made = record(&self.comm.with_timeout(slice), &mut batch)?;
+            stream.queue.submit_within(&mut batch, slice)?;
+            Ok(made)
+        };
+        sliced(py, self.comm.timeout(), may_end, attempt)?.or_raise(py, operation, rank)
+    }
+}
+
+/// Full, or the last announcement of a receive by another stream is still under way.
+fn may_end(error: &mp::Error) -> bool {
+    use gdsync::Error::Busy;
+    is_full(error)
+        || matches!(
+            error,
+            mp::Error::Message { operation: "receive in a batch", cause: Busy { queue: "send", .. }, .. }
+        )
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // A forked child has none of its threads.
+        if self.owner != process::id() {
+            return;
+        }
+        let collectives = self.collectives.get_mut().take();
+        let comm = &mut self.comm;
+        let end = move || {
+            drop(collectives);
+            // SAFETY: dropped once, here, and not used after.
+            unsafe { ManuallyDrop::drop(comm) }
+        };
+        // It may wait for threads and children. Not attached: at the end of the interpreter.
+        let mut end = Some(end);
+        Python::try_attach(|py| py.detach(|| end.take().map(|end| end())));
+        if let Some(end) = end {
+            end();
+        }
+    }
+}

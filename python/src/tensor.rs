@@ -1,0 +1,196 @@
+//! The memory of tensors, by the protocols that libraries share: DLPack, `__cuda_array_interface__`, writable buffers.
+
+use std::ffi::{CStr, c_void};
+use std::slice;
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyDict, PyTuple};
+
+/// Types of numbers that allreduce knows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Number {
+    I32,
+    I64,
+    U64,
+    F32,
+    F64,
+}
+
+/// Contiguous memory of an object, which stays while `keep` does.
+#[derive(Debug)]
+pub(crate) struct Tensor {
+    pub(crate) addr: usize,
+    pub(crate) len: usize,
+    /// In memory of CUDA; if not, the CPU's.
+    pub(crate) is_cuda: bool,
+    pub(crate) number: Option<Number>,
+    pub(crate) keep: Py<PyAny>,
+}
+
+/// `DLTensor` of `dlpack.h`.
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device_type: i32,
+    device_id: i32,
+    ndim: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *const i64,
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensorVersioned`, of version 1.
+#[repr(C)]
+struct DlVersioned {
+    major: u32,
+    minor: u32,
+    manager: *mut c_void,
+    deleter: *mut c_void,
+    flags: u64,
+    tensor: DlTensor,
+}
+
+const _: () = assert!(size_of::<DlTensor>() == 48 && size_of::<DlVersioned>() == 80);
+
+const DL_CPU: i32 = 1;
+const DL_CUDA: i32 = 2;
+const DL_CUDA_HOST: i32 = 3;
+const DL_CUDA_MANAGED: i32 = 13;
+const DL_READ_ONLY: u64 = 1;
+const VERSIONED: &CStr = c"dltensor_versioned";
+
+impl Tensor {
+    /// The memory of an object, which is received into if it is a `target`.
+    ///
+    /// # Errors
+    /// `TypeError` for an object without memory; `ValueError` for memory that is read-only, empty or not contiguous; what the object
+    /// raises.
+    pub(crate) fn of(object: &Bound<'_, PyAny>, target: bool) -> PyResult<Self> {
+        let py = object.py();
+        if object.hasattr("__dlpack__")? {
+            return Self::of_dlpack(object, target);
+        }
+        if let Some(interface) = object.getattr_opt("__cuda_array_interface__")? {
+            return Self::of_cuda_array(object, &interface.cast_into()?, target);
+        }
+        let held = py.import("gdasync._buffer")?.getattr("hold")?.call1((object,))?;
+        let (addr, len, held): (usize, usize, Py<PyAny>) = held.extract()?;
+        Self { addr, len, is_cuda: false, number: None, keep: held }.checked()
+    }
+
+    fn of_dlpack(object: &Bound<'_, PyAny>, target: bool) -> PyResult<Self> {
+        let py = object.py();
+        let (device, _): (i32, Py<PyAny>) = object.call_method0("__dlpack_device__")?.extract()?;
+        let is_cuda = match device {
+            DL_CPU | DL_CUDA_HOST => false,
+            DL_CUDA | DL_CUDA_MANAGED => true,
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "the tensor is on a device of DLPack's type {device}: expected memory of the CPU or of CUDA"
+                )));
+            }
+        };
+        let options = PyDict::new(py);
+        if is_cuda {
+            // The stream that the operation is queued on orders it.
+            options.set_item("stream", -1)?;
+        }
+        options.set_item("max_version", (1, 0))?;
+        let capsule = match object.call_method("__dlpack__", (), Some(&options)) {
+            // It knows no versions.
+            Err(error) if error.is_instance_of::<PyTypeError>(py) => {
+                options.del_item("max_version")?;
+                object.call_method("__dlpack__", (), Some(&options))?
+            }
+            capsule => capsule?,
+        };
+        let capsule = capsule.cast_into::<PyCapsule>()?;
+        let (tensor, flags) = if capsule.is_valid_checked(Some(VERSIONED)) {
+            let versioned = capsule.pointer_checked(Some(VERSIONED))?.cast::<DlVersioned>();
+            // SAFETY: a capsule of this name has this structure while nobody consumes it, and `keep` does not.
+            let versioned = unsafe { versioned.as_ref() };
+            (&versioned.tensor, versioned.flags)
+        } else {
+            let tensor = capsule.pointer_checked(Some(c"dltensor"))?.cast::<DlTensor>();
+            // SAFETY: a capsule of this name begins with this structure, and stays while nobody consumes it.
+            (unsafe { tensor.as_ref() }, 0)
+        };
+        if target && flags & DL_READ_ONLY != 0 {
+            return Err(read_only());
+        }
+        let list = |first: *const i64| {
+            let count = usize::try_from(tensor.ndim).unwrap_or(0);
+            if count == 0 || first.is_null() {
+                return None;
+            }
+            // SAFETY: not null, so as many as there are dimensions, by the definition of the structure.
+            Some(unsafe { slice::from_raw_parts(first, count) }.to_vec())
+        };
+        let (shape, strides) = (list(tensor.shape).unwrap_or_default(), list(tensor.strides));
+        let count = contiguous(&shape, strides.as_deref())?;
+        let number = match (tensor.code, tensor.bits, tensor.lanes) {
+            (0, 32, 1) => Some(Number::I32),
+            (0, 64, 1) => Some(Number::I64),
+            (1, 64, 1) => Some(Number::U64),
+            (2, 32, 1) => Some(Number::F32),
+            (2, 64, 1) => Some(Number::F64),
+            _ => None,
+        };
+        let len = (count * usize::from(tensor.bits) * usize::from(tensor.lanes)).div_ceil(8);
+        let offset = usize::try_from(tensor.byte_offset).expect("64-bit hosts only");
+        let (addr, keep) = (tensor.data.addr() + offset, capsule.into_any().unbind());
+        Self { addr, len, is_cuda, number, keep }.checked()
+    }
+
+    fn of_cuda_array(object: &Bound<'_, PyAny>, array: &Bound<'_, PyDict>, target: bool) -> PyResult<Self> {
+        let missing = |name: &str| PyTypeError::new_err(format!("__cuda_array_interface__ has no '{name}'"));
+        let field = |name: &str| array.get_item(name)?.ok_or_else(|| missing(name));
+        let (addr, is_read_only): (usize, bool) = field("data")?.extract()?;
+        if target && is_read_only {
+            return Err(read_only());
+        }
+        let kind: String = field("typestr")?.extract()?;
+        let size = kind.get(2..).and_then(|size| size.parse::<i64>().ok()).filter(|size| *size > 0);
+        let size =
+            size.ok_or_else(|| PyValueError::new_err(format!("typestr is '{kind}': expected as '<f4'")))?;
+        let shape: Vec<i64> = field("shape")?.extract()?;
+        let strides = array.get_item("strides")?.filter(|strides| !strides.is_none());
+        let strides =
+            strides.map(|strides| strides.cast_into::<PyTuple>()?.extract::<Vec<i64>>()).transpose()?;
+        let strides = strides.map(|strides| strides.iter().map(|stride| stride / size).collect::<Vec<_>>());
+        let len = contiguous(&shape, strides.as_deref())? * usize::try_from(size).unwrap_or(0);
+        Self { addr, len, is_cuda: true, number: None, keep: object.clone().unbind() }.checked()
+    }
+
+    fn checked(self) -> PyResult<Self> {
+        if self.addr == 0 || self.len == 0 {
+            return Err(PyValueError::new_err("the tensor is empty: expected one byte or more"));
+        }
+        Ok(self)
+    }
+}
+
+fn read_only() -> PyErr {
+    PyValueError::new_err("the tensor is read-only: receive into a copy of it, or make it writable")
+}
+
+/// The number of elements, which follow each other as in C.
+fn contiguous(shape: &[i64], strides: Option<&[i64]>) -> PyResult<usize> {
+    let mut count = 1;
+    for (at, &size) in shape.iter().enumerate().rev() {
+        let follows = strides.is_none_or(|strides| strides.get(at) == Some(&count));
+        if size > 1 && !follows {
+            return Err(PyValueError::new_err(
+                "the tensor is not contiguous: pass tensor.contiguous(), or a part that is",
+            ));
+        }
+        count = count.checked_mul(size).filter(|count| *count >= 0).ok_or_else(|| {
+            PyValueError::new_err(format!("the shape is {shape:?}: expected sizes of a tensor in memory"))
+        })?;
+    }
+    Ok(usize::try_from(count).unwrap_or(0))
+}

@@ -1,0 +1,200 @@
+//! Windows: memory that the other ranks read and write.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use gdsync::stream::Cond;
+use mp::{Rma, Signal};
+use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::buffer::Part;
+use crate::error::OrRaise;
+use crate::request::Request;
+use crate::shared::Shared;
+use crate::stream::Submitter;
+use crate::wait::{is_late, on_thread, seconds_or, sliced};
+
+/// See `_gdasync.pyi`.
+#[pyclass(frozen, module = "gdasync")]
+pub(crate) struct Window {
+    shared: Arc<Shared>,
+    /// `None` when it is closed.
+    window: Mutex<Option<mp::Window>>,
+    part: Part,
+}
+
+/// Word, `"add"` or `"set"`, value.
+type PySignal = (usize, String, u64);
+
+fn signal((word, how, value): &PySignal) -> PyResult<Signal<'static>> {
+    match how.as_str() {
+        "add" => Ok(Signal::add(*word, *value)),
+        "set" => Ok(Signal::set(*word, *value)),
+        _ => Err(PyValueError::new_err(format!(
+            "the signal is '{how}': expected (word, 'add' or 'set', value)"
+        ))),
+    }
+}
+
+impl Window {
+    /// Makes a window of a tensor, with all ranks.
+    pub(crate) fn make(
+        shared: &Arc<Shared>,
+        tensor: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+        make: impl FnOnce(&mp::Communicator, &Part, Duration) -> mp::Result<mp::Window> + Send + 'static,
+    ) -> PyResult<Self> {
+        let (py, limit) = (tensor.py(), seconds_or(timeout, shared.comm.timeout())?);
+        let part = Part::of(&shared.comm, tensor, true, true)?;
+        let (with, held) = (shared.clone(), part.clone_ref(py));
+        let made = on_thread(py, move || make(&with.comm, &held, limit))?;
+        let window = Mutex::new(Some(made.or_raise(py, "window", None)?));
+        Ok(Self { shared: shared.clone(), window, part })
+    }
+
+    fn open(&self) -> PyResult<mp::Window> {
+        self.window.lock().clone().ok_or_else(|| PyValueError::new_err("the window is closed"))
+    }
+
+    /// Starts an operation, in the order of a stream if there is one.
+    fn start(
+        &self,
+        py: Python<'_>,
+        (operation, rank): (&'static str, usize),
+        operands: Operands,
+        stream: Option<&Bound<'_, PyAny>>,
+        rma: impl Fn(&Operands) -> Rma<'_> + Sync,
+    ) -> PyResult<Request> {
+        let window = self.open()?;
+        let gpu = operands.part.as_ref().map_or(self.part.gpu, |part| part.gpu);
+        let stream = Submitter::of(stream, gpu, py)?;
+        let started = match &stream {
+            None => self.shared.start(py, (operation, rank), |_| window.start(&rma(&operands)))?,
+            Some(stream) => self.shared.submit(py, (operation, Some(rank)), stream, |_, batch| {
+                window.start_in_batch(batch, &rma(&operands))
+            })?,
+        };
+        Ok(Request::new(&self.shared, operation, started, operands.part, stream.as_deref()))
+    }
+}
+
+/// What an operation refers to.
+#[derive(Default)]
+struct Operands {
+    part: Option<Part>,
+    /// The window of the signal's word, if it is another one.
+    words: Option<mp::Window>,
+}
+
+impl Operands {
+    /// The memory, from its begin, and its length.
+    fn memory(&self) -> (&mp::Registration, usize) {
+        let part = self.part.as_ref().expect("given by put and get");
+        (&part.registration, part.len())
+    }
+}
+
+#[pymethods]
+impl Window {
+    #[pyo3(signature = (tensor, rank, offset=0, *, signal=None, signal_in=None, stream=None))]
+    fn put(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        offset: usize,
+        signal: Option<PySignal>,
+        signal_in: Option<&Bound<'_, Self>>,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Request> {
+        let part = Some(Part::of(&self.shared.comm, tensor, false, false)?);
+        let signal = signal.as_ref().map(self::signal).transpose()?;
+        let words = signal_in.map(|window| window.get().open()).transpose()?;
+        self.start(tensor.py(), ("put", rank), Operands { part, words }, stream, |operands| {
+            let (memory, len) = operands.memory();
+            let put = Rma::put(memory, 0..len, rank, offset);
+            match (signal.clone(), &operands.words) {
+                (Some(signal), Some(words)) => put.with_signal(signal.of(words)),
+                (Some(signal), None) => put.with_signal(signal),
+                (None, _) => put,
+            }
+        })
+    }
+
+    #[pyo3(signature = (tensor, rank, offset=0, *, stream=None))]
+    fn get(
+        &self,
+        tensor: &Bound<'_, PyAny>,
+        rank: usize,
+        offset: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Request> {
+        let part = Some(Part::of(&self.shared.comm, tensor, true, false)?);
+        self.start(tensor.py(), ("get", rank), Operands { part, words: None }, stream, |operands| {
+            let (memory, len) = operands.memory();
+            Rma::get(memory, 0..len, rank, offset)
+        })
+    }
+
+    #[pyo3(signature = (rank, signal, *, stream=None))]
+    fn signal(
+        &self,
+        py: Python<'_>,
+        rank: usize,
+        signal: PySignal,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let signal = self::signal(&signal)?;
+        let none = Operands::default();
+        self.start(py, ("signal", rank), none, stream, |_| Rma::signal(rank, signal.clone())).map(drop)
+    }
+
+    #[pyo3(signature = (word, value, *, stream=None, timeout=None))]
+    fn wait_signal(
+        &self,
+        py: Python<'_>,
+        word: usize,
+        value: u64,
+        stream: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let window = self.open()?;
+        match Submitter::of(stream, self.part.gpu, py)? {
+            Some(stream) => self.shared.submit(py, ("wait_signal", None), &stream, |_, batch| {
+                window.wait_signal_in_batch(batch, word, value, Cond::Geq)
+            }),
+            None => {
+                let limit = seconds_or(timeout, self.shared.comm.timeout())?;
+                let wait = |slice| window.wait_signal(word, value, Cond::Geq, slice).map(drop);
+                sliced(py, limit, is_late, wait)?.or_raise(py, "wait_signal", None)
+            }
+        }
+    }
+
+    #[pyo3(signature = (rank, *, timeout=None))]
+    fn flush(&self, py: Python<'_>, rank: usize, timeout: Option<f64>) -> PyResult<()> {
+        let (window, limit) = (self.open()?, seconds_or(timeout, self.shared.comm.timeout())?);
+        sliced(py, limit, is_late, |slice| window.flush(rank, slice))?.or_raise(py, "flush", Some(rank))
+    }
+
+    #[pyo3(signature = (tensor, timeout=None))]
+    fn beside(&self, tensor: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Self> {
+        let window = self.open()?;
+        Self::make(&self.shared, tensor, timeout, move |_, part, limit| {
+            window.beside(&part.registration, 0..part.len(), limit)
+        })
+    }
+
+    #[pyo3(signature = (timeout=None))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let limit = seconds_or(timeout, self.shared.comm.timeout())?;
+        let Some(window) = self.window.lock().take() else { return Ok(()) };
+        let held = self.part.clone_ref(py);
+        let destroy = move || {
+            let _held = held;
+            window.destroy(limit)
+        };
+        on_thread(py, destroy)?.or_raise(py, "close", None)
+    }
+}
