@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gdsync::cuda::Flush;
 use gdsync::memory::Memory;
-use gdsync::stream::Stream;
+use gdsync::stream::{Replenish, Stream};
 use gdsync::verbs::{Access, Completion, Mr, Pd, Qp, Sge};
 use parking_lot::Mutex;
 
@@ -40,6 +40,14 @@ const FRESH: u8 = 0;
 const BY_QUEUE: u8 = 1;
 /// Streams access memory of the rank by peer copies. What they start through the queue pair they wait for, so that nothing overtakes it.
 const BY_COPIES: u8 = 2;
+
+/// Launches of graphs with peer copies take completions, which need no waits.
+impl Replenish for RmaQueue {
+    fn replenish(&self) -> gdsync::Result<()> {
+        self.recycle();
+        Ok(())
+    }
+}
 
 impl RmaQueue {
     /// Lets streams use peer copies from now on, unless they have started operations without.

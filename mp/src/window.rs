@@ -599,7 +599,7 @@ impl Window {
         // The request is complete when the queue pair gets behind the copy.
         plan.wrs = smallvec![wr.unwrap_or_else(SendWr::nop)];
         plan.waits = wr.is_some();
-        plan.copies = Some(PeerCopies { copy, signal });
+        plan.copies = Some(PeerCopies { copy, signal, before_launches: self.1.queues[rma.rank].clone() });
     }
 
     /// The work requests that move data.

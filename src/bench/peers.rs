@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use cudarc::driver::{result, sys};
 use gdasync::app_stream::{AppStream, Engine, Kernels, Place, Placed, Queues, own_gpu};
-use gdasync::gdsync::stream::{Batch, Cond, Graph, Via};
+use gdasync::gdsync::stream::{Cond, Graph, Via};
 use gdasync::measure::Samples;
 use gdasync::mp::{Communicator, CommunicatorBuilder, Registration, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
@@ -33,7 +33,7 @@ pub(crate) struct Options {
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     iters: u32,
     /// Round trips of a sample, which are enqueued ahead or in a graph.
-    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(2..=100))]
     ahead: u32,
     /// What runs the operations of the own streams: memop, kernel or auto.
     #[arg(long, default_value_t = Via::Kernel)]
@@ -84,11 +84,11 @@ pub(super) trait Way {
     /// The addresses of what is sent and of what is received.
     fn buffers(&self) -> (u64, u64);
 
-    /// Puts message `n` of so many bytes on the stream, which is being captured or not.
-    fn send(&self, bytes: usize, n: u64, is_captured: bool) -> Result<()>;
+    /// Puts message `n` of so many bytes on the stream. No two in a row have the same number.
+    fn send(&self, bytes: usize, n: u64) -> Result<()>;
 
     /// Puts the wait for message `n` on the stream.
-    fn receive(&self, bytes: usize, n: u64, is_captured: bool) -> Result<()>;
+    fn receive(&self, bytes: usize, n: u64) -> Result<()>;
 
     /// Captures what `fill` puts on the stream.
     fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>>;
@@ -162,22 +162,14 @@ impl Way for Ours<'_> {
         (first, first + self.room as u64)
     }
 
-    fn send(&self, bytes: usize, n: u64, is_captured: bool) -> Result<()> {
+    fn send(&self, bytes: usize, n: u64) -> Result<()> {
         let put = Rma::put(&self.buffer, WORDS..WORDS + bytes, self.peer, WORDS + self.room);
-        let put = put.with_signal(Signal::set(0, if is_captured { 1 } else { n }));
+        let put = put.with_signal(Signal::set(0, n));
         Ok(self.window.start_on_stream(&self.app.stream, &put).map(drop)?)
     }
 
-    fn receive(&self, _bytes: usize, n: u64, is_captured: bool) -> Result<()> {
-        let mut batch = Batch::new();
-        if is_captured {
-            // The same in each launch: the word is 0 again before the answer leaves.
-            self.window.wait_signal_in_batch(&mut batch, 0, 1, Cond::Eq)?;
-            batch.write_value64(&self.window.word64(0)?, 0);
-        } else {
-            self.window.wait_signal_in_batch(&mut batch, 0, n, Cond::Eq)?;
-        }
-        Ok(self.app.stream.submit(&mut batch)?)
+    fn receive(&self, _bytes: usize, n: u64) -> Result<()> {
+        Ok(self.window.wait_signal_on_stream(&self.app.stream, 0, n, Cond::Eq)?)
     }
 
     fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
@@ -262,20 +254,21 @@ impl Options {
     ) -> Result<()> {
         let work = Work::new(app, Duration::from_micros(self.kernel_us.into()))?;
         let ahead = u64::from(self.ahead);
-        let round = |way: &dyn Way, n: u64, is_captured: bool| -> Result<()> {
+        let round = |way: &dyn Way, n: u64| -> Result<()> {
             for turn in 0..2 {
                 if turn == rig.comm.rank() {
                     work.enqueue()?;
-                    way.send(bytes, n, is_captured)?;
+                    way.send(bytes, n)?;
                 } else {
-                    way.receive(bytes, n, is_captured)?;
+                    way.receive(bytes, n)?;
                 }
             }
             Ok(())
         };
-        let mut numbers = vec![0; ways.len()];
+        // Graphs repeat the first numbers.
+        let mut numbers = vec![ahead; ways.len()];
         let graphs =
-            ways.iter().map(|way| way.capture(&mut || (0..ahead).try_for_each(|n| round(&**way, n, true))));
+            ways.iter().map(|way| way.capture(&mut || (0..ahead).try_for_each(|n| round(&**way, n + 1))));
         let graphs = graphs.collect::<Result<Vec<_>>>()?;
         let mut samples = vec![[Samples::default(), Samples::default()]; ways.len()];
         for sample in 0..=self.iters {
@@ -296,7 +289,7 @@ impl Options {
                     } else {
                         for _ in 0..ahead {
                             numbers[at] += 1;
-                            round(&**way, numbers[at], false)?;
+                            round(&**way, numbers[at])?;
                         }
                     }
                     rig.kernels.synchronize()?;

@@ -2,10 +2,11 @@
 
 use std::borrow::Cow;
 use std::ops::Range;
+use std::sync::Arc;
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory};
-use gdsync::stream::{Batch, PeerSignal, Stream};
+use gdsync::stream::{Batch, PeerSignal, Replenish, Stream};
 
 use super::Part;
 use crate::communicator::Communicator;
@@ -176,6 +177,7 @@ impl Near {
 pub(super) struct PeerCopies<'a> {
     pub(super) copy: Option<Copy<'a>>,
     pub(super) signal: Option<PeerSignal>,
+    pub(super) before_launches: Arc<dyn Replenish>,
 }
 
 /// A copy between own memory and that of another rank.
@@ -191,6 +193,7 @@ pub(super) struct Copy<'a> {
 impl PeerCopies<'_> {
     /// Adds it to a batch; on an error nothing is added.
     pub(super) fn add(&self, batch: &mut Batch) -> gdsync::Result<()> {
+        batch.before_launches(&self.before_launches);
         let signal = self.signal.clone();
         match &self.copy {
             Some(Copy { puts: true, local, range, target, offset }) => {

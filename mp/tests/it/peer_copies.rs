@@ -44,6 +44,7 @@ fn on(gpu: &Gpu, via: Via) -> Stream {
 fn of_gpu(comm: &Communicator, gpu: &Gpu, len: usize) -> Registration {
     let memory = gpu.alloc(len).unwrap();
     memory.fill(0, len, 0).unwrap();
+    memory.flush().unwrap();
     comm.register(&memory).unwrap()
 }
 
@@ -104,6 +105,7 @@ fn exchange(comm: &Communicator, gpu: &Gpu, via: Via) {
     for n in 11..=15 {
         fill(n, LEN);
         (0..all).for_each(|peer| target.memory().word64(64 * peer).unwrap().store(0));
+        target.memory().flush().unwrap();
         comm.barrier(LONG).unwrap();
         graph.launch(&s).unwrap();
         (0..all).for_each(|peer| {
@@ -194,6 +196,7 @@ job_test!(other_memory_goes_through_queues, 2, |comm| {
     _ = put(&s, &both, &Rma::put(&host, 0..64, peer, 1024));
     _ = put(&s, &both, &Rma::put_bytes(&[8; 32], peer, 1024));
     near.memory().write(2048, &[9; 16]).unwrap();
+    near.memory().flush().unwrap();
     _ = put(&s, &both, &Rma::put(&near, 2048..2064, peer, 1024).with_signal(Signal::set(0, 1)));
     both.wait_signal_on_stream(&s, 0, 1, Cond::Eq).unwrap();
     s.synchronize(LONG).unwrap();
@@ -358,6 +361,7 @@ fn mixture(comm: &Communicator, gpu: &Gpu, steps: &[(By, What, usize)]) {
             continue;
         }
         outbox.memory().fill(i * room, len, n).unwrap();
+        outbox.memory().flush().unwrap();
         let put = Rma::put(&outbox, i * room..i * room + len, 1, PLACE);
         let rma = match what {
             What::Put => put,
@@ -402,6 +406,24 @@ fn mixture(comm: &Communicator, gpu: &Gpu, steps: &[(By, What, usize)]) {
     window.destroy(LONG).unwrap();
 }
 
+// Launches take completions that nobody waits for, without a watchdog.
+job_test!(graphs_of_puts_are_launched_for_ever, 2, Communicator::builder().watch(false), |comm| {
+    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (buffer, s) = (of_gpu(comm, &gpu, 64), on(&gpu, Via::Kernel));
+    let window = comm.window(&buffer, 0..64, LONG).unwrap();
+    is_near(&window, &buffer, peer);
+    let graph = s.capture(|s| {
+        (0..100).for_each(|_| drop(window.start_on_stream(s, &Rma::put(&buffer, 0..8, peer, 8)).unwrap()));
+        Ok(())
+    });
+    let graph = graph.unwrap();
+    for _ in 0..30 {
+        graph.launch(&s).unwrap();
+        s.synchronize(LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+});
+
 /// What streams started over these connections, before there was a window with peer copies, could be overtaken: there are none then.
 fn connections_in_use(comm: &Communicator) {
     let (gpu, peer) = (gpu(), 1 - comm.rank());
@@ -423,6 +445,7 @@ fn connections_in_use(comm: &Communicator) {
     }
     // Data by a copy, the signal behind it through the queue pair into host memory; or both through the queue pair.
     buffer.memory().fill(0, 8, u8::try_from(comm.rank() + 1).unwrap()).unwrap();
+    buffer.memory().flush().unwrap();
     comm.barrier(LONG).unwrap();
     _ = window
         .start_on_stream(&s, &Rma::put(&buffer, 0..8, peer, 8).with_signal(Signal::set(8, 5).of(&signals)))

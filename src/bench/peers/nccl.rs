@@ -128,7 +128,7 @@ impl Way for SendRecv<'_> {
         self.0.buffers()
     }
 
-    fn send(&self, bytes: usize, _n: u64, _is_captured: bool) -> Result<()> {
+    fn send(&self, bytes: usize, _n: u64) -> Result<()> {
         let nccl = &self.0;
         // SAFETY: the first part of the buffer, and a communicator and a stream that live.
         let told =
@@ -136,7 +136,7 @@ impl Way for SendRecv<'_> {
         checked("ncclSend", told)
     }
 
-    fn receive(&self, bytes: usize, _n: u64, _is_captured: bool) -> Result<()> {
+    fn receive(&self, bytes: usize, _n: u64) -> Result<()> {
         let nccl = &self.0;
         let to = nccl.buffer.wrapping_byte_add(nccl.room);
         // SAFETY: the second part of the buffer, and a communicator and a stream that live.
@@ -170,7 +170,7 @@ impl Way for PutSignal<'_> {
         self.nccl.buffers()
     }
 
-    fn send(&self, bytes: usize, _n: u64, _is_captured: bool) -> Result<()> {
+    fn send(&self, bytes: usize, _n: u64) -> Result<()> {
         let nccl = &*self.nccl;
         let (peer, window, offset) = (nccl.peer, self.window, nccl.room);
         // SAFETY: the first part of the buffer, the second of the other rank's, and a communicator and a stream that live.
@@ -192,7 +192,7 @@ impl Way for PutSignal<'_> {
         checked("ncclPutSignal", told)
     }
 
-    fn receive(&self, _bytes: usize, _n: u64, _is_captured: bool) -> Result<()> {
+    fn receive(&self, _bytes: usize, _n: u64) -> Result<()> {
         let mut signal = WaitSignal { count: 1, peer: self.nccl.peer, signal: 0, context: 0 };
         // SAFETY: one description, and a communicator and a stream that live.
         let told = unsafe { (self.puts.wait_signal)(1, &mut signal, self.nccl.comm, self.nccl.stream()) };

@@ -3,7 +3,6 @@
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
-use cudarc::driver::result;
 use gdasync::app_stream::Kernels;
 use gdasync::results::Result;
 
@@ -84,8 +83,8 @@ struct Nvshmem<'a> {
     functions: Functions,
     kernels: &'a Kernels,
     buffer: *mut c_void,
-    /// One of eager messages, two that messages of graphs take in turn.
-    words: *mut u64,
+    /// It has the number of the last message.
+    word: *mut u64,
     room: usize,
     peer: c_int,
 }
@@ -117,23 +116,15 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     // SAFETY: both ranks call it with the same length.
     let buffer = unsafe { (functions.malloc)(2 * rig.room) };
     // SAFETY: both ranks call it with the same length.
-    let words = unsafe { (functions.calloc)(8, 8) }.cast::<u64>();
-    if buffer.is_null() || words.is_null() {
+    let word = unsafe { (functions.calloc)(1, 8) }.cast::<u64>();
+    if buffer.is_null() || word.is_null() {
         return Err("nvshmem_malloc: no memory; NVSHMEM_SYMMETRIC_SIZE allows more".into());
     }
-    let nvshmem = Nvshmem { functions, kernels: rig.kernels, buffer, words, room: rig.room, peer: 1 - rank };
+    let nvshmem = Nvshmem { functions, kernels: rig.kernels, buffer, word, room: rig.room, peer: 1 - rank };
     Ok((format!("NVSHMEM {major}.{minor}.{patch}"), vec![Box::new(nvshmem)]))
 }
 
 impl Nvshmem<'_> {
-    /// The word of a message, and the value that signals it. In graphs, whose values are the same in each launch, it is 0 before.
-    fn signal(&self, n: u64, is_captured: bool) -> (*mut u64, u64) {
-        match is_captured {
-            true => (self.words.wrapping_add(if n.is_multiple_of(2) { 2 } else { 3 }), 1),
-            false => (self.words, n),
-        }
-    }
-
     fn stream(&self) -> *mut c_void {
         self.kernels.stream().cu_stream().cast()
     }
@@ -149,25 +140,18 @@ impl Way for Nvshmem<'_> {
         (first, first + self.room as u64)
     }
 
-    fn send(&self, bytes: usize, n: u64, is_captured: bool) -> Result<()> {
-        let (word, value) = self.signal(n, is_captured);
+    fn send(&self, bytes: usize, n: u64) -> Result<()> {
         let to = self.buffer.wrapping_byte_add(self.room);
         // SAFETY: both parts of the symmetric buffer, a symmetric word, and a stream that lives.
         unsafe {
-            (self.functions.put_signal)(to, self.buffer, bytes, word, value, SET, self.peer, self.stream());
+            (self.functions.put_signal)(to, self.buffer, bytes, self.word, n, SET, self.peer, self.stream());
         }
         Ok(())
     }
 
-    fn receive(&self, _bytes: usize, n: u64, is_captured: bool) -> Result<()> {
-        let (word, value) = self.signal(n, is_captured);
+    fn receive(&self, _bytes: usize, n: u64) -> Result<()> {
         // SAFETY: a symmetric word, and a stream that lives.
-        unsafe { (self.functions.wait_signal)(word, EQUAL, value, self.stream()) };
-        if is_captured {
-            let stream = self.kernels.stream().cu_stream();
-            // SAFETY: a word of device memory, which the stream alone uses now.
-            unsafe { result::memset_d8_async(word.addr() as u64, 0, 8, stream) }?;
-        }
+        unsafe { (self.functions.wait_signal)(self.word, EQUAL, n, self.stream()) };
         Ok(())
     }
 
