@@ -60,9 +60,8 @@ programs() {
     source=$target/ucx/test/gtest
     [ -x "$source/gtest" ] || return
     # Tests of UD free buffers that it may send again. A kernel pins their pages; the card needs them mapped. So they are on the heap,
-    # which keeps what is freed, in regions of whole pages, as those of mappings are.
-    local -x UCX_UD_MLX5_ALLOC=heap UCX_UD_VERBS_ALLOC=heap UCX_RCACHE_ADDR_ALIGN=4096
-    local -x MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
+    # which keeps what is freed.
+    local -x UCX_UD_MLX5_ALLOC=heap UCX_UD_VERBS_ALLOC=heap MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000
     negative=$(IFS=: && echo "${exclusions[*]}")
     for transport in rc_mlx5 ud_mlx5 rc_verbs ud_verbs; do
         other_link

@@ -127,8 +127,15 @@ impl SoftQp {
         if !is_valid || !receives || !self.has_receive(env) {
             return false;
         }
-        let (counter, sges) = self.take_receive(env);
+        let (counter, mut sges) = self.take_receive(env);
         let capacity: usize = sges.iter().map(|sge| sge.len as usize).sum();
+        // Only what is written has to be in its region: UCX posts buffers that end behind theirs.
+        let mut left = u32::try_from(body.len()).unwrap_or(u32::MAX);
+        sges.retain(|sge| {
+            sge.len = sge.len.min(left);
+            left -= sge.len;
+            sge.len > 0
+        });
         let placed = match env.faults.next_recv() {
             Some(syndrome) => Err(syndrome),
             None if body.len() > capacity => Err(Syndrome::LOC_LEN_ERR),

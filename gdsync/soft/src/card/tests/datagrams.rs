@@ -193,6 +193,17 @@ fn datagrams_that_do_not_fit_end_their_queue_pair() {
     assert_eq!([(); 2].map(|()| a.sends.wait()).map(|cqe| (cqe.wqe_counter, cqe.syndrome)), failed);
 }
 
+#[test]
+fn of_a_receive_what_is_written_must_be_in_its_region() {
+    let (mut a, mut b) = (datagrams(0, &[]), datagrams(0, &[]));
+    let datagram = [address(&b).to_bytes().to_vec(), inline(&[1; 30])];
+    for (inside, syndrome) in [(70, Syndrome(0)), (69, Syndrome::LOC_PROT_ERR)] {
+        b.receive(&[b.sge(REGION - inside, 200)]);
+        a.post(Opcode::SEND, 0, &datagram);
+        assert_eq!(b.recvs.wait().syndrome, syndrome, "{inside}");
+    }
+}
+
 /// Programs look for the version and the check sum (`ibv_init_ah_from_wc`), and compare the addresses.
 #[test]
 fn between_ipv4_addresses_the_grh_is_an_ip_header() {
