@@ -46,7 +46,7 @@ def main() -> None:
             field[1:-1] = (field[:-2] + field[1:-1] + field[2:]) / 3
 
         if cuda:
-            exchange()  # makes the graph's kernels and rows known
+            exchange()  # registers the rows before the capture
             torch.cuda.synchronize()
         graph = gdasync.Graph()
         with graph.capture(stream):
@@ -55,11 +55,12 @@ def main() -> None:
                 smooth()
         for _ in range(STEPS):
             graph.replay()
-            if not cuda:
-                gdasync.Stream.synchronize(stream)
+            if isinstance(stream, gdasync.Stream):
+                # A host stream has no kernels: the CPU takes their place.
+                stream.synchronize()
                 smooth()
-        on = gdasync.Stream(stream) if cuda else stream
-        on.synchronize()
+        if cuda:
+            gdasync.Stream(stream).synchronize()
         total = torch.tensor([float(field[1:-1].double().sum())], dtype=torch.float64)
         comm.allreduce(total)
         expected = ROWS * COLUMNS * sum(range(comm.size))

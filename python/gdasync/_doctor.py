@@ -6,15 +6,16 @@ import json
 import shutil
 import subprocess
 from importlib.metadata import distribution
+from pathlib import Path
 from typing import Any
 
 
 def tool() -> str:
     """The command-line tool ``gdasync``, which the wheel has installed."""
-    for file in distribution("gdasync").files or []:
-        if file.name == "gdasync" and file.parent.name == "bin":
-            return str(file.locate())
-    found = shutil.which("gdasync")
+    installed = [file.locate() for file in distribution("gdasync").files or [] if file.parts[-2:] == ("bin", "gdasync")]
+    # Below the packages, for `pip install --target`.
+    beside = Path(__file__).parents[1] / "bin" / "gdasync"
+    found = next((str(path) for path in [*installed, beside] if Path(str(path)).exists()), shutil.which("gdasync"))
     if found is None:
         raise FileNotFoundError("there is no gdasync on the PATH: install the wheel that python/build makes")
     return found

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import unittest
 import weakref
 
@@ -87,7 +88,8 @@ def refusals(comm):
     raises(ValueError, lambda: comm.send(Fake(strides=(8,)), 0), "contiguous")
     raises(ValueError, lambda: comm.recv(Fake(data=(0xDEAD0000, True)), 0), "read-only")
     raises(ValueError, lambda: comm.send(Fake(typestr="f"), 0), "typestr")
-    error = raises(Deadline, lambda: comm.recv(np.zeros(1), 0, stream=None) or None, rank=0, operation="recv")
+    late = comm.irecv(np.zeros(1), 0)
+    error = raises(Deadline, lambda: late.wait(0.05), "50 ms", rank=0, operation="irecv")
     assert isinstance(error, TimeoutError) and "::" not in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.rank, again.cause) == (str(error), error.rank, error.cause)
@@ -293,28 +295,31 @@ def threads(comm):
 
 def interrupt(comm):
     if comm.rank == 0:
-        into, done = np.zeros(4), threading.Event()
+        into, armed = np.zeros(4), threading.Event()
+
+        def pressed(number, frame):
+            if armed.is_set():
+                armed.clear()
+                raise KeyboardInterrupt
 
         def press():
-            # Again and again: the first may come before the wait.
-            while not done.wait(0.05):
+            # Until one has come within the wait.
+            while armed.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
 
+        signal.signal(signal.SIGINT, pressed)
         for wait in (lambda: comm.recv(into, 1), lambda: comm.barrier()):
-            done.clear()
             thread = threading.Thread(target=press)
             try:
+                armed.set()
                 thread.start()
                 wait()
                 raise AssertionError("the wait is over")
             except KeyboardInterrupt:
                 pass
-            while thread.is_alive():
-                try:
-                    done.set()
-                    thread.join()
-                except KeyboardInterrupt:
-                    pass
+            if thread.ident is not None:
+                thread.join()
         os.kill(os.getpid(), signal.SIGKILL)
     raises(PeerGone, lambda: comm.recv(np.zeros(4), 0), rank=0, operation="recv")
 
@@ -445,7 +450,7 @@ class Ranks(unittest.TestCase):
 
 class Alone(unittest.TestCase):
     def test_refusals(self):
-        refusals(gdasync.init(spawn=1, timeout=0.2))
+        refusals(gdasync.init(spawn=1, timeout=LONG))
 
     def test_a_program_that_starts_its_ranks(self):
         self.assertIn("received", script(SPAWNED))
