@@ -150,7 +150,7 @@ impl Op {
             Op::Peer(_) => Err(Error::Unsupported {
                 what: "a copy to or from memory of a peer",
                 by: "streams that a CPU runs",
-                fix: "submit it to a stream of a GPU (Stream::cuda)",
+                fix: "submit it to a stream of a GPU",
             }),
             _ => self.check(),
         }

@@ -48,7 +48,7 @@ impl Memory {
         let gpu = self.gpu().ok_or(Error::Unsupported {
             what: "access of another GPU to host memory as memory of a peer",
             by: "CUDA IPC",
-            fix: "use memory of a GPU (cudaMalloc, Gpu::alloc), or a queue pair",
+            fix: "use memory of cudaMalloc, or a queue pair",
         })?;
         let failed = Error::cuda("exporting GPU memory to a peer");
         let _current = gpu.enter()?;
@@ -57,7 +57,7 @@ impl Memory {
             return Err(Error::Unsupported {
                 what: "access of another GPU to memory of a pool, of cuMemCreate or managed memory",
                 by: "CUDA IPC",
-                fix: "use memory of cudaMalloc (Gpu::alloc; in PyTorch without expandable segments), or a queue pair",
+                fix: "use memory of cudaMalloc (in PyTorch without expandable segments), or a queue pair",
             });
         }
         let mut ipc = [0; 64];
@@ -105,7 +105,7 @@ impl ExportedMemory {
             let handle = Handle { ipc: *ipc, buffer: number(1)?, offset: number(2)? };
             Some(Self { process: *process, number: number(0)?, handle, len: number(3)?, pci: *pci })
         };
-        let expected = "what ExportedMemory::to_bytes of the same release gave";
+        let expected = "the bytes that an export of the same release gave";
         parsed().ok_or_else(|| Error::invalid("exported memory", format!("{} bytes", bytes.len()), expected))
     }
 }
