@@ -7,7 +7,6 @@ use gdsync::stream::{Batch, Cond, PeerSignal, Stream, Via};
 
 use super::{PATIENCE, pattern, shared, stream_on, tier};
 use crate::child::{Peer, role};
-use crate::place::is_real;
 
 /// Longest message.
 const ROOM: usize = 1 << 20;
@@ -102,9 +101,6 @@ fn child() {
 
 #[test]
 fn messages_of_two_processes_arrive_whole() {
-    if !is_real() {
-        return eprintln!("skipped: the simulated driver opens no memory of another process");
-    }
     for via in [Via::Kernel, Via::MemOp] {
         let here = Here::on(0, via);
         let mut peer = Peer::spawn("peer_copies::processes::child", &via.to_string());
