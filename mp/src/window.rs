@@ -51,8 +51,8 @@ use rma::{MAX_SGES, Plan, SendWrs, What, chunks};
 /// words that are added to or swapped. The order is the same, as streams wait for what they start through a queue pair. A word that
 /// ranks add to must not be set by another one at the same time.
 ///
-/// Batches with such operations are for CUDA streams of this GPU; host streams and kernel steps refuse them
-/// ([`gdsync::Error::Unsupported`]). Make windows before streams wait: CUDA may block meanwhile. Memory that others have opened stays
+/// Batches with such operations are for CUDA streams of this GPU; host streams refuse them ([`gdsync::Error::Unsupported`]). Steps of
+/// kernels that a stream records go through the queue pair. Make windows before streams wait: CUDA may block meanwhile. Memory that others have opened stays
 /// allocated until [`Window::destroy`], or until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap) memory must stay as long.
 #[derive(Clone)]
 pub struct Window(Arc<Inner>, Arc<RmaQueues>);

@@ -180,8 +180,8 @@ impl Batch {
 }
 
 impl Stream {
-    /// Whether a batch with copies to or from memory that is open for this GPU can be submitted now: to streams of the GPU, but not while
-    /// kernel steps are recorded.
+    /// Whether copies to or from memory that is open for this GPU can take the place of work requests now: on streams of the GPU, but not
+    /// while kernel steps are recorded, as all of a block must run those with copies.
     pub fn takes_peer_copies(&self, gpu: &Gpu) -> bool {
         let is_of_gpu = self.0.engine.gpu().is_some_and(|own| own.raw_context() == gpu.raw_context());
         let records_steps =
