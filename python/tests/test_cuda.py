@@ -144,9 +144,10 @@ def windows(comm):
         source.fill(round)
         window.put(source, peer, 64, signal=(0, "add", 1), stream=raw).wait_on(raw)
         window.wait_signal(0, round, stream=raw)
-        window.signal(peer, (8, "set", round), stream=raw)
         stream.synchronize(LONG)
         assert (memory[8:16] == round).all()
+        # The peer may write again.
+        window.signal(peer, (8, "set", round), stream=raw)
         window.wait_signal(8, round, stream=raw)
     stream.synchronize(LONG)
     window.close()
