@@ -72,12 +72,9 @@ const WORDS: &[(&str, &str)] = &[
     ("Tagged::new", "gda_comm_create with GDA_TAGGED"),
     ("Window::destroy", "gda_win_destroy"),
     ("mp::tagged", "gda_tsend and gda_trecv"),
-    ("(cudaMalloc, Gpu::alloc)", "(cudaMalloc)"),
-    ("(Gpu::alloc; in PyTorch", "(in PyTorch"),
     (" (Gpu::alloc)", ""),
     ("give one to CommunicatorBuilder::gpu", "name one in gda_config"),
     (" (NearPath::PeerCopies)", ""),
-    ("a stream of a GPU (Stream::cuda)", "a stream of a GPU"),
     ("`Via::Kernel`", "GDA_STREAM_KERNEL"),
     ("Via::Kernel", "GDA_STREAM_KERNEL"),
 ];
@@ -109,7 +106,6 @@ mod tests {
         "Bootstrap::connect",
         "Launch::detect",
         "Window::beside",
-        "ExportedMemory::to_bytes",
         "Cond::{cond:?}",
     ];
 
