@@ -356,7 +356,8 @@ def killed(comm, how):
         comm.recv(into, victim, stream=stream)
         raises(PeerGone, lambda: stream.synchronize(LONG), rank=victim)
     else:
-        raises(Error, lambda: comm.barrier(), f"rank {victim}")
+        # It may name a rank that has left the barrier for the same reason.
+        raises(Error, lambda: comm.barrier())
         raises(PeerGone, lambda: comm.recv(into, victim), rank=victim)
     assert victim in comm.lost()
     left = comm.shrink()
