@@ -251,6 +251,40 @@ fn through_faults_of_the_network() {
     }
 }
 
+/// A word is written and added to behind bytes that a copy engine still copies.
+#[test]
+fn signals_come_behind_the_bytes_before_them() {
+    if !is_simulated() {
+        println!("skipped: copies of a real GPU are not held on request");
+        return;
+    }
+    own_process!();
+    let (gpu, control) = (gpu(0).unwrap(), Control::take());
+    let (a, b) = pair((&gpu, Kind::Plain), (&gpu, Kind::Unmapped)).unwrap();
+    let words = b.side.pd.register(&Memory::alloc(64).unwrap(), Access::all()).unwrap();
+    let (old, word) = (a.mr.sge(64, 8).unwrap(), words.memory().word64(0).unwrap());
+    for round in 1..=6u64 {
+        let bytes = round.to_ne_bytes();
+        let signal = match round % 2 {
+            0 => SendWr::fetch_add(words.remote(0).unwrap(), 1, old),
+            _ => SendWr::write_inline(words.remote(0).unwrap(), &bytes),
+        };
+        control.hold_copies(0, true);
+        a.side.qp.post_send(&[SendWr::write_inline(b.mr.remote(0).unwrap(), &bytes)]).unwrap();
+        until(|| control.held_copies() == 1);
+        let dropped = b.side.context.stats().packets_discarded;
+        a.side.qp.post_send(&[signal]).unwrap();
+        // The HCA drops the signal until the bytes are there.
+        until(|| b.side.context.stats().packets_discarded > dropped);
+        assert_eq!(word.load(), round - 1, "the signal came before the bytes");
+        control.hold_copies(0, false);
+        until(|| word.load() == round);
+        assert_eq!(get(&gpu, b.mr.memory(), 0, 8), bytes);
+        assert_eq!([(); 2].map(|()| sent(&a.side).syndrome), [None; 2]);
+    }
+    assert_clean(&[&a.side, &b.side]);
+}
+
 const HELD: usize = 100_000;
 
 /// Also for copies that begin when the GPU is known to hang.

@@ -237,7 +237,10 @@ impl SoftQp {
         } else if distance < 0 {
             env.stats.packets_discarded += 1;
             self.handle_duplicate(header, body, env);
-        } else if self.resp.must_wait(header) || !self.receive_staging.has_room() {
+        } else if self.resp.must_wait(header)
+            || !self.receive_staging.has_room()
+            || self.would_overtake(header, body, env)
+        {
             env.stats.packets_discarded += 1;
         } else {
             self.resp.gap = false;
@@ -250,6 +253,24 @@ impl SoftQp {
                 Err(refusal) => self.refuse(header.psn, &refusal, env),
             }
         }
+    }
+
+    /// Whether a request would change memory before the payload of earlier ones, which a copy engine still copies, is in place: a
+    /// signal must not be seen before its data. It is sent again then.
+    fn would_overtake(&self, header: &Header, body: &Body<'_>, env: &Env<'_>) -> bool {
+        if !self.receive_staging.is_busy() {
+            return false;
+        }
+        let is_immediate = match header.op {
+            PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => true,
+            PacketOp::WRITE => body.word(0).is_some_and(|addr| {
+                let pdn = self.rings.request.pdn;
+                let target = env.keys.remote(header.rkey, pdn, addr, 1, Access::REMOTE_WRITE);
+                target.is_ok_and(|(memory, _)| memory.is_mapped())
+            }),
+            _ => false,
+        };
+        is_immediate && !self.receive_staging.settle()
     }
 
     fn refuse(&mut self, psn: u32, refusal: &Refusal, env: &mut Env<'_>) {

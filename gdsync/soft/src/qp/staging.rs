@@ -25,6 +25,8 @@ const SMALL: usize = 4 << 10;
 const LIMIT: Duration = Duration::from_secs(10);
 /// Time limit of the two copies of an atomic operation, for which the HCA waits.
 const ATOMIC_LIMIT: Duration = Duration::from_secs(1);
+/// How long the HCA waits for copies that a packet must not overtake; most take 20 us.
+const ORDER_LIMIT: Duration = Duration::from_millis(1);
 
 /// Chunks of the message being sent.
 #[derive(Debug, Default)]
@@ -181,6 +183,12 @@ impl ReceiveStaging {
     /// Whether copies are in progress.
     pub(super) fn is_busy(&self) -> bool {
         self.under_way().next().is_some()
+    }
+
+    /// Waits a moment for the copies in progress. Returns whether their bytes are all in place.
+    pub(super) fn settle(&self) -> bool {
+        let end = Instant::now() + ORDER_LIMIT;
+        self.under_way().all(|packet| packet.ticket.wait(end) && packet.ticket.status() == Status::Done)
     }
 
     /// Whether a slot is free.
