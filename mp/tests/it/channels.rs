@@ -327,7 +327,8 @@ job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
         // The stream that fails takes the connection with it, and what is still under way there.
         comm.barrier(LONG).unwrap();
         let s = short();
-        _ = channel.send_on_stream(&s, &memory, 0..8).unwrap();
+        // The connection is free when the completion is there that nobody takes.
+        until("the second send is queued", || channel.send_on_stream(&s, &memory, 0..8).is_ok());
         let text = s.synchronize(LONG).unwrap_err().to_string();
         says(
             &text,
