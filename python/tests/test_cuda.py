@@ -173,6 +173,27 @@ def windows(comm):
     assert alive() is None
 
 
+# From and into memory that the CPU cannot map, on a stream that is given by its number; the signals are in memory of the CPU.
+def puts(comm):
+    peer, cuda = 1 - comm.rank, Cuda()
+    raw, source, memory = cuda.stream(), Array(cuda, 8), Array(cuda, 64)
+    memory.write(0, raw)
+    cuda.synchronize(raw)
+    counters = np.zeros(512, dtype=np.uint64)
+    window = comm.window(memory)
+    words = window.beside(counters)
+    for round in range(1, 6):
+        source.write(round, raw)
+        window.put(source, peer, 64, signal=(0, "add", 1), signal_in=words, stream=raw).wait_on(raw)
+        words.wait_signal(0, round, stream=raw)
+        assert memory.read(raw) == {0.0, float(round)}
+        # The peer may write again.
+        words.signal(peer, (8, "set", round), stream=raw)
+        words.wait_signal(8, round, stream=raw)
+    gdasync.Stream(raw).synchronize(LONG)
+    comm.finalize()
+
+
 @unittest.skipUnless(DRIVER.exists(), f"no {DRIVER}: cargo build -p gdsync-simulated-cuda")
 class Simulated(unittest.TestCase):
     def run_ranks(self, function):
@@ -188,6 +209,9 @@ class Simulated(unittest.TestCase):
 
     def test_windows(self):
         self.run_ranks(windows)
+
+    def test_puts(self):
+        self.run_ranks(puts)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,8 @@ impl Gpu {
         Ok(Self::with(api, ordinal, device, context, true, capabilities, gdr))
     }
 
-    /// The GPU and context of a stream of the application; for default streams, of the current context.
+    /// The GPU and context of a stream of the application; for default streams, of the current context. It is that of [`Gpu::open`] if
+    /// that has the same context; else it loads the kernels, for which CUDA may wait for streams.
     ///
     /// # Errors
     /// As [`Gpu::open`].
@@ -168,6 +169,11 @@ impl Gpu {
     /// `stream` must be valid, and its context must outlive the result, its clones and everything created with them.
     pub unsafe fn of_stream(stream: RawStream) -> Result<Self> {
         let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
+        // SAFETY: what the caller promised.
+        let context = unsafe { context_of(&api, stream) }?;
+        if let Some(gpu) = Self::open_list().lock().iter().find(|gpu| gpu.0.context == context) {
+            return Ok(gpu.clone());
+        }
         // SAFETY: what the caller promised.
         unsafe { Self::of_stream_with(api, stream, None) }
     }
@@ -180,12 +186,9 @@ impl Gpu {
     /// # Safety
     /// As [`Gpu::of_stream`].
     pub unsafe fn of_stream_with(api: Api, stream: RawStream, gdr: Option<Gdr>) -> Result<Self> {
-        // SAFETY: no flags are defined.
-        unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
-        let (mut context, mut device) = (0, 0);
-        // SAFETY: a place for the answer; the caller vouches for the stream.
-        unsafe { api.stream_get_ctx(stream, &mut context) }
-            .map_err(Error::cuda("finding the stream's context"))?;
+        // SAFETY: what the caller promised.
+        let context = unsafe { context_of(&api, stream) }?;
+        let mut device = 0;
         // SAFETY: the context of a live stream.
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the stream's context"))?;
@@ -555,6 +558,20 @@ fn pci_of(api: &Api, device: i32) -> (String, Option<String>) {
     let pci = if named.is_ok() { pci.into_owned() } else { String::new() };
     let in_sysfs = sysfs_address(&pci);
     (pci, in_sysfs)
+}
+
+/// The context of a stream.
+///
+/// # Safety
+/// The stream must be valid.
+unsafe fn context_of(api: &Api, stream: RawStream) -> Result<Handle> {
+    // SAFETY: no flags are defined.
+    unsafe { api.init(0) }.map_err(Error::cuda("initialising CUDA"))?;
+    let mut context = 0;
+    // SAFETY: a place for the answer; the caller vouches for the stream.
+    unsafe { api.stream_get_ctx(stream, &mut context) }
+        .map_err(Error::cuda("finding the stream's context"))?;
+    Ok(context)
 }
 
 /// Streams and graphs in the pool afterwards.
