@@ -232,8 +232,8 @@ impl Window {
     }
 
     /// Ends the window after all that is under way: waits for the own operations, then for all ranks, which must call
-    /// this too. Clones that are left keep the memory accessible for queue pairs; peer copies through them are an error that
-    /// nothing finds, as the owner may free the memory.
+    /// this too. Clones that are left go through queue pairs, for which they keep the memory accessible; graphs with peer copies are
+    /// not launched any more. Batches with peer copies must have been submitted before.
     ///
     /// # Errors
     /// [`Error::Message`] for an operation that failed; [`Error::Bootstrap`] and [`Error::Deadline`] for another rank;
@@ -242,6 +242,7 @@ impl Window {
         let _call = CommonCall::WindowDestroy.enter();
         self.0.comm.refuse_finalized("the end of a window")?;
         let deadline = Deadline::after(self.0.comm.limit(timeout));
+        self.0.near.end();
         let flushed = self.1.flush(&deadline);
         let met = self.0.comm.barrier(deadline.remaining());
         if met.is_ok() {
@@ -271,7 +272,7 @@ impl Window {
         let path = comm.path(rank)?.of_windows(queues.intra_host, comm.context());
         let path = BufferPath::new(path, &queues.queues[rank].qp.send, buffer, &range)?;
         Ok(path.with_copies(match self.0.near.part(rank) {
-            Err(why) => Err(why.clone()),
+            Err(why) => Err(why.to_owned().into()),
             Ok(_) if !queues.queues[rank].has_copies() => {
                 Err("streams have used these connections before a window with GPU memory was made over them"
                     .into())
@@ -587,7 +588,7 @@ impl Window {
             _ => return,
         };
         let word = |signal: &Signal<'_>| {
-            let to = signal.window.unwrap_or(self).0.near.part(rma.rank).as_ref().ok()?;
+            let to = signal.window.unwrap_or(self).0.near.part(rma.rank).ok()?;
             let &Signal { offset, value, add, .. } = signal;
             (!add).then(|| PeerSignal { to: to.clone(), offset, value, add })
         };
@@ -599,7 +600,8 @@ impl Window {
         // The request is complete when the queue pair gets behind the copy.
         plan.wrs = smallvec![wr.unwrap_or_else(SendWr::nop)];
         plan.waits = wr.is_some();
-        plan.copies = Some(PeerCopies { copy, signal, before_launches: self.1.queues[rma.rank].clone() });
+        let before_launches = [self.1.queues[rma.rank].clone(), near.before_launches()];
+        plan.copies = Some(PeerCopies { copy, signal, before_launches });
     }
 
     /// The work requests that move data.

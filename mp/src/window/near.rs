@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory};
@@ -113,6 +114,30 @@ pub(super) struct Near {
     /// The GPU that they are open for.
     gpu: Option<Gpu>,
     parts: Vec<Reach>,
+    is_over: Arc<IsOver>,
+}
+
+/// Whether the window was destroyed: the owners of its parts may free them.
+#[derive(Debug, Default)]
+struct IsOver(AtomicBool);
+
+impl IsOver {
+    fn get(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Replenish for IsOver {
+    fn replenish(&self) -> gdsync::Result<()> {
+        match self.get() {
+            false => Ok(()),
+            true => Err(gdsync::Error::Unsupported {
+                what: "a launch of a graph with peer copies of a window that was destroyed",
+                by: "the window, whose memory the other rank may have freed",
+                fix: "destroy the window after the last launch",
+            }),
+        }
+    }
 }
 
 impl Near {
@@ -149,7 +174,7 @@ impl Near {
                 }));
             }
         }
-        Ok(Self { gpu, parts: reached })
+        Ok(Self { gpu, parts: reached, is_over: Arc::default() })
     }
 
     /// The ranks whose parts are open.
@@ -157,8 +182,22 @@ impl Near {
         self.parts.iter().enumerate().filter(|(_, reach)| reach.is_ok()).map(|(rank, _)| rank)
     }
 
-    pub(super) fn part(&self, rank: usize) -> &Reach {
-        &self.parts[rank]
+    /// Lets no more peer copies start.
+    pub(super) fn end(&self) {
+        self.is_over.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Refuses launches of graphs after the end.
+    pub(super) fn before_launches(&self) -> Arc<dyn Replenish> {
+        self.is_over.clone()
+    }
+
+    /// The part of a rank, or why there are no peer copies to it.
+    pub(super) fn part(&self, rank: usize) -> std::result::Result<&PeerMemory, &str> {
+        match &self.parts[rank] {
+            Ok(_) if self.is_over.get() => Err("the window was destroyed"),
+            reach => reach.as_ref().map_err(|why| &**why),
+        }
     }
 
     /// Whether a stream can take peer copies now.
@@ -177,7 +216,7 @@ impl Near {
 pub(super) struct PeerCopies<'a> {
     pub(super) copy: Option<Copy<'a>>,
     pub(super) signal: Option<PeerSignal>,
-    pub(super) before_launches: Arc<dyn Replenish>,
+    pub(super) before_launches: [Arc<dyn Replenish>; 2],
 }
 
 /// A copy between own memory and that of another rank.
@@ -193,7 +232,7 @@ pub(super) struct Copy<'a> {
 impl PeerCopies<'_> {
     /// Adds it to a batch; on an error nothing is added.
     pub(super) fn add(&self, batch: &mut Batch) -> gdsync::Result<()> {
-        batch.before_launches(&self.before_launches);
+        self.before_launches.iter().for_each(|hook| batch.before_launches(hook));
         let signal = self.signal.clone();
         match &self.copy {
             Some(Copy { puts: true, local, range, target, offset }) => {

@@ -426,6 +426,30 @@ job_test!(graphs_of_puts_are_launched_for_ever, 2, Communicator::builder().watch
     comm.barrier(LONG).unwrap();
 });
 
+// The owners may free the memory then: clones go through queue pairs, and graphs are refused.
+job_test!(destroyed_windows_have_no_peer_copies, 2, |comm| {
+    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (buffer, s) = (of_gpu(comm, &gpu, 64), on(&gpu, Via::Kernel));
+    let window = comm.window(&buffer, 0..64, LONG).unwrap();
+    is_near(&window, &buffer, peer);
+    let put = |window: &Window, s: &Stream| {
+        let put = Rma::put(&buffer, 0..8, peer, 8).with_signal(Signal::set(16, 3));
+        drop(window.start_on_stream(s, &put).unwrap());
+    };
+    let graph = s.capture(|s| {
+        put(&window, s);
+        Ok(())
+    });
+    let (graph, clone) = (graph.unwrap(), window.clone());
+    window.destroy(LONG).unwrap();
+    says(&clone.path_of(&buffer, 0..8, peer).unwrap().peer_copies().unwrap_err(), &["was destroyed"]);
+    says(&graph.launch(&s).unwrap_err(), &["window that was destroyed"]);
+    put(&clone, &s);
+    clone.wait_signal_on_stream(&s, 16, 3, Cond::Eq).unwrap();
+    s.synchronize(LONG).unwrap();
+    comm.barrier(LONG).unwrap();
+});
+
 /// What streams started over these connections, before there was a window with peer copies, could be overtaken: there are none then.
 fn connections_in_use(comm: &Communicator) {
     let (gpu, peer) = (gpu(), 1 - comm.rank());
