@@ -156,7 +156,10 @@ impl Near {
                 }
                 _ if !path.is_on_this_host() => Err("the rank is on another host".into()),
                 None => Err("this rank has no GPU: give one to CommunicatorBuilder::gpu".into()),
-                Some(gpu) => offer.open(gpu, part),
+                Some(gpu) => match gpu.kernel_exec() {
+                    Ok(_) => offer.open(gpu, part),
+                    Err(error) => Err(format!("no kernels: {error}").into()),
+                },
             }
         };
         let reached: Vec<_> = parts.iter().enumerate().map(open).collect();
