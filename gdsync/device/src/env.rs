@@ -31,6 +31,7 @@ const NAMES: &[&str] = &[
     "MP_ENABLE_DEBUG",
     "MP_GPU_PATH",
     "MP_LOCAL",
+    "MP_NEAR",
     "MP_REG_CACHE",
     "MP_SPAWNED",
     "MP_USE_IB_HCA",
