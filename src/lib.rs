@@ -16,6 +16,7 @@
 pub mod app_stream;
 pub mod arguments;
 pub mod doctor;
+pub mod library;
 pub mod measure;
 mod nvml;
 pub mod output;

@@ -1,9 +1,10 @@
 //! NVML, loaded at run time: BAR1 of GPUs, and NVLink between them.
 
-use std::ffi::{CStr, CString, c_char, c_void};
-use std::mem::transmute;
+use std::ffi::{CString, c_char, c_void};
 
 use serde::{Deserialize, Serialize};
+
+use crate::library::Library;
 
 /// `nvmlBAR1Memory_t`, bytes.
 #[repr(C)]
@@ -20,7 +21,7 @@ type ByPci = unsafe extern "C" fn(*const c_char, *mut Device) -> u32;
 type Bar1Info = unsafe extern "C" fn(Device, *mut Bar1) -> u32;
 type PeerStatus = unsafe extern "C" fn(Device, Device, u32, *mut u32) -> u32;
 
-const LIBRARY: &CStr = c"libnvidia-ml.so.1";
+const LIBRARY: &str = "libnvidia-ml.so.1";
 /// `NVML_P2P_CAPS_INDEX_NVLINK`.
 const NVLINK: u32 = 2;
 /// `NVML_P2P_STATUS_OK`.
@@ -37,24 +38,16 @@ pub(crate) struct Nvml {
 impl Nvml {
     /// Loads the library, and has it look for GPUs.
     pub(crate) fn load() -> Result<Self, String> {
-        // SAFETY: a terminated name; NVML's initialisers may run at any time.
-        let library = unsafe { libc::dlopen(LIBRARY.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-        if library.is_null() {
-            return Err(format!("NVML ({}) is not here", LIBRARY.to_string_lossy()));
-        }
-        let find = |name: &CStr| {
-            // SAFETY: a loaded library, never closed, and a terminated name.
-            let found = unsafe { libc::dlsym(library, name.as_ptr()) };
-            if found.is_null() { Err(format!("NVML has no {}", name.to_string_lossy())) } else { Ok(found) }
-        };
+        let library = Library::load(LIBRARY).map_err(|_| format!("NVML ({LIBRARY}) is not here"))?;
+        let failed = |error| format!("NVML: {error}");
         // SAFETY: the type is that of the function in nvml.h.
-        let init = unsafe { transmute::<*mut c_void, Init>(find(c"nvmlInit_v2")?) };
+        let init: Init = unsafe { library.find(c"nvmlInit_v2") }.map_err(failed)?;
         // SAFETY: the type is that of the function in nvml.h.
-        let by_pci = unsafe { transmute::<*mut c_void, ByPci>(find(c"nvmlDeviceGetHandleByPciBusId_v2")?) };
+        let by_pci = unsafe { library.find(c"nvmlDeviceGetHandleByPciBusId_v2") }.map_err(failed)?;
         // SAFETY: the type is that of the function in nvml.h.
-        let bar1 = unsafe { transmute::<*mut c_void, Bar1Info>(find(c"nvmlDeviceGetBAR1MemoryInfo")?) };
+        let bar1 = unsafe { library.find(c"nvmlDeviceGetBAR1MemoryInfo") }.map_err(failed)?;
         // SAFETY: the type is that of the function in nvml.h.
-        let peer_status = unsafe { transmute::<*mut c_void, PeerStatus>(find(c"nvmlDeviceGetP2PStatus")?) };
+        let peer_status = unsafe { library.find(c"nvmlDeviceGetP2PStatus") }.map_err(failed)?;
         // SAFETY: it may be called at any time.
         checked("nvmlInit", unsafe { init() })?;
         Ok(Self { by_pci, bar1, peer_status })

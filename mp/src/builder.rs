@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use gdsync::Device;
 use gdsync::cuda::Gpu;
+use gdsync::env::variable;
 use gdsync::rdma::DeviceConfig;
 use gdsync::recorder::Traffic;
 use gdsync::verbs::{Access, Context, OnGpu, Qp, QpAddress, RemoteAddr};
@@ -19,7 +20,7 @@ use crate::communicator::{Communicator, Inner, Settings};
 use crate::credit::{self, CreditFlag, CreditRoute, Credits};
 use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, CommonCall, Exchange, Spawned, table_row, take};
-use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, NearPath, variable};
+use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, NearPath};
 use crate::peer::Peer;
 use crate::registration::Registration;
 use crate::rma_queue::AllRmaQueues;
@@ -239,7 +240,7 @@ impl CommunicatorBuilder {
             Some(context) => (context.clone(), false),
             None => {
                 let config = DeviceConfig { gpu: self.0.queues.gpu.clone(), ..DeviceConfig::from_env()? };
-                let is_named = variable("GDSYNC_DEVICE").is_some_and(|name| !name.is_empty());
+                let is_named = variable("GDSYNC_DEVICE").is_some();
                 (Device::find(None)?.open_with(&config)?, !is_named && config.route.is_none())
             }
         };

@@ -35,10 +35,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
 
 use gdsync::cuda::Gpu;
+use gdsync::env::variable;
 use gdsync::memory::Memory;
 use parking_lot::Mutex;
 
-use crate::path::{choice, variable};
+use crate::path::choice;
 use crate::registration::Registration;
 
 /// The smallest BAR1 window of a GPU.

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use gdsync::Device;
 use gdsync::cuda::Gpu;
+use gdsync::env::variable;
 use gdsync::hca::{SoftHcaConfig, join_job};
 use gdsync::verbs::{Context, Pd, Qp, Staging, TransferPath};
 
@@ -34,10 +35,6 @@ pub(crate) fn choice<T: Clone>(
         Some((_, choice)) => Ok(choice.clone()),
         None => Err(gdsync::Error::InvalidArgument { what: name, value: format!("'{value}'"), expected }),
     }
-}
-
-pub(crate) fn variable(name: &str) -> Option<String> {
-    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
 /// The path of messages between ranks of the same host. The environment's `MP_LOCAL` overrides it: `soft`,

@@ -1,6 +1,5 @@
 //! `gdasync bench peers`: messages between two GPUs of a host, beside those of NCCL and NVSHMEM in the same run.
 
-mod library;
 mod nccl;
 mod nvshmem;
 
@@ -17,6 +16,38 @@ use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, objection, si
 use serde_json::json;
 
 use super::two_ranks;
+
+/// Declares a table of functions of a library, with their C types.
+macro_rules! declare {
+    ($(#[$doc:meta])* struct $table:ident {
+        $($name:ident: $symbol:literal ($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*
+    }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy)]
+        struct $table {
+            $($name: unsafe extern "C" fn($($argument: $type),*) -> $result,)*
+        }
+
+        impl $table {
+            /// Finds them all.
+            ///
+            /// # Safety
+            /// The library's functions of these names must have these types.
+            unsafe fn find(library: &gdasync::library::Library) -> gdasync::results::Result<Self> {
+                Ok(Self {
+                    $(
+                        $name: {
+                            let symbol = std::ffi::CStr::from_bytes_with_nul(concat!($symbol, "\0").as_bytes())?;
+                            // SAFETY: the caller vouches for the types.
+                            unsafe { library.find(symbol) }?
+                        },
+                    )*
+                })
+            }
+        }
+    };
+}
+use declare;
 
 /// Options of `gdasync bench peers`.
 #[derive(Args)]
@@ -234,7 +265,7 @@ impl Options {
         }
         let ours = MODES.map(|mode| format!("{}, {mode}", ways[0].name()));
         sheet.compare_with_best(HALF_RTT, &ours.each_ref().map(String::as_str), "best of NCCL and NVSHMEM");
-        ways.iter().skip(1).try_for_each(|way| way.close())?;
+        ways.iter().try_for_each(|way| way.close())?;
         drop(ways);
         sheet.set_note(note.clone());
         let options =

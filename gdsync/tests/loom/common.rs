@@ -1,11 +1,11 @@
 //! What the models are made of.
 
 use std::cell::Cell;
-use std::process::Command;
 use std::sync::atomic::Ordering;
-use std::{env, thread};
+use std::thread;
 
 use gdsync::shm::{Atom32, Atom64, event_count};
+use gdsync_testkit::process::is_alone;
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Condvar, Mutex};
@@ -111,22 +111,15 @@ impl Event {
 /// Whether this process runs one test. If not, the calling test runs in a process of its own, and has passed there. Loom maps a stack
 /// for each thread of each run, for which the tests of one process wait for each other: 112 s on two cores, where processes take 35.
 fn is_own_process() -> bool {
-    const ALONE: &str = "GDSYNC_TEST_LOOM_ALONE";
     thread_local! {
         static PASSED: Cell<bool> = const { Cell::new(false) };
     }
     let thread = thread::current();
     // The main thread runs tests only with `--test-threads=1`.
-    let Some(test) = thread.name().filter(|name| *name != "main" && env::var_os(ALONE).is_none()) else {
-        return true;
-    };
-    if !PASSED.replace(true) {
-        let mut again = Command::new(env::current_exe().unwrap());
-        let output = again.args(["--exact", test]).env(ALONE, "1").output().unwrap();
-        let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
-    }
-    false
+    let test = thread.name().filter(|name| *name != "main");
+    let is_own = !PASSED.get() && test.is_none_or(is_alone);
+    PASSED.set(!is_own);
+    is_own
 }
 
 /// Runs `test` in all ways that take at most this many preemptions.

@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::error::{Error, Result};
-use crate::path::{choice, variable};
+use crate::path::choice;
+use gdsync::env::variable;
 
 /// Overrides [`CommunicatorBuilder::bind`](crate::CommunicatorBuilder::bind).
 const VARIABLE: &str = "MP_BIND";

@@ -5,10 +5,10 @@ use std::ptr::null_mut;
 use std::rc::Rc;
 
 use gdasync::app_stream::Kernels;
+use gdasync::library::Library;
 use gdasync::results::Result;
 
-use super::library::{Library, declare};
-use super::{Repeat, Rig, Way, capture_foreign};
+use super::{Repeat, Rig, Way, capture_foreign, declare};
 
 /// `ncclUniqueId`.
 #[repr(C)]

@@ -4,10 +4,10 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
 use gdasync::app_stream::Kernels;
+use gdasync::library::Library;
 use gdasync::results::Result;
 
-use super::library::{Library, declare};
-use super::{Repeat, Rig, Way, capture_foreign};
+use super::{Repeat, Rig, Way, capture_foreign, declare};
 
 /// `nvshmemx_uniqueid_t`.
 #[repr(C)]

@@ -169,13 +169,13 @@ impl Gpu {
     /// `stream` must be valid, and its context must outlive the result, its clones and everything created with them.
     pub unsafe fn of_stream(stream: RawStream) -> Result<Self> {
         let api = Api::load().map_err(Error::cuda("loading CUDA"))?;
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller vouches for the stream.
         let context = unsafe { context_of(&api, stream) }?;
         if let Some(gpu) = Self::open_list().lock().iter().find(|gpu| gpu.0.context == context) {
             return Ok(gpu.clone());
         }
-        // SAFETY: what the caller promised.
-        unsafe { Self::of_stream_with(api, stream, None) }
+        // SAFETY: the context of that stream, which outlives the result, as the caller promised.
+        unsafe { Self::of_context(api, context, None) }
     }
 
     /// As [`Gpu::of_stream`], with the given entry points of the driver and `gdrcopy`.
@@ -186,10 +186,19 @@ impl Gpu {
     /// # Safety
     /// As [`Gpu::of_stream`].
     pub unsafe fn of_stream_with(api: Api, stream: RawStream, gdr: Option<Gdr>) -> Result<Self> {
-        // SAFETY: what the caller promised.
+        // SAFETY: the caller vouches for the stream.
         let context = unsafe { context_of(&api, stream) }?;
+        // SAFETY: the context of that stream, which outlives the result, as the caller promised.
+        unsafe { Self::of_context(api, context, gdr) }
+    }
+
+    /// The GPU of a stream's context.
+    ///
+    /// # Safety
+    /// The context must outlive the result, its clones and everything created with them.
+    unsafe fn of_context(api: Api, context: Handle, gdr: Option<Gdr>) -> Result<Self> {
         let mut device = 0;
-        // SAFETY: the context of a live stream.
+        // SAFETY: the caller vouches for the context.
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the stream's context"))?;
         // SAFETY: a place for the answer; a context is current.
