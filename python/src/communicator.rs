@@ -266,7 +266,7 @@ impl Communicator {
         slf
     }
 
-    /// Without an exception: what has failed would be waited for in vain.
+    /// Finalizes, unless an exception is under way: that would wait for what has failed.
     #[pyo3(signature = (kind, _value, _traceback))]
     fn __exit__(
         &self,

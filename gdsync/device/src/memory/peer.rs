@@ -14,7 +14,7 @@ use crate::copy_engine::{Handle, ProcessId, this_process};
 use crate::cuda::{Gpu, IpcOpening};
 use crate::error::{Error, Result};
 
-/// What is exported, for peers in the same process, by number.
+/// Exported memory by number, for peers in the same process.
 static EXPORTED: LazyLock<Mutex<HashMap<u64, WeakMemory>>> = LazyLock::new(Mutex::default);
 
 /// The first bytes of an export.
