@@ -377,6 +377,16 @@ impl Batch {
     /// Runs a function on the CPU in stream order, after all earlier operations. The stream continues when it returns.
     ///
     /// It must not wait for its own stream. A CUDA stream holds at most 24 pending ones.
+    ///
+    /// It runs on another thread, later: it owns what it uses.
+    ///
+    /// ```compile_fail,E0373
+    /// # use gdsync::stream::Batch;
+    /// fn count(batch: &mut Batch) {
+    ///     let mut count = 0;
+    ///     batch.host_fn(|| count += 1); // borrows from this function
+    /// }
+    /// ```
     pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
         self.ops.push(Op::HostFn(Box::new(f)));
     }

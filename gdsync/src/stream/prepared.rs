@@ -21,6 +21,17 @@ use gdsync_device::recorder::Stage;
 ///
 /// Post them in prepare order per queue pair. Dropping one cancels its sends, or turns them into NOPs if later sends
 /// were prepared after them.
+///
+/// It starts once:
+///
+/// ```compile_fail,E0382
+/// use gdsync::stream::{Batch, PreparedSend};
+///
+/// fn twice(batch: &mut Batch, send: PreparedSend) {
+///     batch.post(send);
+///     batch.post(send); // moved above
+/// }
+/// ```
 #[derive(Debug)]
 #[must_use = "dropping it takes the sends back"]
 pub struct PreparedSend {

@@ -23,7 +23,18 @@ impl<'a> SendWr<'a> {
         Self { wr_id: 0, op, flags: WqeFlags::default() }
     }
 
-    /// SEND of the SGEs' bytes.
+    /// SEND of the SGEs' bytes. The request borrows its list:
+    ///
+    /// ```compile_fail,E0597
+    /// # use gdsync::verbs::{Mr, Qp, SendWr};
+    /// # fn post(qp: &Qp, mr: &Mr) {
+    /// let wr = {
+    ///     let list = [mr.sge(0, 8).unwrap()];
+    ///     SendWr::send(&list) // the list ends here
+    /// };
+    /// qp.post_send(&[wr]);
+    /// # }
+    /// ```
     pub fn send(sges: &'a [Sge]) -> Self {
         Self::new(SendOp::Send { payload: Payload::Sges(sges), imm: None })
     }

@@ -258,11 +258,6 @@ fn fault_plans_and_stream_configurations_are_checked() {
     invalid(host(|c| c.wait_limit = Duration::ZERO), &["stream wait limit", "above 0"]);
 }
 
-#[test]
-fn mistakes_are_refused() {
-    trybuild::TestCases::new().compile_fail("tests/compile_fail/*.rs");
-}
-
 /// Which queue pair, queue and request.
 #[test]
 fn deadlines_of_the_cpu_say_what_it_waits_for() {
