@@ -39,6 +39,22 @@ impl Link {
         }
     }
 
+    /// Entries of the P_Key table.
+    pub(crate) fn pkeys(self) -> u16 {
+        match self {
+            Self::Ethernet => 1,
+            Self::InfiniBand => 128,
+        }
+    }
+
+    /// Capability mask of the port (`enum ib_port_capability_mask_bits`), as ConnectX cards report it.
+    pub(crate) fn capabilities(self) -> u32 {
+        match self {
+            Self::Ethernet => 0x0401_0000,
+            Self::InfiniBand => 0xa751_e848,
+        }
+    }
+
     /// The numbers that ports may have: unicast LIDs, or the last three bytes of a MAC address.
     pub(crate) fn number(self, random: u32) -> u32 {
         match self {

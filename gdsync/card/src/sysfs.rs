@@ -220,10 +220,6 @@ impl Tree {
     }
 
     fn port(&mut self, port: &str, device: usize, link: Link) {
-        let (layer, pkeys) = match link {
-            Link::Ethernet => ("Ethernet", 1),
-            Link::InfiniBand => ("InfiniBand", 128),
-        };
         for (file, text) in [
             ("state", "4: ACTIVE"),
             ("phys_state", "5: LinkUp"),
@@ -231,13 +227,13 @@ impl Tree {
             ("sm_lid", if link == Link::InfiniBand { "0x1" } else { "0x0" }),
             ("sm_sl", "0"),
             ("lid_mask_count", "0"),
-            ("cap_mask", "0x04010000"),
-            ("link_layer", layer),
+            ("cap_mask", &format!("{:#010x}", link.capabilities())),
+            ("link_layer", &format!("{link:?}")),
         ] {
             self.text(&format!("{port}/{file}"), text);
         }
         self.add(&format!("{port}/lid"), Node::File(Content::Address(device, Address::Lid)));
-        for index in 0..pkeys {
+        for index in 0..link.pkeys() {
             self.text(&format!("{port}/pkeys/{index}"), if index == 0 { "0xffff" } else { "0x0000" });
         }
         let any = Port { link, number: 1 };

@@ -213,6 +213,11 @@ impl Card {
         self.0.shared.with(|core| core.srqs.set_limit(srqn, limit, &mut core.async_events));
     }
 
+    /// The limit whose event is still to come; 0 for none.
+    pub fn srq_limit(&self, srqn: u32) -> u32 {
+        self.0.shared.with(|core| core.srqs.limit(srqn))
+    }
+
     /// Destroys a shared receive queue that no queue pair uses.
     pub fn destroy_srq(&self, srqn: u32) {
         self.0.shared.with(|core| core.srqs.destroy(srqn));

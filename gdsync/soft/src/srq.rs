@@ -32,7 +32,7 @@ struct Srq {
     head: u16,
     taken: u64,
     /// Reports when fewer receives than this are left; 0 after the report.
-    limit: u64,
+    limit: u32,
 }
 
 impl Srqs {
@@ -72,9 +72,14 @@ impl Srqs {
     /// Asks for an event when fewer than `limit` receives are left.
     pub(crate) fn set_limit(&mut self, srqn: u32, limit: u32, async_events: &mut AsyncEventQueue) {
         if let Some(srq) = self.get(srqn) {
-            srq.limit = limit.into();
+            srq.limit = limit;
             srq.check_limit(srqn, async_events);
         }
+    }
+
+    /// The limit whose event is still to come; 0 for none.
+    pub(crate) fn limit(&mut self, srqn: u32) -> u32 {
+        self.get(srqn).map_or(0, |srq| srq.limit)
     }
 
     /// Whether a receive is posted.
@@ -127,7 +132,7 @@ impl Srq {
     }
 
     fn check_limit(&mut self, srqn: u32, async_events: &mut AsyncEventQueue) {
-        if self.left() < self.limit {
+        if self.left() < self.limit.into() {
             self.limit = 0;
             async_events.raise(AsyncEvent::SrqLimitReached(srqn));
         }

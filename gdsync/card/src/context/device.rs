@@ -86,10 +86,10 @@ impl Context {
         Ok(())
     }
 
-    /// What the device can do. Without what is not there: memory windows, XRC, send with invalidate, flow steering.
+    /// What the device can do. Without what is not there: memory windows, XRC, send with invalidate, flow steering, other paths.
     fn attributes(&self) -> ib_uverbs_query_device_resp {
-        // BAD_PKEY_CNTR, BAD_QKEY_CNTR, AUTO_PATH_MIG, CHANGE_PHY_PORT, PORT_ACTIVE_EVENT, SYS_IMAGE_GUID, RC_RNR_NAK_GEN.
-        const FLAGS: u32 = 1 << 1 | 1 << 2 | 1 << 4 | 1 << 5 | 1 << 10 | 1 << 11 | 1 << 12;
+        // CHANGE_PHY_PORT, PORT_ACTIVE_EVENT, SYS_IMAGE_GUID and RC_RNR_NAK_GEN, which mlx5's driver always sets.
+        const FLAGS: u32 = 1 << 5 | 1 << 10 | 1 << 11 | 1 << 12;
         let guid = u64::from_ne_bytes(self.hca.port.guid());
         ib_uverbs_query_device_resp {
             fw_ver: 28 << 32 | 39 << 16 | 1002,
@@ -161,11 +161,10 @@ impl Context {
         let port = self.hca.port;
         let is_ib = port.link == Link::InfiniBand;
         let response = ib_uverbs_query_port_resp {
-            // Of InfiniBand: SM_DISABLED is not set, AUTO_MIGR, SYS_IMAGE_GUID, EXTENDED_SPEEDS, and others of a ConnectX.
-            port_cap_flags: if is_ib { 0xa751_e848 } else { 0x0401_0000 },
+            port_cap_flags: port.link.capabilities(),
             max_msg_sz: 1 << 30,
             gid_tbl_len: port.link.gids(),
-            pkey_tbl_len: if is_ib { 128 } else { 1 },
+            pkey_tbl_len: port.link.pkeys(),
             lid: port.lid(),
             sm_lid: u16::from(is_ib),
             // IB_PORT_ACTIVE

@@ -52,6 +52,7 @@ mod state {
     pub(super) const INIT: u8 = 1;
     pub(super) const RTR: u8 = 2;
     pub(super) const RTS: u8 = 3;
+    pub(super) const SQE: u8 = 5;
     pub(super) const ERR: u8 = 6;
 }
 
@@ -247,7 +248,7 @@ fn transition(kind: QpType, from: u8, to: u8) -> Option<(u32, u32)> {
         (state::INIT, state::INIT) => (0, first),
         (state::INIT, state::RTR) if kind == QpType::Ud => (0, mask::PKEY_INDEX | mask::QKEY),
         (state::RTR, state::RTS) if kind == QpType::Ud => (mask::SQ_PSN, mask::CUR_STATE | mask::QKEY),
-        (state::RTS, state::RTS) if kind == QpType::Ud => (0, mask::CUR_STATE | mask::QKEY),
+        (state::RTS | state::SQE, state::RTS) if kind == QpType::Ud => (0, mask::CUR_STATE | mask::QKEY),
         (state::INIT, state::RTR) => (
             mask::AV
                 | mask::PATH_MTU
@@ -290,7 +291,8 @@ mod tests {
 
     #[test]
     fn datagrams_need_no_address() {
-        for (from, to, given) in [(0, 1, 0x71), (1, 2, 1), (2, 3, 0x0001_0001), (3, 3, 0x41), (3, 6, 1)] {
+        let steps = [(0, 1, 0x71), (1, 2, 1), (2, 3, 0x0001_0001), (3, 3, 0x41), (5, 3, 3), (3, 6, 1)];
+        for (from, to, given) in steps {
             assert_eq!(check(QpType::Ud, from, to, given), Ok(()), "{from} to {to}");
         }
         for (from, to, given) in [(0, 1, 0x39), (1, 2, 0x0012_9181), (2, 3, 1)] {
@@ -307,6 +309,7 @@ mod tests {
             (0, 1, 0x31),
             (0, 1, 0x39 | mask::QKEY),
             (3, 6, 1 | mask::PORT),
+            (5, 3, 1),
             (0, 9, 1),
         ] {
             assert_eq!(check(QpType::Rc, from, to, given), Err(Errno::INVAL), "{from} to {to}: {given:#x}");

@@ -3,7 +3,6 @@
 use std::sync::Arc;
 
 use gdsync_soft::CardSrq;
-use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::device::{MAX_QP_WR, MAX_SRQ_SGE};
@@ -26,7 +25,6 @@ pub(super) struct Srq {
     source: Arc<EventSource>,
     max_wr: u32,
     max_sge: u32,
-    limit: Mutex<u32>,
     _pd: Arc<Pd>,
 }
 
@@ -70,7 +68,6 @@ impl Context {
             source,
             max_wr: number(entries - 1)?,
             max_sge: number(stride / SEGMENT - 1)?,
-            limit: Mutex::new(0),
             _pd: pd,
         };
         let srq_handle = self.new_handle();
@@ -90,7 +87,7 @@ impl Context {
             if request.srq_limit > srq.max_wr {
                 return Err(Errno::INVAL);
             }
-            srq.set_limit(request.srq_limit);
+            self.hca.card.set_srq_limit(srq.srqn, request.srq_limit);
         }
         Ok(())
     }
@@ -98,7 +95,7 @@ impl Context {
     pub(super) fn query_srq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
         let request: ib_uverbs_query_srq = command.request()?;
         let srq = self.srqs.get(request.srq_handle)?;
-        let (max_wr, max_sge, srq_limit) = (srq.max_wr, srq.max_sge, *srq.limit.lock());
+        let (max_wr, max_sge, srq_limit) = (srq.max_wr, srq.max_sge, self.hca.card.srq_limit(srq.srqn));
         command.respond(user, &ib_uverbs_query_srq_resp { max_wr, max_sge, srq_limit, reserved: 0 })
     }
 
@@ -109,12 +106,5 @@ impl Context {
         let source = srq.source.clone();
         drop(srq);
         command.respond(user, &ib_uverbs_destroy_srq_resp { events_reported: source.finish().asynchronous })
-    }
-}
-
-impl Srq {
-    fn set_limit(&self, limit: u32) {
-        *self.limit.lock() = limit;
-        self.hca.card.set_srq_limit(self.srqn, limit);
     }
 }

@@ -661,6 +661,7 @@ fn an_empty_shared_receive_queue_holds_senders_up() {
     receiver.card.set_srq_limit(srq.srqn, 3);
     for n in 0..3 {
         assert_eq!(raised.0.lock().len(), usize::from(n == 2), "{n} of four are taken");
+        assert_eq!(receiver.card.srq_limit(srq.srqn), if n == 2 { 0 } else { 3 });
         a.post(Opcode::SEND, CE_ALWAYS, &[]);
         a.sends.wait();
         receiver.recvs.wait();

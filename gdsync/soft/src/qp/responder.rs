@@ -326,6 +326,7 @@ impl SoftQp {
 
     /// Executes a request. Returns the number of PSNs it used.
     fn execute(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
+        // Keeps threads polling while a message of several packets arrives.
         if header.flags & (packet::FIRST | packet::LAST) == packet::FIRST {
             *env.copied = Some(Instant::now());
         }
@@ -612,13 +613,6 @@ impl Arrival {
     }
 }
 
-/// Keeps threads polling if this packet begins a message of several.
-fn note_multi_packet(header: &Header, env: &mut Env<'_>) {
-    if header.flags & (packet::FIRST | packet::LAST) == packet::FIRST {
-        *env.copied = Some(Instant::now());
-    }
-}
-
 impl SoftQp {
     pub(super) fn has_receive(&mut self, env: &mut Env<'_>) -> bool {
         if let Some(srqn) = self.srqn {
@@ -654,7 +648,6 @@ impl SoftQp {
             if let Some(local) = env.faults.next_recv() {
                 return Err(Refusal::Receive { counter, local, remote: Syndrome::REM_OP_ERR });
             }
-            note_multi_packet(header, env);
             self.resp.current = Some(Current { counter: Some(counter), sges, received: 0 });
         }
         let taken = self.resp.current.take();
@@ -726,7 +719,6 @@ impl SoftQp {
 
     fn handle_write(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
         self.allow(Access::REMOTE_WRITE)?;
-        note_multi_packet(header, env);
         let notify = header.flags & (packet::LAST | packet::IMM) == packet::LAST | packet::IMM;
         if notify && !self.has_receive(env) {
             return Err(Refusal::NotReady);

@@ -188,9 +188,13 @@ fn datagrams_that_do_not_fit_end_their_queue_pair() {
     assert_eq!(b.recvs.wait().syndrome, Syndrome::LOC_LEN_ERR);
     assert_eq!(b.card.state(b.qpn).unwrap(), QpState::ERR);
     let long = a.post(Opcode::SEND, 0, &[to.clone(), a.sge(0, 1025)]);
-    let next = a.post(Opcode::SEND, 0, &[to]);
+    let next = a.post(Opcode::SEND, 0, std::slice::from_ref(&to));
     let failed = [(long, Syndrome::LOC_LEN_ERR), (next, Syndrome::WR_FLUSH_ERR)];
     assert_eq!([(); 2].map(|()| a.sends.wait()).map(|cqe| (cqe.wqe_counter, cqe.syndrome)), failed);
+    assert_eq!(a.card.state(a.qpn).unwrap(), QpState::SQE, "only sends have ended");
+    a.card.modify_qp(a.qpn, &QpAttr::to(QpState::RTS), None, TIMEOUT).unwrap();
+    let after = a.post(Opcode::SEND, CE_ALWAYS, &[to]);
+    assert_eq!([a.sends.wait()].map(|cqe| (cqe.wqe_counter, cqe.opcode)), [(after, CqeOpcode::REQ)]);
 }
 
 #[test]
