@@ -36,6 +36,8 @@ build() {
     sed -i 's/^#define UCT_INLINE_API .*/#define UCT_INLINE_API static inline __attribute__((unused))/' src/uct/api/uct_def.h
     ./autogen.sh && ./configure --enable-gtest --enable-mt --with-verbs --with-mlx5-dv --without-rdmacm --without-cuda \
         --without-java --without-go --disable-numa --enable-cma --disable-doxygen-doc || return
+    # test_rc_max_wr waits 10 ms for completions, whatever else the cores do.
+    sed -i 's/delta_ms=10.0/delta_ms=1000.0/' test/gtest/uct/ib/test_rc.h
     # Of the tests those of transports alone, which is half the time.
     for folder in src/{ucm,ucs,uct,ucp,tools/perf} test/gtest; do
         # shellcheck disable=SC2016 # for make
@@ -43,15 +45,6 @@ build() {
             LIBS=-lstdc++ gtest_OBJECTS='$(filter-out ucp/% ucs/% ucm/%,$(am_gtest_OBJECTS))' || return
     done
     echo "$source"
-}
-
-# unit_tests LINK FILTER: some tests give the card 10 ms. What fails gets a second chance, alone; a run that stopped does not.
-unit_tests() {
-    local failures
-    card "$1" "$source/gtest" --gtest_filter="$2" | tee first.log && return
-    grep -q ' FAILED TESTS\?$' first.log || return
-    failures=$(sed -n 's/^\[  FAILED  \] \([^ ]*\), where .*/\1/p' first.log | sort -u | paste -sd :)
-    card "$1" "$source/gtest" --gtest_filter="$failures"
 }
 
 programs() {
@@ -65,6 +58,7 @@ programs() {
     negative=$(IFS=: && echo "${exclusions[*]}")
     for transport in rc_mlx5 ud_mlx5 rc_verbs ud_verbs; do
         other_link
-        UCX_NET_DEVICES=mlx5_0:1 check "$transport ($link)" '^\[  PASSED  \]' unit_tests "$link" "$transport/*-$negative"
+        UCX_NET_DEVICES=mlx5_0:1 check "$transport ($link)" '^\[  PASSED  \]' \
+            card "$link" "$source/gtest" --gtest_filter="$transport/*-$negative"
     done
 }
