@@ -12,7 +12,7 @@ use super::device::{MAX_CQE, VECTORS};
 use super::memory::ring;
 use super::{Context, Events, Result};
 use crate::abi::{
-    ib_uverbs_create_comp_channel, ib_uverbs_create_comp_channel_resp, ib_uverbs_create_cq,
+    Plain, ib_uverbs_create_comp_channel, ib_uverbs_create_comp_channel_resp, ib_uverbs_create_cq,
     ib_uverbs_create_cq_resp, ib_uverbs_destroy_cq, ib_uverbs_destroy_cq_resp, ib_uverbs_ex_create_cq,
     ib_uverbs_ex_create_cq_resp, ib_uverbs_resize_cq, ib_uverbs_resize_cq_resp, length, mlx5_ib_create_cq,
     mlx5_ib_create_cq_resp, mlx5_ib_resize_cq,
@@ -39,14 +39,6 @@ impl Drop for Cq {
     }
 }
 
-/// What both forms of the command say.
-struct Wanted {
-    user_handle: u64,
-    cqe: u32,
-    comp_vector: u32,
-    comp_channel: i32,
-}
-
 /// `MLX5_IB_CREATE_CQ_FLAGS_UAR_PAGE_INDEX`; the others ask for what is not there.
 const UAR_PAGE_INDEX: u16 = 1 << 1;
 /// `IB_UVERBS_CQ_FLAGS_TIMESTAMP_COMPLETION`, `IB_UVERBS_CQ_FLAGS_IGNORE_OVERRUN`
@@ -65,40 +57,36 @@ impl Context {
 
     pub(super) fn create_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
         let request: ib_uverbs_create_cq = command.request()?;
-        let ib_uverbs_create_cq { user_handle, cqe, comp_vector, comp_channel, .. } = request;
         command.check_response::<ib_uverbs_create_cq_resp>()?;
-        let wanted = Wanted { user_handle, cqe, comp_vector, comp_channel };
-        let driver = command.driver_request::<ib_uverbs_create_cq, _>();
-        let (cq, cq_handle) = (self.make_cq(&wanted, &driver)?, self.new_handle());
-        let core = ib_uverbs_create_cq_resp { cq_handle, cqe };
-        command.respond_both(user, &core, &mlx5_ib_create_cq_resp { cqn: cq.cqn, reserved: 0 })?;
-        self.cqs.add(cq_handle, Arc::new(cq));
-        Ok(())
+        let ib_uverbs_create_cq { user_handle, cqe, comp_vector, comp_channel, .. } = request;
+        let wanted =
+            ib_uverbs_ex_create_cq { user_handle, cqe, comp_vector, comp_channel, ..Default::default() };
+        self.make_cq::<ib_uverbs_create_cq, _>(user, command, &wanted, |core| core)
     }
 
     pub(super) fn create_cq_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
         let request: ib_uverbs_ex_create_cq = command.request()?;
-        let ib_uverbs_ex_create_cq { user_handle, cqe, comp_vector, comp_channel, flags, .. } = request;
         if request.comp_mask != 0 || request.reserved != 0 || self.hca.modes.no_cq_ex {
             return Err(Errno::INVAL);
         }
-        if flags & !KNOWN_FLAGS != 0 {
+        if request.flags & !KNOWN_FLAGS != 0 {
             return Err(Errno::OPNOTSUPP);
         }
-        let wanted = Wanted { user_handle, cqe, comp_vector, comp_channel };
-        let driver = command.driver_request::<ib_uverbs_ex_create_cq, _>();
-        let (cq, cq_handle) = (self.make_cq(&wanted, &driver)?, self.new_handle());
-        let core = ib_uverbs_ex_create_cq_resp {
-            base: ib_uverbs_create_cq_resp { cq_handle, cqe },
-            comp_mask: 0,
-            response_length: length::<ib_uverbs_ex_create_cq_resp>(),
-        };
-        command.respond_both(user, &core, &mlx5_ib_create_cq_resp { cqn: cq.cqn, reserved: 0 })?;
-        self.cqs.add(cq_handle, Arc::new(cq));
-        Ok(())
+        let response_length = length::<ib_uverbs_ex_create_cq_resp>();
+        self.make_cq::<ib_uverbs_ex_create_cq, _>(user, command, &request, |base| {
+            ib_uverbs_ex_create_cq_resp { base, comp_mask: 0, response_length }
+        })
     }
 
-    fn make_cq(&self, wanted: &Wanted, driver: &mlx5_ib_create_cq) -> Result<Cq> {
+    /// Both forms of the command: the driver's part is behind `C`, and the core's response is made of that of the old form.
+    fn make_cq<C: Plain, R: Plain>(
+        &self,
+        user: &dyn User,
+        command: &Command<'_>,
+        wanted: &ib_uverbs_ex_create_cq,
+        core: impl FnOnce(ib_uverbs_create_cq_resp) -> R,
+    ) -> Result<()> {
+        let driver: mlx5_ib_create_cq = command.driver_request::<C, _>();
         let entry = driver.cqe_size as usize;
         let odd = driver.flags & !UAR_PAGE_INDEX != 0 || driver.cqe_comp_en != 0;
         if odd || !matches!(entry, 64 | 128) || wanted.cqe > MAX_CQE || wanted.comp_vector >= VECTORS {
@@ -125,7 +113,11 @@ impl Context {
         });
         let cqn = cqn.map_err(|_| Errno::NOMEM)?;
         self.hca.owners.cqs.add(cqn, &source);
-        Ok(Cq { hca: self.hca, cqn, entry, source })
+        let (cq, cq_handle) = (Cq { hca: self.hca, cqn, entry, source }, self.new_handle());
+        let core = core(ib_uverbs_create_cq_resp { cq_handle, cqe: wanted.cqe });
+        command.respond_both(user, &core, &mlx5_ib_create_cq_resp { cqn, reserved: 0 })?;
+        self.cqs.add(cq_handle, Arc::new(cq));
+        Ok(())
     }
 
     pub(super) fn resize_cq(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {

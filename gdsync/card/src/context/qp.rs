@@ -15,7 +15,7 @@ use super::memory::ring;
 use super::srq::Srq;
 use super::{Context, Pd, Result};
 use crate::abi::{
-    ib_uverbs_create_ah, ib_uverbs_create_ah_resp, ib_uverbs_create_qp, ib_uverbs_create_qp_resp,
+    Plain, ib_uverbs_create_ah, ib_uverbs_create_ah_resp, ib_uverbs_create_qp, ib_uverbs_create_qp_resp,
     ib_uverbs_destroy_ah, ib_uverbs_destroy_qp, ib_uverbs_destroy_qp_resp, ib_uverbs_ex_create_qp,
     ib_uverbs_ex_create_qp_resp, ib_uverbs_modify_qp, ib_uverbs_query_qp, ib_uverbs_query_qp_resp, length,
     mlx5_ib_create_ah_resp, mlx5_ib_create_qp, mlx5_ib_create_qp_resp,
@@ -39,7 +39,8 @@ pub(super) struct Qp {
     pub(super) qpn: u32,
     pub(super) kind: QpType,
     pub(super) source: Arc<EventSource>,
-    caps: Caps,
+    /// The response to its creation.
+    created: ib_uverbs_create_qp_resp,
     /// Entries of the receive queue and of each scatter list, for QUERY_QP.
     receives: (u32, u32),
     sq_sig_all: u8,
@@ -57,54 +58,23 @@ impl Drop for Qp {
     }
 }
 
-impl Qp {
-    /// The response to its creation.
-    fn created(&self, qp_handle: u32) -> ib_uverbs_create_qp_resp {
-        let Caps { max_send_wr, max_recv_wr, max_send_sge, max_recv_sge, max_inline_data } = self.caps;
-        ib_uverbs_create_qp_resp {
-            qp_handle,
-            qpn: self.qpn,
-            max_send_wr,
-            max_recv_wr,
-            max_send_sge,
-            max_recv_sge,
-            max_inline_data,
-            reserved: 0,
-        }
-    }
-}
-
 /// An address handle. The card needs none: libmlx5 writes the address into each request.
 #[derive(Debug)]
 pub(super) struct Ah {
     _pd: Arc<Pd>,
 }
 
-/// Capacities.
-#[derive(Clone, Copy, Debug)]
-struct Caps {
-    max_send_wr: u32,
-    max_recv_wr: u32,
-    max_send_sge: u32,
-    max_recv_sge: u32,
-    max_inline_data: u32,
-}
-
 /// Flags that change nothing here: `MLX5_QP_FLAG_SCATTER_CQE`, `MLX5_QP_FLAG_BFREG_INDEX`,
 /// `MLX5_QP_FLAG_ALLOW_SCATTER_CQE`, `MLX5_QP_FLAG_UAR_PAGE_INDEX`.
 const KNOWN_FLAGS: u32 = 1 << 1 | 1 << 3 | 1 << 8 | UAR_PAGE_INDEX;
 const UAR_PAGE_INDEX: u32 = 1 << 10;
-/// The driver's response to a creation: no doorbell register was chosen, the program has its own.
-fn own_register() -> mlx5_ib_create_qp_resp {
-    mlx5_ib_create_qp_resp { bfreg_index: u32::MAX, ..Default::default() }
-}
 
 impl Context {
     pub(super) fn create_qp(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
         let request: ib_uverbs_create_qp = command.request()?;
         command.check_response::<ib_uverbs_create_qp_resp>()?;
         // The extended form has the same fields behind the response.
-        let extended = ib_uverbs_ex_create_qp {
+        let wanted = ib_uverbs_ex_create_qp {
             user_handle: request.user_handle,
             pd_handle: request.pd_handle,
             send_cq_handle: request.send_cq_handle,
@@ -120,11 +90,7 @@ impl Context {
             is_srq: request.is_srq,
             ..Default::default()
         };
-        let driver = command.driver_request::<ib_uverbs_create_qp, _>();
-        let (qp, qp_handle) = (self.make_qp(&extended, &driver)?, self.new_handle());
-        command.respond_both(user, &qp.created(qp_handle), &own_register())?;
-        self.qps.add(qp_handle, Arc::new(qp));
-        Ok(())
+        self.make_qp::<ib_uverbs_create_qp, _>(user, command, &wanted, |core| core)
     }
 
     pub(super) fn create_qp_extended(&self, user: &dyn User, command: &Command<'_>) -> Result<()> {
@@ -135,16 +101,21 @@ impl Context {
         if request.create_flags != 0 {
             return Err(Errno::OPNOTSUPP);
         }
-        let driver = command.driver_request::<ib_uverbs_ex_create_qp, _>();
-        let (qp, qp_handle) = (self.make_qp(&request, &driver)?, self.new_handle());
         let response_length = length::<ib_uverbs_ex_create_qp_resp>();
-        let core = ib_uverbs_ex_create_qp_resp { base: qp.created(qp_handle), comp_mask: 0, response_length };
-        command.respond_both(user, &core, &own_register())?;
-        self.qps.add(qp_handle, Arc::new(qp));
-        Ok(())
+        self.make_qp::<ib_uverbs_ex_create_qp, _>(user, command, &request, |base| {
+            ib_uverbs_ex_create_qp_resp { base, comp_mask: 0, response_length }
+        })
     }
 
-    fn make_qp(&self, wanted: &ib_uverbs_ex_create_qp, driver: &mlx5_ib_create_qp) -> Result<Qp> {
+    /// Both forms of the command: the driver's part is behind `C`, and the core's response is made of that of the old form.
+    fn make_qp<C: Plain, R: Plain>(
+        &self,
+        user: &dyn User,
+        command: &Command<'_>,
+        wanted: &ib_uverbs_ex_create_qp,
+        core: impl FnOnce(ib_uverbs_create_qp_resp) -> R,
+    ) -> Result<()> {
+        let driver: mlx5_ib_create_qp = command.driver_request::<C, _>();
         let kind = match wanted.qp_type {
             2 => QpType::Rc,
             4 => QpType::Ud,
@@ -155,22 +126,15 @@ impl Context {
         if driver.flags & !KNOWN_FLAGS != 0 {
             return Err(Errno::OPNOTSUPP);
         }
-        let caps = Caps {
-            max_send_wr: wanted.max_send_wr,
-            max_recv_wr: wanted.max_recv_wr,
-            max_send_sge: wanted.max_send_sge,
-            max_recv_sge: wanted.max_recv_sge,
-            max_inline_data: wanted.max_inline_data,
-        };
-        let excessive = caps.max_send_wr > MAX_QP_WR || caps.max_recv_wr > MAX_QP_WR;
-        if excessive || caps.max_send_sge > MAX_SGE || caps.max_recv_sge > MAX_RECV_SGE {
+        let excessive = wanted.max_send_wr > MAX_QP_WR || wanted.max_recv_wr > MAX_QP_WR;
+        if excessive || wanted.max_send_sge > MAX_SGE || wanted.max_recv_sge > MAX_RECV_SGE {
             return Err(Errno::INVAL);
         }
         let pd = self.pds.get(wanted.pd_handle)?;
         let send_cq = self.cqs.get(wanted.send_cq_handle)?;
         let recv_cq = self.cqs.get(wanted.recv_cq_handle)?;
         let srq = (wanted.is_srq != 0).then(|| self.srqs.get(wanted.srq_handle)).transpose()?;
-        let rings = Rings::of(driver)?;
+        let rings = Rings::of(&driver)?;
         let page = (driver.flags & UAR_PAGE_INDEX != 0).then_some(driver.bfreg_index);
         let doorbell = self.doorbell(page)?;
         let receives = match driver.rq_wqe_count {
@@ -202,19 +166,34 @@ impl Context {
         let source = self.event_source(wanted.user_handle)?;
         let qpn = self.hca.card.create_qp(qp).map_err(|_| Errno::NOMEM)?;
         self.hca.owners.qps.add(qpn, &source);
-        Ok(Qp {
+        let created = ib_uverbs_create_qp_resp {
+            qp_handle: self.new_handle(),
+            qpn,
+            max_send_wr: wanted.max_send_wr,
+            max_recv_wr: wanted.max_recv_wr,
+            max_send_sge: wanted.max_send_sge,
+            max_recv_sge: wanted.max_recv_sge,
+            max_inline_data: wanted.max_inline_data,
+            reserved: 0,
+        };
+        let qp = Qp {
             hca: self.hca,
             qpn,
             kind,
             source,
-            caps,
+            created,
             receives,
             sq_sig_all: wanted.sq_sig_all,
             attr: Mutex::default(),
             _pd: pd,
             _cqs: [send_cq, recv_cq],
             _srq: srq,
-        })
+        };
+        // No doorbell register was chosen: the program has its own.
+        let driver = mlx5_ib_create_qp_resp { bfreg_index: u32::MAX, ..Default::default() };
+        command.respond_both(user, &core(created), &driver)?;
+        self.qps.add(created.qp_handle, Arc::new(qp));
+        Ok(())
     }
 
     /// Where the doorbells of a new queue pair are found: `page` is that of its register, unless others share it.
@@ -237,7 +216,7 @@ impl Context {
         let state = qp.hca.card.state(qp.qpn).map_err(|_| Errno::INVAL)?.0;
         let attr = *qp.attr.lock();
         // The program knows its send queue better, and libmlx5 answers by itself.
-        let (caps, (max_recv_wr, max_recv_sge)) = (qp.caps, qp.receives);
+        let (caps, (max_recv_wr, max_recv_sge)) = (qp.created, qp.receives);
         let response = ib_uverbs_query_qp_resp {
             dest: attr.dest,
             alt_dest: attr.alt_dest,

@@ -61,6 +61,9 @@ fn ibv_devinfo_describes_the_device() {
     let text = run("ibv_devinfo", "ib", &["-v"]);
     assert!(text.contains("link_layer:\t\tInfiniBand"), "{text}");
     assert!(!text.contains("port_lid:\t\t0\n"), "{text}");
+    assert!(!text.contains("AUTO_PATH_MIG"), "MODIFY_QP takes no alternate path: {text}");
+    let mask = run("cat", "ib", &["/sys/class/infiniband/mlx5_0/ports/1/cap_mask"]);
+    assert!(text.contains(mask.trim()), "sysfs says {mask}, QUERY_PORT says otherwise: {text}");
 }
 
 #[test]

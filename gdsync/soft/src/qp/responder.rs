@@ -338,7 +338,7 @@ impl SoftQp {
             PacketOp::WRITE => self.handle_write(header, body, env)?,
             PacketOp::READ => return self.handle_read(header, body, env),
             PacketOp::COMPARE_SWAP | PacketOp::FETCH_ADD => self.handle_atomic(header, body, env)?,
-            _ => return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)),
+            _ => return Err(INVALID),
         }
         Ok(1)
     }
@@ -485,8 +485,7 @@ impl SoftQp {
 impl SoftQp {
     fn handle_read(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<u32, Refusal> {
         self.allow(Access::REMOTE_READ)?;
-        let invalid = Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
-        let Some(addr) = body.word(0) else { return Err(invalid) };
+        let addr = body.word(0).ok_or(INVALID)?;
         let left = header.len as usize;
         // A READ of no bytes needs no key, either.
         if left > 0 {
@@ -508,7 +507,7 @@ impl SoftQp {
             }
         }
         if !self.resp.has_room_for_read() {
-            return Err(invalid);
+            return Err(INVALID);
         }
         self.resp.responses.push_back(Response::Read { psn, rkey, addr, left, done: 0, by_reference });
         Ok(packets)
@@ -653,7 +652,7 @@ impl SoftQp {
         let taken = self.resp.current.take();
         // Checked: a packet that is not the first belongs to a SEND.
         let Some((mut current, counter)) = taken.and_then(|c| c.counter.map(|counter| (c, counter))) else {
-            return Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR));
+            return Err(INVALID);
         };
         let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
         let failed = |local, remote| Refusal::Receive { counter, local, remote };
@@ -714,7 +713,7 @@ impl SoftQp {
     }
 
     fn allow(&self, access: Access) -> Result<(), Refusal> {
-        if self.access.contains(access) { Ok(()) } else { Err(Refusal::Remote(Syndrome::REM_INV_REQ_ERR)) }
+        require(self.access.contains(access))
     }
 
     fn handle_write(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) -> Result<(), Refusal> {
@@ -723,7 +722,7 @@ impl SoftQp {
         if notify && !self.has_receive(env) {
             return Err(Refusal::NotReady);
         }
-        let addr = body.word(0).ok_or(Refusal::Remote(Syndrome::REM_INV_REQ_ERR))?;
+        let addr = body.word(0).ok_or(INVALID)?;
         // Checked: the body holds the address.
         let len = body.len() - 8;
         let mut copy = None;

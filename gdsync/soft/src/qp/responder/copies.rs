@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
-use super::{Arrival, Refusal, Responder, Response};
+use super::{Arrival, INVALID, Refusal, Responder, Response};
 use crate::links::Links;
 use crate::packet::{self, Header, PacketOp, REFERENCE_BYTES, Reference, ahead, segments};
 use crate::qp::requester::Reason;
@@ -287,11 +287,10 @@ impl SoftQp {
         body: &Body<'_>,
         env: &mut Env<'_>,
     ) -> Result<u32, Refusal> {
-        let invalid = || Refusal::Remote(Syndrome::REM_INV_REQ_ERR);
         let len = header.len as usize;
         let is_write = header.op == PacketOp::WRITE;
         let bytes = body.array::<REFERENCE_BYTES>(if is_write { 8 } else { 0 });
-        let reference = bytes.map(|bytes| Reference::from_bytes(&bytes)).ok_or_else(invalid)?;
+        let reference = bytes.map(|bytes| Reference::from_bytes(&bytes)).ok_or(INVALID)?;
         if is_write {
             self.allow(Access::REMOTE_WRITE)?;
         }
@@ -310,7 +309,7 @@ impl SoftQp {
         };
         let mut to = Destination::default();
         if is_write {
-            let (addr, key) = (body.word(0).ok_or_else(invalid)?, header.rkey);
+            let (addr, key) = (body.word(0).ok_or(INVALID)?, header.rkey);
             let place = env.keys.remote(key, self.rings.request.pdn, addr, len, Access::REMOTE_WRITE);
             let (memory, offset) = place.map_err(Refusal::Remote)?;
             to.add(key, memory, offset, len);
