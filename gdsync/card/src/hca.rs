@@ -92,7 +92,7 @@ impl Network for PortNetwork {
 
 /// Which events of an object a channel is told of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Wanted {
+pub(crate) enum EventKind {
     /// Asynchronous ones of verbs: records of the object's name and the number (`enum ib_event_type`).
     Asynchronous,
     /// Completions of a queue that is armed: records of its name.
@@ -104,7 +104,7 @@ pub(crate) enum Wanted {
 /// A channel that is told of an object's events.
 #[derive(Debug)]
 struct Subscription {
-    wanted: Wanted,
+    kind: EventKind,
     /// The program's name of the object: its handle, or a cookie.
     name: u64,
     pipe: Weak<EventPipe>,
@@ -130,17 +130,17 @@ impl EventSource {
     /// An object of verbs.
     pub(crate) fn new(pipe: &Arc<EventPipe>, user_handle: u64) -> Arc<Self> {
         let source = Self::default();
-        source.subscribe(Wanted::Asynchronous, pipe, user_handle);
+        source.subscribe(EventKind::Asynchronous, pipe, user_handle);
         Arc::new(source)
     }
 
-    pub(crate) fn subscribe(&self, wanted: Wanted, pipe: &Arc<EventPipe>, name: u64) {
-        let kept = (!matches!(wanted, Wanted::Devx(_))).then(|| pipe.clone());
-        self.0.lock().push(Subscription { wanted, name, pipe: Arc::downgrade(pipe), _kept: kept, sent: 0 });
+    pub(crate) fn subscribe(&self, kind: EventKind, pipe: &Arc<EventPipe>, name: u64) {
+        let kept = (!matches!(kind, EventKind::Devx(_))).then(|| pipe.clone());
+        self.0.lock().push(Subscription { kind, name, pipe: Arc::downgrade(pipe), _kept: kept, sent: 0 });
     }
 
-    fn send(&self, wanted: Wanted, record: impl Fn(u64) -> Vec<u8>) {
-        for subscription in self.0.lock().iter_mut().filter(|subscription| subscription.wanted == wanted) {
+    fn send(&self, kind: EventKind, record: impl Fn(u64) -> Vec<u8>) {
+        for subscription in self.0.lock().iter_mut().filter(|subscription| subscription.kind == kind) {
             if let Some(pipe) = subscription.pipe.upgrade() {
                 subscription.sent += 1;
                 pipe.send(&record(subscription.name));
@@ -151,13 +151,13 @@ impl EventSource {
     /// The object has ended, and with it what the program has not read.
     pub(crate) fn finish(&self) -> Reported {
         let mut reported = Reported::default();
-        for Subscription { wanted, name, pipe, sent, .. } in std::mem::take(&mut *self.0.lock()) {
+        for Subscription { kind, name, pipe, sent, .. } in std::mem::take(&mut *self.0.lock()) {
             let Some(pipe) = pipe.upgrade() else { continue };
             let read = sent.saturating_sub(pipe.take_back(|record| record.starts_with(&name.to_ne_bytes())));
-            match wanted {
-                Wanted::Asynchronous => reported.asynchronous += read,
-                Wanted::Completions => reported.completions += read,
-                Wanted::Devx(_) => {}
+            match kind {
+                EventKind::Asynchronous => reported.asynchronous += read,
+                EventKind::Completions => reported.completions += read,
+                EventKind::Devx(_) => {}
             }
         }
         reported
@@ -172,17 +172,17 @@ impl EventSource {
             AsyncEvent::SrqLimitReached(_) => (15, event::SRQ_RQ_LIMIT),
             AsyncEvent::QpLastWqeReached(_) => (16, event::SRQ_LAST_WQE),
         };
-        self.send(Wanted::Asynchronous, |element| {
+        self.send(EventKind::Asynchronous, |element| {
             bytes_of(&ib_uverbs_async_event_desc { element, event_type, reserved: 0 }).to_vec()
         });
-        self.send(Wanted::Devx(devx), |cookie| cookie.to_ne_bytes().to_vec());
+        self.send(EventKind::Devx(devx), |cookie| cookie.to_ne_bytes().to_vec());
     }
 }
 
 impl GpuNudge for EventSource {
     fn nudge(&self) {
-        for wanted in [Wanted::Completions, Wanted::Devx(event::COMP)] {
-            self.send(wanted, |name| name.to_ne_bytes().to_vec());
+        for kind in [EventKind::Completions, EventKind::Devx(event::COMP)] {
+            self.send(kind, |name| name.to_ne_bytes().to_vec());
         }
     }
 }
@@ -242,16 +242,16 @@ mod tests {
             assert_eq!(rustix::io::read(&program, &mut records), Ok(8), "one record for each read");
             u64::from_ne_bytes(*records.first_chunk().unwrap())
         };
-        for wanted in [Wanted::Completions, Wanted::Devx(event::COMP)] {
+        for kind in [EventKind::Completions, EventKind::Devx(event::COMP)] {
             let [ended, other, new] = [1, 2, 1].map(|name| {
                 let source = EventSource::default();
-                source.subscribe(wanted, &pipe, name);
+                source.subscribe(kind, &pipe, name);
                 source
             });
             ended.nudge();
             assert_eq!(read(), 1);
             ended.nudge();
-            let completions = u32::from(wanted == Wanted::Completions);
+            let completions = u32::from(kind == EventKind::Completions);
             assert_eq!(ended.finish(), Reported { completions, asynchronous: 0 }, "one was read");
             ended.nudge();
             other.nudge();

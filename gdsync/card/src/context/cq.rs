@@ -19,7 +19,7 @@ use crate::abi::{
 };
 use crate::command::Command;
 use crate::events::EventPipe;
-use crate::hca::{self, EventSource, Hca, Reported};
+use crate::hca::{EventKind, EventSource, Hca, Reported};
 use crate::user::User;
 
 /// A completion queue.
@@ -100,7 +100,7 @@ impl Context {
         let record = ring(driver.db_addr, CQ_DBREC_SIZE, 8)?;
         let source = self.event_source(wanted.user_handle)?;
         if let Some(channel) = &channel {
-            source.subscribe(hca::Wanted::Completions, channel, wanted.user_handle);
+            source.subscribe(EventKind::Completions, channel, wanted.user_handle);
         }
         let cqn = self.hca.card.create_cq(CardCq {
             ring: buffer,

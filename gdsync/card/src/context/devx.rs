@@ -19,7 +19,7 @@ use super::ioctl::Call;
 use super::{Context, Events, Result, Table};
 use crate::abi;
 use crate::events::EventPipe;
-use crate::hca::Wanted;
+use crate::hca::EventKind;
 use crate::log::log;
 
 /// What a context has of DevX.
@@ -179,7 +179,7 @@ impl Context {
         if !rest.is_empty() || kinds.is_empty() || !kinds.iter().all(|kind| object.events().contains(kind)) {
             return Err(Errno::INVAL);
         }
-        kinds.iter().for_each(|&kind| object.source().subscribe(Wanted::Devx(kind), &pipe, cookie));
+        kinds.iter().for_each(|&kind| object.source().subscribe(EventKind::Devx(kind), &pipe, cookie));
         Ok(())
     }
 }

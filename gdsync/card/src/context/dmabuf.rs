@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use rustix::io::Errno;
 
 use super::ioctl::Call;
-use super::memory::{Mr, Wanted, on_gpu};
+use super::memory::{Mr, MrAttr, on_gpu};
 use super::{Context, Result};
 use crate::abi;
 use crate::log::log;
@@ -94,8 +94,8 @@ impl Context {
         let pd = self.pds.get(pd)?;
         // Whoever has a file may truncate it.
         let dma_buf = Some(memory(fd, offset, length, Some(iova))?.checked());
-        let wanted = Wanted { pd, start: offset, length, hca_va: iova, access_flags: access, dma_buf };
-        let mr = Mr::new(self.hca, wanted)?;
+        let attr = MrAttr { pd, start: offset, length, hca_va: iova, access_flags: access, dma_buf };
+        let mr = Mr::new(self.hca, attr)?;
         let handle = self.new_handle();
         call.put(abi::UVERBS_ATTR_REG_DMABUF_MR_RESP_LKEY, &mr.key)?;
         call.put(abi::UVERBS_ATTR_REG_DMABUF_MR_RESP_RKEY, &mr.key)?;

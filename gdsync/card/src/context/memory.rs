@@ -24,12 +24,12 @@ pub(super) struct Mr {
     hca: &'static Hca,
     pub(super) key: u32,
     /// Changed by REREG_MR.
-    pub(super) wanted: Mutex<Wanted>,
+    pub(super) attr: Mutex<MrAttr>,
 }
 
 /// What a region is registered with.
 #[derive(Clone, Debug)]
-pub(super) struct Wanted {
+pub(super) struct MrAttr {
     pub(super) pd: Arc<Pd>,
     pub(super) start: u64,
     pub(super) length: u64,
@@ -39,7 +39,7 @@ pub(super) struct Wanted {
     pub(super) dma_buf: Option<Memory>,
 }
 
-impl Wanted {
+impl MrAttr {
     /// Checks it as the kernel does. The memory, and the rights that the HCA knows.
     pub(super) fn check(&self) -> Result<(Memory, Access)> {
         let Self { start, length, hca_va, .. } = *self;
@@ -56,11 +56,11 @@ impl Wanted {
 }
 
 impl Mr {
-    pub(super) fn new(hca: &'static Hca, wanted: Wanted) -> Result<Arc<Self>> {
-        let (memory, access) = wanted.check()?;
-        let key = hca.card.register(wanted.pd.pdn, &memory, wanted.hca_va, access);
+    pub(super) fn new(hca: &'static Hca, attr: MrAttr) -> Result<Arc<Self>> {
+        let (memory, access) = attr.check()?;
+        let key = hca.card.register(attr.pd.pdn, &memory, attr.hca_va, access);
         let key = key.map_err(|_| Errno::NOMEM)?;
-        Ok(Arc::new(Self { hca, key, wanted: Mutex::new(wanted) }))
+        Ok(Arc::new(Self { hca, key, attr: Mutex::new(attr) }))
     }
 }
 
@@ -104,8 +104,8 @@ impl Context {
         let ib_uverbs_reg_mr { start, length, hca_va, access_flags, .. } = request;
         command.check_response::<ib_uverbs_reg_mr_resp>()?;
         let pd = self.pds.get(request.pd_handle)?;
-        let wanted = Wanted { pd, start, length, hca_va, access_flags, dma_buf: None };
-        let mr = Mr::new(self.hca, wanted)?;
+        let attr = MrAttr { pd, start, length, hca_va, access_flags, dma_buf: None };
+        let mr = Mr::new(self.hca, attr)?;
         let mr_handle = self.new_handle();
         command.respond(user, &ib_uverbs_reg_mr_resp { mr_handle, lkey: mr.key, rkey: mr.key })?;
         self.mrs.add(mr_handle, mr);

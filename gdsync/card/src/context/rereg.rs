@@ -27,23 +27,23 @@ impl Context {
             return Err(Errno::OPNOTSUPP);
         }
         let mr = self.mrs.get(request.mr_handle)?;
-        let mut current = mr.wanted.lock();
-        let mut wanted = current.clone();
+        let mut current = mr.attr.lock();
+        let mut attr = current.clone();
         if has(flag::TRANSLATION) {
-            (wanted.start, wanted.length, wanted.hca_va) = (request.start, request.length, request.hca_va);
+            (attr.start, attr.length, attr.hca_va) = (request.start, request.length, request.hca_va);
             // The new memory is the program's, as the kernel has it.
-            wanted.dma_buf = None;
+            attr.dma_buf = None;
         }
         if has(flag::PD) {
-            wanted.pd = self.pds.get(request.pd_handle)?;
+            attr.pd = self.pds.get(request.pd_handle)?;
         }
         if has(flag::ACCESS) {
-            wanted.access_flags = request.access_flags;
+            attr.access_flags = request.access_flags;
         }
-        let (memory, access) = wanted.check()?;
-        let changed = self.hca.card.reregister(mr.key, wanted.pd.pdn, &memory, wanted.hca_va, access);
+        let (memory, access) = attr.check()?;
+        let changed = self.hca.card.reregister(mr.key, attr.pd.pdn, &memory, attr.hca_va, access);
         changed.map_err(|_| Errno::INVAL)?;
-        *current = wanted;
+        *current = attr;
         command.respond(user, &ib_uverbs_rereg_mr_resp { lkey: mr.key, rkey: mr.key })
     }
 }

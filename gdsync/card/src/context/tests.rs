@@ -95,12 +95,12 @@ fn nothing_works_before_get_context() {
 /// libibverbs does not ask for it, but a program may.
 #[test]
 fn a_dma_buf_stays_registered_when_its_rights_change() {
-    use super::memory::{Mr, Wanted};
+    use super::memory::{Mr, MrAttr};
     let context = open();
     let pd = Arc::new(Pd { pdn: 7 });
     let dma_buf = gdsync_device::memory::Memory::alloc(4096).unwrap();
-    let wanted = Wanted { pd, start: 0, length: 4096, hca_va: 0, access_flags: 1, dma_buf: Some(dma_buf) };
-    context.mrs.add(1, Mr::new(context.hca, wanted).unwrap());
+    let attr = MrAttr { pd, start: 0, length: 4096, hca_va: 0, access_flags: 1, dma_buf: Some(dma_buf) };
+    context.mrs.add(1, Mr::new(context.hca, attr).unwrap());
     let program = Program(Mutex::new(vec![0; 64]));
     let rereg = |flags, start, access_flags| {
         let request = abi::ib_uverbs_rereg_mr {
@@ -115,7 +115,7 @@ fn a_dma_buf_stays_registered_when_its_rights_change() {
         };
         context.write(&program, &command(abi::IB_USER_VERBS_CMD_REREG_MR, 2, bytes_of(&request)))
     };
-    let is_dma_buf = || context.mrs.get(1).unwrap().wanted.lock().dma_buf.is_some();
+    let is_dma_buf = || context.mrs.get(1).unwrap().attr.lock().dma_buf.is_some();
     assert_eq!(rereg(1 << 2, 0, 3), Ok(()));
     assert!(is_dma_buf(), "its address is none of the program's");
     let mine = gdsync_device::memory::Memory::alloc(4096).unwrap();
