@@ -14,7 +14,6 @@ use crate::config::CmaPolicy;
 use crate::keys::PendingFlush;
 use crate::peers::Peers;
 use crate::srq::Srqs;
-use crate::wire::RxHints;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::engine::{Cqs, Progress, WatchedDoorbells};
 use gdsync_device::error::{Error, Result};
@@ -297,16 +296,10 @@ impl Core {
         self.links.find(peer)
     }
 
-    /// Adds a link and its hint for threads that do not hold the lock. Datagrams that wait for it are sent, and queue pairs
-    /// go on.
-    pub(crate) fn add_link(&mut self, ends: Ends, rx_hints: &RxHints) -> usize {
+    /// Adds a link. Datagrams that wait for it are sent, and queue pairs go on.
+    pub(crate) fn add_link(&mut self, ends: Ends) -> usize {
         let peer = ends.peer();
         let (link, rx) = self.links.add(ends);
-        if let Rx::Memory(ring) = &rx
-            && let Some((number, hint)) = ring.hint()
-        {
-            rx_hints.add(number, hint);
-        }
         self.rx.resize_with(self.rx.len().max(link + 1), || None);
         self.rx[link] = Some(rx);
         for (packet, number) in self.peers.take_waiting(peer.gid) {

@@ -104,7 +104,7 @@ impl ProgressEngine for Shared {
     fn accept(&self, core: &mut Core) {
         if self.port.has_accepted() {
             for ends in self.port.take_accepted() {
-                core.add_link(ends, &self.rx_hints);
+                core.add_link(ends);
             }
         }
     }
@@ -151,17 +151,18 @@ impl SoftHca {
         async_events: Option<Arc<dyn AsyncEvents>>,
     ) -> Result<Self> {
         config.faults.check()?;
-        let (own, port, event) = match config.tcp {
+        let (own, port, event, rx_hints) = match config.tcp {
             Some(address) => {
                 let port = TcpPort::open(address)?;
                 let event = Event::Sockets(port.sockets().clone());
-                (port.own(), HcaPort::Tcp(port), event)
+                (port.own(), HcaPort::Tcp(port), event, RxHints::default())
             }
             None => {
                 let gid = config.gid.map_or_else(Gid::random, Ok)?;
                 let event = EventCount::create()?;
                 let port = Port::open(gid, event.clone(), async_events.is_some())?;
-                (Peer::near(gid), HcaPort::Memory(port), Event::Memory(event))
+                let rx_hints = port.rx_hints();
+                (Peer::near(gid), HcaPort::Memory(port), Event::Memory(event), rx_hints)
             }
         };
         let copy_engine = config.copy_engine.clone().unwrap_or_else(|| Arc::new(GpuCopyEngines::default()));
@@ -180,7 +181,7 @@ impl SoftHca {
             is_card: async_events.is_some(),
             core: Mutex::new(core),
             doorbells: DoorbellSet::default(),
-            rx_hints: RxHints::default(),
+            rx_hints,
             port,
             event,
             progress: ProgressState::default(),
@@ -304,7 +305,7 @@ impl SoftHca {
             // Without the lock: the handshake with the peer's thread takes a while.
             let left = deadline.saturating_duration_since(Instant::now());
             if let Some(ends) = self.shared.port.connect(peer, left)? {
-                return Ok(self.shared.with(|core| core.add_link(ends, &self.shared.rx_hints)));
+                return Ok(self.shared.with(|core| core.add_link(ends)));
             }
             if left.is_zero() {
                 let why = "its own connection to this process has not come; repeat the call".into();
@@ -508,7 +509,7 @@ fn connector(shared: &Arc<Shared>) -> Result<Connector> {
         own.with(|core| {
             let has_link = ends.is_ok();
             match ends {
-                Ok(ends) => drop(ends.map(|ends| core.add_link(ends, &own.rx_hints))),
+                Ok(ends) => drop(ends.map(|ends| core.add_link(ends))),
                 Err(error) => tracing::debug!(%error, "software HCA: packets for this peer are lost"),
             }
             core.peers.tried(peer, has_link);

@@ -23,7 +23,7 @@ use std::{fmt, fs, io};
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::ring::{MappingPool, RING_BYTES, RxRing, TxRing};
+use super::ring::{MappingPool, RING_BYTES, RxHints, RxRing, TxRing};
 use super::{Accepted, Event, EventCount, Peer, uninterrupted};
 use crate::job;
 use gdsync_device::Gid;
@@ -187,6 +187,11 @@ impl Port {
         let response = handshake_connect(&stream, peer, &self.shared, deadline);
         let (file, event) = response.map_err(|e| failed(format!("the handshake failed: {e}")))?;
         self.shared.link(peer, &file, 0, event, stream)
+    }
+
+    /// The hints of its links.
+    pub(crate) fn rx_hints(&self) -> RxHints {
+        self.shared.mappings.rx_hints.clone()
     }
 
     /// Closes all links, and makes no more, after a panic.

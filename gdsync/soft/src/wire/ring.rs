@@ -1,8 +1,8 @@
 //! Packet rings in shared memory, one per direction of a link, and the pool of their mappings.
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
 
 use parking_lot::Mutex;
 
@@ -142,7 +142,7 @@ pub(crate) struct RxRing {
     /// Offset of the ring in the mapping.
     begin: usize,
     /// Keeps the ring mapped.
-    mapping: Option<Arc<Mapping>>,
+    _mapping: Option<Arc<Mapping>>,
 }
 
 /// Whether a record waits, for threads without the consumer's lock. May be stale, or of the slot's previous link.
@@ -177,7 +177,7 @@ impl RxRing {
     /// A ring over `memory` of [`RING_BYTES`].
     pub(super) fn new(memory: Memory) -> Self {
         let hint = Arc::new(RxHint::into(memory.clone()));
-        Self { ring: Ring(memory), consumer: Consumer::default(), hint, begin: 0, mapping: None }
+        Self { ring: Ring(memory), consumer: Consumer::default(), hint, begin: 0, _mapping: None }
     }
 
     /// The ring at offset `begin` of a link's mapping.
@@ -185,12 +185,7 @@ impl RxRing {
         let ring = Ring(mapping.memory().slice(begin, RING_BYTES)?);
         let (consumer, hint) = (Consumer::default(), mapping.hint().clone());
         hint.at.store(begin + at(0), Ordering::Relaxed);
-        Ok(Self { ring, consumer, hint, begin, mapping: Some(mapping.clone()) })
-    }
-
-    /// Slot number and hint of the link's mapping.
-    pub(crate) fn hint(&self) -> Option<(usize, Arc<RxHint>)> {
-        self.mapping.as_ref().map(|mapping| (mapping.number(), self.hint.clone()))
+        Ok(Self { ring, consumer, hint, begin, _mapping: Some(mapping.clone()) })
     }
 
     /// The next record, if any.
@@ -245,56 +240,26 @@ impl RxRing {
     }
 }
 
-/// Places of the first shelf; each further one has as many as all before it.
-const FIRST: usize = 64;
-/// Shelves: for more links than a process has descriptors for.
-const SHELVES: usize = 20;
-
-type FreeBlocks = Box<[OnceLock<Arc<RxHint>>]>;
-
-/// Receiving ends of all links, by slot number. Slots outlive their links; a free slot shows no packets.
-#[derive(Debug, Default)]
-pub(crate) struct RxHints {
-    count: AtomicUsize,
-    shelves: [OnceLock<FreeBlocks>; SHELVES],
-}
-
-/// The shelf that a place is on, and how many it has.
-fn shelf_of(number: usize) -> (usize, usize) {
-    let shelf = (number / FIRST).checked_ilog2().map_or(0, |log| log as usize + 1);
-    (shelf, if shelf == 0 { FIRST } else { FIRST << (shelf - 1) })
-}
+/// The next record of each link, for threads without the lock. A hint outlives its link, and shows no record then. Clones share them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct RxHints(Arc<boxcar::Vec<Arc<RxHint>>>);
 
 impl RxHints {
-    /// Adds slot `number` unless it exists.
-    pub(crate) fn add(&self, number: usize, hint: Arc<RxHint>) {
-        let (at, len) = shelf_of(number);
-        let shelf = self.shelves[at].get_or_init(|| (0..len).map(|_| OnceLock::new()).collect());
-        shelf[number % len].get_or_init(|| hint);
-        self.count.fetch_max(number + 1, Ordering::AcqRel);
-    }
-
     /// Whether a packet may be waiting on any link.
     pub(crate) fn any(&self) -> bool {
-        let count = self.count.load(Ordering::Acquire);
-        let shelves = self.shelves.iter().map_while(OnceLock::get);
-        shelves.flatten().take(count).any(|hint| hint.get().is_some_and(|hint| hint.has_record()))
+        self.0.iter().any(|(_, hint)| hint.has_record())
     }
 }
 
-/// Mappings of an HCA, as many as it ever had links at once. Clones share them.
+/// Mappings of an HCA, as many as it ever had links at once, and their hints. Clones share them.
 #[derive(Clone, Debug, Default)]
-pub(super) struct MappingPool(Arc<Mutex<Pool>>);
-
-#[derive(Debug, Default)]
-struct Pool {
-    free: Vec<Slot>,
-    made: usize,
+pub(super) struct MappingPool {
+    free: Arc<Mutex<Vec<Slot>>>,
+    pub(super) rx_hints: RxHints,
 }
 
 #[derive(Clone, Debug)]
 struct Slot {
-    number: usize,
     memory: Memory,
     hint: Arc<RxHint>,
 }
@@ -309,20 +274,20 @@ pub(super) struct Mapping {
 impl MappingPool {
     /// Maps `len` bytes of a link's file. All files of an HCA have the same length.
     pub(super) fn map(&self, file: BorrowedFd<'_>, len: usize) -> Result<Arc<Mapping>> {
-        let known = self.0.lock().free.pop();
+        let known = self.free.lock().pop();
         let slot = match known {
             Some(slot) => {
                 if let Err(error) = slot.memory.remap(Some(file)) {
-                    self.0.lock().free.push(slot);
+                    self.free.lock().push(slot);
                     return Err(error);
                 }
                 slot
             }
             None => {
                 let memory = Memory::map_shared(file, len)?;
-                let mut pool = self.0.lock();
-                pool.made += 1;
-                Slot { number: pool.made - 1, hint: Arc::new(RxHint::into(memory.clone())), memory }
+                let hint = Arc::new(RxHint::into(memory.clone()));
+                self.rx_hints.0.push(hint.clone());
+                Slot { memory, hint }
             }
         };
         Ok(Arc::new(Mapping { slot, mappings: self.clone() }))
@@ -330,11 +295,6 @@ impl MappingPool {
 }
 
 impl Mapping {
-    /// Slot number, counted from 0.
-    pub(super) fn number(&self) -> usize {
-        self.slot.number
-    }
-
     pub(super) fn memory(&self) -> &Memory {
         &self.slot.memory
     }
@@ -347,7 +307,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         match self.slot.memory.remap(None) {
-            Ok(()) => self.mappings.0.lock().free.push(self.slot.clone()),
+            Ok(()) => self.mappings.free.lock().push(self.slot.clone()),
             // Leaked: its content is unknown.
             Err(error) => {
                 tracing::warn!(%error, "software HCA: memory of a closed link leaks")
@@ -482,17 +442,5 @@ mod tests {
                 }
             }
         });
-    }
-
-    #[test]
-    fn places_fill_shelves_one_after_the_other() {
-        let mut places = (0..SHELVES).flat_map(|shelf| {
-            let len = shelf_of(if shelf == 0 { 0 } else { FIRST << (shelf - 1) }).1;
-            (0..len).map(move |at| (shelf, at, len))
-        });
-        for number in 0..100_000 {
-            let (shelf, len) = shelf_of(number);
-            assert_eq!(places.next(), Some((shelf, number % len, len)), "place {number}");
-        }
     }
 }
