@@ -134,7 +134,7 @@ impl GpuPath {
     }
 }
 
-/// Whether CUDA streams write and read the windows of ranks of the same host by peer copies: kernels that access the memory of the
+/// Whether CUDA streams write and read the windows of ranks of the same host by peer copies: they access the memory of the
 /// other GPU directly, over NVLink or PCIe. The environment's `MP_NEAR` overrides it: `auto`, `peer` or `queues`.
 ///
 /// See [`Window`](crate::Window#peer-copies), and [`Window::path_of`](crate::Window::path_of) for what a window does and why.

@@ -43,8 +43,8 @@ use rma::{MAX_SGES, Plan, SendWrs, What, chunks};
 ///
 /// # Peer copies
 /// Where both ranks are on one host and the part of the target is memory of a GPU (of `cudaMalloc`) that the own GPU reaches, CUDA
-/// streams put, get and set signals by kernels that access that memory themselves, over NVLink or PCIe: no queue and no CPU is on the
-/// way. [`Window::path_of`] says whether, or why not; [`NearPath`](crate::NearPath) and `MP_NEAR` choose. The own GPU is that of the own
+/// streams put, get and set signals by kernels that access that memory themselves, over NVLink or PCIe, or by their copy engine
+/// ([`CudaStreamConfig::copies`](gdsync::stream::CudaStreamConfig::copies), with what it does not promise): no queue and no CPU is on the way. [`Window::path_of`] says whether, or why not; [`NearPath`](crate::NearPath) and `MP_NEAR` choose. The own GPU is that of the own
 /// part, else [`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu).
 ///
 /// Other operations go through the queue pairs: those of the CPU and of host streams, to or from several pieces or other memory, bytes,
@@ -64,7 +64,7 @@ struct Inner {
     range: Range<usize>,
     /// The parts of all ranks.
     parts: Vec<Part>,
-    /// Those that kernels of the own GPU access.
+    /// Those that streams of the own GPU access.
     near: Near,
     /// Tells errors and recordings that the words of the own part are signals.
     _name: NamedWords,
@@ -569,7 +569,7 @@ impl Window {
         })
     }
 
-    /// Has a kernel of the stream move the data, and set the signal, where the memory at both ends allows it. Words are added to through
+    /// Has the stream itself move the data, and set the signal, where the memory at both ends allows it. Words are added to through
     /// the queue pair alone: additions of GPUs and of the software HCA's CPU would not be atomic to each other.
     fn by_copies<'a>(&'a self, rma: &'a Rma<'_>, plan: &mut Plan<'a>) {
         let near = &self.0.near;

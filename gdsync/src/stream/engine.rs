@@ -26,7 +26,7 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
         None
     }
 
-    /// The GPU whose kernels it launches.
+    /// The GPU of a CUDA stream.
     fn gpu(&self) -> Option<&Gpu> {
         None
     }

@@ -1,7 +1,7 @@
-//! Copies between GPUs of a host by their own kernels, with a signal behind the data.
+//! Copies between GPUs of a host by streams, with a signal behind the data.
 //!
-//! A kernel of the stream stores into memory of the peer, over NVLink or PCIe; streams there wait for a word in their own memory. No
-//! queue, doorbell or thread of a CPU is on the way.
+//! A kernel of the stream, or its copy engine, stores into memory of the peer, over NVLink or PCIe; streams there wait for a word in their
+//! own memory. No queue, doorbell or thread of a CPU is on the way.
 
 use std::fmt;
 use std::ops::Range;
@@ -61,6 +61,20 @@ enum Side {
 /// What kernels do for a copy.
 pub(super) type Steps = SmallVec<[KernelOp; 3]>;
 
+/// A signal to a word at an address of the GPU.
+pub(super) struct Signal {
+    pub(super) addr: u64,
+    pub(super) value: u64,
+    pub(super) add: bool,
+}
+
+impl Signal {
+    /// What a kernel does.
+    pub(super) fn step(&self) -> KernelOp {
+        KernelOp::signal64(self.addr, self.value, self.add)
+    }
+}
+
 impl Side {
     fn addr(&self, gpu: &Gpu, len: usize) -> Result<u64> {
         match self {
@@ -102,21 +116,28 @@ impl PeerCopy {
     /// What the kernels of `gpu` do.
     pub(super) fn steps(&self, gpu: &Gpu) -> Result<Steps> {
         let mut steps = Steps::new();
-        if let Some((from, to, len)) = &self.copy {
-            steps.extend(KernelOp::copy(to.addr(gpu, *len)?, from.addr(gpu, *len)?, *len as u64));
+        if let Some((to, from, len)) = self.copy(gpu)? {
+            steps.extend(KernelOp::copy(to, from, len as u64));
         }
-        if let Some(PeerSignal { to, offset, value, add }) = &self.signal {
-            let addr = to.gpu_addr(gpu, *offset, 8)?;
-            if !addr.is_multiple_of(8) {
-                return Err(Error::invalid(
-                    "signal of a peer",
-                    format!("{addr:#x}"),
-                    "an aligned 64-bit word",
-                ));
-            }
-            steps.push(KernelOp::signal64(addr, *value, *add));
-        }
+        steps.extend(self.signal(gpu)?.map(|signal| signal.step()));
         Ok(steps)
+    }
+
+    /// The addresses of destination and source for `gpu`, and the length.
+    pub(super) fn copy(&self, gpu: &Gpu) -> Result<Option<(u64, u64, usize)>> {
+        let find =
+            |(from, to, len): &(Side, Side, usize)| Ok((to.addr(gpu, *len)?, from.addr(gpu, *len)?, *len));
+        self.copy.as_ref().map(find).transpose()
+    }
+
+    /// The signal, at the address for `gpu`.
+    pub(super) fn signal(&self, gpu: &Gpu) -> Result<Option<Signal>> {
+        let Some(PeerSignal { to, offset, value, add }) = &self.signal else { return Ok(None) };
+        let addr = to.gpu_addr(gpu, *offset, 8)?;
+        match addr.is_multiple_of(8) {
+            true => Ok(Some(Signal { addr, value: *value, add: *add })),
+            false => Err(Error::invalid("signal of a peer", format!("{addr:#x}"), "an aligned 64-bit word")),
+        }
     }
 }
 
@@ -124,12 +145,13 @@ impl Batch {
     /// Copies `range` of `from` to `offset` in memory of a peer, by a kernel of the stream; then signals, if asked to. Who has seen the
     /// signal sees the data, of this copy and of all earlier work of the stream. A stream that has failed copies and signals nothing.
     ///
-    /// Streams of [`Via::MemOp`](super::Via::MemOp) launch a kernel for this, too. Copies of more than 96 KiB use 16 multiprocessors, of
-    /// 4 MiB and more 64. In [`KernelSteps`](super::KernelSteps) the application's block copies.
+    /// Streams of [`Via::MemOp`](super::Via::MemOp) launch a kernel for this, too, unless
+    /// [`CudaStreamConfig::copies`](super::CudaStreamConfig::copies) leaves it to the copy engine, which promises less. Kernels use 16
+    /// multiprocessors for more than 96 KiB, and 64 from 4 MiB on. In [`KernelSteps`](super::KernelSteps) the application's block copies.
     ///
     /// # Errors
-    /// [`Error::OutOfBounds`]; [`Error::Unsupported`] to add over PCIe. At submission [`Error::Unsupported`] on host streams; [`Error::InvalidArgument`] for
-    /// memory that is open for another GPU; [`Error::Cuda`].
+    /// [`Error::OutOfBounds`]; [`Error::Unsupported`] to add over PCIe. At submission [`Error::Unsupported`] on host streams, and to add
+    /// where the copy engine copies; [`Error::InvalidArgument`] for memory that is open for another GPU; [`Error::Cuda`].
     pub fn put_peer(
         &mut self,
         from: &Memory,
@@ -143,7 +165,7 @@ impl Batch {
         self.peer(Side::Own(from), Side::Peer(to.clone(), offset), len, signal)
     }
 
-    /// Copies from `offset` in memory of a peer to `range` of `to`, by a kernel of the stream: see [`Batch::put_peer`].
+    /// Copies from `offset` in memory of a peer to `range` of `to`, as [`Batch::put_peer`] does.
     ///
     /// # Errors
     /// As [`Batch::put_peer`].

@@ -1,4 +1,4 @@
-//! Copies and signals into memory of another GPU, by kernels of streams; GPUs of one process, and of two.
+//! Copies and signals into memory of another GPU, by kernels of streams or the copy engine; GPUs of one process, and of two.
 
 mod processes;
 
@@ -20,6 +20,13 @@ const LENGTHS: [usize; 14] =
 /// Bytes that no copy may touch, on both sides.
 const MARGIN: usize = 64;
 const ROOM: usize = 2_300_000;
+
+/// What runs the operations of a stream, and what its copies.
+type Ways = (Via, Via);
+const WAYS: [Ways; 4] =
+    [(Via::Kernel, Via::Kernel), (Via::MemOp, Via::Kernel), (Via::Kernel, Via::MemOp), NO_KERNEL];
+/// Nothing adds to a word of a peer.
+const NO_KERNEL: Ways = (Via::MemOp, Via::MemOp);
 
 /// Two GPUs, or twice the only one.
 fn gpus() -> Option<[Gpu; 2]> {
@@ -63,9 +70,10 @@ impl Target {
     }
 }
 
-fn stream_on(gpu: &Gpu, via: Via, wait_limit: Duration) -> Stream {
-    let name = format!("{via} on {}", gpu.ordinal());
-    Stream::cuda(gpu, CudaStreamConfig { name, via, wait_limit, ..CudaStreamConfig::default() }).unwrap()
+fn stream_on(gpu: &Gpu, (via, copies): Ways, wait_limit: Duration) -> Stream {
+    let name = format!("{via} on {}, copies by {copies}", gpu.ordinal());
+    let config = CudaStreamConfig { name, via, copies, wait_limit, ..CudaStreamConfig::default() };
+    Stream::cuda(gpu, config).unwrap()
 }
 
 /// Memory of the sender, with a pattern.
@@ -79,7 +87,7 @@ fn source(gpu: &Gpu, seed: usize) -> (Memory, Vec<u8>) {
 #[test]
 fn puts_are_whole_when_their_signal_is_seen() {
     let Some([a, b]) = gpus() else { return };
-    for via in [Via::Kernel, Via::MemOp] {
+    for via in WAYS {
         let (from, bytes) = source(&a, 1);
         let to = Target::new(&b, &a);
         let gate = Memory::alloc(8).unwrap().word64(0).unwrap();
@@ -89,7 +97,8 @@ fn puts_are_whole_when_their_signal_is_seen() {
             for (start, offset) in [(0, MARGIN), (3, MARGIN), (16, MARGIN + 5), (7, MARGIN + 9)] {
                 signals += 1;
                 // The signal is set, or added to; alone, or behind a wait in the same batch.
-                let signal = to.signal(if start == 3 { 1 } else { signals }, start == 3);
+                let adds = start == 3 && via != NO_KERNEL;
+                let signal = to.signal(if adds { 1 } else { signals }, adds);
                 let mut batch = Batch::new();
                 if offset % 2 == 1 {
                     batch.wait_value64(&gate, signals, Cond::Geq);
@@ -101,9 +110,9 @@ fn puts_are_whole_when_their_signal_is_seen() {
                 streams[1].synchronize(PATIENCE).unwrap();
                 assert!(
                     to.takes(offset, &bytes[start..start + len]),
-                    "{via}: {len} from {start} to {offset}"
+                    "{via:?}: {len} from {start} to {offset}"
                 );
-                assert_eq!(to.word.load(), signals, "{via}");
+                assert_eq!(to.word.load(), signals, "{via:?}");
             }
         }
         streams[0].synchronize(PATIENCE).unwrap();
@@ -116,13 +125,13 @@ fn gets_bring_what_the_peer_has() {
     let (there, bytes) = source(&b, 2);
     let there = PeerMemory::open(&a, &there.export().unwrap()).unwrap();
     let here = Target::new(&a, &a);
-    for via in [Via::Kernel, Via::MemOp] {
+    for via in WAYS {
         let stream = stream_on(&a, via, PATIENCE);
         for len in LENGTHS {
             for (start, offset) in [(32, MARGIN), (5, MARGIN + 16), (1, MARGIN + 11)] {
                 stream.get_peer(&there, start, &here.memory, offset..offset + len).unwrap();
                 stream.synchronize(PATIENCE).unwrap();
-                assert!(here.takes(offset, &bytes[start..start + len]), "{via}: {len} from {start}");
+                assert!(here.takes(offset, &bytes[start..start + len]), "{via:?}: {len} from {start}");
             }
         }
     }
@@ -132,7 +141,7 @@ fn gets_bring_what_the_peer_has() {
 #[test]
 fn batches_of_many_operations_keep_their_order() {
     let Some([a, b]) = gpus() else { return };
-    for via in [Via::Kernel, Via::MemOp] {
+    for via in WAYS {
         let (from, bytes) = source(&a, 3);
         let (there, here) = (Target::new(&b, &a), a.alloc(ROOM).unwrap());
         let words = Memory::alloc(16).unwrap();
@@ -140,23 +149,27 @@ fn batches_of_many_operations_keep_their_order() {
         let stream = stream_on(&a, via, PATIENCE);
         for (round, len) in [700_000, 100, 100_000, 40_000, 20_000].into_iter().enumerate() {
             let n = round as u64 + 1;
+            let signal = |nth| match via {
+                NO_KERNEL => there.signal(nth, false),
+                _ => there.signal(1, true),
+            };
             let mut batch = Batch::new();
             batch.wait_value64(&ready, n, Cond::Geq);
-            batch.put_peer(&from, 1..1 + len, &there.peer, MARGIN, Some(there.signal(1, true))).unwrap();
+            batch.put_peer(&from, 1..1 + len, &there.peer, MARGIN, Some(signal(2 * n - 1))).unwrap();
             batch.wait_value64(&ready, n, Cond::Eq);
             batch.get_peer(&there.peer, MARGIN, &here, 0..len).unwrap();
             batch.barrier();
             // Back to where it came from, somewhere else.
             batch.put_peer(&here, 0..len, &there.peer, MARGIN + len + 1, None).unwrap();
-            batch.signal_peer(there.signal(1, true)).unwrap();
+            batch.signal_peer(signal(2 * n)).unwrap();
             batch.write_value64(&done, n);
             stream.submit(&mut batch).unwrap();
             ready.store(n);
             stream.synchronize(PATIENCE).unwrap();
-            assert_eq!((done.load(), there.word.load()), (n, 2 * n), "{via}");
+            assert_eq!((done.load(), there.word.load()), (n, 2 * n), "{via:?}");
             let mut found = vec![0; 2 * len + 1];
             there.memory.read(MARGIN, &mut found).unwrap();
-            assert!(found[..len] == bytes[1..=len] && found[len + 1..] == bytes[1..=len], "{via}: {len}");
+            assert!(found[..len] == bytes[1..=len] && found[len + 1..] == bytes[1..=len], "{via:?}: {len}");
         }
     }
 }
@@ -165,7 +178,7 @@ fn batches_of_many_operations_keep_their_order() {
 #[test]
 fn graphs_copy_again_in_each_launch() {
     let Some([a, b]) = gpus() else { return };
-    for (via, batches) in [(Via::Kernel, 1), (Via::Kernel, 6), (Via::MemOp, 1), (Via::MemOp, 6)] {
+    for (via, batches) in WAYS.into_iter().flat_map(|via| [(via, 1), (via, 6)]) {
         let (from, to) = (a.alloc(ROOM).unwrap(), Target::new(&b, &a));
         let streams = [stream_on(&a, via, PATIENCE), stream_on(&b, via, PATIENCE)];
         let part = |i: usize| (i * 300_000, [9, 166_000, 290_001, 8_200, 131_072, 33_333][i]);
@@ -173,7 +186,11 @@ fn graphs_copy_again_in_each_launch() {
             .capture(|stream| {
                 (0..batches).try_for_each(|i| {
                     let (at, len) = part(i);
-                    stream.put_peer(&from, at..at + len, &to.peer, MARGIN + at, Some(to.signal(1, true)))
+                    let signal = match via {
+                        NO_KERNEL => to.signal(i as u64 + 1, false),
+                        _ => to.signal(1, true),
+                    };
+                    stream.put_peer(&from, at..at + len, &to.peer, MARGIN + at, Some(signal))
                 })
             })
             .unwrap();
@@ -181,11 +198,12 @@ fn graphs_copy_again_in_each_launch() {
             let bytes = pattern(ROOM, round);
             from.write(0, &bytes).unwrap();
             from.flush().unwrap();
+            to.word.store(0);
             graph.launch_within(&streams[0], PATIENCE).unwrap();
-            streams[1].wait_value64(&to.word, (round * batches) as u64, Cond::Geq).unwrap();
+            streams[1].wait_value64(&to.word, batches as u64, Cond::Geq).unwrap();
             streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
             for (at, len) in (0..batches).map(part) {
-                assert!(to.takes(MARGIN + at, &bytes[at..at + len]), "{via}, {batches}: {len}");
+                assert!(to.takes(MARGIN + at, &bytes[at..at + len]), "{via:?}, {batches}: {len}");
             }
         }
     }
@@ -196,7 +214,7 @@ fn graphs_copy_again_in_each_launch() {
 fn failed_streams_copy_nothing() {
     let Some([a, b]) = gpus() else { return };
     let (from, to) = (source(&a, 4).0, Target::new(&b, &a));
-    for via in [Via::Kernel, Via::MemOp] {
+    for via in [(Via::Kernel, Via::Kernel), (Via::MemOp, Via::Kernel)] {
         for len in [8, 20_000, 100_000, 1_200_000] {
             for in_graph in [false, true] {
                 let never = Memory::alloc(8).unwrap().word64(0).unwrap();
@@ -214,13 +232,29 @@ fn failed_streams_copy_nothing() {
                 };
                 submitted.unwrap();
                 let error = stream.synchronize(PATIENCE).unwrap_err();
-                assert!(matches!(error, Error::StreamWait { .. }), "{via}: {error}");
+                assert!(matches!(error, Error::StreamWait { .. }), "{via:?}: {error}");
                 drop(stream);
-                assert_eq!(to.word.load(), 0, "{via}: {len}");
-                assert!(to.takes(MARGIN, &vec![0; len]), "{via}: {len}");
+                assert_eq!(to.word.load(), 0, "{via:?}: {len}");
+                assert!(to.takes(MARGIN, &vec![0; len]), "{via:?}: {len}");
             }
         }
     }
+}
+
+/// The copy engine does not know of failures, but kernels signal nothing then.
+#[test]
+fn failed_streams_of_kernels_do_not_signal_what_the_copy_engine_copies() {
+    let Some([a, b]) = gpus() else { return };
+    let (from, to) = (source(&a, 4).0, Target::new(&b, &a));
+    let never = Memory::alloc(8).unwrap().word64(0).unwrap();
+    let stream = stream_on(&a, (Via::Kernel, Via::MemOp), Duration::from_millis(50));
+    stream.wait_value64(&never, 1, Cond::Geq).unwrap();
+    stream.put_peer(&from, 0..8, &to.peer, 0, Some(to.signal(1, true))).unwrap();
+    stream.signal_peer(to.signal(1, false)).unwrap();
+    let error = stream.synchronize(PATIENCE).unwrap_err();
+    assert!(matches!(error, Error::StreamWait { .. }), "{error}");
+    drop(stream);
+    assert_eq!(to.word.load(), 0);
 }
 
 #[test]
@@ -242,7 +276,9 @@ fn what_cannot_be_copied_is_refused() {
     let host = stream("host").submit(&mut batch).unwrap_err();
     assert!(host.to_string().contains("a stream of a GPU"), "{host}");
     assert!(batch.run(PATIENCE).is_err());
-    let on_a = stream_on(&a, Via::Kernel, PATIENCE);
+    let added = stream_on(&a, NO_KERNEL, PATIENCE).signal_peer(to.signal(1, true)).unwrap_err();
+    assert!(added.to_string().contains("launches no kernel for it"), "{added}");
+    let on_a = stream_on(&a, WAYS[0], PATIENCE);
     let signal = PeerSignal { offset: 4, ..to.signal(1, false) };
     let unaligned = on_a.signal_peer(signal).unwrap_err();
     assert!(unaligned.to_string().contains("aligned 64-bit word"), "{unaligned}");
@@ -254,6 +290,24 @@ fn what_cannot_be_copied_is_refused() {
     drop((batch, from));
     let gone = PeerMemory::open(&b, &exported).unwrap_err();
     assert!(gone.to_string().contains("has not freed"), "{gone}");
+}
+
+/// A GPU whose kernels cannot be loaded: the copy engine is taken unasked.
+#[test]
+fn gpus_without_kernels_take_the_copy_engine() {
+    own_process!();
+    let control = Control::take();
+    control.fail("cuModuleLoadData", 218);
+    let gpus = [0, 1].map(|ordinal| crate::simulated::gpu(ordinal).unwrap());
+    let (from, bytes) = source(&gpus[0], 5);
+    let to = Target::new(&gpus[1], &gpus[0]);
+    let stream = stream_on(&gpus[0], (Via::MemOp, Via::Auto), PATIENCE);
+    stream.put_peer(&from, 0..100, &to.peer, MARGIN, Some(to.signal(1, false))).unwrap();
+    stream.synchronize(PATIENCE).unwrap();
+    assert!(to.takes(MARGIN, &bytes[..100]));
+    assert_eq!((to.word.load(), control.calls("cuLaunchKernel")), (1, 0));
+    let config = CudaStreamConfig { copies: Via::Kernel, ..CudaStreamConfig::default() };
+    assert!(Stream::cuda(&gpus[0], config).is_err());
 }
 
 /// A driver whose GPUs are linked by PCIe, or not at all.
@@ -269,7 +323,7 @@ fn links_without_atomics_take_no_additions() {
     let error = batch.signal_peer(to.signal(1, true)).unwrap_err();
     assert!(error.to_string().contains("write the signal's value"), "{error}");
     batch.signal_peer(to.signal(1, false)).unwrap();
-    let stream = stream_on(&gpus[0], Via::Kernel, PATIENCE);
+    let stream = stream_on(&gpus[0], WAYS[0], PATIENCE);
     stream.submit(&mut batch).unwrap();
     stream.synchronize(PATIENCE).unwrap();
     assert_eq!(to.word.load(), 1);

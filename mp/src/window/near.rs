@@ -1,4 +1,4 @@
-//! Peer copies: the parts of a window that kernels of this rank's GPU write and read directly.
+//! Peer copies: the parts of a window that streams of this rank's GPU write and read directly.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -156,10 +156,7 @@ impl Near {
                 }
                 _ if !path.is_on_this_host() => Err("the rank is on another host".into()),
                 None => Err("this rank has no GPU: give one to CommunicatorBuilder::gpu".into()),
-                Some(gpu) => match gpu.kernel_exec() {
-                    Ok(_) => offer.open(gpu, part),
-                    Err(error) => Err(format!("no kernels: {error}").into()),
-                },
+                Some(gpu) => offer.open(gpu, part),
             }
         };
         let reached: Vec<_> = parts.iter().enumerate().map(open).collect();
@@ -208,14 +205,14 @@ impl Near {
         self.gpu.as_ref().is_some_and(|gpu| stream.takes_peer_copies(gpu))
     }
 
-    /// Whether a kernel of the GPU copies to or from this memory.
+    /// Whether streams of the GPU copy to or from this memory.
     pub(super) fn is_near(&self, memory: &Memory) -> bool {
         let context = |gpu: &Gpu| gpu.raw_context();
         self.gpu.as_ref().is_some_and(|gpu| memory.gpu().map(context) == Some(context(gpu)))
     }
 }
 
-/// What a kernel does for an operation: a copy, a signal, or a copy and a signal behind it.
+/// What a stream does for an operation: a copy, a signal, or a copy and a signal behind it.
 pub(super) struct PeerCopies<'a> {
     pub(super) copy: Option<Copy<'a>>,
     pub(super) signal: Option<PeerSignal>,

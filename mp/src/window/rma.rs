@@ -216,7 +216,7 @@ impl<'a> Signal<'a> {
 /// How an operation is carried out.
 #[derive(Default)]
 pub(super) struct Plan<'a> {
-    /// By a kernel of the stream, before the work requests.
+    /// By the stream itself, before the work requests.
     pub(super) copies: Option<PeerCopies<'a>>,
     pub(super) wrs: SendWrs<'a>,
     /// The stream waits for the work requests: peer copies may follow.

@@ -1,4 +1,4 @@
-//! Windows whose streams write and read the memory of other ranks by kernels, on GPUs or simulated ones.
+//! Windows whose streams write and read the memory of other ranks themselves, on GPUs or simulated ones.
 
 use std::process::{Command, exit};
 use std::sync::{Arc, Barrier, Mutex};
@@ -37,7 +37,11 @@ fn gpu() -> Gpu {
 }
 
 fn on(gpu: &Gpu, via: Via) -> Stream {
-    let config = CudaStreamConfig { via, wait_limit: LONG, ..CudaStreamConfig::default() };
+    copying(gpu, via, Via::Auto)
+}
+
+fn copying(gpu: &Gpu, via: Via, copies: Via) -> Stream {
+    let config = CudaStreamConfig { via, copies, wait_limit: LONG, ..CudaStreamConfig::default() };
     Stream::cuda(gpu, config).unwrap()
 }
 
@@ -57,14 +61,13 @@ fn is_near(window: &Window, buffer: &Registration, rank: usize) {
 }
 
 /// Each rank puts to all, itself included, eagerly and in graphs, and gets it back.
-fn exchange(comm: &Communicator, gpu: &Gpu, via: Via) {
+fn exchange(comm: &Communicator, gpu: &Gpu, s: &Stream) {
     const LEN: usize = 70_000;
     let (me, all) = (comm.rank(), comm.size());
     let (outbox, target) = (of_gpu(comm, gpu, LEN), of_gpu(comm, gpu, 64 * all + all * LEN));
     let back = of_gpu(comm, gpu, LEN);
     let window = comm.window(&target, 0..target.memory().len(), LONG).unwrap();
     (0..all).for_each(|rank| is_near(&window, &outbox, rank));
-    let s = on(gpu, via);
     let put = |s: &Stream, peer: usize, n: u64, len: usize| {
         let put = Rma::put(&outbox, 0..len, peer, 64 * all + me * LEN);
         window.start_on_stream(s, &put.with_signal(Signal::set(64 * me, n))).unwrap()
@@ -81,9 +84,9 @@ fn exchange(comm: &Communicator, gpu: &Gpu, via: Via) {
     for n in 1..=10 {
         let len = 1 + (n * 7919) % LEN;
         fill(n, len);
-        let puts: Vec<_> = (0..all).map(|peer| put(&s, peer, n as u64, len)).collect();
+        let puts: Vec<_> = (0..all).map(|peer| put(s, peer, n as u64, len)).collect();
         (0..all).for_each(|peer| {
-            window.wait_signal_on_stream(&s, 64 * peer, n as u64, Cond::Geq).unwrap();
+            window.wait_signal_on_stream(s, 64 * peer, n as u64, Cond::Geq).unwrap();
         });
         s.synchronize(LONG).unwrap();
         (0..all).for_each(|peer| arrived(peer, n, len));
@@ -91,8 +94,8 @@ fn exchange(comm: &Communicator, gpu: &Gpu, via: Via) {
             assert_eq!(put.wait(LONG).unwrap().bytes, len);
         }
         let right = (me + 1) % all;
-        let got = window.iget_on_stream(&s, &back, 0..len, right, 64 * all + me * LEN).unwrap();
-        comm.wait_on_stream(&s, &got).unwrap();
+        let got = window.iget_on_stream(s, &back, 0..len, right, 64 * all + me * LEN).unwrap();
+        comm.wait_on_stream(s, &got).unwrap();
         s.synchronize(LONG).unwrap();
         assert!(bytes(&back, 0..len) == message(me, 0, n, len), "back from {right}");
         comm.barrier(LONG).unwrap();
@@ -107,9 +110,9 @@ fn exchange(comm: &Communicator, gpu: &Gpu, via: Via) {
         (0..all).for_each(|peer| target.memory().word64(64 * peer).unwrap().store(0));
         target.memory().flush().unwrap();
         comm.barrier(LONG).unwrap();
-        graph.launch(&s).unwrap();
+        graph.launch(s).unwrap();
         (0..all).for_each(|peer| {
-            window.wait_signal_on_stream(&s, 64 * peer, 1000, Cond::Eq).unwrap();
+            window.wait_signal_on_stream(s, 64 * peer, 1000, Cond::Eq).unwrap();
         });
         s.synchronize(LONG).unwrap();
         (0..all).for_each(|peer| arrived(peer, n, LEN));
@@ -118,9 +121,20 @@ fn exchange(comm: &Communicator, gpu: &Gpu, via: Via) {
     window.destroy(LONG).unwrap();
 }
 
-job_test!(ranks_exchange_by_kernels, 2, |comm| exchange(comm, &gpu(), Via::Kernel));
-job_test!(streams_of_memory_operations_launch_kernels, 2, |comm| exchange(comm, &gpu(), Via::MemOp));
-job_test!(one_rank_reaches_itself, 1, |comm| exchange(comm, &gpu(), Via::Kernel));
+job_test!(ranks_exchange_by_kernels, 2, |comm| exchange_via(comm, Via::Kernel, Via::Kernel));
+job_test!(streams_of_memory_operations_launch_kernels, 2, |comm| exchange_via(comm, Via::MemOp, Via::Kernel));
+job_test!(streams_of_memory_operations_use_the_copy_engine, 2, |comm| exchange_via(
+    comm,
+    Via::MemOp,
+    Via::MemOp
+));
+job_test!(streams_of_kernels_use_the_copy_engine, 2, |comm| exchange_via(comm, Via::Kernel, Via::MemOp));
+job_test!(one_rank_reaches_itself, 1, |comm| exchange_via(comm, Via::Kernel, Via::Kernel));
+
+fn exchange_via(comm: &Communicator, via: Via, copies: Via) {
+    let gpu = gpu();
+    exchange(comm, &gpu, &copying(&gpu, via, copies));
+}
 
 /// Ranks of one process that exchange through its memory.
 #[derive(Debug)]
@@ -160,7 +174,7 @@ fn ranks_of_one_process_have_two_gpus() {
         let met = met.clone();
         let builder = Communicator::builder().gpu(&gpu).timeout(LONG).near(NearPath::PeerCopies);
         let comm = builder.init_over(Threads { rank, met }).unwrap();
-        exchange(&comm, &gpu, Via::Kernel);
+        exchange(&comm, &gpu, &on(&gpu, Via::Kernel));
         comm.finalize(LONG).unwrap();
     };
     thread::scope(|scope| {

@@ -12,7 +12,7 @@ use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, Handle};
 use smallvec::SmallVec;
 
 use super::instance::Pool;
-use super::plan::{self, Call};
+use super::plan::{self, ByKernel, Call, EngineCopy};
 use super::shared::{CompletedSubmissions, MARK_EVERY, Shared, SubmitGuard};
 use crate::stream::op::{Op, Ops};
 use gdsync_device::cuda::Gpu;
@@ -48,14 +48,14 @@ enum Shape {
         grid: Grid,
     },
     HostFn,
+    Copy(EngineCopy),
 }
 
 /// A graph that can be launched.
 #[derive(Debug)]
 pub(super) struct Exec {
     gpu: Gpu,
-    /// Whether kernels run the operations.
-    by_kernel: bool,
+    by_kernel: ByKernel,
     /// The graph that owns the nodes.
     _graph: OwnedGraph,
     nodes: Vec<Node>,
@@ -70,13 +70,14 @@ struct OwnedGraph {
 }
 
 impl Shape {
-    fn of(call: &Call, by_kernel: bool) -> Self {
+    fn of(call: &Call, by_kernel: ByKernel) -> Self {
         match call {
-            Call::Ops(ops) if plan::runs_by_kernel(ops, by_kernel) => {
+            Call::Ops(ops) if plan::runs_by_kernel(ops, by_kernel.ops) => {
                 Shape::Kernel { ops: ops.len(), grid: Grid::of(ops) }
             }
             Call::Ops(ops) => Shape::MemOps(ops.iter().map(|op| op.memop().operation).collect()),
             Call::HostFn(_) => Shape::HostFn,
+            Call::Copy(copy) => Shape::Copy(*copy),
         }
     }
 }
@@ -129,7 +130,7 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        let calls = plan::list(&self.gpu, ops, self.by_kernel())?;
+        let calls = plan::list(&self.gpu, ops, self.by_kernel)?;
         if let Some(error) = self.error() {
             return Err(error);
         }
@@ -151,9 +152,11 @@ impl Shared {
 
     /// Captures a call and returns its node.
     fn node(&self, api: &Api, call: &Call) -> gdrcopy::Result<Node> {
-        let shape = Shape::of(call, self.by_kernel());
-        if let Call::Ops(ops) = call {
-            self.run(0, ops)?;
+        let shape = Shape::of(call, self.by_kernel);
+        match call {
+            Call::Ops(ops) => self.run(0, ops)?,
+            Call::Copy(copy) => self.copy(*copy)?,
+            Call::HostFn(_) => {}
         }
         let (_, handle) = capture_of(api, self.stream)?;
         Ok(Node { handle, shape })
@@ -168,7 +171,7 @@ impl Shared {
         let owned = OwnedGraph { gpu: self.gpu.clone(), graph };
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
-        let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel(), captured.nodes);
+        let (gpu, by_kernel, nodes) = (self.gpu.clone(), self.by_kernel, captured.nodes);
         let pool = Arc::new(Pool::of_graph(&gpu, self.kernel_exec.as_ref(), graph, &nodes)?);
         Ok(Arc::new(Exec { gpu, by_kernel, _graph: owned, nodes, pool }))
     }
@@ -180,7 +183,7 @@ impl Shared {
         ops: &mut Ops,
         ends: &[usize],
     ) -> Result<u64> {
-        if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel() != exec.by_kernel {
+        if self.gpu.raw_context() != exec.gpu.raw_context() || self.by_kernel.ops != exec.by_kernel.ops {
             return Err(other_gpu());
         }
         self.mark_before_registering(guard, ops);
@@ -211,7 +214,7 @@ impl Node {
     pub(super) fn kernel(&self) -> Option<(usize, Grid)> {
         match self.shape {
             Shape::Kernel { ops, grid } => Some((ops, grid)),
-            Shape::MemOps(_) | Shape::HostFn => None,
+            Shape::MemOps(_) | Shape::HostFn | Shape::Copy(_) => None,
         }
     }
 }

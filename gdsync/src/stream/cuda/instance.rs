@@ -166,8 +166,8 @@ impl Instance {
                     kernel_exec.arm(api, (self.exec, node.handle), head, ops)?;
                 }
                 (Call::Ops(ops), _) => self.arm_memops(api, node.handle, ops)?,
-                // Graphs have none.
-                (Call::HostFn(_), _) => {}
+                // The same in each launch; graphs have no host functions.
+                (Call::Copy(_) | Call::HostFn(_), _) => {}
             }
         }
         Ok(())

@@ -8,6 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
+use crate::stream::peer::{PeerCopy, Signal};
 use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
@@ -26,6 +27,25 @@ pub(super) enum Call {
     Ops(Program),
     /// `cuLaunchHostFunc` of the host function at this index of the submission.
     HostFn(usize),
+    /// `cuMemcpyAsync`, to or from memory of a peer.
+    Copy(EngineCopy),
+}
+
+/// A copy by the copy engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct EngineCopy {
+    pub(super) to: u64,
+    pub(super) from: u64,
+    pub(super) len: usize,
+}
+
+/// What kernels do for a stream; memory operations and the copy engine do the rest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct ByKernel {
+    /// Operations but copies to peers.
+    pub(super) ops: bool,
+    /// Copies to and from peers.
+    pub(super) copies: bool,
 }
 
 /// The calls of a list of operations, as few as the limits allow. The last call, mostly the only one, is built in
@@ -37,7 +57,7 @@ pub(super) struct Calls {
     last: Program,
     /// A deferred barrier, dropped if the next operation is fenced.
     barrier: bool,
-    by_kernel: bool,
+    by_kernel: ByKernel,
     /// Whether the last call is a kernel of a stream whose other calls are memory operations.
     is_last_by_kernel: bool,
     host_fns: usize,
@@ -63,9 +83,9 @@ type Indices = SmallVec<[KernelOp; 2]>;
 impl Calls {
     /// An empty plan.
     #[inline]
-    pub(super) fn new(by_kernel: bool) -> Self {
+    pub(super) fn new(by_kernel: ByKernel) -> Self {
         Self {
-            max: max_ops(by_kernel),
+            max: max_ops(by_kernel.ops),
             before: Vec::new(),
             last: Program::new(),
             barrier: false,
@@ -97,7 +117,7 @@ impl Calls {
         self.flush_barrier();
         let may_follow = match Grid::of(steps).blocks {
             _ if self.is_step() => true,
-            _ if !self.by_kernel => self.last.is_empty(),
+            _ if !self.by_kernel.ops => self.last.is_empty(),
             1 => !self.last.iter().any(KernelOp::is_flush),
             2..=WAITING_BLOCKS => self.last.iter().all(KernelOp::is_wait_for_growth),
             _ => self.last.is_empty(),
@@ -106,7 +126,22 @@ impl Calls {
             self.end();
         }
         self.last.extend_from_slice(steps);
-        self.is_last_by_kernel = !self.by_kernel;
+        self.is_last_by_kernel = !self.by_kernel.ops;
+    }
+
+    /// Adds a copy by the copy engine, and a signal behind it.
+    fn put_engine_copy(&mut self, copy: &PeerCopy, gpu: &Gpu) -> Result<()> {
+        if let Some((to, from, len)) = copy.copy(gpu)? {
+            self.end();
+            self.before.push(Call::Copy(EngineCopy { to, from, len }));
+        }
+        match copy.signal(gpu)? {
+            Some(signal) if self.by_kernel.ops => self.put_copy(&[signal.step()]),
+            Some(Signal { add: true, .. }) => return Err(no_addition()),
+            Some(Signal { addr, value, .. }) => self.put([KernelOp::write64(addr, value)]),
+            None => {}
+        }
+        Ok(())
     }
 
     /// Whether it is the program of a kernel step, which one block runs.
@@ -194,13 +229,8 @@ impl Calls {
                     self.pass(&mut indices);
                     self.put([KernelOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
                 }
-                Op::Peer(ref copy) => {
-                    if !self.by_kernel {
-                        gpu.kernel_exec()?;
-                    }
-                    let steps = copy.steps(gpu)?;
-                    self.put_copy(&steps);
-                }
+                Op::Peer(ref copy) if self.by_kernel.copies => self.put_copy(&copy.steps(gpu)?),
+                Op::Peer(ref copy) => self.put_engine_copy(copy, gpu)?,
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),
@@ -238,17 +268,24 @@ impl Calls {
         (self.before.len() + usize::from(!self.last.is_empty() || self.barrier), self.host_fns)
     }
 
-    /// Makes the calls with `ops` and `host_fn`, until one fails.
+    /// Whether there are others than kernels and memory operations, which need a current context.
+    pub(super) fn need_context(&self) -> bool {
+        self.before.iter().any(|call| !matches!(call, Call::Ops(_)))
+    }
+
+    /// Makes the calls with `ops`, `host_fn` and `copy`, until one fails.
     pub(super) fn make(
         &mut self,
         ops: impl Fn(&[KernelOp]) -> gdrcopy::Result<()>,
         host_fn: impl Fn(usize) -> gdrcopy::Result<()>,
+        copy: impl Fn(EngineCopy) -> gdrcopy::Result<()>,
     ) -> gdrcopy::Result<()> {
         self.flush_barrier();
         for call in &self.before {
             match call {
                 Call::Ops(part) => ops(part),
                 Call::HostFn(place) => host_fn(*place),
+                Call::Copy(part) => copy(*part),
             }?;
         }
         if self.last.is_empty() { Ok(()) } else { ops(&self.last) }
@@ -305,7 +342,7 @@ fn word(gpu: &Gpu, op: &Op, word: &Memory) -> Result<Place> {
 }
 
 /// The calls of a batch, for a graph. Lock rules as in [`Calls::add`].
-pub(super) fn list(gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<Vec<Call>> {
+pub(super) fn list(gpu: &Gpu, ops: &[Op], by_kernel: ByKernel) -> Result<Vec<Call>> {
     let mut calls = Calls::new(by_kernel);
     calls.add(gpu, ops)?;
     calls.end();
@@ -314,7 +351,7 @@ pub(super) fn list(gpu: &Gpu, ops: &[Op], by_kernel: bool) -> Result<Vec<Call>> 
 
 /// The program of a kernel step. Lock rules as in [`Calls::add`].
 pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
-    let mut calls = Calls { max: usize::MAX, ..Calls::new(true) };
+    let mut calls = Calls { max: usize::MAX, ..Calls::new(ByKernel { ops: true, copies: true }) };
     calls.add(gpu, ops)?;
     calls.barrier |= calls.last.last().is_some_and(KernelOp::is_copy);
     calls.flush_barrier();
@@ -326,6 +363,14 @@ pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
         });
     }
     Ok(calls.last)
+}
+
+fn no_addition() -> Error {
+    Error::Unsupported {
+        what: "adding to a word in memory of a peer",
+        by: "a stream that launches no kernel for it: its copies are left to the copy engine",
+        fix: "write the signal's value instead of adding to it, or use a queue pair",
+    }
 }
 
 fn no_flush() -> Error {
@@ -344,6 +389,9 @@ mod tests {
     use crate::stream::{Batch, Cond, Ops};
     use gdsync_device::memory::PeerMemory;
 
+    const KERNELS: ByKernel = ByKernel { ops: true, copies: true };
+    const COPIES: ByKernel = ByKernel { ops: false, copies: true };
+
     /// `INDEX` of `kernel_exec.cu` has no fence before it, unlike `WRITE_32`.
     #[test]
     fn application_writes_before_a_barrier_are_ordered() {
@@ -353,7 +401,7 @@ mod tests {
         let (narrow, wide) = (words.word32(0).unwrap(), words.word64(8).unwrap());
         let write = || Op::Write32 { at: narrow.clone(), value: 1 };
         let ops = [write(), write(), Op::Barrier, Op::Write64 { at: wide, value: 2 }];
-        let calls = list(&gpu, &ops, true).unwrap();
+        let calls = list(&gpu, &ops, KERNELS).unwrap();
         let [Call::Ops(program)] = &calls[..] else { panic!("{calls:?}") };
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
     }
@@ -367,13 +415,13 @@ mod tests {
         let peer = PeerMemory::open(&gpu, &memory.export().unwrap()).unwrap();
         let word = memory.word64(0).unwrap();
         // Of each call the number of operations, and the blocks.
-        let calls = |by_kernel, add: &dyn Fn(&mut Batch)| {
+        let calls = |by_kernel: ByKernel, add: &dyn Fn(&mut Batch)| {
             let mut batch = Batch::new();
             add(&mut batch);
             let calls = list(&gpu, &batch.ops, by_kernel).unwrap();
             let each = calls.iter().map(|call| match call {
-                Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel)),
-                Call::HostFn(_) => panic!("{call:?}"),
+                Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops)),
+                Call::HostFn(_) | Call::Copy(_) => panic!("{call:?}"),
             });
             each.collect::<Vec<_>>()
         };
@@ -390,19 +438,19 @@ mod tests {
                 wait(batch, Cond::Eq);
             }
         };
-        assert_eq!(calls(true, &all(8, Cond::Eq)), one(7, 1));
-        assert_eq!(calls(true, &all(100_000, Cond::Geq)), one(7, 16));
+        assert_eq!(calls(KERNELS, &all(8, Cond::Eq)), one(7, 1));
+        assert_eq!(calls(KERNELS, &all(100_000, Cond::Geq)), one(7, 16));
         let behind_a_wait = |blocks| vec![(1, 1, true), (6, blocks, true)];
-        assert_eq!(calls(true, &all(100_000, Cond::Eq)), behind_a_wait(16), "the word may change again");
-        assert_eq!(calls(true, &all(4 << 20, Cond::Geq)), behind_a_wait(64), "too many blocks to wait");
+        assert_eq!(calls(KERNELS, &all(100_000, Cond::Eq)), behind_a_wait(16), "the word may change again");
+        assert_eq!(calls(KERNELS, &all(4 << 20, Cond::Geq)), behind_a_wait(64), "too many blocks to wait");
         let two = |batch: &mut Batch| (0..2).for_each(|_| put(batch, 100_000));
-        assert_eq!(calls(true, &two), vec![(2, 16, true); 2]);
+        assert_eq!(calls(KERNELS, &two), vec![(2, 16, true); 2]);
         let barrier = |batch: &mut Batch| {
             batch.barrier();
             put(batch, 100_000);
         };
-        assert_eq!(calls(true, &barrier), vec![(1, 1, true), (2, 16, true)]);
-        let by_memops = calls(false, &all(100_000, Cond::Geq));
+        assert_eq!(calls(KERNELS, &barrier), vec![(1, 1, true), (2, 16, true)]);
+        let by_memops = calls(COPIES, &all(100_000, Cond::Geq));
         let expected = [(1, 1, false), (2, 16, true), (1, 1, false), (2, 1, true), (1, 1, false)];
         assert_eq!(by_memops, expected, "kernels for copies only");
     }
@@ -422,7 +470,7 @@ mod tests {
                         _ => Op::Wait32 { at: word.clone(), value: 1, cond: Cond::Eq },
                     });
                 }
-                let mut calls = Calls::new(by_kernel);
+                let mut calls = Calls::new(ByKernel { ops: by_kernel, copies: true });
                 calls.add(&gpu, &ops).unwrap();
                 calls.mark(KernelOp::mark(0, 1));
                 let (count, host_fns) = calls.count();

@@ -26,7 +26,7 @@ use parking_lot::{Mutex, MutexGuard};
 use super::graph::{self, Captured};
 use super::instance::{Instance, Pool};
 use super::nudger::Nudger;
-use super::plan::{self, Calls};
+use super::plan::{self, ByKernel, Calls, EngineCopy};
 use super::watchdog::{WaitIndex, is_inconclusive};
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
 use crate::stream::execute::message_of;
@@ -65,7 +65,7 @@ pub(super) struct Shared {
     handle_exposed: AtomicBool,
     /// `None` on streams of memory operations if the kernels are not there.
     pub(super) kernel_exec: Option<Arc<KernelExecutor>>,
-    by_kernel: bool,
+    pub(super) by_kernel: ByKernel,
     pub(super) nudger: Option<Arc<dyn GpuNudge>>,
     pub(super) status: StatusBlock,
     /// The header of all kernel programs.
@@ -148,10 +148,12 @@ impl Shared {
             Via::Auto => super::calibrate(gpu)?.via,
             chosen => chosen,
         };
-        let by_kernel = via == Via::Kernel;
-        let kernel_exec = if by_kernel { Some(gpu.kernel_exec()?) } else { gpu.kernel_exec().ok() };
+        let needs_kernels = via == Via::Kernel || config.copies == Via::Kernel;
+        let kernel_exec = if needs_kernels { Some(gpu.kernel_exec()?) } else { gpu.kernel_exec().ok() };
+        let copies = config.copies != Via::MemOp && kernel_exec.is_some();
+        let by_kernel = ByKernel { ops: via == Via::Kernel, copies };
         let nudges = match config.nudge {
-            Nudge::Auto => !by_kernel,
+            Nudge::Auto => !by_kernel.ops,
             chosen => chosen == Nudge::On,
         };
         let nudger = if nudges { Some(Nudger::of(gpu)? as Arc<dyn GpuNudge>) } else { None };
@@ -228,7 +230,7 @@ impl Shared {
 
     pub(super) fn submit(&self, guard: &mut SubmitGuard, ops: &mut Ops) -> Result<u64> {
         self.mark_before_registering(guard, ops);
-        let mut calls = Calls::new(self.by_kernel());
+        let mut calls = Calls::new(self.by_kernel);
         calls.add(&self.gpu, ops)?;
         let seq = self.submitted() + 1;
         let marks = self.config.may_be_destroyed || guard.unmarked + 1 >= MARK_EVERY;
@@ -237,7 +239,7 @@ impl Shared {
         }
         let (count, host_fns) = calls.count();
         let mut done = CompletedSubmissions::nothing();
-        let _joined = self.begin(guard, self.needs_context || host_fns > 0)?;
+        let _joined = self.begin(guard, self.needs_context || calls.need_context())?;
         if host_fns > MAX_HOST_FNS || count > MAX_CALLS {
             let value = format!("{count} calls into the driver, {host_fns} of them for host functions");
             return Err(Error::invalid("batch", value, LIMITS));
@@ -245,7 +247,8 @@ impl Shared {
         self.enqueue(guard, &mut done, (count, host_fns), (ops, None))?;
         guard.unmarked = if marks { 0 } else { guard.unmarked + count };
         guard.marked = if marks { seq } else { guard.marked };
-        let answer = calls.make(|ops| self.run(seq, ops), |place| self.launch_host_fn(seq, place));
+        let host_fn = |place| self.launch_host_fn(seq, place);
+        let answer = calls.make(|ops| self.run(seq, ops), host_fn, |copy| self.copy(copy));
         Ok(self.issued(seq, answer))
     }
 
@@ -386,7 +389,7 @@ impl Shared {
     /// Queues operations by one call. The context must be current.
     pub(super) fn run(&self, seq: u64, ops: &[KernelOp]) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
-        let runs_by_kernel = plan::runs_by_kernel(ops, self.by_kernel);
+        let runs_by_kernel = plan::runs_by_kernel(ops, self.by_kernel.ops);
         if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| runs_by_kernel) {
             return kernel_exec.launch(api, self.stream, self.head(seq), ops);
         }
@@ -395,6 +398,12 @@ impl Shared {
             // alive.
             unsafe { api.stream_batch_mem_op(self.stream, count, memops, 0) }
         })
+    }
+
+    /// Queues a copy. The context must be current.
+    pub(super) fn copy(&self, EngineCopy { to, from, len }: EngineCopy) -> gdrcopy::Result<()> {
+        // SAFETY: both ranges were checked, and are mapped for the GPU; the submission, or the graph, keeps their memory.
+        unsafe { self.gpu.api().memcpy_async(to, from, len, self.stream) }
     }
 
     #[cold]
@@ -473,7 +482,7 @@ impl Shared {
 
     /// Whether kernels run the operations. Kernels keep deadlines themselves.
     pub(super) fn by_kernel(&self) -> bool {
-        self.by_kernel
+        self.by_kernel.ops
     }
 
     /// Destroys the stream, if it is ours. CUDA finishes what it still runs.

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use gdsync::memory::{ExportedMemory, Memory, PeerMemory, Word64};
-use gdsync::stream::{Batch, Cond, PeerSignal, Stream, Via};
+use gdsync::stream::{Batch, Cond, PeerSignal, Stream};
 
-use super::{PATIENCE, pattern, shared, stream_on, tier};
+use super::{NO_KERNEL, PATIENCE, WAYS, Ways, pattern, shared, stream_on, tier};
 use crate::child::{Peer, role};
 
 /// Longest message.
@@ -20,16 +20,18 @@ struct Here {
     word: Word64,
     from: Memory,
     stream: Stream,
+    can_add: bool,
 }
 
 impl Here {
-    fn on(ordinal: i32, via: Via) -> Self {
+    fn on(ordinal: i32, via: Ways) -> Self {
         let gpu = shared(ordinal).or_else(|| shared(0)).unwrap();
         let (inbox, from) = (gpu.alloc(WORD + 8).unwrap(), gpu.alloc(ROOM + 64).unwrap());
         inbox.fill(0, inbox.len(), 0).unwrap();
         inbox.flush().unwrap();
         let word = inbox.word64(WORD).unwrap();
-        Self { inbox, word, from, stream: stream_on(&gpu, via, PATIENCE) }
+        let stream = stream_on(&gpu, via, PATIENCE);
+        Self { inbox, word, from, stream, can_add: via != NO_KERNEL }
     }
 
     fn exported(&self) -> String {
@@ -62,7 +64,7 @@ impl Here {
             if !first {
                 wait(&mut batch);
             }
-            let add = round % 3 == 0;
+            let add = self.can_add && round % 3 == 0;
             let signal =
                 PeerSignal { to: peer.clone(), offset: WORD, value: if add { 1 } else { value }, add };
             batch.put_peer(&self.from, start..start + len, peer, offset, Some(signal)).unwrap();
@@ -88,8 +90,8 @@ fn message(round: usize) -> (usize, usize, usize) {
 /// Not a test of its own: the other process.
 #[test]
 fn child() {
-    let Some(via) = role() else { return };
-    let here = Here::on(1, via.parse().unwrap());
+    let Some(way) = role() else { return };
+    let here = Here::on(1, WAYS[way.parse::<usize>().unwrap()]);
     println!("{}", here.exported());
     let mut line = String::new();
     std::io::stdin().read_line(&mut line).unwrap();
@@ -101,9 +103,9 @@ fn child() {
 
 #[test]
 fn messages_of_two_processes_arrive_whole() {
-    for via in [Via::Kernel, Via::MemOp] {
+    for (way, via) in WAYS.into_iter().enumerate() {
         let here = Here::on(0, via);
-        let mut peer = Peer::spawn("peer_copies::processes::child", &via.to_string());
+        let mut peer = Peer::spawn("peer_copies::processes::child", &way.to_string());
         let theirs = here.open(&peer.hear("peer ")).unwrap();
         peer.tell(&here.exported());
         peer.hear("ready");
