@@ -21,15 +21,23 @@ const SOFT: &str = "soft0";
 /// Name of the software HCA over TCP, perhaps followed by `:ADDRESS`.
 const TCP: &str = "tcp";
 
+/// Begin of the name of the software HCA over libfabric: `fabric:PROVIDER`, perhaps followed by `/DOMAIN` and `@ADDRESS`.
+const FABRIC: &str = "fabric:";
+
 /// A device that can be opened: an RDMA device of the machine, or the software HCA, which always exists: `soft0` for processes of
-/// this host, over shared memory, and `tcp` for those of other hosts, over TCP.
+/// this host, over shared memory, and `tcp` for those of other hosts, over TCP. `fabric:PROVIDER` is the software HCA over libfabric.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device(Kind);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Kind {
     Soft,
-    Tcp { name: String, address: IpAddr },
+    /// Over TCP, or a provider of libfabric.
+    Tcp {
+        name: String,
+        address: IpAddr,
+        fabric: Option<String>,
+    },
     Rdma(Box<Survey>),
 }
 
@@ -47,8 +55,12 @@ impl Device {
     /// `tcp:ADDRESS` names the address, or the network interface that has it. It listens there on a port that the system chooses.
     /// The addresses of its queue pairs hold both: the GID is the IP address, the LID the port.
     ///
+    /// `fabric:PROVIDER` is the software HCA over a provider of libfabric (`efa`, `cxi`, `tcp`, `tcp;ofi_rxm`, `shm`), which is loaded
+    /// when the device is opened; `fabric:PROVIDER/DOMAIN` names one of its domains, as `fi_info` lists them. TCP connections tell
+    /// the end of a peer: their address is chosen as that of `tcp`, or named: `fabric:PROVIDER@ADDRESS`.
+    ///
     /// # Errors
-    /// [`Error::NoDevice`] lists the existing devices; [`Error::InvalidArgument`] if `tcp` has no address;
+    /// [`Error::NoDevice`] lists the existing devices; [`Error::InvalidArgument`] if `tcp` or `fabric:` has no address;
     /// [`Error::Library`] if the library that `GDSYNC_LIBIBVERBS` or
     /// `GDSYNC_LIBMLX5` names cannot be loaded, except for `soft0`.
     pub fn find(name: Option<&str>) -> Result<Device> {
@@ -57,12 +69,26 @@ impl Device {
             Some(wanted) if wanted == SOFT => Ok(Device(Kind::Soft)),
             Some(name) if name.split(':').next() == Some(TCP) => {
                 let address = tcp_address(name.split_once(':').map(|(_, address)| address))?;
-                Ok(Device(Kind::Tcp { name, address }))
+                Ok(Device(Kind::Tcp { name, address, fabric: None }))
+            }
+            Some(name) if name.starts_with(FABRIC) && name.len() > FABRIC.len() => {
+                let (provider, address) = match name[FABRIC.len()..].split_once('@') {
+                    Some((provider, address)) => (provider, Some(address)),
+                    None => (&name[FABRIC.len()..], None),
+                };
+                let (fabric, address) = (Some(provider.to_owned()), tcp_address(address)?);
+                Ok(Device(Kind::Tcp { name, address, fabric }))
             }
             Some(wanted) => {
                 gdsync_rdma::check_named()?;
                 let all = Self::list();
-                let available = || all.iter().map(Device::name).chain([TCP]).collect::<Vec<_>>().join(", ");
+                let available = || {
+                    all.iter()
+                        .map(Device::name)
+                        .chain([TCP, "fabric:PROVIDER"])
+                        .collect::<Vec<_>>()
+                        .join(", ")
+                };
                 let found = all.iter().find(|device| device.name() == wanted).cloned();
                 found.ok_or_else(|| Error::NoDevice { name: wanted, available: available() })
             }
@@ -95,7 +121,7 @@ impl Device {
         Ok(Device(Kind::Soft))
     }
 
-    /// The device's name, such as `mlx5_0`, `soft0`, or `tcp:10.1.2.3`.
+    /// The device's name, such as `mlx5_0`, `soft0`, `tcp:10.1.2.3`, or `fabric:efa`.
     pub fn name(&self) -> &str {
         match &self.0 {
             Kind::Soft => SOFT,
@@ -143,8 +169,9 @@ impl Device {
     /// `GDSYNC_FAULTS` are injected from the start: see [`FaultPlan`](crate::hca::FaultPlan).
     ///
     /// # Errors
-    /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device; [`Error::Sys`] when the system
-    /// refuses memory, sockets or a thread; [`Error::InvalidArgument`] for a bad variable.
+    /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device, [`Error::Library`] and [`Error::Device`] also over
+    /// libfabric: they name what is missing; [`Error::Sys`] when the system refuses memory, sockets or a thread;
+    /// [`Error::InvalidArgument`] for a bad variable.
     pub fn open(&self) -> Result<Context> {
         self.open_with(&DeviceConfig::from_env()?)
     }
@@ -152,17 +179,18 @@ impl Device {
     /// Opens the device.
     ///
     /// # Errors
-    /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device; [`Error::Sys`] when the system refuses
-    /// memory, sockets or a thread.
+    /// [`Error::Library`], [`Error::Verbs`] and [`Error::Device`] of an RDMA device or over libfabric; [`Error::Sys`] when the system
+    /// refuses memory, sockets or a thread.
     pub fn open_with(&self, config: &DeviceConfig) -> Result<Context> {
         match (&self.0, config.route) {
             (Kind::Soft | Kind::Tcp { .. }, Some(route @ (Route::Direct | Route::Proxy))) => {
-                let expected = "soft, the only path of soft0 and tcp: direct needs an mlx5 card, proxy an RDMA device: name one in \
+                let expected = "soft, the only path of soft0, tcp and fabric: direct needs an mlx5 card, proxy an RDMA device: name one in \
                                 GDSYNC_DEVICE, if this machine has one, or no path (unset GDSYNC_PATH)";
                 Err(Error::invalid("the path (GDSYNC_PATH, DeviceConfig::route)", route, expected))
             }
-            (Kind::Tcp { address, .. }, _) => {
-                Context::soft(&SoftHcaConfig { tcp: Some(*address), ..SoftHcaConfig::from_env()? })
+            (Kind::Tcp { address, fabric, .. }, _) => {
+                let (tcp, fabric) = (Some(*address), fabric.clone());
+                Context::soft(&SoftHcaConfig { tcp, fabric, ..SoftHcaConfig::from_env()? })
             }
             (Kind::Soft, _) | (_, Some(Route::Soft)) => Context::soft(&SoftHcaConfig::from_env()?),
             (Kind::Rdma(survey), _) => connect(survey, config),

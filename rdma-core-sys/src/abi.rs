@@ -171,6 +171,8 @@ pub(crate) use flag_sets;
 macro_rules! plain_constants {
     ($list:ident; $($(#[$meta:meta])* $name:ident: $ty:ty = $value:expr;)*) => {
         $(
+            #[doc = concat!("`", stringify!($name), "`")]
+            ///
             $(#[$meta])*
             pub const $name: $ty = $value;
         )*

@@ -1,11 +1,11 @@
-//! Libraries of rdma-core, found at run time: errors, symbols, and tables of entry points with a call for each.
+//! Libraries found at run time: errors, symbols, and tables of entry points with a call for each.
 
 use std::ffi::{CStr, CString, OsStr, OsString, c_void};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::NonNull;
 
-/// Why an entry point of rdma-core cannot be called.
+/// Why an entry point of a library cannot be called.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadError {
@@ -31,7 +31,7 @@ pub enum LoadError {
     },
 }
 
-/// A library as rdma-core installs it.
+/// A library as its project installs it.
 pub(crate) struct Installed {
     /// What the dynamic linker looks for.
     pub(crate) name: &'static str,
@@ -39,6 +39,8 @@ pub(crate) struct Installed {
     pub(crate) variable: &'static str,
     /// The packages that bring it.
     pub(crate) packages: &'static str,
+    /// Whose versions tell what it has.
+    pub(crate) project: &'static str,
 }
 
 impl Installed {
@@ -54,12 +56,12 @@ impl Installed {
 pub(crate) struct Library {
     handle: NonNull<c_void>,
     path: String,
-    packages: &'static str,
+    installed: &'static Installed,
 }
 
 impl Library {
     /// Loads `path`, a name that the dynamic linker searches for or a path with a slash.
-    pub(crate) fn open(path: &Path, installed: &Installed) -> Result<Self, LoadError> {
+    pub(crate) fn open(path: &Path, installed: &'static Installed) -> Result<Self, LoadError> {
         let failed = |cause: String| LoadError::Library {
             library: path.display().to_string(),
             cause,
@@ -72,7 +74,7 @@ impl Library {
         // SAFETY: the caller of the public functions guarantees the library's initialisers; the name is terminated.
         let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
         let Some(handle) = NonNull::new(handle) else { return Err(failed(complaint())) };
-        Ok(Self { handle, path: path.display().to_string(), packages: installed.packages })
+        Ok(Self { handle, path: path.display().to_string(), installed })
     }
 
     /// The default version of `symbol`, if the library has it.
@@ -85,9 +87,10 @@ impl Library {
         &self.path
     }
 
-    /// `symbol`, which came with version `since` of rdma-core, is not there.
+    /// `symbol`, which came with version `since` of the project, is not there.
     pub(crate) fn lacks(&self, symbol: &'static str, since: &'static str) -> LoadError {
-        let fix = format!("install {} of rdma-core {since} or newer", self.packages);
+        let Installed { packages, project, .. } = self.installed;
+        let fix = format!("install {packages} of {project} {since} or newer");
         LoadError::Symbol { library: self.path.clone(), symbol, fix }
     }
 }
@@ -198,7 +201,7 @@ macro_rules! entry_points {
             }
         }
 
-        #[allow(clippy::too_many_arguments, reason = "those of rdma-core")]
+        #[allow(clippy::too_many_arguments, reason = "those of the library")]
         impl $table {
             $(
                 #[doc = concat!("Calls `", stringify!($name), "`.")]

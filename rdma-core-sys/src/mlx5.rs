@@ -21,6 +21,7 @@ const LIBMLX5: Installed = Installed {
     name: "libmlx5.so.1",
     variable: "GDSYNC_LIBMLX5",
     packages: "ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL)",
+    project: "rdma-core",
 };
 
 /// The release whose functions are taken for granted, and whose behaviour: completion queues in memory of the application came with 29,

@@ -22,6 +22,7 @@ const LIBIBVERBS: Installed = Installed {
     name: "libibverbs.so.1",
     variable: "GDSYNC_LIBIBVERBS",
     packages: "libibverbs1 (Debian, Ubuntu) or libibverbs (Fedora, RHEL)",
+    project: "rdma-core",
 };
 
 /// The release whose functions are taken for granted.

@@ -36,6 +36,9 @@ pub struct SoftHcaConfig {
     /// Links go over TCP from this address of the machine, also to other hosts; see [`tcp_address`](crate::tcp_address). `None`, the
     /// default: through shared memory.
     pub tcp: Option<IpAddr>,
+    /// With [`SoftHcaConfig::tcp`]: the provider of libfabric that carries the packets, as `PROVIDER` or `PROVIDER/DOMAIN`; the TCP
+    /// connections only tell the end of a peer then.
+    pub fabric: Option<String>,
 }
 
 impl Default for SoftHcaConfig {
@@ -51,6 +54,7 @@ impl Default for SoftHcaConfig {
             copy_engine: None,
             gid: None,
             tcp: None,
+            fabric: None,
         }
     }
 }

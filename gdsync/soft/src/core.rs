@@ -29,6 +29,8 @@ const ROUNDS: usize = 8;
 const STEPS: u32 = 64;
 /// Up to this many sockets are read without asking the kernel which are ready.
 const FEW_SOCKETS: u32 = 2;
+/// Steps between looks for ended links, where packets arrive beside the sockets.
+const STEPS_TO_ENDS: u32 = 16;
 /// Interval between timer checks.
 const TICK: Duration = Duration::from_micros(20);
 /// Smallest QPN. Lower ones are reserved, and small numbers would hide byte-order mistakes.
@@ -419,19 +421,25 @@ impl Core {
         any
     }
 
-    /// Finds out which sockets have packets.
-    fn look_at_sockets(&mut self) {
-        let Some(sockets) = self.sockets.as_deref().filter(|sockets| sockets.links() > 0) else { return };
-        let look = |rx: Option<&mut Option<Rx>>| {
-            if let Some(Some(Rx::Tcp(rx))) = rx {
+    /// Finds out which sockets have packets, and takes those that arrive beside them. Returns whether any did.
+    fn look_at_sockets(&mut self) -> bool {
+        let Some(sockets) = self.sockets.as_deref().filter(|sockets| sockets.links() > 0) else {
+            return false;
+        };
+        let arrived = sockets.endpoint().map(|endpoint| endpoint.poll());
+        let all = 0..self.rx.len();
+        let mut look = |link: usize| {
+            if let Some(Some(rx)) = self.rx.get_mut(link) {
                 rx.set_ready();
             }
         };
-        if sockets.links() > FEW_SOCKETS {
-            sockets.take_ready(|link| look(self.rx.get_mut(link)));
-        } else {
-            self.rx.iter_mut().for_each(|rx| look(Some(rx)));
+        match arrived {
+            // The sockets only tell ends.
+            Some(_) if !self.steps.is_multiple_of(STEPS_TO_ENDS) => {}
+            None if sockets.links() <= FEW_SOCKETS => all.for_each(look),
+            _ => _ = sockets.take_ready(&mut look),
         }
+        arrived.unwrap_or(false)
     }
 
     fn dispatch(&mut self, link: usize, header: &Header, body: &Body<'_>) {
@@ -508,7 +516,7 @@ impl Progress for Core {
                 self.active.swap_remove(at);
             }
         }
-        self.look_at_sockets();
+        worked |= self.look_at_sockets();
         for link in 0..self.rx.len() {
             worked |= self.receive(link);
         }
@@ -584,6 +592,9 @@ impl Progress for Core {
     }
 
     fn has_arrivals(&mut self) -> bool {
+        if let Some(endpoint) = self.sockets.as_ref().and_then(|sockets| sockets.endpoint()) {
+            endpoint.poll();
+        }
         let links = &self.links;
         let mut ends = self.rx.iter_mut().enumerate().filter_map(|(l, rx)| Some((l, rx.as_mut()?)));
         ends.any(|(l, rx)| links.is_newly_dead(l) || !links.is_down(l) && rx.has_packet())

@@ -171,6 +171,7 @@ impl Links {
         if let Some(link) = self.get_mut(index) {
             link.down = true;
             link.delayed.clear();
+            link.tx.take_down();
         }
     }
 

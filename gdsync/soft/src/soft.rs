@@ -16,7 +16,7 @@ use crate::qp::datagram::Datagrams;
 use crate::qp::requester::Requester;
 use crate::qp::responder::Responder;
 use crate::qp::staging::{ReceiveStaging, Stage};
-use crate::wire::{Event, EventCount, HcaPort, Peer, Port, RxHints, Sockets, TcpPort, loopback};
+use crate::wire::{Event, EventCount, HcaPort, Peer, Port, RxHints, Sockets, TCP, TcpPort, loopback};
 use gdsync_device::DoorbellSet;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::cuda::GpuCopyEngines;
@@ -153,7 +153,7 @@ impl SoftHca {
         config.faults.check()?;
         let (own, port, event, rx_hints) = match config.tcp {
             Some(address) => {
-                let port = TcpPort::open(address)?;
+                let port = TcpPort::open(address, config.fabric.as_deref())?;
                 let event = Event::Sockets(port.sockets().clone());
                 (port.own(), HcaPort::Tcp(port), event, RxHints::default())
             }
@@ -345,9 +345,11 @@ impl Provider for SoftHca {
     }
 
     fn wire(&self) -> &str {
-        match self.shared.port {
+        match &self.shared.port {
             HcaPort::Memory(_) => "shared memory",
-            HcaPort::Tcp(_) => "TCP",
+            HcaPort::Tcp(_) => {
+                self.shared.sockets().and_then(Sockets::endpoint).map_or(TCP, |endpoint| endpoint.carrier())
+            }
         }
     }
 

@@ -1,4 +1,5 @@
-//! Links between software HCAs: of one host over packet rings in shared memory, set up over a Unix socket; of any hosts over TCP.
+//! Links between software HCAs: of one host over packet rings in shared memory, set up over a Unix socket; of any hosts over TCP
+//! or libfabric.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -17,8 +18,9 @@ pub(crate) use port::{LinkEnds, name};
 pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, RxHints};
 use rustix::thread::futex::{self, Timespec};
 pub use tcp::{Interface, interfaces, tcp_address};
-pub(crate) use tcp::{Sockets, TcpPort};
+pub(crate) use tcp::{Sockets, TCP, TcpPort};
 
+mod fabric;
 mod link;
 mod port;
 mod ring;

@@ -28,7 +28,7 @@ pub fn rerun(test: &str) -> Command {
 pub fn rerun_all(tests: &[&str]) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
     // One after the other, beside the tests of this process.
-    command.args(tests).args(["--skip", "tcp::", "--test-threads=2"]);
+    command.args(tests).args(["--skip", "tcp::", "--skip", "fabric::", "--test-threads=2"]);
     command
 }
 

@@ -12,6 +12,7 @@ mod cuda_guards;
 mod cuda_payload;
 mod devices;
 mod errors;
+mod fabric;
 mod faults;
 mod forks;
 mod graphs;

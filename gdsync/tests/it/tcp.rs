@@ -7,14 +7,23 @@ use gdsync::verbs::QpAddress;
 use crate::child::rerun_all;
 use crate::common::{Side, connect, is_device_named, message};
 
-fn over_tcp(tests: &[&str]) {
+/// Runs tests of other modules with this device, unless this process is such a run.
+pub(crate) fn over(device: &str, tests: &[&str]) {
     if is_device_named() {
         return;
     }
     let output =
-        rerun_all(tests).env("GDSYNC_TEST_DEVICE", "tcp:lo").env("GDSYNC_STRICT", "1").output().unwrap();
+        rerun_all(tests).env("GDSYNC_TEST_DEVICE", device).env("GDSYNC_STRICT", "1").output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success() && !out.contains(" 0 passed"), "{}\n{out}\n{err}", output.status);
+    assert!(
+        output.status.success() && !out.contains(" 0 passed"),
+        "{device}: {}\n{out}\n{err}",
+        output.status
+    );
+}
+
+fn over_tcp(tests: &[&str]) {
+    over("tcp:lo", tests);
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use super::Event;
+use super::fabric::{FabricEnds, FabricRx, FabricTx};
 use super::port::{LinkEnds, PeerSocket, Port};
 use super::ring::{HEADER, Piece, PushError, RING_BYTES, Record, RxRing, TxRing};
 use super::tcp::{Frame, TcpEnds, TcpPort, TcpRx, TcpTx};
@@ -72,7 +73,7 @@ impl HcaPort {
     pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<Ends>> {
         match self {
             Self::Memory(port) => port.connect(peer.gid, timeout).map(|ends| Some(Ends::Memory(ends))),
-            Self::Tcp(port) => Ok(port.connect(peer, timeout)?.map(Ends::Tcp)),
+            Self::Tcp(port) => port.connect(peer, timeout),
         }
     }
 
@@ -96,7 +97,7 @@ impl HcaPort {
     pub(crate) fn take_accepted(&self) -> Vec<Ends> {
         match self {
             Self::Memory(port) => port.take_accepted().into_iter().map(Ends::Memory).collect(),
-            Self::Tcp(port) => port.take_accepted().into_iter().map(Ends::Tcp).collect(),
+            Self::Tcp(port) => port.take_accepted(),
         }
     }
 }
@@ -106,6 +107,7 @@ impl HcaPort {
 pub(crate) enum Ends {
     Memory(LinkEnds),
     Tcp(TcpEnds),
+    Fabric(FabricEnds),
 }
 
 impl Ends {
@@ -113,6 +115,7 @@ impl Ends {
         match self {
             Self::Memory(ends) => ends.peer,
             Self::Tcp(ends) => ends.peer,
+            Self::Fabric(ends) => ends.peer,
         }
     }
 
@@ -122,6 +125,7 @@ impl Ends {
                 (Tx::Memory { ring: tx, event, socket }, Rx::Memory(rx))
             }
             Self::Tcp(TcpEnds { tx, rx, .. }) => (Tx::Tcp(tx), Rx::Tcp(rx)),
+            Self::Fabric(FabricEnds { tx, rx, .. }) => (Tx::Fabric(tx), Rx::Fabric(rx)),
         }
     }
 }
@@ -138,13 +142,16 @@ pub(crate) fn loopback(own: Peer, event: Event) -> Result<Ends> {
 pub(crate) enum Tx {
     Memory { ring: TxRing, event: Event, socket: PeerSocket },
     Tcp(TcpTx),
+    Fabric(FabricTx),
 }
 
 impl Tx {
     /// The link has got this index.
     pub(crate) fn begin(&mut self, index: usize) {
-        if let Self::Tcp(tx) = self {
-            tx.begin(index);
+        match self {
+            Self::Memory { .. } => {}
+            Self::Tcp(tx) => tx.begin(index),
+            Self::Fabric(tx) => tx.begin(index),
         }
     }
 
@@ -161,14 +168,16 @@ impl Tx {
         match self {
             Self::Memory { socket, .. } => socket.is_alive(),
             Self::Tcp(tx) => tx.is_alive(),
+            Self::Fabric(tx) => tx.is_alive(),
         }
     }
 
-    /// Whether the peer has taken all packets; over TCP, its system.
+    /// Whether the peer has taken all packets; over TCP, its system; over libfabric, the provider.
     pub(crate) fn is_drained(&self) -> bool {
         match self {
             Self::Memory { ring, .. } => ring.is_drained(),
             Self::Tcp(tx) => tx.is_drained(),
+            Self::Fabric(tx) => tx.is_drained(),
         }
     }
 
@@ -192,10 +201,11 @@ impl Tx {
         match self {
             Self::Memory { ring, .. } => ring.try_push(header, ext, pieces),
             Self::Tcp(tx) => tx.try_push(header, ext, pieces).map_err(PushError::Payload),
+            Self::Fabric(tx) => tx.try_push(header, ext, pieces).map_err(PushError::Payload),
         }
     }
 
-    /// Has appended packets delivered. Returns false if some wait for the socket.
+    /// Has appended packets delivered. Returns false if some wait for room.
     pub(crate) fn deliver(&mut self) -> bool {
         match self {
             Self::Memory { event, .. } => {
@@ -203,6 +213,14 @@ impl Tx {
                 true
             }
             Self::Tcp(tx) => tx.flush(),
+            Self::Fabric(tx) => tx.has_room(),
+        }
+    }
+
+    /// The peer is gone, and this link not used any more.
+    pub(crate) fn take_down(&self) {
+        if let Self::Fabric(tx) = self {
+            tx.take_down();
         }
     }
 
@@ -219,6 +237,7 @@ impl Tx {
 pub(crate) enum Rx {
     Memory(RxRing),
     Tcp(TcpRx),
+    Fabric(FabricRx),
 }
 
 /// A received packet that has not been popped.
@@ -246,6 +265,7 @@ impl Rx {
         match self {
             Self::Memory(ring) => Ok(ring.peek()?.map(Packet::Record)),
             Self::Tcp(rx) => Ok(rx.peek().map(Packet::Frame)),
+            Self::Fabric(rx) => Ok(rx.peek().map(Packet::Frame)),
         }
     }
 
@@ -254,6 +274,16 @@ impl Rx {
         match self {
             Self::Memory(ring) => ring.has_record(),
             Self::Tcp(rx) => rx.has_packet(),
+            Self::Fabric(rx) => rx.has_packet(),
+        }
+    }
+
+    /// Its socket may have something.
+    pub(crate) fn set_ready(&mut self) {
+        match self {
+            Self::Memory(_) => {}
+            Self::Tcp(rx) => rx.set_ready(),
+            Self::Fabric(rx) => rx.set_ready(),
         }
     }
 
@@ -269,7 +299,8 @@ impl Rx {
         let source = match (self, packet) {
             (Self::Memory(ring), Packet::Record(record)) => Source::Ring(ring, record),
             (Self::Tcp(rx), Packet::Frame(frame)) => Source::Bytes(rx.body(frame)),
-            _ => unreachable!("packets of rings are records, those of sockets are frames"),
+            (Self::Fabric(rx), Packet::Frame(_)) => Source::Bytes(rx.body()),
+            _ => unreachable!("packets of rings are records, others are frames"),
         };
         Body { source, link }
     }
@@ -282,7 +313,11 @@ impl Rx {
                 rx.pop(&frame);
                 false
             }
-            _ => unreachable!("packets of rings are records, those of sockets are frames"),
+            (Self::Fabric(rx), Packet::Frame(_)) => {
+                rx.pop();
+                false
+            }
+            _ => unreachable!("packets of rings are records, others are frames"),
         }
     }
 }

@@ -1,4 +1,5 @@
-//! TCP links between software HCAs of any hosts: listener, greeting, death of a peer.
+//! TCP links between software HCAs of any hosts: listener, greeting, death of a peer. Where [libfabric](super::fabric) carries the
+//! packets, they only greet and tell the end of a peer.
 //!
 //! The listener is bound to one address of this host, which is the GID, and its port is the LID. A control thread accepts
 //! connections and [greets](greeting); connections that have not proved the job's secret cost a descriptor and a hundred bytes
@@ -25,17 +26,21 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-use self::frames::Connection;
 use self::greeting::{ANSWER, CROSSED, HELLO, Hello, NONCE, PROOF, WELCOME};
-use super::{Accepted, Peer};
+use super::fabric::{Endpoint, FabricEnds};
+use super::{Accepted, Ends, Peer};
 use crate::job;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Gid, random};
 
 pub use address::{Interface, interfaces, tcp_address};
+pub(super) use frames::{Connection, body_len, copy_packet};
 pub(crate) use frames::{Frame, TcpRx, TcpTx};
+pub(super) use greeting::Offer;
 pub(crate) use sockets::Sockets;
 
+/// What carries the packets, if it is not libfabric.
+pub(crate) const TCP: &str = "TCP";
 /// Name of the control thread.
 const THREAD: &str = "gdsync-tcp";
 /// Maximum connections before their greeting; the oldest is closed for a new one.
@@ -44,7 +49,7 @@ const MAX_PENDING_GREETINGS: usize = 64;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// A peer whose system acknowledges nothing for this long is gone. Longer than a link that is down for 2 s: TCP repeats after 0.2,
 /// 0.6, 1.4 and 3 s.
-const SILENCE: Duration = Duration::from_millis(3500);
+pub(super) const SILENCE: Duration = Duration::from_millis(3500);
 /// Without traffic, the peer's system is asked this often.
 const PROBE: Duration = Duration::from_secs(1);
 /// Pause of the listener after accept fails, as when descriptors run out.
@@ -76,8 +81,16 @@ struct Shared {
     stop: AtomicBool,
     /// The control thread has panicked.
     failed: AtomicBool,
-    accepted: Accepted<TcpEnds>,
+    accepted: Accepted<Ends>,
     connections: Mutex<Connections>,
+}
+
+/// A link that was greeted.
+struct Made {
+    peer: Peer,
+    connection: Arc<Connection>,
+    /// Its ends, where libfabric carries the packets.
+    fabric: Option<FabricEnds>,
 }
 
 /// The connections of a port. Two ports have one, whichever connects.
@@ -99,11 +112,16 @@ impl Connections {
         !(self.has(peer) || own < peer && self.dialed.contains(&peer))
     }
 
-    fn add(&mut self, peer: Peer, stream: TcpStream, sockets: &Arc<Sockets>) -> TcpEnds {
-        let connection = Connection::new(stream, sockets.clone());
+    fn add(&mut self, made: Made) -> Ends {
+        let Made { peer, connection, fabric } = made;
         self.links.retain(|(_, connection)| connection.strong_count() > 0);
         self.links.push((peer, Arc::downgrade(&connection)));
-        TcpEnds { peer, tx: TcpTx::new(connection.clone()), rx: TcpRx::new(connection) }
+        match fabric {
+            Some(ends) => Ends::Fabric(ends),
+            None => {
+                Ends::Tcp(TcpEnds { peer, tx: TcpTx::new(connection.clone()), rx: TcpRx::new(connection) })
+            }
+        }
     }
 }
 
@@ -114,12 +132,13 @@ impl fmt::Debug for TcpPort {
 }
 
 impl TcpPort {
-    /// Listens at this address, on a port that the system chooses.
+    /// Listens at this address, on a port that the system chooses. `fabric` is the provider of libfabric that carries the packets.
     ///
     /// # Errors
-    /// [`Error::Sys`] if the address is not one of this host, or descriptors or threads run out.
-    pub(crate) fn open(address: IpAddr) -> Result<Self> {
+    /// As [`Endpoint::open`]; [`Error::Sys`] if the address is not one of this host, or descriptors or threads run out.
+    pub(crate) fn open(address: IpAddr, fabric: Option<&str>) -> Result<Self> {
         job::current()?;
+        let endpoint = fabric.map(|name| Endpoint::open(name, address)).transpose()?;
         let listener = TcpListener::bind((address, 0))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .map_err(|e| Error::os("bind of a TCP socket", e, "name an address of this host: tcp:ADDRESS"))?;
@@ -128,7 +147,7 @@ impl TcpPort {
             .map_err(|e| Error::os("getsockname", e, "report this: a bound socket has an address"))?;
         let shared = Arc::new(Shared {
             own: Peer::at(local),
-            sockets: Arc::new(Sockets::new()?),
+            sockets: Arc::new(Sockets::new(endpoint)?),
             wake_fd: gdsync_device::eventfd()?,
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
@@ -157,7 +176,7 @@ impl TcpPort {
     ///
     /// # Errors
     /// [`Error::Peer`] if it does not answer, or is of another job; [`Error::Panicked`].
-    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<TcpEnds>> {
+    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<Ends>> {
         if self.shared.failed.load(Ordering::Acquire) {
             return Err(Error::Panicked { thread: THREAD });
         }
@@ -167,19 +186,19 @@ impl TcpPort {
         }
         connections.dialed.push(peer);
         drop(connections);
-        let stream = self.keep_connecting(peer, timeout);
+        let made = self.keep_connecting(peer, timeout);
         let mut connections = self.shared.connections.lock();
         let at = connections.dialed.iter().position(|dialed| *dialed == peer).expect("added above");
         connections.dialed.swap_remove(at);
-        Ok(stream?.map(|stream| connections.add(peer, stream, &self.shared.sockets)))
+        Ok(made?.map(|made| connections.add(made)))
     }
 
-    fn keep_connecting(&self, peer: Peer, timeout: Duration) -> Result<Option<TcpStream>> {
+    fn keep_connecting(&self, peer: Peer, timeout: Duration) -> Result<Option<Made>> {
         let deadline = Instant::now() + timeout;
         let mut tries = 1;
         loop {
             match self.try_connect(peer, deadline) {
-                Ok(stream) => return Ok(stream),
+                Ok(made) => return Ok(made),
                 // Strangers may have pushed this side out.
                 Err(why) if why.is_closed() && tries < CONNECT_TRIES && Instant::now() < deadline => {
                     tries += 1;
@@ -190,29 +209,34 @@ impl TcpPort {
         }
     }
 
-    fn try_connect(&self, peer: Peer, deadline: Instant) -> std::result::Result<Option<TcpStream>, Failure> {
-        let mut stream =
-            dial(self.shared.own.address().ip(), peer.address(), deadline).map_err(Failure::Dial)?;
+    fn try_connect(&self, peer: Peer, deadline: Instant) -> std::result::Result<Option<Made>, Failure> {
+        let stream = dial(self.shared.own.address().ip(), peer.address(), deadline).map_err(Failure::Dial)?;
         let greet = Failure::Greeting;
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
         stream.set_read_timeout(Some(left)).map_err(greet)?;
         stream.set_write_timeout(Some(left)).map_err(greet)?;
-        let secret = secret().map_err(|error| Failure::Refused(error.to_string()))?;
-        let nonce = random().map_err(|error| Failure::Refused(error.to_string()))?;
-        let hello = Hello { to: peer, from: self.shared.own, nonce }.to_bytes();
+        let refused = |error: Error| Failure::Refused(error.to_string());
+        let (secret, nonce) = (secret().map_err(refused)?, random().map_err(refused)?);
+        let offer = self.shared.offer().map_err(refused)?;
+        let connection = Connection::new(stream, self.shared.sockets.clone());
+        let mut stream = &connection.stream;
+        let hello = Hello { to: peer, from: self.shared.own, nonce, offer: offer.clone() }.to_bytes();
         stream.write_all(&hello).map_err(greet)?;
         let mut answer = [0; ANSWER];
         stream.read_exact(&mut answer).map_err(greet)?;
-        let proof = greeting::check_answer(secret, &hello, &answer);
-        stream.write_all(&proof.map_err(|why| Failure::Refused(why.to_owned()))?).map_err(greet)?;
+        let checked = greeting::check_answer(secret, &hello, &answer);
+        let (proof, theirs) = checked.map_err(|why| Failure::Refused(why.to_owned()))?;
+        // Before the peer has the link: it may send at once.
+        let made = self.shared.make(peer, &connection, &offer, &theirs).map_err(Failure::Refused)?;
+        stream.write_all(&proof).map_err(greet)?;
         // The peer has the link when this side begins to use it, even if this side ends at once.
         let mut verdict = [0];
         stream.read_exact(&mut verdict).map_err(greet)?;
         if verdict == CROSSED {
             return Ok(None);
         }
-        prepare(&stream).map_err(greet)?;
-        Ok(Some(stream))
+        prepare(stream).map_err(greet)?;
+        Ok(Some(made))
     }
 
     /// Closes all links, and makes no more, after a panic.
@@ -226,7 +250,7 @@ impl TcpPort {
     }
 
     /// Links that peers opened.
-    pub(crate) fn take_accepted(&self) -> Vec<TcpEnds> {
+    pub(crate) fn take_accepted(&self) -> Vec<Ends> {
         self.shared.accepted.take()
     }
 }
@@ -324,6 +348,36 @@ fn prepare(stream: &TcpStream) -> io::Result<()> {
 }
 
 impl Shared {
+    /// What this side says of a new link.
+    fn offer(&self) -> Result<Offer> {
+        match self.sockets.endpoint() {
+            Some(endpoint) => endpoint.offer(),
+            None => Ok(Offer { carrier: TCP.into(), ..Offer::default() }),
+        }
+    }
+
+    /// Makes the link that both sides have made their offers for.
+    ///
+    /// # Errors
+    /// The text says why not.
+    fn make(
+        &self,
+        peer: Peer,
+        connection: &Arc<Connection>,
+        own: &Offer,
+        theirs: &Offer,
+    ) -> std::result::Result<Made, String> {
+        if own.carrier != theirs.carrier {
+            return Err(format!(
+                "its packets are carried by {}, those of this process by {}; open the same device in both, with one version of libfabric",
+                theirs.carrier, own.carrier
+            ));
+        }
+        let connection = connection.clone();
+        let ends = |endpoint| FabricEnds::connect(endpoint, peer, connection.clone(), own, theirs);
+        Ok(Made { peer, fabric: self.sockets.endpoint().map(ends).transpose()?, connection })
+    }
+
     fn close(&self) {
         self.failed.store(true, Ordering::Release);
         let connections = self.connections.lock();
@@ -349,8 +403,8 @@ struct Greeting {
     until: Instant,
     bytes: [u8; HELLO],
     got: usize,
-    /// The hello, its bytes, and the nonce of the answer.
-    answered: Option<(Hello, [u8; HELLO], [u8; NONCE])>,
+    /// The hello, its bytes, and the nonce and offer of the answer.
+    answered: Option<(Hello, [u8; HELLO], [u8; NONCE], Offer)>,
 }
 
 impl Control {
@@ -374,15 +428,15 @@ impl Control {
                     continue;
                 }
                 let done = if ready[2 + i] {
-                    self.pending[i].advance(self.shared.own)
+                    self.pending[i].advance(&self.shared)
                 } else {
                     Err("it took too long".into())
                 };
                 match done {
                     Ok(None) => {}
-                    Ok(Some(peer)) => {
+                    Ok(Some((hello, own))) => {
                         let greeting = self.pending.remove(i);
-                        self.accepted(peer, greeting.stream);
+                        self.accepted(&hello, &own, greeting.stream);
                     }
                     Err(why) => {
                         let greeting = self.pending.remove(i);
@@ -435,30 +489,36 @@ impl Control {
     }
 
     /// Takes over the connection of a peer.
-    fn accepted(&self, peer: Peer, stream: TcpStream) {
-        if let Err(error) = prepare(&stream) {
-            tracing::warn!(%error, %peer, "software HCA: a link was not accepted");
-            return;
-        }
-        let welcome = || {
-            let mut connections = self.shared.connections.lock();
-            let is_taken = connections.takes(peer, self.shared.own);
-            // Before the link is taken, so that no packet leaves before. An empty socket takes it.
-            let is_told = (&stream).write(&if is_taken { WELCOME } else { CROSSED }).is_ok();
-            (is_taken && is_told).then(|| connections.add(peer, stream, &self.shared.sockets))
+    fn accepted(&self, hello: &Hello, own: &Offer, stream: TcpStream) {
+        let (shared, peer) = (&self.shared, hello.from);
+        let connection = Connection::new(stream, shared.sockets.clone());
+        let prepared = prepare(&connection.stream).map_err(|error| error.to_string());
+        let made = match prepared.and_then(|()| shared.make(peer, &connection, own, &hello.offer)) {
+            Ok(made) => made,
+            Err(why) => {
+                tracing::warn!(why, %peer, "software HCA: a link was not accepted");
+                return;
+            }
         };
-        if self.shared.accepted.add(welcome) {
-            self.shared.sockets.notify();
+        let welcome = || {
+            let mut connections = shared.connections.lock();
+            let is_taken = connections.takes(peer, shared.own);
+            // Before the link is taken, so that no packet leaves before. An empty socket takes it.
+            let is_told = (&connection.stream).write(&if is_taken { WELCOME } else { CROSSED }).is_ok();
+            (is_taken && is_told).then(|| connections.add(made))
+        };
+        if shared.accepted.add(welcome) {
+            shared.sockets.notify();
         }
     }
 }
 
 impl Greeting {
-    /// Reads what has arrived, and no byte behind the greeting. Returns the peer once it has proved the secret.
+    /// Reads what has arrived, and no byte behind the greeting. Returns both sides' offers once the peer has proved the secret.
     ///
     /// # Errors
     /// Why the connection is to be closed.
-    fn advance(&mut self, own: Peer) -> std::result::Result<Option<Peer>, String> {
+    fn advance(&mut self, shared: &Shared) -> std::result::Result<Option<(Hello, Offer)>, String> {
         let wanted = if self.answered.is_none() { HELLO } else { PROOF };
         match (&self.stream).read(&mut self.bytes[self.got..wanted]) {
             Ok(0) => return Err("it was closed".into()),
@@ -471,21 +531,21 @@ impl Greeting {
         }
         let text = |error: Error| error.to_string();
         let secret = secret().map_err(text)?;
-        if let Some((hello, bytes, nonce)) = &self.answered {
+        if let Some((hello, bytes, nonce, own)) = &self.answered {
             let proof = self.bytes.first_chunk().expect("a hello is longer than a proof");
             return match greeting::is_proof(secret, bytes, nonce, proof) {
-                true => Ok(Some(hello.from)),
+                true => Ok(Some((hello.clone(), own.clone()))),
                 false => Err("it has another GDSYNC_JOB_TOKEN".into()),
             };
         }
-        let hello = Hello::read(&self.bytes, own, self.from)?;
-        let nonce = random().map_err(text)?;
-        let answer = greeting::answer(secret, &self.bytes, &nonce);
+        let hello = Hello::read(&self.bytes, shared.own, self.from)?;
+        let (nonce, own) = (random().map_err(text)?, shared.offer().map_err(text)?);
+        let answer = greeting::answer(secret, &self.bytes, &nonce, &own);
         // An empty socket takes it as a whole.
         if (&self.stream).write(&answer).map_err(|error| error.to_string())? != answer.len() {
             return Err("its socket is full".into());
         }
-        (self.answered, self.got) = (Some((hello, self.bytes, nonce)), 0);
+        (self.answered, self.got) = (Some((hello, self.bytes, nonce, own)), 0);
         Ok(None)
     }
 }

@@ -22,10 +22,10 @@ const ENOUGH: usize = 64 << 10;
 /// How long the end of a link waits for its last bytes to leave, and for the peer to close.
 const FAREWELL: Duration = Duration::from_millis(200);
 
-/// The connection of a link. Both ends of the link share it.
+/// The connection of a link, which carries its packets, or only tells the end of the peer. Both ends of the link share it.
 #[derive(Debug)]
-pub(super) struct Connection {
-    stream: TcpStream,
+pub(in crate::wire) struct Connection {
+    pub(super) stream: TcpStream,
     alive: AtomicBool,
     sockets: Arc<Sockets>,
 }
@@ -41,17 +41,35 @@ impl Connection {
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
-    pub(super) fn is_alive(&self) -> bool {
+    pub(in crate::wire) fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Acquire)
     }
 
+    /// Watches the socket for link `index`.
+    pub(in crate::wire) fn watch(&self, index: usize) {
+        if let Err(error) = self.sockets.add(&self.stream, index) {
+            self.lose(&error);
+        }
+    }
+
+    /// Whether the peer has closed a connection that carries nothing, or sent something.
+    pub(in crate::wire) fn is_closed(&self) -> bool {
+        let quiet = [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted];
+        !matches!((&self.stream).read(&mut [0]), Err(error) if quiet.contains(&error.kind()))
+    }
+
+    /// This side sends nothing more.
+    pub(in crate::wire) fn end(&self) {
+        // The peer may have closed it already.
+        let _ = self.stream.shutdown(Shutdown::Write);
+    }
+
     /// The connection carries nothing any more.
-    fn lose(&self, why: &dyn std::fmt::Display) {
+    pub(in crate::wire) fn lose(&self, why: &dyn std::fmt::Display) {
         if self.alive.swap(false, Ordering::AcqRel) {
-            tracing::debug!(%why, "software HCA: TCP link ended");
+            tracing::debug!(%why, "software HCA: link ended");
             self.sockets.remove(&self.stream);
-            // The peer learns it; it may have closed its end already.
-            let _ = self.stream.shutdown(Shutdown::Write);
+            self.end();
         }
     }
 }
@@ -104,9 +122,7 @@ impl TcpTx {
     /// Watches the socket for link `index`.
     pub(crate) fn begin(&mut self, index: usize) {
         self.index = Some(index);
-        if let Err(error) = self.connection.sockets.add(&self.connection.stream, index) {
-            self.connection.lose(&error);
-        }
+        self.connection.watch(index);
     }
 
     pub(crate) fn is_alive(&self) -> bool {
@@ -128,8 +144,7 @@ impl TcpTx {
         ext: &[u8],
         pieces: &[Piece<'_>],
     ) -> Result<bool> {
-        let body = ext.len() + pieces.iter().map(|piece| piece.len).sum::<usize>();
-        assert!(body <= MAX_BODY, "packets are cut to the size of frames");
+        let body = body_len(ext, pieces);
         let len = PREFIX + body;
         if self.waiting.room(len).len() < len {
             self.flush();
@@ -138,16 +153,9 @@ impl TcpTx {
             }
         }
         let room = &mut self.waiting.room(len)[..len];
-        let (prefix, mut room) = room.split_at_mut(PREFIX);
-        prefix[..4].copy_from_slice(&u32::try_from(body).expect("checked above").to_le_bytes());
-        prefix[4..].copy_from_slice(header);
-        room[..ext.len()].copy_from_slice(ext);
-        room = &mut room[ext.len()..];
-        for piece in pieces {
-            let (to, rest) = room.split_at_mut(piece.len);
-            piece.memory.read(piece.offset, to)?;
-            room = rest;
-        }
+        let (prefix, packet) = room.split_at_mut(4);
+        prefix.copy_from_slice(&u32::try_from(body).expect("at most a segment").to_le_bytes());
+        copy_packet(packet, header, ext, pieces)?;
         self.waiting.end += len;
         if self.waiting.content().len() >= ENOUGH {
             self.flush();
@@ -201,6 +209,35 @@ impl Drop for TcpTx {
         let _ = farewell();
         self.connection.lose(&"it was closed");
     }
+}
+
+/// Bytes of a packet's body.
+pub(in crate::wire) fn body_len(ext: &[u8], pieces: &[Piece<'_>]) -> usize {
+    let len = ext.len() + pieces.iter().map(|piece| piece.len).sum::<usize>();
+    assert!(len <= MAX_BODY, "packets are cut to this size");
+    len
+}
+
+/// Copies a packet to `room`, which has its length.
+///
+/// # Errors
+/// As reading a piece.
+pub(in crate::wire) fn copy_packet(
+    room: &mut [u8],
+    header: &[u8; HEADER],
+    ext: &[u8],
+    pieces: &[Piece<'_>],
+) -> Result<()> {
+    let (to, room) = room.split_at_mut(HEADER);
+    to.copy_from_slice(header);
+    let (to, mut room) = room.split_at_mut(ext.len());
+    to.copy_from_slice(ext);
+    for piece in pieces {
+        let (to, rest) = room.split_at_mut(piece.len);
+        piece.memory.read(piece.offset, to)?;
+        room = rest;
+    }
+    Ok(())
 }
 
 /// Bytes that the peer's system has not acknowledged.

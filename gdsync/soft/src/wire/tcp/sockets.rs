@@ -1,6 +1,7 @@
 //! Sleep until a socket of an HCA is ready, or another thread wakes it.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::Duration;
 
@@ -8,8 +9,11 @@ use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll, poll};
 use rustix::io::Errno;
 
+use crate::wire::fabric::Endpoint;
 use gdsync_device::error::{Error, Result};
 
+/// Stands for the descriptor of libfabric, in place of a link.
+const ENDPOINT: u64 = u64::MAX;
 /// Sockets taken from the kernel per call.
 const BATCH: usize = 64;
 
@@ -24,14 +28,33 @@ pub(crate) struct Sockets {
     signalled: Mutex<bool>,
     /// Number of links.
     links: AtomicU32,
+    /// What carries packets beside them.
+    endpoint: Option<Arc<Endpoint>>,
 }
 
 impl Sockets {
-    pub(super) fn new() -> Result<Self> {
+    pub(super) fn new(endpoint: Option<Arc<Endpoint>>) -> Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| Error::os("epoll_create1", e.into(), "raise the limit of open files (ulimit -n)"))?;
+        if let Some(fd) = endpoint.as_ref().and_then(|endpoint| endpoint.fd()) {
+            let (data, flags) = (epoll::EventData::new_u64(ENDPOINT), epoll::EventFlags::IN);
+            epoll::add(&epoll, fd, data, flags)
+                .map_err(|e| Error::os("epoll_ctl of libfabric's descriptor", e.into(), "report this"))?;
+        }
         let (sleepers, links) = (AtomicU32::new(0), AtomicU32::new(0));
-        Ok(Self { epoll, wake: gdsync_device::eventfd()?, sleepers, signalled: Mutex::new(false), links })
+        Ok(Self {
+            epoll,
+            wake: gdsync_device::eventfd()?,
+            sleepers,
+            signalled: Mutex::new(false),
+            links,
+            endpoint,
+        })
+    }
+
+    /// What carries packets beside the sockets.
+    pub(crate) fn endpoint(&self) -> Option<&Arc<Endpoint>> {
+        self.endpoint.as_ref()
     }
 
     /// Watches the socket of link `index`.
@@ -70,9 +93,10 @@ impl Sockets {
         !events.is_empty()
     }
 
-    /// Whether a socket is ready.
+    /// Whether a socket is ready, or packets have arrived beside them.
     pub(crate) fn is_ready(&self) -> bool {
-        self.links() > 0 && self.take_ready(|_| ())
+        let has_arrived = |endpoint: &Arc<Endpoint>| endpoint.poll() || endpoint.has_arrived();
+        self.links() > 0 && (self.endpoint().is_some_and(has_arrived) || self.take_ready(|_| ()))
     }
 
     /// Wakes all sleepers. Without sleepers this costs a fence and a load.
@@ -92,7 +116,11 @@ impl Sockets {
     pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        if !ready() {
+        let limit = || self.endpoint().map_or(Some(timeout), |endpoint| endpoint.sleep_limit());
+        if !ready()
+            && let Some(limit) = limit()
+        {
+            let timeout = timeout.min(limit);
             let mut fds = [&self.wake, &self.epoll].map(|fd| PollFd::new(fd, PollFlags::IN));
             // Errors are ends of the sleep.
             let _: std::result::Result<usize, Errno> =

@@ -9,7 +9,7 @@ use gdsync_device::memory::Memory;
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn port() -> TcpPort {
-    TcpPort::open(Ipv4Addr::LOCALHOST.into()).unwrap()
+    TcpPort::open(Ipv4Addr::LOCALHOST.into(), None).unwrap()
 }
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
@@ -20,17 +20,29 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
+fn over_tcp() -> Offer {
+    Offer { carrier: TCP.into(), ..Offer::default() }
+}
+
+/// The ends of a link over TCP.
+fn ends(made: Ends) -> TcpEnds {
+    match made {
+        Ends::Tcp(ends) => ends,
+        other => panic!("not over TCP: {other:?}"),
+    }
+}
+
 fn accepted(port: &TcpPort) -> TcpEnds {
     let mut found = Vec::new();
     until("a link", || {
         found.extend(port.take_accepted());
         !found.is_empty()
     });
-    found.remove(0)
+    ends(found.remove(0))
 }
 
 fn linked(a: &TcpPort, b: &TcpPort) -> (TcpEnds, TcpEnds) {
-    let near = a.connect(b.own(), TIMEOUT).unwrap().expect("no other link");
+    let near = ends(a.connect(b.own(), TIMEOUT).unwrap().expect("no other link"));
     let far = accepted(b);
     assert_eq!((near.peer, far.peer), (b.own(), a.own()));
     (near, far)
@@ -183,11 +195,11 @@ fn is_closed(mut stream: TcpStream) -> bool {
 #[test]
 fn strangers_are_closed_and_the_job_goes_on() {
     let (a, b) = (port(), port());
-    let hello = Hello { to: b.own(), from: a.own(), nonce: [3; NONCE] };
+    let hello = Hello { to: b.own(), from: a.own(), nonce: [3; NONCE], offer: over_tcp() };
     let good = hello.to_bytes();
-    let mut wrong: Vec<Vec<u8>> = vec![vec![0xa5; 100], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".repeat(4)];
+    let mut wrong: Vec<Vec<u8>> = vec![vec![0xa5; 300], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".repeat(12)];
     // Each field but the nonce, which may be any.
-    for at in [0, 7, 8, 23, 24, 26, 41, 44, 47] {
+    for at in [0, 7, 8, 23, 24, 26, 41, 44, 47, 64, HELLO - 1] {
         let mut bytes = good;
         bytes[at] ^= 1;
         wrong.push(bytes.to_vec());
@@ -228,21 +240,22 @@ fn idle_strangers_hold_few_descriptors() {
 #[test]
 fn another_secret_is_refused_on_both_sides() {
     let (own, peer) = (port().own(), port().own());
-    let hello = Hello { to: peer, from: own, nonce: [1; NONCE] }.to_bytes();
-    let answer = greeting::answer(7, &hello, &[2; NONCE]);
+    let hello = Hello { to: peer, from: own, nonce: [1; NONCE], offer: over_tcp() }.to_bytes();
+    let answer = greeting::answer(7, &hello, &[2; NONCE], &over_tcp());
     let error = greeting::check_answer(8, &hello, &answer).unwrap_err();
     assert!(error.contains("GDSYNC_JOB_TOKEN"), "{error}");
-    let proof = greeting::check_answer(7, &hello, &answer).unwrap();
+    let (proof, offer) = greeting::check_answer(7, &hello, &answer).unwrap();
+    assert_eq!(offer, over_tcp());
     assert!(greeting::is_proof(7, &hello, &[2; NONCE], &proof));
     assert!(!greeting::is_proof(8, &hello, &[2; NONCE], &proof), "another secret");
     assert!(!greeting::is_proof(7, &hello, &[3; NONCE], &proof), "another connection");
-    assert_ne!(answer[24..], proof, "an answer is no proof");
+    assert_ne!(answer[ANSWER - PROOF..], proof, "an answer is no proof");
 }
 
 #[test]
 fn any_bytes_are_survived_as_a_hello_or_an_answer() {
     let (own, from) = (port().own(), Peer { gid: Peer::at(([127, 0, 0, 1], 1).into()).gid, port: 9 });
-    let good = Hello { to: own, from, nonce: [4; NONCE] }.to_bytes();
+    let good = Hello { to: own, from, nonce: [4; NONCE], offer: over_tcp() }.to_bytes();
     bolero::check!().with_type::<(bool, Vec<u8>)>().for_each(|(changes, bytes)| {
         let mut hello = if *changes { good } else { [0; HELLO] };
         hello.iter_mut().zip(bytes).for_each(|(byte, change)| *byte ^= change);
@@ -250,7 +263,7 @@ fn any_bytes_are_survived_as_a_hello_or_an_answer() {
             Ok(read) => assert_eq!(read.to_bytes(), hello, "what is accepted is what was said"),
             Err(why) => assert!(!why.is_empty()),
         }
-        let mut answer = greeting::answer(7, &good, &[1; NONCE]);
+        let mut answer = greeting::answer(7, &good, &[1; NONCE], &over_tcp());
         answer.iter_mut().zip(bytes).for_each(|(byte, change)| *byte ^= change);
         let is_same = bytes.iter().take(ANSWER).all(|change| *change == 0);
         assert_eq!(greeting::check_answer(7, &good, &answer).is_ok(), is_same);
@@ -262,7 +275,7 @@ fn any_bytes_are_survived_as_frames() {
     bolero::check!().with_iterations(300).with_type::<Vec<(u16, u8)>>().for_each(|frames| {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let connection = Connection::new(listener.accept().unwrap().0, Arc::new(Sockets::new().unwrap()));
+        let connection = Connection::new(listener.accept().unwrap().0, Arc::new(Sockets::new(None).unwrap()));
         let (tx, mut rx) = (TcpTx::new(connection.clone()), TcpRx::new(connection));
         let (mut bytes, mut good, mut is_good) = (Vec::new(), 0, true);
         for (len, kind) in frames.iter().take(6) {

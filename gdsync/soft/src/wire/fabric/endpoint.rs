@@ -1,0 +1,624 @@
+//! An endpoint of libfabric: its buffers, and the packets of its links.
+//!
+//! A message begins with the number that the receiver has given the link (64 bits, random), the packet's number, and the number of
+//! packets that its sender has taken of this link, each of 32 bits, little-endian. The packet follows; a message without one only tells
+//! the last number. A side sends at most as many packets more than the other one has taken as that one has offered in its greeting.
+
+use std::collections::{HashMap, VecDeque};
+use std::ffi::c_void;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::objects::{Completion, Completions, MAX_NAME, Objects};
+use super::survey::{self, error_text, refused};
+use crate::wire::ring::{HEADER, MAX_BODY};
+use crate::wire::tcp::{Connection, Offer};
+use gdsync_device::error::Result;
+use gdsync_device::random;
+use rdma_core_sys::Fabric;
+use rdma_core_sys::fabric as fi;
+
+/// Bytes ahead of a packet.
+const PREFIX: usize = 16;
+/// Bytes of the longest message.
+pub(super) const MESSAGE: usize = PREFIX + HEADER + MAX_BODY;
+/// Distance of buffers.
+const STRIDE: usize = MESSAGE.next_multiple_of(64);
+/// Buffers that are allocated and registered together.
+const CHUNK: usize = 32;
+/// Packets that a peer may send ahead; fewer on an endpoint with many links, whose receive buffers these are.
+const CREDITS: [(usize, u32); 3] = [(16, 32), (64, 16), (usize::MAX, 8)];
+/// Receive buffers of a link besides those: two messages that only tell numbers may be on their way, and one packet is being handled.
+const EXTRA: usize = 3;
+/// Batches of completions in a row.
+const ROUNDS: usize = 4;
+/// Looks at the completions between two at the events.
+const POLLS: u32 = 64;
+/// How long a packet that others have overtaken is waited for: long messages of some providers complete after later ones. Then it
+/// counts as lost, and the queue pairs ask for it again.
+const OVERTAKEN: Duration = Duration::from_secs(3);
+/// Maximum sleep while nothing wakes it: without a descriptor, or while the provider takes no message.
+const NAP: Duration = Duration::from_millis(1);
+/// Maximum sleep otherwise, in case a provider's descriptor missed something.
+const SLEEP: Duration = Duration::from_millis(100);
+
+/// The endpoint of an HCA.
+#[derive(Debug)]
+pub(crate) struct Endpoint {
+    /// What both sides must have: provider and protocol.
+    carrier: String,
+    /// Its name, which peers send to.
+    name: Vec<u8>,
+    /// A copy of the provider's descriptor to sleep on.
+    fd: Option<OwnedFd>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    // Closed first: the buffers are its until then.
+    objects: Objects,
+    buffers: Buffers,
+    links: HashMap<u64, Link>,
+    /// Receive buffers, wherever they are.
+    receiving: usize,
+    /// Those that the provider did not take yet.
+    unposted: Vec<usize>,
+    /// Packets that wait to be taken.
+    arrived: usize,
+    /// Links whose peers are to be told how many packets were taken.
+    untold: Vec<u64>,
+    /// The provider has refused the last message.
+    is_blocked: bool,
+    polls: u32,
+}
+
+/// A link, by the number that this side has given it.
+#[derive(Debug)]
+struct Link {
+    line: Arc<Connection>,
+    peer: fi::fi_addr_t,
+    /// The number that the peer has given it.
+    peer_id: u64,
+    /// The number of the next packet, and of the first one that the peer has no room for.
+    sent: u32,
+    limit: u32,
+    /// What the peer has offered.
+    offered: u32,
+    /// The provider has not completed these messages.
+    sending: usize,
+    /// What this side has offered.
+    credits: u32,
+    /// The number of the next packet to take, and what the peer knows of it.
+    next: u32,
+    told: u32,
+    /// Packets from `next` on that have arrived.
+    window: VecDeque<Option<(usize, usize)>>,
+    /// Since when the next one has been overtaken.
+    overtaken: Option<Instant>,
+}
+
+/// A packet that was taken. It belongs to the receiving end until it is given back, and lies in a buffer of the endpoint.
+#[derive(Debug)]
+pub(super) struct Received {
+    index: usize,
+    at: *const u8,
+    len: usize,
+}
+
+// SAFETY: it is the only user of the bytes it points to.
+unsafe impl Send for Received {}
+
+impl Received {
+    /// Header and body.
+    pub(super) fn packet(&self) -> &[u8] {
+        // SAFETY: the buffer is not the provider's until `self` is given back, and its holder keeps the endpoint.
+        unsafe { std::slice::from_raw_parts(self.at, self.len) }
+    }
+}
+
+/// What the provider did with a message.
+enum Sent {
+    Taken,
+    NoRoom,
+    Failed(String),
+}
+
+impl Endpoint {
+    /// Opens an endpoint of `name`, which is `PROVIDER` or `PROVIDER/DOMAIN`, at this address of the host, if its addresses are those
+    /// of the internet.
+    ///
+    /// # Errors
+    /// [`Error::Library`](gdsync_device::Error::Library) without libfabric; [`Error::Device`](gdsync_device::Error::Device) says what is missing.
+    pub(crate) fn open(name: &str, ip: IpAddr) -> Result<Arc<Self>> {
+        Self::open_with(Fabric::load()?, name, ip)
+    }
+
+    /// As [`Endpoint::open`], of this library.
+    pub(super) fn open_with(table: &'static Fabric, name: &str, ip: IpAddr) -> Result<Arc<Self>> {
+        let info = survey::choose(table, name, ip)?;
+        let (provider, ep) = (info.provider(), info.ep());
+        let carrier = format!("libfabric ({provider}, protocol {}.{})", ep.protocol, ep.protocol_version);
+        let requests = (info.tx().size + info.rx().size).clamp(256, 1 << 16);
+        let objects = Objects::open(info, name, requests)?;
+        let own = objects.name().filter(|own| !own.is_empty());
+        let own = own.ok_or_else(|| {
+            refused(name, format!("the name of an endpoint is longer than {MAX_NAME} bytes"))
+        })?;
+        let state = State {
+            objects,
+            buffers: Buffers::default(),
+            links: HashMap::new(),
+            receiving: 0,
+            unposted: Vec::new(),
+            arrived: 0,
+            untold: Vec::new(),
+            is_blocked: false,
+            polls: 0,
+        };
+        let fd = state.objects.fd().and_then(|fd| fd.try_clone_to_owned().ok());
+        Ok(Arc::new(Self { carrier, name: own, fd, state: Mutex::new(state) }))
+    }
+
+    /// What carries the packets.
+    pub(crate) fn carrier(&self) -> &str {
+        &self.carrier
+    }
+
+    /// The descriptor to sleep on, if the provider has one.
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(AsFd::as_fd)
+    }
+
+    /// What this side says in the greeting of a new link.
+    ///
+    /// # Errors
+    /// [`Error::Sys`](gdsync_device::Error::Sys) without random numbers; [`Error::Device`](gdsync_device::Error::Device) if the provider takes no more receives.
+    pub(in crate::wire) fn offer(&self) -> Result<Offer> {
+        let state = self.state.lock();
+        let most =
+            CREDITS.iter().find(|(links, _)| state.links.len() < *links).map_or(0, |(_, credits)| *credits);
+        let left = state.objects.info().rx().size.saturating_sub(state.wanted() + EXTRA);
+        let credits = most.min(u32::try_from(left).unwrap_or(most));
+        if credits < 2 {
+            let why = format!(
+                "it takes {} receives (rx_attr.size), too few for one more peer",
+                state.objects.info().rx().size
+            );
+            return Err(refused(&state.objects.info().provider(), why));
+        }
+        let id = u64::from_ne_bytes(random()?);
+        Ok(Offer { carrier: self.carrier.clone(), id, credits, name: self.name.clone() })
+    }
+
+    /// Makes the link between two offers. Packets of the peer wait until they are taken.
+    ///
+    /// # Errors
+    /// The text says why not.
+    pub(in crate::wire) fn connect(
+        &self,
+        own: &Offer,
+        theirs: &Offer,
+        line: Arc<Connection>,
+    ) -> std::result::Result<(), String> {
+        let mut state = self.state.lock();
+        let is_text = state.objects.info().has_text_addresses();
+        if !is_text && theirs.name.len() != self.name.len() || theirs.name.is_empty() {
+            return Err(format!(
+                "the name of its endpoint has {} bytes, here {}",
+                theirs.name.len(),
+                self.name.len()
+            ));
+        }
+        let mut name = [0; MAX_NAME];
+        let room = name.get_mut(..theirs.name.len()).filter(|_| theirs.name.len() < MAX_NAME);
+        room.ok_or("the name of its endpoint is too long")?.copy_from_slice(&theirs.name);
+        let peer = state.objects.insert(&name)?;
+        let link = Link {
+            line,
+            peer,
+            peer_id: theirs.id,
+            sent: 0,
+            limit: theirs.credits,
+            offered: theirs.credits,
+            sending: 0,
+            credits: own.credits,
+            next: 0,
+            told: 0,
+            window: VecDeque::new(),
+            overtaken: None,
+        };
+        state.links.insert(own.id, link);
+        state.post_receives()
+    }
+
+    /// Ends a link. Packets that were not taken are dropped.
+    pub(crate) fn disconnect(&self, id: u64) {
+        let mut state = self.state.lock();
+        let Some(link) = state.links.remove(&id) else { return };
+        for (index, _) in link.window.into_iter().flatten() {
+            state.arrived -= 1;
+            state.post_receive(index);
+        }
+        if link.sending == 0 {
+            state.objects.remove(link.peer);
+        }
+    }
+
+    /// Sends a packet of `len` bytes that `fill` writes. Returns false if there is no room.
+    ///
+    /// # Errors
+    /// Those of `fill`.
+    pub(super) fn send(
+        &self,
+        id: u64,
+        len: usize,
+        fill: impl FnOnce(&mut [u8]) -> Result<()>,
+    ) -> Result<bool> {
+        let mut state = self.state.lock();
+        let state = &mut *state;
+        let Some(link) = state.links.get_mut(&id) else { return Ok(true) };
+        if link.sent == link.limit {
+            return Ok(false);
+        }
+        let index = match state.buffers.take(&mut state.objects) {
+            Ok(index) => index,
+            Err(why) => {
+                link.line.lose(&why);
+                return Ok(true);
+            }
+        };
+        if let Err(error) = fill(&mut state.buffers.room(index, PREFIX + len)[PREFIX..]) {
+            state.buffers.free(index);
+            return Err(error);
+        }
+        match state.buffers.send(&state.objects, index, PREFIX + len, (id, link)) {
+            Sent::Taken => link.sent = link.sent.wrapping_add(1),
+            Sent::NoRoom => {
+                state.is_blocked = true;
+                return Ok(false);
+            }
+            Sent::Failed(why) => link.line.lose(&why),
+        }
+        state.is_blocked = false;
+        Ok(true)
+    }
+
+    /// Whether the provider has completed all messages of a link.
+    pub(super) fn is_sent(&self, id: u64) -> bool {
+        self.state.lock().links.get(&id).is_none_or(|link| link.sending == 0)
+    }
+
+    /// Whether the peer of a link has room for a packet.
+    pub(super) fn has_room(&self, id: u64) -> bool {
+        let state = self.state.lock();
+        !state.is_blocked && state.links.get(&id).is_none_or(|link| link.sent != link.limit)
+    }
+
+    /// Takes the next packet of a link.
+    pub(super) fn take(&self, id: u64) -> Option<Received> {
+        let mut state = self.state.lock();
+        let link = state.links.get_mut(&id)?;
+        while !link.window.front()?.is_some() {
+            let since = *link.overtaken.get_or_insert_with(Instant::now);
+            if since.elapsed() < OVERTAKEN {
+                return None;
+            }
+            link.window.pop_front();
+            link.next = link.next.wrapping_add(1);
+        }
+        let (index, len) = link.window.pop_front()??;
+        (link.next, link.overtaken) = (link.next.wrapping_add(1), None);
+        state.arrived -= 1;
+        let at = state.buffers.at(index).wrapping_add(PREFIX);
+        Some(Received { index, at, len: len - PREFIX })
+    }
+
+    /// Frees a packet. The peer learns it with the next packet, or when it has half of its credits left.
+    pub(super) fn give_back(&self, id: u64, received: Received) {
+        let mut state = self.state.lock();
+        state.post_receive(received.index);
+        let Some(link) = state.links.get(&id) else { return };
+        if link.next.wrapping_sub(link.told) >= link.credits / 2 {
+            state.untold.push(id);
+            state.tell();
+        }
+    }
+
+    /// Takes what has arrived, and lets the provider work. Returns whether anything has happened.
+    pub(crate) fn poll(&self) -> bool {
+        self.state.lock().poll()
+    }
+
+    /// Whether packets wait to be taken.
+    pub(crate) fn has_arrived(&self) -> bool {
+        self.state.lock().arrived > 0
+    }
+
+    /// The longest sleep from now on; `None` if something waits in the provider.
+    pub(crate) fn sleep_limit(&self) -> Option<Duration> {
+        let state = self.state.lock();
+        match self.fd {
+            Some(_) if !state.objects.may_sleep() => None,
+            Some(_) if !state.is_blocked && state.unposted.is_empty() && state.untold.is_empty() => {
+                Some(SLEEP)
+            }
+            _ => Some(NAP),
+        }
+    }
+}
+
+impl State {
+    /// Receive buffers that the links need.
+    fn wanted(&self) -> usize {
+        self.links.values().map(|link| link.credits as usize + EXTRA).sum()
+    }
+
+    /// Has as many buffers received into as the links need.
+    ///
+    /// # Errors
+    /// What the library says.
+    fn post_receives(&mut self) -> std::result::Result<(), String> {
+        while self.receiving < self.wanted() {
+            let index = self.buffers.take(&mut self.objects)?;
+            self.receiving += 1;
+            self.post_receive(index);
+        }
+        Ok(())
+    }
+
+    fn post_receive(&mut self, index: usize) {
+        let code = self.buffers.receive(&self.objects, index);
+        if code != 0 {
+            self.unposted.push(index);
+            if code != -fi::FI_EAGAIN {
+                self.fail(&format!("fi_recv: {}", error_text(self.objects.info().table(), code)));
+            }
+        }
+    }
+
+    /// The endpoint carries nothing any more.
+    fn fail(&self, why: &str) {
+        self.links.values().for_each(|link| link.line.lose(&why));
+    }
+
+    fn poll(&mut self) -> bool {
+        let (mut any, mut completions) = (false, Completions::new());
+        for _ in 0..ROUNDS {
+            match self.objects.poll(&mut completions) {
+                Ok(true) => any = true,
+                Ok(false) => break,
+                Err(why) => {
+                    self.fail(&why);
+                    break;
+                }
+            }
+            completions.drain(..).for_each(|completion| self.complete(completion));
+        }
+        self.polls = self.polls.wrapping_add(1);
+        if self.polls.is_multiple_of(POLLS)
+            && let Some(why) = self.objects.event_error()
+        {
+            self.fail(&why);
+        }
+        std::mem::take(&mut self.unposted).into_iter().for_each(|index| self.post_receive(index));
+        self.tell();
+        any
+    }
+
+    fn complete(&mut self, completion: Completion) {
+        let Some((index, owner)) = self.buffers.of(completion.context) else { return };
+        match (owner, completion.result) {
+            (Owner::Link(id), result) => {
+                self.buffers.free(index);
+                let Some(link) = self.links.get_mut(&id) else { return };
+                link.sending -= 1;
+                if let Err(why) = result {
+                    link.line.lose(&why);
+                }
+            }
+            (Owner::Receiver, Ok(len)) => self.receive(index, len),
+            (Owner::Receiver, Err(why)) => {
+                tracing::error!(why, "software HCA: a receive of libfabric failed");
+                self.fail(&why);
+            }
+            (Owner::Nobody, _) => {}
+        }
+    }
+
+    /// Sorts in what has arrived. All that a peer, or a stranger, sends is checked here, but for packets, which queue pairs check.
+    fn receive(&mut self, index: usize, len: usize) {
+        if !self.sort_in(index, len) {
+            self.post_receive(index);
+        }
+    }
+
+    fn sort_in(&mut self, index: usize, len: usize) -> bool {
+        if !(len == PREFIX || (PREFIX + HEADER..=MESSAGE).contains(&len)) {
+            return false;
+        }
+        let prefix: [u8; PREFIX] = self.buffers.room(index, PREFIX).try_into().expect("of this length");
+        let word = |i: usize| u32::from_le_bytes(prefix.as_chunks::<4>().0[i]);
+        let id = u64::from(word(1)) << 32 | u64::from(word(0));
+        let (number, taken) = (word(2), word(3));
+        let Some(link) = self.links.get_mut(&id) else { return false };
+        // Of messages that overtake each other, the newest counts.
+        if link.sent.wrapping_sub(taken) <= link.offered {
+            let limit = taken.wrapping_add(link.offered);
+            if limit.wrapping_sub(link.limit) <= link.offered {
+                link.limit = limit;
+            }
+        }
+        let at = number.wrapping_sub(link.next);
+        // Doubles lie behind it.
+        if len == PREFIX || at >= link.credits {
+            return false;
+        }
+        let at = at as usize;
+        if link.window.len() <= at {
+            link.window.resize(at + 1, None);
+        }
+        let is_new = link.window[at].is_none();
+        if is_new {
+            link.window[at] = Some((index, len));
+            self.arrived += 1;
+        }
+        is_new
+    }
+
+    /// Tells peers how many packets were taken.
+    fn tell(&mut self) {
+        for id in std::mem::take(&mut self.untold) {
+            let Some(link) = self.links.get_mut(&id).filter(|link| link.told != link.next) else { continue };
+            let Ok(index) = self.buffers.take(&mut self.objects) else { continue };
+            match self.buffers.send(&self.objects, index, PREFIX, (id, link)) {
+                Sent::Taken => {}
+                Sent::NoRoom => self.untold.push(id),
+                Sent::Failed(why) => link.line.lose(&why),
+            }
+        }
+    }
+}
+
+/// Whose a buffer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owner {
+    Nobody,
+    /// A message of this link, until it completes.
+    Link(u64),
+    /// The provider, or a packet that has arrived.
+    Receiver,
+}
+
+/// Buffers of messages, which are never freed while the endpoint is open.
+#[derive(Debug, Default)]
+struct Buffers {
+    all: Vec<Buffer>,
+    free: Vec<usize>,
+    chunks: Vec<*mut [u8]>,
+}
+
+#[derive(Debug)]
+struct Buffer {
+    at: *mut u8,
+    desc: *mut c_void,
+    context: *mut Context,
+    owner: Owner,
+}
+
+/// What the provider gets as the context of a request, and may write to.
+#[repr(C)]
+struct Context {
+    internal: fi::fi_context2,
+    index: usize,
+}
+
+// SAFETY: the pointers are to memory that only this object and the provider use, by turns.
+unsafe impl Send for Buffers {}
+
+impl Buffers {
+    /// A free buffer.
+    ///
+    /// # Errors
+    /// What the library says where it must register memory.
+    fn take(&mut self, objects: &mut Objects) -> std::result::Result<usize, String> {
+        if self.free.is_empty() {
+            let chunk = Box::into_raw(vec![0_u8; CHUNK * STRIDE].into_boxed_slice());
+            self.chunks.push(chunk);
+            let desc = objects.register(chunk.cast(), CHUNK * STRIDE)?;
+            for i in 0..CHUNK {
+                let index = self.all.len();
+                let context = Box::into_raw(Box::new(Context { internal: fi::fi_context2::zeroed(), index }));
+                let at = chunk.cast::<u8>().wrapping_add(i * STRIDE);
+                self.all.push(Buffer { at, desc, context, owner: Owner::Nobody });
+                self.free.push(index);
+            }
+        }
+        Ok(self.free.pop().expect("filled above"))
+    }
+
+    fn free(&mut self, index: usize) {
+        self.all[index].owner = Owner::Nobody;
+        self.free.push(index);
+    }
+
+    fn at(&self, index: usize) -> *mut u8 {
+        self.all[index].at
+    }
+
+    /// The first bytes of a buffer that is not the provider's.
+    fn room(&mut self, index: usize, len: usize) -> &mut [u8] {
+        assert!(len <= MESSAGE, "packets are cut to the size of buffers");
+        // SAFETY: a buffer is `STRIDE` bytes of a chunk; callers have it from `take` or a completion, so that the provider has not.
+        unsafe { std::slice::from_raw_parts_mut(self.at(index), len) }
+    }
+
+    /// The buffer of a completed request, and whose it is.
+    fn of(&self, context: *mut c_void) -> Option<(usize, Owner)> {
+        if context.is_null() {
+            return None;
+        }
+        // SAFETY: contexts of requests are those of buffers, which live as long as `self`.
+        let index = unsafe { (*context.cast::<Context>()).index };
+        self.all.get(index).map(|buffer| (index, buffer.owner))
+    }
+
+    /// Has a message received into a buffer.
+    fn receive(&mut self, objects: &Objects, index: usize) -> isize {
+        let buffer = &mut self.all[index];
+        buffer.owner = Owner::Receiver;
+        // SAFETY: the buffer has `MESSAGE` bytes, is given to the provider until its completion, and freed after the objects.
+        unsafe { objects.receive(buffer.at, MESSAGE, buffer.desc, buffer.context.cast()) }
+    }
+
+    /// Sends a message over a link. The buffer is freed when the provider has sent it, or does not take it.
+    fn send(&mut self, objects: &Objects, index: usize, len: usize, (id, link): (u64, &mut Link)) -> Sent {
+        let room = self.room(index, PREFIX);
+        room[..8].copy_from_slice(&link.peer_id.to_le_bytes());
+        room[8..12].copy_from_slice(&link.sent.to_le_bytes());
+        room[12..].copy_from_slice(&link.next.to_le_bytes());
+        let is_injected = len <= objects.info().tx().inject_size;
+        let buffer = &mut self.all[index];
+        let message = (buffer.at.cast_const(), len);
+        let code = if is_injected {
+            // SAFETY: the buffer holds the message, which is short enough.
+            unsafe { objects.inject(message, link.peer) }
+        } else {
+            buffer.owner = Owner::Link(id);
+            // SAFETY: the buffer holds the message, is the provider's until its completion, and freed after the objects.
+            unsafe { objects.send(message, buffer.desc, link.peer, buffer.context.cast()) }
+        };
+        if code == 0 {
+            link.told = link.next;
+        }
+        match code {
+            0 if !is_injected => {
+                link.sending += 1;
+                return Sent::Taken;
+            }
+            _ => self.free(index),
+        }
+        match code {
+            0 => Sent::Taken,
+            code if code == -fi::FI_EAGAIN => Sent::NoRoom,
+            code => Sent::Failed(format!("fi_send: {}", error_text(objects.info().table(), code))),
+        }
+    }
+}
+
+impl Drop for Buffers {
+    fn drop(&mut self) {
+        for buffer in &self.all {
+            // SAFETY: it was made by `Box::into_raw`, and the objects of the provider are closed.
+            drop(unsafe { Box::from_raw(buffer.context) });
+        }
+        for chunk in &self.chunks {
+            // SAFETY: it was made by `Box::into_raw`, and the objects of the provider are closed.
+            drop(unsafe { Box::from_raw(*chunk) });
+        }
+    }
+}
