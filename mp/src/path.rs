@@ -348,7 +348,7 @@ impl Devices {
         let measures = matches!(wanted, IntraHostPath::Measured);
         let fifo = has_watchdog && matches!(wanted, IntraHostPath::Soft);
         let measures_gpu = gpu_path == GpuPath::Measured && gpu.is_some();
-        let (wants, network) = (refusal.is_none(), network(context).to_owned());
+        let (wants, network) = (refusal.is_none(), network(context));
         let secret = u64::from_ne_bytes(gdsync_device::random()?);
         let mine = Card { wants, measures, measures_gpu, fifo, may_change, secret, network, host: host() };
         let mut cards = read_cards(&exchange.allgather(&mine.to_bytes(), timeout)?)?;
@@ -508,11 +508,12 @@ const SHARED_MEMORY: &str = "the software HCA over shared memory (soft0)";
 const TCP: &str = "the software HCA over TCP (tcp)";
 
 /// What carries the messages of a device: ranks of other hosts must have the same.
-fn network(context: &Context) -> &'static str {
+fn network(context: &Context) -> String {
     match (context.is_software(), context.reaches_other_hosts()) {
-        (false, _) => "an RDMA device",
-        (true, false) => SHARED_MEMORY,
-        (true, true) => TCP,
+        (false, _) => "an RDMA device".into(),
+        (true, false) => SHARED_MEMORY.into(),
+        (true, true) if context.wire() == "TCP" => TCP.into(),
+        (true, true) => format!("the software HCA over {}", context.wire()),
     }
 }
 

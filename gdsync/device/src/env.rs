@@ -17,6 +17,7 @@ const NAMES: &[&str] = &[
     "GDSYNC_FAULTS",
     "GDSYNC_GID_INDEX",
     "GDSYNC_JOB_TOKEN",
+    "GDSYNC_LIBFABRIC",
     "GDSYNC_LIBIBVERBS",
     "GDSYNC_LIBMLX5",
     "GDSYNC_PATH",

@@ -100,6 +100,9 @@
 //! acknowledgement with the reply. Packets on their way use up no retry: TCP repeats them. It also tells the end of a peer's
 //! process, and after 3.5 s without any answer, or without room at the peer, the end of the link. A listener greets whoever
 //! connects; both sides prove that they know the [`job_secret`].
+//!
+//! With [`SoftHcaConfig::fabric`] the packets are messages of libfabric, and the TCP connections stay to greet and to tell the end of
+//! peers, which providers do not. A peer that has made no room for a packet for 3.5 s is gone.
 
 mod async_event;
 mod card;

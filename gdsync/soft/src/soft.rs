@@ -16,7 +16,9 @@ use crate::qp::datagram::Datagrams;
 use crate::qp::requester::Requester;
 use crate::qp::responder::Responder;
 use crate::qp::staging::{ReceiveStaging, Stage};
-use crate::wire::{Event, EventCount, HcaPort, Peer, Port, RxHints, Sockets, TCP, TcpPort, loopback};
+use crate::wire::{
+    Endpoint, Event, EventCount, HcaPort, Peer, Port, RxHints, Sockets, TCP, TcpPort, loopback,
+};
 use gdsync_device::DoorbellSet;
 use gdsync_device::copy_engine::{CopyEngine, Ticket};
 use gdsync_device::cuda::GpuCopyEngines;
@@ -153,7 +155,9 @@ impl SoftHca {
         config.faults.check()?;
         let (own, port, event, rx_hints) = match config.tcp {
             Some(address) => {
-                let port = TcpPort::open(address, config.fabric.as_deref())?;
+                let fabric = config.fabric.as_deref();
+                let endpoint = fabric.map(|name| Endpoint::open(name, address)).transpose()?;
+                let port = TcpPort::open(address, endpoint)?;
                 let event = Event::Sockets(port.sockets().clone());
                 (port.own(), HcaPort::Tcp(port), event, RxHints::default())
             }

@@ -4,8 +4,9 @@
 use gdsync::verbs::Context;
 use gdsync::{Device, Error};
 
-use crate::common::{Side, connect, message};
+use crate::common::{Side, connect, message, tier};
 use crate::tcp::over;
+use gdsync_testkit::process::built;
 
 /// Providers that need no card, at the loopback interface.
 const DEVICES: [&str; 3] = ["fabric:tcp@lo", "fabric:tcp;ofi_rxm@lo", "fabric:shm@lo"];
@@ -21,9 +22,9 @@ fn open(device: &str) -> Option<Context> {
     }
 }
 
-fn over_libfabric(devices: &[&str], tests: &[&str]) {
-    if open(DEVICES[0]).is_some() {
-        devices.iter().for_each(|device| over(device, tests));
+fn over_libfabric(device: &str, tests: &[&str]) {
+    if open(device).is_some() {
+        over(device, None, tests);
     }
 }
 
@@ -42,20 +43,28 @@ fn two_hcas_exchange_messages() {
 
 #[test]
 fn queues_do_what_the_model_does() {
-    over_libfabric(&DEVICES, &["model::queues_do_what_the_model_does"]);
+    DEVICES.iter().for_each(|device| over_libfabric(device, &["model::queues_do_what_the_model_does"]));
+}
+
+#[test]
+fn queues_do_what_the_model_does_over_providers_of_cards() {
+    for device in ["fabric:efa@lo", "fabric:cxi@lo"] {
+        over(device, Some(built("libstand_in_fabric.so")), &["model::queues_do_what_the_model_does"]);
+    }
 }
 
 #[test]
 fn two_processes_see_each_other_end() {
-    over_libfabric(&DEVICES, &["processes::"]);
+    over_libfabric("fabric:tcp@lo", &["processes::"]);
 }
 
+/// Takes minutes.
 #[test]
-fn faults_and_syndromes_are_the_same() {
-    over_libfabric(&DEVICES[..1], &["faults::", "syndromes::"]);
-}
-
-#[test]
-fn queues_and_streams_are_the_same() {
-    over_libfabric(&DEVICES[..1], &["queues::", "streams::", "verbs::", "regressions::"]);
+fn faults_queues_and_streams_are_the_same() {
+    if tier(false, false, true) {
+        over_libfabric(
+            "fabric:tcp@lo",
+            &["faults::", "syndromes::", "queues::", "streams::", "verbs::", "regressions::"],
+        );
+    }
 }

@@ -1,5 +1,7 @@
 //! The software HCA over TCP: tests of other modules once more, in a process whose device is `tcp:lo`.
 
+use std::path::PathBuf;
+
 use gdsync::Device;
 use gdsync::Error;
 use gdsync::verbs::QpAddress;
@@ -7,13 +9,15 @@ use gdsync::verbs::QpAddress;
 use crate::child::rerun_all;
 use crate::common::{Side, connect, is_device_named, message};
 
-/// Runs tests of other modules with this device, unless this process is such a run.
-pub(crate) fn over(device: &str, tests: &[&str]) {
+/// Runs tests of other modules with this device, and this libfabric in place of the installed one, unless this process is such a run.
+pub(crate) fn over(device: &str, libfabric: Option<PathBuf>, tests: &[&str]) {
     if is_device_named() {
         return;
     }
-    let output =
-        rerun_all(tests).env("GDSYNC_TEST_DEVICE", device).env("GDSYNC_STRICT", "1").output().unwrap();
+    let mut run = rerun_all(tests);
+    run.env("GDSYNC_TEST_DEVICE", device).env("GDSYNC_STRICT", "1");
+    run.envs(libfabric.map(|path| ("GDSYNC_LIBFABRIC", path)));
+    let output = run.output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(
         output.status.success() && !out.contains(" 0 passed"),
@@ -23,7 +27,7 @@ pub(crate) fn over(device: &str, tests: &[&str]) {
 }
 
 fn over_tcp(tests: &[&str]) {
-    over("tcp:lo", tests);
+    over("tcp:lo", None, tests);
 }
 
 #[test]

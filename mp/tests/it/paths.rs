@@ -91,6 +91,24 @@ job_test!(ranks_reach_each_other_over_tcp, 3, tcp().intra_host(IntraHostPath::De
     all_windows(comm);
 });
 
+#[test]
+fn ranks_reach_each_other_over_libfabric() {
+    let context = match Device::find(Some("fabric:tcp@lo")).unwrap().open() {
+        Ok(context) => context,
+        Err(gdsync::Error::Library(error)) => return println!("skipped: {error}"),
+        Err(error) => panic!("{error}"),
+    };
+    let builder = Communicator::builder().context(&context).intra_host(IntraHostPath::Device);
+    job_with("ranks_reach_each_other_over_libfabric", 2, builder, |comm| {
+        for rank in 0..2 {
+            let path = comm.path(rank).unwrap();
+            assert!(path.wire().starts_with("libfabric (") && !path.is_intra_host(), "{path}");
+        }
+        all_pairs(comm);
+        all_windows(comm);
+    });
+}
+
 job_test!(ranks_of_a_host_use_shared_memory_beside_tcp, 2, tcp(), |comm| {
     for rank in 0..2 {
         let path = comm.path(rank).unwrap();

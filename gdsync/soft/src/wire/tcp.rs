@@ -132,13 +132,12 @@ impl fmt::Debug for TcpPort {
 }
 
 impl TcpPort {
-    /// Listens at this address, on a port that the system chooses. `fabric` is the provider of libfabric that carries the packets.
+    /// Listens at this address, on a port that the system chooses. An endpoint of libfabric may carry the packets.
     ///
     /// # Errors
-    /// As [`Endpoint::open`]; [`Error::Sys`] if the address is not one of this host, or descriptors or threads run out.
-    pub(crate) fn open(address: IpAddr, fabric: Option<&str>) -> Result<Self> {
+    /// [`Error::Sys`] if the address is not one of this host, or descriptors or threads run out.
+    pub(crate) fn open(address: IpAddr, endpoint: Option<Arc<Endpoint>>) -> Result<Self> {
         job::current()?;
-        let endpoint = fabric.map(|name| Endpoint::open(name, address)).transpose()?;
         let listener = TcpListener::bind((address, 0))
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
             .map_err(|e| Error::os("bind of a TCP socket", e, "name an address of this host: tcp:ADDRESS"))?;

@@ -135,11 +135,11 @@ impl Endpoint {
     /// # Errors
     /// [`Error::Library`](gdsync_device::Error::Library) without libfabric; [`Error::Device`](gdsync_device::Error::Device) says what is missing.
     pub(crate) fn open(name: &str, ip: IpAddr) -> Result<Arc<Self>> {
-        Self::open_with(Fabric::load()?, name, ip)
+        Self::of(Fabric::load()?, name, ip)
     }
 
     /// As [`Endpoint::open`], of this library.
-    pub(super) fn open_with(table: &'static Fabric, name: &str, ip: IpAddr) -> Result<Arc<Self>> {
+    pub(super) fn of(table: &'static Fabric, name: &str, ip: IpAddr) -> Result<Arc<Self>> {
         let info = survey::choose(table, name, ip)?;
         let (provider, ep) = (info.provider(), info.ep());
         let carrier = format!("libfabric ({provider}, protocol {}.{})", ep.protocol, ep.protocol_version);

@@ -1,25 +1,48 @@
-//! Links over libfabric's own providers, where the library is installed.
+//! Links over libfabric's own providers, where it is installed, and over those of a stand-in.
 
-use std::net::Ipv4Addr;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::Path;
 
 use super::*;
 use crate::wire::tcp::TcpPort;
 use crate::wire::{Ends, Piece};
-use gdsync_device::Error;
 use gdsync_device::memory::Memory;
+use gdsync_testkit::process::built;
+use rdma_core_sys::Fabric;
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// A port over a provider; `None` without libfabric.
-fn port(provider: &str) -> Option<TcpPort> {
-    match TcpPort::open(Ipv4Addr::LOCALHOST.into(), Some(provider)) {
-        Ok(port) => Some(port),
-        Err(Error::Library(error)) => {
+/// A library, which stays loaded.
+fn library(path: &Path) -> Option<&'static Fabric> {
+    // SAFETY: it is libfabric, or stands in for it.
+    match unsafe { Fabric::load_from(path) } {
+        Ok(table) => Some(Box::leak(Box::new(table))),
+        Err(error) => {
             println!("skipped: {error}");
             None
         }
-        Err(error) => panic!("{provider}: {error}"),
     }
+}
+
+fn stand_in() -> &'static Fabric {
+    library(&built("libstand_in_fabric.so")).expect("cargo has built it")
+}
+
+/// Each library and provider that there is.
+fn providers() -> Vec<(&'static Fabric, &'static str)> {
+    let installed = library(Path::new("libfabric.so.1"));
+    let of = |table: &'static Fabric, names: &[&'static str]| {
+        names.iter().map(|name| (table, *name)).collect::<Vec<_>>()
+    };
+    let mut all = of(stand_in(), &["efa", "cxi"]);
+    all.extend(installed.map(|table| of(table, &["tcp", "tcp;ofi_rxm", "shm"])).into_iter().flatten());
+    all
+}
+
+const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+
+fn port((table, provider): (&'static Fabric, &str)) -> TcpPort {
+    TcpPort::open(HERE, Some(Endpoint::of(table, provider, HERE).unwrap())).unwrap()
 }
 
 fn until<T>(what: &str, mut done: impl FnMut() -> Option<T>) -> T {
@@ -51,14 +74,12 @@ fn pattern(n: usize, len: usize) -> Vec<u8> {
     (0..len).map(|i| (n.wrapping_mul(31) + i).to_le_bytes()[0]).collect()
 }
 
-/// Each test over each of these.
-const PROVIDERS: [&str; 3] = ["tcp", "tcp;ofi_rxm", "shm"];
-
 #[test]
 fn packets_of_all_sizes_arrive_in_order_both_ways() {
     const SIZES: [usize; 8] = [0, 1, 8, 24, 100, 4096, 16 << 10, (16 << 10) + 64];
-    for provider in PROVIDERS {
-        let (Some(a), Some(b)) = (port(provider), port(provider)) else { return };
+    for provider in providers() {
+        let (a, b) = (port(provider), port(provider));
+        let (_, provider) = provider;
         let (mut near, mut far) = linked(&a, &b);
         for _ in 0..2 {
             let (mut sent, mut got) = (0_usize, 0_usize);
@@ -88,4 +109,81 @@ fn packets_of_all_sizes_arrive_in_order_both_ways() {
             std::mem::swap(&mut near, &mut far);
         }
     }
+}
+
+#[test]
+fn what_a_provider_lacks_is_said_in_words() {
+    let refused = |table, name| Endpoint::of(table, name, HERE).unwrap_err().to_string();
+    for (name, parts) in [
+        ("efa-direct", ["fabric:efa-direct", "max_msg_size", "8192", "name another provider"]),
+        ("msg", ["fabric:msg", "FI_EP_RDM", "msg;ofi_rxm", "msg has no endpoints"]),
+        ("prefix", ["fabric:prefix", "0x400000000000000", "mode", "name another provider"]),
+        ("opx", ["fabric:opx", "libfabric 1.20", "has no provider opx", "fi_info -p 'opx'"]),
+    ] {
+        let error = refused(stand_in(), name);
+        assert!(parts.iter().all(|part| error.contains(part)), "{name}: {error}");
+    }
+    if let Some(table) = library(Path::new("libfabric.so.1")) {
+        let error = refused(table, "nothing-of-this-name");
+        assert!(error.contains("but ") && error.contains("tcp"), "it names those that there are: {error}");
+    }
+}
+
+#[test]
+fn sides_with_different_providers_are_refused_in_words() {
+    let (efa, cxi) = (port((stand_in(), "efa")), port((stand_in(), "cxi")));
+    let tcp = TcpPort::open(HERE, None).unwrap();
+    for (from, to, parts) in [
+        (&efa, &cxi, ["libfabric (cxi, protocol 0.0)", "libfabric (efa, protocol 0.0)"]),
+        (&tcp, &efa, ["by libfabric (efa", "by TCP"]),
+    ] {
+        let error = from.connect(to.own(), TIMEOUT).unwrap_err().to_string();
+        assert!(parts.iter().all(|part| error.contains(part)), "{error}");
+        assert!(!to.has_accepted());
+    }
+}
+
+#[test]
+fn a_send_that_completes_with_an_error_ends_the_link_at_both_sides() {
+    let (a, b) = (port((stand_in(), "cxi;late")), port((stand_in(), "cxi;late")));
+    let (mut near, mut far) = linked(&a, &b);
+    until("the error", || {
+        let _ = near.tx.try_push(&[1; 28], &[], &[]).unwrap();
+        near.rx.link.endpoint.poll();
+        far.rx.link.endpoint.poll();
+        while far.rx.peek().is_some() {
+            far.rx.pop();
+        }
+        (!near.tx.is_alive()).then_some(())
+    });
+    until("its end", || {
+        assert!(
+            !far.rx.has_packet() || {
+                far.rx.pop();
+                true
+            }
+        );
+        (!far.tx.is_alive()).then_some(())
+    });
+}
+
+#[test]
+fn a_peer_that_takes_nothing_costs_bounded_memory_and_is_gone_after_a_while() {
+    let provider = (stand_in(), "cxi");
+    let (a, b) = (port(provider), port(provider));
+    let (mut near, mut far) = linked(&a, &b);
+    let mut sent = 0;
+    let start = Instant::now();
+    until("the end", || {
+        sent += usize::from(near.tx.try_push(&[1; 28], &[7; 1000], &[]).unwrap());
+        near.rx.link.endpoint.poll();
+        far.rx.link.endpoint.poll();
+        (!near.tx.is_alive()).then_some(())
+    });
+    assert!(sent == 32 && start.elapsed() >= SILENCE, "{sent} packets");
+    while far.rx.peek().is_some() {
+        far.rx.pop();
+        sent -= 1;
+    }
+    assert_eq!(sent, 0, "they wait to be taken");
 }
