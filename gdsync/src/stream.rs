@@ -70,6 +70,7 @@ mod execute;
 mod graph;
 mod host;
 mod op;
+mod order;
 mod peer;
 mod prepared;
 mod record;
@@ -94,6 +95,7 @@ pub use graph::{Capture, Graph, Launch};
 pub use host::HostStreamConfig;
 pub use op::Cond;
 pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
+pub use order::{StreamOrder, Ticket};
 pub use peer::PeerSignal;
 pub use prepared::{PreparedSend, PreparedWait, SendWords, WaitWords};
 pub use steps::{DEVICE_HEADER, KernelSteps};
@@ -342,15 +344,18 @@ impl Stream {
         submit: impl FnOnce(&mut Ops) -> Result<u64>,
     ) -> Result<u64> {
         batch.mark(self.of_stream())?;
+        self.begin_orders(batch).inspect_err(|_| batch.unmark())?;
         // Recorded first, because the engine may run it at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.id());
         let seq = match submit(&mut batch.ops) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.id());
+                batch.follows.iter_mut().for_each(|follows| follows.refuse());
                 return Err(error);
             }
         };
+        batch.follows.iter_mut().for_each(|follows| follows.submitted(seq));
         batch.cores().for_each(|core| note_use(used, core, seq));
         Ok(seq)
     }

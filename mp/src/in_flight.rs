@@ -5,6 +5,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use gdsync::stream::Ticket;
 use gdsync::verbs::{Completion, MrGuard};
 use smallvec::SmallVec;
 
@@ -26,13 +27,28 @@ pub(crate) fn nonzero(bytes: usize) -> Option<NonZeroU32> {
     NonZeroU32::new(u32::try_from(bytes).ok()?)
 }
 
-/// An operation that was posted to a queue pair.
+/// What tells whether an operation is complete.
+#[derive(Debug)]
+pub(crate) enum Done {
+    /// Its last work request in a queue.
+    Queue(Completion),
+    /// The stream that copies.
+    Stream(Ticket),
+}
+
+impl From<Completion> for Done {
+    fn from(completion: Completion) -> Self {
+        Self::Queue(completion)
+    }
+}
+
+/// An operation that was posted to a queue pair, or that a stream does beside it.
 #[derive(Debug)]
 pub(crate) struct InFlightOp {
     pub(crate) direction: Direction,
     /// Its name in errors.
     pub(crate) operation: &'static str,
-    pub(crate) completion: Completion,
+    pub(crate) done: Done,
     /// Work requests that it takes in the queue: the one of the completion and those right before it.
     wqes: usize,
     /// Bytes of a send, or of the buffers of a receive.
@@ -47,18 +63,34 @@ impl InFlightOp {
     pub(crate) fn new(
         direction: Direction,
         operation: &'static str,
-        completion: Completion,
+        done: impl Into<Done>,
         wqes: usize,
         bytes: usize,
     ) -> Arc<Self> {
         let kept_bytes = AtomicU64::new(UNKNOWN);
-        Arc::new(Self { direction, operation, completion, wqes, bytes, kept_bytes })
+        Arc::new(Self { direction, operation, done: done.into(), wqes, bytes, kept_bytes })
     }
 
-    /// The index of its last work request in the queue.
+    /// The completion of its last work request.
+    pub(crate) fn completion(&self) -> Option<&Completion> {
+        match &self.done {
+            Done::Queue(completion) => Some(completion),
+            Done::Stream(_) => None,
+        }
+    }
+
+    /// The index of its last work request in the queue; 0 without.
     #[inline]
     pub(crate) fn index(&self) -> u64 {
-        self.completion.index()
+        self.completion().map_or(0, Completion::index)
+    }
+
+    /// Whether its batch was dropped.
+    fn is_taken_back(&self) -> bool {
+        match &self.done {
+            Done::Queue(completion) => completion.is_taken_back(),
+            Done::Stream(ticket) => ticket.is_taken_back(),
+        }
     }
 
     /// Bytes of the message and of its receive, as far as this side knows them.
@@ -85,7 +117,12 @@ impl InFlightOp {
     /// # Errors
     /// Why it failed.
     pub(crate) fn outcome(&self) -> gdsync::Result<Option<usize>> {
-        match self.completion.status() {
+        let completion = match &self.done {
+            Done::Queue(completion) => completion,
+            Done::Stream(_) if self.kept().is_some() => return Ok(self.kept()),
+            Done::Stream(ticket) => return Ok(ticket.is_done()?.then_some(self.bytes)),
+        };
+        match completion.status() {
             Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { self.bytes } else { wc.byte_len as usize })),
             // The queue forgets successes; this one was kept.
             Err(gdsync::Error::Forgotten { .. }) if self.kept().is_some() => Ok(self.kept()),
@@ -133,6 +170,10 @@ impl InFlight {
         self.wqes
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.ops.len()
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.ops.is_empty()
     }
@@ -153,7 +194,7 @@ impl InFlight {
 
     /// Removes the newest operations that were taken back, by dropping their batch.
     pub(crate) fn drop_taken_back(&mut self) {
-        while let Some((op, _)) = self.ops.pop_back_if(|(op, _)| op.completion.is_taken_back()) {
+        while let Some((op, _)) = self.ops.pop_back_if(|(op, _)| op.is_taken_back()) {
             self.wqes -= op.wqes;
         }
     }
@@ -251,7 +292,7 @@ mod tests {
                         for _ in 0..wqes {
                             self.qps[1].post_recv(&[RecvWr::new(&[self.mr.sge(8, 8)?])])?;
                         }
-                        op.completion.wait(LONG)?.ok()?;
+                        op.completion().unwrap().wait(LONG)?.ok()?;
                         self.completed.push(op);
                     }
                 }

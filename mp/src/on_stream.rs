@@ -362,6 +362,7 @@ impl Communicator {
         request.catch_up();
         match request.for_stream()? {
             Awaited::Completion(completion) => batch.wait(completion).map_err(|cause| request.failed(cause)),
+            Awaited::Stream(ticket) => ticket.wait_in_batch(batch).map_err(|cause| request.failed(cause)),
             Awaited::Word(word, value) => {
                 batch.wait_value32(&word, value, Cond::Geq);
                 Ok(())
@@ -384,6 +385,7 @@ impl Communicator {
         self.while_full(|| {
             let waits = match request.for_stream()? {
                 Awaited::Completion(completion) => stream.wait(completion),
+                Awaited::Stream(ticket) => ticket.wait_on_stream(stream),
                 Awaited::Word(word, value) => stream.wait_value32(&word, value, Cond::Geq),
                 Awaited::Nothing => Ok(()),
             };

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::memory::Word32;
-use gdsync::stream::Cond;
+use gdsync::stream::{Cond, Ticket};
 use gdsync::verbs::Completion;
 
 use crate::credit::aborted_by_peer;
 use crate::error::{Error, Result, is_peer_lost, without_rank};
-use crate::in_flight::{Direction, InFlightOp};
+use crate::in_flight::{Direction, Done, InFlightOp};
 use crate::peer::{Peer, Received, Sent};
 use crate::rma_queue::RmaQueue;
 use crate::shm_fifo::{FifoReceive, ShmFifo};
@@ -68,6 +68,8 @@ pub(crate) enum Awaited<'a> {
     /// The message is complete.
     Nothing,
     Completion(&'a Completion),
+    /// Another stream.
+    Stream(&'a Ticket),
     /// A word that reaches a value.
     Word(Word32, u32),
 }
@@ -160,7 +162,7 @@ impl Request {
                 }
                 op.outcome()
             }
-            State::Rma(_, op) => op.outcome(),
+            State::Rma(queue, op) => queue.outcome(op),
             State::Sent(bytes) => Ok(Some(*bytes)),
             State::SentAfter(_, op, bytes) => Ok(op.outcome()?.map(|_| *bytes)),
             State::Fifo(peer, receive) => {
@@ -234,6 +236,11 @@ impl Request {
         if let Some(bytes) = self.outcome()? {
             return Ok(bytes);
         }
+        if let State::Rma(queue, op) = &self.state
+            && let Done::Stream(ticket) = &op.done
+        {
+            return queue.wait(op, ticket, timeout.saturating_sub(waited));
+        }
         let (Some(completion), Some(transport)) = (self.completion(), self.transport()) else {
             let rank = self.rank;
             let awaited = format!("a message from rank {rank}; see that the rank sends it");
@@ -291,7 +298,7 @@ impl Request {
 
     fn completion(&self) -> Option<&Completion> {
         match &self.state {
-            State::Queue(_, op) | State::Rma(_, op) | State::SentAfter(_, op, _) => Some(&op.completion),
+            State::Queue(_, op) | State::Rma(_, op) | State::SentAfter(_, op, _) => op.completion(),
             State::Sent(_) => None,
             State::Fifo(_, receive) => receive.posted(),
         }
@@ -319,6 +326,11 @@ impl Request {
             && let Some((word, value)) = fifo_of(peer).awaited(receive).map_err(|error| self.failed(error))?
         {
             return Ok(Awaited::Word(word, value));
+        }
+        if let State::Rma(_, op) = &self.state
+            && let Done::Stream(ticket) = &op.done
+        {
+            return Ok(Awaited::Stream(ticket));
         }
         Ok(self.completion().map_or(Awaited::Nothing, Awaited::Completion))
     }

@@ -6,16 +6,16 @@ use std::time::Duration;
 
 use gdsync::cuda::Flush;
 use gdsync::memory::Memory;
-use gdsync::stream::{Replenish, Stream};
-use gdsync::verbs::{Access, Completion, Mr, Pd, Qp, Sge};
+use gdsync::stream::{Stream, StreamOrder, Ticket};
+use gdsync::verbs::{Access, Mr, Pd, Qp, Sge};
 use parking_lot::Mutex;
 
 use crate::error::{Error, Result};
-use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
+use crate::in_flight::{Direction, Done, InFlight, InFlightOp, pin};
 use crate::overlap::ReceiveClaims;
 use crate::peer::Peer;
 use crate::registration::Piece;
-use crate::transport::QpPair;
+use crate::transport::{Companion, QpPair, SILENCE};
 use crate::wait::Deadline;
 
 /// The queue pair to one rank, and its operations under way.
@@ -30,6 +30,12 @@ pub(crate) struct RmaQueue {
     /// Whether a call has returned why the connection is broken.
     is_reported: AtomicBool,
     in_flight: Mutex<InFlight>,
+    /// What streams copy beside the queue pair, and what they post to it where they do.
+    pub(crate) order: StreamOrder,
+    /// The last operation of the CPU.
+    last_of_cpu: Mutex<Option<Arc<InFlightOp>>>,
+    /// A stream was to copy since somebody has looked whether the rank is alive: no queue would notice.
+    has_copied: AtomicBool,
     /// What streams have started: [`FRESH`], [`BY_QUEUE`] or [`BY_COPIES`].
     streams: AtomicU8,
 }
@@ -41,11 +47,17 @@ const BY_QUEUE: u8 = 1;
 /// Streams access memory of the rank by peer copies. What they start through the queue pair they wait for, so that nothing overtakes it.
 const BY_COPIES: u8 = 2;
 
-/// Launches of graphs with peer copies take completions, which need no waits.
-impl Replenish for RmaQueue {
-    fn replenish(&self) -> gdsync::Result<()> {
-        self.recycle();
-        Ok(())
+impl Companion for RmaQueue {
+    fn end(&self, error: &gdsync::Error) {
+        self.qp.end(error);
+    }
+
+    fn is_awaited(&self) -> bool {
+        self.qp.is_awaited()
+    }
+
+    fn has_unsubmitted(&self) -> bool {
+        self.qp.has_unsubmitted() || !self.qp.send.is_broken() && self.order.has_unsubmitted()
     }
 }
 
@@ -74,12 +86,22 @@ impl RmaQueue {
         bytes: usize,
         (pieces, intra_host): (&[Piece<'_>], bool),
         wqes: usize,
-        mut post: impl FnMut(&Qp) -> gdsync::Result<Completion>,
+        by_cpu: bool,
+        mut post: impl FnMut(&Qp) -> gdsync::Result<Done>,
     ) -> Result<Arc<InFlightOp>> {
         let mut in_flight = self.in_flight.lock();
         let failed = |cause| self.report(operation, cause);
         if in_flight.wqes() + wqes > self.depth {
             self.make_room_for(&mut in_flight, wqes).map_err(failed)?;
+        }
+        if in_flight.len() >= self.depth {
+            in_flight.retire();
+        }
+        if by_cpu && self.has_copies() {
+            self.qp.send.check().and_then(|()| self.order.check_idle()).map_err(failed)?;
+        }
+        if wqes == 0 {
+            self.check_copies().map_err(failed)?;
         }
         let posted = post(&self.qp.send).or_else(|error| match error {
             gdsync::Error::QueueFull { .. } => {
@@ -90,7 +112,58 @@ impl RmaQueue {
         });
         let op = InFlightOp::new(Direction::Send, operation, posted.map_err(failed)?, wqes, bytes);
         in_flight.push(op.clone(), pin(pieces, intra_host, ReceiveClaims::new()));
+        if by_cpu {
+            *self.last_of_cpu.lock() = Some(op.clone());
+        }
         Ok(op)
+    }
+
+    /// Refuses copies of streams while the CPU's operations are under way, or the rank is lost.
+    fn check_copies(&self) -> gdsync::Result<()> {
+        self.qp.send.check()?;
+        self.has_copied.store(true, Ordering::Relaxed);
+        let mut last = self.last_of_cpu.lock();
+        let is_under_way = |last: &Arc<InFlightOp>| {
+            if matches!(last.outcome(), Ok(None)) {
+                self.qp.send.send_cq().drain();
+            }
+            matches!(last.outcome(), Ok(None))
+        };
+        if last.as_ref().is_some_and(is_under_way) {
+            let (qpn, owner) = (self.qp.send.qpn(), "the CPU".to_owned());
+            return Err(gdsync::Error::Busy { queue: "send", qpn, owner });
+        }
+        *last = None;
+        Ok(())
+    }
+
+    /// The outcome of an operation, for who asks for it.
+    pub(crate) fn outcome(&self, op: &InFlightOp) -> gdsync::Result<Option<usize>> {
+        let outcome = op.outcome()?;
+        if let (Done::Stream(ticket), None) = (&op.done, outcome) {
+            self.qp.send.check()?;
+            ticket.ask();
+            return op.outcome();
+        }
+        Ok(outcome)
+    }
+
+    /// Blocks until a stream has done an operation.
+    pub(crate) fn wait(&self, op: &InFlightOp, ticket: &Ticket, timeout: Duration) -> gdsync::Result<usize> {
+        let deadline = Deadline::after(timeout);
+        loop {
+            match ticket.wait(deadline.remaining().min(SILENCE)) {
+                Ok(()) => return Ok(op.bytes()),
+                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => {
+                    self.peer.transport.tend();
+                    self.qp.send.check()?;
+                }
+                Err(gdsync::Error::Deadline { what, awaited, .. }) => {
+                    return Err(gdsync::Error::late(what, timeout, awaited.to_string()));
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     #[cold]
@@ -124,11 +197,25 @@ impl RmaQueue {
     /// Takes completions, and releases buffers.
     pub(crate) fn recycle(&self) {
         self.make_room(&mut self.in_flight.lock());
+        if self.has_copied.swap(false, Ordering::Relaxed) {
+            self.peer.transport.tend();
+        }
+    }
+
+    /// Waits for the queue, and for streams that copy.
+    fn wait_all(&self, timeout: Duration) -> gdsync::Result<()> {
+        let deadline = Deadline::after(timeout);
+        let sent = self.qp.send.wait_all_sends(timeout);
+        let copied = self.order.wait_idle(deadline.remaining());
+        if copied.as_ref().is_err_and(|error| !matches!(error, gdsync::Error::Deadline { .. })) {
+            self.has_failed.store(true, Ordering::Relaxed);
+        }
+        sent.map(drop).and(copied)
     }
 
     /// Blocks until nothing is under way.
     pub(crate) fn flush(&self, timeout: Duration) -> Result<()> {
-        let flushed = self.qp.send.wait_all_sends(timeout);
+        let flushed = self.wait_all(timeout);
         self.recycle();
         flushed.map_err(|cause| self.report("flush", cause))
     }
@@ -137,16 +224,18 @@ impl RmaQueue {
     pub(crate) fn flush_on_stream(&self, stream: &Stream) -> Result<()> {
         let mut in_flight = self.in_flight.lock();
         self.make_room(&mut in_flight);
-        let flushed = match in_flight.newest() {
-            Some(last) => stream.wait(&last.completion),
+        let last = in_flight.ops().filter_map(|op| op.completion()).last();
+        let flushed = match last {
+            Some(last) => stream.wait(last),
             None => self.qp.send.check(),
         };
+        let flushed = flushed.and_then(|()| self.order.check_for(stream));
         flushed.map_err(|cause| self.report("flush on stream", cause))
     }
 
     #[cold]
     fn report(&self, operation: &'static str, cause: gdsync::Error) -> Error {
-        if self.qp.send.check().is_err() {
+        if self.qp.send.check().is_err() || self.has_failed.load(Ordering::Relaxed) {
             self.is_reported.store(true, Ordering::Relaxed);
         }
         Error::message(self.peer.rank(), operation, cause)
@@ -159,7 +248,7 @@ impl RmaQueue {
 
     /// As [`RmaQueue::flush`], without failures that were reported, or that no operation met with.
     fn finish(&self, timeout: Duration) -> Result<()> {
-        let flushed = self.qp.send.wait_all_sends(timeout);
+        let flushed = self.wait_all(timeout);
         self.recycle();
         match flushed {
             Err(cause) if self.has_to_report() || matches!(cause, gdsync::Error::Deadline { .. }) => {
@@ -172,7 +261,7 @@ impl RmaQueue {
     /// Whether nothing is under way, and nothing is to be reported.
     fn is_over(&self) -> bool {
         self.recycle();
-        self.in_flight.lock().is_empty() && !self.has_to_report()
+        self.in_flight.lock().is_empty() && self.order.check_idle().is_ok() && !self.has_to_report()
     }
 }
 
@@ -202,11 +291,24 @@ impl RmaQueues {
     ) -> Result<Arc<Self>> {
         let scratch = pd.register(&Memory::alloc(8 * pairs.len())?, Access::LOCAL_WRITE)?;
         let queue = |(peer, qp): (&Arc<Peer>, QpPair)| {
-            let ([has_failed, is_reported], in_flight) = Default::default();
+            let ([has_failed, is_reported, has_copied], in_flight, last_of_cpu) = Default::default();
             let streams = AtomicU8::new(FRESH);
             let (peer, qp) = (peer.clone(), Arc::new(qp));
-            peer.transport.accompany(&qp);
-            Arc::new(RmaQueue { peer, qp, depth, has_failed, is_reported, in_flight, streams })
+            let order = StreamOrder::new(&qp.send);
+            let queue = Arc::new(RmaQueue {
+                peer,
+                qp,
+                depth,
+                has_failed,
+                is_reported,
+                in_flight,
+                order,
+                last_of_cpu,
+                has_copied,
+                streams,
+            });
+            queue.peer.transport.accompany(&queue);
+            queue
         };
         let queues = peers.iter().zip(pairs).map(queue).collect();
         let queues = Arc::new(Self { queues, intra_host, scratch, needs_flush: AtomicBool::new(false) });

@@ -10,13 +10,13 @@ use std::time::Duration;
 
 use gdsync::memory::{Memory, Word32, Word64};
 use gdsync::recorder::{NamedWords, Purpose, Traffic};
-use gdsync::stream::{Batch, Cond, PeerSignal, Stream};
-use gdsync::verbs::{Access, Completion, Qp, QpAddress, RemoteAddr, SendWr, Sge};
-use smallvec::smallvec;
+use gdsync::stream::{Batch, Cond, PeerSignal, Stream, StreamOrder};
+use gdsync::verbs::{Access, Qp, QpAddress, RemoteAddr, SendWr, Sge};
 
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::exchange::{CommonCall, agree, table_row, take};
+use crate::in_flight::Done;
 use crate::path::BufferPath;
 use crate::registration::{DomainId, Registration};
 use crate::request::Request;
@@ -419,7 +419,7 @@ impl Window {
     /// finalized, a word that is not aligned, too many inline bytes, a connection that broke, or
     /// that a stream uses now, or a [full](Communicator#full-queues) queue.
     pub fn start(&self, rma: &Rma<'_>) -> Result<Request> {
-        self.post(rma, None, |qp, plan| qp.post_send(&plan.wrs))
+        self.post(rma, None, |qp, plan, _| Ok(qp.post_send(&plan.wrs)?.into()))
     }
 
     /// Queues an operation on a stream: it starts when the stream gets there, with what local buffers hold then. In a graph each
@@ -429,13 +429,13 @@ impl Window {
     /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`], also with the
     /// refusal of the stream.
     pub fn start_on_stream(&self, stream: &Stream, rma: &Rma<'_>) -> Result<Request> {
-        self.post(rma, Some(self.0.near.is_for(stream)), |qp, plan| match &plan.wrs[..] {
-            [wr] if plan.is_plain() => Ok(stream.send(qp, wr)?),
+        self.post(rma, Some(self.0.near.is_for(stream)), |qp, plan, order| match &plan.wrs[..] {
+            [wr] if plan.is_plain() => Ok(stream.send(qp, wr)?.into()),
             _ => {
                 let mut batch = Batch::new();
-                let completion = plan.add(&mut batch, qp)?;
+                let done = plan.add(&mut batch, qp, order)?;
                 stream.submit(&mut batch)?;
-                Ok(completion)
+                Ok(done)
             }
         })
     }
@@ -447,7 +447,7 @@ impl Window {
     /// # Errors
     /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`].
     pub fn start_in_batch(&self, batch: &mut Batch, rma: &Rma<'_>) -> Result<Request> {
-        self.post(rma, Some(true), |qp, plan| plan.add(batch, qp))
+        self.post(rma, Some(true), |qp, plan, order| plan.add(batch, qp, order))
     }
 
     /// Starts to write the bytes `range` of `from` to `offset` of the window of a rank: see [`Rma::put`].
@@ -522,7 +522,7 @@ impl Window {
         &self,
         rma: &Rma<'_>,
         stream: Option<bool>,
-        mut post: impl FnMut(&Qp, &Plan<'_>) -> gdsync::Result<Completion>,
+        mut post: impl FnMut(&Qp, &Plan<'_>, &StreamOrder) -> gdsync::Result<Done>,
     ) -> Result<Request> {
         let intra_host = self.1.intra_host;
         let inner = &self.0.comm.0;
@@ -565,7 +565,9 @@ impl Window {
         }
         let buffers = (rma.pieces(), intra_host);
         self.0.comm.while_full(|| {
-            Ok(Request::rma(queue, queue.post(name, len, buffers, plan.wrs.len(), |qp| post(qp, &plan))?))
+            let post = |qp: &Qp| post(qp, &plan, &queue.order);
+            let posted = queue.post(name, len, buffers, plan.wrs.len(), stream.is_none(), post)?;
+            Ok(Request::rma(queue, posted))
         })
     }
 
@@ -597,11 +599,9 @@ impl Window {
             return;
         }
         let wr = plan.wrs.pop().filter(|_| rma.signal.is_some() && signal.is_none());
-        // The request is complete when the queue pair gets behind the copy.
-        plan.wrs = smallvec![wr.unwrap_or_else(SendWr::nop)];
         plan.waits = wr.is_some();
-        let before_launches = [self.1.queues[rma.rank].clone(), near.before_launches()];
-        plan.copies = Some(PeerCopies { copy, signal, before_launches });
+        plan.wrs = wr.into_iter().collect();
+        plan.copies = Some(PeerCopies { copy, signal, before_launches: near.before_launches() });
     }
 
     /// The work requests that move data.

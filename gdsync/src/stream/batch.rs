@@ -10,6 +10,7 @@ use smallvec::SmallVec;
 use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use super::op::{Cond, Op, Ops};
+use super::order::{Follows, StreamOrder};
 use super::prepared::{PreparedRecv, PreparedSend, PreparedWait};
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::QueueEnd;
@@ -38,6 +39,8 @@ pub struct Batch {
     pub(super) only_once: Option<(&'static str, &'static str)>,
     /// Boxed, so that most batches are cheap to make and drop.
     pub(super) rare: Option<Box<RareState>>,
+    /// What it follows beside queues.
+    pub(super) follows: Option<Box<Follows>>,
     /// The stream that the batch is for, if known: its parts are submitted to it as they are added.
     pub(super) stream: Option<OfStream>,
     /// Operations before this index belong to an earlier part, whose doorbells must not cover later sends.
@@ -160,6 +163,7 @@ impl Batch {
             .chain(self.waits.iter().map(PreparedWait::core))
             .chain(self.rare.iter().flat_map(|rare| rare.receives.iter().map(PreparedRecv::core)))
             .chain(self.covered().iter().map(|(_, c)| &c.end.qp))
+            .chain(self.follows.iter().flat_map(|follows| follows.cores()))
             .chain(self.rare.iter().flat_map(|rare| &rare.reported))
     }
 
@@ -170,6 +174,7 @@ impl Batch {
         self.waits.clear();
         self.rare = None;
         self.only_once = None;
+        self.follows = None;
     }
 
     /// An empty batch.
@@ -446,6 +451,11 @@ impl Batch {
     /// Resumes the panic of a host function, after stopping the queue pairs of the batch.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
         self.ops.iter().try_for_each(Op::check_on_cpu)?;
+        if let Some(follows) = self.follows.take() {
+            let orders: Vec<_> = follows.orders().cloned().collect();
+            drop(follows);
+            orders.iter().try_for_each(StreamOrder::check_idle)?;
+        }
         self.mark(CPU)?;
         let cores: Vec<_> = self.cores().cloned().collect();
         let ops = mem::take(&mut self.ops);

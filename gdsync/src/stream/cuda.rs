@@ -27,7 +27,7 @@ pub use gdsync_device::cuda::Via;
 
 use self::shared::Shared;
 pub(crate) use self::shared::SubmitGuard;
-use super::engine::Engine;
+use super::engine::{Engine, Progress};
 use super::graph::EngineGraph;
 use super::op::{Op, Ops};
 use super::{Batch, Cond, Stream, SubmitLock};
@@ -215,6 +215,10 @@ impl Engine for CudaEngine {
     fn wait_room(&self, deadline: Instant) -> bool {
         !self.fork_guard.is_here()
             || self.shared.block_until(deadline, || self.shared.failed() || self.shared.has_room())
+    }
+
+    fn progress(&self) -> Arc<dyn Progress> {
+        self.shared.clone()
     }
 
     fn holder(&self) -> Option<(String, Duration)> {

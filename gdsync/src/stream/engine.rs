@@ -10,6 +10,30 @@ use super::op::{Op, Ops};
 use gdsync_device::GpuNudge;
 use gdsync_device::cuda::{Gpu, RawStream};
 use gdsync_device::error::{Error, Result};
+use gdsync_device::memory::Word64;
+
+/// How far an engine is, also after its last handle was dropped.
+pub(super) trait Progress: Send + Sync {
+    /// As [`Engine::completed`].
+    fn completed(&self) -> u64;
+
+    /// Whether a submission has completed, and not by a failure.
+    ///
+    /// # Errors
+    /// The error that failed the engine.
+    fn is_done(&self, seq: u64) -> Result<bool>;
+
+    /// Has a GPU tell when it has done what it has.
+    fn ask(&self) {}
+
+    /// As [`Engine::wait_completed`].
+    fn wait_completed(&self, seq: u64, deadline: Instant) -> bool;
+
+    /// A word that reaches the number of a submission when that has completed, once it was asked for.
+    fn word(&self) -> Option<&Word64> {
+        None
+    }
+}
 
 /// Runs operations in order. [`super::Stream`] relies on:
 ///
@@ -156,6 +180,9 @@ pub(super) trait Engine: Send + Sync + fmt::Debug {
 
     /// Blocks until the last refused submission has room, or the deadline. Returns whether it has.
     fn wait_room(&self, deadline: Instant) -> bool;
+
+    /// How far it is, without keeping it.
+    fn progress(&self) -> Arc<dyn Progress>;
 
     /// What the wait that holds the stream waits for, with what to do, and the time until the wait limit.
     fn holder(&self) -> Option<(String, Duration)>;

@@ -24,7 +24,7 @@ use gdsync_device::Condvar;
 use parking_lot::Mutex;
 
 use super::cuda::SubmitGuard;
-use super::engine::Engine;
+use super::engine::{Engine, Progress};
 use super::execute::{Runner, execute, message_of};
 use super::op::{Op, Ops, Source, Use, log_failure, sources_of, stop, to_stop};
 use crate::verbs::writers::Writers;
@@ -167,6 +167,10 @@ impl Engine for HostEngine {
             )
     }
 
+    fn progress(&self) -> Arc<dyn Progress> {
+        self.shared.clone()
+    }
+
     fn holder(&self) -> Option<(String, Duration)> {
         let state = self.fork_guard.is_here().then(|| self.shared.state.lock())?;
         let (wait, since) = state.holder.as_ref()?;
@@ -181,6 +185,23 @@ impl Engine for HostEngine {
 
     fn error(&self) -> Option<Error> {
         self.fork_guard.check().err().or_else(|| self.shared.error())
+    }
+}
+
+impl Progress for Shared {
+    fn completed(&self) -> u64 {
+        self.completed()
+    }
+
+    fn is_done(&self, seq: u64) -> Result<bool> {
+        match self.error() {
+            Some(error) => Err(error),
+            None => Ok(self.completed() >= seq),
+        }
+    }
+
+    fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
+        self.block_until(deadline, || self.completed() >= seq, || seq)
     }
 }
 

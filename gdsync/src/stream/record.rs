@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::batch::{Batch, RareState, Repeatable, Replenish};
 use super::op::Op;
+use super::order::{Follows, StreamOrder};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::Completion;
 use crate::verbs::cq::ClaimRange;
@@ -23,6 +24,8 @@ pub(super) enum Part {
     HostFn(Repeatable),
     /// A hook, called before everything else.
     Before(Arc<dyn Replenish>),
+    /// An order that each launch follows.
+    Follow(StreamOrder),
     Sends(Arc<SendQueue>, Vec<Template>),
     Wait {
         awaited: WaitTarget,
@@ -54,6 +57,8 @@ pub(super) struct Recording {
     sends: Vec<(usize, PreparedSend)>,
     waits: Vec<PreparedWait>,
     completions: usize,
+    /// Kept until the end, as sends are.
+    follows: Vec<Follows>,
     /// Hooks to call before each launch.
     before: Vec<Arc<dyn Replenish>>,
     /// The size of each batch, where batches are steps of a kernel.
@@ -89,7 +94,7 @@ impl Recording {
 
     /// Adds a batch and empties it.
     pub(super) fn add(&mut self, batch: &mut Batch) {
-        let Batch { ops, sends, waits, rare, .. } = mem::take(batch);
+        let Batch { ops, sends, waits, rare, follows, .. } = mem::take(batch);
         let RareState { covered, repeatable, before, .. } = *rare.unwrap_or_default();
         for hook in before {
             if !self.before.iter().any(|other| Arc::ptr_eq(other, &hook)) {
@@ -101,6 +106,10 @@ impl Recording {
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
         let mut parts = Vec::new();
+        if let Some(follows) = follows {
+            parts.extend(follows.orders().cloned().map(Part::Follow));
+            self.follows.push(*follows);
+        }
         for (at, op) in ops.into_iter().enumerate() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 parts.extend(self.covered(completion));
@@ -199,6 +208,7 @@ impl Part {
             Part::Op(op) => batch.ops.extend(op.again()),
             Part::HostFn(f) => batch.repeat(f.clone()),
             Part::Before(hook) => hook.replenish()?,
+            Part::Follow(order) => _ = batch.follow(order),
             Part::Sends(queue, sends) => {
                 completions.push(batch.post(PreparedSend::again(queue, sends)?));
             }

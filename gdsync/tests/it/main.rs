@@ -21,6 +21,7 @@ mod interfaces;
 mod interop;
 mod kernel_steps;
 mod model;
+mod order;
 mod peer_copies;
 mod place;
 mod prepared;

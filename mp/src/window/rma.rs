@@ -3,12 +3,13 @@
 use std::ops::Range;
 
 use gdsync::mlx5::MAX_MESSAGE;
-use gdsync::stream::Batch;
-use gdsync::verbs::{Completion, Qp, RemoteAddr, SendWr, Sge};
+use gdsync::stream::{Batch, StreamOrder};
+use gdsync::verbs::{Qp, RemoteAddr, SendWr, Sge};
 use smallvec::SmallVec;
 
 use super::Window;
 use super::near::PeerCopies;
+use crate::in_flight::Done;
 use crate::registration::{DomainId, Piece, Registration};
 
 /// SGEs of a work request: as many as need no more room than inline data.
@@ -230,17 +231,19 @@ impl Plan<'_> {
     }
 
     /// Adds it to a batch.
-    pub(super) fn add(&self, batch: &mut Batch, qp: &Qp) -> gdsync::Result<Completion> {
+    pub(super) fn add(&self, batch: &mut Batch, qp: &Qp, order: &StreamOrder) -> gdsync::Result<Done> {
         if self.is_plain() {
-            return batch.sends(qp, &self.wrs);
+            return Ok(batch.sends(qp, &self.wrs)?.into());
         }
-        let send = qp.prepare_send(&self.wrs)?;
+        let send = if self.wrs.is_empty() { None } else { Some(qp.prepare_send(&self.wrs)?) };
         self.copies.iter().try_for_each(|copies| copies.add(batch))?;
+        let ticket = batch.follow(order);
+        let Some(send) = send else { return Ok(Done::Stream(ticket)) };
         let completion = batch.post(send);
         if self.waits {
             batch.wait(&completion)?;
         }
-        Ok(completion)
+        Ok(completion.into())
     }
 }
 

@@ -6,6 +6,7 @@ use std::thread;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
+use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use mp::{Communicator, Error, Exchange, NearPath, Registration, Rma, Signal, Window};
 use proptest::prelude::*;
@@ -571,3 +572,51 @@ fn dead_ranks_fail_streams() {
     other.synchronize(LONG).unwrap();
     exit(DONE);
 }
+
+// The CPU, other streams and later batches are kept out by the order of the copies alone.
+job_test!(copies_post_no_work_requests, 2, |comm| {
+    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (buffer, s, other) = (of_gpu(comm, &gpu, 4096), on(&gpu, Via::Kernel), on(&gpu, Via::MemOp));
+    let window = comm.window(&buffer, 0..4096, LONG).unwrap();
+    is_near(&window, &buffer, peer);
+    comm.barrier(LONG).unwrap();
+    if comm.rank() == 0 {
+        let wqes = || comm.context().stats().wqes;
+        let before = wqes();
+        let gate = Memory::alloc(8).unwrap().word64(0).unwrap();
+        s.wait_value64(&gate, 1, Cond::Eq).unwrap();
+        let put = || Rma::put(&buffer, 0..64, peer, 64).with_signal(Signal::set(8, 7));
+        let busy = |refused: Error| assert!(matches!(unwrapped(refused), gdsync::Error::Busy { .. }));
+        let held = window.start_on_stream(&s, &put()).unwrap();
+        assert!(held.test().unwrap().is_none());
+        busy(window.start_on_stream(&other, &put()).unwrap_err());
+        busy(window.start(&put()).unwrap_err());
+        busy(window.flush_on_stream(&other, peer).unwrap_err());
+        assert!(matches!(
+            unwrapped(window.flush(peer, Duration::ZERO).unwrap_err()),
+            gdsync::Error::Deadline { .. }
+        ));
+        // Who started first goes first.
+        let mut batch = Batch::new();
+        let later = window.start_in_batch(&mut batch, &put()).unwrap();
+        let refused = unwrapped(window.start_on_stream(&s, &put()).unwrap_err());
+        assert!(matches!(refused, gdsync::Error::OutOfOrder { .. }), "{refused}");
+        s.submit(&mut batch).unwrap();
+        comm.wait_on_stream(&other, &later).unwrap();
+        other.write_value64(&buffer.memory().word64(128).unwrap(), 9).unwrap();
+        gate.store(1);
+        assert_eq!(later.wait(LONG).unwrap().bytes, 64);
+        assert_eq!(held.wait(LONG).unwrap().bytes, 64);
+        other.synchronize(LONG).unwrap();
+        assert_eq!(buffer.memory().word64(128).unwrap().load(), 9);
+        window.flush(peer, LONG).unwrap();
+        assert_eq!(wqes(), before, "nothing went through the queue pair");
+        // Then it is free for others, by turns.
+        let put = window.start(&put()).unwrap();
+        comm.wait(&put, LONG).unwrap();
+        window.start_on_stream(&other, &Rma::put(&buffer, 0..64, peer, 64)).unwrap().wait(LONG).unwrap();
+        drop(window.start_in_batch(&mut Batch::new(), &Rma::put(&buffer, 0..64, peer, 64)));
+        window.start_on_stream(&other, &Rma::put(&buffer, 0..64, peer, 64)).unwrap().wait(LONG).unwrap();
+    }
+    comm.barrier(LONG).unwrap();
+});

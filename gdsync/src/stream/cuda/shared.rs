@@ -29,6 +29,7 @@ use super::nudger::Nudger;
 use super::plan::{self, ByKernel, Calls, EngineCopy};
 use super::watchdog::{WaitIndex, is_inconclusive};
 use super::{CudaStreamConfig, Nudge, PER_THREAD, Via};
+use crate::stream::engine::Progress;
 use crate::stream::execute::message_of;
 use crate::stream::op::{Op, Ops, log_failure, sources_of, stop, to_stop};
 use crate::stream::{ReentrancyCheck, SubmitLock};
@@ -499,6 +500,32 @@ impl Shared {
         if let Err(error) = done {
             tracing::debug!(stream = self.config.name, %error, "stream not destroyed");
         }
+    }
+}
+
+impl Progress for Shared {
+    fn completed(&self) -> u64 {
+        self.completed()
+    }
+
+    fn is_done(&self, seq: u64) -> Result<bool> {
+        match self.error() {
+            // Kernels mark only what they have done.
+            Some(error) if !self.by_kernel.ops || self.mark.load() < seq => Err(error),
+            _ => Ok(self.completed() >= seq),
+        }
+    }
+
+    fn ask(&self) {
+        self.put_mark();
+    }
+
+    fn wait_completed(&self, seq: u64, deadline: Instant) -> bool {
+        self.wait_completed(seq, deadline)
+    }
+
+    fn word(&self) -> Option<&Word64> {
+        Some(&self.mark)
     }
 }
 

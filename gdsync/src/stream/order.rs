@@ -1,0 +1,375 @@
+//! The order of what streams do beside a queue pair, as copies between GPUs: one stream has it at a time, as it has a queue.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use smallvec::SmallVec;
+
+use super::engine::Progress;
+use super::{Batch, Cond, Stream, deadline};
+use crate::verbs::qp::QpCore;
+use crate::verbs::{Qp, stream_name};
+use gdsync_device::error::{Error, Result};
+
+/// The order of operations of streams that go beside a queue pair, such as [`Batch::put_peer`]. Batches that [follow](Batch::follow) it
+/// are submitted in the order in which they did first, and to one stream at a time: with the errors of a queue, and with the failures
+/// of this queue pair in [`Stream::synchronize`]. Graphs follow it in each launch. Clones share it.
+#[derive(Clone)]
+pub struct StreamOrder(Arc<Inner>);
+
+struct Inner {
+    core: Arc<QpCore>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Batches that no stream has got, oldest first.
+    unsubmitted: VecDeque<Weak<Place>>,
+    last: Option<Position>,
+}
+
+/// A submission of a stream.
+#[derive(Clone)]
+struct Position {
+    stream: u64,
+    /// The largest number while it is being submitted.
+    seq: u64,
+    progress: Arc<dyn Progress>,
+}
+
+impl Position {
+    fn is_over(&self) -> bool {
+        self.progress.completed() >= self.seq
+    }
+
+    fn wait(&self, what: &str, timeout: Duration) -> Result<()> {
+        if self.is_over() || self.progress.wait_completed(self.seq, deadline(timeout)) {
+            return self.progress.is_done(self.seq).map(drop);
+        }
+        Err(Error::late(what, timeout, format!("{} to get there", stream_name::describe(self.stream))))
+    }
+
+    fn wait_in_batch(&self, batch: &mut Batch) -> Result<()> {
+        let word = self.progress.word().ok_or(Error::Unsupported {
+            what: "a wait of a stream for what a host stream does beside a queue pair",
+            by: "this library",
+            fix: "wait for it on the CPU",
+        })?;
+        batch.wait_value64(word, self.seq, Cond::Geq);
+        self.progress.ask();
+        Ok(())
+    }
+
+    fn wait_on_stream(&self, stream: &Stream) -> Result<()> {
+        if self.stream == stream.id() {
+            self.progress.ask();
+            return Ok(());
+        }
+        if self.progress.is_done(self.seq)? {
+            return Ok(());
+        }
+        let mut batch = Batch::new();
+        self.wait_in_batch(&mut batch)?;
+        stream.submit(&mut batch)
+    }
+}
+
+/// Where a batch is in its stream.
+#[derive(Default)]
+struct Place {
+    at: OnceLock<Position>,
+    is_dropped: AtomicBool,
+}
+
+/// The work of a batch, which a stream has got or will get: see [`Batch::follow`].
+#[derive(Clone)]
+pub struct Ticket {
+    place: Arc<Place>,
+    qpn: u32,
+}
+
+impl fmt::Debug for StreamOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StreamOrder({:#x})", self.0.core.qpn)
+    }
+}
+
+impl fmt::Debug for Ticket {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Ticket({:#x}, {:?})", self.qpn, self.place.at.get().map(|at| (at.stream, at.seq)))
+    }
+}
+
+impl StreamOrder {
+    /// Beside a queue pair.
+    pub fn new(qp: &Qp) -> Self {
+        Self(Arc::new(Inner { core: qp.core().clone(), state: Mutex::default() }))
+    }
+
+    /// Refuses while a stream has not done what follows it, or a batch that does was not submitted.
+    ///
+    /// # Errors
+    /// [`Error::Busy`]; [`Error::OutOfOrder`].
+    pub fn check_idle(&self) -> Result<()> {
+        let busy = {
+            let mut state = self.0.state.lock();
+            if state.oldest().is_some() {
+                return Err(self.out_of_order());
+            }
+            state.busy_for(None)
+        };
+        busy.map_or(Ok(()), |last| Err(self.busy(&last)))
+    }
+
+    /// Whether a batch that follows it, or a capture, was not submitted.
+    pub fn has_unsubmitted(&self) -> bool {
+        self.0.state.lock().oldest().is_some()
+    }
+
+    /// Blocks until streams have done all that follows it and was submitted.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`]; why the last stream has failed.
+    pub fn wait_idle(&self, timeout: Duration) -> Result<()> {
+        match self.last() {
+            Some(last) => last.wait("waiting for the copies of a stream", timeout),
+            None => Ok(()),
+        }
+    }
+
+    /// Refuses while another stream has not done what follows it. The stream that has will tell when it has done it.
+    ///
+    /// # Errors
+    /// [`Error::Busy`].
+    pub fn check_for(&self, stream: &Stream) -> Result<()> {
+        match self.last().filter(|last| !last.is_over()) {
+            Some(last) if last.stream == stream.id() => last.progress.ask(),
+            Some(last) => return Err(self.busy(&last)),
+            None => {}
+        }
+        Ok(())
+    }
+
+    /// The last submission, which another thread may be making.
+    fn last(&self) -> Option<Position> {
+        loop {
+            let last = self.0.state.lock().last.clone();
+            match &last {
+                Some(last) if last.seq == u64::MAX => std::thread::yield_now(),
+                _ => return last,
+            }
+        }
+    }
+
+    fn out_of_order(&self) -> Error {
+        Error::OutOfOrder { qpn: self.0.core.qpn, expected: 0, got: 1 }
+    }
+
+    fn busy(&self, last: &Position) -> Error {
+        // So that a later look finds it over.
+        last.progress.ask();
+        Error::Busy { queue: "send", qpn: self.0.core.qpn, owner: stream_name::describe(last.stream) }
+    }
+}
+
+impl State {
+    /// The last submission, unless it is over, or of this stream.
+    fn busy_for(&self, stream: Option<u64>) -> Option<Position> {
+        self.last.clone().filter(|last| Some(last.stream) != stream && !last.is_over())
+    }
+
+    /// The batch that has to be submitted first.
+    fn oldest(&mut self) -> Option<Arc<Place>> {
+        while let Some(first) = self.unsubmitted.front() {
+            match first.upgrade().filter(|place| !place.is_dropped.load(Ordering::Acquire)) {
+                Some(place) => return Some(place),
+                None => _ = self.unsubmitted.pop_front(),
+            }
+        }
+        None
+    }
+}
+
+/// What a batch follows.
+pub(super) struct Follows {
+    place: Arc<Place>,
+    /// Each with its last submission before this one, once that has begun.
+    orders: SmallVec<[(StreamOrder, Option<Position>); 1]>,
+}
+
+impl fmt::Debug for Follows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.orders.iter().map(|(order, _)| order)).finish()
+    }
+}
+
+impl Drop for Follows {
+    fn drop(&mut self) {
+        // A batch that was submitted has its place.
+        self.place.is_dropped.store(true, Ordering::Release);
+    }
+}
+
+impl Follows {
+    pub(super) fn orders(&self) -> impl Iterator<Item = &StreamOrder> {
+        self.orders.iter().map(|(order, _)| order)
+    }
+
+    /// Begins to submit to a stream, in all orders or none.
+    pub(super) fn begin(&mut self, stream: u64, progress: &Arc<dyn Progress>) -> Result<()> {
+        for at in 0..self.orders.len() {
+            if let Err(error) = self.begin_in(at, stream, progress) {
+                self.cancel(at);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    fn begin_in(&mut self, at: usize, stream: u64, progress: &Arc<dyn Progress>) -> Result<()> {
+        let (order, before) = &mut self.orders[at];
+        let mut state = order.0.state.lock();
+        if state.oldest().is_none_or(|oldest| !Arc::ptr_eq(&oldest, &self.place)) {
+            return Err(order.out_of_order());
+        }
+        if let Some(last) = state.busy_for(Some(stream)) {
+            drop(state);
+            return Err(order.busy(&last));
+        }
+        state.unsubmitted.pop_front();
+        let position = Position { stream, seq: u64::MAX, progress: progress.clone() };
+        *before = state.last.replace(position);
+        Ok(())
+    }
+
+    /// Undoes [`Follows::begin`] in the first orders, after a refusal.
+    fn cancel(&mut self, count: usize) {
+        for (order, before) in &mut self.orders[..count] {
+            let mut state = order.0.state.lock();
+            state.last = before.take();
+            state.unsubmitted.push_front(Arc::downgrade(&self.place));
+        }
+    }
+
+    /// Undoes [`Follows::begin`].
+    pub(super) fn refuse(&mut self) {
+        self.cancel(self.orders.len());
+    }
+
+    /// The stream has got it, as this submission.
+    pub(super) fn submitted(&mut self, seq: u64) {
+        for (order, _) in &self.orders {
+            let mut state = order.0.state.lock();
+            if let Some(last) = &mut state.last {
+                last.seq = seq;
+                self.place.at.get_or_init(|| last.clone());
+            }
+        }
+    }
+
+    pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
+        self.orders.iter().map(|(order, _)| &order.0.core)
+    }
+}
+
+impl Batch {
+    /// Has the batch follow an order: it is submitted behind all that follow it already, and to the same stream until that has done
+    /// them. The ticket says how far it is. A batch that is dropped no longer counts.
+    pub fn follow(&mut self, order: &StreamOrder) -> Ticket {
+        let follows = self
+            .follows
+            .get_or_insert_with(|| Box::new(Follows { place: Arc::default(), orders: SmallVec::new() }));
+        if !follows.orders().any(|known| Arc::ptr_eq(&known.0, &order.0)) {
+            order.0.state.lock().unsubmitted.push_back(Arc::downgrade(&follows.place));
+            follows.orders.push((order.clone(), None));
+        }
+        Ticket { place: follows.place.clone(), qpn: order.0.core.qpn }
+    }
+}
+
+impl Ticket {
+    /// Whether no stream has got the batch, which may come.
+    pub fn is_unsubmitted(&self) -> bool {
+        self.place.at.get().is_none() && !self.is_taken_back()
+    }
+
+    /// Whether the batch was dropped.
+    pub fn is_taken_back(&self) -> bool {
+        self.place.is_dropped.load(Ordering::Acquire) && self.place.at.get().is_none()
+    }
+
+    /// Whether the stream is known to have done it. It may know later than it has: see [`Ticket::ask`].
+    ///
+    /// # Errors
+    /// Why the stream has failed; [`Error::TakenBack`].
+    pub fn is_done(&self) -> Result<bool> {
+        match self.place.at.get() {
+            Some(at) => at.progress.is_done(at.seq),
+            None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
+            None => Ok(false),
+        }
+    }
+
+    /// Has the stream tell when it has done it.
+    pub fn ask(&self) {
+        if let Some(at) = self.place.at.get().filter(|at| !at.is_over()) {
+            at.progress.ask();
+        }
+    }
+
+    /// Blocks until the stream has done it.
+    ///
+    /// # Errors
+    /// [`Error::Deadline`] after `timeout`; as [`Ticket::is_done`].
+    pub fn wait(&self, timeout: Duration) -> Result<()> {
+        match self.place.at.get() {
+            Some(at) => at.wait("waiting for a copy of a stream", timeout),
+            None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
+            None => Err(Error::InvalidArgument {
+                what: "this operation",
+                value: "in a batch that was not submitted".into(),
+                expected: "Stream::submit for it before the wait",
+            }),
+        }
+    }
+
+    /// Holds the stream that gets a batch until it is done; nothing if it is in this batch, or in one of the same stream before it.
+    ///
+    /// # Errors
+    /// [`Error::TakenBack`]; [`Error::Unsupported`] for what a stream of the host does.
+    pub fn wait_in_batch(&self, batch: &mut Batch) -> Result<()> {
+        match self.place.at.get() {
+            Some(at) if !self.is_done()? => at.wait_in_batch(batch),
+            None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
+            // It is in this batch, or in one that has to be submitted before.
+            _ => Ok(()),
+        }
+    }
+
+    /// As [`Ticket::wait_in_batch`], on a stream.
+    ///
+    /// # Errors
+    /// As [`Ticket::wait_in_batch`] and [`Stream::wait_value64`].
+    pub fn wait_on_stream(&self, stream: &Stream) -> Result<()> {
+        match self.place.at.get() {
+            Some(at) => at.wait_on_stream(stream),
+            None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
+            None => Ok(()),
+        }
+    }
+}
+
+impl Stream {
+    /// Begins to submit a batch in its orders.
+    pub(super) fn begin_orders(&self, batch: &mut Batch) -> Result<()> {
+        match &mut batch.follows {
+            Some(follows) => follows.begin(self.id(), &self.0.engine.progress()),
+            None => Ok(()),
+        }
+    }
+}
