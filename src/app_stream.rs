@@ -104,6 +104,8 @@ pub struct Placed {
     pub placement: Queues,
     /// What runs the operations of a CUDA stream.
     pub via: Via,
+    /// What its copies to peers.
+    pub copies: Via,
     /// The GPU, if one is used.
     pub gpu: Option<Gpu>,
 }
@@ -129,6 +131,7 @@ impl Placement {
             payload: self.payload,
             placement: self.placement,
             via: self.via.unwrap_or_default(),
+            copies: Via::Auto,
             gpu: on_gpu.then(|| own_gpu(&self.device)).transpose()?,
         })
     }
@@ -291,9 +294,9 @@ impl AppStream {
         let (stream, kernels) = match (&placed.gpu, placed.engine) {
             (Some(gpu), Engine::Cuda) => {
                 let kernels = Kernels::load(gpu, ptx)?;
-                let via = placed.via;
+                let (via, copies) = (placed.via, placed.copies);
                 let config =
-                    CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, ..Default::default() };
+                    CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, copies, ..Default::default() };
                 (kernels.lend(gpu, config)?, Some(kernels))
             }
             _ => {

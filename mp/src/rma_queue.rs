@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gdsync::cuda::Flush;
 use gdsync::memory::Memory;
-use gdsync::stream::{Stream, StreamOrder, Ticket};
+use gdsync::stream::{Replenish, Stream, StreamOrder, Ticket};
 use gdsync::verbs::{Access, Mr, Pd, Qp, Sge};
 use parking_lot::Mutex;
 
@@ -34,7 +34,7 @@ pub(crate) struct RmaQueue {
     pub(crate) order: StreamOrder,
     /// The last operation of the CPU.
     last_of_cpu: Mutex<Option<Arc<InFlightOp>>>,
-    /// A stream was to copy since somebody has looked whether the rank is alive: no queue would notice.
+    /// A stream was to copy since somebody has looked whether the rank is alive. No queue would notice.
     has_copied: AtomicBool,
     /// What streams have started: [`FRESH`], [`BY_QUEUE`] or [`BY_COPIES`].
     streams: AtomicU8,
@@ -46,6 +46,14 @@ const FRESH: u8 = 0;
 const BY_QUEUE: u8 = 1;
 /// Streams access memory of the rank by peer copies. What they start through the queue pair they wait for, so that nothing overtakes it.
 const BY_COPIES: u8 = 2;
+
+/// Launches of graphs with copies.
+impl Replenish for RmaQueue {
+    fn replenish(&self) -> gdsync::Result<()> {
+        let rank = u32::try_from(self.peer.rank()).unwrap_or(u32::MAX);
+        self.check_copies().map_err(|error| gdsync::Error::Rank { rank, reason: Arc::new(error) })
+    }
+}
 
 impl Companion for RmaQueue {
     fn end(&self, error: &gdsync::Error) {

@@ -601,7 +601,8 @@ impl Window {
         let wr = plan.wrs.pop().filter(|_| rma.signal.is_some() && signal.is_none());
         plan.waits = wr.is_some();
         plan.wrs = wr.into_iter().collect();
-        plan.copies = Some(PeerCopies { copy, signal, before_launches: near.before_launches() });
+        let before_launches = [self.1.queues[rma.rank].clone(), near.before_launches()];
+        plan.copies = Some(PeerCopies { copy, signal, before_launches });
     }
 
     /// The work requests that move data.

@@ -69,6 +69,9 @@ pub(crate) struct Options {
     /// What runs the operations of the own streams: memop, kernel or auto.
     #[arg(long, default_value_t = Via::Kernel)]
     via: Via,
+    /// What their copies: kernel, memop (the copy engine) or auto.
+    #[arg(long, default_value_t = Via::Auto)]
+    copies: Via,
     /// GPUs by rank, by their CUDA ordinals [default: the local rank modulo the number of GPUs].
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     device: Vec<i32>,
@@ -231,6 +234,7 @@ impl Options {
             payload: Place::Gpu,
             placement: Queues::Host,
             via: self.via,
+            copies: self.copies,
             gpu: Some(gpu.clone()),
         };
         let comm = two_ranks(CommunicatorBuilder::default().gpu(&gpu), timeout)?;

@@ -216,7 +216,7 @@ impl Near {
 pub(super) struct PeerCopies<'a> {
     pub(super) copy: Option<Copy<'a>>,
     pub(super) signal: Option<PeerSignal>,
-    pub(super) before_launches: Arc<dyn Replenish>,
+    pub(super) before_launches: [Arc<dyn Replenish>; 2],
 }
 
 /// A copy between own memory and that of another rank.
@@ -232,7 +232,7 @@ pub(super) struct Copy<'a> {
 impl PeerCopies<'_> {
     /// Adds it to a batch; on an error nothing is added.
     pub(super) fn add(&self, batch: &mut Batch) -> gdsync::Result<()> {
-        batch.before_launches(&self.before_launches);
+        self.before_launches.iter().for_each(|hook| batch.before_launches(hook));
         let signal = self.signal.clone();
         match &self.copy {
             Some(Copy { puts: true, local, range, target, offset }) => {

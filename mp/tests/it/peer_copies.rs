@@ -549,9 +549,22 @@ fn dead_ranks_fail_streams() {
             thread::park();
         }
     }
+    let graph = s.capture(|s| {
+        let put = Rma::put(&buffer, 0..1 << 15, 1, 1 << 15);
+        window.start_on_stream(s, &put).map(drop).map_err(unwrapped)
+    });
+    let graph = graph.unwrap();
     _ = put(1).unwrap();
     s.synchronize(LONG).unwrap();
     kill(comm.child(1).unwrap());
+    // Launches notice, too.
+    let error = loop {
+        match graph.launch(&s).and_then(|_| s.synchronize(LONG)) {
+            Err(error) => break error.to_string(),
+            Ok(()) => comm.progress(),
+        }
+    };
+    says(&error, &["rank 1"]);
     // The copies themselves reach memory that the mapping keeps; what follows is refused.
     let error = loop {
         match put(1) {
