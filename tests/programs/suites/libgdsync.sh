@@ -39,22 +39,23 @@ ranks() {
 }
 
 programs() {
-    local options iterations=100
+    local options iterations=100 sanity_iterations=20
     local sanity=('' -f -m -N) poll_lat=('' '-c -P 4' '-p 4' '-w -m')
     c_libraries gdrapi gdsync-capi
     cuda
     source_of https://github.com/gpudirect/libgdsync f4506e0cba6ecc30ffb6972029fe9b2fae93f867 source
-    # These two give a stream 1 ms, which is enough for a GPU. A thread of the simulated driver has to wait for a core.
-    ((has_gpu)) || sed -i 's/tmout = 1000;/tmout = 100000;/' source/tests/gds_{sanity.cpp,poll_lat.c}
+    # These two give a stream 1 ms, which is enough for a GPU. A thread of the simulated driver has to wait for a core, 100 ms and
+    # more where others are busy. Each iteration of gds_sanity waits as long as the limit.
+    ((has_gpu)) || sed -i 's/tmout = 1000;/tmout = 1000000;/' source/tests/gds_{sanity.cpp,poll_lat.c}
     check 'build' '' build
     ((failed == 0)) || return 0
     # They wait for ever.
     local -x LD_LIBRARY_PATH=$lib GDSYNC_CAPI_WAIT_LIMIT=100
     # -g takes memory of the GPU, which the simulated one has not mapped for the CPU.
-    ! ((has_gpu)) || iterations=1000 sanity+=(-g '-f -g -m') poll_lat+=(-g '-g -f')
+    ! ((has_gpu)) || iterations=1000 sanity_iterations=1000 sanity+=(-g '-f -g -m') poll_lat+=(-g '-g -f')
     for options in "${sanity[@]}"; do
         # shellcheck disable=SC2086
-        check "gds_sanity $options" '>>> SUCCESS' timeout "$patience" ./gds_sanity -n $iterations $options
+        check "gds_sanity $options" '>>> SUCCESS' timeout "$patience" ./gds_sanity -n $sanity_iterations $options
     done
     for options in "${poll_lat[@]}"; do
         # shellcheck disable=SC2086
