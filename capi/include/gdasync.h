@@ -9,8 +9,8 @@
  * - Handles are numbers. One that is NULL, ended or of another type is -EINVAL; one that another thread waits with is -EBUSY.
  * - Any thread may make any call. A process that was forked after the first call gets -EACCES.
  * - Structures begin with `struct_size`, which the caller sets to sizeof: later versions may append fields.
- * - The library calls the caller's functions without a lock held. They may make any call, except those of gda_stream_call. They must
- *   return, not longjmp or throw.
+ * - The library calls the caller's functions without a lock held. They may make any call, except those of gda_stream_call and
+ *   gda_set_logger. They must return, not longjmp or throw.
  */
 
 #ifndef GDASYNC_H
@@ -49,7 +49,7 @@ const char *gda_last_error(void);
 enum { GDA_LOG_ERROR = 1, GDA_LOG_WARN, GDA_LOG_INFO, GDA_LOG_DEBUG };
 
 /* Sets the function that gets the library's messages up to `level`, one line each, for the whole process; NULL: none. It is called on
- * the thread that has the message. */
+ * the thread that has the message, and must not make calls. One that was set before may still be in a message of another thread. */
 int gda_set_logger(void (*log)(void *self, int level, const char *text), void *self, int level);
 
 /* ---- Contexts ---- */
@@ -95,7 +95,7 @@ struct gda_exchange {
     void *self;
     /* Gives every rank the `len` bytes of each rank, in rank order; `len` is the same at all. Returns 0 or a negative error number. */
     int (*allgather)(void *self, const void *mine, size_t len, void *all, int64_t timeout_ns);
-    /* Called when the communicator no longer needs the exchange; may be NULL. */
+    /* Called when the communicator no longer needs the exchange, also if it cannot be made; may be NULL. */
     void (*release)(void *self);
 };
 
@@ -188,7 +188,8 @@ int gda_req_wait(gda_req_t req, int64_t timeout_ns, struct gda_status *status);
 /* As gda_req_wait, for the first that is complete: `which` gets its index in `reqs`, and that entry becomes NULL. `which` is -1 if none is
  * complete, and where all are NULL. */
 int gda_req_wait_any(gda_req_t *reqs, int n, int64_t timeout_ns, int *which, struct gda_status *status);
-/* Hands the request over: gda_progress calls `done` once, with GDA_OK or the error. `status` is valid during the call. */
+/* Hands the request over: gda_progress calls `done` once, with GDA_OK or the error; of NULL, this call does. `status` is valid during the
+ * call of `done`. */
 int gda_req_on_done(gda_ctx_t ctx, gda_req_t req, void (*done)(void *self, int result, const struct gda_status *status), void *self);
 /* The stream goes on when the message is complete. Not for tagged ones. The request stays. */
 int gda_req_on_stream(gda_req_t req, gda_stream_t stream);
@@ -281,8 +282,8 @@ int gda_chan_destroy(gda_chan_t chan);
 
 /* ---- Collectives: communicators with GDA_COLLECTIVES, by all ranks in the same order ----
  *
- * With a stream they are enqueued; the call waits only for room there. Without, the call waits until the collective is complete. Not in
- * batches or captures.
+ * With a stream they are enqueued; the call waits only for room there. Without, the call waits until the collective is complete. Both wait
+ * for those of other threads, at most `timeout_ns`. Not in batches or captures.
  */
 
 enum { GDA_INT32 = 1, GDA_INT64, GDA_UINT64, GDA_FLOAT, GDA_DOUBLE };

@@ -9,9 +9,9 @@ use mp::{Channel, Piece};
 use parking_lot::Mutex;
 
 use crate::abi::{KINDS, Raw, gda_buf};
-use crate::comm::Comm;
-use crate::guard::{Result, end, invalid, place, rank, status, timeout};
-use crate::memory::{Buffers, with_pieces};
+use crate::comm::{Comm, comm};
+use crate::guard::{Result, end, invalid, place, rank, status, timeout, values};
+use crate::memory::kept;
 use crate::stream::on;
 
 /// A channel, and its last send.
@@ -36,7 +36,7 @@ fn channel(raw: Raw) -> Result<Guard<Chan>> {
 /// `places` must be null or valid for `n` buffers, `chan` null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn gda_chan_create(
-    comm: Raw,
+    of: Raw,
     with: c_int,
     places: *const gda_buf,
     n: c_int,
@@ -44,23 +44,19 @@ pub unsafe extern "C" fn gda_chan_create(
     chan: *mut Raw,
 ) -> c_int {
     status("gda_chan_create", || {
-        let chan = place("chan", chan)?;
-        let create = |comm: &Arc<Comm>, pieces: &[Piece<'_>]| {
-            let of_one;
-            let wanted: &[_] = match with {
-                -1 => &[],
-                _ => {
-                    of_one = [(rank(with)?, pieces)];
-                    &of_one
-                }
-            };
-            let made = comm.comm.channels(wanted, timeout(timeout_ns)?)?.pop();
-            let keep =
-                |channel| CHANNELS.insert(Chan { comm: comm.clone(), channel, sent: Mutex::default() });
-            Ok(made.map_or(Ok(0), keep)?)
-        };
+        let (chan, comm) = (place("chan", chan)?, comm(of)?.clone());
+        comm.check()?;
         // SAFETY: the caller vouches for the buffers.
-        *chan = unsafe { with_pieces(comm, places, n, create) }?;
+        let places = unsafe { values("places", places, n) }?;
+        // SAFETY: one of them.
+        let places = places.iter().map(|place| unsafe { kept(place) }).collect::<Result<Vec<_>>>()?;
+        let places: Vec<Piece<'_>> = places.iter().map(|(memory, range)| (memory, range.clone())).collect();
+        let wanted = if with == -1 { None } else { Some((rank(with)?, &places[..])) };
+        let made = comm.comm.channels(wanted.as_slice(), timeout(timeout_ns)?)?.pop();
+        *chan = match made {
+            Some(channel) => CHANNELS.insert(Chan { comm, channel, sent: Mutex::default() })?,
+            None => 0,
+        };
         Ok(())
     })
 }
@@ -83,9 +79,8 @@ pub unsafe extern "C" fn gda_chan_send(chan: Raw, buf: *const gda_buf, stream: R
     status("gda_chan_send", || {
         let chan = channel(chan)?;
         // SAFETY: the caller vouches for the buffer.
-        let buffers = unsafe { Buffers::one(buf) }?;
-        let (buffer, range) = buffers.pieces()?.swap_remove(0);
-        let sent = on(stream, |batch| Ok(chan.channel.send_in_batch(batch, buffer, range)?))?;
+        let (buffer, range) = unsafe { kept(buf) }?;
+        let sent = on(stream, |batch| Ok(chan.channel.send_in_batch(batch, &buffer, range)?))?;
         *chan.sent.lock() = Some(sent);
         Ok(())
     })

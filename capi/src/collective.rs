@@ -1,49 +1,52 @@
 //! Collectives.
 
 use std::ffi::c_int;
+use std::time::Duration;
 
+use gdsync::stream::Stream;
 use mp::collective::{Collectives, Pending, Reduction};
 
 use crate::abi::{Raw, gda_buf};
-use crate::comm::comm;
-use crate::guard::{Error, Result, invalid, rank, status, timeout};
-use crate::memory::Buffers;
+use crate::comm::{Remaining, comm};
+use crate::guard::{Error, Result, invalid, rank, status};
+use crate::memory::kept;
 use crate::stream::{Queue, queue};
+
+/// Where a collective runs.
+enum On<'a> {
+    Stream(&'a Stream),
+    /// Within this time.
+    Cpu(Duration),
+}
 
 /// Makes a call of all ranks, with the stream if there is one.
 fn run(
     of: Raw,
     stream: Raw,
-    call: impl FnOnce(&Collectives, Option<&gdsync::stream::Stream>) -> Result<Option<Pending>>,
+    timeout_ns: i64,
+    call: impl FnOnce(&Collectives, On<'_>) -> Result<Option<Pending>>,
 ) -> Result<()> {
+    let limit = Remaining::of(timeout_ns)?;
     let comm = comm(of)?.clone();
     let queue = if stream == 0 { None } else { Some(queue(stream)?) };
     let stream = queue.as_deref().map(Queue::stream).transpose()?;
-    let collectives = comm.collectives.lock();
+    let collectives = comm.collectives(&limit)?;
     let collectives = collectives.as_ref().ok_or_else(|| {
         let text = "the communicator has no collectives: create it with GDA_COLLECTIVES".into();
         Error::Own(libc::EOPNOTSUPP, text)
     })?;
+    let on = stream.map_or_else(|| On::Cpu(limit.get()), |to| On::Stream(&to.stream));
     // The stream reports failures; so does the next call.
-    call(collectives, stream.map(|to| &to.stream)).map(drop)
-}
-
-/// The range of one buffer.
-///
-/// # Safety
-/// The pointer must be null or valid.
-unsafe fn buffer<'a>(buf: *const gda_buf) -> Result<Buffers<'a>> {
-    // SAFETY: the caller vouches for the buffer.
-    unsafe { Buffers::one(buf) }
+    call(collectives, on).map(drop)
 }
 
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_barrier(comm: Raw, stream: Raw, timeout_ns: i64) -> c_int {
     status("gda_barrier", || {
-        run(comm, stream, |all, stream| match stream {
-            Some(stream) => Ok(Some(all.barrier_on_stream(stream)?)),
-            None => Ok(all.barrier(timeout(timeout_ns)?).map(|()| None)?),
+        run(comm, stream, timeout_ns, |all, on| match on {
+            On::Stream(stream) => Ok(Some(all.barrier_on_stream(stream)?)),
+            On::Cpu(limit) => Ok(all.barrier(limit).map(|()| None)?),
         })
     })
 }
@@ -62,11 +65,10 @@ pub unsafe extern "C" fn gda_broadcast(
 ) -> c_int {
     status("gda_broadcast", || {
         // SAFETY: the caller vouches for the buffer.
-        let (buffers, root) = (unsafe { buffer(buf) }?, rank(root)?);
-        let (into, range) = buffers.pieces()?.swap_remove(0);
-        run(comm, stream, |all, stream| match stream {
-            Some(stream) => Ok(Some(all.broadcast_on_stream(stream, into, range, root)?)),
-            None => Ok(all.broadcast(into, range, root, timeout(timeout_ns)?).map(|()| None)?),
+        let ((into, range), root) = (unsafe { kept(buf) }?, rank(root)?);
+        run(comm, stream, timeout_ns, |all, on| match on {
+            On::Stream(stream) => Ok(Some(all.broadcast_on_stream(stream, &into, range, root)?)),
+            On::Cpu(limit) => Ok(all.broadcast(&into, range, root, limit).map(|()| None)?),
         })
     })
 }
@@ -86,21 +88,22 @@ pub unsafe extern "C" fn gda_allreduce(
 ) -> c_int {
     status("gda_allreduce", || {
         // SAFETY: the caller vouches for the buffer.
-        let buffers = unsafe { buffer(buf) }?;
-        let (values, range) = buffers.pieces()?.swap_remove(0);
+        let (values, range) = unsafe { kept(buf) }?;
         let op = match op {
             1 => Reduction::Sum,
             2 => Reduction::Min,
             3 => Reduction::Max,
             _ => return Err(invalid("op", op, "GDA_SUM, GDA_MIN or GDA_MAX")),
         };
-        run(comm, stream, |all, stream| {
+        run(comm, stream, timeout_ns, |all, on| {
             macro_rules! reduce {
                 ($number:ty) => {
-                    match stream {
-                        Some(stream) => Some(all.allreduce_on_stream::<$number>(stream, values, range, op)?),
-                        None => {
-                            all.allreduce::<$number>(values, range, op, timeout(timeout_ns)?)?;
+                    match on {
+                        On::Stream(stream) => {
+                            Some(all.allreduce_on_stream::<$number>(stream, &values, range, op)?)
+                        }
+                        On::Cpu(limit) => {
+                            all.allreduce::<$number>(&values, range, op, limit)?;
                             None
                         }
                     }
@@ -131,11 +134,10 @@ pub unsafe extern "C" fn gda_allgather(
 ) -> c_int {
     status("gda_allgather", || {
         // SAFETY: the caller vouches for the buffer.
-        let buffers = unsafe { buffer(buf) }?;
-        let (into, range) = buffers.pieces()?.swap_remove(0);
-        run(comm, stream, |all, stream| match stream {
-            Some(stream) => Ok(Some(all.allgather_on_stream(stream, into, range)?)),
-            None => Ok(all.allgather(into, range, timeout(timeout_ns)?).map(|()| None)?),
+        let (into, range) = unsafe { kept(buf) }?;
+        run(comm, stream, timeout_ns, |all, on| match on {
+            On::Stream(stream) => Ok(Some(all.allgather_on_stream(stream, &into, range)?)),
+            On::Cpu(limit) => Ok(all.allgather(&into, range, limit).map(|()| None)?),
         })
     })
 }
@@ -154,12 +156,11 @@ pub unsafe extern "C" fn gda_alltoall(
 ) -> c_int {
     status("gda_alltoall", || {
         // SAFETY: the caller vouches for the buffers.
-        let buffers = [unsafe { buffer(from) }?, unsafe { buffer(to) }?];
-        let [from, to] = &buffers;
-        let (from, to) = (from.pieces()?.swap_remove(0), to.pieces()?.swap_remove(0));
-        run(comm, stream, |all, stream| match stream {
-            Some(stream) => Ok(Some(all.alltoall_on_stream(stream, from, to)?)),
-            None => Ok(all.alltoall(from, to, timeout(timeout_ns)?).map(|()| None)?),
+        let (from, to) = (unsafe { kept(from) }?, unsafe { kept(to) }?);
+        let (from, to) = ((&from.0, from.1), (&to.0, to.1));
+        run(comm, stream, timeout_ns, |all, on| match on {
+            On::Stream(stream) => Ok(Some(all.alltoall_on_stream(stream, from, to)?)),
+            On::Cpu(limit) => Ok(all.alltoall(from, to, limit).map(|()| None)?),
         })
     })
 }

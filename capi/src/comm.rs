@@ -10,12 +10,15 @@ use gdsync_capi_support::handles::{Guard, Table};
 use mp::collective::Collectives;
 use mp::tagged::Tagged;
 use mp::{Communicator, Exchange};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::abi::{KINDS, Raw, gda_exchange};
 use crate::context::{Ctx, Progress, context};
 use crate::guard::{Error, Result, input, invalid, number, place, rank, status, timeout};
 use crate::words::in_c;
+
+/// Ranks of an exchange.
+const MAX_SIZE: usize = 1 << 16;
 
 const TAGGED: u32 = 1;
 const COLLECTIVES: u32 = 2;
@@ -28,7 +31,7 @@ pub(crate) struct Comm {
     pub(crate) comm: Communicator,
     pub(crate) tagged: Option<Tagged>,
     /// Until the communicator is destroyed.
-    pub(crate) collectives: Mutex<Option<Collectives>>,
+    collectives: Mutex<Option<Collectives>>,
     flags: u32,
     /// Its handle has ended; memory and requests may still refer to it.
     has_ended: AtomicBool,
@@ -90,6 +93,13 @@ impl Comm {
         }
     }
 
+    /// Its collectives, for one call at a time.
+    pub(crate) fn collectives(&self, limit: &Remaining) -> Result<MutexGuard<'_, Option<Collectives>>> {
+        let late =
+            || Error::Own(libc::ETIMEDOUT, "a collective of another thread goes on; call it later".into());
+        self.collectives.try_lock_for(limit.get()).ok_or_else(late)
+    }
+
     /// Whether what is not complete yet will not be.
     pub(crate) fn is_gone(&self) -> bool {
         self.is_gone.load(Ordering::Relaxed)
@@ -97,7 +107,8 @@ impl Comm {
 
     fn destroy(&self, limit: &Remaining) -> Result<()> {
         self.has_ended.store(true, Ordering::Relaxed);
-        let collectives = self.collectives.lock().take().map(|collectives| collectives.destroy(limit.get()));
+        let collectives = self.collectives(limit).ok().and_then(|mut collectives| collectives.take());
+        let collectives = collectives.map(|collectives| collectives.destroy(limit.get()));
         let tagged = self.tagged.clone().map(|tagged| tagged.destroy(limit.get()));
         let ended = self.comm.clone().finalize(limit.get());
         self.is_gone.store(true, Ordering::Relaxed);
@@ -128,11 +139,16 @@ unsafe impl Send for Embedded {}
 
 impl Embedded {
     fn new(exchange: gda_exchange) -> Result<Self> {
-        let (this, size) = (rank(exchange.rank)?, rank(exchange.size)?);
+        // Also one that is refused is released.
+        let mut made = Self(exchange, 0, 0);
+        (made.1, made.2) = (rank(exchange.rank)?, rank(exchange.size)?);
         if exchange.allgather.is_none() {
             return Err(invalid("allgather", "NULL", "a function"));
         }
-        Ok(Self(exchange, this, size))
+        if made.2 > MAX_SIZE {
+            return Err(invalid("size", made.2, "at most 65536 ranks"));
+        }
+        Ok(made)
     }
 
     /// As many bytes of each rank as `mine` has.
@@ -209,16 +225,18 @@ pub unsafe extern "C" fn gda_comm_create(
     comm: *mut Raw,
 ) -> c_int {
     status("gda_comm_create", || {
+        let exchange = match exchange.is_null() {
+            true => None,
+            // SAFETY: the caller vouches for its size.
+            false => Some(Embedded::new(unsafe { input("exchange", exchange) }?)?),
+        };
         let comm = place("comm", comm)?;
         check_flags(flags)?;
         let (ctx, limit) = (context(ctx)?, Remaining::of(timeout_ns)?);
         let builder = ctx.builder().timeout(limit.get());
-        let built = if exchange.is_null() {
-            builder.init()?
-        } else {
-            // SAFETY: the caller vouches for its size.
-            let exchange = unsafe { input("exchange", exchange) }?;
-            builder.init_over(Embedded::new(exchange)?)?
+        let built = match exchange {
+            None => builder.init()?,
+            Some(exchange) => builder.init_over(exchange)?,
         };
         *comm = COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)?;
         Ok(())

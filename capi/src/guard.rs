@@ -1,11 +1,13 @@
 //! What surrounds every call: error numbers, arguments, messages, and the reason of the last failure.
 
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::time::Duration;
 use std::{fmt, io, slice};
 
 use gdsync_capi_support::guard::{no_panic, set_last_error};
 use gdsync_capi_support::handles::{Refusal, Table};
+use gdsync_capi_support::process;
 use parking_lot::RwLock;
 use tracing_subscriber::fmt::writer::MakeWriter;
 
@@ -75,7 +77,11 @@ pub(crate) fn report(name: &str, error: &Error) -> c_int {
 /// Runs a call that returns a number that is not negative.
 #[inline]
 pub(crate) fn number(name: &'static str, call: impl FnOnce() -> Result<c_int>) -> c_int {
-    match no_panic(call) {
+    let checked = || {
+        process::check()?;
+        call()
+    };
+    match no_panic(checked) {
         Ok(Ok(number)) => number,
         Ok(Err(error)) => report(name, &error),
         Err(panicked) => report(name, &Error::Own(libc::EIO, panicked.to_string())),
@@ -210,6 +216,11 @@ impl Foreign {
 /// A function that gets messages.
 pub(crate) type Logger = unsafe extern "C" fn(*mut c_void, c_int, *const c_char);
 
+thread_local! {
+    /// Whether this thread is in the logger, whose own calls are not logged.
+    static IS_LOGGING: Cell<bool> = const { Cell::new(false) };
+}
+
 static LOGGER: RwLock<Option<(Logger, Foreign, c_int)>> = RwLock::new(None);
 
 const LOG_ERROR: c_int = 1;
@@ -235,10 +246,12 @@ fn log(level: c_int, text: &str) {
     let logger = *LOGGER.read();
     if let Some((logger, this, most)) = logger
         && level <= most
+        && !IS_LOGGING.replace(true)
     {
         let text = CString::new(text.replace('\0', "")).unwrap_or_default();
         // SAFETY: a terminated text; the function and its pointer are the caller's.
         unsafe { logger(this.get(), level, text.as_ptr()) };
+        IS_LOGGING.set(false);
     }
 }
 

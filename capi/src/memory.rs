@@ -73,23 +73,24 @@ impl<'a> Buffers<'a> {
         Ok(Self { bufs, mems })
     }
 
-    /// One buffer.
-    ///
-    /// # Safety
-    /// The pointer must be null or valid.
-    pub(crate) unsafe fn one(buf: *const gda_buf) -> Result<Self> {
-        non_null("buf", buf.cast_mut())?;
-        // SAFETY: the caller vouches for it.
-        unsafe { Self::new(buf, 1) }
-    }
-
     /// The ranges.
     pub(crate) fn pieces(&self) -> Result<Pieces<'_>> {
         self.bufs.iter().zip(&self.mems).map(|(buf, mem)| Ok((mem.registration(), buf.range()?))).collect()
     }
 }
 
-/// Has `start` begin a message of these buffers on a communicator.
+/// A buffer of a call that waits: the memory may be deregistered meanwhile.
+///
+/// # Safety
+/// The pointer must be null or valid.
+pub(crate) unsafe fn kept(buf: *const gda_buf) -> Result<(Registration, Range<usize>)> {
+    let buf = non_null("buf", buf.cast_mut())?;
+    // SAFETY: not null, so valid: the caller guarantees it.
+    let buf = unsafe { &*buf };
+    Ok((MEMS.get(buf.mem)?.registration().clone(), buf.range()?))
+}
+
+/// Has `start` begin a message of these buffers on a communicator. It must not wait.
 ///
 /// # Safety
 /// The pointer must be null or valid for `n` buffers.

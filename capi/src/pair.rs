@@ -14,6 +14,9 @@ use crate::context::{Ctx, context};
 use crate::guard::{Foreign, Result, end, invalid, non_null, place, status, timeout, values};
 use crate::request::{Joined, join};
 
+/// `GDA_ADDRESS_MAX`
+const ADDRESS_MAX: c_int = 64;
+
 static LISTENERS: Table<Arc<(Arc<Ctx>, Listener)>> = Table::new(3, &KINDS);
 
 /// See the header.
@@ -106,9 +109,10 @@ pub unsafe extern "C" fn gda_connect(
     req: *mut Raw,
 ) -> c_int {
     status("gda_connect", || {
-        let len = c_int::try_from(len).map_err(|_| invalid("len", len, "what gda_listen has set"))?;
+        let n = c_int::try_from(len).ok().filter(|&n| n <= ADDRESS_MAX);
+        let n = n.ok_or_else(|| invalid("len", len, "what gda_listen has set"))?;
         // SAFETY: the caller vouches for the length.
-        let address = unsafe { values("address", address.cast::<u8>(), len) }?.to_vec();
+        let address = unsafe { values("address", address.cast::<u8>(), n) }?.to_vec();
         pair(&context(ctx)?, (flags, timeout_ns), (comm, req), move |builder| builder.connect_to(&address))
     })
 }

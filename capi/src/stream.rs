@@ -33,12 +33,13 @@ pub(crate) struct Submitter {
 
 /// Recorded work that is launched any number of times.
 enum Program {
-    Graph(Graph),
-    Steps(KernelSteps),
+    Graph(Mutex<Graph>),
+    /// Locked also while the caller launches the kernel.
+    Steps(Mutex<KernelSteps>),
 }
 
 static STREAMS: Table<Arc<Queue>> = Table::new(6, &KINDS);
-static GRAPHS: Table<Arc<Mutex<Program>>> = Table::new(7, &KINDS);
+static GRAPHS: Table<Arc<Program>> = Table::new(7, &KINDS);
 
 impl Queue {
     /// The stream, unless it is a batch.
@@ -208,12 +209,12 @@ pub unsafe extern "C" fn gda_capture_end(stream: Raw, graph: *mut Raw) -> c_int 
         let capture = queue.stream()?.capture.lock().take();
         let capture =
             capture.ok_or_else(|| invalid("the capture", "none", "one that gda_capture_begin has begun"))?;
-        *graph = GRAPHS.insert(Arc::new(Mutex::new(Program::Graph(capture.end()?))))?;
+        *graph = GRAPHS.insert(Arc::new(Program::Graph(Mutex::new(capture.end()?))))?;
         Ok(())
     })
 }
 
-fn program(raw: Raw) -> Result<Arc<Mutex<Program>>> {
+fn program(raw: Raw) -> Result<Arc<Program>> {
     Ok(GRAPHS.get(raw)?.clone())
 }
 
@@ -222,8 +223,8 @@ fn program(raw: Raw) -> Result<Arc<Mutex<Program>>> {
 pub extern "C" fn gda_graph_launch(graph: Raw, stream: Raw) -> c_int {
     status("gda_graph_launch", || {
         let (program, queue) = (program(graph)?, queue(stream)?);
-        match &*program.lock() {
-            Program::Graph(graph) => Ok(graph.launch(&queue.stream()?.stream).map(drop)?),
+        match &*program {
+            Program::Graph(graph) => Ok(graph.lock().launch(&queue.stream()?.stream).map(drop)?),
             Program::Steps(_) => Err(invalid("the graph", "steps", "a graph: gda_steps_launch is for steps")),
         }
     })
@@ -250,7 +251,7 @@ pub unsafe extern "C" fn gda_steps_record(
             .stream()?
             .stream
             .record_steps(|stream| batches.iter().try_for_each(|batch| stream.submit(&mut batch.lock())));
-        *steps = GRAPHS.insert(Arc::new(Mutex::new(Program::Steps(recorded?))))?;
+        *steps = GRAPHS.insert(Arc::new(Program::Steps(Mutex::new(recorded?))))?;
         Ok(())
     })
 }
@@ -270,12 +271,12 @@ pub unsafe extern "C" fn gda_steps_launch(
         let (program, queue) = (program(steps)?, queue(stream)?);
         let launch =
             launch.ok_or_else(|| invalid("launch", "NULL", "a function that launches the kernel"))?;
-        // A launch may not launch again.
-        let busy = || Error::Own(libc::EBUSY, "another call launches these steps".into());
-        let program = program.try_lock().ok_or_else(busy)?;
         let Program::Steps(steps) = &*program else {
             return Err(invalid("the steps", "a graph", "what gda_steps_record has made"));
         };
+        // A launch may not launch again.
+        let busy = || Error::Own(libc::EBUSY, "another call launches these steps".into());
+        let steps = steps.try_lock().ok_or_else(busy)?;
         let launched = steps.launch(&queue.stream()?.stream, |address| {
             // SAFETY: the caller's function.
             match unsafe { launch(this, address) } {

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use gdsync_capi_support::guard::no_panic;
 use gdsync_capi_support::handles::{self, Table};
+use gdsync_capi_support::process;
 
 use crate::abi::{
     Config, GetRmaProperties, HANDLE_BYTES, Handle, INTERNAL_ERROR, INVALID_ARGUMENT, Iput, Iput14,
@@ -67,7 +68,11 @@ fn invalid(what: &'static str, value: impl fmt::Display, expected: &'static str)
 
 /// Runs a call. A refusal is a line in the log.
 fn status(name: &str, call: impl FnOnce() -> Result) -> NcclResult {
-    let refusal = match no_panic(call) {
+    let checked = || {
+        process::check()?;
+        call()
+    };
+    let refusal = match no_panic(checked) {
         Ok(Ok(())) => return SUCCESS,
         Ok(Err(refusal)) => refusal,
         Err(panicked) => Refusal { result: INTERNAL_ERROR, text: panicked.to_string() },

@@ -6,7 +6,7 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
-static int lines, failures;
+static int lines, failures, calls;
 
 static void logger(void *self, int level, const char *text)
 {
@@ -15,6 +15,9 @@ static void logger(void *self, int level, const char *text)
         return;
     lines++;
     printf("%s\n", text);
+    /* What it should not do: no line for this one. */
+    if (calls)
+        CHECK(gda_close(NULL), -EINVAL);
 }
 
 /* A call that fails with this number, and is logged. */
@@ -47,6 +50,11 @@ static int refuses(void *self, const void *mine, size_t len, void *all, int64_t 
 {
     (void)mine, (void)len, (void)all, (void)timeout_ns;
     return *(int *)self;
+}
+
+static void release(void *self)
+{
+    ++*(int *)self;
 }
 
 static void done(void *self, int result, const struct gda_status *status)
@@ -101,7 +109,7 @@ static void in_child(struct side *s, gda_stream_t stream, gda_req_t req)
     pid_t child = fork();
     TRUE(child >= 0);
     if (child == 0) {
-        OK(gda_set_logger(NULL, NULL, 0));
+        CHECK(gda_set_logger(NULL, NULL, 0), -EACCES);
         CHECK(gda_open(&config, &ctx), -EACCES);
         SAYS("before its first call, or have the child call exec");
         CHECK(gda_send(s->comm, 0, &out, 1, NULL, NULL), -EACCES);
@@ -178,13 +186,16 @@ int main(void)
     gda_graph_t graph;
     gda_win_t win;
     gda_chan_t chan;
-    int which, result = 1;
+    int which, result = 1, released = 0;
     char bytes[64];
 
     CHECK(gda_version(), GDA_VERSION);
     TRUE(*gda_last_error() == 0);
     OK(gda_set_logger(logger, &lines, GDA_LOG_ERROR));
     FAILS(gda_set_logger(logger, &lines, 9), EINVAL);
+    calls = 1;
+    FAILS(gda_progress(NULL), EINVAL);
+    calls = 0;
 
     /* Structures and their sizes. */
     FAILS(gda_open(NULL, &ctx), EINVAL);
@@ -236,8 +247,16 @@ int main(void)
     exchange.rank = -1;
     FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm), EINVAL);
     exchange.rank = 0;
-    exchange.allgather = NULL;
+    exchange.size = INT32_MAX;
     FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm), EINVAL);
+    exchange.size = 1;
+    exchange.allgather = NULL;
+    exchange.release = release;
+    exchange.self = &released;
+    FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm), EINVAL);
+    FAILS(gda_comm_create(NULL, &exchange, 0, PATIENCE, &comm), EINVAL);
+    CHECK(released, 2);
+    exchange.release = NULL;
     exchange.allgather = refuses;
     exchange.self = &which;
     which = 1;
@@ -258,6 +277,7 @@ int main(void)
     FAILS(gda_send(comm, 0, &other, 1, NULL, NULL), EINVAL);
     FAILS(gda_comm_rank(comm), EINVAL);
     OK(gda_mem_dereg(mem));
+    FAILS(gda_connect(s.ctx, bytes, (size_t)1 << 30, 0, PATIENCE, &comm, &req), EINVAL);
 
     /* Memory and messages. */
     FAILS(gda_mem_reg(s.comm, NULL, 8, 0, &mem), EINVAL);

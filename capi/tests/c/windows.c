@@ -2,6 +2,7 @@
 
 #include "check.h"
 
+#include <pthread.h>
 
 static void one_sided(struct side *s, gda_stream_t stream)
 {
@@ -155,6 +156,50 @@ static void calls_that_differ(struct side *s)
     TRUE(gda_comm_destroy(comm, PATIENCE) < 0);
 }
 
+struct reduction {
+    gda_comm_t comm;
+    struct gda_buf bufs[2];
+};
+
+/* With the first buffer, or with the second if the first is not registered any more. */
+static void *reduces(void *self)
+{
+    struct reduction *r = self;
+    int got = gda_allreduce(r->comm, &r->bufs[0], GDA_INT64, GDA_SUM, NULL, PATIENCE);
+    if (got == -EINVAL)
+        got = gda_allreduce(r->comm, &r->bufs[1], GDA_INT64, GDA_SUM, NULL, PATIENCE);
+    return (void *)(intptr_t)got;
+}
+
+/* Memory ends while a thread waits for the other rank with it. */
+static void ended_meanwhile(struct side *s)
+{
+    gda_mem_t mem;
+    pthread_t thread;
+    void *result;
+    OK(gda_mem_reg(s->comm, s->bytes, 4096, 0, &mem));
+    struct reduction r = {s->comm, {{mem, 0, 8}, range(s, 0, 8)}};
+    memset(s->bytes, 0, 8);
+    *s->bytes = 1;
+    if (s->rank == 0) {
+        OK(pthread_create(&thread, NULL, reduces, &r));
+        usleep(20000);
+        OK(gda_mem_dereg(mem));
+        /* Only now the other rank takes part. */
+        OK(gda_send(s->comm, 1, &r.bufs[1], 1, NULL, NULL));
+        OK(pthread_join(thread, &result));
+        OK((intptr_t)result);
+    } else {
+        gda_req_t go;
+        struct gda_buf in = range(s, 64, 8);
+        OK(gda_recv(s->comm, 0, &in, 1, NULL, &go));
+        TRUE(status_of(go).len == 8);
+        OK(gda_mem_dereg(mem));
+        OK((intptr_t)reduces(&r));
+    }
+    TRUE(*s->bytes == 2);
+}
+
 int main(void)
 {
     CUstream raw = make_stream();
@@ -169,6 +214,7 @@ int main(void)
             in_graphs(&s, all[i]);
     }
     from_gpus(&s, raw);
+    ended_meanwhile(&s);
     calls_that_differ(&s);
     OK(gda_stream_close(host));
     OK(gda_stream_close(cuda));

@@ -2,17 +2,16 @@
 //!
 //! A number has the place in a table, the kind of the table, and how often the place was used before. So an ended handle, one of
 //! another kind and a random number are recognised. Places are not freed. Each place has one word, which tells whose turn it is and
-//! who uses it: a message takes few of these steps, as it should cost little more than in Rust.
+//! who uses it: a message takes few of these steps, as it should cost little more than in Rust. `tests/it/loom.rs` explores the code of
+//! this file.
 
 use std::cell::UnsafeCell;
 use std::fmt;
-use std::hint::spin_loop;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::thread::yield_now;
 
+use crate::atomic::{AtomicU32, AtomicU64, Ordering, spin_loop, yield_now};
 use crate::process;
 
 pub use crate::process::Refusal;
@@ -50,8 +49,12 @@ pub struct Table<T: 'static> {
     kind: u8,
     /// What the kinds of the library are called, by number; that of 0 is not used.
     names: &'static [&'static str],
-    slots: OnceLock<boxcar::Vec<Slot<T>>>,
-    /// The first free place and one more, or 0; above it a count of changes, so that none goes unnoticed.
+    places: OnceLock<Places<T>>,
+}
+
+struct Places<T> {
+    slots: boxcar::Vec<Slot<T>>,
+    /// The first free place and one more, or 0; above it a count of additions, so that `pop` notices each.
     free: AtomicU64,
 }
 
@@ -102,23 +105,22 @@ impl<T> fmt::Debug for Slot<T> {
 impl<T: 'static> Table<T> {
     /// For objects of this kind, one of `names`.
     pub const fn new(kind: u8, names: &'static [&'static str]) -> Self {
-        Self { kind, names, slots: OnceLock::new(), free: AtomicU64::new(0) }
+        Self { kind, names, places: OnceLock::new() }
     }
 
     fn name(&self) -> &'static str {
         self.names[usize::from(self.kind)]
     }
 
-    fn slots(&'static self) -> &'static boxcar::Vec<Slot<T>> {
-        self.slots.get_or_init(boxcar::Vec::new)
+    fn places(&'static self) -> &'static Places<T> {
+        self.places.get_or_init(|| Places { slots: boxcar::Vec::new(), free: AtomicU64::new(0) })
     }
 
     /// The slot of a handle of this kind.
     #[inline]
     fn find(&'static self, raw: Handle) -> Result<&'static Slot<T>, Refusal> {
-        process::check()?;
         let place = raw & ((1 << PLACE_BITS) - 1);
-        let slot = self.slots().get(place).filter(|_| kind_of(raw) == usize::from(self.kind));
+        let slot = self.places().slots.get(place).filter(|_| kind_of(raw) == usize::from(self.kind));
         slot.ok_or_else(|| self.unknown(raw))
     }
 
@@ -162,49 +164,16 @@ impl<T: 'static> Table<T> {
         }
     }
 
-    #[inline]
-    fn pop(&'static self) -> Option<usize> {
-        let mut head = self.free.load(Ordering::Acquire);
-        loop {
-            let place = (head & u64::from(u32::MAX)).checked_sub(1)?;
-            let place = usize::try_from(place).ok()?;
-            let next = u64::from(self.slots()[place].next.load(Ordering::Relaxed));
-            let new = (head >> 32).wrapping_add(1) << 32 | next;
-            match self.free.compare_exchange_weak(head, new, Ordering::Acquire, Ordering::Acquire) {
-                Ok(_) => return Some(place),
-                Err(now) => head = now,
-            }
-        }
-    }
-
-    #[inline]
-    fn push(&'static self, place: usize) {
-        let mut head = self.free.load(Ordering::Relaxed);
-        loop {
-            // The lower half.
-            #[expect(clippy::cast_possible_truncation)]
-            self.slots()[place].next.store(head as u32, Ordering::Relaxed);
-            let new = (head >> 32).wrapping_add(1) << 32 | (place as u64 + 1);
-            match self.free.compare_exchange_weak(head, new, Ordering::Release, Ordering::Relaxed) {
-                Ok(_) => return,
-                Err(now) => head = now,
-            }
-        }
-    }
-
     /// Adds an object under a new handle.
     ///
     /// # Errors
-    /// `ENOMEM` with eight million objects; `EACCES` in a forked child.
+    /// `ENOMEM` with eight million objects.
     #[inline]
     pub fn insert(&'static self, object: T) -> Result<Handle, Refusal> {
-        process::claim();
-        process::check()?;
-        let place = match self.pop() {
-            Some(place) => place,
+        let (place, slot) = match self.places().pop() {
+            Some(free) => free,
             None => self.grow()?,
         };
-        let slot = &self.slots()[place];
         // SAFETY: a place that is not `LIVE` is only of who has got it from the free list, or has just made it.
         unsafe { *slot.object.get() = Some(object) };
         let turn = turn_of(slot.word.load(Ordering::Relaxed));
@@ -216,11 +185,14 @@ impl<T: 'static> Table<T> {
     }
 
     #[cold]
-    fn grow(&'static self) -> Result<usize, Refusal> {
+    fn grow(&'static self) -> Result<(usize, &'static Slot<T>), Refusal> {
+        // At the first object of each kind.
+        process::claim();
         let (word, next, object) = (AtomicU64::new(0), AtomicU32::new(0), UnsafeCell::new(None));
-        let place = self.slots().push(Slot { word, next, object });
+        let slots = &self.places().slots;
+        let place = slots.push(Slot { word, next, object });
         if place < MAX_PLACES {
-            return Ok(place);
+            return Ok((place, &slots[place]));
         }
         let text = format!("{MAX_PLACES} of {}: end some", self.name());
         Err(Refusal { errno: libc::ENOMEM, text })
@@ -229,8 +201,7 @@ impl<T: 'static> Table<T> {
     /// The object of a handle.
     ///
     /// # Errors
-    /// `EINVAL` for what is no handle of a live object of this kind; `EBUSY` while a call has it for itself; `EACCES` in a forked
-    /// child.
+    /// `EINVAL` for what is no handle of a live object of this kind; `EBUSY` while a call has it for itself.
     #[inline]
     pub fn get(&'static self, raw: Handle) -> Result<Guard<T>, Refusal> {
         let slot = self.find(raw)?;
@@ -283,10 +254,42 @@ impl<T: 'static> Table<T> {
 
     /// Ends all handles, but those that calls have for themselves.
     pub fn clear(&'static self) {
-        for (place, slot) in self.slots() {
+        for (place, slot) in &self.places().slots {
             let turn = turn_of(slot.word.load(Ordering::Relaxed)) as usize;
             let raw = (turn << KIND_BITS | usize::from(self.kind)) << PLACE_BITS | place;
             drop(self.take(raw));
+        }
+    }
+}
+
+impl<T> Places<T> {
+    #[inline]
+    fn pop(&self) -> Option<(usize, &Slot<T>)> {
+        let mut head = self.free.load(Ordering::Acquire);
+        loop {
+            let place = usize::try_from(head & u64::from(u32::MAX)).ok()?.checked_sub(1)?;
+            let slot = &self.slots[place];
+            let next = u64::from(slot.next.load(Ordering::Relaxed));
+            let new = head & !u64::from(u32::MAX) | next;
+            match self.free.compare_exchange_weak(head, new, Ordering::Acquire, Ordering::Acquire) {
+                Ok(_) => return Some((place, slot)),
+                Err(now) => head = now,
+            }
+        }
+    }
+
+    #[inline]
+    fn push(&self, place: usize, slot: &Slot<T>) {
+        let mut head = self.free.load(Ordering::Relaxed);
+        loop {
+            // The lower half.
+            #[expect(clippy::cast_possible_truncation)]
+            slot.next.store(head as u32, Ordering::Relaxed);
+            let new = (head >> 32).wrapping_add(1) << 32 | (place as u64 + 1);
+            match self.free.compare_exchange_weak(head, new, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(now) => head = now,
+            }
         }
     }
 }
@@ -338,90 +341,12 @@ impl<T> Borrowed<T> {
         let turn = turn_of(slot.word.load(Ordering::Relaxed)).wrapping_add(1);
         // Nobody else changes the word of a place that is taken and has no readers.
         slot.word.store(u64::from(turn) << 32, Ordering::Release);
-        table.push(place);
+        table.places().push(place, slot);
     }
 }
 
 impl<T> Drop for Borrowed<T> {
     fn drop(&mut self) {
         self.slot.word.fetch_and(!TAKEN, Ordering::Release);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::atomic::AtomicUsize;
-
-    use super::*;
-
-    #[test]
-    fn handles_end_and_are_told_apart() {
-        static FIRST: Table<u32> = Table::new(1, &["", "first", "second"]);
-        static SECOND: Table<u32> = Table::new(2, &["", "first", "second"]);
-        let errno = |result: Result<u32, Refusal>| result.unwrap_err().errno;
-        let read = |table: &'static Table<u32>, raw| table.get(raw).map(|guard| *guard);
-        let (a, b) = (FIRST.insert(7).unwrap(), SECOND.insert(8).unwrap());
-        assert_eq!((read(&FIRST, a).unwrap(), read(&SECOND, b).unwrap()), (7, 8));
-        for wrong in [0, b, a + 1, a | MARK, a | 1 << 40, usize::MAX] {
-            assert_eq!(errno(read(&FIRST, wrong)), libc::EINVAL, "{wrong:#x}");
-        }
-        assert_eq!(
-            SECOND.get(a).unwrap_err().text,
-            format!("second is {a:#x}, which is a first: expected a handle that has not ended")
-        );
-        let borrowed = FIRST.borrow(a).unwrap();
-        assert_eq!(errno(read(&FIRST, a)), libc::EBUSY);
-        assert_eq!(errno(FIRST.take(a)), libc::EBUSY);
-        drop(borrowed);
-        assert_eq!(FIRST.take(a).unwrap(), 7);
-        let c = FIRST.insert(9).unwrap();
-        assert!(c != a && c & (MAX_PLACES - 1) == a & (MAX_PLACES - 1), "the place is used again");
-        assert_eq!(errno(FIRST.take(a)), libc::EINVAL);
-        let (one, other) = (FIRST.get(c).unwrap(), FIRST.get(c).unwrap());
-        assert_eq!((*one, *other), (9, 9));
-        drop((one, other));
-        assert_eq!(FIRST.borrow(c).unwrap().end(), 9);
-        assert_eq!(errno(read(&FIRST, c)), libc::EINVAL);
-        let (d, e) = (FIRST.insert(1).unwrap(), FIRST.insert(2).unwrap());
-        FIRST.borrow(e).unwrap().discard();
-        assert!(!FIRST.has_ended(d).unwrap());
-        FIRST.clear();
-        assert!([a, c, d, e].into_iter().all(|ended| FIRST.has_ended(ended).unwrap()));
-        assert_eq!(FIRST.has_ended(d | 1 << 40).unwrap_err().errno, libc::EINVAL);
-    }
-
-    #[test]
-    fn threads_share_places_and_end_each_object_once() {
-        static TABLE: Table<Box<[u64; 4]>> = Table::new(1, &["", "number"]);
-        const ROUNDS: u64 = 5_000;
-        let handle = AtomicUsize::new(0);
-        let ended: u64 = std::thread::scope(|scope| {
-            let work = |thread: u64| {
-                let (handle, mut ended) = (&handle, 0);
-                move || {
-                    for round in 0..ROUNDS {
-                        let new = TABLE.insert(Box::new([thread << 32 | round; 4])).unwrap();
-                        // One that another thread has made, may read or may end.
-                        let old = handle.swap(new, Ordering::Relaxed);
-                        if let Ok(object) = TABLE.get(old) {
-                            assert_eq!(object[0], object[3]);
-                        }
-                        let now = handle.load(Ordering::Relaxed);
-                        for raw in [old, now, old] {
-                            if let Ok(object) = TABLE.take(raw) {
-                                assert_eq!(object[0], object[3]);
-                                ended += 1;
-                            }
-                        }
-                    }
-                    ended
-                }
-            };
-            let threads: Vec<_> = (0..4).map(|thread| scope.spawn(work(thread))).collect();
-            threads.into_iter().map(|thread| thread.join().unwrap()).sum()
-        });
-        let left = u64::from(TABLE.take(handle.load(Ordering::Relaxed)).is_ok());
-        assert_eq!(ended + left, 4 * ROUNDS);
-        assert!(TABLE.slots().count() <= 64, "places are used again");
     }
 }
