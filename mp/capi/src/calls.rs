@@ -562,7 +562,7 @@ pub unsafe extern "C" fn mp_window_create(addr: *mut c_void, size: usize, window
             let job = job()?;
             // SAFETY: the caller guarantees it.
             let own = unsafe { Registration::new((&job.pd, job.number), addr.expose_provenance(), size) };
-            let new = Window::new(own, size, &mut **job.exchange.lock(), exchange_limit())?;
+            let new = job.exchange(|exchange| Window::new(own, size, exchange, exchange_limit()))?;
             Ok(WINDOWS.insert(new)?)
         };
         // SAFETY: the caller guarantees that it is null or writable.

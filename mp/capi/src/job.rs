@@ -27,6 +27,8 @@ use crate::submission::LISTS;
 const PATIENCE: Duration = Duration::from_secs(120);
 /// How long the end waits for streams.
 const END: Duration = Duration::from_secs(10);
+/// Each rank gets the places of the queue pairs of all: 2 GB of so many.
+const MAX_RANKS: usize = 8192;
 /// As in LibMP.
 const DEPTH: usize = 512;
 pub(crate) const MAX_PIECES: u32 = 30;
@@ -40,7 +42,7 @@ const RNR_RETRY: u8 = 7;
 pub(crate) struct Job {
     /// Jobs of this process that were before.
     pub(crate) number: u64,
-    pub(crate) exchange: Mutex<Box<dyn Exchange>>,
+    exchange: Mutex<Box<dyn Exchange>>,
     context: Context,
     pub(crate) pd: Pd,
     pub(crate) gpu: Gpu,
@@ -64,6 +66,13 @@ pub(crate) fn exchange_limit() -> Duration {
 }
 
 impl Job {
+    /// Has the ranks exchange bytes.
+    pub(crate) fn exchange<T>(&self, run: impl FnOnce(&mut dyn Exchange) -> Result<T>) -> Result<T> {
+        // The exchange may call back.
+        let locked = self.exchange.try_lock_for(exchange_limit());
+        run(&mut **locked.ok_or_else(|| Failure::new("another call uses the exchange: let it return"))?)
+    }
+
     /// Runs work of a device without a thread that waits for it at once.
     pub(crate) fn progress(&self) -> bool {
         self.context.progress()
@@ -175,14 +184,22 @@ fn init<'a>(
     gpu: c_int,
 ) -> Result<()> {
     static ONCE: Mutex<()> = Mutex::new(());
-    let _once = ONCE.lock();
+    // Not waited for: the exchange may call back.
+    let Some(_once) = ONCE.try_lock() else {
+        return Err(Failure::new("another call initialises this process: let it return"));
+    };
     if JOB.read().is_some() {
         return Err(Failure::new("this process has a job: call mp_finalize before mp_init"));
     }
     let mut exchange = connect()?;
     let (rank, size) = (exchange.rank(), exchange.size());
-    if rank >= size {
-        return Err(Failure::invalid("rank of the exchange", rank, "less than its size"));
+    if rank >= size || size > MAX_RANKS {
+        let value = format!("{rank} of {size}");
+        return Err(Failure::invalid(
+            "rank of the exchange",
+            value,
+            "less than its size, which is at most 8192",
+        ));
     }
     // All ranks exchange, also those that have failed.
     let made = peers().and_then(|peers| make(rank, size, peers, flags, gpu));
@@ -281,7 +298,7 @@ pub(crate) fn finalize() -> Result<()> {
     let Some(job) = JOB.write().take() else {
         return Err(Failure::new("another thread has called mp_finalize"));
     };
-    let arrived = job.exchange.lock().barrier(exchange_limit());
+    let arrived = job.exchange(|exchange| Ok(exchange.barrier(exchange_limit())?));
     LISTS.clear();
     WINDOWS.clear();
     let peers: Vec<_> = job.peers.iter().flatten().cloned().collect();
@@ -298,5 +315,5 @@ pub(crate) fn finalize() -> Result<()> {
             LIBRARY.report("mp_finalize", format!("rank {rank}: {error}"), true);
         }
     }
-    Ok(arrived?)
+    arrived
 }

@@ -2,6 +2,7 @@
 
 #include "check.h"
 
+#include <limits.h>
 #include <pthread.h>
 
 /* Fails with this number, and says why. */
@@ -49,6 +50,9 @@ static void refused_jobs(void)
     e = good;
     e.rank = 2;
     REFUSED(mp_init_with(&e, &peer, 1, 0, 0), EINVAL);
+    e = good;
+    e.size = INT_MAX;
+    REFUSED(mp_init_with(&e, &peer, 1, 0, 0), EINVAL);
     /* From here on the ranks exchange. */
     REFUSED(mp_init_with(&good, twice, 2, 0, 0), EINVAL);
     REFUSED(mp_init_with(&good, others, 1, 0, 0), EINVAL);
@@ -63,13 +67,13 @@ static void refused_jobs(void)
         REFUSED(mp_init_with(&good, &peer, 1, 0, 0), MP_FAILURE);
     else
         REFUSED(mp_init_with(&good, twice, 2, 0, 0), EINVAL);
-    CHECK(released, 11);
+    CHECK(released, 12);
     setenv("MP_USE_IB_HCA", "no such device", 1);
     REFUSED(mp_init_with(&good, &peer, 1, 0, 0), MP_FAILURE);
     unsetenv("MP_USE_IB_HCA");
     OK(mp_init_with(&good, &peer, 1, 0, 0));
     REFUSED(mp_init_with(&good, &peer, 1, 0, 0), MP_FAILURE);
-    CHECK(released, 13);
+    CHECK(released, 14);
 }
 
 static void handles(void)
@@ -372,6 +376,29 @@ static void lost(int dies)
     TRUE(mp_irecv(bytes, 10, peer, &reg, &receives[0]) != 0);
 }
 
+static int calls_back(void *self, const void *mine, size_t len, void *all)
+{
+    struct mp_exchange e = exchange();
+    mp_window_t window;
+    REFUSED(mp_init_with(&e, &peer, 1, 0, 0), MP_FAILURE);
+    REFUSED(mp_window_create(bytes, sizeof bytes, &window), MP_FAILURE);
+    return allgather(self, mine, len, all);
+}
+
+/* The exchange makes calls that need it. */
+static void called_back(void)
+{
+    struct mp_exchange e = exchange();
+    mp_window_t window;
+    e.allgather = calls_back;
+    OK(mp_init_with(&e, &peer, 1, MP_INIT_DEFAULT, 0));
+    OK(mpx_set_wait_limit(100));
+    OK(mp_window_create(bytes, sizeof bytes, &window));
+    OK(mpx_set_wait_limit(0));
+    OK(mp_window_destroy(&window));
+    mp_finalize();
+}
+
 static void test(void)
 {
     struct mp_exchange e = exchange();
@@ -388,6 +415,7 @@ static void test(void)
     limited();
     lost(0);
     mp_finalize();
+    called_back();
     OK(mp_init_with(&e, &peer, 1, MP_INIT_DEFAULT, 0));
     mp_request_t request;
     struct iovec block = {bytes, 10};
