@@ -4,7 +4,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::{null, null_mut};
 use std::slice;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use gdasync_c::{
     Raw, gda_buf, gda_comm_create, gda_config, gda_exchange, gda_mem_reg, gda_open, gda_recv,
@@ -12,12 +12,12 @@ use gdasync_c::{
 };
 use gdsync::memory::Memory;
 use gdsync::stream::{HostStreamConfig, Stream};
+use gdsync_testkit::c::compare;
 use mp::{Communicator, Registration};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const PATIENCE_NS: i64 = 60_000_000_000;
 const BYTES: usize = 8;
-const ROUNDS: usize = 41;
 
 /// One end, in Rust.
 struct InRust {
@@ -52,6 +52,8 @@ impl InRust {
                 drop(comm.isend(&self.buffer, 0..BYTES, peer)?);
             }
             comm.wait(&received, PATIENCE)?;
+            // `gda_req_wait` ends it, too.
+            drop(received);
             if comm.rank() == 1 {
                 drop(comm.isend(&self.buffer, 0..BYTES, peer)?);
             }
@@ -155,47 +157,18 @@ impl InC {
     }
 }
 
-/// The median half round trip of each, in nanoseconds, and of the differences of neighbouring rounds.
-fn compare(rank: usize, what: &str, count: usize, mut both: [&mut dyn FnMut(usize); 2]) {
-    let mut times = [const { Vec::new() }; 3];
-    for _ in 0..ROUNDS {
-        let round = both.each_mut().map(|run| {
-            run(count / 10);
-            let start = Instant::now();
-            run(count);
-            start.elapsed().as_secs_f64() * 1e9 / (2 * count) as f64
-        });
-        [round[0], round[1], round[1] - round[0]]
-            .into_iter()
-            .zip(&mut times)
-            .for_each(|(t, all)| all.push(t));
-    }
-    let [rust, c, more] = times.map(|mut all: Vec<f64>| {
-        all.sort_by(f64::total_cmp);
-        all[all.len() / 2]
-    });
-    if rank == 0 {
-        println!("{what}: Rust {rust:.0} ns, C {c:.0} ns, difference {more:+.0} ns");
-    }
-}
-
 fn main() -> mp::Result<()> {
     let rust = InRust::new()?;
     let memory = Memory::alloc(4096)?;
     let c = InC::new(&rust.comm, &memory);
     let rank = rust.comm.rank();
     let fails = |error: mp::Error| panic!("{error}");
-    compare(
-        rank,
-        "by the CPU",
-        20_000,
-        [&mut |n| rust.by_cpu(n).unwrap_or_else(fails), &mut |n| c.run(rank, 0, n)],
-    );
-    compare(
-        rank,
-        "on host streams",
-        2_000,
-        [&mut |n| rust.by_stream(n).unwrap_or_else(fails), &mut |n| c.run(rank, c.stream, n)],
-    );
+    // Two messages a round.
+    let by_cpu: [&mut dyn FnMut(usize); 2] =
+        [&mut |n| rust.by_cpu(n / 2).unwrap_or_else(fails), &mut |n| c.run(rank, 0, n / 2)];
+    compare(&format!("rank {rank} by the CPU"), 40_000, by_cpu);
+    let by_stream: [&mut dyn FnMut(usize); 2] =
+        [&mut |n| rust.by_stream(n / 2).unwrap_or_else(fails), &mut |n| c.run(rank, c.stream, n / 2)];
+    compare(&format!("rank {rank} on host streams"), 4_000, by_stream);
     rust.comm.finalize(PATIENCE)
 }

@@ -1,10 +1,12 @@
 //! Libraries for C: their headers, layouts and symbols, and programs that use them.
 
 use std::collections::BTreeMap;
+use std::net::TcpListener;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use std::time::Duration;
+use std::thread::scope;
+use std::time::{Duration, Instant};
 use std::{fs, iter};
 
 use crate::process::{built, printed, run_within};
@@ -28,6 +30,26 @@ pub struct Package {
     pub limit: Duration,
 }
 
+/// Prints what C adds to the same messages in Rust: medians of 41 rounds by turns of `count` messages each, in nanoseconds for one, and of
+/// the differences of neighbouring rounds.
+pub fn compare(what: &str, count: usize, mut rust_and_c: [&mut dyn FnMut(usize); 2]) {
+    let mut times = [const { Vec::new() }; 3];
+    for _ in 0..41 {
+        let [rust, c] = rust_and_c.each_mut().map(|run| {
+            run(count / 10);
+            let start = Instant::now();
+            run(count);
+            start.elapsed().as_secs_f64() * 1e9 / count as f64
+        });
+        iter::zip(&mut times, [rust, c, c - rust]).for_each(|(all, time)| all.push(time));
+    }
+    let [rust, c, more] = times.map(|mut all: Vec<f64>| {
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    });
+    println!("{what}: Rust {rust:.0} ns, C {c:.0} ns, difference {more:+.0} ns");
+}
+
 /// What checks the memory of programs: "valgrind", or "address", gcc's sanitizer. `.ci/long c_memory` sets it.
 fn checker() -> Option<String> {
     std::env::var("C_CHECK").ok()
@@ -37,6 +59,27 @@ impl Package {
     /// Runs a command, which must end within the limit.
     pub fn finish(&self, command: &mut Command) -> Output {
         run_within(command, self.limit)
+    }
+
+    /// Runs a program as all ranks of a job, and returns what they print, by rank.
+    ///
+    /// # Panics
+    /// If one fails.
+    pub fn job(&self, size: usize, program: impl Fn() -> Command + Sync) -> Vec<String> {
+        let free = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("its number");
+        let one = |rank: usize| {
+            let mut command = program();
+            command.env("RANK", rank.to_string()).env("WORLD_SIZE", size.to_string());
+            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", free.port().to_string());
+            self.finish(&mut command)
+        };
+        let outputs: Vec<_> = scope(|scope| {
+            let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || one(rank))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("it ended in time")).collect()
+        });
+        let said: Vec<_> = outputs.iter().map(printed).collect();
+        assert!(outputs.iter().all(|output| output.status.success()), "{}", said.join("\n"));
+        said
     }
 
     /// A file of the package.

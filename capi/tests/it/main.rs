@@ -3,14 +3,11 @@
 mod header;
 mod programs;
 
-use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Command;
-use std::thread::scope;
 use std::time::Duration;
 
 use gdsync_testkit::c::Package;
-use gdsync_testkit::process::printed;
 
 const PACKAGE: Package = Package {
     root: env!("CARGO_MANIFEST_DIR"),
@@ -43,20 +40,6 @@ impl Program {
 
     /// Runs it as all ranks of a job, and returns what they print, by rank.
     fn job(&self, size: usize, arguments: &[&str]) -> Vec<String> {
-        let free = TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("its number");
-        let one = |rank: usize| {
-            let (rank, size) = (rank.to_string(), size.to_string());
-            let mut command = self.command(arguments);
-            command.env("RANK", rank).env("WORLD_SIZE", size);
-            command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", free.port().to_string());
-            PACKAGE.finish(&mut command)
-        };
-        let outputs: Vec<_> = scope(|scope| {
-            let ranks: Vec<_> = (0..size).map(|rank| scope.spawn(move || one(rank))).collect();
-            ranks.into_iter().map(|rank| rank.join().expect("it ended in time")).collect()
-        });
-        let said: Vec<_> = outputs.iter().map(printed).collect();
-        assert!(outputs.iter().all(|output| output.status.success()), "{}", said.join("\n"));
-        said
+        PACKAGE.job(size, || self.command(arguments))
     }
 }

@@ -5,6 +5,7 @@ mod headers;
 mod programs;
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use gdsync_testkit::c::Package;
@@ -48,14 +49,20 @@ struct Program(PathBuf);
 
 impl Program {
     fn compile(name: &str) -> Self {
+        Self::of(name, &format!("tests/c/{name}.c"), &[])
+    }
+
+    /// Of this source, relative to the package.
+    fn of(name: &str, source: &str, flags: &[&str]) -> Self {
         let directory = PACKAGE.linked_with_cuda(name);
-        let compiler = PACKAGE.compiler("gcc", &["-std=gnu11", "-pedantic"]);
-        PACKAGE.compile(compiler, &[&format!("tests/c/{name}.c")], &directory, &["-lmp", "-lcuda"]);
+        let mut compiler = PACKAGE.compiler("gcc", &["-std=gnu11", "-pedantic"]);
+        compiler.args(flags);
+        PACKAGE.compile(compiler, &[source], &directory, &["-lmp", "-lcuda"]);
         Self(directory)
     }
 
-    /// What it says on a device. It must pass there.
-    fn passes(&self, hca: Hca, environment: &[(&str, &str)]) -> String {
+    /// What runs it on a device.
+    fn command(&self, hca: Hca) -> Command {
         let preloaded = if hca == Hca::Card { vec![card::library()] } else { Vec::new() };
         let mut command = PACKAGE.program(&self.0, &preloaded);
         for variable in [
@@ -72,7 +79,12 @@ impl Program {
             Hca::Soft => command.env("GDSYNC_DEVICE", "soft0"),
             Hca::Card => command.env("MP_USE_IB_HCA", "lx5_"),
         };
-        let output = PACKAGE.finish(command.envs(environment.iter().copied()));
+        command
+    }
+
+    /// What it says on a device. It must pass there.
+    fn passes(&self, hca: Hca, environment: &[(&str, &str)]) -> String {
+        let output = PACKAGE.finish(self.command(hca).envs(environment.iter().copied()));
         assert!(output.status.success(), "{hca:?} {environment:?}: {}: {}", output.status, printed(&output));
         printed(&output)
     }

@@ -58,6 +58,13 @@ fn ranks_tell_each_other_when_they_are_ready() {
 }
 
 #[test]
+fn the_example_plays_ping_pong_on_streams() {
+    let program = Program::of("pingpong", "../../examples/c/pingpong_mp.c", &["-DMP_NO_MPI"]);
+    let said = PACKAGE.job(2, || program.command(Hca::Soft));
+    assert!(said[0].starts_with("1000 rounds of 4096 bytes, ") && said[1].is_empty(), "{said:?}");
+}
+
+#[test]
 fn lanes_of_a_kernel_signal_in_any_order() {
     if !has_verbs_header() {
         return;
