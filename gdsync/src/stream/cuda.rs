@@ -316,8 +316,9 @@ pub struct CudaStreamConfig {
     /// write of the signal behind it ([`Via::MemOp`]), which uses no SM. [`Via::Auto`], the default, takes kernels where they can
     /// be loaded.
     ///
-    /// The copy engine takes 7 to 9 us for what a kernel does in 4, up to 256 KiB. It also copies behind a wait that has failed its
-    /// stream, and if `via` is [`Via::MemOp`], the signal is written then, too: see that peers do not go by it.
+    /// Between two H200s the copy engine is as fast as kernels on streams of memory operations (8 us for half a round trip of 8 bytes),
+    /// and takes twice the time of kernels on streams of kernels. It also copies behind a wait that has failed its stream, and if `via`
+    /// is [`Via::MemOp`], the signal is written then, too: see that peers do not go by it.
     pub copies: Via,
     /// Whether the CPU nudges the GPU after completions.
     pub nudge: Nudge,
