@@ -49,7 +49,7 @@ impl FabricEnds {
         endpoint.connect(own, theirs, line.clone())?;
         let link = Arc::new(Link { endpoint: endpoint.clone(), id: own.id, line });
         let rx = FabricRx { link: link.clone(), current: None, is_ready: false, ended: None };
-        Ok(Self { peer, tx: FabricTx { link, blocked: None }, rx })
+        Ok(Self { peer, tx: FabricTx { link, is_begun: false, blocked: None }, rx })
     }
 }
 
@@ -72,6 +72,8 @@ impl Drop for Link {
 #[derive(Debug)]
 pub(crate) struct FabricTx {
     link: Arc<Link>,
+    /// The HCA uses it.
+    is_begun: bool,
     /// Since when a packet has had no room.
     blocked: Option<Instant>,
 }
@@ -79,6 +81,7 @@ pub(crate) struct FabricTx {
 impl FabricTx {
     /// Watches the line of link `index`.
     pub(crate) fn begin(&mut self, index: usize) {
+        self.is_begun = true;
         self.link.line.watch(index);
     }
 
@@ -126,7 +129,7 @@ impl Drop for FabricTx {
     /// Waits until the packets have left and the peer has closed its end of the line: a provider may drop what it has not delivered
     /// when its endpoint closes.
     fn drop(&mut self) {
-        if !self.is_alive() {
+        if !(self.is_begun && self.is_alive()) {
             return;
         }
         let until = Instant::now() + FAREWELL;

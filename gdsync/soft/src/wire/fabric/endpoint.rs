@@ -30,8 +30,9 @@ pub(super) const MESSAGE: usize = PREFIX + HEADER + MAX_BODY;
 const STRIDE: usize = MESSAGE.next_multiple_of(64);
 /// Buffers that are allocated and registered together.
 const CHUNK: usize = 32;
-/// Packets that a peer may send ahead; fewer on an endpoint with many links, whose receive buffers these are.
-const CREDITS: [(usize, u32); 3] = [(16, 32), (64, 16), (usize::MAX, 8)];
+/// Packets that a peer may send ahead: a whole window of a queue pair and answers; fewer on an endpoint with many links, whose receive
+/// buffers these are.
+pub(super) const CREDITS: [(usize, u32); 4] = [(8, 96), (32, 32), (64, 16), (usize::MAX, 8)];
 /// Receive buffers of a link besides those: two messages that only tell numbers may be on their way, and one packet is being handled.
 const EXTRA: usize = 3;
 /// Batches of completions in a row.
