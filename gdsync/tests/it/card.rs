@@ -9,6 +9,7 @@ mod pages;
 mod setup;
 mod staged;
 
+use crate::common::tier;
 use gdsync_testkit::card;
 
 /// Modules that run on any device. The slow ones run as in the fast tier.
@@ -49,7 +50,6 @@ const WITHOUT_DMA_BUFS: &[&str] = &["card::lifecycle::", "card::modes::", "card:
 /// Tests that need the software HCA of this process. (A filter is a part of a name: `processes::` has one of `cuda_payload`.)
 const LEFT_OUT: &[&str] = &[
     "errors::fault_plans_and_stream_configurations_are_checked",
-    "errors::mistakes_are_refused",
     "cuda_payload::",
     // They inject faults.
     "regressions::late_packet_of_the_former_connection_is_not_taken",
@@ -92,6 +92,9 @@ fn run(route: &str, modes: &str, filters: &[&str]) {
 /// The library chooses the direct route. The card looks at the doorbell registers.
 #[test]
 fn direct_route_passes_the_same_tests() {
+    if tier(true, false, false) {
+        return;
+    }
     // It counts what the whole process has.
     run("direct", "", &["verbs_cycles::"]);
     match has_dma_bufs() {
@@ -102,6 +105,9 @@ fn direct_route_passes_the_same_tests() {
 
 #[test]
 fn proxy_passes_the_same_tests() {
+    if tier(true, false, false) {
+        return;
+    }
     run("proxy", "", &["verbs_cycles::"]);
     run("proxy", "", MODULES);
 }

@@ -7,11 +7,12 @@ use gdsync::Error;
 use gdsync::verbs::QpAddress;
 
 use crate::child::rerun_all;
-use crate::common::{Side, connect, is_device_named, message};
+use crate::common::{Side, connect, is_device_named, message, tier};
 
-/// Runs tests of other modules with this device, and this libfabric in place of the installed one, unless this process is such a run.
+/// Runs tests of other modules with this device, and this libfabric in place of the installed one, unless this process is such a run,
+/// or the tier is the fast one.
 pub(crate) fn over(device: &str, libfabric: Option<PathBuf>, tests: &[&str]) {
-    if is_device_named() {
+    if is_device_named() || tier(true, false, false) {
         return;
     }
     let mut run = rerun_all(tests);
