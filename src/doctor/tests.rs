@@ -86,6 +86,7 @@ fn healthy(tree: &Tree) -> Machine {
             route: Some(Ok(Route::Direct)),
             tcp: Some(Ok("10.1.2.3".into())),
             wire: "RoCE v2".into(),
+            reaches_other_hosts: true,
             not_direct: None,
         }),
         limits: Limits { memlock: None, is_lifted: false },

@@ -166,7 +166,9 @@ fn device(machine: &Machine) -> Probe {
         (Some(Ok(Route::Soft)), _) => {
             let near = "between processes of this host";
             let reach: Cow<'_, str> = match &facts.tcp {
-                _ if facts.wire == "TCP" || facts.wire.starts_with("libfabric") => "also between hosts; their ports must be open to each other".into(),
+                _ if facts.reaches_other_hosts => {
+                    "also between hosts; their ports must be open to each other".into()
+                }
                 Some(Ok(address)) => format!(
                     "{near}; ranks of mp on other hosts over TCP at {address}, on ports that the systems choose and that must be open"
                 )

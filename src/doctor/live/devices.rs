@@ -224,6 +224,8 @@ pub(in crate::doctor) struct ChoiceFacts {
     pub(in crate::doctor) tcp: Option<Result<String, String>>,
     /// How bytes travel.
     pub(in crate::doctor) wire: String,
+    /// Whether it reaches other hosts.
+    pub(in crate::doctor) reaches_other_hosts: bool,
     /// Why the card does not read the rings itself.
     pub(in crate::doctor) not_direct: Option<String>,
 }
@@ -262,6 +264,7 @@ pub(super) fn probe_choice(reporter: &Reporter) {
                 None => Route::Direct,
             }));
             facts.wire = context.wire().to_owned();
+            facts.reaches_other_hosts = context.reaches_other_hosts();
             facts.not_direct = context.not_direct().map(str::to_owned);
         }
         Err(error) => facts.route = Some(Err(error.to_string())),

@@ -273,7 +273,8 @@ pub(super) const SURROUNDINGS: &[Case] = &[
         set_variable(machine, "GDSYNC_PATH", "proxy");
     }),
     ("the software HCA though there are cards", |_, machine| {
-        machine.choice.facts.route = Some(Result::Ok(Route::Soft))
+        machine.choice.facts.route = Some(Result::Ok(Route::Soft));
+        machine.choice.facts.reaches_other_hosts = false;
     }),
 ];
 
