@@ -1,4 +1,5 @@
-//! libfabric: what sends messages over reliable datagram endpoints, of `rdma/fabric.h` and the headers beside it, as of 1.17.
+//! libfabric: the functions and structs for messages over reliable datagram endpoints, of `rdma/fabric.h` and the headers beside
+//! it, as of 1.17.
 //!
 //! The library exports a few functions; all others are in the tables of its objects, which are looked up here. `fi_info` and its parts
 //! are allocated by the library only ([`Fabric::fi_dupinfo`] of nothing), which extends them at their ends.

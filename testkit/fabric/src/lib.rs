@@ -164,7 +164,7 @@ pub extern "C" fn fi_strerror(number: c_int) -> *const c_char {
     unsafe { libc::strerror(number) }
 }
 
-/// An object of this library: what the caller sees, and what is behind it.
+/// An object of this library: the public struct first, the private state behind it.
 #[repr(C)]
 struct Object<F, T> {
     seen: F,

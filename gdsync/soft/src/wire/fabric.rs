@@ -114,7 +114,7 @@ impl FabricTx {
         Ok(is_sent)
     }
 
-    /// The peer is gone: what it has sent is not taken any more.
+    /// Ends the link of a dead peer: packets that were not taken are dropped.
     pub(crate) fn take_down(&self) {
         self.link.endpoint.disconnect(self.link.id);
     }

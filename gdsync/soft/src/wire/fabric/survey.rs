@@ -161,7 +161,7 @@ fn version(number: u32) -> String {
     format!("{}.{}", number >> 16, number & 0xffff)
 }
 
-/// What is asked of the library.
+/// The hints for `fi_getinfo`.
 struct Question<'a> {
     table: &'static Fabric,
     provider: Option<&'a str>,
