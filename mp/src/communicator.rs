@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
+use gdsync::shm::back_off;
 use gdsync::verbs::{Access, Context, Pd};
 use parking_lot::{Mutex, MutexGuard};
 
@@ -23,7 +24,7 @@ use crate::request::{DOMAIN, Request, Status};
 use crate::rma_queue::{AllRmaQueues, RmaQueues};
 use crate::shm_fifo::fitting;
 use crate::transport::QueueConfig;
-use crate::wait::{Deadline, back_off};
+use crate::wait::Deadline;
 use crate::watchdog::{self, AllWatched, Watchdog};
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.

@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use gdsync::shm::back_off;
+
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::exchange::{CommonCall, take};
 use crate::peer::{Peer, Unfinished};
 use crate::rma_queue::RmaQueues;
-use crate::wait::{Deadline, back_off};
+use crate::wait::Deadline;
 
 /// How long sends that no stream waits for may take to be received once all ranks finalize: no rank posts receives by the CPU then.
 const UNRECEIVED: Duration = Duration::from_secs(1);

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
 
+use gdsync::shm::back_off;
 use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::{clear_eventfd, eventfd, signal_eventfd};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
-use crate::wait::{Deadline, back_off};
+use crate::wait::Deadline;
 use crate::{request, tagged};
 
 /// What an operation that is complete says.

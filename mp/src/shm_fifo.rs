@@ -25,6 +25,7 @@ use std::time::{Duration, Instant};
 use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::Syndrome;
 use gdsync::shm::shm_fifo::{Next, Receiver, Sender, peek};
+use gdsync::shm::{BACK_OFF_YIELDS, back_off};
 use gdsync::verbs::{Completion, CompletionError, Sge};
 use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
@@ -35,7 +36,7 @@ use crate::overlap::ReceiveClaims;
 use crate::registration::{Piece, Registration, host_len};
 use crate::shm_memory::{FifoMemory, FifoPair, LONGEST};
 use crate::transport::{DRAIN, SILENCE, Transport};
-use crate::wait::{Deadline, YIELD, back_off};
+use crate::wait::Deadline;
 
 /// Messages in a row that could take the FIFO before it opens; the higher number after it was closed for reasons that may recur.
 const SHORT_RUN: u32 = 32;
@@ -843,7 +844,7 @@ impl ShmFifo {
         loop {
             self.take(transport, true);
             let waited = start.elapsed();
-            if waited > YIELD {
+            if waited > BACK_OFF_YIELDS {
                 // Posts the receive, unless its message was claimed: the wait can sleep at the queue pair.
                 self.close(transport, &mut self.lock());
             }

@@ -68,9 +68,9 @@ use std::fmt;
 use std::hint::spin_loop;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
-use std::thread::yield_now;
 use std::time::Duration;
 
+use gdsync::shm::back_off;
 use parking_lot::Mutex;
 
 pub use engine::Status;
@@ -83,7 +83,7 @@ use crate::exchange::CommonCall;
 use crate::overlap::ReceiveClaims;
 use crate::registration::Registration;
 use crate::transport::SILENCE;
-use crate::wait::{Deadline, back_off};
+use crate::wait::Deadline;
 use engine::{Connections, Engine, Incoming, Outcome, Outgoing, Unexpected, finish, status_of};
 use matching::{Key, Place};
 
@@ -277,7 +277,7 @@ impl Tagged {
                     format!("waiting until the tagged messages of this rank are received ({announced})");
                 return Err(deadline.error(what, "see that their ranks receive them (Tagged::irecv)"));
             }
-            yield_now();
+            back_off(waited, deadline.remaining());
         }
         self.0.comm.barrier(deadline.remaining())?;
         self.0.progress();

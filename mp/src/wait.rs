@@ -1,12 +1,11 @@
-//! Waiting: time limits that cannot overflow, the pauses of a wait that polls, and waits for words of memory.
+//! Waiting: time limits that cannot overflow, and waits for words of memory.
 
 use std::fmt::LowerHex;
-use std::hint::spin_loop;
-use std::thread::{sleep, yield_now};
 use std::time::{Duration, Instant};
 
 use gdsync::memory::{Word32, Word64};
 use gdsync::recorder::NamedWords;
+use gdsync::shm::back_off;
 use gdsync::stream::Cond;
 
 use crate::error::{Error, Result};
@@ -41,25 +40,6 @@ impl Deadline {
 
     pub(crate) fn error(&self, what: impl Into<String>, fix: &'static str) -> Error {
         Error::Deadline { what: what.into(), after: self.limit, fix }
-    }
-}
-
-/// How long a wait that polls spins.
-const SPIN: Duration = Duration::from_micros(5);
-/// How long it yields before it sleeps.
-pub(crate) const YIELD: Duration = Duration::from_millis(10);
-const SHORTEST_SLEEP: Duration = Duration::from_micros(50);
-const LONGEST_SLEEP: Duration = Duration::from_millis(1);
-
-/// Pauses a wait that polls, `waited` after its start: spins, then yields, then sleeps a small part of the time waited, at most
-/// `limit`.
-pub(crate) fn back_off(waited: Duration, limit: Duration) {
-    if waited < SPIN {
-        spin_loop();
-    } else if waited < YIELD {
-        yield_now();
-    } else {
-        sleep((waited / 64).clamp(SHORTEST_SLEEP, LONGEST_SLEEP).min(limit));
     }
 }
 

@@ -27,3 +27,13 @@ pub use gdrdrv::{Gdrdrv, Module};
 pub use kernel::{DeviceEnd, FileId, SimulatedKernel};
 pub use machine::{CLIENT, CudaSettings, FreeWatcher, Machine, Memory, Object, VaRange, dma_buf_offset, pci};
 pub use rm::{Live, RmSettings, SimulatedRm};
+
+/// What a test takes in each tier of `GDSYNC_TEST_TIER`: `fast`, `full` (the default), `long`.
+pub fn tier<T>(fast: T, full: T, long: T) -> T {
+    match std::env::var("GDSYNC_TEST_TIER").as_deref() {
+        Ok("fast") => fast,
+        Ok("full" | "") | Err(_) => full,
+        Ok("long") => long,
+        Ok(other) => panic!("GDSYNC_TEST_TIER is '{other}', not fast, full or long"),
+    }
+}

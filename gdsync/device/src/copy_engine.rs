@@ -8,6 +8,8 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 use std::{fmt, ptr};
 
+use gdsync_shm::back_off;
+
 use crate::address::Gid;
 use crate::cuda::Gpu;
 use crate::memory::{Memory, Word32};
@@ -205,11 +207,13 @@ impl Ticket {
 
     /// Waits until it is over or the deadline has passed. Returns whether it is over.
     pub fn wait(&self, deadline: Instant) -> bool {
+        let start = Instant::now();
         while !self.is_over() {
-            if Instant::now() >= deadline {
+            let now = Instant::now();
+            if now >= deadline {
                 return false;
             }
-            std::thread::yield_now();
+            back_off(now - start, deadline - now);
         }
         true
     }

@@ -96,6 +96,24 @@ impl Backoff {
     }
 }
 
+/// How long [`back_off`] spins.
+const SPIN: Duration = Duration::from_micros(5);
+/// How long [`back_off`] yields before it sleeps.
+pub const BACK_OFF_YIELDS: Duration = Duration::from_millis(10);
+const SLEEPS: RangeInclusive<Duration> = Duration::from_micros(50)..=Duration::from_millis(1);
+
+/// Pauses a wait that polls, `waited` after its start: spins, then yields, then sleeps a small part of the time waited, at most
+/// `limit`.
+pub fn back_off(waited: Duration, limit: Duration) {
+    if waited < SPIN {
+        std::hint::spin_loop();
+    } else if waited < BACK_OFF_YIELDS {
+        std::thread::yield_now();
+    } else {
+        std::thread::sleep(nap(waited / 8, SLEEPS).min(limit));
+    }
+}
+
 /// Sleep until the next poll: an eighth of `waited`, within `range`.
 pub fn nap(waited: Duration, range: RangeInclusive<Duration>) -> Duration {
     (waited / 8).clamp(*range.start(), *range.end())

@@ -29,6 +29,7 @@ use gdsync_device::{
     Access, CqParts, FaultPlan, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr,
     QpParts, QpRequest, QpState, TransferPath,
 };
+use gdsync_shm::back_off;
 
 /// How long destroying a queue pair or region waits for copies into it, per hung GPU. Longer than a copy's own limit.
 const TIMEOUT: Duration = Duration::from_secs(12);
@@ -532,9 +533,6 @@ fn own_thread_is_a_card() {
     let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
 }
 
-/// Interval at which a wait checks again whether the copy is queued behind a stuck one.
-const LOOK: Duration = Duration::from_millis(20);
-
 /// Copies that did not end by their deadline.
 #[derive(Debug, Default)]
 pub(super) struct StuckCopies(Mutex<Vec<Ticket>>);
@@ -548,20 +546,21 @@ impl StuckCopies {
     }
 
     fn wait_for(&self, copy: &Ticket, deadline: Instant) -> bool {
-        loop {
+        let start = Instant::now();
+        while !copy.is_over() {
+            // The queue position is known only after the copy starts, and other threads may find stuck copies
+            // meanwhile.
             if self.is_stuck(copy) {
                 return false;
             }
-            // The queue position is known only after the copy starts, and other threads may find stuck copies
-            // meanwhile.
-            if copy.wait(deadline.min(Instant::now() + LOOK)) {
-                return true;
-            }
-            if Instant::now() >= deadline {
+            let now = Instant::now();
+            if now >= deadline {
                 self.0.lock().push(copy.clone());
                 return false;
             }
+            back_off(now - start, deadline - now);
         }
+        true
     }
 
     /// Whether `copy` is stuck or queued behind a stuck copy.

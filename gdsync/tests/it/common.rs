@@ -6,10 +6,12 @@ use std::time::{Duration, Instant};
 use gdsync::Device;
 use gdsync::hca::SoftHcaConfig;
 use gdsync::memory::{Memory, Word32};
+use gdsync::shm::back_off;
 use gdsync::stream::{HostStreamConfig, Stream};
 use gdsync::verbs::{
     Access, Context, Mr, Pd, Qp, QpAttr, QpBuilder, QpState, RecvWr, RemoteAddr, SendWr, Wc,
 };
+pub use gdsync_testkit::tier;
 
 /// How long a test waits for something that happens at once when all is well.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -174,19 +176,9 @@ pub fn assert_clean(sides: &[&Side]) {
 /// Calls `done` until it is true.
 #[track_caller]
 pub fn until(mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + PATIENCE;
+    let start = Instant::now();
     while !done() {
-        assert!(Instant::now() < end, "waited in vain");
-        std::thread::yield_now();
-    }
-}
-
-/// What a test takes in each tier of `GDSYNC_TEST_TIER`: `fast`, `full` (the default), `long`.
-pub fn tier<T>(fast: T, full: T, long: T) -> T {
-    match std::env::var("GDSYNC_TEST_TIER").as_deref() {
-        Ok("fast") => fast,
-        Ok("full" | "") | Err(_) => full,
-        Ok("long") => long,
-        Ok(other) => panic!("GDSYNC_TEST_TIER is '{other}', not fast, full or long"),
+        assert!(start.elapsed() < PATIENCE, "waited in vain");
+        back_off(start.elapsed(), PATIENCE);
     }
 }

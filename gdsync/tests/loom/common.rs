@@ -6,6 +6,7 @@ use std::thread;
 
 use gdsync::shm::{Atom32, Atom64, event_count};
 use gdsync_testkit::process::is_alone;
+use gdsync_testkit::tier;
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::sync::{Condvar, Mutex};
@@ -122,13 +123,13 @@ fn is_own_process() -> bool {
     is_own
 }
 
-/// Runs `test` in all ways that take at most this many preemptions.
+/// Runs `test` in all ways that take at most this many preemptions; in the fast tier at most two.
 pub(crate) fn explore(preemptions: usize, test: impl Fn() + Sync + Send + 'static) {
     if !is_own_process() {
         return;
     }
     let mut model = loom::model::Builder::new();
-    model.preemption_bound = Some(preemptions);
+    model.preemption_bound = Some(tier(preemptions.min(2), preemptions, preemptions + 1));
     model.max_branches = 10_000;
     model.check(test);
 }

@@ -8,12 +8,12 @@ use std::ops::Range;
 use std::process::{Command, Output, Stdio, exit};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
+use gdsync::shm::back_off;
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
 use gdsync_testkit::{driver, kernels};
 use mp::{Communicator, Error, Registration, Request};
@@ -268,11 +268,12 @@ pub fn syndrome(error: &gdsync::Error) -> Option<Syndrome> {
 /// The bytes of message `n` from one rank to another.
 pub fn message(from: usize, to: usize, n: usize, len: usize) -> Vec<u8> {
     let mut word = ((from << 48 | to << 40 | n) as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let words = std::iter::repeat_with(|| {
+    let mut bytes = vec![0; len];
+    for chunk in bytes.chunks_mut(4) {
         word = word.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-        (word >> 32).to_le_bytes()
-    });
-    words.flatten().take(len).collect()
+        chunk.copy_from_slice(&(word >> 32).to_le_bytes()[..chunk.len()]);
+    }
+    bytes
 }
 
 /// Host memory, also with [`gpu`].
@@ -335,6 +336,6 @@ pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
         assert!(start.elapsed() < LONG, "{what}");
-        yield_now();
+        back_off(start.elapsed(), LONG);
     }
 }

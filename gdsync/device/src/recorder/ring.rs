@@ -1,6 +1,7 @@
 //! The recorder of a process: writes events to its file in shared memory.
 
 use std::cell::Cell;
+use std::ffi::CString;
 use std::fmt;
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -198,11 +199,10 @@ impl Recorder {
             thread_slot.open.store(true, Ordering::Relaxed);
         }
         let mut row = [0; THREAD_BYTES];
-        // SAFETY: it only returns a number.
-        let thread = unsafe { libc::gettid() };
+        let thread = rustix::thread::gettid().as_raw_nonzero().get();
         row[..8].copy_from_slice(&u64::try_from(thread).unwrap_or(0).to_ne_bytes());
-        let name = fs::read(format!("/proc/self/task/{thread}/comm")).unwrap_or_default();
-        let name = name.trim_ascii_end();
+        // Not from /proc: entries that were looked up there make the end of a process wait for its threads.
+        let name = rustix::thread::name().map(CString::into_bytes).unwrap_or_default();
         let length = name.len().min(THREAD_BYTES - 8);
         row[8..8 + length].copy_from_slice(&name[..length]);
         self.memory.write(THREADS + at * THREAD_BYTES, &row).expect("the table has a row for each slot");

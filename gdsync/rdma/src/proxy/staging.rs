@@ -19,6 +19,7 @@ use gdsync_device::cuda::Engine;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{HcaStats, QpState};
+use gdsync_shm::back_off;
 use mlx5_ring::{Cqe, CqeOpcode, DecodedOp, Syndrome};
 
 /// Shadows of GPU memory, by key.
@@ -70,8 +71,9 @@ impl Shadow {
     /// Waits until no copy accesses its memory. Returns one that times out.
     pub(super) fn wait_for_copies(&self) -> Option<Copy> {
         let copies = std::mem::take(&mut self.life.lock().copies);
+        let start = Instant::now();
         while !copies.iter().all(Copy::is_over) {
-            std::thread::yield_now();
+            back_off(start.elapsed(), LIMIT);
         }
         copies.into_iter().find(|copy| !copy.has_ended())
     }
