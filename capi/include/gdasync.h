@@ -1,8 +1,8 @@
 /* GPUDirect Async for programs and libraries in C: messages, one-sided operations and collectives that the CPU or a stream starts and
  * awaits, over RDMA devices. Made to be embedded, as in an MPI-like runtime.
  *
- * - Calls return GDA_OK (0), GDA_IN_PROGRESS (1) or a negative error number of errno.h. gda_last_error() has the reason, in words, of
- *   the last failure of the calling thread. Nothing exits, aborts or prints.
+ * - Calls return GDA_OK (0), GDA_IN_PROGRESS (1) or a negative error number of errno.h, whose name strerror(-number) has.
+ *   gda_last_error() has the reason, in words, of the last failure of the calling thread. Nothing exits, aborts or prints.
  * - Calls start something and return. Only those with `timeout_ns` wait: 0 looks once, -1 waits for ever, other negative values are
  *   -EINVAL. A call that finds no room in a queue or a stream, or a queue with work of another stream, returns -EAGAIN: call
  *   gda_progress, and try again.
@@ -34,6 +34,7 @@ typedef struct gda_ctx *gda_ctx_t;       /* a device, and what is opened with it
 typedef struct gda_comm *gda_comm_t;     /* ranks */
 typedef struct gda_listen *gda_listen_t; /* a place that others connect to */
 typedef struct gda_mem *gda_mem_t;       /* registered memory */
+typedef struct gda_peer_mem *gda_peer_mem_t; /* GPU memory of another process */
 typedef struct gda_req *gda_req_t;       /* an operation under way */
 typedef struct gda_win *gda_win_t;       /* memory that other ranks access */
 typedef struct gda_chan *gda_chan_t;     /* messages that are repeated */
@@ -87,7 +88,8 @@ int gda_arm(gda_ctx_t ctx);
 
 /* ---- Communicators ---- */
 
-/* The caller's way to exchange addresses between ranks. All ranks make the same calls in the same order. */
+/* The caller's way to exchange addresses between ranks. All ranks make the same calls in the same order. Its functions are called on
+ * the thread that makes a call of all ranks, or, where that gets a request, on a thread of the library. */
 struct gda_exchange {
     uint32_t struct_size;
     int32_t rank, size;
@@ -104,9 +106,13 @@ enum {
     GDA_COLLECTIVES = 2 /* gda_barrier and the other collectives */
 };
 
+/* gda_comm_create, gda_accept and gda_connect wait if `req` is NULL. Else they return at once, and `comm`, which must stay valid, is set
+ * before the request is complete. */
+
 /* Called by all ranks. `exchange` NULL: the ranks find each other by the variables of a launcher (mpirun, srun, torchrun, or RANK and
  * WORLD_SIZE). */
-int gda_comm_create(gda_ctx_t ctx, const struct gda_exchange *exchange, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm);
+int gda_comm_create(gda_ctx_t ctx, const struct gda_exchange *exchange, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm,
+                    gda_req_t *req);
 /* The rank and the number of ranks, or an error. */
 int gda_comm_rank(gda_comm_t comm);
 int gda_comm_size(gda_comm_t comm);
@@ -128,7 +134,6 @@ int gda_comm_destroy(gda_comm_t comm, int64_t timeout_ns);
 #define GDA_ADDRESS_MAX 64
 int gda_listen(gda_ctx_t ctx, void *address, size_t *len, gda_listen_t *listener);
 int gda_listen_close(gda_listen_t listener);
-/* `req` NULL: they wait. Else they return at once, and `comm` is set before the request is complete. */
 int gda_accept(gda_listen_t listener, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
 int gda_connect(gda_ctx_t ctx, const void *address, size_t len, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
 
@@ -146,6 +151,15 @@ int gda_mem_reg_dmabuf(gda_comm_t comm, int fd, uint64_t offset, size_t len, gda
 /* Tells that cached host memory is about to be unmapped or freed. */
 int gda_mem_invalidate(gda_comm_t comm, void *addr, size_t len);
 int gda_mem_dereg(gda_mem_t mem);
+
+/* GPU memory for kernels and copies of other processes of the host, by CUDA IPC. `blob` gets or has GDA_EXPORT_BYTES bytes; the caller
+ * brings them to the other process. Memory that has no IPC handle (of the host, of a pool, of cuMemCreate) is -EOPNOTSUPP. */
+#define GDA_EXPORT_BYTES 136
+int gda_mem_export(gda_mem_t mem, void *blob);
+/* Opens exported memory for the context's GPU; `addr` gets its first byte. The owner must not free it while it is open. -EOPNOTSUPP where the
+ * GPUs have no peer access. */
+int gda_mem_import(gda_ctx_t ctx, const void *blob, gda_peer_mem_t *peer, void **addr);
+int gda_peer_mem_close(gda_peer_mem_t peer);
 
 /* A range of registered memory. */
 struct gda_buf {
@@ -245,6 +259,9 @@ enum {
 int gda_stream_open(gda_ctx_t ctx, void *cuda_stream, uint32_t flags, int64_t wait_limit_ns, gda_stream_t *stream);
 /* Waits for the work that this library has enqueued, and returns its first failure. A stream that has failed stays so. */
 int gda_stream_sync(gda_stream_t stream, int64_t timeout_ns);
+/* As gda_stream_sync, but does not wait: GDA_IN_PROGRESS if there is work left. `rank` (may be NULL) gets the rank whose message has
+ * failed, or -1. */
+int gda_stream_status(gda_stream_t stream, int *rank);
 /* Calls `fn` when the stream gets there, on a thread of the library. `fn` must not call this library. Not for captures. */
 int gda_stream_call(gda_stream_t stream, void (*fn)(void *self), void *self);
 int gda_stream_close(gda_stream_t stream);

@@ -6,7 +6,7 @@ use std::ffi::{c_char, c_int, c_void};
 pub type Raw = usize;
 
 /// The types of the header that are handles, by kind.
-pub(crate) const KINDS: [&str; 10] = [
+pub(crate) const KINDS: [&str; 11] = [
     "",
     "gda_ctx_t",
     "gda_comm_t",
@@ -17,6 +17,7 @@ pub(crate) const KINDS: [&str; 10] = [
     "gda_graph_t",
     "gda_win_t",
     "gda_chan_t",
+    "gda_peer_mem_t",
 ];
 
 /// `GDA_VERSION`

@@ -1,24 +1,21 @@
-//! Communicators: made over an exchange of the caller, a launcher, or between two processes.
+//! Communicators: their ranks, parts and end.
 
-use std::ffi::{c_int, c_void};
+use std::ffi::c_int;
+use std::slice;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use std::{io, slice};
 
 use gdsync_capi_support::handles::{Guard, Table};
+use mp::Communicator;
 use mp::collective::Collectives;
 use mp::tagged::Tagged;
-use mp::{Communicator, Exchange};
 use parking_lot::{Mutex, MutexGuard};
 
-use crate::abi::{KINDS, Raw, gda_exchange};
-use crate::context::{Ctx, Progress, context};
-use crate::guard::{Error, Result, input, invalid, number, place, rank, status, timeout};
+use crate::abi::{KINDS, Raw};
+use crate::context::{Ctx, Progress};
+use crate::guard::{Error, Result, c_number, invalid, number, place, rank, status, timeout};
 use crate::words::in_c;
-
-/// Ranks of an exchange.
-const MAX_SIZE: usize = 1 << 16;
 
 const TAGGED: u32 = 1;
 const COLLECTIVES: u32 = 2;
@@ -49,8 +46,12 @@ pub(crate) fn comm(raw: Raw) -> Result<Guard<Arc<Comm>>> {
 pub(crate) struct Remaining(Instant, Duration);
 
 impl Remaining {
+    pub(crate) fn new(limit: Duration) -> Self {
+        Self(Instant::now(), limit)
+    }
+
     pub(crate) fn of(ns: i64) -> Result<Self> {
-        Ok(Self(Instant::now(), timeout(ns)?))
+        Ok(Self::new(timeout(ns)?))
     }
 
     pub(crate) fn get(&self) -> Duration {
@@ -128,123 +129,6 @@ impl Progress for Comm {
             None => self.comm.progress(),
         }
     }
-}
-
-/// An exchange of the caller.
-#[derive(Debug)]
-struct Embedded(gda_exchange, usize, usize);
-
-// SAFETY: the header says that its functions may be called on each thread that makes calls.
-unsafe impl Send for Embedded {}
-
-impl Embedded {
-    fn new(exchange: gda_exchange) -> Result<Self> {
-        // Also one that is refused is released.
-        let mut made = Self(exchange, 0, 0);
-        (made.1, made.2) = (rank(exchange.rank)?, rank(exchange.size)?);
-        if exchange.allgather.is_none() {
-            return Err(invalid("allgather", "NULL", "a function"));
-        }
-        if made.2 > MAX_SIZE {
-            return Err(invalid("size", made.2, "at most 65536 ranks"));
-        }
-        Ok(made)
-    }
-
-    /// As many bytes of each rank as `mine` has.
-    fn gather(&self, mine: &[u8], timeout: Duration) -> mp::Result<Vec<u8>> {
-        let (Self(exchange, _, size), mut all) = (self, vec![0; mine.len() * self.2]);
-        let ns = i64::try_from(timeout.as_nanos()).unwrap_or(-1);
-        let (from, to) = (mine.as_ptr().cast::<c_void>(), all.as_mut_ptr().cast::<c_void>());
-        let allgather = exchange.allgather.expect("checked by new");
-        // SAFETY: the caller's function, with as many bytes to read and to write as it is told.
-        let result = unsafe { allgather(exchange.this, from, mine.len(), to, ns) };
-        let (what, errno, fix) = match result {
-            0 => return Ok(all),
-            1.. => {
-                (format!("allgather returned {result}"), libc::EINVAL, "return 0 or a negative error number")
-            }
-            _ => {
-                let what = format!("allgather over {size} ranks has failed");
-                (what, result.checked_neg().unwrap_or(libc::EIO), "see the program that embeds this")
-            }
-        };
-        let cause = Arc::new(io::Error::from_raw_os_error(errno));
-        Err(mp::Error::Bootstrap { peer: "the exchange".into(), what, cause: Some(cause), fix })
-    }
-}
-
-impl Exchange for Embedded {
-    fn rank(&self) -> usize {
-        self.1
-    }
-
-    fn size(&self) -> usize {
-        self.2
-    }
-
-    fn allgather(&mut self, bytes: &[u8], timeout: Duration) -> mp::Result<Vec<Vec<u8>>> {
-        let limit = Remaining(Instant::now(), timeout);
-        let lens = self.gather(&bytes.len().to_ne_bytes(), limit.get())?;
-        let (lens, _) = lens.as_chunks();
-        let lens: Vec<_> = lens.iter().map(|len| usize::from_ne_bytes(*len)).collect();
-        let most = lens.iter().copied().max().unwrap_or(0);
-        // A rank that sends nonsense must not make this one run out of memory.
-        if most > mp::launch::MAX_PAYLOAD {
-            let what = format!("has returned a length of {most} bytes");
-            let (peer, fix) =
-                ("the exchange".into(), "let allgather return what each rank passed, in rank order");
-            return Err(mp::Error::Bootstrap { peer, what, cause: None, fix });
-        }
-        let mut mine = bytes.to_vec();
-        mine.resize(most, 0);
-        let all = if most == 0 { Vec::new() } else { self.gather(&mine, limit.get())? };
-        Ok(lens.iter().enumerate().map(|(rank, len)| all[rank * most..][..*len].to_vec()).collect())
-    }
-}
-
-impl Drop for Embedded {
-    fn drop(&mut self) {
-        if let Some(release) = self.0.release {
-            // SAFETY: the caller's function, once.
-            unsafe { release(self.0.this) };
-        }
-    }
-}
-
-/// See the header.
-///
-/// # Safety
-/// The structure must be as long as it says, and its functions callable until it is released.
-#[unsafe(no_mangle)]
-pub unsafe extern "C" fn gda_comm_create(
-    ctx: Raw,
-    exchange: *const gda_exchange,
-    flags: u32,
-    timeout_ns: i64,
-    comm: *mut Raw,
-) -> c_int {
-    status("gda_comm_create", || {
-        let exchange = match exchange.is_null() {
-            true => None,
-            // SAFETY: the caller vouches for its size.
-            false => Some(Embedded::new(unsafe { input("exchange", exchange) }?)?),
-        };
-        let comm = place("comm", comm)?;
-        check_flags(flags)?;
-        let (ctx, limit) = (context(ctx)?, Remaining::of(timeout_ns)?);
-        let builder = ctx.builder().timeout(limit.get());
-        let built = match exchange {
-            None => builder.init()?,
-            Some(exchange) => builder.init_over(exchange)?,
-        };
-        *comm = COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)?;
-        Ok(())
-    })
-}
-
-fn c_number(value: usize) -> c_int {
-    c_int::try_from(value).unwrap_or(c_int::MAX)
 }
 
 /// See the header.

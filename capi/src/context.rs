@@ -28,7 +28,7 @@ pub(crate) trait Progress: fmt::Debug + Send + Sync {
 #[derive(Debug)]
 pub(crate) struct Ctx {
     device: Context,
-    pub(crate) gpu: Option<Gpu>,
+    gpu: Option<Gpu>,
     builder: CommunicatorBuilder,
     /// Requests with functions to call.
     pub(crate) requests: RequestSet,
@@ -75,6 +75,11 @@ impl Ctx {
 
     pub(crate) fn builder(&self) -> CommunicatorBuilder {
         self.builder.clone()
+    }
+
+    pub(crate) fn gpu(&self) -> Result<&Gpu> {
+        let expected = "the CUDA device in gda_config; streams without CUDA are GDA_STREAM_HOST";
+        self.gpu.as_ref().ok_or_else(|| invalid("gpu of the context", -1, expected))
     }
 
     fn progress(&self) {

@@ -199,6 +199,11 @@ pub(crate) fn rank(value: c_int) -> Result<usize> {
     usize::try_from(value).map_err(|_| invalid("the rank", value, "one of the communicator"))
 }
 
+/// A rank, or a number of ranks, for the caller.
+pub(crate) fn c_number(value: usize) -> c_int {
+    c_int::try_from(value).unwrap_or(c_int::MAX)
+}
+
 /// A pointer of the caller's that goes to another thread.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Foreign(pub(crate) *mut c_void);

@@ -3,10 +3,11 @@
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
 use std::os::fd::BorrowedFd;
+use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::Memory;
+use gdsync::memory::{ExportedMemory, Memory, PeerMemory};
 use gdsync_capi_support::handles::{Guard, Table};
 use mp::cache::Cached;
 use mp::{Piece, Registration};
@@ -14,6 +15,7 @@ use smallvec::SmallVec;
 
 use crate::abi::{KINDS, Raw, gda_buf};
 use crate::comm::{Comm, comm};
+use crate::context::context;
 use crate::guard::{Result, end, invalid, non_null, place, size, status, values};
 
 const CACHED: u32 = 1;
@@ -43,6 +45,7 @@ impl Mem {
 }
 
 pub(crate) static MEMS: Table<Mem> = Table::new(4, &KINDS);
+static PEER_MEMS: Table<PeerMemory> = Table::new(10, &KINDS);
 
 /// The memory that the buffers of a call are in. It stays registered while this lives.
 pub(crate) struct Buffers<'a> {
@@ -196,6 +199,50 @@ pub extern "C" fn gda_mem_invalidate(raw: Raw, addr: *mut c_void, len: usize) ->
         comm(raw)?.comm.cache().invalidate(addr.addr() as u64, len);
         Ok(())
     })
+}
+
+/// See the header.
+///
+/// # Safety
+/// `blob` must be null or valid for `GDA_EXPORT_BYTES` writes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_mem_export(mem: Raw, blob: *mut c_void) -> c_int {
+    status("gda_mem_export", || {
+        let to = place("blob", blob.cast())?;
+        *to = MEMS.get(mem)?.registration().memory().export()?.to_bytes();
+        Ok(())
+    })
+}
+
+/// See the header.
+///
+/// # Safety
+/// `blob` must be null or valid for `GDA_EXPORT_BYTES`, `peer` and `addr` null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_mem_import(
+    ctx: Raw,
+    blob: *const c_void,
+    peer: *mut Raw,
+    addr: *mut *mut c_void,
+) -> c_int {
+    status("gda_mem_import", || {
+        let (peer, addr, ctx) = (place("peer", peer)?, place("addr", addr)?, context(ctx)?);
+        // SAFETY: the caller vouches for the length.
+        let bytes = unsafe { blob.cast::<[u8; ExportedMemory::BYTES]>().as_ref() };
+        let bytes = bytes.ok_or_else(|| invalid("blob", "NULL", "what gda_mem_export has written"))?;
+        let gpu = ctx.gpu()?;
+        let memory = PeerMemory::open(gpu, &ExportedMemory::from_bytes(bytes)?)?;
+        let at = memory.gpu_addr(gpu, 0, memory.len())?;
+        *peer = PEER_MEMS.insert(memory)?;
+        *addr = with_exposed_provenance_mut(size("addr", at)?);
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub extern "C" fn gda_peer_mem_close(peer: Raw) -> c_int {
+    end("gda_peer_mem_close", &PEER_MEMS, peer)
 }
 
 /// See the header.

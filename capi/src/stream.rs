@@ -8,9 +8,9 @@ use gdsync::stream::{Batch, Capture, CudaStreamConfig, Graph, HostStreamConfig, 
 use gdsync_capi_support::handles::Table;
 use parking_lot::Mutex;
 
-use crate::abi::{KINDS, Raw};
+use crate::abi::{IN_PROGRESS, KINDS, Raw};
 use crate::context::context;
-use crate::guard::{Error, Foreign, Result, end, invalid, place, status, timeout, values};
+use crate::guard::{Error, Foreign, Result, c_number, end, invalid, number, place, status, timeout, values};
 
 const HOST: u32 = 1;
 const KERNEL: u32 = 2;
@@ -100,11 +100,7 @@ pub unsafe extern "C" fn gda_stream_open(
             }
             HOST => return Err(invalid("cuda_stream", "a stream", "NULL with GDA_STREAM_HOST")),
             0 | KERNEL => {
-                let none = || {
-                    let what = "GDA_STREAM_HOST for a stream without CUDA, or the stream's GPU in gda_config";
-                    invalid("gpu of the context", -1, what)
-                };
-                let gpu = ctx.gpu.as_ref().ok_or_else(none)?;
+                let gpu = ctx.gpu()?;
                 let via = if flags == KERNEL { Via::Kernel } else { CudaStreamConfig::default().via };
                 let config = CudaStreamConfig { wait_limit, via, ..CudaStreamConfig::default() };
                 // SAFETY: a stream of this GPU, which lives as long: the caller guarantees it.
@@ -131,6 +127,29 @@ pub extern "C" fn gda_stream_sync(stream: Raw, timeout_ns: i64) -> c_int {
         let queue = queue(stream)?;
         // With the rank whose message has failed, in the text.
         Ok(queue.stream()?.stream.synchronize(timeout(timeout_ns)?)?)
+    })
+}
+
+/// See the header.
+///
+/// # Safety
+/// `rank` must be null or valid for a write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn gda_stream_status(stream: Raw, rank: *mut c_int) -> c_int {
+    number("gda_stream_status", || {
+        let queue = queue(stream)?;
+        let done = queue.stream()?.stream.synchronize(Duration::ZERO).map_err(mp::Error::from);
+        // SAFETY: null or writable: the caller guarantees it.
+        if let Some(place) = unsafe { rank.as_mut() } {
+            *place = match done {
+                Err(mp::Error::Message { rank, .. }) => c_number(rank),
+                _ => -1,
+            };
+        }
+        match done {
+            Err(mp::Error::Device(gdsync::Error::Deadline { .. })) => Ok(IN_PROGRESS),
+            done => Ok(done.map(|()| 0)?),
+        }
     })
 }
 

@@ -33,7 +33,7 @@ int main(void)
     config.struct_size = sizeof config;
     config.gpu = -1; /* for a CUDA stream: its device, and gda_stream_open(ctx, stream, 0, 0, ...) */
     TRY(gda_open(&config, &ctx));
-    TRY(gda_comm_create(ctx, NULL, 0, MINUTE, &comm));
+    TRY(gda_comm_create(ctx, NULL, 0, MINUTE, &comm, NULL));
     TRY(gda_mem_reg(comm, bytes, 2 * BYTES, 0, &mem));
     TRY(gda_stream_open(ctx, NULL, GDA_STREAM_HOST, 0, &stream));
 

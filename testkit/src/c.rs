@@ -6,7 +6,7 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::thread::scope;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{fs, iter};
 
 use crate::process::{built, printed, run_within};
@@ -28,26 +28,6 @@ pub struct Package {
     pub version: u32,
     /// The longest that a program may run; it is killed then and the test fails.
     pub limit: Duration,
-}
-
-/// Prints what C adds to the same messages in Rust: medians of 41 rounds by turns of `count` messages each, in nanoseconds for one, and of
-/// the differences of neighbouring rounds.
-pub fn compare(what: &str, count: usize, mut rust_and_c: [&mut dyn FnMut(usize); 2]) {
-    let mut times = [const { Vec::new() }; 3];
-    for _ in 0..41 {
-        let [rust, c] = rust_and_c.each_mut().map(|run| {
-            run(count / 10);
-            let start = Instant::now();
-            run(count);
-            start.elapsed().as_secs_f64() * 1e9 / count as f64
-        });
-        iter::zip(&mut times, [rust, c, c - rust]).for_each(|(all, time)| all.push(time));
-    }
-    let [rust, c, more] = times.map(|mut all: Vec<f64>| {
-        all.sort_by(f64::total_cmp);
-        all[all.len() / 2]
-    });
-    println!("{what}: Rust {rust:.0} ns, C {c:.0} ns, difference {more:+.0} ns");
 }
 
 /// What checks the memory of programs: "valgrind", or "address", gcc's sanitizer. `.ci/long c_memory` sets it.

@@ -47,7 +47,7 @@ static inline struct side open_side(int gpu, uint32_t flags)
 {
     struct side s;
     s.ctx = open_ctx(gpu);
-    OK(gda_comm_create(s.ctx, NULL, flags, PATIENCE, &s.comm));
+    OK(gda_comm_create(s.ctx, NULL, flags, PATIENCE, &s.comm, NULL));
     s.rank = gda_comm_rank(s.comm);
     s.size = gda_comm_size(s.comm);
     s.peer = s.size - 1 - s.rank;

@@ -55,14 +55,24 @@ static void over_an_exchange(gda_ctx_t ctx)
 {
     struct gda_exchange exchange = {sizeof exchange, rank, 2, 0, &released, allgather, release};
     gda_comm_t comm, other = NULL;
-    OK(gda_comm_create(ctx, &exchange, GDA_TAGGED, PATIENCE, &comm));
+    OK(gda_comm_create(ctx, &exchange, GDA_TAGGED, PATIENCE, &comm, NULL));
     message(comm);
     TRUE(released == 0);
     OK(gda_comm_destroy(comm, PATIENCE));
     TRUE(released == 1);
+    /* On a thread of the library. */
+    gda_req_t req;
+    OK(gda_comm_create(ctx, &exchange, 0, PATIENCE, &comm, &req));
+    OK(gda_req_wait(req, PATIENCE, NULL));
+    message(comm);
+    OK(gda_comm_destroy(comm, PATIENCE));
+    TRUE(released == 2);
     fails = 1;
-    CHECK(gda_comm_create(ctx, &exchange, 0, PATIENCE, &other), -EPIPE);
-    TRUE(released == 2 && !other && strstr(gda_last_error(), "gda_comm_create"));
+    CHECK(gda_comm_create(ctx, &exchange, 0, PATIENCE, &other, NULL), -EPIPE);
+    TRUE(released == 3 && !other && strstr(gda_last_error(), "gda_comm_create"));
+    OK(gda_comm_create(ctx, &exchange, 0, PATIENCE, &other, &req));
+    CHECK(gda_req_wait(req, PATIENCE, NULL), -EPIPE);
+    TRUE(released == 4 && !other);
     fails = 0;
 }
 

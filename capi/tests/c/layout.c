@@ -23,5 +23,6 @@ int main(void)
     SIZE(gda_signal);
     OFFSET(gda_signal, add);
     printf("GDA_VERSION %u\n", GDA_VERSION);
+    printf("GDA_EXPORT_BYTES %d\n", GDA_EXPORT_BYTES);
     return 0;
 }

@@ -48,11 +48,21 @@ int main(void)
     }
     struct gda_buf none = range(&s, 128, 0);
     OK(gda_recv(s.comm, 2, &in, 1, NULL, &never));
+    gda_stream_t stream = host_stream(s.ctx);
+    CHECK(gda_stream_status(stream, NULL), GDA_OK);
+    OK(gda_req_on_stream(never, stream));
+    CHECK(gda_stream_status(stream, NULL), GDA_IN_PROGRESS);
     OK(gda_trecv(s.comm, 2, 0, 0, &more, &also));
     OK(gda_tsend(s.comm, 2, 1, &none, NULL));
     CHECK(gda_req_wait(never, PATIENCE, NULL), -ECONNRESET);
     TRUE(strstr(gda_last_error(), "rank 2"));
     CHECK(gda_req_wait(also, PATIENCE, NULL), -ECONNRESET);
+    int lost_rank, now;
+    while ((now = gda_stream_status(stream, &lost_rank)) == GDA_IN_PROGRESS)
+        usleep(100);
+    CHECK(now, -ECONNRESET);
+    CHECK(lost_rank, 2);
+    OK(gda_stream_close(stream));
     CHECK(gda_comm_lost(s.comm, lost, 4), 1);
     CHECK(lost[0], 2);
     OK(gda_comm_shrink(s.comm, PATIENCE, &survivors, former));

@@ -135,11 +135,37 @@ static void from_gpus(struct side *s, CUstream stream)
     free(host);
 }
 
+/* GPU memory that the other rank opens: the bytes from the second page on. */
+static void exported(struct side *s, CUstream stream)
+{
+    char text[16] = "";
+    void *of_peer;
+    CUdeviceptr data;
+    gda_mem_t mem;
+    gda_peer_mem_t peer;
+    struct gda_buf blobs = range(s, 0, 2 * GDA_EXPORT_BYTES);
+    OK(cuMemAlloc(&data, 65536));
+    OK(cuMemcpyHtoDAsync(data + 4096, s->rank ? "of rank 1" : "of rank 0", 10, stream));
+    OK(cuStreamSynchronize(stream));
+    OK(gda_mem_reg(s->comm, (void *)(data + 4096), 4096, 0, &mem));
+    OK(gda_mem_export(mem, s->bytes + s->rank * GDA_EXPORT_BYTES));
+    OK(gda_allgather(s->comm, &blobs, NULL, PATIENCE));
+    OK(gda_mem_import(s->ctx, s->bytes + s->peer * GDA_EXPORT_BYTES, &peer, &of_peer));
+    OK(cuMemcpyDtoHAsync(text, (CUdeviceptr)of_peer, 10, stream));
+    OK(cuStreamSynchronize(stream));
+    TRUE(strcmp(text, s->peer ? "of rank 1" : "of rank 0") == 0);
+    OK(gda_peer_mem_close(peer));
+    OK(gda_barrier(s->comm, NULL, PATIENCE));
+    OK(gda_mem_dereg(mem));
+    CHECK(gda_mem_export(mem, s->bytes), -EINVAL);
+    OK(cuMemFree(data));
+}
+
 /* Ranks that make other calls: the one that waits, and the end, say which. */
 static void calls_that_differ(struct side *s)
 {
     gda_comm_t comm, part;
-    OK(gda_comm_create(s->ctx, NULL, GDA_COLLECTIVES, PATIENCE, &comm));
+    OK(gda_comm_create(s->ctx, NULL, GDA_COLLECTIVES, PATIENCE, &comm, NULL));
     gda_mem_t mem;
     OK(gda_mem_reg(comm, s->bytes, 8, 0, &mem));
     struct gda_buf buf = {mem, 0, 8};
@@ -147,7 +173,7 @@ static void calls_that_differ(struct side *s)
     CHECK(gda_comm_destroy(comm, PATIENCE), -EINVAL);
     TRUE(strstr(gda_last_error(), "an earlier collective has failed"));
     OK(gda_mem_dereg(mem));
-    OK(gda_comm_create(s->ctx, NULL, 0, PATIENCE, &comm));
+    OK(gda_comm_create(s->ctx, NULL, 0, PATIENCE, &comm, NULL));
     if (s->rank == 0) {
         CHECK(gda_comm_split(comm, 0, 0, 100000000, &part), -ETIMEDOUT);
         TRUE(strstr(gda_last_error(), "split: waiting for rank 1"));
@@ -200,8 +226,78 @@ static void ended_meanwhile(struct side *s)
     TRUE(*s->bytes == 2);
 }
 
+static void *enters(void *comm)
+{
+    return (void *)(intptr_t)gda_barrier(comm, NULL, PATIENCE);
+}
+
+/* While one thread is in a collective, that of another one waits no longer than it is told. */
+static void two_threads(struct side *s)
+{
+    struct gda_buf eight = range(s, 0, 8);
+    if (s->rank == 0) {
+        pthread_t thread;
+        void *result;
+        int got;
+        OK(pthread_create(&thread, NULL, enters, s->comm));
+        /* Refused for its type as long as the other one is not there. */
+        while ((got = gda_allreduce(s->comm, &eight, 77, GDA_SUM, NULL, 0)) == -EINVAL)
+            usleep(100);
+        CHECK(got, -ETIMEDOUT);
+        TRUE(strstr(gda_last_error(), "a collective of another thread goes on"));
+        /* Only now the other rank takes part. */
+        OK(gda_send(s->comm, 1, &eight, 1, NULL, NULL));
+        OK(pthread_join(thread, &result));
+        OK((intptr_t)result);
+    } else {
+        gda_req_t go;
+        OK(gda_recv(s->comm, 0, &eight, 1, NULL, &go));
+        TRUE(status_of(go).len == 8);
+        OK((intptr_t)enters(s->comm));
+    }
+}
+
+/* Of the simulated driver. */
+__attribute__((weak)) void simulated_cuda_kernels(void);
+
+struct launch {
+    gda_graph_t steps;
+    gda_stream_t stream;
+};
+
+/* Launches what is being launched, and then nothing. */
+static int launches_again(void *self, uint64_t program)
+{
+    struct launch *launch = self;
+    TRUE(program != 0);
+    CHECK(gda_steps_launch(launch->steps, launch->stream, launches_again, self), -EBUSY);
+    CHECK(gda_graph_launch(launch->steps, launch->stream), -EINVAL);
+    return -ECHILD;
+}
+
+static void launch_within_launch(struct side *s)
+{
+    struct launch launch;
+    gda_stream_t batch;
+    gda_win_t win;
+    CUstream raw = make_stream();
+    OK(gda_stream_open(s->ctx, raw, GDA_STREAM_KERNEL, PATIENCE, &launch.stream));
+    OK(gda_batch_begin(s->ctx, &batch));
+    OK(gda_win_create(s->comm, s->mem, 0, 64, PATIENCE, &win));
+    OK(gda_wait_signal(win, 0, 0, GDA_GEQ, batch, PATIENCE));
+    OK(gda_steps_record(launch.stream, &batch, 1, &launch.steps));
+    CHECK(gda_steps_launch(launch.steps, launch.stream, launches_again, &launch), -ECHILD);
+    OK(gda_graph_destroy(launch.steps));
+    OK(gda_stream_close(batch));
+    OK(gda_stream_close(launch.stream));
+    OK(gda_win_destroy(win, PATIENCE));
+    OK(cuStreamDestroy(raw));
+}
+
 int main(void)
 {
+    if (simulated_cuda_kernels)
+        simulated_cuda_kernels();
     CUstream raw = make_stream();
     struct side s = open_side(0, GDA_COLLECTIVES);
     gda_stream_t host = host_stream(s.ctx), cuda;
@@ -214,7 +310,10 @@ int main(void)
             in_graphs(&s, all[i]);
     }
     from_gpus(&s, raw);
+    exported(&s, raw);
     ended_meanwhile(&s);
+    two_threads(&s);
+    launch_within_launch(&s);
     calls_that_differ(&s);
     OK(gda_stream_close(host));
     OK(gda_stream_close(cuda));

@@ -3,6 +3,7 @@
 use std::mem::offset_of;
 
 use gdasync_c::{VERSION, gda_buf, gda_config, gda_exchange, gda_info_t, gda_signal, gda_status};
+use gdsync::memory::ExportedMemory;
 
 use crate::PACKAGE;
 
@@ -32,6 +33,7 @@ fn layouts_and_numbers_agree() {
         ("sizeof gda_signal", size_of::<gda_signal>()),
         ("offsetof gda_signal add", offset_of!(gda_signal, add)),
         ("GDA_VERSION", usize::try_from(VERSION).unwrap()),
+        ("GDA_EXPORT_BYTES", ExportedMemory::BYTES),
     ];
     PACKAGE.check_layout(&["-std=c11"], &here);
 }

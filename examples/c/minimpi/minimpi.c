@@ -72,7 +72,7 @@ int mm_init(int rank, int size, mm_allgather allgather, void *self, mm_comm **to
     own.allgather = exchange;
     int result = gda_open(&config, &world->ctx);
     if (result == 0) {
-        result = gda_comm_create(world->ctx, allgather ? &own : NULL, GDA_TAGGED | GDA_COLLECTIVES, TIMEOUT, &world->comm);
+        result = gda_comm_create(world->ctx, allgather ? &own : NULL, GDA_TAGGED | GDA_COLLECTIVES, TIMEOUT, &world->comm, NULL);
         if (result < 0)
             gda_close(world->ctx);
     }
