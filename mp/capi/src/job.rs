@@ -257,6 +257,11 @@ fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> 
     let mut on_gpu = wanted
         .ok_or_else(|| Failure::invalid("flags", flags, "one of MP_INIT_DEFAULT to MP_INIT_DBREC_ON_GPU"))?;
     process::claim();
+    if gdsync::env::variable("MP_ENABLE_UD").is_some_and(|value| value.trim() != "0") {
+        LIBRARY.announce(
+            "mp_init: connections are reliable also with MP_ENABLE_UD, and deliver all that datagrams would",
+        );
+    }
     let gpu = Gpu::open(gpu)?;
     let device = match gdsync::env::variable("MP_USE_IB_HCA") {
         None => Device::near(&gpu)?,
@@ -270,8 +275,8 @@ fn make(rank: usize, size: usize, peers: &[c_int], flags: c_int, gpu: c_int) -> 
     let mut all: Vec<Arc<Peer>> = Vec::new();
     for &number in peers {
         let peer = usize::try_from(number).unwrap_or(usize::MAX);
-        if peer >= size || peer == rank || all.iter().any(|known| known.rank == peer) {
-            return Err(Failure::invalid("peers", number, "each another rank, once"));
+        if peer >= size || all.iter().any(|known| known.rank == peer) {
+            return Err(Failure::invalid("peers", number, "each a rank of the job, once"));
         }
         let build = |on_gpu| {
             let builder = pd.build_qp().max_send_wr(DEPTH).max_recv_wr(DEPTH).max_inline(MAX_INLINE);

@@ -14,7 +14,8 @@
 //! - **Ranges** of messages, puts and gets must lie in their registration and window.
 //! - **Prepared sends** to a peer must be posted in order (`EINVAL`), and by one stream at a time (`EBUSY`, after ten seconds).
 //! - **`mp_wait32`** with `MP_WAIT_EQ` waits for equality; `mp_wait32_on_stream` takes the condition that it is given.
-//! - **Not offered**: UD, `MP_EVENT_ASYNC`, `MP_ENABLE_IPC` (ranks of one host copy between GPUs anyway), connections to oneself.
+//! - **Without effect**: `MP_ENABLE_UD` (connections are reliable, `mp_init` says so), `MP_EVENT_ASYNC` (the CPU takes completions that a
+//!   stream waits for after the stream), `MP_ENABLE_IPC` (ranks of one host copy between GPUs anyway).
 //! - **Not exported**: `mp_irecv_on_stream`, which LibMP exports without declaring it.
 //!
 //! The library is built on the crates, not on `libgdsync.so.2`: thus it needs no libibverbs, and registers memory of GPUs in every way

@@ -278,6 +278,25 @@ static void by_words(void)
     OK(mp_wait(&receives[0]));
 }
 
+/* Each rank is a peer of its own, too. */
+static void to_oneself(void)
+{
+    mp_window_t window;
+    OK(mp_window_create(in, BYTES, &window));
+    fill(14);
+    OK(mp_irecv(in, LEN, rank, &in_reg, &receives[0]));
+    OK(mp_isend(out, LEN, rank, &out_reg, &sends[0]));
+    OK(mp_irecv(in + LEN, LEN, rank, &in_reg, &receives[1]));
+    OK(mp_isend_on_stream(out + LEN, LEN, rank, &out_reg, &sends[1], stream));
+    OK(mp_wait_on_stream(&receives[1], stream));
+    OK(mp_iput(out + 2 * LEN, LEN, &out_reg, rank, 2 * LEN, &window, &sends[2], 0));
+    OK(mp_wait_all(3, sends));
+    OK(mp_wait_all(2, receives));
+    for (int i = 0; i < BYTES; i++)
+        CHECK(in[i], i < 3 * LEN ? byte_of(rank, 14, i) : 0);
+    OK(mp_window_destroy(&window));
+}
+
 /* More than the queues hold. */
 static void floods(void)
 {
@@ -297,16 +316,16 @@ static void floods(void)
 
 static void test(void)
 {
-    int peers[1] = {peer}, flags = getenv("INIT_FLAGS") ? atoi(getenv("INIT_FLAGS")) : MP_INIT_DEFAULT;
+    int peers[2] = {peer, rank}, flags = getenv("INIT_FLAGS") ? atoi(getenv("INIT_FLAGS")) : MP_INIT_DEFAULT;
     struct mp_exchange e = exchange();
     stream = make_stream();
     /* As a launcher tells it. */
     setenv("RANK", rank ? "1" : "0", 1);
     for (int round = 0; round < 2; round++) {
         if (getenv("MASTER_ADDR"))
-            OK(mp_init_env(peers, 1, flags, 0));
+            OK(mp_init_env(peers, 2, flags, 0));
         else
-            OK(mp_init_with(&e, peers, 1, flags, 0));
+            OK(mp_init_with(&e, peers, 2, flags, 0));
         OK(mp_register(in, BYTES, &in_reg));
         OK(mp_register(out, BYTES, &out_reg));
         by_cpu();
@@ -319,6 +338,7 @@ static void test(void)
         if (flags == MP_INIT_DEFAULT)
             by_words();
         floods();
+        to_oneself();
         /* Registrations may outlive the job. */
         if (round == 1) {
             OK(mp_deregister(&in_reg));

@@ -67,6 +67,7 @@ impl Program {
         let mut command = PACKAGE.program(&self.0, &preloaded);
         for variable in [
             "MP_ENABLE_DEBUG",
+            "MP_ENABLE_UD",
             "MP_USE_IB_HCA",
             "GDSYNC_CAPI_WAIT_LIMIT",
             "GDSYNC_FAULTS",

@@ -13,6 +13,12 @@ fn ranks_exchange_messages_in_every_way() {
     let lossy = [("GDSYNC_FAULTS", "seed=1,drop=0.01,duplicate=0.01")];
     let said = program.passes(Hca::Soft, &lossy) + &program.passes(Hca::Soft, &launcher);
     assert!(said.is_empty(), "{said}");
+    let said = PACKAGE.finish(program.command(Hca::Soft).env("MP_ENABLE_UD", "1"));
+    assert!(
+        said.status.success() && printed(&said).contains("reliable also with MP_ENABLE_UD"),
+        "{}",
+        printed(&said)
+    );
     // The CPU does not reach the memory of a simulated GPU. MP_INIT_RX_CQ_ON_GPU
     let said = program.passes(Hca::Soft, &[("INIT_FLAGS", "2")]);
     assert!(
