@@ -358,9 +358,8 @@ int main(void)
     s = open_side();
     a = make_qp(&s, 16);
     b = make_qp(&s, 16);
-    struct place pa = place_of(&s, a), pb = place_of(&s, b);
-    connect_qp(a, pb);
-    connect_qp(b, pa);
+    connect_qp(a, place_of(&s, b));
+    connect_qp(b, place_of(&s, a));
     by_cpu();
     held_back();
     given_back();

@@ -27,9 +27,8 @@ static void open_pair(void)
     s = open_side();
     a = make_qp(&s, 16);
     b = make_qp(&s, 16);
-    struct place pa = place_of(&s, a), pb = place_of(&s, b);
-    connect_qp(a, pb);
-    connect_qp(b, pa);
+    connect_qp(a, place_of(&s, b));
+    connect_qp(b, place_of(&s, a));
 }
 
 /* A send from a to b. */
