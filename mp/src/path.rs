@@ -13,7 +13,7 @@ use std::time::Duration;
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::env::variable;
-use gdsync::hca::{SoftHcaConfig, join_job};
+use gdsync::hca::{SoftHcaConfig, TCP, join_job};
 use gdsync::verbs::{Context, Pd, Qp, Staging, TransferPath};
 
 use crate::error::{Error, Result};
@@ -504,17 +504,18 @@ impl Card {
 
 /// Over shared memory, by software.
 const SHARED_MEMORY: &str = "the software HCA over shared memory (soft0)";
-/// Over TCP, by software.
-const TCP: &str = "the software HCA over TCP (tcp)";
 
 /// What carries the messages of a device: ranks of other hosts must have the same.
 fn network(context: &Context) -> String {
     match (context.is_software(), context.reaches_other_hosts()) {
         (false, _) => "an RDMA device".into(),
         (true, false) => SHARED_MEMORY.into(),
-        (true, true) if context.wire() == "TCP" => TCP.into(),
-        (true, true) => format!("the software HCA over {}", context.wire()),
+        (true, true) => software_over(context.wire()),
     }
+}
+
+fn software_over(wire: &str) -> String {
+    format!("the software HCA over {wire}")
 }
 
 /// Whether ranks are on different hosts. Those that may change take TCP then, and without it no intra-host device.
@@ -523,7 +524,7 @@ fn change_networks(cards: &mut [Card]) -> bool {
     let is_spread = known.next().is_some_and(|first| known.any(|card| card.host != first.host));
     for card in cards.iter_mut().filter(|card| card.may_change) {
         if is_spread {
-            TCP.clone_into(&mut card.network);
+            card.network = software_over(TCP);
         } else {
             card.wants = false;
         }
@@ -653,7 +654,7 @@ mod tests {
             network: network.into(),
             host: host.into(),
         };
-        let rdma = "an RDMA device";
+        let (rdma, tcp) = ("an RDMA device", &*software_over(TCP));
         let decide = |mut cards: Vec<Card>| {
             let is_spread = change_networks(&mut cards);
             (is_spread, check_networks(&cards).map_err(|error| error.to_string()), cards)
@@ -662,11 +663,11 @@ mod tests {
         assert!(!near.0 && near.2.iter().all(|card| !card.wants), "one host stays as it was");
         assert!(!decide(vec![card(true, SHARED_MEMORY, "a"), card(false, SHARED_MEMORY, "")]).0, "not known");
         let far = decide(vec![card(true, SHARED_MEMORY, "a"), card(true, SHARED_MEMORY, "b")]);
-        assert!(far.0 && far.1.is_ok() && far.2.iter().all(|card| card.network == TCP && card.wants));
+        assert!(far.0 && far.1.is_ok() && far.2.iter().all(|card| card.network == tcp && card.wants));
         let named =
-            decide(vec![card(false, TCP, "a"), card(true, SHARED_MEMORY, "b"), card(false, TCP, "a")]);
+            decide(vec![card(false, tcp, "a"), card(true, SHARED_MEMORY, "b"), card(false, tcp, "a")]);
         assert!(named.0 && named.1.is_ok());
-        for (first, second) in [(TCP, rdma), (rdma, SHARED_MEMORY), (SHARED_MEMORY, SHARED_MEMORY)] {
+        for (first, second) in [(tcp, rdma), (rdma, SHARED_MEMORY), (SHARED_MEMORY, SHARED_MEMORY)] {
             let error = decide(vec![card(false, first, "a"), card(false, second, "b")]).1.unwrap_err();
             assert!(
                 [first, second, "rank 1", "GDSYNC_DEVICE=tcp"].iter().all(|part| error.contains(part)),
@@ -716,7 +717,7 @@ mod tests {
     fn processes_are_on_their_own_host() {
         let card = |host| {
             let [wants, measures, measures_gpu, fifo, may_change] = [false; 5];
-            Card { wants, measures, measures_gpu, fifo, may_change, secret: 1, network: TCP.into(), host }
+            Card { wants, measures, measures_gpu, fifo, may_change, secret: 1, network: String::new(), host }
         };
         let (here, elsewhere) = (card(host()), card([&host()[..], b"!"].concat()));
         assert!(here.shares_memory_with(&card(host())), "{here:?}");

@@ -18,8 +18,9 @@ pub(crate) use port::Port;
 pub(crate) use port::{LinkEnds, name};
 pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, RxHints};
 use rustix::thread::futex::{self, Timespec};
+pub use tcp::TCP;
 pub use tcp::{Interface, interfaces, tcp_address};
-pub(crate) use tcp::{Sockets, TCP, TcpPort};
+pub(crate) use tcp::{Sockets, TcpPort};
 
 mod fabric;
 mod link;

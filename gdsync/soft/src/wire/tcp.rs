@@ -39,8 +39,8 @@ pub(crate) use frames::{Frame, TcpRx, TcpTx};
 pub(super) use greeting::Offer;
 pub(crate) use sockets::Sockets;
 
-/// What carries the packets, if it is not libfabric.
-pub(crate) const TCP: &str = "TCP";
+/// What [`Provider::wire`](gdsync_device::Provider::wire) says of a software HCA over TCP.
+pub const TCP: &str = "TCP";
 /// Name of the control thread.
 const THREAD: &str = "gdsync-tcp";
 /// Maximum connections before their greeting; the oldest is closed for a new one.
