@@ -6,7 +6,7 @@
 
 use std::ffi::c_int;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::{Builder, JoinHandle, park_timeout};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 use crate::abi::HANDLE_BYTES;
 use crate::listen::Listener;
 use crate::region::Region;
+use crate::release::Release;
 use crate::{device, report};
 
 /// How often the watching thread looks after the other ranks.
@@ -34,13 +35,6 @@ const CONNECT: &str = "GDA_NCCL_CONNECT_S";
 const MESSAGE: usize = 8;
 const LEAVES: u32 = 1;
 const LOST: u32 = 2;
-
-/// All ranks are there.
-const ALIVE: u8 = 0;
-/// One is lost, and words are being released.
-const RELEASING: u8 = 1;
-/// All that waited may go on.
-const RELEASED: u8 = 2;
 
 /// Another rank.
 #[derive(Debug, Default)]
@@ -63,12 +57,11 @@ pub(crate) struct Collective {
     /// The connections by which words are released.
     own: Window,
     connect_limit: Duration,
-    phase: AtomicU8,
-    has_failed: AtomicBool,
+    /// Regions that may hold signals.
+    release: Release<Arc<Region>>,
     others: Mutex<Vec<Other>>,
     /// What the others write, by rank, and behind it what this one writes to them.
     messages: Registration,
-    regions: Mutex<Vec<Arc<Region>>>,
     watcher: Mutex<Option<JoinHandle<()>>>,
     has_ended: AtomicBool,
 }
@@ -133,11 +126,9 @@ impl Collective {
             nothing,
             own,
             connect_limit: limit,
-            phase: AtomicU8::new(ALIVE),
-            has_failed: AtomicBool::new(false),
+            release: Release::new(),
             others: Mutex::new((0..size).map(|_| Other::default()).collect()),
             messages,
-            regions: Mutex::default(),
             watcher: Mutex::default(),
             has_ended: AtomicBool::new(false),
         });
@@ -220,10 +211,9 @@ impl Collective {
         let window = self.own.beside(&registration, 0..len, self.connect_limit)?;
         let region = Arc::new(Region::new(registration, window, flags));
         if region.has_signals {
-            self.regions.lock().push(region.clone());
-            // What was lost meanwhile released the others.
-            if self.has_failed() {
-                region.release(self.comm.rank())?;
+            // A rank was lost meanwhile, and the others are released.
+            if let Err(late) = self.release.add(region.clone()) {
+                late.release(self.comm.rank())?;
             }
         }
         Ok(region)
@@ -231,7 +221,7 @@ impl Collective {
 
     /// Forgets a region.
     pub(crate) fn remove(&self, region: &Arc<Region>) {
-        self.regions.lock().retain(|one| !Arc::ptr_eq(one, region));
+        self.release.retain(|one| !Arc::ptr_eq(one, region));
     }
 
     /// Moves requests along, those of other ranks, too.
@@ -246,12 +236,12 @@ impl Collective {
 
     /// Whether a rank is lost.
     pub(crate) fn has_failed(&self) -> bool {
-        self.phase.load(Ordering::Acquire) != ALIVE
+        self.release.has_begun()
     }
 
     /// Whether requests count as complete: a rank is lost, and all words are released.
     pub(crate) fn is_released(&self) -> bool {
-        self.phase.load(Ordering::Acquire) == RELEASED
+        self.release.is_over()
     }
 
     /// An operation on a rank has failed. If the rank has not left, it is lost.
@@ -303,10 +293,9 @@ impl Collective {
 
     /// Releases everything, once: a rank is lost.
     pub(crate) fn fail(&self, rank: usize, why: &str) {
-        if self.has_failed.swap(true, Ordering::AcqRel) {
+        if !self.release.begin() {
             return;
         }
-        self.phase.store(RELEASING, Ordering::Release);
         let own = self.comm.rank();
         // So that ranks that wait for a third one end their waits, too.
         if self.messages.memory().write((self.comm.size() + 1) * MESSAGE, &message(LOST, rank)).is_ok() {
@@ -320,14 +309,14 @@ impl Collective {
             let _ = self.comm.give_up(rank);
         }
         // Words before requests: nothing that goes on finds a word that is not released.
-        let mut regions = self.regions.lock().clone();
+        let mut regions = self.release.take();
         regions.sort_by_key(|region| region.registration.memory().len());
         for region in regions {
             if let Err(error) = region.release(own) {
                 report::warn(&format!("streams may wait for ever: signals cannot be written: {error}"));
             }
         }
-        self.phase.store(RELEASED, Ordering::Release);
+        self.release.end();
         report::failed(self.id, own, rank, why);
     }
 

@@ -12,8 +12,8 @@
 //! | `collective` | the ranks of a communicator: connection, loss of a rank, release of streams |
 //! | `operation` | contexts, puts, gets and their requests |
 //! | `region`, `listen`, `device` | registered memory; the socket of rank 0; what NCCL is told of devices |
+//! | `release` | the release of streams, once |
 //! | `report` | log, status, eventfd |
-//!
 
 pub mod abi;
 mod calls;
@@ -22,7 +22,15 @@ mod device;
 mod listen;
 mod operation;
 mod region;
+mod release;
 mod report;
+
+/// What [`release`] is made of; loom's in its models.
+mod sync {
+    pub(crate) use std::sync::atomic::{AtomicU8, Ordering};
+
+    pub(crate) use parking_lot::Mutex;
+}
 
 pub use calls::*;
 pub use report::{gda_nccl_eventfd, gda_nccl_status};
