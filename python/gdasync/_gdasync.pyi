@@ -145,11 +145,19 @@ class Channel:
 class Stream:
     """A stream of another library, which goes on using it; None is torch's current one.
 
-    ``wait_limit`` is what a wait for a message may last, the kernels before it included, until the stream gives up
-    (60 s). Set it before the first use of the stream.
+    ``via`` is what waits and writes there: ``"memop"``, memory operations of the GPU's front end (the default),
+    ``"kernel"``, a kernel of one thread for each call, which is quicker and occupies a multiprocessor while it waits, or
+    ``"auto"``, which measures both. ``wait_limit`` is what a wait for a message may last, the kernels before it
+    included, until the stream gives up (60 s). Choose both before the first use of the stream.
     """
 
-    def __new__(cls, stream: _Stream = None, *, wait_limit: float | None = None) -> Stream: ...
+    def __new__(
+        cls,
+        stream: _Stream = None,
+        *,
+        via: Literal["memop", "kernel", "auto"] | None = None,
+        wait_limit: float | None = None,
+    ) -> Stream: ...
     @staticmethod
     def host(*, wait_limit: float | None = None) -> Stream:
         """A stream that a thread of the CPU runs."""

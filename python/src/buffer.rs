@@ -10,7 +10,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::OrRaise;
-use crate::tensor::{Number, Tensor};
+use crate::tensor::Tensor;
 
 /// Memory that an operation uses, registered, with what keeps it.
 #[derive(Debug)]
@@ -18,7 +18,8 @@ pub(crate) struct Part {
     pub(crate) registration: Registration,
     /// The GPU whose memory it is.
     pub(crate) gpu: Option<i32>,
-    pub(crate) number: Option<Number>,
+    /// See [`Tensor`].
+    pub(crate) number: Option<(u8, u8)>,
     keep: Py<PyAny>,
 }
 

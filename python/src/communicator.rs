@@ -1,8 +1,11 @@
 //! Communicators: messages, and calls of all ranks.
 
+use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use gdsync::cuda::Gpu;
+use mp::Registration;
 use mp::collective::{Collectives, Reduction};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -14,8 +17,7 @@ use crate::exchange::OfPython;
 use crate::request::Request;
 use crate::shared::Shared;
 use crate::stream::Submitter;
-use crate::tensor::Number;
-use crate::wait::{on_thread, seconds, seconds_or};
+use crate::wait::{on_thread, seconds};
 use crate::window::Window;
 
 /// See `_gdasync.pyi`.
@@ -90,7 +92,7 @@ impl Communicator {
         is_send: bool,
     ) -> PyResult<()> {
         let (request, is_on_stream) = self.message(operation, tensor, rank, stream, (is_send, true))?;
-        if is_on_stream { Ok(()) } else { request.wait_for(tensor.py(), self.0.comm.timeout()).map(drop) }
+        if is_on_stream { Ok(()) } else { request.wait_for(tensor.py(), None).map(drop) }
     }
 
     /// Runs a collective; the first one makes what all need. A failed one takes it along.
@@ -99,10 +101,9 @@ impl Communicator {
         py: Python<'_>,
         operation: &str,
         timeout: Option<f64>,
-        call: impl FnOnce(&Collectives, std::time::Duration) -> mp::Result<()> + Send + 'static,
+        call: impl FnOnce(&Collectives, Duration) -> mp::Result<()> + Send + 'static,
     ) -> PyResult<()> {
-        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
-        let run = move || {
+        self.0.with_all(py, operation, timeout, move |shared, limit| {
             let mut made = shared.collectives.lock();
             let all = match made.take() {
                 Some(all) => all,
@@ -111,8 +112,7 @@ impl Communicator {
             call(&all, limit)?;
             *made = Some(all);
             Ok(())
-        };
-        on_thread(py, run)?.or_raise(py, operation, None)
+        })
     }
 }
 
@@ -194,22 +194,20 @@ impl Communicator {
         wanted: Vec<(usize, Vec<Bound<'_, PyAny>>)>,
         timeout: Option<f64>,
     ) -> PyResult<Vec<Channel>> {
-        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
         let place = |place: &Bound<'_, PyAny>| Part::of(&self.0.comm, place, true, true);
         let parts = wanted.iter().map(|(_, places)| places.iter().map(place).collect());
         let parts = parts.collect::<PyResult<Vec<Vec<Part>>>>()?;
         let ranks: Vec<_> = wanted.iter().map(|(rank, _)| *rank).collect();
         let held: Vec<Vec<_>> =
             parts.iter().map(|parts| parts.iter().map(|part| part.clone_ref(py)).collect()).collect();
-        let make = move || {
+        let make = move |shared: &Shared, limit| {
             let pieces =
                 held.iter().map(|parts| parts.iter().map(|part| (&part.registration, 0..part.len())));
             let pieces: Vec<Vec<_>> = pieces.map(Iterator::collect).collect();
             let list: Vec<_> = ranks.into_iter().zip(pieces.iter().map(Vec::as_slice)).collect();
             shared.comm.channels(&list, limit)
         };
-        let made = on_thread(py, make)?.or_raise(py, "channels", None)?;
-        let made = made.into_iter().zip(parts);
+        let made = self.0.with_all(py, "channels", timeout, make)?.into_iter().zip(parts);
         Ok(made.map(|(channel, places)| Channel::new(&self.0, channel, places)).collect())
     }
 
@@ -230,36 +228,35 @@ impl Communicator {
         if part.gpu.is_some() {
             return Err(PyTypeError::new_err("allreduce combines by the CPU: pass a tensor in its memory"));
         }
-        let number = part.number.ok_or_else(|| {
-            PyTypeError::new_err("allreduce is of numbers: expected int32, int64, uint64, float32 or float64")
-        })?;
-        self.collective(tensor.py(), "allreduce", timeout, move |all, limit| {
-            let (values, range) = (&part.registration, 0..part.len());
-            match number {
-                Number::I32 => all.allreduce::<i32>(values, range, how, limit),
-                Number::I64 => all.allreduce::<i64>(values, range, how, limit),
-                Number::U64 => all.allreduce::<u64>(values, range, how, limit),
-                Number::F32 => all.allreduce::<f32>(values, range, how, limit),
-                Number::F64 => all.allreduce::<f64>(values, range, how, limit),
+        type Allreduce = fn(&Collectives, &Registration, Range<usize>, Reduction, Duration) -> mp::Result<()>;
+        let allreduce: Allreduce = match part.number {
+            Some((0, 32)) => Collectives::allreduce::<i32>,
+            Some((0, 64)) => Collectives::allreduce::<i64>,
+            Some((1, 64)) => Collectives::allreduce::<u64>,
+            Some((2, 32)) => Collectives::allreduce::<f32>,
+            Some((2, 64)) => Collectives::allreduce::<f64>,
+            _ => {
+                let text = "allreduce is of numbers: expected int32, int64, uint64, float32 or float64";
+                return Err(PyTypeError::new_err(text));
             }
+        };
+        self.collective(tensor.py(), "allreduce", timeout, move |all, limit| {
+            allreduce(all, &part.registration, 0..part.len(), how, limit)
         })
     }
 
     #[pyo3(signature = (timeout=None))]
     fn shrink(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Self> {
-        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
-        let shrunk = on_thread(py, move || shared.comm.shrink(limit))?.or_raise(py, "shrink", None)?;
+        let shrunk = self.0.with_all(py, "shrink", timeout, |shared, limit| shared.comm.shrink(limit))?;
         Ok(Self(Shared::new(shrunk.communicator)))
     }
 
     #[pyo3(signature = (timeout=None))]
     fn finalize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let (shared, limit) = (self.0.clone(), seconds_or(timeout, self.0.comm.timeout())?);
-        let finalize = move || {
+        self.0.with_all(py, "finalize", timeout, |shared, limit| {
             drop(shared.collectives.lock().take());
             mp::Communicator::clone(&shared.comm).finalize(limit)
-        };
-        on_thread(py, finalize)?.or_raise(py, "finalize", None)
+        })
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {

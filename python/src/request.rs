@@ -1,7 +1,6 @@
 //! Requests: operations under way.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
@@ -11,7 +10,6 @@ use crate::buffer::Part;
 use crate::error::OrRaise;
 use crate::shared::{Pending, Shared};
 use crate::stream::Submitter;
-use crate::wait::{is_late, seconds_or, sliced};
 
 /// See `_gdasync.pyi`.
 #[pyclass(frozen, module = "gdasync")]
@@ -45,10 +43,9 @@ impl Request {
     ///
     /// # Errors
     /// The exception of the operation, or of a signal handler.
-    pub(crate) fn wait_for(&self, py: Python<'_>, limit: Duration) -> PyResult<usize> {
+    pub(crate) fn wait_for(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let wait = |slice| self.shared.comm.wait(&self.request, slice);
-        let status = sliced(py, limit, is_late, wait)?;
-        let status = status.or_raise(py, self.operation, Some(self.request.rank()))?;
+        let status = self.shared.wait(py, (self.operation, Some(self.request.rank())), timeout, wait)?;
         drop(self.part.lock().take());
         Ok(status.bytes)
     }
@@ -71,7 +68,7 @@ impl Request {
 
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
-        self.wait_for(py, seconds_or(timeout, self.shared.comm.timeout())?)
+        self.wait_for(py, timeout)
     }
 
     fn test(&self, py: Python<'_>) -> PyResult<Option<usize>> {

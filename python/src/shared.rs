@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::process;
 use std::sync::Arc;
+use std::time::Duration;
 
 use gdsync::stream::Batch;
 use gdsync::verbs::Completion;
@@ -15,7 +16,7 @@ use pyo3::prelude::*;
 use crate::buffer::Part;
 use crate::error::OrRaise;
 use crate::stream::Submitter;
-use crate::wait::{is_full, sliced};
+use crate::wait::{is_full, is_late, on_thread, seconds_or, sliced};
 
 /// An operation under way, and its memory.
 pub(crate) enum Pending {
@@ -64,6 +65,40 @@ impl Shared {
         }
         // Unlocked first: what is dropped may run code of Python.
         drop(kept);
+    }
+
+    /// The limit of a call: its own, or the communicator's.
+    pub(crate) fn limit(&self, timeout: Option<f64>) -> PyResult<Duration> {
+        seconds_or(timeout, self.comm.timeout())
+    }
+
+    /// Runs a call of all ranks with its limit.
+    ///
+    /// # Errors
+    /// The exception of the call, or of a signal handler.
+    pub(crate) fn with_all<T: Send + 'static>(
+        self: &Arc<Self>,
+        py: Python<'_>,
+        operation: &str,
+        timeout: Option<f64>,
+        call: impl FnOnce(&Self, Duration) -> mp::Result<T> + Send + 'static,
+    ) -> PyResult<T> {
+        let (shared, limit) = (self.clone(), self.limit(timeout)?);
+        on_thread(py, move || call(&shared, limit))?.or_raise(py, operation, None)
+    }
+
+    /// Waits by the CPU.
+    ///
+    /// # Errors
+    /// The exception of the operation, or of a signal handler.
+    pub(crate) fn wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        (operation, rank): (&str, Option<usize>),
+        timeout: Option<f64>,
+        wait: impl FnMut(Duration) -> mp::Result<T> + Send,
+    ) -> PyResult<T> {
+        sliced(py, self.limit(timeout)?, is_late, wait)?.or_raise(py, operation, rank)
     }
 
     /// Starts an operation of the CPU, and waits for room.

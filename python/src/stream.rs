@@ -14,7 +14,7 @@ use pyo3::sync::PyOnceLock;
 
 use crate::buffer::Part;
 use crate::error::OrRaise;
-use crate::wait::{is_full, is_late, seconds_or, sliced};
+use crate::wait::{is_full, is_late, seconds, seconds_or, sliced};
 
 /// Longer than the default of gdsync: kernels of the application between two waits count, too.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
@@ -23,7 +23,8 @@ const WAIT_LIMIT: Duration = Duration::from_secs(60);
 #[derive(Debug)]
 pub(crate) struct Submitter {
     pub(crate) queue: Queue,
-    wait_limit: Duration,
+    /// Of a host stream only the wait limit counts.
+    config: CudaStreamConfig,
     /// Held from the first operation of a call until the stream has all of them: threads do not mix theirs.
     pub(crate) order: Mutex<()>,
     capture: Mutex<Option<(Capture, Vec<Part>)>>,
@@ -43,9 +44,9 @@ struct Foreign {
 }
 
 impl Submitter {
-    fn new(queue: Queue, wait_limit: Duration) -> Self {
+    fn new(queue: Queue, config: CudaStreamConfig) -> Self {
         let (order, capture, launched) = Default::default();
-        Self { queue, wait_limit, order, capture, launched }
+        Self { queue, config, order, capture, launched }
     }
 
     /// The stream that a call names. `None` is torch's current stream of the GPU, or no stream for memory of the CPU.
@@ -61,32 +62,37 @@ impl Submitter {
             return Ok(Some(stream.get().0.clone()));
         }
         match (stream, gpu) {
-            (Some(stream), _) => Self::adopt(&Foreign::of(stream, gpu)?, None, py).map(Some),
-            (None, Some(gpu)) => Self::adopt(&Foreign::current(py, gpu)?, None, py).map(Some),
+            (Some(stream), _) => Self::adopt(&Foreign::of(stream, gpu)?, py, |_| ()).map(Some),
+            (None, Some(gpu)) => Self::adopt(&Foreign::current(py, gpu)?, py, |_| ()).map(Some),
             (None, None) => Ok(None),
         }
     }
 
-    fn adopt(of: &Foreign, wait_limit: Option<Duration>, py: Python<'_>) -> PyResult<Arc<Self>> {
+    /// The stream, as `choose` wants it: before the first use.
+    fn adopt(
+        of: &Foreign,
+        py: Python<'_>,
+        choose: impl FnOnce(&mut CudaStreamConfig),
+    ) -> PyResult<Arc<Self>> {
         let Foreign { gpu, raw, is_of_torch } = *of;
-        if let Some(known) = ADOPTED.lock().get(&(gpu, raw)) {
-            return match wait_limit {
-                Some(limit) if limit != known.wait_limit => Err(PyValueError::new_err(format!(
-                    "the stream is in use with a wait limit of {:?}: set it before the first use",
-                    known.wait_limit
-                ))),
-                _ => Ok(known.clone()),
-            };
+        let known = ADOPTED.lock().get(&(gpu, raw)).cloned();
+        let may_be_destroyed = !is_of_torch;
+        let config = CudaStreamConfig { wait_limit: WAIT_LIMIT, may_be_destroyed, ..Default::default() };
+        let mut config = known.as_ref().map_or(config, |known| known.config.clone());
+        choose(&mut config);
+        if let Some(known) = known {
+            if config == known.config {
+                return Ok(known);
+            }
+            let CudaStreamConfig { wait_limit, via, .. } = known.config;
+            return Err(PyValueError::new_err(format!(
+                "the stream is in use, by {via} with a wait limit of {wait_limit:?}: choose before the first use"
+            )));
         }
-        let wait_limit = wait_limit.unwrap_or(WAIT_LIMIT);
-        let queue = py.detach(|| {
-            let config =
-                CudaStreamConfig { wait_limit, may_be_destroyed: !is_of_torch, ..Default::default() };
-            // SAFETY: a stream of this GPU, as its object says, or who passes its number. Others may be destroyed: the
-            // configuration says so.
-            unsafe { Queue::cuda_from_raw(&Gpu::open(gpu)?, raw, config) }
-        });
-        let made = Arc::new(Self::new(queue.or_raise(py, "stream", None)?, wait_limit));
+        // SAFETY: a stream of this GPU, as its object says, or who passes its number. Others may be destroyed: the configuration says so.
+        let adopt = || unsafe { Queue::cuda_from_raw(&Gpu::open(gpu)?, raw, config.clone()) };
+        let queue = py.detach(adopt).or_raise(py, "stream", None)?;
+        let made = Arc::new(Self::new(queue, config));
         Ok(ADOPTED.lock().entry((gpu, raw)).or_insert(made).clone())
     }
 
@@ -161,9 +167,20 @@ pub(crate) struct Stream(Arc<Submitter>);
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (stream=None, *, wait_limit=None))]
-    fn new(py: Python<'_>, stream: Option<&Bound<'_, PyAny>>, wait_limit: Option<f64>) -> PyResult<Self> {
-        let wait_limit = wait_limit.map(crate::wait::seconds).transpose()?;
+    #[pyo3(signature = (stream=None, *, via=None, wait_limit=None))]
+    fn new(
+        py: Python<'_>,
+        stream: Option<&Bound<'_, PyAny>>,
+        via: Option<&str>,
+        wait_limit: Option<f64>,
+    ) -> PyResult<Self> {
+        let wait_limit = wait_limit.map(seconds).transpose()?;
+        let via = via.map(str::parse).transpose();
+        let via = via.map_err(|error: gdsync::Error| PyValueError::new_err(error.to_string()))?;
+        let choose = |config: &mut CudaStreamConfig| {
+            config.wait_limit = wait_limit.unwrap_or(config.wait_limit);
+            config.via = via.unwrap_or(config.via);
+        };
         let of = match stream {
             Some(stream) => Foreign::of(stream, None)?,
             None => {
@@ -171,16 +188,16 @@ impl Stream {
                 Foreign::current(py, gpu)?
             }
         };
-        Submitter::adopt(&of, wait_limit, py).map(Self)
+        Submitter::adopt(&of, py, choose).map(Self)
     }
 
     #[staticmethod]
     #[pyo3(signature = (*, wait_limit=None))]
     fn host(py: Python<'_>, wait_limit: Option<f64>) -> PyResult<Self> {
         let wait_limit = seconds_or(wait_limit, WAIT_LIMIT)?;
-        let config = HostStreamConfig { wait_limit, ..Default::default() };
-        let queue = py.detach(|| Queue::host(config)).or_raise(py, "stream", None)?;
-        Ok(Self(Arc::new(Submitter::new(queue, wait_limit))))
+        let host = HostStreamConfig { wait_limit, ..Default::default() };
+        let queue = py.detach(|| Queue::host(host)).or_raise(py, "stream", None)?;
+        Ok(Self(Arc::new(Submitter::new(queue, CudaStreamConfig { wait_limit, ..Default::default() }))))
     }
 
     #[getter]
@@ -211,7 +228,7 @@ impl Stream {
 
     #[pyo3(signature = (timeout=None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = seconds_or(timeout, self.0.wait_limit)?;
+        let limit = seconds_or(timeout, self.0.config.wait_limit)?;
         let synchronize = |slice| Ok(self.0.queue.synchronize(slice)?);
         let done = sliced(py, limit, is_late, synchronize)?.or_raise(py, "synchronize", None);
         self.0.forget_launched();
@@ -268,7 +285,7 @@ impl Recorded {
     #[pyo3(signature = (stream, timeout=None))]
     fn launch(&self, py: Python<'_>, stream: &Bound<'_, Stream>, timeout: Option<f64>) -> PyResult<()> {
         let on = &stream.get().0;
-        let limit = seconds_or(timeout, on.wait_limit)?;
+        let limit = seconds_or(timeout, on.config.wait_limit)?;
         let launch = |slice| Ok(self.0.graph.lock().launch_within(&on.queue, slice)?);
         let launch = sliced(py, limit, is_full, launch)?.or_raise(py, "replay", None)?;
         on.forget_launched();

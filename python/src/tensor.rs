@@ -1,21 +1,11 @@
-//! The memory of tensors, by the protocols that libraries share: DLPack, `__cuda_array_interface__`, writable buffers.
+//! The memory of tensors, by DLPack; what has it not is left to `_buffer.py`.
 
 use std::ffi::{CStr, c_void};
 use std::slice;
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyDict, PyTuple};
-
-/// Types of numbers that allreduce knows.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Number {
-    I32,
-    I64,
-    U64,
-    F32,
-    F64,
-}
+use pyo3::types::{PyCapsule, PyDict};
 
 /// Contiguous memory of an object, which stays while `keep` does.
 #[derive(Debug)]
@@ -24,7 +14,8 @@ pub(crate) struct Tensor {
     pub(crate) len: usize,
     /// In memory of CUDA; if not, the CPU's.
     pub(crate) is_cuda: bool,
-    pub(crate) number: Option<Number>,
+    /// DLPack's code and bits of its numbers, where they are known.
+    pub(crate) number: Option<(u8, u8)>,
     pub(crate) keep: Py<PyAny>,
 }
 
@@ -74,12 +65,9 @@ impl Tensor {
         if object.hasattr("__dlpack__")? {
             return Self::of_dlpack(object, target);
         }
-        if let Some(interface) = object.getattr_opt("__cuda_array_interface__")? {
-            return Self::of_cuda_array(object, &interface.cast_into()?, target);
-        }
-        let held = py.import("gdasync._buffer")?.getattr("hold")?.call1((object,))?;
-        let (addr, len, held): (usize, usize, Py<PyAny>) = held.extract()?;
-        Self { addr, len, is_cuda: false, number: None, keep: held }.checked()
+        let held = py.import("gdasync._buffer")?.getattr("hold")?.call1((object, target))?;
+        let (addr, len, is_cuda, keep) = held.extract()?;
+        Self { addr, len, is_cuda, number: None, keep }.checked()
     }
 
     fn of_dlpack(object: &Bound<'_, PyAny>, target: bool) -> PyResult<Self> {
@@ -120,7 +108,8 @@ impl Tensor {
             (unsafe { tensor.as_ref() }, 0)
         };
         if target && flags & DL_READ_ONLY != 0 {
-            return Err(read_only());
+            let text = "the tensor is read-only: receive into a copy of it, or make it writable";
+            return Err(PyValueError::new_err(text));
         }
         let list = |first: *const i64| {
             let count = usize::try_from(tensor.ndim).unwrap_or(0);
@@ -132,38 +121,11 @@ impl Tensor {
         };
         let (shape, strides) = (list(tensor.shape).unwrap_or_default(), list(tensor.strides));
         let count = contiguous(&shape, strides.as_deref())?;
-        let number = match (tensor.code, tensor.bits, tensor.lanes) {
-            (0, 32, 1) => Some(Number::I32),
-            (0, 64, 1) => Some(Number::I64),
-            (1, 64, 1) => Some(Number::U64),
-            (2, 32, 1) => Some(Number::F32),
-            (2, 64, 1) => Some(Number::F64),
-            _ => None,
-        };
+        let number = (tensor.lanes == 1).then_some((tensor.code, tensor.bits));
         let len = (count * usize::from(tensor.bits) * usize::from(tensor.lanes)).div_ceil(8);
         let offset = usize::try_from(tensor.byte_offset).expect("64-bit hosts only");
         let (addr, keep) = (tensor.data.addr() + offset, capsule.into_any().unbind());
         Self { addr, len, is_cuda, number, keep }.checked()
-    }
-
-    fn of_cuda_array(object: &Bound<'_, PyAny>, array: &Bound<'_, PyDict>, target: bool) -> PyResult<Self> {
-        let missing = |name: &str| PyTypeError::new_err(format!("__cuda_array_interface__ has no '{name}'"));
-        let field = |name: &str| array.get_item(name)?.ok_or_else(|| missing(name));
-        let (addr, is_read_only): (usize, bool) = field("data")?.extract()?;
-        if target && is_read_only {
-            return Err(read_only());
-        }
-        let kind: String = field("typestr")?.extract()?;
-        let size = kind.get(2..).and_then(|size| size.parse::<i64>().ok()).filter(|size| *size > 0);
-        let size =
-            size.ok_or_else(|| PyValueError::new_err(format!("typestr is '{kind}': expected as '<f4'")))?;
-        let shape: Vec<i64> = field("shape")?.extract()?;
-        let strides = array.get_item("strides")?.filter(|strides| !strides.is_none());
-        let strides =
-            strides.map(|strides| strides.cast_into::<PyTuple>()?.extract::<Vec<i64>>()).transpose()?;
-        let strides = strides.map(|strides| strides.iter().map(|stride| stride / size).collect::<Vec<_>>());
-        let len = contiguous(&shape, strides.as_deref())? * usize::try_from(size).unwrap_or(0);
-        Self { addr, len, is_cuda: true, number: None, keep: object.clone().unbind() }.checked()
     }
 
     fn checked(self) -> PyResult<Self> {
@@ -172,10 +134,6 @@ impl Tensor {
         }
         Ok(self)
     }
-}
-
-fn read_only() -> PyErr {
-    PyValueError::new_err("the tensor is read-only: receive into a copy of it, or make it writable")
 }
 
 /// The number of elements, which follow each other as in C.

@@ -10,11 +10,9 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::buffer::Part;
-use crate::error::OrRaise;
 use crate::request::Request;
 use crate::shared::Shared;
 use crate::stream::Submitter;
-use crate::wait::{is_late, on_thread, seconds_or, sliced};
 
 /// See `_gdasync.pyi`.
 #[pyclass(frozen, module = "gdasync")]
@@ -46,12 +44,11 @@ impl Window {
         timeout: Option<f64>,
         make: impl FnOnce(&mp::Communicator, &Part, Duration) -> mp::Result<mp::Window> + Send + 'static,
     ) -> PyResult<Self> {
-        let (py, limit) = (tensor.py(), seconds_or(timeout, shared.comm.timeout())?);
-        let part = Part::of(&shared.comm, tensor, true, true)?;
-        let (with, held) = (shared.clone(), part.clone_ref(py));
-        let made = on_thread(py, move || make(&with.comm, &held, limit))?;
-        let window = Mutex::new(Some(made.or_raise(py, "window", None)?));
-        Ok(Self { shared: shared.clone(), window, part })
+        let (py, part) = (tensor.py(), Part::of(&shared.comm, tensor, true, true)?);
+        let held = part.clone_ref(py);
+        let made =
+            shared.with_all(py, "window", timeout, move |shared, limit| make(&shared.comm, &held, limit))?;
+        Ok(Self { shared: shared.clone(), window: Mutex::new(Some(made)), part })
     }
 
     fn open(&self) -> PyResult<mp::Window> {
@@ -165,17 +162,16 @@ impl Window {
                 window.wait_signal_in_batch(batch, word, value, Cond::Geq)
             }),
             None => {
-                let limit = seconds_or(timeout, self.shared.comm.timeout())?;
                 let wait = |slice| window.wait_signal(word, value, Cond::Geq, slice).map(drop);
-                sliced(py, limit, is_late, wait)?.or_raise(py, "wait_signal", None)
+                self.shared.wait(py, ("wait_signal", None), timeout, wait)
             }
         }
     }
 
     #[pyo3(signature = (rank, *, timeout=None))]
     fn flush(&self, py: Python<'_>, rank: usize, timeout: Option<f64>) -> PyResult<()> {
-        let (window, limit) = (self.open()?, seconds_or(timeout, self.shared.comm.timeout())?);
-        sliced(py, limit, is_late, |slice| window.flush(rank, slice))?.or_raise(py, "flush", Some(rank))
+        let window = self.open()?;
+        self.shared.wait(py, ("flush", Some(rank)), timeout, |slice| window.flush(rank, slice))
     }
 
     #[pyo3(signature = (tensor, timeout=None))]
@@ -188,13 +184,14 @@ impl Window {
 
     #[pyo3(signature = (timeout=None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
-        let limit = seconds_or(timeout, self.shared.comm.timeout())?;
+        // A wrong one leaves the window open.
+        self.shared.limit(timeout)?;
         let Some(window) = self.window.lock().take() else { return Ok(()) };
         let held = self.part.clone_ref(py);
-        let destroy = move || {
+        let destroy = move |_: &Shared, limit| {
             let _held = held;
             window.destroy(limit)
         };
-        on_thread(py, destroy)?.or_raise(py, "close", None)
+        self.shared.with_all(py, "close", timeout, destroy)
     }
 }

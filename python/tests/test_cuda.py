@@ -95,6 +95,8 @@ def messages(comm):
     gdasync.Stream(raw).synchronize(LONG)
     assert gdasync.Stream(raw).__cuda_stream__() == (0, raw)
     raises(ValueError, lambda: gdasync.Stream(raw, wait_limit=1.0), "wait limit")
+    raises(ValueError, lambda: gdasync.Stream(raw, via="kernel"), "memop")
+    raises(ValueError, lambda: gdasync.Stream(cuda.stream(), via="warp"), "memop, kernel or auto")
     # Without torch, None is the default stream.
     out.write(100 + comm.rank, None)
     received = comm.irecv(into, peer)
