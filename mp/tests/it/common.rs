@@ -320,8 +320,9 @@ pub fn recv_and_wait(
 
 pub fn stream(name: &str) -> Stream {
     let Some((gpu, via)) = gpu() else { return host_stream(name) };
-    let (name, wait_limit, default) = (name.into(), LONG, CudaStreamConfig::default());
-    Stream::cuda(gpu, CudaStreamConfig { name, wait_limit, via: *via, depth: 512, ..default }).unwrap()
+    let (name, wait_limit, via) = (name.into(), LONG, *via);
+    let config = CudaStreamConfig { name, wait_limit, via, copies: via, depth: 512, ..Default::default() };
+    Stream::cuda(gpu, config).unwrap()
 }
 
 /// A host stream, also where others are on a GPU.

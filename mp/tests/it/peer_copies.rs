@@ -17,15 +17,18 @@ use crate::common::{
     myself, prints, says, simulated_gpu, succeeds,
 };
 
-/// The tests of windows on streams run again with all buffers in GPU memory.
+/// The tests of windows on streams run again with all buffers in GPU memory: by kernels, and by the copy engine.
 #[test]
 fn windows_on_streams_hold_with_peer_copies() {
-    let mut again = Command::new(std::env::current_exe().unwrap());
-    again.args(["windows_on_stream::", "--skip", "hold_with_peer_copies"]);
-    let output = again.env("GDSYNC_TEST_GPU", "kernel").env("MP_NEAR", "peer").output().unwrap();
-    let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
-    // The failures last: logs are cut.
-    assert!(output.status.success() && !out.contains("running 0 tests"), "{err}\n{out}{}", output.status);
+    for via in ["kernel", "memop"] {
+        let mut again = Command::new(std::env::current_exe().unwrap());
+        again.args(["windows_on_stream::", "--skip", "hold_with_peer_copies"]);
+        let output = again.env("GDSYNC_TEST_GPU", via).env("MP_NEAR", "peer").output().unwrap();
+        let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+        // The failures last: logs are cut.
+        let is_right = output.status.success() && !out.contains("running 0 tests");
+        assert!(is_right, "{via}: {err}\n{out}{}", output.status);
+    }
 }
 
 /// The GPU of this rank, or a simulated one.
