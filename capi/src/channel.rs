@@ -3,9 +3,8 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
-use gdsync::verbs::Completion;
 use gdsync_capi_support::handles::{Guard, Table};
-use mp::{Channel, Piece};
+use mp::{Channel, Piece, Request};
 use parking_lot::Mutex;
 
 use crate::abi::{KINDS, Raw, gda_buf};
@@ -19,7 +18,7 @@ use crate::stream::on;
 struct Chan {
     comm: Arc<Comm>,
     channel: Channel,
-    sent: Mutex<Option<Completion>>,
+    sent: Mutex<Option<Request>>,
 }
 
 static CHANNELS: Table<Chan> = Table::new(9, &KINDS);
@@ -98,7 +97,7 @@ pub extern "C" fn gda_chan_wait(chan: Raw, what: c_int, stream: Raw) -> c_int {
             SENT => {
                 let sent = chan.sent.lock().clone();
                 let sent = sent.ok_or_else(|| invalid("the last send", "none", "one by gda_chan_send"))?;
-                on(stream, |batch| Ok(batch.wait(&sent)?))
+                on(stream, |batch| Ok(chan.comm.comm.wait_in_batch(batch, &sent)?))
             }
             RECV => on(stream, |batch| Ok(chan.channel.wait_recv_in_batch(batch).map(drop)?)),
             _ => Err(invalid("what", what, "GDA_CHAN_SENT or GDA_CHAN_RECV")),

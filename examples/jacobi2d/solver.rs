@@ -243,9 +243,9 @@ pub(crate) fn iteration(solver: &Solver<'_>, channels: &[Channel], n: u32) -> Re
     for channel in channels {
         // Nobody reads the state before this iteration any more: its rows may be written by the next one.
         channel.post_recv_in_batch(&mut batch)?;
-        channel.wait_recv_in_batch(&mut batch)?;
+        _ = channel.wait_recv_in_batch(&mut batch)?;
     }
-    sent.iter().try_for_each(|sent| batch.wait(sent))?;
+    sent.iter().try_for_each(|sent| solver.comm.wait_in_batch(&mut batch, sent))?;
     solver.submit(&mut batch)
 }
 

@@ -303,6 +303,7 @@ impl Stream {
             return self.put(used, batch, |ops| self.0.engine.submit(guard, ops)).map(drop);
         };
         record::check(batch)?;
+        batch.expect_numbers()?;
         match &mut recording.sizes {
             None => self.0.engine.record(guard, &batch.ops)?,
             Some(sizes) => sizes.push(self.0.engine.size_of_step(&batch.ops)?),
@@ -347,7 +348,7 @@ impl Stream {
         self.begin_orders(batch).inspect_err(|_| batch.unmark())?;
         // Recorded first, because the engine may run it at once.
         batch.note(Stage::Submitted, Stage::WaitSubmitted, self.id());
-        let seq = match submit(&mut batch.ops) {
+        let seq = match batch.make_numbered().and_then(|()| submit(&mut batch.ops)) {
             Ok(seq) => seq,
             Err(error) => {
                 batch.refuse(self.id());

@@ -1,6 +1,8 @@
 //! Channels: messages between two ranks that graphs can repeat.
 //!
-//! A channel has a queue pair for each direction. When a place is free, the receiver's stream sends an empty message the other way,
+//! Between GPUs of a host streams copy by themselves: see `near`, which needs none of what follows.
+//!
+//! Otherwise a channel has a queue pair for each direction. When a place is free, the receiver's stream sends an empty message the other way,
 //! which is credit for one message; the sender's stream consumes one credit for each message. Both are ordinary work requests,
 //! of which each launch posts its own. There are no counters, so a repeated launch cannot miscount.
 //!
@@ -14,6 +16,8 @@
 //! A dropped channel may have credits under way to it, and acknowledgements to send: its queue pairs stay with the transport, or
 //! this rank would look dead to the other one.
 
+mod near;
+
 use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,18 +25,22 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use gdsync::recorder::Traffic;
-use gdsync::stream::{Batch, PreparedSend, Replenish, Stream};
-use gdsync::verbs::{Completion, Mr, Qp, QpAddress, RecvWr, SendWr, Sge};
+use gdsync::stream::{Batch, PreparedSend, Replenish, Stream, StreamOrder};
+use gdsync::verbs::{Qp, QpAddress, RecvWr, SendWr, Sge};
 use parking_lot::Mutex;
 
 use crate::communicator::{Communicator, refuse_over};
 use crate::error::{Error, Result};
 use crate::exchange::{CommonCall, agree, take};
+use crate::in_flight::{Direction, Done, InFlightOp};
 use crate::overlap::overlap;
+use crate::path::BufferPath;
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
-use crate::transport::{KeyedPins, QpPair};
+use crate::request::Request;
+use crate::transport::{Companion, KeyedPins, QpPair};
 use crate::wait::Deadline;
+use near::{Own, Reached, Theirs, Verdict, Way};
 
 /// A connection to one rank for messages that are sent again and again, from and to the same memory: in graphs
 /// ([`Stream::capture`]), in steps of kernels ([`Stream::record_steps`]), and eagerly in between. It is what
@@ -68,8 +76,8 @@ use crate::wait::Deadline;
 /// let mut batch = Batch::new();
 /// channel.post_recv_in_batch(&mut batch)?; // the place is free: credit for the sender of this launch
 /// let sent = channel.send_in_batch(&mut batch, &buffer, 0..64)?; // waits for that
-/// channel.wait_recv_in_batch(&mut batch)?; // the message is in its place
-/// batch.wait(&sent)?; // and what was sent may be written again
+/// let _received = channel.wait_recv_in_batch(&mut batch)?; // the message is in its place
+/// comm.wait_in_batch(&mut batch, &sent)?; // and what was sent may be written again
 /// stream.submit(&mut batch)?;
 /// let graph = capture.end()?;
 /// for round in 1..=10 {
@@ -81,6 +89,18 @@ use crate::wait::Deadline;
 /// # comm.finalize(ten)
 /// # }
 /// ```
+///
+/// # Peer copies
+/// Where both ranks are on one host and all places of a direction are memory of a GPU (of `cudaMalloc`) that the sender's GPU reaches,
+/// the sender's CUDA streams put the messages into the places themselves, as in [windows](crate::Window#peer-copies), and the
+/// receiver's streams wait for words in their own memory. Both ranks agree for each direction; [`Channel::path_of`] tells, or why not;
+/// [`NearPath`](crate::NearPath) and `MP_NEAR` choose. The GPU of a rank is that of its places, else
+/// [`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu).
+///
+/// What differs: all streams of such a direction are of that GPU; host streams are refused ([`gdsync::Error::Unsupported`]).
+/// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
+/// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
+/// a stream may still copy after its failure. Places stay allocated until the communicator goes.
 #[derive(Clone, Debug)]
 pub struct Channel(Arc<Inner>);
 
@@ -103,10 +123,42 @@ struct Half {
     /// [`Communicator::finalize`] has found nothing left at any rank.
     is_over: Arc<AtomicBool>,
     /// Of both directions: the transport stops them when it fails.
-    _pair: Arc<QpPair>,
+    _ends: Arc<Ends>,
+    way: Arc<Way>,
     /// The places of messages, or none for credits.
     places: Vec<Option<Sge>>,
     posted: Mutex<Posted>,
+}
+
+/// What ends with the connection.
+#[derive(Debug)]
+struct Ends {
+    pair: Arc<QpPair>,
+    ways: [Arc<Way>; 2],
+}
+
+impl Companion for Ends {
+    fn end(&self, error: &gdsync::Error) {
+        self.pair.end(error);
+    }
+
+    fn is_awaited(&self) -> bool {
+        let is_under_way = |order: &StreamOrder| {
+            matches!(order.wait_idle(Duration::ZERO), Err(gdsync::Error::Deadline { .. }))
+        };
+        self.pair.is_awaited() || !self.pair.send.is_broken() && self.orders().any(is_under_way)
+    }
+
+    fn has_unsubmitted(&self) -> bool {
+        let has_unsubmitted = || self.orders().any(StreamOrder::has_unsubmitted);
+        self.pair.has_unsubmitted() || !self.pair.send.is_broken() && has_unsubmitted()
+    }
+}
+
+impl Ends {
+    fn orders(&self) -> impl Iterator<Item = &StreamOrder> {
+        self.ways.iter().flat_map(|way| way.orders())
+    }
 }
 
 #[derive(Debug)]
@@ -122,18 +174,14 @@ impl Half {
         comm: &Communicator,
         peer: &Arc<Peer>,
         qp: &Qp,
-        pair: &Arc<QpPair>,
+        (ends, way): (&Arc<Ends>, &Arc<Way>),
         places: Vec<Option<Sge>>,
         buffers: KeyedPins,
     ) -> Arc<Self> {
         let posted = Mutex::new(Posted { next: 0, buffers });
         let (peer, qp, is_over) = (peer.clone(), qp.clone(), comm.0.is_over.clone());
-        Arc::new(Self { peer, qp, is_over, _pair: pair.clone(), places, posted })
-    }
-
-    /// Pins a buffer.
-    fn pin(&self, buffer: &Mr) {
-        self.posted.lock().buffers.entry(buffer.lkey()).or_insert_with(|| buffer.guard());
+        let (ends, way) = (ends.clone(), way.clone());
+        Arc::new(Self { peer, qp, is_over, _ends: ends, way, places, posted })
     }
 
     /// Writes a message, or credit for one, for a batch.
@@ -143,30 +191,76 @@ impl Half {
     }
 
     /// Adds a message to a batch, behind a wait for its credit.
-    fn send(self: &Arc<Self>, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
-        let send = self.prepare(sges)?;
+    fn send(
+        self: &Arc<Self>,
+        batch: &mut Batch,
+        (buffer, start): (&Registration, usize),
+        sge: Sge,
+    ) -> gdsync::Result<Done> {
+        if let Way::Out(out) = &*self.way {
+            self.replenish()?;
+            self.repeat(batch);
+            return Ok(Done::Stream(out.send(batch, buffer, start, sge.len)));
+        }
+        let mr = buffer.mr(self.peer.transport.intra_host);
+        self.posted.lock().buffers.entry(mr.lkey()).or_insert_with(|| mr.guard());
+        let send = self.prepare(&[sge])?;
         batch.post_wait(self.qp.prepare_wait_recv()?);
         self.repeat(batch);
-        Ok(batch.post(send))
+        Ok(batch.post(send).into())
     }
 
     /// Adds credit for a message to a batch, if a place is left for it.
     fn give_credit(self: &Arc<Self>, batch: &mut Batch) -> Result<()> {
-        let credit = self.prepare(&[]).map_err(|cause| self.failed("receive through a channel", cause))?;
-        if self.unawaited() > self.places.len() as u64 {
+        let failed = |cause| self.failed("receive through a channel", cause);
+        let credit = match *self.way {
+            Way::Into(_) => self.replenish().map(|()| None),
+            _ => self.prepare(&[]).map(Some),
+        };
+        let credit = credit.map_err(failed)?;
+        // The credit that was prepared counts.
+        if self.unawaited() + u64::from(credit.is_none()) > self.places.len() as u64 {
             return Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() });
         }
         self.repeat(batch);
         let places: Arc<dyn Replenish> =
             Arc::new(SamePlace { half: self.clone(), first: OnceLock::new(), next: AtomicU64::new(0) });
         batch.before_launches(&places);
-        batch.post(credit);
+        match (credit, &*self.way) {
+            (Some(credit), _) => drop(batch.post(credit)),
+            (None, Way::Into(into)) => into.post(batch),
+            (None, _) => {}
+        }
         Ok(())
     }
 
-    /// Messages that credit was given for, and that have no wait. The queues count, as launches of graphs go there directly.
+    /// Adds the wait for the next message to a batch.
+    fn await_message(self: &Arc<Self>, batch: &mut Batch) -> gdsync::Result<Arc<InFlightOp>> {
+        const OPERATION: &str = "wait for a message of a channel";
+        self.repeat(batch);
+        self.replenish()?;
+        if let Way::Into(into) = &*self.way {
+            let (ticket, arrival) = into.wait(batch);
+            return Ok(InFlightOp::awaited(OPERATION, ticket, into.room, arrival));
+        }
+        let completion = batch.wait_recv(&self.qp)?;
+        Ok(InFlightOp::new(Direction::Recv, OPERATION, completion, 1, 0))
+    }
+
+    /// Places that were freed so far, those of batches that no stream has got included. Launches of graphs are counted where they go.
+    fn freed(&self) -> u64 {
+        match &*self.way {
+            Way::Into(into) => into.posted(),
+            _ => self.qp.sends(),
+        }
+    }
+
+    /// Messages that credit was given for, and that have no wait.
     fn unawaited(&self) -> u64 {
-        self.qp.sends().saturating_sub(self.qp.recv_cq().claimed())
+        match &*self.way {
+            Way::Into(into) => into.unawaited(),
+            _ => self.qp.sends().saturating_sub(self.qp.recv_cq().claimed()),
+        }
     }
 
     /// Has receives posted before each launch of a graph that the batch is recorded for.
@@ -195,6 +289,9 @@ impl Drop for Half {
 impl Replenish for Half {
     fn replenish(&self) -> gdsync::Result<()> {
         refuse_over(&self.is_over, "a message of a channel")?;
+        if !matches!(*self.way, Way::Queue(_)) {
+            return self.qp.check();
+        }
         let mut posted = self.posted.lock();
         // First: a completion drained here has consumed its receive.
         self.qp.send_cq().drain();
@@ -221,7 +318,7 @@ struct SamePlace {
 
 impl Replenish for SamePlace {
     fn replenish(&self) -> gdsync::Result<()> {
-        let place = self.half.qp.sends() % self.half.places.len() as u64;
+        let place = self.half.freed() % self.half.places.len() as u64;
         self.next.store(place, Ordering::Relaxed);
         match self.first.get().is_none_or(|first| *first == place) {
             true => Ok(()),
@@ -245,10 +342,25 @@ impl Channel {
         self.0.out.peer.rank()
     }
 
-    /// Adds a message to a batch: the stream sends it when the other rank's stream has freed the place for it, with what the buffer
-    /// holds then. [`Batch::wait`] for the returned completion holds the stream until the buffer may be written again.
+    /// What a message of the bytes `range` of `buffer` would take to the other rank, and why: as [`Communicator::path_of`], by the
+    /// queue pair of the channel, or with [peer copies](Channel#peer-copies).
     ///
-    /// A dropped batch takes the message back; drop the newest first. All messages of a channel in one direction are in one stream
+    /// # Errors
+    /// [`Error::Device`] for a range outside the buffer.
+    pub fn path_of(&self, buffer: &Registration, range: Range<usize>) -> Result<BufferPath> {
+        let Inner { comm, out, .. } = &*self.0;
+        let path = comm.path(self.rank())?.clone().with_fifo_if(false);
+        let path = BufferPath::new(path, &out.qp, buffer, &range)?;
+        Ok(path.with_copies(match &*out.way {
+            Way::Queue(why) => Err(why.clone()),
+            _ => Ok(()),
+        }))
+    }
+
+    /// Adds a message to a batch: the stream sends it when the other rank's stream has freed the place for it, with what the buffer
+    /// holds then. [`Communicator::wait_in_batch`] for the returned request holds the stream until the buffer may be written again.
+    ///
+    /// A dropped batch takes the message back; drop the newest first. The request of a capture is void. All messages of a channel in one direction are in one stream
     /// at a time.
     ///
     /// # Errors
@@ -261,7 +373,7 @@ impl Channel {
         batch: &mut Batch,
         buffer: &Registration,
         range: Range<usize>,
-    ) -> Result<Completion> {
+    ) -> Result<Request> {
         const OPERATION: &str = "send through a channel";
         let Inner { comm, out, room, .. } = &*self.0;
         let transport = &out.peer.transport;
@@ -285,8 +397,12 @@ impl Channel {
             };
             return Err(out.failed(OPERATION, cause));
         }
-        out.pin(buffer.mr(transport.intra_host));
-        comm.while_full(|| out.send(batch, &[sge]).map_err(|cause| out.failed(OPERATION, cause)))
+        let sent = comm.while_full(|| {
+            out.send(batch, (buffer, range.start), sge).map_err(|cause| out.failed(OPERATION, cause))
+        })?;
+        let wqes = usize::from(matches!(sent, Done::Queue(_)));
+        let op = InFlightOp::new(Direction::Send, OPERATION, sent, wqes, sge.len as usize);
+        Ok(Request::of_channel(&out.peer, &out.qp, op))
     }
 
     /// Gives the other rank, when the stream gets there, credit for a message into the next place: places are freed in turn, from the
@@ -310,19 +426,20 @@ impl Channel {
         comm.while_full(|| into.give_credit(batch))
     }
 
-    /// Holds the stream until the next message is in its place. The returned completion has its length. Give credit for the message
-    /// before ([`Channel::post_recv_in_batch`]): the sender's stream waits for that.
+    /// Holds the stream until the next message is in its place. The [`Status`](crate::Status) of the returned request has its length;
+    /// with peer copies as long as no later message is in the place, and then the length of the largest place. Give credit for the
+    /// message before ([`Channel::post_recv_in_batch`]): the sender's stream waits for that.
     ///
     /// # Errors
     /// [`Error::NoPostedReceive`] when each posted receive has a wait; [`Error::Message`] with the reason: the connection broke.
-    pub fn wait_recv_in_batch(&self, batch: &mut Batch) -> Result<Completion> {
+    pub fn wait_recv_in_batch(&self, batch: &mut Batch) -> Result<Request> {
         let into = &self.0.into;
         if into.unawaited() == 0 {
             return Err(Error::NoPostedReceive { rank: self.rank() });
         }
-        into.repeat(batch);
-        let wait = into.replenish().and_then(|()| batch.wait_recv(&into.qp));
-        wait.map_err(|cause| into.failed("wait for a message of a channel", cause))
+        let op = into.await_message(batch);
+        let op = op.map_err(|cause| into.failed("wait for a message of a channel", cause))?;
+        Ok(Request::of_channel(&into.peer, &into.qp, op))
     }
 
     /// As [`Channel::send_in_batch`], on a stream.
@@ -334,7 +451,7 @@ impl Channel {
         stream: &Stream,
         buffer: &Registration,
         range: Range<usize>,
-    ) -> Result<Completion> {
+    ) -> Result<Request> {
         self.on(stream, |batch| self.send_in_batch(batch, buffer, range))
     }
 
@@ -350,7 +467,7 @@ impl Channel {
     ///
     /// # Errors
     /// [`Error::NoPostedReceive`]; [`Error::Message`] with the reason, also with the refusal of the stream.
-    pub fn wait_recv_on_stream(&self, stream: &Stream) -> Result<Completion> {
+    pub fn wait_recv_on_stream(&self, stream: &Stream) -> Result<Request> {
         self.on(stream, |batch| self.wait_recv_in_batch(batch))
     }
 
@@ -367,6 +484,11 @@ impl Channel {
 
 /// A channel, as a rank describes it to the others.
 struct Card {
+    theirs: Description,
+    near: Theirs,
+}
+
+struct Description {
     /// The rank at the other end.
     rank: u64,
     out: QpAddress,
@@ -375,7 +497,7 @@ struct Card {
     room: u64,
 }
 
-impl Card {
+impl Description {
     const BYTES: usize = 2 * QpAddress::BYTES + 16;
 
     fn to_bytes(&self) -> Vec<u8> {
@@ -397,25 +519,43 @@ struct Unconnected {
     pair: Arc<QpPair>,
     places: Vec<Sge>,
     buffers: KeyedPins,
+    near: Own,
 }
 
+/// What [`Communicator::channels`] knows of a channel before both ends agree: its own end, the other one, and what it reaches there.
+type Paired = (Unconnected, Description, Reached);
+
 impl Unconnected {
-    fn card(&self) -> Card {
+    /// What the other rank must know.
+    fn card(&self) -> Vec<u8> {
+        [self.description().to_bytes(), self.near.to_bytes()].concat()
+    }
+
+    fn description(&self) -> Description {
         let smallest = self.places.iter().map(|place| u64::from(place.len) + 1).min();
         let (out, into) = (self.pair.send.address(), self.pair.recv.address());
-        Card { rank: self.peer.rank() as u64, out, into, room: smallest.unwrap_or(0) }
+        Description { rank: self.peer.rank() as u64, out, into, room: smallest.unwrap_or(0) }
     }
 
     /// Connects with the end of the other rank, and posts the first receives.
-    fn connect(self, comm: &Communicator, theirs: &Card) -> gdsync::Result<Channel> {
-        let Self { peer, pair, places, buffers } = self;
+    fn connect(
+        self,
+        comm: &Communicator,
+        theirs: &Description,
+        reached: Reached,
+        verdict: Verdict,
+    ) -> gdsync::Result<Channel> {
+        let Self { peer, pair, places, buffers, near } = self;
         pair.name_ranks(comm.rank(), peer.rank(), [Traffic::ChannelOut, Traffic::ChannelIn]);
         pair.send.connect(theirs.into)?;
         pair.recv.connect(theirs.out)?;
-        peer.transport.accompany(&pair);
-        let out = Half::new(comm, &peer, &pair.send, &pair, vec![None], KeyedPins::new());
+        let ways = near.agree(comm, reached, verdict, [&pair.send, &pair.recv])?.map(Arc::new);
+        let ends = Arc::new(Ends { pair, ways });
+        peer.transport.accompany(&ends);
+        let [sends, receives] = &ends.ways;
+        let out = Half::new(comm, &peer, &ends.pair.send, (&ends, sends), vec![None], KeyedPins::new());
         let places = places.into_iter().map(Some).collect();
-        let into = Half::new(comm, &peer, &pair.recv, &pair, places, buffers);
+        let into = Half::new(comm, &peer, &ends.pair.recv, (&ends, receives), places, buffers);
         out.replenish()?;
         into.replenish()?;
         Ok(Channel(Arc::new(Inner { comm: comm.clone(), out, into, room: theirs.room.checked_sub(1) })))
@@ -449,12 +589,18 @@ impl Communicator {
             wanted.iter().map(|(rank, places)| self.build_channel(*rank, places)).collect::<Result<Vec<_>>>();
         // An empty record says that it has failed.
         let record = match &built {
-            Ok(all) => [vec![1], all.iter().flat_map(|one| one.card().to_bytes()).collect()].concat(),
+            Ok(all) => [vec![1], all.iter().flat_map(Unconnected::card).collect()].concat(),
             Err(_) => Vec::new(),
         };
         let records = exchange.allgather(&record, deadline.remaining())?;
         // Each rank reports its failure to the others, or learns theirs.
-        let connected = built.and_then(|built| self.connect_channels(built, &records));
+        let paired = built.and_then(|built| self.pair_channels(built, &records));
+        let verdicts = paired.iter().flatten().flat_map(|(own, _, reached)| {
+            let rank = (own.peer.rank() as u64).to_be_bytes();
+            rank.into_iter().chain([reached.verdict().to_byte()])
+        });
+        let verdicts = exchange.allgather(&verdicts.collect::<Vec<_>>(), deadline.remaining())?;
+        let connected = paired.and_then(|paired| self.connect_channels(paired, &verdicts));
         agree(&mut **exchange, connected, "its channels", &deadline)
     }
 
@@ -493,11 +639,12 @@ impl Communicator {
             queues.max_send_sge(1).max_recv_sge(1).max_inline(0).build()
         };
         let pair = Arc::new(QpPair { send: build()?, recv: build()? });
-        Ok(Unconnected { peer, pair, places: sges, buffers })
+        let near = Own::new(self, rank, places);
+        Ok(Unconnected { peer, pair, places: sges, buffers, near })
     }
 
-    /// Connects each with its other end.
-    fn connect_channels(&self, built: Vec<Unconnected>, records: &[Vec<u8>]) -> Result<Vec<Channel>> {
+    /// Finds the other end of each.
+    fn pair_channels(&self, built: Vec<Unconnected>, records: &[Vec<u8>]) -> Result<Vec<Paired>> {
         let cards = records.iter().enumerate().map(|(rank, record)| cards_for(self.rank(), rank, record));
         let mut cards = cards.collect::<Result<Vec<_>>>()?;
         let mut counts: Vec<_> = cards.iter().map(|theirs| (theirs.len(), 0)).collect();
@@ -507,17 +654,36 @@ impl Communicator {
             let what = format!("it lists {theirs} channels with this rank, and this rank {ours} with it");
             Error::bootstrap(format!("rank {rank}"), what, "let both ranks of each channel list it")
         };
-        let connect = |channel: Unconnected| {
+        let pair = |channel: Unconnected| {
             let rank = channel.peer.rank();
-            let theirs = cards[rank].next().ok_or_else(|| other(rank))?;
-            let failed = |cause| Error::message(rank, "connect a channel", cause);
-            channel.connect(self, &theirs).map_err(failed)
+            let Card { theirs, near } = cards[rank].next().ok_or_else(|| other(rank))?;
+            let reached = channel.near.reach(self, rank, &near)?;
+            Ok((channel, theirs, reached))
         };
-        let channels = built.into_iter().map(connect).collect::<Result<Vec<_>>>()?;
+        let paired = built.into_iter().map(pair).collect::<Result<Vec<_>>>()?;
         match cards.iter_mut().position(|rest| rest.next().is_some()) {
             Some(rank) => Err(other(rank)),
-            None => Ok(channels),
+            None => Ok(paired),
         }
+    }
+
+    /// Connects each with its other end, by the way that both reach.
+    fn connect_channels(&self, paired: Vec<Paired>, verdicts: &[Vec<u8>]) -> Result<Vec<Channel>> {
+        let own = (self.rank() as u64).to_be_bytes();
+        let verdicts_of = |record: &Vec<u8>| {
+            let (verdicts, _) = record.as_chunks::<9>();
+            let for_own = verdicts.iter().filter_map(|verdict| verdict.strip_prefix(&own));
+            for_own.flatten().map(|byte| Verdict::from_byte(*byte)).collect::<Vec<_>>().into_iter()
+        };
+        let mut verdicts: Vec<_> = verdicts.iter().map(verdicts_of).collect();
+        let connect = |(channel, theirs, reached): Paired| {
+            let rank = channel.peer.rank();
+            let failed = |cause| Error::message(rank, "connect a channel", cause);
+            // A rank that has failed says so next.
+            let verdict = verdicts[rank].next().unwrap_or_default();
+            channel.connect(self, &theirs, reached, verdict).map_err(failed)
+        };
+        paired.into_iter().map(connect).collect()
     }
 }
 
@@ -542,11 +708,16 @@ fn refuse_overlap(places: &[Piece<'_>]) -> gdsync::Result<()> {
 /// The channels of rank `from` with `rank`, in order.
 fn cards_for(rank: usize, from: usize, record: &[u8]) -> Result<std::vec::IntoIter<Card>> {
     let wrong = |what| Error::bootstrap(format!("rank {from}"), what, "see the error of that rank");
-    let (_, cards) = record.split_first().ok_or_else(|| wrong("it could not make its channels"))?;
-    let (cards, rest) = cards.as_chunks::<{ Card::BYTES }>();
-    if !rest.is_empty() {
-        return Err(wrong("its list of channels is malformed"));
+    let (_, mut rest) = record.split_first().ok_or_else(|| wrong("it could not make its channels"))?;
+    let malformed = || wrong("its list of channels is malformed");
+    let mut cards = Vec::new();
+    while !rest.is_empty() {
+        let (description, behind) = rest.split_first_chunk().ok_or_else(malformed)?;
+        rest = behind;
+        let theirs = Description::from_bytes(description)?;
+        let near = Theirs::take(&mut rest).ok_or_else(malformed)?;
+        cards.push(Card { theirs, near });
     }
-    let cards = cards.iter().map(Card::from_bytes).collect::<gdsync::Result<Vec<_>>>()?;
-    Ok(cards.into_iter().filter(|card| card.rank == rank as u64).collect::<Vec<_>>().into_iter())
+    cards.retain(|card| card.theirs.rank == rank as u64);
+    Ok(cards.into_iter())
 }

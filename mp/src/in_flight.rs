@@ -5,6 +5,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use gdsync::memory::Word64;
 use gdsync::stream::Ticket;
 use gdsync::verbs::{Completion, MrGuard};
 use smallvec::SmallVec;
@@ -55,6 +56,36 @@ pub(crate) struct InFlightOp {
     bytes: usize,
     /// Bytes of a success, kept from before the queue forgets it; [`UNKNOWN`] until then.
     kept_bytes: AtomicU64,
+    /// Of a message that a stream puts into its place.
+    arrival: Option<Arc<Arrival>>,
+}
+
+/// The words that tell which message came into which place last, and how long it is.
+#[derive(Debug)]
+pub(crate) struct Arrival {
+    pub(crate) words: Arc<[Word64]>,
+    /// The message that is waited for, once that is known.
+    pub(crate) number: AtomicU64,
+}
+
+impl Arrival {
+    /// The index of the place of a message.
+    pub(crate) fn place(number: u64, places: usize) -> usize {
+        usize::try_from(number.wrapping_sub(1) % places.max(1) as u64).unwrap_or_default()
+    }
+
+    /// What tells of a message: its number, and its bytes.
+    pub(crate) fn word(number: u64, len: u32) -> u64 {
+        number << 32 | u64::from(len)
+    }
+
+    /// Bytes of the message, unless there is a later one in its place.
+    fn len(&self) -> Option<usize> {
+        let number = self.number.load(Ordering::Relaxed);
+        let word = self.words.get(Self::place(number, self.words.len()))?.load();
+        let is_last = Self::word(number, 0) >> 32 == word >> 32;
+        usize::try_from(word & u64::from(u32::MAX)).ok().filter(|_| is_last)
+    }
 }
 
 const UNKNOWN: u64 = u64::MAX;
@@ -68,7 +99,27 @@ impl InFlightOp {
         bytes: usize,
     ) -> Arc<Self> {
         let kept_bytes = AtomicU64::new(UNKNOWN);
-        Arc::new(Self { direction, operation, done: done.into(), wqes, bytes, kept_bytes })
+        let done = done.into();
+        Arc::new(Self { direction, operation, done, wqes, bytes, kept_bytes, arrival: None })
+    }
+
+    /// A wait of a stream for a message of at most `room` bytes that comes into its place.
+    pub(crate) fn awaited(
+        operation: &'static str,
+        ticket: Ticket,
+        room: usize,
+        arrival: Arc<Arrival>,
+    ) -> Arc<Self> {
+        let (direction, done, kept_bytes) = (Direction::Recv, Done::Stream(ticket), AtomicU64::new(UNKNOWN));
+        Arc::new(Self {
+            direction,
+            operation,
+            done,
+            wqes: 0,
+            bytes: room,
+            kept_bytes,
+            arrival: Some(arrival),
+        })
     }
 
     /// The completion of its last work request.
@@ -120,7 +171,10 @@ impl InFlightOp {
         let completion = match &self.done {
             Done::Queue(completion) => completion,
             Done::Stream(_) if self.kept().is_some() => return Ok(self.kept()),
-            Done::Stream(ticket) => return Ok(ticket.is_done()?.then_some(self.bytes)),
+            Done::Stream(ticket) => {
+                let len = || self.arrival.as_ref().and_then(|arrival| arrival.len());
+                return Ok(ticket.is_done()?.then(|| len().unwrap_or(self.bytes)));
+            }
         };
         match completion.status() {
             Ok(wc) => Ok(wc.map(|wc| if wc.is_send() { self.bytes } else { wc.byte_len as usize })),

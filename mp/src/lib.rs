@@ -97,6 +97,7 @@ mod exchange;
 mod finalize;
 mod in_flight;
 pub mod launch;
+mod offer;
 mod on_stream;
 mod overlap;
 mod path;

@@ -134,16 +134,17 @@ impl GpuPath {
     }
 }
 
-/// Whether CUDA streams write and read the windows of ranks of the same host by peer copies: they access the memory of the
+/// Whether CUDA streams write and read the windows, and send to the channels, of ranks of the same host by peer copies: they access the memory of the
 /// other GPU directly, over NVLink or PCIe. The environment's `MP_NEAR` overrides it: `auto`, `peer` or `queues`.
 ///
-/// See [`Window`](crate::Window#peer-copies), and [`Window::path_of`](crate::Window::path_of) for what a window does and why.
+/// See [`Window`](crate::Window#peer-copies) and [`Channel`](crate::Channel#peer-copies);
+/// [`Window::path_of`](crate::Window::path_of) and [`Channel::path_of`](crate::Channel::path_of) tell what they do and why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NearPath {
     /// Where that is possible.
     Auto,
-    /// As [`NearPath::Auto`], and no window is made whose GPU memory, on the same host, is not reached so.
+    /// As [`NearPath::Auto`], and no window or channel is made whose GPU memory, on the same host, is not reached so.
     PeerCopies,
     /// No: all operations go through queue pairs. Other ranks have no peer copies into memory of this one, either.
     Queues,

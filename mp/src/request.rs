@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gdsync::memory::Word32;
 use gdsync::stream::{Cond, Ticket};
-use gdsync::verbs::Completion;
+use gdsync::verbs::{Completion, Qp};
 
 use crate::credit::aborted_by_peer;
 use crate::error::{Error, Result, is_peer_lost, without_rank};
@@ -31,7 +31,7 @@ pub struct Request {
 impl fmt::Debug for Request {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let operation = match &self.state {
-            State::Queue(_, op) | State::Rma(_, op) => op.operation,
+            State::Queue(_, op) | State::Rma(_, op) | State::Channel(.., op) => op.operation,
             State::Sent(_) | State::SentAfter(..) => "send",
             State::Fifo(..) => "receive",
         };
@@ -46,6 +46,8 @@ enum State {
     Queue(Arc<Peer>, Arc<InFlightOp>),
     /// In a queue of a window.
     Rma(Arc<RmaQueue>, Arc<InFlightOp>),
+    /// Of a channel, which has this queue pair.
+    Channel(Arc<Peer>, Qp, Arc<InFlightOp>),
     /// Sent through the FIFO, and complete.
     Sent(usize),
     /// The same, but complete only after a send of the queue pair.
@@ -89,6 +91,10 @@ impl Request {
         Self { rank: queue.peer.rank(), state: State::Rma(queue.clone(), op) }
     }
 
+    pub(crate) fn of_channel(peer: &Arc<Peer>, qp: &Qp, op: Arc<InFlightOp>) -> Self {
+        Self { rank: peer.rank(), state: State::Channel(peer.clone(), qp.clone(), op) }
+    }
+
     #[inline]
     pub(crate) fn sent(peer: &Arc<Peer>, sent: Sent) -> Self {
         let state = match sent {
@@ -111,7 +117,10 @@ impl Request {
     /// The peer, unless nothing is under way any more.
     pub(crate) fn peer(&self) -> Option<&Arc<Peer>> {
         match &self.state {
-            State::Queue(peer, _) | State::SentAfter(peer, ..) | State::Fifo(peer, _) => Some(peer),
+            State::Queue(peer, _)
+            | State::Channel(peer, ..)
+            | State::SentAfter(peer, ..)
+            | State::Fifo(peer, _) => Some(peer),
             State::Rma(queue, _) => Some(&queue.peer),
             State::Sent(_) => None,
         }
@@ -121,9 +130,9 @@ impl Request {
         self.peer().map(|peer| &peer.transport)
     }
 
-    /// Whether it is a message, not an operation of a window.
+    /// Whether it is a message of the communicator, not an operation of a window or a channel.
     pub(crate) fn is_message(&self) -> bool {
-        !matches!(self.state, State::Rma(..))
+        !matches!(self.state, State::Rma(..) | State::Channel(..))
     }
 
     /// The rank at the other end.
@@ -162,7 +171,12 @@ impl Request {
                 }
                 op.outcome()
             }
-            State::Rma(queue, op) => queue.outcome(op),
+            State::Rma(queue, op) => outcome_beside(&queue.qp.send, op),
+            State::Channel(_, qp, op) => match outcome_beside(qp, op) {
+                // The queue forgets successes.
+                Err(gdsync::Error::Forgotten { .. }) => Ok(Some(op.bytes())),
+                known => known,
+            },
             State::Sent(bytes) => Ok(Some(*bytes)),
             State::SentAfter(_, op, bytes) => Ok(op.outcome()?.map(|_| *bytes)),
             State::Fifo(peer, receive) => {
@@ -202,7 +216,7 @@ impl Request {
                 let _range = DOMAIN.range(c"wait");
                 Ok(fifo_of(peer).wait_shortly(&peer.transport, receive))
             }
-            State::Queue(..) | State::Rma(..) | State::SentAfter(..) => self.outcome(),
+            State::Queue(..) | State::Rma(..) | State::Channel(..) | State::SentAfter(..) => self.outcome(),
         };
         match known {
             Ok(Some(bytes)) => Ok(self.status(bytes)),
@@ -236,10 +250,11 @@ impl Request {
         if let Some(bytes) = self.outcome()? {
             return Ok(bytes);
         }
-        if let State::Rma(queue, op) = &self.state
+        if let Some((qp, op)) = self.beside()
             && let Done::Stream(ticket) = &op.done
         {
-            return queue.wait(op, ticket, timeout.saturating_sub(waited));
+            self.wait_for_stream(qp, ticket, timeout.saturating_sub(waited))?;
+            return Ok(op.outcome()?.unwrap_or_else(|| op.bytes()));
         }
         let (Some(completion), Some(transport)) = (self.completion(), self.transport()) else {
             let rank = self.rank;
@@ -277,6 +292,32 @@ impl Request {
         })
     }
 
+    /// What streams may do beside a queue pair.
+    fn beside(&self) -> Option<(&Qp, &InFlightOp)> {
+        match &self.state {
+            State::Rma(queue, op) => Some((&queue.qp.send, op)),
+            State::Channel(_, qp, op) => Some((qp, op)),
+            _ => None,
+        }
+    }
+
+    /// Blocks until a stream has done it beside a queue pair.
+    fn wait_for_stream(&self, qp: &Qp, ticket: &Ticket, timeout: Duration) -> gdsync::Result<()> {
+        let deadline = Deadline::after(timeout);
+        loop {
+            match ticket.wait(deadline.remaining().min(SILENCE)) {
+                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => {
+                    self.transport().iter().for_each(|transport| transport.tend());
+                    qp.check()?;
+                }
+                Err(gdsync::Error::Deadline { what, awaited, .. }) => {
+                    return Err(gdsync::Error::late(what, timeout, awaited.to_string()));
+                }
+                known => return known,
+            }
+        }
+    }
+
     /// The receive that a message waits for, if it is not posted.
     fn awaited_receive(&self) -> Option<String> {
         let State::Queue(peer, op) = &self.state else { return None };
@@ -298,7 +339,9 @@ impl Request {
 
     fn completion(&self) -> Option<&Completion> {
         match &self.state {
-            State::Queue(_, op) | State::Rma(_, op) | State::SentAfter(_, op, _) => op.completion(),
+            State::Queue(_, op) | State::Rma(_, op) | State::Channel(.., op) | State::SentAfter(_, op, _) => {
+                op.completion()
+            }
             State::Sent(_) => None,
             State::Fifo(_, receive) => receive.posted(),
         }
@@ -312,14 +355,15 @@ impl Request {
         let peer = match &self.state {
             State::Queue(peer, op) if op.direction == Direction::Recv => Some(peer),
             State::Fifo(peer, _) => Some(peer),
-            State::Queue(..) | State::Rma(..) | State::Sent(_) | State::SentAfter(..) => None,
+            _ => None,
         };
         if let Some(peer) = peer
             && let Some(fifo) = &peer.fifo
         {
             fifo.settle_for_stream(&peer.transport).map_err(|error| self.failed(error))?;
         }
-        if !matches!(self.state, State::Queue(..) | State::Rma(..)) && self.test()?.is_some() {
+        let is_of_queue = matches!(self.state, State::Queue(..) | State::Rma(..) | State::Channel(..));
+        if !is_of_queue && self.test()?.is_some() {
             return Ok(Awaited::Nothing);
         }
         if let State::Fifo(peer, receive) = &self.state
@@ -327,7 +371,7 @@ impl Request {
         {
             return Ok(Awaited::Word(word, value));
         }
-        if let State::Rma(_, op) = &self.state
+        if let Some((_, op)) = self.beside()
             && let Done::Stream(ticket) = &op.done
         {
             return Ok(Awaited::Stream(ticket));
@@ -341,7 +385,7 @@ impl Request {
             State::Queue(peer, op) => peer.finish(op),
             State::Rma(queue, _) => queue.recycle(),
             State::Fifo(peer, receive) if receive.posted().is_some() => _ = peer.recycle_fifo(),
-            State::Fifo(..) | State::Sent(_) | State::SentAfter(..) => {}
+            State::Fifo(..) | State::Channel(..) | State::Sent(_) | State::SentAfter(..) => {}
         }
     }
 
@@ -352,9 +396,9 @@ impl Request {
         let cause = match cause {
             // It was flushed with the connection, which has the reason.
             gdsync::Error::Completion(error) if error.is_flush() => {
-                let known = match &self.state {
-                    State::Rma(queue, _) => queue.qp.send.check().err(),
-                    _ => self.transport().and_then(|transport| transport.check().err()),
+                let known = match self.beside() {
+                    Some((qp, _)) => qp.check().err(),
+                    None => self.transport().and_then(|transport| transport.check().err()),
                 };
                 known.unwrap_or(error.into())
             }
@@ -370,7 +414,7 @@ impl Request {
         let is_its_own = matches!(cause, gdsync::Error::Completion(_)) && !is_flushed;
         let (operation, (bytes, room)) = match &self.state {
             State::Queue(_, op) if is_its_own => (op.operation, op.lengths()),
-            State::Queue(_, op) | State::Rma(_, op) => (op.operation, (None, None)),
+            State::Queue(_, op) | State::Rma(_, op) | State::Channel(.., op) => (op.operation, (None, None)),
             State::Sent(_) | State::SentAfter(..) => ("send", (None, None)),
             State::Fifo(_, receive) => ("receive", receive.lengths()),
         };
@@ -381,4 +425,15 @@ impl Request {
     fn status(&self, bytes: usize) -> Status {
         Status { rank: self.rank, bytes }
     }
+}
+
+/// The outcome of what a queue pair or a stream beside it does, for who asks for it.
+fn outcome_beside(qp: &Qp, op: &InFlightOp) -> gdsync::Result<Option<usize>> {
+    let outcome = op.outcome()?;
+    if let (Done::Stream(ticket), None) = (&op.done, outcome) {
+        qp.check()?;
+        ticket.ask();
+        return op.outcome();
+    }
+    Ok(outcome)
 }

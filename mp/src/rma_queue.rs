@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use gdsync::cuda::Flush;
 use gdsync::memory::Memory;
-use gdsync::stream::{Replenish, Stream, StreamOrder, Ticket};
+use gdsync::stream::{Replenish, Stream, StreamOrder};
 use gdsync::verbs::{Access, Mr, Pd, Qp, Sge};
 use parking_lot::Mutex;
 
@@ -15,7 +15,7 @@ use crate::in_flight::{Direction, Done, InFlight, InFlightOp, pin};
 use crate::overlap::ReceiveClaims;
 use crate::peer::Peer;
 use crate::registration::Piece;
-use crate::transport::{Companion, QpPair, SILENCE};
+use crate::transport::{Companion, QpPair};
 use crate::wait::Deadline;
 
 /// The queue pair to one rank, and its operations under way.
@@ -143,35 +143,6 @@ impl RmaQueue {
         }
         *last = None;
         Ok(())
-    }
-
-    /// The outcome of an operation, for who asks for it.
-    pub(crate) fn outcome(&self, op: &InFlightOp) -> gdsync::Result<Option<usize>> {
-        let outcome = op.outcome()?;
-        if let (Done::Stream(ticket), None) = (&op.done, outcome) {
-            self.qp.send.check()?;
-            ticket.ask();
-            return op.outcome();
-        }
-        Ok(outcome)
-    }
-
-    /// Blocks until a stream has done an operation.
-    pub(crate) fn wait(&self, op: &InFlightOp, ticket: &Ticket, timeout: Duration) -> gdsync::Result<usize> {
-        let deadline = Deadline::after(timeout);
-        loop {
-            match ticket.wait(deadline.remaining().min(SILENCE)) {
-                Ok(()) => return Ok(op.bytes()),
-                Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => {
-                    self.peer.transport.tend();
-                    self.qp.send.check()?;
-                }
-                Err(gdsync::Error::Deadline { what, awaited, .. }) => {
-                    return Err(gdsync::Error::late(what, timeout, awaited.to_string()));
-                }
-                Err(error) => return Err(error),
-            }
-        }
     }
 
     #[cold]

@@ -17,13 +17,14 @@ use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::exchange::{CommonCall, agree, table_row, take};
 use crate::in_flight::Done;
+use crate::offer::Offer;
 use crate::path::BufferPath;
 use crate::registration::{DomainId, Registration};
 use crate::request::Request;
 use crate::rma_queue::RmaQueues;
 use crate::transport::QpPair;
 use crate::wait::{Deadline, wait_value64_and};
-use near::{Copy, Near, Offer, PeerCopies};
+use near::{Copy, Near, PeerCopies};
 pub use rma::{MAX_INLINE, Rma, Signal};
 use rma::{MAX_SGES, Plan, SendWrs, What, chunks};
 
@@ -166,7 +167,7 @@ impl Communicator {
         registration: &Registration,
         range: &Range<usize>,
     ) -> (Vec<u8>, Option<Memory>) {
-        let (offer, exported) = Offer::new(self.0.settings.near, registration, range);
+        let (offer, exported) = Offer::new(self.0.settings.near, registration.memory(), range);
         ([&part.to_bytes()[..], &offer.to_bytes()].concat(), exported)
     }
 }

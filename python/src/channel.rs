@@ -6,7 +6,7 @@ use pyo3::prelude::*;
 
 use crate::buffer::Part;
 use crate::request::needs_stream;
-use crate::shared::{Pending, Shared};
+use crate::shared::Shared;
 use crate::stream::Submitter;
 
 /// See `_gdasync.pyi`.
@@ -55,11 +55,11 @@ impl Channel {
         let stream = Submitter::of(stream, part.gpu, py)?.ok_or_else(needs_stream)?;
         let sent = self.shared.submit(py, ("send", Some(self.channel.rank())), &stream, |_, batch| {
             let sent = self.channel.send_in_batch(batch, &part.registration, 0..part.len())?;
-            batch.wait(&sent)?;
+            self.shared.comm.wait_in_batch(batch, &sent)?;
             Ok(sent)
         })?;
         if let Some(part) = stream.keep_in_capture(part) {
-            self.shared.keep(Pending::Sent(sent), part);
+            self.shared.keep(sent, part);
         }
         Ok(())
     }

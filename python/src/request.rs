@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::buffer::Part;
 use crate::error::OrRaise;
-use crate::shared::{Pending, Shared};
+use crate::shared::Shared;
 use crate::stream::Submitter;
 
 /// See `_gdasync.pyi`.
@@ -54,7 +54,7 @@ impl Request {
 impl Drop for Request {
     fn drop(&mut self) {
         if let Some(part) = self.part.get_mut().take() {
-            self.shared.keep(Pending::Request(self.request.clone()), part);
+            self.shared.keep(self.request.clone(), part);
         }
     }
 }

@@ -7,8 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::stream::Batch;
-use gdsync::verbs::Completion;
-use mp::Communicator;
+use mp::{Communicator, Request};
 use mp::collective::Collectives;
 use parking_lot::Mutex;
 use pyo3::prelude::*;
@@ -18,28 +17,13 @@ use crate::error::OrRaise;
 use crate::stream::Submitter;
 use crate::wait::{is_full, is_late, on_thread, seconds_or, sliced};
 
-/// An operation under way, and its memory.
-pub(crate) enum Pending {
-    Request(mp::Request),
-    Sent(Completion),
-}
-
-impl Pending {
-    fn is_over(&self) -> bool {
-        match self {
-            Self::Request(request) => !matches!(request.test(), Ok(None)),
-            Self::Sent(completion) => !matches!(completion.status(), Ok(None)),
-        }
-    }
-}
-
 /// A communicator, with what it keeps.
 pub(crate) struct Shared {
     /// Dropped before `kept`: then no device uses its memory any more.
     pub(crate) comm: ManuallyDrop<Communicator>,
     /// The process that made it.
     owner: u32,
-    kept: Mutex<VecDeque<(Pending, Part)>>,
+    kept: Mutex<VecDeque<(Request, Part)>>,
     /// Made by the first collective.
     pub(crate) collectives: Mutex<Option<Arc<Collectives>>>,
 }
@@ -51,16 +35,16 @@ impl Shared {
     }
 
     /// Keeps the memory of an operation until that is complete. Each call looks at two of those that are kept.
-    pub(crate) fn keep(&self, pending: Pending, part: Part) {
+    pub(crate) fn keep(&self, pending: Request, part: Part) {
         let mut over = Vec::new();
         let mut kept = self.kept.lock();
         for _ in 0..kept.len().min(2) {
             match kept.pop_front() {
-                Some((pending, part)) if pending.is_over() => over.push(part),
+                Some((pending, part)) if is_over(&pending) => over.push(part),
                 other => kept.extend(other),
             }
         }
-        if !pending.is_over() {
+        if !is_over(&pending) {
             kept.push_back((pending, part));
         }
         // Unlocked first: what is dropped may run code of Python.
@@ -167,4 +151,9 @@ impl Drop for Shared {
             end();
         }
     }
+}
+
+/// Whether nothing is under way any more.
+fn is_over(pending: &Request) -> bool {
+    !matches!(pending.test(), Ok(None))
 }

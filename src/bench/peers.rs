@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use cudarc::driver::{result, sys};
 use gdasync::app_stream::{AppStream, Engine, Kernels, Place, Placed, Queues, own_gpu};
-use gdasync::gdsync::stream::{Cond, Graph, Via};
+use gdasync::gdsync::stream::{Batch, Cond, Graph, Via};
 use gdasync::measure::Samples;
-use gdasync::mp::{Communicator, CommunicatorBuilder, Registration, Rma, Signal, Window};
+use gdasync::mp::{Channel, Communicator, CommunicatorBuilder, Registration, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, objection, size_label};
 use serde_json::json;
@@ -52,7 +52,8 @@ use declare;
 /// Options of `gdasync bench peers`.
 #[derive(Args)]
 #[command(after_long_help = "\
-What the numbers mean: half of a round trip, of a put with a signal and a wait for it at each rank (NCCL: send and recv, too), as \
+What the numbers mean: half of a round trip, of a put with a signal and a wait for it at each rank (NCCL: send and recv, too; \
+mp: a channel, too), as \
 the streams of both ranks do it; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
 of NCCL and NVSHMEM, eager or in graphs. The last message of each sample is checked.")]
 pub(crate) struct Options {
@@ -207,14 +208,68 @@ impl Way for Ours<'_> {
     }
 
     fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
-        let capture = self.app.stream.begin_capture()?;
-        fill()?;
-        Ok(Box::new(OurGraph(self.app, capture.end()?)))
+        capture_ours(self.app, fill)
     }
 
     fn close(&self) -> Result<()> {
         Ok(())
     }
+}
+
+/// Messages through a channel of mp, with one place that is free again as soon as a message was there.
+struct OurChannel<'a> {
+    app: &'a AppStream,
+    channel: Channel,
+    buffer: Registration,
+    room: usize,
+}
+
+impl<'a> OurChannel<'a> {
+    fn new(rig: &Rig<'_>, app: &'a AppStream) -> Result<Self> {
+        let buffer = rig.comm.register(&app.gpu()?.alloc(2 * rig.room)?)?;
+        let channel = rig.comm.channel(rig.peer(), &[(&buffer, rig.room..2 * rig.room)], rig.timeout)?;
+        channel.post_recv_on_stream(&app.stream)?;
+        Ok(Self { app, channel, buffer, room: rig.room })
+    }
+}
+
+impl Way for OurChannel<'_> {
+    fn name(&self) -> String {
+        "mp channel".into()
+    }
+
+    fn buffers(&self) -> (u64, u64) {
+        let first = self.buffer.memory().addr();
+        (first, first + self.room as u64)
+    }
+
+    fn send(&self, bytes: usize, _n: u64) -> Result<()> {
+        Ok(self.channel.send_on_stream(&self.app.stream, &self.buffer, 0..bytes).map(drop)?)
+    }
+
+    fn receive(&self, _bytes: usize, _n: u64) -> Result<()> {
+        let mut batch = Batch::new();
+        let _received = self.channel.wait_recv_in_batch(&mut batch)?;
+        self.channel.post_recv_in_batch(&mut batch)?;
+        Ok(self.app.stream.submit(&mut batch)?)
+    }
+
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
+        capture_ours(self.app, fill)
+    }
+
+    fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn capture_ours<'a>(
+    app: &'a AppStream,
+    fill: &mut dyn FnMut() -> Result<()>,
+) -> Result<Box<dyn Repeat + 'a>> {
+    let capture = app.stream.begin_capture()?;
+    fill()?;
+    Ok(Box::new(OurGraph(app, capture.end()?)))
 }
 
 struct OurGraph<'a>(&'a AppStream, Graph);
@@ -245,7 +300,8 @@ impl Options {
         let rig = Rig { comm: &comm, kernels, room: usize::try_from(room)?, timeout };
         let ours = Ours::new(&rig, &app)?;
         let mut note = format!("{}{}", placed.describe(&comm, timeout)?, ours.path()?);
-        let mut ways: Vec<Box<dyn Way + '_>> = vec![Box::new(ours)];
+        let channel = OurChannel::new(&rig, &app)?;
+        let mut ways: Vec<Box<dyn Way + '_>> = vec![Box::new(ours), Box::new(channel)];
         let mut add = |name, opened: Result<(String, Vec<Box<dyn Way>>)>| -> Result<()> {
             // Either rank may lack it.
             let own = opened.as_ref().err().map(|error| format!("{error}; --{name} names its library"));
@@ -267,8 +323,10 @@ impl Options {
                 self.of_size(&rig, &app, &ways, bytes, &mut sheet)?;
             }
         }
-        let ours = MODES.map(|mode| format!("{}, {mode}", ways[0].name()));
-        sheet.compare_with_best(HALF_RTT, &ours.each_ref().map(String::as_str), "best of NCCL and NVSHMEM");
+        let ours = ways[..2].iter().flat_map(|way| MODES.map(|mode| format!("{}, {mode}", way.name())));
+        let ours: Vec<_> = ours.collect();
+        let ours: Vec<_> = ours.iter().map(String::as_str).collect();
+        sheet.compare_with_best(HALF_RTT, &ours, "best of NCCL and NVSHMEM");
         ways.iter().try_for_each(|way| way.close())?;
         drop(ways);
         sheet.set_note(note.clone());

@@ -335,7 +335,7 @@ impl Batch {
 
     /// Waits until a 64-bit word satisfies a condition.
     pub fn wait_value64(&mut self, word: &Word64, value: u64, cond: Cond) {
-        self.ops.push(Op::Wait64 { at: word.clone(), value, cond });
+        self.ops.push(Op::Wait64 { at: word.clone(), value, cond, of: None });
     }
 
     /// Writes a 32-bit word, after everything before it in the stream.
@@ -451,6 +451,13 @@ impl Batch {
     /// Resumes the panic of a host function, after stopping the queue pairs of the batch.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
         self.ops.iter().try_for_each(Op::check_on_cpu)?;
+        if self.follows.as_ref().is_some_and(|follows| follows.has_numbered()) {
+            return Err(Error::Unsupported {
+                what: "operations that take numbers of an order",
+                by: "Batch::run",
+                fix: "submit the batch to a stream",
+            });
+        }
         if let Some(follows) = self.follows.take() {
             let orders: Vec<_> = follows.orders().cloned().collect();
             drop(follows);

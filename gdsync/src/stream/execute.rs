@@ -101,7 +101,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 || cond.holds32(at.load(), value),
             );
         }
-        Op::Wait64 { ref at, value, cond } => {
+        Op::Wait64 { ref at, value, cond, .. } => {
             return wait(
                 &op,
                 || Waker::Word(Writers::of(at.addr())),

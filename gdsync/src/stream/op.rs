@@ -8,6 +8,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::peer::PeerCopy;
+use crate::verbs::qp::QpCore;
 pub(crate) use crate::verbs::source::{Arrival, DoorbellValue, SendDoorbell, Source};
 pub use mlx5_ring::Cond;
 
@@ -51,6 +52,8 @@ pub(crate) enum Op {
         value: u64,
         /// The condition.
         cond: Cond,
+        /// Whose peer writes it: a stream that waits fails when that queue pair has broken.
+        of: Option<Arc<QpCore>>,
     },
     /// Rings the doorbell of a queue. The host engine also notifies the device.
     Trigger(Arc<dyn Source>, DoorbellValue),
@@ -105,7 +108,8 @@ impl Op {
         let (addr, value, word, cond) = match self {
             Op::Await(source, n) => return source.describe(*n),
             Op::Wait32 { at, value, cond } => (at.addr(), u64::from(*value), u64::from(at.load()), cond),
-            Op::Wait64 { at, value, cond } => (at.addr(), *value, at.load(), cond),
+            Op::Wait64 { at, value, of: Some(core), .. } => return core.describe_word(at.load(), *value),
+            Op::Wait64 { at, value, cond, .. } => (at.addr(), *value, at.load(), cond),
             _ => return format!("{self:?}"),
         };
         let Some(words) = NamedWords::find(addr) else {
@@ -162,7 +166,9 @@ impl Op {
             Op::Write32 { at, value } => Op::Write32 { at: at.clone(), value: *value },
             Op::Write64 { at, value } => Op::Write64 { at: at.clone(), value: *value },
             Op::Wait32 { at, value, cond } => Op::Wait32 { at: at.clone(), value: *value, cond: *cond },
-            Op::Wait64 { at, value, cond } => Op::Wait64 { at: at.clone(), value: *value, cond: *cond },
+            Op::Wait64 { at, value, cond, of } => {
+                Op::Wait64 { at: at.clone(), value: *value, cond: *cond, of: of.clone() }
+            }
             Op::Trigger(source, value) => Op::Trigger(source.clone(), *value),
             Op::PostRecv { source, record, value } => {
                 Op::PostRecv { source: source.clone(), record: record.clone(), value: *value }

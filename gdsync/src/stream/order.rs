@@ -1,15 +1,17 @@
 //! The order of what streams do beside a queue pair, as copies between GPUs: one stream has it at a time, as it has a queue.
 
 use std::collections::VecDeque;
-use std::fmt;
+use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
+use std::{fmt, mem};
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::engine::Progress;
+use super::op::Op;
 use super::{Batch, Cond, Stream, deadline};
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Qp, stream_name};
@@ -28,9 +30,11 @@ struct Inner {
 
 #[derive(Default)]
 struct State {
-    /// Batches that no stream has got, oldest first.
-    unsubmitted: VecDeque<Weak<Place>>,
+    /// Batches that no stream has got, oldest first, and how many numbers each takes.
+    unsubmitted: VecDeque<(Weak<Place>, u64)>,
     last: Option<Position>,
+    /// The last number that a stream has got.
+    number: u64,
 }
 
 /// A submission of a stream.
@@ -131,6 +135,13 @@ impl StreamOrder {
         self.0.state.lock().oldest().is_some()
     }
 
+    /// The last number that a batch takes: see [`Batch::number`]. Batches that were dropped take none.
+    pub fn last_number(&self) -> u64 {
+        let state = self.0.state.lock();
+        let counts = state.unsubmitted.iter().filter(|(place, _)| is_there(place).is_some());
+        counts.fold(state.number, |number, (_, count)| number.wrapping_add(*count))
+    }
+
     /// Blocks until streams have done all that follows it and was submitted.
     ///
     /// # Errors
@@ -166,6 +177,10 @@ impl StreamOrder {
         }
     }
 
+    pub(super) fn core(&self) -> &Arc<QpCore> {
+        &self.0.core
+    }
+
     fn out_of_order(&self) -> Error {
         Error::OutOfOrder { qpn: self.0.core.qpn, expected: 0, got: 1 }
     }
@@ -186,7 +201,7 @@ impl State {
     /// The batch that has to be submitted first.
     fn oldest(&mut self) -> Option<Arc<Place>> {
         while let Some(first) = self.unsubmitted.front() {
-            match first.upgrade().filter(|place| !place.is_dropped.load(Ordering::Acquire)) {
+            match is_there(&first.0) {
                 Some(place) => return Some(place),
                 None => _ = self.unsubmitted.pop_front(),
             }
@@ -195,16 +210,52 @@ impl State {
     }
 }
 
+/// The batch, unless it was dropped.
+fn is_there(place: &Weak<Place>) -> Option<Arc<Place>> {
+    place.upgrade().filter(|place| !place.is_dropped.load(Ordering::Acquire))
+}
+
 /// What a batch follows.
 pub(super) struct Follows {
     place: Arc<Place>,
-    /// Each with its last submission before this one, once that has begun.
-    orders: SmallVec<[(StreamOrder, Option<Position>); 1]>,
+    orders: SmallVec<[Followed; 1]>,
+    numbered: Vec<Numbered>,
+}
+
+/// One of its orders.
+struct Followed {
+    order: StreamOrder,
+    /// The last submission before this one, once that has begun.
+    before: Option<Position>,
+    /// Numbers that the batch takes, and the last one before them.
+    count: u64,
+    number: u64,
+}
+
+/// Operations of a batch that differ by a number.
+struct Numbered {
+    places: Range<usize>,
+    /// The index of the order, and which of the batch's numbers in it.
+    order: usize,
+    number: u64,
+    fill: Fill,
+}
+
+/// Fills a batch with the operations of a number.
+#[derive(Clone)]
+pub(super) struct Fill(Arc<FillFn>);
+
+type FillFn = dyn Fn(u64, &mut Batch) -> Result<()> + Send + Sync;
+
+impl fmt::Debug for Fill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("NUMBERED")
+    }
 }
 
 impl fmt::Debug for Follows {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.orders.iter().map(|(order, _)| order)).finish()
+        f.debug_list().entries(self.orders()).finish()
     }
 }
 
@@ -217,7 +268,18 @@ impl Drop for Follows {
 
 impl Follows {
     pub(super) fn orders(&self) -> impl Iterator<Item = &StreamOrder> {
-        self.orders.iter().map(|(order, _)| order)
+        self.orders.iter().map(|followed| &followed.order)
+    }
+
+    /// Whether operations take numbers, which only streams give.
+    pub(super) fn has_numbered(&self) -> bool {
+        !self.numbered.is_empty()
+    }
+
+    /// Its numbered operations, for a graph: where they are in the batch, in which order, and what makes them.
+    pub(super) fn take_numbered(&mut self) -> Vec<(Range<usize>, StreamOrder, Fill)> {
+        let of = |one: Numbered| (one.places, self.orders[one.order].order.clone(), one.fill);
+        mem::take(&mut self.numbered).into_iter().map(of).collect()
     }
 
     /// Begins to submit to a stream, in all orders or none.
@@ -232,7 +294,7 @@ impl Follows {
     }
 
     fn begin_in(&mut self, at: usize, stream: u64, progress: &Arc<dyn Progress>) -> Result<()> {
-        let (order, before) = &mut self.orders[at];
+        let Followed { order, before, count, number } = &mut self.orders[at];
         let mut state = order.0.state.lock();
         if state.oldest().is_none_or(|oldest| !Arc::ptr_eq(&oldest, &self.place)) {
             return Err(order.out_of_order());
@@ -244,15 +306,18 @@ impl Follows {
         state.unsubmitted.pop_front();
         let position = Position { stream, seq: u64::MAX, progress: progress.clone() };
         *before = state.last.replace(position);
+        *number = state.number;
+        state.number = number.wrapping_add(*count);
         Ok(())
     }
 
     /// Undoes [`Follows::begin`] in the first orders, after a refusal.
-    fn cancel(&mut self, count: usize) {
-        for (order, before) in &mut self.orders[..count] {
+    fn cancel(&mut self, orders: usize) {
+        for Followed { order, before, count, number } in &mut self.orders[..orders] {
             let mut state = order.0.state.lock();
             state.last = before.take();
-            state.unsubmitted.push_front(Arc::downgrade(&self.place));
+            state.number = *number;
+            state.unsubmitted.push_front((Arc::downgrade(&self.place), *count));
         }
     }
 
@@ -263,7 +328,7 @@ impl Follows {
 
     /// The stream has got it, as this submission.
     pub(super) fn submitted(&mut self, seq: u64) {
-        for (order, _) in &self.orders {
+        for order in self.orders() {
             let mut state = order.0.state.lock();
             if let Some(last) = &mut state.last {
                 last.seq = seq;
@@ -273,7 +338,7 @@ impl Follows {
     }
 
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
-        self.orders.iter().map(|(order, _)| &order.0.core)
+        self.orders().map(|order| &order.0.core)
     }
 }
 
@@ -281,14 +346,83 @@ impl Batch {
     /// Has the batch follow an order: it is submitted behind all that follow it already, and to the same stream until that has done
     /// them. The ticket says how far it is. A batch that is dropped no longer counts.
     pub fn follow(&mut self, order: &StreamOrder) -> Ticket {
-        let follows = self
-            .follows
-            .get_or_insert_with(|| Box::new(Follows { place: Arc::default(), orders: SmallVec::new() }));
-        if !follows.orders().any(|known| Arc::ptr_eq(&known.0, &order.0)) {
-            order.0.state.lock().unsubmitted.push_back(Arc::downgrade(&follows.place));
-            follows.orders.push((order.clone(), None));
-        }
+        let (follows, _) = self.following(order);
         Ticket { place: follows.place.clone(), qpn: order.0.core.qpn }
+    }
+
+    /// What it follows, and the index of the order there.
+    fn following(&mut self, order: &StreamOrder) -> (&mut Follows, usize) {
+        let follows = self.follows.get_or_insert_with(|| {
+            Box::new(Follows { place: Arc::default(), orders: SmallVec::new(), numbered: Vec::new() })
+        });
+        let known = follows.orders().position(|known| Arc::ptr_eq(&known.0, &order.0));
+        let at = known.unwrap_or_else(|| {
+            order.0.state.lock().unsubmitted.push_back((Arc::downgrade(&follows.place), 0));
+            follows.orders.push(Followed { order: order.clone(), before: None, count: 0, number: 0 });
+            follows.orders.len() - 1
+        });
+        (follows, at)
+    }
+
+    /// Has the batch follow an order and take the next number in it, from 1 on. `fill` adds as many plain operations (waits for words,
+    /// copies, signals) as are said, of the same kinds for each number: for counters that the peer of the queue pair waits for, and
+    /// places in turn. It is called when a stream gets the batch, in each launch of a graph anew; then a batch that was dropped has taken
+    /// no number. A stream that waits there for a 64-bit word fails when the queue pair has broken.
+    pub fn number(
+        &mut self,
+        order: &StreamOrder,
+        count: usize,
+        fill: impl Fn(u64, &mut Self) -> Result<()> + Send + Sync + 'static,
+    ) -> Ticket {
+        self.add_numbered(order, count, Fill(Arc::new(fill)))
+    }
+
+    pub(super) fn add_numbered(&mut self, order: &StreamOrder, count: usize, fill: Fill) -> Ticket {
+        let start = self.ops.len();
+        // Until the number is known.
+        self.ops.extend((0..count).map(|_| Op::Barrier));
+        let (follows, at) = self.following(order);
+        let number = follows.orders[at].count + 1;
+        follows.orders[at].count = number;
+        let mut state = order.0.state.lock();
+        let own =
+            state.unsubmitted.iter_mut().find(|(place, _)| place.as_ptr() == Arc::as_ptr(&follows.place));
+        own.into_iter().for_each(|(_, count)| *count = number);
+        drop(state);
+        follows.numbered.push(Numbered { places: start..start + count, order: at, number, fill });
+        Ticket { place: follows.place.clone(), qpn: order.0.core.qpn }
+    }
+
+    /// Makes the numbered operations as if the batch were submitted next, for a capture.
+    pub(super) fn expect_numbers(&mut self) -> Result<()> {
+        for followed in self.follows.iter_mut().flat_map(|follows| &mut follows.orders) {
+            followed.number = followed.order.last_number().wrapping_sub(followed.count);
+        }
+        self.make_numbered()
+    }
+
+    /// Makes the numbered operations, whose numbers are known.
+    pub(super) fn make_numbered(&mut self) -> Result<()> {
+        for one in self.follows.iter().flat_map(|follows| &follows.numbered) {
+            let Some(followed) = self.follows.as_ref().map(|follows| &follows.orders[one.order]) else {
+                break;
+            };
+            let mut batch = Self::new();
+            (one.fill.0)(followed.number.wrapping_add(one.number), &mut batch)?;
+            let is_plain = batch.sends.is_empty() && batch.waits.is_empty() && batch.follows.is_none();
+            if batch.ops.len() != one.places.len() || !is_plain || batch.rare.is_some() {
+                let found = format!("{} operations, of which some may be work requests", batch.ops.len());
+                let expected = "as many plain operations as were announced";
+                return Err(Error::invalid("operations of a number", found, expected));
+            }
+            for (place, mut op) in self.ops[one.places.clone()].iter_mut().zip(batch.ops) {
+                if let Op::Wait64 { of, .. } = &mut op {
+                    *of = Some(followed.order.0.core.clone());
+                }
+                *place = op;
+            }
+        }
+        Ok(())
     }
 }
 

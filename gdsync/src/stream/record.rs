@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::batch::{Batch, RareState, Repeatable, Replenish};
 use super::op::Op;
-use super::order::{Follows, StreamOrder};
+use super::order::{Fill, Follows, StreamOrder};
 use super::prepared::{PreparedSend, PreparedWait};
 use crate::verbs::Completion;
 use crate::verbs::cq::ClaimRange;
@@ -26,6 +26,8 @@ pub(super) enum Part {
     Before(Arc<dyn Replenish>),
     /// An order that each launch follows.
     Follow(StreamOrder),
+    /// Operations that differ by their number.
+    Numbered(StreamOrder, usize, Fill),
     Sends(Arc<SendQueue>, Vec<Template>),
     Wait {
         awaited: WaitTarget,
@@ -106,15 +108,22 @@ impl Recording {
         let mut covered = covered.into_iter().peekable();
         let mut repeatable = repeatable.into_iter().peekable();
         let mut parts = Vec::new();
-        if let Some(follows) = follows {
+        let mut numbered = Vec::new();
+        if let Some(mut follows) = follows {
             parts.extend(follows.orders().cloned().map(Part::Follow));
+            numbered = follows.take_numbered();
             self.follows.push(*follows);
         }
-        for (at, op) in ops.into_iter().enumerate() {
+        let mut numbered = numbered.into_iter().peekable();
+        let mut ops = ops.into_iter().enumerate();
+        while let Some((at, op)) = ops.next() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 parts.extend(self.covered(completion));
             }
-            if let Op::Trigger(..) = op {
+            if let Some((places, order, fill)) = numbered.next_if(|(places, ..)| places.start == at) {
+                parts.push(Part::Numbered(order, places.len(), fill));
+                ops.by_ref().take(places.len() - 1).for_each(drop);
+            } else if let Op::Trigger(..) = op {
                 while let Some(send) = sends.next_if(|send| send.place == at) {
                     parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
                     self.sends.push((self.completions, send));
@@ -197,6 +206,9 @@ impl Part {
         let end = match self {
             Part::Sends(queue, _) => &queue.end,
             Part::Wait { awaited: WaitTarget::Next(end, _) | WaitTarget::All(end), .. } => end,
+            Part::Follow(order) => {
+                return (order.core().qpn == failed).then(|| order.core().name_rank(error.clone()));
+            }
             _ => return None,
         };
         (end.qp.qpn == failed).then(|| end.qp.name_rank(error.clone()))
@@ -209,6 +221,7 @@ impl Part {
             Part::HostFn(f) => batch.repeat(f.clone()),
             Part::Before(hook) => hook.replenish()?,
             Part::Follow(order) => _ = batch.follow(order),
+            Part::Numbered(order, count, fill) => _ = batch.add_numbered(order, *count, fill.clone()),
             Part::Sends(queue, sends) => {
                 completions.push(batch.post(PreparedSend::again(queue, sends)?));
             }

@@ -227,22 +227,42 @@ impl Source for Parts {
     fn describe(&self, n: u64) -> String {
         let (qp, queue) = (&self.qp, self.tracker.queue());
         let Some((rank, traffic)) = qp.log.rank() else { return self.tracker.describe(n) };
-        let fix = match (traffic, queue) {
-            (Traffic::Messages, Queue::Send) => {
-                "see that the rank lives and posts receives (Communicator::irecv)".to_owned()
-            }
-            (Traffic::Messages | Traffic::ChannelIn, Queue::Receive) => {
-                "see that the rank sends it (a send behind a wait of its own stream starts only after that wait)".to_owned()
-            }
-            (Traffic::ChannelOut, Queue::Receive) => {
-                // They complete in order: this is the first that has not.
-                format!("rank {rank} has freed {n}; call Channel::post_recv_on_stream or post_recv_in_batch there")
-            }
-            (Traffic::Collectives, _) => {
-                "see that the rank has called it, too, and what its stream waits for".to_owned()
-            }
-            _ => "see that the rank lives (Communicator::check)".to_owned(),
-        };
+        let fix = fix(traffic, queue, rank, n);
         format!("{} ({} {n} of {qp:?}); {fix}", traffic.awaited(queue, rank), self.tracker.name())
+    }
+}
+
+/// What to do about a wait for request `n` of a queue.
+fn fix(traffic: Traffic, queue: Queue, rank: u32, n: u64) -> String {
+    match (traffic, queue) {
+        (Traffic::Messages, Queue::Send) => {
+            "see that the rank lives and posts receives (Communicator::irecv)".to_owned()
+        }
+        (Traffic::Messages | Traffic::ChannelIn, Queue::Receive) => {
+            "see that the rank sends it (a send behind a wait of its own stream starts only after that wait)"
+                .to_owned()
+        }
+        (Traffic::ChannelOut, Queue::Receive) => {
+            // They complete in order: this is the first that has not.
+            format!(
+                "rank {rank} has freed {n}; call Channel::post_recv_on_stream or post_recv_in_batch there"
+            )
+        }
+        (Traffic::Collectives, _) => {
+            "see that the rank has called it, too, and what its stream waits for".to_owned()
+        }
+        _ => "see that the rank lives (Communicator::check)".to_owned(),
+    }
+}
+
+impl QpCore {
+    /// What a stream waits for that waits for a word which the peer writes in place of completions.
+    pub(crate) fn describe_word(&self, word: u64, value: u64) -> String {
+        let Some((rank, traffic)) = self.log.rank() else {
+            return format!("a word of the peer of {self:?} (it is {word:#x}) to reach {value:#x}");
+        };
+        let (awaited, fix) =
+            (traffic.awaited(Queue::Receive, rank), fix(traffic, Queue::Receive, rank, word));
+        format!("{awaited} (a word of {self:?}, which is {word:#x}, to reach {value:#x}); {fix}")
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use gdsync::Error;
 use gdsync::memory::{Memory, Word64};
-use gdsync::stream::{Batch, Cond, Stream, StreamOrder, Ticket};
+use gdsync::stream::{Batch, Cond, Stream, StreamOrder, Ticket, Via};
 
 use crate::common::{PATIENCE, gate, pair, stream, stream_with, until};
 use crate::place::places;
@@ -176,6 +176,91 @@ fn streams_wait_for_tickets() {
         s.synchronize(PATIENCE).unwrap();
         other.synchronize(PATIENCE).unwrap();
         assert_eq!((word.load(), seen.load()), (1, u64::from(s.kind() != "host")));
+    }
+}
+
+/// A batch that writes its numbers to a word, which must be at the one before.
+fn numbered(order: &StreamOrder, word: &Word64, count: usize) -> Batch {
+    let mut batch = Batch::new();
+    for _ in 0..count {
+        let word = word.clone();
+        _ = batch.number(order, 2, move |n, batch| {
+            batch.wait_value64(&word, n - 1, Cond::Eq);
+            batch.write_value64(&word, n);
+            Ok(())
+        });
+    }
+    batch
+}
+
+/// Numbers count what streams have got: no batch that was dropped or refused, and each launch.
+#[test]
+fn batches_take_numbers_when_they_are_submitted() {
+    let (a, _b) = pair(8, |q| q);
+    for [s, _] in streams() {
+        let (order, word) = (StreamOrder::new(&a.qp), word());
+        s.submit(&mut numbered(&order, &word, 2)).unwrap();
+        let [dropped, mut first, mut second] = [3, 1, 2].map(|count| numbered(&order, &word, count));
+        assert_eq!(order.last_number(), 8);
+        drop(dropped);
+        assert_eq!(order.last_number(), 5);
+        out_of_order(&s.submit(&mut second).unwrap_err());
+        s.submit(&mut first).unwrap();
+        s.submit(&mut second).unwrap();
+        let graph = s.capture(|s| {
+            s.submit(&mut numbered(&order, &word, 1))?;
+            s.submit(&mut numbered(&order, &word, 2))?;
+            assert_eq!(order.last_number(), 8);
+            Ok(())
+        });
+        let graph = graph.unwrap();
+        assert_eq!(order.last_number(), 5);
+        for round in 0..3 {
+            graph.launch(&s).unwrap();
+            s.submit(&mut numbered(&order, &word, 1)).unwrap();
+            assert_eq!(order.last_number(), 5 + 4 * (round + 1));
+        }
+        s.synchronize(PATIENCE).unwrap();
+        assert_eq!(word.load(), 17);
+        let mut wrong = Batch::new();
+        _ = wrong.number(&order, 2, |_, batch| {
+            batch.barrier();
+            Ok(())
+        });
+        for refused in [s.submit(&mut wrong), s.capture(|s| s.submit(&mut wrong)).map(drop)] {
+            assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
+        }
+        drop(wrong);
+        let refused = numbered(&order, &word, 1).run(PATIENCE).unwrap_err();
+        assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
+        s.submit(&mut numbered(&order, &word, 1)).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+        assert_eq!(word.load(), 18);
+    }
+}
+
+/// A stream that waits for a word of the peer fails with the queue pair.
+#[test]
+fn waits_with_numbers_end_with_the_queue_pair() {
+    for place in places() {
+        let (a, _b) = pair(8, |q| q);
+        let (order, word, s) = (StreamOrder::new(&a.qp), word(), place.stream(PATIENCE));
+        let mut batch = Batch::new();
+        let of = word.clone();
+        let ticket = batch.number(&order, 2, move |n, batch| {
+            batch.wait_value64(&of, n, Cond::Geq);
+            batch.write_value64(&of, 7);
+            Ok(())
+        });
+        s.submit(&mut batch).unwrap();
+        assert!(matches!(s.synchronize(Duration::from_millis(5)), Err(Error::Deadline { .. })));
+        a.qp.stop(&Error::GivenUp);
+        let error = ticket.wait(PATIENCE).unwrap_err();
+        assert!(matches!(error, Error::GivenUp), "{error}");
+        assert!(s.synchronize(PATIENCE).is_err());
+        if place.via == Via::Kernel {
+            assert_ne!(word.load(), 7, "nothing is written after it");
+        }
     }
 }
 

@@ -1,112 +1,18 @@
 //! Peer copies: the parts of a window that streams of this rank's GPU write and read directly.
 
-use std::borrow::Cow;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::{ExportedMemory, Memory, PeerMemory};
+use gdsync::memory::{Memory, PeerMemory};
 use gdsync::stream::{Batch, PeerSignal, Replenish, Stream};
 
 use super::Part;
 use crate::communicator::Communicator;
-use crate::error::{Error, Result};
-use crate::path::NearPath;
+use crate::error::Result;
+use crate::offer::{Offer, Reach, refuse_queues};
 use crate::registration::Registration;
-
-/// Why a rank does not export its part: the codes of the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-enum Refusal {
-    NotOnGpu = 1,
-    NoHandle = 2,
-    Queues = 3,
-}
-
-impl Refusal {
-    fn reason(code: u8) -> &'static str {
-        match code {
-            1 => "the part of the other rank is not in GPU memory",
-            2 => {
-                "the GPU memory of the other rank has no CUDA IPC handle: it needs memory of cudaMalloc (Gpu::alloc)"
-            }
-            3 => "the other rank asked for queue pairs (MP_NEAR, or the builder)",
-            _ => "the other rank does not export its memory",
-        }
-    }
-}
-
-/// What a rank tells the others about the memory of its part: 0 and the export, or why there is none.
-pub(super) struct Offer([u8; Offer::BYTES]);
-
-impl Offer {
-    pub(super) const BYTES: usize = 1 + ExportedMemory::BYTES;
-
-    /// Exports the part of this rank, if it may, and returns what the others will open.
-    pub(super) fn new(
-        near: NearPath,
-        registration: &Registration,
-        range: &Range<usize>,
-    ) -> (Self, Option<Memory>) {
-        match export(near, registration, range) {
-            Ok((memory, exported)) => {
-                let mut bytes = [0; Self::BYTES];
-                bytes[1..].copy_from_slice(&exported.to_bytes());
-                (Self(bytes), Some(memory))
-            }
-            Err(refusal) => {
-                let mut bytes = [0; Self::BYTES];
-                bytes[0] = refusal as u8;
-                (Self(bytes), None)
-            }
-        }
-    }
-
-    pub(super) fn to_bytes(&self) -> [u8; Self::BYTES] {
-        self.0
-    }
-
-    pub(super) fn from_bytes(bytes: &[u8; Self::BYTES]) -> Self {
-        Self(*bytes)
-    }
-
-    /// Opens it for a GPU, or says why not.
-    fn open(&self, gpu: &Gpu, part: &Part) -> Reach {
-        match self.0[0] {
-            0 => {}
-            code => return Err(Refusal::reason(code).into()),
-        }
-        let opened =
-            ExportedMemory::from_bytes(&self.0[1..]).and_then(|memory| PeerMemory::open(gpu, &memory));
-        match opened {
-            Ok(memory) if memory.len() == part.size => Ok(memory),
-            Ok(_) => Err("the other rank exports other memory than its part".into()),
-            Err(error) => Err(error.to_string().into()),
-        }
-    }
-}
-
-fn export(
-    near: NearPath,
-    registration: &Registration,
-    range: &Range<usize>,
-) -> std::result::Result<(Memory, ExportedMemory), Refusal> {
-    let memory = registration.memory();
-    match () {
-        () if near == NearPath::Queues => return Err(Refusal::Queues),
-        () if memory.gpu().is_none() || range.is_empty() => return Err(Refusal::NotOnGpu),
-        () => {}
-    }
-    let exported = memory.slice(range.start, range.len()).and_then(|part| Ok((part.clone(), part.export()?)));
-    exported.map_err(|error| {
-        tracing::info!(%error, ?memory, "no peer copies into this part of a window");
-        Refusal::NoHandle
-    })
-}
-
-/// The part of a rank, open for the own GPU, or why it is not.
-pub(super) type Reach = std::result::Result<PeerMemory, Cow<'static, str>>;
 
 /// The parts of all ranks.
 #[derive(Debug)]
@@ -146,32 +52,17 @@ impl Near {
     /// # Errors
     /// [`Error::Device`] with [`NearPath::PeerCopies`] where GPU memory on this host is not reached.
     pub(super) fn open(comm: &Communicator, own: &Registration, parts: &[(Part, Offer)]) -> Result<Self> {
-        let settings = &comm.0.settings;
-        let gpu = own.memory().gpu().or(settings.queues.gpu.as_ref()).cloned();
-        let open = |(rank, (part, offer)): (usize, &(Part, Offer))| {
-            let path = &comm.0.paths[rank];
-            match &gpu {
-                _ if settings.near == NearPath::Queues => {
-                    Err("this rank asked for queue pairs (MP_NEAR, or the builder)".into())
-                }
-                _ if !path.is_on_this_host() => Err("the rank is on another host".into()),
-                None => Err("this rank has no GPU: give one to CommunicatorBuilder::gpu".into()),
-                Some(gpu) => offer.open(gpu, part),
-            }
-        };
+        let gpu = own.memory().gpu().or(comm.0.settings.queues.gpu.as_ref()).cloned();
+        let open =
+            |(rank, (part, offer)): (usize, &(Part, Offer))| offer.open(comm, rank, gpu.as_ref(), part.size);
         let reached: Vec<_> = parts.iter().enumerate().map(open).collect();
-        if settings.near == NearPath::PeerCopies {
-            let is_wanted = |rank: usize| {
-                let is_on_gpu = parts[rank].1.0[0] != Refusal::NotOnGpu as u8;
-                gpu.is_some() && is_on_gpu && comm.0.paths[rank].is_on_this_host()
-            };
-            let mut missing = reached.iter().enumerate().filter(|(rank, _)| is_wanted(*rank));
-            if let Some((rank, Err(why))) = missing.find(|(_, reach)| reach.is_err()) {
-                return Err(Error::Device(gdsync::Error::InvalidArgument {
-                    what: "the window",
-                    value: format!("one without peer copies to rank {rank}: {why}"),
-                    expected: "one with peer copies (NearPath::PeerCopies); MP_NEAR=auto uses queue pairs instead",
-                }));
+        for (rank, reach) in reached.iter().enumerate() {
+            if let Err(why) = reach
+                && gpu.is_some()
+                && parts[rank].1.is_on_gpu()
+                && comm.0.paths[rank].is_on_this_host()
+            {
+                refuse_queues(comm, "the window", rank, why)?;
             }
         }
         Ok(Self { gpu, parts: reached, is_over: Arc::default() })

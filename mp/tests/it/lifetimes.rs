@@ -335,8 +335,8 @@ job_test!(nothing_starts_after_finalize, 2, |comm| {
     let channel = over.channel(peer, &[(&memory, 0..8)], LONG).unwrap();
     let capture = s.begin_capture().unwrap();
     channel.post_recv_on_stream(&s).unwrap();
-    channel.send_on_stream(&s, &memory, 8..16).unwrap();
-    channel.wait_recv_on_stream(&s).unwrap();
+    _ = channel.send_on_stream(&s, &memory, 8..16).unwrap();
+    _ = channel.wait_recv_on_stream(&s).unwrap();
     let graph = capture.end().unwrap();
     graph.launch(&s).unwrap();
     s.synchronize(LONG).unwrap();

@@ -17,18 +17,27 @@ use crate::common::{
     myself, prints, says, simulated_gpu, succeeds,
 };
 
-/// The tests of windows on streams run again with all buffers in GPU memory: by kernels, and by the copy engine.
-#[test]
-fn windows_on_streams_hold_with_peer_copies() {
+/// Tests of a module run again with all buffers in GPU memory: by kernels, and by the copy engine.
+fn hold_with_peer_copies(module: &str) {
     for via in ["kernel", "memop"] {
         let mut again = Command::new(std::env::current_exe().unwrap());
-        again.args(["windows_on_stream::", "--skip", "hold_with_peer_copies"]);
+        again.args([module, "--skip", "hold_with_peer_copies"]);
         let output = again.env("GDSYNC_TEST_GPU", via).env("MP_NEAR", "peer").output().unwrap();
         let [out, err] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
         // The failures last: logs are cut.
         let is_right = output.status.success() && !out.contains("running 0 tests");
         assert!(is_right, "{via}: {err}\n{out}{}", output.status);
     }
+}
+
+#[test]
+fn windows_on_streams_hold_with_peer_copies() {
+    hold_with_peer_copies("windows_on_stream::");
+}
+
+#[test]
+fn channels_hold_with_peer_copies() {
+    hold_with_peer_copies("channels::");
 }
 
 /// The GPU of this rank, or a simulated one.
@@ -199,7 +208,7 @@ job_test!(other_memory_goes_through_queues, 2, |comm| {
     let part = if comm.rank() == 0 { &near } else { &host };
     let window = comm.window(part, 0..4096, LONG).unwrap();
     match comm.rank() {
-        0 => says(&why(&window, &near), &["part of the other rank", "not in GPU memory"]),
+        0 => says(&why(&window, &near), &["the memory of the other rank is not of a GPU"]),
         // With `GDSYNC_TEST_GPU` the communicator has a GPU.
         _ if crate::common::gpu().is_some() => is_near(&window, &near, peer),
         _ => says(&why(&window, &near), &["no GPU", "CommunicatorBuilder::gpu"]),
@@ -635,4 +644,107 @@ job_test!(copies_post_no_work_requests, 2, |comm| {
         window.start_on_stream(&other, &Rma::put(&buffer, 0..64, peer, 64)).unwrap().wait(LONG).unwrap();
     }
     comm.barrier(LONG).unwrap();
+});
+
+/// The same ranks, with the GPU of this one.
+fn with_gpu(comm: &Communicator, gpu: &Gpu, near: NearPath) -> Communicator {
+    Communicator::builder().gpu(gpu).near(near).timeout(LONG).init_over(comm.clone()).unwrap()
+}
+
+// Each direction of a channel has its own way, and both ranks know it.
+job_test!(directions_of_a_channel_are_independent, 2, |comm| {
+    let (gpu, me) = (gpu(), comm.rank());
+    let comm = &with_gpu(comm, &gpu, NearPath::Auto);
+    let (outbox, inbox) = (of_gpu(comm, &gpu, 64), of_gpu(comm, &gpu, 64));
+    let host = host_buffer(comm, 64);
+    // What comes to rank 1 is put by the GPU of rank 0.
+    let places = [(&host, 0..64), (&inbox, 0..64)];
+    let channel = comm.channel(1 - me, &places[me..=me], LONG).unwrap();
+    let path = channel.path_of(&outbox, 0..64).unwrap();
+    match me {
+        0 => assert_eq!(path.peer_copies(), Ok(()), "{path}"),
+        _ => says(&path, &["by CUDA streams no other way: the memory of the other rank is not of a GPU"]),
+    }
+    let s = on(&gpu, Via::Kernel);
+    for n in 0..10 {
+        outbox.memory().write(0, &message(me, 1 - me, n, 64)).unwrap();
+        outbox.memory().flush().unwrap();
+        channel.post_recv_on_stream(&s).unwrap();
+        let sent = channel.send_on_stream(&s, &outbox, 0..64 - n).unwrap();
+        let came = channel.wait_recv_on_stream(&s).unwrap();
+        assert_eq!(came.wait(LONG).unwrap().bytes, 64 - n);
+        assert_eq!(sent.wait(LONG).unwrap().bytes, 64 - n);
+        assert!(bytes(places[me].0, 0..64 - n) == message(1 - me, me, n, 64)[..64 - n], "{n}");
+    }
+    s.synchronize(LONG).unwrap();
+    comm.clone().finalize(LONG).unwrap();
+});
+
+// Messages of random length and alignment, by calls, batches, batches that are dropped and graphs, whose places differ in each launch.
+job_test!(messages_of_a_channel_come_in_order_in_any_mixture, 2, |comm| {
+    const PLACES: usize = 3;
+    const ROOM: usize = 40_000;
+    let (gpu, me) = (gpu(), comm.rank());
+    let comm = &with_gpu(comm, &gpu, NearPath::PeerCopies);
+    let (outbox, inbox) = (of_gpu(comm, &gpu, ROOM), of_gpu(comm, &gpu, PLACES * ROOM));
+    let places: Vec<_> = (0..PLACES * me).map(|at| (&inbox, at * ROOM..(at + 1) * ROOM)).collect();
+    let channel = comm.channel(1 - me, &places, LONG).unwrap();
+    let s = on(&gpu, Via::Kernel);
+    let whole = 0..ROOM;
+    let graph = (me == 0).then(|| {
+        let capture = s.begin_capture().unwrap();
+        let _void = channel.send_on_stream(&s, &outbox, whole.clone()).unwrap();
+        capture.end().unwrap()
+    });
+    let mut random = 1_u64;
+    for n in 0..60 {
+        random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+        let bits = |shift: u32, end: usize| usize::try_from(random >> shift).unwrap() % end;
+        let (kind, start) = (bits(60, 4), bits(40, 64));
+        let range = if kind == 3 { whole.clone() } else { start..start + bits(20, ROOM - start) };
+        if me == 0 {
+            outbox.memory().write(0, &message(0, 1, n, ROOM)).unwrap();
+            outbox.memory().flush().unwrap();
+            if kind == 1 {
+                _ = channel.send_in_batch(&mut Batch::new(), &outbox, whole.clone()).unwrap();
+            }
+            match &graph {
+                Some(graph) if kind == 3 => drop(graph.launch(&s).unwrap()),
+                _ => _ = channel.send_on_stream(&s, &outbox, range).unwrap(),
+            }
+            s.synchronize(LONG).unwrap();
+            continue;
+        }
+        let mut batch = Batch::new();
+        channel.post_recv_in_batch(&mut batch).unwrap();
+        let came = channel.wait_recv_in_batch(&mut batch).unwrap();
+        s.submit(&mut batch).unwrap();
+        s.synchronize(LONG).unwrap();
+        assert_eq!(came.test().unwrap().unwrap().bytes, range.len(), "{n}");
+        let place = n % PLACES * ROOM;
+        assert!(
+            bytes(&inbox, place..place + range.len()) == message(0, 1, n, ROOM)[range.clone()],
+            "{n}: {range:?}"
+        );
+    }
+    comm.clone().finalize(LONG).unwrap();
+});
+
+// Whoever wants queue pairs gets them, and both ranks know.
+job_test!(channels_use_queue_pairs_where_a_rank_wants_them, 2, |comm| {
+    let (gpu, me) = (gpu(), comm.rank());
+    let over = with_gpu(comm, &gpu, [NearPath::Queues, NearPath::Auto][me]);
+    let memory = of_gpu(&over, &gpu, 128);
+    let channel = over.channel(1 - me, &[(&memory, 0..64)], LONG).unwrap();
+    let path = channel.path_of(&memory, 64..128).unwrap();
+    let why =
+        ["this rank asked for queue pairs (MP_NEAR", "the other rank asked for queue pairs (MP_NEAR"][me];
+    says(&path, &[why]);
+    let s = on(&gpu, Via::Kernel);
+    channel.post_recv_on_stream(&s).unwrap();
+    let sent = channel.send_on_stream(&s, &memory, 64..128).unwrap();
+    _ = channel.wait_recv_on_stream(&s).unwrap();
+    over.wait_on_stream(&s, &sent).unwrap();
+    s.synchronize(LONG).unwrap();
+    over.finalize(LONG).unwrap();
 });

@@ -247,8 +247,8 @@ job_test!(graphs_refuse_the_loop_and_say_what_to_write, 2, |comm| {
     repeat(Box::new(move || value.store(value.load() + 2)));
     channel.post_recv_on_stream(&s).unwrap();
     let sent = channel.send_on_stream(&s, &buffer, 0..8).unwrap();
-    channel.wait_recv_on_stream(&s).unwrap();
-    s.wait(&sent).unwrap();
+    _ = channel.wait_recv_on_stream(&s).unwrap();
+    comm.wait_on_stream(&s, &sent).unwrap();
     let (ours, count) = (out.clone(), right.clone());
     repeat(Box::new(move || {
         let is_right = place.load() + me as u64 == ours.load() + peer as u64;

@@ -229,12 +229,20 @@ impl Exec {
             start = end;
         }
         let fits = |(call, node): (&Call, &Node)| Shape::of(call, self.by_kernel) == node.shape;
-        let same = calls.len() == self.nodes.len() && calls.iter().zip(&self.nodes).all(fits);
-        same.then_some(calls).ok_or(Error::Unsupported {
-            what: "a launch with other operations than were captured",
-            by: "CUDA graphs",
-            fix: "capture the graph again",
-        })
+        let same = calls.len() == self.nodes.len();
+        match calls.iter().zip(&self.nodes).find(|both| !fits(*both)) {
+            None if same => Ok(calls),
+            Some((Call::Copy(_), _)) => Err(Error::Unsupported {
+                what: "a launch whose copies by the copy engine are of other memory than was captured",
+                by: "CUDA graphs, whose copies stay the same",
+                fix: "launch it where its messages go to the places of the capture, give the channel one place, or let kernels copy",
+            }),
+            _ => Err(Error::Unsupported {
+                what: "a launch with other operations than were captured",
+                by: "CUDA graphs",
+                fix: "capture the graph again",
+            }),
+        }
     }
 }
 

@@ -225,7 +225,7 @@ impl Calls {
                     self.pass(&mut indices);
                     self.put([KernelOp::wait32(word(gpu, op, at.memory())?, value, cond)]);
                 }
-                Op::Wait64 { ref at, value, cond } => {
+                Op::Wait64 { ref at, value, cond, .. } => {
                     self.pass(&mut indices);
                     self.put([KernelOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
                 }
