@@ -454,7 +454,7 @@ impl Batch {
         if self.follows.as_ref().is_some_and(|follows| follows.has_numbered()) {
             return Err(Error::Unsupported {
                 what: "operations that take numbers of an order",
-                by: "Batch::run",
+                by: "the CPU, which is to run the batch",
                 fix: "submit the batch to a stream",
             });
         }
