@@ -22,7 +22,7 @@ const MAX_SIZE: usize = 1 << 16;
 #[derive(Debug)]
 struct Embedded(gda_exchange, usize, usize);
 
-// SAFETY: the header says that its functions may be called on each thread that makes calls.
+// SAFETY: the header says on which threads its functions are called: those of the library, too.
 unsafe impl Send for Embedded {}
 
 impl Embedded {

@@ -1,4 +1,4 @@
-//! Registered memory, and pieces of it in messages.
+//! Registered memory, pieces of it in messages, and GPU memory of other processes.
 
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
