@@ -130,7 +130,11 @@ impl Doctor {
         let timeout = self.timeout.map_or_else(by_gpus, Duration::from_secs);
         let wanted = |area: &&Area| area.checks.iter().any(|check| is_wanted(check.name, &self.only));
         let areas: Vec<_> = AREAS.iter().filter(wanted).collect();
-        let asks: Vec<_> = areas.iter().flat_map(|area| area.asks).copied().collect();
+        // libfabric, whose constructors do much, is loaded for those who name it.
+        let is_for_fabric = !self.only.is_empty()
+            || gdsync::env::variable("GDSYNC_DEVICE").is_some_and(|name| name.starts_with("fabric:"));
+        let asks = areas.iter().flat_map(|area| area.asks).copied();
+        let asks: Vec<_> = asks.filter(|ask| is_for_fabric || *ask != Live::Fabric).collect();
         let machine = Arc::new(self.machine(&asks, timeout));
         let looks: Vec<_> = areas.iter().map(|&area| look(&machine, area.probe)).collect();
         let choice = areas.iter().any(|area| area.name == "choice");
@@ -157,6 +161,7 @@ impl Doctor {
             mapping: answer(ask(Live::Mapping)),
             choice: answer(ask(Live::Choice)),
             verbs: answer(verbs),
+            fabric: ask(Live::Fabric).map(|asked| answer(Some(asked))),
         }
     }
 }

@@ -67,7 +67,8 @@ pub mod hca {
     pub use gdsync_device::GpuNudge;
     pub use gdsync_device::{FaultPlan, Gid, HcaStats};
     pub use gdsync_soft::{
-        CmaPolicy, Interface, SoftHcaConfig, TCP, interfaces, job_secret, join_job, tcp_address,
+        CmaPolicy, Interface, SoftHcaConfig, TCP, fabric_providers, interfaces, job_secret, join_job,
+        tcp_address,
     };
 }
 pub use device::Device;

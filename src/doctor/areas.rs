@@ -19,6 +19,7 @@ macro_rules! area {
 }
 
 mod driver;
+mod fabric;
 pub(super) mod gpu;
 pub(super) mod pci;
 pub(super) mod process;
@@ -46,6 +47,7 @@ pub(super) const AREAS: &[Area] = &[
     driver::MODULES_AREA,
     rdma::RDMA_AREA,
     rdma::LIMITS_AREA,
+    fabric::FABRIC_AREA,
     pci::IOMMU_AREA,
     pci::TOPOLOGY_AREA,
     process::CONTAINER_AREA,

@@ -28,7 +28,7 @@ pub(super) use cuda::explore;
 pub(super) use cuda::{CudaFacts, GpuFacts, attribute};
 #[cfg(test)]
 pub(super) use devices::Backend;
-pub(super) use devices::{ChoiceFacts, DeviceFacts, MappingFacts, Route, VerbsFacts};
+pub(super) use devices::{ChoiceFacts, DeviceFacts, FabricFacts, MappingFacts, Route, VerbsFacts};
 
 /// What can be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
@@ -39,6 +39,8 @@ pub(super) enum Live {
     Mapping,
     /// RDMA devices, through libibverbs.
     Verbs,
+    /// The providers of libfabric.
+    Fabric,
     /// What this library opens by default.
     Choice,
 }
@@ -87,6 +89,7 @@ pub(super) fn run(what: Live) -> ExitCode {
         Live::Cuda => cuda::probe(&reporter),
         Live::Mapping => devices::probe_mapping(&reporter),
         Live::Verbs => devices::probe_verbs(&reporter),
+        Live::Fabric => devices::probe_fabric(&reporter),
         Live::Choice => devices::probe_choice(&reporter),
     }
     // Without giving anything back, which may wait for a GPU that hangs: the kernel does it better.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use gdsync::rdma::{Place, SysfsDevice, gpus};
 
 use super::areas::rdma::Limits;
-use super::live::{Answer, ChoiceFacts, CudaFacts, MappingFacts, VerbsFacts};
+use super::live::{Answer, ChoiceFacts, CudaFacts, FabricFacts, MappingFacts, VerbsFacts};
 
 /// A machine, real or made up by a test.
 #[derive(Clone, Debug)]
@@ -18,6 +18,8 @@ pub(super) struct Machine {
     pub(super) cuda: Answer<CudaFacts>,
     pub(super) mapping: Answer<MappingFacts>,
     pub(super) verbs: Answer<VerbsFacts>,
+    /// `None` where libfabric was not to be loaded.
+    pub(super) fabric: Option<Answer<FabricFacts>>,
     pub(super) choice: Answer<ChoiceFacts>,
     pub(super) limits: Limits,
     pub(super) is_root: bool,

@@ -125,4 +125,4 @@ pub use config::{CmaPolicy, SoftHcaConfig};
 pub use job::{job_secret, join_job};
 pub use network::Network;
 pub use soft::SoftHca;
-pub use wire::{Interface, TCP, interfaces, tcp_address};
+pub use wire::{Interface, TCP, fabric_providers, interfaces, tcp_address};

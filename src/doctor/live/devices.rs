@@ -8,10 +8,10 @@ use std::ptr::NonNull;
 use gdrcopy::{BackendKind, Gdr};
 use gdsync::Device;
 use gdsync::cuda::Gpu;
-use gdsync::hca::tcp_address;
+use gdsync::hca::{fabric_providers, tcp_address};
 use rdma_core_sys::mlx5::{mlx5dv_context_attr, mlx5dv_context_attr_flags};
 use rdma_core_sys::verbs::{ibv_context, ibv_device};
-use rdma_core_sys::{Mlx5, Verbs};
+use rdma_core_sys::{Fabric, Mlx5, Verbs};
 use serde::{Deserialize, Serialize};
 
 use super::{Reporter, await_first_gpu};
@@ -172,6 +172,33 @@ pub(super) fn probe_verbs(reporter: &Reporter) {
         facts.devices.push(one);
         reporter.facts(&facts);
     }
+}
+
+/// What libfabric reported. `None`: not reached.
+#[derive(Clone, Debug, Default, Deserialize, Serialize)]
+pub(in crate::doctor) struct FabricFacts {
+    /// Its version and file, or why there is none.
+    pub(in crate::doctor) library: Option<Result<String, String>>,
+    /// The properties of each provider, or what it lacks.
+    pub(in crate::doctor) providers: Vec<(String, Result<String, String>)>,
+}
+
+pub(super) fn probe_fabric(reporter: &Reporter) {
+    let mut facts = FabricFacts::default();
+    reporter.step("loading libfabric");
+    let library = Fabric::load().map(|fabric| {
+        // SAFETY: it may be called at any time.
+        let version = unsafe { fabric.fi_version() };
+        let file = file_of("libfabric", fabric.library());
+        format!("libfabric {}.{} ({})", version >> 16, version & 0xffff, file.display())
+    });
+    facts.library = Some(library.map_err(|error| error.to_string()));
+    reporter.facts(&facts);
+    reporter.step("fi_getinfo");
+    let providers = fabric_providers().unwrap_or_default().into_iter();
+    facts.providers =
+        providers.map(|(name, found)| (name, found.map_err(|error| error.to_string()))).collect();
+    reporter.facts(&facts);
 }
 
 fn name_of(verbs: &Verbs, device: *mut ibv_device) -> String {

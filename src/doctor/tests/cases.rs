@@ -8,7 +8,7 @@ use std::path::Path;
 use tempfile::TempDir;
 
 use super::super::areas::rdma::Limits;
-use super::super::live::{Bar1, CudaFacts, Route, attribute};
+use super::super::live::{Answer, Bar1, CudaFacts, FabricFacts, Route, attribute};
 use super::super::machine::Machine;
 use super::{set, set_variable, taken};
 
@@ -159,6 +159,27 @@ pub(super) const CUDA: &[Case] = &[
 ];
 
 pub(super) const NETWORK: &[Case] = &[
+    ("libfabric was not to be loaded", |_, machine| machine.fabric = None),
+    ("neither libfabric nor a device that needs it", |tree, machine| {
+        machine.fabric = None;
+        ["dev/cxi0", "sys/bus/pci/drivers/efa"].iter().for_each(|path| tree.remove(path));
+    }),
+    ("no libfabric", |_, machine| {
+        let facts =
+            FabricFacts { library: Some(Err("libfabric.so.1: no such file".into())), providers: Vec::new() };
+        machine.fabric = Some(Answer { facts, trouble: None });
+    }),
+    ("libfabric hangs", |_, machine| {
+        let trouble = Some("no answer within 4s, in fi_getinfo".into());
+        machine.fabric = Some(Answer { facts: FabricFacts::default(), trouble });
+    }),
+    ("libfabric of another vendor", |_, machine| {
+        let providers = machine.fabric.iter_mut().flat_map(|asked| &mut asked.facts.providers);
+        providers.for_each(|(name, found)| {
+            if name == "efa" { *name = "udp".into() } else { *found = Err("it sends no messages".into()) }
+        });
+    }),
+    ("Slingshot without a network", |_, machine| _ = machine.environment.remove("SLINGSHOT_VNIS")),
     ("no libibverbs", |_, machine| {
         machine.verbs.facts.libibverbs = Some(Err("libibverbs.so.1: no such file".into()))
     }),

@@ -14,6 +14,7 @@ use super::tcp::{Connection, Frame, Offer, SILENCE, body_len, copy_packet};
 use gdsync_device::error::Result;
 
 pub(crate) use endpoint::Endpoint;
+pub use survey::fabric_providers;
 
 mod endpoint;
 mod objects;

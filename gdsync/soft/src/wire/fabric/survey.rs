@@ -1,10 +1,11 @@
 //! Which provider and domain of libfabric an endpoint is made of, and what a provider lacks, in words.
 
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv4Addr};
 use std::ptr::{self, NonNull};
 
 use super::endpoint::MESSAGE;
+use crate::wire::tcp_address;
 use gdsync_device::error::{Error, Result};
 use rdma_core_sys::Fabric;
 use rdma_core_sys::fabric as fi;
@@ -112,6 +113,17 @@ impl Info {
         let next = NonNull::new(self.get().next);
         self.chosen = next.unwrap_or(self.chosen);
         next.is_some()
+    }
+
+    /// What counts for a device, in words.
+    fn properties(&self) -> String {
+        let (tx, domain) = (self.tx(), self.domain());
+        let order = if tx.msg_order & fi::FI_ORDER_SAS == 0 { "in any order" } else { "in order" };
+        let registers = if domain.mr_mode & fi::FI_MR_LOCAL == 0 { "" } else { ", buffers registered" };
+        let (at, inject, sends, receives) = (text(domain.name), tx.inject_size, tx.size, self.rx().size);
+        format!(
+            "{at}: messages {order}, {inject} bytes injected, {sends} sends and {receives} receives at once{registers}"
+        )
     }
 
     /// What the entry lacks, and the fix.
@@ -264,6 +276,11 @@ pub(super) fn choose(table: &'static Fabric, name: &str, ip: IpAddr) -> Result<I
 
 /// The providers that there are, for a text.
 fn others(question: &Question<'_>) -> String {
+    let names = names(question);
+    if names.is_empty() { String::new() } else { format!(", but {}", names.join(", ")) }
+}
+
+fn names(question: &Question<'_>) -> Vec<String> {
     let mut names = Vec::new();
     if let Ok(mut info) = question.ask() {
         loop {
@@ -276,5 +293,20 @@ fn others(question: &Question<'_>) -> String {
             }
         }
     }
-    if names.is_empty() { String::new() } else { format!(", but {}", names.join(", ")) }
+    names
+}
+
+/// The providers of libfabric, which is loaded for that, each with its properties in words, or why `fabric:PROVIDER` cannot be used.
+///
+/// # Errors
+/// [`Error::Library`] without libfabric.
+pub fn fabric_providers() -> Result<Vec<(String, Result<String>)>> {
+    let table = Fabric::load()?;
+    let ip = tcp_address(None).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
+    let all = names(&Question { table, provider: None, domain: None, node: None, order: None });
+    let each = all.into_iter().map(|name| {
+        let properties = choose(table, &name, ip).map(|info| info.properties());
+        (name, properties)
+    });
+    Ok(each.collect())
 }
