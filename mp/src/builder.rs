@@ -24,7 +24,7 @@ use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, NearPath};
 use crate::peer::Peer;
 use crate::registration::Registration;
 use crate::rma_queue::AllRmaQueues;
-use crate::transport::{ACK_TIMEOUT, QpPair, QueueConfig, Transport};
+use crate::transport::{QpPair, QueueConfig, Transport, ack_timeout};
 use crate::wait::Deadline;
 use crate::watchdog::{AllWatched, Watchdog};
 
@@ -56,6 +56,7 @@ impl Default for CommunicatorBuilder {
                 traffic: Traffic::Messages,
                 gpu: None,
                 on_gpu: OnGpu::empty(),
+                ack_timeout: 0,
             },
             cache: CacheConfig::default(),
             intra_host: IntraHostPath::Soft,
@@ -274,13 +275,14 @@ impl CommunicatorBuilder {
     }
 
     fn connect(
-        self,
+        mut self,
         mut devices: Devices,
         mut exchange: Box<dyn Exchange>,
         cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
         let flag = Arc::new(CreditFlag::new(self.0.watch));
+        self.0.queues.ack_timeout = ack_timeout(&devices.main.context);
         let (transports, credits) =
             connect(&mut devices, &mut *exchange, &self.0.queues, &flag, deadline.remaining())?;
         // No rank may send before all can receive.
@@ -374,7 +376,7 @@ fn connect(
             let pd = devices.pd(peer);
             let words = |depth: usize| {
                 let words = pd.build_qp().max_send_wr(depth.max(2)).max_recv_wr(1).max_inline(credit::INLINE);
-                words.timeout(ACK_TIMEOUT).build()
+                words.timeout(queues.ack_timeout).build()
             };
             let messages = QpPair::build(peer == rank, || queues.build_qp(pd))?;
             Ok((messages, [words(queues.depth)?, words(credit::PROBES)?]))

@@ -70,7 +70,7 @@
 //! When a rank dies, operations with it fail, and no others: waits and streams end within seconds with an error that names
 //! it, also if nothing was sent to it. A wait for a word or a [`Signal`] does not know whose it is, and goes on to its own limit;
 //! [`Communicator::lost`] names the lost ranks then. A process that is stopped, by a debugger or a suspended machine, counts as lost if
-//! another rank waits for it and it does not answer for about 9 s, even if it continues later. The survivors can go on in a new
+//! another rank waits for it and it does not answer for about 5 s, with a card 9 s, even if it continues later. The survivors can go on in a new
 //! communicator: [`Communicator::shrink`].
 //!
 //! # Memory model and safety

@@ -12,7 +12,8 @@ use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::recorder::Traffic;
 use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
 use gdsync::verbs::{
-    Completion, CompletionError, Cq, MrGuard, OnGpu, Pd, Qp, QpAddress, QpBuilder, RecvWr, SendWr, Sge,
+    Completion, CompletionError, Context, Cq, MrGuard, OnGpu, Pd, Qp, QpAddress, QpBuilder, RecvWr, SendWr,
+    Sge,
 };
 use parking_lot::Mutex;
 
@@ -27,9 +28,11 @@ pub(crate) const SILENCE: Duration = Duration::from_millis(250);
 /// Messages whose completions are taken together.
 pub(crate) const DRAIN: u64 = 32;
 
-/// Acknowledge timeout of all queue pairs: about a second, eight times before a rank counts as lost. On a busy machine only a
-/// thread of the device may answer, and a slow rank must not be lost.
-pub(crate) const ACK_TIMEOUT: u8 = 18;
+/// Acknowledge timeout of all queue pairs, eight times before a rank counts as lost: about half a second with the software HCA, so that
+/// a wait for a rank that is stopped ends within 5 s, and a second with a card, whose network may take longer to find another route.
+pub(crate) fn ack_timeout(context: &Context) -> u8 {
+    if context.is_software() { 17 } else { 18 }
+}
 
 /// What the queue pairs of messages are built with.
 #[derive(Clone, Debug)]
@@ -42,13 +45,15 @@ pub(crate) struct QueueConfig {
     pub(crate) traffic: Traffic,
     pub(crate) gpu: Option<Gpu>,
     pub(crate) on_gpu: OnGpu,
+    /// See [`ack_timeout`].
+    pub(crate) ack_timeout: u8,
 }
 
 impl QueueConfig {
     pub(crate) fn build_qp(&self, pd: &Pd) -> QpBuilder {
         // Retries for a missing receive without end: the deadlines of waits end what never comes.
         let builder = pd.build_qp().max_send_wr(self.depth).max_recv_wr(self.depth).rnr_retry(7);
-        let builder = builder.timeout(ACK_TIMEOUT);
+        let builder = builder.timeout(self.ack_timeout);
         let builder = builder.max_send_sge(self.max_pieces as usize).max_recv_sge(self.max_pieces);
         match &self.gpu {
             Some(gpu) => builder.on_gpu(gpu, self.on_gpu),

@@ -686,8 +686,8 @@ impl CqInner {
 
 /// Polls this long amid bulk copies on cores that have other work, perhaps the peer: twice 1 MiB there and back.
 const BUSY_POLL: Duration = Duration::from_micros(300);
-/// Maximum sleep between two checks of the queue; a completion wakes the sleeper earlier.
-const PARK: Duration = Duration::from_millis(5);
+/// Maximum sleep between two checks of the queue; a completion wakes the sleeper earlier. 50 checks a second are 0.02 to 0.04 % of a core.
+const PARK: Duration = Duration::from_millis(20);
 
 impl CqInner {
     /// A wait for the next completion that `poll` takes, for the flight recorder.
@@ -778,6 +778,8 @@ impl CqInner {
             }
             if !backoff.spin_after(waited) {
                 self.park_for_next(PARK.min(timeout - waited));
+                // One look, then asleep again: each look may ask the system for packets.
+                rounds = u32::MAX;
             }
         }
     }

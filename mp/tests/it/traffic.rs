@@ -260,14 +260,18 @@ fn idle_ranks_use_no_cpu() {
             play(comm, &setup, window, peer, peer).unwrap();
         });
         comm.exchange(&[], LONG).unwrap();
+        let (peer, cell) = (comm.rank() ^ 1, 0..8);
+        let received = comm.irecv(&setup.inbox, cell.clone(), peer).unwrap();
         // What lingers after work ends here.
         sleep(IDLE / 10);
         let before = cpu();
-        sleep(IDLE);
+        comm.wait(&received, IDLE).expect_err("nothing is sent yet");
         let used = u64::try_from((cpu() - before).as_nanos()).unwrap();
         let all = comm.exchange(&used.to_le_bytes(), LONG).unwrap();
         let all = all.iter().map(|used| u64::from_le_bytes(*used.first_chunk().unwrap())).sum();
         let used = Duration::from_nanos(all);
+        comm.isend(&setup.outbox, cell, peer).unwrap().wait(LONG).unwrap();
+        received.wait(LONG).unwrap();
         println!("{RANKS} idle ranks used {used:?} of CPU in {IDLE:?}");
         // Of a debug build on a busy machine; a thread that polls would use 100 %.
         assert!(used < IDLE / 10, "{used:?}");
