@@ -441,6 +441,13 @@ impl Memory {
         matches!(self.reach, Reach::Host | Reach::Checked)
     }
 
+    /// Where bytes of host memory are in this process, for system calls; `None` for other memory, and for such that its program may unmap.
+    pub fn host_bytes(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
+        let is_host = matches!(self.reach, Reach::Host) && self.inside(offset, len).is_ok();
+        // SAFETY: the offset lies inside.
+        is_host.then(|| unsafe { self.ptr.add(offset) })
+    }
+
     /// Whether the CPU can access the bytes. If not, as in GPU memory that no backend maps, queues use copy engines, and reads and
     /// writes here fail with [`Error::NotMapped`].
     pub fn is_mapped(&self) -> bool {

@@ -247,7 +247,7 @@ impl Core {
     fn ring_index(&mut self, index: usize) {
         self.with(index, |qp, env| {
             // One write to a socket takes both; a reply would overtake them otherwise.
-            if !env.links.takes_references(qp.link) {
+            if env.links.joins_packets(qp.link) {
                 qp.send_responses(env);
             }
             qp.take_doorbell(env);

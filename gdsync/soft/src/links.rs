@@ -128,6 +128,16 @@ impl Links {
         self.get(index).and_then(|link| link.full_since).is_some_and(|since| since.elapsed() >= STALL)
     }
 
+    /// Payload bytes per packet.
+    pub(crate) fn segment(&self, index: usize) -> usize {
+        self.get(index).map_or(packet::SEGMENT, |link| link.tx.segment())
+    }
+
+    /// Whether packets of a step leave together.
+    pub(crate) fn joins_packets(&self, index: usize) -> bool {
+        self.get(index).is_some_and(|link| matches!(link.tx, Tx::Tcp(_)))
+    }
+
     /// Whether packets to this peer may name memory in place of payload.
     pub(crate) fn takes_references(&self, index: usize) -> bool {
         self.get(index).is_none_or(|link| link.tx.takes_references())

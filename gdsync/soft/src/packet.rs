@@ -12,6 +12,8 @@ use gdsync_device::memory::{MARK, Memory, Process, WeakMemory};
 
 /// Payload bytes per packet, in place of a card's path MTU.
 pub(crate) const SEGMENT: usize = 16 * 1024;
+/// Those of links to other hosts, whose systems and libraries take long for a packet.
+pub(crate) const FAR_SEGMENT: usize = 64 * 1024;
 
 /// Packet opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,9 +120,9 @@ impl Header {
     }
 }
 
-/// Number of packets for `len` bytes, at least one.
-pub(crate) fn segments(len: usize) -> u32 {
-    u32::try_from(len.div_ceil(SEGMENT).max(1)).expect("messages are at most 1 GiB")
+/// Number of packets of at most `segment` bytes for `len` bytes, at least one.
+pub(crate) fn segments(len: usize, segment: usize) -> u32 {
+    u32::try_from(len.div_ceil(segment).max(1)).expect("messages are at most 1 GiB")
 }
 
 /// Signed distance from `from` to `psn`; negative if `psn` is older.
@@ -254,7 +256,7 @@ mod tests {
     fn psn_arithmetic_wraps() {
         assert_eq!(ahead(1, u32::MAX), 2);
         assert_eq!(ahead(u32::MAX, 1), -2);
-        assert_eq!([0, 1, SEGMENT, SEGMENT + 1].map(segments), [1, 1, 1, 2]);
+        assert_eq!([0, 1, SEGMENT, SEGMENT + 1].map(|len| segments(len, SEGMENT)), [1, 1, 1, 2]);
     }
 
     const HANDLE: Handle = Handle { ipc: [7; 64], buffer: 8, offset: 9 };

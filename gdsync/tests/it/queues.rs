@@ -252,7 +252,7 @@ fn receive_that_was_half_filled_is_flushed_with_the_others() {
         }
         // The second packet cannot be sent, so the message ends in its middle.
         let bad = gdsync::verbs::Sge { lkey: 0, ..a.mr.sge(0, 100).unwrap() };
-        a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 16 << 10).unwrap(), bad])]).unwrap();
+        a.qp.post_send(&[SendWr::send(&[a.mr.sge(0, 64 << 10).unwrap(), bad])]).unwrap();
         assert_eq!(sent(&a).syndrome, Some(Syndrome::LOC_PROT_ERR));
         until(|| !counts(&b.context) || b.context.stats().packets_received > 0);
         b.qp.abort().unwrap();

@@ -15,7 +15,7 @@ use gdsync::verbs::{Access, QpBuilder, RecvWr, RemoteAddr, SendWr, Sge, Wc};
 /// Payload of one packet of the software HCA.
 const SEGMENT: usize = 16 * 1024;
 const MAX: usize = (4 << 20) + 3;
-const LENGTHS: [usize; 14] = [
+const LENGTHS: [usize; 16] = [
     0,
     1,
     2,
@@ -28,6 +28,9 @@ const LENGTHS: [usize; 14] = [
     SEGMENT + 1,
     2 * SEGMENT,
     3 * SEGMENT + 7,
+    // Those of links to other hosts.
+    4 * SEGMENT,
+    4 * SEGMENT + 1,
     70 * SEGMENT,
     MAX,
 ];

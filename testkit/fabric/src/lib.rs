@@ -6,6 +6,7 @@
 //! | `efa` | messages overtake each other, some arrive twice, all memory must be registered, sends complete late, no descriptor to sleep on, an endpoint needs a queue for events |
 //! | `cxi` | in order, regions belong to the endpoint, nothing is injected, a descriptor, few sends at once |
 //! | `cxi;late` | as `cxi`, and sends complete with an error from the 200th on |
+//! | `cxi;stuck` | as `cxi`, and sends never complete |
 //! | `efa-direct` | messages of at most 8 KiB |
 //! | `msg` | connected endpoints only |
 //! | `prefix` | wants room ahead of each message |
@@ -28,6 +29,7 @@ struct Kind {
     name_len: usize,
     has_fd: bool,
     fails_late: bool,
+    is_stuck: bool,
     max_msg: usize,
     ep_type: c_int,
     mode: u64,
@@ -41,6 +43,7 @@ const EFA: Kind = Kind {
     name_len: 32,
     has_fd: false,
     fails_late: false,
+    is_stuck: false,
     max_msg: usize::MAX,
     ep_type: FI_EP_RDM,
     mode: 0,
@@ -54,10 +57,11 @@ const CXI: Kind = Kind {
     has_fd: true,
     ..EFA
 };
-const KINDS: [Kind; 6] = [
+const KINDS: [Kind; 7] = [
     EFA,
     CXI,
     Kind { name: c"cxi;late", fails_late: true, ..CXI },
+    Kind { name: c"cxi;stuck", is_stuck: true, ..CXI },
     Kind { name: c"efa-direct", max_msg: 8192, mode: FI_CONTEXT2, ..EFA },
     Kind { name: c"msg", ep_type: FI_EP_RDM - 2, ..CXI },
     Kind { name: c"prefix", mode: 1 << 58, ..CXI },
@@ -66,6 +70,8 @@ const KINDS: [Kind; 6] = [
 const REQUESTS: usize = 4096;
 /// Sends at once.
 const SENDS: usize = 16;
+/// Addresses that a vector holds.
+const ADDRESSES: usize = 32;
 
 /// An info and its parts.
 #[repr(C)]
@@ -244,7 +250,7 @@ impl State {
             self.done.push_back((context, Ok(message.len())));
         }
         for _ in 0..self.random(4) {
-            let Some(context) = self.sends.pop_front() else { break };
+            let Some(context) = self.sends.pop_front().filter(|_| !kind.is_stuck) else { break };
             self.sent += 1;
             let fails = kind.fails_late && self.sent >= 200;
             self.done.push_back((context, if fails { Err(libc::EIO) } else { Ok(0) }));
@@ -362,12 +368,19 @@ extern "C" fn open_av(
         let name = u64::from_le_bytes(*at(addr.cast_mut().cast::<[u8; 8]>()));
         let peer = ENDPOINTS.lock().get(&name).cloned();
         let Some(peer) = peer else { return 0 };
-        let mut state = at(av.cast::<Vector>()).inner.state.lock();
-        *at(address) = state.peers.len() as u64;
-        state.peers.push(peer);
+        let peers = &mut at(av.cast::<Vector>()).inner.state.lock().peers;
+        let free = peers.iter().position(|peer| peer.ptr_eq(&Weak::new())).unwrap_or(peers.len());
+        if free == ADDRESSES {
+            return 0;
+        }
+        *at(address) = free as u64;
+        peers.resize(peers.len().max(free + 1), Weak::new());
+        peers[free] = peer;
         1
     }
-    extern "C" fn remove(_: *mut fid_av, _: *mut fi_addr_t, _: usize, _: u64) -> c_int {
+    extern "C" fn remove(av: *mut fid_av, address: *mut fi_addr_t, _count: usize, _flags: u64) -> c_int {
+        let address = usize::try_from(*at(address)).expect("one of the vector");
+        at(av.cast::<Vector>()).inner.state.lock().peers[address] = Weak::new();
         0
     }
     static OPS: Table<fi_ops_av> = Table(fi_ops_av {

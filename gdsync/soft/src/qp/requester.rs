@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use self::fetch::Fetch;
 use self::refer::Referred;
 use super::{Env, SoftQp, UNLINKED, staging};
-use crate::packet::{self, Header, PacketOp, SEGMENT, ahead};
+use crate::packet::{self, Header, PacketOp, ahead};
 use crate::wire::Body;
 use gdsync_device::copy_engine::{Status, Ticket};
 use gdsync_device::{QpAttr, QpState};
@@ -467,8 +467,9 @@ impl SoftQp {
         if header.flags & packet::REFERENCE != 0 {
             return self.granted(psn, body, env);
         }
-        let offset = at as usize * SEGMENT;
-        let size = SEGMENT.min(len - offset);
+        let segment = env.links.segment(self.link);
+        let offset = at as usize * segment;
+        let size = segment.min(len - offset);
         let result = if body.len() == size {
             self.scatter_read(begin, offset, body, env)
         } else {

@@ -244,7 +244,9 @@ impl SoftQp {
             env.stats.packets_discarded += 1;
         } else {
             self.resp.gap = false;
-            let done = self.check_request(header, body).and_then(|()| self.execute(header, body, env));
+            let segment = env.links.segment(self.link);
+            let done =
+                self.check_request(header, body, segment).and_then(|()| self.execute(header, body, env));
             match done {
                 Ok(packets) => self.resp.expected = self.resp.expected.wrapping_add(packets),
                 Err(refusal) if refusal.is_final() && self.resp.is_copying() => {
@@ -301,7 +303,8 @@ impl SoftQp {
     fn handle_duplicate(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {
         match header.op {
             PacketOp::READ => {
-                let read = check_sizes(header, body.len()).and_then(|()| self.handle_read(header, body, env));
+                let sizes = check_sizes(header, body.len(), env.links.segment(self.link));
+                let read = sizes.and_then(|()| self.handle_read(header, body, env));
                 if let Err(refusal) = read {
                     self.refuse(header.psn, &refusal, env);
                 }
@@ -378,7 +381,7 @@ impl SoftQp {
                 }
                 Response::Read { psn, rkey, addr, left, done, .. } => {
                     (header.op, header.psn) = (PacketOp::READ_RESPONSE, psn);
-                    let len = left.min(SEGMENT);
+                    let len = left.min(env.links.segment(self.link));
                     let source = if left == 0 { None } else { Some(self.read_source(&response, env)) };
                     match source.transpose().map(Option::flatten) {
                         Ok(None) if left == 0 => {}
@@ -446,7 +449,7 @@ fn payload_len(header: &Header, body: usize) -> Result<usize, Refusal> {
 }
 
 /// Checks the lengths in a packet.
-fn check_sizes(header: &Header, body: usize) -> Result<(), Refusal> {
+fn check_sizes(header: &Header, body: usize, segment: usize) -> Result<(), Refusal> {
     let payload = payload_len(header, body)?;
     let ends = packet::FIRST | packet::LAST;
     let flags = header.flags & ends;
@@ -458,10 +461,10 @@ fn check_sizes(header: &Header, body: usize) -> Result<(), Refusal> {
         _ if header.flags & packet::REFERENCE != 0 => {
             flags == ends && payload == REFERENCE_BYTES && (1..=MAX_MESSAGE).contains(&header.len)
         }
-        packet::LAST => (1..=SEGMENT).contains(&payload),
+        packet::LAST => (1..=segment).contains(&payload),
         // All packets but the last are full.
-        _ if flags & packet::LAST == 0 => payload == SEGMENT,
-        _ => payload <= SEGMENT,
+        _ if flags & packet::LAST == 0 => payload == segment,
+        _ => payload <= segment,
     })
 }
 
@@ -470,8 +473,8 @@ impl SoftQp {
     ///
     /// All header fields of a request are checked here, before anything is done (InfiniBand architecture 9.7.4.1).
     /// Keys, rights and ranges are checked where memory is looked up.
-    fn check_request(&self, header: &Header, body: &Body<'_>) -> Result<(), Refusal> {
-        check_sizes(header, body.len())?;
+    fn check_request(&self, header: &Header, body: &Body<'_>, segment: usize) -> Result<(), Refusal> {
+        check_sizes(header, body.len(), segment)?;
         let is_message = matches!(header.op, PacketOp::SEND | PacketOp::WRITE);
         let is_first = !is_message || header.flags & packet::FIRST != 0;
         let Some(current) = &self.resp.current else { return require(is_first) };
@@ -492,11 +495,12 @@ impl SoftQp {
             let place = env.keys.remote(header.rkey, self.rings.request.pdn, addr, left, Access::REMOTE_READ);
             place.map_err(Refusal::Remote)?;
         }
-        let (psn, rkey, packets) = (header.psn, header.rkey, segments(left));
+        let segment = env.links.segment(self.link);
+        let (psn, rkey, packets) = (header.psn, header.rkey, segments(left, segment));
         let by_reference = header.flags & packet::REFERENCE != 0;
         for response in &mut self.resp.responses {
             let Response::Read { psn: next, left: rest, done, .. } = *response else { continue };
-            if next.wrapping_add(segments(rest)) == psn.wrapping_add(packets) {
+            if next.wrapping_add(segments(rest, segment)) == psn.wrapping_add(packets) {
                 // The same READ, requested again before its response is complete: one response is enough.
                 if ahead(psn, next) < 0 || !by_reference {
                     // Bytes, once some were sent.
@@ -583,7 +587,9 @@ impl SoftQp {
         if !Self::is_staged(memory, done + left, env) {
             return Ok(Some((memory.clone(), offset + done)));
         }
-        let first = psn.wrapping_sub(u32::try_from(done / SEGMENT).expect("messages are at most 1 GiB"));
+        let first = psn.wrapping_sub(
+            u32::try_from(done / env.links.segment(self.link)).expect("messages are at most 1 GiB"),
+        );
         let gather = |at, len| Ok(vec![(memory.clone(), offset + at, len)]);
         match self.responses.stage(first, done + left, done, gather, env.copy_engine) {
             Ok(Staged::Ready(memory, at)) => Ok(Some((memory, at))),

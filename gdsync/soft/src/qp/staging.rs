@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::{Env, SoftQp};
-use crate::packet::SEGMENT;
+use crate::packet::FAR_SEGMENT;
 use crate::wire::Body;
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
 use gdsync_device::error;
@@ -210,7 +210,7 @@ impl ReceiveStaging {
         copy_engine: &dyn CopyEngine,
     ) -> error::Result<Ticket> {
         let memory = self.memory()?;
-        let (slot, mut begin) = (self.next, self.next * SEGMENT);
+        let (slot, mut begin) = (self.next, self.next * FAR_SEGMENT);
         let keys = pieces.iter().map(|piece| piece.key).collect();
         let parts = pieces.into_iter().map(|Piece { from, memory: to, at, len, .. }| {
             body.copy_to(from, &memory, begin, len)?;
@@ -231,7 +231,7 @@ impl ReceiveStaging {
             return Ok(memory.clone());
         }
         self.slots.resize_with(SLOTS, || None);
-        Ok(self.memory.insert(Memory::alloc(SLOTS * SEGMENT + 8)?).clone())
+        Ok(self.memory.insert(Memory::alloc(SLOTS * FAR_SEGMENT + 8)?).clone())
     }
 
     /// Changes a word by copying it out and back, behind the copies in progress. Waits for both copies, some 20 us, so atomic
@@ -243,7 +243,7 @@ impl ReceiveStaging {
         atomic: MaskedAtomic,
         copy_engine: &dyn CopyEngine,
     ) -> Option<u64> {
-        let (here, place) = (self.memory().ok()?, SLOTS * SEGMENT);
+        let (here, place) = (self.memory().ok()?, SLOTS * FAR_SEGMENT);
         let end = Instant::now() + ATOMIC_LIMIT;
         let copy = |from: (&Memory, usize), to: (&Memory, usize)| {
             let from = Source::Here(from.0.clone(), from.1);

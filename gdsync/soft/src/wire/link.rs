@@ -9,6 +9,7 @@ use super::fabric::{FabricEnds, FabricRx, FabricTx};
 use super::port::{LinkEnds, PeerSocket, Port};
 use super::ring::{HEADER, Piece, PushError, RING_BYTES, Record, RxRing, TxRing};
 use super::tcp::{Frame, TcpEnds, TcpPort, TcpRx, TcpTx};
+use crate::packet::{FAR_SEGMENT, SEGMENT};
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
 use gdsync_device::{Gid, QpAddress};
@@ -179,6 +180,11 @@ impl Tx {
             Self::Tcp(tx) => tx.is_drained(),
             Self::Fabric(tx) => tx.is_drained(),
         }
+    }
+
+    /// Payload bytes per packet.
+    pub(crate) fn segment(&self) -> usize {
+        if self.takes_references() { SEGMENT } else { FAR_SEGMENT }
     }
 
     /// Whether packets may name memory of this process in place of payload: the peer is on this host.

@@ -34,7 +34,7 @@ use gdsync_device::error::{Error, Result};
 use gdsync_device::{Gid, random};
 
 pub use address::{Interface, interfaces, tcp_address};
-pub(super) use frames::{Connection, body_len, copy_packet};
+pub(super) use frames::{Connection, MAX_BODY, body_len, copy_packet};
 pub(crate) use frames::{Frame, TcpRx, TcpTx};
 pub(super) use greeting::Offer;
 pub(crate) use sockets::Sockets;

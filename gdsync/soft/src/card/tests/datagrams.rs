@@ -172,9 +172,10 @@ fn a_silent_peer_does_not_hold_up_datagrams_for_others() {
     }
     assert_eq!((b.recvs.wait().byte_cnt, b.bytes(40, 30)), (70, vec![6; 30]));
     let (mut stream, _) = listener.accept().unwrap();
-    stream.set_nonblocking(true).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     let mut bytes = [0; 1024];
     assert!(stream.read(&mut bytes).unwrap() > 0, "a greeting");
+    stream.set_nonblocking(true).unwrap();
     let still = stream.read(&mut bytes).map_err(|error| error.kind());
     assert_eq!(still, Err(std::io::ErrorKind::WouldBlock), "it is still waited for");
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use smallvec::SmallVec;
 
 use super::{Kind, Pending};
-use crate::packet::{self, Header, PacketOp, SEGMENT, ahead, segments};
+use crate::packet::{self, Header, PacketOp, ahead, segments};
 use crate::qp::staging::Staged;
 use crate::qp::{Env, SoftQp, UNLINKED};
 use crate::wire::Piece;
@@ -105,7 +105,7 @@ impl SoftQp {
         }
         env.stats.wqes += 1;
         self.rings.qp_trace.fetched(self.rings.qpn, len);
-        let packets = if kind == Kind::Nop { 0 } else { segments(len) };
+        let packets = if kind == Kind::Nop { 0 } else { segments(len, env.links.segment(self.link)) };
         let referred = self.reference_for(&op, wqe, len, env);
         if packets > 1 {
             *env.copied = Some(Instant::now());
@@ -180,14 +180,15 @@ impl SoftQp {
             return sent;
         }
         let (len, packets) = (self.req.pending[i].len, self.req.pending[i].packets);
+        let segment = env.links.segment(self.link);
         while self.req.pending[i].sent < packets {
             let p = &self.req.pending[i];
             let psn = p.psn.wrapping_add(p.sent);
             if ahead(psn, self.req.oldest_psn()) >= WINDOW {
                 return false;
             }
-            let offset = p.sent as usize * SEGMENT;
-            let size = SEGMENT.min(len - offset);
+            let offset = p.sent as usize * segment;
+            let size = segment.min(len - offset);
             let is_last = p.sent + 1 == packets;
             let mut header = Header::new(PacketOp::SEND, remote.qpn, self.rings.qpn, psn);
             header.flags =

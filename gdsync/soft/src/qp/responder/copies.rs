@@ -343,7 +343,7 @@ impl SoftQp {
             }
         };
         *env.copied = Some(Instant::now());
-        let packets = segments(len);
+        let packets = segments(len, env.links.segment(self.link));
         let arrival = Arrival { packets, counter, bytes: len, ..Arrival::of(header) };
         self.resp.push(arrival, Some(body.link), to.keys, ticket, read, State::Copying);
         Ok(packets)

@@ -15,8 +15,8 @@ use parking_lot::Mutex;
 
 use super::objects::{Completion, Completions, MAX_NAME, Objects};
 use super::survey::{self, error_text, refused};
-use crate::wire::ring::{HEADER, MAX_BODY};
-use crate::wire::tcp::{Connection, Offer};
+use crate::wire::ring::HEADER;
+use crate::wire::tcp::{Connection, MAX_BODY, Offer, SILENCE};
 use gdsync_device::error::Result;
 use gdsync_device::random;
 use rdma_core_sys::Fabric;
@@ -30,9 +30,11 @@ pub(super) const MESSAGE: usize = PREFIX + HEADER + MAX_BODY;
 const STRIDE: usize = MESSAGE.next_multiple_of(64);
 /// Buffers that are allocated and registered together.
 const CHUNK: usize = 32;
-/// Packets that a peer may send ahead: a whole window of a queue pair and answers; fewer on an endpoint with many links, whose receive
+/// Packets that a peer may send ahead: a whole window of a queue pair; fewer on an endpoint with many links, whose receive
 /// buffers these are.
-pub(super) const CREDITS: [(usize, u32); 4] = [(8, 96), (32, 32), (64, 16), (usize::MAX, 8)];
+pub(super) const CREDITS: [(usize, u32); 4] = [(8, 64), (32, 32), (64, 16), (usize::MAX, 8)];
+/// Links that there is room for, however few receives a provider takes.
+const FEW: usize = 8;
 /// Receive buffers of a link besides those: two messages that only tell numbers may be on their way, and one packet is being handled.
 const EXTRA: usize = 3;
 /// Batches of completions in a row.
@@ -65,6 +67,8 @@ struct State {
     objects: Objects,
     buffers: Buffers,
     links: HashMap<u64, Link>,
+    /// Links that have ended, with the messages that the provider has not completed, and the address.
+    ended: HashMap<u64, (usize, fi::fi_addr_t)>,
     /// Receive buffers, wherever they are.
     receiving: usize,
     /// Those that the provider did not take yet.
@@ -85,22 +89,91 @@ struct Link {
     peer: fi::fi_addr_t,
     /// The number that the peer has given it.
     peer_id: u64,
+    /// The provider has not completed these messages.
+    sending: usize,
+    /// When it has completed the last one, or taken one after that.
+    completed: Instant,
+    order: Order,
+}
+
+/// The numbers of a link's packets, both ways.
+#[derive(Debug)]
+struct Order {
     /// The number of the next packet, and of the first one that the peer has no room for.
     sent: u32,
     limit: u32,
     /// What the peer has offered.
     offered: u32,
-    /// The provider has not completed these messages.
-    sending: usize,
     /// What this side has offered.
     credits: u32,
     /// The number of the next packet to take, and what the peer knows of it.
     next: u32,
     told: u32,
-    /// Packets from `next` on that have arrived.
+    /// Packets from `next` on that have arrived: buffer and length.
     window: VecDeque<Option<(usize, usize)>>,
     /// Since when the next one has been overtaken.
     overtaken: Option<Instant>,
+}
+
+impl Order {
+    fn new(credits: u32, offered: u32) -> Self {
+        let (window, overtaken) = Default::default();
+        Self { sent: 0, limit: offered, offered, credits, next: 0, told: 0, window, overtaken }
+    }
+
+    fn has_room(&self) -> bool {
+        self.sent != self.limit
+    }
+
+    /// The peer has taken so many packets. Of messages that overtake each other, the newest counts.
+    fn learn(&mut self, taken: u32) {
+        if self.sent.wrapping_sub(taken) <= self.offered {
+            let limit = taken.wrapping_add(self.offered);
+            if limit.wrapping_sub(self.limit) <= self.offered {
+                self.limit = limit;
+            }
+        }
+    }
+
+    /// Sorts in a packet of this number. Returns false if it has come before, or the peer had no room for it.
+    fn sort_in(&mut self, number: u32, packet: (usize, usize)) -> bool {
+        let at = number.wrapping_sub(self.next);
+        // Doubles lie behind it.
+        if at >= self.credits {
+            return false;
+        }
+        let at = at as usize;
+        if self.window.len() <= at {
+            self.window.resize(at + 1, None);
+        }
+        let is_new = self.window[at].is_none();
+        if is_new {
+            self.window[at] = Some(packet);
+        }
+        is_new
+    }
+
+    /// Takes the next packet. One that others have overtaken for [`OVERTAKEN`] is passed over.
+    fn take(&mut self) -> Option<(usize, usize)> {
+        while !self.window.front()?.is_some() {
+            let since = *self.overtaken.get_or_insert_with(Instant::now);
+            if since.elapsed() < OVERTAKEN {
+                return None;
+            }
+            self.window.pop_front();
+            self.next = self.next.wrapping_add(1);
+        }
+        (self.next, self.overtaken) = (self.next.wrapping_add(1), None);
+        self.window.pop_front()?
+    }
+}
+
+/// What a message begins with: the number of the link, that of the packet, and how many packets its sender has taken. `None` for a length
+/// that none has. All that a peer, or a stranger, sends is checked here and in [`Order`], but for packets, which queue pairs check.
+fn prefix(bytes: [u8; PREFIX], len: usize) -> Option<(u64, u32, u32)> {
+    let word = |i: usize| u32::from_le_bytes(bytes.as_chunks::<4>().0[i]);
+    let is_message = len == PREFIX || (PREFIX + HEADER..=MESSAGE).contains(&len);
+    is_message.then(|| (u64::from(word(1)) << 32 | u64::from(word(0)), word(2), word(3)))
 }
 
 /// A packet that was taken. It belongs to the receiving end until it is given back, and lies in a buffer of the endpoint.
@@ -154,6 +227,7 @@ impl Endpoint {
             objects,
             buffers: Buffers::default(),
             links: HashMap::new(),
+            ended: HashMap::new(),
             receiving: 0,
             unposted: Vec::new(),
             arrived: 0,
@@ -183,7 +257,8 @@ impl Endpoint {
         let state = self.state.lock();
         let most =
             CREDITS.iter().find(|(links, _)| state.links.len() < *links).map_or(0, |(_, credits)| *credits);
-        let left = state.objects.info().rx().size.saturating_sub(state.wanted() + EXTRA);
+        let size = state.objects.info().rx().size;
+        let left = (size / FEW).min(size.saturating_sub(state.wanted())).saturating_sub(EXTRA);
         let credits = most.min(u32::try_from(left).unwrap_or(most));
         if credits < 2 {
             let why = format!(
@@ -219,20 +294,8 @@ impl Endpoint {
         let room = name.get_mut(..theirs.name.len()).filter(|_| theirs.name.len() < MAX_NAME);
         room.ok_or("the name of its endpoint is too long")?.copy_from_slice(&theirs.name);
         let peer = state.objects.insert(&name)?;
-        let link = Link {
-            line,
-            peer,
-            peer_id: theirs.id,
-            sent: 0,
-            limit: theirs.credits,
-            offered: theirs.credits,
-            sending: 0,
-            credits: own.credits,
-            next: 0,
-            told: 0,
-            window: VecDeque::new(),
-            overtaken: None,
-        };
+        let order = Order::new(own.credits, theirs.credits);
+        let link = Link { line, peer, peer_id: theirs.id, sending: 0, completed: Instant::now(), order };
         state.links.insert(own.id, link);
         state.post_receives()
     }
@@ -241,12 +304,13 @@ impl Endpoint {
     pub(crate) fn disconnect(&self, id: u64) {
         let mut state = self.state.lock();
         let Some(link) = state.links.remove(&id) else { return };
-        for (index, _) in link.window.into_iter().flatten() {
+        for (index, _) in link.order.window.into_iter().flatten() {
             state.arrived -= 1;
             state.post_receive(index);
         }
-        if link.sending == 0 {
-            state.objects.remove(link.peer);
+        match link.sending {
+            0 => state.objects.remove(link.peer),
+            sending => _ = state.ended.insert(id, (sending, link.peer)),
         }
     }
 
@@ -263,7 +327,7 @@ impl Endpoint {
         let mut state = self.state.lock();
         let state = &mut *state;
         let Some(link) = state.links.get_mut(&id) else { return Ok(true) };
-        if link.sent == link.limit {
+        if !link.order.has_room() {
             return Ok(false);
         }
         let index = match state.buffers.take(&mut state.objects) {
@@ -278,7 +342,7 @@ impl Endpoint {
             return Err(error);
         }
         match state.buffers.send(&state.objects, index, PREFIX + len, (id, link)) {
-            Sent::Taken => link.sent = link.sent.wrapping_add(1),
+            Sent::Taken => link.order.sent = link.order.sent.wrapping_add(1),
             Sent::NoRoom => {
                 state.is_blocked = true;
                 return Ok(false);
@@ -289,31 +353,28 @@ impl Endpoint {
         Ok(true)
     }
 
-    /// Whether the provider has completed all messages of a link.
+    /// Whether the provider has completed all messages of a link. One that has completed none for [`SILENCE`] ends the link: no timeout
+    /// counts meanwhile.
     pub(super) fn is_sent(&self, id: u64) -> bool {
-        self.state.lock().links.get(&id).is_none_or(|link| link.sending == 0)
+        let state = self.state.lock();
+        let Some(link) = state.links.get(&id).filter(|link| link.sending > 0) else { return true };
+        if link.completed.elapsed() > SILENCE {
+            link.line.lose(&"the provider sends nothing to the peer");
+        }
+        false
     }
 
     /// Whether the peer of a link has room for a packet.
     pub(super) fn has_room(&self, id: u64) -> bool {
         let state = self.state.lock();
-        !state.is_blocked && state.links.get(&id).is_none_or(|link| link.sent != link.limit)
+        !state.is_blocked && state.links.get(&id).is_none_or(|link| link.order.has_room())
     }
 
     /// Takes the next packet of a link.
     pub(super) fn take(&self, id: u64) -> Option<Received> {
         let mut state = self.state.lock();
         let link = state.links.get_mut(&id)?;
-        while !link.window.front()?.is_some() {
-            let since = *link.overtaken.get_or_insert_with(Instant::now);
-            if since.elapsed() < OVERTAKEN {
-                return None;
-            }
-            link.window.pop_front();
-            link.next = link.next.wrapping_add(1);
-        }
-        let (index, len) = link.window.pop_front()??;
-        (link.next, link.overtaken) = (link.next.wrapping_add(1), None);
+        let (index, len) = link.order.take()?;
         state.arrived -= 1;
         let at = state.buffers.at(index).wrapping_add(PREFIX);
         Some(Received { index, at, len: len - PREFIX })
@@ -324,7 +385,8 @@ impl Endpoint {
         let mut state = self.state.lock();
         state.post_receive(received.index);
         let Some(link) = state.links.get(&id) else { return };
-        if link.next.wrapping_sub(link.told) >= link.credits / 2 {
+        let order = &link.order;
+        if order.next.wrapping_sub(order.told) >= order.credits / 2 {
             state.untold.push(id);
             state.tell();
         }
@@ -356,7 +418,7 @@ impl Endpoint {
 impl State {
     /// Receive buffers that the links need.
     fn wanted(&self) -> usize {
-        self.links.values().map(|link| link.credits as usize + EXTRA).sum()
+        self.links.values().map(|link| link.order.credits as usize + EXTRA).sum()
     }
 
     /// Has as many buffers received into as the links need.
@@ -416,8 +478,9 @@ impl State {
         match (owner, completion.result) {
             (Owner::Link(id), result) => {
                 self.buffers.free(index);
-                let Some(link) = self.links.get_mut(&id) else { return };
+                let Some(link) = self.links.get_mut(&id) else { return self.complete_ended(id) };
                 link.sending -= 1;
+                link.completed = Instant::now();
                 if let Err(why) = result {
                     link.line.lose(&why);
                 }
@@ -431,50 +494,37 @@ impl State {
         }
     }
 
-    /// Sorts in what has arrived. All that a peer, or a stranger, sends is checked here, but for packets, which queue pairs check.
-    fn receive(&mut self, index: usize, len: usize) {
-        if !self.sort_in(index, len) {
-            self.post_receive(index);
+    /// The provider has completed a message of a link that has ended: the last one frees its address.
+    fn complete_ended(&mut self, id: u64) {
+        let Some((sending, peer)) = self.ended.get_mut(&id) else { return };
+        *sending -= 1;
+        if *sending == 0 {
+            self.objects.remove(*peer);
+            self.ended.remove(&id);
         }
     }
 
-    fn sort_in(&mut self, index: usize, len: usize) -> bool {
-        if !(len == PREFIX || (PREFIX + HEADER..=MESSAGE).contains(&len)) {
-            return false;
-        }
-        let prefix: [u8; PREFIX] = self.buffers.room(index, PREFIX).try_into().expect("of this length");
-        let word = |i: usize| u32::from_le_bytes(prefix.as_chunks::<4>().0[i]);
-        let id = u64::from(word(1)) << 32 | u64::from(word(0));
-        let (number, taken) = (word(2), word(3));
-        let Some(link) = self.links.get_mut(&id) else { return false };
-        // Of messages that overtake each other, the newest counts.
-        if link.sent.wrapping_sub(taken) <= link.offered {
-            let limit = taken.wrapping_add(link.offered);
-            if limit.wrapping_sub(link.limit) <= link.offered {
-                link.limit = limit;
-            }
-        }
-        let at = number.wrapping_sub(link.next);
-        // Doubles lie behind it.
-        if len == PREFIX || at >= link.credits {
-            return false;
-        }
-        let at = at as usize;
-        if link.window.len() <= at {
-            link.window.resize(at + 1, None);
-        }
-        let is_new = link.window[at].is_none();
+    /// Sorts in what has arrived.
+    fn receive(&mut self, index: usize, len: usize) {
+        let bytes = self.buffers.room(index, PREFIX).try_into().expect("of this length");
+        let is_new = prefix(bytes, len).is_some_and(|(id, number, taken)| {
+            let Some(Link { order, .. }) = self.links.get_mut(&id) else { return false };
+            order.learn(taken);
+            len > PREFIX && order.sort_in(number, (index, len))
+        });
         if is_new {
-            link.window[at] = Some((index, len));
             self.arrived += 1;
+        } else {
+            self.post_receive(index);
         }
-        is_new
     }
 
     /// Tells peers how many packets were taken.
     fn tell(&mut self) {
         for id in std::mem::take(&mut self.untold) {
-            let Some(link) = self.links.get_mut(&id).filter(|link| link.told != link.next) else { continue };
+            let Some(link) = self.links.get_mut(&id).filter(|link| link.order.told != link.order.next) else {
+                continue;
+            };
             let Ok(index) = self.buffers.take(&mut self.objects) else { continue };
             match self.buffers.send(&self.objects, index, PREFIX, (id, link)) {
                 Sent::Taken => {}
@@ -580,8 +630,8 @@ impl Buffers {
     fn send(&mut self, objects: &Objects, index: usize, len: usize, (id, link): (u64, &mut Link)) -> Sent {
         let room = self.room(index, PREFIX);
         room[..8].copy_from_slice(&link.peer_id.to_le_bytes());
-        room[8..12].copy_from_slice(&link.sent.to_le_bytes());
-        room[12..].copy_from_slice(&link.next.to_le_bytes());
+        room[8..12].copy_from_slice(&link.order.sent.to_le_bytes());
+        room[12..].copy_from_slice(&link.order.next.to_le_bytes());
         let is_injected = len <= objects.info().tx().inject_size;
         let buffer = &mut self.all[index];
         let message = (buffer.at.cast_const(), len);
@@ -594,10 +644,13 @@ impl Buffers {
             unsafe { objects.send(message, buffer.desc, link.peer, buffer.context.cast()) }
         };
         if code == 0 {
-            link.told = link.next;
+            link.order.told = link.order.next;
         }
         match code {
             0 if !is_injected => {
+                if link.sending == 0 {
+                    link.completed = Instant::now();
+                }
                 link.sending += 1;
                 return Sent::Taken;
             }
@@ -621,5 +674,44 @@ impl Drop for Buffers {
             // SAFETY: it was made by `Box::into_raw`, and the objects of the provider are closed.
             drop(unsafe { Box::from_raw(*chunk) });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_that_peers_send_breaks_the_numbers_of_a_link() {
+        type Step = (u8, i8, [u8; PREFIX], usize);
+        bolero::check!().with_type::<(u8, u8, Vec<Step>)>().for_each(|(credits, offered, steps)| {
+            let [credits, offered] = [credits, offered].map(|count| u32::from(*count) + 2);
+            let (mut order, mut waiting) = (Order::new(credits, offered), 0);
+            for (kind, near, bytes, len) in steps {
+                match kind % 4 {
+                    0 if order.has_room() => order.sent = order.sent.wrapping_add(1),
+                    1 => {
+                        if let Some((number, _)) = order.take() {
+                            assert_eq!(number + 1, order.next as usize, "packets are taken in their order");
+                            waiting -= 1;
+                        }
+                    }
+                    kind => {
+                        let Some((_, number, taken)) = prefix(*bytes, len % (2 * MESSAGE)) else { continue };
+                        // Near those of this side, mostly: others are not taken.
+                        let of = |own: u32, any| match kind {
+                            3 => any,
+                            _ => own.wrapping_add_signed((*near).into()),
+                        };
+                        order.learn(of(order.sent, taken));
+                        let number = of(order.next, number);
+                        waiting += usize::from(order.sort_in(number, (number as usize, *len)));
+                    }
+                }
+                assert_eq!(order.window.iter().flatten().count(), waiting);
+                assert!(order.window.len() <= credits as usize, "memory is bounded by what was offered");
+                assert!(order.limit.wrapping_sub(order.sent) <= offered, "nobody offers more than at first");
+            }
+        });
     }
 }

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::endpoint::CREDITS;
 use super::*;
-use crate::wire::tcp::TcpPort;
+use crate::wire::tcp::{MAX_BODY, TcpPort};
 use crate::wire::{Ends, Piece};
 use gdsync_device::memory::Memory;
 use gdsync_testkit::process::built;
@@ -77,7 +77,7 @@ fn pattern(n: usize, len: usize) -> Vec<u8> {
 
 #[test]
 fn packets_of_all_sizes_arrive_in_order_both_ways() {
-    const SIZES: [usize; 8] = [0, 1, 8, 24, 100, 4096, 16 << 10, (16 << 10) + 64];
+    const SIZES: [usize; 8] = [0, 1, 8, 24, 100, 4096, 16 << 10, MAX_BODY];
     for provider in providers() {
         let (a, b) = (port(provider), port(provider));
         let (_, provider) = provider;
@@ -187,4 +187,33 @@ fn a_peer_that_takes_nothing_costs_bounded_memory_and_is_gone_after_a_while() {
         sent -= 1;
     }
     assert_eq!(sent, 0, "they wait to be taken");
+}
+
+#[test]
+fn a_provider_that_completes_nothing_ends_the_link_after_a_while() {
+    let provider = (stand_in(), "cxi;stuck");
+    let (a, b) = (port(provider), port(provider));
+    let (mut near, _far) = linked(&a, &b);
+    let start = Instant::now();
+    until("room", || near.tx.try_push(&[1; 28], &[], &[]).unwrap().then_some(()));
+    until("the end", || {
+        near.rx.link.endpoint.poll();
+        assert!(!near.tx.is_drained());
+        (!near.tx.is_alive()).then_some(())
+    });
+    assert!(start.elapsed() >= SILENCE);
+}
+
+#[test]
+fn addresses_of_links_that_end_with_sends_under_way_are_used_again() {
+    let provider = (stand_in(), "cxi");
+    let (a, b) = (port(provider), port(provider));
+    // The provider takes 32.
+    for _ in 0..40 {
+        let (mut near, _far) = linked(&a, &b);
+        until("room", || near.tx.try_push(&[1; 28], &[], &[]).unwrap().then_some(()));
+        assert!(!near.tx.is_drained());
+        near.tx.take_down();
+        (0..64).for_each(|_| _ = near.rx.link.endpoint.poll());
+    }
 }

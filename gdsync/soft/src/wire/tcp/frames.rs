@@ -5,20 +5,28 @@
 
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
+use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use super::Sockets;
-use crate::wire::ring::{HEADER, MAX_BODY, Piece};
+use crate::packet::FAR_SEGMENT;
+use crate::wire::ring::{HEADER, Piece};
 use gdsync_device::error::Result;
 
 /// Bytes ahead of a body.
 const PREFIX: usize = 4 + HEADER;
+/// Bytes of a body: payload behind the longest extension header.
+pub(in crate::wire) const MAX_BODY: usize = FAR_SEGMENT + 64;
 /// Bytes that wait for the socket, and bytes taken from it. Several of the largest frames, so that the socket is called rarely.
 const BUFFER: usize = 256 << 10;
 /// From this many bytes on the socket is given what waits, before the step ends.
 const ENOUGH: usize = 64 << 10;
+/// From this many bytes on the socket takes a body from where the payload lies.
+const DIRECT: usize = 32 << 10;
 /// How long the end of a link waits for its last bytes to leave, and for the peer to close.
 const FAREWELL: Duration = Duration::from_millis(200);
 
@@ -152,15 +160,46 @@ impl TcpTx {
                 return Ok(false);
             }
         }
+        let prefix = u32::try_from(body).expect("at most a segment").to_le_bytes();
+        let is_direct = body >= DIRECT && !self.is_full;
+        let taken = if is_direct { self.write_through([&prefix, header, ext], pieces) } else { 0 };
+        if taken == len {
+            return Ok(true);
+        }
         let room = &mut self.waiting.room(len)[..len];
-        let (prefix, packet) = room.split_at_mut(4);
-        prefix.copy_from_slice(&u32::try_from(body).expect("at most a segment").to_le_bytes());
+        let (begin, packet) = room.split_at_mut(prefix.len());
+        begin.copy_from_slice(&prefix);
         copy_packet(packet, header, ext, pieces)?;
         self.waiting.end += len;
+        self.waiting.begin += taken;
         if self.waiting.content().len() >= ENOUGH {
             self.flush();
         }
         Ok(true)
+    }
+
+    /// Gives the socket what waits and a packet, whose payload stays where it lies. Returns how much of the packet it has taken: nothing
+    /// before all that waits, and of memory that may be unmapped.
+    fn write_through(&mut self, head: [&[u8]; 3], pieces: &[Piece<'_>]) -> usize {
+        let mut parts: SmallVec<[libc::iovec; 8]> = SmallVec::new();
+        let part = |at: *const u8, len| libc::iovec { iov_base: at.cast_mut().cast(), iov_len: len };
+        let waiting = self.waiting.content();
+        parts.extend([waiting].into_iter().chain(head).map(|bytes| part(bytes.as_ptr(), bytes.len())));
+        for piece in pieces {
+            let Some(at) = piece.memory.host_bytes(piece.offset, piece.len) else { return 0 };
+            parts.push(part(at.as_ptr(), piece.len));
+        }
+        // SAFETY: null pointers and zeros are an empty message.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        (message.msg_iov, message.msg_iovlen) = (parts.as_mut_ptr(), parts.len());
+        let (fd, flags) = (self.connection.stream.as_raw_fd(), libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT);
+        // SAFETY: the parts are bytes of slices, and of memory that the pieces borrow; the kernel only reads them.
+        let count = unsafe { libc::sendmsg(fd, &raw const message, flags) };
+        // The next write finds an error again.
+        let count = usize::try_from(count).unwrap_or(0);
+        let of_waiting = count.min(self.waiting.content().len());
+        self.waiting.begin += of_waiting;
+        count - of_waiting
     }
 
     /// Gives the socket what it takes. Returns whether nothing waits any more.
@@ -242,7 +281,6 @@ pub(in crate::wire) fn copy_packet(
 
 /// Bytes that the peer's system has not acknowledged.
 fn unacknowledged(stream: &TcpStream) -> usize {
-    use std::os::fd::AsRawFd as _;
     let mut count: libc::c_int = 0;
     // SAFETY: the request writes an integer to `count`.
     let done = unsafe { libc::ioctl(stream.as_raw_fd(), libc::TIOCOUTQ, &raw mut count) };

@@ -12,8 +12,8 @@
 
 use hmac_sha256::HMAC;
 
+use super::frames::MAX_BODY;
 use crate::wire::Peer;
-use crate::wire::ring::MAX_BODY;
 use gdsync_device::Gid;
 
 /// First bytes of a hello and an answer: protocol and version.
