@@ -5,6 +5,7 @@ mod copy;
 mod messages;
 mod peers;
 mod scale;
+mod socket;
 mod stream;
 mod traffic;
 mod trigger;

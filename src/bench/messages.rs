@@ -13,6 +13,7 @@ use gdasync::mp::{self, Communicator, CommunicatorBuilder, Registration, Request
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
 use serde_json::json;
 
+use super::socket::Socket;
 use super::traffic::{Endpoint, in_slices};
 use super::two_ranks;
 
@@ -20,15 +21,15 @@ use super::two_ranks;
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: ping-pong is half a round trip, the mean of windows of 100 iterations; from 64 KiB on by the CPU, a single \
-one. The ratios are to mode sync. \
+one. The ratios are to mode sync, or to mode socket. \
 `time per message` is that of one of 16 in flight. Calls: the time of one call with 8 bytes, of mp and of gdsync below it.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, 1 to 1073741824 each.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
           default_values_t = [8, 64, 512, 4096, 32768, 262_144, 1 << 20, 4 << 20, 16 << 20])]
     sizes: Vec<u32>,
-    /// Modes to measure.
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Mode::ALL)]
+    /// Modes to measure [default: all but those of a socket].
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Mode::USUAL, hide_default_value = true)]
     modes: Vec<Mode>,
     /// Iterations of each size [default: 20000, fewer for large messages].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
@@ -53,10 +54,22 @@ enum Mode {
     Tagged,
     /// One way by the CPU, 16 messages in flight.
     Rate,
+    /// Ping-pong over a bare TCP connection.
+    Socket,
+    /// One way over a bare TCP connection.
+    SocketRate,
 }
 
 impl Mode {
-    const ALL: [Self; 4] = [Self::Sync, Self::Async, Self::Tagged, Self::Rate];
+    const USUAL: [Self; 4] = [Self::Sync, Self::Async, Self::Tagged, Self::Rate];
+
+    fn is_bare(self) -> bool {
+        matches!(self, Self::Socket | Self::SocketRate)
+    }
+
+    fn is_one_way(self) -> bool {
+        matches!(self, Self::Rate | Self::SocketRate)
+    }
 
     fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
@@ -88,7 +101,9 @@ impl Options {
             }
             self.of_size((&comm, &tagged), &stream, bytes, &mut sheet)?;
         }
-        sheet.compare(PING_PONG, "sync");
+        let has_socket = self.modes.contains(&Mode::Socket);
+        sheet.compare(PING_PONG, if has_socket { "socket" } else { "sync" });
+        sheet.compare(RATE, "socket-rate");
         if self.calls > 0 {
             sheet.step("calls");
             calls(&comm, self.calls, timeout, &mut sheet)?;
@@ -104,13 +119,16 @@ impl Options {
         bytes: usize,
         sheet: &mut Sheet,
     ) -> Result<()> {
-        let windows = Windows::new((comm, tagged), stream, bytes, &self.checks)?;
+        let mut windows = Windows::new((comm, tagged), stream, bytes, &self.checks)?;
+        if self.modes.iter().any(|mode| mode.is_bare()) {
+            windows.socket = Some(Socket::connect(comm, bytes, self.checks.timeout())?);
+        }
         let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
         let mut modes = self.modes.clone();
         let all = in_slices(&mut modes, all, sheet, |mode, count| windows.run(*mode, count))?;
         for (&mode, samples) in self.modes.iter().zip(&all) {
             // A round trip is two messages.
-            let (group, parts) = if mode == Mode::Rate { (RATE, 1) } else { (PING_PONG, 2) };
+            let (group, parts) = if mode.is_one_way() { (RATE, 1) } else { (PING_PONG, 2) };
             let point = Point::time(bytes as u64, samples, parts);
             sheet.add_point(group, &mode.name(), "bytes", Unit::Micros, point);
         }
@@ -123,6 +141,8 @@ struct Windows<'a> {
     end: Endpoint<'a>,
     tagged: &'a Tagged,
     stream: &'a Stream,
+    /// Of modes without messages.
+    socket: Option<Socket>,
     bytes: usize,
     timeout: Duration,
 }
@@ -149,15 +169,15 @@ impl<'a> Windows<'a> {
     ) -> Result<Self> {
         let peer = 1 - comm.rank();
         let end = Endpoint::new(comm, checks, bytes, (peer, peer))?;
-        Ok(Self { end, tagged, stream, bytes, timeout: checks.timeout() })
+        Ok(Self { end, tagged, stream, socket: None, bytes, timeout: checks.timeout() })
     }
 
     /// Runs `count` iterations: the times of round trips, or of messages for a rate, and the number of wrong slots.
-    fn run(&self, mode: Mode, count: u64) -> Result<(Samples, u64)> {
+    fn run(&mut self, mode: Mode, count: u64) -> Result<(Samples, u64)> {
         let (mut samples, mut wrong, mut left) = (Samples::default(), 0, count);
         while left > 0 {
             let window = left.min(WINDOW);
-            let receives = if mode == Mode::Rate && self.pings() { 0 } else { window };
+            let receives = if mode == Mode::Rate && self.pings() || mode.is_bare() { 0 } else { window };
             self.end.prepare(receives)?;
             // All receives are posted first, so no message waits for its receive.
             let (plain, tagged) = if mode == Mode::Tagged { (0, receives) } else { (receives, 0) };
@@ -173,6 +193,11 @@ impl<'a> Windows<'a> {
                 Mode::Async => self.by_stream(&received)?,
                 Mode::Tagged => self.by_tag(&tagged, &mut single)?,
                 Mode::Rate => self.one_way(&received, window)?,
+                Mode::Socket => {
+                    let socket = self.socket.as_mut().ok_or("no socket")?;
+                    (0..window).try_for_each(|_| single.time(|| socket.ping()))?;
+                }
+                Mode::SocketRate => self.socket.as_mut().ok_or("no socket")?.one_way(window)?,
             }
             match single.0 {
                 Some(times) if times.count() > 0 => samples.append(&times),
