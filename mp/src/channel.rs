@@ -594,12 +594,15 @@ impl Communicator {
         };
         let records = exchange.allgather(&record, deadline.remaining())?;
         // Each rank reports its failure to the others, or learns theirs.
+        // Others may be opening it, also where this rank fails.
+        let offered: Vec<_> = built.iter().flatten().flat_map(|own| own.near.exported().to_vec()).collect();
         let paired = built.and_then(|built| self.pair_channels(built, &records));
         let verdicts = paired.iter().flatten().flat_map(|(own, _, reached)| {
             let rank = (own.peer.rank() as u64).to_be_bytes();
             rank.into_iter().chain([reached.verdict().to_byte()])
         });
         let verdicts = exchange.allgather(&verdicts.collect::<Vec<_>>(), deadline.remaining())?;
+        drop(offered);
         let connected = paired.and_then(|paired| self.connect_channels(paired, &verdicts));
         agree(&mut **exchange, connected, "its channels", &deadline)
     }
@@ -656,15 +659,18 @@ impl Communicator {
         };
         let pair = |channel: Unconnected| {
             let rank = channel.peer.rank();
-            let Card { theirs, near } = cards[rank].next().ok_or_else(|| other(rank))?;
-            let reached = channel.near.reach(self, rank, &near)?;
-            Ok((channel, theirs, reached))
+            let card = cards[rank].next().ok_or_else(|| other(rank))?;
+            Ok((channel, card))
         };
         let paired = built.into_iter().map(pair).collect::<Result<Vec<_>>>()?;
-        match cards.iter_mut().position(|rest| rest.next().is_some()) {
-            Some(rank) => Err(other(rank)),
-            None => Ok(paired),
+        if let Some(rank) = cards.iter_mut().position(|rest| rest.next().is_some()) {
+            return Err(other(rank));
         }
+        let reach = |(channel, Card { theirs, near }): (Unconnected, Card)| {
+            let reached = channel.near.reach(self, channel.peer.rank(), &near)?;
+            Ok((channel, theirs, reached))
+        };
+        paired.into_iter().map(reach).collect()
     }
 
     /// Connects each with its other end, by the way that both reach.

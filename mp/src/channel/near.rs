@@ -76,6 +76,11 @@ impl Own {
         Self { gpu, words, offers, lens, exported }
     }
 
+    /// The memory that it offers.
+    pub(super) fn exported(&self) -> &[Memory] {
+        &self.exported
+    }
+
     pub(super) fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = (self.lens.len() as u64).to_be_bytes().to_vec();
         self.offers.iter().for_each(|offer| bytes.extend(offer.to_bytes()));
