@@ -7,13 +7,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use crate::wire::HEADER;
+pub(crate) use crate::wire::{FAR_SEGMENT, SEGMENT};
 use gdsync_device::copy_engine::{Handle, ProcessId, Source, nonce, this_process};
 use gdsync_device::memory::{MARK, Memory, Process, WeakMemory};
-
-/// Payload bytes per packet, in place of a card's path MTU.
-pub(crate) const SEGMENT: usize = 16 * 1024;
-/// Those of links to other hosts, whose systems and libraries take long for a packet.
-pub(crate) const FAR_SEGMENT: usize = 64 * 1024;
 
 /// Packet opcode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

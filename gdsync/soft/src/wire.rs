@@ -29,6 +29,11 @@ mod port;
 mod ring;
 mod tcp;
 
+/// Payload bytes per packet, in place of a card's path MTU.
+pub(crate) const SEGMENT: usize = 16 * 1024;
+/// Those of links to other hosts, whose systems and libraries take long for a packet.
+pub(crate) const FAR_SEGMENT: usize = 64 * 1024;
+
 /// Bytes of the shared memory file.
 const SIZE: usize = 4096;
 /// Offsets of the two words, on separate cache lines.

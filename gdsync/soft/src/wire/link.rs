@@ -4,12 +4,11 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use super::Event;
 use super::fabric::{FabricEnds, FabricRx, FabricTx};
 use super::port::{LinkEnds, PeerSocket, Port};
 use super::ring::{HEADER, Piece, PushError, RING_BYTES, Record, RxRing, TxRing};
 use super::tcp::{Frame, TcpEnds, TcpPort, TcpRx, TcpTx};
-use crate::packet::{FAR_SEGMENT, SEGMENT};
+use super::{Event, FAR_SEGMENT, SEGMENT};
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
 use gdsync_device::{Gid, QpAddress};

@@ -13,7 +13,7 @@ use std::time::Duration;
 use smallvec::SmallVec;
 
 use super::Sockets;
-use crate::packet::FAR_SEGMENT;
+use crate::wire::FAR_SEGMENT;
 use crate::wire::ring::{HEADER, Piece};
 use gdsync_device::error::Result;
 
