@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
+use gdsync_capi_support::guard::no_panic;
 use gdsync_capi_support::handles::{Borrowed, Table};
 use mp::{AnyRequest, Outcome, tagged, wait_any};
 use parking_lot::{Condvar, Mutex};
@@ -161,23 +162,26 @@ pub(crate) fn join(
     let run = {
         let state = state.clone();
         move || {
-            let made = make();
-            let outcome = made.map(|comm| {
-                let to = state.to.lock();
-                match &*to {
-                    // SAFETY: valid until the request ends, and it lives while `to` is there.
-                    Some(to) => unsafe { to.get().cast::<Raw>().write(comm) },
-                    // It is dropped.
-                    None => _ = crate::comm::COMMS.take(comm),
+            let outcome = match no_panic(make) {
+                Ok(Ok(comm)) => {
+                    let to = state.to.lock();
+                    match &*to {
+                        // SAFETY: valid until the request ends, and it lives while `to` is there.
+                        Some(to) => unsafe { to.get().cast::<Raw>().write(comm) },
+                        // It is dropped.
+                        None => _ = crate::comm::COMMS.take(comm),
+                    }
+                    Ok(Outcome::default())
                 }
-                Outcome::default()
-            });
-            let outcome = outcome.map_err(|error| match error {
-                Error::Mp(error) => error,
-                Error::Own(_, text) => {
-                    mp::Error::Launch { what: text, fix: "end communicators that are not used" }
+                Ok(Err(Error::Mp(error))) => Err(error),
+                Ok(Err(Error::Own(_, what))) => {
+                    Err(mp::Error::Launch { what, fix: "end communicators that are not used" })
                 }
-            });
+                Err(panicked) => Err(mp::Error::Launch {
+                    what: format!("the thread that makes the communicator {panicked}"),
+                    fix: "report it, with the lines that it has printed",
+                }),
+            };
             *state.outcome.lock() = Some(outcome);
             state.done.notify_all();
         }
@@ -384,4 +388,20 @@ pub extern "C" fn gda_req_free(req: Raw) -> c_int {
         }
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::null_mut;
+
+    use super::*;
+
+    #[test]
+    fn a_request_ends_where_its_thread_panics() {
+        let (mut comm, mut req): (Raw, Raw) = (0, 0);
+        join(Foreign((&raw mut comm).cast()), &mut req, || panic!("for this test")).unwrap();
+        // SAFETY: no status is asked for.
+        let failed = unsafe { gda_req_wait(req, 60_000_000_000, null_mut()) };
+        assert!(failed < 0 && comm == 0, "{failed}, {comm}");
+    }
 }
