@@ -216,7 +216,8 @@ impl Way for Ours<'_> {
     }
 }
 
-/// Messages through a channel of mp, with one place that is free again as soon as a message was there.
+/// Messages through a channel of mp, with one place. A rank frees it in the batch of its next send, behind that: the other rank
+/// needs it only for its answer.
 struct OurChannel<'a> {
     app: &'a AppStream,
     channel: Channel,
@@ -228,7 +229,10 @@ impl<'a> OurChannel<'a> {
     fn new(rig: &Rig<'_>, app: &'a AppStream) -> Result<Self> {
         let buffer = rig.comm.register(&app.gpu()?.alloc(2 * rig.room)?)?;
         let channel = rig.comm.channel(rig.peer(), &[(&buffer, rig.room..2 * rig.room)], rig.timeout)?;
-        channel.post_recv_on_stream(&app.stream)?;
+        if rig.comm.rank() > 0 {
+            // It receives first.
+            channel.post_recv_on_stream(&app.stream)?;
+        }
         Ok(Self { app, channel, buffer, room: rig.room })
     }
 }
@@ -244,14 +248,14 @@ impl Way for OurChannel<'_> {
     }
 
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {
-        Ok(self.channel.send_on_stream(&self.app.stream, &self.buffer, 0..bytes).map(drop)?)
+        let mut batch = Batch::new();
+        let _sent = self.channel.send_in_batch(&mut batch, &self.buffer, 0..bytes)?;
+        self.channel.post_recv_in_batch(&mut batch)?;
+        Ok(self.app.stream.submit(&mut batch)?)
     }
 
     fn receive(&self, _bytes: usize, _n: u64) -> Result<()> {
-        let mut batch = Batch::new();
-        let _received = self.channel.wait_recv_in_batch(&mut batch)?;
-        self.channel.post_recv_in_batch(&mut batch)?;
-        Ok(self.app.stream.submit(&mut batch)?)
+        Ok(self.channel.wait_recv_on_stream(&self.app.stream).map(drop)?)
     }
 
     fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
