@@ -38,10 +38,15 @@ struct Program(PathBuf);
 
 impl Program {
     fn compile(name: &str) -> Self {
+        Self::of(name, &format!("tests/c/{name}.c"))
+    }
+
+    /// As [`Program::compile`], of this file.
+    fn of(name: &str, source: &str) -> Self {
         let directory = PACKAGE.linked_with_cuda(name);
         let compiler = PACKAGE.compiler("gcc", &["-std=gnu11", "-pedantic"]);
         let libraries = ["-lgdsync", "-lcuda", "-libverbs"];
-        PACKAGE.compile(compiler, &[&format!("tests/c/{name}.c")], &directory, &libraries);
+        PACKAGE.compile(compiler, &[source], &directory, &libraries);
         Self(directory)
     }
 
