@@ -7,8 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::stream::Batch;
-use mp::{Communicator, Request};
 use mp::collective::Collectives;
+use mp::{Communicator, Request};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
 
