@@ -2,9 +2,9 @@
 //!
 //! Between GPUs of a host streams copy by themselves: see `near`, which needs none of what follows.
 //!
-//! Otherwise a channel has a queue pair for each direction. When a place is free, the receiver's stream sends an empty message the other way,
-//! which is credit for one message; the sender's stream consumes one credit for each message. Both are ordinary work requests,
-//! of which each launch posts its own. There are no counters, so a repeated launch cannot miscount.
+//! Otherwise a channel has a queue pair for each direction. When a place is free, the receiver's stream sends an empty message the
+//! other way, which is credit for one message; the sender's stream consumes one credit for each message. Both are ordinary work
+//! requests, of which each launch posts its own. There are no counters, so a repeated launch cannot miscount.
 //!
 //! Receives are posted ahead, for the same places in turn, and replenished before each launch: a message never meets a missing
 //! receive. The bound: the queues hold D sends and 3 D receives, and there are P places. Suppose the sender replenishes when R of
@@ -360,8 +360,8 @@ impl Channel {
     /// Adds a message to a batch: the stream sends it when the other rank's stream has freed the place for it, with what the buffer
     /// holds then. [`Communicator::wait_in_batch`] for the returned request holds the stream until the buffer may be written again.
     ///
-    /// A dropped batch takes the message back; drop the newest first. The request of a capture is void. All messages of a channel in one direction are in one stream
-    /// at a time.
+    /// A dropped batch takes the message back; drop the newest first. The request of a capture is void. All messages of a channel in
+    /// one direction are in one stream at a time.
     ///
     /// # Errors
     /// [`Error::Message`] with the reason: the range is outside the buffer, the other rank has no place, or a

@@ -9,7 +9,7 @@ const RELEASING: u8 = 1;
 /// All that waited may go on.
 const RELEASED: u8 = 2;
 
-/// What waits, and how far its release is.
+/// Waiting items, and how far their release is.
 #[derive(Debug)]
 pub(crate) struct Release<T> {
     phase: AtomicU8,
@@ -32,7 +32,7 @@ impl<T> Release<T> {
         self.phase.load(Ordering::Acquire) == RELEASED
     }
 
-    /// Adds what is to be released then. What comes too late is given back: its owner releases it.
+    /// Adds an item to release. Returns it if the release has begun to take items: the caller releases it then.
     pub(crate) fn add(&self, one: T) -> Result<(), T> {
         match &mut *self.waiting.lock() {
             Some(waiting) => {

@@ -403,10 +403,9 @@ impl Batch {
 
     /// Makes the numbered operations, whose numbers are known.
     pub(super) fn make_numbered(&mut self) -> Result<()> {
-        for one in self.follows.iter().flat_map(|follows| &follows.numbered) {
-            let Some(followed) = self.follows.as_ref().map(|follows| &follows.orders[one.order]) else {
-                break;
-            };
+        let Some(follows) = &self.follows else { return Ok(()) };
+        for one in &follows.numbered {
+            let followed = &follows.orders[one.order];
             let mut batch = Self::new();
             (one.fill.0)(followed.number.wrapping_add(one.number), &mut batch)?;
             let is_plain = batch.sends.is_empty() && batch.waits.is_empty() && batch.follows.is_none();

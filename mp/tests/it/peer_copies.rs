@@ -657,7 +657,7 @@ job_test!(directions_of_a_channel_are_independent, 2, |comm| {
     let comm = &with_gpu(comm, &gpu, NearPath::Auto);
     let (outbox, inbox) = (of_gpu(comm, &gpu, 64), of_gpu(comm, &gpu, 64));
     let host = host_buffer(comm, 64);
-    // What comes to rank 1 is put by the GPU of rank 0.
+    // The GPU of rank 0 puts the messages to rank 1.
     let places = [(&host, 0..64), (&inbox, 0..64)];
     let channel = comm.channel(1 - me, &places[me..=me], LONG).unwrap();
     let path = channel.path_of(&outbox, 0..64).unwrap();

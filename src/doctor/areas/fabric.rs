@@ -69,7 +69,7 @@ fn providers(machine: &Machine) -> Vec<Probe> {
     if probes.is_empty() { vec![PROVIDER.skip("none is known")] } else { probes }
 }
 
-/// What is wrong with the provider of a device that is here, and the fix.
+/// The problem of the provider of a device of this machine, and its fix.
 fn missing(machine: &Machine, provider: &str, place: &str) -> Option<(String, String)> {
     let all = &machine.fabric.as_ref()?.facts.providers;
     let fix = || format!("take the libfabric of its vendor: GDSYNC_LIBFABRIC={place}/libfabric.so.1");
