@@ -115,15 +115,19 @@ impl Recording {
             self.follows.push(*follows);
         }
         let mut numbered = numbered.into_iter().peekable();
-        let mut ops = ops.into_iter().enumerate();
-        while let Some((at, op)) = ops.next() {
+        let mut made = 0;
+        for (at, op) in ops.into_iter().enumerate() {
             while let Some((_, completion)) = covered.next_if(|(place, _)| *place <= at) {
                 parts.extend(self.covered(completion));
             }
-            if let Some((places, order, fill)) = numbered.next_if(|(places, ..)| places.start == at) {
+            while let Some((places, order, fill)) = numbered.next_if(|(places, ..)| places.start == at) {
                 parts.push(Part::Numbered(order, places.len(), fill));
-                ops.by_ref().take(places.len() - 1).for_each(drop);
-            } else if let Op::Trigger(..) = op {
+                made = places.end;
+            }
+            if at < made {
+                continue;
+            }
+            if let Op::Trigger(..) = op {
                 while let Some(send) = sends.next_if(|send| send.place == at) {
                     parts.push(Part::Sends(send.queue.clone(), send.queue.templates(&send.sends.range)));
                     self.sends.push((self.completions, send));
@@ -143,6 +147,8 @@ impl Recording {
         for (_, completion) in covered {
             parts.extend(self.covered(completion));
         }
+        // Without operations.
+        parts.extend(numbered.map(|(_, order, fill)| Part::Numbered(order, 0, fill)));
         self.batches.push(parts);
     }
 
