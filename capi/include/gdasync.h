@@ -144,7 +144,9 @@ enum {
 };
 
 /* Registers host or GPU memory; CUDA is asked which it is. It must stay allocated until it is deregistered and all its messages are
- * complete. Memory that is not mapped is -EFAULT; a software device looks at the first and last byte only. */
+ * complete. GPU memory of a window must stay until gda_win_destroy has succeeded, and places of a channel until gda_comm_destroy has:
+ * streams of other ranks of the host write there. Memory that is not mapped is -EFAULT; a software device looks at the first and last
+ * byte only. */
 int gda_mem_reg(gda_comm_t comm, void *addr, size_t len, uint32_t flags, gda_mem_t *mem);
 /* Registers bytes of a dma-buf of another driver than CUDA. The descriptor may be closed afterwards. */
 int gda_mem_reg_dmabuf(gda_comm_t comm, int fd, uint64_t offset, size_t len, gda_mem_t *mem);

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use gdsync::env::variable;
 use gdsync::memory::Memory;
 use gdsync::verbs::Context;
-use mp::{AnyRequest, Communicator, Error, IntraHostPath, Registration, Request, Result, Window};
+use mp::{AnyRequest, Communicator, Error, IntraHostPath, NearPath, Registration, Request, Result, Window};
 use parking_lot::Mutex;
 
 use crate::abi::HANDLE_BYTES;
@@ -106,8 +106,9 @@ impl Collective {
         // Also a rank without a device connects: so the others learn of it.
         let bootstrap = listener.connect(root, (rank, size), limit)?;
         let builder = Communicator::builder().context(&opened?).depth(device::DEPTH).timeout(left());
-        // Messages are rare.
-        let comm = builder.intra_host(IntraHostPath::Queues).init_over(bootstrap)?.with_timeout(ROOM);
+        // The CPU starts all, and NCCL frees its memory while other ranks may have it open. Messages are rare.
+        let builder = builder.near(NearPath::Queues).intra_host(IntraHostPath::Queues);
+        let comm = builder.init_over(bootstrap)?.with_timeout(ROOM);
         let nothing = comm.register(&Memory::alloc(8)?)?;
         let own = comm.window(&nothing, 0..0, left())?;
         let mut devices = vec![comm.context().clone()];
