@@ -212,7 +212,6 @@ impl TcpPort {
         let stream = dial(self.shared.own.address().ip(), peer.address(), deadline).map_err(Failure::Dial)?;
         let greet = Failure::Greeting;
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-        stream.set_read_timeout(Some(left)).map_err(greet)?;
         stream.set_write_timeout(Some(left)).map_err(greet)?;
         let refused = |error: Error| Failure::Refused(error.to_string());
         let (secret, nonce) = (secret().map_err(refused)?, random().map_err(refused)?);
@@ -222,7 +221,7 @@ impl TcpPort {
         let hello = Hello { to: peer, from: self.shared.own, nonce, offer: offer.clone() }.to_bytes();
         stream.write_all(&hello).map_err(greet)?;
         let mut answer = [0; ANSWER];
-        stream.read_exact(&mut answer).map_err(greet)?;
+        read_until(stream, &mut answer, deadline).map_err(greet)?;
         let checked = greeting::check_answer(secret, &hello, &answer);
         let (proof, theirs) = checked.map_err(|why| Failure::Refused(why.to_owned()))?;
         // Before the peer has the link: it may send at once.
@@ -230,7 +229,7 @@ impl TcpPort {
         stream.write_all(&proof).map_err(greet)?;
         // The peer has the link when this side begins to use it, even if this side ends at once.
         let mut verdict = [0];
-        stream.read_exact(&mut verdict).map_err(greet)?;
+        read_until(stream, &mut verdict, deadline).map_err(greet)?;
         if verdict == CROSSED {
             return Ok(None);
         }
@@ -333,6 +332,22 @@ fn dial(from: IpAddr, to: SocketAddr, deadline: Instant) -> io::Result<TcpStream
     let stream = TcpStream::from(socket);
     stream.set_nonblocking(false)?;
     Ok(stream)
+}
+
+/// Reads all of it until the deadline: a timeout of a socket is that of one byte.
+fn read_until(mut stream: &TcpStream, mut to: &mut [u8], deadline: Instant) -> io::Result<()> {
+    while !to.is_empty() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        match stream.read(to) {
+            _ if left.is_zero() => return Err(io::ErrorKind::TimedOut.into()),
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => to = &mut to[count..],
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }
 
 /// Prepares the socket of a link: small packets leave at once, and a silent peer is noticed.

@@ -176,6 +176,22 @@ fn a_port_that_nobody_serves_is_refused_in_words() {
     assert!(error.contains(&silent.to_string()), "{error}");
 }
 
+#[test]
+fn a_peer_that_answers_by_the_byte_is_given_up() {
+    let slow = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let at = Peer::at(slow.local_addr().unwrap());
+    let answers = std::thread::spawn(move || {
+        let mut stream = slow.accept().unwrap().0;
+        while stream.write_all(&[0]).is_ok() {
+            std::thread::sleep(Duration::from_millis(30));
+        }
+    });
+    let start = Instant::now();
+    port().connect(at, Duration::from_millis(100)).unwrap_err();
+    assert!(start.elapsed() < Duration::from_secs(3), "the timeout is of the whole greeting");
+    answers.join().unwrap();
+}
+
 /// A stranger's connection to a port.
 fn stranger(port: &TcpPort) -> TcpStream {
     let stream = TcpStream::connect(port.own().address()).unwrap();
