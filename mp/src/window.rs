@@ -190,10 +190,13 @@ impl Window {
         let ours = part(registration, &range, (self.1.intra_host, comm.0.domain));
         let told = ours.as_ref().map(|part| comm.record_of(part, registration, &range));
         let (record, exported) = told.unwrap_or_default();
-        let records = comm.open_exchange()?.allgather(&record, deadline.remaining())?;
+        let mut exchange = comm.open_exchange()?;
+        let records = exchange.allgather(&record, deadline.remaining())?;
         ours?;
         let parts: Vec<_> = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();
-        let near = Near::open(comm, registration, &parts)?;
+        // What a rank opens stays until it knows that all go on.
+        let near = agree(&mut **exchange, Near::open(comm, registration, &parts), "its window", &deadline)?;
+        drop(exchange);
         Ok(Self::of(comm, (registration, range, exported), (parts, near), self.1.clone()))
     }
 

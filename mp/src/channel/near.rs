@@ -275,7 +275,8 @@ impl Out {
 impl Into {
     /// Messages whose place is free, and that have no wait.
     pub(super) fn unawaited(&self) -> u64 {
-        self.posts.last_number().wrapping_sub(self.waits.last_number())
+        // A batch with the place of a later wait may have been dropped.
+        self.posts.last_number().saturating_sub(self.waits.last_number())
     }
 
     /// Places that were freed so far.

@@ -296,13 +296,17 @@ job_test!(forced_peer_copies_are_missed, 2, Communicator::builder().near(NearPat
     });
     let other = alone.timeout(LONG).init_over(comm.clone()).unwrap();
     let buffer = of_gpu(&other, &gpu, 64);
-    let error = other.window(&buffer, 0..64, LONG).unwrap_err();
-    match comm.rank() {
-        0 => says(
-            &error,
-            &["without peer copies to rank 1", "the other rank asked for queue pairs", "MP_NEAR=auto"],
-        ),
-        _ => says(&error, &["rank 0", "could not connect its window"]),
+    let host = host_buffer(&other, 64);
+    let signals = other.window(&host, 0..64, LONG).unwrap();
+    for window in [other.window(&buffer, 0..64, LONG), signals.beside(&buffer, 0..64, LONG)] {
+        let error = window.unwrap_err();
+        match comm.rank() {
+            0 => says(
+                &error,
+                &["without peer copies to rank 1", "the other rank asked for queue pairs", "MP_NEAR=auto"],
+            ),
+            _ => says(&error, &["rank 0", "could not connect its window"]),
+        }
     }
     other.finalize(LONG).unwrap();
 });
@@ -726,6 +730,16 @@ job_test!(messages_of_a_channel_come_in_order_in_any_mixture, 2, |comm| {
             bytes(&inbox, place..place + range.len()) == message(0, 1, n, ROOM)[range.clone()],
             "{n}: {range:?}"
         );
+    }
+    if me == 1 {
+        // Credit that is taken back leaves its wait without a message.
+        let (mut credit, mut wait) = (Batch::new(), Batch::new());
+        channel.post_recv_in_batch(&mut credit).unwrap();
+        _ = channel.wait_recv_in_batch(&mut wait).unwrap();
+        drop(credit);
+        let refused = channel.wait_recv_in_batch(&mut Batch::new());
+        assert!(matches!(refused, Err(Error::NoPostedReceive { rank: 0 })), "{refused:?}");
+        channel.post_recv_in_batch(&mut Batch::new()).unwrap();
     }
     comm.clone().finalize(LONG).unwrap();
 });
