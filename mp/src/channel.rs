@@ -100,7 +100,8 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// What differs: all streams of such a direction are of that GPU; host streams are refused ([`gdsync::Error::Unsupported`]).
 /// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
 /// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
-/// a stream may still copy after its failure. Places stay allocated until the communicator goes.
+/// a stream may still copy after its failure. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)
+/// memory must stay as long.
 #[derive(Clone, Debug)]
 pub struct Channel(Arc<Inner>);
 
@@ -123,7 +124,7 @@ struct Half {
     /// [`Communicator::finalize`] has found nothing left at any rank.
     is_over: Arc<AtomicBool>,
     /// Of both directions: the transport stops them when it fails.
-    _ends: Arc<Ends>,
+    ends: Arc<Ends>,
     way: Arc<Way>,
     /// The places of messages, or none for credits.
     places: Vec<Option<Sge>>,
@@ -181,7 +182,7 @@ impl Half {
         let posted = Mutex::new(Posted { next: 0, buffers });
         let (peer, qp, is_over) = (peer.clone(), qp.clone(), comm.0.is_over.clone());
         let (ends, way) = (ends.clone(), way.clone());
-        Arc::new(Self { peer, qp, is_over, _ends: ends, way, places, posted })
+        Arc::new(Self { peer, qp, is_over, ends, way, places, posted })
     }
 
     /// Writes a message, or credit for one, for a batch.
@@ -282,7 +283,7 @@ impl Drop for Half {
         if !is_sending {
             buffers.clear();
         }
-        self.peer.transport.retire(&self.qp, buffers);
+        self.peer.transport.retire(self.ends.clone(), buffers);
     }
 }
 

@@ -125,11 +125,11 @@ impl Companion for QpPair {
 
     fn is_awaited(&self) -> bool {
         // No stream waits on a broken queue pair any more.
-        !self.send.is_broken() && (self.send.is_awaited() || self.recv.is_awaited())
+        [&self.send, &self.recv].iter().any(|qp| !qp.is_broken() && qp.is_awaited())
     }
 
     fn has_unsubmitted(&self) -> bool {
-        !self.send.is_broken() && (self.send.has_unsubmitted() || self.recv.has_unsubmitted())
+        [&self.send, &self.recv].iter().any(|qp| !qp.is_broken() && qp.has_unsubmitted())
     }
 }
 
@@ -156,8 +156,8 @@ pub(crate) struct Transport {
     has_ended: AtomicBool,
     is_given_up: AtomicBool,
     companions: Mutex<Vec<Weak<dyn Companion>>>,
-    /// Queue pairs of channels that were dropped here, but perhaps not by the rank, and what they still send.
-    retired: Mutex<Vec<(Qp, KeyedPins)>>,
+    /// Channels that were dropped here, but perhaps not by the rank or by streams, and what they still send.
+    retired: Mutex<Vec<(Arc<dyn Companion>, KeyedPins)>>,
 }
 
 impl Transport {
@@ -323,9 +323,9 @@ impl Transport {
         }
     }
 
-    /// Keeps a queue pair of a dropped channel, which still has to answer.
-    pub(crate) fn retire(&self, qp: &Qp, sends: KeyedPins) {
-        self.retired.lock().push((qp.clone(), sends));
+    /// Keeps a dropped channel, which still has to answer, and which streams may wait for.
+    pub(crate) fn retire(&self, channel: Arc<dyn Companion>, sends: KeyedPins) {
+        self.retired.lock().push((channel, sends));
     }
 
     pub(crate) fn companions(&self) -> Vec<Arc<dyn Companion>> {

@@ -225,6 +225,23 @@ job_test!(credit_for_a_dropped_channel_does_no_harm, 2, |comm| {
     }
 });
 
+// A stream may wait for a channel that was dropped: the end of the communicator waits for the stream, and names it.
+job_test!(streams_of_dropped_channels_are_unfinished, 2, |comm| {
+    let over = Communicator::builder().timeout(LONG).init_over(comm.clone()).unwrap();
+    let memory = buffer(&over, PLACE);
+    let channel = channel(&over, 1 - comm.rank(), &memory, 1);
+    let s = stream("left");
+    if comm.rank() == 1 {
+        receive(&channel, &s).unwrap();
+    }
+    drop(channel);
+    let ended = over.finalize(Duration::from_millis(400));
+    if comm.rank() == 1 {
+        says(&ended.unwrap_err(), &["a stream that waits for rank 0"]);
+    }
+    s.abort();
+});
+
 // A second message would overwrite the first before a wait for it.
 job_test!(receives_beyond_the_places_are_refused, 1, |comm| {
     let memory = buffer(comm, 2 * PLACE);
@@ -353,6 +370,8 @@ job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
                 "; rank 1 has freed 1; call Channel::post_recv_on_stream or post_recv_in_batch there",
             ],
         );
+        // The next message would be taken for the one that is lost.
+        assert!(channel.send_on_stream(&sent, &memory, 0..8).is_err());
         comm.barrier(LONG).unwrap();
     } else {
         comm.barrier(LONG).unwrap();
