@@ -329,7 +329,7 @@ impl Stream {
         Ok(self.0.lock())
     }
 
-    /// Refuses a call within a kernel launch function or a host function.
+    /// Refuses a call within a function that is called under the submit lock, or a host function.
     #[cold]
     fn check_reentrancy(&self) -> Result<()> {
         steps::refuse_in_launch()?;
@@ -648,7 +648,7 @@ thread_local! {
 #[derive(Clone, Copy, Debug)]
 #[repr(u8)]
 enum ReentrancyCheck {
-    /// The function that launches a kernel with steps.
+    /// A function that is called under the submit lock: it launches a kernel with steps, or adds the operations of a number.
     Launch = 1,
     /// A host function, called by CUDA.
     HostFn = 2,

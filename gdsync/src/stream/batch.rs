@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::deadline;
 use super::execute::{Runner, Unsatisfied, execute, message_of};
 use super::op::{Cond, Op, Ops};
-use super::order::{Follows, StreamOrder};
+use super::order::Follows;
 use super::prepared::{PreparedRecv, PreparedSend, PreparedWait};
 use crate::verbs::cq::ClaimRange;
 use crate::verbs::end::QueueEnd;
@@ -451,21 +451,21 @@ impl Batch {
     /// Resumes the panic of a host function, after stopping the queue pairs of the batch.
     pub fn run(&mut self, timeout: Duration) -> Result<()> {
         self.ops.iter().try_for_each(Op::check_on_cpu)?;
-        if self.follows.as_ref().is_some_and(|follows| follows.has_numbered()) {
-            return Err(Error::Unsupported {
-                what: "operations that take numbers of an order",
-                by: "the CPU, which is to run the batch",
-                fix: "submit the batch to a stream",
-            });
-        }
-        if let Some(follows) = self.follows.take() {
-            let orders: Vec<_> = follows.orders().cloned().collect();
-            drop(follows);
-            orders.iter().try_for_each(StreamOrder::check_idle)?;
+        if let Some(follows) = &self.follows {
+            if follows.has_numbered() {
+                return Err(Error::Unsupported {
+                    what: "operations that take numbers of an order",
+                    by: "the CPU, which is to run the batch",
+                    fix: "submit the batch to a stream",
+                });
+            }
+            follows.check()?;
         }
         self.mark(CPU)?;
         let cores: Vec<_> = self.cores().cloned().collect();
         let ops = mem::take(&mut self.ops);
+        // Nothing that follows behind it begins before its end.
+        let _turn = self.follows.take();
         self.hand_over();
         let runner = Caller { deadline: deadline(timeout), log: Log::current() };
         let all = || ops.into_iter().try_for_each(|op| execute(op, &runner));

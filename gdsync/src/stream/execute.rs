@@ -6,6 +6,7 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
 use super::op::{Op, Source};
+use crate::verbs::qp::QpCore;
 use crate::verbs::writers::Writers;
 use gdsync_device::error::Error;
 use gdsync_device::memory::Memory;
@@ -96,15 +97,15 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
         Op::Wait32 { ref at, value, cond } => {
             return wait(
                 &op,
-                || Waker::Word(Writers::of(at.addr())),
+                || Waker::Word(Writers::of(at.addr()), None),
                 runner,
                 || cond.holds32(at.load(), value),
             );
         }
-        Op::Wait64 { ref at, value, cond, .. } => {
+        Op::Wait64 { ref at, value, cond, ref of } => {
             return wait(
                 &op,
-                || Waker::Word(Writers::of(at.addr())),
+                || Waker::Word(Writers::of(at.addr()), of.as_ref().map(|end| &*end.qp)),
                 runner,
                 || cond.holds64(at.load(), value),
             );
@@ -139,8 +140,8 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
 enum Waker<'a> {
     /// The device of a queue.
     Queue(&'a dyn Source),
-    /// The devices that may write the word.
-    Word(Writers),
+    /// The devices that may write the word, and the queue pair with whose peer the wait ends.
+    Word(Writers, Option<&'a QpCore>),
 }
 
 impl Waker<'_> {
@@ -148,7 +149,7 @@ impl Waker<'_> {
     fn progress(&self) -> bool {
         match self {
             Self::Queue(source) => source.progress(),
-            Self::Word(writers) => writers.progress(),
+            Self::Word(writers, _) => writers.progress(),
         }
     }
 
@@ -156,7 +157,7 @@ impl Waker<'_> {
     fn lost(&self) -> Option<Error> {
         match self {
             Self::Queue(source) => source.lost(),
-            Self::Word(_) => None,
+            Self::Word(_, of) => of.and_then(QpCore::broken_by),
         }
     }
 
@@ -174,7 +175,7 @@ impl Waker<'_> {
                 source.park(ready, PARK_MAX.min(left));
                 return false;
             }
-            Self::Word(writers) => writers,
+            Self::Word(writers, _) => writers,
         };
         let nap = nap(waited, NAPS).min(left);
         let start = Instant::now();

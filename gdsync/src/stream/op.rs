@@ -8,7 +8,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::peer::PeerCopy;
-use crate::verbs::qp::QpCore;
+use crate::verbs::end::QueueEnd;
 pub(crate) use crate::verbs::source::{Arrival, DoorbellValue, SendDoorbell, Source};
 pub use mlx5_ring::Cond;
 
@@ -52,8 +52,8 @@ pub(crate) enum Op {
         value: u64,
         /// The condition.
         cond: Cond,
-        /// Whose peer writes it: a stream that waits fails when that queue pair has broken.
-        of: Option<Arc<QpCore>>,
+        /// Whose peer writes it: a stream that waits fails when that queue pair has broken, and breaks it when it fails.
+        of: Option<Arc<QueueEnd>>,
     },
     /// Rings the doorbell of a queue. The host engine also notifies the device.
     Trigger(Arc<dyn Source>, DoorbellValue),
@@ -108,7 +108,7 @@ impl Op {
         let (addr, value, word, cond) = match self {
             Op::Await(source, n) => return source.describe(*n),
             Op::Wait32 { at, value, cond } => (at.addr(), u64::from(*value), u64::from(at.load()), cond),
-            Op::Wait64 { at, value, of: Some(core), .. } => return core.describe_word(at.load(), *value),
+            Op::Wait64 { at, value, of: Some(end), .. } => return end.qp.describe_word(at.load(), *value),
             Op::Wait64 { at, value, cond, .. } => (at.addr(), *value, at.load(), cond),
             _ => return format!("{self:?}"),
         };
@@ -207,8 +207,10 @@ pub(super) type Use = (usize, Arc<dyn Source>);
 pub(super) fn sources_of(ops: &[Op]) -> Vec<Use> {
     let mut found: Vec<Use> = Vec::new();
     for (index, op) in ops.iter().enumerate() {
-        let (Op::Trigger(source, _) | Op::PostRecv { source, .. } | Op::Await(source, _)) = op else {
-            continue;
+        let source = match op {
+            Op::Trigger(source, _) | Op::PostRecv { source, .. } | Op::Await(source, _) => source,
+            Op::Wait64 { of: Some(end), .. } => end.source(),
+            _ => continue,
         };
         match found.iter_mut().find(|(_, known)| Arc::ptr_eq(known, source)) {
             Some((last, _)) => *last = index,

@@ -2,17 +2,20 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use std::{fmt, mem};
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use smallvec::SmallVec;
 
 use super::engine::Progress;
+use super::execute::message_of;
 use super::op::Op;
-use super::{Batch, Cond, Stream, deadline};
+use super::{Batch, Cond, ReentrancyCheck, Stream, deadline};
+use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
 use crate::verbs::{Qp, stream_name};
 use gdsync_device::error::{Error, Result};
@@ -24,7 +27,7 @@ use gdsync_device::error::{Error, Result};
 pub struct StreamOrder(Arc<Inner>);
 
 struct Inner {
-    core: Arc<QpCore>,
+    end: Arc<QueueEnd>,
     state: Mutex<State>,
 }
 
@@ -51,8 +54,8 @@ impl Position {
         self.progress.completed() >= self.seq
     }
 
-    fn wait(&self, what: &str, timeout: Duration) -> Result<()> {
-        if self.is_over() || self.progress.wait_completed(self.seq, deadline(timeout)) {
+    fn wait(&self, what: &str, timeout: Duration, end: Instant) -> Result<()> {
+        if self.is_over() || self.progress.wait_completed(self.seq, end) {
             return self.progress.is_done(self.seq).map(drop);
         }
         Err(Error::late(what, timeout, format!("{} to get there", stream_name::describe(self.stream))))
@@ -99,7 +102,7 @@ pub struct Ticket {
 
 impl fmt::Debug for StreamOrder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "StreamOrder({:#x})", self.0.core.qpn)
+        write!(f, "StreamOrder({:#x})", self.core().qpn)
     }
 }
 
@@ -112,7 +115,7 @@ impl fmt::Debug for Ticket {
 impl StreamOrder {
     /// Beside a queue pair.
     pub fn new(qp: &Qp) -> Self {
-        Self(Arc::new(Inner { core: qp.core().clone(), state: Mutex::default() }))
+        Self(Arc::new(Inner { end: qp.send.end.clone(), state: Mutex::default() }))
     }
 
     /// Refuses while a stream has not done what follows it, or a batch that does was not submitted.
@@ -147,9 +150,14 @@ impl StreamOrder {
     /// # Errors
     /// [`Error::Deadline`]; why the last stream has failed.
     pub fn wait_idle(&self, timeout: Duration) -> Result<()> {
-        match self.last() {
-            Some(last) => last.wait("waiting for the copies of a stream", timeout),
-            None => Ok(()),
+        let end = deadline(timeout);
+        loop {
+            match self.last() {
+                None => return Ok(()),
+                // Another thread is submitting it.
+                Some(last) if last.seq == u64::MAX && Instant::now() < end => std::thread::yield_now(),
+                Some(last) => return last.wait("waiting for the copies of a stream", timeout, end),
+            }
         }
     }
 
@@ -168,27 +176,32 @@ impl StreamOrder {
 
     /// The last submission, which another thread may be making.
     fn last(&self) -> Option<Position> {
-        loop {
-            let last = self.0.state.lock().last.clone();
-            match &last {
-                Some(last) if last.seq == u64::MAX => std::thread::yield_now(),
-                _ => return last,
-            }
+        self.0.state.lock().last.clone()
+    }
+
+    /// Refuses unless it is the turn of a batch, on this stream.
+    fn turn(&self, place: &Arc<Place>, stream: Option<u64>) -> Result<MutexGuard<'_, State>> {
+        let mut state = self.0.state.lock();
+        if state.oldest().is_none_or(|oldest| !Arc::ptr_eq(&oldest, place)) {
+            return Err(self.out_of_order());
         }
+        let Some(last) = state.busy_for(stream) else { return Ok(state) };
+        drop(state);
+        Err(self.busy(&last))
     }
 
     pub(super) fn core(&self) -> &Arc<QpCore> {
-        &self.0.core
+        &self.0.end.qp
     }
 
     fn out_of_order(&self) -> Error {
-        Error::OutOfOrder { qpn: self.0.core.qpn, expected: 0, got: 1 }
+        Error::OutOfOrder { qpn: self.core().qpn, expected: 0, got: 1 }
     }
 
     fn busy(&self, last: &Position) -> Error {
         // So that a later look finds it over.
         last.progress.ask();
-        Error::Busy { queue: "send", qpn: self.0.core.qpn, owner: stream_name::describe(last.stream) }
+        Error::Busy { queue: "send", qpn: self.core().qpn, owner: stream_name::describe(last.stream) }
     }
 }
 
@@ -282,6 +295,11 @@ impl Follows {
         mem::take(&mut self.numbered).into_iter().map(of).collect()
     }
 
+    /// Refuses unless the CPU may do it now.
+    pub(super) fn check(&self) -> Result<()> {
+        self.orders().try_for_each(|order| order.turn(&self.place, None).map(drop))
+    }
+
     /// Begins to submit to a stream, in all orders or none.
     pub(super) fn begin(&mut self, stream: u64, progress: &Arc<dyn Progress>) -> Result<()> {
         for at in 0..self.orders.len() {
@@ -295,14 +313,7 @@ impl Follows {
 
     fn begin_in(&mut self, at: usize, stream: u64, progress: &Arc<dyn Progress>) -> Result<()> {
         let Followed { order, before, count, number } = &mut self.orders[at];
-        let mut state = order.0.state.lock();
-        if state.oldest().is_none_or(|oldest| !Arc::ptr_eq(&oldest, &self.place)) {
-            return Err(order.out_of_order());
-        }
-        if let Some(last) = state.busy_for(Some(stream)) {
-            drop(state);
-            return Err(order.busy(&last));
-        }
+        let mut state = order.turn(&self.place, Some(stream))?;
         state.unsubmitted.pop_front();
         let position = Position { stream, seq: u64::MAX, progress: progress.clone() };
         *before = state.last.replace(position);
@@ -338,7 +349,7 @@ impl Follows {
     }
 
     pub(super) fn cores(&self) -> impl Iterator<Item = &Arc<QpCore>> {
-        self.orders().map(|order| &order.0.core)
+        self.orders().map(StreamOrder::core)
     }
 }
 
@@ -347,7 +358,7 @@ impl Batch {
     /// them. The ticket says how far it is. A batch that is dropped no longer counts.
     pub fn follow(&mut self, order: &StreamOrder) -> Ticket {
         let (follows, _) = self.following(order);
-        Ticket { place: follows.place.clone(), qpn: order.0.core.qpn }
+        Ticket { place: follows.place.clone(), qpn: order.core().qpn }
     }
 
     /// What it follows, and the index of the order there.
@@ -367,7 +378,8 @@ impl Batch {
     /// Has the batch follow an order and take the next number in it, from 1 on. `fill` adds as many plain operations (waits for words,
     /// copies, signals) as are said, of the same kinds for each number: for counters that the peer of the queue pair waits for, and
     /// places in turn. It is called when a stream gets the batch, in each launch of a graph anew; then a batch that was dropped has taken
-    /// no number. A stream that waits there for a 64-bit word fails when the queue pair has broken.
+    /// no number. A stream that waits there for a 64-bit word fails when the queue pair has broken, and breaks it when it fails: the next
+    /// number would be taken for the one that is lost.
     pub fn number(
         &mut self,
         order: &StreamOrder,
@@ -390,7 +402,7 @@ impl Batch {
         own.into_iter().for_each(|(_, count)| *count = number);
         drop(state);
         follows.numbered.push(Numbered { places: start..start + count, order: at, number, fill });
-        Ticket { place: follows.place.clone(), qpn: order.0.core.qpn }
+        Ticket { place: follows.place.clone(), qpn: order.core().qpn }
     }
 
     /// Makes the numbered operations as if the batch were submitted next, for a capture.
@@ -407,7 +419,15 @@ impl Batch {
         for one in &follows.numbered {
             let followed = &follows.orders[one.order];
             let mut batch = Self::new();
-            (one.fill.0)(followed.number.wrapping_add(one.number), &mut batch)?;
+            let number = followed.number.wrapping_add(one.number);
+            // The stream is locked.
+            ReentrancyCheck::Launch.begin();
+            let filled = catch_unwind(AssertUnwindSafe(|| (one.fill.0)(number, &mut batch)));
+            ReentrancyCheck::Launch.end();
+            filled.unwrap_or_else(|panic| {
+                let found = format!("a function that panicked: {}", message_of(panic.as_ref()));
+                Err(Error::invalid("operations of a number", found, "a function that adds them"))
+            })?;
             let is_plain = batch.sends.is_empty() && batch.waits.is_empty() && batch.follows.is_none();
             if batch.ops.len() != one.places.len() || !is_plain || batch.rare.is_some() {
                 let found = format!("{} operations, of which some may be work requests", batch.ops.len());
@@ -416,7 +436,7 @@ impl Batch {
             }
             for (place, mut op) in self.ops[one.places.clone()].iter_mut().zip(batch.ops) {
                 if let Op::Wait64 { of, .. } = &mut op {
-                    *of = Some(followed.order.0.core.clone());
+                    *of = Some(followed.order.0.end.clone());
                 }
                 *place = op;
             }
@@ -461,7 +481,7 @@ impl Ticket {
     /// [`Error::Deadline`] after `timeout`; as [`Ticket::is_done`].
     pub fn wait(&self, timeout: Duration) -> Result<()> {
         match self.place.at.get() {
-            Some(at) => at.wait("waiting for a copy of a stream", timeout),
+            Some(at) => at.wait("waiting for a copy of a stream", timeout, deadline(timeout)),
             None if self.is_taken_back() => Err(Error::TakenBack { qpn: self.qpn }),
             None => Err(Error::InvalidArgument {
                 what: "this operation",

@@ -84,15 +84,15 @@ impl fmt::Debug for KernelSteps {
     }
 }
 
-/// Refuses a call within a kernel launch function, which holds the submit lock.
+/// Refuses a call within a function that is called under the submit lock.
 #[inline]
 pub(super) fn refuse_in_launch() -> Result<()> {
     match ReentrancyCheck::Launch.is_here() {
         false => Ok(()),
         true => Err(Error::Unsupported {
-            what: "the use of a stream within the function that launches a kernel with steps",
+            what: "the use of a stream within a function that launches a kernel with steps, or adds the operations of a number",
             by: "the stream, which is locked during the call",
-            fix: "only launch the kernel there",
+            fix: "only launch the kernel there, or add operations to the batch",
         }),
     }
 }

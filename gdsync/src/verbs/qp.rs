@@ -161,6 +161,11 @@ impl QpCore {
     pub(crate) fn check_known(&self) -> Result<()> {
         if self.health.is_broken() { self.check() } else { Ok(()) }
     }
+
+    /// The error that is known to have broken it, with the rank.
+    pub(crate) fn broken_by(&self) -> Option<Error> {
+        self.check_known().err().map(|error| self.name_rank(error))
+    }
 }
 
 impl Qp {

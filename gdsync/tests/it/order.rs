@@ -5,6 +5,7 @@ use std::time::Duration;
 use gdsync::Error;
 use gdsync::memory::{Memory, Word64};
 use gdsync::stream::{Batch, Cond, Stream, StreamOrder, Ticket};
+use gdsync::verbs::SendWr;
 
 use crate::common::{PATIENCE, gate, pair, stream, stream_with, until};
 use crate::place::places;
@@ -242,9 +243,9 @@ fn batches_take_numbers_when_they_are_submitted() {
 /// A stream that waits for a word of the peer fails with the queue pair.
 #[test]
 fn waits_with_numbers_end_with_the_queue_pair() {
-    for place in places() {
+    for [s, _] in streams() {
         let (a, _b) = pair(8, |q| q);
-        let (order, word, s) = (StreamOrder::new(&a.qp), word(), place.stream(PATIENCE));
+        let (order, word) = (StreamOrder::new(&a.qp), word());
         let mut batch = Batch::new();
         let of = word.clone();
         let ticket = batch.number(&order, 1, move |n, batch| {
@@ -269,9 +270,78 @@ fn batches_of_the_cpu_follow() {
     let (order, word, gate, s) = (StreamOrder::new(&a.qp), word(), gate(), stream("held"));
     s.wait_value32(&gate, 1, Cond::Eq).unwrap();
     s.submit(&mut following(&order, &word, 1).0).unwrap();
-    busy(&following(&order, &word, 2).0.run(PATIENCE).unwrap_err());
+    let (mut batch, ticket) = following(&order, &word, 2);
+    busy(&batch.run(PATIENCE).unwrap_err());
+    assert!(ticket.is_unsubmitted(), "the batch is as it was");
+    out_of_order(&following(&order, &word, 3).0.run(PATIENCE).unwrap_err());
     gate.store(1);
     order.wait_idle(PATIENCE).unwrap();
-    following(&order, &word, 3).0.run(PATIENCE).unwrap();
-    assert_eq!(word.load(), 3);
+    batch.run(PATIENCE).unwrap();
+    assert_eq!(word.load(), 2);
+    order.check_idle().unwrap();
+}
+
+/// A number that is lost with its stream would leave the next one in its place.
+#[test]
+fn streams_that_fail_take_the_queue_pairs_of_numbers_along() {
+    let limit = Duration::from_millis(30);
+    let hosts = std::iter::once(stream_with("failing", limit));
+    for s in hosts.chain(places().map(|place| place.stream(limit))) {
+        let (a, _b) = pair(8, |q| q);
+        let (order, word, mut batch) = (StreamOrder::new(&a.qp), word(), Batch::new());
+        _ = batch.number(&order, 1, move |n, batch| {
+            batch.wait_value64(&word, n, Cond::Geq);
+            Ok(())
+        });
+        s.submit(&mut batch).unwrap();
+        assert!(matches!(s.synchronize(PATIENCE), Err(Error::StreamWait { .. })));
+        assert!(matches!(a.qp.check(), Err(Error::QpStopped { .. })));
+    }
+}
+
+/// What fills a batch may panic, or call the stream, which is locked then: the submission is refused, and all is as before.
+#[test]
+fn functions_of_numbers_may_panic_and_use_no_stream() {
+    let (a, _b) = pair(8, |q| q);
+    for [s, _] in streams() {
+        let (order, word) = (StreamOrder::new(&a.qp), word());
+        let mut batch = Batch::new();
+        let sent = batch.send(&a.qp, &SendWr::nop()).unwrap();
+        _ = batch.number(&order, 1, |_, _| panic!("for the test"));
+        for _ in 0..2 {
+            let refused = s.submit(&mut batch).unwrap_err().to_string();
+            assert!(refused.contains("for the test"), "{refused}");
+            assert!(order.wait_idle(Duration::from_secs(1)).is_ok());
+        }
+        drop((batch, sent));
+        let (own, mut batch) = (s.clone(), Batch::new());
+        _ = batch.number(&order, 1, move |_, _| own.write_value32(&gate(), 1));
+        let refused = s.submit(&mut batch).unwrap_err();
+        assert!(matches!(refused, Error::Unsupported { .. }), "{refused}");
+        drop(batch);
+        s.submit(&mut numbered(&order, &word, 1)).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+        assert_eq!(word.load(), 1);
+        a.qp.post_send(&[SendWr::nop()]).unwrap().wait(PATIENCE).unwrap();
+    }
+}
+
+/// Numbers without operations count in graphs, too.
+#[test]
+fn graphs_take_numbers_without_operations() {
+    let (a, _b) = pair(8, |q| q);
+    for [s, _] in streams() {
+        let (order, word) = (StreamOrder::new(&a.qp), word());
+        let skip = |batch: &mut Batch| drop(batch.number(&order, 0, |_, _| Ok(())));
+        let graph = s.capture(|s| {
+            let mut batch = Batch::new();
+            skip(&mut batch);
+            batch.write_value64(&word, 1);
+            skip(&mut batch);
+            s.submit(&mut batch)
+        });
+        graph.unwrap().launch(&s).unwrap();
+        s.synchronize(PATIENCE).unwrap();
+        assert_eq!((word.load(), order.last_number()), (1, 2));
+    }
 }

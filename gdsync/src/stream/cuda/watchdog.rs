@@ -111,9 +111,7 @@ impl Shared {
             let failed = self.failed();
             let lost = || match held.and_then(|(place, _)| view.wait_at(place))? {
                 Op::Await(source, _) => source.lost(),
-                Op::Wait64 { of: Some(core), .. } => {
-                    core.check_known().err().map(|error| core.name_rank(error))
-                }
+                Op::Wait64 { of: Some(end), .. } => end.qp.broken_by(),
                 _ => None,
             };
             let broken = state.refused.clone().or_else(lost).filter(|_| !failed);
