@@ -25,10 +25,10 @@ pub struct Placement {
     /// What runs the streams.
     #[arg(long, value_enum, default_value_t = Engine::Host)]
     stream: Engine,
-    /// Where payload is.
+    /// Memory of the payload.
     #[arg(long, value_enum, default_value_t = Place::Host)]
     payload: Place,
-    /// Where completion queues are, and doorbell records and send queues.
+    /// What is in GPU memory, besides payload.
     #[arg(long, value_enum, default_value_t = Queues::Host)]
     placement: Queues,
     /// What runs the operations of a CUDA stream: memop, kernel or auto [default: memop].
@@ -53,9 +53,9 @@ pub enum Engine {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
-    /// The host's.
+    /// Host memory.
     Host,
-    /// That of the rank's GPU.
+    /// Memory of the rank's GPU.
     Gpu,
     /// Outgoing payload in host memory, incoming payload in GPU memory, so neither side reads over the bus. For ping-pongs,
     /// which keep the two apart.
@@ -72,13 +72,13 @@ impl fmt::Display for Place {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Queues {
-    /// None.
+    /// Nothing.
     Host,
-    /// Completion queues, at which the GPU looks.
+    /// Completion queues.
     Gpu,
-    /// Doorbell records too, which it writes.
+    /// Completion queues and doorbell records.
     Words,
-    /// And send queues.
+    /// Completion queues, doorbell records and send queues.
     All,
 }
 
@@ -98,7 +98,7 @@ impl fmt::Display for Queues {
 pub struct Placed {
     /// What runs the stream.
     pub engine: Engine,
-    /// Where payload is.
+    /// Memory of the payload.
     pub payload: Place,
     /// Where queues are.
     pub placement: Queues,

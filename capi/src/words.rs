@@ -7,11 +7,12 @@ const WORDS: &[(&str, &str)] = &[
     ("(CommunicatorBuilder::timeout)", "(timeout_ns)"),
     (" (Communicator::barrier is another one)", ""),
     (", CommunicatorBuilder::spawn)", ")"),
+    (", or let rank 0 start the others (CommunicatorBuilder::spawn)", ""),
     (", or build with IntraHostPath::Queues", ""),
     (" (Context::stage, MP_GPU_PATH)", " (MP_GPU_PATH)"),
     (" (GDSYNC_PATH, DeviceConfig::route)", " (GDSYNC_PATH)"),
     (", by Stream::abort or by a panic that dropped it", ""),
-    (" (Stream::submit_within, Stream::wait_room)", " (call gda_progress, and try again)"),
+    (" (Stream::submit_within, Graph::launch_within)", " (call gda_progress, and try again)"),
     (
         "before the capture make an mp::Channel (channel = comm.channel(rank, &[(&buffer, range)], None), at both ranks); in the \
          capture write channel.post_recv_on_stream(stream) where the receive is queued, channel.send_on_stream(stream, &buffer, range) \

@@ -1,19 +1,5 @@
-//! Verbs queues whose sends a stream triggers and whose completions a stream waits for.
-//!
-//! GPUDirect Async lets the CPU prepare sends and waits ahead of time; a stream of memory operations triggers them in
-//! order. This crate has
-//!
-//! - [`verbs`]: devices, memory regions, completion queues and reliable connected queue pairs, on mlx5 rings;
-//! - [`stream`]: sends and waits on streams, in batches with word waits and writes, or prepared first and posted later,
-//!   with a table of libgdsync's functions and their equivalents here;
-//! - [`hca`]: the software HCA, which consumes the rings where there is no card, with fault injection;
-//! - [`memory`]: memory that a device may access, and the only code that accesses it;
-//! - [`cuda`]: GPUs, their memory and capabilities;
-//! - [`recorder`]: the flight recorder, which timestamps the stages of each request;
-//! - [`nvtx`]: profiler ranges, with the feature `nvtx`;
-//! - [`mlx5`]: the ring formats, byte for byte.
-//!
-//! # A send on a stream
+//! GPUDirect Async: RDMA sends that a GPU stream triggers, and completions that a GPU stream waits for. The CPU enqueues both ahead
+//! of time. Without a GPU a host thread is the stream; without a card a software HCA executes the requests.
 //!
 //! ```
 //! use std::time::Duration;
@@ -39,6 +25,18 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! | module | what |
+//! |---|---|
+//! | [`verbs`] | devices, memory regions, completion queues, reliable connected queue pairs |
+//! | [`stream`] | sends and waits on streams: single, in batches, prepared, in graphs and kernels |
+//! | [`memory`], [`cuda`] | host and GPU memory that devices access; GPUs and what they can do |
+//! | [`hca`] | the software HCA and its fault injection |
+//! | [`recorder`] | the flight recorder: when each request was enqueued, triggered, completed |
+//! | [`nvtx`] | ranges for NVIDIA's profilers, with the feature `nvtx` |
+//! | [`mlx5`] | the ring formats, byte for byte |
+//!
+//! Between ranks, with launchers, use `gdsync-mp`. `docs/porting.md` has the equivalents of libgdsync's calls.
 //!
 //! # Rules
 //!

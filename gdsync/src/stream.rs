@@ -1,26 +1,5 @@
 //! Streams: queues of memory operations that run in order, on a host thread or on a GPU.
 //!
-//! | libgdsync | here |
-//! |---|---|
-//! | `gds_stream_queue_send` | [`Stream::send`] |
-//! | `gds_stream_wait_cq` | [`Stream::wait_send`], [`Stream::wait_recv`] |
-//! | `gds_prepare_send`, `gds_stream_post_send(_all)` | [`Qp::prepare_send`], [`Batch::post`] |
-//! | `gds_prepare_wait_cq`, `gds_stream_post_wait_cq(_all)` | [`Qp::prepare_wait_send`], [`Batch::post_wait`] |
-//! | `gds_post_wait_cq` (give a wait back to the CPU) | dropping a [`PreparedWait`] |
-//! | `gds_prepare_wait_value32`, `gds_prepare_write_value32` | [`Batch::wait_value32`], [`Batch::write_value32`], and 64 bit |
-//! | `gds_prepare_write_memory` | [`Batch::write_memory`] |
-//! | `gds_stream_post_descriptors` | [`Stream::submit`] |
-//! | `gds_post_descriptors` | [`Batch::run`] |
-//! | `gds_post_send`, `gds_post_recv` | [`Qp::post_send`], [`Qp::post_recv`] |
-//! | `gds_create_qp`, `gds_destroy_qp` | [`Pd::build_qp`](crate::verbs::Pd::build_qp), dropping the [`Qp`] |
-//! | `gds_alloc_mapped_memory` | [`Memory::alloc`](gdsync_device::memory::Memory::alloc) |
-//! | `gds_query_param`, `GDS_API_VERSION` | [`VERSION`](crate::VERSION) |
-//! | `GDS_CREATE_QP_*_ON_GPU` | [`QpBuilder::on_gpu`](crate::verbs::QpBuilder::on_gpu) |
-//! | `GDS_WAIT_POST_FLUSH_REMOTE` | [`Batch::flush`]; waits for completions do it by themselves where needed |
-//! | `gds_mlx5_get_send_info`, `gds_mlx5_get_wait_info`, `device.cuh` | [`Qp::for_kernels`]: kernels write requests themselves |
-//! | none: libgdsync cannot be captured in CUDA graphs | [`Stream::capture`], [`Graph::launch`] |
-//! | `gds_prepare_send`, and `device.cuh` to trigger it from a kernel | [`Stream::record_steps`], [`KernelSteps::launch`] |
-//!
 //! # Graphs
 //!
 //! Submissions within [`Stream::capture`] are recorded, not run. Each [`Graph::launch`] runs them all as one submission

@@ -1,4 +1,4 @@
-//! Messaging on GPU streams, as in LibMP: send and receive between ranks, started and awaited by the CPU or by a stream.
+//! Messages between ranks, as in LibMP: sent and awaited by a GPU stream, a host stream or the CPU.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -21,6 +21,18 @@
 //! # }
 //! ```
 //!
+//! | start here | for |
+//! |---|---|
+//! | [`CommunicatorBuilder`], [`launch`] | joining a launcher's job, or starting the ranks |
+//! | [`Communicator`], [`Request`] | messages by the CPU and by streams |
+//! | [`Channel`] | messages that loops, graphs and kernels repeat |
+//! | [`Window`], [`Rma`], [`Signal`] | one-sided operations |
+//! | [`collective`], [`tagged`] | collectives; tags, as in MPI |
+//! | [`RequestSet`], [`wait_any`] | requests of all kinds, event loops |
+//! | [`cache`] | the registration cache |
+//!
+//! `docs/porting.md` has the equivalents of LibMP's and MPI's calls.
+//!
 //! # One-sided operations
 //!
 //! Ranks write and read each other's [`Window`]s without the owner. A [`Signal`] after a put notifies the target, whose CPU or
@@ -39,20 +51,6 @@
 //! # Ok(())
 //! # }
 //! ```
-//!
-//! | LibMP | here |
-//! |---|---|
-//! | `mp_window_create`, `mp_window_destroy` | [`Communicator::window`], [`Window::destroy`] or dropping it |
-//! | `mp_iput`, `mp_iget` | [`Window::iput`], [`Window::iget`]; pieces by [`Rma::put_vectored`], [`Rma::get_vectored`] |
-//! | `MP_PUT_INLINE` | [`Rma::put_bytes`] |
-//! | `MP_PUT_NOWAIT` | [`Window::put`], or dropping the request of any operation; [`Window::flush`] |
-//! | `mp_iput_on_stream`, `mp_iget_on_stream` | [`Window::iput_on_stream`], [`Window::iget_on_stream`] |
-//! | `mp_put_prepare`, `mp_iput_post_on_stream` | [`Window::start_in_batch`], [`Stream::submit`](gdsync::stream::Stream::submit) |
-//! | `mp_iput_post_all_on_stream` | the same, with all in one batch |
-//! | `mp_wait32` | [`wait_value32`], [`wait_value64`]; [`Window::wait_signal`] |
-//! | `mp_wait32_on_stream`, `mp_wait_dword_*_on_stream` | [`Stream::wait_value32`](gdsync::stream::Stream::wait_value32),
-//! [`Window::wait_signal_on_stream`] |
-//! | none | [`Rma::with_signal`], [`Rma::fetch_add`], [`Rma::accumulate`], [`Rma::compare_swap`] |
 //!
 //! # Graphs
 //!

@@ -48,6 +48,10 @@ class Communicator:
         """Sends. On a stream, the stream goes on when the tensor may be written again; else the call does."""
     def recv(self, tensor: _Tensor, rank: int, *, stream: _Stream = None) -> None:
         """Receives. On a stream, the stream goes on when the message is there; else the call does."""
+    def sendrecv(
+        self, tensor: _Tensor, to: int, into: _Tensor, source: int, *, stream: _Stream = None
+    ) -> None:
+        """Sends to one rank and receives from another, or the same. A stream waits for both; without one the call does."""
     def isend(self, tensor: _Tensor, rank: int, *, stream: _Stream = None) -> Request:
         """Starts a send; on a stream, when the stream gets there. Nothing waits for it."""
     def irecv(self, tensor: _Tensor, rank: int, *, stream: _Stream = None) -> Request:

@@ -160,6 +160,21 @@ impl Communicator {
         self.message_and_wait("recv", tensor, rank, stream, false)
     }
 
+    #[pyo3(signature = (tensor, to, into, source, *, stream=None))]
+    fn sendrecv(
+        &self,
+        py: Python<'_>,
+        tensor: &Bound<'_, PyAny>,
+        to: usize,
+        into: &Bound<'_, PyAny>,
+        source: usize,
+        stream: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (received, is_on_stream) = self.message("sendrecv", into, source, stream, (false, false))?;
+        self.message_and_wait("sendrecv", tensor, to, stream, true)?;
+        if is_on_stream { received.wait_on(py, stream) } else { received.wait_for(py, None).map(drop) }
+    }
+
     #[pyo3(signature = (tensor, rank, *, stream=None))]
     fn isend(
         &self,

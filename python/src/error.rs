@@ -24,7 +24,7 @@ const WORDS: &[(&str, &str)] = &[
     ),
     ("(CommunicatorBuilder::timeout)", "(gdasync.init(timeout=...))"),
     (" (Communicator::barrier is another one)", ""),
-    (" (Stream::submit_within, Stream::wait_room)", ""),
+    (" (Stream::submit_within, Graph::launch_within)", ""),
     (
         "capture with Stream::capture instead, and launch the application's work on Stream::raw in it",
         "capture with gdasync.Graph",

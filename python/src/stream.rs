@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::cuda::{Gpu, RawStream};
-use gdsync::stream::{Capture, CudaStreamConfig, Graph, HostStreamConfig, Launch, Stream as Queue};
+use gdsync::stream::{Batch, Capture, CudaStreamConfig, Graph, HostStreamConfig, Launch, Stream as Queue};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -223,7 +223,10 @@ impl Stream {
                 resume_unwind(Box::new(text));
             }
         };
-        py.detach(|| self.0.queue.host_fn(run)).or_raise(py, "call", None)
+        let mut batch = Batch::new();
+        batch.host_fn(run);
+        let submit = |slice| Ok(self.0.queue.submit_within(&mut batch, slice)?);
+        sliced(py, self.0.config.wait_limit, is_full, submit)?.or_raise(py, "call", None)
     }
 
     #[pyo3(signature = (timeout=None))]

@@ -274,8 +274,8 @@ pub enum Error {
     },
     /// The stream has the maximum number of pending submissions.
     #[error(
-        "{} is full ({depth} submissions pending); synchronize, wait for room (Stream::submit_within, Stream::wait_room), or raise the \
-         depth of its configuration",
+        "{} is full ({depth} submissions pending); synchronize, wait for room (Stream::submit_within, Graph::launch_within), or raise \
+         the depth of its configuration",
         stream_label(stream)
     )]
     StreamFull {

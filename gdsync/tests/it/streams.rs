@@ -201,7 +201,7 @@ fn full_stream_leaves_the_batch_as_it_was() {
         let error = s.submit(&mut batch).unwrap_err();
         assert!(matches!(&error, Error::StreamFull { stream, depth: 2 } if stream == "full"), "{error}");
         assert!(
-            error.to_string().contains("wait for room (Stream::submit_within, Stream::wait_room)"),
+            error.to_string().contains("wait for room (Stream::submit_within, Graph::launch_within)"),
             "{error}"
         );
         let error = s.submit_within(&mut batch, Duration::from_millis(2)).unwrap_err();

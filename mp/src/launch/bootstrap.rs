@@ -375,7 +375,8 @@ impl CommunicatorBuilder {
         if has_joined && self.0.spawn.is_none() {
             return Err(Error::launch("this process has joined its job already", SECOND_INIT));
         }
-        let fix = "start it with mpirun or srun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let it spawn its peers";
+        let fix = "start the ranks with mpirun, srun or torchrun, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or let rank 0 \
+                   start the others (CommunicatorBuilder::spawn)";
         let size = self.0.spawn.ok_or_else(|| Error::launch("no launcher started this process", fix))?;
         self.check_size(size)?;
         binding::unbind();
