@@ -32,8 +32,8 @@ const STUCK: u8 = 3;
                   that are dead the newest eight are kept when the next one begins: copy those of larger jobs first."
 )]
 pub(crate) struct Options {
-    /// Processes, or files of recordings.
-    #[arg(value_name = "PID|FILE", required_unless_present_any = ["list", "clean"])]
+    /// Processes, or files of recordings; without one, as --list.
+    #[arg(value_name = "PID|FILE")]
     targets: Vec<String>,
     /// Lists the recordings of this machine.
     #[arg(long, conflicts_with_all = ["targets", "clean", "perfetto"])]
@@ -51,7 +51,7 @@ pub(crate) struct Options {
     #[arg(long)]
     json: bool,
     /// Writes all records to this file as Chrome trace events, which ui.perfetto.dev opens.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "targets")]
     perfetto: Option<PathBuf>,
 }
 
@@ -77,23 +77,24 @@ impl Options {
             }
             return Ok(false);
         }
-        let recordings = if self.list { Recording::all(left_out) } else { self.recordings()? };
+        let is_list = self.list || self.targets.is_empty();
+        let recordings = if is_list { Recording::all(left_out) } else { self.recordings()? };
         if let Some(path) = &self.perfetto {
             let written =
                 File::create(path).map_err(Into::into).and_then(|file| write_perfetto(&recordings, file));
             written.map_err(|error| format!("--perfetto {}: {error}", path.display()))?;
         }
-        let others = if self.list { Vec::new() } else { Recording::all(|_, _| {}) };
+        let others = if is_list { Vec::new() } else { Recording::all(|_, _| {}) };
         let report = Report::of(&recordings, &others, Duration::from_secs(self.stuck_after), self.records);
         if self.json {
             serde_json::to_writer_pretty(&mut out, &report)?;
             writeln!(out)?;
-        } else if self.list {
+        } else if is_list {
             text::list(&report, &mut out)?;
         } else {
             text::print(&report, &mut out)?;
         }
-        Ok(!self.list && report.stuck > 0)
+        Ok(!is_list && report.stuck > 0)
     }
 
     fn recordings(&self) -> Result<Vec<Recording>> {
