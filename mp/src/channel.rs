@@ -443,7 +443,7 @@ impl Channel {
         Ok(Request::of_channel(&into.peer, &into.qp, op))
     }
 
-    /// As [`Channel::send_in_batch`], on a stream.
+    /// As [`Channel::send_in_batch`], on a stream. It is not held: unlike [`Communicator::send_on_stream`] this returns a request.
     ///
     /// # Errors
     /// [`Error::Message`], as [`Channel::send_in_batch`], also with the refusal of the stream.

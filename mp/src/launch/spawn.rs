@@ -289,8 +289,8 @@ impl ChildProcesses for Children {
         let running: Vec<_> = ChildProcesses::running(&mut *self).iter().map(usize::to_string).collect();
         if !is_silent && !running.is_empty() {
             say(&format!(
-                "rank 0 leaves without Communicator::finalize while others work (rank {}): they have {} to end; an error that it returns is \
-                 printed then",
+                "rank 0 leaves without Communicator::finalize while others work (rank {}): they have {} to end; its own error, if any, \
+                 is printed after that",
                 running.join(", "),
                 rounded(limit)
             ));
