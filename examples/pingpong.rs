@@ -24,7 +24,6 @@ use gdasync::{note, pingpong, results};
 #[derive(Parser)]
 #[command(
     version,
-    about,
     after_help = "Example: cargo run --release --example pingpong -- --sizes 8,4096 --modes stream,cpu"
 )]
 struct Cli {

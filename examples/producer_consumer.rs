@@ -24,11 +24,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 /// A producer and a consumer on streams of two processes, every block checked.
 #[derive(Parser)]
-#[command(
-    version,
-    about,
-    after_help = "Example: cargo run --release --example producer_consumer -- --bytes 65536"
-)]
+#[command(version, after_help = "Example: cargo run --release --example producer_consumer -- --bytes 65536")]
 struct Options {
     /// Blocks to make.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]

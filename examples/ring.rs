@@ -1,4 +1,4 @@
-//! The natural loop: compute, exchange with the neighbours, use what came, all on a stream and in one buffer.
+//! Ranks in a ring: compute, send to the right, receive from the left, on a stream and in one buffer.
 //!
 //! `cargo run --example ring`, or with a launcher: `mpirun -n 4 target/debug/examples/ring`
 
@@ -15,7 +15,7 @@ const ROUNDS: u64 = 100;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // No options; `--help` says what it shows.
     clap::Command::new("ring")
-        .about("Compute, exchange with the neighbours, use what came: on a stream, in one buffer")
+        .about("Ranks in a ring: compute, send to the right, receive from the left, on a stream and in one buffer")
         .get_matches();
 
     let comm = Communicator::builder().spawn(2).init()?;

@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // No options; `--help` says what it shows.
     clap::Command::new("sendrecv")
-        .about("A kernel-like step, a send and a receive on streams, no CPU between them")
+        .about("Two queue pairs: compute, send, receive, compute, in the order of a stream")
         .get_matches();
 
     // The device, and on it two queue pairs that know each other's address.

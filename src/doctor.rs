@@ -54,7 +54,7 @@ pub struct Doctor {
     /// List the probes: what each tries, and why it matters
     #[arg(long)]
     list: bool,
-    /// What GPUs and RDMA devices may take to answer, in seconds [default: 4, and 1 for each GPU beyond the first]
+    /// Seconds in which GPUs and RDMA devices have to answer [default: 4, and 1 for each GPU beyond the first]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: Option<u64>,
     /// Where sys, proc and dev are

@@ -34,7 +34,6 @@ use solver::{Relaxer, Solver};
 #[derive(Parser)]
 #[command(
     version,
-    about,
     after_help = "Example: cargo run --release --example jacobi2d -- --nx 2048 --ny 2048 --ranks 2 --mode sync"
 )]
 pub(crate) struct Options {

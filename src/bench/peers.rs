@@ -67,10 +67,10 @@ pub(crate) struct Options {
     /// Round trips of a sample, which are enqueued ahead or in a graph.
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(2..=100))]
     ahead: u32,
-    /// What runs the operations of the own streams: memop, kernel or auto.
+    /// What runs the operations of the streams of `mp`: memop, kernel or auto.
     #[arg(long, default_value_t = Via::Kernel)]
     via: Via,
-    /// What their copies: kernel, memop (the copy engine) or auto.
+    /// What makes the copies of `mp`: kernel, memop (the copy engine) or auto.
     #[arg(long, default_value_t = Via::Auto)]
     copies: Via,
     /// GPUs by rank, by their CUDA ordinals [default: the local rank modulo the number of GPUs].
