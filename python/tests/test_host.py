@@ -107,9 +107,7 @@ def collectives(comm):
     # A ring.
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     got = np.zeros(2000)
-    receive = comm.irecv(got, left)
-    comm.send(np.full(2000, float(comm.rank)), right)
-    receive.wait()
+    comm.sendrecv(np.full(2000, float(comm.rank)), right, got, left)
     assert (got == left).all()
     comm.finalize()
 
@@ -117,14 +115,18 @@ def collectives(comm):
 def streams(comm):
     peer, stream = 1 - comm.rank, gdasync.Stream.host()
     out, into, seen = np.zeros(300), np.zeros(300), []
-    for round in range(20):
+    # More than the stream takes at once: calls wait for room.
+    for round in range(300):
         stream.call(lambda round=round: out.fill(round + comm.rank))
-        received = comm.irecv(into, peer, stream=stream)
-        comm.send(out, peer, stream=stream)
-        received.wait_on(stream)
+        if round % 2:
+            comm.sendrecv(out, peer, into, peer, stream=stream)
+        else:
+            received = comm.irecv(into, peer, stream=stream)
+            comm.send(out, peer, stream=stream)
+            received.wait_on(stream)
         stream.call(lambda: seen.append(set(into.tolist())))
     stream.synchronize(LONG)
-    assert seen == [{float(round + peer)} for round in range(20)]
+    assert seen == [{float(round + peer)} for round in range(300)]
     # One direction, in which both the send and the receive hold the stream.
     for _ in range(5):
         comm.send(out, peer, stream=stream) if comm.rank else comm.recv(into, peer, stream=stream)
