@@ -369,5 +369,5 @@ fn healthy_job_is_reported_exported_and_cleaned_up() {
     let left: Vec<_> =
         std::fs::read_dir(job.folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect();
     assert!(left.is_empty(), "{left:?}");
-    assert_eq!(succeeds(job.trace(&["--list"])).lines().count(), 1, "only the heading");
+    assert_eq!(succeeds(job.trace(&[])).lines().count(), 1, "only the heading");
 }

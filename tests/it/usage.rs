@@ -85,7 +85,7 @@ const ERRORS: &[(&str, i32, &str)] = &[
     ("gdasync doctor --timeout 0", 2, "--timeout"),
     ("gdasync doctor --live moon", 2, "moon"),
     ("gdasync doctor --fix", 2, "--fix"),
-    ("gdasync trace", 2, "PID|FILE"),
+    ("gdasync trace --perfetto a.json", 2, "PID|FILE"),
     ("gdasync trace --list 1", 2, "--list"),
     ("gdasync trace --clean --json", 2, "--json"),
     ("gdasync trace --stuck-after x 1", 2, "--stuck-after"),
