@@ -22,7 +22,7 @@ pub(crate) static DOMAIN: gdsync::nvtx::Domain = gdsync::nvtx::Domain::new(c"mp"
 
 /// A message under way. Dropping it detaches: the message goes on, and its resources are released when it is complete.
 #[derive(Clone)]
-#[must_use = "its memory may be in use until a wait for it: wait on the CPU or a stream, or drop it with `_ =`"]
+#[must_use = "the message may be under way: wait for it before its memory is used again, or drop it with `_ =`"]
 pub struct Request {
     rank: usize,
     state: State,

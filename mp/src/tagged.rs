@@ -377,7 +377,7 @@ impl Tagged {
 
 /// A tagged message under way. Dropping it detaches: the message goes on with later calls.
 #[derive(Clone, Debug)]
-#[must_use = "its memory may be in use until a wait for it: wait on the CPU or a stream, or drop it with `_ =`"]
+#[must_use = "the message may be under way: wait for it before its memory is used again, or drop it with `_ =`"]
 pub struct Request {
     shared: Arc<Shared>,
     outcome: Outcome,
