@@ -144,10 +144,7 @@ impl Companion for Ends {
     }
 
     fn is_awaited(&self) -> bool {
-        let is_under_way = |order: &StreamOrder| {
-            matches!(order.wait_idle(Duration::ZERO), Err(gdsync::Error::Deadline { .. }))
-        };
-        self.pair.is_awaited() || !self.pair.send.is_broken() && self.orders().any(is_under_way)
+        self.pair.is_awaited() || !self.pair.send.is_broken() && self.orders().any(StreamOrder::is_busy)
     }
 
     fn has_unsubmitted(&self) -> bool {

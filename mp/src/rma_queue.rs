@@ -240,7 +240,8 @@ impl RmaQueue {
     /// Whether nothing is under way, and nothing is to be reported.
     fn is_over(&self) -> bool {
         self.recycle();
-        self.in_flight.lock().is_empty() && self.order.check_idle().is_ok() && !self.has_to_report()
+        let is_busy = self.order.is_busy() || self.order.has_unsubmitted();
+        self.in_flight.lock().is_empty() && !is_busy && !self.has_to_report()
     }
 }
 

@@ -133,6 +133,12 @@ impl StreamOrder {
         busy.map_or(Ok(()), |last| Err(self.busy(&last)))
     }
 
+    /// Whether a stream has not done what follows it, as far as is known. Unlike the checks it does not have a GPU tell, which may block
+    /// the caller in the driver.
+    pub fn is_busy(&self) -> bool {
+        self.0.state.lock().busy_for(None).is_some()
+    }
+
     /// Whether a batch that follows it, or a capture, was not submitted.
     pub fn has_unsubmitted(&self) -> bool {
         self.0.state.lock().oldest().is_some()
