@@ -216,6 +216,8 @@ impl Half {
             _ => self.prepare(&[]).map(Some),
         };
         let credit = credit.map_err(failed)?;
+        // Two threads must not both take the last place.
+        let _turn = credit.is_none().then(|| self.posted.lock());
         // The credit that was prepared counts.
         if self.unawaited() + u64::from(credit.is_none()) > self.places.len() as u64 {
             return Err(Error::NoFreePlace { rank: self.peer.rank(), places: self.places.len() });
