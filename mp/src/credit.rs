@@ -79,7 +79,8 @@ pub(crate) fn low32(count: u64) -> u32 {
 /// Set while credit updates are pending, to be sent by the watchdog or by the next wait.
 #[derive(Debug)]
 pub(crate) struct CreditFlag {
-    has_watchdog: bool,
+    /// A thread asks silent ranks whether they are alive.
+    pub(crate) has_watchdog: bool,
     is_pending: AtomicBool,
     /// The watchdog polls, or there is none: no wake-up is needed.
     is_polling: AtomicBool,

@@ -269,8 +269,9 @@ impl Request {
             });
         }
         let deadline = Deadline::after(timeout.saturating_sub(waited));
+        let pause = if transport.credits.flag.has_watchdog { Duration::MAX } else { SILENCE };
         loop {
-            match completion.wait(deadline.remaining().min(SILENCE)) {
+            match completion.wait(deadline.remaining().min(pause)) {
                 Err(gdsync::Error::Deadline { .. }) if !deadline.is_over() => transport.tend(),
                 Err(gdsync::Error::Deadline { what, awaited, .. }) => {
                     let awaited = self.awaited_receive().unwrap_or_else(|| awaited.to_string());

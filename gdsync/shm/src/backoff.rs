@@ -101,6 +101,9 @@ const SPIN: Duration = Duration::from_micros(5);
 /// How long [`back_off`] yields before it sleeps.
 pub const BACK_OFF_YIELDS: Duration = Duration::from_millis(10);
 const SLEEPS: RangeInclusive<Duration> = Duration::from_micros(50)..=Duration::from_millis(1);
+/// Part of the time waited that it sleeps in long waits, and the longest such sleep: those who wait for seconds use no CPU.
+const LONG_SLEEP: u32 = 256;
+const LONGEST_SLEEP: Duration = Duration::from_millis(20);
 
 /// Pauses a wait that polls, `waited` after its start: spins, then yields, then sleeps a small part of the time waited, at most
 /// `limit`.
@@ -110,7 +113,8 @@ pub fn back_off(waited: Duration, limit: Duration) {
     } else if waited < BACK_OFF_YIELDS {
         std::thread::yield_now();
     } else {
-        std::thread::sleep(nap(waited / 8, SLEEPS).min(limit));
+        let long = (waited / LONG_SLEEP).min(LONGEST_SLEEP);
+        std::thread::sleep(nap(waited / 8, SLEEPS).max(long).min(limit));
     }
 }
 

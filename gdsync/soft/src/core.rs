@@ -246,7 +246,7 @@ impl Core {
 
     fn ring_index(&mut self, index: usize) {
         self.with(index, |qp, env| {
-            // One write to a socket takes both; a reply would overtake them otherwise.
+            // One write to a socket, or one message, takes both; a reply would overtake them otherwise.
             if env.links.joins_packets(qp.link) {
                 qp.send_responses(env);
             }

@@ -135,7 +135,7 @@ impl Links {
 
     /// Whether packets of a step leave together.
     pub(crate) fn joins_packets(&self, index: usize) -> bool {
-        self.get(index).is_some_and(|link| matches!(link.tx, Tx::Tcp(_)))
+        self.get(index).is_some_and(|link| matches!(link.tx, Tx::Far(_)))
     }
 
     /// Whether packets to this peer may name memory in place of payload.

@@ -9,6 +9,7 @@ mod room;
 
 use std::collections::VecDeque;
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -27,7 +28,7 @@ use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::{Found, Word32};
 use gdsync_device::recorder::{Awaited, By, Event, Hold, Log, NOTED_AFTER, Queue, Stage};
 use gdsync_device::{CqParts, GpuNudge, OnGpu, Places, Provider, QpAttr, QpState};
-use gdsync_shm::{Backoff, SpinLock};
+use gdsync_shm::{Backoff, SpinLock, nap};
 use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 
 /// A completion queue. Clones share it. It is destroyed when the last clone and its last queue pair are gone.
@@ -686,8 +687,8 @@ impl CqInner {
 
 /// Polls this long amid bulk copies on cores that have other work, perhaps the peer: twice 1 MiB there and back.
 const BUSY_POLL: Duration = Duration::from_micros(300);
-/// Maximum sleep between two checks of the queue; a completion wakes the sleeper earlier. 50 checks a second are 0.02 to 0.04 % of a core.
-const PARK: Duration = Duration::from_millis(20);
+/// Sleep between two checks of the queue, an eighth of the time waited; a completion wakes the sleeper earlier.
+const PARKS: RangeInclusive<Duration> = Duration::from_millis(20)..=Duration::from_millis(500);
 
 impl CqInner {
     /// A wait for the next completion that `poll` takes, for the flight recorder.
@@ -777,7 +778,7 @@ impl CqInner {
                 held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
             }
             if !backoff.spin_after(waited) {
-                self.park_for_next(PARK.min(timeout - waited));
+                self.park_for_next(nap(waited, PARKS).min(timeout - waited));
                 // One look, then asleep again: each look may ask the system for packets.
                 rounds = u32::MAX;
             }

@@ -21,6 +21,9 @@ const WATCH_SPIN: Duration = Duration::from_millis(1);
 const LINGER: Duration = Duration::from_micros(100);
 /// Polls for work between two looks at timers and clock.
 const POLLS: u32 = 64;
+/// After a sleep of this time it does not poll before the next one: a single packet, such as the question whether this process lives,
+/// costs one wake-up. If another one follows at once, it polls again.
+const IDLE: Duration = Duration::from_millis(10);
 /// Maximum sleep; afterwards all doorbells are checked, also those not watched.
 const SLEEP: Duration = Duration::from_millis(100);
 
@@ -44,6 +47,7 @@ impl<S: ProgressEngine> ProgressThread<S> {
             stop: stop.clone(),
             caller_steps: 0,
             idle: None,
+            slept: Duration::ZERO,
             doorbells: Vec::new(),
         };
         let thread = std::thread::Builder::new()
@@ -74,6 +78,8 @@ struct Worker<S> {
     caller_steps: u64,
     /// Since when there has been no work.
     idle: Option<Instant>,
+    /// How long it has slept, until it has polled.
+    slept: Duration,
     /// The doorbells polled.
     doorbells: Vec<Word64>,
 }
@@ -156,7 +162,12 @@ impl<S: ProgressEngine> Worker<S> {
         }
         let (timer, watch_nap) = (core.next_timer(), core.watch_nap());
         let active = core.is_active();
-        let is_awake = idle < if is_polling { WATCH_SPIN } else { SPIN } && !gdsync_shm::cores_are_busy();
+        let spin = match std::mem::take(&mut self.slept) {
+            _ if is_polling => WATCH_SPIN,
+            slept if slept >= IDLE => Duration::ZERO,
+            _ => SPIN,
+        };
+        let is_awake = idle < spin && !gdsync_shm::cores_are_busy();
         if !is_awake {
             core.unwatch_all(self.shared.doorbells());
         }
@@ -195,7 +206,8 @@ impl<S: ProgressEngine> Worker<S> {
         };
         shared.sleep(&ready, nap);
         shared.progress_state().thread.lock().asleep = false;
-        if nap == SLEEP && started.elapsed() >= SLEEP {
+        self.slept = started.elapsed();
+        if nap == SLEEP && self.slept >= SLEEP {
             let mut core = shared.core().lock();
             core.look_at_all();
             shared.unlock(core);

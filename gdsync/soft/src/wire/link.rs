@@ -4,10 +4,9 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use super::fabric::{FabricEnds, FabricRx, FabricTx};
 use super::port::{LinkEnds, PeerSocket, Port};
 use super::ring::{HEADER, Piece, PushError, RING_BYTES, Record, RxRing, TxRing};
-use super::tcp::{Frame, TcpEnds, TcpPort, TcpRx, TcpTx};
+use super::tcp::{FarEnds, FarRx, FarTx, Frame, TcpPort};
 use super::{Event, FAR_SEGMENT, SEGMENT};
 use gdsync_device::error::Result;
 use gdsync_device::memory::Memory;
@@ -73,7 +72,7 @@ impl HcaPort {
     pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<Ends>> {
         match self {
             Self::Memory(port) => port.connect(peer.gid, timeout).map(|ends| Some(Ends::Memory(ends))),
-            Self::Tcp(port) => port.connect(peer, timeout),
+            Self::Tcp(port) => port.connect(peer, timeout).map(|ends| ends.map(Ends::Far)),
         }
     }
 
@@ -97,7 +96,7 @@ impl HcaPort {
     pub(crate) fn take_accepted(&self) -> Vec<Ends> {
         match self {
             Self::Memory(port) => port.take_accepted().into_iter().map(Ends::Memory).collect(),
-            Self::Tcp(port) => port.take_accepted(),
+            Self::Tcp(port) => port.take_accepted().into_iter().map(Ends::Far).collect(),
         }
     }
 }
@@ -106,16 +105,14 @@ impl HcaPort {
 #[derive(Debug)]
 pub(crate) enum Ends {
     Memory(LinkEnds),
-    Tcp(TcpEnds),
-    Fabric(FabricEnds),
+    Far(FarEnds),
 }
 
 impl Ends {
     pub(crate) fn peer(&self) -> Peer {
         match self {
             Self::Memory(ends) => ends.peer,
-            Self::Tcp(ends) => ends.peer,
-            Self::Fabric(ends) => ends.peer,
+            Self::Far(ends) => ends.peer,
         }
     }
 
@@ -124,8 +121,7 @@ impl Ends {
             Self::Memory(LinkEnds { tx, rx, event, socket, .. }) => {
                 (Tx::Memory { ring: tx, event, socket }, Rx::Memory(rx))
             }
-            Self::Tcp(TcpEnds { tx, rx, .. }) => (Tx::Tcp(tx), Rx::Tcp(rx)),
-            Self::Fabric(FabricEnds { tx, rx, .. }) => (Tx::Fabric(tx), Rx::Fabric(rx)),
+            Self::Far(FarEnds { tx, rx, .. }) => (Tx::Far(tx), Rx::Far(rx)),
         }
     }
 }
@@ -141,8 +137,7 @@ pub(crate) fn loopback(own: Peer, event: Event) -> Result<Ends> {
 #[derive(Debug)]
 pub(crate) enum Tx {
     Memory { ring: TxRing, event: Event, socket: PeerSocket },
-    Tcp(TcpTx),
-    Fabric(FabricTx),
+    Far(FarTx),
 }
 
 impl Tx {
@@ -150,8 +145,7 @@ impl Tx {
     pub(crate) fn begin(&mut self, index: usize) {
         match self {
             Self::Memory { .. } => {}
-            Self::Tcp(tx) => tx.begin(index),
-            Self::Fabric(tx) => tx.begin(index),
+            Self::Far(tx) => tx.begin(index),
         }
     }
 
@@ -167,8 +161,7 @@ impl Tx {
     pub(crate) fn is_alive(&self) -> bool {
         match self {
             Self::Memory { socket, .. } => socket.is_alive(),
-            Self::Tcp(tx) => tx.is_alive(),
-            Self::Fabric(tx) => tx.is_alive(),
+            Self::Far(tx) => tx.is_alive(),
         }
     }
 
@@ -176,8 +169,7 @@ impl Tx {
     pub(crate) fn is_drained(&self) -> bool {
         match self {
             Self::Memory { ring, .. } => ring.is_drained(),
-            Self::Tcp(tx) => tx.is_drained(),
-            Self::Fabric(tx) => tx.is_drained(),
+            Self::Far(tx) => tx.is_drained(),
         }
     }
 
@@ -205,8 +197,7 @@ impl Tx {
     ) -> std::result::Result<bool, PushError> {
         match self {
             Self::Memory { ring, .. } => ring.try_push(header, ext, pieces),
-            Self::Tcp(tx) => tx.try_push(header, ext, pieces).map_err(PushError::Payload),
-            Self::Fabric(tx) => tx.try_push(header, ext, pieces).map_err(PushError::Payload),
+            Self::Far(tx) => tx.try_push(header, ext, pieces).map_err(PushError::Payload),
         }
     }
 
@@ -217,14 +208,13 @@ impl Tx {
                 event.notify();
                 true
             }
-            Self::Tcp(tx) => tx.flush(),
-            Self::Fabric(tx) => tx.has_room(),
+            Self::Far(tx) => tx.flush(),
         }
     }
 
     /// The peer is gone, and this link not used any more.
     pub(crate) fn take_down(&self) {
-        if let Self::Fabric(tx) = self {
+        if let Self::Far(tx) = self {
             tx.take_down();
         }
     }
@@ -241,8 +231,7 @@ impl Tx {
 #[derive(Debug)]
 pub(crate) enum Rx {
     Memory(RxRing),
-    Tcp(TcpRx),
-    Fabric(FabricRx),
+    Far(FarRx),
 }
 
 /// A received packet that has not been popped.
@@ -265,12 +254,11 @@ impl Rx {
     /// The next packet, if any.
     ///
     /// # Errors
-    /// If the peer wrote nonsense into its ring. A TCP connection ends by itself then.
+    /// If the peer wrote nonsense into its ring. Links to other hosts end by themselves then.
     pub(crate) fn peek(&mut self) -> std::result::Result<Option<Packet>, Corrupt> {
         match self {
             Self::Memory(ring) => Ok(ring.peek()?.map(Packet::Record)),
-            Self::Tcp(rx) => Ok(rx.peek().map(Packet::Frame)),
-            Self::Fabric(rx) => Ok(rx.peek().map(Packet::Frame)),
+            Self::Far(rx) => Ok(rx.peek().map(Packet::Frame)),
         }
     }
 
@@ -278,17 +266,14 @@ impl Rx {
     pub(crate) fn has_packet(&mut self) -> bool {
         match self {
             Self::Memory(ring) => ring.has_record(),
-            Self::Tcp(rx) => rx.has_packet(),
-            Self::Fabric(rx) => rx.has_packet(),
+            Self::Far(rx) => rx.has_packet(),
         }
     }
 
     /// Its socket may have something.
     pub(crate) fn set_ready(&mut self) {
-        match self {
-            Self::Memory(_) => {}
-            Self::Tcp(rx) => rx.set_ready(),
-            Self::Fabric(rx) => rx.set_ready(),
+        if let Self::Far(rx) = self {
+            rx.set_ready();
         }
     }
 
@@ -303,8 +288,7 @@ impl Rx {
     pub(crate) fn body<'a>(&'a self, packet: &'a Packet, link: usize) -> Body<'a> {
         let source = match (self, packet) {
             (Self::Memory(ring), Packet::Record(record)) => Source::Ring(ring, record),
-            (Self::Tcp(rx), Packet::Frame(frame)) => Source::Bytes(rx.body(frame)),
-            (Self::Fabric(rx), Packet::Frame(_)) => Source::Bytes(rx.body()),
+            (Self::Far(rx), Packet::Frame(frame)) => Source::Bytes(rx.body(frame)),
             _ => unreachable!("packets of rings are records, others are frames"),
         };
         Body { source, link }
@@ -314,12 +298,8 @@ impl Rx {
     pub(crate) fn pop(&mut self, packet: Packet) -> bool {
         match (self, packet) {
             (Self::Memory(ring), Packet::Record(record)) => ring.pop(record),
-            (Self::Tcp(rx), Packet::Frame(frame)) => {
+            (Self::Far(rx), Packet::Frame(frame)) => {
                 rx.pop(&frame);
-                false
-            }
-            (Self::Fabric(rx), Packet::Frame(_)) => {
-                rx.pop();
                 false
             }
             _ => unreachable!("packets of rings are records, others are frames"),

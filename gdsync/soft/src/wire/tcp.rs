@@ -27,15 +27,15 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
 use self::greeting::{ANSWER, CROSSED, HELLO, Hello, NONCE, PROOF, WELCOME};
-use super::fabric::{Endpoint, FabricEnds};
-use super::{Accepted, Ends, Peer};
+use super::fabric::Endpoint;
+use super::{Accepted, Peer};
 use crate::job;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Gid, random};
 
 pub use address::{Interface, interfaces, tcp_address};
-pub(super) use frames::{Connection, MAX_BODY, body_len, copy_packet};
-pub(crate) use frames::{Frame, TcpRx, TcpTx};
+pub(super) use frames::{Connection, FRAME, MAX_BODY};
+pub(crate) use frames::{FarEnds, FarRx, FarTx, Frame};
 pub(super) use greeting::Offer;
 pub(crate) use sockets::Sockets;
 
@@ -59,14 +59,6 @@ const CONNECT_PAUSE: Duration = Duration::from_millis(20);
 /// Tries, where the peer closes connections in the greeting.
 const CONNECT_TRIES: u32 = 5;
 
-/// This side's ends of a link.
-#[derive(Debug)]
-pub(crate) struct TcpEnds {
-    pub(crate) peer: Peer,
-    pub(crate) tx: TcpTx,
-    pub(crate) rx: TcpRx,
-}
-
 /// The listener of one HCA.
 pub(crate) struct TcpPort {
     shared: Arc<Shared>,
@@ -81,16 +73,8 @@ struct Shared {
     stop: AtomicBool,
     /// The control thread has panicked.
     failed: AtomicBool,
-    accepted: Accepted<Ends>,
+    accepted: Accepted<FarEnds>,
     connections: Mutex<Connections>,
-}
-
-/// A link that was greeted.
-struct Made {
-    peer: Peer,
-    connection: Arc<Connection>,
-    /// Its ends, where libfabric carries the packets.
-    fabric: Option<FabricEnds>,
 }
 
 /// The connections of a port. Two ports have one, whichever connects.
@@ -112,16 +96,10 @@ impl Connections {
         !(self.has(peer) || own < peer && self.dialed.contains(&peer))
     }
 
-    fn add(&mut self, made: Made) -> Ends {
-        let Made { peer, connection, fabric } = made;
+    fn add(&mut self, made: FarEnds) -> FarEnds {
         self.links.retain(|(_, connection)| connection.strong_count() > 0);
-        self.links.push((peer, Arc::downgrade(&connection)));
-        match fabric {
-            Some(ends) => Ends::Fabric(ends),
-            None => {
-                Ends::Tcp(TcpEnds { peer, tx: TcpTx::new(connection.clone()), rx: TcpRx::new(connection) })
-            }
-        }
+        self.links.push((made.peer, Arc::downgrade(&made.tx.connection)));
+        made
     }
 }
 
@@ -175,7 +153,7 @@ impl TcpPort {
     ///
     /// # Errors
     /// [`Error::Peer`] if it does not answer, or is of another job; [`Error::Panicked`].
-    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<Ends>> {
+    pub(crate) fn connect(&self, peer: Peer, timeout: Duration) -> Result<Option<FarEnds>> {
         if self.shared.failed.load(Ordering::Acquire) {
             return Err(Error::Panicked { thread: THREAD });
         }
@@ -192,7 +170,7 @@ impl TcpPort {
         Ok(made?.map(|made| connections.add(made)))
     }
 
-    fn keep_connecting(&self, peer: Peer, timeout: Duration) -> Result<Option<Made>> {
+    fn keep_connecting(&self, peer: Peer, timeout: Duration) -> Result<Option<FarEnds>> {
         let deadline = Instant::now() + timeout;
         let mut tries = 1;
         loop {
@@ -208,7 +186,7 @@ impl TcpPort {
         }
     }
 
-    fn try_connect(&self, peer: Peer, deadline: Instant) -> std::result::Result<Option<Made>, Failure> {
+    fn try_connect(&self, peer: Peer, deadline: Instant) -> std::result::Result<Option<FarEnds>, Failure> {
         let stream = dial(self.shared.own.address().ip(), peer.address(), deadline).map_err(Failure::Dial)?;
         let greet = Failure::Greeting;
         let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -248,7 +226,7 @@ impl TcpPort {
     }
 
     /// Links that peers opened.
-    pub(crate) fn take_accepted(&self) -> Vec<Ends> {
+    pub(crate) fn take_accepted(&self) -> Vec<FarEnds> {
         self.shared.accepted.take()
     }
 }
@@ -380,16 +358,15 @@ impl Shared {
         connection: &Arc<Connection>,
         own: &Offer,
         theirs: &Offer,
-    ) -> std::result::Result<Made, String> {
+    ) -> std::result::Result<FarEnds, String> {
         if own.carrier != theirs.carrier {
             return Err(format!(
                 "its packets are carried by {}, those of this process by {}; open the same device in both, with one version of libfabric",
                 theirs.carrier, own.carrier
             ));
         }
-        let connection = connection.clone();
-        let ends = |endpoint| FabricEnds::connect(endpoint, peer, connection.clone(), own, theirs);
-        Ok(Made { peer, fabric: self.sockets.endpoint().map(ends).transpose()?, connection })
+        let link = |endpoint: &Arc<Endpoint>| endpoint.connect(own, theirs, connection.clone());
+        Ok(FarEnds::new(peer, connection, self.sockets.endpoint().map(link).transpose()?))
     }
 
     fn close(&self) {

@@ -1,8 +1,9 @@
-//! An endpoint of libfabric: its buffers, and the packets of its links.
+//! An endpoint of libfabric: its buffers, and the messages of its links.
 //!
-//! A message begins with the number that the receiver has given the link (64 bits, random), the packet's number, and the number of
-//! packets that its sender has taken of this link, each of 32 bits, little-endian. The packet follows; a message without one only tells
-//! the last number. A side sends at most as many packets more than the other one has taken as that one has offered in its greeting.
+//! A message begins with the number that the receiver has given the link (64 bits, random), the message's number, and the number of
+//! messages that its sender has taken of this link, each of 32 bits, little-endian. Packets follow as the [frames](crate::wire::tcp) of a
+//! TCP link; a message without one only tells the last number. A side sends at most as many messages more than the other one has taken as
+//! that one has offered in its greeting.
 
 use std::collections::{HashMap, VecDeque};
 use std::ffi::c_void;
@@ -13,36 +14,36 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::FabricLink;
 use super::objects::{Completion, Completions, MAX_NAME, Objects};
 use super::survey::{self, error_text, refused};
-use crate::wire::ring::HEADER;
-use crate::wire::tcp::{Connection, MAX_BODY, Offer, SILENCE};
+use crate::wire::tcp::{Connection, FRAME, MAX_BODY, Offer, SILENCE};
 use gdsync_device::error::Result;
 use gdsync_device::random;
 use rdma_core_sys::Fabric;
 use rdma_core_sys::fabric as fi;
 
-/// Bytes ahead of a packet.
+/// Bytes ahead of the packets.
 const PREFIX: usize = 16;
-/// Bytes of the longest message.
-pub(super) const MESSAGE: usize = PREFIX + HEADER + MAX_BODY;
+/// Bytes of the longest message: the longest packet behind an acknowledgement.
+pub(super) const MESSAGE: usize = PREFIX + FRAME + FRAME + MAX_BODY;
 /// Distance of buffers.
 const STRIDE: usize = MESSAGE.next_multiple_of(64);
 /// Buffers that are allocated and registered together.
 const CHUNK: usize = 32;
-/// Packets that a peer may send ahead: a whole window of a queue pair; fewer on an endpoint with many links, whose receive
+/// Messages that a peer may send ahead: a whole window of a queue pair; fewer on an endpoint with many links, whose receive
 /// buffers these are.
 pub(super) const CREDITS: [(usize, u32); 4] = [(8, 64), (32, 32), (64, 16), (usize::MAX, 8)];
 /// Links that there is room for, however few receives a provider takes.
 const FEW: usize = 8;
-/// Receive buffers of a link besides those: two messages that only tell numbers may be on their way, and one packet is being handled.
+/// Receive buffers of a link besides those: two that only tell numbers may be on their way, and one is being handled.
 const EXTRA: usize = 3;
 /// Batches of completions in a row.
 const ROUNDS: usize = 4;
 /// Looks at the completions between two at the events.
 const POLLS: u32 = 64;
-/// How long a packet that others have overtaken is waited for: long messages of some providers complete after later ones. Then it
-/// counts as lost, and the queue pairs ask for it again.
+/// How long a message that others have overtaken is waited for: long ones of some providers complete after later ones. Then it counts
+/// as lost, and the queue pairs ask for its packets again.
 const OVERTAKEN: Duration = Duration::from_secs(3);
 /// Maximum sleep while nothing wakes it: without a descriptor, or while the provider takes no message.
 const NAP: Duration = Duration::from_millis(1);
@@ -73,9 +74,9 @@ struct State {
     receiving: usize,
     /// Those that the provider did not take yet.
     unposted: Vec<usize>,
-    /// Packets that wait to be taken.
+    /// Messages that wait to be taken.
     arrived: usize,
-    /// Links whose peers are to be told how many packets were taken.
+    /// Links whose peers are to be told how many messages were taken.
     untold: Vec<u64>,
     /// The provider has refused the last message.
     is_blocked: bool,
@@ -93,23 +94,36 @@ struct Link {
     sending: usize,
     /// When it has completed the last one, or taken one after that.
     completed: Instant,
+    /// Packets that leave as the next message: its buffer and length.
+    waiting: Option<(usize, usize)>,
+    /// Since when a packet has had no room.
+    blocked: Option<Instant>,
     order: Order,
 }
 
-/// The numbers of a link's packets, both ways.
+impl Link {
+    /// A packet has no room. A peer that makes none for [`SILENCE`] is gone.
+    fn block(&mut self) {
+        if self.blocked.get_or_insert_with(Instant::now).elapsed() > SILENCE {
+            self.line.lose(&"the peer takes no packets");
+        }
+    }
+}
+
+/// The numbers of a link's messages, both ways.
 #[derive(Debug)]
 struct Order {
-    /// The number of the next packet, and of the first one that the peer has no room for.
+    /// The number of the next message, and of the first one that the peer has no room for.
     sent: u32,
     limit: u32,
     /// What the peer has offered.
     offered: u32,
     /// What this side has offered.
     credits: u32,
-    /// The number of the next packet to take, and what the peer knows of it.
+    /// The number of the next message to take, and what the peer knows of it.
     next: u32,
     told: u32,
-    /// Packets from `next` on that have arrived: buffer and length.
+    /// Messages from `next` on that have arrived: buffer and length.
     window: VecDeque<Option<(usize, usize)>>,
     /// Since when the next one has been overtaken.
     overtaken: Option<Instant>,
@@ -125,7 +139,7 @@ impl Order {
         self.sent != self.limit
     }
 
-    /// The peer has taken so many packets. Of messages that overtake each other, the newest counts.
+    /// The peer has taken so many messages. Of those that overtake each other, the newest counts.
     fn learn(&mut self, taken: u32) {
         if self.sent.wrapping_sub(taken) <= self.offered {
             let limit = taken.wrapping_add(self.offered);
@@ -135,8 +149,8 @@ impl Order {
         }
     }
 
-    /// Sorts in a packet of this number. Returns false if it has come before, or the peer had no room for it.
-    fn sort_in(&mut self, number: u32, packet: (usize, usize)) -> bool {
+    /// Sorts in a message of this number. Returns false if it has come before, or the peer had no room for it.
+    fn sort_in(&mut self, number: u32, message: (usize, usize)) -> bool {
         let at = number.wrapping_sub(self.next);
         // Doubles lie behind it.
         if at >= self.credits {
@@ -148,12 +162,12 @@ impl Order {
         }
         let is_new = self.window[at].is_none();
         if is_new {
-            self.window[at] = Some(packet);
+            self.window[at] = Some(message);
         }
         is_new
     }
 
-    /// Takes the next packet. One that others have overtaken for [`OVERTAKEN`] is passed over.
+    /// Takes the next message. One that others have overtaken for [`OVERTAKEN`] is passed over.
     fn take(&mut self) -> Option<(usize, usize)> {
         while !self.window.front()?.is_some() {
             let since = *self.overtaken.get_or_insert_with(Instant::now);
@@ -168,17 +182,17 @@ impl Order {
     }
 }
 
-/// What a message begins with: the number of the link, that of the packet, and how many packets its sender has taken. `None` for a length
-/// that none has. All that a peer, or a stranger, sends is checked here and in [`Order`], but for packets, which queue pairs check.
+/// What a message begins with: the number of the link, its own, and how many its sender has taken. `None` for a length that none has.
+/// All that a peer, or a stranger, sends is checked here and in [`Order`], but for packets, which queue pairs check.
 fn prefix(bytes: [u8; PREFIX], len: usize) -> Option<(u64, u32, u32)> {
     let word = |i: usize| u32::from_le_bytes(bytes.as_chunks::<4>().0[i]);
-    let is_message = len == PREFIX || (PREFIX + HEADER..=MESSAGE).contains(&len);
+    let is_message = len == PREFIX || (PREFIX + FRAME..=MESSAGE).contains(&len);
     is_message.then(|| (u64::from(word(1)) << 32 | u64::from(word(0)), word(2), word(3)))
 }
 
-/// A packet that was taken. It belongs to the receiving end until it is given back, and lies in a buffer of the endpoint.
+/// A message that was taken. It belongs to the receiving end until it is given back, and lies in a buffer of the endpoint.
 #[derive(Debug)]
-pub(super) struct Received {
+pub(in crate::wire) struct Received {
     index: usize,
     at: *const u8,
     len: usize,
@@ -188,8 +202,8 @@ pub(super) struct Received {
 unsafe impl Send for Received {}
 
 impl Received {
-    /// Header and body.
-    pub(super) fn packet(&self) -> &[u8] {
+    /// Its packets.
+    pub(in crate::wire) fn bytes(&self) -> &[u8] {
         // SAFETY: the buffer is not the provider's until `self` is given back, and its holder keeps the endpoint.
         unsafe { std::slice::from_raw_parts(self.at, self.len) }
     }
@@ -271,16 +285,16 @@ impl Endpoint {
         Ok(Offer { carrier: self.carrier.clone(), id, credits, name: self.name.clone() })
     }
 
-    /// Makes the link between two offers. Packets of the peer wait until they are taken.
+    /// Makes the link between two offers. Messages of the peer wait until they are taken.
     ///
     /// # Errors
     /// The text says why not.
     pub(in crate::wire) fn connect(
-        &self,
+        self: &Arc<Self>,
         own: &Offer,
         theirs: &Offer,
         line: Arc<Connection>,
-    ) -> std::result::Result<(), String> {
+    ) -> std::result::Result<Arc<FabricLink>, String> {
         let mut state = self.state.lock();
         let is_text = state.objects.info().has_text_addresses();
         if !is_text && theirs.name.len() != self.name.len() || theirs.name.is_empty() {
@@ -295,9 +309,11 @@ impl Endpoint {
         room.ok_or("the name of its endpoint is too long")?.copy_from_slice(&theirs.name);
         let peer = state.objects.insert(&name)?;
         let order = Order::new(own.credits, theirs.credits);
-        let link = Link { line, peer, peer_id: theirs.id, sending: 0, completed: Instant::now(), order };
+        let (peer_id, completed) = (theirs.id, Instant::now());
+        let link = Link { line, peer, peer_id, sending: 0, completed, waiting: None, blocked: None, order };
         state.links.insert(own.id, link);
-        state.post_receives()
+        state.post_receives()?;
+        Ok(Arc::new(FabricLink { endpoint: self.clone(), id: own.id }))
     }
 
     /// Ends a link. Packets that were not taken are dropped.
@@ -308,17 +324,18 @@ impl Endpoint {
             state.arrived -= 1;
             state.post_receive(index);
         }
+        link.waiting.into_iter().for_each(|(index, _)| state.buffers.free(index));
         match link.sending {
             0 => state.objects.remove(link.peer),
             sending => _ = state.ended.insert(id, (sending, link.peer)),
         }
     }
 
-    /// Sends a packet of `len` bytes that `fill` writes. Returns false if there is no room.
+    /// Appends a packet of `len` bytes, which `fill` writes, to the message that waits. Returns false if there is no room.
     ///
     /// # Errors
     /// Those of `fill`.
-    pub(super) fn send(
+    pub(in crate::wire) fn push(
         &self,
         id: u64,
         len: usize,
@@ -326,52 +343,55 @@ impl Endpoint {
     ) -> Result<bool> {
         let mut state = self.state.lock();
         let state = &mut *state;
-        let Some(link) = state.links.get_mut(&id) else { return Ok(true) };
-        if !link.order.has_room() {
+        let Some(link) = state.links.get(&id) else { return Ok(true) };
+        if link.waiting.is_some_and(|(_, at)| at + len > MESSAGE) && !state.flush(id) {
             return Ok(false);
         }
-        let index = match state.buffers.take(&mut state.objects) {
-            Ok(index) => index,
-            Err(why) => {
-                link.line.lose(&why);
-                return Ok(true);
-            }
-        };
-        if let Err(error) = fill(&mut state.buffers.room(index, PREFIX + len)[PREFIX..]) {
-            state.buffers.free(index);
-            return Err(error);
-        }
-        match state.buffers.send(&state.objects, index, PREFIX + len, (id, link)) {
-            Sent::Taken => link.order.sent = link.order.sent.wrapping_add(1),
-            Sent::NoRoom => {
-                state.is_blocked = true;
+        let Some(link) = state.links.get_mut(&id) else { return Ok(true) };
+        let (index, at) = match link.waiting {
+            Some(waiting) => waiting,
+            None if !link.order.has_room() => {
+                link.block();
                 return Ok(false);
             }
-            Sent::Failed(why) => link.line.lose(&why),
+            None => match state.buffers.take(&mut state.objects) {
+                Ok(index) => (index, PREFIX),
+                Err(why) => {
+                    link.line.lose(&why);
+                    return Ok(true);
+                }
+            },
+        };
+        let filled = fill(&mut state.buffers.room(index, at + len)[at..]);
+        match filled {
+            Ok(()) => link.waiting = Some((index, at + len)),
+            Err(_) if at == PREFIX => state.buffers.free(index),
+            Err(_) => {}
         }
-        state.is_blocked = false;
-        Ok(true)
+        link.blocked = None;
+        filled.map(|()| true)
+    }
+
+    /// Sends the message that waits on a link. Returns whether there is room, if there was none before.
+    pub(in crate::wire) fn flush(&self, id: u64) -> bool {
+        let mut state = self.state.lock();
+        state.flush(id)
+            && state.links.get(&id).is_none_or(|link| link.blocked.is_none() || link.order.has_room())
     }
 
     /// Whether the provider has completed all messages of a link. One that has completed none for [`SILENCE`] ends the link: no timeout
     /// counts meanwhile.
-    pub(super) fn is_sent(&self, id: u64) -> bool {
+    pub(in crate::wire) fn is_sent(&self, id: u64) -> bool {
         let state = self.state.lock();
-        let Some(link) = state.links.get(&id).filter(|link| link.sending > 0) else { return true };
-        if link.completed.elapsed() > SILENCE {
+        let Some(link) = state.links.get(&id) else { return true };
+        if link.sending > 0 && link.completed.elapsed() > SILENCE {
             link.line.lose(&"the provider sends nothing to the peer");
         }
-        false
+        link.sending == 0 && link.waiting.is_none()
     }
 
-    /// Whether the peer of a link has room for a packet.
-    pub(super) fn has_room(&self, id: u64) -> bool {
-        let state = self.state.lock();
-        !state.is_blocked && state.links.get(&id).is_none_or(|link| link.order.has_room())
-    }
-
-    /// Takes the next packet of a link.
-    pub(super) fn take(&self, id: u64) -> Option<Received> {
+    /// Takes the next message of a link.
+    pub(in crate::wire) fn take(&self, id: u64) -> Option<Received> {
         let mut state = self.state.lock();
         let link = state.links.get_mut(&id)?;
         let (index, len) = link.order.take()?;
@@ -380,8 +400,8 @@ impl Endpoint {
         Some(Received { index, at, len: len - PREFIX })
     }
 
-    /// Frees a packet. The peer learns it with the next packet, or when it has half of its credits left.
-    pub(super) fn give_back(&self, id: u64, received: Received) {
+    /// Frees a message. The peer learns it with the next one, or when it has half of its credits left.
+    pub(in crate::wire) fn give_back(&self, id: u64, received: Received) {
         let mut state = self.state.lock();
         state.post_receive(received.index);
         let Some(link) = state.links.get(&id) else { return };
@@ -397,7 +417,7 @@ impl Endpoint {
         self.state.lock().poll()
     }
 
-    /// Whether packets wait to be taken.
+    /// Whether messages wait to be taken.
     pub(crate) fn has_arrived(&self) -> bool {
         self.state.lock().arrived > 0
     }
@@ -452,15 +472,15 @@ impl State {
     fn poll(&mut self) -> bool {
         let (mut any, mut completions) = (false, Completions::new());
         for _ in 0..ROUNDS {
-            match self.objects.poll(&mut completions) {
-                Ok(true) => any = true,
-                Ok(false) => break,
-                Err(why) => {
-                    self.fail(&why);
-                    break;
-                }
-            }
+            let is_full = self.objects.poll(&mut completions).unwrap_or_else(|why| {
+                self.fail(&why);
+                false
+            });
+            any |= !completions.is_empty();
             completions.drain(..).for_each(|completion| self.complete(completion));
+            if !is_full {
+                break;
+            }
         }
         self.polls = self.polls.wrapping_add(1);
         if self.polls.is_multiple_of(POLLS)
@@ -519,7 +539,24 @@ impl State {
         }
     }
 
-    /// Tells peers how many packets were taken.
+    /// Sends the message that waits on a link. Returns whether none waits any more.
+    fn flush(&mut self, id: u64) -> bool {
+        let Some(link) = self.links.get_mut(&id) else { return true };
+        let Some((index, len)) = link.waiting else { return true };
+        let sent = self.buffers.send(&self.objects, index, len, (id, link));
+        self.is_blocked = matches!(sent, Sent::NoRoom);
+        match sent {
+            Sent::NoRoom => link.block(),
+            Sent::Taken => link.order.sent = link.order.sent.wrapping_add(1),
+            Sent::Failed(why) => link.line.lose(&why),
+        }
+        if !self.is_blocked {
+            link.waiting = None;
+        }
+        !self.is_blocked
+    }
+
+    /// Tells peers how many messages were taken.
     fn tell(&mut self) {
         for id in std::mem::take(&mut self.untold) {
             let Some(link) = self.links.get_mut(&id).filter(|link| link.order.told != link.order.next) else {
@@ -528,7 +565,10 @@ impl State {
             let Ok(index) = self.buffers.take(&mut self.objects) else { continue };
             match self.buffers.send(&self.objects, index, PREFIX, (id, link)) {
                 Sent::Taken => {}
-                Sent::NoRoom => self.untold.push(id),
+                Sent::NoRoom => {
+                    self.buffers.free(index);
+                    self.untold.push(id);
+                }
                 Sent::Failed(why) => link.line.lose(&why),
             }
         }
@@ -541,7 +581,7 @@ enum Owner {
     Nobody,
     /// A message of this link, until it completes.
     Link(u64),
-    /// The provider, or a packet that has arrived.
+    /// The provider, or a message that has arrived.
     Receiver,
 }
 
@@ -626,7 +666,7 @@ impl Buffers {
         unsafe { objects.receive(buffer.at, MESSAGE, buffer.desc, buffer.context.cast()) }
     }
 
-    /// Sends a message over a link. The buffer is freed when the provider has sent it, or does not take it.
+    /// Sends a message over a link. The buffer is freed when the provider has sent it or failed; the caller keeps it without room.
     fn send(&mut self, objects: &Objects, index: usize, len: usize, (id, link): (u64, &mut Link)) -> Sent {
         let room = self.room(index, PREFIX);
         room[..8].copy_from_slice(&link.peer_id.to_le_bytes());
@@ -643,24 +683,23 @@ impl Buffers {
             // SAFETY: the buffer holds the message, is the provider's until its completion, and freed after the objects.
             unsafe { objects.send(message, buffer.desc, link.peer, buffer.context.cast()) }
         };
-        if code == 0 {
-            link.order.told = link.order.next;
+        if code == -fi::FI_EAGAIN {
+            return Sent::NoRoom;
         }
-        match code {
-            0 if !is_injected => {
-                if link.sending == 0 {
-                    link.completed = Instant::now();
-                }
-                link.sending += 1;
-                return Sent::Taken;
+        if code != 0 || is_injected {
+            self.free(index);
+        }
+        if code != 0 {
+            return Sent::Failed(format!("fi_send: {}", error_text(objects.info().table(), code)));
+        }
+        link.order.told = link.order.next;
+        if !is_injected {
+            if link.sending == 0 {
+                link.completed = Instant::now();
             }
-            _ => self.free(index),
+            link.sending += 1;
         }
-        match code {
-            0 => Sent::Taken,
-            code if code == -fi::FI_EAGAIN => Sent::NoRoom,
-            code => Sent::Failed(format!("fi_send: {}", error_text(objects.info().table(), code))),
-        }
+        Sent::Taken
     }
 }
 
@@ -692,7 +731,7 @@ mod tests {
                     0 if order.has_room() => order.sent = order.sent.wrapping_add(1),
                     1 => {
                         if let Some((number, _)) = order.take() {
-                            assert_eq!(number + 1, order.next as usize, "packets are taken in their order");
+                            assert_eq!(number + 1, order.next as usize, "messages are taken in their order");
                             waiting -= 1;
                         }
                     }

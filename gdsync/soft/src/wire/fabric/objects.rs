@@ -247,7 +247,7 @@ impl Objects {
         unsafe { fi::fi_inject(self.ep, at.cast(), len, to) }
     }
 
-    /// Takes completions, and lets the library work. Returns whether there were any.
+    /// Takes completions, and lets the library work. Returns whether there may be more.
     ///
     /// # Errors
     /// What the library says if the queue fails.
@@ -260,7 +260,7 @@ impl Objects {
             let done =
                 |entry: &fi::fi_cq_msg_entry| Completion { context: entry.op_context, result: Ok(entry.len) };
             taken.extend(entries[..count.min(BATCH)].iter().map(done));
-            return Ok(count > 0);
+            return Ok(count == BATCH);
         }
         match -count {
             fi::FI_EAGAIN => Ok(false),

@@ -139,7 +139,7 @@ impl Info {
                 Some(format!("{provider} sends no messages (FI_MSG); name another provider"))
             }
             () if ep.max_msg_size < MESSAGE => Some(format!(
-                "max_msg_size of {provider} is {}, and packets have up to {MESSAGE} bytes; name another provider, such as efa in place of efa-direct",
+                "max_msg_size of {provider} is {}, and messages have up to {MESSAGE} bytes; name another provider, such as efa in place of efa-direct",
                 ep.max_msg_size
             )),
             () if mode != 0 => Some(format!(

@@ -1,4 +1,4 @@
-//! The two ends of a TCP link: packets as frames of a byte stream.
+//! The two ends of a link to another host: packets as frames of a byte stream, or of messages of libfabric.
 //!
 //! A frame is the length of its body (32 bits, little-endian), the packet's header, and the body. Lengths are checked here,
 //! everything else by the queue pair that the packet is for.
@@ -8,17 +8,18 @@ use std::net::{Shutdown, TcpStream};
 use std::os::fd::AsRawFd as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
 use super::Sockets;
-use crate::wire::FAR_SEGMENT;
+use crate::wire::{FAR_SEGMENT, Peer};
+use crate::wire::fabric::{FabricLink, Received};
 use crate::wire::ring::{HEADER, Piece};
 use gdsync_device::error::Result;
 
-/// Bytes ahead of a body.
-const PREFIX: usize = 4 + HEADER;
+/// Bytes of a frame ahead of its body.
+pub(in crate::wire) const FRAME: usize = 4 + HEADER;
 /// Bytes of a body: payload behind the longest extension header.
 pub(in crate::wire) const MAX_BODY: usize = FAR_SEGMENT + 64;
 /// Bytes that wait for the socket, and bytes taken from it. Several of the largest frames, so that the socket is called rarely.
@@ -27,8 +28,12 @@ const BUFFER: usize = 256 << 10;
 const ENOUGH: usize = 64 << 10;
 /// From this many bytes on the socket takes a body from where the payload lies.
 const DIRECT: usize = 32 << 10;
-/// How long the end of a link waits for its last bytes to leave, and for the peer to close.
+/// How long the end of a link waits for its last packets to leave, and for the peer to close.
 const FAREWELL: Duration = Duration::from_millis(200);
+/// Pause between two looks at them.
+const FAREWELL_PAUSE: Duration = Duration::from_micros(50);
+/// After the connection has ended, packets that are still in the provider are waited for this long.
+const LAST_PACKETS: Duration = Duration::from_millis(2);
 
 /// The connection of a link, which carries its packets, or only tells the end of the peer. Both ends of the link share it.
 #[derive(Debug)]
@@ -53,21 +58,17 @@ impl Connection {
         self.alive.load(Ordering::Acquire)
     }
 
-    /// Watches the socket for link `index`.
-    pub(in crate::wire) fn watch(&self, index: usize) {
-        if let Err(error) = self.sockets.add(&self.stream, index) {
-            self.lose(&error);
+    /// Whether the peer has closed its end. What it has sent is lost.
+    fn is_closed(&self) -> bool {
+        let quiet = [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted];
+        match (&self.stream).read(&mut [0; 4096]) {
+            Ok(count) => count == 0,
+            Err(error) => !quiet.contains(&error.kind()),
         }
     }
 
-    /// Whether the peer has closed a connection that carries nothing, or sent something.
-    pub(in crate::wire) fn is_closed(&self) -> bool {
-        let quiet = [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted];
-        !matches!((&self.stream).read(&mut [0]), Err(error) if quiet.contains(&error.kind()))
-    }
-
     /// This side sends nothing more.
-    pub(in crate::wire) fn end(&self) {
+    fn end(&self) {
         // The peer may have closed it already.
         let _ = self.stream.shutdown(Shutdown::Write);
     }
@@ -83,7 +84,7 @@ impl Connection {
 }
 
 /// Bytes in order: appended at the end, taken from the front.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 struct Buffer {
     bytes: Vec<u8>,
     begin: usize,
@@ -111,10 +112,35 @@ impl Buffer {
     }
 }
 
+/// This side's ends of a link.
+#[derive(Debug)]
+pub(crate) struct FarEnds {
+    pub(crate) peer: Peer,
+    pub(crate) tx: FarTx,
+    pub(crate) rx: FarRx,
+}
+
+impl FarEnds {
+    pub(super) fn new(peer: Peer, connection: &Arc<Connection>, fabric: Option<Arc<FabricLink>>) -> Self {
+        let (waiting, source) = match &fabric {
+            None => (Buffer::new(), Source::Socket(Buffer::new())),
+            Some(link) => {
+                let link = link.clone();
+                (Buffer::default(), Source::Fabric { link, message: None, taken: 0, ended: None })
+            }
+        };
+        let tx = FarTx { connection: connection.clone(), fabric, waiting, index: None, is_full: false };
+        Self { peer, tx, rx: FarRx { connection: connection.clone(), source, is_ready: true } }
+    }
+}
+
 /// Sending end.
 #[derive(Debug)]
-pub(crate) struct TcpTx {
-    connection: Arc<Connection>,
+pub(crate) struct FarTx {
+    pub(super) connection: Arc<Connection>,
+    /// What carries the packets in place of the connection.
+    fabric: Option<Arc<FabricLink>>,
+    /// Bytes for the socket.
     waiting: Buffer,
     /// Index of the link, once it has one.
     index: Option<usize>,
@@ -122,24 +148,25 @@ pub(crate) struct TcpTx {
     is_full: bool,
 }
 
-impl TcpTx {
-    pub(super) fn new(connection: Arc<Connection>) -> Self {
-        Self { connection, waiting: Buffer::new(), index: None, is_full: false }
-    }
-
+impl FarTx {
     /// Watches the socket for link `index`.
     pub(crate) fn begin(&mut self, index: usize) {
         self.index = Some(index);
-        self.connection.watch(index);
+        if let Err(error) = self.connection.sockets.add(&self.connection.stream, index) {
+            self.connection.lose(&error);
+        }
     }
 
     pub(crate) fn is_alive(&self) -> bool {
         self.connection.is_alive()
     }
 
-    /// Whether the peer's system has received all bytes.
+    /// Whether the peer's system has received all bytes; over libfabric, whether the provider has sent all messages.
     pub(crate) fn is_drained(&self) -> bool {
-        self.waiting.content().is_empty() && unacknowledged(&self.connection.stream) == 0
+        match &self.fabric {
+            Some(link) => link.endpoint.is_sent(link.id),
+            None => self.waiting.content().is_empty() && unacknowledged(&self.connection.stream) == 0,
+        }
     }
 
     /// Appends a frame. Returns false if there is no room.
@@ -152,24 +179,26 @@ impl TcpTx {
         ext: &[u8],
         pieces: &[Piece<'_>],
     ) -> Result<bool> {
-        let body = body_len(ext, pieces);
-        let len = PREFIX + body;
+        let body = ext.len() + pieces.iter().map(|piece| piece.len).sum::<usize>();
+        assert!(body <= MAX_BODY, "packets are cut to this size");
+        let len = FRAME + body;
+        let prefix = u32::try_from(body).expect("at most a segment").to_le_bytes();
+        if let Some(link) = &self.fabric {
+            let fill = |room: &mut [u8]| copy_frame(room, [&prefix, header, ext], pieces);
+            return link.endpoint.push(link.id, len, fill);
+        }
         if self.waiting.room(len).len() < len {
             self.flush();
             if self.waiting.room(len).len() < len {
                 return Ok(false);
             }
         }
-        let prefix = u32::try_from(body).expect("at most a segment").to_le_bytes();
         let is_direct = body >= DIRECT && !self.is_full;
         let taken = if is_direct { self.write_through([&prefix, header, ext], pieces) } else { 0 };
         if taken == len {
             return Ok(true);
         }
-        let room = &mut self.waiting.room(len)[..len];
-        let (begin, packet) = room.split_at_mut(prefix.len());
-        begin.copy_from_slice(&prefix);
-        copy_packet(packet, header, ext, pieces)?;
+        copy_frame(&mut self.waiting.room(len)[..len], [&prefix, header, ext], pieces)?;
         self.waiting.end += len;
         self.waiting.begin += taken;
         if self.waiting.content().len() >= ENOUGH {
@@ -202,8 +231,11 @@ impl TcpTx {
         count - of_waiting
     }
 
-    /// Gives the socket what it takes. Returns whether nothing waits any more.
+    /// Gives the socket, or the provider, what it takes. Returns whether nothing waits any more.
     pub(crate) fn flush(&mut self) -> bool {
+        if let Some(link) = &self.fabric {
+            return link.endpoint.flush(link.id);
+        }
         while self.connection.is_alive() && !self.waiting.content().is_empty() {
             match (&self.connection.stream).write(self.waiting.content()) {
                 Ok(count) => self.waiting.begin += count,
@@ -219,6 +251,11 @@ impl TcpTx {
         true
     }
 
+    /// Ends the link of a dead peer: packets that were not taken are dropped.
+    pub(crate) fn take_down(&self) {
+        self.fabric.iter().for_each(|link| link.endpoint.disconnect(link.id));
+    }
+
     fn watch_room(&mut self, is_full: bool) {
         if let Some(index) = self.index.filter(|_| self.is_full != is_full) {
             self.is_full = is_full;
@@ -227,54 +264,39 @@ impl TcpTx {
     }
 }
 
-impl Drop for TcpTx {
-    /// Sends what waits, and reads until the peer has closed its end: bytes that arrive at a closed socket would discard those
-    /// on their way to the peer.
+impl Drop for FarTx {
+    /// Sends what waits, and reads until the peer has closed its end: bytes that arrive at a closed socket would discard those on
+    /// their way to the peer, and a provider may drop what it has not delivered when its endpoint closes.
     fn drop(&mut self) {
-        if !self.connection.is_alive() {
+        if self.index.is_none() || !self.is_alive() {
             return;
         }
-        let mut stream = &self.connection.stream;
-        let mut farewell = || {
-            stream.set_nonblocking(false)?;
-            stream.set_write_timeout(Some(FAREWELL))?;
-            stream.set_read_timeout(Some(FAREWELL))?;
-            stream.write_all(self.waiting.content())?;
-            stream.shutdown(Shutdown::Write)?;
-            while stream.read(&mut [0; 4096])? > 0 {}
-            Ok::<_, io::Error>(())
+        let (fabric, until) = (self.fabric.clone(), Instant::now() + FAREWELL);
+        let goes_on = || {
+            fabric.iter().for_each(|link| _ = link.endpoint.poll());
+            std::thread::sleep(FAREWELL_PAUSE);
+            Instant::now() < until
         };
-        // Nobody is left to be told.
-        let _ = farewell();
+        let is_sent = |link: &Arc<FabricLink>| link.endpoint.is_sent(link.id);
+        while !(self.flush() && fabric.as_ref().is_none_or(is_sent)) && goes_on() {}
+        self.connection.end();
+        while !self.connection.is_closed() && goes_on() {}
         self.connection.lose(&"it was closed");
     }
 }
 
-/// Bytes of a packet's body.
-pub(in crate::wire) fn body_len(ext: &[u8], pieces: &[Piece<'_>]) -> usize {
-    let len = ext.len() + pieces.iter().map(|piece| piece.len).sum::<usize>();
-    assert!(len <= MAX_BODY, "packets are cut to this size");
-    len
-}
-
-/// Copies a packet to `room`, which has its length.
+/// Copies a frame to `room`, which has its length: what is ahead of the payload, and its pieces.
 ///
 /// # Errors
 /// As reading a piece.
-pub(in crate::wire) fn copy_packet(
-    room: &mut [u8],
-    header: &[u8; HEADER],
-    ext: &[u8],
-    pieces: &[Piece<'_>],
-) -> Result<()> {
-    let (to, room) = room.split_at_mut(HEADER);
-    to.copy_from_slice(header);
-    let (to, mut room) = room.split_at_mut(ext.len());
-    to.copy_from_slice(ext);
+fn copy_frame(mut room: &mut [u8], head: [&[u8]; 3], pieces: &[Piece<'_>]) -> Result<()> {
+    for part in head {
+        let to = room.split_off_mut(..part.len()).expect("it has room");
+        to.copy_from_slice(part);
+    }
     for piece in pieces {
-        let (to, rest) = room.split_at_mut(piece.len);
+        let to = room.split_off_mut(..piece.len).expect("it has room");
         piece.memory.read(piece.offset, to)?;
-        room = rest;
     }
     Ok(())
 }
@@ -296,33 +318,44 @@ pub(crate) struct Frame {
 
 /// Receiving end.
 #[derive(Debug)]
-pub(crate) struct TcpRx {
+pub(crate) struct FarRx {
     connection: Arc<Connection>,
-    received: Buffer,
-    /// The socket may have more bytes.
+    source: Source,
+    /// The socket may have something.
     is_ready: bool,
 }
 
-impl TcpRx {
-    pub(super) fn new(connection: Arc<Connection>) -> Self {
-        Self { connection, received: Buffer::new(), is_ready: true }
-    }
+/// Where frames come from.
+#[derive(Debug)]
+enum Source {
+    Socket(Buffer),
+    /// A message of libfabric, of which `taken` bytes were popped. The connection tells the end.
+    Fabric { link: Arc<FabricLink>, message: Option<Received>, taken: usize, ended: Option<Instant> },
+}
 
-    /// The socket may have bytes.
+impl FarRx {
+    /// The socket may have something.
     pub(crate) fn set_ready(&mut self) {
         self.is_ready = true;
+    }
+
+    fn content(&self) -> &[u8] {
+        match &self.source {
+            Source::Socket(received) => received.content(),
+            Source::Fabric { message, taken, .. } => message.as_ref().map_or(&[], |m| &m.bytes()[*taken..]),
+        }
     }
 
     /// The next packet, if any.
     pub(crate) fn peek(&mut self) -> Option<Frame> {
         loop {
-            match first_frame(self.received.content()) {
+            match first_frame(self.content()) {
                 Ok(Some(frame)) => return Some(frame),
-                Ok(None) if self.is_ready => self.fill(),
+                Ok(None) if self.fill() => {}
                 Ok(None) => return None,
                 Err(why) => {
                     if self.connection.is_alive() {
-                        tracing::error!(why, "software HCA: TCP link taken down");
+                        tracing::error!(why, "software HCA: link taken down");
                     }
                     self.connection.lose(&why);
                     return None;
@@ -339,41 +372,78 @@ impl TcpRx {
     }
 
     pub(crate) fn body(&self, frame: &Frame) -> &[u8] {
-        &self.received.content()[PREFIX..PREFIX + frame.body_len]
+        &self.content()[FRAME..FRAME + frame.body_len]
     }
 
     /// Frees the bytes of a packet.
     pub(crate) fn pop(&mut self, frame: &Frame) {
-        self.received.begin += PREFIX + frame.body_len;
+        let taken = match &mut self.source {
+            Source::Socket(received) => &mut received.begin,
+            Source::Fabric { taken, .. } => taken,
+        };
+        *taken += FRAME + frame.body_len;
     }
 
-    /// Takes what the socket has.
-    fn fill(&mut self) {
-        let room = self.received.room(PREFIX + MAX_BODY);
-        let size = room.len();
-        match (&self.connection.stream).read(room) {
-            Ok(0) => {
-                self.is_ready = false;
-                self.connection.lose(&"the peer closed it");
+    /// Takes what the socket has, or the next message. Returns whether there was something to take.
+    fn fill(&mut self) -> bool {
+        match &mut self.source {
+            Source::Fabric { link, message, taken, ended } => {
+                if let Some(old) = message.take() {
+                    if old.bytes().len() != *taken {
+                        self.connection.lose(&"the peer sent a part of a packet");
+                    }
+                    link.endpoint.give_back(link.id, old);
+                }
+                (*message, *taken) = (link.endpoint.take(link.id), 0);
+                if message.is_some() {
+                    return true;
+                }
+                if std::mem::take(&mut self.is_ready) && ended.is_none() && self.connection.is_closed() {
+                    *ended = Some(Instant::now());
+                }
+                if ended.is_some_and(|since| since.elapsed() > LAST_PACKETS) {
+                    self.connection.lose(&"the peer closed it");
+                }
+                return false;
             }
-            Ok(count) => {
-                self.received.end += count;
-                self.is_ready = count == size;
-            }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => {
-                self.is_ready = false;
-                if error.kind() != io::ErrorKind::WouldBlock {
-                    self.connection.lose(&error);
+            Source::Socket(_) if !self.is_ready => return false,
+            Source::Socket(received) => {
+                let room = received.room(FRAME + MAX_BODY);
+                let size = room.len();
+                match (&self.connection.stream).read(room) {
+                    Ok(0) => {
+                        self.is_ready = false;
+                        self.connection.lose(&"the peer closed it");
+                    }
+                    Ok(count) => {
+                        received.end += count;
+                        self.is_ready = count == size;
+                    }
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => {
+                        self.is_ready = false;
+                        if error.kind() != io::ErrorKind::WouldBlock {
+                            self.connection.lose(&error);
+                        }
+                    }
                 }
             }
+        }
+        true
+    }
+}
+
+impl Drop for FarRx {
+    fn drop(&mut self) {
+        if let Source::Fabric { link, message, .. } = &mut self.source {
+            message.take().into_iter().for_each(|old| link.endpoint.give_back(link.id, old));
         }
     }
 }
 
 /// The frame that begins these bytes, if they hold all of it.
 fn first_frame(bytes: &[u8]) -> std::result::Result<Option<Frame>, &'static str> {
-    let Some((prefix, rest)) = bytes.split_first_chunk::<PREFIX>() else { return Ok(None) };
+    let Some((prefix, rest)) = bytes.split_first_chunk::<FRAME>() else { return Ok(None) };
     let (len, header) = prefix.split_first_chunk().expect("a prefix holds a length");
     let body_len = u32::from_le_bytes(*len) as usize;
     if body_len > MAX_BODY {
