@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use smallvec::SmallVec;
 
 use super::Sockets;
-use crate::wire::{FAR_SEGMENT, Peer};
 use crate::wire::fabric::{FabricLink, Received};
 use crate::wire::ring::{HEADER, Piece};
+use crate::wire::{FAR_SEGMENT, Peer};
 use gdsync_device::error::Result;
 
 /// Bytes of a frame ahead of its body.
@@ -330,7 +330,12 @@ pub(crate) struct FarRx {
 enum Source {
     Socket(Buffer),
     /// A message of libfabric, of which `taken` bytes were popped. The connection tells the end.
-    Fabric { link: Arc<FabricLink>, message: Option<Received>, taken: usize, ended: Option<Instant> },
+    Fabric {
+        link: Arc<FabricLink>,
+        message: Option<Received>,
+        taken: usize,
+        ended: Option<Instant>,
+    },
 }
 
 impl FarRx {

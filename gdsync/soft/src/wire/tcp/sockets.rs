@@ -83,14 +83,15 @@ impl Sockets {
         self.links.load(Ordering::Relaxed)
     }
 
-    /// Calls `ready` with the indices of links whose sockets are ready. Returns whether there were any.
+    /// Calls `ready` with the indices of links whose sockets are ready. Returns whether there were any. The descriptor of libfabric does
+    /// not count: it stays readable after its packets were taken, until [`Endpoint::sleep_limit`].
     pub(crate) fn take_ready(&self, mut ready: impl FnMut(usize)) -> bool {
         let mut events = Vec::with_capacity(BATCH);
         // Without an event, as after an interruption, the next call looks again.
         let _ =
             epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), Some(&Timespec::default()));
-        events.iter().for_each(|event| ready(usize::try_from(event.data.u64()).unwrap_or(usize::MAX)));
-        !events.is_empty()
+        let links = events.iter().map(|event| event.data.u64()).filter(|link| *link != ENDPOINT);
+        links.filter_map(|link| usize::try_from(link).ok()).inspect(|link| ready(*link)).count() > 0
     }
 
     /// Whether a socket is ready, or packets have arrived beside them.
