@@ -117,15 +117,15 @@ impl Sockets {
     pub(crate) fn sleep(&self, ready: &dyn Fn() -> bool, timeout: Duration) {
         self.sleepers.fetch_add(1, Ordering::SeqCst);
         fence(Ordering::SeqCst);
-        let limit = || self.endpoint().map_or(Some(timeout), |endpoint| endpoint.sleep_limit());
+        let limit = || self.endpoint().map_or(Some((timeout, true)), |endpoint| endpoint.sleep_limit());
         if !ready()
-            && let Some(limit) = limit()
+            && let Some((limit, is_woken)) = limit()
         {
-            let timeout = timeout.min(limit);
+            let timeout = Timespec::try_from(timeout.min(limit)).ok();
             let mut fds = [&self.wake, &self.epoll].map(|fd| PollFd::new(fd, PollFlags::IN));
+            let fds = if is_woken { &mut fds[..] } else { &mut fds[..1] };
             // Errors are ends of the sleep.
-            let _: std::result::Result<usize, Errno> =
-                poll(&mut fds, Timespec::try_from(timeout).ok().as_ref());
+            let _: std::result::Result<usize, Errno> = poll(fds, timeout.as_ref());
         }
         // The last one out takes the signal: those still asleep must see it.
         let mut signalled = self.signalled.lock();
