@@ -1,13 +1,15 @@
 //! `gdasync bench stream`: CPU time of the library for each operation on a CUDA stream, beyond the call of the driver.
 
-mod driver;
-
 use std::cell::{Cell, RefCell};
+use std::ffi::c_void;
 use std::rc::Rc;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use gdasync::gdrcopy::cuda::CudaStatus;
 use gdasync::gdrcopy::cuda::raw::Api;
+use gdasync::gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::hca::SoftHcaConfig;
 use gdasync::gdsync::memory::Memory;
@@ -43,7 +45,7 @@ const VARIANTS: [(Via, &str, OnGpu); 4] = [
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let mut sheet = Sheet::new(&self.one.output, true, VARIANTS.len())?;
-        let gpu = Gpu::open_with(driver::watched(Api::load()?), self.one.device, None)?;
+        let gpu = Gpu::open_with(watched(Api::load()?), self.one.device, None)?;
         let name = format!("GPU {}, {}", self.one.device, gpu.capabilities());
         let bench = Bench { gpu, timeout: Duration::from_secs(self.one.timeout), calls: self.calls };
         for (via, place, on_gpu) in VARIANTS {
@@ -98,11 +100,11 @@ impl Bench {
         let mut times = Times::default();
         (case.before)()?;
         for _ in 0..GROUP {
-            driver::spent();
+            spent();
             let start = Instant::now();
             (case.call)()?;
             let whole = start.elapsed();
-            let driver = driver::spent();
+            let driver = spent();
             let all = [whole, driver, whole.saturating_sub(driver)];
             times.iter_mut().zip(all).for_each(|(times, time)| times.add(time));
         }
@@ -274,4 +276,57 @@ fn cases<'a>(sides: &'a Sides, stream: &'a Stream) -> Result<Vec<Case<'a>>> {
         Case::new("prepared send", 1, post).behind(prepare),
         Case::new("16 sends, one batch", MANY, many),
     ])
+}
+
+/// What [`watched`] calls.
+static ENTRY_POINTS: OnceLock<Api> = OnceLock::new();
+
+thread_local! {
+    static SPENT: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+}
+
+/// The entry points of `driver`; [`spent`] counts the time in those that trigger and wait.
+fn watched(driver: Api) -> Api {
+    let driver = ENTRY_POINTS.get_or_init(|| driver);
+    Api { stream_batch_mem_op: Some(batch_mem_op), launch_kernel: Some(launch_kernel), ..*driver }
+}
+
+/// The time that this thread has spent in the driver since it last asked.
+fn spent() -> Duration {
+    SPENT.take()
+}
+
+/// Makes a call and counts its time.
+fn timed<P>(entry: fn(&Api) -> Option<P>, call: impl FnOnce(P) -> u32) -> u32 {
+    let driver = ENTRY_POINTS.get().expect("these entry points are only in a table of `watched`");
+    let Some(entry) = entry(driver) else { return CudaStatus::NOT_SUPPORTED.0 };
+    let start = Instant::now();
+    let status = call(entry);
+    SPENT.set(SPENT.get() + start.elapsed());
+    status
+}
+
+unsafe extern "C" fn batch_mem_op(stream: Handle, count: u32, ops: *mut MemOp, flags: u32) -> u32 {
+    // SAFETY: the caller's arguments.
+    timed(|driver| driver.stream_batch_mem_op, |entry| unsafe { entry(stream, count, ops, flags) })
+}
+
+unsafe extern "C" fn launch_kernel(
+    function: Handle,
+    grid_x: u32,
+    grid_y: u32,
+    grid_z: u32,
+    block_x: u32,
+    block_y: u32,
+    block_z: u32,
+    shared: u32,
+    stream: Handle,
+    params: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> u32 {
+    // SAFETY: the caller's arguments.
+    let call = |entry: unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _) -> u32| unsafe {
+        entry(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, params, extra)
+    };
+    timed(|driver| driver.launch_kernel, call)
 }

@@ -8,7 +8,6 @@ mod ioctl;
 mod memory;
 mod modify;
 mod qp;
-mod rereg;
 mod srq;
 
 use std::collections::HashMap;

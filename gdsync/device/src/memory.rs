@@ -9,7 +9,6 @@
 
 mod access;
 mod checked;
-mod dma_buf;
 mod pages;
 mod peer;
 mod process;
@@ -28,7 +27,7 @@ use gdrcopy::{Mapping, MappingType};
 use parking_lot::Mutex;
 
 pub use self::access::Plain;
-use self::dma_buf::DmaBuf;
+use self::pages::DmaBuf;
 pub(crate) use self::pages::check_file_limit;
 pub use self::pages::{check_memfd, clear_eventfd, eventfd, memfd, signal_eventfd};
 pub use self::peer::{ExportedMemory, PeerMemory};

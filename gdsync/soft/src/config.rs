@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use gdsync_device::copy_engine::CopyEngine;
 use gdsync_device::env::variable;
@@ -14,6 +15,9 @@ use gdsync_device::{FaultPlan, Gid};
 const BY_REFERENCE: usize = 32 << 10;
 /// Region indices have 24 bits in a key; the first 1024 are reserved.
 pub(crate) const MAX_REGIONS: usize = (1 << 24) - 1024;
+/// A sum with the present time must not overflow.
+const MAX_COPY_LIMIT: Duration = Duration::from_secs(86400);
+
 /// Configuration of a software HCA.
 #[derive(Clone, Debug)]
 pub struct SoftHcaConfig {
@@ -27,6 +31,9 @@ pub struct SoftHcaConfig {
     pub by_reference: usize,
     /// Which host payloads the receiver reads by cross-memory attach.
     pub cma: CmaPolicy,
+    /// After this long a copy of a copy engine is abandoned and its message fails; its memory is kept, as it may still happen (at most a day;
+    /// default 10 s).
+    pub copy_limit: Duration,
     /// Maximum number of memory regions, at most 2^24 - 1024 (the default).
     pub max_regions: usize,
     /// Replaces CUDA's copy engines, for tests.
@@ -50,6 +57,7 @@ impl Default for SoftHcaConfig {
             faults,
             by_reference,
             cma,
+            copy_limit: Duration::from_secs(10),
             max_regions: MAX_REGIONS,
             copy_engine: None,
             gid: None,
@@ -60,6 +68,10 @@ impl Default for SoftHcaConfig {
 }
 
 impl SoftHcaConfig {
+    pub(crate) fn copy_limit(&self) -> Duration {
+        self.copy_limit.min(MAX_COPY_LIMIT)
+    }
+
     /// Reads `GDSYNC_STRICT=1`, `GDSYNC_FAULTS` (see [`FaultPlan`]), `GDSYNC_BY_REFERENCE=bytes` and `GDSYNC_CMA` (see
     /// [`CmaPolicy`]).
     ///

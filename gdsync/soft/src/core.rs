@@ -57,6 +57,7 @@ pub(crate) struct Core {
     pub(crate) copy_engine: Arc<dyn CopyEngine>,
     /// Minimum payload for references to GPU memory.
     by_reference: usize,
+    copy_limit: Duration,
     /// Which host payloads the peer reads.
     cma: CmaPolicy,
     /// Start of the newest long message or copy that has not been reported yet.
@@ -142,6 +143,7 @@ impl Core {
             pending_flush: PendingFlush::default(),
             copy_engine,
             by_reference: config.by_reference,
+            copy_limit: config.copy_limit(),
             cma: config.cma,
             copied: None,
             links,
@@ -189,6 +191,7 @@ impl Core {
             pending_flush: &mut self.pending_flush,
             copy_engine: &*self.copy_engine,
             by_reference: self.by_reference,
+            copy_limit: self.copy_limit,
             cma: self.cma,
             copied: &mut self.copied,
             strict: self.strict,

@@ -6,7 +6,7 @@ pub(crate) mod responder;
 pub(crate) mod staging;
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::keys::Keys;
 use super::links::Links;
@@ -48,11 +48,20 @@ pub(crate) struct Env<'a> {
     pub(crate) copy_engine: &'a dyn CopyEngine,
     /// Minimum payload for references to GPU memory.
     pub(crate) by_reference: usize,
+    /// Time limit of a copy.
+    pub(crate) copy_limit: Duration,
     /// Which host payloads the peer reads.
     pub(crate) cma: CmaPolicy,
     /// Start of the newest message of several packets or copy, here or at a peer.
     pub(crate) copied: &'a mut Option<Instant>,
     pub(crate) strict: bool,
+}
+
+impl Env<'_> {
+    /// What copies, and within which time.
+    fn copies(&self) -> (&dyn CopyEngine, Duration) {
+        (self.copy_engine, self.copy_limit)
+    }
 }
 
 #[derive(Debug)]

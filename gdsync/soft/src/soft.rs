@@ -31,9 +31,6 @@ use gdsync_device::{
 };
 use gdsync_shm::back_off;
 
-/// How long destroying a queue pair or region waits for copies into it, per hung GPU. Longer than a copy's own limit.
-const TIMEOUT: Duration = Duration::from_secs(12);
-
 /// Between two looks whether the peer's own connection has come.
 const CROSSED_PAUSE: Duration = Duration::from_micros(200);
 
@@ -76,6 +73,8 @@ pub(super) struct Shared {
     max_regions: usize,
     copy_engine: Arc<dyn CopyEngine>,
     stuck_copies: StuckCopies,
+    /// How long destroying a queue pair or region waits for copies into it, per hung GPU.
+    copy_timeout: Duration,
 }
 
 impl ProgressEngine for Shared {
@@ -194,6 +193,8 @@ impl SoftHca {
             max_regions: config.max_regions.min(MAX_REGIONS),
             copy_engine,
             stuck_copies: StuckCopies::default(),
+            // A copy's own limit passes first.
+            copy_timeout: config.copy_limit() * 6 / 5,
         });
         let service = ProgressThread::start(shared.clone())?;
         let connector = shared.is_card.then(|| connector(&shared)).transpose()?;
@@ -265,7 +266,7 @@ impl SoftHca {
         while !self.shared.with(|core| core.revoke(key)) {
             std::thread::yield_now();
         }
-        if !self.shared.stuck_copies.wait(&copies, Instant::now() + TIMEOUT) {
+        if !self.shared.stuck_copies.wait(&copies, Instant::now() + self.shared.copy_timeout) {
             tracing::error!(
                 "a copy into a deregistered memory region has not ended and may still write to it"
             );
@@ -451,7 +452,7 @@ impl Provider for SoftHca {
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        if !self.shared.stuck_copies.wait(&self.quiesce(qpn), Instant::now() + TIMEOUT) {
+        if !self.shared.stuck_copies.wait(&self.quiesce(qpn), Instant::now() + self.shared.copy_timeout) {
             tracing::error!(
                 qpn,
                 "a copy into memory of a destroyed queue pair has not ended and may still write to it"

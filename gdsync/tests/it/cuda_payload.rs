@@ -296,7 +296,9 @@ fn gpu_that_hangs_is_waited_for_once() {
     }
     own_process!();
     let (gpu, control) = (gpu(0).unwrap(), Control::take());
-    let hca = || Context::soft(&SoftHcaConfig { by_reference: 1024, ..SoftHcaConfig::default() }).unwrap();
+    let copy_limit = Duration::from_secs(4);
+    let config = SoftHcaConfig { by_reference: 1024, copy_limit, ..SoftHcaConfig::default() };
+    let hca = || Context::soft(&config).unwrap();
     let (one, two) = (hca(), hca());
     let pairs = [0; 3].map(|_| {
         let (a, b) = connect(Side::new(&one, 64, |q| q), Side::new(&two, 64, |q| q));
@@ -320,8 +322,8 @@ fn gpu_that_hangs_is_waited_for_once() {
             told.send(()).unwrap();
         });
         until(|| control.held_copies() == 1);
-        // Once is 12 s, three times 36.
-        let ended = tells.recv_timeout(Duration::from_secs(24));
+        // Once is 4.8 s, three times 14.4.
+        let ended = tells.recv_timeout(copy_limit * 5 / 2);
         control.hold_copies(0, false);
         ended
     });

@@ -11,7 +11,7 @@ use gdsync_testkit::Module;
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, counter};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 
-use super::rig::{Failing, Machine, Map, Raw, backings, check};
+use super::{Failing, Machine, Map, Raw, backings, check};
 use crate::contract::check_ranges;
 use crate::gdrdrv_abi::{self as abi, PinDmaBuf};
 use crate::rig::{End, Rig, in_child, open_volatile_gdrdrv, pattern, peek};

@@ -7,7 +7,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
 
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, counter};
 
-use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, backings, errno};
+use super::{Failing, Machine, Map, Mapped, Memory, Raw, backings, errno};
 use crate::gdrdrv_abi::{GetInfo, ReqMappingType};
 use crate::rig::{End, in_child, pattern};
 

@@ -15,7 +15,7 @@ use rustix::net::{
 
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Fault, Object, counter};
 
-use super::rig::{Failing, Machine, Map, Mapped, Memory, Raw, is_persistent};
+use super::{Failing, Machine, Map, Mapped, Memory, Raw, is_persistent};
 use crate::gdrdrv_abi::{
     self as abi, GetAttr, GetCallbackFlag, GetInfo, GetInfoV2, GetVersion, PinBuffer, PinBufferV2, PinDmaBuf,
     ReqMappingType, Request, UnpinBuffer,

@@ -13,7 +13,7 @@ use rustix::io::Errno;
 use gdsync_testkit::kmod::{self, Backing, CHUNK, Object, counter};
 
 use super::pins::REQUESTS;
-use super::rig::{Machine, Map, Memory, Raw, is_persistent};
+use super::{Machine, Map, Memory, Raw, is_persistent};
 use crate::gdrdrv_abi::{self as abi, GetInfo, PinDmaBuf};
 use crate::rig::Numbers;
 

@@ -1,7 +1,6 @@
 //! The card under the installed rdma-core. Programs that are not installed are skipped, and the test says so.
 
 mod differential;
-mod gpu;
 mod programs;
 mod robustness;
 

@@ -305,7 +305,7 @@ impl SoftQp {
 
     /// Checks the timers.
     pub(crate) fn tick(&mut self, now: Instant, env: &mut Env<'_>) {
-        self.time_out_copies(now);
+        self.time_out_copies(now, env.copy_limit);
         if self.state != QpState::RTS {
             return;
         }
@@ -540,7 +540,7 @@ impl SoftQp {
         if staged.is_empty() {
             return Ok(None);
         }
-        self.receive_staging.put(body, staged, env.copy_engine).map(Some).map_err(|_| Syndrome::LOC_QP_OP_ERR)
+        self.receive_staging.put(body, staged, env.copies()).map(Some).map_err(|_| Syndrome::LOC_QP_OP_ERR)
     }
 
     fn atomic_response(&mut self, header: &Header, body: &Body<'_>, env: &mut Env<'_>) {

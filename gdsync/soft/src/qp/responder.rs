@@ -591,7 +591,7 @@ impl SoftQp {
             u32::try_from(done / env.links.segment(self.link)).expect("messages are at most 1 GiB"),
         );
         let gather = |at, len| Ok(vec![(memory.clone(), offset + at, len)]);
-        match self.responses.stage(first, done + left, done, gather, env.copy_engine) {
+        match self.responses.stage(first, done + left, done, gather, env.copies()) {
             Ok(Staged::Ready(memory, at)) => Ok(Some((memory, at))),
             Ok(Staged::Pending) => Ok(None),
             Ok(Staged::Failed) if memory.is_mapped() => Ok(Some((memory.clone(), offset + done))),
@@ -744,7 +744,7 @@ impl SoftQp {
                 env.pending_flush.written(header.rkey, memory);
             } else {
                 let piece = staging::Piece { from: 8, key: header.rkey, memory: memory.clone(), at, len };
-                copy = Some(self.receive_staging.put(body, vec![piece], env.copy_engine).map_err(refused)?);
+                copy = Some(self.receive_staging.put(body, vec![piece], env.copies()).map_err(refused)?);
             }
         }
         let none = Current { counter: None, sges: SmallVec::new(), received: 0 };

@@ -21,8 +21,6 @@ const CHUNK: usize = 256 << 10;
 const CHUNKS: usize = 2;
 /// Up to this length the CPU reads through the mapping: 6 us on an H200, where a copy engine takes 10.
 const SMALL: usize = 4 << 10;
-/// Time limit of a copy.
-const LIMIT: Duration = Duration::from_secs(10);
 /// Time limit of the two copies of an atomic operation, for which the HCA waits.
 const ATOMIC_LIMIT: Duration = Duration::from_secs(1);
 /// How long the HCA waits for copies that a packet must not overtake; most take 20 us.
@@ -86,7 +84,7 @@ impl Stage {
         len: usize,
         at: usize,
         gather: impl Fn(usize, usize) -> Result<Vec<Range>, Syndrome>,
-        copy_engine: &dyn CopyEngine,
+        (copy_engine, limit): (&dyn CopyEngine, Duration),
     ) -> Result<Staged, Syndrome> {
         let memory = match &self.memory {
             Some(memory) => memory.clone(),
@@ -124,8 +122,8 @@ impl Stage {
                 self.chunks[slot] = None;
                 Staged::Failed
             }
-            Status::Pending if chunk.since.elapsed() > LIMIT => {
-                tracing::error!(limit = ?LIMIT, "staging of payload timed out");
+            Status::Pending if chunk.since.elapsed() > limit => {
+                tracing::error!(?limit, "staging of payload timed out");
                 Staged::Failed
             }
             _ => Staged::Pending,
@@ -152,8 +150,8 @@ pub(crate) struct ReceiveStaging {
     /// Newest packet of each slot.
     slots: Vec<Option<Packet>>,
     next: usize,
-    /// When the newest packet was staged.
-    since: Option<Instant>,
+    /// When the newest packet is given up.
+    end: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -175,7 +173,7 @@ pub(super) struct Piece {
 
 impl ReceiveStaging {
     fn under_way(&self) -> impl Iterator<Item = &Packet> {
-        let waited_for = self.since.is_some_and(|since| since.elapsed() < LIMIT);
+        let waited_for = self.end.is_some_and(|end| Instant::now() < end);
         let slots = if waited_for { &self.slots[..] } else { &[] };
         slots.iter().flatten().filter(|packet| !packet.ticket.is_over())
     }
@@ -207,7 +205,7 @@ impl ReceiveStaging {
         &mut self,
         body: &Body<'_>,
         pieces: Vec<Piece>,
-        copy_engine: &dyn CopyEngine,
+        (copy_engine, limit): (&dyn CopyEngine, Duration),
     ) -> error::Result<Ticket> {
         let memory = self.memory()?;
         let (slot, mut begin) = (self.next, self.next * FAR_SEGMENT);
@@ -221,7 +219,7 @@ impl ReceiveStaging {
         let ticket = copy_engine.start(parts.collect::<error::Result<_>>()?);
         self.slots[slot] = Some(Packet { ticket: ticket.clone(), keys });
         self.next = (slot + 1) % SLOTS;
-        self.since = Some(Instant::now());
+        self.end = Some(Instant::now() + limit);
         Ok(ticket)
     }
 
@@ -318,7 +316,7 @@ mod tests {
         for at in (0..len).step_by(16 << 10) {
             let mut tries = 0;
             let (memory, offset) = loop {
-                match stage.stage(7, len, at, gather, &engine).unwrap() {
+                match stage.stage(7, len, at, gather, (&engine, Duration::MAX)).unwrap() {
                     Staged::Ready(memory, offset) => break (memory, offset),
                     Staged::Pending => assert!(stage.is_waiting()),
                     Staged::Failed => panic!("failed"),
@@ -334,11 +332,14 @@ mod tests {
         }
         assert_eq!(copies + engine.run(), 3);
         // Another message gets neither these bytes nor a slot that is still being written.
-        assert!(matches!(stage.stage(8, len, 0, gather, &engine).unwrap(), Staged::Pending));
-        assert!(matches!(stage.stage(9, len, 0, gather, &engine).unwrap(), Staged::Pending));
+        assert!(matches!(stage.stage(8, len, 0, gather, (&engine, Duration::MAX)).unwrap(), Staged::Pending));
+        assert!(matches!(stage.stage(9, len, 0, gather, (&engine, Duration::MAX)).unwrap(), Staged::Pending));
         assert_eq!(engine.run(), 2);
-        assert!(matches!(stage.stage(9, len, 0, gather, &engine).unwrap(), Staged::Pending));
+        assert!(matches!(stage.stage(9, len, 0, gather, (&engine, Duration::MAX)).unwrap(), Staged::Pending));
         engine.run();
-        assert!(matches!(stage.stage(9, len, 0, gather, &engine).unwrap(), Staged::Ready(..)));
+        assert!(matches!(
+            stage.stage(9, len, 0, gather, (&engine, Duration::MAX)).unwrap(),
+            Staged::Ready(..)
+        ));
     }
 }

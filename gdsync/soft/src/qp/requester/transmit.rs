@@ -299,7 +299,7 @@ impl SoftQp {
             self.gather(payload, wqe, at, len, &mut inline, &mut pieces, env)?;
             Ok(pieces.iter().map(|piece| (piece.memory.clone(), piece.offset, piece.len)).collect())
         };
-        let staged = stage.stage(psn, total, offset, gather, env.copy_engine);
+        let staged = stage.stage(psn, total, offset, gather, env.copies());
         self.sends = stage;
         match staged? {
             Staged::Ready(memory, at) => Ok(Some((memory, at))),

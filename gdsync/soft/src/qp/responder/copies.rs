@@ -11,7 +11,7 @@
 //! before the end of its copy has been received: a WITHDRAW among it prevents the completion.
 //!
 //! *End of the queue pair.* Receives are flushed when copies into them are over. A copy that never ends (GPU busy or
-//! broken) is abandoned after [`LIMIT`]; it may still happen, so its memory is kept. Reads by this CPU are never
+//! broken) is abandoned after the copy limit; it may still happen, so its memory is kept. Reads by this CPU are never
 //! abandoned.
 
 use std::collections::VecDeque;
@@ -33,8 +33,6 @@ use mlx5_ring::{DataSeg, Syndrome};
 
 /// Maximum queued packets: more than a peer has in flight.
 const MAX_COPIES: usize = 80;
-/// Time limit of a copy.
-const LIMIT: Duration = Duration::from_secs(10);
 
 /// Messages being copied, in order.
 #[derive(Debug, Default)]
@@ -396,14 +394,14 @@ impl SoftQp {
     }
 
     /// Abandons copies that exceed their time limit.
-    pub(crate) fn time_out_copies(&mut self, now: Instant) {
+    pub(crate) fn time_out_copies(&mut self, now: Instant, limit: Duration) {
         for message in self.resp.copies.list.iter_mut().filter(|m| m.read.is_none() && !m.is_over()) {
-            if now.saturating_duration_since(message.since) < LIMIT {
+            if now.saturating_duration_since(message.since) < limit {
                 continue;
             }
             tracing::error!(
                 qpn = self.rings.qpn,
-                limit = ?LIMIT,
+                ?limit,
                 "a copy of payload timed out and may still happen: let fewer streams wait than \
                  CUDA_DEVICE_MAX_CONNECTIONS, and check the kernel log for Xid errors"
             );
