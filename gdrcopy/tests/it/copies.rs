@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use gdrcopy::copy::{Copier, Routine, full_fence, load_fence, store_fence};
 use gdrcopy::{MappingType, host_page};
+use gdsync_testkit::tier;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 /// A mapping that starts and ends on a page boundary, where inaccessible pages follow.
@@ -133,7 +134,11 @@ fn nothing_is_accessed_beyond_a_page_that_ends_or_begins_there() {
     }
 }
 
-const FENCE_ROUNDS: u64 = 5_000;
+/// Rounds of a fence test.
+fn fence_rounds() -> u64 {
+    tier(500, 5_000, 50_000)
+}
+
 /// Not whole lines of 64 bytes: the last one stays in the core until something makes it leave.
 const DATA_WORDS: usize = 46;
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -173,7 +178,7 @@ fn pass_messages(copier: Copier, kind: MappingType, fences: [fn(MappingType); 2]
     thread::scope(|scope| {
         let reader = scope.spawn(|| {
             let mut wrong = None;
-            for round in 1..=FENCE_ROUNDS {
+            for round in 1..=fence_rounds() {
                 assert!(wait(&shared.flag.0, round), "round {round} was never announced");
                 fences[1](kind);
                 let mut got = [0u64; DATA_WORDS];
@@ -185,7 +190,7 @@ fn pass_messages(copier: Copier, kind: MappingType, fences: [fn(MappingType); 2]
             }
             wrong
         });
-        for round in 1..=FENCE_ROUNDS {
+        for round in 1..=fence_rounds() {
             let data = [round; DATA_WORDS];
             let dst = shared.data.0.as_ptr().cast_mut().cast::<u8>();
             // SAFETY: the words are atomics, so that they may be written, and the reader waits for the flag.
@@ -223,7 +228,10 @@ fn full_fences_pass_a_message() {
     all(&KINDS[..1], [|_| full_fence(); 2]);
 }
 
-const ROUNDS: u64 = 200_000;
+/// Words that are stored or loaded beside another thread.
+fn rounds() -> u64 {
+    tier(20_000, 200_000, 2_000_000)
+}
 
 /// Size of a word and its offset in the 8 bytes that the threads share.
 const WORDS: [(usize, usize); 5] = [(8, 0), (4, 0), (4, 4), (2, 2), (2, 6)];
@@ -263,7 +271,7 @@ fn words_are_stored_and_loaded_whole() {
                         assert!(whole(seen), "{}", torn(seen));
                     };
                     beside(look, || {
-                        for round in 0..ROUNDS {
+                        for round in 0..rounds() {
                             let bytes = value(round).to_ne_bytes();
                             // SAFETY: the word lies in the shared ones, whose other user reads it whole.
                             unsafe { copier.to_device(kind, place, bytes.as_ptr(), word.0) };
@@ -273,7 +281,7 @@ fn words_are_stored_and_loaded_whole() {
                 Direction::From(copier) => beside(
                     |round| shared.store(value(round), Ordering::Relaxed),
                     || {
-                        for _ in 0..ROUNDS {
+                        for _ in 0..rounds() {
                             let mut bytes = [0; 8];
                             let dst = bytes.as_mut_ptr().wrapping_add(word.1);
                             // SAFETY: the word lies in the shared ones, whose other user writes it whole.

@@ -5,9 +5,9 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use gdsync::Error;
-use gdsync::hca::FaultPlan;
+use gdsync::hca::{FaultPlan, SoftHcaConfig};
 use gdsync::mlx5::Syndrome;
-use gdsync::verbs::{QpBuilder, QpState, RecvWr, SendWr, Transport, Wc};
+use gdsync::verbs::{Context, QpBuilder, QpState, RecvWr, SendWr, Transport, Wc};
 
 use crate::common::{
     PATIENCE, Side, assert_clean, bytes, connect, pattern, receive, received, reconnect, send, sent, until,
@@ -248,14 +248,16 @@ fn engine_that_fails_makes_the_bytes_be_sent() {
 
 #[test]
 fn copy_that_never_ends_fails_the_message() {
-    let (engine, a, b) = pair();
+    let (engine, copy_limit) = (Engine::start(Habits::default()), Duration::from_secs(1));
+    let hca = || Context::soft(&SoftHcaConfig { copy_limit, ..engine.config(LEAST) }).unwrap();
+    let (a, b) = connect(Side::new(&hca(), SIZE, patient), Side::new(&hca(), SIZE, patient));
     engine.stick(true);
     receive(&b, 1, 0, BIG);
     send(&a, 1, 0, BIG);
     let start = Instant::now();
     let wc = sent(&a);
     assert_eq!(wc.syndrome, Some(Syndrome::REM_OP_ERR));
-    assert!(start.elapsed() > Duration::from_secs(5));
+    assert!(start.elapsed() >= copy_limit);
     assert_eq!(received(&b).syndrome, Some(Syndrome::LOC_QP_OP_ERR));
     engine.stick(false);
 }

@@ -89,14 +89,12 @@ impl Engine {
 
     /// An HCA that leaves payload of `by_reference` bytes and more to this engine.
     pub fn hca(self: &Arc<Self>, by_reference: usize) -> Context {
-        let engine: Arc<dyn CopyEngine> = self.clone();
-        let config = SoftHcaConfig {
-            strict: true,
-            by_reference,
-            copy_engine: Some(engine),
-            ..SoftHcaConfig::default()
-        };
-        Context::soft(&config).unwrap()
+        Context::soft(&self.config(by_reference)).unwrap()
+    }
+
+    pub fn config(self: &Arc<Self>, by_reference: usize) -> SoftHcaConfig {
+        let copy_engine: Option<Arc<dyn CopyEngine>> = Some(self.clone());
+        SoftHcaConfig { strict: true, by_reference, copy_engine, ..SoftHcaConfig::default() }
     }
 }
 

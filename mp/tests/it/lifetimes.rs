@@ -259,7 +259,7 @@ job_test!(finalize_waits_for_streams_and_names_them, 2, |comm| {
     let rank = format!("rank {peer}");
     comm.barrier(LONG).unwrap();
     // All wait as long as the one with the least time, of which a quarter is to meet again.
-    let timeout = if me == 0 { LONG } else { Duration::from_secs(12) };
+    let timeout = if me == 0 { LONG } else { Duration::from_secs(6) };
     unfinished(&comm, timeout, &["work of a stream that waits for", &rank, "(64 bytes)"]);
     comm.barrier(LONG).unwrap();
     gate.store(1);
