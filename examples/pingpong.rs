@@ -17,7 +17,7 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use gdasync::arguments::parse;
+use gdasync::terminal::parse;
 use gdasync::{note, pingpong, results};
 
 /// Stream-triggered ping-pong between two processes, data checked on every iteration.

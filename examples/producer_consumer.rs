@@ -1,4 +1,4 @@
-//! One rank makes blocks of data on its stream, the other one uses them on its own: neither CPU takes part.
+//! One rank produces blocks of data on its stream, the other one consumes them on its stream, without the CPUs.
 //!
 //! Started alone it spawns its peer; under mpirun, srun or torchrun-style variables it joins. There are a few slots. The
 //! consumer's stream gives each back with a message of no bytes, for which the producer's stream waits before it fills the

@@ -30,10 +30,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let stream = Stream::host(HostStreamConfig::default())?;
 
     if comm.rank() == 0 {
-        // The signal arrives behind the data, and the stream goes on with what the peer made of it. All in stream order.
+        // The signal arrives behind the data. The stream then waits for the peer's answer; all in stream order.
         local.memory().write(0, b"put, then got back")?;
         let put = Rma::put(&local, 0..18, peer, TEXT).with_signal(Signal::set(SIGNAL, 1));
-        // Nobody waits for the put itself: the answer to its signal says more.
+        // The put itself needs no wait: the answer to its signal implies it.
         let _ = window.start_on_stream(&stream, &put)?;
         window.wait_signal_on_stream(&stream, SIGNAL, 1, Cond::Geq)?;
         let got = window.iget_on_stream(&stream, &local, 32..50, peer, TEXT)?;
@@ -51,7 +51,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     stream.synchronize(PATIENCE)?;
 
-    // Both count at rank 0, by the CPU; the network adds.
+    // The CPUs of both ranks count at rank 0, by remote atomics.
     let count = window.start(&Rma::fetch_add(5, 0, COUNTER, &local, 56))?;
     comm.wait(&count, PATIENCE)?;
     comm.barrier(PATIENCE)?;

@@ -5,7 +5,6 @@ mod copy;
 mod messages;
 mod peers;
 mod scale;
-mod socket;
 mod stream;
 mod traffic;
 mod trigger;

@@ -9,7 +9,6 @@
 mod areas;
 mod live;
 mod machine;
-mod probe;
 mod requirements;
 #[cfg(test)]
 mod tests;
@@ -30,12 +29,11 @@ use serde::Serialize;
 
 use areas::process::conclusion;
 use areas::rdma::Limits;
-use areas::{AREAS, Area, is_wanted};
+use areas::{AREAS, Area, area_of, is_wanted};
+pub use areas::{Probe, Status};
 use gdsync::rdma::gpus;
 use live::{Answer, Live, ProbeProcess, limit};
 use machine::{Machine, System};
-use probe::area_of;
-pub use probe::{Probe, Status};
 
 use crate::measure::Machine as Description;
 
@@ -195,7 +193,7 @@ fn await_look<T>(look: &Receiver<T>, deadline: Instant) -> Result<T, RecvTimeout
     look.recv_timeout(deadline.saturating_duration_since(Instant::now()))
 }
 
-/// What was seen of an area, or that its probes fail.
+/// The probes of an area, or their failure.
 fn seen(area: &Area, look: &Receiver<Vec<Probe>>, deadline: Instant) -> Vec<Probe> {
     await_look(look, deadline).unwrap_or_else(|error| {
         let why = match error {

@@ -14,19 +14,25 @@
 )]
 
 pub mod app_stream;
-pub mod arguments;
 pub mod doctor;
-pub mod library;
 pub mod measure;
 mod nvml;
-pub mod output;
 pub mod pingpong;
 pub mod results;
+pub mod terminal;
 pub mod tools;
 
 pub use gdrcopy;
 pub use gdsync;
 pub use mp;
 
+/// The documents as doctests: their programs are compiled, and run where they say nothing else.
 #[cfg(doctest)]
-mod documents;
+mod documents {
+    #[doc = include_str!("../README.md")]
+    mod readme {}
+    #[doc = include_str!("../docs/guide.md")]
+    mod guide {}
+    #[doc = include_str!("../docs/porting.md")]
+    mod porting {}
+}

@@ -10,8 +10,8 @@ mod card;
 mod plot;
 mod trace;
 
-use gdasync::arguments::parse;
 use gdasync::note;
+use gdasync::terminal::parse;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};

@@ -283,7 +283,7 @@ fn open_shared(offer: &str, len: usize) -> io::Result<Memory> {
     map_shared(&File::options().read(true).write(true).open(path).map_err(explain)?, len)
 }
 
-/// A file of `len` zeroed bytes, and a path by which other processes of this user can open it while this one has it open.
+/// A file of `len` zeroed bytes, and a path under which other processes of this user can open it while this one has it open.
 fn create_shared(len: usize) -> io::Result<(File, String)> {
     let file = File::from(memfd_create(PAGE_NAME, MemfdFlags::CLOEXEC)?);
     file.set_len(len as u64)?;

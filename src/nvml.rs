@@ -2,9 +2,8 @@
 
 use std::ffi::{CString, c_char, c_void};
 
+use libloading::Library;
 use serde::{Deserialize, Serialize};
-
-use crate::library::Library;
 
 /// `nvmlBAR1Memory_t`, bytes.
 #[repr(C)]
@@ -38,16 +37,20 @@ pub(crate) struct Nvml {
 impl Nvml {
     /// Loads the library, and has it look for GPUs.
     pub(crate) fn load() -> Result<Self, String> {
-        let library = Library::load(LIBRARY).map_err(|_| format!("NVML ({LIBRARY}) is not here"))?;
-        let failed = |error| format!("NVML: {error}");
+        // SAFETY: the library's initialisers may run at any time.
+        let library =
+            unsafe { Library::new(LIBRARY) }.map_err(|_| format!("NVML ({LIBRARY}) is not here"))?;
+        // It stays loaded.
+        let library = Box::leak(Box::new(library));
+        let failed = |error: libloading::Error| format!("NVML: {error}");
         // SAFETY: the type is that of the function in nvml.h.
-        let init: Init = unsafe { library.find(c"nvmlInit_v2") }.map_err(failed)?;
+        let init = unsafe { library.get::<Init>("nvmlInit_v2") }.map_err(failed)?;
         // SAFETY: the type is that of the function in nvml.h.
-        let by_pci = unsafe { library.find(c"nvmlDeviceGetHandleByPciBusId_v2") }.map_err(failed)?;
+        let by_pci = *unsafe { library.get("nvmlDeviceGetHandleByPciBusId_v2") }.map_err(failed)?;
         // SAFETY: the type is that of the function in nvml.h.
-        let bar1 = unsafe { library.find(c"nvmlDeviceGetBAR1MemoryInfo") }.map_err(failed)?;
+        let bar1 = *unsafe { library.get("nvmlDeviceGetBAR1MemoryInfo") }.map_err(failed)?;
         // SAFETY: the type is that of the function in nvml.h.
-        let peer_status = unsafe { library.find(c"nvmlDeviceGetP2PStatus") }.map_err(failed)?;
+        let peer_status = *unsafe { library.get("nvmlDeviceGetP2PStatus") }.map_err(failed)?;
         // SAFETY: it may be called at any time.
         checked("nvmlInit", unsafe { init() })?;
         Ok(Self { by_pci, bar1, peer_status })

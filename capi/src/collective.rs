@@ -15,7 +15,7 @@ use crate::stream::{Queue, queue};
 /// Where a collective runs.
 enum On<'a> {
     Stream(&'a Stream),
-    /// Within this time.
+    /// On the CPU, within this time.
     Cpu(Duration),
 }
 

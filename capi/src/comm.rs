@@ -101,7 +101,7 @@ impl Comm {
         self.collectives.try_lock_for(limit.get()).ok_or_else(late)
     }
 
-    /// Whether what is not complete yet will not be.
+    /// Whether operations under way can no longer complete.
     pub(crate) fn is_gone(&self) -> bool {
         self.is_gone.load(Ordering::Relaxed)
     }
@@ -186,7 +186,7 @@ pub unsafe extern "C" fn gda_comm_shrink(
         let shrunk = whole.comm.shrink(limit.get())?;
         let made = Comm::new(&whole.ctx, shrunk.communicator, whole.flags, &limit)?;
         if !former.is_null() {
-            // SAFETY: not null, so of the size of the former communicator, of which these are a part.
+            // SAFETY: not null, so as long as the former communicator's size, which is at least this.
             let ranks = unsafe { slice::from_raw_parts_mut(former, shrunk.former.len()) };
             ranks.iter_mut().zip(&shrunk.former).for_each(|(to, rank)| *to = c_number(*rank));
         }

@@ -93,7 +93,7 @@ pub(crate) unsafe fn kept(buf: *const gda_buf) -> Result<(Registration, Range<us
     Ok((MEMS.get(buf.mem)?.registration().clone(), buf.range()?))
 }
 
-/// Has `start` begin a message of these buffers on a communicator. It must not wait.
+/// Calls `start` with these buffers and their communicator. It must not wait.
 ///
 /// # Safety
 /// The pointer must be null or valid for `n` buffers.

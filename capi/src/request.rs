@@ -133,7 +133,7 @@ pub(crate) struct Join(Arc<JoinState>);
 struct JoinState {
     outcome: Mutex<Option<mp::Result<Outcome>>>,
     done: Condvar,
-    /// Where the communicator goes; `None` if nobody asks for it any more.
+    /// Where the communicator goes; `None` if the request was dropped.
     to: Mutex<Option<Foreign>>,
 }
 

@@ -19,9 +19,9 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use gdasync::app_stream::{AppStream, Description, Placed, Placement};
-use gdasync::arguments::parse;
 use gdasync::measure::Machine;
 use gdasync::results::{Result, all_ranks, create_json, sum, write_json};
+use gdasync::terminal::parse;
 use gdasync::{note, out};
 use mp::Communicator;
 use serde::Serialize;
@@ -46,7 +46,7 @@ pub(crate) struct Options {
     /// Rows, without the fixed ones above and below.
     #[arg(long, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) ny: u32,
-    /// Iterations, of which the first tenth is not timed.
+    /// Iterations; the first tenth is not timed.
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) iters: u32,
     /// Ranks, where no launcher says how many [default: 2].

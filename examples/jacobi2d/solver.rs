@@ -176,14 +176,13 @@ pub(crate) fn after(n: u32) -> usize {
     1 - before(n)
 }
 
-/// Iterations that are captured once. Those that a launch would be too many for are posted one by one, through the same
-/// channels.
+/// Iterations captured as a graph. The remainder of a run is posted one by one, through the same channels.
 pub(crate) struct Repeated<'a> {
     pub(crate) solver: &'a Solver<'a>,
     /// One to each neighbour.
     pub(crate) channels: Vec<Channel>,
     pub(crate) graph: Graph,
-    /// Iterations of a launch, which begins with an even one: both states take turns.
+    /// Iterations of a launch; even, as the two states alternate.
     pub(crate) each: u32,
 }
 
@@ -241,7 +240,7 @@ pub(crate) fn iteration(solver: &Solver<'_>, channels: &[Channel], n: u32) -> Re
     solver.submit(&mut batch)?;
     solver.relaxer.inside(before(n))?;
     for channel in channels {
-        // Nobody reads the state before this iteration any more: its rows may be written by the next one.
+        // The state before this iteration is no longer read: the next one may write its rows.
         channel.post_recv_in_batch(&mut batch)?;
         _ = channel.wait_recv_in_batch(&mut batch)?;
     }

@@ -1,4 +1,4 @@
-//! The functions that NCCL calls, and the tables by which it finds them.
+//! The functions that NCCL calls, and the tables it finds them in.
 
 use std::ffi::{c_int, c_void};
 use std::fmt;
@@ -399,7 +399,7 @@ unsafe extern "C" fn query_last_error(contexts: Handle, place: *mut bool) -> Ncc
     })
 }
 
-/// A table of functions, of which the versions differ in few.
+/// A table of functions; versions differ in a few entries.
 const fn table<P, I, S>(get_rma_properties: P, iput: I, iput_signal: S, iget: I) -> crate::abi::Rma<P, I, S>
 where
     P: Copy,

@@ -54,7 +54,7 @@ pub(crate) struct Collective {
     devices: Vec<Context>,
     /// Bytes in no use, for windows without a part of their own.
     nothing: Registration,
-    /// The connections by which words are released.
+    /// The connections for releasing words.
     own: Window,
     connect_limit: Duration,
     /// Regions that may hold signals.

@@ -1,4 +1,4 @@
-//! `libnccl-rma-gda.so`: a plug-in by which NCCL's puts, signals and GIN go over the RDMA devices of this project, and over its software
+//! `libnccl-rma-gda.so`: a plug-in that carries NCCL's puts, signals and GIN over the RDMA devices of this project, and over its software
 //! HCA where there is no card. `NCCL_RMA_PLUGIN=gda` selects it. `docs/nccl.md` says how to use it.
 //!
 //! NCCL ends no stream that waits for a rank that has died, and ignores errors of a plug-in. So this one returns none once ranks are

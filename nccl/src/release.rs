@@ -43,7 +43,7 @@ impl<T> Release<T> {
         }
     }
 
-    /// Forgets what is not to be kept.
+    /// Drops entries that are no longer needed.
     pub(crate) fn retain(&self, keeps: impl Fn(&T) -> bool) {
         if let Some(waiting) = &mut *self.waiting.lock() {
             waiting.retain(keeps);

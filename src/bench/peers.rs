@@ -13,6 +13,7 @@ use gdasync::measure::Samples;
 use gdasync::mp::{Channel, Communicator, CommunicatorBuilder, Registration, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, objection, size_label};
+use libloading::Library;
 use serde_json::json;
 
 use super::two_ranks;
@@ -33,14 +34,11 @@ macro_rules! declare {
             ///
             /// # Safety
             /// The library's functions of these names must have these types.
-            unsafe fn find(library: &gdasync::library::Library) -> gdasync::results::Result<Self> {
+            unsafe fn find(library: &libloading::Library) -> gdasync::results::Result<Self> {
                 Ok(Self {
                     $(
-                        $name: {
-                            let symbol = std::ffi::CStr::from_bytes_with_nul(concat!($symbol, "\0").as_bytes())?;
-                            // SAFETY: the caller vouches for the types.
-                            unsafe { library.find(symbol) }?
-                        },
+                        // SAFETY: the caller vouches for the types.
+                        $name: *unsafe { library.get($symbol) }?,
                     )*
                 })
             }
@@ -48,6 +46,12 @@ macro_rules! declare {
     };
 }
 use declare;
+
+/// Loads a library for good.
+fn load(name: &str) -> Result<&'static Library> {
+    // SAFETY: the library's initialisers may run at any time.
+    Ok(Box::leak(Box::new(unsafe { Library::new(name) }?)))
+}
 
 /// Options of `gdasync bench peers`.
 #[derive(Args)]
@@ -112,7 +116,7 @@ impl Rig<'_> {
     }
 }
 
-/// A library, or a way of one, by which streams exchange messages.
+/// A way to exchange messages between streams.
 pub(super) trait Way {
     fn name(&self) -> String;
 

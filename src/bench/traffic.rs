@@ -12,8 +12,7 @@ use gdasync::measure::{Pattern, Samples, connect};
 use gdasync::mp::{self, Communicator, Registration, Request};
 use gdasync::results::{Checks, Result, Sheet, expected};
 
-/// All rows run in turn, in this many slices: the speed of shared cores changes from second to second, and a ratio must not
-/// compare two such seconds.
+/// All rows run in turn, in this many slices: the speed of shared cores changes from second to second.
 const SLICES: u64 = 5;
 
 /// Runs `all` iterations of each row, which gives times and counts wrong slots; a tenth of a slice warms up.

@@ -105,12 +105,12 @@ pub(super) fn limit(gpus: usize) -> Duration {
 /// How long the kernel may take to end a process that was killed; longer where it hangs in a driver.
 const ENDING: Duration = Duration::from_millis(100);
 
-/// What a process has found out.
+/// The answer of a probing process.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Answer<T> {
-    /// The last that it said.
+    /// Its last report.
     pub(super) facts: T,
-    /// Why it said no more, if it was not done.
+    /// Why it did not finish.
     pub(super) trouble: Option<String>,
 }
 

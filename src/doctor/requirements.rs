@@ -62,7 +62,7 @@ pub(super) fn generation(compute: (u32, u32)) -> Option<Generation> {
     })
 }
 
-/// Software of which a certain version is needed.
+/// Software with a minimum version.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Software {
     pub(super) name: &'static str,

@@ -11,12 +11,12 @@ use std::time::Duration;
 use super::areas::AREAS;
 use super::areas::process::conclusion;
 use super::areas::rdma::Limits;
+use super::areas::{Probe, Status, area_of};
 use super::live::{
     Answer, Backend, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, FabricFacts, GpuFacts, MappingFacts,
     ProbeProcess, Route, VerbsFacts, attribute, limit,
 };
 use super::machine::{Machine, System};
-use super::probe::{Probe, Status, area_of};
 use super::requirements::{
     CUDA, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, DRIVER, GDRDRV, INFINIBAND, LIBIBVERBS, LIBMLX5, LINUX,
     OPEN_MODULES, ROCE_V1, ROCE_V2, card, generation, needs, numbers as numbers_of, rows,

@@ -274,7 +274,7 @@ impl<'a> Launches<'a> {
         Ok(Self { launchers: launchers.collect::<Result<_>>()?, each, total, connection })
     }
 
-    /// How many messages a queue needs room for: those of the launches under way, of the next, and of one that nobody has
+    /// How many messages a queue needs room for: those of the launches under way, of the next, and of one not yet
     /// taken completions of yet.
     fn room(each: u64) -> Result<usize> {
         Ok((UNDER_WAY + 2) * usize::try_from(each)?)

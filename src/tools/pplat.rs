@@ -105,7 +105,7 @@ struct Shared {
     data: Option<Place>,
 }
 
-/// How it ended on the GPU's side.
+/// Results of the GPU's side.
 #[derive(Clone, Debug, Default)]
 struct GpuSide {
     wrong_words: u32,
@@ -356,8 +356,7 @@ fn kernel(plan: Rounds, shared: &Arc<Shared>, bench: &Bench) -> Result<End> {
         .then(|| bench.gdr.alloc(bench.gpu, (plan.rounds as usize + 1) * 8))
         .transpose()?;
     let stream = context.new_stream()?;
-    // In the order of the kernels' parameters, of which the call reads as many bytes as each has; `cpu_produces` does not
-    // look at the last.
+    // In the order of the kernels' parameters; the call reads only the bytes of each. `cpu_produces` ignores the last.
     let mut arguments = [
         shared.gpu_flag.gpu_addr(),
         shared.cpu_flags.gpu_addr(),

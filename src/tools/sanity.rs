@@ -224,7 +224,7 @@ struct Env {
 }
 
 impl Env {
-    /// Says what is being done, if that is wanted.
+    /// Prints progress with `-v`.
     fn note(&self, what: impl Display) {
         if self.verbose {
             note!("  {what}");
@@ -329,7 +329,7 @@ fn isolated(limit: Duration, play: impl FnOnce() -> Outcome<String>) -> Outcome<
         setpgid(None, None)?;
         play()
     })?;
-    // The child does the same: whoever comes first.
+    // The child does the same; the first one wins.
     let _ = setpgid(Some(child.pid), Some(child.pid));
     let (start, mut pause) = (Instant::now(), Duration::from_millis(1));
     // Leaves the status: taking it would give the number of the child, and of its group, to others.
@@ -379,7 +379,7 @@ fn receive(mut stream: &UnixStream) -> Outcome<u64> {
     Ok(u64::from_ne_bytes(bytes))
 }
 
-/// A row of [`CASES`]: name, function, what it looks at. `{alloc}` in a name stands for two cases, of either kind of memory.
+/// A row of [`CASES`]: name, function, description. `{alloc}` in a name stands for two cases, of either kind of memory.
 type Row = (&'static str, Run, &'static str);
 
 /// Every case, in the order in which they run.

@@ -78,7 +78,7 @@ pub struct State {
 
 fn call<T>(file: &File, direction: Direction, nr: u8, arg: &mut T) -> io::Result<()> {
     let request = opcode::from_components(direction, b'G', nr, size_of::<T>());
-    // SAFETY: the number carries the size of the structure, of which the driver touches no more.
+    // SAFETY: the request number has the size of the structure, and the driver touches no more than that.
     match unsafe { libc::ioctl(file.as_raw_fd(), request.into(), std::ptr::from_mut(arg)) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),

@@ -1,7 +1,7 @@
 //! Test doubles of this project: a simulated machine with GPU memory, CUDA, `/dev/gdrdrv` and the resource manager, and a
 //! simulated CUDA driver whose streams run.
 //!
-//! There are two simulations of CUDA. [`SimulatedCuda`] implements [`gdrcopy::cuda::Cuda`] on a [`Machine`], of which a test
+//! There are two simulations of CUDA. [`SimulatedCuda`] implements [`gdrcopy::cuda::Cuda`] on a [`Machine`], and a test
 //! may have many: for tests of mappings. [`driver`] is a table of the driver's entry points, one per process: for tests of
 //! streams, events, graphs and kernels.
 //!

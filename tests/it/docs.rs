@@ -1,5 +1,5 @@
 //! The documents: their commands run, or name programs and options that exist; their links, names and variables exist.
-//! Rust programs in documents are doctests, see `src/documents.rs`.
+//! Rust programs in documents are doctests, see `src/lib.rs`.
 //!
 //! Blocks of commands are fenced as `sh`. HTML comments before a block say:
 //!
@@ -404,12 +404,12 @@ fn links_names_and_variables_exist() {
     let variables: BTreeSet<_> =
         quoted.filter(is_name).filter(|name| !reference.contains(&format!("`{name}`"))).collect();
     wrong.extend(variables.iter().map(|name| format!("docs/reference.md lacks {name}")));
-    let listed = fs::read_to_string(root().join("src/documents.rs")).unwrap();
+    let listed = fs::read_to_string(root().join("src/lib.rs")).unwrap();
     let has_programs = |document: &Document| document.runs() && document.text.contains("```rust");
     let all = documents().into_iter().filter(has_programs).map(|document| document.path);
     wrong.extend(
         all.filter(|path| !listed.contains(&format!("\"../{path}\"")))
-            .map(|path| format!("src/documents.rs lacks {path}")),
+            .map(|path| format!("src/lib.rs lacks {path}")),
     );
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

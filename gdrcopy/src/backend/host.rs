@@ -161,7 +161,7 @@ impl Drop for HostAllocation {
     fn drop(&mut self) {
         // A thread that a forked child does not have may have held the lock of the registry.
         if self.owner.is_caller() {
-            // Removed before the address is unmapped and may become another allocation's.
+            // Removed before the address is unmapped and can be reused.
             self.registry.lock().remove(&self.memory.base);
         }
     }
@@ -248,7 +248,7 @@ mod tests {
         let pin = |offset, len| host.pin(memory.addr() + offset, len, PinFlags::empty()).map(drop);
         assert!(pin(4999, 1).is_ok());
         assert!(matches!(pin(4999, 2), Err(Error::BeyondAllocation { size: 5000, .. })));
-        // The rest of the last page is nobody's.
+        // The rest of the last page is unused.
         assert!(matches!(pin(5000, 1), Err(Error::NotMappable { .. })));
         let pages = |offset, len| host.pin(memory.addr() + offset, len, PinFlags::WHOLE_PAGES).map(drop);
         let whole = 5000_usize.next_multiple_of(host_page());

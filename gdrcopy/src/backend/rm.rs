@@ -1,9 +1,8 @@
 //! No module: the NVIDIA driver's resource-manager interface.
 //!
 //! The driver maps GPU memory for the CPU on request of one of its clients. CUDA is such a client. This backend is another client in
-//! the same process: it duplicates the objects that CUDA's memory consists of, and asks the driver to map them. Which objects these
-//! are is seen when CUDA is about to export the memory ([`Cuda::objects`]): any GPU memory, of one allocation or of several adjacent
-//! ones.
+//! the same process: it duplicates the objects that CUDA's memory consists of, and asks the driver to map them. CUDA names these
+//! objects when it exports the memory ([`Cuda::objects`]): any GPU memory, of one allocation or of several adjacent ones.
 //!
 //! The interface is not documented for other clients. So it is proved with the backend's own memory at its first use on each GPU, in
 //! both directions, and each mapping of the user's memory is compared with what CUDA shows before it is returned. The comparison never
@@ -307,7 +306,7 @@ impl RmPin {
         Ok(pin)
     }
 
-    /// Duplicates the objects of the range, each of which keeps its memory.
+    /// Duplicates the objects of the range; each duplicate keeps its memory allocated.
     fn fill(&mut self, range: &Range<u64>) -> Result<()> {
         let (objects, end) = objects(&*self.cuda, &self.parts, self.va, range)?;
         let (client, device) = (self.gpu.client(), self.gpu.device());

@@ -10,7 +10,7 @@ use std::arch::asm;
 #[cfg(target_arch = "x86_64")]
 const STRING: usize = 1024;
 
-/// Copies `len` bytes of host memory from `src` to `dst`, either of which may be in use by others.
+/// Copies `len` bytes of host memory from `src` to `dst`; others may use either at the same time.
 ///
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `len` bytes, and the two ranges must not overlap. What else in this process

@@ -1,7 +1,6 @@
-//! What all vector routines have in common: lines of 64 bytes, and the parts of lines at the ends of a range.
+//! Shared by all vector routines: lines of 64 bytes, and the parts of lines at the ends of a range.
 //!
-//! Each routine brings a copy of one block and of one line, made of its instructions, whose device side is aligned
-//! to the size copied.
+//! Each routine supplies the copies of one block and one line by its instructions; the device side is aligned to their size.
 
 use std::mem::MaybeUninit;
 
@@ -18,7 +17,7 @@ pub(super) type CopyFn = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
 /// Copies one block or one line.
 pub(super) type CopyOne = unsafe fn(dst: *mut u8, src: *const u8);
 
-/// Copies a range: its whole lines as such, what is less than a line at either end as a [part](Parts::part).
+/// Copies a range: whole lines, and a [part](Parts::part) of a line at either end.
 ///
 /// # Safety
 /// As for [`Parts::part`], and this CPU must have the instructions of `line`.
@@ -75,8 +74,8 @@ impl Parts for ToDevice {
 }
 
 impl Parts for FromDevice {
-    /// From whole blocks. Every load is a bus round trip, be it of one byte, unless it follows upon one of the same
-    /// line: so the blocks are fetched next to each other, and only then is taken from them what was asked for.
+    /// Loads whole blocks. Each load is a bus round trip, even of one byte, unless it follows a load of the same line: so all blocks
+    /// are fetched first, then the requested bytes are copied out of them.
     #[inline(always)]
     unsafe fn part(dst: *mut u8, src: *const u8, len: usize, block: CopyOne) {
         #[repr(align(64))]

@@ -171,7 +171,7 @@ fn pages_beyond_an_allocation_depend_on_the_driver() {
 
 const SIZE: usize = 2 << 20;
 
-/// Backends without a module, and the faults by which their drivers map other pages than asked for.
+/// Backends without a module, and faults that make their drivers map the wrong pages.
 const WRONG_PAGES: [(BackendKind, &str); 3] = [
     (BackendKind::DmaBuf, "wrong page of a dma-buf"),
     (BackendKind::Rm, "rm shift"),

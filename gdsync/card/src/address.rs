@@ -71,7 +71,7 @@ impl Link {
         }
     }
 
-    /// The GID by which the HCA at an address is named: the link-local one, whichever form the address has. `None` for an address
+    /// The GID of the HCA at an address: the link-local one, whichever form the address has. `None` for an address
     /// that no port of this link has.
     pub(crate) fn canonical(self, path: Path) -> Option<Gid> {
         let gid = match (self, path) {

@@ -13,7 +13,7 @@ use rustix::pipe::{PipeFlags, SpliceFlags};
 
 use crate::log::log;
 
-/// A pipe of which each read takes one record, as from a kernel. The program owns one more descriptor of its reading end; these two
+/// A pipe; each read takes one record, as from a kernel. The program owns one more descriptor of its reading end; these two
 /// keep a write from failing after the program closed that one.
 #[derive(Debug)]
 pub(crate) struct EventPipe {

@@ -29,7 +29,7 @@ const DEVICES: &str = "GDASYNC_CARD_DEVICES";
 const MAX_DEVICES: usize = 8;
 /// Descriptors below this number can be of the card.
 const MAX_FDS: usize = 1 << 16;
-/// Bytes of a device file: 2^20 doorbell pages, none of which exists before it is used.
+/// Bytes of a device file: 2^20 doorbell pages, allocated at first use.
 const FILE: usize = 4 << 30;
 
 /// By descriptor: the inode of a file of the card that it had when it was opened, or 0. Read by each interposed call.
@@ -161,7 +161,7 @@ impl Process {
     pub(crate) fn open_device(&'static self, device: usize) -> Result<RawFd, Errno> {
         let hca = self.hca(device)?;
         let file = gdsync_device::memory::memfd(c"uverbs", FILE).map_err(|error| {
-            log!("a device needs a file of {FILE} bytes in memory, of which it uses few: {error}");
+            log!("a device needs a sparse memory file of {FILE} bytes: {error}");
             Errno::NOMEM
         })?;
         let doorbells = rustix::io::fcntl_dupfd_cloexec(&file, 0)?;

@@ -19,7 +19,7 @@ pub struct Condvar {
 }
 
 impl Condvar {
-    /// One that nobody waits for.
+    /// Without waiters.
     pub const fn new() -> Self {
         Self { notified: AtomicU32::new(0), waiting: AtomicU32::new(0) }
     }
@@ -64,7 +64,7 @@ impl Condvar {
     }
 
     fn sleep<T>(&self, guard: &mut MutexGuard<'_, T>, timeout: Option<Duration>) {
-        // Under the mutex: a thread that changes what is waited for afterwards sees the count and changes the number.
+        // Under the mutex: a thread that changes the condition afterwards sees the count, and increments the sequence.
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let number = self.notified.load(Ordering::SeqCst);
         // A timeout beyond the clock's range never ends.

@@ -23,7 +23,7 @@ pub trait CopyEngine: Send + Sync + fmt::Debug {
     /// Prepares for memory on this GPU. May block.
     fn adopt(&self, gpu: &Gpu);
 
-    /// A handle by which peers open this memory; `None` if they cannot. May block.
+    /// A handle with which peers open this memory; `None` if they cannot. May block.
     fn export(&self, memory: &Memory) -> Option<Handle>;
 
     /// Whether payload is read from this memory through staging memory, because CPU reads are slow or impossible.
@@ -95,7 +95,7 @@ pub fn this_process() -> ProcessId {
     id
 }
 
-/// Handle by which another process opens memory.
+/// Handle with which another process opens memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handle {
     /// `CUipcMemHandle` of the allocation; zero if other processes cannot open it.

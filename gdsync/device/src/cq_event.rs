@@ -11,7 +11,7 @@ use gdsync_shm::{doorbell_watch, event_count, nap};
 use parking_lot::Mutex;
 
 /// Event of a completion queue, raised after every completion: wakes sleeping threads of this process, and knows the GPU whose
-/// streams wait on the queue. Costs a fence and a load while nobody sleeps.
+/// streams wait on the queue. Without sleepers it costs a fence and a load.
 #[derive(Debug, Default)]
 pub struct CqEvent {
     nudger: OnceLock<Arc<dyn GpuNudge>>,

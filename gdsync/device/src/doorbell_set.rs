@@ -36,7 +36,7 @@ impl DoorbellWatch {
         doorbell_watch::publish(&self.limits[self.index].until, until);
     }
 
-    /// Whether the engine polls the doorbell, and so needs no notice of what was published. To be called without the lock.
+    /// Whether the engine polls the doorbell, so that producers need not notify it. Call it without the lock.
     #[inline]
     pub fn is_watched(&self) -> bool {
         doorbell_watch::is_watched(&self.limits[self.index].watched)

@@ -1,4 +1,4 @@
-//! What devices that run on a CPU have in common: they read rings, write completions, and are stepped by whoever has time.
+//! Shared parts of devices that run on a CPU: rings, completions, and steps that any thread can run.
 
 mod cqs;
 mod progress;

@@ -334,7 +334,7 @@ impl Memory {
         Self { reach, ..self }
     }
 
-    /// Opens the file by way of which memory of programs is copied ([`Memory::of_program`]). Else the first copy does.
+    /// Opens the file that copies of programs' memory go through ([`Memory::of_program`]). Otherwise the first copy does.
     ///
     /// # Errors
     /// [`Error::Sys`].

@@ -220,7 +220,7 @@ pub trait Provider: Send + Sync + fmt::Debug {
     /// The calling thread will not call [`Provider::progress`] for a while.
     fn end_polling(&self);
     /// Sleeps unless `ready`, until something arrives for the device, or for `timeout`; the thread runs it afterwards. May wake
-    /// spuriously. Returns `false` at once if the device wakes nobody.
+    /// spuriously. Returns `false` at once if the device has no wake-ups.
     fn sleep(&self, _ready: &dyn Fn() -> bool, _timeout: Duration) -> bool {
         false
     }

@@ -324,7 +324,7 @@ pub(super) fn payload(segments: &[[u8; SEGMENT]], first: usize) -> Result<Decode
     }
 }
 
-/// A payload with inline segments, of which `inline` is the first.
+/// A payload with inline segments; `inline` is the first.
 fn inline_payload(
     segments: &[[u8; SEGMENT]],
     first: usize,

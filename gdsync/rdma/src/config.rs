@@ -10,7 +10,7 @@ use gdsync_device::error::{Error, Result};
 /// What consumes a device's rings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Route {
-    /// The mlx5 card; whoever triggers a send rings its doorbell.
+    /// The mlx5 card; the CPU or GPU that triggers a send rings its doorbell.
     Direct,
     /// A thread of this process, which posts to any RDMA device.
     Proxy,

@@ -66,7 +66,7 @@ impl<T> Deref for Raw<T> {
 /// Checks that libraries named by the environment load.
 ///
 /// # Errors
-/// [`Error::Library`](gdsync_device::Error::Library) if one does not: whoever names a library needs it.
+/// [`Error::Library`](gdsync_device::Error::Library) if one does not: a named library is required.
 pub fn check_named() -> Result<()> {
     if variable("GDSYNC_LIBIBVERBS").is_some() {
         Verbs::load()?;

@@ -116,7 +116,7 @@ pub(crate) fn post_recvs(side: &Side, count: u64, sges: &[Sge]) -> Completion {
     side.qp.post_recv(&wrs).unwrap()
 }
 
-/// Bytes of a GPU by which its free memory may differ: what CUDA takes for itself comes late.
+/// How far a GPU's free memory may differ, in bytes: CUDA allocates memory for itself late.
 const TOLERANCE: usize = 32 << 20;
 /// Files of one more block of small pieces, which the GPU keeps: how many it takes depends on which streams end late.
 const BLOCK: usize = 1;

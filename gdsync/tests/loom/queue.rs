@@ -103,7 +103,7 @@ fn spin<T>(mut look: impl FnMut() -> Option<T>) -> T {
     }
 }
 
-/// Two doorbells, the second of which may overwrite the first; their 16-bit index wraps between them.
+/// Two doorbells; the second may overwrite the first. Their 16-bit index wraps between them.
 #[test]
 fn doorbells_lose_nothing_and_come_after_record_and_wqe() {
     explore(5, || {

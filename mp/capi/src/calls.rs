@@ -189,7 +189,7 @@ impl Access {
     }
 }
 
-/// A prepared send that is taken for a list or a stream. One that nobody can wait for ends with it.
+/// A prepared send that a list or a stream takes. Without a handle to wait for, its request ends here.
 fn take_prepared(handle: Handle) -> Result<(Arc<Request>, PreparedSend)> {
     let request = REQUESTS.get(handle & !MARK)?.clone();
     let send = request.take_prepared(State::Listed)?;
@@ -254,7 +254,7 @@ fn word(ptr: *mut u32) -> Result<Word32> {
     Ok(unsafe { pages::word(ptr.expose_provenance()) }?)
 }
 
-/// The condition of a number of the program, of which there are `count`.
+/// The program's number of a condition; there are `count`.
 fn cond(flags: c_int, count: usize) -> Result<Cond> {
     let all = [Cond::Geq, Cond::Eq, Cond::And, Cond::Nor];
     let found = usize::try_from(flags).ok().and_then(|at| all[..count].get(at).copied());

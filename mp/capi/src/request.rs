@@ -54,7 +54,7 @@ type Flow = Mutex<VecDeque<Arc<Request>>>;
 pub(crate) struct Request {
     pub(crate) peer: Arc<Peer>,
     pub(crate) is_send: bool,
-    /// A put that nobody can wait for.
+    /// A put without a handle to wait for.
     pub(crate) is_unwaited: bool,
     pub(crate) completion: Completion,
     /// A kernel starts it.

@@ -24,7 +24,7 @@ pub(crate) enum Item {
     Wait(Arc<Request>),
     WaitWord(Word32, u32, Cond),
     Write(Word32, u32),
-    /// Makes what came before visible to the stream's kernels.
+    /// Makes earlier completions visible to the stream's kernels.
     Flush,
 }
 

@@ -258,7 +258,7 @@ job_test!(finalize_waits_for_streams_and_names_them, 2, |comm| {
     comm.sendrecv_on_stream(&s, (&memory, 0..64), peer, (&memory, 128..192), peer).unwrap();
     let rank = format!("rank {peer}");
     comm.barrier(LONG).unwrap();
-    // All wait as long as the one with the least time, of which a quarter is to meet again.
+    // All ranks wait for the shortest timeout of any; a quarter of it is for meeting again.
     let timeout = if me == 0 { LONG } else { Duration::from_secs(6) };
     unfinished(&comm, timeout, &["work of a stream that waits for", &rank, "(64 bytes)"]);
     comm.barrier(LONG).unwrap();

@@ -16,7 +16,7 @@ enum Phase {
     Puts,
     /// It has one half of a long put.
     Transfer,
-    /// In a teardown of which it has not said anything.
+    /// In a teardown that it has not announced.
     Teardown,
 }
 

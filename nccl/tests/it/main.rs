@@ -64,7 +64,7 @@ fn layouts_agree() {
     PACKAGE.check_layout(&["-std=c11"], &here);
 }
 
-/// Where `GDA_NCCL_SRC` names the sources of NCCL 2.30, of which these are versions.
+/// These are the tables of NCCL 2.30, where `GDA_NCCL_SRC` names its sources.
 #[test]
 fn layouts_are_those_of_nccl() {
     let Some(source) = std::env::var_os("GDA_NCCL_SRC") else {

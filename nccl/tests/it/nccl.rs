@@ -91,7 +91,7 @@ pub(crate) fn all_well(outputs: &[Output], without: Option<usize>) {
     }
 }
 
-/// NCCL's logger, of which the plug-in uses one form.
+/// NCCL's logger, in the one form that the plug-in uses.
 unsafe extern "C" fn log(
     _: c_int,
     _: c_ulong,

@@ -5,10 +5,9 @@ use std::ptr::null_mut;
 use std::rc::Rc;
 
 use gdasync::app_stream::Kernels;
-use gdasync::library::Library;
 use gdasync::results::Result;
 
-use super::{Repeat, Rig, Way, capture_foreign, declare};
+use super::{Repeat, Rig, Way, capture_foreign, declare, load};
 
 /// `ncclUniqueId`.
 #[repr(C)]
@@ -72,9 +71,9 @@ struct Nccl<'a> {
 
 /// Opens the library at both ranks: its version, and what it can do.
 pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn Way + 'a>>)> {
-    let library = Library::load(name)?;
+    let library = load(name)?;
     // SAFETY: the types are those of nccl.h.
-    let functions = unsafe { Functions::find(&library) }?;
+    let functions = unsafe { Functions::find(library) }?;
     let (mut version, mut id) = (0, UniqueId([0; 128]));
     // SAFETY: a place for the answer.
     checked("ncclGetVersion", unsafe { (functions.version)(&mut version) })?;
@@ -94,7 +93,7 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     let nccl = Rc::new(nccl);
     let mut ways: Vec<Box<dyn Way + 'a>> = vec![Box::new(SendRecv(nccl.clone()))];
     // SAFETY: the types are those of nccl.h.
-    if let Ok(puts) = unsafe { Puts::find(&library) } {
+    if let Ok(puts) = unsafe { Puts::find(library) } {
         let mut window = null_mut();
         // SAFETY: memory of the library of this length, and a place for the answer; both ranks call it.
         let told = unsafe { (puts.register)(comm, buffer, 2 * rig.room, &mut window, SYMMETRIC) };

@@ -4,10 +4,9 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
 use gdasync::app_stream::Kernels;
-use gdasync::library::Library;
 use gdasync::results::Result;
 
-use super::{Repeat, Rig, Way, capture_foreign, declare};
+use super::{Repeat, Rig, Way, capture_foreign, declare, load};
 
 /// `nvshmemx_uniqueid_t`.
 #[repr(C)]
@@ -91,9 +90,9 @@ struct Nvshmem<'a> {
 
 /// Opens the library at both ranks: its version, and what it can do.
 pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn Way + 'a>>)> {
-    let library = Library::load(name)?;
+    let library = load(name)?;
     // SAFETY: the types are those of nvshmemx.h.
-    let functions = unsafe { Functions::find(&library) }?;
+    let functions = unsafe { Functions::find(library) }?;
     rig.kernels.bind()?;
     let mut id = UniqueId { version: version(128), internal: [0; 124] };
     if rig.comm.rank() == 0 {

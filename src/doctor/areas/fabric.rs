@@ -2,9 +2,9 @@
 
 use super::super::live::Live;
 use super::super::machine::Machine;
-use super::super::probe::{Check, Probe};
 use super::super::requirements::numbers;
 use super::Area;
+use super::{Check, Probe};
 
 area! {
     FABRIC_AREA "fabric" "libfabric" asks [Live::Fabric] probes by probe_fabric;

@@ -2,9 +2,9 @@
 
 use super::super::live::{Bar1, GpuFacts, Live, attribute};
 use super::super::machine::Machine;
-use super::super::probe::{Check, Probe};
 use super::super::requirements::{self, CUDA};
 use super::{Area, bytes};
+use super::{Check, Probe};
 
 area! {
     GPU_AREA "gpu" "GPUs" asks [Live::Cuda] probes by probe_gpu;

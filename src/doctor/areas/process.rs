@@ -8,8 +8,8 @@ use gdsync::rdma::DeviceConfig;
 
 use super::super::live::{Live, Route};
 use super::super::machine::Machine;
-use super::super::probe::{Check, Probe};
 use super::Area;
+use super::{Check, Probe};
 
 area! {
     CONTAINER_AREA "container" "Container" asks []

@@ -9,12 +9,12 @@ use rustix::process::{Resource, getrlimit};
 
 use super::super::live::{DeviceFacts, Live};
 use super::super::machine::{Hca, Machine, Node};
-use super::super::probe::{Check, Probe};
 use super::super::requirements::{
     self, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, LIBIBVERBS, LIBMLX5, LINUX, MELLANOX, ROCE_V1,
     ROCE_V2, needs, numbers,
 };
 use super::{Area, bytes};
+use super::{Check, Probe};
 
 area! {
     RDMA_AREA "rdma" "RDMA devices" asks [Live::Verbs] probes by probe_rdma;
@@ -324,7 +324,7 @@ fn locks_more(limit: u64) -> bool {
     };
     // SAFETY: the mapping made above. Its pages cannot be touched, so none is made when they are locked on fault.
     let locked = unsafe { mlock_with(at, len, MlockFlags::ONFAULT) };
-    // SAFETY: the mapping made above, of which nothing is used.
+    // SAFETY: the mapping made above; nothing uses it.
     let _ = unsafe { munmap(at, len) };
     locked.is_ok()
 }

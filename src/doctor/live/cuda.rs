@@ -22,7 +22,7 @@ use crate::nvml::{Bar1, Nvml};
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
 const PATIENCE: Duration = Duration::from_millis(1500);
 
-/// What was tried: what was seen, or what was said.
+/// The outcome of a trial: what was seen, or the error.
 pub(in crate::doctor) type Outcome = Result<String, String>;
 
 /// What CUDA reported.
@@ -48,7 +48,7 @@ pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) memory: Option<u64>,
     /// Whether it can use the memory of another GPU, by ordinal.
     pub(in crate::doctor) peers: BTreeMap<i32, bool>,
-    /// Whether NVLink joins it to another GPU, by PCI address; those of which NVML said nothing are missing.
+    /// Whether NVLink joins it to another GPU, by PCI address; GPUs that NVML did not answer for are missing.
     pub(in crate::doctor) nvlinks: BTreeMap<String, bool>,
     /// Its compute mode keeps this process out: nothing was tried.
     pub(in crate::doctor) is_taken: bool,

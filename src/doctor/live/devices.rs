@@ -9,6 +9,7 @@ use gdrcopy::{BackendKind, Gdr};
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::hca::{fabric_providers, tcp_address};
+use libloading::Library;
 use rdma_core_sys::mlx5::{mlx5dv_context_attr, mlx5dv_context_attr_flags};
 use rdma_core_sys::verbs::{ibv_context, ibv_device};
 use rdma_core_sys::{Fabric, Mlx5, Verbs};
@@ -52,17 +53,11 @@ fn open_gdrapi() -> Option<Result<String, String>> {
     type Open = unsafe extern "C" fn() -> *mut c_void;
     type Describe = unsafe extern "C" fn(*mut c_void, *mut c_char, usize) -> c_int;
     // SAFETY: a library that other programs load, too.
-    let library = unsafe { libc::dlopen(c"libgdrapi.so".as_ptr(), libc::RTLD_NOW) };
-    if library.is_null() {
-        return None;
-    }
-    // SAFETY: a loaded library and a name.
-    let open = unsafe { libc::dlsym(library, c"gdr_open".as_ptr()) };
-    if open.is_null() {
+    let library = Box::leak(Box::new(unsafe { Library::new("libgdrapi.so") }.ok()?));
+    // SAFETY: the type is that of the function of GDRCopy's interface.
+    let Ok(open) = (unsafe { library.get::<Open>("gdr_open") }) else {
         return Some(Err("it has no gdr_open".into()));
-    }
-    // SAFETY: the function of GDRCopy's interface.
-    let open: Open = unsafe { std::mem::transmute(open) };
+    };
     // SAFETY: always callable.
     let opened = unsafe { open() };
     if opened.is_null() {
@@ -70,13 +65,10 @@ fn open_gdrapi() -> Option<Result<String, String>> {
             "gdr_open fails; GDRCOPY_ENABLE_LOGGING=1 GDRCOPY_LOG_LEVEL=1 has it say why".into()
         ));
     }
-    // SAFETY: a loaded library and a name.
-    let describe = unsafe { libc::dlsym(library, c"gdrx_describe".as_ptr()) };
-    if describe.is_null() {
+    // SAFETY: the type is that of the function of our own library.
+    let Ok(describe) = (unsafe { library.get::<Describe>("gdrx_describe") }) else {
         return Some(Ok("the library of NVIDIA".into()));
-    }
-    // SAFETY: the function of our own library.
-    let describe: Describe = unsafe { std::mem::transmute(describe) };
+    };
     let mut line = [0_u8; 64];
     // SAFETY: what was opened above, and a place of this size.
     unsafe { describe(opened, line.as_mut_ptr().cast(), line.len()) };

@@ -7,8 +7,8 @@ use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdsync_testkit::driver::{Control, api};
 
+use super::super::areas::{Probe, Status};
 use super::super::live::{Answer, CudaFacts, Reporter, attribute, explore};
-use super::super::probe::{Probe, Status};
 use super::cases::Tree;
 use super::{all, healthy};
 

@@ -27,7 +27,7 @@ pub(super) fn pin_and_unpin(env: &Env, flags: PinFlags) -> Outcome {
     Ok(pin.unpin()?)
 }
 
-/// Waives where the flags mean nothing.
+/// Waives the case where the backend ignores the flags.
 fn needs(env: &Env, flags: PinFlags) -> Outcome {
     let gdr = env.open()?;
     match gdr.attribute(Attribute::SupportPinFlagForcePcie)? {

@@ -28,7 +28,7 @@ fn every_version_maps_and_says_what_it_is() {
         let library = computer.open().unwrap();
         let (major, minor) = module.version;
         assert_eq!(library.version(), Ok((major.into(), minor.into())));
-        // Versions before 2.5 do not tell.
+        // Versions before 2.5 do not report it.
         let told = i32::from(minor >= 5 && module.persistent);
         assert_eq!([1, 2, 3].map(|attribute| library.attribute(attribute)), [Ok(told), Ok(told), Ok(0)]);
 
@@ -215,8 +215,8 @@ enum Act {
     Flag,
 }
 
-/// Faults of each driver, with the code of its own and the number that C gets. A `CUresult` or a status of the resource manager is
-/// no number of C.
+/// Faults of each driver, with its own code and the error number that C gets. A `CUresult` or a status of the resource manager is
+/// not an `errno`.
 #[test]
 fn failures_have_error_numbers_of_c_and_leave_nothing() {
     use Act::{Alloc, Flag, Map, Pin};
@@ -226,7 +226,7 @@ fn failures_have_error_numbers_of_c_and_leave_nothing() {
                 [("pin", Pin), ("info", Pin), ("flag", Flag), ("mmap", Map), ("info", Map), ("type", Map)];
             acts.map(|(request, act)| (format!("gdrdrv {request}"), errno, act, errno))
         });
-    // The last is the kernel's own number, on GPUs of which the driver holds no memory.
+    // The last is the kernel's own number, on GPUs whose memory the driver does not hold.
     let gdrdrv = gdrdrv.chain([
         ("gdrdrv pin".into(), libc::EINVAL, Pin, libc::EINVAL),
         ("gdrdrv pin".into(), 524, Pin, libc::EOPNOTSUPP),

@@ -1,4 +1,4 @@
-//! What a GPU can do for streams, how it runs their operations, and what was measured of it.
+//! What a GPU can do for streams, how it runs their operations, and its calibration.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use gdrcopy::cuda::raw::Api;
 
 use crate::error::{Error, Result};
 
-/// Who must do something before a GPU sees what came from a network card, and what.
+/// What must be done, and by whom, before a GPU sees data from a network card.
 ///
 /// A completion says that the card has written the data. That the GPU's own later work sees it follows from the PCIe
 /// ordering that the driver states (`CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING`).

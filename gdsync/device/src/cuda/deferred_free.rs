@@ -182,7 +182,7 @@ struct State {
     queue: VecDeque<(Gpu, DeferredFree)>,
     /// Pages that are still registered.
     leaving: Vec<Range<usize>>,
-    /// Threads that wait for what is in the queue.
+    /// Threads that wait for the queue to drain.
     waiting: usize,
     /// Memory is being given back.
     busy: bool,

@@ -314,7 +314,7 @@ impl Gpu {
         }
     }
 
-    /// The GPU memory at an address, of whichever GPU, as [`Gpu::wrap`] gives it. `None` if this process has not loaded `libcuda`,
+    /// The GPU memory at an address, on any GPU, as [`Gpu::wrap`] gives it. `None` if this process has not loaded `libcuda`,
     /// which this call does not load, or not initialised it, or if the address is not in GPU memory.
     ///
     /// A card reaches whole pages of GPU memory, so the range may end up to 64 KiB behind the allocation. The result ends with it.

@@ -242,7 +242,7 @@ impl Cqs {
     /// Goes on in another ring of the same entries, whose CQEs are in the initial state. A CQE in the old ring says so.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an unknown queue, one that is full, or a ring too short for what is not read yet.
+    /// [`Error::InvalidArgument`] for an unknown or full queue, or a ring too short for its unread completions.
     pub fn resize(&mut self, cqn: u32, ring: Memory) -> Result<()> {
         let cq = self.slot(cqn).and_then(Option::as_mut);
         let cq = cq.ok_or_else(|| Error::invalid("CQN", cqn, "a completion queue of this HCA"))?;
@@ -272,7 +272,7 @@ impl Cqs {
         Ok(())
     }
 
-    /// Answers the queues that are armed and have what they were armed for.
+    /// Notifies the armed queues whose condition holds.
     pub fn check_channels(&mut self) {
         for &cqn in &self.channels {
             let Some(Some(cq)) = slot(&mut self.slots, cqn) else { continue };

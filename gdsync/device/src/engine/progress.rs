@@ -134,7 +134,7 @@ pub struct ThreadState {
     pub asleep: bool,
 }
 
-/// An engine whose steps run in calling threads, and in a service thread when nobody calls.
+/// An engine that runs in the calling threads, and in a service thread while there are none.
 pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     /// The state.
     type Core: Progress;
@@ -164,7 +164,7 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     /// Wakes the service thread from [`ProgressEngine::sleep`].
     fn wake(&self);
 
-    /// Releases the lock, handles what others left meanwhile, and nudges GPUs.
+    /// Releases the lock, handles work that others queued meanwhile, and nudges GPUs.
     fn unlock(&self, core: MutexGuard<'_, Self::Core>) {
         let mut nudges = Vec::new();
         let mut note = |core: &mut Self::Core| {

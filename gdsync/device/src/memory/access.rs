@@ -7,7 +7,7 @@ use gdrcopy::copy::{Copier, copy_shared, load_fence, store_fence};
 use super::{Memory, Reach, checked};
 use crate::error::Result;
 
-/// Numbers of which every pattern of bytes is a value: see [`Memory::write_slice`]. Sealed: integers of 8 to 64 bits, `f32` and `f64`.
+/// Numbers for which any bytes are a valid value: see [`Memory::write_slice`]. Sealed: integers of 8 to 64 bits, `f32` and `f64`.
 pub trait Plain: sealed::Sealed + Copy {}
 
 mod sealed {

@@ -1,6 +1,6 @@
 //! Copies from and to memory that its program may have unmapped: by the kernel, which checks the addresses.
 //!
-//! They go by way of a file in memory, of which each process has one. `process_vm_readv` would do without it, but waits for threads
+//! They go through a memory file; each process has one. `process_vm_readv` would do without it, but waits for threads
 //! that map and unmap memory: up to a third of a second where 16 of them share two cores, against a microsecond.
 
 use std::io;

@@ -131,7 +131,7 @@ impl Registers {
     }
 }
 
-/// A doorbell register, freed when nobody can write to it any more.
+/// A doorbell register, freed when no thread or GPU can write to it any more.
 pub(in crate::direct) struct Uar {
     open: Arc<Open>,
     mlx5: &'static Mlx5,

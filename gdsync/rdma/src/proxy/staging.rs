@@ -459,7 +459,7 @@ impl Copy {
         self.0.clock.lock().is_late && !self.has_ended()
     }
 
-    /// Cancels what has not begun.
+    /// Cancels copies that have not begun.
     pub(super) fn cancel(&self) {
         self.tickets().for_each(Ticket::cancel);
     }

@@ -20,7 +20,7 @@ fn dma_bufs(bench: &Bench) -> u64 {
     bench.control.calls("cuMemGetHandleForAddressRange")
 }
 
-/// Mappings of GPU memory, of which registrations by dma-buf are some.
+/// Mappings of GPU memory, registrations by dma-buf among them.
 fn mappings() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     maps.lines().filter(|line| line.contains("memfd:simulated-cuda")).count()

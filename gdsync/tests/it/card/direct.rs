@@ -159,7 +159,7 @@ fn gpu_that_may_not_ring_is_helped_by_the_proxy() {
     let allowed = open_by(None, Some(&gpu)).unwrap();
     assert_eq!((allowed.description(), allowed.not_direct()), ("mlx5 card mlx5_0", None));
     drop(allowed);
-    // The card uses its pages again at once, of which CUDA must not know any more.
+    // The card reuses its pages at once, so CUDA must have unregistered them.
     gpu.reclaim(PATIENCE).unwrap();
     control.fail("cuMemHostRegister", NOT_PERMITTED);
     let context = open_by(None, Some(&gpu)).unwrap();

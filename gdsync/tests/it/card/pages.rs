@@ -80,7 +80,7 @@ unsafe extern "C" fn mincore(addr: *mut c_void, len: usize, resident: *mut u8) -
         return -c_int::from(unsafe { libc::syscall(libc::SYS_mincore, addr, len, resident) } != 0);
     };
     let mut small = vec![0; len.next_multiple_of(page) / 4096];
-    // SAFETY: a byte for each page of 4 KiB, of which the kernel underneath may have none that are smaller.
+    // SAFETY: a byte for each page of 4 KiB; the kernel's pages are not smaller.
     let failed = unsafe { libc::syscall(libc::SYS_mincore, addr, len, small.as_mut_ptr()) } != 0;
     // SAFETY: the caller has a byte for each of its pages.
     let resident = unsafe { std::slice::from_raw_parts_mut(resident, len.div_ceil(page)) };

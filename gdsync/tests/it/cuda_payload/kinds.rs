@@ -57,7 +57,7 @@ pub(crate) fn size() -> usize {
     if is_simulated() { MEDIUM } else { 64 << 20 }
 }
 
-/// Beyond all thresholds, of which the highest are a window of packets (1 MiB) and the slots that payload lands in (1.25 MiB).
+/// Beyond all thresholds; the highest are a window of packets (1 MiB) and the slots that payload lands in (1.25 MiB).
 const MEDIUM: usize = 4 << 20;
 
 /// Lengths round the thresholds. Between memory of one kind, whatever it is, also all of a region; a message that goes from one

@@ -207,7 +207,7 @@ fn check_port(context: &[u8]) -> Result<()> {
     Err(Refusal::parameter(format!("vhca_port_num is {port} and pkey_index {pkey} where 1 and 0 are needed")))
 }
 
-/// READs and atomics, of which the field is the logarithm.
+/// READs and atomics; the field is the logarithm.
 fn outstanding(log: u32) -> Result<u8> {
     let count = 1u8.checked_shl(log).filter(|&count| count <= MAX_RD_ATOMIC);
     count.ok_or_else(|| Refusal::new(Status::LIM_ERR, format!("2^{log} READs outstanding")))

@@ -261,7 +261,7 @@ fn queues_are_made_used_and_ended() {
     let shared = bench.create(&shared.set64(qpc(qpc::DBR_ADDR), RECORD + 192)).unwrap();
     let qp = bench.create(&bench.qp(cq.1)).unwrap();
     assert_eq!((bench.field(qp, qpc::STATE), bench.field(qp, qpc::USER_INDEX)), (0, 0x1234));
-    // In the order of the states, each of which needs the one before.
+    // In the order of the states; each needs the one before.
     assert_eq!(bench.step(qp, Opcode::RTR2RTS_QP, TO_RTS), Err(Status::BAD_QP_STATE));
     bench.step(qp, Opcode::RST2INIT_QP, TO_INIT).unwrap();
     bench.step(qp, Opcode::INIT2RTR_QP, &to_rtr(qp)).unwrap();
@@ -478,7 +478,7 @@ fn any_mailbox_is_no_harm() {
     type Case = (u8, u8, u16, Vec<(u16, u8)>, u16);
     check!().with_type::<Case>().for_each(|(method, opcode, room, bytes, len)| {
         let opcode = OPCODES[usize::from(*opcode) % OPCODES.len()];
-        // A right command, of which any bytes are changed.
+        // A valid command with any bytes changed.
         let mut mailbox = match opcode {
             Opcode::CREATE_CQ => bench.cq(),
             Opcode::CREATE_QP => bench.qp(cq.1),
