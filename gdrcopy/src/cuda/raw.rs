@@ -34,22 +34,25 @@ macro_rules! entry_points {
 
         #[expect(clippy::too_many_arguments, reason = "those of the driver")]
         impl Api {
-            /// Loads `libcuda`; it stays loaded.
+            /// Loads `libcuda`; it stays loaded, and its entry points are looked up once.
             ///
             /// # Errors
             /// [`Error::Sys`] where there is none.
             pub fn load() -> Result<Self> {
+                static LOADED: OnceLock<Api> = OnceLock::new();
                 if !present() {
                     return Err(Error::sys("loading libcuda.so.1", not_found(), NO_LIBRARY));
                 }
-                // SAFETY: the library may be loaded at any time. The call would panic without one.
-                let library = unsafe { sys::culib() };
-                Ok(Self {
-                    $(
-                        // SAFETY: the type is that of the function in cuda.h.
-                        $name: unsafe { library.get($symbol) }.ok().map(|entry| *entry),
-                    )*
-                })
+                Ok(*LOADED.get_or_init(|| {
+                    // SAFETY: the library may be loaded at any time. The call would panic without one.
+                    let library = unsafe { sys::culib() };
+                    Self {
+                        $(
+                            // SAFETY: the type is that of the function in cuda.h.
+                            $name: unsafe { library.get($symbol) }.ok().map(|entry| *entry),
+                        )*
+                    }
+                }))
             }
 
             $(

@@ -157,7 +157,7 @@ fn status(syndrome: Option<Syndrome>) -> ibv_wc_status {
     match syndrome {
         None => ibv_wc_status::IBV_WC_SUCCESS,
         Some(Syndrome::LOC_LEN_ERR) => ibv_wc_status::IBV_WC_LOC_LEN_ERR,
-        Some(Syndrome::LOC_QP_OP_ERR) => ibv_wc_status::IBV_WC_LOC_QP_OP_ERR,
+        Some(Syndrome::LOC_QP_OP_ERR | Syndrome::COPY_TIMEOUT) => ibv_wc_status::IBV_WC_LOC_QP_OP_ERR,
         Some(Syndrome::LOC_PROT_ERR) => ibv_wc_status::IBV_WC_LOC_PROT_ERR,
         Some(Syndrome::WR_FLUSH_ERR) => ibv_wc_status::IBV_WC_WR_FLUSH_ERR,
         Some(Syndrome::MW_BIND_ERR) => ibv_wc_status::IBV_WC_MW_BIND_ERR,

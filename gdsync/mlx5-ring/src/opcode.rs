@@ -95,6 +95,7 @@ codes! {
         RETRY_EXC_ERR = 0x15: "transport retry counter exceeded",
         RNR_RETRY_EXC_ERR = 0x16: "receiver-not-ready retry counter exceeded",
         REM_ABORT_ERR = 0x22: "remote aborted error",
+        COPY_TIMEOUT = 0xf0: "copy of payload late; of the software HCA only",
     }
 }
 
@@ -149,7 +150,7 @@ mod tests {
                        0x23 DUMP, 0x25 UMR";
         let syndromes = "0x01 LOC_LEN_ERR, 0x02 LOC_QP_OP_ERR, 0x04 LOC_PROT_ERR, 0x05 WR_FLUSH_ERR, 0x06 MW_BIND_ERR, \
                          0x10 BAD_RESP_ERR, 0x11 LOC_ACCESS_ERR, 0x12 REM_INV_REQ_ERR, 0x13 REM_ACCESS_ERR, 0x14 REM_OP_ERR, \
-                         0x15 RETRY_EXC_ERR, 0x16 RNR_RETRY_EXC_ERR, 0x22 REM_ABORT_ERR";
+                         0x15 RETRY_EXC_ERR, 0x16 RNR_RETRY_EXC_ERR, 0x22 REM_ABORT_ERR, 0xf0 COPY_TIMEOUT";
         let completions = "0x00 REQ, 0x01 RESP_WR_IMM, 0x02 RESP_SEND, 0x03 RESP_SEND_IMM, 0x04 RESP_SEND_INV, 0x05 RESIZE, \
                            0x06 NO_PACKET, 0x0c SIG_ERR, 0x0d REQ_ERR, 0x0e RESP_ERR, 0x0f INVALID";
         assert_eq!(names(|code| Opcode(code).name()), opcodes);

@@ -258,7 +258,7 @@ fn copy_that_never_ends_fails_the_message() {
     let wc = sent(&a);
     assert_eq!(wc.syndrome, Some(Syndrome::REM_OP_ERR));
     assert!(start.elapsed() >= copy_limit);
-    assert_eq!(received(&b).syndrome, Some(Syndrome::LOC_QP_OP_ERR));
+    assert_eq!(received(&b).syndrome, Some(Syndrome::COPY_TIMEOUT));
     engine.stick(false);
 }
 

@@ -9,6 +9,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::ops::Range;
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -363,8 +364,12 @@ impl Gpu {
     }
 }
 
-/// Whether the program has loaded `libcuda`.
+/// Whether the program has loaded `libcuda`, which stays.
 fn is_loaded() -> bool {
+    static SEEN: AtomicBool = AtomicBool::new(false);
+    if SEEN.load(Ordering::Relaxed) {
+        return true;
+    }
     // SAFETY: the name is a string; with this flag nothing is loaded.
     let library = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
     if library.is_null() {
@@ -372,6 +377,7 @@ fn is_loaded() -> bool {
     }
     // SAFETY: gives back the reference that the call above took. Others hold the library.
     unsafe { libc::dlclose(library) };
+    SEEN.store(true, Ordering::Relaxed);
     true
 }
 

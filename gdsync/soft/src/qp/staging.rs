@@ -11,7 +11,7 @@ use super::{Env, SoftQp};
 use crate::packet::FAR_SEGMENT;
 use crate::wire::Body;
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
-use gdsync_device::error;
+use gdsync_device::error::{self, COPY_LIMIT};
 use gdsync_device::memory::Memory;
 use mlx5_ring::{MaskedAtomic, Syndrome};
 
@@ -49,8 +49,8 @@ pub(super) enum Staged {
     Ready(Memory, usize),
     /// Being copied.
     Pending,
-    /// The copy failed.
-    Failed,
+    /// The copy failed, or is late.
+    Failed(Syndrome),
 }
 
 /// Memory, offset, length.
@@ -120,11 +120,11 @@ impl Stage {
             Status::Failed if is_it => {
                 tracing::error!(reason = chunk.ticket.failure(), "staging of payload failed");
                 self.chunks[slot] = None;
-                Staged::Failed
+                Staged::Failed(Syndrome::LOC_QP_OP_ERR)
             }
             Status::Pending if chunk.since.elapsed() > limit => {
                 tracing::error!(?limit, "staging of payload timed out");
-                Staged::Failed
+                Staged::Failed(Syndrome::COPY_TIMEOUT)
             }
             _ => Staged::Pending,
         };
@@ -319,7 +319,7 @@ mod tests {
                 match stage.stage(7, len, at, gather, (&engine, Duration::MAX)).unwrap() {
                     Staged::Ready(memory, offset) => break (memory, offset),
                     Staged::Pending => assert!(stage.is_waiting()),
-                    Staged::Failed => panic!("failed"),
+                    Staged::Failed(_) => panic!("failed"),
                 }
                 copies += engine.run();
                 tries += 1;

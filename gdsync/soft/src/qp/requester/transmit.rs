@@ -304,7 +304,7 @@ impl SoftQp {
         match staged? {
             Staged::Ready(memory, at) => Ok(Some((memory, at))),
             Staged::Pending => Ok(None),
-            Staged::Failed => Err(Syndrome::LOC_QP_OP_ERR),
+            Staged::Failed(syndrome) => Err(syndrome),
         }
     }
 

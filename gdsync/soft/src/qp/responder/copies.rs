@@ -27,6 +27,7 @@ use crate::qp::requester::Reason;
 use crate::qp::{Env, PIECE, SoftQp};
 use crate::wire::Body;
 use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
+use gdsync_device::error::COPY_LIMIT;
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Access, QpState};
 use mlx5_ring::{DataSeg, Syndrome};
@@ -103,11 +104,11 @@ impl Message {
 }
 
 impl Arrival {
-    /// How to refuse it when its copy failed.
-    fn refusal(&self) -> Refusal {
+    /// How to refuse it, and its receive.
+    fn refusal(&self, local: Syndrome) -> Refusal {
         let remote = Syndrome::REM_OP_ERR;
         match self.counter {
-            Some(counter) => Refusal::Receive { counter, local: Syndrome::LOC_QP_OP_ERR, remote },
+            Some(counter) => Refusal::Receive { counter, local, remote },
             None => Refusal::Remote(remote),
         }
     }
@@ -406,7 +407,7 @@ impl SoftQp {
                  CUDA_DEVICE_MAX_CONNECTIONS, and check the kernel log for Xid errors"
             );
             message.ticket.cancel();
-            message.state = State::Refused(message.arrival.refusal());
+            message.state = State::Refused(message.arrival.refusal(Syndrome::COPY_TIMEOUT));
         }
     }
 
@@ -432,7 +433,8 @@ impl SoftQp {
                         reason = first.ticket.failure(),
                         "software HCA: copy of received payload failed"
                     );
-                    let (psn, refusal) = (first.arrival.header.psn, first.arrival.refusal());
+                    let (psn, refusal) =
+                        (first.arrival.header.psn, first.arrival.refusal(Syndrome::LOC_QP_OP_ERR));
                     self.resp.copies.list.pop_front();
                     self.refuse(psn, &refusal, env);
                     return true;

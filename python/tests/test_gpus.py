@@ -1,0 +1,65 @@
+"""Messages between tensors of two GPUs, which torch's work follows at once. Needs torch and two GPUs; skips without."""
+
+import random
+import unittest
+
+from job import LONG, run
+
+import gdasync
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+
+def queued_ahead(comm, behind):
+    """Exchanges of new tensors, ten at a time; `behind` each its stream has work that waits for the message."""
+    torch.cuda.set_device(comm.rank)
+    peer, sizes = 1 - comm.rank, random.Random(7)
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)
+    # The second time all kernels are loaded.
+    for _ in range(2):
+        for batch in range(3):
+            kept = []
+            for index in range(10):
+                size = sizes.randrange(1, 12_000_000)
+                out = torch.full((size,), 16 * batch + index + comm.rank, dtype=torch.uint8, device="cuda")
+                into = torch.empty_like(out)
+                received = comm.irecv(into, peer)
+                comm.send(out, peer)
+                received.wait_on()
+                kept.append((behind(into), 16 * batch + index + peer))
+            gdasync.Stream(stream).synchronize(LONG)
+            assert all(bool((tensor == value).all()) for tensor, value in kept)
+    comm.finalize()
+
+
+def nothing(comm):
+    queued_ahead(comm, lambda tensor: tensor)
+
+
+def copies(comm):
+    queued_ahead(comm, lambda tensor: tensor.clone())
+
+
+def reductions(comm):
+    # Of several blocks, whose counters are set to zero first.
+    queued_ahead(comm, lambda tensor: tensor.max())
+
+
+@unittest.skipUnless(torch and torch.cuda.device_count() >= 2, "needs torch and two GPUs")
+class TwoGpus(unittest.TestCase):
+    def test_exchanges_queued_ahead(self):
+        run(2, nothing)
+
+    def test_copies_behind_messages(self):
+        run(2, copies)
+
+    def test_reductions_behind_messages(self):
+        run(2, reductions)
+
+
+if __name__ == "__main__":
+    unittest.main()
