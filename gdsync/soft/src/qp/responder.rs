@@ -594,7 +594,7 @@ impl SoftQp {
         match self.responses.stage(first, done + left, done, gather, env.copies()) {
             Ok(Staged::Ready(memory, at)) => Ok(Some((memory, at))),
             Ok(Staged::Pending) => Ok(None),
-            Ok(Staged::Failed) if memory.is_mapped() => Ok(Some((memory.clone(), offset + done))),
+            Ok(Staged::Failed(_)) if memory.is_mapped() => Ok(Some((memory.clone(), offset + done))),
             _ => Err(Syndrome::REM_OP_ERR),
         }
     }
