@@ -627,14 +627,11 @@ impl fmt::Display for CompletionError {
 const DEREGISTERED: &str = "its memory region was deregistered while the request was under way: keep the Mr, or an MrGuard of it, until \
      the request completes";
 
-/// Time limit of a copy of payload by a GPU.
-pub const COPY_LIMIT: Duration = Duration::from_secs(10);
-
 /// Why a copy of payload is late, and what to do.
 fn late_copy(bytes: u32) -> String {
     let message = if bytes == 0 { String::new() } else { format!(" of up to {bytes} bytes") };
     format!(
-        "the copy of a message{message} did not end within {COPY_LIMIT:?}, as other work holds up the GPU. CUDA runs nothing else of a \
+        "the copy of a message{message} did not end in time (10 s by default), as other work holds up the GPU. CUDA runs nothing else of a \
          process while one of its streams waits for a message, if a kernel that was never launched before or a copy of memory that is \
          not pinned is queued behind the wait, or if as many streams wait as CUDA_DEVICE_MAX_CONNECTIONS (8): launch each kernel once \
          before, copy pinned memory, or set the variable to 32"
@@ -727,7 +724,7 @@ mod tests {
     fn late_copies_are_named_with_their_limit_and_a_fix() {
         let late = CompletionError { bytes: 4096, ..CompletionError::new(7, None, Syndrome::COPY_TIMEOUT) };
         for text in [late.to_string(), late.of_rank()] {
-            assert!(text.contains("of up to 4096 bytes did not end within 10s"), "{text}");
+            assert!(text.contains("of up to 4096 bytes did not end in time (10 s by default)"), "{text}");
             assert!(text.contains("launch each kernel once before"), "{text}");
         }
     }

@@ -11,7 +11,7 @@ use super::{Env, SoftQp};
 use crate::packet::FAR_SEGMENT;
 use crate::wire::Body;
 use gdsync_device::copy_engine::{CopyEngine, Part, Source, Status, Ticket};
-use gdsync_device::error::{self, COPY_LIMIT};
+use gdsync_device::error;
 use gdsync_device::memory::Memory;
 use mlx5_ring::{MaskedAtomic, Syndrome};
 

@@ -16,7 +16,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use smallvec::SmallVec;
 
@@ -27,7 +27,6 @@ use crate::qp::requester::Reason;
 use crate::qp::{Env, PIECE, SoftQp};
 use crate::wire::Body;
 use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
-use gdsync_device::error::COPY_LIMIT;
 use gdsync_device::memory::{Memory, Process};
 use gdsync_device::{Access, QpState};
 use mlx5_ring::{DataSeg, Syndrome};
