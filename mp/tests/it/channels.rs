@@ -235,7 +235,9 @@ job_test!(streams_of_dropped_channels_are_unfinished, 2, |comm| {
         receive(&channel, &s).unwrap();
     }
     drop(channel);
-    let ended = over.finalize(Duration::from_millis(400));
+    comm.barrier(LONG).unwrap();
+    // It waits for three quarters of this.
+    let ended = over.finalize(Duration::from_secs(4));
     if comm.rank() == 1 {
         says(&ended.unwrap_err(), &["a stream that waits for rank 0"]);
     }
