@@ -81,7 +81,7 @@ impl Request {
     }
 
     #[pyo3(signature = (stream=None))]
-    fn wait_on(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    pub(crate) fn wait_on(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let stream = Submitter::of(stream, self.gpu, py)?.ok_or_else(needs_stream)?;
         let of = ("wait_on", Some(self.request.rank()));
         self.shared.submit(py, of, &stream, |comm, batch| comm.wait_in_batch(batch, &self.request))
