@@ -1,5 +1,6 @@
 //! Registered memory of tensors.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
@@ -9,6 +10,7 @@ use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::Any;
 use crate::error::OrRaise;
 use crate::tensor::Tensor;
 
@@ -46,27 +48,22 @@ impl Part {
     /// What [`Tensor::of`] raises; `ValueError` for addresses that CUDA does not know; what the device refuses.
     pub(crate) fn of(
         comm: &Communicator,
-        object: &Bound<'_, PyAny>,
+        object: Any<'_, '_>,
         target: bool,
         for_peers: bool,
-    ) -> PyResult<Self> {
+    ) -> PyResult<Arc<Self>> {
         let py = object.py();
         if let Ok(buffer) = object.cast::<Buffer>() {
-            return Ok(buffer.get().0.clone_ref(py));
+            return Ok(buffer.get().0.clone());
         }
         let Tensor { addr, len, is_cuda, number, keep } = Tensor::of(object, target)?;
         let registered = py.detach(|| register(comm, (addr, len), is_cuda, for_peers));
         match registered.or_raise(py, "register", None)? {
-            Some((registration, gpu)) => Ok(Self { registration, gpu, number, keep }),
+            Some((registration, gpu)) => Ok(Arc::new(Self { registration, gpu, number, keep })),
             None => Err(PyValueError::new_err(format!(
                 "the tensor says that it is on a GPU, but CUDA knows no memory at {addr:#x} in this process"
             ))),
         }
-    }
-
-    pub(crate) fn clone_ref(&self, py: Python<'_>) -> Self {
-        let Self { registration, gpu, number, keep } = self;
-        Self { registration: registration.clone(), gpu: *gpu, number: *number, keep: keep.clone_ref(py) }
     }
 
     pub(crate) fn len(&self) -> usize {
@@ -101,7 +98,7 @@ fn register(
 /// A tensor that is registered once for many operations.
 #[pyclass(frozen, module = "gdasync")]
 #[derive(Debug)]
-pub(crate) struct Buffer(pub(crate) Part);
+pub(crate) struct Buffer(pub(crate) Arc<Part>);
 
 #[pymethods]
 impl Buffer {
@@ -112,6 +109,7 @@ impl Buffer {
 
     fn part(&self, py: Python<'_>, offset: usize, nbytes: usize) -> PyResult<Self> {
         let registration = self.0.registration.part(offset, nbytes).or_raise(py, "part", None)?;
-        Ok(Self(Part { registration, gpu: self.0.gpu, number: None, keep: self.0.keep.clone_ref(py) }))
+        let keep = self.0.keep.clone_ref(py);
+        Ok(Self(Arc::new(Part { registration, gpu: self.0.gpu, number: None, keep })))
     }
 }

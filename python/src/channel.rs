@@ -8,23 +8,23 @@ use crate::buffer::Part;
 use crate::request::needs_stream;
 use crate::shared::Shared;
 use crate::stream::Submitter;
+use crate::{Any, OnStream};
 
-/// See `_gdasync.pyi`.
 #[pyclass(frozen, module = "gdasync")]
 pub(crate) struct Channel {
     shared: Arc<Shared>,
     channel: mp::Channel,
     /// What messages are received into.
-    places: Vec<Part>,
+    places: Vec<Arc<Part>>,
 }
 
 impl Channel {
-    pub(crate) fn new(shared: &Arc<Shared>, channel: mp::Channel, places: Vec<Part>) -> Self {
+    pub(crate) fn new(shared: &Arc<Shared>, channel: mp::Channel, places: Vec<Arc<Part>>) -> Self {
         Self { shared: shared.clone(), channel, places }
     }
 
     /// The stream of a receive.
-    fn of_places(&self, stream: Option<&Bound<'_, PyAny>>, py: Python<'_>) -> PyResult<Arc<Submitter>> {
+    fn of_places(&self, stream: OnStream<'_, '_>, py: Python<'_>) -> PyResult<Arc<Submitter>> {
         let gpu = self.places.first().and_then(|place| place.gpu);
         Submitter::of(stream, gpu, py)?.ok_or_else(needs_stream)
     }
@@ -38,19 +38,19 @@ impl Channel {
     }
 
     #[pyo3(signature = (stream=None))]
-    fn post_recv(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn post_recv(&self, py: Python<'_>, stream: OnStream<'_, '_>) -> PyResult<()> {
         let (stream, of) = (self.of_places(stream, py)?, ("post_recv", Some(self.channel.rank())));
         self.shared.submit(py, of, &stream, |_, batch| self.channel.post_recv_in_batch(batch))
     }
 
     #[pyo3(signature = (stream=None))]
-    fn wait_recv(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn wait_recv(&self, py: Python<'_>, stream: OnStream<'_, '_>) -> PyResult<()> {
         let (stream, of) = (self.of_places(stream, py)?, ("wait_recv", Some(self.channel.rank())));
         self.shared.submit(py, of, &stream, |_, batch| self.channel.wait_recv_in_batch(batch).map(drop))
     }
 
     #[pyo3(signature = (tensor, stream=None))]
-    fn send(&self, tensor: &Bound<'_, PyAny>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    fn send(&self, tensor: Any<'_, '_>, stream: OnStream<'_, '_>) -> PyResult<()> {
         let (py, part) = (tensor.py(), Part::of(&self.shared.comm, tensor, false, false)?);
         let stream = Submitter::of(stream, part.gpu, py)?.ok_or_else(needs_stream)?;
         let sent = self.shared.submit(py, ("send", Some(self.channel.rank())), &stream, |_, batch| {

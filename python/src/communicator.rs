@@ -19,8 +19,8 @@ use crate::shared::Shared;
 use crate::stream::Submitter;
 use crate::wait::{on_thread, seconds};
 use crate::window::Window;
+use crate::{Any, OnStream};
 
-/// See `_gdasync.pyi`.
 #[pyclass(frozen, module = "gdasync")]
 pub(crate) struct Communicator(Arc<Shared>);
 
@@ -28,7 +28,7 @@ pub(crate) struct Communicator(Arc<Shared>);
 #[pyfunction]
 pub(crate) fn init(
     py: Python<'_>,
-    exchange: Option<&Bound<'_, PyAny>>,
+    exchange: Option<Any<'_, '_>>,
     gpu: Option<i32>,
     spawn: Option<usize>,
     timeout: f64,
@@ -50,20 +50,17 @@ pub(crate) fn init(
 }
 
 impl Communicator {
-    /// Starts a message, on a stream if its memory or the caller has one. The stream then `waits` for it, or not.
-    fn message(
+    /// Starts a message, on a stream if there is one, which then `waits` for it, or not.
+    fn start(
         &self,
-        operation: &'static str,
-        tensor: &Bound<'_, PyAny>,
-        rank: usize,
-        stream: Option<&Bound<'_, PyAny>>,
+        py: Python<'_>,
+        (operation, rank): (&'static str, usize),
+        part: &Arc<Part>,
+        stream: Option<&Submitter>,
         (is_send, waits): (bool, bool),
-    ) -> PyResult<(Request, bool)> {
-        let (py, shared) = (tensor.py(), &self.0);
-        let part = Part::of(&shared.comm, tensor, !is_send, false)?;
-        let (stream, memory, range) =
-            (Submitter::of(stream, part.gpu, py)?, &part.registration, 0..part.len());
-        let started = match &stream {
+    ) -> PyResult<Request> {
+        let (shared, memory, range) = (&self.0, &part.registration, 0..part.len());
+        let started = match stream {
             None => shared.start(py, (operation, rank), |comm| match is_send {
                 true => comm.isend(memory, range.clone(), rank),
                 false => comm.irecv(memory, range.clone(), rank),
@@ -79,16 +76,31 @@ impl Communicator {
                 Ok(started)
             })?,
         };
-        Ok((Request::new(shared, operation, started, Some(part), stream.as_deref()), stream.is_some()))
+        Ok(Request::new(shared, operation, started, Some(part.clone()), stream))
+    }
+
+    /// As `start`, on the stream of the caller or of the tensor. Whether there is one.
+    fn message(
+        &self,
+        operation: &'static str,
+        tensor: Any<'_, '_>,
+        rank: usize,
+        stream: OnStream<'_, '_>,
+        (is_send, waits): (bool, bool),
+    ) -> PyResult<(Request, bool)> {
+        let (py, part) = (tensor.py(), Part::of(&self.0.comm, tensor, !is_send, false)?);
+        let stream = Submitter::of(stream, part.gpu, py)?;
+        let request = self.start(py, (operation, rank), &part, stream.as_deref(), (is_send, waits))?;
+        Ok((request, stream.is_some()))
     }
 
     /// As `message`; the CPU waits for it where no stream does.
     fn message_and_wait(
         &self,
         operation: &'static str,
-        tensor: &Bound<'_, PyAny>,
+        tensor: Any<'_, '_>,
         rank: usize,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
         is_send: bool,
     ) -> PyResult<()> {
         let (request, is_on_stream) = self.message(operation, tensor, rank, stream, (is_send, true))?;
@@ -136,27 +148,17 @@ impl Communicator {
         self.0.comm.lost()
     }
 
-    fn register(&self, tensor: &Bound<'_, PyAny>) -> PyResult<Buffer> {
+    fn register(&self, tensor: Any<'_, '_>) -> PyResult<Buffer> {
         Part::of(&self.0.comm, tensor, true, true).map(Buffer)
     }
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
-    fn send(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        rank: usize,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+    fn send(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<()> {
         self.message_and_wait("send", tensor, rank, stream, true)
     }
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
-    fn recv(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        rank: usize,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<()> {
+    fn recv(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<()> {
         self.message_and_wait("recv", tensor, rank, stream, false)
     }
 
@@ -164,39 +166,44 @@ impl Communicator {
     fn sendrecv(
         &self,
         py: Python<'_>,
-        tensor: &Bound<'_, PyAny>,
+        tensor: Any<'_, '_>,
         to: usize,
-        into: &Bound<'_, PyAny>,
+        into: Any<'_, '_>,
         source: usize,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
     ) -> PyResult<()> {
-        let (received, is_on_stream) = self.message("sendrecv", into, source, stream, (false, false))?;
-        self.message_and_wait("sendrecv", tensor, to, stream, true)?;
-        if is_on_stream { received.wait_on(py, stream) } else { received.wait_for(py, None).map(drop) }
+        let (shared, operation) = (&self.0, "sendrecv");
+        let part = |tensor, target| Part::of(&shared.comm, tensor, target, false);
+        let (out, into) = (part(tensor, false)?, part(into, true)?);
+        let Some(stream) = Submitter::of(stream, into.gpu.or(out.gpu), py)? else {
+            let received = self.start(py, (operation, source), &into, None, (false, false))?;
+            self.start(py, (operation, to), &out, None, (true, false))?.wait_for(py, None)?;
+            return received.wait_for(py, None).map(drop);
+        };
+        let (sent, received) = shared.submit(py, (operation, Some(to)), &stream, |comm, batch| {
+            let received = comm.irecv_in_batch(batch, &into.registration, 0..into.len(), source)?;
+            let sent = comm.isend_in_batch(batch, &out.registration, 0..out.len(), to)?;
+            comm.wait_in_batch(batch, &sent)?;
+            comm.wait_in_batch(batch, &received)?;
+            Ok((sent, received))
+        })?;
+        shared.keep(sent, out);
+        shared.keep(received, into);
+        Ok(())
     }
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
-    fn isend(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        rank: usize,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Request> {
+    fn isend(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<Request> {
         self.message("isend", tensor, rank, stream, (true, false)).map(|(request, _)| request)
     }
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
-    fn irecv(
-        &self,
-        tensor: &Bound<'_, PyAny>,
-        rank: usize,
-        stream: Option<&Bound<'_, PyAny>>,
-    ) -> PyResult<Request> {
+    fn irecv(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<Request> {
         self.message("irecv", tensor, rank, stream, (false, false)).map(|(request, _)| request)
     }
 
     #[pyo3(signature = (tensor, timeout=None))]
-    fn window(&self, tensor: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Window> {
+    fn window(&self, tensor: Any<'_, '_>, timeout: Option<f64>) -> PyResult<Window> {
         Window::make(&self.0, tensor, timeout, |comm, part, limit| {
             comm.window(&part.registration, 0..part.len(), limit)
         })
@@ -209,12 +216,10 @@ impl Communicator {
         wanted: Vec<(usize, Vec<Bound<'_, PyAny>>)>,
         timeout: Option<f64>,
     ) -> PyResult<Vec<Channel>> {
-        let place = |place: &Bound<'_, PyAny>| Part::of(&self.0.comm, place, true, true);
+        let place = |place| Part::of(&self.0.comm, place, true, true);
         let parts = wanted.iter().map(|(_, places)| places.iter().map(place).collect());
-        let parts = parts.collect::<PyResult<Vec<Vec<Part>>>>()?;
-        let ranks: Vec<_> = wanted.iter().map(|(rank, _)| *rank).collect();
-        let held: Vec<Vec<_>> =
-            parts.iter().map(|parts| parts.iter().map(|part| part.clone_ref(py)).collect()).collect();
+        let parts = parts.collect::<PyResult<Vec<Vec<Arc<Part>>>>>()?;
+        let (ranks, held): (Vec<_>, _) = (wanted.iter().map(|(rank, _)| *rank).collect(), parts.clone());
         let make = move |shared: &Shared, limit| {
             let pieces =
                 held.iter().map(|parts| parts.iter().map(|part| (&part.registration, 0..part.len())));
@@ -232,7 +237,7 @@ impl Communicator {
     }
 
     #[pyo3(signature = (tensor, op="sum", timeout=None))]
-    fn allreduce(&self, tensor: &Bound<'_, PyAny>, op: &str, timeout: Option<f64>) -> PyResult<()> {
+    fn allreduce(&self, tensor: Any<'_, '_>, op: &str, timeout: Option<f64>) -> PyResult<()> {
         let how = match op {
             "sum" => Reduction::Sum,
             "min" => Reduction::Min,
@@ -283,9 +288,9 @@ impl Communicator {
     fn __exit__(
         &self,
         py: Python<'_>,
-        kind: Option<&Bound<'_, PyAny>>,
-        _value: Option<&Bound<'_, PyAny>>,
-        _traceback: Option<&Bound<'_, PyAny>>,
+        kind: Option<Any<'_, '_>>,
+        _value: Option<Any<'_, '_>>,
+        _traceback: Option<Any<'_, '_>>,
     ) -> PyResult<()> {
         if kind.is_none() { self.finalize(py, None) } else { Ok(()) }
     }

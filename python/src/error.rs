@@ -29,6 +29,7 @@ const WORDS: &[(&str, &str)] = &[
         "capture with Stream::capture instead, and launch the application's work on Stream::raw in it",
         "capture with gdasync.Graph",
     ),
+    ("or use one QP per stream", "or use a communicator for each stream"),
     ("use Stream::cuda, or pass", "use another stream, or"),
     ("wait_recv_in_batch or wait_recv_on_stream", "wait_recv"),
     ("post_recv_on_stream or post_recv_in_batch", "post_recv"),

@@ -7,6 +7,8 @@ use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::Any;
+
 /// An object with `rank`, `size` and `allgather(bytes, seconds)`.
 #[derive(Debug)]
 pub(crate) struct OfPython {
@@ -16,7 +18,7 @@ pub(crate) struct OfPython {
 }
 
 impl OfPython {
-    pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+    pub(crate) fn new(object: Any<'_, '_>) -> PyResult<Self> {
         let (rank, size) = (object.getattr("rank")?.extract()?, object.getattr("size")?.extract()?);
         Ok(Self { object: object.clone().unbind(), rank, size })
     }

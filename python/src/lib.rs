@@ -17,19 +17,21 @@ mod window;
 
 use pyo3::prelude::*;
 
+/// An object that a call gets.
+pub(crate) type Any<'a, 'py> = &'a Bound<'py, PyAny>;
+/// The stream that a call gets, if any.
+pub(crate) type OnStream<'a, 'py> = Option<Any<'a, 'py>>;
+
 /// The extension module.
 #[pymodule]
 mod _gdasync {
     #[pymodule_export]
-    use crate::buffer::Buffer;
-    #[pymodule_export]
-    use crate::channel::Channel;
-    #[pymodule_export]
-    use crate::communicator::{Communicator, init};
-    #[pymodule_export]
-    use crate::request::Request;
-    #[pymodule_export]
-    use crate::stream::{Recorded, Stream};
-    #[pymodule_export]
-    use crate::window::Window;
+    use crate::{
+        buffer::Buffer,
+        channel::Channel,
+        communicator::{Communicator, init},
+        request::Request,
+        stream::{Recorded, Stream},
+        window::Window,
+    };
 }

@@ -6,12 +6,12 @@ use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::OnStream;
 use crate::buffer::Part;
 use crate::error::OrRaise;
 use crate::shared::Shared;
 use crate::stream::Submitter;
 
-/// See `_gdasync.pyi`.
 #[pyclass(frozen, module = "gdasync")]
 pub(crate) struct Request {
     shared: Arc<Shared>,
@@ -19,7 +19,7 @@ pub(crate) struct Request {
     request: mp::Request,
     gpu: Option<i32>,
     /// Its memory, until it is known to be complete.
-    part: Mutex<Option<Part>>,
+    part: Mutex<Option<Arc<Part>>>,
 }
 
 impl Request {
@@ -28,7 +28,7 @@ impl Request {
         shared: &Arc<Shared>,
         operation: &'static str,
         request: mp::Request,
-        part: Option<Part>,
+        part: Option<Arc<Part>>,
         stream: Option<&Submitter>,
     ) -> Self {
         let gpu = part.as_ref().and_then(|part| part.gpu);
@@ -81,7 +81,7 @@ impl Request {
     }
 
     #[pyo3(signature = (stream=None))]
-    pub(crate) fn wait_on(&self, py: Python<'_>, stream: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+    pub(crate) fn wait_on(&self, py: Python<'_>, stream: OnStream<'_, '_>) -> PyResult<()> {
         let stream = Submitter::of(stream, self.gpu, py)?.ok_or_else(needs_stream)?;
         let of = ("wait_on", Some(self.request.rank()));
         self.shared.submit(py, of, &stream, |comm, batch| comm.wait_in_batch(batch, &self.request))

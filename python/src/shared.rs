@@ -23,7 +23,7 @@ pub(crate) struct Shared {
     pub(crate) comm: ManuallyDrop<Communicator>,
     /// The process that made it.
     owner: u32,
-    kept: Mutex<VecDeque<(Request, Part)>>,
+    kept: Mutex<VecDeque<(Request, Arc<Part>)>>,
     /// Made by the first collective.
     pub(crate) collectives: Mutex<Option<Arc<Collectives>>>,
 }
@@ -35,7 +35,7 @@ impl Shared {
     }
 
     /// Keeps the memory of an operation until that is complete. Each call looks at two of those that are kept.
-    pub(crate) fn keep(&self, pending: Request, part: Part) {
+    pub(crate) fn keep(&self, pending: Request, part: Arc<Part>) {
         let mut over = Vec::new();
         let mut kept = self.kept.lock();
         for _ in 0..kept.len().min(2) {

@@ -15,6 +15,7 @@ use pyo3::sync::PyOnceLock;
 use crate::buffer::Part;
 use crate::error::OrRaise;
 use crate::wait::{is_full, is_late, seconds, seconds_or, sliced};
+use crate::{Any, OnStream};
 
 /// Longer than the default of gdsync: kernels of the application between two waits count, too.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
@@ -27,7 +28,7 @@ pub(crate) struct Submitter {
     config: CudaStreamConfig,
     /// Held from the first operation of a call until the stream has all of them: threads do not mix theirs.
     pub(crate) order: Mutex<()>,
-    capture: Mutex<Option<(Capture, Vec<Part>)>>,
+    capture: Mutex<Option<(Capture, Vec<Arc<Part>>)>>,
     /// Launches that may use their tensors still.
     launched: Mutex<VecDeque<(Launch, Arc<Recording>)>>,
 }
@@ -54,7 +55,7 @@ impl Submitter {
     /// # Errors
     /// `TypeError` for an object that is no stream; what CUDA refuses.
     pub(crate) fn of(
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
         gpu: Option<i32>,
         py: Python<'_>,
     ) -> PyResult<Option<Arc<Self>>> {
@@ -97,7 +98,7 @@ impl Submitter {
     }
 
     /// Keeps what a capture has recorded with its graph. Returns it if nothing is being captured.
-    pub(crate) fn keep_in_capture(&self, part: Part) -> Option<Part> {
+    pub(crate) fn keep_in_capture(&self, part: Arc<Part>) -> Option<Arc<Part>> {
         match &mut *self.capture.lock() {
             Some((_, kept)) => {
                 kept.push(part);
@@ -121,7 +122,7 @@ impl Submitter {
 }
 
 impl Foreign {
-    fn of(stream: &Bound<'_, PyAny>, gpu: Option<i32>) -> PyResult<Self> {
+    fn of(stream: Any<'_, '_>, gpu: Option<i32>) -> PyResult<Self> {
         let py = stream.py();
         let torch = stream.getattr_opt("cuda_stream")?;
         let raw: RawStream = if let Some(raw) = &torch {
@@ -159,7 +160,6 @@ impl Foreign {
     }
 }
 
-/// See `_gdasync.pyi`.
 #[pyclass(frozen, module = "gdasync")]
 #[derive(Debug)]
 pub(crate) struct Stream(Arc<Submitter>);
@@ -170,7 +170,7 @@ impl Stream {
     #[pyo3(signature = (stream=None, *, via=None, wait_limit=None))]
     fn new(
         py: Python<'_>,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
         via: Option<&str>,
         wait_limit: Option<f64>,
     ) -> PyResult<Self> {
@@ -275,7 +275,7 @@ impl Stream {
 #[derive(Debug)]
 struct Recording {
     graph: Mutex<Graph>,
-    _parts: Vec<Part>,
+    _parts: Vec<Arc<Part>>,
 }
 
 /// A captured graph: `gdasync.Graph` has it.

@@ -7,6 +7,8 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyDict};
 
+use crate::Any;
+
 /// Contiguous memory of an object, which stays while `keep` does.
 #[derive(Debug)]
 pub(crate) struct Tensor {
@@ -60,7 +62,7 @@ impl Tensor {
     /// # Errors
     /// `TypeError` for an object without memory; `ValueError` for memory that is read-only, empty or not contiguous; what the object
     /// raises.
-    pub(crate) fn of(object: &Bound<'_, PyAny>, target: bool) -> PyResult<Self> {
+    pub(crate) fn of(object: Any<'_, '_>, target: bool) -> PyResult<Self> {
         let py = object.py();
         if object.hasattr("__dlpack__")? {
             return Self::of_dlpack(object, target);
@@ -70,7 +72,7 @@ impl Tensor {
         Self { addr, len, is_cuda, number: None, keep }.checked()
     }
 
-    fn of_dlpack(object: &Bound<'_, PyAny>, target: bool) -> PyResult<Self> {
+    fn of_dlpack(object: Any<'_, '_>, target: bool) -> PyResult<Self> {
         let py = object.py();
         let (device, _): (i32, Py<PyAny>) = object.call_method0("__dlpack_device__")?.extract()?;
         let is_cuda = match device {

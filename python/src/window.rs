@@ -13,14 +13,14 @@ use crate::buffer::Part;
 use crate::request::Request;
 use crate::shared::Shared;
 use crate::stream::Submitter;
+use crate::{Any, OnStream};
 
-/// See `_gdasync.pyi`.
 #[pyclass(frozen, module = "gdasync")]
 pub(crate) struct Window {
     shared: Arc<Shared>,
     /// `None` when it is closed.
     window: Mutex<Option<mp::Window>>,
-    part: Part,
+    part: Arc<Part>,
 }
 
 /// Word, `"add"` or `"set"`, value.
@@ -40,12 +40,12 @@ impl Window {
     /// Makes a window of a tensor, with all ranks.
     pub(crate) fn make(
         shared: &Arc<Shared>,
-        tensor: &Bound<'_, PyAny>,
+        tensor: Any<'_, '_>,
         timeout: Option<f64>,
         make: impl FnOnce(&mp::Communicator, &Part, Duration) -> mp::Result<mp::Window> + Send + 'static,
     ) -> PyResult<Self> {
-        let (py, part) = (tensor.py(), Part::of(&shared.comm, tensor, true, true)?);
-        let held = part.clone_ref(py);
+        let part = Part::of(&shared.comm, tensor, true, true)?;
+        let (held, py) = (part.clone(), tensor.py());
         let made =
             shared.with_all(py, "window", timeout, move |shared, limit| make(&shared.comm, &held, limit))?;
         Ok(Self { shared: shared.clone(), window: Mutex::new(Some(made)), part })
@@ -55,41 +55,24 @@ impl Window {
         self.window.lock().clone().ok_or_else(|| PyValueError::new_err("the window is closed"))
     }
 
-    /// Starts an operation, in the order of a stream if there is one.
-    fn start(
+    /// Starts an operation, on the memory of `part` if it has some, in the order of a stream if there is one.
+    fn start<'a>(
         &self,
         py: Python<'_>,
         (operation, rank): (&'static str, usize),
-        operands: Operands,
-        stream: Option<&Bound<'_, PyAny>>,
-        rma: impl Fn(&Operands) -> Rma<'_> + Sync,
+        part: Option<&Arc<Part>>,
+        stream: OnStream<'_, '_>,
+        rma: impl Fn() -> Rma<'a> + Sync,
     ) -> PyResult<Request> {
-        let window = self.open()?;
-        let gpu = operands.part.as_ref().map_or(self.part.gpu, |part| part.gpu);
-        let stream = Submitter::of(stream, gpu, py)?;
+        let (shared, window) = (&self.shared, self.open()?);
+        let stream = Submitter::of(stream, part.unwrap_or(&self.part).gpu, py)?;
         let started = match &stream {
-            None => self.shared.start(py, (operation, rank), |_| window.start(&rma(&operands)))?,
-            Some(stream) => self.shared.submit(py, (operation, Some(rank)), stream, |_, batch| {
-                window.start_in_batch(batch, &rma(&operands))
+            None => shared.start(py, (operation, rank), |_| window.start(&rma()))?,
+            Some(stream) => shared.submit(py, (operation, Some(rank)), stream, |_, batch| {
+                window.start_in_batch(batch, &rma())
             })?,
         };
-        Ok(Request::new(&self.shared, operation, started, operands.part, stream.as_deref()))
-    }
-}
-
-/// What an operation refers to.
-#[derive(Default)]
-struct Operands {
-    part: Option<Part>,
-    /// The window of the signal's word, if it is another one.
-    words: Option<mp::Window>,
-}
-
-impl Operands {
-    /// The memory, from its begin, and its length.
-    fn memory(&self) -> (&mp::Registration, usize) {
-        let part = self.part.as_ref().expect("given by put and get");
-        (&part.registration, part.len())
+        Ok(Request::new(shared, operation, started, part.cloned(), stream.as_deref()))
     }
 }
 
@@ -98,20 +81,19 @@ impl Window {
     #[pyo3(signature = (tensor, rank, offset=0, *, signal=None, signal_in=None, stream=None))]
     fn put(
         &self,
-        tensor: &Bound<'_, PyAny>,
+        tensor: Any<'_, '_>,
         rank: usize,
         offset: usize,
         signal: Option<PySignal>,
         signal_in: Option<&Bound<'_, Self>>,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
     ) -> PyResult<Request> {
-        let part = Some(Part::of(&self.shared.comm, tensor, false, false)?);
+        let part = Part::of(&self.shared.comm, tensor, false, false)?;
         let signal = signal.as_ref().map(self::signal).transpose()?;
         let words = signal_in.map(|window| window.get().open()).transpose()?;
-        self.start(tensor.py(), ("put", rank), Operands { part, words }, stream, |operands| {
-            let (memory, len) = operands.memory();
-            let put = Rma::put(memory, 0..len, rank, offset);
-            match (signal.clone(), &operands.words) {
+        self.start(tensor.py(), ("put", rank), Some(&part), stream, || {
+            let put = Rma::put(&part.registration, 0..part.len(), rank, offset);
+            match (signal.clone(), &words) {
                 (Some(signal), Some(words)) => put.with_signal(signal.of(words)),
                 (Some(signal), None) => put.with_signal(signal),
                 (None, _) => put,
@@ -122,15 +104,14 @@ impl Window {
     #[pyo3(signature = (tensor, rank, offset=0, *, stream=None))]
     fn get(
         &self,
-        tensor: &Bound<'_, PyAny>,
+        tensor: Any<'_, '_>,
         rank: usize,
         offset: usize,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
     ) -> PyResult<Request> {
-        let part = Some(Part::of(&self.shared.comm, tensor, true, false)?);
-        self.start(tensor.py(), ("get", rank), Operands { part, words: None }, stream, |operands| {
-            let (memory, len) = operands.memory();
-            Rma::get(memory, 0..len, rank, offset)
+        let part = Part::of(&self.shared.comm, tensor, true, false)?;
+        self.start(tensor.py(), ("get", rank), Some(&part), stream, || {
+            Rma::get(&part.registration, 0..part.len(), rank, offset)
         })
     }
 
@@ -140,11 +121,10 @@ impl Window {
         py: Python<'_>,
         rank: usize,
         signal: PySignal,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
     ) -> PyResult<()> {
         let signal = self::signal(&signal)?;
-        let none = Operands::default();
-        self.start(py, ("signal", rank), none, stream, |_| Rma::signal(rank, signal.clone())).map(drop)
+        self.start(py, ("signal", rank), None, stream, || Rma::signal(rank, signal.clone())).map(drop)
     }
 
     #[pyo3(signature = (word, value, *, stream=None, timeout=None))]
@@ -153,7 +133,7 @@ impl Window {
         py: Python<'_>,
         word: usize,
         value: u64,
-        stream: Option<&Bound<'_, PyAny>>,
+        stream: OnStream<'_, '_>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
         let window = self.open()?;
@@ -175,7 +155,7 @@ impl Window {
     }
 
     #[pyo3(signature = (tensor, timeout=None))]
-    fn beside(&self, tensor: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Self> {
+    fn beside(&self, tensor: Any<'_, '_>, timeout: Option<f64>) -> PyResult<Self> {
         let window = self.open()?;
         Self::make(&self.shared, tensor, timeout, move |_, part, limit| {
             window.beside(&part.registration, 0..part.len(), limit)
@@ -187,7 +167,7 @@ impl Window {
         // A wrong one leaves the window open.
         self.shared.limit(timeout)?;
         let Some(window) = self.window.lock().take() else { return Ok(()) };
-        let held = self.part.clone_ref(py);
+        let held = self.part.clone();
         let destroy = move |_: &Shared, limit| {
             let _held = held;
             window.destroy(limit)
