@@ -1,4 +1,4 @@
-"""Messages between tensors of two GPUs, which torch's work follows at once. Needs torch and two GPUs; skips without."""
+"""Messages between tensors of two GPUs, and work of torch directly behind them. Skipped without torch and two GPUs."""
 
 import random
 import unittest
@@ -19,20 +19,20 @@ def queued_ahead(comm, behind):
     peer, sizes = 1 - comm.rank, random.Random(7)
     stream = torch.cuda.Stream()
     torch.cuda.set_stream(stream)
-    # The second time all kernels are loaded.
-    for _ in range(2):
-        for batch in range(3):
-            kept = []
-            for index in range(10):
-                size = sizes.randrange(1, 12_000_000)
-                out = torch.full((size,), 16 * batch + index + comm.rank, dtype=torch.uint8, device="cuda")
-                into = torch.empty_like(out)
-                received = comm.irecv(into, peer)
-                comm.send(out, peer)
-                received.wait_on()
-                kept.append((behind(into), 16 * batch + index + peer))
-            gdasync.Stream(stream).synchronize(LONG)
-            assert all(bool((tensor == value).all()) for tensor, value in kept)
+    # What is new to the GPU must not wait for a message.
+    assert (behind(torch.full((12_000_000,), 1, dtype=torch.uint8, device="cuda")) == 1).all()
+    for batch in range(5):
+        kept = []
+        for index in range(10):
+            size, value = sizes.randrange(1, 12_000_000), 16 * batch + index
+            out = torch.full((size,), value + comm.rank, dtype=torch.uint8, device="cuda")
+            into = torch.empty_like(out)
+            received = comm.irecv(into, peer)
+            comm.send(out, peer)
+            received.wait_on()
+            kept.append((behind(into), value + peer))
+        gdasync.Stream(stream).synchronize(LONG)
+        assert all(bool((tensor == value).all()) for tensor, value in kept)
     comm.finalize()
 
 
@@ -45,7 +45,6 @@ def copies(comm):
 
 
 def reductions(comm):
-    # Of several blocks, whose counters are set to zero first.
     queued_ahead(comm, lambda tensor: tensor.max())
 
 
