@@ -81,7 +81,7 @@ impl Request {
     }
 
     #[pyo3(signature = (stream=None))]
-    pub(crate) fn wait_on(&self, py: Python<'_>, stream: OnStream<'_, '_>) -> PyResult<()> {
+    fn wait_on(&self, py: Python<'_>, stream: OnStream<'_, '_>) -> PyResult<()> {
         let stream = Submitter::of(stream, self.gpu, py)?.ok_or_else(needs_stream)?;
         let of = ("wait_on", Some(self.request.rank()));
         self.shared.submit(py, of, &stream, |comm, batch| comm.wait_in_batch(batch, &self.request))

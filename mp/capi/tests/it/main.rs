@@ -147,7 +147,8 @@ fn ranks_exchange_messages_in_every_way() {
     let (ethernet, infiniband) = ([("GDASYNC_CARD_LINK", "eth")], [("GDASYNC_CARD_LINK", "ib")]);
     // The CPU does not reach the memory of a simulated GPU. MP_INIT_RX_CQ_ON_GPU
     let on_gpu = [("INIT_FLAGS", "2")];
-    let mut runs: Vec<(Hca, &[(&str, &str)], &str)> = vec![
+    type Run<'a> = (Hca, &'a [(&'a str, &'a str)], &'a str);
+    let mut runs: Vec<Run<'_>> = vec![
         (Hca::Soft, &lossy, ""),
         (Hca::Soft, &launcher, ""),
         (Hca::Soft, &[("MP_ENABLE_UD", "1")], "reliable also with MP_ENABLE_UD"),
