@@ -58,7 +58,7 @@ fn two_processes_see_each_other_end() {
     over_libfabric("fabric:tcp@lo", &["processes::"]);
 }
 
-/// Takes minutes.
+/// Takes more than a minute.
 #[test]
 fn faults_queues_and_streams_are_the_same() {
     if tier(false, false, true) {
