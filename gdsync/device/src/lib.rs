@@ -19,10 +19,11 @@ pub mod fork_guard;
 pub mod memory;
 pub mod own_rank;
 mod provider;
+mod qp_state;
 pub mod recorder;
 
 pub use address::{Gid, QpAddress, Shuffle, mtu_bytes, mtu_code, random, random_psn};
-pub use attr::{Access, MAX_RD_ATOMIC, QpAttr, QpState};
+pub use attr::{Access, MAX_RD_ATOMIC, QpAttr};
 pub use condvar::Condvar;
 pub use cq_event::{CqEvent, GpuNudge};
 pub use doorbell_set::{DoorbellSet, DoorbellWatch, MAX_QPS};
@@ -33,3 +34,4 @@ pub use provider::{
     CqParts, HcaStats, Health, MrKeys, NO_DATAGRAMS, OnGpu, Places, Provider, QpParts, QpRequest, Staging,
     TransferPath, Transport,
 };
+pub use qp_state::QpState;
