@@ -36,7 +36,11 @@ impl Drop for Part {
             let mut held = UNTIL_RECLAIMED.lock();
             held.extend(keep.map(|keep| (memory.downgrade(), keep)));
             let is_over = Gpu::opened().iter().all(|gpu| gpu.reclaim(Duration::ZERO).is_ok());
-            held.retain(|(memory, _)| !is_over || memory.upgrade().is_some());
+            let is_used = |(memory, _): &mut (WeakMemory, _)| !is_over || memory.upgrade().is_some();
+            let over: Vec<_> = held.extract_if(.., |part| !is_used(part)).collect();
+            // Unlocked first: what is dropped may run code of Python.
+            drop(held);
+            drop(over);
         }
     }
 }

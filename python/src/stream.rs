@@ -114,10 +114,13 @@ impl Submitter {
                 .wait(&self.queue, Duration::ZERO)
                 .is_err_and(|error| matches!(error, gdsync::Error::Deadline { .. }))
         };
+        let mut over = Vec::new();
         let mut launched = self.launched.lock();
         while launched.front().is_some_and(|(launch, _)| !is_pending(launch)) {
-            launched.pop_front();
+            over.extend(launched.pop_front());
         }
+        // Unlocked first: what is dropped may run code of Python.
+        drop(launched);
     }
 }
 
