@@ -20,6 +20,7 @@ pub(crate) struct Channel {
 
 impl Channel {
     pub(crate) fn new(shared: &Arc<Shared>, channel: mp::Channel, places: Vec<Arc<Part>>) -> Self {
+        shared.expose(places.iter().cloned());
         Self { shared: shared.clone(), channel, places }
     }
 

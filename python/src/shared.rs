@@ -24,14 +24,16 @@ pub(crate) struct Shared {
     /// The process that made it.
     owner: u32,
     kept: Mutex<VecDeque<(Request, Arc<Part>)>>,
+    /// Streams of other ranks may write there: places of channels, and windows that are not closed.
+    reached: Mutex<Vec<Arc<Part>>>,
     /// Made by the first collective.
     pub(crate) collectives: Mutex<Option<Arc<Collectives>>>,
 }
 
 impl Shared {
     pub(crate) fn new(comm: Communicator) -> Arc<Self> {
-        let (kept, collectives) = Default::default();
-        Arc::new(Self { comm: ManuallyDrop::new(comm), owner: process::id(), kept, collectives })
+        let (kept, reached, collectives) = Default::default();
+        Arc::new(Self { comm: ManuallyDrop::new(comm), owner: process::id(), kept, reached, collectives })
     }
 
     /// Keeps the memory of an operation until that is complete. Each call looks at two of those that are kept.
@@ -49,6 +51,21 @@ impl Shared {
         }
         // Unlocked first: what is dropped may run code of Python.
         drop(kept);
+    }
+
+    /// Keeps memory that other ranks reach, until the communicator ends.
+    pub(crate) fn expose(&self, parts: impl IntoIterator<Item = Arc<Part>>) {
+        self.reached.lock().extend(parts);
+    }
+
+    /// Keeps a part no longer: no rank reaches it any more.
+    pub(crate) fn conceal(&self, part: &Arc<Part>) {
+        let mut reached = self.reached.lock();
+        let found = reached.iter().position(|exposed| Arc::ptr_eq(exposed, part));
+        let concealed = found.map(|at| reached.swap_remove(at));
+        // Unlocked first: what is dropped may run code of Python.
+        drop(reached);
+        drop(concealed);
     }
 
     /// The limit of a call: its own, or the communicator's.

@@ -48,6 +48,7 @@ impl Window {
         let (held, py) = (part.clone(), tensor.py());
         let made =
             shared.with_all(py, "window", timeout, move |shared, limit| make(&shared.comm, &held, limit))?;
+        shared.expose([part.clone()]);
         Ok(Self { shared: shared.clone(), window: Mutex::new(Some(made)), part })
     }
 
@@ -172,6 +173,8 @@ impl Window {
             let _held = held;
             window.destroy(limit)
         };
-        self.shared.with_all(py, "close", timeout, destroy)
+        self.shared.with_all(py, "close", timeout, destroy)?;
+        self.shared.conceal(&self.part);
+        Ok(())
     }
 }

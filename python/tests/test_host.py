@@ -271,6 +271,15 @@ def lifetimes(comm):
     else:
         comm.recv(into := np.zeros(20_000), peer)
         assert (into == 7).all()
+    # Other ranks reach memory of channels and of windows that are not closed.
+    arrays = [np.zeros(8) for _ in range(3)]
+    of_channel, of_window, closed = map(weakref.ref, arrays)
+    comm.channels([(peer, [arrays[0]])])
+    comm.window(arrays[1])
+    comm.window(arrays[2]).close()
+    del arrays
+    gc.collect()
+    assert of_channel() is not None and of_window() is not None and closed() is None
     comm.finalize()
 
 
