@@ -26,12 +26,13 @@ typedef unsigned long long u64;
 
 // What an operation is. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
 // write that goes to the next word when the stream has failed. ADD_64 adds to a word; LENGTH is the length of the next COPY,
-// which is from `value` to `addr`.
-enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, ADD_64, LENGTH, COPY };
+// which is from `value` to `addr`. FIND looks for receive `value` at `addr`; no step of an application has it.
+enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, ADD_64, LENGTH, COPY, FIND = 12 };
 enum Cond : u32 { GEQ, EQ, AND, NOR };
 // NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one. PEER: a copy between
-// GPUs, or a signal behind it, which must not follow a wait that the CPU ends because the stream has failed.
-enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4 };
+// GPUs, or a signal behind it, which must not follow a wait that the CPU ends because the stream has failed. FOUND: only if the
+// last FIND has found a receive; a COPY is into it then, and `addr` is the table of what is open.
+enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8 };
 
 struct Op {
     u32 kind;

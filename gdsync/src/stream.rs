@@ -51,6 +51,7 @@ mod host;
 mod op;
 mod order;
 mod peer;
+mod place;
 mod prepared;
 mod record;
 mod steps;
@@ -76,6 +77,7 @@ pub use op::Cond;
 pub(crate) use op::{Arrival, DoorbellValue, Op, Ops, SendDoorbell, Source};
 pub use order::{StreamOrder, Ticket};
 pub use peer::PeerSignal;
+pub use place::{OpenMemory, Placement, ReceiveLine};
 pub use prepared::{PreparedSend, PreparedWait, SendWords, WaitWords};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 

@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::exchange::{CheckedExchange, CommonCall, Exchange, Spawned, table_row, take};
 use crate::path::{DeviceDomain, Devices, GpuPath, IntraHostPath, NearPath};
 use crate::peer::Peer;
+use crate::places::Places;
 use crate::registration::Registration;
 use crate::rma_queue::AllRmaQueues;
 use crate::transport::{QpPair, QueueConfig, Transport, ack_timeout};
@@ -251,7 +252,7 @@ impl CommunicatorBuilder {
         let devices = Devices::agree(
             (&context, is_default),
             wanted,
-            self.0.watch,
+            (self.0.watch, self.0.has_places()),
             &mut *exchange,
             deadline.remaining(),
         )?;
@@ -281,10 +282,10 @@ impl CommunicatorBuilder {
         cache: Cache,
         deadline: Deadline,
     ) -> Result<Communicator> {
-        let flag = Arc::new(CreditFlag::new(self.0.watch));
+        let (flag, near) = (Arc::new(CreditFlag::new(self.0.watch)), self.0.near);
         self.0.queues.ack_timeout = ack_timeout(&devices.main.context);
         let (transports, credits) =
-            connect(&mut devices, &mut *exchange, &self.0.queues, &flag, deadline.remaining())?;
+            connect(&mut devices, &mut *exchange, (&self.0.queues, near), &flag, deadline.remaining())?;
         // No rank may send before all can receive.
         exchange.barrier(deadline.remaining())?;
         let peers: Arc<[Arc<Peer>]> = transports.into_iter().map(Peer::new).map(Arc::new).collect();
@@ -361,7 +362,7 @@ impl Card {
 fn connect(
     devices: &mut Devices,
     exchange: &mut dyn Exchange,
-    queues: &QueueConfig,
+    (queues, near): (&QueueConfig, NearPath),
     flag: &Arc<CreditFlag>,
     timeout: Duration,
 ) -> Result<(Vec<Transport>, Registration)> {
@@ -410,8 +411,10 @@ fn connect(
             let of_queue = (queues.depth, queues.traffic);
             let credits = Credits::new(table.memory(), peer, of_queue, route, flag.clone())?;
             let fifo = devices.fifos.get_mut(peer).and_then(Option::take);
+            let tables = devices.places.get_mut(peer).and_then(Option::take);
+            let places = queues.gpu.as_ref().zip(tables).map(|(gpu, tables)| Places::new(gpu, near, tables));
             let via = (devices.paths[peer].is_intra_host(), devices.domain);
-            Ok(Transport::new(peer, via, messages, queues, credits, fifo))
+            Ok(Transport::new(peer, via, messages, queues, credits, (fifo, places.transpose()?)))
         });
     Ok((transports.collect::<Result<_>>()?, table))
 }

@@ -19,6 +19,7 @@ use crate::exchange::{Exchange, Spawned, say};
 use crate::overlap::{OutstandingReceives, ReceiveClaims, overlap};
 use crate::path::{BufferPath, DeviceDomain, GpuPath, IntraHostPath, NearPath, PeerPath};
 use crate::peer::{Beside, Peer};
+use crate::places::LINES;
 use crate::registration::{DomainId, Piece, Registration};
 use crate::request::{DOMAIN, Request, Status};
 use crate::rma_queue::{AllRmaQueues, RmaQueues};
@@ -62,6 +63,13 @@ pub(crate) struct Settings {
     pub(crate) gpu_path: GpuPath,
     pub(crate) near: NearPath,
     pub(crate) allow_overlap: bool,
+}
+
+impl Settings {
+    /// Whether streams may put messages into receives of other ranks, and theirs into receives of this one.
+    pub(crate) fn has_places(&self) -> bool {
+        self.near != NearPath::Queues && self.queues.gpu.is_some() && self.queues.depth <= LINES
+    }
 }
 
 #[derive(Debug)]
@@ -226,11 +234,32 @@ impl Communicator {
     /// of several pieces is not fetched by a copy engine of the receiver. A receiver that cannot fetch a buffer refuses its first
     /// message, which is staged then, as later ones.
     ///
+    /// [`BufferPath::peer_copies`] says whether CUDA streams of the [GPU of the communicator](crate::CommunicatorBuilder::gpu) put the bytes
+    /// into receives of the rank themselves, in GPU memory (of `cudaMalloc`) that it has received into before. The device then only
+    /// completes these messages. So may do a rank of this host for messages of one piece into one piece; a failure of the connection
+    /// does not stop a copy that has begun.
+    ///
     /// # Errors
     /// [`Error::NoSuchRank`]; [`Error::Device`] for a range outside the buffer.
     pub fn path_of(&self, buffer: &Registration, range: Range<usize>, rank: usize) -> Result<BufferPath> {
         let path = self.path(rank)?.clone().with_fifo_if(fitting(&[(buffer, range.clone())]).is_some());
-        BufferPath::new(path, &self.peer(rank)?.transport.qp.send, buffer, &range)
+        let of_streams = buffer.memory().gpu().filter(|_| path.is_on_this_host() && rank != self.rank());
+        let transport = &self.peer(rank)?.transport;
+        let path = BufferPath::new(path, &transport.qp.send, buffer, &range)?;
+        let Some(_) = of_streams else { return Ok(path) };
+        let settings = &self.0.settings;
+        Ok(path.with_copies(match &transport.places {
+            _ if settings.near == NearPath::Queues => {
+                Err("this rank asked for queue pairs (MP_NEAR, or the builder)".into())
+            }
+            _ if settings.queues.gpu.is_none() => {
+                Err("this rank has no GPU: give one to CommunicatorBuilder::gpu".into())
+            }
+            _ if settings.queues.depth > LINES => Err("CommunicatorBuilder::depth is more than 1024".into()),
+            _ if !self.device(rank)?.is_software() => Err("the device is no software HCA".into()),
+            Some(places) => places.copies(buffer.memory()),
+            None => Err("the other rank has no GPU, asked for queue pairs, or shares no memory".into()),
+        }))
     }
 
     /// Messages so far that went through the shared-memory FIFO to and from a rank: sent, and received. Both are 0 for a rank

@@ -551,9 +551,9 @@ impl Credits {
         self.numbers.next(index);
     }
 
-    /// As [`Credits::count`], of a message of a stream: the word and the value that the stream must wait for, unless the receive is
-    /// posted already.
-    pub(crate) fn next(&self, index: u64) -> Option<(&Word32, u32)> {
+    /// As [`Credits::count`], of a message of a stream: its number, and the word that the stream must wait for until it has this value,
+    /// unless the receive is posted already.
+    pub(crate) fn next(&self, index: u64) -> (u32, Option<&Word32>) {
         self.wait_for(self.numbers.next(index))
     }
 
@@ -563,16 +563,16 @@ impl Credits {
     }
 
     /// As [`Credits::next`], for a message that was prepared and is posted now.
-    pub(crate) fn post(&self, index: u64) -> Option<(&Word32, u32)> {
+    pub(crate) fn post(&self, index: u64) -> (u32, Option<&Word32>) {
         self.wait_for(self.numbers.post(index))
     }
 
-    fn wait_for(&self, number: u32) -> Option<(&Word32, u32)> {
+    fn wait_for(&self, number: u32) -> (u32, Option<&Word32>) {
         if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
             // The peer announces its receives at once from here on.
             self.ask(&mut self.last.lock(), &[]);
         }
-        (!Cond::Geq.holds32(self.ready.load(), number)).then_some((&self.ready, number))
+        (number, (!Cond::Geq.holds32(self.ready.load(), number)).then_some(&self.ready))
     }
 
     /// Releases streams that wait for the peer, which is lost, and refuses its writes: so it learns that it is, with its next

@@ -100,6 +100,7 @@ mod on_stream;
 mod overlap;
 mod path;
 mod peer;
+mod places;
 mod registration;
 mod request;
 mod request_set;

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
 use gdsync::verbs::Sge;
 
@@ -18,6 +19,8 @@ use crate::transport::{mark_only_once, refuse_in_capture};
 pub struct PreparedMessage {
     request: Request,
     send: PreparedSend,
+    /// What a stream can put into the receive itself.
+    payload: Option<Memory>,
     comm: Communicator,
 }
 
@@ -30,7 +33,7 @@ impl PreparedMessage {
     /// Adds it to a batch, as [`Communicator::isend_in_batch`] does.
     pub fn post_in_batch(self, batch: &mut Batch) -> Request {
         if let Some(peer) = self.request.peer() {
-            peer.transport.post_in_batch(batch, self.send);
+            peer.transport.post_in_batch(batch, self.send, self.payload.as_ref());
         }
         self.request
     }
@@ -49,7 +52,7 @@ impl PreparedMessage {
 
 impl Communicator {
     /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then.
-    /// Graphs refuse it: see [`Channel`](crate::Channel).
+    /// Between GPUs of a host a kernel of the stream puts the payload into the receive: see [`Communicator::path_of`]. Graphs refuse it: see [`Channel`](crate::Channel).
     ///
     /// Until it is complete, do not write what it sends, and the CPU and other streams cannot send to the same rank. The stream does
     /// not wait for that, so work queued behind it may change the bytes: wait for the request, or use
@@ -109,7 +112,7 @@ impl Communicator {
     ) -> Result<Request> {
         let post = |peer: &Peer, sges: &[Sge]| {
             let mut batch = Batch::new();
-            let completion = peer.send_in_batch(&mut batch, sges)?;
+            let completion = peer.send_in_batch(&mut batch, pieces, sges)?;
             if waits {
                 batch.wait(&completion)?;
             }
@@ -149,7 +152,7 @@ impl Communicator {
         pieces: &[Piece<'_>],
         rank: usize,
     ) -> Result<Request> {
-        let mut post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, sges)?, ()));
+        let mut post = |peer: &Peer, sges: &[Sge]| Ok((peer.send_in_batch(batch, pieces, sges)?, ()));
         let peer = self.open_peer(rank, "send in a batch")?;
         self.while_full(|| Ok(Request::queued(peer, peer.send_with("send in a batch", pieces, &mut post)?.0)))
     }
@@ -324,11 +327,11 @@ impl Communicator {
             let send = peer.prepare_send(sges)?;
             let completion = send.completion().clone();
             peer.transport.credits.skip(completion.index());
-            Ok((completion, send))
+            Ok((completion, (send, peer.transport.payload(pieces)?)))
         };
         let peer = self.open_peer(rank, "prepared send")?;
-        let (op, send) = self.while_full(|| peer.send_with("prepared send", pieces, post))?;
-        Ok(PreparedMessage { request: Request::queued(peer, op), send, comm: self.clone() })
+        let (op, (send, payload)) = self.while_full(|| peer.send_with("prepared send", pieces, post))?;
+        Ok(PreparedMessage { request: Request::queued(peer, op), send, payload, comm: self.clone() })
     }
 
     /// Posts prepared sends on a stream, all in one submission.

@@ -14,12 +14,14 @@ use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::env::variable;
 use gdsync::hca::{SoftHcaConfig, TCP, join_job};
+use gdsync::memory::Memory;
 use gdsync::verbs::{Context, Pd, Qp, Staging, TransferPath};
 
 use crate::error::{Error, Result};
 use crate::exchange::Exchange;
+use crate::places;
 use crate::registration::{DomainId, Registration};
-use crate::shm_memory::{FifoPair, share};
+use crate::shm_memory::{BYTES, FifoPair, share};
 use crate::wait::Deadline;
 
 /// The one of `choices` that the value of a variable of the environment names, or `own` where that is not set.
@@ -134,7 +136,7 @@ impl GpuPath {
     }
 }
 
-/// Whether CUDA streams write and read the windows, and send to the channels, of ranks of the same host by peer copies: they access the memory of the
+/// Whether CUDA streams write and read the windows, and send to the channels and receives, of ranks of the same host by peer copies: they access the memory of the
 /// other GPU directly, over NVLink or PCIe. The environment's `MP_NEAR` overrides it: `auto`, `peer` or `queues`.
 ///
 /// See [`Window`](crate::Window#peer-copies) and [`Channel`](crate::Channel#peer-copies);
@@ -144,7 +146,8 @@ impl GpuPath {
 pub enum NearPath {
     /// Where that is possible.
     Auto,
-    /// As [`NearPath::Auto`], and no window or channel is made whose GPU memory, on the same host, is not reached so.
+    /// As [`NearPath::Auto`], and no window or channel is made whose GPU memory, on the same host, is not reached so. Receives into GPU
+    /// memory that cannot be exported, and messages of streams where some cannot be opened, are refused.
     PeerCopies,
     /// No: all operations go through queue pairs. Other ranks have no peer copies into memory of this one, either.
     Queues,
@@ -315,13 +318,15 @@ pub(crate) struct Devices {
     pub(crate) paths: Vec<PeerPath>,
     /// Those shared with each rank.
     pub(crate) fifos: Vec<Option<FifoPair>>,
+    /// The tables of receives shared with each rank: to it, and from it.
+    pub(crate) places: Vec<Option<[Memory; 2]>>,
 }
 
 /// Why each rank is not reached through the intra-host device; `None` where it is.
 type Refusals = Vec<Option<&'static str>>;
 
 impl Devices {
-    /// Decides with the other ranks. All must call it. FIFOs need the watchdog. A context that `is_default`, the software HCA over
+    /// Decides with the other ranks. All must call it. FIFOs need the watchdog; `places` says whether this rank wants tables of receives. A context that `is_default`, the software HCA over
     /// shared memory, gives way to one over TCP if ranks are on other hosts.
     ///
     /// # Errors
@@ -329,7 +334,7 @@ impl Devices {
     pub(crate) fn agree(
         (context, is_default): (&Context, bool),
         (wanted, gpu_path, gpu): (&IntraHostPath, GpuPath, Option<&Gpu>),
-        has_watchdog: bool,
+        (has_watchdog, places): (bool, bool),
         exchange: &mut dyn Exchange,
         timeout: Duration,
     ) -> Result<Self> {
@@ -351,7 +356,8 @@ impl Devices {
         let measures_gpu = gpu_path == GpuPath::Measured && gpu.is_some();
         let (wants, network) = (refusal.is_none(), network(context));
         let secret = u64::from_ne_bytes(gdsync_device::random()?);
-        let mine = Card { wants, measures, measures_gpu, fifo, may_change, secret, network, host: host() };
+        let host = host();
+        let mine = Card { wants, measures, measures_gpu, fifo, places, may_change, secret, network, host };
         let mut cards = read_cards(&exchange.allgather(&mine.to_bytes(), timeout)?)?;
         let is_spread = change_networks(&mut cards);
         let mine = &cards[exchange.rank()];
@@ -422,11 +428,23 @@ impl Devices {
             mine.fifo && theirs.fifo && is_here
         };
         let wanted: Vec<_> = cards.iter().enumerate().map(is_beside).collect();
-        let fifos = share(&wanted, exchange, deadline.remaining())?;
+        let fifos = fifos(&wanted, exchange, deadline.remaining())?;
+        let wanted: Vec<_> = cards
+            .iter()
+            .enumerate()
+            .map(|(peer, theirs)| {
+                let is_here = peer != exchange.rank() && theirs.shares_memory_with(mine);
+                mine.places && theirs.places && is_here
+            })
+            .collect();
+        let places = match cards.iter().any(|card| card.places) {
+            true => share(&wanted, places::BYTES, exchange, deadline.remaining())?,
+            false => Vec::new(),
+        };
         for (path, fifo) in paths.iter_mut().zip(&fifos) {
             path.has_fifo = fifo.is_some();
         }
-        Ok(Self { main, intra_host, domain: DomainId::new(), paths, fifos })
+        Ok(Self { main, intra_host, domain: DomainId::new(), paths, fifos, places })
     }
 
     /// The devices of a communicator for another one of the same ranks, with FIFOs of its own where the ranks have some. All ranks
@@ -443,10 +461,10 @@ impl Devices {
         timeout: Duration,
     ) -> Result<Self> {
         let wanted: Vec<_> = paths.iter().map(|path| has_watchdog && path.has_fifo).collect();
-        let fifos = share(&wanted, exchange, timeout)?;
+        let fifos = fifos(&wanted, exchange, timeout)?;
         let path = |(path, fifo): (&PeerPath, &Option<FifoPair>)| path.clone().with_fifo_if(fifo.is_some());
         let paths = paths.iter().zip(&fifos).map(path).collect();
-        Ok(Self { main, intra_host, domain, paths, fifos })
+        Ok(Self { main, intra_host, domain, paths, fifos, places: Vec::new() })
     }
 
     /// The domain that a rank is reached in.
@@ -456,6 +474,10 @@ impl Devices {
             _ => &self.main.pd,
         }
     }
+}
+
+fn fifos(wanted: &[bool], exchange: &mut dyn Exchange, timeout: Duration) -> Result<Vec<Option<FifoPair>>> {
+    Ok(share(wanted, BYTES, exchange, timeout)?.into_iter().map(|pair| pair.map(FifoPair::from)).collect())
 }
 
 /// What a rank reports to the others.
@@ -469,6 +491,8 @@ struct Card {
     measures_gpu: bool,
     /// It would use FIFOs.
     fifo: bool,
+    /// It would use tables of receives.
+    places: bool,
     /// It takes TCP in place of its device if ranks are on other hosts.
     may_change: bool,
     /// Random; that of rank 0 is the secret of a job that has none.
@@ -481,21 +505,22 @@ struct Card {
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        let flags = [self.wants, self.measures, self.measures_gpu, self.fifo, self.may_change];
+        let flags = [self.wants, self.measures, self.measures_gpu, self.fifo, self.places, self.may_change];
         let len = u8::try_from(self.network.len()).expect("a few words");
         let secret = self.secret.to_be_bytes();
         [&flags.map(u8::from)[..], &[len], &secret, self.network.as_bytes(), &self.host].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (&[ref flags @ .., len], rest) = bytes.split_first_chunk::<6>()?;
-        let flags: [u8; 5] = *flags;
-        let [wants, measures, measures_gpu, fifo, may_change] = flags.map(|flag| flag != 0);
+        let (&[ref flags @ .., len], rest) = bytes.split_first_chunk::<7>()?;
+        let flags: [u8; 6] = *flags;
+        let [wants, measures, measures_gpu, fifo, places, may_change] = flags.map(|flag| flag != 0);
         let (secret, rest) = rest.split_first_chunk()?;
         let secret = u64::from_be_bytes(*secret);
         let (network, host) = rest.split_at_checked(len.into())?;
         let network = String::from_utf8(network.to_vec()).ok()?;
-        Some(Self { wants, measures, measures_gpu, fifo, may_change, secret, network, host: host.to_vec() })
+        let host = host.to_vec();
+        Some(Self { wants, measures, measures_gpu, fifo, places, may_change, secret, network, host })
     }
 
     fn shares_memory_with(&self, other: &Self) -> bool {
@@ -614,6 +639,7 @@ mod tests {
             measures: host == "a",
             measures_gpu: host == "b",
             fifo: false,
+            places: true,
             may_change: false,
             secret: 1,
             network: SHARED_MEMORY.into(),
@@ -650,6 +676,7 @@ mod tests {
             measures: false,
             measures_gpu: false,
             fifo: false,
+            places: true,
             may_change,
             secret: 2,
             network: network.into(),
@@ -717,8 +744,9 @@ mod tests {
     #[test]
     fn processes_are_on_their_own_host() {
         let card = |host| {
-            let [wants, measures, measures_gpu, fifo, may_change] = [false; 5];
-            Card { wants, measures, measures_gpu, fifo, may_change, secret: 1, network: String::new(), host }
+            let [wants, measures, measures_gpu, fifo, places, may_change] = [false; 6];
+            let network = String::new();
+            Card { wants, measures, measures_gpu, fifo, places, may_change, secret: 1, network, host }
         };
         let (here, elsewhere) = (card(host()), card([&host()[..], b"!"].concat()));
         assert!(here.shares_memory_with(&card(host())), "{here:?}");

@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 use crate::error::{Error, Result};
 use crate::in_flight::{Direction, InFlight, InFlightOp, pin};
 use crate::overlap::ReceiveClaims;
+use crate::places::Places;
 use crate::registration::{Piece, Registration};
 use crate::shm_fifo::{FifoReceive, ShmFifo};
 use crate::transport::{Companion, DRAIN, Transport, mark_only_once};
@@ -270,8 +271,14 @@ impl Peer {
     }
 
     /// Adds a send to a batch.
-    pub(crate) fn send_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
-        Ok(self.transport.send_in_batch(batch, self.prepare_send(sges)?))
+    pub(crate) fn send_in_batch(
+        &self,
+        batch: &mut Batch,
+        pieces: &[Piece<'_>],
+        sges: &[Sge],
+    ) -> gdsync::Result<Completion> {
+        let payload = self.transport.payload(pieces)?;
+        Ok(self.transport.send_in_batch(batch, self.prepare_send(sges)?, payload.as_ref()))
     }
 
     /// Starts to read from memory of the rank into a piece, or to write a piece there, by the queue of the messages.
@@ -316,7 +323,8 @@ impl Peer {
                 return Ok(Received::Fifo(receive));
             }
         }
-        let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive(sges)?, ()));
+        let place = transport.place(pieces).map_err(failed)?;
+        let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive(sges, place)?, ()));
         let message = (pieces, &sges[..], claims);
         let posted = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE, message, post);
         // A stream that has receives to post does not let the FIFO open.
@@ -348,7 +356,8 @@ impl Peer {
             batch.host_fn(move || gate.open());
             return Ok(Received::Fifo(receive));
         }
-        let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive_in_batch(batch, sges)?, ()));
+        let place = self.transport.place(pieces).map_err(|cause| self.failed(RECEIVE_ON_STREAM, cause))?;
+        let post = |peer: &Self, sges: &[Sge]| Ok((peer.transport.receive_in_batch(batch, sges, place)?, ()));
         let message = (pieces, &sges[..], ReceiveClaims::new());
         let (op, ()) = self.post_locked(&mut in_flight, Direction::Recv, RECEIVE_ON_STREAM, message, post)?;
         Ok(Received::Queue(op))
@@ -378,6 +387,7 @@ impl Peer {
     /// Announces receives, and takes messages, for the watchdog. Returns whether it must poll.
     pub(crate) fn watch(&self) -> bool {
         self.transport.credits.catch_up();
+        self.transport.places.iter().for_each(Places::look);
         self.fifo.as_ref().is_some_and(|fifo| fifo.watch(&self.transport))
     }
 

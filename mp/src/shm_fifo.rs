@@ -890,10 +890,12 @@ fn post(transport: &Transport, buffers: &Buffers) -> gdsync::Result<Completion> 
         buffer.mr(transport.intra_host).sge(*offset, *len)
     };
     let sges = buffers.iter().map(sge).collect::<gdsync::Result<SmallVec<[Sge; 1]>>>()?;
-    transport.receive(&sges).or_else(|error| match error {
+    let pieces = buffers.iter().map(|(buffer, offset, len)| (buffer, *offset..offset + len));
+    let place = transport.place(&pieces.collect::<SmallVec<[_; 1]>>())?;
+    transport.receive(&sges, place).or_else(|error| match error {
         gdsync::Error::QueueFull { .. } => {
             transport.cq(Direction::Recv).drain();
-            transport.receive(&sges)
+            transport.receive(&sges, place)
         }
         other => Err(other),
     })

@@ -1,4 +1,4 @@
-//! The shared memory of the FIFOs between ranks of a host: its layout, and how processes map each other's.
+//! The shared memory of the FIFOs between ranks of a host: its layout; and how processes map each other's memory.
 
 use std::ffi::CString;
 use std::fs;
@@ -33,7 +33,7 @@ const FIRST: usize = 256;
 const FIRST_PAGE: usize = 20480;
 
 /// Bytes of a FIFO: whole pages.
-const BYTES: usize = FIRST_PAGE + PAGES * LONGEST;
+pub(crate) const BYTES: usize = FIRST_PAGE + PAGES * LONGEST;
 
 const _: () =
     assert!(FIRST + CELLS * CELL <= FIRST_PAGE && CELLS.is_power_of_two() && FIRST_PAGE.is_multiple_of(4096));
@@ -121,6 +121,12 @@ pub(crate) struct FifoPair {
     pub(crate) rx: FifoMemory,
 }
 
+impl From<[Memory; 2]> for FifoPair {
+    fn from([tx, rx]: [Memory; 2]) -> Self {
+        Self { tx: FifoMemory(tx), rx: FifoMemory(rx) }
+    }
+}
+
 impl FifoPair {
     /// Closes the FIFO that the other rank sends through: its next message takes the queue pair, which says what ended the
     /// connection. Whoever opens the FIFO checks afterwards whether the connection has ended.
@@ -174,37 +180,39 @@ impl SharedFile {
     }
 }
 
-/// Creates the memory that this rank receives through.
-fn create(size: usize) -> gdsync::Result<(Memory, OwnedFd, SharedFile)> {
+/// Creates the memory that this rank receives through, of so many bytes.
+fn create(len: usize) -> gdsync::Result<(Memory, OwnedFd, SharedFile)> {
     // Zeros still name a file of this process.
     let token = getrandom::u64().unwrap_or_default();
     let name = CString::new(SharedFile::name(token)).expect("no zeros in it");
-    let (memory, file) = Memory::shared(&name, size * BYTES)?;
+    let (memory, file) = Memory::shared(&name, len)?;
     let shared = SharedFile { process: process::id(), fd: file.as_raw_fd(), token };
     Ok((memory, file, shared))
 }
 
-/// Maps FIFOs in both directions with the ranks of `wanted`, except with those where that is not possible. All ranks must call it.
-/// Each rank creates a file in memory for those that it receives through, which goes with the last process that maps it.
+/// Maps `len` bytes for each direction, to a rank and from it, with the ranks of `wanted`, except with those where that is not possible.
+/// All ranks must call it. Each rank creates a file in memory for those that it receives through, which goes with the last process that
+/// maps it.
 ///
 /// # Errors
 /// Of the exchange.
 pub(crate) fn share(
     wanted: &[bool],
+    len: usize,
     exchange: &mut dyn Exchange,
     timeout: Duration,
-) -> Result<Vec<Option<FifoPair>>> {
+) -> Result<Vec<Option<[Memory; 2]>>> {
     let deadline = Deadline::after(timeout);
     let (rank, size) = (exchange.rank(), wanted.len());
-    let own = wanted.contains(&true).then(|| create(size));
-    let own = own.and_then(|own| own.inspect_err(|error| tracing::info!(%error, "no shared FIFO")).ok());
+    let own = wanted.contains(&true).then(|| create(size * len));
+    let own = own.and_then(|own| own.inspect_err(|error| tracing::info!(%error, "no shared memory")).ok());
     let file = own.as_ref().map(|(_, _, file)| file.to_bytes()).unwrap_or_default();
     let files = exchange.allgather(&file, deadline.remaining())?;
     let open = |(peer, bytes): (usize, &Vec<u8>)| {
         let file = SharedFile::from_bytes(bytes).filter(|_| own.is_some() && wanted[peer])?.open()?;
         // The whole file is mapped; only what is used has pages.
-        let memory = Memory::of_shared(&file, size * BYTES).and_then(|all| all.slice(rank * BYTES, BYTES));
-        memory.inspect_err(|error| tracing::info!(%error, peer, "no shared FIFO")).ok()
+        let memory = Memory::of_shared(&file, size * len).and_then(|all| all.slice(rank * len, len));
+        memory.inspect_err(|error| tracing::info!(%error, peer, "no shared memory")).ok()
     };
     let theirs: Vec<_> = files.iter().enumerate().take(size).map(open).collect();
     // Both directions, or none. After this the file is not opened any more.
@@ -213,8 +221,7 @@ pub(crate) fn share(
     let pair = |(peer, theirs): (usize, Option<Memory>)| {
         let reaches_us = reached.get(peer).is_some_and(|reached| reached.get(rank) == Some(&1));
         let (memory, ..) = own.as_ref().filter(|_| reaches_us)?;
-        let mine = memory.slice(peer * BYTES, BYTES).ok()?;
-        Some(FifoPair { tx: FifoMemory(theirs?), rx: FifoMemory(mine) })
+        Some([theirs?, memory.slice(peer * len, len).ok()?])
     };
     let mut all: Vec<_> = theirs.into_iter().enumerate().map(pair).collect();
     all.resize_with(size, || None);
@@ -243,7 +250,7 @@ mod tests {
 
     #[test]
     fn shared_files_are_opened_by_name() {
-        let (memory, _file, shared) = create(2).unwrap();
+        let (memory, _file, shared) = create(2 * BYTES).unwrap();
         assert_eq!(SharedFile::from_bytes(&shared.to_bytes()), Some(shared));
         assert_eq!(SharedFile::from_bytes(&shared.to_bytes()[1..]), None);
         let file = shared.open().unwrap();

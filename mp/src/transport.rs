@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::Word32;
+use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::recorder::Traffic;
 use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
@@ -19,7 +19,8 @@ use parking_lot::Mutex;
 
 use crate::credit::{Credits, low32};
 use crate::in_flight::Direction;
-use crate::registration::DomainId;
+use crate::places::{Place, Places};
+use crate::registration::{DomainId, Piece};
 use crate::shm_memory::FifoPair;
 
 /// How long a rank may be silent before a wait asks whether it is alive.
@@ -151,6 +152,8 @@ pub(crate) struct Transport {
     pub(crate) credits: Credits,
     /// Shared memory beside the queue pair, for short messages of the CPU.
     pub(crate) fifo: Option<FifoPair>,
+    /// Where receives are, for streams that put messages there themselves.
+    pub(crate) places: Option<Places>,
     /// One-sided operations that were posted to the send queue: these are no messages.
     one_sided: AtomicU64,
     has_ended: AtomicBool,
@@ -167,7 +170,7 @@ impl Transport {
         qp: QpPair,
         queues: &QueueConfig,
         credits: Credits,
-        fifo: Option<FifoPair>,
+        (fifo, places): (Option<FifoPair>, Option<Places>),
     ) -> Self {
         let [has_ended, is_given_up] = [false; 2].map(AtomicBool::new);
         let (companions, retired, one_sided) = Default::default();
@@ -180,6 +183,7 @@ impl Transport {
             max_pieces: queues.max_pieces as usize,
             credits,
             fifo,
+            places,
             one_sided,
             has_ended,
             is_given_up,
@@ -242,18 +246,46 @@ impl Transport {
         Ok(completion)
     }
 
+    /// Where a receive of these pieces is, for streams of the rank.
+    ///
+    /// # Errors
+    /// As [`Places::place`].
+    pub(crate) fn place(&self, pieces: &[Piece<'_>]) -> gdsync::Result<Place> {
+        self.places.as_ref().map_or(Ok(Place::default()), |places| places.place(pieces))
+    }
+
+    /// What a stream can put into a receive of the rank itself.
+    ///
+    /// # Errors
+    /// As [`Places::payload`].
+    pub(crate) fn payload(&self, pieces: &[Piece<'_>]) -> gdsync::Result<Option<Memory>> {
+        self.places.as_ref().map_or(Ok(None), |places| places.payload(pieces))
+    }
+
+    /// Tells the rank where the receive at this index is, before it is announced.
+    fn tell(&self, index: u64, place: Place) {
+        self.places.iter().for_each(|places| places.tell(low32(index).wrapping_add(1), place));
+    }
+
     /// Posts a receive.
-    pub(crate) fn receive(&self, sges: &[Sge]) -> gdsync::Result<Completion> {
+    pub(crate) fn receive(&self, sges: &[Sge], place: Place) -> gdsync::Result<Completion> {
         let completion = self.qp.recv.post_recv(&[RecvWr::new(sges)])?;
+        self.tell(completion.index(), place);
         self.credits.grant(completion.index());
         Ok(completion)
     }
 
     /// Adds a receive to a batch: the stream posts and announces it.
-    pub(crate) fn receive_in_batch(&self, batch: &mut Batch, sges: &[Sge]) -> gdsync::Result<Completion> {
+    pub(crate) fn receive_in_batch(
+        &self,
+        batch: &mut Batch,
+        sges: &[Sge],
+        place: Place,
+    ) -> gdsync::Result<Completion> {
         self.credits.check_room()?;
         let completion = batch.post_recv(&self.qp.recv, &RecvWr::new(sges))?;
         mark_only_once(batch);
+        self.tell(completion.index(), place);
         // Without it the peer would wait for ever.
         self.credits.announce_in_batch(batch, completion.index()).inspect_err(|error| self.fail(error))?;
         Ok(completion)
@@ -273,15 +305,44 @@ impl Transport {
     }
 
     /// Adds a prepared send to a batch; it counts as the next message.
-    pub(crate) fn send_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
+    pub(crate) fn send_in_batch(
+        &self,
+        batch: &mut Batch,
+        send: PreparedSend,
+        payload: Option<&Memory>,
+    ) -> Completion {
         let credit = self.credits.next(send.completion().index());
-        post_after_credit(batch, credit, send)
+        self.post_after_credit(batch, credit, send, payload)
     }
 
     /// Adds a send to a batch that was prepared some time ago, and skipped by the count.
-    pub(crate) fn post_in_batch(&self, batch: &mut Batch, send: PreparedSend) -> Completion {
+    pub(crate) fn post_in_batch(
+        &self,
+        batch: &mut Batch,
+        send: PreparedSend,
+        payload: Option<&Memory>,
+    ) -> Completion {
         let credit = self.credits.post(send.completion().index());
-        post_after_credit(batch, credit, send)
+        self.post_after_credit(batch, credit, send, payload)
+    }
+
+    /// Adds a send to a batch, after the wait for its receive if that is not posted yet.
+    fn post_after_credit(
+        &self,
+        batch: &mut Batch,
+        (number, credit): (u32, Option<&Word32>),
+        send: PreparedSend,
+        payload: Option<&Memory>,
+    ) -> Completion {
+        mark_only_once(batch);
+        if let Some(word) = credit {
+            batch.wait_value32(word, number, Cond::Geq);
+        }
+        let placement = self.places.as_ref().zip(payload);
+        match placement.and_then(|(places, payload)| places.placement(number, payload)) {
+            Some(placement) => batch.post_placed(send, placement),
+            None => batch.post(send),
+        }
     }
 
     /// Asks whether the rank is alive, if it has been silent: a receive alone would never learn it.
@@ -345,6 +406,7 @@ impl Transport {
         }
         self.qp.stop(error);
         self.fifo.iter().for_each(FifoPair::shut);
+        self.places.iter().for_each(Places::end);
         self.credits.end(error);
         self.companions().iter().for_each(|companion| companion.end(error));
     }
@@ -368,13 +430,4 @@ pub(crate) fn mark_only_once(batch: &mut Batch) {
 pub(crate) fn refuse_in_capture(stream: &Stream) -> gdsync::Result<()> {
     let (what, fix) = ONLY_ONCE;
     stream.refuse_in_capture(what, fix)
-}
-
-/// Adds a send to a batch, after the wait for its receive if that is not posted yet.
-fn post_after_credit(batch: &mut Batch, credit: Option<(&Word32, u32)>, send: PreparedSend) -> Completion {
-    mark_only_once(batch);
-    if let Some((word, number)) = credit {
-        batch.wait_value32(word, number, Cond::Geq);
-    }
-    batch.post(send)
 }

@@ -57,7 +57,7 @@ fn load(name: &str) -> Result<&'static Library> {
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: half of a round trip, of a put with a signal and a wait for it at each rank (NCCL: send and recv, too; \
-mp: a channel, too), as \
+mp: a channel and messages of isend and irecv, too, which graphs refuse), as \
 the streams of both ranks do it; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
 of NCCL and NVSHMEM, eager or in graphs. The last message of each sample is checked.")]
 pub(crate) struct Options {
@@ -129,8 +129,8 @@ pub(super) trait Way {
     /// Puts the wait for message `n` on the stream.
     fn receive(&self, bytes: usize, n: u64) -> Result<()>;
 
-    /// Captures what `fill` puts on the stream.
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>>;
+    /// Captures what `fill` puts on the stream; `None` where graphs refuse it.
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>>;
 
     /// Ends it at both ranks.
     fn close(&self) -> Result<()>;
@@ -154,14 +154,14 @@ impl Repeat for ForeignGraph {
 pub(super) fn capture_foreign(
     kernels: &Kernels,
     fill: &mut dyn FnMut() -> Result<()>,
-) -> Result<Box<dyn Repeat>> {
+) -> Result<Option<Box<dyn Repeat>>> {
     let stream = kernels.stream();
     stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
     let filled = fill();
     let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
     let graph = stream.end_capture(flags);
     filled?;
-    Ok(Box::new(ForeignGraph(graph?.ok_or("nothing was captured")?)))
+    Ok(Some(Box::new(ForeignGraph(graph?.ok_or("nothing was captured")?))))
 }
 
 /// Puts with signals through a window of mp.
@@ -211,7 +211,7 @@ impl Way for Ours<'_> {
         Ok(self.window.wait_signal_on_stream(&self.app.stream, 0, n, Cond::Eq)?)
     }
 
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
         capture_ours(self.app, fill)
     }
 
@@ -262,8 +262,52 @@ impl Way for OurChannel<'_> {
         Ok(self.channel.wait_recv_on_stream(&self.app.stream).map(drop)?)
     }
 
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
         capture_ours(self.app, fill)
+    }
+
+    fn close(&self) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// Messages of mp: receives of the CPU, sends and waits of the stream.
+struct OurMessages<'a> {
+    app: &'a AppStream,
+    comm: &'a Communicator,
+    buffer: Registration,
+    room: usize,
+    peer: usize,
+}
+
+impl<'a> OurMessages<'a> {
+    fn new(rig: &Rig<'a>, app: &'a AppStream) -> Result<Self> {
+        let buffer = rig.comm.register(&app.gpu()?.alloc(2 * rig.room)?)?;
+        Ok(Self { app, comm: rig.comm, buffer, room: rig.room, peer: rig.peer() })
+    }
+}
+
+impl Way for OurMessages<'_> {
+    fn name(&self) -> String {
+        "mp isend and irecv".into()
+    }
+
+    fn buffers(&self) -> (u64, u64) {
+        let first = self.buffer.memory().addr();
+        (first, first + self.room as u64)
+    }
+
+    fn send(&self, bytes: usize, _n: u64) -> Result<()> {
+        Ok(self.comm.isend_on_stream(&self.app.stream, &self.buffer, 0..bytes, self.peer).map(drop)?)
+    }
+
+    fn receive(&self, bytes: usize, _n: u64) -> Result<()> {
+        let received = self.comm.irecv(&self.buffer, self.room..self.room + bytes, self.peer)?;
+        Ok(self.comm.wait_on_stream(&self.app.stream, &received)?)
+    }
+
+    fn capture(&self, _fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
+        Ok(None)
     }
 
     fn close(&self) -> Result<()> {
@@ -274,10 +318,10 @@ impl Way for OurChannel<'_> {
 fn capture_ours<'a>(
     app: &'a AppStream,
     fill: &mut dyn FnMut() -> Result<()>,
-) -> Result<Box<dyn Repeat + 'a>> {
+) -> Result<Option<Box<dyn Repeat + 'a>>> {
     let capture = app.stream.begin_capture()?;
     fill()?;
-    Ok(Box::new(OurGraph(app, capture.end()?)))
+    Ok(Some(Box::new(OurGraph(app, capture.end()?))))
 }
 
 struct OurGraph<'a>(&'a AppStream, Graph);
@@ -300,7 +344,7 @@ impl Options {
             copies: self.copies,
             gpu: Some(gpu.clone()),
         };
-        let comm = two_ranks(CommunicatorBuilder::default().gpu(&gpu), timeout)?;
+        let comm = two_ranks(CommunicatorBuilder::default().gpu(&gpu).allow_overlap(true), timeout)?;
         let mut sheet = Sheet::new(&self.output, comm.rank() == 0, self.sizes.len())?;
         let app = AppStream::new(&placed, timeout, PTX)?;
         let room = self.sizes.iter().max().copied().unwrap_or(8).next_multiple_of(64);
@@ -309,7 +353,9 @@ impl Options {
         let ours = Ours::new(&rig, &app)?;
         let mut note = format!("{}{}", placed.describe(&comm, timeout)?, ours.path()?);
         let channel = OurChannel::new(&rig, &app)?;
-        let mut ways: Vec<Box<dyn Way + '_>> = vec![Box::new(ours), Box::new(channel)];
+        let messages = OurMessages::new(&rig, &app)?;
+        let sent = messages.buffer.clone();
+        let mut ways: Vec<Box<dyn Way + '_>> = vec![Box::new(ours), Box::new(channel), Box::new(messages)];
         let mut add = |name, opened: Result<(String, Vec<Box<dyn Way>>)>| -> Result<()> {
             // Either rank may lack it.
             let own = opened.as_ref().err().map(|error| format!("{error}; --{name} names its library"));
@@ -331,7 +377,9 @@ impl Options {
                 self.of_size(&rig, &app, &ways, bytes, &mut sheet)?;
             }
         }
-        let ours = ways[..2].iter().flat_map(|way| MODES.map(|mode| format!("{}, {mode}", way.name())));
+        // Messages learn of each other's memory as they go.
+        note += &format!("\nisend and irecv: {}", comm.path_of(&sent, 0..8, rig.peer())?);
+        let ours = ways[..3].iter().flat_map(|way| MODES.map(|mode| format!("{}, {mode}", way.name())));
         let ours: Vec<_> = ours.collect();
         let ours: Vec<_> = ours.iter().map(String::as_str).collect();
         sheet.compare_with_best(HALF_RTT, &ours, "best of NCCL and NVSHMEM");
@@ -376,6 +424,9 @@ impl Options {
             for (at, way) in ways.iter().enumerate() {
                 for (mode, samples) in samples[at].iter_mut().enumerate() {
                     let is_captured = mode == 1;
+                    if is_captured && graphs[at].is_none() {
+                        continue;
+                    }
                     let number = u64::from(sample) * 2 + mode as u64;
                     let (source, target) = way.buffers();
                     let sent = self.checks.sent(rig.comm.rank(), number).bytes(bytes);
@@ -385,8 +436,8 @@ impl Options {
                     unsafe { result::memcpy_htod_sync(source, &sent) }?;
                     rig.comm.barrier(rig.timeout)?;
                     let start = Instant::now();
-                    if is_captured {
-                        graphs[at].launch()?;
+                    if is_captured && let Some(graph) = &graphs[at] {
+                        graph.launch()?;
                     } else {
                         for _ in 0..ahead {
                             numbers[at] += 1;
@@ -409,7 +460,7 @@ impl Options {
             }
         }
         for (way, samples) in ways.iter().zip(&samples) {
-            for (mode, samples) in MODES.iter().zip(samples) {
+            for (mode, samples) in MODES.iter().zip(samples).filter(|(_, samples)| samples.count() > 0) {
                 let point = Point::time(bytes as u64, samples, 2);
                 sheet.add_point(HALF_RTT, &format!("{}, {mode}", way.name()), "bytes", Unit::Micros, point);
             }

@@ -78,7 +78,12 @@ fn run(params: &[*mut c_void], copies: bool) {
     let mut failed = has_failed(&head);
     let mut errors = 0;
     let (mut len, mut late) = (0, Late::default());
-    for op in ops {
+    for (i, op) in ops.iter().enumerate() {
+        if op.kind == FIND {
+            // The copy follows.
+            late.found = find(op, ops[i + 1].addr, len as u64);
+            continue;
+        }
         late.execute(&head, op, &mut len, &mut failed, &mut errors);
         failed |= copies && is_wait(op.kind) && has_failed(&head);
     }
@@ -95,15 +100,37 @@ fn is_fenced(kind: u32) -> bool {
     matches!(kind, 0 | 1 | 5 | 7 | 8)
 }
 
+const FIND: u32 = 12;
+/// The operation is only for a receive that was found.
+const FOUND: u16 = 8;
+
+/// Where a receive is, by its line and the table of what is open; 0 if it is not reached.
+fn find(line: &Op, table: u64, len: u64) -> u64 {
+    let [told, place] = [0, 8].map(|at| word64(line.addr + at).load(Ordering::SeqCst));
+    let (entry, offset) = (table + 16 * (place >> 40 & 255), place & ((1 << 40) - 1));
+    if told >> 32 != line.value || told & 0xffff_ffff < len || place >> 48 == 0 {
+        return 0;
+    }
+    let open = word64(entry + 8).load(Ordering::SeqCst);
+    let is_open = open >> 48 == place >> 48 && offset + len <= open & ((1 << 48) - 1);
+    if is_open { word64(entry).load(Ordering::SeqCst) + offset } else { 0 }
+}
+
 /// Bytes that copies have written and that nobody sees yet, by address.
 #[derive(Default)]
-struct Late(Vec<(u64, u8)>);
+struct Late {
+    bytes: Vec<(u64, u8)>,
+    /// The receive that was found last.
+    found: u64,
+}
 
 impl Late {
     /// Any operation; `len` is the length of the next copy.
     fn execute(&mut self, head: &Head, op: &Op, len: &mut usize, failed: &mut bool, errors: &mut u32) {
         match op.kind {
             9 => *len = usize::try_from(op.value).unwrap(),
+            _ if op.flags & FOUND != 0 && self.found == 0 => {}
+            10 if !*failed && op.flags & FOUND != 0 => self.copy(self.found, op.value, *len),
             10 if !*failed => self.copy(op.addr, op.value, *len),
             10 => {}
             kind => {
@@ -127,14 +154,14 @@ impl Late {
             stride += 2;
         }
         let order = (0..len).map(|i| (i * stride + stride) % len);
-        self.0.extend(order.map(|i| (to + i as u64, bytes[i])));
-        let late = self.0.split_off(len / 2);
+        self.bytes.extend(order.map(|i| (to + i as u64, bytes[i])));
+        let late = self.bytes.split_off(len / 2);
         self.arrive();
-        self.0 = late;
+        self.bytes = late;
     }
 
     fn arrive(&mut self) {
-        for (to, byte) in self.0.drain(..) {
+        for (to, byte) in self.bytes.drain(..) {
             let at = with_exposed_provenance_mut::<u8>(usize::try_from(to).unwrap());
             // SAFETY: memory that the submission keeps alive.
             unsafe { at.write_volatile(byte) };

@@ -31,7 +31,7 @@ pub use error::{CompletionError, Error, Result};
 pub use fault::{Fate, FaultPlan, Faults};
 pub use memory::{check_memfd, clear_eventfd, eventfd, memfd, signal_eventfd};
 pub use provider::{
-    CqParts, HcaStats, Health, MrKeys, NO_DATAGRAMS, OnGpu, Places, Provider, QpParts, QpRequest, Staging,
-    TransferPath, Transport,
+    CqParts, HcaStats, Health, MrKeys, NO_DATAGRAMS, OnGpu, PLACED, Places, Provider, QpParts, QpRequest,
+    Staging, TransferPath, Transport,
 };
 pub use qp_state::QpState;

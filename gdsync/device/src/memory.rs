@@ -87,7 +87,8 @@ impl WeakMemory {
         Some(Memory { ptr, len, addr, reach, owner: self.owner.upgrade()? })
     }
 
-    fn is_there(&self) -> bool {
+    /// Whether it still exists.
+    pub fn is_there(&self) -> bool {
         self.owner.strong_count() > 0
     }
 }

@@ -89,6 +89,10 @@ pub struct MrKeys {
     pub is_staged: bool,
 }
 
+/// What a stream puts, in native byte order, where the immediate data of a SEND without any would be: it has put the payload into the
+/// receive of the peer itself. A [software](Provider::is_software) device completes both without moving it.
+pub const PLACED: u32 = u32::from_be_bytes(*b"put!");
+
 /// What a device without datagram queue pairs says.
 pub const NO_DATAGRAMS: Error = Error::Unsupported {
     what: "a datagram queue pair (UD) with its queues in host memory",
@@ -385,6 +389,8 @@ pub struct HcaStats {
     pub by_reference: u64,
     /// Messages and READs whose payload the CPU read in the peer's process, by cross-memory attach.
     pub by_cma: u64,
+    /// Messages that came without payload, as a stream of the peer had put it into the receive.
+    pub placed: u64,
     /// References that this side could not follow, so the payload was sent.
     pub references_refused: u64,
     /// Messages that found no receive.

@@ -55,6 +55,9 @@ pub struct Ctrl {
     pub imm: [u8; 4],
 }
 
+/// Offset of the immediate data in a WQE.
+pub const CTRL_IMM_OFFSET: usize = 12;
+
 impl Ctrl {
     /// The bytes in the ring. Excess bits of fields are dropped.
     pub const fn to_bytes(&self) -> [u8; SEGMENT] {

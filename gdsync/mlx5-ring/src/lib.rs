@@ -49,8 +49,8 @@ pub use cqe::{
     CQE_OP_OWN_OFFSET, CQE_SIZE, Cond, Cqe, INITIAL_CQE, lap, op_own_word, owned_by_software, wait_condition,
 };
 pub use ctrl::{
-    CE_ALWAYS, CE_MASK, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL, FM_MASK,
-    FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like, set_index,
+    CE_ALWAYS, CE_MASK, CTRL_IMM_OFFSET, Ctrl, FM_FENCE, FM_FENCE_AND_INITIATOR_SMALL, FM_INITIATOR_SMALL,
+    FM_MASK, FM_STRONG_ORDERING, SOLICITED, blocks, decode_ctrl, nop_like, set_index,
 };
 pub use datagram::decode_datagram;
 pub use decode::{

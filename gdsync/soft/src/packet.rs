@@ -54,6 +54,9 @@ pub(crate) const SOLICITED: u8 = 8;
 /// In a READ: the response may be a reference.
 pub(crate) const REFERENCE: u8 = 16;
 
+/// A message without payload: its `len` bytes are in the receive already. It has one packet.
+pub(crate) const PLACED: u8 = 64;
+
 /// The GRH of the datagram counts.
 pub(crate) const GRH: u8 = 32;
 

@@ -110,8 +110,8 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 || cond.holds64(at.load(), value),
             );
         }
-        // Copies between GPUs are refused at submission.
-        Op::Barrier | Op::Flush | Op::Peer(_) => fence(Ordering::SeqCst),
+        // Copies between GPUs are refused at submission, and the device moves what is not placed.
+        Op::Barrier | Op::Flush | Op::Peer(_) | Op::Place(_) => fence(Ordering::SeqCst),
         Op::Trigger(source, value) => {
             fence(Ordering::SeqCst);
             source.send_doorbell().into_iter().for_each(|send_doorbell| send_doorbell.ring(value));

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use smallvec::SmallVec;
 
 use super::peer::PeerCopy;
+use super::place::Placing;
 use crate::verbs::end::QueueEnd;
 pub(crate) use crate::verbs::source::{Arrival, DoorbellValue, SendDoorbell, Source};
 pub use mlx5_ring::Cond;
@@ -72,6 +73,8 @@ pub(crate) enum Op {
     Barrier,
     /// Copies between GPUs, and signals: see [`PeerCopy`].
     Peer(Arc<PeerCopy>),
+    /// Puts the payload of the send that follows into its receive: see [`Placing`]. A CPU leaves that to the device.
+    Place(Arc<Placing>),
     /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to later operations.
     Flush,
     /// Runs a function on the CPU, in stream order.
@@ -89,6 +92,7 @@ impl Op {
             }
             Self::Write64 { at, .. } | Self::Wait64 { at, .. } => at.memory().is_known_to_gpus(),
             Self::Peer(copy) => copy.is_found(),
+            Self::Place(placing) => placing.is_found(),
             Self::Barrier | Self::Flush | Self::HostFn(_) => true,
         }
     }
@@ -175,6 +179,7 @@ impl Op {
             }
             Op::Await(source, n) => Op::Await(source.clone(), *n),
             Op::Peer(copy) => Op::Peer(copy.clone()),
+            Op::Place(placing) => Op::Place(placing.clone()),
             Op::Barrier => Op::Barrier,
             Op::Flush => Op::Flush,
             Op::HostFn(_) => return None,
@@ -190,6 +195,7 @@ impl fmt::Debug for Op {
             Op::Wait32 { at, value, cond, .. } => write!(f, "WAIT32 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Wait64 { at, value, cond, .. } => write!(f, "WAIT64 [{:#x}] {cond:?} {value:#x}", at.addr()),
             Op::Peer(copy) => write!(f, "{copy:?}"),
+            Op::Place(placing) => write!(f, "{placing:?}"),
             Op::Barrier => f.write_str("BARRIER"),
             Op::Flush => f.write_str("FLUSH"),
             Op::Trigger(source, value) => write!(f, "TRIGGER {source:?} <- {:#x}", value.doorbell),

@@ -59,7 +59,7 @@ enum Side {
 }
 
 /// What kernels do for a copy.
-pub(super) type Steps = SmallVec<[KernelOp; 3]>;
+pub(super) type Steps = SmallVec<[KernelOp; 4]>;
 
 /// A signal to a word at an address of the GPU.
 pub(super) struct Signal {

@@ -354,6 +354,13 @@ impl SendQueue {
         if self.end.cq.has_room(sends) { Ok(()) } else { Err(self.end.cq_full(outstanding)) }
     }
 
+    /// The word by which a stream marks the last of written sends as placed, of a device that knows it.
+    pub(crate) fn mark_of(&self, sends: &Written) -> Option<Memory> {
+        let last = sends.range.end.checked_sub(1).filter(|_| self.qp.provider.is_software())?;
+        let begin = self.end.tracker.lock().entry(last).begin;
+        self.ring.slice(self.offset(begin) + mlx5::CTRL_IMM_OFFSET, 4).ok()
+    }
+
     /// The byte offset of block `index` in the ring.
     #[inline]
     fn offset(&self, index: u64) -> usize {

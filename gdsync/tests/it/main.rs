@@ -24,6 +24,7 @@ mod model;
 mod order;
 mod peer_copies;
 mod place;
+mod placed;
 mod prepared;
 mod processes;
 mod queues;

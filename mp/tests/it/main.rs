@@ -18,6 +18,7 @@ mod overlap;
 mod pairwise;
 mod paths;
 mod peer_copies;
+mod placed;
 mod request_set;
 mod shm_fifo;
 mod stream_receives;

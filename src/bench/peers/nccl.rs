@@ -143,7 +143,7 @@ impl Way for SendRecv<'_> {
         checked("ncclRecv", told)
     }
 
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
         capture_foreign(self.0.kernels, fill)
     }
 
@@ -198,7 +198,7 @@ impl Way for PutSignal<'_> {
         checked("ncclWaitSignal", told)
     }
 
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
         capture_foreign(self.nccl.kernels, fill)
     }
 

@@ -154,7 +154,7 @@ impl Way for Nvshmem<'_> {
         Ok(())
     }
 
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Box<dyn Repeat + '_>> {
+    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
         capture_foreign(self.kernels, fill)
     }
 

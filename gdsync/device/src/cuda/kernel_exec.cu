@@ -74,23 +74,50 @@ extern "C" __global__ void __launch_bounds__(32) gds_run_at(u64 at)
         run(program.head, program.ops);
 }
 
+static __device__ __forceinline__ void load_pair(u64 at, u64 *first, u64 *second)
+{
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(*first), "=l"(*second) : "l"(at) : "memory");
+}
+
+// The address of a receive that a peer has told of, for `len` bytes; 0 if it is too short, or in memory that is not open. The
+// formats are those of `gdsync::stream::place`; the peer wrote the line, and this process the table.
+static __device__ u64 find(const Op &line, u64 table, u64 len)
+{
+    u64 told, where;
+    load_pair(line.addr, &told, &where);
+    const u64 entry = table + 16 * (where >> 40 & 255), offset = where & (((u64)1 << 40) - 1);
+    if (told >> 32 != line.value || (u32)told < len || where >> 48 == 0)
+        return 0;
+    const u64 open = detail::acquire_64(entry + 8);
+    if (open >> 48 != where >> 48 || offset + len > (open & (((u64)1 << 48) - 1)))
+        return 0;
+    return detail::load_64(entry) + offset;
+}
+
 // A program with copies. One thread does the other operations, all of the block copy. With several blocks the program is
 // waits, which each block makes, a copy, of which each has a share, and the rest, which the last block does alone.
 static __device__ void run_copies(const Head &head, const Op *ops)
 {
     __shared__ u32 stopped, last;
+    __shared__ u64 to;
     const bool first = threadIdx.x == 0;
     u32 failed = first ? detail::has_failed(head) : 0, errors = 0;
     bool alone = gridDim.x == 1, fenced = false;
-    u64 len = 0;
+    u64 len = 0, found = 0;
     for (u64 i = 0; i < head.count; ++i) {
         const Op op = ops[i];
         if (op.kind == LENGTH) {
             len = op.value;
             continue;
         }
+        if (op.kind == FIND) {
+            // The copy follows.
+            if (first && !failed)
+                found = find(op, ops[i + 1].addr, len);
+            continue;
+        }
         if (op.kind != COPY) {
-            if (!first)
+            if (!first || (op.flags & FOUND && !found))
                 continue;
             if (detail::is_wait(op)) {
                 detail::wait(head, op, &failed, &errors);
@@ -104,27 +131,36 @@ static __device__ void run_copies(const Head &head, const Op *ops)
             fenced = false;
             continue;
         }
-        if (first)
-            stopped = failed;
+        if (first) {
+            to = op.flags & FOUND ? found : op.addr;
+            stopped = failed | (to == 0);
+        }
         // What the first thread has waited for, all may read; what all have written, it orders before what it does next.
         __syncthreads();
         if (!stopped) {
             const u64 block = alone ? 0 : blockIdx.x;
-            detail::copy_share(op.addr, op.value, len, block * blockDim.x + threadIdx.x, (alone ? 1 : gridDim.x) * (u64)blockDim.x);
+            detail::copy_share(to, op.value, len, block * blockDim.x + threadIdx.x, (alone ? 1 : gridDim.x) * (u64)blockDim.x);
         }
         __syncthreads();
         fenced = false;
         if (alone)
             continue;
-        // Behind the status: blocks that are done, and those that copied nothing, which makes the program fail.
+        // Behind the status: blocks that are done, and those that copied nothing, which makes the program fail; and those that have
+        // found no receive, as the table may change between two looks.
         if (first) {
             u32 *const done = (u32 *)(head.status + 1);
+            if (!to)
+                atomicAdd(done + 1, 1);
             detail::fence();
             const u32 all = atomicAdd(done, failed ? 0x10001 : 1) + (failed ? 0x10001 : 1);
             last = (all & 0xffff) == gridDim.x;
             failed = all >> 16;
-            if (last)
+            detail::fence();
+            if (last) {
+                if (atomicExch(done + 1, 0))
+                    found = 0;
                 *done = 0;
+            }
             detail::fence();
         }
         __syncthreads();

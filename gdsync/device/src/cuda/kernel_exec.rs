@@ -126,6 +126,7 @@ mod kind {
     pub(super) const COPY: u32 = 10;
     /// Not in the header: no kernel does it.
     pub(super) const FLUSH: u32 = 11;
+    pub(super) const FIND: u32 = 12;
 }
 
 /// `Flag` of `gdsync.cuh`.
@@ -136,6 +137,8 @@ mod flag {
     pub(super) const LAST: u16 = 2;
     /// A copy between GPUs, or its signal: no memory operation does it, as that would also happen when the stream has failed.
     pub(super) const PEER: u16 = 4;
+    /// Only if the receive was found.
+    pub(super) const FOUND: u16 = 8;
 }
 
 impl KernelOp {
@@ -171,6 +174,24 @@ impl KernelOp {
     #[inline]
     pub const fn copy(to: u64, from: u64, len: u64) -> [Self; 2] {
         [Self::by_kernel(kind::LENGTH, 0, len), Self::by_kernel(kind::COPY, to, from)]
+    }
+
+    /// Copies `len` bytes into receive `number` of a peer, by its line and the table of open memory, and then writes `mark` to the word
+    /// at `at`, without a fence; nothing where the receive is not reached.
+    pub fn place(
+        (line, number): (u64, u32),
+        table: u64,
+        (from, len): (u64, u64),
+        (at, mark): (u64, u32),
+    ) -> [Self; 4] {
+        let found =
+            |kind, addr, value| Self { flags: flag::PEER | flag::FOUND, ..Self::of(kind, addr, value) };
+        [
+            Self::by_kernel(kind::LENGTH, 0, len),
+            Self::by_kernel(kind::FIND, line, number as u64),
+            found(kind::COPY, table, from),
+            found(kind::INDEX, at, mark as u64),
+        ]
     }
 
     #[inline]

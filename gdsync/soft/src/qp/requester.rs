@@ -65,6 +65,8 @@ struct Pending {
     sent: u32,
     /// Packets acknowledged; for a READ, received.
     done: u32,
+    /// The stream has put the payload into the receive.
+    placed: bool,
     /// Region sent by reference.
     referred: Option<Referred>,
     /// The reference was sent at least once.

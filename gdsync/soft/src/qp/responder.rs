@@ -461,6 +461,10 @@ fn check_sizes(header: &Header, body: usize, segment: usize) -> Result<(), Refus
         _ if header.flags & packet::REFERENCE != 0 => {
             flags == ends && payload == REFERENCE_BYTES && (1..=MAX_MESSAGE).contains(&header.len)
         }
+        _ if header.flags & packet::PLACED != 0 => {
+            let is_send = header.op == PacketOp::SEND && header.flags & packet::IMM == 0;
+            is_send && flags == ends && payload == 0 && (1..=MAX_MESSAGE).contains(&header.len)
+        }
         packet::LAST => (1..=segment).contains(&payload),
         // All packets but the last are full.
         _ if flags & packet::LAST == 0 => payload == segment,
@@ -662,13 +666,20 @@ impl SoftQp {
         };
         let capacity: usize = current.sges.iter().map(|s| s.len as usize).sum();
         let failed = |local, remote| Refusal::Receive { counter, local, remote };
-        if current.received + body.len() > capacity {
+        let is_placed = header.flags & packet::PLACED != 0;
+        let len = if is_placed { header.len as usize } else { body.len() };
+        if current.received + len > capacity {
             return Err(failed(Syndrome::LOC_LEN_ERR, Syndrome::REM_INV_REQ_ERR));
         }
-        let copy = self
-            .scatter(current.sges.iter().copied(), current.received, body, 0, env)
-            .map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
-        current.received += body.len();
+        let copy = match is_placed {
+            true => {
+                current.sges.iter().try_for_each(|sge| self.local(sge, true, env).map(drop)).map(|()| None)
+            }
+            false => self.scatter(current.sges.iter().copied(), current.received, body, 0, env),
+        };
+        let copy = copy.map_err(|local| failed(local, Syndrome::REM_OP_ERR))?;
+        env.stats.placed += u64::from(is_placed);
+        current.received += len;
         let bytes = current.received;
         let is_last = header.flags & packet::LAST != 0;
         let complete = is_last.then_some(counter);

@@ -240,7 +240,7 @@ impl Bed {
         let is_last = random.one_in(3) || !matches!(op, PacketOp::SEND | PacketOp::WRITE);
         let mut flags = if is_first { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
         if random.one_in(40) {
-            flags = u8::try_from(random.below(32)).unwrap();
+            flags = u8::try_from(random.below(128)).unwrap();
         }
         if random.one_in(60) {
             op = PacketOp(u8::try_from(random.below(16)).unwrap());

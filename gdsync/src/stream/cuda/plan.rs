@@ -8,7 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use crate::stream::peer::{PeerCopy, Signal};
+use crate::stream::peer::{PeerCopy, Signal, Steps};
 use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
@@ -231,6 +231,12 @@ impl Calls {
                 }
                 Op::Peer(ref copy) if self.by_kernel.copies => self.put_copy(&copy.steps(gpu)?),
                 Op::Peer(ref copy) => self.put_engine_copy(copy, gpu)?,
+                Op::Place(ref placing) => {
+                    let steps = if self.by_kernel.copies { placing.steps(gpu)? } else { Steps::new() };
+                    if !steps.is_empty() {
+                        self.put_copy(&steps);
+                    }
+                }
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),

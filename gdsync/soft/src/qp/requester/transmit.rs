@@ -10,12 +10,12 @@ use crate::packet::{self, Header, PacketOp, ahead, segments};
 use crate::qp::staging::Staged;
 use crate::qp::{Env, SoftQp, UNLINKED};
 use crate::wire::Piece;
-use gdsync_device::QpState;
 use gdsync_device::engine::Wqe;
 use gdsync_device::memory::Memory;
+use gdsync_device::{PLACED, QpState};
 use mlx5_ring::{
-    self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, MaskedAtomic, MaskedOp, PayloadPart,
-    RemoteAddr, Syndrome,
+    self as mlx5, DataSeg, DecodedOp, DecodedPayload, MAX_MESSAGE, MaskedAtomic, MaskedOp, Opcode,
+    PayloadPart, RemoteAddr, Syndrome,
 };
 
 /// Sends in progress; further WQEs stay in the ring.
@@ -105,8 +105,13 @@ impl SoftQp {
         }
         env.stats.wqes += 1;
         self.rings.qp_trace.fetched(self.rings.qpn, len);
-        let packets = if kind == Kind::Nop { 0 } else { segments(len, env.links.segment(self.link)) };
-        let referred = self.reference_for(&op, wqe, len, env);
+        let placed = wqe.ctrl.opcode == Opcode::SEND && wqe.ctrl.imm == PLACED.to_ne_bytes() && len > 0;
+        let packets = match kind {
+            Kind::Nop => 0,
+            _ if placed => 1,
+            _ => segments(len, env.links.segment(self.link)),
+        };
+        let referred = if placed { None } else { self.reference_for(&op, wqe, len, env) };
         if packets > 1 {
             *env.copied = Some(Instant::now());
         }
@@ -121,6 +126,7 @@ impl SoftQp {
             packets,
             sent: 0,
             done: 0,
+            placed,
             referred,
             reference_sent: false,
             fetch,
@@ -188,7 +194,8 @@ impl SoftQp {
                 return false;
             }
             let offset = p.sent as usize * segment;
-            let size = segment.min(len - offset);
+            let placed = p.placed;
+            let size = if placed { len } else { segment.min(len - offset) };
             let is_last = p.sent + 1 == packets;
             let mut header = Header::new(PacketOp::SEND, remote.qpn, self.rings.qpn, psn);
             header.flags =
@@ -247,6 +254,12 @@ impl SoftQp {
                 self.req.pending[i].error = Some(syndrome);
                 return false;
             }
+            if placed {
+                // They were gathered to check them.
+                header.flags |= packet::PLACED;
+                ext.clear();
+                pieces.clear();
+            }
             if pieces.iter().any(|piece| Self::is_staged(piece.memory, len, env)) {
                 match self.stage(i, op, bytes, offset, env) {
                     Ok(Some((memory, offset))) => {
@@ -264,7 +277,7 @@ impl SoftQp {
                 }
             }
             if header.op == PacketOp::SEND || header.op == PacketOp::WRITE {
-                header.len = u32::try_from(size).expect("a packet is short");
+                header.len = u32::try_from(size).expect("messages are at most 1 GiB");
             }
             match env.links.send(self.link, &header, &ext, &pieces, self.packets, env.faults, env.stats) {
                 Ok(true) => {}

@@ -1,0 +1,313 @@
+//! Messages of streams whose payload a kernel puts into the receive, on GPUs or simulated ones.
+
+use gdsync::cuda::Gpu;
+use gdsync::stream::{Batch, CudaStreamConfig, Stream, Via};
+use mp::{Communicator, Error, NearPath, Registration, Request};
+use proptest::prelude::*;
+use proptest::test_runner::{RngSeed, TestRunner};
+
+use crate::common::{
+    LONG, bytes, host_buffer, host_stream, is_part_of, job_with, message, myself, prints, says,
+    simulated_gpu, until,
+};
+
+/// Runs a test in two ranks, each with a GPU.
+fn of_two(name: &str, near: NearPath, body: impl FnOnce(&Communicator, &Gpu)) {
+    let gpu = || {
+        let rank: i32 = std::env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
+        match Gpu::count() {
+            Ok(count) if count > 0 => Gpu::open(rank % count).unwrap(),
+            _ => simulated_gpu(0).unwrap(),
+        }
+    };
+    if !is_part_of(name) {
+        return job_with(name, 2, Communicator::builder(), |_| ());
+    }
+    let gpu = gpu();
+    job_with(name, 2, Communicator::builder().gpu(&gpu).near(near), |comm| body(comm, &gpu));
+}
+
+fn on(gpu: &Gpu, via: Via, copies: Via) -> Stream {
+    let config = CudaStreamConfig { via, copies, wait_limit: LONG, ..CudaStreamConfig::default() };
+    Stream::cuda(gpu, config).unwrap()
+}
+
+fn of_gpu(comm: &Communicator, gpu: &Gpu, len: usize) -> Registration {
+    let memory = gpu.alloc(len).unwrap();
+    memory.fill(0, len, 0).unwrap();
+    memory.flush().unwrap();
+    comm.register(&memory).unwrap()
+}
+
+fn fill(buffer: &Registration, at: usize, bytes: &[u8]) {
+    buffer.memory().write(at, bytes).unwrap();
+    buffer.memory().flush().unwrap();
+}
+
+/// Messages that this rank has got without payload.
+fn placed(comm: &Communicator) -> u64 {
+    comm.device(1 - comm.rank()).unwrap().stats().placed
+}
+
+/// Sends from rank 0 to rank 1 until they know each other's memory.
+fn warm_up(comm: &Communicator, s: &Stream, outbox: &Registration, inbox: &Registration) {
+    if comm.rank() == 0 {
+        until("the other rank's memory to be open", || {
+            let received = comm.irecv(outbox, 0..1, 1).unwrap();
+            comm.send_on_stream(s, outbox, 0..64, 1).unwrap();
+            s.synchronize(LONG).unwrap();
+            received.wait(LONG).unwrap();
+            bytes(outbox, 0..1) == [1]
+        });
+    } else {
+        until("a message to be placed", || {
+            let before = placed(comm);
+            comm.irecv(inbox, 0..64, 0).unwrap().wait(LONG).unwrap();
+            let is_placed = placed(comm) > before;
+            fill(outbox, 0, &[is_placed.into()]);
+            comm.isend(outbox, 0..1, 0).unwrap().wait(LONG).unwrap();
+            is_placed
+        });
+    }
+    comm.barrier(LONG).unwrap();
+}
+
+/// All lengths and alignments, and in which way the streams run.
+fn messages(comm: &Communicator, gpu: &Gpu, (via, copies): (Via, Via)) {
+    const LEN: usize = 200_000;
+    let (s, peer) = (on(gpu, via, copies), 1 - comm.rank());
+    let (outbox, inbox) = (of_gpu(comm, gpu, LEN), of_gpu(comm, gpu, LEN));
+    let is_placed = copies != Via::MemOp;
+    if is_placed {
+        warm_up(comm, &s, &outbox, &inbox);
+    }
+    let before = placed(comm);
+    for n in 0..40 {
+        let (len, from, to) = (1 + n * n * 7919 % 150_000, n * 13 % 37, n * 29 % 41);
+        fill(&outbox, from, &message(comm.rank(), peer, n, len));
+        let received = match n % 2 {
+            0 => comm.irecv(&inbox, to..to + len + n, peer).unwrap(),
+            _ => comm.irecv_on_stream(&s, &inbox, to..to + len + n, peer).unwrap(),
+        };
+        comm.send_on_stream(&s, &outbox, from..from + len, peer).unwrap();
+        comm.wait_on_stream(&s, &received).unwrap();
+        s.synchronize(LONG).unwrap();
+        assert_eq!(received.wait(LONG).unwrap().bytes, len);
+        assert!(bytes(&inbox, to..to + len) == message(peer, comm.rank(), n, len), "{n}");
+        let rest = bytes(&inbox, to + len..to + len + 1);
+        assert!(n > 0 || rest == [0], "nothing is written behind the message");
+    }
+    if is_placed && comm.rank() == 1 {
+        assert_eq!(placed(comm) - before, 40, "all of them");
+        let path = comm.path_of(&outbox, 0..8, peer).unwrap();
+        says(&path, &["by CUDA streams with peer copies"]);
+    } else if !is_placed {
+        assert_eq!(placed(comm), 0, "the copy engine asks for no receive");
+    }
+}
+
+macro_rules! messages {
+    ($($name:ident: $via:expr, $copies:expr;)*) => {
+        $(
+            #[test]
+            fn $name() {
+                of_two(stringify!($name), NearPath::PeerCopies, |comm, gpu| messages(comm, gpu, ($via, $copies)));
+            }
+        )*
+    };
+}
+
+messages! {
+    kernels_place_messages: Via::Kernel, Via::Auto;
+    streams_of_memory_operations_place_messages: Via::MemOp, Via::Kernel;
+    copy_engines_do_not: Via::Kernel, Via::MemOp;
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum By {
+    Cpu,
+    Eager,
+    Batch,
+    Prepared,
+    HostStream,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Into {
+    Gpu,
+    Host,
+    Pieces,
+}
+
+type Step = (By, By, Into, usize);
+
+/// Whoever sends and receives, and whatever moves the payload: messages come in order, each into its receive.
+#[test]
+fn order_holds_in_any_mixture() {
+    const NAME: &str = "order_holds_in_any_mixture";
+    of_two(NAME, NearPath::Auto, |comm, gpu| {
+        let by = || prop::sample::select(vec![By::Cpu, By::Eager, By::Batch, By::Prepared, By::HostStream]);
+        let into = prop::sample::select(vec![Into::Gpu, Into::Gpu, Into::Gpu, Into::Host, Into::Pieces]);
+        let steps = prop::collection::vec((by(), by(), into, 0..4_usize), 1..25);
+        let config = ProptestConfig {
+            cases: 16,
+            failure_persistence: None,
+            rng_seed: RngSeed::Fixed(31),
+            max_shrink_iters: 0,
+            ..ProptestConfig::default()
+        };
+        let rooms = [of_gpu(comm, gpu, 25 * ROOM), host_buffer(comm, 25 * ROOM)];
+        let run = |steps: Vec<Step>| {
+            mixture(comm, gpu, &rooms, &steps);
+            Ok(())
+        };
+        TestRunner::new(config).run(&steps, run).unwrap();
+        assert!(comm.rank() == 0 || placed(comm) > 10, "{} were placed", placed(comm));
+    });
+}
+
+const ROOM: usize = 40_064;
+
+fn mixture(comm: &Communicator, gpu: &Gpu, [near, host]: &[Registration; 2], steps: &[Step]) {
+    const LENGTHS: [usize; 4] = [8, 600, 5_001, 40_000];
+    let (s, h) = (on(gpu, Via::Kernel, Via::Auto), host_stream("mixed"));
+    let mut last = None;
+    let mut requests: Vec<Request> = Vec::new();
+    for (i, &(sender, receiver, into, len)) in steps.iter().enumerate() {
+        let (len, start) = (LENGTHS[len], i * ROOM + i % 3);
+        let by = if comm.rank() == 0 { sender } else { receiver };
+        let stream = if by == By::HostStream { &h } else { &s };
+        // Queues are the CPU's or one stream's.
+        let owner = match by {
+            By::Cpu => 0,
+            By::HostStream => 1,
+            _ => 2,
+        };
+        if last.replace(owner).is_some_and(|last| last != owner) {
+            [&s, &h].iter().for_each(|stream| stream.synchronize(LONG).unwrap());
+            if comm.rank() == 0 {
+                requests.drain(..).for_each(|request| _ = request.wait(LONG).unwrap());
+            }
+        }
+        if comm.rank() == 0 {
+            fill(near, start, &message(0, 1, i, len));
+            let sent = match by {
+                By::Cpu => comm.isend(near, start..start + len, 1),
+                By::Eager | By::HostStream => comm.isend_on_stream(stream, near, start..start + len, 1),
+                By::Batch => {
+                    let mut batch = Batch::new();
+                    let sent = comm.isend_in_batch(&mut batch, near, start..start + len, 1);
+                    stream.submit(&mut batch).unwrap();
+                    sent
+                }
+                By::Prepared => {
+                    // One that is taken back is no message.
+                    drop(comm.prepare_send(near, start..start + 8, 1).unwrap());
+                    comm.prepare_send(near, start..start + len, 1).unwrap().post_on_stream(stream)
+                }
+            };
+            requests.push(sent.unwrap());
+            continue;
+        }
+        let buffer = if into == Into::Host { host } else { near };
+        buffer.memory().fill(start, len, 0).unwrap();
+        let pieces = match into {
+            Into::Pieces => vec![(buffer, start..start + 3), (buffer, start + 3..start + len)],
+            _ => vec![(buffer, start..start + len)],
+        };
+        let received = match by {
+            By::Cpu => comm.irecv_vectored(&pieces, 0).unwrap(),
+            _ => {
+                // One that is taken back may have told of its place.
+                drop(comm.irecv_in_batch(&mut Batch::new(), near, start..start + ROOM / 2, 0).unwrap());
+                let mut batch = Batch::new();
+                let received = comm.irecv_vectored_in_batch(&mut batch, &pieces, 0).unwrap();
+                // The last announcement of another stream may be under way.
+                until("the queue to be free", || match stream.submit(&mut batch) {
+                    Err(gdsync::Error::Busy { .. }) => false,
+                    submitted => submitted.map(|()| true).unwrap(),
+                });
+                received
+            }
+        };
+        requests.push(received);
+    }
+    [&s, &h].iter().for_each(|stream| stream.synchronize(LONG).unwrap());
+    for request in requests {
+        request.wait(LONG).unwrap();
+    }
+    for (i, &(_, _, into, len)) in steps.iter().enumerate().filter(|_| comm.rank() == 1) {
+        let (len, start) = (LENGTHS[len], i * ROOM + i % 3);
+        let came = bytes(if into == Into::Host { host } else { near }, start..start + len);
+        assert!(came == message(0, 1, i, len), "{i} of {steps:?}");
+    }
+    comm.barrier(LONG).unwrap();
+}
+
+/// Memory that is freed gives its number to other memory.
+#[test]
+fn memory_comes_and_goes() {
+    const NAME: &str = "memory_comes_and_goes";
+    of_two(NAME, NearPath::PeerCopies, |comm, gpu| {
+        let (s, peer) = (on(gpu, Via::Kernel, Via::Auto), 1 - comm.rank());
+        let outbox = of_gpu(comm, gpu, 4096);
+        for n in 0..150 {
+            let inbox = of_gpu(comm, gpu, 4096);
+            for k in 0..3 {
+                fill(&outbox, 0, &message(comm.rank(), peer, n + k, 3000));
+                let received = comm.irecv(&inbox, k..k + 3000, peer).unwrap();
+                comm.send_on_stream(&s, &outbox, 0..3000, peer).unwrap();
+                s.synchronize(LONG).unwrap();
+                received.wait(LONG).unwrap();
+                assert!(bytes(&inbox, k..k + 3000) == message(peer, comm.rank(), n + k, 3000), "{n} {k}");
+            }
+        }
+        comm.barrier(LONG).unwrap();
+        assert!(placed(comm) > 20, "{}", placed(comm));
+    });
+}
+
+/// What does not fit is not placed, and fails at both ranks as always.
+#[test]
+fn longer_messages_fail() {
+    const NAME: &str = "longer_messages_fail";
+    of_two(NAME, NearPath::PeerCopies, |comm, gpu| {
+        let s = on(gpu, Via::Kernel, Via::Auto);
+        let (outbox, inbox) = (of_gpu(comm, gpu, 4096), of_gpu(comm, gpu, 4096));
+        warm_up(comm, &s, &outbox, &inbox);
+        let error = if comm.rank() == 0 {
+            let sent = comm.isend_on_stream(&s, &outbox, 0..101, 1).unwrap();
+            sent.wait(LONG).unwrap_err()
+        } else {
+            let received = comm.irecv(&inbox, 1000..1100, 0).unwrap();
+            received.wait(LONG).unwrap_err()
+        };
+        assert!(matches!(error, Error::Message { rank, .. } if rank == 1 - comm.rank()), "{error}");
+        says(&error, &["the message is longer than its receive"]);
+        assert_eq!(bytes(&inbox, 1000..1200), [0; 200], "nothing was written");
+    });
+}
+
+/// What `path_of` says, and that peer copies are missed where they are asked for.
+#[test]
+fn the_environment_chooses_for_messages() {
+    const NAME: &str = "the_environment_chooses_for_messages";
+    if !is_part_of(NAME) {
+        for (value, words) in [
+            ("auto", "by CUDA streams no other way: so far no receive there"),
+            ("peer", "by CUDA streams no other way: so far no receive there"),
+            ("queues", "no other way: this rank asked for queue pairs (MP_NEAR, or the builder)"),
+        ] {
+            prints(myself(NAME).env("MP_NEAR", value), words);
+        }
+        return;
+    }
+    let gpu = simulated_gpu(0).unwrap();
+    let comm = Communicator::builder().gpu(&gpu).spawn(2).timeout(LONG).init().unwrap();
+    let (peer, buffer) = (1 - comm.rank(), of_gpu(&comm, &gpu, 64));
+    println!("{}", comm.path_of(&buffer, 0..8, peer).unwrap());
+    let host = host_buffer(&comm, 64);
+    assert!(comm.path_of(&host, 0..8, peer).unwrap().peer_copies().is_err());
+    comm.barrier(LONG).unwrap();
+    comm.finalize(LONG).unwrap();
+}
