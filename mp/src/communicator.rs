@@ -234,7 +234,7 @@ impl Communicator {
     /// of several pieces is not fetched by a copy engine of the receiver. A receiver that cannot fetch a buffer refuses its first
     /// message, which is staged then, as later ones.
     ///
-    /// [`BufferPath::peer_copies`] says whether CUDA streams of the [GPU of the communicator](crate::CommunicatorBuilder::gpu) put the bytes
+    /// [`BufferPath::peer_copies`] says whether CUDA streams of the [communicator's GPU](crate::CommunicatorBuilder::gpu) put the bytes
     /// into receives of the rank themselves, in GPU memory (of `cudaMalloc`) that it has received into before. The device then only
     /// completes these messages. So may do a rank of this host for messages of one piece into one piece; a failure of the connection
     /// does not stop a copy that has begun.
@@ -257,7 +257,7 @@ impl Communicator {
             }
             _ if settings.queues.depth > LINES => Err("CommunicatorBuilder::depth is more than 1024".into()),
             _ if !self.device(rank)?.is_software() => Err("the device is no software HCA".into()),
-            Some(places) => places.copies(buffer.memory()),
+            Some(places) => places.copies(buffer.memory(), range.len()),
             None => Err("the other rank has no GPU, asked for queue pairs, or shares no memory".into()),
         }))
     }

@@ -52,7 +52,8 @@ impl PreparedMessage {
 
 impl Communicator {
     /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then.
-    /// Between GPUs of a host a kernel of the stream puts the payload into the receive: see [`Communicator::path_of`]. Graphs refuse it: see [`Channel`](crate::Channel).
+    /// Between GPUs of a host a kernel of the stream puts payloads of 4 to 96 KiB into the receive: see [`Communicator::path_of`]. Graphs
+    /// refuse it: see [`Channel`](crate::Channel).
     ///
     /// Until it is complete, do not write what it sends, and the CPU and other streams cannot send to the same rank. The stream does
     /// not wait for that, so work queued behind it may change the bytes: wait for the request, or use

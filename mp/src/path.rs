@@ -136,8 +136,8 @@ impl GpuPath {
     }
 }
 
-/// Whether CUDA streams write and read the windows, and send to the channels and receives, of ranks of the same host by peer copies: they access the memory of the
-/// other GPU directly, over NVLink or PCIe. The environment's `MP_NEAR` overrides it: `auto`, `peer` or `queues`.
+/// Whether CUDA streams write and read the windows, and send to the channels and receives, of ranks of the same host by peer copies: they
+/// access the memory of the other GPU directly, over NVLink or PCIe. The environment's `MP_NEAR` overrides it: `auto`, `peer` or `queues`.
 ///
 /// See [`Window`](crate::Window#peer-copies) and [`Channel`](crate::Channel#peer-copies);
 /// [`Window::path_of`](crate::Window::path_of) and [`Channel::path_of`](crate::Channel::path_of) tell what they do and why.
@@ -147,7 +147,8 @@ pub enum NearPath {
     /// Where that is possible.
     Auto,
     /// As [`NearPath::Auto`], and no window or channel is made whose GPU memory, on the same host, is not reached so. Receives into GPU
-    /// memory that cannot be exported, and messages of streams where some cannot be opened, are refused.
+    /// memory that cannot be exported, and messages of streams where some cannot be opened, are refused if streams copy messages of this
+    /// length ([`Communicator::path_of`](crate::Communicator::path_of)).
     PeerCopies,
     /// No: all operations go through queue pairs. Other ranks have no peer copies into memory of this one, either.
     Queues,
@@ -326,8 +327,8 @@ pub(crate) struct Devices {
 type Refusals = Vec<Option<&'static str>>;
 
 impl Devices {
-    /// Decides with the other ranks. All must call it. FIFOs need the watchdog; `places` says whether this rank wants tables of receives. A context that `is_default`, the software HCA over
-    /// shared memory, gives way to one over TCP if ranks are on other hosts.
+    /// Decides with the other ranks. All must call it. FIFOs need the watchdog; `places` says whether this rank wants tables of
+    /// receives. A context that `is_default`, the software HCA over shared memory, gives way to one over TCP if ranks are on other hosts.
     ///
     /// # Errors
     /// Of the exchange, [`Error::Bootstrap`] if ranks of other hosts are not reached, and [`Error::Device`] from a device.

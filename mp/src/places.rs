@@ -6,7 +6,7 @@
 //! as long as streams wait. A number is given again when its memory was freed, with another generation.
 
 use std::borrow::Cow;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::Builder;
@@ -19,6 +19,9 @@ use parking_lot::Mutex;
 use crate::path::{CopiesOrNot, NearPath};
 use crate::registration::Piece;
 
+/// What streams put into receives; the HCA moves the rest. Two H200s: it takes as long below, where a kernel has to find the receive
+/// first. Above the kernel has several blocks, and their reads of the line, in memory of the host, take 1 us each, one after the other.
+const LENGTHS: RangeInclusive<usize> = 4096..=96 << 10;
 /// Lines of a direction: no more receives can be posted.
 pub(crate) const LINES: usize = 1024;
 /// Memories that can be told at a time.
@@ -93,7 +96,7 @@ struct Theirs {
 /// The only piece of a message, in memory of a GPU.
 fn single<'a, 'b>(pieces: &'a [Piece<'b>]) -> Option<&'a Piece<'b>> {
     match pieces {
-        [piece] if !piece.1.is_empty() && piece.0.memory().gpu().is_some() => Some(piece),
+        [piece] if piece.1.len() >= *LENGTHS.start() && piece.0.memory().gpu().is_some() => Some(piece),
         _ => None,
     }
 }
@@ -148,7 +151,7 @@ impl Places {
     pub(crate) fn payload(&self, pieces: &[Piece<'_>]) -> gdsync::Result<Option<Memory>> {
         let Some((buffer, range)) = single(pieces) else { return Ok(None) };
         let Theirs { open, any, opened, .. } = &*self.theirs;
-        if !is_on(buffer.memory(), open.gpu()) {
+        if !LENGTHS.contains(&range.len()) || !is_on(buffer.memory(), open.gpu()) {
             return Ok(None);
         }
         self.look();
@@ -187,11 +190,15 @@ impl Places {
     }
 
     /// Whether streams put a payload into receives of the other rank, or why not.
-    pub(crate) fn copies(&self, payload: &Memory) -> CopiesOrNot {
+    pub(crate) fn copies(&self, payload: &Memory, len: usize) -> CopiesOrNot {
         self.look();
         let Theirs { table, open, any, opened, .. } = &*self.theirs;
         let refused = || table.atomic64(REFUSED).expect(WORDS).load(Ordering::Relaxed) != 0;
         match () {
+            () if !LENGTHS.contains(&len) => {
+                let (least, most) = LENGTHS.into_inner();
+                Err(format!("the device moves {len} bytes as fast; streams put {least} to {most}").into())
+            }
             () if !is_on(payload, open.gpu()) => Err("the memory is not of the communicator's GPU".into()),
             () if let Some(why) = opened.try_lock().and_then(|opened| opened.1.clone()) => Err(why),
             () if any.load(Ordering::Acquire) => Ok(()),

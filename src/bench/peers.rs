@@ -378,7 +378,8 @@ impl Options {
             }
         }
         // Messages learn of each other's memory as they go.
-        note += &format!("\nisend and irecv: {}", comm.path_of(&sent, 0..8, rig.peer())?);
+        let (path, got) = (comm.path_of(&sent, 0..rig.room, rig.peer())?, comm.device(rig.peer())?.stats());
+        note += &format!("\nisend and irecv: {path}; {} messages came so", got.placed);
         let ours = ways[..3].iter().flat_map(|way| MODES.map(|mode| format!("{}, {mode}", way.name())));
         let ours: Vec<_> = ours.collect();
         let ours: Vec<_> = ours.iter().map(String::as_str).collect();
@@ -450,6 +451,8 @@ impl Options {
                         samples.add_mean(start.elapsed(), ahead);
                     }
                     app.finish()?;
+                    // Takes completions of sends, for which launches of graphs need room.
+                    rig.comm.progress();
                     rig.comm.barrier(rig.timeout)?;
                     let mut came = vec![0; bytes];
                     // SAFETY: device memory of the way, as long as the longest message, which nothing uses now.

@@ -49,12 +49,16 @@ fn placed(comm: &Communicator) -> u64 {
     comm.device(1 - comm.rank()).unwrap().stats().placed
 }
 
+/// The shortest payload that is placed, and the longest.
+const LEAST: usize = 4096;
+const MOST: usize = 96 << 10;
+
 /// Sends from rank 0 to rank 1 until they know each other's memory.
 fn warm_up(comm: &Communicator, s: &Stream, outbox: &Registration, inbox: &Registration) {
     if comm.rank() == 0 {
         until("the other rank's memory to be open", || {
             let received = comm.irecv(outbox, 0..1, 1).unwrap();
-            comm.send_on_stream(s, outbox, 0..64, 1).unwrap();
+            comm.send_on_stream(s, outbox, 0..LEAST, 1).unwrap();
             s.synchronize(LONG).unwrap();
             received.wait(LONG).unwrap();
             bytes(outbox, 0..1) == [1]
@@ -62,7 +66,7 @@ fn warm_up(comm: &Communicator, s: &Stream, outbox: &Registration, inbox: &Regis
     } else {
         until("a message to be placed", || {
             let before = placed(comm);
-            comm.irecv(inbox, 0..64, 0).unwrap().wait(LONG).unwrap();
+            comm.irecv(inbox, 0..LEAST, 0).unwrap().wait(LONG).unwrap();
             let is_placed = placed(comm) > before;
             fill(outbox, 0, &[is_placed.into()]);
             comm.isend(outbox, 0..1, 0).unwrap().wait(LONG).unwrap();
@@ -81,9 +85,10 @@ fn messages(comm: &Communicator, gpu: &Gpu, (via, copies): (Via, Via)) {
     if is_placed {
         warm_up(comm, &s, &outbox, &inbox);
     }
-    let before = placed(comm);
+    let (before, mut fitting) = (placed(comm), 0);
     for n in 0..40 {
         let (len, from, to) = (1 + n * n * 7919 % 150_000, n * 13 % 37, n * 29 % 41);
+        fitting += u64::from((LEAST..=MOST).contains(&len));
         fill(&outbox, from, &message(comm.rank(), peer, n, len));
         let received = match n % 2 {
             0 => comm.irecv(&inbox, to..to + len + n, peer).unwrap(),
@@ -98,9 +103,15 @@ fn messages(comm: &Communicator, gpu: &Gpu, (via, copies): (Via, Via)) {
         assert!(n > 0 || rest == [0], "nothing is written behind the message");
     }
     if is_placed && comm.rank() == 1 {
-        assert_eq!(placed(comm) - before, 40, "all of them");
-        let path = comm.path_of(&outbox, 0..8, peer).unwrap();
-        says(&path, &["by CUDA streams with peer copies"]);
+        assert_eq!(placed(comm) - before, fitting, "all of fitting lengths");
+        let path = |len| comm.path_of(&outbox, 0..len, peer).unwrap();
+        says(&path(LEAST), &["by CUDA streams with peer copies"]);
+        for len in [LEAST - 1, MOST + 1] {
+            says(
+                &path(len),
+                &["by CUDA streams no other way: the device moves", "streams put 4096 to 98304"],
+            );
+        }
     } else if !is_placed {
         assert_eq!(placed(comm), 0, "the copy engine asks for no receive");
     }
@@ -250,16 +261,16 @@ fn memory_comes_and_goes() {
     const NAME: &str = "memory_comes_and_goes";
     of_two(NAME, NearPath::PeerCopies, |comm, gpu| {
         let (s, peer) = (on(gpu, Via::Kernel, Via::Auto), 1 - comm.rank());
-        let outbox = of_gpu(comm, gpu, 4096);
+        let outbox = of_gpu(comm, gpu, 8192);
         for n in 0..150 {
-            let inbox = of_gpu(comm, gpu, 4096);
+            let inbox = of_gpu(comm, gpu, 8192);
             for k in 0..3 {
-                fill(&outbox, 0, &message(comm.rank(), peer, n + k, 3000));
-                let received = comm.irecv(&inbox, k..k + 3000, peer).unwrap();
-                comm.send_on_stream(&s, &outbox, 0..3000, peer).unwrap();
+                fill(&outbox, 0, &message(comm.rank(), peer, n + k, 5000));
+                let received = comm.irecv(&inbox, k..k + 5000, peer).unwrap();
+                comm.send_on_stream(&s, &outbox, 0..5000, peer).unwrap();
                 s.synchronize(LONG).unwrap();
                 received.wait(LONG).unwrap();
-                assert!(bytes(&inbox, k..k + 3000) == message(peer, comm.rank(), n + k, 3000), "{n} {k}");
+                assert!(bytes(&inbox, k..k + 5000) == message(peer, comm.rank(), n + k, 5000), "{n} {k}");
             }
         }
         comm.barrier(LONG).unwrap();
@@ -273,18 +284,18 @@ fn longer_messages_fail() {
     const NAME: &str = "longer_messages_fail";
     of_two(NAME, NearPath::PeerCopies, |comm, gpu| {
         let s = on(gpu, Via::Kernel, Via::Auto);
-        let (outbox, inbox) = (of_gpu(comm, gpu, 4096), of_gpu(comm, gpu, 4096));
+        let (outbox, inbox) = (of_gpu(comm, gpu, 8192), of_gpu(comm, gpu, 8192));
         warm_up(comm, &s, &outbox, &inbox);
         let error = if comm.rank() == 0 {
-            let sent = comm.isend_on_stream(&s, &outbox, 0..101, 1).unwrap();
+            let sent = comm.isend_on_stream(&s, &outbox, 0..5001, 1).unwrap();
             sent.wait(LONG).unwrap_err()
         } else {
-            let received = comm.irecv(&inbox, 1000..1100, 0).unwrap();
+            let received = comm.irecv(&inbox, 1000..6000, 0).unwrap();
             received.wait(LONG).unwrap_err()
         };
         assert!(matches!(error, Error::Message { rank, .. } if rank == 1 - comm.rank()), "{error}");
         says(&error, &["the message is longer than its receive"]);
-        assert_eq!(bytes(&inbox, 1000..1200), [0; 200], "nothing was written");
+        assert_eq!(bytes(&inbox, 1000..6100), [0; 5100], "nothing was written");
     });
 }
 
@@ -304,8 +315,8 @@ fn the_environment_chooses_for_messages() {
     }
     let gpu = simulated_gpu(0).unwrap();
     let comm = Communicator::builder().gpu(&gpu).spawn(2).timeout(LONG).init().unwrap();
-    let (peer, buffer) = (1 - comm.rank(), of_gpu(&comm, &gpu, 64));
-    println!("{}", comm.path_of(&buffer, 0..8, peer).unwrap());
+    let (peer, buffer) = (1 - comm.rank(), of_gpu(&comm, &gpu, LEAST));
+    println!("{}", comm.path_of(&buffer, 0..LEAST, peer).unwrap());
     let host = host_buffer(&comm, 64);
     assert!(comm.path_of(&host, 0..8, peer).unwrap().peer_copies().is_err());
     comm.barrier(LONG).unwrap();
