@@ -107,6 +107,7 @@ mod tests {
         "Bootstrap::connect",
         "Launch::detect",
         "Window::beside",
+        "Batch::post,",
         "Cond::{cond:?}",
     ];
 

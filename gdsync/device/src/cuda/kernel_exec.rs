@@ -574,14 +574,15 @@ mod tests {
     #[test]
     fn the_header_says_the_same() {
         let kinds = ["WRITE_32", "WRITE_64", "WAIT_32", "WAIT_64", "WAIT_CQE", "BARRIER", "INDEX", "MARK"];
-        let of_kernels = ["ADD_64", "LENGTH", "COPY"];
+        let of_kernels = ["ADD_64", "LENGTH", "COPY", "FIND = 12"];
         assert_eq!(names("Kind"), [&kinds[..], &of_kernels].concat());
         let numbers = [kind::WRITE_32, kind::WRITE_64, kind::WAIT_32, kind::WAIT_64, kind::WAIT_CQE];
         assert_eq!(numbers, [0, 1, 2, 3, 4]);
         assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK], [5, 6, 7]);
-        assert_eq!([kind::ADD_64, kind::LENGTH, kind::COPY], [8, 9, 10]);
-        let [near, last, peer] = [flag::NEAR, flag::LAST, flag::PEER];
-        let flags = format!("enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer} }};");
+        assert_eq!([kind::ADD_64, kind::LENGTH, kind::COPY, kind::FIND], [8, 9, 10, 12]);
+        let [near, last, peer, found] = [flag::NEAR, flag::LAST, flag::PEER, flag::FOUND];
+        let flags =
+            format!("enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer}, FOUND = {found} }};");
         assert!(HEADER.contains(&flags), "{flags}");
         let conds = names("Cond").into_iter().zip([Cond::Geq, Cond::Eq, Cond::And, Cond::Nor]);
         for (at, (name, cond)) in conds.enumerate() {
