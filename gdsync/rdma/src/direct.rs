@@ -439,7 +439,7 @@ impl Provider for Direct {
 /// The address of queue pair `qpn`, which has this Q_Key, behind an address handle.
 ///
 /// # Errors
-/// [`Error::Library`](gdsync_device::Error::Library) without libmlx5; [`Error::Verbs`](gdsync_device::Error::Verbs) if it does not
+/// [`Error::Library`] without libmlx5; [`Error::Verbs`] if it does not
 /// know the handle.
 ///
 /// # Safety

@@ -59,7 +59,7 @@
 //! without peer access, no GPU in use. The receiver reports this once per region, and the sender logs it. Only copy
 //! engine threads call CUDA, never under the HCA's lock. Each GPU has one stream of the highest priority for all copies,
 //! independent of the application's streams. If waiting streams fill all hardware channels
-//! (`CUDA_DEVICE_MAX_CONNECTIONS`), copies stop; each is abandoned after [`SoftHcaConfig::copy_limit`], and the failed message
+//! (`CUDA_DEVICE_MAX_CONNECTIONS`), copies stop; each is abandoned after [`copy_limit`](field@SoftHcaConfig::copy_limit), and the failed message
 //! releases the streams.
 //!
 //! For a millisecond after a copy or a message of several packets begins, all threads involved busy-poll: those of the
