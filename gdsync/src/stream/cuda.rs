@@ -439,6 +439,7 @@ mod tests {
 
     #[test]
     fn the_device_does_not_attend_to_a_refused_wait() {
+        let _control = driver::Control::take();
         let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());

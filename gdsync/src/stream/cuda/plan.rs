@@ -415,6 +415,7 @@ mod tests {
     /// A wide copy has in its kernel only waits before it that every block may make, and anything behind it.
     #[test]
     fn copies_share_a_kernel_with_what_each_block_may_do() {
+        let _control = driver::Control::take();
         gdsync_testkit::kernels::register();
         let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
         let memory = gpu.alloc(4 << 20).unwrap();

@@ -451,6 +451,7 @@ mod tests {
 
     #[test]
     fn panic_of_the_watchdog_fails_the_stream_and_releases_it() {
+        let _control = driver::Control::take();
         let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
         let pd = Context::soft(&SoftHcaConfig::default()).unwrap().alloc_pd().unwrap();
         let (a, b) = (pd.build_qp().build().unwrap(), pd.build_qp().build().unwrap());
