@@ -60,22 +60,43 @@ pub fn gpu() -> Option<&'static (Gpu, Via)> {
     static GPU: OnceLock<Option<(Gpu, Via)>> = OnceLock::new();
     GPU.get_or_init(|| {
         let via = env::var("GDSYNC_TEST_GPU").ok()?.parse().expect("memop or kernel");
-        let rank: i32 = env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
-        let gpu = match Gpu::count() {
-            Ok(count) if count > 0 => Gpu::open(rank % count),
-            _ => {
-                if env::var_os(GPU_WITHOUT_DMA_BUF).is_some() {
-                    let control = driver::Control::take();
-                    control.attribute(0, DMA_BUF_SUPPORTED, 0);
-                    // As long as the process is there.
-                    std::mem::forget(control);
-                }
-                simulated_gpu(0)
+        let gpu = real_gpu().unwrap_or_else(|| {
+            if env::var_os(GPU_WITHOUT_DMA_BUF).is_some() {
+                let control = driver::Control::take();
+                control.attribute(0, DMA_BUF_SUPPORTED, 0);
+                // As long as the process is there.
+                std::mem::forget(control);
             }
-        };
-        Some((gpu.unwrap(), via))
+            simulated_gpu(0).unwrap()
+        });
+        Some((gpu, via))
     })
     .as_ref()
+}
+
+fn real_gpu() -> Option<Gpu> {
+    let rank: i32 = env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
+    let count = Gpu::count().ok().filter(|count| *count > 0)?;
+    Some(Gpu::open(rank % count).unwrap())
+}
+
+/// The GPU of this rank, or a simulated one.
+pub fn own_gpu() -> Gpu {
+    real_gpu().unwrap_or_else(|| simulated_gpu(0).unwrap())
+}
+
+/// A stream of a GPU that waits by `via`, and copies between GPUs by `copies`.
+pub fn copying(gpu: &Gpu, via: Via, copies: Via) -> Stream {
+    let config = CudaStreamConfig { via, copies, wait_limit: LONG, ..CudaStreamConfig::default() };
+    Stream::cuda(gpu, config).unwrap()
+}
+
+/// Registered memory of a GPU, all 0.
+pub fn of_gpu(comm: &Communicator, gpu: &Gpu, len: usize) -> Registration {
+    let memory = gpu.alloc(len).unwrap();
+    memory.fill(0, len, 0).unwrap();
+    memory.flush().unwrap();
+    comm.register(&memory).unwrap()
 }
 
 /// A simulated GPU, whose kernels are there.

@@ -7,14 +7,14 @@ use std::time::Duration;
 
 use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
+use gdsync::stream::{Batch, Cond, Stream, Via};
 use mp::{Communicator, Error, Exchange, NearPath, Registration, Rma, Signal, Window};
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
 
 use crate::common::{
-    DONE, LONG, bytes, failed_rank, host_buffer, host_stream, is_part_of, job_test, job_with, kill, message,
-    myself, prints, says, simulated_gpu, succeeds,
+    DONE, LONG, bytes, copying, failed_rank, host_buffer, host_stream, is_part_of, job_test, job_with, kill,
+    message, myself, of_gpu, own_gpu, prints, says, simulated_gpu, succeeds,
 };
 
 /// Tests of a module run again with all buffers in GPU memory: by kernels, and by the copy engine.
@@ -40,29 +40,8 @@ fn channels_hold_with_peer_copies() {
     hold_with_peer_copies("channels::");
 }
 
-/// The GPU of this rank, or a simulated one.
-fn gpu() -> Gpu {
-    let rank: i32 = std::env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
-    match Gpu::count() {
-        Ok(count) if count > 0 => Gpu::open(rank % count).unwrap(),
-        _ => simulated_gpu(0).unwrap(),
-    }
-}
-
 fn on(gpu: &Gpu, via: Via) -> Stream {
     copying(gpu, via, Via::Auto)
-}
-
-fn copying(gpu: &Gpu, via: Via, copies: Via) -> Stream {
-    let config = CudaStreamConfig { via, copies, wait_limit: LONG, ..CudaStreamConfig::default() };
-    Stream::cuda(gpu, config).unwrap()
-}
-
-fn of_gpu(comm: &Communicator, gpu: &Gpu, len: usize) -> Registration {
-    let memory = gpu.alloc(len).unwrap();
-    memory.fill(0, len, 0).unwrap();
-    memory.flush().unwrap();
-    comm.register(&memory).unwrap()
 }
 
 /// Fails unless streams use peer copies.
@@ -145,7 +124,7 @@ job_test!(streams_of_kernels_use_the_copy_engine, 2, |comm| exchange_via(comm, V
 job_test!(one_rank_reaches_itself, 1, |comm| exchange_via(comm, Via::Kernel, Via::Kernel));
 
 fn exchange_via(comm: &Communicator, via: Via, copies: Via) {
-    let gpu = gpu();
+    let gpu = own_gpu();
     exchange(comm, &gpu, &copying(&gpu, via, copies));
 }
 
@@ -198,7 +177,7 @@ fn ranks_of_one_process_have_two_gpus() {
 
 // What `path_of` says where there are none, and that all works nevertheless.
 job_test!(other_memory_goes_through_queues, 2, |comm| {
-    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (gpu, peer) = (own_gpu(), 1 - comm.rank());
     let why = |window: &Window, buffer: &Registration| {
         let path = window.path_of(buffer, 0..8, peer).unwrap();
         path.peer_copies().unwrap_err().to_owned()
@@ -273,7 +252,7 @@ fn the_environment_chooses() {
     }
     match Communicator::builder().spawn(2).timeout(LONG).init() {
         Ok(comm) => {
-            let buffer = of_gpu(&comm, &gpu(), 64);
+            let buffer = of_gpu(&comm, &own_gpu(), 64);
             let window = comm.window(&buffer, 0..64, LONG).unwrap();
             println!("{}", window.path_of(&buffer, 0..8, 1 - comm.rank()).unwrap());
             comm.finalize(LONG).unwrap();
@@ -284,7 +263,7 @@ fn the_environment_chooses() {
 
 // The rank whose memory has no handle refuses nothing, unless peer copies are asked for.
 job_test!(forced_peer_copies_are_missed, 2, Communicator::builder().near(NearPath::PeerCopies), |comm| {
-    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (gpu, peer) = (own_gpu(), 1 - comm.rank());
     let buffer = of_gpu(comm, &gpu, 64);
     let opened = comm.window(&buffer, 0..64, LONG).unwrap();
     is_near(&opened, &buffer, peer);
@@ -332,7 +311,7 @@ enum What {
 fn nothing_overtakes_in_any_mixture() {
     const NAME: &str = "nothing_overtakes_in_any_mixture";
     job_with(NAME, 2, Communicator::builder(), |comm| {
-        let gpu = gpu();
+        let gpu = own_gpu();
         let steps = prop::collection::vec(
             (
                 prop_oneof![Just(By::Cpu), Just(By::Eager), Just(By::Batch), Just(By::Graph)],
@@ -440,7 +419,7 @@ fn mixture(comm: &Communicator, gpu: &Gpu, steps: &[(By, What, usize)]) {
 
 // Launches take completions that nobody waits for, without a watchdog.
 job_test!(graphs_of_puts_are_launched_for_ever, 2, Communicator::builder().watch(false), |comm| {
-    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (gpu, peer) = (own_gpu(), 1 - comm.rank());
     let (buffer, s) = (of_gpu(comm, &gpu, 64), on(&gpu, Via::Kernel));
     let window = comm.window(&buffer, 0..64, LONG).unwrap();
     is_near(&window, &buffer, peer);
@@ -458,7 +437,7 @@ job_test!(graphs_of_puts_are_launched_for_ever, 2, Communicator::builder().watch
 
 // The owners may free the memory then: clones go through queue pairs, and graphs are refused.
 job_test!(destroyed_windows_have_no_peer_copies, 2, |comm| {
-    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (gpu, peer) = (own_gpu(), 1 - comm.rank());
     let (buffer, s) = (of_gpu(comm, &gpu, 64), on(&gpu, Via::Kernel));
     let window = comm.window(&buffer, 0..64, LONG).unwrap();
     is_near(&window, &buffer, peer);
@@ -482,7 +461,7 @@ job_test!(destroyed_windows_have_no_peer_copies, 2, |comm| {
 
 /// What streams started over these connections, before there was a window with peer copies, could be overtaken: there are none then.
 fn connections_in_use(comm: &Communicator) {
-    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (gpu, peer) = (own_gpu(), 1 - comm.rank());
     let words = host_buffer(comm, 64);
     let signals = comm.window(&words, 0..64, LONG).unwrap();
     let s = on(&gpu, Via::Kernel);
@@ -516,7 +495,7 @@ job_test!(connections_that_streams_have_used_stay_with_queues, 2, connections_in
 
 /// The memory of a window that was dropped stays as long as another rank may write to it.
 fn dropped(comm: &Communicator) {
-    let gpu = gpu();
+    let gpu = own_gpu();
     let (buffer, s) = (of_gpu(comm, &gpu, 4096), on(&gpu, Via::Kernel));
     let target = gpu.alloc(4096).unwrap();
     let registration = comm.register(&target).unwrap();
@@ -548,7 +527,7 @@ fn dead_ranks_fail_streams() {
         return succeeds(&mut myself(NAME));
     }
     let comm = Communicator::builder().spawn(3).timeout(LONG).init().unwrap();
-    let gpu = gpu();
+    let gpu = own_gpu();
     let (buffer, s) = (of_gpu(&comm, &gpu, 1 << 16), on(&gpu, Via::Kernel));
     let window = comm.window(&buffer, 0..1 << 16, LONG).unwrap();
     let put = |rank| {
@@ -603,7 +582,7 @@ fn dead_ranks_fail_streams() {
 
 // The CPU, other streams and later batches are kept out by the order of the copies alone.
 job_test!(copies_post_no_work_requests, 2, |comm| {
-    let (gpu, peer) = (gpu(), 1 - comm.rank());
+    let (gpu, peer) = (own_gpu(), 1 - comm.rank());
     let (buffer, s, other) = (of_gpu(comm, &gpu, 4096), on(&gpu, Via::Kernel), on(&gpu, Via::MemOp));
     let window = comm.window(&buffer, 0..4096, LONG).unwrap();
     is_near(&window, &buffer, peer);
@@ -656,7 +635,7 @@ fn with_gpu(comm: &Communicator, gpu: &Gpu, near: NearPath) -> Communicator {
 
 // Each direction of a channel has its own way, and both ranks know it.
 job_test!(directions_of_a_channel_are_independent, 2, |comm| {
-    let (gpu, me) = (gpu(), comm.rank());
+    let (gpu, me) = (own_gpu(), comm.rank());
     let comm = &with_gpu(comm, &gpu, NearPath::Auto);
     let (outbox, inbox) = (of_gpu(comm, &gpu, 64), of_gpu(comm, &gpu, 64));
     let host = host_buffer(comm, 64);
@@ -687,7 +666,7 @@ job_test!(directions_of_a_channel_are_independent, 2, |comm| {
 job_test!(messages_of_a_channel_come_in_order_in_any_mixture, 2, |comm| {
     const PLACES: usize = 3;
     const ROOM: usize = 40_000;
-    let (gpu, me) = (gpu(), comm.rank());
+    let (gpu, me) = (own_gpu(), comm.rank());
     let comm = &with_gpu(comm, &gpu, NearPath::PeerCopies);
     let (outbox, inbox) = (of_gpu(comm, &gpu, ROOM), of_gpu(comm, &gpu, PLACES * ROOM));
     let places: Vec<_> = (0..PLACES * me).map(|at| (&inbox, at * ROOM..(at + 1) * ROOM)).collect();
@@ -745,7 +724,7 @@ job_test!(messages_of_a_channel_come_in_order_in_any_mixture, 2, |comm| {
 
 // Whoever wants queue pairs gets them, and both ranks know.
 job_test!(channels_use_queue_pairs_where_a_rank_wants_them, 2, |comm| {
-    let (gpu, me) = (gpu(), comm.rank());
+    let (gpu, me) = (own_gpu(), comm.rank());
     let over = with_gpu(comm, &gpu, [NearPath::Queues, NearPath::Auto][me]);
     let memory = of_gpu(&over, &gpu, 128);
     let channel = over.channel(1 - me, &[(&memory, 0..64)], LONG).unwrap();

@@ -1,42 +1,23 @@
 //! Messages of streams whose payload a kernel puts into the receive, on GPUs or simulated ones.
 
 use gdsync::cuda::Gpu;
-use gdsync::stream::{Batch, CudaStreamConfig, Stream, Via};
+use gdsync::stream::{Batch, Stream, Via};
 use mp::{Communicator, Error, NearPath, Registration, Request};
 use proptest::prelude::*;
 use proptest::test_runner::{RngSeed, TestRunner};
 
 use crate::common::{
-    LONG, bytes, host_buffer, host_stream, is_part_of, job_with, message, myself, prints, says,
-    simulated_gpu, until,
+    LONG, bytes, copying, host_buffer, host_stream, is_part_of, job_with, message, myself, of_gpu, own_gpu,
+    prints, says, simulated_gpu, until,
 };
 
 /// Runs a test in two ranks, each with a GPU.
 fn of_two(name: &str, near: NearPath, body: impl FnOnce(&Communicator, &Gpu)) {
-    let gpu = || {
-        let rank: i32 = std::env::var("RANK").map_or(0, |rank| rank.parse().unwrap());
-        match Gpu::count() {
-            Ok(count) if count > 0 => Gpu::open(rank % count).unwrap(),
-            _ => simulated_gpu(0).unwrap(),
-        }
-    };
     if !is_part_of(name) {
         return job_with(name, 2, Communicator::builder(), |_| ());
     }
-    let gpu = gpu();
+    let gpu = own_gpu();
     job_with(name, 2, Communicator::builder().gpu(&gpu).near(near), |comm| body(comm, &gpu));
-}
-
-fn on(gpu: &Gpu, via: Via, copies: Via) -> Stream {
-    let config = CudaStreamConfig { via, copies, wait_limit: LONG, ..CudaStreamConfig::default() };
-    Stream::cuda(gpu, config).unwrap()
-}
-
-fn of_gpu(comm: &Communicator, gpu: &Gpu, len: usize) -> Registration {
-    let memory = gpu.alloc(len).unwrap();
-    memory.fill(0, len, 0).unwrap();
-    memory.flush().unwrap();
-    comm.register(&memory).unwrap()
 }
 
 fn fill(buffer: &Registration, at: usize, bytes: &[u8]) {
@@ -79,7 +60,7 @@ fn warm_up(comm: &Communicator, s: &Stream, outbox: &Registration, inbox: &Regis
 /// All lengths and alignments, and in which way the streams run.
 fn messages(comm: &Communicator, gpu: &Gpu, (via, copies): (Via, Via)) {
     const LEN: usize = 200_000;
-    let (s, peer) = (on(gpu, via, copies), 1 - comm.rank());
+    let (s, peer) = (copying(gpu, via, copies), 1 - comm.rank());
     let (outbox, inbox) = (of_gpu(comm, gpu, LEN), of_gpu(comm, gpu, LEN));
     let is_placed = copies != Via::MemOp;
     if is_placed {
@@ -181,7 +162,7 @@ const ROOM: usize = 40_064;
 
 fn mixture(comm: &Communicator, gpu: &Gpu, [near, host]: &[Registration; 2], steps: &[Step]) {
     const LENGTHS: [usize; 4] = [8, 600, 5_001, 40_000];
-    let (s, h) = (on(gpu, Via::Kernel, Via::Auto), host_stream("mixed"));
+    let (s, h) = (copying(gpu, Via::Kernel, Via::Auto), host_stream("mixed"));
     let mut last = None;
     let mut requests: Vec<Request> = Vec::new();
     for (i, &(sender, receiver, into, len)) in steps.iter().enumerate() {
@@ -260,7 +241,7 @@ fn mixture(comm: &Communicator, gpu: &Gpu, [near, host]: &[Registration; 2], ste
 fn memory_comes_and_goes() {
     const NAME: &str = "memory_comes_and_goes";
     of_two(NAME, NearPath::PeerCopies, |comm, gpu| {
-        let (s, peer) = (on(gpu, Via::Kernel, Via::Auto), 1 - comm.rank());
+        let (s, peer) = (copying(gpu, Via::Kernel, Via::Auto), 1 - comm.rank());
         let outbox = of_gpu(comm, gpu, 8192);
         for n in 0..150 {
             let inbox = of_gpu(comm, gpu, 8192);
@@ -283,7 +264,7 @@ fn memory_comes_and_goes() {
 fn longer_messages_fail() {
     const NAME: &str = "longer_messages_fail";
     of_two(NAME, NearPath::PeerCopies, |comm, gpu| {
-        let s = on(gpu, Via::Kernel, Via::Auto);
+        let s = copying(gpu, Via::Kernel, Via::Auto);
         let (outbox, inbox) = (of_gpu(comm, gpu, 8192), of_gpu(comm, gpu, 8192));
         warm_up(comm, &s, &outbox, &inbox);
         let error = if comm.rank() == 0 {

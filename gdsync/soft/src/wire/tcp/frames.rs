@@ -285,7 +285,7 @@ impl Drop for FarTx {
     }
 }
 
-/// Copies a frame to `room`, which has its length: what is ahead of the payload, and its pieces.
+/// Copies a frame to `room`, which has its length: length, header and extension, then the pieces of the payload.
 ///
 /// # Errors
 /// As reading a piece.
