@@ -11,6 +11,7 @@ use gdsync::rdma::Route;
 use gdsync::verbs::{Access, Context, Mr, OnGpu, QpAttr, QpState, RecvWr, SendWr, Staging, Transport};
 
 use super::setup::{Bench, DMA_BUF_SUPPORTED, assert_says, open_by, simulated_gpu};
+use crate::child::own_process;
 use crate::common::{Side, pattern, received, reconnect, sent, until};
 
 const LEN: usize = 300_000;
@@ -267,7 +268,8 @@ fn memory_without_a_mapping_is_staged_too() {
 const OUT_OF_MEMORY: u32 = 2;
 
 /// Begins what the end of a copy is needed for, and returns when that has begun and stays so. Memory dropped before is freed
-/// first: CUDA frees it when all streams are idle, and holds up other calls until then.
+/// first: CUDA frees it when all streams are idle, and holds up other calls until then. For the same reason in a process of its
+/// own: other tests free memory.
 fn amidst_a_copy(bench: &Bench, begin: impl FnOnce()) {
     bench.gpu.reclaim(crate::common::PATIENCE).unwrap();
     bench.control.hold_copies(0, true);
@@ -283,6 +285,7 @@ fn send(from: &End, mr: &gdsync::verbs::Mr, len: usize) {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn send_is_flushed_when_its_copy_has_ended() {
+    own_process!();
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     for len in [8, 100_000] {
@@ -305,6 +308,7 @@ fn send_is_flushed_when_its_copy_has_ended() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn receive_that_lands_is_told_when_it_has() {
+    own_process!();
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     let data = pattern(5000, 1);
@@ -331,6 +335,7 @@ fn receive_that_lands_is_told_when_it_has() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn reset_destruction_and_deregistration_wait_for_copies() {
+    own_process!();
     let bench = bench();
     let ended_amidst = |name: &str, lands: bool, end: &mut (dyn FnMut(&mut Option<End>) + Send)| {
         let (a, b) = ends(&bench.gpu);
@@ -373,6 +378,7 @@ fn reset_destruction_and_deregistration_wait_for_copies() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn copy_that_does_not_end_is_told_and_its_memory_kept() {
+    own_process!();
     let bench = bench();
     let (a, b) = ends(&bench.gpu);
     let is_told = |error: &Error| {
@@ -405,6 +411,7 @@ fn copy_that_does_not_end_is_told_and_its_memory_kept() {
 #[test]
 #[ignore = "`card` runs it on the card"]
 fn every_gpu_copies_its_own_memory() {
+    own_process!();
     let bench = Bench::with(|control| (0..2).for_each(|gpu| control.attribute(gpu, DMA_BUF_SUPPORTED, 0)));
     let second = simulated_gpu(1);
     let context = open_by(None, Some(&bench.gpu)).unwrap();
