@@ -4,6 +4,8 @@ use std::net::TcpListener;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
+use gdsync_testkit::tier;
+
 use crate::robustness::build;
 use crate::{card, finish, has, library, run, start, succeeded};
 
@@ -157,7 +159,7 @@ fn perftest_passes() {
         if !has(program) {
             return;
         }
-        for link in ["eth", "ib"] {
+        for &link in tier(&["eth"][..], &["eth", "ib"], &["eth", "ib"]) {
             let mut all = vec!["-n", "200"];
             all.extend(arguments);
             let text = pair(program, link, &all);
