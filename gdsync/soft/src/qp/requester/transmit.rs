@@ -178,119 +178,114 @@ impl SoftQp {
 
     /// Sends packets of pending send `i`. Returns whether all are out.
     fn transmit(&mut self, i: usize, wqe: &Wqe, op: &DecodedOp, env: &mut Env<'_>) -> bool {
-        let bytes = wqe.as_bytes();
         let Some(remote) = self.remote else { return false };
         if self.req.pending[i].referred.is_some()
             && let Some(sent) = self.send_reference(i, wqe, op, env)
         {
             return sent;
         }
-        let (len, packets) = (self.req.pending[i].len, self.req.pending[i].packets);
-        let segment = env.links.segment(self.link);
-        while self.req.pending[i].sent < packets {
-            let p = &self.req.pending[i];
-            let psn = p.psn.wrapping_add(p.sent);
-            if ahead(psn, self.req.oldest_psn()) >= WINDOW {
-                return false;
-            }
-            let offset = p.sent as usize * segment;
-            let placed = p.placed;
-            let size = if placed { len } else { segment.min(len - offset) };
-            let is_last = p.sent + 1 == packets;
-            let mut header = Header::new(PacketOp::SEND, remote.qpn, self.rings.qpn, psn);
-            header.flags =
-                if p.sent == 0 { packet::FIRST } else { 0 } | if is_last { packet::LAST } else { 0 };
-            header.flags |= if wqe.ctrl.solicited() { packet::SOLICITED } else { 0 };
-            let mut ext: SmallVec<[u8; 96]> = SmallVec::new();
-            let staged;
-            let mut pieces: SmallVec<[Piece<'_>; 4]> = SmallVec::new();
-            let mut immediate = |imm: Option<u32>| {
-                if let Some(imm) = imm {
-                    header.flags |= packet::IMM;
-                    header.imm = imm;
+        while self.req.pending[i].sent < self.req.pending[i].packets {
+            match self.send_packet(i, remote.qpn, wqe, op, env) {
+                Ok(Some(psns)) => {
+                    self.packets += 1;
+                    self.req.note_sent(i, self.req.pending[i].sent + psns);
                 }
-            };
-            let mut step = 1;
-            let gathered = match op {
-                // The WQE was overwritten.
-                DecodedOp::Nop | DecodedOp::Wait { .. } => Err(Syndrome::LOC_QP_OP_ERR),
-                DecodedOp::Send { payload, imm } => {
-                    immediate(*imm);
-                    self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)
-                }
-                DecodedOp::Write { remote, payload, imm } => {
-                    immediate(*imm);
-                    header.op = PacketOp::WRITE;
-                    header.rkey = remote.rkey;
-                    ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
-                    self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)
-                }
-                DecodedOp::Read { remote, .. } => {
-                    header.op = PacketOp::READ;
-                    header.rkey = remote.rkey;
-                    header.len = u32::try_from(len - offset).expect("messages are at most 1 GiB");
-                    header.flags |= if p.fetch.is_some() { packet::REFERENCE } else { 0 };
-                    ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
-                    step = packets - p.sent;
-                    Ok(())
-                }
-                DecodedOp::CompareSwap { remote, compare, swap, .. } => {
-                    let [compare, swap, all] = [*compare, *swap, u64::MAX];
-                    let op = MaskedOp::CompareSwap { compare, swap, compare_mask: all, swap_mask: all };
-                    atomic(&mut header, &mut ext, *remote, MaskedAtomic { size: 8, op });
-                    Ok(())
-                }
-                DecodedOp::FetchAdd { remote, add, .. } => {
-                    let op = MaskedOp::FetchAdd { add: *add, boundary: 0 };
-                    atomic(&mut header, &mut ext, *remote, MaskedAtomic { size: 8, op });
-                    Ok(())
-                }
-                DecodedOp::MaskedAtomic { remote, atomic: op, .. } => {
-                    atomic(&mut header, &mut ext, *remote, *op);
-                    Ok(())
-                }
-            };
-            if let Err(syndrome) = gathered {
-                self.req.pending[i].error = Some(syndrome);
-                return false;
-            }
-            if placed {
-                // They were gathered to check them.
-                header.flags |= packet::PLACED;
-                ext.clear();
-                pieces.clear();
-            }
-            if pieces.iter().any(|piece| Self::is_staged(piece.memory, len, env)) {
-                match self.stage(i, op, bytes, offset, env) {
-                    Ok(Some((memory, offset))) => {
-                        staged = memory;
-                        pieces.clear();
-                        pieces.push(Piece { memory: &staged, offset, len: size });
-                    }
-                    Ok(None) => return false,
-                    // Fall back to CPU reads, though slow.
-                    Err(_) if pieces.iter().all(|piece| piece.memory.is_mapped()) => {}
-                    Err(syndrome) => {
-                        self.req.pending[i].error = Some(syndrome);
-                        return false;
-                    }
-                }
-            }
-            if header.op == PacketOp::SEND || header.op == PacketOp::WRITE {
-                header.len = u32::try_from(size).expect("messages are at most 1 GiB");
-            }
-            match env.links.send(self.link, &header, &ext, &pieces, self.packets, env.faults, env.stats) {
-                Ok(true) => {}
-                Ok(false) => return false,
+                Ok(None) => return false,
                 Err(syndrome) => {
                     self.req.pending[i].error = Some(syndrome);
                     return false;
                 }
             }
-            self.packets += 1;
-            self.req.note_sent(i, self.req.pending[i].sent + step);
         }
         true
+    }
+
+    /// Sends the next packet of pending send `i`. Returns the PSNs it takes; `None` if it must wait.
+    fn send_packet(
+        &mut self,
+        i: usize,
+        to: u32,
+        wqe: &Wqe,
+        op: &DecodedOp,
+        env: &mut Env<'_>,
+    ) -> Result<Option<u32>, Syndrome> {
+        let bytes = wqe.as_bytes();
+        let Pending { psn, packets, sent, len, placed, .. } = self.req.pending[i];
+        let psn = psn.wrapping_add(sent);
+        if ahead(psn, self.req.oldest_psn()) >= WINDOW {
+            return Ok(None);
+        }
+        let segment = env.links.segment(self.link);
+        let offset = sent as usize * segment;
+        let size = if placed { len } else { segment.min(len - offset) };
+        let mut header = Header::new(PacketOp::SEND, to, self.rings.qpn, psn);
+        let flag = |is: bool, flag| if is { flag } else { 0 };
+        header.flags = flag(sent == 0, packet::FIRST)
+            | flag(sent + 1 == packets, packet::LAST)
+            | flag(wqe.ctrl.solicited(), packet::SOLICITED);
+        if let DecodedOp::Send { imm: Some(imm), .. } | DecodedOp::Write { imm: Some(imm), .. } = op {
+            header.flags |= packet::IMM;
+            header.imm = *imm;
+        }
+        let mut psns = 1;
+        let mut ext: SmallVec<[u8; 96]> = SmallVec::new();
+        let staged;
+        let mut pieces: SmallVec<[Piece<'_>; 4]> = SmallVec::new();
+        match op {
+            // The WQE was overwritten.
+            DecodedOp::Nop | DecodedOp::Wait { .. } => return Err(Syndrome::LOC_QP_OP_ERR),
+            DecodedOp::Send { payload, .. } => {
+                self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)?;
+            }
+            DecodedOp::Write { remote, payload, .. } => {
+                (header.op, header.rkey) = (PacketOp::WRITE, remote.rkey);
+                ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
+                self.gather(payload, bytes, offset, size, &mut ext, &mut pieces, env)?;
+            }
+            DecodedOp::Read { remote, .. } => {
+                (header.op, header.rkey) = (PacketOp::READ, remote.rkey);
+                header.len = u32::try_from(len - offset).expect("messages are at most 1 GiB");
+                header.flags |= flag(self.req.pending[i].fetch.is_some(), packet::REFERENCE);
+                ext.extend_from_slice(&remote.addr.wrapping_add(offset as u64).to_le_bytes());
+                psns = packets - sent;
+            }
+            DecodedOp::CompareSwap { remote, compare, swap, .. } => {
+                let [compare, swap, all] = [*compare, *swap, u64::MAX];
+                let op = MaskedOp::CompareSwap { compare, swap, compare_mask: all, swap_mask: all };
+                atomic(&mut header, &mut ext, *remote, MaskedAtomic { size: 8, op });
+            }
+            DecodedOp::FetchAdd { remote, add, .. } => {
+                let op = MaskedOp::FetchAdd { add: *add, boundary: 0 };
+                atomic(&mut header, &mut ext, *remote, MaskedAtomic { size: 8, op });
+            }
+            DecodedOp::MaskedAtomic { remote, atomic: op, .. } => {
+                atomic(&mut header, &mut ext, *remote, *op);
+            }
+        }
+        if placed {
+            // They were gathered to check them.
+            header.flags |= packet::PLACED;
+            ext.clear();
+            pieces.clear();
+        }
+        if pieces.iter().any(|piece| Self::is_staged(piece.memory, len, env)) {
+            match self.stage(i, op, bytes, offset, env) {
+                Ok(Some((memory, offset))) => {
+                    staged = memory;
+                    pieces.clear();
+                    pieces.push(Piece { memory: &staged, offset, len: size });
+                }
+                Ok(None) => return Ok(None),
+                // Fall back to CPU reads, though slow.
+                Err(_) if pieces.iter().all(|piece| piece.memory.is_mapped()) => {}
+                Err(syndrome) => return Err(syndrome),
+            }
+        }
+        if header.op == PacketOp::SEND || header.op == PacketOp::WRITE {
+            header.len = u32::try_from(size).expect("messages are at most 1 GiB");
+        }
+        let sent = env.links.send(self.link, &header, &ext, &pieces, self.packets, env.faults, env.stats)?;
+        Ok(sent.then_some(psns))
     }
 
     /// Staged bytes of a packet of pending send `i`; `None` while they are being copied.
