@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use gdrcopy::cuda::CudaStatus;
+use parking_lot::MutexGuard;
 use smallvec::SmallVec;
 
 use super::shared::{Shared, State, Submission, SubmitGuard};
@@ -39,19 +40,149 @@ const CAPTURES: RangeInclusive<u32> = 900..=908;
 /// A wait: the number of its submission, and its index there.
 pub(super) type WaitIndex = (u64, usize);
 
+/// What the watchdog has found so far.
+struct Watch<'a> {
+    of: &'a Shared,
+    /// The wait that holds the stream, and since when.
+    held: Option<(WaitIndex, Instant)>,
+    /// The same, for the flight recorder.
+    recorded: Option<(WaitIndex, Hold)>,
+    /// Channel pressure, measured while the stream is held: other streams may be the cause.
+    pressure: Option<WaitingStream<'a>>,
+    /// Since when the stream has been idle, the engine dropped with the stream failed, and the waits released.
+    idle: Option<Instant>,
+    closed: Option<Instant>,
+    released: Option<Instant>,
+}
+
+impl Watch<'_> {
+    /// Waits for work.
+    fn rest(&mut self, mut state: MutexGuard<'_, State>) {
+        (self.held, self.recorded, self.pressure) = (None, None, None);
+        let lingers = self.idle.get_or_insert_with(Instant::now).elapsed() < LINGER;
+        state.asleep = !lingers;
+        match lingers {
+            true => _ = self.of.work.wait_for(&mut state, self.of.max_check_interval()),
+            false => self.of.work.wait(&mut state),
+        }
+        state.asleep = false;
+    }
+
+    /// Checks a stream that is not idle, and waits until the next check is due.
+    fn check(&mut self, mut state: MutexGuard<'_, State>) {
+        let (of, now) = (self.of, Instant::now());
+        let begun = state.begun.take();
+        let view = QueueView(&state);
+        self.find_holder(&view, begun, now);
+        let failed = of.failed();
+        let broken = state.refused.clone().or_else(|| self.lost(&view)).filter(|_| !failed);
+        let pause = self.pause(failed, now);
+        self.sample_pressure(failed, now);
+        let late = self.held.filter(|(_, since)| now - *since >= of.config.wait_limit);
+        let what = late.map(|(place, _)| view.describe(place, self.pressure.as_ref()));
+        if failed && of.released.load(Ordering::Acquire) {
+            let released = *self.released.get_or_insert(now);
+            if let Some((place, since)) = self.held {
+                view.force(place, now - released, now - since.max(released));
+            }
+        }
+        state.held = self.held;
+        // With no known holder, or with one whose word may have changed since it was passed, only a mark shows the
+        // progress.
+        if failed || self.held.is_none_or(|(_, since)| now - since >= of.max_check_interval()) {
+            of.ask(&mut state, failed || self.held.is_none());
+        }
+        if !failed && what.is_none() && broken.is_none() {
+            of.work.wait_for(&mut state, pause);
+        }
+        // Cloned only now: a queue pair cannot be reset while a clone exists.
+        let awaited = self.held.and_then(|(place, _)| match QueueView(&state).wait_at(place)? {
+            Op::Await(source, _) if !of.failed() => Some(source.clone()),
+            _ => None,
+        });
+        drop(state);
+        if let Some(source) = awaited {
+            source.remind();
+        }
+        if failed {
+            std::thread::sleep(pause);
+        } else if let Some(error) = broken {
+            of.fail(error);
+        } else if let Some(what) = of.given_up().or(what) {
+            let (stream, after) = (of.config.name.clone(), of.config.wait_limit);
+            of.fail(Error::StreamWait { stream, what, after });
+            self.held = None;
+        }
+    }
+
+    /// Finds the wait that holds the stream. `begun` is a submission whose waits may have begun, and when.
+    fn find_holder(&mut self, view: &QueueView<'_>, begun: Option<(u64, Instant)>, now: Instant) {
+        let of = self.of;
+        let holder = view.holder();
+        let since = |place| {
+            // Not earlier than the last due check: a watchdog that was delayed must not see an expired deadline at
+            // once.
+            let begun = begun.filter(|(first, _)| view.is_first(place, *first));
+            begun.map_or(now, |(_, begun)| begun.max(now - CHECK_MAX.min(of.config.wait_limit / 2)))
+        };
+        self.held = holder.map(|place| {
+            self.held.filter(|(known, _)| *known == place).unwrap_or_else(|| (place, since(place)))
+        });
+        self.recorded = holder.and_then(|place| match self.recorded.take() {
+            Some(known) if known.0 == place => Some(known),
+            // The previous one ends first.
+            before => {
+                drop(before);
+                let awaited = view.wait_at(place)?.awaited()?;
+                Some((place, of.log.hold(of.log.stamp(), awaited, By::CudaStream)))
+            }
+        });
+    }
+
+    /// Why the wait that holds the stream will not be satisfied.
+    fn lost(&self, view: &QueueView<'_>) -> Option<Error> {
+        match view.wait_at(self.held?.0)? {
+            Op::Await(source, _) => source.lost(),
+            Op::Wait64 { of: Some(end), .. } => end.qp.broken_by(),
+            _ => None,
+        }
+    }
+
+    /// Time until the next check.
+    fn pause(&self, failed: bool, now: Instant) -> Duration {
+        match self.held {
+            _ if failed => RELEASE_CHECK,
+            Some((_, since)) => {
+                let waited = now - since;
+                let left = self.of.config.wait_limit.saturating_sub(waited);
+                (waited / 8).clamp(CHECK_MIN, CHECK_MAX).min(left.max(RELEASE_CHECK))
+            }
+            None => self.of.max_check_interval(),
+        }
+    }
+
+    /// Measures channel pressure while a memory operation holds the stream: waiting kernels do not hold a channel.
+    fn sample_pressure(&mut self, failed: bool, now: Instant) {
+        let is_long = |(_, since): (WaitIndex, Instant)| now - since >= CHECK_MAX;
+        let measures = !failed && !self.of.by_kernel() && self.held.is_some_and(is_long);
+        let known = self.pressure.take().filter(|_| measures);
+        self.pressure = known.or_else(|| measures.then(|| self.of.gpu.channel_pressure().join()));
+        self.pressure.iter_mut().for_each(WaitingStream::sample);
+    }
+}
+
 impl Shared {
     /// The main loop: until the engine is dropped and the GPU has released all queued work.
     pub(super) fn watch(&self) {
-        // The wait that holds the stream, and since when.
-        let mut held: Option<(WaitIndex, Instant)> = None;
-        // The same, for the flight recorder.
-        let mut recorded: Option<(WaitIndex, Hold)> = None;
-        let mut closed: Option<Instant> = None;
-        let mut released: Option<Instant> = None;
-        // Channel pressure, measured while the stream is held: other streams may be the cause.
-        let mut pressure: Option<WaitingStream<'_>> = None;
-        // Since when the stream has been idle.
-        let mut dry: Option<Instant> = None;
+        let mut watch = Watch {
+            of: self,
+            held: None,
+            recorded: None,
+            pressure: None,
+            idle: None,
+            closed: None,
+            released: None,
+        };
         loop {
             let mut state = self.lock();
             let done = self.retire(&mut state);
@@ -65,19 +196,12 @@ impl Shared {
                 if closing {
                     break;
                 }
-                (held, recorded, pressure) = (None, None, None);
-                let lingers = dry.get_or_insert_with(Instant::now).elapsed() < LINGER;
-                state.asleep = !lingers;
-                match lingers {
-                    true => _ = self.work.wait_for(&mut state, self.max_check_interval()),
-                    false => self.work.wait(&mut state),
-                }
-                state.asleep = false;
+                watch.rest(state);
                 continue;
             }
-            dry = None;
-            let now = Instant::now();
-            if closing && self.failed() && now - *closed.get_or_insert(now) > PATIENCE {
+            watch.idle = None;
+            if closing && self.failed() && watch.closed.get_or_insert_with(Instant::now).elapsed() > PATIENCE
+            {
                 drop(state);
                 tracing::error!(
                     stream = self.config.name,
@@ -87,86 +211,7 @@ impl Shared {
                 std::mem::forget(self.own.upgrade());
                 break;
             }
-            let begun = state.begun.take();
-            let view = QueueView(&state);
-            let holder = view.holder();
-            let since = |place| {
-                // Not earlier than the last due check: a watchdog that was delayed must not see an expired deadline at
-                // once.
-                let begun = begun.filter(|(first, _)| view.is_first(place, *first));
-                begun.map_or(now, |(_, begun)| begun.max(now - CHECK_MAX.min(self.config.wait_limit / 2)))
-            };
-            held = holder.map(|place| {
-                held.filter(|(known, _)| *known == place).unwrap_or_else(|| (place, since(place)))
-            });
-            recorded = holder.and_then(|place| match recorded.take() {
-                Some(known) if known.0 == place => Some(known),
-                // The previous one ends first.
-                before => {
-                    drop(before);
-                    let awaited = view.wait_at(place)?.awaited()?;
-                    Some((place, self.log.hold(self.log.stamp(), awaited, By::CudaStream)))
-                }
-            });
-            let failed = self.failed();
-            let lost = || match held.and_then(|(place, _)| view.wait_at(place))? {
-                Op::Await(source, _) => source.lost(),
-                Op::Wait64 { of: Some(end), .. } => end.qp.broken_by(),
-                _ => None,
-            };
-            let broken = state.refused.clone().or_else(lost).filter(|_| !failed);
-            let pause = match held {
-                _ if failed => RELEASE_CHECK,
-                Some((_, since)) => {
-                    let waited = now - since;
-                    let left = self.config.wait_limit.saturating_sub(waited);
-                    (waited / 8).clamp(CHECK_MIN, CHECK_MAX).min(left.max(RELEASE_CHECK))
-                }
-                None => self.max_check_interval(),
-            };
-            // Waiting kernels do not hold a channel.
-            pressure = match held {
-                Some((_, since)) if !failed && !self.by_kernel() && now - since >= CHECK_MAX => {
-                    Some(pressure.unwrap_or_else(|| self.gpu.channel_pressure().join()))
-                }
-                _ => None,
-            };
-            pressure.iter_mut().for_each(WaitingStream::sample);
-            let late = held.filter(|(_, since)| now - *since >= self.config.wait_limit);
-            let what = late.map(|(place, _)| view.describe(place, pressure.as_ref()));
-            if failed && self.released.load(Ordering::Acquire) {
-                let released = *released.get_or_insert(now);
-                if let Some((place, since)) = held {
-                    view.force(place, now - released, now - since.max(released));
-                }
-            }
-            state.held = held;
-            // With no known holder, or with one whose word may have changed since it was passed, only a mark shows the
-            // progress.
-            if failed || held.is_none_or(|(_, since)| now - since >= self.max_check_interval()) {
-                self.ask(&mut state, failed || held.is_none());
-            }
-            if !failed && what.is_none() && broken.is_none() {
-                self.work.wait_for(&mut state, pause);
-            }
-            // Cloned only now: a queue pair cannot be reset while a clone exists.
-            let awaited = held.and_then(|(place, _)| match QueueView(&state).wait_at(place)? {
-                Op::Await(source, _) if !self.failed() => Some(source.clone()),
-                _ => None,
-            });
-            drop(state);
-            if let Some(source) = awaited {
-                source.remind();
-            }
-            if failed {
-                std::thread::sleep(pause);
-            } else if let Some(error) = broken {
-                self.fail(error);
-            } else if let Some(what) = self.given_up().or(what) {
-                let (stream, after) = (self.config.name.clone(), self.config.wait_limit);
-                self.fail(Error::StreamWait { stream, what, after });
-                held = None;
-            }
+            watch.check(state);
         }
         self.destroy();
     }
