@@ -323,6 +323,34 @@ pub(crate) struct Devices {
     pub(crate) places: Vec<Option<[Memory; 2]>>,
 }
 
+/// The path of messages with a rank, which the intra-host device does not reach for the reason `why`.
+fn peer_path(
+    main: &Context,
+    intra_host: Option<&DeviceDomain>,
+    why: Option<&'static str>,
+    costs: Option<probe::Costs>,
+) -> PeerPath {
+    let near = intra_host.map(|near| &near.context);
+    let (device, reason): (_, Cow<'static, str>) = match (near, why, costs) {
+        (Some(near), None, Some(costs)) if costs.is_intra_host_better() => (near, costs.reason().into()),
+        (Some(_), None, Some(costs)) => (main, costs.reason().into()),
+        (Some(near), None, None) => (near, "the rank is on this host".into()),
+        (None, None, _) => (main, "no other rank is on this host".into()),
+        (_, Some(ELSEWHERE), _) if main.is_software() => {
+            (main, format!("{ELSEWHERE}, and no RDMA device is used").into())
+        }
+        (_, Some(why), _) => (main, why.into()),
+    };
+    PeerPath {
+        device: device.description().to_owned(),
+        wire: device.wire().to_owned(),
+        reason,
+        is_on_this_host: why != Some(ELSEWHERE),
+        is_intra_host: near.is_some_and(|near| std::ptr::eq(device, near)),
+        has_fifo: false,
+    }
+}
+
 /// Why each rank is not reached through the intra-host device; `None` where it is.
 type Refusals = Vec<Option<&'static str>>;
 
@@ -389,25 +417,9 @@ impl Devices {
             }
             false => None,
         };
-        let path = |why: &Option<&'static str>| {
-            let (device, reason) = match (&intra_host, why, costs) {
-                (Some(near), None, Some(costs)) if costs.is_intra_host_better() => {
-                    (near, costs.reason().into())
-                }
-                (Some(_), None, Some(costs)) => (&main, costs.reason().into()),
-                (Some(near), None, None) => (near, "the rank is on this host".into()),
-                (None, None, _) => (&main, "no other rank is on this host".into()),
-                (_, Some(why), _) if *why == ELSEWHERE && main.context.is_software() => {
-                    (&main, format!("{why}, and no RDMA device is used").into())
-                }
-                (_, Some(why), _) => (&main, (*why).into()),
-            };
-            let is_intra_host = intra_host.as_ref().is_some_and(|near| std::ptr::eq(device, near));
-            let (device, wire) = (device.context.description().to_owned(), device.context.wire().to_owned());
-            let is_on_this_host = *why != Some(ELSEWHERE);
-            PeerPath { device, wire, reason, is_on_this_host, is_intra_host, has_fifo: false }
-        };
-        let mut paths: Vec<_> = refusals.iter().map(path).collect();
+        let near = intra_host.as_ref();
+        let mut paths: Vec<_> =
+            refusals.iter().map(|why| peer_path(&main.context, near, *why, costs)).collect();
         let intra_host = intra_host.filter(|_| paths.iter().any(PeerPath::is_intra_host));
         if cards.iter().any(|card| card.measures_gpu) {
             // Ranks of a host are all reached alike, or do not measure.
@@ -416,30 +428,20 @@ impl Devices {
             let is_intra_host = pair.is_some_and(|[first, _]| paths[first].is_intra_host);
             let device = intra_host.as_ref().filter(|_| is_intra_host).unwrap_or(&main);
             let pair = pair.filter(|_| mine.measures_gpu && !device.context.reaches_other_hosts());
-            probe::compare_gpu_paths(
-                pair,
-                (&device.context, &device.pd),
-                gpu,
-                exchange,
-                deadline.remaining(),
-            )?;
+            let device = (&device.context, &device.pd);
+            probe::compare_gpu_paths(pair, device, gpu, exchange, deadline.remaining())?;
         }
-        let is_beside = |(peer, theirs): (usize, &Card)| {
-            let is_here = peer != exchange.rank() && theirs.shares_memory_with(mine);
-            mine.fifo && theirs.fifo && is_here
+        // The ranks that share memory with this one, and both want it.
+        let me = exchange.rank();
+        let shared = |wants: fn(&Card) -> bool| -> Vec<bool> {
+            let with = |(peer, theirs): (usize, &Card)| {
+                wants(mine) && wants(theirs) && peer != me && theirs.shares_memory_with(mine)
+            };
+            cards.iter().enumerate().map(with).collect()
         };
-        let wanted: Vec<_> = cards.iter().enumerate().map(is_beside).collect();
-        let fifos = fifos(&wanted, exchange, deadline.remaining())?;
-        let wanted: Vec<_> = cards
-            .iter()
-            .enumerate()
-            .map(|(peer, theirs)| {
-                let is_here = peer != exchange.rank() && theirs.shares_memory_with(mine);
-                mine.places && theirs.places && is_here
-            })
-            .collect();
+        let fifos = fifos(&shared(|card| card.fifo), exchange, deadline.remaining())?;
         let places = match cards.iter().any(|card| card.places) {
-            true => share(&wanted, places::BYTES, exchange, deadline.remaining())?,
+            true => share(&shared(|card| card.places), places::BYTES, exchange, deadline.remaining())?,
             false => Vec::new(),
         };
         for (path, fifo) in paths.iter_mut().zip(&fifos) {
