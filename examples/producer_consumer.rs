@@ -120,7 +120,7 @@ impl Side<'_> {
     }
 
     fn submit(&self, mut batch: Batch, block: u64) -> Result<()> {
-        self.stream.submit_within(&mut batch, self.timeout)?;
+        self.stream.with_timeout(self.timeout).submit(&mut batch)?;
         if block % AHEAD == AHEAD - 1 {
             self.stream.synchronize(self.timeout)?;
         }

@@ -79,7 +79,7 @@ pub unsafe extern "C" fn gda_chan_send(chan: Raw, buf: *const gda_buf, stream: R
         let chan = channel(chan)?;
         // SAFETY: the caller vouches for the buffer.
         let (buffer, range) = unsafe { kept(buf) }?;
-        let sent = on(stream, |batch| Ok(chan.channel.send_in_batch(batch, &buffer, range)?))?;
+        let sent = on(stream, |batch| Ok(chan.channel.isend_in_batch(batch, &buffer, range)?))?;
         *chan.sent.lock() = Some(sent);
         Ok(())
     })

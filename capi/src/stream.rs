@@ -114,7 +114,9 @@ pub unsafe extern "C" fn gda_stream_open(
                 ));
             }
         };
-        let (order, capture) = Default::default();
+        // No call of this interface blocks, unless it takes a timeout.
+        let (stream, order, capture) =
+            (stream.with_timeout(Duration::ZERO), Mutex::default(), Mutex::default());
         *to = STREAMS.insert(Arc::new(Queue::Stream(Submitter { stream, order, capture })))?;
         Ok(())
     })

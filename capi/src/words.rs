@@ -12,10 +12,10 @@ const WORDS: &[(&str, &str)] = &[
     (" (Context::stage, MP_GPU_PATH)", " (MP_GPU_PATH)"),
     (" (GDSYNC_PATH, DeviceConfig::route)", " (GDSYNC_PATH)"),
     (", by Stream::abort or by a panic that dropped it", ""),
-    (" (Stream::submit_within, Graph::launch_within)", " (call gda_progress, and try again)"),
+    (" (Stream::with_timeout)", " (call gda_progress, and try again)"),
     (
         "before the capture make an mp::Channel (channel = comm.channel(rank, &[(&buffer, range)], None), at both ranks); in the \
-         capture write channel.post_recv_on_stream(stream) where the receive is queued, channel.send_on_stream(stream, &buffer, range) \
+         capture write channel.post_recv_on_stream(stream) where the receive is queued, channel.isend_on_stream(stream, &buffer, range) \
          for the send and channel.wait_recv_on_stream(stream) for the wait",
         "before the capture make a channel (gda_chan_create, at both ranks); in the capture call gda_chan_post where the receive is \
          queued, gda_chan_send for the send and gda_chan_wait with GDA_CHAN_RECV for the wait",

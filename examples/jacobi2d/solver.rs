@@ -214,7 +214,7 @@ impl<'a> Repeated<'a> {
         let mut running: Option<Launch> = None;
         while n < end {
             if n.is_multiple_of(2) && self.each <= end - n {
-                let launch = self.graph.launch_within(stream, timeout)?;
+                let launch = self.graph.launch(&stream.with_timeout(timeout))?;
                 running.replace(launch).map_or(Ok(()), |before| before.wait(stream, timeout))?;
                 n += self.each;
             } else {
@@ -234,7 +234,7 @@ pub(crate) fn iteration(solver: &Solver<'_>, channels: &[Channel], n: u32) -> Re
     let send = |(neighbour, channel): (&Neighbour, &Channel)| {
         let lost = solver.options.lose == Some(n);
         let edge = if lost { solver.block.spare() } else { solver.block.halo(after(n), neighbour.edge) };
-        channel.send_in_batch(&mut batch, &solver.buffer, edge)
+        channel.isend_in_batch(&mut batch, &solver.buffer, edge)
     };
     let sent = solver.neighbours.iter().zip(channels).map(send).collect::<mp::Result<Vec<_>>>()?;
     solver.submit(&mut batch)?;

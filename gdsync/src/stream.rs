@@ -82,7 +82,9 @@ pub use prepared::{PreparedSend, PreparedWait, SendWords, WaitWords};
 pub use steps::{DEVICE_HEADER, KernelSteps};
 
 use crate::nvtx::DOMAIN;
+use crate::verbs::end::QueueEnd;
 use crate::verbs::qp::QpCore;
+use crate::verbs::room::RoomWait;
 use crate::verbs::sq::OfStream;
 use crate::verbs::stream_name::StreamName;
 use crate::verbs::{Completion, Qp, RecvWr, SendWr};
@@ -98,12 +100,19 @@ use record::Recording;
 
 /// A stream. Clones share it.
 ///
+/// # Room
+/// A stream holds a bounded number of submissions, and a queue pair a bounded number of requests. Calls that enqueue wait for room, as
+/// those of CUDA do: up to the stream's wait limit, or as [`Stream::with_timeout`] says. Then they fail with [`Error::StreamFull`] or
+/// [`Error::QueueFull`], and have enqueued nothing. Calls of a [`Qp`] itself and of a [`Batch`], which writes to queue pairs before a
+/// stream gets it, do not wait, as those of verbs: [`Qp::wait_send_room`] does.
+///
+/// # Dropping
 /// As with `cudaStreamDestroy`, the last clone may be dropped at any time: the stream finishes the work that it has, which
 /// stays allocated until then, and its waits keep their limit. Nobody sees a failure then but the queue pairs that it used
 /// ([`Qp::check`](crate::verbs::Qp::check)) and the log; call [`Stream::synchronize`] to see it, and [`Stream::abort`] to end
 /// the work early. A panic that drops a stream aborts it. A process that ends takes its streams along.
 #[derive(Clone)]
-pub struct Stream(Arc<Inner>);
+pub struct Stream(Arc<Inner>, Duration);
 
 struct Inner {
     number: StreamName,
@@ -202,8 +211,8 @@ impl Stream {
     /// [`Error::InvalidArgument`] for a configuration out of range; [`Error::Sys`] when the thread cannot be created.
     pub fn host(mut config: HostStreamConfig) -> Result<Self> {
         let number = StreamName::new(&mut config.name);
-        let name = config.name.clone();
-        Ok(Self::with(number, name, HostEngine::start(config)?, Arc::default()))
+        let (name, limit) = (config.name.clone(), config.wait_limit);
+        Ok(Self::with(number, name, limit, HostEngine::start(config)?, Arc::default()))
     }
 
     /// A new CUDA stream.
@@ -213,9 +222,10 @@ impl Stream {
     /// thread cannot be created.
     pub fn cuda(gpu: &Gpu, mut config: CudaStreamConfig) -> Result<Self> {
         let number = StreamName::new(&mut config.name);
-        let name = config.name.clone();
+        let (name, limit) = (config.name.clone(), config.wait_limit);
         let submit_lock = Arc::<SubmitLock>::default();
-        Ok(Self::with(number, name, CudaEngine::start(gpu, config, submit_lock.clone())?, submit_lock))
+        let engine = CudaEngine::start(gpu, config, submit_lock.clone())?;
+        Ok(Self::with(number, name, limit, engine, submit_lock))
     }
 
     /// A CUDA stream of the application. Its own work, such as kernels and copies, and submissions here run in the
@@ -230,19 +240,28 @@ impl Stream {
     /// the last. It is not destroyed here. It may be destroyed before work that was submitted here is done.
     pub unsafe fn cuda_from_raw(gpu: &Gpu, stream: RawStream, mut config: CudaStreamConfig) -> Result<Self> {
         let number = StreamName::new(&mut config.name);
-        let name = config.name.clone();
+        let (name, limit) = (config.name.clone(), config.wait_limit);
         let submit_lock = Arc::<SubmitLock>::default();
-        Ok(Self::with(
-            number,
-            name,
-            CudaEngine::from_raw(gpu, stream, config, submit_lock.clone())?,
-            submit_lock,
-        ))
+        let engine = CudaEngine::from_raw(gpu, stream, config, submit_lock.clone())?;
+        Ok(Self::with(number, name, limit, engine, submit_lock))
     }
 
-    fn with(number: StreamName, name: String, engine: Arc<dyn Engine>, submit_lock: Arc<SubmitLock>) -> Self {
+    fn with(
+        number: StreamName,
+        name: String,
+        timeout: Duration,
+        engine: Arc<dyn Engine>,
+        submit_lock: Arc<SubmitLock>,
+    ) -> Self {
         let (signals, nudger) = (engine.signals(), engine.nudger().cloned());
-        Self(Arc::new(Inner { number, name, engine, signals, nudger, submit_lock }))
+        Self(Arc::new(Inner { number, name, engine, signals, nudger, submit_lock }), timeout)
+    }
+
+    /// The same stream, whose calls wait up to `timeout` for [room](Stream#room). With zero a call that finds a queue full fails at
+    /// once.
+    #[must_use]
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self(self.0.clone(), timeout)
     }
 
     /// The `CUstream`, to launch kernels on; `None` for a host stream. Capture it with [`Stream::capture`]. While the
@@ -263,12 +282,16 @@ impl Stream {
         self.0.engine.kind()
     }
 
-    /// Submits a batch, all or nothing, and empties it. Does not block.
+    /// Submits a batch, all or nothing, and empties it. Waits for [room](Stream#room), but not for the work.
     ///
     /// # Errors
     /// The batch is left unchanged. [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`]; the error that broke
     /// a queue pair of the batch or failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
+        self.with_room(None, || self.submit_now(batch))
+    }
+
+    fn submit_now(&self, batch: &mut Batch) -> Result<()> {
         let mut state = self.state()?;
         self.submit_locked(&mut state, batch)?;
         drop(state);
@@ -350,15 +373,6 @@ impl Stream {
         }
     }
 
-    /// Like [`Stream::submit`], but waits for room in a full stream. Sends are written to their queues when they are added
-    /// to the batch: [`Qp::wait_send_room`](crate::verbs::Qp::wait_send_room) waits for room there.
-    ///
-    /// # Errors
-    /// Those of [`Stream::submit`]; [`Error::StreamFull`] only after `timeout`.
-    pub fn submit_within(&self, batch: &mut Batch, timeout: Duration) -> Result<()> {
-        self.while_full(deadline(timeout), || self.submit(batch))
-    }
-
     /// Waits for room for a batch of `ops` operations, `host_fns` of them host functions. Another thread may take the
     /// room afterwards.
     ///
@@ -370,43 +384,81 @@ impl Stream {
         })
     }
 
+    /// Retries `attempt`, which changes nothing if it fails, while the stream or its queue `end` is full.
+    #[inline]
+    fn with_room<T>(
+        &self,
+        end: Option<&QueueEnd>,
+        mut attempt: impl FnMut() -> Result<T>,
+    ) -> Result<T> {
+        match attempt() {
+            Err(Error::StreamFull { .. } | Error::QueueFull { .. }) if !self.1.is_zero() => {
+                self.retry(end, attempt)
+            }
+            other => other,
+        }
+    }
+
+    #[cold]
+    fn retry<T>(&self, end: Option<&QueueEnd>, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+        let (deadline, waiting) = (deadline(self.1), RoomWait::new(self.1));
+        loop {
+            let is_last = waiting.is_over();
+            match (self.while_full(deadline, &mut attempt), end) {
+                (Err(Error::QueueFull { .. }), Some(end)) if !is_last && self.may_wait() => waiting.pause(end),
+                (other, _) => return other,
+            }
+        }
+    }
+
     /// Retries `attempt` while the stream is full, until the deadline.
     fn while_full<T>(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         loop {
             match attempt() {
                 Err(Error::StreamFull { .. })
-                    if Instant::now() < deadline && self.0.engine.wait_room(deadline) => {}
+                    if Instant::now() < deadline && self.may_wait() && self.0.engine.wait_room(deadline) => {}
                 other => return other,
             }
         }
+    }
+
+    /// Whether the stream goes on while this thread waits: not in a host function of it.
+    fn may_wait(&self) -> bool {
+        self.0.engine.check_wait().is_ok()
     }
 
     fn of_stream(&self) -> OfStream {
         OfStream { id: self.id(), by_gpu: !self.0.signals }
     }
 
-    /// Submits a batch of one operation, which `add` fills.
-    fn submit_one<T>(&self, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
-        // Dropped after the submit lock: dropping a host function runs foreign code.
-        let mut batch = Batch::new();
-        let mut state = self.state()?;
-        batch.stream = state.recording.is_none().then(|| self.of_stream());
-        // Not taken apart: a copy behind the ring's stores would wait for its lines.
-        let added = add(&mut batch);
-        if added.is_ok() {
-            self.submit_locked(&mut state, &mut batch)?;
-            drop(state);
-            self.notify(&batch);
-        }
-        added
+    /// Submits a batch of one operation, which `add` fills, for the queue `end` if any. Waits for room.
+    fn submit_one<T>(
+        &self,
+        end: Option<&QueueEnd>,
+        mut add: impl FnMut(&mut Batch) -> Result<T>,
+    ) -> Result<T> {
+        // Filled again for each attempt, so that it does not stay prepared meanwhile, ahead of other threads.
+        self.with_room(end, || {
+            let mut batch = Batch::new();
+            let mut state = self.state()?;
+            batch.stream = state.recording.is_none().then(|| self.of_stream());
+            // Not taken apart: a copy behind the ring's stores would wait for its lines.
+            let added = add(&mut batch);
+            if added.is_ok() {
+                self.submit_locked(&mut state, &mut batch)?;
+                drop(state);
+                self.notify(&batch);
+            }
+            added
+        })
     }
 
-    /// Like [`Stream::submit_one`], for an `add` that cannot fail.
+    /// Like [`Stream::submit_one`], for an `add` that cannot fail, and is called once.
     fn submit_with(&self, add: impl FnOnce(&mut Batch)) -> Result<()> {
-        self.submit_one(|batch| {
-            add(batch);
-            Ok(())
-        })
+        // Dropped after the submit lock: dropping a host function runs foreign code.
+        let mut batch = Batch::new();
+        add(&mut batch);
+        self.submit(&mut batch)
     }
 
     /// Holds the stream until a work request has completed: see [`Batch::wait`]. A prepared request may be posted
@@ -417,7 +469,7 @@ impl Stream {
     /// [`Error::NothingToWaitFor`], [`Error::Unsupported`], [`Error::Reset`], [`Error::StreamFull`],
     /// [`Error::OutOfOrder`], [`Error::Busy`]; the error that broke the queue pair or failed the stream.
     pub fn wait(&self, completion: &Completion) -> Result<()> {
-        self.submit_one(|batch| batch.wait(completion))
+        self.submit_one(None, |batch| batch.wait(completion))
     }
 
     /// Holds the stream until a word satisfies a condition.
@@ -542,7 +594,7 @@ impl Stream {
     /// [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`], [`Error::OutOfOrder`], [`Error::Busy`],
     /// [`Error::StreamFull`]; the error that broke the queue pair or failed the stream.
     pub fn send(&self, qp: &Qp, wr: &SendWr<'_>) -> Result<Completion> {
-        self.submit_one(|batch| batch.send(qp, wr))
+        self.submit_one(Some(&qp.send.end), |batch| batch.send(qp, wr))
     }
 
     /// Posts a receive in stream order: see [`Batch::post_recv`].
@@ -551,7 +603,7 @@ impl Stream {
     /// [`Error::WrongState`], [`Error::QueueFull`], [`Error::WorkRequest`], [`Error::OutOfOrder`], [`Error::Busy`],
     /// [`Error::StreamFull`]; [`Error::Unsupported`] in a capture; the error that broke the queue pair or failed the stream.
     pub fn post_recv(&self, qp: &Qp, wr: &RecvWr<'_>) -> Result<Completion> {
-        self.submit_one(|batch| batch.post_recv(qp, wr))
+        self.submit_one(Some(&qp.recv.end), |batch| batch.post_recv(qp, wr))
     }
 
     /// Holds the stream until the next send completion of `qp`.
@@ -560,7 +612,7 @@ impl Stream {
     /// [`Error::NothingToWaitFor`], [`Error::Unsupported`] on a shared completion queue, [`Error::OutOfOrder`],
     /// [`Error::Busy`], [`Error::StreamFull`]; the error that broke the queue pair or failed the stream.
     pub fn wait_send(&self, qp: &Qp) -> Result<Completion> {
-        self.submit_one(|batch| batch.wait_send(qp))
+        self.submit_one(None, |batch| batch.wait_send(qp))
     }
 
     /// Holds the stream until the next receive completion of `qp`.
@@ -569,7 +621,7 @@ impl Stream {
     /// Those of [`Stream::wait_send`]; [`Error::Unsupported`] also where the GPU may not see payload that a card
     /// writes.
     pub fn wait_recv(&self, qp: &Qp) -> Result<Completion> {
-        self.submit_one(|batch| batch.wait_recv(qp))
+        self.submit_one(None, |batch| batch.wait_recv(qp))
     }
 }
 

@@ -38,7 +38,7 @@ use crate::path::BufferPath;
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
 use crate::request::Request;
-use crate::transport::{Companion, KeyedPins, QpPair};
+use crate::transport::{Companion, KeyedPins, QpPair, at_once};
 use crate::wait::Deadline;
 use near::{Own, Reached, Theirs, Verdict, Way};
 
@@ -75,7 +75,7 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// let capture = stream.begin_capture()?;
 /// let mut batch = Batch::new();
 /// channel.post_recv_in_batch(&mut batch)?; // the place is free: credit for the sender of this launch
-/// let sent = channel.send_in_batch(&mut batch, &buffer, 0..64)?; // waits for that
+/// let sent = channel.isend_in_batch(&mut batch, &buffer, 0..64)?; // waits for that
 /// let _received = channel.wait_recv_in_batch(&mut batch)?; // the message is in its place
 /// comm.wait_in_batch(&mut batch, &sent)?; // and what was sent may be written again
 /// stream.submit(&mut batch)?;
@@ -368,7 +368,7 @@ impl Channel {
     /// smaller one, the connection broke, or more messages are under way than
     /// [`CommunicatorBuilder::depth`](crate::CommunicatorBuilder::depth). A [launch](gdsync::stream::Graph::launch) is refused for
     /// the last two as well.
-    pub fn send_in_batch(
+    pub fn isend_in_batch(
         &self,
         batch: &mut Batch,
         buffer: &Registration,
@@ -442,17 +442,17 @@ impl Channel {
         Ok(Request::of_channel(&into.peer, &into.qp, op))
     }
 
-    /// As [`Channel::send_in_batch`], on a stream. It is not held: unlike [`Communicator::send_on_stream`] this returns a request.
+    /// As [`Channel::isend_in_batch`], on a stream.
     ///
     /// # Errors
-    /// [`Error::Message`], as [`Channel::send_in_batch`], also with the refusal of the stream.
-    pub fn send_on_stream(
+    /// [`Error::Message`], as [`Channel::isend_in_batch`], also with the refusal of the stream.
+    pub fn isend_on_stream(
         &self,
         stream: &Stream,
         buffer: &Registration,
         range: Range<usize>,
     ) -> Result<Request> {
-        self.on(stream, |batch| self.send_in_batch(batch, buffer, range))
+        self.on(stream, |batch| self.isend_in_batch(batch, buffer, range))
     }
 
     /// As [`Channel::post_recv_in_batch`], on a stream.
@@ -472,7 +472,7 @@ impl Channel {
     }
 
     fn on<T>(&self, stream: &Stream, add: impl FnOnce(&mut Batch) -> Result<T>) -> Result<T> {
-        let mut batch = Batch::new();
+        let (mut batch, stream) = (Batch::new(), at_once(stream));
         let added = add(&mut batch)?;
         let Inner { comm, out, .. } = &*self.0;
         comm.while_full(|| {

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
 use crate::request::{Awaited, DOMAIN, Request};
-use crate::transport::{mark_only_once, refuse_in_capture};
+use crate::transport::{at_once, mark_only_once, refuse_in_capture};
 
 /// A prepared send that is in no stream yet. Dropping it takes it back.
 #[derive(Debug)]
@@ -43,7 +43,7 @@ impl PreparedMessage {
     /// # Errors
     /// [`Error::Message`](crate::Error::Message): the connection is broken, or the stream refuses. The message is taken back.
     pub fn post_on_stream(self, stream: &Stream) -> Result<Request> {
-        let (mut batch, comm) = (Batch::new(), self.comm.clone());
+        let (mut batch, comm, stream) = (Batch::new(), self.comm.clone(), at_once(stream));
         let request = self.post_in_batch(&mut batch);
         comm.while_full(|| stream.submit(&mut batch).map_err(|cause| request.failed(cause)))?;
         Ok(request)
@@ -111,6 +111,7 @@ impl Communicator {
         rank: usize,
         waits: bool,
     ) -> Result<Request> {
+        let stream = at_once(stream);
         let post = |peer: &Peer, sges: &[Sge]| {
             let mut batch = Batch::new();
             let completion = peer.send_in_batch(&mut batch, pieces, sges)?;
@@ -265,6 +266,7 @@ impl Communicator {
         let is_busy = |error: &Error| {
             matches!(error, Error::Message { cause: gdsync::Error::Busy { queue: "send", .. }, .. })
         };
+        let stream = at_once(stream);
         let submit = || stream.submit(&mut batch).map_err(failed);
         self.retry_while(|error| error.is_full() || is_busy(error), submit)?;
         Ok(request)
@@ -345,7 +347,7 @@ impl Communicator {
         stream: &Stream,
         messages: impl IntoIterator<Item = PreparedMessage>,
     ) -> Result<Vec<Request>> {
-        let mut batch = Batch::new();
+        let (mut batch, stream) = (Batch::new(), at_once(stream));
         let requests: Vec<_> =
             messages.into_iter().map(|message| message.post_in_batch(&mut batch)).collect();
         if let Some(first) = requests.first() {
@@ -386,6 +388,7 @@ impl Communicator {
             refuse_in_capture(stream).map_err(|cause| request.failed(cause))?;
         }
         request.catch_up();
+        let stream = &at_once(stream);
         self.while_full(|| {
             let waits = match request.for_stream()? {
                 Awaited::Completion(completion) => stream.wait(completion),
@@ -406,7 +409,7 @@ impl Communicator {
         stream: &Stream,
         requests: impl IntoIterator<Item = &'a Request>,
     ) -> Result<()> {
-        let mut batch = Batch::new();
+        let (mut batch, stream) = (Batch::new(), at_once(stream));
         let mut last = None;
         for request in requests {
             self.wait_in_batch(&mut batch, request)?;

@@ -416,9 +416,14 @@ impl Transport {
 const ONLY_ONCE: (&str, &str) = (
     "a message of a communicator",
     "before the capture make an mp::Channel (channel = comm.channel(rank, &[(&buffer, range)], None), at both ranks); in the capture write \
-     channel.post_recv_on_stream(stream) where the receive is queued, channel.send_on_stream(stream, &buffer, range) for the send and \
+     channel.post_recv_on_stream(stream) where the receive is queued, channel.isend_on_stream(stream, &buffer, range) for the send and \
      channel.wait_recv_on_stream(stream) for the wait",
 );
+
+/// The stream, whose calls do not wait for room: ours repeat them, and move messages along meanwhile.
+pub(crate) fn at_once(stream: &Stream) -> Stream {
+    stream.with_timeout(Duration::ZERO)
+}
 
 /// Marks a batch with a message of a communicator: no graph can repeat it.
 pub(crate) fn mark_only_once(batch: &mut Batch) {

@@ -22,7 +22,7 @@ use crate::path::BufferPath;
 use crate::registration::{DomainId, Registration};
 use crate::request::Request;
 use crate::rma_queue::RmaQueues;
-use crate::transport::QpPair;
+use crate::transport::{QpPair, at_once};
 use crate::wait::{Deadline, wait_value64_and};
 use near::{Copy, Near, PeerCopies};
 pub use rma::{MAX_INLINE, Rma, Signal};
@@ -433,7 +433,8 @@ impl Window {
     /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start`], also with the
     /// refusal of the stream.
     pub fn start_on_stream(&self, stream: &Stream, rma: &Rma<'_>) -> Result<Request> {
-        self.post(rma, Some(self.0.near.is_for(stream)), |qp, plan, order| match &plan.wrs[..] {
+        let stream = at_once(stream);
+        self.post(rma, Some(self.0.near.is_for(&stream)), |qp, plan, order| match &plan.wrs[..] {
             [wr] if plan.is_plain() => Ok(stream.send(qp, wr)?.into()),
             _ => {
                 let mut batch = Batch::new();
@@ -687,6 +688,7 @@ impl Window {
     /// the stream is full or failed, or another stream waits for operations on this rank.
     pub fn flush_on_stream(&self, stream: &Stream, rank: usize) -> Result<()> {
         self.part(rank)?;
+        let stream = &at_once(stream);
         self.0.comm.while_full(|| self.1.queues[rank].flush_on_stream(stream))
     }
 
@@ -743,7 +745,7 @@ impl Window {
         value: u64,
         cond: Cond,
     ) -> Result<()> {
-        let mut batch = Batch::new();
+        let (mut batch, stream) = (Batch::new(), at_once(stream));
         self.wait_signal_in_batch(&mut batch, offset, value, cond)?;
         self.0.comm.while_full(|| Ok(stream.submit(&mut batch)?))
     }

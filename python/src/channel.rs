@@ -55,7 +55,7 @@ impl Channel {
         let (py, part) = (tensor.py(), Part::of(&self.shared.comm, tensor, false, false)?);
         let stream = Submitter::of(stream, part.gpu, py)?.ok_or_else(needs_stream)?;
         let sent = self.shared.submit(py, ("send", Some(self.channel.rank())), &stream, |_, batch| {
-            let sent = self.channel.send_in_batch(batch, &part.registration, 0..part.len())?;
+            let sent = self.channel.isend_in_batch(batch, &part.registration, 0..part.len())?;
             self.shared.comm.wait_in_batch(batch, &sent)?;
             Ok(sent)
         })?;

@@ -9,7 +9,7 @@ use pyo3::types::{PyModule, PyType};
 const WORDS: &[(&str, &str)] = &[
     (
         "before the capture make an mp::Channel (channel = comm.channel(rank, &[(&buffer, range)], None), at both ranks); in the \
-         capture write channel.post_recv_on_stream(stream) where the receive is queued, channel.send_on_stream(stream, &buffer, range) \
+         capture write channel.post_recv_on_stream(stream) where the receive is queued, channel.isend_on_stream(stream, &buffer, range) \
          for the send and channel.wait_recv_on_stream(stream) for the wait",
         "before the capture make a channel (Communicator.channels, at all ranks); in the capture call Channel.post_recv where the \
          receive is queued, Channel.send for the send and Channel.wait_recv for the wait",
@@ -24,7 +24,7 @@ const WORDS: &[(&str, &str)] = &[
     ),
     ("(CommunicatorBuilder::timeout)", "(gdasync.init(timeout=...))"),
     (" (Communicator::barrier is another one)", ""),
-    (" (Stream::submit_within, Graph::launch_within)", ""),
+    (" (Stream::with_timeout)", ""),
     (
         "capture with Stream::capture instead, and launch the application's work on Stream::raw in it",
         "capture with gdasync.Graph",

@@ -131,7 +131,7 @@ impl Shared {
             let _order = stream.order.lock();
             let mut batch = Batch::new();
             let made = record(&self.comm.with_timeout(slice), &mut batch)?;
-            stream.queue.submit_within(&mut batch, slice)?;
+            stream.queue.with_timeout(slice).submit(&mut batch)?;
             Ok(made)
         };
         sliced(py, self.comm.timeout(), may_end, attempt)?.or_raise(py, operation, rank)

@@ -228,7 +228,7 @@ impl Stream {
         };
         let mut batch = Batch::new();
         batch.host_fn(run);
-        let submit = |slice| Ok(self.0.queue.submit_within(&mut batch, slice)?);
+        let submit = |slice| Ok(self.0.queue.with_timeout(slice).submit(&mut batch)?);
         sliced(py, self.0.config.wait_limit, is_full, submit)?.or_raise(py, "call", None)
     }
 
@@ -292,7 +292,7 @@ impl Recorded {
     fn launch(&self, py: Python<'_>, stream: &Bound<'_, Stream>, timeout: Option<f64>) -> PyResult<()> {
         let on = &stream.get().0;
         let limit = seconds_or(timeout, on.config.wait_limit)?;
-        let launch = |slice| Ok(self.0.graph.lock().launch_within(&on.queue, slice)?);
+        let launch = |slice| Ok(self.0.graph.lock().launch(&on.queue.with_timeout(slice))?);
         let launch = sliced(py, limit, is_full, launch)?.or_raise(py, "replay", None)?;
         on.forget_launched();
         on.launched.lock().push_back((launch, self.0.clone()));

@@ -254,7 +254,7 @@ impl<'a> Windows<'a> {
             if self.pings() {
                 self.end.comm.wait_in_batch(&mut batch, receive)?;
             }
-            self.stream.submit_within(&mut batch, self.timeout)?;
+            self.stream.with_timeout(self.timeout).submit(&mut batch)?;
         }
         if let Some(last) = last {
             self.end.comm.wait_on_stream(self.stream, &last)?;

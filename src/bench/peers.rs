@@ -253,7 +253,7 @@ impl Way for OurChannel<'_> {
 
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {
         let mut batch = Batch::new();
-        let _sent = self.channel.send_in_batch(&mut batch, &self.buffer, 0..bytes)?;
+        let _sent = self.channel.isend_in_batch(&mut batch, &self.buffer, 0..bytes)?;
         self.channel.post_recv_in_batch(&mut batch)?;
         Ok(self.app.stream.submit(&mut batch)?)
     }

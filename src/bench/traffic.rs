@@ -266,7 +266,7 @@ impl<'a> QueuePairs<'a> {
             for end in &self.qps[..qps.min(sends.len())] {
                 batch.wait_all_sends(&end.qp)?;
             }
-            stream.submit_within(&mut batch, timeout)?;
+            stream.with_timeout(timeout).submit(&mut batch)?;
             if (turn + 1) % dry == 0 {
                 stream.synchronize(timeout)?;
             }

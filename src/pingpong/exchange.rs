@@ -324,7 +324,7 @@ fn captured<'a>(
         checker.turn()?;
     }
     let graph = capture.end()?;
-    Ok(Box::new(move |stream, timeout| Ok(graph.launch_within(stream, timeout)?)))
+    Ok(Box::new(move |stream, timeout| Ok(graph.launch(&stream.with_timeout(timeout))?)))
 }
 
 /// Records `count` iterations for a kernel that waits and sends by itself.
@@ -354,10 +354,10 @@ fn initiated<'a>(
             }
             stream.submit(&mut batch)?;
         }
-        Ok(())
+        gdsync::Result::Ok(())
     })?;
     Ok(Box::new(move |stream, timeout| {
-        steps.launch_within(stream, timeout, |program| checker.initiate(program, count, work, waits_first))
+        steps.launch(&stream.with_timeout(timeout), |program| checker.initiate(program, count, work, waits_first))
     }))
 }
 

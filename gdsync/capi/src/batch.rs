@@ -209,7 +209,7 @@ impl<'a> List<'a> {
             }
         }
         let done = match self.target {
-            Target::Stream(lent) => lent.stream.submit_within(&mut batch, wait_limit()),
+            Target::Stream(lent) => lent.stream.with_timeout(wait_limit()).submit(&mut batch),
             Target::Cpu => batch.run(wait_limit()),
         };
         // The batch keeps the operations that were neither run nor queued.

@@ -362,7 +362,7 @@ pub unsafe extern "C" fn gds_stream_wait_cq(stream: RawStream, at: *mut gds_cq, 
         cq.wait(|wait| {
             let mut batch = gdsync::stream::Batch::new();
             batch.post_wait(wait);
-            lent.stream.submit_within(&mut batch, guard::wait_limit())
+            lent.stream.with_timeout(guard::wait_limit()).submit(&mut batch)
         })
     })
 }

@@ -274,7 +274,7 @@ pub enum Error {
     },
     /// The stream has the maximum number of pending submissions.
     #[error(
-        "{} is full ({depth} submissions pending); synchronize, wait for room (Stream::submit_within, Graph::launch_within), or raise \
+        "{} is full ({depth} submissions pending); synchronize, wait longer for room (Stream::with_timeout), or raise \
          the depth of its configuration",
         stream_label(stream)
     )]

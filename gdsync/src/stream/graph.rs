@@ -1,9 +1,9 @@
 //! Graphs: batches captured once and launched many times.
 
 use std::any::Any;
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
+use std::{fmt, result};
 
 use super::batch::Batch;
 use super::engine::Engine;
@@ -70,19 +70,21 @@ impl Stream {
     /// waits are dropped; receives stay for the first launch. Completions returned in the capture are not usable; those
     /// of a launch are [`Launch::completions`].
     ///
-    /// A launch uses the wait limit of its stream. Calls that have errors of their own, as those of `mp`, go between
-    /// [`Stream::begin_capture`] and [`Capture::end`].
+    /// A launch uses the wait limit of its stream.
     ///
     /// # Errors
     /// The error of `record`; [`Error::Cuda`]; [`Error::Unsupported`] within a capture; the error that failed the
     /// stream. [`Stream::submit`] refuses host functions with [`Error::Unsupported`].
-    pub fn capture(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<Graph> {
+    pub fn capture<E: From<Error>>(
+        &self,
+        record: impl FnOnce(&Stream) -> result::Result<(), E>,
+    ) -> result::Result<Graph, E> {
         let capture = self.begin_capture()?;
         record(self)?;
-        capture.end()
+        Ok(capture.end()?)
     }
 
-    /// Begins a capture: see [`Stream::capture`].
+    /// Begins a capture, where no closure fits: see [`Stream::capture`].
     ///
     /// # Errors
     /// [`Error::Cuda`]; [`Error::Unsupported`] within a capture; the error that failed the stream.
@@ -97,15 +99,14 @@ impl Stream {
         Ok(Capture { fork_guard: ForkGuard::default(), stream: self.clone(), open: true })
     }
 
-    /// Makes recorded batches again and submits them as one submission, waiting until the deadline for room in the
-    /// stream and in the send queues.
+    /// Makes recorded batches again and submits them as one submission, waiting for room in the stream and in the send
+    /// queues.
     pub(super) fn launch_again(
         &self,
         batches: &[Vec<Part>],
-        timeout: Duration,
         mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
-        let (stream, deadline, waiting) = (self.id(), deadline(timeout), RoomWait::new(timeout));
+        let (stream, deadline, waiting) = (self.id(), deadline(self.1), RoomWait::new(self.1));
         loop {
             let is_last = waiting.is_over();
             let mut batch = Batch::new();
@@ -130,7 +131,7 @@ impl Stream {
                 self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops, &ends))
             });
             match (seq, full) {
-                (Err(Error::QueueFull { .. }), Some(end)) if !is_last => {
+                (Err(Error::QueueFull { .. }), Some(end)) if !is_last && self.may_wait() => {
                     // Takes back what was made, so that it does not fill the queue.
                     drop(batch);
                     waiting.pause(end);
@@ -188,11 +189,11 @@ impl Drop for Capture {
 }
 
 impl Graph {
-    /// Queues a launch after everything submitted to the stream, all or nothing. Does not block.
+    /// Queues a launch after everything submitted to the stream, all or nothing. Waits for [room](Stream#room) in the stream and
+    /// in the send queues of the graph, but not for the work.
     ///
     /// It counts as one submission. Receives that it waits for must be posted. A CUDA graph with four or more kernels
-    /// of this library has at most three pending launches, on all streams together; a fourth returns
-    /// [`Error::StreamFull`].
+    /// of this library has at most three pending launches, on all streams together; a fourth waits.
     ///
     /// # Errors
     /// Nothing is launched on an error. Those of [`Qp::prepare_send`](crate::verbs::Qp::prepare_send),
@@ -200,20 +201,12 @@ impl Graph {
     /// [`Error::InvalidArgument`] for a stream of another kind; [`Error::Unsupported`] for a stream on another GPU, of
     /// another [`Via`](super::Via), or in a capture.
     pub fn launch(&self, stream: &Stream) -> Result<Launch> {
-        self.launch_within(stream, Duration::ZERO)
-    }
-
-    /// Like [`Graph::launch`], but waits for room in the stream and in the send queues of the graph.
-    ///
-    /// # Errors
-    /// Those of [`Graph::launch`]; [`Error::StreamFull`] and [`Error::QueueFull`] of sends only after `timeout`.
-    pub fn launch_within(&self, stream: &Stream, timeout: Duration) -> Result<Launch> {
         let _range = DOMAIN.range(c"launch");
         if self.kind != stream.kind() {
             let expected = "a stream of the kind that the graph was captured on";
             return Err(Error::invalid("stream to launch a graph on", stream.kind(), expected));
         }
-        stream.launch_again(&self.batches, timeout, |engine, guard, ops, ends| {
+        stream.launch_again(&self.batches, |engine, guard, ops, ends| {
             engine.launch(guard, &self.made, ops, ends)
         })
     }

@@ -223,7 +223,7 @@ impl Stream {
         offset: usize,
         signal: Option<PeerSignal>,
     ) -> Result<()> {
-        self.submit_one(|batch| batch.put_peer(from, range, to, offset, signal))
+        self.submit_one(None, |batch| batch.put_peer(from, range.clone(), to, offset, signal.clone()))
     }
 
     /// Copies from memory of a peer, in stream order: see [`Batch::get_peer`].
@@ -231,7 +231,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::put_peer`].
     pub fn get_peer(&self, from: &PeerMemory, offset: usize, to: &Memory, range: Range<usize>) -> Result<()> {
-        self.submit_one(|batch| batch.get_peer(from, offset, to, range))
+        self.submit_one(None, |batch| batch.get_peer(from, offset, to, range.clone()))
     }
 
     /// Signals a peer, in stream order: see [`Batch::signal_peer`].
@@ -239,7 +239,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::put_peer`].
     pub fn signal_peer(&self, signal: PeerSignal) -> Result<()> {
-        self.submit_one(|batch| batch.signal_peer(signal))
+        self.submit_one(None, |batch| batch.signal_peer(signal.clone()))
     }
 }
 

@@ -1,7 +1,6 @@
 //! Kernel steps: sends and waits that an application kernel runs by itself.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::time::Duration;
 use std::{fmt, result};
 
 use super::graph::{EngineGraph, Launch, within_capture};
@@ -35,8 +34,7 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 /// ```
 ///
 /// ```no_run
-/// # use std::time::Duration;
-/// # use gdsync::cuda::Gpu;
+/// # /// # use gdsync::cuda::Gpu;
 /// # use gdsync::stream::{Batch, CudaStreamConfig, Stream, Via};
 /// # use gdsync::verbs::{Mr, Qp, SendWr};
 /// # fn launch_kernel(stream: gdsync::cuda::RawStream, program: u64) -> gdsync::Result<()> { Ok(()) }
@@ -120,10 +118,13 @@ impl Stream {
     /// The error of `record`; [`Error::Unsupported`] within a capture, for streams without
     /// [`Via::Kernel`](super::Via::Kernel), and, from [`Stream::submit`], for host functions and for waits whose flush
     /// only the stream can do; the error that failed the stream; [`Error::Cuda`] when out of memory.
-    pub fn record_steps(&self, record: impl FnOnce(&Stream) -> Result<()>) -> Result<KernelSteps> {
+    pub fn record_steps<E: From<Error>>(
+        &self,
+        record: impl FnOnce(&Stream) -> result::Result<(), E>,
+    ) -> result::Result<KernelSteps, E> {
         let mut state = self.state()?;
         if state.recording.is_some() {
-            return Err(within_capture("a recording"));
+            return Err(within_capture("a recording").into());
         }
         self.0.engine.error().map_or(Ok(()), Err)?;
         state.recording = Some(Recording::of_steps());
@@ -151,29 +152,16 @@ impl KernelSteps {
 
     /// Queues the steps after everything submitted to the stream. Calls `kernel` once, to launch the kernel that runs
     /// them on [`Stream::raw`], with the GPU's context current. `kernel` gets the steps' GPU address, a `const
-    /// gds::Program *`, and must return an error only if it launched nothing. Does not block.
+    /// gds::Program *`, and must return an error only if it launched nothing. Waits for room as [`Graph::launch`](super::Graph::launch).
     ///
     /// It counts as one submission. Receives that it waits for must be posted. At most three launches are pending, on
-    /// all streams together; a fourth returns [`Error::StreamFull`].
+    /// all streams together; a fourth waits.
     ///
     /// # Errors
     /// Those of [`Graph::launch`](super::Graph::launch), and the error of `kernel`. Nothing is launched on an error.
     pub fn launch<E: From<Error>>(
         &self,
         stream: &Stream,
-        kernel: impl FnOnce(u64) -> result::Result<(), E>,
-    ) -> result::Result<Launch, E> {
-        self.launch_within(stream, Duration::ZERO, kernel)
-    }
-
-    /// Like [`KernelSteps::launch`], but waits for room in the stream and in the send queues of the steps.
-    ///
-    /// # Errors
-    /// Those of [`KernelSteps::launch`]; [`Error::StreamFull`] and [`Error::QueueFull`] of sends only after `timeout`.
-    pub fn launch_within<E: From<Error>>(
-        &self,
-        stream: &Stream,
-        timeout: Duration,
         kernel: impl FnOnce(u64) -> result::Result<(), E>,
     ) -> result::Result<Launch, E> {
         let _range = DOMAIN.range(c"launch");
@@ -186,7 +174,7 @@ impl KernelSteps {
             ReentrancyCheck::Launch.end();
             matches!(result.insert(answer), Ok(Ok(())))
         };
-        let launch = stream.launch_again(&self.batches, timeout, |engine, guard, ops, ends| {
+        let launch = stream.launch_again(&self.batches, |engine, guard, ops, ends| {
             engine.launch_steps(guard, &self.made, ops, ends, &mut call)
         });
         match result {

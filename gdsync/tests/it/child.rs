@@ -12,7 +12,7 @@ use gdsync::Error;
 use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{QpAddress, RecvWr, RemoteAddr, SendWr};
 
-use crate::common::{PATIENCE, Side};
+use crate::common::Side;
 
 /// Set in a process that runs a test alone.
 const ALONE: &str = "GDSYNC_TEST_ALONE";
@@ -94,7 +94,7 @@ pub fn pong(stream: &Stream, side: &Side, round: u64) -> Result<(), Error> {
     batch.wait_recv(&side.qp)?;
     batch.send(&side.qp, &SendWr::send(&arrived).id(round))?;
     batch.wait_send(&side.qp)?;
-    stream.submit_within(&mut batch, PATIENCE)
+    stream.submit(&mut batch)
 }
 
 /// The question of a round; a right answer is counted, in stream order.
@@ -109,7 +109,7 @@ pub fn ping(stream: &Stream, side: &Side, round: u64, right: &Arc<AtomicU64>) ->
     batch.host_fn(move || {
         right.fetch_add((answer.load() == 3 * round + 1).into(), Ordering::Relaxed);
     });
-    stream.submit_within(&mut batch, PATIENCE)
+    stream.submit(&mut batch)
 }
 
 /// What one side tells the other.

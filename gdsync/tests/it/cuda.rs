@@ -190,7 +190,7 @@ fn refuses(stream: &Stream, place: &Place, is_right: impl Fn(&Error) -> bool) {
 #[test]
 fn full_stream_refuses_short_batches() {
     for place in places() {
-        let stream = place.stream(PATIENCE);
+        let stream = place.stream(PATIENCE).with_timeout(Duration::ZERO);
         let [gate, count] = gates();
         stream.wait_value32(&gate, 1, Cond::Eq).unwrap();
         while stream.write_value32(&count, 1).is_ok() {}
@@ -210,13 +210,13 @@ fn row_of_short_batches_ends_where_the_stream_is_full() {
         let mut batch = Batch::new();
         let full = (0..1000).find_map(|_| {
             SHORT[2](&mut batch, &a.qp);
-            stream.submit(&mut batch).err()
+            stream.with_timeout(Duration::ZERO).submit(&mut batch).err()
         });
         assert!(matches!(full, Some(Error::StreamFull { depth: 256, .. })), "{full:?}");
         // All calls but for the marks.
         assert!((230..=256).contains(&stream.query().pending), "{place:?}: {}", stream.query().pending);
         gate.store(1);
-        stream.submit_within(&mut batch, PATIENCE).unwrap();
+        stream.submit(&mut batch).unwrap();
         stream.synchronize(PATIENCE).unwrap();
     }
 }
@@ -296,7 +296,7 @@ const LIMIT: Duration = Duration::from_millis(50);
 #[test]
 fn host_functions_fill_a_stream_and_never_block() {
     for place in places() {
-        let stream = place.stream(PATIENCE);
+        let stream = place.stream(PATIENCE).with_timeout(Duration::ZERO);
         let [gate, count] = gates();
         stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
         let pair = |n| {
@@ -327,7 +327,7 @@ fn sends_in_a_row_fill_a_stream_and_end_with_it() {
     for place in places() {
         let (a, b) = place.pair(64, |q| q);
         let config = CudaStreamConfig { depth: DEPTH, via: place.via, ..CudaStreamConfig::default() };
-        let stream = Stream::cuda(&place.gpu, config).unwrap();
+        let stream = Stream::cuda(&place.gpu, config).unwrap().with_timeout(Duration::ZERO);
         let gate = gate();
         for round in 1..=3 {
             stream.wait_value32(&gate, round, Cond::Geq).unwrap();

@@ -83,7 +83,7 @@ impl<'a> Table<'a> {
                     batch.wait_all_sends(&self.sides[who].qp)?;
                     stream.submit(&mut batch)?;
                 }
-                Ok(())
+                gdsync::Result::Ok(())
             })
             .unwrap()
     }
@@ -124,7 +124,7 @@ fn kernels_bounce_messages() {
                 let mut batch = Batch::new();
                 table.send(0, &mut batch).unwrap();
                 batch.wait_all_sends(&table.sides[0].qp).unwrap();
-                table.streams[0].submit_within(&mut batch, PATIENCE).unwrap();
+                table.streams[0].submit(&mut batch).unwrap();
                 table.streams[1].wait_recv(&table.sides[1].qp).unwrap();
             }
         }
@@ -154,7 +154,7 @@ fn check(table: &Table<'_>, (round, apps, launches): (u64, [App; 2], [Launch; 2]
 /// Launches a kernel that runs steps, and sends numbers from `first` on.
 fn launch(table: &Table<'_>, who: usize, steps: &KernelSteps, app: &App, first: u64) -> Launch {
     let (stream, memory) = (&table.streams[who], table.sides[who].memory());
-    let launched = steps.launch_within(stream, PATIENCE, |program| {
+    let launched = steps.launch(stream, |program| {
         app.launch(table.place, stream, program, memory, first);
         Ok::<_, Error>(())
     });
@@ -510,7 +510,7 @@ fn peer_that_goes_away_ends_the_step() {
                     batch.wait_all_sends(&a.qp)?;
                     stream.submit(&mut batch)?;
                 }
-                Ok(())
+                gdsync::Result::Ok(())
             })
             .unwrap();
         let app = launch_on(&place, &stream, &steps, &a, &[0, 1, 2]);
@@ -599,7 +599,7 @@ fn launches_wait_for_room() {
         let nothing = |_| Ok::<_, Error>(());
         (0..3).for_each(|_| drop(steps.launch(&stream, nothing).unwrap()));
         for _ in 0..3 {
-            let full = steps.launch_within(&stream, Duration::from_millis(2), nothing).unwrap_err();
+            let full = steps.launch(&stream.with_timeout(Duration::from_millis(2)), nothing).unwrap_err();
             assert!(matches!(full, Error::StreamFull { .. }), "{full}");
         }
         assert_eq!((stream.query().pending, word.load()), (3, 0));
@@ -608,7 +608,7 @@ fn launches_wait_for_room() {
                 std::thread::sleep(Duration::from_millis(2));
                 gate.store(1);
             });
-            steps.launch_within(&stream, PATIENCE, nothing).unwrap().wait(&stream, PATIENCE).unwrap();
+            steps.launch(&stream, nothing).unwrap().wait(&stream, PATIENCE).unwrap();
         });
         assert_eq!((stream.query().pending, word.load()), (0, 5));
     }
@@ -641,7 +641,7 @@ fn what_a_kernel_cannot_do_is_refused() {
         let nothing = stream.record_steps(|stream| {
             assert!(matches!(stream.record_steps(|_| Ok(())), Err(Error::Unsupported { .. })));
             assert!(matches!(stream.begin_capture(), Err(Error::Unsupported { .. })));
-            Ok(())
+            gdsync::Result::Ok(())
         });
         let nothing = nothing.unwrap();
         assert!(nothing.is_empty());

@@ -212,7 +212,7 @@ fn batches_take_numbers_when_they_are_submitted() {
             s.submit(&mut numbered(&order, &word, 1))?;
             s.submit(&mut numbered(&order, &word, 2))?;
             assert_eq!(order.last_number(), 8);
-            Ok(())
+            gdsync::Result::Ok(())
         });
         let graph = graph.unwrap();
         assert_eq!(order.last_number(), 5);

@@ -199,7 +199,7 @@ fn graphs_copy_again_in_each_launch() {
             from.write(0, &bytes).unwrap();
             from.flush().unwrap();
             to.word.store(0);
-            graph.launch_within(&streams[0], PATIENCE).unwrap();
+            graph.launch(&streams[0]).unwrap();
             streams[1].wait_value64(&to.word, batches as u64, Cond::Geq).unwrap();
             streams.iter().for_each(|stream| stream.synchronize(PATIENCE).unwrap());
             for (at, len) in (0..batches).map(part) {

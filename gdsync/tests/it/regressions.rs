@@ -96,7 +96,7 @@ fn queue_pair_in_error_leaves_it_by_reset_only() {
 fn longest_timeouts_are_no_panic() {
     let s = stream("patient");
     s.synchronize(Duration::MAX).unwrap();
-    s.submit_within(&mut Batch::new(), Duration::MAX).unwrap();
+    s.with_timeout(Duration::MAX).submit(&mut Batch::new()).unwrap();
     Batch::new().run(Duration::MAX).unwrap();
     let plan = FaultPlan { delay: (1.0, Duration::MAX), ..FaultPlan::default() };
     assert!(matches!(hca().inject(plan), Err(Error::InvalidArgument { what: "delay", .. })));

@@ -1,9 +1,11 @@
 //! Loops without a window of their own: waits for room in streams and in queues much smaller than the loop.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use gdsync::error::Error;
-use gdsync::stream::{Batch, Cond};
+use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
 use gdsync::verbs::{QpBuilder, RecvWr, SendWr};
 
 use crate::common::{PATIENCE, Side, assert_clean, gate, pair, stream, tier};
@@ -35,12 +37,54 @@ fn stream_loop_waits_for_room_in_stream_and_queues() {
             batch.send(&a.qp, &SendWr::send(&[]).id(i)).unwrap();
             batch.wait_send(&a.qp).unwrap();
             last = Some(batch.wait_recv(&b.qp).unwrap());
-            s.submit_within(&mut batch, PATIENCE).unwrap();
+            s.submit(&mut batch).unwrap();
         }
         s.synchronize(PATIENCE).unwrap();
         assert_eq!(last.unwrap().status().unwrap().unwrap().wr_id, rounds() - 1);
         assert_clean(&[&a, &b]);
     }
+}
+
+/// Each call of a stream waits for room, in the stream and in the queue.
+#[test]
+fn calls_of_a_stream_wait_for_room() {
+    for site in sites() {
+        let (a, b) = site.pair(64, small);
+        let s = site.stream(PATIENCE);
+        let count = Arc::new(AtomicU64::new(0));
+        for i in 0..rounds() {
+            let (seen, memory) = (count.clone(), a.memory().word64(0).unwrap());
+            s.host_fn(move || _ = seen.fetch_add(1, Ordering::Relaxed)).unwrap();
+            s.write_value64(&memory, i).unwrap();
+            s.post_recv(&b.qp, &RecvWr::new(&[]).id(i)).unwrap();
+            s.send(&a.qp, &SendWr::send(&[]).id(i)).unwrap();
+            s.wait_send(&a.qp).unwrap();
+            s.wait_recv(&b.qp).unwrap();
+        }
+        s.synchronize(PATIENCE).unwrap();
+        assert_eq!(count.load(Ordering::Relaxed), rounds());
+        assert_clean(&[&a, &b]);
+    }
+}
+
+/// A host function may use its stream, which would wait for itself if that waited for room.
+#[test]
+fn host_function_does_not_wait_for_room_in_its_own_stream() {
+    let config = HostStreamConfig { depth: 2, wait_limit: PATIENCE, ..HostStreamConfig::default() };
+    let s = Stream::host(config).unwrap();
+    let (gate, other) = (gate(), s.clone());
+    s.wait_value32(&gate, 1, Cond::Eq).unwrap();
+    let (told, results) = std::sync::mpsc::channel();
+    s.host_fn(move || {
+        let start = Instant::now();
+        let full = (0..3).find_map(|_| other.host_fn(|| ()).err());
+        told.send((full, start.elapsed())).unwrap();
+    })
+    .unwrap();
+    gate.store(1);
+    let (full, after) = results.recv_timeout(PATIENCE).unwrap();
+    assert!(matches!(full, Some(Error::StreamFull { depth: 2, .. })) && after < PATIENCE / 2, "{full:?} {after:?}");
+    s.synchronize(PATIENCE).unwrap();
 }
 
 #[test]
@@ -57,7 +101,7 @@ fn launches_wait_for_room_in_send_queues() {
             })
             .unwrap();
         for _ in 0..rounds() {
-            graph.launch_within(&s, PATIENCE).unwrap();
+            graph.launch(&s).unwrap();
         }
         s.synchronize(PATIENCE).unwrap();
         assert_clean(&[&a, &b]);
@@ -89,9 +133,9 @@ fn full_queue_is_told_at_the_end_of_the_time() {
     let held = gate();
     let s = stream("room");
     s.wait_value32(&held, 1, Cond::Eq).unwrap();
-    let send = || s.send(&a.qp, &write_of(&b));
-    while send().is_ok() {}
     let short = Duration::from_millis(5);
+    let send = || s.with_timeout(short).send(&a.qp, &write_of(&b));
+    while send().is_ok() {}
     let full = a.qp.wait_send_room(1, short).unwrap_err();
     assert!(matches!(full, Error::QueueFull { queue: "send queue", .. }), "{full}");
     let text = full.to_string();

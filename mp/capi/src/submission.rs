@@ -105,7 +105,7 @@ impl Items {
                 return Err(failure);
             }
         }
-        let mut submit = || lent.stream.submit_within(&mut batch, wait_limit());
+        let mut submit = || lent.stream.with_timeout(wait_limit()).submit(&mut batch);
         let done = match peer {
             Some(peer) => peer.while_busy(submit),
             None => submit(),

@@ -18,6 +18,7 @@ use crate::Communicator;
 use crate::error::{Error, Result};
 use crate::in_flight::Direction;
 use crate::registration::{Piece, Registration};
+use crate::transport::at_once;
 use crate::wait::Deadline;
 
 /// A collective that was queued on a stream. Dropping it changes nothing: the collective goes on.
@@ -236,7 +237,7 @@ impl Direct {
         stream: &Stream,
     ) -> Result<Arc<Started>> {
         let (comm, slots) = (&all.core.context.with_timeout(deadline.remaining()), &all.slots);
-        let mut batch = Batch::new();
+        let (mut batch, stream) = (Batch::new(), at_once(stream));
         let header = slots.with_header(comm, &call)?;
         let (mut receives, mut sends, mut ready) = (Vec::new(), Vec::new(), BTreeMap::new());
         let receive = |part: Part| part.arrivals().map(|arrival| arrival.receive(comm, slots));

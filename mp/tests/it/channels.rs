@@ -41,7 +41,7 @@ fn exchange_two(comm: &Communicator, s: &Stream, channel: &Channel, outbox: &Reg
         let mut batch = Batch::new();
         channel.post_recv_in_batch(&mut batch).unwrap();
         let sent =
-            channel.send_in_batch(&mut batch, outbox, place(n).start..place(n).start + len(n)).unwrap();
+            channel.isend_in_batch(&mut batch, outbox, place(n).start..place(n).start + len(n)).unwrap();
         _ = channel.wait_recv_in_batch(&mut batch).unwrap();
         comm.wait_in_batch(&mut batch, &sent).unwrap();
         s.submit(&mut batch).unwrap();
@@ -51,7 +51,7 @@ fn exchange_two(comm: &Communicator, s: &Stream, channel: &Channel, outbox: &Reg
 fn capture(s: &Stream, record: impl FnOnce(&Stream) -> mp::Result<()>) -> Graph {
     let captured = s.capture(|s| {
         record(s).unwrap();
-        Ok(())
+        gdsync::Result::Ok(())
     });
     captured.unwrap()
 }
@@ -63,7 +63,7 @@ fn receive(channel: &Channel, s: &Stream) -> mp::Result<()> {
 }
 
 fn launch(graph: &Graph, s: &Stream) {
-    graph.launch_within(s, LONG).unwrap();
+    graph.launch(s).unwrap();
 }
 
 // Launches, eager submissions, and messages of the communicator, in random order.
@@ -129,7 +129,7 @@ job_test!(a_sender_waits_for_a_slow_receiver, 2, |comm| {
     let channel = channel(comm, peer, &memory, comm.rank());
     let s = stream("slow");
     if comm.rank() == 0 {
-        let graph = capture(&s, |s| comm.wait_on_stream(s, &channel.send_on_stream(s, &memory, 0..64)?));
+        let graph = capture(&s, |s| comm.wait_on_stream(s, &channel.isend_on_stream(s, &memory, 0..64)?));
         for n in 0..LAUNCHES {
             let memory = memory.memory().clone();
             s.host_fn(move || memory.write(0, &message(0, 1, n, 64)).unwrap()).unwrap();
@@ -164,7 +164,7 @@ job_test!(no_message_meets_a_missing_receive, 2, Communicator::builder().depth(4
     let add = |batch: &mut Batch| match me {
         // A completed wait makes room in the middle of a launch.
         0 => {
-            let sent = channel.send_in_batch(batch, &memory, 0..8);
+            let sent = channel.isend_in_batch(batch, &memory, 0..8);
             sent.and_then(|sent| comm.wait_in_batch(batch, &sent))
         }
         _ => channel.post_recv_in_batch(batch).and_then(|()| channel.wait_recv_in_batch(batch)).map(drop),
@@ -184,7 +184,7 @@ job_test!(no_message_meets_a_missing_receive, 2, Communicator::builder().depth(4
             sleep(HELD / 10 * u32::from(n % 80 == 39).abs_diff(u32::try_from(me).unwrap()));
         }
         loop {
-            match graph.launch(&s) {
+            match graph.launch(&s.with_timeout(Duration::ZERO)) {
                 Ok(_) => break,
                 Err(gdsync::Error::QueueFull { .. } | gdsync::Error::NothingToWaitFor { .. }) => refused += 1,
                 Err(gdsync::Error::StreamFull { .. }) => {}
@@ -259,11 +259,11 @@ job_test!(receives_beyond_the_places_are_refused, 1, |comm| {
         (0..2).for_each(|_| channel.post_recv_in_batch(&mut batch).unwrap());
         beyond(&mut batch);
         let sent: Vec<_> =
-            (0..2).map(|_| channel.send_in_batch(&mut batch, &memory, 0..8).unwrap()).collect();
+            (0..2).map(|_| channel.isend_in_batch(&mut batch, &memory, 0..8).unwrap()).collect();
         _ = channel.wait_recv_in_batch(&mut batch).unwrap();
         channel.post_recv_in_batch(&mut batch).unwrap();
         beyond(&mut batch);
-        let last = channel.send_in_batch(&mut batch, &memory, 0..8).unwrap();
+        let last = channel.isend_in_batch(&mut batch, &memory, 0..8).unwrap();
         (0..2).for_each(|_| drop(channel.wait_recv_in_batch(&mut batch).unwrap()));
         sent.iter().chain([&last]).for_each(|sent| comm.wait_in_batch(&mut batch, sent).unwrap());
         s.submit(&mut batch).unwrap();
@@ -291,16 +291,16 @@ job_test!(launches_at_another_place_are_refused, 1, |comm| {
     let (channel, s) = (channel(comm, 0, &inbox, 2), stream("places"));
     let iteration = |s: &Stream| {
         channel.post_recv_on_stream(s)?;
-        channel.send_on_stream(s, &outbox, 0..8).map(drop)?;
+        channel.isend_on_stream(s, &outbox, 0..8).map(drop)?;
         channel.wait_recv_on_stream(s).map(drop)
     };
     let (one, other) = (capture(&s, iteration), capture(&s, iteration));
     launch(&one, &s);
-    let error = one.launch_within(&s, LONG).unwrap_err().to_string();
+    let error = one.launch(&s).unwrap_err().to_string();
     says(&error, &["other places of the channel", "as many iterations as the channel has places"]);
     if gpu().is_some_and(|(_, via)| *via == Via::MemOp) {
         // Copies of the copy engine stay at the places of the capture.
-        let error = other.launch_within(&s, LONG).unwrap_err().to_string();
+        let error = other.launch(&s).unwrap_err().to_string();
         says(&error, &["copies by the copy engine are of other memory", "give the channel one place"]);
         return s.synchronize(LONG).unwrap();
     }
@@ -320,7 +320,7 @@ job_test!(launches_at_another_place_are_refused, 1, |comm| {
         batch.write_value32(&inbox.memory().word32(0)?, 0);
         Ok(s.submit(&mut batch)?)
     });
-    last.launch_within(&s, LONG).unwrap_err();
+    last.launch(&s).unwrap_err();
     iteration(&s).unwrap();
     refusal.0.store(false, Ordering::Relaxed);
     launch(&last, &s);
@@ -356,14 +356,14 @@ job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
     if me == 0 {
         let sent = stream("sends");
         // Nobody takes its completion.
-        _ = channel.send_on_stream(&sent, &memory, 0..8).unwrap();
+        _ = channel.isend_on_stream(&sent, &memory, 0..8).unwrap();
         comm.barrier(LONG).unwrap();
         sent.synchronize(LONG).unwrap();
         // The stream that fails takes the connection with it, and what is still under way there.
         comm.barrier(LONG).unwrap();
         let s = short();
         // The connection is free when the completion is there that nobody takes.
-        until("the second send is queued", || channel.send_on_stream(&s, &memory, 0..8).is_ok());
+        until("the second send is queued", || channel.isend_on_stream(&s, &memory, 0..8).is_ok());
         let text = s.synchronize(LONG).unwrap_err().to_string();
         says(
             &text,
@@ -373,7 +373,7 @@ job_test!(waits_of_channels_say_what_they_wait_for, 2, |comm| {
             ],
         );
         // The next message would be taken for the one that is lost.
-        assert!(channel.send_on_stream(&sent, &memory, 0..8).is_err());
+        assert!(channel.isend_on_stream(&sent, &memory, 0..8).is_err());
         comm.barrier(LONG).unwrap();
     } else {
         comm.barrier(LONG).unwrap();
@@ -425,7 +425,7 @@ job_test!(three_ranks_exchange_with_all, 3, |comm| {
         channels.iter().for_each(|channel| channel.post_recv_in_batch(&mut batch).unwrap());
         let send = |channel: &Channel| {
             let start = place(channel.rank()).start;
-            channel.send_in_batch(&mut batch, &outbox, start..start + 100).unwrap()
+            channel.isend_in_batch(&mut batch, &outbox, start..start + 100).unwrap()
         };
         let sent: Vec<_> = channels.iter().map(send).collect();
         s.submit(&mut batch)?;
@@ -460,14 +460,14 @@ job_test!(kernels_with_steps_have_channels, 2, |comm| {
     }
     let steps = s.record_steps(|s| {
         exchange_two(comm, s, &channel, &outbox);
-        Ok(())
+        gdsync::Result::Ok(())
     });
     let steps = steps.unwrap();
     for n in 0..20 {
         (0..2).for_each(|i| {
             outbox.memory().write(place(i).start, &message(me, peer, 2 * n + i, len(i))).unwrap();
         });
-        steps.launch_within(&s, LONG, |_| Ok::<_, gdsync::Error>(())).unwrap();
+        steps.launch(&s, |_| Ok::<_, gdsync::Error>(())).unwrap();
         s.synchronize(LONG).unwrap();
         for i in 0..2 {
             let came = bytes(&inbox, place(i).start..place(i).start + len(i));
@@ -504,7 +504,7 @@ fn ends_with_its_peer(
 }
 
 job_test!(launches_that_send_end_with_a_dead_peer, 2, |comm| {
-    ends_with_its_peer(comm, |channel, s, memory| channel.send_on_stream(s, memory, 0..8).map(drop));
+    ends_with_its_peer(comm, |channel, s, memory| channel.isend_on_stream(s, memory, 0..8).map(drop));
 });
 
 job_test!(launches_that_receive_end_with_a_dead_peer, 2, |comm| {
@@ -549,7 +549,7 @@ job_test!(graphs_refuse_messages_of_a_communicator, 2, |comm| {
         refused.push(send_in_batch());
         refused.push(comm.wait_on_stream(s, &received));
         refused.push(wait_in_batch());
-        Ok(())
+        gdsync::Result::Ok(())
     });
     assert_eq!(refused.len(), 5);
     for refused in refused {
@@ -589,7 +589,7 @@ job_test!(registrations_of_another_communicator_are_refused, 2, |comm| {
     says(&comm.recv_on_stream(&s, &foreign, 0..8, peer).unwrap_err(), &words);
     says(&comm.channel(peer, &[(&foreign, 0..8)], LONG).unwrap_err(), &words);
     let channel = comm.channel(peer, &[(&own, 0..8)], LONG).unwrap();
-    says(&channel.send_on_stream(&s, &foreign, 0..8).unwrap_err(), &words);
+    says(&channel.isend_on_stream(&s, &foreign, 0..8).unwrap_err(), &words);
     // The connection is whole.
     comm.sendrecv((&own, 0..8), peer, (&own, 8..16), peer, LONG).unwrap();
 });
@@ -617,7 +617,7 @@ job_test!(ranks_with_other_lists_are_named, 2, |comm| {
     let channel = comm.channel(peer, &places[..1 - me], LONG).unwrap();
     let s = stream("fitting");
     let said = |error: Error| error.to_string();
-    let error = said(channel.send_on_stream(&s, &memory, 0..[0, 65][me]).unwrap_err());
+    let error = said(channel.isend_on_stream(&s, &memory, 0..[0, 65][me]).unwrap_err());
     says(&error, &[["no place", "smallest place"][me]]);
     if me == 0 {
         channel.post_recv_on_stream(&s).unwrap();
@@ -625,10 +625,10 @@ job_test!(ranks_with_other_lists_are_named, 2, |comm| {
     } else {
         assert!(said(channel.post_recv_on_stream(&s).unwrap_err()).contains("places of this rank"));
         assert!(matches!(
-            channel.send_on_stream(&s, &memory, 100..200),
+            channel.isend_on_stream(&s, &memory, 100..200),
             Err(Error::Message { cause: gdsync::Error::OutOfBounds { .. }, .. })
         ));
-        _ = channel.send_on_stream(&s, &memory, 0..64).unwrap();
+        _ = channel.isend_on_stream(&s, &memory, 0..64).unwrap();
     }
     s.synchronize(LONG).unwrap();
     assert!(comm.channels(&[], LONG).unwrap().is_empty());
@@ -641,7 +641,7 @@ job_test!(launches_that_are_refused_name_the_rank, 2, |comm| {
     let gate = memory.memory().word32(96).unwrap();
     let capture = s.begin_capture().unwrap();
     channel.post_recv_on_stream(&s).unwrap();
-    let sent = channel.send_on_stream(&s, &memory, 0..8).unwrap();
+    let sent = channel.isend_on_stream(&s, &memory, 0..8).unwrap();
     _ = channel.wait_recv_on_stream(&s).unwrap();
     comm.wait_on_stream(&s, &sent).unwrap();
     let graph = capture.end().unwrap();

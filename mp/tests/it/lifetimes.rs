@@ -335,7 +335,7 @@ job_test!(nothing_starts_after_finalize, 2, |comm| {
     let channel = over.channel(peer, &[(&memory, 0..8)], LONG).unwrap();
     let capture = s.begin_capture().unwrap();
     channel.post_recv_on_stream(&s).unwrap();
-    _ = channel.send_on_stream(&s, &memory, 8..16).unwrap();
+    _ = channel.isend_on_stream(&s, &memory, 8..16).unwrap();
     _ = channel.wait_recv_on_stream(&s).unwrap();
     let graph = capture.end().unwrap();
     graph.launch(&s).unwrap();
@@ -345,7 +345,7 @@ job_test!(nothing_starts_after_finalize, 2, |comm| {
     says(&over.isend(&memory, 0..8, peer).unwrap_err(), &[&format!("send to rank {peer}: a message ")]);
     refused(over.isend(&memory, 0..8, peer).unwrap_err());
     refused(over.irecv(&memory, 0..8, peer).unwrap_err());
-    refused(over.send_on_stream(&s, &memory, 0..8, peer).unwrap_err());
+    refused(over.isend_on_stream(&s, &memory, 0..8, peer).unwrap_err());
     refused(over.irecv_on_stream(&s, &memory, 0..8, peer).unwrap_err());
     refused(over.prepare_send(&memory, 0..8, peer).unwrap_err());
     refused(tagged.isend(&memory, 0..8, peer, 1).unwrap_err());

@@ -275,7 +275,7 @@ job_test!(loops_wait_for_room, 2, Communicator::builder().depth(8), |comm| {
         drop(comm.isend_on_stream(&s, &outbox, at.clone(), peer).unwrap());
         drop(window.iput_on_stream(&s, &outbox, at.clone(), peer, at.start).unwrap());
         channel.post_recv_on_stream(&s).unwrap();
-        drop(channel.send_on_stream(&s, &outbox, at).unwrap());
+        drop(channel.isend_on_stream(&s, &outbox, at).unwrap());
         drop(channel.wait_recv_on_stream(&s).unwrap());
     }
     s.synchronize(LONG).unwrap();

@@ -94,7 +94,7 @@ fn exchange(comm: &Communicator, gpu: &Gpu, s: &Stream) {
     }
     let graph = s.capture(|s| {
         (0..all).for_each(|peer| drop(put(s, peer, 1000, LEN)));
-        Ok(())
+        gdsync::Result::Ok(())
     });
     let graph = graph.unwrap();
     for n in 11..=15 {
@@ -425,7 +425,7 @@ job_test!(graphs_of_puts_are_launched_for_ever, 2, Communicator::builder().watch
     is_near(&window, &buffer, peer);
     let graph = s.capture(|s| {
         (0..100).for_each(|_| drop(window.start_on_stream(s, &Rma::put(&buffer, 0..8, peer, 8)).unwrap()));
-        Ok(())
+        gdsync::Result::Ok(())
     });
     let graph = graph.unwrap();
     for _ in 0..30 {
@@ -447,7 +447,7 @@ job_test!(destroyed_windows_have_no_peer_copies, 2, |comm| {
     };
     let graph = s.capture(|s| {
         put(&window, s);
-        Ok(())
+        gdsync::Result::Ok(())
     });
     let (graph, clone) = (graph.unwrap(), window.clone());
     window.destroy(LONG).unwrap();
@@ -652,7 +652,7 @@ job_test!(directions_of_a_channel_are_independent, 2, |comm| {
         outbox.memory().write(0, &message(me, 1 - me, n, 64)).unwrap();
         outbox.memory().flush().unwrap();
         channel.post_recv_on_stream(&s).unwrap();
-        let sent = channel.send_on_stream(&s, &outbox, 0..64 - n).unwrap();
+        let sent = channel.isend_on_stream(&s, &outbox, 0..64 - n).unwrap();
         let came = channel.wait_recv_on_stream(&s).unwrap();
         assert_eq!(came.wait(LONG).unwrap().bytes, 64 - n);
         assert_eq!(sent.wait(LONG).unwrap().bytes, 64 - n);
@@ -675,7 +675,7 @@ job_test!(messages_of_a_channel_come_in_order_in_any_mixture, 2, |comm| {
     let whole = 0..ROOM;
     let graph = (me == 0).then(|| {
         let capture = s.begin_capture().unwrap();
-        let _void = channel.send_on_stream(&s, &outbox, whole.clone()).unwrap();
+        let _void = channel.isend_on_stream(&s, &outbox, whole.clone()).unwrap();
         capture.end().unwrap()
     });
     let mut random = 1_u64;
@@ -688,11 +688,11 @@ job_test!(messages_of_a_channel_come_in_order_in_any_mixture, 2, |comm| {
             outbox.memory().write(0, &message(0, 1, n, ROOM)).unwrap();
             outbox.memory().flush().unwrap();
             if kind == 1 {
-                _ = channel.send_in_batch(&mut Batch::new(), &outbox, whole.clone()).unwrap();
+                _ = channel.isend_in_batch(&mut Batch::new(), &outbox, whole.clone()).unwrap();
             }
             match &graph {
                 Some(graph) if kind == 3 => drop(graph.launch(&s).unwrap()),
-                _ => _ = channel.send_on_stream(&s, &outbox, range).unwrap(),
+                _ => _ = channel.isend_on_stream(&s, &outbox, range).unwrap(),
             }
             s.synchronize(LONG).unwrap();
             continue;
@@ -734,7 +734,7 @@ job_test!(channels_use_queue_pairs_where_a_rank_wants_them, 2, |comm| {
     says(&path, &[why]);
     let s = on(&gpu, Via::Kernel);
     channel.post_recv_on_stream(&s).unwrap();
-    let sent = channel.send_on_stream(&s, &memory, 64..128).unwrap();
+    let sent = channel.isend_on_stream(&s, &memory, 64..128).unwrap();
     _ = channel.wait_recv_on_stream(&s).unwrap();
     over.wait_on_stream(&s, &sent).unwrap();
     s.synchronize(LONG).unwrap();

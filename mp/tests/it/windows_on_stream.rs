@@ -64,7 +64,7 @@ job_test!(graphs_repeat_puts_and_signals, 2, |comm| {
         let put = Rma::put(&outbox, 0..100, peer, 64).with_signal(Signal::add(0, 1));
         let put = window.start_on_stream(s, &put).unwrap();
         comm.wait_on_stream(s, &put).unwrap();
-        Ok(())
+        gdsync::Result::Ok(())
     });
     let graph = graph.unwrap();
     for n in 1..=30 {

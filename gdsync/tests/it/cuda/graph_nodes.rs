@@ -22,7 +22,7 @@ fn host_functions_are_refused_also_repeatable_ones() {
         });
         let error = refused.unwrap_err();
         assert!(error.to_string().contains("host function in a graph of CUDA"), "{error}");
-        let nothing = stream.capture(|_| Ok(())).unwrap();
+        let nothing = stream.capture(|_| gdsync::Result::Ok(())).unwrap();
         nothing.launch(&stream).unwrap().wait(&stream, PATIENCE).unwrap();
     }
 }
@@ -45,7 +45,7 @@ fn long_batches_are_several_nodes() {
             })
             .unwrap();
         for _ in 0..10 {
-            let launch = graph.launch_within(&stream, PATIENCE).unwrap();
+            let launch = graph.launch(&stream).unwrap();
             stream.synchronize(PATIENCE).unwrap();
             assert_eq!(launch.completions()[200].status().unwrap().unwrap().wr_id, 199);
         }
@@ -77,7 +77,7 @@ fn launches_of_many_batches_keep_apart() {
         let mut expected = 0;
         for round in 0..150usize {
             let stream = &streams[round / 10 % 2];
-            let launch = graph.launch_within(stream, PATIENCE).unwrap();
+            let launch = graph.launch(stream).unwrap();
             assert_eq!(launch.completions().len() as u64, 2 * BATCHES);
             expected += BATCHES * (BATCHES + 1) / 2;
             if round % 7 == 3 {
@@ -107,6 +107,7 @@ fn too_many_launches_of_many_batches_are_refused() {
         let words = gdsync::memory::Memory::alloc(256).unwrap();
         let word = |n: usize| words.word32(4 * n).unwrap();
         let gate = word(0);
+        let at_once = stream.with_timeout(Duration::ZERO);
         let graph = stream
             .capture(|stream| {
                 stream.wait_value32(&gate, 1, Cond::Geq)?;
@@ -115,10 +116,10 @@ fn too_many_launches_of_many_batches_are_refused() {
             .unwrap();
         for round in 0..3 {
             gate.store(0);
-            let full = (0..2000).find_map(|_| graph.launch(&stream).err()).unwrap();
+            let full = (0..2000).find_map(|_| graph.launch(&at_once).err()).unwrap();
             assert!(matches!(full, Error::StreamFull { .. }), "{full}");
             let pending = stream.query().pending;
-            let error = graph.launch_within(&stream, Duration::from_millis(2)).unwrap_err();
+            let error = graph.launch(&stream.with_timeout(Duration::from_millis(2))).unwrap_err();
             assert!(matches!(error, Error::StreamFull { .. }), "{error}");
             assert_eq!(stream.query().pending, pending, "round {round}");
             std::thread::scope(|scope| {
@@ -126,7 +127,7 @@ fn too_many_launches_of_many_batches_are_refused() {
                     std::thread::sleep(Duration::from_millis(2));
                     gate.store(1);
                 });
-                let launch = graph.launch_within(&stream, PATIENCE).unwrap();
+                let launch = graph.launch(&stream).unwrap();
                 launch.wait(&stream, PATIENCE).unwrap();
             });
             assert!((1..10).all(|n| word(n).load() == 5));
@@ -141,7 +142,7 @@ fn too_many_launches_of_many_batches_are_refused() {
 fn graph_runs_where_it_was_captured() {
     for place in places() {
         let stream = place.stream(PATIENCE);
-        let graph = stream.capture(|_| Ok(())).unwrap();
+        let graph = stream.capture(|_| gdsync::Result::Ok(())).unwrap();
         let other = Place { via: if place.via == Via::MemOp { Via::Kernel } else { Via::MemOp }, ..place };
         let error = graph.launch(&other.stream(PATIENCE)).unwrap_err();
         assert!(matches!(error, Error::Unsupported { .. }), "{error}");
@@ -156,12 +157,13 @@ fn full_stream_takes_a_launch_later() {
     for place in places() {
         let stream = place.stream(PATIENCE);
         let [gate, count] = gates();
+        let at_once = stream.with_timeout(Duration::ZERO);
         let graph = stream.capture(|stream| stream.write_value32(&count, 1)).unwrap();
         stream.wait_value32(&gate, 1, Cond::Geq).unwrap();
-        let full = (0..2000).find_map(|_| graph.launch(&stream).err()).unwrap();
+        let full = (0..2000).find_map(|_| graph.launch(&at_once).err()).unwrap();
         assert!(matches!(full, Error::StreamFull { depth: 256, .. }), "{full}");
         gate.store(1);
-        graph.launch_within(&stream, PATIENCE).unwrap();
+        graph.launch(&stream).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         assert_eq!(count.load(), 1);
     }
@@ -214,7 +216,7 @@ fn work_of_the_application_is_captured_too() {
                     stream.send(&a.qp, &SendWr::write(to, &ours))?;
                     stream.wait_send(&a.qp)?;
                 }
-                Ok(())
+                gdsync::Result::Ok(())
             })
             .unwrap();
         for _ in 0..20 {
