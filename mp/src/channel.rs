@@ -62,7 +62,7 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// ```
 /// # use std::time::Duration;
 /// # use gdsync::memory::Memory;
-/// # use gdsync::stream::{Batch, HostStreamConfig, Stream};
+/// # use gdsync::stream::{HostStreamConfig, Stream};
 /// # use mp::Communicator;
 /// # fn main() -> mp::Result<()> {
 /// let ten = Duration::from_secs(10);
@@ -72,14 +72,12 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// let channel = comm.channel(peer, &[(&buffer, 64..128)], ten)?; // by all ranks
 ///
 /// let stream = Stream::host(HostStreamConfig::default())?;
-/// let capture = stream.begin_capture()?;
-/// let mut batch = Batch::new();
-/// channel.post_recv_in_batch(&mut batch)?; // the place is free: credit for the sender of this launch
-/// let sent = channel.isend_in_batch(&mut batch, &buffer, 0..64)?; // waits for that
-/// let _received = channel.wait_recv_in_batch(&mut batch)?; // the message is in its place
-/// comm.wait_in_batch(&mut batch, &sent)?; // and what was sent may be written again
-/// stream.submit(&mut batch)?;
-/// let graph = capture.end()?;
+/// let graph = stream.capture(|stream| {
+///     channel.post_recv_on_stream(stream)?; // the place is free: credit for the sender of this launch
+///     let sent = channel.isend_on_stream(stream, &buffer, 0..64)?; // waits for that
+///     let _received = channel.wait_recv_on_stream(stream)?; // the message is in its place
+///     comm.wait_on_stream(stream, &sent) // and what was sent may be written again
+/// })?;
 /// for round in 1..=10 {
 ///     buffer.memory().write(0, &[round; 64])?;
 ///     graph.launch(&stream)?;

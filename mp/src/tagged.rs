@@ -260,27 +260,19 @@ impl Tagged {
     pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let _call = CommonCall::TaggedDestroy.enter();
         let deadline = Deadline::after(self.0.comm.limit(timeout));
-        let mut tended = Duration::ZERO;
-        loop {
-            self.0.progress();
-            if self.0.engine.lock().is_idle() {
-                break;
-            }
-            let waited = deadline.elapsed();
-            if waited >= tended + SILENCE {
-                self.0.comm.progress();
-                tended = waited;
-            }
-            if deadline.is_over() {
-                let announced = list(&self.0.engine.lock().announced(), "to");
-                let what =
-                    format!("waiting until the tagged messages of this rank are received ({announced})");
-                return Err(deadline.error(what, "see that their ranks receive them (Tagged::irecv)"));
-            }
-            back_off(waited, deadline.remaining());
-        }
-        self.0.comm.barrier(deadline.remaining())?;
-        self.0.progress();
+        self.progress_until(&deadline, Engine::is_idle, |engine| {
+            let announced = list(&engine.announced(), "to");
+            let what = format!("waiting until the tagged messages of this rank are received ({announced})");
+            (what, "see that their ranks receive them (Tagged::irecv)")
+        })?;
+        let left = self.0.engine.lock().left();
+        let left = self.0.comm.exchange(&left, deadline.remaining())?;
+        // What has left the other ranks may still be in the device here.
+        self.progress_until(
+            &deadline,
+            |engine| engine.has_all(&left),
+            |_| ("waiting for tagged messages that have left their ranks".into(), "see whether a rank or the device is stuck"),
+        )?;
         let engine = self.0.engine.lock();
         match &engine.unreceived()[..] {
             [] => Ok(()),
@@ -290,6 +282,32 @@ impl Tagged {
                     format!("tagged messages not received here ({}): {}", left.len(), list(left, "from"));
                 Err(Error::Unfinished { what, after: deadline.elapsed() })
             }
+        }
+    }
+
+    /// Moves messages along until `is_done`; `late` says what is awaited, and what to do.
+    fn progress_until(
+        &self,
+        deadline: &Deadline,
+        is_done: impl Fn(&Engine) -> bool,
+        late: impl FnOnce(&Engine) -> (String, &'static str),
+    ) -> Result<()> {
+        let mut tended = Duration::ZERO;
+        loop {
+            self.0.progress();
+            if is_done(&self.0.engine.lock()) {
+                return Ok(());
+            }
+            let waited = deadline.elapsed();
+            if waited >= tended + SILENCE {
+                self.0.comm.progress();
+                tended = waited;
+            }
+            if deadline.is_over() {
+                let (what, fix) = late(&self.0.engine.lock());
+                return Err(deadline.error(what, fix));
+            }
+            back_off(waited, deadline.remaining());
         }
     }
 

@@ -70,7 +70,8 @@ impl Stream {
     /// waits are dropped; receives stay for the first launch. Completions returned in the capture are not usable; those
     /// of a launch are [`Launch::completions`].
     ///
-    /// A launch uses the wait limit of its stream.
+    /// A launch uses the wait limit of its stream. The error of `record` may be of any type; a closure that ends in `Ok(())` names it:
+    /// `gdsync::Result::Ok(())`.
     ///
     /// # Errors
     /// The error of `record`; [`Error::Cuda`]; [`Error::Unsupported`] within a capture; the error that failed the

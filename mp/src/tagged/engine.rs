@@ -745,6 +745,21 @@ impl Engine {
         self.peers.iter().all(TaggedPeer::is_idle)
     }
 
+    /// For each rank how many messages have left for it and are complete, for [`Engine::has_all`] there.
+    pub(super) fn left(&self) -> Vec<u8> {
+        let complete = |peer: &TaggedPeer| ((peer.left - peer.leaving.len()) as u64).to_le_bytes();
+        self.peers.iter().flat_map(complete).collect()
+    }
+
+    /// Whether all has come that had left the other ranks, but for those that are lost.
+    pub(super) fn has_all(&self, left: &[Vec<u8>]) -> bool {
+        let me = self.connections.comm.rank();
+        self.peers.iter().zip(left).all(|(peer, left)| {
+            let left = left.as_chunks().0.get(me).map_or(0, |count| u64::from_le_bytes(*count));
+            peer.lost.is_some() || peer.received as u64 >= left
+        })
+    }
+
     /// Why no message will come for such a receive.
     fn why_silent(&self, key: &Key) -> Option<Error> {
         let me = self.connections.comm.rank();
