@@ -18,6 +18,10 @@ use crate::request::{Joined, join};
 /// Ranks of an exchange.
 const MAX_SIZE: usize = 1 << 16;
 
+/// Bytes of all ranks in a call of the exchange, unless there are very many ranks. Longer contributions take several calls, so a rank that
+/// claims a long one does not make this one allocate as much for each.
+const GATHERED: usize = 16 << 20;
+
 /// An exchange of the caller.
 #[derive(Debug)]
 struct Embedded(gda_exchange, usize, usize);
@@ -84,10 +88,18 @@ impl Exchange for Embedded {
                 ("the exchange".into(), "let allgather return what each rank passed, in rank order");
             return Err(mp::Error::Bootstrap { peer, what, cause: None, fix });
         }
-        let mut mine = bytes.to_vec();
-        mine.resize(most, 0);
-        let all = if most == 0 { Vec::new() } else { self.gather(&mine, limit.get())? };
-        Ok(lens.iter().enumerate().map(|(rank, len)| all[rank * most..][..*len].to_vec()).collect())
+        let chunk = (GATHERED / self.2).max(1024);
+        let mut all = vec![Vec::new(); lens.len()];
+        for at in (0..most).step_by(chunk) {
+            let len = chunk.min(most - at);
+            let mut mine: Vec<u8> = bytes.iter().skip(at).take(len).copied().collect();
+            mine.resize(len, 0);
+            let gathered = self.gather(&mine, limit.get())?;
+            for ((one, of), part) in all.iter_mut().zip(&lens).zip(gathered.chunks(len)) {
+                one.extend_from_slice(&part[..len.min(of.saturating_sub(at))]);
+            }
+        }
+        Ok(all)
     }
 }
 
@@ -228,4 +240,47 @@ pub unsafe extern "C" fn gda_connect(
         let address = unsafe { values("address", address.cast::<u8>(), n) }?.to_vec();
         make(&context(ctx)?, (flags, timeout_ns), (comm, req), move |builder| builder.connect_to(&address))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    const RANKS: usize = 64;
+
+    /// Of ranks that all claim as much as the first, which is told in the first call. Notes the most bytes of a call.
+    unsafe extern "C" fn echoes(this: *mut c_void, mine: *const c_void, len: usize, all: *mut c_void, _: i64) -> c_int {
+        // SAFETY: the number of the test, and as many bytes as `Exchange::allgather` says.
+        let (most, mine, all) = unsafe {
+            let all = slice::from_raw_parts_mut(all.cast::<u8>(), RANKS * len);
+            (&*this.cast::<AtomicUsize>(), slice::from_raw_parts(mine.cast::<u8>(), len), all)
+        };
+        most.fetch_max(all.len(), Ordering::Relaxed);
+        all.chunks_mut(len).for_each(|one| one.copy_from_slice(mine));
+        0
+    }
+
+    /// Nothing is allocated for all ranks that one rank claims.
+    #[test]
+    fn long_contributions_are_gathered_in_parts() {
+        let most = AtomicUsize::new(0);
+        let exchange = gda_exchange {
+            struct_size: 0,
+            reserved: 0,
+            this: (&raw const most).cast_mut().cast(),
+            rank: 0,
+            size: c_int::try_from(RANKS).unwrap(),
+            allgather: Some(echoes),
+            release: None,
+        };
+        let mut exchange = Embedded::new(exchange).unwrap();
+        for len in [0, 1, GATHERED / RANKS, GATHERED / RANKS * 2 + 77] {
+            let mine: Vec<u8> = (0..len).map(|at| at.to_le_bytes()[0]).collect();
+            let all = exchange.allgather(&mine, Duration::from_secs(10)).unwrap();
+            assert!(all.len() == RANKS && all.iter().all(|one| *one == mine), "{len}");
+        }
+        assert_eq!(most.load(Ordering::Relaxed), GATHERED);
+    }
 }

@@ -180,15 +180,15 @@ impl Copier {
     pub unsafe fn to_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         // The device's memory changes outside the program: calls may not be merged with one another.
         compiler_fence(Ordering::SeqCst);
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees the ranges of `src` and `dst`.
         let done = unsafe { scalar::word::<ToDevice>(dst, src, len) };
         if !done {
             match kind {
                 // SAFETY: the caller guarantees the ranges; this CPU has the routine, see `store_fn`.
                 MappingType::WriteCombining => unsafe { (self.store_fn)(dst, src, len) },
-                // SAFETY: the caller guarantees it.
+                // SAFETY: the caller guarantees the ranges of `src` and `dst`.
                 MappingType::Cached => unsafe { (arch::STORE_CACHED)(dst, src, len) },
-                // SAFETY: the caller guarantees it.
+                // SAFETY: the caller guarantees the ranges of `src` and `dst`.
                 MappingType::Device => unsafe { scalar::copy::<ToDevice>(dst, src, len) },
             }
         }
@@ -207,15 +207,15 @@ impl Copier {
     #[inline]
     pub unsafe fn from_device(&self, kind: MappingType, dst: *mut u8, src: *const u8, len: usize) {
         compiler_fence(Ordering::SeqCst);
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees the ranges of `src` and `dst`.
         let done = unsafe { scalar::word::<FromDevice>(dst, src, len) };
         if !done {
             match kind {
                 // SAFETY: the caller guarantees the ranges; this CPU has the routine, see `load_fn`.
                 MappingType::WriteCombining => unsafe { (self.load_fn)(dst, src, len) },
-                // SAFETY: the caller guarantees it.
+                // SAFETY: the caller guarantees the ranges of `src` and `dst`.
                 MappingType::Cached => unsafe { (arch::LOAD_CACHED)(dst, src, len) },
-                // SAFETY: the caller guarantees it.
+                // SAFETY: the caller guarantees the ranges of `src` and `dst`.
                 MappingType::Device => unsafe { scalar::copy::<FromDevice>(dst, src, len) },
             }
         }

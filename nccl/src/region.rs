@@ -6,6 +6,7 @@ use gdsync::cuda::Gpu;
 use gdsync::memory::{Memory, Word64};
 use gdsync::{Error, Result};
 use mp::{Registration, Rma, Window};
+use parking_lot::Mutex;
 
 use crate::abi::{FORCE_SO, PTR_HOST};
 
@@ -41,17 +42,21 @@ impl Region {
         Self { registration, window, has_signals: flags & FORCE_SO != 0 }
     }
 
-    /// Adds [`RELEASE`] to all words, as rank `own`. By the device, so that no addition of another rank is lost; where that fails, by the
-    /// CPU.
+    /// Adds [`RELEASE`] to all words that another region of the same memory has not released, as rank `own`. By the device, so that no
+    /// addition of another rank is lost; where that fails, by the CPU.
     pub(crate) fn release(&self, own: usize) -> Result<()> {
-        let words = || (0..self.registration.memory().len() / 8).map(|word| word * 8);
+        static ONE_BY_ONE: Mutex<()> = Mutex::new(());
+        let _others_wait = ONE_BY_ONE.lock();
+        let memory = self.registration.memory();
+        let words = || (0..memory.len() / 8).map(|word| word * 8);
+        let is_released = |at: &usize| memory.word64(*at).is_ok_and(|word| word.load() >= RELEASE);
         let add = |at| self.window.start(&Rma::accumulate(RELEASE, own, at)).map(drop);
-        let by_device = words().try_for_each(add).and_then(|()| self.window.flush(own, None));
-        if by_device.is_ok() {
+        let by_device = words().filter(|at| !is_released(at)).try_for_each(add);
+        if by_device.and_then(|()| self.window.flush(own, None)).is_ok() {
             return Ok(());
         }
         words().try_for_each(|at| {
-            let word: Word64 = self.registration.memory().word64(at)?;
+            let word: Word64 = memory.word64(at)?;
             let now = word.load();
             if now < RELEASE {
                 word.store(now + RELEASE);

@@ -184,7 +184,7 @@ mod tests {
 
     impl Cuda for Copies {
         unsafe fn copy_to_device(&self, _: i32, dst: u64, src: *const u8, len: usize) -> Result<()> {
-            // SAFETY: the caller guarantees it.
+            // SAFETY: the caller guarantees that `src` is readable for `len` bytes.
             let bytes = unsafe { std::slice::from_raw_parts(src, len) };
             self.0.write_all_at(bytes, dst - ADDR).map_err(|e| Error::sys("pwrite", e, ""))
         }

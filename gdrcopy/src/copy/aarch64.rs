@@ -59,7 +59,7 @@ routine!(load_neon, FromDevice, "neon", block, line, ());
 /// `src` must be valid for reads and `dst` for writes of 16 bytes.
 #[inline]
 unsafe fn block(dst: *mut u8, src: *const u8) {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees the ranges of `src` and `dst`.
     unsafe {
         asm!(
             "ldr {a:q}, [{src}]",
@@ -76,7 +76,7 @@ unsafe fn block(dst: *mut u8, src: *const u8) {
 /// `src` must be valid for reads and `dst` for writes of 64 bytes.
 #[inline]
 unsafe fn line(dst: *mut u8, src: *const u8) {
-    // SAFETY: the caller guarantees it. One instruction names four registers in sequence, so they are fixed.
+    // SAFETY: the caller guarantees the ranges. One instruction names four registers in sequence, so they are fixed.
     unsafe {
         asm!(
             "ld1 {{v0.16b, v1.16b, v2.16b, v3.16b}}, [{src}]",

@@ -23,9 +23,9 @@ impl Direction for ToDevice {
 
     #[inline]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees that `src` is readable for a `T`.
         let value = unsafe { src.cast::<T>().read_unaligned() };
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees that `dst` is writable for a `T`, and aligned.
         unsafe { dst.cast::<T>().write_volatile(value) };
     }
 }
@@ -41,9 +41,9 @@ impl Direction for FromDevice {
 
     #[inline]
     unsafe fn word<T: Copy>(dst: *mut u8, src: *const u8) {
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees that `src` is readable for a `T`, and aligned.
         let value = unsafe { src.cast::<T>().read_volatile() };
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees that `dst` is writable for a `T`.
         unsafe { dst.cast::<T>().write_unaligned(value) };
     }
 }
@@ -123,7 +123,7 @@ pub(super) unsafe fn tail<D: Direction>(dst: *mut u8, src: *const u8, mut at: us
 /// # Safety
 /// `src` must be valid for reads and `dst` for writes of `len` bytes, and they must not overlap.
 pub(super) unsafe fn copy<D: Direction>(dst: *mut u8, src: *const u8, len: usize) {
-    // SAFETY: the caller guarantees it.
+    // SAFETY: the caller guarantees the ranges.
     let mut at = unsafe { head::<D>(dst, src, len) };
     while len - at >= 8 {
         // SAFETY: the word lies in the range; the head has aligned the device to 16.

@@ -58,7 +58,7 @@ macro_rules! copy {
         #[cfg(target_arch = $arch)]
         #[inline(always)]
         unsafe fn $name(dst: *mut u8, src: *const u8) {
-            // SAFETY: the caller guarantees it.
+            // SAFETY: the caller guarantees the ranges of `src` and `dst`.
             unsafe {
                 asm!(
                     $($operation,)+

@@ -61,7 +61,7 @@ impl Parts for ToDevice {
     /// In blocks, and in words where a block would write bytes of others.
     #[inline(always)]
     unsafe fn part(dst: *mut u8, src: *const u8, len: usize, block: CopyOne) {
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees the ranges of `src` and `dst`.
         let mut at = unsafe { head::<Self>(dst, src, len) };
         while len - at >= BLOCK {
             // SAFETY: the block lies in the range; the head has aligned the device to 16.
@@ -128,7 +128,7 @@ mod tests {
     /// A [`CopyOne`] of `SIZE` bytes that records its loads.
     unsafe fn recorded<const SIZE: usize>(dst: *mut u8, src: *const u8) {
         ACCESSES.with_borrow_mut(|accesses| accesses.push((src.addr(), SIZE)));
-        // SAFETY: the caller guarantees it.
+        // SAFETY: the caller guarantees the ranges of `src` and `dst`.
         unsafe { dst.copy_from_nonoverlapping(src, SIZE) };
     }
 

@@ -88,7 +88,7 @@ macro_rules! registers {
         #[inline]
         #[target_feature(enable = $feature)]
         unsafe fn $name(dst: *mut u8, src: *const u8) {
-            // SAFETY: the caller guarantees it.
+            // SAFETY: the caller guarantees the ranges of `src` and `dst`.
             unsafe {
                 asm!(
                     $(concat!($load, " {", stringify!($register), "}, [{src} + ", $offset, "]"),)+

@@ -27,10 +27,12 @@ pub(crate) struct EventPipe {
     waiting: Mutex<Waiting>,
 }
 
-/// Records for which the pipe had no room.
+/// Records for which the pipe had no room, and the sources of all that the program has not read.
 #[derive(Debug, Default)]
 struct Waiting {
     bytes: VecDeque<u8>,
+    /// Oldest first, possibly some that were read before these.
+    sources: VecDeque<usize>,
     /// Whether a thread writes them when there is room.
     has_thread: bool,
 }
@@ -57,11 +59,16 @@ impl EventPipe {
         self.record
     }
 
-    /// Sends a record, at once or when the program has read others.
-    pub(crate) fn send(self: &Arc<Self>, record: &[u8]) {
+    /// Sends a record of `source`, at once or when the program has read others.
+    pub(crate) fn send(self: &Arc<Self>, source: usize, record: &[u8]) {
         debug_assert_eq!(record.len(), self.record);
         let mut waiting = self.waiting.lock();
         waiting.bytes.extend(record);
+        waiting.sources.push_back(source);
+        let in_pipe = rustix::io::ioctl_fionread(&self.read).unwrap_or(u64::MAX);
+        let unread = usize::try_from(in_pipe).unwrap_or(usize::MAX).saturating_add(waiting.bytes.len()) / self.record;
+        let read = waiting.sources.len().saturating_sub(unread);
+        waiting.sources.drain(..read);
         self.write(&mut waiting);
     }
 
@@ -102,8 +109,8 @@ impl EventPipe {
         waiting.has_thread
     }
 
-    /// Takes back the records that the program has not read and `is_stale` holds of. Returns how many.
-    pub(crate) fn take_back(self: &Arc<Self>, is_stale: impl Fn(&[u8]) -> bool) -> u32 {
+    /// Takes back the records of `source` that the program has not read. Returns how many.
+    pub(crate) fn take_back(self: &Arc<Self>, source: usize) -> u32 {
         let mut waiting = self.waiting.lock();
         let (own_read, own_write) = &self.own;
         let mut all = Vec::new();
@@ -116,9 +123,14 @@ impl EventPipe {
             all.extend_from_slice(&record);
         }
         all.extend(waiting.bytes.drain(..));
-        let kept = all.chunks(self.record).filter(|record| !is_stale(record));
-        waiting.bytes.extend(kept.flatten());
-        let taken = (all.len() - waiting.bytes.len()) / self.record;
+        let unread = all.len() / self.record;
+        let sources = std::mem::take(&mut waiting.sources);
+        let sources = sources.iter().skip(sources.len().saturating_sub(unread));
+        for (record, of) in all.chunks(self.record).zip(sources).filter(|(_, of)| **of != source) {
+            waiting.bytes.extend(record);
+            waiting.sources.push_back(*of);
+        }
+        let taken = unread - waiting.sources.len();
         self.write(&mut waiting);
         u32::try_from(taken).unwrap_or(u32::MAX)
     }
@@ -138,18 +150,19 @@ mod tests {
     #[test]
     fn unread_records_of_one_source_are_taken_back() {
         let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
-        for n in [1u64, 2, 1, 3] {
-            pipe.send(&n.to_ne_bytes());
+        // Sources may name their records alike.
+        for (source, n) in [(1, 1u64), (2, 2), (1, 2), (3, 3)] {
+            pipe.send(source, &n.to_ne_bytes());
         }
         let mut record = [0; 8];
         rustix::io::read(&program, &mut record).unwrap();
         assert_eq!(u64::from_ne_bytes(record), 1);
-        assert_eq!(pipe.take_back(|record| record == 1u64.to_ne_bytes()), 1);
+        assert_eq!(pipe.take_back(1), 1);
         for n in [2u64, 3] {
             rustix::io::read(&program, &mut record).unwrap();
             assert_eq!(u64::from_ne_bytes(record), n);
         }
-        assert_eq!(pipe.take_back(|_| true), 0, "nothing is left, and nothing blocks");
+        assert_eq!(pipe.take_back(2), 0, "nothing is left, and nothing blocks");
     }
 
     #[test]
@@ -157,9 +170,9 @@ mod tests {
         let (pipe, program) = EventPipe::new(16).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
         drop(program);
         for _ in 0..10_000 {
-            pipe.send(&[0; 16]);
+            pipe.send(1, &[0; 16]);
         }
-        assert_eq!(pipe.take_back(|_| false), 0);
+        assert_eq!(pipe.take_back(2), 0);
     }
 
     #[test]
@@ -168,10 +181,10 @@ mod tests {
         let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
         let (mut bytes, mut next) = ([0; 16], 0);
         for n in 0..COUNT {
-            pipe.send(&n.to_ne_bytes());
+            pipe.send(usize::try_from(n % 256).unwrap(), &n.to_ne_bytes());
         }
         assert!(pipe.waiting.lock().has_thread, "a pipe holds less");
-        assert_eq!(pipe.take_back(|record| record[0] == 7), u32::try_from(COUNT.div_ceil(256)).unwrap());
+        assert_eq!(pipe.take_back(7), u32::try_from(COUNT.div_ceil(256)).unwrap());
         while next < COUNT {
             // Blocks until there is one.
             assert_eq!(rustix::io::read(&program, &mut bytes), Ok(8), "one record for each read");
@@ -187,7 +200,7 @@ mod tests {
         let (pipe, program) = EventPipe::new(8).map(|(pipe, program)| (Arc::new(pipe), program)).unwrap();
         rustix::io::ioctl_fionbio(&program, true).unwrap();
         pipe.waiting.lock().bytes.extend(1u64.to_ne_bytes());
-        pipe.send(&2u64.to_ne_bytes());
+        pipe.send(1, &2u64.to_ne_bytes());
         let mut record = [0; 8];
         for n in [1u64, 2] {
             assert_eq!(rustix::io::read(&program, &mut record), Ok(8));

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
+use std::ptr;
 
 use gdsync_device::error::Error;
 use gdsync_device::{Gid, GpuNudge};
@@ -143,7 +144,7 @@ impl EventSource {
         for subscription in self.0.lock().iter_mut().filter(|subscription| subscription.kind == kind) {
             if let Some(pipe) = subscription.pipe.upgrade() {
                 subscription.sent += 1;
-                pipe.send(&record(subscription.name));
+                pipe.send(ptr::from_ref(self).addr(), &record(subscription.name));
             }
         }
     }
@@ -151,9 +152,9 @@ impl EventSource {
     /// The object has ended, and with it what the program has not read.
     pub(crate) fn finish(&self) -> Reported {
         let mut reported = Reported::default();
-        for Subscription { kind, name, pipe, sent, .. } in std::mem::take(&mut *self.0.lock()) {
+        for Subscription { kind, pipe, sent, .. } in std::mem::take(&mut *self.0.lock()) {
             let Some(pipe) = pipe.upgrade() else { continue };
-            let read = sent.saturating_sub(pipe.take_back(|record| record.starts_with(&name.to_ne_bytes())));
+            let read = sent.saturating_sub(pipe.take_back(ptr::from_ref(self).addr()));
             match kind {
                 EventKind::Asynchronous => reported.asynchronous += read,
                 EventKind::Completions => reported.completions += read,
@@ -260,6 +261,6 @@ mod tests {
             drop(ended);
             assert_eq!([read(), read()], [2, 1]);
         }
-        assert_eq!(pipe.take_back(|_| true), 0);
+        assert_eq!(rustix::io::ioctl_fionread(&program), Ok(0));
     }
 }

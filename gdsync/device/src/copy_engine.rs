@@ -18,6 +18,10 @@ use crate::memory::{Memory, Word32};
 /// the response and the next copy are noticed at once. Waking a thread takes 10 to 40 us, and a message may need three in turn.
 pub const FRESH: Duration = Duration::from_millis(1);
 
+/// How long a copy engine may end no copy before a device gives the copy up: far longer than any copy takes, so it is a GPU that hangs, or
+/// a stream that holds up all. The proxy has this limit, the software HCA may have another one.
+pub const COPY_LIMIT: Duration = Duration::from_secs(10);
+
 /// Moves payload. Copies may overlap and end in any order, but copies that write the same bytes run in the order of their start.
 pub trait CopyEngine: Send + Sync + fmt::Debug {
     /// Prepares for memory on this GPU. May block.

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use gdsync_device::copy_engine::CopyEngine;
+use gdsync_device::copy_engine::{COPY_LIMIT, CopyEngine};
 use gdsync_device::env::variable;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{FaultPlan, Gid};
@@ -57,7 +57,7 @@ impl Default for SoftHcaConfig {
             faults,
             by_reference,
             cma,
-            copy_limit: Duration::from_secs(10),
+            copy_limit: COPY_LIMIT,
             max_regions: MAX_REGIONS,
             copy_engine: None,
             gid: None,

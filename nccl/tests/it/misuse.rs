@@ -4,7 +4,7 @@ use std::ptr;
 
 use gdsync::memory::Memory;
 use gdsync_testkit::process::printed;
-use nccl_rma_gda::abi::{Config, INVALID_ARGUMENT, SUCCESS, SYSTEM_ERROR};
+use nccl_rma_gda::abi::{Config, FORCE_SO, INVALID_ARGUMENT, SUCCESS, SYSTEM_ERROR};
 
 use crate::nccl::{Library, Place, Plugin, Rank, all_well, job, ok};
 
@@ -88,6 +88,28 @@ fn a_put_outside_its_memory_releases_all() {
         ranks.well();
     };
     let outputs = job("misuse::a_put_outside_its_memory_releases_all", 2, &[], body);
+    all_well(&outputs, None);
+}
+
+/// Twice 2^62 would be less than 0 to a wait by signed numbers.
+#[test]
+fn words_that_are_registered_twice_are_released_once() {
+    let body = |mut ranks: Rank| {
+        let library = Library::open();
+        let plugin = Plugin::connect(&library, &mut ranks, Place::Host);
+        let signals = plugin.signals();
+        let (result, again) = plugin.try_register(signals.memory.clone(), FORCE_SO);
+        ok(result);
+        if ranks.rank == 0 {
+            plugin.finish(plugin.put(0, ((&signals, 0), (&signals, 0)), 4096, 1, None));
+        }
+        plugin.until("the report", || library.failures().len() == 1);
+        let words = signals.memory.to_vec();
+        assert!(words.as_chunks().0.iter().all(|word| u64::from_ne_bytes(*word) == crate::nccl::RELEASED));
+        plugin.close(vec![signals, again]);
+        ranks.well();
+    };
+    let outputs = job("misuse::words_that_are_registered_twice_are_released_once", 2, &[], body);
     all_well(&outputs, None);
 }
 

@@ -7,14 +7,14 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::qp::{Env, ProxyQp};
 use super::translate::{Buffers, Inline, Request};
-use gdsync_device::copy_engine::{Part, Source, Status, Ticket};
+use gdsync_device::copy_engine::{COPY_LIMIT, Part, Source, Status, Ticket};
 use gdsync_device::cuda::Engine;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
@@ -73,7 +73,7 @@ impl Shadow {
         let copies = std::mem::take(&mut self.life.lock().copies);
         let start = Instant::now();
         while !copies.iter().all(Copy::is_over) {
-            back_off(start.elapsed(), LIMIT);
+            back_off(start.elapsed(), COPY_LIMIT);
         }
         copies.into_iter().find(|copy| !copy.has_ended())
     }
@@ -373,9 +373,6 @@ impl ProxyQp {
     }
 }
 
-/// Time limit of a copy, counted from the end of the copies before it.
-const LIMIT: Duration = Duration::from_secs(10);
-
 /// The copies of one message. Clones share them.
 #[derive(Clone, Debug)]
 pub(super) struct Copy(Arc<CopyState>);
@@ -398,12 +395,13 @@ struct Clock {
 }
 
 impl Clock {
-    /// Updates with the number of ended copies. Returns whether the limit is exceeded; this is final.
+    /// Updates with the number of ended copies. Returns whether the limit, which counts from the end of the copies before, is exceeded;
+    /// this is final.
     fn look(&mut self, ended: u32, now: Instant) -> bool {
         if ended != self.ended {
             (self.ended, self.since) = (ended, now);
         }
-        self.is_late |= now.saturating_duration_since(self.since) > LIMIT;
+        self.is_late |= now.saturating_duration_since(self.since) > COPY_LIMIT;
         self.is_late
     }
 }
@@ -470,7 +468,7 @@ impl Copy {
         let why = match ticket.status() {
             Status::Failed => ticket.failure().unwrap_or("its copy failed").to_owned(),
             _ => format!(
-                "its GPU has ended no copy within {LIMIT:?}. Until it ends this one it may still write there: the memory is kept, \
+                "its GPU has ended no copy within {COPY_LIMIT:?}. Until it ends this one it may still write there: the memory is kept, \
                  requests and resets that concern it are refused. See `dmesg` (Xid) for what ails the GPU"
             ),
         };
@@ -481,6 +479,8 @@ impl Copy {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
