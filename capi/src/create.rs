@@ -251,7 +251,13 @@ mod tests {
     const RANKS: usize = 64;
 
     /// Of ranks that all claim as much as the first, which is told in the first call. Notes the most bytes of a call.
-    unsafe extern "C" fn echoes(this: *mut c_void, mine: *const c_void, len: usize, all: *mut c_void, _: i64) -> c_int {
+    unsafe extern "C" fn echoes(
+        this: *mut c_void,
+        mine: *const c_void,
+        len: usize,
+        all: *mut c_void,
+        _: i64,
+    ) -> c_int {
         // SAFETY: the number of the test, and as many bytes as `Exchange::allgather` says.
         let (most, mine, all) = unsafe {
             let all = slice::from_raw_parts_mut(all.cast::<u8>(), RANKS * len);

@@ -373,24 +373,18 @@ impl Stream {
         }
     }
 
-    /// Waits for room for a batch of `ops` operations, `host_fns` of them host functions. Another thread may take the
+    /// Waits for [room](Stream#room) for a batch of `ops` operations, `host_fns` of them host functions. Another thread may take the
     /// room afterwards.
     ///
     /// # Errors
-    /// [`Error::StreamFull`] after `timeout`; the error that failed the stream.
-    pub fn wait_room(&self, ops: usize, host_fns: usize, timeout: Duration) -> Result<()> {
-        self.while_full(deadline(timeout), || {
-            self.0.engine.check_room(&mut self.state()?.guard, ops, host_fns)
-        })
+    /// [`Error::StreamFull`]; the error that failed the stream.
+    pub fn wait_room(&self, ops: usize, host_fns: usize) -> Result<()> {
+        self.with_room(None, || self.0.engine.check_room(&mut self.state()?.guard, ops, host_fns))
     }
 
     /// Retries `attempt`, which changes nothing if it fails, while the stream or its queue `end` is full.
     #[inline]
-    fn with_room<T>(
-        &self,
-        end: Option<&QueueEnd>,
-        mut attempt: impl FnMut() -> Result<T>,
-    ) -> Result<T> {
+    fn with_room<T>(&self, end: Option<&QueueEnd>, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
         match attempt() {
             Err(Error::StreamFull { .. } | Error::QueueFull { .. }) if !self.1.is_zero() => {
                 self.retry(end, attempt)
@@ -405,7 +399,9 @@ impl Stream {
         loop {
             let is_last = waiting.is_over();
             match (self.while_full(deadline, &mut attempt), end) {
-                (Err(Error::QueueFull { .. }), Some(end)) if !is_last && self.may_wait() => waiting.pause(end),
+                (Err(Error::QueueFull { .. }), Some(end)) if !is_last && self.may_wait() => {
+                    waiting.pause(end)
+                }
                 (other, _) => return other,
             }
         }

@@ -205,7 +205,21 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        self.receive_by_stream(stream, &[(buffer, range)], rank, false)
+        self.irecv_vectored_on_stream(stream, &[(buffer, range)], rank)
+    }
+
+    /// As [`Communicator::irecv_on_stream`], into several pieces.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
+    /// [`Error::Message`](crate::Error::Message), as [`Communicator::irecv_on_stream`].
+    pub fn irecv_vectored_on_stream(
+        &self,
+        stream: &Stream,
+        pieces: &[Piece<'_>],
+        rank: usize,
+    ) -> Result<Request> {
+        self.receive_by_stream(stream, pieces, rank, false)
     }
 
     /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there; [`Stream::synchronize`] reports a

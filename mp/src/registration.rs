@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use gdsync::memory::Memory;
 use gdsync::verbs::{Mr, Sge};
 
+use crate::error::Result;
+
 /// A piece of a message: a range of registered memory.
 pub type Piece<'a> = (&'a Registration, Range<usize>);
 
@@ -50,8 +52,12 @@ impl Registration {
     /// A part of the memory. It keeps the whole registered. Ranges count from the start of the part.
     ///
     /// # Errors
-    /// [`gdsync::Error::OutOfBounds`] when the part does not lie inside.
-    pub fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
+    /// [`Error::Device`](crate::Error::Device) when the part does not lie inside.
+    pub fn slice(&self, offset: usize, len: usize) -> Result<Self> {
+        Ok(self.part(offset, len)?)
+    }
+
+    pub(crate) fn part(&self, offset: usize, len: usize) -> gdsync::Result<Self> {
         let intra_host = self.intra_host.as_ref().map(|mr| mr.slice(offset, len)).transpose()?;
         Ok(Self { mr: self.mr.slice(offset, len)?, intra_host, domain: self.domain })
     }

@@ -271,7 +271,12 @@ impl Tagged {
         self.progress_until(
             &deadline,
             |engine| engine.has_all(&left),
-            |_| ("waiting for tagged messages that have left their ranks".into(), "see whether a rank or the device is stuck"),
+            |_| {
+                (
+                    "waiting for tagged messages that have left their ranks".into(),
+                    "see whether a rank or the device is stuck",
+                )
+            },
         )?;
         let engine = self.0.engine.lock();
         match &engine.unreceived()[..] {
@@ -442,13 +447,14 @@ impl Request {
         deadline.error(format!("tagged {kind} {rank} with {}{other}", self.tag), fix)
     }
 
-    /// Blocks until the message is complete. Moves all messages of this rank along, also those of other requests.
+    /// Blocks until the message is complete; `None` for the timeout of the communicator. Moves all messages of this rank along, also those
+    /// of other requests.
     ///
     /// # Errors
     /// [`Error::Message`], [`Error::Truncated`] and [`Error::Cancelled`], as [`Request::test`]; [`Error::Deadline`] after
     /// `timeout`: the message goes on.
-    pub fn wait(&self, timeout: Duration) -> Result<Status> {
-        let deadline = Deadline::after(timeout);
+    pub fn wait(&self, timeout: impl Into<Option<Duration>>) -> Result<Status> {
+        let deadline = Deadline::after(self.shared.comm.limit(timeout));
         let mut tended = Duration::ZERO;
         loop {
             let mut has_worked = false;

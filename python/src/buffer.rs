@@ -112,7 +112,7 @@ impl Buffer {
     }
 
     fn part(&self, py: Python<'_>, offset: usize, nbytes: usize) -> PyResult<Self> {
-        let registration = self.0.registration.part(offset, nbytes).or_raise(py, "part", None)?;
+        let registration = self.0.registration.slice(offset, nbytes).or_raise(py, "part", None)?;
         let keep = self.0.keep.clone_ref(py);
         Ok(Self(Arc::new(Part { registration, gpu: self.0.gpu, number: None, keep })))
     }

@@ -357,7 +357,9 @@ fn initiated<'a>(
         gdsync::Result::Ok(())
     })?;
     Ok(Box::new(move |stream, timeout| {
-        steps.launch(&stream.with_timeout(timeout), |program| checker.initiate(program, count, work, waits_first))
+        steps.launch(&stream.with_timeout(timeout), |program| {
+            checker.initiate(program, count, work, waits_first)
+        })
     }))
 }
 

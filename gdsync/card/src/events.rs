@@ -66,7 +66,8 @@ impl EventPipe {
         waiting.bytes.extend(record);
         waiting.sources.push_back(source);
         let in_pipe = rustix::io::ioctl_fionread(&self.read).unwrap_or(u64::MAX);
-        let unread = usize::try_from(in_pipe).unwrap_or(usize::MAX).saturating_add(waiting.bytes.len()) / self.record;
+        let unread =
+            usize::try_from(in_pipe).unwrap_or(usize::MAX).saturating_add(waiting.bytes.len()) / self.record;
         let read = waiting.sources.len().saturating_sub(unread);
         waiting.sources.drain(..read);
         self.write(&mut waiting);

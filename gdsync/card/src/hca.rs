@@ -1,9 +1,9 @@
 //! The software HCA behind an emulated device, and whom its events concern.
 
 use std::collections::HashMap;
+use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Weak};
-use std::ptr;
 
 use gdsync_device::error::Error;
 use gdsync_device::{Gid, GpuNudge};

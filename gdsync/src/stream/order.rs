@@ -23,6 +23,9 @@ use gdsync_device::error::{Error, Result};
 /// The order of operations of streams that go beside a queue pair, such as [`Batch::put_peer`]. Batches that [follow](Batch::follow) it
 /// are submitted in the order in which they did first, and to one stream at a time: with the errors of a queue, and with the failures
 /// of this queue pair in [`Stream::synchronize`]. Graphs follow it in each launch. Clones share it.
+///
+/// The owner of the queue pair itself does not do for this: it ends with the last completion, and what goes beside has none, so the
+/// order keeps the last submission.
 #[derive(Clone)]
 pub struct StreamOrder(Arc<Inner>);
 

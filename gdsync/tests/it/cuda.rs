@@ -307,11 +307,11 @@ fn host_functions_fill_a_stream_and_never_block() {
         let full = (1..200).find_map(|n| pair(n).err()).unwrap();
         assert!(matches!(full, Error::StreamFull { .. }), "{full}");
         assert_eq!((count.load(), stream.query().error.is_none()), (0, true));
-        let room = |host_fns| stream.wait_room(1, host_fns, Duration::ZERO);
+        let room = |host_fns| stream.wait_room(1, host_fns);
         assert!(matches!(room(1), Err(Error::StreamFull { .. })));
         room(0).unwrap();
         gate.store(1);
-        stream.wait_room(1, 1, PATIENCE).unwrap();
+        stream.with_timeout(PATIENCE).wait_room(1, 1).unwrap();
         stream.host_fn(|| ()).unwrap();
         stream.synchronize(PATIENCE).unwrap();
         assert!(count.load() >= 20, "{}", count.load());

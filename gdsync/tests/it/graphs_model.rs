@@ -81,7 +81,14 @@ impl Run {
         let wrs = (0..MESSAGES).map(|i| (i as u64, [b.mr.sge(64 * i, 64).unwrap()])).collect::<Vec<_>>();
         let wrs = wrs.iter().map(|(wr_id, sges)| RecvWr::new(sges).id(*wr_id)).collect::<Vec<_>>();
         b.qp.post_recv(&wrs).unwrap();
-        Self { a, b, stream: stream("model").with_timeout(Duration::ZERO), graphs: [None, None], accepted: 0, outcomes: Vec::new() }
+        Self {
+            a,
+            b,
+            stream: stream("model").with_timeout(Duration::ZERO),
+            graphs: [None, None],
+            accepted: 0,
+            outcomes: Vec::new(),
+        }
     }
 
     /// Adds calls to a batch. Requests are numbered within them.

@@ -83,7 +83,10 @@ fn host_function_does_not_wait_for_room_in_its_own_stream() {
     .unwrap();
     gate.store(1);
     let (full, after) = results.recv_timeout(PATIENCE).unwrap();
-    assert!(matches!(full, Some(Error::StreamFull { depth: 2, .. })) && after < PATIENCE / 2, "{full:?} {after:?}");
+    assert!(
+        matches!(full, Some(Error::StreamFull { depth: 2, .. })) && after < PATIENCE / 2,
+        "{full:?} {after:?}"
+    );
     s.synchronize(PATIENCE).unwrap();
 }
 

@@ -200,10 +200,7 @@ fn full_stream_leaves_the_batch_as_it_was() {
     for _ in 0..3 {
         let error = s.with_timeout(Duration::ZERO).submit(&mut batch).unwrap_err();
         assert!(matches!(&error, Error::StreamFull { stream, depth: 2 } if stream == "full"), "{error}");
-        assert!(
-            error.to_string().contains("wait longer for room (Stream::with_timeout)"),
-            "{error}"
-        );
+        assert!(error.to_string().contains("wait longer for room (Stream::with_timeout)"), "{error}");
         let error = s.with_timeout(Duration::from_millis(2)).submit(&mut batch).unwrap_err();
         assert!(matches!(error, Error::StreamFull { .. }), "{error}");
         assert_eq!(batch.len(), len);

@@ -36,13 +36,14 @@ impl fmt::Debug for Pending {
 }
 
 impl Pending {
-    /// Blocks until this rank has sent and received its messages, and has combined the values.
+    /// Blocks until this rank has sent and received its messages, and has combined the values; `None` for the timeout of the
+    /// communicator.
     ///
     /// # Errors
     /// [`Error::Message`] names the rank whose message failed or is late; [`Error::Collective`] one that has called another
     /// collective, or with other arguments, or has given up; [`Error::Deadline`] when all messages came but the stream is late.
-    pub fn wait(&self, timeout: Duration) -> Result<()> {
-        self.1.wait(&self.0, &Deadline::after(timeout))
+    pub fn wait(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        self.1.wait(&self.0, &Deadline::after(self.1.context.limit(timeout)))
     }
 }
 
@@ -203,7 +204,7 @@ impl Collectives {
         stream.refuse_in_capture("a collective", "call it before or after the launch of the graph")?;
         let context = self.core.context.with_timeout(deadline.remaining());
         context.while_full(|| {
-            stream.wait_room(direct.ops(), 1, Duration::ZERO)?;
+            at_once(stream).wait_room(direct.ops(), 1)?;
             // A ready message and the part each way.
             for part in direct.sends.iter().chain(&direct.receives) {
                 let (peer, count) = (context.peer(part.rank)?, 2 + usize::from(part.is_long()));

@@ -584,7 +584,7 @@ job_test!(registrations_of_another_communicator_are_refused, 2, |comm| {
     let words = ["the buffer is registered with another communicator", "after a shrink"];
     says(&comm.isend(&foreign, 0..8, peer).unwrap_err(), &words);
     says(&comm.irecv(&foreign, 0..8, peer).unwrap_err(), &words);
-    says(&comm.irecv(&foreign.part(8, 8).unwrap(), 0..8, peer).unwrap_err(), &words);
+    says(&comm.irecv(&foreign.slice(8, 8).unwrap(), 0..8, peer).unwrap_err(), &words);
     says(&comm.send_on_stream(&s, &foreign, 0..8, peer).unwrap_err(), &words);
     says(&comm.recv_on_stream(&s, &foreign, 0..8, peer).unwrap_err(), &words);
     says(&comm.channel(peer, &[(&foreign, 0..8)], LONG).unwrap_err(), &words);

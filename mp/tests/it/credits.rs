@@ -104,8 +104,12 @@ job_test!(messages_are_vectored, 2, Communicator::builder().max_pieces(5), |comm
         says(&error, &["max_pieces"]);
         comm.wait(&comm.isend_vectored(&[], 1).unwrap(), LONG).unwrap();
     } else {
-        for _ in 0..3 {
-            let received = comm.irecv_vectored(&[(&two, 100..1100), (&one, 0..2000)], 0).unwrap();
+        let pieces = [(&two, 100..1100), (&one, 0..2000)];
+        for by_stream in [false, false, true] {
+            let received = match by_stream {
+                true => comm.irecv_vectored_on_stream(&s, &pieces, 0).unwrap(),
+                false => comm.irecv_vectored(&pieces, 0).unwrap(),
+            };
             assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 3000);
             assert!(bytes(&two, 100..1100) == whole[..1000] && bytes(&one, 0..2000) == whole[1000..]);
         }

@@ -184,7 +184,7 @@ job_test!(ranks_send_and_receive_at_once, 3, |comm| {
 
 job_test!(sendrecv_refuses_ranges_that_overlap, 2, |comm| {
     let (peer, buffer, s) = (1 - comm.rank(), buffer(comm, 128), stream("exchange"));
-    let part = buffer.part(32, 64).unwrap();
+    let part = buffer.slice(32, 64).unwrap();
     let refused =
         [(&buffer, 0..64, &buffer, 0..64), (&buffer, 8..9, &buffer, 0..64), (&buffer, 0..40, &part, 0..16)];
     for (out, send, into, receive) in refused {

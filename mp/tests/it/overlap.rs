@@ -37,7 +37,7 @@ job_test!(overlapping_receives_are_refused, 2, |comm| {
     for range in [0..33, 63..64, 40..50, 32..64, 0..128] {
         overlaps(comm.irecv(&buffer, range, own), 32..64);
     }
-    let (part, again) = (buffer.part(48, 40).unwrap(), comm.register(buffer.memory()).unwrap());
+    let (part, again) = (buffer.slice(48, 40).unwrap(), comm.register(buffer.memory()).unwrap());
     overlaps(comm.irecv(&part, 0..40, peer), 32..64);
     overlaps(comm.irecv(&again, 0..40, peer), 32..64);
     overlaps(comm.irecv_vectored(&[(&buffer, 0..8), (&buffer, 56..72)], peer), 32..64);

@@ -22,7 +22,7 @@ fn all_pairs(comm: &Communicator) {
     let stream = stream("paths");
     for len in [8, 5000, 100_000] {
         let (outbox, inbox) = (buffer(comm, all * len), buffer(comm, all * len));
-        let parts: Vec<Registration> = (0..all).map(|peer| outbox.part(peer * len, len).unwrap()).collect();
+        let parts: Vec<Registration> = (0..all).map(|peer| outbox.slice(peer * len, len).unwrap()).collect();
         for (peer, part) in parts.iter().enumerate() {
             part.memory().write(0, &message(me, peer, len, len)).unwrap();
         }
@@ -204,7 +204,7 @@ job_test!(buffers_have_paths, 2, Communicator::builder().context(&hca()), |comm|
         assert!(path.to_string().contains("shared memory") && path.to_string().contains("host memory"));
     }
     assert!(!comm.path_of(&buffer, 0..8, me).unwrap().path().has_fifo(), "none to itself");
-    let part = buffer.part(100, 50).unwrap();
+    let part = buffer.slice(100, 50).unwrap();
     assert!(comm.path_of(&part, 0..50, peer).is_ok() && comm.path_of(&part, 0..51, peer).is_err());
     assert!(matches!(comm.path_of(&buffer, 0..8, 2), Err(Error::NoSuchRank { rank: 2, size: 2 })));
     let window = comm.window(&buffer, 0..64, LONG).unwrap();
