@@ -34,7 +34,8 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 /// ```
 ///
 /// ```no_run
-/// # /// # use gdsync::cuda::Gpu;
+/// # use std::time::Duration;
+/// # use gdsync::cuda::Gpu;
 /// # use gdsync::stream::{Batch, CudaStreamConfig, Stream, Via};
 /// # use gdsync::verbs::{Mr, Qp, SendWr};
 /// # fn launch_kernel(stream: gdsync::cuda::RawStream, program: u64) -> gdsync::Result<()> { Ok(()) }
@@ -48,7 +49,7 @@ pub const DEVICE_HEADER: &str = include_str!("../../include/gdsync.cuh");
 ///         step.wait_all_sends(qp)?;
 ///         stream.submit(&mut step)?;
 ///     }
-///     Ok(())
+///     gdsync::Result::Ok(())
 /// })?;
 /// let raw = stream.raw().expect("a CUDA stream");
 /// let first = steps.launch(&stream, |program| launch_kernel(raw, program))?;
