@@ -258,11 +258,12 @@ mod tests {
         all: *mut c_void,
         _: i64,
     ) -> c_int {
-        // SAFETY: the number of the test, and as many bytes as `Exchange::allgather` says.
-        let (most, mine, all) = unsafe {
-            let all = slice::from_raw_parts_mut(all.cast::<u8>(), RANKS * len);
-            (&*this.cast::<AtomicUsize>(), slice::from_raw_parts(mine.cast::<u8>(), len), all)
-        };
+        // SAFETY: the number of the test, which outlives the exchange.
+        let most = unsafe { &*this.cast::<AtomicUsize>() };
+        // SAFETY: `len` bytes, as `Embedded::gather` says.
+        let mine = unsafe { slice::from_raw_parts(mine.cast::<u8>(), len) };
+        // SAFETY: room for `len` bytes of each rank, as `Embedded::gather` says.
+        let all = unsafe { slice::from_raw_parts_mut(all.cast::<u8>(), RANKS * len) };
         most.fetch_max(all.len(), Ordering::Relaxed);
         all.chunks_mut(len).for_each(|one| one.copy_from_slice(mine));
         0
