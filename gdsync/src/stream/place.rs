@@ -12,7 +12,6 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use super::op::Op;
-use super::peer::Steps;
 use super::{Batch, PreparedSend};
 use crate::verbs::Completion;
 use gdsync_device::PLACED;
@@ -136,15 +135,15 @@ impl Placing {
         [payload, line, &open.table, &self.mark].iter().all(|memory| memory.is_known_to_gpus())
     }
 
-    /// What the kernels of `gpu` do: nothing on another one than the memory is open for.
-    pub(super) fn steps(&self, gpu: &Gpu) -> Result<Steps> {
+    /// What the kernels of `gpu` do; `None` on another GPU than the memory is open for.
+    pub(super) fn steps(&self, gpu: &Gpu) -> Result<Option<[KernelOp; 4]>> {
         let Placement { payload, line, number, open } = &self.placement;
         if gpu.raw_context() != open.gpu.raw_context() {
-            return Ok(Steps::new());
+            return Ok(None);
         }
         let (line, table, mark) = (line.gpu_addr(gpu)?, open.table.gpu_addr(gpu)?, self.mark.gpu_addr(gpu)?);
         let from = (payload.gpu_addr(gpu)?, payload.len() as u64);
-        Ok(KernelOp::place((line, *number), table, from, (mark, PLACED)).into_iter().collect())
+        Ok(Some(KernelOp::place((line, *number), table, from, (mark, PLACED))))
     }
 }
 

@@ -94,15 +94,29 @@ static __device__ u64 find(const Op &line, u64 table, u64 len)
     return detail::load_64(entry) + offset;
 }
 
-// A program with copies. One thread does the other operations, all of the block copy. With several blocks the program is
-// waits, which each block makes, a copy, of which each has a share, and the rest, which the last block does alone.
+// What the blocks of a copy share, behind the status; zero between kernels.
+struct Blocks {
+    // Where they copy to, as the first one says, once it is not 0.
+    u64 to;
+    u32 come, done;
+};
+
+// In place of an address: there is no receive, the stream has failed.
+enum : u64 { NOWHERE = 1, STOPPED = 2 };
+
+// A program with copies. One thread does the other operations, all of the block copy. With several blocks the one that comes
+// first does all before the copy, so that words in memory of the host are read once (1 us each), and the last one all behind it.
 static __device__ void run_copies(const Head &head, const Op *ops)
 {
-    __shared__ u32 stopped, last;
     __shared__ u64 to;
+    __shared__ bool is_last;
+    Blocks *const blocks = (Blocks *)(head.status + 1);
     const bool first = threadIdx.x == 0;
-    u32 failed = first ? detail::has_failed(head) : 0, errors = 0;
     bool alone = gridDim.x == 1, fenced = false;
+    // By arrival, not by its index: it runs, whatever else holds the multiprocessors, and its waits have a limit. So have
+    // those of the blocks that wait for it.
+    bool leads = first && (alone || atomicAdd(&blocks->come, 1) == 0);
+    u32 failed = leads ? detail::has_failed(head) : 0, errors = 0;
     u64 len = 0, found = 0;
     for (u64 i = 0; i < head.count; ++i) {
         const Op op = ops[i];
@@ -112,12 +126,12 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         }
         if (op.kind == FIND) {
             // The copy follows.
-            if (first && !failed)
+            if (leads && !failed)
                 found = find(op, ops[i + 1].addr, len);
             continue;
         }
         if (op.kind != COPY) {
-            if (!first || (op.flags & FOUND && !found))
+            if (!leads || (op.flags & FOUND && !found))
                 continue;
             if (detail::is_wait(op)) {
                 detail::wait(head, op, &failed, &errors);
@@ -131,13 +145,23 @@ static __device__ void run_copies(const Head &head, const Op *ops)
             fenced = false;
             continue;
         }
-        if (first) {
-            to = op.flags & FOUND ? found : op.addr;
-            stopped = failed | (to == 0);
+        if (leads) {
+            to = failed ? STOPPED : !(op.flags & FOUND) ? op.addr : found ? found : NOWHERE;
+            if (!alone) {
+                // Before the mark, which may be another block's.
+                detail::tell(head, &errors);
+                asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&blocks->to), "l"(to) : "memory");
+            }
+        } else if (first) {
+            u64 told;
+            do
+                asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(told) : "l"(&blocks->to) : "memory");
+            while (!told);
+            to = told;
         }
         // What the first thread has waited for, all may read; what all have written, it orders before what it does next.
         __syncthreads();
-        if (!stopped) {
+        if (to > STOPPED) {
             const u64 block = alone ? 0 : blockIdx.x;
             detail::copy_share(to, op.value, len, block * blockDim.x + threadIdx.x, (alone ? 1 : gridDim.x) * (u64)blockDim.x);
         }
@@ -145,30 +169,22 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         fenced = false;
         if (alone)
             continue;
-        // Behind the status: blocks that are done, and those that copied nothing, which makes the program fail; and those that have
-        // found no receive, as the table may change between two looks.
         if (first) {
-            u32 *const done = (u32 *)(head.status + 1);
-            if (!to)
-                atomicAdd(done + 1, 1);
             detail::fence();
-            const u32 all = atomicAdd(done, failed ? 0x10001 : 1) + (failed ? 0x10001 : 1);
-            last = (all & 0xffff) == gridDim.x;
-            failed = all >> 16;
-            detail::fence();
-            if (last) {
-                if (atomicExch(done + 1, 0))
-                    found = 0;
-                *done = 0;
+            leads = is_last = atomicAdd(&blocks->done, 1) + 1 == gridDim.x;
+            failed = to == STOPPED;
+            found = to > STOPPED ? to : 0;
+            if (is_last) {
+                detail::fence();
+                *blocks = Blocks{};
             }
-            detail::fence();
         }
         __syncthreads();
-        if (!last)
+        if (!is_last)
             break;
         alone = fenced = true;
     }
-    if (first)
+    if (leads)
         detail::tell(head, &errors);
 }
 

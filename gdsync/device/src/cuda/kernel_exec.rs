@@ -241,10 +241,10 @@ impl KernelOp {
         matches!(self.kind, kind::WRITE_32 | kind::WRITE_64 | kind::MARK | kind::ADD_64)
     }
 
-    /// Whether it waits for a word until that has reached a value. A word that only grows still has then when it is looked at again.
+    /// Whether it waits for a word.
     #[inline]
-    pub fn is_wait_for_growth(&self) -> bool {
-        matches!(self.kind, kind::WAIT_32 | kind::WAIT_64) && self.cond == Cond::Geq.code()
+    pub const fn is_wait(&self) -> bool {
+        matches!(self.kind, kind::WAIT_32 | kind::WAIT_64 | kind::WAIT_CQE)
     }
 
     /// Whether only a kernel does it.
@@ -298,8 +298,8 @@ pub struct GivenUp {
 }
 
 const STATUS_BYTES: usize = 24;
-/// The counter of blocks behind it.
-const COUNTER_BYTES: usize = 8;
+/// What the blocks of a copy share, behind it: `Blocks` of `kernel_exec.cu`.
+const BLOCKS_BYTES: usize = 16;
 
 impl StatusBlock {
     /// Allocates a status block on the GPU, where kernels read it fast, or in host memory if GPU memory cannot be mapped.
@@ -307,9 +307,9 @@ impl StatusBlock {
     /// # Errors
     /// As [`Memory::alloc`] and [`Memory::gpu_addr`].
     pub fn new(gpu: &Gpu) -> Result<Self> {
-        let memory = gpu.alloc_piece(STATUS_BYTES + COUNTER_BYTES).or_else(|error| {
+        let memory = gpu.alloc_piece(STATUS_BYTES + BLOCKS_BYTES).or_else(|error| {
             tracing::info!(%error, "the status of a stream is in host memory");
-            Memory::alloc(STATUS_BYTES + COUNTER_BYTES)
+            Memory::alloc(STATUS_BYTES + BLOCKS_BYTES)
         })?;
         let addr = memory.gpu_addr(gpu)?;
         Ok(Self { memory, addr })

@@ -8,7 +8,7 @@ use std::mem::{self, MaybeUninit};
 use gdrcopy::cuda::raw::layout::MemOp;
 use smallvec::SmallVec;
 
-use crate::stream::peer::{PeerCopy, Signal, Steps};
+use crate::stream::peer::{PeerCopy, Signal};
 use crate::stream::{Arrival, DoorbellValue, Op, SendDoorbell, Source};
 use gdsync_device::cuda::kernel_exec::{self, Grid, KernelOp, Program};
 use gdsync_device::cuda::{Flush, Gpu};
@@ -110,17 +110,18 @@ impl Calls {
         }
     }
 
-    /// Adds a copy, a signal, or both. Memory operations end before and after it. A copy by several blocks has only waits before it
-    /// in its call, which each block makes: so for words that only grow, and by a few blocks, as these hold multiprocessors meanwhile.
+    /// Adds a copy, a signal, or both. Memory operations end before and after it. Only the first copy of a call is by several blocks,
+    /// and many do not wait for what is before it, as they hold multiprocessors meanwhile.
     fn put_copy(&mut self, steps: &[KernelOp]) {
         const WAITING_BLOCKS: u32 = 16;
         self.flush_barrier();
-        let may_follow = match Grid::of(steps).blocks {
-            _ if self.is_step() => true,
-            _ if !self.by_kernel.ops => self.last.is_empty(),
-            1 => !self.last.iter().any(KernelOp::is_flush),
-            2..=WAITING_BLOCKS => self.last.iter().all(KernelOp::is_wait_for_growth),
-            _ => self.last.is_empty(),
+        let blocks = Grid::of(steps).blocks;
+        let may_precede = |op: &KernelOp| {
+            !(op.is_flush() || blocks > 1 && op.is_copy() || blocks > WAITING_BLOCKS && op.is_wait())
+        };
+        let may_follow = match self.by_kernel.ops {
+            true => self.is_step() || self.last.iter().all(may_precede),
+            false => self.last.is_empty(),
         };
         if !may_follow || self.last.len() + steps.len() + 1 > self.max {
             self.end();
@@ -231,12 +232,12 @@ impl Calls {
                 }
                 Op::Peer(ref copy) if self.by_kernel.copies => self.put_copy(&copy.steps(gpu)?),
                 Op::Peer(ref copy) => self.put_engine_copy(copy, gpu)?,
-                Op::Place(ref placing) => {
-                    let steps = if self.by_kernel.copies { placing.steps(gpu)? } else { Steps::new() };
-                    if !steps.is_empty() {
+                Op::Place(ref placing) if self.by_kernel.copies => {
+                    if let Some(steps) = placing.steps(gpu)? {
                         self.put_copy(&steps);
                     }
                 }
+                Op::Place(_) => {}
                 Op::Barrier => self.put_barrier(),
                 Op::Flush => match gpu.capabilities().flush {
                     Flush::NotNeeded => self.put_barrier(),
@@ -412,9 +413,9 @@ mod tests {
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
     }
 
-    /// A wide copy has in its kernel only waits before it that every block may make, and anything behind it.
+    /// A copy by many blocks has no waits before it in its kernel, one by several blocks no other copy.
     #[test]
-    fn copies_share_a_kernel_with_what_each_block_may_do() {
+    fn copies_share_a_kernel_with_what_is_around_them() {
         let _control = driver::Control::take();
         gdsync_testkit::kernels::register();
         let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
@@ -447,16 +448,16 @@ mod tests {
         };
         assert_eq!(calls(KERNELS, &all(8, Cond::Eq)), one(7, 1));
         assert_eq!(calls(KERNELS, &all(100_000, Cond::Geq)), one(7, 16));
-        let behind_a_wait = |blocks| vec![(1, 1, true), (6, blocks, true)];
-        assert_eq!(calls(KERNELS, &all(100_000, Cond::Eq)), behind_a_wait(16), "the word may change again");
-        assert_eq!(calls(KERNELS, &all(4 << 20, Cond::Geq)), behind_a_wait(64), "too many blocks to wait");
+        assert_eq!(calls(KERNELS, &all(100_000, Cond::Eq)), one(7, 16), "only one block looks");
+        let behind_a_wait = vec![(1, 1, true), (6, 64, true)];
+        assert_eq!(calls(KERNELS, &all(4 << 20, Cond::Geq)), behind_a_wait, "too many blocks to wait");
         let two = |batch: &mut Batch| (0..2).for_each(|_| put(batch, 100_000));
         assert_eq!(calls(KERNELS, &two), vec![(2, 16, true); 2]);
         let barrier = |batch: &mut Batch| {
             batch.barrier();
             put(batch, 100_000);
         };
-        assert_eq!(calls(KERNELS, &barrier), vec![(1, 1, true), (2, 16, true)]);
+        assert_eq!(calls(KERNELS, &barrier), one(3, 16));
         let by_memops = calls(COPIES, &all(100_000, Cond::Geq));
         let expected = [(1, 1, false), (2, 16, true), (1, 1, false), (2, 1, true), (1, 1, false)];
         assert_eq!(by_memops, expected, "kernels for copies only");
