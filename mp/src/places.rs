@@ -1,12 +1,12 @@
-//! Sends of streams whose payload the stream itself puts into the receive ([`gdsync::stream::Placement`]): what a rank tells another one
-//! of its receives, and what it has open there.
+//! Peer copies of messages: the sender's stream copies the payload into the receive ([`gdsync::stream::Placement`]).
 //!
-//! For each direction the receiver shares a table. It has a line for each receive, which is written before the receive is announced, and
-//! the memory that receives are in, each with a number. The sender opens that memory once, by a thread of its own since CUDA may block
-//! as long as streams wait. A number is given again when its memory was freed, with another generation.
+//! The receiver shares a table for each direction. It holds one line per receive, written before the credit of the receive is sent,
+//! and one slot per GPU allocation that receives are in, with its CUDA IPC handle. The sender opens each allocation once. It does so on
+//! a thread of its own, because CUDA may block while streams wait. When an allocation is freed, its slot is reused with the next
+//! generation.
 
 use std::borrow::Cow;
-use std::ops::{Range, RangeInclusive};
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::Builder;
@@ -19,17 +19,18 @@ use parking_lot::Mutex;
 use crate::path::{CopiesOrNot, NearPath};
 use crate::registration::Piece;
 
-/// What streams put into receives; the HCA moves the rest. Two H200s: it takes as long below, where a kernel has to find the receive
-/// first. Above the kernel has several blocks, and their reads of the line, in memory of the host, take 1 us each, one after the other.
-const LENGTHS: RangeInclusive<usize> = 4096..=96 << 10;
-/// Lines of a direction: no more receives can be posted.
+/// Shortest payload that streams put into receives; the HCA moves shorter ones. On two H200s it takes as long for these, because a
+/// kernel has to look up the receive first.
+const LEAST: usize = 4096;
+/// Lines of a direction, which is the maximum of posted receives.
 pub(crate) const LINES: usize = 1024;
-/// Memories that can be told at a time.
+/// Allocations of a direction.
 const SLOTS: usize = 64;
-/// Behind the lines: how many memories were told, and whether one could not be.
+/// Offset of the number of allocations told so far, behind the lines.
 const TOLD: usize = LINES * ReceiveLine::BYTES;
+/// Offset of a word that is not 0 after an allocation could not be exported.
 const REFUSED: usize = TOLD + 8;
-/// The memories: generation and export.
+/// Offset of the slots, each a generation and an export.
 const FIRST: usize = TOLD + 64;
 const STRIDE: usize = 192;
 
@@ -42,7 +43,7 @@ const WORDS: &str = "the words are aligned and inside";
 const NO_HANDLE: &str =
     "GPU memory that is received into has no CUDA IPC handle: it needs memory of cudaMalloc (Gpu::alloc)";
 
-/// Both directions between this rank and another one of the host.
+/// Both directions between this rank and another rank of the host.
 #[derive(Debug)]
 pub(crate) struct Places {
     near: NearPath,
@@ -50,7 +51,7 @@ pub(crate) struct Places {
     theirs: Arc<Theirs>,
 }
 
-/// Where a receive is; generation 0 where no stream can put anything.
+/// Where a receive is. Generation 0: not in exported GPU memory, so no stream can copy into it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Place {
     slot: u8,
@@ -59,7 +60,7 @@ pub(crate) struct Place {
     len: u32,
 }
 
-/// Receives of this rank.
+/// The table that this rank writes, of its receives.
 #[derive(Debug)]
 struct Own {
     table: Memory,
@@ -73,7 +74,7 @@ struct Known {
     told: u64,
 }
 
-/// Memory that was told, or that cannot be.
+/// An allocation with its slot; no slot if it could not be exported.
 #[derive(Debug)]
 struct Told {
     memory: WeakMemory,
@@ -81,28 +82,29 @@ struct Told {
     slot: Option<u8>,
 }
 
-/// Receives of the other rank.
+/// The table that the other rank writes, and what this rank has opened of it.
 #[derive(Debug)]
 struct Theirs {
     table: Memory,
     open: Arc<OpenMemory>,
-    /// How many memories were told when this rank opened some last.
+    /// The number of allocations told when this rank last opened some.
     seen: AtomicU64,
+    /// Whether any is open.
     any: AtomicBool,
-    /// The generations that are open, and why one is not.
+    /// The open generation of each slot, and why the last one could not be opened.
     opened: Mutex<([u16; SLOTS], Option<Cow<'static, str>>)>,
 }
 
-/// The only piece of a message, in memory of a GPU.
+/// The piece of a message that has only one, of a length that streams copy, in GPU memory.
 fn single<'a, 'b>(pieces: &'a [Piece<'b>]) -> Option<&'a Piece<'b>> {
     match pieces {
-        [piece] if piece.1.len() >= *LENGTHS.start() && piece.0.memory().gpu().is_some() => Some(piece),
+        [piece] if piece.1.len() >= LEAST && piece.0.memory().gpu().is_some() => Some(piece),
         _ => None,
     }
 }
 
 impl Places {
-    /// Over the tables of messages to the rank, and from it. Maps them for the GPU, as no stream waits yet.
+    /// From the tables for messages to the other rank and from it. Maps the first one for the GPU now, while no stream waits.
     pub(crate) fn new(gpu: &Gpu, near: NearPath, [theirs, own]: [Memory; 2]) -> gdsync::Result<Self> {
         theirs.gpu_addr(gpu)?;
         let known = Known { memories: Vec::new(), generations: [0; SLOTS], told: 0 };
@@ -116,7 +118,7 @@ impl Places {
         Ok(Self { near, own: Own { table: own, known: Mutex::new(known) }, theirs: Arc::new(theirs) })
     }
 
-    /// Where a receive is, before it is posted.
+    /// Finds where a receive is, before it is posted. Tells the allocation to the other rank if it is new.
     ///
     /// # Errors
     /// GPU memory that cannot be exported, where [`NearPath::PeerCopies`] wants that.
@@ -131,27 +133,27 @@ impl Places {
         }
     }
 
-    /// Tells of a receive that was posted, before it is announced.
+    /// Writes the line of a posted receive, before its credit is sent.
     pub(crate) fn tell(&self, number: u32, Place { slot, generation, offset, len }: Place) {
         let line = ReceiveLine { number, len, slot, generation, offset };
         line.store(&self.own.table, place_of(number)).expect(WORDS);
     }
 
-    /// Tells of no receive any more.
+    /// Clears all lines.
     pub(crate) fn end(&self) {
         let table = &self.own.table;
         (0..LINES)
             .for_each(|at| table.atomic64(at * ReceiveLine::BYTES).expect(WORDS).store(0, Ordering::Relaxed));
     }
 
-    /// What a stream can put into a receive itself, of a message of these pieces.
+    /// The payload of a message of these pieces, if a stream can copy it into the receive.
     ///
     /// # Errors
     /// Memory of the other rank that cannot be opened, where [`NearPath::PeerCopies`] wants that.
     pub(crate) fn payload(&self, pieces: &[Piece<'_>]) -> gdsync::Result<Option<Memory>> {
         let Some((buffer, range)) = single(pieces) else { return Ok(None) };
         let Theirs { open, any, opened, .. } = &*self.theirs;
-        if !LENGTHS.contains(&range.len()) || !is_on(buffer.memory(), open.gpu()) {
+        if !is_on(buffer.memory(), open.gpu()) {
             return Ok(None);
         }
         self.look();
@@ -166,14 +168,14 @@ impl Places {
         }
     }
 
-    /// How it puts a payload into this receive.
+    /// The copy of a payload into receive `number`.
     pub(crate) fn placement(&self, number: u32, payload: &Memory) -> Option<Placement> {
         let Theirs { table, open, .. } = &*self.theirs;
         let line = table.slice(place_of(number), ReceiveLine::BYTES).ok()?;
         Some(Placement { payload: payload.clone(), line, number, open: open.clone() })
     }
 
-    /// Opens what the other rank has told of since.
+    /// Opens allocations that the other rank has told since the last call.
     pub(crate) fn look(&self) {
         let told = self.theirs.table.atomic64(TOLD).expect(WORDS).load(Ordering::Acquire);
         if self.theirs.seen.load(Ordering::Relaxed) == told
@@ -189,15 +191,14 @@ impl Places {
         }
     }
 
-    /// Whether streams put a payload into receives of the other rank, or why not.
+    /// Whether streams copy a payload into receives of the other rank, or why not.
     pub(crate) fn copies(&self, payload: &Memory, len: usize) -> CopiesOrNot {
         self.look();
         let Theirs { table, open, any, opened, .. } = &*self.theirs;
         let refused = || table.atomic64(REFUSED).expect(WORDS).load(Ordering::Relaxed) != 0;
         match () {
-            () if !LENGTHS.contains(&len) => {
-                let (least, most) = LENGTHS.into_inner();
-                Err(format!("the device moves {len} bytes as fast; streams put {least} to {most}").into())
+            () if len < LEAST => {
+                Err(format!("the device moves {len} bytes as fast; streams put {LEAST} and more").into())
             }
             () if !is_on(payload, open.gpu()) => Err("the memory is not of the communicator's GPU".into()),
             () if let Some(why) = opened.try_lock().and_then(|opened| opened.1.clone()) => Err(why),
@@ -209,7 +210,7 @@ impl Places {
 }
 
 impl Own {
-    /// The place of a range of memory, which is told if it is new.
+    /// The place of a range of memory. Tells its allocation if it is new.
     fn find(&self, memory: &Memory, range: Range<u64>) -> Option<Place> {
         let mut known = self.known.lock();
         let is_of = |told: &Told| told.range.start <= range.start && range.end <= told.range.end;
@@ -239,7 +240,7 @@ impl Own {
             *generation = generation.checked_add(1).unwrap_or(1);
             let at = FIRST + STRIDE * usize::from(*slot);
             let word = self.table.atomic64(at).expect(WORDS);
-            // The other rank does not open what it reads between these.
+            // 0 until the export is written: the other rank skips the slot meanwhile.
             word.store(0, Ordering::SeqCst);
             self.table.write(at + 8, &exported.to_bytes()).expect(WORDS);
             word.store(u64::from(*generation), Ordering::SeqCst);

@@ -130,7 +130,7 @@ macro_rules! job_test {
     ($name:ident, $size:expr, $builder:expr, $body:expr) => {
         #[test]
         fn $name() {
-            $crate::common::job_with(stringify!($name), $size, $builder, $body);
+            $crate::common::job_from(stringify!($name), $size, || $builder, $body);
         }
     };
 }
@@ -169,10 +169,21 @@ pub fn prints(command: &mut Command, words: &str) {
 /// As [`job`], with a builder.
 #[track_caller]
 pub fn job_with(name: &str, size: usize, builder: mp::CommunicatorBuilder, body: impl FnOnce(&Communicator)) {
+    job_from(name, size, || builder, body);
+}
+
+/// As [`job_with`]; only the ranks make the builder.
+#[track_caller]
+pub fn job_from(
+    name: &str,
+    size: usize,
+    builder: impl FnOnce() -> mp::CommunicatorBuilder,
+    body: impl FnOnce(&Communicator),
+) {
     if !is_part_of(name) {
         return succeeds(&mut myself(name));
     }
-    let comm = with_gpu(builder).spawn(size).timeout(LONG).init().unwrap();
+    let comm = with_gpu(builder()).spawn(size).timeout(LONG).init().unwrap();
     assert_eq!(comm.size(), size);
     body(&comm);
     let first = comm.rank() == 0;

@@ -12,6 +12,7 @@ mod launch;
 mod launchers;
 mod lifetimes;
 mod messages;
+mod near;
 mod nvtx;
 mod on_stream;
 mod overlap;

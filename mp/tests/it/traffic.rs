@@ -27,7 +27,7 @@ const WINDOW: usize = 48;
 const LARGEST: usize = 64 << 10;
 
 /// A number below `of`, the same for all who ask with the same arguments.
-fn chance(what: usize, seed: usize, n: usize, of: usize) -> usize {
+pub(crate) fn chance(what: usize, seed: usize, n: usize, of: usize) -> usize {
     let bytes = message(what, seed, n, 8);
     usize::from_le_bytes(*bytes.first_chunk().expect("8 bytes")) % of
 }
@@ -319,7 +319,7 @@ fn threads_and_files() -> [usize; 2] {
 }
 
 /// Whether an error says what happened and with whom.
-fn is_good(error: &Error) -> bool {
+pub(crate) fn is_good(error: &Error) -> bool {
     let text = error.to_string();
     match error {
         Error::Message { rank, .. } => *rank < RANKS && text.contains("rank"),
