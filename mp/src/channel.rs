@@ -95,7 +95,9 @@ use near::{Own, Reached, Theirs, Verdict, Way};
 /// [`NearPath`](crate::NearPath) and `MP_NEAR` choose. The GPU of a rank is that of its places, else
 /// [`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu).
 ///
-/// What differs: all streams of such a direction are of that GPU; host streams are refused ([`gdsync::Error::Unsupported`]).
+/// What differs: all streams of such a direction are of that GPU. Host streams are refused ([`gdsync::Error::Unsupported`]): the CPU does
+/// not reach the other rank's GPU memory, and a copy by CUDA may block its thread as long as other streams wait. Use
+/// [`NearPath::Queues`](crate::NearPath::Queues) for these.
 /// Any number of messages may be under way. A stream that waits for a rank that is lost fails, with the rank in its error. A graph that
 /// sends, on a stream that leaves copies to the copy engine, is launched only where its messages go to the places of the capture; such
 /// a stream may still copy after its failure. Places stay allocated until the communicator goes: [wrapped](gdsync::cuda::Gpu::wrap)

@@ -52,7 +52,7 @@ impl PreparedMessage {
 
 impl Communicator {
     /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then.
-    /// Between GPUs of a host a kernel of the stream puts payloads of 4 to 96 KiB into the receive: see [`Communicator::path_of`]. Graphs
+    /// Between GPUs of a host a kernel of the stream puts payloads from 4 KiB on into the receive: see [`Communicator::path_of`]. Graphs
     /// refuse it: see [`Channel`](crate::Channel).
     ///
     /// Until it is complete, do not write what it sends, and the CPU and other streams cannot send to the same rank. The stream does

@@ -133,7 +133,9 @@ pub(super) trait Way {
     fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>>;
 
     /// Ends it at both ranks.
-    fn close(&self) -> Result<()>;
+    fn close(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// A graph.
@@ -164,36 +166,85 @@ pub(super) fn capture_foreign(
     Ok(Some(Box::new(ForeignGraph(graph?.ok_or("nothing was captured")?))))
 }
 
-/// Puts with signals through a window of mp.
+/// Messages of mp between the two halves of a buffer.
 struct Ours<'a> {
     app: &'a AppStream,
-    window: Window,
+    comm: &'a Communicator,
     buffer: Registration,
+    /// Bytes of a half.
     room: usize,
     peer: usize,
+    by: By,
 }
 
+/// How mp sends them.
+enum By {
+    /// Puts with a signal, in the first bytes of the buffer.
+    Window(Window),
+    /// A channel with one place. A rank frees it in the batch of its next send, behind that: the other rank needs it only for its answer.
+    Channel(Channel),
+    /// Receives of the CPU, sends and waits of the stream.
+    Messages,
+}
+
+/// Bytes before the halves.
 const WORDS: usize = 64;
 
 impl<'a> Ours<'a> {
-    fn new(rig: &Rig<'_>, app: &'a AppStream) -> Result<Self> {
+    fn new(
+        rig: &Rig<'a>,
+        app: &'a AppStream,
+        open: impl FnOnce(&Registration) -> gdasync::mp::Result<By>,
+    ) -> Result<Self> {
         let memory = app.gpu()?.alloc(WORDS + 2 * rig.room)?;
         memory.write(0, &[0; WORDS])?;
         memory.flush()?;
         let buffer = rig.comm.register(&memory)?;
-        let window = rig.comm.window(&buffer, 0..memory.len(), rig.timeout)?;
-        Ok(Self { app, window, buffer, room: rig.room, peer: rig.peer() })
+        let by = open(&buffer)?;
+        if let By::Channel(channel) = &by
+            && rig.comm.rank() > 0
+        {
+            // It receives first.
+            channel.post_recv_on_stream(&app.stream)?;
+        }
+        Ok(Self { app, comm: rig.comm, buffer, room: rig.room, peer: rig.peer(), by })
+    }
+
+    /// By window, channel and messages.
+    fn all(rig: &Rig<'a>, app: &'a AppStream) -> Result<[Self; 3]> {
+        let Rig { comm, room, timeout, .. } = *rig;
+        let window = |buffer: &Registration| {
+            comm.window(buffer, 0..buffer.memory().len(), timeout).map(By::Window)
+        };
+        let place = WORDS + room..WORDS + 2 * room;
+        let channel = |buffer: &Registration| {
+            comm.channel(rig.peer(), &[(buffer, place)], timeout).map(By::Channel)
+        };
+        Ok([
+            Self::new(rig, app, window)?,
+            Self::new(rig, app, channel)?,
+            Self::new(rig, app, |_| Ok(By::Messages))?,
+        ])
     }
 
     fn path(&self) -> Result<String> {
-        let path = self.window.path_of(&self.buffer, WORDS..WORDS + 8, self.peer)?;
-        Ok(format!("mp: {path}"))
+        let (to, peer) = (WORDS..WORDS + self.room, self.peer);
+        Ok(match &self.by {
+            By::Window(window) => window.path_of(&self.buffer, to, peer)?.to_string(),
+            By::Channel(channel) => channel.path_of(&self.buffer, to)?.to_string(),
+            By::Messages => self.comm.path_of(&self.buffer, to, peer)?.to_string(),
+        })
     }
 }
 
 impl Way for Ours<'_> {
     fn name(&self) -> String {
-        "mp put and signal".into()
+        match self.by {
+            By::Window(_) => "mp put and signal",
+            By::Channel(_) => "mp channel",
+            By::Messages => "mp isend and irecv",
+        }
+        .into()
     }
 
     fn buffers(&self) -> (u64, u64) {
@@ -202,126 +253,44 @@ impl Way for Ours<'_> {
     }
 
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
-        let put = Rma::put(&self.buffer, WORDS..WORDS + bytes, self.peer, WORDS + self.room);
-        let put = put.with_signal(Signal::set(0, n));
-        Ok(self.window.start_on_stream(&self.app.stream, &put).map(drop)?)
-    }
-
-    fn receive(&self, _bytes: usize, n: u64) -> Result<()> {
-        Ok(self.window.wait_signal_on_stream(&self.app.stream, 0, n, Cond::Eq)?)
-    }
-
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
-        capture_ours(self.app, fill)
-    }
-
-    fn close(&self) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// Messages through a channel of mp, with one place. A rank frees it in the batch of its next send, behind that: the other rank
-/// needs it only for its answer.
-struct OurChannel<'a> {
-    app: &'a AppStream,
-    channel: Channel,
-    buffer: Registration,
-    room: usize,
-}
-
-impl<'a> OurChannel<'a> {
-    fn new(rig: &Rig<'_>, app: &'a AppStream) -> Result<Self> {
-        let buffer = rig.comm.register(&app.gpu()?.alloc(2 * rig.room)?)?;
-        let channel = rig.comm.channel(rig.peer(), &[(&buffer, rig.room..2 * rig.room)], rig.timeout)?;
-        if rig.comm.rank() > 0 {
-            // It receives first.
-            channel.post_recv_on_stream(&app.stream)?;
+        let (stream, buffer, from) = (&self.app.stream, &self.buffer, WORDS..WORDS + bytes);
+        match &self.by {
+            By::Window(window) => {
+                let put = Rma::put(buffer, from, self.peer, WORDS + self.room);
+                _ = window.start_on_stream(stream, &put.with_signal(Signal::set(0, n)))?;
+            }
+            By::Channel(channel) => {
+                let mut batch = Batch::new();
+                _ = channel.isend_in_batch(&mut batch, buffer, from)?;
+                channel.post_recv_in_batch(&mut batch)?;
+                stream.submit(&mut batch)?;
+            }
+            By::Messages => _ = self.comm.isend_on_stream(stream, buffer, from, self.peer)?,
         }
-        Ok(Self { app, channel, buffer, room: rig.room })
-    }
-}
-
-impl Way for OurChannel<'_> {
-    fn name(&self) -> String {
-        "mp channel".into()
+        Ok(())
     }
 
-    fn buffers(&self) -> (u64, u64) {
-        let first = self.buffer.memory().addr();
-        (first, first + self.room as u64)
-    }
-
-    fn send(&self, bytes: usize, _n: u64) -> Result<()> {
-        let mut batch = Batch::new();
-        let _sent = self.channel.isend_in_batch(&mut batch, &self.buffer, 0..bytes)?;
-        self.channel.post_recv_in_batch(&mut batch)?;
-        Ok(self.app.stream.submit(&mut batch)?)
-    }
-
-    fn receive(&self, _bytes: usize, _n: u64) -> Result<()> {
-        Ok(self.channel.wait_recv_on_stream(&self.app.stream).map(drop)?)
+    fn receive(&self, bytes: usize, n: u64) -> Result<()> {
+        let stream = &self.app.stream;
+        match &self.by {
+            By::Window(window) => window.wait_signal_on_stream(stream, 0, n, Cond::Eq)?,
+            By::Channel(channel) => _ = channel.wait_recv_on_stream(stream)?,
+            By::Messages => {
+                let to = WORDS + self.room..WORDS + self.room + bytes;
+                self.comm.wait_on_stream(stream, &self.comm.irecv(&self.buffer, to, self.peer)?)?;
+            }
+        }
+        Ok(())
     }
 
     fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
-        capture_ours(self.app, fill)
+        if let By::Messages = self.by {
+            return Ok(None);
+        }
+        let capture = self.app.stream.begin_capture()?;
+        fill()?;
+        Ok(Some(Box::new(OurGraph(self.app, capture.end()?))))
     }
-
-    fn close(&self) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// Messages of mp: receives of the CPU, sends and waits of the stream.
-struct OurMessages<'a> {
-    app: &'a AppStream,
-    comm: &'a Communicator,
-    buffer: Registration,
-    room: usize,
-    peer: usize,
-}
-
-impl<'a> OurMessages<'a> {
-    fn new(rig: &Rig<'a>, app: &'a AppStream) -> Result<Self> {
-        let buffer = rig.comm.register(&app.gpu()?.alloc(2 * rig.room)?)?;
-        Ok(Self { app, comm: rig.comm, buffer, room: rig.room, peer: rig.peer() })
-    }
-}
-
-impl Way for OurMessages<'_> {
-    fn name(&self) -> String {
-        "mp isend and irecv".into()
-    }
-
-    fn buffers(&self) -> (u64, u64) {
-        let first = self.buffer.memory().addr();
-        (first, first + self.room as u64)
-    }
-
-    fn send(&self, bytes: usize, _n: u64) -> Result<()> {
-        Ok(self.comm.isend_on_stream(&self.app.stream, &self.buffer, 0..bytes, self.peer).map(drop)?)
-    }
-
-    fn receive(&self, bytes: usize, _n: u64) -> Result<()> {
-        let received = self.comm.irecv(&self.buffer, self.room..self.room + bytes, self.peer)?;
-        Ok(self.comm.wait_on_stream(&self.app.stream, &received)?)
-    }
-
-    fn capture(&self, _fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
-        Ok(None)
-    }
-
-    fn close(&self) -> Result<()> {
-        Ok(())
-    }
-}
-
-fn capture_ours<'a>(
-    app: &'a AppStream,
-    fill: &mut dyn FnMut() -> Result<()>,
-) -> Result<Option<Box<dyn Repeat + 'a>>> {
-    let capture = app.stream.begin_capture()?;
-    fill()?;
-    Ok(Some(Box::new(OurGraph(app, capture.end()?))))
 }
 
 struct OurGraph<'a>(&'a AppStream, Graph);
@@ -350,12 +319,9 @@ impl Options {
         let room = self.sizes.iter().max().copied().unwrap_or(8).next_multiple_of(64);
         let kernels = app.kernels.as_ref().ok_or("no kernels")?;
         let rig = Rig { comm: &comm, kernels, room: usize::try_from(room)?, timeout };
-        let ours = Ours::new(&rig, &app)?;
-        let mut note = format!("{}{}", placed.describe(&comm, timeout)?, ours.path()?);
-        let channel = OurChannel::new(&rig, &app)?;
-        let messages = OurMessages::new(&rig, &app)?;
-        let sent = messages.buffer.clone();
-        let mut ways: Vec<Box<dyn Way + '_>> = vec![Box::new(ours), Box::new(channel), Box::new(messages)];
+        let ours = Ours::all(&rig, &app)?;
+        let mut note = placed.describe(&comm, timeout)?.to_string();
+        let mut foreign: Vec<Box<dyn Way + '_>> = Vec::new();
         let mut add = |name, opened: Result<(String, Vec<Box<dyn Way>>)>| -> Result<()> {
             // Either rank may lack it.
             let own = opened.as_ref().err().map(|error| format!("{error}; --{name} names its library"));
@@ -363,7 +329,7 @@ impl Options {
                 (Some(why), _) => sheet.skip(name, why),
                 (None, Ok((version, more))) => {
                     note += &format!("\n{version}");
-                    ways.extend(more.into_iter().map(|way| way as Box<dyn Way + '_>));
+                    foreign.extend(more.into_iter().map(|way| way as Box<dyn Way + '_>));
                 }
                 (None, Err(error)) => return Err(error),
             }
@@ -371,6 +337,8 @@ impl Options {
         };
         add("nccl", nccl::open(&self.nccl, &rig))?;
         add("nvshmem", nvshmem::open(&self.nvshmem, &rig))?;
+        let ways: Vec<&dyn Way> =
+            ours.iter().map(|way| way as &dyn Way).chain(foreign.iter().map(|way| &**way)).collect();
         for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?.next_multiple_of(8);
             if sheet.may_start(&comm, size_label(bytes), timeout)? {
@@ -378,14 +346,17 @@ impl Options {
             }
         }
         // Messages learn of each other's memory as they go.
-        let (path, got) = (comm.path_of(&sent, 0..rig.room, rig.peer())?, comm.device(rig.peer())?.stats());
-        note += &format!("\nisend and irecv: {path}; {} messages came so", got.placed);
-        let ours = ways[..3].iter().flat_map(|way| MODES.map(|mode| format!("{}, {mode}", way.name())));
-        let ours: Vec<_> = ours.collect();
-        let ours: Vec<_> = ours.iter().map(String::as_str).collect();
-        sheet.compare_with_best(HALF_RTT, &ours, "best of NCCL and NVSHMEM");
-        ways.iter().try_for_each(|way| way.close())?;
+        for way in &ours {
+            note += &format!("\n{}: {}", way.name(), way.path()?);
+        }
+        note += &format!("; {} messages came so", comm.device(rig.peer())?.stats().placed);
+        let names: Vec<_> =
+            ours.iter().flat_map(|way| MODES.map(|mode| format!("{}, {mode}", way.name()))).collect();
+        let names: Vec<_> = names.iter().map(String::as_str).collect();
+        sheet.compare_with_best(HALF_RTT, &names, "best of NCCL and NVSHMEM");
         drop(ways);
+        foreign.iter().try_for_each(|way| way.close())?;
+        drop((ours, foreign));
         sheet.set_note(note.clone());
         let options =
             json!({ "sizes": self.sizes, "ahead": self.ahead, "work_us": self.kernel_us, "place": note });
@@ -398,7 +369,7 @@ impl Options {
         &self,
         rig: &Rig<'_>,
         app: &AppStream,
-        ways: &[Box<dyn Way + '_>],
+        ways: &[&dyn Way],
         bytes: usize,
         sheet: &mut Sheet,
     ) -> Result<()> {
@@ -418,7 +389,7 @@ impl Options {
         // Graphs repeat the first numbers.
         let mut numbers = vec![ahead; ways.len()];
         let graphs =
-            ways.iter().map(|way| way.capture(&mut || (0..ahead).try_for_each(|n| round(&**way, n + 1))));
+            ways.iter().map(|way| way.capture(&mut || (0..ahead).try_for_each(|n| round(*way, n + 1))));
         let graphs = graphs.collect::<Result<Vec<_>>>()?;
         let mut samples = vec![[Samples::default(), Samples::default()]; ways.len()];
         for sample in 0..=self.iters {
@@ -442,7 +413,7 @@ impl Options {
                     } else {
                         for _ in 0..ahead {
                             numbers[at] += 1;
-                            round(&**way, numbers[at])?;
+                            round(*way, numbers[at])?;
                         }
                     }
                     rig.kernels.synchronize()?;

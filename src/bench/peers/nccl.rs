@@ -201,11 +201,6 @@ impl Way for PutSignal<'_> {
     fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
         capture_foreign(self.nccl.kernels, fill)
     }
-
-    /// The communicator is that of send and recv.
-    fn close(&self) -> Result<()> {
-        Ok(())
-    }
 }
 
 fn checked(call: &str, status: c_int) -> Result<()> {
