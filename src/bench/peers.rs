@@ -213,13 +213,11 @@ impl<'a> Ours<'a> {
     /// By window, channel and messages.
     fn all(rig: &Rig<'a>, app: &'a AppStream) -> Result<[Self; 3]> {
         let Rig { comm, room, timeout, .. } = *rig;
-        let window = |buffer: &Registration| {
-            comm.window(buffer, 0..buffer.memory().len(), timeout).map(By::Window)
-        };
+        let window =
+            |buffer: &Registration| comm.window(buffer, 0..buffer.memory().len(), timeout).map(By::Window);
         let place = WORDS + room..WORDS + 2 * room;
-        let channel = |buffer: &Registration| {
-            comm.channel(rig.peer(), &[(buffer, place)], timeout).map(By::Channel)
-        };
+        let channel =
+            |buffer: &Registration| comm.channel(rig.peer(), &[(buffer, place)], timeout).map(By::Channel);
         Ok([
             Self::new(rig, app, window)?,
             Self::new(rig, app, channel)?,

@@ -55,7 +55,8 @@ impl<'a> Copies<'a> {
         assert!(to.len() <= from.len());
         let (_current, api) = (self.gpu.enter().unwrap(), self.gpu.api());
         // SAFETY: the memory is as long, and both stay until the copy is done.
-        unsafe { api.memcpy_to_host_async(to.as_mut_ptr().cast(), from.addr(), to.len(), self.stream) }.unwrap();
+        unsafe { api.memcpy_to_host_async(to.as_mut_ptr().cast(), from.addr(), to.len(), self.stream) }
+            .unwrap();
         // SAFETY: a stream of this context.
         unsafe { api.stream_synchronize(self.stream) }.unwrap();
     }
@@ -151,7 +152,14 @@ impl Way {
     }
 
     /// Message number `n`, from the first half of a buffer to the second; the first 64 bytes are the window's signals.
-    fn go(&self, comm: &Communicator, s: &Stream, buffer: &Registration, n: u64, is_sender: bool) -> Result<()> {
+    fn go(
+        &self,
+        comm: &Communicator,
+        s: &Stream,
+        buffer: &Registration,
+        n: u64,
+        is_sender: bool,
+    ) -> Result<()> {
         let (len, peer) = (buffer.memory().len(), 1 - comm.rank());
         match (self, is_sender) {
             (Self::Messages, true) => comm.isend_on_stream(s, buffer, 64..len / 2, peer).map(drop),
@@ -221,7 +229,10 @@ fn killed_in_the_middle_of_copies() {
     }
     took.sort_unstable();
     let (median, (longest, of)) = (took[took.len() / 2].0, took[took.len() - 1]);
-    println!("{} kills: errors came after {median:?} (median), {longest:?} at most (number {of})", took.len());
+    println!(
+        "{} kills: errors came after {median:?} (median), {longest:?} at most (number {of})",
+        took.len()
+    );
 }
 
 /// A kernel that holds the multiprocessors until a word is set.
@@ -314,8 +325,10 @@ fn full_gpus_stop_neither_messages_nor_deadlines() {
     let (gpu, me, peer) = (&own_gpu(), comm.rank(), 1 - comm.rank());
     let [outbox, inbox] = [(); 2].map(|()| of_gpu(&comm, gpu, 2 << 20));
     let (s, hold) = (copying(gpu, Via::Kernel, Via::Auto), Hold::new(gpu));
-    let config = |n| CudaStreamConfig { name: format!("in vain {n}"), wait_limit: LIMIT, ..Default::default() };
-    let in_vain = [0, 1].map(|n| Stream::cuda(gpu, CudaStreamConfig { via: Via::Kernel, ..config(n) }).unwrap());
+    let config =
+        |n| CudaStreamConfig { name: format!("in vain {n}"), wait_limit: LIMIT, ..Default::default() };
+    let in_vain =
+        [0, 1].map(|n| Stream::cuda(gpu, CudaStreamConfig { via: Via::Kernel, ..config(n) }).unwrap());
     let window = comm.window(&of_gpu(&comm, gpu, 4096), 0..4096, LONG).unwrap();
     warm_up(&comm, &s, &outbox, &inbox);
     for round in 0..4 {
@@ -343,7 +356,10 @@ fn full_gpus_stop_neither_messages_nor_deadlines() {
             }
             s.synchronize(LONG).unwrap();
             assert_eq!(received.wait(LONG).unwrap().bytes, len);
-            assert!(bytes(&inbox, 3 * n..3 * n + len) == message(peer, me, 10 * round + n, len), "{round} {n}");
+            assert!(
+                bytes(&inbox, 3 * n..3 * n + len) == message(peer, me, 10 * round + n, len),
+                "{round} {n}"
+            );
             comm.barrier(LONG).unwrap();
         }
     }

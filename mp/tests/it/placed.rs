@@ -83,7 +83,8 @@ fn messages(comm: &Communicator, via: Via, copies: Via) {
         assert_eq!(placed(comm) - before, fitting, "all of fitting lengths");
         let path = |len| comm.path_of(&outbox, 0..len, peer).unwrap();
         says(&path(LEAST), &["by CUDA streams with peer copies"]);
-        let words = ["by CUDA streams no other way: the device moves 4095 bytes", "streams put 4096 and more"];
+        let words =
+            ["by CUDA streams no other way: the device moves 4095 bytes", "streams put 4096 and more"];
         says(&path(LEAST - 1), &words);
     } else if !is_placed {
         assert_eq!(placed(comm), 0, "the copy engine asks for no receive");
