@@ -514,7 +514,8 @@ impl Stream {
     }
 
     /// Blocks until all earlier submissions have run. Then reports the first failure of the stream, or of a queue pair
-    /// used since the last call.
+    /// used since the last call. A stream that has failed runs to its end when the GPU has room for its kernels;
+    /// [`Stream::query`] tells the failure before.
     ///
     /// # Errors
     /// [`Error::Deadline`] after `timeout` (the work continues); [`Error::Unsupported`] while the stream is being captured (what is

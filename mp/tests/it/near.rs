@@ -16,7 +16,7 @@ use gdsync_testkit::driver;
 use mp::{Channel, Communicator, NearPath, Registration, Result, Rma, Signal, Window};
 
 use crate::common::{
-    DONE, LONG, bytes, copying, is_part_of, job_test, kill, message, myself, of_gpu, own_gpu, succeeds,
+    DONE, LONG, bytes, copying, is_part_of, job_test, kill, message, myself, of_gpu, own_gpu, succeeds, until,
 };
 use crate::placed::{placed, warm_up, with_gpus};
 use crate::traffic::{chance, is_good};
@@ -134,6 +134,20 @@ job_test!(messages_of_any_size_and_alignment_come_whole, 2, with_gpus(NearPath::
     println!("{count} messages in {:?}; {placed} of those to rank {me} were placed", start.elapsed());
 });
 
+/// Message `n` in both directions.
+fn copied(comm: &Communicator, s: &Stream, outbox: &Registration, inbox: &Registration, n: usize) {
+    let (me, peer) = (comm.rank(), 1 - comm.rank());
+    outbox.memory().write(0, &message(me, peer, n, 6000)).unwrap();
+    outbox.memory().flush().unwrap();
+    let received = comm.irecv(inbox, n..n + 6000, peer).unwrap();
+    let sent = comm.isend_on_stream(s, outbox, 0..6000, peer).unwrap();
+    comm.wait_on_stream(s, &received).unwrap();
+    s.synchronize(LONG).unwrap();
+    received.wait(LONG).unwrap();
+    sent.wait(LONG).unwrap();
+    assert!(bytes(inbox, n..n + 6000) == message(peer, me, n, 6000), "{n}");
+}
+
 /// A way to send to the other rank without end.
 enum Way {
     Messages,
@@ -235,6 +249,21 @@ fn killed_in_the_middle_of_copies() {
     );
 }
 
+// CUDA may open memory only when the streams that wait are done. Messages go on meanwhile.
+job_test!(memory_is_opened_beside_streams_that_wait, 2, with_gpus(NearPath::PeerCopies), |comm| {
+    let gpu = &own_gpu();
+    let [s, waiting] = [(); 2].map(|()| copying(gpu, Via::Kernel, Via::Auto));
+    let buffers: Vec<_> = (0..20).map(|_| [(); 2].map(|()| of_gpu(comm, gpu, 10_000))).collect();
+    let gate = Memory::alloc(8).unwrap().word64(0).unwrap();
+    waiting.wait_value64(&gate, 1, Cond::Eq).unwrap();
+    for (n, [outbox, inbox]) in buffers.iter().enumerate() {
+        copied(comm, &s, outbox, inbox, n);
+    }
+    comm.barrier(LONG).unwrap();
+    gate.store(1);
+    waiting.synchronize(LONG).unwrap();
+});
+
 /// A kernel that holds the multiprocessors until a word is set.
 struct Hold<'a> {
     gpu: &'a Gpu,
@@ -311,8 +340,8 @@ impl<'a> Hold<'a> {
     }
 }
 
-/// Messages behind and beside work that fills both GPUs come when there is room. Streams that wait in vain end at their limit, whether
-/// the work began before them or after, and although it goes on.
+/// Messages behind and beside work that fills both GPUs come when there is room, also into memory that is still to be opened. Streams
+/// that wait in vain fail at their limit, whether the work began before them or after, and although it goes on.
 #[test]
 fn full_gpus_stop_neither_messages_nor_deadlines() {
     const NAME: &str = "full_gpus_stop_neither_messages_nor_deadlines";
@@ -323,7 +352,7 @@ fn full_gpus_stop_neither_messages_nor_deadlines() {
     }
     let comm = with_gpus(NearPath::PeerCopies).spawn(2).timeout(LONG).init().unwrap();
     let (gpu, me, peer) = (&own_gpu(), comm.rank(), 1 - comm.rank());
-    let [outbox, inbox] = [(); 2].map(|()| of_gpu(&comm, gpu, 2 << 20));
+    let [outbox, inbox, unknown] = [(); 3].map(|()| of_gpu(&comm, gpu, 2 << 20));
     let (s, hold) = (copying(gpu, Via::Kernel, Via::Auto), Hold::new(gpu));
     let config =
         |n| CudaStreamConfig { name: format!("in vain {n}"), wait_limit: LIMIT, ..Default::default() };
@@ -331,6 +360,12 @@ fn full_gpus_stop_neither_messages_nor_deadlines() {
         [0, 1].map(|n| Stream::cuda(gpu, CudaStreamConfig { via: Via::Kernel, ..config(n) }).unwrap());
     let window = comm.window(&of_gpu(&comm, gpu, 4096), 0..4096, LONG).unwrap();
     warm_up(&comm, &s, &outbox, &inbox);
+    // The other direction: CUDA would open that memory, and launch kernels meanwhile, only when the work ends, which this thread ends.
+    until("messages to be placed", || {
+        copied(&comm, &s, &outbox, &inbox, 1);
+        let is_placed = comm.exchange(&[u8::from(placed(&comm) > 0)], LONG).unwrap();
+        is_placed.iter().all(|placed| *placed == [1])
+    });
     for round in 0..4 {
         let waits_first = round % 2 == 1;
         for (n, len) in LENGTHS.iter().copied().enumerate() {
@@ -363,6 +398,16 @@ fn full_gpus_stop_neither_messages_nor_deadlines() {
             comm.barrier(LONG).unwrap();
         }
     }
+    hold.begin();
+    let start = Instant::now();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(LIMIT);
+            hold.end();
+        });
+        copied(&comm, &s, &outbox, &unknown, 0);
+    });
+    println!("memory unknown so far: {:?}", start.elapsed());
     for (n, (waits_first, s)) in [true, false].into_iter().zip(&in_vain).enumerate() {
         if !waits_first {
             hold.begin();
@@ -373,11 +418,12 @@ fn full_gpus_stop_neither_messages_nor_deadlines() {
             thread::sleep(Duration::from_millis(20));
             hold.begin();
         }
-        let error = s.synchronize(LONG).unwrap_err();
-        let took = start.elapsed();
-        assert!(matches!(error, gdsync::Error::StreamWait { .. }), "{error}");
-        println!("waits first: {waits_first}, limit {LIMIT:?}, ended after {took:?}: {error}");
+        until("the stream to fail", || s.query().error.is_some());
+        println!("waits first: {waits_first}, limit {LIMIT:?}, failed after {:?}", start.elapsed());
+        // It is done when there is room.
         hold.end();
+        let error = s.synchronize(LONG).unwrap_err();
+        assert!(matches!(error, gdsync::Error::StreamWait { .. }), "{error}");
     }
     comm.barrier(LONG).unwrap();
     if me == 0 {
