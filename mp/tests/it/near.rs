@@ -360,7 +360,7 @@ fn full_gpus_stop_neither_messages_nor_deadlines() {
         [0, 1].map(|n| Stream::cuda(gpu, CudaStreamConfig { via: Via::Kernel, ..config(n) }).unwrap());
     let window = comm.window(&of_gpu(&comm, gpu, 4096), 0..4096, LONG).unwrap();
     warm_up(&comm, &s, &outbox, &inbox);
-    // The other direction: CUDA would open that memory, and launch kernels meanwhile, only when the work ends, which this thread ends.
+    // The other direction: CUDA may open that memory, and launch kernels meanwhile, only when the work ends, which this thread ends.
     until("messages to be placed", || {
         copied(&comm, &s, &outbox, &inbox, 1);
         let is_placed = comm.exchange(&[u8::from(placed(&comm) > 0)], LONG).unwrap();
