@@ -180,7 +180,7 @@ impl Way {
             (Self::Messages, false) => {
                 comm.wait_on_stream(s, &comm.irecv(buffer, len / 2..len, peer)?).map(drop)
             }
-            (Self::Channel(channel), true) => channel.send_on_stream(s, buffer, 64..len / 2).map(drop),
+            (Self::Channel(channel), true) => channel.isend_on_stream(s, buffer, 64..len / 2).map(drop),
             (Self::Channel(channel), false) => {
                 channel.post_recv_on_stream(s)?;
                 channel.wait_recv_on_stream(s).map(drop)
