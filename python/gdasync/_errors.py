@@ -2,6 +2,42 @@
 
 from __future__ import annotations
 
+# What texts of the library in Rust say, and a program in Python calls otherwise. Other paths become paths of Python by their dot.
+_WORDS = {
+    "before the capture make an mp::Channel (channel = comm.channel(rank, &[(&buffer, range)], None), at both ranks); in "
+    "the capture write channel.post_recv_on_stream(stream) where the receive is queued, channel.isend_on_stream(stream, "
+    "&buffer, range) for the send and channel.wait_recv_on_stream(stream) for the wait": "before the capture make a "
+    "channel (Communicator.channels, at all ranks); in the capture call Channel.post_recv where the receive is queued, "
+    "Channel.send for the send and Channel.wait_recv for the wait",
+    "sendrecv_on_stream, or Communicator::irecv_on_stream, send_on_stream, wait_on_stream": "Communicator.sendrecv, or "
+    "Communicator.irecv with a stream, Communicator.send, Request.wait_on",
+    "call CommunicatorBuilder::init in all ranks, or init_over in all": "call gdasync.init with a group in all ranks, or "
+    "in none",
+    "use Batch::repeatable_host_fn, or submit the function to the stream before or after each launch": "call it before or "
+    "after each replay",
+    "capture with Stream::capture instead, and launch the application's work on Stream::raw in it": "capture with "
+    "gdasync.Graph",
+    ", or use mp::tagged for unknown lengths": "",
+    ", or raise CommunicatorBuilder::depth": "",
+    " (Communicator::barrier is another one)": "",
+    " (Stream::with_timeout)": "",
+    "(CommunicatorBuilder::timeout)": "(gdasync.init(timeout=...))",
+    "or use one QP per stream": "or use a communicator for each stream",
+    "use Stream::cuda, or pass": "use another stream, or",
+    "wait_recv_in_batch or wait_recv_on_stream": "wait_recv",
+    "post_recv_on_stream or post_recv_in_batch": "post_recv",
+    "post_recv_in_batch or post_recv_on_stream": "post_recv",
+    "boot over MPI (Builder::init_over)": "pass the communicator of mpi4py to gdasync.init",
+    "CommunicatorBuilder::init_over": "gdasync.init(group)",
+    "CommunicatorBuilder::spawn": "gdasync.init(spawn=...)",
+    "CommunicatorBuilder::init": "gdasync.init",
+    "Communicator::init": "gdasync.init",
+    "its wait_limit": "it by gdasync.Stream(..., wait_limit=...)",
+    "Stream::submit": "submit",
+    "Window::destroy": "Window.close",
+    "::": ".",
+}
+
 
 class Error(Exception):
     """An operation failed. The text names cause and fix.
@@ -36,3 +72,11 @@ class CudaError(Error):
 
 class Busy(Error):
     """Another stream, or the CPU, uses the queue; or it is full. Wait for what is under way, and try again."""
+
+
+def made(kind: str, message: str, rank: int | None, operation: str, cause: str | None) -> Error:
+    """The exception for an error of the library in Rust."""
+    kinds = {each.__name__: each for each in (Error, PeerGone, Deadline, CudaError, Busy)}
+    for rust, python in _WORDS.items():
+        message, cause = message.replace(rust, python), cause and cause.replace(rust, python)
+    return kinds[kind](message, rank, operation, cause)

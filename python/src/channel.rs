@@ -14,20 +14,20 @@ use crate::{Any, OnStream};
 pub(crate) struct Channel {
     shared: Arc<Shared>,
     channel: mp::Channel,
-    /// What messages are received into.
-    places: Vec<Arc<Part>>,
+    /// The GPU of what messages are received into.
+    gpu: Option<i32>,
 }
 
 impl Channel {
     pub(crate) fn new(shared: &Arc<Shared>, channel: mp::Channel, places: Vec<Arc<Part>>) -> Self {
-        shared.expose(places.iter().cloned());
-        Self { shared: shared.clone(), channel, places }
+        let gpu = places.first().and_then(|place| place.gpu);
+        shared.expose(places);
+        Self { shared: shared.clone(), channel, gpu }
     }
 
     /// The stream of a receive.
     fn of_places(&self, stream: OnStream<'_, '_>, py: Python<'_>) -> PyResult<Arc<Submitter>> {
-        let gpu = self.places.first().and_then(|place| place.gpu);
-        Submitter::of(stream, gpu, py)?.ok_or_else(needs_stream)
+        Submitter::of(stream, self.gpu, py)?.ok_or_else(needs_stream)
     }
 }
 

@@ -79,7 +79,7 @@ impl Communicator {
         Ok(Request::new(shared, operation, started, Some(part.clone()), stream))
     }
 
-    /// As `start`, on the stream of the caller or of the tensor. Whether there is one.
+    /// As `start`, on the stream of the caller or of the tensor. Without one, the CPU `waits`, or not.
     fn message(
         &self,
         operation: &'static str,
@@ -87,24 +87,14 @@ impl Communicator {
         rank: usize,
         stream: OnStream<'_, '_>,
         (is_send, waits): (bool, bool),
-    ) -> PyResult<(Request, bool)> {
+    ) -> PyResult<Request> {
         let (py, part) = (tensor.py(), Part::of(&self.0.comm, tensor, !is_send, false)?);
         let stream = Submitter::of(stream, part.gpu, py)?;
         let request = self.start(py, (operation, rank), &part, stream.as_deref(), (is_send, waits))?;
-        Ok((request, stream.is_some()))
-    }
-
-    /// As `message`; the CPU waits for it where no stream does.
-    fn message_and_wait(
-        &self,
-        operation: &'static str,
-        tensor: Any<'_, '_>,
-        rank: usize,
-        stream: OnStream<'_, '_>,
-        is_send: bool,
-    ) -> PyResult<()> {
-        let (request, is_on_stream) = self.message(operation, tensor, rank, stream, (is_send, true))?;
-        if is_on_stream { Ok(()) } else { request.wait_for(tensor.py(), None).map(drop) }
+        if waits && stream.is_none() {
+            request.wait_for(py, None)?;
+        }
+        Ok(request)
     }
 
     /// Runs a collective; the first one makes what all need. A failed one takes it along.
@@ -116,7 +106,7 @@ impl Communicator {
         call: impl FnOnce(&Collectives, Duration) -> mp::Result<()> + Send + 'static,
     ) -> PyResult<()> {
         self.0.with_all(py, operation, timeout, move |shared, limit| {
-            let mut made = shared.collectives.lock();
+            let mut made = shared.collectives(limit)?;
             let all = match made.take() {
                 Some(all) => all,
                 None => Arc::new(Collectives::new(&shared.comm, limit)?),
@@ -154,12 +144,12 @@ impl Communicator {
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
     fn send(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<()> {
-        self.message_and_wait("send", tensor, rank, stream, true)
+        self.message("send", tensor, rank, stream, (true, true)).map(drop)
     }
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
     fn recv(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<()> {
-        self.message_and_wait("recv", tensor, rank, stream, false)
+        self.message("recv", tensor, rank, stream, (false, true)).map(drop)
     }
 
     #[pyo3(signature = (tensor, to, into, source, *, stream=None))]
@@ -194,12 +184,12 @@ impl Communicator {
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
     fn isend(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<Request> {
-        self.message("isend", tensor, rank, stream, (true, false)).map(|(request, _)| request)
+        self.message("isend", tensor, rank, stream, (true, false))
     }
 
     #[pyo3(signature = (tensor, rank, *, stream=None))]
     fn irecv(&self, tensor: Any<'_, '_>, rank: usize, stream: OnStream<'_, '_>) -> PyResult<Request> {
-        self.message("irecv", tensor, rank, stream, (false, false)).map(|(request, _)| request)
+        self.message("irecv", tensor, rank, stream, (false, false))
     }
 
     #[pyo3(signature = (tensor, timeout=None))]
@@ -274,7 +264,7 @@ impl Communicator {
     #[pyo3(signature = (timeout=None))]
     fn finalize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         self.0.with_all(py, "finalize", timeout, |shared, limit| {
-            drop(shared.collectives.lock().take());
+            drop(shared.collectives(limit)?.take());
             mp::Communicator::clone(&shared.comm).finalize(limit)
         })
     }

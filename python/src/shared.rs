@@ -6,14 +6,15 @@ use std::process;
 use std::sync::Arc;
 use std::time::Duration;
 
+use gdsync::Error as Cause;
 use gdsync::stream::Batch;
 use mp::collective::Collectives;
 use mp::{Communicator, Request};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 
 use crate::buffer::Part;
-use crate::error::OrRaise;
+use crate::error::{OrRaise, exception};
 use crate::stream::Submitter;
 use crate::wait::{is_full, is_late, on_thread, seconds_or, sliced};
 
@@ -27,7 +28,7 @@ pub(crate) struct Shared {
     /// Streams of other ranks may write there: places of channels, and windows that are not closed.
     reached: Mutex<Vec<Arc<Part>>>,
     /// Made by the first collective.
-    pub(crate) collectives: Mutex<Option<Arc<Collectives>>>,
+    collectives: Mutex<Option<Arc<Collectives>>>,
 }
 
 impl Shared {
@@ -73,6 +74,22 @@ impl Shared {
         seconds_or(timeout, self.comm.timeout())
     }
 
+    /// What collectives use, when no thread is in one.
+    ///
+    /// # Errors
+    /// `Deadline`.
+    pub(crate) fn collectives(
+        &self,
+        limit: Duration,
+    ) -> mp::Result<MutexGuard<'_, Option<Arc<Collectives>>>> {
+        let late = || mp::Error::Deadline {
+            what: "a collective of another thread has not ended".into(),
+            after: limit,
+            fix: "call collectives from one thread",
+        };
+        self.collectives.try_lock_for(limit).ok_or_else(late)
+    }
+
     /// Runs a call of all ranks with its limit.
     ///
     /// # Errors
@@ -84,8 +101,16 @@ impl Shared {
         timeout: Option<f64>,
         call: impl FnOnce(&Self, Duration) -> mp::Result<T> + Send + 'static,
     ) -> PyResult<T> {
+        let (owner, caller) = (self.owner, process::id());
+        if caller != owner {
+            // The connections to the other ranks are those of the parent.
+            return Err(Cause::OtherProcess { owner, caller }).or_raise(py, operation, None);
+        }
         let (shared, limit) = (self.clone(), self.limit(timeout)?);
-        on_thread(py, move || call(&shared, limit))?.or_raise(py, operation, None)
+        let done = on_thread(py, move || call(&shared, limit))?;
+        // An error of the exchange does not tell whether the rank is gone.
+        let is_gone = matches!(done, Err(mp::Error::Bootstrap { .. })) && !self.comm.lost().is_empty();
+        done.map_err(|error| exception(py, operation, None, &error, is_gone))
     }
 
     /// Waits by the CPU.
@@ -140,11 +165,14 @@ impl Shared {
 
 /// Full, or the last announcement of a receive by another stream is still under way.
 fn may_end(error: &mp::Error) -> bool {
-    use gdsync::Error::Busy;
     is_full(error)
         || matches!(
             error,
-            mp::Error::Message { operation: "receive in a batch", cause: Busy { queue: "send", .. }, .. }
+            mp::Error::Message {
+                operation: "receive in a batch",
+                cause: Cause::Busy { queue: "send", .. },
+                ..
+            }
         )
 }
 

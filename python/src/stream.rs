@@ -15,7 +15,7 @@ use pyo3::sync::PyOnceLock;
 use crate::buffer::Part;
 use crate::error::OrRaise;
 use crate::wait::{is_full, is_late, seconds, seconds_or, sliced};
-use crate::{Any, OnStream};
+use crate::{Any, OnStream, of_torch};
 
 /// Longer than the default of gdsync: kernels of the application between two waits count, too.
 const WAIT_LIMIT: Duration = Duration::from_secs(60);
@@ -33,7 +33,7 @@ pub(crate) struct Submitter {
     launched: Mutex<VecDeque<(Launch, Arc<Recording>)>>,
 }
 
-/// The streams of others, by GPU and handle. They stay: torch has few, and never destroys them.
+/// The streams of others, by GPU and handle. They stay until they fail: torch has few, and never destroys them.
 static ADOPTED: Mutex<BTreeMap<(i32, RawStream), Arc<Submitter>>> = Mutex::new(BTreeMap::new());
 
 /// A stream of another library.
@@ -153,13 +153,11 @@ impl Foreign {
     /// The current stream of torch; without torch, the default stream.
     fn current(py: Python<'_>, gpu: i32) -> PyResult<Self> {
         static CURRENT: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
-        if !py.import("sys")?.getattr("modules")?.contains("torch")? {
-            return Ok(Self { gpu, raw: 0, is_of_torch: true });
-        }
-        let current = CURRENT.get_or_try_init(py, || {
-            Ok::<_, PyErr>(py.import("torch._C")?.getattr("_cuda_getCurrentRawStream")?.unbind())
-        })?;
-        Ok(Self { gpu, raw: current.call1(py, (gpu,))?.extract(py)?, is_of_torch: true })
+        let raw = match of_torch(py, &CURRENT, "torch._C", "_cuda_getCurrentRawStream")? {
+            Some(current) => current.call1((gpu,))?.extract()?,
+            None => 0,
+        };
+        Ok(Self { gpu, raw, is_of_torch: true })
     }
 }
 
@@ -238,6 +236,11 @@ impl Stream {
         let synchronize = |slice| Ok(self.0.queue.synchronize(slice)?);
         let done = sliced(py, limit, is_late, synchronize)?.or_raise(py, "synchronize", None);
         self.0.forget_launched();
+        let status = self.0.queue.query();
+        if status.error.is_some() && status.pending == 0 {
+            // Reported, and nothing of it runs: the next call adopts the stream anew.
+            ADOPTED.lock().retain(|_, adopted| !Arc::ptr_eq(adopted, &self.0));
+        }
         done
     }
 

@@ -82,10 +82,9 @@ pub(crate) fn on_thread<T: Send + 'static>(
     py: Python<'_>,
     call: impl FnOnce() -> mp::Result<T> + Send + 'static,
 ) -> PyResult<mp::Result<T>> {
-    let (done, result) = channel();
+    let (done, mut result) = channel();
     let run = move || drop(done.send(call()));
     Builder::new().name("gdasync-call".into()).spawn(run)?;
-    let mut result = result;
     loop {
         let waited = {
             let result = &mut result;

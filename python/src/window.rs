@@ -89,6 +89,11 @@ impl Window {
         signal_in: Option<&Bound<'_, Self>>,
         stream: OnStream<'_, '_>,
     ) -> PyResult<Request> {
+        if signal.is_none() && signal_in.is_some() {
+            return Err(PyValueError::new_err(
+                "signal_in without signal: expected signal=(word, 'add' or 'set', value)",
+            ));
+        }
         let part = Part::of(&self.shared.comm, tensor, false, false)?;
         let signal = signal.as_ref().map(self::signal).transpose()?;
         let words = signal_in.map(|window| window.get().open()).transpose()?;

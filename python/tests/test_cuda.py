@@ -13,7 +13,7 @@ from job import LONG, run
 from test_host import raises
 
 import gdasync
-from gdasync import Error
+from gdasync import Deadline, Error
 
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
 DRIVER = TARGET / "debug" / "libsimulated_cuda.so"
@@ -175,6 +175,19 @@ def windows(comm):
     assert alive() is None
 
 
+# A stream whose wait has passed its limit can be used again once that is reported.
+def failures(comm):
+    raw, words = Cuda().stream(), comm.window(np.zeros(512, dtype=np.uint64))
+    gdasync.Stream(raw, wait_limit=0.1)
+    words.wait_signal(0, 1, stream=raw)
+    raises(Deadline, lambda: gdasync.Stream(raw).synchronize(LONG), "wait_limit")
+    stream = gdasync.Stream(raw, wait_limit=LONG)
+    words.wait_signal(0, 0, stream=stream)
+    stream.synchronize(LONG)
+    words.close()
+    comm.finalize()
+
+
 # From and into memory that the CPU cannot map, on a stream that is given by its number; the signals are in memory of the CPU.
 def puts(comm):
     peer, cuda = 1 - comm.rank, Cuda()
@@ -211,6 +224,9 @@ class Simulated(unittest.TestCase):
 
     def test_windows(self):
         self.run_ranks(windows)
+
+    def test_failures(self):
+        self.run_ranks(failures)
 
     def test_puts(self):
         self.run_ranks(puts)

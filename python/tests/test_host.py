@@ -1,15 +1,18 @@
 """The package over memory of the CPU, between processes. `python -m unittest discover -s python/tests`"""
 
+import ctypes
 import gc
 import os
 import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 import unittest
 import weakref
+from pathlib import Path
 
 import numpy as np
 from job import LONG, run
@@ -29,6 +32,26 @@ def raises(kind, call, *words, **fields):
             assert getattr(error, name) == value, f"{name} is {getattr(error, name)}, not {value}: {error}"
         return error
     raise AssertionError(f"{kind.__name__} was expected")
+
+
+class Exported:
+    """An array as DLPack's structure, with some of its fields changed."""
+
+    def __init__(self, array, major=1, shape=None):
+        self.array = array
+        self.shape = np.array(shape or array.shape, dtype=np.int64)
+        tensor = struct.pack(
+            "=QiiiBBHQQQ", array.ctypes.data, 1, 0, len(self.shape), 2, 64, 1, self.shape.ctypes.data, 0, 0
+        )
+        self.managed = ctypes.create_string_buffer(struct.pack("=IIQQQ", major, 0, 0, 0, 0) + tensor)
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **_):
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self.managed), b"dltensor_versioned", None)
 
 
 # Functions of ranks.
@@ -66,7 +89,8 @@ def messages(comm):
 def refusals(comm):
     data = np.zeros((4, 4))
     raises(ValueError, lambda: comm.send(data[:, 0], 0), "contiguous")
-    raises(ValueError, lambda: comm.send(data[:0], 0), "empty")
+    for empty in (data[:0], np.zeros((0, 3)), np.zeros((3, 0))):
+        raises(ValueError, lambda: comm.send(empty, 0), "empty")
     raises(TypeError, lambda: comm.send("text", 0), "'str'", "tensor")
     raises(ValueError, lambda: comm.recv(b"bytes", 0), "read-only")
     frozen = np.zeros(4)
@@ -88,11 +112,21 @@ def refusals(comm):
     raises(ValueError, lambda: comm.send(Fake(strides=(8,)), 0), "contiguous")
     raises(ValueError, lambda: comm.recv(Fake(data=(0xDEAD0000, True)), 0), "read-only")
     raises(ValueError, lambda: comm.send(Fake(typestr="f"), 0), "typestr")
+    raises(BufferError, lambda: comm.send(Exported(data, major=2), 0), "version 2")
+    raises(ValueError, lambda: comm.send(Exported(data, shape=(2**61, 1)), 0), "shape")
+    window = comm.window(data)
+    raises(ValueError, lambda: window.put(data[0], 0, signal_in=window), "signal_in without signal")
+    raises(ValueError, lambda: gdasync.init("group", spawn=1), "spawn")
     late = comm.irecv(np.zeros(1), 0)
     error = raises(Deadline, lambda: late.wait(0.05), "50 ms", rank=0, operation="irecv")
     assert isinstance(error, TimeoutError) and "::" not in str(error)
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.rank, again.cause) == (str(error), error.rank, error.cause)
+    # Too long for its receive, which is the second one: the connection is broken.
+    for _ in range(2):
+        comm.isend(np.zeros(2), 0)
+    error = raises(Error, late.wait, "longer")
+    assert "mp." not in str(error), error
 
 
 def collectives(comm):
@@ -215,6 +249,10 @@ def graphs(comm):
         graph.replay()
         stream.synchronize(LONG)
         assert (into == round).all()
+    # A function is called once, a graph runs many times.
+    with gdasync.Graph().capture(stream):
+        error = raises(Error, lambda: stream.call(print), "before or after each replay")
+        assert "Batch" not in str(error)
     # What raises is not captured, and the stream goes on.
     try:
         with gdasync.Graph().capture(stream):
@@ -304,6 +342,28 @@ def threads(comm):
     comm.finalize()
 
 
+def collectives_of_threads(comm):
+    if comm.rank == 0:
+        # The other rank comes late.
+        thread = threading.Thread(target=comm.barrier)
+        thread.start()
+        while not waits("gdasync-call"):
+            time.sleep(0.01)
+        raises(Deadline, lambda: comm.barrier(timeout=0.2), "another thread", operation="barrier")
+        comm.send(np.zeros(1), 1)
+        thread.join()
+    else:
+        comm.recv(np.zeros(1), 0)
+        comm.barrier()
+    comm.finalize()
+
+
+def waits(thread):
+    """Whether a thread of this process with this name sleeps."""
+    states = (Path("/proc/self/task", task, "status").read_text() for task in os.listdir("/proc/self/task"))
+    return any(f"Name:\t{thread}\n" in state and "State:\tS" in state for state in states)
+
+
 def interrupt(comm):
     if comm.rank == 0:
         into, armed = np.zeros(4), threading.Event()
@@ -341,7 +401,8 @@ def fork(comm):
     child = os.fork()
     if child == 0:
         try:
-            raises(Error, lambda: comm.send(np.zeros(1), peer), "process")
+            for call in (lambda: comm.send(np.zeros(1), peer), comm.barrier, comm.finalize, comm.shrink):
+                raises(Error, call, "process")
         except BaseException as error:
             print(error, file=sys.stderr)
             os._exit(3)
@@ -351,6 +412,7 @@ def fork(comm):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     comm.recv(np.zeros(10), peer)
     kept.wait()
+    comm.barrier()
     comm.finalize()
 
 
@@ -375,6 +437,8 @@ def killed(comm, how):
             stream.synchronize(LONG)
 
         raises(PeerGone, receive, rank=victim)
+    elif how == "window":
+        raises(PeerGone, lambda: comm.window(np.zeros(8)), rank=victim, operation="window")
     else:
         # It may name a rank that has left the barrier for the same reason.
         raises(Error, lambda: comm.barrier())
@@ -458,6 +522,9 @@ class Ranks(unittest.TestCase):
     def test_a_wait_lets_other_threads_run(self):
         run(2, threads)
 
+    def test_a_collective_waits_for_that_of_another_thread_until_its_timeout(self):
+        run(2, collectives_of_threads)
+
     def test_an_interrupt_ends_a_wait(self):
         run(2, interrupt, killed=[0])
 
@@ -465,7 +532,7 @@ class Ranks(unittest.TestCase):
         run(2, fork)
 
     def test_a_killed_rank_is_an_exception_in_all_others(self):
-        for size, how in ((2, "recv"), (3, "stream"), (4, "collective")):
+        for size, how in ((2, "recv"), (3, "stream"), (3, "window"), (4, "collective")):
             with self.subTest(how):
                 run(size, killed, how, killed=[size - 1])
 
