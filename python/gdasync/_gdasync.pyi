@@ -171,7 +171,10 @@ class Stream:
     def call(self, function: Callable[[], object]) -> None:
         """Calls a function in the order of a host stream, in place of a kernel. An exception fails the stream."""
     def synchronize(self, timeout: float | None = None) -> None:
-        """Waits for all that was queued here, and raises what has failed. None is the wait limit."""
+        """Waits for all that was queued here, and raises what has failed. None is the wait limit.
+
+        A failed stream of another library can be used again then, by a new ``Stream``.
+        """
     def check(self) -> None:
         """Raises what has failed so far."""
     def _begin_capture(self) -> None: ...

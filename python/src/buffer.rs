@@ -46,7 +46,7 @@ impl Drop for Part {
 }
 
 impl Part {
-    /// The memory of a tensor or a [`Buffer`] for one operation, or for as long as it lives if others access it, too.
+    /// The memory of a tensor or a [`Buffer`] for one operation, or for as long as it lives if others access it, too; its number then.
     ///
     /// # Errors
     /// What [`Tensor::of`] raises; `ValueError` for addresses that CUDA does not know; what the device refuses.
@@ -60,7 +60,7 @@ impl Part {
         if let Ok(buffer) = object.cast::<Buffer>() {
             return Ok(buffer.get().0.clone());
         }
-        let Tensor { addr, len, is_cuda, number, keep } = Tensor::of(object, target)?;
+        let Tensor { addr, len, is_cuda, number, keep } = Tensor::of(object, target, for_peers)?;
         let registered = py.detach(|| register(comm, (addr, len), is_cuda, for_peers));
         match registered.or_raise(py, "register", None)? {
             Some((registration, gpu)) => Ok(Arc::new(Self { registration, gpu, number, keep })),

@@ -234,7 +234,7 @@ impl Communicator {
             "max" => Reduction::Max,
             _ => return Err(PyValueError::new_err(format!("op is '{op}': expected sum, min or max"))),
         };
-        let part = Part::of(&self.0.comm, tensor, true, false)?;
+        let part = Part::of(&self.0.comm, tensor, true, true)?;
         if part.gpu.is_some() {
             return Err(PyTypeError::new_err("allreduce combines by the CPU: pass a tensor in its memory"));
         }

@@ -40,9 +40,6 @@ impl Request {
     }
 
     /// Waits for it.
-    ///
-    /// # Errors
-    /// The exception of the operation, or of a signal handler.
     pub(crate) fn wait_for(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<usize> {
         let wait = |slice| self.shared.comm.wait(&self.request, slice);
         let status = self.shared.wait(py, (self.operation, Some(self.request.rank())), timeout, wait)?;

@@ -1,4 +1,5 @@
-//! What the objects of a communicator share: the communicator itself, and tensors of operations that nobody waits for.
+//! What the objects of a communicator share: the communicator itself, and tensors of operations that nobody waits for. Calls raise the
+//! exception of the operation, or of a signal handler.
 
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
@@ -91,9 +92,6 @@ impl Shared {
     }
 
     /// Runs a call of all ranks with its limit.
-    ///
-    /// # Errors
-    /// The exception of the call, or of a signal handler.
     pub(crate) fn with_all<T: Send + 'static>(
         self: &Arc<Self>,
         py: Python<'_>,
@@ -114,9 +112,6 @@ impl Shared {
     }
 
     /// Waits by the CPU.
-    ///
-    /// # Errors
-    /// The exception of the operation, or of a signal handler.
     pub(crate) fn wait<T: Send>(
         &self,
         py: Python<'_>,
@@ -128,9 +123,6 @@ impl Shared {
     }
 
     /// Starts an operation of the CPU, and waits for room.
-    ///
-    /// # Errors
-    /// The exception of the operation, or of a signal handler.
     pub(crate) fn start<T: Send>(
         &self,
         py: Python<'_>,
@@ -142,9 +134,6 @@ impl Shared {
     }
 
     /// Has a stream do what `record` adds to a batch, and waits for room.
-    ///
-    /// # Errors
-    /// The exception of the operation, or of a signal handler.
     pub(crate) fn submit<T: Send>(
         &self,
         py: Python<'_>,

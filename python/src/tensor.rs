@@ -59,18 +59,16 @@ const DL_READ_ONLY: u64 = 1;
 const VERSIONED: &CStr = c"dltensor_versioned";
 
 impl Tensor {
-    /// The memory of an object, which is received into if it is a `target`.
+    /// The memory of an object, which is received into if it is a `target`; of tensors of torch the number only if asked for.
     ///
     /// # Errors
     /// `TypeError` for an object without memory; `ValueError` for memory that is read-only, empty or not contiguous; what the object
     /// raises.
-    pub(crate) fn of(object: Any<'_, '_>, target: bool) -> PyResult<Self> {
+    pub(crate) fn of(object: Any<'_, '_>, target: bool, asks_number: bool) -> PyResult<Self> {
         static TENSOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let py = object.py();
-        let is_of_torch =
-            of_torch(py, &TENSOR, "torch", "Tensor")?.is_some_and(|kind| object.get_type().is(kind));
-        if is_of_torch
-            && object.getattr(intern!(py, "is_cuda"))?.is_truthy()?
+        if !asks_number
+            && of_torch(py, &TENSOR, "torch", "Tensor")?.is_some_and(|kind| object.get_type().is(kind))
             && let Some(tensor) = Self::of_torch(object)?
         {
             return tensor.checked();
@@ -83,18 +81,22 @@ impl Tensor {
         Self { addr, len, is_cuda, number: None, keep }.checked()
     }
 
-    /// A tensor of torch in memory of CUDA, without DLPack, which takes 4 us. `None` leaves to DLPack to say what it refuses.
+    /// A tensor of torch, without DLPack, which takes 4 to 7 us. `None` leaves to DLPack to say what it refuses.
     fn of_torch(object: Any<'_, '_>) -> PyResult<Option<Self>> {
         let py = object.py();
-        let is_special = object.getattr(intern!(py, "requires_grad"))?.is_truthy()?
-            || object.call_method0(intern!(py, "is_conj"))?.is_truthy()?
-            || !object.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+        let has = |name| object.getattr(name)?.is_truthy();
+        let is = |name| object.call_method0(name)?.is_truthy();
+        let is_cuda = has(intern!(py, "is_cuda"))?;
+        let is_plain = (is_cuda || has(intern!(py, "is_cpu"))?)
+            && !has(intern!(py, "requires_grad"))?
+            && !is(intern!(py, "is_conj"))?
+            && is(intern!(py, "is_contiguous"))?;
         // The tensor may get another storage (`tensor.data = ...`) before the operation is done.
         let storage = object.getattr_opt(intern!(py, "untyped_storage"))?;
-        let Some(storage) = storage.filter(|_| !is_special) else { return Ok(None) };
+        let Some(storage) = storage.filter(|_| is_plain) else { return Ok(None) };
         let addr = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
         let len = object.getattr(intern!(py, "nbytes"))?.extract()?;
-        Ok(Some(Self { addr, len, is_cuda: true, number: None, keep: storage.call0()?.unbind() }))
+        Ok(Some(Self { addr, len, is_cuda, number: None, keep: storage.call0()?.unbind() }))
     }
 
     fn of_dlpack(object: Any<'_, '_>, target: bool) -> PyResult<Self> {

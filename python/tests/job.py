@@ -53,3 +53,16 @@ def run(size, function, *arguments, killed=(), environment={}):
         rank.kill()
     expected = [-9 if rank in killed else 0 for rank in range(size)]
     assert ended == expected, f"exit codes of the ranks: {ended}, not {expected}"
+
+
+def raises(kind, call, *words, **fields):
+    """What a call raises, with these words in its text and these fields."""
+    try:
+        call()
+    except kind as error:
+        for word in words:
+            assert word in str(error), f"'{word}' is not in: {error}"
+        for name, value in fields.items():
+            assert getattr(error, name) == value, f"{name} is {getattr(error, name)}, not {value}: {error}"
+        return error
+    raise AssertionError(f"{kind.__name__} was expected")

@@ -9,8 +9,7 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-from job import LONG, run
-from test_host import raises
+from job import LONG, raises, run
 
 import gdasync
 from gdasync import Deadline, Error

@@ -3,7 +3,7 @@
 import random
 import unittest
 
-from job import LONG, run
+from job import LONG, raises, run
 
 import gdasync
 
@@ -48,8 +48,31 @@ def reductions(comm):
     queued_ahead(comm, lambda tensor: tensor.max())
 
 
+def tensors(comm):
+    """What is sent is what the tensor had when it was passed, also if it gets another storage before the stream is there."""
+    torch.cuda.set_device(comm.rank)
+    peer, size = 1 - comm.rank, 16_000_000
+    square = torch.zeros(4, 4, device="cuda")
+    raises(ValueError, lambda: comm.send(square.t(), peer), "contiguous")
+    raises(ValueError, lambda: comm.send(square[:0], peer), "empty")
+    raises((BufferError, RuntimeError), lambda: comm.send(square.clone().requires_grad_(), peer), "grad")
+    out, into = torch.full((size,), comm.rank + 1.0, device="cuda"), torch.zeros(size, device="cuda")
+    received, sent = comm.irecv(into, peer), comm.isend(out, peer)
+    # What it had before is free now for what comes next on the stream.
+    out.data = torch.zeros(1, device="cuda")
+    others = [torch.full((size,), 9.0, device="cuda") for _ in range(4)]
+    received.wait_on()
+    gdasync.Stream().synchronize(LONG)
+    sent.wait()
+    assert bool((into == peer + 1).all()) and len(others) == 4
+    comm.finalize()
+
+
 @unittest.skipUnless(torch and torch.cuda.device_count() >= 2, "needs torch and two GPUs")
 class TwoGpus(unittest.TestCase):
+    def test_tensors(self):
+        run(2, tensors)
+
     def test_exchanges_queued_ahead(self):
         run(2, nothing)
 

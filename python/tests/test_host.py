@@ -15,23 +15,10 @@ import weakref
 from pathlib import Path
 
 import numpy as np
-from job import LONG, run
+from job import LONG, raises, run
 
 import gdasync
 from gdasync import Busy, Deadline, Error, PeerGone
-
-
-def raises(kind, call, *words, **fields):
-    """What a call raises, with these words in its text and these fields."""
-    try:
-        call()
-    except kind as error:
-        for word in words:
-            assert word in str(error), f"'{word}' is not in: {error}"
-        for name, value in fields.items():
-            assert getattr(error, name) == value, f"{name} is {getattr(error, name)}, not {value}: {error}"
-        return error
-    raise AssertionError(f"{kind.__name__} was expected")
 
 
 class Exported:
@@ -360,8 +347,14 @@ def collectives_of_threads(comm):
 
 def waits(thread):
     """Whether a thread of this process with this name sleeps."""
-    states = (Path("/proc/self/task", task, "status").read_text() for task in os.listdir("/proc/self/task"))
-    return any(f"Name:\t{thread}\n" in state and "State:\tS" in state for state in states)
+    for task in os.listdir("/proc/self/task"):
+        try:
+            state = Path("/proc/self/task", task, "status").read_text()
+        except OSError:
+            continue  # It has ended.
+        if f"Name:\t{thread}\n" in state and "State:\tS" in state:
+            return True
+    return False
 
 
 def interrupt(comm):

@@ -1,9 +1,9 @@
 """Tensors and groups of torch, in memory of the CPU. Skipped where there is no torch."""
 
+import threading
 import unittest
 
-from job import run
-from test_host import raises
+from job import LONG, raises, run
 
 import gdasync
 
@@ -27,6 +27,20 @@ def tensors(comm):
     comm.send(weight.detach(), peer)
     receive.wait()
     raises(ValueError, lambda: comm.send(torch.ones(4, 4).t(), peer), "contiguous")
+    for odd in (torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
+        raises((BufferError, RuntimeError, ValueError), lambda: comm.send(odd, peer))
+    # What is sent is what the tensor had when it was passed.
+    stream, go = gdasync.Stream.host(), threading.Event()
+    out, into = torch.full((50_000,), 7.0 + comm.rank), torch.zeros(50_000)
+    stream.call(go.wait)
+    comm.sendrecv(out, peer, into, peer, stream=stream)
+    out.data = torch.zeros(1)
+    others = [torch.full((50_000,), 9.0) for _ in range(20)]
+    go.set()
+    stream.synchronize(LONG)
+    assert bool((into == 7 + peer).all()) and len(others) == 20
+    values = comm.register(torch.tensor([1.0, 1.0]))
+    comm.allreduce(values)
     values = torch.tensor([1.0, float(comm.rank)])
     comm.allreduce(values)
     assert values.tolist() == [2.0, 1.0]
