@@ -15,7 +15,7 @@ from ._doctor import doctor
 from ._errors import Busy, CudaError, Deadline, Error, PeerGone
 from ._gdasync import Buffer, Channel, Communicator, Request, Stream, Window
 from ._graph import Graph
-from ._group import exchange_of
+from ._group import StoreExchange, exchange_of
 
 __all__ = [
     "Buffer",
@@ -51,4 +51,8 @@ def init(
     torch = sys.modules.get("torch")
     if gpu is None and torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
         gpu = torch.cuda.current_device()
-    return _gdasync.init(None if group is None else exchange_of(group), gpu, spawn, timeout)
+    exchange = None if group is None else exchange_of(group)
+    comm = _gdasync.init(exchange, gpu, spawn, timeout)
+    if isinstance(exchange, StoreExchange):
+        exchange.count()
+    return comm

@@ -17,6 +17,7 @@ _WORDS = {
     "after each replay",
     "capture with Stream::capture instead, and launch the application's work on Stream::raw in it": "capture with "
     "gdasync.Graph",
+    "a forked child must open the device and make its streams itself": "start processes by spawn, not by fork",
     ", or use mp::tagged for unknown lengths": "",
     ", or raise CommunicatorBuilder::depth": "",
     " (Communicator::barrier is another one)": "",

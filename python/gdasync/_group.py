@@ -7,7 +7,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-# How many communicators were made over each store: each has keys of its own.
+# How many communicators were made over each group: each has keys of its own.
 _made: Counter[str] = Counter()
 
 
@@ -15,10 +15,13 @@ class StoreExchange:
     """Ranks of a ``torch.distributed`` group, which meet in its store. No backend is used, and no port."""
 
     def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store, self.rank, self.size, self.name = store, rank, size, name
         self.prefix = f"gdasync/{name}/{_made[name]}"
         self.round = 0
-        _made[name] += 1
+
+    def count(self) -> None:
+        """The communicator is made: the next one has other keys. One that failed at some ranks is tried again with these."""
+        _made[self.name] += 1
 
     def allgather(self, data: bytes, timeout: float) -> list[bytes]:
         end = time.monotonic() + timeout
@@ -30,6 +33,9 @@ class StoreExchange:
             try:
                 self.store.wait([key], timedelta(seconds=left))
             except RuntimeError as error:
+                # Who tries again must not find it.
+                for round in (self.round - 1, self.round):
+                    self.store.delete_key(f"{self.prefix}/{round}/{self.rank}")
                 if time.monotonic() < end:
                     raise
                 raise TimeoutError(f"rank {rank} does not come to a call of all ranks") from error

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::process;
 use std::sync::Arc;
+use std::thread::sleep;
 use std::time::Duration;
 
 use gdsync::Error as Cause;
@@ -106,8 +107,13 @@ impl Shared {
         }
         let (shared, limit) = (self.clone(), self.limit(timeout)?);
         let done = on_thread(py, move || call(&shared, limit))?;
-        // An error of the exchange does not tell whether the rank is gone.
-        let is_gone = matches!(done, Err(mp::Error::Bootstrap { .. })) && !self.comm.lost().is_empty();
+        let is_known = |_| {
+            sleep(Duration::from_millis(10));
+            !self.comm.lost().is_empty()
+        };
+        // An error of the exchange does not tell whether the rank is gone; its connection does, soon.
+        let is_gone =
+            matches!(done, Err(mp::Error::Bootstrap { .. })) && py.detach(|| (0..100).any(is_known));
         done.map_err(|error| exception(py, operation, None, &error, is_gone))
     }
 

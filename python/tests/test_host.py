@@ -395,7 +395,7 @@ def fork(comm):
     if child == 0:
         try:
             for call in (lambda: comm.send(np.zeros(1), peer), comm.barrier, comm.finalize, comm.shrink):
-                raises(Error, call, "process")
+                raises(Error, call, "process", "by spawn")
         except BaseException as error:
             print(error, file=sys.stderr)
             os._exit(3)

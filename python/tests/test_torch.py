@@ -67,6 +67,9 @@ def group(comm):
     if rank:
         raises(gdasync.Deadline, lambda: gdasync.init(dist.group.WORLD, timeout=0.5), "rank 0")
     dist.barrier()
+    # Then all come.
+    with gdasync.init(dist.group.WORLD, timeout=LONG) as within:
+        assert within.size == size
     assert size == 3
 
 
