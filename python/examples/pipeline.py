@@ -99,12 +99,11 @@ def main() -> None:
         slowest = torch.tensor([median["compute alone"]])
         comm.allreduce(slowest, "max")
         ideal = slowest.item() + (median["compute alone"] / MICROBATCHES if comm.rank == 1 else 0)
-        for name in ways:
-            text = f"rank {comm.rank}: {name}: {median[name]:.2f} ms"
-            if name == "both":
-                seen = (median[name] - ideal) / median["messages alone"]
-                text += f", {100 * (1 - seen):.0f} % of the communication is hidden"
-            print(text, flush=True)
+        lines = [f"rank {comm.rank}: {name}: {took:.2f} ms\n" for name, took in median.items()]
+        if cuda:
+            seen = (median["both"] - ideal) / median["messages alone"]
+            lines.append(f"rank {comm.rank}: {100 * (1 - seen):.0f} % of the communication is hidden\n")
+        print("".join(lines), end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -47,9 +47,6 @@ impl Drop for Part {
 
 impl Part {
     /// The memory of a tensor or a [`Buffer`] for one operation, or for as long as it lives if others access it, too; its number then.
-    ///
-    /// # Errors
-    /// What [`Tensor::of`] raises; `ValueError` for addresses that CUDA does not know; what the device refuses.
     pub(crate) fn of(
         comm: &Communicator,
         object: Any<'_, '_>,

@@ -24,9 +24,6 @@ pub(crate) type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 pub(crate) type OnStream<'a, 'py> = Option<Any<'a, 'py>>;
 
 /// An attribute of a module of torch, which is looked up once; `None` while the program has not imported torch.
-///
-/// # Errors
-/// What the import raises.
 pub(crate) fn of_torch<'a, 'py>(
     py: Python<'py>,
     found: &'a PyOnceLock<Py<PyAny>>,

@@ -77,9 +77,6 @@ impl Shared {
     }
 
     /// What collectives use, when no thread is in one.
-    ///
-    /// # Errors
-    /// `Deadline`.
     pub(crate) fn collectives(
         &self,
         limit: Duration,

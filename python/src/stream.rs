@@ -51,9 +51,6 @@ impl Submitter {
     }
 
     /// The stream that a call names. `None` is torch's current stream of the GPU, or no stream for memory of the CPU.
-    ///
-    /// # Errors
-    /// `TypeError` for an object that is no stream; what CUDA refuses.
     pub(crate) fn of(
         stream: OnStream<'_, '_>,
         gpu: Option<i32>,

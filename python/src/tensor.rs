@@ -60,10 +60,6 @@ const VERSIONED: &CStr = c"dltensor_versioned";
 
 impl Tensor {
     /// The memory of an object, which is received into if it is a `target`; of tensors of torch the number only if asked for.
-    ///
-    /// # Errors
-    /// `TypeError` for an object without memory; `ValueError` for memory that is read-only, empty or not contiguous; what the object
-    /// raises.
     pub(crate) fn of(object: Any<'_, '_>, target: bool, asks_number: bool) -> PyResult<Self> {
         static TENSOR: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
         let py = object.py();
