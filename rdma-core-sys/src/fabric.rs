@@ -65,6 +65,8 @@ plain_constants! {
     FI_ENODATA: c_int = libc::ENODATA;
     /// An error waits in the queue.
     FI_EAVAIL: isize = 259;
+    /// A message is longer than the buffer of its receive.
+    FI_ETRUNC: c_int = 265;
 }
 
 records! {
@@ -232,6 +234,7 @@ records! {
         read: Option<unsafe extern "C" fn(*mut fid_cq, *mut c_void, usize) -> isize>,
         readfrom: Unused,
         readerr: Option<unsafe extern "C" fn(*mut fid_cq, *mut fi_cq_err_entry, u64) -> isize>,
+        sread: Option<unsafe extern "C" fn(*mut fid_cq, *mut c_void, usize, *const c_void, c_int) -> isize>,
     }
 
     struct fi_cq_msg_entry {
@@ -384,6 +387,9 @@ inline! {
     fi_av_remove(av: *mut fid_av, fi_addr: *mut fi_addr_t, count: usize, flags: u64) -> c_int = ops.remove(av, fi_addr, count, flags);
     /// `fi_cq_read`
     fi_cq_read(cq: *mut fid_cq, buf: *mut c_void, count: usize) -> isize = ops.read(cq, buf, count);
+    /// `fi_cq_sread`; waits for `timeout` milliseconds.
+    fi_cq_sread(cq: *mut fid_cq, buf: *mut c_void, count: usize, cond: *const c_void, timeout: c_int) -> isize
+        = ops.sread(cq, buf, count, cond, timeout);
     /// `fi_cq_readerr`
     fi_cq_readerr(cq: *mut fid_cq, buf: *mut fi_cq_err_entry, flags: u64) -> isize = ops.readerr(cq, buf, flags);
     /// `fi_eq_read`

@@ -478,9 +478,11 @@ impl Core {
         tracing::warn!(?peer, "software HCA: peer is gone");
         // A card does not notice, so its timeouts expire.
         let is_card = self.async_events.has_listener();
+        // A peer that has connected again keeps its new link.
+        let has_other = peer.is_some_and(|peer| self.links.find(peer).is_some());
         for i in 0..self.qps.len() {
             self.with(i, |qp, env| {
-                let lost = qp.link == link || qp.peer == peer;
+                let lost = qp.link == link || !has_other && qp.peer == peer;
                 if lost && (!is_card || qp.is_copying()) && matches!(qp.state, QpState::RTR | QpState::RTS) {
                     qp.lose_peer(env);
                 }

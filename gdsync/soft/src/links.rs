@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::packet::{self, Header};
-use super::wire::{Ends, MAX_RECORDS, Peer, Piece, PushError, Rx, Tx};
+use super::wire::{Ends, FarTx, MAX_RECORDS, Peer, Piece, PushError, Rx, Tx};
 use crate::packet::Reference;
 use gdsync_device::copy_engine::ProcessId;
 use gdsync_device::error::Result;
@@ -320,6 +320,13 @@ impl Links {
             left |= !link.delayed.is_empty();
         }
         left
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        let links = self.0.iter_mut().flatten();
+        FarTx::end_all(links.filter_map(|link| if let Tx::Far(tx) = &mut link.tx { Some(tx) } else { None }).collect());
     }
 }
 

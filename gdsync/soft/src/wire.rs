@@ -21,7 +21,7 @@ pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, RxHints};
 use rustix::thread::futex::{self, Timespec};
 pub use tcp::TCP;
 pub use tcp::{Interface, interfaces, tcp_address};
-pub(crate) use tcp::{Sockets, TcpPort};
+pub(crate) use tcp::{FarTx, Sockets, TcpPort};
 
 mod fabric;
 mod link;
@@ -33,6 +33,15 @@ mod tcp;
 pub(crate) const SEGMENT: usize = 16 * 1024;
 /// Those of links to other hosts, whose systems and libraries take long for a packet.
 pub(crate) const FAR_SEGMENT: usize = 64 * 1024;
+
+/// Links of a port with which it takes no more of peers.
+const MAX_LINKS: usize = 4096;
+/// Connections that a port accepts in a row, before it turns to those that it has.
+const ACCEPTS: usize = 16;
+/// Maximum connections before their greeting.
+const MAX_PENDING_GREETINGS: usize = 64;
+/// Pause of a listener after accept fails, as when descriptors run out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 
 /// Bytes of the shared memory file.
 const SIZE: usize = 4096;

@@ -24,6 +24,11 @@ impl Side {
 
     fn with(config: &SoftHcaConfig) -> Self {
         let hca = SoftHca::start(config).unwrap();
+        let (recv_cq, qp) = Self::add_qp(&hca);
+        Self { hca, recv_cq, qp }
+    }
+
+    fn add_qp(hca: &SoftHca) -> (CqParts, QpParts) {
         let (send_cq, recv_cq) = (
             hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
             hca.create_cq(3, OnGpu::empty(), &Places::default()).unwrap(),
@@ -41,7 +46,7 @@ impl Side {
             qkey: None,
         };
         let qp = hca.create_qp(&request, &Places::default()).unwrap();
-        Self { hca, recv_cq, qp }
+        (recv_cq, qp)
     }
 
     fn connect(&self, to: &Self) {
@@ -375,4 +380,59 @@ fn stuck_copies_are_waited_for_only_once() {
     assert!(!stuck_copies.wait(&copies[2..], Instant::now()));
     hung.store(1);
     assert!(stuck_copies.wait(&copies, Instant::now()));
+}
+
+/// An HCA over TCP, and ports that connect to it.
+fn hub(ports: usize) -> (Side, Vec<TcpPort>) {
+    let here = std::net::Ipv4Addr::LOCALHOST.into();
+    let hub = Side::with(&SoftHcaConfig { tcp: Some(here), ..SoftHcaConfig::default() });
+    (hub, (0..ports).map(|_| TcpPort::open(here, None).unwrap()).collect())
+}
+
+#[test]
+fn peers_that_do_not_close_their_links_hold_up_the_end_once() {
+    const PEERS: usize = 50;
+    let (hub, ports) = hub(PEERS);
+    let _links: Vec<_> = ports.iter().map(|port| port.connect(hub.hca.shared.own, TIMEOUT).unwrap()).collect();
+    let start = Instant::now();
+    while hub.hca.shared.with(|core| core.count_links().0) <= PEERS {
+        assert!(start.elapsed() < TIMEOUT, "links are taken");
+        std::thread::yield_now();
+    }
+    let start = Instant::now();
+    drop(hub);
+    // 200 ms each would be twice as much.
+    assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+}
+
+/// Its old queue pairs fail, and not those over its new link.
+#[test]
+fn a_peer_that_connects_again_before_its_end_was_seen_keeps_its_new_link() {
+    let (hub, ports) = hub(1);
+    let (port, shared) = (&ports[0], &hub.hca.shared);
+    let (_cq, second) = Side::add_qp(&hub.hca);
+    let second = second.qpn;
+    let Peer { gid, port: lid } = port.own();
+    let init = QpAttr::to(QpState::INIT).access(Access::all());
+    let rtr = QpAttr::to(QpState::RTR).path_mtu(1024).max_dest_rd_atomic(1).min_rnr_timer(1);
+    let rtr = rtr.remote(QpAddress::new(gid, 0x123, 1).with_lid(lid));
+    hub.hca.modify_qp(hub.qp.qpn, &init, TIMEOUT).unwrap();
+    hub.hca.modify_qp(second, &init, TIMEOUT).unwrap();
+    let first = port.connect(shared.own, TIMEOUT).unwrap().expect("the only link");
+    hub.hca.modify_qp(hub.qp.qpn, &rtr, TIMEOUT).unwrap();
+    let mut core = shared.core.lock();
+    drop(first);
+    let start = Instant::now();
+    // It sees the end, and does not act.
+    while !core.has_arrivals() {
+        assert!(start.elapsed() < TIMEOUT, "the end of the connection");
+    }
+    let _again = port.connect(shared.own, TIMEOUT).unwrap().expect("the old one has ended");
+    shared.accept(&mut core);
+    let link = core.link_to(port.own()).expect("it was accepted");
+    let linked = core.with_qp(second, |qp, env| qp.modify(&rtr, Some((port.own(), Some(link))), env));
+    linked.unwrap().unwrap();
+    core.tick(Instant::now());
+    let state = |core: &mut Core, qpn| core.with_qp(qpn, |qp, _| qp.state).unwrap();
+    assert_eq!([hub.qp.qpn, second].map(|qpn| state(&mut core, qpn)), [QpState::ERR, QpState::RTR]);
 }

@@ -19,12 +19,15 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, io};
+use std::io::Write as _;
 
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::ring::{MappingPool, RING_BYTES, RxHints, RxRing, TxRing};
-use super::{Accepted, Event, EventCount, Peer, uninterrupted};
+use super::{
+    ACCEPT_PAUSE, ACCEPTS, Accepted, Event, EventCount, MAX_LINKS, MAX_PENDING_GREETINGS, Peer, uninterrupted,
+};
 use crate::job;
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
@@ -42,10 +45,10 @@ const RING_SPAN: usize = RING_BYTES.next_multiple_of(4096);
 type Handshake<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// Name of the control thread.
 const THREAD: &str = "gdsync-port";
-/// Maximum connections before their greeting; the oldest is closed for a new one.
-const MAX_PENDING_GREETINGS: usize = 64;
-/// Pause of the listener after accept fails, as when descriptors run out.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
+/// Links with one GID with which no more of it are taken. Two are of use: both sides may connect at once.
+const MAX_LINKS_OF_GID: usize = 64;
+/// Answers a greeting in place of one: no more links are taken.
+const FULL: &[u8] = b"full";
 /// Pause between attempts to connect to a full backlog.
 const CONNECT_PAUSE: Duration = Duration::from_millis(2);
 
@@ -113,11 +116,18 @@ struct Shared {
     #[cfg(test)]
     panics: AtomicBool,
     /// Links whose hang-up the control thread polls for.
-    watched: Mutex<HashMap<u64, (UnixStream, Arc<AtomicBool>)>>,
+    watched: Mutex<HashMap<u64, Watched>>,
     next: AtomicU64,
     /// Mappings of the links' rings.
     mappings: MappingPool,
     accepted: Accepted<LinkEnds>,
+}
+
+/// A link whose hang-up the control thread polls for.
+struct Watched {
+    peer: Gid,
+    stream: UnixStream,
+    alive: Arc<AtomicBool>,
 }
 
 impl fmt::Debug for Port {
@@ -287,6 +297,9 @@ fn read_greeting(bytes: &[u8], own: Gid, own_secret: u64) -> Handshake<Gid> {
         )
         .into());
     }
+    if bytes == FULL {
+        return Err(invalid("it has as many links as it takes, of this process or of all; end some").into());
+    }
     let bytes: &[u8; GREETING] = bytes.try_into().map_err(|_| invalid("not a greeting of this version"))?;
     if !bytes.starts_with(MAGIC) {
         return Err(invalid("not a greeting of this version").into());
@@ -335,6 +348,13 @@ impl Shared {
         Ok(if self.any_job { 0 } else { job::current()?.unwrap_or(0) })
     }
 
+    /// Whether it takes a link of this peer.
+    fn takes(&self, peer: Gid) -> bool {
+        let watched = self.watched.lock();
+        let of_peer = watched.values().filter(|link| link.peer == peer).count();
+        watched.len() < MAX_LINKS && of_peer < MAX_LINKS_OF_GID
+    }
+
     fn wake_control(&self) {
         gdsync_device::signal_eventfd(&self.wake_fd);
     }
@@ -342,9 +362,9 @@ impl Shared {
     fn close(&self) {
         let mut watched = self.watched.lock();
         self.failed.store(true, Ordering::Release);
-        for (_, (stream, alive)) in watched.drain() {
-            let _ = stream.shutdown(std::net::Shutdown::Both);
-            alive.store(false, Ordering::Release);
+        for (_, link) in watched.drain() {
+            let _ = link.stream.shutdown(std::net::Shutdown::Both);
+            link.alive.store(false, Ordering::Release);
         }
         drop(watched);
         self.event.notify_always();
@@ -369,7 +389,7 @@ impl Shared {
         if self.failed.load(Ordering::Acquire) {
             return Err(Error::Panicked { thread: THREAD });
         }
-        watched.insert(id, (copy, alive.clone()));
+        watched.insert(id, Watched { peer, stream: copy, alive: alive.clone() });
         drop(watched);
         self.wake_control();
         let tx = TxRing::of_link(&mapping, side * RING_SPAN)?;
@@ -383,6 +403,7 @@ impl Shared {
 struct Control {
     shared: Arc<Shared>,
     listener: UnixListener,
+    /// Connections before their greeting, the oldest first, which is closed for one too many.
     greeting_pending: Vec<UnixStream>,
     /// No connection is accepted before this time.
     paused: Option<Instant>,
@@ -406,7 +427,7 @@ impl Control {
                 .watched
                 .lock()
                 .iter()
-                .map(|(id, (stream, _))| (*id, stream.as_raw_fd()))
+                .map(|(id, link)| (*id, link.stream.as_raw_fd()))
                 .collect();
             let fixed = [self.shared.wake_fd.as_raw_fd(), self.listener.as_raw_fd()];
             let greeting_pending = self.greeting_pending.iter().map(AsRawFd::as_raw_fd);
@@ -435,7 +456,7 @@ impl Control {
             let first = 2 + links.len();
             for i in (0..self.greeting_pending.len()).rev() {
                 if ready(first + i) {
-                    let stream = self.greeting_pending.swap_remove(i);
+                    let stream = self.greeting_pending.remove(i);
                     if let Err(error) = self.handshake_accept(stream) {
                         tracing::warn!(%error, "software HCA: handshake failed");
                     }
@@ -450,14 +471,14 @@ impl Control {
     /// Handles hang-ups. Peers never send on an open link, so a readable socket is a closed one.
     fn handle_peer_death(&self, gone: Vec<u64>) {
         for id in gone {
-            let Some((_stream, alive)) = self.shared.watched.lock().remove(&id) else { continue };
-            alive.store(false, Ordering::Release);
+            let Some(link) = self.shared.watched.lock().remove(&id) else { continue };
+            link.alive.store(false, Ordering::Release);
             self.shared.event.notify_always();
         }
     }
 
     fn accept(&mut self) {
-        loop {
+        for _ in 0..ACCEPTS {
             let stream = match self.listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) => {
@@ -495,6 +516,10 @@ impl Control {
             <[OwnedFd; 2]>::try_from(fds).map_err(|_| invalid("a greeting must carry two descriptors"))?;
         gdsync_device::check_memfd(&file, FILE)?;
         let event = EventCount::open(event)?;
+        if !self.shared.takes(peer) {
+            (&stream).write_all(FULL)?;
+            return Err(invalid("one link too many").into());
+        }
         let answer = greeting(peer, self.shared.gid, self.shared.secret()?);
         send_with_fds(&stream, &answer, &[self.shared.event.fd().as_raw_fd()])?;
         let ends = self.shared.link(peer, &file, 1, event, stream)?;
@@ -603,7 +628,7 @@ fn receive_with_fds(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize,
 mod tests {
     //! Links between ports: handshake, hostile connections, death of a peer.
 
-    use std::io::{Read, Write};
+    use std::io::Read;
     use std::os::unix::process::CommandExt as _;
     use std::process::{Command, Stdio};
 
@@ -848,6 +873,37 @@ mod tests {
         control.accept();
         assert!(control.paused.is_some(), "{gid}: accept would be retried at once");
         std::process::exit(42);
+    }
+
+    #[test]
+    fn one_turn_accepts_few_connections() {
+        let (port, gid) = port();
+        let address = SocketAddr::from_abstract_name(format!("gdsync-test-flood-{gid}")).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let _flood: Vec<_> = (0..40).map(|_| UnixStream::connect_addr(&address).unwrap()).collect();
+        let shared = port.shared.clone();
+        let mut control = Control { shared, listener, greeting_pending: Vec::new(), paused: None };
+        control.accept();
+        assert!(!control.greeting_pending.is_empty());
+        control.listener.accept().expect("the rest waits for the next turn");
+    }
+
+    #[test]
+    fn a_process_has_bounded_links_to_another() {
+        let ((a, gid), (b, _)) = (port(), port());
+        let mut links = Vec::new();
+        let error = loop {
+            assert!(links.len() <= MAX_LINKS_OF_GID, "nothing limits it");
+            match b.connect(gid, TIMEOUT) {
+                Ok(link) => links.push(link),
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, Error::Peer { .. }) && error.to_string().contains("as many links"), "{error}");
+        drop((links, a.take_accepted()));
+        until("the ends are seen", || a.shared.watched.lock().is_empty());
+        b.connect(gid, TIMEOUT).unwrap();
     }
 
     #[test]

@@ -6,6 +6,8 @@
 //! each, at most [`MAX_PENDING_GREETINGS`] of them, for at most [`PATIENCE`].
 //!
 //! The kernel reports the end of a peer's process at once, and that of its host or of the network after [`SILENCE`].
+//!
+//! Without a secret any process may become a peer: a port takes links of peers up to a half of the descriptors of the process.
 
 mod address;
 mod frames;
@@ -25,10 +27,11 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustix::process::{Resource, getrlimit};
 
-use self::greeting::{ANSWER, CROSSED, HELLO, Hello, NONCE, PROOF, WELCOME};
+use self::greeting::{ANSWER, CROSSED, FULL, HELLO, Hello, NONCE, PROOF, WELCOME};
 use super::fabric::Endpoint;
-use super::{Accepted, Peer};
+use super::{ACCEPT_PAUSE, ACCEPTS, Accepted, MAX_LINKS, MAX_PENDING_GREETINGS, Peer};
 use crate::job;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::{Gid, random};
@@ -43,8 +46,6 @@ pub(crate) use sockets::Sockets;
 pub const TCP: &str = "TCP";
 /// Name of the control thread.
 const THREAD: &str = "gdsync-tcp";
-/// Maximum connections before their greeting; the oldest is closed for a new one.
-const MAX_PENDING_GREETINGS: usize = 64;
 /// How long a greeting may take.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// A peer whose system acknowledges nothing for this long is gone. Longer than a link that is down for 2 s: TCP repeats after 0.2,
@@ -52,12 +53,14 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) const SILENCE: Duration = Duration::from_millis(3500);
 /// Without traffic, the peer's system is asked this often.
 const PROBE: Duration = Duration::from_secs(1);
-/// Pause of the listener after accept fails, as when descriptors run out.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(20);
 /// Pause before a connection that was closed in the greeting is tried again.
 const CONNECT_PAUSE: Duration = Duration::from_millis(20);
 /// Tries, where the peer closes connections in the greeting.
 const CONNECT_TRIES: u32 = 5;
+
+/// Why a peer is refused that is one too many.
+const FULL_TEXT: &str = "it has as many links as it takes: at most half as many as it may have open files, and half of those with one \
+                         address; raise ulimit -n there, or keep strangers out by GDSYNC_JOB_TOKEN";
 
 /// The listener of one HCA.
 pub(crate) struct TcpPort {
@@ -78,26 +81,32 @@ struct Shared {
 }
 
 /// The connections of a port. Two ports have one, whichever connects.
-#[derive(Default)]
 struct Connections {
     links: Vec<(Peer, Weak<Connection>)>,
     /// Those that this side connects to.
     dialed: Vec<Peer>,
+    /// With this many, none of peers is taken; none of an address that has half of them.
+    most: usize,
 }
 
 impl Connections {
-    fn has(&self, peer: Peer) -> bool {
+    fn has(&mut self, peer: Peer) -> bool {
+        self.links.retain(|(_, connection)| connection.strong_count() > 0);
         let lives = |link: &Weak<Connection>| link.upgrade().is_some_and(|link| link.is_alive());
         self.links.iter().any(|(to, link)| *to == peer && lives(link))
     }
 
     /// Whether the port `own` takes a connection of `peer`. If both connect at once, that of the smaller address stays.
-    fn takes(&self, peer: Peer, own: Peer) -> bool {
-        !(self.has(peer) || own < peer && self.dialed.contains(&peer))
+    fn verdict(&mut self, peer: Peer, own: Peer) -> [u8; 1] {
+        if self.has(peer) || own < peer && self.dialed.contains(&peer) {
+            return CROSSED;
+        }
+        let of_address = self.links.iter().filter(|(to, _)| to.gid == peer.gid).count();
+        let is_full = self.links.len() >= self.most || of_address >= self.most / 2;
+        if is_full { FULL } else { WELCOME }
     }
 
     fn add(&mut self, made: FarEnds) -> FarEnds {
-        self.links.retain(|(_, connection)| connection.strong_count() > 0);
         self.links.push((made.peer, Arc::downgrade(&made.tx.connection)));
         made
     }
@@ -122,6 +131,8 @@ impl TcpPort {
         let local = listener
             .local_addr()
             .map_err(|e| Error::os("getsockname", e, "report this: a bound socket has an address"))?;
+        let descriptors = getrlimit(Resource::Nofile).current.and_then(|most| usize::try_from(most).ok());
+        let most = descriptors.map_or(MAX_LINKS, |most| MAX_LINKS.min(most / 2));
         let shared = Arc::new(Shared {
             own: Peer::at(local),
             sockets: Arc::new(Sockets::new(endpoint)?),
@@ -129,7 +140,7 @@ impl TcpPort {
             stop: AtomicBool::new(false),
             failed: AtomicBool::new(false),
             accepted: Accepted::default(),
-            connections: Mutex::default(),
+            connections: Mutex::new(Connections { links: Vec::new(), dialed: Vec::new(), most }),
         });
         let control = Control { shared: shared.clone(), listener, pending: Vec::new(), paused: None };
         let control = std::thread::Builder::new()
@@ -208,8 +219,11 @@ impl TcpPort {
         // The peer has the link when this side begins to use it, even if this side ends at once.
         let mut verdict = [0];
         read_until(stream, &mut verdict, deadline).map_err(greet)?;
-        if verdict == CROSSED {
-            return Ok(None);
+        match verdict {
+            WELCOME => {}
+            CROSSED => return Ok(None),
+            FULL => return Err(Failure::Refused(FULL_TEXT.to_owned())),
+            _ => return Err(Failure::Refused("it ends the greeting as no software HCA of this version does".into())),
         }
         prepare(stream).map_err(greet)?;
         Ok(Some(made))
@@ -263,6 +277,9 @@ impl fmt::Display for Failure {
         match self {
             Self::Dial(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 write!(f, "no process serves this address ({error}); start it first")
+            }
+            Self::Dial(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
+                write!(f, "this process has no descriptor left for it ({error}); raise the limit of open files (ulimit -n)")
             }
             Self::Dial(error) => write!(
                 f,
@@ -457,7 +474,7 @@ impl Control {
     }
 
     fn accept(&mut self) {
-        loop {
+        for _ in 0..ACCEPTS {
             let (stream, from) = match self.listener.accept() {
                 Ok(accepted) => accepted,
                 Err(error) => {
@@ -472,7 +489,10 @@ impl Control {
                 continue;
             }
             if self.pending.len() == MAX_PENDING_GREETINGS {
-                self.pending.remove(0);
+                // The oldest of the address that has most: a flood pushes out its own.
+                let of = |i: &usize| self.pending.iter().filter(|g| g.from == self.pending[*i].from).count();
+                let oldest = (0..self.pending.len()).rev().max_by_key(of).expect("it is full");
+                self.pending.remove(oldest);
             }
             let (from, until) = (Peer::at(from).gid, Instant::now() + PATIENCE);
             self.pending.push(Greeting { stream, from, until, bytes: [0; HELLO], got: 0, answered: None });
@@ -493,10 +513,10 @@ impl Control {
         };
         let welcome = || {
             let mut connections = shared.connections.lock();
-            let is_taken = connections.takes(peer, shared.own);
+            let verdict = connections.verdict(peer, shared.own);
             // Before the link is taken, so that no packet leaves before. An empty socket takes it.
-            let is_told = (&connection.stream).write(&if is_taken { WELCOME } else { CROSSED }).is_ok();
-            (is_taken && is_told).then(|| connections.add(made))
+            let is_told = (&connection.stream).write(&verdict).is_ok();
+            (verdict == WELCOME && is_told).then(|| connections.add(made))
         };
         if shared.accepted.add(welcome) {
             shared.sockets.notify();

@@ -49,6 +49,8 @@ const POLLS: u32 = 64;
 const OVERTAKEN: Duration = Duration::from_secs(3);
 /// Sleeps while nothing wakes it: an eighth of the time since the last message.
 const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
+/// Before a nap of this length it is worth a millisecond to clear a descriptor that stays readable.
+const LONG_NAP: Duration = Duration::from_millis(2);
 /// Maximum sleep while the provider takes no message.
 const NAP: Duration = Duration::from_millis(1);
 /// Maximum sleep otherwise, in case a provider's descriptor missed something.
@@ -319,8 +321,10 @@ impl Endpoint {
         let (peer_id, completed) = (theirs.id, Instant::now());
         let link = Link { line, peer, peer_id, sending: 0, completed, waiting: None, blocked: None, order };
         state.links.insert(own.id, link);
-        state.post_receives()?;
-        Ok(Arc::new(FabricLink { endpoint: self.clone(), id: own.id }))
+        let posted = state.post_receives();
+        drop(state);
+        let link = FabricLink { endpoint: self.clone(), id: own.id };
+        posted.map(|()| Arc::new(link))
     }
 
     /// Ends a link. Packets that were not taken are dropped.
@@ -440,9 +444,15 @@ impl Endpoint {
         if !state.objects.may_sleep() || is_readable() && state.poll() {
             return None;
         }
-        // That of `net` and `tcp` stays so in libfabric 1.17 and 1.18, whose `fi_trywait` does nothing.
+        // That of `net` and `tcp` stays so in libfabric 1.17 and 1.18, whose `fi_trywait` does nothing: a read that waits clears it.
         if is_readable() {
-            return Some((state.nap(), false));
+            let nap = state.nap();
+            if nap >= LONG_NAP && state.poll_with(true) {
+                return None;
+            }
+            if nap < LONG_NAP || is_readable() {
+                return Some((nap, false));
+            }
         }
         let is_quiet = !state.is_blocked && state.unposted.is_empty() && state.untold.is_empty();
         Some((if is_quiet { SLEEP } else { NAP }, true))
@@ -488,9 +498,14 @@ impl State {
     }
 
     fn poll(&mut self) -> bool {
+        self.poll_with(false)
+    }
+
+    /// As [`Objects::poll`], which may wait.
+    fn poll_with(&mut self, waits: bool) -> bool {
         let (mut any, mut completions) = (false, Completions::new());
         for _ in 0..ROUNDS {
-            let is_full = self.objects.poll(&mut completions).unwrap_or_else(|why| {
+            let is_full = self.objects.poll(&mut completions, waits).unwrap_or_else(|why| {
                 self.fail(&why);
                 false
             });

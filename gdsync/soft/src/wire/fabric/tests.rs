@@ -4,7 +4,8 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::endpoint::CREDITS;
+use super::endpoint::{CREDITS, MESSAGE};
+use super::objects::{Completions, MAX_NAME, Objects};
 use super::*;
 use crate::wire::Piece;
 use crate::wire::tcp::{FarEnds, MAX_BODY, SILENCE, TcpPort};
@@ -215,5 +216,58 @@ fn addresses_of_links_that_end_with_sends_under_way_are_used_again() {
         assert!(!near.tx.is_drained());
         near.tx.take_down();
         (0..64).for_each(|_| poll(&a));
+    }
+}
+
+/// The fabric asks nobody for the secret of a job.
+#[test]
+fn messages_of_strangers_end_no_link() {
+    // Only processes of the same user reach an endpoint of `shm`, which reads their memory and may wait for it for ever.
+    for provider in providers().into_iter().filter(|(_, name)| *name != "shm") {
+        let (a, b) = (port(provider), port(provider));
+        let (mut near, mut far) = linked(&a, &b);
+        let (table, provider) = provider;
+        let name = b.sockets().endpoint().unwrap().offer().unwrap().name;
+        let mut padded = [0; MAX_NAME];
+        padded[..name.len()].copy_from_slice(&name);
+        // One that is longer than the buffers; and some of which the last does not arrive as a whole, as the stranger ends.
+        for (count, len) in [(1, MESSAGE + 1000), (40, MESSAGE)] {
+            let info = survey::choose(table, provider, HERE).unwrap();
+            let mut bytes = vec![7_u8; len].into_boxed_slice();
+            let mut contexts = vec![rdma_core_sys::fabric::fi_context2::zeroed(); count];
+            let mut stranger = Objects::open(info, provider, 256).unwrap();
+            let desc = stranger.register(bytes.as_mut_ptr(), len).unwrap();
+            let to = stranger.insert(&padded).unwrap();
+            for context in &mut contexts {
+                let context = std::ptr::from_mut(context).cast();
+                let mut tries = 0;
+                until("room for a message", || {
+                    // SAFETY: bytes and context are freed after the objects.
+                    let code = unsafe { stranger.send((bytes.as_ptr(), len), desc, to, context) };
+                    stranger.poll(&mut Completions::new(), false).unwrap();
+                    if count == 1 {
+                        poll(&b);
+                    }
+                    tries += 1;
+                    // Some of its messages will do.
+                    (code == 0 || count > 1 && tries > 1000).then_some(())
+                });
+            }
+            for _ in 0..1000 {
+                stranger.poll(&mut Completions::new(), false).unwrap();
+                if count == 1 {
+                    poll(&b);
+                }
+            }
+            drop(stranger);
+            (0..1000).for_each(|_| poll(&b));
+            assert!(far.tx.is_alive(), "{provider}: a stranger has ended a link");
+        }
+        until("a packet", || {
+            let _ = near.tx.try_push(&[1; 28], &[], &[]).unwrap() && near.tx.flush();
+            [&a, &b].into_iter().for_each(poll);
+            assert!(near.tx.is_alive() && far.tx.is_alive(), "{provider}");
+            far.rx.peek()
+        });
     }
 }

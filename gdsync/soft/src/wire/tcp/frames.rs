@@ -28,7 +28,7 @@ const BUFFER: usize = 256 << 10;
 const ENOUGH: usize = 64 << 10;
 /// From this many bytes on the socket takes a body from where the payload lies.
 const DIRECT: usize = 32 << 10;
-/// How long the end of a link waits for its last packets to leave, and for the peer to close.
+/// How long the ends of links wait for their last packets to leave, and for the peers to close.
 const FAREWELL: Duration = Duration::from_millis(200);
 /// Pause between two looks at them.
 const FAREWELL_PAUSE: Duration = Duration::from_micros(50);
@@ -264,24 +264,43 @@ impl FarTx {
     }
 }
 
-impl Drop for FarTx {
-    /// Sends what waits, and reads until the peer has closed its end: bytes that arrive at a closed socket would discard those on
-    /// their way to the peer, and a provider may drop what it has not delivered when its endpoint closes.
-    fn drop(&mut self) {
-        if self.index.is_none() || !self.is_alive() {
-            return;
-        }
-        let (fabric, until) = (self.fabric.clone(), Instant::now() + FAREWELL);
-        let goes_on = || {
-            fabric.iter().for_each(|link| _ = link.endpoint.poll());
+impl FarTx {
+    /// Ends links: sends what waits, and reads until the peers have closed their ends. Bytes that arrive at a closed socket would
+    /// discard those on their way to the peer, and a provider may drop what it has not delivered when its endpoint closes. All links
+    /// have one deadline, so that peers that do not answer do not add up.
+    pub(crate) fn end_all(mut links: Vec<&mut Self>) {
+        let until = Instant::now() + FAREWELL;
+        loop {
+            links.retain_mut(|link| !link.has_parted());
+            if links.is_empty() || Instant::now() >= until {
+                break;
+            }
             std::thread::sleep(FAREWELL_PAUSE);
-            Instant::now() < until
-        };
-        let is_sent = |link: &Arc<FabricLink>| link.endpoint.is_sent(link.id);
-        while !(self.flush() && fabric.as_ref().is_none_or(is_sent)) && goes_on() {}
+        }
+        links.iter().for_each(|link| link.connection.lose(&"it was closed"));
+    }
+
+    /// Goes on ending the link. Returns whether there is nothing to wait for any more.
+    fn has_parted(&mut self) -> bool {
+        if self.index.is_none() || !self.is_alive() {
+            return true;
+        }
+        self.fabric.iter().for_each(|link| _ = link.endpoint.poll());
+        if !(self.flush() && self.fabric.as_ref().is_none_or(|link| link.endpoint.is_sent(link.id))) {
+            return false;
+        }
         self.connection.end();
-        while !self.connection.is_closed() && goes_on() {}
-        self.connection.lose(&"it was closed");
+        let is_closed = self.connection.is_closed();
+        if is_closed {
+            self.connection.lose(&"it was closed");
+        }
+        is_closed
+    }
+}
+
+impl Drop for FarTx {
+    fn drop(&mut self) {
+        Self::end_all(vec![self]);
     }
 }
 

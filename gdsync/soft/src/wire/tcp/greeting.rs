@@ -5,7 +5,8 @@
 //!   hello:  magic, to, from, largest body, nonce, offer  ->
 //!                                                        <- answer: magic, nonce, offer, HMAC(secret, "answer" hello nonce offer)
 //!   proof:  HMAC(secret, "proof" hello nonce)            ->
-//!                                                        <- welcome: it has the link; or crossed: it has another, or makes it
+//!                                                        <- welcome: it has the link; or crossed: it has another, or makes it;
+//!                                                           or full: it takes no more
 //! ```
 //!
 //! The secret itself is not sent, and nonces make each proof good for one connection.
@@ -17,7 +18,7 @@ use crate::wire::Peer;
 use gdsync_device::Gid;
 
 /// First bytes of a hello and an answer: protocol and version.
-const MAGIC: [u8; 8] = *b"gdsytcp2";
+const MAGIC: [u8; 8] = *b"gdsytcp3";
 /// Bytes of the longest name of a carrier, and of an endpoint of libfabric.
 const CARRIER: usize = 63;
 const NAME: usize = 128;
@@ -33,6 +34,8 @@ pub(super) const NONCE: usize = 16;
 pub(super) const WELCOME: [u8; 1] = *b"w";
 /// Says that there is a link already, or that the accepting side connects, too, and its connection will be the link.
 pub(super) const CROSSED: [u8; 1] = *b"c";
+/// Says that the accepting side takes no more links, or none of this address.
+pub(super) const FULL: [u8; 1] = *b"f";
 
 /// What one side says of what carries the packets of the link. Over TCP that is its name alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -187,9 +187,38 @@ fn a_peer_that_answers_by_the_byte_is_given_up() {
 
 /// A stranger's connection to a port.
 fn stranger(port: &TcpPort) -> TcpStream {
-    let stream = TcpStream::connect(port.own().address()).unwrap();
+    stranger_at(1, port)
+}
+
+/// As [`stranger`], from this address of the loopback.
+fn stranger_at(host: u8, port: &TcpPort) -> TcpStream {
+    let from = Ipv4Addr::new(127, 0, 0, host).into();
+    let stream = dial(from, port.own().address(), Instant::now() + TIMEOUT).unwrap();
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     stream
+}
+
+/// Greets as a process that listens at `own_port`. Returns the verdict.
+fn greet(mut stream: &TcpStream, port: &TcpPort, own_port: u16) -> [u8; 1] {
+    let from = Peer { port: own_port, ..Peer::at(stream.local_addr().unwrap()) };
+    let hello = Hello { to: port.own(), from, nonce: [3; NONCE], offer: over_tcp() }.to_bytes();
+    stream.write_all(&hello).unwrap();
+    let mut answer = [0; ANSWER];
+    stream.read_exact(&mut answer).unwrap();
+    let (proof, _) = greeting::check_answer(secret().unwrap(), &hello, &answer).unwrap();
+    stream.write_all(&proof).unwrap();
+    let mut verdict = [0];
+    stream.read_exact(&mut verdict).unwrap();
+    verdict
+}
+
+/// Whether the port has neither closed the connection nor sent anything.
+fn is_open(stream: &TcpStream) -> bool {
+    stream.set_nonblocking(true).unwrap();
+    let is_open =
+        matches!(stream.peek(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock);
+    stream.set_nonblocking(false).unwrap();
+    is_open
 }
 
 /// Whether the port closes a connection, whatever it answered before.
@@ -237,13 +266,65 @@ fn idle_strangers_hold_few_descriptors() {
     let (a, b) = (port(), port());
     let strangers: Vec<_> = (0..4 * MAX_PENDING_GREETINGS).map(|_| stranger(&b)).collect();
     linked(&a, &b);
-    let open = |stream: &TcpStream| {
-        stream.set_nonblocking(true).unwrap();
-        matches!(stream.peek(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
-    };
     until("all but a few are closed", || {
-        strangers.iter().filter(|stream| open(stream)).count() <= MAX_PENDING_GREETINGS
+        strangers.iter().filter(|stream| is_open(stream)).count() <= MAX_PENDING_GREETINGS
     });
+}
+
+#[test]
+fn a_flood_of_one_address_pushes_out_no_connection_of_another() {
+    let b = port();
+    let early = stranger(&b);
+    let flood: Vec<_> = (0..3 * MAX_PENDING_GREETINGS).map(|_| stranger_at(2, &b)).collect();
+    until("the flood is bounded", || {
+        flood.iter().filter(|stream| is_open(stream)).count() < MAX_PENDING_GREETINGS
+    });
+    assert!(is_open(&early));
+    assert_eq!(greet(&early, &b, 9), WELCOME);
+}
+
+#[test]
+fn one_turn_accepts_few_connections() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let at = listener.local_addr().unwrap();
+    let _flood: Vec<_> = (0..40).map(|_| TcpStream::connect(at).unwrap()).collect();
+    let mut control = Control { shared: port().shared.clone(), listener, pending: Vec::new(), paused: None };
+    control.accept();
+    assert!(!control.pending.is_empty());
+    control.listener.accept().expect("the rest waits for the next turn");
+}
+
+#[test]
+fn peers_of_one_address_and_of_all_open_bounded_links() {
+    let (a, b) = (port(), port());
+    b.shared.connections.lock().most = 6;
+    let mut open = Vec::new();
+    let mut greet_from = |host, own_port| {
+        let stream = stranger_at(host, &b);
+        let verdict = greet(&stream, &b, own_port);
+        open.push(stream);
+        verdict
+    };
+    for own_port in 1..=5 {
+        let verdict = if own_port <= 3 { WELCOME } else { FULL };
+        assert_eq!(greet_from(1, own_port), verdict, "link {own_port} of an address");
+    }
+    assert_eq!(greet_from(1, 1), CROSSED, "it has that one");
+    let error = a.connect(b.own(), TIMEOUT).unwrap_err();
+    assert!(matches!(error, Error::Peer { .. }) && error.to_string().contains("ulimit -n"), "{error}");
+    assert_eq!([(2, 1), (3, 1), (2, 2), (4, 1)].map(|(host, port)| greet_from(host, port)), [
+        WELCOME, WELCOME, WELCOME, FULL
+    ]);
+    assert!(b.connect(a.own(), TIMEOUT).unwrap().is_some(), "those that it makes itself have no bound");
+    b.take_accepted();
+    linked(&port(), &b);
+}
+
+#[test]
+fn a_lack_of_descriptors_is_not_called_one_of_routes() {
+    let text = Failure::Dial(io::Error::from_raw_os_error(libc::EMFILE)).to_string();
+    assert!(text.contains("ulimit -n") && !text.contains("firewall"), "{text}");
 }
 
 #[test]
