@@ -50,7 +50,7 @@ const OVERTAKEN: Duration = Duration::from_secs(3);
 /// Sleeps while nothing wakes it: an eighth of the time since the last message.
 const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
 /// Before a nap of this length it is worth a millisecond to clear a descriptor that stays readable.
-const LONG_NAP: Duration = Duration::from_millis(2);
+const LONG_NAP: Duration = Duration::from_micros(500);
 /// Maximum sleep while the provider takes no message.
 const NAP: Duration = Duration::from_millis(1);
 /// Maximum sleep otherwise, in case a provider's descriptor missed something.

@@ -390,8 +390,8 @@ impl FarRx {
 
     /// Whether a packet waits.
     pub(crate) fn has_packet(&mut self) -> bool {
-        // Also of a socket that is no longer watched.
-        self.is_ready = true;
+        // Also of a socket that is no longer watched. Beside libfabric it has none.
+        self.is_ready |= matches!(self.source, Source::Socket(_));
         self.peek().is_some()
     }
 
