@@ -63,8 +63,8 @@ pub(crate) struct Core {
     /// Start of the newest long message or copy that has not been reported yet.
     copied: Option<Instant>,
     links: Links,
-    /// Receiving ends of the links, by link index.
-    rx: Vec<Option<Rx>>,
+    /// Receiving ends of the links, by link index. Boxed, as queue pairs are.
+    rx: Vec<Option<Box<Rx>>>,
     /// Sockets of links over TCP.
     sockets: Option<Arc<Sockets>>,
     /// Boxed, so that taking one out to work on it is cheap.
@@ -128,7 +128,7 @@ impl Core {
         qpns: QpNumbers,
     ) -> Result<Self> {
         let mut links = Links::default();
-        let rx = vec![Some(links.add(loopback).1)];
+        let rx = vec![Some(Box::new(links.add(loopback).1))];
         Ok(Self {
             #[cfg(test)]
             panics: false,
@@ -306,7 +306,7 @@ impl Core {
         let peer = ends.peer();
         let (link, rx) = self.links.add(ends);
         self.rx.resize_with(self.rx.len().max(link + 1), || None);
-        self.rx[link] = Some(rx);
+        self.rx[link] = Some(Box::new(rx));
         for (packet, number) in self.peers.take_waiting(peer.gid) {
             let (header, faults, stats) = (&packet.header, &mut self.faults, &mut self.stats);
             let sent = self.links.send(link, header, &packet.body, &[], number, faults, stats);
