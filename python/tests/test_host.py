@@ -331,10 +331,10 @@ def threads(comm):
 
 def collectives_of_threads(comm):
     if comm.rank == 0:
-        # The other rank comes late.
-        thread = threading.Thread(target=comm.barrier)
+        # The other rank comes late. The thread of an earlier call may still be ending.
+        earlier, thread = calls(), threading.Thread(target=comm.barrier)
         thread.start()
-        while not waits("gdasync-call"):
+        while not calls() - earlier:
             time.sleep(0.01)
         raises(Deadline, lambda: comm.barrier(timeout=0.2), "another thread", operation="barrier")
         comm.send(np.zeros(1), 1)
@@ -345,16 +345,17 @@ def collectives_of_threads(comm):
     comm.finalize()
 
 
-def waits(thread):
-    """Whether a thread of this process with this name sleeps."""
+def calls():
+    """The threads of this process that make a call of all ranks, and sleep in it."""
+    found = set()
     for task in os.listdir("/proc/self/task"):
         try:
             state = Path("/proc/self/task", task, "status").read_text()
         except OSError:
             continue  # It has ended.
-        if f"Name:\t{thread}\n" in state and "State:\tS" in state:
-            return True
-    return False
+        if "Name:\tgdasync-call\n" in state and "State:\tS" in state:
+            found.add(task)
+    return found
 
 
 def interrupt(comm):
