@@ -332,9 +332,9 @@ def threads(comm):
 def collectives_of_threads(comm):
     if comm.rank == 0:
         # The other rank comes late. The thread of an earlier call may still be ending.
-        earlier, thread = calls(), threading.Thread(target=comm.barrier)
+        earlier, thread = calls(""), threading.Thread(target=comm.barrier)
         thread.start()
-        while not calls() - earlier:
+        while not calls("S") - earlier:
             time.sleep(0.01)
         raises(Deadline, lambda: comm.barrier(timeout=0.2), "another thread", operation="barrier")
         comm.send(np.zeros(1), 1)
@@ -345,15 +345,15 @@ def collectives_of_threads(comm):
     comm.finalize()
 
 
-def calls():
-    """The threads of this process that make a call of all ranks, and sleep in it."""
+def calls(state):
+    """The threads of this process that make a call of all ranks, if they are in this state: sleeping, or any."""
     found = set()
     for task in os.listdir("/proc/self/task"):
         try:
-            state = Path("/proc/self/task", task, "status").read_text()
+            status = Path("/proc/self/task", task, "status").read_text()
         except OSError:
             continue  # It has ended.
-        if "Name:\tgdasync-call\n" in state and "State:\tS" in state:
+        if "Name:\tgdasync-call\n" in status and f"State:\t{state}" in status:
             found.add(task)
     return found
 
