@@ -32,6 +32,11 @@ impl ForkGuard {
     /// [`Error::OtherProcess`] in a forked child.
     #[inline]
     pub fn check(self) -> Result<()> {
+        if self.is_here() { Ok(()) } else { self.refuse() }
+    }
+
+    #[cold]
+    fn refuse(self) -> Result<()> {
         match self.0.check() {
             Ok(()) => Ok(()),
             Err(gdrcopy::Error::OtherProcess { owner, caller }) => Err(Error::OtherProcess { owner, caller }),

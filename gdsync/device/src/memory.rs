@@ -540,13 +540,18 @@ impl Memory {
     fn check_aligned<T>(&self, offset: usize) -> Result<NonNull<T>> {
         let ptr = self.check(offset, size_of::<T>())?.cast::<T>();
         if !ptr.is_aligned() {
-            return Err(Error::invalid("word address", format!("{ptr:#?}"), "a multiple of the word size"));
+            return Err(misaligned(ptr.cast()));
         }
         if let Reach::Checked = self.reach {
             checked::check_writable(ptr.cast())?;
         }
         Ok(ptr)
     }
+}
+
+#[cold]
+fn misaligned(ptr: NonNull<u8>) -> Error {
+    Error::invalid("word address", format!("{ptr:#?}"), "a multiple of the word size")
 }
 
 /// Counts fences for devices in builds with debug assertions, because tests on x86-64 cannot observe them otherwise.

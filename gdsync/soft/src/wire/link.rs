@@ -255,6 +255,7 @@ impl Rx {
     ///
     /// # Errors
     /// If the peer wrote nonsense into its ring. Links to other hosts end by themselves then.
+    #[inline]
     pub(crate) fn peek(&mut self) -> std::result::Result<Option<Packet>, Corrupt> {
         match self {
             Self::Memory(ring) => Ok(ring.peek()?.map(Packet::Record)),
@@ -278,6 +279,7 @@ impl Rx {
     }
 
     /// Shows the peer that nothing more will come of the packets popped so far.
+    #[inline]
     pub(crate) fn publish(&mut self) {
         if let Self::Memory(ring) = self {
             ring.publish();
@@ -285,6 +287,7 @@ impl Rx {
     }
 
     /// Body of a packet that [`Rx::peek`] returned, received over link `link`.
+    #[inline]
     pub(crate) fn body<'a>(&'a self, packet: &'a Packet, link: usize) -> Body<'a> {
         let source = match (self, packet) {
             (Self::Memory(ring), Packet::Record(record)) => Source::Ring(ring, record),
@@ -295,6 +298,7 @@ impl Rx {
     }
 
     /// Frees a packet. Returns whether the peer may be waiting for its room.
+    #[inline]
     pub(crate) fn pop(&mut self, packet: Packet) -> bool {
         match (self, packet) {
             (Self::Memory(ring), Packet::Record(record)) => ring.pop(record),
