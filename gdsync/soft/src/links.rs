@@ -326,7 +326,9 @@ impl Links {
 impl Drop for Links {
     fn drop(&mut self) {
         let links = self.0.iter_mut().flatten();
-        FarTx::end_all(links.filter_map(|link| if let Tx::Far(tx) = &mut link.tx { Some(tx) } else { None }).collect());
+        FarTx::end_all(
+            links.filter_map(|link| if let Tx::Far(tx) = &mut link.tx { Some(tx) } else { None }).collect(),
+        );
     }
 }
 

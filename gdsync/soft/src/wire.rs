@@ -20,8 +20,8 @@ pub(crate) use port::{LinkEnds, name};
 pub(crate) use ring::{HEADER, MAX_RECORDS, Piece, PushError, RxHints};
 use rustix::thread::futex::{self, Timespec};
 pub use tcp::TCP;
-pub use tcp::{Interface, interfaces, tcp_address};
 pub(crate) use tcp::{FarTx, Sockets, TcpPort};
+pub use tcp::{Interface, interfaces, tcp_address};
 
 mod fabric;
 mod link;

@@ -393,7 +393,8 @@ fn hub(ports: usize) -> (Side, Vec<TcpPort>) {
 fn peers_that_do_not_close_their_links_hold_up_the_end_once() {
     const PEERS: usize = 50;
     let (hub, ports) = hub(PEERS);
-    let _links: Vec<_> = ports.iter().map(|port| port.connect(hub.hca.shared.own, TIMEOUT).unwrap()).collect();
+    let _links: Vec<_> =
+        ports.iter().map(|port| port.connect(hub.hca.shared.own, TIMEOUT).unwrap()).collect();
     let start = Instant::now();
     while hub.hca.shared.with(|core| core.count_links().0) <= PEERS {
         assert!(start.elapsed() < TIMEOUT, "links are taken");

@@ -9,6 +9,7 @@
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::io::Write as _;
 use std::mem::zeroed;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd as _, OwnedFd, RawFd};
 use std::os::linux::net::SocketAddrExt;
@@ -19,7 +20,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use std::{fmt, fs, io};
-use std::io::Write as _;
 
 use parking_lot::Mutex;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -422,13 +422,8 @@ impl Control {
         while !self.shared.stop.load(Ordering::Acquire) {
             #[cfg(test)]
             assert!(!self.shared.panics.load(Ordering::Acquire), "for the test");
-            let links: Vec<(u64, i32)> = self
-                .shared
-                .watched
-                .lock()
-                .iter()
-                .map(|(id, link)| (*id, link.stream.as_raw_fd()))
-                .collect();
+            let links: Vec<(u64, i32)> =
+                self.shared.watched.lock().iter().map(|(id, link)| (*id, link.stream.as_raw_fd())).collect();
             let fixed = [self.shared.wake_fd.as_raw_fd(), self.listener.as_raw_fd()];
             let greeting_pending = self.greeting_pending.iter().map(AsRawFd::as_raw_fd);
             let mut polled: Vec<libc::pollfd> = fixed
@@ -900,7 +895,10 @@ mod tests {
                 Err(error) => break error,
             }
         };
-        assert!(matches!(error, Error::Peer { .. }) && error.to_string().contains("as many links"), "{error}");
+        assert!(
+            matches!(error, Error::Peer { .. }) && error.to_string().contains("as many links"),
+            "{error}"
+        );
         drop((links, a.take_accepted()));
         until("the ends are seen", || a.shared.watched.lock().is_empty());
         b.connect(gid, TIMEOUT).unwrap();

@@ -223,7 +223,11 @@ impl TcpPort {
             WELCOME => {}
             CROSSED => return Ok(None),
             FULL => return Err(Failure::Refused(FULL_TEXT.to_owned())),
-            _ => return Err(Failure::Refused("it ends the greeting as no software HCA of this version does".into())),
+            _ => {
+                return Err(Failure::Refused(
+                    "it ends the greeting as no software HCA of this version does".into(),
+                ));
+            }
         }
         prepare(stream).map_err(greet)?;
         Ok(Some(made))
@@ -279,7 +283,10 @@ impl fmt::Display for Failure {
                 write!(f, "no process serves this address ({error}); start it first")
             }
             Self::Dial(error) if matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE)) => {
-                write!(f, "this process has no descriptor left for it ({error}); raise the limit of open files (ulimit -n)")
+                write!(
+                    f,
+                    "this process has no descriptor left for it ({error}); raise the limit of open files (ulimit -n)"
+                )
             }
             Self::Dial(error) => write!(
                 f,

@@ -215,8 +215,7 @@ fn greet(mut stream: &TcpStream, port: &TcpPort, own_port: u16) -> [u8; 1] {
 /// Whether the port has neither closed the connection nor sent anything.
 fn is_open(stream: &TcpStream) -> bool {
     stream.set_nonblocking(true).unwrap();
-    let is_open =
-        matches!(stream.peek(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock);
+    let is_open = matches!(stream.peek(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock);
     stream.set_nonblocking(false).unwrap();
     is_open
 }
@@ -313,9 +312,10 @@ fn peers_of_one_address_and_of_all_open_bounded_links() {
     assert_eq!(greet_from(1, 1), CROSSED, "it has that one");
     let error = a.connect(b.own(), TIMEOUT).unwrap_err();
     assert!(matches!(error, Error::Peer { .. }) && error.to_string().contains("ulimit -n"), "{error}");
-    assert_eq!([(2, 1), (3, 1), (2, 2), (4, 1)].map(|(host, port)| greet_from(host, port)), [
-        WELCOME, WELCOME, WELCOME, FULL
-    ]);
+    assert_eq!(
+        [(2, 1), (3, 1), (2, 2), (4, 1)].map(|(host, port)| greet_from(host, port)),
+        [WELCOME, WELCOME, WELCOME, FULL]
+    );
     assert!(b.connect(a.own(), TIMEOUT).unwrap().is_some(), "those that it makes itself have no bound");
     b.take_accepted();
     linked(&port(), &b);
