@@ -250,7 +250,10 @@ mod tests {
 
     const RANKS: usize = 64;
 
-    /// Of ranks that all claim as much as the first, which is told in the first call. Notes the most bytes of a call.
+    /// The exchange of ranks that all contribute the same as rank 0. Records the most bytes of a call.
+    ///
+    /// # Safety
+    /// As `gda_exchange::allgather` is called, with an [`AtomicUsize`].
     unsafe extern "C" fn echoes(
         this: *mut c_void,
         mine: *const c_void,

@@ -267,7 +267,7 @@ impl Tagged {
         })?;
         let left = self.0.engine.lock().left();
         let left = self.0.comm.exchange(&left, deadline.remaining())?;
-        // What has left the other ranks may still be in the device here.
+        // Messages that have left the other ranks may still be in the device here.
         self.progress_until(
             &deadline,
             |engine| engine.has_all(&left),

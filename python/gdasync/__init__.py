@@ -41,7 +41,8 @@ def init(
     """Joins the other ranks: a call of all of them.
 
     Without a group they are those that torchrun, mpirun or srun has started; without a launcher, ``spawn`` starts the
-    program again as ranks 1 to ``spawn - 1``, which end with the thread that makes this call. A group is one of ``torch.distributed`` or a communicator of mpi4py.
+    program again as ranks 1 to ``spawn - 1``, which end with the thread that makes this call. A group is one of
+    ``torch.distributed`` or a communicator of mpi4py.
 
     The queues are prepared for ``gpu``, by default torch's current one if torch uses GPUs; others work, too.
     ``timeout``, in seconds, is also that of calls without one of their own.

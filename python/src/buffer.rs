@@ -38,7 +38,7 @@ impl Drop for Part {
             let is_over = Gpu::opened().iter().all(|gpu| gpu.reclaim(Duration::ZERO).is_ok());
             let is_used = |(memory, _): &mut (WeakMemory, _)| !is_over || memory.upgrade().is_some();
             let over: Vec<_> = held.extract_if(.., |part| !is_used(part)).collect();
-            // Unlocked first: what is dropped may run code of Python.
+            // Unlocked first: dropping a tensor may run code of Python.
             drop(held);
             drop(over);
         }

@@ -52,7 +52,7 @@ impl Shared {
         if !is_over(&pending) {
             kept.push_back((pending, part));
         }
-        // Unlocked first: what is dropped may run code of Python.
+        // Unlocked first: dropping a tensor may run code of Python.
         drop(kept);
     }
 
@@ -66,7 +66,7 @@ impl Shared {
         let mut reached = self.reached.lock();
         let found = reached.iter().position(|exposed| Arc::ptr_eq(exposed, part));
         let concealed = found.map(|at| reached.swap_remove(at));
-        // Unlocked first: what is dropped may run code of Python.
+        // Unlocked first: dropping a tensor may run code of Python.
         drop(reached);
         drop(concealed);
     }

@@ -116,7 +116,7 @@ impl Submitter {
         while launched.front().is_some_and(|(launch, _)| !is_pending(launch)) {
             over.extend(launched.pop_front());
         }
-        // Unlocked first: what is dropped may run code of Python.
+        // Unlocked first: dropping a tensor may run code of Python.
         drop(launched);
     }
 }

@@ -105,13 +105,13 @@ impl OpenMemory {
 /// What a stream needs to put the payload of a send into its receive.
 #[derive(Clone, Debug)]
 pub struct Placement {
-    /// What is sent, all of it, in memory of the GPU.
+    /// The whole payload of the send, in memory of the GPU.
     pub payload: Memory,
     /// The [`ReceiveLine`] of the receive, in shared memory.
     pub line: Memory,
     /// The number of the receive.
     pub number: u32,
-    /// What is open.
+    /// The memory of the receiver that is open here.
     pub open: Arc<OpenMemory>,
 }
 
