@@ -45,10 +45,10 @@ fn pair(program: &str, link: &str, arguments: &[&str]) -> String {
     await_server(&mut server, port);
     let client = finish(start(card(program, link).args(&arguments).arg("127.0.0.1")));
     let server = finish(server);
-    // If the client fails, its server hangs.
-    let text = succeeded(program, &client);
+    // One that fails makes the other fail or hang.
+    assert!(client.status.success(), "{program}, as client: {client:?}; as server: {server:?}");
     succeeded(program, &server);
-    text
+    succeeded(program, &client)
 }
 
 #[test]
