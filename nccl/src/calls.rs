@@ -280,7 +280,7 @@ unsafe extern "C" fn dereg_mr_sym(collective: Handle, region: Handle) -> NcclRes
     status("deregMrSym", || {
         let region = REGIONS.take(region.addr())?;
         if let Ok(collective) = COLLECTIVES.get(collective.addr()).map(|found| found.clone()) {
-            collective.remove(&region);
+            collective.remove(region);
         }
         Ok(())
     })

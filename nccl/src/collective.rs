@@ -26,6 +26,8 @@ use crate::{device, report};
 const LOOK: Duration = Duration::from_millis(10);
 /// How long an operation waits for room in a queue before its rank counts as lost, and how long the release of words may take.
 const ROOM: Duration = Duration::from_secs(10);
+/// How long the end of a registration waits for a release, whose device may hang.
+const RELEASE_LIMIT: Duration = Duration::from_secs(60);
 /// How long a rank that leaves waits until the others know.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// Seconds that ranks may take to connect, and to register memory.
@@ -220,9 +222,13 @@ impl Collective {
         Ok(region)
     }
 
-    /// Forgets a region.
-    pub(crate) fn remove(&self, region: &Arc<Region>) {
-        self.release.retain(|one| !Arc::ptr_eq(one, region));
+    /// Forgets a region. NCCL frees its memory then: returns when no release writes there any more.
+    pub(crate) fn remove(&self, mut region: Arc<Region>) {
+        self.release.retain(|one| !Arc::ptr_eq(one, &region));
+        let start = Instant::now();
+        while Arc::get_mut(&mut region).is_none() && start.elapsed() < RELEASE_LIMIT {
+            park_timeout(Duration::from_millis(1));
+        }
     }
 
     /// Moves requests along, those of other ranks, too.

@@ -91,6 +91,30 @@ fn a_put_outside_its_memory_releases_all() {
     all_well(&outputs, None);
 }
 
+/// NCCL frees memory that it has deregistered.
+#[test]
+fn no_release_writes_to_words_that_are_deregistered() {
+    let body = |mut ranks: Rank| {
+        let library = Library::open();
+        let plugin = Plugin::connect(&library, &mut ranks, Place::Host);
+        let (signals, many) = (plugin.signals(), plugin.register(1 << 21, FORCE_SO));
+        if ranks.rank == 0 {
+            plugin.finish(plugin.put(0, ((&signals, 0), (&signals, 0)), 4096, 1, None));
+        }
+        plugin.until("the loss", || plugin.has_failed());
+        // SAFETY: a handle that is ended once.
+        ok(unsafe { (plugin.table.dereg_mr_sym)(plugin.collective, many.handle) });
+        let words = many.memory.to_vec();
+        // All that was to be released is.
+        plugin.until("the report", || library.failures().len() == 1);
+        assert!(words == many.memory.to_vec(), "written after the end of its registration");
+        plugin.close(vec![signals]);
+        ranks.well();
+    };
+    let outputs = job("misuse::no_release_writes_to_words_that_are_deregistered", 2, &[], body);
+    all_well(&outputs, None);
+}
+
 /// Twice 2^62 would be less than 0 to a wait by signed numbers.
 #[test]
 fn words_that_are_registered_twice_are_released_once() {
