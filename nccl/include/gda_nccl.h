@@ -24,7 +24,8 @@ typedef struct {
     char cause[GDA_NCCL_CAUSE_BYTES];
 } gda_nccl_failure;
 
-/* The number of communicators of this process that have failed. Copies the first of them, at most n, in the order of their failures. */
+/* The number of communicators of this process that have failed so far: compare it with that of the last look. Copies the first of them,
+ * at most n, in the order of their failures. */
 int gda_nccl_status(gda_nccl_failure *failures, int n);
 
 /* An eventfd that becomes readable with each failure, after the streams were released. Do not close it. -1 and errno if there is none. */

@@ -13,9 +13,7 @@ use crate::abi::{CAUSE_BYTES, Failure, LOG_INFO, LOG_SUBSYSTEM, LOG_WARN, Logger
 /// Communicators that are open, and NCCL's logger while there is one.
 static LOGGER: RwLock<(usize, Option<Logger>)> = RwLock::new((0, None));
 
-/// Failures that are kept: of the first communicators.
-const KEPT: usize = 64;
-
+/// One of each communicator that has failed.
 static FAILURES: Mutex<Vec<Failure>> = Mutex::new(Vec::new());
 
 /// One more communicator logs by this.
@@ -61,12 +59,8 @@ pub(crate) fn failed(comm: u64, own_rank: usize, rank: usize, why: &str) {
     let mut cause = [0; CAUSE_BYTES];
     let len = why.floor_char_boundary(CAUSE_BYTES - 1);
     cause[..len].copy_from_slice(&why.as_bytes()[..len]);
-    let mut failures = FAILURES.lock();
-    if failures.len() < KEPT {
-        let time = u64::try_from(time).unwrap_or(u64::MAX);
-        failures.push(Failure { comm, time, rank, own_rank, cause });
-    }
-    drop(failures);
+    let time = u64::try_from(time).unwrap_or(u64::MAX);
+    FAILURES.lock().push(Failure { comm, time, rank, own_rank, cause });
     if let Ok(event) = event() {
         signal_eventfd(event);
     }
@@ -100,4 +94,21 @@ pub unsafe extern "C" fn gda_nccl_status(failures: *mut Failure, n: c_int) -> c_
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_nccl_eventfd() -> c_int {
     event().map_or(-1, AsRawFd::as_raw_fd)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ptr::null_mut;
+
+    use super::*;
+
+    #[test]
+    fn every_failure_of_a_long_run_counts() {
+        for comm in 0..1000 {
+            failed(comm, 0, 1, "test");
+            // SAFETY: no place is needed.
+            let count = unsafe { gda_nccl_status(null_mut(), 0) };
+            assert_eq!(u64::try_from(count), Ok(comm + 1));
+        }
+    }
 }
