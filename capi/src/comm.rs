@@ -14,7 +14,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 use crate::abi::{KINDS, Raw};
 use crate::context::{Ctx, Progress};
-use crate::guard::{Error, Result, c_number, invalid, number, place, rank, status, timeout};
+use crate::guard::{Error, Result, c_number, invalid, number, place, ranks, status, timeout};
 use crate::words::in_c;
 
 const TAGGED: u32 = 1;
@@ -219,8 +219,7 @@ pub unsafe extern "C" fn gda_comm_lost(raw: Raw, ranks: *mut c_int, room: c_int)
 pub extern "C" fn gda_comm_abort(raw: Raw, of: c_int) -> c_int {
     status("gda_comm_abort", || {
         let comm = comm(raw)?.clone();
-        let ranks = if of < 0 { 0..comm.comm.size() } else { rank(of)?..rank(of)? + 1 };
-        for rank in ranks {
+        for rank in ranks(of, comm.comm.size())? {
             comm.comm.give_up(rank)?;
             comm.tagged.as_ref().map_or(Ok(()), |tagged| tagged.give_up(rank))?;
         }

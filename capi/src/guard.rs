@@ -2,6 +2,7 @@
 
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::ops::Range;
 use std::time::Duration;
 use std::{fmt, io, slice};
 
@@ -197,6 +198,11 @@ pub(crate) fn size(what: &str, value: u64) -> Result<usize> {
 /// A rank of the caller's.
 pub(crate) fn rank(value: c_int) -> Result<usize> {
     usize::try_from(value).map_err(|_| invalid("the rank", value, "one of the communicator"))
+}
+
+/// A rank of the caller's, or with -1 all of so many.
+pub(crate) fn ranks(value: c_int, size: usize) -> Result<Range<usize>> {
+    if value == -1 { Ok(0..size) } else { rank(value).map(|rank| rank..rank + 1) }
 }
 
 /// A rank, or a number of ranks, for the caller.

@@ -8,8 +8,8 @@ use gdsync_capi_support::handles::{Guard, Table};
 use mp::{Rma, Signal, Window};
 
 use crate::abi::{KINDS, Raw, gda_buf, gda_signal};
-use crate::comm::{Comm, comm};
-use crate::guard::{Result, invalid, place, rank, size, status, timeout, values};
+use crate::comm::{Comm, Remaining, comm};
+use crate::guard::{Error, Result, invalid, place, rank, ranks, size, status, timeout, values};
 use crate::memory::{Buffers, MEMS};
 use crate::request::{Request, give};
 use crate::stream::{on, queue};
@@ -226,7 +226,7 @@ pub extern "C" fn gda_wait_signal(
 pub extern "C" fn gda_win_flush(win: Raw, of: c_int, stream: Raw, timeout_ns: i64) -> c_int {
     status("gda_win_flush", || {
         let window = window(win)?.1.clone();
-        let ranks = if of < 0 { 0..window.communicator().size() } else { rank(of)?..rank(of)? + 1 };
+        let ranks = ranks(of, window.communicator().size())?;
         match stream {
             0 if of < 0 => Ok(window.flush_all(timeout(timeout_ns)?)?),
             0 => Ok(window.flush(ranks.start, timeout(timeout_ns)?)?),

@@ -322,6 +322,7 @@ int main(void)
     FAILS(gda_req_on_done(s.ctx, req, NULL, NULL), EINVAL);
     CHECK(gda_req_wait(req, 0, &status), GDA_IN_PROGRESS);
     FAILS(gda_req_wait(req, -7, &status), EINVAL);
+    FAILS(gda_comm_abort(comm, -2), EINVAL);
     SAYS("-7 ns: expected -1 (for ever)");
     FAILS(gda_req_wait_any(&req, 1, -2, &which, NULL), EINVAL);
     FAILS(gda_barrier(s.comm, NULL, -2), EINVAL);
@@ -398,3 +399,4 @@ int main(void)
     printf("%d failures\n", failures);
     return 0;
 }
+    FAILS(gda_win_flush(win, -2, NULL, 0), EINVAL);
