@@ -75,7 +75,8 @@ struct gda_info {
  * settings that have no field. `gpu` 0 is the first GPU. */
 int gda_open(const struct gda_config *config, gda_ctx_t *ctx);
 int gda_info(gda_ctx_t ctx, struct gda_info *info);
-/* The device stays open until its last communicator is destroyed. */
+/* The device stays open until its last communicator is destroyed. Functions of gda_req_on_done that were not called are not called any
+ * more. */
 int gda_close(gda_ctx_t ctx);
 
 /* Moves the messages of all communicators along, and calls the functions of gda_req_on_done whose requests are complete. */

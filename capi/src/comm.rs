@@ -3,6 +3,7 @@
 use std::ffi::c_int;
 use std::slice;
 use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -23,7 +24,8 @@ const COLLECTIVES: u32 = 2;
 /// A communicator, with what its flags ask for.
 #[derive(Debug)]
 pub(crate) struct Comm {
-    pub(crate) ctx: Arc<Ctx>,
+    /// Its requests may refer to this communicator.
+    ctx: Weak<Ctx>,
     /// Fails at once where a queue is full.
     pub(crate) comm: Communicator,
     pub(crate) tagged: Option<Tagged>,
@@ -68,7 +70,7 @@ pub(crate) fn check_flags(flags: u32) -> Result<()> {
 
 impl Comm {
     pub(crate) fn new(
-        ctx: &Arc<Ctx>,
+        ctx: &Weak<Ctx>,
         built: Communicator,
         flags: u32,
         limit: &Remaining,
@@ -81,7 +83,9 @@ impl Comm {
         let (has_ended, is_gone) = Default::default();
         let made = Arc::new(Self { ctx: kept, comm, tagged, collectives, flags, has_ended, is_gone });
         let comm: Arc<dyn Progress> = made.clone();
-        ctx.comms.lock().push(Arc::downgrade(&comm));
+        if let Some(ctx) = ctx.upgrade() {
+            ctx.comms.lock().push(Arc::downgrade(&comm));
+        }
         Ok(made)
     }
 

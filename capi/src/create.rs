@@ -126,7 +126,7 @@ fn make(
     let make = move || -> Result<Joined> {
         let limit = Remaining::of(timeout_ns)?;
         let built = connect(ctx.builder().timeout(limit.get()))?;
-        Ok(COMMS.insert(Comm::new(&ctx, built, flags, &limit)?)?)
+        Ok(COMMS.insert(Comm::new(&Arc::downgrade(&ctx), built, flags, &limit)?)?)
     };
     if req.is_null() {
         *to = make()?;

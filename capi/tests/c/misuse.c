@@ -173,6 +173,57 @@ static void destroyed(gda_ctx_t ctx)
     OK(gda_mem_dereg(mem));
 }
 
+/* A context ends with its last communicator, also if a function was to be called. */
+static void closed(void)
+{
+    int released = 0, told = 1;
+    struct gda_exchange exchange = {sizeof exchange, 0, 1, 0, &released, nobody, release};
+    gda_ctx_t ctx = open_ctx(-1);
+    gda_comm_t comm;
+    gda_mem_t mem;
+    gda_req_t req;
+    static char bytes[8];
+    OK(gda_comm_create(ctx, &exchange, 0, PATIENCE, &comm, NULL));
+    OK(gda_mem_reg(comm, bytes, sizeof bytes, 0, &mem));
+    struct gda_buf in = {mem, 0, 8};
+    OK(gda_recv(comm, 0, &in, 1, NULL, &req));
+    OK(gda_req_on_done(ctx, req, done, &told));
+    OK(gda_mem_dereg(mem));
+    OK(gda_comm_destroy(comm, PATIENCE));
+    OK(gda_close(ctx));
+    for (int i = 0; i < 10000 && !released; i++)
+        usleep(1000);
+    CHECK(released, 1);
+    CHECK(told, 1);
+}
+
+static void *wait_for_signal(void *win)
+{
+    return (void *)(intptr_t)gda_wait_signal(win, 0, 1, GDA_GEQ, NULL, -1);
+}
+
+/* Nobody can signal any more. */
+static void unsignalled(gda_ctx_t ctx, int of_comm)
+{
+    struct gda_exchange exchange = {sizeof exchange, 0, 1, 0, NULL, nobody, NULL};
+    gda_comm_t comm;
+    gda_mem_t mem;
+    gda_win_t win;
+    pthread_t thread;
+    void *result;
+    static uint64_t word;
+    OK(gda_comm_create(ctx, &exchange, 0, PATIENCE, &comm, NULL));
+    OK(gda_mem_reg(comm, &word, sizeof word, 0, &mem));
+    OK(gda_win_create(comm, mem, 0, sizeof word, PATIENCE, &win));
+    OK(pthread_create(&thread, NULL, wait_for_signal, win));
+    usleep(10000);
+    if (!of_comm)
+        OK(gda_win_destroy(win, PATIENCE));
+    OK(gda_comm_destroy(comm, PATIENCE));
+    OK(pthread_join(thread, &result));
+    CHECK((intptr_t)result, -ECANCELED);
+}
+
 int main(void)
 {
     struct gda_config config = {.struct_size = sizeof config, .gpu = -1};
@@ -328,6 +379,9 @@ int main(void)
     FAILS(gda_barrier(s.comm, NULL, -2), EINVAL);
     not_mapped(&s);
     destroyed(s.ctx);
+    closed();
+    unsignalled(s.ctx, 0);
+    unsignalled(s.ctx, 1);
 
     /* Streams, batches and graphs. */
     FAILS(gda_stream_open(s.ctx, &s, GDA_STREAM_HOST, 0, &stream), EINVAL);
