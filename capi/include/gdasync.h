@@ -134,6 +134,7 @@ int gda_comm_destroy(gda_comm_t comm, int64_t timeout_ns);
  * room for `*len` bytes (GDA_ADDRESS_MAX are enough) and `*len` gets their number; the caller brings them to the other process. */
 #define GDA_ADDRESS_MAX 64
 int gda_listen(gda_ctx_t ctx, void *address, size_t *len, gda_listen_t *listener);
+/* A gda_accept that waits goes on until its timeout. */
 int gda_listen_close(gda_listen_t listener);
 int gda_accept(gda_listen_t listener, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
 int gda_connect(gda_ctx_t ctx, const void *address, size_t len, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
@@ -242,8 +243,8 @@ int gda_atomic(gda_win_t win, int rank, uint64_t offset, int op, uint64_t value,
 
 enum { GDA_GEQ, GDA_EQ, GDA_AND, GDA_NOR };
 
-/* Waits until the 64-bit word at `offset` of the own window meets the condition (GDA_GEQ is cyclic). A stream waits as long as its
- * `wait_limit_ns`, and `timeout_ns` is not used. */
+/* Waits until the 64-bit word at `offset` of the own window meets the condition (GDA_GEQ is cyclic); -ECANCELED if another thread destroys
+ * the window or its communicator. A stream waits as long as its `wait_limit_ns`, and `timeout_ns` is not used. */
 int gda_wait_signal(gda_win_t win, uint64_t offset, uint64_t value, int cond, gda_stream_t stream, int64_t timeout_ns);
 /* Waits until all operations to a rank, or to all (-1), are complete. With a stream, the stream waits. Not for batches. */
 int gda_win_flush(gda_win_t win, int rank, gda_stream_t stream, int64_t timeout_ns);

@@ -2,9 +2,8 @@
 
 use std::ffi::c_int;
 use std::slice;
-use std::sync::Arc;
-use std::sync::{Arc, Weak};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use gdsync_capi_support::handles::{Guard, Table};

@@ -28,7 +28,7 @@ pub(crate) enum Request {
 pub(crate) static REQUESTS: Table<Request> = Table::new(5, &KINDS);
 
 /// How long a wait goes on before it looks whether the communicator was destroyed.
-const LOOK: Duration = Duration::from_millis(100);
+pub(crate) const LOOK: Duration = Duration::from_millis(100);
 
 impl AnyRequest for Request {
     fn outcome(&self) -> Option<mp::Result<Outcome>> {

@@ -11,7 +11,7 @@ use crate::abi::{KINDS, Raw, gda_buf, gda_signal};
 use crate::comm::{Comm, Remaining, comm};
 use crate::guard::{Error, Result, invalid, place, rank, ranks, size, status, timeout, values};
 use crate::memory::{Buffers, MEMS};
-use crate::request::{Request, give};
+use crate::request::{LOOK, Request, give};
 use crate::stream::{on, queue};
 
 /// A window with its communicator.
@@ -213,10 +213,25 @@ pub extern "C" fn gda_wait_signal(
         let known = usize::try_from(cond).ok().and_then(|cond| all.get(cond)).copied();
         let cond = known.ok_or_else(|| invalid("cond", cond, "GDA_GEQ, GDA_EQ, GDA_AND or GDA_NOR"))?;
         // Not locked while it waits.
-        let window = window(win)?.1.clone();
-        match stream {
-            0 => Ok(window.wait_signal(offset, value, cond, timeout(timeout_ns)?).map(drop)?),
-            _ => on(stream, |batch| Ok(window.wait_signal_in_batch(batch, offset, value, cond)?)),
+        let (comm, window) = window(win)?.clone();
+        if stream != 0 {
+            return on(stream, |batch| Ok(window.wait_signal_in_batch(batch, offset, value, cond)?));
+        }
+        let after = timeout(timeout_ns)?;
+        let limit = Remaining::new(after);
+        loop {
+            let left = limit.get();
+            let (what, fix) = match window.wait_signal(offset, value, cond, left.min(LOOK)) {
+                Err(mp::Error::Deadline { what, fix, .. }) => (what, fix),
+                done => return Ok(done.map(drop)?),
+            };
+            if comm.is_gone() || WINDOWS.has_ended(win)? {
+                let text = "the window was destroyed before its word was signalled; wait for it first";
+                return Err(Error::Own(libc::ECANCELED, text.into()));
+            }
+            if left <= LOOK {
+                return Err(mp::Error::Deadline { what, after, fix }.into());
+            }
         }
     })
 }
@@ -228,7 +243,7 @@ pub extern "C" fn gda_win_flush(win: Raw, of: c_int, stream: Raw, timeout_ns: i6
         let window = window(win)?.1.clone();
         let ranks = ranks(of, window.communicator().size())?;
         match stream {
-            0 if of < 0 => Ok(window.flush_all(timeout(timeout_ns)?)?),
+            0 if of == -1 => Ok(window.flush_all(timeout(timeout_ns)?)?),
             0 => Ok(window.flush(ranks.start, timeout(timeout_ns)?)?),
             _ => {
                 let queue = queue(stream)?;

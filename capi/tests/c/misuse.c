@@ -322,6 +322,7 @@ int main(void)
     struct gda_buf other = {mem, 0, 8};
     FAILS(gda_tsend(comm, 0, 1, &other, NULL), EOPNOTSUPP);
     FAILS(gda_barrier(comm, NULL, 0), EOPNOTSUPP);
+    FAILS(gda_comm_abort(comm, -2), EINVAL);
     FAILS(gda_comm_shrink(comm, 1000000, &comm, NULL), ECONNRESET);
     TRUE(gda_comm_destroy(comm, PATIENCE) <= 0);
     FAILS(gda_comm_destroy(comm, PATIENCE), EINVAL);
@@ -373,7 +374,6 @@ int main(void)
     FAILS(gda_req_on_done(s.ctx, req, NULL, NULL), EINVAL);
     CHECK(gda_req_wait(req, 0, &status), GDA_IN_PROGRESS);
     FAILS(gda_req_wait(req, -7, &status), EINVAL);
-    FAILS(gda_comm_abort(comm, -2), EINVAL);
     SAYS("-7 ns: expected -1 (for ever)");
     FAILS(gda_req_wait_any(&req, 1, -2, &which, NULL), EINVAL);
     FAILS(gda_barrier(s.comm, NULL, -2), EINVAL);
@@ -418,6 +418,7 @@ int main(void)
     FAILS(gda_put_bytes(win, 0, 0, NULL, 5, NULL, NULL, NULL), EINVAL);
     FAILS(gda_atomic(win, 0, 0, 9, 0, 0, &out, NULL, NULL), EINVAL);
     FAILS(gda_atomic(win, 0, 0, GDA_COMPARE_SWAP, 0, 0, NULL, NULL, NULL), EINVAL);
+    FAILS(gda_win_flush(win, -2, NULL, 0), EINVAL);
     FAILS(gda_wait_signal(win, 0, 0, 9, NULL, 0), EINVAL);
     SAYS("cond is 9");
     FAILS(gda_wait_signal(win, 0, 1, GDA_GEQ, NULL, 0), ETIMEDOUT);
@@ -453,4 +454,3 @@ int main(void)
     printf("%d failures\n", failures);
     return 0;
 }
-    FAILS(gda_win_flush(win, -2, NULL, 0), EINVAL);
