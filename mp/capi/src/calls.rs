@@ -789,28 +789,30 @@ pub unsafe extern "C" fn mpx_get_send(req: *mut Handle, words: *mut mp_send_word
     })
 }
 
-/// What a kernel waits for.
-fn wait_words(job: &Job, request: &Request) -> Result<mp_wait_words> {
-    let peer = &request.peer;
-    let mut words = None;
-    let got = peer.while_busy(|| {
-        words = Some(peer.qp.prepare_wait(&request.completion)?.words(&job.gpu)?);
-        Ok(())
-    });
-    if let Some(words) = words {
-        let cond = match words.cond {
-            Cond::Geq => 0,
-            Cond::Eq => 1,
-            Cond::And => 2,
-            Cond::Nor => 3,
-        };
-        let (sema_ptr, flag_ptr) = (words.word, words.index);
-        let (sema_value, flag_value) = (words.value, words.index_value);
-        return Ok(mp_wait_words { sema_ptr, flag_ptr, sema_value, flag_value, cond });
+/// What a kernel waits for: the completion of a request, unless that has ended.
+fn wait_words(job: &Job, request: Option<&Request>) -> Result<mp_wait_words> {
+    if let Some(request) = request {
+        let peer = &request.peer;
+        let mut words = None;
+        let got = peer.while_busy(|| {
+            words = Some(peer.qp.prepare_wait(&request.completion)?.words(&job.gpu)?);
+            Ok(())
+        });
+        if let Some(words) = words {
+            let cond = match words.cond {
+                Cond::Geq => 0,
+                Cond::Eq => 1,
+                Cond::And => 2,
+                Cond::Nor => 3,
+            };
+            let (sema_ptr, flag_ptr) = (words.word, words.index);
+            let (sema_value, flag_value) = (words.value, words.index_value);
+            return Ok(mp_wait_words { sema_ptr, flag_ptr, sema_value, flag_value, cond });
+        }
+        peer.progress();
+        // The CPU may have taken the completion already.
+        request.outcome().unwrap_or(got.map_err(Failure::from))?;
     }
-    peer.progress();
-    // The CPU may have taken the completion already.
-    request.outcome().unwrap_or(got.map_err(Failure::from))?;
     let at = job.complete.gpu_addr(&job.gpu)?;
     let (sema_ptr, flag_ptr) = (at, at + 4);
     Ok(mp_wait_words { sema_ptr, flag_ptr, sema_value: 0, flag_value: 0, cond: 1 })
@@ -823,11 +825,7 @@ fn wait_words(job: &Job, request: &Request) -> Result<mp_wait_words> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mpx_get_wait(req: *mut Handle, words: *mut mp_wait_words) -> c_int {
     status("mpx_get_wait", || {
-        let get = || {
-            let handle = read("req", req)?;
-            awaited(handle, false)?;
-            wait_words(&*job()?, &REQUESTS.get(handle)?.clone())
-        };
+        let get = || wait_words(&*job()?, awaited(read("req", req)?, false)?.as_deref());
         // SAFETY: the caller guarantees it.
         unsafe { store("words", words, get) }
     })

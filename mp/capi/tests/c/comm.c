@@ -134,6 +134,21 @@ static void by_kernel(int round)
     check_in(round);
 }
 
+/* A kernel waits for a message that comm_progress has found. */
+static void found(void)
+{
+    comm_request_t receive, send;
+    OK(comm_irecv(in, COUNT, 4, &in_reg, peer, &receive));
+    OK(comm_isend(out, COUNT, 4, &out_reg, peer, &send));
+    while (comm_state_.n)
+        comm_progress();
+    OK(comm_prepare_wait_all(1, &receive));
+    struct comm_descs_ *d = (struct comm_descs_ *)(void *)comm_prepared_requests();
+    CHECK(d->n_wait, 1);
+    CHECK(d->wait[0].cond, 1);
+    CHECK(*(uint32_t *)d->wait[0].sema, d->wait[0].sema_value);
+}
+
 /* A wait that failed is tried again, and then has not counted. */
 static void late(void)
 {
@@ -160,6 +175,7 @@ static void test(void)
         by_stream(round);
         by_kernel(round);
     }
+    found();
     late();
     CHECK(comm_isend(out, COUNT, 4, &out_reg, 2, &request), MP_FAILURE);
     CHECK(comm_isend(out, COUNT, 4, &out_reg, rank, &request), MP_FAILURE);
