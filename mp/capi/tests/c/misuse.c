@@ -288,8 +288,11 @@ static void behind_prepared_sends(void)
     OK(mp_desc_queue_free(&list));
 }
 
+static int is_about_to_wait;
+
 static void *wait_for_the_end(void *request)
 {
+    __atomic_store_n(&is_about_to_wait, 1, __ATOMIC_RELAXED);
     REFUSED(mp_wait((mp_request_t *)request), MP_FAILURE);
     return request;
 }
@@ -301,7 +304,8 @@ static void finalized(void)
     mp_request_t receive;
     OK(mp_irecv(bytes, 10, peer, &reg, &receive));
     OK(pthread_create(&thread, NULL, wait_for_the_end, &receive));
-    /* It waits when it sleeps between its polls. */
+    while (!__atomic_load_n(&is_about_to_wait, __ATOMIC_RELAXED))
+        OK(usleep(1000));
     OK(usleep(20000));
     mp_finalize();
     OK(pthread_join(thread, NULL));
