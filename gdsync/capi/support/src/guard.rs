@@ -9,6 +9,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use gdsync::env::variable;
 use gdsync::{Error, Result};
 use tracing::dispatcher::{self, Dispatch};
 
@@ -169,6 +170,8 @@ pub fn no_flags(flags: c_int) -> Result<()> {
     if flags == 0 { Ok(()) } else { Err(Error::invalid("flags", flags, "0")) }
 }
 
+const WAIT_LIMIT: &str = "GDSYNC_CAPI_WAIT_LIMIT";
+
 /// Milliseconds; 0 for ever, `u64::MAX` before the environment was read.
 static LIMIT: AtomicU64 = AtomicU64::new(u64::MAX);
 
@@ -181,8 +184,14 @@ pub fn set_wait_limit(milliseconds: u64) {
 pub fn wait_limit() -> Duration {
     let known = LIMIT.load(Ordering::Relaxed);
     let milliseconds = if known == u64::MAX {
-        let seconds = std::env::var("GDSYNC_CAPI_WAIT_LIMIT").ok().and_then(|text| text.parse::<u64>().ok());
-        let asked = seconds.unwrap_or(0).saturating_mul(1000);
+        let seconds = variable(WAIT_LIMIT).map_or(0, |text| {
+            text.parse::<u64>().unwrap_or_else(|_| {
+                let gdsync = Library { name: "gdsync", debug: "" };
+                gdsync.announce(&format!("{WAIT_LIMIT} is '{text}': expected seconds; waits have no limit"));
+                0
+            })
+        });
+        let asked = seconds.saturating_mul(1000);
         set_wait_limit(asked);
         asked
     } else {

@@ -142,7 +142,12 @@ fn only_the_functions_of_the_header_are_exported() {
 fn ranks_exchange_messages_in_every_way() {
     let program = Program::compile("messages");
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
-    let launcher = [("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port)];
+    let launcher = [
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", &port),
+        ("GDSYNC_CAPI_WAIT_LIMIT", "5s"),
+    ];
     let lossy = [("GDSYNC_FAULTS", "seed=1,drop=0.01,duplicate=0.01")];
     let (ethernet, infiniband) = ([("GDASYNC_CARD_LINK", "eth")], [("GDASYNC_CARD_LINK", "ib")]);
     // The CPU does not reach the memory of a simulated GPU. MP_INIT_RX_CQ_ON_GPU
@@ -150,7 +155,7 @@ fn ranks_exchange_messages_in_every_way() {
     type Run<'a> = (Hca, &'a [(&'a str, &'a str)], &'a str);
     let mut runs: Vec<Run<'_>> = vec![
         (Hca::Soft, &lossy, ""),
-        (Hca::Soft, &launcher, ""),
+        (Hca::Soft, &launcher, "GDSYNC_CAPI_WAIT_LIMIT is '5s': expected seconds"),
         (Hca::Soft, &[("MP_ENABLE_UD", "1")], "reliable also with MP_ENABLE_UD"),
         (Hca::Soft, &on_gpu, "mp: mp_init: the queues are in host memory: "),
     ];
