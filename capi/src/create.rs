@@ -37,6 +37,9 @@ impl Embedded {
         if exchange.allgather.is_none() {
             return Err(invalid("allgather", "NULL", "a function"));
         }
+        if exchange.reserved != 0 {
+            return Err(invalid("reserved", exchange.reserved, "0"));
+        }
         if made.2 > MAX_SIZE {
             return Err(invalid("size", made.2, "at most 65536 ranks"));
         }

@@ -301,6 +301,9 @@ int main(void)
     exchange.size = INT32_MAX;
     FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm, NULL), EINVAL);
     exchange.size = 1;
+    exchange.reserved = 1;
+    FAILS(gda_comm_create(s.ctx, &exchange, 0, PATIENCE, &comm, NULL), EINVAL);
+    exchange.reserved = 0;
     exchange.allgather = NULL;
     exchange.release = release;
     exchange.self = &released;
