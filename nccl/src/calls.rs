@@ -147,9 +147,11 @@ unsafe extern "C" fn finalize(opened: Handle) -> NcclResult {
 }
 
 unsafe extern "C" fn devices(place: *mut c_int) -> NcclResult {
-    let count = c_int::try_from(device::count()).unwrap_or(c_int::MAX);
-    // SAFETY: NCCL passes a place.
-    status("devices", || unsafe { put("the place for the number", place, count) })
+    status("devices", || {
+        let count = c_int::try_from(device::count()).unwrap_or(c_int::MAX);
+        // SAFETY: NCCL passes a place.
+        unsafe { put("the place for the number", place, count) }
+    })
 }
 
 unsafe extern "C" fn get_rma_properties(_: Handle, place: *mut RmaProperties) -> NcclResult {
