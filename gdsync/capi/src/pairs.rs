@@ -18,7 +18,7 @@ use rdma_core_sys::verbs::{
 };
 
 use crate::abi::{ON_GPU, WQ_ON_GPU, gds_cq, gds_qp, gds_request};
-use crate::guard::{Error, LIBRARY, Result, report, wait_limit};
+use crate::guard::{Error, LIBRARY, Result, wait_limit};
 use crate::work::{completion, with_recv, with_send};
 use gdsync_capi_support::{process, streams};
 
@@ -509,7 +509,7 @@ impl Cq {
             state.claimed = state.claimed.saturating_sub(1);
             if let Some(Some(wc)) = taken {
                 if let Err(error) = wc.ok() {
-                    report("gds_poll_cq", error, false);
+                    LIBRARY.report("gds_poll_cq", error, false);
                 }
                 out[count].write(completion(&wc, sender));
                 count += 1;
