@@ -104,6 +104,7 @@ def refusals(comm):
     window = comm.window(data)
     raises(ValueError, lambda: window.put(data[0], 0, signal_in=window), "signal_in without signal")
     raises(ValueError, lambda: gdasync.init("group", spawn=1), "spawn")
+    raises(TypeError, lambda: gdasync.init("group"), "torch.distributed")
     late = comm.irecv(np.zeros(1), 0)
     error = raises(Deadline, lambda: late.wait(0.05), "50 ms", rank=0, operation="irecv")
     assert isinstance(error, TimeoutError) and "::" not in str(error)
@@ -201,7 +202,8 @@ def windows(comm):
     error = raises(Error, lambda: window.put(source, peer, 8 * 64), rank=peer)
     assert error.operation == "put"
     raises(ValueError, lambda: window.signal(peer, (0, "xor", 1)), "'xor'")
-    raises(Deadline, lambda: window.wait_signal(24, 1, timeout=0.0), operation="wait_signal")
+    named = "at least 1", "(Window.signal, or Window.put with a signal)"
+    raises(Deadline, lambda: window.wait_signal(24, 1, timeout=0.0), *named, operation="wait_signal")
     window.close()
     raises(ValueError, lambda: window.flush(peer), "closed")
     comm.finalize()
