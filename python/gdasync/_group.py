@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from datetime import timedelta
@@ -61,9 +62,8 @@ class MpiExchange:
 def exchange_of(group: Any) -> Any:
     if hasattr(group, "Get_rank"):
         return MpiExchange(group)
-    from torch.distributed import distributed_c10d as c10d
-
-    groups = c10d._world.pg_map if hasattr(c10d, "_world") else c10d._pg_map
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = {} if c10d is None else c10d._world.pg_map if hasattr(c10d, "_world") else c10d._pg_map
     if group not in groups:
         name = type(group).__name__
         raise TypeError(
