@@ -216,7 +216,7 @@ impl Collective {
         if region.has_signals {
             // A rank was lost meanwhile, and the others are released.
             if let Err(late) = self.release.add(region.clone()) {
-                late.release(self.comm.rank())?;
+                late.release(&self.comm)?;
             }
         }
         Ok(region)
@@ -319,7 +319,7 @@ impl Collective {
         let mut regions = self.release.take();
         regions.sort_by_key(|region| region.registration.memory().len());
         for region in regions {
-            if let Err(error) = region.release(own) {
+            if let Err(error) = region.release(&self.comm) {
                 report::warn(&format!("streams may wait for ever: signals cannot be written: {error}"));
             }
         }

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 use gdsync::cuda::Gpu;
 use gdsync::memory::{Memory, Word64};
 use gdsync::{Error, Result};
-use mp::{Registration, Rma, Window};
+use mp::{Communicator, Registration, Rma, Window};
 use parking_lot::Mutex;
 
 use crate::abi::{FORCE_SO, PTR_HOST};
@@ -42,17 +42,24 @@ impl Region {
         Self { registration, window, has_signals: flags & FORCE_SO != 0 }
     }
 
-    /// Adds [`RELEASE`] to all words that another region of the same memory has not released, as rank `own`. By the device, so that no
-    /// addition of another rank is lost; where that fails, by the CPU.
-    pub(crate) fn release(&self, own: usize) -> Result<()> {
+    /// Adds [`RELEASE`] to all words that another region of the same memory has not released. By the device, so that no addition of
+    /// another rank is lost; where that fails, by the CPU.
+    pub(crate) fn release(&self, comm: &Communicator) -> Result<()> {
         static ONE_BY_ONE: Mutex<()> = Mutex::new(());
         let _others_wait = ONE_BY_ONE.lock();
-        let memory = self.registration.memory();
+        let (memory, own) = (self.registration.memory(), comm.rank());
         let words = || (0..memory.len() / 8).map(|word| word * 8);
-        let is_released = |at: &usize| memory.word64(*at).is_ok_and(|word| word.load() >= RELEASE);
-        let add = |at| self.window.start(&Rma::accumulate(RELEASE, own, at)).map(drop);
-        let by_device = words().filter(|at| !is_released(at)).try_for_each(add);
-        if by_device.and_then(|()| self.window.flush(own, None)).is_ok() {
+        let by_device = || -> mp::Result<()> {
+            // The CPU may not reach them.
+            let seen = comm.register(&Memory::alloc(memory.len())?)?;
+            drop(self.window.start(&Rma::get(&seen, 0..memory.len(), own, 0))?);
+            self.window.flush(own, None)?;
+            let is_released = |at: &usize| seen.memory().word64(*at).is_ok_and(|word| word.load() >= RELEASE);
+            let add = |at| self.window.start(&Rma::accumulate(RELEASE, own, at)).map(drop);
+            words().filter(|at| !is_released(at)).try_for_each(add)?;
+            self.window.flush(own, None)
+        };
+        if by_device().is_ok() {
             return Ok(());
         }
         words().try_for_each(|at| {

@@ -116,11 +116,10 @@ fn no_release_writes_to_words_that_are_deregistered() {
 }
 
 /// Twice 2^62 would be less than 0 to a wait by signed numbers.
-#[test]
-fn words_that_are_registered_twice_are_released_once() {
+fn register_twice(test: &str, place: Place) {
     let body = |mut ranks: Rank| {
         let library = Library::open();
-        let plugin = Plugin::connect(&library, &mut ranks, Place::Host);
+        let plugin = Plugin::connect(&library, &mut ranks, place);
         let signals = plugin.signals();
         let (result, again) = plugin.try_register(signals.memory.clone(), FORCE_SO);
         ok(result);
@@ -133,8 +132,18 @@ fn words_that_are_registered_twice_are_released_once() {
         plugin.close(vec![signals, again]);
         ranks.well();
     };
-    let outputs = job("misuse::words_that_are_registered_twice_are_released_once", 2, &[], body);
-    all_well(&outputs, None);
+    all_well(&job(test, 2, &[], body), None);
+}
+
+#[test]
+fn words_that_are_registered_twice_are_released_once() {
+    register_twice("misuse::words_that_are_registered_twice_are_released_once", Place::Host);
+}
+
+/// The CPU does not reach these.
+#[test]
+fn words_of_gpus_that_are_registered_twice_are_released_once() {
+    register_twice("misuse::words_of_gpus_that_are_registered_twice_are_released_once", Place::Gpu);
 }
 
 #[test]
