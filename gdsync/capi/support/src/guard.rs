@@ -19,6 +19,17 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
+/// What texts of the crates below say, and a program in C does not know.
+const WORDS: [(&str, &str); 7] = [
+    (" and wait with Qp::wait_send_room, or raise QpBuilder::max_send_wr", ""),
+    (" and wait with Qp::wait_recv_room, or raise QpBuilder::max_recv_wr", ""),
+    ("QpBuilder::max_inline: raise it (to 512 at most)", "max_inline_data, which is 512 at most"),
+    ("QpBuilder::", ""),
+    ("Qp::init or Qp::connect", "gds_modify_qp"),
+    ("Qp::connect", "gds_modify_qp"),
+    ("Qp::modify", "gds_modify_qp"),
+];
+
 /// A failure of a call.
 pub trait Failure: fmt::Display {
     /// What the call returns.
@@ -51,6 +62,7 @@ impl Library {
     /// Remembers the reason of a failure for [`last_error`], and writes it to standard error.
     pub fn report(&self, call: &str, reason: impl fmt::Display, is_printed: bool) {
         let text = format!("{call}: {reason}");
+        let text = WORDS.iter().fold(text, |text, (rust, c)| text.replace(rust, c));
         if is_printed {
             self.announce(&text);
         }

@@ -183,7 +183,7 @@ fn misuse_has_an_error_number_and_a_line() {
     let lines: Vec<_> = log.lines().collect();
     assert!(lines.len() > 80, "{log}");
     for line in &lines {
-        assert!(line.starts_with("gdsync: gds_"), "{line}");
+        assert!(line.starts_with("gdsync: gds_") && !line.contains("::"), "{line}");
     }
     assert!(!log.contains("panicked"), "{log}");
 }
