@@ -11,15 +11,8 @@ use crate::collective::{Collective, why};
 use crate::region::Region;
 
 /// The kinds of handles.
-pub(crate) const KINDS: [&str; 7] = [
-    "",
-    "the context of init",
-    "a listenComm",
-    "a collComm",
-    "an rmaCtx",
-    "a registration (mhandle)",
-    "a request",
-];
+pub(crate) const KINDS: [&str; 7] =
+    ["", "context of init", "listenComm", "collComm", "rmaCtx", "registration (mhandle)", "request"];
 
 pub(crate) static REGIONS: Table<Arc<Region>> = Table::new(5, &KINDS);
 

@@ -59,14 +59,15 @@ fn wrong_arguments_have_a_result_and_a_line() {
     all_well(&outputs, None);
     let text = printed(&outputs[0]);
     for line in [
-        "listen: the context of init is 0x7f0012345678: expected a handle that has not ended",
+        "listen: context of init is 0x7f0012345678: expected a handle that has not ended",
         "getProperties: the number of the device is 9",
         "connect: the rank is 1 of 1: expected below the number of ranks",
         "install the same libnccl-rma-gda.so, and set NCCL_RMA_PLUGIN=gda, at all ranks",
         "createContext: the number of contexts is 5000",
         "regMrSym: the type of the memory is 9",
-        "test: a request is 0x7f0012345678",
-        "closeListen: a listenComm is 0x",
+        ", which is a rmaCtx: expected a handle that has not ended",
+        "test: request is 0x7f0012345678",
+        "closeListen: listenComm is 0x",
     ] {
         assert!(text.contains(line), "{line}\n{text}");
     }
