@@ -35,8 +35,6 @@ pub struct Proxy {
     _events: Events,
     _service: ProgressThread<Shared>,
     objects: Objects,
-    /// Reserved completion queue entries by QPN: queue and number.
-    rooms: Mutex<HashMap<u32, (usize, u32)>>,
     strict: bool,
     limits: DeviceLimits,
     /// Which GPU memory is staged.
@@ -66,7 +64,6 @@ impl Proxy {
             _events: Events::read(&open, None, move |event| listener.handle_event(event))?,
             _service: ProgressThread::start(shared.clone())?,
             objects: Objects::new(&open),
-            rooms: Mutex::default(),
             strict,
             limits,
             staging: Mutex::default(),
@@ -258,14 +255,13 @@ impl Provider for Proxy {
         };
         let (rings, doorbell, region, psn) = make().map_err(release)?;
         let health: Arc<Health> = Arc::default();
-        self.shared.progress_state.watch_health(Shared::THREAD, &health)?;
+        self.shared.progress_state.watch_health(Shared::THREAD, &health).map_err(release)?;
         let (sq, rq) = (rings.sq.clone(), rings.rq.clone());
         let record = rings.record.clone();
         let own = Arc::clone(&health);
-        let make = |place| ProxyQp::new(device, rings, region, psn, own, place);
+        let make = |place| ProxyQp::new(device, (queue, room), rings, region, psn, own, place);
         let place = self.shared.with(|core| core.add_qp(make)).map_err(release)?;
         self.shared.insert(qpn, place);
-        self.rooms.lock().insert(qpn, (queue, room));
         let doorbell_watch = Some(self.shared.doorbells().doorbell_watch(place));
         Ok(QpParts { qpn, psn, sq, rq, record, doorbell, health, doorbell_watch })
     }
@@ -291,8 +287,7 @@ impl Provider for Proxy {
     }
 
     fn destroy_qp(&self, qpn: u32) {
-        let Some(place) = self.shared.place(qpn) else { return };
-        self.shared.forget(qpn);
+        let Some(place) = self.shared.forget(qpn) else { return };
         let stages = self.shared.with(|core| {
             let stages = !core.shadows.is_empty();
             if stages {
@@ -303,15 +298,14 @@ impl Provider for Proxy {
         if stages {
             self.drain(place, DRAIN);
         }
-        let qp = self.shared.with(|core| core.remove_qp(place, self.shared.doorbells()));
-        if let Some(Err(error)) = qp.as_ref().map(|qp| qp.staged.check(self.open().name())) {
+        let Some(qp) = self.shared.with(|core| core.remove_qp(place, self.shared.doorbells())) else { return };
+        if let Err(error) = qp.staged.check(self.open().name()) {
             tracing::error!(qpn, %error, "a queue pair ends while a copy may write its memory");
         }
+        let (queue, room) = qp.room;
         // Without the lock, because the device may take long.
         drop(qp);
-        if let Some((queue, room)) = self.rooms.lock().remove(&qpn) {
-            self.shared.with(|core| core.release(queue, room));
-        }
+        self.shared.with(|core| core.release(queue, room));
     }
 
     fn rd_atomic(&self) -> u8 {

@@ -86,6 +86,8 @@ impl Sent {
 pub(super) struct ProxyQp {
     // First field: destroyed before its memory is deregistered.
     pub(super) device: DeviceQp,
+    /// Its completion queue of the device, and the entries reserved there.
+    pub(super) room: (usize, u32),
     /// The registered send queue, if the device reads inline data there.
     pub(super) ring_region: Option<Region>,
     pub(super) rings: Rings,
@@ -118,6 +120,7 @@ impl ProxyQp {
     /// A queue pair in RESET.
     pub(super) fn new(
         device: DeviceQp,
+        room: (usize, u32),
         rings: Rings,
         ring_region: Option<Region>,
         psn: u32,
@@ -126,6 +129,7 @@ impl ProxyQp {
     ) -> Self {
         Self {
             device,
+            room,
             ring_region,
             rings,
             index,
