@@ -298,7 +298,9 @@ impl Provider for Proxy {
         if stages {
             self.drain(place, DRAIN);
         }
-        let Some(qp) = self.shared.with(|core| core.remove_qp(place, self.shared.doorbells())) else { return };
+        let Some(qp) = self.shared.with(|core| core.remove_qp(place, self.shared.doorbells())) else {
+            return;
+        };
         if let Err(error) = qp.staged.check(self.open().name()) {
             tracing::error!(qpn, %error, "a queue pair ends while a copy may write its memory");
         }
@@ -520,11 +522,18 @@ impl EventCount {
             tv_nsec: timeout.subsec_nanos().into(),
         };
         // SAFETY: the array has two entries, and the timeout is on the stack; no signal mask is set.
-        let woken = unsafe { libc::ppoll(fds.as_mut_ptr(), 2, &raw const time, ptr::null()) };
+        let poll =
+            |fds: &mut [_; 2]| unsafe { libc::ppoll(fds.as_mut_ptr(), 2, &raw const time, ptr::null()) };
+        let mut woken = poll(&mut fds);
+        if woken > 0 && fds[0].revents == 0 && fds[1].revents & libc::POLLIN == 0 {
+            // The channel of a device that is gone has an error for ever.
+            fds[1] = entry(-1);
+            woken = poll(&mut fds);
+        }
         if woken > 0 && fds[0].revents != 0 {
             gdsync_device::clear_eventfd(&self.fd);
         }
-        woken > 0 && fds[1].revents != 0
+        woken > 0 && fds[1].revents & libc::POLLIN != 0
     }
 }
 
@@ -573,6 +582,21 @@ mod tests {
         other.sleepers.store(1, Ordering::Release);
         other.notify();
         assert!(event.sleep(fd, &|| false, PATIENCE));
+        assert!(start.elapsed() < PATIENCE);
+    }
+
+    #[test]
+    fn lost_device_does_not_keep_the_sleeper_awake() {
+        let event = EventCount::create().unwrap();
+        // Polls as the channel of a device that is gone: an error, and nothing to read.
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let start = Instant::now();
+        assert!(!event.sleep(writer.as_raw_fd(), &|| false, Duration::from_millis(20)));
+        assert!(start.elapsed() >= Duration::from_millis(19));
+        event.sleepers.store(1, Ordering::Release);
+        event.notify();
+        assert!(!event.sleep(writer.as_raw_fd(), &|| false, PATIENCE));
         assert!(start.elapsed() < PATIENCE);
     }
 }
