@@ -119,7 +119,8 @@ impl DevxQp {
             rings: rings_umem.place(),
             record: record_umem.place(),
         });
-        let (object, answer) = Object::create(&devx.open, devx.mlx5, "queue pair", &command)?;
+        let made = Object::create(&devx.open, devx.mlx5, "queue pair", &command);
+        let (object, answer) = made.inspect_err(|_| devx.uars.release(uar.clone()))?;
         let qpn = created(&answer);
         if let Some(channel) = &devx.channel {
             channel.subscribe(&object, qpn, OF_QP);
