@@ -115,7 +115,7 @@ impl Memory {
         let from = src.check(src_offset, len)?;
         let overlap =
             (to.addr().get() < from.addr().get() + len) && (from.addr().get() < to.addr().get() + len);
-        if overlap && self.is_host() && src.is_host() {
+        if overlap {
             let mut all = vec![0; len];
             src.read(src_offset, &mut all)?;
             self.write(offset, &all)?;
@@ -323,13 +323,17 @@ mod tests {
 
     #[test]
     fn overlapping_copies_move() {
-        for (from, to) in [(0, 3), (3, 0), (0, 2000), (5, 5)] {
-            let memory = Memory::alloc(8192).unwrap();
+        let host = Memory::alloc(8192).unwrap();
+        let ptr = host.check(0, 8192).unwrap();
+        // SAFETY: the guard keeps it mapped.
+        let mapping = unsafe { Memory::io(ptr, 8192, std::sync::Arc::new(host.clone())) };
+        let all = [(0, 3), (3, 0), (0, 2000), (5, 5)];
+        for ((from, to), memory) in all.into_iter().flat_map(|at| [(at, &host), (at, &mapping)]) {
             let mut expected: Vec<u8> = (0..8192u32).map(|i| i.wrapping_mul(37).to_le_bytes()[1]).collect();
             memory.write(0, &expected).unwrap();
-            memory.copy_from(to, &memory, from, 6000).unwrap();
+            memory.copy_from(to, memory, from, 6000).unwrap();
             expected.copy_within(from..from + 6000, to);
-            assert_eq!(memory.to_vec(), expected, "{from} to {to}");
+            assert!(memory.to_vec() == expected, "{from} to {to} of {memory:?}");
         }
     }
 }
