@@ -460,7 +460,7 @@ impl Memory {
             return true;
         }
         let first = self.ptr.as_ptr().cast_const();
-        [first, first.wrapping_add(self.len - 1)].into_iter().all(|byte| {
+        [first, first.wrapping_add(self.len.saturating_sub(1))].into_iter().all(|byte| {
             // No file to copy through says nothing of the memory.
             !matches!(checked::load(byte, &mut [0]), Err(error) if error.errno() == libc::EFAULT)
         })
