@@ -177,7 +177,7 @@ impl Handle {
 
     /// Its ports, each with whether its addresses must be global (GRH).
     pub(super) fn ports(&self) -> Result<Vec<(Port, bool)>> {
-        let mut gids = self.gids(&mut Vec::new());
+        let mut gids = self.gids();
         let count = self.attr()?.phys_port_cnt;
         let ports = (1..=count).map(|number| {
             let mut attr = ibv_port_attr::zeroed();
@@ -201,11 +201,11 @@ impl Handle {
     }
 
     /// GID table entries by port.
-    fn gids(&self, room: &mut Vec<ibv_gid_entry>) -> Vec<(u32, GidEntry)> {
+    fn gids(&self) -> Vec<(u32, GidEntry)> {
         // More do not fit into the kernel's command, and libibverbs then reads sysfs.
-        room.resize(usize::from(u16::MAX) / size_of::<ibv_gid_entry>(), ibv_gid_entry::zeroed());
+        let mut room = vec![ibv_gid_entry::zeroed(); usize::from(u16::MAX) / size_of::<ibv_gid_entry>()];
         // SAFETY: the device is open and `room` is writable for its length.
-        let count = unsafe { self.verbs.query_gid_table(self.raw.as_ptr(), room) };
+        let count = unsafe { self.verbs.query_gid_table(self.raw.as_ptr(), &mut room) };
         match count.map(usize::try_from) {
             Some(Ok(count)) => {
                 let entry = |entry: &ibv_gid_entry| {
