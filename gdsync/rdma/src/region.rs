@@ -43,7 +43,7 @@ impl Registration {
     }
 }
 
-/// A memory region, deregistered on drop; it keeps its memory alive.
+/// A memory region, deregistered on drop. Whoever registers it keeps its memory until then.
 pub(crate) struct Region {
     domain: Arc<Domain>,
     mr: Raw<ibv_mr>,
@@ -183,7 +183,7 @@ impl Region {
         };
         let (addr, len) = (memory.addr(), memory.len());
         let rights = rights(access);
-        // SAFETY: the range lies in the dma-buf; the region keeps `memory` alive.
+        // SAFETY: the range lies in the dma-buf, which the kernel keeps.
         let mr = unsafe { register(domain.raw().as_ptr(), offset, len, addr, fd.as_raw_fd(), rights) };
         match NonNull::new(mr) {
             Some(mr) => Ok(Self::new(domain, mr, Registration::DmaBuf)),

@@ -67,7 +67,7 @@ impl Devx {
     ) -> Result<Self> {
         let limits = Limits::of(&ask(open, mlx5, &mailbox::query_hca_cap())?);
         let mut result = mlx5dv_context::zeroed();
-        // SAFETY: the device is open and `eqn` is writable.
+        // SAFETY: the device is open and `result` is writable.
         let errno = unsafe { mlx5.mlx5dv_query_device(open.context().as_ptr(), &raw mut result) };
         if errno != 0 {
             return Err(failed("mlx5dv_query_device", open.name(), &Call::Other, errno));
