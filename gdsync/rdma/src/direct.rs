@@ -29,12 +29,12 @@ use std::time::Duration;
 use mlx5_ring::AddressVector;
 use parking_lot::Mutex;
 use rdma_core_sys::Mlx5;
-use rdma_core_sys::verbs::{ibv_ah, ibv_cq, ibv_pd, ibv_qp};
+use rdma_core_sys::verbs::{ibv_ah, ibv_ah_attr, ibv_cq, ibv_pd, ibv_qp};
 
 use self::devx::{Devx, DevxQp, EventChannel, Object, Umem};
 use self::queues::{VerbsCq, VerbsQp};
 use self::registers::{Registers, Uar};
-use crate::explain::{Call, failed, failed_last};
+use crate::explain::{Call, failed, last_errno};
 use crate::{Domain, Event, EventSource, Events, FailedCq, HealthMap, Objects, Open};
 use gdsync_device::CqEvent;
 use gdsync_device::cuda::Gpu;
@@ -353,7 +353,8 @@ impl Provider for Direct {
     }
 
     fn datagram_address(&self, pdn: u32, to: &QpAddress, qkey: u32) -> Result<AddressVector> {
-        address(&self.objects.domain(pdn)?, to, qkey)
+        let domain = self.objects.domain(pdn)?;
+        resolve(&domain, self.open.route(to)?, to, qkey)
     }
 
     fn modify_qp(&self, qpn: u32, attr: &QpAttr, _timeout: Duration) -> Result<u32> {
@@ -476,13 +477,26 @@ pub unsafe fn address_vector(ah: NonNull<ibv_ah>, qpn: u32, qkey: u32) -> Result
     })
 }
 
-/// The address of a peer, for datagrams of this domain.
-fn address(domain: &Arc<Domain>, to: &QpAddress, qkey: u32) -> Result<AddressVector> {
+/// The address of a peer, which the kernel resolves.
+///
+/// # Errors
+/// [`Error::Verbs`] if it has none.
+fn resolve(domain: &Domain, mut route: ibv_ah_attr, to: &QpAddress, qkey: u32) -> Result<AddressVector> {
     let open = domain.open();
-    let mut route = open.route(to)?;
     // SAFETY: the domain is allocated and the attributes are initialized.
     let ah = unsafe { open.verbs().ibv_create_ah(domain.raw().as_ptr(), &raw mut route) };
-    let ah = NonNull::new(ah).ok_or_else(|| failed_last("ibv_create_ah", open.name(), &Call::Other))?;
+    let Some(ah) = NonNull::new(ah) else {
+        let errno = last_errno();
+        let error = failed("ibv_create_ah", format!("{to} from {}", open.name()), &Call::Other, errno);
+        let Error::Verbs { call, subject, source, .. } = error else { return Err(error) };
+        let port = open.port().number;
+        let advice = format!(
+            "{to} has no address on the link of port {port}: check that `ping` reaches it from GID index {}, or choose \
+             another (GDSYNC_GID_INDEX, GDSYNC_PORT)",
+            open.gid_index()
+        );
+        return Err(Error::Verbs { call, subject, source, advice });
+    };
     // SAFETY: just created.
     let vector = unsafe { address_vector(ah, to.qpn, qkey) };
     // SAFETY: created here, destroyed only here: requests hold the whole address.

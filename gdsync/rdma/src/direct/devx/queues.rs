@@ -11,7 +11,7 @@ use super::umem::Umem;
 use crate::Domain;
 use crate::direct::queues::first_lap;
 use crate::direct::registers::Uar;
-use crate::direct::{Cq, CqObject, Parts, QpObject};
+use crate::direct::{Cq, CqObject, Parts, QpObject, resolve};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, host_page};
 use gdsync_device::{OnGpu, Places, QpAttr, QpRequest, QpState};
@@ -178,11 +178,8 @@ impl QpObject for DevxQp {
                 let link = open.port().link;
                 let kind = steps::known_kind(link, open.gid(), open.name())?;
                 let is_ethernet = link == crate::LinkLayer::Ethernet;
-                let mac = if is_ethernet {
-                    steps::resolve(&self.domain, self.devx.mlx5, &raw.ah_attr, &remote.to_string())?
-                } else {
-                    [0; 6]
-                };
+                let mac =
+                    if is_ethernet { resolve(&self.domain, raw.ah_attr, remote, 0)?.rmac } else { [0; 6] };
                 let udp_port = udp_port(self.qpn, remote.qpn);
                 Some(Route { attr: raw.ah_attr, link, kind, mac, udp_port })
             }

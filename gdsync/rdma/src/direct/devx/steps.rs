@@ -1,17 +1,10 @@
 //! Queue pair transitions as firmware commands, with the network path to the peer.
 
-use std::ptr::NonNull;
-
-use rdma_core_sys::Mlx5;
 use rdma_core_sys::mlx5::ifc::{Opcode, path, qpc};
-use rdma_core_sys::mlx5::{mlx5_wqe_av, mlx5dv_ah, mlx5dv_obj, mlx5dv_obj_type};
-use rdma_core_sys::verbs::{
-    ibv_access_flags as access, ibv_ah, ibv_ah_attr, ibv_qp_attr, ibv_qp_attr_mask as mask,
-};
+use rdma_core_sys::verbs::{ibv_access_flags as access, ibv_ah_attr, ibv_qp_attr, ibv_qp_attr_mask as mask};
 
 use super::mailbox::{Command, MIGRATED, end, step};
-use crate::explain::{Call, failed, last_errno};
-use crate::{Domain, GidEntry, GidKind, LinkLayer};
+use crate::{GidEntry, GidKind, LinkLayer};
 use gdsync_device::QpState;
 use gdsync_device::error::{Error, Result};
 
@@ -108,51 +101,6 @@ pub(super) struct Route {
     /// MAC address of the peer's port, on Ethernet.
     pub(super) mac: [u8; 6],
     pub(super) udp_port: u16,
-}
-
-/// Resolves the peer's MAC address through the kernel.
-///
-/// # Errors
-/// [`Error::Verbs`] if there is none.
-pub(super) fn resolve(domain: &Domain, mlx5: &Mlx5, attr: &ibv_ah_attr, peer: &str) -> Result<[u8; 6]> {
-    let open = domain.open();
-    let mut asked = *attr;
-    // SAFETY: the domain is live and the attributes are initialized.
-    let raw = unsafe { open.verbs().ibv_create_ah(domain.raw().as_ptr(), &raw mut asked) };
-    let Some(ah) = NonNull::new(raw) else {
-        let errno = last_errno();
-        let error = failed("ibv_create_ah", format!("{peer} from {}", open.name()), &Call::Other, errno);
-        let Error::Verbs { call, subject, source, .. } = error else { return Err(error) };
-        let port = open.port().number;
-        let advice = format!(
-            "{peer} has no address on the link of port {port}: check that `ping` reaches it from GID index {}, or choose \
-             another (GDSYNC_GID_INDEX, GDSYNC_PORT)",
-            open.gid_index()
-        );
-        return Err(Error::Verbs { call, subject, source, advice });
-    };
-    let found = vector(mlx5, ah).map_err(|errno| failed("mlx5dv_init_obj", open.name(), &Call::Other, errno));
-    // SAFETY: created above, destroyed only here.
-    let errno = unsafe { open.verbs().ibv_destroy_ah(ah.as_ptr()) };
-    if errno != 0 {
-        tracing::debug!(device = open.name(), errno, "an address handle was not destroyed");
-    }
-    found.map(|vector| vector.rmac)
-}
-
-fn vector(mlx5: &Mlx5, ah: NonNull<ibv_ah>) -> std::result::Result<mlx5_wqe_av, i32> {
-    let mut out = mlx5dv_ah::zeroed();
-    let mut object = mlx5dv_obj::zeroed();
-    object.ah.r#in = ah.as_ptr();
-    object.ah.out = &raw mut out;
-    // SAFETY: the object and the output match the object type.
-    let errno = unsafe { mlx5.mlx5dv_init_obj(&raw mut object, mlx5dv_obj_type::MLX5DV_OBJ_AH) };
-    if errno != 0 {
-        return Err(errno);
-    }
-    let at = NonNull::new(out.av).ok_or(libc::EIO)?;
-    // SAFETY: libmlx5 returned this pointer, and the address handle is still live.
-    Ok(unsafe { at.as_ptr().read_unaligned() })
 }
 
 /// UDP source port of a connection: equal on both sides, different between connections (`rdma_get_udp_sport` of Linux).
