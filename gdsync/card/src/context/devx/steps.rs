@@ -152,6 +152,9 @@ impl Context {
         if !(1..=MTU).contains(&mtu) {
             return Err(Refusal::parameter(format!("mtu is {mtu}")));
         }
+        if qpc::LOG_MSG_MAX.get(context) == 0 {
+            return Err(Refusal::parameter("log_msg_max is 0, so a message has one byte"));
+        }
         attr.path_mtu = mtu_bytes(mtu);
         attr.max_dest_rd_atomic = Some(outstanding(qpc::LOG_RRA_MAX.get(context))?);
         let dgid = bytes(context, path::RGID);
@@ -217,7 +220,7 @@ fn access(context: &[u8]) -> Access {
     let mut access = Access::LOCAL_WRITE;
     access.set(Access::REMOTE_READ, qpc::RRE.get(context) == 1);
     access.set(Access::REMOTE_WRITE, qpc::RWE.get(context) == 1);
-    access.set(Access::REMOTE_ATOMIC, qpc::RAE.get(context) == 1);
+    access.set(Access::REMOTE_ATOMIC, qpc::RAE.get(context) == 1 && qpc::ATOMIC_MODE.get(context) != 0);
     access
 }
 

@@ -341,9 +341,14 @@ fn what_the_firmware_does_not_have_is_refused() {
     assert_eq!(bench.step((qp.0, qp.1 + 1), Opcode::RST2INIT_QP, TO_INIT), Err(Status::BAD_RES));
     assert_eq!(bench.step(qp, Opcode::RST2INIT_QP, &[]), Err(Status::BAD_PARAM), "no port");
     bench.step(qp, Opcode::RST2INIT_QP, TO_INIT).unwrap();
-    for (field, value) in
-        [(qpc::MTU, 0), (qpc::MTU, 6), (path::HOP_LIMIT, 0), (path::UDP_SPORT, 1), (qpc::LOG_RRA_MAX, 5)]
-    {
+    for (field, value) in [
+        (qpc::MTU, 0),
+        (qpc::MTU, 6),
+        (qpc::LOG_MSG_MAX, 0),
+        (path::HOP_LIMIT, 0),
+        (path::UDP_SPORT, 1),
+        (qpc::LOG_RRA_MAX, 5),
+    ] {
         let mut fields = to_rtr(qp);
         fields.push((field, value));
         let refused = bench.step(qp, Opcode::INIT2RTR_QP, &fields);
