@@ -220,7 +220,8 @@ struct State {
     peers: Vec<Weak<Shared>>,
     inbox: VecDeque<Vec<u8>>,
     receives: VecDeque<(usize, usize, usize)>,
-    sends: VecDeque<usize>,
+    /// Context, buffer and message of each send; the buffer must stay as it is until the completion.
+    sends: VecDeque<(usize, usize, Vec<u8>)>,
     done: VecDeque<(usize, Result<usize, c_int>)>,
     regions: Vec<std::ops::Range<usize>>,
     has_eq: bool,
@@ -250,9 +251,12 @@ impl State {
             self.done.push_back((context, if len == message.len() { Ok(len) } else { Err(FI_ETRUNC) }));
         }
         for _ in 0..self.random(4) {
-            let Some(context) = self.sends.pop_front().filter(|_| !kind.is_stuck) else { break };
+            let Some(send) = self.sends.pop_front().filter(|_| !kind.is_stuck) else { break };
+            let (context, buffer, message) = send;
             self.sent += 1;
-            let fails = kind.fails_late && self.sent >= 200;
+            // SAFETY: the caller lends the buffer until its completion.
+            let sent = unsafe { std::slice::from_raw_parts(buffer as *const u8, message.len()) };
+            let fails = kind.fails_late && self.sent >= 200 || sent != message;
             self.done.push_back((context, if fails { Err(libc::EIO) } else { Ok(0) }));
         }
     }
@@ -570,7 +574,9 @@ extern "C" fn send(
         return -FI_EAGAIN;
     }
     *at(context.cast::<[u64; 8]>()) = [!0; 8];
-    shared.state.lock().sends.push_back(context as usize);
+    // SAFETY: the caller lends the bytes.
+    let message = unsafe { std::slice::from_raw_parts(buf.cast::<u8>(), len) }.to_vec();
+    shared.state.lock().sends.push_back((context as usize, buf as usize, message));
     shared.signal();
     0
 }
