@@ -96,7 +96,8 @@ impl NamedWords {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let words = Words { addr, len, purpose, is_gone: false };
         let key = (addr, NEXT.fetch_add(1, Ordering::Relaxed));
-        NAMED.write().insert(key, words);
+        // In a forked child it may be locked for ever.
+        NAMED.try_write_for(PATIENCE).into_iter().for_each(|mut named| _ = named.insert(key, words));
         let row = Row::take(&Log::current());
         row.write(words.pack());
         Self { key, words, row }
@@ -115,7 +116,6 @@ impl NamedWords {
 impl Drop for NamedWords {
     fn drop(&mut self) {
         self.row.write(Words { is_gone: true, ..self.words }.pack());
-        // In a forked child it may be locked for ever.
         NAMED.try_write_for(PATIENCE).into_iter().for_each(|mut named| _ = named.remove(&self.key));
     }
 }
