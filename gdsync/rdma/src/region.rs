@@ -95,7 +95,10 @@ impl Region {
         match (memory.gpu(), memory.dma_buf()) {
             (Some(gpu), _) => Self::register_gpu(domain, gpu, memory, access),
             (None, Some((fd, offset))) => Self::by_dma_buf(domain, memory, (fd, offset), access),
-            (None, None) => Self::register_host(domain, memory, access),
+            (None, None) => {
+                let call = Call::Register { len: memory.len(), memlock: Memlock::here() };
+                Self::by_address(domain, memory, access, &call, Registration::Host)
+            }
         }
     }
 
@@ -117,11 +120,6 @@ impl Region {
         // SAFETY: `mr` was just created.
         let rkey = unsafe { (*mr.as_ptr()).rkey };
         Self { domain: domain.clone(), mr: Raw(mr), lkey, rkey, registration }
-    }
-
-    fn register_host(domain: &Arc<Domain>, memory: &Memory, access: Access) -> Result<Self> {
-        let call = Call::Register { len: memory.len(), memlock: Memlock::here() };
-        Self::by_address(domain, memory, access, &call, Registration::Host)
     }
 
     fn by_address(
