@@ -1,7 +1,6 @@
 //! Links between software HCAs: of one host over packet rings in shared memory, set up over a Unix socket; of any hosts over TCP
 //! or libfabric.
 
-use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -48,16 +47,6 @@ const SIZE: usize = 4096;
 /// Offsets of the two words, on separate cache lines.
 const SLEEPERS: usize = 0;
 const SEQUENCE: usize = 64;
-
-/// Repeats a system call that a signal interrupts. Stopping and continuing a process does, too, where the call has a timeout.
-fn uninterrupted(mut call: impl FnMut() -> isize) -> io::Result<usize> {
-    loop {
-        match usize::try_from(call()).map_err(|_| io::Error::last_os_error()) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            done => return done,
-        }
-    }
-}
 
 /// Links that peers opened and the HCA has not taken over.
 #[derive(Debug)]

@@ -9,9 +9,9 @@
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
-use std::io::Write as _;
-use std::mem::zeroed;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd as _, OwnedFd, RawFd};
+use std::io::{IoSlice, IoSliceMut, Write as _};
+use std::mem::{MaybeUninit, zeroed};
+use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,12 +22,15 @@ use std::time::{Duration, Instant};
 use std::{fmt, fs, io};
 
 use parking_lot::Mutex;
-use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::cmsg_space;
+use rustix::io::retry_on_intr;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg,
+};
 
 use super::ring::{MappingPool, RING_BYTES, RxHints, RxRing, TxRing};
-use super::{
-    ACCEPT_PAUSE, ACCEPTS, Accepted, Event, EventCount, MAX_LINKS, MAX_PENDING_GREETINGS, Peer, uninterrupted,
-};
+use super::{ACCEPT_PAUSE, ACCEPTS, Accepted, Event, EventCount, MAX_LINKS, MAX_PENDING_GREETINGS, Peer};
 use crate::job;
 use gdsync_device::Gid;
 use gdsync_device::error::{Error, Result};
@@ -327,11 +330,7 @@ fn handshake_connect(
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     stream.set_write_timeout(Some(left))?;
     stream.set_read_timeout(Some(left))?;
-    send_with_fds(
-        stream,
-        &greeting(peer, shared.gid, shared.secret()?),
-        &[file.as_raw_fd(), shared.event.fd().as_raw_fd()],
-    )?;
+    send_with_fds(stream, &greeting(peer, shared.gid, shared.secret()?), &[file.as_fd(), shared.event.fd()])?;
     let mut bytes = [0; GREETING];
     let (got, fds) = receive_with_fds(stream, &mut bytes)?;
     if read_greeting(&bytes[..got], shared.gid, shared.secret()?)? != peer {
@@ -516,7 +515,7 @@ impl Control {
             return Err(invalid("one link too many").into());
         }
         let answer = greeting(peer, self.shared.gid, self.shared.secret()?);
-        send_with_fds(&stream, &answer, &[self.shared.event.fd().as_raw_fd()])?;
+        send_with_fds(&stream, &answer, &[self.shared.event.fd()])?;
         let ends = self.shared.link(peer, &file, 1, event, stream)?;
         self.shared.accepted.add(|| Some(ends));
         self.shared.event.notify();
@@ -526,8 +525,6 @@ impl Control {
 
 /// Maximum descriptors per message.
 const MAX_FDS: usize = 2;
-/// Bytes for the control message, with room to detect excess descriptors.
-const CONTROL: usize = 64;
 
 /// PID and effective UID of the peer. The PID is 0 if not visible in this namespace.
 fn peer_credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
@@ -542,81 +539,35 @@ fn peer_credentials(stream: &UnixStream) -> io::Result<libc::ucred> {
     if rc == 0 { Ok(cred) } else { Err(io::Error::last_os_error()) }
 }
 
-#[repr(C, align(8))]
-struct ControlBuffer([u8; CONTROL]);
-
-fn message_header(iov: &mut libc::iovec, control: &mut ControlBuffer, control_len: usize) -> libc::msghdr {
-    // SAFETY: the structure is plain old data, for which zero bytes are valid.
-    let mut message: libc::msghdr = unsafe { zeroed() };
-    message.msg_iov = iov;
-    message.msg_iovlen = 1;
-    message.msg_control = control.0.as_mut_ptr().cast();
-    message.msg_controllen = control_len;
-    message
-}
-
 /// Sends `bytes` with one or two descriptors.
-fn send_with_fds(stream: &UnixStream, bytes: &[u8], fds: &[RawFd]) -> io::Result<()> {
-    let payload = u32::try_from(size_of_val(fds)).expect("two descriptors");
-    let mut control = ControlBuffer([0; CONTROL]);
-    // SAFETY: `CMSG_SPACE` only computes.
-    let space = unsafe { libc::CMSG_SPACE(payload) } as usize;
-    assert!(space <= CONTROL && fds.len() <= MAX_FDS, "the control buffer holds {MAX_FDS} descriptors");
-    let mut iov = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    let message = message_header(&mut iov, &mut control, space);
-    // SAFETY: `message` points to `control`, which lives on this stack frame.
-    let first = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    // SAFETY: `control` is aligned to 8 and holds `space` bytes, so the first header is not null and lies in it.
-    let cmsg = unsafe { &mut *first };
-    cmsg.cmsg_level = libc::SOL_SOCKET;
-    cmsg.cmsg_type = libc::SCM_RIGHTS;
-    // SAFETY: `CMSG_LEN` only computes.
-    cmsg.cmsg_len = unsafe { libc::CMSG_LEN(payload) } as usize;
-    // SAFETY: `cmsg` is a valid header in `control`.
-    let data = unsafe { libc::CMSG_DATA(cmsg) };
-    // SAFETY: `CMSG_SPACE(payload)` bytes fit in `control`, so the descriptors fit behind the header.
-    unsafe { data.copy_from_nonoverlapping(fds.as_ptr().cast(), size_of_val(fds)) };
-    // SAFETY: the message points to live buffers of the stated lengths.
-    let send = || unsafe { libc::sendmsg(stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL) };
-    let sent = uninterrupted(send)?;
+fn send_with_fds(stream: &UnixStream, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    assert!(control.push(SendAncillaryMessage::ScmRights(fds)), "it holds {MAX_FDS} descriptors");
+    let mut send = || sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+    let sent = retry_on_intr(&mut send)?;
     if sent == bytes.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
 /// Receives one message and its descriptors. Fails if there are too many.
 fn receive_with_fds(stream: &UnixStream, bytes: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
-    let mut control = ControlBuffer([0; CONTROL]);
-    let mut iov = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
-    let mut message = message_header(&mut iov, &mut control, CONTROL);
-    // SAFETY: the message points to live buffers of the stated lengths.
-    let receive = || unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC) };
-    let got = uninterrupted(receive)?;
+    // With room to detect one too many.
+    let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(MAX_FDS + 1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    // Stopping and continuing a process interrupts it, too.
+    let got = retry_on_intr(|| {
+        recvmsg(stream, &mut [IoSliceMut::new(bytes)], &mut control, RecvFlags::CMSG_CLOEXEC)
+    })?;
     let mut fds = Vec::new();
-    // SAFETY: `recvmsg` filled in the control buffer and its length.
-    let mut cmsg = unsafe { libc::CMSG_FIRSTHDR(&raw const message) };
-    while !cmsg.is_null() {
-        // SAFETY: `cmsg` is not null, so it points to a header in `control`.
-        let head = unsafe { cmsg.read() };
-        if head.cmsg_level == libc::SOL_SOCKET && head.cmsg_type == libc::SCM_RIGHTS {
-            // SAFETY: `CMSG_LEN` only computes.
-            let data_len = head.cmsg_len.saturating_sub(unsafe { libc::CMSG_LEN(0) } as usize);
-            // SAFETY: `cmsg` is a valid header in `control`.
-            let data = unsafe { libc::CMSG_DATA(cmsg) }.cast::<RawFd>();
-            for i in 0..data_len / size_of::<RawFd>() {
-                // SAFETY: `i` is below the number of descriptors in this message.
-                let slot = unsafe { data.add(i) };
-                // SAFETY: the kernel wrote a descriptor there; the alignment of `ControlBuffer` aligns it.
-                let raw = unsafe { slot.read() };
-                // SAFETY: the kernel installed this descriptor for this message; nothing else owns it.
-                fds.push(unsafe { OwnedFd::from_raw_fd(raw) });
-            }
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
         }
-        // SAFETY: `message` and `cmsg` are what `recvmsg` and `CMSG_FIRSTHDR` filled in.
-        cmsg = unsafe { libc::CMSG_NXTHDR(&raw const message, cmsg) };
     }
-    if message.msg_flags & libc::MSG_CTRUNC != 0 || fds.len() > MAX_FDS {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "too many descriptors"));
+    if got.flags.contains(ReturnFlags::CTRUNC) || fds.len() > MAX_FDS {
+        return Err(invalid("too many descriptors"));
     }
-    Ok((got, fds))
+    Ok((got.bytes, fds))
 }
 
 #[cfg(test)]
@@ -730,7 +681,7 @@ mod tests {
         }
         let small = gdsync_device::memfd(c"small", 4096).unwrap();
         let stream = call();
-        send_with_fds(&stream, &greeting(gid, b_gid, 0), &[small.as_raw_fd(), small.as_raw_fd()]).unwrap();
+        send_with_fds(&stream, &greeting(gid, b_gid, 0), &[small.as_fd(), small.as_fd()]).unwrap();
         assert!(closed(stream), "rings too small");
         // SAFETY: the name is a C string.
         let raw = unsafe { libc::memfd_create(c"open".as_ptr(), libc::MFD_CLOEXEC) };
@@ -738,8 +689,7 @@ mod tests {
         let unsealed: OwnedFd = unsafe { std::os::fd::FromRawFd::from_raw_fd(raw) };
         std::fs::File::from(unsealed.try_clone().unwrap()).set_len(FILE as u64).unwrap();
         let stream = call();
-        send_with_fds(&stream, &greeting(gid, b_gid, 0), &[unsealed.as_raw_fd(), unsealed.as_raw_fd()])
-            .unwrap();
+        send_with_fds(&stream, &greeting(gid, b_gid, 0), &[unsealed.as_fd(), unsealed.as_fd()]).unwrap();
         assert!(closed(stream), "a file that could shrink");
 
         let mut near = b.connect(gid, TIMEOUT).unwrap();
@@ -753,8 +703,7 @@ mod tests {
         stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         let (file, event) = (gdsync_device::memfd(c"link", FILE).unwrap(), EventCount::create().unwrap());
         // Fails if the connection was closed at once.
-        let _ =
-            send_with_fds(&stream, &greeting(gid, claimed, 0), &[file.as_raw_fd(), event.fd().as_raw_fd()]);
+        let _ = send_with_fds(&stream, &greeting(gid, claimed, 0), &[file.as_fd(), event.fd()]);
         matches!(stream.read(&mut [0; GREETING]), Ok(GREETING))
     }
 
