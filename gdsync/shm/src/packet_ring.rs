@@ -173,6 +173,11 @@ pub struct Found {
 }
 
 impl Consumer {
+    /// Whether the producer has written nothing more: cheaper than [`peek`](Self::peek).
+    pub fn is_empty<R: Lines>(&self, ring: &R) -> bool {
+        ring.marker(self.line(ring)).load(Acquire) == 0
+    }
+
     /// The next record, if any. Repeated calls return the same one until it is popped.
     ///
     /// # Errors

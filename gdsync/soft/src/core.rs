@@ -383,7 +383,14 @@ impl Core {
     }
 
     fn receive(&mut self, link: usize) -> bool {
+        let Some(rx) = &mut self.rx[link] else { return false };
         if self.links.is_down(link) {
+            return false;
+        }
+        // Most links, at most steps.
+        if rx.is_empty() {
+            rx.publish();
+            self.links.count_received(link, false);
             return false;
         }
         // Taken out, because the queue pairs borrow the rest of `self`.
@@ -502,7 +509,9 @@ impl Progress for Core {
             self.watch(i, doorbells);
             worked = true;
         });
-        attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
+        for cqn in attended {
+            self.cqs.attend(cqn);
+        }
         if !self.watched.is_empty() {
             worked |= self.poll_watched();
         }

@@ -284,7 +284,9 @@ impl SoftQp {
     pub(crate) fn complete_finished(&mut self, env: &mut Env<'_>) -> bool {
         let mut any = false;
         while let Some(p) = self.req.pending.front_mut() {
-            p.add_copy(None);
+            if !p.copies.is_empty() {
+                p.add_copy(None);
+            }
             if p.error.is_none() && (!p.is_done() || !p.copies.is_empty() || p.fetch.is_some()) {
                 break;
             }

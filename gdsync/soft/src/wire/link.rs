@@ -271,6 +271,12 @@ impl Rx {
         }
     }
 
+    /// Whether the ring is empty. Sockets are asked by [`Rx::peek`].
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        matches!(self, Self::Memory(ring) if ring.is_empty())
+    }
+
     /// Its socket may have something.
     pub(crate) fn set_ready(&mut self) {
         if let Self::Far(rx) = self {

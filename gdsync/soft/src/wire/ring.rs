@@ -188,6 +188,12 @@ impl RxRing {
         Ok(Self { ring, consumer, hint, begin, _mapping: Some(mapping.clone()) })
     }
 
+    /// Whether the producer has written nothing more.
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.consumer.is_empty(&self.ring)
+    }
+
     /// The next record, if any.
     pub(crate) fn peek(&mut self) -> std::result::Result<Option<Record>, Corrupt> {
         let Some(found) = self.consumer.peek(&self.ring)? else { return Ok(None) };

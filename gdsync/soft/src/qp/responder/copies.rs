@@ -144,7 +144,7 @@ impl Responder {
 
     /// Whether copies other than cross-memory attach are in progress.
     pub(crate) fn awaits_engines(&self) -> bool {
-        self.copies.list.iter().any(|m| m.read.is_none())
+        self.is_copying() && self.copies.list.iter().any(|m| m.read.is_none())
     }
 
     /// Whether a message from this link is being copied.
@@ -376,7 +376,12 @@ impl SoftQp {
 
     /// Advances cross-memory attach and records finished copies. Returns whether a read advanced.
     pub(crate) fn poll_copies(&mut self, env: &mut Env<'_>) -> bool {
-        let any = self.step_cma() | self.step_fetch(env);
+        let fetched = self.step_fetch(env);
+        // Asked at each step, and hardly ever true.
+        if !self.resp.is_copying() {
+            return fetched;
+        }
+        let any = self.step_cma() | fetched;
         for message in self.resp.copies.list.iter_mut().filter(|m| !m.is_over()) {
             message.state = match message.ticket.status() {
                 Status::Pending => continue,
