@@ -426,6 +426,7 @@ impl Communicator {
     /// Moves messages along, releases what complete ones held, and asks silent ranks whether they are alive. Only needed by threads
     /// that neither wait nor send for long.
     pub fn progress(&self) {
+        self.run_devices();
         self.catch_up();
         self.0.peers.iter().for_each(|peer| peer.recycle());
         RmaQueues::recycle(&mut self.0.rma.lock());

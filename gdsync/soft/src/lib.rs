@@ -24,7 +24,7 @@
 //! - Its own timers: retry, RNR, delayed packets.
 //! - A doorbell written by a GPU: the library announces the send when it is enqueued, and the service thread polls that
 //!   doorbell from then on. It busy-polls first, then backs off to one eighth of the time waited, at most 5 ms.
-//! - A doorbell that was never announced: found within 100 ms.
+//! - A doorbell that was never announced: found within a second.
 //!
 //! # As a card
 //!

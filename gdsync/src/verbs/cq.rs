@@ -309,7 +309,7 @@ impl CqInner {
     }
 
     fn drain(&self) {
-        if !self.fork_guard.is_here() {
+        if self.room.in_use() == 0 || !self.fork_guard.is_here() {
             return;
         }
         let take_all = || {

@@ -54,6 +54,12 @@ pub trait Progress: Send + fmt::Debug + 'static {
     /// The GPUs to nudge once the lock is released.
     fn take_nudges(&mut self) -> Vec<Arc<dyn GpuNudge>>;
 
+    /// Maximum sleep of the service thread. Afterwards it checks all doorbells, also those not watched, and receives that streams have
+    /// posted.
+    fn longest_sleep(&self) -> Duration {
+        Duration::from_millis(100)
+    }
+
     /// Maximum sleep of the service thread while it must poll.
     fn watch_nap(&self) -> Duration {
         Duration::from_millis(5)

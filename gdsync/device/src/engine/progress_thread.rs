@@ -24,8 +24,6 @@ const POLLS: u32 = 64;
 /// After a sleep of this time it does not poll before the next one: a single packet, such as the question whether this process lives,
 /// costs one wake-up. If another one follows at once, it polls again.
 const IDLE: Duration = Duration::from_millis(10);
-/// Maximum sleep; afterwards all doorbells are checked, also those not watched.
-const SLEEP: Duration = Duration::from_millis(100);
 
 /// The service thread, joined on drop.
 #[derive(Debug)]
@@ -160,7 +158,7 @@ impl<S: ProgressEngine> Worker<S> {
         if let Some(doorbells) = core.newly_watched() {
             self.doorbells = doorbells;
         }
-        let (timer, watch_nap) = (core.next_timer(), core.watch_nap());
+        let (timer, watch_nap, longest) = (core.next_timer(), core.watch_nap(), core.longest_sleep());
         let active = core.is_active();
         let spin = match std::mem::take(&mut self.slept) {
             _ if is_polling => WATCH_SPIN,
@@ -178,7 +176,7 @@ impl<S: ProgressEngine> Worker<S> {
             }
             return is_polling && !copying;
         }
-        let mut nap = SLEEP;
+        let mut nap = longest;
         if watching {
             nap = gdsync_shm::nap(idle, SPIN..=watch_nap);
         }
@@ -207,7 +205,11 @@ impl<S: ProgressEngine> Worker<S> {
         shared.sleep(&ready, nap);
         shared.progress_state().thread.lock().asleep = false;
         self.slept = started.elapsed();
-        if nap == SLEEP && self.slept >= SLEEP {
+        if self.slept >= IDLE {
+            // A thread that ran a step meanwhile is not taken for one that still does.
+            self.caller_steps = shared.progress_state().caller_steps.load(Ordering::Relaxed);
+        }
+        if nap == longest && self.slept >= longest {
             let mut core = shared.core().lock();
             core.look_at_all();
             shared.unlock(core);

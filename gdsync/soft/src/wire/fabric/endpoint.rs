@@ -51,10 +51,14 @@ const OVERTAKEN: Duration = Duration::from_secs(3);
 const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
 /// Before a nap of this length it is worth a millisecond to clear a descriptor that stays readable.
 const LONG_NAP: Duration = Duration::from_micros(500);
+/// After a pause of [`PAUSE`], messages within [`FEW_MESSAGES`] are a question whether this process lives, or its answer: the first nap
+/// is a long one.
+const PAUSE: Duration = Duration::from_millis(10);
+const FEW_MESSAGES: Duration = Duration::from_millis(1);
 /// Maximum sleep while the provider takes no message.
 const NAP: Duration = Duration::from_millis(1);
 /// Maximum sleep otherwise, in case a provider's descriptor missed something.
-const SLEEP: Duration = Duration::from_millis(100);
+const SLEEP: Duration = Duration::from_secs(1);
 
 /// The endpoint of an HCA.
 #[derive(Debug)]
@@ -87,8 +91,9 @@ struct State {
     /// The provider has refused the last message.
     is_blocked: bool,
     polls: u32,
-    /// When the provider had something last.
+    /// When the provider had something last, and first after the last [`PAUSE`].
     worked: Instant,
+    began: Instant,
 }
 
 /// A link, by the number that this side has given it.
@@ -257,6 +262,7 @@ impl Endpoint {
             is_blocked: false,
             polls: 0,
             worked: Instant::now(),
+            began: Instant::now(),
         };
         let fd = state.objects.fd().and_then(|fd| fd.try_clone_to_owned().ok());
         Ok(Arc::new(Self { carrier, name: own, fd, state: Mutex::new(state) }))
@@ -447,10 +453,12 @@ impl Endpoint {
         // That of `net` and `tcp` stays so in libfabric 1.17 and 1.18, whose `fi_trywait` does nothing: a read that waits clears it.
         if is_readable() {
             let nap = state.nap();
-            if nap >= LONG_NAP && state.poll_with(true) {
+            // The read holds up senders.
+            let is_worth_it = nap >= LONG_NAP && state.worked.elapsed() >= LONG_NAP;
+            if is_worth_it && state.poll_with(true) {
                 return None;
             }
-            if nap < LONG_NAP || is_readable() {
+            if !is_worth_it || is_readable() {
                 return Some((nap, false));
             }
         }
@@ -494,7 +502,8 @@ impl State {
     }
 
     fn nap(&self) -> Duration {
-        gdsync_shm::nap(self.worked.elapsed(), NAPS)
+        let is_lone = self.worked - self.began < FEW_MESSAGES;
+        gdsync_shm::nap(self.worked.elapsed(), if is_lone { LONG_NAP } else { *NAPS.start() }..=*NAPS.end())
     }
 
     fn poll(&mut self) -> bool {
@@ -510,7 +519,11 @@ impl State {
                 false
             });
             if !completions.is_empty() {
-                (any, self.worked) = (true, Instant::now());
+                let last = std::mem::replace(&mut self.worked, Instant::now());
+                any = true;
+                if self.worked - last >= PAUSE {
+                    self.began = self.worked;
+                }
             }
             completions.drain(..).for_each(|completion| self.complete(completion));
             if !is_full {
