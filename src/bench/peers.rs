@@ -3,12 +3,13 @@
 mod nccl;
 mod nvshmem;
 
+use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
 use clap::Args;
 use cudarc::driver::{result, sys};
 use gdasync::app_stream::{AppStream, Engine, Kernels, Place, Placed, Queues, own_gpu};
-use gdasync::gdsync::stream::{Batch, Cond, Graph, Via};
+use gdasync::gdsync::stream::{Batch, Cond, Via};
 use gdasync::measure::Samples;
 use gdasync::mp::{Channel, Communicator, CommunicatorBuilder, Registration, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
@@ -120,8 +121,8 @@ impl Rig<'_> {
 pub(super) trait Way {
     fn name(&self) -> String;
 
-    /// The addresses of what is sent and of what is received.
-    fn buffers(&self) -> (u64, u64);
+    /// The address of what is sent; behind it, and as long as [`Rig::room`], is what is received.
+    fn buffer(&self) -> u64;
 
     /// Puts message `n` of so many bytes on the stream. No two in a row have the same number.
     fn send(&self, bytes: usize, n: u64) -> Result<()>;
@@ -129,8 +130,17 @@ pub(super) trait Way {
     /// Puts the wait for message `n` on the stream.
     fn receive(&self, bytes: usize, n: u64) -> Result<()>;
 
-    /// Captures what `fill` puts on the stream; `None` where graphs refuse it.
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>>;
+    /// Captures what `fill` puts on the stream, as a foreign library does; `None` where graphs refuse it.
+    fn capture(&self, kernels: &Kernels, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Graph<'_>>> {
+        let stream = kernels.stream();
+        stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
+        let filled = fill();
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
+        let graph = stream.end_capture(flags);
+        filled?;
+        let graph = graph?.ok_or("nothing was captured")?;
+        Ok(Some(Box::new(move || Ok(graph.launch()?))))
+    }
 
     /// Ends it at both ranks.
     fn close(&self) -> Result<()> {
@@ -138,32 +148,12 @@ pub(super) trait Way {
     }
 }
 
-/// A graph.
-pub(super) trait Repeat {
-    fn launch(&self) -> Result<()>;
-}
+/// Launches a graph.
+type Graph<'a> = Box<dyn Fn() -> Result<()> + 'a>;
 
-/// A graph that a foreign library was captured in.
-pub(super) struct ForeignGraph(cudarc::driver::CudaGraph);
-
-impl Repeat for ForeignGraph {
-    fn launch(&self) -> Result<()> {
-        Ok(self.0.launch()?)
-    }
-}
-
-/// Captures what a foreign library puts on the stream.
-pub(super) fn capture_foreign(
-    kernels: &Kernels,
-    fill: &mut dyn FnMut() -> Result<()>,
-) -> Result<Option<Box<dyn Repeat>>> {
-    let stream = kernels.stream();
-    stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
-    let filled = fill();
-    let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-    let graph = stream.end_capture(flags);
-    filled?;
-    Ok(Some(Box::new(ForeignGraph(graph?.ok_or("nothing was captured")?))))
+/// Fails unless the call of a library returned 0.
+fn checked(call: &str, status: c_int) -> Result<()> {
+    if status == 0 { Ok(()) } else { Err(format!("{call}: status {status}").into()) }
 }
 
 /// Messages of mp between the two halves of a buffer.
@@ -245,9 +235,8 @@ impl Way for Ours<'_> {
         .into()
     }
 
-    fn buffers(&self) -> (u64, u64) {
-        let first = self.buffer.memory().addr() + WORDS as u64;
-        (first, first + self.room as u64)
+    fn buffer(&self) -> u64 {
+        self.buffer.memory().addr() + WORDS as u64
     }
 
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
@@ -281,21 +270,14 @@ impl Way for Ours<'_> {
         Ok(())
     }
 
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
+    fn capture(&self, _: &Kernels, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Graph<'_>>> {
         if let By::Messages = self.by {
             return Ok(None);
         }
         let capture = self.app.stream.begin_capture()?;
         fill()?;
-        Ok(Some(Box::new(OurGraph(self.app, capture.end()?))))
-    }
-}
-
-struct OurGraph<'a>(&'a AppStream, Graph);
-
-impl Repeat for OurGraph<'_> {
-    fn launch(&self) -> Result<()> {
-        Ok(self.1.launch(&self.0.stream).map(drop)?)
+        let graph = capture.end()?;
+        Ok(Some(Box::new(move || Ok(graph.launch(&self.app.stream).map(drop)?))))
     }
 }
 
@@ -386,19 +368,20 @@ impl Options {
         };
         // Graphs repeat the first numbers.
         let mut numbers = vec![ahead; ways.len()];
-        let graphs =
-            ways.iter().map(|way| way.capture(&mut || (0..ahead).try_for_each(|n| round(*way, n + 1))));
+        let graphs = ways.iter().map(|way| {
+            way.capture(rig.kernels, &mut || (0..ahead).try_for_each(|n| round(*way, n + 1)))
+        });
         let graphs = graphs.collect::<Result<Vec<_>>>()?;
         let mut samples = vec![[Samples::default(), Samples::default()]; ways.len()];
         for sample in 0..=self.iters {
             for (at, way) in ways.iter().enumerate() {
                 for (mode, samples) in samples[at].iter_mut().enumerate() {
-                    let is_captured = mode == 1;
-                    if is_captured && graphs[at].is_none() {
+                    let graph = graphs[at].as_ref().filter(|_| mode == 1);
+                    if mode == 1 && graph.is_none() {
                         continue;
                     }
                     let number = u64::from(sample) * 2 + mode as u64;
-                    let (source, target) = way.buffers();
+                    let source = way.buffer();
                     let sent = self.checks.sent(rig.comm.rank(), number).bytes(bytes);
                     app.finish()?;
                     rig.comm.barrier(rig.timeout)?;
@@ -406,8 +389,8 @@ impl Options {
                     unsafe { result::memcpy_htod_sync(source, &sent) }?;
                     rig.comm.barrier(rig.timeout)?;
                     let start = Instant::now();
-                    if is_captured && let Some(graph) = &graphs[at] {
-                        graph.launch()?;
+                    if let Some(launch) = graph {
+                        launch()?;
                     } else {
                         for _ in 0..ahead {
                             numbers[at] += 1;
@@ -425,7 +408,7 @@ impl Options {
                     rig.comm.barrier(rig.timeout)?;
                     let mut came = vec![0; bytes];
                     // SAFETY: device memory of the way, as long as the longest message, which nothing uses now.
-                    unsafe { result::memcpy_dtoh_sync(&mut came, target) }?;
+                    unsafe { result::memcpy_dtoh_sync(&mut came, source + rig.room as u64) }?;
                     let right = gdasync::results::expected(rig.peer(), number).bytes(bytes) == came;
                     sheet.wrong(u64::from(!right));
                 }

@@ -7,7 +7,7 @@ use std::rc::Rc;
 use gdasync::app_stream::Kernels;
 use gdasync::results::Result;
 
-use super::{Repeat, Rig, Way, capture_foreign, declare, load};
+use super::{Rig, Way, checked, declare, load};
 
 /// `ncclUniqueId`.
 #[repr(C)]
@@ -108,11 +108,6 @@ impl Nccl<'_> {
     fn stream(&self) -> Pointer {
         self.kernels.stream().cu_stream().cast()
     }
-
-    fn buffers(&self) -> (u64, u64) {
-        let first = self.buffer.addr() as u64;
-        (first, first + self.room as u64)
-    }
 }
 
 /// `ncclSend` and `ncclRecv`.
@@ -123,8 +118,8 @@ impl Way for SendRecv<'_> {
         "NCCL send and recv".into()
     }
 
-    fn buffers(&self) -> (u64, u64) {
-        self.0.buffers()
+    fn buffer(&self) -> u64 {
+        self.0.buffer.addr() as u64
     }
 
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {
@@ -141,10 +136,6 @@ impl Way for SendRecv<'_> {
         // SAFETY: the second part of the buffer, and a communicator and a stream that live.
         let told = unsafe { (nccl.functions.recv)(to, bytes, CHAR, nccl.peer, nccl.comm, nccl.stream()) };
         checked("ncclRecv", told)
-    }
-
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
-        capture_foreign(self.0.kernels, fill)
     }
 
     fn close(&self) -> Result<()> {
@@ -165,8 +156,8 @@ impl Way for PutSignal<'_> {
         "NCCL put and signal".into()
     }
 
-    fn buffers(&self) -> (u64, u64) {
-        self.nccl.buffers()
+    fn buffer(&self) -> u64 {
+        self.nccl.buffer.addr() as u64
     }
 
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {
@@ -197,12 +188,4 @@ impl Way for PutSignal<'_> {
         let told = unsafe { (self.puts.wait_signal)(1, &mut signal, self.nccl.comm, self.nccl.stream()) };
         checked("ncclWaitSignal", told)
     }
-
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
-        capture_foreign(self.nccl.kernels, fill)
-    }
-}
-
-fn checked(call: &str, status: c_int) -> Result<()> {
-    if status == 0 { Ok(()) } else { Err(format!("{call}: ncclResult_t {status}").into()) }
 }

@@ -6,7 +6,7 @@ use std::ptr::null_mut;
 use gdasync::app_stream::Kernels;
 use gdasync::results::Result;
 
-use super::{Repeat, Rig, Way, capture_foreign, declare, load};
+use super::{Rig, Way, checked, declare, load};
 
 /// `nvshmemx_uniqueid_t`.
 #[repr(C)]
@@ -134,9 +134,8 @@ impl Way for Nvshmem<'_> {
         "NVSHMEM put and signal".into()
     }
 
-    fn buffers(&self) -> (u64, u64) {
-        let first = self.buffer.addr() as u64;
-        (first, first + self.room as u64)
+    fn buffer(&self) -> u64 {
+        self.buffer.addr() as u64
     }
 
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
@@ -154,17 +153,9 @@ impl Way for Nvshmem<'_> {
         Ok(())
     }
 
-    fn capture(&self, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Box<dyn Repeat + '_>>> {
-        capture_foreign(self.kernels, fill)
-    }
-
     fn close(&self) -> Result<()> {
         // SAFETY: nothing is under way; both ranks call it.
         unsafe { (self.functions.finalize)() };
         Ok(())
     }
-}
-
-fn checked(call: &str, status: c_int) -> Result<()> {
-    if status == 0 { Ok(()) } else { Err(format!("{call}: status {status}").into()) }
 }
