@@ -13,10 +13,11 @@ mod requirements;
 #[cfg(test)]
 mod tests;
 
-use crate::note;
+use crate::results::JsonFile;
+use crate::{note, out};
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::{self, IsTerminal, Write};
+use std::fmt::{self, Write};
+use std::io::{self, IsTerminal};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -79,45 +80,27 @@ impl Doctor {
             return live::run(what);
         }
         let done = if self.list { list() } else { self.examine() };
-        done.unwrap_or_else(|message| {
-            note!("gdasync doctor: {message}");
+        done.unwrap_or_else(|error| {
+            note!("gdasync doctor: {error}");
             ExitCode::from(2)
         })
     }
 
-    fn examine(&self) -> Result<ExitCode, String> {
+    fn examine(&self) -> crate::results::Result<ExitCode> {
         let names: Vec<_> = AREAS.iter().flat_map(|area| area.checks).map(|check| check.name).collect();
         if let Some(unknown) = self
             .only
             .iter()
             .find(|wanted| !names.iter().any(|name| is_wanted(name, std::slice::from_ref(wanted))))
         {
-            return Err(format!("--only {unknown}: there is no such probe or area; --list names them"));
+            return Err(format!("--only {unknown}: there is no such probe or area; --list names them").into());
         }
-        let file = match self.json.as_deref() {
-            Some(path) if path.as_os_str() != "-" => {
-                Some(File::create(path).map_err(|error| format!("--json {}: {error}", path.display()))?)
-            }
-            _ => None,
-        };
+        let is_json = self.json.as_ref().is_some_and(|path| path.as_os_str() == "-");
+        let file = JsonFile::create(self.json.as_deref().filter(|_| !is_json))?;
         let report = self.report();
-        let write = |to: &mut dyn Write| -> std::io::Result<()> {
-            serde_json::to_writer_pretty(&mut *to, &report)?;
-            writeln!(to)
-        };
-        let mut out = std::io::stdout().lock();
-        let written = match (&self.json, file) {
-            (Some(path), Some(mut file)) => {
-                write(&mut file).map_err(|error| format!("--json {}: {error}", path.display()))?;
-                text(&mut out, &report)
-            }
-            (Some(_), None) => write(&mut out),
-            (None, _) => text(&mut out, &report),
-        };
-        // A reader that has seen enough (`| head`) is no failure.
-        written
-            .or_else(|error| if error.kind() == std::io::ErrorKind::BrokenPipe { Ok(()) } else { Err(error) })
-            .map_err(|error| format!("cannot write the output: {error}"))?;
+        file.write(&report)?;
+        let shown = if is_json { serde_json::to_string_pretty(&report)? } else { text(&report)? };
+        out!("{}", shown.trim_end())?;
         let failed = report.probes.iter().any(|probe| probe.status == Status::Fail);
         Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
     }
@@ -209,22 +192,16 @@ fn seen(area: &Area, look: &Receiver<Vec<Probe>>, deadline: Instant) -> Vec<Prob
 const NAME: usize = 24;
 
 /// Lists the probes.
-fn list() -> Result<ExitCode, String> {
-    let mut out = io::stdout().lock();
-    for area in AREAS {
-        for check in area.checks {
-            if writeln!(out, "{:NAME$}  {}\n{:NAME$}  why: {}", check.name, check.tried, "", check.why)
-                .is_err()
-            {
-                return Ok(ExitCode::SUCCESS);
-            }
-        }
+fn list() -> crate::results::Result<ExitCode> {
+    for check in AREAS.iter().flat_map(|area| area.checks) {
+        out!("{:NAME$}  {}\n{:NAME$}  why: {}", check.name, check.tried, "", check.why)?;
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// The report, by area: a line for each probe, and below it what to do.
-fn text(out: &mut impl Write, report: &Report) -> io::Result<()> {
+fn text(report: &Report) -> Result<String, fmt::Error> {
+    let mut out = String::new();
     let color = io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let machine = &report.machine;
     let Description { version, cpus, cpu, kernel, .. } = machine;
@@ -239,7 +216,7 @@ fn text(out: &mut impl Write, report: &Report) -> io::Result<()> {
         let mut lines = alike(&probes);
         lines.sort_by_key(order);
         for line in merged(lines) {
-            write_line(out, &line, color)?;
+            write_line(&mut out, &line, color)?;
         }
     }
     let count = |status| report.probes.iter().filter(|probe| probe.status == status).count();
@@ -252,7 +229,7 @@ fn text(out: &mut impl Write, report: &Report) -> io::Result<()> {
     if !report.conclusion.is_empty() {
         writeln!(out, "{}", report.conclusion)?;
     }
-    out.flush()
+    Ok(out)
 }
 
 /// A line: what a probe says, of some devices; or what some say that were skipped.
@@ -293,7 +270,7 @@ fn merged(lines: Vec<Line<'_>>) -> Vec<Line<'_>> {
     rows
 }
 
-fn write_line(out: &mut impl Write, line: &Line<'_>, color: bool) -> io::Result<()> {
+fn write_line(out: &mut String, line: &Line<'_>, color: bool) -> fmt::Result {
     let probe = line.probe;
     let (on, off) = match probe.status {
         _ if !color => ("", ""),

@@ -54,7 +54,7 @@ fn main() -> ExitCode {
         Command::Bench(bench) => end(bench.run().map(|()| ExitCode::SUCCESS)),
         Command::Plot(options) => end(options.run()),
         Command::Report(options) => end(options.run()),
-        Command::Trace(options) => options.run(),
+        Command::Trace(options) => end(options.run()),
     }
 }
 

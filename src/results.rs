@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::fs::File;
-use std::io;
+use std::io::{self, Write as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -318,25 +318,35 @@ pub fn expected(rank: usize, n: u64) -> Pattern {
     Pattern::new(rank as u64, n)
 }
 
-/// Creates the file of `--json` before anything is measured, so that a bad path fails early.
-pub fn create_json(path: Option<&Path>) -> std::result::Result<Option<File>, String> {
-    let create = |path: &Path| match path.to_str() {
-        Some("-") => Err("standard output has the table; name a file, or /dev/stdout for both".to_owned()),
-        _ => File::create(path).map_err(|error| error.to_string()),
-    };
-    path.map(|path| create(path).map_err(|why| format!("--json {}: {why}", path.display()))).transpose()
-}
+/// The file of `--json`, if one is named.
+#[derive(Debug)]
+pub struct JsonFile(Option<(PathBuf, File)>);
 
-/// Writes results to the file of `--json`, if there is one.
-pub fn write_json(file: Option<File>, results: &impl Serialize) -> io::Result<()> {
-    file.map_or(Ok(()), |file| Ok(serde_json::to_writer_pretty(file, results)?))
+impl JsonFile {
+    /// Creates it before anything is measured, so that a bad path fails early.
+    pub fn create(path: Option<&Path>) -> std::result::Result<Self, String> {
+        let create = |path: &Path| match path.to_str() {
+            Some("-") => Err("standard output has the table; name a file, or /dev/stdout for both".into()),
+            _ => File::create(path).map(|file| (path.to_owned(), file)).map_err(|error| error.to_string()),
+        };
+        let named = |path: &Path| create(path).map_err(|why| format!("--json {}: {why}", path.display()));
+        path.map(named).transpose().map(Self)
+    }
+
+    /// Writes the results.
+    pub fn write(self, results: &impl Serialize) -> std::result::Result<(), String> {
+        let Some((path, mut file)) = self.0 else { return Ok(()) };
+        let written = serde_json::to_writer_pretty(&mut file, results).map_err(io::Error::from);
+        let written = written.and_then(|()| writeln!(file));
+        written.map_err(|error| format!("--json {}: {error}", path.display()))
+    }
 }
 
 /// Collects the results of a benchmark. Every rank has one; rank 0 prints and writes them.
 #[derive(Debug)]
 pub struct Sheet {
     is_shown: bool,
-    file: Option<File>,
+    file: JsonFile,
     bar: ProgressBar,
     end: Instant,
     series: Vec<Series>,
@@ -353,7 +363,7 @@ impl Sheet {
     pub fn new(output: &Output, is_shown: bool, steps: usize) -> Result<Self> {
         let bar = if is_shown { ProgressBar::new(steps as u64) } else { ProgressBar::hidden() };
         bar.set_style(ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}")?);
-        let file = create_json(output.json.as_deref().filter(|_| is_shown))?;
+        let file = JsonFile::create(output.json.as_deref().filter(|_| is_shown))?;
         let end = Instant::now() + Duration::from_secs(output.budget);
         let (series, skipped) = (Vec::new(), Vec::new());
         Ok(Self { is_shown, file, bar, end, series, skipped, note: None, summary: None, wrong: 0 })
@@ -505,7 +515,7 @@ impl Sheet {
         if self.is_shown {
             report.print(self.note.as_deref(), self.summary.as_deref())?;
         }
-        write_json(self.file, &report)?;
+        self.file.write(&report)?;
         match self.wrong {
             0 => Ok(()),
             wrong => Err(format!("{wrong} checks found wrong data: the figures mean nothing").into()),

@@ -3,10 +3,10 @@
 mod report;
 mod text;
 
-use gdasync::note;
+use gdasync::{note, out};
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -15,11 +15,10 @@ use clap::Args;
 use gdasync::gdsync::Error;
 use gdasync::gdsync::error::printable;
 use gdasync::gdsync::recorder::{Event, Queue, Record, Recording, Stage};
+use gdasync::results::Result;
 use serde_json::{Value, json};
 
 use report::{Report, micros, status};
-
-type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 const STUCK: u8 = 3;
 
@@ -56,26 +55,12 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    pub(crate) fn run(&self) -> ExitCode {
-        match self.try_run() {
-            Ok(true) => ExitCode::from(STUCK),
-            Ok(false) => ExitCode::SUCCESS,
-            // The reader has closed the pipe.
-            Err(error) if is_closed_pipe(&*error) => ExitCode::SUCCESS,
-            Err(error) => {
-                note!("gdasync: {error}");
-                ExitCode::FAILURE
-            }
-        }
-    }
-
-    fn try_run(&self) -> Result<bool> {
-        let mut out = io::stdout().lock();
+    pub(crate) fn run(&self) -> Result<ExitCode> {
         if self.clean {
             for path in Recording::clean() {
-                writeln!(out, "{}", path.display())?;
+                out!("{}", path.display())?;
             }
-            return Ok(false);
+            return Ok(ExitCode::SUCCESS);
         }
         let is_list = self.list || self.targets.is_empty();
         let recordings = if is_list { Recording::all(left_out) } else { self.recordings()? };
@@ -87,14 +72,13 @@ impl Options {
         let others = if is_list { Vec::new() } else { Recording::all(|_, _| {}) };
         let report = Report::of(&recordings, &others, Duration::from_secs(self.stuck_after), self.records);
         if self.json {
-            serde_json::to_writer_pretty(&mut out, &report)?;
-            writeln!(out)?;
+            out!("{}", serde_json::to_string_pretty(&report)?)?;
         } else if is_list {
-            text::list(&report, &mut out)?;
+            text::list(&report)?;
         } else {
-            text::print(&report, &mut out)?;
+            text::print(&report)?;
         }
-        Ok(!is_list && report.stuck > 0)
+        Ok(if !is_list && report.stuck > 0 { ExitCode::from(STUCK) } else { ExitCode::SUCCESS })
     }
 
     fn recordings(&self) -> Result<Vec<Recording>> {
@@ -115,15 +99,6 @@ impl Options {
 /// Reports a file that has the name of a recording and cannot be read.
 fn left_out(path: &Path, error: Error) {
     note!("gdasync: left out {}: {}", printable(&path.to_string_lossy()), printable(&error.to_string()));
-}
-
-fn is_closed_pipe(error: &(dyn std::error::Error + 'static)) -> bool {
-    let kind = match (error.downcast_ref::<io::Error>(), error.downcast_ref::<serde_json::Error>()) {
-        (Some(error), _) => Some(error.kind()),
-        (_, Some(error)) => error.io_error_kind(),
-        _ => None,
-    };
-    kind == Some(io::ErrorKind::BrokenPipe)
 }
 
 /// A send from when it was enqueued to the last stage that it reached, in nanoseconds of the monotonic clock.

@@ -20,7 +20,7 @@ use std::time::Duration;
 use clap::{Parser, ValueEnum};
 use gdasync::app_stream::{AppStream, Description, Placed, Placement};
 use gdasync::measure::Machine;
-use gdasync::results::{Result, all_ranks, create_json, sum, write_json};
+use gdasync::results::{JsonFile, Result, all_ranks, sum};
 use gdasync::terminal::parse;
 use gdasync::{note, out};
 use mp::Communicator;
@@ -143,10 +143,10 @@ fn run(options: &Options) -> Result<bool> {
     }
     let comm = builder.spawn(options.ranks.unwrap_or(2).into()).timeout(timeout).init()?;
     let first = comm.rank() == 0;
-    let file = create_json(options.json.as_deref().filter(|_| first))?;
+    let file = JsonFile::create(options.json.as_deref().filter(|_| first))?;
     let report = solve(options, &placed, &comm)?;
     let written = match first {
-        true => report.print().and_then(|()| write_json(file, &report)),
+        true => report.print().map_err(|error| error.to_string()).and_then(|()| file.write(&report)),
         false => Ok(()),
     };
     // First: the other ranks have not failed.

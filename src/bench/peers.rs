@@ -368,9 +368,9 @@ impl Options {
         };
         // Graphs repeat the first numbers.
         let mut numbers = vec![ahead; ways.len()];
-        let graphs = ways.iter().map(|way| {
-            way.capture(rig.kernels, &mut || (0..ahead).try_for_each(|n| round(*way, n + 1)))
-        });
+        let graphs = ways
+            .iter()
+            .map(|way| way.capture(rig.kernels, &mut || (0..ahead).try_for_each(|n| round(*way, n + 1))));
         let graphs = graphs.collect::<Result<Vec<_>>>()?;
         let mut samples = vec![[Samples::default(), Samples::default()]; ways.len()];
         for sample in 0..=self.iters {

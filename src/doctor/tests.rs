@@ -249,10 +249,7 @@ fn paths_between_gpus_are_distinguished() {
 fn report_text(tree: &Tree) -> String {
     let machine = healthy(tree);
     let (probes, conclusion) = (all(&machine), conclusion(&machine));
-    let report = Report { machine: Description::here(), probes, conclusion };
-    let mut out = Vec::new();
-    text(&mut out, &report).unwrap();
-    String::from_utf8(out).unwrap()
+    text(&Report { machine: Description::here(), probes, conclusion }).unwrap()
 }
 
 /// Words with the spaces of columns between them.

@@ -34,7 +34,7 @@ use serde_json::json;
 
 use super::{Common, Program, Usage, cuda, versions};
 use crate::measure::Machine;
-use crate::results::{Result, create_json, write_json};
+use crate::results::{JsonFile, Result};
 use crate::{note, out};
 
 /// Tests CPU mappings of GPU memory on this machine. Each case runs in a process of its own.
@@ -90,7 +90,7 @@ impl Program for Sanity {
             }
             return Ok(());
         }
-        let file = create_json(self.common.json.as_deref())?;
+        let file = JsonFile::create(self.common.json.as_deref())?;
         let cases = self.selected()?;
         let (device, versions) = self.describe()?;
         out!("{device}")?;
@@ -121,7 +121,7 @@ impl Program for Sanity {
             "benchmark": Self::NAME, "device": device, "machine": Machine::here(),
             "options": { "parameters": self, "versions": versions }, "results": results,
         });
-        write_json(file, &report)?;
+        file.write(&report)?;
         if failed > 0 { Err(format!("{failed} cases failed").into()) } else { Ok(()) }
     }
 }

@@ -1,26 +1,24 @@
 //! Prints a report as text.
 
-use std::io::{Result, Write};
+use std::io::Result;
 
 use comfy_table::Table;
+use gdasync::out;
 use gdasync::results::plain_table;
 
 use super::report::{Line, Other, Process, Progress, QueuePair, Report, Waiting};
 
 /// Without the blanks at the ends of lines.
-fn put(table: &Table, out: &mut dyn Write) -> Result<()> {
-    table.lines().try_for_each(|line| writeln!(out, "  {}", line.trim_end()))
+fn put(table: &Table) -> Result<()> {
+    table.lines().try_for_each(|line| out!("  {}", line.trim_end()))
 }
 
-fn rank(rank: Option<u32>) -> String {
-    rank.map_or_else(|| "-".into(), |rank| rank.to_string())
-}
-
-fn number(number: Option<u64>) -> String {
+/// A dash where there is none.
+fn number<T: ToString>(number: Option<T>) -> String {
     number.map_or_else(|| "-".into(), |number| number.to_string())
 }
 
-pub(super) fn list(report: &Report, out: &mut dyn Write) -> Result<()> {
+pub(super) fn list(report: &Report) -> Result<()> {
     let mut table = plain_table(
         ["PID", "program", "rank", "state", "begun s ago", "idle s", "waits", "file"],
         [0, 2, 4, 5, 6],
@@ -29,7 +27,7 @@ pub(super) fn list(report: &Report, out: &mut dyn Write) -> Result<()> {
         table.add_row([
             process.pid.to_string(),
             process.command.clone(),
-            rank(process.rank),
+            number(process.rank),
             process.state.into(),
             format!("{:.1}", process.age_s),
             format!("{:.3}", process.idle_s),
@@ -37,38 +35,35 @@ pub(super) fn list(report: &Report, out: &mut dyn Write) -> Result<()> {
             process.file.clone(),
         ]);
     }
-    put(&table, out)
+    put(&table)
 }
 
-pub(super) fn print(report: &Report, out: &mut dyn Write) -> Result<()> {
+pub(super) fn print(report: &Report) -> Result<()> {
     for (at, process) in report.processes.iter().enumerate() {
         if at > 0 {
-            writeln!(out)?;
+            out!("")?;
         }
-        head(process, out)?;
-        process.waits.iter().try_for_each(|wait| waiting(wait, out))?;
-        queue_pairs(&process.queue_pairs, out)?;
-        records(&process.last_records, out)?;
+        head(process)?;
+        process.waits.iter().try_for_each(waiting)?;
+        queue_pairs(&process.queue_pairs)?;
+        records(&process.last_records)?;
     }
     if report.stuck == 0 {
-        writeln!(out, "\nnothing is stuck")?;
+        out!("\nnothing is stuck")?;
     }
     Ok(())
 }
 
-fn head(process: &Process, out: &mut dyn Write) -> Result<()> {
+fn head(process: &Process) -> Result<()> {
     let Process { pid, command, state, age_s, idle_s, records, threads, torn, lost, .. } = process;
     let rank = process.rank.map_or_else(String::new, |rank| format!(", rank {rank}"));
-    writeln!(
-        out,
-        "process {pid} {command}{rank}, {state}; begun {age_s:.1} s ago, last event {idle_s:.3} s ago"
-    )?;
+    out!("process {pid} {command}{rank}, {state}; begun {age_s:.1} s ago, last event {idle_s:.3} s ago")?;
     let torn = if *torn > 0 { format!(", {torn} being written") } else { String::new() };
     let lost = if *lost > 0 { format!(", {lost} lost: more than 256 threads") } else { String::new() };
-    writeln!(out, "  {records} records of {threads} threads{torn}{lost}")
+    out!("  {records} records of {threads} threads{torn}{lost}")
 }
 
-fn waiting(wait: &Waiting, out: &mut dyn Write) -> Result<()> {
+fn waiting(wait: &Waiting) -> Result<()> {
     let stuck = if wait.stuck { "STUCK" } else { "waits" };
     let what = match (wait.qpn, wait.sequence, &wait.address) {
         (Some(qpn), Some(sequence), _) => {
@@ -82,22 +77,19 @@ fn waiting(wait: &Waiting, out: &mut dyn Write) -> Result<()> {
     };
     let peer = wait.peer.as_ref().map_or_else(String::new, |other| format!(", peer {}", name(other)));
     let Waiting { by, thread, tid, for_s, last_state, posted, completed, .. } = wait;
-    writeln!(out, "\n{stuck} for {for_s:.3} s: {by} (thread {thread}, {tid}) waits for {what}{peer}")?;
-    writeln!(out, "  last state: {last_state}")?;
+    out!("\n{stuck} for {for_s:.3} s: {by} (thread {thread}, {tid}) waits for {what}{peer}")?;
+    out!("  last state: {last_state}")?;
     if wait.qpn.is_none() {
         return Ok(());
     }
-    writeln!(out, "  when it began, {posted} were posted to that queue and {completed} completed")?;
+    out!("  when it began, {posted} were posted to that queue and {completed} completed")?;
     let Some((other, sends)) = wait.peer.as_ref().and_then(|other| Some((other, other.sends?))) else {
         return Ok(());
     };
     let Progress { prepared, fetched, completed, .. } = sends;
     let [prepared, fetched, completed] = [prepared, fetched, completed].map(number);
     let pid = other.pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
-    writeln!(
-        out,
-        "  last sends of the peer{pid}: prepared {prepared}, fetched {fetched}, completed {completed}"
-    )
+    out!("  last sends of the peer{pid}: prepared {prepared}, fetched {fetched}, completed {completed}")
 }
 
 fn name(other: &Other) -> String {
@@ -110,11 +102,11 @@ fn name(other: &Other) -> String {
     format!("{rank}QP {qpn:#x} {process}")
 }
 
-fn queue_pairs(pairs: &[QueuePair], out: &mut dyn Write) -> Result<()> {
+fn queue_pairs(pairs: &[QueuePair]) -> Result<()> {
     if pairs.is_empty() {
         return Ok(());
     }
-    writeln!(out, "\nqueue pairs: the last request at each stage that the recording still has")?;
+    out!("\nqueue pairs: the last request at each stage that the recording still has")?;
     let header = [
         "device",
         "QP",
@@ -144,14 +136,14 @@ fn queue_pairs(pairs: &[QueuePair], out: &mut dyn Write) -> Result<()> {
         let last = [idle, pair.failure.clone().unwrap_or_default()];
         table.add_row(first.into_iter().chain(numbers).chain(last));
     }
-    put(&table, out)
+    put(&table)
 }
 
-fn records(lines: &[Line], out: &mut dyn Write) -> Result<()> {
+fn records(lines: &[Line]) -> Result<()> {
     if lines.is_empty() {
         return Ok(());
     }
-    writeln!(out, "\nthe last {} records", lines.len())?;
+    out!("\nthe last {} records", lines.len())?;
     let mut table = plain_table(
         ["us", "thread", "by", "stage", "queue", "QP", "number", "bytes", "stream", "status"],
         [0, 6, 7, 8],
@@ -171,5 +163,5 @@ fn records(lines: &[Line], out: &mut dyn Write) -> Result<()> {
             line.status.clone().unwrap_or_default(),
         ]);
     }
-    put(&table, out)
+    put(&table)
 }

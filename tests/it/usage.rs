@@ -142,6 +142,7 @@ const ERRORS: &[(&str, i32, &str)] = &[
     ("gdrcopy_copybw --backend host -M wc", 1, "WriteCombining"),
     ("gdrcopy_copybw --backend host -d 7", 2, "no GPU 7"),
     ("gdrcopy_copybw --backend host --json -", 1, "name a file"),
+    ("gdrcopy_copybw --backend host --json /dev/full", 1, "--json /dev/full: No space left on device"),
     ("gdrcopy_copylat --backend host -s 0", 2, "-s"),
     ("gdrcopy_copylat --backend host -c", 1, "need a GPU"),
     ("gdrcopy_copylat --backend host -C", 1, "need a GPU"),
@@ -190,7 +191,7 @@ fn errors_name_what_is_wrong() {
 }
 
 /// What prints, with little to do: the examples, benchmarks and tools.
-const PRINTING: [&str; 10] = [
+const PRINTING: [&str; 11] = [
     "mapping",
     "putget",
     "sendrecv",
@@ -201,6 +202,7 @@ const PRINTING: [&str; 10] = [
     "gdasync bench messages --sizes 8 --iters 20 --calls 20",
     "gdasync gdrcopy copylat --backend host -s 64",
     "gdasync doctor --only limits",
+    "gdasync doctor --list",
 ];
 
 #[test]
