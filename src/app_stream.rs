@@ -5,7 +5,7 @@ use cudarc::driver::{CudaContext, CudaStream, result, sys};
 use gdsync::cuda::Gpu;
 use gdsync::memory::{Memory, Word32};
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
-use gdsync::verbs::OnGpu;
+use gdsync::verbs::{OnGpu, QpBuilder};
 use mp::launch::Launch;
 use mp::{Communicator, CommunicatorBuilder};
 use rustix::thread::{CpuSet, sched_getaffinity};
@@ -96,21 +96,20 @@ impl fmt::Display for Queues {
 /// The choice of a rank, and its GPU if it needs one.
 #[derive(Clone, Debug)]
 pub struct Placed {
-    /// What runs the stream.
-    pub engine: Engine,
-    /// Memory of the payload.
-    pub payload: Place,
-    /// Where queues are.
-    pub placement: Queues,
-    /// What runs the operations of a CUDA stream.
-    pub via: Via,
-    /// What its copies to peers.
+    options: Placement,
+    /// What makes the copies of a CUDA stream to peers.
     pub copies: Via,
     /// The GPU, if one is used.
     pub gpu: Option<Gpu>,
 }
 
 impl Placement {
+    /// CUDA streams and payload on GPUs, queues in host memory.
+    pub fn on_gpus(via: Via, device: Vec<i32>) -> Self {
+        let (stream, payload, placement) = (Engine::Cuda, Place::Gpu, Queues::Host);
+        Self { stream, payload, placement, via: Some(via), device }
+    }
+
     /// Whether kernels run the operations of the stream.
     pub fn is_by_kernel(&self) -> bool {
         self.stream == Engine::Cuda && self.via == Some(Via::Kernel)
@@ -126,14 +125,8 @@ impl Placement {
         if !on_gpu && !self.device.is_empty() {
             return Err("--device is for --stream cuda, --payload gpu or near, and --placement gpu".into());
         }
-        Ok(Placed {
-            engine: self.stream,
-            payload: self.payload,
-            placement: self.placement,
-            via: self.via.unwrap_or_default(),
-            copies: Via::Auto,
-            gpu: on_gpu.then(|| own_gpu(&self.device)).transpose()?,
-        })
+        let gpu = on_gpu.then(|| own_gpu(&self.device)).transpose()?;
+        Ok(Placed { options: self.clone(), copies: Via::Auto, gpu })
     }
 }
 
@@ -152,13 +145,20 @@ pub fn own_gpu(listed: &[i32]) -> Result<Gpu> {
 }
 
 impl Placed {
-    /// What of the queues is on the GPU.
-    pub fn on_gpu(&self) -> OnGpu {
-        match self.placement {
+    fn on_gpu(&self) -> OnGpu {
+        match self.options.placement {
             Queues::Host => OnGpu::empty(),
             Queues::Gpu => OnGpu::SEND_CQ | OnGpu::RECV_CQ,
             Queues::Words => OnGpu::all() - OnGpu::SEND_QUEUE,
             Queues::All => OnGpu::all(),
+        }
+    }
+
+    /// A queue pair with its queues where they should be.
+    pub fn queues(&self, qp: QpBuilder) -> QpBuilder {
+        match &self.gpu {
+            Some(gpu) => qp.on_gpu(gpu, self.on_gpu()),
+            None => qp,
         }
     }
 
@@ -172,7 +172,7 @@ impl Placed {
 
     /// Memory for payload that leaves and arrives. That of a GPU is not zeroed.
     pub fn memory(&self, len: usize) -> Result<Memory> {
-        match self.payload {
+        match self.options.payload {
             Place::Near => {
                 Err("--payload near is for ping-pongs, which keep what leaves apart from what arrives".into())
             }
@@ -182,12 +182,12 @@ impl Placed {
 
     /// Memory for outgoing payload. That of a GPU is not zeroed.
     pub fn outgoing(&self, len: usize) -> Result<Memory> {
-        self.memory_on(self.payload == Place::Gpu, len)
+        self.memory_on(self.options.payload == Place::Gpu, len)
     }
 
     /// Memory for incoming payload. That of a GPU is not zeroed.
     pub fn incoming(&self, len: usize) -> Result<Memory> {
-        self.memory_on(self.payload != Place::Host, len)
+        self.memory_on(self.options.payload != Place::Host, len)
     }
 
     fn memory_on(&self, gpu: bool, len: usize) -> Result<Memory> {
@@ -206,10 +206,11 @@ impl Placed {
         let cpus: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
         let cpus = serde_json::to_vec(&(host()?, cpus))?;
         let cpus = comm.exchange(&cpus, timeout)?;
+        let Placement { stream, payload, placement, via, .. } = &self.options;
         Ok(Description {
-            payload: self.payload,
-            placement: self.placement,
-            via: (self.engine == Engine::Cuda).then(|| self.via.to_string()),
+            payload: *payload,
+            placement: *placement,
+            via: (*stream == Engine::Cuda).then(|| via.unwrap_or_default().to_string()),
             gpus: gpus.collect(),
             cpus: cpus.iter().map(|rank| serde_json::from_slice(rank)).collect::<serde_json::Result<_>>()?,
         })
@@ -291,10 +292,10 @@ impl AppStream {
     /// A stream whose waits end after `timeout`. `ptx` has the kernels, for a GPU.
     pub fn new(placed: &Placed, timeout: Duration, ptx: &'static CStr) -> Result<Self> {
         let end = Memory::alloc(4)?.word32(0)?;
-        let (stream, kernels) = match (&placed.gpu, placed.engine) {
+        let (stream, kernels) = match (&placed.gpu, placed.options.stream) {
             (Some(gpu), Engine::Cuda) => {
                 let kernels = Kernels::load(gpu, ptx)?;
-                let (via, copies) = (placed.via, placed.copies);
+                let (via, copies) = (placed.options.via.unwrap_or_default(), placed.copies);
                 let config =
                     CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, copies, ..Default::default() };
                 (kernels.lend(gpu, config)?, Some(kernels))

@@ -5,14 +5,15 @@ use gdsync::verbs::{Qp, QpAddress};
 use hdrhistogram::Histogram;
 use mp::Communicator;
 use rustix::fs::{MemfdFlags, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap};
 use rustix::time::{ClockId, clock_gettime};
 
 use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::{Duration, Instant};
+
+type Result<T, E = Box<dyn std::error::Error>> = std::result::Result<T, E>;
 
 /// CPU time the calling thread has used.
 pub fn thread_cpu() -> Duration {
@@ -84,10 +85,7 @@ fn command(args: impl Iterator<Item = String>) -> String {
 
 /// Polls until there is an answer: `None` where none has come within the limit. The clock is read, and the core offered to
 /// others, only now and then.
-pub fn poll<T, E>(
-    limit: Duration,
-    mut ask: impl FnMut() -> std::result::Result<Option<T>, E>,
-) -> std::result::Result<Option<T>, E> {
+pub fn poll<T, E>(limit: Duration, mut ask: impl FnMut() -> Result<Option<T>, E>) -> Result<Option<T>, E> {
     let mut start = None;
     loop {
         for _ in 0..4096 {
@@ -107,7 +105,7 @@ pub fn connect<'a>(
     comm: &Communicator,
     qps: impl Iterator<Item = &'a Qp> + Clone,
     timeout: Duration,
-) -> Result<(), Box<dyn std::error::Error>> {
+) -> Result<()> {
     let own: Vec<u8> = qps.clone().flat_map(|qp| qp.address().to_bytes()).collect();
     let all = comm.exchange(&own, timeout)?;
     let (addresses, rest) = all[1 - comm.rank()].as_chunks();
@@ -230,32 +228,28 @@ const PAGE_NAME: &str = "gdasync-page";
 pub const PAGE: usize = 4096;
 
 /// Zeroed memory of `len` bytes that all ranks share. Every rank must call this.
-pub fn share_memory(
-    comm: &Communicator,
-    len: usize,
-    timeout: Duration,
-) -> std::result::Result<Memory, Box<dyn std::error::Error>> {
+pub fn share_memory(comm: &Communicator, len: usize, timeout: Duration) -> Result<Memory> {
     // Stays open until the other ranks have opened it.
     let own = (comm.rank() == 0).then(|| create_shared(len)).transpose();
-    let offer = match &own {
-        Ok(own) => format!("{}\n{}", host()?, own.as_ref().map_or("", |(_, path)| path)),
-        Err(_) => String::new(),
-    };
+    let path = own.as_ref().ok().and_then(|own| Some(&own.as_ref()?.1));
+    let offer = path.map_or(Ok(String::new()), |path| host().map(|host| format!("{host}\n{path}")))?;
     let offers = comm.exchange(offer.as_bytes(), timeout)?;
     let memory = match &own {
-        Ok(Some((file, _))) => map_shared(file, len),
-        Ok(None) => std::str::from_utf8(&offers[0])
-            .map_err(io::Error::other)
-            .and_then(|offer| open_shared(offer, len)),
-        Err(error) => Err(io::Error::new(error.kind(), error.to_string())),
+        Ok(Some((file, _))) => Ok(Memory::map_shared(file.as_fd(), len)?),
+        Ok(None) => open_shared(&String::from_utf8_lossy(&offers[0]), len),
+        Err(error) => Err(error.to_string().into()),
     };
-    let failed =
-        memory.as_ref().err().map_or(String::new(), |error| format!("rank {}: {error}", comm.rank()));
-    let failed = comm.exchange(failed.as_bytes(), timeout)?;
-    match failed.iter().find(|failed| !failed.is_empty()) {
-        Some(failed) => Err(format!("sharing memory: {}", String::from_utf8_lossy(failed)).into()),
-        None => Ok(memory?),
+    let failed = memory.as_ref().err().map(|error| format!("rank {}: {error}", comm.rank()));
+    match objection(comm, failed, timeout)? {
+        Some(failed) => Err(format!("sharing memory: {failed}").into()),
+        None => memory,
     }
+}
+
+/// The first reason of any rank against something.
+pub fn objection(comm: &Communicator, own: Option<String>, timeout: Duration) -> Result<Option<String>> {
+    let all = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
+    Ok(all.iter().find(|reason| !reason.is_empty()).map(|reason| String::from_utf8_lossy(reason).into()))
 }
 
 /// This host since it was started.
@@ -264,23 +258,20 @@ pub(crate) fn host() -> io::Result<String> {
 }
 
 /// Maps what another rank offers: its host, and the path of its file.
-fn open_shared(offer: &str, len: usize) -> io::Result<Memory> {
-    let (theirs, path) = offer.split_once('\n').ok_or_else(|| io::Error::other("rank 0 has none"))?;
+fn open_shared(offer: &str, len: usize) -> Result<Memory> {
+    let (theirs, path) = offer.split_once('\n').ok_or("rank 0 has none")?;
     if theirs != host()? {
-        return Err(io::Error::other("rank 0 is on another host"));
+        return Err("rank 0 is on another host".into());
     }
-    let explain = |error: io::Error| {
-        io::Error::new(
-            error.kind(),
-            format!("{path}: {error}: it needs the ranks in one PID namespace, as one user"),
-        )
-    };
+    let explain =
+        |error: io::Error| format!("{path}: {error}: it needs the ranks in one PID namespace, as one user");
     // In another namespace the path may name anything.
     let target = std::fs::read_link(path).map_err(explain)?;
     if !target.to_string_lossy().contains(PAGE_NAME) {
-        return Err(explain(io::Error::other(format!("is {}", target.display()))));
+        return Err(explain(io::Error::other(format!("is {}", target.display()))).into());
     }
-    map_shared(&File::options().read(true).write(true).open(path).map_err(explain)?, len)
+    let file = File::options().read(true).write(true).open(path).map_err(explain)?;
+    Ok(Memory::map_shared(file.as_fd(), len)?)
 }
 
 /// A file of `len` zeroed bytes, and a path under which other processes of this user can open it while this one has it open.
@@ -289,15 +280,6 @@ fn create_shared(len: usize) -> io::Result<(File, String)> {
     file.set_len(len as u64)?;
     let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
     Ok((file, path))
-}
-
-/// Maps the file. The mapping is never undone: it is small, and the program short-lived.
-fn map_shared(file: &File, len: usize) -> io::Result<Memory> {
-    let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory.
-    let raw = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, file, 0) }?;
-    // SAFETY: the mapping is valid for its size and stays until the process ends.
-    unsafe { Memory::from_raw(raw.cast(), len) }.map_err(io::Error::other)
 }
 
 #[cfg(test)]
@@ -378,7 +360,8 @@ mod tests {
     fn mappings_of_a_page_share_it() {
         let (file, path) = create_shared(PAGE).unwrap();
         let offer = format!("{}\n{path}", host().unwrap());
-        let (here, there) = (map_shared(&file, PAGE).unwrap(), open_shared(&offer, PAGE).unwrap());
+        let (here, there) =
+            (Memory::map_shared(file.as_fd(), PAGE).unwrap(), open_shared(&offer, PAGE).unwrap());
         assert_eq!(there.to_vec(), [0; PAGE]);
         here.write(PAGE - 6, b"shared").unwrap();
         let mut found = [0; 6];

@@ -534,12 +534,6 @@ pub fn all_ranks(comm: &Communicator, own: u64, timeout: Duration) -> Result<Vec
     Ok(all.iter().filter_map(|bytes| bytes.first_chunk()).map(|bytes| u64::from_be_bytes(*bytes)).collect())
 }
 
-/// The first reason of any rank against something.
-pub fn objection(comm: &Communicator, own: Option<String>, timeout: Duration) -> Result<Option<String>> {
-    let all = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
-    Ok(all.iter().find(|reason| !reason.is_empty()).map(|reason| String::from_utf8_lossy(reason).into()))
-}
-
 /// The label of a size in a progress bar.
 pub fn size_label(bytes: usize) -> String {
     format!("{} B", size(bytes))

@@ -8,10 +8,10 @@ use cudarc::driver::sys;
 use gdasync::app_stream::{AppStream, Placed, Placement, own_gpu};
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
-use gdasync::measure::Samples;
+use gdasync::measure::{Samples, objection};
 use gdasync::mp::{self, Communicator, Registration, Request};
 use gdasync::pingpong::PTX;
-use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, expected, objection, size_label};
+use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, expected, size_label};
 use serde_json::json;
 
 use super::traffic::{QueuePairs, Shape, Slots, in_slices};
@@ -276,7 +276,8 @@ impl<'a> Side<'a> {
     fn send_side(&self, bytes: usize) -> Result<()> {
         let Some((gpu, payload)) = &self.payload else { return Ok(()) };
         let wire = self.wire.memory();
-        to_host(gpu, Part(self.staging.as_ref().unwrap_or(wire), 0), Part(payload, 0), bytes)?;
+        let staging = self.staging.as_ref().unwrap_or(wire).slice(0, bytes)?;
+        to_host(gpu, &staging, &payload.slice(0, bytes)?)?;
         match &self.staging {
             Some(staging) => Ok(wire.copy_from(0, staging, 0, bytes)?),
             None => Ok(()),
@@ -289,7 +290,8 @@ impl<'a> Side<'a> {
         if let Some(staging) = &self.staging {
             staging.copy_from(at, wire, at, bytes)?;
         }
-        to_gpu(gpu, Part(payload, at), Part(self.staging.as_ref().unwrap_or(wire), at), bytes)
+        let staging = self.staging.as_ref().unwrap_or(wire).slice(at, bytes)?;
+        to_gpu(gpu, &payload.slice(at, bytes)?, &staging)
     }
 
     fn receive(&self, n: u64, bytes: usize) -> mp::Result<Request> {
@@ -344,32 +346,20 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Memory from an offset on.
-#[derive(Clone, Copy)]
-struct Part<'a>(&'a Memory, usize);
-
-impl Part<'_> {
-    /// The address, checked for `len` bytes.
-    fn addr(self, len: usize) -> Result<u64> {
-        Ok(self.0.slice(self.1, len)?.addr())
-    }
+/// Copies from the GPU to as much memory of the host.
+fn to_host(gpu: &Gpu, to: &Memory, from: &Memory) -> Result<()> {
+    let _current = gpu.enter()?;
+    let host = std::ptr::with_exposed_provenance_mut(usize::try_from(to.addr())?);
+    // SAFETY: both have this length and live for the call.
+    Ok(unsafe { sys::cuMemcpyDtoH_v2(host, from.addr(), to.len()) }.result()?)
 }
 
-/// Copies from the GPU to the host.
-fn to_host(gpu: &Gpu, to: Part<'_>, from: Part<'_>, len: usize) -> Result<()> {
-    let (to, from) =
-        (std::ptr::with_exposed_provenance_mut(usize::try_from(to.addr(len)?)?), from.addr(len)?);
+/// Copies from the host to as much memory of the GPU.
+fn to_gpu(gpu: &Gpu, to: &Memory, from: &Memory) -> Result<()> {
     let _current = gpu.enter()?;
-    // SAFETY: both parts are in bounds and live for the call.
-    Ok(unsafe { sys::cuMemcpyDtoH_v2(to, from, len) }.result()?)
-}
-
-/// Copies from the host to the GPU.
-fn to_gpu(gpu: &Gpu, to: Part<'_>, from: Part<'_>, len: usize) -> Result<()> {
-    let (to, from) = (to.addr(len)?, std::ptr::with_exposed_provenance(usize::try_from(from.addr(len)?)?));
-    let _current = gpu.enter()?;
-    // SAFETY: both parts are in bounds and live for the call.
-    unsafe { sys::cuMemcpyHtoD_v2(to, from, len) }.result()?;
+    let host = std::ptr::with_exposed_provenance(usize::try_from(from.addr())?);
+    // SAFETY: both have this length and live for the call.
+    unsafe { sys::cuMemcpyHtoD_v2(to.addr(), host, from.len()) }.result()?;
     // The call may return before pinned or short data is on the GPU.
     // SAFETY: the context is current.
     Ok(unsafe { sys::cuCtxSynchronize() }.result()?)
@@ -401,13 +391,7 @@ impl Peers {
                 )
                 .into());
             }
-            let _current = own.enter()?;
-            let context = std::ptr::with_exposed_provenance_mut(other.raw_context());
-            // SAFETY: the context of an open GPU.
-            match unsafe { sys::cuCtxEnablePeerAccess(context, 0) } {
-                sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {}
-                other => other.result()?,
-            }
+            own.reach(other)?;
         }
         let memory = [gpus[0].alloc(2 * max)?, gpus[1].alloc(max)?];
         Ok(Self { gpus, memory })
@@ -432,8 +416,8 @@ impl Peers {
         let [near, far] = &self.memory;
         let contexts =
             self.gpus.each_ref().map(|gpu| std::ptr::with_exposed_provenance_mut(gpu.raw_context()));
-        let (sent, back, there) =
-            (Part(near, 0).addr(bytes)?, Part(near, bytes).addr(bytes)?, Part(far, 0).addr(bytes)?);
+        let (sent, back) = (near.slice(0, bytes)?.addr(), near.slice(bytes, bytes)?.addr());
+        let there = far.slice(0, bytes)?.addr();
         let _current = self.gpus[0].enter()?;
         let start = Instant::now();
         for (to, to_context, from, from_context) in

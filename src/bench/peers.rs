@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use cudarc::driver::{result, sys};
-use gdasync::app_stream::{AppStream, Engine, Kernels, Place, Placed, Queues, own_gpu};
+use gdasync::app_stream::{AppStream, Kernels, Placement};
 use gdasync::gdsync::stream::{Batch, Cond, Via};
-use gdasync::measure::Samples;
-use gdasync::mp::{Channel, Communicator, CommunicatorBuilder, Registration, Rma, Signal, Window};
+use gdasync::measure::{Samples, objection};
+use gdasync::mp::{Channel, Communicator, Registration, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
-use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, objection, size_label};
+use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
 use libloading::Library;
 use serde_json::json;
 
@@ -284,16 +284,9 @@ impl Way for Ours<'_> {
 impl Options {
     pub(crate) fn run(&self) -> Result<()> {
         let timeout = self.checks.timeout();
-        let gpu = own_gpu(&self.device)?;
-        let placed = Placed {
-            engine: Engine::Cuda,
-            payload: Place::Gpu,
-            placement: Queues::Host,
-            via: self.via,
-            copies: self.copies,
-            gpu: Some(gpu.clone()),
-        };
-        let comm = two_ranks(CommunicatorBuilder::default().gpu(&gpu).allow_overlap(true), timeout)?;
+        let mut placed = Placement::on_gpus(self.via, self.device.clone()).open()?;
+        placed.copies = self.copies;
+        let comm = two_ranks(placed.builder(), timeout)?;
         let mut sheet = Sheet::new(&self.output, comm.rank() == 0, self.sizes.len())?;
         let app = AppStream::new(&placed, timeout, PTX)?;
         let room = self.sizes.iter().max().copied().unwrap_or(8).next_multiple_of(64);

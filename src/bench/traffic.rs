@@ -8,7 +8,7 @@ use gdasync::app_stream::Placed;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, Stream};
 use gdasync::gdsync::verbs::{Access, Context, Mr, Qp, RecvWr, SendWr};
-use gdasync::measure::{Pattern, Samples, connect};
+use gdasync::measure::{Pattern, Samples, connect, poll};
 use gdasync::mp::{self, Communicator, Registration, Request};
 use gdasync::results::{Checks, Result, Sheet, expected};
 
@@ -86,10 +86,7 @@ impl<'a> QueuePairs<'a> {
         // As in the messaging layer: a slow rank is not an error.
         let builder =
             pd.build_qp().max_send_wr(sends).max_recv_wr(2 * shape.outstanding + 1).rnr_retry(7).timeout(17);
-        let builder = match placed.and_then(|placed| placed.gpu.as_ref().zip(Some(placed.on_gpu()))) {
-            Some((gpu, what)) => builder.on_gpu(gpu, what),
-            None => builder,
-        };
+        let builder = placed.into_iter().fold(builder, |builder, placed| placed.queues(builder));
         let qps =
             (0..shape.qps).map(|_| builder.clone().build()).collect::<std::result::Result<Vec<_>, _>>()?;
         connect(comm, qps.iter(), timeout)?;
@@ -148,26 +145,16 @@ impl<'a> QueuePairs<'a> {
         Ok(())
     }
 
-    fn until<T>(&self, qp: &Qp, poll: impl Fn() -> Option<T>) -> Result<T> {
-        let mut polls = 0u32;
-        let mut deadline = None;
-        loop {
-            if let Some(found) = poll() {
-                return Ok(found);
-            }
+    fn until<T>(&self, qp: &Qp, ask: impl Fn() -> Option<T>) -> Result<T> {
+        let mut polls = 0_u32;
+        let found = poll(self.checks.timeout(), || {
             polls = polls.wrapping_add(1);
-            if polls.is_multiple_of(1 << 8) {
+            if polls.is_multiple_of(1 << 12) {
                 qp.check()?;
-                if Instant::now() > *deadline.get_or_insert_with(|| Instant::now() + self.checks.timeout()) {
-                    return Err(
-                        "no message arrived in time: the other rank has ended, or --timeout is too short"
-                            .into(),
-                    );
-                }
-                // The other rank may need this core.
-                std::thread::yield_now();
             }
-        }
+            Result::Ok(ask())
+        })?;
+        Ok(found.ok_or("no message arrived in time: the other rank has ended, or --timeout is too short")?)
     }
 
     /// Writes the payload of the next run, and overwrites the receive buffers.

@@ -387,12 +387,7 @@ impl Connection {
         let pd = comm.device(peer)?.alloc_pd()?;
         let [outgoing, incoming] =
             [&buffers.outgoing, &buffers.incoming].map(|buffer| pd.register(buffer.memory(), Access::all()));
-        let builder = pd.build_qp().max_send_wr(messages).max_recv_wr(messages);
-        let builder = match &placed.gpu {
-            Some(gpu) => builder.on_gpu(gpu, placed.on_gpu()),
-            None => builder,
-        };
-        let qp = builder.build()?;
+        let qp = placed.queues(pd.build_qp().max_send_wr(messages).max_recv_wr(messages)).build()?;
         connect(comm, [&qp].into_iter(), timeout)?;
         Ok(Self { qp, outgoing: outgoing?, incoming: incoming?, buffers: buffers.clone(), posted: 0 })
     }
