@@ -7,6 +7,8 @@ use std::time::Instant;
 
 use cudarc::driver::{CudaContext, result, sys};
 
+use gdrcopy::{GpuBuffer, Mapping};
+
 use super::Usage;
 use crate::measure::{Pattern, Samples};
 
@@ -17,10 +19,40 @@ pub(super) fn pattern(seed: u32, len: usize) -> Vec<u8> {
     Pattern::new(0, seed.into()).bytes(len)
 }
 
-/// Bytes that are not those expected.
+/// Bytes that are not those expected, or cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct Mismatch(String);
+
+impl From<gdrcopy::Error> for Mismatch {
+    fn from(error: gdrcopy::Error) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// Compares what CUDA reads from a buffer.
+pub(super) fn compare_buffer(
+    what: &str,
+    buffer: &GpuBuffer,
+    offset: usize,
+    expected: &[u8],
+) -> Result<(), Mismatch> {
+    let mut found = vec![0; expected.len()];
+    buffer.copy_out(offset, &mut found)?;
+    compare(what, expected, &found)
+}
+
+/// Compares what the CPU reads through a mapping.
+pub(super) fn compare_mapping(
+    what: &str,
+    mapping: &Mapping,
+    offset: usize,
+    expected: &[u8],
+) -> Result<(), Mismatch> {
+    let mut found = vec![0; expected.len()];
+    mapping.read(offset, &mut found)?;
+    compare(what, expected, &found)
+}
 
 pub(super) fn compare(what: &str, expected: &[u8], found: &[u8]) -> Result<(), Mismatch> {
     assert_eq!(expected.len(), found.len(), "the tools compare buffers of one length");

@@ -7,7 +7,7 @@ use clap::Args;
 use gdrcopy::{BackendKind, MappingType};
 use serde::Serialize;
 
-use super::cuda::{self, Pinned, compare, pattern, time};
+use super::cuda::{self, Pinned, compare, compare_buffer, pattern, time};
 use super::{Bench, Memory, Program, bytes, usage};
 use crate::measure::Samples;
 use crate::results::{Point, Result, Unit};
@@ -70,8 +70,7 @@ impl Program for Copybw {
             let written = time(self.counts.writes, || Ok(mapping.write(offset, data)?))?;
             let mut expected = around.clone();
             expected[offset..offset + size].copy_from_slice(data);
-            buffer.copy_out(0, &mut found)?;
-            compare("written through the mapping", &expected, &found)?;
+            compare_buffer("written through the mapping", &buffer, 0, &expected)?;
             found.fill(0);
             let read = time(self.counts.reads, || Ok(mapping.read(offset, &mut found[..size])?))?;
             compare("read through the mapping", data, &found[..size])?;
@@ -164,8 +163,7 @@ impl Program for Copylat {
             buffer.copy_in(0, &pattern(2, bytes))?;
             let mut rows =
                 vec![("gdr_copy_to_mapping", copies(writes, &mut || Ok(mapping.write(0, &good)?))?)];
-            buffer.copy_out(0, found)?;
-            compare("gdr_copy_to_mapping", &good, found)?;
+            compare_buffer("gdr_copy_to_mapping", &buffer, 0, &good)?;
             found.fill(0xff);
             rows.push(("gdr_copy_from_mapping", copies(reads, &mut || Ok(mapping.read(0, found)?))?));
             let expected = if self.cold_cache { &vec![0; bytes] } else { &good };

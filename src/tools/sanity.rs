@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use cudarc::driver::CudaContext;
 use gdrcopy::cuda::AllocKind;
-use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer, PinFlags};
+use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer};
 use indicatif::ProgressBar;
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process_group, set_parent_process_death_signal,
@@ -379,13 +379,13 @@ fn receive(mut stream: &UnixStream) -> Outcome<u64> {
     Ok(u64::from_ne_bytes(bytes))
 }
 
-/// A row of [`CASES`]: name, function, description. `{alloc}` in a name stands for two cases, of either kind of memory.
+/// A case: name, function, description. `{alloc}` in a name stands for two cases, of either kind of memory.
 type Row = (&'static str, Run, &'static str);
 
 /// Every case, in the order in which they run.
 fn cases() -> Vec<Case> {
     let mut all = Vec::new();
-    for &(name, run, what) in CASES {
+    for &(name, run, what) in mapping::CASES.iter().chain(lifetime::CASES) {
         for (alloc, short) in [(AllocKind::Malloc, "cumemalloc"), (AllocKind::Vmm, "vmmalloc")] {
             if alloc == AllocKind::Malloc || name.contains("{alloc}") {
                 let what = if alloc == AllocKind::Malloc { what } else { "the same with cuMemCreate" };
@@ -400,90 +400,6 @@ fn cases() -> Vec<Case> {
 fn own_cases() -> impl Iterator<Item = Case> {
     OWN.iter().map(|&(name, run, what)| Case { name: name.into(), what, alloc: AllocKind::Malloc, run })
 }
-
-const CASES: &[Row] = &[
-    ("basic_{alloc}", |env| mapping::pin_and_unpin(env, PinFlags::empty()), "pin and unpin"),
-    (
-        "basic_v2_forcepci_{alloc}",
-        |env| mapping::pin_and_unpin(env, PinFlags::FORCE_PCIE),
-        "pin through PCIe",
-    ),
-    (
-        "basic_unaligned_mapping",
-        mapping::unaligned_mapping,
-        "unaligned addresses work; a freed neighbour does no harm",
-    ),
-    ("basic_small_buffers_mapping", mapping::small_buffers, "two pins of 8 bytes in one page"),
-    ("basic_two_buffers_one_page", mapping::two_buffers_one_page, "two allocations in one page, one freed"),
-    ("basic_child_thread_pins_buffer_{alloc}", mapping::child_thread, "pin, unpin, close in several threads"),
-    ("basic_second_mapping", mapping::second_mapping, "one mapping of a pin, several pins of a buffer"),
-    ("basic_unpin_while_mapped", mapping::unpin_while_mapped, "a mapping keeps its pin"),
-    ("basic_concurrent_mappings", mapping::concurrent, "threads map own and shared buffers"),
-    ("attributes_sanity", mapping::attributes, "the properties of the backend"),
-    ("arguments_null", mapping::null, "address 0 is refused"),
-    ("arguments_size_zero", mapping::size_zero, "0 bytes are refused"),
-    ("arguments_beyond_allocation", mapping::beyond_allocation, "more than was allocated is refused"),
-    ("arguments_host_pointer", mapping::host_pointer, "host memory is refused"),
-    ("arguments_managed_memory", mapping::managed_memory, "managed memory is refused"),
-    ("arguments_freed_memory", mapping::freed_memory, "freed memory is refused"),
-    ("arguments_no_such_gpu", mapping::no_such_gpu, "GPUs that do not exist are refused"),
-    ("arguments_other_gpu", mapping::other_gpu, "memory of another GPU than the current one"),
-    ("arguments_out_of_bounds", mapping::out_of_bounds, "accesses outside a mapping are refused"),
-    (
-        "data_validation_{alloc}",
-        |env| mapping::validation(env, PinFlags::empty()),
-        "all bytes, both ways, many offsets",
-    ),
-    (
-        "data_validation_v2_forcepci_cumemalloc",
-        |env| mapping::validation(env, PinFlags::FORCE_PCIE),
-        "the same through PCIe",
-    ),
-    ("data_validation_mix_mappings_cumemalloc", mapping::mix_mappings, "write-combining beside cached"),
-    ("data_unaligned_pins", mapping::unaligned_pins, "pins of any start and length, exact to the byte"),
-    ("data_words", mapping::words, "words of 1 to 8 bytes arrive whole"),
-    ("invalidation_access_after_gdr_close_{alloc}", lifetime::access_after_close, "unmapped is unmapped"),
-    (
-        "invalidation_access_after_free_{alloc}",
-        lifetime::access_after_free,
-        "freed memory stays while mapped",
-    ),
-    ("invalidation_two_mappings_{alloc}", lifetime::two_mappings, "freeing one buffer spares another"),
-    ("invalidation_partial_unmap", lifetime::partial_unmap, "a part is unmapped from outside"),
-    ("invalidation_free_under_copy", lifetime::free_under_copy, "freed while another thread copies"),
-    (
-        "invalidation_fork_access_after_free_{alloc}",
-        lifetime::fork_access_after_free,
-        "a stale mapping shows nothing new",
-    ),
-    ("invalidation_fork_after_gdr_map_{alloc}", lifetime::after_map, "a forked child has a hole"),
-    (
-        "invalidation_fork_child_gdr_map_parent_{alloc}",
-        lifetime::child_maps_parents_pin,
-        "a child uses nothing of its parent",
-    ),
-    ("invalidation_fork_map_and_free_{alloc}", lifetime::map_and_free, "a child's freeing spares its parent"),
-    (
-        "fork_child_pins_parents_address",
-        lifetime::child_pins_parents_address,
-        "an address of another process is refused",
-    ),
-    ("fork_child_drops", lifetime::child_drops, "a child's drops spare its parent"),
-    (
-        "invalidation_unix_sock_shared_fd_gdr_pin_buffer_{alloc}",
-        lifetime::pin_by_shared,
-        "a passed descriptor cannot pin",
-    ),
-    (
-        "invalidation_unix_sock_shared_fd_gdr_map_{alloc}",
-        lifetime::map_by_shared,
-        "a passed descriptor cannot map",
-    ),
-    ("bar1_exhaustion", lifetime::bar1, "BAR1 full: a typed error, and room again afterwards"),
-    ("leak_check", lifetime::leak_check, "cycles of all calls leave nothing behind"),
-    ("stress", lifetime::stress, "the same in many threads at a time"),
-    ("leakage_pin_pages_fork_cumemalloc", lifetime::leak_over_fork, "an old module leaks or panics here"),
-];
 
 const OWN: &[Row] = &[
     ("tool_passes", |_| Ok(()), "passes"),

@@ -18,9 +18,9 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
-use super::super::cuda::{compare, pattern};
+use super::super::cuda::{compare, compare_buffer, compare_mapping, pattern};
 use super::mapping::{PAGE, SIZE, joined, write_and_check};
-use super::{Env, Outcome, Stop, fail, partner, persistent, receive, refused, send, waive};
+use super::{Env, Forked, Outcome, Row, Stop, fail, partner, persistent, receive, refused, send, waive};
 use crate::nvml::{Bar1, Nvml};
 
 /// An allocation by CUDA itself, without alignment to GPU pages.
@@ -47,10 +47,12 @@ impl Raw {
         Ok(Self { addr, context: context.clone() })
     }
 
-    pub(super) fn read(&self, out: &mut [u8]) -> Outcome {
+    pub(super) fn compare(&self, what: &str, expected: &[u8]) -> Outcome {
+        let mut found = vec![0; expected.len()];
         self.context.bind_to_thread()?;
         // SAFETY: the cases read no more than they allocated.
-        Ok(unsafe { result::memcpy_dtoh_sync(out, self.addr) }?)
+        unsafe { result::memcpy_dtoh_sync(&mut found, self.addr) }?;
+        Ok(compare(what, expected, &found)?)
     }
 }
 
@@ -78,7 +80,7 @@ fn readable(addr: usize) -> Outcome<bool> {
 }
 
 /// The library may be closed under a mapping; after the mapping nothing is left at its address.
-pub(super) fn access_after_close(env: &Env) -> Outcome {
+fn access_after_close(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(PAGE)?;
     let mapping = buffer.map()?;
     let addr = mapping.as_ptr().addr();
@@ -92,7 +94,7 @@ pub(super) fn access_after_close(env: &Env) -> Outcome {
 }
 
 /// Memory that is freed under a mapping stays, with its old bytes, whatever is allocated next.
-pub(super) fn access_after_free(env: &Env) -> Outcome {
+fn access_after_free(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(SIZE)?;
     let pin = buffer.pin()?;
     let mapping = pin.map()?;
@@ -106,21 +108,17 @@ pub(super) fn access_after_free(env: &Env) -> Outcome {
     }
     let others = (0..8).map(|_| env.alloc(&gdr, SIZE)).collect::<Outcome<Vec<_>>>()?;
     others.iter().try_for_each(|other| other.copy_in(0, &pattern(2, SIZE)))?;
-    let mut found = vec![0; SIZE];
-    mapping.read(0, &mut found)?;
-    compare("the mapping of freed memory", &data, &found)?;
-    let new = pattern(3, SIZE);
-    mapping.write(0, &new)?;
+    compare_mapping("the mapping of freed memory", &mapping, 0, &data)?;
+    mapping.write(0, &pattern(3, SIZE))?;
     for other in &others {
-        other.copy_out(0, &mut found)?;
-        compare("memory allocated after that was freed", &pattern(2, SIZE), &found)?;
+        compare_buffer("memory allocated after that was freed", other, 0, &pattern(2, SIZE))?;
     }
     ensure!(!pin.invalidated()?, "the pin says that its memory is gone");
     mapping.unmap()?;
     Ok(pin.unpin()?)
 }
 
-pub(super) fn two_mappings(env: &Env) -> Outcome {
+fn two_mappings(env: &Env) -> Outcome {
     let (gdr, first) = env.open_with(PAGE)?;
     let second = env.alloc(&gdr, PAGE)?;
     let mappings = [first.map()?, second.map()?];
@@ -133,7 +131,7 @@ pub(super) fn two_mappings(env: &Env) -> Outcome {
 }
 
 /// A part of a mapping is unmapped by other code of the process.
-pub(super) fn partial_unmap(env: &Env) -> Outcome {
+fn partial_unmap(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(4 * PAGE)?;
     let pin = buffer.pin()?;
     let mapping = pin.map()?;
@@ -145,9 +143,7 @@ pub(super) fn partial_unmap(env: &Env) -> Outcome {
     ensure!(!readable(hole.addr())?, "the part is still there");
     let data = pattern(1, PAGE);
     mapping.write(2 * PAGE, &data)?;
-    let mut found = vec![0; PAGE];
-    buffer.copy_out(2 * PAGE, &mut found)?;
-    compare("the part behind the hole", &data, &found)?;
+    compare_buffer("the part behind the hole", &buffer, 2 * PAGE, &data)?;
     mapping.unmap()?;
     ensure!(!readable(start.addr())? && !readable(start.addr() + 3 * PAGE)?, "parts of the mapping are left");
     pin.unpin()?;
@@ -155,7 +151,7 @@ pub(super) fn partial_unmap(env: &Env) -> Outcome {
 }
 
 /// Memory is freed while another thread copies to and from it.
-pub(super) fn free_under_copy(env: &Env) -> Outcome {
+fn free_under_copy(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(SIZE)?;
     if !persistent(&gdr)? {
         return waive("this backend's mappings vanish with their memory, which kills who copies");
@@ -167,10 +163,8 @@ pub(super) fn free_under_copy(env: &Env) -> Outcome {
         while !stop.load(Ordering::Relaxed) {
             rounds += 1;
             let data = pattern(u32::try_from(rounds % 1000)?, SIZE);
-            let mut found = vec![0; SIZE];
             mapping.write(0, &data)?;
-            mapping.read(0, &mut found)?;
-            compare(&format!("copy {rounds}"), &data, &found)?;
+            compare_mapping(&format!("copy {rounds}"), &mapping, 0, &data)?;
         }
         Ok(rounds)
     };
@@ -198,19 +192,24 @@ fn shared_gpu(env: &Env, gdr: &gdrcopy::Gdr) -> Outcome {
     }
 }
 
-/// A stale mapping of the parent never shows what the child writes to memory of its own.
-pub(super) fn fork_access_after_free(env: &Env) -> Outcome {
-    // Forked first: each side opens for itself.
-    let child = partner(|parent| {
+/// A child that writes to memory of its own when it is told to. It frees the memory then, or when the parent has looked.
+fn writing_child(env: &Env, frees: bool) -> Outcome<Forked> {
+    partner(|parent| {
         receive(&parent)?;
         let (_gdr, buffer) = env.open_with(PAGE)?;
         let mapping = buffer.map()?;
         mapping.store(0, 0xc41d_u64)?;
         mapping.flush()?;
+        let _kept = (!frees).then_some((buffer, mapping));
         send(&parent, 1)?;
-        // The memory stays until the parent has looked.
         receive(&parent).map(drop)
-    })?;
+    })
+}
+
+/// A stale mapping of the parent never shows what the child writes to memory of its own.
+fn fork_access_after_free(env: &Env) -> Outcome {
+    // Forked first: each side opens for itself.
+    let child = writing_child(env, false)?;
     let (gdr, buffer) = env.open_with(PAGE)?;
     shared_gpu(env, &gdr)?;
     let mapping = buffer.map()?;
@@ -229,7 +228,7 @@ pub(super) fn fork_access_after_free(env: &Env) -> Outcome {
 }
 
 /// A forked child has a hole where the parent has its mapping.
-pub(super) fn after_map(env: &Env) -> Outcome {
+fn after_map(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(PAGE)?;
     let mapping = buffer.map()?;
     mapping.store(0, 0x9a7e_u64)?;
@@ -244,7 +243,7 @@ pub(super) fn after_map(env: &Env) -> Outcome {
 }
 
 /// A forked child can neither map the parent's pin nor pin, allocate or ask through the parent's library.
-pub(super) fn child_maps_parents_pin(env: &Env) -> Outcome {
+fn child_maps_parents_pin(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(PAGE)?;
     let pin = buffer.pin()?;
     let child = partner(|_| {
@@ -268,16 +267,8 @@ pub(super) fn child_maps_parents_pin(env: &Env) -> Outcome {
 }
 
 /// What the child frees and unmaps is its own.
-pub(super) fn map_and_free(env: &Env) -> Outcome {
-    let child = partner(|parent| {
-        receive(&parent)?;
-        let (_gdr, buffer) = env.open_with(PAGE)?;
-        let mapping = buffer.map()?;
-        mapping.store(0, 0xc41d_u64)?;
-        drop(buffer);
-        drop(mapping);
-        send(&parent, 1)
-    })?;
+fn map_and_free(env: &Env) -> Outcome {
+    let child = writing_child(env, true)?;
     let (gdr, buffer) = env.open_with(PAGE)?;
     shared_gpu(env, &gdr)?;
     let mapping = buffer.map()?;
@@ -285,12 +276,13 @@ pub(super) fn map_and_free(env: &Env) -> Outcome {
     send(&child.stream, 1)?;
     receive(&child.stream)?;
     ensure!(mapping.load::<u64>(0)? == 0x9a7e, "the child's freeing changed the parent's mapping");
+    send(&child.stream, 1)?;
     child.join()?;
     write_and_check(&mapping, &buffer, 0, PAGE)
 }
 
 /// A child that drops what it inherited does the parent no harm.
-pub(super) fn child_drops(env: &Env) -> Outcome {
+fn child_drops(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(PAGE)?;
     let pin = buffer.pin()?;
     let mapping = pin.map()?;
@@ -311,7 +303,7 @@ pub(super) fn child_drops(env: &Env) -> Outcome {
 }
 
 /// Another process cannot pin an address of this one.
-pub(super) fn child_pins_parents_address(env: &Env) -> Outcome {
+fn child_pins_parents_address(env: &Env) -> Outcome {
     let child = partner(|parent| {
         let addr = receive(&parent)?;
         let gdr = env.open()?;
@@ -345,7 +337,7 @@ fn descriptor(gdr: &Gdr) -> Outcome<RawFd> {
 }
 
 /// A descriptor that came by a socket cannot pin.
-pub(super) fn pin_by_shared(env: &Env) -> Outcome {
+fn pin_by_shared(env: &Env) -> Outcome {
     shared(env, |fd| {
         // Address, size, token, address space, handle: see section 2 of the module's header.
         let mut request = [0x7f00_0000_0000_u64, PAGE as u64, 0, 0, 0];
@@ -357,7 +349,7 @@ pub(super) fn pin_by_shared(env: &Env) -> Outcome {
 }
 
 /// Nor can it map what its owner has pinned.
-pub(super) fn map_by_shared(env: &Env) -> Outcome {
+fn map_by_shared(env: &Env) -> Outcome {
     shared(env, |fd| {
         let (prot, null) = (libc::PROT_READ | libc::PROT_WRITE, std::ptr::null_mut());
         // The handle of a file's first pin is 0, and so is its offset.
@@ -389,7 +381,7 @@ fn shared(env: &Env, attempt: impl FnOnce(OwnedFd) -> Outcome) -> Outcome {
 }
 
 /// A module must release pins when the last process that has its file open ends.
-pub(super) fn leak_over_fork(env: &Env) -> Outcome {
+fn leak_over_fork(env: &Env) -> Outcome {
     let pins = || -> Outcome<i64> { Ok(fs::read_to_string(PINS)?.trim().parse()?) };
     if let Err(error) = fs::metadata(PINS) {
         return waive(format_args!(
@@ -450,7 +442,7 @@ fn bar1_of(env: &Env, gdr: &Gdr) -> Outcome<Result<Bar1, String>> {
 }
 
 /// Maps until BAR1 is full: a typed error, no harm to what is mapped, and room again when all is released.
-pub(super) fn bar1(env: &Env) -> Outcome {
+fn bar1(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let context = env.cuda(&gdr)?;
     let bar1 = match bar1_of(env, &gdr)? {
@@ -501,21 +493,21 @@ const SIZES: [usize; 4] = [2 << 20, 4096, PAGE, 100_000];
 const WARM_UP: u32 = 20;
 
 /// One thread opens the library anew now and then.
-pub(super) fn leak_check(env: &Env) -> Outcome {
+fn leak_check(env: &Env) -> Outcome {
     let gdr = env.open()?;
     (0..WARM_UP).try_for_each(|number| cycle(env, &gdr, number))?;
     drop(env.open()?);
-    let before = Resources::count(env, &gdr)?;
+    let before = held(env, &gdr)?;
     for number in 0..env.cycles {
         cycle(env, &gdr, number)?;
         if number.is_multiple_of(10) {
             cycle(env, &env.open()?, number)?;
         }
     }
-    Resources::count(env, &gdr)?.compare(env, before)
+    no_leaks(env, &gdr, &before)
 }
 
-pub(super) fn stress(env: &Env) -> Outcome {
+fn stress(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let round = |cycles: u32| {
         let (start, failed) = (Barrier::new(env.threads.into()), AtomicBool::new(false));
@@ -535,10 +527,10 @@ pub(super) fn stress(env: &Env) -> Outcome {
         })
     };
     round(WARM_UP)?;
-    let before = Resources::count(env, &gdr)?;
+    let before = held(env, &gdr)?;
     round(env.cycles)?;
     env.note(format_args!("{} threads, {} cycles each", env.threads, env.cycles));
-    Resources::count(env, &gdr)?.compare(env, before)
+    no_leaks(env, &gdr, &before)
 }
 
 /// Allocate, pin, map, touch both ends, and give all back in changing order.
@@ -550,14 +542,12 @@ fn cycle(env: &Env, gdr: &Gdr, number: u32) -> Outcome {
     for offset in [0, len - 64] {
         let data = pattern(number, 64);
         mapping.write(offset, &data)?;
-        let mut found = [0; 64];
+        let what = format!("cycle {number}, offset {offset}");
         // The GPU's view costs more than all the rest.
-        if number.is_multiple_of(16) {
-            buffer.copy_out(offset, &mut found)?;
-        } else {
-            mapping.read(offset, &mut found)?;
+        match number.is_multiple_of(16) {
+            true => compare_buffer(&what, &buffer, offset, &data)?,
+            false => compare_mapping(&what, &mapping, offset, &data)?,
         }
-        compare(&format!("cycle {number}, offset {offset}"), &data, &found)?;
     }
     match number % 3 {
         0 => {
@@ -574,55 +564,67 @@ fn cycle(env: &Env, gdr: &Gdr, number: u32) -> Outcome {
     Ok(())
 }
 
-/// What is held now.
-#[derive(Clone, Copy, Debug)]
-struct Resources {
-    descriptors: usize,
-    mappings: usize,
-    bar1_used: Option<u64>,
-    gpu_used: Option<u64>,
-}
+/// What is held: how much of what, and how much more is no leak. Allocators keep a little; what leaks in every cycle is more.
+type Held = Vec<(&'static str, u64, u64)>;
 
-/// Growth below these is no leak: allocators keep a little. What leaks in every cycle grows by more.
-const SLACK_DESCRIPTORS: usize = 2;
-const SLACK_MAPPINGS: usize = 16;
-const SLACK_BYTES: u64 = 48 << 20;
-
-impl Resources {
-    /// Counts, and says what cannot be counted.
-    fn count(env: &Env, gdr: &Gdr) -> Outcome<Self> {
-        let gpu_used = env.cuda(gdr).ok().and_then(|context| context.mem_get_info().ok());
-        let gpu_used = gpu_used.map(|(free, total)| (total - free) as u64);
-        let bar1_used = match gpu_used.map(|_| bar1_of(env, gdr)).transpose()? {
-            Some(Ok(bar1)) => Some(bar1.used),
-            Some(Err(why)) => {
-                env.note(format_args!("BAR1 is not looked at: {why}"));
-                None
-            }
-            None => None,
-        };
-        // Last: CUDA and NVML open files of their own when they are first asked.
-        let descriptors = fs::read_dir("/proc/self/fd")?.count();
-        let mappings = fs::read_to_string("/proc/self/maps")?.lines().count();
-        Ok(Self { descriptors, mappings, bar1_used, gpu_used })
-    }
-
-    fn compare(self, env: &Env, before: Self) -> Outcome {
-        env.note(format_args!("before: {before:?}"));
-        env.note(format_args!("after: {self:?}"));
-        let grown = |after: usize, before: usize| after.saturating_sub(before);
-        let descriptors = grown(self.descriptors, before.descriptors);
-        ensure!(descriptors <= SLACK_DESCRIPTORS, "{descriptors} file descriptors leaked");
-        let mappings = grown(self.mappings, before.mappings);
-        ensure!(mappings <= SLACK_MAPPINGS, "{mappings} memory mappings leaked");
-        let bytes = |after: Option<u64>, before: Option<u64>| Some(after?.saturating_sub(before?));
-        for (what, grown) in [
-            ("BAR1", bytes(self.bar1_used, before.bar1_used)),
-            ("GPU memory", bytes(self.gpu_used, before.gpu_used)),
-        ] {
-            let grown = grown.unwrap_or(0);
-            ensure!(grown <= SLACK_BYTES, "{grown} bytes of {what} leaked, or another program took them");
+fn held(env: &Env, gdr: &Gdr) -> Outcome<Held> {
+    const SLACK: u64 = 48 << 20;
+    let mut held = Held::new();
+    if let Some((free, total)) = env.cuda(gdr).ok().and_then(|context| context.mem_get_info().ok()) {
+        held.push(("bytes of GPU memory, unless another program took them", (total - free) as u64, SLACK));
+        match bar1_of(env, gdr)? {
+            Ok(bar1) => held.push(("bytes of BAR1, unless another program took them", bar1.used, SLACK)),
+            Err(why) => env.note(format_args!("BAR1 is not looked at: {why}")),
         }
-        Ok(())
     }
+    // Last: CUDA and NVML open files of their own when they are first asked.
+    held.push(("file descriptors", fs::read_dir("/proc/self/fd")?.count() as u64, 2));
+    held.push(("memory mappings", fs::read_to_string("/proc/self/maps")?.lines().count() as u64, 16));
+    env.note(format_args!("held: {held:?}"));
+    Ok(held)
 }
+
+fn no_leaks(env: &Env, gdr: &Gdr, before: &Held) -> Outcome {
+    for (what, after, slack) in held(env, gdr)? {
+        let before = before.iter().find(|(name, ..)| *name == what).map_or(after, |(_, before, _)| *before);
+        let leaked = after.saturating_sub(before);
+        ensure!(leaked <= slack, "leaked: {leaked} {what}");
+    }
+    Ok(())
+}
+
+pub(super) const CASES: &[Row] = &[
+    ("invalidation_access_after_gdr_close_{alloc}", access_after_close, "unmapped is unmapped"),
+    ("invalidation_access_after_free_{alloc}", access_after_free, "freed memory stays while mapped"),
+    ("invalidation_two_mappings_{alloc}", two_mappings, "freeing one buffer spares another"),
+    ("invalidation_partial_unmap", partial_unmap, "a part is unmapped from outside"),
+    ("invalidation_free_under_copy", free_under_copy, "freed while another thread copies"),
+    (
+        "invalidation_fork_access_after_free_{alloc}",
+        fork_access_after_free,
+        "a stale mapping shows nothing new",
+    ),
+    ("invalidation_fork_after_gdr_map_{alloc}", after_map, "a forked child has a hole"),
+    (
+        "invalidation_fork_child_gdr_map_parent_{alloc}",
+        child_maps_parents_pin,
+        "a child uses nothing of its parent",
+    ),
+    ("invalidation_fork_map_and_free_{alloc}", map_and_free, "a child's freeing spares its parent"),
+    (
+        "fork_child_pins_parents_address",
+        child_pins_parents_address,
+        "an address of another process is refused",
+    ),
+    ("fork_child_drops", child_drops, "a child's drops spare its parent"),
+    (
+        "invalidation_unix_sock_shared_fd_gdr_pin_buffer_{alloc}",
+        pin_by_shared,
+        "a passed descriptor cannot pin",
+    ),
+    ("invalidation_unix_sock_shared_fd_gdr_map_{alloc}", map_by_shared, "a passed descriptor cannot map"),
+    ("bar1_exhaustion", bar1, "BAR1 full: a typed error, and room again afterwards"),
+    ("leak_check", leak_check, "cycles of all calls leave nothing behind"),
+    ("stress", stress, "the same in many threads at a time"),
+    ("leakage_pin_pages_fork_cumemalloc", leak_over_fork, "an old module leaks or panics here"),
+];

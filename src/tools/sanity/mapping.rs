@@ -5,16 +5,16 @@ use std::thread;
 
 use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer, Mapping, MappingType, Pin, PinFlags, Word};
 
-use super::super::cuda::{Pinned, compare, pattern};
+use super::super::cuda::{Pinned, compare, compare_buffer, compare_mapping, pattern};
 use super::lifetime::Raw;
-use super::{Env, Outcome, Stop, fail, refused, waive};
+use super::{Env, Outcome, Row, Stop, fail, refused, waive};
 
 /// The size of GDRCopy's tests: 256 KiB and a little, in GPU pages.
 pub(super) const SIZE: usize = 320 << 10;
 /// A GPU page.
 pub(super) const PAGE: usize = 64 << 10;
 
-pub(super) fn pin_and_unpin(env: &Env, flags: PinFlags) -> Outcome {
+fn pin_and_unpin(env: &Env, flags: PinFlags) -> Outcome {
     needs(env, flags)?;
     let (gdr, buffer) = env.open_with(SIZE)?;
     let pin = gdr.pin_with(buffer.addr(), SIZE, flags)?;
@@ -37,7 +37,7 @@ fn needs(env: &Env, flags: PinFlags) -> Outcome {
 }
 
 /// Unlike GDRCopy, addresses of any alignment are mapped.
-pub(super) fn unaligned_mapping(env: &Env) -> Outcome {
+fn unaligned_mapping(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(2 * PAGE)?;
     for skip in [1, 4, 255, 4096, PAGE - 1] {
         let pin = gdr.pin(buffer.addr() + skip as u64, PAGE)?;
@@ -52,30 +52,24 @@ pub(super) fn unaligned_mapping(env: &Env) -> Outcome {
     drop(neighbour);
     let data = pattern(1, PAGE + 4);
     mapping.write(0, &data)?;
-    let mut found = vec![0; data.len()];
-    unaligned.read(&mut found)?;
-    compare("beside memory that was freed", &data, &found)?;
+    unaligned.compare("beside memory that was freed", &data)?;
     drop(beside);
     Ok(())
 }
 
 /// Unlike GDRCopy, the second buffer of a page is mapped too.
-pub(super) fn small_buffers(env: &Env) -> Outcome {
+fn small_buffers(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(PAGE)?;
     let pins = [gdr.pin(buffer.addr(), 8)?, gdr.pin(buffer.addr() + 8, 8)?];
     let mappings = [pins[0].map()?, pins[1].map()?];
     mappings[0].store(0, 0x1111_u64)?;
     mappings[1].store(0, 0x2222_u64)?;
-    let mut found = [0; 16];
-    buffer.copy_out(0, &mut found)?;
-    let mut expected = [0; 16];
-    expected[..8].copy_from_slice(&0x1111_u64.to_ne_bytes());
-    expected[8..].copy_from_slice(&0x2222_u64.to_ne_bytes());
-    Ok(compare("two pins of one page", &expected, &found)?)
+    let expected = [0x1111, 0x2222].map(u64::to_ne_bytes).concat();
+    Ok(compare_buffer("two pins of one page", &buffer, 0, &expected)?)
 }
 
 /// Two allocations of CUDA in one GPU page.
-pub(super) fn two_buffers_one_page(env: &Env) -> Outcome {
+fn two_buffers_one_page(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let context = env.cuda(&gdr)?;
     let buffers = (0..16).map(|_| Raw::device(&context, 512)).collect::<Outcome<Vec<_>>>()?;
@@ -88,17 +82,13 @@ pub(super) fn two_buffers_one_page(env: &Env) -> Outcome {
     let (ones, twos) = (pattern(1, 512), pattern(2, 512));
     one.write(0, &ones)?;
     two.write(0, &twos)?;
-    let mut found = [0; 512];
-    first.read(&mut found)?;
-    compare("the first", &ones, &found)?;
-    second.read(&mut found)?;
-    compare("the second", &twos, &found)?;
+    first.compare("the first", &ones)?;
+    second.compare("the second", &twos)?;
     drop((one, first));
-    two.read(0, &mut found)?;
-    Ok(compare("the second after the first was freed", &twos, &found)?)
+    Ok(compare_mapping("the second after the first was freed", &two, 0, &twos)?)
 }
 
-pub(super) fn second_mapping(env: &Env) -> Outcome {
+fn second_mapping(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(SIZE)?;
     let pin = buffer.pin()?;
     let mapping = pin.map()?;
@@ -114,7 +104,7 @@ pub(super) fn second_mapping(env: &Env) -> Outcome {
 }
 
 /// A second unpin cannot be written in Rust; what can be is an unpin under a mapping.
-pub(super) fn unpin_while_mapped(env: &Env) -> Outcome {
+fn unpin_while_mapped(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(SIZE)?;
     let pin = buffer.pin()?;
     let mapping = pin.map()?;
@@ -124,7 +114,7 @@ pub(super) fn unpin_while_mapped(env: &Env) -> Outcome {
     write_and_check(&buffer.map()?, &buffer, 0, SIZE)
 }
 
-pub(super) fn child_thread(env: &Env) -> Outcome {
+fn child_thread(env: &Env) -> Outcome {
     const LEN: usize = 16 * PAGE;
     let (gdr, buffer) = env.open_with(LEN)?;
     let setup = |gdr: &Gdr| -> gdrcopy::Result<(Pin, Mapping)> {
@@ -156,7 +146,7 @@ pub(super) fn child_thread(env: &Env) -> Outcome {
 }
 
 /// Threads that map, use and unmap buffers of their own and one that all share.
-pub(super) fn concurrent(env: &Env) -> Outcome {
+fn concurrent(env: &Env) -> Outcome {
     let (gdr, shared) = env.open_with(SIZE)?;
     let own: Vec<_> = (0..env.threads).map(|_| env.alloc(&gdr, SIZE)).collect::<Outcome<_>>()?;
     let start = Barrier::new(own.len());
@@ -181,7 +171,7 @@ pub(super) fn concurrent(env: &Env) -> Outcome {
     })
 }
 
-pub(super) fn attributes(env: &Env) -> Outcome {
+fn attributes(env: &Env) -> Outcome {
     let gdr = env.open()?;
     for attribute in
         [Attribute::UsePersistentMapping, Attribute::SupportPinFlagForcePcie, Attribute::UsingDmaBufMmap]
@@ -210,19 +200,15 @@ pub(super) fn write_and_check(mapping: &Mapping, buffer: &GpuBuffer, skip: usize
     mapping.write(offset, &data)?;
     let mut expected = around;
     expected[skip..skip + len].copy_from_slice(&data);
-    let mut found = vec![0; buffer.len()];
-    buffer.copy_out(0, &mut found)?;
-    compare(&format!("{len} bytes at {skip} written"), &expected, &found)?;
-    let mut back = vec![0; len];
-    mapping.read(offset, &mut back)?;
-    Ok(compare(&format!("{len} bytes at {skip} read back"), &data, &back)?)
+    compare_buffer(&format!("{len} bytes at {skip} written"), buffer, 0, &expected)?;
+    Ok(compare_mapping(&format!("{len} bytes at {skip} read back"), mapping, offset, &data)?)
 }
 
-pub(super) fn null(env: &Env) -> Outcome {
+fn null(env: &Env) -> Outcome {
     refused(env, "address 0", libc::EINVAL, env.open()?.pin(0, PAGE))
 }
 
-pub(super) fn size_zero(env: &Env) -> Outcome {
+fn size_zero(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(PAGE)?;
     refused(env, "a pin of 0 bytes", libc::EINVAL, gdr.pin(buffer.addr(), 0))?;
     refused(env, "an allocation of 0 bytes", libc::EINVAL, gdr.alloc(env.common.gpu, 0))?;
@@ -232,7 +218,7 @@ pub(super) fn size_zero(env: &Env) -> Outcome {
     Ok(())
 }
 
-pub(super) fn beyond_allocation(env: &Env) -> Outcome {
+fn beyond_allocation(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(SIZE)?;
     let addr = buffer.addr();
     refused(env, "a pin that wraps around", libc::EINVAL, gdr.pin(addr, usize::MAX))?;
@@ -242,7 +228,7 @@ pub(super) fn beyond_allocation(env: &Env) -> Outcome {
     write_and_check(&buffer.map()?, &buffer, 0, SIZE)
 }
 
-pub(super) fn host_pointer(env: &Env) -> Outcome {
+fn host_pointer(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let memory = vec![7_u8; 4 * PAGE];
     refused(env, "ordinary host memory", libc::EINVAL, gdr.pin(memory.as_ptr().addr() as u64, PAGE))?;
@@ -254,20 +240,20 @@ pub(super) fn host_pointer(env: &Env) -> Outcome {
     }
 }
 
-pub(super) fn managed_memory(env: &Env) -> Outcome {
+fn managed_memory(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let memory = Raw::managed(&env.cuda(&gdr)?, PAGE)?;
     refused(env, "managed memory", libc::EINVAL, gdr.pin(memory.addr, PAGE))
 }
 
-pub(super) fn freed_memory(env: &Env) -> Outcome {
+fn freed_memory(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(SIZE)?;
     let addr = buffer.addr();
     drop(buffer);
     refused(env, "freed memory", libc::EINVAL, gdr.pin(addr, SIZE))
 }
 
-pub(super) fn no_such_gpu(env: &Env) -> Outcome {
+fn no_such_gpu(env: &Env) -> Outcome {
     let gdr = env.open()?;
     for gpu in [-1, 1_000_000, i32::MAX] {
         refused(env, &format!("GPU {gpu}"), libc::EINVAL, gdr.alloc(gpu, PAGE))?;
@@ -276,7 +262,7 @@ pub(super) fn no_such_gpu(env: &Env) -> Outcome {
 }
 
 /// Memory of one GPU, used by a thread whose current GPU is another.
-pub(super) fn other_gpu(env: &Env) -> Outcome {
+fn other_gpu(env: &Env) -> Outcome {
     let gdr = env.open()?;
     let gpus = gdr.gpus()?;
     let Some(other) = gpus.iter().find(|gpu| gpu.ordinal != env.common.gpu) else {
@@ -289,14 +275,11 @@ pub(super) fn other_gpu(env: &Env) -> Outcome {
     let (one, two) = (pattern(1, SIZE), pattern(2, SIZE));
     near.write(0, &one)?;
     far.write(0, &two)?;
-    let mut found = vec![0; SIZE];
-    here.copy_out(0, &mut found)?;
-    compare("this GPU", &one, &found)?;
-    there.copy_out(0, &mut found)?;
-    Ok(compare("the other GPU", &two, &found)?)
+    compare_buffer("this GPU", &here, 0, &one)?;
+    Ok(compare_buffer("the other GPU", &there, 0, &two)?)
 }
 
-pub(super) fn out_of_bounds(env: &Env) -> Outcome {
+fn out_of_bounds(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(SIZE)?;
     let mapping = buffer.map()?;
     let mut byte = [0];
@@ -311,7 +294,7 @@ pub(super) fn out_of_bounds(env: &Env) -> Outcome {
 
 const OFFSETS: [usize; 10] = [1, 2, 3, 4, 5, 6, 7, 11, 129, 1023];
 
-pub(super) fn validation(env: &Env, flags: PinFlags) -> Outcome {
+fn validation(env: &Env, flags: PinFlags) -> Outcome {
     needs(env, flags)?;
     let (gdr, buffer) = env.open_with(SIZE)?;
     let pin = gdr.pin_with(buffer.addr(), SIZE, flags)?;
@@ -323,31 +306,27 @@ pub(super) fn validation(env: &Env, flags: PinFlags) -> Outcome {
     for pass in 0..env.cycles.min(1000) {
         let data = pattern(pass, SIZE);
         store_words(&mapping, &data);
-        buffer.copy_out(0, &mut found)?;
-        compare(&format!("CPU stores, pass {pass}"), &data, &found)?;
+        compare_buffer(&format!("CPU stores, pass {pass}"), &buffer, 0, &data)?;
     }
     env.note("check 2: write, read back by CUDA and by read; CUDA's write, read back by read");
     write_and_check(&mapping, &buffer, 0, SIZE)?;
     let data = pattern(3, SIZE);
     buffer.copy_in(0, &data)?;
-    mapping.read(0, &mut found)?;
-    compare("written by CUDA, read through the mapping", &data, &found)?;
+    compare_mapping("written by CUDA, read through the mapping", &mapping, 0, &data)?;
 
     env.note("check 3: offsets of words and bytes, on the mapping, on the host and on both");
     let data = pattern(4, SIZE);
     for offset in OFFSETS.into_iter().flat_map(|offset| [4 * offset, offset]) {
         for (there, here) in [(offset, 0), (0, offset), (offset, offset)] {
-            let around = pattern(5, SIZE);
-            buffer.copy_in(0, &around)?;
-            mapping.write(there, &data[here..SIZE - offset + here])?;
-            let mut expected = around;
-            expected[there..SIZE - offset + there].copy_from_slice(&data[here..SIZE - offset + here]);
-            buffer.copy_out(0, &mut found)?;
-            compare(&format!("offset {offset} written, {there} there and {here} here"), &expected, &found)?;
+            let (mut expected, part) = (pattern(5, SIZE), &data[here..][..SIZE - offset]);
+            let places = format!("{there} there and {here} here");
+            buffer.copy_in(0, &expected)?;
+            mapping.write(there, part)?;
+            expected[there..][..part.len()].copy_from_slice(part);
+            compare_buffer(&format!("offset {offset} written, {places}"), &buffer, 0, &expected)?;
             found.fill(0);
-            mapping.read(there, &mut found[here..SIZE - offset + here])?;
-            let (good, back) = (&data[here..SIZE - offset + here], &found[here..SIZE - offset + here]);
-            compare(&format!("offset {offset} read, {there} there and {here} here"), good, back)?;
+            mapping.read(there, &mut found[here..][..part.len()])?;
+            compare(&format!("offset {offset} read, {places}"), part, &found[here..][..part.len()])?;
         }
     }
     mapping.unmap()?;
@@ -365,7 +344,7 @@ fn store_words(mapping: &Mapping, data: &[u8]) {
 }
 
 /// Pins that begin and end anywhere: exact to the byte, also beside them.
-pub(super) fn unaligned_pins(env: &Env) -> Outcome {
+fn unaligned_pins(env: &Env) -> Outcome {
     let (gdr, buffer) = env.open_with(3 * PAGE)?;
     for skip in [0, 1, 2, 3, 5, 7, 8, 63, 65, 4095, 4096, 4097, PAGE - 1, PAGE, PAGE + 1] {
         for len in [1, 2, 3, 4, 7, 8, 15, 16, 17, 63, 64, 65, 255, 4095, 4097, PAGE - 1, PAGE, PAGE + 1] {
@@ -378,15 +357,13 @@ pub(super) fn unaligned_pins(env: &Env) -> Outcome {
 }
 
 /// Words of every size arrive whole, at their place and nowhere else.
-pub(super) fn words(env: &Env) -> Outcome {
+fn words(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(PAGE)?;
     let mapping = buffer.map()?;
     let check = |what: &str, offset: usize, bytes: &[u8]| -> Outcome {
-        let mut found = [0; 24];
-        buffer.copy_out(offset - 8, &mut found)?;
         let mut expected = [0; 24];
         expected[8..8 + bytes.len()].copy_from_slice(bytes);
-        Ok(compare(what, &expected, &found)?)
+        Ok(compare_buffer(what, &buffer, offset - 8, &expected)?)
     };
     for offset in [8, 64, 4096, PAGE - 64] {
         let clear = || buffer.copy_in(offset - 8, &[0; 24]);
@@ -414,19 +391,52 @@ fn word<T: Word + PartialEq + std::fmt::Debug>(mapping: &Mapping, offset: usize,
 }
 
 /// A write-combining and a cached mapping of the same memory see each other's writes.
-pub(super) fn mix_mappings(env: &Env) -> Outcome {
+fn mix_mappings(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(SIZE)?;
     let map = |kind| match buffer.pin()?.map_as(kind) {
         Err(error @ gdrcopy::Error::Unsupported { .. }) => waive(error),
         result => Ok(result?),
     };
     let mappings = [map(MappingType::WriteCombining)?, map(MappingType::Cached)?];
-    let mut found = vec![0; SIZE];
     for (seed, (writer, reader)) in [(1, (0, 1)), (2, (1, 0))] {
         let data = pattern(seed, SIZE);
         mappings[writer].write(0, &data)?;
-        mappings[reader].read(0, &mut found)?;
-        compare(&format!("mapping {reader} after mapping {writer}"), &data, &found)?;
+        compare_mapping(&format!("mapping {reader} after mapping {writer}"), &mappings[reader], 0, &data)?;
     }
     Ok(())
 }
+
+pub(super) const CASES: &[Row] = &[
+    ("basic_{alloc}", |env| pin_and_unpin(env, PinFlags::empty()), "pin and unpin"),
+    ("basic_v2_forcepci_{alloc}", |env| pin_and_unpin(env, PinFlags::FORCE_PCIE), "pin through PCIe"),
+    ("basic_unaligned_mapping", unaligned_mapping, "unaligned addresses work; a freed neighbour is harmless"),
+    ("basic_small_buffers_mapping", small_buffers, "two pins of 8 bytes in one page"),
+    ("basic_two_buffers_one_page", two_buffers_one_page, "two allocations in one page, one freed"),
+    ("basic_child_thread_pins_buffer_{alloc}", child_thread, "pin, unpin, close in several threads"),
+    ("basic_second_mapping", second_mapping, "one mapping of a pin, several pins of a buffer"),
+    ("basic_unpin_while_mapped", unpin_while_mapped, "a mapping keeps its pin"),
+    ("basic_concurrent_mappings", concurrent, "threads map own and shared buffers"),
+    ("attributes_sanity", attributes, "the properties of the backend"),
+    ("arguments_null", null, "address 0 is refused"),
+    ("arguments_size_zero", size_zero, "0 bytes are refused"),
+    ("arguments_beyond_allocation", beyond_allocation, "more than was allocated is refused"),
+    ("arguments_host_pointer", host_pointer, "host memory is refused"),
+    ("arguments_managed_memory", managed_memory, "managed memory is refused"),
+    ("arguments_freed_memory", freed_memory, "freed memory is refused"),
+    ("arguments_no_such_gpu", no_such_gpu, "GPUs that do not exist are refused"),
+    ("arguments_other_gpu", other_gpu, "memory of another GPU than the current one"),
+    ("arguments_out_of_bounds", out_of_bounds, "accesses outside a mapping are refused"),
+    (
+        "data_validation_{alloc}",
+        |env| validation(env, PinFlags::empty()),
+        "all bytes, both ways, all offsets",
+    ),
+    (
+        "data_validation_v2_forcepci_cumemalloc",
+        |env| validation(env, PinFlags::FORCE_PCIE),
+        "the same through PCIe",
+    ),
+    ("data_validation_mix_mappings_cumemalloc", mix_mappings, "write-combining beside cached"),
+    ("data_unaligned_pins", unaligned_pins, "pins of any start and length, exact to the byte"),
+    ("data_words", words, "words of 1 to 8 bytes arrive whole"),
+];
