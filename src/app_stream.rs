@@ -313,6 +313,16 @@ impl AppStream {
         self.gpu.as_ref().ok_or_else(|| "there is no GPU".into())
     }
 
+    /// A kernel of this name, where a GPU runs the stream.
+    ///
+    /// # Safety
+    /// As for [`Kernels::find`].
+    pub unsafe fn find<A: Copy>(&self, name: &CStr) -> Result<Option<(&Kernels, Kernel<A>)>> {
+        let Some(kernels) = &self.kernels else { return Ok(None) };
+        // SAFETY: the caller vouches for the parameter.
+        Ok(Some((kernels, unsafe { kernels.find(name) }?)))
+    }
+
     /// Blocks until the stream is idle, kernels included, and reports what went wrong on it. The CPU sleeps meanwhile.
     pub fn finish(&self) -> Result<()> {
         if self.kernels.is_some() {

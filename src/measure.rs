@@ -183,6 +183,13 @@ impl Default for Samples {
 }
 
 impl Samples {
+    /// Of these times.
+    pub fn of(times: impl IntoIterator<Item = Duration>) -> Self {
+        let mut samples = Self::default();
+        times.into_iter().for_each(|time| samples.add(time));
+        samples
+    }
+
     /// Adds a time, at most a minute.
     pub fn add(&mut self, time: Duration) {
         self.0.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
@@ -343,8 +350,7 @@ mod tests {
 
     #[test]
     fn percentiles_and_count_of_samples() {
-        let mut samples = Samples::default();
-        (1..=1000).for_each(|us| samples.add(Duration::from_micros(us)));
+        let samples = Samples::of((1..=1000).map(Duration::from_micros));
         for (quantile, us) in [(0.0, 1.0), (0.5, 500.0), (0.99, 990.0), (1.0, 1000.0)] {
             assert!((samples.micros(quantile) / us - 1.0).abs() < 0.01, "{quantile}");
         }

@@ -581,8 +581,7 @@ mod tests {
 
     #[test]
     fn p99_and_min_of_rates_are_the_low_values() {
-        let mut samples = Samples::default();
-        (1..=1000).for_each(|us| samples.add(Duration::from_micros(us)));
+        let samples = Samples::of((1..=1000).map(Duration::from_micros));
         let time = Point::time(1, &samples, 1);
         let rate = Point::rate(1, &samples, 1000.0);
         assert!(time.min <= time.p50 && time.p50 <= time.p99);

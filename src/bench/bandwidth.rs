@@ -14,7 +14,7 @@ use gdasync::pingpong::PTX;
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, expected, size_label};
 use serde_json::json;
 
-use super::traffic::{QueuePairs, Shape, Slots, in_slices};
+use super::traffic::{QueuePairs, SLICES, Shape, Slots, in_slices};
 use super::two_ranks;
 
 /// Options of `gdasync bench bandwidth`.
@@ -102,7 +102,8 @@ impl Options {
                 continue;
             }
             let all = self.iters.map_or(((256 << 20) / bytes as u64).clamp(20, 1000), u64::from);
-            let all = in_slices(&mut rows, all, sheet, |(_, run), count| run(bytes, count))?;
+            let slices = (SLICES, all.div_ceil(SLICES));
+            let all = in_slices(&mut rows, slices, sheet, |(_, run), count| run(bytes, count))?;
             for ((name, _), samples) in rows.iter().zip(&all).filter(|(_, samples)| samples.count() > 0) {
                 // A round trip is two messages, and a byte per microsecond is 1e-3 GB/s.
                 #[expect(clippy::cast_precision_loss, reason = "sizes are below 2^53")]
@@ -181,22 +182,14 @@ impl Options {
         app: &AppStream,
         shape: Shape,
         sheet: &mut Sheet,
-    ) -> Result<[Samples; 2]> {
-        let (mut all, count): ([Samples; 2], _) = (Default::default(), usize::try_from(self.messages)?);
+    ) -> Result<Vec<Samples>> {
         let queue_pairs = || QueuePairs::new(comm, comm.context(), &self.checks, shape, Some(placed));
         // Separate queue pairs for the stream: it takes completions that the CPU would poll.
         let mut both = [(queue_pairs()?, None), (queue_pairs()?, Some(&app.stream))];
-        for turn in 0..=RATE_SLICES {
-            for ((queue_pairs, stream), samples) in both.iter_mut().zip(&mut all) {
-                let (time, wrong) = queue_pairs.flood(count, *stream)?;
-                sheet.wrong(wrong);
-                // The first turn warms up.
-                if turn > 0 {
-                    samples.add(time);
-                }
-            }
-        }
-        Ok(all)
+        in_slices(&mut both, (RATE_SLICES, self.messages.into()), sheet, |(queue_pairs, stream), count| {
+            let (time, wrong) = queue_pairs.flood(usize::try_from(count)?, *stream)?;
+            Ok((Samples::of([time]), wrong))
+        })
     }
 }
 

@@ -17,7 +17,7 @@ use gdasync::mp::{self, Communicator, CommunicatorBuilder, Registration, Request
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
 use serde_json::json;
 
-use super::traffic::{Endpoint, in_slices};
+use super::traffic::{Endpoint, SLICES, in_slices};
 use super::two_ranks;
 
 /// Options of `gdasync bench messages`.
@@ -128,7 +128,9 @@ impl Options {
         }
         let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
         let mut modes = self.modes.clone();
-        let all = in_slices(&mut modes, all, sheet, |mode, count| windows.run(*mode, count))?;
+        let all = in_slices(&mut modes, (SLICES, all.div_ceil(SLICES)), sheet, |mode, count| {
+            windows.run(*mode, count)
+        })?;
         for (&mode, samples) in self.modes.iter().zip(&all) {
             // A round trip is two messages.
             let (group, parts) = if mode.is_one_way() { (RATE, 1) } else { (PING_PONG, 2) };

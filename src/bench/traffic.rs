@@ -13,18 +13,17 @@ use gdasync::mp::{self, Communicator, Registration, Request};
 use gdasync::results::{Checks, Result, Sheet, expected};
 
 /// All rows run in turn, in this many slices: the speed of shared cores changes from second to second.
-const SLICES: u64 = 5;
+pub(super) const SLICES: u64 = 5;
 
-/// Runs `all` iterations of each row, which gives times and counts wrong slots; a tenth of a slice warms up.
+/// Runs slices of `slice` iterations of each row, which gives times and counts wrong slots; a tenth of a slice warms up.
 pub(super) fn in_slices<R>(
     rows: &mut [R],
-    all: u64,
+    (slices, slice): (u64, u64),
     sheet: &mut Sheet,
     mut run: impl FnMut(&mut R, u64) -> Result<(Samples, u64)>,
 ) -> Result<Vec<Samples>> {
-    let slice = all.div_ceil(SLICES);
     let mut samples = vec![Samples::default(); rows.len()];
-    for turn in 0..=SLICES {
+    for turn in 0..=slices {
         let count = if turn == 0 { slice.div_ceil(10) } else { slice };
         for (row, samples) in rows.iter_mut().zip(&mut samples) {
             let (times, wrong) = run(row, count)?;

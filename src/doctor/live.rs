@@ -26,8 +26,6 @@ pub(super) use crate::nvml::Bar1;
 #[cfg(test)]
 pub(super) use cuda::explore;
 pub(super) use cuda::{CudaFacts, GpuFacts, attribute};
-#[cfg(test)]
-pub(super) use devices::Backend;
 pub(super) use devices::{ChoiceFacts, DeviceFacts, FabricFacts, MappingFacts, Route, VerbsFacts};
 
 /// What can be asked.

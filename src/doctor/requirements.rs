@@ -88,6 +88,10 @@ impl Software {
     }
 }
 
+/// All software, in the order of the document.
+#[cfg(test)]
+pub(super) const SOFTWARE: [Software; 10] =
+    [DRIVER, OPEN_MODULES, CUDA, LINUX, LIBIBVERBS, LIBMLX5, DMA_BUF_MR, DMA_BUF_UMEM, DEDICATED_UAR, GDRDRV];
 pub(super) const DRIVER: Software = Software { name: "NVIDIA driver" };
 pub(super) const OPEN_MODULES: Software = Software { name: "NVIDIA open kernel modules" };
 pub(super) const CUDA: Software = Software { name: "CUDA of the driver" };

@@ -13,13 +13,13 @@ use super::areas::process::conclusion;
 use super::areas::rdma::Limits;
 use super::areas::{Probe, Status, area_of};
 use super::live::{
-    Answer, Backend, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, FabricFacts, GpuFacts, MappingFacts,
-    ProbeProcess, Route, VerbsFacts, attribute, limit,
+    Answer, Bar1, ChoiceFacts, CudaFacts, DeviceFacts, FabricFacts, GpuFacts, MappingFacts, ProbeProcess,
+    Route, VerbsFacts, attribute, limit,
 };
 use super::machine::{Machine, System};
 use super::requirements::{
-    CUDA, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, DRIVER, GDRDRV, INFINIBAND, LIBIBVERBS, LIBMLX5, LINUX,
-    OPEN_MODULES, ROCE_V1, ROCE_V2, card, generation, needs, numbers as numbers_of, rows,
+    CUDA, INFINIBAND, ROCE_V1, ROCE_V2, SOFTWARE, Software, card, generation, needs, numbers as numbers_of,
+    rows,
 };
 
 use super::{Description, Report, text};
@@ -59,7 +59,7 @@ fn gpu(ordinal: i32, pci: &str) -> GpuFacts {
 }
 
 fn healthy(tree: &Tree) -> Machine {
-    let backend = |name: &str| Backend { name: name.into(), outcome: Ok("mapped".into()) };
+    let backend = |name: &str| (name.to_owned(), Ok("mapped".into()));
     let device =
         |name: &str| DeviceFacts { name: name.into(), mlx5: true, open: Some(Ok(())), devx: Some(Ok(())) };
     Machine {
@@ -293,34 +293,18 @@ fn requirements_are_read_from_their_document() {
     let numbers = rows("card").flat_map(|[_, numbers, _, _]| numbers.split(", "));
     assert!(numbers.map(|number| u16::from_str_radix(number, 16).unwrap()).all(|number| seen.insert(number)));
     assert_eq!((seen.len(), rows::<4>("generation").count()), (28, 11));
-    let used = [
-        DRIVER,
-        OPEN_MODULES,
-        CUDA,
-        LINUX,
-        LIBIBVERBS,
-        LIBMLX5,
-        DMA_BUF_MR,
-        DMA_BUF_UMEM,
-        DEDICATED_UAR,
-        GDRDRV,
-    ];
-    assert!(rows("software").map(|[name, _, _]| name).eq(used.map(|software| software.name)));
-    assert!(
-        used.iter().all(|software| numbers_of(software.least()).is_some() && !software.for_what().is_empty())
-    );
+    assert!(rows("software").map(|[name, _, _]| name).eq(SOFTWARE.map(|software| software.name)));
+    let is_whole =
+        |software: &Software| numbers_of(software.least()).is_some() && !software.for_what().is_empty();
+    assert!(SOFTWARE.iter().all(is_whole));
     assert!([INFINIBAND, ROCE_V2, ROCE_V1].iter().all(|link| !needs(link).is_empty()));
     assert!(!CUDA.is_met((11, 6)) && CUDA.is_met((11, 7)) && CUDA.is_met((12, 0)));
     assert!(card(0x1003).is_some_and(|card| !card.is_direct && card.links == "InfiniBand, RoCE"));
     assert!(generation((7, 0)).is_some_and(|volta| volta.triggers && !volta.open_modules));
-    assert_eq!(card(0x1021).unwrap().name, "ConnectX-7");
-    assert!(card(0x1572).is_none());
-    assert_eq!(generation((7, 5)).unwrap().name, "Turing");
-    assert_eq!(generation((8, 9)).unwrap().name, "Ada");
-    assert_eq!(generation((10, 3)).unwrap().name, "Blackwell");
-    assert_eq!(generation((10, 7)).unwrap().name, "Rubin");
-    assert_eq!(card(0x1025).unwrap().name, "ConnectX-9");
-    assert_eq!(generation((8, 6)).unwrap().name, "Ampere");
+    let cards = [0x1021, 0x1025, 0x1572].map(|device| card(device).map(|card| card.name));
+    assert_eq!(cards, [Some("ConnectX-7"), Some("ConnectX-9"), None]);
+    let generations = [(7, 5), (8, 6), (8, 9), (10, 3), (10, 7)].map(|one| generation(one).unwrap().name);
+    assert_eq!(generations, ["Turing", "Ampere", "Ada", "Blackwell", "Rubin"]);
     assert!(generation((99, 0)).is_none());
 }
 

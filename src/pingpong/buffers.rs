@@ -288,20 +288,17 @@ const MOST_BLOCKS: usize = 128;
 /// Bytes for each thread before there is another block.
 const BYTES_PER_THREAD: usize = 32;
 /// Threads that wait and send by themselves: a warp for short messages, a thread for each word of long ones.
-const INITIATORS: std::ops::RangeInclusive<usize> = 32..=1024;
+const INITIATORS: std::ops::RangeInclusive<u64> = 32..=1024;
 
 /// Kernels on the stream, in every mode.
 pub(super) struct KernelChecker<'a> {
     app: &'a AppStream,
     kernels: &'a Kernels,
-    buffers: Buffers,
-    total: u64,
-    /// The record, then the times; and their address on the GPU.
+    /// The record, then the times.
     memory: Memory,
-    addr: u64,
-    /// The addresses of the buffers on the GPU.
-    outgoing: u64,
-    incoming: u64,
+    arguments: Turn,
+    /// What the arguments name, kept until the stream is idle.
+    _buffers: Buffers,
     blocks: u32,
     stamp: Kernel<u64>,
     turn: Kernel<Turn>,
@@ -322,6 +319,16 @@ impl<'a> KernelChecker<'a> {
         let addr = memory.gpu_addr(gpu)?;
         let outgoing = buffers.outgoing.memory().gpu_addr(gpu)?;
         let incoming = buffers.incoming.memory().gpu_addr(gpu)?;
+        let arguments = Turn {
+            record: addr,
+            times: addr + record::SIZE as u64,
+            total,
+            received: [0, 1].map(|n| incoming + buffers.receive_slot(n).start as u64),
+            sent: outgoing + buffers.send_slot().start as u64,
+            bytes: buffers.bytes as u64,
+            rank: buffers.rank,
+            sends_wrong: buffers.sends_wrong.into(),
+        };
         let blocks = buffers.bytes.div_ceil(THREADS as usize * BYTES_PER_THREAD).min(MOST_BLOCKS);
         let blocks = u32::try_from(blocks)?;
         // SAFETY: the parameter is one address.
@@ -330,35 +337,8 @@ impl<'a> KernelChecker<'a> {
         let turn = unsafe { kernels.find(c"turn") }?;
         // SAFETY: the parameter has the layout of `Initiate`.
         let initiate = unsafe { kernels.find(c"initiate") }?;
-        let buffers = buffers.clone();
-        Ok(Self {
-            app,
-            kernels,
-            buffers,
-            total,
-            memory,
-            addr,
-            outgoing,
-            incoming,
-            blocks,
-            stamp,
-            turn,
-            initiate,
-        })
-    }
-
-    fn arguments(&self) -> Turn {
-        let buffers = &self.buffers;
-        Turn {
-            record: self.addr,
-            times: self.addr + record::SIZE as u64,
-            total: self.total,
-            received: [0, 1].map(|n| self.incoming + buffers.receive_slot(n).start as u64),
-            sent: self.outgoing + buffers.send_slot().start as u64,
-            bytes: buffers.bytes as u64,
-            rank: buffers.rank,
-            sends_wrong: buffers.sends_wrong.into(),
-        }
+        let _buffers = buffers.clone();
+        Ok(Self { app, kernels, memory, arguments, _buffers, blocks, stamp, turn, initiate })
     }
 
     /// Launches the kernel that runs iterations by itself, with the steps of this program, and with work before each send.
@@ -370,9 +350,9 @@ impl<'a> KernelChecker<'a> {
         work: Duration,
         waits_first: bool,
     ) -> Result<()> {
-        let threads = self.buffers.bytes.div_ceil(8).next_multiple_of(32);
+        let (turn, work_ns) = (self.arguments, u64::try_from(work.as_nanos())?);
+        let threads = turn.bytes.div_ceil(8).next_multiple_of(32);
         let threads = u32::try_from(threads.clamp(*INITIATORS.start(), *INITIATORS.end()))?;
-        let (turn, work_ns) = (self.arguments(), u64::try_from(work.as_nanos())?);
         let arguments = Initiate { turn, program, iterations, work_ns, waits_first: waits_first.into() };
         // SAFETY: as for `turn`; the stream keeps the program until the kernel has ended.
         unsafe { self.kernels.launch(&self.initiate, 1, threads, arguments) }
@@ -392,13 +372,13 @@ impl Checker for KernelChecker<'_> {
 
     fn start(&self) -> Result<()> {
         // SAFETY: a word of the record, which the checker keeps until the stream is idle.
-        unsafe { self.kernels.launch(&self.stamp, 1, 1, self.addr + record::START as u64) }
+        unsafe { self.kernels.launch(&self.stamp, 1, 1, self.arguments.record + record::START as u64) }
     }
 
     fn turn(&self) -> Result<()> {
         // SAFETY: the slots have that many bytes, there is a time for each iteration, and the checker keeps both until the
         // stream is idle.
-        unsafe { self.kernels.launch(&self.turn, self.blocks, THREADS, self.arguments()) }
+        unsafe { self.kernels.launch(&self.turn, self.blocks, THREADS, self.arguments) }
     }
 
     fn turn_by_cpu(&self, _time: Duration) -> Result<Duration> {
@@ -406,11 +386,11 @@ impl Checker for KernelChecker<'_> {
     }
 
     fn checked(&self) -> Result<Checked> {
-        let turns = self.word(record::TURNS)?;
-        if turns != self.total {
-            return Err(format!("{turns} of {} kernels checked their message", self.total).into());
+        let (turns, total) = (self.word(record::TURNS)?, self.arguments.total);
+        if turns != total {
+            return Err(format!("{turns} of {total} kernels checked their message").into());
         }
-        let mut bytes = vec![0; 8 * usize::try_from(self.total)?];
+        let mut bytes = vec![0; 8 * usize::try_from(total)?];
         self.memory.read(record::SIZE, &mut bytes)?;
         let times = bytes.as_chunks::<8>().0.iter().map(|time| u64::from_ne_bytes(*time)).collect();
         Ok(Checked { times, errors: self.word(record::ERRORS)? })
@@ -427,9 +407,8 @@ impl Measured {
     /// What a checker found, without the iterations that warm up.
     pub(super) fn checked(checker: &dyn Checker, cost: Cost, warm_up: u64) -> Result<Self> {
         let Checked { times, errors } = checker.checked()?;
-        let mut samples = Samples::default();
         let measured = times.iter().skip(usize::try_from(warm_up)?);
-        measured.for_each(|time| samples.add(Duration::from_nanos(*time)));
+        let samples = Samples::of(measured.map(|time| Duration::from_nanos(*time)));
         Ok(Self { samples, cost, iterations: times.len() as u64, errors })
     }
 }

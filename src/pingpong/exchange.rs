@@ -10,6 +10,7 @@ use gdsync::stream::{Batch, Cond, Launch, Stream};
 use gdsync::verbs::{Access, Mr, Qp, RecvWr, SendWr};
 use mp::{Communicator, Request};
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 /// One rank's part in the ping-pong of one size. Rank 0 pings, rank 1 returns.
@@ -63,8 +64,8 @@ impl<'a> PingPong<'a> {
         let checker = checker(self.options, self.app, &self.buffers, total)?;
         // Receives are always posted a window before the peer can need them.
         let window = u64::from(self.options.ahead);
-        let mut receives: Vec<Request> =
-            (0..total.min(2 * window)).map(|n| self.receive(n)).collect::<mp::Result<_>>()?;
+        let post = |messages: Range<u64>| messages.map(|n| self.receive(n)).collect::<mp::Result<Vec<_>>>();
+        let mut receives = post(0..total.min(2 * window))?;
         self.comm.barrier(self.timeout)?;
         let mut cost = Cost::default();
         let mut n = 0;
@@ -77,12 +78,7 @@ impl<'a> PingPong<'a> {
             })?;
             cost.leave_out(checking);
             receives.drain(..usize::try_from(end - n)?);
-            let posted = n + 2 * window;
-            receives.extend(
-                (posted.min(total)..(posted + window).min(total))
-                    .map(|n| self.receive(n))
-                    .collect::<mp::Result<Vec<_>>>()?,
-            );
+            receives.extend(post(total.min(n + 2 * window)..total.min(n + 3 * window))?);
             n = end;
         }
         Measured::checked(&*checker, cost, warm_up)
@@ -481,11 +477,8 @@ struct Clock<'a> {
 
 impl<'a> Clock<'a> {
     fn new(app: &'a AppStream) -> Result<Self> {
-        let stamp = match &app.kernels {
-            // SAFETY: the parameter is one address.
-            Some(kernels) => Some((kernels, unsafe { kernels.find(c"stamp") }?)),
-            None => None,
-        };
+        // SAFETY: the parameter is one address.
+        let stamp = unsafe { app.find(c"stamp") }?;
         let clock = Self { app, stamp, origin: Instant::now(), memory: Memory::alloc(16)? };
         // First use: CUDA loads and registers now, not while a stream is blocked.
         clock.take(Side::Begin)?;
@@ -536,11 +529,8 @@ pub struct Work<'a> {
 impl<'a> Work<'a> {
     /// For a app with the kernels of [`PTX`](super::PTX).
     pub fn new(app: &'a AppStream, time: Duration) -> Result<Self> {
-        let kernel = match &app.kernels {
-            // SAFETY: the parameter is one u64.
-            Some(kernels) => Some((kernels, unsafe { kernels.find(c"work") }?)),
-            None => None,
-        };
+        // SAFETY: the parameter is one u64.
+        let kernel = unsafe { app.find(c"work") }?;
         Ok(Self { app, time, kernel })
     }
 

@@ -265,9 +265,7 @@ fn answered(plan: Rounds, shared: &Shared, value: u32) -> Result<()> {
 
 /// Samples of averages over `each` rounds; rounds that do not fill a sample are left out.
 fn samples(times: &[Duration], each: usize) -> Samples {
-    let mut samples = Samples::default();
-    times.chunks_exact(each).for_each(|rounds| samples.add(rounds.iter().sum()));
-    samples
+    Samples::of(times.chunks_exact(each).map(|rounds| rounds.iter().sum()))
 }
 
 fn threads(plan: Rounds, shared: &Arc<Shared>) -> End {

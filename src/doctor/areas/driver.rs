@@ -237,13 +237,13 @@ fn mapping(machine: &Machine) -> Probe {
         return ANY.skip("GPU 0 may not be used now; see gpu.memop_run");
     }
     let backends = &machine.mapping.facts.backends;
-    let works = backends.iter().find_map(|way| way.outcome.as_ref().ok().map(|found| (way, found)));
+    let works = backends.iter().find_map(|(way, outcome)| Some((way, outcome.as_ref().ok()?)));
     let refused =
-        backends.iter().filter_map(|way| Some(format!("{}: {}", way.name, way.outcome.as_ref().err()?)));
+        backends.iter().filter_map(|(way, outcome)| Some(format!("{way}: {}", outcome.as_ref().err()?)));
     let refused = refused.collect::<Vec<_>>().join("; ");
     match (works, &machine.mapping.trouble) {
-        (Some((way, found)), _) if refused.is_empty() => ANY.ok(format!("{} serves: {found}", way.name)),
-        (Some((way, found)), _) => ANY.ok(format!("{} serves: {found}. Not by {refused}", way.name)),
+        (Some((way, found)), _) if refused.is_empty() => ANY.ok(format!("{way} serves: {found}")),
+        (Some((way, found)), _) => ANY.ok(format!("{way} serves: {found}. Not by {refused}")),
         (None, Some(trouble)) => ANY.fail(trouble.as_str(), "try again with `--timeout 60`, and look into `dmesg`"),
         (None, None) => ANY.fail(
             format!("GPU memory cannot be mapped here: {refused}"),

@@ -36,28 +36,22 @@ fn mounts(machine: &Machine) -> Probe {
 
 fn kind(machine: &Machine) -> Option<String> {
     let system = &machine.system;
-    if machine.variable("KUBERNETES_SERVICE_HOST").is_some() {
-        return Some("a Kubernetes pod".into());
-    }
-    if system.exists("/.dockerenv") {
-        return Some("Docker".into());
-    }
-    if system.exists("/run/.containerenv") {
-        return Some("Podman".into());
-    }
-    if let Some(name) = system.text("/run/systemd/container") {
-        return Some(name);
-    }
-    if let Some(name) =
-        machine.variable("container").or(machine.variable("APPTAINER_NAME").and(Some("Apptainer")))
-    {
-        return Some(name.to_owned());
-    }
-    let cgroup = system.text("/proc/1/cgroup").unwrap_or_default();
-    ["docker", "kubepods", "containerd", "lxc"]
-        .into_iter()
-        .find(|word| cgroup.contains(word))
+    let file = |path: &str, name| system.exists(path).then_some(name);
+    let cgroup = || {
+        let groups = system.text("/proc/1/cgroup")?;
+        ["docker", "kubepods", "containerd", "lxc"].into_iter().find(|word| groups.contains(word))
+    };
+    machine
+        .variable("KUBERNETES_SERVICE_HOST")
+        .and(Some("a Kubernetes pod"))
+        .or_else(|| file("/.dockerenv", "Docker"))
+        .or_else(|| file("/run/.containerenv", "Podman"))
         .map(str::to_owned)
+        .or_else(|| system.text("/run/systemd/container"))
+        .or_else(|| {
+            let apptainer = machine.variable("APPTAINER_NAME").and(Some("Apptainer"));
+            machine.variable("container").or(apptainer).or_else(cgroup).map(str::to_owned)
+        })
 }
 
 area! {

@@ -17,20 +17,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{Reporter, await_first_gpu};
 
-/// The result of each backend; those not reached are missing.
+/// What was tried of mapping. `None`: not reached.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct MappingFacts {
-    pub(in crate::doctor) backends: Vec<Backend>,
+    /// What a trial of each backend showed, or why it does not serve; those not reached are missing.
+    pub(in crate::doctor) backends: Vec<(String, Result<String, String>)>,
     /// What opened in the `libgdrapi.so` that NCCL would load, or why it did not; `None` where there is no such library.
     pub(in crate::doctor) gdrapi: Option<Result<String, String>>,
-}
-
-/// One way.
-#[derive(Clone, Debug, Deserialize, Serialize)]
-pub(in crate::doctor) struct Backend {
-    pub(in crate::doctor) name: String,
-    /// What a trial showed, or why it does not serve.
-    pub(in crate::doctor) outcome: Result<String, String>,
 }
 
 pub(super) fn probe_mapping(reporter: &Reporter) {
@@ -39,8 +32,7 @@ pub(super) fn probe_mapping(reporter: &Reporter) {
     await_first_gpu();
     for kind in BackendKind::ALL.into_iter().filter(|kind| *kind != BackendKind::Host) {
         reporter.step(format!("mapping GPU memory by {kind}"));
-        let outcome = attempt(kind);
-        facts.backends.push(Backend { name: kind.name().to_owned(), outcome });
+        facts.backends.push((kind.name().to_owned(), attempt(kind)));
         reporter.facts(&facts);
     }
     reporter.step("gdr_open of libgdrapi.so");

@@ -46,10 +46,10 @@ pub(super) const DRIVER: &[Case] = &[
         machine.is_root = true;
     }),
     ("gdrdrv does not map", |_, machine| {
-        machine.mapping.facts.backends[0].outcome = Err("ioctl: Invalid argument".into())
+        machine.mapping.facts.backends[0].1 = Err("ioctl: Invalid argument".into())
     }),
     ("nothing maps", |_, machine| {
-        machine.mapping.facts.backends.iter_mut().for_each(|backend| backend.outcome = Err("refused".into()));
+        machine.mapping.facts.backends.iter_mut().for_each(|(_, outcome)| *outcome = Err("refused".into()));
     }),
     ("mapping hangs before all", |_, machine| {
         machine.mapping.facts.backends.clear();
@@ -128,7 +128,7 @@ pub(super) const CUDA: &[Case] = &[
     ("a GPU that another process has for itself", |_, machine| taken(machine, 1, attribute::EXCLUSIVE)),
     ("the first GPU, had by another process", |_, machine| {
         taken(machine, 0, attribute::EXCLUSIVE);
-        machine.mapping.facts.backends.iter_mut().for_each(|way| way.outcome = Err("taken".into()));
+        machine.mapping.facts.backends.iter_mut().for_each(|(_, outcome)| *outcome = Err("taken".into()));
         machine.choice.facts.gpu = Some(Err("taken".into()));
     }),
     ("a GPU that nobody may use", |_, machine| taken(machine, 1, attribute::PROHIBITED)),
