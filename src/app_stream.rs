@@ -198,14 +198,14 @@ impl Placed {
     }
 
     /// In words, for all ranks.
-    pub fn describe(&self, comm: &Communicator, timeout: Duration) -> Result<Description> {
+    pub fn describe(&self, comm: &Communicator) -> Result<Description> {
         let gpu = self.gpu.as_ref().map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
-        let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), timeout)?;
+        let gpus = comm.exchange(gpu.unwrap_or_default().as_bytes(), None)?;
         let gpus = gpus.iter().filter(|gpu| !gpu.is_empty()).map(|gpu| String::from_utf8_lossy(gpu).into());
         let cpus = sched_getaffinity(None)?;
         let cpus: Vec<_> = (0..CpuSet::MAX_CPU).filter(|cpu| cpus.is_set(*cpu)).collect();
         let cpus = serde_json::to_vec(&(host()?, cpus))?;
-        let cpus = comm.exchange(&cpus, timeout)?;
+        let cpus = comm.exchange(&cpus, None)?;
         let Placement { stream, payload, placement, via, .. } = &self.options;
         Ok(Description {
             payload: *payload,

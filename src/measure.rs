@@ -101,13 +101,9 @@ pub fn poll<T, E>(limit: Duration, mut ask: impl FnMut() -> Result<Option<T>, E>
 }
 
 /// Connects queue pairs with those of the other one of two ranks, in their order.
-pub fn connect<'a>(
-    comm: &Communicator,
-    qps: impl Iterator<Item = &'a Qp> + Clone,
-    timeout: Duration,
-) -> Result<()> {
+pub fn connect<'a>(comm: &Communicator, qps: impl Iterator<Item = &'a Qp> + Clone) -> Result<()> {
     let own: Vec<u8> = qps.clone().flat_map(|qp| qp.address().to_bytes()).collect();
-    let all = comm.exchange(&own, timeout)?;
+    let all = comm.exchange(&own, None)?;
     let (addresses, rest) = all[1 - comm.rank()].as_chunks();
     if all[1 - comm.rank()].len() != own.len() || !rest.is_empty() {
         return Err("the other rank has other queue pairs".into());
@@ -235,27 +231,27 @@ const PAGE_NAME: &str = "gdasync-page";
 pub const PAGE: usize = 4096;
 
 /// Zeroed memory of `len` bytes that all ranks share. Every rank must call this.
-pub fn share_memory(comm: &Communicator, len: usize, timeout: Duration) -> Result<Memory> {
+pub fn share_memory(comm: &Communicator, len: usize) -> Result<Memory> {
     // Stays open until the other ranks have opened it.
     let own = (comm.rank() == 0).then(|| create_shared(len)).transpose();
     let path = own.as_ref().ok().and_then(|own| Some(&own.as_ref()?.1));
     let offer = path.map_or(Ok(String::new()), |path| host().map(|host| format!("{host}\n{path}")))?;
-    let offers = comm.exchange(offer.as_bytes(), timeout)?;
+    let offers = comm.exchange(offer.as_bytes(), None)?;
     let memory = match &own {
         Ok(Some((file, _))) => Ok(Memory::map_shared(file.as_fd(), len)?),
         Ok(None) => open_shared(&String::from_utf8_lossy(&offers[0]), len),
         Err(error) => Err(error.to_string().into()),
     };
     let failed = memory.as_ref().err().map(|error| format!("rank {}: {error}", comm.rank()));
-    match objection(comm, failed, timeout)? {
+    match objection(comm, failed)? {
         Some(failed) => Err(format!("sharing memory: {failed}").into()),
         None => memory,
     }
 }
 
 /// The first reason of any rank against something.
-pub fn objection(comm: &Communicator, own: Option<String>, timeout: Duration) -> Result<Option<String>> {
-    let all = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
+pub fn objection(comm: &Communicator, own: Option<String>) -> Result<Option<String>> {
+    let all = comm.exchange(own.unwrap_or_default().as_bytes(), None)?;
     Ok(all.iter().find(|reason| !reason.is_empty()).map(|reason| String::from_utf8_lossy(reason).into()))
 }
 

@@ -93,11 +93,6 @@ impl Options {
         Err(conflict.into())
     }
 
-    /// How long a wait may take.
-    pub fn timeout(&self) -> Duration {
-        Duration::from_secs(self.timeout)
-    }
-
     /// Work on the stream before each send.
     fn work(&self) -> Duration {
         Duration::from_micros(self.kernel_us.into())
@@ -179,7 +174,7 @@ pub fn bench(options: &Options, output: &Output, recorder: bool) -> Result<()> {
 
 fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, recorder: bool) -> Result<()> {
     options.check()?;
-    let timeout = options.timeout();
+    let timeout = Duration::from_secs(options.timeout);
     let placed = options.placement.open()?;
     // One transport for all modes: they differ in who drives it. Receives are posted a window ahead into two slots: the peer sends
     // the next message only after an answer to the one before.
@@ -189,13 +184,13 @@ fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
     let marks = recorder.then(recording).transpose()?;
     let mut sheet = Sheet::new(output, comm.rank() == 0, options.sizes.len())?;
     // Ranks on two hosts share no memory.
-    let line = floor.then(|| Floor::new(&comm, timeout));
+    let line = floor.then(|| Floor::new(&comm));
     if let Some(Err(error)) = &line {
         [CACHE_LINE, FLAGS].into_iter().for_each(|name| sheet.skip(name, error.to_string()));
     }
     for &bytes in &options.sizes {
         let bytes = usize::try_from(bytes)?;
-        if !sheet.may_start(&comm, size_label(bytes), timeout)? {
+        if !sheet.may_start(&comm, size_label(bytes))? {
             continue;
         }
         if let Some(Ok(line)) = &line {
@@ -222,7 +217,7 @@ fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
         false => "every message was checked",
         true => "a time of mode stream is the mean of a window, whose last messages were checked",
     };
-    let place = placed.describe(&comm, timeout)?;
+    let place = placed.describe(&comm)?;
     sheet.set_note(format!("{place}{checked}"));
     if !floor {
         sheet.set_summary(summary(&sheet, &options.modes, app.stream.kind()));
@@ -236,7 +231,7 @@ fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
         "no_kernels": options.no_kernels,
     });
     drop(app);
-    sheet.finish(comm, benchmark, options, timeout)
+    sheet.finish(comm, benchmark, options)
 }
 
 /// A row for each size, with the time of a message and the posting thread's CPU time for it in each mode; and what to see in it.
@@ -299,20 +294,19 @@ fn recording() -> Result<Marks> {
 pub struct Floor<'a> {
     comm: &'a Communicator,
     line: gdsync::memory::Memory,
-    timeout: Duration,
 }
 
 impl<'a> Floor<'a> {
     /// Shares the line; both ranks call this.
-    pub fn new(comm: &'a Communicator, timeout: Duration) -> Result<Self> {
-        Ok(Self { comm, line: share_memory(comm, PAGE, timeout)?, timeout })
+    pub fn new(comm: &'a Communicator) -> Result<Self> {
+        Ok(Self { comm, line: share_memory(comm, PAGE)? })
     }
 
     /// Round trips as rank 0 measures them.
     pub fn bounce(&self, rounds: u64) -> Result<Samples> {
         use std::sync::atomic::Ordering;
         let (line, pings) = (self.line.atomic64(0)?, self.comm.rank() == 0);
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         let mut samples = Samples::default();
         for n in 0..rounds {
             let (mine, theirs) = if pings { (2 * n + 1, 2 * n + 2) } else { (2 * n + 2, 2 * n + 1) };
@@ -321,14 +315,14 @@ impl<'a> Floor<'a> {
                 line.store(mine, Ordering::Release);
             }
             let seen = || Result::Ok((line.load(Ordering::Acquire) == theirs).then_some(()));
-            poll(self.timeout, seen)?.ok_or("the other process does not answer")?;
+            poll(self.comm.timeout(), seen)?.ok_or("the other process does not answer")?;
             if pings {
                 samples.add(start.elapsed());
             } else {
                 line.store(mine, Ordering::Release);
             }
         }
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         line.store(0, Ordering::Release);
         Ok(samples)
     }

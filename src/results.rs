@@ -383,9 +383,9 @@ impl Sheet {
     }
 
     /// Starts a step of all ranks if it is the first, or if rank 0 has budget left; otherwise lists it as skipped.
-    pub fn may_start(&mut self, comm: &Communicator, what: String, timeout: Duration) -> Result<bool> {
+    pub fn may_start(&mut self, comm: &Communicator, what: String) -> Result<bool> {
         let is_first = self.bar.message().is_empty();
-        let over = comm.exchange(&[self.has_less_than(Duration::ZERO).into()], timeout)?;
+        let over = comm.exchange(&[self.has_less_than(Duration::ZERO).into()], None)?;
         if is_first || over[0] == [0] {
             self.step(what);
             return Ok(true);
@@ -474,24 +474,18 @@ impl Sheet {
     }
 
     /// Sums the wrong messages of all ranks at rank 0.
-    pub fn gather_wrong(&mut self, comm: &Communicator, timeout: Duration) -> Result<()> {
-        let all = sum(comm, self.wrong, timeout)?;
+    pub fn gather_wrong(&mut self, comm: &Communicator) -> Result<()> {
+        let all = sum(comm, self.wrong)?;
         self.wrong = if comm.rank() == 0 { all } else { 0 };
         Ok(())
     }
 
     /// Ends the job, and prints and writes the results.
-    pub fn finish(
-        mut self,
-        comm: Communicator,
-        benchmark: &str,
-        options: serde_json::Value,
-        timeout: Duration,
-    ) -> Result<()> {
-        self.gather_wrong(&comm, timeout)?;
+    pub fn finish(mut self, comm: Communicator, benchmark: &str, options: serde_json::Value) -> Result<()> {
+        self.gather_wrong(&comm)?;
         let context = comm.context().clone();
         // First: the other ranks must not fail because of the output.
-        comm.finalize(timeout)?;
+        comm.finalize(None)?;
         self.write(benchmark, &context, options)
     }
 
@@ -524,13 +518,13 @@ impl Sheet {
 }
 
 /// The sum of a number over all ranks.
-pub fn sum(comm: &Communicator, own: u64, timeout: Duration) -> Result<u64> {
-    Ok(all_ranks(comm, own, timeout)?.into_iter().sum())
+pub fn sum(comm: &Communicator, own: u64) -> Result<u64> {
+    Ok(all_ranks(comm, own)?.into_iter().sum())
 }
 
 /// A number of every rank.
-pub fn all_ranks(comm: &Communicator, own: u64, timeout: Duration) -> Result<Vec<u64>> {
-    let all = comm.exchange(&own.to_be_bytes(), timeout)?;
+pub fn all_ranks(comm: &Communicator, own: u64) -> Result<Vec<u64>> {
+    let all = comm.exchange(&own.to_be_bytes(), None)?;
     Ok(all.iter().filter_map(|bytes| bytes.first_chunk()).map(|bytes| u64::from_be_bytes(*bytes)).collect())
 }
 

@@ -178,12 +178,11 @@ pub(crate) fn compare(
     iterations: u32,
     block: &Block,
     buffer: &Registration,
-    timeout: Duration,
 ) -> Result<Option<Difference>> {
     let state = iterations as usize % 2;
     if comm.rank() > 0 {
         for row in 1..=block.rows {
-            comm.wait(&comm.isend(buffer, block.row(state, row), 0)?, timeout + ALONE)?;
+            comm.wait(&comm.isend(buffer, block.row(state, row), 0)?, comm.timeout() + ALONE)?;
         }
         return Ok(None);
     }
@@ -196,7 +195,7 @@ pub(crate) fn compare(
     let mut numbers = vec![0.0; extent.width()];
     for rank in 1..comm.size() {
         for row in extent.rows_of(rank, comm.size()) {
-            comm.wait(&comm.irecv(&inbox, 0..inbox.memory().len(), rank)?, timeout)?;
+            comm.wait(&comm.irecv(&inbox, 0..inbox.memory().len(), rank)?, None)?;
             inbox.memory().read_slice(0, &mut numbers)?;
             difference.add(&numbers, &whole[row]);
         }

@@ -150,7 +150,7 @@ fn run(options: &Options) -> Result<bool> {
         false => Ok(()),
     };
     // First: the other ranks have not failed.
-    comm.finalize(timeout)?;
+    comm.finalize(None)?;
     written?;
     Ok(report.difference.is_none_or(|difference| difference.different_cells == 0))
 }
@@ -172,10 +172,10 @@ fn solve(options: &Options, placed: &Placed, comm: &Communicator) -> Result<Repo
     let solver = Solver::new(options, comm, &app, relaxer, &block, &buffer);
     let warm_up = options.iters / 10;
     let own = u64::try_from(solver.solve(warm_up)?.as_nanos())?;
-    let slowest = all_ranks(comm, own, timeout)?.into_iter().max().unwrap_or(own);
+    let slowest = all_ranks(comm, own)?.into_iter().max().unwrap_or(own);
     let difference = match options.no_check {
         true => None,
-        false => grid::compare(comm, extent, options.iters, &block, &buffer, timeout)?,
+        false => grid::compare(comm, extent, options.iters, &block, &buffer)?,
     };
     let timed = options.iters - warm_up;
     let iteration = Duration::from_nanos(slowest).as_secs_f64() / f64::from(timed);
@@ -185,14 +185,14 @@ fn solve(options: &Options, placed: &Placed, comm: &Communicator) -> Result<Repo
         wire: comm.context().wire().to_owned(),
         ranks,
         machine: Machine::here(),
-        place: placed.describe(comm, timeout)?,
+        place: placed.describe(comm)?,
         mode: options.mode,
         nx: extent.nx,
         ny: extent.ny,
         iters: options.iters,
         timed,
         iteration_us: iteration * 1e6,
-        halo_bytes: sum(comm, solver.halo_bytes() as u64, timeout)?,
+        halo_bytes: sum(comm, solver.halo_bytes() as u64)?,
         cells_per_s: f64::from(options.nx) * f64::from(options.ny) / iteration,
         difference,
     })

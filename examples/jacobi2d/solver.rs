@@ -22,7 +22,6 @@ pub(crate) struct Solver<'a> {
     pub(crate) block: Block,
     pub(crate) buffer: Registration,
     pub(crate) neighbours: Vec<Neighbour>,
-    pub(crate) timeout: Duration,
 }
 
 /// A rank above or below.
@@ -47,8 +46,8 @@ impl<'a> Solver<'a> {
         let above = rank.checked_sub(1).map(|rank| Neighbour { rank, edge: 1, halo: 0 });
         let below = Some(Neighbour { rank: rank + 1, edge: rows, halo: rows + 1 });
         let neighbours = above.into_iter().chain(below.filter(|below| below.rank < comm.size())).collect();
-        let (block, buffer, timeout) = (block.clone(), buffer.clone(), options.timeout());
-        Self { options, comm, app, relaxer, block, buffer, neighbours, timeout }
+        let (block, buffer) = (block.clone(), buffer.clone());
+        Self { options, comm, app, relaxer, block, buffer, neighbours }
     }
 
     /// Bytes that this rank sends in an iteration.
@@ -74,9 +73,9 @@ impl<'a> Solver<'a> {
         warm_up: u32,
         mut run: impl FnMut(Range<u32>) -> Result<()>,
     ) -> Result<Duration> {
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         run(0..warm_up)?;
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         let start = Instant::now();
         run(warm_up..self.options.iters)?;
         Ok(start.elapsed())
@@ -161,7 +160,7 @@ impl<'a> Solver<'a> {
         });
         let sent: Vec<Request> = sent.collect::<mp::Result<_>>()?;
         self.relaxer.inside(before(n))?;
-        self.comm.wait_all(receives.iter().chain(&sent), self.timeout)?;
+        self.comm.wait_all(receives.iter().chain(&sent), None)?;
         Ok(())
     }
 }
@@ -197,7 +196,7 @@ impl<'a> Repeated<'a> {
             .collect();
         let wanted = solver.neighbours.iter().zip(&places);
         let wanted: Vec<_> = wanted.map(|(neighbour, places)| (neighbour.rank, &places[..])).collect();
-        let channels = solver.comm.channels(&wanted, solver.timeout)?;
+        let channels = solver.comm.channels(&wanted, None)?;
         let stream = &solver.app.stream;
         let each = solver.options.ahead.next_multiple_of(2);
         let capture = stream.begin_capture()?;
@@ -208,7 +207,7 @@ impl<'a> Repeated<'a> {
     }
 
     pub(crate) fn run(&self, iterations: Range<u32>) -> Result<()> {
-        let (stream, timeout) = (&self.solver.app.stream, self.solver.timeout);
+        let (stream, timeout) = (&self.solver.app.stream, self.solver.comm.timeout());
         let Range { start: mut n, end } = iterations;
         // One launch runs while the next one is made.
         let mut running: Option<Launch> = None;

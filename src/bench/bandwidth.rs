@@ -81,24 +81,23 @@ impl Options {
             self.rates(&comm, &placed, &app, &mut sheet)?;
         }
         let own = own_gpu(&[]).map(|gpu| format!("GPU {}, {}", gpu.ordinal(), gpu.capabilities()));
-        let gpus = comm.exchange(own.unwrap_or_default().as_bytes(), timeout)?;
+        let gpus = comm.exchange(own.unwrap_or_default().as_bytes(), None)?;
         let gpus: Vec<_> =
             gpus.iter().map(|gpu| String::from_utf8_lossy(gpu)).filter(|gpu| !gpu.is_empty()).collect();
         let options = json!({
             "sizes": self.sizes, "iters": self.iters, "outstanding": self.outstanding,
             "messages": self.messages, "gpus": gpus,
-            "stream": app.stream.kind(), "place": placed.describe(&comm, timeout)?,
+            "stream": app.stream.kind(), "place": placed.describe(&comm)?,
         });
         drop(app);
-        sheet.finish(comm, "bandwidth", options, timeout)
+        sheet.finish(comm, "bandwidth", options)
     }
 
     fn bandwidths(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<()> {
-        let timeout = self.checks.timeout();
         let mut rows = self.rows(comm, sheet)?;
         for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?;
-            if !sheet.may_start(comm, size_label(bytes), timeout)? {
+            if !sheet.may_start(comm, size_label(bytes))? {
                 continue;
             }
             let all = self.iters.map_or(((256 << 20) / bytes as u64).clamp(20, 1000), u64::from);
@@ -117,7 +116,7 @@ impl Options {
 
     /// The rows that this machine has, memcpy first; lists the others as skipped.
     fn rows<'a>(&'a self, comm: &'a Communicator, sheet: &mut Sheet) -> Result<Vec<(&'static str, Run<'a>)>> {
-        let (checks, timeout, rank) = (&self.checks, self.checks.timeout(), comm.rank());
+        let (checks, rank) = (&self.checks, comm.rank());
         let max = usize::try_from(self.sizes.iter().copied().max().unwrap_or(1))?;
         let mut copy = Memcpy { from: vec![0x5a; max], to: vec![0; max] };
         let nothing = || Ok((Samples::default(), 0));
@@ -126,7 +125,7 @@ impl Options {
         let mut rows = vec![(MEMCPY, memcpy)];
         for (name, kind) in ROWS {
             let side = Side::new(kind, comm, checks, max);
-            match objection(comm, side.as_ref().err().map(ToString::to_string), timeout)? {
+            match objection(comm, side.as_ref().err().map(ToString::to_string))? {
                 Some(reason) => sheet.skip(name, reason),
                 None => {
                     let mut side = side?;
@@ -136,7 +135,7 @@ impl Options {
         }
         // Both GPUs belong to rank 0.
         let peers = (rank == 0).then(|| Peers::new(max)).transpose();
-        match objection(comm, peers.as_ref().err().map(ToString::to_string), timeout)? {
+        match objection(comm, peers.as_ref().err().map(ToString::to_string))? {
             Some(reason) => sheet.skip(PEERS, reason),
             None => {
                 let (peers, mut runs) = (peers?, 0);
@@ -158,7 +157,7 @@ impl Options {
         let sizes = sizes.map(|&bytes| ("bytes", u64::from(bytes), most, bytes));
         let depths = self.outstanding.iter().map(|&depth| ("outstanding", u64::from(depth), depth, small));
         for (x, at, outstanding, bytes) in sizes.chain(depths) {
-            if !sheet.may_start(comm, format!("rate, {at} {x}"), self.checks.timeout())? {
+            if !sheet.may_start(comm, format!("rate, {at} {x}"))? {
                 continue;
             }
             let shape = Shape { qps: 1, outstanding: outstanding.into(), bytes: usize::try_from(bytes)? };
@@ -298,7 +297,7 @@ impl<'a> Side<'a> {
     /// Ping-pong from payload to payload: round trips at rank 0, and the number of wrong slots.
     fn run(&mut self, bytes: usize, count: u64) -> Result<(Samples, u64)> {
         self.run += 1;
-        let (timeout, rank) = (self.checks.timeout(), self.comm.rank());
+        let rank = self.comm.rank();
         let (slots, theirs) = (self.slots.of(bytes), expected(self.peer, self.run));
         let payload = self.payload.as_ref().map_or(self.wire.memory(), |(_, payload)| payload);
         // Only the payload to send holds the right bytes.
@@ -310,18 +309,18 @@ impl<'a> Side<'a> {
         payload.flush()?;
         let mut samples = Samples::default();
         let mut receive = self.receive(0, bytes)?;
-        self.comm.barrier(timeout)?;
+        self.comm.barrier(None)?;
         for n in 0..count {
             let start = Instant::now();
             let sent = if rank == 0 {
                 self.send_side(bytes)?;
                 let sent = self.send(bytes)?;
-                self.comm.wait(&receive, timeout)?;
+                self.comm.wait(&receive, None)?;
                 self.receive_side(n, bytes)?;
                 samples.add(start.elapsed());
                 sent
             } else {
-                self.comm.wait(&receive, timeout)?;
+                self.comm.wait(&receive, None)?;
                 self.receive_side(n, bytes)?;
                 self.send_side(bytes)?;
                 // The next message cannot arrive before this answer is sent.
@@ -330,7 +329,7 @@ impl<'a> Side<'a> {
                 }
                 self.send(bytes)?
             };
-            self.comm.wait(&sent, timeout)?;
+            self.comm.wait(&sent, None)?;
             if rank == 0 && n + 1 < count {
                 receive = self.receive(n + 1, bytes)?;
             }

@@ -96,10 +96,10 @@ impl Options {
         let mut sheet = Sheet::new(&self.output, comm.rank() == 0, self.sizes.len())?;
         let config = HostStreamConfig { name: "mp".into(), wait_limit: timeout, ..Default::default() };
         let stream = Stream::host(config)?;
-        let tagged = Tagged::new(&comm, timeout)?;
+        let tagged = Tagged::new(&comm, None)?;
         for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?;
-            if !sheet.may_start(&comm, size_label(bytes), timeout)? {
+            if !sheet.may_start(&comm, size_label(bytes))? {
                 continue;
             }
             self.of_size((&comm, &tagged), &stream, bytes, &mut sheet)?;
@@ -109,10 +109,10 @@ impl Options {
         sheet.compare(RATE, "socket-rate");
         if self.calls > 0 {
             sheet.step("calls");
-            calls(&comm, self.calls, timeout, &mut sheet)?;
+            calls(&comm, self.calls, &mut sheet)?;
         }
         let options = json!({ "sizes": self.sizes, "iters": self.iters, "calls": self.calls });
-        sheet.finish(comm, "messages", options, timeout)
+        sheet.finish(comm, "messages", options)
     }
 
     fn of_size(
@@ -124,7 +124,7 @@ impl Options {
     ) -> Result<()> {
         let mut windows = Windows::new((comm, tagged), stream, bytes, &self.checks)?;
         if self.modes.iter().any(|mode| mode.is_bare()) {
-            windows.socket = Some(Socket::connect(comm, bytes, self.checks.timeout())?);
+            windows.socket = Some(Socket::connect(comm, bytes)?);
         }
         let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
         let mut modes = self.modes.clone();
@@ -149,7 +149,6 @@ struct Windows<'a> {
     /// Of modes without messages.
     socket: Option<Socket>,
     bytes: usize,
-    timeout: Duration,
 }
 
 /// The times of single round trips, if they are wanted.
@@ -174,7 +173,7 @@ impl<'a> Windows<'a> {
     ) -> Result<Self> {
         let peer = 1 - comm.rank();
         let end = Endpoint::new(comm, checks, bytes, (peer, peer))?;
-        Ok(Self { end, tagged, stream, socket: None, bytes, timeout: checks.timeout() })
+        Ok(Self { end, tagged, stream, socket: None, bytes })
     }
 
     /// Runs `count` iterations: the times of round trips, or of messages for a rate, and the number of wrong slots.
@@ -190,7 +189,7 @@ impl<'a> Windows<'a> {
             let tagged: Vec<_> = (0..tagged)
                 .map(|n| self.tagged.irecv(&self.end.buffer, self.end.slots.received(n), self.end.to, n))
                 .collect::<mp::Result<_>>()?;
-            self.end.comm.barrier(self.timeout)?;
+            self.end.comm.barrier(None)?;
             let mut single = Single((self.bytes >= TIMED_SINGLY).then(Samples::default));
             let start = Instant::now();
             match mode {
@@ -222,9 +221,9 @@ impl<'a> Windows<'a> {
         received.iter().try_for_each(|receive| {
             single.time(|| {
                 let sent = self.pings().then(|| self.end.send()).transpose()?;
-                self.end.comm.wait(receive, self.timeout)?;
+                self.end.comm.wait(receive, None)?;
                 let sent = sent.map_or_else(|| self.end.send(), Ok)?;
-                Ok(self.end.comm.wait(&sent, self.timeout).map(drop)?)
+                Ok(self.end.comm.wait(&sent, None).map(drop)?)
             })
         })
     }
@@ -234,8 +233,8 @@ impl<'a> Windows<'a> {
             single.time(|| {
                 let send = || self.tagged.isend(&self.end.buffer, self.end.slots.sent(), self.end.to, tag);
                 let sent = self.pings().then(send).transpose()?;
-                receive.wait(self.timeout)?;
-                Ok(sent.map_or_else(send, Ok)?.wait(self.timeout).map(drop)?)
+                receive.wait(None)?;
+                Ok(sent.map_or_else(send, Ok)?.wait(None).map(drop)?)
             })
         })
     }
@@ -256,12 +255,12 @@ impl<'a> Windows<'a> {
             if self.pings() {
                 self.end.comm.wait_in_batch(&mut batch, receive)?;
             }
-            self.stream.with_timeout(self.timeout).submit(&mut batch)?;
+            self.stream.with_timeout(self.end.comm.timeout()).submit(&mut batch)?;
         }
         if let Some(last) = last {
             self.end.comm.wait_on_stream(self.stream, &last)?;
         }
-        Ok(self.stream.synchronize(self.timeout)?)
+        Ok(self.stream.synchronize(self.end.comm.timeout())?)
     }
 
     fn one_way(&self, received: &[Request], window: u64) -> Result<()> {
@@ -270,15 +269,12 @@ impl<'a> Windows<'a> {
             for _ in 0..window {
                 in_flight.push_back(self.end.send()?);
                 if in_flight.len() == IN_FLIGHT {
-                    in_flight
-                        .pop_front()
-                        .map(|oldest| self.end.comm.wait(&oldest, self.timeout))
-                        .transpose()?;
+                    in_flight.pop_front().map(|oldest| self.end.comm.wait(&oldest, None)).transpose()?;
                 }
             }
-            self.end.comm.wait_all(&in_flight, self.timeout)?;
+            self.end.comm.wait_all(&in_flight, None)?;
         } else {
-            self.end.comm.wait_all(received, self.timeout)?;
+            self.end.comm.wait_all(received, None)?;
         }
         Ok(())
     }
@@ -309,115 +305,95 @@ struct Bare {
 }
 
 impl Bare {
-    fn new(comm: &Communicator, timeout: Duration) -> Result<Self> {
+    fn new(comm: &Communicator) -> Result<Self> {
         let pd = comm.context().alloc_pd()?;
         let mr = pd.register(&Memory::alloc(64)?, Access::all())?;
         let queues = pd.build_qp().max_send_wr(512).max_recv_wr(512).max_send_sge(2).max_recv_sge(2);
         let qp = queues.rnr_retry(7).timeout(17).build()?;
-        connect(comm, [&qp].into_iter(), timeout)?;
-        let remotes = comm.exchange(&mr.remote(0)?.to_bytes(), timeout)?;
+        connect(comm, [&qp].into_iter())?;
+        let remotes = comm.exchange(&mr.remote(0)?.to_bytes(), None)?;
         let remote = remotes[1 - comm.rank()].first_chunk().ok_or("a short address")?;
         Ok(Self { qp, mr, remote: RemoteAddr::from_bytes(remote) })
     }
 
-    fn round(&self, comm: &Communicator, times: &mut Times, timeout: Duration) -> Result<()> {
+    fn round(&self, comm: &Communicator, times: &mut Times) -> Result<()> {
         let [receive, send, complete, put, get] = times;
-        burst(receive, |_| {
-            self.qp.post_recv(&[RecvWr::new(&[self.mr.sge(0, 8)?])])?;
-            Ok(())
-        })?;
-        self.posts(comm, send, timeout, |sges| SendWr::send(sges))?;
+        burst(receive, |_| Ok(self.qp.post_recv(&[RecvWr::new(&[self.mr.sge(0, 8)?])]).map(drop)?))?;
+        self.posts(comm, send, |sges| SendWr::send(sges))?;
         // All messages have arrived.
-        burst(complete, |_| take(timeout, || self.qp.poll_recv()))?;
-        self.posts(comm, put, timeout, |sges| SendWr::write(self.remote, sges))?;
-        self.posts(comm, get, timeout, |sges| SendWr::read(self.remote, sges))
+        burst(complete, |_| take(comm, || self.qp.poll_recv()))?;
+        self.posts(comm, put, |sges| SendWr::write(self.remote, sges))?;
+        self.posts(comm, get, |sges| SendWr::read(self.remote, sges))
     }
 
     fn posts(
         &self,
         comm: &Communicator,
         samples: &mut Samples,
-        timeout: Duration,
         request: impl for<'a> Fn(&'a [Sge]) -> SendWr<'a>,
     ) -> Result<()> {
-        by_turns(comm, timeout, || {
-            burst(samples, |_| {
-                self.qp.post_send(&[request(&[self.mr.sge(8, 8)?])])?;
-                Ok(())
-            })?;
+        let post = || Ok(self.qp.post_send(&[request(&[self.mr.sge(8, 8)?])]).map(drop)?);
+        by_turns(comm, samples, post, |_| {
             // As mp waits: a wait hands the device to the service thread, which slows the next burst.
-            self.qp.wait_all_sends(timeout)?;
-            (0..BURST).try_for_each(|_| take(timeout, || self.qp.poll_send()))
+            self.qp.wait_all_sends(comm.timeout())?;
+            (0..BURST).try_for_each(|_| take(comm, || self.qp.poll_send()))
         })
     }
 }
 
-/// Lets one rank send after the other: otherwise the calls of each would also process the messages of the other.
-fn by_turns(comm: &Communicator, timeout: Duration, mut send: impl FnMut() -> Result<()>) -> Result<()> {
-    comm.barrier(timeout)?;
+/// Lets one rank after the other start a burst and complete it: otherwise the calls of each would also process the messages of the
+/// other.
+fn by_turns<T>(
+    comm: &Communicator,
+    samples: &mut Samples,
+    mut start: impl FnMut() -> Result<T>,
+    complete: impl Fn(Vec<T>) -> Result<()>,
+) -> Result<()> {
+    comm.barrier(None)?;
     for rank in 0..comm.size() {
         if rank == comm.rank() {
-            send()?;
+            let mut started = Vec::with_capacity(BURST);
+            burst(samples, |_| {
+                started.push(start()?);
+                Ok(())
+            })?;
+            complete(started)?;
         }
-        comm.barrier(timeout)?;
+        comm.barrier(None)?;
     }
     Ok(())
 }
 
-fn take(timeout: Duration, completion: impl Fn() -> Option<Wc>) -> Result<()> {
-    poll(timeout, || Result::Ok(completion()))?.ok_or("no completion came")?.ok()?;
+fn take(comm: &Communicator, completion: impl Fn() -> Option<Wc>) -> Result<()> {
+    poll(comm.timeout(), || Result::Ok(completion()))?.ok_or("no completion came")?.ok()?;
     Ok(())
 }
 
-fn round(
-    comm: &Communicator,
-    (buffer, window): (&Registration, &Window),
-    times: &mut Times,
-    timeout: Duration,
-) -> Result<()> {
+fn round(comm: &Communicator, (buffer, window): (&Registration, &Window), times: &mut Times) -> Result<()> {
     let ([receive, send, complete, put, get], peer) = (times, 1 - comm.rank());
+    let done = |started: Vec<Request>| Ok(comm.wait_all(&started, None).map(drop)?);
     let mut received = Vec::with_capacity(BURST);
     burst(receive, |n| {
         received.push(comm.irecv(buffer, 16 + 8 * n..24 + 8 * n, peer)?);
         Ok(())
     })?;
-    starts(comm, send, timeout, || comm.isend(buffer, 8..16, peer))?;
-    burst(complete, |n| {
-        comm.wait(&received[n], timeout)?;
-        Ok(())
-    })?;
-    starts(comm, put, timeout, || window.iput(buffer, 8..16, peer, 0))?;
-    starts(comm, get, timeout, || window.iget(buffer, 8..16, peer, 0))
-}
-
-fn starts(
-    comm: &Communicator,
-    samples: &mut Samples,
-    timeout: Duration,
-    start_one: impl Fn() -> mp::Result<Request>,
-) -> Result<()> {
-    by_turns(comm, timeout, || {
-        let mut started = Vec::with_capacity(BURST);
-        burst(samples, |_| {
-            started.push(start_one()?);
-            Ok(())
-        })?;
-        comm.wait_all(&started, timeout)?;
-        Ok(())
-    })
+    by_turns(comm, send, || Ok(comm.isend(buffer, 8..16, peer)?), done)?;
+    burst(complete, |n| Ok(comm.wait(&received[n], None).map(drop)?))?;
+    by_turns(comm, put, || Ok(window.iput(buffer, 8..16, peer, 0)?), done)?;
+    by_turns(comm, get, || Ok(window.iget(buffer, 8..16, peer, 0)?), done)
 }
 
 /// Measures the calls of mp and of gdsync by queue pairs, in turn.
-fn calls(comm: &Communicator, rounds: u32, timeout: Duration, sheet: &mut Sheet) -> Result<()> {
-    let bare = Bare::new(comm, timeout)?;
+fn calls(comm: &Communicator, rounds: u32, sheet: &mut Sheet) -> Result<()> {
+    let bare = Bare::new(comm)?;
     let buffer = comm.register(&Memory::alloc(16 + 8 * BURST)?)?;
-    let window = comm.window(&buffer, 0..8, timeout)?;
+    let window = comm.window(&buffer, 0..8, None)?;
     let (mut theirs, mut ours) = (Times::default(), Times::default());
     for _ in 0..rounds {
-        bare.round(comm, &mut theirs, timeout)?;
-        round(comm, (&buffer, &window), &mut ours, timeout)?;
+        bare.round(comm, &mut theirs)?;
+        round(comm, (&buffer, &window), &mut ours)?;
     }
-    window.destroy(timeout)?;
+    window.destroy(None)?;
     for (name, times) in [("gdsync", theirs), ("mp", ours)] {
         for (call, samples) in NAMES.into_iter().zip(&times) {
             sheet.add_point(CALLS, name, "call", Unit::Micros, Point::time(call, samples, 1));
@@ -436,16 +412,17 @@ struct Socket {
 
 impl Socket {
     /// Connects the ranks, for messages of `bytes` bytes.
-    fn connect(comm: &Communicator, bytes: usize, timeout: Duration) -> Result<Self> {
+    fn connect(comm: &Communicator, bytes: usize) -> Result<Self> {
+        let timeout = comm.timeout();
         let is_first = comm.rank() == 0;
         let listener =
             is_first.then(|| Result::Ok(TcpListener::bind((tcp_address(None)?, 0))?)).transpose()?;
         let told = listener.as_ref().map(|listener| listener.local_addr()).transpose()?;
-        let told = comm.exchange(told.map_or_else(String::new, |at| at.to_string()).as_bytes(), timeout)?;
+        let told = comm.exchange(told.map_or_else(String::new, |at| at.to_string()).as_bytes(), None)?;
         let at: SocketAddr = from_utf8(&told[0])?.parse()?;
         let connected = (!is_first).then(|| TcpStream::connect_timeout(&at, timeout)).transpose()?;
         // From here on there is a connection to accept.
-        comm.barrier(timeout)?;
+        comm.barrier(None)?;
         let stream = match (connected, listener) {
             (None, Some(listener)) => listener.accept()?.0,
             (stream, _) => stream.ok_or("no listener")?,

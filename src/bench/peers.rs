@@ -102,7 +102,6 @@ pub(super) struct Rig<'a> {
     kernels: &'a Kernels,
     /// Bytes of the longest message.
     room: usize,
-    timeout: Duration,
 }
 
 impl Rig<'_> {
@@ -112,7 +111,7 @@ impl Rig<'_> {
 
     /// What rank 0 has of these bytes, at both ranks.
     fn of_first<const N: usize>(&self, own: [u8; N]) -> Result<[u8; N]> {
-        let all = self.comm.exchange(&own, self.timeout)?;
+        let all = self.comm.exchange(&own, None)?;
         Ok(*all[0].first_chunk().ok_or("rank 0 runs another version")?)
     }
 }
@@ -202,12 +201,12 @@ impl<'a> Ours<'a> {
 
     /// By window, channel and messages.
     fn all(rig: &Rig<'a>, app: &'a AppStream) -> Result<[Self; 3]> {
-        let Rig { comm, room, timeout, .. } = *rig;
+        let Rig { comm, room, .. } = *rig;
         let window =
-            |buffer: &Registration| comm.window(buffer, 0..buffer.memory().len(), timeout).map(By::Window);
+            |buffer: &Registration| comm.window(buffer, 0..buffer.memory().len(), None).map(By::Window);
         let place = WORDS + room..WORDS + 2 * room;
         let channel =
-            |buffer: &Registration| comm.channel(rig.peer(), &[(buffer, place)], timeout).map(By::Channel);
+            |buffer: &Registration| comm.channel(rig.peer(), &[(buffer, place)], None).map(By::Channel);
         Ok([
             Self::new(rig, app, window)?,
             Self::new(rig, app, channel)?,
@@ -291,14 +290,14 @@ impl Options {
         let app = AppStream::new(&placed, timeout, PTX)?;
         let room = self.sizes.iter().max().copied().unwrap_or(8).next_multiple_of(64);
         let kernels = app.kernels.as_ref().ok_or("no kernels")?;
-        let rig = Rig { comm: &comm, kernels, room: usize::try_from(room)?, timeout };
+        let rig = Rig { comm: &comm, kernels, room: usize::try_from(room)? };
         let ours = Ours::all(&rig, &app)?;
-        let mut note = placed.describe(&comm, timeout)?.to_string();
+        let mut note = placed.describe(&comm)?.to_string();
         let mut foreign: Vec<Box<dyn Way + '_>> = Vec::new();
         let mut add = |name, opened: Result<(String, Vec<Box<dyn Way>>)>| -> Result<()> {
             // Either rank may lack it.
             let own = opened.as_ref().err().map(|error| format!("{error}; --{name} names its library"));
-            match (objection(&comm, own, timeout)?, opened) {
+            match (objection(&comm, own)?, opened) {
                 (Some(why), _) => sheet.skip(name, why),
                 (None, Ok((version, more))) => {
                     note += &format!("\n{version}");
@@ -314,7 +313,7 @@ impl Options {
             ours.iter().map(|way| way as &dyn Way).chain(foreign.iter().map(|way| &**way)).collect();
         for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?.next_multiple_of(8);
-            if sheet.may_start(&comm, size_label(bytes), timeout)? {
+            if sheet.may_start(&comm, size_label(bytes))? {
                 self.of_size(&rig, &app, &ways, bytes, &mut sheet)?;
             }
         }
@@ -334,7 +333,7 @@ impl Options {
         let options =
             json!({ "sizes": self.sizes, "ahead": self.ahead, "work_us": self.kernel_us, "place": note });
         drop(app);
-        sheet.finish(comm, "peers", options, timeout)
+        sheet.finish(comm, "peers", options)
     }
 
     /// Measures all ways by turns.
@@ -377,10 +376,10 @@ impl Options {
                     let source = way.buffer();
                     let sent = self.checks.sent(rig.comm.rank(), number).bytes(bytes);
                     app.finish()?;
-                    rig.comm.barrier(rig.timeout)?;
+                    rig.comm.barrier(None)?;
                     // SAFETY: device memory of the way, as long as the longest message, which nothing uses now.
                     unsafe { result::memcpy_htod_sync(source, &sent) }?;
-                    rig.comm.barrier(rig.timeout)?;
+                    rig.comm.barrier(None)?;
                     let start = Instant::now();
                     if let Some(launch) = graph {
                         launch()?;
@@ -398,7 +397,7 @@ impl Options {
                     app.finish()?;
                     // Takes completions of sends, for which launches of graphs need room.
                     rig.comm.progress();
-                    rig.comm.barrier(rig.timeout)?;
+                    rig.comm.barrier(None)?;
                     let mut came = vec![0; bytes];
                     // SAFETY: device memory of the way, as long as the longest message, which nothing uses now.
                     unsafe { result::memcpy_dtoh_sync(&mut came, source + rig.room as u64) }?;

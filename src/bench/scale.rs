@@ -71,9 +71,9 @@ impl Options {
         if self.ranks.iter().any(|ranks| usize::from(*ranks) == size) {
             self.ring(&comm, &mut sheet)?;
         }
-        sheet.gather_wrong(&comm, timeout)?;
+        sheet.gather_wrong(&comm)?;
         let context = comm.context().clone();
-        comm.finalize(timeout)?;
+        comm.finalize(None)?;
         if !is_first {
             return Ok(());
         }
@@ -86,8 +86,8 @@ impl Options {
             }
             let (start, comm) = (Instant::now(), job(ranks)?);
             self.ring(&comm, &mut sheet)?;
-            sheet.gather_wrong(&comm, timeout)?;
-            comm.finalize(timeout)?;
+            sheet.gather_wrong(&comm)?;
+            comm.finalize(None)?;
             last = start.elapsed();
         }
         for figure in ["latency", "message rate"] {
@@ -103,21 +103,20 @@ impl Options {
 
     /// Both ranks of a job: all numbers of queue pairs in turn, each on its own HCA.
     fn queue_pairs(&self, comm: &Communicator, sheet: &mut Sheet) -> Result<()> {
-        let (checks, timeout) = (&self.checks, self.checks.timeout());
         let mut all = Vec::new();
         for &qps in &self.qps {
-            if !sheet.may_start(comm, format!("{qps} queue pairs"), timeout)? {
+            if !sheet.may_start(comm, format!("{qps} queue pairs"))? {
                 continue;
             }
             let qps = usize::from(qps);
             let shape = Shape { qps, outstanding: (UNDER_WAY / qps).max(1), bytes: BYTES };
-            let queue_pairs = QueuePairs::new(comm, &Device::find(None)?.open()?, checks, shape, None)?;
+            let queue_pairs = QueuePairs::new(comm, &Device::find(None)?.open()?, &self.checks, shape, None)?;
             all.push((qps as u64, queue_pairs, Samples::default(), Samples::default(), Samples::default()));
         }
-        let (floor, messages) = (Floor::new(comm, timeout)?, usize::try_from(self.messages)?);
+        let (floor, messages) = (Floor::new(comm)?, usize::try_from(self.messages)?);
         // The first turn warms up.
         for turn in 0..=self.slices {
-            if turn > 1 && !sheet.may_start(comm, format!("slice {turn} of queue pairs"), timeout)? {
+            if turn > 1 && !sheet.may_start(comm, format!("slice {turn} of queue pairs"))? {
                 break;
             }
             for (_, queue_pairs, line, latency, rate) in &mut all {
@@ -154,9 +153,7 @@ impl Options {
                 laps.append(&lap);
                 times.add(time);
             }
-            if turn > 0
-                && !sheet.may_start(comm, format!("slice {turn} of {ranks} ranks"), self.checks.timeout())?
-            {
+            if turn > 0 && !sheet.may_start(comm, format!("slice {turn} of {ranks} ranks"))? {
                 break;
             }
         }
@@ -190,14 +187,14 @@ impl<'a> Ring<'a> {
     }
 
     fn wait(&self, request: &Request) -> mp::Result<()> {
-        self.0.comm.wait(request, self.0.checks.timeout()).map(drop)
+        self.0.comm.wait(request, None).map(drop)
     }
 
     /// Prepares the next run, and posts receives.
     fn prepare(&self, receives: u32) -> Result<VecDeque<Request>> {
         self.0.prepare(2)?;
         let receives = (0..receives).map(|n| self.0.receive(n.into())).collect::<mp::Result<_>>()?;
-        self.0.comm.barrier(self.0.checks.timeout())?;
+        self.0.comm.barrier(None)?;
         Ok(receives)
     }
 
@@ -237,10 +234,10 @@ impl<'a> Ring<'a> {
                 receives.push_back(self.0.receive((n + IN_FLIGHT).into())?);
             }
         }
-        self.0.comm.wait_all(&sends, self.0.checks.timeout())?;
+        self.0.comm.wait_all(&sends, None)?;
         let own = u64::try_from(start.elapsed().as_nanos())?;
         sheet.wrong(self.0.wrong(messages.into())?);
-        let slowest = all_ranks(self.0.comm, own, self.0.checks.timeout())?.into_iter().max();
+        let slowest = all_ranks(self.0.comm, own)?.into_iter().max();
         Ok(Duration::from_nanos(slowest.unwrap_or(own)))
     }
 }

@@ -76,7 +76,7 @@ impl<'a> QueuePairs<'a> {
         shape: Shape,
         placed: Option<&Placed>,
     ) -> Result<Self> {
-        let (timeout, pd) = (checks.timeout(), context.alloc_pd()?);
+        let pd = context.alloc_pd()?;
         let slots = shape.qps * SLOTS + 1;
         let len = slots * shape.bytes.next_multiple_of(64);
         let memory = placed.map_or_else(|| Ok(Memory::alloc(len)?), |placed| placed.memory(len))?;
@@ -88,7 +88,7 @@ impl<'a> QueuePairs<'a> {
         let builder = placed.into_iter().fold(builder, |builder, placed| placed.queues(builder));
         let qps =
             (0..shape.qps).map(|_| builder.clone().build()).collect::<std::result::Result<Vec<_>, _>>()?;
-        connect(comm, qps.iter(), timeout)?;
+        connect(comm, qps.iter())?;
         let qps = qps.into_iter().map(|qp| Side { qp, received: 0, posted: 0 }).collect();
         let mut queue_pairs = Self { comm, checks, qps, mr, shape, run: 0 };
         for at in 0..shape.qps {
@@ -96,7 +96,7 @@ impl<'a> QueuePairs<'a> {
                 queue_pairs.receive(at)?;
             }
         }
-        comm.barrier(timeout)?;
+        comm.barrier(None)?;
         Ok(queue_pairs)
     }
 
@@ -146,7 +146,7 @@ impl<'a> QueuePairs<'a> {
 
     fn until<T>(&self, qp: &Qp, ask: impl Fn() -> Option<T>) -> Result<T> {
         let mut polls = 0_u32;
-        let found = poll(self.checks.timeout(), || {
+        let found = poll(self.comm.timeout(), || {
             polls = polls.wrapping_add(1);
             if polls.is_multiple_of(1 << 12) {
                 qp.check()?;
@@ -166,7 +166,7 @@ impl<'a> QueuePairs<'a> {
         }
         memory.flush()?;
         self.qps.iter_mut().for_each(|end| end.received = 0);
-        Ok(self.comm.barrier(self.checks.timeout())?)
+        Ok(self.comm.barrier(None)?)
     }
 
     /// The number of receive buffers with wrong data after a run.
@@ -241,7 +241,7 @@ impl<'a> QueuePairs<'a> {
     /// Each batch sends what may be outstanding on all queue pairs and waits for the completions.
     fn flood_by_stream(&self, count: usize, stream: &Stream) -> Result<()> {
         let Shape { qps, outstanding, bytes } = self.shape;
-        let (each, timeout) = (qps * outstanding, self.checks.timeout());
+        let (each, timeout) = (qps * outstanding, self.comm.timeout());
         let dry = (AHEAD / outstanding).max(1);
         let mut batch = Batch::new();
         for (turn, first) in (0..count).step_by(each).enumerate() {

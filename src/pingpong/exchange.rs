@@ -23,7 +23,6 @@ pub struct PingPong<'a> {
     buffers: Buffers,
     work: Work<'a>,
     peer: usize,
-    timeout: Duration,
 }
 
 impl<'a> PingPong<'a> {
@@ -37,8 +36,7 @@ impl<'a> PingPong<'a> {
     ) -> Result<Self> {
         let buffers = Buffers::new(comm, placed, bytes, options.wrong_bytes)?;
         let work = Work::new(app, options.work())?;
-        let (peer, timeout) = (1 - comm.rank(), options.timeout());
-        Ok(Self { options, comm, app, placed, buffers, work, peer, timeout })
+        Ok(Self { options, comm, app, placed, buffers, work, peer: 1 - comm.rank() })
     }
 
     fn pings(&self) -> bool {
@@ -66,7 +64,7 @@ impl<'a> PingPong<'a> {
         let window = u64::from(self.options.ahead);
         let post = |messages: Range<u64>| messages.map(|n| self.receive(n)).collect::<mp::Result<Vec<_>>>();
         let mut receives = post(0..total.min(2 * window))?;
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         let mut cost = Cost::default();
         let mut n = 0;
         while n < total {
@@ -108,19 +106,19 @@ impl<'a> PingPong<'a> {
 
     /// A connection for launches of `each` iterations.
     fn connection(&self, each: u64) -> Result<Connection> {
-        Connection::new(self.options, self.comm, self.placed, &self.buffers, Launches::room(each)?)
+        Connection::new(self.comm, self.placed, &self.buffers, Launches::room(each)?)
     }
 
     fn launch(&self, mut launches: Launches<'_>, checker: &dyn Checker, warm_up: u64) -> Result<Measured> {
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         let mut cost = Cost::default();
         cost.add(|| {
             checker.start()?;
-            launches.run(&self.app.stream, self.timeout)?;
+            launches.run(&self.app.stream, self.comm.timeout())?;
             self.app.finish()
         })?;
         // Both have received all before the connection goes.
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         Measured::checked(checker, cost, warm_up)
     }
 
@@ -166,7 +164,7 @@ impl<'a> PingPong<'a> {
             let start = Instant::now();
             let sent = self.exchange(checker, mode, receive)?;
             let time = start.elapsed();
-            self.comm.wait(&sent, self.timeout)?;
+            self.comm.wait(&sent, None)?;
             checking += checker.turn_by_cpu(time)?;
         }
         self.app.finish()?;
@@ -178,7 +176,7 @@ impl<'a> PingPong<'a> {
         let (comm, app) = (self.comm, self.app);
         let wait = || match mode {
             Mode::Sync => comm.wait_on_stream(&app.stream, receive),
-            _ => comm.wait(receive, self.timeout).map(drop),
+            _ => comm.wait(receive, None).map(drop),
         };
         if !self.pings() {
             wait()?;
@@ -203,7 +201,7 @@ impl<'a> PingPong<'a> {
     /// Runs windows with nothing but sends and waits on the stream; a time is the mean of a window.
     fn run_unchecked(&self, warm_up: u64, total: u64) -> Result<Measured> {
         let (comm, buffers) = (self.comm, &self.buffers);
-        let mut windows = Windows::new(comm, self.app, self.timeout)?;
+        let mut windows = Windows::new(comm, self.app)?;
         let (mut samples, mut cost, mut errors) = (Samples::default(), Cost::default(), 0);
         let mut n = 0;
         while n < total {
@@ -230,7 +228,7 @@ impl<'a> PingPong<'a> {
                 }
                 Ok(sent)
             })?;
-            comm.wait_all(&sent, self.timeout)?;
+            comm.wait_all(&sent, None)?;
             errors += buffers.wrong_of_window(n, receives.len().min(2))?;
             if n >= warm_up {
                 samples.add_mean(time, end - n);
@@ -372,19 +370,12 @@ struct Connection {
 
 impl Connection {
     /// Connects both ranks through the device of their other messages, with room for `messages` in each direction.
-    fn new(
-        options: &Options,
-        comm: &Communicator,
-        placed: &Placed,
-        buffers: &Buffers,
-        messages: usize,
-    ) -> Result<Self> {
-        let (peer, timeout) = (1 - comm.rank(), options.timeout());
-        let pd = comm.device(peer)?.alloc_pd()?;
+    fn new(comm: &Communicator, placed: &Placed, buffers: &Buffers, messages: usize) -> Result<Self> {
+        let pd = comm.device(1 - comm.rank())?.alloc_pd()?;
         let [outgoing, incoming] =
             [&buffers.outgoing, &buffers.incoming].map(|buffer| pd.register(buffer.memory(), Access::all()));
         let qp = placed.queues(pd.build_qp().max_send_wr(messages).max_recv_wr(messages)).build()?;
-        connect(comm, [&qp].into_iter(), timeout)?;
+        connect(comm, [&qp].into_iter())?;
         Ok(Self { qp, outgoing: outgoing?, incoming: incoming?, buffers: buffers.clone(), posted: 0 })
     }
 
@@ -418,14 +409,13 @@ struct Windows<'a> {
     clock: Clock<'a>,
     gate: Word32,
     opened: u32,
-    timeout: Duration,
 }
 
 impl<'a> Windows<'a> {
-    fn new(comm: &'a Communicator, app: &'a AppStream, timeout: Duration) -> Result<Self> {
+    fn new(comm: &'a Communicator, app: &'a AppStream) -> Result<Self> {
         let clock = Clock::new(app)?;
         let gate = Memory::alloc(4)?.word32(0)?;
-        Ok(Self { comm, app, clock, gate, opened: 0, timeout })
+        Ok(Self { comm, app, clock, gate, opened: 0 })
     }
 
     /// Runs what `fill` adds to a batch. Returns how long the stream took, and what `fill` did; `cost` gets what posting and
@@ -451,7 +441,7 @@ impl<'a> Windows<'a> {
             Ok(kept)
         })?;
         // Now everything is posted at both ends.
-        self.comm.barrier(self.timeout)?;
+        self.comm.barrier(None)?;
         cost.add(|| {
             self.gate.store(opened);
             self.app.finish()
@@ -568,13 +558,12 @@ const LINE: usize = 64;
 
 /// Bounces flags between the streams of both ranks, as often as small messages are.
 pub(super) fn flags(options: &Options, comm: &Communicator, app: &AppStream) -> Result<Measured> {
-    let timeout = options.timeout();
-    let memory = share_memory(comm, PAGE, timeout)?;
+    let memory = share_memory(comm, PAGE)?;
     let (mine, theirs) = (memory.word32(comm.rank() * LINE)?, memory.word32((1 - comm.rank()) * LINE)?);
 
     let pings = comm.rank() == 0;
     let (warm_up, total) = options.iterations(FLAG);
-    let mut windows = Windows::new(comm, app, timeout)?;
+    let mut windows = Windows::new(comm, app)?;
     let (mut samples, mut cost) = (Samples::default(), Cost::default());
     let mut n = 0;
     while n < total {
@@ -598,7 +587,7 @@ pub(super) fn flags(options: &Options, comm: &Communicator, app: &AppStream) -> 
         n = end;
     }
     // The barrier of an exchange: both have written their last.
-    comm.barrier(timeout)?;
+    comm.barrier(None)?;
     let errors = u64::from(u64::from(theirs.load()) != total);
     Ok(Measured { samples, cost, iterations: total, errors })
 }
