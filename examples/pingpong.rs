@@ -36,7 +36,7 @@ struct Cli {
 fn main() -> ExitCode {
     gdasync::tools::log_to_stderr();
     let Cli { pingpong, output } = parse();
-    match pingpong::run(&pingpong, &output) {
+    match pingpong::run(&pingpong, &output, false, false) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             note!("pingpong: {error}");

@@ -298,7 +298,11 @@ impl AppStream {
                 let (via, copies) = (placed.options.via.unwrap_or_default(), placed.copies);
                 let config =
                     CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, copies, ..Default::default() };
-                (kernels.lend(gpu, config)?, Some(kernels))
+                // Sends and waits run between the kernels.
+                // SAFETY: the stream stays as long as the process.
+                let stream =
+                    unsafe { Stream::cuda_from_raw(gpu, kernels.stream.cu_stream().addr(), config) }?;
+                (stream, Some(kernels))
             }
             _ => {
                 let config = HostStreamConfig { depth: 2 * DEPTH, wait_limit: timeout, ..Default::default() };
@@ -411,12 +415,6 @@ impl Kernels {
             result::launch_kernel(kernel.function, grid, block, 0, self.stream.cu_stream(), &mut arguments)
         }?;
         Ok(())
-    }
-
-    /// Lends the stream, so that sends and waits run between the kernels.
-    pub fn lend(&self, gpu: &Gpu, config: CudaStreamConfig) -> Result<Stream> {
-        // SAFETY: the stream stays as long as the process.
-        Ok(unsafe { Stream::cuda_from_raw(gpu, self.stream.cu_stream().addr(), config) }?)
     }
 
     /// The stream, for libraries that put their own work on it.

@@ -51,7 +51,7 @@ impl Bench {
     pub(crate) fn run(self) -> Result<()> {
         match self {
             Bench::Latency(Latency { pingpong, recorder, output }) => {
-                pingpong::bench(&pingpong, &output, recorder)
+                pingpong::run(&pingpong, &output, true, recorder)
             }
             Bench::Bandwidth(options) => options.run(),
             Bench::Messages(options) => options.run(),

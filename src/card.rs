@@ -39,16 +39,9 @@ pub(crate) struct Options {
 
 impl Options {
     /// Becomes the program. Returns only if that fails.
-    pub(crate) fn run(self) -> ExitCode {
-        let library = match find_library() {
-            Ok(library) => library,
-            Err(error) => {
-                note!("gdasync: {error}");
-                return ExitCode::FAILURE;
-            }
-        };
-        let [program, arguments @ ..] = &self.command[..] else { return ExitCode::FAILURE };
-        let mut preload = library.into_os_string();
+    pub(crate) fn run(self) -> Result<ExitCode, String> {
+        let mut preload = find_library()?.into_os_string();
+        let [program, arguments @ ..] = &self.command[..] else { return Ok(ExitCode::FAILURE) };
         if let Some(others) = std::env::var_os("LD_PRELOAD").filter(|others| !others.is_empty()) {
             preload.push(":");
             preload.push(others);
@@ -65,7 +58,7 @@ impl Options {
             .exec();
         note!("gdasync: {}: {error}", program.display());
         // As shells do.
-        ExitCode::from(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 })
+        Ok(ExitCode::from(if error.kind() == std::io::ErrorKind::NotFound { 127 } else { 126 }))
     }
 }
 

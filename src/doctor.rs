@@ -172,13 +172,9 @@ fn look<T: Send + 'static>(machine: &Arc<Machine>, at: fn(&Machine) -> T) -> Rec
     seen
 }
 
-fn await_look<T>(look: &Receiver<T>, deadline: Instant) -> Result<T, RecvTimeoutError> {
-    look.recv_timeout(deadline.saturating_duration_since(Instant::now()))
-}
-
 /// The probes of an area, or their failure.
 fn seen(area: &Area, look: &Receiver<Vec<Probe>>, deadline: Instant) -> Vec<Probe> {
-    await_look(look, deadline).unwrap_or_else(|error| {
+    look.recv_timeout(deadline.saturating_duration_since(Instant::now())).unwrap_or_else(|error| {
         let why = match error {
             RecvTimeoutError::Timeout => "the kernel did not answer in time",
             RecvTimeoutError::Disconnected => "the probe panicked",

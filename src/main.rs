@@ -50,7 +50,7 @@ fn main() -> ExitCode {
     match parse::<Cli>().command {
         Command::Doctor(doctor) => doctor.run(),
         Command::Gdrcopy(tool) => tool.run(),
-        Command::Card(options) => options.run(),
+        Command::Card(options) => end(options.run()),
         Command::Bench(bench) => end(bench.run().map(|()| ExitCode::SUCCESS)),
         Command::Plot(options) => end(options.run()),
         Command::Report(options) => end(options.run()),

@@ -74,23 +74,19 @@ impl Mode {
 
 impl Options {
     fn check(&self) -> Result<()> {
-        let has = |mode| self.modes.contains(&mode);
-        let conflict = match () {
-            () if self.no_kernels && self.kernel_us > 0 => {
-                "--kernel-us puts work on the stream, which --no-kernels forbids"
+        let [graph, initiate] = [Mode::Graph, Mode::Initiate].map(|mode| self.modes.contains(&mode));
+        let forbidden = [
+            (self.kernel_us > 0, "--kernel-us puts work on the stream"),
+            (graph, "mode graph checks every message on the stream"),
+            (initiate, "mode initiate is a kernel"),
+        ];
+        match forbidden.into_iter().find(|(is_asked, _)| self.no_kernels && *is_asked) {
+            Some((_, what)) => Err(format!("{what}, which --no-kernels forbids").into()),
+            None if initiate && !self.placement.is_by_kernel() => {
+                Err("mode initiate needs --stream cuda --via kernel".into())
             }
-            () if self.no_kernels && has(Mode::Graph) => {
-                "mode graph checks every message on the stream, which --no-kernels forbids"
-            }
-            () if self.no_kernels && has(Mode::Initiate) => {
-                "mode initiate is a kernel, which --no-kernels forbids"
-            }
-            () if has(Mode::Initiate) && !self.placement.is_by_kernel() => {
-                "mode initiate needs --stream cuda --via kernel"
-            }
-            () => return Ok(()),
-        };
-        Err(conflict.into())
+            None => Ok(()),
+        }
     }
 
     /// Work on the stream before each send.
@@ -161,18 +157,9 @@ impl Measured {
     }
 }
 
-/// Runs all modes and sizes, prints a table, and writes the results.
-pub fn run(options: &Options, output: &Output) -> Result<()> {
-    measure(options, output, "pingpong", false, false)
-}
-
-/// As [`run`], and bounces a cache line between the CPUs and flags between the streams; with `recorder`, also runs each mode with the
-/// flight recorder paused.
-pub fn bench(options: &Options, output: &Output, recorder: bool) -> Result<()> {
-    measure(options, output, "latency", true, recorder)
-}
-
-fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, recorder: bool) -> Result<()> {
+/// Runs all modes and sizes, prints a table, and writes the results. With `floor` also bounces a cache line between the CPUs and
+/// flags between the streams; with `recorder` also runs each mode with the flight recorder paused.
+pub fn run(options: &Options, output: &Output, floor: bool, recorder: bool) -> Result<()> {
     options.check()?;
     let timeout = Duration::from_secs(options.timeout);
     let placed = options.placement.open()?;
@@ -218,9 +205,9 @@ fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
         true => "a time of mode stream is the mean of a window, whose last messages were checked",
     };
     let place = placed.describe(&comm)?;
-    sheet.set_note(format!("{place}{checked}"));
+    sheet.note = Some(format!("{place}{checked}"));
     if !floor {
-        sheet.set_summary(summary(&sheet, &options.modes, app.stream.kind()));
+        sheet.summary = Some(summary(&sheet, &options.modes, app.stream.kind()));
     }
     let options = json!({
         "sizes": options.sizes,
@@ -231,7 +218,7 @@ fn measure(options: &Options, output: &Output, benchmark: &str, floor: bool, rec
         "no_kernels": options.no_kernels,
     });
     drop(app);
-    sheet.finish(comm, benchmark, options)
+    sheet.finish(comm, if floor { "latency" } else { "pingpong" }, options)
 }
 
 /// A row for each size, with the time of a message and the posting thread's CPU time for it in each mode; and what to see in it.

@@ -351,9 +351,10 @@ pub struct Sheet {
     end: Instant,
     series: Vec<Series>,
     skipped: Vec<Skipped>,
-    /// Printed before the tables, and in their place.
-    note: Option<String>,
-    summary: Option<String>,
+    /// Printed before the tables.
+    pub note: Option<String>,
+    /// Printed in place of the tables.
+    pub summary: Option<String>,
     /// Messages with wrong data that this rank received.
     wrong: u64,
 }
@@ -416,8 +417,7 @@ impl Sheet {
 
     /// Sets the ratios of all other series of a group to `baseline`.
     pub fn compare(&mut self, group: &str, baseline: &str) {
-        let of_group = |series: &&Series| series.group == group && series.name == baseline;
-        let Some(base) = self.series.iter().find(of_group).cloned() else { return };
+        let Some(base) = self.find(group, baseline).cloned() else { return };
         let others = self.series.iter_mut().filter(|one| one.group == group && one.name != baseline);
         others.for_each(|series| series.compare(&base));
     }
@@ -446,16 +446,6 @@ impl Sheet {
             .iter_mut()
             .filter(|series| series.group == group)
             .for_each(|series| series.compare(&best));
-    }
-
-    /// Prints this text before the tables.
-    pub fn set_note(&mut self, note: String) {
-        self.note = Some(note);
-    }
-
-    /// Prints this text in place of the tables.
-    pub fn set_summary(&mut self, summary: String) {
-        self.summary = Some(summary);
     }
 
     /// The series of this group and name, so far.

@@ -329,7 +329,7 @@ impl Options {
         drop(ways);
         foreign.iter().try_for_each(|way| way.close())?;
         drop((ours, foreign));
-        sheet.set_note(note.clone());
+        sheet.note = Some(note.clone());
         let options =
             json!({ "sizes": self.sizes, "ahead": self.ahead, "work_us": self.kernel_us, "place": note });
         drop(app);

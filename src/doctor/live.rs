@@ -165,20 +165,19 @@ impl ProbeProcess {
                 Err(RecvTimeoutError::Timeout) => {
                     let _ = self.child.kill();
                     self.end(Instant::now() + ENDING);
-                    let trouble = format!("no answer within {:?}{}", self.limit, during(step.as_deref()));
-                    return Answer { facts, trouble: Some(trouble) };
+                    let trouble = format!("no answer within {:?}", self.limit);
+                    return Answer { facts, trouble: Some(trouble + &during(step)) };
                 }
             }
         }
-        let trouble = match self.end(self.deadline) {
-            Some(status) if status.success() => None,
-            Some(status) => Some(match status.signal() {
-                Some(signal) => format!("the probe was killed by signal {signal}{}", during(step.as_deref())),
-                None => format!("the probe ended with {status}{}", during(step.as_deref())),
-            }),
-            None => Some(format!("the probe does not end{}", during(step.as_deref()))),
+        let trouble = match self.end(self.deadline).map(|status| (status.success(), status.signal(), status))
+        {
+            Some((true, ..)) => return Answer { facts, trouble: None },
+            Some((_, Some(signal), _)) => format!("the probe was killed by signal {signal}"),
+            Some((.., status)) => format!("the probe ended with {status}"),
+            None => "the probe does not end".to_owned(),
         };
-        Answer { facts, trouble }
+        Answer { facts, trouble: Some(trouble + &during(step)) }
     }
 
     /// Its status, as soon as it has one.
@@ -195,7 +194,7 @@ impl ProbeProcess {
     }
 }
 
-fn during(step: Option<&str>) -> String {
+fn during(step: Option<String>) -> String {
     step.map(|step| format!(", in {step}")).unwrap_or_default()
 }
 

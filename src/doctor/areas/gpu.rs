@@ -62,17 +62,11 @@ fn probe_gpu(machine: &Machine) -> Vec<Probe> {
             probes.push(of(CLASS.fail(format!("CUDA told nothing of it: {trouble}"), fix)));
             continue;
         }
-        probes.extend(
-            [
-                class(gpu),
-                rdma(machine, gpu),
-                dma_buf(machine, gpu, trouble),
-                memops(gpu),
-                flush(machine, gpu),
-            ]
-            .map(of),
-        );
-        probes.extend([memop(gpu, trouble), capture(gpu, trouble), peers(gpu), bar1(machine, gpu)].map(of));
+        let told = [class(gpu), rdma(machine, gpu), dma_buf(machine, gpu, trouble), memops(gpu)];
+        let memop = trial(&MEMOP, gpu, gpu.memop.as_ref(), trouble, BUSY);
+        let capture = trial(&CAPTURE, gpu, gpu.capture.as_ref(), trouble, NO_CAPTURE);
+        let tried = [flush(machine, gpu), memop, capture, peers(gpu), bar1(machine, gpu)];
+        probes.extend(told.into_iter().chain(tried).map(of));
     }
     probes
 }
@@ -219,15 +213,9 @@ fn trial(
     }
 }
 
-fn memop(gpu: &GpuFacts, trouble: &str) -> Probe {
-    let fix = "see whether another process keeps the GPU busy (`nvidia-smi`), and `dmesg` for Xid; host streams work without";
-    trial(&MEMOP, gpu, gpu.memop.as_ref(), trouble, fix)
-}
-
-fn capture(gpu: &GpuFacts, trouble: &str) -> Probe {
-    let fix = "install a driver of CUDA 12 or newer; without capture, submit eagerly (`stream.submit`)";
-    trial(&CAPTURE, gpu, gpu.capture.as_ref(), trouble, fix)
-}
+const BUSY: &str = "see whether another process keeps the GPU busy (`nvidia-smi`), and `dmesg` for Xid; host streams work without";
+const NO_CAPTURE: &str =
+    "install a driver of CUDA 12 or newer; without capture, submit eagerly (`stream.submit`)";
 
 fn peers(gpu: &GpuFacts) -> Probe {
     let list = |wanted: bool| {

@@ -360,25 +360,23 @@ fn unaligned_pins(env: &Env) -> Outcome {
 fn words(env: &Env) -> Outcome {
     let (_, buffer) = env.open_with(PAGE)?;
     let mapping = buffer.map()?;
-    let check = |what: &str, offset: usize, bytes: &[u8]| -> Outcome {
+    // Then clears the bytes for the next word.
+    let check = |offset: usize, bytes: &[u8]| -> Outcome {
         let mut expected = [0; 24];
         expected[8..8 + bytes.len()].copy_from_slice(bytes);
-        Ok(compare_buffer(what, &buffer, offset - 8, &expected)?)
+        compare_buffer(&format!("{} bytes at {offset}", bytes.len()), &buffer, offset - 8, &expected)?;
+        Ok(buffer.copy_in(offset - 8, &[0; 24])?)
     };
     for offset in [8, 64, 4096, PAGE - 64] {
-        let clear = || buffer.copy_in(offset - 8, &[0; 24]);
-        clear()?;
+        buffer.copy_in(offset - 8, &[0; 24])?;
         word(&mapping, offset, 0x81_u8)?;
-        check("a byte", offset, &0x81_u8.to_ne_bytes())?;
-        clear()?;
+        check(offset, &[0x81])?;
         word(&mapping, offset + 2, 0x8182_u16)?;
-        check("2 bytes", offset, &[&[0, 0][..], &0x8182_u16.to_ne_bytes()].concat())?;
-        clear()?;
+        check(offset, &[[0; 2], 0x8182_u16.to_ne_bytes()].concat())?;
         word(&mapping, offset + 4, 0x8182_8384_u32)?;
-        check("4 bytes", offset, &[&[0; 4][..], &0x8182_8384_u32.to_ne_bytes()].concat())?;
-        clear()?;
+        check(offset, &[[0; 4], 0x8182_8384_u32.to_ne_bytes()].concat())?;
         word(&mapping, offset, 0x8182_8384_8586_8788_u64)?;
-        check("8 bytes", offset, &0x8182_8384_8586_8788_u64.to_ne_bytes())?;
+        check(offset, &0x8182_8384_8586_8788_u64.to_ne_bytes())?;
     }
     Ok(())
 }
