@@ -31,13 +31,13 @@ fn two_ranks(builder: CommunicatorBuilder, timeout: Duration) -> Result<Communic
 pub(crate) enum Bench {
     /// Latency and CPU time of messages by size, driven by streams, graphs, kernels and the CPU.
     Latency(Latency),
-    /// Bytes per second between hosts and GPUs, and messages per second by size, depth and queue pairs.
+    /// Bytes per second between hosts and GPUs, and messages per second by size and depth.
     Bandwidth(bandwidth::Options),
-    /// The messaging layer: ping-pong, tags, rates, overlap with work, and what calls add to gdsync's.
+    /// The messaging layer: ping-pong, tags, rates, and what calls add to gdsync's.
     Messages(messages::Options),
     /// Messages between two GPUs of this host, beside those of NCCL and NVSHMEM.
     Peers(peers::Options),
-    /// CPU mappings of GPU memory against CUDA copies: by path, routine and number of threads.
+    /// CPU mappings of GPU memory against CUDA copies: by path and size.
     Copy(copy::Options),
     /// Triggers and waits on CUDA streams, in every way CUDA has, on an idle and a busy GPU.
     Trigger(trigger::Options),

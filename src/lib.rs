@@ -15,6 +15,7 @@
 
 pub mod app_stream;
 pub mod doctor;
+pub mod library;
 pub mod measure;
 mod nvml;
 pub mod pingpong;

@@ -1,9 +1,11 @@
 //! NVML, loaded at run time: BAR1 of GPUs, and NVLink between them.
 
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 
-use libloading::Library;
 use serde::{Deserialize, Serialize};
+
+use crate::declare;
+use crate::library::{checked, load};
 
 /// `nvmlBAR1Memory_t`, bytes.
 #[repr(C)]
@@ -15,10 +17,6 @@ pub(crate) struct Bar1 {
 }
 
 type Device = *mut c_void;
-type Init = unsafe extern "C" fn() -> u32;
-type ByPci = unsafe extern "C" fn(*const c_char, *mut Device) -> u32;
-type Bar1Info = unsafe extern "C" fn(Device, *mut Bar1) -> u32;
-type PeerStatus = unsafe extern "C" fn(Device, Device, u32, *mut u32) -> u32;
 
 const LIBRARY: &str = "libnvidia-ml.so.1";
 /// `NVML_P2P_CAPS_INDEX_NVLINK`.
@@ -26,41 +24,35 @@ const NVLINK: u32 = 2;
 /// `NVML_P2P_STATUS_OK`.
 const JOINED: u32 = 0;
 
-/// The functions that are used.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Nvml {
-    by_pci: ByPci,
-    bar1: Bar1Info,
-    peer_status: PeerStatus,
+declare! {
+    /// The functions that are used.
+    struct Functions {
+        init: "nvmlInit_v2" () -> c_int;
+        by_pci: "nvmlDeviceGetHandleByPciBusId_v2" (pci: *const c_char, device: *mut Device) -> c_int;
+        bar1: "nvmlDeviceGetBAR1MemoryInfo" (device: Device, bar1: *mut Bar1) -> c_int;
+        peer_status: "nvmlDeviceGetP2PStatus" (one: Device, other: Device, index: u32, status: *mut u32) -> c_int;
+    }
 }
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Nvml(Functions);
 
 impl Nvml {
     /// Loads the library, and has it look for GPUs.
     pub(crate) fn load() -> Result<Self, String> {
-        // SAFETY: the library's initialisers may run at any time.
-        let library =
-            unsafe { Library::new(LIBRARY) }.map_err(|_| format!("NVML ({LIBRARY}) is not here"))?;
-        // It stays loaded.
-        let library = Box::leak(Box::new(library));
-        let failed = |error: libloading::Error| format!("NVML: {error}");
-        // SAFETY: the type is that of the function in nvml.h.
-        let init = unsafe { library.get::<Init>("nvmlInit_v2") }.map_err(failed)?;
-        // SAFETY: the type is that of the function in nvml.h.
-        let by_pci = *unsafe { library.get("nvmlDeviceGetHandleByPciBusId_v2") }.map_err(failed)?;
-        // SAFETY: the type is that of the function in nvml.h.
-        let bar1 = *unsafe { library.get("nvmlDeviceGetBAR1MemoryInfo") }.map_err(failed)?;
-        // SAFETY: the type is that of the function in nvml.h.
-        let peer_status = *unsafe { library.get("nvmlDeviceGetP2PStatus") }.map_err(failed)?;
+        let library = load(LIBRARY).map_err(|_| format!("NVML ({LIBRARY}) is not here"))?;
+        // SAFETY: the types are those of nvml.h.
+        let functions = unsafe { Functions::find(library) }.map_err(|error| format!("NVML: {error}"))?;
         // SAFETY: it may be called at any time.
-        checked("nvmlInit", unsafe { init() })?;
-        Ok(Self { by_pci, bar1, peer_status })
+        checked("nvmlInit", unsafe { (functions.init)() })?;
+        Ok(Self(functions))
     }
 
     fn device(&self, pci: &str) -> Result<Device, String> {
         let address = CString::new(pci).map_err(|error| error.to_string())?;
         let mut device = std::ptr::null_mut();
         // SAFETY: a terminated address, and a place for the answer.
-        checked("nvmlDeviceGetHandleByPciBusId", unsafe { (self.by_pci)(address.as_ptr(), &mut device) })?;
+        checked("nvmlDeviceGetHandleByPciBusId", unsafe { (self.0.by_pci)(address.as_ptr(), &mut device) })?;
         Ok(device)
     }
 
@@ -68,7 +60,7 @@ impl Nvml {
     pub(crate) fn bar1(&self, pci: &str) -> Result<Bar1, String> {
         let (device, mut bar1) = (self.device(pci)?, Bar1::default());
         // SAFETY: a device of NVML, and a place for the answer.
-        checked("nvmlDeviceGetBAR1MemoryInfo", unsafe { (self.bar1)(device, &mut bar1) })?;
+        checked("nvmlDeviceGetBAR1MemoryInfo", unsafe { (self.0.bar1)(device, &mut bar1) })?;
         Ok(bar1)
     }
 
@@ -76,12 +68,8 @@ impl Nvml {
     pub(crate) fn nvlink(&self, one: &str, other: &str) -> Result<bool, String> {
         let (one, other, mut status) = (self.device(one)?, self.device(other)?, JOINED);
         // SAFETY: devices of NVML, and a place for the answer.
-        let told = unsafe { (self.peer_status)(one, other, NVLINK, &mut status) };
+        let told = unsafe { (self.0.peer_status)(one, other, NVLINK, &mut status) };
         checked("nvmlDeviceGetP2PStatus", told)?;
         Ok(status == JOINED)
     }
-}
-
-fn checked(call: &str, status: u32) -> Result<(), String> {
-    if status == 0 { Ok(()) } else { Err(format!("{call}: NVML status {status}")) }
 }

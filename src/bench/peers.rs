@@ -3,7 +3,6 @@
 mod nccl;
 mod nvshmem;
 
-use std::ffi::c_int;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -14,45 +13,9 @@ use gdasync::measure::{Samples, objection};
 use gdasync::mp::{Channel, Communicator, Registration, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
-use libloading::Library;
 use serde_json::json;
 
 use super::two_ranks;
-
-/// Declares a table of functions of a library, with their C types.
-macro_rules! declare {
-    ($(#[$doc:meta])* struct $table:ident {
-        $($name:ident: $symbol:literal ($($argument:ident: $type:ty),* $(,)?) -> $result:ty;)*
-    }) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy)]
-        struct $table {
-            $($name: unsafe extern "C" fn($($argument: $type),*) -> $result,)*
-        }
-
-        impl $table {
-            /// Finds them all.
-            ///
-            /// # Safety
-            /// The library's functions of these names must have these types.
-            unsafe fn find(library: &libloading::Library) -> gdasync::results::Result<Self> {
-                Ok(Self {
-                    $(
-                        // SAFETY: the caller vouches for the types.
-                        $name: *unsafe { library.get($symbol) }?,
-                    )*
-                })
-            }
-        }
-    };
-}
-use declare;
-
-/// Loads a library for good.
-fn load(name: &str) -> Result<&'static Library> {
-    // SAFETY: the library's initialisers may run at any time.
-    Ok(Box::leak(Box::new(unsafe { Library::new(name) }?)))
-}
 
 /// Options of `gdasync bench peers`.
 #[derive(Args)]
@@ -149,11 +112,6 @@ pub(super) trait Way {
 
 /// Launches a graph.
 type Graph<'a> = Box<dyn Fn() -> Result<()> + 'a>;
-
-/// Fails unless the call of a library returned 0.
-fn checked(call: &str, status: c_int) -> Result<()> {
-    if status == 0 { Ok(()) } else { Err(format!("{call}: status {status}").into()) }
-}
 
 /// Messages of mp between the two halves of a buffer.
 struct Ours<'a> {

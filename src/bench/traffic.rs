@@ -148,8 +148,10 @@ impl<'a> QueuePairs<'a> {
         let mut polls = 0_u32;
         let found = poll(self.comm.timeout(), || {
             polls = polls.wrapping_add(1);
-            if polls.is_multiple_of(1 << 12) {
+            if polls.is_multiple_of(1 << 8) {
                 qp.check()?;
+                // The other rank may need this core.
+                std::thread::yield_now();
             }
             Result::Ok(ask())
         })?;

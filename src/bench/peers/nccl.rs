@@ -5,9 +5,11 @@ use std::ptr::null_mut;
 use std::rc::Rc;
 
 use gdasync::app_stream::Kernels;
+use gdasync::declare;
+use gdasync::library::{checked, load};
 use gdasync::results::Result;
 
-use super::{Rig, Way, checked, declare, load};
+use super::{Rig, Way};
 
 /// `ncclUniqueId`.
 #[repr(C)]
@@ -127,7 +129,7 @@ impl Way for SendRecv<'_> {
         // SAFETY: the first part of the buffer, and a communicator and a stream that live.
         let told =
             unsafe { (nccl.functions.send)(nccl.buffer, bytes, CHAR, nccl.peer, nccl.comm, nccl.stream()) };
-        checked("ncclSend", told)
+        Ok(checked("ncclSend", told)?)
     }
 
     fn receive(&self, bytes: usize, _n: u64) -> Result<()> {
@@ -135,12 +137,12 @@ impl Way for SendRecv<'_> {
         let to = nccl.buffer.wrapping_byte_add(nccl.room);
         // SAFETY: the second part of the buffer, and a communicator and a stream that live.
         let told = unsafe { (nccl.functions.recv)(to, bytes, CHAR, nccl.peer, nccl.comm, nccl.stream()) };
-        checked("ncclRecv", told)
+        Ok(checked("ncclRecv", told)?)
     }
 
     fn close(&self) -> Result<()> {
         // SAFETY: the communicator lives, and nothing uses it any more; both ranks call it.
-        checked("ncclCommDestroy", unsafe { (self.0.functions.destroy)(self.0.comm) })
+        Ok(checked("ncclCommDestroy", unsafe { (self.0.functions.destroy)(self.0.comm) })?)
     }
 }
 
@@ -179,13 +181,13 @@ impl Way for PutSignal<'_> {
                 nccl.stream(),
             )
         };
-        checked("ncclPutSignal", told)
+        Ok(checked("ncclPutSignal", told)?)
     }
 
     fn receive(&self, _bytes: usize, _n: u64) -> Result<()> {
         let mut signal = WaitSignal { count: 1, peer: self.nccl.peer, signal: 0, context: 0 };
         // SAFETY: one description, and a communicator and a stream that live.
         let told = unsafe { (self.puts.wait_signal)(1, &mut signal, self.nccl.comm, self.nccl.stream()) };
-        checked("ncclWaitSignal", told)
+        Ok(checked("ncclWaitSignal", told)?)
     }
 }

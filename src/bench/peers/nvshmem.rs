@@ -4,9 +4,11 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
 use gdasync::app_stream::Kernels;
+use gdasync::declare;
+use gdasync::library::{checked, load};
 use gdasync::results::Result;
 
-use super::{Rig, Way, checked, declare, load};
+use super::{Rig, Way};
 
 /// `nvshmemx_uniqueid_t`.
 #[repr(C)]

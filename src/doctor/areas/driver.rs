@@ -3,8 +3,7 @@
 use super::super::live::{Live, attribute};
 use super::super::machine::{Machine, Node};
 use super::super::requirements::{DRIVER, GDRDRV, OPEN_MODULES, numbers};
-use super::Area;
-use super::{Check, Probe};
+use super::{Area, Check, Probe};
 
 area! {
     DRIVER_AREA "driver" "NVIDIA driver" asks [] probes by probe_driver;

@@ -3,8 +3,7 @@
 use super::super::live::Live;
 use super::super::machine::Machine;
 use super::super::requirements::numbers;
-use super::Area;
-use super::{Check, Probe};
+use super::{Area, Check, Probe};
 
 area! {
     FABRIC_AREA "fabric" "libfabric" asks [Live::Fabric] probes by probe_fabric;

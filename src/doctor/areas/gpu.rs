@@ -3,8 +3,7 @@
 use super::super::live::{Bar1, GpuFacts, Live, attribute};
 use super::super::machine::Machine;
 use super::super::requirements::{self, CUDA};
-use super::{Area, bytes};
-use super::{Check, Probe};
+use super::{Area, Check, Probe, bytes};
 
 area! {
     GPU_AREA "gpu" "GPUs" asks [Live::Cuda] probes by probe_gpu;

@@ -6,8 +6,7 @@ use gdsync::rdma::{Distance, Place};
 
 use super::super::live::{GpuFacts, Live};
 use super::super::machine::{Hca, Machine};
-use super::Area;
-use super::{Check, Probe};
+use super::{Area, Check, Probe};
 
 area! {
     IOMMU_AREA "iommu" "IOMMU and PCIe" asks [] probes by |machine| vec![mode(machine), acs(machine)];

@@ -8,8 +8,7 @@ use gdsync::rdma::DeviceConfig;
 
 use super::super::live::{Live, Route};
 use super::super::machine::Machine;
-use super::Area;
-use super::{Check, Probe};
+use super::{Area, Check, Probe};
 
 area! {
     CONTAINER_AREA "container" "Container" asks []

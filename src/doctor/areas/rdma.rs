@@ -13,8 +13,7 @@ use super::super::requirements::{
     self, DEDICATED_UAR, DMA_BUF_MR, DMA_BUF_UMEM, INFINIBAND, LIBIBVERBS, LIBMLX5, LINUX, MELLANOX, ROCE_V1,
     ROCE_V2, needs, numbers,
 };
-use super::{Area, bytes};
-use super::{Check, Probe};
+use super::{Area, Check, Probe, bytes};
 
 area! {
     RDMA_AREA "rdma" "RDMA devices" asks [Live::Verbs] probes by probe_rdma;

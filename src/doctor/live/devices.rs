@@ -9,13 +9,13 @@ use gdrcopy::{BackendKind, Gdr};
 use gdsync::Device;
 use gdsync::cuda::Gpu;
 use gdsync::hca::{fabric_providers, tcp_address};
-use libloading::Library;
 use rdma_core_sys::mlx5::{mlx5dv_context_attr, mlx5dv_context_attr_flags};
 use rdma_core_sys::verbs::{ibv_context, ibv_device};
 use rdma_core_sys::{Fabric, Mlx5, Verbs};
 use serde::{Deserialize, Serialize};
 
 use super::{Reporter, await_first_gpu};
+use crate::library::load;
 
 /// What was tried of mapping. `None`: not reached.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
@@ -44,8 +44,7 @@ pub(super) fn probe_mapping(reporter: &Reporter) {
 fn open_gdrapi() -> Option<Result<String, String>> {
     type Open = unsafe extern "C" fn() -> *mut c_void;
     type Describe = unsafe extern "C" fn(*mut c_void, *mut c_char, usize) -> c_int;
-    // SAFETY: a library that other programs load, too.
-    let library = Box::leak(Box::new(unsafe { Library::new("libgdrapi.so") }.ok()?));
+    let library = load("libgdrapi.so").ok()?;
     // SAFETY: the type is that of the function of GDRCopy's interface.
     let Ok(open) = (unsafe { library.get::<Open>("gdr_open") }) else {
         return Some(Err("it has no gdr_open".into()));
