@@ -22,8 +22,11 @@ macro_rules! declare {
             unsafe fn find(library: &::libloading::Library) -> ::std::result::Result<Self, ::libloading::Error> {
                 Ok(Self {
                     $(
-                        // SAFETY: the caller vouches for the types.
-                        $name: *unsafe { library.get($symbol) }?,
+                        $name: {
+                            let symbol: &str = $symbol;
+                            // SAFETY: the caller vouches for the types.
+                            *unsafe { library.get(symbol) }?
+                        },
                     )*
                 })
             }
