@@ -94,9 +94,8 @@ fn init(machine: &Machine) -> Probe {
         (Some(Ok(version)), Some(Ok(count)), _) => {
             let (major, minor) = (version / 1000, version % 1000 / 10);
             let found = format!("CUDA {major}.{minor}, {count} GPU(s)");
-            let pair = (u32::try_from(major).unwrap_or(0), u32::try_from(minor).unwrap_or(0));
             match count {
-                _ if !CUDA.is_met(pair) => INIT.fail(
+                _ if !CUDA.is_met((major, minor)) => INIT.fail(
                     format!("{found}: older than {}, so no {}", CUDA.least(), CUDA.for_what()),
                     format!("install driver {} or newer", requirements::DRIVER.least()),
                 ),

@@ -2,17 +2,15 @@
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::c_void;
 use std::fmt::{self, Display};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use gdrcopy::cuda::raw::layout::{
-    CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, MemOp, RANGE_HANDLE_DMA_BUF, STREAM_NON_BLOCKING,
-};
+use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, MemOp, STREAM_NON_BLOCKING};
 use gdrcopy::cuda::raw::{Api, Current};
-use gdrcopy::cuda::sysfs_address;
+use gdrcopy::cuda::{AllocKind, Cuda, CudaSource, EntryPoints, GpuInfo};
 use serde::{Deserialize, Serialize};
 
 use super::{Reporter, is_taken, retain};
@@ -29,9 +27,9 @@ pub(in crate::doctor) type Outcome = Result<String, String>;
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct CudaFacts {
     /// `1000 * major + 10 * minor`, or why there is no `libcuda`.
-    pub(in crate::doctor) version: Option<Result<i32, String>>,
+    pub(in crate::doctor) version: Option<Result<u32, String>>,
     /// The number of GPUs, or why CUDA does not start.
-    pub(in crate::doctor) count: Option<Result<i32, String>>,
+    pub(in crate::doctor) count: Option<Result<usize, String>>,
     pub(in crate::doctor) gpus: Vec<GpuFacts>,
 }
 
@@ -110,25 +108,25 @@ pub(super) fn probe(reporter: &Reporter) {
 
 /// Asks and tries everything.
 pub(in crate::doctor) fn explore(api: &Api, reporter: &Reporter, patience: Duration) -> CudaFacts {
-    let mut facts = CudaFacts::default();
-    let mut version = 0;
-    // SAFETY: a place for the answer.
-    let told = unsafe { api.driver_get_version(&mut version) };
-    facts.version = Some(told.map(|()| version).map_err(text));
+    // SAFETY: the entry points are those of the driver, or of a test's.
+    let driver = unsafe { EntryPoints::new(*api) };
+    let mut facts = CudaFacts { version: Some(driver.version().map_err(text)), ..CudaFacts::default() };
     reporter.facts(&facts);
     reporter.step("cuInit");
-    let count = count(api);
-    facts.count = Some(count.as_ref().copied().map_err(text));
+    let cuda = driver.initialise().and_then(|cuda| Ok((cuda.devices()?, cuda)));
+    facts.count = Some(cuda.as_ref().map(|(gpus, _)| gpus.len()).map_err(text));
     reporter.facts(&facts);
-    let count = count.unwrap_or(0);
+    let Ok((gpus, cuda)) = cuda else { return facts };
     reporter.step("loading NVML");
     let nvml = Nvml::load();
-    for ordinal in 0..count {
-        let mut gpu = GpuFacts { ordinal, ..GpuFacts::default() };
-        let told = describe(api, &mut gpu, count, &nvml);
-        facts.gpus.push(gpu);
+    for gpu in &gpus {
+        let GpuInfo { ordinal, name, pci } = gpu.clone();
+        facts.gpus.push(GpuFacts { ordinal, name, pci, ..GpuFacts::default() });
+        reporter.step(format!("asking what GPU {ordinal} can do"));
+        let told = describe(api, &*cuda, facts.last(), &gpus, &nvml);
         reporter.facts(&facts);
-        if let Err(error) = told.and_then(|device| attempt(api, reporter, &mut facts, device, patience)) {
+        let tried = told.and_then(|device| attempt(api, &*cuda, reporter, &mut facts, device, patience));
+        if let Err(error) = tried {
             let gpu = facts.last();
             gpu.is_taken = is_taken(&error);
             // No context, so nothing was tried: each trial gets this error.
@@ -139,6 +137,8 @@ pub(in crate::doctor) fn explore(api: &Api, reporter: &Reporter, patience: Durat
         }
         reporter.facts(&facts);
     }
+    // Giving contexts back may wait for a GPU that hangs.
+    std::mem::forget(cuda);
     facts
 }
 
@@ -146,46 +146,30 @@ fn text(error: impl Display) -> String {
     error.to_string()
 }
 
-fn count(api: &Api) -> gdrcopy::Result<i32> {
-    // SAFETY: no flags are defined.
-    unsafe { api.init(0) }?;
-    let mut count = 0;
-    // SAFETY: a place for the answer.
-    unsafe { api.device_get_count(&mut count) }?;
-    Ok(count)
-}
-
-/// Asks what a GPU is and has, and gives its handle.
-fn describe(api: &Api, gpu: &mut GpuFacts, count: i32, nvml: &Result<Nvml, String>) -> gdrcopy::Result<i32> {
+fn handle(api: &Api, ordinal: i32) -> gdrcopy::Result<i32> {
     let mut device = 0;
     // SAFETY: a place for the answer; the driver checks the ordinal.
-    unsafe { api.device_get(&mut device, gpu.ordinal) }?;
-    let told = filled(|buffer, len| {
-        // SAFETY: a buffer of this length.
-        unsafe { api.device_get_name(buffer, len, device) }
-    });
-    gpu.name = told?;
-    gpu.pci = address(api, device)?;
-    for number in 1..=attribute::DMA_BUF {
-        let mut value = 0;
-        // SAFETY: a place for the answer; the driver checks the number.
-        if unsafe { api.device_get_attribute(&mut value, number, device) }.is_ok() {
-            gpu.attributes.insert(number, value);
-        }
-    }
-    for other in (0..count).filter(|other| *other != gpu.ordinal) {
-        let (mut peer, mut can) = (0, 0);
-        // SAFETY: a place for the answer; the driver checks the ordinal.
-        unsafe { api.device_get(&mut peer, other) }?;
+    unsafe { api.device_get(&mut device, ordinal) }.map(|()| device)
+}
+
+/// Asks what a GPU can do, alone and with the others, and gives its handle.
+fn describe(
+    api: &Api,
+    cuda: &dyn Cuda,
+    gpu: &mut GpuFacts,
+    all: &[GpuInfo],
+    nvml: &Result<Nvml, String>,
+) -> gdrcopy::Result<i32> {
+    let device = handle(api, gpu.ordinal)?;
+    let ask = |number| Some((number, cuda.device_attribute(gpu.ordinal, number).ok()?));
+    gpu.attributes = (1..=attribute::DMA_BUF).filter_map(ask).collect();
+    for GpuInfo { ordinal, pci, .. } in all.iter().filter(|other| other.ordinal != gpu.ordinal) {
+        let (peer, mut can) = (handle(api, *ordinal)?, 0);
         // SAFETY: a place for the answer, and devices of this driver.
         unsafe { api.device_can_access_peer(&mut can, device, peer) }?;
-        gpu.peers.insert(other, can != 0);
-        let pci = address(api, peer)?;
-        if let Ok(nvml) = nvml
-            && let Ok(joined) = nvml.nvlink(&gpu.pci, &pci)
-        {
-            gpu.nvlinks.insert(pci, joined);
-        }
+        gpu.peers.insert(*ordinal, can != 0);
+        let joined = nvml.as_ref().ok().and_then(|nvml| nvml.nvlink(&gpu.pci, pci).ok());
+        gpu.nvlinks.extend(joined.map(|joined| (pci.clone(), joined)));
     }
     gpu.bar1 = Some(nvml.clone().and_then(|nvml| nvml.bar1(&gpu.pci)));
     Ok(device)
@@ -194,6 +178,7 @@ fn describe(api: &Api, gpu: &mut GpuFacts, count: i32, nvml: &Result<Nvml, Strin
 /// Tries on the last GPU what streams and RDMA devices need of it.
 fn attempt(
     api: &Api,
+    cuda: &dyn Cuda,
     reporter: &Reporter,
     facts: &mut CudaFacts,
     device: i32,
@@ -219,44 +204,18 @@ fn attempt(
     facts.last().capture = Some(if is_stuck { stuck() } else { bench.capture().map_err(text) });
     reporter.facts(facts);
     reporter.step(format!("exporting memory of GPU {number} as a dma-buf"));
-    facts.last().dma_buf = Some(if is_stuck { stuck() } else { dma_buf(api).map_err(text) });
+    facts.last().dma_buf = Some(if is_stuck { stuck() } else { dma_buf(cuda, number).map_err(text) });
     Ok(())
 }
 
-/// The PCI address of a device, as sysfs writes it.
-fn address(api: &Api, device: i32) -> gdrcopy::Result<String> {
-    let told = filled(|buffer, len| {
-        // SAFETY: a buffer of this length.
-        unsafe { api.device_get_pci_bus_id(buffer, len, device) }
-    });
-    Ok(sysfs_address(&told?).unwrap_or_default())
-}
-
-/// Text that the driver writes into a buffer.
-fn filled(fill: impl FnOnce(*mut c_char, i32) -> gdrcopy::Result<()>) -> gdrcopy::Result<String> {
-    const LEN: u16 = 256;
-    let mut buffer = [0u8; LEN as usize];
-    fill(buffer.as_mut_ptr().cast(), LEN.into())?;
-    Ok(CStr::from_bytes_until_nul(&buffer).unwrap_or_default().to_string_lossy().into_owned())
-}
-
 /// Exports one allocation.
-fn dma_buf(api: &Api) -> gdrcopy::Result<String> {
+fn dma_buf(cuda: &dyn Cuda, ordinal: i32) -> gdrcopy::Result<String> {
     const LEN: usize = 2 << 20;
-    let (mut addr, mut fd) = (0, -1);
-    // SAFETY: a place for the answer; a context is current.
-    unsafe { api.mem_alloc(&mut addr, LEN) }?;
-    let place = (&raw mut fd).cast();
-    // SAFETY: a place for the descriptor, which is an int; the memory was allocated above.
-    let told = unsafe { api.mem_get_handle_for_address_range(place, addr, LEN, RANGE_HANDLE_DMA_BUF, 0) };
-    if fd >= 0 {
-        let fd: i32 = fd;
-        // SAFETY: a descriptor of this process, closed once.
-        unsafe { libc::close(fd) };
-    }
-    // SAFETY: allocated above, freed once; no stream uses it.
-    unsafe { api.mem_free(addr) }?;
-    told.map(|()| "2 MiB of its memory exported".into())
+    let addr = cuda.alloc(ordinal, LEN, AllocKind::Malloc)?;
+    let exported = cuda.dma_buf(addr, addr, LEN, false);
+    // SAFETY: allocated above; no stream uses it.
+    unsafe { cuda.free(addr) }?;
+    exported.map(|_| "2 MiB of its memory exported".into())
 }
 
 /// `CU_MEMHOSTALLOC_DEVICEMAP`.
