@@ -216,6 +216,26 @@ impl Samples {
     }
 }
 
+/// Marsaglia's xorshift: random enough for pauses and orders.
+#[derive(Debug)]
+pub struct Random(u64);
+
+impl Default for Random {
+    fn default() -> Self {
+        Self(STEP)
+    }
+}
+
+impl Random {
+    /// A number below `limit`.
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
 /// A short number of bytes: `64`, `4 Ki`, `1 Mi`.
 pub fn size(bytes: usize) -> String {
     match bytes {
@@ -342,6 +362,14 @@ mod tests {
         let first = |n| Pattern::new(0, n).bytes(1);
         let same = (0..1000).filter(|&n| first(n) == first(n + 1)).count();
         assert!(same < 20, "a message of one byte can be told from the one before: {same} of 1000 cannot");
+    }
+
+    #[test]
+    fn random_numbers_spread_below_their_limit() {
+        let mut random = Random::default();
+        let mut all: Vec<_> = (0..1000).map(|_| random.below(400)).collect();
+        all.sort_unstable();
+        assert!(all[100] < 100 && all[900] > 300 && all[999] < 400, "{} {}", all[100], all[900]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use cudarc::driver::{CudaContext, sys};
 use gdasync::gdrcopy::copy::{Copier, load_fence, store_fence};
 use gdasync::gdrcopy::planner::{Direction, Way, read_by, write_by};
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping, Planner};
-use gdasync::measure::{Samples, size};
+use gdasync::measure::{Random, Samples, size};
 use gdasync::results::{Output, Point, Result, Sheet, Unit};
 use serde_json::json;
 
@@ -216,7 +216,7 @@ fn in_turn(paths: &mut [Path<'_>], host: &mut [u8], budget: Duration) -> Result<
     }
     let mut samples = vec![Samples::default(); paths.len()];
     let mut order: Vec<usize> = (0..paths.len()).collect();
-    let mut random = 0x9e37_79b9_u32;
+    let mut random = Random::default();
     let start = Instant::now();
     let budget = budget * u32::try_from(paths.len())?;
     for turn in 0..SAMPLES {
@@ -224,9 +224,7 @@ fn in_turn(paths: &mut [Path<'_>], host: &mut [u8], budget: Duration) -> Result<
             break;
         }
         for i in (1..order.len()).rev() {
-            // The generator of Numerical Recipes.
-            random = random.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            order.swap(i, usize::try_from(random >> 16)? % (i + 1));
+            order.swap(i, usize::try_from(random.below(i as u64 + 1))?);
         }
         for &i in &order {
             let pause = Instant::now();

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use gdasync::gdrcopy::Gdr;
-use gdasync::measure::Samples;
+use gdasync::measure::{Random, Samples};
 use gdasync::note;
 use gdasync::results::{Point, Result, Sheet, Unit};
 use gdasync::tools::nvidia_driver;
@@ -15,7 +15,7 @@ use serde_json::json;
 
 use super::OneGpu;
 use gpu::{Call, Gpu, Kernel, wait, write};
-use rig::{End, Gated, Pauses, Rig, Variant, Word, until};
+use rig::{End, Gated, Rig, Variant, Word, until};
 
 /// Options of `gdasync bench trigger`.
 #[derive(Args)]
@@ -41,7 +41,7 @@ const CONNECTIONS: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
 struct Bench {
     rig: Rig,
     limit: Duration,
-    pauses: Pauses,
+    random: Random,
     sheet: Sheet,
     rounds: u64,
     /// Busy streams, and the share of the time in which a kernel ran in each.
@@ -73,8 +73,8 @@ impl Options {
         let _current = gpu.enter()?;
         let most = self.busy.iter().copied().max().unwrap_or(0);
         let rig = Rig::new(gpu, &gdr, self.one.device, most, limit)?;
-        let (pauses, rounds, shares) = (Pauses::default(), self.rounds, Vec::new());
-        let mut bench = Bench { rig, limit, pauses, sheet, rounds, shares };
+        let (random, rounds, shares) = (Random::default(), self.rounds, Vec::new());
+        let mut bench = Bench { rig, limit, random, sheet, rounds, shares };
         let run = self.busy.iter().try_for_each(|&busy| bench.level(busy));
         let Bench { mut sheet, shares, .. } = bench;
         if let Err(error) = &run {
@@ -129,7 +129,7 @@ impl Bench {
         self.sheet.step(format!("{busy} busy streams: {group}"));
         let rounds = self.rounds.div_ceil(SLICES);
         let run = (0..SLICES).try_for_each(|_| {
-            let mut slice = |one: &mut Variant| one.slice(rounds, self.limit, &mut self.pauses);
+            let mut slice = |one: &mut Variant| one.slice(rounds, self.limit, &mut self.random);
             variants.iter_mut().try_for_each(&mut slice)
         });
         self.keep(group, busy, variants.into_iter().map(|variant| variant.figure).collect());

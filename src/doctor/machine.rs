@@ -116,7 +116,9 @@ impl System {
 
     /// The trimmed text of a file; `None` where there is none or it is empty.
     pub(super) fn text(&self, path: &str) -> Option<String> {
-        text(&self.path(path))
+        let bytes = fs::read(self.path(path)).ok()?;
+        let text = String::from_utf8_lossy(&bytes).trim().to_owned();
+        (!text.is_empty()).then_some(text)
     }
 
     /// The names in a directory, sorted; none where there is no such directory.
@@ -156,10 +158,4 @@ impl System {
     pub(super) fn link(&self, path: &str) -> Option<String> {
         Some(fs::read_link(self.path(path)).ok()?.file_name()?.to_string_lossy().into_owned())
     }
-}
-
-pub(super) fn text(path: &Path) -> Option<String> {
-    let bytes = fs::read(path).ok()?;
-    let text = String::from_utf8_lossy(&bytes).trim().to_owned();
-    (!text.is_empty()).then_some(text)
 }

@@ -7,6 +7,8 @@ use std::time::Instant;
 
 use cudarc::driver::{CudaContext, result, sys};
 
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::cuda::{CudaSource as _, EntryPoints};
 use gdrcopy::{GpuBuffer, Mapping};
 
 use super::Usage;
@@ -89,13 +91,8 @@ pub(super) fn present() -> bool {
 
 /// The version of CUDA that the driver offers, such as `13.0`.
 pub(super) fn version() -> Option<String> {
-    if !present() {
-        return None;
-    }
-    let mut version = 0;
-    // SAFETY: `version` is valid for writing.
-    let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
-    status.result().ok()?;
+    // SAFETY: the entry points are the driver's.
+    let version = unsafe { EntryPoints::new(Api::load().ok()?) }.version().ok()?;
     Some(format!("{}.{}", version / 1000, version % 1000 / 10))
 }
 

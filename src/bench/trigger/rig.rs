@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use gdasync::gdrcopy::cuda::raw::layout::Handle;
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping};
+use gdasync::measure::Random;
 use gdasync::results::Result;
 
 use super::Figure;
@@ -134,26 +135,8 @@ pub(super) enum End {
     Returns(Step),
 }
 
-/// Random pauses, so that the gate does not open in step with the polling of the GPU.
-pub(super) struct Pauses(u64);
-
-const PAUSE: std::ops::Range<u64> = 20_000..60_000;
-
-impl Default for Pauses {
-    fn default() -> Self {
-        Self(0x9e37_79b9_7f4a_7c15)
-    }
-}
-
-impl Pauses {
-    fn next(&mut self) -> Duration {
-        // Marsaglia's xorshift.
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        Duration::from_nanos(PAUSE.start + self.0 % (PAUSE.end - PAUSE.start))
-    }
-}
+/// Pauses so that the gate does not open in step with the polling of the GPU, from this many nanoseconds, and up to that many longer.
+const PAUSE: (u64, u64) = (20_000, 40_000);
 
 /// Polls until the answer is yes; an error after the limit.
 pub(super) fn until(limit: Duration, what: &str, mut ask: impl FnMut() -> Result<bool>) -> Result<()> {
@@ -173,14 +156,14 @@ pub(super) fn until(limit: Duration, what: &str, mut ask: impl FnMut() -> Result
 
 impl Gated {
     /// Blocks the stream, opens the gate and measures the time until the end.
-    fn round(&mut self, limit: Duration, pauses: &mut Pauses) -> Result<Duration> {
+    fn round(&mut self, limit: Duration, random: &mut Random) -> Result<Duration> {
         let over = if let End::Word(word) = self.end { Some(word) } else { None };
         [Some(self.gate), self.ready, over].into_iter().flatten().try_for_each(Word::clear)?;
         (self.enqueue)()?;
         if let Some(ready) = self.ready {
             until(limit, "the stream did not come to its wait", || ready.is_set())?;
         }
-        let (pause, start) = (pauses.next(), Instant::now());
+        let (pause, start) = (Duration::from_nanos(PAUSE.0 + random.below(PAUSE.1)), Instant::now());
         while start.elapsed() < pause {
             std::hint::spin_loop();
         }
@@ -220,10 +203,10 @@ impl Variant {
     }
 
     /// Runs more rounds. Returns an error only if the stream stays blocked, which ends the benchmark.
-    pub(super) fn slice(&mut self, rounds: u64, limit: Duration, pauses: &mut Pauses) -> Result<()> {
+    pub(super) fn slice(&mut self, rounds: u64, limit: Duration, random: &mut Random) -> Result<()> {
         let Some(gated) = &mut self.gated else { return Ok(()) };
         let measured: Result<()> = (0..WARM_UP + rounds).try_for_each(|round| {
-            let time = gated.round(limit, pauses)?;
+            let time = gated.round(limit, random)?;
             if round >= WARM_UP {
                 self.figure.samples.add(time);
             }
@@ -438,7 +421,7 @@ mod tests {
             (Err("no such thing here".into()), short, 0, Some("no such thing here")),
         ] {
             let mut variant = Variant::new("test", gated);
-            variant.slice(20, limit, &mut Pauses::default()).unwrap();
+            variant.slice(20, limit, &mut Random::default()).unwrap();
             let Figure { samples: found, failed, .. } = variant.figure;
             assert_eq!(found.count(), samples, "{failed:?}");
             assert_eq!(failed.is_some(), expected.is_some(), "{failed:?}");
@@ -451,17 +434,8 @@ mod tests {
         let mut gated = simulated(None, true);
         gated.idle = Box::new(|| Ok(false));
         let limit = Duration::from_millis(20);
-        let error = Variant::new("stuck", Ok(gated)).slice(1, limit, &mut Pauses::default());
+        let error = Variant::new("stuck", Ok(gated)).slice(1, limit, &mut Random::default());
         let error = error.unwrap_err().to_string();
         assert!(error.contains("stuck") && error.contains("stayed blocked"), "{error}");
-    }
-
-    #[test]
-    fn pauses_vary_within_their_range() {
-        let mut pauses = Pauses::default();
-        let mut all: Vec<_> = (0..1000).map(|_| pauses.next().as_nanos()).collect();
-        assert!(all.iter().all(|&pause| (20_000..60_000).contains(&pause)));
-        all.sort_unstable();
-        assert!(all[100] < 30_000 && all[900] > 50_000, "{} {}", all[100], all[900]);
     }
 }
