@@ -26,7 +26,6 @@ fn two_ranks(builder: CommunicatorBuilder, timeout: Duration) -> Result<Communic
     }
 }
 
-/// The benchmarks.
 #[derive(Subcommand)]
 pub(crate) enum Bench {
     /// Latency and CPU time of messages by size, driven by streams, graphs, kernels and the CPU.
@@ -64,7 +63,6 @@ impl Bench {
     }
 }
 
-/// Options of benchmarks of one GPU.
 #[derive(Args)]
 struct OneGpu {
     /// CUDA device.
@@ -77,7 +75,6 @@ struct OneGpu {
     output: Output,
 }
 
-/// Options of `gdasync bench latency`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: the time from the start of a send to the end of the wait for the answer, halved; every message is \

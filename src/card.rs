@@ -8,7 +8,6 @@ use std::process::{Command, ExitCode};
 use clap::{Args, ValueEnum};
 use gdasync::note;
 
-/// What is preloaded.
 const LIBRARY: &str = "libgdasync_card.so";
 
 #[derive(Clone, Copy, Debug, ValueEnum)]

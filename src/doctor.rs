@@ -64,7 +64,6 @@ pub struct Doctor {
     live: Option<Live>,
 }
 
-/// All that was found.
 #[derive(Debug, Serialize)]
 struct Report {
     machine: Description,
@@ -187,7 +186,6 @@ fn seen(area: &Area, look: &Receiver<Vec<Probe>>, deadline: Instant) -> Vec<Prob
 /// Names of the widest probe fit.
 const NAME: usize = 24;
 
-/// Lists the probes.
 fn list() -> crate::results::Result<ExitCode> {
     for check in AREAS.iter().flat_map(|area| area.checks) {
         out!("{:NAME$}  {}\n{:NAME$}  why: {}", check.name, check.tried, "", check.why)?;

@@ -89,7 +89,6 @@ impl Options {
         }
     }
 
-    /// Work on the stream before each send.
     fn work(&self) -> Duration {
         Duration::from_micros(self.kernel_us.into())
     }

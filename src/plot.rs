@@ -12,7 +12,6 @@ use gdasync::results::{At, Point, Report, Result, Series, number};
 
 use draw::Picture;
 
-/// Options of `gdasync plot`.
 #[derive(Args)]
 pub(crate) struct Options {
     /// Results that benchmarks, examples and tools wrote with --json.
@@ -32,7 +31,6 @@ pub(crate) struct Options {
     title: Option<String>,
 }
 
-/// Options of `gdasync report`.
 #[derive(Args)]
 pub(crate) struct ReportOptions {
     /// Results that benchmarks, examples and tools wrote with --json.

@@ -185,7 +185,6 @@ pub fn nvidia_driver() -> Option<String> {
     fs::read_to_string("/sys/module/nvidia/version").ok().map(|version| version.trim().to_owned())
 }
 
-/// Versions of kernel module, driver and CUDA.
 fn versions(gdr: &Gdr) -> serde_json::Value {
     json!({
         "kernel_module": gdr.driver_version().map(|(major, minor)| format!("{major}.{minor}")),

@@ -22,7 +22,6 @@ use report::{Report, micros, status};
 
 const STUCK: u8 = 3;
 
-/// Options of `gdasync trace`.
 #[derive(Args)]
 #[command(
     after_help = "Exit status: 0 nothing is stuck, 3 a wait is stuck, 1 a recording cannot be read, 2 wrong arguments.\n\

@@ -17,7 +17,6 @@ use serde_json::json;
 use super::traffic::{QueuePairs, SLICES, Shape, Slots, in_slices};
 use super::two_ranks;
 
-/// Options of `gdasync bench bandwidth`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: bandwidth is the bytes of a message over half of a round trip, which starts and ends where the payload \
@@ -357,7 +356,6 @@ fn to_gpu(gpu: &Gpu, to: &Memory, from: &Memory) -> Result<()> {
     Ok(unsafe { sys::cuCtxSynchronize() }.result()?)
 }
 
-/// Buffers on two GPUs of one process.
 struct Peers {
     gpus: [Gpu; 2],
     memory: [Memory; 2],

@@ -14,7 +14,6 @@ use gdasync::measure::{Random, Samples, size};
 use gdasync::results::{Output, Point, Result, Sheet, Unit};
 use serde_json::json;
 
-/// Options of `gdasync bench copy`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: the time of one copy, and its ratio to the best single path (the planner: at most 1.05). `bare word` is \
@@ -202,7 +201,6 @@ impl<'a> Path<'a> {
 /// Small CPU copies timed together: enough to hide the cost of the clock, too few to fill the bus's queue of posted writes.
 const BATCH: u32 = 16;
 const BATCH_BYTES: usize = 1024;
-/// The most samples of each path.
 const SAMPLES: usize = 2000;
 /// Pause before each sample, so that the bus is idle.
 const PAUSE: Duration = Duration::from_micros(5);

@@ -20,7 +20,6 @@ use serde_json::json;
 use super::traffic::{Endpoint, SLICES, in_slices};
 use super::two_ranks;
 
-/// Options of `gdasync bench messages`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: ping-pong is half a round trip, the mean of windows of 100 iterations; from 64 KiB on by the CPU, a single \
@@ -46,7 +45,6 @@ pub(crate) struct Options {
     output: Output,
 }
 
-/// How messages are driven.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Mode {
     /// Ping-pong: the CPU sends and waits.
@@ -289,7 +287,6 @@ const NAMES: [&str; 5] =
 /// Times of the calls, in this order.
 type Times = [Samples; NAMES.len()];
 
-/// Times calls together.
 fn burst(samples: &mut Samples, call: impl FnMut(usize) -> Result<()>) -> Result<()> {
     let start = Instant::now();
     (0..BURST).try_for_each(call)?;
@@ -432,7 +429,6 @@ impl Socket {
         Ok(Self { stream, bytes: vec![0; bytes.max(1)], is_first, timeout })
     }
 
-    /// A round trip of a message.
     fn ping(&mut self) -> Result<()> {
         if self.is_first {
             self.send(self.bytes.len())?;

@@ -17,7 +17,6 @@ use serde_json::json;
 
 use super::two_ranks;
 
-/// Options of `gdasync bench peers`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: half of a round trip, of a put with a signal and a wait for it at each rank (NCCL: send and recv, too; \
@@ -79,7 +78,6 @@ impl Rig<'_> {
     }
 }
 
-/// A way to exchange messages between streams.
 pub(super) trait Way {
     fn name(&self) -> String;
 
@@ -110,7 +108,6 @@ pub(super) trait Way {
     }
 }
 
-/// Launches a graph.
 type Graph<'a> = Box<dyn Fn() -> Result<()> + 'a>;
 
 /// Messages of mp between the two halves of a buffer.
@@ -294,7 +291,6 @@ impl Options {
         sheet.finish(comm, "peers", options)
     }
 
-    /// Measures all ways by turns.
     fn of_size(
         &self,
         rig: &Rig<'_>,

@@ -19,7 +19,6 @@ fn builder() -> CommunicatorBuilder {
     Communicator::builder().allow_overlap(true)
 }
 
-/// Options of `gdasync bench scale`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: two ranks use queue pairs round-robin: half a round trip of 8 bytes, and messages per second with 64 in \

@@ -21,7 +21,6 @@ use serde_json::json;
 
 use super::OneGpu;
 
-/// Options of `gdasync bench stream`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: the CPU time of a call, and what of it is spent in the call of the driver; the ratios are to the driver. \
@@ -67,7 +66,6 @@ struct Bench {
 }
 
 impl Bench {
-    /// Measures the cases in turn.
     fn measure(&self, via: Via, (place, on_gpu): (&str, OnGpu), sheet: &mut Sheet) -> Result<()> {
         let _current = self.gpu.enter()?;
         let stream = Stream::cuda(&self.gpu, CudaStreamConfig { via, ..CudaStreamConfig::default() })?;

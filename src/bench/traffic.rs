@@ -52,7 +52,6 @@ pub(super) struct QueuePairs<'a> {
     run: u64,
 }
 
-/// How messages are sent.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Shape {
     pub(super) qps: usize,

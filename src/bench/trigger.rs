@@ -17,7 +17,6 @@ use super::OneGpu;
 use gpu::{Call, Gpu, Kernel, wait, write};
 use rig::{End, Gated, Rig, Variant, Word, until};
 
-/// Options of `gdasync bench trigger`.
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: `trigger` is the time from the end of a kernel until the CPU sees the trigger; `wake` from the store of \
@@ -136,7 +135,6 @@ impl Bench {
         run
     }
 
-    /// Adds figures to the sheet.
     fn keep(&mut self, group: &str, busy: u8, figures: Vec<Figure>) {
         let series = if busy == 0 { "idle GPU".into() } else { format!("{busy} busy streams") };
         for Figure { name, samples, failed } in figures {

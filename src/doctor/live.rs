@@ -60,12 +60,10 @@ impl Reporter {
         Self(RefCell::new(Box::new(out)))
     }
 
-    /// Says what is tried next.
     fn step(&self, what: impl Into<String>) {
         self.line(&Line::<()>::Step(what.into()));
     }
 
-    /// Says what is known now.
     fn facts<T: Serialize>(&self, facts: &T) {
         self.line(&Line::Facts(facts));
     }

@@ -60,24 +60,20 @@ impl Machine {
         self.system.exists("/sys/class")
     }
 
-    /// Whether the NVIDIA kernel driver runs.
     pub(super) fn has_driver(&self) -> bool {
         self.system.exists("/proc/driver/nvidia/version")
     }
 }
 
 impl Hca {
-    /// Whether the kernel drives it by mlx5.
     pub(super) fn is_mlx5(&self, system: &System) -> bool {
         self.driver(system).is_some_and(|driver| driver.starts_with("mlx5"))
     }
 
-    /// The kernel driver of its card.
     pub(super) fn driver(&self, system: &System) -> Option<String> {
         system.link(&format!("/sys/class/infiniband/{}/device/driver", self.name))
     }
 
-    /// Whether some port can be used.
     pub(super) fn is_usable(&self) -> bool {
         self.class.ports().iter().any(|port| port.refusal().is_none())
     }

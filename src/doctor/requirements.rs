@@ -13,7 +13,6 @@ pub(super) fn rows<const COLUMNS: usize>(heading: &str) -> impl Iterator<Item = 
     table.skip(2).map_while(move |line| cells(line)?.try_into().ok())
 }
 
-/// Major and minor number of a version.
 pub(super) fn numbers(version: &str) -> Option<(u32, u32)> {
     let mut parts = version.split(|c: char| !c.is_ascii_digit()).map(str::parse);
     Some((parts.next()?.ok()?, parts.next().and_then(Result::ok).unwrap_or(0)))
@@ -21,7 +20,6 @@ pub(super) fn numbers(version: &str) -> Option<(u32, u32)> {
 
 pub(super) const MELLANOX: u16 = 0x15b3;
 
-/// A network card.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Card {
     pub(super) name: &'static str,
@@ -38,7 +36,6 @@ pub(super) fn card(device: u16) -> Option<Card> {
     row.map(|[name, _, links, used]| Card { name, links, is_direct: used == "direct" })
 }
 
-/// GPUs of one generation.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Generation {
     pub(super) name: &'static str,
@@ -48,7 +45,6 @@ pub(super) struct Generation {
     pub(super) open_modules: bool,
 }
 
-/// The generation with this compute capability.
 pub(super) fn generation(compute: (u32, u32)) -> Option<Generation> {
     let is_it = |range: &str| {
         let (from, to) = range.split_once(" to ")?;
@@ -62,7 +58,6 @@ pub(super) fn generation(compute: (u32, u32)) -> Option<Generation> {
     })
 }
 
-/// Software with a minimum version.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Software {
     pub(super) name: &'static str,

@@ -144,7 +144,6 @@ pub(super) trait Checker {
     fn checked(&self) -> Result<Checked>;
 }
 
-/// The checker that the options ask for.
 pub(super) fn checker<'a>(
     options: &Options,
     app: &'a AppStream,
@@ -178,7 +177,6 @@ impl Record {
         u64::try_from(self.origin.elapsed().as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// After an iteration that took `time` nanoseconds.
     fn turn(&self, time: u64) {
         let n = self.turns.fetch_add(1, Ordering::Relaxed);
         if let Some(place) = usize::try_from(n).ok().and_then(|n| self.times.get(n)) {

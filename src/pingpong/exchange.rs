@@ -104,7 +104,6 @@ impl<'a> PingPong<'a> {
         self.launch(launches, &checker, warm_up)
     }
 
-    /// A connection for launches of `each` iterations.
     fn connection(&self, each: u64) -> Result<Connection> {
         Connection::new(self.comm, self.placed, &self.buffers, Launches::room(each)?)
     }
@@ -394,7 +393,6 @@ impl Connection {
         Ok(())
     }
 
-    /// Adds the send of the outgoing message.
     fn send(&self, batch: &mut Batch) -> gdsync::Result<()> {
         let place = self.buffers.send_slot();
         batch.send(&self.qp, &SendWr::send(&[self.outgoing.sge(place.start, place.len())?]))?;

@@ -18,7 +18,6 @@ const LINE: f64 = 18.0;
 /// The height of curves, and of a row of a named point.
 const CURVES: f64 = 400.0;
 const ROW: f64 = 20.0;
-/// The most labels of an axis.
 const LABELS: usize = 12;
 
 /// A picture of series that share their axes.
@@ -104,7 +103,6 @@ fn quantity(unit: Unit) -> &'static str {
     }
 }
 
-/// The elements of a picture.
 #[derive(Default)]
 struct Svg(String);
 

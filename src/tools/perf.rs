@@ -207,7 +207,6 @@ pub struct Apiperf {
 
 /// The smallest size, a GPU page.
 const PAGE: usize = 64 << 10;
-/// The steps of a cycle, in order.
 const STEPS: [&str; 5] = ["pin", "map", "get_info", "unmap", "unpin"];
 
 impl Program for Apiperf {

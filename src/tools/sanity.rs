@@ -191,7 +191,6 @@ fn waive<T>(reason: impl Display) -> Outcome<T> {
     Err(Stop::Waived(reason.to_string()))
 }
 
-/// Something is wrong.
 fn fail<T>(reason: impl Display) -> Outcome<T> {
     Err(Stop::Failed(reason.to_string()))
 }

@@ -31,7 +31,6 @@ const KERNELS: [&std::ffi::CStr; 3] = [c"await_gate", c"store_word", c"spin"];
 #[derive(Clone, Copy)]
 pub(super) struct Stream(Handle);
 
-/// A kernel with its arguments.
 #[derive(Clone, Copy)]
 pub(super) enum Kernel {
     /// Stores to `ready`, waits for the gate at most this long, stores to `over`.
@@ -42,16 +41,13 @@ pub(super) enum Kernel {
     Spin { count: Option<Word>, time: Duration },
 }
 
-/// One call that takes a stream.
 #[derive(Clone)]
 pub(super) enum Call {
-    /// `cuStreamBatchMemOp`.
     MemOps(Vec<MemOp>),
     Kernel(Kernel),
     /// A host function that makes the word 1.
     HostStore(&'static AtomicU32),
     Graph(Handle),
-    /// `cuStreamQuery`.
     Query,
     /// Blocks until the stream is idle.
     Synchronize,
@@ -161,7 +157,6 @@ impl Gpu {
         calls.iter_mut().try_for_each(|call| self.call(stream, call).map(drop))
     }
 
-    /// Whether the stream has nothing to do.
     pub(super) fn idle(&self, stream: Stream) -> Result<bool> {
         self.call(stream, &mut Call::Query)
     }

@@ -41,7 +41,6 @@ impl Word {
         }
     }
 
-    /// Whether it is no longer 0.
     #[inline]
     fn is_set(self) -> Result<bool> {
         Ok(self.load() != 0)
@@ -126,7 +125,6 @@ pub(super) struct Gated {
     /// An action right after opening the gate.
     pub(super) act: Option<Step>,
     pub(super) end: End,
-    /// Whether the streams are idle.
     pub(super) idle: Ask,
 }
 
@@ -231,7 +229,6 @@ const DEPTH: u32 = 3;
 /// Streams that a thread keeps filled.
 const STREAMS: usize = 4;
 
-/// A stream that is kept busy.
 #[derive(Clone, Copy)]
 pub(super) struct BusyStream {
     stream: Stream,
@@ -340,7 +337,6 @@ impl Rig {
         Load::start(self.gpu, self.busy[..streams].to_vec())
     }
 
-    /// A kernel that waits for the gate.
     pub(super) fn await_gate(&self, ready: Option<Word>, gate: Word, over: Option<Word>) -> Call {
         Call::Kernel(Kernel::AwaitGate { ready, gate, over, limit: self.give_up })
     }

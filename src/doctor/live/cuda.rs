@@ -23,7 +23,6 @@ const PATIENCE: Duration = Duration::from_millis(1500);
 /// The outcome of a trial: what was seen, or the error.
 pub(in crate::doctor) type Outcome = Result<String, String>;
 
-/// What CUDA reported.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct CudaFacts {
     /// `1000 * major + 10 * minor`, or why there is no `libcuda`.
@@ -42,7 +41,6 @@ pub(in crate::doctor) struct GpuFacts {
     pub(in crate::doctor) pci: String,
     /// Those up to the last of [`attribute`] that the driver knows.
     pub(in crate::doctor) attributes: BTreeMap<u32, i32>,
-    /// Its memory in bytes.
     pub(in crate::doctor) memory: Option<u64>,
     /// Whether it can use the memory of another GPU, by ordinal.
     pub(in crate::doctor) peers: BTreeMap<i32, bool>,
@@ -234,7 +232,6 @@ struct Bench<'a> {
     patience: Duration,
 }
 
-/// What went wrong.
 #[derive(Debug)]
 enum Trouble {
     Call(gdrcopy::Error),
@@ -317,7 +314,6 @@ impl<'a> Bench<'a> {
         poll(self.patience, seen) == Ok(Some(()))
     }
 
-    /// Runs the operations.
     fn run(&self) -> Result<String, Trouble> {
         self.submit(0x1_0000_0001)?;
         self.follow(0x1_0000_0001)?;

@@ -104,7 +104,6 @@ pub(in crate::doctor) struct VerbsFacts {
     pub(in crate::doctor) devices: Vec<DeviceFacts>,
 }
 
-/// One device.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct DeviceFacts {
     pub(in crate::doctor) name: String,
@@ -234,7 +233,6 @@ pub(in crate::doctor) struct ChoiceFacts {
     pub(in crate::doctor) tcp: Option<Result<String, String>>,
     /// How bytes travel.
     pub(in crate::doctor) wire: String,
-    /// Whether it reaches other hosts.
     pub(in crate::doctor) reaches_other_hosts: bool,
     /// Why the card does not read the rings itself.
     pub(in crate::doctor) not_direct: Option<String>,
