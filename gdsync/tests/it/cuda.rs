@@ -339,8 +339,8 @@ fn sends_in_a_row_fill_a_stream_and_end_with_it() {
                 }
             }
             assert!(matches!(full, Some(Error::StreamFull { depth: DEPTH, .. })), "{place:?}: {full:?}");
-            // Marks are calls, too.
-            assert!((DEPTH - 3..DEPTH).contains(&sent.len()), "{place:?}: {}", sent.len());
+            // Marks are calls, too: one behind each call where this thread is slow.
+            assert!((DEPTH / 2 - 1..DEPTH).contains(&sent.len()), "{place:?}: {}", sent.len());
             assert_eq!(stream.query().pending, sent.len() as u64 + 1, "{place:?}");
             if round < 3 {
                 gate.store(round);

@@ -119,7 +119,7 @@ fn lost_gpu_is_noticed_though_all_is_marked() {
 fn wait_that_was_passed_fails_no_stream() {
     let Some((_control, gpu)) = rig() else { return };
     for via in WAYS {
-        let limit = Duration::from_millis(200);
+        let limit = Duration::from_secs(2);
         let stream = stream(&gpu, via, limit);
         let flag = gate();
         let mut batch = Batch::new();
@@ -170,7 +170,8 @@ fn to_reach_new_memory_does_not_keep_a_stream_from_its_deadline() {
         let stalled = control.stalled();
         std::thread::scope(|scope| {
             scope.spawn(|| drop_registered(&gpu));
-            until(|| control.stalled() > stalled);
+            // Or the limit is over, where that thread is late.
+            until(|| control.stalled() > stalled || stream.query().error.is_some());
             let fresh = Memory::alloc(64).unwrap();
             let start = Instant::now();
             let submitted = stream.write_value32(&fresh.word32(0).unwrap(), 1);
@@ -224,14 +225,18 @@ fn as_many_waits_as_the_gpu_has_channels_are_told_of() {
             let words = Memory::alloc(4096).unwrap();
             let limit = Duration::from_secs(1);
             let streams: Vec<_> = (0..waiting).map(|_| stream(&gpu, via, limit)).collect();
+            let start = Instant::now();
             for (n, stream) in streams.iter().enumerate() {
                 stream.wait_value32(&words.word32(4 * n).unwrap(), 1, Cond::Geq).unwrap();
             }
+            // The first may be over where this thread is late.
+            let all_wait = start.elapsed() < limit;
             let error = |stream: &Stream| stream.synchronize(PATIENCE).unwrap_err();
             let errors: Vec<_> = streams.iter().map(error).collect();
             assert!(errors.iter().all(|error| matches!(error, Error::StreamWait { .. })), "{errors:?}");
             let told = errors.iter().any(|error| error.to_string().contains(channels::VARIABLE));
-            assert_eq!(told, via == Via::MemOp && waiting == most, "{via}, {waiting}: {}", errors[0]);
+            let expected = via == Via::MemOp && waiting == most;
+            assert!(told == expected || !all_wait, "{via}, {waiting}: {}", errors[0]);
         }
     }
 }

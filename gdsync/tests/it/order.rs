@@ -136,8 +136,11 @@ fn failures_of_the_stream_are_told() {
         let (mut done, before) = following(&order, &word, 1);
         s.submit(&mut done).unwrap();
         before.wait(PATIENCE).unwrap();
-        s.wait_value32(&gate(), 1, Cond::Eq).unwrap();
-        let (mut lost, ticket) = following(&order, &word, 2);
+        // With the wait, in one submission: the limit may be over before a second one.
+        let mut lost = Batch::new();
+        lost.wait_value32(&gate(), 1, Cond::Eq);
+        let ticket = lost.follow(&order);
+        lost.write_value64(&word, 2);
         s.submit(&mut lost).unwrap();
         let error = ticket.wait(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::StreamWait { .. }), "{error}");

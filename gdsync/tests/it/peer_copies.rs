@@ -248,9 +248,12 @@ fn failed_streams_of_kernels_do_not_signal_what_the_copy_engine_copies() {
     let (from, to) = (source(&a, 4).0, Target::new(&b, &a));
     let never = Memory::alloc(8).unwrap().word64(0).unwrap();
     let stream = stream_on(&a, (Via::Kernel, Via::MemOp), Duration::from_millis(50));
-    stream.wait_value64(&never, 1, Cond::Geq).unwrap();
-    stream.put_peer(&from, 0..8, &to.peer, 0, Some(to.signal(1, true))).unwrap();
-    stream.signal_peer(to.signal(1, false)).unwrap();
+    // One submission: the limit may be over before a second one.
+    let mut batch = Batch::new();
+    batch.wait_value64(&never, 1, Cond::Geq);
+    batch.put_peer(&from, 0..8, &to.peer, 0, Some(to.signal(1, true))).unwrap();
+    batch.signal_peer(to.signal(1, false)).unwrap();
+    stream.submit(&mut batch).unwrap();
     let error = stream.synchronize(PATIENCE).unwrap_err();
     assert!(matches!(error, Error::StreamWait { .. }), "{error}");
     drop(stream);

@@ -146,6 +146,7 @@ fn full_queue_is_told_at_the_end_of_the_time() {
     held.store(1);
     s.synchronize(PATIENCE).unwrap();
     // Complete, and taken by nobody.
+    a.qp.wait_all_sends(PATIENCE).unwrap();
     let full = a.qp.wait_send_room(4, short).unwrap_err();
     assert!(matches!(full, Error::QueueFull { queue: "send completion queue", untaken: 1.., .. }), "{full}");
     s.wait_send(&a.qp).unwrap();

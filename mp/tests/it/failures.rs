@@ -1,6 +1,7 @@
 //! Failures: bad arguments, wrong lengths, dead ranks, contradictory launchers; and shrinking to the survivors.
 
 use std::env;
+use std::fs;
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::{Command, Output, Stdio, exit};
@@ -804,18 +805,25 @@ shrink_test!(given_up_ranks_are_left_out, 4, 4, |comm| {
     shrunk.communicator
 });
 
-// Rank 1 is alive and late: the others get its name, and may try again.
+// Rank 1 is alive and late: the others get its name, and may try again. It comes when both say by a file that they have it.
 shrink_test!(late_ranks_are_named, 3, 3, |comm| {
+    let pids = comm.exchange(std::process::id().to_string().as_bytes(), LONG).unwrap();
+    let has_given_up = |rank: usize| {
+        env::temp_dir().join(format!("gdsync-late-{}-{rank}", String::from_utf8_lossy(&pids[0])))
+    };
     if comm.rank() != 1 {
         let error = comm.shrink(Duration::from_millis(300)).map(drop).unwrap_err();
         // Rank 2 may only know that rank 0 has not answered.
         let late = if comm.rank() == 0 || matches!(error, Error::Bootstrap { .. }) { 1 } else { 0 };
         says(&error, &[&format!("rank {late}")]);
+        fs::write(has_given_up(comm.rank()), "").unwrap();
     } else {
-        // Both have ended their connections, and are late themselves.
-        miss(&comm, 0);
-        miss(&comm, 2);
-        sleep(Duration::from_millis(300));
+        // Both have ended their connections.
+        for rank in [0, 2] {
+            miss(&comm, rank);
+            until("both give up", || fs::exists(has_given_up(rank)).unwrap());
+            fs::remove_file(has_given_up(rank)).unwrap();
+        }
     }
     let shrunk = loop {
         match comm.shrink(LONG) {

@@ -129,8 +129,8 @@ fn links_to_departed_peers_are_reused() {
         let (_, numbers) = a.hca.shared.core.lock().count_links();
         (most, places) = (most.max(numbers), places.max(mapped_links()));
     }
-    // Other tests of this process have a few links at the same time.
-    assert!(most <= 4 && places < 100, "{most} numbers, {places} mapped at a time");
+    // Other tests of this process have up to 128 at the same time; one left of each peer would be 300.
+    assert!(most <= 4 && places < 250, "{most} numbers, {places} mapped at a time");
 }
 
 /// Idle links must show no packets.

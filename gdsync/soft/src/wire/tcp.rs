@@ -518,7 +518,8 @@ impl Control {
                 return;
             }
         };
-        let welcome = || {
+        // It ends with its own handle of the connection: who takes the link has the only one, and the port sees when that ends.
+        let welcome = move || {
             let mut connections = shared.connections.lock();
             let verdict = connections.verdict(peer, shared.own);
             // Before the link is taken, so that no packet leaves before. An empty socket takes it.
