@@ -17,7 +17,7 @@ use gdsync_testkit::driver::Control;
 use kinds::{Kind, Role, alone, data, get, is_simulated, lengths, memory, new_stream, put, region, size};
 
 use crate::child::own_process;
-use crate::common::{Side, assert_clean, connect, hca, received, sent, until};
+use crate::common::{PATIENCE, Side, assert_clean, connect, hca, received, sent, until};
 use crate::place::shared as gpu;
 
 #[test]
@@ -87,7 +87,8 @@ fn what_is_no_memory_of_the_gpu_is_refused() {
     drop(current);
 }
 
-/// Streams of the application that wait for a word, and so occupy hardware queues.
+/// Streams of the application that wait for a word, and so occupy hardware queues. For tests in processes of their own: memory that
+/// another test freed would wait for them, and hold up all copies, as in CUDA.
 pub(crate) struct Blocked {
     gpu: Gpu,
     streams: Vec<Handle>,
@@ -98,6 +99,8 @@ impl Blocked {
     pub(crate) fn on(gpu: &Gpu, count: usize) -> Self {
         let word = Memory::alloc(4096).unwrap();
         let addr = word.gpu_addr(gpu).unwrap();
+        // What was dropped before is freed before they wait.
+        gpu.reclaim(PATIENCE).unwrap();
         let streams: Vec<_> = (0..count).map(|_| new_stream(gpu)).collect();
         let _current = gpu.enter().unwrap();
         for stream in &streams {
@@ -211,6 +214,7 @@ fn between_two_gpus() {
 #[test]
 fn while_six_streams_wait() {
     let _alone = alone();
+    own_process!();
     let Some(gpu) = gpu(0) else { return };
     let pairs: Vec<_> = [Kind::Malloc, Kind::Plain, Kind::Pinned]
         .into_iter()

@@ -805,8 +805,8 @@ mod tests {
             return;
         }
         let (port, gid) = port();
-        let listener =
-            UnixListener::bind_addr(&SocketAddr::from_abstract_name("gdsync-test-spin").unwrap()).unwrap();
+        let address = SocketAddr::from_abstract_name(format!("gdsync-test-spin-{gid}")).unwrap();
+        let listener = UnixListener::bind_addr(&address).unwrap();
         listener.set_nonblocking(true).unwrap();
         let _pending = UnixStream::connect_addr(&listener.local_addr().unwrap()).unwrap();
         let shared = port.shared.clone();

@@ -5,7 +5,7 @@ use gdsync::verbs::{Access, Mr, RecvWr, RemoteAddr, SendWr};
 
 use super::Blocked;
 use super::kinds::{Kind, Role, alone, data, get, lengths, put, region, size};
-use crate::child;
+use crate::child::{self, own_process};
 use crate::common::{Side, assert_clean, hca, is_device_named, received, sent};
 use crate::place::shared as gpu;
 
@@ -155,6 +155,7 @@ fn all_pairs(here: &Here, peer: &mut Peer) {
 /// most tests.
 fn play(ordinals: [i32; 2]) {
     let _alone = alone();
+    own_process!();
     let Some(first) = gpu(ordinals[0]) else { return };
     if gpu(ordinals[1]).is_none() {
         return eprintln!("skipped: fewer than two GPUs");
