@@ -1,6 +1,8 @@
 //! What the GPUDirect techniques ask for: cards, GPUs, software, links. The checks judge by the tables of
 //! `docs/requirements.md`.
 
+use std::fmt::Display;
+
 const DOCUMENT: &str = include_str!("../../docs/requirements.md");
 
 /// The cells of each row of the table whose first column has this heading.
@@ -80,6 +82,12 @@ impl Software {
 
     pub(super) fn is_met(self, version: (u32, u32)) -> bool {
         numbers(self.least()).is_none_or(|least| version >= least)
+    }
+
+    /// What is missing where a known version is too old; `found` names it.
+    pub(super) fn lack(self, found: impl Display, version: Option<(u32, u32)>) -> Option<String> {
+        let is_old = !self.is_met(version?);
+        is_old.then(|| format!("{found} is older than {}: no {}", self.least(), self.for_what()))
     }
 }
 

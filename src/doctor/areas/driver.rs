@@ -48,16 +48,14 @@ fn version_in(text: &str) -> Option<&str> {
 }
 
 fn version(text: &str) -> Probe {
-    match version_in(text).and_then(|version| Some((version, numbers(version)?))) {
-        Some((version, pair)) if DRIVER.is_met(pair) => VERSION.ok(format!("{} {version}", DRIVER.name)),
-        Some((version, _)) => VERSION.fail(
-            format!("{} {version} is older than {}: no {}", DRIVER.name, DRIVER.least(), DRIVER.for_what()),
-            format!("install {} {} or newer", DRIVER.name, DRIVER.least()),
-        ),
-        None => VERSION.warn(
-            format!("a version that cannot be read: {}", text.lines().next().unwrap_or_default()),
-            "compare with what `nvidia-smi` says",
-        ),
+    let Some(version) = version_in(text) else {
+        let found = format!("a version that cannot be read: {}", text.lines().next().unwrap_or_default());
+        return VERSION.warn(found, "compare with what `nvidia-smi` says");
+    };
+    let found = format!("{} {version}", DRIVER.name);
+    match DRIVER.lack(&found, numbers(version)) {
+        Some(lack) => VERSION.fail(lack, format!("install {} {} or newer", DRIVER.name, DRIVER.least())),
+        None => VERSION.ok(found),
     }
 }
 

@@ -70,33 +70,27 @@ fn version_of(file: &Path) -> Option<(u32, u32)> {
 fn core(machine: &Machine, hcas: &[Hca]) -> Probe {
     let facts = &machine.verbs.facts;
     let fix = "install libibverbs1 and ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL), of rdma-core 34 or newer";
-    match (&facts.libibverbs, &machine.verbs.trouble) {
-        (_, Some(trouble)) => CORE.fail(
-            trouble.as_str(),
-            "see whether `ibv_devinfo` answers, and `dmesg` for messages of the card's driver; try again with `--timeout 60`",
-        ),
-        (Some(Ok(file)), _) => {
-            let version = version_of(file);
-            let found = match version {
-                Some((major, minor)) => format!("rdma-core {major}.{minor} ({})", file.display()),
-                None => format!("{}, of a version that its name does not tell", file.display()),
-            };
-            match version {
-                _ if facts.no_list.is_some() && !hcas.is_empty() => {
-                    CORE.fail(format!("{found}: {}", facts.no_list.as_deref().unwrap_or_default()), "load the module ib_uverbs")
-                }
-                Some(pair) if !LIBIBVERBS.is_met(pair) => {
- CORE.fail(format!("{found} is older than {}: no {}", LIBIBVERBS.least(), LIBIBVERBS.for_what()), fix) },
-                _ if !facts.dma_bufs => CORE.warn(
-                    format!("{found} cannot register dma-bufs ({} needs {})", DMA_BUF_MR.for_what(), DMA_BUF_MR.least()),
-                    fix,
-                ),
-                _ => CORE.ok(found),
-            }
+    let silent = "see whether `ibv_devinfo` answers, and `dmesg` for messages of the card's driver; try again with `--timeout 60`";
+    let file = match (&facts.libibverbs, &machine.verbs.trouble) {
+        (_, Some(trouble)) => return CORE.fail(trouble.as_str(), silent),
+        (Some(Ok(file)), _) => file,
+        (Some(Err(why)), _) if hcas.is_empty() => return CORE.skip(why.as_str()),
+        (Some(Err(why)), _) => return CORE.fail(why.as_str(), fix),
+        (None, _) => return CORE.fail("libibverbs was not asked", fix),
+    };
+    let version = version_of(file);
+    let found = match version {
+        Some((major, minor)) => format!("rdma-core {major}.{minor} ({})", file.display()),
+        None => format!("{}, of a version that its name does not tell", file.display()),
+    };
+    match &facts.no_list {
+        Some(why) if !hcas.is_empty() => CORE.fail(format!("{found}: {why}"), "load the module ib_uverbs"),
+        _ if let Some(lack) = LIBIBVERBS.lack(&found, version) => CORE.fail(lack, fix),
+        _ if !facts.dma_bufs => {
+            let (what, least) = (DMA_BUF_MR.for_what(), DMA_BUF_MR.least());
+            CORE.warn(format!("{found} cannot register dma-bufs ({what} needs {least})"), fix)
         }
-        (Some(Err(why)), _) if hcas.is_empty() => CORE.skip(why.as_str()),
-        (Some(Err(why)), _) => CORE.fail(why.as_str(), fix),
-        (None, _) => CORE.fail("libibverbs was not asked", fix),
+        _ => CORE.ok(found),
     }
 }
 
@@ -104,38 +98,38 @@ fn mlx5(machine: &Machine, hcas: &[Hca]) -> Probe {
     let has_card = hcas.iter().any(|hca| hca.is_mlx5(&machine.system));
     let fix =
         "install ibverbs-providers (Debian, Ubuntu) or libibverbs (Fedora, RHEL), of rdma-core 43 or newer";
-    match &machine.verbs.facts.libmlx5 {
-        Some(Ok(file)) => match version_of(file) {
-            Some(pair) if !LIBMLX5.is_met(pair) => MLX5.warn(
-                format!("{} is older than {}: no {}", file.display(), LIBMLX5.least(), LIBMLX5.for_what()),
-                fix,
-            ),
-            Some(pair) if has_card && !DMA_BUF_UMEM.is_met(pair) => MLX5.warn(
-                format!("{} is older than {}: no queues in GPU memory", file.display(), DMA_BUF_UMEM.least()),
-                fix,
-            ),
-            Some(pair) if has_card && !DEDICATED_UAR.is_met(pair) => MLX5.ok(format!(
-                "{}, older than {}: queue pairs in GPU memory share a doorbell register",
-                file.display(),
-                DEDICATED_UAR.least()
-            )),
-            _ => MLX5.ok(file.display().to_string()),
-        },
-        Some(Err(why)) if has_card => MLX5.warn(format!("{why}: a thread posts to the card"), fix),
-        Some(Err(why)) => MLX5.skip(why.as_str()),
-        None => MLX5.skip("libibverbs is not here"),
+    let file = match &machine.verbs.facts.libmlx5 {
+        Some(Ok(file)) => file,
+        Some(Err(why)) if has_card => return MLX5.warn(format!("{why}: a thread posts to the card"), fix),
+        Some(Err(why)) => return MLX5.skip(why.as_str()),
+        None => return MLX5.skip("libibverbs is not here"),
+    };
+    let (name, version) = (file.display(), version_of(file));
+    match version.filter(|_| has_card) {
+        _ if let Some(lack) = LIBMLX5.lack(&name, version) => MLX5.warn(lack, fix),
+        Some(pair) if !DMA_BUF_UMEM.is_met(pair) => {
+            let found = format!("{name} is older than {}: no queues in GPU memory", DMA_BUF_UMEM.least());
+            MLX5.warn(found, fix)
+        }
+        Some(pair) if !DEDICATED_UAR.is_met(pair) => {
+            let least = DEDICATED_UAR.least();
+            MLX5.ok(format!(
+                "{name}, older than {least}: queue pairs in GPU memory share a doorbell register"
+            ))
+        }
+        _ => MLX5.ok(name.to_string()),
     }
 }
 
 fn kernel(machine: &Machine, hcas: &[Hca]) -> Probe {
     let release = machine.system.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let found = format!("{} {release}", LINUX.name);
     match numbers(&release) {
         None => KERNEL.skip("the release of the kernel cannot be read"),
-        Some(pair) if !hcas.is_empty() && !LINUX.is_met(pair) => KERNEL.warn(
-            format!("{} {release} is older than {}: no {}", LINUX.name, LINUX.least(), LINUX.for_what()),
-            "use a newer kernel, or load nvidia-peermem",
-        ),
-        Some(_) => KERNEL.ok(format!("{} {release}", LINUX.name)),
+        version if let Some(lack) = LINUX.lack(&found, version.filter(|_| !hcas.is_empty())) => {
+            KERNEL.warn(lack, "use a newer kernel, or load nvidia-peermem")
+        }
+        Some(_) => KERNEL.ok(found),
     }
 }
 
