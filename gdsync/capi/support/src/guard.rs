@@ -20,7 +20,7 @@ thread_local! {
 }
 
 /// What texts of the crates below say, and a program in C does not know.
-const WORDS: [(&str, &str); 7] = [
+const WORDS: [(&str, &str); 15] = [
     (" and wait with Qp::wait_send_room, or raise QpBuilder::max_send_wr", ""),
     (" and wait with Qp::wait_recv_room, or raise QpBuilder::max_recv_wr", ""),
     ("QpBuilder::max_inline: raise it (to 512 at most)", "max_inline_data, which is 512 at most"),
@@ -28,6 +28,14 @@ const WORDS: [(&str, &str); 7] = [
     ("Qp::init or Qp::connect", "gds_modify_qp"),
     ("Qp::connect", "gds_modify_qp"),
     ("Qp::modify", "gds_modify_qp"),
+    (" (Communicator::irecv)", ""),
+    (" (Communicator::check)", ""),
+    ("or raise its wait_limit", "or raise GDSYNC_CAPI_WAIT_LIMIT"),
+    (", or use mp::tagged for unknown lengths", ""),
+    (": only Communicator::shrink makes a new one", ""),
+    (" (Stream::with_timeout)", ""),
+    ("use Stream::cuda, or pass", "pass"),
+    (" or to Device::find", ""),
 ];
 
 /// A failure of a call.
