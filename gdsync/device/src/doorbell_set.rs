@@ -126,6 +126,7 @@ impl DoorbellSet {
     }
 
     /// [`DoorbellSet::is_pending`] without a fence: a hint whether a step is worthwhile. The holder of the lock sees what this misses.
+    #[inline]
     pub fn seems_pending(&self) -> bool {
         self.pending.load(Ordering::Relaxed) != 0
     }

@@ -504,13 +504,13 @@ impl Progress for Core {
         #[cfg(test)]
         assert!(!self.panics, "a test asked for it");
         let mut worked = false;
-        let attended = doorbells.drain(|i| {
-            self.ring_index(i);
-            self.watch(i, doorbells);
-            worked = true;
-        });
-        for cqn in attended {
-            self.cqs.attend(cqn);
+        if doorbells.seems_pending() {
+            let attended = doorbells.drain(|i| {
+                self.ring_index(i);
+                self.watch(i, doorbells);
+                worked = true;
+            });
+            attended.into_iter().for_each(|cqn| self.cqs.attend(cqn));
         }
         if !self.watched.is_empty() {
             worked |= self.poll_watched();
