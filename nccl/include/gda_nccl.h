@@ -28,7 +28,8 @@ typedef struct {
  * at most n, in the order of their failures. */
 int gda_nccl_status(gda_nccl_failure *failures, int n);
 
-/* An eventfd that becomes readable with each failure, after the streams were released. Do not close it. -1 and errno if there is none. */
+/* An eventfd that becomes readable with each failure, after the streams were released, until it is read. Do not close it. -1 and errno if
+ * there is none. */
 int gda_nccl_eventfd(void);
 
 #ifdef __cplusplus
