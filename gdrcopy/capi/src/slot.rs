@@ -21,7 +21,6 @@ const MAX_SERIAL: u64 = u64::MAX >> INDEX_BITS;
 /// The next number. A forked child continues from its parent's.
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-/// A new number.
 pub(crate) fn new_serial() -> Option<u64> {
     let serial = NEXT.fetch_add(1, Ordering::Relaxed);
     // Far below the wrap of the counter: it stays used up.
@@ -127,7 +126,6 @@ impl Slot {
         Self { window: Window::new(), entry: Mutex::new(None) }
     }
 
-    /// Puts a pin into a free slot.
     pub(crate) fn fill(&self, handle: Handle, library: u64, pin: Pin) {
         *self.entry.lock() = Some(PinEntry { handle, library, mapped: None, pin });
     }
@@ -140,7 +138,6 @@ impl Slot {
         .ok()
     }
 
-    /// Whether a pin has this handle.
     pub(crate) fn has(&self, handle: Handle) -> bool {
         self.entry.lock().as_ref().is_some_and(|h| h.handle == handle)
     }

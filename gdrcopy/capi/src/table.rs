@@ -95,7 +95,6 @@ impl Table {
         self.slots.get(index as usize)
     }
 
-    /// Adds a library under a new number.
     pub(crate) fn add_library(&'static self, survey: gdrcopy::Survey) -> Result<u64> {
         let id = new_serial().ok_or_else(|| used_up("numbers for handles", 0))?;
         self.libraries.lock().insert(id, Arc::new(Library::new(id, survey, self)));
@@ -113,7 +112,6 @@ impl Table {
         table.and_then(|table| table.libraries.lock().get(&id).cloned()).ok_or_else(|| no_library(table, id))
     }
 
-    /// Adds a pin under a new handle.
     fn add_pin(&self, library: u64, pin: gdrcopy::Pin) -> Result<Handle> {
         let index = self.free_slot().ok_or_else(|| used_up("room for pins", pin.len()))?;
         let Some((slot, serial)) = self.slot(index).zip(new_serial()) else {
@@ -226,7 +224,6 @@ impl Library {
         self.table.slot(handle.index()).ok_or_else(|| no_pin(handle))
     }
 
-    /// The pin of a handle.
     pub(crate) fn held(&self, handle: Handle) -> Result<impl Deref<Target = PinEntry>> {
         self.slot(handle)?.pin(handle, self.id).ok_or_else(|| no_pin(handle))
     }

@@ -5,7 +5,6 @@
 
 use crate::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
-/// A mapping's place and type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct View {
     /// First address in this process.

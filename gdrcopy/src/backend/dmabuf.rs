@@ -26,7 +26,6 @@ const CU_DMA_BUF: u32 = 124;
 /// Scratch memory for the proof, bytes: more than one 2 MiB page of the GPU.
 const SCRATCH: usize = 4 << 20;
 
-/// The backend.
 #[derive(Debug)]
 pub(crate) struct DmaBuf {
     machine: Machine,

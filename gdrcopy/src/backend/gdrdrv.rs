@@ -231,7 +231,6 @@ fn text(version: u32) -> String {
     format!("{major}.{minor}")
 }
 
-/// A pin of the module.
 #[derive(Debug)]
 struct Pin {
     node: Arc<Node>,
@@ -246,7 +245,6 @@ struct Pin {
     released: bool,
 }
 
-/// The module's information about a pin.
 #[derive(Clone, Copy, Debug)]
 struct Info {
     va: u64,
@@ -257,7 +255,6 @@ struct Info {
 }
 
 impl Pin {
-    /// Takes ownership of a handle.
     fn new(node: &Arc<Node>, handle: u64, va: u64, len: usize) -> Self {
         let page_size = u32::try_from(host_page()).expect("pages are small");
         Self { node: node.clone(), handle, va, len, page_size, proof: None, located: None, released: false }

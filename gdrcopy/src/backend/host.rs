@@ -23,7 +23,6 @@ use crate::types::{BackendKind, MappingType, PinFlags, host_page};
 /// Allocations by address.
 type Registry = Mutex<BTreeMap<u64, Arc<Memory>>>;
 
-/// The backend.
 #[derive(Debug)]
 pub(crate) struct Host {
     registry: Arc<Registry>,
@@ -119,7 +118,6 @@ impl Backend for Host {
     }
 }
 
-/// An allocation.
 #[derive(Debug)]
 struct HostAllocation {
     memory: Arc<Memory>,

@@ -35,7 +35,6 @@ use crate::error::{Error, Result};
 use crate::system::System;
 use crate::types::{BackendKind, GPU_PAGE, MappingType, PinFlags, host_page};
 
-/// The backend.
 #[derive(Debug)]
 pub(crate) struct Rm {
     cuda: Arc<dyn Cuda>,
@@ -130,7 +129,6 @@ const COHERENT: u32 = 100;
 /// `CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED`.
 const DMA_BUF: u32 = 124;
 
-/// An opened GPU.
 #[derive(Debug)]
 struct Gpu {
     // Fields are dropped in this order.

@@ -350,7 +350,6 @@ pub fn sysfs_address(id: &str) -> Option<String> {
     parts.next().is_none().then(|| format!("{domain:04x}:{bus:02x}:{device:02x}.{function:x}"))
 }
 
-/// A GPU of this process.
 struct Gpu {
     ordinal: i32,
     /// `CUdevice`.
@@ -394,7 +393,6 @@ impl Gpu {
         Ok(handle)
     }
 
-    /// Whether the primary context is retained.
     fn holds_primary(&self) -> bool {
         self.primary.lock().is_some()
     }
@@ -412,7 +410,6 @@ impl Gpu {
         Ok(self.primary(api)? == handle)
     }
 
-    /// Releases the streams and the context.
     fn release(&self, api: &Api) {
         let Some(handle) = self.primary.lock().take() else { return };
         let streams = std::mem::take(&mut *self.streams.lock());
@@ -429,7 +426,6 @@ impl Gpu {
 }
 
 impl Context {
-    /// Makes it current.
     fn enter(self, api: &Api) -> Result<Current<'_>> {
         // SAFETY: a live context: retained, or named by the driver as that of live memory.
         unsafe { Current::enter(api, self.handle) }

@@ -102,7 +102,6 @@ const fn size(number: u64) -> usize {
     number as usize
 }
 
-/// A loaded library.
 struct Library<'a> {
     base: usize,
     name: &'a CStr,

@@ -141,12 +141,10 @@ pub(crate) fn peek(mapping: &Mapping, offset: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Writes through a mapping.
 pub(crate) fn poke(mapping: &Mapping, offset: usize, bytes: &[u8]) {
     mapping.write(offset, bytes).unwrap();
 }
 
-/// The first address of a mapping.
 pub(crate) fn address(mapping: &Mapping) -> NonNull<u8> {
     NonNull::new(mapping.as_ptr()).unwrap()
 }

@@ -64,7 +64,6 @@ fn pin(rm: &Gdr, addr: u64, len: usize) -> Result<Pin> {
     rm.pin_with(addr, len, PinFlags::empty())
 }
 
-/// Pins and maps all of it.
 fn map(rm: &Gdr, addr: u64, len: usize) -> Result<(Pin, Mapping)> {
     let pin = pin(rm, addr, len)?;
     let range = pin.map_pages(pin.info().mapped_size, None)?;
@@ -229,7 +228,6 @@ const CUDA_CALLS: [&str; 8] = [
     "cuMemcpyDtoHAsync",
 ];
 
-/// Every fault with its codes.
 fn faults() -> Vec<(&'static str, i32)> {
     let statuses = STATUSES.map(|status| status.0.cast_signed());
     let rm = CALLS.iter().flat_map(|name| statuses.map(|code| (*name, code)));

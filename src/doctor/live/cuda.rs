@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::convert::Infallible;
 use std::ffi::c_void;
-use std::fmt::{self, Display};
+use std::fmt::Display;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::{Reporter, is_taken, retain};
 use crate::measure::poll;
 use crate::nvml::{Bar1, Nvml};
+use crate::results;
 
 /// What a GPU may take for a few stream memory operations. Idle ones take microseconds.
 const PATIENCE: Duration = Duration::from_millis(1500);
@@ -232,28 +233,7 @@ struct Bench<'a> {
     patience: Duration,
 }
 
-#[derive(Debug)]
-enum Trouble {
-    Call(gdrcopy::Error),
-    Silent(&'static str, Duration),
-    Hasty,
-}
-
-impl From<gdrcopy::Error> for Trouble {
-    fn from(error: gdrcopy::Error) -> Self {
-        Self::Call(error)
-    }
-}
-
-impl fmt::Display for Trouble {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Call(error) => error.fmt(f),
-            Self::Silent(what, patience) => write!(f, "{what} did not show within {patience:?}"),
-            Self::Hasty => f.write_str("the stream passed a wait that was not satisfied"),
-        }
-    }
-}
+const HASTY: &str = "the stream passed a wait that was not satisfied";
 
 impl<'a> Bench<'a> {
     /// In the current context.
@@ -294,15 +274,15 @@ impl<'a> Bench<'a> {
     }
 
     /// The CPU's part of it.
-    fn follow(&self, value: u64) -> Result<(), Trouble> {
-        let silent = |what| Err(Trouble::Silent(what, self.patience));
+    fn follow(&self, value: u64) -> results::Result<()> {
+        let silent = |what| Err(format!("{what} did not show within {:?}", self.patience).into());
         let first = self.shows(0, value);
         let hasty = self.word(2).load(Ordering::Acquire) == value;
         // Also where nothing showed: no stream may stay behind that waits.
         self.word(1).store(value, Ordering::Release);
         match () {
             () if !first => silent("what a stream wrote"),
-            () if hasty => Err(Trouble::Hasty),
+            () if hasty => Err(HASTY.into()),
             () if !self.shows(2, value) => silent("what a stream wrote behind a satisfied wait"),
             () => Ok(()),
         }
@@ -314,14 +294,14 @@ impl<'a> Bench<'a> {
         poll(self.patience, seen) == Ok(Some(()))
     }
 
-    fn run(&self) -> Result<String, Trouble> {
+    fn run(&self) -> results::Result<String> {
         self.submit(0x1_0000_0001)?;
         self.follow(0x1_0000_0001)?;
         Ok("a write, a wait for the CPU, a barrier and a write ran".into())
     }
 
     /// Captures the operations, and runs them as a graph.
-    fn capture(&self) -> Result<String, Trouble> {
+    fn capture(&self) -> results::Result<String> {
         const VALUE: u64 = 0x2_0000_0002;
         let (api, stream) = (self.api, self.stream);
         let (mut graph, mut exec) = (0, 0);
@@ -335,7 +315,7 @@ impl<'a> Bench<'a> {
         // SAFETY: a place for the answer, and the graph that was captured.
         unsafe { api.graph_instantiate(&mut exec, graph, 0) }?;
         if self.word(0).load(Ordering::Acquire) == VALUE {
-            return Err(Trouble::Hasty);
+            return Err(HASTY.into());
         }
         // SAFETY: the graph made above, on a live stream.
         unsafe { api.graph_launch(exec, stream) }?;

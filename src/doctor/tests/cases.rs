@@ -10,7 +10,7 @@ use tempfile::TempDir;
 use super::super::areas::rdma::Limits;
 use super::super::live::{Answer, Bar1, CudaFacts, FabricFacts, Route, attribute};
 use super::super::machine::Machine;
-use super::{set, set_variable, taken};
+use super::{set, set_variable, taken, told};
 
 /// What goes wrong, in words, and how to make it so.
 pub(super) type Case = (&'static str, fn(&Tree, &mut Machine));
@@ -165,9 +165,8 @@ pub(super) const NETWORK: &[Case] = &[
         ["dev/cxi0", "sys/bus/pci/drivers/efa"].iter().for_each(|path| tree.remove(path));
     }),
     ("no libfabric", |_, machine| {
-        let facts =
-            FabricFacts { library: Some(Err("libfabric.so.1: no such file".into())), providers: Vec::new() };
-        machine.fabric = Some(Answer { facts, trouble: None });
+        let library = Some(Err("libfabric.so.1: no such file".into()));
+        machine.fabric = Some(told(FabricFacts { library, providers: Vec::new() }));
     }),
     ("libfabric hangs", |_, machine| {
         let trouble = Some("no answer within 4s, in fi_getinfo".into());

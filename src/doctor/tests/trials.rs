@@ -8,12 +8,9 @@ use gdrcopy::cuda::raw::layout::{Handle, MemOp};
 use gdsync_testkit::driver::{Control, api};
 
 use super::super::areas::{Probe, Status};
-use super::super::live::{Answer, CudaFacts, Reporter, attribute, explore};
+use super::super::live::{CudaFacts, Reporter, attribute, explore};
 use super::cases::Tree;
-use super::{all, healthy};
-
-/// Longer than any test runs.
-const LONG: Duration = Duration::from_secs(600);
+use super::{LONG, all, healthy, told};
 
 fn explored(api: &Api, patience: Duration) -> CudaFacts {
     explore(api, &Reporter::to(std::io::sink()), patience)
@@ -23,7 +20,7 @@ fn explored(api: &Api, patience: Duration) -> CudaFacts {
 fn judged(facts: CudaFacts) -> Vec<Probe> {
     let tree = Tree::healthy();
     let mut machine = healthy(&tree);
-    machine.cuda = Answer { facts, trouble: None };
+    machine.cuda = told(facts);
     all(&machine)
         .into_iter()
         .filter(|probe| probe.name.starts_with("gpu.") && probe.name != "gpu.bar1")

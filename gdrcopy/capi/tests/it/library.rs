@@ -13,7 +13,6 @@ use gdsync_testkit::{Gdrdrv, Machine, Module, RmSettings, SimulatedKernel, Simul
 /// Larger than the blocks that small allocations share; not a multiple of GPU pages.
 pub(crate) const SIZE: usize = (4 << 20) + 4096;
 
-/// An error number.
 pub(crate) type Answer<T> = Result<T, c_int>;
 
 fn answer(status: c_int) -> Answer<()> {
@@ -213,7 +212,6 @@ pub(crate) fn load(mh: gdr_mh_t, place: *mut c_void, len: usize) -> Answer<Vec<u
         .map(|()| bytes)
 }
 
-/// Memory that the application allocated.
 fn memory(computer: &Computer) -> u64 {
     computer.machine.memory.lock().alloc(0, SIZE, MemoryKind::Malloc).unwrap()
 }

@@ -4,7 +4,6 @@ use std::ffi::CStr;
 
 use rustix::ioctl::{Direction, opcode};
 
-/// The device file.
 pub(crate) const PATH: &CStr = c"/dev/gdrdrv";
 
 /// Unit in which the driver pins, bytes (`GPU_PAGE_SIZE`).

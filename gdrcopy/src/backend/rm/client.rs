@@ -9,7 +9,6 @@ use crate::error::{Error, Result};
 use crate::fork::Owner;
 use crate::system::Kernel;
 
-/// The control device.
 const CONTROL: &CStr = c"/dev/nvidiactl";
 
 /// An open control device with a root client, the parent of all other objects.
@@ -165,7 +164,6 @@ impl Drop for Object {
     }
 }
 
-/// Opens a device node of the driver.
 pub(crate) fn open_node(kernel: &dyn Kernel, path: &CStr) -> Result<OwnedFd> {
     kernel.open(path).map_err(|error| {
         let fix = match error.raw_os_error() {

@@ -94,13 +94,11 @@ pub(crate) fn free(addr: u64) {
     cu!("cuMemFree_v2", addr => u64);
 }
 
-/// Copies to the GPU.
 pub(crate) fn write(addr: u64, bytes: &[u8]) {
     cu!("cuMemcpyHtoD_v2", addr => u64, bytes.as_ptr().cast() => *const c_void, bytes.len() => usize);
     cu!("cuCtxSynchronize");
 }
 
-/// Copies from the GPU.
 pub(crate) fn read(addr: u64, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     cu!("cuMemcpyDtoH_v2", bytes.as_mut_ptr().cast() => *mut c_void, addr => u64, len => usize);
