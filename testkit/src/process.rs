@@ -1,7 +1,9 @@
 //! Forked children for tests of crashes and forks, and tests that need a process of their own.
 
+use std::net::{Ipv4Addr, TcpListener};
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 /// How a child ended.
@@ -40,6 +42,18 @@ pub fn in_child(act: impl FnOnce() -> bool) -> End {
         End::Killed(libc::WTERMSIG(status))
     } else {
         End::Said(libc::WEXITSTATUS(status) == 0)
+    }
+}
+
+/// A port that nobody listens at. It is below those that the system gives to connections: none takes it before it is used.
+pub fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let n = std::process::id() * 64 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = u16::try_from(10_000 + n % 20_000).expect("below 30,000");
+        if TcpListener::bind((Ipv4Addr::UNSPECIFIED, port)).is_ok() {
+            return port;
+        }
     }
 }
 

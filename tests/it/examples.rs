@@ -1,10 +1,10 @@
 //! The examples, run as their users run them, and their compiled kernels.
 
-use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
 use gdasync::results::Report;
+use gdsync_testkit::process::free_port;
 
 use super::common::{Scratch, check_series, command, fails, positive, results, run, succeeds};
 
@@ -165,11 +165,6 @@ fn successful_pingpong_writes_nothing_to_stderr() {
     let (_, out, err) = run(command("pingpong --sizes 8 --iters 5 --modes cpu"));
     assert!(err.is_empty(), "{err}");
     assert!(out.lines().any(|line| line.trim_start().starts_with("8 ")), "{out}");
-}
-
-/// A port without a listener.
-fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
 
 /// A process of a job that a launcher starts.

@@ -13,6 +13,7 @@ use crate::common::{PATIENCE, Side, bytes, named_device, pattern, receive, recei
 use gdsync::Device;
 use gdsync::hca::Gid;
 use gdsync::verbs::{QpAddress, QpBuilder};
+use gdsync_testkit::process::free_port;
 
 const PROGRAM: &str = "ibv_rc_pingpong";
 /// Messages each way.
@@ -94,11 +95,6 @@ fn read_introduction(stream: &mut TcpStream) -> QpAddress {
     }
     let lid = u16::try_from(number(words[0])).unwrap();
     QpAddress::new(gid, number(words[1]), number(words[2])).with_lid(lid)
-}
-
-/// A port that nobody listens on.
-fn free_port() -> u16 {
-    TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap().local_addr().unwrap().port()
 }
 
 fn post(side: &Side, n: usize) {

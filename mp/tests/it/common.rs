@@ -3,11 +3,9 @@
 
 use std::env;
 use std::fmt::Display;
-use std::net::TcpListener;
 use std::ops::Range;
 use std::process::{Command, Output, Stdio, exit};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use gdsync::cuda::Gpu;
@@ -15,6 +13,7 @@ use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::shm::back_off;
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
+pub use gdsync_testkit::process::free_port;
 use gdsync_testkit::{driver, kernels};
 use mp::{Communicator, Error, Registration, Request};
 
@@ -246,18 +245,6 @@ pub fn ends_well(pid: u32) {
     // SAFETY: the call has set the field: the child has ended.
     let status = unsafe { info.si_status() };
     assert_eq!((info.si_code, status), (libc::CLD_EXITED, 0), "how the child has ended");
-}
-
-/// A free port below the ephemeral ports.
-pub fn free_port() -> u16 {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    loop {
-        let n = std::process::id() * 16 + NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = u16::try_from(10_000 + n % 20_000).unwrap();
-        if TcpListener::bind(("127.0.0.1", port)).is_ok() {
-            return port;
-        }
-    }
 }
 
 /// Checks that a text or an error says all of these.

@@ -1,18 +1,13 @@
 //! Unmodified programs find the card and move data over it.
 
-use std::net::TcpListener;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
+use gdsync_testkit::process::free_port;
 use gdsync_testkit::tier;
 
 use crate::robustness::build;
 use crate::{card, finish, has, library, run, start, succeeded};
-
-/// A port that nobody listens at.
-pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("0.0.0.0:0").expect("there are free ports").local_addr().expect("it is bound").port()
-}
 
 /// Whether somebody listens at a port of this host.
 fn is_listening(port: u16) -> bool {

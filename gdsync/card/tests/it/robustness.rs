@@ -124,7 +124,7 @@ fn the_end_of_a_peer_is_in_the_log() {
         return;
     }
     let log = std::env::temp_dir().join(format!("card-log-{}", std::process::id()));
-    let port = crate::programs::free_port().to_string();
+    let port = gdsync_testkit::process::free_port().to_string();
     let arguments = ["-g", "1", "-e", "-n", "100000000", "-p", &port];
     let mut server = start(card("ibv_rc_pingpong", "eth").args(arguments).env("GDASYNC_CARD_LOG", &log));
     crate::programs::await_server(&mut server, port.parse().expect("it is a number"));
