@@ -457,12 +457,12 @@ def two(comm, _):
 SPAWNED = """
 import numpy, gdasync
 with gdasync.init(spawn=2) as comm:
-    data = numpy.full(1000, comm.rank)
+    data = numpy.full(1000, comm.rank + 1)
     if comm.rank == 0:
         comm.send(data, 1)
     else:
         comm.recv(data, 0)
-        assert (data == 0).all()
+        assert (data == 1).all()
         print("received", comm.path(0), flush=True)
 """
 
