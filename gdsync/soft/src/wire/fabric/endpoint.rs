@@ -51,10 +51,10 @@ const OVERTAKEN: Duration = Duration::from_secs(3);
 const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
 /// Before a nap of this length it is worth a millisecond to clear a descriptor that stays readable.
 const LONG_NAP: Duration = Duration::from_micros(500);
-/// After a pause of [`PAUSE`], messages within [`FEW_MESSAGES`] are a question whether this process lives, or its answer: the first nap
-/// is a long one.
+/// After a pause of this length, so many messages to and fro are a question whether this process lives, and the answer: the first nap is a
+/// long one.
 const PAUSE: Duration = Duration::from_millis(10);
-const FEW_MESSAGES: Duration = Duration::from_millis(1);
+const FEW_MESSAGES: usize = 4;
 /// Maximum sleep while the provider takes no message.
 const NAP: Duration = Duration::from_millis(1);
 /// Maximum sleep otherwise, in case a provider's descriptor missed something.
@@ -91,9 +91,10 @@ struct State {
     /// The provider has refused the last message.
     is_blocked: bool,
     polls: u32,
-    /// When the provider had something last, and first after the last [`PAUSE`].
+    /// When the provider had something last.
     worked: Instant,
-    began: Instant,
+    /// Messages that it has completed since the last [`PAUSE`].
+    completed: usize,
 }
 
 /// A link, by the number that this side has given it.
@@ -262,7 +263,7 @@ impl Endpoint {
             is_blocked: false,
             polls: 0,
             worked: Instant::now(),
-            began: Instant::now(),
+            completed: 0,
         };
         let fd = state.objects.fd().and_then(|fd| fd.try_clone_to_owned().ok());
         Ok(Arc::new(Self { carrier, name: own, fd, state: Mutex::new(state) }))
@@ -502,8 +503,8 @@ impl State {
     }
 
     fn nap(&self) -> Duration {
-        let is_lone = self.worked - self.began < FEW_MESSAGES;
-        gdsync_shm::nap(self.worked.elapsed(), if is_lone { LONG_NAP } else { *NAPS.start() }..=*NAPS.end())
+        let least = if self.completed <= FEW_MESSAGES { LONG_NAP } else { *NAPS.start() };
+        gdsync_shm::nap(self.worked.elapsed(), least..=*NAPS.end())
     }
 
     fn poll(&mut self) -> bool {
@@ -520,10 +521,8 @@ impl State {
             });
             if !completions.is_empty() {
                 let last = std::mem::replace(&mut self.worked, Instant::now());
-                any = true;
-                if self.worked - last >= PAUSE {
-                    self.began = self.worked;
-                }
+                let before = if self.worked - last >= PAUSE { 0 } else { self.completed };
+                (any, self.completed) = (true, before + completions.len());
             }
             completions.drain(..).for_each(|completion| self.complete(completion));
             if !is_full {
