@@ -33,7 +33,7 @@ pub(crate) struct Submitter {
 
 /// Recorded work that is launched any number of times.
 enum Program {
-    Graph(Mutex<Graph>),
+    Graph(Graph),
     /// Locked also while the caller launches the kernel.
     Steps(Mutex<KernelSteps>),
 }
@@ -230,7 +230,7 @@ pub unsafe extern "C" fn gda_capture_end(stream: Raw, graph: *mut Raw) -> c_int 
         let capture = queue.stream()?.capture.lock().take();
         let capture =
             capture.ok_or_else(|| invalid("the capture", "none", "one that gda_capture_begin has begun"))?;
-        *graph = GRAPHS.insert(Arc::new(Program::Graph(Mutex::new(capture.end()?))))?;
+        *graph = GRAPHS.insert(Arc::new(Program::Graph(capture.end()?)))?;
         Ok(())
     })
 }
@@ -245,7 +245,7 @@ pub extern "C" fn gda_graph_launch(graph: Raw, stream: Raw) -> c_int {
     status("gda_graph_launch", || {
         let (program, queue) = (program(graph)?, queue(stream)?);
         match &*program {
-            Program::Graph(graph) => Ok(graph.lock().launch(&queue.stream()?.stream).map(drop)?),
+            Program::Graph(graph) => Ok(graph.launch(&queue.stream()?.stream).map(drop)?),
             Program::Steps(_) => Err(invalid("the graph", "steps", "a graph: gda_steps_launch is for steps")),
         }
     })

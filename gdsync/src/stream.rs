@@ -288,7 +288,7 @@ impl Stream {
     /// The batch is left unchanged. [`Error::StreamFull`], [`Error::OutOfOrder`], [`Error::Busy`]; the error that broke
     /// a queue pair of the batch or failed the stream.
     pub fn submit(&self, batch: &mut Batch) -> Result<()> {
-        self.with_room(None, || self.submit_now(batch))
+        self.with_room(None, |_| self.submit_now(batch))
     }
 
     fn submit_now(&self, batch: &mut Batch) -> Result<()> {
@@ -379,13 +379,18 @@ impl Stream {
     /// # Errors
     /// [`Error::StreamFull`]; the error that failed the stream.
     pub fn wait_room(&self, ops: usize, host_fns: usize) -> Result<()> {
-        self.with_room(None, || self.0.engine.check_room(&mut self.state()?.guard, ops, host_fns))
+        self.with_room(None, |_| self.0.engine.check_room(&mut self.state()?.guard, ops, host_fns))
     }
 
-    /// Retries `attempt`, which changes nothing if it fails, while the stream or its queue `end` is full.
+    /// Retries `attempt`, which submits nothing if it fails, while the stream or the queue `end` is full. An attempt may name another
+    /// queue.
     #[inline]
-    fn with_room<T>(&self, end: Option<&QueueEnd>, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
-        match attempt() {
+    fn with_room<'e, T>(
+        &self,
+        mut end: Option<&'e QueueEnd>,
+        mut attempt: impl FnMut(&mut Option<&'e QueueEnd>) -> Result<T>,
+    ) -> Result<T> {
+        match attempt(&mut end) {
             Err(Error::StreamFull { .. } | Error::QueueFull { .. }) if !self.1.is_zero() => {
                 self.retry(end, attempt)
             }
@@ -394,26 +399,21 @@ impl Stream {
     }
 
     #[cold]
-    fn retry<T>(&self, end: Option<&QueueEnd>, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
+    fn retry<'e, T>(
+        &self,
+        mut end: Option<&'e QueueEnd>,
+        mut attempt: impl FnMut(&mut Option<&'e QueueEnd>) -> Result<T>,
+    ) -> Result<T> {
         let (deadline, waiting) = (deadline(self.1), RoomWait::new(self.1));
         loop {
             let is_last = waiting.is_over();
-            match (self.while_full(deadline, &mut attempt), end) {
+            match (attempt(&mut end), end) {
+                (Err(Error::StreamFull { .. }), _)
+                    if Instant::now() < deadline && self.may_wait() && self.0.engine.wait_room(deadline) => {}
                 (Err(Error::QueueFull { .. }), Some(end)) if !is_last && self.may_wait() => {
                     waiting.pause(end)
                 }
                 (other, _) => return other,
-            }
-        }
-    }
-
-    /// Retries `attempt` while the stream is full, until the deadline.
-    fn while_full<T>(&self, deadline: Instant, mut attempt: impl FnMut() -> Result<T>) -> Result<T> {
-        loop {
-            match attempt() {
-                Err(Error::StreamFull { .. })
-                    if Instant::now() < deadline && self.may_wait() && self.0.engine.wait_room(deadline) => {}
-                other => return other,
             }
         }
     }
@@ -434,7 +434,7 @@ impl Stream {
         mut add: impl FnMut(&mut Batch) -> Result<T>,
     ) -> Result<T> {
         // Filled again for each attempt, so that it does not stay prepared meanwhile, ahead of other threads.
-        self.with_room(end, || {
+        self.with_room(end, |_| {
             let mut batch = Batch::new();
             let mut state = self.state()?;
             batch.stream = state.recording.is_none().then(|| self.of_stream());

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, mem, thread};
 
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::deadline;
@@ -330,7 +331,14 @@ impl Batch {
 
     /// Waits until a 32-bit word satisfies a condition.
     pub fn wait_value32(&mut self, word: &Word32, value: u32, cond: Cond) {
-        self.ops.push(Op::Wait32 { at: word.clone(), value, cond });
+        self.ops.push(Op::Wait32 { at: word.clone(), value, cond, of: None });
+    }
+
+    /// Waits until the peer of a queue pair has raised a word to `value` ([`Cond::Geq`]), or the queue pair has broken: for credits,
+    /// before a send that fails then. The word may be overwritten in that case.
+    pub fn wait_credit(&mut self, qp: &Qp, word: &Word32, value: u32) {
+        let of = Some(qp.send.end.clone());
+        self.ops.push(Op::Wait32 { at: word.clone(), value, cond: Cond::Geq, of });
     }
 
     /// Waits until a 64-bit word satisfies a condition.
@@ -393,7 +401,7 @@ impl Batch {
     /// }
     /// ```
     pub fn host_fn(&mut self, f: impl FnOnce() + Send + 'static) {
-        self.ops.push(Op::HostFn(Box::new(f)));
+        self.ops.push(Op::HostFn(Mutex::new(Box::new(f))));
     }
 
     /// Like [`Batch::host_fn`], for a function that a graph calls in each launch. Host streams only: in CUDA graphs,

@@ -94,13 +94,18 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
             full_fence(at.memory());
             at.store(value);
         }
-        Op::Wait32 { ref at, value, cond } => {
-            return wait(
+        Op::Wait32 { ref at, value, cond, ref of } => {
+            let waited = wait(
                 &op,
-                || Waker::Word(Writers::of(at.addr()), None),
+                || Waker::Word(Writers::of(at.addr()), of.as_ref().map(|end| &*end.qp)),
                 runner,
                 || cond.holds32(at.load(), value),
             );
+            return match waited {
+                // What needs the credit fails.
+                Err(Unsatisfied::Lost(_)) => Ok(()),
+                other => other,
+            };
         }
         Op::Wait64 { ref at, value, cond, ref of } => {
             return wait(
@@ -131,7 +136,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 source.passed(n, runner.log().1);
             }
         }
-        Op::HostFn(f) => f(),
+        Op::HostFn(f) => f.into_inner()(),
     }
     Ok(())
 }

@@ -12,7 +12,6 @@ use super::record::{Part, Recording};
 use super::{State, Stream, SubmitGuard, deadline};
 use crate::nvtx::DOMAIN;
 use crate::verbs::Completion;
-use crate::verbs::room::RoomWait;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::fork_guard::ForkGuard;
 
@@ -107,14 +106,9 @@ impl Stream {
         batches: &[Vec<Part>],
         mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
-        let (stream, deadline, waiting) = (self.id(), deadline(self.1), RoomWait::new(self.1));
-        loop {
-            let is_last = waiting.is_over();
-            let mut batch = Batch::new();
-            let mut completions = Vec::new();
-            let mut ends = Vec::with_capacity(batches.len());
-            let mut full = None;
-            let seq = self.while_full(deadline, || {
+        let (mut batch, mut completions, mut ends) = (Batch::new(), Vec::new(), Vec::new());
+        let submitted = self.with_room(None, |full| {
+            let mut submit = || {
                 let mut state = self.state()?;
                 if state.recording.is_some() {
                     return Err(within_capture("a launch"));
@@ -123,36 +117,32 @@ impl Stream {
                 for parts in &batches[ends.len()..] {
                     for part in parts {
                         let made = part.again(&mut batch, &mut completions);
-                        made.inspect_err(|_| full = part.send_end())?;
+                        made.inspect_err(|_| *full = part.send_end())?;
                     }
                     batch.part = batch.len();
                     ends.push(batch.part);
                 }
                 let State { used, guard, .. } = &mut *state;
                 self.put(used, &mut batch, |ops| launch(&*self.0.engine, guard, ops, &ends))
-            });
-            match (seq, full) {
-                (Err(Error::QueueFull { .. }), Some(end)) if !is_last && self.may_wait() => {
-                    // Takes back what was made, so that it does not fill the queue.
-                    drop(batch);
-                    waiting.pause(end);
-                }
-                (seq, _) => {
-                    let named = |error| {
-                        let mut parts = batches.iter().flatten();
-                        parts.find_map(|part| part.name_rank(&error)).unwrap_or(error)
-                    };
-                    let seq = seq.map_err(named)?;
-                    self.notify(&batch);
-                    for part in batches.iter().flatten() {
-                        if let Part::Before(hook) = part {
-                            hook.launched();
-                        }
-                    }
-                    return Ok(Launch { completions, stream, seq });
-                }
+            };
+            let submitted = submit();
+            if let Err(Error::QueueFull { .. }) = submitted {
+                // Takes back what was made, so that it does not fill the queue.
+                (batch, completions, ends) = Default::default();
+            }
+            submitted
+        });
+        let seq = submitted.map_err(|error| {
+            let mut parts = batches.iter().flatten();
+            parts.find_map(|part| part.name_rank(&error)).unwrap_or(error)
+        })?;
+        self.notify(&batch);
+        for part in batches.iter().flatten() {
+            if let Part::Before(hook) = part {
+                hook.launched();
             }
         }
+        Ok(Launch { completions, stream: self.id(), seq })
     }
 }
 

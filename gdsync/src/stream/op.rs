@@ -5,6 +5,7 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use super::peer::PeerCopy;
@@ -44,6 +45,8 @@ pub(crate) enum Op {
         value: u32,
         /// The condition.
         cond: Cond,
+        /// Whose peer writes it: once that queue pair has broken, the wait is over.
+        of: Option<Arc<QueueEnd>>,
     },
     /// Holds the stream until a 64-bit word satisfies a condition.
     Wait64 {
@@ -77,8 +80,8 @@ pub(crate) enum Op {
     Place(Arc<Placing>),
     /// Makes inbound writes to GPU memory, whose completion the stream has waited for, visible to later operations.
     Flush,
-    /// Runs a function on the CPU, in stream order.
-    HostFn(Box<dyn FnOnce() + Send>),
+    /// Runs a function on the CPU, in stream order. The lock makes operations, and so graphs, `Sync`.
+    HostFn(Mutex<Box<dyn FnOnce() + Send>>),
 }
 
 impl Op {
@@ -111,7 +114,7 @@ impl Op {
     pub(super) fn describe(&self) -> String {
         let (addr, value, word, cond) = match self {
             Op::Await(source, n) => return source.describe(*n),
-            Op::Wait32 { at, value, cond } => (at.addr(), u64::from(*value), u64::from(at.load()), cond),
+            Op::Wait32 { at, value, cond, .. } => (at.addr(), u64::from(*value), u64::from(at.load()), cond),
             Op::Wait64 { at, value, of: Some(end), .. } => return end.qp.describe_word(at.load(), *value),
             Op::Wait64 { at, value, cond, .. } => (at.addr(), *value, at.load(), cond),
             _ => return format!("{self:?}"),
@@ -169,7 +172,9 @@ impl Op {
         Some(match self {
             Op::Write32 { at, value } => Op::Write32 { at: at.clone(), value: *value },
             Op::Write64 { at, value } => Op::Write64 { at: at.clone(), value: *value },
-            Op::Wait32 { at, value, cond } => Op::Wait32 { at: at.clone(), value: *value, cond: *cond },
+            Op::Wait32 { at, value, cond, of } => {
+                Op::Wait32 { at: at.clone(), value: *value, cond: *cond, of: of.clone() }
+            }
             Op::Wait64 { at, value, cond, of } => {
                 Op::Wait64 { at: at.clone(), value: *value, cond: *cond, of: of.clone() }
             }

@@ -195,7 +195,7 @@ impl Recording {
 
 impl Part {
     /// The queue of its sends.
-    pub(super) fn send_end(&self) -> Option<&Arc<QueueEnd>> {
+    pub(super) fn send_end(&self) -> Option<&QueueEnd> {
         match self {
             Part::Sends(queue, _) => Some(&queue.end),
             _ => None,

@@ -162,9 +162,9 @@ impl QpCore {
         if self.health.is_broken() { self.check() } else { Ok(()) }
     }
 
-    /// The error that is known to have broken it, with the rank.
+    /// The error that has broken it, with the rank.
     pub(crate) fn broken_by(&self) -> Option<Error> {
-        self.check_known().err().map(|error| self.name_rank(error))
+        self.check().err().map(|error| self.name_rank(error))
     }
 }
 

@@ -30,6 +30,7 @@ everywhere! {
     launches_and_eager_work_take_turns: mixed;
     launches_wait_for_what_comes_later: launched_ahead;
     launches_are_waited_for: waited_for;
+    threads_launch_one_graph: by_threads;
     refused_launch_leaves_no_trace: refusals;
     failed_send_ends_a_launch_with_its_cause: a_send_fails;
     graph_outlives_queue_pair_and_stream: outlives_all;
@@ -245,6 +246,24 @@ fn waited_for(site: &Site) {
     let held = graph.launch(&stream).unwrap();
     stream.abort();
     assert!(matches!(held.wait(&stream, PATIENCE), Err(Error::StreamAborted { .. })));
+}
+
+/// At the same time, on a stream that they share and on another one.
+fn by_threads(site: &Site) {
+    let stream = site.stream(PATIENCE);
+    let (graph, gate, count) = gated(&stream);
+    gate.store(1);
+    let (graph, streams) = (&graph, [stream.clone(), stream, site.stream(PATIENCE)]);
+    std::thread::scope(|scope| {
+        for stream in &streams {
+            scope.spawn(move || {
+                let launches: Vec<_> = (0..20).map(|_| graph.launch(stream).unwrap()).collect();
+                launches.iter().for_each(|launch| launch.wait(stream, PATIENCE).unwrap());
+                stream.synchronize(PATIENCE).unwrap();
+            });
+        }
+    });
+    assert_eq!(count.load(), 1);
 }
 
 /// What a launch is refused for leaves no trace, and the next launch finds all as before.

@@ -130,7 +130,7 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        let calls = plan::list(&self.gpu, ops, self.by_kernel)?;
+        let calls = plan::list(&self.gpu, ops, &[ops.len()], self.by_kernel)?;
         if let Some(error) = self.error() {
             return Err(error);
         }
@@ -222,12 +222,7 @@ impl Node {
 impl Exec {
     /// The calls of a launch whose batches end at `ends`: one per node, of the same shape.
     fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Call>> {
-        let mut calls = Vec::new();
-        let mut start = 0;
-        for &end in ends {
-            calls.extend(plan::list(&self.gpu, &ops[start..end], self.by_kernel)?);
-            start = end;
-        }
+        let calls = plan::list(&self.gpu, ops, ends, self.by_kernel)?;
         let fits = |(call, node): (&Call, &Node)| Shape::of(call, self.by_kernel) == node.shape;
         let same = calls.len() == self.nodes.len();
         match calls.iter().zip(&self.nodes).find(|both| !fits(*both)) {

@@ -222,7 +222,7 @@ impl Calls {
                 Op::Write64 { ref at, value } => {
                     self.put([KernelOp::write64(at.memory().gpu_addr(gpu)?, value)]);
                 }
-                Op::Wait32 { ref at, value, cond } => {
+                Op::Wait32 { ref at, value, cond, .. } => {
                     self.pass(&mut indices);
                     self.put([KernelOp::wait32(word(gpu, op, at.memory())?, value, cond)]);
                 }
@@ -348,11 +348,15 @@ fn word(gpu: &Gpu, op: &Op, word: &Memory) -> Result<Place> {
     word.place(gpu)
 }
 
-/// The calls of a batch, for a graph. Lock rules as in [`Calls::add`].
-pub(super) fn list(gpu: &Gpu, ops: &[Op], by_kernel: ByKernel) -> Result<Vec<Call>> {
-    let mut calls = Calls::new(by_kernel);
-    calls.add(gpu, ops)?;
-    calls.end();
+/// The calls of batches that end at `ends`, for a graph. Lock rules as in [`Calls::add`].
+pub(super) fn list(gpu: &Gpu, ops: &[Op], ends: &[usize], by_kernel: ByKernel) -> Result<Vec<Call>> {
+    let (mut calls, mut start) = (Calls::new(by_kernel), 0);
+    calls.before.reserve(ends.len());
+    for &end in ends {
+        calls.add(gpu, &ops[start..end])?;
+        calls.end();
+        start = end;
+    }
     Ok(calls.before)
 }
 
@@ -391,6 +395,7 @@ fn no_flush() -> Error {
 #[cfg(test)]
 mod tests {
     use gdsync_testkit::driver;
+    use parking_lot::Mutex;
 
     use super::*;
     use crate::stream::{Batch, Cond, Ops};
@@ -408,7 +413,7 @@ mod tests {
         let (narrow, wide) = (words.word32(0).unwrap(), words.word64(8).unwrap());
         let write = || Op::Write32 { at: narrow.clone(), value: 1 };
         let ops = [write(), write(), Op::Barrier, Op::Write64 { at: wide, value: 2 }];
-        let calls = list(&gpu, &ops, KERNELS).unwrap();
+        let calls = list(&gpu, &ops, &[ops.len()], KERNELS).unwrap();
         let [Call::Ops(program)] = &calls[..] else { panic!("{calls:?}") };
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
     }
@@ -426,7 +431,7 @@ mod tests {
         let calls = |by_kernel: ByKernel, add: &dyn Fn(&mut Batch)| {
             let mut batch = Batch::new();
             add(&mut batch);
-            let calls = list(&gpu, &batch.ops, by_kernel).unwrap();
+            let calls = list(&gpu, &batch.ops, &[batch.len()], by_kernel).unwrap();
             let each = calls.iter().map(|call| match call {
                 Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops)),
                 Call::HostFn(_) | Call::Copy(_) => panic!("{call:?}"),
@@ -473,9 +478,9 @@ mod tests {
                 let mut ops = Ops::new();
                 for n in 1..=len {
                     ops.push(match n % every {
-                        0 => Op::HostFn(Box::new(|| ())),
+                        0 => Op::HostFn(Mutex::new(Box::new(|| ()))),
                         n if n % 2 == 0 => Op::Barrier,
-                        _ => Op::Wait32 { at: word.clone(), value: 1, cond: Cond::Eq },
+                        _ => Op::Wait32 { at: word.clone(), value: 1, cond: Cond::Eq, of: None },
                     });
                 }
                 let mut calls = Calls::new(ByKernel { ops: by_kernel, copies: true });

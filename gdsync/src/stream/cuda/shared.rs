@@ -418,7 +418,7 @@ impl Shared {
         let mut state = self.lock();
         let submission = state.queue.back_mut().filter(|last| last.seq == seq)?;
         match mem::replace(&mut submission.ops[place], Op::Barrier) {
-            Op::HostFn(f) => Some(f),
+            Op::HostFn(f) => Some(f.into_inner()),
             other => {
                 submission.ops[place] = other;
                 None

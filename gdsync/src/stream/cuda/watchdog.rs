@@ -74,6 +74,9 @@ impl Watch<'_> {
         let begun = state.begun.take();
         let view = QueueView(&state);
         self.find_holder(&view, begun, now);
+        if let Some((place, _)) = self.held.filter(|(place, _)| view.is_void(*place)) {
+            view.force(place, Duration::ZERO, Duration::ZERO);
+        }
         let failed = of.failed();
         let broken = state.refused.clone().or_else(|| self.lost(&view)).filter(|_| !failed);
         let pause = self.pause(failed, now);
@@ -403,6 +406,11 @@ impl<'a> QueueView<'a> {
         self.0.queue.iter().find(|known| known.seq == seq)?.ops.get(place)
     }
 
+    /// Whether it is a wait for a credit of a queue pair that has broken.
+    fn is_void(&self, place: WaitIndex) -> bool {
+        matches!(self.wait_at(place), Some(Op::Wait32 { of: Some(end), .. }) if end.qp.broken_by().is_some())
+    }
+
     fn describe(&self, place: WaitIndex, pressure: Option<&WaitingStream<'_>>) -> String {
         let what = self.wait_at(place).map_or_else(|| "a word".to_owned(), Op::describe);
         match pressure.and_then(WaitingStream::advice) {
@@ -411,7 +419,7 @@ impl<'a> QueueView<'a> {
         }
     }
 
-    /// Satisfies a wait that has held a failed stream for `held`, and whose queues were stopped `stopped` ago. A
+    /// Satisfies a wait that has held a failed stream for `held`, and whose queues were stopped `stopped` ago, or a void one. A
     /// stopped queue completes by itself unless it is late.
     fn force(&self, place: WaitIndex, stopped: Duration, held: Duration) {
         match self.wait_at(place).unwrap_or(&Op::Barrier) {
@@ -420,7 +428,7 @@ impl<'a> QueueView<'a> {
             }
             // The device may be asleep: the stream cannot notify it of doorbells.
             Op::Await(source, _) => source.wake(),
-            Op::Wait32 { at, value, cond } => {
+            Op::Wait32 { at, value, cond, .. } => {
                 if let Some(word) = cond.satisfy32(at.load(), *value) {
                     at.store(word);
                 }

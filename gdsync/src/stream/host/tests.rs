@@ -52,7 +52,7 @@ fn drain(engine: &HostEngine) {
 }
 
 fn host_fn(f: impl FnOnce() + Send + 'static) -> Op {
-    Op::HostFn(Box::new(f))
+    Op::HostFn(Mutex::new(Box::new(f)))
 }
 
 fn words32<const N: usize>() -> [Word32; N] {
@@ -65,7 +65,7 @@ fn word64() -> Word64 {
 }
 
 fn wait_for(at: &Word32, value: u32) -> Op {
-    Op::Wait32 { at: at.clone(), value, cond: Cond::Eq }
+    Op::Wait32 { at: at.clone(), value, cond: Cond::Eq, of: None }
 }
 
 /// A wait for the word of a source: that of its first call.

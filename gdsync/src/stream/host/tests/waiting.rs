@@ -9,7 +9,7 @@ fn a_store_releases_a_wait() {
     submit(
         &engine,
         [
-            Op::Wait32 { at: word.clone(), value: 7, cond: Cond::Geq },
+            Op::Wait32 { at: word.clone(), value: 7, cond: Cond::Geq, of: None },
             Op::Write32 { at: after.clone(), value: 1 },
             Op::Wait64 { at: wide.clone(), value: 1 << 40, cond: Cond::And, of: None },
             Op::Write32 { at: after.clone(), value: 2 },
@@ -38,7 +38,7 @@ fn conditions_compare_word_to_value_in_that_order() {
     {
         word.store(fails);
         wide.store(u64::from(fails) | (u64::from(fails >> 31) * (u64::from(u32::MAX) << 32)));
-        let narrow = Op::Wait32 { at: word.clone(), value, cond };
+        let narrow = Op::Wait32 { at: word.clone(), value, cond, of: None };
         let seq = submit(&engine, [narrow]);
         assert!(!engine.wait_completed(seq, Instant::now() + Duration::from_millis(5)), "{cond:?}");
         word.store(holds);
@@ -202,7 +202,7 @@ fn each_wait_has_the_full_limit() {
     let wait_limit = Duration::from_secs(1);
     let engine = start(HostStreamConfig { wait_limit, ..HostStreamConfig::default() });
     let [word] = words32();
-    let geq = |value| Op::Wait32 { at: word.clone(), value, cond: Cond::Geq };
+    let geq = |value| Op::Wait32 { at: word.clone(), value, cond: Cond::Geq, of: None };
     let begin = Instant::now();
     submit(&engine, (1..=12).map(geq).collect::<Vec<_>>());
     for value in 1..=12 {
