@@ -12,6 +12,7 @@ use gdsync::env::variable;
 use gdsync::rdma::DeviceConfig;
 use gdsync::recorder::Traffic;
 use gdsync::verbs::{Access, Context, OnGpu, Qp, QpAddress, RemoteAddr};
+use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::own_rank;
 use parking_lot::Mutex;
 
@@ -114,8 +115,8 @@ impl CommunicatorBuilder {
 
     /// Whether the communicator has a watchdog thread (default yes). Four times a second it releases what complete messages held,
     /// and asks silent ranks whether they are alive; receives that were held back it announces within a millisecond. Without it the
-    /// program has to call [`Communicator::progress`] now and then: a stream that waits for a dead rank goes on only after its limit,
-    /// and a stream of another rank that waits for a receive of this one only after this rank's next wait.
+    /// program has to call [`Communicator::progress`] now and then: a stream that waits for a rank whose death the device does not notice
+    /// goes on only after its limit, and a stream of another rank that waits for a receive of this one only after this rank's next wait.
     pub fn watch(mut self, watch: bool) -> Self {
         self.0.watch = watch;
         self
@@ -298,6 +299,7 @@ impl CommunicatorBuilder {
         let timeout = self.0.timeout;
         let inner = Inner {
             rank: exchange.rank(),
+            fork_guard: ForkGuard::default(),
             context: devices.main.context,
             pd: devices.main.pd,
             intra_host: devices.intra_host,
@@ -309,7 +311,7 @@ impl CommunicatorBuilder {
             peers,
             credits,
             besides: Mutex::default(),
-            exchange: Mutex::new(exchange),
+            exchange: Arc::new(Mutex::new(exchange)),
             outstanding: (!self.0.allow_overlap).then(Arc::default),
             children: Spawned::new(self.0.timeout),
             is_over: Arc::default(),
@@ -491,6 +493,7 @@ impl Communicator {
         without: &[usize],
         deadline: &Deadline,
     ) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
+        self.0.fork_guard.check()?;
         let exchange = self.0.exchange.try_lock_for(deadline.remaining());
         let what = "shrink: waiting for a barrier or another call of all ranks in another thread";
         let busy = || deadline.error(what, "let that end first");

@@ -10,6 +10,7 @@ use gdsync::cuda::Gpu;
 use gdsync::memory::Memory;
 use gdsync::shm::back_off;
 use gdsync::verbs::{Access, Context, Pd};
+use gdsync_device::fork_guard::ForkGuard;
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::cache::{Cache, CacheConfig, Cached};
@@ -29,6 +30,9 @@ use crate::wait::Deadline;
 use crate::watchdog::{self, AllWatched, Watchdog};
 
 /// Ranks that can send messages to each other. Clones share it; any thread may use it.
+///
+/// It belongs to the process that made it: in a forked child calls are refused ([`gdsync::Error::OtherProcess`]), and dropping it does
+/// nothing.
 ///
 /// # Timeouts
 /// Nothing waits for ever. Calls that wait take a `Duration`, or `None` for [`Communicator::timeout`]: `comm.barrier(None)`.
@@ -75,7 +79,9 @@ impl Settings {
 #[derive(Debug)]
 pub(crate) struct Inner {
     pub(crate) rank: usize,
-    pub(crate) exchange: Mutex<Box<dyn Exchange>>,
+    pub(crate) fork_guard: ForkGuard,
+    /// A forked child leaks it.
+    pub(crate) exchange: Arc<Mutex<Box<dyn Exchange>>>,
     /// Dropped after the exchange, so that they learn that it is gone, and before the rest, which tells them, too.
     pub(crate) children: Spawned,
     /// [`Communicator::finalize`] has found nothing left at any rank.
@@ -107,6 +113,9 @@ pub(crate) struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        if !self.fork_guard.may_end(&self.exchange) {
+            return;
+        }
         // After a failure, or a shrink, the others know already.
         let is_whole = !self.peers.iter().any(|peer| peer.transport.has_ended());
         if self.children.are_running() {
@@ -426,10 +435,12 @@ impl Communicator {
     /// Moves messages along, releases what complete ones held, and asks silent ranks whether they are alive. Only needed by threads
     /// that neither wait nor send for long.
     pub fn progress(&self) {
-        self.run_devices();
-        self.catch_up();
-        self.0.peers.iter().for_each(|peer| peer.recycle());
-        RmaQueues::recycle(&mut self.0.rma.lock());
+        if self.0.fork_guard.is_here() {
+            self.run_devices();
+            self.catch_up();
+            self.0.peers.iter().for_each(|peer| peer.recycle());
+            RmaQueues::recycle(&mut self.0.rma.lock());
+        }
     }
 
     /// Runs device work: without it messages would wait for a thread of the device. Returns whether there was any.
@@ -440,9 +451,11 @@ impl Communicator {
 
     /// Announces receives that were held back to the ranks that wait for them.
     fn catch_up(&self) {
-        watchdog::answer(&self.0.flag, &self.0.peers, |peer| {
-            peer.transport.credits.catch_up_or_leave() | peer.take()
-        });
+        if self.0.fork_guard.is_here() {
+            watchdog::answer(&self.0.flag, &self.0.peers, |peer| {
+                peer.transport.credits.catch_up_or_leave() | peer.take()
+            });
+        }
     }
 
     /// Whether a rank can be reached, as far as is known. It neither waits nor asks the rank.
@@ -491,8 +504,9 @@ impl Communicator {
     }
 
     /// # Errors
-    /// [`gdsync::Error::Unsupported`] after [`Communicator::finalize`].
+    /// [`gdsync::Error::Unsupported`] after [`Communicator::finalize`]; [`gdsync::Error::OtherProcess`] in a forked child.
     pub(crate) fn refuse_finalized(&self, what: &'static str) -> gdsync::Result<()> {
+        self.0.fork_guard.check()?;
         refuse_over(&self.0.is_over, what)
     }
 

@@ -209,6 +209,7 @@ impl Communicator {
     /// and [`Error::Deadline`] as [`Communicator::barrier`]; [`Error::Unfinished`] names messages that were not received, and streams
     /// that still wait or give up meanwhile; [`Error::Child`] for a process that failed.
     pub fn finalize(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+        self.0.fork_guard.check()?;
         let (_call, deadline) = (CommonCall::Finalize.enter(), Deadline::after(self.limit(timeout)));
         self.0.children.is_finalized.store(true, Ordering::Relaxed);
         let flushed = RmaQueues::finish_all(&self.0.rma, &deadline);

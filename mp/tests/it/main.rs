@@ -7,6 +7,7 @@ mod collective;
 mod common;
 mod credits;
 mod failures;
+mod forks;
 mod hostile;
 mod launch;
 mod launchers;
