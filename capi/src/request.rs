@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use gdsync_capi_support::guard::no_panic;
 use gdsync_capi_support::handles::{Borrowed, Table};
-use mp::{AnyRequest, Outcome, tagged, wait_any};
+use mp::{AnyRequest, Status, tagged, wait_any};
 use parking_lot::{Condvar, Mutex};
 
 use crate::abi::{IN_PROGRESS, KINDS, Raw, gda_status};
@@ -31,7 +31,7 @@ pub(crate) static REQUESTS: Table<Request> = Table::new(5, &KINDS);
 pub(crate) const LOOK: Duration = Duration::from_millis(100);
 
 impl AnyRequest for Request {
-    fn outcome(&self) -> Option<mp::Result<Outcome>> {
+    fn outcome(&self) -> Option<mp::Result<Status>> {
         let outcome = match self {
             Self::Message(_, request) => request.outcome(),
             Self::Tagged(_, request) => request.outcome(),
@@ -59,9 +59,9 @@ impl Request {
     #[cold]
     fn wait_longer(
         &self,
-        mut outcome: Option<mp::Result<Outcome>>,
+        mut outcome: Option<mp::Result<Status>>,
         timeout: Duration,
-    ) -> Option<mp::Result<Outcome>> {
+    ) -> Option<mp::Result<Status>> {
         let (start, timeout) = (Instant::now(), timeout.saturating_sub(LOOK));
         let mut left = timeout;
         while outcome.is_none() && !left.is_zero() {
@@ -71,21 +71,17 @@ impl Request {
         outcome
     }
 
-    fn wait_once(&self, timeout: Duration) -> Option<mp::Result<Outcome>> {
+    fn wait_once(&self, timeout: Duration) -> Option<mp::Result<Status>> {
         match self {
             _ if timeout.is_zero() => self.outcome(),
             Self::Join(join) => join.outcome(timeout),
-            Self::Message(comm, request) => self.settle(comm.comm.wait(request, timeout).map(of_message)),
-            Self::Tagged(_, request) => self.settle(request.wait(timeout).map(|status| Outcome {
-                rank: status.rank,
-                bytes: status.bytes,
-                tag: Some(status.tag),
-            })),
+            Self::Message(comm, request) => self.settle(comm.comm.wait(request, timeout)),
+            Self::Tagged(_, request) => self.settle(request.wait(timeout)),
         }
     }
 
     /// What a wait says of it.
-    fn settle(&self, done: mp::Result<Outcome>) -> Option<mp::Result<Outcome>> {
+    fn settle(&self, done: mp::Result<Status>) -> Option<mp::Result<Status>> {
         match done {
             // Late, or failed so.
             Err(
@@ -95,10 +91,6 @@ impl Request {
             done => Some(done),
         }
     }
-}
-
-fn of_message(status: mp::Status) -> Outcome {
-    Outcome { rank: status.rank, bytes: status.bytes, tag: None }
 }
 
 /// Hands a request to the caller, if it wants one.
@@ -131,14 +123,14 @@ pub(crate) type Joined = Raw;
 pub(crate) struct Join(Arc<JoinState>);
 
 struct JoinState {
-    outcome: Mutex<Option<mp::Result<Outcome>>>,
+    outcome: Mutex<Option<mp::Result<Status>>>,
     done: Condvar,
     /// Where the communicator goes; `None` if the request was dropped.
     to: Mutex<Option<Foreign>>,
 }
 
 impl Join {
-    fn outcome(&self, timeout: Duration) -> Option<mp::Result<Outcome>> {
+    fn outcome(&self, timeout: Duration) -> Option<mp::Result<Status>> {
         let mut outcome = self.0.outcome.lock();
         self.0.done.wait_while_for(&mut outcome, |outcome| outcome.is_none(), timeout);
         outcome.clone()
@@ -171,7 +163,7 @@ pub(crate) fn join(
                         // It is dropped.
                         None => _ = crate::comm::COMMS.take(comm),
                     }
-                    Ok(Outcome::default())
+                    Ok(Status::default())
                 }
                 Ok(Err(Error::Mp(error))) => Err(error),
                 Ok(Err(Error::Own(_, what))) => {
@@ -192,11 +184,11 @@ pub(crate) fn join(
     Ok(())
 }
 
-fn fill(outcome: Outcome) -> impl FnOnce(&mut gda_status) {
+fn fill(outcome: Status) -> impl FnOnce(&mut gda_status) {
     move |status| {
         status.rank = c_int::try_from(outcome.rank).unwrap_or(-1);
         status.len = outcome.bytes as u64;
-        status.tag = outcome.tag.unwrap_or(0);
+        status.tag = outcome.tag;
     }
 }
 
@@ -222,7 +214,7 @@ fn check(place: *mut gda_status) -> Result<()> {
 /// `place` must be checked.
 unsafe fn finish(
     request: Borrowed<Request>,
-    outcome: mp::Result<Outcome>,
+    outcome: mp::Result<Status>,
     place: *mut gda_status,
 ) -> Result<()> {
     let outcome = outcome.map_err(|error| explain(request.comm(), error));
@@ -251,10 +243,10 @@ pub unsafe extern "C" fn gda_req_wait(req: Raw, timeout_ns: i64, status: *mut gd
                 Ok(done) => {
                     request.discard();
                     // SAFETY: its size was checked.
-                    unsafe { output(status, fill(of_message(done))) };
+                    unsafe { output(status, fill(done)) };
                     return Ok(0);
                 }
-                failed => request.settle(failed.map(of_message)),
+                failed => request.settle(failed),
             },
             other => other.wait_once(first),
         };
@@ -329,7 +321,7 @@ pub unsafe extern "C" fn gda_req_on_done(
         let (ctx, this) = (context(ctx)?, Foreign(this));
         let request = if req == 0 { None } else { Some(REQUESTS.take(req)?) };
         let comm = request.as_ref().and_then(|request| request.comm().cloned());
-        let call = move |outcome: mp::Result<Outcome>| {
+        let call = move |outcome: mp::Result<Status>| {
             let struct_size = u32::try_from(size_of::<gda_status>()).unwrap_or(0);
             let mut status = gda_status { struct_size, rank: -1, len: 0, tag: 0 };
             let result = match outcome {
@@ -343,7 +335,7 @@ pub unsafe extern "C" fn gda_req_on_done(
             unsafe { done(this.get(), result, &raw const status) };
         };
         match request {
-            None => call(Ok(Outcome::default())),
+            None => call(Ok(Status::default())),
             Some(request) => ctx.requests.add(request, call),
         }
         Ok(())

@@ -122,6 +122,6 @@ pub use on_stream::PreparedMessage;
 pub use path::{BufferPath, GpuPath, IntraHostPath, NearPath, PeerPath};
 pub use registration::{Piece, Registration};
 pub use request::{Request, Status};
-pub use request_set::{AnyRequest, Outcome, RequestSet, wait_any};
+pub use request_set::{AnyRequest, RequestSet, wait_any};
 pub use wait::{wait_value32, wait_value64};
 pub use window::{MAX_INLINE, Rma, Signal, Window};

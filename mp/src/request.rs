@@ -56,13 +56,15 @@ enum State {
     Fifo(Arc<Peer>, Arc<FifoReceive>),
 }
 
-/// A message that is complete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// What an operation that is complete says, as `MPI_Status`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Status {
     /// The rank at the other end.
     pub rank: usize,
     /// Bytes sent or received.
     pub bytes: usize,
+    /// The tag of a [tagged](crate::tagged) message; 0 for all others.
+    pub tag: u64,
 }
 
 /// What a stream waits for in place of a message.
@@ -425,7 +427,7 @@ impl Request {
 
     #[inline]
     fn status(&self, bytes: usize) -> Status {
-        Status { rank: self.rank, bytes }
+        Status { rank: self.rank, bytes, tag: 0 }
     }
 }
 

@@ -12,39 +12,27 @@ use gdsync_device::memory::{clear_eventfd, eventfd, signal_eventfd};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
+use crate::request::{self, Status};
+use crate::tagged;
 use crate::wait::Deadline;
-use crate::{request, tagged};
-
-/// What an operation that is complete says.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Outcome {
-    /// The rank at the other end.
-    pub rank: usize,
-    /// Bytes sent or received.
-    pub bytes: usize,
-    /// The tag, of a message that has one.
-    pub tag: Option<u64>,
-}
 
 /// An operation under way, of whichever kind.
 pub trait AnyRequest: Send {
     /// What became of it; `None` while it is under way. Moves messages along.
-    fn outcome(&self) -> Option<Result<Outcome>>;
+    fn outcome(&self) -> Option<Result<Status>>;
 }
 
 impl AnyRequest for request::Request {
-    fn outcome(&self) -> Option<Result<Outcome>> {
-        let outcome = |request::Status { rank, bytes }| Outcome { rank, bytes, tag: None };
-        let known = self.test().map(|status| status.map(outcome)).transpose()?;
+    fn outcome(&self) -> Option<Result<Status>> {
+        let known = self.test().transpose()?;
         self.finish();
         Some(known)
     }
 }
 
 impl AnyRequest for tagged::Request {
-    fn outcome(&self) -> Option<Result<Outcome>> {
-        let outcome = |tagged::Status { rank, bytes, tag }| Outcome { rank, bytes, tag: Some(tag) };
-        self.test().map(|status| status.map(outcome)).transpose()
+    fn outcome(&self) -> Option<Result<Status>> {
+        self.test().transpose()
     }
 }
 
@@ -52,7 +40,7 @@ impl AnyRequest for tagged::Request {
 ///
 /// # Errors
 /// [`Error::Deadline`] after `timeout`: all go on.
-pub fn wait_any(requests: &[&dyn AnyRequest], timeout: Duration) -> Result<(usize, Result<Outcome>)> {
+pub fn wait_any(requests: &[&dyn AnyRequest], timeout: Duration) -> Result<(usize, Result<Status>)> {
     let deadline = Deadline::after(timeout);
     loop {
         let known =
@@ -68,11 +56,11 @@ pub fn wait_any(requests: &[&dyn AnyRequest], timeout: Duration) -> Result<(usiz
     }
 }
 
-type OnDone = Box<dyn FnOnce(Result<Outcome>) + Send>;
+type OnDone = Box<dyn FnOnce(Result<Status>) + Send>;
 
 struct Entry {
     request: Box<dyn AnyRequest>,
-    outcome: Option<Result<Outcome>>,
+    outcome: Option<Result<Status>>,
     on_done: OnDone,
 }
 
@@ -176,7 +164,7 @@ impl RequestSet {
     pub fn add(
         &self,
         request: impl AnyRequest + 'static,
-        on_done: impl FnOnce(Result<Outcome>) + Send + 'static,
+        on_done: impl FnOnce(Result<Status>) + Send + 'static,
     ) {
         let entry = Entry { request: Box::new(request), outcome: None, on_done: Box::new(on_done) };
         self.shared.entries.lock().push(entry);

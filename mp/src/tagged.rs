@@ -73,7 +73,6 @@ use std::time::Duration;
 use gdsync::shm::back_off;
 use parking_lot::Mutex;
 
-pub use engine::Status;
 pub use matching::{Source, Tag};
 
 use crate::builder::{CommunicatorBuilder, Shrunk};
@@ -82,6 +81,7 @@ use crate::error::{Error, Result, rank_or_any};
 use crate::exchange::CommonCall;
 use crate::overlap::ReceiveClaims;
 use crate::registration::Registration;
+use crate::request::Status;
 use crate::transport::SILENCE;
 use crate::wait::Deadline;
 use engine::{Connections, Engine, Incoming, Outcome, Outgoing, Unexpected, finish, status_of};

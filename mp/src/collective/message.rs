@@ -88,7 +88,7 @@ pub(super) struct Due {
 
 impl Due {
     /// Checks what came.
-    pub(super) fn check(&self, call: &Call, calls: &Calls, Status { rank, bytes }: Status) -> Result<()> {
+    pub(super) fn check(&self, call: &Call, calls: &Calls, Status { rank, bytes, .. }: Status) -> Result<()> {
         let (buffer, due) = &self.part;
         match &self.header {
             Some(slot) => calls.check(call, rank, &slot.header()?, bytes, due.len()),

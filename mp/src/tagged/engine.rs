@@ -20,7 +20,7 @@ use crate::exchange::take;
 use crate::overlap::ReceiveClaims;
 use crate::peer::Peer;
 use crate::registration::Registration;
-use crate::request::Request;
+use crate::request::{Request, Status};
 
 /// Bytes of a cell for a message with its header: the most that the shared-memory FIFO takes.
 const CELL: usize = 4096;
@@ -36,17 +36,6 @@ const MAX_SENDS: usize = 1 << 16;
 
 /// Messages in one direction that are under way on the queue pair, if that is deep enough.
 const MAX_CELLS: usize = 32;
-
-/// A tagged message that is complete.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Status {
-    /// The rank at the other end.
-    pub rank: usize,
-    /// The tag it was sent with.
-    pub tag: u64,
-    /// Its length in bytes.
-    pub bytes: usize,
-}
 
 /// The outcome of a message, shared with its request.
 pub(super) type Outcome = Arc<OnceLock<Result<Status>>>;

@@ -213,8 +213,13 @@ pub fn ranks(name: &str, size: usize) -> Vec<Output> {
 
 /// Kills a child process, which was not waited for.
 pub fn kill(pid: u32) {
+    signal(pid, libc::SIGKILL);
+}
+
+/// Sends a signal to a child process, which was not waited for.
+pub fn signal(pid: u32, signal: i32) {
     // SAFETY: the number is that of a child that was not reaped, so that no other process has it.
-    assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), libc::SIGKILL) }, 0);
+    assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), signal) }, 0);
 }
 
 /// Bytes of address space this process has mapped.

@@ -9,11 +9,12 @@ use std::thread::{sleep, spawn};
 use std::time::{Duration, Instant};
 
 use crate::common::{
-    DONE, LONG, buffer, bytes, ends_well, failed, free_port, is_part_of, job_test, kill, message, myself,
-    ranks, runs, says, send_and_wait, stream, succeeds, syndrome, until,
+    DONE, LONG, buffer, bytes, copying, ends_well, failed, free_port, host_buffer, is_part_of, job_test,
+    kill, message, myself, own_gpu, ranks, runs, says, send_and_wait, signal, stream, succeeds, syndrome,
+    until,
 };
 use gdsync::mlx5::Syndrome;
-use gdsync::stream::{HostStreamConfig, Stream};
+use gdsync::stream::{HostStreamConfig, Stream, Via};
 use gdsync::verbs::OnGpu;
 use mp::collective::{Collectives, Reduction};
 use mp::launch::{Bootstrap, Launch};
@@ -127,7 +128,7 @@ job_test!(longer_messages_fail_on_both_sides, 3, |comm| {
     } else {
         for peer in [0, 1] {
             let received = comm.irecv(&buffer, 0..8, peer).unwrap();
-            assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8 });
+            assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8, tag: 0 });
         }
     }
 });
@@ -215,7 +216,7 @@ job_test!(dead_ranks_end_messages_and_waits, 3, |comm| {
     let sent = send_and_wait(comm, &s, &buffer, 8..16, other);
     comm.wait_on_stream(&s, &received).unwrap();
     s.synchronize(LONG).unwrap();
-    assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: other, bytes: 8 });
+    assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: other, bytes: 8, tag: 0 });
     // The communicator names the rank, too.
     let error = comm.barrier(LONG).unwrap_err();
     says(&error, &["rank 1"]);
@@ -262,6 +263,42 @@ job_test!(dead_ranks_release_streams, 2, |comm| {
     failed(&sent.test().unwrap_err(), 1, &[Syndrome::RETRY_EXC_ERR]);
     for error in [comm.wait(&received, LONG), comm.wait(&sent, LONG)].map(Result::unwrap_err) {
         assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
+    }
+    exit(DONE);
+});
+
+// A stream that waits for the receive of a dead rank goes on, although no thread asks for the rank, and works on: also with a message
+// under way that the rank could not acknowledge.
+job_test!(dead_receivers_release_streams, 7, Communicator::builder().watch(false), |comm| {
+    let (buffer, gpu) = (host_buffer(comm, 64), own_gpu());
+    if comm.rank() > 0 {
+        let _received = comm.irecv(&buffer, 0..8, 0).unwrap();
+        comm.barrier(LONG).unwrap();
+        sleep(2 * LONG);
+    }
+    comm.barrier(LONG).unwrap();
+    let on_gpu = |via| copying(&gpu, via, Via::Auto);
+    let streams = [stream("survivor"), on_gpu(Via::MemOp), on_gpu(Via::Kernel)];
+    for (rank, s) in (1..).zip(streams.iter().flat_map(|s| [s, s])) {
+        let is_stopped = rank % 2 == 0;
+        if is_stopped {
+            signal(comm.child(rank).unwrap(), libc::SIGSTOP);
+        }
+        let first = comm.isend_on_stream(s, &buffer, 0..8, rank).unwrap();
+        let sent = send_and_wait(comm, s, &buffer, 0..8, rank);
+        if is_stopped {
+            assert!(!matches!(first.test(), Ok(Some(_))));
+        } else {
+            first.wait(LONG).unwrap();
+            let held = s.synchronize(Duration::from_millis(20));
+            assert!(matches!(held, Err(gdsync::Error::Deadline { .. })));
+        }
+        kill(comm.child(rank).unwrap());
+        let error = s.synchronize(LONG).unwrap_err();
+        assert_eq!(syndrome(&error), Some(Syndrome::RETRY_EXC_ERR), "{error}");
+        says(&error, &[&format!("rank {rank}: ")]);
+        failed(&comm.wait(&sent, LONG).unwrap_err(), rank, &[Syndrome::RETRY_EXC_ERR]);
+        s.synchronize(LONG).unwrap();
     }
     exit(DONE);
 });

@@ -20,7 +20,7 @@ fn all_pairs(comm: &Communicator) {
         }
         let received: Vec<_> = (0..all).map(|peer| comm.irecv(&inbox, range(peer), peer).unwrap()).collect();
         let sent: Vec<_> = (0..all).map(|peer| comm.isend(&outbox, range(peer), peer).unwrap()).collect();
-        let expected: Vec<_> = (0..all).map(|rank| Status { rank, bytes: len }).collect();
+        let expected: Vec<_> = (0..all).map(|rank| Status { rank, bytes: len, tag: 0 }).collect();
         assert_eq!(comm.wait_all(&received, LONG).unwrap(), expected, "received, {len} bytes");
         assert_eq!(comm.wait_all(&sent, LONG).unwrap(), expected, "sent, {len} bytes");
         for peer in 0..all {
@@ -44,7 +44,7 @@ job_test!(requests_are_pending_until_their_message_arrives, 2, |comm| {
         );
         comm.barrier(LONG).unwrap();
         until("the message does not come", || received.test().unwrap().is_some());
-        let status = Status { rank: 1, bytes: 5 };
+        let status = Status { rank: 1, bytes: 5, tag: 0 };
         assert_eq!(received.test().unwrap(), Some(status), "as often as one asks");
         assert_eq!(received.clone().wait(LONG).unwrap(), status);
         assert_eq!(comm.wait(&received, LONG).unwrap(), status);
@@ -73,7 +73,7 @@ job_test!(sends_wait_for_late_receives, 2, |comm| {
         // Longer than the retry interval of the sender.
         std::thread::sleep(std::time::Duration::from_millis(20));
         let received = comm.irecv(&buffer, 0..1 << 16, 0).unwrap();
-        assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: 1 << 16 });
+        assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: 1 << 16, tag: 0 });
         assert!(bytes(&buffer, 0..1 << 16) == message(0, 1, 0, 1 << 16));
     }
 });
@@ -91,7 +91,7 @@ job_test!(requests_outlive_the_queue_depth, 2, Communicator::builder().depth(8),
         sent.push(comm.isend(&outbox, 8 * n..8 * n + length(n), peer).unwrap());
     }
     for (n, (sent, received)) in sent.iter().zip(&received).enumerate() {
-        let expected = Status { rank: peer, bytes: length(n) };
+        let expected = Status { rank: peer, bytes: length(n), tag: 0 };
         assert_eq!(comm.wait(received, LONG).unwrap(), expected, "receive {n}");
         assert_eq!(comm.wait(sent, LONG).unwrap(), expected, "send {n}");
         assert_eq!(sent.test().unwrap(), Some(expected));
@@ -140,7 +140,7 @@ job_test!(four_threads_share_a_communicator, 2, |comm| {
                     buffer.memory().write(0, &n.to_le_bytes()).unwrap();
                     let received = comm.irecv(&buffer, 8..16, peer).unwrap();
                     let sent = comm.isend(&buffer, 0..8, peer).unwrap();
-                    assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8 });
+                    assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: 8, tag: 0 });
                     comm.wait(&sent, LONG).unwrap();
                     let word = bytes(&buffer, 8..16);
                     let came = usize::from_le_bytes(*word.first_chunk().unwrap());
@@ -173,7 +173,7 @@ job_test!(ranks_send_and_receive_at_once, 3, |comm| {
         let (send, receive) = ((&buffer, 0..64), (&buffer, 64..128));
         if n < 10 {
             let received = comm.sendrecv(send, right, receive, left, LONG).unwrap();
-            assert_eq!(received, Status { rank: left, bytes: 64 });
+            assert_eq!(received, Status { rank: left, bytes: 64, tag: 0 });
         } else {
             comm.sendrecv_on_stream(&s, send, right, receive, left).unwrap();
             s.synchronize(LONG).unwrap();

@@ -44,7 +44,7 @@ job_test!(streams_play_ping_pong, 2, |comm| {
         }
         s.synchronize(LONG).unwrap();
         for (i, (sent, received)) in sent.iter().zip(&received).enumerate() {
-            let expected = Some(Status { rank: peer, bytes: 1 + (round * AHEAD + i) * 97 % 5000 });
+            let expected = Some(Status { rank: peer, bytes: 1 + (round * AHEAD + i) * 97 % 5000, tag: 0 });
             assert_eq!((sent.test().unwrap(), received.test().unwrap()), (expected, expected));
         }
     }
@@ -129,7 +129,7 @@ job_test!(dropped_batches_do_no_harm, 2, Communicator::builder().depth(16), |com
         comm.wait_in_batch(&mut batch, &sent).unwrap();
         s.submit(&mut batch).unwrap();
         s.synchronize(LONG).unwrap();
-        assert_eq!(received.test().unwrap(), Some(Status { rank: peer, bytes: 64 }));
+        assert_eq!(received.test().unwrap(), Some(Status { rank: peer, bytes: 64, tag: 0 }));
         assert!(bytes(&inbox, 0..64) == message(peer, me, n, 64), "message {n}");
         comm.progress();
     }
@@ -159,7 +159,7 @@ fn all_to_all(comm: &Communicator) {
                 bytes(&inbox, range(peer)) == message(peer, me, n, 10 + n * 500),
                 "from {peer}, round {n}"
             );
-            let expected = Some(Status { rank: peer, bytes: 10 + n * 500 });
+            let expected = Some(Status { rank: peer, bytes: 10 + n * 500, tag: 0 });
             assert_eq!((sent[peer].test().unwrap(), received[peer].test().unwrap()), (expected, expected));
         }
     }
@@ -222,7 +222,7 @@ job_test!(cpu_and_streams_mix, 2, |comm| {
             comm.wait_on_stream(s, &received).unwrap();
             s.synchronize(LONG).unwrap();
         }
-        assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len });
+        assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len, tag: 0 });
         comm.wait(&sent, LONG).unwrap();
         assert!(bytes(&inbox, 0..len) == message(peer, me, n, len), "message {n}");
         if n % 2 == 1 {
@@ -251,7 +251,7 @@ job_test!(requests_of_streams_outlive_the_queue_depth, 2, Communicator::builder(
     }
     s.synchronize(LONG).unwrap();
     for (request, bytes) in &requests {
-        assert_eq!(request.test().unwrap(), Some(Status { rank: peer, bytes: *bytes }));
+        assert_eq!(request.test().unwrap(), Some(Status { rank: peer, bytes: *bytes, tag: 0 }));
     }
 });
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use mp::tagged::{Source, Tagged};
-use mp::{AnyRequest, Communicator, Error, Outcome, Registration, RequestSet, Rma, wait_any};
+use mp::{AnyRequest, Communicator, Error, Registration, RequestSet, Rma, Status, wait_any};
 use parking_lot::Mutex;
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -31,11 +31,11 @@ job_test!(whichever_is_complete_first, 2, |comm| {
     comm.barrier(LONG).unwrap();
     let all: [&dyn AnyRequest; 3] = [&late, &plain, &put];
     let (which, outcome) = wait_any(&all, LONG).unwrap();
-    assert_eq!((which, outcome.unwrap()), (2, Outcome { rank: peer, bytes: 8, tag: None }));
+    assert_eq!((which, outcome.unwrap()), (2, Status { rank: peer, bytes: 8, tag: 0 }));
     comm.barrier(LONG).unwrap();
     comm.isend(&memory, 512..517, peer).map(drop).unwrap();
     let (which, outcome) = wait_any(&all[..2], LONG).unwrap();
-    assert_eq!((which, outcome.unwrap()), (1, Outcome { rank: peer, bytes: 5, tag: None }));
+    assert_eq!((which, outcome.unwrap()), (1, Status { rank: peer, bytes: 5, tag: 0 }));
     assert!(late.cancel());
     let (which, outcome) = wait_any(&all[..1], LONG).unwrap();
     assert!(which == 0 && matches!(outcome, Err(Error::Cancelled)));
@@ -48,7 +48,7 @@ fn play(set: &Arc<RequestSet>, tagged: &Tagged, memory: &Registration, peer: usi
     tagged.isend(memory, 0..64, peer, 3).map(drop).unwrap();
     let again = (Arc::downgrade(set), tagged.clone(), memory.clone());
     set.add(receive, move |outcome| {
-        assert_eq!(outcome.unwrap(), Outcome { rank: peer, bytes: 64, tag: Some(3) });
+        assert_eq!(outcome.unwrap(), Status { rank: peer, bytes: 64, tag: 3 });
         let (set, tagged, memory) = again;
         if let Some(set) = set.upgrade().filter(|_| left > 1) {
             play(&set, &tagged, &memory, peer, left - 1);

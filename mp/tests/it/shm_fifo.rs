@@ -26,8 +26,8 @@ fn play(comm: &Communicator, buffer: &Registration, n: usize, len: usize) {
     buffer.memory().write(0, &message(me, peer, n, len)).unwrap();
     let received = comm.irecv(buffer, 8192..8192 + 8192, peer).unwrap();
     let sent = comm.isend(buffer, 0..len, peer).unwrap();
-    assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len }, "{n}");
-    assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: peer, bytes: len });
+    assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: peer, bytes: len, tag: 0 }, "{n}");
+    assert_eq!(comm.wait(&sent, LONG).unwrap(), Status { rank: peer, bytes: len, tag: 0 });
     assert!(bytes(buffer, 8192..8192 + len) == message(peer, me, n, len), "{n}");
 }
 
@@ -55,7 +55,7 @@ fn open_with_receives_ahead(
             buffer.memory().write(0, &message(me, peer, n + turn, len(n))).unwrap();
             let sent = comm.isend(buffer, 0..len(n), peer).unwrap();
             let status = comm.wait(&received.pop_front().unwrap(), LONG).unwrap();
-            assert_eq!(status, Status { rank: peer, bytes: len(n) }, "{n}");
+            assert_eq!(status, Status { rank: peer, bytes: len(n), tag: 0 }, "{n}");
             let came = place(n).start..place(n).start + len(n);
             assert!(bytes(buffer, came) == message(peer, me, n + turn, len(n)), "{n} of turn {turn}");
             comm.wait(&sent, LONG).unwrap();
@@ -181,7 +181,7 @@ job_test!(senders_ahead_of_receives_do_not_wait, 2, |comm| {
             comm.barrier(LONG).unwrap();
             for n in 0..COUNT {
                 let received = comm.irecv(&all, n * 64..n * 64 + 64, peer).unwrap();
-                assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: n % 60 });
+                assert_eq!(comm.wait(&received, LONG).unwrap(), Status { rank: 0, bytes: n % 60, tag: 0 });
                 assert_eq!(bytes(&all, n * 64..n * 64 + n % 60), message(0, 1, n + round, n % 60), "{n}");
             }
         }
@@ -439,10 +439,10 @@ job_test!(the_depth_bounds_receives_of_the_fifo, 2, Communicator::builder().dept
         comm.wait(&comm.isend(&buffer, 8192..8192 + n, peer).unwrap(), LONG).unwrap();
     }
     let statuses = comm.wait_all(&received, LONG).unwrap();
-    assert_eq!(statuses, (0..9).map(|bytes| Status { rank: peer, bytes }).collect::<Vec<_>>());
+    assert_eq!(statuses, (0..9).map(|bytes| Status { rank: peer, bytes, tag: 0 }).collect::<Vec<_>>());
     // Also of a request of long ago.
     (0..MANY).for_each(|n| play(comm, &buffer, n, 8));
-    assert_eq!(received[5].test().unwrap(), Some(Status { rank: peer, bytes: 5 }));
+    assert_eq!(received[5].test().unwrap(), Some(Status { rank: peer, bytes: 5, tag: 0 }));
 });
 
 job_test!(vectored_messages_take_the_fifo, 2, |comm| {

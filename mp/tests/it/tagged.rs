@@ -9,8 +9,8 @@ use crate::common::{
 };
 use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
-use mp::tagged::{Request, Source, Status, Tag, Tagged};
-use mp::{Communicator, Error, Shrunk};
+use mp::tagged::{Request, Source, Tag, Tagged};
+use mp::{Communicator, Error, Shrunk, Status};
 
 /// Around the limit between eager and announced messages.
 const SIZES: [usize; 8] = [0, 1, 8, 4071, 4072, 4073, 70_000, 1 << 20];

@@ -27,8 +27,8 @@ fn puts_and_gets(comm: &Communicator) {
             })
             .collect();
         for (peer, put) in puts.iter().enumerate() {
-            assert_eq!(comm.wait(put, LONG).unwrap(), Status { rank: peer, bytes: len });
-            assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: len }));
+            assert_eq!(comm.wait(put, LONG).unwrap(), Status { rank: peer, bytes: len, tag: 0 });
+            assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: len, tag: 0 }));
         }
         comm.barrier(LONG).unwrap();
         for peer in 0..all {
@@ -67,7 +67,7 @@ job_test!(windows_may_be_large, 2, |comm| {
         assert!(wrapped == at || bytes(&target, wrapped..wrapped + 64) == [0; 64], "an offset of 32 bits");
         local.memory().fill(0, len, 0).unwrap();
         let get = window.iget(&local, 0..len, peer, at).unwrap();
-        assert_eq!(comm.wait(&get, LONG).unwrap(), Status { rank: peer, bytes: len });
+        assert_eq!(comm.wait(&get, LONG).unwrap(), Status { rank: peer, bytes: len, tag: 0 });
         assert!(local.memory().to_vec() == message(me, peer, 0, len));
         let error = window.put(&local, 0..len, peer, at + 1).unwrap_err();
         assert!(matches!(error, Error::OutsideWindow { .. }), "{error}");
@@ -145,11 +145,11 @@ job_test!(vectored_puts_and_gets, 2, |comm| {
         let pieces: Vec<_> = (0..count).map(|i| (of(i), range(i))).collect();
         let whole: Vec<u8> = (0..count).flat_map(|i| bytes(of(i), range(i))).collect();
         let put = window.start(&Rma::put_vectored(&pieces, peer, 16)).unwrap();
-        assert_eq!(comm.wait(&put, LONG).unwrap(), Status { rank: peer, bytes: whole.len() });
+        assert_eq!(comm.wait(&put, LONG).unwrap(), Status { rank: peer, bytes: whole.len(), tag: 0 });
         // In reverse, so that each piece has another length.
         let places: Vec<_> = (0..count).rev().map(|i| (&back, 200 * i..200 * i + range(i).len())).collect();
         let get = window.start(&Rma::get_vectored(&places, peer, 16)).unwrap();
-        assert_eq!(comm.wait(&get, LONG).unwrap(), Status { rank: peer, bytes: whole.len() });
+        assert_eq!(comm.wait(&get, LONG).unwrap(), Status { rank: peer, bytes: whole.len(), tag: 0 });
         let got: Vec<u8> = places.iter().flat_map(|(_, range)| bytes(&back, range.clone())).collect();
         assert!(got == whole, "{count} pieces");
     }
@@ -194,7 +194,7 @@ job_test!(requests_outlive_the_queue_depth, 2, Communicator::builder().depth(16)
     }
     window.flush(peer, LONG).unwrap();
     for (n, put) in puts.iter().enumerate() {
-        assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: n % 41 }), "put {n}");
+        assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: n % 41, tag: 0 }), "put {n}");
     }
     assert_eq!(puts.len(), 300);
     // More than the queue can ever take.
@@ -278,7 +278,7 @@ job_test!(signals_come_after_their_data, 2, |comm| {
             outbox.memory().write(0, &message(0, 1, i, len)).unwrap();
             let put = Rma::put(&outbox, 0..len, peer, 16).with_signal(Signal::set(0, n));
             let put = window.start(&put).unwrap();
-            assert_eq!(comm.wait(&put, LONG).unwrap(), Status { rank: 1, bytes: len });
+            assert_eq!(comm.wait(&put, LONG).unwrap(), Status { rank: 1, bytes: len, tag: 0 });
             assert_eq!(window.wait_signal(8, n, Cond::Geq, LONG).unwrap(), n);
         } else {
             assert_eq!(window.wait_signal(0, n, Cond::Geq, LONG).unwrap(), n);
@@ -398,7 +398,7 @@ fn draw(comm: &Communicator) {
     let mut mine = Vec::new();
     for _ in 0..DRAWS {
         let draw = window.start(&Rma::fetch_add(1, 0, 8, &drawn, 8)).unwrap();
-        assert_eq!(comm.wait(&draw, LONG).unwrap(), Status { rank: 0, bytes: 8 });
+        assert_eq!(comm.wait(&draw, LONG).unwrap(), Status { rank: 0, bytes: 8, tag: 0 });
         mine.push(drawn.memory().word64(8).unwrap().load());
         // Without a result; words wrap.
         let _detached = window.start(&Rma::accumulate(u64::MAX, 0, 16)).unwrap();

@@ -46,7 +46,7 @@ fn exchange(comm: &Communicator) {
         comm.wait_all_on_stream(&s, &puts).unwrap();
         s.synchronize(LONG).unwrap();
         for (peer, put) in puts.iter().enumerate() {
-            assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: len(me) }));
+            assert_eq!(put.test().unwrap(), Some(Status { rank: peer, bytes: len(me), tag: 0 }));
         }
         comm.barrier(LONG).unwrap();
     }
@@ -117,8 +117,8 @@ job_test!(puts_and_gets_are_in_stream_order, 2, |comm| {
     local.memory().write(0, b"released").unwrap();
     word.store(1);
     window.flush(1, LONG).unwrap();
-    assert_eq!(put.test().unwrap(), Some(Status { rank: 1, bytes: 8 }));
-    assert_eq!(get.test().unwrap(), Some(Status { rank: 1, bytes: 13 }));
+    assert_eq!(put.test().unwrap(), Some(Status { rank: 1, bytes: 8, tag: 0 }));
+    assert_eq!(get.test().unwrap(), Some(Status { rank: 1, bytes: 13, tag: 0 }));
     assert_eq!(bytes(&local, 16..29), b"of the target");
     s.synchronize(LONG).unwrap();
     comm.barrier(LONG).unwrap();
@@ -159,7 +159,7 @@ fn prepared(comm: &Communicator, at_once: bool) {
         batches.iter_mut().for_each(|batch| s.submit(batch).unwrap());
         s.synchronize(LONG).unwrap();
         for (n, status) in comm.wait_all(&requests, LONG).unwrap().into_iter().enumerate() {
-            assert_eq!(status, Status { rank: peer, bytes: if n % 3 == 2 { 8 } else { 100 } });
+            assert_eq!(status, Status { rank: peer, bytes: if n % 3 == 2 { 8 } else { 100 }, tag: 0 });
         }
         assert!(back.memory().to_vec() == outbox.memory().to_vec(), "round {round}");
         for i in 0..AHEAD {
