@@ -1,5 +1,6 @@
 //! Cards and libraries that differ from what most do: what the library finds out, and what it does then.
 
+use std::iter;
 use std::time::Duration;
 
 use gdsync::Error;
@@ -87,9 +88,10 @@ fn hide(gpu: &Gpu, a: &Side) {
     batch.send(&a.qp, &SendWr::nop()).unwrap();
     sender.submit(&mut batch).unwrap();
     let mut batch = Batch::new();
-    batch.wait_send(&a.qp).unwrap();
-    waiter.submit(&mut batch).unwrap();
-    for stream in [sender, waiter] {
+    let waits = batch.wait_send(&a.qp).and_then(|_| waiter.submit(&mut batch));
+    // The sender may have given up already, where this thread is late.
+    assert!(matches!(waits, Ok(()) | Err(Error::QpStopped { .. })), "{waits:?}");
+    for stream in iter::once(sender).chain(waits.is_ok().then_some(waiter)) {
         let error = stream.synchronize(PATIENCE).unwrap_err();
         assert!(matches!(error, Error::StreamWait { .. } | Error::QpStopped { .. }), "{error:?}");
     }
