@@ -259,7 +259,9 @@ impl SimulatedRm {
         // SAFETY: the caller guarantees `at`.
         let vma = unsafe { Vma::new(&[(object, offset, len)], len, at) }?;
         let ptr = vma.ptr();
-        mapping.vma = Some(vma);
+        // Their user has unmapped them.
+        tables.mappings.iter_mut().for_each(|older| _ = older.vma.take_if(|older| older.overlaps(&vma)));
+        tables.prepared(id).expect("found above").vma = Some(vma);
         Ok(ptr)
     }
 
