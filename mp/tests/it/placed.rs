@@ -133,6 +133,7 @@ job_test!(order_holds_in_any_mixture, 2, with_gpus(NearPath::Auto), |comm| {
         ..ProptestConfig::default()
     };
     let rooms = [of_gpu(comm, gpu, 25 * ROOM), host_buffer(comm, 25 * ROOM)];
+    warm_up(comm, &copying(gpu, Via::Kernel, Via::Auto), &rooms[0], &rooms[0]);
     let run = |steps: Vec<Step>| {
         mixture(comm, gpu, &rooms, &steps);
         Ok(())
@@ -224,7 +225,9 @@ job_test!(memory_comes_and_goes, 2, with_gpus(NearPath::PeerCopies), |comm| {
     let gpu = &own_gpu();
     let (s, peer) = (copying(gpu, Via::Kernel, Via::Auto), 1 - comm.rank());
     let outbox = of_gpu(comm, gpu, 8192);
-    for n in 0..150 {
+    // Each rank opens the memory of the other in the background.
+    let is_done = |n| n >= 150 && comm.exchange(&[(placed(comm) > 20).into()], LONG).unwrap() == [[1], [1]];
+    for n in (0..10_000).take_while(|n| !is_done(*n)) {
         let inbox = of_gpu(comm, gpu, 8192);
         for k in 0..3 {
             fill(&outbox, 0, &message(comm.rank(), peer, n + k, 5000));
