@@ -216,8 +216,17 @@ pub fn kill(pid: u32) {
     signal(pid, libc::SIGKILL);
 }
 
+/// Stops a child process, which was not waited for, and returns when all its threads have stopped.
+pub fn stop(pid: u32) {
+    signal(pid, libc::SIGSTOP);
+    let (pid, mut status) = (i32::try_from(pid).unwrap(), 0);
+    // SAFETY: the pointer is valid for one integer.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
+    assert!(libc::WIFSTOPPED(status));
+}
+
 /// Sends a signal to a child process, which was not waited for.
-pub fn signal(pid: u32, signal: i32) {
+fn signal(pid: u32, signal: i32) {
     // SAFETY: the number is that of a child that was not reaped, so that no other process has it.
     assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), signal) }, 0);
 }

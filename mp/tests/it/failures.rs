@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::{
     DONE, LONG, buffer, bytes, copying, ends_well, failed, free_port, host_buffer, is_part_of, job_test,
-    kill, message, myself, own_gpu, ranks, runs, says, send_and_wait, signal, stream, succeeds, syndrome,
+    kill, message, myself, own_gpu, ranks, runs, says, send_and_wait, stop, stream, succeeds, syndrome,
     until,
 };
 use gdsync::mlx5::Syndrome;
@@ -282,7 +282,7 @@ job_test!(dead_receivers_release_streams, 7, Communicator::builder().watch(false
     for (rank, s) in (1..).zip(streams.iter().flat_map(|s| [s, s])) {
         let is_stopped = rank % 2 == 0;
         if is_stopped {
-            signal(comm.child(rank).unwrap(), libc::SIGSTOP);
+            stop(comm.child(rank).unwrap());
         }
         let first = comm.isend_on_stream(s, &buffer, 0..8, rank).unwrap();
         let sent = send_and_wait(comm, s, &buffer, 0..8, rank);
