@@ -221,7 +221,9 @@ static void unsignalled(gda_ctx_t ctx, int of_comm)
         OK(gda_win_destroy(win, PATIENCE));
     OK(gda_comm_destroy(comm, PATIENCE));
     OK(pthread_join(thread, &result));
-    CHECK((intptr_t)result, -ECANCELED);
+    /* EINVAL: the thread was late, and found no window. */
+    if ((intptr_t)result != -EINVAL)
+        CHECK((intptr_t)result, -ECANCELED);
 }
 
 int main(void)
