@@ -2,6 +2,8 @@
 
 use std::fmt::Display;
 
+use gdsync_capi_support::guard::in_words;
+
 /// What texts of the crates below say, and what a program in C calls it. Phrases come before the names that they contain.
 const WORDS: &[(&str, &str)] = &[
     ("(CommunicatorBuilder::timeout)", "(timeout_ns)"),
@@ -86,10 +88,7 @@ const CONDITIONS: [(&str, &str); 4] =
 
 /// The text of an error for programs in C.
 pub(crate) fn in_c(error: &impl Display) -> String {
-    WORDS.iter().chain(&CONDITIONS).fold(error.to_string(), |text, (rust, c)| match text.contains(rust) {
-        true => text.replace(rust, c),
-        false => text,
-    })
+    in_words(error.to_string(), WORDS.iter().chain(&CONDITIONS))
 }
 
 #[cfg(test)]

@@ -84,7 +84,7 @@ impl Software {
         numbers(self.least()).is_none_or(|least| version >= least)
     }
 
-    /// What is missing where a known version is too old; `found` names it.
+    /// The complaint about a known version that is too old; `found` names the software.
     pub(super) fn lack(self, found: impl Display, version: Option<(u32, u32)>) -> Option<String> {
         let is_old = !self.is_met(version?);
         is_old.then(|| format!("{found} is older than {}: no {}", self.least(), self.for_what()))

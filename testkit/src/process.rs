@@ -45,6 +45,28 @@ pub fn in_child(act: impl FnOnce() -> bool) -> End {
     }
 }
 
+/// Sends a signal to a child process.
+///
+/// # Panics
+/// If the child was waited for.
+pub fn signal(pid: u32, signal: i32) {
+    let pid = i32::try_from(pid).expect("the system's numbers are small");
+    // SAFETY: the caller's child was not waited for, so that no other process has its number.
+    assert_eq!(unsafe { libc::kill(pid, signal) }, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// Stops a child process, and returns when all its threads have stopped.
+///
+/// # Panics
+/// As [`signal`]; if the child has ended.
+pub fn stop(pid: u32) {
+    signal(pid, libc::SIGSTOP);
+    let (pid, mut status) = (i32::try_from(pid).expect("checked above"), 0);
+    // SAFETY: the pointer is valid for one integer.
+    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
+    assert!(libc::WIFSTOPPED(status), "it has ended: {status}");
+}
+
 /// A port that nobody listens at. It is below those that the system gives to connections: none takes it before it is used.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);

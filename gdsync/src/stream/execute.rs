@@ -102,7 +102,7 @@ pub(super) fn execute(op: Op, runner: &impl Runner) -> Result<(), Unsatisfied> {
                 || cond.holds32(at.load(), value),
             );
             return match waited {
-                // What needs the credit fails.
+                // The send that needs the credit fails.
                 Err(Unsatisfied::Lost(_)) => Ok(()),
                 other => other,
             };

@@ -11,6 +11,7 @@ use std::{env, thread};
 use gdsync::Error;
 use gdsync::stream::{Batch, Stream};
 use gdsync::verbs::{QpAddress, RecvWr, RemoteAddr, SendWr};
+use gdsync_testkit::process;
 
 use crate::common::Side;
 
@@ -194,23 +195,12 @@ impl Peer {
         self.child.wait().unwrap();
     }
 
-    fn signal(&self, signal: i32) -> i32 {
-        let pid = i32::try_from(self.child.id()).unwrap();
-        // SAFETY: a plain call; the child has not been waited for, so the number is still its own.
-        assert_eq!(unsafe { libc::kill(pid, signal) }, 0);
-        pid
-    }
-
     /// Stops all its threads, and returns when they have stopped.
     pub fn stop(&self) {
-        let pid = self.signal(libc::SIGSTOP);
-        let mut status = 0;
-        // SAFETY: the pointer is valid for one integer.
-        assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
-        assert!(libc::WIFSTOPPED(status));
+        process::stop(self.child.id());
     }
 
     pub fn resume(&self) {
-        self.signal(libc::SIGCONT);
+        process::signal(self.child.id(), libc::SIGCONT);
     }
 }

@@ -99,7 +99,7 @@ impl Blocked {
     pub(crate) fn on(gpu: &Gpu, count: usize) -> Self {
         let word = Memory::alloc(4096).unwrap();
         let addr = word.gpu_addr(gpu).unwrap();
-        // What was dropped before is freed before they wait.
+        // Frees memory that was dropped before, while no stream waits.
         gpu.reclaim(PATIENCE).unwrap();
         let streams: Vec<_> = (0..count).map(|_| new_stream(gpu)).collect();
         let _current = gpu.enter().unwrap();

@@ -13,7 +13,8 @@ use gdsync::memory::Memory;
 use gdsync::mlx5::Syndrome;
 use gdsync::shm::back_off;
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
-pub use gdsync_testkit::process::free_port;
+use gdsync_testkit::process::signal;
+pub use gdsync_testkit::process::{free_port, stop};
 use gdsync_testkit::{driver, kernels};
 use mp::{Communicator, Error, Registration, Request};
 
@@ -214,21 +215,6 @@ pub fn ranks(name: &str, size: usize) -> Vec<Output> {
 /// Kills a child process, which was not waited for.
 pub fn kill(pid: u32) {
     signal(pid, libc::SIGKILL);
-}
-
-/// Stops a child process, which was not waited for, and returns when all its threads have stopped.
-pub fn stop(pid: u32) {
-    signal(pid, libc::SIGSTOP);
-    let (pid, mut status) = (i32::try_from(pid).unwrap(), 0);
-    // SAFETY: the pointer is valid for one integer.
-    assert_eq!(unsafe { libc::waitpid(pid, &raw mut status, libc::WUNTRACED) }, pid);
-    assert!(libc::WIFSTOPPED(status));
-}
-
-/// Sends a signal to a child process, which was not waited for.
-fn signal(pid: u32, signal: i32) {
-    // SAFETY: the number is that of a child that was not reaped, so that no other process has it.
-    assert_eq!(unsafe { libc::kill(i32::try_from(pid).unwrap(), signal) }, 0);
 }
 
 /// Bytes of address space this process has mapped.

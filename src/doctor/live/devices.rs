@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use super::{Reporter, await_first_gpu};
 use crate::library::load;
 
-/// What was tried of mapping. `None`: not reached.
+/// Trials of mapping GPU memory.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub(in crate::doctor) struct MappingFacts {
     /// What a trial of each backend showed, or why it does not serve; those not reached are missing.

@@ -564,7 +564,7 @@ fn cycle(env: &Env, gdr: &Gdr, number: u32) -> Outcome {
     Ok(())
 }
 
-/// What is held: how much of what, and how much more is no leak. Allocators keep a little; what leaks in every cycle is more.
+/// Resources in use: name, amount, and the growth that is no leak. Allocators keep a little; a leak in every cycle grows by more.
 type Held = Vec<(&'static str, u64, u64)>;
 
 fn held(env: &Env, gdr: &Gdr) -> Outcome<Held> {

@@ -38,6 +38,11 @@ const WORDS: [(&str, &str); 15] = [
     (" or to Device::find", ""),
 ];
 
+/// A text with words for programs in C: each pair is what a crate says, and what C says.
+pub fn in_words<'a>(text: String, words: impl IntoIterator<Item = &'a (&'a str, &'a str)>) -> String {
+    words.into_iter().fold(text, |text, (rust, c)| text.replace(rust, c))
+}
+
 /// A failure of a call.
 pub trait Failure: fmt::Display {
     /// What the call returns.
@@ -69,8 +74,7 @@ pub struct Library {
 impl Library {
     /// Remembers the reason of a failure for [`last_error`], and writes it to standard error.
     pub fn report(&self, call: &str, reason: impl fmt::Display, is_printed: bool) {
-        let text = format!("{call}: {reason}");
-        let text = WORDS.iter().fold(text, |text, (rust, c)| text.replace(rust, c));
+        let text = in_words(format!("{call}: {reason}"), &WORDS);
         if is_printed {
             self.announce(&text);
         }

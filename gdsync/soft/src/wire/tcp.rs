@@ -518,7 +518,7 @@ impl Control {
                 return;
             }
         };
-        // It ends with its own handle of the connection: who takes the link has the only one, and the port sees when that ends.
+        // Consumes this handle of the connection: the link then has the only one, and the port sees when the link ends.
         let welcome = move || {
             let mut connections = shared.connections.lock();
             let verdict = connections.verdict(peer, shared.own);
