@@ -1,7 +1,8 @@
 //! The stream of a program: a host thread or a CUDA stream, where payload and queues are, and kernels.
 
 use clap::{Args, ValueEnum};
-use cudarc::driver::{CudaContext, CudaStream, result, sys};
+use gdrcopy::cuda::raw::Api;
+use gdrcopy::cuda::raw::layout::{Handle, STREAM_NON_BLOCKING};
 use gdsync::cuda::Gpu;
 use gdsync::memory::{Memory, Word32};
 use gdsync::stream::{CudaStreamConfig, HostStreamConfig, Stream, Via};
@@ -13,7 +14,7 @@ use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::{CStr, c_void};
 use std::fmt;
-use std::sync::Arc;
+use std::ptr::null_mut;
 use std::time::Duration;
 
 use crate::measure::host;
@@ -300,8 +301,7 @@ impl AppStream {
                     CudaStreamConfig { depth: DEPTH, wait_limit: timeout, via, copies, ..Default::default() };
                 // Sends and waits run between the kernels.
                 // SAFETY: the stream stays as long as the process.
-                let stream =
-                    unsafe { Stream::cuda_from_raw(gpu, kernels.stream.cu_stream().addr(), config) }?;
+                let stream = unsafe { Stream::cuda_from_raw(gpu, kernels.stream, config) }?;
                 (stream, Some(kernels))
             }
             _ => {
@@ -355,34 +355,42 @@ impl AppStream {
     }
 }
 
+/// A PTX text that ends with NUL, as the driver takes it.
+pub const fn ptx(text: &'static str) -> &'static CStr {
+    match CStr::from_bytes_with_nul(text.as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("a text without NUL, and one at its end"),
+    }
+}
+
 /// A stream and a module of kernels. Both stay as long as the process: nothing can outlive them.
 #[derive(Debug)]
 pub struct Kernels {
-    stream: &'static Arc<CudaStream>,
-    module: sys::CUmodule,
+    gpu: Gpu,
+    stream: Handle,
+    module: Handle,
 }
 
 /// A kernel of a loaded module, whose only parameter is an `A`.
 #[derive(Debug)]
 pub struct Kernel<A> {
-    function: sys::CUfunction,
+    function: Handle,
     argument: std::marker::PhantomData<A>,
 }
 
 impl Kernels {
-    /// Makes a stream, and loads kernels from their PTX text.
+    /// Makes a stream, and loads kernels from their PTX text. The GPU is current for this thread from here on, as applications
+    /// have it.
     pub fn load(gpu: &Gpu, ptx: &'static CStr) -> Result<Self> {
-        // SAFETY: loading the driver's library runs its initialisers, which any use of CUDA does.
-        if !unsafe { sys::is_culib_present() } {
-            return Err("libcuda.so.1 cannot be loaded a second time".into());
-        }
-        let context = CudaContext::new(usize::try_from(gpu.ordinal())?)?;
-        context.bind_to_thread()?;
-        let stream = Box::leak(Box::new(context.new_stream()?));
-        // SAFETY: a terminated PTX text.
-        let module = unsafe { result::module::load_data(ptx.as_ptr().cast()) }
+        let (api, mut stream, mut module) = (gpu.api(), 0, 0);
+        // SAFETY: the context stays as long as the process, as the stream keeps its GPU.
+        unsafe { api.ctx_push_current(gpu.raw_context()) }?;
+        // SAFETY: a place for the answer.
+        unsafe { api.stream_create(&raw mut stream, STREAM_NON_BLOCKING, 0) }?;
+        // SAFETY: a place for the answer, and a terminated PTX text.
+        unsafe { api.module_load_data(&raw mut module, ptx.as_ptr().cast()) }
             .map_err(|e| format!("the GPU driver cannot compile the kernels: {e}"))?;
-        Ok(Self { stream, module })
+        Ok(Self { gpu: gpu.clone(), stream, module })
     }
 
     /// Finds a kernel.
@@ -390,8 +398,9 @@ impl Kernels {
     /// # Safety
     /// Its only parameter must have the layout of `A`.
     pub unsafe fn find<A: Copy>(&self, name: &CStr) -> Result<Kernel<A>> {
-        // SAFETY: the module stays loaded.
-        let function = unsafe { result::module::get_function(self.module, name.to_owned()) }
+        let (api, mut function) = (self.gpu.api(), 0);
+        // SAFETY: a place for the answer; the module stays loaded, and the name ends with a 0.
+        unsafe { api.module_get_function(&raw mut function, self.module, name.as_ptr()) }
             .map_err(|e| format!("kernel {}: {e}", name.to_string_lossy()))?;
         Ok(Kernel { function, argument: std::marker::PhantomData })
     }
@@ -408,28 +417,23 @@ impl Kernels {
         mut argument: A,
     ) -> Result<()> {
         let mut arguments: [*mut c_void; 1] = [(&raw mut argument).cast()];
-        let (grid, block) = ((blocks, 1, 1), (threads, 1, 1));
-        self.stream.context().bind_to_thread()?;
+        let (function, params) = (kernel.function, arguments.as_mut_ptr());
         // SAFETY: the argument is of the kernel's type and copied by the call; the caller vouches for what it names.
-        unsafe {
-            result::launch_kernel(kernel.function, grid, block, 0, self.stream.cu_stream(), &mut arguments)
-        }?;
-        Ok(())
+        let call = |api: &Api| unsafe {
+            api.launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, self.stream, params, null_mut())
+        };
+        Ok(self.gpu.within(call)?)
     }
 
     /// The stream, for libraries that put their own work on it.
-    pub fn stream(&self) -> &Arc<CudaStream> {
-        self.stream
-    }
-
-    /// Makes the context of the stream current for the calling thread.
-    pub fn bind(&self) -> Result<()> {
-        Ok(self.stream.context().bind_to_thread()?)
+    pub fn stream(&self) -> *mut c_void {
+        std::ptr::without_provenance_mut(self.stream)
     }
 
     /// Blocks until everything on the stream is done, which its wait limit bounds.
     pub fn synchronize(&self) -> Result<()> {
-        Ok(self.stream.synchronize()?)
+        // SAFETY: the stream stays.
+        Ok(self.gpu.within(|api| unsafe { api.stream_synchronize(self.stream) })?)
     }
 }
 

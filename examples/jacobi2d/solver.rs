@@ -2,7 +2,7 @@
 
 use crate::grid::Block;
 use crate::{Mode, Options};
-use gdasync::app_stream::{AppStream, Kernel, Kernels};
+use gdasync::app_stream::{AppStream, Kernel, Kernels, ptx};
 use gdasync::results::Result;
 use gdsync::stream::{Batch, Graph, Launch};
 use mp::{Channel, Communicator, Piece, Registration, Request};
@@ -248,11 +248,7 @@ pub(crate) fn iteration(solver: &Solver<'_>, channels: &[Channel], n: u32) -> Re
 }
 
 /// The compiled kernel.
-pub(crate) const PTX: &CStr =
-    match CStr::from_bytes_with_nul(concat!(include_str!("../kernels/jacobi2d.ptx"), "\0").as_bytes()) {
-        Ok(text) => text,
-        Err(_) => panic!("a text without NUL, and one at its end"),
-    };
+pub(crate) const PTX: &CStr = ptx(concat!(include_str!("../kernels/jacobi2d.ptx"), "\0"));
 
 /// The argument of the kernel, as in the source.
 #[derive(Clone, Copy)]

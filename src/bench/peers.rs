@@ -6,9 +6,9 @@ mod nvshmem;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use cudarc::driver::{result, sys};
+use cudarc::driver::result;
 use gdasync::app_stream::{AppStream, Kernels, Placement};
-use gdasync::gdsync::stream::{Batch, Cond, Via};
+use gdasync::gdsync::stream::{Batch, Cond, Stream, Via};
 use gdasync::measure::{Samples, objection};
 use gdasync::mp::{Channel, Communicator, Registration, Rma, Signal, Window};
 use gdasync::pingpong::{HALF_RTT, PTX, Work};
@@ -90,16 +90,9 @@ pub(super) trait Way {
     /// Puts the wait for message `n` on the stream.
     fn receive(&self, bytes: usize, n: u64) -> Result<()>;
 
-    /// Captures what `fill` puts on the stream, as a foreign library does; `None` where graphs refuse it.
-    fn capture(&self, kernels: &Kernels, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Graph<'_>>> {
-        let stream = kernels.stream();
-        stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)?;
-        let filled = fill();
-        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-        let graph = stream.end_capture(flags);
-        filled?;
-        let graph = graph?.ok_or("nothing was captured")?;
-        Ok(Some(Box::new(move || Ok(graph.launch()?))))
+    /// Whether graphs take it.
+    fn is_captured(&self) -> bool {
+        true
     }
 
     /// Ends it at both ranks.
@@ -107,8 +100,6 @@ pub(super) trait Way {
         Ok(())
     }
 }
-
-type Graph<'a> = Box<dyn Fn() -> Result<()> + 'a>;
 
 /// Messages of mp between the two halves of a buffer.
 struct Ours<'a> {
@@ -224,14 +215,8 @@ impl Way for Ours<'_> {
         Ok(())
     }
 
-    fn capture(&self, _: &Kernels, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Graph<'_>>> {
-        if let By::Messages = self.by {
-            return Ok(None);
-        }
-        let capture = self.app.stream.begin_capture()?;
-        fill()?;
-        let graph = capture.end()?;
-        Ok(Some(Box::new(move || Ok(graph.launch(&self.app.stream).map(drop)?))))
+    fn is_captured(&self) -> bool {
+        !matches!(self.by, By::Messages)
     }
 }
 
@@ -314,10 +299,11 @@ impl Options {
         };
         // Graphs repeat the first numbers.
         let mut numbers = vec![ahead; ways.len()];
-        let graphs = ways
-            .iter()
-            .map(|way| way.capture(rig.kernels, &mut || (0..ahead).try_for_each(|n| round(*way, n + 1))));
-        let graphs = graphs.collect::<Result<Vec<_>>>()?;
+        let capture = |way: &&dyn Way| {
+            let fill = |_: &Stream| (0..ahead).try_for_each(|n| round(*way, n + 1));
+            way.is_captured().then(|| app.stream.capture(fill)).transpose()
+        };
+        let graphs = ways.iter().map(capture).collect::<Result<Vec<_>>>()?;
         let mut samples = vec![[Samples::default(), Samples::default()]; ways.len()];
         for sample in 0..=self.iters {
             for (at, way) in ways.iter().enumerate() {
@@ -335,8 +321,8 @@ impl Options {
                     unsafe { result::memcpy_htod_sync(source, &sent) }?;
                     rig.comm.barrier(None)?;
                     let start = Instant::now();
-                    if let Some(launch) = graph {
-                        launch()?;
+                    if let Some(graph) = graph {
+                        graph.launch(&app.stream)?;
                     } else {
                         for _ in 0..ahead {
                             numbers[at] += 1;

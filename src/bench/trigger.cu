@@ -29,24 +29,30 @@ static __device__ void store_release(u32 *word, u32 value)
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
-// Says that it runs, waits for the gate, and says that it is over, to whom an address is given. Gives up after `limit_ns`,
+struct Gate {
+    u32 *ready;
+    const u32 *gate;
+    u32 *over;
+    u64 limit_ns;
+};
+
+// Says that it runs, waits for the gate, and says that it is over where an address for that is given. Gives up after `limit_ns`,
 // so it ends even if the CPU is gone; the clock is read only now and then.
-extern "C" __global__ void await_gate(u32 *ready, const u32 *gate, u32 *over, u64 limit_ns)
+extern "C" __global__ void await_gate(Gate it)
 {
-    if (ready)
-        store_release(ready, 1);
+    store_release(it.ready, 1);
     u64 start = 0;
-    for (u32 polls = 1; load_acquire(gate) == 0; ++polls) {
+    for (u32 polls = 1; load_acquire(it.gate) == 0; ++polls) {
         if (polls % 1024 != 0)
             continue;
         u64 time = now_ns();
         if (start == 0)
             start = time;
-        else if (time - start > limit_ns)
+        else if (time - start > it.limit_ns)
             return;
     }
-    if (over)
-        store_release(over, 1);
+    if (it.over)
+        store_release(it.over, 1);
 }
 
 extern "C" __global__ void store_word(u32 *word)
@@ -54,11 +60,9 @@ extern "C" __global__ void store_word(u32 *word)
     store_release(word, 1);
 }
 
-// Keeps the GPU busy for so long, then counts itself where an address is given.
-extern "C" __global__ void spin(u32 *count, u64 ns)
+// Keeps the GPU busy for so long.
+extern "C" __global__ void spin(u64 ns)
 {
     for (u64 start = now_ns(); now_ns() - start < ns;) {
     }
-    if (count)
-        store_release(count, load_acquire(count) + 1);
 }

@@ -1,7 +1,7 @@
 //! The buffers of a rank, and the host functions or kernels that fill and check them and take the times.
 
 use super::{Cost, Measured, Options};
-use crate::app_stream::{AppStream, Kernel, Kernels, Placed};
+use crate::app_stream::{AppStream, Kernel, Kernels, Placed, ptx};
 use crate::measure::{Pattern, Samples, thread_cpu};
 use crate::results::Result;
 use gdsync::memory::Memory;
@@ -238,12 +238,7 @@ impl Checker for HostChecker<'_> {
 }
 
 /// The compiled kernels.
-pub const PTX: &CStr = match CStr::from_bytes_with_nul(
-    concat!(include_str!("../../examples/kernels/pingpong.ptx"), "\0").as_bytes(),
-) {
-    Ok(text) => text,
-    Err(_) => panic!("a text without NUL, and one at its end"),
-};
+pub const PTX: &CStr = ptx(concat!(include_str!("../../examples/kernels/pingpong.ptx"), "\0"));
 
 /// The arguments of `turn`, as in the source.
 #[derive(Clone, Copy)]

@@ -171,17 +171,10 @@ fn copy_runs_on_plain_memory() {
 
 #[test]
 fn stream_and_trigger_write_their_results_or_need_a_gpu() {
-    for (args, reason, groups) in [
-        (
-            "stream --calls 200",
-            "install the NVIDIA driver",
-            &["library, per operation, queues in host memory"][..],
-        ),
-        (
-            "trigger --rounds 20 --busy 0,1",
-            "GPU memory cannot be mapped here",
-            &["trigger", "wake", "enqueue"],
-        ),
+    let reason = "install the NVIDIA driver";
+    for (args, groups) in [
+        ("stream --calls 200", &["library, per operation, queues in host memory"][..]),
+        ("trigger --rounds 20 --busy 0,1", &["trigger", "wake"]),
     ] {
         let json = Scratch::new("bench");
         let (output, out, err) = run(command(&format!("gdasync bench {args} --json {}", json.text())));

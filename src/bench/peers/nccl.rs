@@ -79,7 +79,6 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     let (mut version, mut id) = (0, UniqueId([0; 128]));
     // SAFETY: a place for the answer.
     checked("ncclGetVersion", unsafe { (functions.version)(&mut version) })?;
-    rig.kernels.bind()?;
     if rig.comm.rank() == 0 {
         // SAFETY: a place for the answer.
         checked("ncclGetUniqueId", unsafe { (functions.unique_id)(&mut id) })?;
@@ -106,12 +105,6 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     Ok((version, ways))
 }
 
-impl Nccl<'_> {
-    fn stream(&self) -> Pointer {
-        self.kernels.stream().cu_stream().cast()
-    }
-}
-
 /// `ncclSend` and `ncclRecv`.
 struct SendRecv<'a>(Rc<Nccl<'a>>);
 
@@ -127,8 +120,9 @@ impl Way for SendRecv<'_> {
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {
         let nccl = &self.0;
         // SAFETY: the first part of the buffer, and a communicator and a stream that live.
-        let told =
-            unsafe { (nccl.functions.send)(nccl.buffer, bytes, CHAR, nccl.peer, nccl.comm, nccl.stream()) };
+        let told = unsafe {
+            (nccl.functions.send)(nccl.buffer, bytes, CHAR, nccl.peer, nccl.comm, nccl.kernels.stream())
+        };
         Ok(checked("ncclSend", told)?)
     }
 
@@ -136,7 +130,8 @@ impl Way for SendRecv<'_> {
         let nccl = &self.0;
         let to = nccl.buffer.wrapping_byte_add(nccl.room);
         // SAFETY: the second part of the buffer, and a communicator and a stream that live.
-        let told = unsafe { (nccl.functions.recv)(to, bytes, CHAR, nccl.peer, nccl.comm, nccl.stream()) };
+        let told =
+            unsafe { (nccl.functions.recv)(to, bytes, CHAR, nccl.peer, nccl.comm, nccl.kernels.stream()) };
         Ok(checked("ncclRecv", told)?)
     }
 
@@ -178,7 +173,7 @@ impl Way for PutSignal<'_> {
                 0,
                 0,
                 nccl.comm,
-                nccl.stream(),
+                nccl.kernels.stream(),
             )
         };
         Ok(checked("ncclPutSignal", told)?)
@@ -187,7 +182,8 @@ impl Way for PutSignal<'_> {
     fn receive(&self, _bytes: usize, _n: u64) -> Result<()> {
         let mut signal = WaitSignal { count: 1, peer: self.nccl.peer, signal: 0, context: 0 };
         // SAFETY: one description, and a communicator and a stream that live.
-        let told = unsafe { (self.puts.wait_signal)(1, &mut signal, self.nccl.comm, self.nccl.stream()) };
+        let told =
+            unsafe { (self.puts.wait_signal)(1, &mut signal, self.nccl.comm, self.nccl.kernels.stream()) };
         Ok(checked("ncclWaitSignal", told)?)
     }
 }

@@ -95,7 +95,6 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     let library = load(name)?;
     // SAFETY: the types are those of nvshmemx.h.
     let functions = unsafe { Functions::find(library) }?;
-    rig.kernels.bind()?;
     let mut id = UniqueId { version: version(128), internal: [0; 124] };
     if rig.comm.rank() == 0 {
         // SAFETY: a place for the answer.
@@ -125,12 +124,6 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     Ok((format!("NVSHMEM {major}.{minor}.{patch}"), vec![Box::new(nvshmem)]))
 }
 
-impl Nvshmem<'_> {
-    fn stream(&self) -> *mut c_void {
-        self.kernels.stream().cu_stream().cast()
-    }
-}
-
 impl Way for Nvshmem<'_> {
     fn name(&self) -> String {
         "NVSHMEM put and signal".into()
@@ -144,14 +137,23 @@ impl Way for Nvshmem<'_> {
         let to = self.buffer.wrapping_byte_add(self.room);
         // SAFETY: both parts of the symmetric buffer, a symmetric word, and a stream that lives.
         unsafe {
-            (self.functions.put_signal)(to, self.buffer, bytes, self.word, n, SET, self.peer, self.stream());
+            (self.functions.put_signal)(
+                to,
+                self.buffer,
+                bytes,
+                self.word,
+                n,
+                SET,
+                self.peer,
+                self.kernels.stream(),
+            );
         }
         Ok(())
     }
 
     fn receive(&self, _bytes: usize, n: u64) -> Result<()> {
         // SAFETY: a symmetric word, and a stream that lives.
-        unsafe { (self.functions.wait_signal)(self.word, EQUAL, n, self.stream()) };
+        unsafe { (self.functions.wait_signal)(self.word, EQUAL, n, self.kernels.stream()) };
         Ok(())
     }
 
