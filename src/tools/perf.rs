@@ -5,9 +5,10 @@ use std::time::Instant;
 
 use clap::Args;
 use gdrcopy::{BackendKind, MappingType};
+use gdsync::cuda::Gpu;
 use serde::Serialize;
 
-use super::cuda::{self, Pinned, compare, compare_buffer, pattern, time};
+use super::cuda::{self, compare, compare_buffer, pattern, time};
 use super::{Bench, Memory, Program, bytes, usage};
 use crate::measure::Samples;
 use crate::results::{Point, Result, Unit};
@@ -135,19 +136,20 @@ impl Program for Copylat {
         if by_cuda && bench.gdr.backend() == BackendKind::Host {
             return Err("-c and -C need a GPU; the host backend has none".into());
         }
-        let context = by_cuda.then(|| cuda::context(bench.gpu)).transpose()?;
+        let gpu = by_cuda.then(|| Gpu::open(bench.gpu)).transpose()?;
+        let _current = gpu.as_ref().map(Gpu::enter).transpose()?;
         let (buffer, mapping) = bench.map(self.size, &self.memory)?;
         if self.cold_cache && mapping.kind() != MappingType::Cached {
             return Err(format!("-C needs a cached mapping; this one is {:?}", mapping.kind()).into());
         }
-        let mut pinned = context.as_ref().map(|context| Pinned::alloc(context, self.size)).transpose()?;
-        let cold = context.as_ref().filter(|_| self.cold_cache);
-        let copies = |calls: u32, copy: &mut dyn FnMut() -> Result<()>| match cold {
-            None => time(calls, copy),
-            Some(context) => {
+        let pinned = gpu.as_ref().filter(|_| self.cumemcpy);
+        let pinned = pinned.map(|gpu| cuda::pinned(gpu, self.size)).transpose()?;
+        let copies = |calls: u32, copy: &mut dyn FnMut() -> Result<()>| match self.cold_cache {
+            false => time(calls, copy),
+            true => {
                 let mut samples = Samples::default();
                 for _ in 0..calls {
-                    cuda::clear(context, buffer.addr(), buffer.len())?;
+                    cuda::clear(buffer.addr(), buffer.len())?;
                     let start = Instant::now();
                     copy()?;
                     samples.add(start.elapsed());
@@ -168,14 +170,15 @@ impl Program for Copylat {
             rows.push(("gdr_copy_from_mapping", copies(reads, &mut || Ok(mapping.read(0, found)?))?));
             let expected = if self.cold_cache { &vec![0; bytes] } else { &good };
             compare("gdr_copy_from_mapping", expected, found)?;
-            if let Some(pinned) = pinned.as_mut().filter(|_| self.cumemcpy) {
-                pinned.bytes()[..bytes].copy_from_slice(&good);
+            if let Some(pinned) = &pinned {
+                pinned.write(0, &good)?;
                 buffer.copy_in(0, &pattern(2, bytes))?;
                 let (host, gpu) = (pinned.addr(), buffer.addr());
                 rows.push(("cuMemcpy_H2D", time(writes, || cuda::memcpy(gpu, host, bytes))?));
-                pinned.bytes()[..bytes].fill(0);
+                pinned.fill(0, bytes, 0)?;
                 rows.push(("cuMemcpy_D2H", time(reads, || cuda::memcpy(host, gpu, bytes))?));
-                compare("there and back by cuMemcpy", &good, &pinned.bytes()[..bytes])?;
+                pinned.read(0, found)?;
+                compare("there and back by cuMemcpy", &good, found)?;
             }
             for (name, (samples, each)) in rows {
                 let point = Point::time(bytes as u64, &samples, each);

@@ -11,10 +11,23 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// What a run ends with; see `pplat/kernel.rs`.
+// What a run ends with; see `pplat.rs`.
 struct Verdict {
     u32 wrong_words;
     u32 blocks_gave_up;
+};
+
+struct Arguments {
+    // One word, which all blocks poll, and a word for each block, which the CPU polls.
+    u32 *gpu_flag;
+    u32 *cpu_flags;
+    u64 rounds;
+    volatile u32 *data;
+    u64 words;
+    u64 limit_ns;
+    Verdict *verdict;
+    // By `gpu_produces` the clock of block 0 at the start and after every round, `rounds + 1` values.
+    u64 *times;
 };
 
 static __device__ u64 now_ns()
@@ -59,8 +72,7 @@ static __device__ u32 expected(u32 round, u64 index)
 }
 
 // The CPU writes data and the GPU flag; the blocks check the data and answer.
-extern "C" __global__ void cpu_produces(const u32 *gpu_flag, u32 *cpu_flags, u32 rounds, const volatile u32 *data,
-                                        u64 words, u64 limit_ns, Verdict *verdict)
+extern "C" __global__ void cpu_produces(Arguments it)
 {
     __shared__ bool go;
     const u64 threads = (u64)gridDim.x * blockDim.x;
@@ -68,54 +80,52 @@ extern "C" __global__ void cpu_produces(const u32 *gpu_flag, u32 *cpu_flags, u32
     u32 wrong = 0;
 
     if (threadIdx.x == 0)
-        store_release(&cpu_flags[blockIdx.x], 1);
-    for (u32 round = 1; round <= rounds; ++round) {
+        store_release(&it.cpu_flags[blockIdx.x], 1);
+    for (u32 round = 1; round <= it.rounds; ++round) {
         if (threadIdx.x == 0)
-            go = await(gpu_flag, round, limit_ns);
+            go = await(it.gpu_flag, round, it.limit_ns);
         __syncthreads();
         if (!go)
             break;
-        for (u64 i = first; i < words; i += threads)
-            wrong += data[i] != expected(round, i);
+        for (u64 i = first; i < it.words; i += threads)
+            wrong += it.data[i] != expected(round, i);
         __syncthreads();
         if (threadIdx.x == 0)
-            store_release(&cpu_flags[blockIdx.x], round + 1);
+            store_release(&it.cpu_flags[blockIdx.x], round + 1);
     }
     if (wrong)
-        atomicAdd(&verdict->wrong_words, wrong);
+        atomicAdd(&it.verdict->wrong_words, wrong);
     if (threadIdx.x == 0 && !go)
-        atomicAdd(&verdict->blocks_gave_up, 1);
+        atomicAdd(&it.verdict->blocks_gave_up, 1);
 }
 
-// The blocks write data and their CPU flags; the CPU checks the data and answers in the GPU flag. `times` gets the
-// clock of block 0 at the start and after every round, `rounds + 1` values.
-extern "C" __global__ void gpu_produces(const u32 *gpu_flag, u32 *cpu_flags, u32 rounds, volatile u32 *data, u64 words,
-                                        u64 limit_ns, Verdict *verdict, u64 *times)
+// The blocks write data and their CPU flags; the CPU checks the data and answers in the GPU flag.
+extern "C" __global__ void gpu_produces(Arguments it)
 {
     __shared__ bool go;
     const u64 threads = (u64)gridDim.x * blockDim.x;
     const u64 first = (u64)blockIdx.x * blockDim.x + threadIdx.x;
 
     if (threadIdx.x == 0) {
-        store_release(&cpu_flags[blockIdx.x], 1);
-        go = await(gpu_flag, 1, limit_ns);
+        store_release(&it.cpu_flags[blockIdx.x], 1);
+        go = await(it.gpu_flag, 1, it.limit_ns);
         if (blockIdx.x == 0)
-            times[0] = now_ns();
+            it.times[0] = now_ns();
     }
     __syncthreads();
-    for (u32 round = 1; round <= rounds && go; ++round) {
-        for (u64 i = first; i < words; i += threads)
-            data[i] = expected(round, i);
+    for (u32 round = 1; round <= it.rounds && go; ++round) {
+        for (u64 i = first; i < it.words; i += threads)
+            it.data[i] = expected(round, i);
         // The barrier and the release after it order the data of all threads before the flag.
         __syncthreads();
         if (threadIdx.x == 0) {
-            store_release(&cpu_flags[blockIdx.x], round + 1);
-            go = await(gpu_flag, round + 1, limit_ns);
+            store_release(&it.cpu_flags[blockIdx.x], round + 1);
+            go = await(it.gpu_flag, round + 1, it.limit_ns);
             if (blockIdx.x == 0)
-                times[round] = now_ns();
+                it.times[round] = now_ns();
         }
         __syncthreads();
     }
     if (threadIdx.x == 0 && !go)
-        atomicAdd(&verdict->blocks_gave_up, 1);
+        atomicAdd(&it.verdict->blocks_gave_up, 1);
 }

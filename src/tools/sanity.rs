@@ -16,14 +16,13 @@ use std::fmt::Display;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use cudarc::driver::CudaContext;
 use gdrcopy::cuda::AllocKind;
 use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer};
+use gdsync::cuda::Gpu;
 use indicatif::ProgressBar;
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process_group, set_parent_process_death_signal,
@@ -32,7 +31,7 @@ use rustix::process::{
 use serde::Serialize;
 use serde_json::json;
 
-use super::{Common, Program, Usage, cuda, versions};
+use super::{Common, Program, Usage, versions};
 use crate::measure::Machine;
 use crate::results::{JsonFile, Result};
 use crate::{note, out};
@@ -252,12 +251,12 @@ impl Env {
         }
     }
 
-    /// The CUDA context of the GPU; waives the case where there is no GPU.
-    fn cuda(&self, gdr: &Gdr) -> Outcome<Arc<CudaContext>> {
+    /// The GPU; waives the case where there is none.
+    fn cuda(&self, gdr: &Gdr) -> Outcome<Gpu> {
         if gdr.backend() == BackendKind::Host {
             return waive("needs a GPU");
         }
-        cuda::context(self.common.gpu).or_else(fail)
+        Ok(Gpu::open(self.common.gpu)?)
     }
 }
 

@@ -64,21 +64,6 @@ fn apiperf_times_each_call() {
 }
 
 #[test]
-fn pplat_plays_every_mode_with_many_blocks() {
-    for (args, producer) in [
-        ("-t 30", "CPU"),
-        ("-t 30 -m 1", "GPU"),
-        ("-t 30 -s 4096 -B 3", "CPU"),
-        ("-t 30 -s 4096 -B 3 -m 1", "GPU"),
-        ("-t 30 -s 100 -B 2 -G hostmem -C gpumem -D hostmem --flush", "CPU"),
-        ("-t 1 -m 1 -s 8 -B 2 -C gpumem -D hostmem", "GPU"),
-    ] {
-        let (report, said) = report(&format!("gdrcopy_pplat {args}"));
-        assert!(report.series[0].name.starts_with(&format!("{producer} produces")), "{args}: {said}");
-    }
-}
-
-#[test]
 fn sanity_passes_where_there_is_no_gpu() {
     let (report, said) = results("gdrcopy_sanity --cycles 10 --threads 2 --backend host");
     let rows = report["results"].as_array().unwrap();

@@ -148,6 +148,7 @@ const ERRORS: &[(&str, i32, &str)] = &[
     ("gdrcopy_copylat --backend host -C", 1, "need a GPU"),
     ("gdrcopy_apiperf --backend host -s 4096", 2, "65536"),
     ("gdrcopy_apiperf --backend host -n 0", 2, "--iterations"),
+    ("gdrcopy_pplat --backend host", 1, "pplat needs a GPU"),
     ("gdrcopy_pplat --backend host -s 3", 2, "multiple of 4"),
     ("gdrcopy_pplat --backend host -m 2", 2, "--mode"),
     ("gdrcopy_pplat --backend host -G disk", 2, "hostmem"),

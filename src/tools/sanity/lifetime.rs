@@ -5,14 +5,16 @@ use std::io::{IoSlice, IoSliceMut, PipeReader};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Barrier};
 use std::time::Duration;
 use std::{fs, io, thread};
 
-use cudarc::driver::sys::CUdevice_attribute;
-use cudarc::driver::{CudaContext, result, sys};
+use cudarc::driver::result;
+use cudarc::driver::sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE;
+use cudarc::driver::sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
 use gdrcopy::{BackendKind, Gdr};
+use gdsync::cuda::Gpu;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags, recvmsg, sendmsg,
@@ -27,29 +29,28 @@ use crate::nvml::{Bar1, Nvml};
 #[derive(Debug)]
 pub(super) struct Raw {
     pub(super) addr: u64,
-    context: Arc<CudaContext>,
+    gpu: Gpu,
 }
 
 impl Raw {
     /// `cuMemAlloc`, at any multiple of 512 bytes.
-    pub(super) fn device(context: &Arc<CudaContext>, len: usize) -> Outcome<Self> {
-        context.bind_to_thread()?;
-        // SAFETY: a context is current.
-        let addr = unsafe { result::malloc_sync(len) }?;
-        Ok(Self { addr, context: context.clone() })
+    pub(super) fn device(gpu: &Gpu, len: usize) -> Outcome<Self> {
+        let mut addr = 0;
+        // SAFETY: a place for the answer.
+        gpu.within(|api| unsafe { api.mem_alloc(&raw mut addr, len) })?;
+        Ok(Self { addr, gpu: gpu.clone() })
     }
 
-    pub(super) fn managed(context: &Arc<CudaContext>, len: usize) -> Outcome<Self> {
-        context.bind_to_thread()?;
-        let flags = sys::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL;
-        // SAFETY: a context is current.
-        let addr = unsafe { result::malloc_managed(len, flags) }?;
-        Ok(Self { addr, context: context.clone() })
+    pub(super) fn managed(gpu: &Gpu, len: usize) -> Outcome<Self> {
+        let mut addr = 0;
+        // SAFETY: a place for the answer.
+        gpu.within(|api| unsafe { api.mem_alloc_managed(&raw mut addr, len, CU_MEM_ATTACH_GLOBAL as u32) })?;
+        Ok(Self { addr, gpu: gpu.clone() })
     }
 
     pub(super) fn compare(&self, what: &str, expected: &[u8]) -> Outcome {
         let mut found = vec![0; expected.len()];
-        self.context.bind_to_thread()?;
+        let _current = self.gpu.enter()?;
         // SAFETY: the cases read no more than they allocated.
         unsafe { result::memcpy_dtoh_sync(&mut found, self.addr) }?;
         Ok(compare(what, expected, &found)?)
@@ -58,10 +59,8 @@ impl Raw {
 
 impl Drop for Raw {
     fn drop(&mut self) {
-        if self.context.bind_to_thread().is_ok() {
-            // SAFETY: allocated by this type and freed once. A failure would show in the leak checks.
-            let _ = unsafe { result::free_sync(self.addr) };
-        }
+        // SAFETY: allocated by this type and freed once. A failure would show in the leak checks.
+        let _ = self.gpu.within(|api| unsafe { api.mem_free(self.addr) });
     }
 }
 
@@ -185,8 +184,11 @@ fn free_under_copy(env: &Env) -> Outcome {
 
 /// Waives where only one process at a time may use the GPU.
 fn shared_gpu(env: &Env, gdr: &gdrcopy::Gdr) -> Outcome {
-    let Ok(context) = env.cuda(gdr) else { return Ok(()) };
-    match context.attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_MODE)? {
+    let Ok(gpu) = env.cuda(gdr) else { return Ok(()) };
+    let (asked, mut mode) = (CU_DEVICE_ATTRIBUTE_COMPUTE_MODE as u32, 0);
+    // SAFETY: a place for the answer, and the device of this ordinal.
+    gpu.within(|api| unsafe { api.device_get_attribute(&raw mut mode, asked, gpu.ordinal()) })?;
+    match mode {
         0 => Ok(()),
         _ => waive("the GPU is not in the default compute mode, and two processes are to use it"),
     }
@@ -434,6 +436,14 @@ fn receive_descriptor(stream: &UnixStream) -> Outcome<OwnedFd> {
 
 const EXTRA: u64 = 8;
 
+/// The bytes of memory of a GPU that are free, and all.
+fn memory_of(gpu: &Gpu) -> Outcome<(u64, u64)> {
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: places for the answers.
+    gpu.within(|api| unsafe { api.mem_get_info(&raw mut free, &raw mut total) })?;
+    Ok((free as u64, total as u64))
+}
+
 /// BAR1 of the GPU, or why NVML does not tell.
 fn bar1_of(env: &Env, gdr: &Gdr) -> Outcome<Result<Bar1, String>> {
     let gpu = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == env.common.gpu);
@@ -444,12 +454,11 @@ fn bar1_of(env: &Env, gdr: &Gdr) -> Outcome<Result<Bar1, String>> {
 /// Maps until BAR1 is full: a typed error, no harm to what is mapped, and room again when all is released.
 fn bar1(env: &Env) -> Outcome {
     let gdr = env.open()?;
-    let context = env.cuda(&gdr)?;
+    let (_, memory) = memory_of(&env.cuda(&gdr)?)?;
     let bar1 = match bar1_of(env, &gdr)? {
         Ok(bar1) => bar1,
         Err(why) => return waive(format_args!("the size of BAR1 is not known: {why}")),
     };
-    let memory = context.total_mem()? as u64;
     env.note(format_args!("{bar1:?}, {memory} bytes of GPU memory"));
     let chunk = (bar1.total / 64).clamp(2 << 20, 1 << 30);
     let len = usize::try_from(chunk)?;
@@ -570,8 +579,8 @@ type Held = Vec<(&'static str, u64, u64)>;
 fn held(env: &Env, gdr: &Gdr) -> Outcome<Held> {
     const SLACK: u64 = 48 << 20;
     let mut held = Held::new();
-    if let Some((free, total)) = env.cuda(gdr).ok().and_then(|context| context.mem_get_info().ok()) {
-        held.push(("bytes of GPU memory, unless another program took them", (total - free) as u64, SLACK));
+    if let Some((free, total)) = env.cuda(gdr).ok().and_then(|gpu| memory_of(&gpu).ok()) {
+        held.push(("bytes of GPU memory, unless another program took them", total - free, SLACK));
         match bar1_of(env, gdr)? {
             Ok(bar1) => held.push(("bytes of BAR1, unless another program took them", bar1.used, SLACK)),
             Err(why) => env.note(format_args!("BAR1 is not looked at: {why}")),

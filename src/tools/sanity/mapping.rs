@@ -5,7 +5,7 @@ use std::thread;
 
 use gdrcopy::{Attribute, BackendKind, Gdr, GpuBuffer, Mapping, MappingType, Pin, PinFlags, Word};
 
-use super::super::cuda::{Pinned, compare, compare_buffer, compare_mapping, pattern};
+use super::super::cuda::{compare, compare_buffer, compare_mapping, pattern, pinned};
 use super::lifetime::Raw;
 use super::{Env, Outcome, Row, Stop, fail, refused, waive};
 
@@ -43,9 +43,9 @@ fn unaligned_mapping(env: &Env) -> Outcome {
         let pin = gdr.pin(buffer.addr() + skip as u64, PAGE)?;
         write_and_check(&pin.map()?, &buffer, skip, PAGE)?;
     }
-    let Ok(context) = env.cuda(&gdr) else { return Ok(()) };
-    let neighbour = Raw::device(&context, 4)?;
-    let unaligned = Raw::device(&context, PAGE + 4)?;
+    let Ok(gpu) = env.cuda(&gdr) else { return Ok(()) };
+    let neighbour = Raw::device(&gpu, 4)?;
+    let unaligned = Raw::device(&gpu, PAGE + 4)?;
     env.note(format_args!("cuMemAlloc gave {:#x} and {:#x}", neighbour.addr, unaligned.addr));
     let mapping = gdr.map(unaligned.addr, PAGE + 4)?;
     let beside = gdr.map(neighbour.addr, 4)?;
@@ -71,8 +71,8 @@ fn small_buffers(env: &Env) -> Outcome {
 /// Two allocations of CUDA in one GPU page.
 fn two_buffers_one_page(env: &Env) -> Outcome {
     let gdr = env.open()?;
-    let context = env.cuda(&gdr)?;
-    let buffers = (0..16).map(|_| Raw::device(&context, 512)).collect::<Outcome<Vec<_>>>()?;
+    let gpu = env.cuda(&gdr)?;
+    let buffers = (0..16).map(|_| Raw::device(&gpu, 512)).collect::<Outcome<Vec<_>>>()?;
     let page = |buffer: &Raw| buffer.addr / PAGE as u64;
     let pair = buffers.windows(2).position(|pair| page(&pair[0]) == page(&pair[1]));
     let Some(at) = pair else { return waive("cuMemAlloc gave no two buffers in one page") };
@@ -233,11 +233,8 @@ fn host_pointer(env: &Env) -> Outcome {
     let memory = vec![7_u8; 4 * PAGE];
     refused(env, "ordinary host memory", libc::EINVAL, gdr.pin(memory.as_ptr().addr() as u64, PAGE))?;
     ensure!(memory.iter().all(|&byte| byte == 7), "the refused memory was changed");
-    let Ok(context) = env.cuda(&gdr) else { return Ok(()) };
-    match Pinned::alloc(&context, PAGE) {
-        Ok(pinned) => refused(env, "pinned host memory", libc::EINVAL, gdr.pin(pinned.addr(), PAGE)),
-        Err(error) => fail(error),
-    }
+    let Ok(gpu) = env.cuda(&gdr) else { return Ok(()) };
+    refused(env, "pinned host memory", libc::EINVAL, gdr.pin(pinned(&gpu, PAGE)?.addr(), PAGE))
 }
 
 fn managed_memory(env: &Env) -> Outcome {
@@ -268,9 +265,9 @@ fn other_gpu(env: &Env) -> Outcome {
     let Some(other) = gpus.iter().find(|gpu| gpu.ordinal != env.common.gpu) else {
         return waive("needs two GPUs");
     };
-    let context = env.cuda(&gdr)?;
+    let gpu = env.cuda(&gdr)?;
     let (here, there) = (env.alloc(&gdr, SIZE)?, gdr.alloc(other.ordinal, SIZE)?);
-    context.bind_to_thread()?;
+    let _current = gpu.enter()?;
     let (near, far) = (here.map()?, there.map()?);
     let (one, two) = (pattern(1, SIZE), pattern(2, SIZE));
     near.write(0, &one)?;
