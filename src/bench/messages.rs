@@ -1,13 +1,9 @@
 //! `gdasync bench messages`: the messaging layer: latency, rate, and the cost of calls.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
-use std::str::from_utf8;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use gdasync::gdsync::hca::tcp_address;
 use gdasync::gdsync::memory::Memory;
 use gdasync::gdsync::stream::{Batch, HostStreamConfig, Stream};
 use gdasync::gdsync::verbs::{Access, Mr, Qp, RecvWr, RemoteAddr, SendWr, Sge, Wc};
@@ -23,15 +19,15 @@ use super::two_ranks;
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: ping-pong is half a round trip, the mean of windows of 100 iterations; from 64 KiB on by the CPU, a single \
-one. The ratios are to mode sync, or to mode socket. \
+one. The ratios are to mode sync. \
 `time per message` is that of one of 16 in flight. Calls: the time of one call with 8 bytes, of mp and of gdsync below it.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, 1 to 1073741824 each.
     #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..=1 << 30),
           default_values_t = [8, 64, 512, 4096, 32768, 262_144, 1 << 20, 4 << 20, 16 << 20])]
     sizes: Vec<u32>,
-    /// Modes to measure [default: all but those of a socket].
-    #[arg(long, value_enum, value_delimiter = ',', default_values_t = Mode::USUAL, hide_default_value = true)]
+    /// Modes to measure.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [Mode::Sync, Mode::Async, Mode::Tagged, Mode::Rate])]
     modes: Vec<Mode>,
     /// Iterations of each size [default: 20000, fewer for large messages].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=100_000_000))]
@@ -55,23 +51,9 @@ enum Mode {
     Tagged,
     /// One way by the CPU, 16 messages in flight.
     Rate,
-    /// Ping-pong over a bare TCP connection.
-    Socket,
-    /// One way over a bare TCP connection.
-    SocketRate,
 }
 
 impl Mode {
-    const USUAL: [Self; 4] = [Self::Sync, Self::Async, Self::Tagged, Self::Rate];
-
-    fn is_bare(self) -> bool {
-        matches!(self, Self::Socket | Self::SocketRate)
-    }
-
-    fn is_one_way(self) -> bool {
-        matches!(self, Self::Rate | Self::SocketRate)
-    }
-
     fn name(self) -> String {
         self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
     }
@@ -102,9 +84,7 @@ impl Options {
             }
             self.of_size((&comm, &tagged), &stream, bytes, &mut sheet)?;
         }
-        let has_socket = self.modes.contains(&Mode::Socket);
-        sheet.compare(PING_PONG, if has_socket { "socket" } else { "sync" });
-        sheet.compare(RATE, "socket-rate");
+        sheet.compare(PING_PONG, "sync");
         if self.calls > 0 {
             sheet.step("calls");
             calls(&comm, self.calls, &mut sheet)?;
@@ -120,10 +100,7 @@ impl Options {
         bytes: usize,
         sheet: &mut Sheet,
     ) -> Result<()> {
-        let mut windows = Windows::new((comm, tagged), stream, bytes, &self.checks)?;
-        if self.modes.iter().any(|mode| mode.is_bare()) {
-            windows.socket = Some(Socket::connect(comm, bytes)?);
-        }
+        let windows = Windows::new((comm, tagged), stream, bytes, &self.checks)?;
         let all = self.iters.map_or(((1 << 30) / bytes as u64).clamp(20, 20_000), u64::from);
         let mut modes = self.modes.clone();
         let all = in_slices(&mut modes, (SLICES, all.div_ceil(SLICES)), sheet, |mode, count| {
@@ -131,7 +108,7 @@ impl Options {
         })?;
         for (&mode, samples) in self.modes.iter().zip(&all) {
             // A round trip is two messages.
-            let (group, parts) = if mode.is_one_way() { (RATE, 1) } else { (PING_PONG, 2) };
+            let (group, parts) = if mode == Mode::Rate { (RATE, 1) } else { (PING_PONG, 2) };
             let point = Point::time(bytes as u64, samples, parts);
             sheet.add_point(group, &mode.name(), "bytes", Unit::Micros, point);
         }
@@ -144,8 +121,6 @@ struct Windows<'a> {
     end: Endpoint<'a>,
     tagged: &'a Tagged,
     stream: &'a Stream,
-    /// Of modes without messages.
-    socket: Option<Socket>,
     bytes: usize,
 }
 
@@ -171,15 +146,15 @@ impl<'a> Windows<'a> {
     ) -> Result<Self> {
         let peer = 1 - comm.rank();
         let end = Endpoint::new(comm, checks, bytes, (peer, peer))?;
-        Ok(Self { end, tagged, stream, socket: None, bytes })
+        Ok(Self { end, tagged, stream, bytes })
     }
 
     /// Runs `count` iterations: the times of round trips, or of messages for a rate, and the number of wrong slots.
-    fn run(&mut self, mode: Mode, count: u64) -> Result<(Samples, u64)> {
+    fn run(&self, mode: Mode, count: u64) -> Result<(Samples, u64)> {
         let (mut samples, mut wrong, mut left) = (Samples::default(), 0, count);
         while left > 0 {
             let window = left.min(WINDOW);
-            let receives = if mode == Mode::Rate && self.pings() || mode.is_bare() { 0 } else { window };
+            let receives = if mode == Mode::Rate && self.pings() { 0 } else { window };
             self.end.prepare(receives)?;
             // All receives are posted first, so no message waits for its receive.
             let (plain, tagged) = if mode == Mode::Tagged { (0, receives) } else { (receives, 0) };
@@ -195,11 +170,6 @@ impl<'a> Windows<'a> {
                 Mode::Async => self.by_stream(&received)?,
                 Mode::Tagged => self.by_tag(&tagged, &mut single)?,
                 Mode::Rate => self.one_way(&received, window)?,
-                Mode::Socket => {
-                    let socket = self.socket.as_mut().ok_or("no socket")?;
-                    (0..window).try_for_each(|_| single.time(|| socket.ping()))?;
-                }
-                Mode::SocketRate => self.socket.as_mut().ok_or("no socket")?.one_way(window)?,
             }
             match single.0 {
                 Some(times) if times.count() > 0 => samples.append(&times),
@@ -398,75 +368,4 @@ fn calls(comm: &Communicator, rounds: u32, sheet: &mut Sheet) -> Result<()> {
     }
     sheet.compare(CALLS, "gdsync");
     Ok(())
-}
-
-struct Socket {
-    stream: TcpStream,
-    bytes: Vec<u8>,
-    is_first: bool,
-    timeout: Duration,
-}
-
-impl Socket {
-    /// Connects the ranks, for messages of `bytes` bytes.
-    fn connect(comm: &Communicator, bytes: usize) -> Result<Self> {
-        let timeout = comm.timeout();
-        let is_first = comm.rank() == 0;
-        let listener =
-            is_first.then(|| Result::Ok(TcpListener::bind((tcp_address(None)?, 0))?)).transpose()?;
-        let told = listener.as_ref().map(|listener| listener.local_addr()).transpose()?;
-        let told = comm.exchange(told.map_or_else(String::new, |at| at.to_string()).as_bytes(), None)?;
-        let at: SocketAddr = from_utf8(&told[0])?.parse()?;
-        let connected = (!is_first).then(|| TcpStream::connect_timeout(&at, timeout)).transpose()?;
-        // From here on there is a connection to accept.
-        comm.barrier(None)?;
-        let stream = match (connected, listener) {
-            (None, Some(listener)) => listener.accept()?.0,
-            (stream, _) => stream.ok_or("no listener")?,
-        };
-        stream.set_nodelay(true)?;
-        stream.set_nonblocking(true)?;
-        Ok(Self { stream, bytes: vec![0; bytes.max(1)], is_first, timeout })
-    }
-
-    fn ping(&mut self) -> Result<()> {
-        if self.is_first {
-            self.send(self.bytes.len())?;
-        }
-        self.receive(self.bytes.len())?;
-        if self.is_first { Ok(()) } else { self.send(self.bytes.len()) }
-    }
-
-    /// Messages to the second rank, which answers the last one.
-    fn one_way(&mut self, count: u64) -> Result<()> {
-        for _ in 0..count {
-            if self.is_first { self.send(self.bytes.len()) } else { self.receive(self.bytes.len()) }?;
-        }
-        if self.is_first { self.receive(1) } else { self.send(1) }
-    }
-
-    fn send(&mut self, len: usize) -> Result<()> {
-        let Self { stream, bytes, .. } = self;
-        all(len, self.timeout, |at| stream.write(&bytes[at..len]))
-    }
-
-    fn receive(&mut self, len: usize) -> Result<()> {
-        let Self { stream, bytes, .. } = self;
-        all(len, self.timeout, |at| stream.read(&mut bytes[at..len]))
-    }
-}
-
-/// Calls the socket until `len` bytes are through.
-fn all(len: usize, timeout: Duration, mut call: impl FnMut(usize) -> std::io::Result<usize>) -> Result<()> {
-    let mut done = 0;
-    let through = poll(timeout, || {
-        match call(done) {
-            Ok(0) => return Err("the other rank has closed the socket".into()),
-            Ok(count) => done += count,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
-            Err(error) => return Err(error.into()),
-        }
-        Result::Ok((done == len).then_some(()))
-    })?;
-    Ok(through.ok_or("no bytes came in time: the other rank has ended, or --timeout is too short")?)
 }
