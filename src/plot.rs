@@ -13,13 +13,19 @@ use gdasync::results::{At, Point, Report, Result, Series, number};
 use draw::Picture;
 
 #[derive(Args)]
-pub(crate) struct Options {
+struct Files {
     /// Results that benchmarks, examples and tools wrote with --json.
     #[arg(required = true, value_name = "FILES")]
     files: Vec<PathBuf>,
-    /// The picture, SVG.
+    /// Where to write.
     #[arg(short, long, value_name = "FILE")]
     output: PathBuf,
+}
+
+#[derive(Args)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    paths: Files,
     /// Which measurements of a file. Default: the first; the others are listed.
     #[arg(long, value_name = "NAME")]
     group: Option<String>,
@@ -33,14 +39,21 @@ pub(crate) struct Options {
 
 #[derive(Args)]
 pub(crate) struct ReportOptions {
-    /// Results that benchmarks, examples and tools wrote with --json.
-    #[arg(required = true, value_name = "FILES")]
-    files: Vec<PathBuf>,
-    /// The page, self-contained HTML.
-    #[arg(short, long, value_name = "FILE")]
-    output: PathBuf,
+    #[command(flatten)]
+    paths: Files,
     #[arg(long, default_value = "GPUDirect Async: results")]
     title: String,
+}
+
+impl Files {
+    fn read(&self) -> Result<Vec<File>> {
+        self.files.iter().map(|path| File::read(path)).collect()
+    }
+
+    fn write(&self, text: &str) -> Result<ExitCode> {
+        std::fs::write(&self.output, text).map_err(|error| format!("{}: {error}", self.output.display()))?;
+        Ok(ExitCode::SUCCESS)
+    }
 }
 
 /// Results, and the name of their file without folder and ending.
@@ -88,14 +101,9 @@ fn axes(series: &Series) -> impl PartialEq {
     (series.group.clone(), series.x.clone(), series.unit, is_named)
 }
 
-fn write(path: &Path, text: &str) -> Result<ExitCode> {
-    std::fs::write(path, text).map_err(|error| format!("{}: {error}", path.display()))?;
-    Ok(ExitCode::SUCCESS)
-}
-
 impl Options {
     pub(crate) fn run(&self) -> Result<ExitCode> {
-        let files = self.files.iter().map(|path| File::read(path)).collect::<Result<Vec<_>>>()?;
+        let files = self.paths.read()?;
         let mut all: Vec<Series> = Vec::new();
         for file in &files {
             let mut group = self.group(file, all.first().map(|series| series.group.clone()))?;
@@ -118,7 +126,7 @@ impl Options {
         let mut foot: Vec<_> = files.iter().map(File::origin).collect();
         foot.dedup();
         let title = self.title.as_deref().unwrap_or(&title);
-        write(&self.output, &Picture { title, series: &all, foot: &foot }.svg()?)
+        self.paths.write(&Picture { title, series: &all, foot: &foot }.svg()?)
     }
 
     /// The named group of a file, or that of the file before, or the first.
@@ -158,18 +166,18 @@ svg { max-width: 100%; height: auto; }
 
 impl ReportOptions {
     pub(crate) fn run(&self) -> Result<ExitCode> {
-        let sections = self.files.iter().map(|path| section(&File::read(path)?));
-        let (title, body) = (escape(&self.title), sections.collect::<Result<String>>()?);
+        let (title, files) = (escape(&self.title), self.paths.read()?);
+        let body: String = files.iter().map(section).collect();
         let page = format!(
             "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\"/>\n<title>{title}</title>\n\
              <style>\n{STYLE}\n</style>\n</head>\n<body>\n<h1>{title}</h1>\n{body}</body>\n</html>\n"
         );
-        write(&self.output, &page)
+        self.paths.write(&page)
     }
 }
 
 /// The part of the page about one file.
-fn section(file: &File) -> Result<String> {
+fn section(file: &File) -> String {
     let Report { benchmark, device, wire, machine, options, skipped, .. } = &file.report;
     let cpus = format!("{} x {}", machine.cpus, machine.cpu);
     let facts = [
@@ -199,8 +207,7 @@ fn section(file: &File) -> Result<String> {
         let (name, reason) = (escape(&skipped.name), escape(&skipped.reason));
         let _ = writeln!(html, "<p>Not measured: {name}: {reason}</p>");
     }
-    html.push_str("</section>\n");
-    Ok(html)
+    html + "</section>\n"
 }
 
 /// All figures of a group: a row for each point.

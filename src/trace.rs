@@ -100,36 +100,21 @@ fn left_out(path: &Path, error: Error) {
     note!("gdasync: left out {}: {}", printable(&path.to_string_lossy()), printable(&error.to_string()));
 }
 
-/// A send from when it was enqueued to the last stage that it reached, in nanoseconds of the monotonic clock.
-struct Message {
-    device: u8,
-    qpn: u32,
-    number: u64,
-    len: u32,
-    begun: u64,
-    ended: Option<u64>,
-    status: u8,
-}
-
-/// The sends of a process, in the order in which they were enqueued.
-fn sends(recording: &Recording) -> Vec<Message> {
-    let mut all: Vec<Message> = Vec::new();
+/// The sends of a process in the order in which they were enqueued: that record, and that of the last stage that it reached.
+fn sends(recording: &Recording) -> Vec<(&Record, Option<&Record>)> {
+    let mut all = Vec::new();
     // Where the send of a number is, the last one of it: after a reset numbers are given again.
     let mut places = BTreeMap::new();
     for record in recording.records.iter().filter(|record| record.event.queue == Queue::Send) {
-        let Event { stage, device, qpn, number, len, status, .. } = record.event;
+        let Event { stage, device, qpn, number, .. } = record.event;
         let key = (device, qpn, number);
         if stage == Stage::Prepared {
             places.insert(key, all.len());
-            all.push(Message { device, qpn, number, len, begun: record.at, ended: None, status: 0 });
-            continue;
-        }
-        let Some(message) = places.get(&key).and_then(|&place| all.get_mut(place)) else { continue };
-        if matches!(stage, Stage::Fetched | Stage::Completed | Stage::Released) {
-            message.ended = Some(record.at);
-        }
-        if stage == Stage::Completed {
-            message.status = status;
+            all.push((record, None));
+        } else if let Some(&place) = places.get(&key)
+            && matches!(stage, Stage::Fetched | Stage::Completed | Stage::Released)
+        {
+            all[place].1 = Some(record);
         }
     }
     all
@@ -176,15 +161,16 @@ fn events(recording: &Recording, zero: u64) -> Vec<Value> {
             "args": { "by": event.by.name(), "qpn": event.qpn, "number": event.number },
         })
     }));
-    for message in sends(recording) {
-        let (begun, Some(ended)) = (message.begun, message.ended) else { continue };
-        let id = format!("{pid}.{}.{:#x}.{}.{begun}", message.device, message.qpn, message.number);
-        let name = format!("QP {:#x} send {}", message.qpn, message.number);
-        let both = [("b", begun), ("e", ended.max(begun))];
+    for (begun, ended) in sends(recording) {
+        let Some(ended) = ended else { continue };
+        let Event { device, qpn, number, len, .. } = begun.event;
+        let id = format!("{pid}.{device}.{qpn:#x}.{number}.{}", begun.at);
+        let name = format!("QP {qpn:#x} send {number}");
+        let both = [("b", begun.at), ("e", ended.at.max(begun.at))];
         all.extend(both.map(|(phase, time)| {
             json!({
                 "ph": phase, "pid": pid, "tid": 0, "id": id, "cat": "send", "name": name, "ts": at(time),
-                "args": { "bytes": message.len, "status": message.status },
+                "args": { "bytes": len, "status": status(&ended.event) },
             })
         }));
     }

@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use gdasync::measure::size;
-use gdasync::results::{At, Series, Unit};
+use gdasync::results::{At, Point, Series, Unit};
 
 use super::escape;
 
@@ -63,26 +63,20 @@ impl Axis {
 
     /// Powers of the base, and multiples of them where powers are few.
     fn labels(&self, base: f64) -> Vec<f64> {
-        let (first, last) = (self.low.log(base).floor(), self.high.log(base).ceil());
-        let powers = |step: usize| {
-            let exponents = (0..5000).map(move |i| first + f64::from(i)).take_while(|power| *power <= last);
-            exponents.step_by(step).map(|power| base.powf(power))
+        #[expect(clippy::cast_possible_truncation, reason = "exponents of an f64")]
+        let [first, last] = [self.low.log(base).floor() as i32, self.high.log(base).ceil() as i32];
+        let multiples = |step: usize, factors: &[f64]| -> Vec<f64> {
+            let powers = (first..=last).step_by(step).map(|power| base.powi(power));
+            let all = powers.flat_map(|power| factors.iter().map(move |factor| factor * power));
+            all.filter(|value| (self.low..=self.high).contains(value)).collect()
         };
-        let inside = |value: &f64| (self.low..=self.high).contains(value);
-        let multiples = |all: &[f64]| -> Vec<f64> {
-            powers(1).flat_map(|power| all.iter().map(move |factor| factor * power)).filter(inside).collect()
-        };
-        let steps = (1..1000).map(|step| powers(step).filter(inside).collect::<Vec<_>>());
-        let powers = steps.into_iter().find(|powers| powers.len() <= LABELS).unwrap_or_default();
-        match powers.len() {
-            3.. => powers,
-            _ if base < 10.0 => powers,
-            _ => {
-                let few = multiples(&[1.0, 2.0, 5.0]);
-                let all = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0];
-                if few.len() >= 3 { few } else { multiples(&all) }
-            }
+        let powers = (1..1000).map(|step| multiples(step, &[1.0])).find(|powers| powers.len() <= LABELS);
+        let powers = powers.unwrap_or_default();
+        if base < 10.0 || powers.len() >= 3 {
+            return powers;
         }
+        let few = multiples(1, &[1.0, 2.0, 5.0]);
+        if few.len() >= 3 { few } else { multiples(1, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]) }
     }
 }
 
@@ -190,10 +184,10 @@ impl Picture<'_> {
         for (index, series) in self.series.iter().enumerate() {
             let color = COLORS[index % COLORS.len()];
             let dashes = if index < COLORS.len() { "" } else { " stroke-dasharray=\"6 3\"" };
-            let fitting = |one: &&gdasync::results::Point| fits(one.p50) && fits(position(&one.x));
+            let fitting = |one: &&Point| fits(one.p50) && fits(position(&one.x));
             let mut points: Vec<_> = series.points.iter().filter(fitting).collect();
             points.sort_by(|a, b| position(&a.x).total_cmp(&position(&b.x)));
-            let at = |point: &gdasync::results::Point, value: f64| (x.at(position(&point.x)), y.at(value));
+            let at = |point: &Point, value: f64| (x.at(position(&point.x)), y.at(value));
             for point in points.iter().filter(|point| fits(point.p99)) {
                 svg.line(&[at(point, point.p50), at(point, point.p99)], color, "stroke-opacity=\"0.5\"");
             }
@@ -226,8 +220,7 @@ impl Picture<'_> {
             svg.text((left, y + 4.0), "end", "", name);
             for (index, series) in self.series.iter().enumerate() {
                 let color = COLORS[index % COLORS.len()];
-                let named =
-                    |point: &&gdasync::results::Point| point.x.to_string() == *name && fits(point.p50);
+                let named = |point: &&Point| point.x.to_string() == *name && fits(point.p50);
                 for point in series.points.iter().filter(named) {
                     let end = if fits(point.p99) { point.p99 } else { point.p50 };
                     svg.line(&[(x.at(point.p50), y), (x.at(end), y)], color, "stroke-opacity=\"0.5\"");
@@ -243,8 +236,6 @@ impl Picture<'_> {
 
 #[cfg(test)]
 mod tests {
-    use gdasync::results::Point;
-
     use super::*;
 
     fn labels(low: f64, high: f64, base: f64) -> Vec<String> {

@@ -1,11 +1,12 @@
 //! The report on the recordings of processes: waits, queue pairs, last records.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::time::Duration;
 
 use gdasync::gdsync::mlx5::Syndrome;
 use gdasync::gdsync::recorder::{Event, Liveness, Peer, Purpose, Queue, Record, Recording, Stage, Wait};
 use serde::Serialize;
+use serde_json::{Value, json};
 
 #[derive(Serialize)]
 pub(super) struct Report {
@@ -32,9 +33,9 @@ pub(super) struct Process {
     pub(super) torn: u64,
     pub(super) lost: u64,
     pub(super) waits: Vec<Waiting>,
-    pub(super) queue_pairs: Vec<QueuePair>,
+    pub(super) queue_pairs: Vec<Value>,
     /// The last ones.
-    pub(super) last_records: Vec<Line>,
+    pub(super) last_records: Vec<Value>,
 }
 
 #[derive(Serialize)]
@@ -73,46 +74,7 @@ pub(super) struct Other {
     pub(super) pid: Option<u32>,
     pub(super) state: Option<&'static str>,
     /// The last of its sends that it has prepared, fetched and seen complete, there.
-    pub(super) sends: Option<Progress>,
-}
-
-/// Numbers of the last requests of a queue that reached a stage, as far as the recording still has them.
-#[derive(Clone, Copy, Default, Serialize)]
-pub(super) struct Progress {
-    pub(super) prepared: Option<u64>,
-    pub(super) triggered: Option<u64>,
-    pub(super) fetched: Option<u64>,
-    pub(super) completed: Option<u64>,
-    pub(super) released: Option<u64>,
-}
-
-#[derive(Serialize)]
-pub(super) struct QueuePair {
-    pub(super) device: u8,
-    pub(super) qpn: u32,
-    pub(super) gone: bool,
-    pub(super) peer: Option<Other>,
-    pub(super) sends: Progress,
-    pub(super) receives: Progress,
-    /// Seconds since its last event.
-    pub(super) idle_s: Option<f64>,
-    /// The first completion with an error that the recording still has, or that it was stopped.
-    pub(super) failure: Option<String>,
-}
-
-#[derive(Serialize)]
-pub(super) struct Line {
-    /// Microseconds since the recording was begun.
-    pub(super) at_us: f64,
-    pub(super) thread: String,
-    pub(super) by: &'static str,
-    pub(super) stage: &'static str,
-    pub(super) queue: &'static str,
-    pub(super) qpn: Option<u32>,
-    pub(super) number: u64,
-    pub(super) len: u32,
-    pub(super) status: Option<String>,
-    pub(super) stream: Option<u16>,
+    pub(super) sends: Option<Value>,
 }
 
 pub(super) fn seconds(ns: u64) -> f64 {
@@ -174,14 +136,14 @@ impl Process {
             torn: recording.torn,
             lost: recording.lost,
             waits,
-            queue_pairs: recording.peers.iter().map(|peer| QueuePair::of(recording, known, peer)).collect(),
+            queue_pairs: recording.peers.iter().map(|peer| queue_pair(recording, known, peer)).collect(),
             last_records: last_records(recording, records),
         }
     }
 }
 
 /// Without the sends of `mp`'s watchdog, whose heartbeats would soon be all that is seen.
-fn last_records(recording: &Recording, count: usize) -> Vec<Line> {
+fn last_records(recording: &Recording, count: usize) -> Vec<Value> {
     let send = |record: &Record| {
         let Event { queue, device, qpn, number, .. } = record.event;
         (queue == Queue::Send).then_some((device, qpn, number))
@@ -199,7 +161,7 @@ fn last_records(recording: &Recording, count: usize) -> Vec<Line> {
         .rev()
         .filter(shown)
         .take(count)
-        .map(|record| Line::of(recording, record))
+        .map(|record| line(recording, record))
         .collect();
     last.reverse();
     last
@@ -275,66 +237,59 @@ impl Other {
             gid: gid.to_string(),
             pid: found.map(|(recording, _)| recording.pid),
             state: found.map(|(recording, _)| state(recording.liveness)),
-            sends: found.map(|(recording, other)| Progress::of(recording, other, Queue::Send)),
+            sends: found.map(|(recording, other)| progress(recording, other, Queue::Send)),
         })
     }
 }
 
-impl Progress {
-    fn of(recording: &Recording, peer: &Peer, queue: Queue) -> Self {
-        let last = |stage| recording.last_of(peer, queue, Some(stage)).map(|record| record.event.number);
-        Self {
-            prepared: last(Stage::Prepared),
-            triggered: last(Stage::Triggered),
-            fetched: last(Stage::Fetched),
-            completed: last(Stage::Completed),
-            released: last(Stage::Released),
-        }
-    }
+/// Numbers of the last requests of a queue that reached a stage, as far as the recording still has them.
+fn progress(recording: &Recording, peer: &Peer, queue: Queue) -> Value {
+    let last = |stage| recording.last_of(peer, queue, Some(stage)).map(|record| record.event.number);
+    let stages = [Stage::Prepared, Stage::Triggered, Stage::Fetched, Stage::Completed, Stage::Released];
+    json!(stages.map(|stage| (stage.name(), last(stage))).into_iter().collect::<BTreeMap<_, _>>())
 }
 
-impl QueuePair {
-    fn of(recording: &Recording, known: &[&Recording], peer: &Peer) -> Self {
-        let its = || {
-            let is_its = |record: &&Record| {
-                (record.event.device, record.event.qpn) == (peer.device, peer.qpn) && peer.qpn != 0
-            };
-            recording.records.iter().filter(is_its)
+fn queue_pair(recording: &Recording, known: &[&Recording], peer: &Peer) -> Value {
+    let its = || {
+        let is_its = |record: &&Record| {
+            (record.event.device, record.event.qpn) == (peer.device, peer.qpn) && peer.qpn != 0
         };
-        let failed = its().find(|record| record.event.stage == Stage::Completed && record.event.status != 0);
-        let failure = failed.and_then(|record| {
-            let Event { queue, number, .. } = record.event;
-            Some(format!("{queue} {number}: {}", status(&record.event)?))
-        });
-        let stopped =
-            || its().any(|record| record.event.stage == Stage::Stopped).then(|| "stopped".to_owned());
-        Self {
-            device: peer.device,
-            qpn: peer.qpn,
-            gone: peer.is_gone,
-            peer: Other::of(known, peer),
-            sends: Progress::of(recording, peer, Queue::Send),
-            receives: Progress::of(recording, peer, Queue::Receive),
-            idle_s: its().next_back().map(|record| seconds(recording.now.saturating_sub(record.at))),
-            failure: failure.or_else(stopped),
-        }
-    }
+        recording.records.iter().filter(is_its)
+    };
+    let failed = its().find(|record| record.event.stage == Stage::Completed && record.event.status != 0);
+    let failure = failed.and_then(|record| {
+        let Event { queue, number, .. } = record.event;
+        Some(format!("{queue} {number}: {}", status(&record.event)?))
+    });
+    let stopped = || its().any(|record| record.event.stage == Stage::Stopped).then(|| "stopped".to_owned());
+    let idle = its().next_back().map(|record| seconds(recording.now.saturating_sub(record.at)));
+    json!({
+        "device": peer.device,
+        "qpn": peer.qpn,
+        "gone": peer.is_gone,
+        "peer": Other::of(known, peer),
+        "sends": progress(recording, peer, Queue::Send),
+        "receives": progress(recording, peer, Queue::Receive),
+        // Seconds since its last event.
+        "idle_s": idle,
+        // The first completion with an error that the recording still has, or that it was stopped.
+        "failure": failure.or_else(stopped),
+    })
 }
 
-impl Line {
-    fn of(recording: &Recording, record: &Record) -> Self {
-        let event = &record.event;
-        Self {
-            at_us: micros(record.at.saturating_sub(recording.begun)),
-            thread: recording.threads[record.thread].name.clone(),
-            by: event.by.name(),
-            stage: event.stage.name(),
-            queue: event.queue.name(),
-            qpn: (event.qpn != 0).then_some(event.qpn),
-            number: event.number,
-            len: event.len,
-            status: status(event),
-            stream: (event.stream != 0).then_some(event.stream),
-        }
-    }
+fn line(recording: &Recording, record: &Record) -> Value {
+    let event = &record.event;
+    json!({
+        // Microseconds since the recording was begun.
+        "at_us": micros(record.at.saturating_sub(recording.begun)),
+        "thread": recording.threads[record.thread].name,
+        "by": event.by.name(),
+        "stage": event.stage.name(),
+        "queue": event.queue.name(),
+        "qpn": (event.qpn != 0).then_some(event.qpn),
+        "number": event.number,
+        "len": event.len,
+        "status": status(event),
+        "stream": (event.stream != 0).then_some(event.stream),
+    })
 }

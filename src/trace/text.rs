@@ -2,40 +2,45 @@
 
 use std::io::Result;
 
-use comfy_table::Table;
 use gdasync::out;
 use gdasync::results::plain_table;
+use serde::Serialize;
+use serde_json::{Value, to_value};
 
-use super::report::{Line, Other, Process, Progress, QueuePair, Report, Waiting};
+use super::report::{Other, Process, Report, Waiting};
 
-/// Without the blanks at the ends of lines.
-fn put(table: &Table) -> Result<()> {
+/// A field of the JSON; `/` leads to one within another.
+fn cell(row: &Value, field: &str) -> String {
+    match row.pointer(&format!("/{field}")) {
+        None | Some(Value::Null) => "-".into(),
+        Some(Value::String(text)) => text.clone(),
+        Some(Value::Array(all)) => all.len().to_string(),
+        Some(Value::Number(number)) if number.is_f64() => format!("{:.3}", number.as_f64().unwrap_or(0.0)),
+        Some(Value::Number(number))
+            if field.ends_with("qpn") || (field == "number" && row["queue"] == "word") =>
+        {
+            format!("{:#x}", number.as_u64().unwrap_or(0))
+        }
+        Some(other) => other.to_string(),
+    }
+}
+
+fn table(rows: &impl Serialize, fields: &[&str]) -> Result<()> {
+    let rows = to_value(rows)?;
+    let rows = rows.as_array().map_or(&[][..], Vec::as_slice);
+    let is_number =
+        |field: &str| rows.iter().any(|row| row.pointer(&format!("/{field}")).is_some_and(Value::is_number));
+    let right = (0..fields.len()).filter(|&at| is_number(fields[at]));
+    let mut table = plain_table(fields.iter().map(|field| field.replace('/', " ")), right);
+    for row in rows {
+        table.add_row(fields.iter().map(|field| cell(row, field)));
+    }
+    // Without the blanks at the ends of lines.
     table.lines().try_for_each(|line| out!("  {}", line.trim_end()))
 }
 
-/// A dash where there is none.
-fn number<T: ToString>(number: Option<T>) -> String {
-    number.map_or_else(|| "-".into(), |number| number.to_string())
-}
-
 pub(super) fn list(report: &Report) -> Result<()> {
-    let mut table = plain_table(
-        ["PID", "program", "rank", "state", "begun s ago", "idle s", "waits", "file"],
-        [0, 2, 4, 5, 6],
-    );
-    for process in &report.processes {
-        table.add_row([
-            process.pid.to_string(),
-            process.command.clone(),
-            number(process.rank),
-            process.state.into(),
-            format!("{:.1}", process.age_s),
-            format!("{:.3}", process.idle_s),
-            process.waits.len().to_string(),
-            process.file.clone(),
-        ]);
-    }
-    put(&table)
+    table(&report.processes, &["pid", "command", "rank", "state", "age_s", "idle_s", "waits", "file"])
 }
 
 pub(super) fn print(report: &Report) -> Result<()> {
@@ -45,14 +50,43 @@ pub(super) fn print(report: &Report) -> Result<()> {
         }
         head(process)?;
         process.waits.iter().try_for_each(waiting)?;
-        queue_pairs(&process.queue_pairs)?;
-        records(&process.last_records)?;
+        // Unused ones are in the JSON only.
+        let used = |pair: &&Value| pair["gone"] == false || !pair["idle_s"].is_null();
+        let pairs: Vec<_> = process.queue_pairs.iter().filter(used).collect();
+        if !pairs.is_empty() {
+            out!("\nqueue pairs: the last request at each stage that the recording still has")?;
+            table(&pairs, &QUEUE_PAIR)?;
+        }
+        if !process.last_records.is_empty() {
+            out!("\nthe last {} records", process.last_records.len())?;
+            table(&process.last_records, &LINE)?;
+        }
     }
     if report.stuck == 0 {
         out!("\nnothing is stuck")?;
     }
     Ok(())
 }
+
+const QUEUE_PAIR: [&str; 15] = [
+    "device",
+    "qpn",
+    "gone",
+    "peer/rank",
+    "peer/qpn",
+    "sends/prepared",
+    "sends/triggered",
+    "sends/fetched",
+    "sends/completed",
+    "sends/released",
+    "receives/prepared",
+    "receives/completed",
+    "receives/released",
+    "idle_s",
+    "failure",
+];
+const LINE: [&str; 10] =
+    ["at_us", "thread", "by", "stage", "queue", "qpn", "number", "len", "stream", "status"];
 
 fn head(process: &Process) -> Result<()> {
     let Process { pid, command, state, age_s, idle_s, records, threads, torn, lost, .. } = process;
@@ -83,11 +117,11 @@ fn waiting(wait: &Waiting) -> Result<()> {
         return Ok(());
     }
     out!("  when it began, {posted} were posted to that queue and {completed} completed")?;
-    let Some((other, sends)) = wait.peer.as_ref().and_then(|other| Some((other, other.sends?))) else {
+    let Some((other, sends)) = wait.peer.as_ref().and_then(|other| Some((other, other.sends.as_ref()?)))
+    else {
         return Ok(());
     };
-    let Progress { prepared, fetched, completed, .. } = sends;
-    let [prepared, fetched, completed] = [prepared, fetched, completed].map(number);
+    let [prepared, fetched, completed] = ["prepared", "fetched", "completed"].map(|stage| cell(sends, stage));
     let pid = other.pid.map_or_else(String::new, |pid| format!(" (process {pid})"));
     out!("  last sends of the peer{pid}: prepared {prepared}, fetched {fetched}, completed {completed}")
 }
@@ -100,68 +134,4 @@ fn name(other: &Other) -> String {
     };
     let rank = other.rank.map_or_else(String::new, |rank| format!("rank {rank}, "));
     format!("{rank}QP {qpn:#x} {process}")
-}
-
-fn queue_pairs(pairs: &[QueuePair]) -> Result<()> {
-    if pairs.is_empty() {
-        return Ok(());
-    }
-    out!("\nqueue pairs: the last request at each stage that the recording still has")?;
-    let header = [
-        "device",
-        "QP",
-        "peer",
-        "sends: prepared",
-        "triggered",
-        "fetched",
-        "completed",
-        "released",
-        "receives: prepared",
-        "completed",
-        "released",
-        "idle s",
-        "failure",
-    ];
-    let mut table = plain_table(header, [0, 3, 4, 5, 6, 7, 8, 9, 10, 11]);
-    // Unused ones are in the JSON only.
-    for pair in pairs.iter().filter(|pair| !pair.gone || pair.idle_s.is_some()) {
-        let Progress { prepared, triggered, fetched, completed, released } = pair.sends;
-        let receives = [pair.receives.prepared, pair.receives.completed, pair.receives.released];
-        let numbers =
-            [prepared, triggered, fetched, completed, released].into_iter().chain(receives).map(number);
-        let gone = if pair.gone { " (gone)" } else { "" };
-        let peer = pair.peer.as_ref().map_or_else(|| "-".into(), name);
-        let idle = pair.idle_s.map_or_else(|| "-".into(), |idle| format!("{idle:.3}"));
-        let first = [pair.device.to_string(), format!("{:#x}{gone}", pair.qpn), peer];
-        let last = [idle, pair.failure.clone().unwrap_or_default()];
-        table.add_row(first.into_iter().chain(numbers).chain(last));
-    }
-    put(&table)
-}
-
-fn records(lines: &[Line]) -> Result<()> {
-    if lines.is_empty() {
-        return Ok(());
-    }
-    out!("\nthe last {} records", lines.len())?;
-    let mut table = plain_table(
-        ["us", "thread", "by", "stage", "queue", "QP", "number", "bytes", "stream", "status"],
-        [0, 6, 7, 8],
-    );
-    for line in lines {
-        let is_word = line.queue == "word" && line.stage.starts_with("wait");
-        table.add_row([
-            format!("{:.3}", line.at_us),
-            line.thread.clone(),
-            line.by.into(),
-            line.stage.into(),
-            line.queue.into(),
-            line.qpn.map_or_else(String::new, |qpn| format!("{qpn:#x}")),
-            if is_word { format!("{:#x}", line.number) } else { line.number.to_string() },
-            line.len.to_string(),
-            line.stream.map_or_else(String::new, |stream| stream.to_string()),
-            line.status.clone().unwrap_or_default(),
-        ]);
-    }
-    put(&table)
 }
