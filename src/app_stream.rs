@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use crate::measure::host;
 use crate::results::Result;
+use crate::terminal::name;
 
 /// Options of streams and memory.
 #[derive(Args, Clone, Debug)]
@@ -63,12 +64,6 @@ pub enum Place {
     Near,
 }
 
-impl fmt::Display for Place {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.to_possible_value().expect("none is hidden").get_name())
-    }
-}
-
 /// Which queues are in the memory of the rank's GPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
@@ -81,17 +76,6 @@ pub enum Queues {
     Words,
     /// Completion queues, doorbell records and send queues.
     All,
-}
-
-impl fmt::Display for Queues {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Host => "host",
-            Self::Gpu => "gpu",
-            Self::Words => "gpu, with records",
-            Self::All => "gpu, with records and send queues",
-        })
-    }
 }
 
 /// The choice of a rank, and its GPU if it needs one.
@@ -239,7 +223,7 @@ impl fmt::Display for Description {
         for (rank, gpu) in self.gpus.iter().enumerate() {
             writeln!(f, "rank {rank}: {gpu}")?;
         }
-        write!(f, "payload: {}, queues: {}", self.payload, self.placement)?;
+        write!(f, "payload: {}, queues: {}", name(&self.payload), name(&self.placement))?;
         if let Some(via) = &self.via {
             write!(f, ", via: {via}")?;
         }

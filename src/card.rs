@@ -7,6 +7,7 @@ use std::process::{Command, ExitCode};
 
 use clap::{Args, ValueEnum};
 use gdasync::note;
+use gdasync::terminal::name;
 
 const LIBRARY: &str = "libgdasync_card.so";
 
@@ -45,14 +46,10 @@ impl Options {
             preload.push(":");
             preload.push(others);
         }
-        let link = match self.link {
-            Link::Ib => "ib",
-            Link::Eth => "eth",
-        };
         let error = Command::new(program)
             .args(arguments)
             .env("LD_PRELOAD", preload)
-            .env("GDASYNC_CARD_LINK", link)
+            .env("GDASYNC_CARD_LINK", name(&self.link))
             .env("GDASYNC_CARD_DEVICES", self.devices.to_string())
             .exec();
         note!("gdasync: {}: {error}", program.display());

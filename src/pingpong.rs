@@ -16,6 +16,7 @@ pub use exchange::{PingPong, Work};
 use crate::app_stream::{AppStream, Placement};
 use crate::measure::{PAGE, Samples, poll, process_cpu, share_memory, thread_cpu};
 use crate::results::{At, Output, Point, Result, Series, Sheet, Unit, plain_table, size_label};
+use crate::terminal::name;
 
 /// Options of a ping-pong.
 #[derive(Args, Clone, Debug)]
@@ -64,12 +65,6 @@ pub enum Mode {
     Sync,
     /// The CPU posts and polls, no stream.
     Cpu,
-}
-
-impl Mode {
-    fn name(self) -> String {
-        format!("{self:?}").to_lowercase()
-    }
 }
 
 impl Options {
@@ -190,10 +185,10 @@ pub fn run(options: &Options, output: &Output, floor: bool, recorder: bool) -> R
             let run = || PingPong::new(options, &comm, &app, &placed, bytes)?.run(mode);
             if let Some(marks) = &marks {
                 marks.pause(true);
-                run()?.add(&mut sheet, &format!("{}, recorder paused", mode.name()), bytes);
+                run()?.add(&mut sheet, &format!("{}, recorder paused", name(&mode)), bytes);
                 marks.pause(false);
             }
-            run()?.add(&mut sheet, &mode.name(), bytes);
+            run()?.add(&mut sheet, &name(&mode), bytes);
         }
     }
     let has_line = matches!(line, Some(Ok(_)));
@@ -222,7 +217,7 @@ pub fn run(options: &Options, output: &Output, floor: bool, recorder: bool) -> R
 
 /// A row for each size, with the time of a message and the posting thread's CPU time for it in each mode; and what to see in it.
 fn summary(sheet: &Sheet, modes: &[Mode], stream: &str) -> String {
-    let names: Vec<_> = modes.iter().map(|mode| mode.name()).collect();
+    let names: Vec<String> = modes.iter().map(name).collect();
     let header = names.iter().map(|name| format!("{name} us"));
     let header = header.chain(names.iter().map(|name| format!("{name} CPU us")));
     let mut table = plain_table(["bytes".to_owned()].into_iter().chain(header), 0..=2 * names.len());

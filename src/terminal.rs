@@ -3,7 +3,7 @@
 use std::fmt::Arguments;
 use std::io::{self, Write};
 
-use clap::{Command, Parser};
+use clap::{Command, Parser, ValueEnum};
 
 /// `println!` that returns the error, as [`terminal::line`](crate::terminal::line) does.
 #[macro_export]
@@ -37,6 +37,11 @@ pub fn note(text: Arguments<'_>) {
 pub fn parse<T: Parser>() -> T {
     let matches = lists(T::command()).get_matches();
     T::from_arg_matches(&matches).unwrap_or_else(|error| error.exit())
+}
+
+/// The name of an option's value on the command line.
+pub fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 fn lists(command: Command) -> Command {

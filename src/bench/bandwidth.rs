@@ -1,28 +1,28 @@
 //! `gdasync bench bandwidth`: bytes and messages per second between hosts and GPUs.
 
 use std::hint::black_box;
+use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use cudarc::driver::sys;
+use cudarc::driver::{result, sys};
 use gdasync::app_stream::{AppStream, Placed, Placement, own_gpu};
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::memory::Memory;
 use gdasync::measure::{Samples, objection};
-use gdasync::mp::{self, Communicator, Registration, Request};
+use gdasync::mp::{Communicator, Request};
 use gdasync::pingpong::PTX;
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, expected, size_label};
 use serde_json::json;
 
-use super::traffic::{QueuePairs, SLICES, Shape, Slots, in_slices};
+use super::traffic::{Endpoint, QueuePairs, SLICES, Shape, Slots, in_slices};
 use super::two_ranks;
 
 #[derive(Args)]
 #[command(after_long_help = "\
 What the numbers mean: bandwidth is the bytes of a message over half of a round trip, which starts and ends where the payload \
-is, copies included. `host to host` sends host memory. `GPU to GPU` has the payload of both ranks on their GPUs: with copies to memory that CUDA has pinned and by the CPU \
-from there to memory that is sent; with copies to one buffer that both CUDA and the network have pinned (GPUDirect version 1); \
-without copies (GPUDirect RDMA). `peer to peer` has no messages: CUDA copies between two GPUs of one process (GPUDirect P2P). \
+is, copies included. `host to host` sends host memory. `GPU to GPU` has the payload of both ranks on their GPUs: with copies to \
+a buffer that both CUDA and the network have pinned (GPUDirect version 1); without copies (GPUDirect RDMA). `peer to peer` has no messages: CUDA copies between two GPUs of one process (GPUDirect P2P). \
 Local rank r uses GPU r modulo their number. The ratios are to memcpy by one CPU. Message rates: rank 0 sends as fast as \
 --outstanding lets it, rank 1 receives by CPU, and the clock stops when rank 0 has the acknowledgement of the last message; \
 `cpu` is posted and polled by the sending thread, in `stream` each batch sends what may be outstanding and waits for the \
@@ -57,9 +57,8 @@ const PEERS: &str = "peer to peer";
 /// The largest message whose rate is measured.
 const RATED: u32 = 4096;
 /// The rows of messages: where the payload is.
-const ROWS: [(&str, Kind); 4] = [
+const ROWS: [(&str, Kind); 3] = [
     ("host to host", Kind::Host),
-    ("GPU to GPU, copies", Kind::CopiedTwice),
     ("GPU to GPU, shared pinned buffers", Kind::Copied),
     ("GPU to GPU, direct", Kind::Direct),
 ];
@@ -217,148 +216,101 @@ impl Memcpy {
 }
 
 /// Where the payload of a rank is, and how it gets to the wire.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 enum Kind {
     /// In host memory that is sent.
     Host,
     /// On a GPU; CUDA copies it to and from pinned memory that is sent.
     Copied,
-    /// On a GPU; CUDA copies it to and from pinned memory, the CPU between that and memory that is sent.
-    CopiedTwice,
     /// On a GPU, sent from there.
     Direct,
 }
 
 struct Side<'a> {
-    comm: &'a Communicator,
-    checks: &'a Checks,
-    wire: Registration,
-    /// On the GPU, unless it is sent from there.
-    payload: Option<(Gpu, Memory)>,
-    /// Pinned by CUDA, between payload and wire.
-    staging: Option<Memory>,
-    peer: usize,
-    slots: Slots,
-    run: u64,
+    end: Endpoint<'a>,
+    /// The GPU and its payload, unless that is sent from where it is.
+    copied: Option<(Gpu, Memory)>,
 }
 
 impl<'a> Side<'a> {
     /// For messages of at most `max` bytes.
     fn new(kind: Kind, comm: &'a Communicator, checks: &'a Checks, max: usize) -> Result<Self> {
-        let slots = Slots::new(max);
-        let (mut payload, mut staging) = (None, None);
+        let (slots, peer) = (Slots::new(max), 1 - comm.rank());
+        let mut copied = None;
         let wire = match kind {
-            Kind::Host => Memory::alloc(slots.len())?,
             Kind::Direct => own_gpu(&[])?.alloc(slots.len())?,
-            Kind::Copied | Kind::CopiedTwice => {
-                let (gpu, wire) = (own_gpu(&[])?, Memory::alloc(slots.len())?);
-                staging = (kind == Kind::CopiedTwice).then(|| Memory::alloc(slots.len())).transpose()?;
-                // Registers it with CUDA.
-                staging.as_ref().unwrap_or(&wire).gpu_addr(&gpu)?;
-                payload = Some((gpu.clone(), gpu.alloc(slots.len())?));
-                wire
-            }
+            Kind::Host | Kind::Copied => Memory::alloc(slots.len())?,
         };
-        let wire = comm.register(&wire)?;
-        Ok(Self { comm, checks, wire, payload, staging, peer: 1 - comm.rank(), slots, run: 0 })
+        if let Kind::Copied = kind {
+            let gpu = own_gpu(&[])?;
+            // Registers it with CUDA.
+            wire.gpu_addr(&gpu)?;
+            copied = Some((gpu.clone(), gpu.alloc(slots.len())?));
+        }
+        let payload = copied.as_ref().map_or(&wire, |(_, payload)| payload);
+        let end = Endpoint::over(comm, checks, slots, (peer, peer), (&wire, payload))?;
+        Ok(Self { end, copied })
     }
 
-    /// Copies the payload to the memory that is sent.
-    fn send_side(&self, bytes: usize) -> Result<()> {
-        let Some((gpu, payload)) = &self.payload else { return Ok(()) };
-        let wire = self.wire.memory();
-        let staging = self.staging.as_ref().unwrap_or(wire).slice(0, bytes)?;
-        to_host(gpu, &staging, &payload.slice(0, bytes)?)?;
-        match &self.staging {
-            Some(staging) => Ok(wire.copy_from(0, staging, 0, bytes)?),
+    /// Copies the payload to the memory that is sent, and sends it.
+    fn send(&self) -> Result<Request> {
+        if let Some((gpu, payload)) = &self.copied {
+            copy(gpu, self.end.buffer.memory(), payload, self.end.slots.sent())?;
+        }
+        Ok(self.end.send()?)
+    }
+
+    /// Waits for message `n`, and copies it to the payload.
+    fn wait(&self, receive: &Request, n: u64) -> Result<()> {
+        self.end.comm.wait(receive, None)?;
+        match &self.copied {
+            Some((gpu, payload)) => copy(gpu, payload, self.end.buffer.memory(), self.end.slots.received(n)),
             None => Ok(()),
         }
     }
 
-    fn receive_side(&self, n: u64, bytes: usize) -> Result<()> {
-        let Some((gpu, payload)) = &self.payload else { return Ok(()) };
-        let (wire, at) = (self.wire.memory(), self.slots.received(n).start);
-        if let Some(staging) = &self.staging {
-            staging.copy_from(at, wire, at, bytes)?;
-        }
-        let staging = self.staging.as_ref().unwrap_or(wire).slice(at, bytes)?;
-        to_gpu(gpu, &payload.slice(at, bytes)?, &staging)
-    }
-
-    fn receive(&self, n: u64, bytes: usize) -> mp::Result<Request> {
-        self.comm.irecv(&self.wire, self.slots.of(bytes).received(n), self.peer)
-    }
-
-    fn send(&self, bytes: usize) -> mp::Result<Request> {
-        self.comm.isend(&self.wire, self.slots.of(bytes).sent(), self.peer)
-    }
-
     /// Ping-pong from payload to payload: round trips at rank 0, and the number of wrong slots.
     fn run(&mut self, bytes: usize, count: u64) -> Result<(Samples, u64)> {
-        self.run += 1;
-        let rank = self.comm.rank();
-        let (slots, theirs) = (self.slots.of(bytes), expected(self.peer, self.run));
-        let payload = self.payload.as_ref().map_or(self.wire.memory(), |(_, payload)| payload);
-        // Only the payload to send holds the right bytes.
-        for memory in [Some(self.wire.memory()), Some(payload), self.staging.as_ref()].into_iter().flatten() {
-            expected(rank, self.run).spoil(memory, slots.sent().start, bytes)?;
-            slots.spoil(memory, theirs, 2)?;
-        }
-        slots.fill(payload, self.checks.sent(rank, self.run))?;
-        payload.flush()?;
+        self.end.slots = self.end.slots.of(bytes);
+        let (end, pings) = (&self.end, self.end.comm.rank() == 0);
+        end.prepare(2)?;
         let mut samples = Samples::default();
-        let mut receive = self.receive(0, bytes)?;
-        self.comm.barrier(None)?;
+        let mut receive = end.receive(0)?;
+        end.comm.barrier(None)?;
         for n in 0..count {
             let start = Instant::now();
-            let sent = if rank == 0 {
-                self.send_side(bytes)?;
-                let sent = self.send(bytes)?;
-                self.comm.wait(&receive, None)?;
-                self.receive_side(n, bytes)?;
+            let sent = pings.then(|| self.send()).transpose()?;
+            self.wait(&receive, n)?;
+            if pings {
                 samples.add(start.elapsed());
-                sent
-            } else {
-                self.comm.wait(&receive, None)?;
-                self.receive_side(n, bytes)?;
-                self.send_side(bytes)?;
-                // The next message cannot arrive before this answer is sent.
-                if n + 1 < count {
-                    receive = self.receive(n + 1, bytes)?;
-                }
-                self.send(bytes)?
-            };
-            self.comm.wait(&sent, None)?;
-            if rank == 0 && n + 1 < count {
-                receive = self.receive(n + 1, bytes)?;
             }
+            // Posted before rank 1 answers, and before rank 0 sends again: no message comes before its receive.
+            if n + 1 < count {
+                receive = end.receive(n + 1)?;
+            }
+            let sent = sent.map_or_else(|| self.send(), Ok)?;
+            end.comm.wait(&sent, None)?;
         }
-        Ok((samples, slots.wrong(payload, theirs, count)?))
+        Ok((samples, end.wrong(count)?))
     }
 }
 
-/// Copies from the GPU to as much memory of the host.
-fn to_host(gpu: &Gpu, to: &Memory, from: &Memory) -> Result<()> {
+/// Copies this range by CUDA, complete on return.
+fn copy(gpu: &Gpu, to: &Memory, from: &Memory, range: Range<usize>) -> Result<()> {
+    let [to, from] = [to, from].map(|memory| memory.slice(range.start, range.len()));
     let _current = gpu.enter()?;
-    let host = std::ptr::with_exposed_provenance_mut(usize::try_from(to.addr())?);
     // SAFETY: both have this length and live for the call.
-    Ok(unsafe { sys::cuMemcpyDtoH_v2(host, from.addr(), to.len()) }.result()?)
+    unsafe { sys::cuMemcpy(to?.addr(), from?.addr(), range.len()) }.result()?;
+    // The call may return before pinned or short data is on the GPU, or before data is on another GPU.
+    Ok(result::ctx::synchronize()?)
 }
 
-/// Copies from the host to as much memory of the GPU.
-fn to_gpu(gpu: &Gpu, to: &Memory, from: &Memory) -> Result<()> {
-    let _current = gpu.enter()?;
-    let host = std::ptr::with_exposed_provenance(usize::try_from(from.addr())?);
-    // SAFETY: both have this length and live for the call.
-    unsafe { sys::cuMemcpyHtoD_v2(to.addr(), host, from.len()) }.result()?;
-    // The call may return before pinned or short data is on the GPU.
-    // SAFETY: the context is current.
-    Ok(unsafe { sys::cuCtxSynchronize() }.result()?)
-}
-
+/// Memory of two GPUs of this process, of the first one for what leaves and for what comes back.
 struct Peers {
-    gpus: [Gpu; 2],
-    memory: [Memory; 2],
+    gpu: Gpu,
+    near: Memory,
+    far: Memory,
+    back: Memory,
 }
 
 impl Peers {
@@ -368,56 +320,26 @@ impl Peers {
             1 => return Err("it needs two GPUs, and CUDA shows one".into()),
             _ => {}
         }
-        let gpus = [Gpu::open(0)?, Gpu::open(1)?];
-        for (own, other) in [(&gpus[0], &gpus[1]), (&gpus[1], &gpus[0])] {
-            let mut can = 0;
-            // SAFETY: a place for the answer.
-            unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, own.ordinal(), other.ordinal()) }.result()?;
-            if can == 0 {
-                return Err(format!(
-                    "GPU {} cannot reach the memory of GPU {}: see nvidia-smi topo -p2p r",
-                    own.ordinal(),
-                    other.ordinal()
-                )
-                .into());
-            }
-            own.reach(other)?;
-        }
-        let memory = [gpus[0].alloc(2 * max)?, gpus[1].alloc(max)?];
-        Ok(Self { gpus, memory })
+        let (gpu, other) = (Gpu::open(0)?, Gpu::open(1)?);
+        let explain = |error| format!("{error}: see nvidia-smi topo -p2p r");
+        gpu.reach(&other).and_then(|()| other.reach(&gpu)).map_err(explain)?;
+        Ok(Self { near: gpu.alloc(max)?, back: gpu.alloc(max)?, far: other.alloc(max)?, gpu })
     }
 
     /// Copies to the other GPU and back: the times, and 1 if wrong data came back.
     fn run(&self, bytes: usize, count: u64, run: u64) -> Result<(Samples, u64)> {
-        let pattern = expected(0, run);
-        pattern.fill(&self.memory[0], 0, bytes)?;
-        pattern.spoil(&self.memory[0], bytes, bytes)?;
-        pattern.spoil(&self.memory[1], 0, bytes)?;
-        self.memory.iter().try_for_each(Memory::flush)?;
+        let (pattern, Self { gpu, near, far, back }) = (expected(0, run), self);
+        pattern.fill(near, 0, bytes)?;
+        pattern.spoil(far, 0, bytes)?;
+        pattern.spoil(back, 0, bytes)?;
+        [near, far, back].into_iter().try_for_each(Memory::flush)?;
         let mut samples = Samples::default();
         for _ in 0..count {
-            samples.add(self.there_and_back(bytes)?);
+            let start = Instant::now();
+            copy(gpu, far, near, 0..bytes)?;
+            copy(gpu, back, far, 0..bytes)?;
+            samples.add(start.elapsed());
         }
-        let right = pattern.check(&self.memory[0], bytes, bytes)?;
-        Ok((samples, u64::from(!right)))
-    }
-
-    fn there_and_back(&self, bytes: usize) -> Result<Duration> {
-        let [near, far] = &self.memory;
-        let contexts =
-            self.gpus.each_ref().map(|gpu| std::ptr::with_exposed_provenance_mut(gpu.raw_context()));
-        let (sent, back) = (near.slice(0, bytes)?.addr(), near.slice(bytes, bytes)?.addr());
-        let there = far.slice(0, bytes)?.addr();
-        let _current = self.gpus[0].enter()?;
-        let start = Instant::now();
-        for (to, to_context, from, from_context) in
-            [(there, contexts[1], sent, contexts[0]), (back, contexts[0], there, contexts[1])]
-        {
-            // SAFETY: both are in bounds and live for the call.
-            unsafe { sys::cuMemcpyPeer(to, to_context, from, from_context, bytes) }.result()?;
-            // SAFETY: the context is current.
-            unsafe { sys::cuCtxSynchronize() }.result()?;
-        }
-        Ok(start.elapsed())
+        Ok((samples, u64::from(!pattern.check(back, 0, bytes)?)))
     }
 }

@@ -1,15 +1,14 @@
 //! `gdasync bench copy`: CPU mappings of GPU memory against CUDA copies.
 
 use std::cell::RefCell;
-use std::ffi::c_void;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use cudarc::driver::{CudaContext, sys};
+use cudarc::driver::result;
 use gdasync::gdrcopy::copy::{Copier, load_fence, store_fence};
 use gdasync::gdrcopy::planner::{Direction, Way, read_by, write_by};
 use gdasync::gdrcopy::{BackendKind, Gdr, Mapping, Planner};
+use gdasync::gdsync::cuda::Gpu;
 use gdasync::measure::{Random, Samples, size};
 use gdasync::results::{Output, Point, Result, Sheet, Unit};
 use serde_json::json;
@@ -42,7 +41,7 @@ const BARE: &str = "bare word";
 
 struct Bench {
     mapping: Mapping,
-    cuda: Option<Cuda>,
+    has_gpu: bool,
     planner: Planner,
     max: usize,
     each: Duration,
@@ -57,11 +56,13 @@ impl Options {
         let max = usize::try_from(self.max_size)?;
         let buffer = gdr.alloc(self.device, max)?;
         let gpu = gdr.gpus()?.into_iter().find(|gpu| gpu.ordinal == self.device);
+        let cuda = gpu.as_ref().map(|gpu| Gpu::open(gpu.ordinal)).transpose()?;
+        let _current = cuda.as_ref().map(Gpu::enter).transpose()?;
         sheet.step("calibrating the planner");
         let bench = Bench {
             planner: Planner::calibrate(&gdr, self.device)?,
             mapping: buffer.map()?,
-            cuda: gpu.is_some().then(|| Cuda::new(self.device, buffer.addr())).transpose()?,
+            has_gpu: gpu.is_some(),
             each: Duration::from_millis(self.each_ms),
             sheet: sheet.into(),
             max,
@@ -151,16 +152,13 @@ impl Bench {
 
     /// Every path at every size, and the choice of the planner.
     fn paths(&self, direction: Direction) -> Result<()> {
-        let Self { mapping, cuda, planner, .. } = self;
+        let Self { mapping, has_gpu, planner, .. } = self;
         for bytes in (0..).map(|i| 1 << i).take_while(|&bytes| bytes <= self.max) {
             let mut paths: Vec<Path> = bare_word(direction, mapping, bytes).into_iter().collect();
             paths.push(quick_to_gpu(direction, mapped(Way::Cpu, direction, mapping)));
-            if let Some(cuda) = cuda {
+            if *has_gpu {
                 paths.push(mapped(Way::CopyEngine, direction, mapping));
-                paths.push(match direction {
-                    Direction::ToGpu => Path::new("cuMemcpyHtoD", |host| cuda.write(host)),
-                    Direction::FromGpu => Path::new("cuMemcpyDtoH", |host| cuda.read(host)),
-                });
+                paths.push(by_cuda(direction, mapping.addr()));
             }
             let planned = Path::new(PLANNER, |host| {
                 let done = match direction {
@@ -240,29 +238,14 @@ fn in_turn(paths: &mut [Path<'_>], host: &mut [u8], budget: Duration) -> Result<
     Ok(samples)
 }
 
-/// The baseline: synchronous copies of CUDA.
-struct Cuda {
-    context: Arc<CudaContext>,
-    addr: u64,
-}
-
-impl Cuda {
-    /// Copies to and from GPU memory at `addr`.
-    fn new(device: i32, addr: u64) -> Result<Self> {
-        let context = CudaContext::new(usize::try_from(device)?)?;
-        Ok(Self { context, addr })
-    }
-
-    fn write(&self, data: &[u8]) -> Result<()> {
-        self.context.bind_to_thread()?;
-        // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
-        Ok(unsafe { sys::cuMemcpyHtoD_v2(self.addr, data.as_ptr().cast::<c_void>(), data.len()) }.result()?)
-    }
-
-    fn read(&self, out: &mut [u8]) -> Result<()> {
-        self.context.bind_to_thread()?;
-        // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
-        Ok(unsafe { sys::cuMemcpyDtoH_v2(out.as_mut_ptr().cast::<c_void>(), self.addr, out.len()) }
-            .result()?)
+/// The baseline: a synchronous copy of CUDA in the current context.
+fn by_cuda<'a>(direction: Direction, addr: u64) -> Path<'a> {
+    // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
+    let write = move |host: &mut [u8]| Ok(unsafe { result::memcpy_htod_sync(addr, host) }?);
+    // SAFETY: the benchmark's buffer on the GPU is as long as the longest host buffer.
+    let read = move |host: &mut [u8]| Ok(unsafe { result::memcpy_dtoh_sync(host, addr) }?);
+    match direction {
+        Direction::ToGpu => Path::new("cuMemcpyHtoD", write),
+        Direction::FromGpu => Path::new("cuMemcpyDtoH", read),
     }
 }

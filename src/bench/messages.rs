@@ -11,6 +11,7 @@ use gdasync::measure::{Samples, connect, poll};
 use gdasync::mp::tagged::{self, Tagged};
 use gdasync::mp::{self, Communicator, CommunicatorBuilder, Registration, Request, Window};
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, size_label};
+use gdasync::terminal::name;
 use serde_json::json;
 
 use super::traffic::{Endpoint, SLICES, in_slices};
@@ -51,12 +52,6 @@ enum Mode {
     Tagged,
     /// One way by the CPU, 16 messages in flight.
     Rate,
-}
-
-impl Mode {
-    fn name(self) -> String {
-        self.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
-    }
 }
 
 /// Iterations of a window: all receives are posted before it starts.
@@ -110,7 +105,7 @@ impl Options {
             // A round trip is two messages.
             let (group, parts) = if mode == Mode::Rate { (RATE, 1) } else { (PING_PONG, 2) };
             let point = Point::time(bytes as u64, samples, parts);
-            sheet.add_point(group, &mode.name(), "bytes", Unit::Micros, point);
+            sheet.add_point(group, &name(&mode), "bytes", Unit::Micros, point);
         }
         Ok(())
     }

@@ -324,6 +324,8 @@ pub(super) struct Endpoint<'a> {
     pub(super) comm: &'a Communicator,
     pub(super) checks: &'a Checks,
     pub(super) buffer: Registration,
+    /// Memory of the payload: that of the buffer, or what is copied to it and from it.
+    payload: Memory,
     pub(super) slots: Slots,
     pub(super) to: usize,
     pub(super) from: usize,
@@ -338,21 +340,37 @@ impl<'a> Endpoint<'a> {
         (to, from): (usize, usize),
     ) -> Result<Self> {
         let slots = Slots::new(bytes);
-        let buffer = comm.register(&Memory::alloc(slots.len())?)?;
-        Ok(Self { comm, checks, buffer, slots, to, from, run: Cell::new(0) })
+        let memory = Memory::alloc(slots.len())?;
+        Self::over(comm, checks, slots, (to, from), (&memory, &memory))
     }
 
-    /// Writes the payload of the next run, and overwrites the slots that will receive `receives` messages.
+    /// Sends and receives in one memory, what a program writes and reads in the other.
+    pub(super) fn over(
+        comm: &'a Communicator,
+        checks: &'a Checks,
+        slots: Slots,
+        (to, from): (usize, usize),
+        (wire, payload): (&Memory, &Memory),
+    ) -> Result<Self> {
+        let (buffer, payload) = (comm.register(wire)?, payload.clone());
+        Ok(Self { comm, checks, buffer, payload, slots, to, from, run: Cell::new(0) })
+    }
+
+    /// Writes the payload of the next run, and overwrites all else, of the slots that receive those for `receives` messages.
     pub(super) fn prepare(&self, receives: u64) -> Result<()> {
         self.run.set(self.run.get() + 1);
-        let (run, memory) = (self.run.get(), self.buffer.memory());
-        self.slots.fill(memory, self.checks.sent(self.comm.rank(), run))?;
-        self.slots.spoil(memory, expected(self.from, run), receives)
+        let (run, rank) = (self.run.get(), self.comm.rank());
+        for memory in [self.buffer.memory(), &self.payload] {
+            expected(rank, run).spoil(memory, self.slots.sent().start, self.slots.bytes)?;
+            self.slots.spoil(memory, expected(self.from, run), receives)?;
+        }
+        self.slots.fill(&self.payload, self.checks.sent(rank, run))?;
+        Ok(self.payload.flush()?)
     }
 
     /// The number of slots with wrong data after `messages` messages.
     pub(super) fn wrong(&self, messages: u64) -> Result<u64> {
-        self.slots.wrong(self.buffer.memory(), expected(self.from, self.run.get()), messages)
+        self.slots.wrong(&self.payload, expected(self.from, self.run.get()), messages)
     }
 
     pub(super) fn receive(&self, n: u64) -> mp::Result<Request> {
