@@ -386,19 +386,6 @@ mod tests {
         assert_eq!([1, 1024, 1000, 3 << 20].map(size), ["1", "1 Ki", "1000", "3 Mi"]);
     }
 
-    #[test]
-    fn mappings_of_a_page_share_it() {
-        let (file, path) = create_shared(PAGE).unwrap();
-        let offer = format!("{}\n{path}", host().unwrap());
-        let (here, there) =
-            (Memory::map_shared(file.as_fd(), PAGE).unwrap(), open_shared(&offer, PAGE).unwrap());
-        assert_eq!(there.to_vec(), [0; PAGE]);
-        here.write(PAGE - 6, b"shared").unwrap();
-        let mut found = [0; 6];
-        there.read(PAGE - 6, &mut found).unwrap();
-        assert_eq!(&found, b"shared");
-    }
-
     /// The number of a process and a file may belong to something else elsewhere.
     #[test]
     fn nothing_else_is_mapped() {

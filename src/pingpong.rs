@@ -15,7 +15,7 @@ pub use exchange::{PingPong, Work};
 
 use crate::app_stream::{AppStream, Placement};
 use crate::measure::{PAGE, Samples, poll, process_cpu, share_memory, thread_cpu};
-use crate::results::{At, Output, Point, Result, Series, Sheet, Unit, plain_table, size_label};
+use crate::results::{At, Checks, Output, Point, Result, Series, Sheet, Unit, plain_table, size_label};
 use crate::terminal::name;
 
 /// Options of a ping-pong.
@@ -44,12 +44,8 @@ pub struct Options {
     /// message of the other modes.
     #[arg(long)]
     no_kernels: bool,
-    /// Rank 1 sends wrong data: for tests of the check.
-    #[arg(long, hide = true)]
-    wrong_bytes: bool,
-    /// Seconds after which a wait fails, 1 to 86400.
-    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
-    timeout: u64,
+    #[command(flatten)]
+    checks: Checks,
 }
 
 /// How messages are driven.
@@ -155,7 +151,7 @@ impl Measured {
 /// flags between the streams; with `recorder` also runs each mode with the flight recorder paused.
 pub fn run(options: &Options, output: &Output, floor: bool, recorder: bool) -> Result<()> {
     options.check()?;
-    let timeout = Duration::from_secs(options.timeout);
+    let timeout = options.checks.timeout();
     let placed = options.placement.open()?;
     // One transport for all modes: they differ in who drives it. Receives are posted a window ahead into two slots: the peer sends
     // the next message only after an answer to the one before.

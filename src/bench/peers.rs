@@ -3,6 +3,7 @@
 mod nccl;
 mod nvshmem;
 
+use std::ffi::c_void;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -59,8 +60,10 @@ pub(crate) struct Options {
 }
 
 /// The two ranks, and the stream of this one.
+#[derive(Clone, Copy)]
 pub(super) struct Rig<'a> {
     comm: &'a Communicator,
+    app: &'a AppStream,
     kernels: &'a Kernels,
     /// Bytes of the longest message.
     room: usize,
@@ -69,6 +72,11 @@ pub(super) struct Rig<'a> {
 impl Rig<'_> {
     fn peer(&self) -> usize {
         1 - self.comm.rank()
+    }
+
+    /// The stream, for a library in C.
+    fn stream(&self) -> *mut c_void {
+        self.kernels.stream()
     }
 
     /// What rank 0 has of these bytes, at both ranks.
@@ -103,12 +111,8 @@ pub(super) trait Way {
 
 /// Messages of mp between the two halves of a buffer.
 struct Ours<'a> {
-    app: &'a AppStream,
-    comm: &'a Communicator,
+    rig: Rig<'a>,
     buffer: Registration,
-    /// Bytes of a half.
-    room: usize,
-    peer: usize,
     by: By,
 }
 
@@ -126,12 +130,8 @@ enum By {
 const WORDS: usize = 64;
 
 impl<'a> Ours<'a> {
-    fn new(
-        rig: &Rig<'a>,
-        app: &'a AppStream,
-        open: impl FnOnce(&Registration) -> gdasync::mp::Result<By>,
-    ) -> Result<Self> {
-        let memory = app.gpu()?.alloc(WORDS + 2 * rig.room)?;
+    fn new(rig: Rig<'a>, open: impl FnOnce(&Registration) -> gdasync::mp::Result<By>) -> Result<Self> {
+        let memory = rig.app.gpu()?.alloc(WORDS + 2 * rig.room)?;
         memory.write(0, &[0; WORDS])?;
         memory.flush()?;
         let buffer = rig.comm.register(&memory)?;
@@ -140,32 +140,28 @@ impl<'a> Ours<'a> {
             && rig.comm.rank() > 0
         {
             // It receives first.
-            channel.post_recv_on_stream(&app.stream)?;
+            channel.post_recv_on_stream(&rig.app.stream)?;
         }
-        Ok(Self { app, comm: rig.comm, buffer, room: rig.room, peer: rig.peer(), by })
+        Ok(Self { rig, buffer, by })
     }
 
     /// By window, channel and messages.
-    fn all(rig: &Rig<'a>, app: &'a AppStream) -> Result<[Self; 3]> {
-        let Rig { comm, room, .. } = *rig;
+    fn all(rig: Rig<'a>) -> Result<[Self; 3]> {
+        let Rig { comm, room, .. } = rig;
         let window =
             |buffer: &Registration| comm.window(buffer, 0..buffer.memory().len(), None).map(By::Window);
         let place = WORDS + room..WORDS + 2 * room;
         let channel =
             |buffer: &Registration| comm.channel(rig.peer(), &[(buffer, place)], None).map(By::Channel);
-        Ok([
-            Self::new(rig, app, window)?,
-            Self::new(rig, app, channel)?,
-            Self::new(rig, app, |_| Ok(By::Messages))?,
-        ])
+        Ok([Self::new(rig, window)?, Self::new(rig, channel)?, Self::new(rig, |_| Ok(By::Messages))?])
     }
 
     fn path(&self) -> Result<String> {
-        let (to, peer) = (WORDS..WORDS + self.room, self.peer);
+        let (to, peer) = (WORDS..WORDS + self.rig.room, self.rig.peer());
         Ok(match &self.by {
             By::Window(window) => window.path_of(&self.buffer, to, peer)?.to_string(),
             By::Channel(channel) => channel.path_of(&self.buffer, to)?.to_string(),
-            By::Messages => self.comm.path_of(&self.buffer, to, peer)?.to_string(),
+            By::Messages => self.rig.comm.path_of(&self.buffer, to, peer)?.to_string(),
         })
     }
 }
@@ -185,10 +181,11 @@ impl Way for Ours<'_> {
     }
 
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
-        let (stream, buffer, from) = (&self.app.stream, &self.buffer, WORDS..WORDS + bytes);
+        let (rig, buffer, from) = (self.rig, &self.buffer, WORDS..WORDS + bytes);
+        let (stream, peer) = (&rig.app.stream, rig.peer());
         match &self.by {
             By::Window(window) => {
-                let put = Rma::put(buffer, from, self.peer, WORDS + self.room);
+                let put = Rma::put(buffer, from, peer, WORDS + rig.room);
                 _ = window.start_on_stream(stream, &put.with_signal(Signal::set(0, n)))?;
             }
             By::Channel(channel) => {
@@ -197,19 +194,19 @@ impl Way for Ours<'_> {
                 channel.post_recv_in_batch(&mut batch)?;
                 stream.submit(&mut batch)?;
             }
-            By::Messages => _ = self.comm.isend_on_stream(stream, buffer, from, self.peer)?,
+            By::Messages => _ = rig.comm.isend_on_stream(stream, buffer, from, peer)?,
         }
         Ok(())
     }
 
     fn receive(&self, bytes: usize, n: u64) -> Result<()> {
-        let stream = &self.app.stream;
+        let (rig, stream) = (self.rig, &self.rig.app.stream);
         match &self.by {
             By::Window(window) => window.wait_signal_on_stream(stream, 0, n, Cond::Eq)?,
             By::Channel(channel) => _ = channel.wait_recv_on_stream(stream)?,
             By::Messages => {
-                let to = WORDS + self.room..WORDS + self.room + bytes;
-                self.comm.wait_on_stream(stream, &self.comm.irecv(&self.buffer, to, self.peer)?)?;
+                let to = WORDS + rig.room..WORDS + rig.room + bytes;
+                rig.comm.wait_on_stream(stream, &rig.comm.irecv(&self.buffer, to, rig.peer())?)?;
             }
         }
         Ok(())
@@ -230,8 +227,8 @@ impl Options {
         let app = AppStream::new(&placed, timeout, PTX)?;
         let room = self.sizes.iter().max().copied().unwrap_or(8).next_multiple_of(64);
         let kernels = app.kernels.as_ref().ok_or("no kernels")?;
-        let rig = Rig { comm: &comm, kernels, room: usize::try_from(room)? };
-        let ours = Ours::all(&rig, &app)?;
+        let rig = Rig { comm: &comm, app: &app, kernels, room: usize::try_from(room)? };
+        let ours = Ours::all(rig)?;
         let mut note = placed.describe(&comm)?.to_string();
         let mut foreign: Vec<Box<dyn Way + '_>> = Vec::new();
         let mut add = |name, opened: Result<(String, Vec<Box<dyn Way>>)>| -> Result<()> {
@@ -247,14 +244,14 @@ impl Options {
             }
             Ok(())
         };
-        add("nccl", nccl::open(&self.nccl, &rig))?;
-        add("nvshmem", nvshmem::open(&self.nvshmem, &rig))?;
+        add("nccl", nccl::open(&self.nccl, rig))?;
+        add("nvshmem", nvshmem::open(&self.nvshmem, rig))?;
         let ways: Vec<&dyn Way> =
             ours.iter().map(|way| way as &dyn Way).chain(foreign.iter().map(|way| &**way)).collect();
         for &bytes in &self.sizes {
             let bytes = usize::try_from(bytes)?.next_multiple_of(8);
             if sheet.may_start(&comm, size_label(bytes))? {
-                self.of_size(&rig, &app, &ways, bytes, &mut sheet)?;
+                self.of_size(rig, &ways, bytes, &mut sheet)?;
             }
         }
         // Messages learn of each other's memory as they go.
@@ -276,14 +273,8 @@ impl Options {
         sheet.finish(comm, "peers", options)
     }
 
-    fn of_size(
-        &self,
-        rig: &Rig<'_>,
-        app: &AppStream,
-        ways: &[&dyn Way],
-        bytes: usize,
-        sheet: &mut Sheet,
-    ) -> Result<()> {
+    fn of_size(&self, rig: Rig<'_>, ways: &[&dyn Way], bytes: usize, sheet: &mut Sheet) -> Result<()> {
+        let app = rig.app;
         let work = Work::new(app, Duration::from_micros(self.kernel_us.into()))?;
         let ahead = u64::from(self.ahead);
         let round = |way: &dyn Way, n: u64| -> Result<()> {

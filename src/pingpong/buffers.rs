@@ -3,7 +3,7 @@
 use super::{Cost, Measured, Options};
 use crate::app_stream::{AppStream, Kernel, Kernels, Placed, ptx};
 use crate::measure::{Pattern, Samples, thread_cpu};
-use crate::results::Result;
+use crate::results::{Checks, Result, expected};
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Stream};
 use mp::{Communicator, Registration};
@@ -16,20 +16,18 @@ use std::time::{Duration, Instant};
 /// The buffers of a rank for messages of one size: a slot to send from, and two to receive into alternately.
 #[derive(Clone, Debug)]
 pub(super) struct Buffers {
-    rank: u64,
-    /// It sends wrong data, for tests of the check.
-    sends_wrong: bool,
+    rank: usize,
+    checks: Checks,
     pub(super) bytes: usize,
     pub(super) outgoing: Registration,
     pub(super) incoming: Registration,
 }
 
 impl Buffers {
-    pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize, wrong_bytes: bool) -> Result<Self> {
+    pub(super) fn new(comm: &Communicator, placed: &Placed, bytes: usize, checks: &Checks) -> Result<Self> {
         let outgoing = comm.register(&placed.outgoing(stride(bytes))?)?;
         let incoming = comm.register(&placed.incoming(2 * stride(bytes))?)?;
-        let sends_wrong = wrong_bytes && comm.rank() == 1;
-        Ok(Self { rank: comm.rank() as u64, sends_wrong, bytes, outgoing, incoming })
+        Ok(Self { rank: comm.rank(), checks: checks.clone(), bytes, outgoing, incoming })
     }
 
     fn slot(&self, slot: usize) -> Range<usize> {
@@ -50,19 +48,15 @@ impl Buffers {
         self.incoming.memory()
     }
 
-    /// What this rank sends as message `n`.
-    fn ours(&self, n: u64) -> Pattern {
-        Pattern::new(self.rank, if self.sends_wrong { !n } else { n })
-    }
-
     /// What this rank receives as message `n`.
     fn theirs(&self, n: u64) -> Pattern {
-        Pattern::new(1 - self.rank, n)
+        expected(1 - self.rank, n)
     }
 
     /// Before iteration `n`: the message to send.
     fn fill(&self, n: u64) -> gdsync::Result<()> {
-        self.ours(n).fill(self.outgoing.memory(), self.send_slot().start, self.bytes)
+        let ours = self.checks.sent(self.rank, n);
+        ours.fill(self.outgoing.memory(), self.send_slot().start, self.bytes)
     }
 
     /// Overwrites the place where message `n` arrives.
@@ -319,8 +313,8 @@ impl<'a> KernelChecker<'a> {
             received: [0, 1].map(|n| incoming + buffers.receive_slot(n).start as u64),
             sent: outgoing + buffers.send_slot().start as u64,
             bytes: buffers.bytes as u64,
-            rank: buffers.rank,
-            sends_wrong: buffers.sends_wrong.into(),
+            rank: buffers.rank as u64,
+            sends_wrong: buffers.checks.is_wrong(buffers.rank).into(),
         };
         let blocks = buffers.bytes.div_ceil(THREADS as usize * BYTES_PER_THREAD).min(MOST_BLOCKS);
         let blocks = u32::try_from(blocks)?;

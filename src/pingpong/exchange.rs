@@ -34,7 +34,7 @@ impl<'a> PingPong<'a> {
         placed: &'a Placed,
         bytes: usize,
     ) -> Result<Self> {
-        let buffers = Buffers::new(comm, placed, bytes, options.wrong_bytes)?;
+        let buffers = Buffers::new(comm, placed, bytes, &options.checks)?;
         let work = Work::new(app, options.work())?;
         Ok(Self { options, comm, app, placed, buffers, work, peer: 1 - comm.rank() })
     }

@@ -4,7 +4,6 @@ use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 use std::rc::Rc;
 
-use gdasync::app_stream::Kernels;
 use gdasync::declare;
 use gdasync::library::{checked, load};
 use gdasync::results::Result;
@@ -65,14 +64,13 @@ declare! {
 struct Nccl<'a> {
     functions: Functions,
     comm: Pointer,
-    kernels: &'a Kernels,
+    rig: Rig<'a>,
     buffer: Pointer,
-    room: usize,
     peer: c_int,
 }
 
 /// Opens the library at both ranks: its version, and what it can do.
-pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn Way + 'a>>)> {
+pub(super) fn open<'a>(name: &str, rig: Rig<'a>) -> Result<(String, Vec<Box<dyn Way + 'a>>)> {
     let library = load(name)?;
     // SAFETY: the types are those of nccl.h.
     let functions = unsafe { Functions::find(library) }?;
@@ -90,7 +88,7 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     checked("ncclCommInitRank", unsafe { (functions.init_rank)(&mut comm, 2, id, rank) })?;
     // SAFETY: a place for the answer.
     checked("ncclMemAlloc", unsafe { (functions.alloc)(&mut buffer, 2 * rig.room) })?;
-    let nccl = Nccl { functions, comm, kernels: rig.kernels, buffer, room: rig.room, peer: 1 - rank };
+    let nccl = Nccl { functions, comm, rig, buffer, peer: 1 - rank };
     let nccl = Rc::new(nccl);
     let mut ways: Vec<Box<dyn Way + 'a>> = vec![Box::new(SendRecv(nccl.clone()))];
     // SAFETY: the types are those of nccl.h.
@@ -121,17 +119,16 @@ impl Way for SendRecv<'_> {
         let nccl = &self.0;
         // SAFETY: the first part of the buffer, and a communicator and a stream that live.
         let told = unsafe {
-            (nccl.functions.send)(nccl.buffer, bytes, CHAR, nccl.peer, nccl.comm, nccl.kernels.stream())
+            (nccl.functions.send)(nccl.buffer, bytes, CHAR, nccl.peer, nccl.comm, nccl.rig.stream())
         };
         Ok(checked("ncclSend", told)?)
     }
 
     fn receive(&self, bytes: usize, _n: u64) -> Result<()> {
         let nccl = &self.0;
-        let to = nccl.buffer.wrapping_byte_add(nccl.room);
+        let to = nccl.buffer.wrapping_byte_add(nccl.rig.room);
         // SAFETY: the second part of the buffer, and a communicator and a stream that live.
-        let told =
-            unsafe { (nccl.functions.recv)(to, bytes, CHAR, nccl.peer, nccl.comm, nccl.kernels.stream()) };
+        let told = unsafe { (nccl.functions.recv)(to, bytes, CHAR, nccl.peer, nccl.comm, nccl.rig.stream()) };
         Ok(checked("ncclRecv", told)?)
     }
 
@@ -159,7 +156,7 @@ impl Way for PutSignal<'_> {
 
     fn send(&self, bytes: usize, _n: u64) -> Result<()> {
         let nccl = &*self.nccl;
-        let (peer, window, offset) = (nccl.peer, self.window, nccl.room);
+        let (peer, window, offset) = (nccl.peer, self.window, nccl.rig.room);
         // SAFETY: the first part of the buffer, the second of the other rank's, and a communicator and a stream that live.
         let told = unsafe {
             (self.puts.put_signal)(
@@ -173,7 +170,7 @@ impl Way for PutSignal<'_> {
                 0,
                 0,
                 nccl.comm,
-                nccl.kernels.stream(),
+                nccl.rig.stream(),
             )
         };
         Ok(checked("ncclPutSignal", told)?)
@@ -182,8 +179,7 @@ impl Way for PutSignal<'_> {
     fn receive(&self, _bytes: usize, _n: u64) -> Result<()> {
         let mut signal = WaitSignal { count: 1, peer: self.nccl.peer, signal: 0, context: 0 };
         // SAFETY: one description, and a communicator and a stream that live.
-        let told =
-            unsafe { (self.puts.wait_signal)(1, &mut signal, self.nccl.comm, self.nccl.kernels.stream()) };
+        let told = unsafe { (self.puts.wait_signal)(1, &mut signal, self.nccl.comm, self.nccl.rig.stream()) };
         Ok(checked("ncclWaitSignal", told)?)
     }
 }

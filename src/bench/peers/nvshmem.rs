@@ -3,7 +3,6 @@
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr::null_mut;
 
-use gdasync::app_stream::Kernels;
 use gdasync::declare;
 use gdasync::library::{checked, load};
 use gdasync::results::Result;
@@ -82,16 +81,15 @@ declare! {
 
 struct Nvshmem<'a> {
     functions: Functions,
-    kernels: &'a Kernels,
+    rig: Rig<'a>,
     buffer: *mut c_void,
     /// It has the number of the last message.
     word: *mut u64,
-    room: usize,
     peer: c_int,
 }
 
 /// Opens the library at both ranks: its version, and what it can do.
-pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn Way + 'a>>)> {
+pub(super) fn open<'a>(name: &str, rig: Rig<'a>) -> Result<(String, Vec<Box<dyn Way + 'a>>)> {
     let library = load(name)?;
     // SAFETY: the types are those of nvshmemx.h.
     let functions = unsafe { Functions::find(library) }?;
@@ -120,7 +118,7 @@ pub(super) fn open<'a>(name: &str, rig: &Rig<'a>) -> Result<(String, Vec<Box<dyn
     if buffer.is_null() || word.is_null() {
         return Err("nvshmem_malloc: no memory; NVSHMEM_SYMMETRIC_SIZE allows more".into());
     }
-    let nvshmem = Nvshmem { functions, kernels: rig.kernels, buffer, word, room: rig.room, peer: 1 - rank };
+    let nvshmem = Nvshmem { functions, rig, buffer, word, peer: 1 - rank };
     Ok((format!("NVSHMEM {major}.{minor}.{patch}"), vec![Box::new(nvshmem)]))
 }
 
@@ -134,7 +132,7 @@ impl Way for Nvshmem<'_> {
     }
 
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
-        let to = self.buffer.wrapping_byte_add(self.room);
+        let to = self.buffer.wrapping_byte_add(self.rig.room);
         // SAFETY: both parts of the symmetric buffer, a symmetric word, and a stream that lives.
         unsafe {
             (self.functions.put_signal)(
@@ -145,7 +143,7 @@ impl Way for Nvshmem<'_> {
                 n,
                 SET,
                 self.peer,
-                self.kernels.stream(),
+                self.rig.stream(),
             );
         }
         Ok(())
@@ -153,7 +151,7 @@ impl Way for Nvshmem<'_> {
 
     fn receive(&self, _bytes: usize, n: u64) -> Result<()> {
         // SAFETY: a symmetric word, and a stream that lives.
-        unsafe { (self.functions.wait_signal)(self.word, EQUAL, n, self.kernels.stream()) };
+        unsafe { (self.functions.wait_signal)(self.word, EQUAL, n, self.rig.stream()) };
         Ok(())
     }
 
