@@ -19,7 +19,7 @@ area! {
         why "64-bit writes ring doorbells, and NOR waits also end when a completion is an error";
     FLUSH "gpu.flush" tried "attributes 118 (ordering of inbound writes), 117 (ways to flush) and 98 (flush on a stream)",
         why "a completion says that data was sent to GPU memory; whether the GPU sees it then follows from these";
-    MEMOP "gpu.memop_run" tried "cuStreamBatchMemOp on a new stream: write, wait for the CPU, barrier, write",
+    MEMOP "gpu.memop_run" tried "cuStreamBatchMemOp on a new stream: write, wait for the CPU, write",
         why "these operations trigger sends and await completions; an attribute does not tell whether they run here";
     CAPTURE "gpu.capture" tried "the same operations captured into a graph, which is launched",
         why "CUDA graphs of sends and waits need operations that can be captured";

@@ -1,16 +1,14 @@
 //! What CUDA says of each GPU, and what happens when it is tried.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
-use std::ffi::c_void;
 use std::fmt::Display;
-use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use gdrcopy::cuda::raw::layout::{CAPTURE_RELAXED, HOST_ALLOC_PORTABLE, Handle, MemOp, STREAM_NON_BLOCKING};
 use gdrcopy::cuda::raw::{Api, Current};
 use gdrcopy::cuda::{AllocKind, Cuda, CudaSource, EntryPoints, GpuInfo};
+use gdsync::cuda::Gpu;
+use gdsync::memory::{Memory, Word64};
+use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream, Via};
 use serde::{Deserialize, Serialize};
 
 use super::{Reporter, is_taken, retain};
@@ -192,18 +190,22 @@ fn attempt(
     // SAFETY: places for the answers; a context is current.
     facts.last().memory = unsafe { api.mem_get_info(&mut free, &mut total) }.is_ok().then_some(total as u64);
     reporter.step(format!("running stream memory operations on GPU {number}"));
-    let bench = Bench::new(api, patience)?;
-    let ran = bench.run().map_err(text);
+    let bench = Bench::new(api, number, patience).map_err(text);
+    let ran = bench.as_ref().map_err(Clone::clone).and_then(|bench| bench.run().map_err(text));
     // A stuck stream would block the calls that follow.
-    let is_stuck = ran.is_err();
+    let stuck = || Err("not tried, for the stream does not run".into());
+    let running = bench.as_ref().ok().filter(|_| ran.is_ok());
     facts.last().memop = Some(ran);
     reporter.facts(facts);
     reporter.step(format!("capturing stream memory operations on GPU {number}"));
-    let stuck = || Err("not tried, for the stream does not run".into());
-    facts.last().capture = Some(if is_stuck { stuck() } else { bench.capture().map_err(text) });
+    facts.last().capture = Some(running.map_or_else(stuck, |bench| bench.capture().map_err(text)));
     reporter.facts(facts);
     reporter.step(format!("exporting memory of GPU {number} as a dma-buf"));
-    facts.last().dma_buf = Some(if is_stuck { stuck() } else { dma_buf(cuda, number).map_err(text) });
+    facts.last().dma_buf = Some(running.map_or_else(stuck, |_| dma_buf(cuda, number).map_err(text)));
+    if running.is_none() {
+        // Giving a stream back may wait for a GPU that hangs.
+        std::mem::forget(bench);
+    }
     Ok(())
 }
 
@@ -217,108 +219,74 @@ fn dma_buf(cuda: &dyn Cuda, ordinal: i32) -> gdrcopy::Result<String> {
     exported.map(|_| "2 MiB of its memory exported".into())
 }
 
-/// `CU_MEMHOSTALLOC_DEVICEMAP`.
-const HOST_ALLOC_MAPPED: u32 = 2;
-/// `CU_STREAM_WAIT_VALUE_EQ`.
-const WAIT_EQUAL: u32 = 1;
-
 /// A stream, and three words that it and the CPU share.
-struct Bench<'a> {
-    api: &'a Api,
-    stream: Handle,
-    words: NonNull<[AtomicU64; 3]>,
-    /// The GPU's address of the first.
-    addr: u64,
+struct Bench {
+    stream: Stream,
+    words: [Word64; 3],
     /// What the GPU may take for a few operations.
     patience: Duration,
 }
 
 const HASTY: &str = "the stream passed a wait that was not satisfied";
 
-impl<'a> Bench<'a> {
-    /// In the current context.
-    fn new(api: &'a Api, patience: Duration) -> gdrcopy::Result<Self> {
-        let (mut host, mut addr, mut stream) = (std::ptr::null_mut::<c_void>(), 0, 0);
-        // SAFETY: a place for the answer; a context is current.
-        unsafe {
-            api.mem_host_alloc(&mut host, gdrcopy::host_page(), HOST_ALLOC_PORTABLE | HOST_ALLOC_MAPPED)
-        }?;
-        // SAFETY: a place for the answer; the memory was allocated above.
-        unsafe { api.mem_host_get_device_pointer(&mut addr, host, 0) }?;
-        // SAFETY: a place for the answer; a context is current.
-        unsafe { api.stream_create(&mut stream, STREAM_NON_BLOCKING, 0) }?;
-        let words = NonNull::new(host.cast::<[AtomicU64; 3]>()).expect("the driver gave memory");
-        Ok(Self { api, stream, words, addr, patience })
-    }
-
-    fn word(&self, at: usize) -> &AtomicU64 {
-        // SAFETY: a page of memory that is never freed, aligned to pages; everybody accesses its words atomically.
-        let words = unsafe { self.words.as_ref() };
-        &words[at]
+impl Bench {
+    fn new(api: &Api, ordinal: i32, patience: Duration) -> gdsync::Result<Self> {
+        let gpu = Gpu::open_with(*api, ordinal, None)?;
+        // Later than what is looked for here.
+        let config = CudaStreamConfig { wait_limit: patience * 2, via: Via::MemOp, ..Default::default() };
+        let (stream, memory) = (Stream::cuda(&gpu, config)?, Memory::alloc(24)?);
+        Ok(Self { stream, words: [memory.word64(0)?, memory.word64(8)?, memory.word64(16)?], patience })
     }
 
     /// A write, a wait for an answer of the CPU, and a write behind it.
-    fn ops(&self, value: u64) -> [MemOp; 4] {
-        [
-            MemOp::word(MemOp::WRITE_64, self.addr, value, 0),
-            MemOp::word(MemOp::WAIT_64, self.addr + 8, value, WAIT_EQUAL),
-            MemOp::barrier(),
-            MemOp::word(MemOp::WRITE_64, self.addr + 16, value, 0),
-        ]
-    }
-
-    fn submit(&self, value: u64) -> gdrcopy::Result<()> {
-        let mut ops = self.ops(value);
-        // SAFETY: four operations, on words that stay, and a live stream.
-        unsafe { self.api.stream_batch_mem_op(self.stream, 4, ops.as_mut_ptr(), 0) }
+    fn submit(&self, value: u64) -> gdsync::Result<()> {
+        let (mut batch, [first, answer, last]) = (Batch::new(), &self.words);
+        batch.write_value64(first, value);
+        batch.wait_value64(answer, value, Cond::Eq);
+        batch.write_value64(last, value);
+        self.stream.submit(&mut batch)
     }
 
     /// The CPU's part of it.
     fn follow(&self, value: u64) -> results::Result<()> {
         let silent = |what| Err(format!("{what} did not show within {:?}", self.patience).into());
-        let first = self.shows(0, value);
-        let hasty = self.word(2).load(Ordering::Acquire) == value;
+        let [first, answer, last] = &self.words;
+        let begins = self.shows(first, value);
+        let hasty = last.load() == value;
         // Also where nothing showed: no stream may stay behind that waits.
-        self.word(1).store(value, Ordering::Release);
+        answer.store(value);
         match () {
-            () if !first => silent("what a stream wrote"),
+            () if !begins? => silent("what a stream wrote"),
             () if hasty => Err(HASTY.into()),
-            () if !self.shows(2, value) => silent("what a stream wrote behind a satisfied wait"),
+            () if !self.shows(last, value)? => silent("what a stream wrote behind a satisfied wait"),
             () => Ok(()),
         }
     }
 
-    /// Whether a word gets this value in time.
-    fn shows(&self, at: usize, value: u64) -> bool {
-        let seen = || Ok::<_, Infallible>((self.word(at).load(Ordering::Acquire) == value).then_some(()));
-        poll(self.patience, seen) == Ok(Some(()))
+    /// Whether a word gets this value in time; the error of the stream if it has failed.
+    fn shows(&self, word: &Word64, value: u64) -> gdsync::Result<bool> {
+        let seen = || match self.stream.query().error {
+            _ if word.load() == value => Ok(Some(())),
+            Some(error) => Err(error),
+            None => Ok(None),
+        };
+        Ok(poll(self.patience, seen)?.is_some())
     }
 
     fn run(&self) -> results::Result<String> {
         self.submit(0x1_0000_0001)?;
         self.follow(0x1_0000_0001)?;
-        Ok("a write, a wait for the CPU, a barrier and a write ran".into())
+        Ok("a write, a wait for the CPU and a write ran".into())
     }
 
     /// Captures the operations, and runs them as a graph.
     fn capture(&self) -> results::Result<String> {
         const VALUE: u64 = 0x2_0000_0002;
-        let (api, stream) = (self.api, self.stream);
-        let (mut graph, mut exec) = (0, 0);
-        // SAFETY: a live stream.
-        unsafe { api.stream_begin_capture(stream, CAPTURE_RELAXED) }?;
-        let captured = self.submit(VALUE);
-        // SAFETY: a place for the answer; the capture was begun above.
-        let ended = unsafe { api.stream_end_capture(stream, &mut graph) };
-        captured?;
-        ended?;
-        // SAFETY: a place for the answer, and the graph that was captured.
-        unsafe { api.graph_instantiate(&mut exec, graph, 0) }?;
-        if self.word(0).load(Ordering::Acquire) == VALUE {
+        let graph = self.stream.capture(|_| self.submit(VALUE))?;
+        if self.words[0].load() == VALUE {
             return Err(HASTY.into());
         }
-        // SAFETY: the graph made above, on a live stream.
-        unsafe { api.graph_launch(exec, stream) }?;
+        graph.launch(&self.stream)?;
         self.follow(VALUE)?;
         Ok("the same, captured and launched as a graph".into())
     }

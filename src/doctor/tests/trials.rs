@@ -46,11 +46,11 @@ fn operations_are_run_and_captured() {
     let facts = explored(&api(), LONG);
     assert_eq!(facts.gpus.len(), 2);
     for gpu in &facts.gpus {
-        assert!(gpu.memop.as_ref().unwrap().as_ref().unwrap().contains("a barrier and a write ran"));
+        assert!(gpu.memop.as_ref().unwrap().as_ref().unwrap().contains("a wait for the CPU and a write ran"));
         assert!(gpu.capture.as_ref().unwrap().as_ref().unwrap().contains("launched as a graph"));
     }
-    // Two GPUs, each four operations eager and as a graph.
-    assert_eq!(control.memops(), 2 * 2 * 4);
+    // Two GPUs, each three operations eager and as a graph, and those of the stream itself.
+    assert!(control.memops() >= 2 * 2 * 3);
     let names: Vec<_> = complaints(facts).into_iter().map(|(name, _)| name).collect();
     assert_eq!(names, ["gpu.dma_buf"]);
 }
@@ -62,7 +62,7 @@ fn failing_calls_are_reported_by_their_probes() {
         ("cuStreamBatchMemOp", 801, &["gpu.memop_run", "gpu.capture"]),
         ("cuStreamBeginCapture", 801, &["gpu.capture"]),
         ("cuGraphInstantiateWithFlags", 801, &["gpu.capture"]),
-        ("cuMemHostAlloc", 2, &["gpu.memop_run", "gpu.capture"]),
+        ("cuMemHostRegister", 2, &["gpu.memop_run", "gpu.capture"]),
     ] {
         let control = Control::take();
         no_dma_bufs(&control);
