@@ -32,7 +32,7 @@ pub struct Options {
     /// Iterations of each size [default: 2000, fewer for large messages].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     iters: Option<u32>,
-    /// Iterations posted ahead in mode stream, and of a launch in modes graph and initiate.
+    /// Iterations posted ahead in mode stream, and of a launch in modes graph and initiate, which run whole launches.
     #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=200))]
     ahead: u32,
     #[command(flatten)]

@@ -141,24 +141,20 @@ fn events(recording: &Recording, zero: u64) -> Vec<Value> {
         let name = json!({ "name": thread.name });
         all.push(json!({ "ph": "M", "pid": pid, "tid": thread.tid, "name": "thread_name", "args": name }));
     }
-    all.extend(recording.records.iter().filter(|record| !is_of_wait(record)).map(|record| {
+    all.extend(recording.records.iter().map(|record| {
         let event = &record.event;
+        let (phase, name) = match event.stage {
+            Stage::WaitBegun => ("B", "wait"),
+            Stage::WaitEnded | Stage::WaitGivenUp => ("E", "wait"),
+            stage => ("i", stage.name()),
+        };
         json!({
-            "ph": "i", "s": "t", "pid": pid, "tid": recording.threads[record.thread].tid, "ts": at(record.at),
-            "cat": event.queue.name(), "name": format!("{} {} {}", event.stage, event.queue, event.number),
+            "ph": phase, "s": "t", "pid": pid, "tid": recording.threads[record.thread].tid, "ts": at(record.at),
+            "cat": event.queue.name(), "name": format!("{name} {} {}", event.queue, event.number),
             "args": {
                 "by": event.by.name(), "qpn": event.qpn, "number": event.number, "len": event.len,
                 "stream": event.stream, "status": status(event),
             },
-        })
-    }));
-    all.extend(waits(recording).map(|(begun, ended)| {
-        let event = &begun.event;
-        json!({
-            "ph": "X", "pid": pid, "tid": recording.threads[begun.thread].tid, "ts": at(begun.at),
-            "dur": micros(ended.saturating_sub(begun.at)), "cat": "wait",
-            "name": format!("wait {} {}", event.queue, event.number),
-            "args": { "by": event.by.name(), "qpn": event.qpn, "number": event.number },
         })
     }));
     for (begun, ended) in sends(recording) {
@@ -175,19 +171,4 @@ fn events(recording: &Recording, zero: u64) -> Vec<Value> {
         }));
     }
     all
-}
-
-fn is_of_wait(record: &Record) -> bool {
-    matches!(record.event.stage, Stage::WaitBegun | Stage::WaitEnded | Stage::WaitGivenUp)
-}
-
-/// The waits that begin in the recording, and when they end: the last event, for those that have not.
-fn waits(recording: &Recording) -> impl Iterator<Item = (&Record, u64)> {
-    let records = &recording.records;
-    let begun = records.iter().enumerate().filter(|(_, record)| record.event.stage == Stage::WaitBegun);
-    begun.map(|(place, begun)| {
-        let later = &records[place + 1..];
-        let end = later.iter().find(|record| record.thread == begun.thread && is_of_wait(record));
-        (begun, end.map_or(recording.last(), |end| end.at))
-    })
 }

@@ -82,38 +82,62 @@ impl<'a> PingPong<'a> {
         Measured::checked(&*checker, cost, warm_up)
     }
 
+    /// Iterations of a launch, and all, in whole launches.
+    fn launches(&self, total: u64) -> (u64, u64) {
+        let each = u64::from(self.options.ahead).min(total);
+        (each, total.next_multiple_of(each))
+    }
+
     /// Launches graphs of iterations, and sleeps until the stream has run them.
     fn run_graphs(&self, warm_up: u64, total: u64) -> Result<Measured> {
-        let each = self.options.ahead.into();
+        let (each, total) = self.launches(total);
         let checker = checker(self.options, self.app, &self.buffers, total)?;
-        let launches = Launches::new(self.connection(each)?, each, total, |connection, count| {
-            captured(self, &*checker, connection, count)
-        })?;
-        self.launch(launches, &*checker, warm_up)
+        let mut connection = self.connection(each)?;
+        connection.receive_before(total.min(UNDER_WAY * each))?;
+        let launcher = captured(self, &*checker, &connection, each)?;
+        self.launch(connection, (each, total), &*launcher, &*checker, warm_up)
     }
 
     /// Launches a kernel of the program that waits and sends by itself.
     fn run_initiated(&self, warm_up: u64, total: u64) -> Result<Measured> {
-        let each = self.options.ahead.into();
+        let (each, total) = self.launches(total);
         let kernels = self.app.kernels.as_ref().ok_or("mode initiate has no kernel without --stream cuda")?;
         self.buffers.prepare()?;
         let checker = KernelChecker::new(kernels, self.app, &self.buffers, total)?;
-        let launches = Launches::new(self.connection(each)?, each, total, |connection, count| {
-            initiated(self, &checker, connection, count)
-        })?;
-        self.launch(launches, &checker, warm_up)
+        let mut connection = self.connection(each)?;
+        connection.receive_before(total.min(UNDER_WAY * each))?;
+        let launcher = initiated(self, &checker, &connection, each)?;
+        self.launch(connection, (each, total), &*launcher, &checker, warm_up)
     }
 
     fn connection(&self, each: u64) -> Result<Connection> {
-        Connection::new(self.comm, self.placed, &self.buffers, Launches::room(each)?)
+        // The messages of the launches under way, of the next, and of one whose completions are not yet taken.
+        let room = usize::try_from((UNDER_WAY + 2) * each)?;
+        Connection::new(self.comm, self.placed, &self.buffers, room)
     }
 
-    fn launch(&self, mut launches: Launches<'_>, checker: &dyn Checker, warm_up: u64) -> Result<Measured> {
+    /// Launches until all iterations are queued. Receives are posted a launch before the peer can need them.
+    fn launch(
+        &self,
+        mut connection: Connection,
+        (each, total): (u64, u64),
+        launcher: &dyn Fn(&Stream, Duration) -> Result<Launch>,
+        checker: &dyn Checker,
+        warm_up: u64,
+    ) -> Result<Measured> {
+        let (stream, timeout) = (&self.app.stream, self.comm.timeout());
         self.comm.barrier(None)?;
         let mut cost = Cost::default();
         cost.add(|| {
             checker.start()?;
-            launches.run(&self.app.stream, self.comm.timeout())?;
+            let mut under_way = VecDeque::new();
+            for done in (each..=total).step_by(usize::try_from(each)?) {
+                if under_way.len() as u64 == UNDER_WAY {
+                    under_way.pop_front().map_or(Ok(()), |first: Launch| first.wait(stream, timeout))?;
+                }
+                connection.receive_before(total.min(done + each))?;
+                under_way.push_back(launcher(stream, timeout)?);
+            }
             self.app.finish()
         })?;
         // Both have received all before the connection goes.
@@ -238,59 +262,11 @@ impl<'a> PingPong<'a> {
     }
 }
 
-const UNDER_WAY: usize = 2;
+/// Launches at a time.
+const UNDER_WAY: u64 = 2;
 
 /// Launches iterations; waits at most this long for room.
 type Launcher<'a> = Box<dyn Fn(&Stream, Duration) -> Result<Launch> + 'a>;
-
-/// The launches that run `total` iterations.
-struct Launches<'a> {
-    /// Iterations of a launch, and how it is launched; at last one of fewer, if need be.
-    launchers: Vec<(u64, Launcher<'a>)>,
-    each: u64,
-    total: u64,
-    connection: Connection,
-}
-
-impl<'a> Launches<'a> {
-    /// Makes launchers of `each` iterations, and posts the receives of the first launches.
-    fn new(
-        mut connection: Connection,
-        each: u64,
-        total: u64,
-        launcher: impl Fn(&Connection, u64) -> Result<Launcher<'a>>,
-    ) -> Result<Self> {
-        let each = each.min(total);
-        connection.receive_before(total.min(UNDER_WAY as u64 * each))?;
-        let counts = [each, total % each].into_iter().filter(|&count| count > 0);
-        let launchers = counts.map(|count| Ok((count, launcher(&connection, count)?)));
-        Ok(Self { launchers: launchers.collect::<Result<_>>()?, each, total, connection })
-    }
-
-    /// How many messages a queue needs room for: those of the launches under way, of the next, and of one not yet
-    /// taken completions of yet.
-    fn room(each: u64) -> Result<usize> {
-        Ok((UNDER_WAY + 2) * usize::try_from(each)?)
-    }
-
-    /// Launches until all iterations are queued. Receives are posted a launch before the peer can need them.
-    fn run(&mut self, stream: &Stream, timeout: Duration) -> Result<()> {
-        let mut under_way = VecDeque::with_capacity(UNDER_WAY);
-        let mut done = 0;
-        while done < self.total {
-            if under_way.len() == UNDER_WAY {
-                let first: Option<Launch> = under_way.pop_front();
-                first.map_or(Ok(()), |launch| launch.wait(stream, timeout))?;
-            }
-            let count = self.each.min(self.total - done);
-            let launcher = self.launchers.iter().find(|(of, _)| *of == count).map(|(_, launcher)| launcher);
-            self.connection.receive_before(self.total.min(done + count + self.each))?;
-            under_way.push_back(launcher.ok_or("a launcher for each launch")?(stream, timeout)?);
-            done += count;
-        }
-        Ok(())
-    }
-}
 
 /// Captures `count` iterations as a graph.
 fn captured<'a>(
