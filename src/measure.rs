@@ -111,7 +111,8 @@ pub fn connect<'a>(comm: &Communicator, qps: impl Iterator<Item = &'a Qp> + Clon
     qps.zip(addresses).try_for_each(|(qp, address)| Ok(qp.connect(QpAddress::from_bytes(address)?)?))
 }
 
-/// The payload of one message, unique to it: a stale, short, torn or misplaced message does not match.
+/// The payload of one message, unique to it: a stale, short, torn or misplaced message does not match. Kernels write the same bytes:
+/// word `i` of 8 bytes is `w ^ w >> 32`, little-endian, with `w = seed + (i + 1) * 0x9e37_79b9_7f4a_7c15`, wrapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pattern(u64);
 
@@ -124,12 +125,6 @@ impl Pattern {
         let mut seed = (sender << 56 ^ number).wrapping_add(1).wrapping_mul(STEP);
         seed ^= seed >> 29;
         Self(seed.wrapping_mul(0xbf58_476d_1ce4_e5b9))
-    }
-
-    /// The seed for a kernel that writes the same bytes: word `i` of 8 bytes is `w ^ w >> 32`, little-endian, with
-    /// `w = seed + (i + 1) * 0x9e37_79b9_7f4a_7c15`, wrapping.
-    pub fn seed(self) -> u64 {
-        self.0
     }
 
     /// The message.
@@ -352,7 +347,7 @@ mod tests {
     #[test]
     fn words_follow_from_the_seed() {
         let pattern = Pattern::new(1, 7);
-        let word = |i: u64| pattern.seed().wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let word = |i: u64| pattern.0.wrapping_add((i + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let words = (0..100).flat_map(|i| (word(i) ^ word(i) >> 32).to_le_bytes());
         assert!(pattern.bytes(800).into_iter().eq(words));
     }

@@ -7,17 +7,12 @@ use clap::Args;
 use gdasync::gdsync::Device;
 use gdasync::measure::Samples;
 use gdasync::mp::launch::Launch;
-use gdasync::mp::{self, Communicator, CommunicatorBuilder, Request};
+use gdasync::mp::{self, Communicator, Request};
 use gdasync::pingpong::{CACHE_LINE, Floor};
 use gdasync::results::{Checks, Output, Point, Result, Sheet, Unit, all_ranks};
 use serde_json::json;
 
 use super::traffic::{Endpoint, QueuePairs, Shape};
-
-/// Receives are posted far ahead into two slots: messages are counted.
-fn builder() -> CommunicatorBuilder {
-    Communicator::builder().allow_overlap(true)
-}
 
 #[derive(Args)]
 #[command(after_long_help = "\
@@ -59,8 +54,10 @@ impl Options {
                 "start this benchmark without a launcher: it starts jobs of several sizes itself".into()
             );
         }
+        // Receives are posted far ahead into two slots: messages are counted.
+        let builder = Communicator::builder().allow_overlap(true).bind(false).timeout(timeout);
         // The ranks that a job starts come here as well, and end with it.
-        let job = |ranks: u16| builder().spawn(ranks.into()).bind(false).timeout(timeout).init();
+        let job = |ranks: u16| builder.clone().spawn(ranks.into()).init();
         let comm = job(2)?;
         let (is_first, size) = (comm.rank() == 0, comm.size());
         let mut sheet = Sheet::new(&self.output, is_first, self.qps.len() + self.ranks.len())?;

@@ -90,12 +90,29 @@ impl<'a> PingPong<'a> {
 
     /// Launches graphs of iterations, and sleeps until the stream has run them.
     fn run_graphs(&self, warm_up: u64, total: u64) -> Result<Measured> {
-        let (each, total) = self.launches(total);
+        let ((each, total), stream) = (self.launches(total), &self.app.stream);
         let checker = checker(self.options, self.app, &self.buffers, total)?;
-        let mut connection = self.connection(each)?;
-        connection.receive_before(total.min(UNDER_WAY * each))?;
-        let launcher = captured(self, &*checker, &connection, each)?;
-        self.launch(connection, (each, total), &*launcher, &*checker, warm_up)
+        let connection = self.connection(each, total)?;
+        let graph = stream.capture(|stream| {
+            for _ in 0..each {
+                let mut batch = Batch::new();
+                if !self.pings() {
+                    batch.wait_recv(&connection.qp)?;
+                }
+                self.work_after(&mut batch)?;
+                connection.send(&mut batch)?;
+                if self.pings() {
+                    batch.wait_recv(&connection.qp)?;
+                }
+                // The buffer is filled anew below.
+                batch.wait_all_sends(&connection.qp)?;
+                stream.submit(&mut batch)?;
+                checker.turn()?;
+            }
+            Result::Ok(())
+        })?;
+        let launch = |stream: &Stream| Ok(graph.launch(stream)?);
+        self.launch(connection, (each, total), &launch, &*checker, warm_up)
     }
 
     /// Launches a kernel of the program that waits and sends by itself.
@@ -104,16 +121,42 @@ impl<'a> PingPong<'a> {
         let kernels = self.app.kernels.as_ref().ok_or("mode initiate has no kernel without --stream cuda")?;
         self.buffers.prepare()?;
         let checker = KernelChecker::new(kernels, self.app, &self.buffers, total)?;
-        let mut connection = self.connection(each)?;
-        connection.receive_before(total.min(UNDER_WAY * each))?;
-        let launcher = initiated(self, &checker, &connection, each)?;
-        self.launch(connection, (each, total), &*launcher, &checker, warm_up)
+        let connection = self.connection(each, total)?;
+        let work = self.options.work();
+        // Behind the work; without any it is one step with the send.
+        let waits_first = !self.pings() && !work.is_zero();
+        let steps = self.app.stream.record_steps(|stream| {
+            for _ in 0..each {
+                let mut batch = Batch::new();
+                if !self.pings() {
+                    batch.wait_recv(&connection.qp)?;
+                }
+                if waits_first {
+                    stream.submit(&mut batch)?;
+                }
+                connection.send(&mut batch)?;
+                // The buffer is filled anew behind this. It has left before the answer comes.
+                batch.wait_all_sends(&connection.qp)?;
+                if self.pings() {
+                    batch.wait_recv(&connection.qp)?;
+                }
+                stream.submit(&mut batch)?;
+            }
+            gdsync::Result::Ok(())
+        })?;
+        let launch = |stream: &Stream| {
+            steps.launch(stream, |program| checker.initiate(program, each, work, waits_first))
+        };
+        self.launch(connection, (each, total), &launch, &checker, warm_up)
     }
 
-    fn connection(&self, each: u64) -> Result<Connection> {
+    /// A connection with the receives of the first launches.
+    fn connection(&self, each: u64, total: u64) -> Result<Connection> {
         // The messages of the launches under way, of the next, and of one whose completions are not yet taken.
         let room = usize::try_from((UNDER_WAY + 2) * each)?;
-        Connection::new(self.comm, self.placed, &self.buffers, room)
+        let mut connection = Connection::new(self.comm, self.placed, &self.buffers, room)?;
+        connection.receive_before(total.min(UNDER_WAY * each))?;
+        Ok(connection)
     }
 
     /// Launches until all iterations are queued. Receives are posted a launch before the peer can need them.
@@ -121,7 +164,7 @@ impl<'a> PingPong<'a> {
         &self,
         mut connection: Connection,
         (each, total): (u64, u64),
-        launcher: &dyn Fn(&Stream, Duration) -> Result<Launch>,
+        launch: &dyn Fn(&Stream) -> Result<Launch>,
         checker: &dyn Checker,
         warm_up: u64,
     ) -> Result<Measured> {
@@ -136,7 +179,7 @@ impl<'a> PingPong<'a> {
                     under_way.pop_front().map_or(Ok(()), |first: Launch| first.wait(stream, timeout))?;
                 }
                 connection.receive_before(total.min(done + each))?;
-                under_way.push_back(launcher(stream, timeout)?);
+                under_way.push_back(launch(&stream.with_timeout(timeout))?);
             }
             self.app.finish()
         })?;
@@ -264,73 +307,6 @@ impl<'a> PingPong<'a> {
 
 /// Launches at a time.
 const UNDER_WAY: u64 = 2;
-
-/// Launches iterations; waits at most this long for room.
-type Launcher<'a> = Box<dyn Fn(&Stream, Duration) -> Result<Launch> + 'a>;
-
-/// Captures `count` iterations as a graph.
-fn captured<'a>(
-    pingpong: &PingPong<'_>,
-    checker: &dyn Checker,
-    connection: &Connection,
-    count: u64,
-) -> Result<Launcher<'a>> {
-    let stream = &pingpong.app.stream;
-    let capture = stream.begin_capture()?;
-    for _ in 0..count {
-        let mut batch = Batch::new();
-        if !pingpong.pings() {
-            batch.wait_recv(&connection.qp)?;
-        }
-        pingpong.work_after(&mut batch)?;
-        connection.send(&mut batch)?;
-        if pingpong.pings() {
-            batch.wait_recv(&connection.qp)?;
-        }
-        // The buffer is filled anew below.
-        batch.wait_all_sends(&connection.qp)?;
-        stream.submit(&mut batch)?;
-        checker.turn()?;
-    }
-    let graph = capture.end()?;
-    Ok(Box::new(move |stream, timeout| Ok(graph.launch(&stream.with_timeout(timeout))?)))
-}
-
-/// Records `count` iterations for a kernel that waits and sends by itself.
-fn initiated<'a>(
-    pingpong: &PingPong<'_>,
-    checker: &'a KernelChecker<'_>,
-    connection: &Connection,
-    count: u64,
-) -> Result<Launcher<'a>> {
-    let work = pingpong.options.work();
-    // Behind the work; without any it is one step with the send.
-    let waits_first = !pingpong.pings() && !work.is_zero();
-    let steps = pingpong.app.stream.record_steps(|stream| {
-        for _ in 0..count {
-            let mut batch = Batch::new();
-            if !pingpong.pings() {
-                batch.wait_recv(&connection.qp)?;
-            }
-            if waits_first {
-                stream.submit(&mut batch)?;
-            }
-            connection.send(&mut batch)?;
-            // The buffer is filled anew behind this. It has left before the answer comes.
-            batch.wait_all_sends(&connection.qp)?;
-            if pingpong.pings() {
-                batch.wait_recv(&connection.qp)?;
-            }
-            stream.submit(&mut batch)?;
-        }
-        gdsync::Result::Ok(())
-    })?;
-    Ok(Box::new(move |stream, timeout| {
-        steps.launch(&stream.with_timeout(timeout), |program| {
-            checker.initiate(program, count, work, waits_first)
-        })
-    }))
-}
 
 /// Messages of `mp` wait for a credit, which no two of them do for the same one: here the program has posted all receives
 /// before a send can need them.
