@@ -8,7 +8,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use gdasync::note;
-use gdasync::results::{At, Point, Report, Result, Series, number};
+use gdasync::results::{At, Report, Result, Series, table};
 
 use draw::Picture;
 
@@ -158,8 +158,7 @@ const STYLE: &str = "\
 body { font: 15px/1.45 sans-serif; color: #222; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
 table { border-collapse: collapse; font-size: .8rem; display: block; overflow-x: auto; }
 th, td { padding: .15rem .6rem; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-.figures td { text-align: right; font-variant-numeric: tabular-nums; }
-.figures tr:nth-child(even) { background: #f6f6f6; }
+pre { font-size: .8rem; overflow-x: auto; }
 figure { margin: 1.5rem 0 .5rem; }
 svg { max-width: 100%; height: auto; }
 @media print { section { break-before: page; } figure, tr { break-inside: avoid; } }";
@@ -201,29 +200,15 @@ fn section(file: &File) -> String {
     for series in file.groups() {
         let picture = Picture { title: &series[0].group, series: &series, foot: &[] }.svg();
         let picture = picture.unwrap_or_else(|reason| format!("<p>No picture: {reason}.</p>"));
-        let _ = writeln!(html, "<figure>{picture}</figure>\n{}", table(&series));
+        let _ = writeln!(html, "<figure>{picture}</figure>\n<pre>");
+        for line in table(&series).lines() {
+            let _ = writeln!(html, "{}", escape(&line));
+        }
+        html.push_str("</pre>\n");
     }
     for skipped in skipped {
         let (name, reason) = (escape(&skipped.name), escape(&skipped.reason));
         let _ = writeln!(html, "<p>Not measured: {name}: {reason}</p>");
     }
     html + "</section>\n"
-}
-
-/// All figures of a group: a row for each point.
-fn table(series: &[Series]) -> String {
-    let mut html = String::from("<table class=\"figures\">\n<tr>");
-    for name in ["series", &series[0].x, "p50", "p99", "min", "ratio", "to"] {
-        let _ = write!(html, "<th>{}</th>", escape(name));
-    }
-    for (one, point) in series.iter().flat_map(|one| one.points.iter().map(move |point| (one, point))) {
-        let Point { x, p50, p99, min, ratio } = point;
-        let _ = write!(html, "</tr>\n<tr><th>{}</th><th>{}</th>", escape(&one.name), escape(&x.to_string()));
-        let ratio = ratio.map_or_else(String::new, |ratio| format!("{ratio:.2}"));
-        for cell in [number(*p50), number(*p99), number(*min), ratio] {
-            let _ = write!(html, "<td>{cell}</td>");
-        }
-        let _ = write!(html, "<th>{}</th>", escape(one.baseline.as_deref().unwrap_or_default()));
-    }
-    html + "</tr>\n</table>\n"
 }

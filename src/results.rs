@@ -247,7 +247,7 @@ pub fn plain_table(
 }
 
 /// A figure for tables.
-pub fn number(value: f64) -> String {
+fn number(value: f64) -> String {
     match value.abs() {
         large if large >= 1e3 => format!("{value:.0}"),
         small if small < 0.1 => format!("{value:.5}"),
@@ -255,7 +255,8 @@ pub fn number(value: f64) -> String {
     }
 }
 
-fn table(series: &[Series]) -> Table {
+/// A row for each point of a group.
+pub fn table(series: &[Series]) -> Table {
     let mut table = plain_table(["", "at", "p50", "p99", "min", "", "ratio", "to"], [1, 2, 3, 4, 6]);
     for (series, point) in series.iter().flat_map(|one| one.points.iter().map(move |point| (one, point))) {
         let at = match &point.x {

@@ -25,22 +25,23 @@ fn cell(row: &Value, field: &str) -> String {
     }
 }
 
-fn table(rows: &impl Serialize, fields: &[&str]) -> Result<()> {
+/// Prints a row for each value, with these fields.
+fn table(rows: &impl Serialize, fields: &str) -> Result<()> {
     let rows = to_value(rows)?;
     let rows = rows.as_array().map_or(&[][..], Vec::as_slice);
     let is_number =
         |field: &str| rows.iter().any(|row| row.pointer(&format!("/{field}")).is_some_and(Value::is_number));
-    let right = (0..fields.len()).filter(|&at| is_number(fields[at]));
-    let mut table = plain_table(fields.iter().map(|field| field.replace('/', " ")), right);
+    let right = fields.split(' ').enumerate().filter(|(_, field)| is_number(field)).map(|(at, _)| at);
+    let mut table = plain_table(fields.split(' ').map(|field| field.replace('/', " ")), right);
     for row in rows {
-        table.add_row(fields.iter().map(|field| cell(row, field)));
+        table.add_row(fields.split(' ').map(|field| cell(row, field)));
     }
     // Without the blanks at the ends of lines.
     table.lines().try_for_each(|line| out!("  {}", line.trim_end()))
 }
 
 pub(super) fn list(report: &Report) -> Result<()> {
-    table(&report.processes, &["pid", "command", "rank", "state", "age_s", "idle_s", "waits", "file"])
+    table(&report.processes, "pid command rank state age_s idle_s waits file")
 }
 
 pub(super) fn print(report: &Report) -> Result<()> {
@@ -55,11 +56,11 @@ pub(super) fn print(report: &Report) -> Result<()> {
         let pairs: Vec<_> = process.queue_pairs.iter().filter(used).collect();
         if !pairs.is_empty() {
             out!("\nqueue pairs: the last request at each stage that the recording still has")?;
-            table(&pairs, &QUEUE_PAIR)?;
+            table(&pairs, QUEUE_PAIR)?;
         }
         if !process.last_records.is_empty() {
             out!("\nthe last {} records", process.last_records.len())?;
-            table(&process.last_records, &LINE)?;
+            table(&process.last_records, "at_us thread by stage queue qpn number len stream status")?;
         }
     }
     if report.stuck == 0 {
@@ -68,25 +69,8 @@ pub(super) fn print(report: &Report) -> Result<()> {
     Ok(())
 }
 
-const QUEUE_PAIR: [&str; 15] = [
-    "device",
-    "qpn",
-    "gone",
-    "peer/rank",
-    "peer/qpn",
-    "sends/prepared",
-    "sends/triggered",
-    "sends/fetched",
-    "sends/completed",
-    "sends/released",
-    "receives/prepared",
-    "receives/completed",
-    "receives/released",
-    "idle_s",
-    "failure",
-];
-const LINE: [&str; 10] =
-    ["at_us", "thread", "by", "stage", "queue", "qpn", "number", "len", "stream", "status"];
+const QUEUE_PAIR: &str = "device qpn gone peer/rank peer/qpn sends/prepared sends/triggered sends/fetched sends/completed \
+                          sends/released receives/prepared receives/completed receives/released idle_s failure";
 
 fn head(process: &Process) -> Result<()> {
     let Process { pid, command, state, age_s, idle_s, records, threads, torn, lost, .. } = process;
