@@ -383,11 +383,11 @@ impl<'a> Windows<'a> {
             if pings {
                 stream.wait_value32(&self.gate, opened, Cond::Geq)?;
             }
-            self.clock.take(Side::Begin)?;
+            self.clock.take(&self.clock.begin)?;
             let mut batch = Batch::new();
             let kept = fill(&mut batch)?;
             stream.submit(&mut batch)?;
-            self.clock.take(Side::End)?;
+            self.clock.take(&self.clock.end)?;
             Ok(kept)
         })?;
         // Now everything is posted at both ends.
@@ -400,38 +400,30 @@ impl<'a> Windows<'a> {
     }
 }
 
-#[derive(Clone, Copy)]
-enum Side {
-    Begin = 0,
-    End = 8,
-}
-
 /// Reads the clock of what runs the stream, on the stream.
 struct Clock<'a> {
     app: &'a AppStream,
     stamp: Option<(&'a Kernels, Kernel<u64>)>,
     origin: Instant,
-    /// Begin and end in nanoseconds.
-    memory: Memory,
+    /// Nanoseconds.
+    begin: Word64,
+    end: Word64,
 }
 
 impl<'a> Clock<'a> {
     fn new(app: &'a AppStream) -> Result<Self> {
         // SAFETY: the parameter is one address.
         let stamp = unsafe { app.find(c"stamp") }?;
-        let clock = Self { app, stamp, origin: Instant::now(), memory: Memory::alloc(16)? };
+        let memory = Memory::alloc(16)?;
+        let (begin, end) = (memory.word64(0)?, memory.word64(8)?);
+        let clock = Self { app, stamp, origin: Instant::now(), begin, end };
         // First use: CUDA loads and registers now, not while a stream is blocked.
-        clock.take(Side::Begin)?;
+        clock.take(&clock.begin)?;
         app.idle()?;
         Ok(clock)
     }
 
-    fn word(&self, side: Side) -> Result<Word64> {
-        Ok(self.memory.word64(side as usize)?)
-    }
-
-    fn take(&self, side: Side) -> Result<()> {
-        let word = self.word(side)?;
+    fn take(&self, word: &Word64) -> Result<()> {
         match &self.stamp {
             Some((kernels, stamp)) => {
                 let addr = word.memory().gpu_addr(self.app.gpu()?)?;
@@ -439,7 +431,7 @@ impl<'a> Clock<'a> {
                 unsafe { kernels.launch(stamp, 1, 1, addr) }
             }
             None => {
-                let origin = self.origin;
+                let (origin, word) = (self.origin, word.clone());
                 let now = move || u64::try_from(origin.elapsed().as_nanos()).unwrap_or(u64::MAX);
                 Ok(self.app.stream.host_fn(move || word.store(now()))?)
             }
@@ -447,7 +439,7 @@ impl<'a> Clock<'a> {
     }
 
     fn between(&self) -> Result<Duration> {
-        let time = self.word(Side::End)?.load().checked_sub(self.word(Side::Begin)?.load());
+        let time = self.end.load().checked_sub(self.begin.load());
         Ok(Duration::from_nanos(time.ok_or("the clock of the stream went backwards")?))
     }
 }
