@@ -228,7 +228,7 @@ impl Gpu {
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
         let kernel_exec = current.and_then(|_current| {
-            let kernel_exec = KernelExecutor::load(&api)?;
+            let kernel_exec = KernelExecutor::load(&api, &capabilities)?;
             reserve(&api, &kernel_exec);
             Ok(Arc::new(kernel_exec))
         });
