@@ -77,6 +77,25 @@ pub(super) fn max_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize {
     (ops * STEPS + 1).div_ceil(max_ops(by_kernel) - 3) + 2 * host_fns
 }
 
+/// Whether the kernel of these operations may also make a copy of this grid behind them.
+fn may_precede(ops: &[KernelOp], Grid { blocks, .. }: Grid) -> bool {
+    !ops.iter().any(|op| {
+        op.is_flush() || blocks > 1 && op.is_copy() || blocks > Grid::WAITING_BLOCKS && op.is_wait()
+    })
+}
+
+/// Has the kernel of one call do what the next one has to do; false if it can't.
+pub(super) fn join(call: &mut Call, next: &Call) -> bool {
+    let (Call::Ops(ops), Call::Ops(next)) = (call, next) else { return false };
+    let joins = ops.len() + next.len() <= kernel_exec::LARGE
+        && may_precede(ops, Grid::of(next))
+        && runs_by_kernel(next, true);
+    if joins {
+        ops.extend_from_slice(next);
+    }
+    joins
+}
+
 /// Deferred consumer indices.
 type Indices = SmallVec<[KernelOp; 2]>;
 
@@ -113,14 +132,9 @@ impl Calls {
     /// Adds a copy, a signal, or both. Memory operations end before and after it. Only the first copy of a call is by several blocks,
     /// and many do not wait for what is before it, as they hold multiprocessors meanwhile.
     fn put_copy(&mut self, steps: &[KernelOp]) {
-        const WAITING_BLOCKS: u32 = 16;
         self.flush_barrier();
-        let blocks = Grid::of(steps).blocks;
-        let may_precede = |op: &KernelOp| {
-            !(op.is_flush() || blocks > 1 && op.is_copy() || blocks > WAITING_BLOCKS && op.is_wait())
-        };
         let may_follow = match self.by_kernel.ops {
-            true => self.is_step() || self.last.iter().all(may_precede),
+            true => self.is_step() || may_precede(&self.last, Grid::of(steps)),
             false => self.last.is_empty(),
         };
         if !may_follow || self.last.len() + steps.len() + 1 > self.max {
@@ -466,6 +480,35 @@ mod tests {
         let by_memops = calls(COPIES, &all(100_000, Cond::Geq));
         let expected = [(1, 1, false), (2, 16, true), (1, 1, false), (2, 1, true), (1, 1, false)];
         assert_eq!(by_memops, expected, "kernels for copies only");
+    }
+
+    /// Batches of a graph share a kernel by the rules for one batch.
+    #[test]
+    fn calls_are_joined_as_one_batch_would_be() {
+        let ops = |count| Call::Ops(std::iter::repeat_n(KernelOp::BARRIER, count).collect());
+        let copy = |len| Call::Ops(KernelOp::copy(0, 0, len).into_iter().collect());
+        let wait = Call::Ops(
+            [KernelOp::wait64(Place { addr: 0, is_near: true }, 1, Cond::Geq)].into_iter().collect(),
+        );
+        let flush = Call::Ops([KernelOp::FLUSH].into_iter().collect());
+        let all = kernel_exec::LARGE;
+        for (first, next, joined) in [
+            (ops(all - 3), ops(3), Some(all)),
+            (ops(all - 3), ops(4), None),
+            (copy(8), copy(8), Some(4)),
+            (copy(8), copy(1 << 20), None),
+            (copy(1 << 20), copy(8), Some(4)),
+            (wait, copy(1 << 20), Some(3)),
+            (copy(4 << 20), ops(1), Some(3)),
+            (ops(1), flush, None),
+            (ops(1), Call::HostFn(0), None),
+        ] {
+            let mut call = first;
+            assert_eq!(join(&mut call, &next), joined.is_some(), "{call:?} {next:?}");
+            if let (Some(joined), Call::Ops(ops)) = (joined, call) {
+                assert_eq!(ops.len(), joined);
+            }
+        }
     }
 
     #[test]
