@@ -3,6 +3,7 @@
 mod nccl;
 mod nvshmem;
 
+use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -21,7 +22,7 @@ use super::two_ranks;
 #[command(after_long_help = "\
 What the numbers mean: half of a round trip, of a put with a signal and a wait for it at each rank (NCCL: send and recv, too; \
 mp: a channel and messages of isend and irecv, too, which graphs refuse), as \
-the streams of both ranks do it; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
+the streams of both ranks do it; in batches: each send and the wait behind it are one submission; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
 of NCCL and NVSHMEM, eager or in graphs. The last message of each sample is checked.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, multiples of 8 up to 1073741824.
@@ -90,6 +91,11 @@ pub(super) trait Way {
     /// Puts the wait for message `n` on the stream.
     fn receive(&self, bytes: usize, n: u64) -> Result<()>;
 
+    /// Submits what is left.
+    fn flush(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Captures what `fill` puts on the stream, as a foreign library does; `None` where graphs refuse it.
     fn capture(&self, kernels: &Kernels, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Graph<'_>>> {
         let stream = kernels.stream();
@@ -119,6 +125,10 @@ struct Ours<'a> {
     room: usize,
     peer: usize,
     by: By,
+    /// What is not submitted yet.
+    batch: RefCell<Batch>,
+    /// Whether each send is submitted with the wait behind it.
+    in_batches: bool,
 }
 
 /// How mp sends them.
@@ -138,6 +148,7 @@ impl<'a> Ours<'a> {
     fn new(
         rig: &Rig<'a>,
         app: &'a AppStream,
+        in_batches: bool,
         open: impl FnOnce(&Registration) -> gdasync::mp::Result<By>,
     ) -> Result<Self> {
         let memory = app.gpu()?.alloc(WORDS + 2 * rig.room)?;
@@ -151,22 +162,26 @@ impl<'a> Ours<'a> {
             // It receives first.
             channel.post_recv_on_stream(&app.stream)?;
         }
-        Ok(Self { app, comm: rig.comm, buffer, room: rig.room, peer: rig.peer(), by })
+        let batch = RefCell::default();
+        Ok(Self { app, comm: rig.comm, buffer, room: rig.room, peer: rig.peer(), by, batch, in_batches })
     }
 
-    /// By window, channel and messages.
-    fn all(rig: &Rig<'a>, app: &'a AppStream) -> Result<[Self; 3]> {
+    /// By window, channel and messages; each, and then each in batches.
+    fn all(rig: &Rig<'a>, app: &'a AppStream) -> Result<Vec<Self>> {
         let Rig { comm, room, .. } = *rig;
         let window =
             |buffer: &Registration| comm.window(buffer, 0..buffer.memory().len(), None).map(By::Window);
         let place = WORDS + room..WORDS + 2 * room;
-        let channel =
-            |buffer: &Registration| comm.channel(rig.peer(), &[(buffer, place)], None).map(By::Channel);
-        Ok([
-            Self::new(rig, app, window)?,
-            Self::new(rig, app, channel)?,
-            Self::new(rig, app, |_| Ok(By::Messages))?,
-        ])
+        let channel = |buffer: &Registration| {
+            comm.channel(rig.peer(), &[(buffer, place.clone())], None).map(By::Channel)
+        };
+        let mut all = Vec::new();
+        for in_batches in [false, true] {
+            all.push(Self::new(rig, app, in_batches, window)?);
+            all.push(Self::new(rig, app, in_batches, channel)?);
+            all.push(Self::new(rig, app, in_batches, |_| Ok(By::Messages))?);
+        }
+        Ok(all)
     }
 
     fn path(&self) -> Result<String> {
@@ -181,12 +196,12 @@ impl<'a> Ours<'a> {
 
 impl Way for Ours<'_> {
     fn name(&self) -> String {
-        match self.by {
+        let name = match self.by {
             By::Window(_) => "mp put and signal",
             By::Channel(_) => "mp channel",
             By::Messages => "mp isend and irecv",
-        }
-        .into()
+        };
+        format!("{name}{}", if self.in_batches { " in batches" } else { "" })
     }
 
     fn buffer(&self) -> u64 {
@@ -194,38 +209,46 @@ impl Way for Ours<'_> {
     }
 
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
-        let (stream, buffer, from) = (&self.app.stream, &self.buffer, WORDS..WORDS + bytes);
+        let (batch, buffer, from) = (&mut *self.batch.borrow_mut(), &self.buffer, WORDS..WORDS + bytes);
         match &self.by {
             By::Window(window) => {
                 let put = Rma::put(buffer, from, self.peer, WORDS + self.room);
-                _ = window.start_on_stream(stream, &put.with_signal(Signal::set(0, n)))?;
+                _ = window.start_in_batch(batch, &put.with_signal(Signal::set(0, n)))?;
             }
             By::Channel(channel) => {
-                let mut batch = Batch::new();
-                _ = channel.isend_in_batch(&mut batch, buffer, from)?;
-                channel.post_recv_in_batch(&mut batch)?;
-                stream.submit(&mut batch)?;
+                _ = channel.isend_in_batch(batch, buffer, from)?;
+                channel.post_recv_in_batch(batch)?;
             }
-            By::Messages => _ = self.comm.isend_on_stream(stream, buffer, from, self.peer)?,
+            By::Messages => _ = self.comm.isend_in_batch(batch, buffer, from, self.peer)?,
+        }
+        if !self.in_batches {
+            self.app.stream.submit(batch)?;
         }
         Ok(())
     }
 
     fn receive(&self, bytes: usize, n: u64) -> Result<()> {
-        let stream = &self.app.stream;
+        let batch = &mut *self.batch.borrow_mut();
         match &self.by {
-            By::Window(window) => window.wait_signal_on_stream(stream, 0, n, Cond::Eq)?,
-            By::Channel(channel) => _ = channel.wait_recv_on_stream(stream)?,
+            By::Window(window) => window.wait_signal_in_batch(batch, 0, n, Cond::Eq)?,
+            By::Channel(channel) => _ = channel.wait_recv_in_batch(batch)?,
             By::Messages => {
                 let to = WORDS + self.room..WORDS + self.room + bytes;
-                self.comm.wait_on_stream(stream, &self.comm.irecv(&self.buffer, to, self.peer)?)?;
+                self.comm.wait_in_batch(batch, &self.comm.irecv(&self.buffer, to, self.peer)?)?;
             }
         }
+        self.app.stream.submit(batch)?;
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<()> {
+        self.app.stream.submit(&mut self.batch.borrow_mut())?;
         Ok(())
     }
 
     fn capture(&self, _: &Kernels, fill: &mut dyn FnMut() -> Result<()>) -> Result<Option<Graph<'_>>> {
-        if let By::Messages = self.by {
+        // A graph joins batches by itself.
+        if self.in_batches || matches!(self.by, By::Messages) {
             return Ok(None);
         }
         let capture = self.app.stream.begin_capture()?;
@@ -342,6 +365,7 @@ impl Options {
                             numbers[at] += 1;
                             round(*way, numbers[at])?;
                         }
+                        way.flush()?;
                     }
                     rig.kernels.synchronize()?;
                     // The first warms up.
