@@ -25,17 +25,16 @@ const NO_CAPTURE: u32 = 0;
 /// A capture in progress.
 #[derive(Debug, Default)]
 pub(super) struct Captured {
-    nodes: Vec<(Handle, Call)>,
+    /// The nodes of each batch.
+    batches: Vec<Vec<(Handle, Call)>>,
     /// Set after a partially captured batch: the capture is unusable.
     spoiled: Option<Error>,
 }
 
-/// A graph node.
+/// A graph node: one call of a captured batch, or of several.
 #[derive(Debug)]
 pub(super) struct Node {
     pub(super) handle: Handle,
-    /// How many calls of captured batches it makes, one after the other.
-    calls: usize,
     shape: Shape,
 }
 
@@ -61,6 +60,8 @@ pub(super) struct Exec {
     /// The graph that owns the nodes.
     _graph: OwnedGraph,
     nodes: Vec<Node>,
+    /// Of each batch, whether it begins in the last node of the batch before.
+    joined: Vec<bool>,
     pool: Arc<Pool>,
 }
 
@@ -132,7 +133,7 @@ impl Shared {
                 fix: "launch a kernel in its place, or submit the function before or after each launch",
             });
         }
-        let calls = plan::list(&self.gpu, ops, &[ops.len()], self.by_kernel)?;
+        let calls = plan::list(&self.gpu, ops, &[ops.len()], &[false], self.by_kernel)?;
         if let Some(error) = self.error() {
             return Err(error);
         }
@@ -142,7 +143,7 @@ impl Shared {
         }
         let nodes = self.gpu.within(|api| calls.into_iter().map(|call| self.node(api, call)).collect());
         match nodes {
-            Ok(nodes) => captured.nodes.extend::<Vec<_>>(nodes),
+            Ok(nodes) => captured.batches.push(nodes),
             Err(error) => {
                 let error = Error::cuda("capturing a batch")(error);
                 captured.spoiled = Some(error.clone());
@@ -173,11 +174,11 @@ impl Shared {
         captured.spoiled.map_or(Ok(()), Err)?;
         ended.map_err(Error::cuda("ending a capture"))?;
         let (gpu, by_kernel) = (self.gpu.clone(), self.by_kernel);
-        let nodes = gpu
-            .within(|api| fuse(api, graph, captured.nodes, by_kernel))
+        let (nodes, joined) = gpu
+            .within(|api| fuse(api, graph, captured.batches, by_kernel))
             .map_err(Error::cuda("joining the kernels of a graph"))?;
         let pool = Arc::new(Pool::of_graph(&gpu, self.kernel_exec.as_ref(), graph, &nodes)?);
-        Ok(Arc::new(Exec { gpu, by_kernel, _graph: owned, nodes, pool }))
+        Ok(Arc::new(Exec { gpu, by_kernel, _graph: owned, nodes, joined, pool }))
     }
 
     pub(super) fn launch(
@@ -226,16 +227,9 @@ impl Node {
 impl Exec {
     /// The calls of a launch whose batches end at `ends`: one per node, of the same shape.
     fn plan(&self, ops: &[Op], ends: &[usize]) -> Result<Vec<Call>> {
-        let mut each = plan::list(&self.gpu, ops, ends, self.by_kernel)?.into_iter();
-        let join = |node: &Node| {
-            let mut call = each.next()?;
-            (1..node.calls)
-                .all(|_| each.next().is_some_and(|next| plan::join(&mut call, &next)))
-                .then_some(call)
-        };
-        let calls: Vec<_> = self.nodes.iter().map_while(join).collect();
+        let calls = plan::list(&self.gpu, ops, ends, &self.joined, self.by_kernel)?;
         let fits = |(call, node): (&Call, &Node)| Shape::of(call, self.by_kernel) == node.shape;
-        let same = calls.len() == self.nodes.len() && each.next().is_none();
+        let same = calls.len() == self.nodes.len();
         match calls.iter().zip(&self.nodes).find(|both| !fits(*both)) {
             None if same => Ok(calls),
             Some((Call::Copy(_), _)) => Err(Error::Unsupported {
@@ -279,29 +273,33 @@ fn capture_of(api: &Api, stream: Handle) -> gdrcopy::Result<(u32, Handle)> {
 }
 
 /// Has one kernel do what several in a row were captured for, where the graph has nothing between them: from one kernel to the next
-/// takes 1 us.
+/// takes 1 us. Returns the nodes, and of each batch whether it begins in the last node of the batch before.
 fn fuse(
     api: &Api,
     graph: Handle,
-    captured: Vec<(Handle, Call)>,
+    batches: Vec<Vec<(Handle, Call)>>,
     by_kernel: ByKernel,
-) -> gdrcopy::Result<Vec<Node>> {
-    let mut fused: Vec<(Handle, Call, usize)> = Vec::new();
-    for (handle, call) in captured {
-        if by_kernel.ops
-            && let Some((before, joined, calls)) = fused.last_mut()
-            && follows_alone(api, *before, handle)?
-            && plan::join(joined, &call)
-        {
-            replace(api, graph, handle, *before)?;
-            *calls += 1;
-        } else {
-            fused.push((handle, call, 1));
-        }
+) -> gdrcopy::Result<(Vec<Node>, Vec<bool>)> {
+    let mut nodes: Vec<(Handle, Call)> = Vec::new();
+    let mut joined = Vec::with_capacity(batches.len());
+    for mut batch in batches {
+        let joins = match (nodes.last_mut(), batch.first()) {
+            (Some((before, Call::Ops(ops))), Some((node, Call::Ops(next)))) if by_kernel.ops => {
+                let joins = plan::may_join(ops, next) && follows_alone(api, *before, *node)?;
+                if joins {
+                    replace(api, graph, *node, *before)?;
+                    ops.extend_from_slice(next);
+                }
+                joins
+            }
+            (_, first) => first.is_none(),
+        };
+        batch.drain(..usize::from(joins && !batch.is_empty()));
+        nodes.append(&mut batch);
+        joined.push(joins);
     }
-    let node =
-        |(handle, call, calls): (_, Call, _)| Node { handle, calls, shape: Shape::of(&call, by_kernel) };
-    Ok(fused.into_iter().map(node).collect())
+    let node = |(handle, call): (_, Call)| Node { handle, shape: Shape::of(&call, by_kernel) };
+    Ok((nodes.into_iter().map(node).collect(), joined))
 }
 
 /// Whether `next` depends on `node` only, and nothing else does: false where the driver is too old to tell.
