@@ -416,9 +416,8 @@ impl KernelExecutor {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn load(api: &Api, capabilities: &Capabilities) -> Result<Self> {
-        let programmatic = capabilities.compute >= (9, 0)
-            && capabilities.driver_version >= PROGRAMMATIC_VERSION
-            && api.launch_kernel_ex.is_some();
+        let programmatic =
+            capabilities.compute >= (9, 0) && capabilities.driver_version >= PROGRAMMATIC_VERSION;
         let ptx = if programmatic { Cow::Owned(programmatic_ptx()) } else { Cow::Borrowed(PTX) };
         let mut module = 0;
         // SAFETY: a place for the answer and a text that ends in a zero.
@@ -447,8 +446,10 @@ impl KernelExecutor {
     /// Of CUDA.
     pub fn launch(&self, api: &Api, stream: RawStream, head: Head, ops: &[KernelOp]) -> gdrcopy::Result<()> {
         self.with_program(head, ops, |function, grid, params| {
+            // Many blocks do not wait, as they would hold multiprocessors meanwhile.
+            let programmatic = self.programmatic && grid.blocks <= Grid::WAITING_BLOCKS;
             // SAFETY: the function takes this one parameter.
-            unsafe { launch(api, function, grid, stream, params, self.programmatic) }
+            unsafe { launch(api, function, grid, stream, params, programmatic) }
         })
     }
 
@@ -537,7 +538,7 @@ impl KernelExecutor {
     }
 }
 
-/// Launches a kernel.
+/// Launches a kernel; if `programmatic`, before the kernel ahead of it has ended.
 ///
 /// # Safety
 /// The function must take these parameters, which the driver copies.
@@ -550,16 +551,11 @@ unsafe fn launch(
     params: *mut *mut c_void,
     programmatic: bool,
 ) -> gdrcopy::Result<()> {
-    let (threads, no_extra) = (threads.max(1), std::ptr::null_mut());
-    if programmatic && blocks <= Grid::WAITING_BLOCKS {
-        let (grid, block) = ([blocks, 1, 1], [threads, 1, 1]);
-        let attributes = &LaunchAttribute::PROGRAMMATIC;
-        let config = LaunchConfig { grid, block, shared: 0, stream, attributes, count: 1 };
-        // SAFETY: the caller guarantees the parameters; the driver copies the configuration.
-        return unsafe { api.launch_kernel_ex(&config, function, params, no_extra) };
-    }
-    // SAFETY: the caller guarantees the parameters.
-    unsafe { api.launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, params, no_extra) }
+    let (grid, block) = ([blocks, 1, 1], [threads.max(1), 1, 1]);
+    let (attributes, count) = (&LaunchAttribute::PROGRAMMATIC, u32::from(programmatic));
+    let config = LaunchConfig { grid, block, shared: 0, stream, attributes, count };
+    // SAFETY: the caller guarantees the parameters; the driver copies the configuration.
+    unsafe { api.launch_kernel_ex(&config, function, params, std::ptr::null_mut()) }
 }
 
 /// Parameters of a kernel node.
