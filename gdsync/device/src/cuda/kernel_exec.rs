@@ -440,14 +440,22 @@ impl KernelExecutor {
         }
     }
 
-    /// Launches a kernel that runs `ops`. The context must be current, if the driver requires it.
+    /// Launches a kernel that runs `ops`. The context must be current, if the driver requires it. `follows`: the kernel may start before
+    /// the one ahead of it has ended, and waits for it; quicker behind a kernel of this library.
     ///
     /// # Errors
     /// Of CUDA.
-    pub fn launch(&self, api: &Api, stream: RawStream, head: Head, ops: &[KernelOp]) -> gdrcopy::Result<()> {
+    pub fn launch(
+        &self,
+        api: &Api,
+        stream: RawStream,
+        head: Head,
+        ops: &[KernelOp],
+        follows: bool,
+    ) -> gdrcopy::Result<()> {
         self.with_program(head, ops, |function, grid, params| {
             // Many blocks do not wait, as they would hold multiprocessors meanwhile.
-            let programmatic = self.programmatic && grid.blocks <= Grid::WAITING_BLOCKS;
+            let programmatic = follows && self.programmatic && grid.blocks <= Grid::WAITING_BLOCKS;
             // SAFETY: the function takes this one parameter.
             unsafe { launch(api, function, grid, stream, params, programmatic) }
         })
