@@ -3,6 +3,7 @@
 mod nccl;
 mod nvshmem;
 
+use std::cell::RefCell;
 use std::ffi::c_void;
 use std::time::{Duration, Instant};
 
@@ -22,7 +23,7 @@ use super::two_ranks;
 #[command(after_long_help = "\
 What the numbers mean: half of a round trip, of a put with a signal and a wait for it at each rank (NCCL: send and recv, too; \
 mp: a channel and messages of isend and irecv, too, which graphs refuse), as \
-the streams of both ranks do it; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
+the streams of both ranks do it; in batches: each send and the wait behind it are one submission; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
 of NCCL and NVSHMEM, eager or in graphs. The last message of each sample is checked.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, multiples of 8 up to 1073741824.
@@ -98,6 +99,11 @@ pub(super) trait Way {
     /// Puts the wait for message `n` on the stream.
     fn receive(&self, bytes: usize, n: u64) -> Result<()>;
 
+    /// Submits what is left.
+    fn flush(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Whether graphs take it.
     fn is_captured(&self) -> bool {
         true
@@ -114,6 +120,10 @@ struct Ours<'a> {
     rig: Rig<'a>,
     buffer: Registration,
     by: By,
+    /// What is not submitted yet.
+    batch: RefCell<Batch>,
+    /// Whether each send is submitted with the wait behind it.
+    in_batches: bool,
 }
 
 /// How mp sends them.
@@ -130,7 +140,11 @@ enum By {
 const WORDS: usize = 64;
 
 impl<'a> Ours<'a> {
-    fn new(rig: Rig<'a>, open: impl FnOnce(&Registration) -> gdasync::mp::Result<By>) -> Result<Self> {
+    fn new(
+        rig: Rig<'a>,
+        in_batches: bool,
+        open: impl FnOnce(&Registration) -> gdasync::mp::Result<By>,
+    ) -> Result<Self> {
         let memory = rig.app.gpu()?.alloc(WORDS + 2 * rig.room)?;
         memory.write(0, &[0; WORDS])?;
         memory.flush()?;
@@ -142,18 +156,25 @@ impl<'a> Ours<'a> {
             // It receives first.
             channel.post_recv_on_stream(&rig.app.stream)?;
         }
-        Ok(Self { rig, buffer, by })
+        Ok(Self { rig, buffer, by, batch: RefCell::default(), in_batches })
     }
 
-    /// By window, channel and messages.
-    fn all(rig: Rig<'a>) -> Result<[Self; 3]> {
+    /// By window, channel and messages; each, and then each in batches.
+    fn all(rig: Rig<'a>) -> Result<Vec<Self>> {
         let Rig { comm, room, .. } = rig;
         let window =
             |buffer: &Registration| comm.window(buffer, 0..buffer.memory().len(), None).map(By::Window);
         let place = WORDS + room..WORDS + 2 * room;
-        let channel =
-            |buffer: &Registration| comm.channel(rig.peer(), &[(buffer, place)], None).map(By::Channel);
-        Ok([Self::new(rig, window)?, Self::new(rig, channel)?, Self::new(rig, |_| Ok(By::Messages))?])
+        let channel = |buffer: &Registration| {
+            comm.channel(rig.peer(), &[(buffer, place.clone())], None).map(By::Channel)
+        };
+        let mut all = Vec::new();
+        for in_batches in [false, true] {
+            all.push(Self::new(rig, in_batches, window)?);
+            all.push(Self::new(rig, in_batches, channel)?);
+            all.push(Self::new(rig, in_batches, |_| Ok(By::Messages))?);
+        }
+        Ok(all)
     }
 
     fn path(&self) -> Result<String> {
@@ -168,12 +189,12 @@ impl<'a> Ours<'a> {
 
 impl Way for Ours<'_> {
     fn name(&self) -> String {
-        match self.by {
+        let name = match self.by {
             By::Window(_) => "mp put and signal",
             By::Channel(_) => "mp channel",
             By::Messages => "mp isend and irecv",
-        }
-        .into()
+        };
+        format!("{name}{}", if self.in_batches { " in batches" } else { "" })
     }
 
     fn buffer(&self) -> u64 {
@@ -181,39 +202,45 @@ impl Way for Ours<'_> {
     }
 
     fn send(&self, bytes: usize, n: u64) -> Result<()> {
-        let (rig, buffer, from) = (self.rig, &self.buffer, WORDS..WORDS + bytes);
-        let (stream, peer) = (&rig.app.stream, rig.peer());
+        let (batch, buffer, from) = (&mut *self.batch.borrow_mut(), &self.buffer, WORDS..WORDS + bytes);
+        let (rig, peer) = (self.rig, self.rig.peer());
         match &self.by {
             By::Window(window) => {
                 let put = Rma::put(buffer, from, peer, WORDS + rig.room);
-                _ = window.start_on_stream(stream, &put.with_signal(Signal::set(0, n)))?;
+                _ = window.start_in_batch(batch, &put.with_signal(Signal::set(0, n)))?;
             }
             By::Channel(channel) => {
-                let mut batch = Batch::new();
-                _ = channel.isend_in_batch(&mut batch, buffer, from)?;
-                channel.post_recv_in_batch(&mut batch)?;
-                stream.submit(&mut batch)?;
+                _ = channel.isend_in_batch(batch, buffer, from)?;
+                channel.post_recv_in_batch(batch)?;
             }
-            By::Messages => _ = rig.comm.isend_on_stream(stream, buffer, from, peer)?,
+            By::Messages => _ = rig.comm.isend_in_batch(batch, buffer, from, peer)?,
+        }
+        if !self.in_batches {
+            rig.app.stream.submit(batch)?;
         }
         Ok(())
     }
 
     fn receive(&self, bytes: usize, n: u64) -> Result<()> {
-        let (rig, stream) = (self.rig, &self.rig.app.stream);
+        let (batch, rig) = (&mut *self.batch.borrow_mut(), self.rig);
         match &self.by {
-            By::Window(window) => window.wait_signal_on_stream(stream, 0, n, Cond::Eq)?,
-            By::Channel(channel) => _ = channel.wait_recv_on_stream(stream)?,
+            By::Window(window) => window.wait_signal_in_batch(batch, 0, n, Cond::Eq)?,
+            By::Channel(channel) => _ = channel.wait_recv_in_batch(batch)?,
             By::Messages => {
                 let to = WORDS + rig.room..WORDS + rig.room + bytes;
-                rig.comm.wait_on_stream(stream, &rig.comm.irecv(&self.buffer, to, rig.peer())?)?;
+                rig.comm.wait_in_batch(batch, &rig.comm.irecv(&self.buffer, to, rig.peer())?)?;
             }
         }
-        Ok(())
+        Ok(rig.app.stream.submit(batch)?)
+    }
+
+    fn flush(&self) -> Result<()> {
+        Ok(self.rig.app.stream.submit(&mut self.batch.borrow_mut())?)
     }
 
     fn is_captured(&self) -> bool {
-        !matches!(self.by, By::Messages)
+        // A graph joins batches by itself.
+        !self.in_batches && !matches!(self.by, By::Messages)
     }
 }
 
@@ -319,6 +346,7 @@ impl Options {
                             numbers[at] += 1;
                             round(*way, numbers[at])?;
                         }
+                        way.flush()?;
                     }
                     rig.kernels.synchronize()?;
                     // The first warms up.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use gdasync::gdrcopy::cuda::CudaStatus;
 use gdasync::gdrcopy::cuda::raw::Api;
-use gdasync::gdrcopy::cuda::raw::layout::{Handle, MemOp};
+use gdasync::gdrcopy::cuda::raw::layout::{Handle, LaunchConfig, MemOp};
 use gdasync::gdsync::cuda::Gpu;
 use gdasync::gdsync::hca::SoftHcaConfig;
 use gdasync::gdsync::memory::Memory;
@@ -286,7 +286,7 @@ thread_local! {
 /// The entry points of `driver`; [`spent`] counts the time in those that trigger and wait.
 fn watched(driver: Api) -> Api {
     let driver = ENTRY_POINTS.get_or_init(|| driver);
-    Api { stream_batch_mem_op: Some(batch_mem_op), launch_kernel: Some(launch_kernel), ..*driver }
+    Api { stream_batch_mem_op: Some(batch_mem_op), launch_kernel_ex: Some(launch_kernel), ..*driver }
 }
 
 /// The time that this thread has spent in the driver since it last asked.
@@ -310,21 +310,11 @@ unsafe extern "C" fn batch_mem_op(stream: Handle, count: u32, ops: *mut MemOp, f
 }
 
 unsafe extern "C" fn launch_kernel(
+    config: *const LaunchConfig,
     function: Handle,
-    grid_x: u32,
-    grid_y: u32,
-    grid_z: u32,
-    block_x: u32,
-    block_y: u32,
-    block_z: u32,
-    shared: u32,
-    stream: Handle,
     params: *mut *mut c_void,
     extra: *mut *mut c_void,
 ) -> u32 {
     // SAFETY: the caller's arguments.
-    let call = |entry: unsafe extern "C" fn(_, _, _, _, _, _, _, _, _, _, _) -> u32| unsafe {
-        entry(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, params, extra)
-    };
-    timed(|driver| driver.launch_kernel, call)
+    timed(|driver| driver.launch_kernel_ex, |entry| unsafe { entry(config, function, params, extra) })
 }

@@ -14,8 +14,8 @@ use std::sync::OnceLock;
 use cudarc::driver::sys;
 
 use self::layout::{
-    AccessDesc, AllocationProp, CAPTURE_RELAXED, Handle, KernelNodeParams, MEMORY_TYPE_DEVICE,
-    MEMORY_TYPE_HOST, MemOp, MemOpNodeParams, pointer_attribute as attribute,
+    AccessDesc, AllocationProp, CAPTURE_RELAXED, EdgeData, Handle, KernelNodeParams, LaunchConfig,
+    MEMORY_TYPE_DEVICE, MEMORY_TYPE_HOST, MemOp, MemOpNodeParams, pointer_attribute as attribute,
 };
 use super::{CudaStatus, MemoryKind, PointerInfo};
 use crate::error::{Error, Result, name_of};
@@ -135,6 +135,8 @@ entry_points! {
     launch_kernel = "cuLaunchKernel"
         (function: Handle, grid_x: u32, grid_y: u32, grid_z: u32, block_x: u32, block_y: u32, block_z: u32,
          shared: u32, stream: Handle, params: *mut *mut c_void, extra: *mut *mut c_void);
+    launch_kernel_ex = "cuLaunchKernelEx"
+        (config: *const LaunchConfig, function: Handle, params: *mut *mut c_void, extra: *mut *mut c_void);
     module_load_data = "cuModuleLoadData" (module: *mut Handle, image: *const c_void);
     module_unload = "cuModuleUnload" (module: Handle);
     module_get_function = "cuModuleGetFunction" (function: *mut Handle, module: Handle, name: *const c_char);
@@ -158,6 +160,13 @@ entry_points! {
     graph_launch = "cuGraphLaunch" (exec: Handle, stream: Handle);
     graph_destroy = "cuGraphDestroy" (graph: Handle);
     graph_exec_destroy = "cuGraphExecDestroy" (exec: Handle);
+    graph_node_get_dependencies = "cuGraphNodeGetDependencies_v2"
+        (node: Handle, nodes: *mut Handle, edges: *mut EdgeData, count: *mut usize);
+    graph_node_get_dependent_nodes = "cuGraphNodeGetDependentNodes_v2"
+        (node: Handle, nodes: *mut Handle, edges: *mut EdgeData, count: *mut usize);
+    graph_add_dependencies = "cuGraphAddDependencies_v2"
+        (graph: Handle, from: *const Handle, to: *const Handle, edges: *const EdgeData, count: usize);
+    graph_destroy_node = "cuGraphDestroyNode" (node: Handle);
     graph_exec_mem_op_node_set_params = "cuGraphExecBatchMemOpNodeSetParams"
         (exec: Handle, node: Handle, params: *const MemOpNodeParams);
     graph_exec_kernel_node_set_params = "cuGraphExecKernelNodeSetParams_v2"

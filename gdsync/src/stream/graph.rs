@@ -107,6 +107,7 @@ impl Stream {
         mut launch: impl FnMut(&dyn Engine, &mut SubmitGuard, &mut Ops, &[usize]) -> Result<u64>,
     ) -> Result<Launch> {
         let (mut batch, mut completions, mut ends) = (Batch::new(), Vec::new(), Vec::new());
+        batch.ops.reserve(batches.iter().map(Vec::len).sum());
         let submitted = self.with_room(None, |full| {
             let mut submit = || {
                 let mut state = self.state()?;

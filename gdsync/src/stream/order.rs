@@ -121,6 +121,10 @@ impl StreamOrder {
         Self(Arc::new(Inner { end: qp.send.end.clone(), state: Mutex::default() }))
     }
 
+    pub(super) fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Refuses while a stream has not done what follows it, or a batch that does was not submitted.
     ///
     /// # Errors
@@ -375,7 +379,7 @@ impl Batch {
         let follows = self.follows.get_or_insert_with(|| {
             Box::new(Follows { place: Arc::default(), orders: SmallVec::new(), numbered: Vec::new() })
         });
-        let known = follows.orders().position(|known| Arc::ptr_eq(&known.0, &order.0));
+        let known = follows.orders().position(|known| known.is(order));
         let at = known.unwrap_or_else(|| {
             order.0.state.lock().unsubmitted.push_back((Arc::downgrade(&follows.place), 0));
             follows.orders.push(Followed { order: order.clone(), before: None, count: 0, number: 0 });

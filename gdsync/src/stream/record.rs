@@ -159,6 +159,18 @@ impl Recording {
         if let Some(first) = self.batches.first_mut() {
             first.splice(0..0, mem::take(&mut self.before).into_iter().map(Part::Before));
         }
+        // A launch is one batch, which follows an order once.
+        let mut followed: Vec<StreamOrder> = Vec::new();
+        for parts in &mut self.batches {
+            parts.retain(|part| match part {
+                Part::Follow(order) if followed.iter().any(|known| known.is(order)) => false,
+                Part::Follow(order) => {
+                    followed.push(order.clone());
+                    true
+                }
+                _ => true,
+            });
+        }
         self.batches
     }
 

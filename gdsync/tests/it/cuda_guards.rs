@@ -29,7 +29,7 @@ fn stream(gpu: &Gpu, via: Via, wait_limit: Duration) -> Stream {
 /// `CUDA_ERROR_OUT_OF_MEMORY`, which says nothing of what runs.
 const FOR_NOW: u32 = 2;
 /// The calls that submit.
-const SUBMISSIONS: [&str; 2] = ["cuStreamBatchMemOp", "cuLaunchKernel"];
+const SUBMISSIONS: [&str; 2] = ["cuStreamBatchMemOp", "cuLaunchKernelEx"];
 /// `CUDA_ERROR_LAUNCH_FAILED`.
 const FOR_EVER: u32 = 719;
 

@@ -308,7 +308,7 @@ fn gpus_without_kernels_take_the_copy_engine() {
     stream.put_peer(&from, 0..100, &to.peer, MARGIN, Some(to.signal(1, false))).unwrap();
     stream.synchronize(PATIENCE).unwrap();
     assert!(to.takes(MARGIN, &bytes[..100]));
-    assert_eq!((to.word.load(), control.calls("cuLaunchKernel")), (1, 0));
+    assert_eq!((to.word.load(), control.calls("cuLaunchKernelEx")), (1, 0));
     let config = CudaStreamConfig { copies: Via::Kernel, ..CudaStreamConfig::default() };
     assert!(Stream::cuda(&gpus[0], config).is_err());
 }

@@ -62,6 +62,10 @@ impl<T: Clone> Table<T> {
         drop(forgotten);
     }
 
+    pub(super) fn find(&self, is_so: impl Fn(&T) -> bool) -> Option<T> {
+        self.0.lock().values().find(|value| is_so(value)).cloned()
+    }
+
     pub(super) fn for_each(&self, act: impl Fn(&T)) {
         self.0.lock().values().for_each(act);
     }

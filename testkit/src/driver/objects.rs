@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use gdrcopy::cuda::CudaStatus;
-use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOpNodeParams};
+use gdrcopy::cuda::raw::layout::{EdgeData, Handle, KernelNodeParams, LaunchConfig, MemOpNodeParams};
 use parking_lot::Mutex;
 
 use super::context::{CONTEXTS, Table, current};
@@ -194,6 +194,20 @@ pub(super) fn launch_kernel(
     .map(drop)
 }
 
+/// Kernels start in order here, whatever the attributes allow.
+pub(super) fn launch_kernel_ex(
+    config: *const LaunchConfig,
+    function: Handle,
+    params: *mut *mut c_void,
+    extra: *mut *mut c_void,
+) -> Outcome {
+    require(!config.is_null(), CudaStatus::INVALID_VALUE)?;
+    // SAFETY: the caller of the entry point passes a configuration.
+    let config = unsafe { &*config };
+    let shape = Shape { grid: config.grid, block: config.block };
+    launch_kernel(function, &shape, config.stream, params, extra)
+}
+
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH`, `_USE_NODE_PRIORITY`: without effect here.
 const GRAPH_FLAGS: u64 = 1 | 8;
 
@@ -240,6 +254,49 @@ pub(super) fn launch_graph(exec: Handle, stream: Handle) -> Outcome {
 
 pub(super) fn destroy_graph(graph: Handle) -> Outcome {
     GRAPHS.remove(graph).map(drop)
+}
+
+/// The node behind this one, or ahead of it: a graph is a list here.
+pub(super) fn neighbour(
+    node: Handle,
+    behind: bool,
+    nodes: *mut Handle,
+    edges: *mut EdgeData,
+    count: *mut usize,
+) -> Outcome {
+    let room = get(count)?;
+    let graph = GRAPHS.find(|graph| graph.place_of(node).is_some()).ok_or(CudaStatus::INVALID_VALUE)?;
+    let list = graph.0.lock();
+    let at = list.iter().position(|own| own.handle == node).ok_or(CudaStatus::INVALID_VALUE)?;
+    let found = if behind { list.get(at + 1) } else { at.checked_sub(1).and_then(|at| list.get(at)) };
+    if let Some(found) = found.filter(|_| !nodes.is_null()) {
+        require(room > 0 && !edges.is_null(), CudaStatus::INVALID_VALUE)?;
+        put(nodes, found.handle)?;
+        put(edges, EdgeData::default())?;
+    }
+    put(count, usize::from(found.is_some()))
+}
+
+/// A list has the order that these ask for, or they would make a cycle.
+pub(super) fn add_dependencies(
+    graph: Handle,
+    from: *const Handle,
+    to: *const Handle,
+    count: usize,
+) -> Outcome {
+    let graph = GRAPHS.get(graph)?;
+    let count = u32::try_from(count).map_err(|_| CudaStatus::INVALID_VALUE)?;
+    for (from, to) in get_all(from, count)?.into_iter().zip(get_all(to, count)?) {
+        let places = graph.place_of(from).zip(graph.place_of(to));
+        require(places.is_some_and(|(from, to)| from < to), CudaStatus::INVALID_VALUE)?;
+    }
+    Ok(())
+}
+
+pub(super) fn destroy_node(node: Handle) -> Outcome {
+    let graph = GRAPHS.find(|graph| graph.place_of(node).is_some()).ok_or(CudaStatus::INVALID_VALUE)?;
+    graph.0.lock().retain(|own| own.handle != node);
+    Ok(())
 }
 
 pub(super) fn destroy_exec(exec: Handle) -> Outcome {

@@ -239,6 +239,10 @@ impl Graph {
         self.0.lock().push(Node { handle, command });
         handle
     }
+
+    pub(super) fn place_of(&self, node: Handle) -> Option<usize> {
+        self.0.lock().iter().position(|own| own.handle == node)
+    }
 }
 
 /// `CU_STREAM_CAPTURE_MODE_GLOBAL`; 1 is `_THREAD_LOCAL`.

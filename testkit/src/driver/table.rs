@@ -6,7 +6,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use gdrcopy::cuda::CudaStatus;
 use gdrcopy::cuda::raw::Api;
 use gdrcopy::cuda::raw::layout::{
-    AccessDesc, AllocationProp, Handle, KernelNodeParams, MemOp, MemOpNodeParams,
+    AccessDesc, AllocationProp, EdgeData, Handle, KernelNodeParams, LaunchConfig, MemOp, MemOpNodeParams,
 };
 
 use super::context::DEVICES;
@@ -153,6 +153,9 @@ table! {
             let shape = Shape { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z] };
             objects::launch_kernel(function, &shape, stream, params, extra)
         }};
+    launch_kernel_ex = "cuLaunchKernelEx"
+        (config: *const LaunchConfig, function: Handle, params: *mut *mut c_void, extra: *mut *mut c_void)
+        => objects::launch_kernel_ex;
     module_load_data = "cuModuleLoadData" (module: *mut Handle, image: *const c_void) => objects::load_module;
     module_unload = "cuModuleUnload" (module: Handle) => objects::unload_module;
     module_get_function = "cuModuleGetFunction"
@@ -183,6 +186,16 @@ table! {
     graph_launch = "cuGraphLaunch" (exec: Handle, stream: Handle) => objects::launch_graph;
     graph_destroy = "cuGraphDestroy" (graph: Handle) => objects::destroy_graph;
     graph_exec_destroy = "cuGraphExecDestroy" (exec: Handle) => objects::destroy_exec;
+    graph_node_get_dependencies = "cuGraphNodeGetDependencies_v2"
+        (node: Handle, nodes: *mut Handle, edges: *mut EdgeData, count: *mut usize)
+        { objects::neighbour(node, false, nodes, edges, count) };
+    graph_node_get_dependent_nodes = "cuGraphNodeGetDependentNodes_v2"
+        (node: Handle, nodes: *mut Handle, edges: *mut EdgeData, count: *mut usize)
+        { objects::neighbour(node, true, nodes, edges, count) };
+    graph_add_dependencies = "cuGraphAddDependencies_v2"
+        (graph: Handle, from: *const Handle, to: *const Handle, _edges: *const EdgeData, count: usize)
+        { objects::add_dependencies(graph, from, to, count) };
+    graph_destroy_node = "cuGraphDestroyNode" (node: Handle) => objects::destroy_node;
     graph_exec_mem_op_node_set_params = "cuGraphExecBatchMemOpNodeSetParams"
         (exec: Handle, node: Handle, params: *const MemOpNodeParams) => objects::set_mem_ops;
     graph_exec_kernel_node_set_params = "cuGraphExecKernelNodeSetParams_v2"

@@ -192,6 +192,44 @@ pub struct KernelNodeParams {
     pub context: Handle,
 }
 
+/// `CUgraphEdgeData`: what of a node the next one waits for. Zeros: its end.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EdgeData(pub [u8; 8]);
+
+/// `CUlaunchConfig`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchConfig {
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block.
+    pub block: [u32; 3],
+    /// Dynamic shared memory, bytes.
+    pub shared: u32,
+    /// The stream.
+    pub stream: Handle,
+    /// Attributes.
+    pub attributes: *const LaunchAttribute,
+    /// How many there are.
+    pub count: u32,
+}
+
+/// `CUlaunchAttribute`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct LaunchAttribute {
+    id: u32,
+    pad: u32,
+    value: [u64; 8],
+}
+
+impl LaunchAttribute {
+    /// `CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION`: the kernel may start before the one ahead of it has ended, as soon as
+    /// all blocks of that one allow it.
+    pub const PROGRAMMATIC: Self = Self { id: 6, pad: 0, value: [1, 0, 0, 0, 0, 0, 0, 0] };
+}
+
 #[cfg(test)]
 mod tests {
     use std::mem::{align_of, offset_of, size_of};
@@ -235,6 +273,12 @@ mod tests {
                 grid = gridDimX, block = blockDimX, shared = sharedMemBytes, params = kernelParams,
                 extra = extra, kernel = kern, context = ctx,
             }
+            LaunchConfig as sys::CUlaunchConfig {
+                grid = gridDimX, block = blockDimX, shared = sharedMemBytes, stream = hStream, attributes = attrs,
+                count = numAttrs,
+            }
+            EdgeData as sys::CUgraphEdgeData {}
+            LaunchAttribute as sys::CUlaunchAttribute { id = id, value = value }
             Handle as sys::CUcontext {}
             [u8; 64] as [u8; size_of::<sys::CUipcMemHandle>()] {}
         }

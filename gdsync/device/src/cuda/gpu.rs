@@ -228,7 +228,7 @@ impl Gpu {
         let current =
             unsafe { Current::enter(&api, context) }.map_err(Error::cuda("entering the GPU's context"));
         let kernel_exec = current.and_then(|_current| {
-            let kernel_exec = KernelExecutor::load(&api)?;
+            let kernel_exec = KernelExecutor::load(&api, &capabilities)?;
             reserve(&api, &kernel_exec);
             Ok(Arc::new(kernel_exec))
         });
@@ -641,8 +641,8 @@ fn kernels(api: &Api, kernel_exec: &KernelExecutor, stream: Handle) -> gdrcopy::
     // SAFETY: an idle stream of this context.
     unsafe { api.stream_begin_capture(stream, CAPTURE_RELAXED) }?;
     let launched = kernel_exec
-        .launch(api, stream, head, &[])
-        .and_then(|()| kernel_exec.launch(api, stream, head, &[KernelOp::BARRIER; SMALL + 1]));
+        .launch(api, stream, head, &[], false)
+        .and_then(|()| kernel_exec.launch(api, stream, head, &[KernelOp::BARRIER; SMALL + 1], false));
     let mut graph = 0;
     // SAFETY: a stream that is being captured, and a place for the graph.
     let ended = unsafe { api.stream_end_capture(stream, &mut graph) };

@@ -35,13 +35,23 @@ static __device__ void run(const Head &head, const Op *ops)
     detail::tell(head, &errors);
 }
 
+// Lets the next kernel of the library start while this one runs, up to here, where it waits until this one has ended. At most one
+// kernel of a stream is ahead so. Compute capability 9.0 has the instructions; for others loading leaves them comments.
+static __device__ __forceinline__ void follow()
+{
+    asm volatile("//sm_90 griddepcontrol.wait;" ::: "memory");
+    asm volatile("//sm_90 griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 extern "C" __global__ void __launch_bounds__(1) gds_run_12(const __grid_constant__ Parameter<12> program)
 {
+    follow();
     run(program.head, program.ops);
 }
 
 extern "C" __global__ void __launch_bounds__(1) gds_run_160(const __grid_constant__ Parameter<160> program)
 {
+    follow();
     run(program.head, program.ops);
 }
 
@@ -58,7 +68,7 @@ static __device__ void copy(Piece *to, u64 from, u32 index)
     to[index].words[1] = high;
 }
 
-// The same for a node of a graph, whose program the CPU puts into memory before each launch. A piece for each thread comes
+// The same for a node of a graph, whose program the CPU puts into memory before each launch, and before the kernels ahead of it run. A piece for each thread comes
 // at once, which is all of most programs; that much is always there.
 extern "C" __global__ void __launch_bounds__(32) gds_run_at(u64 at)
 {
@@ -70,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(32) gds_run_at(u64 at)
     for (u32 i = 32 + threadIdx.x; i * sizeof(Piece) < used; i += 32)
         copy(pieces, at, i);
     __syncthreads();
+    follow();
     if (threadIdx.x == 0)
         run(program.head, program.ops);
 }
@@ -104,8 +115,18 @@ struct Blocks {
 // In place of an address: there is no receive, the stream has failed.
 enum : u64 { NOWHERE = 1, STOPPED = 2 };
 
+// Whether one of several blocks is to do what is before the copy: what is done once, and reads of memory of the host, which take
+// 1 us each, one block after the other. Words of this GPU that only grow each block waits for itself.
+static __device__ bool needs_leader(const Op *op)
+{
+    for (; op->kind != COPY; ++op)
+        if (op->kind != LENGTH && !(op->kind == WAIT_64 && op->flags & NEAR && op->cond == GEQ))
+            return true;
+    return false;
+}
+
 // A program with copies. One thread does the other operations, all of the block copy. With several blocks the one that comes
-// first does all before the copy, so that words in memory of the host are read once (1 us each), and the last one all behind it.
+// first leads if needed, and the last one does all behind the copy.
 static __device__ void run_copies(const Head &head, const Op *ops)
 {
     __shared__ u64 to;
@@ -113,9 +134,10 @@ static __device__ void run_copies(const Head &head, const Op *ops)
     Blocks *const blocks = (Blocks *)(head.status + 1);
     const bool first = threadIdx.x == 0;
     bool alone = gridDim.x == 1, fenced = false;
+    const bool is_led = !alone && needs_leader(ops);
     // By arrival, not by its index: it runs, whatever else holds the multiprocessors, and its waits have a limit. So have
     // those of the blocks that wait for it.
-    bool leads = first && (alone || atomicAdd(&blocks->come, 1) == 0);
+    bool leads = first && (!is_led || atomicAdd(&blocks->come, 1) == 0);
     u32 failed = leads ? detail::has_failed(head) : 0, errors = 0;
     u64 len = 0, found = 0;
     for (u64 i = 0; i < head.count; ++i) {
@@ -147,7 +169,7 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         }
         if (leads) {
             to = failed ? STOPPED : !(op.flags & FOUND) ? op.addr : found ? found : NOWHERE;
-            if (!alone) {
+            if (is_led && !alone) {
                 // Before the mark, which may be another block's.
                 detail::tell(head, &errors);
                 asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(&blocks->to), "l"(to) : "memory");
@@ -171,8 +193,10 @@ static __device__ void run_copies(const Head &head, const Op *ops)
             continue;
         if (first) {
             detail::fence();
-            leads = is_last = atomicAdd(&blocks->done, 1) + 1 == gridDim.x;
-            failed = to == STOPPED;
+            // Above: how many of them have stopped.
+            const u32 own = to == STOPPED ? 0x10001 : 1, all = atomicAdd(&blocks->done, own) + own;
+            leads = is_last = (all & 0xffff) == gridDim.x;
+            failed = all >> 16;
             found = to > STOPPED ? to : 0;
             if (is_last) {
                 detail::fence();
@@ -190,11 +214,13 @@ static __device__ void run_copies(const Head &head, const Op *ops)
 
 extern "C" __global__ void __launch_bounds__(512) gds_copy_12(const __grid_constant__ Parameter<12> program)
 {
+    follow();
     run_copies(program.head, program.ops);
 }
 
 extern "C" __global__ void __launch_bounds__(512) gds_copy_160(const __grid_constant__ Parameter<160> program)
 {
+    follow();
     run_copies(program.head, program.ops);
 }
 
@@ -209,11 +235,13 @@ extern "C" __global__ void __launch_bounds__(512) gds_copy_at(u64 at)
     for (u32 i = 32 + threadIdx.x; i * sizeof(Piece) < used; i += blockDim.x)
         copy(pieces, at, i);
     __syncthreads();
+    follow();
     run_copies(program.head, program.ops);
 }
 
 // Behind a kernel of the application that runs steps: runs those that it has left, and marks the stream.
 extern "C" __global__ void __launch_bounds__(1) gds_finish(const Program *program)
 {
+    follow();
     Steps(program).finish();
 }

@@ -1,13 +1,14 @@
 //! The kernel executor: runs stream operations as a program in one thread of a kernel, and copies in all threads of its blocks.
 //! The device code is `kernel_exec.cu` and `gdsync.cuh`.
 
+use std::borrow::Cow;
 use std::ffi::{CStr, c_void};
 use std::mem::MaybeUninit;
 
 use gdrcopy::cuda::raw::Api;
-use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, MemOp};
+use gdrcopy::cuda::raw::layout::{Handle, KernelNodeParams, LaunchAttribute, LaunchConfig, MemOp};
 
-use crate::cuda::{Gpu, RawStream};
+use crate::cuda::{Capabilities, Gpu, RawStream};
 use crate::error::{Error, Result};
 use crate::memory::{Memory, Place};
 use mlx5_ring::Cond;
@@ -348,6 +349,9 @@ pub struct Grid {
 }
 
 impl Grid {
+    /// Maximum blocks of a kernel that waits: they hold multiprocessors meanwhile.
+    pub const WAITING_BLOCKS: u32 = 16;
+
     /// Of a program without copies.
     const SINGLE: Self = Self { blocks: 1, threads: 0 };
 
@@ -391,18 +395,33 @@ pub struct KernelExecutor {
     copying: Kernels,
     /// Runs behind a kernel that runs steps.
     finish: Handle,
+    /// Whether a kernel may start before the one ahead of it has ended (programmatic dependent launch).
+    programmatic: bool,
 }
+
+/// The kernels, which end in a zero.
+const PTX: &str = concat!(include_str!("kernel_exec.ptx"), "\0");
+
+/// The kernels with what only GPUs of compute capability 9.0 have, which is in comments else.
+fn programmatic_ptx() -> String {
+    PTX.replace(".target sm_70", ".target sm_90").replace("//sm_90 ", "")
+}
+
+/// From this CUDA version on, captures take programmatic launches.
+const PROGRAMMATIC_VERSION: i32 = 12_030;
 
 impl KernelExecutor {
     /// Loads the kernels into the current context. All at once, because loading later waits for streams.
     ///
     /// # Errors
     /// [`Error::Cuda`].
-    pub fn load(api: &Api) -> Result<Self> {
-        const PTX: &str = concat!(include_str!("kernel_exec.ptx"), "\0");
+    pub fn load(api: &Api, capabilities: &Capabilities) -> Result<Self> {
+        let programmatic =
+            capabilities.compute >= (9, 0) && capabilities.driver_version >= PROGRAMMATIC_VERSION;
+        let ptx = if programmatic { Cow::Owned(programmatic_ptx()) } else { Cow::Borrowed(PTX) };
         let mut module = 0;
         // SAFETY: a place for the answer and a text that ends in a zero.
-        unsafe { api.module_load_data(&mut module, PTX.as_ptr().cast()) }
+        unsafe { api.module_load_data(&mut module, ptx.as_ptr().cast()) }
             .map_err(Error::cuda("loading the kernels"))?;
         let function = |name| function(api, module, name);
         let kernels = |[small, large, at]: [&'static CStr; 3]| {
@@ -410,7 +429,7 @@ impl KernelExecutor {
         };
         let single = kernels([c"gds_run_12", c"gds_run_160", c"gds_run_at"])?;
         let copying = kernels([c"gds_copy_12", c"gds_copy_160", c"gds_copy_at"])?;
-        Ok(Self { module, single, copying, finish: function(c"gds_finish")? })
+        Ok(Self { module, single, copying, finish: function(c"gds_finish")?, programmatic })
     }
 
     /// Unloads the kernels. Their context must be current and about to be released.
@@ -421,14 +440,24 @@ impl KernelExecutor {
         }
     }
 
-    /// Launches a kernel that runs `ops`. The context must be current, if the driver requires it.
+    /// Launches a kernel that runs `ops`. The context must be current, if the driver requires it. `follows`: the kernel may start before
+    /// the one ahead of it has ended, and waits for it; quicker behind a kernel of this library.
     ///
     /// # Errors
     /// Of CUDA.
-    pub fn launch(&self, api: &Api, stream: RawStream, head: Head, ops: &[KernelOp]) -> gdrcopy::Result<()> {
+    pub fn launch(
+        &self,
+        api: &Api,
+        stream: RawStream,
+        head: Head,
+        ops: &[KernelOp],
+        follows: bool,
+    ) -> gdrcopy::Result<()> {
         self.with_program(head, ops, |function, grid, params| {
+            // Many blocks do not wait, as they would hold multiprocessors meanwhile.
+            let programmatic = follows && self.programmatic && grid.blocks <= Grid::WAITING_BLOCKS;
             // SAFETY: the function takes this one parameter.
-            unsafe { launch(api, function, grid, stream, params) }
+            unsafe { launch(api, function, grid, stream, params, programmatic) }
         })
     }
 
@@ -439,7 +468,7 @@ impl KernelExecutor {
     pub fn finish(&self, api: &Api, stream: RawStream, mut address: u64) -> gdrcopy::Result<()> {
         let mut params = [(&raw mut address).cast::<c_void>()];
         // SAFETY: the function takes an address, of steps that the submission keeps.
-        unsafe { launch(api, self.finish, Grid::SINGLE, stream, params.as_mut_ptr()) }
+        unsafe { launch(api, self.finish, Grid::SINGLE, stream, params.as_mut_ptr(), false) }
     }
 
     /// Sets the operations of a kernel node of a graph, from the next launch on. The context must be current.
@@ -517,7 +546,7 @@ impl KernelExecutor {
     }
 }
 
-/// Launches a kernel.
+/// Launches a kernel; if `programmatic`, before the kernel ahead of it has ended.
 ///
 /// # Safety
 /// The function must take these parameters, which the driver copies.
@@ -528,10 +557,13 @@ unsafe fn launch(
     Grid { blocks, threads }: Grid,
     stream: RawStream,
     params: *mut *mut c_void,
+    programmatic: bool,
 ) -> gdrcopy::Result<()> {
-    let (threads, no_extra) = (threads.max(1), std::ptr::null_mut());
-    // SAFETY: the caller guarantees the parameters.
-    unsafe { api.launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, params, no_extra) }
+    let (grid, block) = ([blocks, 1, 1], [threads.max(1), 1, 1]);
+    let (attributes, count) = (&LaunchAttribute::PROGRAMMATIC, u32::from(programmatic));
+    let config = LaunchConfig { grid, block, shared: 0, stream, attributes, count };
+    // SAFETY: the caller guarantees the parameters; the driver copies the configuration.
+    unsafe { api.launch_kernel_ex(&config, function, params, std::ptr::null_mut()) }
 }
 
 /// Parameters of a kernel node.
@@ -563,8 +595,6 @@ mod tests {
     use super::*;
 
     const HEADER: &str = include_str!("../../../include/gdsync.cuh");
-    const PTX: &str = include_str!("kernel_exec.ptx");
-
     /// The names of an enum of the header, in order.
     fn names(of: &str) -> Vec<&'static str> {
         let (_, rest) = HEADER.split_once(&format!("enum {of} : u32 {{")).expect("an enum of the header");
@@ -614,6 +644,21 @@ mod tests {
             let entry = format!(".visible .entry {kernel}(\n\t.param {parameter}\n)");
             assert!(PTX.contains(&entry), "{entry}");
         }
+    }
+
+    /// Each kernel waits for the one ahead of it; without these instructions programmatic launches would run side by side.
+    #[test]
+    fn programmatic_kernels_wait_for_the_one_ahead() {
+        let ptx = programmatic_ptx();
+        let kernels: Vec<_> = ptx.split(".entry ").skip(1).collect();
+        assert_eq!(kernels.len(), 7);
+        for kernel in kernels {
+            let wait = kernel.find("\tgriddepcontrol.wait;").expect("a wait");
+            assert!(kernel[wait..].contains("\tgriddepcontrol.launch_dependents;"));
+            let writes = ["st.global", "st.relaxed", "st.release", "\tred.", "\tatom."];
+            assert!(!writes.iter().any(|write| kernel[..wait].contains(write)), "{kernel}");
+        }
+        assert!(ptx.contains(".target sm_90\n") && !PTX.contains("\tgriddepcontrol"));
     }
 
     #[test]

@@ -55,6 +55,7 @@ pub(super) struct Calls {
     max: usize,
     before: Vec<Call>,
     last: Program,
+    kinds: Kinds,
     /// A deferred barrier, dropped if the next operation is fenced.
     barrier: bool,
     by_kernel: ByKernel,
@@ -77,6 +78,44 @@ pub(super) fn max_calls(ops: usize, host_fns: usize, by_kernel: bool) -> usize {
     (ops * STEPS + 1).div_ceil(max_ops(by_kernel) - 3) + 2 * host_fns
 }
 
+/// Operations that a kernel has left over for what one batch adds to another.
+const SLACK: usize = 8;
+
+/// Whether a kernel may run both programs, one after the other, by the rules for a batch.
+pub(super) fn may_join(ops: &Program, next: &Program) -> bool {
+    ops.len() + next.len() + SLACK <= kernel_exec::LARGE
+        && Kinds::of(ops).may_precede(Grid::of(next))
+        && runs_by_kernel(next, true)
+}
+
+/// What a program has.
+#[derive(Clone, Copy, Debug, Default)]
+struct Kinds {
+    flush: bool,
+    copy: bool,
+    wait: bool,
+}
+
+impl Kinds {
+    fn of(ops: &[KernelOp]) -> Self {
+        ops.iter().fold(Self::default(), Self::with)
+    }
+
+    #[inline]
+    fn with(self, op: &KernelOp) -> Self {
+        Self {
+            flush: self.flush | op.is_flush(),
+            copy: self.copy | op.is_copy(),
+            wait: self.wait | op.is_wait(),
+        }
+    }
+
+    /// Whether the same kernel may make a copy of this grid behind it.
+    fn may_precede(self, Grid { blocks, .. }: Grid) -> bool {
+        !(self.flush || blocks > 1 && self.copy || blocks > Grid::WAITING_BLOCKS && self.wait)
+    }
+}
+
 /// Deferred consumer indices.
 type Indices = SmallVec<[KernelOp; 2]>;
 
@@ -88,6 +127,7 @@ impl Calls {
             max: max_ops(by_kernel.ops),
             before: Vec::new(),
             last: Program::new(),
+            kinds: Kinds::default(),
             barrier: false,
             by_kernel,
             is_last_by_kernel: false,
@@ -106,6 +146,7 @@ impl Calls {
             // CU_STREAM_WRITE_VALUE_DEFAULT). An explicit barrier takes 0.6 us on an H200.
             self.barrier &= !step.is_fenced();
             self.flush_barrier();
+            self.kinds = self.kinds.with(&step);
             self.last.push(step);
         }
     }
@@ -113,19 +154,15 @@ impl Calls {
     /// Adds a copy, a signal, or both. Memory operations end before and after it. Only the first copy of a call is by several blocks,
     /// and many do not wait for what is before it, as they hold multiprocessors meanwhile.
     fn put_copy(&mut self, steps: &[KernelOp]) {
-        const WAITING_BLOCKS: u32 = 16;
         self.flush_barrier();
-        let blocks = Grid::of(steps).blocks;
-        let may_precede = |op: &KernelOp| {
-            !(op.is_flush() || blocks > 1 && op.is_copy() || blocks > WAITING_BLOCKS && op.is_wait())
-        };
         let may_follow = match self.by_kernel.ops {
-            true => self.is_step() || self.last.iter().all(may_precede),
+            true => self.is_step() || self.kinds.may_precede(Grid::of(steps)),
             false => self.last.is_empty(),
         };
         if !may_follow || self.last.len() + steps.len() + 1 > self.max {
             self.end();
         }
+        self.kinds = steps.iter().fold(self.kinds, Kinds::with);
         self.last.extend_from_slice(steps);
         self.is_last_by_kernel = !self.by_kernel.ops;
     }
@@ -179,7 +216,7 @@ impl Calls {
     #[cold]
     fn end(&mut self) {
         self.flush_barrier();
-        self.is_last_by_kernel = false;
+        (self.is_last_by_kernel, self.kinds) = (false, Kinds::default());
         if !self.last.is_empty() {
             self.before.push(Call::Ops(mem::take(&mut self.last)));
         }
@@ -348,15 +385,26 @@ fn word(gpu: &Gpu, op: &Op, word: &Memory) -> Result<Place> {
     word.place(gpu)
 }
 
-/// The calls of batches that end at `ends`, for a graph. Lock rules as in [`Calls::add`].
-pub(super) fn list(gpu: &Gpu, ops: &[Op], ends: &[usize], by_kernel: ByKernel) -> Result<Vec<Call>> {
+/// The calls of batches that end at `ends`, for a graph; those that are joined share a kernel with the batch before. Lock rules as in
+/// [`Calls::add`].
+pub(super) fn list(
+    gpu: &Gpu,
+    ops: &[Op],
+    ends: &[usize],
+    joined: &[bool],
+    by_kernel: ByKernel,
+) -> Result<Vec<Call>> {
     let (mut calls, mut start) = (Calls::new(by_kernel), 0);
-    calls.before.reserve(ends.len());
-    for &end in ends {
+    calls.before.reserve(joined.iter().filter(|joined| !**joined).count());
+    for (&end, joined) in ends.iter().zip(joined) {
+        match joined {
+            true => calls.flush_barrier(),
+            false => calls.end(),
+        }
         calls.add(gpu, &ops[start..end])?;
-        calls.end();
         start = end;
     }
+    calls.end();
     Ok(calls.before)
 }
 
@@ -413,7 +461,7 @@ mod tests {
         let (narrow, wide) = (words.word32(0).unwrap(), words.word64(8).unwrap());
         let write = || Op::Write32 { at: narrow.clone(), value: 1 };
         let ops = [write(), write(), Op::Barrier, Op::Write64 { at: wide, value: 2 }];
-        let calls = list(&gpu, &ops, &[ops.len()], KERNELS).unwrap();
+        let calls = list(&gpu, &ops, &[ops.len()], &[false], KERNELS).unwrap();
         let [Call::Ops(program)] = &calls[..] else { panic!("{calls:?}") };
         assert_eq!(program.iter().map(|op| op.kind).collect::<Vec<_>>(), [0, 0, 1]);
     }
@@ -431,7 +479,7 @@ mod tests {
         let calls = |by_kernel: ByKernel, add: &dyn Fn(&mut Batch)| {
             let mut batch = Batch::new();
             add(&mut batch);
-            let calls = list(&gpu, &batch.ops, &[batch.len()], by_kernel).unwrap();
+            let calls = list(&gpu, &batch.ops, &[batch.len()], &[false], by_kernel).unwrap();
             let each = calls.iter().map(|call| match call {
                 Call::Ops(ops) => (ops.len(), Grid::of(ops).blocks, runs_by_kernel(ops, by_kernel.ops)),
                 Call::HostFn(_) | Call::Copy(_) => panic!("{call:?}"),
@@ -466,6 +514,27 @@ mod tests {
         let by_memops = calls(COPIES, &all(100_000, Cond::Geq));
         let expected = [(1, 1, false), (2, 16, true), (1, 1, false), (2, 1, true), (1, 1, false)];
         assert_eq!(by_memops, expected, "kernels for copies only");
+    }
+
+    #[test]
+    fn programs_are_joined_as_one_batch_would_be() {
+        let ops = |count| Program::from_elem(KernelOp::BARRIER, count);
+        let copy = |len| KernelOp::copy(0, 0, len).into_iter().collect();
+        let wait = KernelOp::wait64(Place { addr: 0, is_near: true }, 1, Cond::Geq);
+        let all = kernel_exec::LARGE - SLACK;
+        for (first, next, joined) in [
+            (ops(all - 3), ops(3), true),
+            (ops(all - 3), ops(4), false),
+            (copy(8), copy(8), true),
+            (copy(8), copy(1 << 20), false),
+            (copy(1 << 20), copy(8), true),
+            (Program::from_elem(wait, 1), copy(1 << 20), true),
+            (Program::from_elem(wait, 1), copy(4 << 20), false),
+            (copy(4 << 20), ops(1), true),
+            (ops(1), Program::from_elem(KernelOp::FLUSH, 1), false),
+        ] {
+            assert_eq!(may_join(&first, &next), joined, "{first:?} {next:?}");
+        }
     }
 
     #[test]

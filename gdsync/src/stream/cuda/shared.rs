@@ -249,7 +249,7 @@ impl Shared {
         guard.unmarked = if marks { 0 } else { guard.unmarked + count };
         guard.marked = if marks { seq } else { guard.marked };
         let host_fn = |place| self.launch_host_fn(seq, place);
-        let answer = calls.make(|ops| self.run(seq, ops), host_fn, |copy| self.copy(copy));
+        let answer = calls.make(|ops| self.run(seq, ops, true), host_fn, |copy| self.copy(copy));
         Ok(self.issued(seq, answer))
     }
 
@@ -387,12 +387,12 @@ impl Shared {
         Head { submission, ..self.head }
     }
 
-    /// Queues operations by one call. The context must be current.
-    pub(super) fn run(&self, seq: u64, ops: &[KernelOp]) -> gdrcopy::Result<()> {
+    /// Queues operations by one call. The context must be current. `follows`: see [`KernelExecutor::launch`].
+    pub(super) fn run(&self, seq: u64, ops: &[KernelOp], follows: bool) -> gdrcopy::Result<()> {
         let api = self.gpu.api();
         let runs_by_kernel = plan::runs_by_kernel(ops, self.by_kernel.ops);
         if let Some(kernel_exec) = self.kernel_exec.as_ref().filter(|_| runs_by_kernel) {
-            return kernel_exec.launch(api, self.stream, self.head(seq), ops);
+            return kernel_exec.launch(api, self.stream, self.head(seq), ops, follows);
         }
         plan::with_memops(ops, |count, memops| {
             // SAFETY: there are `count` operations. Their words are mapped for the GPU, and the submission keeps them
@@ -459,7 +459,7 @@ impl Shared {
                 state.calls += 1;
             }
         }
-        self.run(seq, &[self.mark_of(seq)])
+        self.run(seq, &[self.mark_of(seq)], true)
     }
 
     /// Fails the stream: stops every queue with pending operations, then lets the watchdog release the waits.

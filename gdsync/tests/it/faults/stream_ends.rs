@@ -490,7 +490,7 @@ fn driver_refuses_a_submission() {
         block(rig, &stream, &a);
         let call = match (rig.way, place.via) {
             (Way::Graph, _) => "cuGraphLaunch",
-            (Way::Eager, Via::Kernel) => "cuLaunchKernel",
+            (Way::Eager, Via::Kernel) => "cuLaunchKernelEx",
             (Way::Eager, _) => "cuStreamBatchMemOp",
         };
         control.fail_once(call, 0, 2);
