@@ -147,7 +147,7 @@ impl Batch {
     ///
     /// Streams of [`Via::MemOp`](super::Via::MemOp) launch a kernel for this, too, unless
     /// [`CudaStreamConfig::copies`](super::CudaStreamConfig::copies) leaves it to the copy engine, which promises less. Kernels use 16
-    /// multiprocessors for more than 96 KiB, and 64 from 4 MiB on. In [`KernelSteps`](super::KernelSteps) the application's block copies.
+    /// multiprocessors for more than 96 KiB, and 64 for more than 4 MiB. In [`KernelSteps`](super::KernelSteps) the application's block copies.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::Unsupported`] to add over PCIe. At submission [`Error::Unsupported`] on host streams, and to add
