@@ -350,10 +350,16 @@ pub struct Grid {
 
 impl Grid {
     /// Maximum blocks of a kernel that waits: they hold multiprocessors meanwhile.
-    pub const WAITING_BLOCKS: u32 = 16;
+    const WAITING_BLOCKS: u32 = 16;
 
     /// Of a program without copies.
     const SINGLE: Self = Self { blocks: 1, threads: 0 };
+
+    /// Whether the kernel may wait for something else.
+    #[inline]
+    pub fn may_wait(self) -> bool {
+        self.blocks <= Self::WAITING_BLOCKS
+    }
 
     /// The grid of a program.
     #[inline]
@@ -454,7 +460,7 @@ impl KernelExecutor {
     ) -> gdrcopy::Result<()> {
         self.with_program(head, ops, |function, grid, params| {
             // Many blocks do not wait, as they would hold multiprocessors meanwhile.
-            let programmatic = follows && self.programmatic && grid.blocks <= Grid::WAITING_BLOCKS;
+            let programmatic = follows && self.programmatic && grid.may_wait();
             // SAFETY: the function takes this one parameter.
             unsafe { launch(api, function, grid, stream, params, programmatic) }
         })

@@ -111,8 +111,8 @@ impl Kinds {
     }
 
     /// Whether the same kernel may make a copy of this grid behind it.
-    fn may_precede(self, Grid { blocks, .. }: Grid) -> bool {
-        !(self.flush || blocks > 1 && self.copy || blocks > Grid::WAITING_BLOCKS && self.wait)
+    fn may_precede(self, grid: Grid) -> bool {
+        !(self.flush || grid.blocks > 1 && self.copy || !grid.may_wait() && self.wait)
     }
 }
 
@@ -394,6 +394,7 @@ pub(super) fn list(
     joined: &[bool],
     by_kernel: ByKernel,
 ) -> Result<Vec<Call>> {
+    debug_assert_eq!(ends.len(), joined.len());
     let (mut calls, mut start) = (Calls::new(by_kernel), 0);
     calls.before.reserve(joined.iter().filter(|joined| !**joined).count());
     for (&end, joined) in ends.iter().zip(joined) {
