@@ -14,6 +14,9 @@
 //         }
 //     }
 //
+// A kernel that is launched before the one ahead has ended (programmatic stream serialization) calls `cudaGridDependencySynchronize`
+// before it makes `gds::Steps`, or uses what the stream has received.
+//
 // What it needs at least: `compute_70`, for loads and stores with a scope.
 
 #pragma once

@@ -267,6 +267,9 @@ impl Stream {
     /// The `CUstream`, to launch kernels on; `None` for a host stream. Capture it with [`Stream::capture`]. While the
     /// application captures it by other means, submissions are refused, unless [`CudaStreamConfig::captured_by_others`]
     /// is `false`.
+    ///
+    /// A kernel launched with the attribute for programmatic stream serialization waits (`cudaGridDependencySynchronize`) before
+    /// it uses what the stream has received, as CUDA demands: kernels of this library let the next one start.
     pub fn raw(&self) -> Option<RawStream> {
         self.0.engine.raw()
     }

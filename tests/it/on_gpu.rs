@@ -1,6 +1,11 @@
 //! The examples on GPUs, where there is one.
 
+use std::time::Duration;
+
+use cudarc::driver::{result, sys};
 use gdasync::gdsync::cuda::Gpu;
+use gdasync::gdsync::memory::Memory;
+use gdasync::gdsync::stream::{Cond, CudaStreamConfig, Stream, Via};
 use gdasync::results::Report;
 
 use super::common::{command, fails, results, succeeds};
@@ -110,4 +115,54 @@ fn gpu_streams_solve_in_blocks() {
     }
     let error = fails(command("jacobi2d --stream cuda --payload gpu --nx 40 --ny 40 --iters 20 --lose 3"));
     assert!(error.contains("not that of one process"), "{error}");
+}
+
+/// What another stream does behind a batch of a capture, the next batch may wait for: the two are not one kernel.
+#[test]
+fn gpu_graphs_keep_forks() {
+    if no_gpu() {
+        return;
+    }
+    let gpu = Gpu::open(0).unwrap();
+    let wait_limit = Duration::from_secs(5);
+    let config = CudaStreamConfig { via: Via::Kernel, wait_limit, ..CudaStreamConfig::default() };
+    let stream = Stream::cuda(&gpu, config).unwrap();
+    let words = Memory::alloc(64).unwrap();
+    let [first, second] = [0, 8].map(|at| words.word64(at).unwrap());
+    let _current = gpu.enter().unwrap();
+    let raw = stream.raw().unwrap() as sys::CUstream;
+    let other = result::stream::create(result::stream::StreamKind::NonBlocking).unwrap();
+    let [forked, joined] =
+        [(); 2].map(|()| result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING).unwrap());
+    let follow = |event, from, to| {
+        let no_flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: an event and a stream of the current context.
+        unsafe { result::event::record(event, from) }.unwrap();
+        // SAFETY: another stream of that context, and the event.
+        unsafe { result::stream::wait_event(to, event, no_flags) }.unwrap();
+    };
+    let graph = stream.capture(|stream| {
+        stream.write_value64(&first, 1)?;
+        follow(forked, raw, other);
+        let at = words.gpu_addr(&gpu)? + 8;
+        // SAFETY: a word that is mapped for the GPU, and outlives the graph.
+        unsafe { result::memset_d8_async(at, 1, 1, other) }.unwrap();
+        stream.wait_value64(&second, 1, Cond::Geq)?;
+        stream.write_value64(&first, 2)?;
+        follow(joined, other, raw);
+        stream.write_value64(&first, 3)
+    });
+    let graph = graph.unwrap();
+    for _ in 0..5 {
+        words.write(0, &[0; 64]).unwrap();
+        graph.launch(&stream).unwrap();
+        stream.synchronize(2 * wait_limit).unwrap();
+        assert_eq!((first.load(), second.load()), (3, 1));
+    }
+    for event in [forked, joined] {
+        // SAFETY: nothing uses it any more.
+        unsafe { result::event::destroy(event) }.unwrap();
+    }
+    // SAFETY: nothing uses it any more.
+    unsafe { result::stream::destroy(other) }.unwrap();
 }

@@ -144,10 +144,11 @@ impl PeerCopy {
 impl Batch {
     /// Copies `range` of `from` to `offset` in memory of a peer, by a kernel of the stream; then signals, if asked to. Who has seen the
     /// signal sees the data, of this copy and of all earlier work of the stream. A stream that has failed copies and signals nothing.
+    /// A word that the stream waits for just before must stay satisfied until the signal: several blocks may look at it.
     ///
     /// Streams of [`Via::MemOp`](super::Via::MemOp) launch a kernel for this, too, unless
     /// [`CudaStreamConfig::copies`](super::CudaStreamConfig::copies) leaves it to the copy engine, which promises less. Kernels use 16
-    /// multiprocessors for more than 96 KiB, and 64 from 4 MiB on. In [`KernelSteps`](super::KernelSteps) the application's block copies.
+    /// multiprocessors for more than 96 KiB, and 64 for more than 4 MiB. In [`KernelSteps`](super::KernelSteps) the application's block copies.
     ///
     /// # Errors
     /// [`Error::OutOfBounds`]; [`Error::Unsupported`] to add over PCIe. At submission [`Error::Unsupported`] on host streams, and to add

@@ -194,7 +194,7 @@ pub struct KernelNodeParams {
 
 /// `CUgraphEdgeData`: what of a node the next one waits for. Zeros: its end.
 #[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EdgeData(pub [u8; 8]);
 
 /// `CUlaunchConfig`.

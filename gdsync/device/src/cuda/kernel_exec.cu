@@ -28,6 +28,8 @@ static __device__ void run(const Head &head, const Op *ops)
             continue;
         }
         detail::wait(head, op, &failed, &errors);
+        // The CPU fails a stream before it ends its waits: nothing is written behind these.
+        failed |= detail::has_failed(head);
         // What it has seen, the kernels behind this one see too.
         if (i + 1 == head.count || !detail::has_fence(ops[i + 1].kind))
             detail::order(op);
@@ -35,8 +37,8 @@ static __device__ void run(const Head &head, const Op *ops)
     detail::tell(head, &errors);
 }
 
-// Lets the next kernel of the library start while this one runs, up to here, where it waits until this one has ended. At most one
-// kernel of a stream is ahead so. Compute capability 9.0 has the instructions; for others loading leaves them comments.
+// Waits until the kernel ahead has ended, and lets the next one start, which waits here in turn: at most one kernel of the library is
+// ahead in a stream. Compute capability 9.0 has the instructions; for others loading leaves them comments.
 static __device__ __forceinline__ void follow()
 {
     asm volatile("//sm_90 griddepcontrol.wait;" ::: "memory");
@@ -68,8 +70,8 @@ static __device__ void copy(Piece *to, u64 from, u32 index)
     to[index].words[1] = high;
 }
 
-// The same for a node of a graph, whose program the CPU puts into memory before each launch, and before the kernels ahead of it run. A piece for each thread comes
-// at once, which is all of most programs; that much is always there.
+// The same for a node of a graph, whose program is in memory. The CPU writes it before it launches the graph, so it may be read before
+// `follow`. A piece for each thread comes at once, which is all of most programs; that much is always there.
 extern "C" __global__ void __launch_bounds__(32) gds_run_at(u64 at)
 {
     __shared__ Piece pieces[sizeof(Parameter<160>) / sizeof(Piece)];
@@ -115,8 +117,8 @@ struct Blocks {
 // In place of an address: there is no receive, the stream has failed.
 enum : u64 { NOWHERE = 1, STOPPED = 2 };
 
-// Whether one of several blocks is to do what is before the copy: what is done once, and reads of memory of the host, which take
-// 1 us each, one block after the other. Words of this GPU that only grow each block waits for itself.
+// Whether one of several blocks is to do what is before the copy: what must be done once, and reads of host memory, which take 1 us
+// each, and those of several blocks one after the other. For words of this GPU that only grow each block waits by itself.
 static __device__ bool needs_leader(const Op *op)
 {
     for (; op->kind != COPY; ++op)
@@ -192,8 +194,10 @@ static __device__ void run_copies(const Head &head, const Op *ops)
         if (alone)
             continue;
         if (first) {
-            detail::fence();
-            // Above: how many of them have stopped.
+            // Orders what the block has written before its count, for this GPU. The last block, which sees all counts, orders all of
+            // it for the system below: such a fence in each block would take 1.2 us more.
+            asm volatile("fence.acq_rel.gpu;" ::: "memory");
+            // The upper half counts blocks that have stopped.
             const u32 own = to == STOPPED ? 0x10001 : 1, all = atomicAdd(&blocks->done, own) + own;
             leads = is_last = (all & 0xffff) == gridDim.x;
             failed = all >> 16;

@@ -78,9 +78,19 @@ impl Pool {
                 instance.programs = Some(Programs::of_nodes(gpu, nodes)?);
                 instance.point(nodes)?;
             }
-            Ok(instance)
+            Ok::<_, Error>(instance)
         };
-        Self::new((0..if in_memory { INSTANCES } else { 1 }).map(|_| one()).collect())
+        let mut instances = vec![one()?];
+        while in_memory && instances.len() < INSTANCES {
+            match one() {
+                Ok(instance) => instances.push(instance),
+                Err(error) => {
+                    tracing::debug!(%error, "fewer instances of a graph: CUDA allows one if it allocates memory");
+                    break;
+                }
+            }
+        }
+        Self::new(Ok(instances))
     }
 
     /// Allocates programs for steps of the given sizes.

@@ -111,8 +111,8 @@ impl Kinds {
     }
 
     /// Whether the same kernel may make a copy of this grid behind it.
-    fn may_precede(self, Grid { blocks, .. }: Grid) -> bool {
-        !(self.flush || blocks > 1 && self.copy || blocks > Grid::WAITING_BLOCKS && self.wait)
+    fn may_precede(self, grid: Grid) -> bool {
+        !(self.flush || grid.blocks > 1 && self.copy || !grid.may_wait() && self.wait)
     }
 }
 
@@ -394,6 +394,7 @@ pub(super) fn list(
     joined: &[bool],
     by_kernel: ByKernel,
 ) -> Result<Vec<Call>> {
+    debug_assert_eq!(ends.len(), joined.len());
     let (mut calls, mut start) = (Calls::new(by_kernel), 0);
     calls.before.reserve(joined.iter().filter(|joined| !**joined).count());
     for (&end, joined) in ends.iter().zip(joined) {
@@ -472,7 +473,7 @@ mod tests {
         let _control = driver::Control::take();
         gdsync_testkit::kernels::register();
         let gpu = Gpu::open_with(driver::api(), 0, driver::gdr().ok()).unwrap();
-        let memory = gpu.alloc(4 << 20).unwrap();
+        let memory = gpu.alloc(8 << 20).unwrap();
         let peer = PeerMemory::open(&gpu, &memory.export().unwrap()).unwrap();
         let word = memory.word64(0).unwrap();
         // Of each call the number of operations, and the blocks.
@@ -503,7 +504,7 @@ mod tests {
         assert_eq!(calls(KERNELS, &all(100_000, Cond::Geq)), one(7, 16));
         assert_eq!(calls(KERNELS, &all(100_000, Cond::Eq)), one(7, 16), "only one block looks");
         let behind_a_wait = vec![(1, 1, true), (6, 64, true)];
-        assert_eq!(calls(KERNELS, &all(4 << 20, Cond::Geq)), behind_a_wait, "too many blocks to wait");
+        assert_eq!(calls(KERNELS, &all(5 << 20, Cond::Geq)), behind_a_wait, "too many blocks to wait");
         let two = |batch: &mut Batch| (0..2).for_each(|_| put(batch, 100_000));
         assert_eq!(calls(KERNELS, &two), vec![(2, 16, true); 2]);
         let barrier = |batch: &mut Batch| {
@@ -529,8 +530,8 @@ mod tests {
             (copy(8), copy(1 << 20), false),
             (copy(1 << 20), copy(8), true),
             (Program::from_elem(wait, 1), copy(1 << 20), true),
-            (Program::from_elem(wait, 1), copy(4 << 20), false),
-            (copy(4 << 20), ops(1), true),
+            (Program::from_elem(wait, 1), copy(5 << 20), false),
+            (copy(5 << 20), ops(1), true),
             (ops(1), Program::from_elem(KernelOp::FLUSH, 1), false),
         ] {
             assert_eq!(may_join(&first, &next), joined, "{first:?} {next:?}");
