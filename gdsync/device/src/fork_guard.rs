@@ -1,9 +1,10 @@
 //! Objects belong to the process that created them. A forked child has neither the threads nor the rings of its parent, but shares files
 //! and devices with it: there calls are refused, and dropped objects are leaked.
 
-use std::mem;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::thread::JoinHandle;
+use std::{mem, ptr};
 
 use gdrcopy::fork::Owner;
 
@@ -62,5 +63,53 @@ impl ForkGuard {
             mem::forget(kept.clone());
         }
         here
+    }
+}
+
+/// A static value of each process, made by its first use. A forked child makes one of its own, since a thread of the parent may have
+/// locked the parent's for ever. It is never freed: threads may use it until the process ends.
+#[derive(Debug)]
+pub struct PerProcess<T>(AtomicPtr<(ForkGuard, T)>);
+
+impl<T> Default for PerProcess<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<T> PerProcess<T> {
+    /// Makes nothing yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(AtomicPtr::new(ptr::null_mut()))
+    }
+}
+
+impl<T: Send + Sync> PerProcess<T> {
+    /// The value of this process; `make` makes the first one.
+    ///
+    /// # Errors
+    /// Those of `make`.
+    pub fn get_or_try<E>(&self, make: impl Fn() -> std::result::Result<T, E>) -> std::result::Result<&T, E> {
+        loop {
+            let known = self.0.load(Ordering::Acquire);
+            // SAFETY: null, or a box that is never freed, published with Release; no other reference to it is exclusive.
+            if let Some((_, value)) = unsafe { known.as_ref() }.filter(|(guard, _)| guard.is_here()) {
+                return Ok(value);
+            }
+            let new = Box::into_raw(Box::new((ForkGuard::default(), make()?)));
+            if self.0.compare_exchange(known, new, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                // SAFETY: it comes from `into_raw` above and was not published.
+                drop(unsafe { Box::from_raw(new) });
+            }
+        }
+    }
+}
+
+impl<T: Send + Sync + Default> PerProcess<T> {
+    /// The value of this process, at first the default one.
+    pub fn get(&self) -> &T {
+        let Ok(value) = self.get_or_try(|| Ok::<_, std::convert::Infallible>(T::default()));
+        value
     }
 }

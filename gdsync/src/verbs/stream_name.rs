@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gdsync_device::error::stream_label;
+use gdsync_device::fork_guard::PerProcess;
 use parking_lot::RwLock;
 
 /// The number of the CPU while it runs a batch.
@@ -14,7 +15,7 @@ pub(crate) const CPU: u64 = 0;
 pub(crate) const KERNELS: u64 = u64::MAX;
 
 /// The names that applications gave.
-static GIVEN: RwLock<BTreeMap<u64, Arc<str>>> = RwLock::new(BTreeMap::new());
+static GIVEN: PerProcess<RwLock<BTreeMap<u64, Arc<str>>>> = PerProcess::new();
 
 /// The number of a stream, from 1, and its name if it has one, until this is dropped.
 #[derive(Debug)]
@@ -28,7 +29,7 @@ impl StreamName {
         if name.is_empty() {
             *name = id.to_string();
         } else {
-            GIVEN.write().insert(id, name.as_str().into());
+            GIVEN.get().write().insert(id, name.as_str().into());
         }
         Self(id)
     }
@@ -40,13 +41,13 @@ impl StreamName {
 
 impl Drop for StreamName {
     fn drop(&mut self) {
-        GIVEN.write().remove(&self.0);
+        GIVEN.get().write().remove(&self.0);
     }
 }
 
 /// The stream of this number, as errors name it.
 pub(crate) fn describe(id: u64) -> String {
-    match GIVEN.read().get(&id) {
+    match GIVEN.get().read().get(&id) {
         _ if id == CPU => "the CPU, which runs a batch".to_owned(),
         _ if id == KERNELS => "the kernels that have the words of its requests".to_owned(),
         Some(name) => stream_label(name),

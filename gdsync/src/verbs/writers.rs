@@ -1,17 +1,19 @@
 //! The devices that may write a word: those with a writable region over it.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use std::{fmt, iter};
 
+use gdsync_device::fork_guard::PerProcess;
 use gdsync_device::memory::Memory;
 use gdsync_device::{Access, Provider};
 use parking_lot::RwLock;
 use smallvec::SmallVec;
 
 /// The writable regions of the process.
-static REGIONS: RwLock<Regions> = RwLock::new(Regions { by_class: BTreeMap::new(), next: 0 });
+static REGIONS: PerProcess<RwLock<Regions>> = PerProcess::new();
 
 /// Identifies a region: the logarithm of its length, its first address, and a number.
 type Key = (u32, u64, u64);
@@ -21,14 +23,13 @@ struct Regions {
     /// End and device of each region. A search looks back as far as the longest region of a class, which is at most twice as long
     /// as the others: it passes few regions that do not contain the address.
     by_class: BTreeMap<Key, (u64, Weak<dyn Provider>)>,
-    /// The number of the next region.
-    next: u64,
 }
 
 impl Regions {
     fn add(&mut self, (start, len): (u64, u64), device: Weak<dyn Provider>) -> Key {
-        let key = (len.max(1).ilog2(), start, self.next);
-        self.next += 1;
+        // Not that of a region of the parent process either, which a forked child may drop.
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let key = (len.max(1).ilog2(), start, NEXT.fetch_add(1, Ordering::Relaxed));
         self.by_class.insert(key, (start.saturating_add(len), device));
         key
     }
@@ -69,14 +70,14 @@ impl Listed {
     pub(super) fn new(memory: &Memory, access: Access, device: &Arc<dyn Provider>) -> Self {
         let is_written = access.contains(Access::LOCAL_WRITE);
         let place = (memory.addr(), memory.len() as u64);
-        Self(is_written.then(|| REGIONS.write().add(place, Arc::downgrade(device))))
+        Self(is_written.then(|| REGIONS.get().write().add(place, Arc::downgrade(device))))
     }
 }
 
 impl Drop for Listed {
     fn drop(&mut self) {
         if let Some(key) = self.0.take() {
-            REGIONS.write().remove(key);
+            REGIONS.get().write().remove(key);
         }
     }
 }
@@ -96,7 +97,7 @@ impl fmt::Debug for Writers {
 impl Writers {
     /// Those of the word at `addr`, an address of work requests.
     pub(crate) fn of(addr: u64) -> Self {
-        Self { addr, devices: REGIONS.read().at(addr) }
+        Self { addr, devices: REGIONS.get().read().at(addr) }
     }
 
     /// Takes account of regions that were registered since.
@@ -131,6 +132,7 @@ impl Writers {
 mod tests {
     use super::*;
     use gdsync_soft::{SoftHca, SoftHcaConfig};
+    use gdsync_testkit::process::{End, in_child};
 
     #[test]
     fn a_word_has_the_devices_of_the_regions_that_contain_it() {
@@ -178,5 +180,24 @@ mod tests {
             assert_eq!(regions.at(addr).len(), 1);
         }
         assert_eq!(regions.at(u64::MAX - 1).len(), 1);
+    }
+    /// A thread of the parent may hold the lock at the fork, and is not there to release it.
+    #[test]
+    fn a_child_drops_and_lists_regions_whatever_its_parent_has_locked() {
+        let device: Arc<dyn Provider> = Arc::new(SoftHca::start(&SoftHcaConfig::default()).unwrap());
+        let memory = Memory::alloc(8).unwrap();
+        let list = || Listed::new(&memory, Access::all(), &device);
+        let mut parents = Some(list());
+        let held = REGIONS.get().read();
+        let end = in_child(|| {
+            drop(parents.take());
+            let own = list();
+            let found = Writers::of(memory.addr()).devices.len();
+            drop(own);
+            found == 1 && Writers::of(memory.addr()).devices.is_empty()
+        });
+        drop(held);
+        assert_eq!(end, End::Said(true));
+        assert_eq!(Writers::of(memory.addr()).devices.len(), 1);
     }
 }

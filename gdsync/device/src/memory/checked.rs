@@ -5,14 +5,14 @@
 
 use std::io;
 use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
-use std::ptr::{self, NonNull};
-use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU32;
 
 use parking_lot::Mutex;
 
 use super::{Memory, memfd};
 use crate::error::{Error, Result};
-use crate::fork_guard::ForkGuard;
+use crate::fork_guard::PerProcess;
 
 /// Bytes that are copied at once.
 const SIZE: usize = 64 << 10;
@@ -23,40 +23,20 @@ struct Bounce {
     memory: Memory,
 }
 
-/// That of a process.
-struct OfProcess {
-    fork_guard: ForkGuard,
-    bounce: Mutex<Bounce>,
-}
+static BOUNCE: PerProcess<Mutex<Bounce>> = PerProcess::new();
 
-/// That of this process or, in a forked child that has not copied yet, of its parent. Never freed: threads may use it until the
-/// process ends.
-static CURRENT: AtomicPtr<OfProcess> = AtomicPtr::new(ptr::null_mut());
-
-impl OfProcess {
-    /// That of this process, made by the first call.
-    fn this() -> Result<&'static Self> {
-        loop {
-            let known = CURRENT.load(Ordering::Acquire);
-            // SAFETY: null, or a box that is never freed, published with Release.
-            if let Some(this) = unsafe { known.as_ref() }.filter(|known| known.fork_guard.is_here()) {
-                return Ok(this);
-            }
-            let file = memfd(c"gdsync-bounce", SIZE)?;
-            let memory = Memory::map_shared(file.as_fd(), SIZE)?;
-            let bounce = Mutex::new(Bounce { file, memory });
-            let new = Box::into_raw(Box::new(Self { fork_guard: ForkGuard::default(), bounce }));
-            if CURRENT.compare_exchange(known, new, Ordering::AcqRel, Ordering::Acquire).is_err() {
-                // SAFETY: it comes from `into_raw` above and was not published.
-                drop(unsafe { Box::from_raw(new) });
-            }
-        }
-    }
+/// That of this process, made by the first call.
+fn bounce() -> Result<&'static Mutex<Bounce>> {
+    BOUNCE.get_or_try(|| {
+        let file = memfd(c"gdsync-bounce", SIZE)?;
+        let memory = Memory::map_shared(file.as_fd(), SIZE)?;
+        Ok(Mutex::new(Bounce { file, memory }))
+    })
 }
 
 /// Opens the file, which else the first copy does.
 pub(super) fn prepare() -> Result<()> {
-    OfProcess::this().map(|_| ())
+    bounce().map(|_| ())
 }
 
 fn fault(error: io::Error) -> Error {
@@ -75,7 +55,7 @@ fn moved(count: isize, len: usize) -> Result<()> {
 
 /// Copies from the program.
 pub(super) fn load(from: *const u8, out: &mut [u8]) -> Result<()> {
-    let bounce = OfProcess::this()?.bounce.lock();
+    let bounce = bounce()?.lock();
     out.chunks_mut(SIZE).zip((0..).step_by(SIZE)).try_for_each(|(out, at)| {
         // SAFETY: the kernel checks the address, and only reads.
         let count =
@@ -90,7 +70,7 @@ pub(super) fn load(from: *const u8, out: &mut [u8]) -> Result<()> {
 /// # Safety
 /// If `to` is mapped, the caller may write to it.
 pub(super) unsafe fn store(data: &[u8], to: *mut u8) -> Result<()> {
-    let bounce = OfProcess::this()?.bounce.lock();
+    let bounce = bounce()?.lock();
     let (first, last) = data.split_at(head(to.addr(), data.len()));
     let chunks = first.chunks(SIZE).zip((0..).step_by(SIZE)).chain([(last, first.len())]);
     chunks.filter(|(data, _)| !data.is_empty()).try_for_each(|(data, at)| {
