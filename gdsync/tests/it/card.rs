@@ -51,6 +51,8 @@ const WITHOUT_DMA_BUFS: &[&str] = &["card::lifecycle::", "card::modes::", "card:
 const LEFT_OUT: &[&str] = &[
     "errors::fault_plans_and_stream_configurations_are_checked",
     "cuda_payload::",
+    // They use no device.
+    "peer_copies::",
     // They inject faults.
     "regressions::late_packet_of_the_former_connection_is_not_taken",
     "regressions::long_read_survives_losses",

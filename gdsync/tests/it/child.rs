@@ -28,8 +28,9 @@ pub fn rerun(test: &str) -> Command {
 /// This program, to run the tests whose names contain one of these in another process.
 pub fn rerun_all(tests: &[&str]) -> Command {
     let mut command = Command::new(env::current_exe().unwrap());
-    // One after the other, beside the tests of this process.
-    command.args(tests).args(["--skip", "tcp::", "--skip", "fabric::", "--test-threads=2"]);
+    // One after the other, beside the tests of this process. Copies between GPUs use no device.
+    command.args(tests).args(["tcp::", "fabric::", "peer_copies::"].iter().flat_map(|test| ["--skip", test]));
+    command.arg("--test-threads=2");
     command
 }
 
