@@ -127,14 +127,15 @@ int gda_comm_lost(gda_comm_t comm, int *ranks, int room);
 /* Ends the connection to a rank, or to all (-1): operations under way fail, here and there. */
 int gda_comm_abort(gda_comm_t comm, int rank);
 /* Called by all ranks, after all messages are received. Waits for sends and one-sided operations. What is not complete then, such as a
- * receive without a message, ends: its request is -ECANCELED. The handle ends also if the call fails. */
+ * receive without a message, ends: its request is -ECANCELED, and so is a collective in another thread. The handle ends also if the
+ * call fails. */
 int gda_comm_destroy(gda_comm_t comm, int64_t timeout_ns);
 
 /* Processes that connect in pairs, at any time. Each pair is a communicator: the listener is rank 0, the other one rank 1. `address` has
  * room for `*len` bytes (GDA_ADDRESS_MAX are enough) and `*len` gets their number; the caller brings them to the other process. */
 #define GDA_ADDRESS_MAX 64
 int gda_listen(gda_ctx_t ctx, void *address, size_t *len, gda_listen_t *listener);
-/* A gda_accept that waits goes on until its timeout. */
+/* A gda_accept that waits for a connection ends with -ECANCELED, as a request or in another thread. */
 int gda_listen_close(gda_listen_t listener);
 int gda_accept(gda_listen_t listener, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);
 int gda_connect(gda_ctx_t ctx, const void *address, size_t len, uint32_t flags, int64_t timeout_ns, gda_comm_t *comm, gda_req_t *req);

@@ -10,7 +10,6 @@ use gdsync_capi_support::handles::{Guard, Table};
 use mp::Communicator;
 use mp::collective::Collectives;
 use mp::tagged::Tagged;
-use parking_lot::{Mutex, MutexGuard};
 
 use crate::abi::{KINDS, Raw};
 use crate::context::{Ctx, Progress};
@@ -28,8 +27,7 @@ pub(crate) struct Comm {
     /// Fails at once where a queue is full.
     pub(crate) comm: Communicator,
     pub(crate) tagged: Option<Tagged>,
-    /// Until the communicator is destroyed.
-    collectives: Mutex<Option<Collectives>>,
+    pub(crate) collectives: Option<Collectives>,
     flags: u32,
     /// Its handle has ended; memory and requests may still refer to it.
     has_ended: AtomicBool,
@@ -78,9 +76,8 @@ impl Comm {
         let tagged = (flags & TAGGED != 0).then(|| Tagged::new(&comm, limit.get())).transpose()?;
         let collectives =
             (flags & COLLECTIVES != 0).then(|| Collectives::new(&built, limit.get())).transpose()?;
-        let (kept, collectives) = (ctx.clone(), Mutex::new(collectives));
         let (has_ended, is_gone) = Default::default();
-        let made = Arc::new(Self { ctx: kept, comm, tagged, collectives, flags, has_ended, is_gone });
+        let made = Arc::new(Self { ctx: ctx.clone(), comm, tagged, collectives, flags, has_ended, is_gone });
         let comm: Arc<dyn Progress> = made.clone();
         if let Some(ctx) = ctx.upgrade() {
             ctx.comms.lock().push(Arc::downgrade(&comm));
@@ -97,13 +94,6 @@ impl Comm {
         }
     }
 
-    /// Its collectives, for one call at a time.
-    pub(crate) fn collectives(&self, limit: &Remaining) -> Result<MutexGuard<'_, Option<Collectives>>> {
-        let late =
-            || Error::Own(libc::ETIMEDOUT, "a collective of another thread goes on; call it later".into());
-        self.collectives.try_lock_for(limit.get()).ok_or_else(late)
-    }
-
     /// Whether operations under way can no longer complete.
     pub(crate) fn is_gone(&self) -> bool {
         self.is_gone.load(Ordering::Relaxed)
@@ -111,8 +101,7 @@ impl Comm {
 
     fn destroy(&self, limit: &Remaining) -> Result<()> {
         self.has_ended.store(true, Ordering::Relaxed);
-        let collectives = self.collectives(limit).ok().and_then(|mut collectives| collectives.take());
-        let collectives = collectives.map(|collectives| collectives.destroy(limit.get()));
+        let collectives = self.collectives.as_ref().map(|collectives| collectives.destroy(limit.get()));
         let tagged = self.tagged.clone().map(|tagged| tagged.destroy(limit.get()));
         let ended = self.comm.clone().finalize(limit.get());
         self.is_gone.store(true, Ordering::Relaxed);

@@ -12,7 +12,7 @@ use mp::{Communicator, CommunicatorBuilder, Exchange};
 use crate::abi::{KINDS, Raw, gda_exchange};
 use crate::comm::{COMMS, Comm, Remaining, check_flags};
 use crate::context::{Ctx, context};
-use crate::guard::{Foreign, Result, end, input, invalid, non_null, place, rank, status, timeout, values};
+use crate::guard::{Foreign, Result, input, invalid, non_null, place, rank, status, timeout, values};
 use crate::request::{Joined, join};
 
 /// Ranks of an exchange.
@@ -200,7 +200,10 @@ pub unsafe extern "C" fn gda_listen(
 /// See the header.
 #[unsafe(no_mangle)]
 pub extern "C" fn gda_listen_close(listener: Raw) -> c_int {
-    end("gda_listen_close", &LISTENERS, listener)
+    status("gda_listen_close", || {
+        LISTENERS.take(listener)?.1.close();
+        Ok(())
+    })
 }
 
 /// See the header.

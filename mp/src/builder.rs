@@ -494,9 +494,6 @@ impl Communicator {
         deadline: &Deadline,
     ) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
         self.0.fork_guard.check()?;
-        let exchange = self.0.exchange.try_lock_for(deadline.remaining());
-        let what = "shrink: waiting for a barrier or another call of all ranks in another thread";
-        let busy = || deadline.error(what, "let that end first");
-        exchange.ok_or_else(busy)?.regroup(without, deadline.remaining())
+        self.lock_exchange(deadline)?.regroup(without, deadline.remaining())
     }
 }

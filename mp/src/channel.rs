@@ -584,7 +584,7 @@ impl Communicator {
         timeout: impl Into<Option<Duration>>,
     ) -> Result<Vec<Channel>> {
         let (_call, deadline) = (CommonCall::Channels.enter(), Deadline::after(self.limit(timeout)));
-        let mut exchange = self.open_exchange()?;
+        let mut exchange = self.open_exchange(&deadline)?;
         let built =
             wanted.iter().map(|(rank, places)| self.build_channel(*rank, places)).collect::<Result<Vec<_>>>();
         // An empty record says that it has failed.

@@ -491,7 +491,8 @@ impl Communicator {
     /// [`Communicator::finalize`].
     pub fn barrier(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         self.catch_up();
-        self.open_exchange()?.barrier(self.limit(timeout))
+        let deadline = Deadline::after(self.limit(timeout));
+        self.open_exchange(&deadline)?.barrier(deadline.remaining())
     }
 
     /// Collects a few bytes of every rank at every rank, in rank order: for addresses and keys, not for data.
@@ -500,7 +501,8 @@ impl Communicator {
     /// [`Error::Bootstrap`], [`Error::Deadline`] and [`Error::Device`], as [`Communicator::barrier`].
     pub fn exchange(&self, bytes: &[u8], timeout: impl Into<Option<Duration>>) -> Result<Vec<Vec<u8>>> {
         self.catch_up();
-        self.open_exchange()?.allgather(bytes, self.limit(timeout))
+        let deadline = Deadline::after(self.limit(timeout));
+        self.open_exchange(&deadline)?.allgather(bytes, deadline.remaining())
     }
 
     /// # Errors
@@ -524,10 +526,18 @@ impl Communicator {
     /// The exchange, for a call of all ranks.
     ///
     /// # Errors
-    /// [`Error::Device`] after [`Communicator::finalize`].
-    pub(crate) fn open_exchange(&self) -> Result<MutexGuard<'_, Box<dyn Exchange>>> {
+    /// [`Error::Device`] after [`Communicator::finalize`]; [`Error::Deadline`] while another thread is in such a call.
+    pub(crate) fn open_exchange(&self, deadline: &Deadline) -> Result<MutexGuard<'_, Box<dyn Exchange>>> {
         self.refuse_finalized("a call of all ranks")?;
-        Ok(self.0.exchange.lock())
+        self.lock_exchange(deadline)
+    }
+
+    /// # Errors
+    /// [`Error::Deadline`] while another thread is in a call of all ranks.
+    pub(crate) fn lock_exchange(&self, deadline: &Deadline) -> Result<MutexGuard<'_, Box<dyn Exchange>>> {
+        let what = "waiting for a barrier or another call of all ranks in another thread";
+        let late = || deadline.error(what, "let that end first");
+        self.0.exchange.try_lock_for(deadline.remaining()).ok_or_else(late)
     }
 
     /// The process of a rank that [`CommunicatorBuilder::spawn`](crate::CommunicatorBuilder::spawn) started from here.

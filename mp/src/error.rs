@@ -156,6 +156,11 @@ pub enum Error {
     },
     /// The program cancelled a receive before a message matched it.
     Cancelled,
+    /// The program closed what this call used, perhaps while it waited.
+    Closed {
+        /// What was closed.
+        what: &'static str,
+    },
     /// The layer below failed.
     Device(gdsync::Error),
 }
@@ -265,6 +270,9 @@ impl fmt::Display for Error {
             ),
             Self::Cancelled => {
                 f.write_str("the receive was cancelled before a message matched it; start another one")
+            }
+            Self::Closed { what } => {
+                write!(f, "this program has closed {what}; let its calls return first, or expect this")
             }
             Self::Device(error) => error.fmt(f),
         }

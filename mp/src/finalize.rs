@@ -115,8 +115,8 @@ impl Communicator {
     /// Meets all ranks, and waits for what is under way on any.
     fn leave(&self, deadline: &Deadline) -> Result<()> {
         // What others sent before they came is here then. Also, the exchange notices ranks that are in another call.
-        let tell = |bytes: &[u8]| self.0.exchange.lock().allgather(bytes, deadline.remaining());
-        self.0.exchange.lock().barrier(deadline.remaining())?;
+        let tell = |bytes: &[u8]| self.lock_exchange(deadline)?.allgather(bytes, deadline.remaining());
+        self.lock_exchange(deadline)?.barrier(deadline.remaining())?;
         self.progress();
         let unfinished = self.unfinished();
         let any = |is: fn(&Unfinished) -> bool| unfinished.iter().any(|(_, one)| is(one));

@@ -118,7 +118,7 @@ impl Communicator {
     ) -> Result<Window> {
         let (_call, deadline) = (CommonCall::Window.enter(), Deadline::after(self.limit(timeout)));
         let (rank, size) = (self.rank(), self.size());
-        let mut exchange = self.open_exchange()?;
+        let mut exchange = self.open_exchange(&deadline)?;
         let intra_host = self.0.is_all_intra_host();
         let (_, pd) = self.0.domain(intra_host);
         let ours = part(registration, &range, (intra_host, self.0.domain)).and_then(|part| {
@@ -190,7 +190,7 @@ impl Window {
         let ours = part(registration, &range, (self.1.intra_host, comm.0.domain));
         let told = ours.as_ref().map(|part| comm.record_of(part, registration, &range));
         let (record, exported) = told.unwrap_or_default();
-        let mut exchange = comm.open_exchange()?;
+        let mut exchange = comm.open_exchange(&deadline)?;
         let records = exchange.allgather(&record, deadline.remaining())?;
         ours?;
         let parts: Vec<_> = parts_of(&records)?.into_iter().map(|(part, _)| part).collect();

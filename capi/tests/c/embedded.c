@@ -3,6 +3,7 @@
 #include "check.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 
@@ -117,6 +118,61 @@ static void in_pairs(gda_ctx_t ctx)
     OK(gda_listen_close(listener));
 }
 
+static void *accepts(void *listener)
+{
+    gda_comm_t comm;
+    return (void *)(intptr_t)gda_accept(listener, 0, -1, &comm, NULL);
+}
+
+static void *meets(void *comm)
+{
+    return (void *)(intptr_t)gda_barrier(comm, NULL, -1);
+}
+
+static int result_of(pthread_t thread)
+{
+    void *result;
+    OK(pthread_join(thread, &result));
+    return (int)(intptr_t)result;
+}
+
+/* What another thread closes, or ends the connections of, waits no longer, also without a deadline. */
+static void closed(gda_ctx_t ctx)
+{
+    char address[GDA_ADDRESS_MAX];
+    size_t len = sizeof address;
+    gda_listen_t listener;
+    gda_comm_t comm;
+    gda_req_t req;
+    pthread_t thread;
+    OK(gda_listen(ctx, address, &len, &listener));
+    OK(gda_accept(listener, 0, -1, &comm, &req));
+    OK(pthread_create(&thread, NULL, accepts, listener));
+    usleep(20000);
+    OK(gda_listen_close(listener));
+    CHECK(result_of(thread), -ECANCELED);
+    CHECK(gda_req_wait(req, PATIENCE, NULL), -ECANCELED);
+
+    struct gda_exchange exchange = {sizeof exchange, rank, 2, 0, &released, allgather, release};
+    OK(gda_comm_create(ctx, &exchange, GDA_COLLECTIVES, PATIENCE, &comm, NULL));
+    if (rank) {
+        OK(gda_comm_destroy(comm, PATIENCE));
+    } else {
+        OK(pthread_create(&thread, NULL, meets, comm));
+        usleep(20000);
+        CHECK(gda_comm_destroy(comm, PATIENCE), -ECANCELED);
+        CHECK(result_of(thread), -ECANCELED);
+    }
+    OK(gda_comm_create(ctx, &exchange, GDA_COLLECTIVES, PATIENCE, &comm, NULL));
+    if (!rank) {
+        OK(pthread_create(&thread, NULL, meets, comm));
+        usleep(20000);
+        OK(gda_comm_abort(comm, -1));
+        CHECK(result_of(thread), -ECONNRESET);
+    }
+    TRUE(gda_comm_destroy(comm, PATIENCE) <= 0);
+}
+
 int main(void)
 {
     int ends[2], status;
@@ -129,6 +185,7 @@ int main(void)
     gda_ctx_t ctx = open_ctx(-1);
     over_an_exchange(ctx);
     in_pairs(ctx);
+    closed(ctx);
     OK(gda_close(ctx));
     if (rank)
         return 0;

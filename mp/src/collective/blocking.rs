@@ -154,6 +154,7 @@ impl Core {
         self.comm.refuse_finalized("a collective")?;
         let mut state = self.lock(deadline)?;
         self.look_back(&mut state, deadline)?;
+        self.calls.check_open()?;
         let admitted = admit(&mut state)?;
         state.number += 1;
         let (number, bytes, has_given_up) = (state.number, bytes as u64, false);
@@ -287,20 +288,32 @@ impl Collectives {
         Ok(Self { core, slots, scratch: Scratch::default() })
     }
 
+    /// Ends the calls of all threads with [`Error::Closed`], and those of other ranks that need this one with [`Error::Collective`].
+    /// Any thread may call it. It takes a second if a rank does not answer.
+    pub fn close(&self) {
+        self.core.calls.close();
+    }
+
     /// Waits for the calls on streams, and then for all ranks, which must call this too, and gives the connections back. Without it
-    /// they stay until the communicator goes. The last [`Pending`](super::Pending) releases the memory.
+    /// they stay until the communicator goes. A call that another thread waits in is [closed](Collectives::close). The last
+    /// [`Pending`](super::Pending) releases the memory.
     ///
     /// # Errors
     /// That of an earlier call, also where it is late; [`Error::Deadline`] for a rank that is late; [`Error::Bootstrap`] names a rank
     /// that is gone.
-    pub fn destroy(self, timeout: impl Into<Option<Duration>>) -> Result<()> {
+    pub fn destroy(&self, timeout: impl Into<Option<Duration>>) -> Result<()> {
         let (_call, Core { comm, context, .. }) = (CommonCall::CollectivesDestroy.enter(), &*self.core);
         comm.refuse_finalized("the end of collectives")?;
         let deadline = Deadline::after(comm.limit(timeout));
+        if self.core.state.try_lock().is_none() {
+            // It may wait for a rank that waits here.
+            self.close();
+        }
         let mut state = self.core.lock(&deadline)?;
         let earlier = self.core.look_back(&mut state, &deadline);
         let earlier = earlier.and_then(|()| self.core.wait_started(&mut state, &deadline));
         drop(state);
+        self.core.calls.refuse();
         // Other ranks may still need what they have of this one.
         comm.barrier(deadline.remaining())?;
         comm.0.besides.lock().retain(|(peers, _)| !Arc::ptr_eq(peers, &context.0.peers));

@@ -185,7 +185,7 @@ impl Call {
     }
 
     pub(super) fn gave_up(&self, rank: usize) -> Error {
-        let what = "gave up its collectives after an error of its own".to_owned();
+        let what = "gave up its collectives, after an error or because it closed them".to_owned();
         self.differs(rank, what, "see the error of that rank")
     }
 

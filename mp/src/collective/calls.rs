@@ -9,7 +9,7 @@ use gdsync::memory::Memory;
 use gdsync::verbs::Completion;
 use parking_lot::Mutex;
 
-use super::call::{Call, HEADER, STEP};
+use super::call::{Call, HEADER, Operation, STEP};
 use crate::communicator::Communicator;
 use crate::credit::{self, CALLS_BYTES};
 use crate::error::{Error, Result, is_aborted};
@@ -41,7 +41,7 @@ pub(super) struct Calls {
     /// The number of the last call of each rank, 0 before the first; [`UNREAD`] until it was read.
     seen: Vec<AtomicU64>,
     reading: Mutex<Reading>,
-    /// A rank has called something else.
+    /// A rank has called something else, or this one has ended its part.
     found: Mutex<Option<Error>>,
 }
 
@@ -90,6 +90,25 @@ impl Calls {
 
     fn start(&self) -> usize {
         credit::calls_offset(self.peers.len())
+    }
+
+    /// Refuses later calls. Returns why.
+    pub(super) fn refuse(&self) -> Error {
+        self.found.lock().get_or_insert(Error::Closed { what: "the collectives" }).clone()
+    }
+
+    /// Refuses later calls, and ends those under way.
+    pub(super) fn close(&self) {
+        // No call has this number.
+        let (operation, number) = (Operation::Barrier, 0);
+        let none = Call { operation, is_on_stream: false, number, bytes: 0, has_given_up: true };
+        self.end(&none, &self.refuse(), NOTE);
+    }
+
+    /// # Errors
+    /// Why no call can be made.
+    pub(super) fn check_open(&self) -> Result<()> {
+        self.found.lock().clone().map_or(Ok(()), Err)
     }
 
     /// Shows a call to the other ranks.
@@ -147,6 +166,7 @@ impl Calls {
         told.iter().for_each(|told| _ = told.wait(limit.remaining()));
         let why = match error {
             Error::Collective { call, rank, what, fix } => Error::describe_collective(call, *rank, what, fix),
+            Error::Closed { .. } => error.to_string(),
             _ => format!("{call} has failed at this rank; see its error"),
         };
         self.peers.iter().for_each(|peer| peer.transport.fail(&gdsync::Error::Aborted { why: why.clone() }));

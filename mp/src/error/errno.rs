@@ -6,7 +6,7 @@ impl Error {
     /// The number of `errno.h` that says what kind of error it is; never 0.
     ///
     /// `EAGAIN`: a queue or a stream has no room now, or the queue has work of another stream. `ETIMEDOUT`: not done in time. `ECONNRESET`: a rank is lost, or the exchange with
-    /// it failed. `EMSGSIZE`: a message is longer than its receive. `ECANCELED`: a receive was cancelled. `EBUSY`: something is
+    /// it failed. `EMSGSIZE`: a message is longer than its receive. `ECANCELED`: a receive was cancelled, or what a call waited with was closed. `EBUSY`: something is
     /// still in use. `EACCES`: a call of a forked child. `EINVAL`: an argument is wrong. Others are those of the device or the system.
     pub fn errno(&self) -> i32 {
         let of_system = |cause: &Option<std::sync::Arc<std::io::Error>>, otherwise| {
@@ -26,7 +26,7 @@ impl Error {
             Self::Child { .. } => libc::ECONNRESET,
             Self::Deadline { .. } => libc::ETIMEDOUT,
             Self::Truncated { .. } => libc::EMSGSIZE,
-            Self::Cancelled => libc::ECANCELED,
+            Self::Cancelled | Self::Closed { .. } => libc::ECANCELED,
             Self::Unfinished { .. } => libc::EBUSY,
             Self::Launch { .. }
             | Self::NoSuchRank { .. }

@@ -3,6 +3,7 @@
 use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::str;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use super::bootstrap::Bootstrap;
@@ -14,7 +15,7 @@ use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
 
-/// The most that one wait sleeps.
+/// The most that one wait sleeps: how late a thread learns that the listener was closed.
 const TICK: Duration = Duration::from_millis(250);
 
 /// A process that others connect to ([`CommunicatorBuilder::connect_to`]), one after the other. Each pair is a communicator of its own:
@@ -42,6 +43,7 @@ const TICK: Duration = Duration::from_millis(250);
 pub struct Listener {
     listener: TcpListener,
     token: u64,
+    is_closed: AtomicBool,
 }
 
 /// The address of this host by which others reach it: that of its default route, or loopback where it has none.
@@ -78,7 +80,7 @@ impl Listener {
             |error| Error::bootstrap_os("this process", "cannot listen", error, "name another address");
         let listener = TcpListener::bind((ip.unwrap_or_else(own_address), 0)).map_err(failed)?;
         listener.set_nonblocking(true).map_err(failed)?;
-        Ok(Self { listener, token: new_token()? })
+        Ok(Self { listener, token: new_token()?, is_closed: AtomicBool::new(false) })
     }
 
     /// What the others need to connect: at most 64 bytes.
@@ -90,15 +92,23 @@ impl Listener {
         Ok([&self.token.to_be_bytes(), at.as_bytes()].concat())
     }
 
+    /// Ends [`Listener::accept`] in all threads, within a quarter of a second: it accepts no more process.
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::Relaxed);
+    }
+
     /// Waits until a process connects, and builds a communicator with it, for at most [`CommunicatorBuilder::timeout`].
     ///
     /// # Errors
-    /// [`Error::Deadline`] if none connects; [`Error::Bootstrap`] and [`Error::Device`] as [`CommunicatorBuilder::init_over`].
+    /// [`Error::Deadline`] if none connects; [`Error::Closed`] if a thread closes the listener; [`Error::Bootstrap`] and [`Error::Device`] as [`CommunicatorBuilder::init_over`].
     pub fn accept(&self, builder: CommunicatorBuilder) -> Result<Communicator> {
         let deadline = Deadline::after(builder.0.timeout);
         let resolved = builder.resolve()?;
         let job = Job { size: 2, token: self.token };
         let conn = loop {
+            if self.is_closed.load(Ordering::Relaxed) {
+                return Err(Error::Closed { what: "the listener" });
+            }
             match self.listener.accept() {
                 Ok((stream, from)) => {
                     let greeted = Conn::new(stream, from.to_string()).ok().and_then(|conn| greet(conn, job));

@@ -346,7 +346,7 @@ fn differs(result: mp::Result<()>, rank: usize, texts: &[&str]) -> String {
     text
 }
 
-const GAVE_UP: &str = "gave up its collectives after an error of its own";
+const GAVE_UP: &str = "gave up its collectives, after an error or because it closed them";
 
 job_test!(disagreeing_ranks_get_errors, 2, |comm| {
     let buffer = buffer(comm, 20000);
@@ -443,6 +443,56 @@ job_test!(collectives_wait_for_those_on_streams, 2, |comm| {
     pending.wait(LONG).unwrap();
     all.barrier_on_stream(&other).unwrap().wait(LONG).unwrap();
     all.barrier(LONG).unwrap();
+});
+
+/// Another thread calls `end` while one of rank 0 waits in a barrier, without a deadline, that rank 1 does not call.
+fn waits_until(all: &Collectives, end: impl FnOnce()) -> Error {
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| all.barrier(Duration::MAX));
+        std::thread::sleep(Duration::from_millis(20));
+        end();
+        waits.join().unwrap().unwrap_err()
+    })
+}
+
+job_test!(collectives_that_another_thread_closes_return, 2, |comm| {
+    let (closed, destroyed, lost) = (collectives(comm), collectives(comm), collectives(comm));
+    let is_closed = |error: &Error| assert!(matches!(error, Error::Closed { .. }), "{error}");
+    if comm.rank() == 0 {
+        is_closed(&waits_until(&closed, || closed.close()));
+        comm.barrier(LONG).unwrap();
+        is_closed(&closed.barrier(LONG).unwrap_err());
+        is_closed(&waits_until(&destroyed, || is_closed(&destroyed.destroy(LONG).unwrap_err())));
+        let error = waits_until(&lost, || comm.give_up(1).unwrap());
+        assert!(error.is_rank_lost(), "{error}");
+    } else {
+        comm.barrier(LONG).unwrap();
+        let error = closed.barrier(LONG).unwrap_err();
+        assert!(matches!(error, Error::Collective { .. }), "{error}");
+        says(&error, &["rank 0 gave up its collectives"]);
+        destroyed.destroy(LONG).unwrap();
+        is_closed(&destroyed.barrier(LONG).unwrap_err());
+    }
+    comm.barrier(LONG).unwrap();
+});
+
+job_test!(calls_of_all_ranks_wait_for_that_of_another_thread_until_their_deadline, 2, |comm| {
+    let go = buffer(comm, 8);
+    if comm.rank() == 0 {
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| comm.barrier(Duration::MAX));
+            std::thread::sleep(Duration::from_millis(20));
+            let short = Duration::from_millis(20);
+            let error = comm.exchange(&[], short).unwrap_err();
+            says(&error, &["another call of all ranks in another thread", "20 ms"]);
+            assert!(matches!(comm.clone().finalize(short).unwrap_err(), Error::Deadline { .. }));
+            comm.wait(&comm.isend(&go, 0..8, 1).unwrap(), LONG).unwrap();
+            waits.join().unwrap().unwrap();
+        });
+    } else {
+        comm.wait(&comm.irecv(&go, 0..8, 0).unwrap(), LONG).unwrap();
+        comm.barrier(LONG).unwrap();
+    }
 });
 
 // A receive of a late call must not be written after that.

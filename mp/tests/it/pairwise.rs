@@ -55,6 +55,21 @@ fn a_listener_accepts_several_one_after_the_other() {
     }
 }
 
+/// As a thread in `accept` may have no deadline.
+#[test]
+fn a_closed_listener_ends_accept() {
+    let listener = Listener::bind(LOOPBACK).unwrap();
+    let accept = || listener.accept(builder().timeout(Duration::MAX)).unwrap_err();
+    let closed = |error: &Error| assert!(matches!(error, Error::Closed { .. }), "{error}");
+    scope(|scope| {
+        let waits = scope.spawn(accept);
+        std::thread::sleep(Duration::from_millis(20));
+        listener.close();
+        closed(&waits.join().unwrap());
+    });
+    closed(&accept());
+}
+
 #[test]
 fn strangers_take_no_place() {
     let listener = Listener::bind(LOOPBACK).unwrap();
