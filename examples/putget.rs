@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         // The put itself needs no wait: the answer to its signal implies it.
         let _ = window.start_on_stream(&stream, &put)?;
         window.wait_signal_on_stream(&stream, SIGNAL, 1, Cond::Geq)?;
-        let got = window.iget_on_stream(&stream, &local, 32..50, peer, TEXT)?;
+        let got = window.start_on_stream(&stream, &Rma::get(&local, 32..50, peer, TEXT))?;
         comm.wait_on_stream(&stream, &got)?;
     } else {
         window.wait_signal_on_stream(&stream, SIGNAL, 1, Cond::Geq)?;

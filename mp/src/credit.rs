@@ -144,8 +144,7 @@ impl CreditFlag {
 
 /// Which send of a queue is which message.
 ///
-/// Each send of the queue is a message, and their numbers follow its indices, except for those that are no messages: prepared
-/// sends that were not posted (one that is posted later is the next message then), and one-sided operations. There are hardly any.
+/// Each send of the queue is a message, and their numbers follow its indices, except for one-sided operations. There are hardly any.
 #[derive(Debug, Default)]
 struct Numbers {
     /// The newest message.
@@ -176,30 +175,18 @@ impl Numbers {
     fn next(&self, index: u64) -> u32 {
         let mut skipped = 0;
         if self.any_skipped.load(Ordering::Acquire) {
-            let mut all = self.skipped.lock();
-            // The newest were taken back, and their indices given again.
-            while all.indices.pop_back_if(|last| *last >= index).is_some() {}
-            skipped = all.before(index, self.depth);
+            skipped = self.skipped.lock().before(index, self.depth);
             self.any_skipped.store(skipped > 0, Ordering::Release);
         }
         self.number(index, skipped)
     }
 
-    /// No message is at this index, or none before it is posted.
+    /// No message is at this index.
     fn skip(&self, index: u64) {
         let mut all = self.skipped.lock();
         self.any_skipped.store(true, Ordering::Release);
-        // The newest were taken back, and their indices given again.
-        while all.indices.pop_back_if(|last| *last >= index).is_some() {}
         all.forget_old(index, self.depth);
         all.indices.push_back(index);
-    }
-
-    /// The number of the message that was prepared at this index and is posted now.
-    fn post(&self, index: u64) -> u32 {
-        let mut all = self.skipped.lock();
-        all.indices.retain(|&other| other != index);
-        self.number(index, all.before(index, self.depth))
     }
 
     /// The number of the message at this index, which was posted.
@@ -554,25 +541,17 @@ impl Credits {
     /// As [`Credits::count`], of a message of a stream: its number, and the word that the stream must wait for until it has this value,
     /// unless the receive is posted already.
     pub(crate) fn next(&self, index: u64) -> (u32, Option<&Word32>) {
-        self.wait_for(self.numbers.next(index))
-    }
-
-    /// A message was prepared at this index, which counts when it is posted, or a one-sided operation, which never does.
-    pub(crate) fn skip(&self, index: u64) {
-        self.numbers.skip(index);
-    }
-
-    /// As [`Credits::next`], for a message that was prepared and is posted now.
-    pub(crate) fn post(&self, index: u64) -> (u32, Option<&Word32>) {
-        self.wait_for(self.numbers.post(index))
-    }
-
-    fn wait_for(&self, number: u32) -> (u32, Option<&Word32>) {
+        let number = self.numbers.next(index);
         if !self.wants.load(Ordering::Relaxed) && !self.wants.swap(true, Ordering::Relaxed) {
             // The peer announces its receives at once from here on.
             self.ask(&mut self.last.lock(), &[]);
         }
         (number, (!Cond::Geq.holds32(self.ready.load(), number)).then_some(&self.ready))
+    }
+
+    /// A one-sided operation is at this index.
+    pub(crate) fn skip(&self, index: u64) {
+        self.numbers.skip(index);
     }
 
     /// Releases streams that wait for the peer, which is lost, and refuses its writes: so it learns that it is, with its next
@@ -666,32 +645,14 @@ mod tests {
     }
 
     #[test]
-    fn prepared_sends_count_when_posted() {
+    fn one_sided_operations_are_no_messages() {
         let numbers = Numbers::new(8);
         assert_eq!([0, 1].map(|index| numbers.next(index)), [1, 2]);
-        (2..6).for_each(|index| numbers.skip(index));
-        // 2 and 3 are never posted.
-        assert_eq!([4, 5].map(|index| numbers.post(index)), [3, 4]);
-        assert_eq!([6, 7].map(|index| numbers.next(index)), [5, 6]);
-        assert_eq!(numbers.latest.load(Ordering::Relaxed), 6);
-    }
-
-    #[test]
-    fn taken_back_sends_free_their_numbers() {
-        let numbers = Numbers::new(8);
-        for index in 0..5 {
-            numbers.next(index);
-        }
-        assert_eq!(numbers.next(3), 4, "3 and 4 were taken back");
-        (4..8).for_each(|index| numbers.skip(index));
-        assert_eq!(numbers.post(4), 5);
-        // 5 to 7 are taken back.
-        assert_eq!(numbers.next(5), 6);
-        numbers.skip(6);
-        numbers.skip(6);
-        assert_eq!(numbers.post(6), 7);
-        assert_eq!(numbers.next(7), 8);
-        assert!(!numbers.any_skipped.load(Ordering::Relaxed), "all are messages");
+        (2..5).for_each(|index| numbers.skip(index));
+        assert_eq!([5, 6].map(|index| numbers.next(index)), [3, 4]);
+        assert_eq!(numbers.next(6), 4, "6 was taken back");
+        assert_eq!(numbers.latest.load(Ordering::Relaxed), 4);
+        assert_eq!([1, 5].map(|index| numbers.of(index)), [2, 3]);
     }
 
     #[test]
@@ -701,10 +662,11 @@ mod tests {
         // All before were messages.
         let mut messages = u32::MAX - 500;
         for index in start..start + 1000 {
-            numbers.skip(index);
             if index % 3 > 0 {
                 messages = messages.wrapping_add(1);
-                assert_eq!(numbers.post(index), messages);
+                assert_eq!(numbers.next(index), messages);
+            } else {
+                numbers.skip(index);
             }
             assert!(numbers.skipped.lock().indices.len() <= 4);
         }

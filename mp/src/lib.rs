@@ -118,7 +118,6 @@ pub use channel::Channel;
 pub use communicator::Communicator;
 pub use error::{Error, Result};
 pub use exchange::Exchange;
-pub use on_stream::PreparedMessage;
 pub use path::{BufferPath, GpuPath, IntraHostPath, NearPath, PeerPath};
 pub use registration::{Piece, Registration};
 pub use request::{Request, Status};

@@ -2,8 +2,7 @@
 
 use std::ops::Range;
 
-use gdsync::memory::Memory;
-use gdsync::stream::{Batch, Cond, PreparedSend, Stream};
+use gdsync::stream::{Batch, Cond, Stream};
 use gdsync::verbs::Sge;
 
 use crate::communicator::Communicator;
@@ -12,43 +11,6 @@ use crate::peer::Peer;
 use crate::registration::{Piece, Registration};
 use crate::request::{Awaited, DOMAIN, Request};
 use crate::transport::{at_once, mark_only_once, refuse_in_capture};
-
-/// A prepared send that is in no stream yet. Dropping it takes it back.
-#[derive(Debug)]
-#[must_use = "dropping it takes the message back"]
-pub struct PreparedMessage {
-    request: Request,
-    send: PreparedSend,
-    /// What a stream can put into the receive itself.
-    payload: Option<Memory>,
-    comm: Communicator,
-}
-
-impl PreparedMessage {
-    /// The message, under way from when it is posted.
-    pub fn request(&self) -> &Request {
-        &self.request
-    }
-
-    /// Adds it to a batch, as [`Communicator::isend_in_batch`] does.
-    pub fn post_in_batch(self, batch: &mut Batch) -> Request {
-        if let Some(peer) = self.request.peer() {
-            peer.transport.post_in_batch(batch, self.send, self.payload.as_ref());
-        }
-        self.request
-    }
-
-    /// Posts it on a stream.
-    ///
-    /// # Errors
-    /// [`Error::Message`](crate::Error::Message): the connection is broken, or the stream refuses. The message is taken back.
-    pub fn post_on_stream(self, stream: &Stream) -> Result<Request> {
-        let (mut batch, comm, stream) = (Batch::new(), self.comm.clone(), at_once(stream));
-        let request = self.post_in_batch(&mut batch);
-        comm.while_full(|| stream.submit(&mut batch).map_err(|cause| request.failed(cause)))?;
-        Ok(request)
-    }
-}
 
 impl Communicator {
     /// Queues a send on a stream: the stream sends it when the rank has posted a receive for it, with what the buffer holds then.
@@ -70,22 +32,8 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        self.isend_vectored_on_stream(stream, &[(buffer, range)], rank)
-    }
-
-    /// As [`Communicator::isend_on_stream`], of several pieces.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
-    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend_on_stream`].
-    pub fn isend_vectored_on_stream(
-        &self,
-        stream: &Stream,
-        pieces: &[Piece<'_>],
-        rank: usize,
-    ) -> Result<Request> {
         let _range = DOMAIN.range(c"isend_on_stream");
-        self.send_by_stream(stream, pieces, rank, false)
+        self.send_by_stream(stream, &[(buffer, range)], rank, false)
     }
 
     /// As [`Communicator::isend_on_stream`], and the stream goes on when the buffer may be written again: there is no request to wait
@@ -205,21 +153,7 @@ impl Communicator {
         range: Range<usize>,
         rank: usize,
     ) -> Result<Request> {
-        self.irecv_vectored_on_stream(stream, &[(buffer, range)], rank)
-    }
-
-    /// As [`Communicator::irecv_on_stream`], into several pieces.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
-    /// [`Error::Message`](crate::Error::Message), as [`Communicator::irecv_on_stream`].
-    pub fn irecv_vectored_on_stream(
-        &self,
-        stream: &Stream,
-        pieces: &[Piece<'_>],
-        rank: usize,
-    ) -> Result<Request> {
-        self.receive_by_stream(stream, pieces, rank, false)
+        self.receive_by_stream(stream, &[(buffer, range)], rank, false)
     }
 
     /// As [`Communicator::irecv_on_stream`], and the stream goes on when the message is there; [`Stream::synchronize`] reports a
@@ -317,57 +251,6 @@ impl Communicator {
     ) -> Result<Request> {
         let peer = self.open_peer(rank, "receive in a batch")?;
         self.while_full(|| Ok(Request::received(peer, peer.receive_in_batch(batch, pieces)?)))
-    }
-
-    /// Prepares a send that a stream will start later. Prepared sends to one rank are posted in the order in which they were
-    /// prepared; other sends to it have to wait until all are posted or dropped.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
-    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend`].
-    pub fn prepare_send(
-        &self,
-        buffer: &Registration,
-        range: Range<usize>,
-        rank: usize,
-    ) -> Result<PreparedMessage> {
-        self.prepare_send_vectored(&[(buffer, range)], rank)
-    }
-
-    /// As [`Communicator::prepare_send`], of several pieces.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchRank`](crate::Error::NoSuchRank), [`Error::Device`](crate::Error::Device) and
-    /// [`Error::Message`](crate::Error::Message), as [`Communicator::isend`].
-    pub fn prepare_send_vectored(&self, pieces: &[Piece<'_>], rank: usize) -> Result<PreparedMessage> {
-        let post = |peer: &Peer, sges: &[Sge]| {
-            let send = peer.prepare_send(sges)?;
-            let completion = send.completion().clone();
-            peer.transport.credits.skip(completion.index());
-            Ok((completion, (send, peer.transport.payload(pieces)?)))
-        };
-        let peer = self.open_peer(rank, "prepared send")?;
-        let (op, (send, payload)) = self.while_full(|| peer.send_with("prepared send", pieces, post))?;
-        Ok(PreparedMessage { request: Request::queued(peer, op), send, payload, comm: self.clone() })
-    }
-
-    /// Posts prepared sends on a stream, all in one submission.
-    ///
-    /// # Errors
-    /// [`Error::Message`](crate::Error::Message): the connection to the first of their ranks is broken, or the stream refuses.
-    /// Nothing is posted then, and the messages are taken back.
-    pub fn post_all_on_stream(
-        &self,
-        stream: &Stream,
-        messages: impl IntoIterator<Item = PreparedMessage>,
-    ) -> Result<Vec<Request>> {
-        let (mut batch, stream) = (Batch::new(), at_once(stream));
-        let requests: Vec<_> =
-            messages.into_iter().map(|message| message.post_in_batch(&mut batch)).collect();
-        if let Some(first) = requests.first() {
-            self.while_full(|| stream.submit(&mut batch).map_err(|cause| first.failed(cause)))?;
-        }
-        Ok(requests)
     }
 
     /// Adds a wait for a message to a batch: the stream that it is submitted to is held until the message is complete.

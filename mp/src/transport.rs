@@ -7,7 +7,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use gdsync::cuda::Gpu;
-use gdsync::memory::{Memory, Word32};
+use gdsync::memory::Memory;
 use gdsync::mlx5::{Opcode, Syndrome};
 use gdsync::recorder::Traffic;
 use gdsync::stream::{Batch, PreparedSend, Stream};
@@ -307,36 +307,14 @@ impl Transport {
         self.qp.send.prepare_send(&[SendWr::send(sges)])
     }
 
-    /// Adds a prepared send to a batch; it counts as the next message.
+    /// Adds a prepared send to a batch, after the wait for its receive if that is not posted yet.
     pub(crate) fn send_in_batch(
         &self,
         batch: &mut Batch,
         send: PreparedSend,
         payload: Option<&Memory>,
     ) -> Completion {
-        let credit = self.credits.next(send.completion().index());
-        self.post_after_credit(batch, credit, send, payload)
-    }
-
-    /// Adds a send to a batch that was prepared some time ago, and skipped by the count.
-    pub(crate) fn post_in_batch(
-        &self,
-        batch: &mut Batch,
-        send: PreparedSend,
-        payload: Option<&Memory>,
-    ) -> Completion {
-        let credit = self.credits.post(send.completion().index());
-        self.post_after_credit(batch, credit, send, payload)
-    }
-
-    /// Adds a send to a batch, after the wait for its receive if that is not posted yet.
-    fn post_after_credit(
-        &self,
-        batch: &mut Batch,
-        (number, credit): (u32, Option<&Word32>),
-        send: PreparedSend,
-        payload: Option<&Memory>,
-    ) -> Completion {
+        let (number, credit) = self.credits.next(send.completion().index());
         mark_only_once(batch);
         if let Some(word) = credit {
             batch.wait_credit(&self.qp.send, word, number);

@@ -492,36 +492,6 @@ impl Window {
         self.start(&Rma::get(into, range, rank, offset))
     }
 
-    /// [`Window::iput`] in stream order.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start_on_stream`].
-    pub fn iput_on_stream(
-        &self,
-        stream: &Stream,
-        from: &Registration,
-        range: Range<usize>,
-        rank: usize,
-        offset: usize,
-    ) -> Result<Request> {
-        self.start_on_stream(stream, &Rma::put(from, range, rank, offset))
-    }
-
-    /// [`Window::iget`] in stream order.
-    ///
-    /// # Errors
-    /// [`Error::NoSuchRank`], [`Error::OutsideWindow`], [`Error::Device`] and [`Error::Message`], as [`Window::start_on_stream`].
-    pub fn iget_on_stream(
-        &self,
-        stream: &Stream,
-        into: &Registration,
-        range: Range<usize>,
-        rank: usize,
-        offset: usize,
-    ) -> Result<Request> {
-        self.start_on_stream(stream, &Rma::get(into, range, rank, offset))
-    }
-
     /// Checks an operation, and has it posted: by the CPU, or by a stream, which may take peer copies or not.
     fn post(
         &self,

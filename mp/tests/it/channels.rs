@@ -531,7 +531,6 @@ job_test!(graphs_refuse_messages_of_a_communicator, 2, |comm| {
     let s = stream("refusing");
     memory.memory().write(0, &message(me, peer, 0, 64)).unwrap();
     let received = comm.irecv(&memory, 64..128, peer).unwrap();
-    let prepared = comm.prepare_send(&memory, 0..64, peer).unwrap();
     let mut refused = Vec::new();
     let graph = s.capture(|s| {
         let send_in_batch = || {
@@ -544,7 +543,6 @@ job_test!(graphs_refuse_messages_of_a_communicator, 2, |comm| {
             comm.wait_in_batch(&mut batch, &received)?;
             Ok(s.submit(&mut batch)?)
         };
-        refused.push(prepared.post_on_stream(s).map(drop));
         refused.push(comm.isend_on_stream(s, &memory, 0..64, peer).map(drop));
         refused.push(send_in_batch());
         refused.push(comm.wait_on_stream(s, &received));

@@ -42,36 +42,38 @@ job_test!(a_stream_waits_for_receives, 2, |comm| {
     comm.barrier(LONG).unwrap();
 });
 
-job_test!(prepared_messages_are_sent_when_posted, 2, |comm| {
-    let (buffer, s) = (buffer(comm, 64), stream("prepared"));
+job_test!(messages_of_batches_are_sent_when_submitted, 2, |comm| {
+    let (buffer, s) = (buffer(comm, 64), stream("batches"));
     let slot = |n: usize| n * 8..n * 8 + 8;
     if comm.rank() == 0 {
-        let prepare = |n: usize| comm.prepare_send(&buffer, slot(n), 1).unwrap();
-        let (first, second, third) = (prepare(0), prepare(1), prepare(2));
+        let batch = |n: usize| {
+            let mut batch = Batch::new();
+            let sent = comm.isend_in_batch(&mut batch, &buffer, slot(n), 1).unwrap();
+            (batch, sent)
+        };
+        let [(mut first, sent), second, third] = [0, 1, 2].map(batch);
         comm.barrier(LONG).unwrap();
         // The buffer is read when they are sent.
         for n in 0..8 {
             buffer.memory().write(n * 8, &message(0, 1, n, 8)).unwrap();
         }
-        assert_eq!(first.request().test().unwrap(), None);
-        let mut sent = vec![first.post_on_stream(&s).unwrap()];
+        assert_eq!(sent.test().unwrap(), None);
+        s.submit(&mut first).unwrap();
         // The newest are taken back, and free their places.
         drop(third);
         drop(second);
-        sent.extend(comm.post_all_on_stream(&s, [prepare(1), prepare(2)]).unwrap());
-        let late = prepare(4);
-        let early = prepare(5);
-        let error = early.post_on_stream(&s).unwrap_err();
-        assert!(
-            matches!(error, Error::Message { rank: 1, cause: gdsync::Error::OutOfOrder { .. }, .. }),
-            "{error}"
-        );
-        says(&error, &["to rank 1: an earlier message was prepared or added to a batch, and is not posted"]);
+        let [(mut one, sent_one), (mut other, sent_other)] = [1, 2].map(batch);
+        s.submit(&mut one).unwrap();
+        s.submit(&mut other).unwrap();
+        let [late, (mut early, _)] = [4, 5].map(batch);
+        let error = s.submit(&mut early).unwrap_err();
+        assert!(matches!(without_rank(&error), gdsync::Error::OutOfOrder { .. }), "{error}");
+        assert!(error.to_string().contains("an earlier message was prepared or added to a batch, and is not"));
+        drop(early);
         drop(late);
-        let mut batch = Batch::new();
-        sent.push(prepare(3).post_in_batch(&mut batch));
-        s.submit(&mut batch).unwrap();
-        comm.wait_all(&sent, LONG).unwrap();
+        let (mut last, sent_last) = batch(3);
+        s.submit(&mut last).unwrap();
+        comm.wait_all([&sent, &sent_one, &sent_other, &sent_last], LONG).unwrap();
         s.synchronize(LONG).unwrap();
     } else {
         let received: Vec<_> = (0..4).map(|n| comm.irecv(&buffer, slot(n), 0).unwrap()).collect();
@@ -84,6 +86,14 @@ job_test!(prepared_messages_are_sent_when_posted, 2, |comm| {
     comm.barrier(LONG).unwrap();
 });
 
+/// What failed, of the connection to a rank.
+fn without_rank(error: &gdsync::Error) -> &gdsync::Error {
+    match error {
+        gdsync::Error::Rank { reason, .. } => reason,
+        other => other,
+    }
+}
+
 job_test!(messages_are_vectored, 2, Communicator::builder().max_pieces(5), |comm| {
     let (one, two) = (buffer(comm, 4096), buffer(comm, 4096));
     let whole = message(0, 1, 7, 3000);
@@ -95,10 +105,10 @@ job_test!(messages_are_vectored, 2, Communicator::builder().max_pieces(5), |comm
         two.memory().write(2000, &whole[1001..]).unwrap();
         let pieces = [(&one, 1000..1700), (&two, 5..6), (&one, 9..9), (&one, 0..300), (&two, 2000..3999)];
         comm.wait(&comm.isend_vectored(&pieces, 1).unwrap(), LONG).unwrap();
-        let prepared = comm.prepare_send_vectored(&pieces, 1).unwrap();
-        let sent = prepared.post_on_stream(&s).unwrap();
-        let last = comm.isend_vectored_on_stream(&s, &pieces, 1).unwrap();
-        comm.wait_all([&sent, &last], LONG).unwrap();
+        let mut batch = Batch::new();
+        let sent = [(); 2].map(|()| comm.isend_vectored_in_batch(&mut batch, &pieces, 1).unwrap());
+        s.submit(&mut batch).unwrap();
+        comm.wait_all(&sent, LONG).unwrap();
         let error = comm.isend_vectored(&vec![(&one, 0..1); 6], 1).unwrap_err();
         assert!(matches!(error, Error::Message { rank: 1, .. }), "{error}");
         says(&error, &["max_pieces"]);
@@ -107,7 +117,12 @@ job_test!(messages_are_vectored, 2, Communicator::builder().max_pieces(5), |comm
         let pieces = [(&two, 100..1100), (&one, 0..2000)];
         for by_stream in [false, false, true] {
             let received = match by_stream {
-                true => comm.irecv_vectored_on_stream(&s, &pieces, 0).unwrap(),
+                true => {
+                    let mut batch = Batch::new();
+                    let received = comm.irecv_vectored_in_batch(&mut batch, &pieces, 0).unwrap();
+                    s.submit(&mut batch).unwrap();
+                    received
+                }
                 false => comm.irecv_vectored(&pieces, 0).unwrap(),
             };
             assert_eq!(comm.wait(&received, LONG).unwrap().bytes, 3000);

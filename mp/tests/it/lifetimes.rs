@@ -102,7 +102,9 @@ job_test!(taken_back_messages_do_not_unpin_earlier_ones, 2, |comm| {
     if comm.rank() == 0 {
         memory.write(0, &message(0, 1, 0, SIZE)).unwrap();
         let sent = comm.isend(&registration, 0..SIZE, peer).unwrap();
-        drop(comm.prepare_send(&registration, 0..8, peer).unwrap());
+        let mut batch = Batch::new();
+        let _taken_back = comm.isend_in_batch(&mut batch, &registration, 0..8, peer).unwrap();
+        drop(batch);
         drop(registration);
         comm.progress();
         assert_eq!(sent.test().unwrap(), None, "the peer receives after the barrier");
@@ -347,7 +349,6 @@ job_test!(nothing_starts_after_finalize, 2, |comm| {
     refused(over.irecv(&memory, 0..8, peer).unwrap_err());
     refused(over.isend_on_stream(&s, &memory, 0..8, peer).unwrap_err());
     refused(over.irecv_on_stream(&s, &memory, 0..8, peer).unwrap_err());
-    refused(over.prepare_send(&memory, 0..8, peer).unwrap_err());
     refused(tagged.isend(&memory, 0..8, peer, 1).unwrap_err());
     refused(tagged.irecv(&memory, 0..8, peer, 1).unwrap_err());
     refused(graph.launch(&s).unwrap_err().into());

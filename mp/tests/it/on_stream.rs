@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use crate::common::{LONG, buffer, bytes, gpu, job_test, message, says, send_and_wait, stream, until};
 use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, HostStreamConfig, Stream};
-use mp::{Communicator, Status};
+use mp::{Communicator, Rma, Status};
 
 /// Rounds that both sides post ahead. A stream of a GPU takes 24 host functions.
 const AHEAD: usize = 12;
@@ -273,7 +273,7 @@ job_test!(loops_wait_for_room, 2, Communicator::builder().depth(8), |comm| {
         let at = 8 * n..8 * n + 8;
         drop(comm.irecv_on_stream(&s, &inbox, at.clone(), peer).unwrap());
         drop(comm.isend_on_stream(&s, &outbox, at.clone(), peer).unwrap());
-        drop(window.iput_on_stream(&s, &outbox, at.clone(), peer, at.start).unwrap());
+        drop(window.start_on_stream(&s, &Rma::put(&outbox, at.clone(), peer, at.start)).unwrap());
         channel.post_recv_on_stream(&s).unwrap();
         drop(channel.isend_on_stream(&s, &outbox, at).unwrap());
         drop(channel.wait_recv_on_stream(&s).unwrap());

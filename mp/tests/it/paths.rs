@@ -61,7 +61,7 @@ fn all_windows(comm: &Communicator) {
     comm.barrier(LONG).unwrap();
     let s = stream("windows");
     for peer in 0..all {
-        drop(window.iget_on_stream(&s, &own, peer * step..peer * step + len, peer, me * step).unwrap());
+        drop(window.start_on_stream(&s, &Rma::get(&own, peer * step..peer * step + len, peer, me * step)).unwrap());
         window.flush_on_stream(&s, peer).unwrap();
     }
     s.synchronize(LONG).unwrap();

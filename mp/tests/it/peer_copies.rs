@@ -86,7 +86,7 @@ fn exchange(comm: &Communicator, gpu: &Gpu, s: &Stream) {
             assert_eq!(put.wait(LONG).unwrap().bytes, len);
         }
         let right = (me + 1) % all;
-        let got = window.iget_on_stream(s, &back, 0..len, right, 64 * all + me * LEN).unwrap();
+        let got = window.start_on_stream(s, &Rma::get(&back, 0..len, right, 64 * all + me * LEN)).unwrap();
         comm.wait_on_stream(s, &got).unwrap();
         s.synchronize(LONG).unwrap();
         assert!(bytes(&back, 0..len) == message(me, 0, n, len), "back from {right}");
@@ -222,7 +222,7 @@ job_test!(other_memory_goes_through_queues, 2, |comm| {
     drop(batch);
     // Steps of kernels go through the queue pair.
     let steps =
-        s.record_steps(|s| both.iput_on_stream(s, &near, 2048..2056, peer, 8).map(drop).map_err(unwrapped));
+        s.record_steps(|s| both.start_on_stream(s, &Rma::put(&near, 2048..2056, peer, 8)).map(drop).map_err(unwrapped));
     assert!(steps.is_ok(), "{steps:?}");
     drop(steps);
     comm.barrier(LONG).unwrap();

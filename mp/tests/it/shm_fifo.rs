@@ -358,11 +358,11 @@ job_test!(taken_back_sends_do_not_count, 2, |comm| {
     let (peer, s, buffer) = (1 - comm.rank(), stream("sender"), buffer(comm, 16384));
     // The stream waits for one receive more than it needs: see `isend_in_batch`.
     let [received, more] = [0, 8].map(|at| comm.irecv(&buffer, 8192 + at..8200 + at, peer).unwrap());
-    let [first, second] = [(); 2].map(|()| comm.prepare_send(&buffer, 0..8, peer).unwrap());
-    let mut batch = Batch::new();
-    drop(first.post_in_batch(&mut batch));
-    drop(batch);
-    let sent = second.post_on_stream(&s).unwrap();
+    let [mut first, mut second] = [(); 2].map(|()| Batch::new());
+    let _taken_back = comm.isend_in_batch(&mut first, &buffer, 0..8, peer).unwrap();
+    let sent = comm.isend_in_batch(&mut second, &buffer, 0..8, peer).unwrap();
+    drop(first);
+    s.submit(&mut second).unwrap();
     comm.wait(&received, LONG).unwrap();
     comm.wait(&sent, LONG).unwrap();
     s.synchronize(LONG).unwrap();

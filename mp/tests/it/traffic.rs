@@ -128,9 +128,13 @@ fn send(comm: &Communicator, setup: &Setup, plan: Plan, n: usize) -> Result<Vec<
         }
         3 => comm.isend_on_stream(sends, outbox, write(n), to)?,
         4 => {
-            // A prepared send that is dropped does not count.
-            drop(comm.prepare_send(outbox, write(n), to)?);
-            comm.prepare_send(outbox, write(n), to)?.post_on_stream(sends)?
+            // A send of a batch that is dropped does not count.
+            let [mut dropped, mut batch] = [(); 2].map(|()| Batch::new());
+            let _taken_back = comm.isend_in_batch(&mut dropped, outbox, write(n), to)?;
+            drop(dropped);
+            let sent = comm.isend_in_batch(&mut batch, outbox, write(n), to)?;
+            sends.submit(&mut batch)?;
+            sent
         }
         5 => {
             let mut batch = Batch::new();
@@ -139,10 +143,6 @@ fn send(comm: &Communicator, setup: &Setup, plan: Plan, n: usize) -> Result<Vec<
             sent
         }
         _ if n > 0 => return Ok(Vec::new()),
-        6 => {
-            let all = (0..plan.count()).map(|n| comm.prepare_send(outbox, write(n), to));
-            return comm.post_all_on_stream(sends, all.collect::<Result<Vec<_>>>()?);
-        }
         _ => {
             let mut batch = Batch::new();
             let all = (0..plan.count()).map(|n| comm.isend_in_batch(&mut batch, outbox, write(n), to));

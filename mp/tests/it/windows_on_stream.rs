@@ -100,8 +100,8 @@ job_test!(puts_and_gets_are_in_stream_order, 2, |comm| {
     let word = local.memory().word32(56).unwrap();
     comm.barrier(LONG).unwrap();
     s.wait_value32(&word, 1, Cond::Eq).unwrap();
-    let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
-    let get = window.iget_on_stream(&s, &local, 16..29, 1, 32).unwrap();
+    let put = window.start_on_stream(&s, &Rma::put(&local, 0..8, 1, 0)).unwrap();
+    let get = window.start_on_stream(&s, &Rma::get(&local, 16..29, 1, 32)).unwrap();
     comm.wait_on_stream(&s, &get).unwrap();
     // The queue pair belongs to the stream now; that of another window does not.
     let error = window.put(&local, 0..8, 1, 8).unwrap_err();
@@ -212,7 +212,7 @@ job_test!(streams_flush_a_rank, 2, |comm| {
     for n in 0..10 {
         outbox.memory().write(0, &message(me, peer, n, 1 << 20)).unwrap();
         let puts: Vec<_> = (0..4)
-            .map(|i| window.iput_on_stream(&s, &outbox, i << 18..(i + 1) << 18, peer, i << 18).unwrap())
+            .map(|i| window.start_on_stream(&s, &Rma::put(&outbox, i << 18..(i + 1) << 18, peer, i << 18)).unwrap())
             .collect();
         window.flush_on_stream(&s, peer).unwrap();
         // And again, with nothing to wait for.
@@ -232,7 +232,7 @@ job_test!(streams_flush_a_rank, 2, |comm| {
     // Only one stream can wait for them; another gets an error.
     let (word, other) = (Memory::alloc(4).unwrap().word32(0).unwrap(), stream("second"));
     s.wait_value32(&word, 1, Cond::Eq).unwrap();
-    let _detached = window.iput_on_stream(&s, &outbox, 0..8, peer, 0).unwrap();
+    let _detached = window.start_on_stream(&s, &Rma::put(&outbox, 0..8, peer, 0)).unwrap();
     window.flush_on_stream(&s, peer).unwrap();
     let error = window.flush_on_stream(&other, peer).unwrap_err();
     assert!(
@@ -301,7 +301,7 @@ fn a_gpu_puts_and_waits() {
             s.synchronize(LONG).unwrap();
             assert!(bytes(&target, 0..len) == message(peer, me, i, len), "round {n}");
             comm.barrier(LONG).unwrap();
-            let get = window.iget_on_stream(&s, &outbox, 0..len, peer, 0).unwrap();
+            let get = window.start_on_stream(&s, &Rma::get(&outbox, 0..len, peer, 0)).unwrap();
             comm.wait_on_stream(&s, &get).unwrap();
             s.synchronize(LONG).unwrap();
             assert!(bytes(&outbox, 0..len) == message(me, peer, i, len), "round {n}, back");
@@ -388,7 +388,7 @@ job_test!(given_up_ranks_end_operations, 3, |comm| {
     if comm.rank() == 0 {
         let (s, word) = (stream("held"), local.memory().word32(32).unwrap());
         s.wait_value32(&word, 1, Cond::Eq).unwrap();
-        let put = window.iput_on_stream(&s, &local, 0..8, 1, 0).unwrap();
+        let put = window.start_on_stream(&s, &Rma::put(&local, 0..8, 1, 0)).unwrap();
         window.flush_on_stream(&s, 1).unwrap();
         comm.give_up(1).unwrap();
         let error = comm.wait(&put, LONG).unwrap_err();
@@ -476,7 +476,7 @@ job_test!(dead_ranks_fail_operations, 3, |comm| {
     // On a stream that waits for a put made before the failure is known.
     let mut failure = None;
     until("the death goes unnoticed", || {
-        let put = window.iput_on_stream(&s, &local, 0..8, 1, 0);
+        let put = window.start_on_stream(&s, &Rma::put(&local, 0..8, 1, 0));
         let put = put.and_then(|put| comm.wait_on_stream(&s, &put).map(|()| put));
         // The stream is released in any case; the request has the reason.
         let synchronized = s.synchronize(LONG);

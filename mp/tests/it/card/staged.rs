@@ -47,7 +47,7 @@ fn windows_are_used_from_there() {
             if round % 2 == 0 {
                 comm.wait(&window.iget(&back, 0..LEN, peer, 0).unwrap(), LONG).unwrap();
             } else {
-                drop(window.iget_on_stream(&s, &back, 0..LEN, peer, 0).unwrap());
+                drop(window.start_on_stream(&s, &Rma::get(&back, 0..LEN, peer, 0)).unwrap());
                 window.flush_on_stream(&s, peer).unwrap();
                 s.synchronize(LONG).unwrap();
             }
