@@ -249,7 +249,7 @@ impl CommunicatorBuilder {
         };
         let Resolved { cache, intra_host, gpu_path, near } = resolved;
         self.0.near = near;
-        let wanted = (&intra_host, gpu_path, self.0.queues.gpu.as_ref());
+        let wanted = (&intra_host, gpu_path);
         let devices = Devices::agree(
             (&context, is_default),
             wanted,

@@ -1,8 +1,6 @@
 //! Which device the messages with each rank go through: the RDMA device, without one the software HCA over TCP, or for ranks of the
 //! same host the software HCA over shared memory.
 
-mod probe;
-
 use std::borrow::Cow;
 use std::fmt;
 use std::fs;
@@ -40,7 +38,7 @@ pub(crate) fn choice<T: Clone>(
 }
 
 /// The path of messages between ranks of the same host. The environment's `MP_LOCAL` overrides it: `soft`,
-/// `queues`, `device` or `measure`.
+/// `queues` or `device`.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum IntraHostPath {
@@ -53,9 +51,6 @@ pub enum IntraHostPath {
     Device,
     /// This device.
     Through(Context),
-    /// The software HCA or the device that all other messages go through, whichever is faster between the first two ranks
-    /// of the host when the communicator is built, if these ask for it.
-    Measured,
 }
 
 impl IntraHostPath {
@@ -67,18 +62,13 @@ impl IntraHostPath {
     }
 
     fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
-        let choices = [
-            ("soft", Self::Soft),
-            ("queues", Self::Queues),
-            ("device", Self::Device),
-            ("measure", Self::Measured),
-        ];
-        choice(self, Self::VARIABLE, variable, &choices, "soft, queues, device or measure")
+        let choices = [("soft", Self::Soft), ("queues", Self::Queues), ("device", Self::Device)];
+        choice(self, Self::VARIABLE, variable, &choices, "soft, queues or device")
     }
 }
 
 /// How payload in GPU memory is sent: to ranks of the same host through a software HCA, and through an RDMA device that a thread
-/// posts to. The environment's `MP_GPU_PATH` overrides it: `size`, `peer`, `staged` or `measure`.
+/// posts to. The environment's `MP_GPU_PATH` overrides it: `size`, `peer` or `staged`.
 ///
 /// What another rank of the host cannot open is staged whatever this says: see
 /// [`Communicator::path_of`](crate::Communicator::path_of). A card that reads the rings itself reaches GPU memory itself, or refuses
@@ -96,10 +86,6 @@ pub enum GpuPath {
     PeerToPeer,
     /// None of it is: it goes through pinned host memory, for an RDMA device too.
     Staged,
-    /// Payload is fetched from the length on at which that is not slower than staging between the first two ranks of the host when
-    /// the communicator is built, if these ask for it and have a GPU
-    /// ([`CommunicatorBuilder::gpu`](crate::CommunicatorBuilder::gpu)); otherwise as [`GpuPath::BySize`].
-    Measured,
 }
 
 impl GpuPath {
@@ -111,19 +97,14 @@ impl GpuPath {
     }
 
     fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
-        let choices = [
-            ("size", Self::BySize),
-            ("peer", Self::PeerToPeer),
-            ("staged", Self::Staged),
-            ("measure", Self::Measured),
-        ];
-        choice(self, Self::VARIABLE, variable, &choices, "size, peer, staged or measure")
+        let choices = [("size", Self::BySize), ("peer", Self::PeerToPeer), ("staged", Self::Staged)];
+        choice(self, Self::VARIABLE, variable, &choices, "size, peer or staged")
     }
 
     /// Configures a device of a communicator.
     fn apply(self, context: &Context) {
         match self {
-            Self::BySize | Self::Measured => {}
+            Self::BySize => {}
             Self::PeerToPeer => {
                 context.set_by_reference(0);
                 context.stage(Staging::Never);
@@ -324,22 +305,15 @@ pub(crate) struct Devices {
 }
 
 /// The path of messages with a rank, which the intra-host device does not reach for the reason `why`.
-fn peer_path(
-    main: &Context,
-    intra_host: Option<&DeviceDomain>,
-    why: Option<&'static str>,
-    costs: Option<probe::Costs>,
-) -> PeerPath {
+fn peer_path(main: &Context, intra_host: Option<&DeviceDomain>, why: Option<&'static str>) -> PeerPath {
     let near = intra_host.map(|near| &near.context);
-    let (device, reason): (_, Cow<'static, str>) = match (near, why, costs) {
-        (Some(near), None, Some(costs)) if costs.is_intra_host_better() => (near, costs.reason().into()),
-        (Some(_), None, Some(costs)) => (main, costs.reason().into()),
-        (Some(near), None, None) => (near, "the rank is on this host".into()),
-        (None, None, _) => (main, "no other rank is on this host".into()),
-        (_, Some(ELSEWHERE), _) if main.is_software() => {
+    let (device, reason): (_, Cow<'static, str>) = match (near, why) {
+        (Some(near), None) => (near, "the rank is on this host".into()),
+        (None, None) => (main, "no other rank is on this host".into()),
+        (_, Some(ELSEWHERE)) if main.is_software() => {
             (main, format!("{ELSEWHERE}, and no RDMA device is used").into())
         }
-        (_, Some(why), _) => (main, why.into()),
+        (_, Some(why)) => (main, why.into()),
     };
     PeerPath {
         device: device.description().to_owned(),
@@ -362,7 +336,7 @@ impl Devices {
     /// Of the exchange, [`Error::Bootstrap`] if ranks of other hosts are not reached, and [`Error::Device`] from a device.
     pub(crate) fn agree(
         (context, is_default): (&Context, bool),
-        (wanted, gpu_path, gpu): (&IntraHostPath, GpuPath, Option<&Gpu>),
+        (wanted, gpu_path): (&IntraHostPath, GpuPath),
         (has_watchdog, places): (bool, bool),
         exchange: &mut dyn Exchange,
         timeout: Duration,
@@ -374,19 +348,14 @@ impl Devices {
         let refusal = match wanted {
             IntraHostPath::Soft | IntraHostPath::Queues if !may_change => no_device,
             IntraHostPath::Device => Some("this rank asked for it (MP_LOCAL, or the builder)"),
-            IntraHostPath::Soft
-            | IntraHostPath::Queues
-            | IntraHostPath::Through(_)
-            | IntraHostPath::Measured => None,
+            IntraHostPath::Soft | IntraHostPath::Queues | IntraHostPath::Through(_) => None,
         };
         let deadline = Deadline::after(timeout);
-        let measures = matches!(wanted, IntraHostPath::Measured);
         let fifo = has_watchdog && matches!(wanted, IntraHostPath::Soft);
-        let measures_gpu = gpu_path == GpuPath::Measured && gpu.is_some();
         let (wants, network) = (refusal.is_none(), network(context));
         let secret = u64::from_ne_bytes(gdsync_device::random()?);
         let host = host();
-        let mine = Card { wants, measures, measures_gpu, fifo, places, may_change, secret, network, host };
+        let mine = Card { wants, fifo, places, may_change, secret, network, host };
         let mut cards = read_cards(&exchange.allgather(&mine.to_bytes(), timeout)?)?;
         let is_spread = change_networks(&mut cards);
         let mine = &cards[exchange.rank()];
@@ -409,28 +378,8 @@ impl Devices {
         };
         let main = DeviceDomain::new(main)?;
         intra_host.iter().chain([&main]).for_each(|device| gpu_path.apply(&device.context));
-        let costs = match cards.iter().any(|card| card.measures) {
-            true => {
-                let pair = pair(&refusals, &cards);
-                let pds = [intra_host.as_ref(), Some(&main)].map(|device| device.map(|device| &device.pd));
-                probe::compare_devices(pair, pds, exchange, deadline.remaining())?
-            }
-            false => None,
-        };
         let near = intra_host.as_ref();
-        let mut paths: Vec<_> =
-            refusals.iter().map(|why| peer_path(&main.context, near, *why, costs)).collect();
-        let intra_host = intra_host.filter(|_| paths.iter().any(PeerPath::is_intra_host));
-        if cards.iter().any(|card| card.measures_gpu) {
-            // Ranks of a host are all reached alike, or do not measure.
-            let pair = gpu_pair(mine, &cards)
-                .filter(|[first, second]| paths[*first].is_intra_host == paths[*second].is_intra_host);
-            let is_intra_host = pair.is_some_and(|[first, _]| paths[first].is_intra_host);
-            let device = intra_host.as_ref().filter(|_| is_intra_host).unwrap_or(&main);
-            let pair = pair.filter(|_| mine.measures_gpu && !device.context.reaches_other_hosts());
-            let device = (&device.context, &device.pd);
-            probe::compare_gpu_paths(pair, device, gpu, exchange, deadline.remaining())?;
-        }
+        let mut paths: Vec<_> = refusals.iter().map(|why| peer_path(&main.context, near, *why)).collect();
         // The ranks that share memory with this one, and both want it.
         let me = exchange.rank();
         let shared = |wants: fn(&Card) -> bool| -> Vec<bool> {
@@ -488,10 +437,6 @@ fn fifos(wanted: &[bool], exchange: &mut dyn Exchange, timeout: Duration) -> Res
 struct Card {
     /// It would use an intra-host device.
     wants: bool,
-    /// It would have that device measured against the other one.
-    measures: bool,
-    /// It would have the ways of payload in its GPU's memory measured.
-    measures_gpu: bool,
     /// It would use FIFOs.
     fifo: bool,
     /// It would use tables of receives.
@@ -508,22 +453,22 @@ struct Card {
 
 impl Card {
     fn to_bytes(&self) -> Vec<u8> {
-        let flags = [self.wants, self.measures, self.measures_gpu, self.fifo, self.places, self.may_change];
+        let flags = [self.wants, self.fifo, self.places, self.may_change];
         let len = u8::try_from(self.network.len()).expect("a few words");
         let secret = self.secret.to_be_bytes();
         [&flags.map(u8::from)[..], &[len], &secret, self.network.as_bytes(), &self.host].concat()
     }
 
     fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (&[ref flags @ .., len], rest) = bytes.split_first_chunk::<7>()?;
-        let flags: [u8; 6] = *flags;
-        let [wants, measures, measures_gpu, fifo, places, may_change] = flags.map(|flag| flag != 0);
+        let (&[ref flags @ .., len], rest) = bytes.split_first_chunk::<5>()?;
+        let flags: [u8; 4] = *flags;
+        let [wants, fifo, places, may_change] = flags.map(|flag| flag != 0);
         let (secret, rest) = rest.split_first_chunk()?;
         let secret = u64::from_be_bytes(*secret);
         let (network, host) = rest.split_at_checked(len.into())?;
         let network = String::from_utf8(network.to_vec()).ok()?;
         let host = host.to_vec();
-        Some(Self { wants, measures, measures_gpu, fifo, places, may_change, secret, network, host })
+        Some(Self { wants, fifo, places, may_change, secret, network, host })
     }
 
     fn shares_memory_with(&self, other: &Self) -> bool {
@@ -605,20 +550,6 @@ fn refusals(rank: usize, own: Option<&'static str>, mine: &Card, cards: &[Card])
     cards.iter().enumerate().map(refusal).collect()
 }
 
-/// The two ranks that compare devices for this host, if they are asked to: the same for all ranks that are reached alike.
-fn pair(refusals: &Refusals, cards: &[Card]) -> Option<[usize; 2]> {
-    let mut alike = refusals.iter().enumerate().filter(|(_, why)| why.is_none()).map(|(rank, _)| rank);
-    let pair = [alike.next()?, alike.next()?];
-    pair.iter().all(|&rank| cards[rank].measures).then_some(pair)
-}
-
-/// The two ranks of this host that compare the ways of payload in GPU memory, if both ask for it.
-fn gpu_pair(mine: &Card, cards: &[Card]) -> Option<[usize; 2]> {
-    let mut here = cards.iter().enumerate().filter(|(_, card)| card.shares_memory_with(mine));
-    let pair = [here.next()?, here.next()?];
-    pair.iter().all(|(_, card)| card.measures_gpu).then_some(pair.map(|(rank, _)| rank))
-}
-
 /// What processes have in common that can reach each other through shared memory: a running kernel, and its network namespace,
 /// where the software HCA's sockets have their addresses. Empty where it is not known.
 fn host() -> Vec<u8> {
@@ -639,8 +570,6 @@ mod tests {
     fn pairs_of_ranks_agree() {
         let card = |wants, host: &str| Card {
             wants,
-            measures: host == "a",
-            measures_gpu: host == "b",
             fifo: false,
             places: true,
             may_change: false,
@@ -666,8 +595,6 @@ mod tests {
             let expected = a == b && a != 2 || a < 2 && b < 2;
             assert_eq!(near(a, b), expected, "{a} {b}: unknown hosts are different ones");
         }
-        let pair = |rank: usize| pair(&refusals(rank, None, &cards[rank], &cards), &cards);
-        assert_eq!([0, 1, 3, 4].map(pair), [Some([0, 1]), Some([0, 1]), None, None]);
         assert_eq!(read_cards(&bytes).unwrap(), cards);
         assert!(read_cards(&[vec![1]]).is_err());
     }
@@ -676,8 +603,6 @@ mod tests {
     fn ranks_of_other_hosts_have_the_same_network() {
         let card = |may_change, network: &str, host: &str| Card {
             wants: true,
-            measures: false,
-            measures_gpu: false,
             fifo: false,
             places: true,
             may_change,
@@ -713,7 +638,6 @@ mod tests {
         assert!(matches!(IntraHostPath::Device.or(Some(" soft ")), Ok(IntraHostPath::Soft)));
         assert!(matches!(IntraHostPath::Device.or(Some("")), Ok(IntraHostPath::Device)));
         assert!(matches!(IntraHostPath::Soft.or(None), Ok(IntraHostPath::Soft)));
-        assert!(matches!(IntraHostPath::Soft.or(Some("measure")), Ok(IntraHostPath::Measured)));
         let error = IntraHostPath::Soft.or(Some("nvlink")).unwrap_err().to_string();
         assert!(
             error.contains("MP_LOCAL") && error.contains("'nvlink'") && error.contains("soft"),
@@ -728,7 +652,6 @@ mod tests {
             (Some(""), GpuPath::Staged),
             (Some("size"), GpuPath::BySize),
             (Some(" peer "), GpuPath::PeerToPeer),
-            (Some("measure"), GpuPath::Measured),
         ] {
             assert_eq!(GpuPath::Staged.or(variable).unwrap(), expected, "{variable:?}");
         }
@@ -747,9 +670,9 @@ mod tests {
     #[test]
     fn processes_are_on_their_own_host() {
         let card = |host| {
-            let [wants, measures, measures_gpu, fifo, places, may_change] = [false; 6];
+            let [wants, fifo, places, may_change] = [false; 4];
             let network = String::new();
-            Card { wants, measures, measures_gpu, fifo, places, may_change, secret: 1, network, host }
+            Card { wants, fifo, places, may_change, secret: 1, network, host }
         };
         let (here, elsewhere) = (card(host()), card([&host()[..], b"!"].concat()));
         assert!(here.shares_memory_with(&card(host())), "{here:?}");

@@ -549,7 +549,7 @@ job_test!(graphs_refuse_messages_of_a_communicator, 2, |comm| {
         refused.push(wait_in_batch());
         gdsync::Result::Ok(())
     });
-    assert_eq!(refused.len(), 5);
+    assert_eq!(refused.len(), 4);
     for refused in refused {
         says(
             &refused.unwrap_err(),

@@ -68,7 +68,9 @@ job_test!(messages_of_batches_are_sent_when_submitted, 2, |comm| {
         let [late, (mut early, _)] = [4, 5].map(batch);
         let error = s.submit(&mut early).unwrap_err();
         assert!(matches!(without_rank(&error), gdsync::Error::OutOfOrder { .. }), "{error}");
-        assert!(error.to_string().contains("an earlier message was prepared or added to a batch, and is not"));
+        assert!(
+            error.to_string().contains("an earlier message was prepared or added to a batch, and is not")
+        );
         drop(early);
         drop(late);
         let (mut last, sent_last) = batch(3);

@@ -61,7 +61,11 @@ fn all_windows(comm: &Communicator) {
     comm.barrier(LONG).unwrap();
     let s = stream("windows");
     for peer in 0..all {
-        drop(window.start_on_stream(&s, &Rma::get(&own, peer * step..peer * step + len, peer, me * step)).unwrap());
+        drop(
+            window
+                .start_on_stream(&s, &Rma::get(&own, peer * step..peer * step + len, peer, me * step))
+                .unwrap(),
+        );
         window.flush_on_stream(&s, peer).unwrap();
     }
     s.synchronize(LONG).unwrap();
@@ -177,21 +181,6 @@ fn both_ranks_must_want_the_intra_host_device() {
     });
 }
 
-// All ranks come to the same decision.
-job_test!(
-    probes_decide_alike_for_all_ranks,
-    3,
-    Communicator::builder().context(&hca()).intra_host(IntraHostPath::Measured),
-    |comm| {
-        let paths: Vec<_> = (0..3).map(|rank| comm.path(rank).unwrap().clone()).collect();
-        assert!(paths.iter().all(|path| path == &paths[0]), "{paths:?}");
-        assert!(paths[0].reason().starts_with("measured, a round trip of 8 bytes"), "{}", paths[0]);
-        let chosen = [u8::from(paths[0].is_intra_host())];
-        assert_eq!(comm.exchange(&chosen, LONG).unwrap(), [chosen; 3]);
-        all_pairs(comm);
-    }
-);
-
 job_test!(buffers_have_paths, 2, Communicator::builder().context(&hca()), |comm| {
     let (me, peer) = (comm.rank(), 1 - comm.rank());
     let buffer = host_buffer(comm, 100_000);
@@ -258,25 +247,6 @@ job_test!(
     }
 );
 
-#[test]
-fn two_ranks_probe_the_gpu_path() {
-    let (far, gpu) = (hca(), any_gpu());
-    // Nothing would be staged.
-    far.set_by_reference(1);
-    let builder = Communicator::builder().context(&far).gpu(&gpu).gpu_path(GpuPath::Measured);
-    job_with("two_ranks_probe_the_gpu_path", 2, builder, |comm| {
-        let least = far.set_by_reference(1).unwrap();
-        far.set_by_reference(least);
-        assert!(
-            least >= 8192 && (least.is_power_of_two() || least == usize::MAX),
-            "{least}: it was not measured"
-        );
-        let least = least.to_string();
-        assert!(comm.exchange(least.as_bytes(), LONG).unwrap().iter().all(|other| other == least.as_bytes()));
-        from_gpu(comm, &gpu);
-    });
-}
-
 job_test!(single_ranks_have_one_device, 1, two_devices(), |comm| {
     assert_eq!(comm.path(0).unwrap().reason(), "no other rank is on this host");
     all_pairs(comm);
@@ -287,12 +257,9 @@ fn the_environment_overrides_the_path() {
     const NAME: &str = "the_environment_overrides_the_path";
     if !is_part_of(NAME) {
         let words = "MP_LOCAL, or the builder";
-        for (value, words) in [
-            ("device", words),
-            ("", "is on this host"),
-            ("measure", "measured, a round trip"),
-            ("nvlink", "soft, queues, device or measure"),
-        ] {
+        for (value, words) in
+            [("device", words), ("", "is on this host"), ("nvlink", "soft, queues or device")]
+        {
             prints(myself(NAME).env("MP_LOCAL", value), words);
         }
         return;

@@ -221,8 +221,9 @@ job_test!(other_memory_goes_through_queues, 2, |comm| {
     says(&h.submit(&mut batch).unwrap_err(), &["memory of a peer", "stream of a GPU"]);
     drop(batch);
     // Steps of kernels go through the queue pair.
-    let steps =
-        s.record_steps(|s| both.start_on_stream(s, &Rma::put(&near, 2048..2056, peer, 8)).map(drop).map_err(unwrapped));
+    let steps = s.record_steps(|s| {
+        both.start_on_stream(s, &Rma::put(&near, 2048..2056, peer, 8)).map(drop).map_err(unwrapped)
+    });
     assert!(steps.is_ok(), "{steps:?}");
     drop(steps);
     comm.barrier(LONG).unwrap();

@@ -212,7 +212,9 @@ job_test!(streams_flush_a_rank, 2, |comm| {
     for n in 0..10 {
         outbox.memory().write(0, &message(me, peer, n, 1 << 20)).unwrap();
         let puts: Vec<_> = (0..4)
-            .map(|i| window.start_on_stream(&s, &Rma::put(&outbox, i << 18..(i + 1) << 18, peer, i << 18)).unwrap())
+            .map(|i| {
+                window.start_on_stream(&s, &Rma::put(&outbox, i << 18..(i + 1) << 18, peer, i << 18)).unwrap()
+            })
             .collect();
         window.flush_on_stream(&s, peer).unwrap();
         // And again, with nothing to wait for.
