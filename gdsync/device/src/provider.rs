@@ -208,21 +208,24 @@ pub trait Provider: Send + Sync + fmt::Debug {
     fn admit(&self, _gpu: &Gpu, _probe: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         Ok(())
     }
-    /// A CPU thread has written the doorbell of this queue pair.
-    fn ring(&self, qpn: u32);
+    /// A CPU thread has written the doorbell of this queue pair. Nothing to do for a device that [reads](Provider::reads_by_itself)
+    /// doorbells and writes completions itself; so for the next ones, up to [`Provider::sleep`].
+    fn ring(&self, _qpn: u32) {}
     /// The doorbell of this queue pair will be written up to the producer index `pi` by something that cannot call
     /// [`Provider::ring`].
-    fn watch(&self, qpn: u32, pi: u64);
+    fn watch(&self, _qpn: u32, _pi: u64) {}
     /// A GPU stream waits on this completion queue, which no thread polls meanwhile.
-    fn attend(&self, cqn: u32);
+    fn attend(&self, _cqn: u32) {}
     /// Runs device work on the calling thread, if there is any and no other thread runs it. Returns whether anything was done.
-    fn progress(&self) -> bool;
+    fn progress(&self) -> bool {
+        false
+    }
     /// Whether a copy of payload, or a long message, began a moment ago, here or at a peer. Then waiting threads do not sleep.
     fn has_copied_recently(&self) -> bool {
         false
     }
     /// The calling thread will not call [`Provider::progress`] for a while.
-    fn end_polling(&self);
+    fn end_polling(&self) {}
     /// Sleeps unless `ready`, until something arrives for the device, or for `timeout`; the thread runs it afterwards. May wake
     /// spuriously. Returns `false` at once if the device has no wake-ups.
     fn sleep(&self, _ready: &dyn Fn() -> bool, _timeout: Duration) -> bool {
@@ -233,9 +236,21 @@ pub trait Provider: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) by devices other than the software HCA.
-    fn inject(&self, plan: FaultPlan) -> Result<()>;
+    fn inject(&self, plan: FaultPlan) -> Result<()> {
+        plan.check()?;
+        if plan == FaultPlan::default() {
+            return Ok(());
+        }
+        Err(Error::Unsupported {
+            what: "a fault plan",
+            by: "a device that is no software HCA",
+            fix: "inject faults on soft0, or drop packets of the device's network (`tc qdisc add dev DEV root netem loss 1%`)",
+        })
+    }
     /// Counters of the device.
-    fn stats(&self) -> HcaStats;
+    fn stats(&self) -> HcaStats {
+        HcaStats::default()
+    }
 }
 
 bitflags::bitflags! {

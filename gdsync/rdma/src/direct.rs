@@ -41,8 +41,8 @@ use gdsync_device::cuda::Gpu;
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::{Memory, Word64};
 use gdsync_device::{
-    Access, CqParts, FaultPlan, Gid, HcaStats, MrKeys, NO_DATAGRAMS, OnGpu, Places, Provider, QpAddress,
-    QpAttr, QpParts, QpRequest, QpState, TransferPath, random_psn,
+    Access, CqParts, Gid, MrKeys, NO_DATAGRAMS, OnGpu, Places, Provider, QpAddress, QpAttr, QpParts,
+    QpRequest, QpState, TransferPath, random_psn,
 };
 use rdma_core_sys::mlx5::{mlx5_wqe_av, mlx5dv_ah, mlx5dv_obj, mlx5dv_obj_type};
 
@@ -405,35 +405,6 @@ impl Provider for Direct {
         probe()?;
         self.admitted.lock().push(context);
         Ok(())
-    }
-
-    // The card reads doorbells and writes completions itself.
-
-    fn ring(&self, _qpn: u32) {}
-
-    fn watch(&self, _qpn: u32, _pi: u64) {}
-
-    fn attend(&self, _cqn: u32) {}
-
-    fn progress(&self) -> bool {
-        false
-    }
-
-    fn end_polling(&self) {}
-
-    fn inject(&self, plan: FaultPlan) -> Result<()> {
-        if plan == FaultPlan::default() {
-            return Ok(());
-        }
-        Err(Error::Unsupported {
-            what: "injecting faults",
-            by: "an mlx5 card",
-            fix: "use the software HCA (soft0)",
-        })
-    }
-
-    fn stats(&self) -> HcaStats {
-        HcaStats::default()
     }
 }
 

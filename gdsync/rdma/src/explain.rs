@@ -5,6 +5,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use gdsync_device::QpState;
 use gdsync_device::error::Error;
 
 /// A call and its circumstances.
@@ -41,8 +42,8 @@ pub(crate) struct Asked {
 /// A queue pair transition.
 #[derive(Clone, Debug)]
 pub(crate) struct Step {
-    pub(crate) from: &'static str,
-    pub(crate) to: &'static str,
+    pub(crate) from: QpState,
+    pub(crate) to: QpState,
     /// Its attributes, for the message.
     pub(crate) attributes: String,
     pub(crate) port: u8,
@@ -239,7 +240,7 @@ fn modify(step: &Step, errno: i32) -> String {
     let peer = peer.as_deref().unwrap_or("the peer");
     match errno {
         libc::EINVAL => above(asked).unwrap_or_else(|| {
-            let gid = if *to == "RTR" {
+            let gid = if *to == QpState::RTR {
                 format!(
                     "; check that entry {gid_index} of the GID table of port {port} is of the peer's network and type \
                      (GDSYNC_GID_INDEX chooses), and that {peer} is right"
@@ -297,9 +298,9 @@ mod tests {
 
     const LOW: Memlock = Memlock(Some(64 << 10));
 
-    fn step(to: &'static str) -> Step {
+    fn step(to: QpState) -> Step {
         Step {
-            from: "INIT",
+            from: QpState::INIT,
             to,
             attributes: "path_mtu 4096, remote v1/...".into(),
             port: 2,
@@ -372,20 +373,20 @@ mod tests {
             (qp(1), EPERM, &["CAP_NET_RAW"]),
             (qp(1), EINTR, &["dmesg"]),
             (
-                Call::Modify(step("RTR")),
+                Call::Modify(step(QpState::RTR)),
                 EINVAL,
                 &["INIT to RTR", "4096", "entry 3", "port 2", "GDSYNC_GID_INDEX"],
             ),
-            (Call::Modify(step("RTS")), EINVAL, &["refuses INIT to RTS"]),
-            (Call::Modify(step("RTR")), ETIMEDOUT, &["PEER has no address", "ping", "GID index 3"]),
-            (Call::Modify(step("RTR")), EHOSTUNREACH, &["PEER has no address"]),
-            (Call::Modify(step("RTR")), ENETUNREACH, &["PEER has no address"]),
-            (Call::Modify(step("RTR")), ENOMEM, &["no room"]),
-            (Call::Modify(step("RTR")), ENODEV, &["gone"]),
-            (Call::Modify(step("RTR")), EIO, &["gone"]),
-            (Call::Modify(step("RTR")), EOPNOTSUPP, &["does not do INIT to RTR"]),
-            (Call::Modify(step("RTR")), EPERM, &["may not set"]),
-            (Call::Modify(step("RTR")), EINTR, &["dmesg"]),
+            (Call::Modify(step(QpState::RTS)), EINVAL, &["refuses INIT to RTS"]),
+            (Call::Modify(step(QpState::RTR)), ETIMEDOUT, &["PEER has no address", "ping", "GID index 3"]),
+            (Call::Modify(step(QpState::RTR)), EHOSTUNREACH, &["PEER has no address"]),
+            (Call::Modify(step(QpState::RTR)), ENETUNREACH, &["PEER has no address"]),
+            (Call::Modify(step(QpState::RTR)), ENOMEM, &["no room"]),
+            (Call::Modify(step(QpState::RTR)), ENODEV, &["gone"]),
+            (Call::Modify(step(QpState::RTR)), EIO, &["gone"]),
+            (Call::Modify(step(QpState::RTR)), EOPNOTSUPP, &["does not do INIT to RTR"]),
+            (Call::Modify(step(QpState::RTR)), EPERM, &["may not set"]),
+            (Call::Modify(step(QpState::RTR)), EINTR, &["dmesg"]),
             (Call::Other, ENOMEM, &["RLIMIT_MEMLOCK"]),
             (Call::Other, ENOSYS, &["does not support it"]),
             (Call::Other, ENOSPC, &["no more of these"]),
@@ -406,7 +407,7 @@ mod tests {
 
     #[test]
     fn values_above_limits_are_named_first() {
-        let mut step = step("RTR");
+        let mut step = step(QpState::RTR);
         step.asked[0].most = 4;
         let text = advice(&Call::Modify(step), libc::EINVAL);
         assert_eq!(text, "max_dest_rd_atomic is 16, the device allows 4");

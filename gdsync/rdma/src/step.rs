@@ -193,8 +193,8 @@ impl Open {
             asked("max_rd_atomic", attr.max_rd_atomic, limit(self.attr().max_qp_init_rd_atom)),
         ];
         let step = Step {
-            from: name(from),
-            to: name(to),
+            from,
+            to,
             attributes: describe(attr, &raw),
             port: self.port().number,
             gid_index: self.gid_index(),
@@ -220,16 +220,6 @@ impl Open {
                 .into_iter()
                 .all(|op| unsafe { ask(qp, op, 0) } == 1),
         )
-    }
-}
-
-fn name(state: QpState) -> &'static str {
-    match state {
-        QpState::RESET => "RESET",
-        QpState::INIT => "INIT",
-        QpState::RTR => "RTR",
-        QpState::RTS => "RTS",
-        _ => "ERR",
     }
 }
 

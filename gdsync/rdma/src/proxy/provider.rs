@@ -23,8 +23,8 @@ use gdsync_device::engine::{
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Memory;
 use gdsync_device::{
-    Access, CqParts, FaultPlan, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr,
-    QpParts, QpRequest, QpState, Staging, TransferPath, Transport, random_psn,
+    Access, CqParts, Gid, HcaStats, Health, MrKeys, OnGpu, Places, Provider, QpAddress, QpAttr, QpParts,
+    QpRequest, QpState, Staging, TransferPath, Transport, random_psn,
 };
 use gdsync_shm::event_count;
 
@@ -348,18 +348,6 @@ impl Provider for Proxy {
 
     fn end_polling(&self) {
         self.shared.take_over();
-    }
-
-    fn inject(&self, plan: FaultPlan) -> Result<()> {
-        plan.check()?;
-        if plan == FaultPlan::default() {
-            return Ok(());
-        }
-        Err(Error::Unsupported {
-            what: "a fault plan",
-            by: "the CPU proxy, whose packets are the device's",
-            fix: "inject faults on soft0, or drop packets of the device's network (`tc qdisc add dev DEV root netem loss 1%`)",
-        })
     }
 
     fn stats(&self) -> HcaStats {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::verbs::{Access, Context, Pd, QpAttr, TransferPath, Transport};
-use gdsync_device::{CqParts, FaultPlan, Gid, HcaStats, MrKeys, OnGpu, Places, Provider, QpParts, QpRequest};
+use gdsync_device::{CqParts, Gid, MrKeys, OnGpu, Places, Provider, QpParts, QpRequest};
 
 /// A device that nothing runs but the calls to it. `step` gets the number of its steps so far.
 struct Passive {
@@ -71,21 +71,12 @@ impl Provider for Passive {
     fn record_may_lag(&self) -> bool {
         false
     }
-    fn ring(&self, _qpn: u32) {}
-    fn watch(&self, _qpn: u32, _pi: u64) {}
-    fn attend(&self, _cqn: u32) {}
     fn progress(&self) -> bool {
         (self.step)(self.steps.fetch_add(1, Ordering::SeqCst) + 1);
         false
     }
     fn end_polling(&self) {
         self.rests.fetch_add(1, Ordering::SeqCst);
-    }
-    fn inject(&self, _plan: FaultPlan) -> Result<()> {
-        Err(no_queues())
-    }
-    fn stats(&self) -> HcaStats {
-        HcaStats::default()
     }
 }
 
