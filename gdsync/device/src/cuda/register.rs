@@ -21,6 +21,7 @@ use parking_lot::Mutex;
 use super::deferred_free::DeferredFree;
 use super::{Gpu, Pages};
 use crate::error::{Error, Result};
+use crate::fork_guard::PerProcess;
 use crate::memory::{Memory, host_page};
 
 /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`: for all contexts of the process, by address.
@@ -40,7 +41,7 @@ const DOORBELLS: &str = "letting the GPU ring the card's doorbells, for which th
 type Table = BTreeMap<(usize, usize), (usize, Weak<Ours>)>;
 
 /// The registrations of this process.
-static REGISTERED: Mutex<Table> = Mutex::new(Table::new());
+static REGISTERED: PerProcess<Mutex<Table>> = PerProcess::new();
 /// Held while memory is being registered.
 static REGISTERING: Mutex<()> = Mutex::new(());
 
@@ -64,7 +65,7 @@ impl Ours {
     /// Enters a registration in the table.
     fn new(gpu: &Gpu, pages: Range<usize>) -> Arc<Self> {
         let ours = Arc::new(Self { gpu: gpu.clone(), pages, free_list: false });
-        REGISTERED.lock().insert(ours.key(), (ours.pages.end, Arc::downgrade(&ours)));
+        REGISTERED.get().lock().insert(ours.key(), (ours.pages.end, Arc::downgrade(&ours)));
         ours
     }
 
@@ -76,7 +77,7 @@ impl Ours {
 impl Drop for Ours {
     fn drop(&mut self) {
         // Under the lock, so that the pages are in the table or queued to be given back.
-        let mut table = REGISTERED.lock();
+        let mut table = REGISTERED.get().lock();
         table.remove(&self.key());
         if !self.free_list {
             let (first, len) = (self.pages.start, self.pages.len());
@@ -88,7 +89,7 @@ impl Drop for Ours {
 /// Whether any of these pages is registered.
 pub fn is_registered(pages: &Range<usize>) -> bool {
     let overlaps = |start: usize, end: usize| start < pages.end && pages.start < end;
-    let table = REGISTERED.lock();
+    let table = REGISTERED.get().lock();
     table.iter().any(|((_, start), (end, ours))| overlaps(*start, *end) && ours.strong_count() > 0)
 }
 
@@ -209,7 +210,7 @@ impl Gpu {
 
     /// The registrations of these pages, in order; `None` while one of them is being given back.
     fn registered(&self, pages: &Range<usize>) -> Option<Vec<Arc<Ours>>> {
-        let table = REGISTERED.lock();
+        let table = REGISTERED.get().lock();
         let before = table.range((driver(self.api()), 0)..(driver(self.api()), pages.end)).rev();
         let overlap = before.map(|(_, known)| known).take_while(|(end, _)| *end > pages.start);
         let found: Vec<_> = overlap.map(|(_, ours)| ours.upgrade()).collect();
@@ -428,7 +429,15 @@ fn check_range(info: &PointerInfo, addr: u64, len: usize) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use gdsync_testkit::process::{End, in_child};
+
     use super::*;
+
+    #[test]
+    fn a_forked_child_allocates_while_its_parent_registers() {
+        let _held = REGISTERED.get().lock();
+        assert_eq!(in_child(|| Memory::alloc(4096).is_ok()), End::Said(true));
+    }
 
     #[test]
     fn a_page_of_the_gpu_ends_with_its_allocation() {
