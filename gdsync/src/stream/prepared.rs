@@ -394,15 +394,6 @@ impl Qp {
         PreparedWait::new(&completion.end, ClaimRange::Through(completion.n))
     }
 
-    /// Claims the completions of all sends posted or prepared so far, for a stream to wait for with one operation.
-    ///
-    /// # Errors
-    /// [`Error::NothingToWaitFor`]; [`Error::Unsupported`] on a shared completion queue; the error that broke the queue
-    /// pair.
-    pub fn prepare_wait_all_sends(&self) -> Result<PreparedWait> {
-        PreparedWait::new(&self.send.end, ClaimRange::All)
-    }
-
     /// Claims the next receive completion for a stream.
     ///
     /// # Errors

@@ -186,9 +186,11 @@ fn dropped_wait_gives_the_completion_back() {
         assert!(a.qp.poll_send().is_none());
         // One claim over several.
         nops(&[9, 10, 11]);
-        drop(a.qp.prepare_wait_all_sends().unwrap());
+        let mut batch = Batch::new();
+        let _last = batch.wait_all_sends(&a.qp).unwrap();
+        drop(batch);
         assert_eq!(polled(&a, 3), [9, 10, 11]);
-        assert!(matches!(a.qp.prepare_wait_all_sends(), Err(Error::NothingToWaitFor { .. })));
+        assert!(matches!(Batch::new().wait_all_sends(&a.qp), Err(Error::NothingToWaitFor { .. })));
     }
 }
 
