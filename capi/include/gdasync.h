@@ -127,8 +127,8 @@ int gda_comm_lost(gda_comm_t comm, int *ranks, int room);
 /* Ends the connection to a rank, or to all (-1): operations under way fail, here and there. */
 int gda_comm_abort(gda_comm_t comm, int rank);
 /* Called by all ranks, after all messages are received. Waits for sends and one-sided operations. What is not complete then, such as a
- * receive without a message, ends: its request is -ECANCELED, and so is a collective in another thread. The handle ends also if the
- * call fails. */
+ * receive without a message, ends: its request is -ECANCELED, and so is a collective or another call of all ranks in another
+ * thread; one over a gda_exchange ends with its allgather. The handle ends also if the call fails. */
 int gda_comm_destroy(gda_comm_t comm, int64_t timeout_ns);
 
 /* Processes that connect in pairs, at any time. Each pair is a communicator: the listener is rank 0, the other one rank 1. `address` has

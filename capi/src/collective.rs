@@ -30,6 +30,7 @@ fn run(
     let comm = comm(of)?.clone();
     let queue = if stream == 0 { None } else { Some(queue(stream)?) };
     let stream = queue.as_deref().map(Queue::stream).transpose()?;
+    let _call = comm.call(&limit)?;
     let collectives = comm.collectives.as_ref().ok_or_else(|| {
         let text = "the communicator has no collectives: create it with GDA_COLLECTIVES".into();
         Error::Own(libc::EOPNOTSUPP, text)

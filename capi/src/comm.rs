@@ -10,6 +10,7 @@ use gdsync_capi_support::handles::{Guard, Table};
 use mp::Communicator;
 use mp::collective::Collectives;
 use mp::tagged::Tagged;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::abi::{KINDS, Raw};
 use crate::context::{Ctx, Progress};
@@ -28,6 +29,8 @@ pub(crate) struct Comm {
     pub(crate) comm: Communicator,
     pub(crate) tagged: Option<Tagged>,
     pub(crate) collectives: Option<Collectives>,
+    /// Held during a collective, also of a stream.
+    calling: Mutex<()>,
     flags: u32,
     /// Its handle has ended; memory and requests may still refer to it.
     has_ended: AtomicBool,
@@ -76,8 +79,9 @@ impl Comm {
         let tagged = (flags & TAGGED != 0).then(|| Tagged::new(&comm, limit.get())).transpose()?;
         let collectives =
             (flags & COLLECTIVES != 0).then(|| Collectives::new(&built, limit.get())).transpose()?;
-        let (has_ended, is_gone) = Default::default();
-        let made = Arc::new(Self { ctx: ctx.clone(), comm, tagged, collectives, flags, has_ended, is_gone });
+        let (kept, (calling, has_ended, is_gone)) = (ctx.clone(), Default::default());
+        let made = Self { ctx: kept, comm, tagged, collectives, calling, flags, has_ended, is_gone };
+        let made = Arc::new(made);
         let comm: Arc<dyn Progress> = made.clone();
         if let Some(ctx) = ctx.upgrade() {
             ctx.comms.lock().push(Arc::downgrade(&comm));
@@ -94,6 +98,13 @@ impl Comm {
         }
     }
 
+    /// Lets one collective start at a time.
+    pub(crate) fn call(&self, limit: &Remaining) -> Result<MutexGuard<'_, ()>> {
+        let late =
+            || Error::Own(libc::ETIMEDOUT, "a collective of another thread goes on; call it later".into());
+        self.calling.try_lock_for(limit.get()).ok_or_else(late)
+    }
+
     /// Whether operations under way can no longer complete.
     pub(crate) fn is_gone(&self) -> bool {
         self.is_gone.load(Ordering::Relaxed)
@@ -105,6 +116,10 @@ impl Comm {
         let tagged = self.tagged.clone().map(|tagged| tagged.destroy(limit.get()));
         let ended = self.comm.clone().finalize(limit.get());
         self.is_gone.store(true, Ordering::Relaxed);
+        if ended.is_err() {
+            // Other threads may still wait, as for ranks that have not come.
+            self.comm.close();
+        }
         match collectives {
             Some(Err(error @ mp::Error::Collective { .. })) => {
                 Err(Error::Own(libc::EINVAL, format!("an earlier collective has failed: {}", in_c(&error))))

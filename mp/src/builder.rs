@@ -225,10 +225,10 @@ impl CommunicatorBuilder {
             }));
         }
         Ok(Resolved {
-            cache: Cache::new(cache.clone().or_environment()?),
-            intra_host: intra_host.clone().or_environment()?,
-            gpu_path: gpu_path.or_environment()?,
-            near: near.or_environment()?,
+            cache: Cache::new(cache.clone().or(variable("MP_REG_CACHE").as_deref())?),
+            intra_host: intra_host.clone().or(variable("MP_LOCAL").as_deref())?,
+            gpu_path: gpu_path.or(variable("MP_GPU_PATH").as_deref())?,
+            near: near.or(variable("MP_NEAR").as_deref())?,
         })
     }
 
@@ -311,6 +311,7 @@ impl CommunicatorBuilder {
             peers,
             credits,
             besides: Mutex::default(),
+            is_closed: exchange.close_flag(),
             exchange: Arc::new(Mutex::new(exchange)),
             outstanding: (!self.0.allow_overlap).then(Arc::default),
             children: Spawned::new(self.0.timeout),
@@ -430,15 +431,8 @@ const PAUSE: Duration = Duration::from_millis(10);
 pub struct Shrunk {
     /// The surviving ranks, numbered from 0 in their order.
     pub communicator: Communicator,
-    /// The former rank of each of them.
+    /// The former rank of each of them, ascending.
     pub former: Vec<usize>,
-}
-
-impl Shrunk {
-    /// The new rank of the one that was `former`; `None` if it is gone.
-    pub fn rank_of(&self, former: usize) -> Option<usize> {
-        self.former.binary_search(&former).ok()
-    }
 }
 
 impl Communicator {

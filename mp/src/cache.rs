@@ -35,7 +35,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicIsize, Ordering};
 
 use gdsync::cuda::Gpu;
-use gdsync::env::variable;
 use gdsync::memory::Memory;
 use parking_lot::Mutex;
 
@@ -84,19 +83,10 @@ impl Default for CacheConfig {
 }
 
 impl CacheConfig {
-    const VARIABLE: &str = "MP_REG_CACHE";
-
     /// With the choice of the environment.
-    ///
-    /// # Errors
-    /// [`gdsync::Error::InvalidArgument`] for a value that means nothing.
-    pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
-        self.or(variable(Self::VARIABLE).as_deref())
-    }
-
-    fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
+    pub(crate) fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
         let choices = [("off", Keep::Nothing), ("gpu", Keep::Gpu), ("on", Keep::All)];
-        let keep = choice(self.keep, Self::VARIABLE, variable, &choices, "on, gpu or off")?;
+        let keep = choice(self.keep, "MP_REG_CACHE", variable, &choices, "on, gpu or off")?;
         Ok(Self { keep, ..self })
     }
 

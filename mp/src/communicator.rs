@@ -82,6 +82,8 @@ pub(crate) struct Inner {
     pub(crate) fork_guard: ForkGuard,
     /// A forked child leaks it.
     pub(crate) exchange: Arc<Mutex<Box<dyn Exchange>>>,
+    /// [`Exchange::close_flag`]
+    pub(crate) is_closed: Arc<AtomicBool>,
     /// Dropped after the exchange, so that they learn that it is gone, and before the rest, which tells them, too.
     pub(crate) children: Spawned,
     /// [`Communicator::finalize`] has found nothing left at any rank.
@@ -481,6 +483,14 @@ impl Communicator {
     pub fn give_up(&self, rank: usize) -> Result<()> {
         self.peer(rank)?.transport.give_up();
         Ok(())
+    }
+
+    /// Ends what any thread waits for with other ranks: the connections, as [`Communicator::give_up`], and within a quarter of a second
+    /// calls of all ranks, here with [`Error::Closed`] and at the others with that as the reason. A foreign [`Exchange`] may leave its
+    /// calls to their deadlines.
+    pub fn close(&self) {
+        self.0.is_closed.store(true, Ordering::Relaxed);
+        self.0.peers.iter().for_each(|peer| peer.transport.give_up());
     }
 
     /// Blocks until all ranks have called it. It uses the connections made at start, not the RDMA device: see

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::fmt;
 use std::io::{self, Write};
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::thread::panicking;
 use std::time::Duration;
@@ -49,6 +50,12 @@ pub trait Exchange: fmt::Debug + Send {
         let _ = (without, timeout);
         let what = "its exchange cannot leave ranks out";
         Err(Error::bootstrap("this rank", what, "build it with Communicator::init, or restart the job"))
+    }
+
+    /// What another thread sets to end a call, with [`Error::Closed`], and to refuse later ones. The calls of an exchange that does not
+    /// look at it, which is the default, end by their deadlines alone.
+    fn close_flag(&self) -> Arc<AtomicBool> {
+        Arc::default()
     }
 }
 
@@ -169,6 +176,10 @@ impl Exchange for CheckedExchange {
     fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
         let (next, former) = self.0.regroup(without, timeout)?;
         Ok((Box::new(Self(next)), former))
+    }
+
+    fn close_flag(&self) -> Arc<AtomicBool> {
+        self.0.close_flag()
     }
 }
 

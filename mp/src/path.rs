@@ -9,8 +9,6 @@ use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
 use gdsync::Device;
-use gdsync::cuda::Gpu;
-use gdsync::env::variable;
 use gdsync::hca::{SoftHcaConfig, TCP, join_job};
 use gdsync::memory::Memory;
 use gdsync::verbs::{Context, Pd, Qp, Staging, TransferPath};
@@ -54,16 +52,10 @@ pub enum IntraHostPath {
 }
 
 impl IntraHostPath {
-    const VARIABLE: &str = "MP_LOCAL";
-
     /// With the choice of the environment.
-    pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
-        self.or(variable(Self::VARIABLE).as_deref())
-    }
-
-    fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
+    pub(crate) fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
         let choices = [("soft", Self::Soft), ("queues", Self::Queues), ("device", Self::Device)];
-        choice(self, Self::VARIABLE, variable, &choices, "soft, queues or device")
+        choice(self, "MP_LOCAL", variable, &choices, "soft, queues or device")
     }
 }
 
@@ -89,16 +81,10 @@ pub enum GpuPath {
 }
 
 impl GpuPath {
-    const VARIABLE: &str = "MP_GPU_PATH";
-
     /// With the choice of the environment.
-    pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
-        self.or(variable(Self::VARIABLE).as_deref())
-    }
-
-    fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
+    pub(crate) fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
         let choices = [("size", Self::BySize), ("peer", Self::PeerToPeer), ("staged", Self::Staged)];
-        choice(self, Self::VARIABLE, variable, &choices, "size, peer or staged")
+        choice(self, "MP_GPU_PATH", variable, &choices, "size, peer or staged")
     }
 
     /// Configures a device of a communicator.
@@ -136,16 +122,10 @@ pub enum NearPath {
 }
 
 impl NearPath {
-    const VARIABLE: &str = "MP_NEAR";
-
     /// With the choice of the environment.
-    pub(crate) fn or_environment(self) -> gdsync::Result<Self> {
-        self.or(variable(Self::VARIABLE).as_deref())
-    }
-
-    fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
+    pub(crate) fn or(self, variable: Option<&str>) -> gdsync::Result<Self> {
         let choices = [("auto", Self::Auto), ("peer", Self::PeerCopies), ("queues", Self::Queues)];
-        choice(self, Self::VARIABLE, variable, &choices, "auto, peer or queues")
+        choice(self, "MP_NEAR", variable, &choices, "auto, peer or queues")
     }
 }
 

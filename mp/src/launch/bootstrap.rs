@@ -8,6 +8,7 @@
 
 use std::net::TcpListener;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use gdsync::error::rounded;
@@ -36,6 +37,7 @@ pub struct Bootstrap {
     /// Rank 0: ranks 1 and up, in order. Others: rank 0.
     pub(super) peers: Vec<Conn>,
     pub(super) failed: Option<Error>,
+    is_closed: Arc<AtomicBool>,
     /// Where the ranks find each other without rank 0.
     pub(super) listeners: Option<Arc<Listeners>>,
     /// Those of the larger job before, open so that none of its ranks takes this one for dead.
@@ -44,7 +46,7 @@ pub struct Bootstrap {
 
 impl Bootstrap {
     pub(super) fn new(rank: u32, job: Job, peers: Vec<Conn>) -> Self {
-        Self { rank, job, peers, failed: None, listeners: None, _former: None }
+        Self { rank, job, peers, failed: None, is_closed: Arc::default(), listeners: None, _former: None }
     }
 
     /// Connects all ranks of the job: rank 0 listens at [`Launch::root`], the others dial until it answers. Returns when all ranks
@@ -240,7 +242,9 @@ impl Bootstrap {
         deadline: &Deadline,
     ) -> std::result::Result<Vec<Vec<u8>>, Failure> {
         let mut parts: Vec<Option<Vec<u8>>> = vec![None; self.peers.len()];
+        let is_closed = &*self.is_closed;
         let driven = drive(&mut self.peers, 1, kind.name(), deadline, |index, conn| {
+            refuse_closed(is_closed)?;
             if parts[index].is_none() && conn.fill()? {
                 parts[index] = Some(conn.take(kind)?.payload);
             }
@@ -278,7 +282,9 @@ impl Bootstrap {
         let mut ranks = 0..count;
         let mut parts = Vec::new();
         let what = format!("{} (rank 0 answers when all ranks have called it)", kind.name());
+        let is_closed = &*self.is_closed;
         let driven = drive(&mut self.peers, 0, &what, deadline, |_, root| {
+            refuse_closed(is_closed)?;
             // Read first: if rank 0 gave up, its reason is better than a failed write.
             while !ranks.is_empty() && root.fill()? {
                 let frame = root.take(kind)?;
@@ -298,6 +304,10 @@ impl Bootstrap {
         driven?;
         Ok(parts)
     }
+}
+
+fn refuse_closed(is_closed: &AtomicBool) -> Result<()> {
+    if is_closed.load(Ordering::Relaxed) { Err(Error::Closed { what: "the communicator" }) } else { Ok(()) }
 }
 
 impl Exchange for Bootstrap {
@@ -320,6 +330,10 @@ impl Exchange for Bootstrap {
     fn regroup(&mut self, without: &[usize], timeout: Duration) -> Result<(Box<dyn Exchange>, Vec<usize>)> {
         let (next, former) = Self::regroup(self, without, timeout)?;
         Ok((Box::new(next), former))
+    }
+
+    fn close_flag(&self) -> Arc<AtomicBool> {
+        self.is_closed.clone()
     }
 }
 

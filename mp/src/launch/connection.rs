@@ -53,6 +53,10 @@ const VERSION: u16 = 3;
 /// Length of the header.
 pub(super) const HEADER: usize = 28;
 
+/// The most that a wait sleeps before it looks at other things: whether another thread has closed what it waits with, and at connections
+/// that have not introduced themselves.
+pub(super) const TICK: Duration = Duration::from_millis(250);
+
 /// Longest reason that is shown.
 const MAX_TEXT: usize = 4096;
 
@@ -376,6 +380,7 @@ impl Failure {
             Error::Bootstrap { what, cause: Some(cause), .. } => format!("{what}: {cause}"),
             Error::Bootstrap { what, .. } => what.clone(),
             Error::Deadline { what, after, .. } => format!("{what}: not done within {}", rounded(*after)),
+            Error::Closed { what } => format!("closed {what}"),
             other => other.to_string(),
         }
     }
@@ -415,7 +420,7 @@ pub(super) fn drive(
             let error = deadline.error(format!("{what}: waiting for {}", names.join(", ")), FIX_LATE_CALL);
             return Err(Failure { rank, error });
         }
-        wait(&mut fds, deadline.remaining()).map_err(|error| Failure { rank: 0, error })?;
+        wait(&mut fds, deadline.remaining().min(TICK)).map_err(|error| Failure { rank: 0, error })?;
     }
 }
 

@@ -4,19 +4,15 @@ use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::AsRawFd;
 use std::str;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use super::bootstrap::Bootstrap;
-use super::connection::{Conn, FIX_FILES, FIX_NETWORK, Job, Kind, MAX_PAYLOAD, send_to_all, wait};
+use super::connection::{Conn, FIX_FILES, FIX_NETWORK, Job, Kind, MAX_PAYLOAD, TICK, send_to_all, wait};
 use super::environment::{Launch, Launcher, Root};
 use super::rendezvous::{HELLO_LIMIT, address};
 use crate::builder::CommunicatorBuilder;
 use crate::communicator::Communicator;
 use crate::error::{Error, Result};
 use crate::wait::Deadline;
-
-/// The most that one wait sleeps: how late a thread learns that the listener was closed.
-const TICK: Duration = Duration::from_millis(250);
 
 /// A process that others connect to ([`CommunicatorBuilder::connect_to`]), one after the other. Each pair is a communicator of its own:
 /// the listener is rank 0, the other one rank 1.

@@ -8,7 +8,7 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::connection::{
-    Conn, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, announce, connect, wait,
+    Conn, FIX_NETWORK, FIX_ROOT, Failure, Job, Kind, MAX_PAYLOAD, TICK, announce, connect, wait,
 };
 use super::environment::{Root, is_loopback};
 use crate::error::{Error, Result};
@@ -24,9 +24,6 @@ const MAX_PAUSE: Duration = Duration::from_millis(500);
 
 /// How long a connection may take to send its hello.
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(5);
-
-/// How often pending connections are checked.
-const TICK: Duration = Duration::from_millis(250);
 
 /// Pause after a failed accept, which a shortage of descriptors would repeat at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(10);

@@ -770,7 +770,6 @@ shrink_test!(the_next_leader_dies_too, 5, 3, |comm| {
     }
     let shrunk = comm.shrink(LONG).unwrap();
     assert_eq!(shrunk.former, [2, 3, 4]);
-    assert_eq!([1, 2, 3].map(|rank| shrunk.rank_of(rank)), [None, Some(0), Some(1)]);
     shrunk.communicator
 });
 

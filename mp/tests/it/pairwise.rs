@@ -55,19 +55,33 @@ fn a_listener_accepts_several_one_after_the_other() {
     }
 }
 
-/// As a thread in `accept` may have no deadline.
+/// A thread is in `wait`, which has no deadline, when another one calls `close`. So is a later call refused.
+fn ends(wait: impl Fn() -> mp::Result<()> + Sync, close: impl FnOnce()) {
+    let is_closed = |error: &Error| assert!(matches!(error, Error::Closed { .. }), "{error}");
+    scope(|scope| {
+        let waits = scope.spawn(&wait);
+        std::thread::sleep(Duration::from_millis(20));
+        close();
+        is_closed(&waits.join().unwrap().unwrap_err());
+    });
+    is_closed(&wait().unwrap_err());
+}
+
 #[test]
 fn a_closed_listener_ends_accept() {
     let listener = Listener::bind(LOOPBACK).unwrap();
-    let accept = || listener.accept(builder().timeout(Duration::MAX)).unwrap_err();
-    let closed = |error: &Error| assert!(matches!(error, Error::Closed { .. }), "{error}");
-    scope(|scope| {
-        let waits = scope.spawn(accept);
-        std::thread::sleep(Duration::from_millis(20));
-        listener.close();
-        closed(&waits.join().unwrap());
-    });
-    closed(&accept());
+    ends(|| listener.accept(builder().timeout(Duration::MAX)).map(drop), || listener.close());
+}
+
+#[test]
+fn a_closed_communicator_ends_calls_of_all_ranks() {
+    let listener = Listener::bind(LOOPBACK).unwrap();
+    for is_root in [true, false] {
+        let (root, other) = connected(&listener);
+        let (closed, other) = if is_root { (root, other) } else { (other, root) };
+        ends(|| closed.barrier(Duration::MAX), || closed.close());
+        says(&other.barrier(LONG).unwrap_err(), &["closed the communicator"]);
+    }
 }
 
 #[test]
