@@ -186,7 +186,7 @@ impl Copier {
             match kind {
                 // SAFETY: the caller guarantees the ranges; this CPU has the routine, see `store_fn`.
                 MappingType::WriteCombining => unsafe { (self.store_fn)(dst, src, len) },
-                // SAFETY: the caller guarantees the ranges of `src` and `dst`.
+                // SAFETY: the caller guarantees the ranges; every CPU of this architecture has the routine.
                 MappingType::Cached => unsafe { (arch::STORE_CACHED)(dst, src, len) },
                 // SAFETY: the caller guarantees the ranges of `src` and `dst`.
                 MappingType::Device => unsafe { scalar::copy::<ToDevice>(dst, src, len) },
@@ -213,7 +213,7 @@ impl Copier {
             match kind {
                 // SAFETY: the caller guarantees the ranges; this CPU has the routine, see `load_fn`.
                 MappingType::WriteCombining => unsafe { (self.load_fn)(dst, src, len) },
-                // SAFETY: the caller guarantees the ranges of `src` and `dst`.
+                // SAFETY: the caller guarantees the ranges; every CPU of this architecture has the routine.
                 MappingType::Cached => unsafe { (arch::LOAD_CACHED)(dst, src, len) },
                 // SAFETY: the caller guarantees the ranges of `src` and `dst`.
                 MappingType::Device => unsafe { scalar::copy::<FromDevice>(dst, src, len) },

@@ -33,7 +33,7 @@ impl Views<'_> {
         let written: Vec<_> = offsets.iter().map(|_| random()).collect();
         for (&offset, bytes) in offsets.iter().zip(&written) {
             let dst = self.addr + offset as u64;
-            // SAFETY: an array of that length.
+            // SAFETY: `bytes` has `PROBE` bytes; the driver checks the GPU side.
             unsafe { self.cuda.copy_to_device(self.device, dst, bytes.as_ptr(), PROBE) }?;
         }
         for (&offset, bytes) in offsets.iter().zip(&written) {
@@ -64,7 +64,7 @@ impl Views<'_> {
         // Mostly both are equal at once.
         let (mut seen, mut shown) = ([[0; PROBE]; 2], [[0; PROBE]; 2]);
         let src = ends.map(|offset| self.addr + offset as u64);
-        // SAFETY: an array with room for both.
+        // SAFETY: `shown` has room for two pieces of at most `PROBE` bytes; the driver checks the GPU side.
         unsafe { self.cuda.gather_from_device(self.device, shown.as_mut_ptr().cast(), &src, probe) }?;
         let shown = shown.as_flattened();
         for (&offset, seen) in ends.iter().zip(&mut seen) {
@@ -105,7 +105,7 @@ impl Views<'_> {
 
     fn read_by_cuda(&self, offset: usize, out: &mut [u8]) -> Result<()> {
         let src = self.addr + offset as u64;
-        // SAFETY: a slice of that length.
+        // SAFETY: `out` has `out.len()` bytes; the driver checks the GPU side.
         unsafe { self.cuda.copy_from_device(self.device, out.as_mut_ptr(), src, out.len()) }
     }
 
@@ -136,7 +136,8 @@ pub(super) fn load(range: &CpuRange, offset: usize, out: &mut [u8]) -> Result<()
     copy::load_fence(range.kind());
     // SAFETY: inside the mapping, checked above.
     let src = unsafe { range.ptr().as_ptr().add(offset) };
-    // SAFETY: inside a mapping of this kind, which consists of pages; `out` is host memory.
+    // SAFETY: `out.len()` bytes from `src` lie in a mapping of this kind, checked above. It consists of pages, so the blocks at the
+    // ends are readable. `out` is of the host, so it does not overlap.
     unsafe { Copier::best().from_device(range.kind(), out.as_mut_ptr(), src, out.len()) };
     Ok(())
 }
@@ -146,7 +147,7 @@ pub(super) fn store(range: &CpuRange, offset: usize, data: &[u8]) -> Result<()> 
     check_bounds(offset, data.len(), range.len())?;
     // SAFETY: inside the mapping, checked above.
     let dst = unsafe { range.ptr().as_ptr().add(offset) };
-    // SAFETY: inside a mapping of this kind; `data` is host memory.
+    // SAFETY: `data.len()` bytes from `dst` lie in a mapping of this kind, checked above. `data` is of the host, so it does not overlap.
     unsafe { Copier::best().to_device(range.kind(), dst, data.as_ptr(), data.len()) };
     copy::full_fence();
     Ok(())

@@ -167,7 +167,7 @@ mod tests {
         for start in 64..128 {
             for len in 0..100 {
                 let dst = std::ptr::without_provenance_mut(start);
-                // SAFETY: nothing is accessed.
+                // SAFETY: `Recorded` accesses no memory.
                 let accesses = recorded(|| unsafe { copy::<Recorded>(dst, std::ptr::null(), len) });
                 let mut at = start;
                 for &(address, size) in &accesses {
@@ -188,7 +188,7 @@ mod tests {
             for len in 0..64 {
                 let dst = std::ptr::without_provenance_mut(start);
                 let mut at = 0;
-                // SAFETY: nothing is accessed.
+                // SAFETY: `Recorded` accesses no memory.
                 recorded(|| at = unsafe { head::<Recorded>(dst, std::ptr::null(), len) });
                 assert!((start + at).is_multiple_of(16) || len - at < 16, "{len} bytes at {start}: {at}");
                 assert!(at < 16);
@@ -202,7 +202,7 @@ mod tests {
             for len in 0..20 {
                 let dst = std::ptr::without_provenance_mut(start);
                 let mut taken = false;
-                // SAFETY: nothing is accessed.
+                // SAFETY: `Recorded` accesses no memory.
                 let accesses = recorded(|| taken = unsafe { word::<Recorded>(dst, std::ptr::null(), len) });
                 assert_eq!(taken, matches!(len, 1 | 2 | 4 | 8) && start.is_multiple_of(len));
                 assert_eq!(accesses, if taken { vec![(start, len)] } else { vec![] });

@@ -413,13 +413,16 @@ impl Gpu {
     fn release(&self, api: &Api) {
         let Some(handle) = self.primary.lock().take() else { return };
         let streams = std::mem::take(&mut *self.streams.lock());
-        let result = (Context { handle, primary: true }).enter(api).map(|_current| {
+        let entered = (Context { handle, primary: true }).enter(api).map(|_current| {
             for stream in streams {
                 stream.destroy(api);
             }
         });
-        // SAFETY: retained once, given back once.
-        if let Err(error) = result.and_then(|()| unsafe { api.primary_ctx_release(self.device) }) {
+        let released = entered.and_then(|()| {
+            // SAFETY: `primary` has retained it, and `take` leaves nothing to release again.
+            unsafe { api.primary_ctx_release(self.device) }
+        });
+        if let Err(error) = released {
             tracing::debug!(%error, "GPU {}: primary context not released", self.ordinal);
         }
     }
@@ -536,8 +539,9 @@ impl Driver {
         let mut addr = 0;
         // SAFETY: a place for the answer.
         unsafe { self.api.mem_address_reserve(&mut addr, len, align, 0, 0) }?;
-        // SAFETY: the range was reserved for this, the memory has this length.
-        if let Err(error) = unsafe { self.api.mem_map(addr, len, 0, memory, 0) } {
+        // SAFETY: the range was reserved above, and the caller made the memory with this length.
+        let mapped = unsafe { self.api.mem_map(addr, len, 0, memory, 0) };
+        if let Err(error) = mapped {
             self.unreserve(addr, len).unwrap_or_else(|error| leaked(addr, &error));
             return Err(error);
         }
@@ -688,17 +692,17 @@ impl Driver {
     /// memory has no timeout, since the GPU would continue to use it.
     fn wait(&self, stream: &CopyStream, may_give_up: bool) -> Result<()> {
         if !may_give_up {
-            // SAFETY: a stream of the current context.
+            // SAFETY: the caller's stream is alive, and its context is current.
             return unsafe { self.api.stream_synchronize(stream.stream) };
         }
         let start = Instant::now();
         loop {
             // Read before the poll, so that a process that was stopped in between polls once more.
             let waited = start.elapsed();
-            // SAFETY: a stream of the current context.
-            match unsafe { self.api.stream_query(stream.stream) } {
-                Err(Error::Cuda { status: CudaStatus::NOT_READY, .. }) => {}
-                done => return done,
+            // SAFETY: the caller's stream is alive, and its context is current.
+            let done = unsafe { self.api.stream_query(stream.stream) };
+            if !matches!(done, Err(Error::Cuda { status: CudaStatus::NOT_READY, .. })) {
+                return done;
             }
             match waited {
                 spinning if spinning < SPIN => std::hint::spin_loop(),
@@ -742,7 +746,8 @@ impl Driver {
     fn pinned(&self) -> usize {
         let mut bounce = std::ptr::null_mut();
         // SAFETY: a place for the answer; a context is current.
-        match unsafe { self.api.mem_host_alloc(&mut bounce, BOUNCE, HOST_ALLOC_PORTABLE) } {
+        let allocated = unsafe { self.api.mem_host_alloc(&mut bounce, BOUNCE, HOST_ALLOC_PORTABLE) };
+        match allocated {
             Ok(()) => bounce.expose_provenance(),
             Err(error) => {
                 tracing::debug!(%error, "copies to the host go without a pinned buffer");
