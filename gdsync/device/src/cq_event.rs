@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::Condvar;
-use gdsync_shm::{doorbell_watch, event_count, nap};
+use gdsync_shm::{doorbell_watch, event_count, sleep_time};
 use parking_lot::Mutex;
 
 /// Event of a completion queue, raised after every completion: wakes sleeping threads of this process, and knows the GPU whose
@@ -35,7 +35,7 @@ struct Waits {
 }
 
 /// Sleep between two polls of a queue whose device raises no events.
-const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
+const SLEEPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(1);
 
 impl CqEvent {
     /// For a device that raises no events.
@@ -48,7 +48,7 @@ impl CqEvent {
         if self.is_silent {
             let start = Instant::now();
             while !ready() && start.elapsed() < timeout {
-                std::thread::sleep(nap(start.elapsed(), NAPS).min(timeout));
+                std::thread::sleep(sleep_time(start.elapsed(), SLEEPS).min(timeout));
             }
             return;
         }

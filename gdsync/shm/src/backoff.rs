@@ -114,12 +114,12 @@ pub fn back_off(waited: Duration, limit: Duration) {
         std::thread::yield_now();
     } else {
         let long = (waited / LONG_SLEEP).min(LONGEST_SLEEP);
-        std::thread::sleep(nap(waited / 8, SLEEPS).max(long).min(limit));
+        std::thread::sleep(sleep_time(waited / 8, SLEEPS).max(long).min(limit));
     }
 }
 
 /// Sleep until the next poll: an eighth of `waited`, within `range`.
-pub fn nap(waited: Duration, range: RangeInclusive<Duration>) -> Duration {
+pub fn sleep_time(waited: Duration, range: RangeInclusive<Duration>) -> Duration {
     (waited / 8).clamp(*range.start(), *range.end())
 }
 
@@ -152,6 +152,9 @@ mod tests {
         assert!(backoff.spin_after(ms(0)));
         assert!(!backoff.spin_after(ms(8)));
         assert!(!Backoff::new(Duration::ZERO).spin());
-        assert_eq!([1, 80, 800].map(|waited| nap(ms(waited), ms(1)..=ms(20))), [ms(1), ms(10), ms(20)]);
+        assert_eq!(
+            [1, 80, 800].map(|waited| sleep_time(ms(waited), ms(1)..=ms(20))),
+            [ms(1), ms(10), ms(20)]
+        );
     }
 }

@@ -14,7 +14,7 @@ pub mod seqlock;
 pub mod shm_fifo;
 pub mod spin_lock;
 
-pub use backoff::{BACK_OFF_YIELDS, Backoff, back_off, cores_are_busy, nap, yield_core};
+pub use backoff::{BACK_OFF_YIELDS, Backoff, back_off, cores_are_busy, sleep_time, yield_core};
 pub use doorbell::{
     free_slots, freed_slots, is_complete, is_rung, publish_cqe, recorded, ring_doorbell, take_doorbell,
 };

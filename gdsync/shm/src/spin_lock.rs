@@ -44,7 +44,7 @@ pub fn give(taken: &impl Atom32) {
 const SPINS: u32 = 64;
 const AWAKE: u32 = SPINS + 16;
 /// Sleep between polls after that.
-const NAP: Duration = Duration::from_micros(50);
+const SLEEP: Duration = Duration::from_micros(50);
 
 /// A mutex over [`RawSpinLock`].
 pub type SpinLock<T> = lock_api::Mutex<RawSpinLock, T>;
@@ -67,7 +67,7 @@ unsafe impl RawMutex for RawSpinLock {
         take(&self.0, |rests| match rests {
             ..SPINS => std::hint::spin_loop(),
             SPINS..AWAKE => thread::yield_now(),
-            _ => thread::sleep(NAP),
+            _ => thread::sleep(SLEEP),
         });
         GuardNoSend::new()
     }

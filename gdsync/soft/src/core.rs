@@ -637,7 +637,7 @@ impl Progress for Core {
         Duration::from_secs(1)
     }
 
-    fn watch_nap(&self) -> Duration {
+    fn watch_sleep(&self) -> Duration {
         // Of a card, all doorbells are watched.
         Duration::from_millis(if self.async_events.has_listener() { 1 } else { 5 })
     }

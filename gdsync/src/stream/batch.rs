@@ -524,7 +524,7 @@ impl Runner for Caller {
         SPIN
     }
 
-    fn nap(&self, nap: Duration) {
-        thread::sleep(nap);
+    fn sleep(&self, time: Duration) {
+        thread::sleep(time);
     }
 }

@@ -11,10 +11,10 @@ use crate::verbs::writers::Writers;
 use gdsync_device::error::Error;
 use gdsync_device::memory::Memory;
 use gdsync_device::recorder::{By, Hold, Log, NOTED_AFTER};
-use gdsync_shm::{Backoff, nap};
+use gdsync_shm::{Backoff, sleep_time};
 
-/// Bounds of the growing sleep of a wait for a word: see [`nap`]. What arrives for a software HCA that may write the word ends
-/// the sleep.
+/// Bounds of the growing sleep of a wait for a word: see [`sleep_time`]. What arrives for a software HCA that may write the word
+/// ends the sleep.
 ///
 /// A plain store wakes no thread. So a store is noticed late by an eighth of the time waited, at least 20 us and at
 /// most 20 ms, plus the kernel's timer slack (usually 50 us).
@@ -22,7 +22,7 @@ use gdsync_shm::{Backoff, nap};
 /// The upper bound limits the cost of long waits. A check costs 4 to 8 us of CPU time (a timer, two context switches,
 /// cold caches): 50 checks a second are 0.02 to 0.04 % of a core, and the 65 checks of the first 160 ms another 0.3 to
 /// 0.5 ms. Eight streams that wait for a second use 0.3 to 0.7 % of a core; with 5 ms it was 1.3 %.
-const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
+const SLEEPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
 
 /// Spin time after something has arrived for the device.
 const ARRIVAL_SPIN: Duration = Duration::from_micros(10);
@@ -54,8 +54,8 @@ pub(super) trait Runner {
     /// Spin time of a wait before it sleeps.
     fn spin(&self) -> Duration;
 
-    /// Sleeps for `nap`, or until released.
-    fn nap(&self, nap: Duration);
+    /// Sleeps for `time`, or until released.
+    fn sleep(&self, time: Duration);
 
     /// A wait has held the stream since then; or, with `None`, holds it no more. Default: nobody asks.
     fn note_holder(&self, wait: Option<(&Op, Instant)>) {
@@ -182,15 +182,15 @@ impl Waker<'_> {
             }
             Self::Word(writers, _) => writers,
         };
-        let nap = nap(waited, NAPS).min(left);
+        let sleep = sleep_time(waited, SLEEPS).min(left);
         let start = Instant::now();
-        // Unlike a nap, it does not end when the stream fails.
-        let has_slept = writers.sleep(ready, nap.min(PARK_MAX));
+        // Unlike a sleep of the runner, it does not end when the stream fails.
+        let has_slept = writers.sleep(ready, sleep.min(PARK_MAX));
         if !has_slept {
-            runner.nap(nap);
+            runner.sleep(sleep);
         }
         writers.refresh();
-        has_slept && start.elapsed() < nap.min(PARK_MAX)
+        has_slept && start.elapsed() < sleep.min(PARK_MAX)
     }
 }
 

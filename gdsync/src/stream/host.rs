@@ -439,11 +439,11 @@ impl Shared {
         }
     }
 
-    /// Sleeps for `nap`, or until released.
-    fn nap(&self, nap: Duration) {
+    /// Sleeps for `time`, or until released.
+    fn sleep(&self, time: Duration) {
         let mut state = self.state.lock();
         if !self.released() {
-            self.release.wait_for(&mut state, nap);
+            self.release.wait_for(&mut state, time);
         }
     }
 
@@ -565,8 +565,8 @@ impl Runner for Shared {
         self.config.spin
     }
 
-    fn nap(&self, nap: Duration) {
-        self.nap(nap);
+    fn sleep(&self, time: Duration) {
+        self.sleep(time);
     }
 
     fn note_holder(&self, wait: Option<(&Op, Instant)>) {

@@ -28,7 +28,7 @@ use gdsync_device::fork_guard::ForkGuard;
 use gdsync_device::memory::{Found, Word32};
 use gdsync_device::recorder::{Awaited, By, Event, Hold, Log, NOTED_AFTER, Queue, Stage};
 use gdsync_device::{CqParts, GpuNudge, OnGpu, Places, Provider, QpAttr, QpState};
-use gdsync_shm::{Backoff, SpinLock, nap};
+use gdsync_shm::{Backoff, SpinLock, sleep_time};
 use mlx5_ring::{self as mlx5, CQE_SIZE, Cqe, CqeOpcode, Syndrome};
 
 /// A completion queue. Clones share it. It is destroyed when the last clone and its last queue pair are gone.
@@ -778,7 +778,7 @@ impl CqInner {
                 held.get_or_insert_with(|| self.recorder.hold(since, awaited(), By::Cpu));
             }
             if !backoff.spin_after(waited) {
-                self.park_for_next(nap(waited, PARKS).min(timeout - waited));
+                self.park_for_next(sleep_time(waited, PARKS).min(timeout - waited));
                 // One look, then asleep again: each look may ask the system for packets.
                 rounds = u32::MAX;
             }

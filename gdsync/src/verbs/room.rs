@@ -4,7 +4,7 @@ use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use gdsync_device::error::{Error, Result};
-use gdsync_shm::{Backoff, nap};
+use gdsync_shm::{Backoff, sleep_time};
 
 use super::end::QueueEnd;
 use super::qp::Qp;
@@ -13,7 +13,7 @@ use super::qp::Qp;
 const SPIN: Duration = Duration::from_micros(50);
 
 /// Bounds of the growing sleep. A completion ends it, but a stream that moves on does not.
-const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(5);
+const SLEEPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(5);
 
 /// A wait for room in queues.
 pub(crate) struct RoomWait {
@@ -37,7 +37,7 @@ impl RoomWait {
         let helped = end.qp.provider.progress();
         end.cq.reap();
         if !helped && !self.backoff.spin_after(waited) {
-            end.cq.park_for_next(nap(waited, NAPS).min(self.timeout.saturating_sub(waited)));
+            end.cq.park_for_next(sleep_time(waited, SLEEPS).min(self.timeout.saturating_sub(waited)));
         }
     }
 }

@@ -61,7 +61,7 @@ pub trait Progress: Send + fmt::Debug + 'static {
     }
 
     /// Maximum sleep of the service thread while it must poll.
-    fn watch_nap(&self) -> Duration {
+    fn watch_sleep(&self) -> Duration {
         Duration::from_millis(5)
     }
 
@@ -173,22 +173,22 @@ pub trait ProgressEngine: Send + Sync + fmt::Debug + 'static {
     /// Releases the lock, handles work that others queued meanwhile, and nudges GPUs.
     fn unlock(&self, core: MutexGuard<'_, Self::Core>) {
         let mut nudges = Vec::new();
-        let mut note = |core: &mut Self::Core| {
+        let mut publish = |core: &mut Self::Core| {
             let state = self.progress_state();
             state.busy.store(core.is_active() || core.is_watching(), Ordering::Relaxed);
             state.must_poll.store(core.must_poll(), Ordering::Relaxed);
-            core.take_copied().into_iter().for_each(|at| state.copied.note(at));
+            core.take_copied().into_iter().for_each(|at| state.copied.set(at));
             nudges.append(&mut core.take_nudges());
         };
         let mut core = core;
-        note(&mut core);
+        publish(&mut core);
         self.doorbells().unlock(
             core,
             || self.core().try_lock(),
             |core| {
                 self.accept(core);
                 core.step(self.doorbells());
-                note(core);
+                publish(core);
             },
         );
         // Without the lock: CUDA may take its time.
@@ -347,7 +347,7 @@ impl Default for RecentCopy {
 
 impl RecentCopy {
     /// A copy began at this time.
-    pub fn note(&self, at: Instant) {
+    pub fn set(&self, at: Instant) {
         self.at.store(1 + self.nanoseconds(at), Ordering::Relaxed);
     }
 
@@ -376,9 +376,9 @@ mod tests {
         let recent_copy = RecentCopy::default();
         assert!(!recent_copy.is_recent(), "there was none");
         // In the future, so that it is recent however slow this machine is.
-        recent_copy.note(Instant::now() + 1000 * FRESH);
+        recent_copy.set(Instant::now() + 1000 * FRESH);
         assert!(recent_copy.is_recent());
-        recent_copy.note(recent_copy.base);
+        recent_copy.set(recent_copy.base);
         while recent_copy.base.elapsed() < FRESH {
             std::thread::yield_now();
         }

@@ -158,7 +158,7 @@ impl<S: ProgressEngine> Worker<S> {
         if let Some(doorbells) = core.newly_watched() {
             self.doorbells = doorbells;
         }
-        let (timer, watch_nap, longest) = (core.next_timer(), core.watch_nap(), core.longest_sleep());
+        let (timer, watch_sleep, longest) = (core.next_timer(), core.watch_sleep(), core.longest_sleep());
         let active = core.is_active();
         let spin = match std::mem::take(&mut self.slept) {
             _ if is_polling => WATCH_SPIN,
@@ -176,13 +176,13 @@ impl<S: ProgressEngine> Worker<S> {
             }
             return is_polling && !copying;
         }
-        let mut nap = longest;
+        let mut sleep = longest;
         if watching {
-            nap = gdsync_shm::nap(idle, SPIN..=watch_nap);
+            sleep = gdsync_shm::sleep_time(idle, SPIN..=watch_sleep);
         }
         if active {
             // A link may be full, or a timer not be set yet.
-            nap = nap
+            sleep = sleep
                 .min(timer.map_or(DEFER, |t| t.saturating_duration_since(now)))
                 .max(Duration::from_micros(5));
         }
@@ -202,14 +202,14 @@ impl<S: ProgressEngine> Worker<S> {
                 // Last: a doorbell rung while the lock was held is in the set.
                 || shared.doorbells().is_pending()
         };
-        shared.sleep(&ready, nap);
+        shared.sleep(&ready, sleep);
         shared.progress_state().thread.lock().asleep = false;
         self.slept = started.elapsed();
         if self.slept >= IDLE {
             // A thread that ran a step meanwhile is not taken for one that still does.
             self.caller_steps = shared.progress_state().caller_steps.load(Ordering::Relaxed);
         }
-        if nap == longest && self.slept >= longest {
+        if sleep == longest && self.slept >= longest {
             let mut core = shared.core().lock();
             core.look_at_all();
             shared.unlock(core);

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rdma_core_sys::verbs::{ibv_wc, ibv_wc_status};
 
 use super::device::DeviceQp;
-use super::staging::{Arrival, Brought, ResponseCopy, Shadows, Staged};
+use super::staging::{Arrival, ResponseCopy, Shadows, Staged, StagedState};
 use super::translate::{
     Buffers, Failure, Inline, Request, Tag, in_ring, inline_bytes, is_unnamed, outcome, received, sge,
 };
@@ -42,18 +42,18 @@ pub(super) struct Env<'a> {
 }
 
 impl Env<'_> {
-    pub(super) fn given(&self, count: usize) {
+    pub(super) fn add_outstanding(&self, count: usize) {
         // Written under the lock only.
         self.outstanding.store(self.outstanding.load(Ordering::Relaxed) + count, Ordering::Relaxed);
     }
 
-    fn back(&self, count: usize) {
+    fn sub_outstanding(&self, count: usize) {
         self.outstanding
             .store(self.outstanding.load(Ordering::Relaxed).saturating_sub(count), Ordering::Relaxed);
     }
 
     /// Flushes data that the device wrote.
-    fn show(&self) -> Result<()> {
+    fn flush_unseen(&self) -> Result<()> {
         self.unseen.iter().map(|(_, memory)| memory.flush()).fold(Ok(()), Result::and)
     }
 }
@@ -172,7 +172,7 @@ impl ProxyQp {
 
     /// Handles a completion of the device.
     pub(super) fn completed(&mut self, tag: Tag, wc: &ibv_wc, env: &mut Env<'_>) {
-        env.back(1);
+        env.sub_outstanding(1);
         if tag.is_receive {
             return self.received(wc, env);
         }
@@ -207,7 +207,7 @@ impl ProxyQp {
     /// Handles a receive whose data is in place.
     pub(super) fn arrived(&mut self, mut cqe: Cqe, counter: u16, env: &mut Env<'_>) {
         if !cqe.opcode.is_error()
-            && let Err(error) = env.show()
+            && let Err(error) = env.flush_unseen()
         {
             self.record_error(error);
             let syndrome = Syndrome::LOC_QP_OP_ERR;
@@ -240,7 +240,7 @@ impl ProxyQp {
             }
             if outcome.is_ok()
                 && sent.bytes > 0
-                && let Err(error) = env.show()
+                && let Err(error) = env.flush_unseen()
             {
                 self.record_error(error);
                 outcome = Err(Failure::REFUSED);
@@ -367,7 +367,7 @@ impl ProxyQp {
     /// Stops waiting for requests of this connection at the device.
     fn forget_requests(&mut self, env: &Env<'_>) {
         let receives = usize::try_from(self.taken - self.received).expect("fewer than the ring holds");
-        env.back(self.in_device as usize + receives);
+        env.sub_outstanding(self.in_device as usize + receives);
         self.in_device = 0;
         self.generation = self.generation.wrapping_add(1);
     }
@@ -520,7 +520,7 @@ impl ProxyQp {
             match self.post(&wqe, env) {
                 Posted::InDevice(bytes, copy) => {
                     self.in_device += 1;
-                    env.given(1);
+                    env.add_outstanding(1);
                     sent.bytes = bytes;
                     sent.response_copy = copy;
                 }
@@ -588,9 +588,9 @@ impl ProxyQp {
             copy = ResponseCopy::of(pieces);
         } else if !pieces.is_empty() {
             match self.staged.staged_state(self.head, self.device.open().name()) {
-                Brought::InPlace => {}
-                Brought::NotYet => return Posted::NotNow,
-                Brought::Failed(cause) => return refused(cause),
+                StagedState::InPlace => {}
+                StagedState::NotYet => return Posted::NotNow,
+                StagedState::Failed(cause) => return refused(cause),
             }
         }
         match self.device.send(&mut request, self.tag(false, number)) {
@@ -650,7 +650,7 @@ impl ProxyQp {
             let wr_id = self.tag(true, u32::try_from(number).expect("masked"));
             match self.device.receive(&mut buffers, wr_id) {
                 Ok(()) => {
-                    env.given(1);
+                    env.add_outstanding(1);
                     self.staged.expect(low16(self.taken), staged);
                 }
                 Err(errno) if self.taken > self.received && is_full(errno) => return,

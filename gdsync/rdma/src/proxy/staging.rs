@@ -246,7 +246,7 @@ impl ResponseCopy {
 }
 
 /// Staging state of a send's payload.
-pub(super) enum Brought {
+pub(super) enum StagedState {
     InPlace,
     NotYet,
     Failed(Error),
@@ -264,12 +264,12 @@ impl Staged {
     }
 
     /// State of the send at this block, the next one.
-    pub(super) fn staged_state(&self, head: u64, device: &str) -> Brought {
+    pub(super) fn staged_state(&self, head: u64, device: &str) -> StagedState {
         match self.outgoing.front() {
             Some((at, copy)) if *at == head && copy.is_over() => {
-                copy.failure(device).map_or(Brought::InPlace, Brought::Failed)
+                copy.failure(device).map_or(StagedState::InPlace, StagedState::Failed)
             }
-            _ => Brought::NotYet,
+            _ => StagedState::NotYet,
         }
     }
 

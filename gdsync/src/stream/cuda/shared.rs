@@ -39,7 +39,7 @@ use gdsync_device::cuda::{Activity, DriverTask, Gpu, Joined, RawStream, gate};
 use gdsync_device::error::{Error, Result};
 use gdsync_device::memory::Word64;
 use gdsync_device::recorder::{By, Log};
-use gdsync_shm::{Backoff, nap};
+use gdsync_shm::{Backoff, sleep_time};
 
 /// Calls between two marks.
 pub(super) const MARK_EVERY: usize = 16;
@@ -611,9 +611,9 @@ impl Shared {
 /// Spin time of a caller for a completion, before it sleeps.
 const CALLER_SPIN: Duration = Duration::from_micros(20);
 /// Minimum sleep of a caller that loses nothing by a late check.
-const IDLE_NAP: Duration = Duration::from_micros(50);
+const IDLE_SLEEP: Duration = Duration::from_micros(50);
 /// Maximum sleep of a caller between two checks.
-const CALLER_NAP: Duration = Duration::from_millis(1);
+const CALLER_SLEEP: Duration = Duration::from_millis(1);
 
 impl Shared {
     /// Blocks until a submission is over, or the deadline. Its failure, if any, is known by then.
@@ -635,7 +635,7 @@ impl Shared {
 
     /// Like [`Shared::block_until`], with a given spin time. A zero spin time also means longer sleeps.
     fn block(&self, deadline: Instant, spin: Duration, done: impl Fn() -> bool) -> bool {
-        let shortest = if spin.is_zero() { IDLE_NAP } else { CALLER_SPIN };
+        let shortest = if spin.is_zero() { IDLE_SLEEP } else { CALLER_SPIN };
         if done() {
             return true;
         }
@@ -653,8 +653,8 @@ impl Shared {
             let waited = now - start;
             if !backoff.spin_after(waited) {
                 // A failed stream ends soon, however long it was held.
-                let longest = if self.failed() { IDLE_NAP } else { CALLER_NAP };
-                std::thread::sleep(nap(waited, shortest..=longest).min(deadline - now));
+                let longest = if self.failed() { IDLE_SLEEP } else { CALLER_SLEEP };
+                std::thread::sleep(sleep_time(waited, shortest..=longest).min(deadline - now));
             }
         }
     }
@@ -691,7 +691,7 @@ impl Shared {
     pub(super) fn close(&self) -> bool {
         let is_done = || self.completed() >= self.submitted();
         // Most streams are synchronized before they are dropped, so this returns at once.
-        let is_over = is_done() || self.block_until(Instant::now() + CALLER_NAP, is_done);
+        let is_over = is_done() || self.block_until(Instant::now() + CALLER_SLEEP, is_done);
         // What would satisfy the waits is probably being dropped by a panic too. Without a mark behind the work, only calls
         // of the driver show its end, and these are not allowed after the application has destroyed its stream.
         if !is_over && (std::thread::panicking() || !self.owned && !self.is_marked()) {

@@ -48,15 +48,15 @@ const POLLS: u32 = 64;
 /// as lost, and the queue pairs ask for its packets again.
 const OVERTAKEN: Duration = Duration::from_secs(3);
 /// Sleeps while nothing wakes it: an eighth of the time since the last message.
-const NAPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
-/// Before a nap of this length it is worth a millisecond to clear a descriptor that stays readable.
-const LONG_NAP: Duration = Duration::from_micros(500);
-/// After a pause of this length, so many messages to and fro are a question whether this process lives, and the answer: the first nap is a
-/// long one.
+const SLEEPS: RangeInclusive<Duration> = Duration::from_micros(20)..=Duration::from_millis(20);
+/// Before a sleep of this length it is worth a millisecond to clear a descriptor that stays readable.
+const LONG_SLEEP: Duration = Duration::from_micros(500);
+/// After a pause of this length, so many messages to and fro are a question whether this process lives, and the answer: the first sleep
+/// is a long one.
 const PAUSE: Duration = Duration::from_millis(10);
 const FEW_MESSAGES: usize = 4;
 /// Maximum sleep while the provider takes no message.
-const NAP: Duration = Duration::from_millis(1);
+const BLOCKED_SLEEP: Duration = Duration::from_millis(1);
 /// Maximum sleep otherwise, in case a provider's descriptor missed something.
 const SLEEP: Duration = Duration::from_secs(1);
 
@@ -443,7 +443,7 @@ impl Endpoint {
     /// The longest sleep from now on, and whether the descriptor ends it; `None` if something waits in the provider.
     pub(crate) fn sleep_limit(&self) -> Option<(Duration, bool)> {
         let mut state = self.state.lock();
-        let Some(fd) = &self.fd else { return Some((state.nap(), true)) };
+        let Some(fd) = &self.fd else { return Some((state.sleep_time(), true)) };
         let is_readable = || {
             poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&Timespec::default()))
                 .is_ok_and(|ready| ready > 0)
@@ -453,18 +453,18 @@ impl Endpoint {
         }
         // That of `net` and `tcp` stays so in libfabric 1.17 and 1.18, whose `fi_trywait` does nothing: a read that waits clears it.
         if is_readable() {
-            let nap = state.nap();
+            let time = state.sleep_time();
             // The read holds up senders.
-            let is_worth_it = nap >= LONG_NAP && state.worked.elapsed() >= LONG_NAP;
+            let is_worth_it = time >= LONG_SLEEP && state.worked.elapsed() >= LONG_SLEEP;
             if is_worth_it && state.poll_with(true) {
                 return None;
             }
             if !is_worth_it || is_readable() {
-                return Some((nap, false));
+                return Some((time, false));
             }
         }
         let is_quiet = !state.is_blocked && state.unposted.is_empty() && state.untold.is_empty();
-        Some((if is_quiet { SLEEP } else { NAP }, true))
+        Some((if is_quiet { SLEEP } else { BLOCKED_SLEEP }, true))
     }
 }
 
@@ -502,9 +502,9 @@ impl State {
         self.links.values().for_each(|link| link.line.lose(&why));
     }
 
-    fn nap(&self) -> Duration {
-        let least = if self.completed <= FEW_MESSAGES { LONG_NAP } else { *NAPS.start() };
-        gdsync_shm::nap(self.worked.elapsed(), least..=*NAPS.end())
+    fn sleep_time(&self) -> Duration {
+        let least = if self.completed <= FEW_MESSAGES { LONG_SLEEP } else { *SLEEPS.start() };
+        gdsync_shm::sleep_time(self.worked.elapsed(), least..=*SLEEPS.end())
     }
 
     fn poll(&mut self) -> bool {
