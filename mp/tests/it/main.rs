@@ -23,6 +23,7 @@ mod peer_copies;
 mod placed;
 mod request_set;
 mod shm_fifo;
+mod shrink;
 mod stream_receives;
 mod tagged;
 mod traffic;
