@@ -81,6 +81,7 @@ fn only_the_functions_of_the_header_are_exported() {
     PACKAGE.check_exports(&["gdasync.h"], &[]);
 }
 
+/// Runs a program of `tests/c` as all ranks: one whose check fails ends with an error, and so does the test.
 fn job(name: &str, size: usize) -> Vec<String> {
     Program::compile(name, &[&format!("tests/c/{name}.c")]).job(size, &[])
 }
