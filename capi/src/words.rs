@@ -55,7 +55,6 @@ const WORDS: &[(&str, &str)] = &[
     ("CommunicatorBuilder::depth", "gda_config.depth"),
     ("CommunicatorBuilder::max_pieces", "gda_config.max_pieces"),
     ("Collectives::new", "gda_comm_create with GDA_COLLECTIVES"),
-    ("Collectives::close", "gda_comm_destroy"),
     ("Collectives::destroy", "gda_comm_destroy with GDA_COLLECTIVES"),
     ("Communicator::channels", "gda_chan_create"),
     ("Communicator::check", "gda_comm_lost"),
