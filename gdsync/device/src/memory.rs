@@ -17,7 +17,7 @@ mod word;
 use std::any::Any;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::{fmt, mem};
 
@@ -107,6 +107,8 @@ enum Bytes {
     Mapped {
         ptr: NonNull<u8>,
         len: usize,
+        /// Of a file that others may have mapped, too, now or before.
+        is_shared: AtomicBool,
     },
     Borrowed {
         ptr: NonNull<u8>,
@@ -172,8 +174,9 @@ impl Drop for Owner {
                 .into_iter()
                 .for_each(|registered| registered.unregister_before(mapped.clone()));
         }
-        if let Bytes::Mapped { ptr, len } = self.bytes {
-            if registered.is_some_and(|registered| registered.recycle(ptr, len)) {
+        if let Bytes::Mapped { ptr, len, ref is_shared } = self.bytes {
+            let may_keep = !is_shared.load(Ordering::Relaxed);
+            if registered.is_some_and(|registered| registered.recycle(ptr, len, may_keep)) {
                 return;
             }
             // SAFETY: this owner made the mapping with this length and no clone is left to use it.
@@ -239,7 +242,8 @@ impl Memory {
     fn mmap(len: usize, flags: i32, fd: i32) -> Result<Self> {
         let mapped = page_round(len)?;
         let ptr = pages::map(mapped, flags, fd)?;
-        Ok(Self::host(ptr, len, Bytes::Mapped { ptr, len: mapped }))
+        let is_shared = (flags & libc::MAP_SHARED != 0).into();
+        Ok(Self::host(ptr, len, Bytes::Mapped { ptr, len: mapped, is_shared }))
     }
 
     fn host(ptr: NonNull<u8>, len: usize, bytes: Bytes) -> Self {
@@ -266,7 +270,11 @@ impl Memory {
 
     /// Host memory that is still registered.
     pub fn of_pages(gpu: &Gpu, pages: Pages, len: usize) -> Self {
-        let memory = Self::host(pages.ptr, len, Bytes::Mapped { ptr: pages.ptr, len: pages.len });
+        let memory = Self::host(
+            pages.ptr,
+            len,
+            Bytes::Mapped { ptr: pages.ptr, len: pages.len, is_shared: false.into() },
+        );
         memory.owner.registered.get_or_init(|| Registered::of_pages(gpu, pages));
         memory
     }
@@ -387,7 +395,7 @@ impl Memory {
         }
         let (start, len, is_io) = match self.owner.bytes {
             Bytes::Io { ptr, len, .. } => (ptr, len, true),
-            Bytes::Mapped { ptr, len } | Bytes::Borrowed { ptr, len } => (ptr, len, false),
+            Bytes::Mapped { ptr, len, .. } | Bytes::Borrowed { ptr, len } => (ptr, len, false),
             Bytes::DmaBuf(ref mapped) => (mapped.ptr, mapped.len, false),
             Bytes::Gpu { .. } | Bytes::Buffer(_) | Bytes::Unmapped { .. } => unreachable!("it is on a GPU"),
         };

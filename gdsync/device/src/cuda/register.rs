@@ -106,14 +106,14 @@ impl Registered {
         Self { addr: pages.addr, ours: vec![ours] }
     }
 
-    /// Keeps the bytes registered for the next user, or gives them back to CUDA and the system. Returns false if the caller must unmap
-    /// them.
-    pub fn recycle(mut self, ptr: NonNull<u8>, len: usize) -> bool {
+    /// Keeps the bytes registered for the next user if it may, or gives them back to CUDA and the system. Returns false if the caller must
+    /// unmap them.
+    pub fn recycle(mut self, ptr: NonNull<u8>, len: usize, may_keep: bool) -> bool {
         let Some(mut ours) = self.ours.pop().and_then(Arc::into_inner) else { return false };
         ours.free_list = true;
         let (gpu, first) = (ours.gpu.clone(), ours.pages.start);
         drop(ours);
-        if !gpu.free_list().put_host(Pages { ptr, len, addr: self.addr }) {
+        if !may_keep || !gpu.free_list().put_host(Pages { ptr, len, addr: self.addr }) {
             gpu.defer_free(DeferredFree::Host { first, len, unmap: true });
         }
         true
@@ -429,6 +429,9 @@ fn check_range(info: &PointerInfo, addr: u64, len: usize) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
+
+    use gdsync_testkit::driver;
     use gdsync_testkit::process::{End, in_child};
 
     use super::*;
@@ -437,6 +440,25 @@ mod tests {
     fn a_forked_child_allocates_while_its_parent_registers() {
         let _held = REGISTERED.get().lock();
         assert_eq!(in_child(|| Memory::alloc(4096).is_ok()), End::Said(true));
+    }
+
+    /// The next user of kept pages must not share them with another process.
+    #[test]
+    fn shared_pages_are_not_kept() {
+        let _control = driver::Control::take();
+        let gpu = Gpu::open_with(driver::api(), 0, None).unwrap();
+        let (pages, file) = Memory::shared(c"test", 4096).unwrap();
+        let other = Memory::of_shared(&file, 4096).unwrap();
+        let remapped = Memory::alloc(4096).unwrap();
+        remapped.remap(Some(file.as_fd())).unwrap();
+        for memory in [pages, remapped] {
+            memory.gpu_addr(&gpu).unwrap();
+            drop(memory);
+        }
+        for _ in 0..2 {
+            gpu.alloc_host_piece(4096).unwrap().fill(0, 4096, 7).unwrap();
+        }
+        assert_eq!(other.to_vec(), [0; 4096]);
     }
 
     #[test]

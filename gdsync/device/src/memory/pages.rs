@@ -6,6 +6,7 @@ use std::mem::zeroed;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use rustix::event::EventfdFlags;
 
@@ -56,9 +57,11 @@ impl Memory {
     /// # Errors
     /// [`Error::InvalidArgument`] unless it was allocated by this library and never registered; [`Error::Sys`].
     pub fn remap(&self, file: Option<BorrowedFd<'_>>) -> Result<()> {
-        let (ptr, len) = match self.owner.bytes {
+        let (ptr, len, is_shared) = match &self.owner.bytes {
             // A GPU would go on using the old pages.
-            Bytes::Mapped { ptr, len } if self.owner.registered.get().is_none() => (ptr, len),
+            Bytes::Mapped { ptr, len, is_shared } if self.owner.registered.get().is_none() => {
+                (*ptr, *len, is_shared)
+            }
             _ => {
                 return Err(Error::invalid(
                     "memory",
@@ -67,6 +70,7 @@ impl Memory {
                 ));
             }
         };
+        is_shared.fetch_or(file.is_some(), Ordering::Relaxed);
         let (flags, fd) = match file {
             Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
             None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1),
