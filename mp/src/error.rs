@@ -158,7 +158,7 @@ pub enum Error {
     Cancelled,
     /// The program closed what this call used, perhaps while it waited.
     Closed {
-        /// What was closed.
+        /// The object that was closed.
         what: &'static str,
     },
     /// The layer below failed.

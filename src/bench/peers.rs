@@ -120,7 +120,7 @@ struct Ours<'a> {
     rig: Rig<'a>,
     buffer: Registration,
     by: By,
-    /// What is not submitted yet.
+    /// Operations that are not submitted yet.
     batch: RefCell<Batch>,
     /// Whether each send is submitted with the wait behind it.
     in_batches: bool,

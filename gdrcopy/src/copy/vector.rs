@@ -11,10 +11,17 @@ const LINE: usize = 64;
 /// Bytes in a block, the narrowest vector.
 const BLOCK: usize = 16;
 
-/// Copies `len` bytes from `src` to `dst`; both must be valid for what the promises of the module above allow.
+/// Copies `len` bytes from `src` to `dst`.
+///
+/// # Safety
+/// Both must be valid for what the promises of the module above allow.
 pub(super) type CopyFn = unsafe fn(dst: *mut u8, src: *const u8, len: usize);
 
 /// Copies one block or one line.
+///
+/// # Safety
+/// `src` must be valid for reads and `dst` for writes of so many bytes, and the device side aligned to them. This CPU must have the
+/// instructions.
 pub(super) type CopyOne = unsafe fn(dst: *mut u8, src: *const u8);
 
 /// Copies a range: whole lines, and a [part](Parts::part) of a line at either end.
@@ -126,6 +133,9 @@ mod tests {
     }
 
     /// A [`CopyOne`] of `SIZE` bytes that records its loads.
+    ///
+    /// # Safety
+    /// As for [`CopyOne`].
     unsafe fn recorded<const SIZE: usize>(dst: *mut u8, src: *const u8) {
         ACCESSES.with_borrow_mut(|accesses| accesses.push((src.addr(), SIZE)));
         // SAFETY: the caller guarantees the ranges of `src` and `dst`.

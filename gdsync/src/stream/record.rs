@@ -61,6 +61,8 @@ pub(super) struct Recording {
     completions: usize,
     /// Kept until the end, as sends are.
     follows: Vec<Follows>,
+    /// The orders that a launch follows.
+    orders: Vec<StreamOrder>,
     /// Hooks to call before each launch.
     before: Vec<Arc<dyn Replenish>>,
     /// The size of each batch, where batches are steps of a kernel.
@@ -110,7 +112,13 @@ impl Recording {
         let mut parts = Vec::new();
         let mut numbered = Vec::new();
         if let Some(mut follows) = follows {
-            parts.extend(follows.orders().cloned().map(Part::Follow));
+            // A launch is one batch, which follows an order once.
+            for order in follows.orders() {
+                if !self.orders.iter().any(|known| known.is(order)) {
+                    self.orders.push(order.clone());
+                    parts.push(Part::Follow(order.clone()));
+                }
+            }
             numbered = follows.take_numbered();
             self.follows.push(*follows);
         }
@@ -158,18 +166,6 @@ impl Recording {
         while self.sends.pop().is_some() {}
         if let Some(first) = self.batches.first_mut() {
             first.splice(0..0, mem::take(&mut self.before).into_iter().map(Part::Before));
-        }
-        // A launch is one batch, which follows an order once.
-        let mut followed: Vec<StreamOrder> = Vec::new();
-        for parts in &mut self.batches {
-            parts.retain(|part| match part {
-                Part::Follow(order) if followed.iter().any(|known| known.is(order)) => false,
-                Part::Follow(order) => {
-                    followed.push(order.clone());
-                    true
-                }
-                _ => true,
-            });
         }
         self.batches
     }

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::context::{CONTEXTS, Table, current};
 use super::queue::{Command, Ticket};
 use super::status::INVALID_IMAGE;
-use super::stream::{GRAPHS, Node, enqueue, enqueue_anywhere, resolve, unsafe_call};
+use super::stream::{GRAPHS, Graph, Node, enqueue, enqueue_anywhere, resolve, unsafe_call};
 use super::{Outcome, get, get_all, memop, put, queue, require};
 
 /// `CU_EVENT_BLOCKING_SYNC`, `CU_EVENT_DISABLE_TIMING`, `CU_EVENT_INTERPROCESS`.
@@ -256,6 +256,11 @@ pub(super) fn destroy_graph(graph: Handle) -> Outcome {
     GRAPHS.remove(graph).map(drop)
 }
 
+/// The graph of a node.
+fn graph_of(node: Handle) -> Outcome<Arc<Graph>> {
+    GRAPHS.find(|graph| graph.place_of(node).is_some()).ok_or(CudaStatus::INVALID_VALUE)
+}
+
 /// The node behind this one, or ahead of it: a graph is a list here.
 pub(super) fn neighbour(
     node: Handle,
@@ -265,7 +270,7 @@ pub(super) fn neighbour(
     count: *mut usize,
 ) -> Outcome {
     let room = get(count)?;
-    let graph = GRAPHS.find(|graph| graph.place_of(node).is_some()).ok_or(CudaStatus::INVALID_VALUE)?;
+    let graph = graph_of(node)?;
     let list = graph.0.lock();
     let at = list.iter().position(|own| own.handle == node).ok_or(CudaStatus::INVALID_VALUE)?;
     let found = if behind { list.get(at + 1) } else { at.checked_sub(1).and_then(|at| list.get(at)) };
@@ -294,8 +299,7 @@ pub(super) fn add_dependencies(
 }
 
 pub(super) fn destroy_node(node: Handle) -> Outcome {
-    let graph = GRAPHS.find(|graph| graph.place_of(node).is_some()).ok_or(CudaStatus::INVALID_VALUE)?;
-    graph.0.lock().retain(|own| own.handle != node);
+    graph_of(node)?.0.lock().retain(|own| own.handle != node);
     Ok(())
 }
 

@@ -192,7 +192,7 @@ pub struct KernelNodeParams {
     pub context: Handle,
 }
 
-/// `CUgraphEdgeData`: what of a node the next one waits for. Zeros: its end.
+/// `CUgraphEdgeData`: the kind of a dependency. Zeros: the next node waits for the end of this one.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EdgeData(pub [u8; 8]);

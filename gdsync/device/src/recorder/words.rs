@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::RwLock;
 
+use super::Log;
 use super::rows::{FIELDS, GONE, OF_WORDS, Row};
-use super::{Log, PATIENCE};
+use crate::fork_guard::PerProcess;
 
 /// What a process waits for in a word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,7 +81,7 @@ impl Words {
 }
 
 /// Those of this process, by address; the number keeps apart those at the same one.
-static NAMED: RwLock<BTreeMap<(u64, u64), Words>> = RwLock::new(BTreeMap::new());
+static NAMED: PerProcess<RwLock<BTreeMap<(u64, u64), Words>>> = PerProcess::new();
 
 /// The purpose of words of this process, known to errors and the recording until it is dropped.
 #[derive(Debug)]
@@ -96,8 +97,7 @@ impl NamedWords {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let words = Words { addr, len, purpose, is_gone: false };
         let key = (addr, NEXT.fetch_add(1, Ordering::Relaxed));
-        // In a forked child it may be locked for ever.
-        NAMED.try_write_for(PATIENCE).into_iter().for_each(|mut named| _ = named.insert(key, words));
+        NAMED.get().write().insert(key, words);
         let row = Row::take(&Log::current());
         row.write(words.pack());
         Self { key, words, row }
@@ -105,8 +105,7 @@ impl NamedWords {
 
     /// The words of this process at an address.
     pub fn find(addr: u64) -> Option<Words> {
-        // In a forked child it may be locked by a thread that does not exist there.
-        let named = NAMED.try_read()?;
+        let named = NAMED.get().read();
         // Windows may share memory: the nearest one has it.
         let mut nearest = named.range(..=(addr, u64::MAX)).rev().map(|(_, words)| *words);
         nearest.find(|words| words.range().contains(&addr))
@@ -116,7 +115,7 @@ impl NamedWords {
 impl Drop for NamedWords {
     fn drop(&mut self) {
         self.row.write(Words { is_gone: true, ..self.words }.pack());
-        NAMED.try_write_for(PATIENCE).into_iter().for_each(|mut named| _ = named.remove(&self.key));
+        NAMED.get().write().remove(&self.key);
     }
 }
 

@@ -295,15 +295,18 @@ fn fuse(
     for mut batch in batches {
         let joins = match (nodes.last_mut(), batch.first()) {
             (Some((before, Call::Ops(ops))), Some((node, Call::Ops(next)))) => {
-                let joins = may_join
+                let mut joins = may_join
                     && plan::may_join(ops, next)
                     && follows_alone(api, *before, *node)?
                     && (Grid::of(next).may_wait() || !starts_ahead(api, *before)?);
-                may_join &= !joins || replace(api, graph, *node, *before)?;
-                if joins && may_join {
+                if joins {
+                    may_join = replace(api, graph, *node, *before)?;
+                    joins = may_join;
+                }
+                if joins {
                     ops.extend_from_slice(next);
                 }
-                joins && may_join
+                joins
             }
             (_, first) => first.is_none(),
         };

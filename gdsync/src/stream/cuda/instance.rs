@@ -54,8 +54,8 @@ struct Programs {
 }
 
 impl Pool {
-    fn new(instances: Result<Vec<Instance>>) -> Result<Self> {
-        Ok(Self { instances: instances?.into_iter().map(Arc::new).collect(), launching: Mutex::default() })
+    fn new(instances: Vec<Instance>) -> Self {
+        Self { instances: instances.into_iter().map(Arc::new).collect(), launching: Mutex::default() }
     }
 
     /// Creates the instances of a graph with these nodes.
@@ -90,7 +90,7 @@ impl Pool {
                 }
             }
         }
-        Self::new(Ok(instances))
+        Ok(Self::new(instances))
     }
 
     /// Allocates programs for steps of the given sizes.
@@ -99,7 +99,7 @@ impl Pool {
             let programs = Programs::new(gpu, kernel_exec::room_of_steps(steps), Vec::new())?;
             Ok(Instance { gpu: gpu.clone(), kernel_exec: None, exec: 0, programs: Some(programs) })
         };
-        Self::new((0..INSTANCES).map(one).collect())
+        Ok(Self::new((0..INSTANCES).map(one).collect::<Result<_>>()?))
     }
 
     /// Locks the pool. Hold the lock from [`Pool::free`] until the launch is queued.
