@@ -9,7 +9,7 @@ use gdsync::memory::Memory;
 use gdsync::stream::{Batch, Cond, CudaStreamConfig, Stream};
 use gdsync::verbs::{Completion, Qp, RecvWr, SendWr};
 
-use crate::common::{PATIENCE, Side, gate, gates};
+use crate::common::{PATIENCE, Side, gate, gates, until};
 use crate::place::{Place, places, within_a_capture};
 
 /// The first call of a row makes the context current for itself; the others leave the thread what it has.
@@ -250,6 +250,8 @@ fn wait_out_of_order_takes_the_send_before_it_back() {
         let first = a.qp.prepare_wait_send().unwrap();
         let mut batch = Batch::new();
         let done = SHORT[2](&mut batch, &a.qp);
+        // Until it completes, the queue belongs to the CPU.
+        until(|| !matches!(stream.submit(&mut batch), Err(Error::Busy { .. })));
         for _ in 0..2 {
             let error = stream.submit(&mut batch).unwrap_err();
             assert!(matches!(error, Error::OutOfOrder { expected: 0, got: 1, .. }), "{error}");
