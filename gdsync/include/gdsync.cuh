@@ -29,13 +29,16 @@ typedef unsigned long long u64;
 
 // What an operation is. INDEX is a 32-bit write of a consumer index, which nothing has to be ordered before; MARK a 64-bit
 // write that goes to the next word when the stream has failed. ADD_64 adds to a word; LENGTH is the length of the next COPY,
-// which is from `value` to `addr`. FIND looks for receive `value` at `addr`; no step of an application has it.
-enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, ADD_64, LENGTH, COPY, FIND = 12 };
+// PACK or TAKE, which is from `value` to `addr`. PACK stores a message into the lines of a slot if the word of its wait says so, else into
+// its place, where the LENGTH says; the write of its word follows. TAKE moves a message from its slot to its place. Their waits are in
+// front of the LENGTH. FIND looks for receive `value` at `addr`; no step of an application has it.
+enum Kind : u32 { WRITE_32, WRITE_64, WAIT_32, WAIT_64, WAIT_CQE, BARRIER, INDEX, MARK, ADD_64, LENGTH, COPY, FIND = 12, PACK, TAKE };
 enum Cond : u32 { GEQ, EQ, AND, NOR };
 // NEAR: the word of a wait is in memory of this GPU. LAST: no operation of the step is behind this one. PEER: a copy between
 // GPUs, or a signal behind it, which must not follow a wait that the CPU ends because the stream has failed. FOUND: only if the
-// last FIND has found a receive; a COPY is into it then, and `addr` is the table of what is open.
-enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8 };
+// last FIND has found a receive; a COPY is into it then, and `addr` is the table of what is open. DIRECT: only if the last PACK was
+// into the place. BY_MOVE: a wait that the PACK or TAKE behind it does, in each thread.
+enum Flag : u32 { NEAR = 1, LAST = 2, PEER = 4, FOUND = 8, DIRECT = 16, BY_MOVE = 32 };
 
 struct Op {
     u32 kind;
@@ -271,15 +274,21 @@ static __device__ __forceinline__ void order(const Op &wait)
         acquire_32(wait.addr);
 }
 
+// Fails the stream: what it waited for at `word` has not come in time.
+static __device__ __forceinline__ void fail(const Head &head, u64 word)
+{
+    store_64((u64)&head.status->submission, head.submission);
+    store_64((u64)&head.status->word, word);
+    fence();
+    store_32((u64)&head.status->failed, 1);
+}
+
 static __device__ __forceinline__ void wait(const Head &head, const Op &op, u32 *failed, u32 *errors)
 {
     if (await(op, head.limit_ns, *failed != 0, errors) || *failed)
         return;
     *failed = 1;
-    store_64((u64)&head.status->submission, head.submission);
-    store_64((u64)&head.status->word, op.addr);
-    fence();
-    store_32((u64)&head.status->failed, 1);
+    fail(head, op.addr);
 }
 
 // Any operation but a wait; `fenced` if there was a fence just before.
@@ -351,6 +360,153 @@ static __device__ void copy_share(u64 to, u64 from, u64 len, u64 thread, u64 thr
     }
 }
 
+// A slot for messages, in memory of the receiver: a word, and from LINES on 16 bytes for each 8 of a message: twice 4 of them with a
+// flag behind. Who sees the flag sees the data: no fence is needed, which takes 1 us over NVLink. The word has the number of the
+// message, its length in 32 bits, and IN_LINES; without that bit the data are in the place, and came before the word.
+enum : u64 { LINES = 16, IN_LINES = 1 };
+
+// By the number; not 0, as lines are that were taken.
+static __device__ __forceinline__ u32 flag_of(u64 word)
+{
+    return (u32)(word >> 32) | 1;
+}
+
+static __device__ __forceinline__ u64 load_line(u64 from, u64 len)
+{
+    if (len >= 8 && from % 8 == 0)
+        return *(const u64 *)from;
+    u64 data = 0;
+#pragma unroll 1
+    for (u32 i = 0; i < 8 && i < len; ++i)
+        data |= (u64)((const unsigned char *)from)[i] << 8 * i;
+    return data;
+}
+
+static __device__ __forceinline__ void store_line(u64 to, u64 len, u64 data)
+{
+    if (len >= 8 && to % 8 == 0) {
+        *(u64 *)to = data;
+        return;
+    }
+#pragma unroll 1
+    for (u32 i = 0; i < 8 && i < len; ++i)
+        ((unsigned char *)to)[i] = (unsigned char)(data >> 8 * i);
+}
+
+// A PACK or TAKE with its wait, its length, and of a PACK the word, which is what the operation behind it writes; or a COPY.
+struct Move {
+    u32 kind;
+    u64 awaited, least, place, len, to, from, word;
+};
+
+static __device__ __forceinline__ bool is_move(u32 kind)
+{
+    return kind == COPY || kind == PACK || kind == TAKE;
+}
+
+// What became of a share. MISSED: what it waited for has not come in time, or the stream has failed. DIRECT: the message goes, or came,
+// into its place.
+enum Outcome : u32 { DONE, MISSED, DIRECT };
+
+// Whether to go on with a wait, which looks at the clock and at the stream now and then.
+static __device__ __forceinline__ bool goes_on(const Head &head, u32 *rounds, u64 *start)
+{
+    if (++*rounds % 64 != 0)
+        return true;
+    const u64 time = now_ns();
+    if (*start == 0)
+        *start = time;
+    return time - *start <= head.limit_ns && !has_failed(head);
+}
+
+// Behind a word without IN_LINES. The CPU fails a stream before it ends its waits, by such words.
+static __device__ Outcome direct(const Head &head, u64 word)
+{
+    acquire_64(word);
+    return has_failed(head) ? MISSED : DIRECT;
+}
+
+// The share of a message that thread `thread` of `threads` stores.
+static __device__ __forceinline__ Outcome pack_share(const Head &head, const Move &move, u64 thread, u64 threads)
+{
+    const u64 count = (move.len + 7) / 8, flag = (u64)flag_of(move.word) << 32;
+    u64 i = thread, start = 0;
+    // The first data come while it waits.
+    u64 data = i < count ? load_line(move.from + 8 * i, move.len - 8 * i) : 0;
+    u64 word;
+    for (u32 rounds = 0; (long long)((word = load_64(move.awaited)) - move.least) < 0;)
+        if (!goes_on(head, &rounds, &start))
+            return MISSED;
+    if (!(word & IN_LINES)) {
+        const Outcome outcome = direct(head, move.awaited);
+        if (outcome == DIRECT)
+            copy_share(move.place, move.from, move.len, thread, threads);
+        return outcome;
+    }
+    if (thread == 0)
+        store_64(move.to, move.word | IN_LINES);
+    while (i < count) {
+        asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(move.to + LINES + 16 * i), "l"(data & 0xffffffff | flag),
+                     "l"(data >> 32 | flag)
+                     : "memory");
+        i += threads;
+        if (i < count)
+            data = load_line(move.from + 8 * i, move.len - 8 * i);
+    }
+    return DONE;
+}
+
+// The share of a message that thread `thread` of `threads` moves from its lines, as they come, to its place of `len` bytes.
+static __device__ __forceinline__ Outcome take_share(const Head &head, const Move &move, u64 thread, u64 threads)
+{
+    u64 i = thread, count = (move.len + 7) / 8, len = 0, start = 0, low = 0, high = 0;
+    u32 flag = 0, rounds = 0;
+    do {
+        // The word, too, until it is there.
+        const u64 word = flag ? 0 : load_64(move.from);
+        if (i < count)
+            asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                         : "=l"(low), "=l"(high)
+                         : "l"(move.from + LINES + 16 * i)
+                         : "memory");
+        if (!flag && (long long)(word - move.least) >= 0) {
+            if (!(word & IN_LINES))
+                return direct(head, move.from);
+            // The peer wrote it.
+            len = min(word >> 1 & 0xffffffff, move.len);
+            count = (len + 7) / 8;
+            flag = flag_of(word);
+        }
+        if (flag && i < count && (u32)(low >> 32) == flag && (u32)(high >> 32) == flag) {
+            store_line(move.to + 8 * i, len - 8 * i, low & 0xffffffff | high << 32);
+            // Flags repeat after 2^31 messages.
+            asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %1};" ::"l"(move.from + LINES + 16 * i), "l"((u64)0) : "memory");
+            i += threads;
+        } else if (!(flag && i >= count) && !goes_on(head, &rounds, &start)) {
+            return MISSED;
+        }
+    } while (!flag || i < count);
+    return DONE;
+}
+
+// What has not come in time fails the stream, unless that has failed.
+static __device__ void miss(const Head &head, const Move &move)
+{
+    if (!has_failed(head))
+        fail(head, move.awaited);
+}
+
+// The share of a move of thread `thread` of `threads`.
+static __device__ __forceinline__ Outcome move_share(const Head &head, const Move &move, u64 thread, u64 threads)
+{
+    if (move.kind == PACK)
+        return pack_share(head, move, thread, threads);
+    if (move.kind == TAKE)
+        return take_share(head, move, thread, threads);
+    copy_share(move.to, move.from, move.len, thread, threads);
+    return DONE;
+}
+
 // An operation on its way from memory. What takes it apart waits for it.
 struct Coming {
     u64 what;
@@ -373,11 +529,8 @@ static __device__ __forceinline__ Coming fetch(const Op *at)
 
 namespace detail {
 
-// A copy that a block makes within a step; in place of a `Result`.
-struct Copy {
-    u64 to, from, len;
-};
-enum : int { COPYING = -1 };
+// A move that a block makes within a step is left; in place of a `Result`.
+enum : int { MOVING = -1 };
 
 } // namespace detail
 
@@ -405,8 +558,9 @@ public:
         dead = false;
         published = false;
         is_within = false;
+        is_direct = false;
         has_met_errors = false;
-        length = 0;
+        length = wait = Op{};
         look_ahead();
     }
 
@@ -429,12 +583,12 @@ public:
     // Runs step `i`: its sends leave, with what this thread and those that it has met at a barrier have written, and its
     // waits are over when this returns. A wait takes as long as a wait of the stream may. This thread alone makes the copies between
     // GPUs that are in it; `block_step` has the block make them. Returns a `Result`.
-    __device__ int run(u32 i) { return run(i, nullptr); }
+    __device__ int run(u32 i) { return run(i, nullptr, false); }
 
     // Runs what is left, and what comes behind the last step: for the library.
     __device__ void finish()
     {
-        while (next < count() && step(nullptr) != FAILED)
+        while (next < count() && step(nullptr, false) != FAILED)
             ;
         // Behind a failure only the mark is left to do.
         Op op = coming.op();
@@ -448,23 +602,25 @@ public:
 private:
     friend __device__ int block_step(Steps &steps, u32 i);
 
-    __device__ __forceinline__ int run(u32 i, detail::Copy *copy)
+    __device__ __forceinline__ int run(u32 i, detail::Move *move, bool missed)
     {
         if (dead)
             return FAILED;
         if (i != next || i >= count())
             return detail::has_failed(head) ? FAILED : OUT_OF_ORDER;
-        return step(copy);
+        return step(move, missed);
     }
 
-    // Up to the next copy, which it leaves to the caller if there is a place for it.
-    __device__ __forceinline__ int step(detail::Copy *copy)
+    // Up to the next move, which it leaves to the caller if there is a place for it. `missed`: the last one did not come in time.
+    __device__ __forceinline__ int step(detail::Move *move, bool missed)
     {
         u32 failed = has_failed, errors = 0;
         bool waited = false;
-        // Behind a copy of the block, only its writes are left to order.
+        // Behind a move of the block, only its writes are left to order.
         const bool begins = !is_within;
         is_within = false;
+        if (missed)
+            miss(*move, &failed);
         if (begins && !published) {
             failed = detail::has_failed(head);
             // While that is on its way: what the block has written is seen by all before what the first operation writes. If that
@@ -480,23 +636,32 @@ private:
                 waited = false;
             }
             if (op.kind == LENGTH) {
-                length = op.value;
+                length = op;
                 coming = detail::fetch(ops + place);
-            } else if (op.kind == COPY) {
+            } else if (detail::is_move(op.kind)) {
                 // An operation of the step is behind it.
                 coming = detail::fetch(ops + place);
                 published = false;
                 if (failed)
                     continue;
-                if (copy) {
-                    *copy = {op.addr, op.value, length};
+                const detail::Move next{op.kind, wait.addr, wait.value, length.addr, length.value, op.addr, op.value, coming.value};
+                if (move) {
+                    *move = next;
                     is_within = true;
                     has_failed = 0;
                     has_met_errors |= errors != 0;
                     detail::tell(head, &errors);
-                    return detail::COPYING;
+                    return detail::MOVING;
                 }
-                detail::copy_share(op.addr, op.value, length, 0, 1);
+                const detail::Outcome outcome = detail::move_share(head, next, 0, 1);
+                is_direct = outcome == detail::DIRECT;
+                if (outcome == detail::MISSED)
+                    miss(next, &failed);
+            } else if (op.flags & DIRECT && !is_direct || op.flags & BY_MOVE) {
+                if (op.flags & BY_MOVE)
+                    wait = op;
+                if (!last)
+                    coming = detail::fetch(ops + place);
             } else if (detail::is_wait(op)) {
                 waited = true;
                 // The next one is on its way meanwhile. It would hold up a write.
@@ -533,6 +698,13 @@ private:
         return result;
     }
 
+    // What has not come in time fails the stream.
+    __device__ void miss(const detail::Move &move, u32 *failed)
+    {
+        detail::miss(head, move);
+        *failed = 1;
+    }
+
     // What the next step needs from memory comes while the kernel does something else.
     __device__ __forceinline__ void look_ahead()
     {
@@ -551,11 +723,12 @@ private:
     bool dead;
     // What the next send carries is seen by all.
     bool published;
-    // The step has been left for a copy of the block; it has met completions with errors.
+    // The step has been left for a move of the block; the last move was into the place; completions with errors were met.
     bool is_within;
+    bool is_direct;
     bool has_met_errors;
-    // Of the next copy.
-    u64 length;
+    // Of the next move.
+    Op length, wait;
 };
 
 // The same for all threads of a block: step `i` is run when all have come, what they wrote before is sent, and what has
@@ -564,16 +737,18 @@ private:
 static __device__ inline int block_step(Steps &steps, u32 i)
 {
     __shared__ int result;
-    __shared__ detail::Copy copy;
+    __shared__ detail::Move move;
     const u32 thread = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-    for (;;) {
+    for (detail::Outcome outcome = detail::DONE;;) {
+        const bool missed = __syncthreads_or(outcome == detail::MISSED);
+        if (thread == 0) {
+            steps.is_direct = outcome == detail::DIRECT;
+            result = steps.run(i, &move, missed);
+        }
         __syncthreads();
-        if (thread == 0)
-            result = steps.run(i, &copy);
-        __syncthreads();
-        if (result != detail::COPYING)
+        if (result != detail::MOVING)
             return result;
-        detail::copy_share(copy.to, copy.from, copy.len, thread, (u64)blockDim.x * blockDim.y * blockDim.z);
+        outcome = detail::move_share(steps.head, move, thread, (u64)blockDim.x * blockDim.y * blockDim.z);
     }
 }
 

@@ -5,8 +5,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use gdsync::memory::Word64;
-use gdsync::stream::Ticket;
+use gdsync::stream::{Inbox, Ticket};
 use gdsync::verbs::{Completion, MrGuard};
 use smallvec::SmallVec;
 
@@ -60,32 +59,12 @@ pub(crate) struct InFlightOp {
     arrival: Option<Arc<Arrival>>,
 }
 
-/// The words that tell which message came into which place last, and how long it is.
+/// A message that comes into a place.
 #[derive(Debug)]
 pub(crate) struct Arrival {
-    pub(crate) words: Arc<[Word64]>,
+    pub(crate) inbox: Arc<Inbox>,
     /// The message that is waited for, once that is known.
     pub(crate) number: AtomicU64,
-}
-
-impl Arrival {
-    /// The index of the place of a message.
-    pub(crate) fn place(number: u64, places: usize) -> usize {
-        usize::try_from(number.wrapping_sub(1) % places.max(1) as u64).unwrap_or_default()
-    }
-
-    /// What tells of a message: its number, and its bytes.
-    pub(crate) fn word(number: u64, len: u32) -> u64 {
-        number << 32 | u64::from(len)
-    }
-
-    /// Bytes of the message, unless there is a later one in its place.
-    fn len(&self) -> Option<usize> {
-        let number = self.number.load(Ordering::Relaxed);
-        let word = self.words.get(Self::place(number, self.words.len()))?.load();
-        let is_last = Self::word(number, 0) >> 32 == word >> 32;
-        usize::try_from(word & u64::from(u32::MAX)).ok().filter(|_| is_last)
-    }
 }
 
 const UNKNOWN: u64 = u64::MAX;
@@ -172,7 +151,8 @@ impl InFlightOp {
             Done::Queue(completion) => completion,
             Done::Stream(_) if self.kept().is_some() => return Ok(self.kept()),
             Done::Stream(ticket) => {
-                let len = || self.arrival.as_ref().and_then(|arrival| arrival.len());
+                let len_of = |arrival: &Arrival| arrival.inbox.len_of(arrival.number.load(Ordering::Relaxed));
+                let len = || self.arrival.as_deref().and_then(len_of);
                 return Ok(ticket.is_done()?.then(|| len().unwrap_or(self.bytes)));
             }
         };

@@ -23,7 +23,8 @@ use super::two_ranks;
 #[command(after_long_help = "\
 What the numbers mean: half of a round trip, of a put with a signal and a wait for it at each rank (NCCL: send and recv, too; \
 mp: a channel and messages of isend and irecv, too, which graphs refuse), as \
-the streams of both ranks do it; in batches: each send and the wait behind it are one submission; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
+the streams of both ranks do it; in batches: each wait and the answer behind it are one submission, with --kernel-us each send and \
+the wait behind it; one sample is the mean of --ahead round trips. The libraries take turns. Ratios are to the best \
 of NCCL and NVSHMEM, eager or in graphs. The last message of each sample is checked.")]
 pub(crate) struct Options {
     /// Message sizes in bytes, multiples of 8 up to 1073741824.
@@ -68,11 +69,20 @@ pub(super) struct Rig<'a> {
     kernels: &'a Kernels,
     /// Bytes of the longest message.
     room: usize,
+    /// Whether there is work before each send.
+    works: bool,
+    /// Round trips of a sample.
+    ahead: u32,
 }
 
 impl Rig<'_> {
     fn peer(&self) -> usize {
         1 - self.comm.rank()
+    }
+
+    /// Places of a channel, which come in turn in each sample.
+    fn places(&self) -> usize {
+        if self.ahead.is_multiple_of(2) { 2 } else { 1 }
     }
 
     /// The stream, for a library in C.
@@ -122,7 +132,7 @@ struct Ours<'a> {
     by: By,
     /// Operations that are not submitted yet.
     batch: RefCell<Batch>,
-    /// Whether each send is submitted with the wait behind it.
+    /// Whether one submission has a wait and a send.
     in_batches: bool,
 }
 
@@ -130,7 +140,7 @@ struct Ours<'a> {
 enum By {
     /// Puts with a signal, in the first bytes of the buffer.
     Window(Window),
-    /// A channel with one place. A rank frees it in the batch of its next send, behind that: the other rank needs it only for its answer.
+    /// A channel, mostly with two places. A rank frees the last one in the batch of its next send, behind that.
     Channel(Channel),
     /// Receives of the CPU, sends and waits of the stream.
     Messages,
@@ -145,16 +155,15 @@ impl<'a> Ours<'a> {
         in_batches: bool,
         open: impl FnOnce(&Registration) -> gdasync::mp::Result<By>,
     ) -> Result<Self> {
-        let memory = rig.app.gpu()?.alloc(WORDS + 2 * rig.room)?;
+        let memory = rig.app.gpu()?.alloc(WORDS + 3 * rig.room)?;
         memory.write(0, &[0; WORDS])?;
         memory.flush()?;
         let buffer = rig.comm.register(&memory)?;
         let by = open(&buffer)?;
-        if let By::Channel(channel) = &by
-            && rig.comm.rank() > 0
-        {
-            // It receives first.
-            channel.post_recv_on_stream(&rig.app.stream)?;
+        if let By::Channel(channel) = &by {
+            // Rank 1 receives first.
+            (1..rig.places() + rig.comm.rank())
+                .try_for_each(|_| channel.post_recv_on_stream(&rig.app.stream))?;
         }
         Ok(Self { rig, buffer, by, batch: RefCell::default(), in_batches })
     }
@@ -164,9 +173,11 @@ impl<'a> Ours<'a> {
         let Rig { comm, room, .. } = rig;
         let window =
             |buffer: &Registration| comm.window(buffer, 0..buffer.memory().len(), None).map(By::Window);
-        let place = WORDS + room..WORDS + 2 * room;
+        // The last message is in the last place.
+        let places = [2, 1].map(|at| WORDS + at * room..WORDS + (at + 1) * room);
         let channel = |buffer: &Registration| {
-            comm.channel(rig.peer(), &[(buffer, place.clone())], None).map(By::Channel)
+            let places = places.clone().map(|place| (buffer, place));
+            comm.channel(rig.peer(), &places[2 - rig.places()..], None).map(By::Channel)
         };
         let mut all = Vec::new();
         for in_batches in [false, true] {
@@ -175,6 +186,14 @@ impl<'a> Ours<'a> {
             all.push(Self::new(rig, in_batches, |_| Ok(By::Messages))?);
         }
         Ok(all)
+    }
+
+    /// Submits a send or a wait; in batches only the one that is behind.
+    fn end_part(&self, batch: &mut Batch, is_behind: bool) -> Result<()> {
+        if !self.in_batches || is_behind {
+            self.rig.app.stream.submit(batch)?;
+        }
+        Ok(())
     }
 
     fn path(&self) -> Result<String> {
@@ -215,10 +234,7 @@ impl Way for Ours<'_> {
             }
             By::Messages => _ = rig.comm.isend_in_batch(batch, buffer, from, peer)?,
         }
-        if !self.in_batches {
-            rig.app.stream.submit(batch)?;
-        }
-        Ok(())
+        self.end_part(batch, !rig.works)
     }
 
     fn receive(&self, bytes: usize, n: u64) -> Result<()> {
@@ -231,7 +247,7 @@ impl Way for Ours<'_> {
                 rig.comm.wait_in_batch(batch, &rig.comm.irecv(&self.buffer, to, rig.peer())?)?;
             }
         }
-        Ok(rig.app.stream.submit(batch)?)
+        self.end_part(batch, rig.works)
     }
 
     fn flush(&self) -> Result<()> {
@@ -254,7 +270,8 @@ impl Options {
         let app = AppStream::new(&placed, timeout, PTX)?;
         let room = self.sizes.iter().max().copied().unwrap_or(8).next_multiple_of(64);
         let kernels = app.kernels.as_ref().ok_or("no kernels")?;
-        let rig = Rig { comm: &comm, app: &app, kernels, room: usize::try_from(room)? };
+        let (works, ahead) = (self.kernel_us > 0, self.ahead);
+        let rig = Rig { comm: &comm, app: &app, kernels, room: usize::try_from(room)?, works, ahead };
         let ours = Ours::all(rig)?;
         let mut note = placed.describe(&comm)?.to_string();
         let mut foreign: Vec<Box<dyn Way + '_>> = Vec::new();

@@ -17,6 +17,9 @@ pub fn register() {
     driver::kernel("gds_copy_12", &[32 + 24 * 12], |params| run(params, true));
     driver::kernel("gds_copy_160", &[32 + 24 * 160], |params| run(params, true));
     driver::kernel("gds_copy_at", &[8], |params| run_at(params, true));
+    driver::kernel("gds_message_12", &[32 + 24 * 12], |params| run(params, true));
+    driver::kernel("gds_message_160", &[32 + 24 * 160], |params| run(params, true));
+    driver::kernel("gds_message_at", &[8], |params| run_at(params, true));
     driver::kernel("gds_finish", &[8], |params| {
         // SAFETY: an address of steps.
         Progress::new(unsafe { params[0].cast::<u64>().read() }).finish();
@@ -77,14 +80,15 @@ fn run(params: &[*mut c_void], copies: bool) {
     let ops = unsafe { std::slice::from_raw_parts(first, usize::try_from(head.count).unwrap()) };
     let mut failed = has_failed(&head);
     let mut errors = 0;
-    let (mut len, mut late) = (0, Late::default());
+    let mut late = Late::default();
     for (i, op) in ops.iter().enumerate() {
         if op.kind == FIND {
             // The copy follows.
-            late.found = find(op, ops[i + 1].addr, len as u64);
+            late.found = find(op, ops[i + 1].addr, late.len as u64);
             continue;
         }
-        late.execute(&head, op, &mut len, &mut failed, &mut errors);
+        let next = ops.get(i + 1).map_or(0, |next| next.value);
+        late.execute(&head, op, next, &mut failed, &mut errors);
         failed |= copies && is_wait(op.kind) && has_failed(&head);
     }
     late.arrive();
@@ -101,8 +105,15 @@ fn is_fenced(kind: u32) -> bool {
 }
 
 const FIND: u32 = 12;
+const PACK: u32 = 13;
+const TAKE: u32 = 14;
+/// Of a slot's word: the message is in the lines, which begin at [`LINES`].
+const IN_LINES: u64 = 1;
+const LINES: u64 = 16;
 /// The operation is only for a receive that was found.
 const FOUND: u16 = 8;
+/// The operation is only for a message that went into its place.
+const DIRECT: u16 = 16;
 
 /// Where a receive is, by its line and the table of what is open; 0 if it is not reached.
 fn find(line: &Op, table: u64, len: u64) -> u64 {
@@ -116,28 +127,79 @@ fn find(line: &Op, table: u64, len: u64) -> u64 {
     if is_open { word64(entry).load(Ordering::SeqCst) + offset } else { 0 }
 }
 
-/// Bytes that copies have written and that nobody sees yet, by address.
+/// What a program has done so far.
 #[derive(Default)]
 struct Late {
+    /// Bytes that copies have written and that nobody sees yet, by address.
     bytes: Vec<(u64, u8)>,
     /// The receive that was found last.
     found: u64,
+    /// Length of the next copy or message, and the place of that.
+    len: usize,
+    place: u64,
+    /// What the last 64-bit wait has seen.
+    seen: u64,
+    /// The last message went into its place.
+    is_direct: bool,
 }
 
 impl Late {
-    /// Any operation; `len` is the length of the next copy.
-    fn execute(&mut self, head: &Head, op: &Op, len: &mut usize, failed: &mut bool, errors: &mut u32) {
+    /// Any operation; `next` is the value of the one behind it.
+    fn execute(&mut self, head: &Head, op: &Op, next: u64, failed: &mut bool, errors: &mut u32) {
         match op.kind {
-            9 => *len = usize::try_from(op.value).unwrap(),
+            9 => (self.len, self.place) = (usize::try_from(op.value).unwrap(), op.addr),
             _ if op.flags & FOUND != 0 && self.found == 0 => {}
-            10 if !*failed && op.flags & FOUND != 0 => self.copy(self.found, op.value, *len),
-            10 if !*failed => self.copy(op.addr, op.value, *len),
-            10 => {}
+            _ if op.flags & DIRECT != 0 && !self.is_direct => {}
+            10 | PACK | TAKE if *failed => {}
+            10 if op.flags & FOUND != 0 => self.copy(self.found, op.value, self.len),
+            10 => self.copy(op.addr, op.value, self.len),
+            PACK => {
+                self.is_direct = self.seen & IN_LINES == 0;
+                match self.is_direct {
+                    true if self.len == 0 => {}
+                    true => self.copy(self.place, op.value, self.len),
+                    false => self.pack(op.addr, op.value, next),
+                }
+            }
+            TAKE => {
+                self.arrive();
+                *failed = !take(head, op, self.len);
+                if *failed {
+                    fail(head, op.value);
+                }
+            }
             kind => {
                 if is_fenced(kind) {
                     self.arrive();
                 }
                 execute(head, op, failed, errors);
+                if kind == 3 {
+                    self.seen = word64(op.addr).load(Ordering::SeqCst);
+                }
+            }
+        }
+    }
+
+    /// The word comes first, and the lines in any order.
+    fn pack(&mut self, slot: u64, from: u64, word: u64) {
+        self.arrive();
+        // SAFETY: as for a copy.
+        let bytes = unsafe {
+            std::slice::from_raw_parts(
+                with_exposed_provenance::<u8>(usize::try_from(from).unwrap()),
+                self.len,
+            )
+        };
+        let mut lines: Vec<_> = bytes.chunks(8).zip((slot + LINES..).step_by(16)).collect();
+        let at = usize::try_from(word >> 33).unwrap() % lines.len().max(1);
+        lines.rotate_left(at);
+        word64(slot).store(word | IN_LINES, Ordering::Relaxed);
+        for (data, line) in lines.into_iter().rev() {
+            for (half, at) in [line, line + 8].into_iter().enumerate() {
+                let part = data.get(4 * half..).unwrap_or(&[]);
+                let data =
+                    (0..).zip(part.iter().take(4)).map(|(i, byte)| u64::from(*byte) << (8 * i)).sum::<u64>();
+                word64(at).store(data | flag_of(word), Ordering::Relaxed);
             }
         }
     }
@@ -174,6 +236,54 @@ fn gcd(a: usize, b: usize) -> usize {
     if b == 0 { a } else { gcd(b, a % b) }
 }
 
+/// The flag of a message in its place in a line.
+fn flag_of(word: u64) -> u64 {
+    (word >> 32 | 1) << 32
+}
+
+/// Takes a message of at most `room` bytes from its lines, if it is there; false if it does not come.
+fn take(head: &Head, op: &Op, room: usize) -> bool {
+    let word = word64(op.value).load(Ordering::SeqCst);
+    let len = room.min(usize::try_from(word >> 1 & 0xffff_ffff).unwrap());
+    if word & IN_LINES == 0 {
+        return true;
+    }
+    let start = Instant::now();
+    for at in 0..len.div_ceil(4) {
+        let half = word64(op.value + LINES + 8 * at as u64);
+        let data = loop {
+            let data = half.load(Ordering::Relaxed);
+            if data & !0xffff_ffff == flag_of(word) {
+                break data;
+            }
+            if has_failed(head) || start.elapsed() > Duration::from_nanos(head.limit_ns) {
+                return false;
+            }
+            std::thread::yield_now();
+        };
+        for (i, byte) in data.to_le_bytes().into_iter().enumerate().take((len - 4 * at).min(4)) {
+            let to = op.addr + (4 * at + i) as u64;
+            // SAFETY: the place of the message, which the submission keeps alive.
+            unsafe { with_exposed_provenance_mut::<u8>(usize::try_from(to).unwrap()).write_volatile(byte) };
+        }
+    }
+    // Whole lines.
+    for at in 0..2 * len.div_ceil(8) {
+        word64(op.value + LINES + 8 * at as u64).store(0, Ordering::Relaxed);
+    }
+    true
+}
+
+/// Fails the stream: what was awaited at a word has not come.
+fn fail(head: &Head, word: u64) {
+    if has_failed(head) {
+        return;
+    }
+    word64(head.status + 8).store(head.submission, Ordering::Relaxed);
+    word64(head.status + 16).store(word, Ordering::Relaxed);
+    word32(head.status).store(1, Ordering::SeqCst);
+}
+
 fn has_failed(head: &Head) -> bool {
     word32(head.status).load(Ordering::Relaxed) != 0
 }
@@ -189,9 +299,7 @@ fn execute(head: &Head, op: &Op, failed: &mut bool, errors: &mut u32) {
         2..=4 => {
             if !wait(op, head.limit_ns, *failed, errors) && !*failed {
                 *failed = true;
-                word64(head.status + 8).store(head.submission, Ordering::Relaxed);
-                word64(head.status + 16).store(op.addr, Ordering::Relaxed);
-                word32(head.status).store(1, Ordering::SeqCst);
+                fail(head, op.addr);
             }
         }
         0 | 6 if !*failed => word32(op.addr).store(low(op.value), Ordering::SeqCst),
@@ -259,16 +367,18 @@ impl Progress {
 
     fn step(&mut self) -> u64 {
         let (mut failed, mut errors) = (has_failed(&self.head), 0);
-        let (mut len, mut late, mut waited) = (0, Late::default(), false);
+        let (mut late, mut waited) = (Late::default(), false);
         loop {
             let op = self.op();
             self.place += 1;
             // A copy between GPUs, or its signal.
             failed |= op.flags & 4 != 0 && waited && has_failed(&self.head);
-            late.execute(&self.head, &op, &mut len, &mut failed, &mut errors);
+            let is_last = op.flags & 2 != 0;
+            let next = if is_last { 0 } else { self.op().value };
+            late.execute(&self.head, &op, next, &mut failed, &mut errors);
             waited |= is_wait(op.kind);
             // The last of the step.
-            if op.flags & 2 != 0 {
+            if is_last {
                 break;
             }
         }

@@ -9,12 +9,13 @@ use std::sync::Arc;
 
 use smallvec::SmallVec;
 
+use super::inbox::Inbox;
 use super::op::Op;
-use super::{Batch, StateGuard, Stream};
+use super::{Batch, Cond, StateGuard, Stream};
 use gdsync_device::cuda::Gpu;
 use gdsync_device::cuda::kernel_exec::KernelOp;
 use gdsync_device::error::{Error, Result};
-use gdsync_device::memory::{Memory, PeerMemory};
+use gdsync_device::memory::{Memory, PeerMemory, Word64};
 
 /// A 64-bit word of a peer that a stream writes or adds to, behind the data that it has put there.
 #[derive(Clone, Debug)]
@@ -31,7 +32,7 @@ pub struct PeerSignal {
 }
 
 impl PeerSignal {
-    fn check(&self) -> Result<()> {
+    pub(super) fn check(&self) -> Result<()> {
         within(&self.to, self.offset, 8)?;
         if self.add && !self.to.can_add() {
             return Err(Error::Unsupported {
@@ -47,12 +48,28 @@ impl PeerSignal {
 /// A copy, a signal, or a copy with a signal behind it.
 pub(crate) struct PeerCopy {
     /// Source, destination and length.
-    copy: Option<(Side, Side, usize)>,
-    signal: Option<PeerSignal>,
+    pub(super) copy: Option<(Side, Side, usize)>,
+    pub(super) signal: Option<PeerSignal>,
+    pub(super) slot: Slot,
+}
+
+/// What it does with a slot of an [`Inbox`].
+pub(super) enum Slot {
+    None,
+    /// It is a message that goes into the lines of the slot at the signal, once this word has this value, if it says that the receiver
+    /// takes it from there.
+    Out {
+        free: Word64,
+        number: u64,
+    },
+    /// The signal frees a place.
+    Free(Arc<Inbox>),
+    /// It takes the message of this number.
+    Take(Arc<Inbox>, u64),
 }
 
 /// One end of a copy.
-enum Side {
+pub(super) enum Side {
     Own(Memory),
     /// Memory of a peer, from an offset on.
     Peer(PeerMemory, usize),
@@ -98,6 +115,9 @@ impl fmt::Debug for PeerCopy {
         if let Some((from, to, len)) = &self.copy {
             write!(f, "COPY {to:?} <- {from:?} {len} B")?;
         }
+        if let Slot::Take(_, number) = &self.slot {
+            write!(f, "TAKE message {number}")?;
+        }
         let Some(PeerSignal { offset, value, add, .. }) = &self.signal else { return Ok(()) };
         write!(f, "SIGNAL [peer + {offset:#x}] {} {value:#x}", if *add { "+=" } else { "<-" })
     }
@@ -113,14 +133,42 @@ impl PeerCopy {
         self.copy.iter().all(|(from, to, _)| is_known(from) && is_known(to))
     }
 
-    /// What the kernels of `gpu` do.
-    pub(super) fn steps(&self, gpu: &Gpu) -> Result<Steps> {
+    /// Whether it is a message from or to lines, which waits by itself.
+    pub(super) fn is_message(&self) -> bool {
+        matches!(self.slot, Slot::Out { .. } | Slot::Take(..))
+    }
+
+    /// What the kernels of `gpu` do; `all`: also what is no copy of the stream, as waits.
+    pub(super) fn steps(&self, gpu: &Gpu, all: bool) -> Result<Steps> {
         let mut steps = Steps::new();
-        if let Some((to, from, len)) = self.copy(gpu)? {
+        let (copy, mut signal) = (self.copy(gpu)?, self.signal(gpu)?);
+        match (&self.slot, &mut signal) {
+            (Slot::Out { free, number }, Some(signal)) if all => {
+                let (place, from, len) = copy.unwrap_or((signal.addr, signal.addr, 0));
+                let wait = KernelOp::wait64(free.memory().place(gpu)?, *number, Cond::Geq);
+                steps.extend(KernelOp::pack(wait, (signal.addr, place), (from, len as u64), signal.value));
+                return Ok(steps);
+            }
+            (Slot::Free(inbox), Some(signal)) => signal.value |= u64::from(inbox.free_by_kernel()),
+            (Slot::Take(inbox, number), _) => {
+                let (word, value, place, room) = inbox.find(*number, gpu)?;
+                steps.extend(KernelOp::take(KernelOp::wait64(word, value, Cond::Geq), place, room));
+            }
+            _ => {}
+        }
+        if let Some((to, from, len)) = copy {
             steps.extend(KernelOp::copy(to, from, len as u64));
         }
-        steps.extend(self.signal(gpu)?.map(|signal| signal.step()));
+        steps.extend(signal.map(|signal| signal.step()));
         Ok(steps)
+    }
+
+    /// Refuses what only kernels do.
+    pub(super) fn check_by_engine(&self) -> Result<()> {
+        match &self.slot {
+            Slot::Free(inbox) | Slot::Take(inbox, _) => inbox.free_by_engine(),
+            Slot::None | Slot::Out { .. } => Ok(()),
+        }
     }
 
     /// The addresses of destination and source for `gpu`, and the length.
@@ -188,7 +236,7 @@ impl Batch {
     /// As [`Batch::put_peer`].
     pub fn signal_peer(&mut self, signal: PeerSignal) -> Result<()> {
         signal.check()?;
-        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: Some(signal) })));
+        self.ops.push(Op::Peer(Arc::new(PeerCopy { copy: None, signal: Some(signal), slot: Slot::None })));
         Ok(())
     }
 
@@ -196,7 +244,7 @@ impl Batch {
         signal.as_ref().map_or(Ok(()), PeerSignal::check)?;
         let copy = (len > 0).then_some((from, to, len));
         if copy.is_some() || signal.is_some() {
-            self.ops.push(Op::Peer(Arc::new(PeerCopy { copy, signal })));
+            self.ops.push(Op::Peer(Arc::new(PeerCopy { copy, signal, slot: Slot::None })));
         }
         Ok(())
     }
@@ -245,7 +293,7 @@ impl Stream {
 }
 
 /// The range of own memory, and its length.
-fn part(memory: &Memory, range: Range<usize>) -> Result<(Memory, usize)> {
+pub(super) fn part(memory: &Memory, range: Range<usize>) -> Result<(Memory, usize)> {
     let len = range.len();
     let part = if len == 0 { memory.clone() } else { memory.slice(range.start, len)? };
     Ok((part, len))

@@ -1,13 +1,14 @@
-//! Peer copies of channels: the sender's stream puts messages into the places itself and tells so in words of the receiver's GPU; the
-//! receiver's stream tells of free places in a word of the sender's GPU. All count messages from 1.
+//! Peer copies of channels: the sender's stream puts messages into the [`Inbox`] of the receiver's GPU; the receiver's stream tells of
+//! free places in a word of the sender's GPU. Both count messages from 1.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use gdsync::cuda::{Flush, Gpu};
-use gdsync::memory::{Memory, PeerMemory, Word64};
-use gdsync::stream::{Batch, Cond, PeerSignal, StreamOrder, Ticket};
+use gdsync::memory::{Memory, PeerMemory};
+use gdsync::stream::{Batch, Inbox, PeerInbox, StreamOrder, Ticket};
 use gdsync::verbs::Qp;
 
 use crate::communicator::Communicator;
@@ -18,11 +19,11 @@ use crate::offer::{Offer, Reach, refuse_queues};
 use crate::path::NearPath;
 use crate::registration::{Piece, Registration};
 
-/// The words of an end: free places that the other one has told of, and from here on one for each own place.
-const ARRIVALS: usize = 64;
+/// The memory of an end: the word of the free places that the other one has told of, and from here on the slots of the own places.
+const SLOTS: usize = 64;
 
-fn words_len(places: usize) -> usize {
-    ARRIVALS + 8 * places
+fn words_len(places: impl IntoIterator<Item = usize>) -> usize {
+    SLOTS + Inbox::bytes(places)
 }
 
 /// Why a direction has no peer copies.
@@ -34,7 +35,7 @@ pub(super) struct Own {
     words: Option<Memory>,
     /// Of the words, and of the places.
     offers: Vec<Offer>,
-    lens: Vec<usize>,
+    places: Vec<(Memory, Range<usize>)>,
     exported: Vec<Memory>,
 }
 
@@ -57,7 +58,7 @@ impl Own {
         let gpu = of_places.or(comm.0.settings.queues.gpu.as_ref()).cloned();
         let is_wanted = near != NearPath::Queues && comm.0.paths[rank].is_on_this_host();
         let words = gpu.as_ref().filter(|_| is_wanted).and_then(|gpu| {
-            let made = words(gpu, places.len());
+            let made = words(gpu, words_len(places.iter().map(|(_, range)| range.len())));
             made.inspect_err(|error| tracing::info!(%error, "no words for peer copies of a channel")).ok()
         });
         let mut exported = Vec::new();
@@ -72,8 +73,8 @@ impl Own {
         let of_words = words.as_ref().map_or_else(|| Offer::none(near), |words| offer(words, 0..words.len()));
         let of_places = places.iter().map(|(buffer, range)| offer(buffer.memory(), range.clone()));
         let offers = std::iter::once(of_words).chain(of_places).collect();
-        let lens = places.iter().map(|(_, range)| range.len()).collect();
-        Self { gpu, words, offers, lens, exported }
+        let places = places.iter().map(|(buffer, range)| (buffer.memory().clone(), range.clone())).collect();
+        Self { gpu, words, offers, places, exported }
     }
 
     /// The memory that it offers.
@@ -82,9 +83,9 @@ impl Own {
     }
 
     pub(super) fn to_bytes(&self) -> Vec<u8> {
-        let mut bytes = (self.lens.len() as u64).to_be_bytes().to_vec();
+        let mut bytes = (self.places.len() as u64).to_be_bytes().to_vec();
         self.offers.iter().for_each(|offer| bytes.extend(offer.to_bytes()));
-        self.lens.iter().for_each(|len| bytes.extend((*len as u64).to_be_bytes()));
+        self.places.iter().for_each(|(_, range)| bytes.extend((range.len() as u64).to_be_bytes()));
         bytes
     }
 
@@ -95,7 +96,8 @@ impl Own {
     pub(super) fn reach(&self, comm: &Communicator, rank: usize, theirs: &Theirs) -> Result<Reached> {
         let gpu = self.gpu.as_ref();
         let open = |offer: &Offer, len| offer.open(comm, rank, gpu, len);
-        let words = || match (open(&theirs.words, words_len(theirs.places.len())), &self.words) {
+        let theirs_len = words_len(theirs.places.iter().map(|(_, len)| *len));
+        let words = || match (open(&theirs.words, theirs_len), &self.words) {
             (Ok(_), None) => Err("the CPU of this rank does not reach its GPU memory".into()),
             (words, _) => words,
         };
@@ -139,20 +141,17 @@ impl Own {
             return Ok([why(reached.out.err()), why(reached.into.err())]);
         };
         let sends = match reached.out {
-            Ok((words_there, places)) if theirs.into => Way::Out(Out {
-                free: words.word64(0)?,
-                words: words_there,
-                places: places.into(),
-                order: StreamOrder::new(out),
-            }),
+            Ok((words_there, places)) if theirs.into => {
+                let inbox = PeerInbox::new(words_there, SLOTS, places, words.word64(0)?)?;
+                Way::Out(Out { inbox, order: StreamOrder::new(out) })
+            }
             reached => Way::Queue(reached.err().unwrap_or_else(other)),
         };
-        let arrivals = (0..self.lens.len()).map(|place| words.word64(ARRIVALS + 8 * place));
         let receives = match reached.into {
             Ok(words_there) if theirs.out => Way::Into(Into {
-                arrivals: arrivals.collect::<gdsync::Result<_>>()?,
+                inbox: Inbox::new(&words.slice(SLOTS, words.len() - SLOTS)?, &self.places)?,
                 words: words_there,
-                room: self.lens.iter().max().copied().unwrap_or(0),
+                room: self.places.iter().map(|(_, range)| range.len()).max().unwrap_or(0),
                 posts: StreamOrder::new(into),
                 waits: StreamOrder::new(into),
                 needs_flush: words.gpu().is_some_and(|gpu| gpu.capabilities().flush != Flush::NotNeeded),
@@ -167,9 +166,9 @@ impl Own {
     }
 }
 
-/// Words that are 0.
-fn words(gpu: &Gpu, places: usize) -> gdsync::Result<Memory> {
-    let memory = gpu.alloc(words_len(places))?;
+/// Memory that is 0, with words for the CPU.
+fn words(gpu: &Gpu, len: usize) -> gdsync::Result<Memory> {
+    let memory = gpu.alloc(len)?;
     memory.fill(0, memory.len(), 0)?;
     memory.flush()?;
     memory.word64(0)?;
@@ -226,17 +225,14 @@ pub(super) enum Way {
 /// Messages to the other rank.
 #[derive(Debug)]
 pub(super) struct Out {
-    /// The free places that the other rank has told of.
-    free: Word64,
-    words: PeerMemory,
-    places: Arc<[PeerMemory]>,
+    inbox: Arc<PeerInbox>,
     order: StreamOrder,
 }
 
 /// Messages from the other rank.
 #[derive(Debug)]
 pub(super) struct Into {
-    arrivals: Arc<[Word64]>,
+    inbox: Arc<Inbox>,
     words: PeerMemory,
     /// Bytes of the largest place.
     pub(super) room: usize,
@@ -260,14 +256,9 @@ impl Way {
 impl Out {
     /// Adds a message, behind the wait for its place.
     pub(super) fn send(&self, batch: &mut Batch, buffer: &Registration, start: usize, len: u32) -> Ticket {
-        let (free, words, places) = (self.free.clone(), self.words.clone(), self.places.clone());
-        let (memory, end) = (buffer.memory().clone(), start + len as usize);
+        let (inbox, memory, end) = (self.inbox.clone(), buffer.memory().clone(), start + len as usize);
         batch.number(&self.order, 2, move |number, batch| {
-            let place = Arrival::place(number, places.len());
-            let (to, value) = (words.clone(), Arrival::word(number, len));
-            let signal = PeerSignal { to, offset: ARRIVALS + 8 * place, value, add: false };
-            batch.wait_value64(&free, number, Cond::Geq);
-            batch.put_peer(&memory, start..end, &places[place], 0, Some(signal))
+            batch.send_to_inbox(&inbox, number, &memory, start..end)
         })
     }
 }
@@ -286,20 +277,17 @@ impl Into {
 
     /// Tells that the next place is free.
     pub(super) fn post(&self, batch: &mut Batch) {
-        let words = self.words.clone();
-        _ = batch.number(&self.posts, 1, move |value, batch| {
-            batch.signal_peer(PeerSignal { to: words.clone(), offset: 0, value, add: false })
-        });
+        let (inbox, words) = (self.inbox.clone(), self.words.clone());
+        _ = batch.number(&self.posts, 1, move |number, batch| batch.free_in_inbox(&inbox, number, &words, 0));
     }
 
     /// Waits for the next message.
     pub(super) fn wait(&self, batch: &mut Batch) -> (Ticket, Arc<Arrival>) {
-        let arrival = Arc::new(Arrival { words: self.arrivals.clone(), number: AtomicU64::new(0) });
+        let arrival = Arc::new(Arrival { inbox: self.inbox.clone(), number: AtomicU64::new(0) });
         let awaited = arrival.clone();
-        let ticket = batch.number(&self.waits, 1, move |number, batch| {
+        let ticket = batch.number(&self.waits, 2, move |number, batch| {
             awaited.number.store(number, Ordering::Relaxed);
-            let word = &awaited.words[Arrival::place(number, awaited.words.len())];
-            batch.wait_value64(word, Arrival::word(number, 0), Cond::Geq);
+            batch.take_from_inbox(&awaited.inbox, number);
             Ok(())
         });
         if self.needs_flush {

@@ -243,6 +243,101 @@ extern "C" __global__ void __launch_bounds__(512) gds_copy_at(u64 at)
     run_copies(program.head, program.ops);
 }
 
+// The next operations of a program of messages: of a message three or four, else one. All come at once, without a look at the first.
+struct Next {
+    Op first, length, op;
+    u64 word;
+
+    __device__ __forceinline__ Next(const Op *ops, u64 at, u64 last)
+        : first(ops[at]), length(ops[min(at + 1, last)]), op(ops[min(at + 2, last)]), word(ops[min(at + 3, last)].value)
+    {
+    }
+
+    __device__ __forceinline__ bool is_message() const { return first.flags & BY_MOVE; }
+
+    __device__ __forceinline__ u64 count() const { return !is_message() ? 1 : op.kind == PACK ? 4 : 3; }
+
+    __device__ __forceinline__ detail::Move move() const
+    {
+        return {op.kind, first.addr, first.value, length.addr, length.value, op.addr, op.value, word};
+    }
+};
+
+// A program of messages, and of operations without waits. All threads do a message, and wait for it. Several blocks do one, and the last
+// one of them what is behind it.
+static __device__ void run_messages(const Head &at, const Op *ops)
+{
+    // Before the kernel ahead has ended.
+    const Head head = at;
+    Next next(ops, 0, 3);
+    follow();
+    u32 failed = detail::has_failed(head), errors = 0;
+    const bool first = threadIdx.x == 0;
+    bool alone = gridDim.x == 1;
+    const u64 thread = blockIdx.x * (u64)blockDim.x + threadIdx.x, threads = gridDim.x * (u64)blockDim.x;
+    for (u64 i = 0; i < head.count;) {
+        const Next now = next;
+        i += now.count();
+        next = Next(ops, min(i, head.count - 1), head.count - 1);
+        if (!now.is_message()) {
+            if (first)
+                detail::act(head, now.first, false, failed, &errors);
+            continue;
+        }
+        const detail::Move move = now.move();
+        const detail::Outcome outcome = failed ? detail::DONE : detail::move_share(head, move, thread, threads);
+        const bool packs_direct = outcome == detail::DIRECT && move.kind == PACK;
+        // Nothing is behind.
+        if (i == head.count && (move.kind == TAKE || alone && !packs_direct)) {
+            if (outcome == detail::MISSED)
+                detail::miss(head, move);
+            return;
+        }
+        if (__syncthreads_or(outcome == detail::MISSED)) {
+            failed = 1;
+            if (first)
+                detail::miss(head, move);
+        }
+        if (!alone) {
+            Blocks *const blocks = (Blocks *)(head.status + 1);
+            __shared__ bool is_last;
+            if (first) {
+                // Lines need none: what was read for them is in them.
+                if (packs_direct || move.kind == TAKE)
+                    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+                // The upper half counts blocks that have failed.
+                const u32 own = failed ? 0x10001 : 1, all = atomicAdd(&blocks->done, own) + own;
+                is_last = (all & 0xffff) == gridDim.x;
+                failed = all >> 16;
+                if (is_last)
+                    *blocks = Blocks{};
+            }
+            __syncthreads();
+            if (!is_last)
+                return;
+            alone = true;
+        }
+        if (packs_direct && first)
+            detail::act(head, Op{WRITE_64, 0, 0, move.to, move.word}, false, failed, &errors);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(512) gds_message_12(const __grid_constant__ Parameter<12> program)
+{
+    run_messages(program.head, program.ops);
+}
+
+extern "C" __global__ void __launch_bounds__(512) gds_message_160(const __grid_constant__ Parameter<160> program)
+{
+    run_messages(program.head, program.ops);
+}
+
+extern "C" __global__ void __launch_bounds__(512) gds_message_at(u64 at)
+{
+    const Parameter<160> &program = *(const Parameter<160> *)at;
+    run_messages(program.head, program.ops);
+}
+
 // Behind a kernel of the application that runs steps: runs those that it has left, and marks the stream.
 extern "C" __global__ void __launch_bounds__(1) gds_finish(const Program *program)
 {

@@ -128,6 +128,8 @@ mod kind {
     /// Not in the header: no kernel does it.
     pub(super) const FLUSH: u32 = 11;
     pub(super) const FIND: u32 = 12;
+    pub(super) const PACK: u32 = 13;
+    pub(super) const TAKE: u32 = 14;
 }
 
 /// `Flag` of `gdsync.cuh`.
@@ -140,6 +142,10 @@ mod flag {
     pub(super) const PEER: u16 = 4;
     /// Only if the receive was found.
     pub(super) const FOUND: u16 = 8;
+    /// Only if the message went into its place.
+    pub(super) const DIRECT: u16 = 16;
+    /// A wait that the message behind it does.
+    pub(super) const BY_MOVE: u16 = 32;
 }
 
 impl KernelOp {
@@ -175,6 +181,31 @@ impl KernelOp {
     #[inline]
     pub const fn copy(to: u64, from: u64, len: u64) -> [Self; 2] {
         [Self::by_kernel(kind::LENGTH, 0, len), Self::by_kernel(kind::COPY, to, from)]
+    }
+
+    /// Stores a message of `len` bytes into the lines of a slot, if the word of its wait has the lowest bit then, else into its place;
+    /// `word` tells of it.
+    #[inline]
+    pub fn pack(wait: Self, (slot, place): (u64, u64), (from, len): (u64, u64), word: u64) -> [Self; 4] {
+        let told = Self { flags: flag::PEER | flag::DIRECT, ..Self::of(kind::WRITE_64, slot, word) };
+        [
+            wait.by_move(),
+            Self::by_kernel(kind::LENGTH, place, len),
+            Self::by_kernel(kind::PACK, slot, from),
+            told,
+        ]
+    }
+
+    /// Waits for the word of a slot, and moves the message from the lines of the slot, if it is there, to its place of `room` bytes.
+    #[inline]
+    pub fn take(wait: Self, place: u64, room: u64) -> [Self; 3] {
+        let slot = wait.addr;
+        [wait.by_move(), Self::by_kernel(kind::LENGTH, 0, room), Self::by_kernel(kind::TAKE, place, slot)]
+    }
+
+    #[inline]
+    fn by_move(self) -> Self {
+        Self { flags: self.flags | flag::PEER | flag::BY_MOVE, ..self }
     }
 
     /// Copies `len` bytes into receive `number` of a peer, by its line and the table of open memory, and then writes `mark` to the word
@@ -236,6 +267,19 @@ impl KernelOp {
         Self { kind, cond: cond.code(), flags, addr, value }
     }
 
+    /// Whether it is a message to or from lines.
+    #[inline]
+    pub const fn is_message(&self) -> bool {
+        matches!(self.kind, kind::PACK | kind::TAKE)
+    }
+
+    /// Whether the kernels for messages do it.
+    #[inline]
+    pub const fn goes_with_messages(&self) -> bool {
+        self.flags & flag::BY_MOVE != 0
+            || !self.is_wait() && !matches!(self.kind, kind::COPY | kind::FIND | kind::FLUSH)
+    }
+
     /// Whether a kernel executes a fence before it.
     #[inline]
     pub const fn is_fenced(&self) -> bool {
@@ -254,10 +298,10 @@ impl KernelOp {
         self.flags & flag::PEER != 0
     }
 
-    /// Whether it is a copy, which is not the last operation of a step.
+    /// Whether all of a block do it: a copy, or a message to or from a slot. It is not the last operation of a step.
     #[inline]
-    pub const fn is_copy(&self) -> bool {
-        self.kind == kind::COPY
+    pub const fn is_move(&self) -> bool {
+        self.kind == kind::COPY || self.is_message()
     }
 
     /// Whether it is [`KernelOp::FLUSH`].
@@ -340,12 +384,14 @@ impl StatusBlock {
 }
 
 /// Blocks of a kernel, and the threads of each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Grid {
     /// Blocks: several for a program of waits and a long copy, with what comes behind it.
     pub blocks: u32,
     /// Threads; 0 for the kernels without copies.
     threads: u32,
+    /// Whether it is for the kernels for messages.
+    messages: bool,
 }
 
 impl Grid {
@@ -353,7 +399,7 @@ impl Grid {
     const WAITING_BLOCKS: u32 = 16;
 
     /// Of a program without copies.
-    const SINGLE: Self = Self { blocks: 1, threads: 0 };
+    const SINGLE: Self = Self { blocks: 1, threads: 0, messages: false };
 
     /// Whether the kernel may wait for something else.
     #[inline]
@@ -364,9 +410,17 @@ impl Grid {
     /// The grid of a program.
     #[inline]
     pub fn of(ops: &[KernelOp]) -> Self {
-        let of_peers = ops.iter().filter(|op| op.needs_kernel());
-        let lengths = of_peers.map(|op| if op.kind == kind::LENGTH { op.value } else { 0 });
-        lengths.max().map_or(Self::SINGLE, Self::of_copy)
+        let of_peers = ops.iter().enumerate().filter(|(_, op)| op.needs_kernel());
+        let grid = |(at, op): (usize, &KernelOp)| {
+            let len = at.checked_sub(1).map_or(0, |before| ops[before].value);
+            match op.kind {
+                kind::COPY => Self::of_copy(len),
+                kind::PACK | kind::TAKE => Self::of_lines(len),
+                _ => Self::of_copy(0),
+            }
+        };
+        let messages = ops.iter().any(KernelOp::is_message);
+        Self { messages, ..of_peers.map(grid).max().unwrap_or(Self::SINGLE) }
     }
 
     /// The grid for a copy of `len` bytes.
@@ -379,7 +433,17 @@ impl Grid {
             98_305..4_194_305 => (16, 512),
             4_194_305.. => (64, 512),
         };
-        Self { blocks, threads }
+        Self { blocks, threads, messages: false }
+    }
+
+    /// The grid for a message of at most `len` bytes in lines.
+    fn of_lines(len: u64) -> Self {
+        let (blocks, threads) = match len {
+            0..257 => (1, 32),
+            257..8_193 => (1, 512),
+            8_193.. => (16, 512),
+        };
+        Self { blocks, threads, messages: true }
     }
 }
 
@@ -398,6 +462,7 @@ pub struct KernelExecutor {
     module: Handle,
     single: Kernels,
     copying: Kernels,
+    messages: Kernels,
     /// Runs behind a kernel that runs steps.
     finish: Handle,
     /// Whether a kernel may start before the one ahead of it has ended (programmatic dependent launch).
@@ -434,7 +499,8 @@ impl KernelExecutor {
         };
         let single = kernels([c"gds_run_12", c"gds_run_160", c"gds_run_at"])?;
         let copying = kernels([c"gds_copy_12", c"gds_copy_160", c"gds_copy_at"])?;
-        Ok(Self { module, single, copying, finish: function(c"gds_finish")?, programmatic })
+        let messages = kernels([c"gds_message_12", c"gds_message_160", c"gds_message_at"])?;
+        Ok(Self { module, single, copying, messages, finish: function(c"gds_finish")?, programmatic })
     }
 
     /// Unloads the kernels. Their context must be current and about to be released.
@@ -518,7 +584,11 @@ impl KernelExecutor {
     /// The kernels for programs of this grid.
     #[inline]
     fn of(&self, grid: Grid) -> &Kernels {
-        if grid == Grid::SINGLE { &self.single } else { &self.copying }
+        match grid {
+            Grid { messages: true, .. } => &self.messages,
+            Grid::SINGLE => &self.single,
+            _ => &self.copying,
+        }
     }
 
     /// Calls `call` with the kernel for `ops`, its grid and its parameters.
@@ -559,7 +629,7 @@ impl KernelExecutor {
 unsafe fn launch(
     api: &Api,
     function: Handle,
-    Grid { blocks, threads }: Grid,
+    Grid { blocks, threads, .. }: Grid,
     stream: RawStream,
     params: *mut *mut c_void,
     programmatic: bool,
@@ -574,7 +644,7 @@ unsafe fn launch(
 /// Parameters of a kernel node.
 fn node_params(
     function: Handle,
-    Grid { blocks, threads }: Grid,
+    Grid { blocks, threads, .. }: Grid,
     params: *mut *mut c_void,
 ) -> KernelNodeParams {
     let (grid, block) = ([blocks, 1, 1], [threads.max(1), 1, 1]);
@@ -609,15 +679,19 @@ mod tests {
     #[test]
     fn the_header_says_the_same() {
         let kinds = ["WRITE_32", "WRITE_64", "WAIT_32", "WAIT_64", "WAIT_CQE", "BARRIER", "INDEX", "MARK"];
-        let of_kernels = ["ADD_64", "LENGTH", "COPY", "FIND = 12"];
+        let of_kernels = ["ADD_64", "LENGTH", "COPY", "FIND = 12", "PACK", "TAKE"];
         assert_eq!(names("Kind"), [&kinds[..], &of_kernels].concat());
         let numbers = [kind::WRITE_32, kind::WRITE_64, kind::WAIT_32, kind::WAIT_64, kind::WAIT_CQE];
         assert_eq!(numbers, [0, 1, 2, 3, 4]);
         assert_eq!([kind::BARRIER, kind::INDEX, kind::MARK], [5, 6, 7]);
         assert_eq!([kind::ADD_64, kind::LENGTH, kind::COPY, kind::FIND], [8, 9, 10, 12]);
+        assert_eq!([kind::PACK, kind::TAKE], [13, 14]);
         let [near, last, peer, found] = [flag::NEAR, flag::LAST, flag::PEER, flag::FOUND];
-        let flags =
-            format!("enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer}, FOUND = {found} }};");
+        let [direct, by_move] = [flag::DIRECT, flag::BY_MOVE];
+        let more = format!("DIRECT = {direct}, BY_MOVE = {by_move}");
+        let flags = format!(
+            "enum Flag : u32 {{ NEAR = {near}, LAST = {last}, PEER = {peer}, FOUND = {found}, {more} }};"
+        );
         assert!(HEADER.contains(&flags), "{flags}");
         let conds = names("Cond").into_iter().zip([Cond::Geq, Cond::Eq, Cond::And, Cond::Nor]);
         for (at, (name, cond)) in conds.enumerate() {
@@ -644,6 +718,9 @@ mod tests {
             ("gds_copy_12", format!(".align 8 .b8 gds_copy_12_param_0[{small}]")),
             ("gds_copy_160", format!(".align 8 .b8 gds_copy_160_param_0[{large}]")),
             ("gds_copy_at", ".u64 gds_copy_at_param_0".to_owned()),
+            ("gds_message_12", format!(".align 8 .b8 gds_message_12_param_0[{small}]")),
+            ("gds_message_160", format!(".align 8 .b8 gds_message_160_param_0[{large}]")),
+            ("gds_message_at", ".u64 gds_message_at_param_0".to_owned()),
             ("gds_finish", ".u64 gds_finish_param_0".to_owned()),
         ] {
             let entry = format!(".visible .entry {kernel}(\n\t.param {parameter}\n)");
@@ -656,7 +733,7 @@ mod tests {
     fn programmatic_kernels_wait_for_the_one_ahead() {
         let ptx = programmatic_ptx();
         let kernels: Vec<_> = ptx.split(".entry ").skip(1).collect();
-        assert_eq!(kernels.len(), 7);
+        assert_eq!(kernels.len(), 10);
         for kernel in kernels {
             let wait = kernel.find("\tgriddepcontrol.wait;").expect("a wait");
             assert!(kernel[wait..].contains("\tgriddepcontrol.launch_dependents;"));

@@ -84,7 +84,7 @@ const SLACK: usize = 8;
 /// Whether a kernel may run both programs, one after the other, by the rules for a batch.
 pub(super) fn may_join(ops: &Program, next: &Program) -> bool {
     ops.len() + next.len() + SLACK <= kernel_exec::LARGE
-        && Kinds::of(ops).may_precede(Grid::of(next))
+        && may_follow(ops, Kinds::of(ops), next)
         && runs_by_kernel(next, true)
 }
 
@@ -94,6 +94,9 @@ struct Kinds {
     flush: bool,
     copy: bool,
     wait: bool,
+    message: bool,
+    /// What the kernels for messages do not do.
+    foreign: bool,
 }
 
 impl Kinds {
@@ -105,15 +108,23 @@ impl Kinds {
     fn with(self, op: &KernelOp) -> Self {
         Self {
             flush: self.flush | op.is_flush(),
-            copy: self.copy | op.is_copy(),
+            copy: self.copy | op.is_move(),
             wait: self.wait | op.is_wait(),
+            message: self.message | op.is_message(),
+            foreign: self.foreign | !op.goes_with_messages(),
         }
     }
+}
 
-    /// Whether the same kernel may make a copy of this grid behind it.
-    fn may_precede(self, grid: Grid) -> bool {
-        !(self.flush || grid.blocks > 1 && self.copy || !grid.may_wait() && self.wait)
-    }
+/// Whether the same kernel may run `next` behind `ops`.
+fn may_follow(ops: &[KernelOp], kinds: Kinds, next: &[KernelOp]) -> bool {
+    let (grid, other) = (Grid::of(next), Kinds::of(next));
+    let has_message = kinds.message || other.message;
+    let is_message_alone = Grid::of(ops).blocks > 1 && other.message || grid.blocks > 1 && !ops.is_empty();
+    !(kinds.flush
+        || grid.blocks > 1 && kinds.copy
+        || !grid.may_wait() && kinds.wait
+        || has_message && (kinds.foreign || other.foreign || is_message_alone))
 }
 
 /// Deferred consumer indices.
@@ -146,17 +157,20 @@ impl Calls {
             // CU_STREAM_WRITE_VALUE_DEFAULT). An explicit barrier takes 0.6 us on an H200.
             self.barrier &= !step.is_fenced();
             self.flush_barrier();
+            if self.kinds.message && !step.goes_with_messages() && !self.is_step() {
+                self.end();
+            }
             self.kinds = self.kinds.with(&step);
             self.last.push(step);
         }
     }
 
-    /// Adds a copy, a signal, or both. Memory operations end before and after it. Only the first copy of a call is by several blocks,
-    /// and many do not wait for what is before it, as they hold multiprocessors meanwhile.
+    /// Adds a copy, a signal, or both, or a message. Memory operations end before and after it. Only the first copy of a call is by
+    /// several blocks, and many do not wait for what is before it, as they hold multiprocessors meanwhile.
     fn put_copy(&mut self, steps: &[KernelOp]) {
         self.flush_barrier();
         let may_follow = match self.by_kernel.ops {
-            true => self.is_step() || self.kinds.may_precede(Grid::of(steps)),
+            true => self.is_step() || may_follow(&self.last, self.kinds, steps),
             false => self.last.is_empty(),
         };
         if !may_follow || self.last.len() + steps.len() + 1 > self.max {
@@ -169,6 +183,7 @@ impl Calls {
 
     /// Adds a copy by the copy engine, and a signal behind it.
     fn put_engine_copy(&mut self, copy: &PeerCopy, gpu: &Gpu) -> Result<()> {
+        copy.check_by_engine()?;
         if let Some((to, from, len)) = copy.copy(gpu)? {
             self.end();
             self.before.push(Call::Copy(EngineCopy { to, from, len }));
@@ -265,9 +280,18 @@ impl Calls {
                 }
                 Op::Wait64 { ref at, value, cond, .. } => {
                     self.pass(&mut indices);
+                    // A message by a kernel does its own wait.
+                    if let Some(Op::Peer(copy)) = ops.get(place + 1)
+                        && copy.is_message()
+                        && self.by_kernel == (ByKernel { ops: true, copies: true })
+                    {
+                        continue;
+                    }
                     self.put([KernelOp::wait64(word(gpu, op, at.memory())?, value, cond)]);
                 }
-                Op::Peer(ref copy) if self.by_kernel.copies => self.put_copy(&copy.steps(gpu)?),
+                Op::Peer(ref copy) if self.by_kernel.copies => {
+                    self.put_copy(&copy.steps(gpu, self.by_kernel.ops)?);
+                }
                 Op::Peer(ref copy) => self.put_engine_copy(copy, gpu)?,
                 Op::Place(ref placing) if self.by_kernel.copies => {
                     if let Some(steps) = placing.steps(gpu)? {
@@ -413,7 +437,7 @@ pub(super) fn list(
 pub(super) fn program(gpu: &Gpu, ops: &[Op]) -> Result<Program> {
     let mut calls = Calls { max: usize::MAX, ..Calls::new(ByKernel { ops: true, copies: true }) };
     calls.add(gpu, ops)?;
-    calls.barrier |= calls.last.last().is_some_and(KernelOp::is_copy);
+    calls.barrier |= calls.last.last().is_some_and(KernelOp::is_move);
     calls.flush_barrier();
     if calls.host_fns > 0 || !runs_by_kernel(&calls.last, true) {
         return Err(Error::Unsupported {
