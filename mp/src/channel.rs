@@ -18,6 +18,7 @@
 
 mod near;
 
+use std::any::Any;
 use std::mem;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -333,6 +334,11 @@ impl Replenish for SamePlace {
 
     fn launched(&self) {
         self.first.get_or_init(|| self.next.load(Ordering::Relaxed));
+    }
+
+    fn is(&self, earlier: &dyn Replenish) -> bool {
+        let earlier = (earlier as &dyn Any).downcast_ref::<Self>();
+        earlier.is_some_and(|earlier| Arc::ptr_eq(&earlier.half, &self.half))
     }
 }
 

@@ -1,9 +1,10 @@
 //! Batches: sends, waits and word operations that go to a stream in one submission, in order.
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use std::{fmt, mem, thread};
+use std::{fmt, mem, ptr, thread};
 
 use parking_lot::Mutex;
 use smallvec::SmallVec;
@@ -64,7 +65,7 @@ pub(super) struct RareState {
 }
 
 /// A hook that runs before each launch of a graph, for example to post the receives that the launch waits for.
-pub trait Replenish: fmt::Debug + Send + Sync {
+pub trait Replenish: Any + fmt::Debug + Send + Sync {
     /// Called before each launch, even one that is then refused.
     ///
     /// # Errors
@@ -73,6 +74,18 @@ pub trait Replenish: fmt::Debug + Send + Sync {
 
     /// Called after each launch that was accepted.
     fn launched(&self) {}
+
+    /// Whether it does what an earlier hook of the same graph does: then it is not called. By default if it is that one.
+    fn is(&self, earlier: &dyn Replenish) -> bool {
+        ptr::addr_eq(self, earlier)
+    }
+}
+
+/// Adds a hook, unless an earlier one does the same.
+pub(super) fn add_hook(hooks: &mut Vec<Arc<dyn Replenish>>, hook: Arc<dyn Replenish>) {
+    if !hooks.iter().any(|earlier| hook.is(&**earlier)) {
+        hooks.push(hook);
+    }
 }
 
 /// A host function that can be called repeatedly.
@@ -419,10 +432,7 @@ impl Batch {
     /// Has graphs that contain this batch call `hook` before each launch, once for all batches. Messaging layers post
     /// the receives there that a launch waits for.
     pub fn before_launches(&mut self, hook: &Arc<dyn Replenish>) {
-        let before = &mut self.rare().before;
-        if !before.iter().any(|other| Arc::ptr_eq(other, hook)) {
-            before.push(hook.clone());
-        }
+        add_hook(&mut self.rare().before, hook.clone());
     }
 
     /// Has [`Stream::synchronize`](super::Stream::synchronize) report a failure of `qp` as if the batch had used it: for messaging

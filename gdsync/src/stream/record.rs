@@ -6,7 +6,7 @@
 use std::mem;
 use std::sync::Arc;
 
-use super::batch::{Batch, RareState, Repeatable, Replenish};
+use super::batch::{Batch, RareState, Repeatable, Replenish, add_hook};
 use super::op::Op;
 use super::order::{Fill, Follows, StreamOrder};
 use super::prepared::{PreparedSend, PreparedWait};
@@ -100,11 +100,7 @@ impl Recording {
     pub(super) fn add(&mut self, batch: &mut Batch) {
         let Batch { ops, sends, waits, rare, follows, .. } = mem::take(batch);
         let RareState { covered, repeatable, before, .. } = *rare.unwrap_or_default();
-        for hook in before {
-            if !self.before.iter().any(|other| Arc::ptr_eq(other, &hook)) {
-                self.before.push(hook);
-            }
-        }
+        before.into_iter().for_each(|hook| add_hook(&mut self.before, hook));
         let mut sends = sends.into_iter().peekable();
         let mut waits = waits.into_iter().peekable();
         let mut covered = covered.into_iter().peekable();

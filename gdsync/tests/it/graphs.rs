@@ -1,5 +1,6 @@
 //! Graphs on streams of the host and of GPUs: launches between eager work, what fails in them, and what is refused.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -534,9 +535,22 @@ fn layers_above_come_before_each_launch() {
             if self.refuses.load(Ordering::Relaxed) { Err(Error::GivenUp) } else { Ok(()) }
         }
     }
+    /// One for each batch, of which a graph needs one.
+    #[derive(Debug)]
+    struct Same(Arc<AtomicU32>);
+    impl Replenish for Same {
+        fn replenish(&self) -> gdsync::Result<()> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Ok(())
+        }
+
+        fn is(&self, earlier: &dyn Replenish) -> bool {
+            (earlier as &dyn Any).is::<Self>()
+        }
+    }
     let stream = stream_with("above", PATIENCE);
     let word = gate();
-    let above = Arc::new(Above::default());
+    let (above, same) = (Arc::new(Above::default()), Arc::new(AtomicU32::new(0)));
     let who: Arc<dyn Replenish> = above.clone();
     let mut batch = Batch::new();
     let graph = stream.capture(|stream| {
@@ -544,6 +558,7 @@ fn layers_above_come_before_each_launch() {
             batch.write_value32(&word, value);
             batch.before_launches(&who);
             batch.before_launches(&who);
+            batch.before_launches(&(Arc::new(Same(same.clone())) as Arc<dyn Replenish>));
             stream.submit(&mut batch)?;
         }
         batch.only_once("this", "do that");
@@ -558,7 +573,7 @@ fn layers_above_come_before_each_launch() {
     assert_eq!(above.calls.load(Ordering::Relaxed), 0);
     for n in 1..=3 {
         graph.launch(&stream).unwrap();
-        assert_eq!(above.calls.load(Ordering::Relaxed), n);
+        assert_eq!([&above.calls, &*same].map(|calls| calls.load(Ordering::Relaxed)), [n, n]);
     }
     stream.synchronize(PATIENCE).unwrap();
     above.refuses.store(true, Ordering::Relaxed);
